@@ -1,0 +1,107 @@
+"""The canonical matrix: what every checkpoint format decodes to and every packed layout is made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+#: scale types by op.def name; scales stay in the dtype the checkpoint stores
+SCALE_DTYPES = {
+    "f32": np.dtype(np.float32),
+    "f16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "e8m0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+#: code of weight value zero, for the integer kinds without zero points
+MIDPOINT = {"int4": 8, "int8": 128}
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+#: value of each of the 16 e2m1 codes (OCP MX v1.0, table 5)
+E2M1_VALUES = np.concatenate([_E2M1, -_E2M1])
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedMatrix:
+    """One projection of one expert (N output features, K input features), losslessly as the checkpoint has it.
+
+    ``w[n, perm[j]] = (codes[n, j] - zero) * scales[n // block_n, j // group_size] * global_scale``
+
+    Attributes:
+        kind: a ``format`` of op.def; says what a code means.
+        codes: uint8 [N, K]; unsigned integer codes, or e2m1 / e4m3 bit patterns.
+        scales: [ceil(N / block_n), ceil(K / group_size)], one of SCALE_DTYPES, never re-rounded.
+        group_size: input features that share a scale; -1 when one scale serves the whole row.
+        block_n: output features that share a scale.
+        zero_points: optional uint8, the shape of ``scales``; None means the midpoint (8 or 128).
+        global_scale: optional multiplier, already inverted where the format stores the reciprocal.
+        input_scale: optional static activation scale (a multiplier as well).
+        pre_scale: optional f32 [K], multiplies the activations (AWQ's pre_quant_scale).
+        bias: optional f32 [N].
+        perm: optional int32 [K], act-order: column j of ``codes`` belongs to input feature perm[j].
+    """
+
+    kind: str
+    codes: np.ndarray
+    scales: np.ndarray
+    group_size: int
+    block_n: int = 1
+    zero_points: np.ndarray | None = None
+    global_scale: float | None = None
+    input_scale: float | None = None
+    pre_scale: np.ndarray | None = None
+    bias: np.ndarray | None = None
+    perm: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        n, k = self.shape
+        groups = 1 if self.group_size == -1 else -(-k // self.group_size)
+        want = (-(-n // self.block_n), groups)
+        if self.scales.shape != want:
+            raise ValueError(f"scales have shape {list(self.scales.shape)}, expected {list(want)}")
+        if self.scales.dtype not in SCALE_DTYPES.values():
+            raise ValueError(f"scales have dtype {self.scales.dtype}, expected one of {', '.join(SCALE_DTYPES)}")
+        if self.codes.dtype != np.uint8:
+            raise ValueError(f"codes have dtype {self.codes.dtype}, expected uint8")
+        if self.zero_points is not None and self.zero_points.shape != want:
+            raise ValueError(f"zero points have shape {list(self.zero_points.shape)}, expected {list(want)}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.codes.shape  # type: ignore[return-value]
+
+    @property
+    def scale_type(self) -> str:
+        return next(name for name, dtype in SCALE_DTYPES.items() if dtype == self.scales.dtype)
+
+    def values(self) -> np.ndarray:
+        """Code values before scaling: float64 [N, K], columns in stored order."""
+        if self.kind in MIDPOINT:
+            zero = MIDPOINT[self.kind] if self.zero_points is None else self.expand(self.zero_points.astype(np.int64))
+            return self.codes.astype(np.float64) - zero
+        if self.kind in ("mxfp4", "nvfp4"):
+            return E2M1_VALUES[self.codes].astype(np.float64)
+        if self.kind == "fp8_e4m3":
+            return self.codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        raise ValueError(f"unknown kind {self.kind!r}")
+
+    def expand(self, per_group: np.ndarray) -> np.ndarray:
+        """A per-group array [N / block_n, K / group_size] repeated to [N, K]."""
+        n, k = self.shape
+        rows = np.repeat(per_group, self.block_n, axis=0)[:n]
+        return np.repeat(rows, k if self.group_size == -1 else self.group_size, axis=1)[:, :k]
+
+    def dequantize(self) -> np.ndarray:
+        """float64 [N, K], columns in input-feature order: the weights this matrix stands for."""
+        w = self.values() * self.expand(self.scales.astype(np.float64))
+        if self.global_scale is not None:
+            w *= self.global_scale
+        if self.perm is not None:
+            by_feature = np.empty_like(w)
+            by_feature[:, self.perm] = w
+            w = by_feature
+        if self.pre_scale is not None:
+            w = w * self.pre_scale.astype(np.float64)
+        return w

@@ -1,0 +1,112 @@
+"""The operator definition of ``op.def``, read once, and the attributes of a node as dataclasses.
+
+Torch-free and engine-free: the exporter, the layouts, the reference and the tests all take names from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+DOMAIN = "quantmoe"
+
+
+@cache
+def _lines() -> dict[str, list[tuple[str, ...]]]:
+    text = (files("quantmoe.custom_ops") / "op.def").read_text()
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for macro, arguments in re.findall(r"^QM_(\w+)\((.*?)\)", text, re.MULTILINE):
+        found.setdefault(macro, []).append(tuple(a.strip() for a in arguments.split(",")))
+    return found
+
+
+@cache
+def enum(kind: str) -> dict[str, int]:
+    """Names and ABI codes of one enum of op.def, e.g. ``enum("format")["int4"] == 0``."""
+    return {name: int(code) for k, name, code in _lines()["VALUE"] if k == kind}
+
+
+@cache
+def op_version(op: str) -> int:
+    return next(int(version) for name, version in _lines()["OP"] if name == op)
+
+
+def inputs(op: str) -> list[tuple[str, str]]:
+    """(name, type) of each input of ``op``, in order."""
+    return [(name, type_) for o, name, type_ in _lines()["INPUT"] if o == op]
+
+
+@cache
+def attribute_kinds(op: str = "QuantMoE") -> dict[str, str]:
+    """Attribute name -> kind (``i``, ``f`` or an enum's name), in op.def's order, projections expanded."""
+    kinds = {name: kind for o, kind, name in _lines()["ATTR"] if o == op}
+    for prefix in ("w13", "w2"):
+        kinds |= {f"{prefix}_{name}": kind for kind, name in _lines()["PROJECTION_ATTR"]}
+    return kinds
+
+
+@dataclass(frozen=True)
+class Projection:
+    """How one projection's weights are stored and multiplied: the ``w13_*`` or ``w2_*`` attributes."""
+
+    format: str
+    group_size: int
+    scale_type: str
+    activation_format: str
+    layout: str = "cpu_panel"
+    layout_version: int = 1
+    block_n: int = 1
+    zero_points: int = 0
+    bias: int = 0
+    perm: int = 0
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """All attributes of a QuantMoE node. Sizes: H hidden, I intermediate, in features."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    w13: Projection
+    w2: Projection
+    activation: str = "silu"
+    gated: int = 1
+    expert_offset: int = 0
+    swiglu_alpha: float = 0.0
+    swiglu_limit: float = 0.0
+    apply_router_weight_on_input: int = 0
+    op_version: int = dataclasses.field(default_factory=lambda: op_version("QuantMoE"))
+
+    def attributes(self) -> dict[str, int | float | str]:
+        """Node attributes in op.def's order, every one present."""
+        values = dataclasses.asdict(self)
+        for prefix in ("w13", "w2"):
+            values |= {f"{prefix}_{k}": v for k, v in values.pop(prefix).items()}
+        return {name: values[name] for name in attribute_kinds()}
+
+    @classmethod
+    def from_attributes(cls, attributes: Mapping[str, Any]) -> MoESpec:
+        """Inverse of :meth:`attributes`.
+
+        Raises:
+            ValueError: naming a missing or unknown attribute, or an enum value that op.def does not list.
+        """
+        kinds = attribute_kinds()
+        if missing := kinds.keys() - attributes.keys():
+            raise ValueError(f"QuantMoE node lacks the attributes {sorted(missing)}")
+        if unknown := attributes.keys() - kinds.keys():
+            raise ValueError(f"QuantMoE node has unknown attributes {sorted(unknown)}")
+        for name, kind in kinds.items():
+            if kind not in ("i", "f") and attributes[name] not in enum(kind):
+                raise ValueError(f"{name} is {attributes[name]!r}; supported: {', '.join(enum(kind))}")
+        own = {k: v for k, v in attributes.items() if not k.startswith(("w13_", "w2_"))}
+        for prefix in ("w13", "w2"):
+            fields = (f.name for f in dataclasses.fields(Projection))
+            own[prefix] = Projection(**{f: attributes[f"{prefix}_{f}"] for f in fields})
+        return cls(**own)
