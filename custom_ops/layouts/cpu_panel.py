@@ -1,0 +1,1 @@
+"""Layout ``cpu_panel`` (FORMAT.md section 2)."""

@@ -1,0 +1,1 @@
+"""QuantMoE: quantized mixture-of-experts models as ONNX."""
