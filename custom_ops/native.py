@@ -1,0 +1,181 @@
+"""The C ABI of quant_moe.h through ctypes: packing for the converters, and running kernels without an engine for the tests."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from importlib.resources import files
+
+import ml_dtypes
+import numpy as np
+
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.op import MoESpec, attribute_kinds, enum
+
+ERROR_SIZE = 512
+_TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
+
+
+class _PackSource(ctypes.Structure):
+    _fields_ = [
+        ("format", ctypes.c_int32),
+        ("group_size", ctypes.c_int32),
+        ("scale_type", ctypes.c_int32),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("row_order", ctypes.c_void_p),
+        ("panel_step", ctypes.c_int),
+    ]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("id_bytes", ctypes.c_int),
+        ("tokens", ctypes.c_int64),
+        ("top_k", ctypes.c_int64),
+        ("local_experts", ctypes.c_int64),
+        ("hidden_states", ctypes.c_void_p),
+        ("topk_ids", ctypes.c_void_p),
+        ("topk_weights", ctypes.c_void_p),
+        ("w13", ctypes.c_void_p),
+        ("w2", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("lanes", ctypes.c_int),
+        ("parallel_for", ctypes.c_void_p),
+        ("parallel_context", ctypes.c_void_p),
+    ]
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The kernels: the library named by QUANTMOE_LIBRARY (sanitizer builds), else the installed ONNX Runtime one."""
+    path = os.environ.get("QUANTMOE_LIBRARY") or files("quantmoe.ort_ext") / "libquantmoe_ort.so"
+    lib = ctypes.CDLL(str(path))
+    for name, restype in {
+        "qm_row_bytes": ctypes.c_size_t,
+        "qm_moe_workspace": ctypes.c_size_t,
+        "qm_kernel_name": ctypes.c_char_p,
+        "qm_kernel_selected": ctypes.c_char_p,
+        "qm_version": ctypes.c_char_p,
+    }.items():
+        getattr(lib, name).restype = restype
+    return lib
+
+
+def pack_panels(m: QuantizedMatrix, out: np.ndarray, row_order: np.ndarray | None = None, panel_step: int = 1) -> None:
+    """Packs ``m`` into ``out`` (uint8, starting at the matrix's first panel) with all cores.
+
+    Raises:
+        ValueError: the layout does not carry the matrix.
+    """
+    lib, keep = library(), []
+
+    def pointer(array: np.ndarray | None, dtype: np.dtype | type) -> int | None:
+        if array is None:
+            return None
+        keep.append(np.ascontiguousarray(array, dtype))
+        return keep[-1].ctypes.data
+
+    source = _PackSource(
+        enum("format")[m.kind],
+        m.group_size,
+        enum("scale_type")[m.scale_type],
+        *m.shape,
+        pointer(m.codes, np.uint8),
+        pointer(m.scales, m.scales.dtype),
+        pointer(m.bias, np.float32),
+        pointer(row_order, np.int32),
+        panel_step,
+    )
+    lanes = os.cpu_count() or 1
+    err = ctypes.create_string_buffer(ERROR_SIZE)
+    _check(lib.qm_pack_panels(ctypes.byref(source), ctypes.c_void_p(out.ctypes.data), lanes, lib.qm_parallel_threads, None, err), err)
+
+
+class NativeMoE:
+    """A QuantMoE layer run straight through the C ABI, as the engines do.
+
+    Args:
+        spec: the node's attributes.
+        w13, w2: uint8 [E, row bytes], rows as packed by the layout, 64-byte aligned.
+
+    Raises:
+        ValueError: with the C ABI's message, when the attributes or shapes are not valid.
+    """
+
+    def __init__(self, spec: MoESpec, w13: np.ndarray, w2: np.ndarray):
+        self.w13, self.w2, self.spec = w13, w2, spec
+        self._lib = library()
+        self._moe = ctypes.create_string_buffer(1024)
+        err = ctypes.create_string_buffer(ERROR_SIZE)
+        for name, value in spec.attributes().items():
+            kind = attribute_kinds()[name]
+            if kind == "i":
+                status = self._lib.qm_moe_set_int(self._moe, name.encode(), ctypes.c_int64(value), err)
+            elif kind == "f":
+                status = self._lib.qm_moe_set_float(self._moe, name.encode(), ctypes.c_float(value), err)
+            else:
+                status = self._lib.qm_moe_set_string(self._moe, name.encode(), str(value).encode(), err)
+            _check(status, err)
+        shapes = [(ctypes.c_int64 * 2)(len(w), w.shape[1] // 4) for w in (w13, w2)]
+        _check(self._lib.qm_moe_validate(self._moe, *shapes, err), err)
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel this machine selects."""
+        err = ctypes.create_string_buffer(ERROR_SIZE)
+        return self._lib.qm_kernel_selected(self._moe, err).decode()
+
+    def __call__(self, hidden: np.ndarray, topk_ids: np.ndarray, topk_weights: np.ndarray, lanes: int = 1) -> np.ndarray:
+        """hidden [T, H] f32, f16 or bf16; topk_ids [T, k] int32 or int64; topk_weights [T, k] f32 -> [T, H]."""
+        hidden, topk_ids = np.ascontiguousarray(hidden), np.ascontiguousarray(topk_ids)
+        topk_weights = np.ascontiguousarray(topk_weights, np.float32)
+        output = np.empty_like(hidden)
+        call = _Call(
+            _TYPES[hidden.dtype],
+            topk_ids.dtype.itemsize,
+            *topk_ids.shape,
+            len(self.w13),
+            hidden.ctypes.data,
+            topk_ids.ctypes.data,
+            topk_weights.ctypes.data,
+            self.w13.ctypes.data,
+            self.w2.ctypes.data,
+            output.ctypes.data,
+            None,
+            lanes,
+            ctypes.cast(self._lib.qm_parallel_threads, ctypes.c_void_p) if lanes > 1 else None,
+            None,
+        )
+        workspace = aligned(self._lib.qm_moe_workspace(self._moe, ctypes.byref(call)))
+        call.workspace = workspace.ctypes.data
+        err = ctypes.create_string_buffer(ERROR_SIZE)
+        _check(self._lib.qm_moe_run(self._moe, ctypes.byref(call), err), err)
+        return output
+
+
+def aligned(size: int, alignment: int = 64) -> np.ndarray:
+    """uint8 [size], 64-byte aligned, uninitialised."""
+    raw = np.empty(size + alignment, np.uint8)
+    start = -raw.ctypes.data % alignment
+    return raw[start : start + size]
+
+
+def kernels() -> dict[str, bool]:
+    """Kernel name -> usable on this machine, best first."""
+    found, usable, index = {}, ctypes.c_int(), 0
+    while name := library().qm_kernel_name(ctypes.c_size_t(index), ctypes.byref(usable)):
+        found[name.decode()] = bool(usable.value)
+        index += 1
+    return found
+
+
+def _check(status: int, err: ctypes.Array[ctypes.c_char]) -> None:
+    if status:
+        raise ValueError(err.value.decode())
