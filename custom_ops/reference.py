@@ -1,0 +1,120 @@
+"""The slow, obvious truth: one QuantMoE layer in NumPy float64.
+
+Only the activation quantizers are computed in float32, because their roundings are part of the format (FORMAT.md 4.1); everything
+after them is exact arithmetic rounded to float64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.op import MoESpec
+
+
+def quantize_activations(x: np.ndarray, activation_format: str) -> np.ndarray:
+    """What the product sees of activations x, f32 [T, K]: float64 [T, K], (q - z) * step. Rows that are not finite become NaN.
+
+    Sources: int8_token is compressed-tensors' dynamic symmetric token strategy, int8_token_asym KleidiAI's
+    kai_lhs_quant_pack_qai8dxp_f32.
+    """
+    x = x.astype(np.float32)
+    if activation_format == "none":
+        return np.where(np.isfinite(x).all(1, keepdims=True), x, np.nan).astype(np.float64)
+    one = np.float32(1)
+    out = np.empty(x.shape, np.float64)
+    for row, into in zip(x, out, strict=True):
+        low, high = min(row.min(initial=0), np.float32(0)), max(row.max(initial=0), np.float32(0))
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            if not np.isfinite(row).all():
+                into[:] = np.nan
+            elif activation_format == "int8_token":
+                step = max(-low, high) / np.float32(127.5)
+                step = step if step > 0 else one
+                into[:] = np.clip(np.rint(row / step), -128, 127).astype(np.float64) * np.float64(step)
+            elif activation_format == "int8_token_asym":
+                spread = np.float32(high - low)
+                inverse = one if spread == 0 else np.float32(255) / spread
+                if not np.isfinite(spread):
+                    into[:] = np.nan
+                elif not np.isfinite(inverse):
+                    into[:] = 0
+                else:
+                    a, b = low * inverse, high * inverse
+                    lower, upper = np.float32(-128) + a, np.float32(127) + b
+                    zero = np.float32(-128) - a if lower + upper > 0 else np.float32(127) - b
+                    zero = np.rint(np.clip(zero, np.float32(-128), np.float32(127)))
+                    scaled = (row * inverse).astype(np.float64)
+                    rounded = np.trunc(scaled + np.copysign(0.5, scaled))  # half away from zero, exact in float64
+                    q = np.clip(rounded + np.float64(zero), -128, 127)
+                    into[:] = (q - np.float64(zero)) * np.float64(one / inverse)
+            else:
+                raise ValueError(f"the reference has no activation_format {activation_format!r}")
+    return out
+
+
+def activate(spec: MoESpec, gate: np.ndarray | None, up: np.ndarray) -> np.ndarray:
+    """act(gate, up), or act(up) for a layer that is not gated; formulas and sources in op.def."""
+    z = up if gate is None else gate
+    with np.errstate(over="ignore"):
+        silu = z / (1 + np.exp(-z))
+        sigmoid = 1 / (1 + np.exp(-spec.swiglu_alpha * np.minimum(z, spec.swiglu_limit)))
+    u = np.float64(1) if gate is None else up
+    limit = spec.swiglu_limit
+    match spec.activation:
+        case "silu":
+            return silu * u
+        case "gelu":
+            return z / 2 * (1 + np.vectorize(math.erf, otypes=[np.float64])(z / math.sqrt(2))) * u
+        case "gelu_tanh":
+            return z / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))) * u
+        case "relu2":
+            return np.maximum(z, 0) ** 2 * u
+        case "swiglu_oai":
+            return np.minimum(z, limit) * sigmoid * (np.clip(u, -limit, limit) + 1)
+        case "swiglu_step":
+            return np.minimum(silu, limit) * np.clip(u, -limit, limit)
+    raise ValueError(f"the reference has no activation {spec.activation!r}")
+
+
+def linear(x: np.ndarray, m: QuantizedMatrix, activation_format: str) -> np.ndarray:
+    """x f32 [T, K] times one matrix: float64 [T, N]."""
+    y = quantize_activations(x, activation_format) @ m.dequantize().T
+    return y if m.bias is None else y + m.bias.astype(np.float64)
+
+
+def quant_moe(spec: MoESpec, experts: list[Expert], hidden: np.ndarray, topk_ids: np.ndarray, topk_weights: np.ndarray) -> np.ndarray:
+    """One layer.
+
+    Args:
+        spec: the node's attributes; ``experts[i]`` has id ``spec.expert_offset + i``.
+        hidden: [T, H], any float type. topk_ids: integer [T, k]. topk_weights: [T, k].
+
+    Returns:
+        float64 [T, H]. A token whose activations are not finite is NaN throughout.
+
+    Raises:
+        ValueError: an id outside [-1, num_experts).
+    """
+    x = hidden.astype(np.float32)
+    weights = topk_weights.astype(np.float32)
+    if ((topk_ids < -1) | (topk_ids >= spec.num_experts)).any():
+        raise ValueError(f"topk_ids must be in [-1, {spec.num_experts})")
+    out = np.zeros(x.shape, np.float64)
+    on_input = bool(spec.apply_router_weight_on_input)
+    for i, expert in enumerate(experts):
+        tokens, slots = np.nonzero(topk_ids == spec.expert_offset + i)
+        if not len(tokens):
+            continue
+        w = weights[tokens, slots]
+        rows = x[tokens] * w[:, None] if on_input else x[tokens]
+        up = linear(rows, expert.up, spec.w13.activation_format)
+        gate = None if expert.gate is None else linear(rows, expert.gate, spec.w13.activation_format)
+        h = activate(spec, gate, up).astype(np.float32)
+        y = linear(h, expert.down, spec.w2.activation_format)
+        np.add.at(out, tokens, y if on_input else y * w[:, None].astype(np.float64))
+    out[~np.isfinite(x).all(1)] = np.nan
+    return out

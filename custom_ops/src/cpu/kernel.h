@@ -1,0 +1,72 @@
+// What a CPU kernel is: one file src/cpu/panel_<isa>.cc that fills a CpuKernel, and one line in kernels.inc.
+//
+// The layer's driver (moe.cc) owns routing, threads and memory. A kernel owns the arithmetic: the elementwise passes, which are the
+// plain loops of elementwise.h compiled with the file's instruction set, and the product of token tiles with panels.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "core/panel.h"
+
+namespace quantmoe {
+
+// One activation row as a product reads it. For activation_format none x holds it; otherwise q, sums, step and zero_point.
+struct Row {
+  const float* x;       // [kp], zero past k
+  const int8_t* q;      // [kp], zero past k
+  const int32_t* sums;  // [blocks]: sum of q over each block
+  float step;
+  int32_t zero_point;
+};
+
+// Rows of one tile interleaved for broadcast loads; byte offsets in `data`, m rows:
+//   quantized: q int8 [kp / 4][m][4] | sums int32 [blocks][m] | step f32 [m] | zero_point int32 [m]
+//   float:     x f32 [kp][m]
+struct Tile {
+  const uint8_t* data;
+  int m;
+};
+// Bytes of one row within a tile, so that tiles of any m lie back to back at row * tile_row_bytes.
+inline int64_t tile_row_bytes(const PanelMatrix& p, bool quantized) {
+  return quantized ? p.kp + 4 * p.blocks + 8 : 4 * p.kp;
+}
+
+struct Product {
+  const PanelMatrix* matrix;
+  bool quantized;         // activation_format is int8_token or int8_token_asym
+  const uint8_t* panels;  // the first panel
+  int64_t panel_count;
+  const Tile* tiles;
+  int64_t tile_count;
+  // Row i of all tiles and row r of panel p goes to out[i * row_stride + (p % halves) * half_stride + (p / halves) * nr + r].
+  float* out;
+  int64_t row_stride, half_stride;
+  int halves;
+};
+
+struct CpuKernel {
+  const char* name;
+  bool (*usable)();
+  int tile_rows;  // most rows of a tile
+
+  void (*to_float)(qm_type type, const void* source, int64_t n, float* out);
+  void (*from_float)(qm_type type, const float* source, int64_t n, void* out);
+  void (*scale)(float factor, float* x, int64_t n);  // x *= factor
+  bool (*all_finite)(const float* x, int64_t n);
+  // Quantizes x [k] to q [kp]; false when the row counts as not finite.
+  bool (*quantize)(int32_t activation_format, const float* x, int64_t k, int64_t kp, int8_t* q, float* step, int32_t* zero_point);
+  void (*block_sums)(const int8_t* q, int64_t block, int64_t blocks, int32_t* sums);
+  // h[i] = act(gate[i], up[i]), or act(up[i]) when gate is null.
+  void (*activate)(const qm_moe& moe, const float* gate, const float* up, int64_t n, float* h);
+  void (*accumulate)(float weight, const float* x, int64_t n, float* y);  // y = fma(weight, x, y)
+  void (*pack_tile)(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out);
+  void (*multiply)(const Product& product);
+};
+
+#define QM_CPU_KERNEL(name) extern const CpuKernel name;
+#include "cpu/kernels.inc"
+
+// The best usable kernel, or the one QUANTMOE_FORCE_KERNEL names; null and a sentence in err when there is none.
+const CpuKernel* select_kernel(char* err);
+
+}  // namespace quantmoe

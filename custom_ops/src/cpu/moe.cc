@@ -1,0 +1,387 @@
+// One QuantMoE layer on the CPU: route, quantize, gate and up with the activation, quantize, down with the combine.
+//
+// Pairs (token, slot) are sorted by expert; a pair's place in that order is its position. Four sections, each a parallel loop:
+//   1. activation rows to f32 and int8, once a token
+//   2. (expert, token block, panel range): w13 product, activation function -> h[position]
+//   3. h rows to int8 tiles, ready for every panel range of section 4
+//   4. output column ranges: w2 product over all experts in ascending id, summed in place (no atomics, one order)
+// Sections 1 and 3 are serial for a few rows, so that decode costs two dispatches.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "core/parallel.h"
+#include "cpu/kernel.h"
+
+namespace quantmoe {
+namespace {
+
+constexpr int kMaxTileRows = 32;
+constexpr int64_t kBlockRows = 96;       // token rows of a task: their tiles stay in L2 while panels stream
+constexpr int64_t kColumnsPerStep = 64;  // output columns between product and activation or combine; both stay in L1
+constexpr int64_t kSerialRows = 16;
+
+bool is_quantized(const qm_projection& p) { return p.activation_format != k_activation_format_none; }
+
+struct Arena {  // carves 64-byte aligned pieces; with base null it only measures
+  uint8_t* base;
+  size_t used = 0;
+  template <typename T>
+  T* take(int64_t count) {
+    T* piece = base ? reinterpret_cast<T*>(base + used) : nullptr;
+    used += static_cast<size_t>(align_up(count * static_cast<int64_t>(sizeof(T)), 64));
+    return piece;
+  }
+};
+
+struct Pair {
+  int32_t token, slot;
+};
+struct Task {
+  int32_t expert;
+  int64_t first, rows;        // positions
+  int64_t panel, panel_count;  // of w13, counted over both halves
+};
+
+// Everything one call needs, laid out in the workspace.
+struct Layer {
+  const qm_moe& moe;
+  const qm_moe_call& call;
+  const CpuKernel& kernel;
+  PanelMatrix w13, w2;
+  bool quantized13, quantized2;
+  int64_t pairs, rows;  // rows: distinct activation rows
+  int64_t tile13_bytes, tile2_bytes;
+  int lanes;
+  int64_t panel_splits, column_ranges, max_tasks;
+
+  int64_t* expert_begin;  // [local experts + 1] positions
+  Pair* order;            // [pairs] by position
+  uint8_t* bad;           // [tokens] not finite
+  float* x;               // [rows, kp13]
+  int8_t* q;              // [rows, kp13]
+  int32_t* sums;          // [rows, blocks13]
+  float* step;            // [rows]
+  int32_t* zero_point;    // [rows]
+  float* h;               // [pairs, I]
+  uint8_t* tiles2;        // [pairs, tile2_bytes]
+  float* y;               // [tokens, H]; the output itself when that is f32
+  Task* tasks;            // [max_tasks]
+  // a lane each
+  uint8_t* lane_tiles;    // [kBlockRows, tile13_bytes] twice when gate and up gather differently
+  float* lane_out;        // [kBlockRows, kColumnsPerStep] twice, gate and up
+  int8_t* lane_q;         // [kMaxTileRows, max kp]
+  float* lane_x;
+  int32_t* lane_sums;
+
+  Layer(const qm_moe& m, const qm_moe_call& c, const CpuKernel& k) : moe(m), call(c), kernel(k), w13(w13_matrix(m)), w2(w2_matrix(m)) {
+    quantized13 = is_quantized(m.w13);
+    quantized2 = is_quantized(m.w2);
+    pairs = c.tokens * c.top_k;
+    rows = m.apply_router_weight_on_input ? pairs : c.tokens;
+    tile13_bytes = tile_row_bytes(w13, quantized13);
+    tile2_bytes = tile_row_bytes(w2, quantized2);
+    lanes = c.parallel_for && c.lanes > 1 ? c.lanes : 1;
+    const int64_t blocks = std::min(pairs, c.local_experts + pairs / kBlockRows);
+    const int64_t steps = ceil_div(w13.panels * w13.nr, kColumnsPerStep);
+    // Enough tasks to balance lanes at the end of the section, few enough that packing a block's tiles again for each is noise.
+    panel_splits = std::clamp<int64_t>(blocks > 0 ? ceil_div(lanes > 1 ? 6 * lanes : 1, blocks) : 1, 1, steps);
+    column_ranges = std::clamp<int64_t>(lanes > 1 ? 4 * lanes : 1, 1, ceil_div(m.hidden_size, kColumnsPerStep));
+    max_tasks = (std::min(pairs, c.local_experts) + pairs / kBlockRows) * panel_splits;
+  }
+
+  size_t lay_out(void* workspace) {
+    Arena a{static_cast<uint8_t*>(workspace)};
+    expert_begin = a.take<int64_t>(call.local_experts + 1);
+    order = a.take<Pair>(pairs);
+    bad = a.take<uint8_t>(call.tokens);
+    x = a.take<float>(rows * w13.kp);
+    q = a.take<int8_t>(quantized13 ? rows * w13.kp : 0);
+    sums = a.take<int32_t>(quantized13 ? rows * w13.blocks : 0);
+    step = a.take<float>(rows);
+    zero_point = a.take<int32_t>(rows);
+    h = a.take<float>(pairs * moe.intermediate_size);
+    tiles2 = a.take<uint8_t>(pairs * tile2_bytes);
+    y = a.take<float>(call.type == QM_F32 ? 0 : call.tokens * moe.hidden_size);
+    tasks = a.take<Task>(max_tasks);
+    lane_tiles = a.take<uint8_t>(lanes * lane_tiles_bytes());
+    lane_out = a.take<float>(lanes * 2 * kBlockRows * kColumnsPerStep);
+    lane_q = a.take<int8_t>(lanes * kMaxTileRows * lane_kp());
+    lane_x = a.take<float>(lanes * kMaxTileRows * lane_kp());
+    lane_sums = a.take<int32_t>(lanes * kMaxTileRows * lane_blocks());
+    if (call.type == QM_F32) y = static_cast<float*>(call.output);
+    return a.used;
+  }
+  int64_t lane_tiles_bytes() const { return (moe.w13.perm == 2 ? 2 : 1) * kBlockRows * tile13_bytes; }
+  int64_t lane_kp() const { return std::max(w13.kp, w2.kp); }
+  int64_t lane_blocks() const { return std::max(w13.blocks, w2.blocks); }
+
+  template <typename Body>
+  void for_each(int64_t count, const Body& body) const {
+    parallel(lanes, call.parallel_for, call.parallel_context, count, body);
+  }
+
+  int64_t id(int64_t pair) const {
+    return call.id_bytes == 8 ? static_cast<const int64_t*>(call.topk_ids)[pair] : static_cast<const int32_t*>(call.topk_ids)[pair];
+  }
+  int64_t row_of(Pair p) const { return moe.apply_router_weight_on_input ? p.token * call.top_k + p.slot : p.token; }
+
+  // Tiles of `rows` rows, evenly filled: ceil(rows / tile_rows) of them, the first ones a row longer.
+  int64_t tile_count(int64_t n) const { return ceil_div(n, kernel.tile_rows); }
+
+  int route(char* err);
+  void load_rows(int64_t first, int64_t count);
+  void plan_tasks();
+  void gate_up(int lane, const Task& task);
+  void pack_h(int lane, int64_t expert);
+  void down(int lane, int64_t begin, int64_t end);
+  int64_t task_count = 0;
+};
+
+int Layer::route(char* err) {
+  std::fill(expert_begin, expert_begin + call.local_experts + 1, 0);
+  for (int64_t i = 0; i < pairs; ++i) {
+    const int64_t e = id(i);
+    if (e < -1 || e >= moe.num_experts)
+      return fail(err, QM_INVALID, "topk_ids of token %lld, slot %lld is %lld, expected -1 to %d", (long long)(i / call.top_k),
+                  (long long)(i % call.top_k), (long long)e, moe.num_experts - 1);
+    const int64_t local = e - moe.expert_offset;
+    if (e >= 0 && local >= 0 && local < call.local_experts) ++expert_begin[local + 1];
+  }
+  for (int64_t e = 0; e < call.local_experts; ++e) expert_begin[e + 1] += expert_begin[e];
+  for (int64_t i = 0; i < pairs; ++i) {
+    const int64_t local = id(i) - moe.expert_offset;
+    if (id(i) >= 0 && local >= 0 && local < call.local_experts)
+      order[expert_begin[local]++] = {static_cast<int32_t>(i / call.top_k), static_cast<int32_t>(i % call.top_k)};
+  }
+  // The fill moved each begin to its end; shift them back.
+  std::copy_backward(expert_begin, expert_begin + call.local_experts, expert_begin + call.local_experts + 1);
+  expert_begin[0] = 0;
+  return QM_OK;
+}
+
+void Layer::load_rows(int64_t first, int64_t count) {
+  const int64_t hidden = moe.hidden_size, element = call.type == QM_F32 ? 4 : 2;
+  for (int64_t r = first; r < first + count; ++r) {
+    const int64_t token = moe.apply_router_weight_on_input ? r / call.top_k : r;
+    float* row = x + r * w13.kp;
+    kernel.to_float(call.type, static_cast<const uint8_t*>(call.hidden_states) + token * hidden * element, hidden, row);
+    std::fill(row + hidden, row + w13.kp, 0.0f);
+    if (moe.apply_router_weight_on_input) kernel.scale(call.topk_weights[r], row, hidden);
+    bool finite;
+    if (quantized13) {
+      finite = kernel.quantize(moe.w13.activation_format, row, hidden, w13.kp, q + r * w13.kp, step + r, zero_point + r);
+      if (!moe.w13.perm) kernel.block_sums(q + r * w13.kp, w13.block, w13.blocks, sums + r * w13.blocks);
+    } else {
+      finite = kernel.all_finite(row, hidden);
+    }
+    if (!finite) __atomic_store_n(bad + token, 1, __ATOMIC_RELAXED);
+  }
+}
+
+void Layer::plan_tasks() {
+  const int64_t panels = w13.panels * halves(moe);
+  const int64_t step_panels = kColumnsPerStep / w13.nr * halves(moe);
+  const int64_t split = ceil_div(ceil_div(panels, step_panels), panel_splits) * step_panels;
+  for (int64_t e = 0; e < call.local_experts; ++e)
+    for (int64_t first = expert_begin[e]; first < expert_begin[e + 1];) {
+      // Even blocks: a last block of a few rows would stream the weights for little.
+      const int64_t left = expert_begin[e + 1] - first;
+      const int64_t block = ceil_div(left, ceil_div(left, kBlockRows));
+      for (int64_t p = 0; p < panels; p += split)
+        tasks[task_count++] = {static_cast<int32_t>(e), first, block, p, std::min(split, panels - p)};
+      first += block;
+    }
+}
+
+void Layer::gate_up(int lane, const Task& task) {
+  const uint8_t* weights = static_cast<const uint8_t*>(call.w13) + task.expert * w13_row_bytes(moe);
+  const int gathers = std::max(1, moe.w13.perm);
+  const int64_t perm_bytes = align_up(4LL * moe.hidden_size, kRowAlignment);
+  const int64_t count = tile_count(task.rows);
+  Tile tiles[2][kBlockRows];
+  for (int g = 0; g < gathers; ++g) {
+    const int32_t* perm = nullptr;
+    if (moe.w13.perm) perm = reinterpret_cast<const int32_t*>(weights + w13_row_bytes(moe) - (gathers - g) * perm_bytes);
+    uint8_t* data = lane_tiles + lane * lane_tiles_bytes() + g * kBlockRows * tile13_bytes;
+    int64_t position = task.first;
+    for (int64_t t = 0; t < count; ++t) {
+      const int m = static_cast<int>(task.rows / count + (t < task.rows % count));
+      Row list[kMaxTileRows];
+      for (int i = 0; i < m; ++i, ++position) {
+        const int64_t r = row_of(order[position]);
+        Row row{x + r * w13.kp, q + r * w13.kp, sums + r * w13.blocks, step[r], zero_point[r]};
+        if (perm) {
+          const int64_t slot = lane * kMaxTileRows + i;
+          if (quantized13) {
+            int8_t* gathered = lane_q + slot * lane_kp();
+            for (int64_t k = 0; k < w13.k; ++k) gathered[k] = row.q[perm[k]];
+            std::fill(gathered + w13.k, gathered + w13.kp, int8_t{0});
+            int32_t* gathered_sums = lane_sums + slot * lane_blocks();
+            kernel.block_sums(gathered, w13.block, w13.blocks, gathered_sums);
+            row.q = gathered;
+            row.sums = gathered_sums;
+          } else {
+            float* gathered = lane_x + slot * lane_kp();
+            for (int64_t k = 0; k < w13.k; ++k) gathered[k] = row.x[perm[k]];
+            std::fill(gathered + w13.k, gathered + w13.kp, 0.0f);
+            row.x = gathered;
+          }
+        }
+        list[i] = row;
+      }
+      kernel.pack_tile(w13, quantized13, list, m, data);
+      tiles[g][t] = {data, m};
+      data += m * tile13_bytes;
+    }
+  }
+
+  const int sides = halves(moe);
+  float* gate = lane_out + lane * 2 * kBlockRows * kColumnsPerStep;
+  float* up = sides == 2 ? gate + kBlockRows * kColumnsPerStep : gate;
+  const int64_t step_panels = kColumnsPerStep / w13.nr * sides;
+  for (int64_t p = task.panel; p < task.panel + task.panel_count; p += step_panels) {
+    const int64_t panels = std::min(step_panels, task.panel + task.panel_count - p);
+    Product product{&w13,  quantized13, weights + p * w13.stride, panels, tiles[0], count, gate, kColumnsPerStep,
+                    up - gate, sides};
+    if (gathers == 1) {
+      kernel.multiply(product);
+    } else {  // gate and up read different tiles: every other panel each
+      PanelMatrix half = w13;
+      for (int64_t i = 0; i < panels; ++i) {
+        Product one{&half, quantized13, weights + (p + i) * w13.stride, 1, tiles[i % 2], count, (i % 2 ? up : gate) + i / 2 * w13.nr,
+                    kColumnsPerStep, 0, 1};
+        kernel.multiply(one);
+      }
+    }
+    const int64_t column = p / sides * w13.nr;
+    const int64_t columns = std::min(panels / sides * w13.nr, moe.intermediate_size - column);
+    for (int64_t i = 0; i < task.rows; ++i)
+      kernel.activate(moe, sides == 2 ? gate + i * kColumnsPerStep : nullptr, up + i * kColumnsPerStep, columns,
+                      h + (task.first + i) * moe.intermediate_size + column);
+  }
+}
+
+// Quantizes the h rows of one expert and lays them out as tiles.
+void Layer::pack_h(int lane, int64_t expert) {
+  const int64_t begin = expert_begin[expert], n = expert_begin[expert + 1] - begin, count = tile_count(n);
+  uint8_t* data = tiles2 + begin * tile2_bytes;
+  int64_t position = begin;
+  for (int64_t t = 0; t < count; ++t) {
+    const int m = static_cast<int>(n / count + (t < n % count));
+    Row list[kMaxTileRows];
+    for (int i = 0; i < m; ++i, ++position) {
+      const float* row = h + position * moe.intermediate_size;
+      const int64_t slot = lane * kMaxTileRows + i;
+      list[i] = {};
+      bool finite;
+      if (quantized2) {
+        int8_t* quantized = lane_q + slot * lane_kp();
+        int32_t* block_sums = lane_sums + slot * lane_blocks();
+        finite = kernel.quantize(moe.w2.activation_format, row, w2.k, w2.kp, quantized, &list[i].step, &list[i].zero_point);
+        kernel.block_sums(quantized, w2.block, w2.blocks, block_sums);
+        list[i].q = quantized;
+        list[i].sums = block_sums;
+      } else {
+        finite = kernel.all_finite(row, w2.k);
+        float* padded = lane_x + slot * lane_kp();
+        std::copy(row, row + w2.k, padded);
+        std::fill(padded + w2.k, padded + w2.kp, 0.0f);
+        list[i].x = padded;
+      }
+      if (!finite) __atomic_store_n(bad + order[position].token, 1, __ATOMIC_RELAXED);
+    }
+    kernel.pack_tile(w2, quantized2, list, m, data);
+    data += m * tile2_bytes;
+  }
+}
+
+void Layer::down(int lane, int64_t begin, int64_t end) {
+  const int64_t hidden = moe.hidden_size;
+  float* out = lane_out + lane * 2 * kBlockRows * kColumnsPerStep;
+  for (int64_t t = 0; t < call.tokens; ++t) std::fill(y + t * hidden + begin, y + t * hidden + end, 0.0f);
+  for (int64_t e = 0; e < call.local_experts; ++e) {
+    const int64_t n = expert_begin[e + 1] - expert_begin[e], count = tile_count(n);
+    if (n == 0) continue;
+    const uint8_t* weights = static_cast<const uint8_t*>(call.w2) + e * w2_row_bytes(moe);
+    int64_t tile = 0, position = expert_begin[e];
+    while (tile < count) {
+      // As many tiles as fit a block of rows.
+      Tile tiles[kBlockRows];
+      int64_t taken = 0, block = 0;
+      const int64_t first = position;
+      for (; tile < count; ++tile) {
+        const int m = static_cast<int>(n / count + (tile < n % count));
+        if (block + m > kBlockRows) break;
+        tiles[taken++] = {tiles2 + position * tile2_bytes, m};
+        position += m;
+        block += m;
+      }
+      for (int64_t column = begin; column < end; column += kColumnsPerStep) {
+        const int64_t columns = std::min(kColumnsPerStep, end - column);
+        Product product{&w2, quantized2, weights + column / w2.nr * w2.stride, ceil_div(columns, w2.nr), tiles, taken, out,
+                        kColumnsPerStep, 0, 1};
+        kernel.multiply(product);
+        for (int64_t i = 0; i < block; ++i) {
+          const Pair pair = order[first + i];
+          const float weight = moe.apply_router_weight_on_input ? 1.0f : call.topk_weights[pair.token * call.top_k + pair.slot];
+          kernel.accumulate(weight, out + i * kColumnsPerStep, columns, y + pair.token * hidden + column);
+        }
+      }
+    }
+  }
+  const int64_t element = call.type == QM_F32 ? 4 : 2;
+  for (int64_t t = 0; t < call.tokens; ++t) {
+    float* row = y + t * hidden + begin;
+    if (bad[t]) std::fill(row, row + (end - begin), NAN);
+    uint8_t* output = static_cast<uint8_t*>(call.output) + (t * hidden + begin) * element;
+    kernel.from_float(call.type, row, end - begin, output);
+  }
+}
+
+}  // namespace
+}  // namespace quantmoe
+
+using namespace quantmoe;
+
+size_t qm_moe_workspace(const qm_moe* moe, const qm_moe_call* call) {
+  char err[QM_ERROR_SIZE];
+  const CpuKernel* kernel = select_kernel(err);
+  return kernel ? Layer(*moe, *call, *kernel).lay_out(nullptr) : 0;
+}
+
+int qm_moe_run(const qm_moe* moe, const qm_moe_call* call, char* err) {
+  if (call->tokens == 0) return QM_OK;
+  const CpuKernel* kernel = select_kernel(err);
+  if (!kernel) return QM_UNSUPPORTED;
+  Layer layer(*moe, *call, *kernel);
+  layer.lay_out(call->workspace);
+  if (int status = layer.route(err)) return status;
+  std::fill(layer.bad, layer.bad + call->tokens, uint8_t{0});
+
+  constexpr int64_t kRowsPerTask = 8;
+  if (layer.rows < kSerialRows)
+    layer.load_rows(0, layer.rows);
+  else
+    layer.for_each(ceil_div(layer.rows, kRowsPerTask), [&](int, int64_t i) {
+      layer.load_rows(i * kRowsPerTask, std::min(kRowsPerTask, layer.rows - i * kRowsPerTask));
+    });
+
+  layer.plan_tasks();
+  layer.for_each(layer.task_count, [&](int lane, int64_t i) { layer.gate_up(lane, layer.tasks[i]); });
+
+  const auto pack_h = [&](int lane, int64_t e) {
+    if (layer.expert_begin[e + 1] > layer.expert_begin[e]) layer.pack_h(lane, e);
+  };
+  if (call->tokens < kSerialRows)
+    for (int64_t e = 0; e < call->local_experts; ++e) pack_h(0, e);
+  else
+    layer.for_each(call->local_experts, pack_h);
+
+  const int64_t hidden = moe->hidden_size;
+  const int64_t range = align_up(ceil_div(hidden, layer.column_ranges), kColumnsPerStep);
+  layer.for_each(ceil_div(hidden, range), [&](int lane, int64_t i) {
+    layer.down(lane, i * range, std::min(hidden, (i + 1) * range));
+  });
+  return QM_OK;
+}
