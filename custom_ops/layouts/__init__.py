@@ -9,6 +9,25 @@ A layout module provides (Expert and the dataclasses are in custom_ops):
 - ``unpack(spec, w13_row, w2_row) -> Expert``: the inverse of pack.
 """
 
+from dataclasses import replace
+
 from quantmoe.custom_ops.layouts import cpu_panel
+from quantmoe.custom_ops.op import Projection
 
 LAYOUTS = {"cpu_panel": cpu_panel}
+
+
+def join(a: tuple[Projection, Projection], b: tuple[Projection, Projection]) -> tuple[Projection, Projection]:
+    """The (w13, w2) that two experts of a layer share: act-orders and biases widen, everything else must be equal.
+
+    Raises:
+        ValueError: naming the projection and both descriptions.
+    """
+
+    def widen(name: str, x: Projection, y: Projection) -> Projection:
+        perm, bias = max(x.perm, y.perm), max(x.bias, y.bias)
+        if replace(x, perm=perm, bias=bias) != replace(y, perm=perm, bias=bias):
+            raise ValueError(f"{name} differs between experts of one layer: {x} against {y}")
+        return replace(x, perm=perm, bias=bias)
+
+    return widen("w13", a[0], b[0]), widen("w2", a[1], b[1])

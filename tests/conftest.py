@@ -1,0 +1,6 @@
+"""Test helpers are plain modules beside the tests: `from cases import CASES`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,209 @@
+"""Every kernel against the float64 reference, and against each other bit for bit."""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import CASES, Case, Layer, varied
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantmoe.custom_ops import native, reference
+
+USABLE = [name for name, usable in native.kernels().items() if usable]
+
+
+def run(layer: Layer, tokens: tuple, kernel: str, monkeypatch: pytest.MonkeyPatch, lanes: int = 1) -> np.ndarray:
+    monkeypatch.setenv("QUANTMOE_FORCE_KERNEL", kernel)
+    return layer.native()(*tokens, lanes=lanes)
+
+
+def tolerance(layer: Layer, hidden: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Bound [T, 1] on |kernel - reference|.
+
+    f32 sums of K terms err by at most K * 2^-24 of the sum of magnitudes, and in the mean by its square root; 2^-18 of the magnitudes
+    covers the sizes here. A quantized h may also round the other way where f32 and f64 straddle a half (probability about 1e-4 an
+    element): three such steps are allowed a pair.
+    """
+    spec = layer.spec
+    out = np.zeros((len(hidden), 1))
+    for i, expert in enumerate(layer.experts):
+        for t, j in zip(*np.nonzero(ids == spec.expert_offset + i), strict=True):
+            x = hidden[t : t + 1].astype(np.float32) * (weights[t, j] if spec.apply_router_weight_on_input else 1)
+            w = 1.0 if spec.apply_router_weight_on_input else abs(weights[t, j])
+            if not np.isfinite(x).all():
+                continue
+
+            def size(m, x=x):
+                return np.abs(x) @ np.abs(m.dequantize()).T + (0 if m.bias is None else np.abs(m.bias))
+
+            up = size(expert.up)
+            gate = np.ones_like(up) if expert.gate is None else size(expert.gate)
+            bound = np.minimum(gate, 1e30) * (up + 1) if spec.activation != "relu2" else gate**2 * up + up**2
+            exact = reference.activate(
+                spec,
+                None if expert.gate is None else reference.linear(x, expert.gate, spec.w13.activation_format),
+                reference.linear(x, expert.up, spec.w13.activation_format),
+            )
+            w2 = np.abs(expert.down.dequantize())
+            error = 2.0**-18 * (bound @ w2.T + np.abs(exact) @ w2.T).max()
+            if spec.w2.activation_format != "none":
+                error += 3 * np.ptp(np.append(exact, 0)) / 127 * w2.max()
+            out[t] += w * (error + 2.0**-18 * (0 if expert.down.bias is None else np.abs(expert.down.bias).max()))
+    return out
+
+
+def check(layer: Layer, tokens: tuple, got: np.ndarray) -> None:
+    want = reference.quant_moe(layer.spec, layer.experts, *tokens)
+    finite = np.isfinite(want).all(1)
+    assert np.isnan(got[~finite].astype(np.float64)).all()
+    error = np.abs(got[finite].astype(np.float64) - want[finite])
+    bound = tolerance(layer, *tokens)[finite] + np.abs(want[finite]) * np.float64(
+        {np.dtype(np.float32): 2.0**-23, np.dtype(np.float16): 2.0**-11, np.dtype(ml_dtypes.bfloat16): 2.0**-8}[got.dtype]
+    )
+    assert (error <= bound).all(), f"error {error.max():.3g}, {np.max(error / np.maximum(bound, 1e-30)):.3g} of the bound"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("kernel", USABLE)
+def test_against_reference(case: Case, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = case.build()
+    for t in (1, 2, 7, 33):
+        tokens = case.tokens(t)
+        check(layer, tokens, run(layer, tokens, kernel, monkeypatch))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("kernel", USABLE)
+def test_16_bit_activations(dtype: type, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(hidden=72, intermediate=64)
+    layer = case.build()
+    hidden, ids, weights = case.tokens(9)
+    tokens = hidden.astype(dtype), ids.astype(np.int32), weights
+    got = run(layer, tokens, kernel, monkeypatch)
+    assert got.dtype == dtype
+    check(layer, tokens, got)
+
+
+@given(
+    case=st.builds(
+        Case,
+        hidden=st.integers(1, 150),
+        intermediate=st.integers(1, 150),
+        experts=st.integers(1, 9),
+        top_k=st.integers(1, 4),
+        kind=st.sampled_from(["int4", "int8"]),
+        group_size=st.sampled_from([-1, 32, 64, 128]),
+        scale_type=st.sampled_from(["f32", "f16", "bf16"]),
+        activation_format=st.sampled_from(["none", "int8_token", "int8_token_asym"]),
+        activation=st.sampled_from(["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai", "swiglu_step"]),
+        bias=st.booleans(),
+        act_order=st.sampled_from(["none", "shared", "split"]),
+        on_input=st.booleans(),
+        seed=st.integers(0, 10**6),
+    ),
+    t=st.integers(0, 70),
+    lanes=st.integers(1, 5),
+    skew=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_kernels_and_thread_counts_agree_bit_for_bit(case: Case, t: int, lanes: int, skew: bool) -> None:
+    layer = case.build()
+    hidden, ids, weights = case.tokens(t, case.seed)
+    if skew:
+        ids[:] = case.seed % case.experts  # all tokens on one expert, repeated ids within a token
+    with pytest.MonkeyPatch.context() as patch:
+        want = run(layer, (hidden, ids, weights), "panel_portable", patch)
+        for kernel in USABLE:
+            for n in {1, lanes}:
+                got = run(layer, (hidden, ids, weights), kernel, patch, lanes=n)
+                assert got.tobytes() == want.tobytes(), f"{kernel} with {n} lanes"
+
+
+@pytest.mark.parametrize("activation_format", ["none", "int8_token", "int8_token_asym"])
+@pytest.mark.parametrize("kernel", USABLE)
+def test_extreme_activations(activation_format: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(activation_format=activation_format, experts=2)
+    layer = case.build()
+    hidden, ids, weights = case.tokens(9)
+    hidden[0] = 0
+    hidden[1] = 3.5  # constant
+    hidden[2, 5] = np.nan
+    hidden[3, 0] = -np.inf
+    hidden[4] *= 1e-42  # subnormal
+    hidden[5] *= 1e10
+    hidden[6, 1:] = 0  # one outlier
+    hidden[7] = -np.abs(hidden[7])
+    weights[8] = 0
+    got = run(layer, (hidden, ids, weights), kernel, monkeypatch)
+    check(layer, (hidden, ids, weights), got)
+    assert np.isnan(got[2:4]).all()
+    assert np.isfinite(got[[0, 1, 4, 5, 6, 7, 8]]).all()
+
+
+@pytest.mark.parametrize("kernel", USABLE)
+def test_ids_outside_the_slice_contribute_zero(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(experts=2, offset=3, total_experts=8, top_k=3)
+    layer = case.build()
+    hidden, ids, weights = case.tokens(5)
+    ids[:] = [[-1, 0, 7], [3, -1, 4], [2, 5, 6], [4, 4, 4], [-1, -1, -1]]
+    got = run(layer, (hidden, ids, weights), kernel, monkeypatch)
+    check(layer, (hidden, ids, weights), got)
+    assert not got[[0, 2, 4]].any()
+    assert got[[1, 3]].all()
+
+
+@pytest.mark.parametrize("bad", [-2, 8, 2**31, -(2**40)])
+def test_an_id_out_of_range_names_token_slot_and_id(bad: int) -> None:
+    case = Case(total_experts=8)
+    layer = case.build()
+    hidden, ids, weights = case.tokens(3)
+    ids[2, 1] = bad
+    with pytest.raises(ValueError, match=f"token 2, slot 1 is {bad}, expected -1 to 7"):
+        layer.native()(hidden, ids, weights)
+
+
+def test_slices_add_up_to_the_layer() -> None:
+    """Expert parallelism: rows [0, 2) and [2, 4) as two nodes sum to the whole."""
+    case = Case(activation_format="none")
+    layer = case.build()
+    tokens = case.tokens(6)
+    whole = layer.native()(*tokens)
+    parts = [
+        native.NativeMoE(dataclasses.replace(layer.spec, expert_offset=o), layer.w13[o : o + 2], layer.w2[o : o + 2])(*tokens)
+        for o in (0, 2)
+    ]
+    np.testing.assert_allclose(parts[0] + parts[1], whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("op_version", 2, "op_version is 2, expected 1 to 1"),
+        ("w13_layout_version", 2, "w13_layout_version is 2, expected 1 to 1"),
+        ("w2_layout", "marlin", 'w2_layout is "marlin", this library supports: cpu_panel'),
+        ("w2_format", "nvfp4", 'w2_format is "nvfp4", this library supports: int4, int8'),
+        ("w13_group_size", 48, "w13_group_size is 48, expected -1 or a multiple of 32"),
+        ("w13_activation_format", "mxfp8", 'w13_activation_format is "mxfp8"'),
+        ("hidden_size", 0, "hidden_size is 0, expected 1 to"),
+        ("w2_perm", 2, "w2_perm is 2, expected 0 to 1"),
+        ("num_experts", 3, "w13 has 4 experts"),
+        ("hidden_size", 65, "int32 words a row, expected"),
+    ],
+)
+def test_invalid_attributes_are_named(name: str, value: object, message: str) -> None:
+    layer = Case().build()
+    spec = type(layer.spec).from_attributes(layer.spec.attributes() | {name: value})
+    with pytest.raises(ValueError, match=message):
+        native.NativeMoE(spec, layer.w13, layer.w2)
+
+
+def test_an_unknown_forced_kernel_lists_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTMOE_FORCE_KERNEL", "panel_avx9000")
+    with pytest.raises(ValueError, match='"panel_avx9000", kernels here: .*panel_portable'):
+        Case().build().native()
+
+
+def test_no_tokens() -> None:
+    layer = varied(Case(), experts=2).build()
+    assert layer.native()(np.empty((0, 64), np.float32), np.empty((0, 2), np.int64), np.empty((0, 2), np.float32)).shape == (0, 64)

@@ -1,0 +1,102 @@
+"""cpu_panel: the native packer writes the reference's bytes, and unpack gives the expert back bit for bit."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from cases import CASES, Case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantmoe.custom_ops import native
+from quantmoe.custom_ops.layouts import cpu_panel
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+
+cases = st.builds(
+    Case,
+    hidden=st.integers(1, 200),
+    intermediate=st.integers(1, 100),
+    experts=st.integers(1, 2),
+    kind=st.sampled_from(["int4", "int8"]),
+    group_size=st.sampled_from([-1, 32, 64, 96, 128]),
+    scale_type=st.sampled_from(["f32", "f16", "bf16"]),
+    gated=st.booleans(),
+    bias=st.booleans(),
+    act_order=st.sampled_from(["none", "shared", "split"]),
+    seed=st.integers(0, 1000),
+)
+
+
+def equal(a: QuantizedMatrix | None, b: QuantizedMatrix | None) -> None:
+    if a is None or b is None:
+        assert a is b
+        return
+    for field in dataclasses.fields(QuantizedMatrix):
+        x, y = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(x, np.ndarray):
+            if field.name == "perm" and y is None:
+                y = np.arange(len(x), dtype=np.int32)  # the identity comes back as None
+            assert x.dtype.itemsize == y.dtype.itemsize
+            assert x.tobytes() == np.asarray(y, x.dtype).tobytes(), field.name
+        else:
+            assert x == y, field.name
+
+
+@given(cases)
+@settings(max_examples=150, deadline=None)
+def test_round_trip(case: Case) -> None:
+    layer = case.build()
+    for expert, w13, w2 in zip(layer.experts, layer.w13, layer.w2, strict=True):
+        back = cpu_panel.unpack(layer.spec, w13, w2)
+        equal(expert.gate, back.gate)
+        equal(expert.up, back.up)
+        equal(expert.down, back.down)
+
+
+@given(cases, st.integers(1, 3))
+@settings(max_examples=150, deadline=None)
+def test_native_packer_writes_the_reference_bytes(case: Case, step: int) -> None:
+    rng = np.random.default_rng(case.seed)
+    m = case.matrix(rng, case.intermediate, case.hidden)
+    want = cpu_panel.reference_panels(m)
+    stride = cpu_panel.panel_stride(m.kind, m.shape[1], m.group_size, m.scale_type)
+    assert want.shape[1] == stride
+    got = np.full((len(want) * step, stride), 0xA5, np.uint8)
+    native.pack_panels(m, got.reshape(-1), panel_step=step)
+    assert got[::step].tobytes() == want.tobytes()
+    gaps = np.delete(got, np.s_[::step], axis=0)
+    assert (gaps == 0xA5).all()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_row_bytes_agree_with_the_c_abi(case: Case) -> None:
+    layer = case.build()
+    layer.native()  # validates the shapes against the C++ formula
+    with pytest.raises(ValueError, match="w13 has .* int32 words a row, expected"):
+        native.NativeMoE(layer.spec, layer.w13[:, :-4], layer.w2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group_size": 16, "scales": np.ones((8, 4), np.float32)}, "group_size of -1 or a multiple of 32, found 16"),
+        ({"zero_points": np.zeros((8, 2), np.uint8)}, "does not carry zero_points"),
+        ({"kind": "mxfp4"}, "does not carry mxfp4; it carries int4, int8"),
+    ],
+)
+def test_what_the_layout_cannot_carry_is_refused_by_name(change: dict, message: str) -> None:
+    case = Case(hidden=64, intermediate=8)
+    expert = case.expert(np.random.default_rng(0))
+    bad = dataclasses.replace(expert, up=dataclasses.replace(expert.up, **change))
+    with pytest.raises(ValueError, match=f"up: .*{message}"):
+        cpu_panel.describe(bad, "none")
+
+
+def test_an_expert_unlike_its_layer_is_refused() -> None:
+    layer = Case().build()
+    w13, w2 = layer.w13[0].copy(), layer.w2[0].copy()
+    ordered = Case(act_order="shared").expert(np.random.default_rng(0))
+    with pytest.raises(ValueError, match="act-order"):
+        cpu_panel.pack(ordered, layer.spec, w13, w2)
+    other = Case(scale_type="f16").expert(np.random.default_rng(0))
+    with pytest.raises(ValueError, match="the layer's node says"):
+        cpu_panel.pack(other, layer.spec, w13, w2)
