@@ -1,0 +1,37 @@
+"""Checkpoint formats: one module each, one line in FORMATS.
+
+``open_checkpoint(folder)`` -> ``find_format(ckpt)`` -> ``format.moe_layers()`` -> ``layer.expert(e)``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
+from quantmoe.exporter.formats.base import Format, MoELayer, Scheme
+from quantmoe.exporter.formats.compressed_tensors import CompressedTensors
+
+FORMATS: tuple[type[Format], ...] = (CompressedTensors,)
+
+__all__ = ["FORMATS", "Format", "MoELayer", "Scheme", "find_format", "open_checkpoint"]
+
+
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """Opens a checkpoint folder; see Checkpoint."""
+    return Checkpoint(folder)
+
+
+def find_format(ckpt: Checkpoint) -> Format:
+    """The format that wrote a checkpoint.
+
+    Raises:
+        CheckpointError: naming the quantization method found and the supported ones.
+    """
+    supported = ", ".join(format.name for format in FORMATS)
+    if not ckpt.quantization:
+        raise CheckpointError(f"{ckpt.folder}: no quantization configuration; supported formats: {supported}")
+    for format in FORMATS:
+        if format.claims(ckpt.quantization):
+            return format(ckpt)
+    method = ckpt.quantization.get("quant_method")
+    raise CheckpointError(f"{ckpt.folder}: quantization method {method!r}; supported formats: {supported}")

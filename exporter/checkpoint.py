@@ -1,0 +1,273 @@
+"""A checkpoint folder as its quantizer wrote it: config files and lazily mapped safetensors shards.
+
+Torch-free. The safetensors package's own NumPy reader has no bfloat16 or float8 and copies, so the header (format:
+https://github.com/huggingface/safetensors#format) is read here, every field checked before a byte is used.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ml_dtypes
+import numpy as np
+
+#: safetensors dtype name -> NumPy dtype
+DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "BOOL": np.bool_,
+        "U8": np.uint8,
+        "I8": np.int8,
+        "U16": "<u2",
+        "I16": "<i2",
+        "F16": "<f2",
+        "BF16": ml_dtypes.bfloat16,
+        "U32": "<u4",
+        "I32": "<i4",
+        "F32": "<f4",
+        "U64": "<u8",
+        "I64": "<i8",
+        "F64": "<f8",
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    }.items()
+}
+#: the reference implementation's limit
+MAX_HEADER = 100_000_000
+#: larger JSON files than this are not configurations
+MAX_CONFIG = 64_000_000
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read as what it says it is; the message names file, tensor, found and expected."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies."""
+
+    shard: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    """Absolute offset in the shard."""
+
+
+class Checkpoint:
+    """A folder with config.json and safetensors shards.
+
+    Opening reads and checks every shard's header; tensor data is mapped when first asked for and never copied.
+
+    Raises:
+        CheckpointError: naming the file, the tensor, what was found and what was expected.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise CheckpointError(f"{self.folder}: not a folder; expected one with config.json and *.safetensors")
+        self.config = self._json("config.json")
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._entries: dict[str, Entry] = {}
+        for shard in self._shards():
+            for name, entry in read_header(shard).items():
+                if name in self._entries:
+                    raise CheckpointError(f"{shard}: {name} is also in {self._entries[name].shard.name}")
+                self._entries[name] = entry
+        self._check_index()
+
+    # configuration
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The language model's part of config.json (the whole of it unless the model is multimodal)."""
+        return self.config.get("text_config") or self.config
+
+    @cached_property
+    def quantization(self) -> dict[str, Any]:
+        """The quantizer's configuration, wherever the tool put it; {} when there is none."""
+        for config in (self.config, self.text_config):
+            for key in ("quantization_config", "compression_config"):
+                if found := config.get(key):
+                    if not isinstance(found, dict):
+                        raise CheckpointError(f"{self.folder / 'config.json'}: {key} is not an object")
+                    return found
+        if (self.folder / "quantize_config.json").exists():  # AutoGPTQ, GPTQModel
+            return {"quant_method": "gptq"} | self._json("quantize_config.json")
+        if (self.folder / "quant_config.json").exists():  # AutoAWQ before transformers knew AWQ
+            return {"quant_method": "awq"} | self._json("quant_config.json")
+        if (self.folder / "hf_quant_config.json").exists():  # ModelOpt
+            return {"quant_method": "modelopt"} | self._json("hf_quant_config.json")
+        return {}
+
+    # tensors
+
+    def names(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def where(self, name: str) -> str:
+        """``file: tensor``, for messages."""
+        return f"{self._entries[name].shard if name in self._entries else self.folder}: {name}"
+
+    def dtype(self, name: str) -> str:
+        """The safetensors dtype name, e.g. BF16."""
+        return self._entry(name).dtype
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entry(name).shape
+
+    def tensor(self, name: str) -> np.ndarray:
+        """A read-only view of the mapped file."""
+        entry = self._entry(name)
+        if entry.shard not in self._maps:
+            with open(entry.shard, "rb") as file:
+                self._maps[entry.shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        dtype = DTYPES[entry.dtype]
+        array = np.frombuffer(self._maps[entry.shard], np.uint8, prod(entry.shape) * dtype.itemsize, entry.begin)
+        return array.view(dtype).reshape(entry.shape)
+
+    # reading
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise CheckpointError(f"{self.folder}: {name} is missing")
+        return self._entries[name]
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.folder / name
+        try:
+            if path.stat().st_size > MAX_CONFIG:
+                raise CheckpointError(f"{path}: larger than {MAX_CONFIG} bytes, not a configuration")
+            found = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise CheckpointError(f"{path}: missing") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{path}: expected a JSON object, found {type(found).__name__}")
+        return found
+
+    @cached_property
+    def _index(self) -> dict[str, str]:
+        if not (self.folder / "model.safetensors.index.json").exists():
+            return {}
+        path = self.folder / "model.safetensors.index.json"
+        weight_map = self._json(path.name).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise CheckpointError(f"{path}: weight_map is not an object of tensor name to file name")
+        return weight_map
+
+    def _shards(self) -> list[Path]:
+        if self._index:
+            names = sorted(set(self._index.values()))
+        elif (self.folder / "model.safetensors").exists():
+            names = ["model.safetensors"]
+        else:
+            names = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if not names:
+            raise CheckpointError(f"{self.folder}: no *.safetensors file")
+        return [self._shard(name) for name in names]
+
+    def _shard(self, name: str) -> Path:
+        path = self.folder / name
+        # names come from a file someone else wrote: plain file names only, and links only into the Hugging Face cache
+        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise CheckpointError(f"{self.folder}: the index names the shard {name!r}; expected a plain file name")
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing shard")
+        folder = self.folder.resolve()
+        if path.resolve().parent not in (folder, folder.parent.parent / "blobs"):
+            raise CheckpointError(f"{path}: links to {path.resolve()}, outside the checkpoint's folder")
+        return path
+
+    def _check_index(self) -> None:
+        for name, shard in self._index.items():
+            found = self._entries.get(name)
+            if found is None or found.shard.name != shard:
+                where = "in no shard" if found is None else f"in {found.shard.name}"
+                raise CheckpointError(f"{self.folder / shard}: {name} is missing (the index names it; it is {where})")
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of one safetensors file.
+
+    Checks what the format demands: the data is entirely covered by tensors without overlap or holes, each tensor's span
+    is its dtype times its shape, names are unique.
+
+    Raises:
+        CheckpointError: naming the file, the tensor, what was found and what was expected.
+    """
+
+    def fail(text: str) -> NoReturn:
+        raise CheckpointError(f"{path}: {text}")
+
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        if size < 8:
+            fail(f"{size} bytes; expected a safetensors file, which starts with an 8-byte header length")
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > MAX_HEADER or 8 + length > size:
+            fail(f"header length {length}; the file has {size} bytes and the limit is {MAX_HEADER}")
+        text = file.read(length)
+    try:
+        header = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        fail(f"corrupt header: {error}")
+    if not isinstance(header, dict):
+        fail("corrupt header: expected a JSON object")
+    header.pop("__metadata__", None)
+
+    data = 8 + length
+    entries: dict[str, Entry] = {}
+    spans = []
+    for name, fields in header.items():
+        if not isinstance(fields, dict) or not fields.keys() >= {"dtype", "shape", "data_offsets"}:
+            fail(f"{name}: expected the fields dtype, shape and data_offsets")
+        dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+        if dtype not in DTYPES:
+            fail(f"{name}: dtype {dtype!r}; supported: {', '.join(DTYPES)}")
+        if not (_naturals(shape) and _naturals(offsets) and len(offsets) == 2):
+            fail(f"{name}: shape {shape!r} and data_offsets {offsets!r}; expected lists of non-negative integers")
+        begin, end = offsets
+        want = prod(shape) * DTYPES[dtype].itemsize
+        if end - begin != want:
+            fail(f"{name}: data_offsets {offsets} span {end - begin} bytes; {dtype} {shape} takes {want}")
+        entries[name] = Entry(path, dtype, tuple(shape), data + begin)
+        spans.append((begin, end, name))
+    covered = 0
+    for begin, end, name in sorted(spans):
+        if data + end > size:
+            fail(f"{name}: ends at byte {data + end} of a file of {size} bytes; is it truncated?")
+        if begin != covered:
+            fail(f"{name}: starts at {begin}; the tensors before it end at {covered} (overlap or hole)")
+        covered = end
+    if data + covered != size:
+        fail(f"{size} bytes; the tensors in its header end at byte {data + covered}")
+    return entries
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} appears twice")
+    return found
+
+
+def _naturals(values: object) -> bool:
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)

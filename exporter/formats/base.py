@@ -1,0 +1,226 @@
+"""What a checkpoint format provides, and the loop that checks tensors against its declarations."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that a format expects beside a module: ``<module>.<suffix>``."""
+
+    suffix: str
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...]
+    required: bool = True
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a module is quantized, in op.def's words.
+
+    Attributes:
+        format: what a weight code means.
+        group_size: input features that share a scale, -1 for the whole row.
+        activation_format: how the checkpoint says activations are quantized.
+        text: the tool's own words, for people.
+    """
+
+    format: str
+    group_size: int
+    activation_format: str
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class MoELayer:
+    """The experts of one layer, read one at a time.
+
+    Attributes:
+        name: path of the experts in the checkpoint, e.g. ``model.layers.0.mlp.experts``.
+        index: the layer's number in the model.
+        scheme: of all its projections, or a CheckpointError is raised by :meth:`expert` where they differ too much.
+    """
+
+    name: str
+    index: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    activation: str
+    gated: bool
+    top_k: int
+    scheme: Scheme
+    swiglu_alpha: float
+    swiglu_limit: float
+    format: Format
+    projections: tuple[str, ...]
+    """Names of gate (when gated), up and down."""
+
+    @property
+    def activation_format(self) -> str:
+        return self.scheme.activation_format
+
+    def expert(self, e: int) -> Expert:
+        """Decodes expert ``e``.
+
+        Raises:
+            CheckpointError: naming file, tensor, found and expected.
+        """
+        sizes = {"down": (self.hidden_size, self.intermediate_size)}
+        found: dict[str, QuantizedMatrix] = {}
+        for role, name in zip(("gate", "up", "down")[-len(self.projections) :], self.projections, strict=True):
+            module = f"{self.name}.{e}.{name}"
+            matrix = self.format.matrix(module)
+            want = sizes.get(role, (self.intermediate_size, self.hidden_size))
+            if matrix.shape != want:
+                raise CheckpointError(
+                    f"{self.format.ckpt.folder}: {module} is {list(matrix.shape)}, expected {list(want)} (config.json)"
+                )
+            found[role] = matrix
+        return Expert(found.get("gate"), found["up"], found["down"])
+
+    def __iter__(self) -> Iterator[Expert]:
+        return (self.expert(e) for e in range(self.num_experts))
+
+
+class Format(ABC):
+    """One checkpoint format, bound to a checkpoint whose configuration it has parsed."""
+
+    #: how people call it
+    name: ClassVar[str]
+    #: suffixes of tensors that exist only beside a quantized module
+    marks: ClassVar[tuple[str, ...]]
+
+    def __init__(self, ckpt: Checkpoint) -> None:
+        self.ckpt = ckpt
+
+    @staticmethod
+    @abstractmethod
+    def claims(quantization: dict[str, Any]) -> bool:
+        """Whether this format wrote a checkpoint with this quantization configuration."""
+
+    @abstractmethod
+    def scheme(self, module: str) -> Scheme:
+        """How a quantized module is quantized.
+
+        Raises:
+            CheckpointError: when it is not supported; names the module, the scheme and what is supported.
+        """
+
+    @abstractmethod
+    def matrix(self, module: str) -> QuantizedMatrix:
+        """Decodes a quantized linear module, losslessly.
+
+        Raises:
+            CheckpointError: naming file, tensor, found and expected.
+        """
+
+    def is_quantized(self, module: str) -> bool:
+        return any(f"{module}.{mark}" in self.ckpt for mark in self.marks)
+
+    def moe_layers(self) -> list[MoELayer]:
+        """The quantized MoE layers, in the model's order."""
+        from quantmoe.exporter.formats.experts import moe_layers
+
+        return moe_layers(self)
+
+    def parameters(self) -> list[str]:
+        """Parameter names outside the experts, a quantized module's tensors counted as its one ``weight``."""
+        names: dict[str, None] = {}
+        for name in self.ckpt.names():
+            module, _, leaf = name.rpartition(".")
+            if re.search(r"\.experts(\.\d+\.\w+)?$", module):
+                continue
+            quantized = leaf != "bias" and self.is_quantized(module)
+            names[f"{module}.weight" if quantized else name] = None
+        return list(names)
+
+    def parameter(self, name: str) -> np.ndarray:
+        """One of :meth:`parameters` as f32, dequantized if need be."""
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight" and self.is_quantized(module):
+            return self.matrix(module).dequantize().astype(np.float32)
+        return self.ckpt.tensor(name).astype(np.float32)
+
+    def dense(self, module: str) -> np.ndarray:
+        """``<module>.weight`` as f32, dequantized if need be: [N, K] for a linear."""
+        return self.parameter(f"{module}.weight")
+
+    # helpers for decoders
+
+    def take(self, module: str, declared: Iterable[Tensor]) -> dict[str, np.ndarray]:
+        """The declared tensors of a module by suffix, each checked; optional ones that are absent are left out."""
+        found = {}
+        for want in declared:
+            name = f"{module}.{want.suffix}"
+            if name not in self.ckpt:
+                if not want.required:
+                    continue
+                raise CheckpointError(
+                    f"{self.ckpt.folder}: {name} is missing, expected {'|'.join(want.dtypes)} {list(want.shape)}"
+                )
+            dtype, shape = self.ckpt.dtype(name), self.ckpt.shape(name)
+            if dtype not in want.dtypes or shape != want.shape:
+                raise CheckpointError(
+                    f"{self.ckpt.where(name)} is {dtype} {list(shape)}, "
+                    f"expected {'|'.join(want.dtypes)} {list(want.shape)} ({self.name})"
+                )
+            found[want.suffix] = self.ckpt.tensor(name)
+        return found
+
+    def bias(self, module: str, n: int) -> np.ndarray | None:
+        """f32 [N], or None."""
+        found = self.take(module, [Tensor("bias", FLOATS, (n,), required=False)])
+        return found["bias"].astype(np.float32) if found else None
+
+    def shape2d(self, name: str) -> tuple[int, int]:
+        """The shape of a tensor that must be a matrix."""
+        shape = self.ckpt.shape(name)
+        if len(shape) != 2:
+            raise CheckpointError(f"{self.ckpt.where(name)} has shape {list(shape)}, expected two dimensions")
+        return shape  # type: ignore[return-value]
+
+
+FLOATS = ("BF16", "F16", "F32")
+
+
+def group_order(g_idx: np.ndarray, group_size: int, where: str) -> np.ndarray | None:
+    """The column order that makes act-order groups contiguous: int32 [K], or None when they are already.
+
+    Args:
+        g_idx: group of each input feature, [K].
+        group_size: features of a group; the last group may be shorter.
+        where: named in the error.
+
+    Raises:
+        CheckpointError: when the groups are not of equal size.
+    """
+    k = len(g_idx)
+    contiguous = np.arange(k) // group_size
+    if np.array_equal(g_idx, contiguous):
+        return None
+    groups = -(-k // group_size)
+    if g_idx.min() < 0 or g_idx.max() >= groups:
+        raise CheckpointError(
+            f"{where} ranges from {g_idx.min()} to {g_idx.max()}, expected 0 to {groups - 1} "
+            f"({k} input features in groups of {group_size})"
+        )
+    perm = np.argsort(g_idx, kind="stable").astype(np.int32)
+    if not np.array_equal(g_idx[perm], contiguous):
+        sizes = np.bincount(g_idx, minlength=groups)
+        bad = int(np.flatnonzero(sizes != np.bincount(contiguous, minlength=groups))[0])
+        raise CheckpointError(
+            f"{where} puts {sizes[bad]} input features into group {bad}, expected {group_size} in each but a short last one"
+        )
+    return perm

@@ -1,0 +1,37 @@
+# ORT_INCLUDE_DIR: the folder of onnxruntime_c_api.h, API 21 (ONNX Runtime 1.21) or newer. Only headers are needed: the
+# library gets every function from the runtime that loads it. In this order: ORT_ROOT (variable or environment), the system's
+# libonnxruntime-dev, the same package unpacked into the build tree from a newer release of the distribution.
+set(ORT_MINIMUM_API 21)
+
+function(ort_find)
+  unset(ORT_INCLUDE_DIR CACHE)
+  find_path(ORT_INCLUDE_DIR onnxruntime_c_api.h ${ARGN}
+    PATH_SUFFIXES include/onnxruntime include/onnxruntime/core/session include onnxruntime onnxruntime/core/session)
+  if(ORT_INCLUDE_DIR)
+    file(STRINGS ${ORT_INCLUDE_DIR}/onnxruntime_c_api.h api REGEX "^#define ORT_API_VERSION")
+    string(REGEX MATCH "[0-9]+" api "${api}")
+    if(NOT api OR api LESS ORT_MINIMUM_API)
+      message(STATUS "ONNX Runtime headers in ${ORT_INCLUDE_DIR} are API ${api}; ${ORT_MINIMUM_API} is needed")
+      unset(ORT_INCLUDE_DIR CACHE)
+    endif()
+  endif()
+endfunction()
+
+set(ort_sysroot ${CMAKE_BINARY_DIR}/ort_sysroot)
+if(ORT_ROOT OR DEFINED ENV{ORT_ROOT})
+  ort_find(HINTS ${ORT_ROOT} $ENV{ORT_ROOT} NO_DEFAULT_PATH)
+else()
+  ort_find(HINTS ${ort_sysroot}/usr)
+  if(NOT ORT_INCLUDE_DIR)
+    message(STATUS "Unpacking libonnxruntime-dev into ${ort_sysroot}")
+    execute_process(COMMAND sh ${CMAKE_CURRENT_LIST_DIR}/distribution_package.sh libonnxruntime-dev ${ort_sysroot}
+      OUTPUT_VARIABLE ort_log ERROR_VARIABLE ort_log)
+    ort_find(HINTS ${ort_sysroot}/usr)
+  endif()
+endif()
+if(NOT ORT_INCLUDE_DIR)
+  message(FATAL_ERROR "No ONNX Runtime headers (onnxruntime_c_api.h, API ${ORT_MINIMUM_API} or newer). Unpack a release archive "
+    "of ONNX Runtime 1.21 or newer, or install libonnxruntime-dev, and set ORT_ROOT (environment or -DORT_ROOT=) to its folder.\n"
+    "${ort_log}")
+endif()
+message(STATUS "ONNX Runtime headers: ${ORT_INCLUDE_DIR}")
