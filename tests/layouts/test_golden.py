@@ -1,11 +1,13 @@
-"""Our packers against KleidiAI's bytes, and FORMAT.md 4.1 against its quantizer (tests/golden; how they were made: golden/generate)."""
+"""Our packers against KleidiAI's bytes, and FORMAT.md 4.1 and 4.2 against its quantizer and kernels.
+
+tests/golden/generate says how the files were made; tests/arm holds the kernels to KleidiAI's directly.
+"""
 
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.matrix import QuantizedMatrix
@@ -53,12 +55,36 @@ def test_quantizer(golden: dict[str, np.ndarray]) -> None:
         np.testing.assert_array_equal(q, np.clip(np.rint(x * s) + z, -128, 127))
 
 
-def test_products_are_near_the_dequantized_ones(golden: dict[str, np.ndarray]) -> None:
-    """The golden outputs against float64. The kernels compare with them bit for bit in tests/kernels; this says they mean what we say."""
-    w = matrix(golden).dequantize()
-    x = (golden["q"].astype(np.float64) - golden["zero_point"][:, None]) * golden["step"].astype(np.float64)[:, None]
-    exact = x @ w.T + golden["bias"]
-    # Every term of |x| |w| meets at most one rounding a group and five more; z * rowsum cancels against terms as large.
-    magnitude = (np.abs(golden["q"]) + np.abs(golden["zero_point"])[:, None]) * golden["step"][:, None].astype(np.float64)
-    bound = 16 * 2.0**-24 * (magnitude @ np.abs(w).T + np.abs(golden["bias"]))
-    assert (np.abs(golden["y"] - exact) <= bound).all()
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """f32 a * b + c rounded once: exact product, then a float64 sum rounded to odd, which float32 cannot double-round."""
+    product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    even = total.view(np.int64) & 1 == 0
+    odd = np.where(even & (error != 0), np.nextafter(total, np.where(error > 0, np.inf, -np.inf)), total)
+    return odd.astype(np.float32)
+
+
+def test_products(golden: dict[str, np.ndarray]) -> None:
+    """FORMAT.md 4.2 in NumPy, bit for bit."""
+    m = matrix(golden)
+    n, k = m.shape
+    tail = cpu_panel.reference_panels(m)
+    nr = cpu_panel.ROWS[m.kind]
+    values = m.values().astype(np.int64)
+    q, step = golden["q"].astype(np.int64), golden["step"][:, None]
+    z = golden["zero_point"].astype(np.int64)[:, None]
+    if m.group_size > 0:
+        row_sum = tail[:, -8 * nr : -4 * nr].copy().view(np.float32).reshape(-1)[:n]
+        acc = np.zeros((len(q), n), np.float32)
+        for b in range(k // m.group_size):
+            block = slice(b * m.group_size, (b + 1) * m.group_size)
+            dot = (q[:, block] @ values[:, block].T).astype(np.float32)
+            acc = fma(dot, m.scales[:, b].astype(np.float32)[None], acc)
+        y = fma(row_sum[None], (-z).astype(np.float32), acc) * step + m.bias
+    else:
+        factor = 16 if m.kind == "int4" else 1
+        dot = factor * (q @ values.T - values.sum(1) * z)
+        y = dot.astype(np.float32) * (m.scales[:, 0] / np.float32(factor) * step) + m.bias
+    np.testing.assert_array_equal(y.view(np.int32), golden["y"].view(np.int32))

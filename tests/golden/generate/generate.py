@@ -1,10 +1,11 @@
-"""Writes tests/golden/*.npz: small matrices and activations, and what KleidiAI's own packers, quantizer and kernels make of them.
+"""Writes tests/golden/*.npz: small matrices and activations, and what KleidiAI itself makes of them.
 
     generate.py COMMAND...
 
-COMMAND runs kleidiai.cc built for aarch64 (tests/arm/run.sh golden does both, with KleidiAI 1.8.0 under qemu-user 10).
-Each file: codes uint8 [N, K]; scales (bf16 bits as uint16 [N, K / g], or f32 [N, 1]); bias f32 [N]; group_size; packed uint8;
-x f32 [M, K]; q int8 [M, K], zero_point int32 [M], step f32 [M]: x quantized; y f32 [M, N], the same from dotprod and i8mm.
+COMMAND runs kleidiai.cc built for aarch64; `tests/arm/run.sh golden` does both. These: KleidiAI 1.8.0, qemu 10.0.13.
+Each file: group_size; codes uint8 [N, K]; scales (bf16 bits as uint16 [N, K / g], or f32 [N, 1]); bias f32 [N];
+packed uint8, by KleidiAI's packer; x f32 [M, K]; q int8 [M, K], zero_point int32 [M], step f32 [M], by its quantizer;
+y f32 [M, N], the same from its dotprod and i8mm kernels.
 """
 
 import subprocess
