@@ -47,9 +47,7 @@ def quantize_activations(x: np.ndarray, activation_format: str) -> np.ndarray:
                     lower, upper = np.float32(-128) + a, np.float32(127) + b
                     zero = np.float32(-128) - a if lower + upper > 0 else np.float32(127) - b
                     zero = np.rint(np.clip(zero, np.float32(-128), np.float32(127)))
-                    scaled = (row * inverse).astype(np.float64)
-                    rounded = np.trunc(scaled + np.copysign(0.5, scaled))  # half away from zero, exact in float64
-                    q = np.clip(rounded + np.float64(zero), -128, 127)
+                    q = np.clip(np.rint(row * inverse).astype(np.float64) + np.float64(zero), -128, 127)
                     into[:] = (q - np.float64(zero)) * np.float64(one / inverse)
             else:
                 raise ValueError(f"the reference has no activation_format {activation_format!r}")

@@ -23,11 +23,6 @@ inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, halves to even, for |x| < 2^22.
 constexpr float kRoundMagic = 12582912.0f;
 inline float round_half_even(float x) { return (x + kRoundMagic) - kRoundMagic; }
-inline float round_half_away(float x) {
-  const float whole = static_cast<float>(static_cast<int32_t>(x));
-  const float rest = x - whole;  // exact
-  return whole + (rest >= 0.5f ? 1.0f : 0.0f) - (rest <= -0.5f ? 1.0f : 0.0f);
-}
 
 // e^x, relative error below 2e-7 for x in [-87, 88]; arguments are clamped to that range, NaN stays NaN.
 // x = n ln 2 + r (Cody and Waite), degree-6 Taylor-like polynomial in r fitted on [-ln2/2, ln2/2].
@@ -173,7 +168,7 @@ bool quantize(int32_t activation_format, const float* x, int64_t k, int64_t kp, 
   zero = zero < -128.0f ? -128.0f : zero > 127.0f ? 127.0f : zero;
   *zero_point = static_cast<int32_t>(round_half_even(zero));
   for (int64_t i = 0; i < k; ++i) {
-    const int32_t value = static_cast<int32_t>(round_half_away(x[i] * inverse)) + *zero_point;
+    const int32_t value = static_cast<int32_t>(round_half_even(x[i] * inverse)) + *zero_point;
     q[i] = static_cast<int8_t>(value > 127 ? 127 : value < -128 ? -128 : value);
   }
   return true;
