@@ -248,7 +248,7 @@ void pack_tile(const PanelMatrix& p, bool quantized, const Row* rows, int m, uin
   }
 }
 
-#define QM_ELEMENTWISE to_float, from_float, scale, all_finite, quantize, block_sums, activate, accumulate, pack_tile
+#define QM_ELEMENTWISE(pack) to_float, from_float, scale, all_finite, quantize, block_sums, activate, accumulate, pack
 
 }  // namespace
 }  // namespace quantmoe

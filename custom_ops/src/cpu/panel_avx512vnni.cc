@@ -1,0 +1,258 @@
+// Panels times token tiles with AVX512-VNNI.
+//
+// Sixteen weight rows fill a zmm: two halves X and Y of 8 rows, a panel each for 4-bit codes, two panels each for 8-bit codes. In a
+// panel a row owns 8 consecutive bytes (two dwords) of each 64; shuffling X with Y leaves one dword a row,
+//   even: X0 X1 Y0 Y1 | X2 X3 Y2 Y3 | ...  columns k..k+3        odd: the same rows, columns k+4..k+7
+// so that a row is one lane: no pair of lanes to add afterwards, and the activations are a 4-byte broadcast that vpdpbusd takes from
+// memory. That lane order holds for scales, row sums and biases too and is undone once, at the store.
+//
+// vpdpbusd multiplies u8 weights (code, offset by 8 or 128) with s8 activations; accumulators start at -offset * sum(x), which
+// pack_tile has put into the tile. All of it is exact in int32.
+#include <immintrin.h>
+
+#include <utility>
+
+#include "cpu/elementwise.h"
+
+namespace quantmoe {
+namespace {
+
+constexpr int kTileRows = 12;  // two accumulators a row and six registers for weights, masks and scales: 30 of 32
+
+// dot += u8 weights . s8 activations at x, broadcast. Written out because compilers differ in folding the broadcast.
+inline void dot4(__m512i& dot, __m512i weights, const uint8_t* x) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(dot) : "v"(weights), "m"(*reinterpret_cast<const int32_t*>(x)));
+}
+
+inline __m512i even_dwords(__m512i x, __m512i y) {
+  return _mm512_castps_si512(_mm512_shuffle_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(y), 0x88));
+}
+inline __m512i odd_dwords(__m512i x, __m512i y) {
+  return _mm512_castps_si512(_mm512_shuffle_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(y), 0xdd));
+}
+
+// The panels of one 16-row group. Panels past the end repeat the last one; their results are not stored.
+struct Group {
+  const uint8_t* panel[4];
+};
+
+template <int kBits>
+inline __m512i load_half(const Group& g, int half, int64_t offset) {
+  if constexpr (kBits == 4) return _mm512_loadu_si512(g.panel[half] + offset);
+  const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(g.panel[2 * half] + offset));
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low),
+                            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(g.panel[2 * half + 1] + offset)), 1);
+}
+
+// 8 dwords or 8 16-bit values of a half's rows.
+template <int kBits>
+inline __m256i load_rows32(const Group& g, int half, int64_t offset) {
+  if constexpr (kBits == 4) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(g.panel[half] + offset));
+  return _mm256_loadu2_m128i(reinterpret_cast<const __m128i*>(g.panel[2 * half + 1] + offset),
+                             reinterpret_cast<const __m128i*>(g.panel[2 * half] + offset));
+}
+template <int kBits>
+inline __m128i load_rows16(const Group& g, int half, int64_t offset) {
+  if constexpr (kBits == 4) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(g.panel[half] + offset));
+  return _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(g.panel[2 * half] + offset)),
+                            _mm_loadl_epi64(reinterpret_cast<const __m128i*>(g.panel[2 * half + 1] + offset)));
+}
+
+// 16 dwords in lane order.
+template <int kBits>
+inline __m512i load_lanes32(const Group& g, int64_t offset) {
+  const __m512i order = _mm512_setr_epi32(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+  const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(load_rows32<kBits>(g, 0, offset)), load_rows32<kBits>(g, 1, offset), 1);
+  return _mm512_permutexvar_epi32(order, both);
+}
+
+template <int kBits>
+inline __m512 load_scales(const Group& g, int64_t offset, int32_t scale_type) {
+  if (scale_type == k_scale_type_f32) return _mm512_castsi512_ps(load_lanes32<kBits>(g, offset));
+  const __m128i x = load_rows16<kBits>(g, 0, offset), y = load_rows16<kBits>(g, 1, offset);
+  const __m256i lanes = _mm256_set_m128i(_mm_unpackhi_epi32(x, y), _mm_unpacklo_epi32(x, y));
+  if (scale_type == k_scale_type_f16) return _mm512_cvtph_ps(lanes);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(lanes), 16));
+}
+
+// 16 lanes to their rows: 8 of X to the first panel's place, 8 of Y to the second's (nr = 4: two places each).
+struct Store {
+  float* to[4];
+  int count;  // panels that exist
+};
+template <int kBits>
+inline void store_lanes(const Store& s, int64_t row_offset, __m512 y) {
+  const __m512i order = _mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+  const __m512 rows = _mm512_permutexvar_ps(order, y);
+  if constexpr (kBits == 4) {
+    _mm256_storeu_ps(s.to[0] + row_offset, _mm512_castps512_ps256(rows));
+    if (s.count > 1) _mm256_storeu_ps(s.to[1] + row_offset, _mm512_extractf32x8_ps(rows, 1));
+  } else {
+    _mm_storeu_ps(s.to[0] + row_offset, _mm512_castps512_ps128(rows));
+    if (s.count > 1) _mm_storeu_ps(s.to[1] + row_offset, _mm512_extractf32x4_ps(rows, 1));
+    if (s.count > 2) _mm_storeu_ps(s.to[2] + row_offset, _mm512_extractf32x4_ps(rows, 2));
+    if (s.count > 3) _mm_storeu_ps(s.to[3] + row_offset, _mm512_extractf32x4_ps(rows, 3));
+  }
+}
+
+template <int M, int kBits>
+void quantized_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const Store& store, int64_t row_stride) {
+  const uint8_t* x = tile;
+  const int32_t* start = reinterpret_cast<const int32_t*>(tile + p.kp * M);
+  __m512 acc[M];
+  __m512i dot[M];
+  for (int i = 0; i < M; ++i) acc[i] = _mm512_setzero_ps();
+  for (int64_t b = 0; b < p.blocks; ++b, start += M) {
+    int64_t offset = b * p.block_bytes;
+    for (int i = 0; i < M; ++i) dot[i] = _mm512_set1_epi32(start[i]);
+    if constexpr (kBits == 4) {
+      const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x88)), nibble = _mm512_set1_epi8(15);
+      const auto low = [&](__m512i v) { return _mm512_ternarylogic_epi32(v, flip, nibble, 0x28); };  // (v ^ flip) & nibble
+      for (const uint8_t* end = x + p.block * M; x != end; x += 32 * M, offset += 128) {
+#pragma GCC unroll 2
+        for (int s = 0; s < 2; ++s) {
+          const __m512i a = load_half<4>(g, 0, offset + 64 * s), c = load_half<4>(g, 1, offset + 64 * s);
+          const __m512i even = even_dwords(a, c), odd = odd_dwords(a, c);
+          const uint8_t* at = x + 8 * s * M;
+          const __m512i w0 = low(even);
+          for (int i = 0; i < M; ++i) dot4(dot[i], w0, at + 4 * i);
+          const __m512i w1 = low(odd);
+          for (int i = 0; i < M; ++i) dot4(dot[i], w1, at + 4 * M + 4 * i);
+          const __m512i w2 = low(_mm512_srli_epi32(even, 4));
+          for (int i = 0; i < M; ++i) dot4(dot[i], w2, at + 16 * M + 4 * i);
+          const __m512i w3 = low(_mm512_srli_epi32(odd, 4));
+          for (int i = 0; i < M; ++i) dot4(dot[i], w3, at + 20 * M + 4 * i);
+        }
+      }
+    } else {
+      const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80));
+      for (const uint8_t* end = x + p.block * M; x != end; x += 8 * M, offset += 32) {
+        const __m512i a = load_half<8>(g, 0, offset), c = load_half<8>(g, 1, offset);
+        const __m512i w0 = _mm512_xor_si512(even_dwords(a, c), flip);
+        for (int i = 0; i < M; ++i) dot4(dot[i], w0, x + 4 * i);
+        const __m512i w1 = _mm512_xor_si512(odd_dwords(a, c), flip);
+        for (int i = 0; i < M; ++i) dot4(dot[i], w1, x + 4 * M + 4 * i);
+      }
+    }
+    if (p.grouped) {
+      const __m512 scale = load_scales<kBits>(g, b * p.block_bytes + p.codes_bytes, p.scale_type);
+      for (int i = 0; i < M; ++i) acc[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[i]), scale, acc[i]);
+    }
+  }
+  const float* steps = reinterpret_cast<const float*>(start);
+  const int32_t* zero_points = start + M;
+  const __m512i sums = load_lanes32<kBits>(g, p.tail());
+  const __m512 bias = _mm512_castsi512_ps(load_lanes32<kBits>(g, p.tail() + (p.grouped ? 4 : 8) * p.nr));
+  const __m512 scale = _mm512_castsi512_ps(load_lanes32<kBits>(g, p.tail() + 4 * p.nr));  // channelwise
+  for (int i = 0; i < M; ++i) {
+    const __m512 step = _mm512_set1_ps(steps[i]);
+    __m512 y;
+    if (p.grouped) {
+      y = _mm512_mul_ps(_mm512_fmadd_ps(_mm512_castsi512_ps(sums), _mm512_set1_ps(static_cast<float>(-zero_points[i])), acc[i]), step);
+    } else {
+      const __m512i product = kBits == 4 ? _mm512_slli_epi32(dot[i], 4) : dot[i];
+      const __m512i corrected = _mm512_add_epi32(product, _mm512_mullo_epi32(sums, _mm512_set1_epi32(-zero_points[i])));
+      y = _mm512_mul_ps(_mm512_cvtepi32_ps(corrected), _mm512_mul_ps(scale, step));
+    }
+    store_lanes<kBits>(store, i * row_stride, _mm512_add_ps(y, bias));
+  }
+}
+
+// Float activations: values come out of a 16-entry table (4 bits) or a sign extension (8 bits), one column at a time.
+template <int M, int kBits>
+void float_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const Store& store, int64_t row_stride) {
+  const float* x = reinterpret_cast<const float*>(tile);
+  const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+  __m512 acc[M], partial[M];
+  for (int i = 0; i < M; ++i) acc[i] = _mm512_setzero_ps();
+  for (int64_t b = 0; b < p.blocks; ++b) {
+    int64_t offset = b * p.block_bytes;
+    for (int i = 0; i < M; ++i) partial[i] = _mm512_setzero_ps();
+    const auto column = [&](__m512 w) {
+      for (int i = 0; i < M; ++i) partial[i] = _mm512_fmadd_ps(_mm512_set1_ps(x[i]), w, partial[i]);
+      x += M;
+    };
+    if constexpr (kBits == 4) {
+      for (int64_t c = 0; c < p.block; c += 32, offset += 128) {
+        __m512i dwords[4];  // columns 0..3, 4..7, 8..11, 12..15 in the low nibbles, 16 more in the high ones
+        for (int s = 0; s < 2; ++s) {
+          const __m512i a = load_half<4>(g, 0, offset + 64 * s), d = load_half<4>(g, 1, offset + 64 * s);
+          dwords[2 * s] = even_dwords(a, d);
+          dwords[2 * s + 1] = odd_dwords(a, d);
+        }
+        for (int nibble = 0; nibble < 2; ++nibble)
+          for (__m512i& dword : dwords)
+            for (int byte = 0; byte < 4; ++byte)
+              column(_mm512_permutexvar_ps(_mm512_srli_epi32(dword, 8 * byte + 4 * nibble), values));
+      }
+    } else {
+      for (int64_t c = 0; c < p.block; c += 8, offset += 32) {
+        const __m512i a = load_half<8>(g, 0, offset), d = load_half<8>(g, 1, offset);
+        for (__m512i dword : {even_dwords(a, d), odd_dwords(a, d)})
+          for (int byte = 3; byte >= 0; --byte)
+            column(_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(dword, 8 * byte), 24)));
+      }
+    }
+    if (p.grouped) {
+      const __m512 scale = load_scales<kBits>(g, b * p.block_bytes + p.codes_bytes, p.scale_type);
+      for (int i = 0; i < M; ++i) acc[i] = _mm512_fmadd_ps(partial[i], scale, acc[i]);
+    }
+  }
+  const __m512 bias = _mm512_castsi512_ps(load_lanes32<kBits>(g, p.tail() + (p.grouped ? 4 : 8) * p.nr));
+  __m512 scale = _mm512_castsi512_ps(load_lanes32<kBits>(g, p.tail() + 4 * p.nr));  // channelwise
+  if (kBits == 4) scale = _mm512_mul_ps(scale, _mm512_set1_ps(16.0f));
+  for (int i = 0; i < M; ++i)
+    store_lanes<kBits>(store, i * row_stride, _mm512_add_ps(p.grouped ? acc[i] : _mm512_mul_ps(partial[i], scale), bias));
+}
+
+using TileFunction = void (*)(const PanelMatrix&, const Group&, const uint8_t*, const Store&, int64_t);
+template <int... M>
+constexpr auto tile_table(std::integer_sequence<int, M...>) {
+  struct Table {
+    TileFunction of[2][2][sizeof...(M)];  // [quantized][8 bits][m - 1]
+  };
+  return Table{{{{float_tile<M + 1, 4>...}, {float_tile<M + 1, 8>...}}, {{quantized_tile<M + 1, 4>...}, {quantized_tile<M + 1, 8>...}}}};
+}
+constexpr auto kTiles = tile_table(std::make_integer_sequence<int, kTileRows>());
+
+void multiply(const Product& product) {
+  const PanelMatrix& p = *product.matrix;
+  const int panels_per_group = 16 / p.nr;
+  for (int64_t panel = 0; panel < product.panel_count; panel += panels_per_group) {
+    Group g;
+    Store store;
+    store.count = 0;
+    for (int i = 0; i < panels_per_group; ++i) {
+      const bool exists = panel + i < product.panel_count;
+      const int64_t index = exists ? panel + i : product.panel_count - 1;
+      g.panel[i] = product.panels + index * p.stride;
+      store.to[i] = product.out + index % product.halves * product.half_stride + index / product.halves * p.nr;
+      store.count += exists;
+    }
+    for (int64_t t = 0; t < product.tile_count; ++t) {
+      const Tile& tile = product.tiles[t];
+      kTiles.of[product.quantized][p.bits == 8][tile.m - 1](p, g, tile.data, store, product.row_stride);
+      for (int i = 0; i < store.count; ++i) store.to[i] += tile.m * product.row_stride;
+    }
+  }
+}
+
+void pack_tile_offset(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
+  pack_tile(p, quantized, rows, m, out);
+  if (!quantized) return;
+  int32_t* sums = reinterpret_cast<int32_t*>(out + p.kp * m);
+  const int32_t offset = p.bits == 4 ? 8 : 128;
+  for (int64_t i = 0; i < p.blocks * m; ++i) sums[i] *= -offset;
+}
+
+bool usable() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+
+}  // namespace
+
+const CpuKernel panel_avx512vnni = {"panel_avx512vnni", usable, kTileRows, QM_ELEMENTWISE(pack_tile_offset), multiply};
+
+}  // namespace quantmoe
