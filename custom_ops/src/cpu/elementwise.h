@@ -140,16 +140,27 @@ bool quantize(int32_t activation_format, const float* x, int64_t k, int64_t kp, 
   *zero_point = 0;
   std::memset(q, 0, static_cast<size_t>(kp));
   if (!all_finite(x, k)) return false;
+  // Sixteen running extremes: compilers do not reassociate a floating-point minimum, though it may be.
+  constexpr int kLanes = 16;
+  float lows[kLanes] = {}, highs[kLanes] = {};
+  const auto extend = [&](int lane, float value) {
+    lows[lane] = value < lows[lane] ? value : lows[lane];
+    highs[lane] = value > highs[lane] ? value : highs[lane];
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= k; i += kLanes)
+    for (int lane = 0; lane < kLanes; ++lane) extend(lane, x[i + lane]);
+  for (; i < k; ++i) extend(0, x[i]);
   float low = 0.0f, high = 0.0f;
-  for (int64_t i = 0; i < k; ++i) {
-    low = x[i] < low ? x[i] : low;
-    high = x[i] > high ? x[i] : high;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    low = lows[lane] < low ? lows[lane] : low;
+    high = highs[lane] > high ? highs[lane] : high;
   }
   if (activation_format == k_activation_format_int8_token) {
     const float largest = -low > high ? -low : high;
     if (largest > 0.0f) *step = largest / 127.5f;
     if (*step == 0.0f) *step = 1.0f;  // a subnormal maximum: every value rounds to zero
-    for (int64_t i = 0; i < k; ++i) {
+    for (i = 0; i < k; ++i) {
       const float rounded = round_half_even(x[i] / *step);
       q[i] = static_cast<int8_t>(rounded > 127.0f ? 127.0f : rounded < -128.0f ? -128.0f : rounded);
     }

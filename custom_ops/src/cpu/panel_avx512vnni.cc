@@ -19,9 +19,14 @@ namespace {
 
 constexpr int kTileRows = 12;  // two accumulators a row and six registers for weights, masks and scales: 30 of 32
 
-// dot += u8 weights . s8 activations at x, broadcast. Written out because compilers differ in folding the broadcast.
+// For every row of the tile, written out so that arrays indexed by i live in registers.
+#define QM_EACH _Pragma("GCC unroll 16") for (int i = 0; i < M; ++i)
+
+// dot += u8 weights . s8 activations at x, broadcast: clang folds the load into vpdpbusd.
 inline void dot4(__m512i& dot, __m512i weights, const uint8_t* x) {
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(dot) : "v"(weights), "m"(*reinterpret_cast<const int32_t*>(x)));
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  dot = _mm512_dpbusd_epi32(dot, weights, _mm512_set1_epi32(four));
 }
 
 inline __m512i even_dwords(__m512i x, __m512i y) {
@@ -100,43 +105,51 @@ void quantized_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, c
   const uint8_t* x = tile;
   const int32_t* start = reinterpret_cast<const int32_t*>(tile + p.kp * M);
   __m512 acc[M];
-  __m512i dot[M];
-  for (int i = 0; i < M; ++i) acc[i] = _mm512_setzero_ps();
+  QM_EACH acc[i] = _mm512_setzero_ps();
   for (int64_t b = 0; b < p.blocks; ++b, start += M) {
     int64_t offset = b * p.block_bytes;
-    for (int i = 0; i < M; ++i) dot[i] = _mm512_set1_epi32(start[i]);
+    __m512i dot[M];  // of this block only: live across blocks, compilers keep it in memory
+    QM_EACH dot[i] = _mm512_set1_epi32(start[i]);
     if constexpr (kBits == 4) {
       const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x88)), nibble = _mm512_set1_epi8(15);
       const auto low = [&](__m512i v) { return _mm512_ternarylogic_epi32(v, flip, nibble, 0x28); };  // (v ^ flip) & nibble
-      for (const uint8_t* end = x + p.block * M; x != end; x += 32 * M, offset += 128) {
+      const uint8_t* const end = x + p.block * M;
+      do {  // a block is never empty; saying so keeps the accumulators out of memory
 #pragma GCC unroll 2
         for (int s = 0; s < 2; ++s) {
           const __m512i a = load_half<4>(g, 0, offset + 64 * s), c = load_half<4>(g, 1, offset + 64 * s);
           const __m512i even = even_dwords(a, c), odd = odd_dwords(a, c);
           const uint8_t* at = x + 8 * s * M;
           const __m512i w0 = low(even);
-          for (int i = 0; i < M; ++i) dot4(dot[i], w0, at + 4 * i);
+          QM_EACH dot4(dot[i], w0, at + 4 * i);
           const __m512i w1 = low(odd);
-          for (int i = 0; i < M; ++i) dot4(dot[i], w1, at + 4 * M + 4 * i);
+          QM_EACH dot4(dot[i], w1, at + 4 * M + 4 * i);
           const __m512i w2 = low(_mm512_srli_epi32(even, 4));
-          for (int i = 0; i < M; ++i) dot4(dot[i], w2, at + 16 * M + 4 * i);
+          QM_EACH dot4(dot[i], w2, at + 16 * M + 4 * i);
           const __m512i w3 = low(_mm512_srli_epi32(odd, 4));
-          for (int i = 0; i < M; ++i) dot4(dot[i], w3, at + 20 * M + 4 * i);
+          QM_EACH dot4(dot[i], w3, at + 20 * M + 4 * i);
         }
-      }
+        x += 32 * M;
+        offset += 128;
+      } while (x != end);
     } else {
       const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80));
-      for (const uint8_t* end = x + p.block * M; x != end; x += 8 * M, offset += 32) {
+      const uint8_t* const end = x + p.block * M;
+      do {
         const __m512i a = load_half<8>(g, 0, offset), c = load_half<8>(g, 1, offset);
         const __m512i w0 = _mm512_xor_si512(even_dwords(a, c), flip);
-        for (int i = 0; i < M; ++i) dot4(dot[i], w0, x + 4 * i);
+        QM_EACH dot4(dot[i], w0, x + 4 * i);
         const __m512i w1 = _mm512_xor_si512(odd_dwords(a, c), flip);
-        for (int i = 0; i < M; ++i) dot4(dot[i], w1, x + 4 * M + 4 * i);
-      }
+        QM_EACH dot4(dot[i], w1, x + 4 * M + 4 * i);
+        x += 8 * M;
+        offset += 32;
+      } while (x != end);
     }
     if (p.grouped) {
       const __m512 scale = load_scales<kBits>(g, b * p.block_bytes + p.codes_bytes, p.scale_type);
-      for (int i = 0; i < M; ++i) acc[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[i]), scale, acc[i]);
+      QM_EACH acc[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[i]), scale, acc[i]);
+    } else {
+      QM_EACH acc[i] = _mm512_castsi512_ps(dot[i]);
     }
   }
   const float* steps = reinterpret_cast<const float*>(start);
@@ -144,13 +157,13 @@ void quantized_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, c
   const __m512i sums = load_lanes32<kBits>(g, p.tail());
   const __m512 bias = _mm512_castsi512_ps(load_lanes32<kBits>(g, p.tail() + (p.grouped ? 4 : 8) * p.nr));
   const __m512 scale = _mm512_castsi512_ps(load_lanes32<kBits>(g, p.tail() + 4 * p.nr));  // channelwise
-  for (int i = 0; i < M; ++i) {
+  QM_EACH {
     const __m512 step = _mm512_set1_ps(steps[i]);
     __m512 y;
     if (p.grouped) {
       y = _mm512_mul_ps(_mm512_fmadd_ps(_mm512_castsi512_ps(sums), _mm512_set1_ps(static_cast<float>(-zero_points[i])), acc[i]), step);
     } else {
-      const __m512i product = kBits == 4 ? _mm512_slli_epi32(dot[i], 4) : dot[i];
+      const __m512i dot = _mm512_castps_si512(acc[i]), product = kBits == 4 ? _mm512_slli_epi32(dot, 4) : dot;
       const __m512i corrected = _mm512_add_epi32(product, _mm512_mullo_epi32(sums, _mm512_set1_epi32(-zero_points[i])));
       y = _mm512_mul_ps(_mm512_cvtepi32_ps(corrected), _mm512_mul_ps(scale, step));
     }
@@ -164,12 +177,12 @@ void float_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const
   const float* x = reinterpret_cast<const float*>(tile);
   const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
   __m512 acc[M], partial[M];
-  for (int i = 0; i < M; ++i) acc[i] = _mm512_setzero_ps();
+  QM_EACH acc[i] = _mm512_setzero_ps();
   for (int64_t b = 0; b < p.blocks; ++b) {
     int64_t offset = b * p.block_bytes;
-    for (int i = 0; i < M; ++i) partial[i] = _mm512_setzero_ps();
+    QM_EACH partial[i] = _mm512_setzero_ps();
     const auto column = [&](__m512 w) {
-      for (int i = 0; i < M; ++i) partial[i] = _mm512_fmadd_ps(_mm512_set1_ps(x[i]), w, partial[i]);
+      QM_EACH partial[i] = _mm512_fmadd_ps(_mm512_set1_ps(x[i]), w, partial[i]);
       x += M;
     };
     if constexpr (kBits == 4) {
@@ -195,14 +208,15 @@ void float_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const
     }
     if (p.grouped) {
       const __m512 scale = load_scales<kBits>(g, b * p.block_bytes + p.codes_bytes, p.scale_type);
-      for (int i = 0; i < M; ++i) acc[i] = _mm512_fmadd_ps(partial[i], scale, acc[i]);
+      QM_EACH acc[i] = _mm512_fmadd_ps(partial[i], scale, acc[i]);
     }
   }
   const __m512 bias = _mm512_castsi512_ps(load_lanes32<kBits>(g, p.tail() + (p.grouped ? 4 : 8) * p.nr));
   __m512 scale = _mm512_castsi512_ps(load_lanes32<kBits>(g, p.tail() + 4 * p.nr));  // channelwise
   if (kBits == 4) scale = _mm512_mul_ps(scale, _mm512_set1_ps(16.0f));
-  for (int i = 0; i < M; ++i)
+  QM_EACH {
     store_lanes<kBits>(store, i * row_stride, _mm512_add_ps(p.grouped ? acc[i] : _mm512_mul_ps(partial[i], scale), bias));
+  }
 }
 
 using TileFunction = void (*)(const PanelMatrix&, const Group&, const uint8_t*, const Store&, int64_t);
