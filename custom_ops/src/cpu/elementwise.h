@@ -135,7 +135,8 @@ bool all_finite(const float* x, int64_t n) {
   return worst < 0x7f800000u;
 }
 
-bool quantize(int32_t activation_format, const float* x, int64_t k, int64_t kp, int8_t* q, float* step, int32_t* zero_point) {
+// q is __restrict: as a character pointer it could alias everything, and no loop would vectorise.
+bool quantize(int32_t activation_format, const float* x, int64_t k, int64_t kp, int8_t* __restrict q, float* step, int32_t* zero_point) {
   *step = 1.0f;
   *zero_point = 0;
   std::memset(q, 0, static_cast<size_t>(kp));
@@ -160,8 +161,9 @@ bool quantize(int32_t activation_format, const float* x, int64_t k, int64_t kp, 
     const float largest = -low > high ? -low : high;
     if (largest > 0.0f) *step = largest / 127.5f;
     if (*step == 0.0f) *step = 1.0f;  // a subnormal maximum: every value rounds to zero
+    const float divisor = *step;
     for (i = 0; i < k; ++i) {
-      const float rounded = round_half_even(x[i] / *step);
+      const float rounded = round_half_even(x[i] / divisor);
       q[i] = static_cast<int8_t>(rounded > 127.0f ? 127.0f : rounded < -128.0f ? -128.0f : rounded);
     }
     return true;
@@ -177,9 +179,10 @@ bool quantize(int32_t activation_format, const float* x, int64_t k, int64_t kp, 
   const float from_low = -128.0f + a, from_high = 127.0f + b;
   float zero = from_low + from_high > 0.0f ? -128.0f - a : 127.0f - b;
   zero = zero < -128.0f ? -128.0f : zero > 127.0f ? 127.0f : zero;
-  *zero_point = static_cast<int32_t>(round_half_even(zero));
-  for (int64_t i = 0; i < k; ++i) {
-    const int32_t value = static_cast<int32_t>(round_half_even(x[i] * inverse)) + *zero_point;
+  const int32_t z = static_cast<int32_t>(round_half_even(zero));
+  *zero_point = z;
+  for (i = 0; i < k; ++i) {
+    const int32_t value = static_cast<int32_t>(round_half_even(x[i] * inverse)) + z;
     q[i] = static_cast<int8_t>(value > 127 ? 127 : value < -128 ? -128 : value);
   }
   return true;
