@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 #: (gate, up, down) by the names of an expert's children; None where there is no gate
 NAMINGS = (
-    ("gate_proj", "up_proj", "down_proj"),  # Qwen, DeepSeek, OLMoE, GLM, gpt-oss by llm-compressor, Mixtral by gptqmodel
+    (
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ),  # Qwen, DeepSeek, OLMoE, GLM, gpt-oss by llm-compressor, Mixtral by gptqmodel
     ("w1", "w3", "w2"),  # Mixtral, MiniMax
     ("up_proj", "down_proj"),  # Nemotron: not gated
 )
