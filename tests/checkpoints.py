@@ -65,7 +65,7 @@ def make_gptq_checkpoint(
     **sizes: Any,
 ) -> Path:
     """A tiny real model quantized round to nearest and stored as GPTQModel does, act-order groups at random."""
-    from tests.formats.encoders import gptq
+    from encoders import gptq
 
     rng = np.random.default_rng(seed)
     make_float_checkpoint(folder, architecture, seed, **TINY | sizes)

@@ -15,8 +15,9 @@ from quantmoe.exporter.formats.fp8 import FP8
 from quantmoe.exporter.formats.gpt_oss import GptOss
 from quantmoe.exporter.formats.gptq import GPTQ
 from quantmoe.exporter.formats.modelopt import ModelOpt
+from quantmoe.exporter.formats.quark import Quark
 
-FORMATS: tuple[type[Format], ...] = (CompressedTensors, GPTQ, AWQ, FP8, ModelOpt, GptOss)
+FORMATS: tuple[type[Format], ...] = (CompressedTensors, GPTQ, AWQ, FP8, ModelOpt, Quark, GptOss)
 
 __all__ = ["FORMATS", "Checkpoint", "CheckpointError", "Format", "MoELayer", "Scheme", "find_format", "open_checkpoint"]
 

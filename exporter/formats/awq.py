@@ -26,6 +26,7 @@ class AWQ(Format):
         raw = ckpt.quantization
         self.bits = int(raw.get("bits", raw.get("w_bit", 4)))
         self.group_size = int(raw.get("group_size", raw.get("q_group_size", 128)))
+        self.zero_point = bool(raw.get("zero_point", True))
         packing = raw.get("version") or raw.get("format") or raw.get("checkpoint_format") or "gemm"
         if self.bits != 4 or "gem" not in str(packing).lower() or "gemv" in str(packing).lower():
             raise CheckpointError(f"{ckpt.folder}: AWQ bits={self.bits}, packing {packing!r}; supported: 4 bits, gemm")
@@ -48,22 +49,22 @@ class AWQ(Format):
             module,
             [
                 Tensor("qweight", ("I32",), (k, words)),
-                Tensor("qzeros", ("I32",), (groups, words)),
+                Tensor("qzeros", ("I32",), (groups, words), required=self.zero_point),
                 Tensor("scales", FLOATS, (groups, n)),
             ],
         )
-        zeros = _unpack(tensors["qzeros"])
+        zeros = unpack_columns(tensors["qzeros"]) if "qzeros" in tensors else None
         return QuantizedMatrix(
             kind="int4",
-            codes=_unpack(tensors["qweight"]),
+            codes=unpack_columns(tensors["qweight"]),
             scales=np.ascontiguousarray(tensors["scales"].T),
             group_size=self.group_size,
-            zero_points=None if (zeros == 8).all() else zeros,
+            zero_points=None if zeros is None or (zeros == 8).all() else zeros,
             bias=self.bias(module, n),
         )
 
 
-def _unpack(words: np.ndarray) -> np.ndarray:
+def unpack_columns(words: np.ndarray) -> np.ndarray:
     """I32 [R, N/8] -> uint8 [N, R]."""
     columns = np.ascontiguousarray(words.view(np.uint32).T)
     codes = np.empty((columns.shape[0], 8, columns.shape[1]), np.uint8)

@@ -49,7 +49,8 @@ class MoELayer:
     Attributes:
         name: path of the experts in the checkpoint, e.g. ``model.layers.0.mlp.experts``.
         index: the layer's number in the model.
-        scheme: of the first expert's first projection; others may differ in group size, zero points or order.
+        scheme: of gate and up. Experts share the activation_format, but may differ in width, group size and order.
+        down_scheme: of down.
     """
 
     name: str
@@ -61,6 +62,7 @@ class MoELayer:
     gated: bool
     top_k: int
     scheme: Scheme
+    down_scheme: Scheme
     swiglu_alpha: float
     swiglu_limit: float
     format: Format
@@ -69,6 +71,7 @@ class MoELayer:
 
     @property
     def activation_format(self) -> str:
+        """How gate and up's activations are quantized; ``down_scheme`` has down's."""
         return self.scheme.activation_format
 
     def expert(self, e: int) -> Expert:

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.formats.base import MoELayer
+from quantmoe.exporter.formats.base import MoELayer, Scheme
 
 if TYPE_CHECKING:
     from quantmoe.exporter.formats.base import Format
@@ -63,6 +63,7 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
 
     num_experts = setting(int, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     projections = _projections(format, name, experts, num_experts) if experts else ()
+    scheme, down_scheme = _schemes(format, name, projections, num_experts)
     oai = config.get("model_type") == "gpt_oss"
     activation = setting(str, "hidden_act", "mlp_hidden_act", "hidden_activation")
     if not oai and activation not in ACTIVATIONS:
@@ -77,7 +78,8 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         activation="swiglu_oai" if oai else ACTIVATIONS[activation],
         gated=len(projections) != 2,
         top_k=setting(int, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
-        scheme=format.scheme(f"{name}.0.{projections[0]}" if projections else name),
+        scheme=scheme,
+        down_scheme=down_scheme,
         # transformers' GptOssExperts: alpha is a constant, the limit is in the config
         swiglu_alpha=1.702 if oai else 0.0,
         swiglu_limit=float(config.get("swiglu_limit", 7.0)) if oai else 0.0,
@@ -105,3 +107,21 @@ def _projections(format: Format, name: str, experts: dict[int, set[str]], num_ex
                     f"expected one of the tensors {', '.join(format.marks)} ({format.name})"
                 )
     return naming
+
+
+def _schemes(format: Format, name: str, projections: tuple[str, ...], num_experts: int) -> tuple[Scheme, Scheme]:
+    """Schemes of gate and up, and of down: a node has one activation_format for each of the two."""
+    if not projections:
+        return format.scheme(name), format.scheme(name)
+    found = []
+    for names in (projections[:-1], projections[-1:]):
+        modules = [f"{name}.{e}.{projection}" for e in range(num_experts) for projection in names]
+        first = format.scheme(modules[0])
+        for module in modules[1:]:
+            if (other := format.scheme(module)).activation_format != first.activation_format:
+                raise CheckpointError(
+                    f"{format.ckpt.folder}: {module} quantizes activations as {other.activation_format}, "
+                    f"{modules[0]} as {first.activation_format}; expected one way in all experts"
+                )
+        found.append(first)
+    return found[0], found[1]

@@ -57,6 +57,7 @@ class GPTQ(Format):
             desc_act=bool(raw.get("desc_act", False)),
             v2=layout == "gptq_v2",
         )
+        # modules_in_block_to_quantize and lm_head need no reading: a module with a qweight is quantized
         #: pattern -> overrides; GPTQModel calls it dynamic, AutoRound extra_config
         self.dynamic: dict[str, Any] = raw.get("dynamic") or raw.get("extra_config") or {}
 

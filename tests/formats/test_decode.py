@@ -8,13 +8,12 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoints import same_matrix, write_checkpoint
+from encoders import CASES, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.formats import CheckpointError, find_format, open_checkpoint
-
-from tests.checkpoints import same_matrix, write_checkpoint
-from tests.formats.encoders import CASES, Case
 
 BY_ID = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 

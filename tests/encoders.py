@@ -6,7 +6,7 @@ Written from the formats' descriptions, not from the decoders: bits are laid out
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -129,6 +129,16 @@ def modelopt_awq(matrix: QuantizedMatrix) -> Tensors:
         "pre_quant_scale": matrix.pre_scale,
     }
     return with_bias(tensors, matrix)
+
+
+def quark_int4(matrix: QuantizedMatrix) -> Tensors:
+    stored = awq(replace(matrix, codes=matrix.codes ^ 8, zero_points=np.zeros(matrix.scales.shape, np.uint8)))
+    names = {"qweight": "weight", "qzeros": "weight_zero_point", "scales": "weight_scale", "bias": "bias"}
+    return {names[key]: array for key, array in stored.items()}
+
+
+def mxfp4(matrix: QuantizedMatrix) -> Tensors:
+    return with_bias({"weight": nibbles(matrix.codes), "weight_scale": matrix.scales.view(np.uint8)}, matrix)
 
 
 @dataclass(frozen=True)
@@ -287,5 +297,29 @@ CASES = [
         pre_scale=True,
         n_step=2,
         optional=frozenset({"bias", "pre_quant_scale"}),
+    ),
+    Case(
+        "quark-int4",
+        quark_int4,
+        {
+            "quant_method": "quark",
+            "global_quant_config": {"weight": {"dtype": "int4", "qscheme": "per_group", "group_size": "<g>"}},
+        },
+        "int4",
+        (32, 64, 128),
+        n_step=8,
+        optional=frozenset({"bias", "weight_zero_point"}),
+    ),
+    Case(
+        "quark-mxfp4",
+        mxfp4,
+        {
+            "quant_method": "quark",
+            "global_quant_config": {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}},
+        },
+        "mxfp4",
+        (32,),
+        scales=("e8m0",),
+        k_step=2,
     ),
 ]
