@@ -239,7 +239,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         if not isinstance(fields, dict) or not fields.keys() >= {"dtype", "shape", "data_offsets"}:
             fail(f"{name}: expected the fields dtype, shape and data_offsets")
         dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-        if dtype not in DTYPES:
+        if not isinstance(dtype, str) or dtype not in DTYPES:
             fail(f"{name}: dtype {dtype!r}; supported: {', '.join(DTYPES)}")
         if not (_naturals(shape) and _naturals(offsets) and len(offsets) == 2):
             fail(f"{name}: shape {shape!r} and data_offsets {offsets!r}; expected lists of non-negative integers")

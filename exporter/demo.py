@@ -1,9 +1,10 @@
-"""Makes a small but real checkpoint: a transformers architecture with random weights, a tokenizer, and weights quantized
-and stored by the compressed-tensors library's own compressor. Needs torch, transformers and compressed-tensors."""
+"""Makes a small but real checkpoint: a transformers architecture with random weights, a tokenizer, and weights that the
+compressed-tensors library's own compressor quantizes and stores. Needs torch, transformers and compressed-tensors."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -49,7 +50,6 @@ def make_checkpoint(
     group_size: int | None = 32,
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
-    max_shard_size: str = "20MB",
     symmetric: bool = True,
     **sizes: Any,
 ) -> Path:
@@ -57,18 +57,38 @@ def make_checkpoint(
 
     Args:
         folder: created if missing.
-        architecture: transformers model_type: qwen3_moe, mixtral, olmoe, or another with per-expert names.
-        scheme: a compressed-tensors preset (W4A16, W8A16, W8A8, W4A8, NVFP4, ...).
+        architecture: transformers model_type: qwen3_moe, mixtral, olmoe, or another that stores experts one by one.
+        scheme: a compressed-tensors preset (W4A16, W8A16, W8A8, W4A8, NVFP4A16, ...).
         group_size: replaces the preset's; -1 is one scale a row; None keeps the preset's.
         seed: of the weights.
         dtype: of weights and scales.
-        max_shard_size: small, so that the checkpoint has several shards.
         symmetric: False stores zero points.
         sizes: fields of the architecture's configuration.
 
     Returns:
         The folder.
     """
+    folder = make_float_checkpoint(folder, architecture, seed, dtype, **sizes)
+    group = make_scheme(scheme, group_size, symmetric)
+    compressor = BaseCompressor.get_value_from_registry(group.format)
+
+    def compress(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        return compressor.compress({"weight": weight} | qparams(weight, group), group)
+
+    quantization = QuantizationConfig(
+        config_groups={"group_0": group},
+        format=group.format,
+        quantization_status="compressed",
+        ignore=rewrite_linears(folder, compress),
+    )
+    add_quantization(folder, json.loads(quantization.model_dump_json()))
+    return folder
+
+
+def make_float_checkpoint(
+    folder: str | Path, architecture: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **sizes: Any
+) -> Path:
+    """Writes the same checkpoint folder before quantization."""
     folder = Path(folder)
     tokenizer = make_tokenizer()
     fields = COMMON | SIZES.get(architecture, {}) | {"vocab_size": -(-len(tokenizer) // 64) * 64} | sizes
@@ -84,15 +104,8 @@ def make_checkpoint(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.generation_config.do_sample = False
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    model.save_pretrained(folder, max_shard_size="20MB")  # several shards, as real ones have
     tokenizer.save_pretrained(folder)
-
-    found = preset_name_to_scheme(scheme, targets=["Linear"])
-    weights = found.weights.model_dump() | {"symmetric": symmetric, "zp_dtype": None}
-    if group_size is not None:
-        weights |= {"group_size": group_size, "strategy": "channel" if group_size == -1 else "group"}
-    found.weights = QuantizationArgs(**weights)
-    quantize_folder(folder, found)
     return folder
 
 
@@ -115,49 +128,76 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 
 
-def quantize_folder(folder: Path, scheme: QuantizationScheme) -> None:
-    """Quantizes every linear of a safetensors folder in place, round to nearest, and writes the configuration."""
-    format = infer_module_format(torch.nn.Linear, scheme)
-    scheme.format = format
-    compressor = BaseCompressor.get_value_from_registry(format.value)
+def rewrite_linears(folder: Path, quantize: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> list[str]:
+    """Replaces the weight [N, K] of each linear in a folder's shards by the tensors that ``quantize`` makes of it.
+
+    Returns:
+        The linears left alone.
+    """
     skipped: list[str] = []
     weight_map: dict[str, str] = {}
     for shard in sorted(folder.glob("*.safetensors")):
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in load_file(shard).items():
             module, _, leaf = name.rpartition(".")
-            linear = leaf == "weight" and tensor.ndim == 2 and "embed_tokens" not in module
-            if linear and not module.endswith(IGNORE):
-                compressed = compressor.compress({"weight": tensor} | qparams(tensor, scheme.weights), scheme)
-                tensors |= {f"{module}.{key}": value.contiguous() for key, value in compressed.items()}
-            else:
+            if leaf != "weight" or tensor.ndim != 2 or "embed_tokens" in module:
                 tensors[name] = tensor
-                skipped += [module] if linear else []
+            elif module.endswith(IGNORE):
+                tensors[name] = tensor
+                skipped.append(module)
+            else:
+                tensors |= {f"{module}.{key}": value.contiguous() for key, value in quantize(tensor).items()}
         save_file(tensors, shard, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, shard.name)
     index = folder / "model.safetensors.index.json"
     if index.exists():
         index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2))
+    return sorted(skipped)
 
-    quantization = QuantizationConfig(
-        config_groups={"group_0": scheme},
-        format=format.value,
-        quantization_status="compressed",
-        ignore=sorted(skipped),
-    )
+
+def add_quantization(folder: Path, quantization: dict[str, Any]) -> None:
+    """Writes the quantizer's configuration into a folder's config.json."""
     path = folder / "config.json"
-    config = json.loads(path.read_text()) | {"quantization_config": json.loads(quantization.model_dump_json())}
+    config = json.loads(path.read_text()) | {"quantization_config": quantization}
     path.write_text(json.dumps(config, indent=2, sort_keys=True))
 
 
-def qparams(weight: torch.Tensor, args: QuantizationArgs) -> dict[str, torch.Tensor]:
-    """The library's min-max scale and zero point of one matrix [N, K], one pair for each group of ``args``."""
+def make_scheme(preset: str, group_size: int | None = None, symmetric: bool = True) -> QuantizationScheme:
+    """A compressed-tensors preset, with another group size (-1: one scale a row) or with zero points."""
+    scheme = preset_name_to_scheme(preset, targets=["Linear"])
+    weights = scheme.weights.model_dump()
+    if group_size is not None:
+        weights |= {"group_size": group_size, "strategy": "channel" if group_size == -1 else "group"}
+    if not symmetric:
+        weights |= {"symmetric": False, "zp_dtype": None}
+    scheme.weights = QuantizationArgs(**weights)
+    scheme.format = infer_module_format(torch.nn.Linear, scheme).value
+    return scheme
+
+
+def qparams(weight: torch.Tensor, scheme: QuantizationScheme) -> dict[str, torch.Tensor]:
+    """The library's min-max scales and zero points of one matrix [N, K], as its observers would find them."""
+    args = scheme.weights
     n, k = weight.shape
+    found: dict[str, torch.Tensor] = {}
     if args.strategy == "tensor":
         parts = weight.reshape(1, -1)
-    elif args.strategy == "group":
+    elif args.strategy == "block":
+        bn, bk = args.block_structure
+        padded = torch.nn.functional.pad(weight, (0, -k % bk, 0, -n % bn))
+        parts = padded.reshape(-(-n // bn), bn, -(-k // bk), bk).transpose(1, 2).flatten(2)
+    elif args.strategy in ("group", "tensor_group"):
         parts = weight.reshape(n, k // args.group_size, args.group_size)
     else:
         parts = weight.reshape(n, 1, k)
-    scale, zero_point = calculate_qparams(parts.amin(-1), parts.amax(-1), args)
-    return {"weight_scale": scale.to(weight.dtype), "weight_zero_point": zero_point}
+    if args.strategy == "tensor_group":
+        found["weight_global_scale"] = generate_gparam(weight.amin().reshape(1), weight.amax().reshape(1))
+        if scheme.input_activations is not None:
+            found["input_global_scale"] = torch.tensor([64.0])
+    low, high = parts.amin(-1), parts.amax(-1)
+    scale, zero_point = calculate_qparams(low, high, args, global_scale=found.get("weight_global_scale"))
+    if args.scale_dtype is None:
+        scale = scale.to(weight.dtype)
+    if scheme.input_activations is not None and scheme.input_activations.dynamic is False:
+        found["input_scale"] = torch.tensor([1 / 64], dtype=weight.dtype)
+    return found | {"weight_scale": scale, "weight_zero_point": zero_point}

@@ -8,12 +8,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
+from quantmoe.exporter.formats.awq import AWQ
 from quantmoe.exporter.formats.base import Format, MoELayer, Scheme
 from quantmoe.exporter.formats.compressed_tensors import CompressedTensors
+from quantmoe.exporter.formats.fp8 import FP8
+from quantmoe.exporter.formats.gpt_oss import GptOss
+from quantmoe.exporter.formats.gptq import GPTQ
+from quantmoe.exporter.formats.modelopt import ModelOpt
+from quantmoe.exporter.formats.quark import Quark
 
-FORMATS: tuple[type[Format], ...] = (CompressedTensors,)
+FORMATS: tuple[type[Format], ...] = (CompressedTensors, GPTQ, AWQ, FP8, ModelOpt, Quark, GptOss)
 
-__all__ = ["FORMATS", "Format", "MoELayer", "Scheme", "find_format", "open_checkpoint"]
+__all__ = ["FORMATS", "Checkpoint", "CheckpointError", "Format", "MoELayer", "Scheme", "find_format", "open_checkpoint"]
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:

@@ -6,10 +6,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
-
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
@@ -49,7 +49,8 @@ class MoELayer:
     Attributes:
         name: path of the experts in the checkpoint, e.g. ``model.layers.0.mlp.experts``.
         index: the layer's number in the model.
-        scheme: of all its projections, or a CheckpointError is raised by :meth:`expert` where they differ too much.
+        scheme: of gate and up. Experts share the activation_format, but may differ in width, group size and order.
+        down_scheme: of down.
     """
 
     name: str
@@ -61,14 +62,16 @@ class MoELayer:
     gated: bool
     top_k: int
     scheme: Scheme
+    down_scheme: Scheme
     swiglu_alpha: float
     swiglu_limit: float
     format: Format
     projections: tuple[str, ...]
-    """Names of gate (when gated), up and down."""
+    """Names of gate (when gated), up and down; () when the tool fuses experts into 3-D tensors."""
 
     @property
     def activation_format(self) -> str:
+        """How gate and up's activations are quantized; ``down_scheme`` has down's."""
         return self.scheme.activation_format
 
     def expert(self, e: int) -> Expert:
@@ -77,6 +80,10 @@ class MoELayer:
         Raises:
             CheckpointError: naming file, tensor, found and expected.
         """
+        if not 0 <= e < self.num_experts:
+            raise IndexError(f"{self.name} has {self.num_experts} experts, asked for {e}")
+        if not self.projections:
+            return self.format.fused_expert(self, e)
         sizes = {"down": (self.hidden_size, self.intermediate_size)}
         found: dict[str, QuantizedMatrix] = {}
         for role, name in zip(("gate", "up", "down")[-len(self.projections) :], self.projections, strict=True):
@@ -126,6 +133,10 @@ class Format(ABC):
             CheckpointError: naming file, tensor, found and expected.
         """
 
+    def fused_expert(self, layer: MoELayer, e: int) -> Expert:
+        """Decodes one expert of a layer that the tool stores in 3-D tensors."""
+        raise NotImplementedError
+
     def is_quantized(self, module: str) -> bool:
         return any(f"{module}.{mark}" in self.ckpt for mark in self.marks)
 
@@ -171,7 +182,8 @@ class Format(ABC):
                     f"{self.ckpt.folder}: {name} is missing, expected {'|'.join(want.dtypes)} {list(want.shape)}"
                 )
             dtype, shape = self.ckpt.dtype(name), self.ckpt.shape(name)
-            if dtype not in want.dtypes or shape != want.shape:
+            same = shape == want.shape or (prod(shape) == 1 and prod(want.shape) == 1)  # [] or [1]
+            if dtype not in want.dtypes or not same:
                 raise CheckpointError(
                     f"{self.ckpt.where(name)} is {dtype} {list(shape)}, "
                     f"expected {'|'.join(want.dtypes)} {list(want.shape)} ({self.name})"
@@ -221,6 +233,6 @@ def group_order(g_idx: np.ndarray, group_size: int, where: str) -> np.ndarray | 
         sizes = np.bincount(g_idx, minlength=groups)
         bad = int(np.flatnonzero(sizes != np.bincount(contiguous, minlength=groups))[0])
         raise CheckpointError(
-            f"{where} puts {sizes[bad]} input features into group {bad}, expected {group_size} in each but a short last one"
+            f"{where} puts {sizes[bad]} input features into group {bad}, expected {group_size} in each but a short last"
         )
     return perm

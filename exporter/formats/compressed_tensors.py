@@ -6,6 +6,11 @@ Tensors of a linear with N outputs and K inputs, groups of g, b bits (read from 
   [N, K/g]; weight_shape I64 [2]; weight_zero_point I32 [ceil(N b / 32), K/g], the same packing along N;
   weight_g_idx I32 [K] (actorder "group", older releases).
 - ``int-quantized``: weight I8 [N, K], one code a byte whatever b is; weight_scale [N, K/g]; weight_zero_point I8.
+- ``float-quantized``, ``mxfp8-quantized``: weight F8_E4M3 [N, K]; weight_scale [N, K/g] or, by blocks, [N/bn, K/bk]
+  (mxfp8: U8, e8m0); input_scale [1] when activations are static. ``naive-quantized`` is either of the last two.
+- ``nvfp4-pack-quantized``: weight_packed U8 [N, K/2], low nibble first; weight_scale F8_E4M3 [N, K/16];
+  weight_global_scale F32 [1] and, for quantized activations, input_global_scale F32 [1], which divide.
+- ``mxfp4-pack-quantized``: weight_packed U8 [N, K/2]; weight_scale U8 [N, K/32], e8m0.
 """
 
 from __future__ import annotations
@@ -15,13 +20,36 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_order
-from quantmoe.exporter.formats.bits import unpack_words
+from quantmoe.exporter.formats.bits import unpack_nibbles, unpack_words
 
-SUPPORTED = "pack-quantized with 4 or 8 bits, int-quantized with 4 or 8 bits"
+#: (storage, type of number, bits) of weights -> op.def's format
+WEIGHTS = {
+    ("pack-quantized", "int", 4): "int4",
+    ("pack-quantized", "int", 8): "int8",
+    ("int-quantized", "int", 4): "int4",
+    ("int-quantized", "int", 8): "int8",
+    ("naive-quantized", "int", 4): "int4",
+    ("naive-quantized", "int", 8): "int8",
+    ("naive-quantized", "float", 8): "fp8_e4m3",
+    ("float-quantized", "float", 8): "fp8_e4m3",
+    ("mxfp8-quantized", "float", 8): "fp8_e4m3",
+    ("nvfp4-pack-quantized", "float", 4): "nvfp4",
+    ("mxfp4-pack-quantized", "float", 4): "mxfp4",
+}
+#: (type of number, bits, strategy, group size, dynamic, symmetric) of activations -> op.def's activation_format
+ACTIVATIONS = {
+    ("int", 8, "token", -1, True, True): "int8_token",
+    ("int", 8, "token", -1, True, False): "int8_token_asym",
+    ("float", 8, "token", -1, True, True): "fp8_token",
+    ("float", 8, "tensor", -1, True, True): "fp8_tensor",
+    ("float", 8, "tensor", -1, False, True): "fp8_tensor",
+    ("float", 8, "group", 128, True, True): "fp8_group128",
+    ("float", 8, "group", 32, True, True): "mxfp8",
+    ("float", 4, "tensor_group", 16, "local", True): "nvfp4",
+}
 
 
 @dataclass(frozen=True)
@@ -33,13 +61,20 @@ class Args:
     symmetric: bool
     strategy: str
     group_size: int
+    block: tuple[int, int] | None
     dynamic: bool | str
     actorder: str | None
 
+    @property
+    def columns(self) -> int:
+        """Input features that share a scale, -1 for all."""
+        return self.block[1] if self.strategy == "block" and self.block else self.group_size
+
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> Args:
-        group_size = raw.get("group_size")
-        strategy = raw.get("strategy")
+        group_size, strategy, block = raw.get("group_size"), raw.get("strategy"), raw.get("block_structure")
+        if isinstance(block, str):  # "128x128" in older releases
+            block = [int(b) for b in block.split("x")]
         if strategy is None:  # the library's own inference
             strategy = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
         return cls(
@@ -48,6 +83,7 @@ class Args:
             symmetric=bool(raw.get("symmetric", True)),
             strategy=str(strategy).lower(),
             group_size=-1 if group_size is None else int(group_size),
+            block=tuple(block) if block else None,
             dynamic=raw.get("dynamic", False),
             actorder=raw.get("actorder"),
         )
@@ -66,10 +102,11 @@ class Group:
     @property
     def text(self) -> str:
         w, a = self.weights, self.inputs
-        size = w.group_size if w.strategy == "group" else w.strategy
-        activations = "16" if a is None else f"{a.num_bits} ({a.type}, {a.strategy})"
+        size = f"group {w.group_size}" if "group" in w.strategy else "x".join(map(str, w.block or (w.strategy,)))
+        activations = "A16" if a is None else f"A{a.num_bits} ({a.type}, {a.strategy})"
+        symmetric = "" if w.symmetric else " asymmetric"
         order = f", actorder {w.actorder}" if w.actorder else ""
-        return f"compressed-tensors {self.format} {w.type}{w.num_bits} A{activations} group {size}{order}"
+        return f"compressed-tensors {self.format} {w.type}{w.num_bits}{symmetric} {activations} {size}{order}"
 
 
 class CompressedTensors(Format):
@@ -79,7 +116,12 @@ class CompressedTensors(Format):
     def __init__(self, ckpt: Checkpoint) -> None:
         super().__init__(ckpt)
         raw = ckpt.quantization
-        self.ignore = tuple(raw.get("ignore") or ())
+        config = ckpt.folder / "config.json"
+        for field in ("kv_cache_scheme", "transform_config"):
+            if raw.get(field):
+                raise CheckpointError(f"{config}: {field} {raw[field]} is not supported; expected none")
+        if (sparsity := (raw.get("sparsity_config") or {}).get("format", "dense")) != "dense":
+            raise CheckpointError(f"{config}: sparsity_config format {sparsity!r} is not supported; expected dense")
         self.groups = [self._group(name, g) for name, g in (raw.get("config_groups") or {}).items()]
 
     @staticmethod
@@ -99,7 +141,7 @@ class CompressedTensors(Format):
         )
 
     def group(self, module: str) -> Group:
-        """The config group that targets a module: exact names first, then patterns, then classes, as the library does."""
+        """The config group that targets a module: names, then patterns, then classes."""
         ranked = [
             (rank, group)
             for group in self.groups
@@ -112,64 +154,72 @@ class CompressedTensors(Format):
 
     def scheme(self, module: str) -> Scheme:
         group = self.group(module)
-        w = group.weights
-        if group.format in ("pack-quantized", "int-quantized") and w.type == "int" and w.num_bits in (4, 8):
-            return Scheme(f"int{w.num_bits}", self._group_size(w), self._activations(module, group), group.text)
-        raise CheckpointError(f"{self.ckpt.folder}: {module} is {group.text}; supported: {SUPPORTED}")
+        return Scheme(self._kind(module), group.weights.columns, self._activations(module, group), group.text)
+
+    def _kind(self, module: str) -> str:
+        group = self.group(module)
+        kind = WEIGHTS.get((group.format, group.weights.type, group.weights.num_bits))
+        if kind is None:
+            supported = ", ".join(f"{storage} {type}{bits}" for storage, type, bits in WEIGHTS)
+            raise CheckpointError(f"{self.ckpt.folder}: {module} is {group.text}; supported: {supported}")
+        return kind
 
     def _activations(self, module: str, group: Group) -> str:
         a = group.inputs
         if a is None:
             return "none"
-        if (a.type, a.num_bits, a.strategy, a.dynamic) == ("int", 8, "token", True):
-            return "int8_token" if a.symmetric else "int8_token_asym"
-        raise CheckpointError(
-            f"{self.ckpt.folder}: {module} wants activations {a}; supported: none, dynamic int8 per token"
-        )
-
-    @staticmethod
-    def _group_size(w: Args) -> int:
-        return w.group_size if w.strategy == "group" else -1
+        found = ACTIVATIONS.get((a.type, a.num_bits, a.strategy, a.group_size, a.dynamic, a.symmetric))
+        if found is None or (found.startswith("fp8_tensor") and not a.dynamic and group.weights.strategy == "channel"):
+            raise CheckpointError(
+                f"{self.ckpt.folder}: {module}: input_activations {a.type}{a.num_bits} per {a.strategy}, "
+                f"{'dynamic' if a.dynamic else 'static'}, with weights per {group.weights.strategy} are not supported; "
+                f"supported: {', '.join(dict.fromkeys(ACTIVATIONS.values()))} (see op.def), none"
+            )
+        return found
 
     def matrix(self, module: str) -> QuantizedMatrix:
-        scheme, group = self.scheme(module), self.group(module)
-        w, bits, g = group.weights, group.weights.num_bits, scheme.group_size
+        kind = self._kind(module)
+        if kind in ("int4", "int8"):
+            return self._integer(module, kind)
+        return self._fp8(module) if kind == "fp8_e4m3" else self._fp4(module, kind)
+
+    def _integer(self, module: str, kind: str) -> QuantizedMatrix:
+        group = self.group(module)
+        w, bits, g = group.weights, group.weights.num_bits, group.weights.columns
         packed = group.format == "pack-quantized"
-        n, k = self._shape(module, packed)
+        n, k = self._packed_shape(module) if packed else self.shape2d(f"{module}.weight")
         groups = 1 if g == -1 else -(-k // g)
         scales = (1,) if w.strategy == "tensor" else (n, groups)
+        asymmetric = not w.symmetric
+        stored = (
+            [
+                Tensor("weight_packed", ("I32",), (n, -(-k * bits // 32))),
+                Tensor("weight_zero_point", ("I32",), (-(-n * bits // 32), groups), required=asymmetric),
+            ]
+            if packed
+            else [
+                Tensor("weight", ("I8",), (n, k)),
+                Tensor("weight_zero_point", ("I8",), scales, required=asymmetric),
+            ]
+        )
         tensors = self.take(
             module,
-            [
-                Tensor("weight_packed", ("I32",), (n, -(-k * bits // 32)))
-                if packed
-                else Tensor("weight", ("I8",), (n, k)),
-                Tensor("weight_scale", FLOATS, scales),
-                Tensor("weight_zero_point", ("I32",), (-(-n * bits // 32), groups), required=not w.symmetric)
-                if packed
-                else Tensor("weight_zero_point", ("I8",), scales, required=not w.symmetric),
-                Tensor("weight_g_idx", ("I32",), (k,), required=False),
-            ],
+            [*stored, Tensor("weight_scale", FLOATS, scales), Tensor("weight_g_idx", ("I32",), (k,), required=False)],
         )
-        middle = 1 << (bits - 1)
-        if packed:
-            codes = unpack_words(tensors["weight_packed"], bits, k)
-        else:
-            codes = tensors["weight"].view(np.uint8) + np.uint8(middle)
-            if bits < 8 and codes.max(initial=0) >= 2 * middle:
-                raise CheckpointError(f"{self.ckpt.where(module + '.weight')} has codes outside int{bits}")
+        middle = np.uint8(1 << (bits - 1))
+        codes = unpack_words(tensors["weight_packed"], bits, k) if packed else tensors["weight"].view(np.uint8) + middle
+        if not packed and codes.max(initial=0) >> bits:
+            raise CheckpointError(f"{self.ckpt.where(module + '.weight')} has values outside int{bits}")
         zero_points = None
-        if not w.symmetric:
-            stored = tensors["weight_zero_point"]
-            if packed:
-                zero_points = np.ascontiguousarray(unpack_words(stored.T, bits, n).T)
-            else:
-                zero_points = np.broadcast_to(stored.view(np.uint8) + np.uint8(middle), (n, groups))
+        if asymmetric and packed:
+            zero_points = np.ascontiguousarray(unpack_words(tensors["weight_zero_point"].T, bits, n).T)
+        elif asymmetric:
+            zero_points = np.broadcast_to(tensors["weight_zero_point"].view(np.uint8) + middle, (n, groups))
         perm = None
         if "weight_g_idx" in tensors and g != -1:
             perm = group_order(tensors["weight_g_idx"], g, self.ckpt.where(f"{module}.weight_g_idx"))
         return QuantizedMatrix(
-            kind=scheme.format,
+            kind=kind,
             codes=codes if perm is None else np.take(codes, perm, axis=1),
             scales=np.broadcast_to(tensors["weight_scale"], (n, groups)),
             group_size=g,
@@ -178,13 +228,67 @@ class CompressedTensors(Format):
             perm=perm,
         )
 
-    def _shape(self, module: str, packed: bool) -> tuple[int, int]:
-        if not packed:
-            return self.shape2d(f"{module}.weight")
+    def _fp8(self, module: str) -> QuantizedMatrix:
+        group = self.group(module)
+        w, a, g = group.weights, group.inputs, group.weights.columns
+        n, k = self.shape2d(f"{module}.weight")
+        bn = w.block[0] if w.block else 1
+        want = (-(-n // bn), 1 if g == -1 else -(-k // g))
+        mx = group.format == "mxfp8-quantized"
+        tensors = self.take(
+            module,
+            [
+                Tensor("weight", ("F8_E4M3",), (n, k)),
+                Tensor("weight_scale", ("U8", "F8_E8M0") if mx else FLOATS, (1,) if w.strategy == "tensor" else want),
+                Tensor("input_scale", FLOATS, (1,), required=a is not None and not a.dynamic),
+            ],
+        )
+        scales = tensors["weight_scale"]
+        return QuantizedMatrix(
+            kind="fp8_e4m3",
+            codes=tensors["weight"].view(np.uint8),
+            scales=np.broadcast_to(scales.view(SCALE_DTYPES["e8m0"]) if mx else scales, want),
+            group_size=g,
+            block_n=bn,
+            input_scale=tensors["input_scale"].item() if "input_scale" in tensors else None,
+            bias=self.bias(module, n),
+        )
+
+    def _fp4(self, module: str, kind: str) -> QuantizedMatrix:
+        group = self.group(module)
+        n, half = self.shape2d(f"{module}.weight_packed")
+        g = group.weights.columns
+        nv = kind == "nvfp4"
+        tensors = self.take(
+            module,
+            [
+                Tensor("weight_packed", ("U8",), (n, half)),
+                Tensor("weight_scale", ("F8_E4M3",) if nv else ("U8", "F8_E8M0"), (n, -(-2 * half // g))),
+                Tensor("weight_global_scale", ("F32",), (1,), required=nv),
+                Tensor("input_global_scale", ("F32",), (1,), required=nv and group.inputs is not None),
+            ],
+        )
+        scales = tensors["weight_scale"]
+        return QuantizedMatrix(
+            kind=kind,
+            codes=unpack_nibbles(tensors["weight_packed"]),
+            scales=scales if nv else scales.view(SCALE_DTYPES["e8m0"]),
+            group_size=g,
+            global_scale=_reciprocal(tensors.get("weight_global_scale")),
+            input_scale=_reciprocal(tensors.get("input_global_scale")),
+            bias=self.bias(module, n),
+        )
+
+    def _packed_shape(self, module: str) -> tuple[int, int]:
         n, k = self.take(module, [Tensor("weight_shape", ("I64", "I32"), (2,))])["weight_shape"].tolist()
         if n <= 0 or k <= 0:
             raise CheckpointError(f"{self.ckpt.where(module + '.weight_shape')} is {[n, k]}, expected positive sizes")
         return n, k
+
+
+def _reciprocal(stored: np.ndarray | None) -> float | None:
+    """The library stores nvfp4's global scales as divisors."""
+    return None if stored is None else float(np.float32(1) / stored.item())
 
 
 def _match(module: str, target: str) -> int | None:

@@ -11,12 +11,14 @@ from quantmoe.exporter.formats.base import MoELayer, Scheme
 if TYPE_CHECKING:
     from quantmoe.exporter.formats.base import Format
 
-#: (gate, up, down) by the names of an expert's children; None where there is no gate
+#: the names of an expert's children: gate, up, down; or up, down where there is no gate
 NAMINGS = (
-    ("gate_proj", "up_proj", "down_proj"),  # Qwen, DeepSeek, OLMoE, GLM, gpt-oss by llm-compressor, Mixtral by gptqmodel
+    ("gate_proj", "up_proj", "down_proj"),  # Qwen, DeepSeek, OLMoE, GLM; Mixtral and gpt-oss by some tools
     ("w1", "w3", "w2"),  # Mixtral, MiniMax
-    ("up_proj", "down_proj"),  # Nemotron: not gated
+    ("up_proj", "down_proj"),  # Nemotron
 )
+#: ends of the names of tensors that hold all experts of a layer
+FUSED = (".experts.gate_up_proj_blocks", ".experts.down_proj_blocks")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.([^.]+)\.[^.]+")
 #: transformers' hidden_act -> op.def's activation
 ACTIVATIONS = {
@@ -39,58 +41,46 @@ def moe_layers(format: Format) -> list[MoELayer]:
     for name in format.ckpt.names():
         if match := _EXPERT.fullmatch(name):
             found.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
+        elif name.endswith(FUSED):
+            found.setdefault(name.rpartition(".")[0], {})
     if not found:
         raise CheckpointError(f"{format.ckpt.folder}: no experts; expected tensors named <layer>.experts.<number>.*")
     return sorted((_layer(format, name, experts) for name, experts in found.items()), key=lambda layer: layer.index)
 
 
 def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
-    ckpt = format.ckpt
-    config = ckpt.text_config
+    """``experts``: the children of each expert; {} when they are fused."""
+    config = format.ckpt.text_config
+    path = format.ckpt.folder / "config.json"
 
-    def setting(*keys: str) -> Any:
-        for key in keys:
-            if config.get(key) is not None:
-                return config[key]
-        raise CheckpointError(f"{ckpt.folder / 'config.json'}: none of {', '.join(keys)} is present")
+    def setting(kind: type, *keys: str) -> Any:
+        key = next((key for key in keys if config.get(key) is not None), None)
+        if key is None:
+            raise CheckpointError(f"{path}: expected one of the fields {', '.join(keys)}")
+        if type(config[key]) is not kind or (kind is int and config[key] <= 0):
+            raise CheckpointError(f"{path}: {key} is {config[key]!r}, expected a positive {kind.__name__}")
+        return config[key]
 
-    num_experts = setting("num_experts", "num_local_experts", "n_routed_experts")
-    if sorted(experts) != list(range(num_experts)):
-        missing = sorted(set(range(num_experts)) - experts.keys())
-        extra = sorted(experts.keys() - set(range(num_experts)))
-        raise CheckpointError(
-            f"{ckpt.folder}: {name} has {len(experts)} experts, config.json says {num_experts}; "
-            + (f"missing {missing[:8]}" if missing else f"unexpected {extra[:8]}")
-        )
-    projections = next((naming for naming in NAMINGS if experts[0] == set(naming)), None)
-    if projections is None:
-        known = "; ".join("/".join(naming) for naming in NAMINGS)
-        raise CheckpointError(f"{ckpt.folder}: {name}.0 has {sorted(experts[0])}; known are {known}")
-    for e, children in experts.items():
-        if children != set(projections):
-            raise CheckpointError(
-                f"{ckpt.folder}: {name}.{e} has {sorted(children)}, expected {sorted(projections)} as in expert 0"
-            )
-
-    gated = len(projections) == 3
+    num_experts = setting(int, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    projections = _projections(format, name, experts, num_experts) if experts else ()
+    scheme, down_scheme = _schemes(format, name, projections, num_experts)
     oai = config.get("model_type") == "gpt_oss"
-    activation = setting("hidden_act", "mlp_hidden_act", "hidden_activation")
+    activation = setting(str, "hidden_act", "mlp_hidden_act", "hidden_activation")
     if not oai and activation not in ACTIVATIONS:
-        raise CheckpointError(
-            f"{ckpt.folder / 'config.json'}: activation {activation!r}; supported: {', '.join(ACTIVATIONS)}"
-        )
+        raise CheckpointError(f"{path}: activation {activation!r}; supported: {', '.join(ACTIVATIONS)}")
     number = re.findall(r"\.(\d+)\.", name)
     return MoELayer(
         name=name,
         index=int(number[-1]) if number else 0,
         num_experts=num_experts,
-        hidden_size=setting("hidden_size"),
-        intermediate_size=setting("moe_intermediate_size", "intermediate_size"),
+        hidden_size=setting(int, "hidden_size"),
+        intermediate_size=setting(int, "moe_intermediate_size", "intermediate_size"),
         activation="swiglu_oai" if oai else ACTIVATIONS[activation],
-        gated=gated,
-        top_k=setting("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k"),
-        scheme=_scheme(format, name, projections, num_experts),
-        # transformers' GptOssExperts has alpha 1.702 as a constant and the limit in its config
+        gated=len(projections) != 2,
+        top_k=setting(int, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
+        scheme=scheme,
+        down_scheme=down_scheme,
+        # transformers' GptOssExperts: alpha is a constant, the limit is in the config
         swiglu_alpha=1.702 if oai else 0.0,
         swiglu_limit=float(config.get("swiglu_limit", 7.0)) if oai else 0.0,
         format=format,
@@ -98,12 +88,40 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
     )
 
 
-def _scheme(format: Format, name: str, projections: tuple[str, ...], num_experts: int) -> Scheme:
+def _projections(format: Format, name: str, experts: dict[int, set[str]], num_experts: int) -> tuple[str, ...]:
+    """The naming that all experts of a layer share; every one of them is there and quantized."""
+    folder = format.ckpt.folder
+    if missing := sorted(set(range(num_experts)) - experts.keys()):
+        raise CheckpointError(f"{folder}: {name} lacks the experts {missing[:8]}; config.json says {num_experts}")
+    if len(experts) > num_experts:
+        raise CheckpointError(f"{folder}: {name} has {len(experts)} experts; config.json says {num_experts}")
+    naming = next((naming for naming in NAMINGS if set(naming) == set.union(*experts.values())), None)
+    if naming is None:
+        known = "; ".join("/".join(naming) for naming in NAMINGS)
+        raise CheckpointError(f"{folder}: {name}.0 has {sorted(experts[0])}; supported names: {known}")
     for e in range(num_experts):
-        for projection in projections:
+        for projection in naming:
             if not format.is_quantized(f"{name}.{e}.{projection}"):
                 raise CheckpointError(
-                    f"{format.ckpt.folder}: {name}.{e}.{projection} is not quantized ({format.name}); "
-                    f"expected one of the tensors {', '.join(format.marks)}"
+                    f"{folder}: {name}.{e}.{projection} is missing or not quantized; "
+                    f"expected one of the tensors {', '.join(format.marks)} ({format.name})"
                 )
-    return format.scheme(f"{name}.0.{projections[0]}")
+    return naming
+
+
+def _schemes(format: Format, name: str, projections: tuple[str, ...], num_experts: int) -> tuple[Scheme, Scheme]:
+    """Schemes of gate and up, and of down: a node has one activation_format for each of the two."""
+    if not projections:
+        return format.scheme(name), format.scheme(name)
+    found = []
+    for names in (projections[:-1], projections[-1:]):
+        modules = [f"{name}.{e}.{projection}" for e in range(num_experts) for projection in names]
+        first = format.scheme(modules[0])
+        for module in modules[1:]:
+            if (other := format.scheme(module)).activation_format != first.activation_format:
+                raise CheckpointError(
+                    f"{format.ckpt.folder}: {module} quantizes activations as {other.activation_format}, "
+                    f"{modules[0]} as {first.activation_format}; expected one way in all experts"
+                )
+        found.append(first)
+    return found[0], found[1]

@@ -1,0 +1,136 @@
+"""AMD Quark (``quant_method: quark``), weights packed in "reorder" order.
+
+Tensors of a linear with N outputs and K inputs:
+
+- fp4 (MXFP4): weight U8 [N, K/2] e2m1 low nibble first, weight_scale U8 [N, K/32] e8m0.
+- fp8_e4m3: weight F8_E4M3 [N, K], weight_scale of one element or one a row, input_scale [] when activations are static.
+- int4, uint4: weight I32 [K, N/8] in AWQ's nibble order, two's complement for int4; weight_scale [K/g, N];
+  weight_zero_point I32 [K/g, N/8] in the same packing.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from typing import Any
+
+import numpy as np
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
+from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
+from quantmoe.exporter.formats.awq import unpack_columns
+from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor
+from quantmoe.exporter.formats.bits import unpack_nibbles
+from quantmoe.exporter.formats.fp8 import row_scales
+
+#: (dtype, qscheme) of weights -> op.def's format
+WEIGHTS = {
+    ("fp4", "per_group"): "mxfp4",
+    ("fp8_e4m3", "per_tensor"): "fp8_e4m3",
+    ("fp8_e4m3", "per_channel"): "fp8_e4m3",
+    ("int4", "per_group"): "int4",
+    ("uint4", "per_group"): "int4",
+}
+
+
+class Quark(Format):
+    name = "Quark"
+    marks = ("weight_scale",)
+
+    def __init__(self, ckpt: Checkpoint) -> None:
+        super().__init__(ckpt)
+        self.default: dict[str, Any] = ckpt.quantization.get("global_quant_config") or {}
+        self.layers: dict[str, Any] = ckpt.quantization.get("layer_quant_config") or {}
+        export = ckpt.quantization.get("export") or {}
+        order, stored = export.get("pack_method", "reorder"), export.get("weight_format", "real_quantized")
+        if order != "reorder" or stored != "real_quantized":
+            raise CheckpointError(
+                f"{ckpt.folder}: Quark pack_method {order!r}, weight_format {stored!r}; "
+                "supported: reorder, real_quantized"
+            )
+
+    @staticmethod
+    def claims(quantization: dict[str, Any]) -> bool:
+        return quantization.get("quant_method") == "quark"
+
+    def module_config(self, module: str) -> dict[str, Any]:
+        return next((config for pattern, config in self.layers.items() if fnmatch(module, pattern)), self.default)
+
+    def _weight(self, module: str) -> tuple[str, dict[str, Any]]:
+        weight = self.module_config(module).get("weight") or {}
+        key = (str(weight.get("dtype")), str(weight.get("qscheme")))
+        if key not in WEIGHTS or (key[0] == "fp4" and weight.get("group_size") != 32):
+            raise CheckpointError(
+                f"{self.ckpt.folder}: {module}: Quark weights {' '.join(key)} group {weight.get('group_size')}; "
+                f"supported: {', '.join(map(' '.join, WEIGHTS))} (fp4 in groups of 32)"
+            )
+        return WEIGHTS[key], weight
+
+    def scheme(self, module: str) -> Scheme:
+        kind, weight = self._weight(module)
+        inputs = self.module_config(module).get("input_tensors")
+        group_size = int(weight.get("group_size") or 128) if weight["qscheme"] == "per_group" else -1
+        text = f"Quark {weight['dtype']} {weight['qscheme']} group {group_size}"
+        if not inputs:
+            return Scheme(kind, group_size, "none", text)
+        if inputs.get("dtype") == "fp8_e4m3" and inputs.get("qscheme") == "per_tensor":
+            return Scheme(kind, group_size, "fp8_tensor", f"{text}, fp8 activations per tensor")
+        if inputs.get("dtype") == "fp8_e4m3" and inputs.get("qscheme") == "per_channel" and inputs.get("is_dynamic"):
+            return Scheme(kind, group_size, "fp8_token", f"{text}, fp8 activations per token")
+        raise CheckpointError(
+            f"{self.ckpt.folder}: {module}: Quark input_tensors {inputs.get('dtype')} {inputs.get('qscheme')}; "
+            "supported: none, fp8_e4m3 per_tensor, fp8_e4m3 per_channel dynamic"
+        )
+
+    def matrix(self, module: str) -> QuantizedMatrix:
+        kind, weight = self._weight(module)
+        if kind == "int4":
+            return self._int4(module, weight)
+        rows, columns = self.shape2d(f"{module}.weight")
+        if kind == "mxfp4":
+            n, k = rows, columns * 2
+            tensors = self.take(
+                module,
+                [Tensor("weight", ("U8",), (n, columns)), Tensor("weight_scale", ("U8", "F8_E8M0"), (n, -(-k // 32)))],
+            )
+            codes, scales, g = unpack_nibbles(tensors["weight"]), tensors["weight_scale"].view(SCALE_DTYPES["e8m0"]), 32
+        else:
+            n, k = rows, columns
+            inputs = self.module_config(module).get("input_tensors")
+            static = bool(inputs) and not inputs.get("is_dynamic")
+            tensors = self.take(
+                module,
+                [Tensor("weight", ("F8_E4M3",), (n, k)), Tensor("input_scale", FLOATS, (), required=static)],
+            )
+            codes, scales, g = tensors["weight"].view(np.uint8), row_scales(self, f"{module}.weight_scale", n), -1
+        return QuantizedMatrix(
+            kind=kind,
+            codes=codes,
+            scales=scales,
+            group_size=g,
+            input_scale=tensors["input_scale"].item() if "input_scale" in tensors else None,
+            bias=self.bias(module, n),
+        )
+
+    def _int4(self, module: str, weight: dict[str, Any]) -> QuantizedMatrix:
+        g = int(weight.get("group_size") or 128)
+        k, words = self.shape2d(f"{module}.weight")
+        n, groups = words * 8, -(-k // g)
+        tensors = self.take(
+            module,
+            [
+                Tensor("weight", ("I32",), (k, words)),
+                Tensor("weight_scale", FLOATS, (groups, n)),
+                Tensor("weight_zero_point", ("I32",), (groups, words), required=weight["dtype"] == "uint4"),
+            ],
+        )
+        flip = np.uint8(8 if weight["dtype"] == "int4" else 0)  # two's complement -> offset 8
+        zeros = None
+        if "weight_zero_point" in tensors:
+            zeros = unpack_columns(tensors["weight_zero_point"]) ^ flip
+        return QuantizedMatrix(
+            kind="int4",
+            codes=unpack_columns(tensors["weight"]) ^ flip,
+            scales=np.ascontiguousarray(tensors["weight_scale"].T),
+            group_size=g,
+            zero_points=None if zeros is None or (zeros == 8).all() else zeros,
+            bias=self.bias(module, n),
+        )

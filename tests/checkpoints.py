@@ -1,0 +1,125 @@
+"""Checkpoints for tests: written tensor by tensor in NumPy, or tiny real models as quantizers write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.exporter.checkpoint import DTYPES
+from quantmoe.exporter.demo import add_quantization, make_checkpoint, make_float_checkpoint, rewrite_linears
+
+__all__ = ["TINY", "make_checkpoint", "make_gptq_checkpoint", "same_matrix", "write_checkpoint", "write_safetensors"]
+
+#: sizes for make_checkpoint that keep a test under a second
+TINY: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Any dtype of DTYPES, which the safetensors package's NumPy writer does not have."""
+    header, offset = {}, 0
+    for name, array in tensors.items():
+        header[name] = {
+            "dtype": _NAMES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
+        offset += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in tensors.values()))
+
+
+def write_checkpoint(
+    folder: Path, tensors: Mapping[str, np.ndarray], quantization: Mapping[str, Any], **config: Any
+) -> Path:
+    """One shard and a config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_safetensors(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": dict(quantization)}))
+    return folder
+
+
+def make_gptq_checkpoint(
+    folder: Path,
+    architecture: str = "qwen3_moe",
+    bits: int = 4,
+    group_size: int = 32,
+    sym: bool = True,
+    desc_act: bool = False,
+    v2: bool = False,
+    seed: int = 0,
+    scale_dtype: torch.dtype = torch.float16,
+    **sizes: Any,
+) -> Path:
+    """A tiny real model quantized round to nearest and stored as GPTQModel does, act-order groups at random."""
+    from encoders import gptq
+
+    rng = np.random.default_rng(seed)
+    make_float_checkpoint(folder, architecture, seed, **TINY | sizes)
+
+    def quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        n, k = weight.shape
+        g = group_size if group_size > 0 else k
+        perm = rng.permutation(k).astype(np.int32) if desc_act and g < k else None
+        w = weight.double().numpy()
+        parts = (w if perm is None else w[:, perm]).reshape(n, k // g, g)
+        top = 2**bits - 1
+        low, high = (np.minimum(parts.min(-1), 0), np.maximum(parts.max(-1), 0))
+        if sym:
+            high = np.maximum(-low, high)
+            low = -high
+        scales = torch.from_numpy((high - low) / top).to(scale_dtype)
+        wide = scales.double().numpy()
+        zeros = np.full(wide.shape, 2 ** (bits - 1)) if sym else np.clip(np.rint(-low / wide), 0, top)
+        codes = np.clip(np.rint(parts / wide[..., None]) + zeros[..., None], 0, top).astype(np.uint8)
+        matrix = QuantizedMatrix(
+            kind=f"int{bits}",
+            codes=codes.reshape(n, k),
+            scales=scales.float().numpy(),
+            group_size=group_size,
+            zero_points=None if sym else zeros.astype(np.uint8),
+            perm=perm,
+        )
+        tensors = {name: torch.from_numpy(array) for name, array in gptq(matrix, v2=v2).items()}
+        return tensors | {"scales": scales.T}
+
+    rewrite_linears(folder, quantize)
+    add_quantization(
+        folder,
+        {
+            "quant_method": "gptq",
+            "bits": bits,
+            "group_size": group_size,
+            "sym": sym,
+            "desc_act": desc_act,
+            "checkpoint_format": "gptq_v2" if v2 else "gptq",
+            "lm_head": False,
+        },
+    )
+    return folder
+
+
+def same_matrix(found: QuantizedMatrix, want: QuantizedMatrix) -> None:
+    """Every field equal, arrays bit for bit."""
+    for field in ("kind", "group_size", "block_n", "global_scale", "input_scale"):
+        assert getattr(found, field) == getattr(want, field), field
+    for field in ("codes", "scales", "zero_points", "pre_scale", "bias", "perm"):
+        a, b = getattr(found, field), getattr(want, field)
+        assert (a is None) == (b is None), field
+        if a is not None:
+            assert a.dtype == b.dtype, (field, a.dtype, b.dtype)
+            assert a.shape == b.shape, (field, a.shape, b.shape)
+            assert a.tobytes() == b.tobytes(), field

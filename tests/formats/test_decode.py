@@ -1,0 +1,201 @@
+"""decode(encode(matrix)) is the matrix, bit for bit, for every row of the table; damaged tensors are named."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import same_matrix, write_checkpoint
+from encoders import CASES, Case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
+from quantmoe.exporter.formats import CheckpointError, find_format, open_checkpoint
+
+BY_ID = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+
+
+def random_matrix(case: Case, n: int, k: int, group_size: int, scale: str, bias: bool, seed: int) -> QuantizedMatrix:
+    rng = np.random.default_rng(seed)
+    groups = 1 if group_size == -1 else -(-k // group_size)
+    shape = (-(-n // case.block_n), groups)
+    top = 1 << (4 if case.kind in ("int4", "nvfp4", "mxfp4") else 8)
+    codes = rng.integers(0, top, (n, k), np.uint8) if top == 16 else rng.integers(0, 256, (n, k)).astype(np.uint8)
+    zero_points = None
+    if case.zero_points:
+        zero_points = rng.integers(0, top, shape).astype(np.uint8)
+        zero_points.flat[0] = 0  # never all at the midpoint; zero is v1 GPTQ's borrow
+    perm = rng.permutation(k).astype(np.int32) if case.perm else None
+    if perm is not None and group_size < k:
+        # within a group, decoders keep the input features' order (a stable sort)
+        perm = np.concatenate([np.sort(perm[i : i + group_size]) for i in range(0, k, group_size)])
+    if perm is not None and np.array_equal(perm // group_size, np.arange(k) // group_size):
+        perm = None
+    return QuantizedMatrix(
+        kind=case.kind,
+        codes=codes,
+        scales=rng.uniform(0.01, 2, shape).astype(SCALE_DTYPES[scale]),
+        group_size=group_size,
+        block_n=case.block_n,
+        zero_points=zero_points,
+        global_scale=float(np.float32(rng.uniform(0.1, 1))) if case.global_scale else None,
+        input_scale=float(np.float32(rng.uniform(0.1, 1))) if case.global_scale else None,
+        pre_scale=rng.uniform(0.5, 2, k).astype(np.float32) if case.pre_scale else None,
+        bias=rng.normal(size=n).astype(np.float32) if bias else None,
+        perm=perm,
+    )
+
+
+def write(
+    folder: Path, case: Case, matrix: QuantizedMatrix, changes: dict[str, np.ndarray | None] | None = None
+) -> Path:
+    tensors = case.encode(matrix) | (changes or {})
+    return write_checkpoint(
+        folder, {f"m.{k}": v for k, v in tensors.items() if v is not None}, case.config(matrix.group_size)
+    )
+
+
+@BY_ID
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_round_trip(case: Case, data: st.DataObject) -> None:
+    n = case.n_step * data.draw(st.integers(1, 80 // case.n_step), "n / step")
+    k = case.k_step * data.draw(st.integers(1, 300 // case.k_step), "k / step")
+    group_size = data.draw(st.sampled_from(case.group_sizes), "group size")
+    scale = data.draw(st.sampled_from(case.scales), "scale")
+    seed, bias = data.draw(st.integers(0, 2**32 - 1), "seed"), data.draw(st.booleans(), "bias")
+    want = random_matrix(case, n, k, group_size, scale, bias, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        found = find_format(open_checkpoint(write(Path(folder), case, want))).matrix("m")
+        same_matrix(found, want)
+
+
+@BY_ID
+def test_damage_is_named(case: Case, tmp_path: Path) -> None:
+    """Each tensor in turn missing, of another shape, of another type."""
+    n, k = 16, 256
+    matrix = random_matrix(case, n, k, max(case.group_sizes), case.scales[0], bias=True, seed=0)
+    tensors = case.encode(matrix)
+    for i, (suffix, array) in enumerate(tensors.items()):
+        damages = {"shape": np.concatenate([np.atleast_1d(array)] * 2), "type": np.zeros(array.shape, np.int16)}
+        if suffix not in case.optional:
+            damages["missing"] = None
+        for damage, changed in damages.items():
+            folder = write(tmp_path / f"{damage}{i}", case, matrix, {suffix: changed})
+            with pytest.raises(CheckpointError, match="m\\.") as error:
+                find_format(open_checkpoint(folder)).matrix("m")
+            # a changed size of one tensor shows as the other not fitting it: both are of module m
+            assert "expected" in str(error.value) or "missing" in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.perm], ids=lambda case: case.id)
+@pytest.mark.parametrize("damage", ["range", "negative", "unequal"])
+def test_wrong_group_index(case: Case, damage: str, tmp_path: Path) -> None:
+    matrix = random_matrix(case, 16, 128, 32, "f16", bias=False, seed=1)
+    tensors = case.encode(matrix)
+    name = "g_idx" if "g_idx" in tensors else "weight_g_idx"
+    wrong = tensors[name].copy()
+    wrong[0] = {"range": 4, "negative": -1, "unequal": (wrong[0] + 1) % 4}[damage]
+    with pytest.raises(CheckpointError, match=f"m.{name}.*expected"):
+        find_format(open_checkpoint(write(tmp_path, case, matrix, {name: wrong}))).matrix("m")
+
+
+def test_short_last_group_in_act_order(tmp_path: Path) -> None:
+    case = next(c for c in CASES if c.id == "gptq4-desc_act")
+    want = random_matrix(case, 8, 104, 32, "f16", bias=False, seed=2)
+    same_matrix(find_format(open_checkpoint(write(tmp_path, case, want))).matrix("m"), want)
+
+
+def test_int4_in_bytes_out_of_range(tmp_path: Path) -> None:
+    case = next(c for c in CASES if c.id == "ct-w4a8")
+    matrix = random_matrix(case, 4, 32, 32, "bf16", bias=False, seed=3)
+    wrong = np.full((4, 32), 8, np.int8)
+    with pytest.raises(CheckpointError, match=r"m\.weight has values outside int4"):
+        find_format(open_checkpoint(write(tmp_path, case, matrix, {"weight": wrong}))).matrix("m")
+
+
+def test_fp8_semantics_inverse(tmp_path: Path) -> None:
+    """GPTQModel stores the divisor and says so."""
+    case = next(c for c in CASES if c.id == "fp8-128x128")
+    matrix = random_matrix(case, 130, 200, 128, "f32", bias=False, seed=4)
+    config = case.config(128) | {"weight_scale_semantics": "inverse"}
+    write_checkpoint(tmp_path, {f"m.{k}": v for k, v in case.encode(matrix).items()}, config)
+    found = find_format(open_checkpoint(tmp_path)).matrix("m")
+    np.testing.assert_array_equal(found.scales, np.float32(1) / matrix.scales)
+
+
+def test_dynamic_rules(tmp_path: Path) -> None:
+    """GPTQModel's overrides: the first matching rule wins, a "-:" rule never changes a module that is quantized."""
+    four, eight = (next(c for c in CASES if c.id == id) for id in ("gptq4", "gptq8"))
+    a = random_matrix(four, 16, 64, 32, "f16", bias=False, seed=5)
+    b = random_matrix(eight, 16, 64, 16, "f16", bias=False, seed=6)
+    tensors = {f"model.a.{k}": v for k, v in four.encode(a).items()}
+    tensors |= {f"model.b.{k}": v for k, v in eight.encode(b).items()}
+    tensors["model.c.weight"] = np.ones((2, 2), ml_dtypes.bfloat16)
+    rules = {"-:.*c$": {}, r"+:.*\.b$": {"bits": 8, "group_size": 16}, ".*b": {"bits": 4}}
+    format = find_format(open_checkpoint(write_checkpoint(tmp_path, tensors, four.config(32) | {"dynamic": rules})))
+    same_matrix(format.matrix("model.a"), a)
+    same_matrix(format.matrix("model.b"), b)
+    assert format.parameters() == ["model.a.weight", "model.b.weight", "model.c.weight"]
+    assert not format.is_quantized("model.c")
+    np.testing.assert_array_equal(format.dense("model.c"), np.ones((2, 2), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "text"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantization method 'bitsandbytes'; supported formats: compressed-tensors"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "'marlin'; supported: gptq, gptq_v2"),
+        ({"quant_method": "awq", "version": "gemv"}, "packing 'gemv'; supported: 4 bits, gemm"),
+        ({"quant_method": "awq", "bits": 8}, "AWQ bits=8"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "supported: e4m3"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ({"quant_method": "compressed-tensors", "transform_config": {"a": 1}}, "transform_config"),
+        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
+        ({}, "no quantization configuration; supported formats"),
+    ],
+)
+def test_unsupported_is_named(quantization: dict, text: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, {"m.weight": np.zeros(1, np.float32)}, quantization)
+    with pytest.raises(CheckpointError) as error:
+        find_format(open_checkpoint(folder))
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "text"),
+    [
+        ({"quant_method": "gptq", "bits": 3, "sym": True}, "bits=3, sym=True; supported: 4 and 8 bits"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo W4A8_AWQ; supported: NVFP4, FP8"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 3, "group_size": 128}}},
+            },
+            "pack-quantized int3 A16 group 128; supported: pack-quantized int4",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "config_groups": {
+                    "g": {
+                        "targets": ["Linear"],
+                        "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+                        "input_activations": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+                    }
+                },
+            },
+            "per tensor, static, with weights per channel are not supported; supported: int8_token",
+        ),
+    ],
+)
+def test_unsupported_scheme_is_named(quantization: dict, text: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, {"m.weight_scale": np.zeros(1, np.float32)}, quantization)
+    with pytest.raises(CheckpointError, match="m") as error:
+        find_format(open_checkpoint(folder)).scheme("m")
+    assert text in str(error.value)
