@@ -1,4 +1,4 @@
-"""A .onnx file that is one QuantMoE node between casts, weights in a data file at 64 KiB offsets as exports have them."""
+"""A .onnx file that is one QuantMoE node between casts, weights in a data file at 64 KiB offsets as in exports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_model(
     attributes: Mapping[str, Any] | None = None,
     weights_as_inputs: bool = False,
 ) -> Path:
-    """Inputs x (f32, cast to ``float_type``), ids (``id_type``), weights (f32); output y (f32) without a declared shape.
+    """Inputs x (f32, cast to ``float_type``), ids (``id_type``), weights (f32); output y (f32, no declared shape).
 
     w13 and w2 are packed rows, uint8 [E, row bytes], or only a shape [E, int32 words] whose bytes the caller writes.
     attributes: instead of the spec's; a value of None leaves the attribute out.
