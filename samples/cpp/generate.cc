@@ -54,9 +54,11 @@ int main(int argc, char** argv) {
                        : name == "attention_mask" ? row(mask)
                        : name == "position_ids"   ? row(positions)
                                                   : std::move(cache[next_cache++]));
-    auto results = session.Run({}, input_names.data(), values.data(), values.size(), output_names.data(), output_names.size());
+    auto results =
+        session.Run({}, input_names.data(), values.data(), values.size(), output_names.data(), output_names.size());
     const auto vocabulary = results[0].GetTensorTypeAndShapeInfo().GetShape()[2];
-    const float* last = results[0].GetTensorData<float>() + results[0].GetTensorTypeAndShapeInfo().GetElementCount() - vocabulary;
+    const float* last =
+        results[0].GetTensorData<float>() + results[0].GetTensorTypeAndShapeInfo().GetElementCount() - vocabulary;
     ids = {std::max_element(last, last + vocabulary) - last};
     std::cout << (step ? " " : "") << ids[0];
     std::move(results.begin() + 1, results.end(), cache.begin());
