@@ -117,9 +117,9 @@ class NativeMoE:
         for name, value in spec.attributes().items():
             kind = attribute_kinds()[name]
             if kind == "i":
-                status = self._lib.qm_moe_set_int(self._moe, name.encode(), ctypes.c_int64(value), err)
+                status = self._lib.qm_moe_set_int(self._moe, name.encode(), ctypes.c_int64(int(value)), err)
             elif kind == "f":
-                status = self._lib.qm_moe_set_float(self._moe, name.encode(), ctypes.c_float(value), err)
+                status = self._lib.qm_moe_set_float(self._moe, name.encode(), ctypes.c_float(float(value)), err)
             else:
                 status = self._lib.qm_moe_set_string(self._moe, name.encode(), str(value).encode(), err)
             _check(status, err)

@@ -1,8 +1,8 @@
 // QuantMoE as an ONNX Runtime custom operator on the CPU: a thin adapter over the C ABI of quant_moe.h.
 //
-// One explicitly typed OrtCustomOp per (hidden_states type, topk_ids type), all under one name; inputs and attributes come
-// from op.def. What can be checked is checked when a session is created. Failures are exceptions in here; Guard turns them
-// into an OrtStatus, so that none leaves this library.
+// One explicitly typed OrtCustomOp per (hidden_states type, topk_ids type), all under one name; inputs and attributes
+// come from op.def. What can be checked is checked when a session is created. Failures are exceptions in here; Guard
+// turns them into an OrtStatus, so that none leaves this library.
 #include <algorithm>
 #include <list>
 #include <memory>
@@ -22,7 +22,12 @@ namespace {
 constexpr uint32_t kOrtApi = 21;
 
 // The types of op.def: T and I are those of one OrtCustomOp.
-enum { type_T = -1, type_I = -2, type_float = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, type_int32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32 };
+enum {
+  type_T = -1,
+  type_I = -2,
+  type_float = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT,
+  type_int32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32
+};
 enum Input : size_t {
 #define QM_INPUT(op, name, type) name,
 #include "op.def"
@@ -153,9 +158,11 @@ const void* Kernel::Weight(const OrtKernelInfo* info, Input input, Shape& shape)
   int constant = 0;
   const OrtValue* value = nullptr;
   Check(api_->KernelInfoGetConstantInput_tensor(info, input, &constant, &value), name);
-  if (!constant || !value) Fail(name + " is computed or fed at run time, expected an initializer that is not a graph input");
+  if (!constant || !value)
+    Fail(name + " is computed or fed at run time, expected an initializer that is not a graph input");
   shape = ShapeOf(value);
-  if (shape.size() != 2) Fail(name + " has shape " + Text(shape) + ", expected [experts, int32 words of a packed expert]");
+  if (shape.size() != 2)
+    Fail(name + " has shape " + Text(shape) + ", expected [experts, int32 words of a packed expert]");
   const void* data = Data(value);
   if (reinterpret_cast<uintptr_t>(data) % 64)
     Fail(name + " is not 64-byte aligned in memory, expected external data at an offset that is a multiple of 64 KiB");
@@ -194,11 +201,12 @@ struct Pool {
 void Kernel::Run(OrtKernelContext* context) const {
   const OrtValue* inputs[std::size(kInputs)];
   for (Input i : {hidden_states, topk_ids, topk_weights}) Check(api_->KernelContext_GetInput(context, i, &inputs[i]));
-  const Shape x = ShapeOf(inputs[hidden_states]), ids = ShapeOf(inputs[topk_ids]), weights = ShapeOf(inputs[topk_weights]);
+  const Shape x = ShapeOf(inputs[hidden_states]);
+  const Shape ids = ShapeOf(inputs[topk_ids]), weights = ShapeOf(inputs[topk_weights]);
   if (x.empty() || x.back() != moe_.hidden_size)
-    Fail("hidden_states has shape " + Text(x) + ", expected [.., hidden_size = " + std::to_string(moe_.hidden_size) + "]");
+    Fail("hidden_states has shape " + Text(x) + ", expected [.., hidden_size " + std::to_string(moe_.hidden_size) + "]");
   if (ids.size() != x.size() || !std::equal(x.begin(), x.end() - 1, ids.begin()) || ids.back() < 1)
-    Fail("topk_ids has shape " + Text(ids) + ", expected [.., top_k] and the leading sizes of hidden_states " + Text(x));
+    Fail("topk_ids has shape " + Text(ids) + ", expected [.., top_k] and the sizes before it of hidden_states " + Text(x));
   if (weights != ids) Fail("topk_weights has shape " + Text(weights) + ", expected that of topk_ids " + Text(ids));
 
   OrtValue* output;
@@ -229,7 +237,8 @@ void Kernel::Run(OrtKernelContext* context) const {
   const auto release = [allocator](void* p) { allocator->Free(allocator, p); };
   const std::unique_ptr<void, decltype(release)> scratch(allocator->Alloc(allocator, size), release);
   void* aligned = scratch.get();
-  if (!std::align(64, size - 63, aligned, size)) Fail("no memory for a workspace of " + std::to_string(size) + " bytes");
+  if (!std::align(64, size - 63, aligned, size))
+    Fail("no memory for a workspace of " + std::to_string(size) + " bytes");
   call.workspace = aligned;
   char error[QM_ERROR_SIZE];
   const int status = qm_moe_run(&moe_, &call, error);
@@ -300,7 +309,8 @@ extern "C" QM_API OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* o
   using quantmoe::Registration;
   const OrtApi* api = base->GetApi(quantmoe::kOrtApi);
   if (!api) {
-    const std::string message = std::string("quantmoe needs ONNX Runtime 1.21 or newer, found ") + base->GetVersionString();
+    const std::string message =
+        std::string("quantmoe needs ONNX Runtime 1.21 or newer, found ") + base->GetVersionString();
     return base->GetApi(1)->CreateStatus(ORT_NOT_IMPLEMENTED, message.c_str());
   }
   OrtStatus* status = nullptr;

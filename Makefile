@@ -1,0 +1,87 @@
+# The first target makes the virtual environment that everything else runs in. The machine needs Python 3.11 or newer with
+# venv and a C++20 compiler; the samples also a JDK with Maven.
+VENV ?= .venv
+BIN := $(CURDIR)/$(VENV)/bin
+UV = $(BIN)/uv pip install --quiet --python $(BIN)/python
+ARCH := $(shell uname -m)
+# Oldest and newest; samples/java runs Maven's.
+ORT_VERSIONS := 1.21 1.31
+MODEL ?= build/sample-model
+export PATH := $(BIN):$(PATH)
+
+.PHONY: venv build demo test test-long test-sanitize test-wheel bench lint format samples wheel clean
+
+venv: $(VENV)/installed
+$(VENV)/installed: pyproject.toml
+	@command -v c++ >/dev/null || { echo "No C++ compiler; on Debian and Ubuntu: apt-get install g++"; exit 1; }
+	@test -x $(BIN)/python || python3 -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "No Python with venv; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	python -m pip install --quiet --disable-pip-version-check uv
+	$(UV) --editable '.[export,run,bench,test]'
+	touch $@
+
+# The native library and quantmoe/__init__.py; other Python files are used where they are.
+build: venv
+	$(UV) --no-deps --editable .
+
+demo: venv
+	quantmoe demo $(CHECKPOINT)
+
+test: build
+	python -m pytest -m "not long"
+
+test-long: build
+	python -m pytest -m long
+
+# Kernels, packer and custom ops under AddressSanitizer and UndefinedBehaviorSanitizer.
+test-sanitize: venv
+	cmake -S . -B build/sanitize -DCMAKE_BUILD_TYPE=RelWithDebInfo -DQUANTMOE_SANITIZE=ON
+	cmake --build build/sanitize --parallel 2
+	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	  QUANTMOE_LIBRARY=$(CURDIR)/build/sanitize/ort_ext/libquantmoe_ort.so \
+	  python -m pytest -m "not long" tests/kernels tests/layouts tests/engines -k "not mapped"
+
+# One wheel for every Python and for glibc 2.28 or newer, whose symbols ziglang's clang links against; and the sdist.
+wheel: venv
+	$(UV) --requirements pyproject.toml --extra wheel
+	rm -rf dist build/raw
+	CXX="$(BIN)/python -m ziglang c++ -target $(ARCH)-linux-gnu.2.28" \
+	  uv build --quiet --wheel --out-dir build/raw --config-setting build-dir=build/wheel
+	auditwheel repair --plat manylinux_2_28_$(ARCH) --wheel-dir dist build/raw/*.whl
+	uv build --quiet --sdist --out-dir dist
+
+# The wheel alone in a clean environment, with each ONNX Runtime.
+test-wheel: wheel
+	for version in $(ORT_VERSIONS); do \
+	  uv venv --quiet --clear --python $(BIN)/python build/ort-$$version && \
+	  $(BIN)/uv pip install --quiet --python build/ort-$$version/bin/python dist/*.whl "onnxruntime==$$version.*" pytest && \
+	  build/ort-$$version/bin/python -m pytest -m "not long" tests/engines || exit 1; \
+	done
+
+bench: build
+	quantmoe bench --against ort-qmoe
+
+lint: venv
+	ruff check .
+	ruff format --check .
+	clang-format --dry-run -Werror $$(git ls-files '*.cc' '*.h')
+	mkdir -p build/typing/quantmoe
+	cd build/typing/quantmoe && ln -sfn ../../../exporter/quantmoe_init.py __init__.py && \
+	  for folder in exporter custom_ops ort_ext trt_plugins; do ln -sfn ../../../$$folder $$folder; done
+	mypy
+
+format: venv
+	ruff check --fix .
+	ruff format .
+	clang-format -i $$(git ls-files '*.cc' '*.h')
+
+build/sample-model: | build
+	python -c "import quantmoe; from quantmoe.exporter.demo import make_checkpoint; \
+	  quantmoe.export(make_checkpoint('build/sample-checkpoint'), '$@')"
+
+# The three samples on one exported folder must print the same tokens.
+samples: build | $(MODEL)
+	samples/compare.sh $(MODEL)
+
+clean:
+	rm -rf build dist $(VENV) samples/java/target
