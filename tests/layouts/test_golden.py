@@ -56,7 +56,7 @@ def test_quantizer(golden: dict[str, np.ndarray]) -> None:
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """f32 a * b + c rounded once: exact product, then a float64 sum rounded to odd, which float32 cannot double-round."""
+    """f32 a * b + c rounded once: the exact product, then a sum rounded to odd, which float32 cannot double-round."""
     product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
     total = product + c
     part = total - product

@@ -1,6 +1,7 @@
 // Canonical codes to panels (FORMAT.md section 2), the inverse of nothing at run time: kernels read these bytes as they are.
 #include <cstring>
 
+#include "core/half.h"
 #include "core/panel.h"
 #include "core/parallel.h"
 
@@ -16,7 +17,7 @@ float widen(int32_t scale_type, const void* scales, int64_t i) {
     std::memcpy(&out, &wide, 4);
     return out;
   }
-  _Float16 half;
+  Half half;
   std::memcpy(&half, &bits, 2);
   return static_cast<float>(half);
 }

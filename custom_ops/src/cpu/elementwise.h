@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/half.h"
 #include "cpu/kernel.h"
 
 namespace quantmoe {
@@ -66,7 +67,7 @@ inline float erf_f32(float x) {
 
 inline float half_to_float(uint16_t bits) {
 #if defined(__F16C__) || defined(__aarch64__)
-  return static_cast<float>(bit_cast<_Float16>(bits));
+  return static_cast<float>(bit_cast<Half>(bits));
 #else
   // Widen the exponent by a multiply: exact, subnormals included.
   const uint32_t shifted = (bits & 0x7fffu) << 13;
@@ -77,7 +78,7 @@ inline float half_to_float(uint16_t bits) {
 }
 inline uint16_t float_to_half(float x) {
 #if defined(__F16C__) || defined(__aarch64__)
-  const uint16_t bits = bit_cast<uint16_t>(static_cast<_Float16>(x));
+  const uint16_t bits = bit_cast<uint16_t>(static_cast<Half>(x));
 #else
   const uint32_t raw = bit_cast<uint32_t>(x), sign = raw >> 16 & 0x8000u, magnitude = raw & 0x7fffffffu;
   uint32_t out;

@@ -1,0 +1,8 @@
+// NEON with the int8 dot product (optional in Armv8.2; Neoverse N1, Graviton2, Cortex-A75 and later, Apple M1).
+#include "cpu/neon.h"
+
+namespace quantmoe {
+
+const CpuKernel panel_neon_dotprod = {"panel_neon_dotprod", [] { return cpu_has(AT_HWCAP, 20); }, 8, QM_ELEMENTWISE(pack_rows), multiply};
+
+}  // namespace quantmoe

@@ -1,0 +1,41 @@
+#!/bin/bash
+# The Arm tests, on any Debian machine: builds the aarch64 wheel with g++-aarch64-linux-gnu and runs under qemu-user
+#   1. kleidiai_order: FORMAT.md as scalar code against KleidiAI's packers, quantizer and kernels
+#   2. digest.py here and there: every case of tests/cases.py gives the same bytes on both machines
+#   3. pytest ARGS (default: the layout and kernel tests) on the aarch64 wheel
+# `run.sh golden` writes tests/golden anew instead. Everything lands in build/arm; PYTHON is the host's, with quantmoe installed.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-python3} dir=$PWD/build/arm
+command -v aarch64-linux-gnu-g++ >/dev/null || { echo "run.sh: apt-get install g++-aarch64-linux-gnu" >&2; exit 1; }
+tests/arm/sysroot.sh "$dir"
+qemu=("$dir/host/usr/bin/qemu-aarch64" -cpu max -L "$dir/arm64")
+program() {
+  aarch64-linux-gnu-g++ -std=c++20 -O2 -Wall -Wextra -ffp-contract=off -static -I"$dir/arm64/usr/include/aarch64-linux-gnu" \
+    -Itests/arm "$1" "$dir/arm64/usr/lib/aarch64-linux-gnu/libkleidiai.a" -o "$dir/$2"
+}
+
+if [ "${1:-}" = golden ]; then
+  program tests/golden/generate/kleidiai.cc golden
+  exec "$python" tests/golden/generate/generate.py "${qemu[@]}" "$dir/golden"
+fi
+
+program tests/arm/kleidiai_order.cc kleidiai_order
+"${qemu[@]}" "$dir/kleidiai_order" "${KLEIDIAI_CASES:-200}"
+
+[ -e "$dir/site/numpy" ] || "$python" -m pip install -q --target "$dir/site" --only-binary :all: --implementation cp \
+  --python-version 3.13 --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 --platform manylinux2014_aarch64 \
+  numpy ml_dtypes onnx-ir safetensors typer rich onnxruntime pytest hypothesis
+rm -rf "$dir/wheel" "$dir/site/quantmoe"
+_PYTHON_HOST_PLATFORM=linux-aarch64 "$python" -m pip wheel -q . --no-deps -w "$dir/wheel" -C build-dir="$dir/cmake" \
+  -C cmake.define.CMAKE_TOOLCHAIN_FILE="$PWD/tests/arm/aarch64.cmake"
+"$python" -m zipfile -e "$dir"/wheel/*.whl "$dir/site"
+arm_python() { PYTHONPATH=$dir/site "${qemu[@]}" "$dir/arm64/usr/bin/python3.13" "$@"; }
+
+"$python" tests/arm/digest.py >"$dir/digests.host"
+arm_python tests/arm/digest.py >"$dir/digests.arm"
+diff "$dir/digests.host" "$dir/digests.arm"
+echo "$(wc -l <"$dir/digests.arm") cases give the same bytes here and on aarch64"
+
+[ $# -gt 0 ] || set -- tests/layouts tests/kernels
+arm_python -m pytest -p no:cacheprovider "$@"
