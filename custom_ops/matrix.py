@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
+from quantmoe.custom_ops.schemes import SCHEMES
 
 #: scale types by op.def name; scales stay in the dtype the checkpoint stores
 SCALE_DTYPES = {
@@ -15,18 +16,14 @@ SCALE_DTYPES = {
     "e8m0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
-#: code of weight value zero, for the integer kinds without zero points
-MIDPOINT = {"int4": 8, "int8": 128}
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-#: value of each of the 16 e2m1 codes (OCP MX v1.0, table 5)
-E2M1_VALUES = np.concatenate([_E2M1, -_E2M1])
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix:
     """One projection of one expert (N output features, K input features), losslessly as the checkpoint has it.
 
-    ``w[n, perm[j]] = (codes[n, j] - zero) * scales[n // block_n, j // group_size] * global_scale``
+    ``w[n, perm[j]] = value(codes[n, j]) * scales[n // block_n, j // group_size] * global_scale``; value is the scheme's
+    table, or code - zero_point.
 
     Attributes:
         kind: a ``format`` of op.def; says what a code means.
@@ -78,14 +75,13 @@ class QuantizedMatrix:
 
     def values(self) -> np.ndarray:
         """Code values before scaling: float64 [N, K], columns in stored order."""
-        if self.kind in MIDPOINT:
-            zero = MIDPOINT[self.kind] if self.zero_points is None else self.expand(self.zero_points.astype(np.int64))
-            return self.codes.astype(np.float64) - zero
-        if self.kind in ("mxfp4", "nvfp4"):
-            return E2M1_VALUES[self.codes].astype(np.float64)
-        if self.kind == "fp8_e4m3":
-            return self.codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-        raise ValueError(f"unknown kind {self.kind!r}")
+        if self.kind not in SCHEMES:
+            raise ValueError(f"unknown kind {self.kind!r}; known: {', '.join(SCHEMES)}")
+        scheme = SCHEMES[self.kind]
+        values = scheme.table[self.codes]
+        if self.zero_points is not None:
+            values += scheme.zero - self.expand(self.zero_points.astype(np.float64))
+        return values
 
     def expand(self, per_group: np.ndarray) -> np.ndarray:
         """A per-group array [N / block_n, K / group_size] repeated to [N, K]."""

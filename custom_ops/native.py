@@ -1,4 +1,4 @@
-"""The C ABI of quant_moe.h through ctypes: packing for the converters, and running kernels without an engine for the tests."""
+"""The C ABI of quant_moe.h through ctypes: packing for the converters, kernels without an engine for the tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from importlib.resources import files
 
 import ml_dtypes
 import numpy as np
-
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import MoESpec, attribute_kinds, enum
 
@@ -95,7 +94,12 @@ def pack_panels(m: QuantizedMatrix, out: np.ndarray, row_order: np.ndarray | Non
     )
     lanes = os.cpu_count() or 1
     err = ctypes.create_string_buffer(ERROR_SIZE)
-    _check(lib.qm_pack_panels(ctypes.byref(source), ctypes.c_void_p(out.ctypes.data), lanes, lib.qm_parallel_threads, None, err), err)
+    _check(
+        lib.qm_pack_panels(
+            ctypes.byref(source), ctypes.c_void_p(out.ctypes.data), lanes, lib.qm_parallel_threads, None, err
+        ),
+        err,
+    )
 
 
 class NativeMoE:
@@ -132,7 +136,9 @@ class NativeMoE:
         err = ctypes.create_string_buffer(ERROR_SIZE)
         return self._lib.qm_kernel_selected(self._moe, err).decode()
 
-    def __call__(self, hidden: np.ndarray, topk_ids: np.ndarray, topk_weights: np.ndarray, lanes: int = 1) -> np.ndarray:
+    def __call__(
+        self, hidden: np.ndarray, topk_ids: np.ndarray, topk_weights: np.ndarray, lanes: int = 1
+    ) -> np.ndarray:
         """hidden [T, H] f32, f16 or bf16; topk_ids [T, k] int32 or int64; topk_weights [T, k] f32 -> [T, H]."""
         hidden, topk_ids = np.ascontiguousarray(hidden), np.ascontiguousarray(topk_ids)
         topk_weights = np.ascontiguousarray(topk_weights, np.float32)

@@ -1,7 +1,7 @@
 """The slow, obvious truth: one QuantMoE layer in NumPy float64.
 
-Only the activation quantizers are computed in float32, because their roundings are part of the format (FORMAT.md 4.1); everything
-after them is exact arithmetic rounded to float64.
+Only the activation quantizers are computed in float32, because their roundings are part of the format (FORMAT.md 4.1);
+everything after them is exact arithmetic rounded to float64.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 
 import numpy as np
-
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import MoESpec
 
 
 def quantize_activations(x: np.ndarray, activation_format: str) -> np.ndarray:
-    """What the product sees of activations x, f32 [T, K]: float64 [T, K], (q - z) * step. Rows that are not finite become NaN.
+    """What the product sees of activations x, f32 [T, K]: float64 [T, K], (q - z) * step.
+
+    Rows that are not finite become NaN.
 
     Sources: int8_token is compressed-tensors' dynamic symmetric token strategy, int8_token_asym KleidiAI's
     kai_lhs_quant_pack_qai8dxp_f32.
@@ -84,7 +85,9 @@ def linear(x: np.ndarray, m: QuantizedMatrix, activation_format: str) -> np.ndar
     return y if m.bias is None else y + m.bias.astype(np.float64)
 
 
-def quant_moe(spec: MoESpec, experts: list[Expert], hidden: np.ndarray, topk_ids: np.ndarray, topk_weights: np.ndarray) -> np.ndarray:
+def quant_moe(
+    spec: MoESpec, experts: list[Expert], hidden: np.ndarray, topk_ids: np.ndarray, topk_weights: np.ndarray
+) -> np.ndarray:
     """One layer.
 
     Args:

@@ -79,13 +79,15 @@ class Case:
             swiglu_limit=7.0 if self.activation == "swiglu_oai" else 1.5,
             apply_router_weight_on_input=int(self.on_input),
         )
-        rows = [native.aligned(self.experts * layout.row_bytes(spec, p)).reshape(self.experts, -1) for p in ("w13", "w2")]
+        rows = [
+            native.aligned(self.experts * layout.row_bytes(spec, p)).reshape(self.experts, -1) for p in ("w13", "w2")
+        ]
         for i, expert in enumerate(experts):
             layout.pack(expert, spec, rows[0][i], rows[1][i])
         return Layer(self, spec, experts, *rows)
 
     def tokens(self, t: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """hidden f32 [t, H], topk_ids int64 [t, k] (distinct where there are enough experts), topk_weights f32 [t, k]."""
+        """hidden f32 [t, H], topk_ids int64 [t, k] (distinct if there are enough experts), topk_weights f32 [t, k]."""
         rng = np.random.default_rng(seed)
         total = self.total_experts or self.experts
         ids = np.argsort(rng.random((t, max(total, self.top_k))), axis=1)[:, : self.top_k] % total
@@ -113,7 +115,12 @@ CASES = [
     Case(),
     Case(activation_format="int8_token"),
     Case(activation_format="none"),
-    *(Case(kind=k, group_size=g, scale_type=s) for k in ("int4", "int8") for g in (-1, 32, 64) for s in ("f32", "f16", "bf16")),
+    *(
+        Case(kind=k, group_size=g, scale_type=s)
+        for k in ("int4", "int8")
+        for g in (-1, 32, 64)
+        for s in ("f32", "f16", "bf16")
+    ),
     *(Case(kind=k, group_size=g, activation_format="none") for k in ("int4", "int8") for g in (-1, 64)),
     *(Case(kind=k, group_size=g, activation_format="int8_token") for k in ("int4", "int8") for g in (-1, 64)),
     *(Case(activation=a) for a in ("gelu", "gelu_tanh", "relu2", "swiglu_oai", "swiglu_step")),
@@ -121,7 +128,12 @@ CASES = [
     Case(bias=True),
     Case(bias=True, kind="int8", group_size=-1),
     Case(bias=True, activation="swiglu_oai", activation_format="none"),
-    *(Case(act_order=a, activation_format=f, kind=k) for a in ("shared", "split") for f in ("none", "int8_token_asym") for k in ("int4", "int8")),
+    *(
+        Case(act_order=a, activation_format=f, kind=k)
+        for a in ("shared", "split")
+        for f in ("none", "int8_token_asym")
+        for k in ("int4", "int8")
+    ),
     Case(act_order="shared", gated=False),
     Case(on_input=True, top_k=1),
     Case(on_input=True),

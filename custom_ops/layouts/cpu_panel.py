@@ -1,6 +1,7 @@
 """Layout ``cpu_panel`` (FORMAT.md section 2): KleidiAI's p8x8 geometry for 4-bit codes, p4x8 for 8-bit codes.
 
-``reference_panels`` is the obvious NumPy statement of the bytes; ``pack`` uses the native packer, which the tests hold equal to it.
+``reference_panels`` is the obvious NumPy statement of the bytes; ``pack`` uses the native packer, which the tests hold
+equal to it.
 """
 
 from __future__ import annotations
@@ -8,16 +9,15 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.matrix import MIDPOINT, SCALE_DTYPES, QuantizedMatrix
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.op import MoESpec, Projection
+from quantmoe.custom_ops.schemes import SCHEMES
 
 NAME, VERSION = "cpu_panel", 1
 #: rows of a panel by format
 ROWS = {"int4": 8, "int8": 4}
-_BITS = {"int4": 4, "int8": 8}
 ALIGNMENT = 64
 
 
@@ -66,7 +66,9 @@ def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray)
     if spec.w13.perm:
         perms = [np.arange(k, dtype=np.int32) if m.perm is None else m.perm for m in halves]
         if spec.w13.perm == 1 and any(not np.array_equal(perms[0], p) for p in perms):
-            raise ValueError("gate and up have different act-orders, those of the other experts of the layer do not (w13_perm is 1)")
+            raise ValueError(
+                "gate and up have different act-orders, those of the other experts of the layer do not (w13_perm is 1)"
+            )
         for i in range(spec.w13.perm):
             _perm_view(spec, "w13", w13_row, i)[:] = perms[i]
     elif any(m.perm is not None for m in halves):
@@ -85,7 +87,9 @@ def unpack(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Expert:
     halves = [_unpack_matrix(spec, "w13", w13_row, i) for i in range(1 + spec.gated)]
     for i, m in enumerate(halves):
         if spec.w13.perm:
-            m = dataclasses.replace(m, perm=_perm_or_none(_perm_view(spec, "w13", w13_row, min(i, spec.w13.perm - 1)).copy()))
+            m = dataclasses.replace(
+                m, perm=_perm_or_none(_perm_view(spec, "w13", w13_row, min(i, spec.w13.perm - 1)).copy())
+            )
         if order is not None:
             original = np.argsort(order)
             m = dataclasses.replace(
@@ -97,7 +101,7 @@ def unpack(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Expert:
 
 def panel_stride(format: str, k: int, group_size: int, scale_type: str) -> int:
     """Bytes of one panel."""
-    nr, bits = ROWS[format], _BITS[format]
+    nr, bits = ROWS[format], SCHEMES[format].bits
     kp = _padded(k, group_size)
     if group_size == -1:
         return nr * (bits * kp // 8 + 12)
@@ -110,11 +114,11 @@ def reference_panels(m: QuantizedMatrix) -> np.ndarray:
     kp = _padded(k, m.group_size)
     panels = -(-n // nr)
     rows = np.minimum(np.arange(panels * nr), n - 1)
-    codes = np.full((panels * nr, kp), MIDPOINT[m.kind], np.uint8)
+    codes = np.full((panels * nr, kp), SCHEMES[m.kind].zero, np.uint8)
     codes[:, :k] = m.codes[rows]
     bias = np.zeros(panels * nr, np.float32) if m.bias is None else m.bias[rows].astype(np.float32)
     scales = m.scales[rows].reshape(panels, nr, -1)
-    values = codes.astype(np.int32) - MIDPOINT[m.kind]
+    values = codes.astype(np.int32) - SCHEMES[m.kind].zero
 
     if m.kind == "int4":
         # k = 32 chunk + 16 high + 8 segment + i
@@ -149,7 +153,7 @@ def _unpack_matrix(spec: MoESpec, projection: str, row: np.ndarray, half: int) -
     data = row[: panels * stride].reshape(panels // halves, halves, stride)[:, half]
     count = len(data)
     scale_dtype = SCALE_DTYPES[p.scale_type]
-    code_bytes = nr * kp * _BITS[p.format] // 8
+    code_bytes = nr * kp * SCHEMES[p.format].bits // 8
     bias = data[:, -4 * nr :].copy().view(np.float32).reshape(-1)[:n]
     if p.group_size == -1:
         packed = data[:, :code_bytes]

@@ -1,0 +1,11 @@
+"""Weight schemes: one module each, one line here, under the name that op.def's enum ``format`` has for it."""
+
+from quantmoe.custom_ops.schemes import fp8_e4m3, int4, int8, mxfp4, nvfp4
+
+SCHEMES = {
+    "int4": int4.SCHEME,
+    "int8": int8.SCHEME,
+    "mxfp4": mxfp4.SCHEME,
+    "nvfp4": nvfp4.SCHEME,
+    "fp8_e4m3": fp8_e4m3.SCHEME,
+}

@@ -21,9 +21,9 @@ def run(layer: Layer, tokens: tuple, kernel: str, monkeypatch: pytest.MonkeyPatc
 def tolerance(layer: Layer, hidden: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Bound [T, 1] on |kernel - reference|.
 
-    f32 sums of K terms err by at most K * 2^-24 of the sum of magnitudes, and in the mean by its square root; 2^-18 of the magnitudes
-    covers the sizes here. A quantized h may also round the other way where f32 and f64 straddle a half (probability about 1e-4 an
-    element): three such steps are allowed a pair.
+    f32 sums of K terms err by at most K * 2^-24 of the sum of magnitudes, and in the mean by its square root; 2^-18 of
+    the magnitudes covers the sizes here. A quantized h may also round the other way where f32 and f64 straddle a half
+    (probability about 1e-4 an element): three such steps are allowed a pair.
     """
     spec = layer.spec
     out = np.zeros((len(hidden), 1))
@@ -59,9 +59,13 @@ def check(layer: Layer, tokens: tuple, got: np.ndarray) -> None:
     assert np.isnan(got[~finite].astype(np.float64)).all()
     error = np.abs(got[finite].astype(np.float64) - want[finite])
     bound = tolerance(layer, *tokens)[finite] + np.abs(want[finite]) * np.float64(
-        {np.dtype(np.float32): 2.0**-23, np.dtype(np.float16): 2.0**-11, np.dtype(ml_dtypes.bfloat16): 2.0**-8}[got.dtype]
+        {np.dtype(np.float32): 2.0**-23, np.dtype(np.float16): 2.0**-11, np.dtype(ml_dtypes.bfloat16): 2.0**-8}[
+            got.dtype
+        ]
     )
-    assert (error <= bound).all(), f"error {error.max():.3g}, {np.max(error / np.maximum(bound, 1e-30)):.3g} of the bound"
+    assert (error <= bound).all(), (
+        f"error {error.max():.3g}, {np.max(error / np.maximum(bound, 1e-30)):.3g} of the bound"
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -170,7 +174,9 @@ def test_slices_add_up_to_the_layer() -> None:
     tokens = case.tokens(6)
     whole = layer.native()(*tokens)
     parts = [
-        native.NativeMoE(dataclasses.replace(layer.spec, expert_offset=o), layer.w13[o : o + 2], layer.w2[o : o + 2])(*tokens)
+        native.NativeMoE(dataclasses.replace(layer.spec, expert_offset=o), layer.w13[o : o + 2], layer.w2[o : o + 2])(
+            *tokens
+        )
         for o in (0, 2)
     ]
     np.testing.assert_allclose(parts[0] + parts[1], whole, rtol=1e-5, atol=1e-6)
@@ -200,10 +206,12 @@ def test_invalid_attributes_are_named(name: str, value: object, message: str) ->
 
 def test_an_unknown_forced_kernel_lists_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUANTMOE_FORCE_KERNEL", "panel_avx9000")
-    with pytest.raises(ValueError, match='"panel_avx9000", kernels here: .*panel_portable'):
+    with pytest.raises(ValueError, match=r'"panel_avx9000", kernels here: .*panel_portable'):
         Case().build().native()
 
 
 def test_no_tokens() -> None:
     layer = varied(Case(), experts=2).build()
-    assert layer.native()(np.empty((0, 64), np.float32), np.empty((0, 2), np.int64), np.empty((0, 2), np.float32)).shape == (0, 64)
+    assert layer.native()(
+        np.empty((0, 64), np.float32), np.empty((0, 2), np.int64), np.empty((0, 2), np.float32)
+    ).shape == (0, 64)

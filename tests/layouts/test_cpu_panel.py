@@ -71,7 +71,7 @@ def test_native_packer_writes_the_reference_bytes(case: Case, step: int) -> None
 def test_row_bytes_agree_with_the_c_abi(case: Case) -> None:
     layer = case.build()
     layer.native()  # validates the shapes against the C++ formula
-    with pytest.raises(ValueError, match="w13 has .* int32 words a row, expected"):
+    with pytest.raises(ValueError, match=r"w13 has .* int32 words a row, expected"):
         native.NativeMoE(layer.spec, layer.w13[:, :-4], layer.w2)
 
 
