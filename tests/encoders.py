@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 
 Tensors = dict[str, np.ndarray]
 
@@ -323,3 +323,34 @@ CASES = [
         k_step=2,
     ),
 ]
+
+
+def random_matrix(case: Case, n: int, k: int, group_size: int, scale: str, bias: bool, seed: int) -> QuantizedMatrix:
+    rng = np.random.default_rng(seed)
+    groups = 1 if group_size == -1 else -(-k // group_size)
+    shape = (-(-n // case.block_n), groups)
+    top = 1 << (4 if case.kind in ("int4", "nvfp4", "mxfp4") else 8)
+    codes = rng.integers(0, top, (n, k), np.uint8) if top == 16 else rng.integers(0, 256, (n, k)).astype(np.uint8)
+    zero_points = None
+    if case.zero_points:
+        zero_points = rng.integers(0, top, shape).astype(np.uint8)
+        zero_points.flat[0] = 0  # never all at the midpoint; zero is v1 GPTQ's borrow
+    perm = rng.permutation(k).astype(np.int32) if case.perm else None
+    if perm is not None and group_size < k:
+        # within a group, decoders keep the input features' order (a stable sort)
+        perm = np.concatenate([np.sort(perm[i : i + group_size]) for i in range(0, k, group_size)])
+    if perm is not None and np.array_equal(perm // group_size, np.arange(k) // group_size):
+        perm = None
+    return QuantizedMatrix(
+        kind=case.kind,
+        codes=codes,
+        scales=rng.uniform(0.01, 2, shape).astype(SCALE_DTYPES[scale]),
+        group_size=group_size,
+        block_n=case.block_n,
+        zero_points=zero_points,
+        global_scale=float(np.float32(rng.uniform(0.1, 1))) if case.global_scale else None,
+        input_scale=float(np.float32(rng.uniform(0.1, 1))) if case.global_scale else None,
+        pre_scale=rng.uniform(0.5, 2, k).astype(np.float32) if case.pre_scale else None,
+        bias=rng.normal(size=n).astype(np.float32) if bias else None,
+        perm=perm,
+    )

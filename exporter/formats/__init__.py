@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
@@ -38,6 +39,13 @@ def find_format(ckpt: Checkpoint) -> Format:
         raise CheckpointError(f"{ckpt.folder}: no quantization configuration; supported formats: {supported}")
     for format in FORMATS:
         if format.claims(ckpt.quantization):
-            return format(ckpt)
+            try:
+                return format(ckpt)
+            except CheckpointError:
+                raise
+            except (ValueError, TypeError, AttributeError, KeyError, re.error) as error:  # a field of another type
+                raise CheckpointError(
+                    f"{ckpt.folder}: the quantization configuration cannot be read as {format.name}'s: {error}"
+                ) from error
     method = ckpt.quantization.get("quant_method")
     raise CheckpointError(f"{ckpt.folder}: quantization method {method!r}; supported formats: {supported}")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor
+from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_size_of
 
 _NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -25,7 +25,7 @@ class AWQ(Format):
         super().__init__(ckpt)
         raw = ckpt.quantization
         self.bits = int(raw.get("bits", raw.get("w_bit", 4)))
-        self.group_size = int(raw.get("group_size", raw.get("q_group_size", 128)))
+        self.group_size = group_size_of(raw.get("group_size", raw.get("q_group_size", 128)))
         self.zero_point = bool(raw.get("zero_point", True))
         packing = raw.get("version") or raw.get("format") or raw.get("checkpoint_format") or "gemm"
         if self.bits != 4 or "gem" not in str(packing).lower() or "gemv" in str(packing).lower():

@@ -207,6 +207,17 @@ class Format(ABC):
 FLOATS = ("BF16", "F16", "F32")
 
 
+def group_size_of(value: object) -> int:
+    """A configuration's group size: -1 (one group) or positive.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    if type(value) is not int or (value < 1 and value != -1):
+        raise ValueError(f"group size {value!r}, expected -1 or a positive integer")
+    return value
+
+
 def group_order(g_idx: np.ndarray, group_size: int, where: str) -> np.ndarray | None:
     """The column order that makes act-order groups contiguous: int32 [K], or None when they are already.
 

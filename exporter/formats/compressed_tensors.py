@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_order
+from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_order, group_size_of
 from quantmoe.exporter.formats.bits import unpack_nibbles, unpack_words
 
 #: (storage, type of number, bits) of weights -> op.def's format
@@ -75,6 +75,8 @@ class Args:
         group_size, strategy, block = raw.get("group_size"), raw.get("strategy"), raw.get("block_structure")
         if isinstance(block, str):  # "128x128" in older releases
             block = [int(b) for b in block.split("x")]
+        if (block is not None or strategy == "block") and not (len(block) == 2 and all(int(b) > 0 for b in block)):
+            raise ValueError(f"block_structure {block!r}, expected two positive integers")
         if strategy is None:  # the library's own inference
             strategy = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
         return cls(
@@ -82,10 +84,10 @@ class Args:
             type=str(raw.get("type", "int")).lower(),
             symmetric=bool(raw.get("symmetric", True)),
             strategy=str(strategy).lower(),
-            group_size=-1 if group_size is None else int(group_size),
+            group_size=-1 if group_size is None else group_size_of(group_size),
             block=tuple(block) if block else None,
-            dynamic=raw.get("dynamic", False),
-            actorder=raw.get("actorder"),
+            dynamic=dynamic if isinstance(dynamic := raw.get("dynamic", False), str) else bool(dynamic),
+            actorder=str(raw["actorder"]) if raw.get("actorder") else None,
         )
 
 
@@ -132,10 +134,15 @@ class CompressedTensors(Format):
         if not isinstance(raw, dict) or not isinstance(raw.get("weights"), dict):
             raise CheckpointError(f"{self.ckpt.folder / 'config.json'}: config group {name} describes no weights")
         inputs = raw.get("input_activations")
+        targets = raw.get("targets")
+        if not isinstance(targets, list):
+            raise ValueError(f"targets {targets!r} of {name}, expected a list")
+        for target in targets:
+            re.compile(target)
         return Group(
             name,
-            raw.get("format") or self.ckpt.quantization.get("format", ""),
-            tuple(raw.get("targets") or ()),
+            str(raw.get("format") or self.ckpt.quantization.get("format")),
+            tuple(targets),
             Args.parse(raw["weights"]),
             Args.parse(inputs) if inputs else None,
         )

@@ -24,7 +24,7 @@ class FP8(Format):
         super().__init__(ckpt)
         raw = ckpt.quantization
         block = raw.get("weight_block_size")
-        if block is not None and not (len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
+        if block is not None and not (len(block) == 2 and all(type(b) is int and b > 0 for b in block)):
             raise CheckpointError(f"{ckpt.folder}: weight_block_size {block!r}, expected two positive integers")
         self.block: tuple[int, int] | None = tuple(block) if block else None
         self.divides = raw.get("weight_scale_semantics") == "inverse"

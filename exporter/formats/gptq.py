@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_order
+from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_order, group_size_of
 from quantmoe.exporter.formats.bits import unpack_words
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
@@ -52,14 +53,20 @@ class GPTQ(Format):
             raise CheckpointError(f"{ckpt.folder}: GPTQ pack_dtype {raw['pack_dtype']!r}; supported: int32")
         self.config = Config(
             bits=int(raw.get("bits", 4)),
-            group_size=int(raw.get("group_size", 128)),
+            group_size=group_size_of(raw.get("group_size", 128)),
             sym=bool(raw.get("sym", True)),
             desc_act=bool(raw.get("desc_act", False)),
             v2=layout == "gptq_v2",
         )
         # modules_in_block_to_quantize and lm_head need no reading: a module with a qweight is quantized
-        #: pattern -> overrides; GPTQModel calls it dynamic, AutoRound extra_config
-        self.dynamic: dict[str, Any] = raw.get("dynamic") or raw.get("extra_config") or {}
+        #: (pattern, configuration) of each rule; GPTQModel calls them dynamic, AutoRound extra_config
+        self.rules: list[tuple[re.Pattern[str], Config]] = []
+        for pattern, overrides in (raw.get("dynamic") or raw.get("extra_config") or {}).items():
+            if pattern.startswith("-:"):
+                continue  # names what is left unquantized; the tensors say so too
+            known = {key: overrides[key] for key in ("bits", "group_size", "sym", "desc_act") if key in overrides}
+            group_size_of(known.get("group_size", -1))
+            self.rules.append((re.compile(pattern.removeprefix("+:")), replace(self.config, **known)))
 
     @staticmethod
     def claims(quantization: dict[str, Any]) -> bool:
@@ -69,18 +76,12 @@ class GPTQ(Format):
         return method == "gptq"
 
     def module_config(self, module: str) -> Config:
-        """The configuration with the first ``dynamic`` rule that matches applied."""
-        for pattern, overrides in self.dynamic.items():
-            if pattern.startswith("-:") or not isinstance(overrides, dict):
-                continue  # says what is left unquantized; the tensors say so too
-            if pattern == module or re.match(pattern.removeprefix("+:"), module):
-                known = {key: overrides[key] for key in ("bits", "group_size", "sym", "desc_act") if key in overrides}
-                return replace(self.config, **known)
-        return self.config
+        """The configuration of the first rule that matches, or the whole checkpoint's."""
+        return next((config for pattern, config in self.rules if pattern.match(module)), self.config)
 
     def scheme(self, module: str) -> Scheme:
         config = self.module_config(module)
-        if config.bits not in _ONES:
+        if type(config.bits) is not int or config.bits not in _ONES:
             raise CheckpointError(
                 f"{self.ckpt.folder}: {module}: unsupported GPTQ bits={config.bits}, sym={config.sym}; "
                 "supported: 4 and 8 bits, sym true or false"
@@ -92,7 +93,7 @@ class GPTQ(Format):
         bits = config.bits
         rows, n = self.shape2d(f"{module}.qweight")
         has_order = f"{module}.g_idx" in self.ckpt
-        k = self.ckpt.shape(f"{module}.g_idx")[0] if has_order else rows * 32 // bits
+        k = prod(self.ckpt.shape(f"{module}.g_idx")) if has_order else rows * 32 // bits
         g = config.group_size if config.group_size > 0 else k
         groups = -(-k // g)
         tensors = self.take(

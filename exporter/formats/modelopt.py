@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor
+from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_size_of
 from quantmoe.exporter.formats.bits import unpack_nibbles
 from quantmoe.exporter.formats.fp8 import row_scales
 
@@ -40,18 +40,18 @@ class ModelOpt(Format):
         super().__init__(ckpt)
         raw = ckpt.quantization
         self.config: dict[str, Any] = raw.get("quantization") or raw
-        self.layers: dict[str, Any] = self.config.get("quantized_layers") or {}
+        #: MIXED_PRECISION: module pattern -> configuration
+        self.layers = {k: self.config | v for k, v in (self.config.get("quantized_layers") or {}).items()}
+        for config in (self.config, *self.layers.values()):
+            group_size_of(config.get("group_size") or 128)
 
     @staticmethod
     def claims(quantization: dict[str, Any]) -> bool:
         return str(quantization.get("quant_method", "")).startswith("modelopt")
 
     def module_config(self, module: str) -> dict[str, Any]:
-        """The entry of quantized_layers for a module (MIXED_PRECISION), or the whole configuration."""
-        for pattern, config in self.layers.items():
-            if fnmatch(module, pattern):
-                return self.config | config
-        return self.config
+        """The entry of quantized_layers for a module, or the whole configuration."""
+        return next((config for pattern, config in self.layers.items() if fnmatch(module, pattern)), self.config)
 
     def scheme(self, module: str) -> Scheme:
         config = self.module_config(module)
@@ -62,7 +62,7 @@ class ModelOpt(Format):
             )
         format, group_size, activations = ALGORITHMS[algorithm]
         if group_size is None:
-            group_size = int(config.get("group_size") or 128)
+            group_size = config.get("group_size") or 128
         return Scheme(format, group_size, activations, f"ModelOpt {algorithm} group {group_size}")
 
     def matrix(self, module: str) -> QuantizedMatrix:

@@ -17,7 +17,7 @@ import numpy as np
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.formats.awq import unpack_columns
-from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor
+from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_size_of
 from quantmoe.exporter.formats.bits import unpack_nibbles
 from quantmoe.exporter.formats.fp8 import row_scales
 
@@ -39,6 +39,8 @@ class Quark(Format):
         super().__init__(ckpt)
         self.default: dict[str, Any] = ckpt.quantization.get("global_quant_config") or {}
         self.layers: dict[str, Any] = ckpt.quantization.get("layer_quant_config") or {}
+        for config in (self.default, *self.layers.values()):
+            group_size_of((config.get("weight") or {}).get("group_size") or 128)
         export = ckpt.quantization.get("export") or {}
         order, stored = export.get("pack_method", "reorder"), export.get("weight_format", "real_quantized")
         if order != "reorder" or stored != "real_quantized":
@@ -67,7 +69,7 @@ class Quark(Format):
     def scheme(self, module: str) -> Scheme:
         kind, weight = self._weight(module)
         inputs = self.module_config(module).get("input_tensors")
-        group_size = int(weight.get("group_size") or 128) if weight["qscheme"] == "per_group" else -1
+        group_size = (weight.get("group_size") or 128) if weight["qscheme"] == "per_group" else -1
         text = f"Quark {weight['dtype']} {weight['qscheme']} group {group_size}"
         if not inputs:
             return Scheme(kind, group_size, "none", text)
@@ -111,7 +113,7 @@ class Quark(Format):
         )
 
     def _int4(self, module: str, weight: dict[str, Any]) -> QuantizedMatrix:
-        g = int(weight.get("group_size") or 128)
+        g = weight.get("group_size") or 128
         k, words = self.shape2d(f"{module}.weight")
         n, groups = words * 8, -(-k // g)
         tensors = self.take(

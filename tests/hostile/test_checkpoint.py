@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from checkpoints import TINY, make_checkpoint, write_checkpoint, write_safetensors
+from encoders import CASES, Case, random_matrix
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quantmoe.exporter.formats import CheckpointError, find_format, open_checkpoint
@@ -170,6 +172,42 @@ def test_any_damaged_byte(position: int, value: int, cut: bool, tmp_path: Path) 
     assert not cut
     for name in ckpt.names():
         ckpt.tensor(name).sum()
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 300)
+    | st.floats()
+    | st.sampled_from(["", "re:(", "group", "int", "1x2"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["a", "weights"]), inner, max_size=2),
+    max_leaves=3,
+)
+
+
+def fields(config: Any, path: tuple = ()) -> list[tuple]:
+    """Paths of all values in a configuration."""
+    inner = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
+    return [path] * bool(path) + [p for key, value in inner for p in fields(value, (*path, key))]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_damaged_field(case: Case, data: st.DataObject, tmp_path: Path) -> None:
+    """One field of the quantizer's configuration replaced: decoded, or refused with a CheckpointError."""
+    matrix = random_matrix(case, 16, 128, max(case.group_sizes), case.scales[0], bias=True, seed=0)
+    config = json.loads(json.dumps(case.config(matrix.group_size)))
+    path = data.draw(st.sampled_from([p for p in fields(config) if p != ("quant_method",)]))
+    at = config
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = data.draw(JSON)
+    folder = write_checkpoint(tmp_path, {f"m.{k}": v for k, v in case.encode(matrix).items()}, config)
+    with suppress(CheckpointError):
+        format = find_format(open_checkpoint(folder))
+        format.scheme("m")
+        format.matrix("m")
 
 
 @pytest.fixture(scope="module")
