@@ -42,12 +42,13 @@ test-sanitize: venv
 	  python -m pytest -m "not long" tests/kernels tests/layouts tests/engines -k "not mapped"
 
 # One wheel for every Python and for glibc 2.28 or newer, whose symbols ziglang's clang links against; and the sdist.
+# ziglang's compiler runtime lacks the variables behind __builtin_cpu_supports; libgcc has them.
 wheel: venv
 	$(UV) --requirements pyproject.toml --extra wheel
 	rm -rf dist build/raw
-	CXX="$(BIN)/python -m ziglang c++ -target $(ARCH)-linux-gnu.2.28" \
+	CXX="$(BIN)/python -m ziglang c++ -target $(ARCH)-linux-gnu.2.28" LDFLAGS="$$(c++ -print-libgcc-file-name)" \
 	  uv build --quiet --wheel --out-dir build/raw --config-setting build-dir=build/wheel
-	auditwheel repair --plat manylinux_2_28_$(ARCH) --wheel-dir dist build/raw/*.whl
+	auditwheel repair --only-plat --plat manylinux_2_28_$(ARCH) --wheel-dir dist build/raw/*.whl
 	uv build --quiet --sdist --out-dir dist
 
 # The wheel alone in a clean environment, with each ONNX Runtime.

@@ -204,9 +204,11 @@ void Kernel::Run(OrtKernelContext* context) const {
   const Shape x = ShapeOf(inputs[hidden_states]);
   const Shape ids = ShapeOf(inputs[topk_ids]), weights = ShapeOf(inputs[topk_weights]);
   if (x.empty() || x.back() != moe_.hidden_size)
-    Fail("hidden_states has shape " + Text(x) + ", expected [.., hidden_size " + std::to_string(moe_.hidden_size) + "]");
+    Fail("hidden_states has shape " + Text(x) + ", expected [.., hidden_size " + std::to_string(moe_.hidden_size) +
+         "]");
   if (ids.size() != x.size() || !std::equal(x.begin(), x.end() - 1, ids.begin()) || ids.back() < 1)
-    Fail("topk_ids has shape " + Text(ids) + ", expected [.., top_k] and the sizes before it of hidden_states " + Text(x));
+    Fail("topk_ids has shape " + Text(ids) + ", expected [.., top_k] and the sizes before it of hidden_states " +
+         Text(x));
   if (weights != ids) Fail("topk_weights has shape " + Text(weights) + ", expected that of topk_ids " + Text(ids));
 
   OrtValue* output;
@@ -280,7 +282,8 @@ Op::Op(const OrtApi* api, ONNXTensorElementDataType float_type, qm_type type, ON
   InferOutputShapeFn = InferShape;
 }
 
-// What the sessions of one ONNX Runtime refer to; a process may hold several runtimes.
+// What the sessions of one ONNX Runtime refer to; a process may hold several runtimes. Never destroyed: a session may
+// still run on another thread while the process exits, and the library stays loaded (nodelete, CMakeLists.txt).
 struct Registration {
   const OrtApi* api;
   std::vector<Op> ops;
@@ -299,7 +302,6 @@ struct Registration {
     api->ReleaseStatus(status);
     throw std::runtime_error("quantmoe: ONNX Runtime refuses the operator domain");
   }
-  ~Registration() { api->ReleaseCustomOpDomain(domain); }
 };
 
 }  // namespace
@@ -316,7 +318,7 @@ extern "C" QM_API OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* o
   OrtStatus* status = nullptr;
   OrtStatus* failure = quantmoe::Guard(api, [&] {
     static std::mutex mutex;
-    static std::list<Registration> all;
+    static auto& all = *new std::list<Registration>;
     const std::lock_guard lock(mutex);
     auto r = std::find_if(all.begin(), all.end(), [&](const Registration& r) { return r.api == api; });
     if (r == all.end()) r = all.emplace(all.end(), api);
