@@ -2,14 +2,16 @@
 # The Arm tests, on any Debian machine: builds the aarch64 wheel with g++-aarch64-linux-gnu and runs under qemu-user
 #   1. kleidiai_order: FORMAT.md as scalar code against KleidiAI's packers, quantizer and kernels
 #   2. digest.py here and there: every case of tests/cases.py gives the same bytes on both machines
-#   3. pytest ARGS (default: the layout and kernel tests) on the aarch64 wheel
+#   3. pytest ARGS (default: the layout and kernel tests) on the aarch64 wheel, with CPU (default neoverse-n2)
+# and counts the instructions of the hot loops.
 # `run.sh golden` writes tests/golden anew instead. Everything lands in build/arm; PYTHON is the host's, with quantmoe installed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} dir=$PWD/build/arm
 command -v aarch64-linux-gnu-g++ >/dev/null || { echo "run.sh: apt-get install g++-aarch64-linux-gnu" >&2; exit 1; }
 tests/arm/sysroot.sh "$dir"
-qemu=("$dir/host/usr/bin/qemu-aarch64" -cpu max -L "$dir/arm64")
+# Not -cpu max: NumPy would take SME matrix products, which qemu 10 gets wrong.
+qemu=("$dir/host/usr/bin/qemu-aarch64" -cpu "${CPU:-neoverse-n2}" -L "$dir/arm64")
 program() {
   aarch64-linux-gnu-g++ -std=c++20 -O2 -Wall -Wextra -ffp-contract=off -static -I"$dir/arm64/usr/include/aarch64-linux-gnu" \
     -Itests/arm "$1" "$dir/arm64/usr/lib/aarch64-linux-gnu/libkleidiai.a" -o "$dir/$2"
@@ -31,6 +33,8 @@ _PYTHON_HOST_PLATFORM=linux-aarch64 "$python" -m pip wheel -q . --no-deps -w "$d
   -C cmake.define.CMAKE_TOOLCHAIN_FILE="$PWD/tests/arm/aarch64.cmake"
 "$python" -m zipfile -e "$dir"/wheel/*.whl "$dir/site"
 arm_python() { PYTHONPATH=$dir/site "${qemu[@]}" "$dir/arm64/usr/bin/python3.13" "$@"; }
+
+"$python" tests/arm/instructions.py "$dir"
 
 "$python" tests/arm/digest.py >"$dir/digests.host"
 arm_python tests/arm/digest.py >"$dir/digests.arm"

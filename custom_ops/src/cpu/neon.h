@@ -129,8 +129,10 @@ void quantized_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, i
           chunk(x + (s + 2) * next, [&](int j) { return vandq_s8(codes[j], mask); });
         }
     } else {
-      for (int64_t c = 0; c < p.codes_bytes; c += 32, x += next)
-        chunk(x, [&](int j) { return vreinterpretq_s8_u8(vld1q_u8(g.panel[j / 2] + base + c + 16 * (j % 2))); });
+      for (int64_t c = base; c < base + p.codes_bytes; c += 128, x += 4 * next)
+        for (int i = 0; i < 4; ++i)
+          chunk(x + i * next,
+                [&](int j) { return vreinterpretq_s8_u8(vld1q_u8(g.panel[j / 2] + c + 32 * i + 16 * (j % 2))); });
     }
     if (p.grouped) {
       int32x4_t scales[kV], sums[kV];
