@@ -9,6 +9,7 @@
 // 8 * 2 * 15 * 128 = 30720, so that widening to s32 once a chunk is exact. 8-bit codes are two nibbles a byte. Two vectors of nibbles
 // share each broadcast: two panels of 4-bit codes, or the low and high nibbles of 8 rows of 8-bit codes. Codes are offset by 8 or 128;
 // accumulators start at -offset * sum(x), which pack_tile has put into the tile.
+#include <cpuid.h>
 #include <immintrin.h>
 
 #include <utility>
@@ -26,6 +27,17 @@ struct Group {
 };
 // Vectors of 8 rows in a group.
 constexpr int vectors(int bits) { return bits == 4 ? 2 : 1; }
+
+// f(0), ..., f(N - 1) with constants: arrays indexed by them stay in registers, which gcc does not manage for loops it unrolls itself.
+template <typename F, int... I>
+[[gnu::always_inline]] inline void unroll(const F& f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>()), ...);
+}
+template <int N, typename F>
+[[gnu::always_inline]] inline void unroll(const F& f) {
+  unroll(f, std::make_integer_sequence<int, N>());
+}
+#define QM_INLINE __attribute__((always_inline))
 
 inline __m256i load(const uint8_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
 inline __m128i load_half(const uint8_t* at) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at)); }
@@ -88,39 +100,35 @@ inline void store_rows(const Store& s, int v, int64_t row_offset, __m256 y) {
 
 // sum[i][j] = nibbles j . activations i over the 32-column chunk at offset, in s16.
 template <int M, int kBits>
-inline void multiply_chunk(const Group& g, int64_t offset, const uint8_t* x, __m256i (&sum)[M][2]) {
+[[gnu::always_inline]] inline void multiply_chunk(const Group& g, int64_t offset, const uint8_t* x, __m256i (&sum)[M][2]) {
   const __m256i nibble = _mm256_set1_epi8(15), flip = _mm256_set1_epi8(static_cast<char>(kBits == 4 ? 0x88 : 0x80));
-  for (int i = 0; i < M; ++i) sum[i][0] = sum[i][1] = _mm256_setzero_si256();
-  const auto step = [&](__m256i w0, __m256i w1, int column) {
-    for (int i = 0; i < M; ++i) {
+  const auto step = [&](__m256i w0, __m256i w1, auto column) QM_INLINE {
+    unroll<M>([&](auto i) QM_INLINE {
       const __m256i x4 = broadcast(x + column * M + 4 * i);
-      sum[i][0] = _mm256_add_epi16(sum[i][0], _mm256_maddubs_epi16(w0, x4));
-      sum[i][1] = _mm256_add_epi16(sum[i][1], _mm256_maddubs_epi16(w1, x4));
-    }
+      const __m256i y0 = _mm256_maddubs_epi16(w0, x4), y1 = _mm256_maddubs_epi16(w1, x4);
+      sum[i][0] = column == 0 ? y0 : _mm256_add_epi16(sum[i][0], y0);
+      sum[i][1] = column == 0 ? y1 : _mm256_add_epi16(sum[i][1], y1);
+      asm("" : "+x"(sum[i][0]), "+x"(sum[i][1]));  // keeps the order: gcc would regroup the sums of a chunk and spill
+    });
   };
-  const auto low = [&](__m256i w) { return _mm256_and_si256(w, nibble); };
-  const auto high = [&](__m256i w) { return _mm256_and_si256(_mm256_srli_epi32(w, 4), nibble); };
-  if constexpr (kBits == 4) {
-    const auto pair = [&](__m256i a, __m256i b, int column) {
-      a = _mm256_xor_si256(a, flip);
-      b = _mm256_xor_si256(b, flip);
-      step(low(a), low(b), column);
-      step(high(a), high(b), column + 16);
-    };
-    for (int s = 0; s < 2; ++s) {
-      pair(load_dwords<4, 0>(g, 0, offset + 64 * s), load_dwords<4, 0>(g, 1, offset + 64 * s), 8 * s);
-      pair(load_dwords<4, 1>(g, 0, offset + 64 * s), load_dwords<4, 1>(g, 1, offset + 64 * s), 8 * s + 4);
-    }
-  } else {
-    const auto both = [&](__m256i a, int column) {
-      a = _mm256_xor_si256(a, flip);
-      step(low(a), high(a), column);
-    };
-    for (int c = 0; c < 4; ++c) {
-      both(load_dwords<8, 0>(g, 0, offset + 32 * c), 8 * c);
-      both(load_dwords<8, 1>(g, 0, offset + 32 * c), 8 * c + 4);
-    }
-  }
+  const auto low = [&](__m256i w) QM_INLINE { return _mm256_and_si256(w, nibble); };
+  const auto high = [&](__m256i w) QM_INLINE { return _mm256_and_si256(_mm256_srli_epi32(w, 4), nibble); };
+  unroll<4>([&](auto c) QM_INLINE {
+    unroll<2>([&](auto odd) QM_INLINE {
+      if constexpr (kBits == 4) {
+        if constexpr (c < 2) {
+          constexpr int column = 8 * c + 4 * odd;
+          const __m256i a = _mm256_xor_si256(load_dwords<4, odd>(g, 0, offset + 64 * c), flip);
+          const __m256i b = _mm256_xor_si256(load_dwords<4, odd>(g, 1, offset + 64 * c), flip);
+          step(low(a), low(b), std::integral_constant<int, column>());
+          step(high(a), high(b), std::integral_constant<int, column + 16>());
+        }
+      } else {
+        const __m256i a = _mm256_xor_si256(load_dwords<8, odd>(g, 0, offset + 32 * c), flip);
+        step(low(a), high(a), std::integral_constant<int, 8 * c + 4 * odd>());
+      }
+    });
+  });
 }
 
 template <int M, int kBits>
@@ -131,34 +139,38 @@ void quantized_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, c
   const int32_t* start = reinterpret_cast<const int32_t*>(tile + p.kp * M);
   __m256 acc[M][V];
   __m256i dot[M][V];
-  for (auto& row : acc)
-    for (__m256& a : row) a = _mm256_setzero_ps();
+  unroll<M * V>([&](auto j) QM_INLINE {
+    acc[j / V][j % V] = _mm256_setzero_ps();
+    dot[j / V][j % V] = _mm256_setzero_si256();
+  });
   for (int64_t b = 0; b < p.blocks; ++b, start += M) {
     int64_t offset = b * p.block_bytes;
-    for (int i = 0; i < M; ++i)
-      for (__m256i& d : dot[i]) d = _mm256_set1_epi32(start[i]);
-    for (const uint8_t* end = x + p.block * M; x != end; x += 32 * M, offset += p.nr * 4 * kBits) {
+    unroll<M * V>([&](auto j) QM_INLINE { dot[j / V][j % V] = _mm256_set1_epi32(start[j / V]); });
+    const uint8_t* const end = x + p.block * M;
+    do {
       __m256i sum[M][2];
       multiply_chunk<M, kBits>(g, offset, x, sum);
-      for (int i = 0; i < M; ++i) {
+      unroll<M>([&](auto i) QM_INLINE {
         dot[i][0] = _mm256_add_epi32(dot[i][0], _mm256_madd_epi16(sum[i][0], one));
         dot[i][V - 1] = _mm256_add_epi32(dot[i][V - 1], _mm256_madd_epi16(sum[i][1], kBits == 4 ? one : sixteen));
-      }
-    }
+      });
+      x += 32 * M;
+      offset += p.nr * 4 * kBits;
+    } while (x != end);
     if (p.grouped) {
-      for (int v = 0; v < V; ++v) {
+      unroll<V>([&](auto v) QM_INLINE {
         const __m256 scale = load_scales<kBits>(g, v, b * p.block_bytes + p.codes_bytes, p.scale_type);
-        for (int i = 0; i < M; ++i) acc[i][v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[i][v]), scale, acc[i][v]);
-      }
+        unroll<M>([&](auto i) QM_INLINE { acc[i][v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[i][v]), scale, acc[i][v]); });
+      });
     }
   }
   const float* steps = reinterpret_cast<const float*>(start);
   const int32_t* zero_points = start + M;
-  for (int v = 0; v < V; ++v) {
+  unroll<V>([&](auto v) QM_INLINE {
     const __m256i sums = load_rows<kBits>(g, v, p.tail());
     const __m256 scale = load_rows_ps<kBits>(g, v, p.tail() + 4 * p.nr);  // channelwise
     const __m256 bias = load_rows_ps<kBits>(g, v, p.tail() + (p.grouped ? 4 : 8) * p.nr);
-    for (int i = 0; i < M; ++i) {
+    unroll<M>([&](auto i) QM_INLINE {
       const __m256 step = _mm256_set1_ps(steps[i]);
       __m256 y;
       if (p.grouped) {
@@ -171,8 +183,8 @@ void quantized_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, c
         y = _mm256_mul_ps(_mm256_cvtepi32_ps(corrected), _mm256_mul_ps(scale, step));
       }
       store_rows<kBits>(store, v, i * row_stride, _mm256_add_ps(y, bias));
-    }
-  }
+    });
+  });
 }
 
 // Float activations: a code is the sign extension of its bits, one column at a time.
@@ -181,52 +193,63 @@ void float_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const
   constexpr int V = vectors(kBits);
   const float* x = reinterpret_cast<const float*>(tile);
   __m256 acc[M][V], partial[M][V];
-  for (auto& row : acc)
-    for (__m256& a : row) a = _mm256_setzero_ps();
+  unroll<M * V>([&](auto j) QM_INLINE { acc[j / V][j % V] = partial[j / V][j % V] = _mm256_setzero_ps(); });
   for (int64_t b = 0; b < p.blocks; ++b) {
     int64_t offset = b * p.block_bytes;
-    for (auto& row : partial)
-      for (__m256& a : row) a = _mm256_setzero_ps();
-    // The columns of dwords w, one from each kBits at bit, 8 + bit, 16 + bit and 24 + bit.
-    const auto columns = [&](const __m256i (&w)[V], int bit) {
-      for (int byte = 0; byte < 4; ++byte, x += M) {
+    unroll<M * V>([&](auto j) QM_INLINE { partial[j / V][j % V] = _mm256_setzero_ps(); });
+    // The columns of four codes at bit, 8 + bit, 16 + bit and 24 + bit of the dwords at `from`.
+    const auto columns = [&](int64_t from, auto odd, auto bit) QM_INLINE {
+      __m256i w[V];
+      unroll<V>([&](auto v) QM_INLINE { w[v] = load_dwords<kBits, odd>(g, v, from); });
+      unroll<4>([&](auto byte) QM_INLINE {
         __m256 value[V];
-        for (int v = 0; v < V; ++v)
+        unroll<V>([&](auto v) QM_INLINE {
           value[v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(w[v], 32 - kBits - bit - 8 * byte), 32 - kBits));
-        for (int i = 0; i < M; ++i)
-          for (int v = 0; v < V; ++v) partial[i][v] = _mm256_fmadd_ps(_mm256_broadcast_ss(x + i), value[v], partial[i][v]);
-      }
+        });
+        unroll<M>([&](auto i) QM_INLINE {
+          const __m256 x1 = _mm256_broadcast_ss(x + byte * M + i);
+          unroll<V>([&](auto v) QM_INLINE { partial[i][v] = _mm256_fmadd_ps(x1, value[v], partial[i][v]); });
+        });
+      });
+      x += 4 * M;
     };
-    for (const float* end = x + p.block * M; x != end; offset += p.nr * 4 * kBits) {
+    const float* const end = x + p.block * M;
+    do {
+      const std::integral_constant<int, 0> zero;
+      const std::integral_constant<int, 1> one;
+      const std::integral_constant<int, 4> four;
       if constexpr (kBits == 4) {
-        for (int bit = 0; bit < 8; bit += 4)
-          for (int s = 0; s < 2; ++s) {
-            columns({load_dwords<4, 0>(g, 0, offset + 64 * s), load_dwords<4, 0>(g, 1, offset + 64 * s)}, bit);
-            columns({load_dwords<4, 1>(g, 0, offset + 64 * s), load_dwords<4, 1>(g, 1, offset + 64 * s)}, bit);
-          }
+        columns(offset, zero, zero);
+        columns(offset, one, zero);
+        columns(offset + 64, zero, zero);
+        columns(offset + 64, one, zero);
+        columns(offset, zero, four);
+        columns(offset, one, four);
+        columns(offset + 64, zero, four);
+        columns(offset + 64, one, four);
+        offset += 128;
       } else {
-        for (int c = 0; c < 4; ++c) {
-          columns({load_dwords<8, 0>(g, 0, offset + 32 * c)}, 0);
-          columns({load_dwords<8, 1>(g, 0, offset + 32 * c)}, 0);
-        }
+        columns(offset, zero, zero);
+        columns(offset, one, zero);
+        offset += 32;
       }
-    }
+    } while (x != end);
     if (p.grouped) {
-      for (int v = 0; v < V; ++v) {
+      unroll<V>([&](auto v) QM_INLINE {
         const __m256 scale = load_scales<kBits>(g, v, b * p.block_bytes + p.codes_bytes, p.scale_type);
-        for (int i = 0; i < M; ++i) acc[i][v] = _mm256_fmadd_ps(partial[i][v], scale, acc[i][v]);
-      }
+        unroll<M>([&](auto i) QM_INLINE { acc[i][v] = _mm256_fmadd_ps(partial[i][v], scale, acc[i][v]); });
+      });
     }
   }
-  for (int v = 0; v < V; ++v) {
+  unroll<V>([&](auto v) QM_INLINE {
     const __m256 bias = load_rows_ps<kBits>(g, v, p.tail() + (p.grouped ? 4 : 8) * p.nr);
     __m256 scale = load_rows_ps<kBits>(g, v, p.tail() + 4 * p.nr);  // channelwise
     if (kBits == 4) scale = _mm256_mul_ps(scale, _mm256_set1_ps(16.0f));
-    for (int i = 0; i < M; ++i) {
+    unroll<M>([&](auto i) QM_INLINE {
       const __m256 rows = swap_lanes(p.grouped ? acc[i][v] : partial[i][v]);
       store_rows<kBits>(store, v, i * row_stride, _mm256_add_ps(p.grouped ? rows : _mm256_mul_ps(rows, scale), bias));
-    }
-  }
+    });
+  });
 }
 
 using TileFunction = void (*)(const PanelMatrix&, const Group&, const uint8_t*, const Store&, int64_t);
@@ -270,7 +293,8 @@ void pack_tile_offset(const PanelMatrix& p, bool quantized, const Row* rows, int
 
 bool usable() {
   __builtin_cpu_init();
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  unsigned a, b, c, d;  // clang has no name for f16c
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }
 
 }  // namespace
