@@ -19,7 +19,7 @@
 namespace quantmoe {
 namespace {
 
-constexpr int kTileRows = 5;  // two s16 accumulators a row and six registers for codes, nibbles and products: 16
+constexpr int kTileRows = 6;  // two s16 accumulators a row and four registers: 16
 
 // Two panels. A panel past the end repeats the last one; its results are not stored.
 struct Group {
