@@ -62,6 +62,8 @@ def library() -> ctypes.CDLL:
         "qm_kernel_name": ctypes.c_char_p,
         "qm_kernel_selected": ctypes.c_char_p,
         "qm_version": ctypes.c_char_p,
+        "qm_probe_read": ctypes.c_double,
+        "qm_probe_int8": ctypes.c_double,
     }.items():
         getattr(lib, name).restype = restype
     return lib

@@ -95,6 +95,11 @@ QM_API const char* qm_kernel_name(size_t index, int* usable); // NULL past the e
 QM_API const char* qm_kernel_selected(const qm_moe*, char* err);
 QM_API const char* qm_version(void);
 
+// Probes for the bench, on `lanes` threads: bytes/s of one pass over `data` (larger than the caches), and operations/s (two a
+// multiply-add) of the int8 instructions of the selected kernel; 0 when there is no kernel.
+QM_API double qm_probe_read(const void* data, size_t bytes, int lanes);
+QM_API double qm_probe_int8(int lanes);
+
 #ifdef __cplusplus
 }
 #endif

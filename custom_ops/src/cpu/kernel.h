@@ -61,7 +61,13 @@ struct CpuKernel {
   void (*accumulate)(float weight, const float* x, int64_t n, float* y);  // y = fma(weight, x, y)
   void (*pack_tile)(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out);
   void (*multiply)(const Product& product);
+  // The instructions of this kernel's int8 products on registers alone; returns the multiply-adds done. probe_<isa>.cc
+  int64_t (*int8_peak)(int64_t rounds);
 };
+
+int64_t int8_peak_portable(int64_t rounds);
+int64_t int8_peak_avx2(int64_t rounds);
+int64_t int8_peak_avx512vnni(int64_t rounds);
 
 #define QM_CPU_KERNEL(name) extern const CpuKernel name;
 #include "cpu/kernels.inc"

@@ -1,0 +1,686 @@
+"""``quantmoe bench``: one MoE layer in ONNX Runtime against this machine's limits and against ONNX Runtime's own QMoE.
+
+Method:
+
+- Both sides are one-node .onnx files run by one process on one thread pool, ONNX Runtime's global one, so threads and
+  spinning are the same. They alternate call by call (A B A B) on one set of activations and routing; times are medians.
+  Only ``Run`` with bound inputs and outputs is timed. QMoE is given logits, so its node also selects the k experts;
+  ours is given their ids.
+- A layer's bytes are those of ``DISTINCT`` random experts in turn, each expert at its own place in memory. Scales are
+  bf16 for us and the same values in f32 for QMoE, which has no other form for f32 activations. Outputs are compared.
+- Decode reads weights from memory: the experts of a routing are renamed so that consecutive calls walk a random cycle
+  over all experts of the layer. How many experts are touched, and by how many tokens each, is that of the routing drawn
+  (uniform or Zipf), and an expert is touched again only after the rest of the layer, which is larger than the caches,
+  was read (twice, when there is a peer).
+- Read bandwidth is that of the best 64 MiB in several passes over a file mapping larger than the caches; the int8 peak
+  the best 10 ms of the kernel's own dot-product instructions on registers. Both are measured before and after the
+  cells, and the best counts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import mmap
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Annotated, Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from quantmoe.custom_ops import native
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.layouts import LAYOUTS, join
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.op import DOMAIN, MoESpec
+from quantmoe.ort_ext import library_path
+
+BITS = {"int4": 4, "int8": 8}
+DISTINCT = 4  # experts whose bytes differ
+PAGE = 65536  # alignment of weights in a data file
+MIN_PAIRS, CELL_SECONDS = 5, 4.0
+READ_SHARE = 0.85  # of the read bandwidth, for the target
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    activation: str = "silu"
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(2048, 768, 128, 8),
+    "olmoe": Shape(2048, 1024, 64, 8),
+    "gpt-oss-20b": Shape(2880, 2880, 32, 4, "swiglu_oai"),
+    "gpt-oss-120b": Shape(2880, 2880, 128, 4, "swiglu_oai"),
+    "mixtral-8x7b": Shape(4096, 14336, 8, 2),
+    "deepseek-v3-tp8": Shape(7168, 256, 256, 8),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the result; the keys of ``--json``. gbps counts packed bytes touched, gops two a multiply-add."""
+
+    shape: str
+    weight_format: str
+    group_size: int
+    tokens: int
+    threads: int
+    ms: float
+    gbps: float
+    gops: float
+    peer: str | None
+    peer_ms: float | None
+    read_gbps: float
+    vnni_gops: float
+    floor_ms: float
+    target_ms: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A cell before the machine's limits are known."""
+
+    shape: str
+    weight_format: str
+    group_size: int
+    tokens: int
+    touched_bytes: int
+    operations: int
+    ms: float
+    peer_ms: float | None
+
+    def cell(self, threads: int, peer: str | None, read: float, peak: float) -> Cell:
+        """read: bytes/s; peak: int8 operations/s."""
+
+        def bound(read_share: float, peak_share: float) -> float:
+            return 1e3 * max(self.touched_bytes / (read_share * read), self.operations / (peak_share * peak))
+
+        return Cell(
+            self.shape,
+            self.weight_format,
+            self.group_size,
+            self.tokens,
+            threads,
+            self.ms,
+            self.touched_bytes / self.ms / 1e6,
+            self.operations / self.ms / 1e6,
+            peer if self.peer_ms is not None else None,
+            self.peer_ms,
+            read / 1e9,
+            peak / 1e9,
+            bound(1, 1),
+            bound(READ_SHARE, peak_share(self.weight_format, self.group_size)),
+        )
+
+
+def peak_share(weight_format: str, group_size: int) -> float:
+    """The share of the int8 peak a product should reach: what unpacking 4-bit codes and scaling groups leaves.
+
+    To be multiplied by the useful share of token tiles, which is 1: our kernels have a tile of every number of rows.
+    """
+    if weight_format == "int8":
+        return 0.55
+    return 0.45 if group_size == 32 else 0.60
+
+
+# --- the layer, and the two ways of storing it ---
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One random layer. Weight e is that of expert e % DISTINCT."""
+
+    shape: Shape
+    kind: str
+    group_size: int
+    experts: list[Expert]
+
+    @classmethod
+    def random(cls, shape: Shape, kind: str, group_size: int, seed: int = 0) -> Layer:
+        rng = np.random.default_rng(seed)
+        top = 1 << BITS[kind]
+
+        def matrix(n: int, k: int) -> QuantizedMatrix:
+            codes = np.frombuffer(rng.bytes(n * k), np.uint8).reshape(n, k) & np.uint8(top - 1)
+            groups = 1 if group_size == -1 else math.ceil(k / group_size)
+            scales = rng.uniform(0.5, 1.5, (n, groups)) / (top * math.sqrt(k) / 4)  # products keep unit variance
+            return QuantizedMatrix(kind, codes, scales.astype(ml_dtypes.bfloat16), group_size)
+
+        h, i = shape.hidden, shape.intermediate
+        count = min(DISTINCT, shape.experts)
+        return cls(shape, kind, group_size, [Expert(matrix(i, h), matrix(i, h), matrix(h, i)) for _ in range(count)])
+
+    def write(self, folder: Path) -> Path:
+        """Our model: inputs x [n, H], ids int64 [n, k], weights [n, k]; output y [n, H]."""
+        layout, s = LAYOUTS["cpu_panel"], self.shape
+        w13, w2 = reduce(join, (layout.describe(e, "int8_token_asym") for e in self.experts))
+        spec = MoESpec(
+            s.experts,
+            s.hidden,
+            s.intermediate,
+            w13,
+            w2,
+            activation=s.activation,
+            swiglu_alpha=1.702 if s.activation == "swiglu_oai" else 0.0,
+            swiglu_limit=7.0 if s.activation == "swiglu_oai" else 0.0,
+        )
+        sizes = [layout.row_bytes(spec, p) for p in ("w13", "w2")]
+        rows = [np.empty((len(self.experts), size), np.uint8) for size in sizes]
+        for expert, *out in zip(self.experts, *rows, strict=True):
+            layout.pack(expert, spec, *out)
+        weights = [(n, r.view(np.int32)) for n, r in zip(("w13", "w2"), rows, strict=True)]
+        inputs = {"x": (np.float32, s.hidden), "ids": (np.int64, s.top_k), "weights": (np.float32, s.top_k)}
+        order = ["x", "ids", "weights", "w13", "w2"]
+        return self._save(folder / "quantmoe.onnx", "QuantMoE", DOMAIN, inputs, weights, order, spec.attributes())
+
+    def write_qmoe(self, folder: Path) -> Path:
+        """com.microsoft::QMoE with the same weights: inputs x [n, H], logits and weights [n, E]; output y [n, H].
+
+        Gate and up rows alternate (swiglu_fusion 1), 4-bit codes lie two a byte, the even column low; accuracy_level 4
+        lets it use int8 activations, as we do. With one scale a row it has no integer kernel and uses f32. Source: the
+        operator's schema in onnxruntime 1.31.
+
+        Raises:
+            ValueError: QMoE cannot hold the layer.
+        """
+        s, g = self.shape, self.group_size
+        if g != -1 and (s.hidden % g or s.intermediate % g):
+            raise ValueError(f"QMoE's block_size must divide the sizes, {g} and {s.hidden}, {s.intermediate}")
+
+        def packed(m: QuantizedMatrix) -> np.ndarray:
+            return m.codes if self.kind == "int8" else m.codes[:, ::2] | m.codes[:, 1::2] << 4
+
+        def scales(m: QuantizedMatrix) -> np.ndarray:
+            return m.scales.astype(np.float32) if g != -1 else m.scales[:, 0].astype(np.float32)
+
+        def both(f: Callable[[QuantizedMatrix], np.ndarray]) -> Callable[[Expert], np.ndarray]:
+            def interleaved(e: Expert) -> np.ndarray:
+                assert e.gate is not None
+                gate, up = f(e.gate), f(e.up)
+                return np.stack([gate, up], axis=1).reshape(-1, *gate.shape[1:])
+
+            return interleaved
+
+        sides: dict[str, Callable[[Expert], np.ndarray]] = {
+            "fc1": both(packed),
+            "fc1_scales": both(scales),
+            "fc2": lambda e: packed(e.down),
+            "fc2_scales": lambda e: scales(e.down),
+        }
+        weights = [(name, np.stack([make(e) for e in self.experts])) for name, make in sides.items()]
+        oai = s.activation == "swiglu_oai"
+        attributes: dict[str, Any] = {
+            "k": s.top_k,
+            "expert_weight_bits": BITS[self.kind],
+            "activation_type": "swiglu",
+            "swiglu_fusion": 1,
+            "activation_alpha": 1.702 if oai else 1.0,
+            "activation_beta": 1.0 if oai else 0.0,
+            "accuracy_level": 4,
+        }
+        attributes |= {"swiglu_limit": 7.0} if oai else {}
+        attributes |= {"block_size": g} if g != -1 else {}
+        inputs = {"x": (np.float32, s.hidden), "logits": (np.float32, s.experts), "weights": (np.float32, s.experts)}
+        order = ["x", "logits", "fc1", "fc1_scales", None, "fc2", "fc2_scales", *[None] * 7, "weights"]
+        return self._save(folder / "qmoe.onnx", "QMoE", "com.microsoft", inputs, weights, order, attributes)
+
+    def _save(
+        self,
+        path: Path,
+        op: str,
+        domain: str,
+        inputs: Mapping[str, tuple[type, int]],
+        weights: Sequence[tuple[str, np.ndarray]],
+        order: Sequence[str | None],
+        attributes: dict[str, Any],
+    ) -> Path:
+        """One node; weights [DISTINCT, ...] repeated to all experts, in a data file no longer being written to disk."""
+
+        def value(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+            return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+
+        values = {n: value(n, ir.DataType.from_numpy(np.dtype(t)), ("n", size)) for n, (t, size) in inputs.items()}
+        graph_inputs, initializers, offset = list(values.values()), [], 0
+        with path.with_suffix(".bin").open("wb") as file:
+            for name, array in weights:
+                file.seek(offset)
+                for e in range(self.shape.experts):
+                    file.write(array[e % len(array)].data)
+                shape = (self.shape.experts, *array.shape[1:])
+                dtype, size = ir.DataType.from_numpy(array.dtype), file.tell() - offset
+                values[name] = value(name, dtype, shape)
+                values[name].const_value = ir.ExternalTensor(
+                    Path(file.name).name, offset, size, dtype, shape=ir.Shape(shape), name=name, base_dir=path.parent
+                )
+                initializers.append(values[name])
+                offset = -(-file.tell() // PAGE) * PAGE
+            file.flush()
+            os.fsync(file.fileno())
+        node = ir.node(op, [values[n] if n else None for n in order], attributes, domain=domain, name=op)
+        y = node.outputs[0]
+        y.name, y.type, y.shape = "y", ir.TensorType(ir.DataType.FLOAT), ir.Shape(("n", self.shape.hidden))
+        opsets = {"": 20, domain: 1}
+        graph = ir.Graph(graph_inputs, [y], nodes=[node], initializers=initializers, opset_imports=opsets, name="layer")
+        ir.save(ir.Model(graph, ir_version=10), path)
+        return path
+
+    def expert_bytes(self, path: Path) -> int:
+        """Packed bytes of one expert in our model at ``path``."""
+        weights = [v.const_value for v in ir.load(path).graph.initializers.values()]
+        return sum(w.nbytes for w in weights if w is not None) // self.shape.experts
+
+    @property
+    def operations(self) -> int:
+        """Of one token in one expert: two a multiply-add."""
+        return 2 * 3 * self.shape.hidden * self.shape.intermediate
+
+
+# --- routing ---
+
+
+def route(shape: Shape, tokens: int, skew: bool, seed: int) -> np.ndarray:
+    """ids int64 [tokens, k], distinct in a token; weight of expert e is 1, or 1 / (e + 1) when skewed (Zipf 1.0)."""
+    rng = np.random.default_rng(seed)
+    weights = 1 / np.arange(1, shape.experts + 1) if skew else np.ones(shape.experts)
+    keys = np.log(weights) + rng.gumbel(size=(tokens, shape.experts))  # the k largest are a draw without replacement
+    return np.argpartition(-keys, shape.top_k - 1, axis=1)[:, : shape.top_k].astype(np.int64)
+
+
+class Cycle:
+    """Renames the experts of a routing so that calls walk a random cycle over all experts (see the module's text)."""
+
+    def __init__(self, experts: int, seed: int):
+        self._order = np.random.default_rng(seed).permutation(experts)
+        self._next = 0
+
+    def rename(self, ids: np.ndarray) -> np.ndarray:
+        touched, inverse = np.unique(ids, return_inverse=True)
+        places = (self._next + np.arange(len(touched))) % len(self._order)
+        self._next = int(places[-1] + 1) % len(self._order)
+        return self._order[places][inverse].reshape(ids.shape)
+
+
+# --- sessions ---
+
+
+class Side:
+    """A session and the inputs it takes for (x, ids, weights)."""
+
+    def __init__(self, path: Path, experts: int, threads: int | None = None):
+        """threads: of a pool of its own; None: the global pool."""
+        import onnxruntime as ort
+
+        self._ort, self._experts = ort, experts
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        if threads is None:
+            options.use_per_session_threads = False
+        else:
+            options.intra_op_num_threads = threads
+        options.register_custom_ops_library(library_path())
+        self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        self._names = {i.name for i in self.session.get_inputs()}
+
+    def bind(
+        self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray
+    ) -> tuple[Callable[[], None], Callable[[], np.ndarray]]:
+        """Binds inputs and an output: what runs the call, and what then reads y [n, H]."""
+        feed = {"x": x, "ids": ids, "weights": weights}
+        if "logits" in self._names:
+            feed = {"x": x, "logits": np.zeros((len(x), self._experts), np.float32)}
+            np.put_along_axis(feed["logits"], ids, np.float32(1), axis=1)
+            feed["weights"] = np.zeros_like(feed["logits"])
+            np.put_along_axis(feed["weights"], ids, weights, axis=1)
+        y = np.zeros_like(x)
+        values = {name: self._ort.OrtValue.ortvalue_from_numpy(array) for name, array in (feed | {"y": y}).items()}
+        binding = self.session.io_binding()
+        for name in feed:
+            binding.bind_ortvalue_input(name, values[name])
+        binding.bind_ortvalue_output("y", values["y"])
+
+        def run(alive: object = values) -> None:  # the binding refers to their memory without owning it
+            self.session.run_with_iobinding(binding)
+
+        return run, lambda: values["y"].numpy().copy()
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> float:
+    """Relative error of ``a`` against ``b`` in the 2-norm."""
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def measure(
+    sides: Sequence[Side], shape: Shape, tokens: int, repeat: int, skew: bool, cycle: Cycle, seed: int = 1
+) -> tuple[list[float], int]:
+    """Median ms of each side over alternating calls, and the number of experts a call touches.
+
+    Raises:
+        RuntimeError: the sides' outputs differ by more than the activations' rounding explains.
+    """
+    rng = np.random.default_rng(seed)
+    ids = route(shape, tokens, skew, seed)
+    x = rng.normal(0, 1, (tokens, shape.hidden)).astype(np.float32)
+    weights = rng.uniform(0.1, 1, ids.shape).astype(np.float32)
+    times: list[list[float]] = [[] for _ in sides]
+    started = time.perf_counter()
+    for pair in range(repeat + 1):  # the first is not counted: it allocates
+        named = cycle.rename(ids)
+        outputs = []
+        for side, kept in zip(sides, times, strict=True):
+            run, output = side.bind(x, named, weights)
+            start = time.perf_counter()
+            run()
+            elapsed = time.perf_counter() - start
+            if pair:
+                kept.append(1e3 * elapsed)
+            else:
+                outputs.append(output())
+        # int8 activations on both sides, one step a token against one a block: 1 to 2 % each
+        if pair == 0 and len(outputs) > 1 and not difference(*outputs) < 0.05:
+            raise RuntimeError(f"{tokens} tokens: outputs of the two sides differ by {difference(*outputs):.1%}")
+        if pair >= MIN_PAIRS and time.perf_counter() - started > CELL_SECONDS:
+            break
+    return [statistics.median(t) for t in times], len(np.unique(ids))
+
+
+def touch_all(sides: Iterable[Side], shape: Shape) -> None:
+    """Runs every expert once: maps the pages and makes pools start their threads."""
+    ids = np.arange(math.ceil(shape.experts / shape.top_k) * shape.top_k).reshape(-1, shape.top_k) % shape.experts
+    x, weights = np.ones((len(ids), shape.hidden), np.float32), np.ones(ids.shape, np.float32)
+    for side in sides:
+        side.bind(x, ids, weights)[0]()
+
+
+# --- the machine ---
+
+
+def cache_bytes() -> int:
+    """Last-level caches of this process's CPUs together; 64 MiB where the kernel does not say."""
+    found = {}
+    for cpu in os.sched_getaffinity(0):
+        for index in Path(f"/sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
+            level, size, shared = ((index / f).read_text().strip() for f in ("level", "size", "shared_cpu_list"))
+            found[int(level), shared] = int(size.removesuffix("K")) * 1024
+    last = max((level for level, _ in found), default=0)
+    return sum(size for (level, _), size in found.items() if level == last) or 64 << 20
+
+
+def probe_read(threads: int, folder: Path, passes: int = 5, window: int = 64 << 20) -> float:
+    """Best bytes/s of any ``window`` in ``passes`` passes over a mapping of a file that is larger than the caches."""
+    path, chunk = folder / "read.bin", np.random.default_rng(0).bytes(window)
+    windows = max(4, -(-4 * cache_bytes() // window))
+    with path.open("wb") as file:
+        for _ in range(windows):
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    probe = native.library().qm_probe_read
+    with path.open("rb") as mapped, mmap.mmap(mapped.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
+        data = np.frombuffer(mapping, np.uint8)
+        parts = [ctypes.c_void_p(data.ctypes.data + i * window) for i in range(windows)]
+        # the first pass maps the pages
+        best = max(probe(part, ctypes.c_size_t(window), threads) for _ in range(passes + 1) for part in parts)
+        del data
+    path.unlink()
+    return best
+
+
+def probe_int8(threads: int, runs: int = 20) -> float:
+    """Best int8 operations/s of ``runs`` runs of the selected kernel's instructions, 10 ms each."""
+    best = max(native.library().qm_probe_int8(threads) for _ in range(runs))
+    if not best:
+        raise RuntimeError("no kernel for this machine (is QUANTMOE_FORCE_KERNEL set?)")
+    return best
+
+
+@dataclass(frozen=True)
+class SessionCost:
+    seconds: float
+    anonymous_bytes: int
+
+
+def session_cost(path: Path, shape: Shape, threads: int) -> SessionCost:
+    """Creation time, and RssAnon growth after creation and one token: in a new process, the file in the page cache."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_session_cost, path, shape, threads).result()
+
+
+def _session_cost(path: Path, shape: Shape, threads: int) -> SessionCost:
+    import onnxruntime  # noqa: F401  not part of the cost
+
+    def anonymous() -> int:
+        return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
+
+    with path.with_suffix(".bin").open("rb") as file:
+        while file.read(1 << 24):
+            pass
+    before, start = anonymous(), time.perf_counter()
+    side = Side(path, shape.experts, threads)
+    seconds = time.perf_counter() - start
+    ids = np.arange(shape.top_k).reshape(1, -1)
+    side.bind(np.ones((1, shape.hidden), np.float32), ids, np.ones(ids.shape, np.float32))[0]()
+    return SessionCost(seconds, anonymous() - before)
+
+
+# --- the command ---
+
+
+def bench(
+    shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SHAPES)}, or H/I/E/k.")] = None,
+    format: Annotated[list[str] | None, typer.Option(help="int4, int8.")] = None,
+    group_size: Annotated[list[int] | None, typer.Option(help="A multiple of 32, or -1: one scale a row.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="Tokens of a call; default 1, 4, .. 1024.")] = None,
+    threads: Annotated[int, typer.Option(help="0: one a CPU.")] = 0,
+    repeat: Annotated[int, typer.Option(help=f"Calls a side; past {CELL_SECONDS:g} s it stops at {MIN_PAIRS}.")] = 30,
+    against: Annotated[str | None, typer.Option(help="ort-qmoe: com.microsoft::QMoE, accuracy_level 4.")] = None,
+    skew: Annotated[bool, typer.Option("--skew", help="Route by Zipf 1.0 instead of uniformly.")] = False,
+    session: Annotated[bool, typer.Option("--session", help="Only session creation: time and memory.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Writes the cells.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draws the cells (needs matplotlib).")] = None,
+) -> None:
+    """Times one MoE layer in ONNX Runtime against the machine's limits and, with --against, another implementation.
+
+    Lists are given by repeating an option. The default layers take about 5 minutes on 2 cores; with --session the
+    default is qwen3-30b-a3b int4 with groups of 128: 311 MB.
+    """
+    for chosen, allowed, option in ((format, BITS, "--format"), (against and [against], ["ort-qmoe"], "--against")):
+        if wrong := set(chosen or ()) - set(allowed):
+            raise typer.BadParameter(f"{', '.join(sorted(wrong))}; expected {' or '.join(allowed)}", param_hint=option)
+    if sizes := [g for g in group_size or () if g != -1 and (g < 32 or g % 32)]:
+        raise typer.BadParameter(f"{sizes[0]}; expected -1 or a multiple of 32", param_hint="--group-size")
+    threads = threads or len(os.sched_getaffinity(0))
+    layers = [
+        (name, _shape(name), kind, group)
+        for name in shape or (["qwen3-30b-a3b"] if session else ["qwen3-30b-a3b", "gpt-oss-20b"])
+        for kind in format or (["int4"] if session else ["int4", "int8"])
+        for group in group_size or ([128] if session else [32, 128])
+    ]
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="quantmoe-bench-") as folder:
+        if session:
+            _sessions(console, layers, threads, against, Path(folder))
+            return
+        tokens = tokens or [1, 4, 16, 64, 256, 1024]
+        cells = _cells(console, layers, tokens, threads, repeat, against, skew, Path(folder))
+    if json_file:
+        json_file.write_text(json.dumps([asdict(c) for c in cells], indent=1) + "\n")
+    if plot:
+        draw(cells, plot)
+
+
+Chosen = tuple[str, Shape, str, int]  # a layer: name, shape, weight format, group size
+
+
+def _cells(
+    console: Console,
+    layers: Sequence[Chosen],
+    tokens: Sequence[int],
+    threads: int,
+    repeat: int,
+    against: str | None,
+    skew: bool,
+    folder: Path,
+) -> list[Cell]:
+    import onnxruntime as ort
+
+    ort.set_global_thread_pool_sizes(threads, 1)
+    with console.status("read bandwidth and int8 peak"):
+        reads, peaks = [probe_read(threads, folder)], [probe_int8(threads)]
+    timings: list[Timing] = []
+    for name, size, kind, group in layers:
+        title = f"{name} {kind} group {group}"
+        with console.status(f"{title}: making weights"):
+            layer = Layer.random(size, kind, group)
+            path = layer.write(folder)
+            expert_bytes = layer.expert_bytes(path)
+            sides = [Side(path, size.experts)]
+            if peer := against and _peer(console, title, layer, folder):
+                sides.append(Side(peer, size.experts))
+            touch_all(sides, size)
+        if size.experts * expert_bytes < 4 * cache_bytes():
+            console.print(f"{title}: under 4 times the caches, decode may find weights there", style="yellow")
+        cycle = Cycle(size.experts, seed=2)
+        for n in tokens:
+            with console.status(f"{title}: {n} tokens"):
+                ms, touched = measure(sides, size, n, repeat, skew, cycle)
+            operations = n * size.top_k * layer.operations
+            work = (touched * expert_bytes, operations)
+            timings.append(Timing(name, kind, group, n, *work, ms[0], ms[1] if peer else None))
+        del sides
+        for file in folder.iterdir():
+            file.unlink()
+    reads.append(probe_read(threads, folder))
+    peaks.append(probe_int8(threads))
+
+    cells = [t.cell(threads, against, max(reads), max(peaks)) for t in timings]
+    _print(console, cells)
+    limits = [f"{a / 1e9:.1f} and {b / 1e9:.1f} {unit}" for (a, b), unit in ((reads, "GB/s"), (peaks, "GOP/s int8"))]
+    routing = "Zipf 1.0" if skew else "uniform"
+    what = f"{_kernel()}, ONNX Runtime {ort.__version__}, {threads} threads, {routing} routing"
+    console.print(f"{what}; before and after: {', '.join(limits)}", highlight=False)
+    if max(reads) > 1.1 * min(reads) or max(peaks) > 1.1 * min(peaks):
+        console.print("this machine was not quiet: its limits moved by more than 10 %", style="yellow")
+    return cells
+
+
+def _peer(console: Console, title: str, layer: Layer, folder: Path) -> Path | None:
+    try:
+        return layer.write_qmoe(folder)
+    except ValueError as error:
+        console.print(f"{title}: no peer: {error}", style="yellow", highlight=False)
+        return None
+
+
+def _sessions(console: Console, layers: Sequence[Chosen], threads: int, against: str | None, folder: Path) -> None:
+    table = Table("layer", "side", "packed MB", "session s", "RssAnon MB", "of packed")
+    for name, size, kind, group in layers:
+        title = f"{name} {kind} group {group}"
+        with console.status(title):
+            layer = Layer.random(size, kind, group)
+            paths = {"ours": layer.write(folder)}
+            if peer := against and _peer(console, title, layer, folder):
+                paths |= {str(against): peer}
+            packed = size.experts * layer.expert_bytes(paths["ours"])
+            costs = {side: [session_cost(path, size, threads) for _ in range(3)] for side, path in paths.items()}
+        for side, found in costs.items():
+            seconds, growth = (statistics.median(getattr(c, f) for c in found) for f in ("seconds", "anonymous_bytes"))
+            row = (f"{packed / 1e6:.0f}", f"{seconds:.3f}", f"{growth / 1e6:.1f}", f"{growth / packed:.1%}")
+            table.add_row(title, side, *row)
+    console.print(table)
+    console.print(f"medians of 3 processes, {threads} threads; RssAnon after creation and one token", highlight=False)
+
+
+def _shape(name: str) -> Shape:
+    if name in SHAPES:
+        return SHAPES[name]
+    sizes = [int(size) for size in name.split("/") if size.isdecimal()]
+    if len(sizes) != 4 or min(sizes) < 1 or sizes[3] > sizes[2]:
+        raise typer.BadParameter(f"{name}; expected one of {', '.join(SHAPES)}, or H/I/E/k", param_hint="--shape")
+    return Shape(*sizes)
+
+
+def _kernel() -> str:
+    forced = os.environ.get("QUANTMOE_FORCE_KERNEL")
+    return forced or next(name for name, usable in native.kernels().items() if usable)
+
+
+def _print(console: Console, cells: Sequence[Cell]) -> None:
+    for (name, kind, group), rows in _by_layer(cells).items():
+        peer = rows[0].peer
+        table = Table(title=f"{name} {kind} group {group}", title_justify="left", box=SIMPLE_HEAD)
+        ratio, peer_ms = ([f"{peer} / ours"], [f"{peer} ms"]) if peer else ([], [])
+        for column in (*ratio, "tokens", "ms", *peer_ms, "GB/s", "GOP/s", "floor ms", "target ms", "target reached"):
+            table.add_column(column, justify="right")
+        for c in rows:
+            ratio, peer_ms = ([f"{c.peer_ms / c.ms:.2f}x"], [f"{c.peer_ms:.3g}"]) if c.peer_ms else ([], [])
+            reached = "[green]yes" if c.ms <= c.target_ms else f"[red]no, {c.ms / c.target_ms:.2f}x"
+            times = (
+                f"{c.ms:.3g}",
+                *peer_ms,
+                f"{c.gbps:.1f}",
+                f"{c.gops:.0f}",
+                f"{c.floor_ms:.3g}",
+                f"{c.target_ms:.3g}",
+            )
+            table.add_row(*ratio, str(c.tokens), *times, reached)
+        console.print(table)
+
+
+def _by_layer(cells: Sequence[Cell]) -> dict[tuple[str, str, int], list[Cell]]:
+    layers: dict[tuple[str, str, int], list[Cell]] = {}
+    for c in cells:
+        layers.setdefault((c.shape, c.weight_format, c.group_size), []).append(c)
+    return layers
+
+
+def draw(cells: Sequence[Cell], path: Path) -> None:
+    """One panel a layer: ms over tokens for us, the peer, the target and the floor, both axes logarithmic."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    layers = _by_layer(cells)
+    columns = min(len(layers), 4)
+    rows = -(-len(layers) // columns)
+    figure, axes = plt.subplots(rows, columns, squeeze=False, figsize=(4 * columns, 3.2 * rows), layout="constrained")
+    for axis in axes.flat[len(layers) :]:
+        axis.axis("off")
+    for axis, ((name, kind, group), mine) in zip(axes.flat, layers.items(), strict=False):
+        tokens = [c.tokens for c in mine]
+        axis.plot(tokens, [c.ms for c in mine], "o-", label="ours")
+        if mine[0].peer:
+            axis.plot(tokens, [c.peer_ms for c in mine], "s-", label=mine[0].peer)
+        axis.plot(tokens, [c.target_ms for c in mine], "k--", label="target")
+        axis.plot(tokens, [c.floor_ms for c in mine], "k:", label="floor")
+        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms")
+        axis.set_title(f"{name} {kind} group {group}")
+        axis.set_xticks(tokens, [str(n) for n in tokens])
+        axis.minorticks_off()
+        axis.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    typer.run(bench)

@@ -1,0 +1,129 @@
+"""quantmoe bench on tiny layers: what it writes and that both sides compute the same; nothing about time."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from quantmoe.exporter import bench
+from quantmoe.exporter.bench import Cell, Cycle, Layer, Shape, Side, difference, route
+
+KEYS = "shape weight_format group_size tokens threads ms gbps gops peer peer_ms read_gbps vnni_gops floor_ms target_ms".split()
+TINY = Shape(128, 256, 8, 2)
+
+
+def run(*arguments: str) -> str:
+    """In a process of its own: ONNX Runtime's global pool is made once in a process, before any session."""
+    command = [sys.executable, "-m", "quantmoe.exporter.bench", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_cells(tmp_path: Path) -> None:
+    # group 96 does not divide 128: no peer there
+    options = "--shape 128/256/8/2 --group-size 32 --group-size 96 --tokens 1 --tokens 5 --repeat 2 --threads 2 --against ort-qmoe"
+    out = run(*options.split(), "--json", str(tmp_path / "cells.json"), "--plot", str(tmp_path / "cells.png"))
+    cells = json.loads((tmp_path / "cells.json").read_text())
+    assert [(c["weight_format"], c["group_size"], c["tokens"]) for c in cells] == [
+        (f, g, n) for f in ("int4", "int8") for g in (32, 96) for n in (1, 5)
+    ]
+    for c in cells:
+        assert list(c) == KEYS
+        assert (c["shape"], c["threads"]) == ("128/256/8/2", 2)
+        assert c["peer"] == ("ort-qmoe" if c["group_size"] == 32 else None)
+        assert (c["peer_ms"] is None) == (c["peer"] is None)
+        assert 0 < c["floor_ms"] < c["target_ms"]
+        assert c["ms"] > 0
+        assert c["gops"] * c["ms"] == pytest.approx(2e-6 * 3 * 128 * 256 * 2 * c["tokens"])
+    assert "block_size must divide" in " ".join(out.split())
+    assert (tmp_path / "cells.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_session() -> None:
+    out = run(*"--session --shape 128/256/8/2 --group-size 32 --against ort-qmoe".split())
+    assert "ours" in out
+    assert "ort-qmoe" in out
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("group_size", [32, 128, -1])
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+def test_sides_agree(tmp_path: Path, kind: str, group_size: int, activation: str) -> None:
+    shape = dataclasses.replace(TINY, activation=activation)
+    layer = Layer.random(shape, kind, group_size)
+    rng = np.random.default_rng(0)
+    ids = route(shape, 9, False, 0)
+    x, weights = (
+        rng.normal(0, 1, (9, shape.hidden)).astype(np.float32),
+        rng.uniform(0.1, 1, ids.shape).astype(np.float32),
+    )
+    outputs = []
+    for path in (layer.write(tmp_path), layer.write_qmoe(tmp_path)):
+        call, output = Side(path, shape.experts, threads=1).bind(x, ids, weights)
+        call()
+        outputs.append(output())
+    # activations rounded twice on each side (x and h), by 1/255 of a row's range or 1/127 of a block's: about 1 % a side
+    assert difference(*outputs) < 0.04
+
+
+def test_touched_bytes_are_the_packed_tensors(tmp_path: Path) -> None:
+    layer = Layer.random(TINY, "int4", 32)
+    path = layer.write(tmp_path)
+    packed = 3 * 128 * 256 * (4 + 16 / 32) / 8  # codes and bf16 scales
+    tails = 8 * (2 * 256 + 128)  # row sums and biases
+    assert layer.expert_bytes(path) == packed + tails
+    assert path.with_suffix(".bin").stat().st_size >= 8 * layer.expert_bytes(path)
+
+
+def test_routing() -> None:
+    shape = Shape(1, 1, 32, 4)
+    uniform, skewed = (route(shape, 4000, skew, 0) for skew in (False, True))
+    for ids in (uniform, skewed):
+        assert all(len(set(row)) == 4 for row in ids)
+    first = {name: (ids == 0).any(1).mean() for name, ids in (("uniform", uniform), ("skewed", skewed))}
+    assert first["uniform"] == pytest.approx(4 / 32, abs=0.03)  # 5 standard deviations
+    assert first["skewed"] > 0.5
+    assert np.array_equal(uniform, route(shape, 4000, False, 0))
+
+
+def test_cycle_keeps_the_distribution_and_touches_everything_before_again() -> None:
+    cycle, ids = Cycle(32, 0), route(Shape(1, 1, 32, 4), 2, True, 3)
+    touched = len(np.unique(ids))
+    seen: list[int] = []
+    for _ in range(5):
+        named = cycle.rename(ids)
+        assert sorted(np.unique(named, return_counts=True)[1]) == sorted(np.unique(ids, return_counts=True)[1])
+        assert [len(set(row)) for row in named] == [4, 4]
+        seen += np.unique(named).tolist()
+    whole = 32 // touched * touched
+    assert len(set(seen[:whole])) == min(whole, len(seen))
+
+
+def test_target_and_floor() -> None:
+    timing = bench.Timing("s", "int4", 32, 1, 10**9, 10**12, 1.0, None)
+    memory = timing.cell(2, None, read=10e9, peak=1e15)
+    assert (memory.floor_ms, memory.target_ms) == (pytest.approx(100), pytest.approx(100 / 0.85))
+    compute = timing.cell(2, None, read=1e15, peak=1e12)
+    assert (compute.floor_ms, compute.target_ms) == (pytest.approx(1000), pytest.approx(1000 / 0.45))
+    assert [bench.peak_share(*c) for c in (("int4", 32), ("int4", 128), ("int8", 32))] == [0.45, 0.60, 0.55]
+    assert [f.name for f in dataclasses.fields(Cell)] == KEYS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--shape mixtrl", "expected one of qwen3-30b-a3b"),
+        ("--format fp8", "expected int4 or int8"),
+        ("--group-size 48", "a multiple of 32"),
+        ("--against ggml", "expected ort-qmoe"),
+    ],
+)
+def test_bad_options(arguments: str, message: str) -> None:
+    command = [sys.executable, "-m", "quantmoe.exporter.bench", *arguments.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
