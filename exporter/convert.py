@@ -48,6 +48,7 @@ class Report:
         activations: remark when they are not what the checkpoint says, else "".
         scale_error: largest relative error of a scale rounded to bf16; None when scales are exact.
         packed_bytes, dense_bytes: of the experts and of everything else.
+        dequantized: tensors outside the experts that the checkpoint quantizes and the model does not.
     """
 
     format: str
@@ -56,6 +57,7 @@ class Report:
     scale_error: float | None = None
     packed_bytes: int = 0
     dense_bytes: int = 0
+    dequantized: int = 0
 
 
 def export(
@@ -111,11 +113,8 @@ def export(
                     regions[module, projection] = region
                     continue
                 progress("writing dense weights", done, total)
-                array = skeleton.parameter(weight.parameter)
-                region.write(array.T if weight.transposed else array)
-                region.finish({"module": skeleton.sources[weight.parameter]})
+                _dense(weight, skeleton, region, report)
                 done += region.length
-                report.dense_bytes += region.length
             for name, layer in skeleton.experts.items():
                 pair = regions[name, "w13"], regions[name, "w2"]
                 for written in _pack(layer, specs[name], pair, scales, report):
@@ -186,6 +185,20 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
         metadata = {"module": layer.name, "format": f"{report.format} {layer.scheme.text}", "layout": spec.w13.layout,
                     "layout_version": str(spec.w13.layout_version), "spec": json.dumps(spec.attributes())}  # fmt: skip
         region.finish(metadata)
+    layer.format.ckpt.release()
+
+
+def _dense(weight: Weight, skeleton: Skeleton, region: Region, report: Report) -> None:
+    format, source = skeleton.format, skeleton.sources[weight.parameter]
+    array = skeleton.parameter(weight.parameter)
+    region.write(array.T if weight.transposed else array)
+    metadata, module = {"module": source}, source.rpartition(".")[0]
+    if format.is_quantized(module):
+        metadata["dequantized_from"] = f"{format.name} {format.scheme(module).text}"
+        report.dequantized += 1
+    region.finish(metadata)
+    report.dense_bytes += region.length
+    format.ckpt.release()
 
 
 def _scaled(expert: Expert, scales: str) -> tuple[Expert, float]:
