@@ -1,5 +1,18 @@
 """QuantMoE: quantized mixture-of-experts models as ONNX."""
 
+from typing import TYPE_CHECKING, Any
+
 from quantmoe.ort_ext import library_path as ort_library_path
 
-__all__ = ["ort_library_path"]
+if TYPE_CHECKING:
+    from quantmoe.exporter.convert import export
+
+__all__ = ["export", "ort_library_path"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "export":  # torch and transformers are needed to export, not to run
+        from quantmoe.exporter.convert import export
+
+        return export
+    raise AttributeError(f"module 'quantmoe' has no attribute {name!r}")

@@ -1,0 +1,235 @@
+"""The ``quantmoe`` command. Each subcommand prints for people and calls the function of the same name."""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+from rich.table import Table
+
+app = typer.Typer(
+    help="Quantized mixture-of-experts checkpoints as ONNX models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+Checkpoint = Annotated[Path, typer.Argument(help="Hugging Face folder", exists=True, file_okay=False)]
+Model = Annotated[Path, typer.Argument(help="exported model or its folder", exists=True)]
+
+
+class Target(enum.StrEnum):
+    cpu = "cpu"
+
+
+class Activations(enum.StrEnum):
+    int8 = "int8"
+    float = "float"
+
+
+class Scales(enum.StrEnum):
+    exact = "exact"
+    bf16 = "bf16"
+
+
+class Dtype(enum.StrEnum):
+    f32 = "f32"
+    f16 = "f16"
+
+
+@app.command()
+def export(
+    checkpoint: Checkpoint,
+    outdir: Annotated[Path, typer.Argument(help="folder to write model.onnx and model.onnx.data to")],
+    target: Annotated[Target, typer.Option(help="engine whose byte layout to write")] = Target.cpu,
+    activations: Annotated[Activations, typer.Option(help="of weight-only checkpoints")] = Activations.int8,
+    scales: Annotated[Scales, typer.Option(help="bf16 rounds them, for KleidiAI's kernels")] = Scales.exact,
+    dtype: Annotated[Dtype, typer.Option(help="of everything outside the experts")] = Dtype.f32,
+    layers: Annotated[int | None, typer.Option(min=1, help="only the first N decoder layers")] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace a model already there")] = False,
+) -> None:
+    """Turn a quantized checkpoint into an ONNX model with packed experts."""
+    begin = time.perf_counter()
+    report = _export(checkpoint, outdir, target=target, activations=activations, scales=scales, dtype=dtype, layers=layers, force=force)  # fmt: skip
+    seconds = time.perf_counter() - begin
+    table = Table("layers", "scheme", "experts", "hidden x intermediate", "activations", "scales", title=str(outdir))
+    for row, count in _grouped(report).items():
+        table.add_row(str(count), *row)
+    console.print(table)
+    if report.activations:
+        console.print(report.activations, style="yellow")
+    if report.scale_error is not None:
+        console.print(f"scales rounded to bf16: largest relative error {report.scale_error:.2e}", style="yellow")
+    if report.dequantized:
+        console.print(f"{report.dequantized} quantized tensors outside the experts are stored as {dtype}", style="yellow")
+    console.print(
+        f"experts {_mb(report.packed_bytes)}, other weights {_mb(report.dense_bytes)}, "
+        f"{seconds:.1f} s, peak memory {_peak_memory()}"
+    )
+
+
+@app.command()
+def inspect(
+    model: Model,
+    verify: Annotated[bool, typer.Option("--verify", help="read all weights and compare their hashes")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+) -> None:
+    """Show what an exported model holds."""
+    from quantmoe.exporter.inspect import inspect as inspect_model
+
+    found = inspect_model(model, verify)
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    table = Table(title=found["model"])
+    for name in ("layer", "scheme", "w13", "w2", "activations", "layout", "bytes", "bits/weight"):
+        table.add_column(name, overflow="fold")
+    for layer in found["layers"]:
+        a = layer["attributes"]
+        shapes = [
+            f"{a[f'{p}_format']} g{a[f'{p}_group_size']} {a[f'{p}_scale_type']} {layer[p]['shape']}" for p in ("w13", "w2")
+        ]
+        layout = f"{a['w13_layout']} v{a['w13_layout_version']}"
+        table.add_row(layer["module"], layer["format"], *shapes, a["w13_activation_format"], layout,
+                      f"{layer['bytes']:,}", f"{layer['bits_per_weight']:.2f}")  # fmt: skip
+    console.print(table)
+    dequantized = sum(tensor["dequantized_from"] is not None for tensor in found["dense"])
+    console.print(
+        f"experts {_mb(sum(layer['bytes'] for layer in found['layers']))}; other weights "
+        f"{_mb(sum(t['bytes'] for t in found['dense']))} in {len(found['dense'])} tensors, {dequantized} of them dequantized"
+    )
+    if verify:
+        console.print(f"{found['verified']} tensors have the recorded hash", style="green")
+
+
+@app.command()
+def generate(
+    outdir: Model,
+    prompt: Annotated[str | None, typer.Option(help="text; needs tokenizer.json beside the model")] = None,
+    ids: Annotated[str | None, typer.Option(help="token ids, e.g. 1,2,3")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    threads: Annotated[int, typer.Option(min=0, help="0: ONNX Runtime's choice")] = 0,
+) -> None:
+    """Generate greedily on ONNX Runtime."""
+    from quantmoe.exporter.generate import Generator, load_tokenizer, stop_tokens
+
+    if (prompt is None) == (ids is None):
+        raise typer.BadParameter("give either --prompt or --ids")
+    folder = outdir if outdir.is_dir() else outdir.parent
+    tokenizer = None
+    if prompt is not None:
+        tokenizer = load_tokenizer(folder)
+        numbers = tokenizer.encode(prompt).ids
+    else:
+        try:
+            numbers = [int(number) for number in str(ids).replace(",", " ").split()]
+        except ValueError:
+            raise typer.BadParameter(f"--ids {ids!r}: expected numbers separated by commas") from None
+    found = Generator(outdir, threads).greedy(numbers, max_new_tokens, stop_tokens(folder))
+    print(",".join(map(str, found.tokens)))
+    if tokenizer is not None:
+        print(tokenizer.decode(found.tokens))
+    print(f"prefill {found.prefill:.3f} s, decode {found.tokens_per_second:.1f} tokens/s", file=sys.stderr)
+
+
+@app.command()
+def demo(
+    checkpoint: Annotated[Path | None, typer.Option(help="your own folder instead of a made one", exists=True)] = None,
+    output: Annotated[Path, typer.Option(help="where the model goes")] = Path("demo-model"),
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 16,
+) -> None:
+    """Make a small real checkpoint, export it, run it, and compare with PyTorch."""
+    from quantmoe.exporter.compare import compare
+
+    with tempfile.TemporaryDirectory() as made:
+        if checkpoint is None:
+            from quantmoe.exporter.demo import make_checkpoint
+
+            checkpoint = make_checkpoint(made)
+        report = _export(checkpoint, output, force=True)
+        found = compare(checkpoint, output, max_new_tokens)
+    table = Table("", "", title=f"{checkpoint.name} -> {output / 'model.onnx'}", show_header=False)
+    for row, count in _grouped(report).items():
+        table.add_row(f"{count} MoE layers", "; ".join(row))
+    for file in ("model.onnx", "model.onnx.data"):
+        table.add_row(file, _mb((output / file).stat().st_size))
+    table.add_row("tokens, ONNX Runtime", str(found.tokens))
+    table.add_row("tokens, PyTorch", str(found.expected_tokens or "(too large to dequantize here)"))
+    if found.difference is not None:
+        table.add_row("largest logit difference", f"{found.difference:.2e} of the largest logit (same tokens fed to both)")
+    table.add_row("speed", f"prefill {found.prompt / found.prefill:.0f} tokens/s, decode {found.decode_rate:.1f} tokens/s")
+    console.print(table)
+    console.print(report.activations or "activations as the checkpoint says", style="yellow")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench(context: typer.Context) -> None:
+    """Measure kernels against other engines; `quantmoe bench --help` lists its options."""
+    from quantmoe.exporter.bench import main as bench_main
+
+    bench_main(context.args)
+
+
+def main() -> None:
+    """Entry point: errors a person can act on are one line and exit code 1."""
+    from quantmoe.exporter.checkpoint import CheckpointError
+    from quantmoe.exporter.inspect import ModelError
+
+    try:
+        app()
+    except (CheckpointError, ModelError, OSError) as error:
+        sys.exit(f"quantmoe: {error}")
+    except ModuleNotFoundError as error:
+        extra = "run" if error.name in ("onnxruntime", "tokenizers") else "export"
+        sys.exit(f"quantmoe: {error.name} is not installed; pip install 'quantmoe[{extra}]'")
+
+
+def _export(checkpoint: Path, outdir: Path, **options: Any) -> Any:
+    columns = (TextColumn("{task.description}"), BarColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading torch and transformers", total=None)
+        from quantmoe.exporter.convert import export as convert
+
+        def progress(stage: str, done: int, total: int) -> None:
+            bar.update(task, description=stage, completed=done, total=total or None)
+
+        return convert(checkpoint, outdir, **{k: getattr(v, "value", v) for k, v in options.items()}, progress=progress)
+
+
+def _grouped(report: Any) -> dict[tuple[str, ...], int]:
+    """Layers of the same description, counted."""
+    rows: dict[tuple[str, ...], int] = {}
+    for scheme, spec in report.layers.values():
+        row = (
+            f"{report.format} {scheme}",
+            str(spec.num_experts),
+            f"{spec.hidden_size} x {spec.intermediate_size}",
+            spec.w13.activation_format,
+            spec.w13.scale_type,
+        )
+        rows[row] = rows.get(row, 0) + 1
+    return rows
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+def _peak_memory() -> str:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return "unknown"
+    return _mb(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+
+
+if __name__ == "__main__":
+    main()

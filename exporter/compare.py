@@ -1,0 +1,52 @@
+"""An exported model beside PyTorch running the same dequantized weights in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from quantmoe.exporter.formats import find_format, open_checkpoint
+from quantmoe.exporter.generate import Generator
+
+#: above this many bytes of float32 parameters the model is not dequantized
+LIMIT = 8 << 30
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Greedy tokens of both, and the largest logit difference relative to the largest logit (None: not compared)."""
+
+    tokens: list[int]
+    expected_tokens: list[int]
+    difference: float | None
+    prompt: int
+    prefill: float
+    decode_rate: float
+
+
+def compare(checkpoint: str | Path, model: str | Path, new_tokens: int = 16, prompt: int = 16) -> Comparison:
+    """Runs both on one random prompt; logits are compared on PyTorch's greedy tokens fed to both."""
+    import torch
+
+    from quantmoe.exporter.model import Skeleton, dequantized
+
+    skeleton = Skeleton(find_format(open_checkpoint(checkpoint)))
+    vocabulary = skeleton.model.config.vocab_size
+    ids = np.random.default_rng(0).integers(0, vocabulary, prompt).tolist()
+    generator = Generator(model)
+    generator.greedy(ids, 2)  # first runs allocate
+    found = generator.greedy(ids, new_tokens)
+    experts = sum(x.num_experts * x.hidden_size * x.intermediate_size * 3 for x in skeleton.experts.values())
+    if 4 * (experts + sum(p.numel() for p in skeleton.model.parameters())) > LIMIT:
+        return Comparison(found.tokens, [], None, prompt, found.prefill, found.tokens_per_second)
+    reference, expected = dequantized(skeleton), list(ids)
+    with torch.no_grad():
+        for _ in range(new_tokens):
+            logits = reference(torch.tensor([expected])).logits[0]
+            expected.append(int(logits[-1].argmax()))
+        logits = reference(torch.tensor([expected])).logits[0].numpy()
+    ours = generator.step(np.array([expected], np.int64), generator.start())[0][0].astype(np.float32)
+    difference = float(np.abs(ours - logits).max() / np.abs(logits).max())
+    return Comparison(found.tokens, expected[prompt:], difference, prompt, found.prefill, found.tokens_per_second)

@@ -1,0 +1,128 @@
+"""Greedy generation with an exported model on ONNX Runtime (no torch)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantmoe.exporter.inspect import ModelError, model_path
+from quantmoe.ort_ext import library_path
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Greedy tokens and how long they took: ``prefill`` for the prompt, ``decode`` for every token after the first."""
+
+    tokens: list[int]
+    logits: np.ndarray
+    """f32 [tokens, vocabulary]: what each token was chosen from."""
+    prefill: float
+    decode: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return (len(self.tokens) - 1) / self.decode if self.decode else 0.0
+
+
+class Generator:
+    """An exported model in an ONNX Runtime session.
+
+    Args:
+        path: the model or its folder.
+        threads: of the session; 0 is ONNX Runtime's choice.
+
+    Raises:
+        ModelError: the model or the session cannot be created; ONNX Runtime's words are in the message.
+    """
+
+    def __init__(self, path: str | Path, threads: int = 0):
+        import onnxruntime as ort
+
+        self.path = model_path(path)
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.register_custom_ops_library(library_path())
+        try:
+            self.session = ort.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime's exceptions have no public base class
+            raise ModelError(f"{self.path}: {error}") from None
+        self.outputs = [output.name for output in self.session.get_outputs()]
+        floats = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+        self.past = {
+            i.name: ([s if isinstance(s, int) else 0 for s in i.shape], floats[i.type])
+            for i in self.session.get_inputs()
+            if i.name.startswith("past_key_values.")
+        }
+
+    def start(self, batch: int = 1) -> dict[str, np.ndarray]:
+        """An empty KV cache."""
+        return {name: np.zeros([batch, *shape[1:]], dtype) for name, (shape, dtype) in self.past.items()}
+
+    def step(self, ids: np.ndarray, past: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Runs new tokens.
+
+        Args:
+            ids: int64 [B, S]. past: from :meth:`start` or the step before.
+
+        Returns:
+            logits [B, S, vocabulary] and the longer cache.
+        """
+        batch, new = ids.shape
+        total = new + next(iter(past.values())).shape[2]
+        feed = {
+            "input_ids": ids,
+            "attention_mask": np.ones((batch, total), np.int64),
+            "position_ids": np.tile(np.arange(total - new, total), (batch, 1)),
+        }
+        found = dict(zip(self.outputs, self.session.run(None, feed | past), strict=True))
+        return found["logits"], {name: found[name.replace("past_key_values", "present")] for name in past}
+
+    def greedy(self, ids: Sequence[int], max_new_tokens: int = 32, stop: Sequence[int] = ()) -> Generated:
+        """The likeliest next token, again and again, until one of ``stop``.
+
+        Raises:
+            ModelError: no prompt.
+        """
+        if not len(ids):
+            raise ModelError("the prompt has no tokens")
+        past, step = self.start(), np.array([ids], np.int64)
+        tokens: list[int] = []
+        logits: list[np.ndarray] = []
+        begin = first = time.perf_counter()
+        while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in stop):
+            scores, past = self.step(step, past)
+            logits.append(scores[0, -1].astype(np.float32))
+            tokens.append(int(logits[-1].argmax()))
+            step = np.array([[tokens[-1]]], np.int64)
+            if len(tokens) == 1:
+                first = time.perf_counter()
+        return Generated(tokens, np.array(logits), first - begin, time.perf_counter() - first)
+
+
+def stop_tokens(folder: Path) -> list[int]:
+    """eos_token_id of generation_config.json, else config.json."""
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            found: Any = json.loads((folder / name).read_text()).get("eos_token_id")
+            if found is not None:
+                return found if isinstance(found, list) else [found]
+    return []
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer.json as a tokenizers.Tokenizer.
+
+    Raises:
+        ModelError: there is none.
+    """
+    from tokenizers import Tokenizer
+
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelError(f"{folder / 'tokenizer.json'}: missing; give token ids instead of a prompt")
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))

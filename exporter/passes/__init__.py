@@ -1,0 +1,1 @@
+"""Passes over the traced graph (onnx_ir), in the order convert.py runs them."""
