@@ -75,7 +75,9 @@ class Args:
         group_size, strategy, block = raw.get("group_size"), raw.get("strategy"), raw.get("block_structure")
         if isinstance(block, str):  # "128x128" in older releases
             block = [int(b) for b in block.split("x")]
-        if (block is not None or strategy == "block") and not (len(block) == 2 and all(int(b) > 0 for b in block)):
+        if block is None and strategy == "block":
+            raise ValueError("strategy block without block_structure")
+        if block is not None and not (len(block) == 2 and all(type(b) is int and b > 0 for b in block)):
             raise ValueError(f"block_structure {block!r}, expected two positive integers")
         if strategy is None:  # the library's own inference
             strategy = "tensor" if group_size is None else "channel" if group_size == -1 else "group"

@@ -96,8 +96,8 @@ class Quark(Format):
             codes, scales, g = unpack_nibbles(tensors["weight"]), tensors["weight_scale"].view(SCALE_DTYPES["e8m0"]), 32
         else:
             n, k = rows, columns
-            inputs = self.module_config(module).get("input_tensors")
-            static = bool(inputs) and not inputs.get("is_dynamic")
+            inputs = self.module_config(module).get("input_tensors") or {"is_dynamic": True}
+            static = not inputs.get("is_dynamic")
             tensors = self.take(
                 module,
                 [Tensor("weight", ("F8_E4M3",), (n, k)), Tensor("input_scale", FLOATS, (), required=static)],
