@@ -72,9 +72,9 @@ lint: venv
 	mypy
 
 format: venv
-	ruff check --fix .
-	ruff format .
 	clang-format -i $$(git ls-files '*.cc' '*.h')
+	ruff format .
+	ruff check --fix .
 
 build/sample-model: | build
 	python -c "import quantmoe; from quantmoe.exporter.demo import make_checkpoint; \

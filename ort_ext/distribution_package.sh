@@ -13,9 +13,9 @@ esac
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$work/sources" "$work/lists/partial" "$work/cache/archives/partial" "$directory"
-# Only the distribution's archive has a component "main" under the release's own name.
+# Only the distribution's archive has a component main (Ubuntu: or universe) under the release's own name.
 for file in /etc/apt/sources.list /etc/apt/sources.list.d/*.list; do
-  [ -f "$file" ] && sed -nE "s/^(deb .*) $VERSION_CODENAME (main.*)/\1 $release \2/p" "$file"
+  [ -f "$file" ] && sed -nE "s/^(deb .*) $VERSION_CODENAME ((main|universe).*)/\1 $release \2/p" "$file"
 done >"$work/sources/release.list"
 for file in /etc/apt/sources.list.d/*.sources; do
   [ -f "$file" ] && awk -v RS= -v ORS='\n\n' -v old="$VERSION_CODENAME" -v new="$release" '
