@@ -21,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 150)
 Checkpoint = Annotated[Path, typer.Argument(help="Hugging Face folder", exists=True, file_okay=False)]
 Model = Annotated[Path, typer.Argument(help="exported model or its folder", exists=True)]
 
@@ -89,16 +89,14 @@ def inspect(
     if as_json:
         print(json.dumps(found, indent=1))
         return
-    table = Table(title=found["model"])
-    for name in ("layer", "scheme", "w13", "w2", "activations", "layout", "bytes", "bits/weight"):
-        table.add_column(name, overflow="fold")
+    table = Table("layer", "w13", "w2", "activations", "layout", "bytes", "bits/weight", title=found["model"])
     for layer in found["layers"]:
         a = layer["attributes"]
-        shapes = [
-            f"{a[f'{p}_format']} g{a[f'{p}_group_size']} {a[f'{p}_scale_type']} {layer[p]['shape']}" for p in ("w13", "w2")
-        ]
+        weights = (
+            f"{a[f'{p}_format']} group {a[f'{p}_group_size']} {a[f'{p}_scale_type']}\n{layer[p]['shape']}" for p in ("w13", "w2")
+        )
         layout = f"{a['w13_layout']} v{a['w13_layout_version']}"
-        table.add_row(layer["module"], layer["format"], *shapes, a["w13_activation_format"], layout,
+        table.add_row(f"{layer['module']}\n{layer['format']}", *weights, a["w13_activation_format"], layout,
                       f"{layer['bytes']:,}", f"{layer['bits_per_weight']:.2f}")  # fmt: skip
     console.print(table)
     dequantized = sum(tensor["dequantized_from"] is not None for tensor in found["dense"])
@@ -151,9 +149,12 @@ def demo(
 
     with tempfile.TemporaryDirectory() as made:
         if checkpoint is None:
+            import transformers
+
             from quantmoe.exporter.demo import make_checkpoint
 
-            checkpoint = make_checkpoint(made)
+            transformers.utils.logging.disable_progress_bar()
+            checkpoint = make_checkpoint(Path(made) / "qwen3_moe-W4A16")
         report = _export(checkpoint, output, force=True)
         found = compare(checkpoint, output, max_new_tokens)
     table = Table("", "", title=f"{checkpoint.name} -> {output / 'model.onnx'}", show_header=False)
@@ -209,7 +210,7 @@ def _grouped(report: Any) -> dict[tuple[str, ...], int]:
     rows: dict[tuple[str, ...], int] = {}
     for scheme, spec in report.layers.values():
         row = (
-            f"{report.format} {scheme}",
+            scheme,
             str(spec.num_experts),
             f"{spec.hidden_size} x {spec.intermediate_size}",
             spec.w13.activation_format,

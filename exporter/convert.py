@@ -182,7 +182,7 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
                 report.scale_error = max(report.scale_error or 0.0, error)
             yield sum(map(len, rows))
     for region in regions:
-        metadata = {"module": layer.name, "format": f"{report.format} {layer.scheme.text}", "layout": spec.w13.layout,
+        metadata = {"module": layer.name, "format": layer.scheme.text, "layout": spec.w13.layout,
                     "layout_version": str(spec.w13.layout_version), "spec": json.dumps(spec.attributes())}  # fmt: skip
         region.finish(metadata)
     layer.format.ckpt.release()
@@ -194,7 +194,7 @@ def _dense(weight: Weight, skeleton: Skeleton, region: Region, report: Report) -
     region.write(array.T if weight.transposed else array)
     metadata, module = {"module": source}, source.rpartition(".")[0]
     if format.is_quantized(module):
-        metadata["dequantized_from"] = f"{format.name} {format.scheme(module).text}"
+        metadata["dequantized_from"] = format.scheme(module).text
         report.dequantized += 1
     region.finish(metadata)
     report.dense_bytes += region.length
@@ -250,6 +250,7 @@ def _writing(folder: Path, force: bool) -> Iterator[Callable[[str], Path]]:
         return folder / f"{name}.partial"
 
     try:
+        partial(MODEL).touch()  # a folder that cannot be written says so now
         yield partial
         (folder / MODEL).unlink(missing_ok=True)  # never a new data file beside an old model
         for name in sorted(set(names), key=lambda name: name == MODEL):

@@ -1,0 +1,54 @@
+"""One small checkpoint and export per architecture and option, made once a session: tracing takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from quantmoe.exporter.convert import export
+from quantmoe.exporter.demo import make_checkpoint
+from quantmoe.exporter.formats import find_format, open_checkpoint
+from quantmoe.exporter.model import Skeleton, dequantized
+from transformers import PreTrainedModel
+
+#: large enough that weights are external, small enough to trace and run quickly
+SIZES = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48, "num_hidden_layers": 2}
+INTERMEDIATE = {"qwen3_moe": "moe_intermediate_size", "mixtral": "intermediate_size", "olmoe": "intermediate_size"}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """checkpoint(architecture, scheme="W4A16", **sizes) -> folder."""
+
+    @cache
+    def make(architecture: str = "qwen3_moe", scheme: str = "W4A16", **sizes: object) -> Path:
+        fields = SIZES | {INTERMEDIATE[architecture]: 96} | sizes
+        return make_checkpoint(tmp_path_factory.mktemp(architecture), architecture, scheme, **fields)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def exported(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """exported(architecture, scheme="W4A16", **options of export) -> folder."""
+
+    @cache
+    def make(architecture: str = "qwen3_moe", scheme: str = "W4A16", **options: object) -> Path:
+        out = tmp_path_factory.mktemp("exported") / architecture
+        export(checkpoint(architecture, scheme), out, **options)
+        return out
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint: Callable[..., Path]) -> Callable[..., PreTrainedModel]:
+    """reference(architecture, scheme) -> the float32 PyTorch model with the same dequantized weights."""
+
+    @cache
+    def make(architecture: str = "qwen3_moe", scheme: str = "W4A16") -> PreTrainedModel:
+        return dequantized(Skeleton(find_format(open_checkpoint(checkpoint(architecture, scheme)))))
+
+    return make

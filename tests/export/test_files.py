@@ -1,0 +1,250 @@
+"""What export leaves on disk, and what inspect says about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.op import MoESpec
+from quantmoe.exporter import convert
+from quantmoe.exporter.checkpoint import CheckpointError
+from quantmoe.exporter.convert import export
+from quantmoe.exporter.formats import find_format, open_checkpoint
+from quantmoe.exporter.inspect import ModelError, inspect
+from quantmoe.exporter.passes.external_data import ALIGNMENT
+
+
+def quantmoe(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "quantmoe.exporter.cli", *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_packed_bytes_are_the_checkpoints(exported, checkpoint):
+    folder = exported("qwen3_moe", activations="float")
+    nodes = [node for node in ir.load(folder / "model.onnx").graph if node.op_type == "QuantMoE"]
+    layers = find_format(open_checkpoint(checkpoint("qwen3_moe"))).moe_layers()
+    assert len(nodes) == len(layers)
+    for node, layer in zip(nodes, layers, strict=True):
+        tensors = [value.const_value for value in node.inputs[3:5]]
+        assert tensors[0].metadata_props["module"] == layer.name
+        assert tensors[0].metadata_props["format"] == layer.scheme.text
+        spec = MoESpec.from_attributes(json.loads(tensors[0].metadata_props["spec"]))
+        rows = [tensor.numpy().view(np.uint8) for tensor in tensors]
+        for e in (0, layer.num_experts - 1):
+            want, found = layer.expert(e), LAYOUTS["cpu_panel"].unpack(spec, rows[0][e], rows[1][e])
+            for a, b in ((want.gate, found.gate), (want.up, found.up), (want.down, found.down)):
+                assert np.array_equal(a.codes, b.codes)
+                assert np.array_equal(a.scales.view(np.uint8), b.scales.view(np.uint8))
+
+
+def test_external_data_is_aligned_and_does_not_overlap(exported):
+    folder = exported("qwen3_moe", activations="float")
+    tensors = [v.const_value for v in ir.load(folder / "model.onnx").graph.initializers.values()]
+    spans = sorted((t.offset, t.offset + t.length) for t in tensors if isinstance(t, ir.ExternalTensor))
+    assert len(spans) > 4
+    assert all(begin % ALIGNMENT == 0 for begin, _ in spans)
+    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert spans[-1][1] == (folder / "model.onnx.data").stat().st_size
+    assert (folder / "model.onnx").stat().st_size < 1_000_000
+
+
+def test_companion_files(exported):
+    names = {path.name for path in exported("qwen3_moe", activations="float").iterdir()}
+    assert names == {"model.onnx", "model.onnx.data", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_inspect_verifies_and_finds_corruption(exported, tmp_path):
+    folder = shutil.copytree(exported("qwen3_moe", activations="float"), tmp_path / "model")
+    found = inspect(folder, verify=True)
+    assert found["verified"] == 4 + len(found["dense"])
+    layer = found["layers"][0]
+    assert layer["bytes"] == layer["w13"]["bytes"] + layer["w2"]["bytes"]
+    assert 4.5 <= layer["bits_per_weight"] < 5  # 4-bit codes, a 16-bit scale for 32 of them, 64 bits a row and panel padding
+
+    tensor = ir.load(folder / "model.onnx").graph.initializers[layer["w2"]["tensor"]].const_value
+    with open(folder / "model.onnx.data", "r+b") as file:
+        file.seek(tensor.offset + tensor.length // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    inspect(folder)
+    with pytest.raises(ModelError, match=rf"model\.onnx\.data: {layer['w2']['tensor']} has hash"):
+        inspect(folder, verify=True)
+
+    with open(folder / "model.onnx.data", "r+b") as file:
+        file.truncate(tensor.offset)
+    with pytest.raises(ModelError, match="truncated"):
+        inspect(folder)
+    (folder / "model.onnx.data").unlink()
+    with pytest.raises(ModelError, match=r"model\.onnx\.data: missing"):
+        inspect(folder)
+
+
+def test_inspect_refuses_changed_attributes(exported, tmp_path):
+    folder = exported("qwen3_moe", activations="float")
+    for name, value, message in (
+        ("w13_group_size", 64, "w13 has shape"),
+        ("w13_scale_type", "f16", "not those .* was packed with"),
+        ("w13_layout_version", 1.5, None),
+        ("activation", "tanh", "activation is 'tanh'; supported: silu"),
+    ):
+        if message is None:
+            continue
+        model = ir.load(folder / "model.onnx")
+        node = next(node for node in model.graph if node.op_type == "QuantMoE")
+        node.attributes[name] = ir.Attr(name, node.attributes[name].type, value)
+        changed = tmp_path / "model.onnx"
+        ir.save(model, changed)
+        shutil.copyfile(folder / "model.onnx.data", tmp_path / "model.onnx.data")
+        with pytest.raises(ModelError, match=message):
+            inspect(changed)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("No space left on device")])
+def test_interruption_leaves_nothing(checkpoint, tmp_path, monkeypatch, error):
+    count = 0
+    pack = LAYOUTS["cpu_panel"].pack
+
+    def interrupted(*arguments: object) -> None:
+        nonlocal count
+        count += 1
+        if count > 5:
+            raise error
+        pack(*arguments)
+
+    monkeypatch.setattr(LAYOUTS["cpu_panel"], "pack", interrupted)
+    monkeypatch.setattr(convert, "trace", cached_trace())
+    with pytest.raises(error if isinstance(error, type) else OSError):
+        export(checkpoint("qwen3_moe"), tmp_path / "out", activations="float")
+    assert not (tmp_path / "out").exists()
+
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "model.onnx").write_text("old")
+    with pytest.raises(FileExistsError, match="--force"):
+        export(checkpoint("qwen3_moe"), tmp_path / "old")
+    with pytest.raises(error if isinstance(error, type) else OSError):
+        export(checkpoint("qwen3_moe"), tmp_path / "old", force=True, activations="float")
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["model.onnx"]
+    assert (tmp_path / "old" / "model.onnx").read_text() == "old"
+
+
+def cached_trace():
+    return convert.trace
+
+
+def test_bf16_scales_report_their_error(checkpoint, tmp_path):
+    report = export(checkpoint("qwen3_moe", dtype=__import__("torch").float16), tmp_path, scales="bf16", layers=1)
+    assert 0 < report.scale_error <= 2**-8  # half a unit in bf16's last of 8 bits
+    assert inspect(tmp_path)["layers"][0]["attributes"]["w2_scale_type"] == "bf16"
+
+
+def test_exact_scales_keep_their_type(checkpoint, tmp_path):
+    folder = checkpoint("qwen3_moe", dtype=__import__("torch").float16)
+    report = export(folder, tmp_path, layers=1)
+    assert report.scale_error is None
+    assert inspect(tmp_path)["layers"][0]["attributes"]["w2_scale_type"] == "f16"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "quantum"}, "not an architecture of transformers"),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "experts interface"),
+        ({"num_hidden_layers": 3}, "no quantized experts for model.layers.2"),
+        ({"hidden_size": 256}, "expected"),
+    ],
+)
+def test_refusals(checkpoint, tmp_path, config, message):
+    folder = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "checkpoint")
+    changed = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(CheckpointError, match=message):
+        export(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_dense_tensor_is_named(checkpoint, tmp_path, monkeypatch):
+    from quantmoe.exporter.formats.base import Format
+
+    names = Format.parameters
+    monkeypatch.setattr(Format, "parameters", lambda self: [n for n in names(self) if n != "model.norm.weight"])
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight of Qwen3MoeForCausalLM is missing"):
+        export(checkpoint("qwen3_moe"), tmp_path / "out")
+
+
+def test_expert_unlike_the_others_is_named(checkpoint, tmp_path, monkeypatch):
+    from quantmoe.exporter.formats import MoELayer
+
+    expert = MoELayer.expert
+
+    def other(self, e):
+        found = expert(self, e)
+        if e == 3:
+            found = dataclasses.replace(found, down=dataclasses.replace(found.down, scales=found.down.scales.astype(np.float16)))
+        return found
+
+    monkeypatch.setattr(MoELayer, "expert", other)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.experts\.3: down"):
+        export(checkpoint("qwen3_moe"), tmp_path / "out", layers=1)
+
+
+def test_command_line(checkpoint, exported, tmp_path):
+    folder = exported("qwen3_moe", activations="float")
+    done = quantmoe("inspect", folder, "--verify", "--json")
+    assert done.returncode == 0
+    assert len(json.loads(done.stdout)["layers"]) == 2
+    assert "cpu_panel" in quantmoe("inspect", folder).stdout
+
+    done = quantmoe("generate", folder, "--ids", "5,6,7", "--max-new-tokens", 4)
+    assert done.returncode == 0
+    assert len(done.stdout.strip().split(",")) <= 4
+    assert quantmoe("generate", folder, "--prompt", "A mixture", "--max-new-tokens", 2).returncode == 0
+
+    for arguments, code, message in (
+        (("generate", folder), 2, "--prompt or --ids"),
+        (("generate", folder, "--ids", "a"), 2, "expected numbers"),
+        (("generate", tmp_path, "--ids", "1"), 1, "missing; expected an exported model"),
+        (("inspect", checkpoint("qwen3_moe") / "config.json"), 1, "not an ONNX model"),
+        (("export", tmp_path / "nowhere", tmp_path / "out"), 2, "does not exist"),
+        (("export", tmp_path, tmp_path / "out"), 1, "config.json: missing"),
+        (("export", checkpoint("qwen3_moe"), folder), 1, "--force"),
+        (("export", checkpoint("qwen3_moe"), "/proc/out"), 1, "/proc/out"),
+    ):
+        done = quantmoe(*arguments)
+        assert done.returncode == code, done.stderr
+        assert message in " ".join(done.stderr.replace("│", " ").split()), done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_import_needs_no_torch_and_no_typer():
+    code = "import sys, quantmoe; assert quantmoe.ort_library_path(); assert not {'torch', 'typer', 'transformers', 'onnx_ir'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_inspect_and_generate_need_no_torch():
+    code = "import sys, quantmoe.exporter.inspect, quantmoe.exporter.generate; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_memory_stays_bounded(checkpoint, tmp_path):
+    """More experts make the file larger, not the process: peaks differ by less than half of the added bytes."""
+    code = (
+        "import resource, sys; from pathlib import Path; from quantmoe.exporter.convert import export\n"
+        "report = export(sys.argv[1], sys.argv[2], layers=1)\n"
+        "print(report.packed_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+    )
+    found = []
+    for experts in (8, 512):
+        folder = checkpoint("qwen3_moe", num_experts=experts, num_hidden_layers=1, hidden_size=512, moe_intermediate_size=512)
+        done = subprocess.run([sys.executable, "-c", code, folder, tmp_path / str(experts)], capture_output=True, text=True, check=True)
+        found.append([int(number) for number in done.stdout.split()])
+    added, peak = (b - a for a, b in zip(*found, strict=True))
+    assert added > 200e6
+    assert peak < added / 2, (added, peak)

@@ -1,0 +1,165 @@
+"""Exported whole models against PyTorch: prefill, decode with the KV cache, any batch and sequence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from quantmoe.custom_ops.op import MoESpec
+from quantmoe.exporter.generate import Generator
+from quantmoe.exporter.inspect import inspect
+from quantmoe.exporter.model import _experts_forward
+from transformers import PreTrainedModel
+
+ARCHITECTURES = ("qwen3_moe", "mixtral", "olmoe")
+VOCABULARY = 384
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, (batch, length))
+
+
+def run(generator: Generator, ids: np.ndarray, pieces: tuple[int, ...]) -> np.ndarray:
+    """Logits of ids [B, S], fed in consecutive pieces through the KV cache."""
+    past, logits, at = generator.start(len(ids)), [], 0
+    for piece in pieces:
+        found, past = generator.step(ids[:, at : at + piece], past)
+        logits.append(found)
+        at += piece
+    assert at == ids.shape[1]
+    return np.concatenate(logits, axis=1).astype(np.float64)
+
+
+def expected(model: PreTrainedModel, ids: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.from_numpy(ids)).logits.double().numpy()
+
+
+def error(found: np.ndarray, want: np.ndarray) -> float:
+    return float(np.abs(found - want).max() / np.abs(want).max())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_float_activations_equal_pytorch(exported, reference, architecture):
+    # float32 on both sides, sums in another order: a few thousand roundings of 6e-8, far below the bound
+    generator = Generator(exported(architecture, activations="float"))
+    for batch, pieces in ((1, (9,)), (1, (8, 1)), (3, (5, 1, 1)), (2, (4, 3))):
+        ids = tokens(batch, sum(pieces))
+        assert error(run(generator, ids, pieces), expected(reference(architecture), ids)) < 2e-5, (batch, pieces)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_equal_pytorch(exported, reference, architecture):
+    prompt = tokens(1, 6, seed=1)[0].tolist()
+    found = Generator(exported(architecture, activations="float")).greedy(prompt, 12)
+    ids = list(prompt)
+    for _ in range(12):
+        ids.append(int(expected(reference(architecture), np.array([ids]))[0, -1].argmax()))
+    assert found.tokens == ids[len(prompt) :]
+
+
+@pytest.mark.parametrize(("architecture", "scheme"), [("qwen3_moe", "W4A16"), ("mixtral", "W4A16"), ("qwen3_moe", "W8A8")])
+def test_int8_activations_equal_the_reference_op(exported, reference, architecture, scheme, monkeypatch):
+    """The same PyTorch model, its experts computed from the exported bytes by reference.py.
+
+    One layer's kernel and the reference agree to 1e-6, but a rounding of an int8 activation that falls the other way moves one
+    code by one step: 1/255 of the row's range, in one of H inputs. The bound allows a few of them; a wrong zero point, scale or
+    nibble order gives errors of order 1.
+    """
+    folder = exported(architecture, scheme) if scheme != "W8A8" else exported(architecture, scheme)
+    model = reference(architecture, scheme)
+    bound = bind_packed(model, folder, monkeypatch)
+    assert bound == 2
+    ids = tokens(2, 7, seed=2)
+    want = expected(model, ids)
+    found = run(Generator(folder), ids, (6, 1))
+    assert error(found, want) < 5e-3
+    assert np.median(np.abs(found - want)) / np.abs(want).max() < 2e-4
+
+
+def bind_packed(model: PreTrainedModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Makes the model's experts run torch.ops.quantmoe.quant_moe on the exported tensors; returns how many."""
+    graph = ir.load(folder / "model.onnx").graph
+    nodes = [node for node in graph if node.op_type == "QuantMoE"]
+    modules = [m for m in model.modules() if hasattr(m, "_is_expert_parallel")]
+    for module, node in zip(modules, nodes, strict=True):
+        values = {
+            name: a.as_string() if a.type == ir.AttributeType.STRING else a.value for name, a in node.attributes.items()
+        }
+        import json
+
+        monkeypatch.setattr(module, "attributes", json.dumps(MoESpec.from_attributes(values).attributes()), raising=False)
+        for name, value in zip(("w13", "w2"), node.inputs[3:5], strict=True):
+            monkeypatch.setattr(module, name, torch.from_numpy(np.array(value.const_value.numpy())), raising=False)
+        monkeypatch.setattr(module, "forward", _experts_forward.__get__(module))
+    return len(modules)
+
+
+def test_w8a8_keeps_its_own_activation_format(exported):
+    for layer in inspect(exported("qwen3_moe", "W8A8"))["layers"]:
+        assert layer["attributes"]["w13_activation_format"] == "int8_token"
+        assert layer["attributes"]["w13_format"] == "int8"
+
+
+def test_batch_rows_do_not_mix(exported):
+    generator = Generator(exported("qwen3_moe", activations="float"))
+    ids = tokens(3, 6)
+    together = run(generator, ids, (4, 2))
+    for row in range(3):
+        assert error(run(generator, ids[row : row + 1], (4, 2)), together[row : row + 1]) < 2e-5
+
+
+def test_padded_prompts(exported):
+    """Left padding, masked: the tokens after it see what they see without it."""
+    generator = Generator(exported("qwen3_moe", activations="float"))
+    ids = tokens(1, 5)
+    padded = np.concatenate([np.zeros((1, 3), np.int64), ids], axis=1)
+    feed = {
+        "input_ids": padded,
+        "attention_mask": np.array([[0] * 3 + [1] * 5]),
+        "position_ids": np.array([[0] * 3 + list(range(5))]),
+    }
+    found = generator.session.run(["logits"], feed | generator.start())[0][:, 3:]
+    assert error(found, run(generator, ids, (5,))) < 2e-5
+
+
+def test_f16(exported, reference):
+    # float16 has 11 significant bits: 5e-4 a rounding, some tens of them in a row
+    folder = exported("qwen3_moe", activations="float", dtype="f16")
+    generator, ids = Generator(folder), tokens(2, 6)
+    assert generator.start()["past_key_values.0.key"].dtype == np.float16
+    assert error(run(generator, ids, (5, 1)), expected(reference("qwen3_moe"), ids)) < 2e-2
+
+
+def test_layers(exported, checkpoint, reference):
+    folder = exported("qwen3_moe", activations="float", layers=1)
+    generator, ids = Generator(folder), tokens(1, 5)
+    assert len(generator.past) == 2
+    assert '"num_hidden_layers": 1' in (folder / "config.json").read_text()
+    model = reference("qwen3_moe")
+    with torch.no_grad():
+        layers = model.model.layers
+        model.model.layers = layers[:1]
+        want = expected(model, ids)
+        model.model.layers = layers
+    assert error(run(generator, ids, (4, 1)), want) < 2e-5
+
+
+def test_interface_names(exported):
+    graph = ir.load(exported("qwen3_moe", activations="float") / "model.onnx").graph
+    kv = [f"{n}.{kind}" for n in range(2) for kind in ("key", "value")]
+    assert [v.name for v in graph.inputs] == ["input_ids", "attention_mask", "position_ids"] + [f"past_key_values.{x}" for x in kv]
+    assert [v.name for v in graph.outputs] == ["logits"] + [f"present.{x}" for x in kv]
+    assert [str(d) for d in graph.inputs[3].shape] == ["batch_size", "2", "past_sequence_length", "48"]
+    assert {node.domain for node in graph} == {"", "com.microsoft", "quantmoe"}
+    assert sum(node.op_type == "QuantMoE" for node in graph) == 2
+
+
+def test_without_the_library_onnxruntime_names_the_operator(exported):
+    import onnxruntime as ort
+
+    with pytest.raises(Exception, match="QuantMoE"):
+        ort.InferenceSession(str(exported("qwen3_moe", activations="float") / "model.onnx"))
