@@ -1,4 +1,4 @@
-"""Prints a line a case and kernel: digests of the inputs (packed rows and tokens) and of the output. Two machines must agree."""
+"""Prints a line a case: digests of the inputs (packed rows, tokens) and of every kernel's output. Machines must agree."""
 
 import hashlib
 import os
