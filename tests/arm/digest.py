@@ -1,4 +1,4 @@
-"""Prints a line a case: digests of the inputs (packed rows, tokens) and of every kernel's output. Machines must agree."""
+"""Prints a line a case: digests of its inputs (packed rows, tokens) and of every kernel's output; machines must agree."""
 
 import hashlib
 import os

@@ -26,7 +26,7 @@ PAIRS = {
 
 
 def loops(obj: Path, function: str) -> list[float]:
-    """Instructions per 1024 multiply-accumulates of the innermost loops of functions with ``function`` in their name."""
+    """Instructions per 1024 multiply-accumulates of the innermost loops of functions named like ``function``."""
     text = subprocess.run(
         ["aarch64-linux-gnu-objdump", "-dC", "--no-show-raw-insn", obj], capture_output=True, text=True, check=True
     ).stdout
