@@ -1,4 +1,4 @@
-"""Prints a line a case: digests of its inputs (packed rows, tokens) and of every kernel's output; machines must agree."""
+"""Prints a case a line: digests of the inputs and of each kernel's output; machines must agree."""
 
 import hashlib
 import os
