@@ -1,5 +1,4 @@
-# Cross build for 64-bit Arm Linux with Debian's g++-aarch64-linux-gnu; QUANTMOE_ARM is sysroot.sh's folder.
+# Cross build for 64-bit Arm Linux with Debian's g++-aarch64-linux-gnu.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
-set(CMAKE_C_COMPILER aarch64-linux-gnu-gcc)

@@ -1,4 +1,4 @@
-"""Prints a line a case and kernel: digests of inputs (packed rows, tokens) and output. Two machines must agree."""
+"""Prints a case a line: digests of the inputs and of each kernel's output; machines must agree."""
 
 import hashlib
 import os

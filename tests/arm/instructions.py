@@ -1,6 +1,7 @@
-"""Instructions of the hot loops a multiply-accumulate, ours against KleidiAI's, from objdump: `instructions.py DIR` of run.sh.
+"""Instructions of the hot loops a multiply-accumulate, ours against KleidiAI's: `instructions.py DIR`, DIR from run.sh.
 
-No speed is claimed from this; it says that the loops do the same work. Fails where ours takes more than 1.15 times as many.
+No speed is claimed from this; it says that the loops do the same work. Fails where ours takes more than 1.15 times as
+many.
 """
 
 import re
@@ -25,7 +26,7 @@ PAIRS = {
 
 
 def loops(obj: Path, function: str) -> list[float]:
-    """Instructions per 1024 multiply-accumulates of each innermost loop of the functions whose name contains ``function``."""
+    """Instructions per 1024 multiply-accumulates of the innermost loops of functions named like ``function``."""
     text = subprocess.run(
         ["aarch64-linux-gnu-objdump", "-dC", "--no-show-raw-insn", obj], capture_output=True, text=True, check=True
     ).stdout

@@ -30,7 +30,7 @@ program tests/arm/kleidiai_order.cc kleidiai_order
   numpy ml_dtypes onnx-ir safetensors typer rich onnxruntime pytest hypothesis
 rm -rf "$dir/wheel" "$dir/site/quantmoe"
 _PYTHON_HOST_PLATFORM=linux-aarch64 "$python" -m pip wheel -q . --no-deps -w "$dir/wheel" -C build-dir="$dir/cmake" \
-  -C cmake.define.CMAKE_TOOLCHAIN_FILE="$PWD/tests/arm/aarch64.cmake"
+  -C cmake.define.CMAKE_TOOLCHAIN_FILE="$PWD/tests/arm/aarch64.cmake" -C cmake.define.CMAKE_PREFIX_PATH="$dir/arm64/usr"
 "$python" -m zipfile -e "$dir"/wheel/*.whl "$dir/site"
 arm_python() { PYTHONPATH=$dir/site "${qemu[@]}" "$dir/arm64/usr/bin/python3.13" "$@"; }
 
