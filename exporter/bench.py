@@ -37,7 +37,6 @@ from typing import Annotated, Any
 
 import ml_dtypes
 import numpy as np
-import onnx_ir as ir
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -170,20 +169,35 @@ class Layer:
         count = min(DISTINCT, shape.experts)
         return cls(shape, kind, group_size, [Expert(matrix(i, h), matrix(i, h), matrix(h, i)) for _ in range(count)])
 
+    def spec(self) -> MoESpec:
+        """Attributes of our node."""
+        s, describe = self.shape, LAYOUTS["cpu_panel"].describe
+        w13, w2 = reduce(join, (describe(e, "int8_token_asym") for e in self.experts))
+        oai = s.activation == "swiglu_oai"
+        return MoESpec(
+            num_experts=s.experts,
+            hidden_size=s.hidden,
+            intermediate_size=s.intermediate,
+            w13=w13,
+            w2=w2,
+            activation=s.activation,
+            swiglu_alpha=1.702 if oai else 0.0,
+            swiglu_limit=7.0 if oai else 0.0,
+        )
+
+    @property
+    def expert_bytes(self) -> int:
+        """Packed bytes of one expert."""
+        return sum(LAYOUTS["cpu_panel"].row_bytes(self.spec(), p) for p in ("w13", "w2"))
+
+    @property
+    def operations(self) -> int:
+        """Of one token in one expert: two a multiply-add."""
+        return 2 * 3 * self.shape.hidden * self.shape.intermediate
+
     def write(self, folder: Path) -> Path:
         """Our model: inputs x [n, H], ids int64 [n, k], weights [n, k]; output y [n, H]."""
-        layout, s = LAYOUTS["cpu_panel"], self.shape
-        w13, w2 = reduce(join, (layout.describe(e, "int8_token_asym") for e in self.experts))
-        spec = MoESpec(
-            s.experts,
-            s.hidden,
-            s.intermediate,
-            w13,
-            w2,
-            activation=s.activation,
-            swiglu_alpha=1.702 if s.activation == "swiglu_oai" else 0.0,
-            swiglu_limit=7.0 if s.activation == "swiglu_oai" else 0.0,
-        )
+        layout, s, spec = LAYOUTS["cpu_panel"], self.shape, self.spec()
         sizes = [layout.row_bytes(spec, p) for p in ("w13", "w2")]
         rows = [np.empty((len(self.experts), size), np.uint8) for size in sizes]
         for expert, *out in zip(self.experts, *rows, strict=True):
@@ -256,6 +270,8 @@ class Layer:
     ) -> Path:
         """One node; weights [DISTINCT, ...] repeated to all experts, in a data file no longer being written to disk."""
 
+        import onnx_ir as ir  # seconds, which the processes of --session need not spend
+
         def value(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
             return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
 
@@ -283,16 +299,6 @@ class Layer:
         graph = ir.Graph(graph_inputs, [y], nodes=[node], initializers=initializers, opset_imports=opsets, name="layer")
         ir.save(ir.Model(graph, ir_version=10), path)
         return path
-
-    def expert_bytes(self, path: Path) -> int:
-        """Packed bytes of one expert in our model at ``path``."""
-        weights = [v.const_value for v in ir.load(path).graph.initializers.values()]
-        return sum(w.nbytes for w in weights if w is not None) // self.shape.experts
-
-    @property
-    def operations(self) -> int:
-        """Of one token in one expert: two a multiply-add."""
-        return 2 * 3 * self.shape.hidden * self.shape.intermediate
 
 
 # --- routing ---
@@ -460,7 +466,7 @@ class SessionCost:
 
 
 def session_cost(path: Path, shape: Shape, threads: int) -> SessionCost:
-    """Creation time, and RssAnon growth after creation and one token: in a new process, the file in the page cache."""
+    """Creation time, and RssAnon growth after creation and one token: in a new process; the file was just written."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_session_cost, path, shape, threads).result()
 
@@ -471,9 +477,6 @@ def _session_cost(path: Path, shape: Shape, threads: int) -> SessionCost:
     def anonymous() -> int:
         return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
 
-    with path.with_suffix(".bin").open("rb") as file:
-        while file.read(1 << 24):
-            pass
     before, start = anonymous(), time.perf_counter()
     side = Side(path, shape.experts, threads)
     seconds = time.perf_counter() - start
@@ -551,20 +554,18 @@ def _cells(
         title = f"{name} {kind} group {group}"
         with console.status(f"{title}: making weights"):
             layer = Layer.random(size, kind, group)
-            path = layer.write(folder)
-            expert_bytes = layer.expert_bytes(path)
-            sides = [Side(path, size.experts)]
+            sides = [Side(layer.write(folder), size.experts)]
             if peer := against and _peer(console, title, layer, folder):
                 sides.append(Side(peer, size.experts))
             touch_all(sides, size)
-        if size.experts * expert_bytes < 4 * cache_bytes():
+        if size.experts * layer.expert_bytes < 4 * cache_bytes():
             console.print(f"{title}: under 4 times the caches, decode may find weights there", style="yellow")
         cycle = Cycle(size.experts, seed=2)
         for n in tokens:
             with console.status(f"{title}: {n} tokens"):
                 ms, touched = measure(sides, size, n, repeat, skew, cycle)
             operations = n * size.top_k * layer.operations
-            work = (touched * expert_bytes, operations)
+            work = (touched * layer.expert_bytes, operations)
             timings.append(Timing(name, kind, group, n, *work, ms[0], ms[1] if peer else None))
         del sides
         for file in folder.iterdir():
@@ -600,7 +601,7 @@ def _sessions(console: Console, layers: Sequence[Chosen], threads: int, against:
             paths = {"ours": layer.write(folder)}
             if peer := against and _peer(console, title, layer, folder):
                 paths |= {str(against): peer}
-            packed = size.experts * layer.expert_bytes(paths["ours"])
+            packed = size.experts * layer.expert_bytes
             costs = {side: [session_cost(path, size, threads) for _ in range(3)] for side, path in paths.items()}
         for side, found in costs.items():
             seconds, growth = (statistics.median(getattr(c, f) for c in found) for f in ("seconds", "anonymous_bytes"))
@@ -616,7 +617,8 @@ def _shape(name: str) -> Shape:
     sizes = [int(size) for size in name.split("/") if size.isdecimal()]
     if len(sizes) != 4 or min(sizes) < 1 or sizes[3] > sizes[2]:
         raise typer.BadParameter(f"{name}; expected one of {', '.join(SHAPES)}, or H/I/E/k", param_hint="--shape")
-    return Shape(*sizes)
+    hidden, intermediate, experts, top_k = sizes
+    return Shape(hidden, intermediate, experts, top_k)
 
 
 def _kernel() -> str:
@@ -682,5 +684,12 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
     plt.close(figure)
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command on ``arguments``, default the process's."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(bench)
+    app(arguments, prog_name="quantmoe bench")
+
+
 if __name__ == "__main__":
-    typer.run(bench)
+    main()

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 from quantmoe.exporter import bench
 from quantmoe.exporter.bench import Cell, Cycle, Layer, Shape, Side, difference, route
+from typer.testing import CliRunner
 
-KEYS = "shape weight_format group_size tokens threads ms gbps gops peer peer_ms read_gbps vnni_gops floor_ms target_ms".split()
+KEYS = ["shape", "weight_format", "group_size", "tokens", "threads", "ms", "gbps", "gops", "peer", "peer_ms"]
+KEYS += ["read_gbps", "vnni_gops", "floor_ms", "target_ms"]
 TINY = Shape(128, 256, 8, 2)
 
 
@@ -25,8 +28,9 @@ def run(*arguments: str) -> str:
 
 def test_cells(tmp_path: Path) -> None:
     # group 96 does not divide 128: no peer there
-    options = "--shape 128/256/8/2 --group-size 32 --group-size 96 --tokens 1 --tokens 5 --repeat 2 --threads 2 --against ort-qmoe"
-    out = run(*options.split(), "--json", str(tmp_path / "cells.json"), "--plot", str(tmp_path / "cells.png"))
+    files = ["--json", str(tmp_path / "cells.json"), "--plot", str(tmp_path / "cells.png")]
+    options = "--shape 128/256/8/2 --group-size 32 --group-size 96 --tokens 1 --tokens 5 --against ort-qmoe"
+    out = run(*options.split(), "--repeat", "2", "--threads", "2", *files)
     cells = json.loads((tmp_path / "cells.json").read_text())
     assert [(c["weight_format"], c["group_size"], c["tokens"]) for c in cells] == [
         (f, g, n) for f in ("int4", "int8") for g in (32, 96) for n in (1, 5)
@@ -44,7 +48,7 @@ def test_cells(tmp_path: Path) -> None:
 
 
 def test_session() -> None:
-    out = run(*"--session --shape 128/256/8/2 --group-size 32 --against ort-qmoe".split())
+    out = run("--session", "--shape", "128/256/8/2", "--group-size", "32", "--against", "ort-qmoe")
     assert "ours" in out
     assert "ort-qmoe" in out
 
@@ -66,17 +70,16 @@ def test_sides_agree(tmp_path: Path, kind: str, group_size: int, activation: str
         call, output = Side(path, shape.experts, threads=1).bind(x, ids, weights)
         call()
         outputs.append(output())
-    # activations rounded twice on each side (x and h), by 1/255 of a row's range or 1/127 of a block's: about 1 % a side
+    # activations (x, then h) are rounded to 1/255 of a row's range or 1/127 of a block's: about 1 % a side
     assert difference(*outputs) < 0.04
 
 
 def test_touched_bytes_are_the_packed_tensors(tmp_path: Path) -> None:
     layer = Layer.random(TINY, "int4", 32)
-    path = layer.write(tmp_path)
     packed = 3 * 128 * 256 * (4 + 16 / 32) / 8  # codes and bf16 scales
     tails = 8 * (2 * 256 + 128)  # row sums and biases
-    assert layer.expert_bytes(path) == packed + tails
-    assert path.with_suffix(".bin").stat().st_size >= 8 * layer.expert_bytes(path)
+    assert layer.expert_bytes == packed + tails
+    assert layer.write(tmp_path).with_suffix(".bin").stat().st_size >= TINY.experts * layer.expert_bytes
 
 
 def test_routing() -> None:
@@ -123,7 +126,8 @@ def test_target_and_floor() -> None:
     ],
 )
 def test_bad_options(arguments: str, message: str) -> None:
-    command = [sys.executable, "-m", "quantmoe.exporter.bench", *arguments.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2
-    assert message in " ".join(done.stderr.replace("│", " ").split())
+    app = typer.Typer()
+    app.command()(bench.bench)
+    result = CliRunner().invoke(app, arguments.split())
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
