@@ -9,6 +9,7 @@ from cases import CASES, Case, Layer, varied
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantmoe.custom_ops import native, reference
+from quantmoe.custom_ops.matrix import QuantizedMatrix
 
 USABLE = [name for name, usable in native.kernels().items() if usable]
 
@@ -143,6 +144,24 @@ def test_extreme_activations(activation_format: str, kernel: str, monkeypatch: p
     check(layer, (hidden, ids, weights), got)
     assert np.isnan(got[2:4]).all()
     assert np.isfinite(got[[0, 1, 4, 5, 6, 7, 8]]).all()
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("kernel", USABLE)
+def test_the_largest_products_do_not_saturate(kernel: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Largest(Case):
+        def matrix(self, *args: object) -> QuantizedMatrix:
+            m = super().matrix(*args)
+            codes = np.zeros_like(m.codes)  # rows of the lowest code, then of the highest
+            codes[1::2] = 15 if kind == "int4" else 255
+            return dataclasses.replace(m, codes=codes)
+
+    layer = Largest(hidden=256, intermediate=64, kind=kind, activation_format="int8_token").build()
+    hidden, ids, weights = layer.case.tokens(12)
+    hidden[:6], hidden[6:] = -1, 1  # every value quantizes to -128, to 127
+    got = run(layer, (hidden, ids, weights), kernel, monkeypatch)
+    check(layer, (hidden, ids, weights), got)
+    assert got.tobytes() == run(layer, (hidden, ids, weights), "panel_portable", monkeypatch).tobytes()
 
 
 @pytest.mark.parametrize("kernel", USABLE)

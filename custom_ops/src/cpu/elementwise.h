@@ -263,6 +263,16 @@ void pack_tile(const PanelMatrix& p, bool quantized, const Row* rows, int m, uin
   }
 }
 
+// For kernels whose codes are unsigned, offset by 8 or 128: the sums become what a dot product starts at,
+// -offset * sum.
+inline void pack_tile_offset(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
+  pack_tile(p, quantized, rows, m, out);
+  if (!quantized) return;
+  int32_t* sums = reinterpret_cast<int32_t*>(out + p.kp * m);
+  const int32_t offset = p.bits == 4 ? 8 : 128;
+  for (int64_t i = 0; i < p.blocks * m; ++i) sums[i] *= -offset;
+}
+
 #define QM_ELEMENTWISE(pack) to_float, from_float, scale, all_finite, quantize, block_sums, activate, accumulate, pack
 
 }  // namespace

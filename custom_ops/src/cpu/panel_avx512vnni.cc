@@ -251,14 +251,6 @@ void multiply(const Product& product) {
   }
 }
 
-void pack_tile_offset(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
-  pack_tile(p, quantized, rows, m, out);
-  if (!quantized) return;
-  int32_t* sums = reinterpret_cast<int32_t*>(out + p.kp * m);
-  const int32_t offset = p.bits == 4 ? 8 : 128;
-  for (int64_t i = 0; i < p.blocks * m; ++i) sums[i] *= -offset;
-}
-
 bool usable() {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
