@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
+
 from quantmoe.custom_ops.schemes import SCHEMES
 
 #: scale types by op.def name; scales stay in the dtype the checkpoint stores

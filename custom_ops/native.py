@@ -9,6 +9,7 @@ from importlib.resources import files
 
 import ml_dtypes
 import numpy as np
+
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import MoESpec, attribute_kinds, enum
 

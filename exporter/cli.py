@@ -69,7 +69,9 @@ def export(
     if report.scale_error is not None:
         console.print(f"scales rounded to bf16: largest relative error {report.scale_error:.2e}", style="yellow")
     if report.dequantized:
-        console.print(f"{report.dequantized} quantized tensors outside the experts are stored as {dtype}", style="yellow")
+        console.print(
+            f"{report.dequantized} quantized tensors outside the experts are stored as {dtype}", style="yellow"
+        )
     console.print(
         f"experts {_mb(report.packed_bytes)}, other weights {_mb(report.dense_bytes)}, "
         f"{seconds:.1f} s, peak memory {_peak_memory()}"
@@ -93,7 +95,8 @@ def inspect(
     for layer in found["layers"]:
         a = layer["attributes"]
         weights = (
-            f"{a[f'{p}_format']} group {a[f'{p}_group_size']} {a[f'{p}_scale_type']}\n{layer[p]['shape']}" for p in ("w13", "w2")
+            f"{a[f'{p}_format']} group {a[f'{p}_group_size']} {a[f'{p}_scale_type']}\n{layer[p]['shape']}"
+            for p in ("w13", "w2")
         )
         layout = f"{a['w13_layout']} v{a['w13_layout_version']}"
         table.add_row(f"{layer['module']}\n{layer['format']}", *weights, a["w13_activation_format"], layout,
@@ -165,8 +168,12 @@ def demo(
     table.add_row("tokens, ONNX Runtime", str(found.tokens))
     table.add_row("tokens, PyTorch", str(found.expected_tokens or "(too large to dequantize here)"))
     if found.difference is not None:
-        table.add_row("largest logit difference", f"{found.difference:.2e} of the largest logit (same tokens fed to both)")
-    table.add_row("speed", f"prefill {found.prompt / found.prefill:.0f} tokens/s, decode {found.decode_rate:.1f} tokens/s")
+        table.add_row(
+            "largest logit difference", f"{found.difference:.2e} of the largest logit (same tokens fed to both)"
+        )
+    table.add_row(
+        "speed", f"prefill {found.prompt / found.prefill:.0f} tokens/s, decode {found.decode_rate:.1f} tokens/s"
+    )
     console.print(table)
     console.print(report.activations or "activations as the checkpoint says", style="yellow")
 

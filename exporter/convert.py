@@ -130,7 +130,9 @@ def _spec(layer: MoELayer, layout: str, activations: str, scales: str, report: R
     wanted = layer.activation_format
     if wanted == "none" and activations == "int8":
         wanted = "int8_token_asym"
-        report.activations = "weights-only checkpoint: activations are quantized to int8 per token (--activations float: not)"
+        report.activations = (
+            "weights-only checkpoint: activations are quantized to int8 per token (--activations float: not)"
+        )
     elif wanted != "none" and activations == "float":
         report.activations = f"the checkpoint says {wanted}: activations stay float as asked"
         wanted = "none"

@@ -10,7 +10,6 @@ import contextlib
 import io
 import json
 import logging
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -34,7 +33,7 @@ from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.custom_ops.torch_op import onnx_quant_moe
 from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.formats import Format, MoELayer
+from quantmoe.exporter.formats import Format
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16}
 #: parameters of up to this many elements (norms, biases) are read before tracing and may be folded
@@ -66,7 +65,9 @@ class Skeleton:
             with init_empty_weights(), _quiet():
                 model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
         except ValueError as error:
-            raise CheckpointError(f"{folder / 'config.json'}: not a causal language model of transformers: {error}") from None
+            raise CheckpointError(
+                f"{folder / 'config.json'}: not a causal language model of transformers: {error}"
+            ) from None
         self.model = model.eval().requires_grad_(False)
 
         modules = {name: m for name, m in model.named_modules() if hasattr(m, "_is_expert_parallel")}
@@ -79,7 +80,9 @@ class Skeleton:
             _check_experts(module, f"{folder}: {name} ({type(module).__name__})")
         by_name = {self._rename(layer.name + ".").removesuffix("."): layer for layer in format.moe_layers()}
         if missing := modules.keys() - by_name.keys():
-            raise CheckpointError(f"{folder}: no quantized experts for {sorted(missing)[0]}; found {sorted(by_name)[:4]}")
+            raise CheckpointError(
+                f"{folder}: no quantized experts for {sorted(missing)[0]}; found {sorted(by_name)[:4]}"
+            )
         self.experts = {name: by_name[name] for name in modules}
         for module in modules.values():
             for parameter in list(module._parameters):
@@ -90,7 +93,9 @@ class Skeleton:
         self.sources = {name: source for name, source in renamed.items() if name in known}
         tied = set(getattr(model, "all_tied_weights_keys", None) or {})
         if missing := known - self.sources.keys() - tied:
-            raise CheckpointError(f"{folder}: {sorted(missing)[0]} of {type(model).__name__} is missing in the checkpoint")
+            raise CheckpointError(
+                f"{folder}: {sorted(missing)[0]} of {type(model).__name__} is missing in the checkpoint"
+            )
         for name, source in self.sources.items():
             self._set(name, source)
         model.tie_weights()
@@ -98,7 +103,9 @@ class Skeleton:
 
     def parameter(self, name: str) -> np.ndarray:
         """A parameter of the model in the graph's dtype, dequantized if need be."""
-        return self.format.parameter(self.sources[name]).astype(np.float16 if self.dtype == torch.float16 else np.float32)
+        return self.format.parameter(self.sources[name]).astype(
+            np.float16 if self.dtype == torch.float16 else np.float32
+        )
 
     def _names(self) -> Iterator[str]:
         return (name for name, _ in self.model.named_parameters())
@@ -107,7 +114,9 @@ class Skeleton:
         """A checkpoint's name as the model has it now: transformers renames modules between versions."""
         if not hasattr(self, "_renamings"):
             transforms = get_model_conversion_mapping(self.model)
-            self._renamings = [t for t in transforms if isinstance(t, WeightRenaming) and not isinstance(t, WeightConverter)]
+            self._renamings = [
+                t for t in transforms if isinstance(t, WeightRenaming) and not isinstance(t, WeightConverter)
+            ]
             self._state = dict.fromkeys(self._names(), True)
         return rename_source_key(name, self._renamings, [], self.model.base_model_prefix, self._state)[0]
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 import numpy as np
+
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.checkpoint import DTYPES
 from quantmoe.exporter.demo import add_quantization, make_checkpoint, make_float_checkpoint, rewrite_linears

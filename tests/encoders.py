@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 
 Tensors = dict[str, np.ndarray]

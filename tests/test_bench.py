@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
+from typer.testing import CliRunner
+
 from quantmoe.exporter import bench
 from quantmoe.exporter.bench import Cell, Cycle, Layer, Shape, Side, difference, route
-from typer.testing import CliRunner
 
 KEYS = ["shape", "weight_format", "group_size", "tokens", "threads", "ms", "gbps", "gops", "peer", "peer_ms"]
 KEYS += ["read_gbps", "vnni_gops", "floor_ms", "target_ms"]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.op import enum
 from quantmoe.custom_ops.schemes import SCHEMES

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix

@@ -2,6 +2,7 @@
 
 import ml_dtypes
 import numpy as np
+
 from quantmoe.custom_ops.schemes.base import Scheme
 
 _TABLE = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)

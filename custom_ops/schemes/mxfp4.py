@@ -1,6 +1,7 @@
 """e2m1 codes with a power of two for every 32 (OCP Microscaling Formats v1.0, tables 5 and 7)."""
 
 import numpy as np
+
 from quantmoe.custom_ops.schemes.base import Scheme
 
 _POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])

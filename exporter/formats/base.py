@@ -10,6 +10,7 @@ from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
+
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_order, group_size_of

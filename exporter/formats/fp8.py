@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor

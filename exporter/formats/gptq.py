@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_order, group_size_of

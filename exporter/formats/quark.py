@@ -14,6 +14,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 import numpy as np
+
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.formats.awq import unpack_columns

@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import onnxruntime as ort
+
 import quantmoe
 
 TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}

@@ -9,6 +9,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from cases import CASES
+
 from quantmoe.custom_ops import native
 
 

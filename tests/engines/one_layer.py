@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
+
 import quantmoe
 from quantmoe.custom_ops.op import DOMAIN, MoESpec
 

@@ -13,9 +13,10 @@ import ml_dtypes
 import numpy as np
 import onnxruntime as ort
 import pytest
-import quantmoe
 from cases import CASES, Case, Layer, varied
 from engines.one_layer import NODE, run, session, write_model
+
+import quantmoe
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.op import MoESpec, Projection
 

@@ -7,11 +7,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
+
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.demo import make_checkpoint
 from quantmoe.exporter.formats import find_format, open_checkpoint
 from quantmoe.exporter.model import Skeleton, dequantized
-from transformers import PreTrainedModel
 
 #: large enough that weights are external, small enough to trace and run quickly
 SIZES = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48, "num_hidden_layers": 2}

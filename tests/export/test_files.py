@@ -7,11 +7,11 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
+
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter import convert
@@ -23,7 +23,9 @@ from quantmoe.exporter.passes.external_data import ALIGNMENT
 
 
 def quantmoe(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "quantmoe.exporter.cli", *map(str, arguments)], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "quantmoe.exporter.cli", *map(str, arguments)], capture_output=True, text=True
+    )
 
 
 def test_packed_bytes_are_the_checkpoints(exported, checkpoint):
@@ -57,7 +59,14 @@ def test_external_data_is_aligned_and_does_not_overlap(exported):
 
 def test_companion_files(exported):
     names = {path.name for path in exported("qwen3_moe", activations="float").iterdir()}
-    assert names == {"model.onnx", "model.onnx.data", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert names == {
+        "model.onnx",
+        "model.onnx.data",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
 
 
 def test_inspect_verifies_and_finds_corruption(exported, tmp_path):
@@ -66,7 +75,9 @@ def test_inspect_verifies_and_finds_corruption(exported, tmp_path):
     assert found["verified"] == 4 + len(found["dense"])
     layer = found["layers"][0]
     assert layer["bytes"] == layer["w13"]["bytes"] + layer["w2"]["bytes"]
-    assert 4.5 <= layer["bits_per_weight"] < 5  # 4-bit codes, a 16-bit scale for 32 of them, 64 bits a row and panel padding
+    assert (
+        4.5 <= layer["bits_per_weight"] < 5
+    )  # 4-bit codes, a 16-bit scale for 32 of them, 64 bits a row and panel padding
 
     tensor = ir.load(folder / "model.onnx").graph.initializers[layer["w2"]["tensor"]].const_value
     with open(folder / "model.onnx.data", "r+b") as file:
@@ -187,7 +198,9 @@ def test_expert_unlike_the_others_is_named(checkpoint, tmp_path, monkeypatch):
     def other(self, e):
         found = expert(self, e)
         if e == 3:
-            found = dataclasses.replace(found, down=dataclasses.replace(found.down, scales=found.down.scales.astype(np.float16)))
+            found = dataclasses.replace(
+                found, down=dataclasses.replace(found.down, scales=found.down.scales.astype(np.float16))
+            )
         return found
 
     monkeypatch.setattr(MoELayer, "expert", other)
@@ -242,8 +255,12 @@ def test_memory_stays_bounded(checkpoint, tmp_path):
     )
     found = []
     for experts in (8, 512):
-        folder = checkpoint("qwen3_moe", num_experts=experts, num_hidden_layers=1, hidden_size=512, moe_intermediate_size=512)
-        done = subprocess.run([sys.executable, "-c", code, folder, tmp_path / str(experts)], capture_output=True, text=True, check=True)
+        folder = checkpoint(
+            "qwen3_moe", num_experts=experts, num_hidden_layers=1, hidden_size=512, moe_intermediate_size=512
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, folder, tmp_path / str(experts)], capture_output=True, text=True, check=True
+        )
         found.append([int(number) for number in done.stdout.split()])
     added, peak = (b - a for a, b in zip(*found, strict=True))
     assert added > 200e6

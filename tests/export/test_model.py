@@ -8,11 +8,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from transformers import PreTrainedModel
+
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.generate import Generator
 from quantmoe.exporter.inspect import inspect
 from quantmoe.exporter.model import _experts_forward
-from transformers import PreTrainedModel
 
 ARCHITECTURES = ("qwen3_moe", "mixtral", "olmoe")
 VOCABULARY = 384
@@ -61,7 +62,9 @@ def test_greedy_tokens_equal_pytorch(exported, reference, architecture):
     assert found.tokens == ids[len(prompt) :]
 
 
-@pytest.mark.parametrize(("architecture", "scheme"), [("qwen3_moe", "W4A16"), ("mixtral", "W4A16"), ("qwen3_moe", "W8A8")])
+@pytest.mark.parametrize(
+    ("architecture", "scheme"), [("qwen3_moe", "W4A16"), ("mixtral", "W4A16"), ("qwen3_moe", "W8A8")]
+)
 def test_int8_activations_equal_the_reference_op(exported, reference, architecture, scheme, monkeypatch):
     """The same PyTorch model, its experts computed from the exported bytes by reference.py.
 
@@ -91,7 +94,9 @@ def bind_packed(model: PreTrainedModel, folder: Path, monkeypatch: pytest.Monkey
         }
         import json
 
-        monkeypatch.setattr(module, "attributes", json.dumps(MoESpec.from_attributes(values).attributes()), raising=False)
+        monkeypatch.setattr(
+            module, "attributes", json.dumps(MoESpec.from_attributes(values).attributes()), raising=False
+        )
         for name, value in zip(("w13", "w2"), node.inputs[3:5], strict=True):
             monkeypatch.setattr(module, name, torch.from_numpy(np.array(value.const_value.numpy())), raising=False)
         monkeypatch.setattr(module, "forward", _experts_forward.__get__(module))
@@ -151,7 +156,9 @@ def test_layers(exported, checkpoint, reference):
 def test_interface_names(exported):
     graph = ir.load(exported("qwen3_moe", activations="float") / "model.onnx").graph
     kv = [f"{n}.{kind}" for n in range(2) for kind in ("key", "value")]
-    assert [v.name for v in graph.inputs] == ["input_ids", "attention_mask", "position_ids"] + [f"past_key_values.{x}" for x in kv]
+    assert [v.name for v in graph.inputs] == ["input_ids", "attention_mask", "position_ids"] + [
+        f"past_key_values.{x}" for x in kv
+    ]
     assert [v.name for v in graph.outputs] == ["logits"] + [f"present.{x}" for x in kv]
     assert [str(d) for d in graph.inputs[3].shape] == ["batch_size", "2", "past_sequence_length", "48"]
     assert {node.domain for node in graph} == {"", "com.microsoft", "quantmoe"}

@@ -12,6 +12,7 @@ from checkpoints import same_matrix, write_checkpoint
 from encoders import CASES, Case, random_matrix
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.formats import CheckpointError, find_format, open_checkpoint
 

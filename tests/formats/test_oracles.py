@@ -13,9 +13,10 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.lifecycle.forward import dequantize
+from safetensors.torch import save_file
+
 from quantmoe.exporter.demo import make_float_checkpoint, make_scheme, qparams
 from quantmoe.exporter.formats import find_format, open_checkpoint
-from safetensors.torch import save_file
 
 # preset, group size (None: the preset's), symmetric
 PRESETS = [

@@ -15,6 +15,7 @@ from checkpoints import TINY, make_checkpoint, write_checkpoint, write_safetenso
 from encoders import CASES, Case, random_matrix
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from quantmoe.exporter.formats import CheckpointError, find_format, open_checkpoint
 
 

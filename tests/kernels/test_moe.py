@@ -8,6 +8,7 @@ import pytest
 from cases import CASES, Case, Layer, varied
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from quantmoe.custom_ops import native, reference
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 

@@ -7,6 +7,7 @@ import pytest
 from cases import CASES, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.matrix import QuantizedMatrix

@@ -8,6 +8,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.matrix import QuantizedMatrix

@@ -45,8 +45,8 @@ QM_API int qm_moe_set_string(qm_moe*, const char* name, const char* value, char*
 // Bytes of one expert's packed row by FORMAT.md; 0 when the attributes are not valid. projection: 13 or 2.
 QM_API size_t qm_row_bytes(const qm_moe*, int projection);
 
-// Checks everything that does not depend on the call: attribute values and their combinations, the packed tensors' shapes
-// (experts in this slice, int32 words a row), and that a kernel for this machine exists.
+// Checks everything that does not depend on the call: attribute values and their combinations, the packed tensors'
+// shapes (experts in this slice, int32 words a row), and that a kernel for this machine exists.
 QM_API int qm_moe_validate(const qm_moe*, const int64_t w13_shape[2], const int64_t w2_shape[2], char* err);
 
 // Runs task(arg, 0..count-1), in any order and on any threads, and returns when all are done.
@@ -54,18 +54,18 @@ typedef void (*qm_task)(void* arg, size_t index);
 typedef void (*qm_parallel_for)(void* context, qm_task task, void* arg, size_t count);
 
 typedef struct {
-  qm_type type;              // of hidden_states and output
-  int id_bytes;              // 4 or 8: width of topk_ids
+  qm_type type;  // of hidden_states and output
+  int id_bytes;  // 4 or 8: width of topk_ids
   int64_t tokens, top_k, local_experts;
-  const void* hidden_states; // [tokens, H]
-  const void* topk_ids;      // [tokens, top_k]
-  const float* topk_weights; // [tokens, top_k]
-  const void* w13;           // [local_experts, row], 64-byte aligned
+  const void* hidden_states;  // [tokens, H]
+  const void* topk_ids;       // [tokens, top_k]
+  const float* topk_weights;  // [tokens, top_k]
+  const void* w13;            // [local_experts, row], 64-byte aligned
   const void* w2;
-  void* output;              // [tokens, H]
-  void* workspace;           // qm_moe_workspace bytes, 64-byte aligned
-  int lanes;                 // upper bound of threads that will work; also passed to qm_moe_workspace
-  qm_parallel_for parallel_for; // NULL: run on the calling thread
+  void* output;                  // [tokens, H]
+  void* workspace;               // qm_moe_workspace bytes, 64-byte aligned
+  int lanes;                     // upper bound of threads that will work; also passed to qm_moe_workspace
+  qm_parallel_for parallel_for;  // NULL: run on the calling thread
   void* parallel_context;
 } qm_moe_call;
 
@@ -73,9 +73,9 @@ QM_API size_t qm_moe_workspace(const qm_moe*, const qm_moe_call*);
 // Fails (QM_INVALID) on an id outside [-1, num_experts), naming token, slot and id; the output is then unspecified.
 QM_API int qm_moe_run(const qm_moe*, const qm_moe_call*, char* err);
 
-// Packs one matrix [n, k] (codes in the unpacked form of QuantizedMatrix: one byte a code) into panels, FORMAT.md section 2.
-// row_order (optional): source row of each packed row. `dst` starts at panel 0 of this matrix; consecutive panels are
-// `panel_step` panels apart (2 for the halves of a gated w13). Rows are split over lanes by parallel_for.
+// Packs one matrix [n, k] (codes in the unpacked form of QuantizedMatrix: one byte a code) into panels, FORMAT.md
+// section 2. row_order (optional): source row of each packed row. `dst` starts at panel 0 of this matrix; consecutive
+// panels are `panel_step` panels apart (2 for the halves of a gated w13). Rows are split over lanes by parallel_for.
 typedef struct {
   int32_t format, group_size, scale_type;
   int64_t n, k;
@@ -89,14 +89,14 @@ QM_API int qm_pack_panels(const qm_pack_source*, void* dst, int lanes, qm_parall
 // A qm_parallel_for that starts std::threads; context is ignored. For hosts without a pool (packing, tests).
 QM_API void qm_parallel_threads(void* context, qm_task task, void* arg, size_t count);
 
-// Kernels in order of preference, best first; usable: this machine has its features. QUANTMOE_FORCE_KERNEL=name selects one,
-// an unknown or unusable name makes qm_moe_validate fail.
-QM_API const char* qm_kernel_name(size_t index, int* usable); // NULL past the end
+// Kernels in order of preference, best first; usable: this machine has its features. QUANTMOE_FORCE_KERNEL=name selects
+// one, an unknown or unusable name makes qm_moe_validate fail.
+QM_API const char* qm_kernel_name(size_t index, int* usable);  // NULL past the end
 QM_API const char* qm_kernel_selected(const qm_moe*, char* err);
 QM_API const char* qm_version(void);
 
-// Probes for the bench, on `lanes` threads: bytes/s of one pass over `data` (larger than the caches), and operations/s (two a
-// multiply-add) of the int8 instructions of the selected kernel; 0 when there is no kernel.
+// Probes for the bench, on `lanes` threads: bytes/s of one pass over `data` (larger than the caches), and operations/s
+// (two a multiply-add) of the int8 instructions of the selected kernel; 0 when there is no kernel.
 QM_API double qm_probe_read(const void* data, size_t bytes, int lanes);
 QM_API double qm_probe_int8(int lanes);
 

@@ -88,7 +88,8 @@ const qm_attribute* qm_moe_attributes(size_t* count) {
 int qm_moe_set_int(qm_moe* moe, const char* name, int64_t value, char* err) {
   const Field* field = find(name, 'i', err);
   if (!field) return QM_INVALID;
-  if (value != static_cast<int32_t>(value)) return fail(err, QM_INVALID, "%s is %lld, outside int32", name, (long long)value);
+  if (value != static_cast<int32_t>(value))
+    return fail(err, QM_INVALID, "%s is %lld, outside int32", name, (long long)value);
   store(moe, *field, static_cast<int32_t>(value));
   return QM_OK;
 }

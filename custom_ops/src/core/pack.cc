@@ -1,4 +1,5 @@
-// Canonical codes to panels (FORMAT.md section 2), the inverse of nothing at run time: kernels read these bytes as they are.
+// Canonical codes to panels (FORMAT.md section 2), the inverse of nothing at run time: kernels read these bytes as they
+// are.
 #include <cstring>
 
 #include "core/half.h"
@@ -22,7 +23,8 @@ float widen(int32_t scale_type, const void* scales, int64_t i) {
   return static_cast<float>(half);
 }
 
-// One segment: 8 bytes that hold columns [c, c + 8) low and [c + 16, c + 24) high. Returns the sum of the 16 codes minus 8 each.
+// One segment: 8 bytes that hold columns [c, c + 8) low and [c + 16, c + 24) high. Returns the sum of the 16 codes
+// minus 8 each.
 int pack_segment(const uint8_t* q, uint8_t* out) {
   uint64_t low, high;
   std::memcpy(&low, q, 8);
@@ -72,13 +74,15 @@ void pack_panel(const qm_pack_source& s, const PanelMatrix& p, int64_t panel, ui
         }
         uint8_t* to = out + c * p.nr * p.bits / 8;
         for (int part = 0; part < (p.bits == 4 ? 2 : 1); ++part) {
-          const int sum = p.bits == 4 ? pack_segment(source + 8 * part, to + (part * p.nr + r) * 8) : pack_chunk8(source, to + r * 8);
+          const int sum = p.bits == 4 ? pack_segment(source + 8 * part, to + (part * p.nr + r) * 8)
+                                      : pack_chunk8(source, to + r * 8);
           sums[r] = sums[r] + static_cast<float>(sum) * scale;
           int_sums[r] += sum;
         }
       }
       if (p.grouped)
-        std::memcpy(out + p.codes_bytes + r * size, static_cast<const uint8_t*>(s.scales) + (rows[r] * p.blocks + b) * size, size);
+        std::memcpy(out + p.codes_bytes + r * size,
+                    static_cast<const uint8_t*>(s.scales) + (rows[r] * p.blocks + b) * size, size);
     }
   }
   for (int r = 0; r < p.nr; ++r) {
@@ -101,13 +105,16 @@ void pack_panel(const qm_pack_source& s, const PanelMatrix& p, int64_t panel, ui
 
 using namespace quantmoe;
 
-int qm_pack_panels(const qm_pack_source* s, void* dst, int lanes, qm_parallel_for parallel_for, void* context, char* err) {
+int qm_pack_panels(const qm_pack_source* s, void* dst, int lanes, qm_parallel_for parallel_for, void* context,
+                   char* err) {
   if (s->format != k_format_int4 && s->format != k_format_int8)
     return fail(err, QM_UNSUPPORTED, "layout cpu_panel does not carry format %s", enum_name("format", s->format));
   if (s->scale_type < k_scale_type_f32 || s->scale_type > k_scale_type_bf16)
-    return fail(err, QM_UNSUPPORTED, "layout cpu_panel does not carry %s scales", enum_name("scale_type", s->scale_type));
+    return fail(err, QM_UNSUPPORTED, "layout cpu_panel does not carry %s scales",
+                enum_name("scale_type", s->scale_type));
   if (s->n < 1 || s->k < 1 || (s->group_size != -1 && (s->group_size < 32 || s->group_size % 32)))
-    return fail(err, QM_INVALID, "cannot pack [%lld, %lld] with group_size %d", (long long)s->n, (long long)s->k, s->group_size);
+    return fail(err, QM_INVALID, "cannot pack [%lld, %lld] with group_size %d", (long long)s->n, (long long)s->k,
+                s->group_size);
   const PanelMatrix p = panel_matrix(s->format, s->scale_type, s->group_size, s->n, s->k);
   constexpr int64_t kPanelsPerTask = 8;
   parallel(lanes, parallel_for, context, ceil_div(p.panels, kPanelsPerTask), [&](int, int64_t task) {

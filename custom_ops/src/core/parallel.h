@@ -7,8 +7,9 @@
 
 namespace quantmoe {
 
-// Runs body(lane, index) for index 0..count-1. Work is pulled from one counter, so a pool with fewer threads than lanes, or one
-// that splits the range statically, still balances. lane < lanes is unique among bodies running at one time.
+// Runs body(lane, index) for index 0..count-1. Work is pulled from one counter, so a pool with fewer threads than
+// lanes, or one that splits the range statically, still balances. lane < lanes is unique among bodies running at one
+// time.
 template <typename Body>
 void parallel(int lanes, qm_parallel_for parallel_for, void* context, int64_t count, const Body& body) {
   if (!parallel_for || lanes <= 1 || count <= 1) {
@@ -24,7 +25,8 @@ void parallel(int lanes, qm_parallel_for parallel_for, void* context, int64_t co
       context,
       [](void* arg, size_t lane) {
         auto& s = *static_cast<Shared*>(arg);
-        for (int64_t i; (i = s.next.fetch_add(1, std::memory_order_relaxed)) < s.count;) s.body(static_cast<int>(lane), i);
+        for (int64_t i; (i = s.next.fetch_add(1, std::memory_order_relaxed)) < s.count;)
+          s.body(static_cast<int>(lane), i);
       },
       &shared, static_cast<size_t>(count < lanes ? count : lanes));
 }

@@ -17,13 +17,15 @@ int check_range(const char* name, int32_t value, int32_t low, int32_t high, char
   return fail(err, QM_INVALID, "%s is %d, expected %d to %d", name, value, low, high);
 }
 
-int check_enum(const std::string& name, const char* kind, int32_t value, std::initializer_list<int32_t> supported, char* err) {
+int check_enum(const std::string& name, const char* kind, int32_t value, std::initializer_list<int32_t> supported,
+               char* err) {
   std::string list;
   for (int32_t code : supported) {
     if (value == code) return QM_OK;
     list += (list.empty() ? "" : ", ") + std::string(enum_name(kind, code));
   }
-  return fail(err, QM_UNSUPPORTED, "%s is \"%s\", this library supports: %s", name.c_str(), enum_name(kind, value), list.c_str());
+  return fail(err, QM_UNSUPPORTED, "%s is \"%s\", this library supports: %s", name.c_str(), enum_name(kind, value),
+              list.c_str());
 }
 
 #define QM_TRY(expression) \
@@ -34,11 +36,14 @@ int check_projection(const char* prefix, const qm_projection& p, int32_t max_per
   QM_TRY(check_enum(at + "layout", "layout", p.layout, {k_layout_cpu_panel}, err));
   QM_TRY(check_range((at + "layout_version").c_str(), p.layout_version, 1, 1, err));
   QM_TRY(check_enum(at + "format", "format", p.format, {k_format_int4, k_format_int8}, err));
-  QM_TRY(check_enum(at + "scale_type", "scale_type", p.scale_type, {k_scale_type_f32, k_scale_type_f16, k_scale_type_bf16}, err));
+  QM_TRY(check_enum(at + "scale_type", "scale_type", p.scale_type,
+                    {k_scale_type_f32, k_scale_type_f16, k_scale_type_bf16}, err));
   QM_TRY(check_enum(at + "activation_format", "activation_format", p.activation_format,
-                    {k_activation_format_none, k_activation_format_int8_token, k_activation_format_int8_token_asym}, err));
+                    {k_activation_format_none, k_activation_format_int8_token, k_activation_format_int8_token_asym},
+                    err));
   if (p.group_size != -1 && (p.group_size < 32 || p.group_size > kMaxFeatures || p.group_size % 32))
-    return fail(err, QM_UNSUPPORTED, "%sgroup_size is %d, expected -1 or a multiple of 32 up to %d", prefix, p.group_size, kMaxFeatures);
+    return fail(err, QM_UNSUPPORTED, "%sgroup_size is %d, expected -1 or a multiple of 32 up to %d", prefix,
+                p.group_size, kMaxFeatures);
   QM_TRY(check_range((at + "block_n").c_str(), p.block_n, 1, 1, err));
   QM_TRY(check_range((at + "zero_points").c_str(), p.zero_points, 0, 0, err));
   QM_TRY(check_range((at + "bias").c_str(), p.bias, 0, 1, err));
@@ -54,8 +59,8 @@ int check_attributes(const qm_moe& m, char* err) {
   QM_TRY(check_range("gated", m.gated, 0, 1, err));
   QM_TRY(check_range("apply_router_weight_on_input", m.apply_router_weight_on_input, 0, 1, err));
   QM_TRY(check_enum("activation", "activation", m.activation,
-                    {k_activation_silu, k_activation_gelu, k_activation_gelu_tanh, k_activation_relu2, k_activation_swiglu_oai,
-                     k_activation_swiglu_step},
+                    {k_activation_silu, k_activation_gelu, k_activation_gelu_tanh, k_activation_relu2,
+                     k_activation_swiglu_oai, k_activation_swiglu_step},
                     err));
   if (!m.gated && (m.activation == k_activation_swiglu_oai || m.activation == k_activation_swiglu_step))
     return fail(err, QM_INVALID, "activation %s needs gated = 1", enum_name("activation", m.activation));
@@ -65,8 +70,8 @@ int check_attributes(const qm_moe& m, char* err) {
 
 int check_shape(const char* name, const int64_t shape[2], int64_t row_bytes, char* err) {
   if (shape[1] == row_bytes / 4) return QM_OK;
-  return fail(err, QM_INVALID, "%s has %lld int32 words a row, expected %lld for these attributes", name, (long long)shape[1],
-              (long long)(row_bytes / 4));
+  return fail(err, QM_INVALID, "%s has %lld int32 words a row, expected %lld for these attributes", name,
+              (long long)shape[1], (long long)(row_bytes / 4));
 }
 
 }  // namespace
@@ -85,7 +90,8 @@ int qm_moe_validate(const qm_moe* m, const int64_t w13_shape[2], const int64_t w
   QM_TRY(check_shape("w13", w13_shape, w13_row_bytes(*m), err));
   QM_TRY(check_shape("w2", w2_shape, w2_row_bytes(*m), err));
   if (w13_shape[0] != w2_shape[0] || w13_shape[0] < 1 || w13_shape[0] + m->expert_offset > m->num_experts)
-    return fail(err, QM_INVALID, "w13 has %lld experts and w2 %lld, expected the same number, 1 to num_experts - expert_offset = %d",
+    return fail(err, QM_INVALID,
+                "w13 has %lld experts and w2 %lld, expected the same number, 1 to num_experts - expert_offset = %d",
                 (long long)w13_shape[0], (long long)w2_shape[0], m->num_experts - m->expert_offset);
   return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
 }

@@ -1,6 +1,7 @@
-// The elementwise passes of FORMAT.md section 4, as plain loops: each kernel file includes this once and gets them compiled, and
-// vectorised, for its own instruction set. Every operation is exactly rounded and no loop reassociates, so all copies agree bit for
-// bit. Everything is in an unnamed namespace: two copies must never be merged by the linker.
+// The elementwise passes of FORMAT.md section 4, as plain loops: each kernel file includes this once and gets them
+// compiled, and vectorised, for its own instruction set. Every operation is exactly rounded and no loop reassociates,
+// so all copies agree bit for bit. Everything is in an unnamed namespace: two copies must never be merged by the
+// linker.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -47,7 +48,8 @@ inline float exp_f32(float x) {
 inline float sigmoid_f32(float x) { return 1.0f / (1.0f + exp_f32(-x)); }
 inline float silu_f32(float x) { return x / (1.0f + exp_f32(-x)); }
 inline float tanh_f32(float x) { return 1.0f - 2.0f / (exp_f32(x + x) + 1.0f); }
-// erfc of a non-negative argument times e^-z^2: Press et al., Numerical Recipes 6.2 (erfcc), relative error below 1.2e-7 before rounding.
+// erfc of a non-negative argument times e^-z^2: Press et al., Numerical Recipes 6.2 (erfcc), relative error
+// below 1.2e-7 before rounding.
 inline float erf_f32(float x) {
   const float z = x < 0.0f ? -x : x;
   const float t = 1.0f / fma(0.5f, z, 1.0f);
@@ -137,7 +139,8 @@ bool all_finite(const float* x, int64_t n) {
 }
 
 // q is __restrict: as a character pointer it could alias everything, and no loop would vectorise.
-bool quantize(int32_t activation_format, const float* x, int64_t k, int64_t kp, int8_t* __restrict q, float* step, int32_t* zero_point) {
+bool quantize(int32_t activation_format, const float* x, int64_t k, int64_t kp, int8_t* __restrict q, float* step,
+              int32_t* zero_point) {
   *step = 1.0f;
   *zero_point = 0;
   std::memset(q, 0, static_cast<size_t>(kp));
@@ -209,9 +212,11 @@ void activate_as(const qm_moe& moe, const float* gate, const float* up, int64_t 
   const float alpha = moe.swiglu_alpha, limit = moe.swiglu_limit;
   const auto times = [](float a, float u) { return kGated ? a * u : a; };
   switch (moe.activation) {
-    case k_activation_silu: return map(gate, up, n, h, [=](float g, float u) { return times(silu_f32(g), u); });
+    case k_activation_silu:
+      return map(gate, up, n, h, [=](float g, float u) { return times(silu_f32(g), u); });
     case k_activation_gelu:
-      return map(gate, up, n, h, [=](float g, float u) { return times(0.5f * g * (1.0f + erf_f32(g * 0.707106781f)), u); });
+      return map(gate, up, n, h,
+                 [=](float g, float u) { return times(0.5f * g * (1.0f + erf_f32(g * 0.707106781f)), u); });
     case k_activation_gelu_tanh:
       return map(gate, up, n, h, [=](float g, float u) {
         const float inner = 0.797884561f * fma(0.044715f * g * g, g, g);

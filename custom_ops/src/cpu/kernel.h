@@ -1,7 +1,8 @@
 // What a CPU kernel is: one file src/cpu/panel_<isa>.cc that fills a CpuKernel, and one line in kernels.inc.
 //
-// The layer's driver (moe.cc) owns routing, threads and memory. A kernel owns the arithmetic: the elementwise passes, which are the
-// plain loops of elementwise.h compiled with the file's instruction set, and the product of token tiles with panels.
+// The layer's driver (moe.cc) owns routing, threads and memory. A kernel owns the arithmetic: the elementwise passes,
+// which are the plain loops of elementwise.h compiled with the file's instruction set, and the product of token tiles
+// with panels.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -10,7 +11,8 @@
 
 namespace quantmoe {
 
-// One activation row as a product reads it. For activation_format none x holds it; otherwise q, sums, step and zero_point.
+// One activation row as a product reads it. For activation_format none x holds it; otherwise q, sums, step and
+// zero_point.
 struct Row {
   const float* x;       // [kp], zero past k
   const int8_t* q;      // [kp], zero past k
@@ -38,7 +40,8 @@ struct Product {
   int64_t panel_count;
   const Tile* tiles;
   int64_t tile_count;
-  // Row i of all tiles and row r of panel p goes to out[i * row_stride + (p % halves) * half_stride + (p / halves) * nr + r].
+  // Row i of all tiles and row r of panel p goes to out[i * row_stride + (p % halves) * half_stride + (p / halves) * nr
+  // + r].
   float* out;
   int64_t row_stride, half_stride;
   int halves;
@@ -54,7 +57,8 @@ struct CpuKernel {
   void (*scale)(float factor, float* x, int64_t n);  // x *= factor
   bool (*all_finite)(const float* x, int64_t n);
   // Quantizes x [k] to q [kp]; false when the row counts as not finite.
-  bool (*quantize)(int32_t activation_format, const float* x, int64_t k, int64_t kp, int8_t* q, float* step, int32_t* zero_point);
+  bool (*quantize)(int32_t activation_format, const float* x, int64_t k, int64_t kp, int8_t* q, float* step,
+                   int32_t* zero_point);
   void (*block_sums)(const int8_t* q, int64_t block, int64_t blocks, int32_t* sums);
   // h[i] = act(gate[i], up[i]), or act(up[i]) when gate is null.
   void (*activate)(const qm_moe& moe, const float* gate, const float* up, int64_t n, float* h);

@@ -19,12 +19,14 @@ const CpuKernel* select_kernel(char* err) {
   std::string names;
   for (const CpuKernel* kernel : kKernels) {
     if (forced && *forced) {
-      names += std::string(names.empty() ? "" : ", ") + kernel->name + (kernel->usable() ? "" : " (not on this machine)");
+      names +=
+          std::string(names.empty() ? "" : ", ") + kernel->name + (kernel->usable() ? "" : " (not on this machine)");
       if (std::strcmp(forced, kernel->name) != 0) continue;
     }
     if (kernel->usable()) return kernel;
   }
-  fail(err, QM_UNSUPPORTED, "QUANTMOE_FORCE_KERNEL is \"%.64s\", kernels here: %s", forced ? forced : "", names.c_str());
+  fail(err, QM_UNSUPPORTED, "QUANTMOE_FORCE_KERNEL is \"%.64s\", kernels here: %s", forced ? forced : "",
+       names.c_str());
   return nullptr;
 }
 

@@ -1,6 +1,7 @@
 // One QuantMoE layer on the CPU: route, quantize, gate and up with the activation, quantize, down with the combine.
 //
-// Pairs (token, slot) are sorted by expert; a pair's place in that order is its position. Four sections, each a parallel loop:
+// Pairs (token, slot) are sorted by expert; a pair's place in that order is its position. Four sections, each a
+// parallel loop:
 //   1. activation rows to f32 and int8, once a token
 //   2. (expert, token block, panel range): w13 product, activation function -> h[position]
 //   3. h rows to int8 tiles, ready for every panel range of section 4
@@ -39,7 +40,7 @@ struct Pair {
 };
 struct Task {
   int32_t expert;
-  int64_t first, rows;        // positions
+  int64_t first, rows;         // positions
   int64_t panel, panel_count;  // of w13, counted over both halves
 };
 
@@ -68,13 +69,14 @@ struct Layer {
   float* y;               // [tokens, H]; the output itself when that is f32
   Task* tasks;            // [max_tasks]
   // a lane each
-  uint8_t* lane_tiles;    // [kBlockRows, tile13_bytes] twice when gate and up gather differently
-  float* lane_out;        // [kBlockRows, kColumnsPerStep] twice, gate and up
-  int8_t* lane_q;         // [kMaxTileRows, max kp]
+  uint8_t* lane_tiles;  // [kBlockRows, tile13_bytes] twice when gate and up gather differently
+  float* lane_out;      // [kBlockRows, kColumnsPerStep] twice, gate and up
+  int8_t* lane_q;       // [kMaxTileRows, max kp]
   float* lane_x;
   int32_t* lane_sums;
 
-  Layer(const qm_moe& m, const qm_moe_call& c, const CpuKernel& k) : moe(m), call(c), kernel(k), w13(w13_matrix(m)), w2(w2_matrix(m)) {
+  Layer(const qm_moe& m, const qm_moe_call& c, const CpuKernel& k)
+      : moe(m), call(c), kernel(k), w13(w13_matrix(m)), w2(w2_matrix(m)) {
     quantized13 = is_quantized(m.w13);
     quantized2 = is_quantized(m.w2);
     pairs = c.tokens * c.top_k;
@@ -84,7 +86,8 @@ struct Layer {
     lanes = c.parallel_for && c.lanes > 1 ? c.lanes : 1;
     const int64_t blocks = std::min(pairs, c.local_experts + pairs / kBlockRows);
     const int64_t steps = ceil_div(w13.panels * w13.nr, kColumnsPerStep);
-    // Enough tasks to balance lanes at the end of the section, few enough that packing a block's tiles again for each is noise.
+    // Enough tasks to balance lanes at the end of the section, few enough that packing a block's tiles again for each
+    // is noise.
     panel_splits = std::clamp<int64_t>(blocks > 0 ? ceil_div(lanes > 1 ? 6 * lanes : 1, blocks) : 1, 1, steps);
     column_ranges = std::clamp<int64_t>(lanes > 1 ? 4 * lanes : 1, 1, ceil_div(m.hidden_size, kColumnsPerStep));
     max_tasks = (std::min(pairs, c.local_experts) + pairs / kBlockRows) * panel_splits;
@@ -122,7 +125,8 @@ struct Layer {
   }
 
   int64_t id(int64_t pair) const {
-    return call.id_bytes == 8 ? static_cast<const int64_t*>(call.topk_ids)[pair] : static_cast<const int32_t*>(call.topk_ids)[pair];
+    return call.id_bytes == 8 ? static_cast<const int64_t*>(call.topk_ids)[pair]
+                              : static_cast<const int32_t*>(call.topk_ids)[pair];
   }
   int64_t row_of(Pair p) const { return moe.apply_router_weight_on_input ? p.token * call.top_k + p.slot : p.token; }
 
@@ -143,8 +147,8 @@ int Layer::route(char* err) {
   for (int64_t i = 0; i < pairs; ++i) {
     const int64_t e = id(i);
     if (e < -1 || e >= moe.num_experts)
-      return fail(err, QM_INVALID, "topk_ids of token %lld, slot %lld is %lld, expected -1 to %d", (long long)(i / call.top_k),
-                  (long long)(i % call.top_k), (long long)e, moe.num_experts - 1);
+      return fail(err, QM_INVALID, "topk_ids of token %lld, slot %lld is %lld, expected -1 to %d",
+                  (long long)(i / call.top_k), (long long)(i % call.top_k), (long long)e, moe.num_experts - 1);
     const int64_t local = e - moe.expert_offset;
     if (e >= 0 && local >= 0 && local < call.local_experts) ++expert_begin[local + 1];
   }
@@ -170,7 +174,8 @@ void Layer::load_rows(int64_t first, int64_t count) {
     if (moe.apply_router_weight_on_input) kernel.scale(call.topk_weights[r], row, hidden);
     bool finite;
     if (quantized13) {
-      finite = kernel.quantize(moe.w13.activation_format, row, hidden, w13.kp, q + r * w13.kp, step + r, zero_point + r);
+      finite =
+          kernel.quantize(moe.w13.activation_format, row, hidden, w13.kp, q + r * w13.kp, step + r, zero_point + r);
       if (!moe.w13.perm) kernel.block_sums(q + r * w13.kp, w13.block, w13.blocks, sums + r * w13.blocks);
     } else {
       finite = kernel.all_finite(row, hidden);
@@ -202,7 +207,8 @@ void Layer::gate_up(int lane, const Task& task) {
   Tile tiles[2][kBlockRows];
   for (int g = 0; g < gathers; ++g) {
     const int32_t* perm = nullptr;
-    if (moe.w13.perm) perm = reinterpret_cast<const int32_t*>(weights + w13_row_bytes(moe) - (gathers - g) * perm_bytes);
+    if (moe.w13.perm)
+      perm = reinterpret_cast<const int32_t*>(weights + w13_row_bytes(moe) - (gathers - g) * perm_bytes);
     uint8_t* data = lane_tiles + lane * lane_tiles_bytes() + g * kBlockRows * tile13_bytes;
     int64_t position = task.first;
     for (int64_t t = 0; t < count; ++t) {
@@ -242,15 +248,23 @@ void Layer::gate_up(int lane, const Task& task) {
   const int64_t step_panels = kColumnsPerStep / w13.nr * sides;
   for (int64_t p = task.panel; p < task.panel + task.panel_count; p += step_panels) {
     const int64_t panels = std::min(step_panels, task.panel + task.panel_count - p);
-    Product product{&w13,  quantized13, weights + p * w13.stride, panels, tiles[0], count, gate, kColumnsPerStep,
-                    up - gate, sides};
+    Product product{&w13,  quantized13, weights + p * w13.stride, panels,    tiles[0],
+                    count, gate,        kColumnsPerStep,          up - gate, sides};
     if (gathers == 1) {
       kernel.multiply(product);
     } else {  // gate and up read different tiles: every other panel each
       PanelMatrix half = w13;
       for (int64_t i = 0; i < panels; ++i) {
-        Product one{&half, quantized13, weights + (p + i) * w13.stride, 1, tiles[i % 2], count, (i % 2 ? up : gate) + i / 2 * w13.nr,
-                    kColumnsPerStep, 0, 1};
+        Product one{&half,
+                    quantized13,
+                    weights + (p + i) * w13.stride,
+                    1,
+                    tiles[i % 2],
+                    count,
+                    (i % 2 ? up : gate) + i / 2 * w13.nr,
+                    kColumnsPerStep,
+                    0,
+                    1};
         kernel.multiply(one);
       }
     }
@@ -278,7 +292,8 @@ void Layer::pack_h(int lane, int64_t expert) {
       if (quantized2) {
         int8_t* quantized = lane_q + slot * lane_kp();
         int32_t* block_sums = lane_sums + slot * lane_blocks();
-        finite = kernel.quantize(moe.w2.activation_format, row, w2.k, w2.kp, quantized, &list[i].step, &list[i].zero_point);
+        finite =
+            kernel.quantize(moe.w2.activation_format, row, w2.k, w2.kp, quantized, &list[i].step, &list[i].zero_point);
         kernel.block_sums(quantized, w2.block, w2.blocks, block_sums);
         list[i].q = quantized;
         list[i].sums = block_sums;
@@ -319,12 +334,21 @@ void Layer::down(int lane, int64_t begin, int64_t end) {
       }
       for (int64_t column = begin; column < end; column += kColumnsPerStep) {
         const int64_t columns = std::min(kColumnsPerStep, end - column);
-        Product product{&w2, quantized2, weights + column / w2.nr * w2.stride, ceil_div(columns, w2.nr), tiles, taken, out,
-                        kColumnsPerStep, 0, 1};
+        Product product{&w2,
+                        quantized2,
+                        weights + column / w2.nr * w2.stride,
+                        ceil_div(columns, w2.nr),
+                        tiles,
+                        taken,
+                        out,
+                        kColumnsPerStep,
+                        0,
+                        1};
         kernel.multiply(product);
         for (int64_t i = 0; i < block; ++i) {
           const Pair pair = order[first + i];
-          const float weight = moe.apply_router_weight_on_input ? 1.0f : call.topk_weights[pair.token * call.top_k + pair.slot];
+          const float weight =
+              moe.apply_router_weight_on_input ? 1.0f : call.topk_weights[pair.token * call.top_k + pair.slot];
           kernel.accumulate(weight, out + i * kColumnsPerStep, columns, y + pair.token * hidden + column);
         }
       }
@@ -380,8 +404,7 @@ int qm_moe_run(const qm_moe* moe, const qm_moe_call* call, char* err) {
 
   const int64_t hidden = moe->hidden_size;
   const int64_t range = align_up(ceil_div(hidden, layer.column_ranges), kColumnsPerStep);
-  layer.for_each(ceil_div(hidden, range), [&](int lane, int64_t i) {
-    layer.down(lane, i * range, std::min(hidden, (i + 1) * range));
-  });
+  layer.for_each(ceil_div(hidden, range),
+                 [&](int lane, int64_t i) { layer.down(lane, i * range, std::min(hidden, (i + 1) * range)); });
   return QM_OK;
 }

@@ -1,13 +1,14 @@
 // Panels times token tiles with AVX512-VNNI.
 //
-// Sixteen weight rows fill a zmm: two halves X and Y of 8 rows, a panel each for 4-bit codes, two panels each for 8-bit codes. In a
-// panel a row owns 8 consecutive bytes (two dwords) of each 64; shuffling X with Y leaves one dword a row,
+// Sixteen weight rows fill a zmm: two halves X and Y of 8 rows, a panel each for 4-bit codes, two panels each for 8-bit
+// codes. In a panel a row owns 8 consecutive bytes (two dwords) of each 64; shuffling X with Y leaves one dword a row,
 //   even: X0 X1 Y0 Y1 | X2 X3 Y2 Y3 | ...  columns k..k+3        odd: the same rows, columns k+4..k+7
-// so that a row is one lane: no pair of lanes to add afterwards, and the activations are a 4-byte broadcast that vpdpbusd takes from
-// memory. That lane order holds for scales, row sums and biases too and is undone once, at the store.
+// so that a row is one lane: no pair of lanes to add afterwards, and the activations are a 4-byte broadcast that
+// vpdpbusd takes from memory. That lane order holds for scales, row sums and biases too and is undone once, at the
+// store.
 //
-// vpdpbusd multiplies u8 weights (code, offset by 8 or 128) with s8 activations; accumulators start at -offset * sum(x), which
-// pack_tile has put into the tile. All of it is exact in int32.
+// vpdpbusd multiplies u8 weights (code, offset by 8 or 128) with s8 activations; accumulators start at -offset *
+// sum(x), which pack_tile has put into the tile. All of it is exact in int32.
 #include <immintrin.h>
 
 #include <utility>
@@ -67,7 +68,8 @@ inline __m128i load_rows16(const Group& g, int half, int64_t offset) {
 template <int kBits>
 inline __m512i load_lanes32(const Group& g, int64_t offset) {
   const __m512i order = _mm512_setr_epi32(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
-  const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(load_rows32<kBits>(g, 0, offset)), load_rows32<kBits>(g, 1, offset), 1);
+  const __m512i both =
+      _mm512_inserti64x4(_mm512_castsi256_si512(load_rows32<kBits>(g, 0, offset)), load_rows32<kBits>(g, 1, offset), 1);
   return _mm512_permutexvar_epi32(order, both);
 }
 
@@ -112,7 +114,9 @@ void quantized_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, c
     QM_EACH dot[i] = _mm512_set1_epi32(start[i]);
     if constexpr (kBits == 4) {
       const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x88)), nibble = _mm512_set1_epi8(15);
-      const auto low = [&](__m512i v) { return _mm512_ternarylogic_epi32(v, flip, nibble, 0x28); };  // (v ^ flip) & nibble
+      const auto low = [&](__m512i v) {
+        return _mm512_ternarylogic_epi32(v, flip, nibble, 0x28);
+      };  // (v ^ flip) & nibble
       const uint8_t* const end = x + p.block * M;
       do {  // a block is never empty; saying so keeps the accumulators out of memory
 #pragma GCC unroll 2
@@ -161,7 +165,9 @@ void quantized_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, c
     const __m512 step = _mm512_set1_ps(steps[i]);
     __m512 y;
     if (p.grouped) {
-      y = _mm512_mul_ps(_mm512_fmadd_ps(_mm512_castsi512_ps(sums), _mm512_set1_ps(static_cast<float>(-zero_points[i])), acc[i]), step);
+      y = _mm512_mul_ps(
+          _mm512_fmadd_ps(_mm512_castsi512_ps(sums), _mm512_set1_ps(static_cast<float>(-zero_points[i])), acc[i]),
+          step);
     } else {
       const __m512i dot = _mm512_castps_si512(acc[i]), product = kBits == 4 ? _mm512_slli_epi32(dot, 4) : dot;
       const __m512i corrected = _mm512_add_epi32(product, _mm512_mullo_epi32(sums, _mm512_set1_epi32(-zero_points[i])));
@@ -215,7 +221,8 @@ void float_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const
   __m512 scale = _mm512_castsi512_ps(load_lanes32<kBits>(g, p.tail() + 4 * p.nr));  // channelwise
   if (kBits == 4) scale = _mm512_mul_ps(scale, _mm512_set1_ps(16.0f));
   QM_EACH {
-    store_lanes<kBits>(store, i * row_stride, _mm512_add_ps(p.grouped ? acc[i] : _mm512_mul_ps(partial[i], scale), bias));
+    store_lanes<kBits>(store, i * row_stride,
+                       _mm512_add_ps(p.grouped ? acc[i] : _mm512_mul_ps(partial[i], scale), bias));
   }
 }
 
@@ -225,7 +232,8 @@ constexpr auto tile_table(std::integer_sequence<int, M...>) {
   struct Table {
     TileFunction of[2][2][sizeof...(M)];  // [quantized][8 bits][m - 1]
   };
-  return Table{{{{float_tile<M + 1, 4>...}, {float_tile<M + 1, 8>...}}, {{quantized_tile<M + 1, 4>...}, {quantized_tile<M + 1, 8>...}}}};
+  return Table{{{{float_tile<M + 1, 4>...}, {float_tile<M + 1, 8>...}},
+                {{quantized_tile<M + 1, 4>...}, {quantized_tile<M + 1, 8>...}}}};
 }
 constexpr auto kTiles = tile_table(std::make_integer_sequence<int, kTileRows>());
 
@@ -253,13 +261,14 @@ void multiply(const Product& product) {
 
 bool usable() {
   __builtin_cpu_init();
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vnni");
 }
 
 }  // namespace
 
-const CpuKernel panel_avx512vnni = {"panel_avx512vnni", usable, kTileRows, QM_ELEMENTWISE(pack_tile_offset), multiply,
+const CpuKernel panel_avx512vnni = {"panel_avx512vnni",  usable, kTileRows, QM_ELEMENTWISE(pack_tile_offset), multiply,
                                     int8_peak_avx512vnni};
 
 }  // namespace quantmoe
