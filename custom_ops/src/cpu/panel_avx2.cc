@@ -299,6 +299,7 @@ bool usable() {
 
 }  // namespace
 
-const CpuKernel panel_avx2 = {"panel_avx2", usable, kTileRows, QM_ELEMENTWISE(pack_tile_offset), multiply};
+const CpuKernel panel_avx2 = {"panel_avx2", usable,        kTileRows, QM_ELEMENTWISE(pack_tile_offset),
+                              multiply,     int8_peak_avx2};
 
 }  // namespace quantmoe

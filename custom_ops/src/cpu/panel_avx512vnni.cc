@@ -267,7 +267,7 @@ bool usable() {
 
 }  // namespace
 
-const CpuKernel panel_avx512vnni = {"panel_avx512vnni", usable, kTileRows, QM_ELEMENTWISE(pack_tile_offset), multiply,
+const CpuKernel panel_avx512vnni = {"panel_avx512vnni",  usable, kTileRows, QM_ELEMENTWISE(pack_tile_offset), multiply,
                                     int8_peak_avx512vnni};
 
 }  // namespace quantmoe
