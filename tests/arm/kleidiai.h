@@ -1,5 +1,5 @@
-// KleidiAI's packers and kernels for the three families FORMAT.md 2.5 names, behind one signature. Used by the programs of this
-// folder and by tests/golden; needs KleidiAI 1.8 or later and aarch64 (or qemu-user).
+// KleidiAI's packers and kernels for the three families FORMAT.md 2.5 names, behind one signature. Used by the programs
+// of this folder and by tests/golden; needs KleidiAI 1.8 or later and aarch64 (or qemu-user).
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -20,7 +20,8 @@ extern "C" {
 
 namespace quantmoe::arm {
 
-// A matrix [n, k] of unsigned codes, one byte a code; group > 0: int4 with bf16 scales [n, k / group]; group = -1: f32 scales [n].
+// A matrix [n, k] of unsigned codes, one byte a code; group > 0: int4 with bf16 scales [n, k / group]; group = -1: f32
+// scales [n].
 struct Rhs {
   int bits = 4;
   int64_t group = -1, n = 0, k = 0;

@@ -1,5 +1,5 @@
-// FORMAT.md sections 2 and 4.1-4.2 written as plain scalar code, against KleidiAI's packers, quantizer and kernels, bit for
-// bit, on random matrices. Exits 1 at a difference. Argument: number of cases a family (default 1000).
+// FORMAT.md sections 2 and 4.1-4.2 written as plain scalar code, against KleidiAI's packers, quantizer and kernels, bit
+// for bit, on random matrices. Exits 1 at a difference. Argument: number of cases a family (default 1000).
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -60,7 +60,10 @@ std::vector<uint8_t> Pack(const Rhs& rhs) {
     }
     const int factor = rhs.bits == 4 ? 16 : 1;
     for (int64_t r = 0; r < nr; ++r)
-      if (g > 0) Put(out, sums[r]); else Put(out, int_sums[r] * factor);
+      if (g > 0)
+        Put(out, sums[r]);
+      else
+        Put(out, int_sums[r] * factor);
     if (g < 0)
       for (int64_t r = panel; r < panel + nr; ++r) Put(out, rhs.scales_f32[source(r)] / float(factor));
     for (int64_t r = panel; r < panel + nr; ++r) Put(out, rhs.bias[source(r)]);
@@ -109,8 +112,8 @@ float Product(const Rhs& rhs, int64_t n, const Row& x, float rowsum, int32_t int
 int failures = 0;
 void Check(bool ok, const char* what, const Rhs& rhs, int64_t m, int64_t i) {
   if (ok || ++failures > 40) return;
-  std::printf("DIFFERENT %s: bits %d group %ld n %ld k %ld m %ld at %ld\n", what, rhs.bits, long(rhs.group), long(rhs.n),
-              long(rhs.k), long(m), long(i));
+  std::printf("DIFFERENT %s: bits %d group %ld n %ld k %ld m %ld at %ld\n", what, rhs.bits, long(rhs.group),
+              long(rhs.n), long(rhs.k), long(m), long(i));
 }
 
 enum { kRandom, kConstant, kZero, kTiny, kHuge, kPositive, kNegative, kHalves, kKinds };
@@ -143,8 +146,13 @@ void Case(std::mt19937& rng, int bits, int64_t group) {
     const float constant = normal(rng);
     for (int64_t c = 0; c < k; ++c) {
       const float v = normal(rng);
-      x[t * k + c] = kind == kConstant ? constant : kind == kZero ? 0 : kind == kTiny ? v * 1e-36f : kind == kHuge ? v * 2e37f
-                     : kind == kPositive ? std::fabs(v) : kind == kNegative ? -std::fabs(v) : v;
+      x[t * k + c] = kind == kConstant   ? constant
+                     : kind == kZero     ? 0
+                     : kind == kTiny     ? v * 1e-36f
+                     : kind == kHuge     ? v * 2e37f
+                     : kind == kPositive ? std::fabs(v)
+                     : kind == kNegative ? -std::fabs(v)
+                                         : v;
       if (kind == kHalves) {  // scale 1, codes and (for every second row) the zero point half way between integers
         const float lo = -127.5f - 0.5f * float(t % 2) + float(t);
         x[t * k + c] = c == 0 ? lo : c == 1 ? lo + 255.0f : lo + 0.5f * float(below(511));
@@ -167,13 +175,15 @@ void Case(std::mt19937& rng, int bits, int64_t group) {
       char what[64];
       std::snprintf(what, sizeof what, "step (%s)", kNames[kinds[t]]);
       Check(std::bit_cast<uint32_t>(step) == std::bit_cast<uint32_t>(rows[t].step), what, rhs, m, t);
-      if (rows[t].step == 0) continue;  // 255 / (hi - lo) overflowed: KleidiAI's codes are meaningless, its products the bias
+      if (rows[t].step == 0)
+        continue;  // 255 / (hi - lo) overflowed: KleidiAI's codes are meaningless, its products the bias
       std::snprintf(what, sizeof what, "zero point (%s)", kNames[kinds[t]]);
       Check(-neg_z == rows[t].z, what, rhs, neg_z, rows[t].z);
       std::snprintf(what, sizeof what, "lhs code (%s)", kNames[kinds[t]]);
       for (int64_t c = 0; c < k; ++c) {
         const int8_t q = static_cast<int8_t>(base[c / 8 * 8 * mr + t % mr * 8 + c % 8]);
-        if (c >= k / 8 * 8) {  // KleidiAI's scalar tail rounds half away from zero; take it over to compare the products
+        if (c >=
+            k / 8 * 8) {  // KleidiAI's scalar tail rounds half away from zero; take it over to compare the products
           if (std::abs(q - rows[t].q[c]) == 1) rows[t].q[c] = q;
         }
         Check(q == rows[t].q[c], what, rhs, t, c);
@@ -209,7 +219,8 @@ int main(int argc, char** argv) {
   for (auto [bits, group] : families) {
     const int before = quantmoe::arm::failures;
     for (int i = 0; i < cases; ++i) quantmoe::arm::Case(rng, bits, group);
-    std::printf("int%d group %ld: %d cases, %d differences\n", bits, long(group), cases, quantmoe::arm::failures - before);
+    std::printf("int%d group %ld: %d cases, %d differences\n", bits, long(group), cases,
+                quantmoe::arm::failures - before);
   }
   return quantmoe::arm::failures != 0;
 }

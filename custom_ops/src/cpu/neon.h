@@ -1,9 +1,10 @@
-// Panels times token tiles with NEON, on 8 weight rows at a time: one panel of 4-bit codes or two of 8-bit codes. Included by one file
-// an instruction set; everything is in an unnamed namespace, as in elementwise.h.
+// Panels times token tiles with NEON, on 8 weight rows at a time: one panel of 4-bit codes or two of 8-bit codes.
+// Included by one file an instruction set; everything is in an unnamed namespace, as in elementwise.h.
 //
-// A quantized tile is q int8 [kp / 8][m][8] | -zero_point int32 [m] | step f32 [m]: with m = 1 and m = 4 these are KleidiAI's
-// left-hand side bytes. Its rows are taken in units: two rows with i8mm, whose instruction multiplies 2 x 8 by 8 x 2, one row with
-// dotprod. A unit multiplies with 16 weight bytes, 8 columns of two rows, so that 8 weight rows are 4 accumulators a unit.
+// A quantized tile is q int8 [kp / 8][m][8] | -zero_point int32 [m] | step f32 [m]: with m = 1 and m = 4 these are
+// KleidiAI's left-hand side bytes. Its rows are taken in units: two rows with i8mm, whose instruction multiplies 2 x 8
+// by 8 x 2, one row with dotprod. A unit multiplies with 16 weight bytes, 8 columns of two rows, so that 8 weight rows
+// are 4 accumulators a unit.
 #pragma once
 #include <arm_neon.h>
 #include <sys/auxv.h>
@@ -30,7 +31,9 @@ struct Unit {
     out[2] = vreinterpretq_s32_s64(vdupq_laneq_s64(b, 0));
     out[3] = vreinterpretq_s32_s64(vdupq_laneq_s64(b, 1));
   }
-  static int32x4_t broadcast(const int32_t* row, bool second) { return vcombine_s32(vdup_n_s32(row[0]), vdup_n_s32(row[second])); }
+  static int32x4_t broadcast(const int32_t* row, bool second) {
+    return vcombine_s32(vdup_n_s32(row[0]), vdup_n_s32(row[second]));
+  }
   static void rows(const float32x4_t v[kVectors], float32x4_t out[kRows][2]) {
     for (int half = 0; half < 2; ++half) {
       const float64x2_t a = vreinterpretq_f64_f32(v[2 * half]), b = vreinterpretq_f64_f32(v[2 * half + 1]);
@@ -62,8 +65,8 @@ struct Unit {
 };
 #endif
 
-// Where 8 weight rows come from and go to: with 8-bit codes a panel is 4 of them. A missing second panel repeats the first and is
-// not stored.
+// Where 8 weight rows come from and go to: with 8-bit codes a panel is 4 of them. A missing second panel repeats the
+// first and is not stored.
 struct Group {
   const uint8_t* panel[2];
   float* to[2];
@@ -186,7 +189,8 @@ void float_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, int m
   const uint8x16_t first_columns = vld1q_u8(kFirstColumns);
   float32x4_t acc[kRows][2], part[kRows][2];
   for (auto& row : acc) row[0] = row[1] = vdupq_n_f32(0.0f);
-  const auto columns = [&](const float* x, const int8x16x4_t& weights) {  // 8 columns, 16 times the value when kBits is 4
+  const auto columns = [&](const float* x,
+                           const int8x16x4_t& weights) {  // 8 columns, 16 times the value when kBits is 4
     for (int c = 0; c < 8; c += 2) {
       const int8x16_t two = vqtbl4q_s8(weights, vaddq_u8(first_columns, vdupq_n_u8(static_cast<uint8_t>(c))));
       const int16x8_t column[2] = {vmovl_s8(vget_low_s8(two)), vmovl_s8(vget_high_s8(two))};
@@ -237,7 +241,8 @@ void float_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, int m
     float32x4_t y[2];
     for (int half = 0; half < 2; ++half) {
       const float32x4_t scale = vmulq_n_f32(vreinterpretq_f32_s32(scales[half]), kBits == 4 ? 16.0f : 1.0f);
-      y[half] = vaddq_f32(p.grouped ? acc[r][half] : vmulq_f32(part[r][half], scale), vreinterpretq_f32_s32(biases[half]));
+      y[half] =
+          vaddq_f32(p.grouped ? acc[r][half] : vmulq_f32(part[r][half], scale), vreinterpretq_f32_s32(biases[half]));
     }
     store_row<kBits>(g, (first + r) * row_stride, y);
   }
@@ -251,7 +256,8 @@ void multiply_tile(const PanelMatrix& p, const Group& g, bool quantized, const T
   using Rows = void (*)(const PanelMatrix&, const Group&, const uint8_t*, int, int, int64_t);
   static constexpr Rows kQuantized[] = {quantized_rows<1, kBits>, quantized_rows<2, kBits>, quantized_rows<3, kBits>,
                                         quantized_rows<4, kBits>};
-  static constexpr Rows kFloat[] = {float_rows<1, kBits>, float_rows<2, kBits>, float_rows<3, kBits>, float_rows<4, kBits>};
+  static constexpr Rows kFloat[] = {float_rows<1, kBits>, float_rows<2, kBits>, float_rows<3, kBits>,
+                                    float_rows<4, kBits>};
   const int rows = quantized ? Unit::kRows : 1;
   int units = (tile.m + rows - 1) / rows, passes = (units + kMaxUnits - 1) / kMaxUnits, first = 0;
   for (; passes > 0; --passes) {
@@ -290,6 +296,22 @@ void pack_rows(const PanelMatrix& p, bool quantized, const Row* rows, int m, uin
     negative_zero_points[i] = -rows[i].zero_point;
     steps[i] = rows[i].step;
   }
+}
+
+// This file's integer product on registers alone.
+int64_t int8_peak(int64_t rounds) {
+  constexpr int kSums = 16;
+  int32x4_t sums[kSums];
+  int8x16_t a = vdupq_n_s8(1), b = a;
+  for (int32x4_t& sum : sums) sum = vdupq_n_s32(0);
+  for (int64_t r = 0; r < rounds; ++r)
+#pragma GCC unroll 16
+    for (int32x4_t& sum : sums) {
+      asm volatile("" : "+w"(a));  // a new product each time
+      sum = Unit::dot(sum, a, b);
+    }
+  for (int32x4_t& sum : sums) asm volatile("" : : "w"(sum));
+  return rounds * kSums * 16 * Unit::kRows;
 }
 
 inline bool cpu_has(unsigned long word, int bit) { return getauxval(word) >> bit & 1; }

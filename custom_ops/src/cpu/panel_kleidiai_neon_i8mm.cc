@@ -1,7 +1,9 @@
-// KleidiAI's kernels where their right-hand sides are our panels (FORMAT.md 2.5): GEMM for token rows in fours, GEMV for a single row,
-// and for everything else, two or three rows left over included, the kernels of neon.h. All give the same bytes.
+// KleidiAI's kernels where their right-hand sides are our panels (FORMAT.md 2.5): GEMM for token rows in fours, GEMV
+// for a single row, and for everything else, two or three rows left over included, the kernels of neon.h. All give the
+// same bytes.
 //
-// A tile here is its rows in fours and then the rest, each part a tile of neon.h, whose bytes are KleidiAI's for four rows and for one.
+// A tile here is its rows in fours and then the rest, each part a tile of neon.h, whose bytes are KleidiAI's for four
+// rows and for one.
 #include "cpu/neon.h"
 
 extern "C" {
@@ -24,28 +26,32 @@ struct Family {
   size_t (*nr[2])();
   size_t (*kr[2])();
   size_t (*sr[2])();
-  void (*run[2])(const PanelMatrix& p, int64_t m, int64_t n, const uint8_t* x, const uint8_t* w, float* y, int64_t stride);
+  void (*run[2])(const PanelMatrix& p, int64_t m, int64_t n, const uint8_t* x, const uint8_t* w, float* y,
+                 int64_t stride);
 };
 
-#define QM_KAI_GROUPED(name)                                                                                                   \
-  [](const PanelMatrix& p, int64_t m, int64_t n, const uint8_t* x, const uint8_t* w, float* y, int64_t stride) {               \
-    kai_run_matmul_clamp_f32_##name(m, n, p.kp, p.block, x, w, y, stride * kFloat, kFloat, -INFINITY, INFINITY);               \
+#define QM_KAI_GROUPED(name)                                                                                     \
+  [](const PanelMatrix& p, int64_t m, int64_t n, const uint8_t* x, const uint8_t* w, float* y, int64_t stride) { \
+    kai_run_matmul_clamp_f32_##name(m, n, p.kp, p.block, x, w, y, stride* kFloat, kFloat, -INFINITY, INFINITY);  \
   }
-#define QM_KAI_CHANNELWISE(name)                                                                                               \
-  [](const PanelMatrix& p, int64_t m, int64_t n, const uint8_t* x, const uint8_t* w, float* y, int64_t stride) {               \
-    kai_run_matmul_clamp_f32_##name(m, n, p.kp, x, w, y, stride * kFloat, kFloat, -INFINITY, INFINITY);                        \
+#define QM_KAI_CHANNELWISE(name)                                                                                 \
+  [](const PanelMatrix& p, int64_t m, int64_t n, const uint8_t* x, const uint8_t* w, float* y, int64_t stride) { \
+    kai_run_matmul_clamp_f32_##name(m, n, p.kp, x, w, y, stride* kFloat, kFloat, -INFINITY, INFINITY);           \
   }
-#define QM_KAI_FAMILY(kind, one, four)                                                                     \
-  {{kai_get_mr_matmul_clamp_f32_##one, kai_get_mr_matmul_clamp_f32_##four},                                \
-   {kai_get_nr_matmul_clamp_f32_##one, kai_get_nr_matmul_clamp_f32_##four},                                \
-   {kai_get_kr_matmul_clamp_f32_##one, kai_get_kr_matmul_clamp_f32_##four},                                \
-   {kai_get_sr_matmul_clamp_f32_##one, kai_get_sr_matmul_clamp_f32_##four},                                \
-   {kind(one), kind(four)}}
+#define QM_KAI_FAMILY(kind, one, four)                                             \
+  {                                                                                \
+    {kai_get_mr_matmul_clamp_f32_##one, kai_get_mr_matmul_clamp_f32_##four},       \
+        {kai_get_nr_matmul_clamp_f32_##one, kai_get_nr_matmul_clamp_f32_##four},   \
+        {kai_get_kr_matmul_clamp_f32_##one, kai_get_kr_matmul_clamp_f32_##four},   \
+        {kai_get_sr_matmul_clamp_f32_##one, kai_get_sr_matmul_clamp_f32_##four}, { \
+      kind(one), kind(four)                                                        \
+    }                                                                              \
+  }
 
 constexpr Family kInt4Groups =
     QM_KAI_FAMILY(QM_KAI_GROUPED, qai8dxp1x8_qsi4c32p8x8_1x8x32_neon_dotprod, qai8dxp4x8_qsi4c32p8x8_4x8x32_neon_i8mm);
-constexpr Family kInt4Channelwise =
-    QM_KAI_FAMILY(QM_KAI_CHANNELWISE, qai8dxp1x8_qsi4cxp8x8_1x8x32_neon_dotprod, qai8dxp4x8_qsi4cxp8x8_8x8x32_neon_i8mm);
+constexpr Family kInt4Channelwise = QM_KAI_FAMILY(QM_KAI_CHANNELWISE, qai8dxp1x8_qsi4cxp8x8_1x8x32_neon_dotprod,
+                                                  qai8dxp4x8_qsi4cxp8x8_8x8x32_neon_i8mm);
 constexpr Family kInt8Channelwise =
     QM_KAI_FAMILY(QM_KAI_CHANNELWISE, qai8dxp1x8_qsi8cxp4x8_1x4_neon_dotprod, qai8dxp4x8_qsi8cxp4x8_16x4_neon_i8mm);
 
@@ -55,7 +61,8 @@ const Family* family(const PanelMatrix& p, bool quantized) {
   return p.bits == 4 && p.scale_type == k_scale_type_bf16 ? &kInt4Groups : nullptr;
 }
 
-// KleidiAI promises no stable layout: what is linked must have the geometry and the panel sizes this file was written against.
+// KleidiAI promises no stable layout: what is linked must have the geometry and the panel sizes this file was written
+// against.
 bool layout_is_ours() {
   const PanelMatrix grouped = panel_matrix(k_format_int4, k_scale_type_bf16, 64, 16, 192);
   const PanelMatrix int4 = panel_matrix(k_format_int4, k_scale_type_bf16, -1, 16, 96);
@@ -66,9 +73,11 @@ bool layout_is_ours() {
   } pairs[] = {{kInt4Groups, grouped}, {kInt4Channelwise, int4}, {kInt8Channelwise, int8}};
   for (const auto& [f, p] : pairs)
     for (int i = 0; i < 2; ++i)
-      if (f.mr[i]() != (i ? 4 : 1) || f.nr[i]() != static_cast<size_t>(p.nr) || f.kr[i]() / f.sr[i]() != 8) return false;
+      if (f.mr[i]() != (i ? 4 : 1) || f.nr[i]() != static_cast<size_t>(p.nr) || f.kr[i]() / f.sr[i]() != 8)
+        return false;
   const auto equal = [](size_t offset, const PanelMatrix& p) { return offset == static_cast<size_t>(p.stride); };
-  return equal(kai_get_rhs_packed_offset_matmul_clamp_f32_qai8dxp4x8_qsi4c32p8x8_4x8x32_neon_i8mm(8, 192, 64), grouped) &&
+  return equal(kai_get_rhs_packed_offset_matmul_clamp_f32_qai8dxp4x8_qsi4c32p8x8_4x8x32_neon_i8mm(8, 192, 64),
+               grouped) &&
          equal(kai_get_rhs_packed_offset_matmul_clamp_f32_qai8dxp4x8_qsi4cxp8x8_8x8x32_neon_i8mm(8, 96), int4) &&
          equal(kai_get_rhs_packed_offset_matmul_clamp_f32_qai8dxp4x8_qsi8cxp4x8_16x4_neon_i8mm(4, 96), int8) &&
          kai_get_lhs_packed_offset_matmul_clamp_f32_qai8dxp4x8_qsi4cxp8x8_8x8x32_neon_i8mm(8, 96) == 8 * (96 + 8);
@@ -110,6 +119,6 @@ bool usable() {
 
 }  // namespace
 
-const CpuKernel panel_kleidiai = {"panel_kleidiai", usable, 16, QM_ELEMENTWISE(pack_fours), multiply_fours};
+const CpuKernel panel_kleidiai = {"panel_kleidiai", usable, 16, QM_ELEMENTWISE(pack_fours), multiply_fours, int8_peak};
 
 }  // namespace quantmoe

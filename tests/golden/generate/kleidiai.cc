@@ -1,8 +1,8 @@
 // Reads one case from stdin and writes what KleidiAI makes of it to stdout; generate.py has the arrays' order.
+#include "kleidiai.h"
+
 #include <cstdio>
 #include <cstdlib>
-
-#include "kleidiai.h"
 
 namespace {
 
