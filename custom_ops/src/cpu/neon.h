@@ -298,6 +298,22 @@ void pack_rows(const PanelMatrix& p, bool quantized, const Row* rows, int m, uin
   }
 }
 
+// This file's integer product on registers alone.
+int64_t int8_peak(int64_t rounds) {
+  constexpr int kSums = 16;
+  int32x4_t sums[kSums];
+  int8x16_t a = vdupq_n_s8(1), b = a;
+  for (int32x4_t& sum : sums) sum = vdupq_n_s32(0);
+  for (int64_t r = 0; r < rounds; ++r)
+#pragma GCC unroll 16
+    for (int32x4_t& sum : sums) {
+      asm volatile("" : "+w"(a));  // a new product each time
+      sum = Unit::dot(sum, a, b);
+    }
+  for (int32x4_t& sum : sums) asm volatile("" : : "w"(sum));
+  return rounds * kSums * 16 * Unit::kRows;
+}
+
 inline bool cpu_has(unsigned long word, int bit) { return getauxval(word) >> bit & 1; }
 
 }  // namespace

@@ -31,8 +31,8 @@ inline void dot4(__m512i& dot, __m512i weights, const uint8_t* x) {
   dot = _mm512_dpbusd_epi32(dot, weights, _mm512_set1_epi32(four));
 }
 
-// Makes the compiler forget how x relates to other induction variables. Where M is 4, 8 or 16 it would address x by their
-// index, and a vpdpbusd with an indexed operand splits in two at issue.
+// Makes the compiler forget how x relates to other induction variables. Where M is 4, 8 or 16 it would address x by
+// their index, and a vpdpbusd with an indexed operand splits in two at issue.
 inline void opaque(const uint8_t*& x) { asm("" : "+r"(x)); }
 
 inline __m512i even_dwords(__m512i x, __m512i y) {
@@ -45,8 +45,9 @@ inline __m512i odd_dwords(__m512i x, __m512i y) {
 // The panels of one 16-row group. Panels past the end repeat the last one; their results are not stored.
 struct Group {
   const uint8_t* panel[4];
-  // Bytes from a panel to the same panel of the next group, which the first tile fetches into L2 while it works on this one: panels
-  // come cold from memory, in two to four streams that hardware prefetchers lose at every panel's end. 0 for later tiles.
+  // Bytes from a panel to the same panel of the next group, which the first tile fetches into L2 while it works on this
+  // one: panels come cold from memory, in two to four streams that hardware prefetchers lose at every panel's end. 0
+  // for later tiles.
   int64_t ahead;
 };
 
@@ -54,8 +55,8 @@ template <int kPanels, int kBytes>
 inline void prefetch(const Group& g, int64_t offset) {
   if (!g.ahead) return;
   _Pragma("GCC unroll 4") for (int i = 0; i < kPanels; ++i)
-    _Pragma("GCC unroll 4") for (int at = 0; at < kBytes; at += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(g.panel[i] + g.ahead + offset + at), _MM_HINT_T1);
+      _Pragma("GCC unroll 4") for (int at = 0; at < kBytes; at += 64)
+          _mm_prefetch(reinterpret_cast<const char*>(g.panel[i] + g.ahead + offset + at), _MM_HINT_T1);
 }
 
 template <int kBits>

@@ -119,7 +119,6 @@ bool usable() {
 
 }  // namespace
 
-const CpuKernel panel_kleidiai = {"panel_kleidiai",           usable,         16,
-                                  QM_ELEMENTWISE(pack_fours), multiply_fours, int8_peak_neon_i8mm};
+const CpuKernel panel_kleidiai = {"panel_kleidiai", usable, 16, QM_ELEMENTWISE(pack_fours), multiply_fours, int8_peak};
 
 }  // namespace quantmoe

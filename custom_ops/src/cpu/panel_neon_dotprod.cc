@@ -4,7 +4,6 @@
 namespace quantmoe {
 
 const CpuKernel panel_neon_dotprod = {
-    "panel_neon_dotprod",  [] { return cpu_has(AT_HWCAP, 20); }, 8, QM_ELEMENTWISE(pack_rows), multiply,
-    int8_peak_neon_dotprod};
+    "panel_neon_dotprod", [] { return cpu_has(AT_HWCAP, 20); }, 8, QM_ELEMENTWISE(pack_rows), multiply, int8_peak};
 
 }  // namespace quantmoe
