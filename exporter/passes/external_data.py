@@ -13,6 +13,8 @@ import onnx_ir as ir
 #: Windows maps files at multiples of 64 KiB, Linux of a page
 ALIGNMENT = 65536
 HASH = "blake2b-256"
+#: tensors of up to this many bytes stay in the model file
+INLINE = 65536
 
 
 def byte_size(value: ir.Value) -> int:
