@@ -1,7 +1,8 @@
 """transformers architecture -> ONNX graph: every expert layer one QuantMoE node, no large weight ever in memory.
 
-Parameters are traced as placeholders (one element, expanded to the shape) that the graph keeps as initializers of the same name;
-passes/weights.py later says where their bytes come from. Of equal layers three are traced; passes/repeat.py makes the rest.
+Parameters are traced as placeholders (one element, expanded to the shape) that the graph keeps as initializers of the
+same name; passes/weights.py later says where their bytes come from. Of equal layers three are traced; passes/repeat.py
+makes the rest.
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ class Skeleton:
         self.sources = {name: source for name, source in renamed.items() if name in known}
         tied = set(getattr(model, "all_tied_weights_keys", None) or {})
         if missing := known - self.sources.keys() - tied:
-            raise CheckpointError(f"{folder}: {sorted(missing)[0]} of {type(model).__name__} is missing in the checkpoint")
+            raise CheckpointError(
+                f"{folder}: {sorted(missing)[0]} of {type(model).__name__} is missing in the checkpoint"
+            )
         for name in self.sources:
             self._hollow(name)
         model.tie_weights()
@@ -110,7 +113,9 @@ class Skeleton:
             )
         if self.dtype == torch.float16:
             if np.abs(found).max(initial=0) > np.finfo(np.float16).max:
-                raise CheckpointError(f"{self.format.ckpt.where(source)} has values that float16 cannot hold; use --dtype f32")
+                raise CheckpointError(
+                    f"{self.format.ckpt.where(source)} has values that float16 cannot hold; use --dtype f32"
+                )
             return found.astype(np.float16)
         return found
 
@@ -188,7 +193,7 @@ def _trace(skeleton: Skeleton, fusions: str | None) -> ir.Model:
         "past_key_values": cache,
     }
     dynamic = torch.export.Dim.DYNAMIC
-    dynamic_shapes: dict[str, Any] = dict.fromkeys(list(inputs)[:3], {0: dynamic, 1: dynamic})
+    dynamic_shapes: dict[str, Any] = {name: {0: dynamic, 1: dynamic} for name in list(inputs)[:3]}
     dynamic_shapes["past_key_values"] = [{0: dynamic, 2: dynamic}] * (2 * len(shapes))
     config = exporter_onnx.OnnxConfig(dynamic_shapes=dynamic_shapes)
     placeholders = {name for name, _ in model.named_parameters()}
@@ -223,8 +228,14 @@ def _representatives(config: Any, stack: torch.nn.ModuleList) -> list[int]:
     def describe(i: int) -> list[Any]:
         found: list[Any] = [values[i] for values in per_layer]
         for name, module in stack[i].named_modules():
-            plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str) and k != "layer_idx"}
-            tensors = {k: (v.shape, v.dtype) for k, v in [*module._parameters.items(), *module._buffers.items()] if v is not None}
+            plain = {
+                k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str) and k != "layer_idx"
+            }
+            tensors = {
+                k: (v.shape, v.dtype)
+                for k, v in [*module._parameters.items(), *module._buffers.items()]
+                if v is not None
+            }
             found.append((name, type(module), plain, tensors))
         return found
 
@@ -264,7 +275,7 @@ def _only(model: PreTrainedModel, kept: list[int]) -> Iterator[None]:
 
 
 def dequantized(skeleton: Skeleton) -> PreTrainedModel:
-    """The same model in PyTorch with every weight dequantized, experts too: what the export is compared with. Small models only."""
+    """The same model in PyTorch with every weight dequantized, experts too: what exports are compared with. For small models."""
     format = skeleton.format
     model = AutoModelForCausalLM.from_config(skeleton.model.config, dtype=torch.float32).eval()
     state = {name: torch.from_numpy(format.parameter(source)) for name, source in skeleton.sources.items()}

@@ -19,7 +19,8 @@ INLINE = 65536
 
 def byte_size(value: ir.Value) -> int:
     """Of a value whose shape is static."""
-    assert value.shape is not None and value.dtype is not None
+    assert value.shape is not None
+    assert value.dtype is not None
     return int(prod(value.shape.numpy()) * value.dtype.itemsize)  # itemsize is a float: 4-bit types exist
 
 

@@ -28,7 +28,8 @@ def name_interface(model: ir.Model) -> None:
         (graph.outputs, "present", "total_sequence_length"),
     ):
         for value in values:
-            assert value.name is not None and value.shape is not None
+            assert value.name is not None
+            assert value.shape is not None
             shape = list(value.shape)
             if match := _KV.fullmatch(value.name):
                 value.name = f"{prefix}.{match[1]}.{match[2]}"

@@ -5,6 +5,7 @@ Tracing, optimizing and fusing 48 equal layers takes minutes and grows faster th
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -48,7 +49,7 @@ def repeat_layers(model: ir.Model, prefix: str, kept: Sequence[int]) -> None:
     plans = []
     if missing := set(range(len(kept))) - block.keys():
         raise RepeatError(f"no nodes of layers {sorted(missing)}")
-    for at, (layer, following) in enumerate(zip(kept, kept[1:], strict=False)):
+    for at, (layer, following) in enumerate(itertools.pairwise(kept)):
         if following > layer + 1:
             plans.append((at, range(layer + 1, following), _carried(graph, block, level, at, number)))
 
@@ -86,7 +87,7 @@ def repeat_layers(model: ir.Model, prefix: str, kept: Sequence[int]) -> None:
 def _carried(
     graph: ir.Graph, block: dict[int, list[ir.Node]], level: dict[ir.Value, int], at: int, number: re.Pattern[str]
 ) -> dict[ir.Value, ir.Value]:
-    """What layer ``at`` reads of the layer before -> what layer ``at`` + 1 reads of layer ``at``, by matching their nodes."""
+    """What layer ``at`` reads of the layer before -> what the next reads of layer ``at``, by matching their nodes."""
     by_name = {value.name: value for value in level if value.producer() is None}
     match: dict[ir.Value, ir.Value] = {}
 
@@ -112,7 +113,9 @@ def _carried(
                 continue
             index, value = known[0]
             found = [
-                user for user, i in value.uses() if i == index and user not in taken and _alike(node, user, match, level)
+                user
+                for user, i in value.uses()
+                if i == index and user not in taken and _alike(node, user, match, level)
             ]
             if not found:
                 raise RepeatError(f"no counterpart of {node.name}")
@@ -135,9 +138,7 @@ def _carried(
     return carried
 
 
-def _alike(
-    a: ir.Node, b: ir.Node, match: dict[ir.Value, ir.Value], level: dict[ir.Value, int]
-) -> bool:
+def _alike(a: ir.Node, b: ir.Node, match: dict[ir.Value, ir.Value], level: dict[ir.Value, int]) -> bool:
     """Whether b may be a's counterpart: the same operation, on what is known to correspond."""
     if (a.op_type, a.domain, len(a.inputs), len(a.outputs)) != (b.op_type, b.domain, len(b.inputs), len(b.outputs)):
         return False
