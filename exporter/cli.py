@@ -106,7 +106,7 @@ def inspect(
     dequantized = sum(tensor["dequantized_from"] is not None for tensor in found["dense"])
     experts, dense = (sum(item["bytes"] for item in found[part]) for part in ("layers", "dense"))
     console.print(
-        f"experts {_mb(experts)}; other weights {_mb(dense)} in {len(found['dense'])} tensors, {dequantized} dequantized"
+        f"experts {_mb(experts)}; other weights {_mb(dense)}: {len(found['dense'])} tensors, {dequantized} dequantized"
     )
     if verify:
         console.print(f"{found['verified']} tensors have the recorded hash", style="green")

@@ -74,7 +74,12 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         for name, tensor in external.items()
         if name not in packed
     ]
-    found = {"model": str(path), "metadata": dict(model.metadata_props), "layers": layers, "dense": dense}
+    found: dict[str, Any] = {
+        "model": str(path),
+        "metadata": dict(model.metadata_props),
+        "layers": layers,
+        "dense": dense,
+    }
     if verify:
         found["verified"] = sum(_verify(path, name, tensor) for name, tensor in external.items())
     return found

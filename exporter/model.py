@@ -141,7 +141,7 @@ class Skeleton:
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, _count: Iterator[int] = itertools.count(1)) -> torch.Tensor:  # noqa: B008
-    """A tensor of any size in the memory of one element, unlike every other: the exporter merges equal small tensors."""
+    """A tensor of any size in one element's memory, unlike every other: the exporter merges equal small tensors."""
     bits = torch.int32 if dtype.itemsize == 4 else torch.int16
     return torch.tensor(next(_count) % 30000, dtype=bits).view(dtype).expand(shape)
 
@@ -149,7 +149,7 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, _count: Iterator[int
 def trace(skeleton: Skeleton, specs: Mapping[str, MoESpec], fusions: str | None = "cpu") -> ir.Model:
     """The ONNX graph, with KV cache, dynamic in batch and sequence.
 
-    Inputs input_ids, attention_mask, position_ids, past_key_values.N.{key,value}; outputs logits, present.N.{key,value}.
+    passes/interface.py names its inputs and outputs.
 
     Args:
         specs: experts module name -> its node's attributes.
@@ -275,7 +275,7 @@ def _only(model: PreTrainedModel, kept: list[int]) -> Iterator[None]:
 
 
 def dequantized(skeleton: Skeleton) -> PreTrainedModel:
-    """The same model in PyTorch with every weight dequantized, experts too: what exports are compared with. For small models."""
+    """The same model in PyTorch with every weight dequantized, to compare exports with. For small models."""
     format = skeleton.format
     model = AutoModelForCausalLM.from_config(skeleton.model.config, dtype=torch.float32).eval()
     state = {name: torch.from_numpy(format.parameter(source)) for name, source in skeleton.sources.items()}

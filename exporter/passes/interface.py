@@ -30,7 +30,7 @@ def name_interface(model: ir.Model) -> None:
         for value in values:
             assert value.name is not None
             assert value.shape is not None
-            shape = list(value.shape)
+            shape: list[int | ir.SymbolicDim | str] = list(value.shape)
             if match := _KV.fullmatch(value.name):
                 value.name = f"{prefix}.{match[1]}.{match[2]}"
                 shape[0], shape[2] = "batch_size", length

@@ -1,6 +1,6 @@
 """Deep models from shallow traces: copies of one decoder layer's nodes for the layers that were left out of the trace.
 
-Tracing, optimizing and fusing 48 equal layers takes minutes and grows faster than their number; tracing three takes seconds.
+Tracing, optimizing and fusing 48 equal layers takes minutes, growing faster than their number; three take seconds.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ def repeat_layers(model: ir.Model, prefix: str, kept: Sequence[int]) -> None:
 
     Requires:
         the parameters in model.meta["placeholders"], as ``<prefix>.<position>.*``; KV inputs and outputs as
-        ``*.layers.<position>.*``, position i being the model's layer kept[i]; before a gap the layer and its neighbours are alike.
+        ``*.layers.<position>.*``, position i being the model's layer kept[i]; the two layers before a gap, those in it
+        and the one after it are alike.
     Ensures:
-        names have the model's own layer numbers; new parameters are among the placeholders; graph inputs and outputs are
-        in the order of layers, nodes in topological order.
+        names have the model's own layer numbers; new parameters are among the placeholders; graph inputs and outputs
+        are in the order of layers, nodes in topological order.
 
     Raises:
         RepeatError: a layer's counterpart in the next one is not found, before anything is changed.
@@ -72,12 +73,11 @@ def repeat_layers(model: ir.Model, prefix: str, kept: Sequence[int]) -> None:
                 graph.outputs.append(copy[value])
             previous = {value: copy[value] for node in block[at] for value in node.outputs}
         for node in later:
-            for i, value in enumerate(node.inputs):
-                if value is not None and value in previous:
-                    node.replace_input_with(i, previous[value])
+            for i, read in enumerate(node.inputs):
+                if read is not None and read in previous:
+                    node.replace_input_with(i, previous[read])
     for value, layer in rename.items():
-        assert value.name is not None
-        value.name = number.sub(lambda m, n=layer: m[0].replace(m[1], str(n)), value.name, count=1)  # type: ignore[misc]
+        value.name = _renumbered(value, number, layer)
     for ends in (graph.inputs, graph.outputs):
         ordered = sorted(ends, key=lambda value: rename.get(value, -1))
         ends[:] = ordered
@@ -99,7 +99,7 @@ def _carried(
 
     for value, at_ in level.items():
         if at_ == at and value.producer() is None:
-            name = number.sub(lambda m: m[0].replace(m[1], str(at + 1)), value.name or "", count=1)
+            name = _renumbered(value, number, at + 1)
             if name not in by_name or by_name[name].shape != value.shape:
                 raise RepeatError(f"{value.name} has no counterpart {name}")
             learn(value, by_name[name])
@@ -154,6 +154,12 @@ def _alike(a: ir.Node, b: ir.Node, match: dict[ir.Value, ir.Value], level: dict[
         if mine in match and match[mine] is not other:
             return False
     return True
+
+
+def _renumbered(value: ir.Value, number: re.Pattern[str], layer: int) -> str:
+    match = number.match(value.name or "")
+    assert match is not None
+    return f"{match.string[: match.start(1)]}{layer}{match.string[match.end(1) :]}"
 
 
 def _copy(node: ir.Node, copy: dict[ir.Value, ir.Value], layer: int) -> ir.Node:
