@@ -1,4 +1,4 @@
-"""``torch.ops.quantmoe.quant_moe``: QuantMoE in PyTorch. Eager it is reference.py; exported it becomes the ONNX node."""
+"""``torch.ops.quantmoe.quant_moe``: QuantMoE in PyTorch; eager it is reference.py, exported the ONNX node."""
 
 from __future__ import annotations
 

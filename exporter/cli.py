@@ -58,7 +58,8 @@ def export(
 ) -> None:
     """Turn a quantized checkpoint into an ONNX model with packed experts."""
     begin = time.perf_counter()
-    report = _export(checkpoint, outdir, target=target, activations=activations, scales=scales, dtype=dtype, layers=layers, force=force)  # fmt: skip
+    options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype}
+    report = _export(checkpoint, outdir, **options, layers=layers, force=force)
     seconds = time.perf_counter() - begin
     table = Table("layers", "scheme", "experts", "hidden x intermediate", "activations", "scales", title=str(outdir))
     for row, count in _grouped(report).items():
@@ -103,9 +104,9 @@ def inspect(
                       f"{layer['bytes']:,}", f"{layer['bits_per_weight']:.2f}")  # fmt: skip
     console.print(table)
     dequantized = sum(tensor["dequantized_from"] is not None for tensor in found["dense"])
+    experts, dense = (sum(item["bytes"] for item in found[part]) for part in ("layers", "dense"))
     console.print(
-        f"experts {_mb(sum(layer['bytes'] for layer in found['layers']))}; other weights "
-        f"{_mb(sum(t['bytes'] for t in found['dense']))} in {len(found['dense'])} tensors, {dequantized} of them dequantized"
+        f"experts {_mb(experts)}; other weights {_mb(dense)}: {len(found['dense'])} tensors, {dequantized} dequantized"
     )
     if verify:
         console.print(f"{found['verified']} tensors have the recorded hash", style="green")

@@ -26,7 +26,7 @@ from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import MoELayer, find_format, open_checkpoint
 from quantmoe.exporter.model import Skeleton, trace
-from quantmoe.exporter.passes.external_data import DataFile, Region, byte_size
+from quantmoe.exporter.passes.external_data import INLINE, DataFile, Region, byte_size
 from quantmoe.exporter.passes.interface import name_interface
 from quantmoe.exporter.passes.weights import Weight, place_weights
 
@@ -108,13 +108,11 @@ def export(
             regions = {}
             for weight in weights:
                 module, _, projection = weight.parameter.rpartition(".")
-                region = data.region(weight.value)
                 if module in specs:
-                    regions[module, projection] = region
+                    regions[module, projection] = data.region(weight.value)
                     continue
-                progress("writing dense weights", done, total)
-                _dense(weight, skeleton, region, report)
-                done += region.length
+                progress("writing other weights", done, total)
+                done += _dense(weight, skeleton, data, report)
             for name, layer in skeleton.experts.items():
                 pair = regions[name, "w13"], regions[name, "w2"]
                 for written in _pack(layer, specs[name], pair, scales, report):
@@ -190,17 +188,24 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
     layer.format.ckpt.release()
 
 
-def _dense(weight: Weight, skeleton: Skeleton, region: Region, report: Report) -> None:
+def _dense(weight: Weight, skeleton: Skeleton, data: DataFile, report: Report) -> int:
+    """Writes a weight outside the experts; returns its bytes."""
     format, source = skeleton.format, skeleton.sources[weight.parameter]
     array = skeleton.parameter(weight.parameter)
-    region.write(array.T if weight.transposed else array)
+    array = np.ascontiguousarray(array.T if weight.transposed else array)
     metadata, module = {"module": source}, source.rpartition(".")[0]
     if format.is_quantized(module):
         metadata["dequantized_from"] = format.scheme(module).text
         report.dequantized += 1
-    region.finish(metadata)
-    report.dense_bytes += region.length
+    if array.nbytes <= INLINE:
+        weight.value.const_value = ir.Tensor(array, name=weight.value.name, metadata_props=metadata)
+    else:
+        region = data.region(weight.value)
+        region.write(array)
+        region.finish(metadata)
+    report.dense_bytes += array.nbytes
     format.ckpt.release()
+    return array.nbytes
 
 
 def _scaled(expert: Expert, scales: str) -> tuple[Expert, float]:

@@ -36,11 +36,11 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         verify: read all weights and compare their hashes.
 
     Returns:
-        ``layers`` (one dict a node: name, module, format, attributes, sizes, bytes, bits_per_weight), ``dense`` (tensors outside
-        the experts), ``metadata`` and, with ``verify``, ``verified``: number of tensors whose hash was right.
+        ``layers`` (one dict a node: name, module, format, attributes, sizes, bytes, bits_per_weight), ``dense`` (large
+        tensors outside the experts), ``metadata`` and, with ``verify``, ``verified``: how many hashes were right.
 
     Raises:
-        ModelError: a file is missing or too short, a tensor's size or attributes are not what its layout says, a wrong hash.
+        ModelError: a file is missing or too short, a tensor's size is not what its node's attributes say, a wrong hash.
     """
     path = model_path(path)
     try:
@@ -74,7 +74,12 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         for name, tensor in external.items()
         if name not in packed
     ]
-    found = {"model": str(path), "metadata": dict(model.metadata_props), "layers": layers, "dense": dense}
+    found: dict[str, Any] = {
+        "model": str(path),
+        "metadata": dict(model.metadata_props),
+        "layers": layers,
+        "dense": dense,
+    }
     if verify:
         found["verified"] = sum(_verify(path, name, tensor) for name, tensor in external.items())
     return found

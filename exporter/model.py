@@ -1,13 +1,15 @@
 """transformers architecture -> ONNX graph: every expert layer one QuantMoE node, no large weight ever in memory.
 
-Large parameters are traced as placeholders (one zero, expanded to the shape) that the graph keeps as initializers of the same
-name; passes/weights.py later says where their bytes come from.
+Parameters are traced as placeholders (one element, expanded to the shape) that the graph keeps as initializers of the
+same name; passes/weights.py later says where their bytes come from. Of equal layers three are traced; passes/repeat.py
+makes the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import logging
 import warnings
@@ -34,10 +36,9 @@ from quantmoe.custom_ops.op import MoESpec
 from quantmoe.custom_ops.torch_op import onnx_quant_moe
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import Format
+from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16}
-#: parameters of up to this many elements (norms, biases) are read before tracing and may be folded
-SMALL = 8192
 
 
 class Skeleton:
@@ -96,16 +97,27 @@ class Skeleton:
             raise CheckpointError(
                 f"{folder}: {sorted(missing)[0]} of {type(model).__name__} is missing in the checkpoint"
             )
-        for name, source in self.sources.items():
-            self._set(name, source)
+        for name in self.sources:
+            self._hollow(name)
         model.tie_weights()
-        self.sources = {name: source for name, source in self.sources.items() if name in set(self._names())}
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self.sources = {name: source for name, source in self.sources.items() if name in self.shapes}
 
     def parameter(self, name: str) -> np.ndarray:
         """A parameter of the model in the graph's dtype, dequantized if need be."""
-        return self.format.parameter(self.sources[name]).astype(
-            np.float16 if self.dtype == torch.float16 else np.float32
-        )
+        source = self.sources[name]
+        found = self.format.parameter(source)
+        if found.shape != self.shapes[name]:
+            raise CheckpointError(
+                f"{self.format.ckpt.where(source)} has shape {list(found.shape)}, expected {list(self.shapes[name])}"
+            )
+        if self.dtype == torch.float16:
+            if np.abs(found).max(initial=0) > np.finfo(np.float16).max:
+                raise CheckpointError(
+                    f"{self.format.ckpt.where(source)} has values that float16 cannot hold; use --dtype f32"
+                )
+            return found.astype(np.float16)
+        return found
 
     def _names(self) -> Iterator[str]:
         return (name for name, _ in self.model.named_parameters())
@@ -120,27 +132,24 @@ class Skeleton:
             self._state = dict.fromkeys(self._names(), True)
         return rename_source_key(name, self._renamings, [], self.model.base_model_prefix, self._state)[0]
 
-    def _set(self, name: str, source: str) -> None:
+    def _hollow(self, name: str) -> None:
         module_name, _, leaf = name.rpartition(".")
-        module = self.model.get_submodule(module_name)
-        old = module._parameters[leaf]
+        parameters = self.model.get_submodule(module_name)._parameters
+        old = parameters[leaf]
         assert old is not None
-        if old.numel() > SMALL:
-            value = torch.zeros((), dtype=old.dtype).expand(old.shape)
-        else:
-            array = self.format.parameter(source)
-            if array.shape != tuple(old.shape):
-                raise CheckpointError(
-                    f"{self.format.ckpt.where(source)} has shape {list(array.shape)}, the architecture expects {list(old.shape)}"
-                )
-            value = torch.from_numpy(array).to(old.dtype)
-        module._parameters[leaf] = torch.nn.Parameter(value, requires_grad=False)
+        parameters[leaf] = torch.nn.Parameter(placeholder(old.shape, old.dtype), requires_grad=False)
+
+
+def placeholder(shape: tuple[int, ...], dtype: torch.dtype, _count: Iterator[int] = itertools.count(1)) -> torch.Tensor:  # noqa: B008
+    """A tensor of any size in one element's memory, unlike every other: the exporter merges equal small tensors."""
+    bits = torch.int32 if dtype.itemsize == 4 else torch.int16
+    return torch.tensor(next(_count) % 30000, dtype=bits).view(dtype).expand(shape)
 
 
 def trace(skeleton: Skeleton, specs: Mapping[str, MoESpec], fusions: str | None = "cpu") -> ir.Model:
     """The ONNX graph, with KV cache, dynamic in batch and sequence.
 
-    Inputs input_ids, attention_mask, position_ids, past_key_values.N.{key,value}; outputs logits, present.N.{key,value}.
+    passes/interface.py names its inputs and outputs.
 
     Args:
         specs: experts module name -> its node's attributes.
@@ -155,9 +164,21 @@ def trace(skeleton: Skeleton, specs: Mapping[str, MoESpec], fusions: str | None 
         module.attributes = json.dumps(spec.attributes())
         for projection in ("w13", "w2"):
             shape = (spec.num_experts, layout.row_bytes(spec, projection) // 4)
-            module.register_buffer(projection, torch.zeros((), dtype=torch.int32).expand(shape), persistent=True)
+            module.register_buffer(projection, placeholder(shape, torch.int32), persistent=True)
     model.set_experts_implementation("quantmoe")
+    stack = model.get_decoder().layers
+    prefix = next(name for name, module in model.named_modules() if module is stack)
+    kept = _representatives(model.config, stack)
+    if len(kept) < len(stack):
+        with _only(model, kept), contextlib.suppress(RepeatError):
+            graph = _trace(skeleton, fusions)
+            repeat_layers(graph, prefix, kept)
+            return graph
+    return _trace(skeleton, fusions)
 
+
+def _trace(skeleton: Skeleton, fusions: str | None) -> ir.Model:
+    model = skeleton.model
     batch, past, new = 2, 5, 3  # distinct, and neither 0 nor 1, which torch.export would take as fixed
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         ran = model.get_decoder()(torch.zeros(1, 1, dtype=torch.int64), use_cache=True).past_key_values
@@ -172,12 +193,11 @@ def trace(skeleton: Skeleton, specs: Mapping[str, MoESpec], fusions: str | None 
         "past_key_values": cache,
     }
     dynamic = torch.export.Dim.DYNAMIC
-    dynamic_shapes: dict[str, Any] = dict.fromkeys(list(inputs)[:3], {0: dynamic, 1: dynamic})
+    dynamic_shapes: dict[str, Any] = {name: {0: dynamic, 1: dynamic} for name in list(inputs)[:3]}
     dynamic_shapes["past_key_values"] = [{0: dynamic, 2: dynamic}] * (2 * len(shapes))
     config = exporter_onnx.OnnxConfig(dynamic_shapes=dynamic_shapes)
-    placeholders = {name for name, p in model.named_parameters() if p.numel() > SMALL} | {
-        f"{name}.{projection}" for name in specs for projection in ("w13", "w2")
-    }
+    placeholders = {name for name, _ in model.named_parameters()}
+    placeholders |= {name for name, _ in model.named_buffers() if name.rpartition(".")[2] in ("w13", "w2")}
     try:
         with _quiet(), patch_attribute(onnxscript.optimizer, "optimize_ir", _keep(placeholders)):
             graph = exporter_onnx.OnnxExporter().export(model, inputs, config).program
@@ -186,7 +206,7 @@ def trace(skeleton: Skeleton, specs: Mapping[str, MoESpec], fusions: str | None 
             f"{skeleton.format.ckpt.folder}: {type(model).__name__} cannot be exported by transformers "
             f"{transformers.__version__}: {error}"
         ) from error
-    # Without their (zero) values no fusion can read placeholders; as inputs they stay part of the graph.
+    # Without their values no fusion can read placeholders; as inputs they stay part of the graph.
     hidden = [value for name, value in graph.graph.initializers.items() if name in placeholders]
     for value in hidden:
         value.const_value = None
@@ -201,8 +221,61 @@ def trace(skeleton: Skeleton, specs: Mapping[str, MoESpec], fusions: str | None 
     return graph
 
 
+def _representatives(config: Any, stack: torch.nn.ModuleList) -> list[int]:
+    """Layers to trace: of each run of more than three equal ones the first two and the last."""
+    per_layer = [v for v in config.to_dict().values() if isinstance(v, list) and len(v) == len(stack)]
+
+    def describe(i: int) -> list[Any]:
+        found: list[Any] = [values[i] for values in per_layer]
+        for name, module in stack[i].named_modules():
+            plain = {
+                k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str) and k != "layer_idx"
+            }
+            tensors = {
+                k: (v.shape, v.dtype)
+                for k, v in [*module._parameters.items(), *module._buffers.items()]
+                if v is not None
+            }
+            found.append((name, type(module), plain, tensors))
+        return found
+
+    kept: list[int] = []
+    for _, run in itertools.groupby(range(len(stack)), describe):
+        layers = list(run)
+        kept += layers if len(layers) <= 3 else [layers[0], layers[1], layers[-1]]
+    return kept
+
+
+@contextlib.contextmanager
+def _only(model: PreTrainedModel, kept: list[int]) -> Iterator[None]:
+    """The model with only some of its layers, numbered anew."""
+    decoder, config = model.get_decoder(), model.config
+    stack, settings = decoder.layers, dict(vars(config))
+
+    def number(module: torch.nn.Module, i: int) -> None:
+        for part in module.modules():
+            if hasattr(part, "layer_idx"):
+                part.layer_idx = i  # type: ignore[assignment]
+
+    for name, value in settings.items():
+        if isinstance(value, list) and len(value) == len(stack):
+            setattr(config, name, [value[i] for i in kept])
+    config.num_hidden_layers = len(kept)
+    decoder.layers = torch.nn.ModuleList(stack[i] for i in kept)
+    for i, module in enumerate(decoder.layers):
+        number(module, i)
+    try:
+        yield
+    finally:
+        decoder.layers = stack
+        for i, module in enumerate(stack):
+            number(module, i)
+        for name in settings:
+            setattr(config, name, settings[name])
+
+
 def dequantized(skeleton: Skeleton) -> PreTrainedModel:
-    """The same model in PyTorch with every weight dequantized, experts too: what the export is compared with. Small models only."""
+    """The same model in PyTorch with every weight dequantized, to compare exports with. For small models."""
     format = skeleton.format
     model = AutoModelForCausalLM.from_config(skeleton.model.config, dtype=torch.float32).eval()
     state = {name: torch.from_numpy(format.parameter(source)) for name, source in skeleton.sources.items()}

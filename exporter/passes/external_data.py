@@ -13,11 +13,14 @@ import onnx_ir as ir
 #: Windows maps files at multiples of 64 KiB, Linux of a page
 ALIGNMENT = 65536
 HASH = "blake2b-256"
+#: tensors of up to this many bytes stay in the model file
+INLINE = 65536
 
 
 def byte_size(value: ir.Value) -> int:
     """Of a value whose shape is static."""
-    assert value.shape is not None and value.dtype is not None
+    assert value.shape is not None
+    assert value.dtype is not None
     return int(prod(value.shape.numpy()) * value.dtype.itemsize)  # itemsize is a float: 4-bit types exist
 
 
@@ -65,7 +68,7 @@ class Region:
         Raises:
             OSError: e.g. the disk is full.
         """
-        data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
         self._hash.update(data)
         self._data.file.seek(self.offset + self._at)
         self._data.file.write(data)
@@ -75,6 +78,7 @@ class Region:
         """Makes these bytes the value's data, with their hash among its metadata."""
         if self._at != self.length:
             raise ValueError(f"{self.value.name}: {self._at} bytes, its shape {self.value.shape} takes {self.length}")
+        assert self.value.shape is not None
         assert self.value.dtype is not None
         self.value.const_value = ir.ExternalTensor(
             self._data.location,

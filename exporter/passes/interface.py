@@ -28,8 +28,9 @@ def name_interface(model: ir.Model) -> None:
         (graph.outputs, "present", "total_sequence_length"),
     ):
         for value in values:
-            assert value.name is not None and value.shape is not None
-            shape = list(value.shape)
+            assert value.name is not None
+            assert value.shape is not None
+            shape: list[int | ir.SymbolicDim | str] = list(value.shape)
             if match := _KV.fullmatch(value.name):
                 value.name = f"{prefix}.{match[1]}.{match[2]}"
                 shape[0], shape[2] = "batch_size", length

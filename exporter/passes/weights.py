@@ -1,4 +1,4 @@
-"""Gives the placeholders of the traced graph their final form: which parameter, transposed or not, and nothing unused."""
+"""Gives the placeholders of the traced graph their final form: which parameter, transposed or not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Weight:
 
     Attributes:
         value: in the graph, its shape and type known, no const_value.
-        parameter: name in the model, e.g. ``model.layers.0.self_attn.q_proj.weight`` or ``model.layers.0.mlp.experts.w13``.
+        parameter: name in the model, e.g. ``model.norm.weight`` or ``model.layers.0.mlp.experts.w13``.
         transposed: the value is the parameter's transpose.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 import subprocess
@@ -11,10 +12,10 @@ import sys
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
-from quantmoe.exporter import convert
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.formats import find_format, open_checkpoint
@@ -23,9 +24,8 @@ from quantmoe.exporter.passes.external_data import ALIGNMENT
 
 
 def quantmoe(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "quantmoe.exporter.cli", *map(str, arguments)], capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "quantmoe.exporter.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def test_packed_bytes_are_the_checkpoints(exported, checkpoint):
@@ -52,21 +52,15 @@ def test_external_data_is_aligned_and_does_not_overlap(exported):
     spans = sorted((t.offset, t.offset + t.length) for t in tensors if isinstance(t, ir.ExternalTensor))
     assert len(spans) > 4
     assert all(begin % ALIGNMENT == 0 for begin, _ in spans)
-    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
     assert spans[-1][1] == (folder / "model.onnx.data").stat().st_size
     assert (folder / "model.onnx").stat().st_size < 1_000_000
 
 
 def test_companion_files(exported):
     names = {path.name for path in exported("qwen3_moe", activations="float").iterdir()}
-    assert names == {
-        "model.onnx",
-        "model.onnx.data",
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
+    configs = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert names == configs | {"model.onnx", "model.onnx.data"}
 
 
 def test_inspect_verifies_and_finds_corruption(exported, tmp_path):
@@ -75,9 +69,7 @@ def test_inspect_verifies_and_finds_corruption(exported, tmp_path):
     assert found["verified"] == 4 + len(found["dense"])
     layer = found["layers"][0]
     assert layer["bytes"] == layer["w13"]["bytes"] + layer["w2"]["bytes"]
-    assert (
-        4.5 <= layer["bits_per_weight"] < 5
-    )  # 4-bit codes, a 16-bit scale for 32 of them, 64 bits a row and panel padding
+    assert 4.5 <= layer["bits_per_weight"] < 5.5  # 4-bit codes, a 16-bit scale for 32 of them, 64 bits a row
 
     tensor = ir.load(folder / "model.onnx").graph.initializers[layer["w2"]["tensor"]].const_value
     with open(folder / "model.onnx.data", "r+b") as file:
@@ -103,11 +95,8 @@ def test_inspect_refuses_changed_attributes(exported, tmp_path):
     for name, value, message in (
         ("w13_group_size", 64, "w13 has shape"),
         ("w13_scale_type", "f16", "not those .* was packed with"),
-        ("w13_layout_version", 1.5, None),
         ("activation", "tanh", "activation is 'tanh'; supported: silu"),
     ):
-        if message is None:
-            continue
         model = ir.load(folder / "model.onnx")
         node = next(node for node in model.graph if node.op_type == "QuantMoE")
         node.attributes[name] = ir.Attr(name, node.attributes[name].type, value)
@@ -131,9 +120,8 @@ def test_interruption_leaves_nothing(checkpoint, tmp_path, monkeypatch, error):
         pack(*arguments)
 
     monkeypatch.setattr(LAYOUTS["cpu_panel"], "pack", interrupted)
-    monkeypatch.setattr(convert, "trace", cached_trace())
     with pytest.raises(error if isinstance(error, type) else OSError):
-        export(checkpoint("qwen3_moe"), tmp_path / "out", activations="float")
+        export(checkpoint("qwen3_moe"), tmp_path / "out", layers=1)
     assert not (tmp_path / "out").exists()
 
     (tmp_path / "old").mkdir()
@@ -141,23 +129,19 @@ def test_interruption_leaves_nothing(checkpoint, tmp_path, monkeypatch, error):
     with pytest.raises(FileExistsError, match="--force"):
         export(checkpoint("qwen3_moe"), tmp_path / "old")
     with pytest.raises(error if isinstance(error, type) else OSError):
-        export(checkpoint("qwen3_moe"), tmp_path / "old", force=True, activations="float")
+        export(checkpoint("qwen3_moe"), tmp_path / "old", force=True, layers=1)
     assert [path.name for path in (tmp_path / "old").iterdir()] == ["model.onnx"]
     assert (tmp_path / "old" / "model.onnx").read_text() == "old"
 
 
-def cached_trace():
-    return convert.trace
-
-
 def test_bf16_scales_report_their_error(checkpoint, tmp_path):
-    report = export(checkpoint("qwen3_moe", dtype=__import__("torch").float16), tmp_path, scales="bf16", layers=1)
+    report = export(checkpoint("qwen3_moe", dtype=torch.float16), tmp_path, scales="bf16", layers=1)
     assert 0 < report.scale_error <= 2**-8  # half a unit in bf16's last of 8 bits
     assert inspect(tmp_path)["layers"][0]["attributes"]["w2_scale_type"] == "bf16"
 
 
 def test_exact_scales_keep_their_type(checkpoint, tmp_path):
-    folder = checkpoint("qwen3_moe", dtype=__import__("torch").float16)
+    folder = checkpoint("qwen3_moe", dtype=torch.float16)
     report = export(folder, tmp_path, layers=1)
     assert report.scale_error is None
     assert inspect(tmp_path)["layers"][0]["attributes"]["w2_scale_type"] == "f16"
@@ -198,9 +182,8 @@ def test_expert_unlike_the_others_is_named(checkpoint, tmp_path, monkeypatch):
     def other(self, e):
         found = expert(self, e)
         if e == 3:
-            found = dataclasses.replace(
-                found, down=dataclasses.replace(found.down, scales=found.down.scales.astype(np.float16))
-            )
+            down = dataclasses.replace(found.down, scales=found.down.scales.astype(np.float16))
+            found = dataclasses.replace(found, down=down)
         return found
 
     monkeypatch.setattr(MoELayer, "expert", other)
@@ -237,13 +220,17 @@ def test_command_line(checkpoint, exported, tmp_path):
 
 
 def test_import_needs_no_torch_and_no_typer():
-    code = "import sys, quantmoe; assert quantmoe.ort_library_path(); assert not {'torch', 'typer', 'transformers', 'onnx_ir'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert not {"torch", "typer", "transformers", "onnx_ir"} & imported("quantmoe; quantmoe.ort_library_path()")
 
 
 def test_inspect_and_generate_need_no_torch():
-    code = "import sys, quantmoe.exporter.inspect, quantmoe.exporter.generate; assert not {'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert not {"torch", "transformers"} & imported("quantmoe.exporter.inspect, quantmoe.exporter.generate")
+
+
+def imported(modules: str) -> set[str]:
+    """Names in sys.modules after importing in a fresh process."""
+    code = f"import {modules}\nimport sys; print(*sys.modules)"
+    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
 
 
 def test_memory_stays_bounded(checkpoint, tmp_path):
@@ -255,12 +242,9 @@ def test_memory_stays_bounded(checkpoint, tmp_path):
     )
     found = []
     for experts in (8, 512):
-        folder = checkpoint(
-            "qwen3_moe", num_experts=experts, num_hidden_layers=1, hidden_size=512, moe_intermediate_size=512
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code, folder, tmp_path / str(experts)], capture_output=True, text=True, check=True
-        )
+        sizes = {"num_experts": experts, "hidden_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 1}
+        arguments = [sys.executable, "-c", code, checkpoint("qwen3_moe", **sizes), tmp_path / str(experts)]
+        done = subprocess.run(arguments, capture_output=True, text=True, check=True)
         found.append([int(number) for number in done.stdout.split()])
     added, peak = (b - a for a, b in zip(*found, strict=True))
     assert added > 200e6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 from quantmoe.custom_ops.op import MoESpec
+from quantmoe.exporter import model
+from quantmoe.exporter.convert import export
+from quantmoe.exporter.formats import find_format, open_checkpoint
 from quantmoe.exporter.generate import Generator
 from quantmoe.exporter.inspect import inspect
-from quantmoe.exporter.model import _experts_forward
+from quantmoe.exporter.model import Skeleton, _experts_forward, dequantized
+from quantmoe.exporter.passes.repeat import RepeatError
 
 ARCHITECTURES = ("qwen3_moe", "mixtral", "olmoe")
 VOCABULARY = 384
@@ -34,9 +39,9 @@ def run(generator: Generator, ids: np.ndarray, pieces: tuple[int, ...]) -> np.nd
     return np.concatenate(logits, axis=1).astype(np.float64)
 
 
-def expected(model: PreTrainedModel, ids: np.ndarray) -> np.ndarray:
+def expected(torch_model: PreTrainedModel, ids: np.ndarray) -> np.ndarray:
     with torch.no_grad():
-        return model(torch.from_numpy(ids)).logits.double().numpy()
+        return torch_model(torch.from_numpy(ids)).logits.double().numpy()
 
 
 def error(found: np.ndarray, want: np.ndarray) -> float:
@@ -68,32 +73,30 @@ def test_greedy_tokens_equal_pytorch(exported, reference, architecture):
 def test_int8_activations_equal_the_reference_op(exported, reference, architecture, scheme, monkeypatch):
     """The same PyTorch model, its experts computed from the exported bytes by reference.py.
 
-    One layer's kernel and the reference agree to 1e-6, but a rounding of an int8 activation that falls the other way moves one
-    code by one step: 1/255 of the row's range, in one of H inputs. The bound allows a few of them; a wrong zero point, scale or
-    nibble order gives errors of order 1.
+    One layer's kernel and the reference agree to 1e-6, but a rounding of an int8 activation that falls the other way
+    moves one code by one step: 1/255 of the row's range, in one of H inputs. The bound allows a few of them; a wrong
+    zero point, scale or nibble order gives errors of order 1.
     """
-    folder = exported(architecture, scheme) if scheme != "W8A8" else exported(architecture, scheme)
-    model = reference(architecture, scheme)
-    bound = bind_packed(model, folder, monkeypatch)
+    folder = exported(architecture, scheme)
+    torch_model = reference(architecture, scheme)
+    bound = bind_packed(torch_model, folder, monkeypatch)
     assert bound == 2
     ids = tokens(2, 7, seed=2)
-    want = expected(model, ids)
+    want = expected(torch_model, ids)
     found = run(Generator(folder), ids, (6, 1))
     assert error(found, want) < 5e-3
     assert np.median(np.abs(found - want)) / np.abs(want).max() < 2e-4
 
 
-def bind_packed(model: PreTrainedModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+def bind_packed(torch_model: PreTrainedModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Makes the model's experts run torch.ops.quantmoe.quant_moe on the exported tensors; returns how many."""
     graph = ir.load(folder / "model.onnx").graph
     nodes = [node for node in graph if node.op_type == "QuantMoE"]
-    modules = [m for m in model.modules() if hasattr(m, "_is_expert_parallel")]
+    modules = [m for m in torch_model.modules() if hasattr(m, "_is_expert_parallel")]
     for module, node in zip(modules, nodes, strict=True):
         values = {
             name: a.as_string() if a.type == ir.AttributeType.STRING else a.value for name, a in node.attributes.items()
         }
-        import json
-
         monkeypatch.setattr(
             module, "attributes", json.dumps(MoESpec.from_attributes(values).attributes()), raising=False
         )
@@ -107,6 +110,27 @@ def test_w8a8_keeps_its_own_activation_format(exported):
     for layer in inspect(exported("qwen3_moe", "W8A8"))["layers"]:
         assert layer["attributes"]["w13_activation_format"] == "int8_token"
         assert layer["attributes"]["w13_format"] == "int8"
+
+
+def test_layers_left_out_of_the_trace_are_copied(checkpoint, tmp_path, monkeypatch):
+    """Six layers, three of them traced, against PyTorch; and again where none can be copied and all are traced."""
+    folder = checkpoint("qwen3_moe", num_hidden_layers=6)
+    want = expected(dequantized(Skeleton(find_format(open_checkpoint(folder)))), tokens(2, 6))
+    traced = []
+    only = model._only
+    monkeypatch.setattr(model, "_only", lambda m, kept: traced.append(kept) or only(m, kept))
+    export(folder, tmp_path / "copied", activations="float")
+    assert traced == [[0, 1, 5]]
+
+    def refuse(*_: object) -> None:
+        raise RepeatError
+
+    monkeypatch.setattr(model, "repeat_layers", refuse)
+    export(folder, tmp_path / "traced", activations="float")
+    for name in ("copied", "traced"):
+        assert error(run(Generator(tmp_path / name), tokens(2, 6), (5, 1)), want) < 2e-5, name
+        modules = [layer["module"] for layer in inspect(tmp_path / name)["layers"]]
+        assert modules == [f"model.layers.{i}.mlp.experts" for i in range(6)]
 
 
 def test_batch_rows_do_not_mix(exported):
@@ -144,22 +168,19 @@ def test_layers(exported, checkpoint, reference):
     generator, ids = Generator(folder), tokens(1, 5)
     assert len(generator.past) == 2
     assert '"num_hidden_layers": 1' in (folder / "config.json").read_text()
-    model = reference("qwen3_moe")
-    with torch.no_grad():
-        layers = model.model.layers
-        model.model.layers = layers[:1]
-        want = expected(model, ids)
-        model.model.layers = layers
+    decoder = reference("qwen3_moe").model
+    layers, decoder.layers = decoder.layers, decoder.layers[:1]
+    want = expected(reference("qwen3_moe"), ids)
+    decoder.layers = layers
     assert error(run(generator, ids, (4, 1)), want) < 2e-5
 
 
 def test_interface_names(exported):
     graph = ir.load(exported("qwen3_moe", activations="float") / "model.onnx").graph
     kv = [f"{n}.{kind}" for n in range(2) for kind in ("key", "value")]
-    assert [v.name for v in graph.inputs] == ["input_ids", "attention_mask", "position_ids"] + [
-        f"past_key_values.{x}" for x in kv
-    ]
-    assert [v.name for v in graph.outputs] == ["logits"] + [f"present.{x}" for x in kv]
+    inputs = ["input_ids", "attention_mask", "position_ids", *(f"past_key_values.{x}" for x in kv)]
+    assert [v.name for v in graph.inputs] == inputs
+    assert [v.name for v in graph.outputs] == ["logits", *(f"present.{x}" for x in kv)]
     assert [str(d) for d in graph.inputs[3].shape] == ["batch_size", "2", "past_sequence_length", "48"]
     assert {node.domain for node in graph} == {"", "com.microsoft", "quantmoe"}
     assert sum(node.op_type == "QuantMoE" for node in graph) == 2

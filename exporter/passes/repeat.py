@@ -1,0 +1,177 @@
+"""Deep models from shallow traces: copies of one decoder layer's nodes for the layers that were left out of the trace.
+
+Tracing, optimizing and fusing 48 equal layers takes minutes, growing faster than their number; three take seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+
+class RepeatError(Exception):
+    """The graph is not a chain of equal layers; trace all of them."""
+
+
+def repeat_layers(model: ir.Model, prefix: str, kept: Sequence[int]) -> None:
+    """Inserts the layers missing in ``kept``, each a copy of the traced layer before the gap, and numbers all of them.
+
+    Requires:
+        the parameters in model.meta["placeholders"], as ``<prefix>.<position>.*``; KV inputs and outputs as
+        ``*.layers.<position>.*``, position i being the model's layer kept[i]; the two layers before a gap, those in it
+        and the one after it are alike.
+    Ensures:
+        names have the model's own layer numbers; new parameters are among the placeholders; graph inputs and outputs
+        are in the order of layers, nodes in topological order.
+
+    Raises:
+        RepeatError: a layer's counterpart in the next one is not found, before anything is changed.
+    """
+    graph = model.graph
+    number = re.compile(rf"(?:{re.escape(prefix)}|(?:input|output)\.past_key_values\.layers)\.(\d+)\.")
+    parameters: list[ir.Value] = model.meta["placeholders"]
+
+    def position(value: ir.Value) -> int:
+        match = number.match(value.name or "")
+        return int(match[1]) if match else -1
+
+    level = {value: position(value) for value in [*parameters, *graph.inputs]}
+    block: dict[int, list[ir.Node]] = {}
+    for node in graph:
+        at = max((level.get(value, -1) for value in node.inputs if value is not None), default=-1)
+        if node.op_type == "Shape" and node.inputs[0] in graph.inputs:
+            at = -1  # all layers' caches have one shape
+        block.setdefault(at, []).append(node)
+        level |= dict.fromkeys(node.outputs, at)
+
+    plans = []
+    if missing := set(range(len(kept))) - block.keys():
+        raise RepeatError(f"no nodes of layers {sorted(missing)}")
+    for at, (layer, following) in enumerate(itertools.pairwise(kept)):
+        if following > layer + 1:
+            plans.append((at, range(layer + 1, following), _carried(graph, block, level, at, number)))
+
+    rename = {value: kept[level[value]] for value in [*parameters, *graph.inputs] if level[value] >= 0}
+    rename |= {value: kept[level[value]] for value in graph.outputs if position(value) >= 0}
+    for at, layers, carried in plans:
+        later = [node for i in range(at + 1, len(kept)) for node in block[i]]
+        previous: dict[ir.Value, ir.Value] = {value: value for node in block[at] for value in node.outputs}
+        for layer in layers:
+            copy = {source: previous[target] for source, target in carried.items()}
+            for value in [v for v in [*parameters, *graph.inputs] if level.get(v, -1) == at]:
+                copy[value] = ir.Value(name=value.name, shape=value.shape, type=value.type)
+                rename[copy[value]] = layer
+                (graph.inputs if value.is_graph_input() else parameters).append(copy[value])
+            for node in block[at]:
+                graph.append(_copy(node, copy, layer))
+            for value in [v for v in graph.outputs if level.get(v, -1) == at and position(v) == at]:
+                copy[value].name = value.name
+                rename[copy[value]] = layer
+                graph.outputs.append(copy[value])
+            previous = {value: copy[value] for node in block[at] for value in node.outputs}
+        for node in later:
+            for i, read in enumerate(node.inputs):
+                if read is not None and read in previous:
+                    node.replace_input_with(i, previous[read])
+    for value, layer in rename.items():
+        value.name = _renumbered(value, number, layer)
+    for ends in (graph.inputs, graph.outputs):
+        ordered = sorted(ends, key=lambda value: rename.get(value, -1))
+        ends[:] = ordered
+    graph.sort()
+
+
+def _carried(
+    graph: ir.Graph, block: dict[int, list[ir.Node]], level: dict[ir.Value, int], at: int, number: re.Pattern[str]
+) -> dict[ir.Value, ir.Value]:
+    """What layer ``at`` reads of the layer before -> what the next reads of layer ``at``, by matching their nodes."""
+    by_name = {value.name: value for value in level if value.producer() is None}
+    match: dict[ir.Value, ir.Value] = {}
+
+    def learn(mine: ir.Value, other: ir.Value) -> None:
+        shared = level.get(mine, -1) < 0
+        right = other is mine if shared else level.get(other, -1) == level[mine] + 1
+        if not right or match.setdefault(mine, other) is not other:
+            raise RepeatError(f"{mine.name} and {other.name}")
+
+    for value, at_ in level.items():
+        if at_ == at and value.producer() is None:
+            name = _renumbered(value, number, at + 1)
+            if name not in by_name or by_name[name].shape != value.shape:
+                raise RepeatError(f"{value.name} has no counterpart {name}")
+            learn(value, by_name[name])
+    waiting, taken = list(block.get(at, [])), set()
+    while waiting:
+        left = []
+        for node in waiting:
+            known = [(i, match[v]) for i, v in enumerate(node.inputs) if v is not None and v in match]
+            if not known:
+                left.append(node)
+                continue
+            index, value = known[0]
+            found = [
+                user
+                for user, i in value.uses()
+                if i == index and user not in taken and _alike(node, user, match, level)
+            ]
+            if not found:
+                raise RepeatError(f"no counterpart of {node.name}")
+            taken.add(found[0])
+            for mine, other in zip([*node.inputs, *node.outputs], [*found[0].inputs, *found[0].outputs], strict=True):
+                if mine is not None and other is not None:
+                    learn(mine, other)
+        if len(left) == len(waiting):
+            raise RepeatError(f"{left[0].name} is tied to no parameter")
+        waiting = left
+    carried = {mine: other for mine, other in match.items() if 0 <= level.get(mine, -1) < at}
+    leaving = {
+        value
+        for node in block[at]
+        for value in node.outputs
+        if any(level[user.outputs[0]] > at for user, _ in value.uses())
+    }
+    if not leaving <= set(carried.values()):
+        raise RepeatError(f"{next(iter(leaving - set(carried.values()))).name} is read by a later layer only here")
+    return carried
+
+
+def _alike(a: ir.Node, b: ir.Node, match: dict[ir.Value, ir.Value], level: dict[ir.Value, int]) -> bool:
+    """Whether b may be a's counterpart: the same operation, on what is known to correspond."""
+    if (a.op_type, a.domain, len(a.inputs), len(a.outputs)) != (b.op_type, b.domain, len(b.inputs), len(b.outputs)):
+        return False
+    if {k: v.value for k, v in a.attributes.items()} != {k: v.value for k, v in b.attributes.items()}:
+        return False
+    for mine, other in zip(a.inputs, b.inputs, strict=True):
+        if (mine is None) != (other is None):
+            return False
+        if mine is None or other is None:
+            continue
+        if level.get(mine, -1) < 0 and mine is not other:
+            return False
+        if mine in match and match[mine] is not other:
+            return False
+    return True
+
+
+def _renumbered(value: ir.Value, number: re.Pattern[str], layer: int) -> str:
+    match = number.match(value.name or "")
+    assert match is not None
+    return f"{match.string[: match.start(1)]}{layer}{match.string[match.end(1) :]}"
+
+
+def _copy(node: ir.Node, copy: dict[ir.Value, ir.Value], layer: int) -> ir.Node:
+    new = ir.Node(
+        node.domain,
+        node.op_type,
+        [None if value is None else copy.get(value, value) for value in node.inputs],
+        list(node.attributes.values()),
+        num_outputs=len(node.outputs),
+        name=f"{node.name}_{layer}",
+    )
+    for mine, other in zip(node.outputs, new.outputs, strict=True):
+        other.name, other.shape, other.type = f"{mine.name}_{layer}", mine.shape, mine.type
+        copy[mine] = other
+    return new
