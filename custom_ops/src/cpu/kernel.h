@@ -72,8 +72,6 @@ struct CpuKernel {
 int64_t int8_peak_portable(int64_t rounds);
 int64_t int8_peak_avx2(int64_t rounds);
 int64_t int8_peak_avx512vnni(int64_t rounds);
-int64_t int8_peak_neon_dotprod(int64_t rounds);
-int64_t int8_peak_neon_i8mm(int64_t rounds);
 
 #define QM_CPU_KERNEL(name) extern const CpuKernel name;
 #include "cpu/kernels.inc"
