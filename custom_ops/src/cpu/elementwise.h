@@ -248,15 +248,19 @@ void accumulate(float weight, const float* x, int64_t n, float* y) {
   for (int64_t i = 0; i < n; ++i) y[i] = fma(weight, x[i], y[i]);
 }
 
+// Interleaves m rows of 4-byte pieces, in the order of the output: a tile is larger than L1, so its lines are written
+// once.
+inline void interleave(const uint8_t* const* rows, int m, int64_t bytes, uint8_t* __restrict out) {
+  for (int64_t at = 0; at < bytes; at += 4, out += 4 * m)
+    for (int i = 0; i < m; ++i) std::memcpy(out + 4 * i, rows[i] + at, 4);
+}
+
 void pack_tile(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
-  if (!quantized) {
-    float* x = reinterpret_cast<float*>(out);
-    for (int i = 0; i < m; ++i)
-      for (int64_t k = 0; k < p.kp; ++k) x[k * m + i] = rows[i].x[k];
-    return;
-  }
+  const uint8_t* sources[kMaxTileRows];
   for (int i = 0; i < m; ++i)
-    for (int64_t k = 0; k < p.kp; k += 4) std::memcpy(out + k * m + 4 * i, rows[i].q + k, 4);
+    sources[i] = quantized ? reinterpret_cast<const uint8_t*>(rows[i].q) : reinterpret_cast<const uint8_t*>(rows[i].x);
+  interleave(sources, m, quantized ? p.kp : 4 * p.kp, out);
+  if (!quantized) return;
   int32_t* sums = reinterpret_cast<int32_t*>(out + p.kp * m);
   for (int i = 0; i < m; ++i)
     for (int64_t b = 0; b < p.blocks; ++b) sums[b * m + i] = rows[i].sums[b];

@@ -21,6 +21,8 @@ struct Row {
   int32_t zero_point;
 };
 
+constexpr int kMaxTileRows = 32;
+
 // Rows of one tile interleaved for broadcast loads; byte offsets in `data`, m rows:
 //   quantized: q int8 [kp / 4][m][4] | sums int32 [blocks][m] | step f32 [m] | zero_point int32 [m]
 //   float:     x f32 [kp][m]

@@ -17,7 +17,6 @@
 namespace quantmoe {
 namespace {
 
-constexpr int kMaxTileRows = 32;
 constexpr int64_t kBlockRows = 96;       // token rows of a task: their tiles stay in L2 while panels stream
 constexpr int64_t kColumnsPerStep = 64;  // output columns between product and activation or combine; both stay in L1
 constexpr int64_t kSerialRows = 16;
@@ -346,6 +345,9 @@ void Layer::down(int lane, int64_t begin, int64_t end) {
                         1};
         kernel.multiply(product);
         for (int64_t i = 0; i < block; ++i) {
+          // Rows of y are scattered: ask for the one that comes some rows later.
+          const float* later = y + order[first + std::min(i + 4, block - 1)].token * hidden + column;
+          for (int64_t line = 0; line < columns; line += 16) __builtin_prefetch(later + line, 1);
           const Pair pair = order[first + i];
           const float weight =
               moe.apply_router_weight_on_input ? 1.0f : call.topk_weights[pair.token * call.top_k + pair.slot];
