@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 import sys
 import tempfile
 import time
@@ -233,11 +234,10 @@ def _mb(size: int) -> str:
 
 
 def _peak_memory() -> str:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return "unknown"
-    return _mb(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+    """Linux only; getrusage's ru_maxrss would count the parent process's memory before exec."""
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    return _mb(int(found[1]) * 1024) if found else "unknown"
 
 
 if __name__ == "__main__":

@@ -180,12 +180,12 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
                 region.write(row)
             if scales == "bf16":
                 report.scale_error = max(report.scale_error or 0.0, error)
+            layer.format.ckpt.release()
             yield sum(map(len, rows))
     for region in regions:
         metadata = {"module": layer.name, "format": layer.scheme.text, "layout": spec.w13.layout,
                     "layout_version": str(spec.w13.layout_version), "spec": json.dumps(spec.attributes())}  # fmt: skip
         region.finish(metadata)
-    layer.format.ckpt.release()
 
 
 def _dense(weight: Weight, skeleton: Skeleton, data: DataFile, report: Report) -> int:
