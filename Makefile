@@ -7,6 +7,8 @@ ARCH := $(shell uname -m)
 # Oldest and newest; samples/java runs Maven's.
 ORT_VERSIONS := 1.21 1.31
 MODEL ?= build/sample-model
+# The machine's certificates, which a proxy may need.
+export UV_SYSTEM_CERTS := true
 export PATH := $(BIN):$(PATH)
 # The AVX512 kernels keep 30 of 32 registers busy: clang does that; gcc 12 spills and gives the same bytes, slower.
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
