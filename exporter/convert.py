@@ -125,15 +125,8 @@ def export(
 
 
 def _spec(layer: MoELayer, layout: str, activations: str, scales: str, report: Report) -> MoESpec:
-    wanted = layer.activation_format
-    if wanted == "none" and activations == "int8":
-        wanted = "int8_token_asym"
-        report.activations = (
-            "weights-only checkpoint: activations are quantized to int8 per token (--activations float: not)"
-        )
-    elif wanted != "none" and activations == "float":
-        report.activations = f"the checkpoint says {wanted}: activations stay float as asked"
-        wanted = "none"
+    formats = layer.activation_format, layer.down_scheme.activation_format
+    wanted, wanted_down = (_activations(found, activations, report) for found in formats)
     try:
         first = LAYOUTS[layout].describe(_scaled(layer.expert(0), scales)[0], wanted)
         if first[0].perm or first[1].perm:  # experts may differ in act-order
@@ -148,12 +141,25 @@ def _spec(layer: MoELayer, layout: str, activations: str, scales: str, report: R
         hidden_size=layer.hidden_size,
         intermediate_size=layer.intermediate_size,
         w13=first[0],
-        w2=first[1],
+        w2=dataclasses.replace(first[1], activation_format=wanted_down),
         activation=layer.activation,
         gated=int(layer.gated),
         swiglu_alpha=layer.swiglu_alpha,
         swiglu_limit=layer.swiglu_limit,
     )
+
+
+def _activations(wanted: str, choice: str, report: Report) -> str:
+    """The node's activation_format, from the checkpoint's and the user's choice; a difference is reported."""
+    if wanted == "none" and choice == "int8":
+        report.activations = (
+            "weights-only checkpoint: activations are quantized to int8 per token (--activations float: not)"
+        )
+        return "int8_token_asym"
+    if wanted != "none" and choice == "float":
+        report.activations = f"the checkpoint says {wanted}: activations stay float as asked"
+        return "none"
+    return wanted
 
 
 def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales: str, report: Report) -> Iterator[int]:
