@@ -1,0 +1,300 @@
+// One grouped GEMM of the layer on mma.sync (sm_80 and later): weights are the M operand, tokens N.
+//
+// Work is a list of units, a unit is (tile, panels): one expert's <= 8 NT tokens times warps_n * MT panels of 16 rows. A block
+// takes a contiguous range of units; its warps split K (warps_k) and panels (warps_n).
+#pragma once
+#include <type_traits>
+
+#include "cuda/activation.cuh"
+#include "cuda/decode_routing.cuh"
+#include "cuda/stream.cuh"
+
+namespace quantmoe {
+
+// Stores what a block's warps have for one accumulator (rows g and g + 8, token columns 2t and 2t + 1).
+template <typename T, bool down>
+__device__ inline void StoreUnit(const GemmParams& p, const uint8_t* expert, int panel, int g, float4 c, const int (&pair)[2],
+                                 const float (&weight)[2]) {
+  const float bias_scale = p.weights.bias_at ? 1.f : 0.f;
+  float bias[2] = {0.f, 0.f};
+  if (p.weights.bias_at) {
+    const float* b = reinterpret_cast<const float*>(expert + p.weights.bias_at) + panel * 16 + g;
+    bias[0] = b[0] * bias_scale;
+    bias[1] = b[8] * bias_scale;
+  }
+  const float low[2] = {c.x, c.y}, high[2] = {c.z, c.w};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (pair[i] < 0) continue;
+    if constexpr (down) {
+      float* out = static_cast<float*>(p.out) + static_cast<int64_t>(pair[i]) * p.out_columns;
+      const float w = p.weight_here ? weight[i] : 1.f;
+      const int n = panel * 16 + g;
+      if (n < p.out_columns) out[n] = w * (low[i] + bias[0]);
+      if (n + 8 < p.out_columns) out[n + 8] = w * (high[i] + bias[1]);
+    } else {
+      T* out = static_cast<T*>(p.out) + static_cast<int64_t>(pair[i]) * p.out_columns;
+      const float w = p.weight_here ? weight[i] : 1.f;
+      const float a = w * low[i] + bias[0], b = w * high[i] + bias[1];
+      if (p.activation.gated) {
+        out[panel * 8 + g] = Half<T>::From(Activate(p.activation, a, b));
+      } else {
+        out[panel * 16 + g] = Half<T>::From(Activate(p.activation, a, a));
+        out[panel * 16 + g + 8] = Half<T>::From(Activate(p.activation, b, b));
+      }
+    }
+  }
+}
+
+template <typename T, int MT, int NT, int GS, bool down, bool decode>
+__global__ void __launch_bounds__(kThreads, NT > 2 ? 1 : 2) MoeGemmMma(const __grid_constant__ GemmParams p) {
+  static_assert(!(down && decode), "MoeDownDecode");
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ std::conditional_t<decode, DecodeRouting, int> routing_storage;
+  [[maybe_unused]] auto* routing = &routing_storage;
+  LaunchDependents();
+  int n_tiles;
+  if constexpr (decode) {
+    routing->Make(p.routing);
+    n_tiles = routing->tiles;
+  } else {
+    WaitForPrevious();
+    n_tiles = p.tiles[p.max_tiles].count;
+  }
+  const int columns = decode ? p.routing.tokens : 8 * NT;
+  Stream<T, MT, NT, GS> stream(shared, p.shape.stages, columns);
+  constexpr int kBuffers = NT == 1 ? 2 : 1;
+  float4* sums = reinterpret_cast<float4*>(shared + kWarps * stream.stages * stream.stage_bytes);
+
+  const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g;
+  const int warps_k = p.shape.warps_k, warps_n = kWarps / warps_k, wn = warp / warps_k, wk = warp % warps_k;
+  const int groups = (p.weights.panels + MT * warps_n - 1) / (MT * warps_n);
+  const int units = n_tiles * groups;
+  const int begin = static_cast<int>(static_cast<int64_t>(blockIdx.x) * units / gridDim.x);
+  const int end = static_cast<int>((static_cast<int64_t>(blockIdx.x) + 1) * units / gridDim.x);
+  const int k_begin = wk * p.weights.units / warps_k, k_end = (wk + 1) * p.weights.units / warps_k;
+
+  // The copying side runs ahead of the multiplying side, across units.
+  int copy_unit = begin, copy_k = k_begin, copy_tile = -1, copy_n = 0, copy_panel = 0;
+  const uint8_t* copy_expert = nullptr;
+  const T* rows[NT];
+  auto locate = [&] {
+    const int tile = copy_unit / groups;
+    copy_panel = ((copy_unit - tile * groups) * warps_n + wn) * MT;
+    if (tile == copy_tile) return;
+    copy_tile = tile;
+    int expert;
+    if constexpr (decode) {
+      expert = routing->expert[tile];
+      const int pair = g < columns ? routing->pair[tile][g] : -1;
+      rows[0] = pair < 0 ? nullptr : static_cast<const T*>(p.x) + static_cast<int64_t>(pair / p.x_divisor) * p.x_columns;
+      copy_n = 1;
+    } else {
+      const Tile found = p.tiles[tile];
+      expert = found.expert;
+      copy_n = (found.count + 7) / 8;
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        const int c = 8 * n + g;
+        rows[n] = nullptr;
+        if (c < found.count) {
+          const int pair = p.sorted_pairs[found.first + c];
+          rows[n] = static_cast<const T*>(p.x) + static_cast<int64_t>(pair / p.x_divisor) * p.x_columns;
+        }
+      }
+    }
+    copy_expert = p.weights.rows + expert * p.weights.row_bytes;
+  };
+  auto copy = [&] {
+    if (copy_unit < end && copy_k < k_end) {
+      stream.CopyWeights(p.weights, copy_expert, copy_panel, copy_k);
+      stream.CopyTokens(rows, copy_n, p.x_columns, copy_k);
+      if (++copy_k == k_end) {
+        copy_k = k_begin;
+        if (++copy_unit < end) locate();
+      }
+    }
+    stream.Commit();
+  };
+  if (begin < end) locate();
+  for (int s = 1; s < stream.stages; ++s) copy();
+
+  for (int unit = begin; unit < end; ++unit) {
+    const int tile = unit / groups, group = unit - tile * groups;
+    Tile now{};
+    if constexpr (!decode) now = p.tiles[tile];
+    const int n_active = decode ? 1 : (now.count + 7) / 8;
+    float acc[MT][NT][4] = {};
+    for (int k = k_begin; k < k_end; ++k) {
+      stream.Wait();
+      copy();
+      if (NT == 1 || n_active == 1) {
+        stream.template Consume<1>(p.weights.scale_type, acc);
+      } else if (NT == 2 || n_active == 2) {
+        stream.template Consume<(NT < 2 ? NT : 2)>(p.weights.scale_type, acc);
+      } else {
+        stream.template Consume<NT>(p.weights.scale_type, acc);
+      }
+    }
+    float4* buffer = sums + (kBuffers == 2 ? unit % 2 : 0) * kWarps * MT * NT * 32;
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+      for (int n = 0; n < NT; ++n)
+        buffer[((warp * MT + m) * NT + n) * 32 + lane] = make_float4(acc[m][n][0], acc[m][n][1], acc[m][n][2], acc[m][n][3]);
+    __syncthreads();
+    int expert = now.expert;
+    if constexpr (decode) expert = routing->expert[tile];
+    const uint8_t* expert_row = p.weights.rows + expert * p.weights.row_bytes;
+    for (int task = threadIdx.x; task < warps_n * MT * NT * 32; task += kThreads) {
+      const int at = task / 32, n = at % NT, m = at / NT % MT, part = at / (NT * MT);
+      const int panel = (group * warps_n + part) * MT + m, column = 8 * n + 2 * (task % 4);
+      if (n >= n_active || panel >= p.weights.panels) continue;
+      int pair[2];
+      float weight[2] = {1.f, 1.f};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if constexpr (decode) {
+          pair[i] = column + i < columns ? routing->pair[tile][column + i] : -1;
+          if (pair[i] >= 0) weight[i] = routing->weight[tile][column + i];
+        } else {
+          pair[i] = column + i < now.count ? p.sorted_pairs[now.first + column + i] : -1;
+          if (pair[i] >= 0 && p.weight_here) weight[i] = p.routing.topk_weights[pair[i]];
+        }
+      }
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+      for (int k = 0; k < warps_k; ++k) {
+        const float4 v = buffer[(((part * warps_k + k) * MT + m) * NT + n) * 32 + task % 32];
+        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+      }
+      StoreUnit<T, down>(p, expert_row, panel, task % 32 / 4, sum, pair, weight);
+    }
+    if (kBuffers == 1) __syncthreads();
+  }
+}
+
+// GEMM2 of a small batch: a cluster of blocks owns MT panels of the output for all tokens. The (tile, unit of K) list is cut
+// into equal parts, one a warp; a warp adds weight * (product + bias) of each tile to its registers, and at the end the
+// warps' sums are added in a fixed order. No atomics, no second pass, the same result every time.
+template <typename T, int MT, int GS>
+__global__ void __launch_bounds__(kThreads, 2) MoeDownDecode(const __grid_constant__ GemmParams p) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ DecodeRouting routing[1];
+  routing->Make(p.routing);
+  const int columns = p.routing.tokens, cluster = p.shape.cluster;
+  Stream<T, MT, 1, GS> stream(shared, p.shape.stages, columns);
+  float4* sums = reinterpret_cast<float4*>(shared + kWarps * stream.stages * stream.stage_bytes);
+
+  const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g, t = stream.t;
+  const int panel = blockIdx.x / cluster * MT, rank = blockIdx.x % cluster;
+  const int k_units = p.weights.units, total = routing->tiles * k_units, parts = cluster * kWarps;
+  const int part = rank * kWarps + warp;
+  const int begin = part * total / parts, end = (part + 1) * total / parts;
+
+  auto expert_row = [&](int tile) { return p.weights.rows + routing->expert[tile] * p.weights.row_bytes; };
+  auto token_row = [&](int tile) -> const T* {
+    const int pair = g < columns ? routing->pair[tile][g] : -1;
+    return pair < 0 ? nullptr : static_cast<const T*>(p.x) + pair * p.x_columns;
+  };
+  // Weights do not depend on the kernel before this one: fill the ring, then wait for it, then ask for its output.
+  const int ahead = min(stream.stages - 1, end - begin);
+  for (int i = 0; i < ahead; ++i) {
+    const int at = begin + i, tile = at / k_units;
+    stream.write = i;
+    stream.CopyWeights(p.weights, expert_row(tile), panel, at - tile * k_units);
+  }
+  stream.write = 0;
+  WaitForPrevious();
+  int copy_tile = begin / k_units, copy_k = begin - copy_tile * k_units, copied = begin;
+  auto copy = [&](bool weights) {
+    if (copied < end) {
+      if (weights) stream.CopyWeights(p.weights, expert_row(copy_tile), panel, copy_k);
+      const T* rows[1] = {token_row(copy_tile)};
+      stream.CopyTokens(rows, 1, p.x_columns, copy_k);
+      ++copied;
+      if (++copy_k == k_units) copy_k = 0, ++copy_tile;
+    }
+    stream.Commit();
+  };
+  for (int s = 1; s < stream.stages; ++s) copy(false);
+
+  float total_acc[MT][4] = {}, acc[MT][1][4] = {};
+  float bias[MT][2] = {};
+  for (int at = begin, tile = begin / k_units, k = begin - tile * k_units; at < end; ++at) {
+    if (p.weights.bias_at && k == 0) {  // whoever starts a tile adds its bias; asked for here, used at the tile's end
+      const float* b = reinterpret_cast<const float*>(expert_row(tile) + p.weights.bias_at) + g;
+#pragma unroll
+      for (int m = 0; m < MT; ++m) {
+        const int row = min(panel + m, p.weights.panels - 1) * 16;
+        bias[m][0] = b[row], bias[m][1] = b[row + 8];
+      }
+    }
+    stream.Wait();
+    copy(true);
+    stream.template Consume<1>(p.weights.scale_type, acc);
+    if (++k == k_units || at + 1 == end) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int column = 2 * t + i;
+        // A column whose token has not this expert is zero, but NaN * 0 must not reach it either.
+        if (column >= columns || routing->pair[tile][column] < 0) continue;
+        const float w = p.weight_here ? routing->weight[tile][column] : 1.f;
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+          total_acc[m][i] += w * (acc[m][0][i] + bias[m][0]);
+          total_acc[m][2 + i] += w * (acc[m][0][2 + i] + bias[m][1]);
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < MT; ++m) {
+        bias[m][0] = bias[m][1] = 0.f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[m][0][i] = 0.f;
+      }
+      k = 0, ++tile;
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < MT; ++m)
+    sums[(warp * MT + m) * 32 + lane] = make_float4(total_acc[m][0], total_acc[m][1], total_acc[m][2], total_acc[m][3]);
+  __syncthreads();
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  if (threadIdx.x < MT * 32) {
+    for (int w = 0; w < kWarps; ++w) {
+      const float4 v = sums[w * MT * 32 + threadIdx.x];
+      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    }
+    sums[threadIdx.x] = sum;  // each thread overwrites only what it alone has read
+  }
+#if __CUDA_ARCH__ >= 900
+  if (cluster > 1) {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (rank == 0 && threadIdx.x < MT * 32) {
+      for (int r = 1; r < cluster; ++r) {
+        uint32_t remote;
+        float4 v;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(SharedAddress(sums + threadIdx.x)), "r"(r));
+        asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                     : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                     : "r"(remote)
+                     : "memory");
+        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+      }
+    }
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  }
+#endif
+  if (rank != 0 || threadIdx.x >= MT * 32) return;
+  const int row = (panel + warp) * 16 + g;  // MT <= 8: warp m holds panel m
+  const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = 2 * t + i;
+    if (token >= columns) continue;
+    T* out = static_cast<T*>(p.out) + static_cast<int64_t>(token) * p.out_columns;
+    if (row < p.out_columns) out[row] = Half<T>::From(low[i]);
+    if (row + 8 < p.out_columns) out[row + 8] = Half<T>::From(high[i]);
+  }
+}
+
+}  // namespace quantmoe
