@@ -79,7 +79,7 @@ Weights WeightsOf(const void* rows, const MarlinRow& row, const qm_projection& w
 template <typename T>
 cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_cuda_tensors& t, cudaStream_t stream) {
   const qm_moe& m = p.moe;
-  MarlinRow row13, row2;
+  MarlinRow row13{}, row2{};
   MarlinRowOf(m, 13, &row13);
   MarlinRowOf(m, 2, &row2);
   Launcher launcher{stream};
@@ -164,6 +164,10 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
 
 }  // namespace
 
+}  // namespace quantmoe
+
+using namespace quantmoe;
+
 extern "C" int qm_cuda_query(int ordinal, qm_cuda_device* device, char* err) {
   int major = 0, minor = 0;
   cudaError_t e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
@@ -188,5 +192,3 @@ extern "C" int qm_cuda_launch(const qm_cuda_problem* problem, const qm_cuda_plan
   std::snprintf(err, QM_ERROR_SIZE, "CUDA: %s", cudaGetErrorString(e));
   return QM_INVALID;
 }
-
-}  // namespace quantmoe

@@ -75,8 +75,12 @@ constexpr int kRoutingBytes = 11 * 1024;  // static DecodeRouting
 
 }  // namespace
 
+}  // namespace quantmoe
+
+using namespace quantmoe;
+
 extern "C" size_t qm_cuda_row_bytes(const qm_moe* moe, int projection) {
-  MarlinRow row;
+  MarlinRow row{};
   return MarlinRowOf(*moe, projection, &row) ? row.bytes : 0;
 }
 
@@ -84,7 +88,7 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   const qm_cuda_problem& p = *problem;
   if (int status = Validate(p, *device, err)) return status;
   *plan = qm_cuda_plan{};
-  MarlinRow w13, w2;
+  MarlinRow w13{}, w2{};
   MarlinRowOf(p.moe, 13, &w13);
   MarlinRowOf(p.moe, 2, &w2);
   const int64_t pairs = p.tokens * p.top_k;
@@ -95,18 +99,21 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   // Tokens an expert gets on average decide the tile.
   const double mean = static_cast<double>(pairs) / static_cast<double>(p.local_experts);
 
-  auto gemm = [&](const MarlinRow& w, int columns, bool direct) {
+  auto gemm = [&](const MarlinRow& w, bool direct) {
     qm_cuda_gemm g{};
     const int scale_bytes = w.per_block == 2 ? 8 : 4;
     g.panels = 2;
-    g.n_tiles = decode ? 1 : mean <= 5 ? 1 : mean <= 12 ? 2 : 4;
     g.warps_k = 8;
     while (g.warps_k > 1 && w.units < 2 * g.warps_k) g.warps_k /= 2;
     g.cluster = 1;
-    const int stage = g.panels * (512 + 32 * scale_bytes) + columns * 128;
-    const int sums = kWarps * g.panels * g.n_tiles * 512 * (g.n_tiles == 1 && !direct ? 2 : 1);
-    const int blocks = g.n_tiles > 2 ? 1 : 2;
-    const int fixed = sums + (decode ? kRoutingBytes : 0);
+    int stage = 0, sums = 0, fixed = 0;
+    for (g.n_tiles = decode || mean <= 5 ? 1 : mean <= 12 ? 2 : 4; g.n_tiles; g.n_tiles /= 2) {
+      stage = g.panels * (512 + 32 * scale_bytes) + (decode ? static_cast<int>(p.tokens) : 8 * g.n_tiles) * 128;
+      sums = kWarps * g.panels * g.n_tiles * 512 * (g.n_tiles == 1 && !direct ? 2 : 1);
+      fixed = sums + (decode ? kRoutingBytes : 0);
+      if (fixed + 2 * kWarps * stage <= device->shared_bytes - 1024) break;
+    }
+    const int blocks = g.n_tiles > 2 || 2 * (fixed + 3 * kWarps * stage + 1024) > device->shared_bytes ? 1 : 2;
     g.stages = Stages(*device, blocks, fixed, stage);
     const int64_t groups = CeilDiv(w.panels, static_cast<int64_t>(g.panels) * (kWarps / g.warps_k));
     g.grid = static_cast<int32_t>(std::max<int64_t>(1, std::min<int64_t>(most_experts * groups, static_cast<int64_t>(blocks) * sms)));
@@ -126,13 +133,8 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     g.shared_bytes = kWarps * g.stages * stage + sums;
     return g;
   };
-  const int tokens = static_cast<int>(std::min<int64_t>(p.tokens, kDecodeTokens));
-  plan->w13 = gemm(w13, decode ? tokens : 0, false);
-  plan->w2 = gemm(w2, decode ? tokens : 0, decode);
-  if (!decode) {
-    plan->w13 = gemm(w13, 8 * plan->w13.n_tiles, false);
-    plan->w2 = gemm(w2, 8 * plan->w2.n_tiles, false);
-  }
+  plan->w13 = gemm(w13, false);
+  plan->w2 = gemm(w2, decode);
 
   uint64_t end = 0;
   auto take = [&](uint64_t bytes) {
@@ -152,5 +154,3 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   plan->workspace_bytes = end;
   return QM_OK;
 }
-
-}  // namespace quantmoe
