@@ -50,7 +50,7 @@ class Plan(ctypes.Structure):
     """qm_cuda_plan."""
 
     _fields_ = [("path", _I32), ("w13", Gemm), ("w2", Gemm), ("max_tiles", _I32)] + [
-        (n, _U64) for n in ("gathered", "hidden", "partial", "tiles", "sorted_pairs", "workspace_bytes")
+        (n, _U64) for n in ("gathered", "prepared", "hidden", "partial", "tiles", "sorted_pairs", "workspace_bytes")
     ]
 
 

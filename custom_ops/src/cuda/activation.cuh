@@ -6,7 +6,8 @@ namespace quantmoe {
 
 __device__ inline float Sigmoid(float z) { return __fdividef(1.f, 1.f + __expf(-z)); }
 
-__device__ inline float Activate1(int kind, float z) {
+// Not inlined, like all that is not silu: code that is not there need not be fetched, and decode is short.
+static __device__ __noinline__ float Activate1(int kind, float z) {
   switch (kind) {
     case 0: return z * Sigmoid(z);
     case 1: return 0.5f * z * (1.f + erff(z * 0.70710678f));
@@ -15,8 +16,7 @@ __device__ inline float Activate1(int kind, float z) {
   }
 }
 
-// gate and up of one feature; ungated layers pass up twice.
-__device__ inline float Activate(const Activation& f, float gate, float up) {
+static __device__ __noinline__ float ActivateOther(const Activation& f, float gate, float up) {
   if (!f.gated) return Activate1(f.kind, up);
   if (f.kind == 4) {  // swiglu_oai; the comparisons keep NaN, fminf would drop it
     float g = gate > f.limit ? f.limit : gate;
@@ -29,6 +29,12 @@ __device__ inline float Activate(const Activation& f, float gate, float up) {
     return (g > f.limit ? f.limit : g) * u;
   }
   return Activate1(f.kind, gate) * up;
+}
+
+// gate and up of one feature; ungated layers pass up twice.
+__device__ inline float Activate(const Activation& f, float gate, float up) {
+  if (f.kind == 0 && f.gated) return gate * Sigmoid(gate) * up;
+  return ActivateOther(f, gate, up);
 }
 
 }  // namespace quantmoe

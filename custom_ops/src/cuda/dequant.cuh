@@ -13,14 +13,18 @@ __device__ inline uint32_t MaskOr(uint32_t q, uint32_t bits) {
   return r;
 }
 
-// int4, code - 8. The codes become the low mantissa bits of a power of two, whose value is then subtracted: exact.
-template <typename T>
+// int4. The codes become the low mantissa bits of a power of two, base + code; with `centered` base + 8 is subtracted: exact.
+template <typename T, bool centered>
 __device__ inline void DequantInt4(uint32_t q, uint32_t (&a)[4]) {
   constexpr uint32_t mask = 0x000f000f, base = Half<T>::kInt4Or, zero = Half<T>::kInt4Zero;
-  a[0] = Half<T>::Sub(MaskOr<mask>(q, base), zero);
-  a[2] = Half<T>::Sub(MaskOr<mask>(q >> 4, base), zero);
-  a[1] = Half<T>::Sub(MaskOr<mask>(q >> 8, base), zero);
-  a[3] = Half<T>::Sub(MaskOr<mask>(q >> 12, base), zero);
+  a[0] = MaskOr<mask>(q, base);
+  a[2] = MaskOr<mask>(q >> 4, base);
+  a[1] = MaskOr<mask>(q >> 8, base);
+  a[3] = MaskOr<mask>(q >> 12, base);
+  if constexpr (centered) {
+#pragma unroll
+    for (uint32_t& x : a) x = Half<T>::Sub(x, zero);
+  }
 }
 
 }  // namespace quantmoe

@@ -20,7 +20,6 @@ struct Weights {
   uint32_t scales_at, bias_at;  // bias_at 0: none
   int panels, units;            // 16-row panels, 64-column units
   int blocks, block_shift;      // scale block of unit u is u >> block_shift
-  int scale_type;               // qm scale_type code
 };
 
 // A run of at most 8 * n_tiles pairs of one expert.
@@ -54,8 +53,16 @@ struct GemmParams {
   qm_cuda_gemm shape;
 };
 
+// x for wgmma: columns permuted within 32 (moe_gemm_wgmma.cuh) and padded with zeros to whole units.
+struct PrepareParams {
+  const uint16_t* x;
+  uint16_t* out;  // null: nothing to prepare
+  int rows, columns, out_columns;
+};
+
 struct RouteParams {
   Routing routing;
+  PrepareParams prepare;  // by the blocks after the first
   Tile* tiles;
   int max_tiles, tile_pairs;
   int* sorted_pairs;
@@ -63,12 +70,12 @@ struct RouteParams {
 
 struct CombineParams {
   Routing routing;
-  const float* partial;
+  const void* partial;  // f32, or T
   void* out;
   int columns;
 };
 
-// x[pair] = hidden_states[token][perm of the pair's expert].
+// x[pair] = hidden_states[token][perm of the pair's expert], for act-order.
 struct GatherParams {
   Routing routing;
   const uint8_t* rows;
@@ -79,9 +86,10 @@ struct GatherParams {
   int columns;
 };
 
-// Bytes of shared memory a block needs; the plan and the kernels use the same functions.
-__host__ __device__ constexpr int StageBytes(int panels, int token_columns, int scale_bytes) {
-  return panels * (512 + 32 * scale_bytes) + token_columns * 128;
+// Shared memory of one warp's stage; the plan uses the same formula.
+constexpr int kStages = 3;
+__host__ __device__ constexpr int StageBytes(int panels, int n_tiles, int scale_bytes) {
+  return panels * (512 + 32 * scale_bytes) + n_tiles * 1024;
 }
 
 __device__ inline int LocalExpert(const Routing& r, int64_t pair) {

@@ -2,7 +2,7 @@
 #include <cstdio>
 
 #include "cuda/layout.h"
-#include "cuda/moe_gemm_mma.cuh"
+#include "cuda/instances.h"
 #include "cuda/route.cuh"
 
 namespace quantmoe {
@@ -41,27 +41,6 @@ struct Launcher {
   }
 };
 
-using GemmKernel = void (*)(GemmParams);
-
-template <typename T, int GS>
-GemmKernel GateUpKernel(bool decode, int n_tiles) {
-  if (decode) return MoeGemmMma<T, 2, 1, GS, false, true>;
-  switch (n_tiles) {
-    case 1: return MoeGemmMma<T, 2, 1, GS, false, false>;
-    case 2: return MoeGemmMma<T, 2, 2, GS, false, false>;
-    default: return MoeGemmMma<T, 2, 4, GS, false, false>;
-  }
-}
-template <typename T, int GS>
-GemmKernel DownKernel(bool decode, int n_tiles) {
-  if (decode) return MoeDownDecode<T, 2, GS>;
-  switch (n_tiles) {
-    case 1: return MoeGemmMma<T, 2, 1, GS, true, false>;
-    case 2: return MoeGemmMma<T, 2, 2, GS, true, false>;
-    default: return MoeGemmMma<T, 2, 4, GS, true, false>;
-  }
-}
-
 Weights WeightsOf(const void* rows, const MarlinRow& row, const qm_projection& w) {
   Weights out{};
   out.rows = static_cast<const uint8_t*>(rows);
@@ -72,7 +51,6 @@ Weights WeightsOf(const void* rows, const MarlinRow& row, const qm_projection& w
   out.units = row.units;
   out.blocks = row.blocks;
   out.block_shift = row.block_shift;
-  out.scale_type = w.scale_type;
   return out;
 }
 
@@ -84,7 +62,7 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
   MarlinRowOf(m, 2, &row2);
   Launcher launcher{stream};
   uint8_t* workspace = static_cast<uint8_t*>(t.workspace);
-  const bool decode = plan.path == QM_CUDA_DECODE;
+  const bool decode = plan.path == QM_CUDA_DECODE, wgmma = plan.path == QM_CUDA_WGMMA;
   const int pairs = static_cast<int>(p.tokens * p.top_k);
 
   Routing routing{};
@@ -104,7 +82,7 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
   gate_up.x_columns = m.hidden_size;
   gate_up.x_divisor = routing.top_k;
   gate_up.out = workspace + plan.hidden;
-  gate_up.out_columns = row13.panels * (m.gated ? 8 : 16);
+  gate_up.out_columns = wgmma ? row2.units * kUnit : row13.panels * (m.gated ? 8 : 16);
   gate_up.weight_here = m.apply_router_weight_on_input;
   gate_up.tiles = reinterpret_cast<const Tile*>(workspace + plan.tiles);
   gate_up.max_tiles = plan.max_tiles;
@@ -132,6 +110,7 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
     gather.out = reinterpret_cast<uint16_t*>(workspace + plan.gathered);
     gather.columns = m.hidden_size;
     launcher.Run(MoeGather, gather, dim3(pairs), 256, 0, false);
+    first = false;
     gate_up.x = gather.out;
     gate_up.x_divisor = 1;
   }
@@ -141,23 +120,35 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
     route.tiles = reinterpret_cast<Tile*>(workspace + plan.tiles);
     route.max_tiles = plan.max_tiles;
     route.tile_pairs = 8 * plan.w13.n_tiles;
+    int prepare_blocks = 0;
+    if (wgmma) {
+      PrepareParams& prepare = route.prepare;
+      prepare.x = static_cast<const uint16_t*>(gate_up.x);
+      prepare.out = reinterpret_cast<uint16_t*>(workspace + plan.prepared);
+      prepare.rows = m.w13.perm ? pairs : routing.tokens;
+      prepare.columns = m.hidden_size;
+      prepare.out_columns = row13.units * kUnit;
+      gate_up.x = prepare.out;
+      gate_up.x_columns = prepare.out_columns;
+      prepare_blocks = static_cast<int>((static_cast<int64_t>(prepare.rows) * prepare.out_columns / 32 + kRouteThreads - 1) / kRouteThreads);
+    }
     route.sorted_pairs = reinterpret_cast<int*>(workspace + plan.sorted_pairs);
-    launcher.Run(MoeRoute, route, dim3(1), kRouteThreads, kRouteWarps * routing.local_experts * 4, false);
+    launcher.Run(MoeRoute, route, dim3(1 + prepare_blocks), kRouteThreads, kRouteWarps * routing.local_experts * 4, !first);
     first = false;
   }
-  const GemmKernel gate_up_kernel = row13.per_block == 2 ? GateUpKernel<T, 2>(decode, plan.w13.n_tiles)
-                                                         : GateUpKernel<T, 1>(decode, plan.w13.n_tiles);
-  const GemmKernel down_kernel = row2.per_block == 2 ? DownKernel<T, 2>(decode, plan.w2.n_tiles)
-                                                     : DownKernel<T, 1>(decode, plan.w2.n_tiles);
-  launcher.Run(gate_up_kernel, gate_up, dim3(plan.w13.grid), kThreads, plan.w13.shared_bytes, !first);
-  launcher.Run(down_kernel, down, dim3(plan.w2.grid), kThreads, plan.w2.shared_bytes, true, plan.w2.cluster);
+  const int threads = wgmma ? kWgmmaThreads : kThreads;
+  launcher.Run(GateUpKernel<T>(plan.path, m.w13, row13.per_block, plan.w13), gate_up, dim3(plan.w13.grid), threads,
+               plan.w13.shared_bytes, !first);
+  launcher.Run(DownKernel<T>(plan.path, m.w2, row2.per_block, plan.w2), down, dim3(plan.w2.grid), threads,
+               plan.w2.shared_bytes, true, plan.w2.cluster);
   if (!decode) {
     CombineParams combine{};
     combine.routing = routing;
-    combine.partial = static_cast<const float*>(down.out);
+    combine.partial = down.out;
     combine.out = t.output;
     combine.columns = m.hidden_size;
-    launcher.Run(MoeCombine<T>, combine, dim3(routing.tokens, (m.hidden_size + 1023) / 1024), 256, 0, true);
+    launcher.Run(wgmma ? MoeCombine<T, T> : MoeCombine<T, float>, combine,
+                 dim3(routing.tokens, (m.hidden_size + 2047) / 2048), 256, 0, true);
   }
   return launcher.error;
 }

@@ -15,12 +15,11 @@ namespace quantmoe {
 template <typename T, bool down>
 __device__ inline void StoreUnit(const GemmParams& p, const uint8_t* expert, int panel, int g, float4 c, const int (&pair)[2],
                                  const float (&weight)[2]) {
-  const float bias_scale = p.weights.bias_at ? 1.f : 0.f;
   float bias[2] = {0.f, 0.f};
   if (p.weights.bias_at) {
     const float* b = reinterpret_cast<const float*>(expert + p.weights.bias_at) + panel * 16 + g;
-    bias[0] = b[0] * bias_scale;
-    bias[1] = b[8] * bias_scale;
+    bias[0] = b[0];
+    bias[1] = b[8];
   }
   const float low[2] = {c.x, c.y}, high[2] = {c.z, c.w};
 #pragma unroll
@@ -46,9 +45,13 @@ __device__ inline void StoreUnit(const GemmParams& p, const uint8_t* expert, int
   }
 }
 
-template <typename T, int MT, int NT, int GS, bool down, bool decode>
-__global__ void __launch_bounds__(kThreads, NT > 2 ? 1 : 2) MoeGemmMma(const __grid_constant__ GemmParams p) {
+// Blocks a multiprocessor holds; the plan knows the same numbers.
+constexpr int Blocks(int MT, int NT) { return NT > 2 ? 1 : MT == 2 && NT == 1 ? 3 : 2; }
+
+template <typename T, typename Scale, int MT, int NT, int GS, bool down, bool decode>
+__global__ void __launch_bounds__(kThreads, Blocks(MT, NT)) MoeGemmMma(const __grid_constant__ GemmParams p) {
   static_assert(!(down && decode), "MoeDownDecode");
+  using S = Stream<T, Scale, MT, NT, GS>;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ std::conditional_t<decode, DecodeRouting, int> routing_storage;
   [[maybe_unused]] auto* routing = &routing_storage;
@@ -61,10 +64,8 @@ __global__ void __launch_bounds__(kThreads, NT > 2 ? 1 : 2) MoeGemmMma(const __g
     WaitForPrevious();
     n_tiles = p.tiles[p.max_tiles].count;
   }
-  const int columns = decode ? p.routing.tokens : 8 * NT;
-  Stream<T, MT, NT, GS> stream(shared, p.shape.stages, columns);
-  constexpr int kBuffers = NT == 1 ? 2 : 1;
-  float4* sums = reinterpret_cast<float4*>(shared + kWarps * stream.stages * stream.stage_bytes);
+  S stream(shared);
+  float4* sums = reinterpret_cast<float4*>(shared + kWarps * kStages * S::kStageBytes);
 
   const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g;
   const int warps_k = p.shape.warps_k, warps_n = kWarps / warps_k, wn = warp / warps_k, wk = warp % warps_k;
@@ -72,156 +73,192 @@ __global__ void __launch_bounds__(kThreads, NT > 2 ? 1 : 2) MoeGemmMma(const __g
   const int units = n_tiles * groups;
   const int begin = static_cast<int>(static_cast<int64_t>(blockIdx.x) * units / gridDim.x);
   const int end = static_cast<int>((static_cast<int64_t>(blockIdx.x) + 1) * units / gridDim.x);
-  const int k_begin = wk * p.weights.units / warps_k, k_end = (wk + 1) * p.weights.units / warps_k;
+  // Warps take units of K in turn, so that a block's reads are neighbours in memory.
+  const int k_end = p.weights.units;
 
-  // The copying side runs ahead of the multiplying side, across units.
-  int copy_unit = begin, copy_k = k_begin, copy_tile = -1, copy_n = 0, copy_panel = 0;
+  // The copying side runs kStages - 1 units of K ahead of the multiplying side, across (tile, panels) units.
+  int copy_unit = begin, copy_tile = -1, copy_n = 0;
   const uint8_t* copy_expert = nullptr;
   const T* rows[NT];
-  auto locate = [&] {
-    const int tile = copy_unit / groups;
-    copy_panel = ((copy_unit - tile * groups) * warps_n + wn) * MT;
-    if (tile == copy_tile) return;
-    copy_tile = tile;
-    int expert;
-    if constexpr (decode) {
-      expert = routing->expert[tile];
-      const int pair = g < columns ? routing->pair[tile][g] : -1;
-      rows[0] = pair < 0 ? nullptr : static_cast<const T*>(p.x) + static_cast<int64_t>(pair / p.x_divisor) * p.x_columns;
-      copy_n = 1;
-    } else {
-      const Tile found = p.tiles[tile];
-      expert = found.expert;
-      copy_n = (found.count + 7) / 8;
+  stream.k = k_end;
+  auto copy = [&](int stage) {
+    if (copy_unit < end && wk < k_end) {
+      if (stream.k >= k_end) {
+        const int tile = copy_unit / groups;
+        if (tile != copy_tile) {
+          copy_tile = tile;
+          int expert;
+          if constexpr (decode) {
+            expert = routing->expert[tile];
+            const int pair = routing->Pair(tile, g);
+            rows[0] = pair < 0 ? nullptr : static_cast<const T*>(p.x) + (pair / p.x_divisor) * p.x_columns;
+            copy_n = 1;
+          } else {
+            const Tile found = p.tiles[tile];
+            expert = found.expert;
+            copy_n = (found.count + 7) / 8;
 #pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        const int c = 8 * n + g;
-        rows[n] = nullptr;
-        if (c < found.count) {
-          const int pair = p.sorted_pairs[found.first + c];
-          rows[n] = static_cast<const T*>(p.x) + static_cast<int64_t>(pair / p.x_divisor) * p.x_columns;
+            for (int n = 0; n < NT; ++n) {
+              const int c = 8 * n + g;
+              rows[n] = nullptr;
+              if (c < found.count) {
+                const int pair = p.sorted_pairs[found.first + c];
+                rows[n] = static_cast<const T*>(p.x) + static_cast<int64_t>(pair / p.x_divisor) * p.x_columns;
+              }
+            }
+          }
+          copy_expert = p.weights.rows + expert * p.weights.row_bytes;
         }
+        stream.SeekWeights(p.weights, copy_expert, ((copy_unit - tile * groups) * warps_n + wn) * MT, wk);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) stream.SeekTokens(n, rows[n], p.x_columns);
       }
+      stream.CopyWeights(stage, p.weights.block_shift, warps_k);
+      stream.CopyTokens(stage, copy_n, warps_k);
+      if (stream.k >= k_end) ++copy_unit;
     }
-    copy_expert = p.weights.rows + expert * p.weights.row_bytes;
+    CopyAsyncCommit();
   };
-  auto copy = [&] {
-    if (copy_unit < end && copy_k < k_end) {
-      stream.CopyWeights(p.weights, copy_expert, copy_panel, copy_k);
-      stream.CopyTokens(rows, copy_n, p.x_columns, copy_k);
-      if (++copy_k == k_end) {
-        copy_k = k_begin;
-        if (++copy_unit < end) locate();
-      }
-    }
-    stream.Commit();
-  };
-  if (begin < end) locate();
-  for (int s = 1; s < stream.stages; ++s) copy();
 
-  for (int unit = begin; unit < end; ++unit) {
-    const int tile = unit / groups, group = unit - tile * groups;
-    Tile now{};
-    if constexpr (!decode) now = p.tiles[tile];
-    const int n_active = decode ? 1 : (now.count + 7) / 8;
-    float acc[MT][NT][4] = {};
-    for (int k = k_begin; k < k_end; ++k) {
-      stream.Wait();
-      copy();
-      if (NT == 1 || n_active == 1) {
-        stream.template Consume<1>(p.weights.scale_type, acc);
-      } else if (NT == 2 || n_active == 2) {
-        stream.template Consume<(NT < 2 ? NT : 2)>(p.weights.scale_type, acc);
-      } else {
-        stream.template Consume<NT>(p.weights.scale_type, acc);
+  float acc[MT][NT][4] = {};
+  Tile now{};
+  int unit = begin, n_active = 1, k = wk;
+  // One loop for filling the ring and for the steady state: `turn` copies, turn - 3 multiplies.
+#pragma unroll 1
+  for (int turn = 0; unit < end; ++turn) {
+    if (turn >= kStages - 1) {
+      if (k == wk) {
+        if constexpr (!decode) now = p.tiles[unit / groups];
+        n_active = (now.count + 7) / 8;
       }
+      CopyAsyncWait<kStages - 2>();
     }
-    float4* buffer = sums + (kBuffers == 2 ? unit % 2 : 0) * kWarps * MT * NT * 32;
+    copy(turn % kStages);
+    if (turn < kStages - 1) continue;
+    if (k < k_end) {
+      const int stage = (turn + 1) % kStages;
+      if (NT == 1 || n_active == 1) {
+        stream.template Consume<1>(stage, acc);
+      } else if (NT == 2 || n_active == 2) {
+        stream.template Consume<(NT < 2 ? NT : 2)>(stage, acc);
+      } else {
+        stream.template Consume<NT>(stage, acc);
+      }
+      if ((k += warps_k) < k_end) continue;
+    }
+    k = wk;
+
+    const int tile = unit / groups, group = unit - tile * groups;
+    __syncthreads();  // the last unit's sums have been read
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
-      for (int n = 0; n < NT; ++n)
-        buffer[((warp * MT + m) * NT + n) * 32 + lane] = make_float4(acc[m][n][0], acc[m][n][1], acc[m][n][2], acc[m][n][3]);
+      for (int n = 0; n < NT; ++n) {
+        sums[((warp * MT + m) * NT + n) * 32 + lane] =
+            make_float4(acc[m][n][0], acc[m][n][1], acc[m][n][2], acc[m][n][3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[m][n][i] = 0.f;
+      }
     __syncthreads();
     int expert = now.expert;
     if constexpr (decode) expert = routing->expert[tile];
     const uint8_t* expert_row = p.weights.rows + expert * p.weights.row_bytes;
+#pragma unroll 1
     for (int task = threadIdx.x; task < warps_n * MT * NT * 32; task += kThreads) {
       const int at = task / 32, n = at % NT, m = at / NT % MT, part = at / (NT * MT);
       const int panel = (group * warps_n + part) * MT + m, column = 8 * n + 2 * (task % 4);
-      if (n >= n_active || panel >= p.weights.panels) continue;
+      if ((NT > 1 && n >= n_active) || panel >= p.weights.panels) continue;
       int pair[2];
       float weight[2] = {1.f, 1.f};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if constexpr (decode) {
-          pair[i] = column + i < columns ? routing->pair[tile][column + i] : -1;
-          if (pair[i] >= 0) weight[i] = routing->weight[tile][column + i];
+          pair[i] = routing->Pair(tile, column + i);
+          if (pair[i] >= 0) weight[i] = routing->weight[pair[i]];
         } else {
           pair[i] = column + i < now.count ? p.sorted_pairs[now.first + column + i] : -1;
           if (pair[i] >= 0 && p.weight_here) weight[i] = p.routing.topk_weights[pair[i]];
         }
       }
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-      for (int k = 0; k < warps_k; ++k) {
-        const float4 v = buffer[(((part * warps_k + k) * MT + m) * NT + n) * 32 + task % 32];
+#pragma unroll 2
+      for (int w = 0; w < warps_k; ++w) {
+        const float4 v = sums[(((part * warps_k + w) * MT + m) * NT + n) * 32 + task % 32];
         sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
       }
       StoreUnit<T, down>(p, expert_row, panel, task % 32 / 4, sum, pair, weight);
     }
-    if (kBuffers == 1) __syncthreads();
+    ++unit;
   }
 }
 
-// GEMM2 of a small batch: a cluster of blocks owns MT panels of the output for all tokens. The (tile, unit of K) list is cut
-// into equal parts, one a warp; a warp adds weight * (product + bias) of each tile to its registers, and at the end the
+// GEMM2 of a small batch: a cluster of blocks owns MT panels of the output for all tokens. The warps take
+// turns on the (tile, unit of K) list; a warp adds weight * (product + bias) of each tile to its registers, and at the end the
 // warps' sums are added in a fixed order. No atomics, no second pass, the same result every time.
-template <typename T, int MT, int GS>
-__global__ void __launch_bounds__(kThreads, 2) MoeDownDecode(const __grid_constant__ GemmParams p) {
+template <typename T, typename Scale, int MT, int GS>
+__global__ void __launch_bounds__(kThreads, Blocks(MT, 1)) MoeDownDecode(const __grid_constant__ GemmParams p) {
+  using S = Stream<T, Scale, MT, 1, GS>;
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ DecodeRouting routing[1];
-  routing->Make(p.routing);
+  __shared__ DecodeRouting routing;
+  routing.Make(p.routing);
   const int columns = p.routing.tokens, cluster = p.shape.cluster;
-  Stream<T, MT, 1, GS> stream(shared, p.shape.stages, columns);
-  float4* sums = reinterpret_cast<float4*>(shared + kWarps * stream.stages * stream.stage_bytes);
+  S stream(shared);
+  float4* sums = reinterpret_cast<float4*>(shared + kWarps * kStages * S::kStageBytes);
 
   const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g, t = stream.t;
   const int panel = blockIdx.x / cluster * MT, rank = blockIdx.x % cluster;
-  const int k_units = p.weights.units, total = routing->tiles * k_units, parts = cluster * kWarps;
+  const int k_units = p.weights.units, total = routing.tiles * k_units, parts = cluster * kWarps;
   const int part = rank * kWarps + warp;
-  const int begin = part * total / parts, end = (part + 1) * total / parts;
 
-  auto expert_row = [&](int tile) { return p.weights.rows + routing->expert[tile] * p.weights.row_bytes; };
-  auto token_row = [&](int tile) -> const T* {
-    const int pair = g < columns ? routing->pair[tile][g] : -1;
-    return pair < 0 ? nullptr : static_cast<const T*>(p.x) + pair * p.x_columns;
+  auto expert_row = [&](int tile) { return p.weights.rows + routing.expert[tile] * p.weights.row_bytes; };
+  // A place in the list, advanced by `parts`; three of them walk it: weights, tokens, products.
+  struct Place {
+    int at, tile, k;
+    __device__ bool Advance(int parts, int k_units) {  // true when the tile changed
+      at += parts, k += parts;
+      if (k < k_units) return false;
+      do k -= k_units, ++tile;
+      while (k >= k_units);
+      return true;
+    }
+  };
+  const Place start{part, part / k_units, part % k_units};
+  Place ahead = start;  // what is copied next
+  auto seek_weights = [&](const Place& at) { stream.SeekWeights(p.weights, expert_row(at.tile), panel, at.k); };
+  auto seek_tokens = [&](const Place& at) {
+    stream.k = at.k;
+    const int pair = routing.Pair(at.tile, g);
+    stream.SeekTokens(0, pair < 0 ? nullptr : static_cast<const T*>(p.x) + pair * p.x_columns, p.x_columns);
   };
   // Weights do not depend on the kernel before this one: fill the ring, then wait for it, then ask for its output.
-  const int ahead = min(stream.stages - 1, end - begin);
-  for (int i = 0; i < ahead; ++i) {
-    const int at = begin + i, tile = at / k_units;
-    stream.write = i;
-    stream.CopyWeights(p.weights, expert_row(tile), panel, at - tile * k_units);
+  bool seek = true;
+#pragma unroll 1
+  for (int s = 0; s < kStages - 1 && ahead.at < total; ++s) {
+    if (seek) seek_weights(ahead);
+    stream.k = ahead.k;
+    stream.CopyWeights(s, p.weights.block_shift, parts);
+    seek = ahead.Advance(parts, k_units);
   }
-  stream.write = 0;
   WaitForPrevious();
-  int copy_tile = begin / k_units, copy_k = begin - copy_tile * k_units, copied = begin;
-  auto copy = [&](bool weights) {
-    if (copied < end) {
-      if (weights) stream.CopyWeights(p.weights, expert_row(copy_tile), panel, copy_k);
-      const T* rows[1] = {token_row(copy_tile)};
-      stream.CopyTokens(rows, 1, p.x_columns, copy_k);
-      ++copied;
-      if (++copy_k == k_units) copy_k = 0, ++copy_tile;
+  ahead = start;
+  bool seek_first = true;
+#pragma unroll 1
+  for (int s = 0; s < kStages - 1; ++s) {
+    if (ahead.at < total) {
+      if (seek_first) seek_tokens(ahead);
+      stream.CopyTokens(s, 1, parts);
+      seek_first = ahead.Advance(parts, k_units);
     }
-    stream.Commit();
-  };
-  for (int s = 1; s < stream.stages; ++s) copy(false);
+    CopyAsyncCommit();
+  }
 
   float total_acc[MT][4] = {}, acc[MT][1][4] = {};
   float bias[MT][2] = {};
-  for (int at = begin, tile = begin / k_units, k = begin - tile * k_units; at < end; ++at) {
-    if (p.weights.bias_at && k == 0) {  // whoever starts a tile adds its bias; asked for here, used at the tile's end
+  Place place = start;
+#pragma unroll 1
+  for (int turn = 0; place.at < total; ++turn) {
+    const int tile = place.tile;
+    if (p.weights.bias_at && place.k == 0) {  // whoever starts a tile adds its bias; asked for here, used at the end
       const float* b = reinterpret_cast<const float*>(expert_row(tile) + p.weights.bias_at) + g;
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
@@ -229,16 +266,25 @@ __global__ void __launch_bounds__(kThreads, 2) MoeDownDecode(const __grid_consta
         bias[m][0] = b[row], bias[m][1] = b[row + 8];
       }
     }
-    stream.Wait();
-    copy(true);
-    stream.template Consume<1>(p.weights.scale_type, acc);
-    if (++k == k_units || at + 1 == end) {
+    CopyAsyncWait<kStages - 2>();
+    if (ahead.at < total) {
+      if (seek) {
+        seek_weights(ahead);
+        seek_tokens(ahead);
+      }
+      stream.CopyWeights((turn + kStages - 1) % kStages, p.weights.block_shift, parts);
+      stream.CopyTokens((turn + kStages - 1) % kStages, 1, parts);
+      seek = ahead.Advance(parts, k_units);
+    }
+    CopyAsyncCommit();
+    stream.template Consume<1>(turn % kStages, acc);
+    if (place.Advance(parts, k_units) || place.at >= total) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int column = 2 * t + i;
+        const int column = 2 * t + i, pair = routing.Pair(tile, column);
         // A column whose token has not this expert is zero, but NaN * 0 must not reach it either.
-        if (column >= columns || routing->pair[tile][column] < 0) continue;
-        const float w = p.weight_here ? routing->weight[tile][column] : 1.f;
+        if (pair < 0) continue;
+        const float w = p.weight_here ? routing.weight[pair] : 1.f;
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
           total_acc[m][i] += w * (acc[m][0][i] + bias[m][0]);
@@ -251,12 +297,12 @@ __global__ void __launch_bounds__(kThreads, 2) MoeDownDecode(const __grid_consta
 #pragma unroll
         for (int i = 0; i < 4; ++i) acc[m][0][i] = 0.f;
       }
-      k = 0, ++tile;
     }
   }
 #pragma unroll
   for (int m = 0; m < MT; ++m)
-    sums[(warp * MT + m) * 32 + lane] = make_float4(total_acc[m][0], total_acc[m][1], total_acc[m][2], total_acc[m][3]);
+    sums[(warp * MT + m) * 32 + lane] =
+        make_float4(total_acc[m][0], total_acc[m][1], total_acc[m][2], total_acc[m][3]);
   __syncthreads();
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   if (threadIdx.x < MT * 32) {

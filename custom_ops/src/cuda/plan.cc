@@ -65,13 +65,13 @@ int Validate(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) 
   return QM_OK;
 }
 
-// Stages that fit `blocks` blocks on a multiprocessor, 1 KiB of which each block loses, after `fixed` bytes.
-int Stages(const qm_cuda_device& device, int blocks, int fixed, int stage_bytes) {
-  const int most = device.shared_bytes / blocks - 1024;
-  return std::clamp((most - fixed) / (kWarps * stage_bytes), 2, 8);
+constexpr int kStages = 3;
+constexpr int kWgmmaPanels = 16, kWgmmaTokens = 96;
+// As in moe_gemm_wgmma.cuh: token ring, code rings, staging of the results.
+int WgmmaSharedBytes(int per_block, bool down) {
+  return 1024 + 7 * kWgmmaTokens * 128 + 8 * 4 * 2 * (512 + 128 * per_block) + 2 * kWgmmaTokens * ((down ? 256 : 128) + 16);
 }
-
-constexpr int kRoutingBytes = 11 * 1024;  // static DecodeRouting
+constexpr int kRoutingBytes = 4 * 1024;  // static DecodeRouting, rounded up
 
 }  // namespace
 
@@ -94,47 +94,54 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   const int64_t pairs = p.tokens * p.top_k;
   const int sms = device->multiprocessors;
   const bool decode = p.tokens <= kDecodeTokens && pairs <= kDecodePairs;
-  plan->path = decode ? QM_CUDA_DECODE : QM_CUDA_STREAM;
   const int64_t most_experts = std::min<int64_t>(pairs, p.local_experts);
   // Tokens an expert gets on average decide the tile.
   const double mean = static_cast<double>(pairs) / static_cast<double>(p.local_experts);
 
+  const bool wgmma = !decode && device->sm == 90 && p.moe.gated && mean > 8;
+  plan->path = decode ? QM_CUDA_DECODE : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
+
   auto gemm = [&](const MarlinRow& w, bool direct) {
     qm_cuda_gemm g{};
     const int scale_bytes = w.per_block == 2 ? 8 : 4;
-    g.panels = 2;
     g.warps_k = 8;
     while (g.warps_k > 1 && w.units < 2 * g.warps_k) g.warps_k /= 2;
     g.cluster = 1;
-    int stage = 0, sums = 0, fixed = 0;
-    for (g.n_tiles = decode || mean <= 5 ? 1 : mean <= 12 ? 2 : 4; g.n_tiles; g.n_tiles /= 2) {
-      stage = g.panels * (512 + 32 * scale_bytes) + (decode ? static_cast<int>(p.tokens) : 8 * g.n_tiles) * 128;
-      sums = kWarps * g.panels * g.n_tiles * 512 * (g.n_tiles == 1 && !direct ? 2 : 1);
-      fixed = sums + (decode ? kRoutingBytes : 0);
-      if (fixed + 2 * kWarps * stage <= device->shared_bytes - 1024) break;
+    g.stages = kStages;
+    if (wgmma) {
+      g.panels = kWgmmaPanels;
+      g.n_tiles = kWgmmaTokens / 8;
+      g.warps_k = 1;
+      g.shared_bytes = WgmmaSharedBytes(w.per_block, direct);
+      g.grid = sms;
+      return g;
     }
-    const int blocks = g.n_tiles > 2 || 2 * (fixed + 3 * kWarps * stage + 1024) > device->shared_bytes ? 1 : 2;
-    g.stages = Stages(*device, blocks, fixed, stage);
+    // Few units to share out: small ones, three blocks a multiprocessor. Many: less overhead a byte.
+    const bool small = decode && most_experts * w.panels * g.warps_k < 40 * 8 * static_cast<int64_t>(sms);
+    const int most_shared = device->shared_bytes - 1024 - (decode ? kRoutingBytes : 0);
+    auto fits = [&](int panels, int n_tiles) {
+      g.panels = panels;
+      g.n_tiles = n_tiles;
+      g.shared_bytes = kWarps * (kStages * (panels * (512 + 32 * scale_bytes) + n_tiles * 1024) + panels * n_tiles * 512);
+      return g.shared_bytes <= most_shared;
+    };
+    // Last resort: 2 panels, 1 tile, 70 KiB.
+    (!decode && mean > 12 && fits(2, 4)) || (!decode && mean > 5 && fits(2, 2)) || (!small && fits(4, 1)) || fits(2, 1);
+    const int slots = sms * std::clamp((device->shared_bytes) / (g.shared_bytes + 1024 + (decode ? kRoutingBytes : 0)), 1,
+                                       g.n_tiles > 2 ? 1 : g.panels == 2 && g.n_tiles == 1 ? 3 : 2);
     const int64_t groups = CeilDiv(w.panels, static_cast<int64_t>(g.panels) * (kWarps / g.warps_k));
-    g.grid = static_cast<int32_t>(std::max<int64_t>(1, std::min<int64_t>(most_experts * groups, static_cast<int64_t>(blocks) * sms)));
+    g.grid = static_cast<int32_t>(std::max<int64_t>(1, std::min<int64_t>(most_experts * groups, slots)));
     if (direct) {
-      const int outputs = static_cast<int>(CeilDiv(w.panels, g.panels));
-      // Blocks an output tile: enough to fill the multiprocessors evenly, two blocks each.
-      if (device->sm >= 90) {
-        double best = 0;
-        for (int cluster : {1, 2, 4, 8}) {
-          const int64_t grid = static_cast<int64_t>(outputs) * cluster;
-          const double fill = static_cast<double>(grid) / static_cast<double>(CeilDiv(grid, 2 * sms) * 2 * sms);
-          if (fill > best + 0.04) best = fill, g.cluster = cluster;
-        }
-      }
-      g.grid = outputs * g.cluster;
+      // Blocks an output tile: as many as are resident at once, each warp with something to do.
+      const int64_t outputs = CeilDiv(w.panels, g.panels), work = most_experts * w.units;
+      if (device->sm >= 90)
+        g.cluster = static_cast<int32_t>(std::clamp<int64_t>(std::min(slots / outputs, work / kWarps), 1, 8));
+      g.grid = static_cast<int32_t>(outputs * g.cluster);
     }
-    g.shared_bytes = kWarps * g.stages * stage + sums;
     return g;
   };
   plan->w13 = gemm(w13, false);
-  plan->w2 = gemm(w2, decode);
+  plan->w2 = gemm(w2, decode || wgmma);
 
   uint64_t end = 0;
   auto take = [&](uint64_t bytes) {
@@ -142,14 +149,15 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     end += Align(bytes);
     return at;
   };
-  const uint64_t hidden_columns = static_cast<uint64_t>(w13.panels) * (p.moe.gated ? 8 : 16);
+  const uint64_t hidden_columns = wgmma ? static_cast<uint64_t>(w2.units) * 64 : static_cast<uint64_t>(w13.panels) * (p.moe.gated ? 8 : 16);
   plan->hidden = take(static_cast<uint64_t>(pairs) * hidden_columns * 2);
   if (p.moe.w13.perm) plan->gathered = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * 2);
   if (!decode) {
     plan->max_tiles = static_cast<int32_t>(pairs / (8 * plan->w13.n_tiles) + most_experts);
-    plan->partial = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * 4);
+    plan->partial = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * (wgmma ? 2 : 4));
     plan->tiles = take(16 * (static_cast<uint64_t>(plan->max_tiles) + 1));
     plan->sorted_pairs = take(4 * static_cast<uint64_t>(pairs));
+    if (wgmma) plan->prepared = take(static_cast<uint64_t>(p.moe.w13.perm ? pairs : p.tokens) * w13.units * 128);
   }
   plan->workspace_bytes = end;
   return QM_OK;

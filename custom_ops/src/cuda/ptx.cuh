@@ -50,6 +50,8 @@ template <>
 struct Half<__nv_bfloat16> {
   static constexpr uint32_t kInt4Or = 0x43004300;   // 128 + code: its four low mantissa bits are the code
   static constexpr uint32_t kInt4Zero = 0x43084308;  // 136
+  static constexpr float kInt4ZeroValue = 136.f;
+  static constexpr uint32_t kOne = 0x3f803f80;
   __device__ static uint32_t Sub(uint32_t a, uint32_t b) {
     __nv_bfloat162 r = __hsub2(reinterpret_cast<__nv_bfloat162&>(a), reinterpret_cast<__nv_bfloat162&>(b));
     return reinterpret_cast<uint32_t&>(r);
@@ -76,6 +78,8 @@ template <>
 struct Half<__half> {
   static constexpr uint32_t kInt4Or = 0x64006400;    // 1024 + code
   static constexpr uint32_t kInt4Zero = 0x64086408;  // 1032
+  static constexpr float kInt4ZeroValue = 1032.f;
+  static constexpr uint32_t kOne = 0x3c003c00;
   __device__ static uint32_t Sub(uint32_t a, uint32_t b) {
     __half2 r = __hsub2(reinterpret_cast<__half2&>(a), reinterpret_cast<__half2&>(b));
     return reinterpret_cast<uint32_t&>(r);

@@ -7,7 +7,29 @@ namespace quantmoe {
 
 constexpr int kRouteWarps = kRouteThreads / 32;
 
-// One block. Stable: a warp counts a contiguous part of the pairs, so the order does not depend on timing.
+// 32 columns a thread: their 16 words, a 4 x 4 matrix of 4-word pieces, are transposed.
+__device__ inline void Prepare(const PrepareParams& p) {
+  const int pieces = p.out_columns / 32;
+  const int64_t items = static_cast<int64_t>(p.rows) * pieces;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x - 1) * kRouteThreads + threadIdx.x; i < items;
+       i += static_cast<int64_t>(gridDim.x - 1) * kRouteThreads) {
+    const int64_t row = i / pieces;
+    const int column = static_cast<int>(i % pieces) * 32;
+    uint4 in[4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      in[q] = make_uint4(0, 0, 0, 0);
+      if (column + 8 * q < p.columns) in[q] = *reinterpret_cast<const uint4*>(p.x + row * p.columns + column + 8 * q);
+    }
+    uint4* out = reinterpret_cast<uint4*>(p.out + row * p.out_columns + column);
+    out[0] = make_uint4(in[0].x, in[1].x, in[2].x, in[3].x);
+    out[1] = make_uint4(in[0].y, in[1].y, in[2].y, in[3].y);
+    out[2] = make_uint4(in[0].z, in[1].z, in[2].z, in[3].z);
+    out[3] = make_uint4(in[0].w, in[1].w, in[2].w, in[3].w);
+  }
+}
+
+// One block, and others that prepare x. Stable: a warp counts a contiguous part of the pairs, so the order does not depend on timing.
 // Dynamic shared memory: int [kRouteWarps + 1][local_experts].
 __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant__ RouteParams p) {
   extern __shared__ int counts[];
@@ -15,6 +37,11 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
   const int experts = p.routing.local_experts, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int pairs = p.routing.tokens * p.routing.top_k;
   LaunchDependents();
+  WaitForPrevious();
+  if (blockIdx.x > 0) {
+    Prepare(p.prepare);
+    return;
+  }
   for (int i = threadIdx.x; i < kRouteWarps * experts; i += kRouteThreads) counts[i] = 0;
   __syncthreads();
   const int steps = (pairs + kRouteThreads - 1) / kRouteThreads;
@@ -88,21 +115,32 @@ __global__ void MoeGather(const __grid_constant__ GatherParams p) {
   for (int k = threadIdx.x; k < p.columns; k += blockDim.x) out[k] = x[perm[k]];
 }
 
-// out[token] = sum over slots of partial[pair], f32, ascending slot. One block 1024 columns of one token.
-template <typename T>
+// out[token] = sum over slots of partial[pair], in f32, ascending slot. A thread has 8 columns.
+template <typename T, typename Partial>
 __global__ void __launch_bounds__(256) MoeCombine(const __grid_constant__ CombineParams p) {
   WaitForPrevious();
-  const int token = blockIdx.x, column = (blockIdx.y * 256 + threadIdx.x) * 4;
+  const int token = blockIdx.x, column = (blockIdx.y * 256 + threadIdx.x) * 8;
   if (column >= p.columns) return;
-  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  float sum[8] = {};
   for (int j = 0; j < p.routing.top_k; ++j) {
     const int64_t pair = static_cast<int64_t>(token) * p.routing.top_k + j;
     if (LocalExpert(p.routing, pair) < 0) continue;
-    const float4 v = __ldcs(reinterpret_cast<const float4*>(p.partial + pair * p.columns + column));
-    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    const Partial* from = static_cast<const Partial*>(p.partial) + pair * p.columns + column;
+    if constexpr (sizeof(Partial) == 4) {
+      const float4 a = __ldcs(reinterpret_cast<const float4*>(from)), b = __ldcs(reinterpret_cast<const float4*>(from) + 1);
+      const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum[i] += v[i];
+    } else {
+      const uint4 a = __ldcs(reinterpret_cast<const uint4*>(from));
+      const uint32_t v[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[2 * i] += Half<T>::Low(v[i]), sum[2 * i + 1] += Half<T>::High(v[i]);
+    }
   }
-  uint2 packed = make_uint2(Half<T>::Pack(sum.x, sum.y), Half<T>::Pack(sum.z, sum.w));
-  *reinterpret_cast<uint2*>(static_cast<T*>(p.out) + static_cast<int64_t>(token) * p.columns + column) = packed;
+  *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + static_cast<int64_t>(token) * p.columns + column) =
+      make_uint4(Half<T>::Pack(sum[0], sum[1]), Half<T>::Pack(sum[2], sum[3]), Half<T>::Pack(sum[4], sum[5]),
+                 Half<T>::Pack(sum[6], sum[7]));
 }
 
 }  // namespace quantmoe

@@ -4,137 +4,145 @@
 // token's matching 16-byte pieces), so the pipeline needs no barrier: a warp waits for its own copies only, runs ahead
 // across tiles and experts, and blocks meet only to add up the parts of K.
 //
-// Scales multiply the f32 products of a unit, not the weights: exact for every scale type, and at most 32 tokens a tile
-// cheaper than multiplying each fragment.
+// Scales multiply the f32 products of a unit, not the weights: exact for every scale type, and for the few tokens of a tile
+// cheaper than multiplying each fragment. For one token tile the zero point leaves the inner loop as well:
+// sum (q - 8) x = sum (base + q) x - (base + 8) sum x, where one mma with ones gives sum x for all panels.
 #pragma once
 #include "cuda/dequant.cuh"
 #include "cuda/kernels.cuh"
 
 namespace quantmoe {
 
-// MT 16-row panels, NT 8-token tiles; GS groups in a unit (2 for groups of 32, else 1).
-template <typename T, int MT, int NT, int GS>
+// MT 16-row panels, NT 8-token tiles; GS groups in a unit (2 for groups of 32, else 1); Scale, the scales' type.
+template <typename T, typename Scale, int MT, int NT, int GS>
 struct Stream {
   static constexpr int kScaleBytes = 4 * GS;  // a lane's: rows g and g + 8, 16 bits each
+  static constexpr int kScalesAt = MT * 512, kTokensAt = kScalesAt + MT * 32 * kScaleBytes;
+  static constexpr int kStageBytes = StageBytes(MT, NT, kScaleBytes);
 
-  uint32_t shared;  // this warp's ring
-  int stage_bytes, stages;
-  int write = 0, read = 0;
-  int columns;  // 8-token tiles: token columns a stage holds
   int lane, g, t;
+  uint32_t codes_at, scales_at;  // this lane's bytes in the first stage of the warp's ring
   uint64_t once;
+  // What is copied next: this lane's bytes of a unit of the first panel.
+  const uint8_t *codes, *scales;
+  const T* tokens[NT];  // null: zero
+  int k, last, columns_left, panel_bytes, scale_panel_bytes;  // columns_left: from the lane's first to the end of the row
 
-  __device__ Stream(uint8_t* ring, int stages_, int columns_)
-      : stage_bytes(StageBytes(MT, columns_, kScaleBytes)), stages(stages_), columns(columns_) {
+  __device__ explicit Stream(uint8_t* rings) {
     lane = threadIdx.x % 32;
     g = lane / 4;
     t = lane % 4;
-    shared = SharedAddress(ring) + (threadIdx.x / 32) * stages * stage_bytes;
+    const uint32_t ring = SharedAddress(rings) + (threadIdx.x / 32) * kStages * kStageBytes;
+    codes_at = ring + lane * 16;
+    scales_at = ring + kScalesAt + lane * kScaleBytes;
     once = EvictFirstPolicy();
+    // Opaque from here on, or the compiler derives them from threadIdx again in every turn.
+    asm volatile("" : "+r"(codes_at), "+r"(scales_at), "+r"(lane), "+r"(g), "+r"(t));
+  }
+  // Points at unit k_ of panels [panel, panel + MT) of an expert; panels past the end repeat the last.
+  __device__ void SeekWeights(const Weights& w, const uint8_t* expert, int panel, int k_) {
+    k = k_;
+    panel = min(panel, w.panels - 1);
+    last = w.panels - 1 - panel;
+    panel_bytes = w.units * 512;
+    scale_panel_bytes = w.blocks * 8 * kScaleBytes;
+    codes = expert + (static_cast<int64_t>(panel) * w.units + k) * 512 + lane * 16;
+    scales = expert + w.scales_at + (panel * w.blocks * 8 + g) * kScaleBytes;
+  }
+  __device__ void SeekTokens(int n, const T* row, int x_columns) {
+    tokens[n] = row == nullptr ? nullptr : row + k * kUnit + t * 8;
+    columns_left = x_columns - k * kUnit - t * 8;
   }
 
-  // Codes and scales of unit k of panels [panel, panel + MT) of an expert; panels past the end repeat the last.
-  __device__ void CopyWeights(const Weights& w, const uint8_t* expert, int panel, int k) {
-    uint32_t at = shared + write * stage_bytes + lane * 16;
-    uint32_t scale_at = shared + write * stage_bytes + MT * 512 + lane * kScaleBytes;
-    const int block = k >> w.block_shift;
+  // The next of the units that this warp takes is k_step further.
+  __device__ void CopyWeights(int stage, int block_shift, int k_step) {
+    const uint32_t to = codes_at + stage * kStageBytes, scales_to = scales_at + stage * kStageBytes;
+    const uint8_t* s = scales + (k >> block_shift) * (8 * kScaleBytes);
+    const uint8_t* c = codes;
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
-      const int p = min(panel + m, w.panels - 1);
-      CopyAsync16Once(at + m * 512, expert + (static_cast<uint32_t>(p * w.units + k) * 512u + lane * 16), once);
-      CopyAsyncSmall<kScaleBytes>(scale_at + m * 32 * kScaleBytes,
-                                  expert + w.scales_at + ((p * w.blocks + block) * 8 + g) * kScaleBytes);
+      CopyAsync16Once(to + m * 512, c, once);
+      CopyAsyncSmall<kScaleBytes>(scales_to + m * 32 * kScaleBytes, s);
+      if (m < last) c += panel_bytes, s += scale_panel_bytes;
     }
+    codes += k_step * 512;
   }
-  // A lane's 16-byte pieces of its tokens' unit k. rows[n]: the token row of column 8n + g, or null.
-  __device__ void CopyTokens(const T* const (&rows)[NT], int n_tiles, int x_columns, int k) {
-    const uint32_t at = shared + write * stage_bytes + MT * (512 + 32 * kScaleBytes) + lane * 16;
-    if (g >= columns) return;
+  __device__ void CopyTokens(int stage, int n_tiles, int k_step) {
+    const uint32_t to = codes_at + stage * kStageBytes + kTokensAt;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-      if (n >= n_tiles) break;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int c = k * kUnit + half * 32 + t * 8;
-        const bool valid = rows[n] != nullptr && c < x_columns;
-        CopyAsync16(at + n * 1024 + half * HalfStride(), valid ? rows[n] + c : rows[n], valid);
-      }
+      if (NT > 1 && n >= n_tiles) break;
+      // A null row stays near null and is never read.
+      const bool valid = reinterpret_cast<uintptr_t>(tokens[n]) >= kNullEnd;
+      CopyAsync16(to + n * 1024, tokens[n], valid && columns_left > 0);
+      CopyAsync16(to + n * 1024 + 512, tokens[n] + 32, valid && columns_left > 32);
+      tokens[n] += k_step * kUnit;
     }
+    columns_left -= k_step * kUnit;
+    k += k_step;
   }
-  __device__ int HalfStride() const { return min(columns, 8) * 64; }
-  __device__ void Commit() {
-    CopyAsyncCommit();
-    write = write + 1 == stages ? 0 : write + 1;
-  }
-  // Ring depth is a run-time number, wait_group takes a constant.
-  __device__ void Wait() {
-    switch (stages) {
-      case 2: CopyAsyncWait<0>(); break;
-      case 3: CopyAsyncWait<1>(); break;
-      case 4: CopyAsyncWait<2>(); break;
-      case 5: CopyAsyncWait<3>(); break;
-      case 6: CopyAsyncWait<4>(); break;
-      case 7: CopyAsyncWait<5>(); break;
-      default: CopyAsyncWait<6>(); break;
-    }
-  }
-  // acc += scales * (codes x tokens) for the oldest stage, the first N token tiles.
+  static constexpr uintptr_t kNullEnd = 1 << 20;
+
+  // acc += scales * (codes x tokens) of a stage, for the first N token tiles.
   template <int N>
-  __device__ void Consume(int scale_type, float (&acc)[MT][NT][4]) {
-    const uint32_t base = shared + read * stage_bytes;
-    read = read + 1 == stages ? 0 : read + 1;
-    uint4 codes[MT], x[N][2];
-    uint32_t scales[MT][GS];
+  __device__ void Consume(int stage, float (&acc)[MT][NT][4]) const {
+    constexpr bool kSums = N == 1;
+    const uint32_t base = codes_at + stage * kStageBytes;
+    uint4 q[MT], x[N][2];
+    uint32_t scale[MT][GS];
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
-      codes[m] = Load16(base + m * 512 + lane * 16);
-      const uint32_t at = base + MT * 512 + (m * 32 + lane) * kScaleBytes;
+      q[m] = Load16(base + m * 512);
 #pragma unroll
-      for (int s = 0; s < GS; ++s) scales[m][s] = Load4(at + 4 * s);
+      for (int s = 0; s < GS; ++s) scale[m][s] = Load4(scales_at + stage * kStageBytes + m * 32 * kScaleBytes + 4 * s);
     }
-    const uint32_t tokens = base + MT * (512 + 32 * kScaleBytes) + lane * 16;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        x[n][half] = make_uint4(0, 0, 0, 0);
-        if (g < columns) x[n][half] = Load16(tokens + n * 1024 + half * HalfStride());
-      }
+      x[n][0] = Load16(base + kTokensAt + n * 1024);
+      x[n][1] = Load16(base + kTokensAt + n * 1024 + 512);
     }
-    float part[MT][N][4];
+    float part[MT][N][4], sum[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (half == 0 || GS == 2) {
 #pragma unroll
-        for (int m = 0; m < MT; ++m)
+        for (int i = 0; i < 4; ++i) {
+          sum[i] = 0.f;
 #pragma unroll
-          for (int n = 0; n < N; ++n)
+          for (int m = 0; m < MT; ++m)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) part[m][n][i] = 0.f;
+            for (int n = 0; n < N; ++n) part[m][n][i] = 0.f;
+        }
+      }
+      if constexpr (kSums) {
+        constexpr uint32_t one = Half<T>::kOne;
+        const uint32_t ones[4] = {one, one, one, one};
+        Half<T>::Mma(sum, ones, x[0][half].x, x[0][half].y);
+        Half<T>::Mma(sum, ones, x[0][half].z, x[0][half].w);
       }
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
         uint32_t a[4];
-        DequantInt4<T>(half ? codes[m].z : codes[m].x, a);
+        DequantInt4<T, !kSums>(half ? q[m].z : q[m].x, a);
 #pragma unroll
         for (int n = 0; n < N; ++n) Half<T>::Mma(part[m][n], a, x[n][half].x, x[n][half].y);
-        DequantInt4<T>(half ? codes[m].w : codes[m].y, a);
+        DequantInt4<T, !kSums>(half ? q[m].w : q[m].y, a);
 #pragma unroll
         for (int n = 0; n < N; ++n) Half<T>::Mma(part[m][n], a, x[n][half].z, x[n][half].w);
       }
       if (half == 1 || GS == 2) {
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-          const uint32_t s = scales[m][GS == 2 ? half : 0];
-          const bool bf16 = scale_type == 2;
-          const float low = bf16 ? Half<__nv_bfloat16>::Low(s) : Half<__half>::Low(s);
-          const float high = bf16 ? Half<__nv_bfloat16>::High(s) : Half<__half>::High(s);
+          const uint32_t s = scale[m][GS == 2 ? half : 0];
+          const float low = Half<Scale>::Low(s), high = Half<Scale>::High(s);
 #pragma unroll
           for (int n = 0; n < N; ++n) {
-            acc[m][n][0] += low * part[m][n][0];
-            acc[m][n][1] += low * part[m][n][1];
-            acc[m][n][2] += high * part[m][n][2];
-            acc[m][n][3] += high * part[m][n][3];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              float p = part[m][n][i];
+              if constexpr (kSums) p -= Half<T>::kInt4ZeroValue * sum[i % 2];
+              acc[m][n][i] += (i < 2 ? low : high) * p;
+            }
           }
         }
       }
@@ -143,7 +151,10 @@ struct Stream {
 
   __device__ static uint4 Load16(uint32_t at) {
     uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(at)
+                 : "memory");
     return v;
   }
   __device__ static uint32_t Load4(uint32_t at) {
