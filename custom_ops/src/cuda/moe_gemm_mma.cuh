@@ -73,8 +73,7 @@ __global__ void __launch_bounds__(kThreads, Blocks(MT, NT)) MoeGemmMma(const __g
   const int units = n_tiles * groups;
   const int begin = static_cast<int>(static_cast<int64_t>(blockIdx.x) * units / gridDim.x);
   const int end = static_cast<int>((static_cast<int64_t>(blockIdx.x) + 1) * units / gridDim.x);
-  // Warps take units of K in turn, so that a block's reads are neighbours in memory.
-  const int k_end = p.weights.units;
+  const int k_begin = wk * p.weights.units / warps_k, k_end = (wk + 1) * p.weights.units / warps_k;
 
   // The copying side runs kStages - 1 units of K ahead of the multiplying side, across (tile, panels) units.
   int copy_unit = begin, copy_tile = -1, copy_n = 0;
@@ -82,8 +81,8 @@ __global__ void __launch_bounds__(kThreads, Blocks(MT, NT)) MoeGemmMma(const __g
   const T* rows[NT];
   stream.k = k_end;
   auto copy = [&](int stage) {
-    if (copy_unit < end && wk < k_end) {
-      if (stream.k >= k_end) {
+    if (copy_unit < end && k_begin < k_end) {
+      if (stream.k == k_end) {
         const int tile = copy_unit / groups;
         if (tile != copy_tile) {
           copy_tile = tile;
@@ -109,25 +108,25 @@ __global__ void __launch_bounds__(kThreads, Blocks(MT, NT)) MoeGemmMma(const __g
           }
           copy_expert = p.weights.rows + expert * p.weights.row_bytes;
         }
-        stream.SeekWeights(p.weights, copy_expert, ((copy_unit - tile * groups) * warps_n + wn) * MT, wk);
+        stream.SeekWeights(p.weights, copy_expert, ((copy_unit - tile * groups) * warps_n + wn) * MT, k_begin);
 #pragma unroll
         for (int n = 0; n < NT; ++n) stream.SeekTokens(n, rows[n], p.x_columns);
       }
-      stream.CopyWeights(stage, p.weights.block_shift, warps_k);
-      stream.CopyTokens(stage, copy_n, warps_k);
-      if (stream.k >= k_end) ++copy_unit;
+      stream.CopyWeights(stage, p.weights.block_shift);
+      stream.CopyTokens(stage, copy_n);
+      if (stream.k == k_end) ++copy_unit;
     }
     CopyAsyncCommit();
   };
 
   float acc[MT][NT][4] = {};
   Tile now{};
-  int unit = begin, n_active = 1, k = wk;
+  int unit = begin, n_active = 1, k = k_begin;
   // One loop for filling the ring and for the steady state: `turn` copies, turn - 3 multiplies.
 #pragma unroll 1
   for (int turn = 0; unit < end; ++turn) {
     if (turn >= kStages - 1) {
-      if (k == wk) {
+      if (k == k_begin) {
         if constexpr (!decode) now = p.tiles[unit / groups];
         n_active = (now.count + 7) / 8;
       }
@@ -144,9 +143,9 @@ __global__ void __launch_bounds__(kThreads, Blocks(MT, NT)) MoeGemmMma(const __g
       } else {
         stream.template Consume<NT>(stage, acc);
       }
-      if ((k += warps_k) < k_end) continue;
+      if (++k < k_end) continue;
     }
-    k = wk;
+    k = k_begin;
 
     const int tile = unit / groups, group = unit - tile * groups;
     __syncthreads();  // the last unit's sums have been read
@@ -192,8 +191,8 @@ __global__ void __launch_bounds__(kThreads, Blocks(MT, NT)) MoeGemmMma(const __g
   }
 }
 
-// GEMM2 of a small batch: a cluster of blocks owns MT panels of the output for all tokens. The warps take
-// turns on the (tile, unit of K) list; a warp adds weight * (product + bias) of each tile to its registers, and at the end the
+// GEMM2 of a small batch: a cluster of blocks owns MT panels of the output for all tokens. The (tile, unit of K) list is cut
+// into equal parts, one a warp; a warp adds weight * (product + bias) of each tile to its registers, and at the end the
 // warps' sums are added in a fixed order. No atomics, no second pass, the same result every time.
 template <typename T, typename Scale, int MT, int GS>
 __global__ void __launch_bounds__(kThreads, Blocks(MT, 1)) MoeDownDecode(const __grid_constant__ GemmParams p) {
@@ -211,18 +210,17 @@ __global__ void __launch_bounds__(kThreads, Blocks(MT, 1)) MoeDownDecode(const _
   const int part = rank * kWarps + warp;
 
   auto expert_row = [&](int tile) { return p.weights.rows + routing.expert[tile] * p.weights.row_bytes; };
-  // A place in the list, advanced by `parts`; three of them walk it: weights, tokens, products.
-  struct Place {
+  struct Place {  // in the list
     int at, tile, k;
-    __device__ bool Advance(int parts, int k_units) {  // true when the tile changed
-      at += parts, k += parts;
-      if (k < k_units) return false;
-      do k -= k_units, ++tile;
-      while (k >= k_units);
+    __device__ bool Advance(int k_units) {  // true when the tile changed
+      ++at;
+      if (++k < k_units) return false;
+      k = 0, ++tile;
       return true;
     }
   };
-  const Place start{part, part / k_units, part % k_units};
+  const int begin = part * total / parts, end = (part + 1) * total / parts;
+  const Place start{begin, begin / k_units, begin % k_units};
   Place ahead = start;  // what is copied next
   auto seek_weights = [&](const Place& at) { stream.SeekWeights(p.weights, expert_row(at.tile), panel, at.k); };
   auto seek_tokens = [&](const Place& at) {
@@ -233,76 +231,63 @@ __global__ void __launch_bounds__(kThreads, Blocks(MT, 1)) MoeDownDecode(const _
   // Weights do not depend on the kernel before this one: fill the ring, then wait for it, then ask for its output.
   bool seek = true;
 #pragma unroll 1
-  for (int s = 0; s < kStages - 1 && ahead.at < total; ++s) {
+  for (int s = 0; s < kStages - 1 && ahead.at < end; ++s) {
     if (seek) seek_weights(ahead);
     stream.k = ahead.k;
-    stream.CopyWeights(s, p.weights.block_shift, parts);
-    seek = ahead.Advance(parts, k_units);
+    stream.CopyWeights(s, p.weights.block_shift);
+    seek = ahead.Advance(k_units);
   }
   WaitForPrevious();
   ahead = start;
   bool seek_first = true;
 #pragma unroll 1
   for (int s = 0; s < kStages - 1; ++s) {
-    if (ahead.at < total) {
+    if (ahead.at < end) {
       if (seek_first) seek_tokens(ahead);
-      stream.CopyTokens(s, 1, parts);
-      seek_first = ahead.Advance(parts, k_units);
+      stream.CopyTokens(s, 1);
+      seek_first = ahead.Advance(k_units);
     }
     CopyAsyncCommit();
   }
 
-  float total_acc[MT][4] = {}, acc[MT][1][4] = {};
-  float bias[MT][2] = {};
+  float acc[MT][1][4] = {}, weight[2] = {};
+  bool enter = true;
   Place place = start;
 #pragma unroll 1
-  for (int turn = 0; place.at < total; ++turn) {
-    const int tile = place.tile;
-    if (p.weights.bias_at && place.k == 0) {  // whoever starts a tile adds its bias; asked for here, used at the end
-      const float* b = reinterpret_cast<const float*>(expert_row(tile) + p.weights.bias_at) + g;
+  for (int turn = 0; place.at < end; ++turn) {
+    if (enter) {
 #pragma unroll
-      for (int m = 0; m < MT; ++m) {
-        const int row = min(panel + m, p.weights.panels - 1) * 16;
-        bias[m][0] = b[row], bias[m][1] = b[row + 8];
+      for (int i = 0; i < 2; ++i) {  // a token that has not this expert is a column of zeros
+        const int pair = routing.Pair(place.tile, 2 * t + i);
+        weight[i] = pair < 0 ? 0.f : p.weight_here ? routing.weight[pair] : 1.f;
+      }
+      if (p.weights.bias_at && place.k == 0) {  // whoever starts a tile adds its bias
+        const float* bias = reinterpret_cast<const float*>(expert_row(place.tile) + p.weights.bias_at) + g;
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+          const int row = min(panel + m, p.weights.panels - 1) * 16;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) acc[m][0][i] += weight[i % 2] * bias[row + (i < 2 ? 0 : 8)];
+        }
       }
     }
     CopyAsyncWait<kStages - 2>();
-    if (ahead.at < total) {
+    if (ahead.at < end) {
       if (seek) {
         seek_weights(ahead);
         seek_tokens(ahead);
       }
-      stream.CopyWeights((turn + kStages - 1) % kStages, p.weights.block_shift, parts);
-      stream.CopyTokens((turn + kStages - 1) % kStages, 1, parts);
-      seek = ahead.Advance(parts, k_units);
+      stream.CopyWeights((turn + kStages - 1) % kStages, p.weights.block_shift);
+      stream.CopyTokens((turn + kStages - 1) % kStages, 1);
+      seek = ahead.Advance(k_units);
     }
     CopyAsyncCommit();
-    stream.template Consume<1>(turn % kStages, acc);
-    if (place.Advance(parts, k_units) || place.at >= total) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int column = 2 * t + i, pair = routing.Pair(tile, column);
-        // A column whose token has not this expert is zero, but NaN * 0 must not reach it either.
-        if (pair < 0) continue;
-        const float w = p.weight_here ? routing.weight[pair] : 1.f;
-#pragma unroll
-        for (int m = 0; m < MT; ++m) {
-          total_acc[m][i] += w * (acc[m][0][i] + bias[m][0]);
-          total_acc[m][2 + i] += w * (acc[m][0][2 + i] + bias[m][1]);
-        }
-      }
-#pragma unroll
-      for (int m = 0; m < MT; ++m) {
-        bias[m][0] = bias[m][1] = 0.f;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[m][0][i] = 0.f;
-      }
-    }
+    stream.template Consume<1, true>(turn % kStages, acc, weight);
+    enter = place.Advance(k_units);
   }
 #pragma unroll
   for (int m = 0; m < MT; ++m)
-    sums[(warp * MT + m) * 32 + lane] =
-        make_float4(total_acc[m][0], total_acc[m][1], total_acc[m][2], total_acc[m][3]);
+    sums[(warp * MT + m) * 32 + lane] = make_float4(acc[m][0][0], acc[m][0][1], acc[m][0][2], acc[m][0][3]);
   __syncthreads();
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   if (threadIdx.x < MT * 32) {

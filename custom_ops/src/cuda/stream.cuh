@@ -54,8 +54,7 @@ struct Stream {
     columns_left = x_columns - k * kUnit - t * 8;
   }
 
-  // The next of the units that this warp takes is k_step further.
-  __device__ void CopyWeights(int stage, int block_shift, int k_step) {
+  __device__ void CopyWeights(int stage, int block_shift) {
     const uint32_t to = codes_at + stage * kStageBytes, scales_to = scales_at + stage * kStageBytes;
     const uint8_t* s = scales + (k >> block_shift) * (8 * kScaleBytes);
     const uint8_t* c = codes;
@@ -65,9 +64,9 @@ struct Stream {
       CopyAsyncSmall<kScaleBytes>(scales_to + m * 32 * kScaleBytes, s);
       if (m < last) c += panel_bytes, s += scale_panel_bytes;
     }
-    codes += k_step * 512;
+    codes += 512;
   }
-  __device__ void CopyTokens(int stage, int n_tiles, int k_step) {
+  __device__ void CopyTokens(int stage, int n_tiles) {
     const uint32_t to = codes_at + stage * kStageBytes + kTokensAt;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
@@ -76,16 +75,16 @@ struct Stream {
       const bool valid = reinterpret_cast<uintptr_t>(tokens[n]) >= kNullEnd;
       CopyAsync16(to + n * 1024, tokens[n], valid && columns_left > 0);
       CopyAsync16(to + n * 1024 + 512, tokens[n] + 32, valid && columns_left > 32);
-      tokens[n] += k_step * kUnit;
+      tokens[n] += kUnit;
     }
-    columns_left -= k_step * kUnit;
-    k += k_step;
+    columns_left -= kUnit;
+    ++k;
   }
   static constexpr uintptr_t kNullEnd = 1 << 20;
 
-  // acc += scales * (codes x tokens) of a stage, for the first N token tiles.
-  template <int N>
-  __device__ void Consume(int stage, float (&acc)[MT][NT][4]) const {
+  // acc += scales * (codes x tokens) * factor of the column (2t, 2t + 1) of a stage, for the first N token tiles.
+  template <int N, bool kFactor = false>
+  __device__ void Consume(int stage, float (&acc)[MT][NT][4], const float* factor = nullptr) const {
     constexpr bool kSums = N == 1;
     const uint32_t base = codes_at + stage * kStageBytes;
     uint4 q[MT], x[N][2];
@@ -141,6 +140,7 @@ struct Stream {
             for (int i = 0; i < 4; ++i) {
               float p = part[m][n][i];
               if constexpr (kSums) p -= Half<T>::kInt4ZeroValue * sum[i % 2];
+              if constexpr (kFactor) p *= factor[i % 2];
               acc[m][n][i] += (i < 2 ? low : high) * p;
             }
           }
