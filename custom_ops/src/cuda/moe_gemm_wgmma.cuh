@@ -38,6 +38,8 @@ struct WgmmaConsumer {
   int g, t, lane, group, warp;  // warpgroup 0 or 1, warp of it
   int turn = 0;                 // token stages consumed so far
   uint64_t once;
+  int* pairs;      // shared, [kTileTokens]: of the tile's tokens, and the router's weights of them
+  float* weights;
   float acc[2][kTileTokens / 2];
 
   static __device__ uint32_t Twice(uint32_t pair, int which) {
@@ -147,6 +149,7 @@ struct WgmmaConsumer {
   __device__ __forceinline__ void Store(const Tile& tile, const uint8_t* expert, int panel) {
     const Weights& w = p.weights;
     uint8_t* stage = results + group * kTileTokens * ResultRowBytes(down);
+    NamedBarrier(1 + group, 128);  // pairs and weights are there
     float bias[2][2] = {};
     if (w.bias_at) {
 #pragma unroll
@@ -159,8 +162,7 @@ struct WgmmaConsumer {
 #pragma unroll
     for (int i = 0; i < N / 4; ++i) {
       const int token = 8 * (i / 2) + 2 * t + i % 2;
-      float weight = 1.f;
-      if (p.weight_here && token < tile.count) weight = p.routing.topk_weights[p.sorted_pairs[tile.first + token]];
+      const float weight = weights[token];  // of columns past the end: anything, they are not stored
       T* to = reinterpret_cast<T*>(stage + token * ResultRowBytes(down));
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
@@ -182,7 +184,7 @@ struct WgmmaConsumer {
     for (int i = threadIdx.x % 128; i < tile.count * kChunks; i += 128) {
       const int token = i / kChunks, c = i % kChunks * 8;
       if (column + c >= p.out_columns) continue;
-      const int at = down ? p.sorted_pairs[tile.first + token] : tile.first + token;
+      const int at = down ? pairs[token] : tile.first + token;
       *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + static_cast<int64_t>(at) * p.out_columns + column + c) =
           *reinterpret_cast<const uint4*>(stage + token * ResultRowBytes(down) + c * 2);
     }
@@ -193,6 +195,11 @@ struct WgmmaConsumer {
   template <int N>
   __device__ __forceinline__ void Run(const Tile& tile, const uint8_t* expert, int panel, const uint8_t* next_expert,
                                       int next_panel) {
+    const int token = threadIdx.x % 128;
+    if (token < tile.count) {  // asked for here, used after the products
+      pairs[token] = p.sorted_pairs[tile.first + token];
+      weights[token] = p.weight_here ? p.routing.topk_weights[pairs[token]] : 1.f;
+    }
     Multiply<N>();
     if (next_expert != nullptr) Begin(next_expert, next_panel);
     Store<N>(tile, expert, panel);
@@ -206,6 +213,8 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmWgmma(const __grid_co
   LaunchDependents();
   uint8_t* shared = raw + (1024 - SharedAddress(raw) % 1024) % 1024;
   __shared__ uint64_t barriers[2 * kTokenStages];
+  __shared__ int pairs[2][kTileTokens];
+  __shared__ float router_weights[2][kTileTokens];
   const uint32_t full = SharedAddress(barriers), empty = full + 8 * kTokenStages;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kTokenStages; ++i) {
@@ -261,6 +270,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmWgmma(const __grid_co
     c.full = full, c.empty = empty;
     c.lane = threadIdx.x % 32, c.g = c.lane / 4, c.t = c.lane % 4;
     c.group = warpgroup - 1, c.warp = warp % 4;
+    c.pairs = pairs[c.group], c.weights = router_weights[c.group];
     c.once = EvictFirstPolicy();
     Tile tile{};
     const uint8_t* expert = nullptr;

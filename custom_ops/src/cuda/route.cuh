@@ -47,13 +47,27 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
   const int steps = (pairs + kRouteThreads - 1) / kRouteThreads;
   const int begin = warp * steps * 32;
   int* own = counts + warp * experts;
-  for (int i = 0; i < steps; ++i) {
-    const int pair = begin + i * 32 + lane;
-    const int e = pair < pairs ? LocalExpert(p.routing, pair) : -1;
-    const unsigned same = __match_any_sync(~0u, e);
+  // Ids are asked for eight steps at a time: one block has too few warps to hide a load a step.
+  constexpr int kBatch = 8;
+  auto each = [&](auto visit) {
+    for (int i = 0; i < steps; i += kBatch) {
+      int e[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int pair = begin + (i + b) * 32 + lane;
+        e[b] = i + b < steps && pair < pairs ? LocalExpert(p.routing, pair) : -1;
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (i + b >= steps) break;
+        visit(begin + (i + b) * 32 + lane, e[b], __match_any_sync(~0u, e[b]));
+        __syncwarp();
+      }
+    }
+  };
+  each([&](int, int e, unsigned same) {
     if (e >= 0 && __ffs(same) - 1 == lane) own[e] += __popc(same);
-    __syncwarp();
-  }
+  });
   __syncthreads();
   // Experts in rounds of a block's threads; usually there is one round.
   int pairs_before = 0, tiles_before = 0;
@@ -92,17 +106,12 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
     __syncthreads();
   }
   if (threadIdx.x == 0) p.tiles[p.max_tiles].count = tiles_before;
-  for (int i = 0; i < steps; ++i) {
-    const int pair = begin + i * 32 + lane;
-    const int e = pair < pairs ? LocalExpert(p.routing, pair) : -1;
-    const unsigned same = __match_any_sync(~0u, e);
-    int at = 0;
-    if (e >= 0) at = own[e] + __popc(same & ((1u << lane) - 1));
+  each([&](int pair, int e, unsigned same) {
+    const int at = e >= 0 ? own[e] + __popc(same & ((1u << lane) - 1)) : 0;
     __syncwarp();
     if (e >= 0 && __ffs(same) - 1 == lane) own[e] += __popc(same);
-    __syncwarp();
     if (e >= 0) p.sorted_pairs[at] = pair;
-  }
+  });
 }
 
 // One block a pair.
