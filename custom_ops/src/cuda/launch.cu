@@ -133,7 +133,7 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
       prepare_blocks = static_cast<int>((static_cast<int64_t>(prepare.rows) * prepare.out_columns / 32 + kRouteThreads - 1) / kRouteThreads);
     }
     route.sorted_pairs = reinterpret_cast<int*>(workspace + plan.sorted_pairs);
-    launcher.Run(MoeRoute, route, dim3(1 + prepare_blocks), kRouteThreads, kRouteWarps * routing.local_experts * 4, !first);
+    launcher.Run(MoeRoute, route, dim3(1 + prepare_blocks), kRouteThreads, routing.local_experts * 4, !first);
     first = false;
   }
   const int threads = wgmma ? kWgmmaThreads : kThreads;

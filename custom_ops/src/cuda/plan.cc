@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kDecodeTokens = 8, kDecodePairs = 128;
 constexpr int kWarps = 8;
-constexpr int64_t kMaxExperts = 1536;  // MoeRoute counts [33][experts] in shared memory
+constexpr int64_t kMaxExperts = 8192;  // MoeRoute counts them in shared memory
 
 __attribute__((format(printf, 3, 4))) int Fail(char* err, int status, const char* format, ...) {
   va_list arguments;

@@ -29,8 +29,10 @@ __device__ inline void Prepare(const PrepareParams& p) {
   }
 }
 
-// One block, and others that prepare x. Stable: a warp counts a contiguous part of the pairs, so the order does not depend on timing.
-// Dynamic shared memory: int [kRouteWarps + 1][local_experts].
+// One block, and others that prepare x. Dynamic shared memory: int [local_experts].
+//
+// The order of an expert's pairs is whatever the atomics make it, and differs between runs. Results do not: a token is a column
+// of a product, computed alike wherever it stands, and results go to the place of their pair.
 __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant__ RouteParams p) {
   extern __shared__ int counts[];
   __shared__ int warp_pairs[kRouteWarps], warp_tiles[kRouteWarps];
@@ -42,45 +44,19 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
     Prepare(p.prepare);
     return;
   }
-  for (int i = threadIdx.x; i < kRouteWarps * experts; i += kRouteThreads) counts[i] = 0;
+  for (int i = threadIdx.x; i < experts; i += kRouteThreads) counts[i] = 0;
   __syncthreads();
-  const int steps = (pairs + kRouteThreads - 1) / kRouteThreads;
-  const int begin = warp * steps * 32;
-  int* own = counts + warp * experts;
-  // Ids are asked for eight steps at a time: one block has too few warps to hide a load a step.
-  constexpr int kBatch = 8;
-  auto each = [&](auto visit) {
-    for (int i = 0; i < steps; i += kBatch) {
-      int e[kBatch];
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        const int pair = begin + (i + b) * 32 + lane;
-        e[b] = i + b < steps && pair < pairs ? LocalExpert(p.routing, pair) : -1;
-      }
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (i + b >= steps) break;
-        visit(begin + (i + b) * 32 + lane, e[b], __match_any_sync(~0u, e[b]));
-        __syncwarp();
-      }
-    }
-  };
-  each([&](int, int e, unsigned same) {
-    if (e >= 0 && __ffs(same) - 1 == lane) own[e] += __popc(same);
-  });
+#pragma unroll 4
+  for (int pair = threadIdx.x; pair < pairs; pair += kRouteThreads) {
+    const int e = LocalExpert(p.routing, pair);
+    if (e >= 0) atomicAdd(&counts[e], 1);
+  }
   __syncthreads();
-  // Experts in rounds of a block's threads; usually there is one round.
+  // Counts to first places and tiles. Experts in rounds of a block's threads; usually there is one round.
   int pairs_before = 0, tiles_before = 0;
   for (int base = 0; base < experts; base += kRouteThreads) {
     const int e = base + threadIdx.x;
-    int count = 0;
-    if (e < experts) {
-      for (int w = 0; w < kRouteWarps; ++w) {
-        const int c = counts[w * experts + e];
-        counts[w * experts + e] = count;
-        count += c;
-      }
-    }
+    const int count = e < experts ? counts[e] : 0;
     const int tiles = (count + p.tile_pairs - 1) / p.tile_pairs;
     int pair_scan = count, tile_scan = tiles;
     for (int d = 1; d < 32; d *= 2) {
@@ -94,24 +70,21 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
       if (w < warp) first += warp_pairs[w], tile += warp_tiles[w];
       pairs_before += warp_pairs[w], tiles_before += warp_tiles[w];
     }
-    if (e < experts) {
-      for (int w = 0; w < kRouteWarps; ++w) counts[w * experts + e] += first;
-      // Tiles of one expert as equal as multiples of 8 allow.
-      const int even = tiles ? ((count + tiles - 1) / tiles + 7) / 8 * 8 : 0;
-      for (int i = 0; i < tiles; ++i) {
-        const int at = min(i * even, count);
-        p.tiles[tile + i] = Tile{e, first + at, min(even, count - at), 0};
-      }
+    if (e < experts) counts[e] = first;
+    // Tiles of one expert as equal as multiples of 8 allow.
+    const int even = tiles ? ((count + tiles - 1) / tiles + 7) / 8 * 8 : 0;
+    for (int i = 0; i < tiles; ++i) {
+      const int at = min(i * even, count);
+      p.tiles[tile + i] = Tile{e, first + at, min(even, count - at), 0};
     }
     __syncthreads();
   }
   if (threadIdx.x == 0) p.tiles[p.max_tiles].count = tiles_before;
-  each([&](int pair, int e, unsigned same) {
-    const int at = e >= 0 ? own[e] + __popc(same & ((1u << lane) - 1)) : 0;
-    __syncwarp();
-    if (e >= 0 && __ffs(same) - 1 == lane) own[e] += __popc(same);
-    if (e >= 0) p.sorted_pairs[at] = pair;
-  });
+#pragma unroll 4
+  for (int pair = threadIdx.x; pair < pairs; pair += kRouteThreads) {
+    const int e = LocalExpert(p.routing, pair);
+    if (e >= 0) p.sorted_pairs[atomicAdd(&counts[e], 1)] = pair;
+  }
 }
 
 // One block a pair.
