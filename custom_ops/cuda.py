@@ -118,7 +118,8 @@ class CudaMoE:
     def prepare(self, hidden: torch.Tensor, topk_ids: torch.Tensor) -> tuple[Problem, Plan]:
         """Problem and plan of a batch."""
         dtype = {"torch.float16": "f16", "torch.bfloat16": "bf16"}.get(str(hidden.dtype), "f32")
-        p = problem(self.spec, dtype, *topk_ids.shape, len(self.w13), topk_ids.element_size())
+        tokens, top_k = topk_ids.shape
+        p = problem(self.spec, dtype, tokens, top_k, len(self.w13), topk_ids.element_size())
         for moe, rows in ((13, self.w13), (2, self.w2)):
             want = library().qm_cuda_row_bytes(ctypes.byref(p.moe), moe)
             if rows.shape[1] != want:

@@ -114,6 +114,7 @@ def measure(name: str, tokens: int, layers: list[cuda.CudaMoE], zipf: bool, repe
         workspace = torch.empty(prepared[1].workspace_bytes, dtype=torch.uint8, device="cuda")
         calls.append((layer, prepared, x, ids, weights, out, workspace))
         touched += ids.unique().numel() * row_bytes
+
     def body() -> None:
         for layer, *arguments in calls:
             layer.launch(*arguments)
@@ -156,15 +157,20 @@ def main() -> None:
             r["floor_us"] = max(r["bytes"] / bandwidth, r["flops"] / rate) * 1e6
             results.append(r)
             print(
-                f"{name:16} T={tokens:<5} {r['us']:9.1f} us  floor {r['floor_us']:8.1f}  {r['bytes'] / r['us'] / 1e6:5.2f} TB/s "
-                f"{r['flops'] / r['us'] / 1e6:6.1f} TFLOP/s  {r['path']} {r['plan']}",
+                f"{name:16} T={tokens:<5} {r['us']:9.1f} us  floor {r['floor_us']:8.1f}  "
+                f"{r['bytes'] / r['us'] / 1e6:5.2f} TB/s {r['flops'] / r['us'] / 1e6:6.1f} TFLOP/s  "
+                f"{r['path']} {r['plan']}",
                 flush=True,
             )
         del layers
         torch.cuda.empty_cache()
     if args.json:
         with open(args.json, "w") as f:
-            json.dump({"device": torch.cuda.get_device_name(), "read": bandwidth, "rate": rate, "results": results}, f, indent=1)
+            json.dump(
+                {"device": torch.cuda.get_device_name(), "read": bandwidth, "rate": rate, "results": results},
+                f,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":

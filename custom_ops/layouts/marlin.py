@@ -213,7 +213,7 @@ def _unpack_projection(parts: _Parts, row: np.ndarray) -> list[QuantizedMatrix]:
     scales = parts.ungroup_panels(get("scales", SCALE_DTYPES[a.scale_type]))
     zeros = parts.ungroup_panels(get("zero_points")) if a.zero_points else [None] * parts.halves
     biases = parts.from_panels(get("bias", np.float32).reshape(-1, 2, 8)) if a.bias else [None] * parts.halves
-    global_scales = get("global_scale", np.float32) if a.format == "nvfp4" else [None] * 2
+    global_scales = get("global_scale", np.float32).tolist() if a.format == "nvfp4" else [None] * 2
     return [
         QuantizedMatrix(
             kind=a.format,
@@ -222,7 +222,7 @@ def _unpack_projection(parts: _Parts, row: np.ndarray) -> list[QuantizedMatrix]:
             group_size=a.group_size,
             block_n=a.block_n,
             zero_points=None if zeros[h] is None else zeros[h][:: a.block_n],
-            global_scale=None if global_scales[h] is None else float(global_scales[h]),
+            global_scale=global_scales[h],
             bias=biases[h],
             perm=get("perm", np.int32) if a.perm else None,
         )

@@ -18,8 +18,9 @@ except OSError:
     pytest.skip("no CUDA library was built (QUANTMOE_CUDA)", allow_module_level=True)
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
-# Roundings to 16 bits on the way: the activations between the GEMMs, and the output. Each is uniform in half an ulp, so at
-# most u / sqrt(3) of the norm for unit roundoff u; f32 sums and the fast exponential are far below.
+# Roundings to 16 bits: the activations between the GEMMs and the output, and in the wgmma path the weights and the
+# experts' products. Each is uniform in half an ulp, at most u / sqrt(3) of the norm; f32 sums and the fast exponential
+# are far below.
 UNIT = {"f16": 2.0**-11, "bf16": 2.0**-8}  # half an ulp
 TORCH = {"f16": torch.float16, "bf16": torch.bfloat16}
 

@@ -9,10 +9,14 @@ __device__ inline float Sigmoid(float z) { return __fdividef(1.f, 1.f + __expf(-
 // Not inlined, like all that is not silu: code that is not there need not be fetched, and decode is short.
 static __device__ __noinline__ float Activate1(int kind, float z) {
   switch (kind) {
-    case 0: return z * Sigmoid(z);
-    case 1: return 0.5f * z * (1.f + erff(z * 0.70710678f));
-    case 2: return 0.5f * z * (1.f + tanhf(0.79788456f * (z + 0.044715f * z * z * z)));
-    default: return z > 0.f ? z * z : (z == z ? 0.f : z);  // relu2
+    case 0:
+      return z * Sigmoid(z);
+    case 1:
+      return 0.5f * z * (1.f + erff(z * 0.70710678f));
+    case 2:
+      return 0.5f * z * (1.f + tanhf(0.79788456f * (z + 0.044715f * z * z * z)));
+    default:
+      return z > 0.f ? z * z : (z == z ? 0.f : z);  // relu2
   }
 }
 

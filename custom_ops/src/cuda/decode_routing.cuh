@@ -1,4 +1,5 @@
-// The tile list of a small batch, made by every block for itself from topk_ids: cheaper than a kernel that makes it once.
+// The tile list of a small batch, made by every block for itself from topk_ids: cheaper than a kernel that makes it
+// once.
 //
 // Column t of every tile is token t. A tile is (expert, how often the token had that expert before): with the usual
 // distinct ids, one tile an expert. Tiles stand in order of first appearance, the same in every block.

@@ -13,7 +13,8 @@ __device__ inline uint32_t MaskOr(uint32_t q, uint32_t bits) {
   return r;
 }
 
-// int4. The codes become the low mantissa bits of a power of two, base + code; with `centered` base + 8 is subtracted: exact.
+// int4. The codes become the low mantissa bits of a power of two, base + code; with `centered` base + 8 is subtracted:
+// exact.
 template <typename T, bool centered>
 __device__ inline void DequantInt4(uint32_t q, uint32_t (&a)[4]) {
   constexpr uint32_t mask = 0x000f000f, base = Half<T>::kInt4Or, zero = Half<T>::kInt4Zero;

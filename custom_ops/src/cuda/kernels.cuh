@@ -6,10 +6,10 @@
 
 namespace quantmoe {
 
-constexpr int kUnit = 64;           // columns of a unit, FORMAT.md 3.2
-constexpr int kDecodeTokens = 8;    // decode: a token is a column of one n8 tile
-constexpr int kDecodePairs = 128;   // decode: (token, slot) pairs
-constexpr int kThreads = 256;       // of the mma.sync kernels
+constexpr int kUnit = 64;          // columns of a unit, FORMAT.md 3.2
+constexpr int kDecodeTokens = 8;   // decode: a token is a column of one n8 tile
+constexpr int kDecodePairs = 128;  // decode: (token, slot) pairs
+constexpr int kThreads = 256;      // of the mma.sync kernels
 constexpr int kWarps = kThreads / 32;
 constexpr int kRouteThreads = 1024;
 
@@ -42,11 +42,11 @@ struct GemmParams {
   Weights weights;
   Routing routing;
   Activation activation;
-  const void* x;     // rows of x_columns values
+  const void* x;             // rows of x_columns values
   int x_columns, x_divisor;  // row of pair p is p / x_divisor
-  void* out;         // gate_up: 16-bit [pairs, out_columns]; down: f32 [pairs, out_columns] or T [tokens, out_columns]
+  void* out;  // gate_up: 16-bit [pairs, out_columns]; down: f32 [pairs, out_columns] or T [tokens, out_columns]
   int out_columns;
-  bool weight_here;  // multiply by the router's weight
+  bool weight_here;   // multiply by the router's weight
   const Tile* tiles;  // device list, tiles[max_tiles].count is its length; unused by decode
   int max_tiles;
   const int* sorted_pairs;
@@ -93,8 +93,8 @@ __host__ __device__ constexpr int StageBytes(int panels, int n_tiles, int scale_
 }
 
 __device__ inline int LocalExpert(const Routing& r, int64_t pair) {
-  int64_t id = r.id_bytes == 8 ? static_cast<const int64_t*>(r.topk_ids)[pair]
-                               : static_cast<const int32_t*>(r.topk_ids)[pair];
+  int64_t id =
+      r.id_bytes == 8 ? static_cast<const int64_t*>(r.topk_ids)[pair] : static_cast<const int32_t*>(r.topk_ids)[pair];
   id -= r.expert_offset;
   return id >= 0 && id < r.local_experts ? static_cast<int>(id) : -1;
 }

@@ -1,8 +1,8 @@
 // Plan to kernel launches.
 #include <cstdio>
 
-#include "cuda/layout.h"
 #include "cuda/instances.h"
+#include "cuda/layout.h"
 #include "cuda/route.cuh"
 
 namespace quantmoe {
@@ -14,7 +14,8 @@ struct Launcher {
 
   // dependent: may start while the kernel before it in this call still runs.
   template <typename Params>
-  void Run(void (*kernel)(Params), const Params& params, dim3 grid, int threads, int shared_bytes, bool dependent, int cluster = 1) {
+  void Run(void (*kernel)(Params), const Params& params, dim3 grid, int threads, int shared_bytes, bool dependent,
+           int cluster = 1) {
     if (error != cudaSuccess) return;
     if (shared_bytes > 48 * 1024) {
       error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
@@ -130,7 +131,8 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
       prepare.out_columns = row13.units * kUnit;
       gate_up.x = prepare.out;
       gate_up.x_columns = prepare.out_columns;
-      prepare_blocks = static_cast<int>((static_cast<int64_t>(prepare.rows) * prepare.out_columns / 32 + kRouteThreads - 1) / kRouteThreads);
+      prepare_blocks = static_cast<int>(
+          (static_cast<int64_t>(prepare.rows) * prepare.out_columns / 32 + kRouteThreads - 1) / kRouteThreads);
     }
     route.sorted_pairs = reinterpret_cast<int*>(workspace + plan.sorted_pairs);
     launcher.Run(MoeRoute, route, dim3(1 + prepare_blocks), kRouteThreads, routing.local_experts * 4, !first);
@@ -164,7 +166,8 @@ extern "C" int qm_cuda_query(int ordinal, qm_cuda_device* device, char* err) {
   cudaError_t e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, ordinal);
-  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&device->shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, ordinal);
+  if (e == cudaSuccess)
+    e = cudaDeviceGetAttribute(&device->shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, ordinal);
   if (e != cudaSuccess) {
     std::snprintf(err, QM_ERROR_SIZE, "CUDA device %d: %s", ordinal, cudaGetErrorString(e));
     return QM_UNSUPPORTED;
@@ -173,8 +176,8 @@ extern "C" int qm_cuda_query(int ordinal, qm_cuda_device* device, char* err) {
   return QM_OK;
 }
 
-extern "C" int qm_cuda_launch(const qm_cuda_problem* problem, const qm_cuda_plan* plan, const qm_cuda_tensors* tensors, void* stream,
-                              char* err) {
+extern "C" int qm_cuda_launch(const qm_cuda_problem* problem, const qm_cuda_plan* plan, const qm_cuda_tensors* tensors,
+                              void* stream, char* err) {
   if (problem->tokens == 0) return QM_OK;
   cudaStream_t s = static_cast<cudaStream_t>(stream);
   const cudaError_t e = problem->type == QM_BF16 ? Launch<__nv_bfloat16>(*problem, *plan, *tensors, s)

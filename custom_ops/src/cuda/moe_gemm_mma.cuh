@@ -1,7 +1,7 @@
 // One grouped GEMM of the layer on mma.sync (sm_80 and later): weights are the M operand, tokens N.
 //
-// Work is a list of units, a unit is (tile, panels): one expert's <= 8 NT tokens times warps_n * MT panels of 16 rows. A block
-// takes a contiguous range of units; its warps split K (warps_k) and panels (warps_n).
+// Work is a list of units, a unit is (tile, panels): one expert's <= 8 NT tokens times warps_n * MT panels of 16 rows.
+// A block takes a contiguous range of units; its warps split K (warps_k) and panels (warps_n).
 #pragma once
 #include <type_traits>
 
@@ -13,8 +13,8 @@ namespace quantmoe {
 
 // Stores what a block's warps have for one accumulator (rows g and g + 8, token columns 2t and 2t + 1).
 template <typename T, bool down>
-__device__ inline void StoreUnit(const GemmParams& p, const uint8_t* expert, int panel, int g, float4 c, const int (&pair)[2],
-                                 const float (&weight)[2]) {
+__device__ inline void StoreUnit(const GemmParams& p, const uint8_t* expert, int panel, int g, float4 c,
+                                 const int (&pair)[2], const float (&weight)[2]) {
   float bias[2] = {0.f, 0.f};
   if (p.weights.bias_at) {
     const float* b = reinterpret_cast<const float*>(expert + p.weights.bias_at) + panel * 16 + g;
@@ -191,9 +191,9 @@ __global__ void __launch_bounds__(kThreads, Blocks(MT, NT)) MoeGemmMma(const __g
   }
 }
 
-// GEMM2 of a small batch: a cluster of blocks owns MT panels of the output for all tokens. The (tile, unit of K) list is cut
-// into equal parts, one a warp; a warp adds weight * (product + bias) of each tile to its registers, and at the end the
-// warps' sums are added in a fixed order. No atomics, no second pass, the same result every time.
+// GEMM2 of a small batch: a cluster of blocks owns MT panels of the output for all tokens. The (tile, unit of K) list
+// is cut into equal parts, one a warp; a warp adds weight * (product + bias) of each tile to its registers, and at the
+// end the warps' sums are added in a fixed order. No atomics, no second pass, the same result every time.
 template <typename T, typename Scale, int MT, int GS>
 __global__ void __launch_bounds__(kThreads, Blocks(MT, 1)) MoeDownDecode(const __grid_constant__ GemmParams p) {
   using S = Stream<T, Scale, MT, 1, GS>;

@@ -1,9 +1,9 @@
 // One grouped GEMM of the layer on wgmma (sm_90a), for many tokens: weights from registers, tokens from shared memory.
 //
-// A block computes 256 rows (16 panels) x up to 96 tokens of one expert. One producer warpgroup gathers token rows into a ring of
-// 128-byte-swizzled stages; two consumer warpgroups hold 128 rows each. A consumer warp streams the codes of its panels through its
-// own cp.async ring (as in stream.cuh, no barrier), dequantizes 64 columns ahead, and so keeps the ALUs busy while the
-// tensor cores work on the 64 before.
+// A block computes 256 rows (16 panels) x up to 96 tokens of one expert. One producer warpgroup gathers token rows into
+// a ring of 128-byte-swizzled stages; two consumer warpgroups hold 128 rows each. A consumer warp streams the codes of
+// its panels through its own cp.async ring (as in stream.cuh, no barrier), dequantizes 64 columns ahead, and so keeps
+// the ALUs busy while the tensor cores work on the 64 before.
 //
 // The order of a lane's columns (FORMAT.md 3.2) is not memory order within 32 columns, so tokens are stored permuted:
 // MoePrepare writes x, the gate_up epilogue writes h that way.
@@ -15,7 +15,8 @@
 
 namespace quantmoe {
 
-constexpr int kTileTokens = 96, kTilePanels = 16;  // 128 tokens: not enough registers, wgmma is serialized (C7512)
+// 128 tokens would need more registers than there are: ptxas then serializes wgmma (C7512).
+constexpr int kTileTokens = 96, kTilePanels = 16;
 constexpr int kTokenStages = 7, kTokenStageBytes = kTileTokens * 128;
 constexpr int kProducerLag = 2;  // stages in flight before their arrival is announced
 constexpr int kCodeStages = 4;
@@ -38,7 +39,7 @@ struct WgmmaConsumer {
   int g, t, lane, group, warp;  // warpgroup 0 or 1, warp of it
   int turn = 0;                 // token stages consumed so far
   uint64_t once;
-  int* pairs;      // shared, [kTileTokens]: of the tile's tokens, and the router's weights of them
+  int* pairs;  // shared, [kTileTokens]: of the tile's tokens, and the router's weights of them
   float* weights;
   float acc[2][kTileTokens / 2];
 
@@ -86,7 +87,7 @@ struct WgmmaConsumer {
 
     uint32_t q[2][4], scale[2][GS];
     uint32_t first[2][2][4], second[2][2][4];  // A operands of columns 0..31 and 32..63 of a unit: [block of rows][k16]
-    auto dequantize = [&](int half, uint32_t (&a)[2][2][4]) {
+    auto dequantize = [&](int half, uint32_t(&a)[2][2][4]) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const uint32_t pair = scale[b][GS == 2 ? half : 0];
@@ -99,7 +100,7 @@ struct WgmmaConsumer {
         }
       }
     };
-    auto multiply = [&](uint64_t tokens, uint32_t (&a)[2][2][4]) {
+    auto multiply = [&](uint64_t tokens, uint32_t(&a)[2][2][4]) {
       WgmmaFence();
 #pragma unroll
       for (int step = 0; step < 2; ++step)

@@ -22,43 +22,57 @@ __attribute__((format(printf, 3, 4))) int Fail(char* err, int status, const char
 }
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Share of the last round that is used when `count` equal pieces go to `slots` at a time.
+double Fill(int64_t count, int64_t slots) {
+  return static_cast<double>(count) / static_cast<double>(std::max<int64_t>(1, CeilDiv(count, slots)) * slots);
+}
 uint64_t Align(uint64_t a) { return (a + 255) / 256 * 256; }
 
 int Validate(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) {
   const qm_moe& m = p.moe;
   if (m.op_version != 1) return Fail(err, QM_UNSUPPORTED, "op_version is %d, this library knows 1", m.op_version);
   if (p.type != QM_F16 && p.type != QM_BF16)
-    return Fail(err, QM_UNSUPPORTED, "hidden_states are type %d, the CUDA kernels take float16 (1) and bfloat16 (2)", p.type);
+    return Fail(err, QM_UNSUPPORTED, "hidden_states are type %d, the CUDA kernels take float16 (1) and bfloat16 (2)",
+                p.type);
   if (p.id_bytes != 4 && p.id_bytes != 8)
     return Fail(err, QM_INVALID, "topk_ids are %d bytes wide, expected 4 or 8", p.id_bytes);
-  if (device.sm < 80) return Fail(err, QM_UNSUPPORTED, "compute capability %d.%d, the kernels need 8.0 or later", device.sm / 10, device.sm % 10);
+  if (device.sm < 80)
+    return Fail(err, QM_UNSUPPORTED, "compute capability %d.%d, the kernels need 8.0 or later", device.sm / 10,
+                device.sm % 10);
   if (m.hidden_size <= 0 || m.hidden_size % 8)
     return Fail(err, QM_UNSUPPORTED, "hidden_size is %d, the CUDA kernels take positive multiples of 8", m.hidden_size);
-  if (m.intermediate_size <= 0) return Fail(err, QM_INVALID, "intermediate_size is %d, expected a positive number", m.intermediate_size);
+  if (m.intermediate_size <= 0)
+    return Fail(err, QM_INVALID, "intermediate_size is %d, expected a positive number", m.intermediate_size);
   if (p.local_experts <= 0 || p.local_experts > kMaxExperts)
-    return Fail(err, QM_UNSUPPORTED, "w13 has %lld experts, the CUDA kernels take 1 to %lld", static_cast<long long>(p.local_experts),
-                static_cast<long long>(kMaxExperts));
+    return Fail(err, QM_UNSUPPORTED, "w13 has %lld experts, the CUDA kernels take 1 to %lld",
+                static_cast<long long>(p.local_experts), static_cast<long long>(kMaxExperts));
   if (m.expert_offset < 0 || m.expert_offset + p.local_experts > m.num_experts)
     return Fail(err, QM_INVALID, "experts [%d, %lld) are not inside num_experts = %d", m.expert_offset,
                 static_cast<long long>(m.expert_offset + p.local_experts), m.num_experts);
   if (p.tokens < 0 || p.top_k <= 0 || p.tokens * p.top_k > INT32_MAX / 2)
-    return Fail(err, QM_INVALID, "topk_ids is [%lld, %lld]", static_cast<long long>(p.tokens), static_cast<long long>(p.top_k));
+    return Fail(err, QM_INVALID, "topk_ids is [%lld, %lld]", static_cast<long long>(p.tokens),
+                static_cast<long long>(p.top_k));
   if (m.activation < 0 || m.activation > 5 || (!m.gated && m.activation > 3))
     return Fail(err, QM_INVALID, "activation %d with gated = %d", m.activation, m.gated);
   for (int which : {13, 2}) {
     const qm_projection& w = which == 13 ? m.w13 : m.w2;
     if (w.layout != 1 || w.layout_version != 1)
-      return Fail(err, QM_INVALID, "w%d_layout is %d version %d, the CUDA kernels read marlin (1) version 1", which, w.layout, w.layout_version);
+      return Fail(err, QM_INVALID, "w%d_layout is %d version %d, the CUDA kernels read marlin (1) version 1", which,
+                  w.layout, w.layout_version);
     if (w.format != 0 || w.zero_points || w.block_n != 1)
-      return Fail(err, QM_UNSUPPORTED, "w%d: format %d, zero_points %d, block_n %d; the CUDA kernels have int4 (0), 0, 1 so far", which,
+      return Fail(err, QM_UNSUPPORTED,
+                  "w%d: format %d, zero_points %d, block_n %d; the CUDA kernels have int4 (0), 0, 1 so far", which,
                   w.format, w.zero_points, w.block_n);
     if (w.scale_type != 1 && w.scale_type != 2)
-      return Fail(err, QM_UNSUPPORTED, "w%d_scale_type is %d, the CUDA kernels take f16 (1) and bf16 (2)", which, w.scale_type);
+      return Fail(err, QM_UNSUPPORTED, "w%d_scale_type is %d, the CUDA kernels take f16 (1) and bf16 (2)", which,
+                  w.scale_type);
     const int g = w.group_size;
     if (g != -1 && g != 32 && (g < 64 || (g & (g - 1))))
-      return Fail(err, QM_UNSUPPORTED, "w%d_group_size is %d, the CUDA kernels take -1, 32 and powers of two from 64", which, g);
+      return Fail(err, QM_UNSUPPORTED, "w%d_group_size is %d, the CUDA kernels take -1, 32 and powers of two from 64",
+                  which, g);
     if (w.activation_format != 0)
-      return Fail(err, QM_UNSUPPORTED, "w%d_activation_format is %d, the CUDA kernels take none (0)", which, w.activation_format);
+      return Fail(err, QM_UNSUPPORTED, "w%d_activation_format is %d, the CUDA kernels take none (0)", which,
+                  w.activation_format);
     if (w.perm != 0 && (which == 2 || w.perm != 1))
       return Fail(err, QM_UNSUPPORTED, "w%d_perm is %d, the CUDA kernels take 0, and 1 for w13", which, w.perm);
   }
@@ -69,7 +83,8 @@ constexpr int kStages = 3;
 constexpr int kWgmmaPanels = 16, kWgmmaTokens = 96;
 // As in moe_gemm_wgmma.cuh: token ring, code rings, staging of the results.
 int WgmmaSharedBytes(int per_block, bool down) {
-  return 1024 + 7 * kWgmmaTokens * 128 + 8 * 4 * 2 * (512 + 128 * per_block) + 2 * kWgmmaTokens * ((down ? 256 : 128) + 16);
+  return 1024 + 7 * kWgmmaTokens * 128 + 8 * 4 * 2 * (512 + 128 * per_block) +
+         2 * kWgmmaTokens * ((down ? 256 : 128) + 16);
 }
 constexpr int kRoutingBytes = 4 * 1024;  // static DecodeRouting, rounded up
 
@@ -84,7 +99,8 @@ extern "C" size_t qm_cuda_row_bytes(const qm_moe* moe, int projection) {
   return MarlinRowOf(*moe, projection, &row) ? row.bytes : 0;
 }
 
-extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_device* device, qm_cuda_plan* plan, char* err) {
+extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_device* device, qm_cuda_plan* plan,
+                                char* err) {
   const qm_cuda_problem& p = *problem;
   if (int status = Validate(p, *device, err)) return status;
   *plan = qm_cuda_plan{};
@@ -116,28 +132,55 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
       g.grid = sms;
       return g;
     }
-    // Few units to share out: small ones, three blocks a multiprocessor. Many: less overhead a byte.
-    const bool small = decode && most_experts * w.panels * g.warps_k < 40 * 8 * static_cast<int64_t>(sms);
-    const int most_shared = device->shared_bytes - 1024 - (decode ? kRoutingBytes : 0);
+    const int reserved = 1024 + (decode ? kRoutingBytes : 0);
     auto fits = [&](int panels, int n_tiles) {
       g.panels = panels;
       g.n_tiles = n_tiles;
-      g.shared_bytes = kWarps * (kStages * (panels * (512 + 32 * scale_bytes) + n_tiles * 1024) + panels * n_tiles * 512);
-      return g.shared_bytes <= most_shared;
+      g.shared_bytes =
+          kWarps * (kStages * (panels * (512 + 32 * scale_bytes) + n_tiles * 1024) + panels * n_tiles * 512);
+      return g.shared_bytes <= device->shared_bytes - reserved;
     };
-    // Last resort: 2 panels, 1 tile, 70 KiB.
-    (!decode && mean > 12 && fits(2, 4)) || (!decode && mean > 5 && fits(2, 2)) || (!small && fits(4, 1)) || fits(2, 1);
-    const int slots = sms * std::clamp((device->shared_bytes) / (g.shared_bytes + 1024 + (decode ? kRoutingBytes : 0)), 1,
-                                       g.n_tiles > 2 ? 1 : g.panels == 2 && g.n_tiles == 1 ? 3 : 2);
-    const int64_t groups = CeilDiv(w.panels, static_cast<int64_t>(g.panels) * (kWarps / g.warps_k));
-    g.grid = static_cast<int32_t>(std::max<int64_t>(1, std::min<int64_t>(most_experts * groups, slots)));
+    auto slots = [&] {  // blocks resident at once; the first number is what the kernels' registers allow
+      const int blocks = g.n_tiles > 2 ? 1 : g.panels == 2 && g.n_tiles == 1 ? 3 : 2;
+      return sms * std::clamp(device->shared_bytes / (g.shared_bytes + reserved), 1, blocks);
+    };
     if (direct) {
-      // Blocks an output tile: as many as are resident at once, each warp with something to do.
-      const int64_t outputs = CeilDiv(w.panels, g.panels), work = most_experts * w.units;
-      if (device->sm >= 90)
-        g.cluster = static_cast<int32_t>(std::clamp<int64_t>(std::min(slots / outputs, work / kWarps), 1, 8));
-      g.grid = static_cast<int32_t>(outputs * g.cluster);
+      // Measured (README.md): an output tile is best shared by two blocks, if that loads the multiprocessors evenly.
+      // Bigger clusters leave multiprocessors empty, three or six blocks worst.
+      const int64_t work = most_experts * w.units;
+      struct {
+        int panels, cluster;
+      } const candidates[] = {{4, 1}, {4, 2}, {2, 2}, {2, 4}, {4, 4}, {2, 1}};
+      for (const auto& c : candidates) {
+        if (!fits(c.panels, 1) || (c.cluster > 1 && device->sm < 90)) continue;
+        if (c.panels == 4 && slots() == sms && device->sm >= 90) continue;
+        if (c.panels == 4 && c.cluster == 1 && work > 4 * kWarps) continue;
+        g.cluster = c.cluster;
+        g.grid = static_cast<int32_t>(CeilDiv(w.panels, c.panels) * c.cluster);
+        if (Fill(g.grid, sms) >= 0.8) break;
+      }
+      return g;
     }
+    auto units = [&] {
+      return most_experts * CeilDiv(w.panels, static_cast<int64_t>(g.panels) * (kWarps / g.warps_k));
+    };
+    if (decode) {
+      // Four panels a warp cost fewer instructions a byte than two, but share out less evenly.
+      double best = 0;
+      for (int panels : {4, 2}) {
+        if (!fits(panels, 1)) continue;
+        double worth = units() > slots() ? Fill(units(), slots()) : Fill(units(), sms);
+        worth *= panels == 2 ? 0.9 : slots() > sms ? 1.0 : 0.6;  // one block alone cannot hide its waits
+        if (worth < best) {
+          fits(4, 1);
+          break;
+        }
+        best = worth;
+      }
+    } else {
+      (mean > 12 && fits(2, 4)) || (mean > 5 && fits(2, 2)) || (fits(4, 1) && slots() > sms) || fits(2, 1);
+    }
+    g.grid = static_cast<int32_t>(std::clamp<int64_t>(units(), 1, slots()));
     return g;
   };
   plan->w13 = gemm(w13, false);
@@ -149,7 +192,8 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     end += Align(bytes);
     return at;
   };
-  const uint64_t hidden_columns = wgmma ? static_cast<uint64_t>(w2.units) * 64 : static_cast<uint64_t>(w13.panels) * (p.moe.gated ? 8 : 16);
+  const uint64_t hidden_columns =
+      wgmma ? static_cast<uint64_t>(w2.units) * 64 : static_cast<uint64_t>(w13.panels) * (p.moe.gated ? 8 : 16);
   plan->hidden = take(static_cast<uint64_t>(pairs) * hidden_columns * 2);
   if (p.moe.w13.perm) plan->gathered = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * 2);
   if (!decode) {

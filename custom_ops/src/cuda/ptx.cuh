@@ -6,9 +6,11 @@
 
 namespace quantmoe {
 
-// Copies 16 bytes, or writes 16 zero bytes when !valid (the address is then not read). Through L1: tokens are read again.
+// Copies 16 bytes, or writes 16 zero bytes when !valid (the address is then not read). Through L1: tokens are read
+// again.
 __device__ inline void CopyAsync16(uint32_t shared, const void* global, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
+               : "memory");
 }
 // Weights are read once: past L1, and first to leave L2.
 __device__ inline void CopyAsync16Once(uint32_t shared, const void* global, uint64_t policy) {
@@ -48,7 +50,7 @@ struct Half;  // the two 16-bit types
 
 template <>
 struct Half<__nv_bfloat16> {
-  static constexpr uint32_t kInt4Or = 0x43004300;   // 128 + code: its four low mantissa bits are the code
+  static constexpr uint32_t kInt4Or = 0x43004300;    // 128 + code: its four low mantissa bits are the code
   static constexpr uint32_t kInt4Zero = 0x43084308;  // 136
   static constexpr float kInt4ZeroValue = 136.f;
   static constexpr uint32_t kOne = 0x3f803f80;

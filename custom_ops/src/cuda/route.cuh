@@ -31,8 +31,8 @@ __device__ inline void Prepare(const PrepareParams& p) {
 
 // One block, and others that prepare x. Dynamic shared memory: int [local_experts].
 //
-// The order of an expert's pairs is whatever the atomics make it, and differs between runs. Results do not: a token is a column
-// of a product, computed alike wherever it stands, and results go to the place of their pair.
+// The order of an expert's pairs is whatever the atomics make it, and differs between runs. Results do not: a token is
+// a column of a product, computed alike wherever it stands, and results go to the place of their pair.
 __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant__ RouteParams p) {
   extern __shared__ int counts[];
   __shared__ int warp_pairs[kRouteWarps], warp_tiles[kRouteWarps];
@@ -109,7 +109,8 @@ __global__ void __launch_bounds__(256) MoeCombine(const __grid_constant__ Combin
     if (LocalExpert(p.routing, pair) < 0) continue;
     const Partial* from = static_cast<const Partial*>(p.partial) + pair * p.columns + column;
     if constexpr (sizeof(Partial) == 4) {
-      const float4 a = __ldcs(reinterpret_cast<const float4*>(from)), b = __ldcs(reinterpret_cast<const float4*>(from) + 1);
+      const float4 a = __ldcs(reinterpret_cast<const float4*>(from)),
+                   b = __ldcs(reinterpret_cast<const float4*>(from) + 1);
       const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
       for (int i = 0; i < 8; ++i) sum[i] += v[i];

@@ -1,12 +1,12 @@
 // The inner loop of the mma.sync kernels: a warp's private stream of weights.
 //
-// Every lane copies with cp.async exactly the bytes it will read itself (the layout gives each lane 16 bytes of a unit, and a
-// token's matching 16-byte pieces), so the pipeline needs no barrier: a warp waits for its own copies only, runs ahead
-// across tiles and experts, and blocks meet only to add up the parts of K.
+// Every lane copies with cp.async exactly the bytes it will read itself (the layout gives each lane 16 bytes of a unit,
+// and a token's matching 16-byte pieces), so the pipeline needs no barrier: a warp waits for its own copies only, runs
+// ahead across tiles and experts, and blocks meet only to add up the parts of K.
 //
-// Scales multiply the f32 products of a unit, not the weights: exact for every scale type, and for the few tokens of a tile
-// cheaper than multiplying each fragment. For one token tile the zero point leaves the inner loop as well:
-// sum (q - 8) x = sum (base + q) x - (base + 8) sum x, where one mma with ones gives sum x for all panels.
+// Scales multiply the f32 products of a unit, not the weights: exact for every scale type, and for the few tokens of a
+// tile cheaper than multiplying each fragment. For one token tile the zero point leaves the inner loop as well: sum (q
+// - 8) x = sum (base + q) x - (base + 8) sum x, where one mma with ones gives sum x for all panels.
 #pragma once
 #include "cuda/dequant.cuh"
 #include "cuda/kernels.cuh"
@@ -26,7 +26,8 @@ struct Stream {
   // What is copied next: this lane's bytes of a unit of the first panel.
   const uint8_t *codes, *scales;
   const T* tokens[NT];  // null: zero
-  int k, last, columns_left, panel_bytes, scale_panel_bytes;  // columns_left: from the lane's first to the end of the row
+  int k, last, columns_left, panel_bytes,
+      scale_panel_bytes;  // columns_left: from the lane's first to the end of the row
 
   __device__ explicit Stream(uint8_t* rings) {
     lane = threadIdx.x % 32;
