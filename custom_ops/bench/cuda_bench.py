@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.op import MoESpec, Projection

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.matrix import MIDPOINT, SCALE_DTYPES, QuantizedMatrix
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.op import MoESpec, Projection
+from quantmoe.custom_ops.schemes import SCHEMES
 
 _BITS = {"int4": 4, "int8": 8, "mxfp4": 4, "nvfp4": 4, "fp8_e4m3": 8}
 _UNIT = 64  # columns
@@ -185,7 +188,7 @@ def _pack_projection(matrices: list[QuantizedMatrix], parts: _Parts, row: np.nda
     def put(name: str, values: np.ndarray) -> None:
         row[parts.slices[name]] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
-    zero = 0 if a.zero_points else MIDPOINT.get(a.format, 0)
+    zero = 0 if a.zero_points else SCHEMES[a.format].zero
     padded = [np.pad(m.codes, ((0, 0), (0, parts.units * _UNIT - parts.K)), constant_values=zero) for m in matrices]
     put("codes", _pack_codes(parts.to_panels(padded, zero), parts.bits))
     rows = np.arange(parts.N) // a.block_n
@@ -211,7 +214,7 @@ def _unpack_projection(parts: _Parts, row: np.ndarray) -> list[QuantizedMatrix]:
 
     codes = parts.from_panels(_unpack_codes(get("codes"), parts))
     scales = parts.ungroup_panels(get("scales", SCALE_DTYPES[a.scale_type]))
-    zeros = parts.ungroup_panels(get("zero_points")) if a.zero_points else [None] * parts.halves
+    zeros: list[Any] = parts.ungroup_panels(get("zero_points")) if a.zero_points else [None] * parts.halves
     biases = parts.from_panels(get("bias", np.float32).reshape(-1, 2, 8)) if a.bias else [None] * parts.halves
     global_scales = get("global_scale", np.float32).tolist() if a.format == "nvfp4" else [None] * 2
     return [

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import Case
+
 from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.op import MoESpec, Projection

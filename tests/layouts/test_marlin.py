@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import marlin
-from quantmoe.custom_ops.matrix import MIDPOINT, SCALE_DTYPES, QuantizedMatrix
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.op import MoESpec
 
 KINDS = [
@@ -78,7 +79,7 @@ def test_round_trip(seed, hidden, intermediate, kind, group, gated, zero_points,
     rng = np.random.default_rng(seed)
     kind, scale_type = kind
     perm = rng.permutation(hidden).astype(np.int32) if act_order else None
-    options = {"zero_points": zero_points and kind in MIDPOINT, "bias": bias}
+    options = {"zero_points": zero_points and kind in ("int4", "int8"), "bias": bias}
     up, gate = (random_matrix(rng, intermediate, hidden, kind, group, scale_type, perm=perm, **options) for _ in "ug")
     down = random_matrix(rng, hidden, intermediate, kind, group, scale_type, **options)
     expert = Expert(gate if gated else None, up, down)
