@@ -11,10 +11,10 @@ A layout module provides (Expert and the dataclasses are in custom_ops):
 
 from dataclasses import replace
 
-from quantmoe.custom_ops.layouts import cpu_panel
+from quantmoe.custom_ops.layouts import cpu_panel, marlin
 from quantmoe.custom_ops.op import Projection
 
-LAYOUTS = {"cpu_panel": cpu_panel}
+LAYOUTS = {"cpu_panel": cpu_panel, "marlin": marlin}
 
 
 def join(a: tuple[Projection, Projection], b: tuple[Projection, Projection]) -> tuple[Projection, Projection]:

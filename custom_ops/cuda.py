@@ -1,0 +1,157 @@
+"""The C ABI of quant_moe_cuda.h through ctypes: plans on any machine, launches on torch tensors, no engine."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from quantmoe.custom_ops.op import MoESpec, attribute_kinds, enum
+
+if TYPE_CHECKING:
+    import torch
+
+ERROR_SIZE = 512
+PATHS = ("decode", "stream", "wgmma")
+_I32, _I64, _U64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
+
+
+class Device(ctypes.Structure):
+    """qm_cuda_device."""
+
+    _fields_ = [("sm", _I32), ("multiprocessors", _I32), ("shared_bytes", _I32)]
+
+
+H200 = Device(90, 132, 233472)
+
+
+class _MoE(ctypes.Structure):
+    # qm_moe: op.def's attributes in op.def's order.
+    _fields_ = [(n, ctypes.c_float if kind == "f" else _I32) for n, kind in attribute_kinds().items()]
+
+
+class Problem(ctypes.Structure):
+    """qm_cuda_problem."""
+
+    _fields_ = [("moe", _MoE), ("type", _I32), ("id_bytes", _I32)] + [
+        (n, _I64) for n in ("tokens", "top_k", "local_experts")
+    ]
+
+
+class Gemm(ctypes.Structure):
+    """qm_cuda_gemm."""
+
+    _fields_ = [(n, _I32) for n in ("panels", "n_tiles", "warps_k", "stages", "cluster", "grid", "shared_bytes")]
+
+
+class Plan(ctypes.Structure):
+    """qm_cuda_plan."""
+
+    _fields_ = [("path", _I32), ("w13", Gemm), ("w2", Gemm), ("max_tiles", _I32)] + [
+        (n, _U64) for n in ("gathered", "prepared", "hidden", "partial", "tiles", "sorted_pairs", "workspace_bytes")
+    ]
+
+
+class _Tensors(ctypes.Structure):
+    _fields_ = [(n, _PTR) for n in ("hidden_states", "topk_ids", "topk_weights", "w13", "w2", "output", "workspace")]
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The kernels: the library named by QUANTMOE_CUDA_LIBRARY, else the installed one.
+
+    Raises:
+        OSError: neither is there.
+    """
+    path = os.environ.get("QUANTMOE_CUDA_LIBRARY") or files("quantmoe.custom_ops") / "libquantmoe_cuda.so"
+    lib = ctypes.CDLL(str(path))
+    lib.qm_cuda_row_bytes.restype = ctypes.c_size_t
+    return lib
+
+
+def _check(status: int, err: ctypes.Array[ctypes.c_char]) -> None:
+    if status:
+        raise ValueError(err.value.decode())
+
+
+def problem(spec: MoESpec, dtype: str, tokens: int, top_k: int, local_experts: int, id_bytes: int = 8) -> Problem:
+    """qm_cuda_problem of a node and a batch; dtype "f16" or "bf16" (or "f32", which plan() refuses)."""
+    moe = _MoE()
+    for name, value in spec.attributes().items():
+        kind = attribute_kinds()[name]
+        setattr(moe, name, value if kind in ("i", "f") else enum(kind)[str(value)])
+    return Problem(moe, {"f32": 0, "f16": 1, "bf16": 2}[dtype], id_bytes, tokens, top_k, local_experts)
+
+
+def plan(problem: Problem, device: Device = H200) -> Plan:
+    """qm_cuda_plan_moe: pure, needs no GPU.
+
+    Raises:
+        ValueError: the library's sentence about what is not supported.
+    """
+    found, err = Plan(), ctypes.create_string_buffer(ERROR_SIZE)
+    _check(library().qm_cuda_plan_moe(ctypes.byref(problem), ctypes.byref(device), ctypes.byref(found), err), err)
+    return found
+
+
+def query(ordinal: int = 0) -> Device:
+    """The device as the plan sees it."""
+    found, err = Device(), ctypes.create_string_buffer(ERROR_SIZE)
+    _check(library().qm_cuda_query(ordinal, ctypes.byref(found), err), err)
+    return found
+
+
+class CudaMoE:
+    """One layer on the current CUDA device.
+
+    Args:
+        spec: the node's attributes, layout marlin.
+        w13, w2: uint8 CUDA tensors [local experts, row bytes].
+    """
+
+    def __init__(self, spec: MoESpec, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        self.spec, self.w13, self.w2 = spec, w13, w2
+        self.device = query(w13.device.index or 0)
+
+    def prepare(self, hidden: torch.Tensor, topk_ids: torch.Tensor) -> tuple[Problem, Plan]:
+        """Problem and plan of a batch."""
+        dtype = {"torch.float16": "f16", "torch.bfloat16": "bf16"}.get(str(hidden.dtype), "f32")
+        tokens, top_k = topk_ids.shape
+        p = problem(self.spec, dtype, tokens, top_k, len(self.w13), topk_ids.element_size())
+        for moe, rows in ((13, self.w13), (2, self.w2)):
+            want = library().qm_cuda_row_bytes(ctypes.byref(p.moe), moe)
+            if rows.shape[1] != want:
+                raise ValueError(f"w{moe} has rows of {rows.shape[1]} bytes, the attributes say {want}")
+        return p, plan(p, self.device)
+
+    def launch(
+        self,
+        prepared: tuple[Problem, Plan],
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        output: torch.Tensor,
+        workspace: torch.Tensor,
+    ) -> None:
+        """Enqueues on torch's current stream. All tensors contiguous; workspace uint8 of plan.workspace_bytes."""
+        import torch
+
+        pointers = (hidden, topk_ids, topk_weights, self.w13, self.w2, output, workspace)
+        tensors = _Tensors(*(x.data_ptr() for x in pointers))
+        err = ctypes.create_string_buffer(ERROR_SIZE)
+        stream = _PTR(torch.cuda.current_stream().cuda_stream)
+        p, chosen = prepared
+        _check(library().qm_cuda_launch(ctypes.byref(p), ctypes.byref(chosen), ctypes.byref(tensors), stream, err), err)
+
+    def __call__(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """hidden f16 or bf16 [T, H], topk_ids int32 or int64 [T, k], topk_weights f32 [T, k] -> [T, H]."""
+        import torch
+
+        prepared = self.prepare(hidden, topk_ids)
+        # NaN everywhere: a result that was not written, or scratch that was read before it was, shows.
+        output = torch.full_like(hidden, float("nan"))
+        workspace = torch.full((max(1, prepared[1].workspace_bytes),), 0xFF, dtype=torch.uint8, device=hidden.device)
+        self.launch(prepared, hidden, topk_ids, topk_weights, output, workspace)
+        return output

@@ -1,0 +1,71 @@
+// C ABI of the CUDA kernels: problem -> plan -> launch, three plain structs. No engine, no allocation, no synchronization,
+// no global state; a launch is a fixed sequence of kernels for a plan, so it can be captured in a CUDA graph.
+//
+// The plan is a pure function of problem and device (no CUDA call), so that an engine can make it when shapes become
+// known, keep it, and tests can make it without a GPU.
+#pragma once
+#include "quantmoe/quant_moe.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct {
+  int32_t sm;               // compute capability, 90 for 9.0
+  int32_t multiprocessors;  // 132 on an H200
+  int32_t shared_bytes;     // shared memory a multiprocessor has for blocks, 233472 on sm_90
+} qm_cuda_device;
+
+typedef struct {
+  qm_moe moe;
+  int32_t type;      // qm_type of hidden_states and output: QM_F16 or QM_BF16
+  int32_t id_bytes;  // 4 or 8: width of topk_ids
+  int64_t tokens, top_k, local_experts;
+} qm_cuda_problem;
+
+// Which kernels a launch runs.
+typedef enum {
+  QM_CUDA_DECODE = 0,  // gate_up reads topk_ids itself; down owns output tiles and sums the experts in registers
+  QM_CUDA_STREAM = 1,  // route, gate_up, down, combine on mma.sync
+  QM_CUDA_WGMMA = 2,   // route, gate_up, down, combine on wgmma (sm_90a)
+} qm_cuda_path;
+
+typedef struct {
+  int32_t panels;   // 16-row panels a warp holds at once
+  int32_t n_tiles;  // 8-token tiles a warp holds at once
+  int32_t warps_k;  // warps that split K; the others take other panels
+  int32_t stages;   // cp.async stages in flight
+  int32_t cluster;  // blocks that share one output tile
+  int32_t grid, shared_bytes;
+} qm_cuda_gemm;
+
+typedef struct {
+  int32_t path;
+  qm_cuda_gemm w13, w2;
+  int32_t max_tiles;  // capacity of the tile list
+  // Byte offsets into the workspace.
+  uint64_t gathered, prepared, hidden, partial, tiles, sorted_pairs, workspace_bytes;
+} qm_cuda_plan;
+
+typedef struct {
+  const void* hidden_states;  // [tokens, H]
+  const void* topk_ids;       // [tokens, top_k]
+  const float* topk_weights;  // [tokens, top_k]
+  const void* w13;            // [local_experts, row], 16-byte aligned
+  const void* w2;
+  void* output;     // [tokens, H]
+  void* workspace;  // plan.workspace_bytes, 256-byte aligned; contents need not survive between calls
+} qm_cuda_tensors;
+
+// Fills the device description of a CUDA ordinal (the one function here that asks the driver).
+QM_API int qm_cuda_query(int ordinal, qm_cuda_device*, char* err);
+// Bytes of one expert's packed row by FORMAT.md section 3; 0 when the attributes are not valid. projection: 13 or 2.
+QM_API size_t qm_cuda_row_bytes(const qm_moe*, int projection);
+// QM_INVALID: attributes that contradict each other; QM_UNSUPPORTED: no kernel, naming what there is.
+QM_API int qm_cuda_plan_moe(const qm_cuda_problem*, const qm_cuda_device*, qm_cuda_plan*, char* err);
+// Enqueues on `stream` (a cudaStream_t). Ids outside [expert_offset, expert_offset + local_experts) contribute zero.
+QM_API int qm_cuda_launch(const qm_cuda_problem*, const qm_cuda_plan*, const qm_cuda_tensors*, void* stream, char* err);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,261 @@
+"""Layout ``marlin`` (FORMAT.md section 3): bytes the CUDA kernels read as tensor-core fragments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
+from quantmoe.custom_ops.op import MoESpec, Projection
+from quantmoe.custom_ops.schemes import SCHEMES
+
+_BITS = {"int4": 4, "int8": 8, "mxfp4": 4, "nvfp4": 4, "fp8_e4m3": 8}
+_UNIT = 64  # columns
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b) * b
+
+
+def _supported_group(g: int) -> bool:
+    return g in (-1, 16, 32) or (g > 0 and g % _UNIT == 0)
+
+
+def _project(matrices: list[QuantizedMatrix], names: list[str], activation_format: str) -> Projection:
+    first = matrices[0]
+    where = " and ".join(names)
+    if first.kind not in _BITS:
+        raise ValueError(f"{where}: format {first.kind}; layout marlin carries {', '.join(_BITS)}")
+    if activation_format != "none":
+        raise ValueError(f"{where}: activation_format {activation_format}; layout marlin carries none")
+    if not _supported_group(first.group_size):
+        raise ValueError(f"{where}: group_size {first.group_size}; layout marlin carries -1, 16, 32, multiples of 64")
+    for attribute in ("kind", "group_size", "scale_type", "block_n"):
+        found = [getattr(m, attribute) for m in matrices]
+        if len(set(found)) > 1:
+            raise ValueError(f"{where} differ in {attribute}: {found}; layout marlin stores one")
+    if len({m.zero_points is None for m in matrices}) > 1:
+        raise ValueError(f"{where}: only one has zero points; layout marlin stores both or none")
+    for m, name in zip(matrices, names, strict=True):
+        for attribute in ("pre_scale", "input_scale"):
+            if getattr(m, attribute) is not None:
+                raise ValueError(f"{name} has {attribute}, which layout marlin does not carry")
+        if (m.global_scale is not None) != (m.kind == "nvfp4"):
+            raise ValueError(f"{name}: global_scale goes with nvfp4 and only with it, the format is {m.kind}")
+        if (m.perm is None) != (first.perm is None) or (m.perm is not None and not np.array_equal(m.perm, first.perm)):
+            raise ValueError(f"{where} have different act-order permutations; layout marlin stores one for both")
+    return Projection(
+        format=first.kind,
+        group_size=first.group_size,
+        scale_type=first.scale_type,
+        activation_format=activation_format,
+        layout="marlin",
+        block_n=first.block_n,
+        zero_points=int(first.zero_points is not None),
+        bias=int(any(m.bias is not None for m in matrices)),
+        perm=int(first.perm is not None),
+    )
+
+
+def describe(expert: Expert, activation_format: str = "none") -> tuple[Projection, Projection]:
+    """How this layout stores ``expert``: the ``w13_*`` and ``w2_*`` attributes.
+
+    Raises:
+        ValueError: naming the matrix and what it has that the layout does not carry.
+    """
+    if expert.gate is None:
+        w13 = _project([expert.up], ["up"], activation_format)
+    else:
+        w13 = _project([expert.gate, expert.up], ["gate", "up"], activation_format)
+    if expert.down.perm is not None and expert.up.block_n != 1:
+        raise ValueError(f"down has an act-order permutation, which block_n {expert.up.block_n} of up cannot follow")
+    return w13, replace(_project([expert.down], ["down"], activation_format), perm=0)
+
+
+class _Parts:
+    """Sizes of one projection's row; N and K of the stored matrix, ``halves`` of which (gate, up) share a panel."""
+
+    def __init__(self, spec: MoESpec, projection: str) -> None:
+        self.attributes = a = spec.w13 if projection == "w13" else spec.w2
+        H, I = spec.hidden_size, spec.intermediate_size  # noqa: E741
+        self.N, self.K = (I, H) if projection == "w13" else (H, I)
+        self.halves = 2 if projection == "w13" and spec.gated else 1
+        if a.layout != "marlin" or a.layout_version != 1:
+            raise ValueError(f"{projection}: layout {a.layout} version {a.layout_version}, expected marlin version 1")
+        if a.format not in _BITS or not _supported_group(a.group_size) or a.perm not in (0, 1):
+            raise ValueError(
+                f"{projection}: format {a.format}, group_size {a.group_size}, perm {a.perm}; layout marlin carries "
+                f"{', '.join(_BITS)}; -1, 16, 32 and multiples of 64; 0 and 1"
+            )
+        self.bits = _BITS[a.format]
+        self.panel_rows = 16 // self.halves
+        self.panels = _ceil(self.N, self.panel_rows) // self.panel_rows
+        self.units = _ceil(self.K, _UNIT) // _UNIT
+        block = self.units * _UNIT if a.group_size == -1 else max(a.group_size, _UNIT)
+        self.blocks = -(-self.units * _UNIT // block)
+        self.per_block = 1 if a.group_size == -1 else max(1, _UNIT // a.group_size)
+        scales = self.panels * 16 * self.blocks * self.per_block
+        sizes = {
+            "codes": self.panels * self.units * _UNIT * 16 * self.bits // 8,
+            "scales": scales * SCALE_DTYPES[a.scale_type].itemsize,
+            "zero_points": scales * a.zero_points,
+            "global_scale": 8 if a.format == "nvfp4" else 0,
+            "bias": self.panels * 16 * 4 * a.bias,
+            "perm": self.K * 4 * a.perm,
+        }
+        self.slices, end = {}, 0
+        for name, size in sizes.items():
+            self.slices[name] = slice(end, end + size)
+            end = _ceil(end + size, 64)
+        self.row_bytes = end
+
+    def to_panels(self, halves: list[np.ndarray], fill: int = 0) -> np.ndarray:
+        """[N, ...] of gate and up, or of one matrix, as [P, 2, 8, ...]: the rows g and g + 8 of each panel."""
+        rows = np.full((len(halves), self.panels * self.panel_rows, *halves[0].shape[1:]), fill, halves[0].dtype)
+        for part, half in zip(rows, halves, strict=True):
+            part[: self.N] = half
+        if self.halves == 2:
+            return rows.reshape(2, self.panels, 8, *rows.shape[2:]).swapaxes(0, 1)
+        return rows.reshape(self.panels, 2, 8, *rows.shape[2:])
+
+    def from_panels(self, panels: np.ndarray) -> list[np.ndarray]:
+        """Inverse of :meth:`to_panels`."""
+        if self.halves == 2:
+            return [panels[:, h].reshape(-1, *panels.shape[3:])[: self.N] for h in (0, 1)]
+        return [panels.reshape(-1, *panels.shape[3:])[: self.N]]
+
+    def group_panels(self, halves: list[np.ndarray]) -> np.ndarray:
+        """Per-group arrays [N, groups] in stored order [P, blocks, g 8, j, 2]."""
+        full = np.zeros((len(halves), self.N, self.blocks * self.per_block), halves[0].dtype)
+        for part, half in zip(full, halves, strict=True):
+            part[:, : half.shape[1]] = half
+        x = self.to_panels(list(full)).reshape(self.panels, 2, 8, self.blocks, self.per_block)
+        return x.transpose(0, 3, 2, 4, 1)
+
+    def ungroup_panels(self, stored: np.ndarray) -> list[np.ndarray]:
+        """Inverse of :meth:`group_panels`, [N, groups of K] each."""
+        x = stored.reshape(self.panels, self.blocks, 8, self.per_block, 2).transpose(0, 4, 2, 1, 3)
+        groups = 1 if self.attributes.group_size == -1 else -(-self.K // self.attributes.group_size)
+        return [h[:, :groups] for h in self.from_panels(x.reshape(self.panels, 2, 8, -1))]
+
+
+def row_bytes(spec: MoESpec, projection: str) -> int:
+    """Bytes of one packed expert row of ``projection`` ("w13" or "w2"), a multiple of 64."""
+    return _Parts(spec, projection).row_bytes
+
+
+# Axes of the codes as the matrix has them and as they are stored; a column is (unit, half, t, step, i high, i low).
+_MATRIX_AXES = tuple("Prguhtsab")
+_STORED_AXES = {4: tuple("Pugthsbra"), 8: tuple("Puhgtsrba")}
+
+
+def _pack_codes(panels: np.ndarray, bits: int) -> np.ndarray:
+    p, _, _, kp = panels.shape
+    x = panels.reshape(p, 2, 8, kp // _UNIT, 2, 4, 2, 2, 2)
+    x = x.transpose([_MATRIX_AXES.index(a) for a in _STORED_AXES[bits]])
+    if bits == 4:
+        x = x[..., 0] | x[..., 1] << 4
+    return np.ascontiguousarray(x).reshape(-1)
+
+
+def _unpack_codes(stored: np.ndarray, parts: _Parts) -> np.ndarray:
+    size = dict(zip(_MATRIX_AXES, (parts.panels, 2, 8, parts.units, 2, 4, 2, 2, 2), strict=True))
+    axes = _STORED_AXES[parts.bits]
+    if parts.bits == 4:
+        stored = np.stack([stored & 15, stored >> 4], axis=-1)
+    x = stored.reshape([size[a] for a in axes]).transpose([axes.index(a) for a in _MATRIX_AXES])
+    return x.reshape(parts.panels, 2, 8, -1)
+
+
+def _reorder_rows(m: QuantizedMatrix, order: np.ndarray) -> QuantizedMatrix:
+    zero_points = None if m.zero_points is None else m.zero_points[order]
+    bias = None if m.bias is None else m.bias[order]
+    return replace(m, codes=m.codes[order], scales=m.scales[order], zero_points=zero_points, bias=bias)
+
+
+def _pack_projection(matrices: list[QuantizedMatrix], parts: _Parts, row: np.ndarray) -> None:
+    if row.shape != (parts.row_bytes,) or row.dtype != np.uint8:
+        raise ValueError(f"packed row is {row.dtype} {list(row.shape)}, expected uint8 [{parts.row_bytes}]")
+    for m in matrices:
+        if m.shape != (parts.N, parts.K):
+            raise ValueError(f"matrix is {list(m.shape)}, expected {[parts.N, parts.K]}")
+    a = parts.attributes
+    row[:] = 0
+
+    def put(name: str, values: np.ndarray) -> None:
+        row[parts.slices[name]] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+    zero = 0 if a.zero_points else SCHEMES[a.format].zero
+    padded = [np.pad(m.codes, ((0, 0), (0, parts.units * _UNIT - parts.K)), constant_values=zero) for m in matrices]
+    put("codes", _pack_codes(parts.to_panels(padded, zero), parts.bits))
+    rows = np.arange(parts.N) // a.block_n
+    put("scales", parts.group_panels([m.scales[rows] for m in matrices]))
+    if a.zero_points:
+        put("zero_points", parts.group_panels([m.zero_points[rows] for m in matrices if m.zero_points is not None]))
+    if a.format == "nvfp4":
+        both = [m.global_scale for m in matrices] * (3 - len(matrices))
+        put("global_scale", np.array(both, np.float32))
+    if a.bias:
+        none = np.zeros(parts.N, np.float32)
+        put("bias", parts.to_panels([none if m.bias is None else m.bias.astype(np.float32) for m in matrices]))
+    if a.perm:
+        perm = matrices[0].perm
+        put("perm", np.arange(parts.K, dtype=np.int32) if perm is None else perm.astype(np.int32))
+
+
+def _unpack_projection(parts: _Parts, row: np.ndarray) -> list[QuantizedMatrix]:
+    a = parts.attributes
+
+    def get(name: str, dtype: np.dtype | type = np.uint8) -> np.ndarray:
+        return np.ascontiguousarray(row[parts.slices[name]]).view(dtype)
+
+    codes = parts.from_panels(_unpack_codes(get("codes"), parts))
+    scales = parts.ungroup_panels(get("scales", SCALE_DTYPES[a.scale_type]))
+    zeros: list[Any] = parts.ungroup_panels(get("zero_points")) if a.zero_points else [None] * parts.halves
+    biases = parts.from_panels(get("bias", np.float32).reshape(-1, 2, 8)) if a.bias else [None] * parts.halves
+    global_scales = get("global_scale", np.float32).tolist() if a.format == "nvfp4" else [None] * 2
+    return [
+        QuantizedMatrix(
+            kind=a.format,
+            codes=np.ascontiguousarray(codes[h][:, : parts.K]),
+            scales=scales[h][:: a.block_n],
+            group_size=a.group_size,
+            block_n=a.block_n,
+            zero_points=None if zeros[h] is None else zeros[h][:: a.block_n],
+            global_scale=global_scales[h],
+            bias=biases[h],
+            perm=get("perm", np.int32) if a.perm else None,
+        )
+        for h in range(parts.halves)
+    ]
+
+
+def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> None:
+    """Writes ``expert`` into two rows (uint8 [row_bytes]).
+
+    Act-order of down is packed away: gate's and up's rows take down's order (exact, FORMAT.md 2.6).
+
+    Raises:
+        ValueError: when the matrices are not what ``spec`` says, naming both.
+    """
+    found = describe(expert, spec.w13.activation_format)
+    for name, have, want in zip(("w13", "w2"), found, (spec.w13, spec.w2), strict=True):
+        # One node holds many experts: one without a bias or an act-order fits a node with them.
+        if replace(have, bias=max(have.bias, want.bias), perm=max(have.perm, want.perm)) != want:
+            raise ValueError(f"{name}: the expert has {have}, the node says {want}")
+    w13 = [expert.up] if expert.gate is None else [expert.gate, expert.up]
+    down = expert.down
+    if down.perm is not None:
+        w13 = [_reorder_rows(m, down.perm) for m in w13]
+        down = replace(down, perm=None)
+    _pack_projection(w13, _Parts(spec, "w13"), w13_row)
+    _pack_projection([down], _Parts(spec, "w2"), w2_row)
+
+
+def unpack(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Expert:
+    """The expert whose packing gave these rows, but for down's act-order: its rows come in the order pack gave them."""
+    w13 = _unpack_projection(_Parts(spec, "w13"), w13_row)
+    return Expert(w13[0] if len(w13) == 2 else None, w13[-1], *_unpack_projection(_Parts(spec, "w2"), w2_row))

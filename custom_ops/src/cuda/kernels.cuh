@@ -1,0 +1,102 @@
+// What the kernels and the launcher share.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "quantmoe/quant_moe_cuda.h"
+
+namespace quantmoe {
+
+constexpr int kUnit = 64;          // columns of a unit, FORMAT.md 3.2
+constexpr int kDecodeTokens = 8;   // decode: a token is a column of one n8 tile
+constexpr int kDecodePairs = 128;  // decode: (token, slot) pairs
+constexpr int kThreads = 256;      // of the mma.sync kernels
+constexpr int kWarps = kThreads / 32;
+constexpr int kRouteThreads = 1024;
+
+// One projection of all experts, as a kernel reads it.
+struct Weights {
+  const uint8_t* rows;
+  uint64_t row_bytes;
+  uint32_t scales_at, bias_at;  // bias_at 0: none
+  int panels, units;            // 16-row panels, 64-column units
+  int blocks, block_shift;      // scale block of unit u is u >> block_shift
+};
+
+// A run of at most 8 * n_tiles pairs of one expert.
+struct Tile {
+  int expert, first, count, unused;
+};
+
+struct Routing {
+  const void* topk_ids;
+  const float* topk_weights;
+  int id_bytes, tokens, top_k, expert_offset, local_experts;
+};
+
+struct Activation {
+  int kind, gated;  // qm activation code
+  float alpha, limit;
+};
+
+struct GemmParams {
+  Weights weights;
+  Routing routing;
+  Activation activation;
+  const void* x;             // rows of x_columns values
+  int x_columns, x_divisor;  // row of pair p is p / x_divisor
+  void* out;  // gate_up: 16-bit [pairs, out_columns]; down: f32 [pairs, out_columns] or T [tokens, out_columns]
+  int out_columns;
+  bool weight_here;   // multiply by the router's weight
+  const Tile* tiles;  // device list, tiles[max_tiles].count is its length; unused by decode
+  int max_tiles;
+  const int* sorted_pairs;
+  qm_cuda_gemm shape;
+};
+
+// x for wgmma: columns permuted within 32 (moe_gemm_wgmma.cuh) and padded with zeros to whole units.
+struct PrepareParams {
+  const uint16_t* x;
+  uint16_t* out;  // null: nothing to prepare
+  int rows, columns, out_columns;
+};
+
+struct RouteParams {
+  Routing routing;
+  PrepareParams prepare;  // by the blocks after the first
+  Tile* tiles;
+  int max_tiles, tile_pairs;
+  int* sorted_pairs;
+};
+
+struct CombineParams {
+  Routing routing;
+  const void* partial;  // f32, or T
+  void* out;
+  int columns;
+};
+
+// x[pair] = hidden_states[token][perm of the pair's expert], for act-order.
+struct GatherParams {
+  Routing routing;
+  const uint8_t* rows;
+  uint64_t row_bytes;
+  uint32_t perm_at;
+  const uint16_t* x;
+  uint16_t* out;
+  int columns;
+};
+
+// Shared memory of one warp's stage; the plan uses the same formula.
+constexpr int kStages = 3;
+__host__ __device__ constexpr int StageBytes(int panels, int n_tiles, int scale_bytes) {
+  return panels * (512 + 32 * scale_bytes) + n_tiles * 1024;
+}
+
+__device__ inline int LocalExpert(const Routing& r, int64_t pair) {
+  int64_t id =
+      r.id_bytes == 8 ? static_cast<const int64_t*>(r.topk_ids)[pair] : static_cast<const int32_t*>(r.topk_ids)[pair];
+  id -= r.expert_offset;
+  return id >= 0 && id < r.local_experts ? static_cast<int>(id) : -1;
+}
+
+}  // namespace quantmoe

@@ -1,0 +1,188 @@
+// Plan to kernel launches.
+#include <cstdio>
+
+#include "cuda/instances.h"
+#include "cuda/layout.h"
+#include "cuda/route.cuh"
+
+namespace quantmoe {
+namespace {
+
+struct Launcher {
+  cudaStream_t stream;
+  cudaError_t error = cudaSuccess;
+
+  // dependent: may start while the kernel before it in this call still runs.
+  template <typename Params>
+  void Run(void (*kernel)(Params), const Params& params, dim3 grid, int threads, int shared_bytes, bool dependent,
+           int cluster = 1) {
+    if (error != cudaSuccess) return;
+    if (shared_bytes > 48 * 1024) {
+      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+      if (error != cudaSuccess) return;
+    }
+    cudaLaunchAttribute attributes[2];
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    if (dependent) {
+      attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+      attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+      attributes[config.numAttrs].val.clusterDim.x = cluster;
+      attributes[config.numAttrs].val.clusterDim.y = attributes[config.numAttrs].val.clusterDim.z = 1;
+      ++config.numAttrs;
+    }
+    error = cudaLaunchKernelEx(&config, kernel, params);
+  }
+};
+
+Weights WeightsOf(const void* rows, const MarlinRow& row, const qm_projection& w) {
+  Weights out{};
+  out.rows = static_cast<const uint8_t*>(rows);
+  out.row_bytes = row.bytes;
+  out.scales_at = static_cast<uint32_t>(row.scales_at);
+  out.bias_at = w.bias ? static_cast<uint32_t>(row.bias_at) : 0;
+  out.panels = row.panels;
+  out.units = row.units;
+  out.blocks = row.blocks;
+  out.block_shift = row.block_shift;
+  return out;
+}
+
+template <typename T>
+cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_cuda_tensors& t, cudaStream_t stream) {
+  const qm_moe& m = p.moe;
+  MarlinRow row13{}, row2{};
+  MarlinRowOf(m, 13, &row13);
+  MarlinRowOf(m, 2, &row2);
+  Launcher launcher{stream};
+  uint8_t* workspace = static_cast<uint8_t*>(t.workspace);
+  const bool decode = plan.path == QM_CUDA_DECODE, wgmma = plan.path == QM_CUDA_WGMMA;
+  const int pairs = static_cast<int>(p.tokens * p.top_k);
+
+  Routing routing{};
+  routing.topk_ids = t.topk_ids;
+  routing.topk_weights = t.topk_weights;
+  routing.id_bytes = p.id_bytes;
+  routing.tokens = static_cast<int>(p.tokens);
+  routing.top_k = static_cast<int>(p.top_k);
+  routing.expert_offset = m.expert_offset;
+  routing.local_experts = static_cast<int>(p.local_experts);
+
+  GemmParams gate_up{};
+  gate_up.weights = WeightsOf(t.w13, row13, m.w13);
+  gate_up.routing = routing;
+  gate_up.activation = Activation{m.activation, m.gated, m.swiglu_alpha, m.swiglu_limit};
+  gate_up.x = t.hidden_states;
+  gate_up.x_columns = m.hidden_size;
+  gate_up.x_divisor = routing.top_k;
+  gate_up.out = workspace + plan.hidden;
+  gate_up.out_columns = wgmma ? row2.units * kUnit : row13.panels * (m.gated ? 8 : 16);
+  gate_up.weight_here = m.apply_router_weight_on_input;
+  gate_up.tiles = reinterpret_cast<const Tile*>(workspace + plan.tiles);
+  gate_up.max_tiles = plan.max_tiles;
+  gate_up.sorted_pairs = reinterpret_cast<const int*>(workspace + plan.sorted_pairs);
+  gate_up.shape = plan.w13;
+
+  GemmParams down = gate_up;
+  down.weights = WeightsOf(t.w2, row2, m.w2);
+  down.x = gate_up.out;
+  down.x_columns = gate_up.out_columns;
+  down.x_divisor = 1;
+  down.out = decode ? t.output : workspace + plan.partial;
+  down.out_columns = m.hidden_size;
+  down.weight_here = !m.apply_router_weight_on_input;
+  down.shape = plan.w2;
+
+  bool first = true;  // the first kernel of the call does not overlap what came before it
+  if (m.w13.perm) {
+    GatherParams gather{};
+    gather.routing = routing;
+    gather.rows = static_cast<const uint8_t*>(t.w13);
+    gather.row_bytes = row13.bytes;
+    gather.perm_at = static_cast<uint32_t>(row13.perm_at);
+    gather.x = static_cast<const uint16_t*>(t.hidden_states);
+    gather.out = reinterpret_cast<uint16_t*>(workspace + plan.gathered);
+    gather.columns = m.hidden_size;
+    launcher.Run(MoeGather, gather, dim3(pairs), 256, 0, false);
+    first = false;
+    gate_up.x = gather.out;
+    gate_up.x_divisor = 1;
+  }
+  if (!decode) {
+    RouteParams route{};
+    route.routing = routing;
+    route.tiles = reinterpret_cast<Tile*>(workspace + plan.tiles);
+    route.max_tiles = plan.max_tiles;
+    route.tile_pairs = 8 * plan.w13.n_tiles;
+    int prepare_blocks = 0;
+    if (wgmma) {
+      PrepareParams& prepare = route.prepare;
+      prepare.x = static_cast<const uint16_t*>(gate_up.x);
+      prepare.out = reinterpret_cast<uint16_t*>(workspace + plan.prepared);
+      prepare.rows = m.w13.perm ? pairs : routing.tokens;
+      prepare.columns = m.hidden_size;
+      prepare.out_columns = row13.units * kUnit;
+      gate_up.x = prepare.out;
+      gate_up.x_columns = prepare.out_columns;
+      prepare_blocks = static_cast<int>(
+          (static_cast<int64_t>(prepare.rows) * prepare.out_columns / 32 + kRouteThreads - 1) / kRouteThreads);
+    }
+    route.sorted_pairs = reinterpret_cast<int*>(workspace + plan.sorted_pairs);
+    launcher.Run(MoeRoute, route, dim3(1 + prepare_blocks), kRouteThreads, routing.local_experts * 4, !first);
+    first = false;
+  }
+  const int threads = wgmma ? kWgmmaThreads : kThreads;
+  launcher.Run(GateUpKernel<T>(plan.path, m.w13, row13.per_block, plan.w13), gate_up, dim3(plan.w13.grid), threads,
+               plan.w13.shared_bytes, !first);
+  launcher.Run(DownKernel<T>(plan.path, m.w2, row2.per_block, plan.w2), down, dim3(plan.w2.grid), threads,
+               plan.w2.shared_bytes, true, plan.w2.cluster);
+  if (!decode) {
+    CombineParams combine{};
+    combine.routing = routing;
+    combine.partial = down.out;
+    combine.out = t.output;
+    combine.columns = m.hidden_size;
+    launcher.Run(wgmma ? MoeCombine<T, T> : MoeCombine<T, float>, combine,
+                 dim3(routing.tokens, (m.hidden_size + 2047) / 2048), 256, 0, true);
+  }
+  return launcher.error;
+}
+
+}  // namespace
+
+}  // namespace quantmoe
+
+using namespace quantmoe;
+
+extern "C" int qm_cuda_query(int ordinal, qm_cuda_device* device, char* err) {
+  int major = 0, minor = 0;
+  cudaError_t e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, ordinal);
+  if (e == cudaSuccess)
+    e = cudaDeviceGetAttribute(&device->shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, ordinal);
+  if (e != cudaSuccess) {
+    std::snprintf(err, QM_ERROR_SIZE, "CUDA device %d: %s", ordinal, cudaGetErrorString(e));
+    return QM_UNSUPPORTED;
+  }
+  device->sm = major * 10 + minor;
+  return QM_OK;
+}
+
+extern "C" int qm_cuda_launch(const qm_cuda_problem* problem, const qm_cuda_plan* plan, const qm_cuda_tensors* tensors,
+                              void* stream, char* err) {
+  if (problem->tokens == 0) return QM_OK;
+  cudaStream_t s = static_cast<cudaStream_t>(stream);
+  const cudaError_t e = problem->type == QM_BF16 ? Launch<__nv_bfloat16>(*problem, *plan, *tensors, s)
+                                                 : Launch<__half>(*problem, *plan, *tensors, s);
+  if (e == cudaSuccess) return QM_OK;
+  std::snprintf(err, QM_ERROR_SIZE, "CUDA: %s", cudaGetErrorString(e));
+  return QM_INVALID;
+}

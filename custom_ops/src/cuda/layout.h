@@ -1,0 +1,48 @@
+// Sizes of one packed expert, FORMAT.md section 3.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "quantmoe/quant_moe.h"
+
+namespace quantmoe {
+
+struct MarlinRow {
+  int panels, units, blocks, per_block;  // 16-row panels, 64-column units, scale blocks, groups in a block
+  int block_shift;                       // unit >> block_shift is its block; 31 for one block a row
+  size_t scales_at, zeros_at, globals_at, bias_at, perm_at, bytes;
+};
+
+// False when the attributes do not describe a row.
+inline bool MarlinRowOf(const qm_moe& m, int projection, MarlinRow* row) {
+  if (projection != 13 && projection != 2) return false;
+  const qm_projection& w = projection == 13 ? m.w13 : m.w2;
+  static constexpr int kScaleBytes[] = {4, 2, 2, 1, 1};
+  const int g = w.group_size;
+  if (w.format < 0 || w.format > 4 || w.scale_type < 0 || w.scale_type > 4 || m.hidden_size <= 0 ||
+      m.intermediate_size <= 0 || !(g == -1 || g == 16 || g == 32 || (g > 0 && g % 64 == 0)))
+    return false;
+  const int bits = w.format == 1 || w.format == 4 ? 8 : 4;
+  const int n = projection == 13 ? m.intermediate_size : m.hidden_size;
+  const int k = projection == 13 ? m.hidden_size : m.intermediate_size;
+  const int rows = projection == 13 && m.gated ? 8 : 16;
+  row->panels = (n + rows - 1) / rows;
+  row->units = (k + 63) / 64;
+  const int units_per_block = g == -1 ? row->units : g < 64 ? 1 : g / 64;
+  row->blocks = (row->units + units_per_block - 1) / units_per_block;
+  row->per_block = g == 16 ? 4 : g == 32 ? 2 : 1;
+  row->block_shift = 31;
+  if (g != -1)
+    for (row->block_shift = 0; 1 << row->block_shift < units_per_block;) ++row->block_shift;
+  const size_t scales = static_cast<size_t>(row->panels) * 16 * row->blocks * row->per_block;
+  auto align = [](size_t a) { return (a + 63) / 64 * 64; };
+  row->scales_at = static_cast<size_t>(row->panels) * row->units * 128 * bits;
+  row->zeros_at = align(row->scales_at + scales * kScaleBytes[w.scale_type]);
+  row->globals_at = align(row->zeros_at + (w.zero_points ? scales : 0));
+  row->bias_at = align(row->globals_at + (w.format == 3 ? 8 : 0));
+  row->perm_at = align(row->bias_at + (w.bias ? static_cast<size_t>(row->panels) * 64 : 0));
+  row->bytes = align(row->perm_at + (w.perm ? static_cast<size_t>(k) * 4 : 0));
+  return true;
+}
+
+}  // namespace quantmoe

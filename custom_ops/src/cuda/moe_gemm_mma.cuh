@@ -1,0 +1,331 @@
+// One grouped GEMM of the layer on mma.sync (sm_80 and later): weights are the M operand, tokens N.
+//
+// Work is a list of units, a unit is (tile, panels): one expert's <= 8 NT tokens times warps_n * MT panels of 16 rows.
+// A block takes a contiguous range of units; its warps split K (warps_k) and panels (warps_n).
+#pragma once
+#include <type_traits>
+
+#include "cuda/activation.cuh"
+#include "cuda/decode_routing.cuh"
+#include "cuda/stream.cuh"
+
+namespace quantmoe {
+
+// Stores what a block's warps have for one accumulator (rows g and g + 8, token columns 2t and 2t + 1).
+template <typename T, bool down>
+__device__ inline void StoreUnit(const GemmParams& p, const uint8_t* expert, int panel, int g, float4 c,
+                                 const int (&pair)[2], const float (&weight)[2]) {
+  float bias[2] = {0.f, 0.f};
+  if (p.weights.bias_at) {
+    const float* b = reinterpret_cast<const float*>(expert + p.weights.bias_at) + panel * 16 + g;
+    bias[0] = b[0];
+    bias[1] = b[8];
+  }
+  const float low[2] = {c.x, c.y}, high[2] = {c.z, c.w};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (pair[i] < 0) continue;
+    if constexpr (down) {
+      float* out = static_cast<float*>(p.out) + static_cast<int64_t>(pair[i]) * p.out_columns;
+      const float w = p.weight_here ? weight[i] : 1.f;
+      const int n = panel * 16 + g;
+      if (n < p.out_columns) out[n] = w * (low[i] + bias[0]);
+      if (n + 8 < p.out_columns) out[n + 8] = w * (high[i] + bias[1]);
+    } else {
+      T* out = static_cast<T*>(p.out) + static_cast<int64_t>(pair[i]) * p.out_columns;
+      const float w = p.weight_here ? weight[i] : 1.f;
+      const float a = w * low[i] + bias[0], b = w * high[i] + bias[1];
+      if (p.activation.gated) {
+        out[panel * 8 + g] = Half<T>::From(Activate(p.activation, a, b));
+      } else {
+        out[panel * 16 + g] = Half<T>::From(Activate(p.activation, a, a));
+        out[panel * 16 + g + 8] = Half<T>::From(Activate(p.activation, b, b));
+      }
+    }
+  }
+}
+
+// Blocks a multiprocessor holds; the plan knows the same numbers.
+constexpr int Blocks(int MT, int NT) { return NT > 2 ? 1 : MT == 2 && NT == 1 ? 3 : 2; }
+
+template <typename T, typename Scale, int MT, int NT, int GS, bool down, bool decode>
+__global__ void __launch_bounds__(kThreads, Blocks(MT, NT)) MoeGemmMma(const __grid_constant__ GemmParams p) {
+  static_assert(!(down && decode), "MoeDownDecode");
+  using S = Stream<T, Scale, MT, NT, GS>;
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ std::conditional_t<decode, DecodeRouting, int> routing_storage;
+  [[maybe_unused]] auto* routing = &routing_storage;
+  LaunchDependents();
+  int n_tiles;
+  if constexpr (decode) {
+    routing->Make(p.routing);
+    n_tiles = routing->tiles;
+  } else {
+    WaitForPrevious();
+    n_tiles = p.tiles[p.max_tiles].count;
+  }
+  S stream(shared);
+  float4* sums = reinterpret_cast<float4*>(shared + kWarps * kStages * S::kStageBytes);
+
+  const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g;
+  const int warps_k = p.shape.warps_k, warps_n = kWarps / warps_k, wn = warp / warps_k, wk = warp % warps_k;
+  const int groups = (p.weights.panels + MT * warps_n - 1) / (MT * warps_n);
+  const int units = n_tiles * groups;
+  const int begin = static_cast<int>(static_cast<int64_t>(blockIdx.x) * units / gridDim.x);
+  const int end = static_cast<int>((static_cast<int64_t>(blockIdx.x) + 1) * units / gridDim.x);
+  const int k_begin = wk * p.weights.units / warps_k, k_end = (wk + 1) * p.weights.units / warps_k;
+
+  // The copying side runs kStages - 1 units of K ahead of the multiplying side, across (tile, panels) units.
+  int copy_unit = begin, copy_tile = -1, copy_n = 0;
+  const uint8_t* copy_expert = nullptr;
+  const T* rows[NT];
+  stream.k = k_end;
+  auto copy = [&](int stage) {
+    if (copy_unit < end && k_begin < k_end) {
+      if (stream.k == k_end) {
+        const int tile = copy_unit / groups;
+        if (tile != copy_tile) {
+          copy_tile = tile;
+          int expert;
+          if constexpr (decode) {
+            expert = routing->expert[tile];
+            const int pair = routing->Pair(tile, g);
+            rows[0] = pair < 0 ? nullptr : static_cast<const T*>(p.x) + (pair / p.x_divisor) * p.x_columns;
+            copy_n = 1;
+          } else {
+            const Tile found = p.tiles[tile];
+            expert = found.expert;
+            copy_n = (found.count + 7) / 8;
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+              const int c = 8 * n + g;
+              rows[n] = nullptr;
+              if (c < found.count) {
+                const int pair = p.sorted_pairs[found.first + c];
+                rows[n] = static_cast<const T*>(p.x) + static_cast<int64_t>(pair / p.x_divisor) * p.x_columns;
+              }
+            }
+          }
+          copy_expert = p.weights.rows + expert * p.weights.row_bytes;
+        }
+        stream.SeekWeights(p.weights, copy_expert, ((copy_unit - tile * groups) * warps_n + wn) * MT, k_begin);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) stream.SeekTokens(n, rows[n], p.x_columns);
+      }
+      stream.CopyWeights(stage, p.weights.block_shift);
+      stream.CopyTokens(stage, copy_n);
+      if (stream.k == k_end) ++copy_unit;
+    }
+    CopyAsyncCommit();
+  };
+
+  float acc[MT][NT][4] = {};
+  Tile now{};
+  int unit = begin, n_active = 1, k = k_begin;
+  // One loop for filling the ring and for the steady state: `turn` copies, turn - 3 multiplies.
+#pragma unroll 1
+  for (int turn = 0; unit < end; ++turn) {
+    if (turn >= kStages - 1) {
+      if (k == k_begin) {
+        if constexpr (!decode) now = p.tiles[unit / groups];
+        n_active = (now.count + 7) / 8;
+      }
+      CopyAsyncWait<kStages - 2>();
+    }
+    copy(turn % kStages);
+    if (turn < kStages - 1) continue;
+    if (k < k_end) {
+      const int stage = (turn + 1) % kStages;
+      if (NT == 1 || n_active == 1) {
+        stream.template Consume<1>(stage, acc);
+      } else if (NT == 2 || n_active == 2) {
+        stream.template Consume<(NT < 2 ? NT : 2)>(stage, acc);
+      } else {
+        stream.template Consume<NT>(stage, acc);
+      }
+      if (++k < k_end) continue;
+    }
+    k = k_begin;
+
+    const int tile = unit / groups, group = unit - tile * groups;
+    __syncthreads();  // the last unit's sums have been read
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        sums[((warp * MT + m) * NT + n) * 32 + lane] =
+            make_float4(acc[m][n][0], acc[m][n][1], acc[m][n][2], acc[m][n][3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[m][n][i] = 0.f;
+      }
+    __syncthreads();
+    int expert = now.expert;
+    if constexpr (decode) expert = routing->expert[tile];
+    const uint8_t* expert_row = p.weights.rows + expert * p.weights.row_bytes;
+#pragma unroll 1
+    for (int task = threadIdx.x; task < warps_n * MT * NT * 32; task += kThreads) {
+      const int at = task / 32, n = at % NT, m = at / NT % MT, part = at / (NT * MT);
+      const int panel = (group * warps_n + part) * MT + m, column = 8 * n + 2 * (task % 4);
+      if ((NT > 1 && n >= n_active) || panel >= p.weights.panels) continue;
+      int pair[2];
+      float weight[2] = {1.f, 1.f};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if constexpr (decode) {
+          pair[i] = routing->Pair(tile, column + i);
+          if (pair[i] >= 0) weight[i] = routing->weight[pair[i]];
+        } else {
+          pair[i] = column + i < now.count ? p.sorted_pairs[now.first + column + i] : -1;
+          if (pair[i] >= 0 && p.weight_here) weight[i] = p.routing.topk_weights[pair[i]];
+        }
+      }
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 2
+      for (int w = 0; w < warps_k; ++w) {
+        const float4 v = sums[(((part * warps_k + w) * MT + m) * NT + n) * 32 + task % 32];
+        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+      }
+      StoreUnit<T, down>(p, expert_row, panel, task % 32 / 4, sum, pair, weight);
+    }
+    ++unit;
+  }
+}
+
+// GEMM2 of a small batch: a cluster of blocks owns MT panels of the output for all tokens. The (tile, unit of K) list
+// is cut into equal parts, one a warp; a warp adds weight * (product + bias) of each tile to its registers, and at the
+// end the warps' sums are added in a fixed order. No atomics, no second pass, the same result every time.
+template <typename T, typename Scale, int MT, int GS>
+__global__ void __launch_bounds__(kThreads, Blocks(MT, 1)) MoeDownDecode(const __grid_constant__ GemmParams p) {
+  using S = Stream<T, Scale, MT, 1, GS>;
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ DecodeRouting routing;
+  routing.Make(p.routing);
+  const int columns = p.routing.tokens, cluster = p.shape.cluster;
+  S stream(shared);
+  float4* sums = reinterpret_cast<float4*>(shared + kWarps * kStages * S::kStageBytes);
+
+  const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g, t = stream.t;
+  const int panel = blockIdx.x / cluster * MT, rank = blockIdx.x % cluster;
+  const int k_units = p.weights.units, total = routing.tiles * k_units, parts = cluster * kWarps;
+  const int part = rank * kWarps + warp;
+
+  auto expert_row = [&](int tile) { return p.weights.rows + routing.expert[tile] * p.weights.row_bytes; };
+  struct Place {  // in the list
+    int at, tile, k;
+    __device__ bool Advance(int k_units) {  // true when the tile changed
+      ++at;
+      if (++k < k_units) return false;
+      k = 0, ++tile;
+      return true;
+    }
+  };
+  const int begin = part * total / parts, end = (part + 1) * total / parts;
+  const Place start{begin, begin / k_units, begin % k_units};
+  Place ahead = start;  // what is copied next
+  auto seek_weights = [&](const Place& at) { stream.SeekWeights(p.weights, expert_row(at.tile), panel, at.k); };
+  auto seek_tokens = [&](const Place& at) {
+    stream.k = at.k;
+    const int pair = routing.Pair(at.tile, g);
+    stream.SeekTokens(0, pair < 0 ? nullptr : static_cast<const T*>(p.x) + pair * p.x_columns, p.x_columns);
+  };
+  // Weights do not depend on the kernel before this one: fill the ring, then wait for it, then ask for its output.
+  bool seek = true;
+#pragma unroll 1
+  for (int s = 0; s < kStages - 1 && ahead.at < end; ++s) {
+    if (seek) seek_weights(ahead);
+    stream.k = ahead.k;
+    stream.CopyWeights(s, p.weights.block_shift);
+    seek = ahead.Advance(k_units);
+  }
+  WaitForPrevious();
+  ahead = start;
+  bool seek_first = true;
+#pragma unroll 1
+  for (int s = 0; s < kStages - 1; ++s) {
+    if (ahead.at < end) {
+      if (seek_first) seek_tokens(ahead);
+      stream.CopyTokens(s, 1);
+      seek_first = ahead.Advance(k_units);
+    }
+    CopyAsyncCommit();
+  }
+
+  float acc[MT][1][4] = {}, weight[2] = {};
+  bool enter = true;
+  Place place = start;
+#pragma unroll 1
+  for (int turn = 0; place.at < end; ++turn) {
+    if (enter) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {  // a token that has not this expert is a column of zeros
+        const int pair = routing.Pair(place.tile, 2 * t + i);
+        weight[i] = pair < 0 ? 0.f : p.weight_here ? routing.weight[pair] : 1.f;
+      }
+      if (p.weights.bias_at && place.k == 0) {  // whoever starts a tile adds its bias
+        const float* bias = reinterpret_cast<const float*>(expert_row(place.tile) + p.weights.bias_at) + g;
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+          const int row = min(panel + m, p.weights.panels - 1) * 16;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) acc[m][0][i] += weight[i % 2] * bias[row + (i < 2 ? 0 : 8)];
+        }
+      }
+    }
+    CopyAsyncWait<kStages - 2>();
+    if (ahead.at < end) {
+      if (seek) {
+        seek_weights(ahead);
+        seek_tokens(ahead);
+      }
+      stream.CopyWeights((turn + kStages - 1) % kStages, p.weights.block_shift);
+      stream.CopyTokens((turn + kStages - 1) % kStages, 1);
+      seek = ahead.Advance(k_units);
+    }
+    CopyAsyncCommit();
+    stream.template Consume<1, true>(turn % kStages, acc, weight);
+    enter = place.Advance(k_units);
+  }
+#pragma unroll
+  for (int m = 0; m < MT; ++m)
+    sums[(warp * MT + m) * 32 + lane] = make_float4(acc[m][0][0], acc[m][0][1], acc[m][0][2], acc[m][0][3]);
+  __syncthreads();
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  if (threadIdx.x < MT * 32) {
+    for (int w = 0; w < kWarps; ++w) {
+      const float4 v = sums[w * MT * 32 + threadIdx.x];
+      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    }
+    sums[threadIdx.x] = sum;  // each thread overwrites only what it alone has read
+  }
+#if __CUDA_ARCH__ >= 900
+  if (cluster > 1) {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (rank == 0 && threadIdx.x < MT * 32) {
+      for (int r = 1; r < cluster; ++r) {
+        uint32_t remote;
+        float4 v;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(SharedAddress(sums + threadIdx.x)), "r"(r));
+        asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                     : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                     : "r"(remote)
+                     : "memory");
+        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+      }
+    }
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  }
+#endif
+  if (rank != 0 || threadIdx.x >= MT * 32) return;
+  const int row = (panel + warp) * 16 + g;  // MT <= 8: warp m holds panel m
+  const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = 2 * t + i;
+    if (token >= columns) continue;
+    T* out = static_cast<T*>(p.out) + static_cast<int64_t>(token) * p.out_columns;
+    if (row < p.out_columns) out[row] = Half<T>::From(low[i]);
+    if (row + 8 < p.out_columns) out[row + 8] = Half<T>::From(high[i]);
+  }
+}
+
+}  // namespace quantmoe

@@ -1,0 +1,129 @@
+// Counting sort of (token, slot) pairs by expert, the tile list, act-order gathers and the combine.
+#pragma once
+#include "cuda/kernels.cuh"
+#include "cuda/ptx.cuh"
+
+namespace quantmoe {
+
+constexpr int kRouteWarps = kRouteThreads / 32;
+
+// 32 columns a thread: their 16 words, a 4 x 4 matrix of 4-word pieces, are transposed.
+__device__ inline void Prepare(const PrepareParams& p) {
+  const int pieces = p.out_columns / 32;
+  const int64_t items = static_cast<int64_t>(p.rows) * pieces;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x - 1) * kRouteThreads + threadIdx.x; i < items;
+       i += static_cast<int64_t>(gridDim.x - 1) * kRouteThreads) {
+    const int64_t row = i / pieces;
+    const int column = static_cast<int>(i % pieces) * 32;
+    uint4 in[4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      in[q] = make_uint4(0, 0, 0, 0);
+      if (column + 8 * q < p.columns) in[q] = *reinterpret_cast<const uint4*>(p.x + row * p.columns + column + 8 * q);
+    }
+    uint4* out = reinterpret_cast<uint4*>(p.out + row * p.out_columns + column);
+    out[0] = make_uint4(in[0].x, in[1].x, in[2].x, in[3].x);
+    out[1] = make_uint4(in[0].y, in[1].y, in[2].y, in[3].y);
+    out[2] = make_uint4(in[0].z, in[1].z, in[2].z, in[3].z);
+    out[3] = make_uint4(in[0].w, in[1].w, in[2].w, in[3].w);
+  }
+}
+
+// One block, and others that prepare x. Dynamic shared memory: int [local_experts].
+//
+// The order of an expert's pairs is whatever the atomics make it, and differs between runs. Results do not: a token is
+// a column of a product, computed alike wherever it stands, and results go to the place of their pair.
+__global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant__ RouteParams p) {
+  extern __shared__ int counts[];
+  __shared__ int warp_pairs[kRouteWarps], warp_tiles[kRouteWarps];
+  const int experts = p.routing.local_experts, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int pairs = p.routing.tokens * p.routing.top_k;
+  LaunchDependents();
+  WaitForPrevious();
+  if (blockIdx.x > 0) {
+    Prepare(p.prepare);
+    return;
+  }
+  for (int i = threadIdx.x; i < experts; i += kRouteThreads) counts[i] = 0;
+  __syncthreads();
+#pragma unroll 4
+  for (int pair = threadIdx.x; pair < pairs; pair += kRouteThreads) {
+    const int e = LocalExpert(p.routing, pair);
+    if (e >= 0) atomicAdd(&counts[e], 1);
+  }
+  __syncthreads();
+  // Counts to first places and tiles. Experts in rounds of a block's threads; usually there is one round.
+  int pairs_before = 0, tiles_before = 0;
+  for (int base = 0; base < experts; base += kRouteThreads) {
+    const int e = base + threadIdx.x;
+    const int count = e < experts ? counts[e] : 0;
+    const int tiles = (count + p.tile_pairs - 1) / p.tile_pairs;
+    int pair_scan = count, tile_scan = tiles;
+    for (int d = 1; d < 32; d *= 2) {
+      const int a = __shfl_up_sync(~0u, pair_scan, d), b = __shfl_up_sync(~0u, tile_scan, d);
+      if (lane >= d) pair_scan += a, tile_scan += b;
+    }
+    if (lane == 31) warp_pairs[warp] = pair_scan, warp_tiles[warp] = tile_scan;
+    __syncthreads();
+    int first = pairs_before + pair_scan - count, tile = tiles_before + tile_scan - tiles;
+    for (int w = 0; w < kRouteWarps; ++w) {
+      if (w < warp) first += warp_pairs[w], tile += warp_tiles[w];
+      pairs_before += warp_pairs[w], tiles_before += warp_tiles[w];
+    }
+    if (e < experts) counts[e] = first;
+    // Tiles of one expert as equal as multiples of 8 allow.
+    const int even = tiles ? ((count + tiles - 1) / tiles + 7) / 8 * 8 : 0;
+    for (int i = 0; i < tiles; ++i) {
+      const int at = min(i * even, count);
+      p.tiles[tile + i] = Tile{e, first + at, min(even, count - at), 0};
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) p.tiles[p.max_tiles].count = tiles_before;
+#pragma unroll 4
+  for (int pair = threadIdx.x; pair < pairs; pair += kRouteThreads) {
+    const int e = LocalExpert(p.routing, pair);
+    if (e >= 0) p.sorted_pairs[atomicAdd(&counts[e], 1)] = pair;
+  }
+}
+
+// One block a pair.
+__global__ void MoeGather(const __grid_constant__ GatherParams p) {
+  const int pair = blockIdx.x, expert = LocalExpert(p.routing, pair);
+  if (expert < 0) return;
+  const int* perm = reinterpret_cast<const int*>(p.rows + expert * p.row_bytes + p.perm_at);
+  const uint16_t* x = p.x + static_cast<int64_t>(pair / p.routing.top_k) * p.columns;
+  uint16_t* out = p.out + static_cast<int64_t>(pair) * p.columns;
+  for (int k = threadIdx.x; k < p.columns; k += blockDim.x) out[k] = x[perm[k]];
+}
+
+// out[token] = sum over slots of partial[pair], in f32, ascending slot. A thread has 8 columns.
+template <typename T, typename Partial>
+__global__ void __launch_bounds__(256) MoeCombine(const __grid_constant__ CombineParams p) {
+  WaitForPrevious();
+  const int token = blockIdx.x, column = (blockIdx.y * 256 + threadIdx.x) * 8;
+  if (column >= p.columns) return;
+  float sum[8] = {};
+  for (int j = 0; j < p.routing.top_k; ++j) {
+    const int64_t pair = static_cast<int64_t>(token) * p.routing.top_k + j;
+    if (LocalExpert(p.routing, pair) < 0) continue;
+    const Partial* from = static_cast<const Partial*>(p.partial) + pair * p.columns + column;
+    if constexpr (sizeof(Partial) == 4) {
+      const float4 a = __ldcs(reinterpret_cast<const float4*>(from)),
+                   b = __ldcs(reinterpret_cast<const float4*>(from) + 1);
+      const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum[i] += v[i];
+    } else {
+      const uint4 a = __ldcs(reinterpret_cast<const uint4*>(from));
+      const uint32_t v[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[2 * i] += Half<T>::Low(v[i]), sum[2 * i + 1] += Half<T>::High(v[i]);
+    }
+  }
+  *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + static_cast<int64_t>(token) * p.columns + column) =
+      make_uint4(Half<T>::Pack(sum[0], sum[1]), Half<T>::Pack(sum[2], sum[3]), Half<T>::Pack(sum[4], sum[5]),
+                 Half<T>::Pack(sum[6], sum[7]));
+}
+
+}  // namespace quantmoe

@@ -1,0 +1,258 @@
+"""CUDA kernels against reference.py, through the C ABI. Plans run everywhere; launches are skipped where no GPU is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases import Case
+
+from quantmoe.custom_ops import cuda, reference
+from quantmoe.custom_ops.layouts import LAYOUTS, join
+from quantmoe.custom_ops.op import MoESpec, Projection
+
+torch = pytest.importorskip("torch")
+try:
+    cuda.library()
+except OSError:
+    pytest.skip("no CUDA library was built (QUANTMOE_CUDA)", allow_module_level=True)
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+# Roundings to 16 bits: the activations between the GEMMs and the output, and in the wgmma path the weights and the
+# experts' products. Each is uniform in half an ulp, at most u / sqrt(3) of the norm; f32 sums and the fast exponential
+# are far below.
+UNIT = {"f16": 2.0**-11, "bf16": 2.0**-8}  # half an ulp
+TORCH = {"f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def build(case: Case):
+    """(spec, experts, w13, w2) of a case in layout marlin."""
+    rng = np.random.default_rng(case.seed)
+    experts = [case.expert(rng) for _ in range(case.experts)]
+    layout = LAYOUTS["marlin"]
+    w13, w2 = experts_describe(experts)
+    spec = MoESpec(
+        num_experts=case.total_experts or case.experts,
+        expert_offset=case.offset,
+        hidden_size=case.hidden,
+        intermediate_size=case.intermediate,
+        w13=w13,
+        w2=w2,
+        activation=case.activation,
+        gated=int(case.gated),
+        swiglu_alpha=1.702,
+        swiglu_limit=7.0 if case.activation == "swiglu_oai" else 1.5,
+        apply_router_weight_on_input=int(case.on_input),
+    )
+    rows = [np.zeros((case.experts, layout.row_bytes(spec, p)), np.uint8) for p in ("w13", "w2")]
+    for i, expert in enumerate(experts):
+        layout.pack(expert, spec, rows[0][i], rows[1][i])
+    return spec, experts, *rows
+
+
+def experts_describe(experts) -> tuple[Projection, Projection]:
+    found = LAYOUTS["marlin"].describe(experts[0], "none")
+    for e in experts[1:]:
+        found = join(found, LAYOUTS["marlin"].describe(e, "none"))
+    return found
+
+
+def run(case: Case, tokens: int, dtype: str, *, ids=None, id_type=np.int64, mutate=None):
+    spec, experts, w13, w2 = build(case)
+    hidden, topk_ids, weights = case.tokens(tokens)
+    if ids is not None:
+        topk_ids = ids
+    hidden = torch.from_numpy(hidden).to(TORCH[dtype])
+    if mutate is not None:
+        mutate(hidden)
+    layer = cuda.CudaMoE(spec, torch.from_numpy(w13).cuda(), torch.from_numpy(w2).cuda())
+    args = (hidden.cuda(), torch.from_numpy(topk_ids.astype(id_type)).cuda(), torch.from_numpy(weights).cuda())
+    got = layer(*args)
+    again = layer(*args)
+    torch.cuda.synchronize()
+    assert torch.equal(got.view(torch.int16), again.view(torch.int16)), "two runs differ"
+    want_ids = np.where((topk_ids >= 0) & (topk_ids < spec.num_experts), topk_ids, -1)
+    with np.errstate(invalid="ignore"):
+        want = reference.quant_moe(spec, experts, hidden.float().numpy(), want_ids, weights)
+    return got.float().cpu().numpy().astype(np.float64), want
+
+
+def check(case: Case, tokens: int, dtype: str, **options) -> None:
+    got, want = run(case, tokens, dtype, **options)
+    assert got.shape == want.shape
+    assert np.isfinite(got).all()
+    error = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
+    assert error < 2 * UNIT[dtype], f"relative error {error:.2e}"
+    # One token alone must not hide behind the others.
+    rows = np.linalg.norm(got - want, axis=1) / np.maximum(np.linalg.norm(want, axis=1), 1e-30)
+    assert rows.max() < 4 * UNIT[dtype], f"token {rows.argmax()}: relative error {rows.max():.2e}"
+
+
+BASE = Case(
+    hidden=256, intermediate=192, experts=8, top_k=2, group_size=32, scale_type="bf16", activation_format="none"
+)
+SIZES = [1, 2, 7, 8, 9, 33, 130]
+CASES = {
+    "base": BASE,
+    "g64": replace(BASE, group_size=64),
+    "g128": replace(BASE, group_size=128, hidden=512, intermediate=384),
+    "channel": replace(BASE, group_size=-1),
+    "f16-scales": replace(BASE, scale_type="f16"),
+    "odd-sizes": replace(BASE, hidden=360, intermediate=90, group_size=128),
+    "gpt-oss": replace(BASE, hidden=360, intermediate=360, bias=True, activation="swiglu_oai", group_size=32),
+    "bias": replace(BASE, bias=True),
+    "ungated": replace(BASE, gated=False, activation="relu2"),
+    "gelu": replace(BASE, activation="gelu"),
+    "gelu_tanh": replace(BASE, activation="gelu_tanh"),
+    "swiglu_step": replace(BASE, activation="swiglu_step"),
+    "on-input": replace(BASE, on_input=True),
+    "act-order": replace(BASE, act_order="shared", group_size=64),
+    "slice": replace(BASE, offset=8, total_experts=24, top_k=6),
+    "many-experts": replace(BASE, experts=96, top_k=8, hidden=128, intermediate=64),
+    "few-experts": replace(BASE, experts=2, top_k=2),
+    "small-k": replace(BASE, hidden=64, intermediate=8),
+    "wide": replace(BASE, hidden=2048, intermediate=256, group_size=128, experts=4),
+}
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("tokens", SIZES)
+@pytest.mark.parametrize("name", CASES)
+def test_layer(name, tokens, dtype):
+    check(CASES[name], tokens, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [512, 1100])
+@pytest.mark.parametrize("name", ["g128", "gpt-oss", "odd-sizes", "slice", "base"])
+def test_prefill(name, tokens):
+    check(CASES[name], tokens, "bf16")
+    check(CASES[name], tokens, "f16")
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_foreign_and_invalid_ids_contribute_zero(tokens):
+    rng = np.random.default_rng(5)
+    for ids in (
+        rng.integers(-1, 8, (tokens, 2)),
+        np.full((tokens, 2), -1),
+        np.full((tokens, 2), 2**31 - 1),
+        np.full((tokens, 2), -(2**31)),
+    ):
+        check(BASE, tokens, "bf16", ids=ids.astype(np.int64), id_type=np.int32)
+    check(BASE, tokens, "bf16", ids=np.full((tokens, 2), 2**40 + 1, np.int64))
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_repeated_and_crowded_ids(tokens):
+    check(BASE, tokens, "bf16", ids=np.full((tokens, 2), 3, np.int64))
+    check(replace(BASE, top_k=7), tokens, "f16", ids=np.tile(np.array([3, 3, 1, 3, 0, 1, 7]), (tokens, 1)))
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [5, 40, 600])
+def test_non_finite_token_stays_alone(tokens):
+    def spoil(x):
+        x[2, 7] = float("nan")
+        x[4, 0] = float("inf")
+
+    got, want = run(BASE, tokens, "bf16", mutate=spoil)
+    keep = np.ones(tokens, bool)
+    keep[[2, 4]] = False
+    assert np.isnan(got[2]).all()
+    assert not np.isfinite(got[4]).any()
+    assert np.linalg.norm(got[keep] - want[keep]) / np.linalg.norm(want[keep]) < 2 * UNIT["bf16"]
+
+
+@gpu
+def test_no_tokens():
+    got, _ = run(BASE, 0, "bf16")
+    assert got.shape == (0, BASE.hidden)
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [2, 50, 700])
+def test_graph_replay_follows_new_inputs(tokens):
+    spec, _, w13, w2 = build(BASE)
+    layer = cuda.CudaMoE(spec, torch.from_numpy(w13).cuda(), torch.from_numpy(w2).cuda())
+    first, second = ([torch.from_numpy(x).cuda() for x in BASE.tokens(tokens, seed)] for seed in (1, 2))
+    x, ids, weights = first[0].bfloat16(), first[1], first[2]
+    prepared = layer.prepare(x, ids)
+    out = torch.empty_like(x)
+    workspace = torch.empty(prepared[1].workspace_bytes, dtype=torch.uint8, device="cuda")
+    layer.launch(prepared, x, ids, weights, out, workspace)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.launch(prepared, x, ids, weights, out, workspace)
+    for target, source in zip((x, ids, weights), second, strict=True):
+        target.copy_(source)
+    out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, layer(x, ids, weights))
+
+
+def spec_of(hidden, intermediate, experts, group_size=128, **changes):
+    w = Projection("int4", group_size, "bf16", "none", layout="marlin")
+    return MoESpec(experts, hidden, intermediate, w, w, **changes)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2048, 768, 128, 8), (4096, 14336, 8, 2), (2880, 2880, 128, 4), (7168, 256, 256, 8), (64, 8, 1, 1)]
+)
+@pytest.mark.parametrize("tokens", [0, 1, 8, 9, 64, 512, 4096, 65536])
+@pytest.mark.parametrize(
+    "device", [cuda.Device(80, 108, 167936), cuda.Device(89, 128, 102400), cuda.H200, cuda.Device(120, 188, 102400)]
+)
+def test_plan_fits_the_device(shape, tokens, device):
+    hidden, intermediate, experts, top_k = shape
+    p = cuda.problem(spec_of(hidden, intermediate, experts), "bf16", tokens, top_k, experts)
+    plan = cuda.plan(p, device)
+    for gemm in (plan.w13, plan.w2):
+        static = 11 * 1024 if cuda.PATHS[plan.path] == "decode" else 0
+        assert gemm.shared_bytes + static + 1024 <= device.shared_bytes
+        assert gemm.grid >= 1
+        assert gemm.cluster == 1 or device.sm >= 90
+    assert cuda.PATHS[plan.path] == "decode" if tokens <= 8 else plan.path > 0
+    offsets = [plan.hidden, plan.partial, plan.tiles, plan.sorted_pairs, plan.workspace_bytes]
+    assert all(o % 256 == 0 for o in offsets)
+    assert plan.workspace_bytes >= tokens * top_k * intermediate * 2
+    assert bytes(cuda.plan(p, device)) == bytes(plan)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "f32"}, "float16"),
+        ({"device": cuda.Device(75, 40, 65536)}, "7.5"),
+        ({"hidden": 2049}, "hidden_size is 2049"),
+        ({"local": 200}, "num_experts = 128"),
+        ({"group_size": 96}, "group_size is 96"),
+        ({"group_size": 192}, "group_size is 192"),
+        ({"layout": "cpu_panel"}, "marlin"),
+        ({"op_version": 2}, "op_version is 2"),
+        ({"id_bytes": 2}, "2 bytes"),
+    ],
+)
+def test_refusals(change, message):
+    spec = spec_of(
+        change.get("hidden", 2048), 768, 128, change.get("group_size", 128), op_version=change.get("op_version", 1)
+    )
+    if "layout" in change:
+        spec = replace(spec, w2=replace(spec.w2, layout=change["layout"]))
+    p = cuda.problem(spec, change.get("dtype", "bf16"), 4, 8, change.get("local", 128), change.get("id_bytes", 8))
+    with pytest.raises(ValueError, match=message):
+        cuda.plan(p, change.get("device", cuda.H200))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_row_bytes_agree_with_the_layout(name):
+    spec, _, w13, w2 = build(replace(CASES[name], experts=1, top_k=1, total_experts=CASES[name].total_experts))
+    moe = cuda.problem(spec, "bf16", 1, 1, 1).moe
+    for projection, rows in ((13, w13), (2, w2)):
+        assert cuda.library().qm_cuda_row_bytes(cuda.ctypes.byref(moe), projection) == rows.shape[1]

@@ -1,0 +1,172 @@
+"""Layout marlin: exact round trips, and its bytes against FORMAT.md section 3 read word by word."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.layouts import marlin
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
+from quantmoe.custom_ops.op import MoESpec
+
+KINDS = [
+    ("int4", "f16"),
+    ("int4", "bf16"),
+    ("int8", "bf16"),
+    ("mxfp4", "e8m0"),
+    ("nvfp4", "e4m3"),
+    ("fp8_e4m3", "f32"),
+]
+BITS = {"int4": 4, "int8": 8, "mxfp4": 4, "nvfp4": 4, "fp8_e4m3": 8}
+
+
+def random_matrix(rng, n, k, kind, group, scale_type, *, zero_points=False, bias=False, perm=None, block_n=1):
+    shape = (-(-n // block_n), 1 if group == -1 else -(-k // group))
+    dtype = SCALE_DTYPES[scale_type]
+    return QuantizedMatrix(
+        kind=kind,
+        codes=rng.integers(0, 1 << BITS[kind], (n, k), np.uint8),
+        scales=rng.integers(0, 120, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0],
+        group_size=group,
+        block_n=block_n,
+        zero_points=rng.integers(0, 1 << BITS[kind], shape, np.uint8) if zero_points else None,
+        global_scale=float(np.float32(rng.random())) if kind == "nvfp4" else None,
+        bias=rng.standard_normal(n).astype(np.float32) if bias else None,
+        perm=perm,
+    )
+
+
+def assert_same(a: QuantizedMatrix, b: QuantizedMatrix) -> None:
+    for field in dataclasses.fields(QuantizedMatrix):
+        x, y = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(x, np.ndarray):
+            assert x.dtype == y.dtype, field.name
+            assert x.tobytes() == y.tobytes(), field.name
+        else:
+            assert x == y, field.name
+
+
+def round_trip(expert: Expert) -> Expert:
+    w13, w2 = marlin.describe(expert, "none")
+    gated = int(expert.gate is not None)
+    spec = MoESpec(1, expert.hidden_size, expert.intermediate_size, w13, w2, gated=gated)
+    rows = [np.full(marlin.row_bytes(spec, p), 0xA5, np.uint8) for p in ("w13", "w2")]
+    assert all(len(r) % 64 == 0 for r in rows)
+    marlin.pack(expert, spec, *rows)
+    return marlin.unpack(spec, *rows)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    hidden=st.integers(1, 40).map(lambda x: 8 * x),
+    intermediate=st.integers(1, 40).map(lambda x: 5 * x),
+    kind=st.sampled_from(
+        [("int4", "f16"), ("int4", "bf16"), ("int8", "bf16"), ("mxfp4", "e8m0"), ("nvfp4", "e4m3"), ("fp8_e4m3", "f32")]
+    ),
+    group=st.sampled_from([-1, 16, 32, 64, 128]),
+    gated=st.booleans(),
+    zero_points=st.booleans(),
+    bias=st.booleans(),
+    act_order=st.booleans(),
+)
+def test_round_trip(seed, hidden, intermediate, kind, group, gated, zero_points, bias, act_order):
+    rng = np.random.default_rng(seed)
+    kind, scale_type = kind
+    perm = rng.permutation(hidden).astype(np.int32) if act_order else None
+    options = {"zero_points": zero_points and kind in ("int4", "int8"), "bias": bias}
+    up, gate = (random_matrix(rng, intermediate, hidden, kind, group, scale_type, perm=perm, **options) for _ in "ug")
+    down = random_matrix(rng, hidden, intermediate, kind, group, scale_type, **options)
+    expert = Expert(gate if gated else None, up, down)
+    found = round_trip(expert)
+    for name in ("gate", "up", "down"):
+        a, b = getattr(expert, name), getattr(found, name)
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_same(a, b)
+
+
+def test_block_scales_round_trip():
+    rng = np.random.default_rng(1)
+    gate, up = (random_matrix(rng, 200, 384, "fp8_e4m3", 128, "f32", block_n=128) for _ in "gu")
+    expert = Expert(gate, up, random_matrix(rng, 384, 200, "fp8_e4m3", 128, "f32", block_n=128))
+    found = round_trip(expert)
+    for name in ("gate", "up", "down"):
+        assert_same(getattr(expert, name), getattr(found, name))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_down_act_order_moves_to_rows_of_gate_and_up(gated):
+    rng = np.random.default_rng(2)
+    perm = rng.permutation(96).astype(np.int32)
+    gate, up = (random_matrix(rng, 96, 64, "int4", 32, "f16", zero_points=True, bias=True) for _ in "gu")
+    down = random_matrix(rng, 64, 96, "int4", 32, "f16", perm=perm)
+    found = round_trip(Expert(gate if gated else None, up, down))
+    assert found.down.perm is None
+    np.testing.assert_array_equal(found.up.dequantize(), up.dequantize()[perm])
+    # down[n, perm[j]] multiplies row perm[j] of the activations: stored column j meets stored row j.
+    np.testing.assert_array_equal(found.down.dequantize(), down.dequantize()[:, perm])
+
+
+def test_bytes_are_the_documented_ones():
+    """Every code found where FORMAT.md 3.2 says it is, computed here lane by lane."""
+    rng = np.random.default_rng(3)
+    H, I = 72, 20  # noqa: E741
+    gate, up = (random_matrix(rng, I, H, "int4", 32, "bf16") for _ in "gu")
+    expert = Expert(gate, up, random_matrix(rng, H, I, "int8", -1, "f16"))
+    w13, w2 = marlin.describe(expert, "none")
+    spec = MoESpec(1, H, I, w13, w2)
+    a, b = (np.zeros(marlin.row_bytes(spec, p), np.uint8) for p in ("w13", "w2"))
+    marlin.pack(expert, spec, a, b)
+    nibble = {(0, 0): 0, (0, 2): 1, (8, 0): 2, (8, 2): 3, (0, 1): 4, (0, 3): 5, (8, 1): 6, (8, 3): 7}
+    for p in range(3):
+        for unit in range(2):
+            for lane in range(32):
+                g, t = divmod(lane, 4)
+                for s in range(4):
+                    at = ((p * 2 + unit) * 32 + lane) * 16 + s * 4
+                    word = int(a[at : at + 4].view(np.uint32)[0])
+                    for (row, i), n in nibble.items():
+                        column = 64 * unit + 32 * (s // 2) + 8 * t + 4 * (s % 2) + i
+                        source = gate if row == 0 else up
+                        want = source.codes[8 * p + g, column] if 8 * p + g < I and column < H else 8
+                        assert word >> 4 * n & 15 == want
+    for p in range(5):
+        for lane in range(32):
+            g, t = divmod(lane, 4)
+            for s in range(4):
+                at = p * 1024 + (s // 2) * 512 + lane * 16 + (s % 2) * 8
+                for row in (0, 8):
+                    for position, i in enumerate((0, 2, 1, 3)):
+                        column = 32 * (s // 2) + 8 * t + 4 * (s % 2) + i
+                        n = 16 * p + row + g
+                        want = expert.down.codes[n, column] if n < H and column < I else 128
+                        assert b[at + row // 2 + position] == want
+    # 3 panels of 2 units; scales [panel][block][g][j][gate, up].
+    scales = a[3 * 2 * 512 : 3 * 2 * 512 + 3 * 2 * 8 * 2 * 2 * 2].view(np.uint16).reshape(3, 2, 8, 2, 2)
+    assert scales[1, 0, 3, 1, 0] == gate.scales.view(np.uint16)[11, 1]
+    assert scales[2, 1, 2, 0, 1] == up.scales.view(np.uint16)[18, 2]
+
+
+def test_refusals_name_what_is_wrong():
+    rng = np.random.default_rng(4)
+    up = random_matrix(rng, 32, 64, "int4", 32, "f16")
+    down = random_matrix(rng, 64, 32, "int4", 32, "f16")
+    with pytest.raises(ValueError, match="gate and up differ in group_size"):
+        marlin.describe(Expert(random_matrix(rng, 32, 64, "int4", 64, "f16"), up, down), "none")
+    with pytest.raises(ValueError, match="group_size 48"):
+        marlin.describe(Expert(None, random_matrix(rng, 32, 96, "int4", 48, "f16"), down), "none")
+    with pytest.raises(ValueError, match="int8_token"):
+        marlin.describe(Expert(None, up, down), "int8_token")
+    perm = np.arange(64, dtype=np.int32)[::-1].copy()
+    with pytest.raises(ValueError, match="different act-order"):
+        marlin.describe(Expert(dataclasses.replace(up, perm=perm), up, down), "none")
+    w13, w2 = marlin.describe(Expert(up, up, down), "none")
+    spec = MoESpec(1, 64, 32, w13, w2)
+    with pytest.raises(ValueError, match=r"expected uint8 \["):
+        marlin.pack(Expert(up, up, down), spec, np.zeros(64, np.uint8), np.zeros(64, np.uint8))
