@@ -1,5 +1,6 @@
-// C ABI of the CUDA kernels: problem -> plan -> launch, three plain structs. No engine, no allocation, no synchronization,
-// no global state; a launch is a fixed sequence of kernels for a plan, so it can be captured in a CUDA graph.
+// C ABI of the CUDA kernels: problem -> plan -> launch, three plain structs. No engine, no allocation, no
+// synchronization, no global state; a launch is a fixed sequence of kernels for a plan, so it can be captured in a CUDA
+// graph.
 //
 // The plan is a pure function of problem and device (no CUDA call), so that an engine can make it when shapes become
 // known, keep it, and tests can make it without a GPU.
