@@ -40,7 +40,7 @@ test-long: build
 
 # Kernels, packer and custom ops under AddressSanitizer and UndefinedBehaviorSanitizer.
 test-sanitize: venv
-	cmake -S . -B build/sanitize -DCMAKE_CXX_COMPILER=c++ -DCMAKE_BUILD_TYPE=RelWithDebInfo -DQUANTMOE_SANITIZE=ON
+	cmake -S . -B build/sanitize -DCMAKE_CXX_COMPILER=c++ -DCMAKE_CXX_FLAGS=-O1 -DCMAKE_BUILD_TYPE=None -DQUANTMOE_SANITIZE=ON
 	cmake --build build/sanitize --parallel 2
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	  QUANTMOE_LIBRARY=$(CURDIR)/build/sanitize/ort_ext/libquantmoe_ort.so \
