@@ -261,11 +261,11 @@ def test_memory_stays_bounded(checkpoint, tmp_path):
         "print(report.packed_bytes, int(peak[1]) * 1024)"
     )
     found = []
-    for experts in (8, 512):
+    for experts in (8, 256):
         sizes = {"num_experts": experts, "hidden_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 1}
         arguments = [sys.executable, "-c", code, checkpoint("qwen3_moe", **sizes), tmp_path / str(experts)]
         done = subprocess.run(arguments, capture_output=True, text=True, check=True)
         found.append([int(number) for number in done.stdout.split()])
     added, peak = (b - a for a, b in zip(*found, strict=True))
-    assert added > 200e6
+    assert added > 100e6
     assert peak < added / 2, (added, peak)
