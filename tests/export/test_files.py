@@ -252,6 +252,7 @@ def imported(modules: str) -> set[str]:
     return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
 
 
+@pytest.mark.long
 def test_memory_stays_bounded(checkpoint, tmp_path):
     """More experts make the file larger, not the process: peaks differ by less than half of the added bytes."""
     code = (
