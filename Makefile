@@ -2,7 +2,8 @@
 # venv and a C++20 compiler; the samples also a JDK with Maven.
 VENV ?= .venv
 BIN := $(CURDIR)/$(VENV)/bin
-UV = $(BIN)/uv pip install --quiet --python $(BIN)/python
+# Bytecode now: machines that set PYTHONDONTWRITEBYTECODE would compile torch and transformers at every start.
+UV = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python
 ARCH := $(shell uname -m)
 # Oldest and newest; samples/java runs Maven's.
 ORT_VERSIONS := 1.21 1.31
