@@ -31,7 +31,7 @@ build: venv
 	$(UV) --no-deps --editable .
 
 demo: venv
-	quantmoe demo $(CHECKPOINT)
+	quantmoe demo $(if $(CHECKPOINT),--checkpoint $(CHECKPOINT))
 
 test: build
 	python -m pytest -m "not long"

@@ -25,7 +25,7 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import MoELayer, find_format, open_checkpoint
-from quantmoe.exporter.model import Skeleton, trace
+from quantmoe.exporter.model import DTYPES, Skeleton, trace
 from quantmoe.exporter.passes.external_data import INLINE, DataFile, Region, byte_size
 from quantmoe.exporter.passes.interface import name_interface
 from quantmoe.exporter.passes.weights import Weight, place_weights
@@ -86,8 +86,21 @@ def export(
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or something in it is not supported; the message says what.
-        OSError: ``output`` cannot be written, or holds a model and ``force`` is False.
+        OSError: ``output`` cannot be written, is the checkpoint itself, or holds a model and ``force`` is False.
+        ValueError: an option that does not exist.
     """
+    for name, value, known in (
+        ("target", target, tuple(LAYOUT)),
+        ("activations", activations, ("int8", "float")),
+        ("scales", scales, ("exact", "bf16")),
+        ("dtype", dtype, tuple(DTYPES)),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}, expected one of: {', '.join(known)}")
+    if Path(output).resolve() == Path(checkpoint).resolve():
+        raise FileExistsError(f"{output} is the checkpoint's own folder; export to another")
+    if Path(output).exists() and not Path(output).is_dir():
+        raise NotADirectoryError(f"{output} is a file, expected a folder to write to")
     with _writing(Path(output), force) as partial:
         progress("reading", 0, 1)
         format = find_format(open_checkpoint(checkpoint))

@@ -53,6 +53,8 @@ class Generator:
         except Exception as error:  # onnxruntime's exceptions have no public base class
             raise ModelError(f"{self.path}: {error}") from None
         self.outputs = [output.name for output in self.session.get_outputs()]
+        vocabulary = next(o.shape[-1] for o in self.session.get_outputs() if o.name == "logits")
+        self.vocabulary = vocabulary if isinstance(vocabulary, int) else None
         floats = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
         self.past = {
             i.name: ([s if isinstance(s, int) else 0 for s in i.shape], floats[i.type])
@@ -87,10 +89,13 @@ class Generator:
         """The likeliest next token, again and again, until one of ``stop``.
 
         Raises:
-            ModelError: no prompt.
+            ModelError: no prompt, or an id outside the vocabulary.
         """
         if not len(ids):
             raise ModelError("the prompt has no tokens")
+        for id in ids:
+            if id < 0 or (self.vocabulary is not None and id >= self.vocabulary):
+                raise ModelError(f"token id {id} is outside the vocabulary, 0 to {(self.vocabulary or 2**63) - 1}")
         past, step = self.start(), np.array([ids], np.int64)
         tokens: list[int] = []
         logits: list[np.ndarray] = []

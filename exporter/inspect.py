@@ -99,12 +99,22 @@ def _layer(path: Path, node: ir.Node) -> dict[str, Any]:
         tensor = value.const_value if value is not None else None
         if value is None or tensor is None:
             raise ModelError(f"{where}: {name} is not an initializer")
-        shape, words = list(tensor.shape.numpy()), layout.row_bytes(spec, name) // 4
-        if len(shape) != 2 or shape[1] != words or shape[0] + spec.expert_offset > spec.num_experts:
-            raise ModelError(f"{where}: {name} has shape {shape}, its attributes say [{spec.num_experts}, {words}]")
+        try:
+            shape, words = list(tensor.shape.numpy()), layout.row_bytes(spec, name) // 4
+        except (KeyError, ZeroDivisionError):
+            projection = getattr(spec, name)
+            raise ModelError(
+                f"{where}: layout {projection.layout} does not carry {projection.format} "
+                f"with group_size {projection.group_size} and {projection.scale_type} scales ({name})"
+            ) from None
+        most = spec.num_experts - spec.expert_offset
+        if len(shape) != 2 or shape[1] != words or not 1 <= shape[0] <= most:
+            raise ModelError(f"{where}: {name} has shape {shape}, its attributes say [1 to {most}, {words}]")
         recorded = tensor.metadata_props.get("spec")
-        if recorded is not None and json.loads(recorded) != spec.attributes():
-            raise ModelError(f"{where}: its attributes are not those {value.name} was packed with")
+        packed_as = spec.attributes() if recorded is None else json.loads(recorded)
+        for key, found in spec.attributes().items():
+            if packed_as.get(key) != found:
+                raise ModelError(f"{where}: {key} is {found!r}, {value.name} was packed with {packed_as.get(key)!r}")
         sizes[name] = {"tensor": value.name, "shape": shape, "bytes": int(tensor.nbytes)}
         metadata = tensor.metadata_props
     experts = sizes["w13"]["shape"][0]

@@ -308,7 +308,7 @@ def _config(format: Format, layers: int | None) -> Any:
     folder = format.ckpt.folder
     try:
         config = AutoConfig.from_pretrained(folder)
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:  # the validators' exceptions have no common base class
         raise CheckpointError(f"{folder / 'config.json'}: not an architecture of transformers: {error}") from None
     config = config.get_text_config()
     if hasattr(config, "quantization_config"):

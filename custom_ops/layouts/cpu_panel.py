@@ -207,6 +207,8 @@ def _describe(m: QuantizedMatrix, activation_format: str, what: str) -> Projecti
 
 def _check(m: QuantizedMatrix, spec: MoESpec, projection: str, what: str) -> None:
     p, n, k, _ = _geometry(spec, projection)
+    if not np.isfinite(m.scales.astype(np.float32)).all():
+        raise ValueError(f"{what} has scales that are NaN or infinite")
     if m.shape != (n, k):
         raise ValueError(f"{what} has shape {list(m.shape)}, expected {[n, k]}")
     found = _describe(m, p.activation_format, what)

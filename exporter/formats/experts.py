@@ -68,6 +68,9 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
     activation = setting(str, "hidden_act", "mlp_hidden_act", "hidden_activation")
     if not oai and activation not in ACTIVATIONS:
         raise CheckpointError(f"{path}: activation {activation!r}; supported: {', '.join(ACTIVATIONS)}")
+    top_k = setting(int, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+    if top_k > num_experts:
+        raise CheckpointError(f"{path}: {top_k} experts a token, expected at most {num_experts}, the number of experts")
     number = re.findall(r"\.(\d+)\.", name)
     return MoELayer(
         name=name,
@@ -77,7 +80,7 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         intermediate_size=setting(int, "moe_intermediate_size", "intermediate_size"),
         activation="swiglu_oai" if oai else ACTIVATIONS[activation],
         gated=len(projections) != 2,
-        top_k=setting(int, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
+        top_k=top_k,
         scheme=scheme,
         down_scheme=down_scheme,
         # transformers' GptOssExperts: alpha is a constant, the limit is in the config

@@ -21,6 +21,7 @@ from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.cli import main
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.formats import find_format, open_checkpoint
+from quantmoe.exporter.generate import Generator
 from quantmoe.exporter.inspect import ModelError, inspect
 from quantmoe.exporter.passes.external_data import ALIGNMENT
 
@@ -113,7 +114,9 @@ def test_inspect_refuses_changed_attributes(exported, tmp_path):
     folder = exported("qwen3_moe", activations="float")
     for name, value, message in (
         ("w13_group_size", 64, "w13 has shape"),
-        ("w13_scale_type", "f16", "not those .* was packed with"),
+        ("w13_scale_type", "f16", r"w13_scale_type is 'f16', .* was packed with 'bf16'"),
+        ("op_version", 2, r"op_version is 2, .* was packed with 1"),
+        ("w13_format", "nvfp4", r"layout cpu_panel does not carry nvfp4"),
         ("activation", "tanh", "activation is 'tanh'; supported: silu"),
     ):
         model = ir.load(folder / "model.onnx")
@@ -124,6 +127,37 @@ def test_inspect_refuses_changed_attributes(exported, tmp_path):
         shutil.copyfile(folder / "model.onnx.data", tmp_path / "model.onnx.data")
         with pytest.raises(ModelError, match=message):
             inspect(changed)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("activations", "fp8", "activations is 'fp8', expected one of: int8, float"),
+        ("scales", "f8", "scales is 'f8', expected one of: exact, bf16"),
+        ("target", "npu", "target is 'npu', expected one of: cpu"),
+        ("dtype", "bf16", "dtype is 'bf16', expected one of: f32, f16"),
+    ],
+)
+def test_an_option_that_does_not_exist_is_refused(checkpoint, tmp_path, option, value, message):
+    with pytest.raises(ValueError, match=message):
+        export(checkpoint("qwen3_moe"), tmp_path / "out", **{option: value})
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_checkpoint_is_never_written_to(checkpoint, tmp_path):
+    folder = checkpoint("qwen3_moe")
+    with pytest.raises(OSError, match="is the checkpoint's own folder"):
+        export(folder, folder, layers=1)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="is a file, expected a folder"):
+        export(folder, tmp_path / "file")
+
+
+def test_token_ids_outside_the_vocabulary_are_named(exported):
+    generator = Generator(exported("qwen3_moe", activations="float"))
+    for id in (-1, generator.vocabulary, 10**30):
+        with pytest.raises(ModelError, match=f"token id {id} is outside the vocabulary, 0 to"):
+            generator.greedy([1, id])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("No space left on device")])
