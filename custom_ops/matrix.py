@@ -102,3 +102,8 @@ class QuantizedMatrix:
         if self.pre_scale is not None:
             w = w * self.pre_scale.astype(np.float64)
         return w
+
+
+def same_order(a: np.ndarray | None, b: np.ndarray | None) -> bool:
+    """Whether two act-order permutations are the same; None is the identity."""
+    return a is b or (a is not None and b is not None and np.array_equal(a, b))

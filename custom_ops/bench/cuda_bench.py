@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -131,7 +130,9 @@ def measure(name: str, tokens: int, layers: list[cuda.CudaMoE], zipf: bool, repe
         "bytes": touched / count,
         "flops": 6 * tokens * s.top_k * s.hidden * s.intermediate,
         "path": cuda.PATHS[plan.path],
-        "plan": {which: [getattr(getattr(plan, which), f) for f, _ in cuda.Gemm._fields_] for which in ("w13", "w2")},
+        "plan": {
+            which: [getattr(getattr(plan, which), field[0]) for field in cuda.Gemm._fields_] for which in ("w13", "w2")
+        },
     }
 
 
@@ -175,4 +176,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

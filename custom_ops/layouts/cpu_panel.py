@@ -12,7 +12,7 @@ import numpy as np
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix, same_order
 from quantmoe.custom_ops.op import MoESpec, Projection
 from quantmoe.custom_ops.schemes import SCHEMES
 
@@ -29,7 +29,7 @@ def describe(expert: Expert, activation_format: str) -> tuple[Projection, Projec
     w2 = _describe(expert.down, activation_format, "down")
     perm = 0
     if any(p.perm for p in w13):
-        same = len(halves) == 1 or _same(halves[0].perm, halves[1].perm)
+        same = len(halves) == 1 or same_order(halves[0].perm, halves[1].perm)
         perm = 1 if same else 2
     merged = dataclasses.replace(w13[0], perm=perm, bias=max(p.bias for p in w13))
     for other in w13[1:]:
@@ -236,10 +236,6 @@ def _perm_view(spec: MoESpec, projection: str, row: np.ndarray, index: int) -> n
 
 def _perm_or_none(perm: np.ndarray) -> np.ndarray | None:
     return None if np.array_equal(perm, np.arange(len(perm))) else perm
-
-
-def _same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
-    return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
 def _padded(k: int, group_size: int) -> int:

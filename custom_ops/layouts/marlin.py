@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix, same_order
 from quantmoe.custom_ops.op import MoESpec, Projection
 from quantmoe.custom_ops.schemes import SCHEMES
 
@@ -45,7 +45,7 @@ def _project(matrices: list[QuantizedMatrix], names: list[str], activation_forma
                 raise ValueError(f"{name} has {attribute}, which layout marlin does not carry")
         if (m.global_scale is not None) != (m.kind == "nvfp4"):
             raise ValueError(f"{name}: global_scale goes with nvfp4 and only with it, the format is {m.kind}")
-        if (m.perm is None) != (first.perm is None) or (m.perm is not None and not np.array_equal(m.perm, first.perm)):
+        if not same_order(m.perm, first.perm):
             raise ValueError(f"{where} have different act-order permutations; layout marlin stores one for both")
     return Projection(
         format=first.kind,
