@@ -19,7 +19,6 @@ namespace quantmoe {
 namespace {
 
 // Two accumulators a row: beyond 14 rows some of the 32 registers spill, which is still faster than two tiles of 8.
-// the rows.
 constexpr int kTileRows = 16;
 
 // For every row of the tile, written out so that arrays indexed by i live in registers.
