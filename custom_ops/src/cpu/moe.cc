@@ -88,7 +88,8 @@ struct Layer {
     // Enough tasks to balance lanes at the end of the section, few enough that packing a block's tiles again for each
     // is noise.
     panel_splits = std::clamp<int64_t>(blocks > 0 ? ceil_div(lanes > 1 ? 16 * lanes : 1, blocks) : 1, 1, steps);
-    column_ranges = std::clamp<int64_t>(lanes > 1 ? (c.tokens < kSerialRows ? 8 : 4) * lanes : 1, 1, ceil_div(m.hidden_size, kColumnsPerStep));
+    column_ranges = std::clamp<int64_t>(lanes > 1 ? (c.tokens < kSerialRows ? 8 : 4) * lanes : 1, 1,
+                                        ceil_div(m.hidden_size, kColumnsPerStep));
     max_tasks = (std::min(pairs, c.local_experts) + pairs / kBlockRows) * panel_splits;
   }
 
