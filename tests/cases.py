@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
@@ -148,7 +148,3 @@ CASES = [
     Case(hidden=256, intermediate=128, group_size=128, experts=16, top_k=8),
     Case(hidden=256, intermediate=384, group_size=128, experts=3, top_k=8, kind="int8"),
 ]
-
-
-def varied(case: Case, **changes: object) -> Case:
-    return replace(case, **changes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import onnxruntime as ort
 import pytest
-from cases import CASES, Case, Layer, varied
+from cases import CASES, Case, Layer
 from engines.one_layer import NODE, run, session, write_model
 
 import quantmoe
@@ -79,7 +80,7 @@ def test_token_counts_on_one_session(tmp_path: Path, small: Layer) -> None:
 
 def test_threads_and_concurrent_runs(tmp_path: Path) -> None:
     """One and two intra-op threads, and several runs of one session at once, give the same bytes."""
-    case = varied(SMALL, hidden=256, intermediate=192, experts=8)
+    case = dataclasses.replace(SMALL, hidden=256, intermediate=192, experts=8)
     path = write(tmp_path, case.build())
     one, two = session(path), session(path, threads=2)
     inputs = [case.tokens(t, seed=t) for t in (1, 33, 130)] * 6
@@ -91,7 +92,7 @@ def test_threads_and_concurrent_runs(tmp_path: Path) -> None:
 
 def test_slice_of_experts(tmp_path: Path) -> None:
     """Ids of other slices and -1 add nothing, so two halves of the experts sum to the whole layer."""
-    whole = varied(SMALL, activation_format="none")
+    whole = dataclasses.replace(SMALL, activation_format="none")
     layer = whole.build()
     x, ids, weights = whole.tokens(6)
     ids[0, 0] = -1

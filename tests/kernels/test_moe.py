@@ -5,7 +5,7 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import CASES, Case, Layer, varied
+from cases import CASES, Case, Layer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -231,7 +231,7 @@ def test_an_unknown_forced_kernel_lists_the_kernels(monkeypatch: pytest.MonkeyPa
 
 
 def test_no_tokens() -> None:
-    layer = varied(Case(), experts=2).build()
+    layer = Case(experts=2).build()
     assert layer.native()(
         np.empty((0, 64), np.float32), np.empty((0, 2), np.int64), np.empty((0, 2), np.float32)
     ).shape == (0, 64)
