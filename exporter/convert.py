@@ -10,7 +10,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +22,7 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.op import MoESpec
+from quantmoe.custom_ops.op import MoESpec, Projection
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import MoELayer, find_format, open_checkpoint
 from quantmoe.exporter.model import DTYPES, Skeleton, trace
@@ -140,15 +140,23 @@ def export(
 def _spec(layer: MoELayer, layout: str, activations: str, scales: str, report: Report) -> MoESpec:
     formats = layer.activation_format, layer.down_scheme.activation_format
     wanted, wanted_down = (_activations(found, activations, report) for found in formats)
+
+    def describe(e: int) -> tuple[Projection, Projection]:
+        return LAYOUTS[layout].describe(_scaled(layer.expert(e), scales)[0], wanted)
+
+    e = 0
     try:
-        first = LAYOUTS[layout].describe(_scaled(layer.expert(0), scales)[0], wanted)
-        if first[0].perm or first[1].perm:  # experts may differ in act-order
-            rest = (LAYOUTS[layout].describe(_scaled(e, scales)[0], wanted) for e in layer)
-            first = reduce(join, rest, first)
+        first, usual = describe(0), layer.tensors(0)
+        # Experts may differ in act-order. One whose tensors are not those of expert 0 is damaged or stored differently:
+        # decoding it tells, now and not after the tracing.
+        ordered = first[0].perm or first[1].perm
+        for e in range(1, layer.num_experts):
+            if ordered or layer.tensors(e) != usual:
+                first = join(first, describe(e))
     except CheckpointError:
         raise
     except ValueError as error:
-        raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.name}: {error}") from None
+        raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.name}.{e}: {error}") from None
     return MoESpec(
         num_experts=layer.num_experts,
         hidden_size=layer.hidden_size,
@@ -248,7 +256,7 @@ def _scaled(expert: Expert, scales: str) -> tuple[Expert, float]:
 def _save(graph: ir.Model, weights: list[Weight], path: Path, metadata: dict[str, str]) -> None:
     for weight in weights:
         graph.graph.register_initializer(weight.value)
-    graph.producer_name, graph.producer_version = "quantmoe", "0.1.0"
+    graph.producer_name, graph.producer_version = "quantmoe", version("quantmoe")
     graph.metadata_props.update(metadata)
     ir.save(graph, path)
 
