@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,6 +45,21 @@ class Scales(enum.StrEnum):
 class Dtype(enum.StrEnum):
     f32 = "f32"
     f16 = "f16"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"quantmoe {version('quantmoe')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()

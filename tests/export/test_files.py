@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -255,6 +257,7 @@ def test_command_line(quantmoe, checkpoint, exported, tmp_path):
     assert done.returncode == 0
     assert len(done.stdout.strip().split(",")) <= 4
     assert quantmoe("generate", folder, "--prompt", "A mixture", "--max-new-tokens", 2).returncode == 0
+    assert quantmoe("--version").stdout == f"quantmoe {version('quantmoe')}\n"
 
     for arguments, code, message in (
         (("generate", folder), 2, "--prompt or --ids"),
@@ -270,6 +273,12 @@ def test_command_line(quantmoe, checkpoint, exported, tmp_path):
         assert done.returncode == code, done.stderr
         assert message in " ".join(done.stderr.replace("│", " ").split()), done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_samples_say_what_they_take():
+    sample = Path(__file__).parents[2] / "samples" / "python" / "generate.py"
+    done = subprocess.run([sys.executable, sample], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "usage: generate.py FOLDER COUNT ID...\n")
 
 
 def test_import_needs_no_torch_and_no_typer():
