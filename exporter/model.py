@@ -168,7 +168,8 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, _count: Iterator[int
 def trace(skeleton: Skeleton, specs: Mapping[str, MoESpec], fusions: str | None = "cpu") -> ir.Model:
     """The ONNX graph, with KV cache, dynamic in batch and sequence.
 
-    passes/interface.py names its inputs and outputs.
+    passes/interface.py names its inputs and outputs. When layers that look alike cannot be copied, all are traced and
+    meta["untraced"] says why.
 
     Args:
         specs: experts module name -> its node's attributes.
@@ -189,10 +190,16 @@ def trace(skeleton: Skeleton, specs: Mapping[str, MoESpec], fusions: str | None 
     prefix = next(name for name, module in model.named_modules() if module is stack)
     kept = _representatives(model.config, stack)
     if len(kept) < len(stack):
-        with _only(model, kept), contextlib.suppress(RepeatError):
+        with _only(model, kept):
             graph = _trace(skeleton, fusions)
-            repeat_layers(graph, prefix, kept)
-            return graph
+            try:
+                repeat_layers(graph, prefix, kept)
+                return graph
+            except RepeatError as error:
+                reason = str(error)
+        graph = _trace(skeleton, fusions)
+        graph.meta["untraced"] = reason
+        return graph
     return _trace(skeleton, fusions)
 
 
