@@ -10,7 +10,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -22,13 +22,15 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.op import MoESpec
+from quantmoe.custom_ops.op import MoESpec, Projection
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import MoELayer, find_format, open_checkpoint
+from quantmoe.exporter.genai import genai_config
 from quantmoe.exporter.model import DTYPES, Skeleton, trace
-from quantmoe.exporter.passes.external_data import INLINE, DataFile, Region, byte_size
+from quantmoe.exporter.passes.external_data import INLINE, DataFile, Region, byte_size, naming
 from quantmoe.exporter.passes.interface import name_interface
 from quantmoe.exporter.passes.weights import Weight, place_weights
+from quantmoe.ort_ext import library_path
 
 MODEL, DATA = "model.onnx", "model.onnx.data"
 #: the packed layout an engine reads
@@ -48,6 +50,7 @@ class Report:
         activations: remark when they are not what the checkpoint says, else "".
         scale_error: largest relative error of a scale rounded to bf16; None when scales are exact.
         packed_bytes, dense_bytes: of the experts and of everything else.
+        untraced: why every layer was traced although some are alike, else "".
         dequantized: tensors outside the experts that the checkpoint quantizes and the model does not.
     """
 
@@ -57,6 +60,7 @@ class Report:
     scale_error: float | None = None
     packed_bytes: int = 0
     dense_bytes: int = 0
+    untraced: str = ""
     dequantized: int = 0
 
 
@@ -76,7 +80,8 @@ def export(
 
     Args:
         checkpoint: Hugging Face folder.
-        output: folder for model.onnx, model.onnx.data, configuration and tokenizer; created if missing.
+        output: folder for model.onnx, model.onnx.data, configuration, tokenizer, and for onnxruntime-genai its
+            genai_config.json and the library; created if missing.
         activations: of weight-only checkpoints: "int8" quantizes each token (int8_token_asym), "float" does not.
         scales: "bf16" rounds them, for KleidiAI's kernels; see Report.scale_error.
         dtype: of the graph outside the experts.
@@ -113,6 +118,7 @@ def export(
 
         progress("tracing", 0, 1)
         graph = trace(skeleton, specs, fusions=target)
+        report.untraced = graph.meta.pop("untraced", "")
         weights = place_weights(graph)
         name_interface(graph)
 
@@ -140,15 +146,23 @@ def export(
 def _spec(layer: MoELayer, layout: str, activations: str, scales: str, report: Report) -> MoESpec:
     formats = layer.activation_format, layer.down_scheme.activation_format
     wanted, wanted_down = (_activations(found, activations, report) for found in formats)
+
+    def describe(e: int) -> tuple[Projection, Projection]:
+        return LAYOUTS[layout].describe(_scaled(layer.expert(e), scales)[0], wanted)
+
+    e = 0
     try:
-        first = LAYOUTS[layout].describe(_scaled(layer.expert(0), scales)[0], wanted)
-        if first[0].perm or first[1].perm:  # experts may differ in act-order
-            rest = (LAYOUTS[layout].describe(_scaled(e, scales)[0], wanted) for e in layer)
-            first = reduce(join, rest, first)
+        first, usual = describe(0), layer.tensors(0)
+        # Experts may differ in act-order. One whose tensors are not those of expert 0 is damaged or stored differently:
+        # decoding it tells, now and not after the tracing.
+        ordered = first[0].perm or first[1].perm
+        for e in range(1, layer.num_experts):
+            if ordered or layer.tensors(e) != usual:
+                first = join(first, describe(e))
     except CheckpointError:
         raise
     except ValueError as error:
-        raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.name}: {error}") from None
+        raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.name}.{e}: {error}") from None
     return MoESpec(
         num_experts=layer.num_experts,
         hidden_size=layer.hidden_size,
@@ -248,18 +262,26 @@ def _scaled(expert: Expert, scales: str) -> tuple[Expert, float]:
 def _save(graph: ir.Model, weights: list[Weight], path: Path, metadata: dict[str, str]) -> None:
     for weight in weights:
         graph.graph.register_initializer(weight.value)
-    graph.producer_name, graph.producer_version = "quantmoe", "0.1.0"
+    graph.producer_name, graph.producer_version = "quantmoe", version("quantmoe")
     graph.metadata_props.update(metadata)
-    ir.save(graph, path)
+    graph.doc_string = f"Register {Path(library_path()).name} of `pip install quantmoe` with ONNX Runtime to run this."
+    with naming(path):
+        ir.save(graph, path)
 
 
 def _companions(folder: Path, partial: Callable[[str], Path], layers: int | None) -> None:
     for path in sorted({path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}):
         shutil.copyfile(path, partial(path.name))
+    config = json.loads((folder / "config.json").read_bytes())
     if layers is not None:
-        config = json.loads((folder / "config.json").read_text())
         config.get("text_config", config)["num_hidden_layers"] = layers
         partial("config.json").write_text(json.dumps(config, indent=2))
+    generation = folder / "generation_config.json"
+    library = Path(library_path())
+    with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
+        found = genai_config(config, json.loads(generation.read_bytes()) if generation.is_file() else {}, library.name)
+        partial("genai_config.json").write_text(json.dumps(found, indent=2))
+    shutil.copyfile(library, partial(library.name))
 
 
 @contextlib.contextmanager

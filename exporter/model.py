@@ -12,6 +12,7 @@ import io
 import itertools
 import json
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -102,15 +103,26 @@ class Skeleton:
         model.tie_weights()
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self.sources = {name: source for name, source in self.sources.items() if name in self.shapes}
+        self._check_parameters()
+
+    def _check_parameters(self) -> None:
+        """Shapes, from the headers; of quantized weights that are alike but for numbers in their names one is read."""
+        checked = []
+        for name, source in self.sources.items():
+            module = source.rpartition(".")[0]
+            if not self.format.is_quantized(module):
+                self._check_shape(name, self.format.ckpt.shape(source))
+                continue
+            kind = re.sub(r"\d+", "", source), self.format.scheme(module).text, self.format.ckpt.beside(module)
+            if kind not in checked:
+                self.parameter(name)
+                checked.append(kind)
 
     def parameter(self, name: str) -> np.ndarray:
         """A parameter of the model in the graph's dtype, dequantized if need be."""
         source = self.sources[name]
         found = self.format.parameter(source)
-        if found.shape != self.shapes[name]:
-            raise CheckpointError(
-                f"{self.format.ckpt.where(source)} has shape {list(found.shape)}, expected {list(self.shapes[name])}"
-            )
+        self._check_shape(name, found.shape)
         if self.dtype == torch.float16:
             if np.abs(found).max(initial=0) > np.finfo(np.float16).max:
                 raise CheckpointError(
@@ -118,6 +130,13 @@ class Skeleton:
                 )
             return found.astype(np.float16)
         return found
+
+    def _check_shape(self, name: str, found: tuple[int, ...]) -> None:
+        if found != self.shapes[name]:
+            raise CheckpointError(
+                f"{self.format.ckpt.where(self.sources[name])} has shape {list(found)}, "
+                f"expected {list(self.shapes[name])}"
+            )
 
     def _names(self) -> Iterator[str]:
         return (name for name, _ in self.model.named_parameters())
@@ -149,7 +168,8 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, _count: Iterator[int
 def trace(skeleton: Skeleton, specs: Mapping[str, MoESpec], fusions: str | None = "cpu") -> ir.Model:
     """The ONNX graph, with KV cache, dynamic in batch and sequence.
 
-    passes/interface.py names its inputs and outputs.
+    passes/interface.py names its inputs and outputs. When layers that look alike cannot be copied, all are traced and
+    meta["untraced"] says why.
 
     Args:
         specs: experts module name -> its node's attributes.
@@ -170,10 +190,16 @@ def trace(skeleton: Skeleton, specs: Mapping[str, MoESpec], fusions: str | None 
     prefix = next(name for name, module in model.named_modules() if module is stack)
     kept = _representatives(model.config, stack)
     if len(kept) < len(stack):
-        with _only(model, kept), contextlib.suppress(RepeatError):
+        with _only(model, kept):
             graph = _trace(skeleton, fusions)
-            repeat_layers(graph, prefix, kept)
-            return graph
+            try:
+                repeat_layers(graph, prefix, kept)
+                return graph
+            except RepeatError as error:
+                reason = str(error)
+        graph = _trace(skeleton, fusions)
+        graph.meta["untraced"] = reason
+        return graph
     return _trace(skeleton, fusions)
 
 

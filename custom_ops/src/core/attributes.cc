@@ -114,5 +114,5 @@ int qm_moe_set_string(qm_moe* moe, const char* name, const char* value, char* er
     known += known.empty() ? "" : ", ";
     known += candidate.name;
   }
-  return fail(err, QM_INVALID, "%s is \"%.64s\", expected one of: %s", name, value, known.c_str());
+  return fail(err, QM_INVALID, "%s is \"%.64s\", the operator defines: %s", name, value, known.c_str());
 }
