@@ -24,8 +24,10 @@ struct Weights {
 
 // A run of at most 8 * n_tiles pairs of one expert.
 struct Tile {
-  int expert, first, count, unused;
+  int expert, first, count;
+  int group_first : 26, group_size : 6;  // tiles [group_first, + group_size) of the expert share the order of work
 };
+constexpr int kTileGroup = 16;
 
 struct Routing {
   const void* topk_ids;

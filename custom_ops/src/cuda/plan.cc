@@ -80,11 +80,12 @@ int Validate(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) 
 }
 
 constexpr int kStages = 3;
-constexpr int kWgmmaPanels = 16, kWgmmaTokens = 96;
+constexpr int kWgmmaPanels = 16;
 // As in moe_gemm_wgmma.cuh: token ring, code rings, staging of the results.
-int WgmmaSharedBytes(int per_block, bool down) {
-  return 1024 + 7 * kWgmmaTokens * 128 + 8 * 4 * 2 * (512 + 128 * per_block) +
-         2 * kWgmmaTokens * ((down ? 256 : 128) + 16);
+int WgmmaSharedBytes(int tokens, int per_block, bool down) {
+  const bool small = tokens <= 48;
+  return 1024 + (small ? 5 : 6) * tokens * 128 + 8 * (small && per_block == 1 ? 5 : 4) * 2 * (512 + 128 * per_block) +
+         2 * tokens * ((down ? 256 : 128) + 16);
 }
 constexpr int kRoutingBytes = 4 * 1024;  // static DecodeRouting, rounded up
 
@@ -126,10 +127,11 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     g.stages = kStages;
     if (wgmma) {
       g.panels = kWgmmaPanels;
-      g.n_tiles = kWgmmaTokens / 8;
+      const int tokens = mean <= 40 ? 48 : 128;
+      g.n_tiles = tokens / 8;
       g.warps_k = 1;
-      g.shared_bytes = WgmmaSharedBytes(w.per_block, direct);
-      g.grid = sms;
+      g.shared_bytes = WgmmaSharedBytes(tokens, w.per_block, direct);
+      g.grid = tokens == 48 ? 2 * sms : sms;
       return g;
     }
     const int reserved = 1024 + (decode ? kRoutingBytes : 0);

@@ -75,7 +75,8 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
     const int even = tiles ? ((count + tiles - 1) / tiles + 7) / 8 * 8 : 0;
     for (int i = 0; i < tiles; ++i) {
       const int at = min(i * even, count);
-      p.tiles[tile + i] = Tile{e, first + at, min(even, count - at), 0};
+      const int group = i / kTileGroup * kTileGroup;
+      p.tiles[tile + i] = Tile{e, first + at, min(even, count - at), tile + group, min(kTileGroup, tiles - group)};
     }
     __syncthreads();
   }
