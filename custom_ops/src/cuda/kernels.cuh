@@ -64,7 +64,8 @@ struct PrepareParams {
 
 struct RouteParams {
   Routing routing;
-  PrepareParams prepare;  // by the blocks after the first
+  PrepareParams prepare;  // by the blocks after the first cluster
+  int cluster;            // blocks that sort
   Tile* tiles;
   int max_tiles, tile_pairs;
   int* sorted_pairs;
@@ -72,9 +73,9 @@ struct RouteParams {
 
 struct CombineParams {
   Routing routing;
-  const void* partial;  // f32, or T
+  const void* partial;  // f32, or T: [pairs, parts, columns]
   void* out;
-  int columns;
+  int columns, parts;
 };
 
 // x[pair] = hidden_states[token][perm of the pair's expert], for act-order.

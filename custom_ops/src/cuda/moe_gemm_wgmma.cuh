@@ -34,9 +34,10 @@ struct WgmmaTile {
   }
 };
 
-// What a warpgroup does next: its panels of an expert (-1: nothing) for the tokens of a tile.
+// What a warpgroup does next: columns [k_begin, k_end) * 64 of its panels of an expert (-1: nothing) for the tokens of
+// a tile.
 struct Work {
-  int expert, panel, first, count;
+  int expert, panel, first, count, k_begin, k_end;
 };
 
 // Where column c of a 32-column block of tokens is stored.
@@ -51,6 +52,7 @@ struct WgmmaConsumer {
   uint8_t* results;
   int group;                 // warpgroup 0 or 1
   int stage = 0, phase = 0;  // of the token ring
+  uint32_t read;             // this lane's codes in the stage read next
   uint64_t once;
   // In shared memory: the unit in work, its tokens' pairs and router's weights.
   Work* now;
@@ -63,41 +65,57 @@ struct WgmmaConsumer {
     return Half<T>::Pack(f, f);
   }
 
-  const uint8_t *codes[2], *scales[2];  // of this lane, in the panels being streamed
-  uint32_t ring;                        // this lane's codes in the first stage
-  int scales_from_codes;                // its scales, relative to its codes
+  // The copying side: what this lane copies next, and where to. Addresses, not offsets into the ring: ptxas 13.0 makes
+  // an illegal instruction of cp.async with a cache policy to register + uniform register.
+  const uint8_t *codes[2], *scales[2];
+  uint32_t ring, write;   // this lane's codes in the first stage; in the stage written next
+  int scales_from_codes;  // its scales, relative to its codes
+  int copy_k = 0, copy_end = 0, lookahead;
 
   __device__ const uint8_t* Expert(int expert) const { return p.weights.rows + expert * p.weights.row_bytes; }
-
-  // Unit k of K to the stage whose first byte for this lane is `to`. (An address, not an offset into the ring:
-  // ptxas 13.0 makes an illegal instruction of cp.async with a cache policy to register + uniform register.)
-  __device__ __forceinline__ void Copy(int k, uint32_t to) {
-    const Weights& w = p.weights;
-    if (k < w.units) {
-      const int block = (k >> w.block_shift) * 32 * GS;
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        CopyAsync16Once(to + b * 512, codes[b] + k * 512, once);
-        CopyAsyncSmall<4 * GS>(to + scales_from_codes + b * 128 * GS, scales[b] + block);
-      }
-    }
-    CopyAsyncCommit();
+  __device__ uint32_t NextStage(uint32_t at) const {
+    return at == ring + (kCodeStages - 1) * CodeStageBytes(GS) ? ring : at + CodeStageBytes(GS);
   }
-  // Points at a unit of work and asks for its first codes.
-  __device__ __forceinline__ void Begin(const Work& work) {
+  __device__ bool StartsBlock(int k) const { return (k & ((1u << p.weights.block_shift) - 1)) == 0; }
+
+  __device__ __forceinline__ void Seek(const Work& work) {
     const Weights& w = p.weights;
     const uint8_t* expert = Expert(work.expert);
     int thread = threadIdx.x % 128;
     asm volatile("" : "+r"(thread));
     const int lane = thread % 32, warp = thread / 32;
+    copy_k = work.k_begin, copy_end = work.k_end;
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
       const int row = min(work.panel + 4 * b + warp, w.panels - 1);
-      codes[b] = expert + static_cast<int64_t>(row) * w.units * 512 + lane * 16;
-      scales[b] = expert + w.scales_at + (row * w.blocks * 8 + lane / 4) * 4 * GS;
+      codes[b] = expert + (static_cast<int64_t>(row) * w.units + copy_k) * 512 + lane * 16;
+      scales[b] = expert + w.scales_at + ((row * w.blocks + (copy_k >> w.block_shift)) * 8 + lane / 4) * 4 * GS;
     }
+  }
+  // The next 64 columns of the panels. Scales come with the first columns of their block (or of the work).
+  __device__ __forceinline__ void Copy(bool first) {
+    if (copy_k < copy_end) {
+      const bool starts = first || StartsBlock(copy_k);
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        CopyAsync16Once(write + b * 512, codes[b], once);
+        codes[b] += 512;
+        if (starts) {
+          CopyAsyncSmall<4 * GS>(write + scales_from_codes + b * 128 * GS, scales[b]);
+          scales[b] += 32 * GS;
+        }
+      }
+      ++copy_k;
+      write = NextStage(write);
+    }
+    CopyAsyncCommit();
+  }
+  // Asks for the first codes of all.
+  __device__ __forceinline__ void Begin(const Work& work) {
+    write = ring;
+    Seek(work);
 #pragma unroll 1
-    for (int k = 0; k < kCodeStages - 1; ++k) Copy(k, ring + k * CodeStageBytes(GS));
+    for (int i = 0; i < lookahead; ++i) Copy(i == 0);
   }
 
   template <int N>
@@ -115,59 +133,63 @@ struct WgmmaConsumer {
     WgmmaCommit();
   }
   template <int N>
-  __device__ __forceinline__ void Multiply(float (&acc)[2][N / 2], int count) {
-    const int units = p.weights.units;
+  __device__ __forceinline__ void Multiply(float (&acc)[2][N / 2], int count, int k_begin, int k_end,
+                                           const Work& next) {
 #pragma unroll
     for (int b = 0; b < 2; ++b)
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) acc[b][i] = 0.f;
 
-    uint32_t q[2][4], scale[2][GS];
+    uint32_t q[2][4], scale[2][GS][2];  // of rows g and g + 8, twice in a word
     // A operands of columns 0..31 or 32..63 of a unit: [buffer][block of rows][k16].
     constexpr int kBuffers = WgmmaTile<kTokens>::kBuffers;
     uint32_t a[kBuffers][2][2][4];
     auto dequantize = [&](int half, uint32_t(&a)[2][2][4]) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        const uint32_t pair = scale[b][GS == 2 ? half : 0];
-        const uint32_t low = Twice(pair, 0), high = Twice(pair, 1);
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {
-          DequantInt4<T, true>(q[b][2 * half + step], a[b][step]);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) a[b][step][i] = Half<T>::Mul(a[b][step][i], i % 2 ? high : low);
-        }
+        for (int step = 0; step < 2; ++step)
+          DequantInt4Scaled<T>(q[b][2 * half + step], scale[b][GS == 2 ? half : 0], a[b][step]);
       }
     };
     // With two buffers a group of products is in flight while the operands of the next are made.
-    const uint32_t last = ring + (kCodeStages - 1) * CodeStageBytes(GS);
-    uint32_t from = ring, to = last;  // read next, written next
-    int used = 0;                     // token stage to give back
+    int used = 0;  // token stage to give back
 #pragma unroll 1
-    for (int k = 0; k < units; ++k) {
-      CopyAsyncWait<kCodeStages - 2>();
+    for (int k = k_begin; k < k_end; ++k) {
+      if (lookahead == kCodeStages - 1) {
+        CopyAsyncWait<kCodeStages - 2>();
+      } else {
+        CopyAsyncWait<0>();
+      }
 #pragma unroll
-      for (int b = 0; b < 2; ++b) {
+      for (int b = 0; b < 2; ++b)
         asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                      : "=r"(q[b][0]), "=r"(q[b][1]), "=r"(q[b][2]), "=r"(q[b][3])
-                     : "r"(from + b * 512)
+                     : "r"(read + b * 512)
                      : "memory");
+      if (k == k_begin || StartsBlock(k)) {
 #pragma unroll
-        for (int i = 0; i < GS; ++i)
-          asm volatile("ld.shared.u32 %0, [%1];"
-                       : "=r"(scale[b][i])
-                       : "r"(from + scales_from_codes + b * 128 * GS + 4 * i)
-                       : "memory");
+        for (int b = 0; b < 2; ++b)
+#pragma unroll
+          for (int i = 0; i < GS; ++i) {
+            uint32_t pair;
+            asm volatile("ld.shared.u32 %0, [%1];"
+                         : "=r"(pair)
+                         : "r"(read + scales_from_codes + b * 128 * GS + 4 * i)
+                         : "memory");
+            scale[b][i][0] = Int4Scale<T>(Twice(pair, 0)), scale[b][i][1] = Int4Scale<T>(Twice(pair, 1));
+          }
       }
-      from = from == last ? ring : from + CodeStageBytes(GS);
+      read = NextStage(read);
       dequantize(0, a[0]);
-      Copy(k + kCodeStages - 1, to);
-      to = to == last ? ring : to + CodeStageBytes(GS);
+      const bool start_next = copy_k == copy_end && next.expert >= 0;
+      if (start_next) Seek(next);
+      Copy(start_next);
       BarrierWait(full + 8 * stage, phase);
       const uint64_t tokens = Descriptor(tokens_at + stage * kStageBytes);
       Products<kTokens>(acc, tokens, a[0], count);
       WgmmaWait<kBuffers - 1>();  // the other buffer is free, and the stage it was multiplied with
-      if (kBuffers == 2 && k > 0) Release(used);
+      if (kBuffers == 2 && k > k_begin) Release(used);
       dequantize(1, a[kBuffers - 1]);
       Products<kTokens>(acc, tokens + 4, a[kBuffers - 1], count);
       WgmmaWait<kBuffers - 1>();  // a[0] is free
@@ -194,7 +216,7 @@ struct WgmmaConsumer {
     uint8_t* stage = results + group * kTokens * ResultRowBytes(down);
     const Work work = *now;
     float bias[2][2] = {};
-    if (w.bias_at) {
+    if (w.bias_at && work.k_begin == 0) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const int row = min(work.panel + 4 * b + warp, w.panels - 1) * 16 + g;
@@ -211,7 +233,8 @@ struct WgmmaConsumer {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const int local = 4 * b + warp;
-        const float low = acc[b][i / 2 * 4 + i % 2], high = acc[b][i / 2 * 4 + 2 + i % 2];
+        constexpr float factor = 1 / kInt4Result<T>;
+        const float low = factor * acc[b][i / 2 * 4 + i % 2], high = factor * acc[b][i / 2 * 4 + 2 + i % 2];
         if constexpr (down) {
           to[local * 16 + g] = Half<T>::From(weight * (low + bias[b][0]));
           to[local * 16 + g + 8] = Half<T>::From(weight * (high + bias[b][1]));
@@ -223,24 +246,24 @@ struct WgmmaConsumer {
       }
     }
     NamedBarrier(1 + group, 128);
+    const int parts = p.shape.warps_k, part = work.k_begin * parts / w.units;
     constexpr int kRow = down ? 128 : 64, kChunks = kRow / 8;
     const int column = work.panel * (down ? 16 : 8);
     for (int i = thread; i < work.count * kChunks; i += 128) {
       const int token = i / kChunks, c = i % kChunks * 8;
       if (column + c >= p.out_columns) continue;
-      const int at = down ? pairs[token] : work.first + token;
+      const int at = down ? pairs[token] * parts + part : work.first + token;
       *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + static_cast<int64_t>(at) * p.out_columns + column + c) =
           *reinterpret_cast<const uint4*>(stage + token * ResultRowBytes(down) + c * 2);
     }
     NamedBarrier(1 + group, 128);
   }
 
-  // Unit by unit; the next unit's first codes are on their way while this one's results are stored.
-  __device__ __forceinline__ void Run(int count, const Work& next) {
+  // Codes are copied ahead, into the next work: its first are on their way while these results are stored.
+  __device__ __forceinline__ void Run(int count, int k_begin, int k_end, const Work& next) {
     float acc[2][kTokens / 2];
-    Multiply<kTokens>(acc, count);
+    Multiply<kTokens>(acc, count, k_begin, k_end, next);
     NamedBarrier(1 + group, 128);  // pairs, weights and *now are there
-    if (next.expert >= 0) Begin(next);
     Store<kTokens>(acc);
   }
 };
@@ -269,13 +292,23 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<kTokens>::kBlocks)
   __syncthreads();
   WaitForPrevious();
   const int blocks = (p.weights.panels + kTilePanels - 1) / kTilePanels;
-  const int units = p.tiles[p.max_tiles].count * blocks;
+  const int parts = down ? p.shape.warps_k : 1;  // of K; MoeCombine adds them up
+  const int units = p.tiles[p.max_tiles].count * blocks * parts;
   // The tiles of a group take turns with the same rows: the weights are then read from memory once for all of them.
-  auto locate = [&](int unit, int* row_block) {
+  auto locate = [&](int unit, int group) {
+    Work work{-1, 0, 0, 0, 0, 0};
+    if (unit >= units) return work;
+    const int part = unit % parts;
+    unit /= parts;
     const Tile any = p.tiles[unit / blocks];
     const int local = unit - any.group_first * blocks;
-    *row_block = local / any.group_size;
-    return p.tiles[any.group_first + local % any.group_size];
+    const Tile tile = p.tiles[any.group_first + local % any.group_size];
+    return Work{tile.expert,
+                local / any.group_size * kTilePanels + group * 8,
+                tile.first,
+                tile.count,
+                part * p.weights.units / parts,
+                (part + 1) * p.weights.units / parts};
   };
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
@@ -289,21 +322,20 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<kTokens>::kBlocks)
     const T* x = static_cast<const T*>(p.x) + chunk * 8;
     int stage = 0, phase = 1, announced = 0, ahead = 0;
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-      int row_block;
-      const Tile tile = locate(unit, &row_block);
+      const Work work = locate(unit, 0);
       const T* rows[kTokens / 16];
 #pragma unroll
       for (int i = 0; i < kTokens / 16; ++i) {
-        const int row = min(first_row + 16 * i, tile.count - 1);  // rows past the end repeat the last
-        const int at = down ? tile.first + row : p.sorted_pairs[tile.first + row] / p.x_divisor;
+        const int row = min(first_row + 16 * i, work.count - 1);  // rows past the end repeat the last
+        const int at = down ? work.first + row : p.sorted_pairs[work.first + row] / p.x_divisor;
         rows[i] = x + static_cast<int64_t>(at) * p.x_columns;
       }
 #pragma unroll 1
-      for (int k = 0; k < p.weights.units; ++k) {
+      for (int k = work.k_begin; k < work.k_end; ++k) {
         BarrierWait(empty + 8 * stage, phase);
 #pragma unroll
         for (int i = 0; i < kTokens / 16; ++i)
-          if (16 * i < tile.count) CopyAsync16(to + stage * Shape::kStageBytes + i * 2048, rows[i] + k * kUnit, true);
+          if (16 * i < work.count) CopyAsync16(to + stage * Shape::kStageBytes + i * 2048, rows[i] + k * kUnit, true);
         CopyAsyncCommit();
         if (++stage == kStages) stage = 0, phase ^= 1;
         if (ahead == kLag) {
@@ -337,28 +369,25 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<kTokens>::kBlocks)
     c.scales_from_codes = 1024 + lane * (4 * GS - 16);
     c.results = codes + 8 * c.kCodeStages * CodeStageBytes(GS);
     c.full = full, c.empty = empty;
+    // Opaque from here on, or the compiler derives them from threadIdx again for every 64 columns.
+    asm volatile("" : "+r"(c.ring), "+r"(c.scales_from_codes), "+r"(c.full), "+r"(c.empty));
+    c.read = c.ring;
+    c.lookahead = min(c.kCodeStages - 1, p.weights.units / parts);
     c.group = warpgroup - 1;
     c.now = now + c.group, c.pairs = pairs[c.group], c.weights = router_weights[c.group];
     c.once = EvictFirstPolicy();
-    auto work_of = [&](int unit) {
-      Work work{-1, 0, 0, 0};
-      if (unit >= units) return work;
-      int row_block;
-      const Tile tile = locate(unit, &row_block);
-      return Work{tile.expert, row_block * kTilePanels + c.group * 8, tile.first, tile.count};
-    };
-    Work next = work_of(blockIdx.x);
+    Work next = locate(blockIdx.x, c.group);
     if (next.expert >= 0) c.Begin(next);
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-      const int count = next.count;
+      const int count = next.count, k_begin = next.k_begin, k_end = next.k_end;
       if (thread == 0) *c.now = next;
       if (thread < count) {  // asked for here, used after the products
         const int pair = p.sorted_pairs[next.first + thread];
         c.pairs[thread] = pair;
         c.weights[thread] = p.weight_here ? p.routing.topk_weights[pair] : 1.f;
       }
-      next = work_of(unit + gridDim.x);
-      c.Run(count, next);
+      next = locate(unit + gridDim.x, c.group);
+      c.Run(count, k_begin, k_end, next);
     }
   }
 #endif
