@@ -41,6 +41,11 @@ class Scales(enum.StrEnum):
     bf16 = "bf16"
 
 
+class Dense(enum.StrEnum):
+    quantmoe = "quantmoe"
+    ort = "ort"
+
+
 class Dtype(enum.StrEnum):
     f32 = "f32"
     f16 = "f16"
@@ -54,12 +59,13 @@ def export(
     activations: Annotated[Activations, typer.Option(help="of weight-only checkpoints")] = Activations.int8,
     scales: Annotated[Scales, typer.Option(help="bf16 rounds them, for KleidiAI's kernels")] = Scales.exact,
     dtype: Annotated[Dtype, typer.Option(help="of everything outside the experts")] = Dtype.f32,
+    dense: Annotated[Dense, typer.Option(help="other quantized linears: QuantLinear, or MatMulNBits")] = Dense.quantmoe,
     layers: Annotated[int | None, typer.Option(min=1, help="only the first N decoder layers")] = None,
     force: Annotated[bool, typer.Option("--force", help="replace a model already there")] = False,
 ) -> None:
     """Turn a quantized checkpoint into an ONNX model with packed experts."""
     begin = time.perf_counter()
-    options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype}
+    options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype, "dense": dense}
     report = _export(checkpoint, outdir, **options, layers=layers, force=force)
     seconds = time.perf_counter() - begin
     table = Table("layers", "scheme", "experts", "hidden x intermediate", "activations", "scales", title=str(outdir))
@@ -70,10 +76,12 @@ def export(
         console.print(report.activations, style="yellow")
     if report.scale_error is not None:
         console.print(f"scales rounded to bf16: largest relative error {report.scale_error:.2e}", style="yellow")
-    if report.dequantized:
-        console.print(
-            f"{report.dequantized} quantized tensors outside the experts are stored as {dtype}", style="yellow"
-        )
+    for heading, reasons in (
+        (f"quantized in the checkpoint, {dtype} here", report.dequantized),
+        ("QuantLinear in spite of --dense ort", report.not_ort),
+    ):
+        for reason, names in _by_reason(reasons).items():
+            console.print(f"{heading}: {names} ({reason})", style="yellow")
     console.print(
         f"experts {_mb(report.packed_bytes)}, other weights {_mb(report.dense_bytes)}, "
         f"{seconds:.1f} s, peak memory {_peak_memory()}"
@@ -104,11 +112,24 @@ def inspect(
         table.add_row(f"{layer['module']}\n{layer['format']}", *weights, a["w13_activation_format"], layout,
                       f"{layer['bytes']:,}", f"{layer['bits_per_weight']:.2f}")  # fmt: skip
     console.print(table)
-    dequantized = sum(tensor["dequantized_from"] is not None for tensor in found["dense"])
+    linears: dict[str, int] = {}
+    for linear in found["linears"]:
+        a = linear["attributes"]
+        text = (
+            f"{linear['format']}: {a['w_format']} group {a['w_group_size']} {a['w_scale_type']}, "
+            f"{a['w_activation_format']}, {a['w_layout']} v{a['w_layout_version']}"
+        )
+        linears[text] = linears.get(text, 0) + 1
+    for text, count in linears.items():
+        console.print(f"{count} QuantLinear, {text}")
     experts, dense = (sum(item["bytes"] for item in found[part]) for part in ("layers", "dense"))
     console.print(
-        f"experts {_mb(experts)}; other weights {_mb(dense)}: {len(found['dense'])} tensors, {dequantized} dequantized"
+        f"experts {_mb(experts)}; linears {_mb(sum(item['bytes'] for item in found['linears']))}; "
+        f"other weights {_mb(dense)}: {len(found['dense'])} tensors"
     )
+    kept = {t["name"]: t["dequantized_because"] or "" for t in found["dense"] if t["dequantized_from"] is not None}
+    for reason, names in _by_reason(kept).items():
+        console.print(f"quantized in the checkpoint, float here: {names} ({reason})", style="yellow")
     if verify:
         console.print(f"{found['verified']} tensors have the recorded hash", style="green")
 
@@ -227,6 +248,14 @@ def _grouped(report: Any) -> dict[tuple[str, ...], int]:
         )
         rows[row] = rows.get(row, 0) + 1
     return rows
+
+
+def _by_reason(reasons: dict[str, str]) -> dict[str, str]:
+    """Reason -> the first of the names that have it and how many more."""
+    found: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        found.setdefault(reason, []).append(name)
+    return {r: names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") for r, names in found.items()}
 
 
 def _mb(size: int) -> str:

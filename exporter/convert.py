@@ -22,12 +22,13 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.op import MoESpec
+from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import MoELayer, find_format, open_checkpoint
 from quantmoe.exporter.model import DTYPES, Skeleton, trace
 from quantmoe.exporter.passes.external_data import INLINE, DataFile, Region, byte_size
 from quantmoe.exporter.passes.interface import name_interface
+from quantmoe.exporter.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.passes.weights import Weight, place_weights
 
 MODEL, DATA = "model.onnx", "model.onnx.data"
@@ -48,7 +49,9 @@ class Report:
         activations: remark when they are not what the checkpoint says, else "".
         scale_error: largest relative error of a scale rounded to bf16; None when scales are exact.
         packed_bytes, dense_bytes: of the experts and of everything else.
-        dequantized: tensors outside the experts that the checkpoint quantizes and the model does not.
+        linears: checkpoint module name -> (scheme in the tool's words, node attributes), outside the experts.
+        dequantized: checkpoint tensor outside the experts, quantized there and float in the model -> why.
+        not_ort: linears that ``dense="ort"`` left as QuantLinear -> why.
     """
 
     format: str
@@ -57,7 +60,9 @@ class Report:
     scale_error: float | None = None
     packed_bytes: int = 0
     dense_bytes: int = 0
-    dequantized: int = 0
+    linears: dict[str, tuple[str, LinearSpec]] = dataclasses.field(default_factory=dict)
+    dequantized: dict[str, str] = dataclasses.field(default_factory=dict)
+    not_ort: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def export(
@@ -68,6 +73,7 @@ def export(
     activations: Literal["int8", "float"] = "int8",
     scales: Literal["exact", "bf16"] = "exact",
     dtype: Literal["f32", "f16"] = "f32",
+    dense: Literal["quantmoe", "ort"] = "quantmoe",
     layers: int | None = None,
     force: bool = False,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
@@ -80,6 +86,8 @@ def export(
         activations: of weight-only checkpoints: "int8" quantizes each token (int8_token_asym), "float" does not.
         scales: "bf16" rounds them, for KleidiAI's kernels; see Report.scale_error.
         dtype: of the graph outside the experts.
+        dense: quantized linears outside the experts become QuantLinear, or with "ort" com.microsoft::MatMulNBits where
+            it means the same; see Report.not_ort.
         layers: only the first so many decoder layers.
         force: replace a model already in ``output``.
         progress: called with stage, bytes done, bytes in all.
@@ -94,6 +102,7 @@ def export(
         ("activations", activations, ("int8", "float")),
         ("scales", scales, ("exact", "bf16")),
         ("dtype", dtype, tuple(DTYPES)),
+        ("dense", dense, ("quantmoe", "ort")),
     ):
         if value not in known:
             raise ValueError(f"{name} is {value!r}, expected one of: {', '.join(known)}")
@@ -110,9 +119,10 @@ def export(
         for name, layer in skeleton.experts.items():
             specs[name] = _spec(layer, LAYOUT[target], activations, scales, report)
             report.layers[layer.name] = (layer.scheme.text, specs[name])
+        linears = _linears(skeleton, LAYOUT[target], activations, scales, report)
 
         progress("tracing", 0, 1)
-        graph = trace(skeleton, specs, fusions=target)
+        graph = trace(skeleton, specs, linears, fusions=target)
         weights = place_weights(graph)
         name_interface(graph)
 
@@ -125,7 +135,10 @@ def export(
                     regions[module, projection] = data.region(weight.value)
                     continue
                 progress("writing other weights", done, total)
-                done += _dense(weight, skeleton, data, report)
+                if module in linears:
+                    done += _linear(weight, skeleton, linears[module], scales, dense, data, report)
+                else:
+                    done += _dense(weight, skeleton, data, report)
             for name, layer in skeleton.experts.items():
                 pair = regions[name, "w13"], regions[name, "w2"]
                 for written in _pack(layer, specs[name], pair, scales, report):
@@ -159,7 +172,30 @@ def _spec(layer: MoELayer, layout: str, activations: str, scales: str, report: R
         gated=int(layer.gated),
         swiglu_alpha=layer.swiglu_alpha,
         swiglu_limit=layer.swiglu_limit,
+        apply_router_weight_on_input=int(layer.apply_router_weight_on_input),
     )
+
+
+def _linears(
+    skeleton: Skeleton, layout: str, activations: str, scales: str, report: Report
+) -> dict[str, LinearSpec]:
+    """Attributes of the linears outside the experts; those that the layout does not carry stay float, with a reason."""
+    format, specs = skeleton.format, {}
+    for name, source in skeleton.linears.items():
+        m, linear = _rounded(format.matrix(source), scales)[0], skeleton.model.get_submodule(name)
+        if m.shape != (linear.out_features, linear.in_features):
+            want = [linear.out_features, linear.in_features]
+            raise CheckpointError(f"{format.ckpt.folder}: {source} is {list(m.shape)}, expected {want} (config.json)")
+        scheme = format.scheme(source)
+        try:
+            w = LAYOUTS[layout].describe_down(m, _activations(scheme.activation_format, activations, report))
+        except ValueError as error:
+            report.dequantized[f"{source}.weight"] = str(error).removeprefix("down: ")
+            continue
+        specs[name] = LinearSpec(m.shape[1], m.shape[0], w)
+        report.linears[source] = scheme.text, specs[name]
+        format.ckpt.release()
+    return specs
 
 
 def _activations(wanted: str, choice: str, report: Report) -> str:
@@ -207,15 +243,53 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
         region.finish(metadata)
 
 
+def _linear(
+    weight: Weight, skeleton: Skeleton, spec: LinearSpec, scales: str, dense: str, data: DataFile, report: Report
+) -> int:
+    """Writes a linear's packed weight, or makes its node a MatMulNBits; returns the bytes."""
+    format, source = skeleton.format, skeleton.linears[weight.parameter.rpartition(".")[0]]
+    scheme = format.scheme(source)
+    m, error = _rounded(format.matrix(source), scales)
+    if scales == "bf16":
+        report.scale_error = max(report.scale_error or 0.0, error)
+    metadata = {"module": source, "format": scheme.text}
+    if dense == "ort":
+        reason = why_not(m, scheme.activation_format, skeleton.dtype.itemsize)
+        if reason is None:
+            size = 0
+            for value, array in to_matmul_nbits(weight.value, m, spec):
+                region = data.region(value)
+                region.write(array)
+                region.finish(metadata)
+                size += array.nbytes
+            report.dense_bytes += size
+            return size
+        report.not_ort[source] = reason
+    layout = LAYOUTS[spec.w.layout]
+    row = native.aligned(layout.row_bytes(spec.moe, "w2"))
+    try:
+        layout.pack_down(m, spec.moe, row)
+    except ValueError as problem:
+        raise CheckpointError(f"{format.ckpt.folder}: {source}: {str(problem).removeprefix('down: ')}") from None
+    region = data.region(weight.value)
+    region.write(row)
+    region.finish(metadata | {"layout": spec.w.layout, "layout_version": str(spec.w.layout_version),
+                              "spec": json.dumps(spec.attributes())})  # fmt: skip
+    report.dense_bytes += row.nbytes
+    format.ckpt.release()
+    return row.nbytes
+
+
 def _dense(weight: Weight, skeleton: Skeleton, data: DataFile, report: Report) -> int:
     """Writes a weight outside the experts; returns its bytes."""
     format, source = skeleton.format, skeleton.sources[weight.parameter]
     array = skeleton.parameter(weight.parameter)
     array = np.ascontiguousarray(array.T if weight.transposed else array)
     metadata, module = {"module": source}, source.rpartition(".")[0]
-    if format.is_quantized(module):
-        metadata["dequantized_from"] = format.scheme(module).text
-        report.dequantized += 1
+    if source == f"{module}.weight" and format.is_quantized(module):
+        owner = type(skeleton.model.get_submodule(weight.parameter.rpartition(".")[0])).__name__
+        reason = report.dequantized.setdefault(source, f"{owner} is not a linear layer")
+        metadata |= {"dequantized_from": format.scheme(module).text, "dequantized_because": reason}
     if array.nbytes <= INLINE:
         weight.value.const_value = ir.Tensor(array, name=weight.value.name, metadata_props=metadata)
     else:
@@ -229,25 +303,25 @@ def _dense(weight: Weight, skeleton: Skeleton, data: DataFile, report: Report) -
 
 def _scaled(expert: Expert, scales: str) -> tuple[Expert, float]:
     """The expert with its scales as asked for, and the largest relative error that this made."""
-    if scales == "exact":
-        return expert, 0.0
-    errors = [0.0]
+    found = [None if m is None else _rounded(m, scales) for m in (expert.gate, expert.up, expert.down)]
+    return Expert(*(pair and pair[0] for pair in found)), max(pair[1] for pair in found if pair)  # type: ignore[arg-type]
 
-    def round_(m: QuantizedMatrix | None) -> QuantizedMatrix | None:
-        if m is None or m.scales.dtype.itemsize == 1:
-            return m
-        exact = m.scales.astype(np.float64)
-        rounded = exact.astype(ml_dtypes.bfloat16)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            errors.append(float(np.nan_to_num(np.abs(rounded.astype(np.float64) - exact) / np.abs(exact)).max()))
-        return dataclasses.replace(m, scales=rounded)
 
-    return Expert(*(round_(m) for m in (expert.gate, expert.up, expert.down))), max(errors)  # type: ignore[arg-type]
+def _rounded(m: QuantizedMatrix, scales: str) -> tuple[QuantizedMatrix, float]:
+    """The same of one matrix."""
+    if scales == "exact" or m.scales.dtype.itemsize == 1:
+        return m, 0.0
+    exact = m.scales.astype(np.float64)
+    rounded = exact.astype(ml_dtypes.bfloat16)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        error = float(np.nan_to_num(np.abs(rounded.astype(np.float64) - exact) / np.abs(exact)).max())
+    return dataclasses.replace(m, scales=rounded), error
 
 
 def _save(graph: ir.Model, weights: list[Weight], path: Path, metadata: dict[str, str]) -> None:
     for weight in weights:
-        graph.graph.register_initializer(weight.value)
+        if weight.value.uses():
+            graph.graph.register_initializer(weight.value)
     graph.producer_name, graph.producer_version = "quantmoe", "0.1.0"
     graph.metadata_props.update(metadata)
     ir.save(graph, path)

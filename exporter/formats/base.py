@@ -66,6 +66,7 @@ class MoELayer:
     down_scheme: Scheme
     swiglu_alpha: float
     swiglu_limit: float
+    apply_router_weight_on_input: bool
     format: Format
     projections: tuple[str, ...]
     """Names of gate (when gated), up and down; () when the tool fuses experts into 3-D tensors."""

@@ -83,9 +83,10 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         top_k=top_k,
         scheme=scheme,
         down_scheme=down_scheme,
-        # transformers' GptOssExperts: alpha is a constant, the limit is in the config
-        swiglu_alpha=1.702 if oai else 0.0,
+        # transformers' GptOssExperts; older configurations have no alpha
+        swiglu_alpha=float(config.get("swiglu_alpha", 1.702)) if oai else 0.0,
         swiglu_limit=float(config.get("swiglu_limit", 7.0)) if oai else 0.0,
+        apply_router_weight_on_input=config.get("model_type") in ("llama4", "llama4_text"),
         format=format,
         projections=projections,
     )
