@@ -1,4 +1,4 @@
-"""``torch.ops.quantmoe.quant_moe`` and ``quant_linear``: eager they are reference.py, exported the ONNX nodes."""
+"""The operators as ``torch.ops.quantmoe.*``: eager they are reference.py, exported the ONNX nodes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from onnx.defs import OpSchema
 from onnxscript.values import Op, Opset
 
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import DOMAIN, LinearSpec, MoESpec, attribute_kinds, inputs, op_version, outputs
+from quantmoe.custom_ops.op import DOMAIN, LinearSpec, MoESpec, RoutingSpec, attribute_kinds, inputs, op_version, outputs
 from quantmoe.custom_ops.reference import linear as reference_linear
 from quantmoe.custom_ops.reference import quant_moe as reference
+from quantmoe.custom_ops.reference import route as reference_route
 
 
 @torch.library.custom_op("quantmoe::quant_moe", mutates_args=())
@@ -87,6 +88,29 @@ def _(x: torch.Tensor, w: torch.Tensor, attributes: str) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], json.loads(attributes)["out_features"]))
 
 
+@torch.library.custom_op("quantmoe::moe_routing", mutates_args=())
+def moe_routing(
+    logits: torch.Tensor, correction_bias: torch.Tensor, attributes: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each token, by the float64 reference.
+
+    Args:
+        logits: [T, E]. correction_bias: f32 [E]. attributes: JSON of RoutingSpec.attributes().
+
+    Returns:
+        ids int32 and weights f32, [T, top_k].
+    """
+    spec = RoutingSpec.from_attributes(json.loads(attributes))
+    ids, weights = reference_route(spec, logits.float().numpy(), correction_bias.numpy())
+    return torch.from_numpy(ids), torch.from_numpy(weights).float()
+
+
+@moe_routing.register_fake
+def _(logits: torch.Tensor, correction_bias: torch.Tensor, attributes: str) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (*logits.shape[:-1], json.loads(attributes)["top_k"])
+    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
+
+
 @cache
 def onnx_op(op: str) -> Op:
     """An ONNX operator as onnxscript calls it, its schema built from op.def."""
@@ -120,3 +144,8 @@ def onnx_quant_moe(hidden_states: Any, topk_ids: Any, topk_weights: Any, w13: An
 def onnx_quant_linear(x: Any, w: Any, attributes: str) -> Any:
     """The entry of the exporter's translation table for ``quant_linear``."""
     return onnx_op("QuantLinear")(x, w, **json.loads(attributes))
+
+
+def onnx_moe_routing(logits: Any, correction_bias: Any, attributes: str) -> Any:
+    """The entry of the exporter's translation table for ``moe_routing``."""
+    return onnx_op("MoERouting")(logits, correction_bias, **json.loads(attributes))

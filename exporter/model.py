@@ -33,10 +33,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
-from quantmoe.custom_ops.torch_op import onnx_quant_linear, onnx_quant_moe
+from quantmoe.custom_ops.torch_op import onnx_moe_routing, onnx_quant_linear, onnx_quant_moe
 from quantmoe.exporter.architectures import ARCHITECTURES
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import Format, MoELayer
+from quantmoe.exporter.passes.routers import replace_routers
 from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16}
@@ -208,7 +209,8 @@ def trace(
     for name, linear in (linears or {}).items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, PackedLinear(linear))
-    stack = model.get_decoder().layers
+    replace_routers(model)
+    stack = _decoder(model).layers
     prefix = next(name for name, module in model.named_modules() if module is stack)
     kept = _representatives(model.config, stack)
     if len(kept) < len(stack):
@@ -223,9 +225,9 @@ def _trace(skeleton: Skeleton, fusions: str | None) -> ir.Model:
     model = skeleton.model
     batch, past, new = 2, 5, 3  # distinct, and neither 0 nor 1, which torch.export would take as fixed
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        ran = model.get_decoder()(torch.zeros(1, 1, dtype=torch.int64), use_cache=True).past_key_values
+        ran = _decoder(model)(torch.zeros(1, 1, dtype=torch.int64), use_cache=True).past_key_values
         shapes = [[tuple(t.shape) for t in (layer.keys, layer.values)] for layer in ran.layers]
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache()  # of full length in every layer: sliding windows and chunks are in the masks
     for i, (key, value) in enumerate(shapes):
         cache.update(*(torch.zeros(batch, s[1], past, s[3], dtype=skeleton.dtype) for s in (key, value)), i)
     inputs = {
@@ -263,6 +265,12 @@ def _trace(skeleton: Skeleton, fusions: str | None) -> ir.Model:
     return graph
 
 
+def _decoder(model: PreTrainedModel) -> Any:
+    """The module that has the decoder layers; Llama-4's get_decoder does not find it."""
+    decoder = model.get_decoder()
+    return decoder if hasattr(decoder, "layers") else model.model
+
+
 def _representatives(config: Any, stack: torch.nn.ModuleList) -> list[int]:
     """Layers to trace: of each run of more than three equal ones the first two and the last."""
     per_layer = [v for v in config.to_dict().values() if isinstance(v, list) and len(v) == len(stack)]
@@ -291,7 +299,7 @@ def _representatives(config: Any, stack: torch.nn.ModuleList) -> list[int]:
 @contextlib.contextmanager
 def _only(model: PreTrainedModel, kept: list[int]) -> Iterator[None]:
     """The model with only some of its layers, numbered anew."""
-    decoder, config = model.get_decoder(), model.config
+    decoder, config = _decoder(model), model.config
     stack, settings = decoder.layers, dict(vars(config))
 
     def number(module: torch.nn.Module, i: int) -> None:
@@ -357,6 +365,7 @@ def _experts_forward(
 ALL_EXPERTS_FUNCTIONS.register("quantmoe", _experts_forward)
 exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.quant_moe.default] = onnx_quant_moe
 exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.quant_linear.default] = onnx_quant_linear
+exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.moe_routing.default] = onnx_moe_routing
 
 
 def _config(format: Format, layers: int | None) -> Any:

@@ -399,14 +399,18 @@ OrtStatus* InferShape(const OrtCustomOp* self, OrtShapeInferContext* context) {
     if (!status) status = api->GetDimensions(info, shape.data(), rank);
     if (!status) status = api->GetSymbolicDimensions(info, symbols.data(), rank);
     if (status) return status;
+    for (size_t i = 0; i + 1 < rank; ++i)
+      if (shape[i] < 0 && !*symbols[i]) return nullptr;  // a size without a name would be taken for the number -1
     shape.back() = size;
     symbols.back() = "";
     OrtTensorTypeAndShapeInfo* changed;
     if (OrtStatus* failed = api->CreateTensorTypeAndShapeInfo(&changed)) return failed;
     status = api->SetDimensions(changed, shape.data(), rank);
     if (!status) status = api->SetSymbolicDimensions(changed, symbols.data(), rank);
-    for (size_t i = 0; i < position(kOutputs, op.name, "") && !status; ++i)
-      status = api->ShapeInferContext_SetOutputTypeShape(context, i, changed);
+    for (size_t i = 0; i < position(kOutputs, op.name, "") && !status; ++i) {
+      status = api->SetTensorElementType(changed, op.Resolve(at(kOutputs, op.name, i).type));
+      if (!status) status = api->ShapeInferContext_SetOutputTypeShape(context, i, changed);
+    }
     api->ReleaseTensorTypeAndShapeInfo(changed);
     return status;
   }

@@ -10,6 +10,9 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.llama4 import modeling_llama4
 
+from quantmoe.custom_ops.op import RoutingSpec
+from quantmoe.exporter.passes.routers import attach
+
 
 def prepare(model: PreTrainedModel) -> None:
     """Gives the experts the interface that other architectures have, and makes the rotary embedding real."""
@@ -20,6 +23,7 @@ def prepare(model: PreTrainedModel) -> None:
             experts.has_bias = experts.has_post_expert_norm = experts._is_expert_parallel = False
             experts.forward = MethodType(ALL_EXPERTS_FUNCTIONS["quantmoe"], experts)
             module.forward = MethodType(_moe, module)  # type: ignore[method-assign]
+            attach(module.router, RoutingSpec(module.num_experts, module.top_k, "topk_sigmoid"))
         elif isinstance(module, modeling_llama4.Llama4TextRotaryEmbedding):
             module.forward = MethodType(_frequencies, module)  # type: ignore[method-assign]
         elif isinstance(module, modeling_llama4.Llama4TextAttention):
@@ -29,9 +33,7 @@ def prepare(model: PreTrainedModel) -> None:
 def _moe(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Llama4TextMoe.forward without the experts that were not chosen: their inputs are times zero there."""
     hidden_states = hidden_states.reshape(-1, self.hidden_dim)
-    logits = torch.nn.functional.linear(hidden_states, self.router.weight)
-    scores, ids = torch.topk(logits, self.top_k, dim=1)
-    weights = torch.sigmoid(scores.float()).to(scores.dtype)
+    logits, weights, ids = self.router(hidden_states)
     return self.shared_expert(hidden_states) + self.experts(hidden_states, ids, weights), logits
 
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from quantmoe.custom_ops.op import MoESpec
+from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter import model
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.formats import find_format, open_checkpoint
 from quantmoe.exporter.generate import Generator
 from quantmoe.exporter.inspect import inspect
-from quantmoe.exporter.model import Skeleton, _experts_forward, dequantized
+from quantmoe.exporter.model import PackedLinear, Skeleton, _experts_forward, dequantized
 from quantmoe.exporter.passes.repeat import RepeatError
 
-ARCHITECTURES = ("qwen3_moe", "mixtral", "olmoe")
+ARCHITECTURES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3", "glm4_moe", "llama4_text")
 VOCABULARY = 384
 
 
@@ -103,6 +103,13 @@ def bind_packed(torch_model: PreTrainedModel, folder: Path, monkeypatch: pytest.
         for name, value in zip(("w13", "w2"), node.inputs[3:5], strict=True):
             monkeypatch.setattr(module, name, torch.from_numpy(np.array(value.const_value.numpy())), raising=False)
         monkeypatch.setattr(module, "forward", _experts_forward.__get__(module))
+    for node in graph:
+        if node.op_type == "QuantLinear":
+            tensor = node.inputs[1].const_value
+            linear = PackedLinear(LinearSpec.from_attributes(json.loads(tensor.metadata_props["spec"])))
+            linear.w = torch.from_numpy(np.array(tensor.numpy()))
+            module = torch_model.get_submodule(tensor.metadata_props["module"])
+            monkeypatch.setattr(module, "forward", linear.forward)
     return len(modules)
 
 
@@ -189,5 +196,5 @@ def test_interface_names(exported):
 def test_without_the_library_onnxruntime_names_the_operator(exported):
     import onnxruntime as ort
 
-    with pytest.raises(Exception, match="QuantMoE"):
+    with pytest.raises(Exception, match="Quant(MoE|Linear)"):
         ort.InferenceSession(str(exported("qwen3_moe", activations="float") / "model.onnx"))
