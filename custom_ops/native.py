@@ -271,6 +271,22 @@ def aligned(size: int, alignment: int = 64) -> np.ndarray:
     return raw[start : start + size]
 
 
+def refusal(spec: MoESpec | LinearSpec, words: dict[str, int]) -> str:
+    """Why the library does not run nodes with these attributes, in its words; "" when it does.
+
+    Args:
+        words: int32 words of a packed row by input, {"w13": .., "w2": ..} or {"w": ..}.
+    """
+    lib, node, err = library(), ctypes.create_string_buffer(1024), ctypes.create_string_buffer(ERROR_SIZE)
+    shapes = [(ctypes.c_int64 * 2)(1, count) for count in words.values()]
+    try:
+        _set(node, spec)
+        _check((lib.qm_moe_validate if isinstance(spec, MoESpec) else lib.qm_linear_validate)(node, *shapes, err), err)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def kernels() -> dict[str, bool]:
     """Kernel name -> usable on this machine, best first."""
     found, usable, index = {}, ctypes.c_int(), 0

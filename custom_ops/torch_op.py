@@ -12,7 +12,16 @@ from onnx.defs import OpSchema
 from onnxscript.values import Op, Opset
 
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import DOMAIN, LinearSpec, MoESpec, RoutingSpec, attribute_kinds, inputs, op_version, outputs
+from quantmoe.custom_ops.op import (
+    DOMAIN,
+    LinearSpec,
+    MoESpec,
+    RoutingSpec,
+    attribute_kinds,
+    inputs,
+    op_version,
+    outputs,
+)
 from quantmoe.custom_ops.reference import linear as reference_linear
 from quantmoe.custom_ops.reference import quant_moe as reference
 from quantmoe.custom_ops.reference import route as reference_route

@@ -46,6 +46,17 @@ class Dense(enum.StrEnum):
     ort = "ort"
 
 
+class Quantize(enum.StrEnum):
+    int4 = "int4"
+    int8 = "int8"
+    mxfp4 = "mxfp4"
+    nvfp4 = "nvfp4"
+
+
+class Storage(enum.StrEnum):
+    safetensors = "safetensors"
+
+
 class Dtype(enum.StrEnum):
     f32 = "f32"
     f16 = "f16"
@@ -61,11 +72,14 @@ def export(
     dtype: Annotated[Dtype, typer.Option(help="of everything outside the experts")] = Dtype.f32,
     dense: Annotated[Dense, typer.Option(help="other quantized linears: QuantLinear, or MatMulNBits")] = Dense.quantmoe,
     layers: Annotated[int | None, typer.Option(min=1, help="only the first N decoder layers")] = None,
+    quantize: Annotated[Quantize | None, typer.Option(help="round a checkpoint that is not quantized")] = None,
+    group_size: Annotated[int | None, typer.Option(help="of --quantize; -1: one scale a row")] = None,
     force: Annotated[bool, typer.Option("--force", help="replace a model already there")] = False,
 ) -> None:
     """Turn a quantized checkpoint into an ONNX model with packed experts."""
     begin = time.perf_counter()
-    options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype, "dense": dense}
+    options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype, "dense": dense,
+               "quantize": quantize, "group_size": group_size}  # fmt: skip
     report = _export(checkpoint, outdir, **options, layers=layers, force=force)
     seconds = time.perf_counter() - begin
     table = Table("layers", "scheme", "experts", "hidden x intermediate", "activations", "scales", title=str(outdir))
@@ -93,8 +107,14 @@ def inspect(
     model: Model,
     verify: Annotated[bool, typer.Option("--verify", help="read all weights and compare their hashes")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+    why: Annotated[
+        bool, typer.Option("--explain", help="every layout and kernel considered; for a checkpoint too")
+    ] = False,
 ) -> None:
     """Show what an exported model holds."""
+    if why:
+        _explain(model, as_json)
+        return
     from quantmoe.exporter.inspect import inspect as inspect_model
 
     found = inspect_model(model, verify)
@@ -132,6 +152,20 @@ def inspect(
         console.print(f"quantized in the checkpoint, float here: {names} ({reason})", style="yellow")
     if verify:
         console.print(f"{found['verified']} tensors have the recorded hash", style="green")
+
+
+@app.command()
+def unpack(
+    model: Model,
+    layer: Annotated[int, typer.Option(min=0, help="decoder layer")],
+    to: Annotated[Storage, typer.Option(help="file format")] = Storage.safetensors,
+    output: Annotated[Path | None, typer.Option(help="default: layer_N.safetensors here")] = None,
+) -> None:
+    """Write a layer's codes and scales as the checkpoint had them."""
+    from quantmoe.exporter.unpack import unpack as unpack_layer
+
+    output = output or Path(f"layer_{layer}.{to}")
+    console.print(f"{len(unpack_layer(model, layer, output))} matrices in {output}")
 
 
 @app.command()
@@ -194,6 +228,8 @@ def demo(
         table.add_row(
             "largest logit difference", f"{found.difference:.2e} of the largest logit (same tokens fed to both)"
         )
+    if found.divergence is not None:
+        table.add_row("distribution", f"KL {found.divergence:.2e} nats, same likeliest token {found.agreement:.0%}")
     table.add_row(
         "speed", f"prefill {found.prompt / found.prefill:.0f} tokens/s, decode {found.decode_rate:.1f} tokens/s"
     )
@@ -233,6 +269,30 @@ def _export(checkpoint: Path, outdir: Path, **options: Any) -> Any:
             bar.update(task, description=stage, completed=done, total=total or None)
 
         return convert(checkpoint, outdir, **{k: getattr(v, "value", v) for k, v in options.items()}, progress=progress)
+
+
+def _explain(path: Path, as_json: bool) -> None:
+    from quantmoe.exporter.explain import explain
+
+    found = explain(path)
+    if as_json:
+        print(
+            json.dumps(
+                found, default=lambda o: {"layout": o.layout, "reason": o.reason, "kernels": o.kernels}, indent=1
+            )
+        )
+        return
+    for entry in found:
+        names = entry["modules"]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        console.print(f"[bold]{entry['scheme']}[/bold]: {names[0]}{more}")
+        for candidate in entry["candidates"]:
+            console.print(f"  layout {candidate.layout}: {candidate.reason or 'carries it'}")
+            chosen = False
+            for kernel, reason in candidate.kernels if not candidate.reason else ():
+                verdict = reason or ("usable" if chosen else "used")
+                chosen |= not reason
+                console.print(f"    kernel {kernel}: {verdict}")
 
 
 def _grouped(report: Any) -> dict[tuple[str, ...], int]:

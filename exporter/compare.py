@@ -16,7 +16,13 @@ LIMIT = 8 << 30
 
 @dataclass(frozen=True)
 class Comparison:
-    """Greedy tokens of both, and the largest logit difference relative to the largest logit (None: not compared)."""
+    """Greedy tokens of both, and how far the logits are apart (None: not compared).
+
+    Attributes:
+        difference: largest, relative to the largest logit.
+        divergence: mean over positions of KL(PyTorch's distribution || ours), in nats.
+        agreement: share of positions whose likeliest token is the same.
+    """
 
     tokens: list[int]
     expected_tokens: list[int]
@@ -24,6 +30,8 @@ class Comparison:
     prompt: int
     prefill: float
     decode_rate: float
+    divergence: float | None = None
+    agreement: float | None = None
 
 
 def compare(checkpoint: str | Path, model: str | Path, new_tokens: int = 16, prompt: int = 16) -> Comparison:
@@ -49,4 +57,24 @@ def compare(checkpoint: str | Path, model: str | Path, new_tokens: int = 16, pro
         logits = reference(torch.tensor([expected])).logits[0].numpy()
     ours = generator.step(np.array([expected], np.int64), generator.start())[0][0].astype(np.float32)
     difference = float(np.abs(ours - logits).max() / np.abs(logits).max())
-    return Comparison(found.tokens, expected[prompt:], difference, prompt, found.prefill, found.tokens_per_second)
+    return Comparison(
+        found.tokens,
+        expected[prompt:],
+        difference,
+        prompt,
+        found.prefill,
+        found.tokens_per_second,
+        *divergence(ours, logits),
+    )
+
+
+def divergence(found: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
+    """Mean KL(expected || found) in nats and the share of equal likeliest tokens, of logits [positions, vocabulary]."""
+
+    def log_softmax(x: np.ndarray) -> np.ndarray:
+        x = x.astype(np.float64) - x.max(-1, keepdims=True)
+        return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+    p, q = log_softmax(expected), log_softmax(found)
+    same = (found.argmax(-1) == expected.argmax(-1)).mean()
+    return float((np.exp(p) * (p - q)).sum(-1).mean()), float(same)

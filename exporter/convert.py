@@ -24,7 +24,9 @@ from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.formats import MoELayer, find_format, open_checkpoint
+from quantmoe.exporter.explain import consider, linear_spec, moe_spec
+from quantmoe.exporter.formats import Format, MoELayer, find_format, open_checkpoint
+from quantmoe.exporter.formats.unquantized import Unquantized
 from quantmoe.exporter.model import DTYPES, Skeleton, trace
 from quantmoe.exporter.passes.external_data import INLINE, DataFile, Region, byte_size
 from quantmoe.exporter.passes.interface import name_interface
@@ -75,6 +77,8 @@ def export(
     dtype: Literal["f32", "f16"] = "f32",
     dense: Literal["quantmoe", "ort"] = "quantmoe",
     layers: int | None = None,
+    quantize: str | None = None,
+    group_size: int | None = None,
     force: bool = False,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Report:
@@ -89,6 +93,9 @@ def export(
         dense: quantized linears outside the experts become QuantLinear, or with "ort" com.microsoft::MatMulNBits where
             it means the same; see Report.not_ort.
         layers: only the first so many decoder layers.
+        quantize: "int4", "int8", "mxfp4" or "nvfp4" for a checkpoint that is not quantized: its experts and other
+            ``*_proj`` linears are rounded to nearest.
+        group_size: of ``quantize``, input features that share a scale, -1 for a row; None: what is usual.
         force: replace a model already in ``output``.
         progress: called with stage, bytes done, bytes in all.
 
@@ -112,7 +119,8 @@ def export(
         raise NotADirectoryError(f"{output} is a file, expected a folder to write to")
     with _writing(Path(output), force) as partial:
         progress("reading", 0, 1)
-        format = find_format(open_checkpoint(checkpoint))
+        ckpt = open_checkpoint(checkpoint)
+        format: Format = find_format(ckpt) if quantize is None else Unquantized(ckpt, quantize, group_size)
         skeleton = Skeleton(format, dtype, layers)
         report = Report(format.name, {})
         specs = {}
@@ -151,34 +159,28 @@ def export(
 
 
 def _spec(layer: MoELayer, layout: str, activations: str, scales: str, report: Report) -> MoESpec:
-    formats = layer.activation_format, layer.down_scheme.activation_format
-    wanted, wanted_down = (_activations(found, activations, report) for found in formats)
+    for found in (layer.activation_format, layer.down_scheme.activation_format):
+        _remark(found, activations, report)
+
+    def describe(expert: Expert) -> MoESpec:
+        expert = _scaled(expert, scales)[0]
+        (candidate,) = consider(lambda chosen: moe_spec(layer, expert, chosen, activations), [layout])
+        if candidate.reason or not isinstance(candidate.spec, MoESpec):
+            raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.name}: {candidate.reason}")
+        return candidate.spec
+
+    first = describe(layer.expert(0))
+    if not (first.w13.perm or first.w2.perm):
+        return first
+    pairs = ((spec.w13, spec.w2) for spec in map(describe, layer))  # experts may differ in act-order
     try:
-        first = LAYOUTS[layout].describe(_scaled(layer.expert(0), scales)[0], wanted)
-        if first[0].perm or first[1].perm:  # experts may differ in act-order
-            rest = (LAYOUTS[layout].describe(_scaled(e, scales)[0], wanted) for e in layer)
-            first = reduce(join, rest, first)
-    except CheckpointError:
-        raise
+        w13, w2 = reduce(join, pairs)
     except ValueError as error:
         raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.name}: {error}") from None
-    return MoESpec(
-        num_experts=layer.num_experts,
-        hidden_size=layer.hidden_size,
-        intermediate_size=layer.intermediate_size,
-        w13=first[0],
-        w2=dataclasses.replace(first[1], activation_format=wanted_down),
-        activation=layer.activation,
-        gated=int(layer.gated),
-        swiglu_alpha=layer.swiglu_alpha,
-        swiglu_limit=layer.swiglu_limit,
-        apply_router_weight_on_input=int(layer.apply_router_weight_on_input),
-    )
+    return dataclasses.replace(first, w13=w13, w2=w2)
 
 
-def _linears(
-    skeleton: Skeleton, layout: str, activations: str, scales: str, report: Report
-) -> dict[str, LinearSpec]:
+def _linears(skeleton: Skeleton, layout: str, activations: str, scales: str, report: Report) -> dict[str, LinearSpec]:
     """Attributes of the linears outside the experts; those that the layout does not carry stay float, with a reason."""
     format, specs = skeleton.format, {}
     for name, source in skeleton.linears.items():
@@ -187,28 +189,25 @@ def _linears(
             want = [linear.out_features, linear.in_features]
             raise CheckpointError(f"{format.ckpt.folder}: {source} is {list(m.shape)}, expected {want} (config.json)")
         scheme = format.scheme(source)
-        try:
-            w = LAYOUTS[layout].describe_down(m, _activations(scheme.activation_format, activations, report))
-        except ValueError as error:
-            report.dequantized[f"{source}.weight"] = str(error).removeprefix("down: ")
+        (candidate,) = consider(lambda chosen, s=scheme, m=m: linear_spec(s, m, chosen, activations), [layout])
+        if candidate.reason or not isinstance(candidate.spec, LinearSpec):
+            report.dequantized[f"{source}.weight"] = candidate.reason.removeprefix("down: ")
             continue
-        specs[name] = LinearSpec(m.shape[1], m.shape[0], w)
+        _remark(scheme.activation_format, activations, report)
+        specs[name] = candidate.spec
         report.linears[source] = scheme.text, specs[name]
         format.ckpt.release()
     return specs
 
 
-def _activations(wanted: str, choice: str, report: Report) -> str:
-    """The node's activation_format, from the checkpoint's and the user's choice; a difference is reported."""
+def _remark(wanted: str, choice: str, report: Report) -> None:
+    """Notes activations that are not what the checkpoint says."""
     if wanted == "none" and choice == "int8":
         report.activations = (
             "weights-only checkpoint: activations are quantized to int8 per token (--activations float: not)"
         )
-        return "int8_token_asym"
     if wanted != "none" and choice == "float":
         report.activations = f"the checkpoint says {wanted}: activations stay float as asked"
-        return "none"
-    return wanted
 
 
 def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales: str, report: Report) -> Iterator[int]:

@@ -38,7 +38,8 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
 
     Returns:
         ``layers`` and ``linears`` (one dict a node: name, module, format, attributes, sizes, bytes, bits_per_weight),
-        ``dense`` (other large tensors, and those that the checkpoint quantizes: ``dequantized_because``), ``metadata`` and, with ``verify``, ``verified``: how many hashes were right.
+        ``dense`` (other large tensors, and those that the checkpoint quantizes and the model does not, with
+        ``dequantized_because``), ``metadata`` and, with ``verify``, ``verified``: how many hashes were right.
 
     Raises:
         ModelError: a file is missing or too short, a tensor's size is not what its node's attributes say, a wrong hash.

@@ -37,8 +37,8 @@ from quantmoe.custom_ops.torch_op import onnx_moe_routing, onnx_quant_linear, on
 from quantmoe.exporter.architectures import ARCHITECTURES
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import Format, MoELayer
-from quantmoe.exporter.passes.routers import replace_routers
 from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
+from quantmoe.exporter.passes.routers import replace_routers
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16}
 

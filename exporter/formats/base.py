@@ -110,6 +110,8 @@ class Format(ABC):
     name: ClassVar[str]
     #: suffixes of tensors that exist only beside a quantized module
     marks: ClassVar[tuple[str, ...]]
+    #: ends of the names of tensors that hold all experts of a layer
+    fused: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, ckpt: Checkpoint) -> None:
         self.ckpt = ckpt

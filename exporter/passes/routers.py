@@ -25,8 +25,8 @@ _TOKENS, _TOLERANCE = 64, 1e-6
 def replace_routers(model: torch.nn.Module) -> dict[str, RoutingSpec]:
     """Makes every router that equals a MoERouting one; others stay as they are.
 
-    A router is a module of a class named ``*Router`` with ``weight`` [E, H] whose forward returns (logits [T, E], weights
-    [T, k], ids [T, k]), as transformers' are.
+    A router is a module of a class named ``*Router`` with ``weight`` [E, H] whose forward returns (logits [T, E],
+    weights [T, k], ids [T, k]), as transformers' are.
 
     Returns:
         What was found, by module name.
