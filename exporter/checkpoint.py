@@ -131,6 +131,10 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entry(name).shape
 
+    def beside(self, module: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The tensors ``<module>.<suffix>``: suffix -> (dtype, shape), from the headers alone."""
+        return {suffix: (entry.dtype, entry.shape) for suffix, entry in self._modules.get(module, {}).items()}
+
     def tensor(self, name: str) -> np.ndarray:
         """A read-only view of the mapped file."""
         entry = self._entry(name)
@@ -148,6 +152,14 @@ class Checkpoint:
                 mapped.madvise(mmap.MADV_DONTNEED)
 
     # reading
+
+    @cached_property
+    def _modules(self) -> dict[str, dict[str, Entry]]:
+        found: dict[str, dict[str, Entry]] = {}
+        for name, entry in self._entries.items():
+            module, _, suffix = name.rpartition(".")
+            found.setdefault(module, {})[suffix] = entry
+        return found
 
     def _entry(self, name: str) -> Entry:
         if name not in self._entries:

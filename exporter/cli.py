@@ -5,9 +5,11 @@ from __future__ import annotations
 import enum
 import json
 import re
+import signal
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,6 +64,21 @@ class Dtype(enum.StrEnum):
     f16 = "f16"
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"quantmoe {version('quantmoe')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 def export(
     checkpoint: Checkpoint,
@@ -96,6 +113,8 @@ def export(
     ):
         for reason, names in _by_reason(reasons).items():
             console.print(f"{heading}: {names} ({reason})", style="yellow")
+    if report.untraced:
+        console.print(f"all layers were traced one by one, layers do not match: {report.untraced}", style="yellow")
     console.print(
         f"experts {_mb(report.packed_bytes)}, other weights {_mb(report.dense_bytes)}, "
         f"{seconds:.1f} s, peak memory {_peak_memory()}"
@@ -225,8 +244,11 @@ def demo(
     table.add_row("tokens, ONNX Runtime", str(found.tokens))
     table.add_row("tokens, PyTorch", str(found.expected_tokens or "(too large to dequantize here)"))
     if found.difference is not None:
+        table.add_row("largest logit difference", f"{found.difference:.2e} of the largest logit, fed the same tokens")
+    if found.float_difference is not None:
         table.add_row(
-            "largest logit difference", f"{found.difference:.2e} of the largest logit (same tokens fed to both)"
+            "with float activations",
+            f"{found.float_difference:.2e}: ours; the rest is int8's rounding of activations, PyTorch's are float",
         )
     if found.divergence is not None:
         table.add_row("distribution", f"KL {found.divergence:.2e} nats, same likeliest token {found.agreement:.0%}")
@@ -250,6 +272,8 @@ def main() -> None:
     from quantmoe.exporter.checkpoint import CheckpointError
     from quantmoe.exporter.inspect import ModelError
 
+    for signal_ in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signal_, lambda number, frame: sys.exit(128 + number))  # as Ctrl-C: what was begun is removed
     try:
         app()
     except (CheckpointError, ModelError, OSError) as error:

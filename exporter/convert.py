@@ -10,7 +10,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -27,11 +27,13 @@ from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.explain import consider, linear_spec, moe_spec
 from quantmoe.exporter.formats import Format, MoELayer, find_format, open_checkpoint
 from quantmoe.exporter.formats.unquantized import Unquantized
+from quantmoe.exporter.genai import genai_config
 from quantmoe.exporter.model import DTYPES, Skeleton, trace
-from quantmoe.exporter.passes.external_data import INLINE, DataFile, Region, byte_size
+from quantmoe.exporter.passes.external_data import INLINE, DataFile, Region, byte_size, naming
 from quantmoe.exporter.passes.interface import name_interface
 from quantmoe.exporter.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.passes.weights import Weight, place_weights
+from quantmoe.ort_ext import library_path
 
 MODEL, DATA = "model.onnx", "model.onnx.data"
 #: the packed layout an engine reads
@@ -54,6 +56,7 @@ class Report:
         linears: checkpoint module name -> (scheme in the tool's words, node attributes), outside the experts.
         dequantized: checkpoint tensor outside the experts, quantized there and float in the model -> why.
         not_ort: linears that ``dense="ort"`` left as QuantLinear -> why.
+        untraced: why every layer was traced although some are alike, else "".
     """
 
     format: str
@@ -65,6 +68,7 @@ class Report:
     linears: dict[str, tuple[str, LinearSpec]] = dataclasses.field(default_factory=dict)
     dequantized: dict[str, str] = dataclasses.field(default_factory=dict)
     not_ort: dict[str, str] = dataclasses.field(default_factory=dict)
+    untraced: str = ""
 
 
 def export(
@@ -86,7 +90,8 @@ def export(
 
     Args:
         checkpoint: Hugging Face folder.
-        output: folder for model.onnx, model.onnx.data, configuration and tokenizer; created if missing.
+        output: folder for model.onnx, model.onnx.data, configuration, tokenizer, and for onnxruntime-genai its
+            genai_config.json and the library; created if missing.
         activations: of weight-only checkpoints: "int8" quantizes each token (int8_token_asym), "float" does not.
         scales: "bf16" rounds them, for KleidiAI's kernels; see Report.scale_error.
         dtype: of the graph outside the experts.
@@ -131,6 +136,7 @@ def export(
 
         progress("tracing", 0, 1)
         graph = trace(skeleton, specs, linears, fusions=target)
+        report.untraced = graph.meta.pop("untraced", "")
         weights = place_weights(graph)
         name_interface(graph)
 
@@ -161,23 +167,28 @@ def export(
 def _spec(layer: MoELayer, layout: str, activations: str, scales: str, report: Report) -> MoESpec:
     for found in (layer.activation_format, layer.down_scheme.activation_format):
         _remark(found, activations, report)
+    where = f"{layer.format.ckpt.folder}: {layer.name}"
 
-    def describe(expert: Expert) -> MoESpec:
-        expert = _scaled(expert, scales)[0]
+    def describe(e: int) -> MoESpec:
+        expert = _scaled(layer.expert(e), scales)[0]
         (candidate,) = consider(lambda chosen: moe_spec(layer, expert, chosen, activations), [layout])
         if candidate.reason or not isinstance(candidate.spec, MoESpec):
-            raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.name}: {candidate.reason}")
+            raise CheckpointError(f"{where}.{e}: {candidate.reason}")
         return candidate.spec
 
-    first = describe(layer.expert(0))
-    if not (first.w13.perm or first.w2.perm):
-        return first
-    pairs = ((spec.w13, spec.w2) for spec in map(describe, layer))  # experts may differ in act-order
-    try:
-        w13, w2 = reduce(join, pairs)
-    except ValueError as error:
-        raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.name}: {error}") from None
-    return dataclasses.replace(first, w13=w13, w2=w2)
+    spec, usual = describe(0), layer.tensors(0)
+    # Experts may differ in act-order. One whose tensors are not those of expert 0 is damaged or stored differently:
+    # decoding it tells, now and not after the tracing.
+    ordered = spec.w13.perm or spec.w2.perm
+    for e in range(1, layer.num_experts):
+        if ordered or layer.tensors(e) != usual:
+            other = describe(e)
+            try:
+                w13, w2 = join((spec.w13, spec.w2), (other.w13, other.w2))
+            except ValueError as error:
+                raise CheckpointError(f"{where}.{e}: {error}") from None
+            spec = dataclasses.replace(spec, w13=w13, w2=w2)
+    return spec
 
 
 def _linears(skeleton: Skeleton, layout: str, activations: str, scales: str, report: Report) -> dict[str, LinearSpec]:
@@ -321,18 +332,26 @@ def _save(graph: ir.Model, weights: list[Weight], path: Path, metadata: dict[str
     for weight in weights:
         if weight.value.uses():
             graph.graph.register_initializer(weight.value)
-    graph.producer_name, graph.producer_version = "quantmoe", "0.1.0"
+    graph.producer_name, graph.producer_version = "quantmoe", version("quantmoe")
     graph.metadata_props.update(metadata)
-    ir.save(graph, path)
+    graph.doc_string = f"Register {Path(library_path()).name} of `pip install quantmoe` with ONNX Runtime to run this."
+    with naming(path):
+        ir.save(graph, path)
 
 
 def _companions(folder: Path, partial: Callable[[str], Path], layers: int | None) -> None:
     for path in sorted({path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}):
         shutil.copyfile(path, partial(path.name))
+    config = json.loads((folder / "config.json").read_bytes())
     if layers is not None:
-        config = json.loads((folder / "config.json").read_text())
         config.get("text_config", config)["num_hidden_layers"] = layers
         partial("config.json").write_text(json.dumps(config, indent=2))
+    generation = folder / "generation_config.json"
+    library = Path(library_path())
+    with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
+        found = genai_config(config, json.loads(generation.read_bytes()) if generation.is_file() else {}, library.name)
+        partial("genai_config.json").write_text(json.dumps(found, indent=2))
+    shutil.copyfile(library, partial(library.name))
 
 
 @contextlib.contextmanager

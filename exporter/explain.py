@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,14 +73,13 @@ def moe_spec(layer: MoELayer, expert: Expert, layout: ModuleType, activations: s
         ValueError: the layout does not carry the expert.
     """
     formats = [activation_format(s.activation_format, activations) for s in (layer.scheme, layer.down_scheme)]
-    w13 = layout.describe(expert, formats[0])[0]
-    w2 = layout.describe_down(expert.down, formats[1])
+    w13, w2 = layout.describe(expert, formats[0])
     return MoESpec(
         num_experts=layer.num_experts,
         hidden_size=layer.hidden_size,
         intermediate_size=layer.intermediate_size,
         w13=w13,
-        w2=w2,
+        w2=replace(w2, activation_format=formats[1]),
         activation=layer.activation,
         gated=int(layer.gated),
         swiglu_alpha=layer.swiglu_alpha,
@@ -91,6 +90,8 @@ def moe_spec(layer: MoELayer, expert: Expert, layout: ModuleType, activations: s
 
 def linear_spec(scheme: Scheme, m: QuantizedMatrix, layout: ModuleType, activations: str) -> LinearSpec:
     """The same of a linear outside the experts."""
+    if not hasattr(layout, "describe_down"):
+        raise ValueError(f"layout {layout.__name__.rpartition('.')[2]} has no QuantLinear yet")
     return LinearSpec(
         m.shape[1], m.shape[0], layout.describe_down(m, activation_format(scheme.activation_format, activations))
     )

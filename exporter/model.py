@@ -12,6 +12,7 @@ import io
 import itertools
 import json
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -115,15 +116,26 @@ class Skeleton:
             for name, source in modules_of.items()
             if type(model.get_submodule(name)) is torch.nn.Linear and format.is_quantized(source)
         }
+        self._check_parameters()
+
+    def _check_parameters(self) -> None:
+        """Shapes, from the headers; of quantized weights that are alike but for numbers in their names one is read."""
+        checked = []
+        for name, source in self.sources.items():
+            module = source.rpartition(".")[0]
+            if not self.format.is_quantized(module):
+                self._check_shape(name, self.format.ckpt.shape(source))
+                continue
+            kind = re.sub(r"\d+", "", source), self.format.scheme(module).text, self.format.ckpt.beside(module)
+            if kind not in checked:
+                self.parameter(name)
+                checked.append(kind)
 
     def parameter(self, name: str) -> np.ndarray:
         """A parameter or stored buffer of the model in the graph's dtype, dequantized if need be."""
         source, placeholder = self.sources[name], self.tensors[name]
         found = self.format.parameter(source)
-        if found.shape != tuple(placeholder.shape):
-            raise CheckpointError(
-                f"{self.format.ckpt.where(source)} has shape {list(found.shape)}, expected {list(placeholder.shape)}"
-            )
+        self._check_shape(name, found.shape)
         if placeholder.dtype == torch.float16:
             if np.abs(found).max(initial=0) > np.finfo(np.float16).max:
                 raise CheckpointError(
@@ -137,6 +149,13 @@ class Skeleton:
         stored = self.model.state_dict().keys()
         yield from self.model.named_parameters()
         yield from ((name, buffer) for name, buffer in self.model.named_buffers() if name in stored)
+
+    def _check_shape(self, name: str, found: tuple[int, ...]) -> None:
+        if found != tuple(self.tensors[name].shape):
+            raise CheckpointError(
+                f"{self.format.ckpt.where(self.sources[name])} has shape {list(found)}, "
+                f"expected {list(self.tensors[name].shape)}"
+            )
 
     def _names(self) -> Iterator[str]:
         return (name for name, _ in self._tensors())
@@ -188,7 +207,8 @@ def trace(
 ) -> ir.Model:
     """The ONNX graph, with KV cache, dynamic in batch and sequence.
 
-    passes/interface.py names its inputs and outputs.
+    passes/interface.py names its inputs and outputs. When layers that look alike cannot be copied, all are traced and
+    meta["untraced"] says why.
 
     Args:
         specs: experts module name -> its node's attributes.
@@ -214,10 +234,16 @@ def trace(
     prefix = next(name for name, module in model.named_modules() if module is stack)
     kept = _representatives(model.config, stack)
     if len(kept) < len(stack):
-        with _only(model, kept), contextlib.suppress(RepeatError):
+        with _only(model, kept):
             graph = _trace(skeleton, fusions)
-            repeat_layers(graph, prefix, kept)
-            return graph
+            try:
+                repeat_layers(graph, prefix, kept)
+                return graph
+            except RepeatError as error:
+                reason = str(error)
+        graph = _trace(skeleton, fusions)
+        graph.meta["untraced"] = reason
+        return graph
     return _trace(skeleton, fusions)
 
 

@@ -76,6 +76,11 @@ class MoELayer:
         """How gate and up's activations are quantized; ``down_scheme`` has down's."""
         return self.scheme.activation_format
 
+    def tensors(self, e: int) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
+        """Names, dtypes and shapes of expert ``e``'s tensors, from the headers; those of all experts when fused."""
+        modules = [f"{self.name}.{e}.{projection}" for projection in self.projections] or [self.name]
+        return [self.format.ckpt.beside(module) for module in modules]
+
     def expert(self, e: int) -> Expert:
         """Decodes expert ``e``.
 

@@ -58,9 +58,9 @@ def recognise(router: Any) -> RoutingSpec | None:
     scaling = getattr(router, "routed_scaling_factor", 1.0)
     if ids.ndim != 2 or ids.dtype.kind != "i" or logits.shape != (_TOKENS, len(probe.weight)):
         return None
-    for method, renormalize, (n_group, topk_group) in itertools.product(
-        enum("routing_method"), (0, 1), sorted(groups, reverse=True)
-    ):
+    # softmax_topk, renormalized, is topk_softmax: of equals the one that needs fewer exponentials
+    methods = sorted(enum("routing_method"), key=lambda method: not method.startswith("topk_"))
+    for method, renormalize, (n_group, topk_group) in itertools.product(methods, (0, 1), sorted(groups, reverse=True)):
         spec = RoutingSpec(
             logits.shape[1], ids.shape[1], method, renormalize, n_group, topk_group, float(np.float32(scaling))
         )

@@ -29,6 +29,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     @cache
     def make(architecture: str = "qwen3_moe", scheme: str = "W4A16", **sizes: object) -> Path:
         fields = SIZES | {INTERMEDIATE[architecture]: 96} | sizes
+        if architecture == "deepseek_v3":  # latent attention
+            fields = {name: value for name, value in fields.items() if name != "head_dim"} | {"num_key_value_heads": 4}
         return make_checkpoint(tmp_path_factory.mktemp(architecture), architecture, scheme, **fields)
 
     return make

@@ -13,10 +13,10 @@ from quantmoe.exporter.demo import COMMON, SIZES
 from quantmoe.exporter.passes.routers import recognise
 
 EXPECTED = {
-    "qwen3_moe": RoutingSpec(16, 4, "softmax_topk", 1),
-    "mixtral": RoutingSpec(8, 2, "softmax_topk", 1),
+    "qwen3_moe": RoutingSpec(16, 4, "topk_softmax"),
+    "mixtral": RoutingSpec(8, 2, "topk_softmax"),
     "olmoe": RoutingSpec(16, 4, "softmax_topk", 0),
-    "gpt_oss": RoutingSpec(8, 2, "topk_softmax", 0),
+    "gpt_oss": RoutingSpec(8, 2, "topk_softmax"),
     "deepseek_v3": RoutingSpec(16, 4, "sigmoid_topk", 1, 4, 2, 2.5),
     "glm4_moe": RoutingSpec(16, 4, "sigmoid_topk", 1),
 }

@@ -113,5 +113,5 @@ int qm_set_string(const char* op, void* node, const char* name, const char* valu
     known += known.empty() ? "" : ", ";
     known += candidate.name;
   }
-  return fail(err, QM_INVALID, "%s is \"%.64s\", expected one of: %s", name, value, known.c_str());
+  return fail(err, QM_INVALID, "%s is \"%.64s\", the operator defines: %s", name, value, known.c_str());
 }
