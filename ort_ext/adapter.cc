@@ -407,8 +407,11 @@ OrtStatus* InferShape(const OrtCustomOp* self, OrtShapeInferContext* context) {
     if (OrtStatus* failed = api->CreateTensorTypeAndShapeInfo(&changed)) return failed;
     status = api->SetDimensions(changed, shape.data(), rank);
     if (!status) status = api->SetSymbolicDimensions(changed, symbols.data(), rank);
+    ONNXTensorElementDataType input_type;  // ONNX Runtime asks the first of an operator's variants for all of them
+    if (!status) status = api->GetTensorElementType(info, &input_type);
     for (size_t i = 0; i < position(kOutputs, op.name, "") && !status; ++i) {
-      status = api->SetTensorElementType(changed, op.Resolve(at(kOutputs, op.name, i).type));
+      const int type = at(kOutputs, op.name, i).type;
+      status = api->SetTensorElementType(changed, type == type_T ? input_type : op.Resolve(type));
       if (!status) status = api->ShapeInferContext_SetOutputTypeShape(context, i, changed);
     }
     api->ReleaseTensorTypeAndShapeInfo(changed);
