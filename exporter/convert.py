@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -200,7 +201,7 @@ def _linears(skeleton: Skeleton, layout: str, activations: str, scales: str, rep
             want = [linear.out_features, linear.in_features]
             raise CheckpointError(f"{format.ckpt.folder}: {source} is {list(m.shape)}, expected {want} (config.json)")
         scheme = format.scheme(source)
-        (candidate,) = consider(lambda chosen, s=scheme, m=m: linear_spec(s, m, chosen, activations), [layout])
+        (candidate,) = consider(functools.partial(linear_spec, scheme, m, activations=activations), [layout])
         if candidate.reason or not isinstance(candidate.spec, LinearSpec):
             report.dequantized[f"{source}.weight"] = candidate.reason.removeprefix("down: ")
             continue

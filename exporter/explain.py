@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -126,7 +127,7 @@ def explain(path: str | Path, activations: str = "int8") -> list[dict[str, Any]]
             found[key]["modules"].append(layer.name)
             continue
         expert = layer.expert(0)
-        add(key, text, layer.name, lambda layout, layer=layer, e=expert: moe_spec(layer, e, layout, activations))
+        add(key, text, layer.name, partial(moe_spec, layer, expert, activations=activations))
     for name in format.parameters():
         module = name.removesuffix(".weight")
         if module == name or not format.is_quantized(module):
@@ -137,7 +138,7 @@ def explain(path: str | Path, activations: str = "int8") -> list[dict[str, Any]]
             continue
         m = format.matrix(module)
         add((scheme, "linear"), scheme.text, module,
-            lambda layout, s=scheme, m=m: linear_spec(s, m, layout, activations))  # fmt: skip
+            partial(linear_spec, scheme, m, activations=activations))  # fmt: skip
     return list(found.values())
 
 

@@ -48,7 +48,10 @@ def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
                 modules[module] = None
                 for field in FIELDS:
                     if (value := getattr(matrix, field)) is not None:
-                        yield f"{module}.{field}", value if isinstance(value, np.ndarray) else np.float32([value])
+                        yield (
+                            f"{module}.{field}",
+                            np.atleast_1d(np.asarray(value, None if isinstance(value, np.ndarray) else np.float32)),
+                        )
 
     partial = Path(f"{output}.partial")
     try:

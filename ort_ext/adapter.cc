@@ -1,8 +1,8 @@
 // The operators as ONNX Runtime custom operators on the CPU: a thin adapter over the C ABI of quant_moe.h.
 //
-// One explicitly typed OrtCustomOp per operator, T and (QuantMoE) I, all of an operator's under one name; inputs and attributes
-// come from op.def. What can be checked is checked when a session is created. Failures are exceptions in here; Guard
-// turns them into an OrtStatus, so that none leaves this library.
+// One explicitly typed OrtCustomOp per operator, T and (QuantMoE) I, all of an operator's under one name; inputs and
+// attributes come from op.def. What can be checked is checked when a session is created. Failures are exceptions in
+// here; Guard turns them into an OrtStatus, so that none leaves this library.
 #include <algorithm>
 #include <list>
 #include <memory>
@@ -11,8 +11,8 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "onnxruntime_c_api.h"

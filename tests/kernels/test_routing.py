@@ -77,7 +77,7 @@ def test_logits_that_are_not_numbers() -> None:
         ({"n_group": 7}, "n_group is 7, expected a divisor of num_experts 64"),
         ({"topk_group": 9}, "topk_group is 9, expected 1 to 8"),
         ({"renormalize": 2}, "renormalize is 2"),
-        ({"method": "hash"}, 'method is "hash", expected one of: softmax_topk'),
+        ({"method": "hash"}, 'method is "hash", the operator defines: softmax_topk'),
     ],
 )
 def test_bad_attributes_are_named(change: dict, message: str) -> None:

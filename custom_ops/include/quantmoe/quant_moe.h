@@ -1,8 +1,8 @@
 // C ABI of the quantmoe kernels: no engine, no allocation, no global state, no exceptions across it.
 //
-// A caller fills an operator's struct (attributes by name, from op.def), validates it once against its packed tensors, and then for
-// each call plans, provides a workspace and runs. Functions that can fail return 0 or a qm_status and write a
-// sentence into `err` (QM_ERROR_SIZE bytes) that names the attribute or value and what was expected.
+// A caller fills an operator's struct (attributes by name, from op.def), validates it once against its packed tensors,
+// and then for each call plans, provides a workspace and runs. Functions that can fail return 0 or a qm_status and
+// write a sentence into `err` (QM_ERROR_SIZE bytes) that names the attribute or value and what was expected.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

@@ -409,8 +409,7 @@ struct Linear : Adapted, Layer {
     for (int64_t r = row_of_tile(first_tile); r < row_of_tile(last_tile); ++r) {
       float* row = h + r * k;
       order[r] = {static_cast<int32_t>(r), 0};
-      kernel.to_float(Layer::call.type, static_cast<const uint8_t*>(source) + r * k * element, k,
-                      perm ? stored : row);
+      kernel.to_float(Layer::call.type, static_cast<const uint8_t*>(source) + r * k * element, k, perm ? stored : row);
       if (perm)
         for (int64_t i = 0; i < k; ++i) row[i] = stored[perm[i]];
     }
@@ -476,10 +475,13 @@ int qm_linear_run(const qm_linear* linear, const qm_linear_call* call, char* err
   layer.expert_begin[1] = call->rows;
   std::fill(layer.bad, layer.bad + call->rows, uint8_t{0});
   const int64_t tiles = layer.tile_count(call->rows), step = call->rows < kSerialRows ? tiles : 1;
-  layer.for_each(ceil_div(tiles, step), [&](int lane, int64_t i) {
-    layer.load(lane, i * step, std::min(tiles, (i + 1) * step));
-    layer.pack_h(lane, 0, i * step, std::min(tiles, (i + 1) * step));
-  });
+  const auto each = [&](const auto& body) {
+    layer.for_each(ceil_div(tiles, step),
+                   [&](int lane, int64_t i) { body(lane, i * step, std::min(tiles, (i + 1) * step)); });
+  };
+  // All rows before any is quantized: some formats take one scale from all of them.
+  each([&](int lane, int64_t first, int64_t last) { layer.load(lane, first, last); });
+  each([&](int lane, int64_t first, int64_t last) { layer.pack_h(lane, 0, first, last); });
   layer.down();
   return QM_OK;
 }

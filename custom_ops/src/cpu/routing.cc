@@ -33,10 +33,10 @@ void softmax(float* x, int n) {
 }
 
 struct Scratch {  // of a lane
-  float* scores;    // [E]
-  float* choice;    // [E]
-  float* groups;    // [n_group]
-  int32_t* kept;    // [n_group]
+  float* scores;  // [E]
+  float* choice;  // [E]
+  float* groups;  // [n_group]
+  int32_t* kept;  // [n_group]
 };
 int64_t scratch_floats(const qm_routing& r) { return 2LL * r.num_experts + 2LL * r.n_group; }
 
@@ -94,7 +94,7 @@ int qm_routing_run(const qm_routing* r, const qm_routing_call* call, char*) {
                              reinterpret_cast<int32_t*>(base + 2 * experts + r->n_group)};
              for (int64_t t = task * kTokensPerTask; t < std::min(call->tokens, (task + 1) * kTokensPerTask); ++t) {
                to_float(call->type, static_cast<const uint8_t*>(call->logits) + t * experts * element, experts,
-                                s.scores);
+                        s.scores);
                route(*r, call->correction_bias, s, call->topk_ids + t * r->top_k, call->topk_weights + t * r->top_k);
              }
            });
