@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -277,6 +277,32 @@ def read_header(path: Path) -> dict[str, Entry]:
     if data + covered != size:
         fail(f"{size} bytes; the tensors in its header end at byte {data + covered}")
     return entries
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, np.ndarray] | Callable[[], Iterable[tuple[str, np.ndarray]]]
+) -> None:
+    """Writes tensors of any dtype of DTYPES.
+
+    Args:
+        tensors: all of them, or what yields them; called twice, so that one at a time is in memory.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+
+    def each() -> Iterable[tuple[str, np.ndarray]]:
+        return tensors() if callable(tensors) else tensors.items()
+
+    header, offset = {}, 0
+    for name, array in each():
+        end = offset + array.nbytes
+        header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, array in each():
+            file.write(array.tobytes())
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

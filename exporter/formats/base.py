@@ -66,6 +66,7 @@ class MoELayer:
     down_scheme: Scheme
     swiglu_alpha: float
     swiglu_limit: float
+    apply_router_weight_on_input: bool
     format: Format
     projections: tuple[str, ...]
     """Names of gate (when gated), up and down; () when the tool fuses experts into 3-D tensors."""
@@ -114,6 +115,8 @@ class Format(ABC):
     name: ClassVar[str]
     #: suffixes of tensors that exist only beside a quantized module
     marks: ClassVar[tuple[str, ...]]
+    #: ends of the names of tensors that hold all experts of a layer
+    fused: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, ckpt: Checkpoint) -> None:
         self.ckpt = ckpt

@@ -96,7 +96,7 @@ def test_companion_files(exported):
 def test_inspect_verifies_and_finds_corruption(exported, tmp_path):
     folder = shutil.copytree(exported("qwen3_moe", activations="float"), tmp_path / "model")
     found = inspect(folder, verify=True)
-    assert found["verified"] == 4 + len(found["dense"])
+    assert found["verified"] == 4 + len(found["linears"]) + len(found["dense"])
     layer = found["layers"][0]
     assert layer["bytes"] == layer["w13"]["bytes"] + layer["w2"]["bytes"]
     assert 4.5 <= layer["bits_per_weight"] < 5.5  # 4-bit codes, a 16-bit scale for 32 of them, 64 bits a row

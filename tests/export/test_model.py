@@ -11,17 +11,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from quantmoe.custom_ops.op import MoESpec
+from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter import model
 from quantmoe.exporter.compare import compare
 from quantmoe.exporter.convert import Report, export
 from quantmoe.exporter.formats import find_format, open_checkpoint
 from quantmoe.exporter.generate import Generator
 from quantmoe.exporter.inspect import ModelError, inspect
-from quantmoe.exporter.model import Skeleton, _experts_forward, dequantized
+from quantmoe.exporter.model import PackedLinear, Skeleton, _experts_forward, dequantized
 from quantmoe.exporter.passes.repeat import RepeatError
 
-ARCHITECTURES = ("qwen3_moe", "mixtral", "olmoe")
+ARCHITECTURES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3", "glm4_moe", "llama4_text")
 VOCABULARY = 384
 
 
@@ -104,6 +104,13 @@ def bind_packed(torch_model: PreTrainedModel, folder: Path, monkeypatch: pytest.
         for name, value in zip(("w13", "w2"), node.inputs[3:5], strict=True):
             monkeypatch.setattr(module, name, torch.from_numpy(np.array(value.const_value.numpy())), raising=False)
         monkeypatch.setattr(module, "forward", _experts_forward.__get__(module))
+    for node in graph:
+        if node.op_type == "QuantLinear":
+            tensor = node.inputs[1].const_value
+            linear = PackedLinear(LinearSpec.from_attributes(json.loads(tensor.metadata_props["spec"])))
+            linear.w = torch.from_numpy(np.array(tensor.numpy()))
+            module = torch_model.get_submodule(tensor.metadata_props["module"])
+            monkeypatch.setattr(module, "forward", linear.forward)
     return len(modules)
 
 
@@ -232,6 +239,6 @@ def test_without_the_library_onnxruntime_names_the_operator(exported):
     import onnxruntime as ort
 
     # README's troubleshooting has these words
-    with pytest.raises(Exception, match=r"quantmoe:QuantMoE\(-1\) is not a registered function/op"):
+    with pytest.raises(Exception, match=r"quantmoe:Quant(MoE|Linear)\(-1\) is not a registered function/op"):
         ort.InferenceSession(str(exported("qwen3_moe", activations="float") / "model.onnx"))
     assert "libquantmoe_ort.so" in ir.load(exported("qwen3_moe", activations="float") / "model.onnx").doc_string
