@@ -24,7 +24,7 @@ from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import MoESpec, Projection
 from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.formats import MoELayer, find_format, open_checkpoint
+from quantmoe.exporter.formats import MoELayer, Scheme, find_format, open_checkpoint
 from quantmoe.exporter.genai import genai_config
 from quantmoe.exporter.model import DTYPES, Skeleton, trace
 from quantmoe.exporter.passes.external_data import INLINE, DataFile, Region, byte_size, naming
@@ -144,11 +144,10 @@ def export(
 
 
 def _spec(layer: MoELayer, layout: str, activations: str, scales: str, report: Report) -> MoESpec:
-    formats = layer.activation_format, layer.down_scheme.activation_format
-    wanted, wanted_down = (_activations(found, activations, report) for found in formats)
+    wanted = [_activations(scheme, activations, report) for scheme in (layer.scheme, layer.down_scheme)]
 
     def describe(e: int) -> tuple[Projection, Projection]:
-        return LAYOUTS[layout].describe(_scaled(layer.expert(e), scales)[0], wanted)
+        return LAYOUTS[layout].describe(_scaled(layer.expert(e), scales)[0], *wanted)
 
     e = 0
     try:
@@ -168,7 +167,7 @@ def _spec(layer: MoELayer, layout: str, activations: str, scales: str, report: R
         hidden_size=layer.hidden_size,
         intermediate_size=layer.intermediate_size,
         w13=first[0],
-        w2=dataclasses.replace(first[1], activation_format=wanted_down),
+        w2=first[1],
         activation=layer.activation,
         gated=int(layer.gated),
         swiglu_alpha=layer.swiglu_alpha,
@@ -176,8 +175,11 @@ def _spec(layer: MoELayer, layout: str, activations: str, scales: str, report: R
     )
 
 
-def _activations(wanted: str, choice: str, report: Report) -> str:
+def _activations(scheme: Scheme, choice: str, report: Report) -> str:
     """The node's activation_format, from the checkpoint's and the user's choice; a difference is reported."""
+    wanted = scheme.activation_format
+    if wanted == "none" and scheme.format == "fp8_e4m3":
+        return "none"  # no integer product is exact
     if wanted == "none" and choice == "int8":
         report.activations = (
             "weights-only checkpoint: activations are quantized to int8 per token (--activations float: not)"

@@ -21,12 +21,16 @@ INTERMEDIATE = {"qwen3_moe": "moe_intermediate_size", "mixtral": "intermediate_s
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """checkpoint(architecture, scheme="W4A16", **sizes) -> folder."""
+    """checkpoint(architecture, scheme="W4A16", **sizes) -> folder. Schemes: presets; _ASYM has zero points."""
 
     @cache
     def make(architecture: str = "qwen3_moe", scheme: str = "W4A16", **sizes: object) -> Path:
         fields = SIZES | {INTERMEDIATE[architecture]: 96} | sizes
-        return make_checkpoint(tmp_path_factory.mktemp(architecture), architecture, scheme, **fields)
+        if "FP" in scheme:
+            fields["group_size"] = None  # the preset's
+        preset = scheme.removesuffix("_ASYM")
+        folder = tmp_path_factory.mktemp(architecture)
+        return make_checkpoint(folder, architecture, preset, symmetric=preset == scheme, **fields)
 
     return make
 
