@@ -28,7 +28,7 @@ class QuantizedMatrix:
 
     Attributes:
         kind: a ``format`` of op.def; says what a code means.
-        codes: uint8 [N, K]; unsigned integer codes, or e2m1 / e4m3 bit patterns.
+        codes: uint8 [N, K]; unsigned integer codes, or e2m1 / e4m3 bit patterns. uint16 for bf16 and f16.
         scales: [ceil(N / block_n), ceil(K / group_size)], one of SCALE_DTYPES, never re-rounded.
         group_size: input features that share a scale; -1 when one scale serves the whole row.
         block_n: output features that share a scale.
@@ -60,8 +60,9 @@ class QuantizedMatrix:
             raise ValueError(f"scales have shape {list(self.scales.shape)}, expected {list(want)}")
         if self.scales.dtype not in SCALE_DTYPES.values():
             raise ValueError(f"scales have dtype {self.scales.dtype}, expected one of {', '.join(SCALE_DTYPES)}")
-        if self.codes.dtype != np.uint8:
-            raise ValueError(f"codes have dtype {self.codes.dtype}, expected uint8")
+        wide = self.kind in SCHEMES and SCHEMES[self.kind].bits == 16
+        if self.codes.dtype != (np.uint16 if wide else np.uint8):
+            raise ValueError(f"codes have dtype {self.codes.dtype}, expected {'uint16' if wide else 'uint8'}")
         if self.zero_points is not None and self.zero_points.shape != want:
             raise ValueError(f"zero points have shape {list(self.zero_points.shape)}, expected {list(want)}")
 

@@ -73,6 +73,7 @@ class Projection:
     zero_points: int = 0
     bias: int = 0
     perm: int = 0
+    pre_scale: int = 0
 
 
 class Spec:

@@ -25,8 +25,8 @@ from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.explain import consider, linear_spec, moe_spec
-from quantmoe.exporter.formats import Format, MoELayer, find_format, open_checkpoint
+from quantmoe.exporter.explain import activation_format, consider, linear_spec, moe_spec
+from quantmoe.exporter.formats import Format, MoELayer, Scheme, find_format, open_checkpoint
 from quantmoe.exporter.formats.unquantized import Unquantized
 from quantmoe.exporter.genai import genai_config
 from quantmoe.exporter.model import DTYPES, Skeleton, trace
@@ -166,8 +166,8 @@ def export(
 
 
 def _spec(layer: MoELayer, layout: str, activations: str, scales: str, report: Report) -> MoESpec:
-    for found in (layer.activation_format, layer.down_scheme.activation_format):
-        _remark(found, activations, report)
+    for scheme in (layer.scheme, layer.down_scheme):
+        _remark(scheme, activations, report)
     where = f"{layer.format.ckpt.folder}: {layer.name}"
 
     def describe(e: int) -> MoESpec:
@@ -205,20 +205,21 @@ def _linears(skeleton: Skeleton, layout: str, activations: str, scales: str, rep
         if candidate.reason or not isinstance(candidate.spec, LinearSpec):
             report.dequantized[f"{source}.weight"] = candidate.reason.removeprefix("down: ")
             continue
-        _remark(scheme.activation_format, activations, report)
+        _remark(scheme, activations, report)
         specs[name] = candidate.spec
         report.linears[source] = scheme.text, specs[name]
         format.ckpt.release()
     return specs
 
 
-def _remark(wanted: str, choice: str, report: Report) -> None:
+def _remark(scheme: Scheme, choice: str, report: Report) -> None:
     """Notes activations that are not what the checkpoint says."""
-    if wanted == "none" and choice == "int8":
+    wanted, used = scheme.activation_format, activation_format(scheme, choice)
+    if wanted == "none" != used:
         report.activations = (
             "weights-only checkpoint: activations are quantized to int8 per token (--activations float: not)"
         )
-    if wanted != "none" and choice == "float":
+    if wanted != "none" == used:
         report.activations = f"the checkpoint says {wanted}: activations stay float as asked"
 
 

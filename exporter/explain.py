@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -56,13 +56,14 @@ def consider(
     return found
 
 
-def activation_format(wanted: str, choice: str) -> str:
+def activation_format(scheme: Scheme, choice: str) -> str:
     """The node's activation_format.
 
     Args:
-        wanted: as the checkpoint says. choice: "int8" or "float", the user's for weights-only checkpoints.
+        scheme: as the checkpoint says. choice: "int8" or "float", the user's for weights-only checkpoints.
     """
-    if choice == "float":
+    wanted = scheme.activation_format
+    if choice == "float" or (wanted == "none" and scheme.format == "fp8_e4m3"):  # no integer product of fp8 is exact
         return "none"
     return "int8_token_asym" if wanted == "none" else wanted
 
@@ -73,14 +74,14 @@ def moe_spec(layer: MoELayer, expert: Expert, layout: ModuleType, activations: s
     Raises:
         ValueError: the layout does not carry the expert.
     """
-    formats = [activation_format(s.activation_format, activations) for s in (layer.scheme, layer.down_scheme)]
-    w13, w2 = layout.describe(expert, formats[0])
+    formats = (activation_format(scheme, activations) for scheme in (layer.scheme, layer.down_scheme))
+    w13, w2 = layout.describe(expert, *formats)
     return MoESpec(
         num_experts=layer.num_experts,
         hidden_size=layer.hidden_size,
         intermediate_size=layer.intermediate_size,
         w13=w13,
-        w2=replace(w2, activation_format=formats[1]),
+        w2=w2,
         activation=layer.activation,
         gated=int(layer.gated),
         swiglu_alpha=layer.swiglu_alpha,
@@ -93,9 +94,7 @@ def linear_spec(scheme: Scheme, m: QuantizedMatrix, layout: ModuleType, activati
     """The same of a linear outside the experts."""
     if not hasattr(layout, "describe_down"):
         raise ValueError(f"layout {layout.__name__.rpartition('.')[2]} has no QuantLinear yet")
-    return LinearSpec(
-        m.shape[1], m.shape[0], layout.describe_down(m, activation_format(scheme.activation_format, activations))
-    )
+    return LinearSpec(m.shape[1], m.shape[0], layout.describe_down(m, activation_format(scheme, activations)))
 
 
 def explain(path: str | Path, activations: str = "int8") -> list[dict[str, Any]]:

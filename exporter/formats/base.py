@@ -71,11 +71,6 @@ class MoELayer:
     projections: tuple[str, ...]
     """Names of gate (when gated), up and down; () when the tool fuses experts into 3-D tensors."""
 
-    @property
-    def activation_format(self) -> str:
-        """How gate and up's activations are quantized; ``down_scheme`` has down's."""
-        return self.scheme.activation_format
-
     def tensors(self, e: int) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
         """Names, dtypes and shapes of expert ``e``'s tensors, from the headers; those of all experts when fused."""
         modules = [f"{self.name}.{e}.{projection}" for projection in self.projections] or [self.name]

@@ -24,14 +24,18 @@ INTERMEDIATE = dict.fromkeys(SIZES_OF, "intermediate_size") | dict.fromkeys(
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """checkpoint(architecture, scheme="W4A16", **sizes) -> folder."""
+    """checkpoint(architecture, scheme="W4A16", **sizes) -> folder. Schemes: presets; _ASYM has zero points."""
 
     @cache
     def make(architecture: str = "qwen3_moe", scheme: str = "W4A16", **sizes: object) -> Path:
         fields = SIZES | {INTERMEDIATE[architecture]: 96} | sizes
         if architecture == "deepseek_v3":  # latent attention
             fields = {name: value for name, value in fields.items() if name != "head_dim"} | {"num_key_value_heads": 4}
-        return make_checkpoint(tmp_path_factory.mktemp(architecture), architecture, scheme, **fields)
+        if "FP" in scheme:
+            fields["group_size"] = None  # the preset's
+        preset = scheme.removesuffix("_ASYM")
+        folder = tmp_path_factory.mktemp(architecture)
+        return make_checkpoint(folder, architecture, preset, symmetric=preset == scheme, **fields)
 
     return make
 

@@ -58,6 +58,17 @@ def test_float_activations_equal_pytorch(exported, reference, architecture):
         assert error(run(generator, ids, pieces), expected(reference(architecture), ids)) < 2e-5, (batch, pieces)
 
 
+@pytest.mark.parametrize(
+    "scheme",
+    ["W4A16_ASYM", "W8A16_ASYM", "NVFP4A16", "NVFP4", "MXFP4A16", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8A16"],
+)
+def test_every_scheme_equals_pytorch(exported, reference, scheme):
+    """Weights bit for bit what the checkpoint says: with float activations the bound is that of the f32 sums alone."""
+    generator = Generator(exported("qwen3_moe", scheme, activations="float"))
+    ids = tokens(2, 7)
+    assert error(run(generator, ids, (5, 1, 1)), expected(reference("qwen3_moe", scheme), ids)) < 2e-5
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_tokens_equal_pytorch(exported, reference, architecture):
     prompt = tokens(1, 6, seed=1)[0].tolist()

@@ -22,7 +22,8 @@ typedef enum { QM_OK = 0, QM_INVALID = 1, QM_UNSUPPORTED = 2 } qm_status;
 typedef enum { QM_F32 = 0, QM_F16 = 1, QM_BF16 = 2 } qm_type;
 
 typedef struct {
-  int32_t format, group_size, block_n, scale_type, zero_points, bias, perm, activation_format, layout, layout_version;
+  int32_t format, group_size, block_n, scale_type, zero_points, bias, perm, pre_scale, activation_format, layout,
+      layout_version;
 } qm_projection;
 
 typedef struct {
@@ -123,8 +124,11 @@ QM_API int qm_routing_run(const qm_routing*, const qm_routing_call*, char* err);
 typedef struct {
   int32_t format, group_size, scale_type;
   int64_t n, k;
-  const uint8_t* codes;      // [n, k]
-  const void* scales;        // [n, groups] of scale_type
+  const void* codes;           // [n, k]: a byte a code, two for 16-bit formats
+  const void* scales;          // [ceil(n / block_n), groups] of scale_type
+  const uint8_t* zero_points;  // the shape of scales, or NULL
+  int32_t block_n;
+  float global_scale;        // 1 when there is none
   const float* bias;         // [n] or NULL
   const int32_t* row_order;  // [n] or NULL
   int panel_step;
