@@ -87,7 +87,7 @@ def test_int8_activations_equal_the_reference_op(exported, reference, architectu
 
     One layer's kernel and the reference agree to 1e-6, but a rounding of an int8 activation that falls the other way
     moves one code by one step: 1/255 of the row's range, in one of H inputs. The bound allows a few of them; a wrong
-    zero point, scale or nibble order gives errors of order 1.
+    zero point, scale or nibble order gives errors of order 1. The attention's linears round their activations too.
     """
     folder = exported(architecture, scheme)
     torch_model = reference(architecture, scheme)
@@ -96,7 +96,7 @@ def test_int8_activations_equal_the_reference_op(exported, reference, architectu
     ids = tokens(2, 7, seed=2)
     want = expected(torch_model, ids)
     found = run(Generator(folder), ids, (6, 1))
-    assert error(found, want) < 5e-3
+    assert error(found, want) < 2e-2
     assert np.median(np.abs(found - want)) / np.abs(want).max() < 2e-4
 
 
