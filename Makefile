@@ -66,9 +66,11 @@ test-wheel: wheel
 	done
 
 # The library cross-built for aarch64, under qemu-user: a part of tests/arm/run.sh. Needs Debian and g++-aarch64-linux-gnu.
+# Leaves the wheel in dist, tagged for the glibc that this Debian's cross compiler links (2.36 on Debian 12).
 test-arm: build | $(MODEL)
 	$(UV) --requirements pyproject.toml --extra wheel
 	MODEL=$(MODEL) PYTHON=$(BIN)/python KLEIDIAI_CASES=20 tests/arm/run.sh tests/layouts/test_golden.py
+	auditwheel repair --plat auto --wheel-dir dist build/arm/wheel/*.whl
 
 bench: build
 	quantmoe bench --against ort-qmoe
