@@ -113,6 +113,8 @@ CASES = {
     "few-experts": replace(BASE, experts=2, top_k=2),
     "small-k": replace(BASE, hidden=64, intermediate=8),
     "wide": replace(BASE, hidden=2048, intermediate=256, group_size=128, experts=4),
+    # wgmma: down's K of 35 units in two parts, the second from the middle of a scale block
+    "split-k": replace(BASE, intermediate=2240, group_size=128, experts=4, bias=True),
 }
 
 

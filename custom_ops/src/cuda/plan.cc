@@ -122,7 +122,8 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     qm_cuda_gemm g{};
     const int scale_bytes = w.per_block == 2 ? 8 : 4;
     g.warps_k = 8;
-    // Measured: each change of panels costs a sum over the warps that split K, which decode, with few tiles, can afford.
+    // Measured: each change of panels costs a sum over the warps that split K, which decode, with few tiles, can
+    // afford.
     while (g.warps_k > 1 && w.units < (decode ? 2 : 8) * g.warps_k) g.warps_k /= 2;
     g.cluster = 1;
     g.stages = kStages;
@@ -214,7 +215,7 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     plan->max_tiles = static_cast<int32_t>(pairs / (8 * plan->w13.n_tiles) + most_experts);
     plan->partial = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * (wgmma ? 2 * plan->w2.warps_k : 4));
     plan->tiles = take(16 * (static_cast<uint64_t>(plan->max_tiles) + 1));
-    plan->sorted_pairs = take(4 * static_cast<uint64_t>(pairs));
+    plan->sorted_pairs = take(8 * static_cast<uint64_t>(pairs));
     if (wgmma) plan->prepared = take(static_cast<uint64_t>(p.moe.w13.perm ? pairs : p.tokens) * w13.units * 128);
   }
   plan->workspace_bytes = end;
