@@ -134,12 +134,14 @@ struct Layer {
   int64_t tile_count(int64_t n) const { return ceil_div(n, kernel.tile_rows); }
 
   int route(char* err);
+  bool check_perm(const int32_t* perm, int32_t expert);
   void load_rows(int64_t first, int64_t count);
   void plan_tasks();
   void gate_up(int lane, const Task& task);
   void pack_h(int lane, int64_t expert);
   void down(int lane, int64_t begin, int64_t end);
   int64_t task_count = 0;
+  int32_t bad_perm = -1;  // an expert whose act-order is no column order
 };
 
 int Layer::route(char* err) {
@@ -199,6 +201,15 @@ void Layer::plan_tasks() {
     }
 }
 
+// Whether all columns are there to gather. Checked where it is read: at load it would touch a page of every expert.
+bool Layer::check_perm(const int32_t* perm, int32_t expert) {
+  uint32_t largest = 0;
+  for (int64_t k = 0; k < w13.k; ++k) largest = std::max(largest, static_cast<uint32_t>(perm[k]));
+  if (largest < static_cast<uint64_t>(w13.k)) return true;
+  __atomic_store_n(&bad_perm, expert, __ATOMIC_RELAXED);
+  return false;
+}
+
 void Layer::gate_up(int lane, const Task& task) {
   const uint8_t* weights = static_cast<const uint8_t*>(call.w13) + task.expert * w13_row_bytes(moe);
   const int gathers = std::max(1, moe.w13.perm);
@@ -207,8 +218,10 @@ void Layer::gate_up(int lane, const Task& task) {
   Tile tiles[2][kBlockRows];
   for (int g = 0; g < gathers; ++g) {
     const int32_t* perm = nullptr;
-    if (moe.w13.perm)
+    if (moe.w13.perm) {
       perm = reinterpret_cast<const int32_t*>(weights + w13_row_bytes(moe) - (gathers - g) * perm_bytes);
+      if (!check_perm(perm, task.expert)) return;
+    }
     uint8_t* data = lane_tiles + lane * lane_tiles_bytes() + g * kBlockRows * tile13_bytes;
     int64_t position = task.first;
     for (int64_t t = 0; t < count; ++t) {
@@ -379,6 +392,9 @@ size_t qm_moe_workspace(const qm_moe* moe, const qm_moe_call* call) {
 
 int qm_moe_run(const qm_moe* moe, const qm_moe_call* call, char* err) {
   if (call->tokens == 0) return QM_OK;
+  if (call->tokens < 0 || call->top_k < 1 || call->tokens > INT32_MAX / call->top_k)
+    return fail(err, QM_INVALID, "%lld tokens of %lld experts each, expected fewer than 2^31 pairs",
+                (long long)call->tokens, (long long)call->top_k);
   const CpuKernel* kernel = select_kernel(err);
   if (!kernel) return QM_UNSUPPORTED;
   Layer layer(*moe, *call, *kernel);
@@ -396,6 +412,10 @@ int qm_moe_run(const qm_moe* moe, const qm_moe_call* call, char* err) {
 
   layer.plan_tasks();
   layer.for_each(layer.task_count, [&](int lane, int64_t i) { layer.gate_up(lane, layer.tasks[i]); });
+  if (layer.bad_perm >= 0)
+    return fail(err, QM_INVALID,
+                "w13's act-order of expert %d has columns outside 0 to %d: not the bytes of a packed tensor",
+                layer.bad_perm + moe->expert_offset, moe->hidden_size - 1);
 
   const auto pack_h = [&](int lane, int64_t e) {
     if (layer.expert_begin[e + 1] > layer.expert_begin[e]) layer.pack_h(lane, e);

@@ -80,8 +80,10 @@ void multiply(const Product& product) {
             if (p.grouped) {
               y = fma(load<float>(tail, r), static_cast<float>(-zero_point), acc) * step + bias;
             } else {
-              const int32_t corrected = (p.bits == 4 ? 16 * dot : dot) + load<int32_t>(tail, r) * -zero_point;
-              y = static_cast<float>(corrected) * (load<float>(tail, p.nr + r) * step) + bias;
+              // Unsigned: the sums of a damaged file may overflow, as they do in vector registers.
+              const uint32_t corrected = (p.bits == 4 ? 16u : 1u) * static_cast<uint32_t>(dot) +
+                                         load<uint32_t>(tail, r) * static_cast<uint32_t>(-zero_point);
+              y = static_cast<float>(static_cast<int32_t>(corrected)) * (load<float>(tail, p.nr + r) * step) + bias;
             }
           }
           product.out[(first_row + i) * product.row_stride + (panel % product.halves) * product.half_stride +
