@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -30,6 +32,7 @@ from quantmoe.exporter.passes.external_data import INLINE, DataFile, Region, byt
 from quantmoe.exporter.passes.interface import name_interface
 from quantmoe.exporter.passes.weights import Weight, place_weights
 
+T = TypeVar("T")
 MODEL, DATA = "model.onnx", "model.onnx.data"
 #: the packed layout an engine reads
 LAYOUT = {"cpu": "cpu_panel"}
@@ -188,13 +191,8 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
             raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.name}.{e}: {error}") from None
         return rows, error
 
-    cores = os.cpu_count() or 1
-    with ThreadPoolExecutor(cores) as pool:
-        waiting = deque(pool.submit(make, e) for e in range(min(cores, layer.num_experts)))
-        for e in range(layer.num_experts):
-            rows, error = waiting.popleft().result()
-            if e + cores < layer.num_experts:
-                waiting.append(pool.submit(make, e + cores))
+    with contextlib.closing(_ahead(functools.partial(make, e) for e in range(layer.num_experts))) as made:
+        for rows, error in made:
             for region, row in zip(regions, rows, strict=True):
                 region.write(row)
             if scales == "bf16":
@@ -207,24 +205,36 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
         region.finish(metadata)
 
 
+def _ahead(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """The calls' results in order; as many calls run ahead of the caller as there are cores."""
+    cores, calls = os.cpu_count() or 1, iter(calls)
+    with ThreadPoolExecutor(cores) as pool:
+        waiting = deque(pool.submit(call) for call in itertools.islice(calls, cores))
+        while waiting:
+            result = waiting.popleft().result()
+            waiting.extend(pool.submit(call) for call in itertools.islice(calls, 1))
+            yield result
+
+
 def _dense(weight: Weight, skeleton: Skeleton, data: DataFile, report: Report) -> int:
     """Writes a weight outside the experts; returns its bytes."""
     format, source = skeleton.format, skeleton.sources[weight.parameter]
-    array = skeleton.parameter(weight.parameter)
-    array = np.ascontiguousarray(array.T if weight.transposed else array)
     metadata, module = {"module": source}, source.rpartition(".")[0]
     if format.is_quantized(module):
         metadata["dequantized_from"] = format.scheme(module).text
         report.dequantized += 1
-    if array.nbytes <= INLINE:
+    blocks, size = skeleton.blocks(weight.parameter, weight.transposed), byte_size(weight.value)
+    if size <= INLINE:
+        array = np.concatenate([block() for block in blocks])
         weight.value.const_value = ir.Tensor(array, name=weight.value.name, metadata_props=metadata)
     else:
         region = data.region(weight.value)
-        region.write(array)
+        for block in _ahead(blocks):
+            region.write(block)
         region.finish(metadata)
-    report.dense_bytes += array.nbytes
+    report.dense_bytes += size
     format.ckpt.release()
-    return array.nbytes
+    return size
 
 
 def _scaled(expert: Expert, scales: str) -> tuple[Expert, float]:

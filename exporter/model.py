@@ -12,8 +12,10 @@ import io
 import itertools
 import json
 import logging
+import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,8 @@ from quantmoe.exporter.formats import Format
 from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16}
+#: most bytes of a weight outside the experts that are converted at a time
+BLOCK = 1 << 26
 
 
 class Skeleton:
@@ -103,21 +107,33 @@ class Skeleton:
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self.sources = {name: source for name, source in self.sources.items() if name in self.shapes}
 
-    def parameter(self, name: str) -> np.ndarray:
-        """A parameter of the model in the graph's dtype, dequantized if need be."""
+    def blocks(self, name: str, transposed: bool = False) -> Iterator[Callable[[], np.ndarray]]:
+        """A parameter of the model, or its transpose, in the graph's dtype: functions that each make the next rows.
+
+        Raises:
+            CheckpointError: another shape than the model's, here or from a function: values that float16 cannot hold.
+        """
         source = self.sources[name]
-        found = self.format.parameter(source)
+        found = self.format.stored(source)
         if found.shape != self.shapes[name]:
             raise CheckpointError(
                 f"{self.format.ckpt.where(source)} has shape {list(found.shape)}, expected {list(self.shapes[name])}"
             )
-        if self.dtype == torch.float16:
-            if np.abs(found).max(initial=0) > np.finfo(np.float16).max:
+        rows = np.atleast_1d(found.T if transposed else found)
+        step = max(1, BLOCK // max(1, 4 * math.prod(rows.shape[1:])))
+        return (partial(self._converted, source, rows[at : at + step]) for at in range(0, len(rows), step))
+
+    def _converted(self, source: str, rows: np.ndarray) -> np.ndarray:
+        out = np.empty(rows.shape, np.float16 if self.dtype == torch.float16 else np.float32)
+        # by pieces of columns, so that the rows of a transpose stay in the cache
+        for at in range(0, rows.shape[-1], 2048):
+            piece = np.ascontiguousarray(rows[..., at : at + 2048])
+            if out.dtype == np.float16 and np.abs(piece.astype(np.float32)).max(initial=0) > np.finfo(np.float16).max:
                 raise CheckpointError(
                     f"{self.format.ckpt.where(source)} has values that float16 cannot hold; use --dtype f32"
                 )
-            return found.astype(np.float16)
-        return found
+            out[..., at : at + 2048] = piece
+        return out
 
     def _names(self) -> Iterator[str]:
         return (name for name, _ in self.model.named_parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +95,8 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
 def _projections(format: Format, name: str, experts: dict[int, set[str]], num_experts: int) -> tuple[str, ...]:
     """The naming that all experts of a layer share; every one of them is there and quantized."""
     folder = format.ckpt.folder
-    if missing := sorted(set(range(num_experts)) - experts.keys()):
-        raise CheckpointError(f"{folder}: {name} lacks the experts {missing[:8]}; config.json says {num_experts}")
+    if missing := list(itertools.islice((e for e in range(num_experts) if e not in experts), 8)):  # may be absurd
+        raise CheckpointError(f"{folder}: {name} lacks the experts {missing}; config.json says {num_experts}")
     if len(experts) > num_experts:
         raise CheckpointError(f"{folder}: {name} has {len(experts)} experts; config.json says {num_experts}")
     naming = next((naming for naming in NAMINGS if set(naming) == set.union(*experts.values())), None)
