@@ -45,8 +45,8 @@ DTYPES: dict[str, np.dtype] = {
 MAX_HEADER = 100_000_000
 #: larger JSON files than this are not configurations
 MAX_CONFIG = 64_000_000
-#: brackets, commas and colons in one JSON text: each may cost a hundred bytes of memory once parsed. A 671B model's index has
-#: a million, the headers of its shards a hundred thousand
+#: brackets, commas and colons in one JSON text: each may cost a hundred bytes of memory once parsed. A 671B model's
+#: index has a million, the headers of its shards a hundred thousand
 MAX_VALUES = 4_000_000
 #: of all shards
 MAX_TENSORS = 2_000_000
@@ -242,7 +242,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     """
 
     def fail(text: str) -> NoReturn:
-        raise CheckpointError(f"{path}: {text}")
+        raise CheckpointError(f"{path}: {text[:1000]}")  # names and shapes may be megabytes
 
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -271,6 +271,8 @@ def read_header(path: Path) -> dict[str, Entry]:
             fail(f"{name}: dtype {dtype!r}; supported: {', '.join(DTYPES)}")
         if not (_naturals(shape) and _naturals(offsets) and len(offsets) == 2):
             fail(f"{name}: shape {shape!r} and data_offsets {offsets!r}; expected lists of non-negative integers")
+        if len(shape) > 32:
+            fail(f"{name}: {len(shape)} dimensions, expected at most 32")
         begin, end = offsets
         want = prod(shape) * DTYPES[dtype].itemsize
         if end - begin != want:

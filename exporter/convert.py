@@ -26,7 +26,7 @@ from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.formats import MoELayer, find_format, open_checkpoint
+from quantmoe.exporter.formats import Checkpoint, MoELayer, find_format, open_checkpoint
 from quantmoe.exporter.model import DTYPES, Skeleton, trace
 from quantmoe.exporter.passes.external_data import INLINE, DataFile, Region, byte_size
 from quantmoe.exporter.passes.interface import name_interface
@@ -136,7 +136,7 @@ def export(
                     progress("packing experts", done, total)
                 report.packed_bytes += pair[0].length + pair[1].length
         _save(graph, weights, partial(MODEL), {"checkpoint": format.ckpt.folder.resolve().name, "target": target})
-        _companions(format.ckpt.folder, partial, layers)
+        _companions(format.ckpt, partial, layers)
     return report
 
 
@@ -263,8 +263,10 @@ def _save(graph: ir.Model, weights: list[Weight], path: Path, metadata: dict[str
     ir.save(graph, path)
 
 
-def _companions(folder: Path, partial: Callable[[str], Path], layers: int | None) -> None:
+def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None) -> None:
+    folder = ckpt.folder
     for path in sorted({path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}):
+        ckpt.check_link(path)  # nobody's private file into a folder that is passed on
         shutil.copyfile(path, partial(path.name))
     if layers is not None:
         config = json.loads((folder / "config.json").read_text())

@@ -51,8 +51,14 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
     tensors = {name: value.const_value for name, value in initializers.items()}
     external = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
     for name, tensor in external.items():
-        file = path.parent / tensor.location
-        end = (tensor.offset or 0) + (tensor.length or 0)
+        location = str(tensor.location)
+        if location in ("", ".", "..") or "/" in location or "\\" in location or "\0" in location:
+            raise ModelError(f"{path}: {name} is in {location!r}, expected the name of a file beside the model")
+        file = path.parent / location
+        begin, length = tensor.offset or 0, tensor.length or tensor.nbytes  # a length may be left out
+        end = begin + length
+        if begin < 0 or length != tensor.nbytes:
+            raise ModelError(f"{path}: {name} has {length} bytes at {begin}, its shape and type take {tensor.nbytes}")
         if not file.is_file():
             raise ModelError(f"{file}: missing; {path.name} keeps {name} there")
         if file.stat().st_size < end:
@@ -139,7 +145,7 @@ def _verify(path: Path, name: str, tensor: ir.ExternalTensor) -> bool:
     recorded = tensor.metadata_props.get("hash")
     if recorded is None:
         return False
-    digest, left = new_hash(), tensor.length or 0
+    digest, left = new_hash(), tensor.length or tensor.nbytes
     with open(path.parent / tensor.location, "rb") as file:
         file.seek(tensor.offset or 0)
         while left and (chunk := file.read(min(left, _CHUNK))):

@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -41,6 +42,8 @@ from quantmoe.exporter.formats import Format
 from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16}
+#: of anything that config.json counts
+MAX_SIZE = 1 << 24
 #: most bytes of a weight outside the experts that are converted at a time
 BLOCK = 1 << 26
 
@@ -69,9 +72,9 @@ class Skeleton:
         try:
             with init_empty_weights(), _quiet():
                 model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
-        except ValueError as error:
+        except Exception as error:  # of any kind, from the depths of an architecture
             raise CheckpointError(
-                f"{folder / 'config.json'}: not a causal language model of transformers: {error}"
+                f"{folder / 'config.json'}: not a causal language model of transformers: {error!r}"
             ) from None
         self.model = model.eval().requires_grad_(False)
 
@@ -323,10 +326,12 @@ exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.quant_moe.default] = on
 def _config(format: Format, layers: int | None) -> Any:
     folder = format.ckpt.folder
     try:
-        config = AutoConfig.from_pretrained(folder)
+        # never code out of the checkpoint's folder, nor a question whether to run it
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = config.get_text_config()
     except Exception as error:  # the validators' exceptions have no common base class
         raise CheckpointError(f"{folder / 'config.json'}: not an architecture of transformers: {error}") from None
-    config = config.get_text_config()
+    _check_sizes(format, vars(config))
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     if layers is not None:
@@ -336,6 +341,20 @@ def _config(format: Format, layers: int | None) -> Any:
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
     return config
+
+
+def _check_sizes(format: Format, config: dict[str, Any]) -> None:
+    """Refuses sizes that would take hours or terabytes to build a model of, and layers that have no tensors."""
+    path = format.ckpt.folder / "config.json"
+    for key, value in config.items():
+        if re.search("(size|dim|heads|experts|layers|rank)$", key) and type(value) is int and value > MAX_SIZE:
+            raise CheckpointError(f"{path}: {key} is {value}, expected at most {MAX_SIZE}")
+    found = {match[1] for name in format.ckpt.names() if (match := re.search(r"\.layers\.([0-9]{1,6})\.", name))}
+    if found and config.get("num_hidden_layers", 0) > len(found):
+        raise CheckpointError(
+            f"{path}: num_hidden_layers is {config['num_hidden_layers']}, "
+            f"the checkpoint has tensors of {len(found)} layers"
+        )
 
 
 def _check_experts(module: Any, where: str) -> None:

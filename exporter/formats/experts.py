@@ -20,7 +20,7 @@ NAMINGS = (
 )
 #: ends of the names of tensors that hold all experts of a layer
 FUSED = (".experts.gate_up_proj_blocks", ".experts.down_proj_blocks")
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.([^.]+)\.[^.]+")
+_EXPERT = re.compile(r"(.+\.experts)\.([0-9]{1,6})\.([^.]+)\.[^.]+")
 #: transformers' hidden_act -> op.def's activation
 ACTIVATIONS = {
     "silu": "silu",
@@ -72,7 +72,7 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
     top_k = setting(int, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
     if top_k > num_experts:
         raise CheckpointError(f"{path}: {top_k} experts a token, expected at most {num_experts}, the number of experts")
-    number = re.findall(r"\.(\d+)\.", name)
+    number = re.findall(r"\.([0-9]{1,6})\.", name)
     return MoELayer(
         name=name,
         index=int(number[-1]) if number else 0,
