@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from pathlib import Path
@@ -111,7 +111,7 @@ def export(
         report = Report(format.name, {})
         specs = {}
         for name, layer in skeleton.experts.items():
-            specs[name] = _spec(layer, LAYOUT[target], activations, scales, report)
+            specs[name] = spec_of(layer, LAYOUT[target], activations, scales, report)
             report.layers[layer.name] = (layer.scheme.text, specs[name])
 
         progress("tracing", 0, 1)
@@ -140,13 +140,20 @@ def export(
     return report
 
 
-def _spec(layer: MoELayer, layout: str, activations: str, scales: str, report: Report) -> MoESpec:
+def spec_of(
+    layer: MoELayer, layout: str, activations: str, scales: str, report: Report, experts: Sequence[Expert] | None = None
+) -> MoESpec:
+    """The attributes of a layer's node.
+
+    Args:
+        experts: what stands for the layer's own, when their data is not to be read.
+    """
     formats = layer.activation_format, layer.down_scheme.activation_format
     wanted, wanted_down = (_activations(found, activations, report) for found in formats)
     try:
-        first = LAYOUTS[layout].describe(_scaled(layer.expert(0), scales)[0], wanted)
+        first = LAYOUTS[layout].describe(_scaled(experts[0] if experts else layer.expert(0), scales)[0], wanted)
         if first[0].perm or first[1].perm:  # experts may differ in act-order
-            rest = (LAYOUTS[layout].describe(_scaled(e, scales)[0], wanted) for e in layer)
+            rest = (LAYOUTS[layout].describe(_scaled(e, scales)[0], wanted) for e in experts or layer)
             first = reduce(join, rest, first)
     except CheckpointError:
         raise

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from quantmoe.custom_ops.layouts import LAYOUTS
@@ -37,7 +41,8 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
 
     Returns:
         ``layers`` (one dict a node: name, module, format, attributes, sizes, bytes, bits_per_weight), ``dense`` (large
-        tensors outside the experts), ``metadata`` and, with ``verify``, ``verified``: how many hashes were right.
+        tensors outside the experts), ``files`` (of weights: bytes, and how many of them are in memory), ``metadata``
+        and, with ``verify``, ``verified``: how many hashes were right.
 
     Raises:
         ModelError: a file is missing or too short, a tensor's size is not what its node's attributes say, a wrong hash.
@@ -86,9 +91,29 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         "layers": layers,
         "dense": dense,
     }
+    found["files"] = [
+        {"name": name, "bytes": (path.parent / name).stat().st_size, "resident": resident(path.parent / name)}
+        for name in sorted({str(tensor.location) for tensor in external.values()})
+    ]
     if verify:
         found["verified"] = sum(_verify(path, name, tensor) for name, tensor in external.items())
     return found
+
+
+def resident(path: Path) -> int | None:
+    """Bytes of a file that the system holds in memory, whoever read them; None where it does not say."""
+    size = path.stat().st_size
+    if not size or not sys.platform.startswith("linux"):
+        return None
+    libc, page = ctypes.CDLL(None), mmap.PAGESIZE
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        whole = np.frombuffer(mapped, np.uint8)
+        pages = np.zeros(-(-size // page), np.uint8)
+        status = libc.mincore(
+            ctypes.c_void_p(whole.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)
+        )
+        del whole
+    return min(size, int((pages & 1).sum()) * page) if status == 0 else None
 
 
 def _layer(path: Path, node: ir.Node) -> dict[str, Any]:

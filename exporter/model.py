@@ -26,6 +26,7 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -70,7 +71,7 @@ class Skeleton:
         folder = format.ckpt.folder
         config = _config(format, layers)
         try:
-            with init_empty_weights(), _quiet():
+            with init_empty_weights(), _LargeOnMeta(), _quiet():
                 model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
         except Exception as error:  # of any kind, from the depths of an architecture
             raise CheckpointError(
@@ -157,6 +158,18 @@ class Skeleton:
         old = parameters[leaf]
         assert old is not None
         parameters[leaf] = torch.nn.Parameter(placeholder(old.shape, old.dtype), requires_grad=False)
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes large tensors without memory from the start: init_empty_weights moves them only once they are made."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.zeros, torch.ones) and kwargs.get("device") is None:
+            with torch.device("meta"):
+                if func(*args, **kwargs).numel() > 1 << 20:
+                    kwargs["device"] = "meta"
+        return func(*args, **kwargs)
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, _count: Iterator[int] = itertools.count(1)) -> torch.Tensor:  # noqa: B008

@@ -21,7 +21,7 @@ CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "attention_bias": False,
     "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
+    "eos_token_id": 2,
     "head_dim": 128,
     "hidden_act": "silu",
     "hidden_size": 2048,

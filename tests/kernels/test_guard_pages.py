@@ -1,8 +1,8 @@
 """Every kernel with its buffers against inaccessible pages: one byte read or written too far is a fault.
 
-Packed tensors, activations, ids, router weights, output and workspace, and the packer's input and output, lie once at the
-end and once at the beginning of their pages. The kernels load vectors and prefetch ahead; sanitizers do not see what
-inline assembly reads.
+Packed tensors, activations, ids, router weights, output and workspace, and the packer's input and output, lie once at
+the end and once at the beginning of their pages. The kernels load vectors and prefetch ahead; sanitizers do not see
+what inline assembly reads.
 """
 
 from __future__ import annotations
