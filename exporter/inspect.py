@@ -72,7 +72,18 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
     layers, packed = [], set()
     for node in model.graph:
         if node.domain == DOMAIN and node.op_type == "QuantMoE":
-            layers.append(_layer(path, node))
+            try:
+                layers.append(_layer(path, node))
+            except ModelError:
+                raise
+            except (
+                ValueError,
+                TypeError,
+                KeyError,
+                AttributeError,
+                ArithmeticError,
+            ) as error:  # a field of another type
+                raise ModelError(f"{path}: node {node.name} cannot be read: {error!r}") from None
             packed |= {value.name for value in node.inputs[3:5] if value is not None}
     dense = [
         {
@@ -144,8 +155,11 @@ def _layer(path: Path, node: ir.Node) -> dict[str, Any]:
         recorded = tensor.metadata_props.get("spec")
         packed_as = spec.attributes() if recorded is None else json.loads(recorded)
         for key, found in spec.attributes().items():
-            if packed_as.get(key) != found:
-                raise ModelError(f"{where}: {key} is {found!r}, {value.name} was packed with {packed_as.get(key)!r}")
+            recorded = packed_as.get(key)
+            # ONNX keeps floats in 32 bits
+            same = np.float32(recorded) == np.float32(found) if isinstance(found, float) else recorded == found
+            if not same:
+                raise ModelError(f"{where}: {key} is {found!r}, {value.name} was packed with {recorded!r}")
         sizes[name] = {"tensor": value.name, "shape": shape, "bytes": int(tensor.nbytes)}
         metadata = tensor.metadata_props
     experts = sizes["w13"]["shape"][0]
