@@ -193,7 +193,7 @@ class Format(ABC):
                     f"{self.ckpt.where(name)} is {dtype} {list(shape)}, "
                     f"expected {'|'.join(want.dtypes)} {list(want.shape)} ({self.name})"
                 )
-            found[want.suffix] = self.ckpt.tensor(name)
+            found[want.suffix] = self.ckpt.tensor(name).reshape(want.shape)
         return found
 
     def bias(self, module: str, n: int) -> np.ndarray | None:
