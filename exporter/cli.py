@@ -218,8 +218,8 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
         row = (scheme, str(spec.num_experts), f"{spec.hidden_size} x {spec.intermediate_size}", _mb(size))
         rows[row] = rows.get(row, 0) + 1
     table = Table("layers", "scheme", "experts", "hidden x intermediate", "a layer", title=f"{outdir} (dry run)")
-    for row, count in rows.items():
-        table.add_row(str(count), *row)
+    for described, count in rows.items():
+        table.add_row(str(count), *described)
     console.print(table)
     total = found.packed + found.dense
     console.print(

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from pathlib import Path
@@ -212,7 +212,7 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
         region.finish(metadata)
 
 
-def _ahead(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+def _ahead(calls: Iterable[Callable[[], T]]) -> Generator[T, None, None]:
     """The calls' results in order; as many calls run ahead of the caller as there are cores."""
     cores, calls = os.cpu_count() or 1, iter(calls)
     with ThreadPoolExecutor(cores) as pool:

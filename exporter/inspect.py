@@ -155,11 +155,11 @@ def _layer(path: Path, node: ir.Node) -> dict[str, Any]:
         recorded = tensor.metadata_props.get("spec")
         packed_as = spec.attributes() if recorded is None else json.loads(recorded)
         for key, found in spec.attributes().items():
-            recorded = packed_as.get(key)
+            packed = packed_as.get(key)
             # ONNX keeps floats in 32 bits
-            same = np.float32(recorded) == np.float32(found) if isinstance(found, float) else recorded == found
+            same = np.float32(packed) == np.float32(found) if isinstance(found, float) else packed == found
             if not same:
-                raise ModelError(f"{where}: {key} is {found!r}, {value.name} was packed with {recorded!r}")
+                raise ModelError(f"{where}: {key} is {found!r}, {value.name} was packed with {packed!r}")
         sizes[name] = {"tensor": value.name, "shape": shape, "bytes": int(tensor.nbytes)}
         metadata = tensor.metadata_props
     experts = sizes["w13"]["shape"][0]
