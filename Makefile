@@ -15,7 +15,7 @@ export PATH := $(BIN):$(PATH)
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 export CXX := $(or $(CLANG),c++)
 
-.PHONY: venv build demo test test-long test-sanitize test-tsan fuzz test-wheel bench lint format samples wheel clean
+.PHONY: venv build demo test test-long test-sanitize test-tsan fuzz test-wheel test-arm bench lint format samples wheel clean
 
 venv: $(VENV)/installed
 $(VENV)/installed: pyproject.toml
@@ -89,6 +89,11 @@ test-wheel: wheel
 	  $(BIN)/uv pip install --quiet --python build/ort-$$version/bin/python dist/*.whl "onnxruntime==$$version.*" pytest && \
 	  build/ort-$$version/bin/python -m pytest -m "not long" tests/engines || exit 1; \
 	done
+
+# The library cross-built for aarch64, under qemu-user: a part of tests/arm/run.sh. Needs Debian and g++-aarch64-linux-gnu.
+test-arm: build | $(MODEL)
+	$(UV) --requirements pyproject.toml --extra wheel
+	MODEL=$(MODEL) PYTHON=$(BIN)/python KLEIDIAI_CASES=20 tests/arm/run.sh tests/layouts/test_golden.py
 
 bench: build
 	quantmoe bench --against ort-qmoe

@@ -1,4 +1,4 @@
-"""The slow, obvious truth: one QuantMoE layer in NumPy float64.
+"""The slow, obvious truth: one QuantMoE layer, one linear, one router in NumPy float64.
 
 Only the activation quantizers are computed in float32, because their roundings are part of the format (FORMAT.md 4.1);
 everything after them is exact arithmetic rounded to float64.
@@ -12,7 +12,7 @@ import numpy as np
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.op import MoESpec
+from quantmoe.custom_ops.op import MoESpec, RoutingSpec
 
 
 def quantize_activations(x: np.ndarray, activation_format: str) -> np.ndarray:
@@ -78,6 +78,39 @@ def activate(spec: MoESpec, gate: np.ndarray | None, up: np.ndarray) -> np.ndarr
         case "swiglu_step":
             return np.minimum(silu, limit) * np.clip(u, -limit, limit)
     raise ValueError(f"the reference has no activation {spec.activation!r}")
+
+
+def route(
+    spec: RoutingSpec, logits: np.ndarray, correction_bias: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """MoERouting: ids int32 [T, top_k], best first, equal scores the lower id first; weights float64 [T, top_k].
+
+    Args:
+        logits: [T, E], any float type. correction_bias: [E].
+    """
+    x = logits.astype(np.float64)
+    with np.errstate(over="ignore"):
+        sigmoid = 1 / (1 + np.exp(-x))
+    exp = np.exp(x - x.max(1, keepdims=True))
+    scores = {"softmax_topk": exp / exp.sum(1, keepdims=True), "sigmoid_topk": sigmoid}.get(spec.method, x)
+    choice = scores if correction_bias is None else scores + correction_bias.astype(np.float64)
+    if spec.topk_group < spec.n_group:
+        groups = choice.reshape(len(x), spec.n_group, -1)
+        best = np.sort(groups, axis=2)[:, :, -2:].sum(2)
+        dropped = np.argsort(-best, axis=1, kind="stable")[:, spec.topk_group :]
+        groups = groups.copy()
+        np.put_along_axis(groups, dropped[:, :, None], -np.inf, axis=1)
+        choice = groups.reshape(x.shape)
+    ids = np.argsort(-choice, axis=1, kind="stable")[:, : spec.top_k]
+    weights = np.take_along_axis(scores, ids, axis=1)
+    if spec.method == "topk_softmax":
+        weights = np.exp(weights - weights.max(1, keepdims=True))
+        weights /= weights.sum(1, keepdims=True)
+    if spec.method == "topk_sigmoid":
+        weights = np.take_along_axis(sigmoid, ids, axis=1)
+    if spec.renormalize:
+        weights = weights / (weights.sum(1, keepdims=True) + 1e-20)
+    return ids.astype(np.int32), weights * spec.routed_scaling_factor
 
 
 def linear(x: np.ndarray, m: QuantizedMatrix, activation_format: str) -> np.ndarray:

@@ -47,6 +47,7 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import DOMAIN, MoESpec
+from quantmoe.custom_ops.shapes import SHAPES, Shape
 from quantmoe.ort_ext import library_path
 
 BITS = {"int4": 4, "int8": 8}
@@ -54,25 +55,6 @@ DISTINCT = 4  # experts whose bytes differ
 PAGE = 65536  # alignment of weights in a data file
 MIN_PAIRS, CELL_SECONDS = 5, 4.0
 READ_SHARE = 0.85  # of the read bandwidth, for the target
-
-
-@dataclass(frozen=True)
-class Shape:
-    hidden: int
-    intermediate: int
-    experts: int
-    top_k: int
-    activation: str = "silu"
-
-
-SHAPES = {
-    "qwen3-30b-a3b": Shape(2048, 768, 128, 8),
-    "olmoe": Shape(2048, 1024, 64, 8),
-    "gpt-oss-20b": Shape(2880, 2880, 32, 4, "swiglu_oai"),
-    "gpt-oss-120b": Shape(2880, 2880, 128, 4, "swiglu_oai"),
-    "mixtral-8x7b": Shape(4096, 14336, 8, 2),
-    "deepseek-v3-tp8": Shape(7168, 256, 256, 8),
-}
 
 
 @dataclass(frozen=True)

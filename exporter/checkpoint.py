@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -138,6 +138,10 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entry(name).shape
 
+    def beside(self, module: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The tensors ``<module>.<suffix>``: suffix -> (dtype, shape), from the headers alone."""
+        return {suffix: (entry.dtype, entry.shape) for suffix, entry in self._modules.get(module, {}).items()}
+
     def tensor(self, name: str) -> np.ndarray:
         """A read-only view of the mapped file."""
         entry = self._entry(name)
@@ -155,6 +159,14 @@ class Checkpoint:
                 mapped.madvise(mmap.MADV_DONTNEED)
 
     # reading
+
+    @cached_property
+    def _modules(self) -> dict[str, dict[str, Entry]]:
+        found: dict[str, dict[str, Entry]] = {}
+        for name, entry in self._entries.items():
+            module, _, suffix = name.rpartition(".")
+            found.setdefault(module, {})[suffix] = entry
+        return found
 
     def _entry(self, name: str) -> Entry:
         if name not in self._entries:
@@ -297,6 +309,32 @@ def _parse(text: bytes, **options: Any) -> Any:
     if values > MAX_VALUES:
         raise ValueError(f"{values} brackets, commas and colons, expected at most {MAX_VALUES}")
     return json.loads(text, **options)
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, np.ndarray] | Callable[[], Iterable[tuple[str, np.ndarray]]]
+) -> None:
+    """Writes tensors of any dtype of DTYPES.
+
+    Args:
+        tensors: all of them, or what yields them; called twice, so that one at a time is in memory.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+
+    def each() -> Iterable[tuple[str, np.ndarray]]:
+        return tensors() if callable(tensors) else tensors.items()
+
+    header, offset = {}, 0
+    for name, array in each():
+        end = offset + array.nbytes
+        header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, array in each():
+            file.write(array.tobytes())
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -24,13 +24,18 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.op import MoESpec
+from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.formats import Checkpoint, MoELayer, find_format, open_checkpoint
+from quantmoe.exporter.explain import consider, linear_spec, moe_spec
+from quantmoe.exporter.formats import Checkpoint, Format, MoELayer, find_format, open_checkpoint
+from quantmoe.exporter.formats.unquantized import Unquantized
+from quantmoe.exporter.genai import genai_config
 from quantmoe.exporter.model import DTYPES, Skeleton, trace
-from quantmoe.exporter.passes.external_data import INLINE, DataFile, Region, byte_size
+from quantmoe.exporter.passes.external_data import INLINE, DataFile, Region, byte_size, naming
 from quantmoe.exporter.passes.interface import name_interface
+from quantmoe.exporter.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.passes.weights import Weight, place_weights
+from quantmoe.ort_ext import library_path
 
 T = TypeVar("T")
 MODEL, DATA = "model.onnx", "model.onnx.data"
@@ -51,7 +56,10 @@ class Report:
         activations: remark when they are not what the checkpoint says, else "".
         scale_error: largest relative error of a scale rounded to bf16; None when scales are exact.
         packed_bytes, dense_bytes: of the experts and of everything else.
-        dequantized: tensors outside the experts that the checkpoint quantizes and the model does not.
+        linears: checkpoint module name -> (scheme in the tool's words, node attributes), outside the experts.
+        dequantized: checkpoint tensor outside the experts, quantized there and float in the model -> why.
+        not_ort: linears that ``dense="ort"`` left as QuantLinear -> why.
+        untraced: why every layer was traced although some are alike, else "".
     """
 
     format: str
@@ -60,7 +68,10 @@ class Report:
     scale_error: float | None = None
     packed_bytes: int = 0
     dense_bytes: int = 0
-    dequantized: int = 0
+    linears: dict[str, tuple[str, LinearSpec]] = dataclasses.field(default_factory=dict)
+    dequantized: dict[str, str] = dataclasses.field(default_factory=dict)
+    not_ort: dict[str, str] = dataclasses.field(default_factory=dict)
+    untraced: str = ""
 
 
 def export(
@@ -71,7 +82,10 @@ def export(
     activations: Literal["int8", "float"] = "int8",
     scales: Literal["exact", "bf16"] = "exact",
     dtype: Literal["f32", "f16"] = "f32",
+    dense: Literal["quantmoe", "ort"] = "quantmoe",
     layers: int | None = None,
+    quantize: str | None = None,
+    group_size: int | None = None,
     force: bool = False,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Report:
@@ -79,11 +93,17 @@ def export(
 
     Args:
         checkpoint: Hugging Face folder.
-        output: folder for model.onnx, model.onnx.data, configuration and tokenizer; created if missing.
+        output: folder for model.onnx, model.onnx.data, configuration, tokenizer, and for onnxruntime-genai its
+            genai_config.json and the library; created if missing.
         activations: of weight-only checkpoints: "int8" quantizes each token (int8_token_asym), "float" does not.
         scales: "bf16" rounds them, for KleidiAI's kernels; see Report.scale_error.
         dtype: of the graph outside the experts.
+        dense: quantized linears outside the experts become QuantLinear, or with "ort" com.microsoft::MatMulNBits where
+            it means the same; see Report.not_ort.
         layers: only the first so many decoder layers.
+        quantize: "int4", "int8", "mxfp4" or "nvfp4" for a checkpoint that is not quantized: its experts and other
+            ``*_proj`` linears are rounded to nearest.
+        group_size: of ``quantize``, input features that share a scale, -1 for a row; None: what is usual.
         force: replace a model already in ``output``.
         progress: called with stage, bytes done, bytes in all.
 
@@ -97,6 +117,7 @@ def export(
         ("activations", activations, ("int8", "float")),
         ("scales", scales, ("exact", "bf16")),
         ("dtype", dtype, tuple(DTYPES)),
+        ("dense", dense, ("quantmoe", "ort")),
     ):
         if value not in known:
             raise ValueError(f"{name} is {value!r}, expected one of: {', '.join(known)}")
@@ -106,16 +127,19 @@ def export(
         raise NotADirectoryError(f"{output} is a file, expected a folder to write to")
     with _writing(Path(output), force) as partial:
         progress("reading", 0, 1)
-        format = find_format(open_checkpoint(checkpoint))
+        ckpt = open_checkpoint(checkpoint)
+        format: Format = find_format(ckpt) if quantize is None else Unquantized(ckpt, quantize, group_size)
         skeleton = Skeleton(format, dtype, layers)
         report = Report(format.name, {})
         specs = {}
         for name, layer in skeleton.experts.items():
-            specs[name] = spec_of(layer, LAYOUT[target], activations, scales, report)
+            specs[name] = _spec(layer, LAYOUT[target], activations, scales, report)
             report.layers[layer.name] = (layer.scheme.text, specs[name])
+        linears = _linears(skeleton, LAYOUT[target], activations, scales, report)
 
         progress("tracing", 0, 1)
-        graph = trace(skeleton, specs, fusions=target)
+        graph = trace(skeleton, specs, linears, fusions=target)
+        report.untraced = graph.meta.pop("untraced", "")
         weights = place_weights(graph)
         name_interface(graph)
 
@@ -128,7 +152,10 @@ def export(
                     regions[module, projection] = data.region(weight.value)
                     continue
                 progress("writing other weights", done, total)
-                done += _dense(weight, skeleton, data, report)
+                if module in linears:
+                    done += _linear(weight, skeleton, linears[module], scales, dense, data, report)
+                else:
+                    done += _dense(weight, skeleton, data, report)
             for name, layer in skeleton.experts.items():
                 pair = regions[name, "w13"], regions[name, "w2"]
                 for written in _pack(layer, specs[name], pair, scales, report):
@@ -140,49 +167,61 @@ def export(
     return report
 
 
-def spec_of(
-    layer: MoELayer, layout: str, activations: str, scales: str, report: Report, experts: Sequence[Expert] | None = None
-) -> MoESpec:
-    """The attributes of a layer's node.
+def _spec(layer: MoELayer, layout: str, activations: str, scales: str, report: Report) -> MoESpec:
+    for found in (layer.activation_format, layer.down_scheme.activation_format):
+        _remark(found, activations, report)
+    where = f"{layer.format.ckpt.folder}: {layer.name}"
 
-    Args:
-        experts: what stands for the layer's own, when their data is not to be read.
-    """
-    formats = layer.activation_format, layer.down_scheme.activation_format
-    wanted, wanted_down = (_activations(found, activations, report) for found in formats)
-    try:
-        first = LAYOUTS[layout].describe(_scaled(experts[0] if experts else layer.expert(0), scales)[0], wanted)
-        if first[0].perm or first[1].perm:  # experts may differ in act-order
-            rest = (LAYOUTS[layout].describe(_scaled(e, scales)[0], wanted) for e in experts or layer)
-            first = reduce(join, rest, first)
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.name}: {error}") from None
-    return MoESpec(
-        num_experts=layer.num_experts,
-        hidden_size=layer.hidden_size,
-        intermediate_size=layer.intermediate_size,
-        w13=first[0],
-        w2=dataclasses.replace(first[1], activation_format=wanted_down),
-        activation=layer.activation,
-        gated=int(layer.gated),
-        swiglu_alpha=layer.swiglu_alpha,
-        swiglu_limit=layer.swiglu_limit,
-    )
+    def describe(e: int) -> MoESpec:
+        expert = _scaled(layer.expert(e), scales)[0]
+        (candidate,) = consider(lambda chosen: moe_spec(layer, expert, chosen, activations), [layout])
+        if candidate.reason or not isinstance(candidate.spec, MoESpec):
+            raise CheckpointError(f"{where}.{e}: {candidate.reason}")
+        return candidate.spec
+
+    spec, usual = describe(0), layer.tensors(0)
+    # Experts may differ in act-order. One whose tensors are not those of expert 0 is damaged or stored differently:
+    # decoding it tells, now and not after the tracing.
+    ordered = spec.w13.perm or spec.w2.perm
+    for e in range(1, layer.num_experts):
+        if ordered or layer.tensors(e) != usual:
+            other = describe(e)
+            try:
+                w13, w2 = join((spec.w13, spec.w2), (other.w13, other.w2))
+            except ValueError as error:
+                raise CheckpointError(f"{where}.{e}: {error}") from None
+            spec = dataclasses.replace(spec, w13=w13, w2=w2)
+    return spec
 
 
-def _activations(wanted: str, choice: str, report: Report) -> str:
-    """The node's activation_format, from the checkpoint's and the user's choice; a difference is reported."""
+def _linears(skeleton: Skeleton, layout: str, activations: str, scales: str, report: Report) -> dict[str, LinearSpec]:
+    """Attributes of the linears outside the experts; those that the layout does not carry stay float, with a reason."""
+    format, specs = skeleton.format, {}
+    for name, source in skeleton.linears.items():
+        m, linear = _rounded(format.matrix(source), scales)[0], skeleton.model.get_submodule(name)
+        if m.shape != (linear.out_features, linear.in_features):
+            want = [linear.out_features, linear.in_features]
+            raise CheckpointError(f"{format.ckpt.folder}: {source} is {list(m.shape)}, expected {want} (config.json)")
+        scheme = format.scheme(source)
+        (candidate,) = consider(functools.partial(linear_spec, scheme, m, activations=activations), [layout])
+        if candidate.reason or not isinstance(candidate.spec, LinearSpec):
+            report.dequantized[f"{source}.weight"] = candidate.reason.removeprefix("down: ")
+            continue
+        _remark(scheme.activation_format, activations, report)
+        specs[name] = candidate.spec
+        report.linears[source] = scheme.text, specs[name]
+        format.ckpt.release()
+    return specs
+
+
+def _remark(wanted: str, choice: str, report: Report) -> None:
+    """Notes activations that are not what the checkpoint says."""
     if wanted == "none" and choice == "int8":
         report.activations = (
             "weights-only checkpoint: activations are quantized to int8 per token (--activations float: not)"
         )
-        return "int8_token_asym"
     if wanted != "none" and choice == "float":
         report.activations = f"the checkpoint says {wanted}: activations stay float as asked"
-        return "none"
-    return wanted
 
 
 def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales: str, report: Report) -> Iterator[int]:
@@ -223,13 +262,51 @@ def _ahead(calls: Iterable[Callable[[], T]]) -> Generator[T, None, None]:
             yield result
 
 
+def _linear(
+    weight: Weight, skeleton: Skeleton, spec: LinearSpec, scales: str, dense: str, data: DataFile, report: Report
+) -> int:
+    """Writes a linear's packed weight, or makes its node a MatMulNBits; returns the bytes."""
+    format, source = skeleton.format, skeleton.linears[weight.parameter.rpartition(".")[0]]
+    scheme = format.scheme(source)
+    m, error = _rounded(format.matrix(source), scales)
+    if scales == "bf16":
+        report.scale_error = max(report.scale_error or 0.0, error)
+    metadata = {"module": source, "format": scheme.text}
+    if dense == "ort":
+        reason = why_not(m, scheme.activation_format, skeleton.dtype.itemsize)
+        if reason is None:
+            size = 0
+            for value, array in to_matmul_nbits(weight.value, m, spec):
+                region = data.region(value)
+                region.write(array)
+                region.finish(metadata)
+                size += array.nbytes
+            report.dense_bytes += size
+            return size
+        report.not_ort[source] = reason
+    layout = LAYOUTS[spec.w.layout]
+    row = native.aligned(layout.row_bytes(spec.moe, "w2"))
+    try:
+        layout.pack_down(m, spec.moe, row)
+    except ValueError as problem:
+        raise CheckpointError(f"{format.ckpt.folder}: {source}: {str(problem).removeprefix('down: ')}") from None
+    region = data.region(weight.value)
+    region.write(row)
+    region.finish(metadata | {"layout": spec.w.layout, "layout_version": str(spec.w.layout_version),
+                              "spec": json.dumps(spec.attributes())})  # fmt: skip
+    report.dense_bytes += row.nbytes
+    format.ckpt.release()
+    return row.nbytes
+
+
 def _dense(weight: Weight, skeleton: Skeleton, data: DataFile, report: Report) -> int:
     """Writes a weight outside the experts; returns its bytes."""
     format, source = skeleton.format, skeleton.sources[weight.parameter]
     metadata, module = {"module": source}, source.rpartition(".")[0]
-    if format.is_quantized(module):
-        metadata["dequantized_from"] = format.scheme(module).text
-        report.dequantized += 1
+    if source == f"{module}.weight" and format.is_quantized(module):
+        owner = type(skeleton.model.get_submodule(weight.parameter.rpartition(".")[0])).__name__
+        reason = report.dequantized.setdefault(source, f"{owner} is not a linear layer")
+        metadata |= {"dequantized_from": format.scheme(module).text, "dequantized_because": reason}
     blocks, size = skeleton.blocks(weight.parameter, weight.transposed), byte_size(weight.value)
     if size <= INLINE:
         array = np.concatenate([block() for block in blocks])
@@ -246,28 +323,30 @@ def _dense(weight: Weight, skeleton: Skeleton, data: DataFile, report: Report) -
 
 def _scaled(expert: Expert, scales: str) -> tuple[Expert, float]:
     """The expert with its scales as asked for, and the largest relative error that this made."""
-    if scales == "exact":
-        return expert, 0.0
-    errors = [0.0]
+    found = [None if m is None else _rounded(m, scales) for m in (expert.gate, expert.up, expert.down)]
+    return Expert(*(pair and pair[0] for pair in found)), max(pair[1] for pair in found if pair)  # type: ignore[arg-type]
 
-    def round_(m: QuantizedMatrix | None) -> QuantizedMatrix | None:
-        if m is None or m.scales.dtype.itemsize == 1:
-            return m
-        exact = m.scales.astype(np.float64)
-        rounded = exact.astype(ml_dtypes.bfloat16)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            errors.append(float(np.nan_to_num(np.abs(rounded.astype(np.float64) - exact) / np.abs(exact)).max()))
-        return dataclasses.replace(m, scales=rounded)
 
-    return Expert(*(round_(m) for m in (expert.gate, expert.up, expert.down))), max(errors)  # type: ignore[arg-type]
+def _rounded(m: QuantizedMatrix, scales: str) -> tuple[QuantizedMatrix, float]:
+    """The same of one matrix."""
+    if scales == "exact" or m.scales.dtype.itemsize == 1:
+        return m, 0.0
+    exact = m.scales.astype(np.float64)
+    rounded = exact.astype(ml_dtypes.bfloat16)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        error = float(np.nan_to_num(np.abs(rounded.astype(np.float64) - exact) / np.abs(exact)).max())
+    return dataclasses.replace(m, scales=rounded), error
 
 
 def _save(graph: ir.Model, weights: list[Weight], path: Path, metadata: dict[str, str]) -> None:
     for weight in weights:
-        graph.graph.register_initializer(weight.value)
-    graph.producer_name, graph.producer_version = "quantmoe", "0.1.0"
+        if weight.value.uses():
+            graph.graph.register_initializer(weight.value)
+    graph.producer_name, graph.producer_version = "quantmoe", version("quantmoe")
     graph.metadata_props.update(metadata)
-    ir.save(graph, path)
+    graph.doc_string = f"Register {Path(library_path()).name} of `pip install quantmoe` with ONNX Runtime to run this."
+    with naming(path):
+        ir.save(graph, path)
 
 
 def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None) -> None:
@@ -275,10 +354,16 @@ def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | 
     for path in sorted({path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}):
         ckpt.check_link(path)  # nobody's private file into a folder that is passed on
         shutil.copyfile(path, partial(path.name))
+    config = json.loads((folder / "config.json").read_bytes())
     if layers is not None:
-        config = json.loads((folder / "config.json").read_text())
         config.get("text_config", config)["num_hidden_layers"] = layers
         partial("config.json").write_text(json.dumps(config, indent=2))
+    generation = folder / "generation_config.json"
+    library = Path(library_path())
+    with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
+        found = genai_config(config, json.loads(generation.read_bytes()) if generation.is_file() else {}, library.name)
+        partial("genai_config.json").write_text(json.dumps(found, indent=2))
+    shutil.copyfile(library, partial(library.name))
 
 
 @contextlib.contextmanager

@@ -82,8 +82,13 @@ class Generator:
 
         Returns:
             logits [B, S, vocabulary] and the longer cache.
+
+        Raises:
+            ModelError: B or S is 0, which the graph's Reshape nodes do not take.
         """
         batch, new = ids.shape
+        if not ids.size:
+            raise ModelError(f"input_ids has shape {list(ids.shape)}, expected at least one row and one token")
         total = new + next(iter(past.values())).shape[2]
         feed = {
             "input_ids": ids,

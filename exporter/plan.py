@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+from functools import partial
 from math import prod
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
@@ -14,7 +16,9 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.op import MoESpec
-from quantmoe.exporter.convert import LAYOUT, Report, spec_of
+from quantmoe.exporter.checkpoint import DTYPES, CheckpointError
+from quantmoe.exporter.convert import LAYOUT, _scaled
+from quantmoe.exporter.explain import consider, moe_spec
 from quantmoe.exporter.formats import MoELayer, Scheme, find_format, open_checkpoint
 from quantmoe.exporter.model import BLOCK, Skeleton
 
@@ -65,16 +69,24 @@ def plan(
     """
     folder = Path(output).resolve()
     format = find_format(open_checkpoint(checkpoint))
-    skeleton = Skeleton(format, dtype, layers)
+    skeleton = Skeleton(format, dtype, layers, headers_only=True)
     layout = LAYOUTS[LAYOUT[target]]
     found: dict[str, tuple[str, MoESpec, int]] = {}
     for layer in skeleton.experts.values():
-        spec = spec_of(layer, LAYOUT[target], activations, scales, Report(format.name, {}), experts=[outline(layer)])
+        expert = _scaled(outline(layer), scales)[0]
+        (candidate,) = consider(partial(_moe_spec, layer, expert, activations), [LAYOUT[target]])
+        if candidate.reason or not isinstance(candidate.spec, MoESpec):
+            raise CheckpointError(f"{format.ckpt.folder}: {layer.name}: {candidate.reason}")
+        spec = candidate.spec
         size = layer.num_experts * sum(layout.row_bytes(spec, projection) for projection in ("w13", "w2"))
         found[layer.name] = layer.scheme.text, spec, size
     packed = sum(size for _, _, size in found.values())
     itemsize = 2 if dtype == "f16" else 4
-    dense = sum(prod(skeleton.shapes[name]) * itemsize for name in skeleton.sources)
+    dense = sum(prod(tensor.shape) * itemsize for name, tensor in skeleton.tensors.items() if name in skeleton.sources)
+    # other quantized linears are packed too, each a node: about their bytes in the checkpoint
+    modules = set(skeleton.linears.values())
+    names = [name for name in format.ckpt.names() if name.rpartition(".")[0] in modules]
+    dense += sum(prod(format.ckpt.shape(name)) * DTYPES[format.ckpt.dtype(name)].itemsize for name in names)
     cores = os.cpu_count() or 1
     seconds = TRACING + (packed / PACKING + dense / CONVERTING) / cores
     return Plan(
@@ -88,6 +100,10 @@ def plan(
         f"{TRACING:.0f} s of tracing, as measured on an Intel Xeon at 2.5 GHz",
         free=shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free,
     )
+
+
+def _moe_spec(layer: MoELayer, expert: Expert, activations: str, layout: ModuleType) -> MoESpec:
+    return moe_spec(layer, expert, layout, activations)
 
 
 def outline(layer: MoELayer) -> Expert:

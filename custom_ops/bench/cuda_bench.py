@@ -13,7 +13,6 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,22 +20,8 @@ import torch
 from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.op import MoESpec, Projection
+from quantmoe.custom_ops.shapes import SHAPES, Shape
 
-
-@dataclass(frozen=True)
-class Shape:
-    hidden: int
-    intermediate: int
-    experts: int
-    top_k: int
-
-
-SHAPES = {
-    "qwen3-30b-a3b": Shape(2048, 768, 128, 8),
-    "mixtral-8x7b": Shape(4096, 14336, 8, 2),
-    "gpt-oss-120b": Shape(2880, 2880, 128, 4),
-    "deepseek-v3-tp8": Shape(7168, 256, 256, 8),
-}
 L2_BYTES = 60 << 20
 
 
@@ -138,7 +123,7 @@ def measure(name: str, tokens: int, layers: list[cuda.CudaMoE], zipf: bool, repe
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--shapes", default="qwen3-30b-a3b,mixtral-8x7b,gpt-oss-120b,deepseek-v3-tp8")
     parser.add_argument("--tokens", default="1,8,64,512,4096")
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--zipf", action="store_true")

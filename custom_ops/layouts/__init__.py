@@ -7,6 +7,9 @@ A layout module provides (Expert and the dataclasses are in custom_ops):
 - ``row_bytes(spec, "w13" | "w2") -> int``: bytes of one packed expert row, a multiple of 64.
 - ``pack(expert, spec, w13_row, w2_row)``: writes the rows (uint8 arrays of exactly row_bytes) in place.
 - ``unpack(spec, w13_row, w2_row) -> Expert``: the inverse of pack.
+- ``describe_down(matrix, activation_format) -> Projection``, ``pack_down(matrix, spec, w2_row)`` and
+  ``unpack_down(spec, w2_row) -> QuantizedMatrix``: the same for a w2 alone, which is also a QuantLinear's matrix
+  (``spec`` is LinearSpec.moe). Optional: without them the layout has experts only.
 """
 
 from dataclasses import replace

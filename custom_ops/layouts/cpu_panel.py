@@ -26,7 +26,7 @@ def describe(expert: Expert, activation_format: str) -> tuple[Projection, Projec
     """The (w13, w2) attributes under which this layout stores ``expert``; see layouts/__init__.py."""
     halves = [m for m in (expert.gate, expert.up) if m is not None]
     w13 = [_describe(m, activation_format, what) for m, what in zip(halves[::-1], ("up", "gate"), strict=False)]
-    w2 = _describe(expert.down, activation_format, "down")
+    w2 = describe_down(expert.down, activation_format)
     perm = 0
     if any(p.perm for p in w13):
         same = len(halves) == 1 or same_order(halves[0].perm, halves[1].perm)
@@ -36,6 +36,11 @@ def describe(expert: Expert, activation_format: str) -> tuple[Projection, Projec
         if dataclasses.replace(other, perm=perm, bias=merged.bias) != merged:
             raise ValueError(f"gate and up are stored differently: {other} against {merged}")
     return merged, w2
+
+
+def describe_down(m: QuantizedMatrix, activation_format: str) -> Projection:
+    """The attributes under which this layout stores a w2, or the one matrix of a QuantLinear."""
+    return _describe(m, activation_format, "down")
 
 
 def row_bytes(spec: MoESpec, projection: str) -> int:
@@ -52,17 +57,13 @@ def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray)
         ValueError: ``expert`` does not fit ``spec`` (shapes, format, scales, or an act-order ``spec`` has no room for).
     """
     order = expert.down.perm
-    if order is not None and not spec.w2.perm:
-        raise ValueError("down is in act-order and the other experts of the layer are not (w2_perm is 0)")
-    for row in (w13_row, w2_row):
-        row[:] = 0
+    pack_down(expert.down, spec, w2_row)
+    w13_row[:] = 0
     halves = [m for m in (expert.gate, expert.up) if m is not None]
     for i, m in enumerate(halves):
         _check(m, spec, "w13", "gate" if m is expert.gate else "up")
         stride = panel_stride(m.kind, m.shape[1], m.group_size, m.scale_type)
         native.pack_panels(m, w13_row[i * stride :], row_order=order, panel_step=len(halves))
-    _check(expert.down, spec, "w2", "down")
-    native.pack_panels(expert.down, w2_row)
     k = spec.hidden_size
     if spec.w13.perm:
         perms = [np.arange(k, dtype=np.int32) if m.perm is None else m.perm for m in halves]
@@ -74,17 +75,23 @@ def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray)
             _perm_view(spec, "w13", w13_row, i)[:] = perms[i]
     elif any(m.perm is not None for m in halves):
         raise ValueError("gate or up is in act-order and the other experts of the layer are not (w13_perm is 0)")
+
+
+def pack_down(m: QuantizedMatrix, spec: MoESpec, w2_row: np.ndarray) -> None:
+    """Writes one expert's w2 alone: uint8 [row_bytes], C-contiguous; errors as :func:`pack`."""
+    if m.perm is not None and not spec.w2.perm:
+        raise ValueError("down is in act-order and the other experts of the layer are not (w2_perm is 0)")
+    w2_row[:] = 0
+    _check(m, spec, "w2", "down")
+    native.pack_panels(m, w2_row)
     if spec.w2.perm:
-        _perm_view(spec, "w2", w2_row, 0)[:] = np.arange(spec.intermediate_size) if order is None else order
+        _perm_view(spec, "w2", w2_row, 0)[:] = np.arange(spec.intermediate_size) if m.perm is None else m.perm
 
 
 def unpack(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Expert:
     """The expert that ``pack`` wrote, bit for bit; identity act-orders and zero biases come back as None."""
-    down = _unpack_matrix(spec, "w2", w2_row, 0)
-    order = None
-    if spec.w2.perm:
-        order = _perm_view(spec, "w2", w2_row, 0).copy()
-        down = dataclasses.replace(down, perm=_perm_or_none(order))
+    down = unpack_down(spec, w2_row)
+    order = down.perm
     halves = [_unpack_matrix(spec, "w13", w13_row, i) for i in range(1 + spec.gated)]
     for i, m in enumerate(halves):
         if spec.w13.perm:
@@ -98,6 +105,12 @@ def unpack(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Expert:
             )
         halves[i] = m
     return Expert(halves[0] if spec.gated else None, halves[-1], down)
+
+
+def unpack_down(spec: MoESpec, w2_row: np.ndarray) -> QuantizedMatrix:
+    """The matrix that ``pack_down`` wrote, bit for bit."""
+    m = _unpack_matrix(spec, "w2", w2_row, 0)
+    return dataclasses.replace(m, perm=_perm_or_none(_perm_view(spec, "w2", w2_row, 0).copy())) if spec.w2.perm else m
 
 
 def panel_stride(format: str, k: int, group_size: int, scale_type: str) -> int:

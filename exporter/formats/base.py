@@ -66,6 +66,7 @@ class MoELayer:
     down_scheme: Scheme
     swiglu_alpha: float
     swiglu_limit: float
+    apply_router_weight_on_input: bool
     format: Format
     projections: tuple[str, ...]
     """Names of gate (when gated), up and down; () when the tool fuses experts into 3-D tensors."""
@@ -74,6 +75,11 @@ class MoELayer:
     def activation_format(self) -> str:
         """How gate and up's activations are quantized; ``down_scheme`` has down's."""
         return self.scheme.activation_format
+
+    def tensors(self, e: int) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
+        """Names, dtypes and shapes of expert ``e``'s tensors, from the headers; those of all experts when fused."""
+        modules = [f"{self.name}.{e}.{projection}" for projection in self.projections] or [self.name]
+        return [self.format.ckpt.beside(module) for module in modules]
 
     def expert(self, e: int) -> Expert:
         """Decodes expert ``e``.
@@ -109,6 +115,8 @@ class Format(ABC):
     name: ClassVar[str]
     #: suffixes of tensors that exist only beside a quantized module
     marks: ClassVar[tuple[str, ...]]
+    #: ends of the names of tensors that hold all experts of a layer
+    fused: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, ckpt: Checkpoint) -> None:
         self.ckpt = ckpt

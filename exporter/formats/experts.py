@@ -18,8 +18,6 @@ NAMINGS = (
     ("w1", "w3", "w2"),  # Mixtral, MiniMax
     ("up_proj", "down_proj"),  # Nemotron
 )
-#: ends of the names of tensors that hold all experts of a layer
-FUSED = (".experts.gate_up_proj_blocks", ".experts.down_proj_blocks")
 _EXPERT = re.compile(r"(.+\.experts)\.([0-9]{1,6})\.([^.]+)\.[^.]+")
 #: transformers' hidden_act -> op.def's activation
 ACTIVATIONS = {
@@ -42,7 +40,7 @@ def moe_layers(format: Format) -> list[MoELayer]:
     for name in format.ckpt.names():
         if match := _EXPERT.fullmatch(name):
             found.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
-        elif name.endswith(FUSED):
+        elif name.endswith(format.fused):
             found.setdefault(name.rpartition(".")[0], {})
     if not found:
         raise CheckpointError(f"{format.ckpt.folder}: no experts; expected tensors named <layer>.experts.<number>.*")
@@ -84,9 +82,10 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         top_k=top_k,
         scheme=scheme,
         down_scheme=down_scheme,
-        # transformers' GptOssExperts: alpha is a constant, the limit is in the config
-        swiglu_alpha=1.702 if oai else 0.0,
+        # transformers' GptOssExperts; older configurations have no alpha
+        swiglu_alpha=float(config.get("swiglu_alpha", 1.702)) if oai else 0.0,
         swiglu_limit=float(config.get("swiglu_limit", 7.0)) if oai else 0.0,
+        apply_router_weight_on_input=config.get("model_type") in ("llama4", "llama4_text"),
         format=format,
         projections=projections,
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 
@@ -24,6 +25,15 @@ def byte_size(value: ir.Value) -> int:
     return int(prod(value.shape.numpy()) * value.dtype.itemsize)  # itemsize is a float: 4-bit types exist
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Names the file in errors like a full disk, which Python's file objects do not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 def new_hash() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=32)
 
@@ -37,6 +47,7 @@ class DataFile:
     """
 
     def __init__(self, path: Path, location: str):
+        self.path = path
         self.file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
         self.location = location
         self.size = 0
@@ -45,7 +56,8 @@ class DataFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.file.close()
+        with naming(self.path):
+            self.file.close()
 
     def region(self, value: ir.Value) -> Region:
         """The next free bytes of the file, as many as ``value``'s shape and type take."""
@@ -70,8 +82,9 @@ class Region:
         """
         data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
         self._hash.update(data)
-        self._data.file.seek(self.offset + self._at)
-        self._data.file.write(data)
+        with naming(self._data.path):
+            self._data.file.seek(self.offset + self._at)
+            self._data.file.write(data)
         self._at += len(data)
 
     def finish(self, metadata: Mapping[str, str]) -> None:

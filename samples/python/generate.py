@@ -9,6 +9,8 @@ import quantmoe
 
 TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
+if len(sys.argv) < 4:
+    sys.exit("usage: generate.py FOLDER COUNT ID...")
 folder, count, ids = sys.argv[1], int(sys.argv[2]), [int(i) for i in sys.argv[3:]]
 options = ort.SessionOptions()
 options.register_custom_ops_library(quantmoe.ort_library_path())

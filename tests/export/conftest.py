@@ -10,13 +10,16 @@ import pytest
 from transformers import PreTrainedModel
 
 from quantmoe.exporter.convert import export
+from quantmoe.exporter.demo import SIZES as SIZES_OF
 from quantmoe.exporter.demo import make_checkpoint
 from quantmoe.exporter.formats import find_format, open_checkpoint
 from quantmoe.exporter.model import Skeleton, dequantized
 
 #: large enough that weights are external, small enough to trace and run quickly
 SIZES = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48, "num_hidden_layers": 2}
-INTERMEDIATE = {"qwen3_moe": "moe_intermediate_size", "mixtral": "intermediate_size", "olmoe": "intermediate_size"}
+INTERMEDIATE = dict.fromkeys(SIZES_OF, "intermediate_size") | dict.fromkeys(
+    ("qwen3_moe", "deepseek_v3", "glm4_moe"), "moe_intermediate_size"
+)
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +29,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     @cache
     def make(architecture: str = "qwen3_moe", scheme: str = "W4A16", **sizes: object) -> Path:
         fields = SIZES | {INTERMEDIATE[architecture]: 96} | sizes
+        if architecture == "deepseek_v3":  # latent attention
+            fields = {name: value for name, value in fields.items() if name != "head_dim"} | {"num_key_value_heads": 4}
         return make_checkpoint(tmp_path_factory.mktemp(architecture), architecture, scheme, **fields)
 
     return make

@@ -5,11 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -18,6 +23,7 @@ import torch
 
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
+from quantmoe.exporter import convert
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.cli import main
 from quantmoe.exporter.convert import export
@@ -35,7 +41,7 @@ class Done:
 
 
 @pytest.fixture
-def quantmoe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+def quantmoe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Done]]:
     """The command, in this process: importing torch anew takes seconds."""
 
     def run(*arguments: object) -> Done:
@@ -46,7 +52,10 @@ def quantmoe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         code = done.value.code or 0
         return Done(code, out, err) if isinstance(code, int) else Done(1, out, err + code)
 
-    return run
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield run
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_packed_bytes_are_the_checkpoints(exported, checkpoint):
@@ -81,13 +90,14 @@ def test_external_data_is_aligned_and_does_not_overlap(exported):
 def test_companion_files(exported):
     names = {path.name for path in exported("qwen3_moe", activations="float").iterdir()}
     configs = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
-    assert names == configs | {"model.onnx", "model.onnx.data"}
+    genai = {"genai_config.json", "libquantmoe_ort.so"}
+    assert names == configs | genai | {"model.onnx", "model.onnx.data"}
 
 
 def test_inspect_verifies_and_finds_corruption(exported, tmp_path):
     folder = shutil.copytree(exported("qwen3_moe", activations="float"), tmp_path / "model")
     found = inspect(folder, verify=True)
-    assert found["verified"] == 4 + len(found["dense"])
+    assert found["verified"] == 4 + len(found["linears"]) + len(found["dense"])
     (file,) = found["files"]
     assert file["bytes"] == (folder / "model.onnx.data").stat().st_size
     assert file["resident"] == file["bytes"]  # just read
@@ -191,6 +201,40 @@ def test_interruption_leaves_nothing(checkpoint, tmp_path, monkeypatch, error):
     assert (tmp_path / "old" / "model.onnx").read_text() == "old"
 
 
+def test_termination_leaves_nothing(quantmoe, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "trace", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    assert quantmoe("export", checkpoint("qwen3_moe"), tmp_path / "out").returncode == 128 + signal.SIGTERM
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(checkpoint, tmp_path):
+    """A limit on file sizes stands for it: the error comes from the same write."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*model\.onnx\.data"):
+            export(checkpoint("qwen3_moe"), tmp_path / "out", layers=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_export_leaves_no_final_name_and_can_be_run_again(checkpoint, tmp_path):
+    code = (
+        "import os, signal, sys; from quantmoe.exporter.convert import export\n"
+        "def progress(stage, done, total):\n"
+        "    if stage == 'packing experts': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "export(sys.argv[1], sys.argv[2], layers=1, progress=progress)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, checkpoint("qwen3_moe"), tmp_path])
+    assert killed.returncode == -signal.SIGKILL
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"model.onnx.partial", "model.onnx.data.partial"}
+    export(checkpoint("qwen3_moe"), tmp_path, layers=1)
+    assert inspect(tmp_path, verify=True)["verified"] > 2
+    assert not list(tmp_path.glob("*.partial"))
+
+
 def test_bf16_scales_report_their_error(checkpoint, tmp_path):
     report = export(checkpoint("qwen3_moe", dtype=torch.float16), tmp_path, scales="bf16", layers=1)
     assert 0 < report.scale_error <= 2**-8  # half a unit in bf16's last of 8 bits
@@ -269,6 +313,7 @@ def test_command_line(quantmoe, checkpoint, exported, tmp_path):
     assert done.returncode == 0
     assert len(done.stdout.strip().split(",")) <= 4
     assert quantmoe("generate", folder, "--prompt", "A mixture", "--max-new-tokens", 2).returncode == 0
+    assert quantmoe("--version").stdout == f"quantmoe {version('quantmoe')}\n"
 
     for arguments, code, message in (
         (("generate", folder), 2, "--prompt or --ids"),
@@ -284,6 +329,12 @@ def test_command_line(quantmoe, checkpoint, exported, tmp_path):
         assert done.returncode == code, done.stderr
         assert message in " ".join(done.stderr.replace("│", " ").split()), done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_samples_say_what_they_take():
+    sample = Path(__file__).parents[2] / "samples" / "python" / "generate.py"
+    done = subprocess.run([sys.executable, sample], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "usage: generate.py FOLDER COUNT ID...\n")
 
 
 def test_import_needs_no_torch_and_no_typer():

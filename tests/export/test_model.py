@@ -11,16 +11,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from quantmoe.custom_ops.op import MoESpec
+from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter import model
-from quantmoe.exporter.convert import export
+from quantmoe.exporter.compare import compare
+from quantmoe.exporter.convert import Report, export
 from quantmoe.exporter.formats import find_format, open_checkpoint
 from quantmoe.exporter.generate import Generator
-from quantmoe.exporter.inspect import inspect
-from quantmoe.exporter.model import Skeleton, _experts_forward, dequantized
+from quantmoe.exporter.inspect import ModelError, inspect
+from quantmoe.exporter.model import PackedLinear, Skeleton, _experts_forward, dequantized
 from quantmoe.exporter.passes.repeat import RepeatError
 
-ARCHITECTURES = ("qwen3_moe", "mixtral", "olmoe")
+ARCHITECTURES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3", "glm4_moe", "llama4_text")
 VOCABULARY = 384
 
 
@@ -103,6 +104,13 @@ def bind_packed(torch_model: PreTrainedModel, folder: Path, monkeypatch: pytest.
         for name, value in zip(("w13", "w2"), node.inputs[3:5], strict=True):
             monkeypatch.setattr(module, name, torch.from_numpy(np.array(value.const_value.numpy())), raising=False)
         monkeypatch.setattr(module, "forward", _experts_forward.__get__(module))
+    for node in graph:
+        if node.op_type == "QuantLinear":
+            tensor = node.inputs[1].const_value
+            linear = PackedLinear(LinearSpec.from_attributes(json.loads(tensor.metadata_props["spec"])))
+            linear.w = torch.from_numpy(np.array(tensor.numpy()))
+            module = torch_model.get_submodule(tensor.metadata_props["module"])
+            monkeypatch.setattr(module, "forward", linear.forward)
     return len(modules)
 
 
@@ -113,24 +121,65 @@ def test_w8a8_keeps_its_own_activation_format(exported):
 
 
 def test_layers_left_out_of_the_trace_are_copied(checkpoint, tmp_path, monkeypatch):
-    """Six layers, three of them traced, against PyTorch; and again where none can be copied and all are traced."""
-    folder = checkpoint("qwen3_moe", num_hidden_layers=6)
-    want = expected(dequantized(Skeleton(find_format(open_checkpoint(folder)))), tokens(2, 6))
+    """Five layers, three of them traced, against PyTorch."""
     traced = []
     only = model._only
     monkeypatch.setattr(model, "_only", lambda m, kept: traced.append(kept) or only(m, kept))
-    export(folder, tmp_path / "copied", activations="float")
-    assert traced == [[0, 1, 5]]
+    report = check_layers(checkpoint("qwen3_moe", num_hidden_layers=5), tmp_path)
+    assert traced == [[0, 1, 4]]
+    assert report.untraced == ""
 
+
+@pytest.mark.long
+def test_layers_that_cannot_be_copied_are_traced(checkpoint, tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
-        raise RepeatError
+        raise RepeatError("no counterpart of node_x")
 
     monkeypatch.setattr(model, "repeat_layers", refuse)
-    export(folder, tmp_path / "traced", activations="float")
-    for name in ("copied", "traced"):
-        assert error(run(Generator(tmp_path / name), tokens(2, 6), (5, 1)), want) < 2e-5, name
-        modules = [layer["module"] for layer in inspect(tmp_path / name)["layers"]]
-        assert modules == [f"model.layers.{i}.mlp.experts" for i in range(6)]
+    report = check_layers(checkpoint("qwen3_moe", num_hidden_layers=4), tmp_path)
+    assert report.untraced == "no counterpart of node_x"
+
+
+def check_layers(folder: Path, out: Path) -> Report:
+    want = expected(dequantized(Skeleton(find_format(open_checkpoint(folder)))), tokens(2, 6))
+    report = export(folder, out, activations="float")
+    assert error(run(Generator(out), tokens(2, 6), (5, 1)), want) < 2e-5
+    modules = [layer["module"] for layer in inspect(out)["layers"]]
+    assert modules == [f"model.layers.{i}.mlp.experts" for i in range(len(modules))]
+    assert len(modules) == len(report.layers)
+    return report
+
+
+def test_activations_make_the_difference(exported, checkpoint):
+    """compare() tells what int8 activations round from what is ours."""
+    folder = exported("qwen3_moe")
+    found = compare(checkpoint("qwen3_moe"), folder, new_tokens=2)
+    assert found.float_difference < 2e-5 < 1e-3 < found.difference
+    assert not list(folder.glob("*.partial"))
+    assert compare(checkpoint("qwen3_moe"), exported("qwen3_moe", activations="float"), 2).float_difference is None
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_onnxruntime_genai_generates_the_same_tokens(exported, architecture):
+    import onnxruntime_genai as og
+
+    folder = exported(architecture, activations="float")
+    prompt = tokens(1, 6, seed=1)[0].tolist()
+    genai = og.Model(str(folder))
+    params = og.GeneratorParams(genai)
+    params.set_search_options(max_length=len(prompt) + 12)
+    generator = og.Generator(genai, params)
+    generator.append_tokens(prompt)
+    while not generator.is_done():
+        generator.generate_next_token()
+    assert generator.get_sequence(0).tolist()[len(prompt) :] == Generator(folder).greedy(prompt, 12).tokens
+
+
+def test_empty_inputs_are_named(exported):
+    generator = Generator(exported("qwen3_moe", activations="float"))
+    for shape in ((0, 3), (1, 0)):
+        with pytest.raises(ModelError, match="expected at least one row and one token"):
+            generator.step(np.zeros(shape, np.int64), generator.start(shape[0]))
 
 
 def test_batch_rows_do_not_mix(exported):
@@ -189,5 +238,7 @@ def test_interface_names(exported):
 def test_without_the_library_onnxruntime_names_the_operator(exported):
     import onnxruntime as ort
 
-    with pytest.raises(Exception, match="QuantMoE"):
+    # README's troubleshooting has these words
+    with pytest.raises(Exception, match=r"quantmoe:Quant(MoE|Linear)\(-1\) is not a registered function/op"):
         ort.InferenceSession(str(exported("qwen3_moe", activations="float") / "model.onnx"))
+    assert "libquantmoe_ort.so" in ir.load(exported("qwen3_moe", activations="float") / "model.onnx").doc_string

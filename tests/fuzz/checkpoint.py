@@ -28,7 +28,7 @@ from hostile.test_exported import one_layer_model
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.exporter.convert import Report, spec_of
+from quantmoe.exporter.convert import Report, _spec
 from quantmoe.exporter.formats import CheckpointError, find_format, open_checkpoint
 from quantmoe.exporter.inspect import ModelError, inspect
 from quantmoe.exporter.model import Skeleton
@@ -79,7 +79,7 @@ def read(folder: Path) -> None:
     format = find_format(open_checkpoint(folder))
     layers = format.moe_layers()
     for layer in layers:
-        spec = spec_of(layer, "cpu_panel", "int8", "exact", Report("", {}))
+        spec = _spec(layer, "cpu_panel", "int8", "exact", Report("", {}))
         rows = [native.aligned(LAYOUTS["cpu_panel"].row_bytes(spec, p)) for p in ("w13", "w2")]
         for expert in layer:
             with suppress(ValueError):  # as convert does, which adds the expert's name

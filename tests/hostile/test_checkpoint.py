@@ -475,6 +475,32 @@ TENSORS: dict[str, tuple[str, str, Callable[[np.ndarray], np.ndarray], str]] = {
 }
 
 
+LAST = "model.layers.1.mlp.experts.3.down_proj"
+DAMAGE: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], str]] = {
+    "missing": (lambda c, t: t.pop(f"{LAST}.weight_shape"), f"{LAST}.weight_shape is missing, expected I64"),
+    "dtype": (
+        lambda c, t: t.update({f"{LAST}.weight_packed": t[f"{LAST}.weight_packed"].view(np.uint32)}),
+        f"{LAST}.weight_packed is U32 [128, 8], expected I32 [128, 8]",
+    ),
+    "shape": (
+        lambda c, t: t.update({f"{LAST}.weight_packed": t[f"{LAST}.weight_packed"][:-1]}),
+        f"{LAST}.weight_packed is I32 [127, 8], expected I32 [128, 8]",
+    ),
+    "another scale type": (
+        lambda c, t: t.update({f"{LAST}.weight_scale": t[f"{LAST}.weight_scale"].astype(np.float16)}),
+        "model.layers.1.mlp.experts.3: w2 differs between experts of one layer",
+    ),
+    "a norm": (
+        lambda c, t: t.update({"model.norm.weight": t["model.norm.weight"][1:]}),
+        "model.norm.weight has shape [127], expected [128]",
+    ),
+    "a quantized linear outside the experts": (
+        lambda c, t: t.pop("model.layers.1.self_attn.k_proj.weight_scale"),
+        "model.layers.1.self_attn.k_proj.weight_scale is missing",
+    ),
+}
+
+
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensor(name: str, tmp_path: Path) -> None:
     case, suffix, damage, text = TENSORS[name]
@@ -597,3 +623,17 @@ print(peak() - before)
     assert [line.split()[0] for line in found] == ["refused"] * 4 + ["read", "refused"]
     assert all(int(line.split()[1]) < 2000 for line in found if "refused" in line), found
     assert int(peak) < 1_000_000_000
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_found_before_tracing(
+    name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantmoe.exporter import convert
+
+    monkeypatch.setattr(convert, "trace", lambda *_, **__: pytest.fail("traced a damaged checkpoint"))
+    edit, text = DAMAGE[name]
+    with pytest.raises(CheckpointError) as error:
+        convert.export(edited(model, tmp_path / "damaged", edit), tmp_path / "out")
+    assert text in str(error.value)
+    assert not (tmp_path / "out").exists()

@@ -34,7 +34,7 @@ typedef enum {
 typedef struct {
   int32_t panels;   // 16-row panels a warp holds at once
   int32_t n_tiles;  // 8-token tiles a warp holds at once
-  int32_t warps_k;  // warps that split K; the others take other panels
+  int32_t warps_k;  // warps that split K; the others take other panels. wgmma: parts of K that blocks share
   int32_t stages;   // cp.async stages in flight
   int32_t cluster;  // blocks that share one output tile
   int32_t grid, shared_bytes;

@@ -71,4 +71,14 @@ inline int64_t w2_row_bytes(const qm_moe& m) {
   return align_up(p.panels * p.stride, kRowAlignment) + m.w2.perm * align_up(4LL * m.intermediate_size, kRowAlignment);
 }
 
+// The layer whose w2 a linear's weights are.
+inline qm_moe as_moe(const qm_linear& l) {
+  qm_moe m{};
+  m.num_experts = 1;
+  m.hidden_size = l.out_features;
+  m.intermediate_size = l.in_features;
+  m.w13 = m.w2 = l.w;
+  return m;
+}
+
 }  // namespace quantmoe

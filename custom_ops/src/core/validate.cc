@@ -11,6 +11,7 @@ namespace {
 // int32 accumulation of the channelwise products (FORMAT.md 4.2) needs 16 * 8 * 255 * K and 128 * 255 * K below 2^31.
 constexpr int32_t kMaxFeatures = 65536;
 constexpr int32_t kMaxExperts = 65536;
+constexpr int32_t kMaxOutputs = 1 << 24;  // of a linear: vocabularies
 
 int check_range(const char* name, int32_t value, int32_t low, int32_t high, char* err) {
   if (value >= low && value <= high) return QM_OK;
@@ -68,6 +69,13 @@ int check_attributes(const qm_moe& m, char* err) {
   return check_projection("w2_", m.w2, 1, err);
 }
 
+int check_linear(const qm_linear& l, char* err) {
+  QM_TRY(check_range("op_version", l.op_version, k_version_QuantLinear, k_version_QuantLinear, err));
+  QM_TRY(check_range("in_features", l.in_features, 1, kMaxFeatures, err));
+  QM_TRY(check_range("out_features", l.out_features, 1, kMaxOutputs, err));
+  return check_projection("w_", l.w, 1, err);
+}
+
 int check_shape(const char* name, const int64_t shape[2], int64_t row_bytes, char* err) {
   if (shape[1] == row_bytes / 4) return QM_OK;
   return fail(err, QM_INVALID, "%s has %lld int32 words a row, expected %lld for these attributes", name,
@@ -94,4 +102,26 @@ int qm_moe_validate(const qm_moe* m, const int64_t w13_shape[2], const int64_t w
                 "w13 has %lld experts and w2 %lld, expected the same number, 1 to num_experts - expert_offset = %d",
                 (long long)w13_shape[0], (long long)w2_shape[0], m->num_experts - m->expert_offset);
   return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
+}
+
+int qm_linear_validate(const qm_linear* l, const int64_t w_shape[2], char* err) {
+  QM_TRY(check_linear(*l, err));
+  QM_TRY(check_shape("w", w_shape, w2_row_bytes(as_moe(*l)), err));
+  if (w_shape[0] != 1) return fail(err, QM_INVALID, "w has %lld rows, expected 1", (long long)w_shape[0]);
+  return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
+}
+
+int qm_routing_validate(const qm_routing* r, char* err) {
+  QM_TRY(check_range("op_version", r->op_version, k_version_MoERouting, k_version_MoERouting, err));
+  QM_TRY(check_range("num_experts", r->num_experts, 1, kMaxExperts, err));
+  QM_TRY(check_enum("method", "routing_method", r->method,
+                    {k_routing_method_softmax_topk, k_routing_method_topk_softmax, k_routing_method_sigmoid_topk,
+                     k_routing_method_topk_sigmoid, k_routing_method_topk},
+                    err));
+  QM_TRY(check_range("renormalize", r->renormalize, 0, 1, err));
+  QM_TRY(check_range("n_group", r->n_group, 1, r->num_experts, err));
+  if (r->num_experts % r->n_group)
+    return fail(err, QM_INVALID, "n_group is %d, expected a divisor of num_experts %d", r->n_group, r->num_experts);
+  QM_TRY(check_range("topk_group", r->topk_group, 1, r->n_group, err));
+  return check_range("top_k", r->top_k, 1, r->num_experts / r->n_group * r->topk_group, err);
 }

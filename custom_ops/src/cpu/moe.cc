@@ -138,8 +138,13 @@ struct Layer {
   void load_rows(int64_t first, int64_t count);
   void plan_tasks();
   void gate_up(int lane, const Task& task);
-  void pack_h(int lane, int64_t expert);
+  void pack_h(int lane, int64_t expert, int64_t first_tile, int64_t last_tile);
   void down(int lane, int64_t begin, int64_t end);
+  void down() {
+    const int64_t hidden = moe.hidden_size, range = align_up(ceil_div(hidden, column_ranges), kColumnsPerStep);
+    for_each(ceil_div(hidden, range),
+             [&](int lane, int64_t i) { down(lane, i * range, std::min(hidden, (i + 1) * range)); });
+  }
   int64_t task_count = 0;
   int32_t bad_perm = -1;  // an expert whose act-order is no column order
 };
@@ -289,12 +294,13 @@ void Layer::gate_up(int lane, const Task& task) {
   }
 }
 
-// Quantizes the h rows of one expert and lays them out as tiles.
-void Layer::pack_h(int lane, int64_t expert) {
+// Quantizes the h rows of some of one expert's tiles and lays them out.
+void Layer::pack_h(int lane, int64_t expert, int64_t first_tile, int64_t last_tile) {
   const int64_t begin = expert_begin[expert], n = expert_begin[expert + 1] - begin, count = tile_count(n);
-  uint8_t* data = tiles2 + begin * tile2_bytes;
-  int64_t position = begin;
-  for (int64_t t = 0; t < count; ++t) {
+  if (n == 0) return;
+  int64_t position = begin + first_tile * (n / count) + std::min(first_tile, n % count);
+  uint8_t* data = tiles2 + position * tile2_bytes;
+  for (int64_t t = first_tile; t < last_tile; ++t) {
     const int m = static_cast<int>(n / count + (t < n % count));
     Row list[kMaxTileRows];
     for (int i = 0; i < m; ++i, ++position) {
@@ -379,6 +385,50 @@ void Layer::down(int lane, int64_t begin, int64_t end) {
   }
 }
 
+// A linear is sections 3 and 4 of the layer whose w2 it is, h being the rows of x, every weight 1.
+struct Adapted {
+  qm_moe moe;
+  qm_moe_call call{};
+  Adapted(const qm_linear& l, const qm_linear_call& c) : moe(as_moe(l)) {
+    moe.apply_router_weight_on_input = 1;
+    call.type = c.type;
+    call.tokens = c.rows;
+    call.top_k = call.local_experts = 1;
+    call.w2 = c.w;
+    call.output = c.y;
+    call.lanes = c.lanes;
+    call.parallel_for = c.parallel_for;
+    call.parallel_context = c.parallel_context;
+  }
+};
+struct Linear : Adapted, Layer {
+  const void* source;
+  Linear(const qm_linear& l, const qm_linear_call& c, const CpuKernel& k)
+      : Adapted(l, c), Layer(Adapted::moe, Adapted::call, k), source(c.x) {
+    w13 = w2;  // sections 1 and 2 need no memory
+    rows = tile13_bytes = max_tasks = 0;
+  }
+  // Rows of these tiles to f32, in the order of the packed columns.
+  void load(int lane, int64_t first_tile, int64_t last_tile) {
+    const qm_moe& m = Layer::moe;
+    const int64_t k = m.intermediate_size, n = Layer::call.tokens, count = tile_count(n);
+    const auto row_of_tile = [&](int64_t t) { return t * (n / count) + std::min(t, n % count); };
+    const int64_t element = Layer::call.type == QM_F32 ? 4 : 2;
+    const int32_t* perm = nullptr;
+    if (m.w2.perm)
+      perm = reinterpret_cast<const int32_t*>(static_cast<const uint8_t*>(Layer::call.w2) + w2_row_bytes(m) -
+                                              align_up(4 * k, kRowAlignment));
+    float* stored = lane_x + lane * kMaxTileRows * lane_kp();
+    for (int64_t r = row_of_tile(first_tile); r < row_of_tile(last_tile); ++r) {
+      float* row = h + r * k;
+      order[r] = {static_cast<int32_t>(r), 0};
+      kernel.to_float(Layer::call.type, static_cast<const uint8_t*>(source) + r * k * element, k, perm ? stored : row);
+      if (perm)
+        for (int64_t i = 0; i < k; ++i) row[i] = stored[perm[i]];
+    }
+  }
+};
+
 }  // namespace
 }  // namespace quantmoe
 
@@ -418,16 +468,40 @@ int qm_moe_run(const qm_moe* moe, const qm_moe_call* call, char* err) {
                 layer.bad_perm + moe->expert_offset, moe->hidden_size - 1);
 
   const auto pack_h = [&](int lane, int64_t e) {
-    if (layer.expert_begin[e + 1] > layer.expert_begin[e]) layer.pack_h(lane, e);
+    layer.pack_h(lane, e, 0, layer.tile_count(layer.expert_begin[e + 1] - layer.expert_begin[e]));
   };
   if (call->tokens < kSerialRows)
     for (int64_t e = 0; e < call->local_experts; ++e) pack_h(0, e);
   else
     layer.for_each(call->local_experts, pack_h);
 
-  const int64_t hidden = moe->hidden_size;
-  const int64_t range = align_up(ceil_div(hidden, layer.column_ranges), kColumnsPerStep);
-  layer.for_each(ceil_div(hidden, range),
-                 [&](int lane, int64_t i) { layer.down(lane, i * range, std::min(hidden, (i + 1) * range)); });
+  layer.down();
+  return QM_OK;
+}
+
+size_t qm_linear_workspace(const qm_linear* linear, const qm_linear_call* call) {
+  char err[QM_ERROR_SIZE];
+  const CpuKernel* kernel = select_kernel(err);
+  return kernel ? Linear(*linear, *call, *kernel).lay_out(nullptr) : 0;
+}
+
+int qm_linear_run(const qm_linear* linear, const qm_linear_call* call, char* err) {
+  if (call->rows == 0) return QM_OK;
+  const CpuKernel* kernel = select_kernel(err);
+  if (!kernel) return QM_UNSUPPORTED;
+  Linear layer(*linear, *call, *kernel);
+  layer.lay_out(call->workspace);
+  layer.expert_begin[0] = 0;
+  layer.expert_begin[1] = call->rows;
+  std::fill(layer.bad, layer.bad + call->rows, uint8_t{0});
+  const int64_t tiles = layer.tile_count(call->rows), step = call->rows < kSerialRows ? tiles : 1;
+  const auto each = [&](const auto& body) {
+    layer.for_each(ceil_div(tiles, step),
+                   [&](int lane, int64_t i) { body(lane, i * step, std::min(tiles, (i + 1) * step)); });
+  };
+  // All rows before any is quantized: some formats take one scale from all of them.
+  each([&](int lane, int64_t first, int64_t last) { layer.load(lane, first, last); });
+  each([&](int lane, int64_t first, int64_t last) { layer.pack_h(lane, 0, first, last); });
+  layer.down();
   return QM_OK;
 }

@@ -51,8 +51,16 @@ struct Group {
   int64_t ahead;
 };
 
+// 4-bit panels are fetched into L1 some steps ahead as well: without it the product waits for L2 (5 to 12 % of its
+// time; any distance from 256 to 2,048 bytes will do). 8-bit panels are four streams, and lose by it.
+constexpr int64_t kNear = 512;
+
 template <int kPanels, int kBytes>
 inline void prefetch(const Group& g, int64_t offset) {
+  if constexpr (kPanels == 2)
+    _Pragma("GCC unroll 4") for (int i = 0; i < kPanels; ++i)
+        _Pragma("GCC unroll 4") for (int at = 0; at < kBytes; at += 64)
+            _mm_prefetch(reinterpret_cast<const char*>(g.panel[i] + kNear + offset + at), _MM_HINT_T0);
   if (!g.ahead) return;
   _Pragma("GCC unroll 4") for (int i = 0; i < kPanels; ++i)
       _Pragma("GCC unroll 4") for (int at = 0; at < kBytes; at += 64)

@@ -19,7 +19,7 @@ GemmKernel Select(int path, const qm_cuda_gemm& g) {
 
 template <typename T>
 GemmKernel DownKernel(int path, const qm_projection& w, int per_block, const qm_cuda_gemm& g) {
-  if (path == QM_CUDA_WGMMA) return WgmmaKernel<T>(true, w, per_block);
+  if (path == QM_CUDA_WGMMA) return WgmmaKernel<T>(true, w, per_block, 8 * g.n_tiles);
   if (w.scale_type == 2)
     return per_block == 2 ? Select<T, __nv_bfloat16, 2>(path, g) : Select<T, __nv_bfloat16, 1>(path, g);
   return per_block == 2 ? Select<T, __half, 2>(path, g) : Select<T, __half, 1>(path, g);

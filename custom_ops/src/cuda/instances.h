@@ -14,6 +14,6 @@ template <typename T>
 GemmKernel DownKernel(int path, const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
 // QM_CUDA_WGMMA only.
 template <typename T>
-GemmKernel WgmmaKernel(bool down, const qm_projection& w, int per_block);
+GemmKernel WgmmaKernel(bool down, const qm_projection& w, int per_block, int tokens);
 
 }  // namespace quantmoe

@@ -24,8 +24,10 @@ struct Weights {
 
 // A run of at most 8 * n_tiles pairs of one expert.
 struct Tile {
-  int expert, first, count, unused;
+  int expert, first, count;
+  int group_first : 26, group_size : 6;  // tiles [group_first, + group_size) of the expert share the order of work
 };
+constexpr int kTileGroup = 16;
 
 struct Routing {
   const void* topk_ids;
@@ -62,7 +64,8 @@ struct PrepareParams {
 
 struct RouteParams {
   Routing routing;
-  PrepareParams prepare;  // by the blocks after the first
+  PrepareParams prepare;  // by the blocks after the first cluster
+  int cluster;            // blocks that sort
   Tile* tiles;
   int max_tiles, tile_pairs;
   int* sorted_pairs;
@@ -70,9 +73,9 @@ struct RouteParams {
 
 struct CombineParams {
   Routing routing;
-  const void* partial;  // f32, or T
+  const void* partial;  // f32, or T: [pairs, parts, columns]
   void* out;
-  int columns;
+  int columns, parts;
 };
 
 // x[pair] = hidden_states[token][perm of the pair's expert], for act-order.

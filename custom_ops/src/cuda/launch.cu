@@ -135,7 +135,10 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
           (static_cast<int64_t>(prepare.rows) * prepare.out_columns / 32 + kRouteThreads - 1) / kRouteThreads);
     }
     route.sorted_pairs = reinterpret_cast<int*>(workspace + plan.sorted_pairs);
-    launcher.Run(MoeRoute, route, dim3(1 + prepare_blocks), kRouteThreads, routing.local_experts * 4, !first);
+    route.cluster = wgmma && pairs > kRouteThreads ? 8 : 1;  // wgmma: sm_90a, which has clusters
+    prepare_blocks = (prepare_blocks + route.cluster - 1) / route.cluster * route.cluster;
+    launcher.Run(MoeRoute, route, dim3(route.cluster + prepare_blocks), kRouteThreads, routing.local_experts * 8,
+                 !first, route.cluster);
     first = false;
   }
   const int threads = wgmma ? kWgmmaThreads : kThreads;
@@ -149,6 +152,7 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
     combine.partial = down.out;
     combine.out = t.output;
     combine.columns = m.hidden_size;
+    combine.parts = wgmma ? plan.w2.warps_k : 1;
     launcher.Run(wgmma ? MoeCombine<T, T> : MoeCombine<T, float>, combine,
                  dim3(routing.tokens, (m.hidden_size + 2047) / 2048), 256, 0, true);
   }

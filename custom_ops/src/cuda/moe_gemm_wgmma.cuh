@@ -1,9 +1,9 @@
 // One grouped GEMM of the layer on wgmma (sm_90a), for many tokens: weights from registers, tokens from shared memory.
 //
-// A block computes 256 rows (16 panels) x up to 96 tokens of one expert. One producer warpgroup gathers token rows into
-// a ring of 128-byte-swizzled stages; two consumer warpgroups hold 128 rows each. A consumer warp streams the codes of
-// its panels through its own cp.async ring (as in stream.cuh, no barrier), dequantizes 64 columns ahead, and so keeps
-// the ALUs busy while the tensor cores work on the 64 before.
+// A block computes 256 rows (16 panels) x up to kTokens tokens of one expert. One producer warpgroup gathers token rows
+// into a ring of 128-byte-swizzled stages; two consumer warpgroups hold 128 rows each. A consumer warp streams the
+// codes of its panels through its own cp.async ring (as in stream.cuh, no barrier), dequantizes 64 columns ahead, and
+// so keeps the ALUs busy while the tensor cores work on the 64 before.
 //
 // The order of a lane's columns (FORMAT.md 3.2) is not memory order within 32 columns, so tokens are stored permuted:
 // MoePrepare writes x, the gate_up epilogue writes h that way.
@@ -15,33 +15,49 @@
 
 namespace quantmoe {
 
-// 128 tokens would need more registers than there are: ptxas then serializes wgmma (C7512).
-constexpr int kTileTokens = 96, kTilePanels = 16;
-constexpr int kTokenStages = 7, kTokenStageBytes = kTileTokens * 128;
-constexpr int kProducerLag = 2;  // stages in flight before their arrival is announced
-constexpr int kCodeStages = 4;
+constexpr int kTilePanels = 16;
 __host__ __device__ constexpr int CodeStageBytes(int gs) { return 2 * (512 + 32 * 4 * gs); }
 // Staging of a warpgroup's results: a row per token, padded by 16 bytes against bank conflicts.
 __host__ __device__ constexpr int ResultRowBytes(bool down) { return (down ? 256 : 128) + 16; }
-__host__ __device__ constexpr int WgmmaSharedBytes(int gs, bool down) {
-  return 1024 + kTokenStages * kTokenStageBytes + 8 * kCodeStages * CodeStageBytes(gs) +
-         2 * kTileTokens * ResultRowBytes(down);
-}
+// Two block shapes: up to 128 tokens, one block a multiprocessor; up to 48 tokens, two blocks, which hide each other's
+// waits when there is little to multiply.
+template <int kTokens>
+struct WgmmaTile {
+  static constexpr bool kSmall = kTokens <= 48;
+  static constexpr int kBlocks = kSmall ? 2 : 1;
+  static constexpr int kBuffers = kSmall ? 1 : 2;  // of dequantized weights
+  static constexpr int kStages = kSmall ? 5 : 6, kStageBytes = kTokens * 128;
+  static constexpr int kLag = kStages - 3;  // token stages in flight before their arrival is announced
+  static constexpr int kCodeStages(int gs) { return kSmall && gs == 1 ? 5 : 4; }
+  static constexpr int SharedBytes(int gs, bool down) {
+    return 1024 + kStages * kStageBytes + 8 * kCodeStages(gs) * CodeStageBytes(gs) + 2 * kTokens * ResultRowBytes(down);
+  }
+};
+
+// What a warpgroup does next: columns [k_begin, k_end) * 64 of its panels of an expert (-1: nothing) for the tokens of
+// a tile.
+struct Work {
+  int expert, panel, first, count, k_begin, k_end;
+};
 
 // Where column c of a 32-column block of tokens is stored.
 __device__ inline int StoredColumn(int c) { return (c & ~31) | (c & 4) << 2 | (c & 2) << 2 | (c & 24) >> 2 | (c & 1); }
 
-template <typename T, typename Scale, int GS, bool down>
+template <typename T, typename Scale, int GS, bool down, int kTokens>
 struct WgmmaConsumer {
+  static constexpr int kStages = WgmmaTile<kTokens>::kStages, kStageBytes = WgmmaTile<kTokens>::kStageBytes;
+  static constexpr int kCodeStages = WgmmaTile<kTokens>::kCodeStages(GS);
   const GemmParams& p;
-  uint32_t codes_at, full, empty, tokens_at;
+  uint32_t full, empty, tokens_at;
   uint8_t* results;
-  int g, t, lane, group, warp;  // warpgroup 0 or 1, warp of it
-  int turn = 0;                 // token stages consumed so far
+  int group;                 // warpgroup 0 or 1
+  int stage = 0, phase = 0;  // of the token ring
+  uint32_t read;             // this lane's codes in the stage read next
   uint64_t once;
-  int* pairs;  // shared, [kTileTokens]: of the tile's tokens, and the router's weights of them
+  // In shared memory: the unit in work, its tokens' pairs and router's weights.
+  Work* now;
+  int* pairs;
   float* weights;
-  float acc[2][kTileTokens / 2];
 
   static __device__ uint32_t Twice(uint32_t pair, int which) {
     if constexpr (std::is_same_v<T, Scale>) return __byte_perm(pair, 0, which ? 0x3232 : 0x1010);
@@ -49,176 +65,225 @@ struct WgmmaConsumer {
     return Half<T>::Pack(f, f);
   }
 
-  const uint8_t *codes[2], *scales[2];  // of this lane, in the panels being streamed
+  // The copying side: what this lane copies next, and where to. Addresses, not offsets into the ring: ptxas 13.0 makes
+  // an illegal instruction of cp.async with a cache policy to register + uniform register.
+  const uint8_t *codes[2], *scales[2];
+  uint32_t ring, write;   // this lane's codes in the first stage; in the stage written next
+  int scales_from_codes;  // its scales, relative to its codes
+  int copy_k = 0, copy_end = 0, lookahead;
 
-  __device__ __forceinline__ void Copy(int k) {
+  __device__ const uint8_t* Expert(int expert) const { return p.weights.rows + expert * p.weights.row_bytes; }
+  __device__ uint32_t NextStage(uint32_t at) const {
+    return at == ring + (kCodeStages - 1) * CodeStageBytes(GS) ? ring : at + CodeStageBytes(GS);
+  }
+  __device__ bool StartsBlock(int k) const { return (k & ((1u << p.weights.block_shift) - 1)) == 0; }
+
+  __device__ __forceinline__ void Seek(const Work& work) {
     const Weights& w = p.weights;
-    if (k < w.units) {
-      const uint32_t to = codes_at + k % kCodeStages * CodeStageBytes(GS);
-      const int block = (k >> w.block_shift) * 32 * GS;
+    const uint8_t* expert = Expert(work.expert);
+    int thread = threadIdx.x % 128;
+    asm volatile("" : "+r"(thread));
+    const int lane = thread % 32, warp = thread / 32;
+    copy_k = work.k_begin, copy_end = work.k_end;
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const int row = min(work.panel + 4 * b + warp, w.panels - 1);
+      codes[b] = expert + (static_cast<int64_t>(row) * w.units + copy_k) * 512 + lane * 16;
+      scales[b] = expert + w.scales_at + ((row * w.blocks + (copy_k >> w.block_shift)) * 8 + lane / 4) * 4 * GS;
+    }
+  }
+  // The next 64 columns of the panels. Scales come with the first columns of their block (or of the work).
+  __device__ __forceinline__ void Copy(bool first) {
+    if (copy_k < copy_end) {
+      const bool starts = first || StartsBlock(copy_k);
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        CopyAsync16Once(to + b * 512 + lane * 16, codes[b] + k * 512, once);
-        CopyAsyncSmall<4 * GS>(to + 1024 + (b * 32 + lane) * 4 * GS, scales[b] + block);
+        CopyAsync16Once(write + b * 512, codes[b], once);
+        codes[b] += 512;
+        if (starts) {
+          CopyAsyncSmall<4 * GS>(write + scales_from_codes + b * 128 * GS, scales[b]);
+          scales[b] += 32 * GS;
+        }
       }
+      ++copy_k;
+      write = NextStage(write);
     }
     CopyAsyncCommit();
   }
-  // Points at a unit of work and asks for its first codes.
-  __device__ __forceinline__ void Begin(const uint8_t* expert, int panel) {
-    const Weights& w = p.weights;
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      const int row = min(panel + 4 * b + warp, w.panels - 1);
-      codes[b] = expert + static_cast<int64_t>(row) * w.units * 512 + lane * 16;
-      scales[b] = expert + w.scales_at + (row * w.blocks * 8 + g) * 4 * GS;
-    }
+  // Asks for the first codes of all.
+  __device__ __forceinline__ void Begin(const Work& work) {
+    write = ring;
+    Seek(work);
 #pragma unroll 1
-    for (int k = 0; k < kCodeStages - 1; ++k) Copy(k);
+    for (int i = 0; i < lookahead; ++i) Copy(i == 0);
   }
 
   template <int N>
-  __device__ __forceinline__ void Multiply() {
-    const int units = p.weights.units;
+  __device__ __forceinline__ void Products(float (&acc)[2][kTokens / 2], uint64_t tokens, uint32_t (&a)[2][2][4],
+                                           int count) {
+    constexpr int kLess = N == 16 ? 8 : N - 16;
+    if constexpr (N > 8) {
+      if (count <= kLess) return Products<kLess>(acc, tokens, a, count);
+    }
+    WgmmaFence();
+#pragma unroll
+    for (int step = 0; step < 2; ++step)
+#pragma unroll
+      for (int b = 0; b < 2; ++b) Wgmma<T, N>(acc[b], a[b][step], tokens + 2 * step);
+    WgmmaCommit();
+  }
+  template <int N>
+  __device__ __forceinline__ void Multiply(float (&acc)[2][N / 2], int count, int k_begin, int k_end,
+                                           const Work& next) {
 #pragma unroll
     for (int b = 0; b < 2; ++b)
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) acc[b][i] = 0.f;
 
-    uint32_t q[2][4], scale[2][GS];
-    uint32_t first[2][2][4], second[2][2][4];  // A operands of columns 0..31 and 32..63 of a unit: [block of rows][k16]
+    uint32_t q[2][4], scale[2][GS][2];  // of rows g and g + 8, twice in a word
+    // A operands of columns 0..31 or 32..63 of a unit: [buffer][block of rows][k16].
+    constexpr int kBuffers = WgmmaTile<kTokens>::kBuffers;
+    uint32_t a[kBuffers][2][2][4];
     auto dequantize = [&](int half, uint32_t(&a)[2][2][4]) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        const uint32_t pair = scale[b][GS == 2 ? half : 0];
-        const uint32_t low = Twice(pair, 0), high = Twice(pair, 1);
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {
-          DequantInt4<T, true>(q[b][2 * half + step], a[b][step]);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) a[b][step][i] = Half<T>::Mul(a[b][step][i], i % 2 ? high : low);
-        }
+        for (int step = 0; step < 2; ++step)
+          DequantInt4Scaled<T>(q[b][2 * half + step], scale[b][GS == 2 ? half : 0], a[b][step]);
       }
     };
-    auto multiply = [&](uint64_t tokens, uint32_t(&a)[2][2][4]) {
-      WgmmaFence();
-#pragma unroll
-      for (int step = 0; step < 2; ++step)
-#pragma unroll
-        for (int b = 0; b < 2; ++b) Wgmma<T, N>(acc[b], a[b][step], tokens + 2 * step);
-      WgmmaCommit();
-    };
-    // One group of products is in flight while the operands of the next are made.
+    // With two buffers a group of products is in flight while the operands of the next are made.
+    int used = 0;  // token stage to give back
 #pragma unroll 1
-    for (int k = 0; k < units; ++k, ++turn) {
-      CopyAsyncWait<kCodeStages - 2>();
-      const uint32_t from = codes_at + k % kCodeStages * CodeStageBytes(GS);
+    for (int k = k_begin; k < k_end; ++k) {
+      if (lookahead == kCodeStages - 1) {
+        CopyAsyncWait<kCodeStages - 2>();
+      } else {
+        CopyAsyncWait<0>();
+      }
 #pragma unroll
-      for (int b = 0; b < 2; ++b) {
+      for (int b = 0; b < 2; ++b)
         asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                      : "=r"(q[b][0]), "=r"(q[b][1]), "=r"(q[b][2]), "=r"(q[b][3])
-                     : "r"(from + b * 512 + lane * 16)
+                     : "r"(read + b * 512)
                      : "memory");
+      if (k == k_begin || StartsBlock(k)) {
 #pragma unroll
-        for (int i = 0; i < GS; ++i)
-          asm volatile("ld.shared.u32 %0, [%1];"
-                       : "=r"(scale[b][i])
-                       : "r"(from + 1024 + (b * 32 + lane) * 4 * GS + 4 * i)
-                       : "memory");
+        for (int b = 0; b < 2; ++b)
+#pragma unroll
+          for (int i = 0; i < GS; ++i) {
+            uint32_t pair;
+            asm volatile("ld.shared.u32 %0, [%1];"
+                         : "=r"(pair)
+                         : "r"(read + scales_from_codes + b * 128 * GS + 4 * i)
+                         : "memory");
+            scale[b][i][0] = Int4Scale<T>(Twice(pair, 0)), scale[b][i][1] = Int4Scale<T>(Twice(pair, 1));
+          }
       }
-      dequantize(0, first);
-      Copy(k + kCodeStages - 1);
-      const int stage = turn % kTokenStages;
-      BarrierWait(full + 8 * stage, turn / kTokenStages & 1);
-      const uint64_t tokens = Descriptor(tokens_at + stage * kTokenStageBytes);
-      multiply(tokens, first);
-      WgmmaWait<1>();  // `second` is free, and the stage it was multiplied with
-      if (k > 0) Release(turn - 1);
-      dequantize(1, second);
-      multiply(tokens + 4, second);
-      WgmmaWait<1>();  // `first` is free
+      read = NextStage(read);
+      dequantize(0, a[0]);
+      const bool start_next = copy_k == copy_end && next.expert >= 0;
+      if (start_next) Seek(next);
+      Copy(start_next);
+      BarrierWait(full + 8 * stage, phase);
+      const uint64_t tokens = Descriptor(tokens_at + stage * kStageBytes);
+      Products<kTokens>(acc, tokens, a[0], count);
+      WgmmaWait<kBuffers - 1>();  // the other buffer is free, and the stage it was multiplied with
+      if (kBuffers == 2 && k > k_begin) Release(used);
+      dequantize(1, a[kBuffers - 1]);
+      Products<kTokens>(acc, tokens + 4, a[kBuffers - 1], count);
+      WgmmaWait<kBuffers - 1>();  // a[0] is free
+      if (kBuffers == 1) Release(stage);
+      used = stage;
+      if (++stage == kStages) stage = 0, phase ^= 1;
     }
+    if (kBuffers == 1) return;
     WgmmaWait<0>();
-    Release(turn - 1);
+    Release(used);
   }
   __device__ __forceinline__ void Release(int used) {
-    if (lane == 0) BarrierArrive(empty + 8 * (used % kTokenStages));
+    if (threadIdx.x % 32 == 0) BarrierArrive(empty + 8 * used);
   }
 
-  // Results of this warpgroup: columns of `out` from `column`, a row per token.
+  // Results of this warpgroup, a row per token. Nothing here is kept in registers while the products are made: places
+  // come from an opaque thread number, or the compiler computes them once, for every N, and wgmma lacks the registers.
   template <int N>
-  __device__ __forceinline__ void Store(const Tile& tile, const uint8_t* expert, int panel) {
+  __device__ __forceinline__ void Store(float (&acc)[2][N / 2]) {
     const Weights& w = p.weights;
-    uint8_t* stage = results + group * kTileTokens * ResultRowBytes(down);
-    NamedBarrier(1 + group, 128);  // pairs and weights are there
+    int thread = threadIdx.x % 128;
+    asm volatile("" : "+r"(thread));
+    const int g = thread % 32 / 4, t = thread % 4, warp = thread / 32;
+    uint8_t* stage = results + group * kTokens * ResultRowBytes(down);
+    const Work work = *now;
     float bias[2][2] = {};
-    if (w.bias_at) {
+    if (w.bias_at && work.k_begin == 0) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        const int row = min(panel + 4 * b + warp, w.panels - 1) * 16 + g;
-        const float* from = reinterpret_cast<const float*>(expert + w.bias_at) + row;
+        const int row = min(work.panel + 4 * b + warp, w.panels - 1) * 16 + g;
+        const float* from = reinterpret_cast<const float*>(Expert(work.expert) + w.bias_at) + row;
         bias[b][0] = from[0], bias[b][1] = from[8];
       }
     }
 #pragma unroll
     for (int i = 0; i < N / 4; ++i) {
+      if (8 * (i / 2) >= work.count) break;
       const int token = 8 * (i / 2) + 2 * t + i % 2;
       const float weight = weights[token];  // of columns past the end: anything, they are not stored
       T* to = reinterpret_cast<T*>(stage + token * ResultRowBytes(down));
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const int local = 4 * b + warp;
-        const float low = acc[b][i / 2 * 4 + i % 2], high = acc[b][i / 2 * 4 + 2 + i % 2];
+        constexpr float factor = 1 / kInt4Result<T>;
+        const float low = factor * acc[b][i / 2 * 4 + i % 2], high = factor * acc[b][i / 2 * 4 + 2 + i % 2];
         if constexpr (down) {
           to[local * 16 + g] = Half<T>::From(weight * (low + bias[b][0]));
           to[local * 16 + g + 8] = Half<T>::From(weight * (high + bias[b][1]));
         } else {
           // Panels past the end (padding of K for the next GEMM) are zero.
           const float h = Activate(p.activation, weight * low + bias[b][0], weight * high + bias[b][1]);
-          to[StoredColumn(local * 8 + g)] = Half<T>::From(panel + local < w.panels ? h : 0.f);
+          to[StoredColumn(local * 8 + g)] = Half<T>::From(work.panel + local < w.panels ? h : 0.f);
         }
       }
     }
     NamedBarrier(1 + group, 128);
+    const int parts = p.shape.warps_k, part = work.k_begin * parts / w.units;
     constexpr int kRow = down ? 128 : 64, kChunks = kRow / 8;
-    const int column = panel * (down ? 16 : 8);
-    for (int i = threadIdx.x % 128; i < tile.count * kChunks; i += 128) {
+    const int column = work.panel * (down ? 16 : 8);
+    for (int i = thread; i < work.count * kChunks; i += 128) {
       const int token = i / kChunks, c = i % kChunks * 8;
       if (column + c >= p.out_columns) continue;
-      const int at = down ? pairs[token] : tile.first + token;
+      const int at = down ? pairs[token] * parts + part : work.first + token;
       *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + static_cast<int64_t>(at) * p.out_columns + column + c) =
           *reinterpret_cast<const uint4*>(stage + token * ResultRowBytes(down) + c * 2);
     }
     NamedBarrier(1 + group, 128);
   }
 
-  // Unit by unit; the next unit's first codes are on their way while this one's results are stored.
-  template <int N>
-  __device__ __forceinline__ void Run(const Tile& tile, const uint8_t* expert, int panel, const uint8_t* next_expert,
-                                      int next_panel) {
-    const int token = threadIdx.x % 128;
-    if (token < tile.count) {  // asked for here, used after the products
-      pairs[token] = p.sorted_pairs[tile.first + token];
-      weights[token] = p.weight_here ? p.routing.topk_weights[pairs[token]] : 1.f;
-    }
-    Multiply<N>();
-    if (next_expert != nullptr) Begin(next_expert, next_panel);
-    Store<N>(tile, expert, panel);
+  // Codes are copied ahead, into the next work: its first are on their way while these results are stored.
+  __device__ __forceinline__ void Run(int count, int k_begin, int k_end, const Work& next) {
+    float acc[2][kTokens / 2];
+    Multiply<kTokens>(acc, count, k_begin, k_end, next);
+    NamedBarrier(1 + group, 128);  // pairs, weights and *now are there
+    Store<kTokens>(acc);
   }
 };
 
-template <typename T, typename Scale, int GS, bool down>
-__global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmWgmma(const __grid_constant__ GemmParams p) {
+template <typename T, typename Scale, int GS, bool down, int kTokens>
+__global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<kTokens>::kBlocks)
+    MoeGemmWgmma(const __grid_constant__ GemmParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Shape = WgmmaTile<kTokens>;
+  constexpr int kStages = Shape::kStages, kLag = Shape::kLag;
   extern __shared__ __align__(1024) uint8_t raw[];
   LaunchDependents();
   uint8_t* shared = raw + (1024 - SharedAddress(raw) % 1024) % 1024;
-  __shared__ uint64_t barriers[2 * kTokenStages];
-  __shared__ int pairs[2][kTileTokens];
-  __shared__ float router_weights[2][kTileTokens];
-  const uint32_t full = SharedAddress(barriers), empty = full + 8 * kTokenStages;
+  __shared__ uint64_t barriers[2 * kStages];
+  __shared__ Work now[2];
+  __shared__ int pairs[2][kTokens];
+  __shared__ float router_weights[2][kTokens];
+  const uint32_t full = SharedAddress(barriers), empty = full + 8 * kStages;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kTokenStages; ++i) {
+    for (int i = 0; i < kStages; ++i) {
       BarrierInit(full + 8 * i, 128);
       BarrierInit(empty + 8 * i, 8);
     }
@@ -227,80 +292,102 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmWgmma(const __grid_co
   __syncthreads();
   WaitForPrevious();
   const int blocks = (p.weights.panels + kTilePanels - 1) / kTilePanels;
-  const int units = p.tiles[p.max_tiles].count * blocks;
+  const int parts = down ? p.shape.warps_k : 1;  // of K; MoeCombine adds them up
+  const int units = p.tiles[p.max_tiles].count * blocks * parts;
+  // The tiles of a group take turns with the same rows: the weights are then read from memory once for all of them.
+  auto locate = [&](int unit, int group) {
+    Work work{-1, 0, 0, 0, 0, 0};
+    if (unit >= units) return work;
+    const int part = unit % parts;
+    unit /= parts;
+    const Tile any = p.tiles[unit / blocks];
+    const int local = unit - any.group_first * blocks;
+    const Tile tile = p.tiles[any.group_first + local % any.group_size];
+    return Work{tile.expert,
+                local / any.group_size * kTilePanels + group * 8,
+                tile.first,
+                tile.count,
+                part * p.weights.units / parts,
+                (part + 1) * p.weights.units / parts};
+  };
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    int turn = 0;
+    if constexpr (Shape::kSmall) {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    } else {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    }
     const int chunk = threadIdx.x % 8, first_row = threadIdx.x / 8;
     const uint32_t to = SharedAddress(shared) + first_row * 128 + ((chunk ^ (first_row & 7)) << 4);
+    const T* x = static_cast<const T*>(p.x) + chunk * 8;
+    int stage = 0, phase = 1, announced = 0, ahead = 0;
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-      const Tile tile = p.tiles[unit / blocks];
-      const T* rows[kTileTokens / 16];
+      const Work work = locate(unit, 0);
+      const T* rows[kTokens / 16];
 #pragma unroll
-      for (int i = 0; i < kTileTokens / 16; ++i) {
-        const int row = min(first_row + 16 * i, tile.count - 1);  // rows past the end repeat the last
-        const int at = down ? tile.first + row : p.sorted_pairs[tile.first + row] / p.x_divisor;
-        rows[i] = static_cast<const T*>(p.x) + static_cast<int64_t>(at) * p.x_columns + chunk * 8;
+      for (int i = 0; i < kTokens / 16; ++i) {
+        const int row = min(first_row + 16 * i, work.count - 1);  // rows past the end repeat the last
+        const int at = down ? work.first + row : p.sorted_pairs[work.first + row] / p.x_divisor;
+        rows[i] = x + static_cast<int64_t>(at) * p.x_columns;
       }
-      for (int k = 0; k < p.weights.units; ++k, ++turn) {
-        const int stage = turn % kTokenStages;
-        if (turn >= kTokenStages) BarrierWait(empty + 8 * stage, (turn / kTokenStages + 1) & 1);
+#pragma unroll 1
+      for (int k = work.k_begin; k < work.k_end; ++k) {
+        BarrierWait(empty + 8 * stage, phase);
 #pragma unroll
-        for (int i = 0; i < kTileTokens / 16; ++i)
-          if (16 * i < tile.count) CopyAsync16(to + stage * kTokenStageBytes + i * 2048, rows[i] + k * kUnit, true);
+        for (int i = 0; i < kTokens / 16; ++i)
+          if (16 * i < work.count) CopyAsync16(to + stage * Shape::kStageBytes + i * 2048, rows[i] + k * kUnit, true);
         CopyAsyncCommit();
-        if (turn >= kProducerLag) {
-          CopyAsyncWait<kProducerLag>();
+        if (++stage == kStages) stage = 0, phase ^= 1;
+        if (ahead == kLag) {
+          CopyAsyncWait<kLag>();
           FenceAsyncProxy();
-          BarrierArrive(full + 8 * ((turn - kProducerLag) % kTokenStages));
+          BarrierArrive(full + 8 * announced);
+          if (++announced == kStages) announced = 0;
+        } else {
+          ++ahead;
         }
       }
     }
     CopyAsyncWait<0>();
     FenceAsyncProxy();
-    for (int i = max(0, turn - kProducerLag); i < turn; ++i) BarrierArrive(full + 8 * (i % kTokenStages));
+    for (; ahead > 0; --ahead) {
+      BarrierArrive(full + 8 * announced);
+      if (++announced == kStages) announced = 0;
+    }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    if constexpr (Shape::kSmall) {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
+    } else {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    }
     const int warp = threadIdx.x / 32 - 4;
-    uint8_t* codes = shared + kTokenStages * kTokenStageBytes;
-    WgmmaConsumer<T, Scale, GS, down> c{p};
+    uint8_t* codes = shared + kStages * Shape::kStageBytes;
+    WgmmaConsumer<T, Scale, GS, down, kTokens> c{p};
     c.tokens_at = SharedAddress(shared);
-    c.codes_at = SharedAddress(codes) + warp * kCodeStages * CodeStageBytes(GS);
-    c.results = codes + 8 * kCodeStages * CodeStageBytes(GS);
+    const int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
+    c.ring = SharedAddress(codes) + warp * c.kCodeStages * CodeStageBytes(GS) + lane * 16;
+    c.scales_from_codes = 1024 + lane * (4 * GS - 16);
+    c.results = codes + 8 * c.kCodeStages * CodeStageBytes(GS);
     c.full = full, c.empty = empty;
-    c.lane = threadIdx.x % 32, c.g = c.lane / 4, c.t = c.lane % 4;
-    c.group = warpgroup - 1, c.warp = warp % 4;
-    c.pairs = pairs[c.group], c.weights = router_weights[c.group];
+    // Opaque from here on, or the compiler derives them from threadIdx again for every 64 columns.
+    asm volatile("" : "+r"(c.ring), "+r"(c.scales_from_codes), "+r"(c.full), "+r"(c.empty));
+    c.read = c.ring;
+    c.lookahead = min(c.kCodeStages - 1, p.weights.units / parts);
+    c.group = warpgroup - 1;
+    c.now = now + c.group, c.pairs = pairs[c.group], c.weights = router_weights[c.group];
     c.once = EvictFirstPolicy();
-    Tile tile{};
-    const uint8_t* expert = nullptr;
-    int panel = 0;
-    auto locate = [&](int unit) {
-      expert = nullptr;
-      if (unit >= units) return;
-      tile = p.tiles[unit / blocks];
-      expert = p.weights.rows + tile.expert * p.weights.row_bytes;
-      panel = unit % blocks * kTilePanels + c.group * 8;
-    };
-    locate(blockIdx.x);
-    if (expert != nullptr) c.Begin(expert, panel);
+    Work next = locate(blockIdx.x, c.group);
+    if (next.expert >= 0) c.Begin(next);
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-      const Tile now = tile;
-      const uint8_t* now_expert = expert;
-      const int now_panel = panel;
-      locate(unit + gridDim.x);
-      if (now.count <= 16) {
-        c.template Run<16>(now, now_expert, now_panel, expert, panel);
-      } else if (now.count <= 32) {
-        c.template Run<32>(now, now_expert, now_panel, expert, panel);
-      } else if (now.count <= 48) {
-        c.template Run<48>(now, now_expert, now_panel, expert, panel);
-      } else if (now.count <= 64) {
-        c.template Run<64>(now, now_expert, now_panel, expert, panel);
-      } else {
-        c.template Run<96>(now, now_expert, now_panel, expert, panel);
+      const int count = next.count, k_begin = next.k_begin, k_end = next.k_end;
+      if (thread == 0) *c.now = next;
+      if (thread < count) {  // asked for here, used after the products
+        const int pair = p.sorted_pairs[next.first + thread];
+        c.pairs[thread] = pair;
+        c.weights[thread] = p.weight_here ? p.routing.topk_weights[pair] : 1.f;
       }
+      next = locate(unit + gridDim.x, c.group);
+      c.Run(count, k_begin, k_end, next);
     }
   }
 #endif

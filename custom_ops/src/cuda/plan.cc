@@ -80,11 +80,12 @@ int Validate(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) 
 }
 
 constexpr int kStages = 3;
-constexpr int kWgmmaPanels = 16, kWgmmaTokens = 96;
+constexpr int kWgmmaPanels = 16;
 // As in moe_gemm_wgmma.cuh: token ring, code rings, staging of the results.
-int WgmmaSharedBytes(int per_block, bool down) {
-  return 1024 + 7 * kWgmmaTokens * 128 + 8 * 4 * 2 * (512 + 128 * per_block) +
-         2 * kWgmmaTokens * ((down ? 256 : 128) + 16);
+int WgmmaSharedBytes(int tokens, int per_block, bool down) {
+  const bool small = tokens <= 48;
+  return 1024 + (small ? 5 : 6) * tokens * 128 + 8 * (small && per_block == 1 ? 5 : 4) * 2 * (512 + 128 * per_block) +
+         2 * tokens * ((down ? 256 : 128) + 16);
 }
 constexpr int kRoutingBytes = 4 * 1024;  // static DecodeRouting, rounded up
 
@@ -121,15 +122,28 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     qm_cuda_gemm g{};
     const int scale_bytes = w.per_block == 2 ? 8 : 4;
     g.warps_k = 8;
-    while (g.warps_k > 1 && w.units < 2 * g.warps_k) g.warps_k /= 2;
+    // Measured: each change of panels costs a sum over the warps that split K, which decode, with few tiles, can afford.
+    while (g.warps_k > 1 && w.units < (decode ? 2 : 8) * g.warps_k) g.warps_k /= 2;
     g.cluster = 1;
     g.stages = kStages;
     if (wgmma) {
       g.panels = kWgmmaPanels;
-      g.n_tiles = kWgmmaTokens / 8;
+      const int tokens = mean <= 40 ? 48 : 128;
+      g.n_tiles = tokens / 8;
+      g.shared_bytes = WgmmaSharedBytes(tokens, w.per_block, direct);
+      g.grid = tokens == 48 ? 2 * sms : sms;
+      // Few units of work: down's K is cut, into parts that fill the multiprocessors best. A part costs a pass of
+      // combine.
+      const double tiles = static_cast<double>(most_experts) * std::max(1.0, mean / tokens + 0.5);
+      const int64_t pieces = static_cast<int64_t>(tiles * static_cast<double>(CeilDiv(w.panels, kWgmmaPanels)));
+      double best = 0;
       g.warps_k = 1;
-      g.shared_bytes = WgmmaSharedBytes(w.per_block, direct);
-      g.grid = sms;
+      for (int parts : {1, 2, 4}) {
+        const double worth = Fill(pieces * parts, g.grid) * (1 - 0.02 * parts);
+        if (parts > 1 && (!direct || w.units / parts < 16 || worth <= best)) continue;
+        best = worth;
+        g.warps_k = parts;
+      }
       return g;
     }
     const int reserved = 1024 + (decode ? kRoutingBytes : 0);
@@ -198,7 +212,7 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   if (p.moe.w13.perm) plan->gathered = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * 2);
   if (!decode) {
     plan->max_tiles = static_cast<int32_t>(pairs / (8 * plan->w13.n_tiles) + most_experts);
-    plan->partial = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * (wgmma ? 2 : 4));
+    plan->partial = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * (wgmma ? 2 * plan->w2.warps_k : 4));
     plan->tiles = take(16 * (static_cast<uint64_t>(plan->max_tiles) + 1));
     plan->sorted_pairs = take(4 * static_cast<uint64_t>(pairs));
     if (wgmma) plan->prepared = take(static_cast<uint64_t>(p.moe.w13.perm ? pairs : p.tokens) * w13.units * 128);

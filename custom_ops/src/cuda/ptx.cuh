@@ -62,6 +62,11 @@ struct Half<__nv_bfloat16> {
     __nv_bfloat162 r = __hmul2(reinterpret_cast<__nv_bfloat162&>(a), reinterpret_cast<__nv_bfloat162&>(b));
     return reinterpret_cast<uint32_t&>(r);
   }
+  __device__ static uint32_t Fma(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+  }
   __device__ static uint32_t Pack(float lo, float hi) {
     __nv_bfloat162 r = __floats2bfloat162_rn(lo, hi);
     return reinterpret_cast<uint32_t&>(r);

@@ -8,11 +8,11 @@ namespace quantmoe {
 constexpr int kRouteWarps = kRouteThreads / 32;
 
 // 32 columns a thread: their 16 words, a 4 x 4 matrix of 4-word pieces, are transposed.
-__device__ inline void Prepare(const PrepareParams& p) {
+__device__ inline void Prepare(const PrepareParams& p, int block, int blocks) {
   const int pieces = p.out_columns / 32;
   const int64_t items = static_cast<int64_t>(p.rows) * pieces;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x - 1) * kRouteThreads + threadIdx.x; i < items;
-       i += static_cast<int64_t>(gridDim.x - 1) * kRouteThreads) {
+  for (int64_t i = static_cast<int64_t>(block) * kRouteThreads + threadIdx.x; i < items;
+       i += static_cast<int64_t>(blocks) * kRouteThreads) {
     const int64_t row = i / pieces;
     const int column = static_cast<int>(i % pieces) * 32;
     uint4 in[4];
@@ -29,7 +29,28 @@ __device__ inline void Prepare(const PrepareParams& p) {
   }
 }
 
-// One block, and others that prepare x. Dynamic shared memory: int [local_experts].
+// What block `rank` of the cluster has at this address of its shared memory.
+__device__ inline int Remote(const int* shared, int rank) {
+  int value = *shared;
+#if __CUDA_ARCH__ >= 900
+  uint32_t at;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(SharedAddress(shared)), "r"(rank));
+  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
+#endif
+  return value;
+}
+__device__ inline void ClusterSync(int cluster) {
+#if __CUDA_ARCH__ >= 900
+  if (cluster > 1) {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    return;
+  }
+#endif
+  __syncthreads();
+}
+
+// The first cluster sorts, a part of the pairs a block; the others prepare x. Dynamic shared memory: int
+// [2][local_experts].
 //
 // The order of an expert's pairs is whatever the atomics make it, and differs between runs. Results do not: a token is
 // a column of a product, computed alike wherever it stands, and results go to the place of their pair.
@@ -37,26 +58,37 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
   extern __shared__ int counts[];
   __shared__ int warp_pairs[kRouteWarps], warp_tiles[kRouteWarps];
   const int experts = p.routing.local_experts, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int pairs = p.routing.tokens * p.routing.top_k;
+  const int pairs = p.routing.tokens * p.routing.top_k, cluster = p.cluster, rank = blockIdx.x;
+  int* cursors = counts + experts;
   LaunchDependents();
   WaitForPrevious();
-  if (blockIdx.x > 0) {
-    Prepare(p.prepare);
+  if (rank >= cluster) {
+    Prepare(p.prepare, blockIdx.x - cluster, gridDim.x - cluster);
     return;
   }
   for (int i = threadIdx.x; i < experts; i += kRouteThreads) counts[i] = 0;
   __syncthreads();
+  const int begin = static_cast<int>(static_cast<int64_t>(rank) * pairs / cluster);
+  const int end = static_cast<int>((static_cast<int64_t>(rank) + 1) * pairs / cluster);
 #pragma unroll 4
-  for (int pair = threadIdx.x; pair < pairs; pair += kRouteThreads) {
+  for (int pair = begin + threadIdx.x; pair < end; pair += kRouteThreads) {
     const int e = LocalExpert(p.routing, pair);
     if (e >= 0) atomicAdd(&counts[e], 1);
   }
-  __syncthreads();
-  // Counts to first places and tiles. Experts in rounds of a block's threads; usually there is one round.
+  ClusterSync(cluster);
+  // Counts to first places and tiles, in every block alike. Experts in rounds of a block's threads; usually there is
+  // one round.
   int pairs_before = 0, tiles_before = 0;
   for (int base = 0; base < experts; base += kRouteThreads) {
     const int e = base + threadIdx.x;
-    const int count = e < experts ? counts[e] : 0;
+    int count = 0, before = 0;  // before: of this expert in the blocks before this one
+    if (e < experts) {
+      for (int r = 0; r < cluster; ++r) {
+        const int there = cluster > 1 ? Remote(counts + e, r) : counts[e];
+        count += there;
+        if (r < rank) before += there;
+      }
+    }
     const int tiles = (count + p.tile_pairs - 1) / p.tile_pairs;
     int pair_scan = count, tile_scan = tiles;
     for (int d = 1; d < 32; d *= 2) {
@@ -70,21 +102,22 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
       if (w < warp) first += warp_pairs[w], tile += warp_tiles[w];
       pairs_before += warp_pairs[w], tiles_before += warp_tiles[w];
     }
-    if (e < experts) counts[e] = first;
+    if (e < experts) cursors[e] = first + before;
     // Tiles of one expert as equal as multiples of 8 allow.
     const int even = tiles ? ((count + tiles - 1) / tiles + 7) / 8 * 8 : 0;
-    for (int i = 0; i < tiles; ++i) {
-      const int at = min(i * even, count);
-      p.tiles[tile + i] = Tile{e, first + at, min(even, count - at), 0};
+    for (int i = rank; i < tiles; i += cluster) {
+      const int at = min(i * even, count), group = i / kTileGroup * kTileGroup;
+      p.tiles[tile + i] = Tile{e, first + at, min(even, count - at), tile + group, min(kTileGroup, tiles - group)};
     }
     __syncthreads();
   }
-  if (threadIdx.x == 0) p.tiles[p.max_tiles].count = tiles_before;
+  if (rank == 0 && threadIdx.x == 0) p.tiles[p.max_tiles].count = tiles_before;
 #pragma unroll 4
-  for (int pair = threadIdx.x; pair < pairs; pair += kRouteThreads) {
+  for (int pair = begin + threadIdx.x; pair < end; pair += kRouteThreads) {
     const int e = LocalExpert(p.routing, pair);
-    if (e >= 0) p.sorted_pairs[atomicAdd(&counts[e], 1)] = pair;
+    if (e >= 0) p.sorted_pairs[atomicAdd(&cursors[e], 1)] = pair;
   }
+  ClusterSync(cluster);  // no block ends while others read its counts
 }
 
 // One block a pair.
@@ -97,7 +130,7 @@ __global__ void MoeGather(const __grid_constant__ GatherParams p) {
   for (int k = threadIdx.x; k < p.columns; k += blockDim.x) out[k] = x[perm[k]];
 }
 
-// out[token] = sum over slots of partial[pair], in f32, ascending slot. A thread has 8 columns.
+// out[token] = sum over slots and parts of K of partial[pair][part], in f32, ascending. A thread has 8 columns.
 template <typename T, typename Partial>
 __global__ void __launch_bounds__(256) MoeCombine(const __grid_constant__ CombineParams p) {
   WaitForPrevious();
@@ -107,19 +140,20 @@ __global__ void __launch_bounds__(256) MoeCombine(const __grid_constant__ Combin
   for (int j = 0; j < p.routing.top_k; ++j) {
     const int64_t pair = static_cast<int64_t>(token) * p.routing.top_k + j;
     if (LocalExpert(p.routing, pair) < 0) continue;
-    const Partial* from = static_cast<const Partial*>(p.partial) + pair * p.columns + column;
-    if constexpr (sizeof(Partial) == 4) {
-      const float4 a = __ldcs(reinterpret_cast<const float4*>(from)),
-                   b = __ldcs(reinterpret_cast<const float4*>(from) + 1);
-      const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    const Partial* from = static_cast<const Partial*>(p.partial) + pair * p.parts * p.columns + column;
+    for (int part = 0; part < p.parts; ++part, from += p.columns)
+      if constexpr (sizeof(Partial) == 4) {
+        const float4 a = __ldcs(reinterpret_cast<const float4*>(from)),
+                     b = __ldcs(reinterpret_cast<const float4*>(from) + 1);
+        const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sum[i] += v[i];
-    } else {
-      const uint4 a = __ldcs(reinterpret_cast<const uint4*>(from));
-      const uint32_t v[4] = {a.x, a.y, a.z, a.w};
+        for (int i = 0; i < 8; ++i) sum[i] += v[i];
+      } else {
+        const uint4 a = __ldcs(reinterpret_cast<const uint4*>(from));
+        const uint32_t v[4] = {a.x, a.y, a.z, a.w};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sum[2 * i] += Half<T>::Low(v[i]), sum[2 * i + 1] += Half<T>::High(v[i]);
-    }
+        for (int i = 0; i < 4; ++i) sum[2 * i] += Half<T>::Low(v[i]), sum[2 * i + 1] += Half<T>::High(v[i]);
+      }
   }
   *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + static_cast<int64_t>(token) * p.columns + column) =
       make_uint4(Half<T>::Pack(sum[0], sum[1]), Half<T>::Pack(sum[2], sum[3]), Half<T>::Pack(sum[4], sum[5]),

@@ -6,6 +6,10 @@ import java.util.stream.LongStream;
 /** Greedy decoding of an exported folder: Generate LIBRARY FOLDER COUNT ID... prints COUNT token ids. */
 public class Generate {
   public static void main(String[] args) throws OrtException {
+    if (args.length < 4) {
+      System.err.println("usage: Generate LIBRARY FOLDER COUNT ID...");
+      System.exit(2);
+    }
     long[] ids = Arrays.stream(args).skip(3).mapToLong(Long::parseLong).toArray();
     OrtEnvironment env = OrtEnvironment.getEnvironment();
     OrtSession.SessionOptions options = new OrtSession.SessionOptions();
