@@ -99,7 +99,7 @@ class Skeleton:
                 f"{folder}: no quantized experts for {sorted(missing)[0]}; found {sorted(by_name)[:4]}"
             )
         for name, module in modules.items():
-            _check_experts(module, by_name[name], f"{folder}: {name} ({type(module).__name__})")
+            _check_experts(module, by_name[name], headers_only, f"{folder}: {name} ({type(module).__name__})")
         self.experts = {name: by_name[name] for name in modules}
         for module in modules.values():
             for parameter in list(module._parameters):
@@ -463,7 +463,7 @@ def _check_sizes(format: Format, config: dict[str, Any]) -> None:
         )
 
 
-def _check_experts(module: Any, layer: MoELayer, where: str) -> None:
+def _check_experts(module: Any, layer: MoELayer, headers_only: bool, where: str) -> None:
     """Refuses experts whose arithmetic the node does not have."""
     if module.has_post_expert_norm:
         raise CheckpointError(f"{where}: a norm after each expert is not supported yet")
@@ -471,6 +471,8 @@ def _check_experts(module: Any, layer: MoELayer, where: str) -> None:
         layer.activation not in ("swiglu_oai", "swiglu_step")
     ):
         raise CheckpointError(f"{where}: its own gating is not supported yet")
+    if headers_only:
+        return
     first = layer.expert(0)
     if module.has_bias != (first.up.bias is not None and first.down.bias is not None):
         has = "biases" if module.has_bias else "no biases"

@@ -122,7 +122,8 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     qm_cuda_gemm g{};
     const int scale_bytes = w.per_block == 2 ? 8 : 4;
     g.warps_k = 8;
-    // Measured: each change of panels costs a sum over the warps that split K, which decode, with few tiles, can afford.
+    // Measured: each change of panels costs a sum over the warps that split K, which decode, with few tiles, can
+    // afford.
     while (g.warps_k > 1 && w.units < (decode ? 2 : 8) * g.warps_k) g.warps_k /= 2;
     g.cluster = 1;
     g.stages = kStages;
