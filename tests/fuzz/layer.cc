@@ -269,19 +269,18 @@ const char* const kNames[] = {
 void set_attributes(FuzzedDataProvider& data, qm_moe* moe, bool wild) {
   char err[QM_ERROR_SIZE];
   std::memset(moe, 0, sizeof *moe);
-  size_t count;
-  const qm_attribute* attributes = qm_moe_attributes(&count);
-  for (const qm_attribute* a = attributes; a != attributes + count; ++a) {
+  size_t count = 0;
+  for (; const qm_attribute* a = qm_attribute_at("QuantMoE", count); ++count) {
     if (a->kind == 'i') {
-      qm_moe_set_int(moe, a->name, wild ? data.ConsumeIntegral<int64_t>() : 0, err);
+      qm_set_int("QuantMoE", moe, a->name, wild ? data.ConsumeIntegral<int64_t>() : 0, err);
     } else if (a->kind == 'f') {
-      qm_moe_set_float(moe, a->name, data.ConsumeFloatingPoint<float>(), err);
+      qm_set_float("QuantMoE", moe, a->name, data.ConsumeFloatingPoint<float>(), err);
     } else {
       const std::string any = data.ConsumeRandomLengthString(8);
-      qm_moe_set_string(moe, a->name, wild ? any.c_str() : data.PickValueInArray(kNames), err);
+      qm_set_string("QuantMoE", moe, a->name, wild ? any.c_str() : data.PickValueInArray(kNames), err);
     }
   }
-  if (wild) qm_moe_set_int(moe, data.ConsumeRandomLengthString(600).c_str(), 1, err);
+  if (wild) qm_set_int("QuantMoE", moe, data.ConsumeRandomLengthString(600).c_str(), 1, err);
   moe->op_version = 1;
   moe->num_experts = data.ConsumeIntegralInRange(1, 6);
   moe->expert_offset = data.ConsumeIntegralInRange(0, moe->num_experts - 1);
@@ -304,9 +303,9 @@ void set_attributes(FuzzedDataProvider& data, qm_moe* moe, bool wild) {
   }
   if (wild)  // any value in any place
     for (int n = data.ConsumeIntegralInRange(1, 3); n > 0; --n) {
-      const qm_attribute& a = attributes[data.ConsumeIntegralInRange<size_t>(0, count - 1)];
-      if (a.kind == 'i') qm_moe_set_int(moe, a.name, data.ConsumeIntegral<int32_t>(), err);
-      if (a.kind == 's') qm_moe_set_string(moe, a.name, data.PickValueInArray(kNames), err);
+      const qm_attribute& a = *qm_attribute_at("QuantMoE", data.ConsumeIntegralInRange<size_t>(0, count - 1));
+      if (a.kind == 'i') qm_set_int("QuantMoE", moe, a.name, data.ConsumeIntegral<int32_t>(), err);
+      if (a.kind == 's') qm_set_string("QuantMoE", moe, a.name, data.PickValueInArray(kNames), err);
     }
 }
 
