@@ -75,14 +75,14 @@ class QuantizedMatrix:
     def scale_type(self) -> str:
         return next(name for name, dtype in SCALE_DTYPES.items() if dtype == self.scales.dtype)
 
-    def values(self) -> np.ndarray:
-        """Code values before scaling: float64 [N, K], columns in stored order."""
+    def values(self, dtype: type = np.float64) -> np.ndarray:
+        """Code values before scaling, exact in either float type: [N, K], columns in stored order."""
         if self.kind not in SCHEMES:
             raise ValueError(f"unknown kind {self.kind!r}; known: {', '.join(SCHEMES)}")
         scheme = SCHEMES[self.kind]
-        values = scheme.table[self.codes]
+        values = scheme.table.astype(dtype)[self.codes]
         if self.zero_points is not None:
-            values += scheme.zero - self.expand(self.zero_points.astype(np.float64))
+            values += dtype(scheme.zero) - self.expand(self.zero_points.astype(dtype))
         return values
 
     def expand(self, per_group: np.ndarray) -> np.ndarray:
@@ -91,9 +91,12 @@ class QuantizedMatrix:
         rows = np.repeat(per_group, self.block_n, axis=0)[:n]
         return np.repeat(rows, k if self.group_size == -1 else self.group_size, axis=1)[:, :k]
 
-    def dequantize(self) -> np.ndarray:
-        """float64 [N, K], columns in input-feature order: the weights this matrix stands for."""
-        w = self.values() * self.expand(self.scales.astype(np.float64))
+    def dequantize(self, dtype: type = np.float64) -> np.ndarray:
+        """The weights this matrix stands for: float64 or float32 [N, K], rounded once, columns by input feature."""
+        if dtype != np.float64 and (self.global_scale is not None or self.pre_scale is not None):
+            return self.dequantize().astype(dtype)  # more than one product
+        w = self.values(dtype)
+        w *= self.expand(self.scales.astype(dtype))
         if self.global_scale is not None:
             w *= self.global_scale
         if self.perm is not None:

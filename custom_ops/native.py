@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 
@@ -169,12 +170,21 @@ class NativeMoE:
         return self._lib.qm_kernel_selected(self._moe, err).decode()
 
     def __call__(
-        self, hidden: np.ndarray, topk_ids: np.ndarray, topk_weights: np.ndarray, lanes: int = 1
+        self,
+        hidden: np.ndarray,
+        topk_ids: np.ndarray,
+        topk_weights: np.ndarray,
+        lanes: int = 1,
+        buffer: Callable[[int], np.ndarray] | None = None,
     ) -> np.ndarray:
-        """hidden [T, H] f32, f16 or bf16; topk_ids [T, k] int32 or int64; topk_weights [T, k] f32 -> [T, H]."""
+        """hidden [T, H] f32, f16 or bf16; topk_ids [T, k] int32 or int64; topk_weights [T, k] f32 -> [T, H].
+
+        buffer: gives uint8 [size] memory, 64-byte aligned, for the output and the workspace.
+        """
+        buffer = buffer or aligned
         hidden, topk_ids = np.ascontiguousarray(hidden), np.ascontiguousarray(topk_ids)
         topk_weights = np.ascontiguousarray(topk_weights, np.float32)
-        output = np.empty_like(hidden)
+        output = buffer(hidden.nbytes).view(hidden.dtype).reshape(hidden.shape)
         call = _Call(
             _TYPES[hidden.dtype],
             topk_ids.dtype.itemsize,
@@ -189,7 +199,7 @@ class NativeMoE:
             None,
             *_threads(lanes),
         )
-        workspace = aligned(self._lib.qm_moe_workspace(self._moe, ctypes.byref(call)))
+        workspace = buffer(self._lib.qm_moe_workspace(self._moe, ctypes.byref(call)))
         call.workspace = workspace.ctypes.data
         err = ctypes.create_string_buffer(ERROR_SIZE)
         _check(self._lib.qm_moe_run(self._moe, ctypes.byref(call), err), err)

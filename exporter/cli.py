@@ -92,11 +92,16 @@ def export(
     quantize: Annotated[Quantize | None, typer.Option(help="round a checkpoint that is not quantized")] = None,
     group_size: Annotated[int | None, typer.Option(help="of --quantize; -1: one scale a row")] = None,
     force: Annotated[bool, typer.Option("--force", help="replace a model already there")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what it would write and take")] = False,
 ) -> None:
     """Turn a quantized checkpoint into an ONNX model with packed experts."""
     begin = time.perf_counter()
     options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype, "dense": dense,
                "quantize": quantize, "group_size": group_size}  # fmt: skip
+    if dry_run:
+        return _plan(
+            checkpoint, outdir, target=target, activations=activations, scales=scales, dtype=dtype, layers=layers
+        )
     report = _export(checkpoint, outdir, **options, layers=layers, force=force)
     seconds = time.perf_counter() - begin
     table = Table("layers", "scheme", "experts", "hidden x intermediate", "activations", "scales", title=str(outdir))
@@ -169,6 +174,9 @@ def inspect(
     kept = {t["name"]: t["dequantized_because"] or "" for t in found["dense"] if t["dequantized_from"] is not None}
     for reason, names in _by_reason(kept).items():
         console.print(f"quantized in the checkpoint, float here: {names} ({reason})", style="yellow")
+    for file in found["files"]:
+        if file["resident"] is not None:
+            console.print(f"{file['name']}: {_mb(file['resident'])} of {_mb(file['bytes'])} in memory")
     if verify:
         console.print(f"{found['verified']} tensors have the recorded hash", style="green")
 
@@ -194,6 +202,7 @@ def generate(
     ids: Annotated[str | None, typer.Option(help="token ids, e.g. 1,2,3")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 32,
     threads: Annotated[int, typer.Option(min=0, help="0: ONNX Runtime's choice")] = 0,
+    prefault: Annotated[bool, typer.Option("--prefault", help="read the expert weights into memory first")] = False,
 ) -> None:
     """Generate greedily on ONNX Runtime."""
     from quantmoe.exporter.generate import Generator, load_tokenizer, stop_tokens
@@ -210,7 +219,7 @@ def generate(
             numbers = [int(number) for number in str(ids).replace(",", " ").split()]
         except ValueError:
             raise typer.BadParameter(f"--ids {ids!r}: expected numbers separated by commas") from None
-    found = Generator(outdir, threads).greedy(numbers, max_new_tokens, stop_tokens(folder))
+    found = Generator(outdir, threads, prefault).greedy(numbers, max_new_tokens, stop_tokens(folder))
     print(",".join(map(str, found.tokens)))
     if tokenizer is not None:
         print(tokenizer.decode(found.tokens))
@@ -281,6 +290,28 @@ def main() -> None:
     except ModuleNotFoundError as error:
         extra = "run" if error.name in ("onnxruntime", "tokenizers") else "export"
         sys.exit(f"quantmoe: {error.name} is not installed; pip install 'quantmoe[{extra}]'")
+
+
+def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
+    from quantmoe.exporter.plan import plan
+
+    found = plan(checkpoint, outdir, **{k: getattr(v, "value", v) for k, v in options.items()})
+    rows: dict[tuple[str, ...], int] = {}
+    for scheme, spec, size in found.layers.values():
+        row = (scheme, str(spec.num_experts), f"{spec.hidden_size} x {spec.intermediate_size}", _mb(size))
+        rows[row] = rows.get(row, 0) + 1
+    table = Table("layers", "scheme", "experts", "hidden x intermediate", "a layer", title=f"{outdir} (dry run)")
+    for described, count in rows.items():
+        table.add_row(str(count), *described)
+    console.print(table)
+    total = found.packed + found.dense
+    console.print(
+        f"reads {_mb(found.read)}; writes {_mb(total)}: experts of {len(found.layers)} layers {_mb(found.packed)}, "
+        f"other weights {_mb(found.dense)}\n"
+        f"about {found.seconds / 60:.0f} min ({found.rate}), peak memory about {_mb(round(found.memory))}"
+    )
+    if total > found.free:
+        console.print(f"only {_mb(found.free)} of disk are free there", style="red")
 
 
 def _export(checkpoint: Path, outdir: Path, **options: Any) -> Any:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -26,7 +27,7 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.explain import activation_format, consider, linear_spec, moe_spec
-from quantmoe.exporter.formats import Format, MoELayer, Scheme, find_format, open_checkpoint
+from quantmoe.exporter.formats import Checkpoint, Format, MoELayer, Scheme, find_format, open_checkpoint
 from quantmoe.exporter.formats.unquantized import Unquantized
 from quantmoe.exporter.genai import genai_config
 from quantmoe.exporter.model import DTYPES, Skeleton, trace
@@ -36,6 +37,7 @@ from quantmoe.exporter.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.passes.weights import Weight, place_weights
 from quantmoe.ort_ext import library_path
 
+T = TypeVar("T")
 MODEL, DATA = "model.onnx", "model.onnx.data"
 #: the packed layout an engine reads
 LAYOUT = {"cpu": "cpu_panel"}
@@ -161,7 +163,7 @@ def export(
                     progress("packing experts", done, total)
                 report.packed_bytes += pair[0].length + pair[1].length
         _save(graph, weights, partial(MODEL), {"checkpoint": format.ckpt.folder.resolve().name, "target": target})
-        _companions(format.ckpt.folder, partial, layers)
+        _companions(format.ckpt, partial, layers)
     return report
 
 
@@ -236,13 +238,8 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
             raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.name}.{e}: {error}") from None
         return rows, error
 
-    cores = os.cpu_count() or 1
-    with ThreadPoolExecutor(cores) as pool:
-        waiting = deque(pool.submit(make, e) for e in range(min(cores, layer.num_experts)))
-        for e in range(layer.num_experts):
-            rows, error = waiting.popleft().result()
-            if e + cores < layer.num_experts:
-                waiting.append(pool.submit(make, e + cores))
+    with contextlib.closing(_ahead(functools.partial(make, e) for e in range(layer.num_experts))) as made:
+        for rows, error in made:
             for region, row in zip(regions, rows, strict=True):
                 region.write(row)
             if scales == "bf16":
@@ -253,6 +250,17 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
         metadata = {"module": layer.name, "format": layer.scheme.text, "layout": spec.w13.layout,
                     "layout_version": str(spec.w13.layout_version), "spec": json.dumps(spec.attributes())}  # fmt: skip
         region.finish(metadata)
+
+
+def _ahead(calls: Iterable[Callable[[], T]]) -> Generator[T, None, None]:
+    """The calls' results in order; as many calls run ahead of the caller as there are cores."""
+    cores, calls = os.cpu_count() or 1, iter(calls)
+    with ThreadPoolExecutor(cores) as pool:
+        waiting = deque(pool.submit(call) for call in itertools.islice(calls, cores))
+        while waiting:
+            result = waiting.popleft().result()
+            waiting.extend(pool.submit(call) for call in itertools.islice(calls, 1))
+            yield result
 
 
 def _linear(
@@ -295,22 +303,23 @@ def _linear(
 def _dense(weight: Weight, skeleton: Skeleton, data: DataFile, report: Report) -> int:
     """Writes a weight outside the experts; returns its bytes."""
     format, source = skeleton.format, skeleton.sources[weight.parameter]
-    array = skeleton.parameter(weight.parameter)
-    array = np.ascontiguousarray(array.T if weight.transposed else array)
     metadata, module = {"module": source}, source.rpartition(".")[0]
     if source == f"{module}.weight" and format.is_quantized(module):
         owner = type(skeleton.model.get_submodule(weight.parameter.rpartition(".")[0])).__name__
         reason = report.dequantized.setdefault(source, f"{owner} is not a linear layer")
         metadata |= {"dequantized_from": format.scheme(module).text, "dequantized_because": reason}
-    if array.nbytes <= INLINE:
+    blocks, size = skeleton.blocks(weight.parameter, weight.transposed), byte_size(weight.value)
+    if size <= INLINE:
+        array = np.concatenate([block() for block in blocks])
         weight.value.const_value = ir.Tensor(array, name=weight.value.name, metadata_props=metadata)
     else:
         region = data.region(weight.value)
-        region.write(array)
+        for block in _ahead(blocks):
+            region.write(block)
         region.finish(metadata)
-    report.dense_bytes += array.nbytes
+    report.dense_bytes += size
     format.ckpt.release()
-    return array.nbytes
+    return size
 
 
 def _scaled(expert: Expert, scales: str) -> tuple[Expert, float]:
@@ -341,8 +350,10 @@ def _save(graph: ir.Model, weights: list[Weight], path: Path, metadata: dict[str
         ir.save(graph, path)
 
 
-def _companions(folder: Path, partial: Callable[[str], Path], layers: int | None) -> None:
+def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None) -> None:
+    folder = ckpt.folder
     for path in sorted({path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}):
+        ckpt.check_link(path)  # nobody's private file into a folder that is passed on
         shutil.copyfile(path, partial(path.name))
     config = json.loads((folder / "config.json").read_bytes())
     if layers is not None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
+import sys
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import onnx_ir as ir
 
 from quantmoe.custom_ops.layouts import LAYOUTS
@@ -39,7 +43,8 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
     Returns:
         ``layers`` and ``linears`` (one dict a node: name, module, format, attributes, sizes, bytes, bits_per_weight),
         ``dense`` (other large tensors, and those that the checkpoint quantizes and the model does not, with
-        ``dequantized_because``), ``metadata`` and, with ``verify``, ``verified``: how many hashes were right.
+        ``dequantized_because``), ``files`` (of weights: bytes, and how many are in memory), ``metadata`` and, with
+        ``verify``, ``verified``: how many hashes were right.
 
     Raises:
         ModelError: a file is missing or too short, a tensor's size is not what its node's attributes say, a wrong hash.
@@ -53,8 +58,14 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
     tensors = {name: value.const_value for name, value in initializers.items()}
     external = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
     for name, tensor in external.items():
-        file = path.parent / tensor.location
-        end = (tensor.offset or 0) + (tensor.length or 0)
+        location = str(tensor.location)
+        if location in ("", ".", "..") or "/" in location or "\\" in location or "\0" in location:
+            raise ModelError(f"{path}: {name} is in {location!r}, expected the name of a file beside the model")
+        file = path.parent / location
+        begin, length = tensor.offset or 0, tensor.length or tensor.nbytes  # a length may be left out
+        end = begin + length
+        if begin < 0 or length != tensor.nbytes:
+            raise ModelError(f"{path}: {name} has {length} bytes at {begin}, its shape and type take {tensor.nbytes}")
         if not file.is_file():
             raise ModelError(f"{file}: missing; {path.name} keeps {name} there")
         if file.stat().st_size < end:
@@ -63,7 +74,18 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
     layers, linears, packed = [], [], set()
     for node in model.graph:
         if node.domain == DOMAIN and node.op_type == "QuantMoE":
-            layers.append(_layer(path, node))
+            try:
+                layers.append(_layer(path, node))
+            except ModelError:
+                raise
+            except (
+                ValueError,
+                TypeError,
+                KeyError,
+                AttributeError,
+                ArithmeticError,
+            ) as error:  # a field of another type
+                raise ModelError(f"{path}: node {node.name} cannot be read: {error!r}") from None
             packed |= {value.name for value in node.inputs[3:5] if value is not None}
         elif node.domain == DOMAIN and node.op_type == "QuantLinear":
             linears.append(_linear(path, node))
@@ -89,9 +111,29 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         "linears": linears,
         "dense": dense,
     }
+    found["files"] = [
+        {"name": name, "bytes": (path.parent / name).stat().st_size, "resident": resident(path.parent / name)}
+        for name in sorted({str(tensor.location) for tensor in external.values()})
+    ]
     if verify:
         found["verified"] = sum(_verify(path, name, tensor) for name, tensor in external.items())
     return found
+
+
+def resident(path: Path) -> int | None:
+    """Bytes of a file that the system holds in memory, whoever read them; None where it does not say."""
+    size = path.stat().st_size
+    if not size or not sys.platform.startswith("linux"):
+        return None
+    libc, page = ctypes.CDLL(None), mmap.PAGESIZE
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        whole = np.frombuffer(mapped, np.uint8)
+        pages = np.zeros(-(-size // page), np.uint8)
+        status = libc.mincore(
+            ctypes.c_void_p(whole.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)
+        )
+        del whole
+    return min(size, int((pages & 1).sum()) * page) if status == 0 else None
 
 
 def _layer(path: Path, node: ir.Node) -> dict[str, Any]:
@@ -144,8 +186,11 @@ def _sizes(
         recorded = tensor.metadata_props.get("spec")
         packed_as = spec.attributes() if recorded is None else json.loads(recorded)
         for key, found in spec.attributes().items():
-            if packed_as.get(key) != found:
-                raise ModelError(f"{where}: {key} is {found!r}, {value.name} was packed with {packed_as.get(key)!r}")
+            packed = packed_as.get(key)
+            # ONNX keeps floats in 32 bits
+            same = np.float32(packed) == np.float32(found) if isinstance(found, float) else packed == found
+            if not same:
+                raise ModelError(f"{where}: {key} is {found!r}, {value.name} was packed with {packed!r}")
         sizes[name] = {"tensor": value.name, "shape": shape, "bytes": int(tensor.nbytes)}
         metadata = dict(tensor.metadata_props)
     return sizes, metadata
@@ -174,7 +219,7 @@ def _verify(path: Path, name: str, tensor: ir.ExternalTensor) -> bool:
     recorded = tensor.metadata_props.get("hash")
     if recorded is None:
         return False
-    digest, left = new_hash(), tensor.length or 0
+    digest, left = new_hash(), tensor.length or tensor.nbytes
     with open(path.parent / tensor.location, "rb") as file:
         file.seek(tensor.offset or 0)
         while left and (chunk := file.read(min(left, _CHUNK))):

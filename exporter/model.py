@@ -12,9 +12,11 @@ import io
 import itertools
 import json
 import logging
+import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -42,6 +45,10 @@ from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
 from quantmoe.exporter.passes.routers import replace_routers
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16}
+#: of anything that config.json counts
+MAX_SIZE = 1 << 24
+#: most bytes of a weight outside the experts that are converted at a time
+BLOCK = 1 << 26
 
 
 class Skeleton:
@@ -51,6 +58,7 @@ class Skeleton:
         format: the opened checkpoint.
         dtype: "f32" or "f16", of the graph.
         layers: keep only the first so many decoder layers.
+        headers_only: read no tensor's data.
 
     Attributes:
         model: parameters are placeholders; experts modules have none.
@@ -62,18 +70,18 @@ class Skeleton:
         CheckpointError: the architecture is not supported, or a parameter has no tensor.
     """
 
-    def __init__(self, format: Format, dtype: str = "f32", layers: int | None = None):
+    def __init__(self, format: Format, dtype: str = "f32", layers: int | None = None, headers_only: bool = False):
         self.format, self.dtype = format, DTYPES[dtype]
         folder = format.ckpt.folder
         config = _config(format, layers)
         if format.is_quantized("lm_head"):
             config.tie_word_embeddings = False
         try:
-            with init_empty_weights(), _quiet():
+            with init_empty_weights(), _LargeOnMeta(), _quiet():
                 model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
-        except ValueError as error:
+        except Exception as error:  # of any kind, from the depths of an architecture
             raise CheckpointError(
-                f"{folder / 'config.json'}: not a causal language model of transformers: {error}"
+                f"{folder / 'config.json'}: not a causal language model of transformers: {error!r}"
             ) from None
         self.model = model.eval().requires_grad_(False)
         if config.model_type in ARCHITECTURES:
@@ -91,7 +99,7 @@ class Skeleton:
                 f"{folder}: no quantized experts for {sorted(missing)[0]}; found {sorted(by_name)[:4]}"
             )
         for name, module in modules.items():
-            _check_experts(module, by_name[name], f"{folder}: {name} ({type(module).__name__})")
+            _check_experts(module, by_name[name], headers_only, f"{folder}: {name} ({type(module).__name__})")
         self.experts = {name: by_name[name] for name in modules}
         for module in modules.values():
             for parameter in list(module._parameters):
@@ -116,9 +124,9 @@ class Skeleton:
             for name, source in modules_of.items()
             if type(model.get_submodule(name)) is torch.nn.Linear and format.is_quantized(source)
         }
-        self._check_parameters()
+        self._check_parameters(headers_only)
 
-    def _check_parameters(self) -> None:
+    def _check_parameters(self, headers_only: bool) -> None:
         """Shapes, from the headers; of quantized weights that are alike but for numbers in their names one is read."""
         checked = []
         for name, source in self.sources.items():
@@ -127,22 +135,37 @@ class Skeleton:
                 self._check_shape(name, self.format.ckpt.shape(source))
                 continue
             kind = re.sub(r"\d+", "", source), self.format.scheme(module).text, self.format.ckpt.beside(module)
-            if kind not in checked:
-                self.parameter(name)
+            if kind not in checked and not headers_only:
+                for _ in self.blocks(name):  # decodes it, and checks its shape
+                    break
                 checked.append(kind)
 
-    def parameter(self, name: str) -> np.ndarray:
-        """A parameter or stored buffer of the model in the graph's dtype, dequantized if need be."""
-        source, placeholder = self.sources[name], self.tensors[name]
-        found = self.format.parameter(source)
+    def blocks(self, name: str, transposed: bool = False) -> Iterator[Callable[[], np.ndarray]]:
+        """A parameter or stored buffer of the model, or its transpose, in the graph's dtype, as calls that make
+        the next rows each.
+
+        Raises:
+            CheckpointError: another shape than the model's, here or from a function: values that float16 cannot hold.
+        """
+        source = self.sources[name]
+        found = self.format.stored(source)
         self._check_shape(name, found.shape)
-        if placeholder.dtype == torch.float16:
-            if np.abs(found).max(initial=0) > np.finfo(np.float16).max:
+        half = self.tensors[name].dtype == torch.float16
+        rows = np.atleast_1d(found.T if transposed else found)
+        step = max(1, BLOCK // max(1, 4 * math.prod(rows.shape[1:])))
+        return (partial(self._converted, source, half, rows[at : at + step]) for at in range(0, len(rows), step))
+
+    def _converted(self, source: str, half: bool, rows: np.ndarray) -> np.ndarray:
+        out = np.empty(rows.shape, np.float16 if half else np.float32)
+        # by pieces of columns, so that the rows of a transpose stay in the cache
+        for at in range(0, rows.shape[-1], 2048):
+            piece = np.ascontiguousarray(rows[..., at : at + 2048])
+            if out.dtype == np.float16 and np.abs(piece.astype(np.float32)).max(initial=0) > np.finfo(np.float16).max:
                 raise CheckpointError(
                     f"{self.format.ckpt.where(source)} has values that float16 cannot hold; use --dtype f32"
                 )
-            return found.astype(np.float16)
-        return found
+            out[..., at : at + 2048] = piece
+        return out
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What checkpoints store: parameters, and buffers like DeepSeek's correction biases."""
@@ -178,6 +201,18 @@ class Skeleton:
             module._parameters[leaf] = torch.nn.Parameter(placeholder(old.shape, old.dtype), requires_grad=False)
         else:  # float32 whatever the graph is: a rounded correction bias selects other experts
             module._buffers[leaf] = placeholder(module._buffers[leaf].shape, torch.float32)  # type: ignore[union-attr]
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes large tensors without memory from the start: init_empty_weights moves them only once they are made."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.zeros, torch.ones) and kwargs.get("device") is None:
+            with torch.device("meta"):
+                if func(*args, **kwargs).numel() > 1 << 20:
+                    kwargs["device"] = "meta"
+        return func(*args, **kwargs)
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, _count: Iterator[int] = itertools.count(1)) -> torch.Tensor:  # noqa: B008
@@ -397,10 +432,12 @@ exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.moe_routing.default] = 
 def _config(format: Format, layers: int | None) -> Any:
     folder = format.ckpt.folder
     try:
-        config = AutoConfig.from_pretrained(folder)
+        # never code out of the checkpoint's folder, nor a question whether to run it
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = config.get_text_config()
     except Exception as error:  # the validators' exceptions have no common base class
         raise CheckpointError(f"{folder / 'config.json'}: not an architecture of transformers: {error}") from None
-    config = config.get_text_config()
+    _check_sizes(format, vars(config))
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     if layers is not None:
@@ -412,7 +449,21 @@ def _config(format: Format, layers: int | None) -> Any:
     return config
 
 
-def _check_experts(module: Any, layer: MoELayer, where: str) -> None:
+def _check_sizes(format: Format, config: dict[str, Any]) -> None:
+    """Refuses sizes that would take hours or terabytes to build a model of, and layers that have no tensors."""
+    path = format.ckpt.folder / "config.json"
+    for key, value in config.items():
+        if re.search("(size|dim|heads|experts|layers|rank)$", key) and type(value) is int and value > MAX_SIZE:
+            raise CheckpointError(f"{path}: {key} is {value}, expected at most {MAX_SIZE}")
+    found = {match[1] for name in format.ckpt.names() if (match := re.search(r"\.layers\.([0-9]{1,6})\.", name))}
+    if found and config.get("num_hidden_layers", 0) > len(found):
+        raise CheckpointError(
+            f"{path}: num_hidden_layers is {config['num_hidden_layers']}, "
+            f"the checkpoint has tensors of {len(found)} layers"
+        )
+
+
+def _check_experts(module: Any, layer: MoELayer, headers_only: bool, where: str) -> None:
     """Refuses experts whose arithmetic the node does not have."""
     if module.has_post_expert_norm:
         raise CheckpointError(f"{where}: a norm after each expert is not supported yet")
@@ -420,6 +471,8 @@ def _check_experts(module: Any, layer: MoELayer, where: str) -> None:
         layer.activation not in ("swiglu_oai", "swiglu_step")
     ):
         raise CheckpointError(f"{where}: its own gating is not supported yet")
+    if headers_only:
+        return
     first = layer.expert(0)
     if module.has_bias != (first.up.bias is not None and first.down.bias is not None):
         has = "biases" if module.has_bias else "no biases"

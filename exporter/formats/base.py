@@ -161,12 +161,16 @@ class Format(ABC):
             names[f"{module}.weight" if quantized else name] = None
         return list(names)
 
-    def parameter(self, name: str) -> np.ndarray:
-        """One of :meth:`parameters` as f32, dequantized if need be."""
+    def stored(self, name: str) -> np.ndarray:
+        """One of :meth:`parameters`: dequantized f32, or the mapped tensor in the checkpoint's own type."""
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and self.is_quantized(module):
-            return self.matrix(module).dequantize().astype(np.float32)
-        return self.ckpt.tensor(name).astype(np.float32)
+            return self.matrix(module).dequantize(np.float32)
+        return self.ckpt.tensor(name)
+
+    def parameter(self, name: str) -> np.ndarray:
+        """One of :meth:`parameters` as f32, dequantized if need be."""
+        return self.stored(name).astype(np.float32)
 
     def dense(self, module: str) -> np.ndarray:
         """``<module>.weight`` as f32, dequantized if need be: [N, K] for a linear."""
@@ -192,7 +196,7 @@ class Format(ABC):
                     f"{self.ckpt.where(name)} is {dtype} {list(shape)}, "
                     f"expected {'|'.join(want.dtypes)} {list(want.shape)} ({self.name})"
                 )
-            found[want.suffix] = self.ckpt.tensor(name)
+            found[want.suffix] = self.ckpt.tensor(name).reshape(want.shape)
         return found
 
     def bias(self, module: str, n: int) -> np.ndarray | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ NAMINGS = (
     ("w1", "w3", "w2"),  # Mixtral, MiniMax
     ("up_proj", "down_proj"),  # Nemotron
 )
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.([^.]+)\.[^.]+")
+_EXPERT = re.compile(r"(.+\.experts)\.([0-9]{1,6})\.([^.]+)\.[^.]+")
 #: transformers' hidden_act -> op.def's activation
 ACTIVATIONS = {
     "silu": "silu",
@@ -69,7 +70,7 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
     top_k = setting(int, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
     if top_k > num_experts:
         raise CheckpointError(f"{path}: {top_k} experts a token, expected at most {num_experts}, the number of experts")
-    number = re.findall(r"\.(\d+)\.", name)
+    number = re.findall(r"\.([0-9]{1,6})\.", name)
     return MoELayer(
         name=name,
         index=int(number[-1]) if number else 0,
@@ -93,8 +94,8 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
 def _projections(format: Format, name: str, experts: dict[int, set[str]], num_experts: int) -> tuple[str, ...]:
     """The naming that all experts of a layer share; every one of them is there and quantized."""
     folder = format.ckpt.folder
-    if missing := sorted(set(range(num_experts)) - experts.keys()):
-        raise CheckpointError(f"{folder}: {name} lacks the experts {missing[:8]}; config.json says {num_experts}")
+    if missing := list(itertools.islice((e for e in range(num_experts) if e not in experts), 8)):  # may be absurd
+        raise CheckpointError(f"{folder}: {name} lacks the experts {missing}; config.json says {num_experts}")
     if len(experts) > num_experts:
         raise CheckpointError(f"{folder}: {name} has {len(experts)} experts; config.json says {num_experts}")
     naming = next((naming for naming in NAMINGS if set(naming) == set.union(*experts.values())), None)

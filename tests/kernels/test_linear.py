@@ -22,8 +22,14 @@ CASES = [
     Case(group_size=-1, activation_format="int8_token"),
     Case(activation_format="none", bias=True),
     Case(hidden=100, intermediate=70, act_order="shared"),
-    Case(hidden=33, intermediate=7, weights=("int8", "bf16", False), group_size=-1, act_order="shared",
-         activation_format="none"),  # fmt: skip
+    Case(
+        hidden=33,
+        intermediate=7,
+        weights=("int8", "bf16", False),
+        group_size=-1,
+        act_order="shared",
+        activation_format="none",
+    ),  # fmt: skip
     Case(weights=("int4", "f16", True), pre_scale=True, act_order="shared"),
     Case(weights=("mxfp4", "e8m0", False)),
     Case(weights=("nvfp4", "e4m3", False), group_size=16, activation_format="none"),

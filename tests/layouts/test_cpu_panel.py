@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.schemes import SCHEMES
 
 cases = st.builds(
     Case,
@@ -37,6 +38,10 @@ def equal(a: QuantizedMatrix | None, b: QuantizedMatrix | None) -> None:
         if isinstance(x, np.ndarray):
             if field.name == "perm" and y is None:
                 y = np.arange(len(x), dtype=np.int32)  # the identity comes back as None
+            if field.name == "zero_points" and y is None:
+                y = np.full_like(x, SCHEMES[a.kind].zero)  # and so do zero points that are all the midpoint
+            if field.name == "pre_scale" and y is None:
+                y = np.ones_like(x)  # and pre-scales of 1
             assert x.dtype.itemsize == y.dtype.itemsize
             assert x.tobytes() == np.asarray(y, x.dtype).tobytes(), field.name
         else:

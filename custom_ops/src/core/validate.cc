@@ -105,7 +105,7 @@ int qm_moe_validate(const qm_moe* m, const int64_t w13_shape[2], const int64_t w
   QM_TRY(check_attributes(*m, err));
   QM_TRY(check_shape("w13", w13_shape, w13_row_bytes(*m), err));
   QM_TRY(check_shape("w2", w2_shape, w2_row_bytes(*m), err));
-  if (w13_shape[0] != w2_shape[0] || w13_shape[0] < 1 || w13_shape[0] + m->expert_offset > m->num_experts)
+  if (w13_shape[0] != w2_shape[0] || w13_shape[0] < 1 || w13_shape[0] > m->num_experts - m->expert_offset)
     return fail(err, QM_INVALID,
                 "w13 has %lld experts and w2 %lld, expected the same number, 1 to num_experts - expert_offset = %d",
                 (long long)w13_shape[0], (long long)w2_shape[0], m->num_experts - m->expert_offset);

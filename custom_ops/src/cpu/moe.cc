@@ -172,6 +172,7 @@ struct Layer {
   float tensor_step(const Preparation& how, int64_t k, int64_t first, int64_t count, bool from_h) const;
   bool prepare(int lane, int slot, const qm_projection& w, const PanelMatrix& p, const Preparation& how, const float* x,
                Row* row);
+  bool check_perm(const int32_t* perm, int32_t expert);
   void load_rows(int64_t first, int64_t count);
   void plan_tasks();
   void gate_up(int lane, const Task& task);
@@ -183,6 +184,7 @@ struct Layer {
              [&](int lane, int64_t i) { down(lane, i * range, std::min(hidden, (i + 1) * range)); });
   }
   int64_t task_count = 0;
+  int32_t bad_perm = -1;  // an expert whose act-order is no column order
 };
 
 int Layer::route(char* err) {
@@ -292,12 +294,22 @@ void Layer::plan_tasks() {
     }
 }
 
+// Whether all columns are there to gather. Checked where it is read: at load it would touch a page of every expert.
+bool Layer::check_perm(const int32_t* perm, int32_t expert) {
+  uint32_t largest = 0;
+  for (int64_t k = 0; k < w13.k; ++k) largest = std::max(largest, static_cast<uint32_t>(perm[k]));
+  if (largest < static_cast<uint64_t>(w13.k)) return true;
+  __atomic_store_n(&bad_perm, expert, __ATOMIC_RELAXED);
+  return false;
+}
+
 void Layer::gate_up(int lane, const Task& task) {
   const uint8_t* weights = static_cast<const uint8_t*>(call.w13) + task.expert * w13_row_bytes(moe);
   int gathers = sides13;
   Preparation how[2];
   for (int g = 0; g < gathers; ++g) {
     how[g] = preparation(moe.w13, parts13, weights, g, true);
+    if (how[g].perm && !check_perm(how[g].perm, task.expert)) return;
     if (moe.w13.activation_format == k_activation_format_fp8_tensor && how[g].stored == 0.0f)
       how[g].stored = tensor_step(how[g], w13.k, expert_begin[task.expert],
                                   expert_begin[task.expert + 1] - expert_begin[task.expert], false);
@@ -507,14 +519,17 @@ struct Linear : Adapted, Layer {
     parts13 = parts2;
     rows = tile13_bytes = max_tasks = 0;
   }
+  const int32_t* column_order() const {
+    if (!Layer::moe.w2.perm) return nullptr;
+    return reinterpret_cast<const int32_t*>(static_cast<const uint8_t*>(Layer::call.w2) + parts2.perms);
+  }
   // Rows of these tiles to f32, in the order of the packed columns.
   void load(int lane, int64_t first_tile, int64_t last_tile) {
     const qm_moe& m = Layer::moe;
     const int64_t k = m.intermediate_size, n = Layer::call.tokens, count = tile_count(n);
     const auto row_of_tile = [&](int64_t t) { return t * (n / count) + std::min(t, n % count); };
     const int64_t element = Layer::call.type == QM_F32 ? 4 : 2;
-    const int32_t* perm = nullptr;
-    if (m.w2.perm) perm = reinterpret_cast<const int32_t*>(static_cast<const uint8_t*>(Layer::call.w2) + parts2.perms);
+    const int32_t* perm = column_order();
     float* stored = lane_x + lane * kMaxTileRows * lane_kp();
     for (int64_t r = row_of_tile(first_tile); r < row_of_tile(last_tile); ++r) {
       float* row = h + r * k;
@@ -539,6 +554,9 @@ size_t qm_moe_workspace(const qm_moe* moe, const qm_moe_call* call) {
 
 int qm_moe_run(const qm_moe* moe, const qm_moe_call* call, char* err) {
   if (call->tokens == 0) return QM_OK;
+  if (call->tokens < 0 || call->top_k < 1 || call->tokens > INT32_MAX / call->top_k)
+    return fail(err, QM_INVALID, "%lld tokens of %lld experts each, expected fewer than 2^31 pairs",
+                (long long)call->tokens, (long long)call->top_k);
   const CpuKernel* kernel = select_kernel(err);
   if (!kernel) return QM_UNSUPPORTED;
   Layer layer(*moe, *call, *kernel);
@@ -556,6 +574,10 @@ int qm_moe_run(const qm_moe* moe, const qm_moe_call* call, char* err) {
 
   layer.plan_tasks();
   layer.for_each(layer.task_count, [&](int lane, int64_t i) { layer.gate_up(lane, layer.tasks[i]); });
+  if (layer.bad_perm >= 0)
+    return fail(err, QM_INVALID,
+                "w13's act-order of expert %d has columns outside 0 to %d: not the bytes of a packed tensor",
+                layer.bad_perm + moe->expert_offset, moe->hidden_size - 1);
 
   const auto pack_h = [&](int lane, int64_t e) {
     layer.pack_h(lane, e, 0, layer.tile_count(layer.expert_begin[e + 1] - layer.expert_begin[e]));
@@ -591,6 +613,8 @@ int qm_linear_run(const qm_linear* linear, const qm_linear_call* call, char* err
     layer.for_each(ceil_div(tiles, step),
                    [&](int lane, int64_t i) { body(lane, i * step, std::min(tiles, (i + 1) * step)); });
   };
+  if (const int32_t* perm = layer.column_order(); perm && !layer.check_perm(perm, 0))
+    return fail(err, QM_INVALID, "w's act-order has a column outside 0 to %d", linear->in_features - 1);
   // All rows before any is quantized: some formats take one scale from all of them.
   each([&](int lane, int64_t first, int64_t last) { layer.load(lane, first, last); });
   each([&](int lane, int64_t first, int64_t last) { layer.pack_h(lane, 0, first, last); });

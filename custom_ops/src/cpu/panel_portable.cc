@@ -98,8 +98,10 @@ void multiply(const Product& product) {
               if (p.multiplied()) acc = acc * scale;
               y = acc * step + bias;
             } else {
-              const int32_t corrected = (p.bits == 4 ? 16 * dot : dot) + load<int32_t>(tail, r) * -zero_point;
-              y = static_cast<float>(corrected) * (scale * step) + bias;
+              // Unsigned: the sums of a damaged file may overflow, as they do in vector registers.
+              const uint32_t corrected = (p.bits == 4 ? 16u : 1u) * static_cast<uint32_t>(dot) +
+                                         load<uint32_t>(tail, r) * static_cast<uint32_t>(-zero_point);
+              y = static_cast<float>(static_cast<int32_t>(corrected)) * (scale * step) + bias;
             }
           }
           product.out[(first_row + i) * product.row_stride + (panel % product.halves) * product.half_stride +
