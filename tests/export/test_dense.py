@@ -72,7 +72,7 @@ def test_gptq_linears_with_act_order(tmp_path, desc_act):
 
 
 def test_what_stays_float_says_why(checkpoint, tmp_path, monkeypatch):
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise ValueError("down: layout cpu_panel does not carry it")
 
     monkeypatch.setattr(convert, "linear_spec", refuse)

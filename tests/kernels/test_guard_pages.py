@@ -28,7 +28,7 @@ PAGE = mmap.PAGESIZE
 ADVERSARIAL = [
     *CASES,
     *(
-        Case(hidden=h, intermediate=i, kind=kind, group_size=g, activation_format=a, experts=3)
+        Case(hidden=h, intermediate=i, weights=(kind, "bf16", False), group_size=g, activation_format=a, experts=3)
         for h, i in ((1, 1), (31, 33), (65, 129), (8, 250))
         for kind in ("int4", "int8")
         for g in (-1, 32, 128)

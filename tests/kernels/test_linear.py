@@ -29,7 +29,7 @@ CASES = [
         group_size=-1,
         act_order="shared",
         activation_format="none",
-    ),  # fmt: skip
+    ),
     Case(weights=("int4", "f16", True), pre_scale=True, act_order="shared"),
     Case(weights=("mxfp4", "e8m0", False)),
     Case(weights=("nvfp4", "e4m3", False), group_size=16, activation_format="none"),

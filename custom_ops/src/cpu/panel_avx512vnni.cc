@@ -19,7 +19,10 @@ namespace quantmoe {
 namespace {
 
 // Two accumulators a row: beyond 14 rows some of the 32 registers spill, which is still faster than two tiles of 8.
-constexpr int kTileRows = 16;
+#ifndef QM_TILE_ROWS
+#define QM_TILE_ROWS 16
+#endif
+constexpr int kTileRows = QM_TILE_ROWS;
 
 // For every row of the tile, written out so that arrays indexed by i live in registers.
 #define QM_EACH _Pragma("GCC unroll 32") for (int i = 0; i < M; ++i)
