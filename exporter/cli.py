@@ -31,6 +31,7 @@ Model = Annotated[Path, typer.Argument(help="exported model or its folder", exis
 
 class Target(enum.StrEnum):
     cpu = "cpu"
+    cuda = "cuda"
 
 
 class Activations(enum.StrEnum):
@@ -46,6 +47,7 @@ class Scales(enum.StrEnum):
 class Dtype(enum.StrEnum):
     f32 = "f32"
     f16 = "f16"
+    bf16 = "bf16"
 
 
 def _version(wanted: bool) -> None:
@@ -68,9 +70,13 @@ def export(
     checkpoint: Checkpoint,
     outdir: Annotated[Path, typer.Argument(help="folder to write model.onnx and model.onnx.data to")],
     target: Annotated[Target, typer.Option(help="engine whose byte layout to write")] = Target.cpu,
-    activations: Annotated[Activations, typer.Option(help="of weight-only checkpoints")] = Activations.int8,
+    activations: Annotated[
+        Activations | None, typer.Option(help="of weight-only checkpoints; default: int8 on cpu")
+    ] = None,
     scales: Annotated[Scales, typer.Option(help="bf16 rounds them, for KleidiAI's kernels")] = Scales.exact,
-    dtype: Annotated[Dtype, typer.Option(help="of everything outside the experts")] = Dtype.f32,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="of everything outside the experts; default: f32 on cpu, bf16 on cuda")
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="only the first N decoder layers")] = None,
     force: Annotated[bool, typer.Option("--force", help="replace a model already there")] = False,
 ) -> None:
@@ -91,7 +97,7 @@ def export(
         console.print(f"all layers were traced one by one, layers do not match: {report.untraced}", style="yellow")
     if report.dequantized:
         console.print(
-            f"{report.dequantized} quantized tensors outside the experts are stored as {dtype}", style="yellow"
+            f"{report.dequantized} quantized tensors outside the experts are stored in the graph's type", style="yellow"
         )
     console.print(
         f"experts {_mb(report.packed_bytes)}, other weights {_mb(report.dense_bytes)}, "

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -26,7 +26,7 @@ from quantmoe.custom_ops.op import MoESpec, Projection
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import MoELayer, find_format, open_checkpoint
 from quantmoe.exporter.genai import genai_config
-from quantmoe.exporter.model import DTYPES, Skeleton, trace
+from quantmoe.exporter.model import Skeleton, trace
 from quantmoe.exporter.passes.external_data import INLINE, DataFile, Region, byte_size, naming
 from quantmoe.exporter.passes.interface import name_interface
 from quantmoe.exporter.passes.weights import Weight, place_weights
@@ -34,7 +34,11 @@ from quantmoe.ort_ext import library_path
 
 MODEL, DATA = "model.onnx", "model.onnx.data"
 #: the packed layout an engine reads
-LAYOUT = {"cpu": "cpu_panel"}
+LAYOUT = {"cpu": "cpu_panel", "cuda": "marlin"}
+#: types of the graph outside the experts, the default first
+GRAPH_TYPES = {"cpu": ("f32", "f16"), "cuda": ("bf16", "f16")}
+#: of one tensor in TensorRT
+MAX_ELEMENTS = 2**31 - 1
 #: files of a checkpoint that clients of the model need
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
               "vocab.*", "merges.txt", "chat_template*", "*.model")  # fmt: skip
@@ -68,10 +72,10 @@ def export(
     checkpoint: str | Path,
     output: str | Path,
     *,
-    target: Literal["cpu"] = "cpu",
-    activations: Literal["int8", "float"] = "int8",
+    target: Literal["cpu", "cuda"] = "cpu",
+    activations: Literal["int8", "float"] | None = None,
     scales: Literal["exact", "bf16"] = "exact",
-    dtype: Literal["f32", "f16"] = "f32",
+    dtype: Literal["f32", "f16", "bf16"] | None = None,
     layers: int | None = None,
     force: bool = False,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
@@ -80,11 +84,15 @@ def export(
 
     Args:
         checkpoint: Hugging Face folder.
-        output: folder for model.onnx, model.onnx.data, configuration, tokenizer, and for onnxruntime-genai its
-            genai_config.json and the library; created if missing.
-        activations: of weight-only checkpoints: "int8" quantizes each token (int8_token_asym), "float" does not.
+        output: folder for model.onnx, model.onnx.data, configuration, tokenizer, and for onnxruntime-genai on the CPU
+            its genai_config.json and the library; created if missing.
+        target: "cpu": ONNX Runtime on x86-64 and Arm; "cuda": TensorRT and ONNX Runtime on NVIDIA GPUs, only of the
+            operators of ai.onnx and quantmoe.
+        activations: of weight-only checkpoints: "int8" quantizes each token (int8_token_asym), "float" does not. The
+            default is "int8" for the CPU, and what the checkpoint says for CUDA.
         scales: "bf16" rounds them, for KleidiAI's kernels; see Report.scale_error.
-        dtype: of the graph outside the experts.
+        dtype: of the graph outside the experts: for the CPU "f32" (default) or "f16", for CUDA "bf16" (default) or
+            "f16".
         layers: only the first so many decoder layers.
         force: replace a model already in ``output``.
         progress: called with stage, bytes done, bytes in all.
@@ -96,12 +104,15 @@ def export(
     """
     for name, value, known in (
         ("target", target, tuple(LAYOUT)),
-        ("activations", activations, ("int8", "float")),
+        ("activations", activations, (None, "int8", "float")),
         ("scales", scales, ("exact", "bf16")),
-        ("dtype", dtype, tuple(DTYPES)),
+        ("dtype", dtype, (None, *GRAPH_TYPES.get(target, ()))),
     ):
         if value not in known:
-            raise ValueError(f"{name} is {value!r}, expected one of: {', '.join(known)}")
+            raise ValueError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}")
+    dtype = dtype or GRAPH_TYPES[target][0]  # type: ignore[assignment]
+    if activations is None and target == "cpu":
+        activations = "int8"
     if Path(output).resolve() == Path(checkpoint).resolve():
         raise FileExistsError(f"{output} is the checkpoint's own folder; export to another")
     if Path(output).exists() and not Path(output).is_dir():
@@ -115,9 +126,11 @@ def export(
         for name, layer in skeleton.experts.items():
             specs[name] = _spec(layer, LAYOUT[target], activations, scales, report)
             report.layers[layer.name] = (layer.scheme.text, specs[name])
+            if target == "cuda":
+                _check_size(layer, specs[name])
 
         progress("tracing", 0, 1)
-        graph = trace(skeleton, specs, fusions=target)
+        graph = trace(skeleton, specs, fusions="cpu" if target == "cpu" else None)
         report.untraced = graph.meta.pop("untraced", "")
         weights = place_weights(graph)
         name_interface(graph)
@@ -140,10 +153,12 @@ def export(
                 report.packed_bytes += pair[0].length + pair[1].length
         _save(graph, weights, partial(MODEL), {"checkpoint": format.ckpt.folder.resolve().name, "target": target})
         _companions(format.ckpt.folder, partial, layers)
+        if target == "cpu":
+            _genai(format.ckpt.folder, partial, layers)
     return report
 
 
-def _spec(layer: MoELayer, layout: str, activations: str, scales: str, report: Report) -> MoESpec:
+def _spec(layer: MoELayer, layout: str, activations: str | None, scales: str, report: Report) -> MoESpec:
     formats = layer.activation_format, layer.down_scheme.activation_format
     wanted, wanted_down = (_activations(found, activations, report) for found in formats)
 
@@ -176,7 +191,19 @@ def _spec(layer: MoELayer, layout: str, activations: str, scales: str, report: R
     )
 
 
-def _activations(wanted: str, choice: str, report: Report) -> str:
+def _check_size(layer: MoELayer, spec: MoESpec) -> None:
+    """Refuses tensors that TensorRT cannot hold."""
+    for projection in ("w13", "w2"):
+        words = LAYOUTS[spec.w13.layout].row_bytes(spec, projection) // 4
+        if words * spec.num_experts > MAX_ELEMENTS:
+            raise CheckpointError(
+                f"{layer.format.ckpt.folder}: {layer.name}: {projection} has {spec.num_experts} experts of {words} "
+                f"int32 words, more than TensorRT's 2^31 elements; a slice of at most {MAX_ELEMENTS // words} experts "
+                f"would fit"
+            )
+
+
+def _activations(wanted: str, choice: str | None, report: Report) -> str:
     """The node's activation_format, from the checkpoint's and the user's choice; a difference is reported."""
     if wanted == "none" and choice == "int8":
         report.activations = (
@@ -264,7 +291,8 @@ def _save(graph: ir.Model, weights: list[Weight], path: Path, metadata: dict[str
         graph.graph.register_initializer(weight.value)
     graph.producer_name, graph.producer_version = "quantmoe", version("quantmoe")
     graph.metadata_props.update(metadata)
-    graph.doc_string = f"Register {Path(library_path()).name} of `pip install quantmoe` with ONNX Runtime to run this."
+    if metadata["target"] == "cpu":
+        graph.doc_string = f"Register {Path(library_path()).name} of `pip install quantmoe` with ONNX Runtime to run this."
     with naming(path):
         ir.save(graph, path)
 
@@ -272,12 +300,20 @@ def _save(graph: ir.Model, weights: list[Weight], path: Path, metadata: dict[str
 def _companions(folder: Path, partial: Callable[[str], Path], layers: int | None) -> None:
     for path in sorted({path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}):
         shutil.copyfile(path, partial(path.name))
+    if layers is not None:
+        partial("config.json").write_text(json.dumps(_config(folder, layers), indent=2))
+
+
+def _config(folder: Path, layers: int | None) -> dict[str, Any]:
     config = json.loads((folder / "config.json").read_bytes())
     if layers is not None:
         config.get("text_config", config)["num_hidden_layers"] = layers
-        partial("config.json").write_text(json.dumps(config, indent=2))
-    generation = folder / "generation_config.json"
-    library = Path(library_path())
+    return config
+
+
+def _genai(folder: Path, partial: Callable[[str], Path], layers: int | None) -> None:
+    """What onnxruntime-genai reads beside the model: its configuration and the operator's library."""
+    config, generation, library = _config(folder, layers), folder / "generation_config.json", Path(library_path())
     with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
         found = genai_config(config, json.loads(generation.read_bytes()) if generation.is_file() else {}, library.name)
         partial("genai_config.json").write_text(json.dumps(found, indent=2))

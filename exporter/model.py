@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import onnxscript.optimizer
@@ -39,7 +40,7 @@ from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import Format
 from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
 
-DTYPES = {"f32": torch.float32, "f16": torch.float16}
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Skeleton:
@@ -47,7 +48,7 @@ class Skeleton:
 
     Args:
         format: the opened checkpoint.
-        dtype: "f32" or "f16", of the graph.
+        dtype: "f32", "f16" or "bf16", of the graph.
         layers: keep only the first so many decoder layers.
 
     Attributes:
@@ -129,7 +130,7 @@ class Skeleton:
                     f"{self.format.ckpt.where(source)} has values that float16 cannot hold; use --dtype f32"
                 )
             return found.astype(np.float16)
-        return found
+        return found.astype(ml_dtypes.bfloat16) if self.dtype == torch.bfloat16 else found
 
     def _check_shape(self, name: str, found: tuple[int, ...]) -> None:
         if found != self.shapes[name]:
