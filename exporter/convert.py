@@ -110,7 +110,7 @@ def export(
     ):
         if value not in known:
             raise ValueError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}")
-    dtype = dtype or GRAPH_TYPES[target][0]  # type: ignore[assignment]
+    graph_type = dtype or GRAPH_TYPES[target][0]
     if activations is None and target == "cpu":
         activations = "int8"
     if Path(output).resolve() == Path(checkpoint).resolve():
@@ -120,7 +120,7 @@ def export(
     with _writing(Path(output), force) as partial:
         progress("reading", 0, 1)
         format = find_format(open_checkpoint(checkpoint))
-        skeleton = Skeleton(format, dtype, layers)
+        skeleton = Skeleton(format, graph_type, layers)
         report = Report(format.name, {})
         specs = {}
         for name, layer in skeleton.experts.items():
@@ -292,7 +292,8 @@ def _save(graph: ir.Model, weights: list[Weight], path: Path, metadata: dict[str
     graph.producer_name, graph.producer_version = "quantmoe", version("quantmoe")
     graph.metadata_props.update(metadata)
     if metadata["target"] == "cpu":
-        graph.doc_string = f"Register {Path(library_path()).name} of `pip install quantmoe` with ONNX Runtime to run this."
+        library = Path(library_path()).name
+        graph.doc_string = f"Register {library} of `pip install quantmoe` with ONNX Runtime to run this."
     with naming(path):
         ir.save(graph, path)
 
