@@ -112,7 +112,7 @@ def test_old_runtime_is_refused(driver):
         ("w13_perm", None, "attribute w13_perm of kind i is required"),
         ("swiglu_limit", None, "attribute swiglu_limit of kind f is required"),
         ("w2_layout", None, "attribute w2_layout of kind s is required"),
-        ("activation", "tanh", 'activation is "tanh", expected one of: silu'),
+        ("activation", "tanh", 'activation is "tanh", the operator defines: silu'),
         ("hidden_size", 1 << 40, "hidden_size is 1099511627776, outside int32"),
         ("hidden_size", 512, "w13 has shape"),
     ],

@@ -60,7 +60,7 @@ def test_engine(folder, tmp_path, dtype):
     [
         ("op_version", ir.AttrInt64("op_version", 2), "op_version is 2, this library knows 1"),
         ("w2_perm", None, "attribute w2_perm is required"),
-        ("w13_format", ir.AttrString("w13_format", "int3"), 'w13_format is "int3", expected one of: int4'),
+        ("w13_format", ir.AttrString("w13_format", "int3"), 'w13_format is "int3", the operator defines: int4'),
     ],
 )
 def test_bad_node(folder, tmp_path, name, new, message):
