@@ -15,7 +15,8 @@ export PATH := $(BIN):$(PATH)
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 export CXX := $(or $(CLANG),c++)
 
-.PHONY: venv build cuda demo test test-cuda test-long test-sanitize test-wheel bench lint format samples wheel clean
+.PHONY: venv build cuda demo test test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm bench lint format samples \
+  wheel clean
 
 venv: $(VENV)/installed
 $(VENV)/installed: pyproject.toml
@@ -60,11 +61,36 @@ test-cuda: build cuda
 
 # Kernels, packer and custom ops under AddressSanitizer and UndefinedBehaviorSanitizer.
 test-sanitize: venv
-	cmake -S . -B build/sanitize -DCMAKE_CXX_COMPILER=c++ -DCMAKE_CXX_FLAGS=-O1 -DCMAKE_BUILD_TYPE=None -DQUANTMOE_SANITIZE=ON
+	cmake -S . -B build/sanitize -DCMAKE_CXX_COMPILER=c++ -DCMAKE_CXX_FLAGS=-O1 -DCMAKE_BUILD_TYPE=None \
+	  -DQUANTMOE_SANITIZE=address,undefined
 	cmake --build build/sanitize --parallel 2
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	  QUANTMOE_LIBRARY=$(CURDIR)/build/sanitize/ort_ext/libquantmoe_ort.so \
 	  python -m pytest -m "not long" tests/kernels tests/layouts tests/engines -k "not mapped"
+
+# Many threads on one session, the library under ThreadSanitizer. ONNX Runtime is not instrumented: what orders its threads
+# is not seen, only what this library's own counter orders (src/core/parallel.h).
+test-tsan: venv
+	cmake -S . -B build/tsan -DCMAKE_CXX_COMPILER=c++ -DCMAKE_CXX_FLAGS=-O1 -DCMAKE_BUILD_TYPE=None -DQUANTMOE_SANITIZE=thread
+	cmake --build build/tsan --parallel 2
+	LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)" QUANTMOE_LIBRARY=$(CURDIR)/build/tsan/ort_ext/libquantmoe_ort.so \
+	  QUANTMOE_RUNS=400 TSAN_OPTIONS=exitcode=66 setarch -R python -m pytest tests/engines/test_concurrency.py
+
+# Both fuzz targets at once, for FUZZ_SECONDS each. The kernels' corpus stays in build/corpus, a failing input in build/.
+# Needs clang with its compiler-rt (apt-get install clang libclang-rt-dev).
+FUZZ_SECONDS ?= 7200
+fuzz: build
+	cmake -S . -B build/fuzz -DCMAKE_CXX_COMPILER=$(or $(CLANG),clang++) -DCMAKE_CXX_FLAGS=-O1 -DCMAKE_BUILD_TYPE=None \
+	  -DQUANTMOE_ORT=OFF -DQUANTMOE_FUZZ=ON -DQUANTMOE_SANITIZE=fuzzer-no-link,address,undefined
+	cmake --build build/fuzz --parallel 2
+	mkdir -p build/corpus
+	python -c "import random; random.seed(1); [open(f'build/corpus/seed{i}', 'wb').write(random.randbytes(250)) for i in range(200)]"
+	python tests/fuzz/checkpoint.py $(FUZZ_SECONDS) >build/fuzz-checkpoint.log 2>&1 & checkpoint=$$!; \
+	build/fuzz/tests/fuzz/fuzz_layer -max_total_time=$(FUZZ_SECONDS) -max_len=512 -len_control=0 -artifact_prefix=build/ \
+	  build/corpus >build/fuzz-layer.log 2>&1; layer=$$?; wait $$checkpoint; status=$$((layer + $$?)); \
+	test $$status = 0 || tail -n 60 build/fuzz-layer.log build/fuzz-checkpoint.log; \
+	sed -n 's/^Done \([0-9]*\) runs.*/fuzz layer: \1 executions/p' build/fuzz-layer.log; grep executions build/fuzz-checkpoint.log; \
+	exit $$status
 
 # One wheel for every Python and for glibc 2.28 or newer, whose symbols ziglang's clang links against; and the sdist.
 # ziglang's compiler runtime lacks the variables behind __builtin_cpu_supports; libgcc has them.
@@ -83,6 +109,13 @@ test-wheel: wheel
 	  $(BIN)/uv pip install --quiet --python build/ort-$$version/bin/python dist/*.whl "onnxruntime==$$version.*" pytest && \
 	  build/ort-$$version/bin/python -m pytest -m "not long" tests/engines || exit 1; \
 	done
+
+# The library cross-built for aarch64, under qemu-user: a part of tests/arm/run.sh. Needs Debian and g++-aarch64-linux-gnu.
+# Leaves the wheel in dist, tagged for the glibc that this Debian's cross compiler links (2.36 on Debian 12).
+test-arm: build | $(MODEL)
+	$(UV) --requirements pyproject.toml --extra wheel
+	MODEL=$(MODEL) PYTHON=$(BIN)/python KLEIDIAI_CASES=20 tests/arm/run.sh tests/layouts/test_golden.py
+	auditwheel repair --plat auto --wheel-dir dist build/arm/wheel/*.whl
 
 bench: build
 	quantmoe bench --against ort-qmoe

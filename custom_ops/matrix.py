@@ -28,7 +28,7 @@ class QuantizedMatrix:
 
     Attributes:
         kind: a ``format`` of op.def; says what a code means.
-        codes: uint8 [N, K]; unsigned integer codes, or e2m1 / e4m3 bit patterns.
+        codes: uint8 [N, K]; unsigned integer codes, or e2m1 / e4m3 bit patterns. uint16 for bf16 and f16.
         scales: [ceil(N / block_n), ceil(K / group_size)], one of SCALE_DTYPES, never re-rounded.
         group_size: input features that share a scale; -1 when one scale serves the whole row.
         block_n: output features that share a scale.
@@ -60,8 +60,9 @@ class QuantizedMatrix:
             raise ValueError(f"scales have shape {list(self.scales.shape)}, expected {list(want)}")
         if self.scales.dtype not in SCALE_DTYPES.values():
             raise ValueError(f"scales have dtype {self.scales.dtype}, expected one of {', '.join(SCALE_DTYPES)}")
-        if self.codes.dtype != np.uint8:
-            raise ValueError(f"codes have dtype {self.codes.dtype}, expected uint8")
+        wide = self.kind in SCHEMES and SCHEMES[self.kind].bits == 16
+        if self.codes.dtype != (np.uint16 if wide else np.uint8):
+            raise ValueError(f"codes have dtype {self.codes.dtype}, expected {'uint16' if wide else 'uint8'}")
         if self.zero_points is not None and self.zero_points.shape != want:
             raise ValueError(f"zero points have shape {list(self.zero_points.shape)}, expected {list(want)}")
 
@@ -74,14 +75,14 @@ class QuantizedMatrix:
     def scale_type(self) -> str:
         return next(name for name, dtype in SCALE_DTYPES.items() if dtype == self.scales.dtype)
 
-    def values(self) -> np.ndarray:
-        """Code values before scaling: float64 [N, K], columns in stored order."""
+    def values(self, dtype: type = np.float64) -> np.ndarray:
+        """Code values before scaling, exact in either float type: [N, K], columns in stored order."""
         if self.kind not in SCHEMES:
             raise ValueError(f"unknown kind {self.kind!r}; known: {', '.join(SCHEMES)}")
         scheme = SCHEMES[self.kind]
-        values = scheme.table[self.codes]
+        values = scheme.table.astype(dtype)[self.codes]
         if self.zero_points is not None:
-            values += scheme.zero - self.expand(self.zero_points.astype(np.float64))
+            values += dtype(scheme.zero) - self.expand(self.zero_points.astype(dtype))
         return values
 
     def expand(self, per_group: np.ndarray) -> np.ndarray:
@@ -90,9 +91,12 @@ class QuantizedMatrix:
         rows = np.repeat(per_group, self.block_n, axis=0)[:n]
         return np.repeat(rows, k if self.group_size == -1 else self.group_size, axis=1)[:, :k]
 
-    def dequantize(self) -> np.ndarray:
-        """float64 [N, K], columns in input-feature order: the weights this matrix stands for."""
-        w = self.values() * self.expand(self.scales.astype(np.float64))
+    def dequantize(self, dtype: type = np.float64) -> np.ndarray:
+        """The weights this matrix stands for: float64 or float32 [N, K], rounded once, columns by input feature."""
+        if dtype != np.float64 and (self.global_scale is not None or self.pre_scale is not None):
+            return self.dequantize().astype(dtype)  # more than one product
+        w = self.values(dtype)
+        w *= self.expand(self.scales.astype(dtype))
         if self.global_scale is not None:
             w *= self.global_scale
         if self.perm is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 
@@ -11,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.op import MoESpec, attribute_kinds, enum
+from quantmoe.custom_ops.op import LinearSpec, MoESpec, RoutingSpec, Spec, attribute_kinds, enum
 
 ERROR_SIZE = 512
 _TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
@@ -26,6 +27,9 @@ class _PackSource(ctypes.Structure):
         ("k", ctypes.c_int64),
         ("codes", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("zero_points", ctypes.c_void_p),
+        ("block_n", ctypes.c_int32),
+        ("global_scale", ctypes.c_float),
         ("bias", ctypes.c_void_p),
         ("row_order", ctypes.c_void_p),
         ("panel_step", ctypes.c_int),
@@ -52,6 +56,35 @@ class _Call(ctypes.Structure):
     ]
 
 
+class _LinearCall(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("rows", ctypes.c_int64),
+        ("x", ctypes.c_void_p),
+        ("w", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("lanes", ctypes.c_int),
+        ("parallel_for", ctypes.c_void_p),
+        ("parallel_context", ctypes.c_void_p),
+    ]
+
+
+class _RoutingCall(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("tokens", ctypes.c_int64),
+        ("logits", ctypes.c_void_p),
+        ("correction_bias", ctypes.c_void_p),
+        ("topk_ids", ctypes.c_void_p),
+        ("topk_weights", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("lanes", ctypes.c_int),
+        ("parallel_for", ctypes.c_void_p),
+        ("parallel_context", ctypes.c_void_p),
+    ]
+
+
 @cache
 def library() -> ctypes.CDLL:
     """The kernels: the library named by QUANTMOE_LIBRARY (sanitizer builds), else the installed ONNX Runtime one."""
@@ -60,6 +93,8 @@ def library() -> ctypes.CDLL:
     for name, restype in {
         "qm_row_bytes": ctypes.c_size_t,
         "qm_moe_workspace": ctypes.c_size_t,
+        "qm_linear_workspace": ctypes.c_size_t,
+        "qm_routing_workspace": ctypes.c_size_t,
         "qm_kernel_name": ctypes.c_char_p,
         "qm_kernel_selected": ctypes.c_char_p,
         "qm_version": ctypes.c_char_p,
@@ -89,8 +124,11 @@ def pack_panels(m: QuantizedMatrix, out: np.ndarray, row_order: np.ndarray | Non
         m.group_size,
         enum("scale_type")[m.scale_type],
         *m.shape,
-        pointer(m.codes, np.uint8),
+        pointer(m.codes, m.codes.dtype),
         pointer(m.scales, m.scales.dtype),
+        pointer(m.zero_points, np.uint8),
+        m.block_n,
+        1.0 if m.global_scale is None else m.global_scale,
         pointer(m.bias, np.float32),
         pointer(row_order, np.int32),
         panel_step,
@@ -120,16 +158,8 @@ class NativeMoE:
         self.w13, self.w2, self.spec = w13, w2, spec
         self._lib = library()
         self._moe = ctypes.create_string_buffer(1024)
+        _set(self._moe, spec)
         err = ctypes.create_string_buffer(ERROR_SIZE)
-        for name, value in spec.attributes().items():
-            kind = attribute_kinds()[name]
-            if kind == "i":
-                status = self._lib.qm_moe_set_int(self._moe, name.encode(), ctypes.c_int64(int(value)), err)
-            elif kind == "f":
-                status = self._lib.qm_moe_set_float(self._moe, name.encode(), ctypes.c_float(float(value)), err)
-            else:
-                status = self._lib.qm_moe_set_string(self._moe, name.encode(), str(value).encode(), err)
-            _check(status, err)
         shapes = [(ctypes.c_int64 * 2)(len(w), w.shape[1] // 4) for w in (w13, w2)]
         _check(self._lib.qm_moe_validate(self._moe, *shapes, err), err)
 
@@ -140,12 +170,21 @@ class NativeMoE:
         return self._lib.qm_kernel_selected(self._moe, err).decode()
 
     def __call__(
-        self, hidden: np.ndarray, topk_ids: np.ndarray, topk_weights: np.ndarray, lanes: int = 1
+        self,
+        hidden: np.ndarray,
+        topk_ids: np.ndarray,
+        topk_weights: np.ndarray,
+        lanes: int = 1,
+        buffer: Callable[[int], np.ndarray] | None = None,
     ) -> np.ndarray:
-        """hidden [T, H] f32, f16 or bf16; topk_ids [T, k] int32 or int64; topk_weights [T, k] f32 -> [T, H]."""
+        """hidden [T, H] f32, f16 or bf16; topk_ids [T, k] int32 or int64; topk_weights [T, k] f32 -> [T, H].
+
+        buffer: gives uint8 [size] memory, 64-byte aligned, for the output and the workspace.
+        """
+        buffer = buffer or aligned
         hidden, topk_ids = np.ascontiguousarray(hidden), np.ascontiguousarray(topk_ids)
         topk_weights = np.ascontiguousarray(topk_weights, np.float32)
-        output = np.empty_like(hidden)
+        output = buffer(hidden.nbytes).view(hidden.dtype).reshape(hidden.shape)
         call = _Call(
             _TYPES[hidden.dtype],
             topk_ids.dtype.itemsize,
@@ -158,15 +197,87 @@ class NativeMoE:
             self.w2.ctypes.data,
             output.ctypes.data,
             None,
-            lanes,
-            ctypes.cast(self._lib.qm_parallel_threads, ctypes.c_void_p) if lanes > 1 else None,
-            None,
+            *_threads(lanes),
         )
-        workspace = aligned(self._lib.qm_moe_workspace(self._moe, ctypes.byref(call)))
+        workspace = buffer(self._lib.qm_moe_workspace(self._moe, ctypes.byref(call)))
         call.workspace = workspace.ctypes.data
         err = ctypes.create_string_buffer(ERROR_SIZE)
         _check(self._lib.qm_moe_run(self._moe, ctypes.byref(call), err), err)
         return output
+
+
+class NativeLinear:
+    """A QuantLinear node run straight through the C ABI.
+
+    Args:
+        spec: the node's attributes.
+        w: uint8 [1, row bytes], packed by the layout, 64-byte aligned.
+
+    Raises:
+        ValueError: with the C ABI's message.
+    """
+
+    def __init__(self, spec: LinearSpec, w: np.ndarray):
+        self.w, self.spec = w, spec
+        self._lib, self._linear = library(), ctypes.create_string_buffer(1024)
+        _set(self._linear, spec)
+        err = ctypes.create_string_buffer(ERROR_SIZE)
+        shape = (ctypes.c_int64 * 2)(len(w), w.shape[1] // 4)
+        _check(self._lib.qm_linear_validate(self._linear, shape, err), err)
+
+    def __call__(self, x: np.ndarray, lanes: int = 1) -> np.ndarray:
+        """x [T, K] f32, f16 or bf16 -> [T, N]."""
+        x = np.ascontiguousarray(x)
+        y = np.empty((len(x), self.spec.out_features), x.dtype)
+        call = _LinearCall(
+            _TYPES[x.dtype], len(x), x.ctypes.data, self.w.ctypes.data, y.ctypes.data, None, *_threads(lanes)
+        )
+        workspace = aligned(self._lib.qm_linear_workspace(self._linear, ctypes.byref(call)))
+        call.workspace = workspace.ctypes.data
+        err = ctypes.create_string_buffer(ERROR_SIZE)
+        _check(self._lib.qm_linear_run(self._linear, ctypes.byref(call), err), err)
+        return y
+
+
+def route(
+    spec: RoutingSpec, logits: np.ndarray, correction_bias: np.ndarray | None = None, lanes: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """MoERouting through the C ABI: logits [T, E] f32, f16 or bf16 -> ids int32 [T, top_k], weights f32 [T, top_k].
+
+    Raises:
+        ValueError: with the C ABI's message.
+    """
+    lib, node = library(), ctypes.create_string_buffer(1024)
+    err = ctypes.create_string_buffer(ERROR_SIZE)
+    _set(node, spec)
+    _check(lib.qm_routing_validate(node, err), err)
+    logits = np.ascontiguousarray(logits)
+    bias = np.zeros(spec.num_experts, np.float32) if correction_bias is None else correction_bias.astype(np.float32)
+    ids, weights = (np.empty((len(logits), spec.top_k), dtype) for dtype in (np.int32, np.float32))
+    pointers = (a.ctypes.data for a in (logits, bias, ids, weights))
+    call = _RoutingCall(_TYPES[logits.dtype], len(logits), *pointers, None, *_threads(lanes))
+    workspace = aligned(lib.qm_routing_workspace(node, ctypes.byref(call)))
+    call.workspace = workspace.ctypes.data
+    _check(lib.qm_routing_run(node, ctypes.byref(call), err), err)
+    return ids, weights
+
+
+def _threads(lanes: int) -> tuple[int, object, None]:
+    """lanes, parallel_for and parallel_context of a call."""
+    return lanes, ctypes.cast(library().qm_parallel_threads, ctypes.c_void_p) if lanes > 1 else None, None
+
+
+def _set(node: ctypes.Array[ctypes.c_char], spec: Spec) -> None:
+    lib, op, err = library(), spec.OP.encode(), ctypes.create_string_buffer(ERROR_SIZE)
+    for name, value in spec.attributes().items():
+        kind = attribute_kinds(spec.OP)[name]
+        if kind == "i":
+            status = lib.qm_set_int(op, node, name.encode(), ctypes.c_int64(int(value)), err)
+        elif kind == "f":
+            status = lib.qm_set_float(op, node, name.encode(), ctypes.c_float(float(value)), err)
+        else:
+            status = lib.qm_set_string(op, node, name.encode(), str(value).encode(), err)
+        _check(status, err)
 
 
 def aligned(size: int, alignment: int = 64) -> np.ndarray:
@@ -174,6 +285,22 @@ def aligned(size: int, alignment: int = 64) -> np.ndarray:
     raw = np.empty(size + alignment, np.uint8)
     start = -raw.ctypes.data % alignment
     return raw[start : start + size]
+
+
+def refusal(spec: MoESpec | LinearSpec, words: dict[str, int]) -> str:
+    """Why the library does not run nodes with these attributes, in its words; "" when it does.
+
+    Args:
+        words: int32 words of a packed row by input, {"w13": .., "w2": ..} or {"w": ..}.
+    """
+    lib, node, err = library(), ctypes.create_string_buffer(1024), ctypes.create_string_buffer(ERROR_SIZE)
+    shapes = [(ctypes.c_int64 * 2)(1, count) for count in words.values()]
+    try:
+        _set(node, spec)
+        _check((lib.qm_moe_validate if isinstance(spec, MoESpec) else lib.qm_linear_validate)(node, *shapes, err), err)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def kernels() -> dict[str, bool]:

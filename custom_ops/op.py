@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, ClassVar, Self
 
 DOMAIN = "quantmoe"
 
@@ -41,13 +41,22 @@ def inputs(op: str) -> list[tuple[str, str]]:
     return [(name, type_) for o, name, type_ in _lines()["INPUT"] if o == op]
 
 
+def outputs(op: str) -> list[tuple[str, str]]:
+    """(name, type) of each output of ``op``, in order."""
+    return [(name, type_) for o, name, type_ in _lines()["OUTPUT"] if o == op]
+
+
 @cache
 def attribute_kinds(op: str = "QuantMoE") -> dict[str, str]:
     """Attribute name -> kind (``i``, ``f`` or an enum's name), in op.def's order, projections expanded."""
     kinds = {name: kind for o, kind, name in _lines()["ATTR"] if o == op}
-    for prefix in ("w13", "w2"):
+    for prefix in _prefixes(op):
         kinds |= {f"{prefix}_{name}": kind for kind, name in _lines()["PROJECTION_ATTR"]}
     return kinds
+
+
+def _prefixes(op: str) -> list[str]:
+    return [prefix for o, prefix in _lines()["PROJECTION"] if o == op]
 
 
 @dataclass(frozen=True)
@@ -64,11 +73,47 @@ class Projection:
     zero_points: int = 0
     bias: int = 0
     perm: int = 0
+    pre_scale: int = 0
+
+
+class Spec:
+    """All attributes of a node; a subclass for each operator, its projections fields of type Projection."""
+
+    OP: ClassVar[str]
+
+    def attributes(self) -> dict[str, int | float | str]:
+        """Node attributes in op.def's order, every one present."""
+        values = dataclasses.asdict(self)  # type: ignore[call-overload]
+        for prefix in _prefixes(self.OP):
+            values |= {f"{prefix}_{k}": v for k, v in values.pop(prefix).items()}
+        return {name: values[name] for name in attribute_kinds(self.OP)}
+
+    @classmethod
+    def from_attributes(cls, attributes: Mapping[str, Any]) -> Self:
+        """Inverse of :meth:`attributes`.
+
+        Raises:
+            ValueError: naming a missing or unknown attribute, or an enum value that op.def does not list.
+        """
+        kinds, own = attribute_kinds(cls.OP), dict(attributes)
+        if missing := kinds.keys() - own.keys():
+            raise ValueError(f"{cls.OP} node lacks the attributes {sorted(missing)}")
+        if unknown := own.keys() - kinds.keys():
+            raise ValueError(f"{cls.OP} node has unknown attributes {sorted(unknown)}")
+        for name, kind in kinds.items():
+            if kind not in ("i", "f") and own[name] not in enum(kind):
+                raise ValueError(f"{name} is {own[name]!r}; supported: {', '.join(enum(kind))}")
+        for prefix in _prefixes(cls.OP):
+            names = [field.name for field in dataclasses.fields(Projection)]
+            own[prefix] = Projection(**{name: own.pop(f"{prefix}_{name}") for name in names})
+        return cls(**own)
 
 
 @dataclass(frozen=True)
-class MoESpec:
+class MoESpec(Spec):
     """All attributes of a QuantMoE node. Sizes: H hidden, I intermediate, in features."""
+
+    OP: ClassVar[str] = "QuantMoE"
 
     num_experts: int
     hidden_size: int
@@ -83,30 +128,35 @@ class MoESpec:
     apply_router_weight_on_input: int = 0
     op_version: int = dataclasses.field(default_factory=lambda: op_version("QuantMoE"))
 
-    def attributes(self) -> dict[str, int | float | str]:
-        """Node attributes in op.def's order, every one present."""
-        values = dataclasses.asdict(self)
-        for prefix in ("w13", "w2"):
-            values |= {f"{prefix}_{k}": v for k, v in values.pop(prefix).items()}
-        return {name: values[name] for name in attribute_kinds()}
 
-    @classmethod
-    def from_attributes(cls, attributes: Mapping[str, Any]) -> MoESpec:
-        """Inverse of :meth:`attributes`.
+@dataclass(frozen=True)
+class LinearSpec(Spec):
+    """All attributes of a QuantLinear node."""
 
-        Raises:
-            ValueError: naming a missing or unknown attribute, or an enum value that op.def does not list.
-        """
-        kinds = attribute_kinds()
-        if missing := kinds.keys() - attributes.keys():
-            raise ValueError(f"QuantMoE node lacks the attributes {sorted(missing)}")
-        if unknown := attributes.keys() - kinds.keys():
-            raise ValueError(f"QuantMoE node has unknown attributes {sorted(unknown)}")
-        for name, kind in kinds.items():
-            if kind not in ("i", "f") and attributes[name] not in enum(kind):
-                raise ValueError(f"{name} is {attributes[name]!r}; supported: {', '.join(enum(kind))}")
-        own = {k: v for k, v in attributes.items() if not k.startswith(("w13_", "w2_"))}
-        for prefix in ("w13", "w2"):
-            fields = (f.name for f in dataclasses.fields(Projection))
-            own[prefix] = Projection(**{f: attributes[f"{prefix}_{f}"] for f in fields})
-        return cls(**own)
+    OP: ClassVar[str] = "QuantLinear"
+
+    in_features: int
+    out_features: int
+    w: Projection
+    op_version: int = dataclasses.field(default_factory=lambda: op_version("QuantLinear"))
+
+    @property
+    def moe(self) -> MoESpec:
+        """The layer whose w2 these weights are, as the layouts and kernels see them."""
+        return MoESpec(1, self.out_features, self.in_features, self.w, self.w, gated=0)
+
+
+@dataclass(frozen=True)
+class RoutingSpec(Spec):
+    """All attributes of a MoERouting node."""
+
+    OP: ClassVar[str] = "MoERouting"
+
+    num_experts: int
+    top_k: int
+    method: str
+    renormalize: int = 0
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    op_version: int = dataclasses.field(default_factory=lambda: op_version("MoERouting"))

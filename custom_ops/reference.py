@@ -1,4 +1,4 @@
-"""The slow, obvious truth: one QuantMoE layer in NumPy float64.
+"""The slow, obvious truth: one QuantMoE layer, one linear, one router in NumPy float64.
 
 Only the activation quantizers are computed in float32, because their roundings are part of the format (FORMAT.md 4.1);
 everything after them is exact arithmetic rounded to float64.
@@ -6,19 +6,68 @@ everything after them is exact arithmetic rounded to float64.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
+import ml_dtypes
 import numpy as np
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.op import MoESpec
+from quantmoe.custom_ops.op import MoESpec, RoutingSpec
+
+#: activation formats of floats: their values, features that share a scale (None: the row), exponent of the largest one
+FLOAT_FORMATS: dict[str, tuple[np.dtype, int | None, int]] = {
+    "fp8_token": (np.dtype(ml_dtypes.float8_e4m3fn), None, 8),
+    "fp8_tensor": (np.dtype(ml_dtypes.float8_e4m3fn), None, 8),
+    "fp8_group128": (np.dtype(ml_dtypes.float8_e4m3fn), 128, 8),
+    "mxfp8": (np.dtype(ml_dtypes.float8_e4m3fn), 32, 8),
+    "mxfp4": (np.dtype(ml_dtypes.float4_e2m1fn), 32, 2),
+    "nvfp4": (np.dtype(ml_dtypes.float4_e2m1fn), 16, 2),
+}
 
 
-def quantize_activations(x: np.ndarray, activation_format: str) -> np.ndarray:
-    """What the product sees of activations x, f32 [T, K]: float64 [T, K], (q - z) * step.
+def round_activations(x: np.ndarray, activation_format: str, stored: float | None) -> np.ndarray:
+    """x f32 [T, K] in a float format, as float64 [T, K]: code * step, both as FORMAT.md 4.1 computes them in float32.
 
-    Rows that are not finite become NaN.
+    Args:
+        stored: the checkpoint's input scale; None where it is found from x.
+    """
+    dtype, group, emax = FLOAT_FORMATS[activation_format]
+    out = np.full(x.shape, np.nan)
+    limit = np.float32(ml_dtypes.finfo(dtype).max)
+    finite = np.isfinite(x).all(1)
+    if activation_format == "fp8_tensor" and stored is None:
+        largest = np.abs(x[finite]).max(initial=np.float32(0))
+        stored = float(largest / np.float32(448)) or 1.0
+    for t in np.flatnonzero(finite):
+        for begin in range(0, x.shape[1], group or x.shape[1]):
+            part = x[t, begin : begin + (group or x.shape[1])]
+            largest = np.abs(part).max(initial=np.float32(0))
+            with np.errstate(over="ignore"):
+                if activation_format == "fp8_tensor":
+                    step = np.float32(stored)
+                elif activation_format == "nvfp4":
+                    scale = np.minimum(largest / np.float32(6) / np.float32(stored), np.float32(448))
+                    step = np.float32(scale.astype(ml_dtypes.float8_e4m3fn)) * np.float32(stored)
+                elif activation_format in ("mxfp8", "mxfp4"):
+                    exponent = int((largest.view(np.uint32) + np.uint32(1 << 21)) >> np.uint32(23)) - emax
+                    step = np.float32(2.0 ** (max(exponent, 0) - 127))
+                else:
+                    step = largest / limit
+                    step = step if step > 0 else np.float32(1)
+                if step == 0:
+                    out[t, begin : begin + len(part)] = 0
+                    continue
+                codes = np.clip(part / step, -limit, limit).astype(dtype)
+                out[t, begin : begin + len(part)] = codes.astype(np.float32) * step
+    return out
+
+
+def quantize_activations(x: np.ndarray, activation_format: str, stored: float | None = None) -> np.ndarray:
+    """What the product sees of activations x, f32 [T, K]: float64 [T, K], (q - z) * step, or a rounded float.
+
+    Rows that are not finite become NaN. ``stored``: a checkpoint's input scale, for fp8_tensor and nvfp4.
 
     Sources: int8_token is compressed-tensors' dynamic symmetric token strategy, int8_token_asym KleidiAI's
     kai_lhs_quant_pack_qai8dxp_f32.
@@ -26,6 +75,8 @@ def quantize_activations(x: np.ndarray, activation_format: str) -> np.ndarray:
     x = x.astype(np.float32)
     if activation_format == "none":
         return np.where(np.isfinite(x).all(1, keepdims=True), x, np.nan).astype(np.float64)
+    if activation_format in FLOAT_FORMATS:
+        return round_activations(x, activation_format, stored)
     one = np.float32(1)
     out = np.empty(x.shape, np.float64)
     for row, into in zip(x, out, strict=True):
@@ -80,9 +131,46 @@ def activate(spec: MoESpec, gate: np.ndarray | None, up: np.ndarray) -> np.ndarr
     raise ValueError(f"the reference has no activation {spec.activation!r}")
 
 
+def route(
+    spec: RoutingSpec, logits: np.ndarray, correction_bias: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """MoERouting: ids int32 [T, top_k], best first, equal scores the lower id first; weights float64 [T, top_k].
+
+    Args:
+        logits: [T, E], any float type. correction_bias: [E].
+    """
+    x = logits.astype(np.float64)
+    with np.errstate(over="ignore"):
+        sigmoid = 1 / (1 + np.exp(-x))
+    exp = np.exp(x - x.max(1, keepdims=True))
+    scores = {"softmax_topk": exp / exp.sum(1, keepdims=True), "sigmoid_topk": sigmoid}.get(spec.method, x)
+    choice = scores if correction_bias is None else scores + correction_bias.astype(np.float64)
+    if spec.topk_group < spec.n_group:
+        groups = choice.reshape(len(x), spec.n_group, -1)
+        best = np.sort(groups, axis=2)[:, :, -2:].sum(2)
+        dropped = np.argsort(-best, axis=1, kind="stable")[:, spec.topk_group :]
+        groups = groups.copy()
+        np.put_along_axis(groups, dropped[:, :, None], -np.inf, axis=1)
+        choice = groups.reshape(x.shape)
+    ids = np.argsort(-choice, axis=1, kind="stable")[:, : spec.top_k]
+    weights = np.take_along_axis(scores, ids, axis=1)
+    if spec.method == "topk_softmax":
+        weights = np.exp(weights - weights.max(1, keepdims=True))
+        weights /= weights.sum(1, keepdims=True)
+    if spec.method == "topk_sigmoid":
+        weights = np.take_along_axis(sigmoid, ids, axis=1)
+    if spec.renormalize:
+        weights = weights / (weights.sum(1, keepdims=True) + 1e-20)
+    return ids.astype(np.int32), weights * spec.routed_scaling_factor
+
+
 def linear(x: np.ndarray, m: QuantizedMatrix, activation_format: str) -> np.ndarray:
     """x f32 [T, K] times one matrix: float64 [T, N]."""
-    y = quantize_activations(x, activation_format) @ m.dequantize().T
+    if m.pre_scale is not None:
+        with np.errstate(over="ignore"):
+            x = x.astype(np.float32) * m.pre_scale
+        m = dataclasses.replace(m, pre_scale=None)
+    y = quantize_activations(x, activation_format, m.input_scale) @ m.dequantize().T
     return y if m.bias is None else y + m.bias.astype(np.float64)
 
 

@@ -1,4 +1,4 @@
-"""``torch.ops.quantmoe.quant_moe``: QuantMoE in PyTorch; eager it is reference.py, exported the ONNX node."""
+"""The operators as ``torch.ops.quantmoe.*``: eager they are reference.py, exported the ONNX nodes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,19 @@ from onnx.defs import OpSchema
 from onnxscript.values import Op, Opset
 
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import DOMAIN, MoESpec, attribute_kinds, inputs, op_version
+from quantmoe.custom_ops.op import (
+    DOMAIN,
+    LinearSpec,
+    MoESpec,
+    RoutingSpec,
+    attribute_kinds,
+    inputs,
+    op_version,
+    outputs,
+)
+from quantmoe.custom_ops.reference import linear as reference_linear
 from quantmoe.custom_ops.reference import quant_moe as reference
+from quantmoe.custom_ops.reference import route as reference_route
 
 
 @torch.library.custom_op("quantmoe::quant_moe", mutates_args=())
@@ -64,26 +75,86 @@ def _(
     return torch.empty_like(hidden_states)
 
 
+@torch.library.custom_op("quantmoe::quant_linear", mutates_args=())
+def quant_linear(x: torch.Tensor, w: torch.Tensor, attributes: str) -> torch.Tensor:
+    """One linear on packed weights, by the float64 reference.
+
+    Args:
+        x: [.., K]. w: int32 [1, row words]. attributes: JSON of LinearSpec.attributes().
+
+    Returns:
+        [.., N], of x's dtype.
+    """
+    spec = LinearSpec.from_attributes(json.loads(attributes))
+    matrix = LAYOUTS[spec.w.layout].unpack_down(spec.moe, w.numpy().view(np.uint8)[0])
+    rows = x.float().numpy().reshape(-1, spec.in_features)
+    y = reference_linear(rows, matrix, spec.w.activation_format)
+    return torch.from_numpy(y).to(x.dtype).reshape(*x.shape[:-1], spec.out_features)
+
+
+@quant_linear.register_fake
+def _(x: torch.Tensor, w: torch.Tensor, attributes: str) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], json.loads(attributes)["out_features"]))
+
+
+@torch.library.custom_op("quantmoe::moe_routing", mutates_args=())
+def moe_routing(
+    logits: torch.Tensor, correction_bias: torch.Tensor, attributes: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each token, by the float64 reference.
+
+    Args:
+        logits: [T, E]. correction_bias: f32 [E]. attributes: JSON of RoutingSpec.attributes().
+
+    Returns:
+        ids int32 and weights f32, [T, top_k].
+    """
+    spec = RoutingSpec.from_attributes(json.loads(attributes))
+    ids, weights = reference_route(spec, logits.float().numpy(), correction_bias.numpy())
+    return torch.from_numpy(ids), torch.from_numpy(weights).float()
+
+
+@moe_routing.register_fake
+def _(logits: torch.Tensor, correction_bias: torch.Tensor, attributes: str) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (*logits.shape[:-1], json.loads(attributes)["top_k"])
+    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
+
+
 @cache
-def onnx_op() -> Op:
-    """The ONNX operator as onnxscript calls it, its schema built from op.def."""
+def onnx_op(op: str) -> Op:
+    """An ONNX operator as onnxscript calls it, its schema built from op.def."""
     types = {"T": ("T", ["float", "float16", "bfloat16"]), "I": ("I", ["int32", "int64"])}
     kinds = {"i": OpSchema.AttrType.INT, "f": OpSchema.AttrType.FLOAT}
+
+    def formal(values: list[tuple[str, str]]) -> list[OpSchema.FormalParameter]:
+        return [OpSchema.FormalParameter(n, t if t in types else f"tensor({t})") for n, t in values]
+
+    used = {t for _, t in [*inputs(op), *outputs(op)]}
     schema = OpSchema(
-        "QuantMoE",
+        op,
         DOMAIN,
-        op_version("QuantMoE"),
-        inputs=[OpSchema.FormalParameter(n, t if t in types else f"tensor({t})") for n, t in inputs("QuantMoE")],
-        outputs=[OpSchema.FormalParameter("output", "T")],
-        type_constraints=[(n, [f"tensor({t})" for t in names], "") for n, names in types.values()],
+        op_version(op),
+        inputs=formal(inputs(op)),
+        outputs=formal(outputs(op)),
+        type_constraints=[(n, [f"tensor({t})" for t in names], "") for n, names in types.values() if n in used],
         attributes=[
             OpSchema.Attribute(name, kinds.get(kind, OpSchema.AttrType.STRING), "")
-            for name, kind in attribute_kinds().items()
+            for name, kind in attribute_kinds(op).items()
         ],
     )
-    return Op(Opset(DOMAIN, op_version("QuantMoE")), "QuantMoE", schema)
+    return Op(Opset(DOMAIN, op_version(op)), op, schema)
 
 
 def onnx_quant_moe(hidden_states: Any, topk_ids: Any, topk_weights: Any, w13: Any, w2: Any, attributes: str) -> Any:
     """The entry of the exporter's translation table for ``quant_moe``."""
-    return onnx_op()(hidden_states, topk_ids, topk_weights, w13, w2, **json.loads(attributes))
+    return onnx_op("QuantMoE")(hidden_states, topk_ids, topk_weights, w13, w2, **json.loads(attributes))
+
+
+def onnx_quant_linear(x: Any, w: Any, attributes: str) -> Any:
+    """The entry of the exporter's translation table for ``quant_linear``."""
+    return onnx_op("QuantLinear")(x, w, **json.loads(attributes))
+
+
+def onnx_moe_routing(logits: Any, correction_bias: Any, attributes: str) -> Any:
+    """The entry of the exporter's translation table for ``moe_routing``."""
+    return onnx_op("MoERouting")(logits, correction_bias, **json.loads(attributes))

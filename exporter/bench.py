@@ -35,7 +35,6 @@ from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any
 
-import ml_dtypes
 import numpy as np
 import typer
 from rich.box import SIMPLE_HEAD
@@ -45,11 +44,23 @@ from rich.table import Table
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
-from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.op import DOMAIN, MoESpec
+from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.custom_ops.shapes import SHAPES, Shape
 from quantmoe.ort_ext import library_path
 
+#: --format: kind, scale type, whether it has zero points, activation format
+FORMATS = {
+    "int4": ("int4", "bf16", False, "int8_token_asym"),
+    "int8": ("int8", "bf16", False, "int8_token_asym"),
+    "int4-zp": ("int4", "bf16", True, "int8_token_asym"),
+    "int8-zp": ("int8", "bf16", True, "int8_token_asym"),
+    "mxfp4": ("mxfp4", "e8m0", False, "int8_token_asym"),
+    "nvfp4": ("nvfp4", "e4m3", False, "int8_token_asym"),
+    "fp8": ("fp8_e4m3", "f32", False, "none"),
+}
+#: what com.microsoft::QMoE has too
 BITS = {"int4": 4, "int8": 8}
 DISTINCT = 4  # experts whose bytes differ
 PAGE = 65536  # alignment of weights in a data file
@@ -119,9 +130,11 @@ def peak_share(weight_format: str, group_size: int) -> float:
 
     To be multiplied by the useful share of token tiles, which is 1: our kernels have a tile of every number of rows.
     """
-    if weight_format == "int8":
+    if weight_format.startswith("int8"):
         return 0.55
-    return 0.45 if group_size == 32 else 0.60
+    if weight_format == "fp8":
+        return 0.14  # 0.55 of the f32 multiply-adds, of which an instruction has a quarter as many
+    return 0.45 if group_size in (16, 32) else 0.60
 
 
 # --- the layer, and the two ways of storing it ---
@@ -139,13 +152,24 @@ class Layer:
     @classmethod
     def random(cls, shape: Shape, kind: str, group_size: int, seed: int = 0) -> Layer:
         rng = np.random.default_rng(seed)
-        top = 1 << BITS[kind]
+        code, scale_type, zero_points, _ = FORMATS[kind]
+        top, table = 1 << SCHEMES[code].bits, SCHEMES[code].table
 
         def matrix(n: int, k: int) -> QuantizedMatrix:
             codes = np.frombuffer(rng.bytes(n * k), np.uint8).reshape(n, k) & np.uint8(top - 1)
-            groups = 1 if group_size == -1 else math.ceil(k / group_size)
-            scales = rng.uniform(0.5, 1.5, (n, groups)) / (top * math.sqrt(k) / 4)  # products keep unit variance
-            return QuantizedMatrix(kind, codes, scales.astype(ml_dtypes.bfloat16), group_size)
+            if code == "fp8_e4m3":
+                codes = codes & np.uint8(0xF7)  # no NaN
+            shape = (n, 1 if group_size == -1 else math.ceil(k / group_size))
+            spread = float(np.nanstd(table)) * math.sqrt(k)  # products keep unit variance
+            unit = 1.0 if code == "nvfp4" else spread
+            return QuantizedMatrix(
+                code,
+                codes,
+                (rng.uniform(0.5, 1.5, shape) / unit).astype(SCALE_DTYPES[scale_type]),
+                group_size,
+                zero_points=rng.integers(0, top, shape, dtype=np.uint8) if zero_points else None,
+                global_scale=1 / spread if code == "nvfp4" else None,
+            )
 
         h, i = shape.hidden, shape.intermediate
         count = min(DISTINCT, shape.experts)
@@ -154,7 +178,7 @@ class Layer:
     def spec(self) -> MoESpec:
         """Attributes of our node."""
         s, describe = self.shape, LAYOUTS["cpu_panel"].describe
-        w13, w2 = reduce(join, (describe(e, "int8_token_asym") for e in self.experts))
+        w13, w2 = reduce(join, (describe(e, FORMATS[self.kind][3]) for e in self.experts))
         oai = s.activation == "swiglu_oai"
         return MoESpec(
             num_experts=s.experts,
@@ -200,6 +224,8 @@ class Layer:
             ValueError: QMoE cannot hold the layer.
         """
         s, g = self.shape, self.group_size
+        if self.kind not in BITS:
+            raise ValueError(f"QMoE has {' and '.join(BITS)}, not {self.kind}")
         if g != -1 and (s.hidden % g or s.intermediate % g):
             raise ValueError(f"QMoE's block_size must divide the sizes, {g} and {s.hidden}, {s.intermediate}")
 
@@ -472,8 +498,8 @@ def _session_cost(path: Path, shape: Shape, threads: int) -> SessionCost:
 
 def bench(
     shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SHAPES)}, or H/I/E/k.")] = None,
-    format: Annotated[list[str] | None, typer.Option(help="int4, int8.")] = None,
-    group_size: Annotated[list[int] | None, typer.Option(help="A multiple of 32, or -1: one scale a row.")] = None,
+    format: Annotated[list[str] | None, typer.Option(help=f"{', '.join(FORMATS)}.")] = None,
+    group_size: Annotated[list[int] | None, typer.Option(help="16, a multiple of 32, or -1: a row.")] = None,
     tokens: Annotated[list[int] | None, typer.Option(help="Tokens of a call; default 1, 4, .. 1024.")] = None,
     threads: Annotated[int, typer.Option(help="0: one a CPU.")] = 0,
     repeat: Annotated[int, typer.Option(help=f"Calls a side; past {CELL_SECONDS:g} s it stops at {MIN_PAIRS}.")] = 30,
@@ -488,11 +514,11 @@ def bench(
     Lists are given by repeating an option. The default layers take about 5 minutes on 2 cores; with --session the
     default is qwen3-30b-a3b int4 with groups of 128, 315 MB packed.
     """
-    for chosen, allowed, option in ((format, BITS, "--format"), (against and [against], ["ort-qmoe"], "--against")):
+    for chosen, allowed, option in ((format, FORMATS, "--format"), (against and [against], ["ort-qmoe"], "--against")):
         if wrong := set(chosen or ()) - set(allowed):
             raise typer.BadParameter(f"{', '.join(sorted(wrong))}; expected {' or '.join(allowed)}", param_hint=option)
-    if sizes := [g for g in group_size or () if g != -1 and (g < 32 or g % 32)]:
-        raise typer.BadParameter(f"{sizes[0]}; expected -1 or a multiple of 32", param_hint="--group-size")
+    if sizes := [g for g in group_size or () if g not in (-1, 16) and (g < 32 or g % 32)]:
+        raise typer.BadParameter(f"{sizes[0]}; expected -1, 16 or a multiple of 32", param_hint="--group-size")
     threads = threads or len(os.sched_getaffinity(0))
     layers = [
         (name, _shape(name), kind, group)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -45,6 +45,15 @@ DTYPES: dict[str, np.dtype] = {
 MAX_HEADER = 100_000_000
 #: larger JSON files than this are not configurations
 MAX_CONFIG = 64_000_000
+#: brackets, commas and colons in one JSON text: each may cost a hundred bytes of memory once parsed. A 671B model's
+#: index has a million, the headers of its shards a hundred thousand
+MAX_VALUES = 4_000_000
+#: of all shards
+MAX_TENSORS = 2_000_000
+
+
+class OptionError(ValueError):
+    """An option that does not exist, or not with the others."""
 
 
 class CheckpointError(ValueError):
@@ -83,6 +92,8 @@ class Checkpoint:
                 if name in self._entries:
                     raise CheckpointError(f"{shard}: {name} is also in {self._entries[name].shard.name}")
                 self._entries[name] = entry
+            if len(self._entries) > MAX_TENSORS:
+                raise CheckpointError(f"{shard}: more than {MAX_TENSORS} tensors in this and the shards before it")
         self._check_index()
 
     # configuration
@@ -168,12 +179,15 @@ class Checkpoint:
 
     def _json(self, name: str) -> dict[str, Any]:
         path = self.folder / name
+        self.check_link(path)
         try:
+            if not path.is_file():  # a pipe would never end
+                raise CheckpointError(f"{path}: {'not a file' if path.exists() else 'missing'}")
             if path.stat().st_size > MAX_CONFIG:
                 raise CheckpointError(f"{path}: larger than {MAX_CONFIG} bytes, not a configuration")
-            found = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            raise CheckpointError(f"{path}: missing") from None
+            found = _parse(path.read_bytes())
+        except CheckpointError:
+            raise
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
         if not isinstance(found, dict):
@@ -208,10 +222,22 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: the index names the shard {name!r}; expected a plain file name")
         if not path.is_file():
             raise CheckpointError(f"{path}: missing shard")
-        folder = self.folder.resolve()
-        if path.resolve().parent not in (folder, folder.parent.parent / "blobs"):
-            raise CheckpointError(f"{path}: links to {path.resolve()}, outside the checkpoint's folder")
+        self.check_link(path)
         return path
+
+    def check_link(self, path: Path) -> None:
+        """Refuses a link to anywhere but the folder itself and the Hugging Face cache that it is in.
+
+        Raises:
+            CheckpointError: naming the link and where it leads.
+        """
+        folder = self.folder.resolve()
+        try:
+            target = path.resolve()
+        except (OSError, RuntimeError) as error:  # a loop of links
+            raise CheckpointError(f"{path}: {error}") from None
+        if target.parent not in (folder, folder.parent.parent / "blobs"):
+            raise CheckpointError(f"{path}: links to {target}, outside the checkpoint's folder")
 
     def _check_index(self) -> None:
         for name, shard in self._index.items():
@@ -232,7 +258,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     """
 
     def fail(text: str) -> NoReturn:
-        raise CheckpointError(f"{path}: {text}")
+        raise CheckpointError(f"{path}: {text[:1000]}")  # names and shapes may be megabytes
 
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -243,7 +269,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             fail(f"header length {length}; the file has {size} bytes and the limit is {MAX_HEADER}")
         text = file.read(length)
     try:
-        header = json.loads(text, object_pairs_hook=_unique)
+        header = _parse(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         fail(f"corrupt header: {error}")
     if not isinstance(header, dict):
@@ -261,6 +287,8 @@ def read_header(path: Path) -> dict[str, Entry]:
             fail(f"{name}: dtype {dtype!r}; supported: {', '.join(DTYPES)}")
         if not (_naturals(shape) and _naturals(offsets) and len(offsets) == 2):
             fail(f"{name}: shape {shape!r} and data_offsets {offsets!r}; expected lists of non-negative integers")
+        if len(shape) > 32:
+            fail(f"{name}: {len(shape)} dimensions, expected at most 32")
         begin, end = offsets
         want = prod(shape) * DTYPES[dtype].itemsize
         if end - begin != want:
@@ -277,6 +305,40 @@ def read_header(path: Path) -> dict[str, Entry]:
     if data + covered != size:
         fail(f"{size} bytes; the tensors in its header end at byte {data + covered}")
     return entries
+
+
+def _parse(text: bytes, **options: Any) -> Any:
+    """json.loads, refusing first what would take more memory than any checkpoint needs."""
+    values = sum(text.count(mark) for mark in b"[{,:")
+    if values > MAX_VALUES:
+        raise ValueError(f"{values} brackets, commas and colons, expected at most {MAX_VALUES}")
+    return json.loads(text, **options)
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, np.ndarray] | Callable[[], Iterable[tuple[str, np.ndarray]]]
+) -> None:
+    """Writes tensors of any dtype of DTYPES.
+
+    Args:
+        tensors: all of them, or what yields them; called twice, so that one at a time is in memory.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+
+    def each() -> Iterable[tuple[str, np.ndarray]]:
+        return tensors() if callable(tensors) else tensors.items()
+
+    header, offset = {}, 0
+    for name, array in each():
+        end = offset + array.nbytes
+        header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, array in each():
+            file.write(array.tobytes())
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -44,6 +44,22 @@ class Scales(enum.StrEnum):
     bf16 = "bf16"
 
 
+class Dense(enum.StrEnum):
+    quantmoe = "quantmoe"
+    ort = "ort"
+
+
+class Quantize(enum.StrEnum):
+    int4 = "int4"
+    int8 = "int8"
+    mxfp4 = "mxfp4"
+    nvfp4 = "nvfp4"
+
+
+class Storage(enum.StrEnum):
+    safetensors = "safetensors"
+
+
 class Dtype(enum.StrEnum):
     f32 = "f32"
     f16 = "f16"
@@ -77,12 +93,21 @@ def export(
     dtype: Annotated[
         Dtype | None, typer.Option(help="of everything outside the experts; default: f32 on cpu, bf16 on cuda")
     ] = None,
+    dense: Annotated[Dense, typer.Option(help="other quantized linears: QuantLinear, or MatMulNBits")] = Dense.quantmoe,
     layers: Annotated[int | None, typer.Option(min=1, help="only the first N decoder layers")] = None,
+    quantize: Annotated[Quantize | None, typer.Option(help="round a checkpoint that is not quantized")] = None,
+    group_size: Annotated[int | None, typer.Option(help="of --quantize; -1: one scale a row")] = None,
     force: Annotated[bool, typer.Option("--force", help="replace a model already there")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what it would write and take")] = False,
 ) -> None:
     """Turn a quantized checkpoint into an ONNX model with packed experts."""
     begin = time.perf_counter()
-    options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype}
+    options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype, "dense": dense,
+               "quantize": quantize, "group_size": group_size}  # fmt: skip
+    if dry_run:
+        return _plan(
+            checkpoint, outdir, target=target, activations=activations, scales=scales, dtype=dtype, layers=layers
+        )
     report = _export(checkpoint, outdir, **options, layers=layers, force=force)
     seconds = time.perf_counter() - begin
     table = Table("layers", "scheme", "experts", "hidden x intermediate", "activations", "scales", title=str(outdir))
@@ -93,12 +118,14 @@ def export(
         console.print(report.activations, style="yellow")
     if report.scale_error is not None:
         console.print(f"scales rounded to bf16: largest relative error {report.scale_error:.2e}", style="yellow")
+    for heading, reasons in (
+        ("quantized in the checkpoint, float here", report.dequantized),
+        ("QuantLinear in spite of --dense ort", report.not_ort),
+    ):
+        for reason, names in _by_reason(reasons).items():
+            console.print(f"{heading}: {names} ({reason})", style="yellow")
     if report.untraced:
         console.print(f"all layers were traced one by one, layers do not match: {report.untraced}", style="yellow")
-    if report.dequantized:
-        console.print(
-            f"{report.dequantized} quantized tensors outside the experts are stored in the graph's type", style="yellow"
-        )
     console.print(
         f"experts {_mb(report.packed_bytes)}, other weights {_mb(report.dense_bytes)}, "
         f"{seconds:.1f} s, peak memory {_peak_memory()}"
@@ -110,8 +137,14 @@ def inspect(
     model: Model,
     verify: Annotated[bool, typer.Option("--verify", help="read all weights and compare their hashes")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+    why: Annotated[
+        bool, typer.Option("--explain", help="every layout and kernel considered; for a checkpoint too")
+    ] = False,
 ) -> None:
     """Show what an exported model holds."""
+    if why:
+        _explain(model, as_json)
+        return
     from quantmoe.exporter.inspect import inspect as inspect_model
 
     found = inspect_model(model, verify)
@@ -129,13 +162,43 @@ def inspect(
         table.add_row(f"{layer['module']}\n{layer['format']}", *weights, a["w13_activation_format"], layout,
                       f"{layer['bytes']:,}", f"{layer['bits_per_weight']:.2f}")  # fmt: skip
     console.print(table)
-    dequantized = sum(tensor["dequantized_from"] is not None for tensor in found["dense"])
+    linears: dict[str, int] = {}
+    for linear in found["linears"]:
+        a = linear["attributes"]
+        text = (
+            f"{linear['format']}: {a['w_format']} group {a['w_group_size']} {a['w_scale_type']}, "
+            f"{a['w_activation_format']}, {a['w_layout']} v{a['w_layout_version']}"
+        )
+        linears[text] = linears.get(text, 0) + 1
+    for text, count in linears.items():
+        console.print(f"{count} QuantLinear, {text}")
     experts, dense = (sum(item["bytes"] for item in found[part]) for part in ("layers", "dense"))
     console.print(
-        f"experts {_mb(experts)}; other weights {_mb(dense)}: {len(found['dense'])} tensors, {dequantized} dequantized"
+        f"experts {_mb(experts)}; linears {_mb(sum(item['bytes'] for item in found['linears']))}; "
+        f"other weights {_mb(dense)}: {len(found['dense'])} tensors"
     )
+    kept = {t["name"]: t["dequantized_because"] or "" for t in found["dense"] if t["dequantized_from"] is not None}
+    for reason, names in _by_reason(kept).items():
+        console.print(f"quantized in the checkpoint, float here: {names} ({reason})", style="yellow")
+    for file in found["files"]:
+        if file["resident"] is not None:
+            console.print(f"{file['name']}: {_mb(file['resident'])} of {_mb(file['bytes'])} in memory")
     if verify:
         console.print(f"{found['verified']} tensors have the recorded hash", style="green")
+
+
+@app.command()
+def unpack(
+    model: Model,
+    layer: Annotated[int, typer.Option(min=0, help="decoder layer")],
+    to: Annotated[Storage, typer.Option(help="file format")] = Storage.safetensors,
+    output: Annotated[Path | None, typer.Option(help="default: layer_N.safetensors here")] = None,
+) -> None:
+    """Write a layer's codes and scales as the checkpoint had them."""
+    from quantmoe.exporter.unpack import unpack as unpack_layer
+
+    output = output or Path(f"layer_{layer}.{to}")
+    console.print(f"{len(unpack_layer(model, layer, output))} matrices in {output}")
 
 
 @app.command()
@@ -145,6 +208,7 @@ def generate(
     ids: Annotated[str | None, typer.Option(help="token ids, e.g. 1,2,3")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 32,
     threads: Annotated[int, typer.Option(min=0, help="0: ONNX Runtime's choice")] = 0,
+    prefault: Annotated[bool, typer.Option("--prefault", help="read the expert weights into memory first")] = False,
 ) -> None:
     """Generate greedily on ONNX Runtime."""
     from quantmoe.exporter.generate import Generator, load_tokenizer, stop_tokens
@@ -161,7 +225,7 @@ def generate(
             numbers = [int(number) for number in str(ids).replace(",", " ").split()]
         except ValueError:
             raise typer.BadParameter(f"--ids {ids!r}: expected numbers separated by commas") from None
-    found = Generator(outdir, threads).greedy(numbers, max_new_tokens, stop_tokens(folder))
+    found = Generator(outdir, threads, prefault).greedy(numbers, max_new_tokens, stop_tokens(folder))
     print(",".join(map(str, found.tokens)))
     if tokenizer is not None:
         print(tokenizer.decode(found.tokens))
@@ -201,6 +265,8 @@ def demo(
             "with float activations",
             f"{found.float_difference:.2e}: ours; the rest is int8's rounding of activations, PyTorch's are float",
         )
+    if found.divergence is not None:
+        table.add_row("distribution", f"KL {found.divergence:.2e} nats, same likeliest token {found.agreement:.0%}")
     table.add_row(
         "speed", f"prefill {found.prompt / found.prefill:.0f} tokens/s, decode {found.decode_rate:.1f} tokens/s"
     )
@@ -218,18 +284,40 @@ def bench(context: typer.Context) -> None:
 
 def main() -> None:
     """Entry point: errors a person can act on are one line and exit code 1."""
-    from quantmoe.exporter.checkpoint import CheckpointError
+    from quantmoe.exporter.checkpoint import CheckpointError, OptionError
     from quantmoe.exporter.inspect import ModelError
 
     for signal_ in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_, lambda number, frame: sys.exit(128 + number))  # as Ctrl-C: what was begun is removed
     try:
         app()
-    except (CheckpointError, ModelError, OSError) as error:
+    except (CheckpointError, OptionError, ModelError, OSError) as error:
         sys.exit(f"quantmoe: {error}")
     except ModuleNotFoundError as error:
         extra = "run" if error.name in ("onnxruntime", "tokenizers") else "export"
         sys.exit(f"quantmoe: {error.name} is not installed; pip install 'quantmoe[{extra}]'")
+
+
+def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
+    from quantmoe.exporter.plan import plan
+
+    found = plan(checkpoint, outdir, **{k: getattr(v, "value", v) for k, v in options.items()})
+    rows: dict[tuple[str, ...], int] = {}
+    for scheme, spec, size in found.layers.values():
+        row = (scheme, str(spec.num_experts), f"{spec.hidden_size} x {spec.intermediate_size}", _mb(size))
+        rows[row] = rows.get(row, 0) + 1
+    table = Table("layers", "scheme", "experts", "hidden x intermediate", "a layer", title=f"{outdir} (dry run)")
+    for described, count in rows.items():
+        table.add_row(str(count), *described)
+    console.print(table)
+    total = found.packed + found.dense
+    console.print(
+        f"reads {_mb(found.read)}; writes {_mb(total)}: experts of {len(found.layers)} layers {_mb(found.packed)}, "
+        f"other weights {_mb(found.dense)}\n"
+        f"about {found.seconds / 60:.0f} min ({found.rate}), peak memory about {_mb(round(found.memory))}"
+    )
+    if total > found.free:
+        console.print(f"only {_mb(found.free)} of disk are free there", style="red")
 
 
 def _export(checkpoint: Path, outdir: Path, **options: Any) -> Any:
@@ -242,6 +330,30 @@ def _export(checkpoint: Path, outdir: Path, **options: Any) -> Any:
             bar.update(task, description=stage, completed=done, total=total or None)
 
         return convert(checkpoint, outdir, **{k: getattr(v, "value", v) for k, v in options.items()}, progress=progress)
+
+
+def _explain(path: Path, as_json: bool) -> None:
+    from quantmoe.exporter.explain import explain
+
+    found = explain(path)
+    if as_json:
+        print(
+            json.dumps(
+                found, default=lambda o: {"layout": o.layout, "reason": o.reason, "kernels": o.kernels}, indent=1
+            )
+        )
+        return
+    for entry in found:
+        names = entry["modules"]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        console.print(f"[bold]{entry['scheme']}[/bold]: {names[0]}{more}")
+        for candidate in entry["candidates"]:
+            console.print(f"  layout {candidate.layout}: {candidate.reason or 'carries it'}")
+            chosen = False
+            for kernel, reason in candidate.kernels if not candidate.reason else ():
+                verdict = reason or ("usable" if chosen else "used")
+                chosen |= not reason
+                console.print(f"    kernel {kernel}: {verdict}")
 
 
 def _grouped(report: Any) -> dict[tuple[str, ...], int]:
@@ -257,6 +369,14 @@ def _grouped(report: Any) -> dict[tuple[str, ...], int]:
         )
         rows[row] = rows.get(row, 0) + 1
     return rows
+
+
+def _by_reason(reasons: dict[str, str]) -> dict[str, str]:
+    """Reason -> the first of the names that have it and how many more."""
+    found: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        found.setdefault(reason, []).append(name)
+    return {r: names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") for r, names in found.items()}
 
 
 def _mb(size: int) -> str:

@@ -20,10 +20,14 @@ LIMIT = 8 << 30
 
 @dataclass(frozen=True)
 class Comparison:
-    """Greedy tokens of both, and the largest logit difference relative to the largest logit (None: not compared).
+    """Greedy tokens of both, and how far the logits are apart (None: not compared).
 
-    PyTorch's activations are float; ``float_difference`` is that of the same packed weights with float activations too,
-    None when the model has them anyway.
+    Attributes:
+        difference: largest, relative to the largest logit. PyTorch's activations are float.
+        float_difference: that of the same packed weights with float activations too, None when the model has them
+            anyway.
+        divergence: mean over positions of KL(PyTorch's distribution || ours), in nats.
+        agreement: share of positions whose likeliest token is the same.
     """
 
     tokens: list[int]
@@ -33,6 +37,8 @@ class Comparison:
     prompt: int
     prefill: float
     decode_rate: float
+    divergence: float | None = None
+    agreement: float | None = None
 
 
 def compare(checkpoint: str | Path, model: str | Path, new_tokens: int = 16, prompt: int = 16) -> Comparison:
@@ -57,15 +63,35 @@ def compare(checkpoint: str | Path, model: str | Path, new_tokens: int = 16, pro
             expected.append(int(logits[-1].argmax()))
         logits = reference(torch.tensor([expected])).logits[0].numpy()
 
-    def difference(generator: Generator) -> float:
+    def difference(generator: Generator) -> tuple[float, np.ndarray]:
         ours = generator.step(np.array([expected], np.int64), generator.start())[0][0].astype(np.float32)
-        return float(np.abs(ours - logits).max() / np.abs(logits).max())
+        return float(np.abs(ours - logits).max() / np.abs(logits).max()), ours
 
     with _float_activations(model_path(model)) as other:
-        exact = None if other is None else difference(Generator(other))
+        exact = None if other is None else difference(Generator(other))[0]
+    own, ours = difference(generator)
     return Comparison(
-        found.tokens, expected[prompt:], difference(generator), exact, prompt, found.prefill, found.tokens_per_second
+        found.tokens,
+        expected[prompt:],
+        own,
+        exact,
+        prompt,
+        found.prefill,
+        found.tokens_per_second,
+        *divergence(ours, logits),
     )
+
+
+def divergence(found: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
+    """Mean KL(expected || found) in nats and the share of equal likeliest tokens, of logits [positions, vocabulary]."""
+
+    def log_softmax(x: np.ndarray) -> np.ndarray:
+        x = x.astype(np.float64) - x.max(-1, keepdims=True)
+        return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+    p, q = log_softmax(expected), log_softmax(found)
+    same = (found.argmax(-1) == expected.argmax(-1)).mean()
+    return float((np.exp(p) * (p - q)).sum(-1).mean()), float(same)
 
 
 @contextlib.contextmanager
@@ -73,7 +99,7 @@ def _float_activations(model: Path) -> Iterator[Path | None]:
     """The model on the same data file with float activations, while the block runs; None when it has them itself."""
     graph, changed = ir.load(model), False
     for node in graph.graph:
-        for name in ("w13_activation_format", "w2_activation_format"):
+        for name in ("w13_activation_format", "w2_activation_format", "w_activation_format"):
             if name in node.attributes and node.attributes[name].as_string() != "none":
                 node.attributes[name] = ir.AttrString(name, "none")
                 changed = True

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -22,16 +24,20 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.op import MoESpec, Projection
-from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.formats import MoELayer, find_format, open_checkpoint
+from quantmoe.custom_ops.op import LinearSpec, MoESpec
+from quantmoe.exporter.checkpoint import CheckpointError, OptionError
+from quantmoe.exporter.explain import activation_format, consider, linear_spec, moe_spec
+from quantmoe.exporter.formats import Checkpoint, Format, MoELayer, Scheme, find_format, open_checkpoint
+from quantmoe.exporter.formats.unquantized import Unquantized
 from quantmoe.exporter.genai import genai_config
 from quantmoe.exporter.model import Skeleton, trace
 from quantmoe.exporter.passes.external_data import INLINE, DataFile, Region, byte_size, naming
 from quantmoe.exporter.passes.interface import name_interface
+from quantmoe.exporter.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.passes.weights import Weight, place_weights
 from quantmoe.ort_ext import library_path
 
+T = TypeVar("T")
 MODEL, DATA = "model.onnx", "model.onnx.data"
 #: the packed layout an engine reads
 LAYOUT = {"cpu": "cpu_panel", "cuda": "marlin"}
@@ -54,8 +60,10 @@ class Report:
         activations: remark when they are not what the checkpoint says, else "".
         scale_error: largest relative error of a scale rounded to bf16; None when scales are exact.
         packed_bytes, dense_bytes: of the experts and of everything else.
+        linears: checkpoint module name -> (scheme in the tool's words, node attributes), outside the experts.
+        dequantized: checkpoint tensor outside the experts, quantized there and float in the model -> why.
+        not_ort: linears that ``dense="ort"`` left as QuantLinear -> why.
         untraced: why every layer was traced although some are alike, else "".
-        dequantized: tensors outside the experts that the checkpoint quantizes and the model does not.
     """
 
     format: str
@@ -64,8 +72,10 @@ class Report:
     scale_error: float | None = None
     packed_bytes: int = 0
     dense_bytes: int = 0
+    linears: dict[str, tuple[str, LinearSpec]] = dataclasses.field(default_factory=dict)
+    dequantized: dict[str, str] = dataclasses.field(default_factory=dict)
+    not_ort: dict[str, str] = dataclasses.field(default_factory=dict)
     untraced: str = ""
-    dequantized: int = 0
 
 
 def export(
@@ -76,7 +86,10 @@ def export(
     activations: Literal["int8", "float"] | None = None,
     scales: Literal["exact", "bf16"] = "exact",
     dtype: Literal["f32", "f16", "bf16"] | None = None,
+    dense: Literal["quantmoe", "ort"] = "quantmoe",
     layers: int | None = None,
+    quantize: str | None = None,
+    group_size: int | None = None,
     force: bool = False,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Report:
@@ -93,44 +106,41 @@ def export(
         scales: "bf16" rounds them, for KleidiAI's kernels; see Report.scale_error.
         dtype: of the graph outside the experts: for the CPU "f32" (default) or "f16", for CUDA "bf16" (default) or
             "f16".
+        dense: quantized linears outside the experts become QuantLinear, or with "ort" com.microsoft::MatMulNBits where
+            it means the same; see Report.not_ort. For CUDA there is neither yet: they stay float.
         layers: only the first so many decoder layers.
+        quantize: "int4", "int8", "mxfp4" or "nvfp4" for a checkpoint that is not quantized: its experts and other
+            ``*_proj`` linears are rounded to nearest.
+        group_size: of ``quantize``, input features that share a scale, -1 for a row; None: what is usual.
         force: replace a model already in ``output``.
         progress: called with stage, bytes done, bytes in all.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or something in it is not supported; the message says what.
         OSError: ``output`` cannot be written, is the checkpoint itself, or holds a model and ``force`` is False.
-        ValueError: an option that does not exist.
+        OptionError: an option that does not exist, or not with the others.
     """
-    for name, value, known in (
-        ("target", target, tuple(LAYOUT)),
-        ("activations", activations, (None, "int8", "float")),
-        ("scales", scales, ("exact", "bf16")),
-        ("dtype", dtype, (None, *GRAPH_TYPES.get(target, ()))),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}")
-    graph_type = dtype or GRAPH_TYPES[target][0]
-    if activations is None and target == "cpu":
-        activations = "int8"
+    chosen, graph_type = check_options(target, activations, scales, dtype, dense)
     if Path(output).resolve() == Path(checkpoint).resolve():
         raise FileExistsError(f"{output} is the checkpoint's own folder; export to another")
     if Path(output).exists() and not Path(output).is_dir():
         raise NotADirectoryError(f"{output} is a file, expected a folder to write to")
     with _writing(Path(output), force) as partial:
         progress("reading", 0, 1)
-        format = find_format(open_checkpoint(checkpoint))
+        ckpt = open_checkpoint(checkpoint)
+        format: Format = find_format(ckpt) if quantize is None else Unquantized(ckpt, quantize, group_size)
         skeleton = Skeleton(format, graph_type, layers)
         report = Report(format.name, {})
         specs = {}
         for name, layer in skeleton.experts.items():
-            specs[name] = _spec(layer, LAYOUT[target], activations, scales, report)
+            specs[name] = _spec(layer, LAYOUT[target], chosen, scales, report)
             report.layers[layer.name] = (layer.scheme.text, specs[name])
             if target == "cuda":
                 _check_size(layer, specs[name])
+        linears = _linears(skeleton, LAYOUT[target], chosen, scales, report)
 
         progress("tracing", 0, 1)
-        graph = trace(skeleton, specs, fusions="cpu" if target == "cpu" else None)
+        graph = trace(skeleton, specs, linears, target)
         report.untraced = graph.meta.pop("untraced", "")
         weights = place_weights(graph)
         name_interface(graph)
@@ -144,7 +154,10 @@ def export(
                     regions[module, projection] = data.region(weight.value)
                     continue
                 progress("writing other weights", done, total)
-                done += _dense(weight, skeleton, data, report)
+                if module in linears:
+                    done += _linear(weight, skeleton, linears[module], scales, dense, data, report)
+                else:
+                    done += _dense(weight, skeleton, data, report)
             for name, layer in skeleton.experts.items():
                 pair = regions[name, "w13"], regions[name, "w2"]
                 for written in _pack(layer, specs[name], pair, scales, report):
@@ -152,43 +165,57 @@ def export(
                     progress("packing experts", done, total)
                 report.packed_bytes += pair[0].length + pair[1].length
         _save(graph, weights, partial(MODEL), {"checkpoint": format.ckpt.folder.resolve().name, "target": target})
-        _companions(format.ckpt.folder, partial, layers)
+        _companions(format.ckpt, partial, layers)
         if target == "cpu":
             _genai(format.ckpt.folder, partial, layers)
     return report
 
 
+def check_options(
+    target: str, activations: str | None, scales: str, dtype: str | None, dense: str = "quantmoe"
+) -> tuple[str | None, str]:
+    """The activations and the graph's type, with what they are by default.
+
+    Raises:
+        OptionError: see :func:`export`.
+    """
+    for name, value, known in (
+        ("target", target, tuple(LAYOUT)),
+        ("activations", activations, (None, "int8", "float")),
+        ("scales", scales, ("exact", "bf16")),
+        ("dtype", dtype, (None, *GRAPH_TYPES.get(target, ()))),
+        ("dense", dense, ("quantmoe", "ort") if target == "cpu" else ("quantmoe",)),
+    ):
+        if value not in known:
+            raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}")
+    return activations or ("int8" if target == "cpu" else None), dtype or GRAPH_TYPES[target][0]
+
+
 def _spec(layer: MoELayer, layout: str, activations: str | None, scales: str, report: Report) -> MoESpec:
-    formats = layer.activation_format, layer.down_scheme.activation_format
-    wanted, wanted_down = (_activations(found, activations, report) for found in formats)
+    for scheme in (layer.scheme, layer.down_scheme):
+        _remark(scheme, activations, report)
+    where = f"{layer.format.ckpt.folder}: {layer.name}"
 
-    def describe(e: int) -> tuple[Projection, Projection]:
-        return LAYOUTS[layout].describe(_scaled(layer.expert(e), scales)[0], wanted)
+    def describe(e: int) -> MoESpec:
+        expert = _scaled(layer.expert(e), scales)[0]
+        (candidate,) = consider(lambda chosen: moe_spec(layer, expert, chosen, activations), [layout])
+        if candidate.reason or not isinstance(candidate.spec, MoESpec):
+            raise CheckpointError(f"{where}.{e}: {candidate.reason}")
+        return candidate.spec
 
-    e = 0
-    try:
-        first, usual = describe(0), layer.tensors(0)
-        # Experts may differ in act-order. One whose tensors are not those of expert 0 is damaged or stored differently:
-        # decoding it tells, now and not after the tracing.
-        ordered = first[0].perm or first[1].perm
-        for e in range(1, layer.num_experts):
-            if ordered or layer.tensors(e) != usual:
-                first = join(first, describe(e))
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.name}.{e}: {error}") from None
-    return MoESpec(
-        num_experts=layer.num_experts,
-        hidden_size=layer.hidden_size,
-        intermediate_size=layer.intermediate_size,
-        w13=first[0],
-        w2=dataclasses.replace(first[1], activation_format=wanted_down),
-        activation=layer.activation,
-        gated=int(layer.gated),
-        swiglu_alpha=layer.swiglu_alpha,
-        swiglu_limit=layer.swiglu_limit,
-    )
+    spec, usual = describe(0), layer.tensors(0)
+    # Experts may differ in act-order. One whose tensors are not those of expert 0 is damaged or stored differently:
+    # decoding it tells, now and not after the tracing.
+    ordered = spec.w13.perm or spec.w2.perm
+    for e in range(1, layer.num_experts):
+        if ordered or layer.tensors(e) != usual:
+            other = describe(e)
+            try:
+                w13, w2 = join((spec.w13, spec.w2), (other.w13, other.w2))
+            except ValueError as error:
+                raise CheckpointError(f"{where}.{e}: {error}") from None
+            spec = dataclasses.replace(spec, w13=w13, w2=w2)
+    return spec
 
 
 def _check_size(layer: MoELayer, spec: MoESpec) -> None:
@@ -203,17 +230,37 @@ def _check_size(layer: MoELayer, spec: MoESpec) -> None:
             )
 
 
-def _activations(wanted: str, choice: str | None, report: Report) -> str:
-    """The node's activation_format, from the checkpoint's and the user's choice; a difference is reported."""
-    if wanted == "none" and choice == "int8":
+def _linears(
+    skeleton: Skeleton, layout: str, activations: str | None, scales: str, report: Report
+) -> dict[str, LinearSpec]:
+    """Attributes of the linears outside the experts; those that the layout does not carry stay float, with a reason."""
+    format, specs = skeleton.format, {}
+    for name, source in skeleton.linears.items():
+        m, linear = _rounded(format.matrix(source), scales)[0], skeleton.model.get_submodule(name)
+        if m.shape != (linear.out_features, linear.in_features):
+            want = [linear.out_features, linear.in_features]
+            raise CheckpointError(f"{format.ckpt.folder}: {source} is {list(m.shape)}, expected {want} (config.json)")
+        scheme = format.scheme(source)
+        (candidate,) = consider(functools.partial(linear_spec, scheme, m, activations=activations), [layout])
+        if candidate.reason or not isinstance(candidate.spec, LinearSpec):
+            report.dequantized[f"{source}.weight"] = candidate.reason.removeprefix("down: ")
+            continue
+        _remark(scheme, activations, report)
+        specs[name] = candidate.spec
+        report.linears[source] = scheme.text, specs[name]
+        format.ckpt.release()
+    return specs
+
+
+def _remark(scheme: Scheme, choice: str | None, report: Report) -> None:
+    """Notes activations that are not what the checkpoint says."""
+    wanted, used = scheme.activation_format, activation_format(scheme, choice)
+    if wanted == "none" != used:
         report.activations = (
             "weights-only checkpoint: activations are quantized to int8 per token (--activations float: not)"
         )
-        return "int8_token_asym"
-    if wanted != "none" and choice == "float":
+    if wanted != "none" == used:
         report.activations = f"the checkpoint says {wanted}: activations stay float as asked"
-        return "none"
-    return wanted
 
 
 def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales: str, report: Report) -> Iterator[int]:
@@ -229,13 +276,8 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
             raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.name}.{e}: {error}") from None
         return rows, error
 
-    cores = os.cpu_count() or 1
-    with ThreadPoolExecutor(cores) as pool:
-        waiting = deque(pool.submit(make, e) for e in range(min(cores, layer.num_experts)))
-        for e in range(layer.num_experts):
-            rows, error = waiting.popleft().result()
-            if e + cores < layer.num_experts:
-                waiting.append(pool.submit(make, e + cores))
+    with contextlib.closing(_ahead(functools.partial(make, e) for e in range(layer.num_experts))) as made:
+        for rows, error in made:
             for region, row in zip(regions, rows, strict=True):
                 region.write(row)
             if scales == "bf16":
@@ -248,47 +290,97 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
         region.finish(metadata)
 
 
+def _ahead(calls: Iterable[Callable[[], T]]) -> Generator[T, None, None]:
+    """The calls' results in order; as many calls run ahead of the caller as there are cores."""
+    cores, calls = os.cpu_count() or 1, iter(calls)
+    with ThreadPoolExecutor(cores) as pool:
+        waiting = deque(pool.submit(call) for call in itertools.islice(calls, cores))
+        while waiting:
+            result = waiting.popleft().result()
+            waiting.extend(pool.submit(call) for call in itertools.islice(calls, 1))
+            yield result
+
+
+def _linear(
+    weight: Weight, skeleton: Skeleton, spec: LinearSpec, scales: str, dense: str, data: DataFile, report: Report
+) -> int:
+    """Writes a linear's packed weight, or makes its node a MatMulNBits; returns the bytes."""
+    format, source = skeleton.format, skeleton.linears[weight.parameter.rpartition(".")[0]]
+    scheme = format.scheme(source)
+    m, error = _rounded(format.matrix(source), scales)
+    if scales == "bf16":
+        report.scale_error = max(report.scale_error or 0.0, error)
+    metadata = {"module": source, "format": scheme.text}
+    if dense == "ort":
+        reason = why_not(m, scheme.activation_format, skeleton.dtype.itemsize)
+        if reason is None:
+            size = 0
+            for value, array in to_matmul_nbits(weight.value, m, spec):
+                region = data.region(value)
+                region.write(array)
+                region.finish(metadata)
+                size += array.nbytes
+            report.dense_bytes += size
+            return size
+        report.not_ort[source] = reason
+    layout = LAYOUTS[spec.w.layout]
+    row = native.aligned(layout.row_bytes(spec.moe, "w2"))
+    try:
+        layout.pack_down(m, spec.moe, row)
+    except ValueError as problem:
+        raise CheckpointError(f"{format.ckpt.folder}: {source}: {str(problem).removeprefix('down: ')}") from None
+    region = data.region(weight.value)
+    region.write(row)
+    region.finish(metadata | {"layout": spec.w.layout, "layout_version": str(spec.w.layout_version),
+                              "spec": json.dumps(spec.attributes())})  # fmt: skip
+    report.dense_bytes += row.nbytes
+    format.ckpt.release()
+    return row.nbytes
+
+
 def _dense(weight: Weight, skeleton: Skeleton, data: DataFile, report: Report) -> int:
     """Writes a weight outside the experts; returns its bytes."""
     format, source = skeleton.format, skeleton.sources[weight.parameter]
-    array = skeleton.parameter(weight.parameter)
-    array = np.ascontiguousarray(array.T if weight.transposed else array)
     metadata, module = {"module": source}, source.rpartition(".")[0]
-    if format.is_quantized(module):
-        metadata["dequantized_from"] = format.scheme(module).text
-        report.dequantized += 1
-    if array.nbytes <= INLINE:
+    if source == f"{module}.weight" and format.is_quantized(module):
+        owner = type(skeleton.model.get_submodule(weight.parameter.rpartition(".")[0])).__name__
+        reason = report.dequantized.setdefault(source, f"{owner} is not a linear layer")
+        metadata |= {"dequantized_from": format.scheme(module).text, "dequantized_because": reason}
+    blocks, size = skeleton.blocks(weight.parameter, weight.transposed), byte_size(weight.value)
+    if size <= INLINE:
+        array = np.concatenate([block() for block in blocks])
         weight.value.const_value = ir.Tensor(array, name=weight.value.name, metadata_props=metadata)
     else:
         region = data.region(weight.value)
-        region.write(array)
+        for block in _ahead(blocks):
+            region.write(block)
         region.finish(metadata)
-    report.dense_bytes += array.nbytes
+    report.dense_bytes += size
     format.ckpt.release()
-    return array.nbytes
+    return size
 
 
 def _scaled(expert: Expert, scales: str) -> tuple[Expert, float]:
     """The expert with its scales as asked for, and the largest relative error that this made."""
-    if scales == "exact":
-        return expert, 0.0
-    errors = [0.0]
+    found = [None if m is None else _rounded(m, scales) for m in (expert.gate, expert.up, expert.down)]
+    return Expert(*(pair and pair[0] for pair in found)), max(pair[1] for pair in found if pair)  # type: ignore[arg-type]
 
-    def round_(m: QuantizedMatrix | None) -> QuantizedMatrix | None:
-        if m is None or m.scales.dtype.itemsize == 1:
-            return m
-        exact = m.scales.astype(np.float64)
-        rounded = exact.astype(ml_dtypes.bfloat16)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            errors.append(float(np.nan_to_num(np.abs(rounded.astype(np.float64) - exact) / np.abs(exact)).max()))
-        return dataclasses.replace(m, scales=rounded)
 
-    return Expert(*(round_(m) for m in (expert.gate, expert.up, expert.down))), max(errors)  # type: ignore[arg-type]
+def _rounded(m: QuantizedMatrix, scales: str) -> tuple[QuantizedMatrix, float]:
+    """The same of one matrix."""
+    if scales == "exact" or m.scales.dtype.itemsize == 1:
+        return m, 0.0
+    exact = m.scales.astype(np.float64)
+    rounded = exact.astype(ml_dtypes.bfloat16)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        error = float(np.nan_to_num(np.abs(rounded.astype(np.float64) - exact) / np.abs(exact)).max())
+    return dataclasses.replace(m, scales=rounded), error
 
 
 def _save(graph: ir.Model, weights: list[Weight], path: Path, metadata: dict[str, str]) -> None:
     for weight in weights:
-        graph.graph.register_initializer(weight.value)
+        if weight.value.uses():
+            graph.graph.register_initializer(weight.value)
     graph.producer_name, graph.producer_version = "quantmoe", version("quantmoe")
     graph.metadata_props.update(metadata)
     if metadata["target"] == "cpu":
@@ -298,8 +390,10 @@ def _save(graph: ir.Model, weights: list[Weight], path: Path, metadata: dict[str
         ir.save(graph, path)
 
 
-def _companions(folder: Path, partial: Callable[[str], Path], layers: int | None) -> None:
+def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None) -> None:
+    folder = ckpt.folder
     for path in sorted({path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}):
+        ckpt.check_link(path)  # nobody's private file into a folder that is passed on
         shutil.copyfile(path, partial(path.name))
     if layers is not None:
         partial("config.json").write_text(json.dumps(_config(folder, layers), indent=2))

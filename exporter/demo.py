@@ -4,7 +4,7 @@ compressed-tensors library's own compressor quantizes and stores. Needs torch, t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,39 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 64},
     "olmoe": {"num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 256},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 64, "sliding_window": 4},
+    "deepseek_v3": {
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 256,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "num_key_value_heads": 8,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 256,
+        "first_k_dense_replace": 1,
+        "head_dim": 64,
+        "use_qk_norm": True,
+    },
+    "llama4_text": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 512,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 4,
+        "floor_scale": 4,
+        "head_dim": 64,
+    },
 }
 COMMON = {
     "hidden_size": 512,
@@ -40,7 +73,7 @@ COMMON = {
     "tie_word_embeddings": False,
 }
 #: linears that quantizers leave alone
-IGNORE = ("lm_head", "mlp.gate", "block_sparse_moe.gate")
+IGNORE = ("lm_head", "mlp.gate", "block_sparse_moe.gate", "mlp.router", "feed_forward.router")
 
 
 def make_checkpoint(
@@ -57,7 +90,7 @@ def make_checkpoint(
 
     Args:
         folder: created if missing.
-        architecture: transformers model_type: qwen3_moe, mixtral, olmoe, or another that stores experts one by one.
+        architecture: transformers model_type: one of SIZES, or another that stores experts one by one.
         scheme: a compressed-tensors preset (W4A16, W8A16, W8A8, W4A8, NVFP4A16, ...).
         group_size: replaces the preset's; -1 is one scale a row; None keeps the preset's.
         seed: of the weights.
@@ -103,6 +136,12 @@ def make_float_checkpoint(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.1, 0.1)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or name.endswith("sinks"):
+                torch.nn.init.normal_(parameter, std=0.1)
     model.generation_config.do_sample = False
     model.save_pretrained(folder, max_shard_size="20MB")  # several shards, as real ones have
     tokenizer.save_pretrained(folder)
@@ -134,11 +173,12 @@ def rewrite_linears(folder: Path, quantize: Callable[[torch.Tensor], dict[str, t
     Returns:
         The linears left alone.
     """
+    config = json.loads((folder / "config.json").read_text())
     skipped: list[str] = []
     weight_map: dict[str, str] = {}
     for shard in sorted(folder.glob("*.safetensors")):
         tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in load_file(shard).items():
+        for name, tensor in _unfused(load_file(shard), config):
             module, _, leaf = name.rpartition(".")
             if leaf != "weight" or tensor.ndim != 2 or "embed_tokens" in module:
                 tensors[name] = tensor
@@ -153,6 +193,27 @@ def rewrite_linears(folder: Path, quantize: Callable[[torch.Tensor], dict[str, t
     if index.exists():
         index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2))
     return sorted(skipped)
+
+
+def _unfused(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors, the experts that gpt-oss and Llama-4 store as [E, in, out] one by one, as llm-compressor has them."""
+    interleaved = config["model_type"] == "gpt_oss"
+    for name, tensor in tensors.items():
+        stem, _, leaf = name.rpartition(".")
+        projection, bias = leaf.removesuffix("_bias"), leaf.endswith("_bias")
+        if not stem.endswith(".experts") or projection not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+            continue
+        rows = tensor if bias else tensor.transpose(1, 2)
+        half = rows.shape[1] // 2
+        split = {"down_proj": rows}
+        if projection == "gate_up_proj" and interleaved:
+            split = {"gate_proj": rows[:, ::2], "up_proj": rows[:, 1::2]}
+        elif projection == "gate_up_proj":
+            split = {"gate_proj": rows[:, :half], "up_proj": rows[:, half:]}
+        for part, values in split.items():
+            for e, expert in enumerate(values):
+                yield f"{stem}.{e}.{part}.{'bias' if bias else 'weight'}", expert.contiguous()
 
 
 def add_quantization(folder: Path, quantization: dict[str, Any]) -> None:

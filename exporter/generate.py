@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,13 +37,17 @@ class Generator:
     Args:
         path: the model or its folder.
         threads: of the session; 0 is ONNX Runtime's choice.
+        prefault: read all expert weights into memory now, not when a token first needs them.
 
     Raises:
         ModelError: the model or the session cannot be created; ONNX Runtime's words are in the message.
     """
 
-    def __init__(self, path: str | Path, threads: int = 0):
+    def __init__(self, path: str | Path, threads: int = 0, prefault: bool = False):
         import onnxruntime as ort
+
+        if prefault:
+            os.environ["QUANTMOE_PREFAULT"] = "1"  # the library reads it when a node is created
 
         self.path = model_path(path)
         options = ort.SessionOptions()
@@ -52,6 +57,9 @@ class Generator:
             self.session = ort.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's exceptions have no public base class
             raise ModelError(f"{self.path}: {error}") from None
+        finally:
+            if prefault:
+                del os.environ["QUANTMOE_PREFAULT"]
         self.outputs = [output.name for output in self.session.get_outputs()]
         vocabulary = next(o.shape[-1] for o in self.session.get_outputs() if o.name == "logits")
         self.vocabulary = vocabulary if isinstance(vocabulary, int) else None

@@ -12,9 +12,11 @@ import io
 import itertools
 import json
 import logging
+import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -25,6 +27,7 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -34,13 +37,21 @@ from transformers.exporters.utils import patch_attribute
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import MoESpec
-from quantmoe.custom_ops.torch_op import onnx_quant_moe
+from quantmoe.custom_ops.op import LinearSpec, MoESpec
+from quantmoe.custom_ops.torch_op import onnx_moe_routing, onnx_quant_linear, onnx_quant_moe
+from quantmoe.exporter.architectures import ARCHITECTURES
 from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.formats import Format
+from quantmoe.exporter.formats import Format, MoELayer
 from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
+from quantmoe.exporter.passes.routers import replace_routers
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+#: the same in numpy
+ARRAYS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
+#: of anything that config.json counts
+MAX_SIZE = 1 << 24
+#: most bytes of a weight outside the experts that are converted at a time
+BLOCK = 1 << 26
 
 
 class Skeleton:
@@ -50,28 +61,34 @@ class Skeleton:
         format: the opened checkpoint.
         dtype: "f32", "f16" or "bf16", of the graph.
         layers: keep only the first so many decoder layers.
+        headers_only: read no tensor's data.
 
     Attributes:
         model: parameters are placeholders; experts modules have none.
         sources: parameter name -> its name in the checkpoint, for ``format.parameter``.
         experts: experts module name -> MoELayer, in the model's order.
+        linears: linear module name -> its name in the checkpoint, of those that the checkpoint quantizes.
 
     Raises:
         CheckpointError: the architecture is not supported, or a parameter has no tensor.
     """
 
-    def __init__(self, format: Format, dtype: str = "f32", layers: int | None = None):
+    def __init__(self, format: Format, dtype: str = "f32", layers: int | None = None, headers_only: bool = False):
         self.format, self.dtype = format, DTYPES[dtype]
         folder = format.ckpt.folder
         config = _config(format, layers)
+        if format.is_quantized("lm_head"):
+            config.tie_word_embeddings = False
         try:
-            with init_empty_weights(), _quiet():
+            with init_empty_weights(), _LargeOnMeta(), _quiet():
                 model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
-        except ValueError as error:
+        except Exception as error:  # of any kind, from the depths of an architecture
             raise CheckpointError(
-                f"{folder / 'config.json'}: not a causal language model of transformers: {error}"
+                f"{folder / 'config.json'}: not a causal language model of transformers: {error!r}"
             ) from None
         self.model = model.eval().requires_grad_(False)
+        if config.model_type in ARCHITECTURES:
+            ARCHITECTURES[config.model_type].prepare(model)
 
         modules = {name: m for name, m in model.named_modules() if hasattr(m, "_is_expert_parallel")}
         if not modules:
@@ -79,13 +96,13 @@ class Skeleton:
                 f"{folder}: {type(model).__name__} has no layer on transformers' experts interface "
                 f"(transformers {transformers.__version__}); supported are architectures like qwen3_moe, mixtral, olmoe"
             )
-        for name, module in modules.items():
-            _check_experts(module, f"{folder}: {name} ({type(module).__name__})")
         by_name = {self._rename(layer.name + ".").removesuffix("."): layer for layer in format.moe_layers()}
         if missing := modules.keys() - by_name.keys():
             raise CheckpointError(
                 f"{folder}: no quantized experts for {sorted(missing)[0]}; found {sorted(by_name)[:4]}"
             )
+        for name, module in modules.items():
+            _check_experts(module, by_name[name], headers_only, f"{folder}: {name} ({type(module).__name__})")
         self.experts = {name: by_name[name] for name in modules}
         for module in modules.values():
             for parameter in list(module._parameters):
@@ -102,11 +119,17 @@ class Skeleton:
         for name in self.sources:
             self._hollow(name)
         model.tie_weights()
-        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        self.sources = {name: source for name, source in self.sources.items() if name in self.shapes}
-        self._check_parameters()
+        self.tensors = {name: tensor for name, tensor in self._tensors() if name in self.sources}
+        self.sources = {name: source for name, source in self.sources.items() if name in self.tensors}
+        modules_of = {name.rpartition(".")[0]: s.rpartition(".")[0] for name, s in self.sources.items()}
+        self.linears = {
+            name: source
+            for name, source in modules_of.items()
+            if type(model.get_submodule(name)) is torch.nn.Linear and format.is_quantized(source)
+        }
+        self._check_parameters(headers_only)
 
-    def _check_parameters(self) -> None:
+    def _check_parameters(self, headers_only: bool) -> None:
         """Shapes, from the headers; of quantized weights that are alike but for numbers in their names one is read."""
         checked = []
         for name, source in self.sources.items():
@@ -115,32 +138,53 @@ class Skeleton:
                 self._check_shape(name, self.format.ckpt.shape(source))
                 continue
             kind = re.sub(r"\d+", "", source), self.format.scheme(module).text, self.format.ckpt.beside(module)
-            if kind not in checked:
-                self.parameter(name)
+            if kind not in checked and not headers_only:
+                for _ in self.blocks(name):  # decodes it, and checks its shape
+                    break
                 checked.append(kind)
 
-    def parameter(self, name: str) -> np.ndarray:
-        """A parameter of the model in the graph's dtype, dequantized if need be."""
+    def blocks(self, name: str, transposed: bool = False) -> Iterator[Callable[[], np.ndarray]]:
+        """A parameter or stored buffer of the model, or its transpose, in the graph's dtype, as calls that make
+        the next rows each.
+
+        Raises:
+            CheckpointError: another shape than the model's, here or from a function: values that float16 cannot hold.
+        """
         source = self.sources[name]
-        found = self.format.parameter(source)
+        found = self.format.stored(source)
         self._check_shape(name, found.shape)
-        if self.dtype == torch.float16:
-            if np.abs(found).max(initial=0) > np.finfo(np.float16).max:
+        dtype = np.dtype(ARRAYS[self.tensors[name].dtype])
+        rows = np.atleast_1d(found.T if transposed else found)
+        step = max(1, BLOCK // max(1, 4 * math.prod(rows.shape[1:])))
+        return (partial(self._converted, source, dtype, rows[at : at + step]) for at in range(0, len(rows), step))
+
+    def _converted(self, source: str, dtype: np.dtype, rows: np.ndarray) -> np.ndarray:
+        out = np.empty(rows.shape, dtype)
+        # by pieces of columns, so that the rows of a transpose stay in the cache
+        for at in range(0, rows.shape[-1], 2048):
+            piece = np.ascontiguousarray(rows[..., at : at + 2048])
+            if dtype == np.float16 and np.abs(piece.astype(np.float32)).max(initial=0) > np.finfo(np.float16).max:
                 raise CheckpointError(
-                    f"{self.format.ckpt.where(source)} has values that float16 cannot hold; use --dtype f32"
+                    f"{self.format.ckpt.where(source)} has values that float16 cannot hold; use --dtype f32 or bf16"
                 )
-            return found.astype(np.float16)
-        return found.astype(ml_dtypes.bfloat16) if self.dtype == torch.bfloat16 else found
+            out[..., at : at + 2048] = piece
+        return out
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What checkpoints store: parameters, and buffers like DeepSeek's correction biases."""
+        stored = self.model.state_dict().keys()
+        yield from self.model.named_parameters()
+        yield from ((name, buffer) for name, buffer in self.model.named_buffers() if name in stored)
 
     def _check_shape(self, name: str, found: tuple[int, ...]) -> None:
-        if found != self.shapes[name]:
+        if found != tuple(self.tensors[name].shape):
             raise CheckpointError(
                 f"{self.format.ckpt.where(self.sources[name])} has shape {list(found)}, "
-                f"expected {list(self.shapes[name])}"
+                f"expected {list(self.tensors[name].shape)}"
             )
 
     def _names(self) -> Iterator[str]:
-        return (name for name, _ in self.model.named_parameters())
+        return (name for name, _ in self._tensors())
 
     def _rename(self, name: str) -> str:
         """A checkpoint's name as the model has it now: transformers renames modules between versions."""
@@ -154,10 +198,24 @@ class Skeleton:
 
     def _hollow(self, name: str) -> None:
         module_name, _, leaf = name.rpartition(".")
-        parameters = self.model.get_submodule(module_name)._parameters
-        old = parameters[leaf]
-        assert old is not None
-        parameters[leaf] = torch.nn.Parameter(placeholder(old.shape, old.dtype), requires_grad=False)
+        module = self.model.get_submodule(module_name)
+        old = module._parameters.get(leaf)
+        if old is not None:
+            module._parameters[leaf] = torch.nn.Parameter(placeholder(old.shape, old.dtype), requires_grad=False)
+        else:  # float32 whatever the graph is: a rounded correction bias selects other experts
+            module._buffers[leaf] = placeholder(module._buffers[leaf].shape, torch.float32)  # type: ignore[union-attr]
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes large tensors without memory from the start: init_empty_weights moves them only once they are made."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.zeros, torch.ones) and kwargs.get("device") is None:
+            with torch.device("meta"):
+                if func(*args, **kwargs).numel() > 1 << 20:
+                    kwargs["device"] = "meta"
+        return func(*args, **kwargs)
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, _count: Iterator[int] = itertools.count(1)) -> torch.Tensor:  # noqa: B008
@@ -166,7 +224,25 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, _count: Iterator[int
     return torch.tensor(next(_count) % 30000, dtype=bits).view(dtype).expand(shape)
 
 
-def trace(skeleton: Skeleton, specs: Mapping[str, MoESpec], fusions: str | None = "cpu") -> ir.Model:
+class PackedLinear(torch.nn.Module):
+    """A linear whose weight and bias are packed: one QuantLinear node."""
+
+    def __init__(self, spec: LinearSpec):
+        super().__init__()
+        self.attributes = json.dumps(spec.attributes())
+        words = LAYOUTS[spec.w.layout].row_bytes(spec.moe, "w2") // 4
+        self.register_buffer("w", placeholder((1, words), torch.int32), persistent=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.quantmoe.quant_linear(x, self.w, self.attributes)
+
+
+def trace(
+    skeleton: Skeleton,
+    specs: Mapping[str, MoESpec],
+    linears: Mapping[str, LinearSpec] | None = None,
+    target: str = "cpu",
+) -> ir.Model:
     """The ONNX graph, with KV cache, dynamic in batch and sequence.
 
     passes/interface.py names its inputs and outputs. When layers that look alike cannot be copied, all are traced and
@@ -174,7 +250,8 @@ def trace(skeleton: Skeleton, specs: Mapping[str, MoESpec], fusions: str | None 
 
     Args:
         specs: experts module name -> its node's attributes.
-        fusions: ONNX Runtime provider whose fused operators may be used; None: ai.onnx and quantmoe only.
+        linears: the same of linears; those that are not here are float MatMuls.
+        target: "cpu": with MoERouting and the operators that ONNX Runtime fuses; "cuda": ai.onnx and QuantMoE only.
 
     Raises:
         CheckpointError: transformers or torch cannot export the architecture.
@@ -187,30 +264,35 @@ def trace(skeleton: Skeleton, specs: Mapping[str, MoESpec], fusions: str | None 
             shape = (spec.num_experts, layout.row_bytes(spec, projection) // 4)
             module.register_buffer(projection, placeholder(shape, torch.int32), persistent=True)
     model.set_experts_implementation("quantmoe")
-    stack = model.get_decoder().layers
+    for name, linear in (linears or {}).items():
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, PackedLinear(linear))
+    if target == "cpu":
+        replace_routers(model)
+    stack = _decoder(model).layers
     prefix = next(name for name, module in model.named_modules() if module is stack)
     kept = _representatives(model.config, stack)
     if len(kept) < len(stack):
         with _only(model, kept):
-            graph = _trace(skeleton, fusions)
+            graph = _trace(skeleton, target)
             try:
                 repeat_layers(graph, prefix, kept)
                 return graph
             except RepeatError as error:
                 reason = str(error)
-        graph = _trace(skeleton, fusions)
+        graph = _trace(skeleton, target)
         graph.meta["untraced"] = reason
         return graph
-    return _trace(skeleton, fusions)
+    return _trace(skeleton, target)
 
 
-def _trace(skeleton: Skeleton, fusions: str | None) -> ir.Model:
+def _trace(skeleton: Skeleton, target: str) -> ir.Model:
     model = skeleton.model
     batch, past, new = 2, 5, 3  # distinct, and neither 0 nor 1, which torch.export would take as fixed
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        ran = model.get_decoder()(torch.zeros(1, 1, dtype=torch.int64), use_cache=True).past_key_values
+        ran = _decoder(model)(torch.zeros(1, 1, dtype=torch.int64), use_cache=True).past_key_values
         shapes = [[tuple(t.shape) for t in (layer.keys, layer.values)] for layer in ran.layers]
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache()  # of full length in every layer: sliding windows and chunks are in the masks
     for i, (key, value) in enumerate(shapes):
         cache.update(*(torch.zeros(batch, s[1], past, s[3], dtype=skeleton.dtype) for s in (key, value)), i)
     inputs = {
@@ -224,7 +306,7 @@ def _trace(skeleton: Skeleton, fusions: str | None) -> ir.Model:
     dynamic_shapes["past_key_values"] = [{0: dynamic, 2: dynamic}] * (2 * len(shapes))
     config = exporter_onnx.OnnxConfig(dynamic_shapes=dynamic_shapes)
     placeholders = {name for name, _ in model.named_parameters()}
-    placeholders |= {name for name, _ in model.named_buffers() if name.rpartition(".")[2] in ("w13", "w2")}
+    placeholders |= model.state_dict().keys()
     try:
         with _quiet(), patch_attribute(onnxscript.optimizer, "optimize_ir", _keep(placeholders)):
             graph = exporter_onnx.OnnxExporter().export(model, inputs, config).program
@@ -239,13 +321,19 @@ def _trace(skeleton: Skeleton, fusions: str | None) -> ir.Model:
         value.const_value = None
         del graph.graph.initializers[value.name]
         graph.graph.inputs.append(value)
-    if fusions:
+    if target == "cpu":
         with _quiet():
-            fuse_for_onnxruntime(graph, fusions)
+            fuse_for_onnxruntime(graph, target)
     for value in hidden:
         graph.graph.inputs.remove(value)
     graph.meta["placeholders"] = hidden
     return graph
+
+
+def _decoder(model: PreTrainedModel) -> Any:
+    """The module that has the decoder layers; Llama-4's get_decoder does not find it."""
+    decoder = model.get_decoder()
+    return decoder if hasattr(decoder, "layers") else model.model
 
 
 def _representatives(config: Any, stack: torch.nn.ModuleList) -> list[int]:
@@ -276,7 +364,7 @@ def _representatives(config: Any, stack: torch.nn.ModuleList) -> list[int]:
 @contextlib.contextmanager
 def _only(model: PreTrainedModel, kept: list[int]) -> Iterator[None]:
     """The model with only some of its layers, numbered anew."""
-    decoder, config = model.get_decoder(), model.config
+    decoder, config = _decoder(model), model.config
     stack, settings = decoder.layers, dict(vars(config))
 
     def number(module: torch.nn.Module, i: int) -> None:
@@ -307,11 +395,23 @@ def dequantized(skeleton: Skeleton) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(skeleton.model.config, dtype=torch.float32).eval()
     state = {name: torch.from_numpy(format.parameter(source)) for name, source in skeleton.sources.items()}
     for name, layer in skeleton.experts.items():
+        module = skeleton.model.get_submodule(name)
         experts = [layer.expert(e) for e in range(layer.num_experts)]
-        up = [[m.dequantize() for m in (e.gate, e.up) if m is not None] for e in experts]
-        w13 = np.stack([np.concatenate(halves) for halves in up])
-        state[f"{name}.{'gate_up_proj' if layer.gated else 'up_proj'}"] = torch.from_numpy(w13).float()
-        state[f"{name}.down_proj"] = torch.from_numpy(np.stack([e.down.dequantize() for e in experts])).float()
+
+        def stored(weights: list[np.ndarray], transposed: bool = bool(module.is_transposed)) -> torch.Tensor:
+            stacked = torch.from_numpy(np.stack(weights)).float()
+            return stacked.transpose(1, 2).contiguous() if transposed and stacked.ndim == 3 else stacked
+
+        def join(halves: list[np.ndarray], concatenated: bool = bool(module.is_concatenated)) -> np.ndarray:
+            return np.concatenate(halves) if concatenated else np.stack(halves, 1).reshape(-1, *halves[0].shape[1:])
+
+        up = [[m for m in (e.gate, e.up) if m is not None] for e in experts]
+        leaf = f"{name}.{'gate_up_proj' if layer.gated else 'up_proj'}"
+        state[leaf] = stored([join([m.dequantize() for m in halves]) for halves in up])
+        state[f"{name}.down_proj"] = stored([e.down.dequantize() for e in experts])
+        if module.has_bias:
+            state[f"{leaf}_bias"] = stored([join([m.bias for m in halves]) for halves in up])  # type: ignore[misc]
+            state[f"{name}.down_proj_bias"] = stored([e.down.bias for e in experts])  # type: ignore[misc]
     problems = model.load_state_dict(state, strict=False)
     assert not problems.unexpected_keys, problems.unexpected_keys
     model.tie_weights()
@@ -329,15 +429,19 @@ def _experts_forward(
 
 ALL_EXPERTS_FUNCTIONS.register("quantmoe", _experts_forward)
 exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.quant_moe.default] = onnx_quant_moe
+exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.quant_linear.default] = onnx_quant_linear
+exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.moe_routing.default] = onnx_moe_routing
 
 
 def _config(format: Format, layers: int | None) -> Any:
     folder = format.ckpt.folder
     try:
-        config = AutoConfig.from_pretrained(folder)
+        # never code out of the checkpoint's folder, nor a question whether to run it
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = config.get_text_config()
     except Exception as error:  # the validators' exceptions have no common base class
         raise CheckpointError(f"{folder / 'config.json'}: not an architecture of transformers: {error}") from None
-    config = config.get_text_config()
+    _check_sizes(format, vars(config))
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     if layers is not None:
@@ -349,15 +453,34 @@ def _config(format: Format, layers: int | None) -> Any:
     return config
 
 
-def _check_experts(module: Any, where: str) -> None:
+def _check_sizes(format: Format, config: dict[str, Any]) -> None:
+    """Refuses sizes that would take hours or terabytes to build a model of, and layers that have no tensors."""
+    path = format.ckpt.folder / "config.json"
+    for key, value in config.items():
+        if re.search("(size|dim|heads|experts|layers|rank)$", key) and type(value) is int and value > MAX_SIZE:
+            raise CheckpointError(f"{path}: {key} is {value}, expected at most {MAX_SIZE}")
+    found = {match[1] for name in format.ckpt.names() if (match := re.search(r"\.layers\.([0-9]{1,6})\.", name))}
+    if found and config.get("num_hidden_layers", 0) > len(found):
+        raise CheckpointError(
+            f"{path}: num_hidden_layers is {config['num_hidden_layers']}, "
+            f"the checkpoint has tensors of {len(found)} layers"
+        )
+
+
+def _check_experts(module: Any, layer: MoELayer, headers_only: bool, where: str) -> None:
     """Refuses experts whose arithmetic the node does not have."""
-    for found, what in (
-        (module.has_post_expert_norm, "a norm after each expert"),
-        (type(module)._apply_gate is not _default_apply_gate, "its own gating"),
-        (module.has_bias, "biases"),
+    if module.has_post_expert_norm:
+        raise CheckpointError(f"{where}: a norm after each expert is not supported yet")
+    if getattr(type(module), "_apply_gate", _default_apply_gate) is not _default_apply_gate and (
+        layer.activation not in ("swiglu_oai", "swiglu_step")
     ):
-        if found:
-            raise CheckpointError(f"{where}: {what} is not supported yet")
+        raise CheckpointError(f"{where}: its own gating is not supported yet")
+    if headers_only:
+        return
+    first = layer.expert(0)
+    if module.has_bias != (first.up.bias is not None and first.down.bias is not None):
+        has = "biases" if module.has_bias else "no biases"
+        raise CheckpointError(f"{where} has {has}, the checkpoint's {layer.name}.0 does not agree")
 
 
 def _keep(placeholders: set[str]) -> Any:

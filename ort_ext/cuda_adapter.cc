@@ -123,25 +123,24 @@ void* Kernel::Data(const OrtValue* value) const {
 
 void Kernel::ReadAttributes(const OrtKernelInfo* info) {
   char error[QM_ERROR_SIZE];
-  size_t count;
-  const qm_attribute* attributes = qm_moe_attributes(&count);
-  for (const qm_attribute* a = attributes; a != attributes + count; ++a) {
+  const qm_attribute* a;
+  for (size_t i = 0; (a = qm_attribute_at("QuantMoE", i)); ++i) {
     const std::string missing = std::string("attribute ") + a->name + " of kind " + a->kind + " is required";
     int status;
     if (a->kind == 'i') {
       int64_t value;
       Check(api_->KernelInfoGetAttribute_int64(info, a->name, &value), missing);
-      status = qm_moe_set_int(&problem_.moe, a->name, value, error);
+      status = qm_set_int("QuantMoE", &problem_.moe, a->name, value, error);
     } else if (a->kind == 'f') {
       float value;
       Check(api_->KernelInfoGetAttribute_float(info, a->name, &value), missing);
-      status = qm_moe_set_float(&problem_.moe, a->name, value, error);
+      status = qm_set_float("QuantMoE", &problem_.moe, a->name, value, error);
     } else {
       size_t size = 0;
       Check(api_->KernelInfoGetAttribute_string(info, a->name, nullptr, &size), missing);
       std::string value(size, '\0');
       Check(api_->KernelInfoGetAttribute_string(info, a->name, value.data(), &size), missing);
-      status = qm_moe_set_string(&problem_.moe, a->name, value.c_str(), error);
+      status = qm_set_string("QuantMoE", &problem_.moe, a->name, value.c_str(), error);
     }
     if (status) Fail(error);
   }

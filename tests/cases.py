@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.op import MoESpec
+from quantmoe.custom_ops.schemes import SCHEMES
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,12 @@ class Case:
     intermediate: int = 96
     experts: int = 4
     top_k: int = 2
-    kind: str = "int4"
+    weights: tuple[str, str, bool] = ("int4", "bf16", False)
+    """kind, scale type, zero points"""
     group_size: int = 32
-    scale_type: str = "bf16"
+    block_n: int = 1
+    pre_scale: bool = False
+    static: bool = True
     activation_format: str = "int8_token_asym"
     activation: str = "silu"
     gated: bool = True
@@ -35,18 +40,51 @@ class Case:
     total_experts: int = 0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Combinations that do not exist become ones that do."""
+        if self.weights[0] in FLOATS and self.activation_format.startswith("int8"):
+            object.__setattr__(self, "activation_format", "none")
+        if self.weights[0] in ("bf16", "f16"):
+            object.__setattr__(self, "group_size", -1)
+
+    @property
+    def stored_scale(self) -> bool:
+        return self.activation_format == "nvfp4" or (self.activation_format == "fp8_tensor" and self.static)
+
     def matrix(self, rng: np.random.Generator, n: int, k: int, perm: np.ndarray | None = None) -> QuantizedMatrix:
+        kind, scale_type, zero_points = self.weights
         groups = 1 if self.group_size == -1 else -(-k // self.group_size)
-        top = 16 if self.kind == "int4" else 256
-        scales = rng.uniform(0.5, 1.5, (n, groups)) / (top * np.sqrt(k) / 4)
+        shape = (-(-n // self.block_n), groups)
+        if kind in ("bf16", "f16"):
+            values = rng.normal(0, k**-0.5, (n, k)).astype(SCALE_DTYPES[kind])
+            scales = np.ones((n, 1), np.float32)
+            return QuantizedMatrix(kind, values.view(np.uint16), scales, -1, **self.extras(rng, n, k, perm))
+        top = 2 ** SCHEMES[kind].bits
+        codes = rng.integers(0, top, (n, k), dtype=np.uint8)
+        if kind == "fp8_e4m3":
+            codes[codes & 0x7F == 0x7F] -= 1  # NaN
+        spread = np.nanstd(SCHEMES[kind].table) * np.sqrt(k)  # products keep unit variance
+        global_scale = float(np.float32(rng.uniform(0.5, 1.5) / spread)) if kind == "nvfp4" else None
+        scales = rng.uniform(0.5, 1.5, shape) / (1 if global_scale else spread)
         return QuantizedMatrix(
-            kind=self.kind,
-            codes=rng.integers(0, top, (n, k), dtype=np.uint8),
-            scales=scales.astype(SCALE_DTYPES[self.scale_type]),
+            kind=kind,
+            codes=codes,
+            scales=scales.astype(SCALE_DTYPES[scale_type]),
             group_size=self.group_size,
-            bias=rng.normal(0, 0.3, n).astype(np.float32) if self.bias else None,
-            perm=perm,
+            block_n=self.block_n,
+            zero_points=rng.integers(0, top, shape, dtype=np.uint8) if zero_points else None,
+            global_scale=global_scale,
+            **self.extras(rng, n, k, perm),
         )
+
+    def extras(self, rng: np.random.Generator, n: int, k: int, perm: np.ndarray | None) -> dict[str, Any]:
+        """What a matrix of any kind may have."""
+        return {
+            "input_scale": float(np.float32(rng.uniform(0.004, 0.02))) if self.stored_scale else None,
+            "pre_scale": rng.uniform(0.5, 2, k).astype(np.float32) if self.pre_scale else None,
+            "bias": rng.normal(0, 0.3, n).astype(np.float32) if self.bias else None,
+            "perm": perm,
+        }
 
     def expert(self, rng: np.random.Generator) -> Expert:
         def perm(k: int) -> np.ndarray:
@@ -111,40 +149,58 @@ class Layer:
         return native.NativeMoE(self.spec, self.w13, self.w2)
 
 
+INT4, INT8, FP8 = ("int4", "bf16", False), ("int8", "bf16", False), ("fp8_e4m3", "f32", False)
+FLOATS = ("fp8_e4m3", "bf16", "f16")
+#: kind, scale type, zero points: all that a layout carries
+WEIGHTS = [
+    *((k, s, z) for k in ("int4", "int8") for s in ("f32", "f16", "bf16") for z in (False, True)),
+    ("mxfp4", "e8m0", False),
+    ("nvfp4", "e4m3", False),
+    *(("fp8_e4m3", s, False) for s in ("bf16", "f16", "e8m0", "f32")),
+    ("bf16", "f32", False),
+    ("f16", "f32", False),
+]
+#: floats last
+ONE_OF_EACH = [INT4, INT8, ("int4", "f16", True), ("int8", "f16", True), *WEIGHTS[-8:-6], FP8]
+FLOAT_ACTIVATIONS = ("fp8_token", "fp8_tensor", "fp8_group128", "nvfp4", "mxfp8", "mxfp4")
+
+
 #: every axis of the op once, then sizes that are not multiples of anything
 CASES = [
     Case(),
     Case(activation_format="int8_token"),
     Case(activation_format="none"),
-    *(
-        Case(kind=k, group_size=g, scale_type=s)
-        for k in ("int4", "int8")
-        for g in (-1, 32, 64)
-        for s in ("f32", "f16", "bf16")
-    ),
-    *(Case(kind=k, group_size=g, activation_format="none") for k in ("int4", "int8") for g in (-1, 64)),
-    *(Case(kind=k, group_size=g, activation_format="int8_token") for k in ("int4", "int8") for g in (-1, 64)),
+    *(Case(weights=w, group_size=g) for w in WEIGHTS for g in (-1, 16, 32, 64)),
+    *(Case(weights=w, group_size=g, activation_format="none") for w in ONE_OF_EACH for g in (-1, 16, 64)),
+    *(Case(weights=w, group_size=g, activation_format="int8_token") for w in ONE_OF_EACH[:-1] for g in (-1, 64)),
+    *(Case(weights=w, activation_format=a) for w in ONE_OF_EACH for a in FLOAT_ACTIVATIONS),
+    *(Case(weights=FP8, group_size=g, block_n=48, hidden=160, activation_format="fp8_group128") for g in (-1, 128)),
+    *(Case(weights=FP8, group_size=-1, activation_format="fp8_tensor", static=False, gated=g) for g in (True, False)),
+    *(Case(weights=w, pre_scale=True, act_order="split") for w in ONE_OF_EACH),
+    Case(weights=FP8, pre_scale=True, activation_format="fp8_tensor", static=False),
+    Case(weights=("mxfp4", "e8m0", False), bias=True, activation="swiglu_oai", hidden=90, intermediate=90),
     *(Case(activation=a) for a in ("gelu", "gelu_tanh", "relu2", "swiglu_oai", "swiglu_step")),
     *(Case(activation=a, gated=False) for a in ("silu", "gelu", "relu2")),
     Case(bias=True),
-    Case(bias=True, kind="int8", group_size=-1),
+    Case(bias=True, weights=INT8, group_size=-1),
     Case(bias=True, activation="swiglu_oai", activation_format="none"),
     *(
-        Case(act_order=a, activation_format=f, kind=k)
+        Case(act_order=a, activation_format=f, weights=w)
         for a in ("shared", "split")
         for f in ("none", "int8_token_asym")
-        for k in ("int4", "int8")
+        for w in (INT4, INT8, ("int4", "f16", True))
     ),
     Case(act_order="shared", gated=False),
     Case(on_input=True, top_k=1),
     Case(on_input=True),
     Case(offset=2, total_experts=8, top_k=4),
     Case(hidden=40, intermediate=27, group_size=-1),
-    Case(hidden=33, intermediate=7, group_size=-1, kind="int8"),
+    Case(hidden=33, intermediate=7, group_size=-1, weights=INT8),
     Case(hidden=100, intermediate=70),
-    Case(hidden=100, intermediate=70, kind="int8", bias=True),
+    Case(hidden=100, intermediate=70, weights=INT8, bias=True),
+    *(Case(hidden=100, intermediate=70, weights=w, bias=True) for w in ONE_OF_EACH),
     Case(hidden=31, intermediate=1, experts=1, top_k=1, group_size=64),
     Case(hidden=288, intermediate=200, group_size=96, act_order="split", bias=True),
     Case(hidden=256, intermediate=128, group_size=128, experts=16, top_k=8),
-    Case(hidden=256, intermediate=384, group_size=128, experts=3, top_k=8, kind="int8"),
+    Case(hidden=256, intermediate=384, group_size=128, experts=3, top_k=8, weights=INT8),
 ]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.exporter.checkpoint import DTYPES
+from quantmoe.exporter.checkpoint import write_safetensors
 from quantmoe.exporter.demo import add_quantization, make_checkpoint, make_float_checkpoint, rewrite_linears
 
 __all__ = ["TINY", "make_checkpoint", "make_gptq_checkpoint", "same_matrix", "write_checkpoint", "write_safetensors"]
@@ -25,22 +25,6 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Any dtype of DTYPES, which the safetensors package's NumPy writer does not have."""
-    header, offset = {}, 0
-    for name, array in tensors.items():
-        header[name] = {
-            "dtype": _NAMES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [offset, offset + array.nbytes],
-        }
-        offset += array.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in tensors.values()))
 
 
 def write_checkpoint(

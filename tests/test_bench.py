@@ -1,5 +1,6 @@
 """quantmoe bench on tiny layers: what it writes and that both sides compute the same; nothing about time."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -12,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from quantmoe.exporter import bench
-from quantmoe.exporter.bench import Cell, Cycle, Layer, Shape, Side, difference, route
+from quantmoe.exporter.bench import BITS, FORMATS, Cell, Cycle, Layer, Shape, Side, difference, route
 
 KEYS = ["shape", "weight_format", "group_size", "tokens", "threads", "ms", "gbps", "gops", "peer", "peer_ms"]
 KEYS += ["read_gbps", "vnni_gops", "floor_ms", "target_ms"]
@@ -52,6 +53,17 @@ def test_session() -> None:
     out = run("--session", "--shape", "128/256/8/2", "--group-size", "32", "--against", "ort-qmoe")
     assert "ours" in out
     assert "ort-qmoe" in out
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_format_runs(tmp_path: Path, kind: str) -> None:
+    layer = Layer.random(TINY, kind, 16)
+    ids, x = route(TINY, 5, False, 0), np.random.default_rng(0).normal(0, 1, (5, TINY.hidden)).astype(np.float32)
+    call, output = Side(layer.write(tmp_path), TINY.experts, threads=1).bind(x, ids, np.ones(ids.shape, np.float32))
+    call()
+    assert 0.01 < np.std(output()) < 100  # unit variance in, near it out
+    with pytest.raises(ValueError, match="QMoE") if kind not in BITS else contextlib.nullcontext():
+        layer.write_qmoe(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])
@@ -121,7 +133,7 @@ def test_target_and_floor() -> None:
     ("arguments", "message"),
     [
         ("--shape mixtrl", "expected one of qwen3-30b-a3b"),
-        ("--format fp8", "expected int4 or int8"),
+        ("--format int3", "expected int4 or int8"),
         ("--group-size 48", "a multiple of 32"),
         ("--against ggml", "expected ort-qmoe"),
     ],

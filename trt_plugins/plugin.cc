@@ -317,9 +317,8 @@ const PluginFieldCollection* Plugin::getFieldsToSerialize() noexcept {
 class Creator final : public IPluginCreatorV3One {
  public:
   Creator() {
-    size_t count;
-    const qm_attribute* attributes = qm_moe_attributes(&count);
-    for (const qm_attribute* a = attributes; a != attributes + count; ++a)
+    const qm_attribute* a;
+    for (size_t i = 0; (a = qm_attribute_at("QuantMoE", i)); ++i)
       fields_.emplace_back(a->name, nullptr, FieldType(a->kind), 1);
     collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
   }
@@ -353,17 +352,17 @@ bool Set(qm_moe* moe, std::vector<Value>* values, const PluginField& expected, c
   if (text) {  // the length counts the NUL, which a damaged plan may lack
     const std::string value(data, strnlen(data, field.length));
     values->push_back({expected.name, expected.type, std::string(value.c_str(), value.size() + 1)});
-    return !qm_moe_set_string(moe, field.name, value.c_str(), error);
+    return !qm_set_string("QuantMoE", moe, field.name, value.c_str(), error);
   }
   values->push_back({expected.name, expected.type, std::string(data, 4)});
   if (expected.type == PluginFieldType::kFLOAT32) {
     float value;
     std::memcpy(&value, data, sizeof(value));
-    return !qm_moe_set_float(moe, field.name, value, error);
+    return !qm_set_float("QuantMoE", moe, field.name, value, error);
   }
   int32_t value;
   std::memcpy(&value, data, sizeof(value));
-  return !qm_moe_set_int(moe, field.name, value, error);
+  return !qm_set_int("QuantMoE", moe, field.name, value, error);
 }
 
 IPluginV3* Creator::createPlugin(const char* name, const PluginFieldCollection* given, TensorRTPhase) noexcept {

@@ -60,7 +60,9 @@ def _project(matrices: list[QuantizedMatrix], names: list[str], activation_forma
     )
 
 
-def describe(expert: Expert, activation_format: str = "none") -> tuple[Projection, Projection]:
+def describe(
+    expert: Expert, activation_format: str = "none", down_activation_format: str | None = None
+) -> tuple[Projection, Projection]:
     """How this layout stores ``expert``: the ``w13_*`` and ``w2_*`` attributes.
 
     Raises:
@@ -72,7 +74,7 @@ def describe(expert: Expert, activation_format: str = "none") -> tuple[Projectio
         w13 = _project([expert.gate, expert.up], ["gate", "up"], activation_format)
     if expert.down.perm is not None and expert.up.block_n != 1:
         raise ValueError(f"down has an act-order permutation, which block_n {expert.up.block_n} of up cannot follow")
-    return w13, replace(_project([expert.down], ["down"], activation_format), perm=0)
+    return w13, replace(_project([expert.down], ["down"], down_activation_format or activation_format), perm=0)
 
 
 class _Parts:

@@ -66,14 +66,10 @@ class MoELayer:
     down_scheme: Scheme
     swiglu_alpha: float
     swiglu_limit: float
+    apply_router_weight_on_input: bool
     format: Format
     projections: tuple[str, ...]
     """Names of gate (when gated), up and down; () when the tool fuses experts into 3-D tensors."""
-
-    @property
-    def activation_format(self) -> str:
-        """How gate and up's activations are quantized; ``down_scheme`` has down's."""
-        return self.scheme.activation_format
 
     def tensors(self, e: int) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
         """Names, dtypes and shapes of expert ``e``'s tensors, from the headers; those of all experts when fused."""
@@ -114,6 +110,8 @@ class Format(ABC):
     name: ClassVar[str]
     #: suffixes of tensors that exist only beside a quantized module
     marks: ClassVar[tuple[str, ...]]
+    #: ends of the names of tensors that hold all experts of a layer
+    fused: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, ckpt: Checkpoint) -> None:
         self.ckpt = ckpt
@@ -163,12 +161,16 @@ class Format(ABC):
             names[f"{module}.weight" if quantized else name] = None
         return list(names)
 
-    def parameter(self, name: str) -> np.ndarray:
-        """One of :meth:`parameters` as f32, dequantized if need be."""
+    def stored(self, name: str) -> np.ndarray:
+        """One of :meth:`parameters`: dequantized f32, or the mapped tensor in the checkpoint's own type."""
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and self.is_quantized(module):
-            return self.matrix(module).dequantize().astype(np.float32)
-        return self.ckpt.tensor(name).astype(np.float32)
+            return self.matrix(module).dequantize(np.float32)
+        return self.ckpt.tensor(name)
+
+    def parameter(self, name: str) -> np.ndarray:
+        """One of :meth:`parameters` as f32, dequantized if need be."""
+        return self.stored(name).astype(np.float32)
 
     def dense(self, module: str) -> np.ndarray:
         """``<module>.weight`` as f32, dequantized if need be: [N, K] for a linear."""
@@ -194,7 +196,7 @@ class Format(ABC):
                     f"{self.ckpt.where(name)} is {dtype} {list(shape)}, "
                     f"expected {'|'.join(want.dtypes)} {list(want.shape)} ({self.name})"
                 )
-            found[want.suffix] = self.ckpt.tensor(name)
+            found[want.suffix] = self.ckpt.tensor(name).reshape(want.shape)
         return found
 
     def bias(self, module: str, n: int) -> np.ndarray | None:

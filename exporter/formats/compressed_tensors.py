@@ -49,6 +49,7 @@ ACTIVATIONS = {
     ("float", 8, "tensor", -1, False, True): "fp8_tensor",
     ("float", 8, "group", 128, True, True): "fp8_group128",
     ("float", 8, "group", 32, True, True): "mxfp8",
+    ("float", 4, "group", 32, True, True): "mxfp4",
     ("float", 4, "tensor_group", 16, "local", True): "nvfp4",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,7 @@ NAMINGS = (
     ("w1", "w3", "w2"),  # Mixtral, MiniMax
     ("up_proj", "down_proj"),  # Nemotron
 )
-#: ends of the names of tensors that hold all experts of a layer
-FUSED = (".experts.gate_up_proj_blocks", ".experts.down_proj_blocks")
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.([^.]+)\.[^.]+")
+_EXPERT = re.compile(r"(.+\.experts)\.([0-9]{1,6})\.([^.]+)\.[^.]+")
 #: transformers' hidden_act -> op.def's activation
 ACTIVATIONS = {
     "silu": "silu",
@@ -41,7 +40,7 @@ def moe_layers(format: Format) -> list[MoELayer]:
     for name in format.ckpt.names():
         if match := _EXPERT.fullmatch(name):
             found.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
-        elif name.endswith(FUSED):
+        elif name.endswith(format.fused):
             found.setdefault(name.rpartition(".")[0], {})
     if not found:
         raise CheckpointError(f"{format.ckpt.folder}: no experts; expected tensors named <layer>.experts.<number>.*")
@@ -71,7 +70,7 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
     top_k = setting(int, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
     if top_k > num_experts:
         raise CheckpointError(f"{path}: {top_k} experts a token, expected at most {num_experts}, the number of experts")
-    number = re.findall(r"\.(\d+)\.", name)
+    number = re.findall(r"\.([0-9]{1,6})\.", name)
     return MoELayer(
         name=name,
         index=int(number[-1]) if number else 0,
@@ -83,9 +82,10 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         top_k=top_k,
         scheme=scheme,
         down_scheme=down_scheme,
-        # transformers' GptOssExperts: alpha is a constant, the limit is in the config
-        swiglu_alpha=1.702 if oai else 0.0,
+        # transformers' GptOssExperts; older configurations have no alpha
+        swiglu_alpha=float(config.get("swiglu_alpha", 1.702)) if oai else 0.0,
         swiglu_limit=float(config.get("swiglu_limit", 7.0)) if oai else 0.0,
+        apply_router_weight_on_input=config.get("model_type") in ("llama4", "llama4_text"),
         format=format,
         projections=projections,
     )
@@ -94,8 +94,8 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
 def _projections(format: Format, name: str, experts: dict[int, set[str]], num_experts: int) -> tuple[str, ...]:
     """The naming that all experts of a layer share; every one of them is there and quantized."""
     folder = format.ckpt.folder
-    if missing := sorted(set(range(num_experts)) - experts.keys()):
-        raise CheckpointError(f"{folder}: {name} lacks the experts {missing[:8]}; config.json says {num_experts}")
+    if missing := list(itertools.islice((e for e in range(num_experts) if e not in experts), 8)):  # may be absurd
+        raise CheckpointError(f"{folder}: {name} lacks the experts {missing}; config.json says {num_experts}")
     if len(experts) > num_experts:
         raise CheckpointError(f"{folder}: {name} has {len(experts)} experts; config.json says {num_experts}")
     naming = next((naming for naming in NAMINGS if set(naming) == set.union(*experts.values())), None)

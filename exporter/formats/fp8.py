@@ -71,7 +71,7 @@ class FP8(Format):
             scales=scales,
             group_size=bk,
             block_n=bn,
-            input_scale=float(tensors["input_scale"]) if "input_scale" in tensors else None,
+            input_scale=tensors["input_scale"].item() if "input_scale" in tensors else None,
             bias=self.bias(module, n),
         )
 

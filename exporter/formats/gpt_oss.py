@@ -21,6 +21,7 @@ from quantmoe.exporter.formats.bits import unpack_nibbles
 class GptOss(Format):
     name = "gpt-oss MXFP4"
     marks = ("gate_up_proj_blocks", "down_proj_blocks")
+    fused = (".experts.gate_up_proj_blocks", ".experts.down_proj_blocks")
 
     @staticmethod
     def claims(quantization: dict[str, Any]) -> bool:

@@ -93,8 +93,8 @@ class ModelOpt(Format):
             codes=unpack_nibbles(tensors["weight"]),
             scales=tensors["weight_scale"],
             group_size=16,
-            global_scale=float(tensors["weight_scale_2"]),
-            input_scale=float(tensors["input_scale"]),
+            global_scale=tensors["weight_scale_2"].item(),
+            input_scale=tensors["input_scale"].item(),
             bias=self.bias(module, n),
         )
 
@@ -117,7 +117,7 @@ class ModelOpt(Format):
             scales=scales,
             group_size=scheme.group_size,
             block_n=128 if scheme.group_size == 128 else 1,
-            input_scale=float(tensors["input_scale"]) if "input_scale" in tensors else None,
+            input_scale=tensors["input_scale"].item() if "input_scale" in tensors else None,
             bias=self.bias(module, n),
         )
 

@@ -78,9 +78,12 @@ class Quark(Format):
             return Scheme(kind, group_size, "fp8_tensor", f"{text}, fp8 activations per tensor")
         if inputs.get("dtype") == "fp8_e4m3" and inputs.get("qscheme") == "per_channel" and inputs.get("is_dynamic"):
             return Scheme(kind, group_size, "fp8_token", f"{text}, fp8 activations per token")
+        dynamic_group = inputs.get("qscheme") == "per_group" and inputs.get("is_dynamic")
+        if inputs.get("dtype") == "fp4" and dynamic_group and inputs.get("group_size") == 32:
+            return Scheme(kind, group_size, "mxfp4", f"{text}, MXFP4 activations")
         raise CheckpointError(
             f"{self.ckpt.folder}: {module}: Quark input_tensors {inputs.get('dtype')} {inputs.get('qscheme')}; "
-            "supported: none, fp8_e4m3 per_tensor, fp8_e4m3 per_channel dynamic"
+            "supported: none, fp8_e4m3 per_tensor, fp8_e4m3 per_channel dynamic, fp4 per_group 32 dynamic"
         )
 
     def matrix(self, module: str) -> QuantizedMatrix:

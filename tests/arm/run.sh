@@ -2,7 +2,8 @@
 # The Arm tests, on any Debian machine: builds the aarch64 wheel with g++-aarch64-linux-gnu and runs under qemu-user
 #   1. kleidiai_order: FORMAT.md as scalar code against KleidiAI's packers, quantizer and kernels
 #   2. digest.py here and there: every case of tests/cases.py gives the same bytes on both machines
-#   3. pytest ARGS (default: the layout and kernel tests) on the aarch64 wheel, with CPU (default neoverse-n2)
+#   3. model.py here and there, when MODEL names an exported folder: greedy tokens and KL divergence
+#   4. pytest ARGS (default: the layout and kernel tests) on the aarch64 wheel, with CPU (default neoverse-n2)
 # and counts the instructions of the hot loops.
 # `run.sh golden` writes tests/golden anew instead. Everything lands in build/arm; PYTHON is the host's, with quantmoe installed.
 set -euo pipefail
@@ -29,7 +30,7 @@ program tests/arm/kleidiai_order.cc kleidiai_order
   --python-version 3.13 --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 --platform manylinux2014_aarch64 \
   numpy ml_dtypes onnx-ir safetensors typer rich onnxruntime pytest hypothesis
 rm -rf "$dir/wheel" "$dir/site/quantmoe"
-_PYTHON_HOST_PLATFORM=linux-aarch64 "$python" -m pip wheel -q . --no-deps -w "$dir/wheel" -C build-dir="$dir/cmake" \
+_PYTHON_HOST_PLATFORM=linux-aarch64 "$python" -m pip wheel -q . --no-build-isolation --no-deps -w "$dir/wheel" -C build-dir="$dir/cmake" \
   -C cmake.define.CMAKE_TOOLCHAIN_FILE="$PWD/tests/arm/aarch64.cmake" -C cmake.define.CMAKE_PREFIX_PATH="$dir/arm64/usr"
 "$python" -m zipfile -e "$dir"/wheel/*.whl "$dir/site"
 arm_python() { PYTHONPATH=$dir/site "${qemu[@]}" "$dir/arm64/usr/bin/python3.13" "$@"; }
@@ -40,6 +41,12 @@ arm_python() { PYTHONPATH=$dir/site "${qemu[@]}" "$dir/arm64/usr/bin/python3.13"
 arm_python tests/arm/digest.py >"$dir/digests.arm"
 diff "$dir/digests.host" "$dir/digests.arm"
 echo "$(wc -l <"$dir/digests.arm") cases give the same bytes here and on aarch64"
+
+if [ -n "${MODEL:-}" ]; then
+  "$python" tests/arm/model.py "$MODEL" >"$dir/model.host"
+  arm_python tests/arm/model.py "$MODEL" >"$dir/model.arm"
+  "$python" tests/arm/model.py "$MODEL" "$dir/model.host" "$dir/model.arm"
+fi
 
 [ $# -gt 0 ] || set -- tests/layouts tests/kernels
 arm_python -m pytest -p no:cacheprovider "$@"

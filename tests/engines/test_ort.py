@@ -124,7 +124,7 @@ def test_not_finite_row(tmp_path: Path, small: Layer) -> None:
         ("w2_layout", "marlin", 'w2_layout is "marlin", this library supports: cpu_panel'),
         ("w13_format", "int3", 'w13_format is "int3", the operator defines: int4, int8'),
         ("activation", "tanh", 'activation is "tanh", the operator defines: silu'),
-        ("w2_group_size", 48, "w2_group_size is 48, expected -1 or a multiple of 32"),
+        ("w2_group_size", 48, "w2_zero_points 0: group_size must be -1, 16 or a multiple of 32"),
         ("gated", 2, "gated is 2, expected 0 to 1"),
         ("expert_offset", 1, "num_experts - expert_offset = 3"),
         ("hidden_size", 1 << 40, "hidden_size is 1099511627776, outside int32"),

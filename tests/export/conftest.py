@@ -10,23 +10,32 @@ import pytest
 from transformers import PreTrainedModel
 
 from quantmoe.exporter.convert import export
+from quantmoe.exporter.demo import SIZES as SIZES_OF
 from quantmoe.exporter.demo import make_checkpoint
 from quantmoe.exporter.formats import find_format, open_checkpoint
 from quantmoe.exporter.model import Skeleton, dequantized
 
 #: large enough that weights are external, small enough to trace and run quickly
 SIZES = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48, "num_hidden_layers": 2}
-INTERMEDIATE = {"qwen3_moe": "moe_intermediate_size", "mixtral": "intermediate_size", "olmoe": "intermediate_size"}
+INTERMEDIATE = dict.fromkeys(SIZES_OF, "intermediate_size") | dict.fromkeys(
+    ("qwen3_moe", "deepseek_v3", "glm4_moe"), "moe_intermediate_size"
+)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """checkpoint(architecture, scheme="W4A16", **sizes) -> folder."""
+    """checkpoint(architecture, scheme="W4A16", **sizes) -> folder. Schemes: presets; _ASYM has zero points."""
 
     @cache
     def make(architecture: str = "qwen3_moe", scheme: str = "W4A16", **sizes: object) -> Path:
         fields = SIZES | {INTERMEDIATE[architecture]: 96} | sizes
-        return make_checkpoint(tmp_path_factory.mktemp(architecture), architecture, scheme, **fields)
+        if architecture == "deepseek_v3":  # latent attention
+            fields = {name: value for name, value in fields.items() if name != "head_dim"} | {"num_key_value_heads": 4}
+        if "FP" in scheme:
+            fields["group_size"] = None  # the preset's
+        preset = scheme.removesuffix("_ASYM")
+        folder = tmp_path_factory.mktemp(architecture)
+        return make_checkpoint(folder, architecture, preset, symmetric=preset == scheme, **fields)
 
     return make
 

@@ -15,6 +15,7 @@ from quantmoe.custom_ops.reference import quant_moe
 from quantmoe.exporter import convert
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.convert import export
+from quantmoe.exporter.plan import plan
 
 # The oldest TensorRT that has IPluginV3 parsers for bf16 models, 10.0, reads opset 20.
 OPSET = 20
@@ -35,13 +36,16 @@ class QuantMoE(OpRun):
 @pytest.mark.parametrize("dtype", [None, "f16"])
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "olmoe"])
 def test_operators_and_types(exported, architecture, dtype):
-    model = ir.load(exported(architecture, target="cuda", dtype=dtype) / "model.onnx")
+    folder = exported(architecture, target="cuda", dtype=dtype)
+    model = ir.load(folder / "model.onnx")
     assert model.opset_imports == {"": OPSET, "quantmoe": 1}
     nodes = [node for node in model.graph if node.domain != ""]
     assert {(node.domain, node.op_type) for node in nodes} == {("quantmoe", "QuantMoE")}
     want = ir.DataType.FLOAT16 if dtype else ir.DataType.BFLOAT16
     assert [value.dtype for value in model.graph.inputs if value.name.startswith("past")] == [want] * 4
     assert model.graph.outputs[0].dtype == want
+    assert {p.name for p in folder.iterdir()} >= {"config.json", "tokenizer.json"}
+    assert not (folder / "genai_config.json").exists()
     for node in nodes:
         assert node.attributes["w13_layout"].value == "marlin"
         assert node.attributes["w2_activation_format"].value == "none"
@@ -75,6 +79,16 @@ def test_refusals(checkpoint, tmp_path, monkeypatch):
         export(folder, tmp_path / "a", target="cuda", activations="int8")
     with pytest.raises(CheckpointError, match="activation_format int8_token; layout marlin carries none"):
         export(checkpoint("qwen3_moe", "W8A8"), tmp_path / "a", target="cuda")
+    with pytest.raises(
+        CheckpointError, match="w13_format is int8; the CUDA kernels run symmetric int4 weights with f16"
+    ):
+        export(checkpoint("qwen3_moe", "W8A16"), tmp_path / "a", target="cuda")
+    with pytest.raises(CheckpointError, match="w13_zero_points is 1; the CUDA kernels run symmetric int4"):
+        export(checkpoint("qwen3_moe", "W4A16_ASYM"), tmp_path / "a", target="cuda")
+    with pytest.raises(CheckpointError, match="w13_zero_points is 1; the CUDA kernels run symmetric int4"):
+        plan(checkpoint("qwen3_moe", "W4A16_ASYM"), tmp_path / "a", target="cuda")
+    with pytest.raises(ValueError, match="dense is 'ort', expected one of: quantmoe"):
+        export(folder, tmp_path / "a", target="cuda", dense="ort")
     monkeypatch.setattr(convert, "MAX_ELEMENTS", 70_000)
     with pytest.raises(CheckpointError, match=r"w13 has 16 experts of \d+ int32 words.*at most 13 experts"):
         export(folder, tmp_path / "a", target="cuda")

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -96,7 +97,10 @@ def test_companion_files(exported):
 def test_inspect_verifies_and_finds_corruption(exported, tmp_path):
     folder = shutil.copytree(exported("qwen3_moe", activations="float"), tmp_path / "model")
     found = inspect(folder, verify=True)
-    assert found["verified"] == 4 + len(found["dense"])
+    assert found["verified"] == 4 + len(found["linears"]) + len(found["dense"])
+    (file,) = found["files"]
+    assert file["bytes"] == (folder / "model.onnx.data").stat().st_size
+    assert file["resident"] == file["bytes"]  # just read
     layer = found["layers"][0]
     assert layer["bytes"] == layer["w13"]["bytes"] + layer["w2"]["bytes"]
     assert 4.5 <= layer["bits_per_weight"] < 5.5  # 4-bit codes, a 16-bit scale for 32 of them, 64 bits a row
@@ -126,7 +130,7 @@ def test_inspect_refuses_changed_attributes(exported, tmp_path):
         ("w13_group_size", 64, "w13 has shape"),
         ("w13_scale_type", "f16", r"w13_scale_type is 'f16', .* was packed with 'bf16'"),
         ("op_version", 2, r"op_version is 2, .* was packed with 1"),
-        ("w13_format", "nvfp4", r"layout cpu_panel does not carry nvfp4"),
+        ("w13_format", "nvfp4", r"w13_format is 'nvfp4', .* was packed with 'int4'|w13 has shape"),
         ("activation", "tanh", "activation is 'tanh'; supported: silu"),
     ):
         model = ir.load(folder / "model.onnx")
@@ -249,7 +253,7 @@ def test_exact_scales_keep_their_type(checkpoint, tmp_path):
     [
         ({"model_type": "quantum"}, "not an architecture of transformers"),
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "experts interface"),
-        ({"num_hidden_layers": 3}, "no quantized experts for model.layers.2"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers is 3, the checkpoint has tensors of 2 layers"),
         ({"hidden_size": 256}, "expected"),
     ],
 )
@@ -293,7 +297,17 @@ def test_command_line(quantmoe, checkpoint, exported, tmp_path):
     done = quantmoe("inspect", folder, "--verify", "--json")
     assert done.returncode == 0
     assert len(json.loads(done.stdout)["layers"]) == 2
-    assert "cpu_panel" in quantmoe("inspect", folder).stdout
+    shown = quantmoe("inspect", folder).stdout
+    assert "cpu_panel" in shown
+    assert re.search(r"model\.onnx\.data: [\d.,]+ MB of [\d.,]+ MB in memory", shown)
+    planned = quantmoe("export", checkpoint("qwen3_moe"), tmp_path / "planned", "--dry-run")
+    assert planned.returncode == 0, planned.stderr
+    assert not (tmp_path / "planned").exists()
+    assert (
+        f"experts of 2 layers {sum(layer['bytes'] for layer in inspect(folder)['layers']) / 1e6:,.1f} MB"
+        in planned.stdout
+    )
+    assert quantmoe("generate", folder, "--ids", "5", "--max-new-tokens", 1, "--prefault").returncode == 0
 
     done = quantmoe("generate", folder, "--ids", "5,6,7", "--max-new-tokens", 4)
     assert done.returncode == 0

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +19,9 @@ from encoders import CASES, Case, random_matrix
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quantmoe.custom_ops import native
+from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.formats import CheckpointError, find_format, open_checkpoint
 
 
@@ -58,6 +64,15 @@ SHARDS: dict[str, tuple[bytes, str]] = {
         shard({"a": tensor(), "b": tensor(offsets=[4, 12])}, EIGHT + EIGHT[:4]),
         "b: starts at 4; the tensors before it end at 8 (overlap or hole)",
     ),
+    "another dtype": (
+        shard({"a": tensor("F64")}, EIGHT),
+        "a: data_offsets [0, 8] span 8 bytes; F64 [2] takes 16",
+    ),
+    "offsets past the file": (shard({"a": tensor("U8", [2**40], [0, 2**40])}, EIGHT), "a: ends at byte 1099511"),
+    "offsets past int64": (shard({"a": tensor("U8", [2**70], [0, 2**70])}, EIGHT), "a: shape [1180591620717411303424]"),
+    "a number of 5000 digits": (shard(b'{"a": %s}' % (b"9" * 5000)), "corrupt header: Exceeds the limit"),
+    "many values": (shard(b"[" + b"[]," * 2_000_000 + b"1]"), "corrupt header: 4000001 brackets, commas and colons"),
+    "many dimensions": (shard({"a": tensor("U8", [1] * 33, [0, 1])}, b"0"), "a: 33 dimensions, expected at most 32"),
     "hole": (shard({"a": tensor(), "b": tensor(offsets=[16, 24])}, EIGHT * 3), "b: starts at 16"),
     "trailing bytes": (shard({"a": tensor()}, EIGHT * 2), "the tensors in its header end at byte"),
 }
@@ -74,6 +89,8 @@ def test_shard(name: str, tmp_path: Path) -> None:
 
 
 CONFIGS = {
+    "many values": ("[" * 5_000_000, "5000000 brackets, commas and colons, expected at most 4000000"),
+    "large": (" " * 64_000_001, "config.json: larger than 64000000 bytes"),
     "missing": (None, "config.json: missing"),
     "not JSON": ("{", "config.json: cannot be read as JSON"),
     "deep": ("[" * 100_000, "config.json: cannot be read as JSON"),
@@ -152,6 +169,29 @@ def test_tensors_are_views_of_the_file(tmp_path: Path) -> None:
         ckpt.tensor("absent")
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "quantize_config.json"])
+def test_configurations_are_files_of_the_folder(name: str, tmp_path: Path) -> None:
+    """Neither links out of it nor pipes, which would never end."""
+    folder = write_checkpoint(tmp_path / "checkpoint", {"a": np.zeros(1)}, {})
+    (folder / name).unlink(missing_ok=True)
+    secret = tmp_path / "secret.json"
+    secret.write_text("{}")
+    for make, text in (
+        (lambda: (folder / name).symlink_to(secret), f"links to {secret}, outside the checkpoint's folder"),
+        *([(lambda: (folder / name).symlink_to(name), "ymlink")] if name == "config.json" else []),
+        (lambda: os.mkfifo(folder / name), "not a file"),
+        (lambda: (folder / name).mkdir(), "not a file"),
+    ):
+        make()
+        with pytest.raises(CheckpointError, match=name) as error:
+            _ = open_checkpoint(folder).quantization
+        assert text in str(error.value)
+        if (folder / name).is_dir() and not (folder / name).is_symlink():
+            (folder / name).rmdir()
+        else:
+            (folder / name).unlink()
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, 10_000), value=st.integers(0, 255), cut=st.booleans())
 def test_any_damaged_byte(position: int, value: int, cut: bool, tmp_path: Path) -> None:
@@ -228,7 +268,7 @@ def edited(model: Path, folder: Path, edit: Callable[[dict[str, Any], dict[str, 
 
 
 E1 = "model.layers.1.mlp.experts.1"
-EDITS: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], str]] = {
+EDITS: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], str | None]] = {
     "missing expert": (
         lambda c, t: [t.pop(name) for name in list(t) if name.startswith(f"{E1}.")],
         "model.layers.1.mlp.experts lacks the experts [1]; config.json says 4",
@@ -252,6 +292,22 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], s
     ),
     "hidden size a string": (lambda c, t: c.update(hidden_size="128"), "hidden_size is '128', expected a positive int"),
     "another hidden size": (lambda c, t: c.update(hidden_size=96), "is [64, 128], expected [64, 96] (config.json)"),
+    "a trillion experts": (
+        lambda c, t: c.update(num_experts=10**12),
+        "lacks the experts [4, 5, 6, 7, 8, 9, 10, 11]; config.json says 1000000000000",
+    ),
+    "an expert's number of 5000 digits": (
+        lambda c, t: t.update({f"model.layers.1.mlp.experts.{'9' * 5000}.x.y": np.zeros(1)}),
+        None,
+    ),
+    "a millionth expert": (
+        lambda c, t: t.update({"model.layers.1.mlp.experts.999999.up_proj.weight_packed": np.zeros(1)}),
+        "has 5 experts; config.json says 4",
+    ),
+    "a layer of that number": (
+        lambda c, t: t.update({f"model.layers.{'9' * 5000}.mlp.experts.0.x.y": np.zeros(1)}),
+        "lacks the experts [1, 2, 3]",
+    ),
     "unknown activation": (lambda c, t: c.update(hidden_act="mish"), "activation 'mish'; supported: silu"),
     "missing scale": (
         lambda c, t: t.pop(f"{E1}.down_proj.weight_scale"),
@@ -294,10 +350,129 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], s
 def test_model(name: str, model: Path, tmp_path: Path) -> None:
     edit, text = EDITS[name]
     folder = edited(model, tmp_path, edit)
+    if text is None:  # no such expert: not one of the model's tensors
+        assert len(find_format(open_checkpoint(folder)).moe_layers()) == 2
+        return
     with pytest.raises(CheckpointError) as error:
         [list(layer) for layer in find_format(open_checkpoint(folder)).moe_layers()]
     assert text in str(error.value)
     assert str(folder) in str(error.value)
+
+
+CASE = {case.id: case for case in CASES}
+BIG = np.int32(2**30)
+
+
+def flat(array: np.ndarray, value: Any, index: int = 5) -> np.ndarray:
+    """A copy with one element changed."""
+    out = array.copy()
+    out.flat[index] = value
+    return out
+
+
+#: encoder, tensor, what becomes of it, the error
+TENSORS: dict[str, tuple[str, str, Callable[[np.ndarray], np.ndarray], str]] = {
+    "packed too short": (
+        "ct-w4a16",
+        "weight_packed",
+        lambda a: a[:, :-1],
+        "m.weight_packed is I32 [16, 15], expected I32 [16, 16]",
+    ),
+    "packed too long": (
+        "ct-w4a16",
+        "weight_packed",
+        lambda a: np.repeat(a, 2, 1),
+        "is I32 [16, 32], expected I32 [16, 16]",
+    ),
+    "packed as floats": (
+        "ct-w4a16",
+        "weight_packed",
+        lambda a: a.astype(np.float32),
+        "m.weight_packed is F32 [16, 16], expected I32",
+    ),
+    "packed as bytes": (
+        "ct-w4a16",
+        "weight_packed",
+        lambda a: a.view(np.uint8),
+        "m.weight_packed is U8 [16, 64], expected I32 [16, 16]",
+    ),
+    "packed in three dimensions": (
+        "ct-w4a16",
+        "weight_packed",
+        lambda a: a[None],
+        "m.weight_packed is I32 [1, 16, 16], expected I32",
+    ),
+    "codes past the width": ("ct-w4a8", "weight", lambda a: flat(a, 100), "m.weight has values outside int4"),
+    "scales as integers": (
+        "ct-w4a16",
+        "weight_scale",
+        lambda a: a.astype(np.int32),
+        "m.weight_scale is I32 [16, 4], expected BF16|F16|F32",
+    ),
+    "shape as floats": (
+        "ct-w4a16",
+        "weight_shape",
+        lambda a: a.astype(np.float64),
+        "m.weight_shape is F64 [2], expected I64|I32",
+    ),
+    "shape of no features": (
+        "ct-w4a16",
+        "weight_shape",
+        lambda a: a * 0,
+        "m.weight_shape is [0, 0], expected positive sizes",
+    ),
+    "qweight too short": ("gptq4", "qweight", lambda a: a[:-1], "m.qweight is I32 [15, 16], expected I32 [16, 16]"),
+    "qweight as int64": ("gptq4", "qweight", lambda a: a.astype(np.int64), "m.qweight is I64 [16, 16], expected I32"),
+    "qzeros too short": ("gptq4", "qzeros", lambda a: a[:, :-1], "m.qzeros is I32 [4, 1], expected I32 [4, 2]"),
+    "g_idx too short": (
+        "gptq4-desc_act",
+        "g_idx",
+        lambda a: a[:-1],
+        "m.qweight is I32 [16, 16], expected I32 [16, 16]|m.g_idx",
+    ),
+    "g_idx as int64": (
+        "gptq4-desc_act",
+        "g_idx",
+        lambda a: a.astype(np.int64),
+        "m.g_idx is I64 [128], expected I32 [128]",
+    ),
+    "g_idx negative": (
+        "gptq4-desc_act",
+        "g_idx",
+        lambda a: flat(a, -1),
+        "m.g_idx ranges from -1 to 3, expected 0 to 3",
+    ),
+    "g_idx out of range": (
+        "gptq4-desc_act",
+        "g_idx",
+        lambda a: flat(a, 4),
+        "m.g_idx ranges from 0 to 4, expected 0 to 3",
+    ),
+    "g_idx far out of range": (
+        "gptq4-desc_act",
+        "g_idx",
+        lambda a: flat(a, BIG),
+        "ranges from 0 to 1073741824, expected 0 to 3",
+    ),
+    "g_idx with uneven groups": (
+        "gptq4-desc_act",
+        "g_idx",
+        lambda a: np.where(a == 3, 2, a).astype(np.int32),
+        "input features into group",
+    ),
+    "weight_g_idx out of range": (
+        "ct-w4a16-g_idx",
+        "weight_g_idx",
+        lambda a: flat(a, BIG),
+        "m.weight_g_idx ranges from",
+    ),
+    "weight_g_idx with uneven groups": (
+        "ct-w4a16-g_idx",
+        "weight_g_idx",
+        lambda a: a * 0,
+        "m.weight_g_idx puts 128 input features into group 0",
+    ),
+}
 
 
 LAST = "model.layers.1.mlp.experts.3.down_proj"
@@ -324,6 +499,130 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], 
         "model.layers.1.self_attn.k_proj.weight_scale is missing",
     ),
 }
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensor(name: str, tmp_path: Path) -> None:
+    case, suffix, damage, text = TENSORS[name]
+    matrix = random_matrix(CASE[case], 16, 128, 32, CASE[case].scales[0], bias=False, seed=0)
+    tensors = {f"m.{key}": array for key, array in CASE[case].encode(matrix).items()}
+    tensors[f"m.{suffix}"] = damage(tensors[f"m.{suffix}"])
+    folder = write_checkpoint(tmp_path, tensors, CASE[case].config(32))
+    with pytest.raises(CheckpointError) as error:
+        find_format(open_checkpoint(folder)).matrix("m")
+    assert any(part in str(error.value) for part in text.split("|m.")), str(error.value)
+    assert str(folder) in str(error.value)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("projection", ["gate_proj", "up_proj", "down_proj"])
+def test_scales_that_are_no_numbers(projection: str, value: float, model: Path, tmp_path: Path) -> None:
+    """Refused before a byte of that expert is written."""
+    name = f"{E1}.{projection}.weight_scale"
+    folder = edited(model, tmp_path, lambda c, t: t.update({name: flat(t[name], value)}))
+    layer = find_format(open_checkpoint(folder)).moe_layers()[1]
+    layout = LAYOUTS["cpu_panel"]
+    w13, w2 = layout.describe(layer.expert(0), "none")
+    spec = MoESpec(4, layer.hidden_size, layer.intermediate_size, w13, w2)
+    rows = [native.aligned(layout.row_bytes(spec, p)) for p in ("w13", "w2")]
+    layout.pack(layer.expert(0), spec, *rows)
+    with pytest.raises(ValueError, match=r"NaN|finite"):
+        layout.pack(layer.expert(1), spec, *rows)
+
+
+def test_negative_scales_are_kept(model: Path, tmp_path: Path) -> None:
+    """AutoRound writes them: a code of -8 and a negative scale reach one step further up."""
+    name = f"{E1}.up_proj.weight_scale"
+    folder = edited(model, tmp_path, lambda c, t: t.update({name: -t[name]}))
+    whole, flipped = (
+        find_format(open_checkpoint(path)).moe_layers()[1].expert(1).up.dequantize() for path in (model, folder)
+    )
+    np.testing.assert_array_equal(flipped, -whole)
+
+
+SIZES = {
+    "hidden_size": (2**40, "hidden_size is 1099511627776, expected at most 16777216"),
+    "moe_intermediate_size": (2**62, "moe_intermediate_size is 4611686018427387904, expected at most"),
+    "num_hidden_layers": (10**7, "num_hidden_layers is 10000000, the checkpoint has tensors of 2 layers"),
+    "num_attention_heads": (2**31, "num_attention_heads is 2147483648, expected at most"),
+    "num_key_value_heads": (0, "config.json: not "),
+    "head_dim": (2**40, "head_dim is 1099511627776, expected at most"),
+    "vocab_size": (2**50, "vocab_size is 1125899906842624, expected at most"),
+    "num_experts_per_tok": (10**9, "1000000000 experts a token, expected at most 4"),
+    "num_experts": (2**60, "lacks the experts [4, 5, 6, 7, 8, 9, 10, 11]; config.json says 1152921504606846976"),
+    "auto_map": ({"AutoConfig": "run.Config", "AutoModelForCausalLM": "run.Model"}, None),
+    "model_type": ("never_heard_of", "not an architecture of transformers"),
+    "rope_scaling": ("?", "config.json: not "),
+    "layer_types": (7, "config.json: not "),
+}
+
+
+def test_absurd_configurations(model: Path, tmp_path: Path) -> None:
+    """One process with 4 GB of address space beyond torch's libraries; every size is refused, and no code is run."""
+    for key, (value, _) in SIZES.items():
+        folder = edited(model, tmp_path / key, lambda c, t, key=key, value=value: c.update({key: value}))
+        (folder / "run.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+        if key == "auto_map":
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(config | {"model_type": "never_heard_of"}))
+    code = """
+import re, resource, sys
+from pathlib import Path
+from quantmoe.exporter.formats import CheckpointError, find_format, open_checkpoint
+from quantmoe.exporter.model import Skeleton
+used = int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30),) * 2)
+for folder in sys.argv[1:]:
+    try:
+        Skeleton(find_format(open_checkpoint(folder)))
+        print("accepted")
+    except CheckpointError as error:
+        print(str(error).replace(chr(10), " "))
+"""
+    folders = [str(tmp_path / key) for key in SIZES]
+    done = subprocess.run([sys.executable, "-c", code, *folders], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for (key, (_, text)), line in zip(SIZES.items(), done.stdout.splitlines(), strict=True):
+        assert (text or "not an architecture of transformers") in line, (key, line)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_bombs_stay_small(tmp_path: Path) -> None:
+    """Headers and indices at their limits are refused or read in bounded memory and time, in one process."""
+    entry = b'"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+    bombs = {
+        "brackets": shard(b"[" * 90_000_000),
+        "lists": shard(b'{"a":[' + b"[]," * 1_300_000 + b"1]}"),
+        "objects": shard(b'{"a":[' + b'{"":1},' * 900_000 + b"1]}"),
+        "dimensions": shard({"a": {"dtype": "U8", "shape": [1] * 2_000_000, "data_offsets": [0, 1]}}, b"0"),
+        "tensors": shard(b"{" + b",".join(entry % i for i in range(300_000)) + b"}"),
+        "a name": shard(b'{"' + b"a" * 90_000_000 + b'":1}'),
+    }
+    for name, data in bombs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(data)
+    code = """
+import re, sys
+from pathlib import Path
+from quantmoe.exporter.formats import CheckpointError, open_checkpoint
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+before = peak()
+for folder in sys.argv[1:]:
+    try:
+        open_checkpoint(folder)
+        print("read")
+    except CheckpointError as error:
+        print("refused", len(str(error)))
+print(peak() - before)
+"""
+    folders = [str(tmp_path / name) for name in bombs]
+    done = subprocess.run([sys.executable, "-c", code, *folders], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    *found, peak = done.stdout.splitlines()
+    assert [line.split()[0] for line in found] == ["refused"] * 4 + ["read", "refused"]
+    assert all(int(line.split()[1]) < 2000 for line in found if "refused" in line), found
+    assert int(peak) < 1_000_000_000
 
 
 @pytest.mark.parametrize("name", DAMAGE)

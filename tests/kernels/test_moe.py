@@ -5,12 +5,14 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import CASES, Case, Layer
+from bounds import check
+from cases import CASES, FLOAT_ACTIVATIONS, ONE_OF_EACH, WEIGHTS, Case, Layer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantmoe.custom_ops import native, reference
+from quantmoe.custom_ops import native
 from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.schemes import SCHEMES
 
 USABLE = [name for name, usable in native.kernels().items() if usable]
 
@@ -18,56 +20,6 @@ USABLE = [name for name, usable in native.kernels().items() if usable]
 def run(layer: Layer, tokens: tuple, kernel: str, monkeypatch: pytest.MonkeyPatch, lanes: int = 1) -> np.ndarray:
     monkeypatch.setenv("QUANTMOE_FORCE_KERNEL", kernel)
     return layer.native()(*tokens, lanes=lanes)
-
-
-def tolerance(layer: Layer, hidden: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Bound [T, 1] on |kernel - reference|.
-
-    f32 sums of K terms err by at most K * 2^-24 of the sum of magnitudes, and in the mean by its square root; 2^-18 of
-    the magnitudes covers the sizes here. A quantized h may also round the other way where f32 and f64 straddle a half
-    (probability about 1e-4 an element): three such steps are allowed a pair.
-    """
-    spec = layer.spec
-    out = np.zeros((len(hidden), 1))
-    for i, expert in enumerate(layer.experts):
-        for t, j in zip(*np.nonzero(ids == spec.expert_offset + i), strict=True):
-            x = hidden[t : t + 1].astype(np.float32) * (weights[t, j] if spec.apply_router_weight_on_input else 1)
-            w = 1.0 if spec.apply_router_weight_on_input else abs(weights[t, j])
-            if not np.isfinite(x).all():
-                continue
-
-            def size(m, x=x):
-                return np.abs(x) @ np.abs(m.dequantize()).T + (0 if m.bias is None else np.abs(m.bias))
-
-            up = size(expert.up)
-            gate = np.ones_like(up) if expert.gate is None else size(expert.gate)
-            bound = np.minimum(gate, 1e30) * (up + 1) if spec.activation != "relu2" else gate**2 * up + up**2
-            exact = reference.activate(
-                spec,
-                None if expert.gate is None else reference.linear(x, expert.gate, spec.w13.activation_format),
-                reference.linear(x, expert.up, spec.w13.activation_format),
-            )
-            w2 = np.abs(expert.down.dequantize())
-            error = 2.0**-18 * (bound @ w2.T + np.abs(exact) @ w2.T).max()
-            if spec.w2.activation_format != "none":
-                error += 3 * np.ptp(np.append(exact, 0)) / 127 * w2.max()
-            out[t] += w * (error + 2.0**-18 * (0 if expert.down.bias is None else np.abs(expert.down.bias).max()))
-    return out
-
-
-def check(layer: Layer, tokens: tuple, got: np.ndarray) -> None:
-    want = reference.quant_moe(layer.spec, layer.experts, *tokens)
-    finite = np.isfinite(want).all(1)
-    assert np.isnan(got[~finite].astype(np.float64)).all()
-    error = np.abs(got[finite].astype(np.float64) - want[finite])
-    bound = tolerance(layer, *tokens)[finite] + np.abs(want[finite]) * np.float64(
-        {np.dtype(np.float32): 2.0**-23, np.dtype(np.float16): 2.0**-11, np.dtype(ml_dtypes.bfloat16): 2.0**-8}[
-            got.dtype
-        ]
-    )
-    assert (error <= bound).all(), (
-        f"error {error.max():.3g}, {np.max(error / np.maximum(bound, 1e-30)):.3g} of the bound"
-    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -98,10 +50,11 @@ def test_16_bit_activations(dtype: type, kernel: str, monkeypatch: pytest.Monkey
         intermediate=st.integers(1, 150),
         experts=st.integers(1, 9),
         top_k=st.integers(1, 4),
-        kind=st.sampled_from(["int4", "int8"]),
-        group_size=st.sampled_from([-1, 32, 64, 128]),
-        scale_type=st.sampled_from(["f32", "f16", "bf16"]),
-        activation_format=st.sampled_from(["none", "int8_token", "int8_token_asym"]),
+        weights=st.sampled_from(WEIGHTS),
+        group_size=st.sampled_from([-1, 16, 32, 64, 128]),
+        activation_format=st.sampled_from(["none", "int8_token", "int8_token_asym", *FLOAT_ACTIVATIONS]),
+        pre_scale=st.booleans(),
+        static=st.booleans(),
         activation=st.sampled_from(["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai", "swiglu_step"]),
         bias=st.booleans(),
         act_order=st.sampled_from(["none", "shared", "split"]),
@@ -126,7 +79,7 @@ def test_kernels_and_thread_counts_agree_bit_for_bit(case: Case, t: int, lanes: 
                 assert got.tobytes() == want.tobytes(), f"{kernel} with {n} lanes"
 
 
-@pytest.mark.parametrize("activation_format", ["none", "int8_token", "int8_token_asym"])
+@pytest.mark.parametrize("activation_format", ["none", "int8_token", "int8_token_asym", *FLOAT_ACTIVATIONS])
 @pytest.mark.parametrize("kernel", USABLE)
 def test_extreme_activations(activation_format: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(activation_format=activation_format, experts=2)
@@ -147,17 +100,23 @@ def test_extreme_activations(activation_format: str, kernel: str, monkeypatch: p
     assert np.isfinite(got[[0, 1, 4, 5, 6, 7, 8]]).all()
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("weights", ONE_OF_EACH[:-1], ids=str)
 @pytest.mark.parametrize("kernel", USABLE)
-def test_the_largest_products_do_not_saturate(kernel: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_products_do_not_saturate(
+    kernel: str, weights: tuple[str, str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Largest(Case):
         def matrix(self, *args: object) -> QuantizedMatrix:
             m = super().matrix(*args)
-            codes = np.zeros_like(m.codes)  # rows of the lowest code, then of the highest
-            codes[1::2] = 15 if kind == "int4" else 255
-            return dataclasses.replace(m, codes=codes)
+            table = SCHEMES[m.kind].table
+            codes = np.full_like(m.codes, table.argmin())  # rows of the lowest code, then of the highest
+            codes[1::2] = table.argmax()
+            zeros = (
+                None if m.zero_points is None else m.zero_points * 0 + np.uint8(table.argmax()) * (codes[:, :1] == 0)
+            )
+            return dataclasses.replace(m, codes=codes, zero_points=zeros)
 
-    layer = Largest(hidden=256, intermediate=64, kind=kind, activation_format="int8_token").build()
+    layer = Largest(hidden=256, intermediate=64, weights=weights, activation_format="int8_token").build()
     hidden, ids, weights = layer.case.tokens(12)
     hidden[:6], hidden[6:] = -1, 1  # every value quantizes to -128, to 127
     got = run(layer, (hidden, ids, weights), kernel, monkeypatch)
@@ -208,9 +167,11 @@ def test_slices_add_up_to_the_layer() -> None:
         ("op_version", 2, "op_version is 2, expected 1 to 1"),
         ("w13_layout_version", 2, "w13_layout_version is 2, expected 1 to 1"),
         ("w2_layout", "marlin", 'w2_layout is "marlin", this library supports: cpu_panel'),
-        ("w2_format", "nvfp4", 'w2_format is "nvfp4", this library supports: int4, int8'),
-        ("w13_group_size", 48, "w13_group_size is 48, expected -1 or a multiple of 32"),
-        ("w13_activation_format", "mxfp8", 'w13_activation_format is "mxfp8"'),
+        ("w2_format", "nvfp4", 'w2_format is "nvfp4", .*: nvfp4 has e4m3 scales'),
+        ("w13_group_size", 48, "w13_group_size 48, .*: group_size must be -1, 16 or a multiple of 32"),
+        ("w13_block_n", 128, "w13_block_n 128, .*: block_n must be 1"),
+        ("w13_format", "fp8_e4m3", 'w13_activation_format is "int8_token_asym", w13_format "fp8_e4m3" needs'),
+        ("w13_pre_scale", 3, "w13_pre_scale is 3, expected 0 to 2"),
         ("hidden_size", 0, "hidden_size is 0, expected 1 to"),
         ("w2_perm", 2, "w2_perm is 2, expected 0 to 1"),
         ("num_experts", 3, "w13 has 4 experts"),

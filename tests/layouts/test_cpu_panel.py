@@ -4,22 +4,24 @@ import dataclasses
 
 import numpy as np
 import pytest
-from cases import CASES, Case
+from cases import CASES, WEIGHTS, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.schemes import SCHEMES
 
 cases = st.builds(
     Case,
     hidden=st.integers(1, 200),
     intermediate=st.integers(1, 100),
     experts=st.integers(1, 2),
-    kind=st.sampled_from(["int4", "int8"]),
-    group_size=st.sampled_from([-1, 32, 64, 96, 128]),
-    scale_type=st.sampled_from(["f32", "f16", "bf16"]),
+    weights=st.sampled_from(WEIGHTS),
+    group_size=st.sampled_from([-1, 16, 32, 64, 96, 128]),
+    activation_format=st.sampled_from(["none", "fp8_tensor", "nvfp4"]),
+    pre_scale=st.booleans(),
     gated=st.booleans(),
     bias=st.booleans(),
     act_order=st.sampled_from(["none", "shared", "split"]),
@@ -36,6 +38,10 @@ def equal(a: QuantizedMatrix | None, b: QuantizedMatrix | None) -> None:
         if isinstance(x, np.ndarray):
             if field.name == "perm" and y is None:
                 y = np.arange(len(x), dtype=np.int32)  # the identity comes back as None
+            if field.name == "zero_points" and y is None:
+                y = np.full_like(x, SCHEMES[a.kind].zero)  # and so do zero points that are all the midpoint
+            if field.name == "pre_scale" and y is None:
+                y = np.ones_like(x)  # and pre-scales of 1
             assert x.dtype.itemsize == y.dtype.itemsize
             assert x.tobytes() == np.asarray(y, x.dtype).tobytes(), field.name
         else:
@@ -59,8 +65,7 @@ def test_native_packer_writes_the_reference_bytes(case: Case, step: int) -> None
     rng = np.random.default_rng(case.seed)
     m = case.matrix(rng, case.intermediate, case.hidden)
     want = cpu_panel.reference_panels(m)
-    stride = cpu_panel.panel_stride(m.kind, m.shape[1], m.group_size, m.scale_type)
-    assert want.shape[1] == stride
+    stride = want.shape[1]
     got = np.full((len(want) * step, stride), 0xA5, np.uint8)
     native.pack_panels(m, got.reshape(-1), panel_step=step)
     assert got[::step].tobytes() == want.tobytes()
@@ -79,9 +84,11 @@ def test_row_bytes_agree_with_the_c_abi(case: Case) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"group_size": 16, "scales": np.ones((8, 4), np.float32)}, "group_size of -1 or a multiple of 32, found 16"),
-        ({"zero_points": np.zeros((8, 2), np.uint8)}, "does not carry zero_points"),
-        ({"kind": "mxfp4"}, "does not carry mxfp4; it carries int4, int8"),
+        ({"group_size": 8, "scales": np.ones((8, 8), np.float32)}, "group_size -1, 16 or a multiple of 32, found 8"),
+        ({"global_scale": 2.0}, "carries a global scale for nvfp4 only, found int4"),
+        ({"block_n": 2, "scales": np.ones((4, 2), np.float32)}, "blocks of rows for fp8_e4m3 only, found int4"),
+        ({"kind": "int3"}, "does not carry int3; it carries int4, int8, mxfp4, nvfp4, fp8_e4m3"),
+        ({"kind": "mxfp4"}, "carries mxfp4 with scales of type e8m0, found bf16"),
     ],
 )
 def test_what_the_layout_cannot_carry_is_refused_by_name(change: dict, message: str) -> None:
@@ -109,6 +116,6 @@ def test_an_expert_unlike_its_layer_is_refused() -> None:
     ordered = Case(act_order="shared").expert(np.random.default_rng(0))
     with pytest.raises(ValueError, match="act-order"):
         cpu_panel.pack(ordered, layer.spec, w13, w2)
-    other = Case(scale_type="f16").expert(np.random.default_rng(0))
+    other = Case(weights=("int4", "f16", False)).expert(np.random.default_rng(0))
     with pytest.raises(ValueError, match="the layer's node says"):
         cpu_panel.pack(other, layer.spec, w13, w2)

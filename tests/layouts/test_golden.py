@@ -3,11 +3,13 @@
 tests/golden/generate says how the files were made; tests/arm holds the kernels to KleidiAI's directly.
 """
 
+import hashlib
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import Case
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import cpu_panel
@@ -89,3 +91,28 @@ def test_products(golden: dict[str, np.ndarray]) -> None:
         dot = factor * (q @ values.T - values.sum(1) * z)
         y = dot.astype(np.float32) * (m.scales[:, 0] / np.float32(factor) * step) + m.bias
     np.testing.assert_array_equal(y.view(np.int32), golden["y"].view(np.int32))
+
+
+#: sha256 of the panels that KleidiAI does not have: (kind, scale type, zero points), group size -> first 16 digits
+PINNED = {
+    (("int4", "f16", True), 32): "2c718b84dbd57ca4",
+    (("int4", "bf16", True), -1): "f2589cfd1959f2a5",
+    (("int4", "f32", False), 16): "b2af2b473971c07c",
+    (("int8", "f16", True), 64): "1419b1be783821e1",
+    (("int8", "bf16", False), 16): "e746d0d7b8634041",
+    (("mxfp4", "e8m0", False), 32): "3a9ef860b840a20f",
+    (("nvfp4", "e4m3", False), 16): "a39cc1e0c825c9cd",
+    (("fp8_e4m3", "f32", False), -1): "a53220e34b0eaecf",
+    (("fp8_e4m3", "bf16", False), 128): "8fb714fed6ac88f4",
+    (("fp8_e4m3", "e8m0", False), 32): "1e13415a9ded6f42",
+}
+
+
+@pytest.mark.parametrize(("weights", "group_size"), PINNED, ids=str)
+def test_pinned_panels(weights: tuple[str, str, bool], group_size: int) -> None:
+    """The bytes of files written by earlier releases."""
+    case = Case(weights=weights, group_size=group_size, bias=True)
+    m = case.matrix(np.random.default_rng(7), 21, 90)
+    packed = np.zeros_like(cpu_panel.reference_panels(m))
+    native.pack_panels(m, packed.reshape(-1))
+    assert hashlib.sha256(packed).hexdigest()[:16] == PINNED[weights, group_size]

@@ -1,8 +1,8 @@
 // C ABI of the quantmoe kernels: no engine, no allocation, no global state, no exceptions across it.
 //
-// A caller fills a qm_moe (attributes by name, from op.def), validates it once against its packed tensors, and then for
-// each call plans, provides a workspace and runs. Functions that can fail return 0 or a qm_status and write a
-// sentence into `err` (QM_ERROR_SIZE bytes) that names the attribute or value and what was expected.
+// A caller fills an operator's struct (attributes by name, from op.def), validates it once against its packed tensors,
+// and then for each call plans, provides a workspace and runs. Functions that can fail return 0 or a qm_status and
+// write a sentence into `err` (QM_ERROR_SIZE bytes) that names the attribute or value and what was expected.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -22,7 +22,8 @@ typedef enum { QM_OK = 0, QM_INVALID = 1, QM_UNSUPPORTED = 2 } qm_status;
 typedef enum { QM_F32 = 0, QM_F16 = 1, QM_BF16 = 2 } qm_type;
 
 typedef struct {
-  int32_t format, group_size, block_n, scale_type, zero_points, bias, perm, activation_format, layout, layout_version;
+  int32_t format, group_size, block_n, scale_type, zero_points, bias, perm, pre_scale, activation_format, layout,
+      layout_version;
 } qm_projection;
 
 typedef struct {
@@ -32,15 +33,26 @@ typedef struct {
   qm_projection w13, w2;
 } qm_moe;
 
-// One row a node attribute, in op.def's order. kind: 'i' int32, 'f' float, 's' the name of an enum value.
+typedef struct {
+  int32_t op_version, in_features, out_features;
+  qm_projection w;
+} qm_linear;
+
+typedef struct {
+  int32_t op_version, num_experts, top_k, method, renormalize, n_group, topk_group;
+  float routed_scaling_factor;
+} qm_routing;
+
+// The attributes of an operator ("QuantMoE", "QuantLinear", "MoERouting"); kind: 'i' int32, 'f' float, 's' the name of
+// an enum value. `node` is the operator's struct above.
 typedef struct {
   const char* name;
   char kind;
 } qm_attribute;
-QM_API const qm_attribute* qm_moe_attributes(size_t* count);
-QM_API int qm_moe_set_int(qm_moe*, const char* name, int64_t value, char* err);
-QM_API int qm_moe_set_float(qm_moe*, const char* name, float value, char* err);
-QM_API int qm_moe_set_string(qm_moe*, const char* name, const char* value, char* err);
+QM_API const qm_attribute* qm_attribute_at(const char* op, size_t index);  // NULL past the end
+QM_API int qm_set_int(const char* op, void* node, const char* name, int64_t value, char* err);
+QM_API int qm_set_float(const char* op, void* node, const char* name, float value, char* err);
+QM_API int qm_set_string(const char* op, void* node, const char* name, const char* value, char* err);
 
 // Bytes of one expert's packed row by FORMAT.md; 0 when the attributes are not valid. projection: 13 or 2.
 QM_API size_t qm_row_bytes(const qm_moe*, int projection);
@@ -73,14 +85,50 @@ QM_API size_t qm_moe_workspace(const qm_moe*, const qm_moe_call*);
 // Fails (QM_INVALID) on an id outside [-1, num_experts), naming token, slot and id; the output is then unspecified.
 QM_API int qm_moe_run(const qm_moe*, const qm_moe_call*, char* err);
 
+// QuantLinear: the same packed bytes (a row of w2) and kernels.
+QM_API int qm_linear_validate(const qm_linear*, const int64_t w_shape[2], char* err);
+typedef struct {
+  qm_type type;  // of x and y
+  int64_t rows;
+  const void* x;  // [rows, K]
+  const void* w;  // [1, row], 64-byte aligned
+  void* y;        // [rows, N]
+  void* workspace;
+  int lanes;
+  qm_parallel_for parallel_for;
+  void* parallel_context;
+} qm_linear_call;
+QM_API size_t qm_linear_workspace(const qm_linear*, const qm_linear_call*);
+QM_API int qm_linear_run(const qm_linear*, const qm_linear_call*, char* err);
+
+// MoERouting. A token with a logit that is not a number gets the ids 0..top_k-1 and weights that are not numbers.
+QM_API int qm_routing_validate(const qm_routing*, char* err);
+typedef struct {
+  qm_type type;  // of logits
+  int64_t tokens;
+  const void* logits;            // [tokens, E]
+  const float* correction_bias;  // [E]
+  int32_t* topk_ids;             // [tokens, top_k]
+  float* topk_weights;           // [tokens, top_k]
+  void* workspace;               // qm_routing_workspace bytes
+  int lanes;
+  qm_parallel_for parallel_for;
+  void* parallel_context;
+} qm_routing_call;
+QM_API size_t qm_routing_workspace(const qm_routing*, const qm_routing_call*);
+QM_API int qm_routing_run(const qm_routing*, const qm_routing_call*, char* err);
+
 // Packs one matrix [n, k] (codes in the unpacked form of QuantizedMatrix: one byte a code) into panels, FORMAT.md
 // section 2. row_order (optional): source row of each packed row. `dst` starts at panel 0 of this matrix; consecutive
 // panels are `panel_step` panels apart (2 for the halves of a gated w13). Rows are split over lanes by parallel_for.
 typedef struct {
   int32_t format, group_size, scale_type;
   int64_t n, k;
-  const uint8_t* codes;      // [n, k]
-  const void* scales;        // [n, groups] of scale_type
+  const void* codes;           // [n, k]: a byte a code, two for 16-bit formats
+  const void* scales;          // [ceil(n / block_n), groups] of scale_type
+  const uint8_t* zero_points;  // the shape of scales, or NULL
+  int32_t block_n;
+  float global_scale;        // 1 when there is none
   const float* bias;         // [n] or NULL
   const int32_t* row_order;  // [n] or NULL
   int panel_step;

@@ -29,25 +29,30 @@ constexpr EnumValue kEnumValues[] = {
 };
 
 struct Field {
+  const char* op;
   qm_attribute attribute;
   const char* kind;  // "i", "f" or an enum of op.def
-  size_t offset;
+  size_t offset;     // in the operator's struct
 };
+using QuantMoE = qm_moe;  // the struct of an operator, by its name in op.def
+using QuantLinear = qm_linear;
+using MoERouting = qm_routing;
 constexpr char kind_letter(const char* kind) { return kind[1] ? 's' : kind[0]; }
-#define QM_FIELD(kind, name, member) {{name, kind_letter(#kind)}, #kind, offsetof(qm_moe, member)},
+#define QM_FIELD(op, kind, name, member) {#op, {name, kind_letter(#kind)}, #kind, offsetof(op, member)},
 constexpr Field kFields[] = {
-#define QM_ATTR(op, kind, name) QM_FIELD(kind, #name, name)
+#define QM_ATTR(op, kind, name) QM_FIELD(op, kind, #name, name)
 #include "op.def"
-#define QM_PROJECTION_ATTR(kind, name) QM_FIELD(kind, "w13_" #name, w13.name)
+#define QM_PROJECTION_ATTR(kind, name) QM_FIELD(QuantMoE, kind, "w13_" #name, w13.name)
 #include "op.def"
-#define QM_PROJECTION_ATTR(kind, name) QM_FIELD(kind, "w2_" #name, w2.name)
+#define QM_PROJECTION_ATTR(kind, name) QM_FIELD(QuantMoE, kind, "w2_" #name, w2.name)
+#include "op.def"
+#define QM_PROJECTION_ATTR(kind, name) QM_FIELD(QuantLinear, kind, "w_" #name, w.name)
 #include "op.def"
 };
-constexpr size_t kFieldCount = sizeof(kFields) / sizeof(kFields[0]);
 
-const Field* find(const char* name, char kind, char* err) {
+const Field* find(const char* op, const char* name, char kind, char* err) {
   for (const Field& field : kFields) {
-    if (std::strcmp(field.attribute.name, name) != 0) continue;
+    if (std::strcmp(field.op, op) != 0 || std::strcmp(field.attribute.name, name) != 0) continue;
     if (field.attribute.kind == kind) return &field;
     fail(err, QM_INVALID, "attribute %s has the wrong type", name);
     return nullptr;
@@ -57,8 +62,8 @@ const Field* find(const char* name, char kind, char* err) {
 }
 
 template <typename T>
-void store(qm_moe* moe, const Field& field, T value) {
-  std::memcpy(reinterpret_cast<char*>(moe) + field.offset, &value, sizeof(T));
+void store(void* node, const Field& field, T value) {
+  std::memcpy(static_cast<char*>(node) + field.offset, &value, sizeof(T));
 }
 
 }  // namespace
@@ -73,42 +78,36 @@ const char* enum_name(const char* kind, int32_t code) {
 
 using namespace quantmoe;
 
-const qm_attribute* qm_moe_attributes(size_t* count) {
-  static const auto table = [] {
-    struct Table {
-      qm_attribute rows[kFieldCount];
-    } out;
-    for (size_t i = 0; i < kFieldCount; ++i) out.rows[i] = kFields[i].attribute;
-    return out;
-  }();
-  *count = kFieldCount;
-  return table.rows;
+const qm_attribute* qm_attribute_at(const char* op, size_t index) {
+  for (const Field& field : kFields)
+    if (std::strcmp(field.op, op) == 0 && index-- == 0) return &field.attribute;
+  return nullptr;
 }
 
-int qm_moe_set_int(qm_moe* moe, const char* name, int64_t value, char* err) {
-  const Field* field = find(name, 'i', err);
+int qm_set_int(const char* op, void* node, const char* name, int64_t value, char* err) {
+  const Field* field = find(op, name, 'i', err);
   if (!field) return QM_INVALID;
   if (value != static_cast<int32_t>(value))
     return fail(err, QM_INVALID, "%s is %lld, outside int32", name, (long long)value);
-  store(moe, *field, static_cast<int32_t>(value));
+  store(node, *field, static_cast<int32_t>(value));
   return QM_OK;
 }
 
-int qm_moe_set_float(qm_moe* moe, const char* name, float value, char* err) {
-  const Field* field = find(name, 'f', err);
+int qm_set_float(const char* op, void* node, const char* name, float value, char* err) {
+  const Field* field = find(op, name, 'f', err);
   if (!field) return QM_INVALID;
-  store(moe, *field, value);
+  store(node, *field, value);
   return QM_OK;
 }
 
-int qm_moe_set_string(qm_moe* moe, const char* name, const char* value, char* err) {
-  const Field* field = find(name, 's', err);
+int qm_set_string(const char* op, void* node, const char* name, const char* value, char* err) {
+  const Field* field = find(op, name, 's', err);
   if (!field) return QM_INVALID;
   std::string known;
   for (const EnumValue& candidate : kEnumValues) {
     if (std::strcmp(candidate.kind, field->kind) != 0) continue;
     if (std::strcmp(candidate.name, value) == 0) {
-      store(moe, *field, candidate.code);
+      store(node, *field, candidate.code);
       return QM_OK;
     }
     known += known.empty() ? "" : ", ";

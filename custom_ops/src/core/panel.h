@@ -11,64 +11,142 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t align_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 constexpr int64_t kRowAlignment = 64;
 
-constexpr int scale_size(int32_t scale_type) { return scale_type == k_scale_type_f32 ? 4 : 2; }
+constexpr int scale_size(int32_t scale_type) {
+  return scale_type == k_scale_type_f32 ? 4 : scale_type == k_scale_type_f16 || scale_type == k_scale_type_bf16 ? 2 : 1;
+}
+constexpr bool is_integer(int32_t format) { return format == k_format_int4 || format == k_format_int8; }
+constexpr bool is_e2m1(int32_t format) { return format == k_format_mxfp4 || format == k_format_nvfp4; }
+constexpr int code_bits(int32_t format) {
+  return format == k_format_bf16 || format == k_format_f16        ? 16
+         : format == k_format_int8 || format == k_format_fp8_e4m3 ? 8
+                                                                  : 4;
+}
 
 struct PanelMatrix {
   int32_t format, scale_type;
-  bool grouped;
+  bool grouped;      // scales lie in the blocks
+  bool zero_points;  // and zero points after them
+  bool columns;      // codes that are floats: column by column, FORMAT.md 2.7
   int nr, bits;
   int64_t n, k;         // of one matrix (a gated w13 is two)
   int64_t kp;           // columns stored
   int64_t block;        // columns of a block
   int64_t blocks;       // blocks of a row
+  int parts;            // groups of a block: 1, or 2 of 16 columns
   int64_t codes_bytes;  // of a block
-  int64_t block_bytes;  // codes and scales
+  int64_t block_bytes;  // codes, scales and zero points
   int64_t stride;       // of a panel
   int64_t panels;       // of one matrix
 
-  // Offset of the panel's tail: row sums, then (scales when channelwise), then biases.
+  int64_t group() const { return block / parts; }
+  int64_t groups() const { return blocks * parts; }
+  // Offsets in a block.
+  int64_t zeros() const { return codes_bytes + parts * nr * scale_size(scale_type); }
+  // Offset of the panel's tail: row sums, then (scales when channelwise, multipliers when the codes are no integers),
+  // then biases.
   int64_t tail() const { return blocks * block_bytes; }
+  bool multiplied() const { return !is_integer(format); }
+  int64_t biases() const { return tail() + (grouped && !multiplied() ? 4 : 8) * nr; }
+  // Layouts that KleidiAI has too, and every kernel multiplies.
+  bool plain() const { return is_integer(format) && !zero_points && parts == 1; }
 };
 
-inline PanelMatrix panel_matrix(int32_t format, int32_t scale_type, int64_t group_size, int64_t n, int64_t k) {
+inline PanelMatrix panel_matrix(int32_t format, int32_t scale_type, int64_t group_size, int64_t n, int64_t k,
+                                bool zero_points = false) {
   PanelMatrix p{};
   p.format = format;
   p.scale_type = scale_type;
-  p.grouped = group_size != -1;
-  p.bits = format == k_format_int4 ? 4 : 8;
-  p.nr = format == k_format_int4 ? 8 : 4;
+  p.zero_points = zero_points;
+  p.grouped = group_size != -1 || zero_points || !is_integer(format);
+  p.columns = !is_integer(format) && !is_e2m1(format);
+  p.bits = code_bits(format);
+  p.nr = p.columns ? 16 : p.bits == 4 ? 8 : 4;
   p.n = n;
   p.k = k;
-  p.kp = align_up(k, p.grouped ? group_size : 32);
-  p.block = p.grouped ? group_size : p.kp;
+  p.parts = group_size == 16 && !p.columns ? 2 : 1;
+  p.kp = align_up(k, group_size == -1 ? 32 : p.parts * group_size);
+  p.block = group_size == -1 ? p.kp : p.parts * group_size;
   p.blocks = p.kp / p.block;
   p.codes_bytes = p.nr * p.block * p.bits / 8;
-  p.block_bytes = p.codes_bytes + (p.grouped ? p.nr * scale_size(scale_type) : 0);
-  p.stride = p.tail() + p.nr * (p.grouped ? 8 : 12);
+  p.block_bytes = p.codes_bytes + (p.grouped ? p.parts * p.nr * (scale_size(scale_type) + zero_points) : 0);
+  p.stride = p.biases() + 4 * p.nr;
   p.panels = ceil_div(n, p.nr);
   return p;
+}
+inline PanelMatrix panel_matrix(const qm_projection& w, int64_t n, int64_t k) {
+  return panel_matrix(w.format, w.scale_type, w.group_size, n, k, w.zero_points);
+}
+
+// Activations that are integers; all others are rounded, if at all, and stay f32.
+inline bool is_int8_activation(const qm_projection& w) {
+  return w.activation_format == k_activation_format_int8_token ||
+         w.activation_format == k_activation_format_int8_token_asym;
 }
 
 inline int halves(const qm_moe& moe) { return moe.gated ? 2 : 1; }
 
-inline PanelMatrix w13_matrix(const qm_moe& m) {
-  return panel_matrix(m.w13.format, m.w13.scale_type, m.w13.group_size, m.intermediate_size, m.hidden_size);
-}
-inline PanelMatrix w2_matrix(const qm_moe& m) {
-  return panel_matrix(m.w2.format, m.w2.scale_type, m.w2.group_size, m.hidden_size, m.intermediate_size);
+inline PanelMatrix w13_matrix(const qm_moe& m) { return panel_matrix(m.w13, m.intermediate_size, m.hidden_size); }
+inline PanelMatrix w2_matrix(const qm_moe& m) { return panel_matrix(m.w2, m.hidden_size, m.intermediate_size); }
+
+// Why the layout does not carry such weights; null when it does. The sentence lists what it carries.
+inline const char* cannot_carry(int32_t format, int32_t group_size, int32_t scale_type, int32_t block_n,
+                                bool zero_points) {
+  const bool wide = scale_type >= k_scale_type_f32 && scale_type <= k_scale_type_bf16;
+  if (format < k_format_int4 || format > k_format_f16) return "unknown format";
+  if (group_size != -1 && (group_size < 16 || group_size > 65536 || (group_size != 16 && group_size % 32)))
+    return "group_size must be -1, 16 or a multiple of 32 up to 65536";
+  if (is_integer(format) && !wide) return "integer codes have f32, f16 or bf16 scales";
+  if (format == k_format_mxfp4 && scale_type != k_scale_type_e8m0) return "mxfp4 has e8m0 scales";
+  if (format == k_format_nvfp4 && scale_type != k_scale_type_e4m3) return "nvfp4 has e4m3 scales";
+  if (format == k_format_fp8_e4m3 && !wide && scale_type != k_scale_type_e8m0)
+    return "fp8_e4m3 has f32, f16, bf16 or e8m0 scales";
+  if (code_bits(format) == 16 && (scale_type != k_scale_type_f32 || group_size != -1))
+    return "bf16 and f16 have one f32 scale a row, of 1";
+  if (block_n < 1 || block_n > 65536 || (block_n != 1 && format != k_format_fp8_e4m3))
+    return "block_n must be 1, or for fp8_e4m3 1 to 65536";
+  if (zero_points && !is_integer(format)) return "only integer codes have zero points";
+  if (zero_points && group_size > 32768) return "with zero points group_size must be at most 32768";
+  return nullptr;
 }
 
-// Bytes of the panels of one expert's row, without the padding and the permutations that follow.
-inline int64_t w13_panel_bytes(const qm_moe& m) {
+// Whether the row holds the scales that its activations are quantized with.
+inline bool has_input_scales(const qm_projection& w) {
+  return w.activation_format == k_activation_format_fp8_tensor || w.activation_format == k_activation_format_nvfp4;
+}
+
+// Offsets of the parts of one expert's row, FORMAT.md section 1.
+struct RowParts {
+  int64_t input_scales, pre_scales, perms, size;
+  int64_t vector;  // bytes of a pre-scale or a permutation
+};
+inline RowParts row_parts(const qm_projection& w, int64_t panel_bytes, int64_t k) {
+  RowParts r{};
+  r.vector = align_up(4 * k, kRowAlignment);
+  r.input_scales = align_up(panel_bytes, kRowAlignment);
+  r.pre_scales = r.input_scales + (has_input_scales(w) ? kRowAlignment : 0);
+  r.perms = r.pre_scales + w.pre_scale * r.vector;
+  r.size = r.perms + w.perm * r.vector;
+  return r;
+}
+inline RowParts w13_parts(const qm_moe& m) {
   const PanelMatrix p = w13_matrix(m);
-  return halves(m) * p.panels * p.stride;
+  return row_parts(m.w13, halves(m) * p.panels * p.stride, m.hidden_size);
 }
-inline int64_t w13_row_bytes(const qm_moe& m) {
-  return align_up(w13_panel_bytes(m), kRowAlignment) + m.w13.perm * align_up(4LL * m.hidden_size, kRowAlignment);
-}
-inline int64_t w2_row_bytes(const qm_moe& m) {
+inline RowParts w2_parts(const qm_moe& m) {
   const PanelMatrix p = w2_matrix(m);
-  return align_up(p.panels * p.stride, kRowAlignment) + m.w2.perm * align_up(4LL * m.intermediate_size, kRowAlignment);
+  return row_parts(m.w2, p.panels * p.stride, m.intermediate_size);
+}
+inline int64_t w13_row_bytes(const qm_moe& m) { return w13_parts(m).size; }
+inline int64_t w2_row_bytes(const qm_moe& m) { return w2_parts(m).size; }
+
+// The layer whose w2 a linear's weights are.
+inline qm_moe as_moe(const qm_linear& l) {
+  qm_moe m{};
+  m.num_experts = 1;
+  m.hidden_size = l.out_features;
+  m.intermediate_size = l.in_features;
+  m.w13 = m.w2 = l.w;
+  return m;
 }
 
 }  // namespace quantmoe

@@ -9,7 +9,8 @@ namespace quantmoe {
 
 // Runs body(lane, index) for index 0..count-1. Work is pulled from one counter, so a pool with fewer threads than
 // lanes, or one that splits the range statically, still balances. lane < lanes is unique among bodies running at one
-// time.
+// time. The counter also orders memory: what was written before the call is seen by the bodies, and what they write by
+// the caller, whatever the caller's pool guarantees.
 template <typename Body>
 void parallel(int lanes, qm_parallel_for parallel_for, void* context, int64_t count, const Body& body) {
   if (!parallel_for || lanes <= 1 || count <= 1) {
@@ -21,14 +22,16 @@ void parallel(int lanes, qm_parallel_for parallel_for, void* context, int64_t co
     int64_t count;
     const Body& body;
   } shared{{}, count, body};
+  shared.next.store(0, std::memory_order_release);
   parallel_for(
       context,
       [](void* arg, size_t lane) {
         auto& s = *static_cast<Shared*>(arg);
-        for (int64_t i; (i = s.next.fetch_add(1, std::memory_order_relaxed)) < s.count;)
+        for (int64_t i; (i = s.next.fetch_add(1, std::memory_order_acq_rel)) < s.count;)
           s.body(static_cast<int>(lane), i);
       },
       &shared, static_cast<size_t>(count < lanes ? count : lanes));
+  (void)shared.next.load(std::memory_order_acquire);
 }
 
 }  // namespace quantmoe

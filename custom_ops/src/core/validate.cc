@@ -11,6 +11,9 @@ namespace {
 // int32 accumulation of the channelwise products (FORMAT.md 4.2) needs 16 * 8 * 255 * K and 128 * 255 * K below 2^31.
 constexpr int32_t kMaxFeatures = 65536;
 constexpr int32_t kMaxExperts = 65536;
+constexpr int32_t kMaxOutputs = 1 << 24;  // of a linear: vocabularies
+// Activation sums of a block times a zero point are two 16-bit products (FORMAT.md 4.2 only asks for the exact sum).
+constexpr int32_t kMaxZeroPointBlock = 32768;
 
 int check_range(const char* name, int32_t value, int32_t low, int32_t high, char* err) {
   if (value >= low && value <= high) return QM_OK;
@@ -31,22 +34,28 @@ int check_enum(const std::string& name, const char* kind, int32_t value, std::in
 #define QM_TRY(expression) \
   if (int status = (expression)) return status
 
-int check_projection(const char* prefix, const qm_projection& p, int32_t max_perm, char* err) {
+int check_projection(const char* prefix, const qm_projection& p, int32_t max_perm, int32_t features, char* err) {
   const std::string at = prefix;
   QM_TRY(check_enum(at + "layout", "layout", p.layout, {k_layout_cpu_panel}, err));
   QM_TRY(check_range((at + "layout_version").c_str(), p.layout_version, 1, 1, err));
-  QM_TRY(check_enum(at + "format", "format", p.format, {k_format_int4, k_format_int8}, err));
-  QM_TRY(check_enum(at + "scale_type", "scale_type", p.scale_type,
-                    {k_scale_type_f32, k_scale_type_f16, k_scale_type_bf16}, err));
-  QM_TRY(check_enum(at + "activation_format", "activation_format", p.activation_format,
-                    {k_activation_format_none, k_activation_format_int8_token, k_activation_format_int8_token_asym},
-                    err));
-  if (p.group_size != -1 && (p.group_size < 32 || p.group_size > kMaxFeatures || p.group_size % 32))
-    return fail(err, QM_UNSUPPORTED, "%sgroup_size is %d, expected -1 or a multiple of 32 up to %d", prefix,
-                p.group_size, kMaxFeatures);
-  QM_TRY(check_range((at + "block_n").c_str(), p.block_n, 1, 1, err));
-  QM_TRY(check_range((at + "zero_points").c_str(), p.zero_points, 0, 0, err));
+  const bool integer_dot = is_integer(p.format) || is_e2m1(p.format);
+  QM_TRY(check_range((at + "zero_points").c_str(), p.zero_points, 0, 1, err));
+  if (const char* reason = cannot_carry(p.format, p.group_size, p.scale_type, p.block_n, p.zero_points))
+    return fail(err, QM_UNSUPPORTED,
+                "%sformat is \"%s\", %sgroup_size %d, %sscale_type \"%s\", %sblock_n %d, %szero_points %d: %s", prefix,
+                enum_name("format", p.format), prefix, p.group_size, prefix, enum_name("scale_type", p.scale_type),
+                prefix, p.block_n, prefix, p.zero_points, reason);
+  if (p.zero_points && p.group_size == -1 && features > kMaxZeroPointBlock)
+    return fail(err, QM_UNSUPPORTED, "%szero_points with one group of %d input features, expected at most %d", prefix,
+                features, kMaxZeroPointBlock);
+  if (is_int8_activation(p) && !integer_dot)
+    return fail(err, QM_UNSUPPORTED, "%sactivation_format is \"%s\", %sformat \"%s\" needs none or a float format",
+                prefix, enum_name("activation_format", p.activation_format), prefix, enum_name("format", p.format));
+  if (p.activation_format < k_activation_format_none || p.activation_format > k_activation_format_mxfp4)
+    return fail(err, QM_UNSUPPORTED, "%sactivation_format is %d, which op.def does not have", prefix,
+                p.activation_format);
   QM_TRY(check_range((at + "bias").c_str(), p.bias, 0, 1, err));
+  QM_TRY(check_range((at + "pre_scale").c_str(), p.pre_scale, 0, max_perm, err));
   return check_range((at + "perm").c_str(), p.perm, 0, max_perm, err);
 }
 
@@ -64,8 +73,15 @@ int check_attributes(const qm_moe& m, char* err) {
                     err));
   if (!m.gated && (m.activation == k_activation_swiglu_oai || m.activation == k_activation_swiglu_step))
     return fail(err, QM_INVALID, "activation %s needs gated = 1", enum_name("activation", m.activation));
-  QM_TRY(check_projection("w13_", m.w13, halves(m), err));
-  return check_projection("w2_", m.w2, 1, err);
+  QM_TRY(check_projection("w13_", m.w13, halves(m), m.hidden_size, err));
+  return check_projection("w2_", m.w2, 1, m.intermediate_size, err);
+}
+
+int check_linear(const qm_linear& l, char* err) {
+  QM_TRY(check_range("op_version", l.op_version, k_version_QuantLinear, k_version_QuantLinear, err));
+  QM_TRY(check_range("in_features", l.in_features, 1, kMaxFeatures, err));
+  QM_TRY(check_range("out_features", l.out_features, 1, kMaxOutputs, err));
+  return check_projection("w_", l.w, 1, l.in_features, err);
 }
 
 int check_shape(const char* name, const int64_t shape[2], int64_t row_bytes, char* err) {
@@ -89,9 +105,31 @@ int qm_moe_validate(const qm_moe* m, const int64_t w13_shape[2], const int64_t w
   QM_TRY(check_attributes(*m, err));
   QM_TRY(check_shape("w13", w13_shape, w13_row_bytes(*m), err));
   QM_TRY(check_shape("w2", w2_shape, w2_row_bytes(*m), err));
-  if (w13_shape[0] != w2_shape[0] || w13_shape[0] < 1 || w13_shape[0] + m->expert_offset > m->num_experts)
+  if (w13_shape[0] != w2_shape[0] || w13_shape[0] < 1 || w13_shape[0] > m->num_experts - m->expert_offset)
     return fail(err, QM_INVALID,
                 "w13 has %lld experts and w2 %lld, expected the same number, 1 to num_experts - expert_offset = %d",
                 (long long)w13_shape[0], (long long)w2_shape[0], m->num_experts - m->expert_offset);
   return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
+}
+
+int qm_linear_validate(const qm_linear* l, const int64_t w_shape[2], char* err) {
+  QM_TRY(check_linear(*l, err));
+  QM_TRY(check_shape("w", w_shape, w2_row_bytes(as_moe(*l)), err));
+  if (w_shape[0] != 1) return fail(err, QM_INVALID, "w has %lld rows, expected 1", (long long)w_shape[0]);
+  return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
+}
+
+int qm_routing_validate(const qm_routing* r, char* err) {
+  QM_TRY(check_range("op_version", r->op_version, k_version_MoERouting, k_version_MoERouting, err));
+  QM_TRY(check_range("num_experts", r->num_experts, 1, kMaxExperts, err));
+  QM_TRY(check_enum("method", "routing_method", r->method,
+                    {k_routing_method_softmax_topk, k_routing_method_topk_softmax, k_routing_method_sigmoid_topk,
+                     k_routing_method_topk_sigmoid, k_routing_method_topk},
+                    err));
+  QM_TRY(check_range("renormalize", r->renormalize, 0, 1, err));
+  QM_TRY(check_range("n_group", r->n_group, 1, r->num_experts, err));
+  if (r->num_experts % r->n_group)
+    return fail(err, QM_INVALID, "n_group is %d, expected a divisor of num_experts %d", r->n_group, r->num_experts);
+  QM_TRY(check_range("topk_group", r->topk_group, 1, r->n_group, err));
+  return check_range("top_k", r->top_k, 1, r->num_experts / r->n_group * r->topk_group, err);
 }

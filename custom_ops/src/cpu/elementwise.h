@@ -138,6 +138,8 @@ bool all_finite(const float* x, int64_t n) {
   return worst < 0x7f800000u;
 }
 
+#include "cpu/round.h"
+
 // q is __restrict: as a character pointer it could alias everything, and no loop would vectorise.
 bool quantize(int32_t activation_format, const float* x, int64_t k, int64_t kp, int8_t* __restrict q, float* step,
               int32_t* zero_point) {
@@ -192,7 +194,7 @@ bool quantize(int32_t activation_format, const float* x, int64_t k, int64_t kp, 
   return true;
 }
 
-void block_sums(const int8_t* q, int64_t block, int64_t blocks, int32_t* sums) {
+void block_sums(const int8_t* q, int64_t block, int64_t blocks, int32_t* sums) {  // of groups, where a block has two
   for (int64_t b = 0; b < blocks; ++b, q += block) {
     int32_t sum = 0;
     for (int64_t i = 0; i < block; ++i) sum += q[i];
@@ -263,8 +265,8 @@ void pack_tile(const PanelMatrix& p, bool quantized, const Row* rows, int m, uin
   if (!quantized) return;
   int32_t* sums = reinterpret_cast<int32_t*>(out + p.kp * m);
   for (int i = 0; i < m; ++i)
-    for (int64_t b = 0; b < p.blocks; ++b) sums[b * m + i] = rows[i].sums[b];
-  float* steps = reinterpret_cast<float*>(sums + p.blocks * m);
+    for (int64_t b = 0; b < p.groups(); ++b) sums[b * m + i] = rows[i].sums[b];
+  float* steps = reinterpret_cast<float*>(sums + p.groups() * m);
   int32_t* zero_points = reinterpret_cast<int32_t*>(steps + m);
   for (int i = 0; i < m; ++i) {
     steps[i] = rows[i].step;
@@ -272,17 +274,24 @@ void pack_tile(const PanelMatrix& p, bool quantized, const Row* rows, int m, uin
   }
 }
 
-// For kernels whose codes are unsigned, offset by 8 or 128: the sums become what a dot product starts at,
-// -offset * sum.
+// For kernels whose codes are unsigned, offset by 8, 128 or (e2m1) 12: the sums become what a dot product starts at,
+// -offset * sum. With zero points that depends on the weights' row: the sums become two 16-bit factors, sum % 128 and
+// sum / 128, which one multiply-add of pairs with -zero and -128 * zero turns into it.
 inline void pack_tile_offset(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
   pack_tile(p, quantized, rows, m, out);
   if (!quantized) return;
   int32_t* sums = reinterpret_cast<int32_t*>(out + p.kp * m);
-  const int32_t offset = p.bits == 4 ? 8 : 128;
-  for (int64_t i = 0; i < p.blocks * m; ++i) sums[i] *= -offset;
+  if (p.zero_points) {
+    for (int64_t i = 0; i < p.groups() * m; ++i)
+      sums[i] = static_cast<int32_t>((sums[i] & 127) | static_cast<uint32_t>(sums[i] >> 7) << 16);
+    return;
+  }
+  const int32_t offset = is_e2m1(p.format) ? 12 : p.bits == 4 ? 8 : 128;
+  for (int64_t i = 0; i < p.groups() * m; ++i) sums[i] *= -offset;
 }
 
-#define QM_ELEMENTWISE(pack) to_float, from_float, scale, all_finite, quantize, block_sums, activate, accumulate, pack
+#define QM_ELEMENTWISE(pack) \
+  to_float, from_float, scale, all_finite, quantize, block_sums, round_row, activate, accumulate, pack
 
 }  // namespace
 }  // namespace quantmoe

@@ -16,7 +16,7 @@ namespace quantmoe {
 struct Row {
   const float* x;       // [kp], zero past k
   const int8_t* q;      // [kp], zero past k
-  const int32_t* sums;  // [blocks]: sum of q over each block
+  const int32_t* sums;  // [groups]: sum of q over each group
   float step;
   int32_t zero_point;
 };
@@ -24,7 +24,7 @@ struct Row {
 constexpr int kMaxTileRows = 32;
 
 // Rows of one tile interleaved for broadcast loads; byte offsets in `data`, m rows:
-//   quantized: q int8 [kp / 4][m][4] | sums int32 [blocks][m] | step f32 [m] | zero_point int32 [m]
+//   quantized: q int8 [kp / 4][m][4] | sums int32 [groups][m] | step f32 [m] | zero_point int32 [m]
 //   float:     x f32 [kp][m]
 struct Tile {
   const uint8_t* data;
@@ -32,7 +32,7 @@ struct Tile {
 };
 // Bytes of one row within a tile, so that tiles of any m lie back to back at row * tile_row_bytes.
 inline int64_t tile_row_bytes(const PanelMatrix& p, bool quantized) {
-  return quantized ? p.kp + 4 * p.blocks + 8 : 4 * p.kp;
+  return quantized ? p.kp + 4 * p.groups() + 8 : 4 * p.kp;
 }
 
 struct Product {
@@ -52,7 +52,8 @@ struct Product {
 struct CpuKernel {
   const char* name;
   bool (*usable)();
-  int tile_rows;  // most rows of a tile
+  bool (*carries)(const PanelMatrix& p);  // whether it multiplies such panels; panel_portable multiplies all
+  int tile_rows;                          // most rows of a tile
 
   void (*to_float)(qm_type type, const void* source, int64_t n, float* out);
   void (*from_float)(qm_type type, const float* source, int64_t n, void* out);
@@ -62,6 +63,9 @@ struct CpuKernel {
   bool (*quantize)(int32_t activation_format, const float* x, int64_t k, int64_t kp, int8_t* q, float* step,
                    int32_t* zero_point);
   void (*block_sums)(const int8_t* q, int64_t block, int64_t blocks, int32_t* sums);
+  // Rounds x [k] to a float activation_format, as f32 [k]; false when the row is not finite. stored: the scale that
+  // fp8_tensor and nvfp4 divide by.
+  bool (*round_row)(int32_t activation_format, float stored, const float* x, int64_t k, float* out);
   // h[i] = act(gate[i], up[i]), or act(up[i]) when gate is null.
   void (*activate)(const qm_moe& moe, const float* gate, const float* up, int64_t n, float* h);
   void (*accumulate)(float weight, const float* x, int64_t n, float* y);  // y = fma(weight, x, y)

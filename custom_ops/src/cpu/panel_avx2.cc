@@ -230,6 +230,8 @@ void float_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const
   }
 }
 
+#include "cpu/avx2_scaled.h"
+
 using TileFunction = void (*)(const PanelMatrix&, const Group&, const uint8_t*, const Store&, int64_t);
 template <int... M>
 constexpr auto tile_table(std::integer_sequence<int, M...>) {
@@ -240,6 +242,28 @@ constexpr auto tile_table(std::integer_sequence<int, M...>) {
                 {{quantized_tile<M + 1, 4>...}, {quantized_tile<M + 1, 8>...}}}};
 }
 constexpr auto kTiles = tile_table(std::make_integer_sequence<int, kTileRows>());
+
+// Tiles of FORMAT.md 2.7 and 2.8.
+template <int... M>
+constexpr auto scaled_table(std::integer_sequence<int, M...>) {
+  struct Table {
+    TileFunction of[2][3][sizeof...(M)], columns[3][sizeof...(M)];  // [quantized][e2m1, 4 bits, 8 bits][m - 1]
+  };
+  return Table{
+      {{{scaled_float_tile<M + 1, E2m1>...}, {scaled_float_tile<M + 1, Int4>...}, {scaled_float_tile<M + 1, Int8>...}},
+       {{scaled_tile<M + 1, E2m1>...}, {scaled_tile<M + 1, Int4>...}, {scaled_tile<M + 1, Int8>...}}},
+      {{column_tile<M + 1, k_format_fp8_e4m3>...},
+       {column_tile<M + 1, k_format_bf16>...},
+       {column_tile<M + 1, k_format_f16>...}}};
+}
+constexpr auto kScaledTiles = scaled_table(std::make_integer_sequence<int, kTileRows>());
+
+TileFunction tile_function(const PanelMatrix& p, bool quantized, int m) {
+  if (p.plain()) return kTiles.of[quantized][p.bits == 8][m - 1];
+  if (p.columns)
+    return kScaledTiles.columns[p.format == k_format_fp8_e4m3 ? 0 : p.format == k_format_bf16 ? 1 : 2][m - 1];
+  return kScaledTiles.of[quantized][is_e2m1(p.format) ? 0 : p.bits == 4 ? 1 : 2][m - 1];
+}
 
 void multiply(const Product& product) {
   const PanelMatrix& p = *product.matrix;
@@ -256,11 +280,13 @@ void multiply(const Product& product) {
     }
     for (int64_t t = 0; t < product.tile_count; ++t) {
       const Tile& tile = product.tiles[t];
-      kTiles.of[product.quantized][p.bits == 8][tile.m - 1](p, g, tile.data, store, product.row_stride);
+      tile_function(p, product.quantized, tile.m)(p, g, tile.data, store, product.row_stride);
       for (float*& to : store.to) to += tile.m * product.row_stride;
     }
   }
 }
+
+bool carries(const PanelMatrix&) { return true; }
 
 bool usable() {
   __builtin_cpu_init();
@@ -271,7 +297,7 @@ bool usable() {
 
 }  // namespace
 
-const CpuKernel panel_avx2 = {"panel_avx2", usable,        kTileRows, QM_ELEMENTWISE(pack_tile_offset),
+const CpuKernel panel_avx2 = {"panel_avx2", usable,        carries, kTileRows, QM_ELEMENTWISE(pack_tile_offset),
                               multiply,     int8_peak_avx2};
 
 }  // namespace quantmoe

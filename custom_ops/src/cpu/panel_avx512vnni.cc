@@ -255,6 +255,8 @@ void float_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const
   }
 }
 
+#include "cpu/avx512_scaled.h"
+
 using TileFunction = void (*)(const PanelMatrix&, const Group&, const uint8_t*, const Store&, int64_t);
 template <int... M>
 constexpr auto tile_table(std::integer_sequence<int, M...>) {
@@ -266,9 +268,37 @@ constexpr auto tile_table(std::integer_sequence<int, M...>) {
 }
 constexpr auto kTiles = tile_table(std::make_integer_sequence<int, kTileRows>());
 
+// Tiles of FORMAT.md 2.7 and 2.8.
+template <int... M>
+constexpr auto scaled_table(std::integer_sequence<int, M...>) {
+  struct Table {
+    // [e2m1, int4 and int8 with middles, with zero points: 5][groups of 16][m - 1]
+    TileFunction quantized[5][2][sizeof...(M)], floats[3][2][sizeof...(M)], columns[3][sizeof...(M)];
+  };
+  return Table{{{{scaled_tile<M + 1, E2m1, false, 1>...}, {scaled_tile<M + 1, E2m1, false, 2>...}},
+                {{nullptr}, {scaled_tile<M + 1, Int4, false, 2>...}},
+                {{nullptr}, {scaled_tile<M + 1, Int8, false, 2>...}},
+                {{scaled_tile<M + 1, Int4, true, 1>...}, {scaled_tile<M + 1, Int4, true, 2>...}},
+                {{scaled_tile<M + 1, Int8, true, 1>...}, {scaled_tile<M + 1, Int8, true, 2>...}}},
+               {{{scaled_float_tile<M + 1, E2m1, 1>...}, {scaled_float_tile<M + 1, E2m1, 2>...}},
+                {{scaled_float_tile<M + 1, Int4, 1>...}, {scaled_float_tile<M + 1, Int4, 2>...}},
+                {{scaled_float_tile<M + 1, Int8, 1>...}, {scaled_float_tile<M + 1, Int8, 2>...}}},
+               {{column_tile<M + 1, E4m3>...}, {column_tile<M + 1, Bf16>...}, {column_tile<M + 1, F16>...}}};
+}
+constexpr auto kScaledTiles = scaled_table(std::make_integer_sequence<int, kTileRows>());
+
+TileFunction tile_function(const PanelMatrix& p, bool quantized, int m) {
+  if (p.plain()) return kTiles.of[quantized][p.bits == 8][m - 1];
+  if (p.columns)
+    return kScaledTiles.columns[p.format == k_format_fp8_e4m3 ? 0 : p.format == k_format_bf16 ? 1 : 2][m - 1];
+  const int kind = is_e2m1(p.format) ? 0 : p.bits == 4 ? 1 : 2;
+  if (!quantized) return kScaledTiles.floats[kind][p.parts - 1][m - 1];
+  return kScaledTiles.quantized[p.zero_points ? kind + 2 : kind][p.parts - 1][m - 1];
+}
+
 void multiply(const Product& product) {
   const PanelMatrix& p = *product.matrix;
-  const int panels_per_group = 16 / p.nr;
+  const int panels_per_group = p.columns ? 4 : 16 / p.nr;
   for (int64_t panel = 0; panel < product.panel_count; panel += panels_per_group) {
     Group g;
     Store store;
@@ -283,11 +313,13 @@ void multiply(const Product& product) {
     for (int64_t t = 0; t < product.tile_count; ++t) {
       const Tile& tile = product.tiles[t];
       g.ahead = t == 0 ? panels_per_group * p.stride : 0;
-      kTiles.of[product.quantized][p.bits == 8][tile.m - 1](p, g, tile.data, store, product.row_stride);
+      tile_function(p, product.quantized, tile.m)(p, g, tile.data, store, product.row_stride);
       for (int i = 0; i < store.count; ++i) store.to[i] += tile.m * product.row_stride;
     }
   }
 }
+
+bool carries(const PanelMatrix&) { return true; }
 
 bool usable() {
   __builtin_cpu_init();
@@ -298,7 +330,7 @@ bool usable() {
 
 }  // namespace
 
-const CpuKernel panel_avx512vnni = {"panel_avx512vnni",  usable, kTileRows, QM_ELEMENTWISE(pack_tile_offset), multiply,
-                                    int8_peak_avx512vnni};
+const CpuKernel panel_avx512vnni = {
+    "panel_avx512vnni", usable, carries, kTileRows, QM_ELEMENTWISE(pack_tile_offset), multiply, int8_peak_avx512vnni};
 
 }  // namespace quantmoe

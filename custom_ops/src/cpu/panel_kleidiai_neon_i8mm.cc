@@ -119,6 +119,7 @@ bool usable() {
 
 }  // namespace
 
-const CpuKernel panel_kleidiai = {"panel_kleidiai", usable, 16, QM_ELEMENTWISE(pack_fours), multiply_fours, int8_peak};
+const CpuKernel panel_kleidiai = {"panel_kleidiai",           usable,         carries,  16,
+                                  QM_ELEMENTWISE(pack_fours), multiply_fours, int8_peak};
 
 }  // namespace quantmoe

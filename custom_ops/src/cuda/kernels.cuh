@@ -22,6 +22,12 @@ struct Weights {
   int blocks, block_shift;      // scale block of unit u is u >> block_shift
 };
 
+// A (token, slot) in the order of experts, with its router's weight: one load instead of two that depend on each other.
+struct alignas(8) SortedPair {
+  int pair;
+  float weight;
+};
+
 // A run of at most 8 * n_tiles pairs of one expert.
 struct Tile {
   int expert, first, count;
@@ -51,7 +57,7 @@ struct GemmParams {
   bool weight_here;   // multiply by the router's weight
   const Tile* tiles;  // device list, tiles[max_tiles].count is its length; unused by decode
   int max_tiles;
-  const int* sorted_pairs;
+  const SortedPair* sorted_pairs;
   qm_cuda_gemm shape;
 };
 
@@ -68,7 +74,7 @@ struct RouteParams {
   int cluster;            // blocks that sort
   Tile* tiles;
   int max_tiles, tile_pairs;
-  int* sorted_pairs;
+  SortedPair* sorted_pairs;
 };
 
 struct CombineParams {

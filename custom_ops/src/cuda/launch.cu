@@ -87,7 +87,7 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
   gate_up.weight_here = m.apply_router_weight_on_input;
   gate_up.tiles = reinterpret_cast<const Tile*>(workspace + plan.tiles);
   gate_up.max_tiles = plan.max_tiles;
-  gate_up.sorted_pairs = reinterpret_cast<const int*>(workspace + plan.sorted_pairs);
+  gate_up.sorted_pairs = reinterpret_cast<const SortedPair*>(workspace + plan.sorted_pairs);
   gate_up.shape = plan.w13;
 
   GemmParams down = gate_up;
@@ -134,7 +134,7 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
       prepare_blocks = static_cast<int>(
           (static_cast<int64_t>(prepare.rows) * prepare.out_columns / 32 + kRouteThreads - 1) / kRouteThreads);
     }
-    route.sorted_pairs = reinterpret_cast<int*>(workspace + plan.sorted_pairs);
+    route.sorted_pairs = reinterpret_cast<SortedPair*>(workspace + plan.sorted_pairs);
     route.cluster = wgmma && pairs > kRouteThreads ? 8 : 1;  // wgmma: sm_90a, which has clusters
     prepare_blocks = (prepare_blocks + route.cluster - 1) / route.cluster * route.cluster;
     launcher.Run(MoeRoute, route, dim3(route.cluster + prepare_blocks), kRouteThreads, routing.local_experts * 8,

@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, Blocks(MT, NT)) MoeGemmMma(const __g
               const int c = 8 * n + g;
               rows[n] = nullptr;
               if (c < found.count) {
-                const int pair = p.sorted_pairs[found.first + c];
+                const int pair = p.sorted_pairs[found.first + c].pair;
                 rows[n] = static_cast<const T*>(p.x) + static_cast<int64_t>(pair / p.x_divisor) * p.x_columns;
               }
             }
@@ -175,8 +175,12 @@ __global__ void __launch_bounds__(kThreads, Blocks(MT, NT)) MoeGemmMma(const __g
           pair[i] = routing->Pair(tile, column + i);
           if (pair[i] >= 0) weight[i] = routing->weight[pair[i]];
         } else {
-          pair[i] = column + i < now.count ? p.sorted_pairs[now.first + column + i] : -1;
-          if (pair[i] >= 0 && p.weight_here) weight[i] = p.routing.topk_weights[pair[i]];
+          pair[i] = -1;
+          if (column + i < now.count) {
+            const SortedPair found = p.sorted_pairs[now.first + column + i];
+            pair[i] = found.pair;
+            if (p.weight_here) weight[i] = found.weight;
+          }
         }
       }
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);

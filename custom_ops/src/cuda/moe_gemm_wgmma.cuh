@@ -246,7 +246,7 @@ struct WgmmaConsumer {
       }
     }
     NamedBarrier(1 + group, 128);
-    const int parts = p.shape.warps_k, part = work.k_begin * parts / w.units;
+    const int parts = p.shape.warps_k, part = (work.k_begin * parts + parts - 1) / w.units;  // inverse of locate
     constexpr int kRow = down ? 128 : 64, kChunks = kRow / 8;
     const int column = work.panel * (down ? 16 : 8);
     for (int i = thread; i < work.count * kChunks; i += 128) {
@@ -260,9 +260,11 @@ struct WgmmaConsumer {
   }
 
   // Codes are copied ahead, into the next work: its first are on their way while these results are stored.
-  __device__ __forceinline__ void Run(int count, int k_begin, int k_end, const Work& next) {
+  __device__ __forceinline__ void Run(int count, int k_begin, int k_end, const Work& next, const SortedPair& own) {
     float acc[2][kTokens / 2];
     Multiply<kTokens>(acc, count, k_begin, k_end, next);
+    const int thread = threadIdx.x % 128;
+    if (thread < count) pairs[thread] = own.pair, weights[thread] = p.weight_here ? own.weight : 1.f;
     NamedBarrier(1 + group, 128);  // pairs, weights and *now are there
     Store<kTokens>(acc);
   }
@@ -327,7 +329,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<kTokens>::kBlocks)
 #pragma unroll
       for (int i = 0; i < kTokens / 16; ++i) {
         const int row = min(first_row + 16 * i, work.count - 1);  // rows past the end repeat the last
-        const int at = down ? work.first + row : p.sorted_pairs[work.first + row] / p.x_divisor;
+        const int at = down ? work.first + row : p.sorted_pairs[work.first + row].pair / p.x_divisor;
         rows[i] = x + static_cast<int64_t>(at) * p.x_columns;
       }
 #pragma unroll 1
@@ -381,13 +383,10 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<kTokens>::kBlocks)
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const int count = next.count, k_begin = next.k_begin, k_end = next.k_end;
       if (thread == 0) *c.now = next;
-      if (thread < count) {  // asked for here, used after the products
-        const int pair = p.sorted_pairs[next.first + thread];
-        c.pairs[thread] = pair;
-        c.weights[thread] = p.weight_here ? p.routing.topk_weights[pair] : 1.f;
-      }
+      SortedPair own{};  // asked for here, used after the products
+      if (thread < count) own = p.sorted_pairs[next.first + thread];
       next = locate(unit + gridDim.x, c.group);
-      c.Run(count, k_begin, k_end, next);
+      c.Run(count, k_begin, k_end, next, own);
     }
   }
 #endif

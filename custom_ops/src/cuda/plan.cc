@@ -73,6 +73,8 @@ int Validate(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) 
     if (w.activation_format != 0)
       return Fail(err, QM_UNSUPPORTED, "w%d_activation_format is %d, the CUDA kernels take none (0)", which,
                   w.activation_format);
+    if (w.pre_scale != 0)
+      return Fail(err, QM_UNSUPPORTED, "w%d_pre_scale is %d, the CUDA kernels take 0", which, w.pre_scale);
     if (w.perm != 0 && (which == 2 || w.perm != 1))
       return Fail(err, QM_UNSUPPORTED, "w%d_perm is %d, the CUDA kernels take 0, and 1 for w13", which, w.perm);
   }
@@ -122,7 +124,9 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     qm_cuda_gemm g{};
     const int scale_bytes = w.per_block == 2 ? 8 : 4;
     g.warps_k = 8;
-    while (g.warps_k > 1 && w.units < 2 * g.warps_k) g.warps_k /= 2;
+    // Measured: each change of panels costs a sum over the warps that split K, which decode, with few tiles, can
+    // afford.
+    while (g.warps_k > 1 && w.units < (decode ? 2 : 8) * g.warps_k) g.warps_k /= 2;
     g.cluster = 1;
     g.stages = kStages;
     if (wgmma) {
@@ -213,7 +217,7 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     plan->max_tiles = static_cast<int32_t>(pairs / (8 * plan->w13.n_tiles) + most_experts);
     plan->partial = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * (wgmma ? 2 * plan->w2.warps_k : 4));
     plan->tiles = take(16 * (static_cast<uint64_t>(plan->max_tiles) + 1));
-    plan->sorted_pairs = take(4 * static_cast<uint64_t>(pairs));
+    plan->sorted_pairs = take(8 * static_cast<uint64_t>(pairs));
     if (wgmma) plan->prepared = take(static_cast<uint64_t>(p.moe.w13.perm ? pairs : p.tokens) * w13.units * 128);
   }
   plan->workspace_bytes = end;

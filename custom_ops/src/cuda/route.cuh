@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
 #pragma unroll 4
   for (int pair = begin + threadIdx.x; pair < end; pair += kRouteThreads) {
     const int e = LocalExpert(p.routing, pair);
-    if (e >= 0) p.sorted_pairs[atomicAdd(&cursors[e], 1)] = pair;
+    if (e >= 0) p.sorted_pairs[atomicAdd(&cursors[e], 1)] = SortedPair{pair, p.routing.topk_weights[pair]};
   }
   ClusterSync(cluster);  // no block ends while others read its counts
 }

@@ -1,0 +1,323 @@
+// The panels of FORMAT.md 2.7 and 2.8 with AVX512-VNNI: zero points, groups of 16, codes that are floats. Included by
+// panel_avx512vnni.cc, whose lanes, groups of panels and stores these tiles share.
+//
+// A struct for each weight code says what its nibbles or bytes are to vpdpbusd, as u8, and to an f32 product.
+#pragma once
+
+struct Int4 {
+  static constexpr int kBits = 4;
+  static constexpr bool kMultiplied = false;
+  static __m512i low(__m512i v) {  // codes 0..15
+    return _mm512_ternarylogic_epi32(v, _mm512_set1_epi8(static_cast<char>(0x88)), _mm512_set1_epi8(15), 0x28);
+  }
+  static __m512 values() { return _mm512_setr_ps(8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7); }
+};
+struct E2m1 {
+  static constexpr int kBits = 4;
+  static constexpr bool kMultiplied = true;
+  static __m512i low(__m512i v) {  // doubled values + 12
+    const __m512i table =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    return _mm512_shuffle_epi8(table, _mm512_and_si512(v, _mm512_set1_epi8(15)));
+  }
+  static __m512 values() { return _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12); }
+};
+struct Int8 {
+  static constexpr int kBits = 8;
+  static constexpr bool kMultiplied = false;
+};
+
+// Sixteen bytes, one a row, in lane order.
+template <int kBits>
+inline __m128i load_lanes8(const Group& g, int64_t offset) {
+  const auto rows = [&](int half) {
+    if constexpr (kBits == 4) return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(g.panel[half] + offset));
+    return _mm_unpacklo_epi32(_mm_loadu_si32(g.panel[2 * half] + offset),
+                              _mm_loadu_si32(g.panel[2 * half + 1] + offset));
+  };
+  return _mm_unpacklo_epi16(rows(0), rows(1));
+}
+
+// e4m3 codes as f16: 2^-8 times their values. A conversion, unlike a multiplication, is as fast for subnormal numbers.
+inline __m256i e4m3_to_half(__m128i codes) {
+  return _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7),
+                          _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
+}
+inline __m512 e8m0_to_float(__m128i codes) {
+  return _mm512_castsi512_ps(
+      _mm512_max_epu32(_mm512_slli_epi32(_mm512_cvtepu8_epi32(codes), 23), _mm512_set1_epi32(0x00400000)));
+}
+
+template <class C>
+inline __m512 load_group_scales(const PanelMatrix& p, const Group& g, int64_t offset) {
+  if (p.scale_type == k_scale_type_e4m3) return _mm512_cvtph_ps(e4m3_to_half(load_lanes8<C::kBits>(g, offset)));
+  if (p.scale_type == k_scale_type_e8m0) return e8m0_to_float(load_lanes8<C::kBits>(g, offset));
+  return load_scales<C::kBits>(g, offset, p.scale_type);
+}
+
+// -zero and -128 * zero of each row: the factors of pack_tile_offset's pairs.
+template <class C>
+inline __m512i load_zero_pairs(const Group& g, int64_t offset) {
+  const __m512i zero = _mm512_cvtepu8_epi32(load_lanes8<C::kBits>(g, offset));
+  return _mm512_mullo_epi16(_mm512_or_si512(zero, _mm512_slli_epi32(zero, 16)),
+                            _mm512_set1_epi32(static_cast<int32_t>(0xff80ffffu)));
+}
+
+// dot += the 16 columns of one nibble (part) of 128 bytes, or 16 columns of 64 bytes of 8-bit codes.
+template <int M, class C>
+inline void dot_part(const Group& g, int64_t offset, int part, const uint8_t* x, __m512i (&dot)[M]) {
+  x += 16 * part * M;
+#pragma GCC unroll 2
+  for (int s = 0; s < 2; ++s, x += 8 * M) {
+    if constexpr (C::kBits == 4) {
+      __m512i a = load_half<4>(g, 0, offset + 64 * s), c = load_half<4>(g, 1, offset + 64 * s);
+      __m512i even = even_dwords(a, c), odd = odd_dwords(a, c);
+      if (part) {
+        even = _mm512_srli_epi32(even, 4);
+        odd = _mm512_srli_epi32(odd, 4);
+      }
+      const __m512i w0 = C::low(even);
+      QM_EACH dot4(dot[i], w0, x + 4 * i);
+      const __m512i w1 = C::low(odd);
+      QM_EACH dot4(dot[i], w1, x + 4 * M + 4 * i);
+    } else {
+      const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80));
+      const int64_t at = offset + 64 * part + 32 * s;
+      const __m512i a = load_half<8>(g, 0, at), c = load_half<8>(g, 1, at);
+      const __m512i w0 = _mm512_xor_si512(even_dwords(a, c), flip);
+      QM_EACH dot4(dot[i], w0, x + 4 * i);
+      const __m512i w1 = _mm512_xor_si512(odd_dwords(a, c), flip);
+      QM_EACH dot4(dot[i], w1, x + 4 * M + 4 * i);
+    }
+  }
+}
+
+// kParts: groups of a block.
+template <int M, class C, bool kZero, int kParts>
+void scaled_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const Store& store, int64_t row_stride) {
+  const uint8_t* x = tile;
+  const int32_t* start = reinterpret_cast<const int32_t*>(tile + p.kp * M);
+  const int scale_bytes = p.nr * scale_size(p.scale_type);
+  __m512 acc[M];
+  QM_EACH acc[i] = _mm512_setzero_ps();
+  for (int64_t b = 0; b < p.blocks; ++b) {
+    const int64_t base = b * p.block_bytes;
+    const uint8_t* const end = x + p.block * M;
+    _Pragma("GCC unroll 2") for (int part = 0; part < kParts; ++part, start += M) {
+      __m512i dot[M];
+      if constexpr (kZero) {
+        const __m512i zero = load_zero_pairs<C>(g, base + p.zeros() + part * p.nr);
+        QM_EACH dot[i] = _mm512_dpwssd_epi32(_mm512_setzero_si512(), zero, _mm512_set1_epi32(start[i]));
+      } else {
+        QM_EACH dot[i] = _mm512_set1_epi32(start[i]);
+      }
+      if constexpr (kParts == 2) {
+        if (part == 0) prefetch<C::kBits == 4 ? 2 : 4, 128>(g, base);
+        dot_part<M, C>(g, base, part, x, dot);
+      } else {
+        int64_t offset = base;
+        do {
+          prefetch<C::kBits == 4 ? 2 : 4, 128>(g, offset);
+          if constexpr (C::kBits == 4) {
+#pragma GCC unroll 2
+            for (int s = 0; s < 2; ++s) {
+              const __m512i a = load_half<4>(g, 0, offset + 64 * s), c = load_half<4>(g, 1, offset + 64 * s);
+              const __m512i even = even_dwords(a, c), odd = odd_dwords(a, c);
+              const uint8_t* at = x + 8 * s * M;
+              const __m512i w0 = C::low(even);
+              QM_EACH dot4(dot[i], w0, at + 4 * i);
+              const __m512i w1 = C::low(odd);
+              QM_EACH dot4(dot[i], w1, at + 4 * M + 4 * i);
+              const __m512i w2 = C::low(_mm512_srli_epi32(even, 4));
+              QM_EACH dot4(dot[i], w2, at + 16 * M + 4 * i);
+              const __m512i w3 = C::low(_mm512_srli_epi32(odd, 4));
+              QM_EACH dot4(dot[i], w3, at + 20 * M + 4 * i);
+            }
+          } else {
+            dot_part<M, C>(g, offset, 0, x, dot);
+            dot_part<M, C>(g, offset, 1, x, dot);
+          }
+          x += 32 * M;
+          opaque(x);
+          offset += 128;
+        } while (x != end);
+      }
+      const __m512 scale = load_group_scales<C>(p, g, base + p.codes_bytes + part * scale_bytes);
+      QM_EACH acc[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[i]), scale, acc[i]);
+    }
+    if constexpr (kParts == 2) {
+      x += 32 * M;
+      opaque(x);
+    }
+  }
+  const float* steps = reinterpret_cast<const float*>(start);
+  const int32_t* zero_points = start + M;
+  const __m512 sums = _mm512_castsi512_ps(load_lanes32<C::kBits>(g, p.tail()));
+  const __m512 multiplier = _mm512_castsi512_ps(load_lanes32<C::kBits>(g, p.tail() + 4 * p.nr));
+  const __m512 bias = _mm512_castsi512_ps(load_lanes32<C::kBits>(g, p.biases()));
+  QM_EACH {
+    __m512 y = _mm512_fmadd_ps(sums, _mm512_set1_ps(static_cast<float>(-zero_points[i])), acc[i]);
+    if (C::kMultiplied) y = _mm512_mul_ps(y, multiplier);
+    store_lanes<C::kBits>(store, i * row_stride, _mm512_add_ps(_mm512_mul_ps(y, _mm512_set1_ps(steps[i])), bias));
+  }
+}
+
+template <int M, class C, int kParts>
+void scaled_float_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const Store& store,
+                       int64_t row_stride) {
+  const float* x = reinterpret_cast<const float*>(tile);
+  const int scale_bytes = p.nr * scale_size(p.scale_type);
+  __m512 acc[M], partial[M];
+  QM_EACH acc[i] = _mm512_setzero_ps();
+  for (int64_t b = 0; b < p.blocks; ++b) {
+    const int64_t base = b * p.block_bytes;
+    int part = 0;
+    __m512 zero;
+    const auto begin = [&] {
+      QM_EACH partial[i] = _mm512_setzero_ps();
+      zero = p.zero_points
+                 ? _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load_lanes8<C::kBits>(g, base + p.zeros() + part * p.nr)))
+                 : _mm512_set1_ps(C::kBits == 4 ? 8.0f : 128.0f);
+    };
+    const auto finish = [&] {
+      const __m512 scale = load_group_scales<C>(p, g, base + p.codes_bytes + part * scale_bytes);
+      QM_EACH acc[i] = _mm512_fmadd_ps(partial[i], scale, acc[i]);
+      ++part;
+    };
+    const auto column = [&](__m512 w) {
+      if constexpr (!C::kMultiplied) w = _mm512_sub_ps(w, zero);
+      QM_EACH partial[i] = _mm512_fmadd_ps(_mm512_set1_ps(x[i]), w, partial[i]);
+      x += M;
+    };
+    begin();
+    for (int64_t offset = base; offset < base + p.codes_bytes; offset += 128) {
+      if constexpr (C::kBits == 4) {
+        const __m512 values = C::values();
+        __m512i dwords[4];
+        for (int s = 0; s < 2; ++s) {
+          const __m512i a = load_half<4>(g, 0, offset + 64 * s), d = load_half<4>(g, 1, offset + 64 * s);
+          dwords[2 * s] = even_dwords(a, d);
+          dwords[2 * s + 1] = odd_dwords(a, d);
+        }
+        for (int nibble = 0; nibble < 2; ++nibble) {
+          if (kParts == 2 && nibble == 1) {
+            finish();
+            begin();
+          }
+          for (__m512i& dword : dwords)
+            for (int byte = 0; byte < 4; ++byte)
+              column(_mm512_permutexvar_ps(_mm512_srli_epi32(dword, 8 * byte + 4 * nibble), values));
+        }
+      } else {
+        for (int c = 0; c < 4; ++c) {
+          if (kParts == 2 && c == 2) {
+            finish();
+            begin();
+          }
+          const __m512i a = load_half<8>(g, 0, offset + 32 * c), d = load_half<8>(g, 1, offset + 32 * c);
+          const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80)), byte_mask = _mm512_set1_epi32(255);
+          for (__m512i dword : {even_dwords(a, d), odd_dwords(a, d)})
+            for (int byte = 0; byte < 4; ++byte)
+              column(_mm512_cvtepi32_ps(
+                  _mm512_and_si512(_mm512_srli_epi32(_mm512_xor_si512(dword, flip), 8 * byte), byte_mask)));
+        }
+      }
+    }
+    finish();
+  }
+  const __m512 multiplier = _mm512_castsi512_ps(load_lanes32<C::kBits>(g, p.tail() + 4 * p.nr));
+  const __m512 bias = _mm512_castsi512_ps(load_lanes32<C::kBits>(g, p.biases()));
+  QM_EACH {
+    const __m512 y = C::kMultiplied ? _mm512_mul_ps(acc[i], multiplier) : acc[i];
+    store_lanes<C::kBits>(store, i * row_stride, _mm512_add_ps(y, bias));
+  }
+}
+
+// Panels of 16 rows, column by column: a column is one register.
+struct E4m3 {
+  static constexpr int kBytes = 1;
+  static void two(const uint8_t* at, __m512& first, __m512& second) {
+    const __m512i half = _mm512_and_si512(
+        _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))), 7),
+        _mm512_set1_epi16(static_cast<int16_t>(0xbfff)));
+    first = _mm512_cvtph_ps(_mm512_castsi512_si256(half));
+    second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1));
+  }
+};
+struct Bf16 {
+  static constexpr int kBytes = 2;
+  static __m512 one(const uint8_t* at) {
+    return _mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))), 16));
+  }
+  static void two(const uint8_t* at, __m512& first, __m512& second) {
+    first = one(at);
+    second = one(at + 32);
+  }
+};
+struct F16 {
+  static constexpr int kBytes = 2;
+  static __m512 one(const uint8_t* at) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+  }
+  static void two(const uint8_t* at, __m512& first, __m512& second) {
+    first = one(at);
+    second = one(at + 32);
+  }
+};
+
+inline __m512 load_column_scales(const PanelMatrix& p, const uint8_t* at) {
+  switch (p.scale_type) {
+    case k_scale_type_f32:
+      return _mm512_loadu_ps(at);
+    case k_scale_type_f16:
+      return F16::one(at);
+    case k_scale_type_bf16:
+      return Bf16::one(at);
+    default:
+      return e8m0_to_float(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+  }
+}
+
+// Four panels, P at once: a few rows alone would wait for each other's sums.
+template <int M, class C>
+void column_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const Store& store, int64_t row_stride) {
+  constexpr int P = M <= 3 ? 4 : M <= 6 ? 2 : 1;
+#define QM_EACH_PANEL _Pragma("GCC unroll 4") for (int v = 0; v < P; ++v)
+  for (int panel = 0; panel < store.count; panel += P) {
+    const float* x = reinterpret_cast<const float*>(tile);
+    __m512 acc[M][P], partial[M][P];
+    QM_EACH QM_EACH_PANEL acc[i][v] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < p.blocks; ++b) {
+      QM_EACH QM_EACH_PANEL partial[i][v] = _mm512_setzero_ps();
+      int64_t offset = b * p.block_bytes;
+      const float* const end = x + p.block * M;
+      do {  // a line of 64 bytes of each panel
+        QM_EACH_PANEL {
+          const uint8_t* at = g.panel[panel + v] + offset;
+          if (g.ahead) _mm_prefetch(reinterpret_cast<const char*>(at + g.ahead), _MM_HINT_T1);
+#pragma GCC unroll 2
+          for (int c = 0; c < 4 / C::kBytes; c += 2) {
+            __m512 first, second;
+            C::two(at + 16 * c * C::kBytes, first, second);
+            QM_EACH partial[i][v] = _mm512_fmadd_ps(_mm512_set1_ps(x[c * M + i]), first, partial[i][v]);
+            QM_EACH partial[i][v] = _mm512_fmadd_ps(_mm512_set1_ps(x[(c + 1) * M + i]), second, partial[i][v]);
+          }
+        }
+        x += 4 / C::kBytes * M;
+        offset += 64;
+      } while (x != end);
+      QM_EACH_PANEL {
+        const __m512 scale = load_column_scales(p, g.panel[panel + v] + offset);
+        QM_EACH acc[i][v] = _mm512_fmadd_ps(partial[i][v], scale, acc[i][v]);
+      }
+    }
+    QM_EACH_PANEL if (panel + v < store.count) {
+      const uint8_t* at = g.panel[panel + v];
+      const __m512 multiplier = _mm512_loadu_ps(at + p.tail() + 64), bias = _mm512_loadu_ps(at + p.biases());
+      QM_EACH _mm512_storeu_ps(store.to[panel + v] + i * row_stride,
+                               _mm512_add_ps(_mm512_mul_ps(acc[i][v], multiplier), bias));
+    }
+  }
+#undef QM_EACH_PANEL
+}

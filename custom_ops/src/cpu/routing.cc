@@ -1,0 +1,102 @@
+// MoERouting on the CPU: scores, groups, selection and weights of one token after another, all in f32.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "core/parallel.h"
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"
+#include "cpu/elementwise.h"  // exp and the conversions, compiled for any machine
+#pragma GCC diagnostic pop
+
+namespace quantmoe {
+namespace {
+
+constexpr int64_t kTokensPerTask = 32;
+
+// The k largest of values[0..n), best first, equal ones in ascending order, to ids; -infinity counts as a value.
+void select(const float* values, int n, int k, int32_t* ids) {
+  int taken = 0;
+  for (int i = 0; i < n; ++i) {
+    if (taken == k && !(values[i] > values[ids[k - 1]])) continue;
+    int at = taken < k ? taken++ : k - 1;
+    for (; at > 0 && values[i] > values[ids[at - 1]]; --at) ids[at] = ids[at - 1];
+    ids[at] = i;
+  }
+}
+
+void softmax(float* x, int n) {
+  const float top = *std::max_element(x, x + n);
+  float sum = 0.0f;
+  for (int i = 0; i < n; ++i) sum += x[i] = exp_f32(x[i] - top);
+  for (int i = 0; i < n; ++i) x[i] /= sum;
+}
+
+struct Scratch {  // of a lane
+  float* scores;  // [E]
+  float* choice;  // [E]
+  float* groups;  // [n_group]
+  int32_t* kept;  // [n_group]
+};
+int64_t scratch_floats(const qm_routing& r) { return 2LL * r.num_experts + 2LL * r.n_group; }
+
+void route(const qm_routing& r, const float* bias, const Scratch& s, int32_t* ids, float* weights) {
+  const int experts = r.num_experts, size = experts / r.n_group;
+  for (int e = 0; e < experts; ++e)
+    if (std::isnan(s.scores[e])) {  // comparisons would be meaningless; the token's output is NaN
+      for (int j = 0; j < r.top_k; ++j) ids[j] = j, weights[j] = NAN;
+      return;
+    }
+  if (r.method == k_routing_method_softmax_topk) softmax(s.scores, experts);
+  if (r.method == k_routing_method_sigmoid_topk)
+    for (int e = 0; e < experts; ++e) s.scores[e] = sigmoid_f32(s.scores[e]);
+  for (int e = 0; e < experts; ++e) s.choice[e] = s.scores[e] + bias[e];
+  if (r.topk_group < r.n_group) {
+    for (int g = 0; g < r.n_group; ++g) {
+      int32_t best[2];
+      select(s.choice + g * size, size, std::min(2, size), best);
+      s.groups[g] = s.choice[g * size + best[0]] + (size > 1 ? s.choice[g * size + best[1]] : 0.0f);
+    }
+    select(s.groups, r.n_group, r.n_group, s.kept);
+    for (int j = r.topk_group; j < r.n_group; ++j)
+      std::fill_n(s.choice + s.kept[j] * size, size, -std::numeric_limits<float>::infinity());
+  }
+  select(s.choice, experts, r.top_k, ids);
+  for (int j = 0; j < r.top_k; ++j) weights[j] = s.scores[ids[j]];
+  if (r.method == k_routing_method_topk_softmax) softmax(weights, r.top_k);
+  if (r.method == k_routing_method_topk_sigmoid)
+    for (int j = 0; j < r.top_k; ++j) weights[j] = sigmoid_f32(weights[j]);
+  if (r.renormalize) {
+    float sum = 1e-20f;  // of DeepSeek-V3; nothing beside a sum of softmax probabilities
+    for (int j = 0; j < r.top_k; ++j) sum += weights[j];
+    for (int j = 0; j < r.top_k; ++j) weights[j] /= sum;
+  }
+  for (int j = 0; j < r.top_k; ++j) weights[j] *= r.routed_scaling_factor;
+}
+
+int lanes_of(const qm_routing_call& c) { return c.parallel_for && c.lanes > 1 ? c.lanes : 1; }
+
+}  // namespace
+}  // namespace quantmoe
+
+using namespace quantmoe;
+
+size_t qm_routing_workspace(const qm_routing* r, const qm_routing_call* call) {
+  return static_cast<size_t>(lanes_of(*call) * scratch_floats(*r)) * sizeof(float);
+}
+
+int qm_routing_run(const qm_routing* r, const qm_routing_call* call, char*) {
+  const int64_t experts = r->num_experts, element = call->type == QM_F32 ? 4 : 2;
+  parallel(lanes_of(*call), call->parallel_for, call->parallel_context, ceil_div(call->tokens, kTokensPerTask),
+           [&](int lane, int64_t task) {
+             float* base = static_cast<float*>(call->workspace) + lane * scratch_floats(*r);
+             const Scratch s{base, base + experts, base + 2 * experts,
+                             reinterpret_cast<int32_t*>(base + 2 * experts + r->n_group)};
+             for (int64_t t = task * kTokensPerTask; t < std::min(call->tokens, (task + 1) * kTokensPerTask); ++t) {
+               to_float(call->type, static_cast<const uint8_t*>(call->logits) + t * experts * element, experts,
+                        s.scores);
+               route(*r, call->correction_bias, s, call->topk_ids + t * r->top_k, call->topk_weights + t * r->top_k);
+             }
+           });
+  return QM_OK;
+}

@@ -1,0 +1,14 @@
+"""Architectures of transformers that need more than its experts interface: one module each, one line here.
+
+A module provides ``prepare(model)``: changes a model's modules so that torch.export and the ONNX translation can follow
+them and their experts have the interface's attributes. The arithmetic stays the same.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from quantmoe.exporter.architectures import llama4
+
+#: config.model_type -> module
+ARCHITECTURES: dict[str, ModuleType] = {"llama4_text": llama4}

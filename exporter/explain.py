@@ -1,0 +1,175 @@
+"""Which layout and kernel a scheme gets, and why not the others. Export refuses with the reasons found here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from quantmoe.custom_ops import cuda, native
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.op import LinearSpec, MoESpec
+from quantmoe.exporter.checkpoint import CheckpointError
+from quantmoe.exporter.formats import MoELayer, Scheme, find_format, open_checkpoint
+from quantmoe.exporter.inspect import inspect
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout for a node.
+
+    Attributes:
+        spec: the node's attributes; None when the layout refuses.
+        reason: of the refusal, by the layout or by the kernels' library; "" when neither refuses.
+        kernels: (name, why not or "") in order of preference; the first without a reason is used.
+    """
+
+    layout: str
+    spec: MoESpec | LinearSpec | None
+    reason: str
+    kernels: tuple[tuple[str, str], ...] = ()
+
+
+def consider(
+    make: Callable[[ModuleType], MoESpec | LinearSpec], layouts: Iterable[str] = tuple(LAYOUTS)
+) -> list[Candidate]:
+    """The layouts in order, each with its verdict.
+
+    Args:
+        make: the node's attributes in a layout; raises ValueError when the layout does not carry something.
+    """
+    found = []
+    for name in layouts:
+        try:
+            spec = make(LAYOUTS[name])
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            found.append(Candidate(name, None, str(error)))
+            continue
+        found.append(Candidate(name, spec, *_kernels(spec)))
+    return found
+
+
+def activation_format(scheme: Scheme, choice: str | None) -> str:
+    """The node's activation_format.
+
+    Args:
+        scheme: as the checkpoint says. choice: "int8" or "float", the user's for weights-only checkpoints;
+            None: as the checkpoint says.
+    """
+    wanted = scheme.activation_format
+    if choice == "float":
+        return "none"
+    if wanted == "none" and choice == "int8" and scheme.format != "fp8_e4m3":  # no integer product of fp8 is exact
+        return "int8_token_asym"
+    return wanted
+
+
+def moe_spec(layer: MoELayer, expert: Expert, layout: ModuleType, activations: str | None) -> MoESpec:
+    """Attributes of the layer's node, if all its experts are like this one.
+
+    Raises:
+        ValueError: the layout does not carry the expert.
+    """
+    formats = (activation_format(scheme, activations) for scheme in (layer.scheme, layer.down_scheme))
+    w13, w2 = layout.describe(expert, *formats)
+    return MoESpec(
+        num_experts=layer.num_experts,
+        hidden_size=layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        w13=w13,
+        w2=w2,
+        activation=layer.activation,
+        gated=int(layer.gated),
+        swiglu_alpha=layer.swiglu_alpha,
+        swiglu_limit=layer.swiglu_limit,
+        apply_router_weight_on_input=int(layer.apply_router_weight_on_input),
+    )
+
+
+def linear_spec(scheme: Scheme, m: QuantizedMatrix, layout: ModuleType, activations: str | None) -> LinearSpec:
+    """The same of a linear outside the experts."""
+    if not hasattr(layout, "describe_down"):
+        raise ValueError(f"layout {layout.__name__.rpartition('.')[2]} has no QuantLinear yet")
+    return LinearSpec(m.shape[1], m.shape[0], layout.describe_down(m, activation_format(scheme, activations)))
+
+
+def explain(path: str | Path, activations: str = "int8") -> list[dict[str, Any]]:
+    """What was considered for each distinct scheme of a checkpoint's modules or a model's nodes.
+
+    Returns:
+        One dict a scheme: ``scheme`` (in the tool's words), ``modules`` (names), ``candidates`` (list of Candidate).
+
+    Raises:
+        CheckpointError, ModelError: the folder or file cannot be read.
+    """
+    path = Path(path)
+    if path.is_file() or (path / "model.onnx").exists():
+        return _model(path)
+    format = find_format(open_checkpoint(path))
+    found: dict[Any, dict[str, Any]] = {}
+
+    def add(key: Any, text: str, module: str, make: Callable[[ModuleType], MoESpec | LinearSpec]) -> None:
+        if key not in found:
+            found[key] = {"scheme": text, "modules": [], "candidates": consider(make)}
+        found[key]["modules"].append(module)
+
+    for layer in format.moe_layers():
+        text = layer.scheme.text
+        if layer.down_scheme != layer.scheme:
+            text += f"; down: {layer.down_scheme.text}"
+        key = (layer.scheme, layer.down_scheme, layer.hidden_size, layer.intermediate_size)
+        if key in found:
+            found[key]["modules"].append(layer.name)
+            continue
+        expert = layer.expert(0)
+        add(key, text, layer.name, partial(moe_spec, layer, expert, activations=activations))
+    for name in format.parameters():
+        module = name.removesuffix(".weight")
+        if module == name or not format.is_quantized(module):
+            continue
+        scheme = format.scheme(module)
+        if (scheme, "linear") in found:
+            found[scheme, "linear"]["modules"].append(module)
+            continue
+        m = format.matrix(module)
+        add((scheme, "linear"), scheme.text, module,
+            partial(linear_spec, scheme, m, activations=activations))  # fmt: skip
+    return list(found.values())
+
+
+def _model(path: Path) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    described = inspect(path)
+    for kind, nodes in ((MoESpec, described["layers"]), (LinearSpec, described["linears"])):
+        for node in nodes:
+            spec = kind.from_attributes(node["attributes"])
+            projection = spec.w2 if isinstance(spec, MoESpec) else spec.w
+            sized = {"out_features": 0, "in_features": 0}
+            key = str({k: v for k, v in node["attributes"].items() if k not in sized})
+            if key not in found:
+                candidate = Candidate(projection.layout, spec, *_kernels(spec))
+                found[key] = {"scheme": node["format"], "modules": [], "candidates": [candidate]}
+            found[key]["modules"].append(node["module"])
+    return list(found.values())
+
+
+def _kernels(spec: MoESpec | LinearSpec) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """The library's refusal, and its kernels."""
+    name = spec.w2.layout if isinstance(spec, MoESpec) else spec.w.layout
+    if name == "marlin":
+        reason = cuda.refusal(spec)
+        return reason, (("cuda", reason),)
+    layout = LAYOUTS[name]
+    moe = spec if isinstance(spec, MoESpec) else spec.moe
+    names = {"w13": "w13", "w2": "w2"} if isinstance(spec, MoESpec) else {"w": "w2"}
+    words = {name: layout.row_bytes(moe, projection) // 4 for name, projection in names.items()}
+    reason = native.refusal(spec, words)
+    missing = "this machine lacks its instructions"
+    return reason, tuple((name, reason or ("" if usable else missing)) for name, usable in native.kernels().items())

@@ -1,0 +1,93 @@
+"""A checkpoint of floats, quantized while it is read: round to nearest, nothing calibrated.
+
+Experts one by one, or fused as gpt-oss and Llama-4 store them: gate_up_proj [E, H, 2 I] and down_proj [E, I, H];
+gpt-oss' columns alternate between gate and up, and it has gate_up_proj_bias [E, 2 I] and down_proj_bias [E, H].
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
+from quantmoe.custom_ops.schemes import SCHEMES
+from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
+from quantmoe.exporter.formats.base import FLOATS, Format, MoELayer, Scheme, Tensor
+
+#: kind -> the group sizes there are; () for any
+KINDS = {"int4": (), "int8": (), "mxfp4": (32,), "nvfp4": (16,)}
+_LINEAR = re.compile(r"(.+\.)?(\w+_proj\w*|w[123])")
+
+
+class Unquantized(Format):
+    name = "unquantized"
+    marks = ("weight",)
+    fused = (".experts.gate_up_proj", ".experts.down_proj")
+
+    def __init__(self, ckpt: Checkpoint, kind: str, group_size: int | None = None) -> None:
+        super().__init__(ckpt)
+        if kind not in KINDS:
+            raise CheckpointError(f"{ckpt.folder}: cannot quantize to {kind!r}; supported: {', '.join(KINDS)}")
+        if ckpt.quantization:
+            method = ckpt.quantization.get("quant_method")
+            raise CheckpointError(f"{ckpt.folder}: already quantized ({method}); export it without quantize")
+        self.kind = kind
+        self.group_size = SCHEMES[kind].group_size if group_size is None else group_size
+        if KINDS[kind] and self.group_size not in KINDS[kind]:
+            raise CheckpointError(f"{ckpt.folder}: {kind} has groups of {KINDS[kind][0]}, not {self.group_size}")
+        if self.group_size != -1 and self.group_size < 1:
+            raise CheckpointError(f"{ckpt.folder}: group size {self.group_size}, expected -1 or a positive integer")
+
+    @staticmethod
+    def claims(quantization: dict[str, Any]) -> bool:
+        return not quantization
+
+    def is_quantized(self, module: str) -> bool:
+        name = f"{module}.weight"
+        return bool(_LINEAR.fullmatch(module)) and name in self.ckpt and len(self.ckpt.shape(name)) == 2
+
+    def scheme(self, module: str) -> Scheme:
+        group = "a row" if self.group_size == -1 else f"group {self.group_size}"
+        return Scheme(self.kind, self.group_size, "none", f"rounded to nearest {self.kind} {group}")
+
+    def matrix(self, module: str) -> QuantizedMatrix:
+        n, k = self.shape2d(f"{module}.weight")
+        weight = self.take(module, [Tensor("weight", FLOATS, (n, k))])["weight"]
+        return self._round(weight, self.bias(module, n), module)
+
+    def fused_expert(self, layer: MoELayer, e: int) -> Expert:
+        num, h, i = layer.num_experts, layer.hidden_size, layer.intermediate_size
+        tensors = self.take(
+            layer.name,
+            [
+                Tensor("gate_up_proj", FLOATS, (num, h, 2 * i)),
+                Tensor("gate_up_proj_bias", FLOATS, (num, 2 * i), required=False),
+                Tensor("down_proj", FLOATS, (num, i, h)),
+                Tensor("down_proj_bias", FLOATS, (num, h), required=False),
+            ],
+        )
+        interleaved = layer.activation == "swiglu_oai"
+        gate, up = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, i), slice(i, None))
+
+        def matrix(name: str, rows: slice) -> QuantizedMatrix:
+            bias = tensors.get(f"{name}_bias")
+            own = None if bias is None else bias[e, rows].astype(np.float32)
+            return self._round(tensors[name][e].T[rows], own, f"{layer.name}.{e}.{name}")
+
+        return Expert(matrix("gate_up_proj", gate), matrix("gate_up_proj", up), matrix("down_proj", slice(None)))
+
+    def _round(self, weight: np.ndarray, bias: np.ndarray | None, where: str) -> QuantizedMatrix:
+        w, scheme = weight.astype(np.float64), SCHEMES[self.kind]
+        if not np.isfinite(w).all():
+            raise CheckpointError(f"{self.ckpt.folder}: {where} has values that are NaN or infinite")
+        dtype, global_scale = SCALE_DTYPES[scheme.scale_type], None
+        if scheme.integer:
+            dtype = weight.dtype
+        if self.kind == "nvfp4":  # the largest scale becomes the largest e4m3
+            reach = float(np.abs(w).max(initial=0)) or 1.0
+            global_scale = float(np.float32(reach / (np.nanmax(scheme.table) * 448)))
+        codes, scales = scheme.quantize(w / (global_scale or 1), self.group_size, dtype)
+        return QuantizedMatrix(self.kind, codes, scales, self.group_size, global_scale=global_scale, bias=bias)

@@ -1,0 +1,91 @@
+"""QuantLinear -> com.microsoft::MatMulNBits, where the weights mean the same in both.
+
+The operator (ONNX Runtime, docs/ContribOperators.md): B uint8 [N, blocks, block_size / 2], low nibble first, of codes
+whose zero is 8 or zero_points uint8 [N, ceil(blocks / 2)]; scales [N, blocks] of A's type.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.op import LinearSpec
+
+
+def why_not(m: QuantizedMatrix, activation_format: str, float_bytes: int) -> str | None:
+    """Why MatMulNBits cannot stand for a matrix; None when it can.
+
+    Args:
+        activation_format: as the checkpoint says.
+        float_bytes: of the graph's floats, 4 or 2 (float16).
+    """
+    if activation_format != "none":
+        return f"MatMulNBits quantizes activations by rules of its own, the checkpoint says {activation_format}"
+    if m.kind != "int4":
+        return f"MatMulNBits of ONNX Runtime 1.21 has int4 only, found {m.kind}"
+    if m.group_size < 16 or m.group_size & (m.group_size - 1):
+        return f"MatMulNBits needs a group_size that is a power of two from 16, found {m.group_size}"
+    for name in ("perm", "pre_scale", "global_scale"):
+        if getattr(m, name) is not None:
+            return f"MatMulNBits has no {name}"
+    if m.block_n != 1:
+        return "MatMulNBits has one scale a row and group"
+    if float_bytes == 2 and not np.array_equal(m.scales.astype(np.float16).astype(np.float64), m.scales.astype(float)):
+        return "MatMulNBits in a float16 model has float16 scales, these are not exact in it"
+    return None
+
+
+def to_matmul_nbits(w: ir.Value, m: QuantizedMatrix, spec: LinearSpec) -> list[tuple[ir.Value, np.ndarray]]:
+    """Replaces the QuantLinear node that reads ``w``.
+
+    Requires:
+        ``why_not`` is None.
+
+    Returns:
+        The new node's initializers, registered, and their contents.
+    """
+    ((node, _),) = w.uses()
+    graph, x, dtype = node.graph, node.inputs[0], node.inputs[0].dtype  # type: ignore[union-attr]
+    assert isinstance(graph, ir.Graph)
+    name = str(w.name).removesuffix(".w")
+    float_type = np.float16 if dtype == ir.DataType.FLOAT16 else np.float32
+    (n, k), g = m.shape, m.group_size
+    blocks = -(-k // g)
+    codes = np.full((n, blocks * g), 8, np.uint8)
+    codes[:, :k] = m.codes
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    arrays = {"b": packed.reshape(n, blocks, g // 2), "scales": m.scales.astype(float_type)}
+    if m.zero_points is not None:
+        zeros = np.full((n, blocks + blocks % 2), 8, np.uint8)
+        zeros[:, :blocks] = m.zero_points
+        arrays["zero_points"] = zeros[:, ::2] | zeros[:, 1::2] << 4
+    if m.bias is not None:
+        arrays["bias"] = m.bias.astype(float_type)
+    made: dict[str, ir.Value] = {}
+    for key, array in arrays.items():
+        made[key] = ir.Value(
+            name=f"{name}.{key}", shape=ir.Shape(array.shape), type=ir.TensorType(ir.DataType.from_numpy(array.dtype))
+        )
+        graph.register_initializer(_with_value(made[key], array))
+    # int8 activations by blocks, as fast as it gets; or none
+    accuracy = 1 if spec.w.activation_format == "none" else 4
+    attributes = {"K": k, "N": n, "bits": 4, "block_size": g, "accuracy_level": accuracy}
+    inputs = [x, made["b"], made["scales"], *([made["zero_points"]] if "zero_points" in made else [])]
+    new = [ir.node("MatMulNBits", inputs, attributes, domain="com.microsoft", name=node.name)]
+    if "bias" in made:
+        new.append(ir.node("Add", [new[0].outputs[0], made["bias"]]))
+        new[0].outputs[0].type = node.outputs[0].type
+    result, old = new[-1].outputs[0], node.outputs[0]
+    result.name, result.shape, result.type = old.name, old.shape, old.type
+    old.name = None
+    old.replace_all_uses_with(result, replace_graph_outputs=True)
+    graph.insert_before(node, new)
+    graph.remove(node, safe=True)
+    graph.opset_imports.setdefault("com.microsoft", 1)
+    return [(made[key], array) for key, array in arrays.items()]
+
+
+def _with_value(value: ir.Value, array: np.ndarray) -> ir.Value:
+    value.const_value = ir.Tensor(array, name=value.name)
+    return value

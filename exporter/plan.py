@@ -1,0 +1,147 @@
+"""What an export would write, how long it would take and in how much memory: from headers and config.json alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from functools import partial
+from math import prod
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
+from quantmoe.custom_ops.op import MoESpec
+from quantmoe.exporter.checkpoint import DTYPES, CheckpointError
+from quantmoe.exporter.convert import LAYOUT, _scaled, check_options
+from quantmoe.exporter.explain import consider, moe_spec
+from quantmoe.exporter.formats import MoELayer, Scheme, find_format, open_checkpoint
+from quantmoe.exporter.model import BLOCK, Skeleton
+
+#: measured by tests/export/test_large.py's export on one core of an Intel Xeon at 2.5 GHz: bytes written per CPU second
+#: of expert weights and of other weights, and seconds of tracing, whatever the number of layers
+PACKING, CONVERTING, TRACING = 149e6, 314e6, 20.0
+#: torch, transformers and the graph
+BASE_MEMORY = 0.8e9
+#: a scale tensor's safetensors dtype -> op.def's scale_type
+SCALES = {"F32": "f32", "F16": "f16", "BF16": "bf16", "F8_E8M0": "e8m0", "U8": "e8m0", "F8_E4M3": "e4m3"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What :func:`plan` found.
+
+    Attributes:
+        layers: checkpoint module name -> (scheme in the tool's words, node attributes, packed bytes).
+        read, packed, dense: bytes of the checkpoint, of the experts and of everything else in the model.
+        seconds, memory: estimates; ``rate`` says from what.
+        free: bytes of disk where the model would go.
+    """
+
+    layers: dict[str, tuple[str, MoESpec, int]]
+    read: int
+    packed: int
+    dense: int
+    seconds: float
+    memory: float
+    rate: str
+    free: int
+
+
+def plan(
+    checkpoint: str | Path,
+    output: str | Path,
+    *,
+    target: str = "cpu",
+    activations: str | None = None,
+    scales: str = "exact",
+    dtype: str | None = None,
+    layers: int | None = None,
+) -> Plan:
+    """Plans :func:`quantmoe.exporter.convert.export` with the same options. No tensor's data is read.
+
+    Raises:
+        OptionError: see export.
+        CheckpointError: what export would refuse, as far as names, types, shapes and config.json show it.
+    """
+    activations, graph_type = check_options(target, activations, scales, dtype)
+    folder = Path(output).resolve()
+    format = find_format(open_checkpoint(checkpoint))
+    skeleton = Skeleton(format, graph_type, layers, headers_only=True)
+    layout = LAYOUTS[LAYOUT[target]]
+    found: dict[str, tuple[str, MoESpec, int]] = {}
+    for layer in skeleton.experts.values():
+        expert = _scaled(outline(layer), scales)[0]
+        (candidate,) = consider(partial(_moe_spec, layer, expert, activations), [LAYOUT[target]])
+        if candidate.reason or not isinstance(candidate.spec, MoESpec):
+            raise CheckpointError(f"{format.ckpt.folder}: {layer.name}: {candidate.reason}")
+        spec = candidate.spec
+        size = layer.num_experts * sum(layout.row_bytes(spec, projection) for projection in ("w13", "w2"))
+        found[layer.name] = layer.scheme.text, spec, size
+    packed = sum(size for _, _, size in found.values())
+    itemsize = 4 if graph_type == "f32" else 2
+    dense = sum(prod(tensor.shape) * itemsize for name, tensor in skeleton.tensors.items() if name in skeleton.sources)
+    # on the CPU other quantized linears are packed too, each a node: about their bytes in the checkpoint
+    modules = set(skeleton.linears.values()) if target == "cpu" else set()
+    names = [name for name in format.ckpt.names() if name.rpartition(".")[0] in modules]
+    dense += sum(prod(format.ckpt.shape(name)) * DTYPES[format.ckpt.dtype(name)].itemsize for name in names)
+    cores = os.cpu_count() or 1
+    seconds = TRACING + (packed / PACKING + dense / CONVERTING) / cores
+    return Plan(
+        found,
+        read=sum(path.stat().st_size for path in format.ckpt.folder.glob("*.safetensors")),
+        packed=packed,
+        dense=dense,
+        seconds=seconds,
+        memory=BASE_MEMORY + _working_set(skeleton, cores),
+        rate=f"{cores} cores; on one {PACKING / 1e6:.0f} MB/s of experts and {CONVERTING / 1e6:.0f} MB/s of others, "
+        f"{TRACING:.0f} s of tracing, as measured on an Intel Xeon at 2.5 GHz",
+        free=shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free,
+    )
+
+
+def _moe_spec(layer: MoELayer, expert: Expert, activations: str | None, layout: ModuleType) -> MoESpec:
+    return moe_spec(layer, expert, layout, activations)
+
+
+def outline(layer: MoELayer) -> Expert:
+    """Expert 0 without its numbers: arrays of the right shapes and types that take no memory."""
+    h, i = layer.hidden_size, layer.intermediate_size
+    sizes = {"gate": (i, h), "up": (i, h), "down": (h, i)}
+    roles = ("gate", "up", "down") if layer.gated else ("up", "down")
+    names = layer.projections or ("gate_up_proj", "gate_up_proj", "down_proj")[-len(roles) :]
+    found = {}
+    for role, name in zip(roles, names, strict=True):
+        module = f"{layer.name}.0.{name}" if layer.projections else f"{layer.name}.{name}"
+        found[role] = _outline(layer, layer.down_scheme if role == "down" else layer.scheme, module, *sizes[role])
+    return Expert(found.get("gate"), found["up"], found["down"])
+
+
+def _outline(layer: MoELayer, scheme: Scheme, module: str, n: int, k: int) -> QuantizedMatrix:
+    ckpt, g = layer.format.ckpt, scheme.group_size
+    names = (f"{module}.{suffix}" for suffix in ("weight_scale", "scales", "weight_scale_inv"))
+    scale = next((ckpt.dtype(name) for name in names if name in ckpt), "BF16")
+    shape = (n, 1 if g == -1 else -(-k // g))
+    asymmetric = " asymmetric" in scheme.text or f"{module}.weight_zero_point" in ckpt
+    ordered = any(f"{module}.{name}" in ckpt for name in ("g_idx", "weight_g_idx")) and "act" in scheme.text
+    return QuantizedMatrix(
+        kind=scheme.format,
+        codes=np.broadcast_to(np.uint8(0), (n, k)),
+        scales=np.broadcast_to(np.zeros((), SCALE_DTYPES[SCALES.get(scale, "bf16")]), shape),
+        group_size=g,
+        zero_points=np.broadcast_to(np.uint8(0), shape) if asymmetric else None,
+        bias=np.broadcast_to(np.float32(0), (n,)) if f"{module}.bias" in ckpt else None,
+        perm=np.arange(k, dtype=np.int32)[::-1] if ordered else None,
+    )
+
+
+def _working_set(skeleton: Skeleton, cores: int) -> float:
+    """Experts or blocks ahead of the writing, and the largest mapped tensor outside the experts."""
+    expert = max(3 * layer.hidden_size * layer.intermediate_size for layer in skeleton.experts.values())
+    ckpt = skeleton.format.ckpt
+    mapped = (prod(ckpt.shape(name)) * 2 for name in skeleton.sources.values() if name in ckpt)
+    return max(3.0 * cores * expert, max(mapped, default=0) + (2 * cores + 1) * BLOCK)

@@ -1,0 +1,84 @@
+"""An exported model's weights as the checkpoint had them: canonical codes and scales, bit for bit (no torch)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.op import LinearSpec, MoESpec
+from quantmoe.exporter.checkpoint import write_safetensors
+from quantmoe.exporter.inspect import ModelError, inspect, model_path
+
+#: fields of QuantizedMatrix that are stored, where a matrix has them
+FIELDS = ("codes", "scales", "zero_points", "global_scale", "input_scale", "pre_scale", "bias", "perm")
+
+
+def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
+    """Writes a decoder layer's packed matrices to a safetensors file.
+
+    Tensors are ``<module>.<field>``, module as in the checkpoint, experts as ``<experts>.<number>.gate``, ``up`` and
+    ``down``; fields as in QuantizedMatrix.
+
+    Returns:
+        The modules written.
+
+    Raises:
+        ModelError: the model cannot be read, or has no packed weights in that layer.
+    """
+    path = model_path(model)
+    found = inspect(path)
+    nodes = [n for n in found["layers"] + found["linears"] if _layer(n["module"]) == layer]
+    if not nodes:
+        known = sorted({_layer(n["module"]) for n in found["layers"] + found["linears"]} - {-1})
+        span = f"{known[0]} to {known[-1]}" if known else "none"
+        raise ModelError(f"{path}: no packed weights in layer {layer}; layers with some: {span}")
+    initializers = ir.load(path).graph.initializers
+    modules: dict[str, None] = {}
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for node in nodes:
+            for module, matrix in _matrices(node, initializers):
+                modules[module] = None
+                for field in FIELDS:
+                    if (value := getattr(matrix, field)) is not None:
+                        yield (
+                            f"{module}.{field}",
+                            np.atleast_1d(np.asarray(value, None if isinstance(value, np.ndarray) else np.float32)),
+                        )
+
+    partial = Path(f"{output}.partial")
+    try:
+        write_safetensors(partial, tensors)
+        partial.replace(output)
+    finally:
+        partial.unlink(missing_ok=True)
+    return list(modules)
+
+
+def _matrices(node: dict[str, Any], initializers: Any) -> Iterator[tuple[str, QuantizedMatrix]]:
+    def rows(projection: str) -> np.ndarray:
+        return np.asarray(initializers[node[projection]["tensor"]].const_value.numpy()).view(np.uint8)
+
+    if "w" in node:
+        linear = LinearSpec.from_attributes(node["attributes"])
+        yield node["module"], LAYOUTS[linear.w.layout].unpack_down(linear.moe, rows("w")[0])
+        return
+    spec = MoESpec.from_attributes(node["attributes"])
+    w13, w2 = rows("w13"), rows("w2")
+    for e in range(len(w13)):
+        expert = LAYOUTS[spec.w13.layout].unpack(spec, w13[e], w2[e])
+        for role in ("gate", "up", "down"):
+            if (matrix := getattr(expert, role)) is not None:
+                yield f"{node['module']}.{spec.expert_offset + e}.{role}", matrix
+
+
+def _layer(module: str) -> int:
+    number = re.search(r"\.layers\.(\d+)\.", module)
+    return int(number[1]) if number else -1

@@ -1,0 +1,88 @@
+"""What a session's weights take of memory: pages read in at load when asked for, and shared between processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engines.one_layer import write_model
+
+from quantmoe.custom_ops.layouts import cpu_panel
+from quantmoe.custom_ops.op import MoESpec, Projection
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+
+CHILD = """
+import sys
+from pathlib import Path
+from engines.one_layer import session
+s = session(Path(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """17 MB of weights."""
+    projection = Projection("int4", 128, "bf16", "int8_token_asym")
+    spec = MoESpec(16, 1024, 512, projection, projection)
+    rows = [cpu_panel.row_bytes(spec, p) // 4 for p in ("w13", "w2")]
+    path = write_model(tmp_path / "m.onnx", spec, (16, rows[0]), (16, rows[1]))
+    with path.with_suffix(".bin").open("r+b") as file:
+        file.write(np.random.default_rng(0).bytes(64 * sum(rows) + 65536))
+    return path
+
+
+def start(model: Path, prefault: bool) -> subprocess.Popen[str]:
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths, "QUANTMOE_PREFAULT": str(int(prefault))}
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(model)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    return child
+
+
+def mapping(child: subprocess.Popen[str], file: Path) -> dict[str, int]:
+    """Bytes by field of /proc/<pid>/smaps, summed over the process's mappings of the file."""
+    found: dict[str, int] = {}
+    mine = False
+    for line in Path(f"/proc/{child.pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            mine = line.endswith(str(file))
+        elif mine and (match := re.match(r"(\w+):\s+(\d+) kB", line)):
+            found[match[1]] = found.get(match[1], 0) + int(match[2]) * 1024
+    return found
+
+
+def test_prefault_and_sharing(model: Path) -> None:
+    """A session maps without reading; QUANTMOE_PREFAULT reads all; a second process adds no pages of its own."""
+    data = model.with_suffix(".bin")
+    size = data.stat().st_size
+    children = []
+    try:
+        children.append(start(model, prefault=False))
+        assert mapping(children[0], data)["Rss"] < 0.2 * size
+        children.append(start(model, prefault=True))
+        alone = mapping(children[1], data)
+        assert alone["Rss"] > 0.99 * (size - 2 * 65536)
+        children.append(start(model, prefault=True))
+        for child in children[1:]:
+            both = mapping(child, data)
+            assert both["Rss"] > 0.99 * (size - 2 * 65536)
+            assert both["Pss"] < 0.55 * both["Rss"]  # each page counts half
+            assert both.get("Anonymous", 0) == both.get("Private_Dirty", 0) == 0
+    finally:
+        for child in children:
+            child.communicate("")

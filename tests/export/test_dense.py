@@ -1,0 +1,235 @@
+"""Quantized layers outside the experts, quantize, unpack, explain."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from checkpoints import TINY, make_gptq_checkpoint, same_matrix
+from export.test_model import error, expected, run, tokens
+
+from quantmoe.custom_ops import native
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.exporter import convert
+from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
+from quantmoe.exporter.compare import divergence
+from quantmoe.exporter.convert import export
+from quantmoe.exporter.demo import make_float_checkpoint
+from quantmoe.exporter.explain import explain
+from quantmoe.exporter.formats import find_format, open_checkpoint
+from quantmoe.exporter.formats.unquantized import Unquantized
+from quantmoe.exporter.generate import Generator
+from quantmoe.exporter.inspect import ModelError, inspect
+from quantmoe.exporter.model import Skeleton, dequantized
+from quantmoe.exporter.unpack import unpack
+
+
+def operators(folder: Path) -> Counter:
+    return Counter(node.op_type for node in ir.load(folder / "model.onnx").graph)
+
+
+def test_every_quantized_linear_is_a_node(exported):
+    folder = exported("qwen3_moe", activations="float")
+    modules = {linear["module"] for linear in inspect(folder)["linears"]}
+    attention = {f"model.layers.{i}.self_attn.{x}_proj" for i in range(2) for x in "qkvo"}
+    assert modules == attention
+    assert operators(folder)["QuantLinear"] == len(attention)
+    assert not [t for t in inspect(folder)["dense"] if t["dequantized_from"]]
+
+
+def test_matmul_nbits_where_it_is_exact(checkpoint, reference, tmp_path):
+    folder = checkpoint("qwen3_moe")
+    report = export(folder, tmp_path / "float", activations="float", dense="ort")
+    assert report.not_ort == {}
+    assert operators(tmp_path / "float")["MatMulNBits"] == 8
+    assert operators(tmp_path / "float")["QuantLinear"] == 0
+    ids = tokens(2, 6)
+    assert error(run(Generator(tmp_path / "float"), ids, (5, 1)), expected(reference("qwen3_moe"), ids)) < 2e-5
+
+
+def test_matmul_nbits_is_refused_with_a_reason(checkpoint, tmp_path):
+    report = export(checkpoint("qwen3_moe", "W8A8"), tmp_path, dense="ort", layers=1)
+    assert set(report.not_ort.values()) == {
+        "MatMulNBits quantizes activations by rules of its own, the checkpoint says int8_token"
+    }
+    assert operators(tmp_path)["QuantLinear"] == 4
+
+
+@pytest.mark.parametrize("desc_act", [False, True])
+def test_gptq_linears_with_act_order(tmp_path, desc_act):
+    folder = make_gptq_checkpoint(tmp_path / "checkpoint", desc_act=desc_act, num_hidden_layers=1)
+    report = export(folder, tmp_path / "model", activations="float", dense="ort" if desc_act else "quantmoe")
+    assert set(report.not_ort.values()) == ({"MatMulNBits has no perm"} if desc_act else set())
+    want = dequantized(Skeleton(find_format(open_checkpoint(folder))))
+    ids = tokens(2, 5)
+    assert error(run(Generator(tmp_path / "model"), ids, (4, 1)), expected(want, ids)) < 2e-5
+
+
+def test_what_stays_float_says_why(checkpoint, tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise ValueError("down: layout cpu_panel does not carry it")
+
+    monkeypatch.setattr(convert, "linear_spec", refuse)
+    report = export(checkpoint("qwen3_moe"), tmp_path, layers=1)
+    assert set(report.dequantized.values()) == {"layout cpu_panel does not carry it"}
+    assert len(report.dequantized) == 4
+    kept = [tensor for tensor in inspect(tmp_path)["dense"] if tensor["dequantized_from"]]
+    assert {tensor["dequantized_because"] for tensor in kept} == {"layout cpu_panel does not carry it"}
+    assert len(kept) == 4
+    assert operators(tmp_path)["QuantLinear"] == 0
+
+
+def test_explain_and_export_refuse_with_the_same_reason(tmp_path):
+    folder = make_gptq_checkpoint(tmp_path / "checkpoint", group_size=8, num_hidden_layers=1)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.experts\.0: .*group_size") as refused:
+        export(folder, tmp_path / "model")
+    ours = [c for entry in explain(folder) for c in entry["candidates"] if c.layout == "cpu_panel"]
+    assert ours
+    assert all(c.reason for c in ours)
+    assert ours[0].reason in str(refused.value)
+
+
+def test_unpack_gives_the_checkpoints_codes(exported, checkpoint, tmp_path):
+    folder = exported("qwen3_moe", activations="float")
+    modules = unpack(folder, 1, tmp_path / "layer_1.safetensors")
+    format = find_format(open_checkpoint(checkpoint("qwen3_moe")))
+    (tmp_path / "config.json").write_text("{}")
+    stored = Checkpoint(tmp_path)
+    experts = next(layer for layer in format.moe_layers() if layer.index == 1)
+    assert len(modules) == 3 * experts.num_experts + 4
+
+    def read(module: str, like: QuantizedMatrix) -> QuantizedMatrix:
+        have = {f: stored.tensor(f"{module}.{f}") for f in ("codes", "scales", "bias", "perm", "zero_points")
+                if f"{module}.{f}" in stored}  # fmt: skip
+        return QuantizedMatrix(kind=like.kind, group_size=like.group_size, **have)
+
+    for e in range(experts.num_experts):
+        for role in ("gate", "up", "down"):
+            want = getattr(experts.expert(e), role)
+            same_matrix(read(f"{experts.name}.{e}.{role}", want), want)
+    for name in "qkvo":
+        module = f"model.layers.1.self_attn.{name}_proj"
+        same_matrix(read(module, format.matrix(module)), format.matrix(module))
+    with pytest.raises(ModelError, match="no packed weights in layer 7; layers with some: 0 to 1"):
+        unpack(folder, 7, tmp_path / "none.safetensors")
+    assert not list(tmp_path.glob("none*"))
+
+
+def test_explain(exported, checkpoint):
+    for path in (checkpoint("qwen3_moe"), exported("qwen3_moe", activations="float")):
+        found = explain(path)
+        assert sum(len(entry["modules"]) for entry in found) == 2 + 8
+        for entry in found:
+            ours = next(c for c in entry["candidates"] if c.layout == "cpu_panel")
+            assert ours.reason == ""
+            assert [name for name, _ in ours.kernels] == list(native.kernels())
+            assert "" in [reason for _, reason in ours.kernels]
+    marlin = [c for entry in explain(checkpoint("qwen3_moe")) for c in entry["candidates"] if c.layout == "marlin"]
+    assert marlin
+    assert all(c.reason for c in marlin)  # no CPU kernel reads it
+
+
+@pytest.mark.parametrize(("kind", "group_size"), [("int4", 32), ("int8", -1)])
+def test_quantize(tmp_path, kind, group_size):
+    folder = make_float_checkpoint(tmp_path / "float", "qwen3_moe", **TINY | {"num_hidden_layers": 1, "num_experts": 4})
+    with pytest.raises(CheckpointError, match="no quantization configuration"):
+        export(folder, tmp_path / "none")
+    export(folder, tmp_path / "model", activations="float", quantize=kind, group_size=group_size)
+    want = dequantized(Skeleton(Unquantized(open_checkpoint(folder), kind, group_size)))
+    ids = tokens(2, 5)
+    assert error(run(Generator(tmp_path / "model"), ids, (4, 1)), expected(want, ids)) < 2e-5
+    attributes = inspect(tmp_path / "model")["layers"][0]["attributes"]
+    assert (attributes["w2_format"], attributes["w2_group_size"]) == (kind, group_size)
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "llama4_text"])
+def test_quantize_fused_experts(checkpoint, tmp_path, architecture):
+    """A float checkpoint's fused experts are those that the quantizer's one-by-one files hold, before rounding."""
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    folder = make_float_checkpoint(tmp_path / "float", architecture, intermediate_size=96, **sizes)
+    format = Unquantized(open_checkpoint(folder), "int8", 32)
+    layer = format.moe_layers()[0]
+    tensor = format.ckpt.tensor(f"{layer.name}.gate_up_proj")[3].astype(np.float64)
+    expert = layer.expert(3)
+    halves = (tensor[:, ::2], tensor[:, 1::2]) if architecture == "gpt_oss" else np.split(tensor, 2, axis=1)
+    for matrix, exact in zip((expert.gate, expert.up), halves, strict=True):
+        assert np.abs(matrix.dequantize() - exact.T).max() < np.abs(exact).max() / 127
+    assert (expert.down.bias is not None) == (architecture == "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("int3", None), "cannot quantize to 'int3'; supported: int4, int8, mxfp4, nvfp4"),
+        (("mxfp4", 64), "mxfp4 has groups of 32, not 64"),
+        (("int4", 0), "group size 0"),
+    ],
+)
+def test_quantize_refusals(checkpoint, tmp_path, arguments, message):
+    folder = make_float_checkpoint(tmp_path, "qwen3_moe", **TINY | {"num_hidden_layers": 1, "num_experts": 4})
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        Unquantized(open_checkpoint(folder), *arguments)
+    with pytest.raises(CheckpointError, match="already quantized"):
+        Unquantized(open_checkpoint(checkpoint("qwen3_moe")), "int4")
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+def test_rounding_keeps_its_bound(tmp_path, kind):
+    folder = make_float_checkpoint(tmp_path, "qwen3_moe", **TINY | {"num_hidden_layers": 1, "num_experts": 4})
+    format = Unquantized(open_checkpoint(folder), kind)
+    module = "model.layers.0.self_attn.q_proj"
+    m, exact = format.matrix(module), format.ckpt.tensor(f"{module}.weight").astype(np.float64)
+    # e2m1's widest gap is 2 of 6, scales move by an e4m3 ulp or a binade
+    bound = np.abs(exact).reshape(len(exact), -1, m.group_size).max(2) * (1 / 6 + (1 / 16 if kind == "nvfp4" else 1))
+    assert (np.abs(m.dequantize() - exact) <= m.expand(bound) + 1e-12).all()
+    assert (m.global_scale is not None) == (kind == "nvfp4")
+
+
+def test_correction_bias_is_the_checkpoints(exported, checkpoint):
+    """A buffer of the model and a tensor of the checkpoint; float32 in every graph."""
+    graph = ir.load(exported("deepseek_v3", activations="float") / "model.onnx").graph
+    (node,) = [node for node in graph if node.op_type == "MoERouting"]
+    found = node.inputs[1].const_value.numpy()
+    ckpt = open_checkpoint(checkpoint("deepseek_v3"))
+    (name,) = [n for n in ckpt.names() if n.endswith("e_score_correction_bias")]
+    assert np.array_equal(found, ckpt.tensor(name).astype(np.float32))
+    assert np.abs(found).max() > 0
+
+
+def test_divergence():
+    logits = torch.randn(5, 9).numpy()
+    assert divergence(logits, logits) == (0.0, 1.0)
+    kl, same = divergence(-logits, logits)
+    assert kl > 0
+    assert same == 0
+
+
+def test_command_line(exported, checkpoint, tmp_path):
+    from typer.testing import CliRunner
+
+    from quantmoe.exporter.cli import app
+
+    for path in (checkpoint("qwen3_moe"), exported("qwen3_moe", activations="float")):
+        done = CliRunner().invoke(app, ["inspect", str(path), "--explain"])
+        assert done.exit_code == 0, done.output
+    done = CliRunner().invoke(app, ["inspect", str(exported("qwen3_moe", activations="float"))])
+    assert done.exit_code == 0, done.output
+    folder = shutil.copytree(exported("qwen3_moe", activations="float"), tmp_path / "model")
+    output = tmp_path / "layer.safetensors"
+    done = CliRunner().invoke(
+        app, ["unpack", str(folder), "--layer", "0", "--to", "safetensors", "--output", str(output)]
+    )
+    assert done.exit_code == 0, done.output
+    assert output.exists()

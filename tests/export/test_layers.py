@@ -1,0 +1,118 @@
+"""One layer of every checkpoint format: decoded, described, packed, multiplied and unpacked."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import encoders
+import numpy as np
+import pytest
+from bounds import check
+from checkpoints import same_matrix, write_checkpoint
+
+from quantmoe.custom_ops import native
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.exporter.convert import Report, _spec
+from quantmoe.exporter.formats import MoELayer, find_format, open_checkpoint
+
+HIDDEN, INTERMEDIATE, EXPERTS = 160, 96, 3  # 160: no multiple of 64 or 128
+CONFIG = {
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "hidden_size": HIDDEN,
+    "moe_intermediate_size": INTERMEDIATE,
+    "hidden_act": "silu",
+}
+
+
+def usable(m: encoders.QuantizedMatrix) -> encoders.QuantizedMatrix:
+    """Without NaN codes, and where it is free with scales that keep activations within a few units."""
+    if m.kind == "fp8_e4m3":
+        m = dataclasses.replace(m, codes=np.where(m.codes & 0x7F == 0x7F, 0, m.codes).astype(np.uint8))
+    if m.scales.dtype.itemsize == 1:
+        return m if m.global_scale is None else dataclasses.replace(m, global_scale=float(np.float32(0.01)))
+    size = np.nanstd(m.dequantize()) * np.sqrt(m.shape[1])
+    return dataclasses.replace(m, scales=(m.scales.astype(np.float32) / np.float32(size)).astype(m.scales.dtype))
+
+
+def layer_of(folder: Path, case: encoders.Case, group_size: int, scale: str) -> MoELayer:
+    tensors = {}
+    for e in range(EXPERTS):
+        sizes = {
+            "gate_proj": (INTERMEDIATE, HIDDEN),
+            "up_proj": (INTERMEDIATE, HIDDEN),
+            "down_proj": (HIDDEN, INTERMEDIATE),
+        }
+        for i, (name, (n, k)) in enumerate(sizes.items()):
+            matrix = encoders.random_matrix(case, n, k, group_size, scale, bias=True, seed=10 * e + i)
+            for suffix, tensor in case.encode(usable(matrix)).items():
+                tensors[f"model.layers.0.mlp.experts.{e}.{name}.{suffix}"] = tensor
+    write_checkpoint(folder, tensors, case.config(group_size), **CONFIG)
+    return find_format(open_checkpoint(folder)).moe_layers()[0]
+
+
+def run(layer: MoELayer, activations: str) -> None:
+    """Holds the layer to the reference and to its own checkpoint."""
+    layout, spec = LAYOUTS["cpu_panel"], _spec(layer, "cpu_panel", activations, "exact", Report("", {}))
+    rows = [native.aligned(EXPERTS * layout.row_bytes(spec, p)).reshape(EXPERTS, -1) for p in ("w13", "w2")]
+    experts = list(layer)
+    for expert, *row in zip(experts, *rows, strict=True):
+        layout.pack(expert, spec, *row)
+        back = layout.unpack(spec, *row)
+        for name in ("gate", "up", "down"):
+            want, found = getattr(expert, name), getattr(back, name)
+            if getattr(spec, "w2" if name == "down" else "w13").activation_format not in ("fp8_tensor", "nvfp4"):
+                want = dataclasses.replace(want, input_scale=None)
+            same_matrix(found, want)
+    rng = np.random.default_rng(0)
+    ids = np.array([[0, 1], [2, 0], [1, 2], [1, 0], [2, 1]])
+    tokens = rng.normal(0, 1, (5, HIDDEN)).astype(np.float32), ids, rng.uniform(0, 1, ids.shape).astype(np.float32)
+    check(SimpleNamespace(spec=spec, experts=experts), tokens, native.NativeMoE(spec, *rows)(*tokens))
+
+
+@pytest.mark.parametrize("activations", ["int8", "float"])
+@pytest.mark.parametrize("case", encoders.CASES, ids=lambda c: c.id)
+def test_layer(case: encoders.Case, activations: str, tmp_path: Path) -> None:
+    for group_size in case.group_sizes[:2]:
+        run(layer_of(tmp_path / str(group_size), case, group_size, case.scales[0]), activations)
+
+
+@pytest.mark.parametrize("activations", ["int8", "float"])
+def test_gpt_oss(activations: str, tmp_path: Path) -> None:
+    """Fused, interleaved, biased, clamped: OpenAI's own tensors."""
+    rng = np.random.default_rng(0)
+    tensors, prefix = {}, "model.layers.0.mlp.experts."
+    for name, n, k in (("gate_up_proj", 2 * INTERMEDIATE, HIDDEN), ("down_proj", HIDDEN, INTERMEDIATE)):
+        tensors[f"{prefix}{name}_blocks"] = rng.integers(0, 256, (EXPERTS, n, k // 32, 16), np.uint8)
+        tensors[f"{prefix}{name}_scales"] = rng.integers(120, 125, (EXPERTS, n, k // 32), np.uint8)
+        tensors[f"{prefix}{name}_bias"] = rng.normal(0, 1, (EXPERTS, n)).astype(np.float32)
+    config = CONFIG | {"model_type": "gpt_oss", "intermediate_size": INTERMEDIATE, "swiglu_limit": 7.0}
+    write_checkpoint(tmp_path, tensors, {"quant_method": "mxfp4"}, **config)
+    layer = find_format(open_checkpoint(tmp_path)).moe_layers()[0]
+    run(layer, activations)
+    spec = _spec(layer, "cpu_panel", activations, "exact", Report("", {}))
+    assert (spec.activation, spec.w13.format, spec.w13.bias, spec.w2.bias) == ("swiglu_oai", "mxfp4", 1, 1)
+    bias = tensors[f"{prefix}gate_up_proj_bias"][1]
+    expert: Expert = layer.expert(1)
+    np.testing.assert_array_equal(expert.gate.bias, bias[::2])
+    np.testing.assert_array_equal(expert.up.bias, bias[1::2])
+
+
+def test_gate_and_up_keep_their_own_input_scales(tmp_path: Path) -> None:
+    case = next(c for c in encoders.CASES if c.id == "modelopt-nvfp4")
+    layer = layer_of(tmp_path, case, 16, "e4m3")
+    expert = layer.expert(0)
+    assert expert.gate.input_scale != expert.up.input_scale
+    run(layer, "int8")
+
+
+def test_widths_that_no_layout_carries_are_refused(tmp_path: Path) -> None:
+    config = {"quant_method": "gptq", "bits": 3, "group_size": 32, "sym": True, "desc_act": False}
+    names = [f"{e}.{name}_proj.qweight" for e in range(EXPERTS) for name in ("gate", "up", "down")]
+    tensors = {f"model.layers.0.mlp.experts.{name}": np.zeros((3, 8), np.int32) for name in names}
+    write_checkpoint(tmp_path, tensors, config, **CONFIG)
+    with pytest.raises(ValueError, match=r"bits.*3.*supported.*4, 8|bits=3"):
+        find_format(open_checkpoint(tmp_path)).moe_layers()

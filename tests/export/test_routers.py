@@ -1,0 +1,71 @@
+"""Every architecture's router is recognised, and MoERouting gives its ids and weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from quantmoe.custom_ops import native
+from quantmoe.custom_ops.op import RoutingSpec
+from quantmoe.exporter.demo import COMMON, SIZES
+from quantmoe.exporter.passes.routers import recognise
+
+EXPECTED = {
+    "qwen3_moe": RoutingSpec(16, 4, "topk_softmax"),
+    "mixtral": RoutingSpec(8, 2, "topk_softmax"),
+    "olmoe": RoutingSpec(16, 4, "softmax_topk", 0),
+    "gpt_oss": RoutingSpec(8, 2, "topk_softmax"),
+    "deepseek_v3": RoutingSpec(16, 4, "sigmoid_topk", 1, 4, 2, 2.5),
+    "glm4_moe": RoutingSpec(16, 4, "sigmoid_topk", 1),
+}
+
+
+def routers(architecture: str, **sizes: object) -> list[torch.nn.Module]:
+    fields = COMMON | SIZES[architecture] | {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2} | sizes
+    config = AutoConfig.for_model(architecture, **fields, pad_token_id=None)
+    model = AutoModelForCausalLM.from_config(config)
+    return [m for m in model.modules() if type(m).__name__.endswith("Router")]
+
+
+@pytest.mark.parametrize("architecture", EXPECTED)
+def test_recognised_and_equal(architecture):
+    router = routers(architecture)[-1]
+    spec = recognise(router)
+    assert spec == EXPECTED[architecture]
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(router.weight.shape, generator=generator))
+        bias = getattr(router, "e_score_correction_bias", None)
+        if bias is not None:
+            bias.copy_(torch.randn(bias.shape, generator=generator) * 0.3)
+        logits, weights, ids = router(torch.randn(500, 64, generator=generator) / 4)
+    found_ids, found = native.route(spec, logits.numpy(), None if bias is None else bias.numpy())
+    a, b = np.argsort(ids.numpy(), 1), np.argsort(found_ids, 1)
+    np.testing.assert_array_equal(np.take_along_axis(ids.numpy(), a, 1), np.take_along_axis(found_ids, b, 1))
+    difference = np.take_along_axis(weights.numpy(), a, 1) - np.take_along_axis(found, b, 1)
+    assert np.abs(difference).max() < 1e-6
+
+
+def test_llama4():
+    router = routers("llama4_text")[0]
+    with torch.no_grad():
+        router.weight.normal_()
+        scores, logits = router(torch.randn(300, 64))
+    ids, weights = native.route(RoutingSpec(8, 1, "topk_sigmoid"), logits.numpy())
+    np.testing.assert_array_equal(ids[:, 0], scores.argmax(1).numpy())
+    assert np.abs(weights[:, 0] - scores.max(1).values.numpy()).max() < 1e-6
+
+
+def test_others_are_left_alone():
+    router = routers("qwen3_moe")[0]
+
+    class StrangeRouter(type(router)):
+        def forward(self, hidden_states):
+            logits, weights, ids = super().forward(hidden_states)
+            return logits, weights**2, ids
+
+    router.__class__ = StrangeRouter
+    assert recognise(router) is None
+    assert recognise(torch.nn.Linear(4, 4)) is None

@@ -1,0 +1,474 @@
+// libFuzzer target: one QuantMoE layer through the C ABI, from any bytes.
+//
+// The input chooses attributes (mostly valid ones, sometimes any), shapes and a seed. What qm_moe_validate accepts is
+// run by every kernel of this machine, on packed tensors that are either random bytes or packed from random codes.
+// Checked:
+//   - nothing is read or written outside the buffers: each ends, or begins, at an inaccessible page (memory operands of
+//     inline assembly are seen by nothing else), besides AddressSanitizer and UndefinedBehaviorSanitizer
+//   - all kernels, with any number of lanes, give one status and the same bytes
+//   - for packed codes, the result is the float64 one within the error analysed in Reference
+#include <fuzzer/FuzzedDataProvider.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/panel.h"
+#include "quantmoe/quant_moe.h"
+
+using namespace quantmoe;
+
+namespace {
+
+#define CHECK(condition, ...)                                              \
+  do {                                                                     \
+    if (condition) break;                                                  \
+    std::fprintf(stderr, "%s:%d: %s\n  ", __FILE__, __LINE__, #condition); \
+    std::fprintf(stderr, __VA_ARGS__);                                     \
+    std::fprintf(stderr, "\n");                                            \
+    std::abort();                                                          \
+  } while (0)
+
+// A buffer of a fixed place between two inaccessible pages; data lies at its end or at its beginning.
+class Guarded {
+ public:
+  static constexpr size_t kPage = 4096, kBytes = size_t{8} << 20;
+  Guarded() {
+    base_ = static_cast<uint8_t*>(
+        mmap(nullptr, kBytes + 2 * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    mprotect(base_, kPage, PROT_NONE);
+    mprotect(base_ + kPage + kBytes, kPage, PROT_NONE);
+  }
+  void* place(size_t bytes, bool at_end) {
+    CHECK(bytes <= kBytes, "%zu bytes", bytes);
+    return base_ + kPage + (at_end ? kBytes - bytes : 0);
+  }
+
+ private:
+  uint8_t* base_;
+};
+
+using Rng = std::minstd_rand;
+double uniform(Rng& rng) { return (rng() - Rng::min()) / static_cast<double>(Rng::max() - Rng::min()); }
+
+template <typename T>
+float to_float(T bits, bool half) {
+  if (!half) {
+    const uint32_t wide = uint32_t{bits} << 16;
+    float out;
+    std::memcpy(&out, &wide, 4);
+    return out;
+  }
+  _Float16 out;
+  std::memcpy(&out, &bits, 2);
+  return static_cast<float>(out);
+}
+
+// n values in [low, high) of a qm_type or a scale_type (both number f32, f16, bf16 from 0).
+void fill(Rng& rng, int type, double low, double high, void* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float value = static_cast<float>(low + (high - low) * uniform(rng));
+    uint32_t raw;
+    std::memcpy(&raw, &value, 4);
+    if (type == QM_F32) {
+      static_cast<float*>(out)[i] = value;
+    } else if (type == QM_F16) {
+      const _Float16 half = static_cast<_Float16>(value);
+      std::memcpy(static_cast<uint16_t*>(out) + i, &half, 2);
+    } else {
+      static_cast<uint16_t*>(out)[i] = static_cast<uint16_t>(raw >> 16);
+    }
+  }
+}
+double value_at(int type, const void* data, int64_t i) {
+  if (type == QM_F32) return static_cast<const float*>(data)[i];
+  return to_float(static_cast<const uint16_t*>(data)[i], type == QM_F16);
+}
+
+// One matrix in the packer's form, and what it stands for.
+struct Matrix {
+  int64_t n, k, group, groups;
+  int bits, scale_type;
+  std::vector<uint8_t> codes, scales;
+  std::vector<float> bias;
+  std::vector<int32_t> perm;
+
+  Matrix(const qm_projection& p, int64_t n, int64_t k, Rng& rng)
+      : n(n),
+        k(k),
+        group(p.group_size == -1 ? k : p.group_size),
+        bits(p.format == k_format_int4 ? 4 : 8),
+        scale_type(p.scale_type) {
+    groups = ceil_div(k, group);
+    codes.resize(n * k);
+    for (uint8_t& code : codes) code = static_cast<uint8_t>(rng() >> 7 & ((1 << bits) - 1));
+    scales.resize(n * groups * scale_size(scale_type));
+    const double size = 1.0 / ((1 << (bits - 1)) * std::sqrt(static_cast<double>(k)));
+    fill(rng, scale_type, -size, 2 * size, scales.data(), n * groups);
+    if (p.bias) {
+      bias.resize(n);
+      fill(rng, QM_F32, -1, 1, bias.data(), n);
+    }
+  }
+  double weight(int64_t row, int64_t j) const {
+    return (codes[row * k + j] - (1 << (bits - 1))) * value_at(scale_type, scales.data(), row * groups + j / group);
+  }
+  void pack(const qm_projection& p, void* to, int step) const {
+    const qm_pack_source source{p.format, p.group_size, p.scale_type,  n,
+                                k,        codes.data(), scales.data(), bias.empty() ? nullptr : bias.data(),
+                                nullptr,  step};
+    char err[QM_ERROR_SIZE];
+    CHECK(qm_pack_panels(&source, to, 1, nullptr, nullptr, err) == QM_OK, "%s", err);
+  }
+};
+
+struct Value {
+  double value = 0, error = 0;  // |kernel's - value| <= error
+};
+
+// The layer in float64 with a bound of what the kernels' f32 arithmetic may differ by.
+class Reference {
+ public:
+  explicit Reference(const qm_moe& moe) : moe_(moe) {}
+  struct Expert {
+    std::vector<Matrix> up;  // gate, up; or up
+    std::vector<Matrix> down;
+  };
+  std::vector<Expert> experts;
+
+  // y = matrix * x: an f32 sum of K products errs by at most (K + few) 2^-24 of the sum of magnitudes; q and zero point
+  // are summed apart, so that their magnitudes count apart.
+  std::vector<Value> product(const Matrix& m, const std::vector<Value>& x, const std::vector<double>& magnitude) const {
+    std::vector<Value> y(m.n);
+    for (int64_t row = 0; row < m.n; ++row) {
+      double sum = 0, error = 0, size = 0;
+      for (int64_t j = 0; j < m.k; ++j) {
+        const int64_t from = m.perm.empty() ? j : m.perm[j];
+        const double w = m.weight(row, j);
+        sum += w * x[from].value;
+        error += std::abs(w) * x[from].error;
+        size += std::abs(w) * magnitude[from];
+      }
+      const double bias = m.bias.empty() ? 0 : m.bias[row];
+      y[row] = {sum + bias, error + (m.k + 32) * 0x1p-24 * (size + error + std::abs(bias)) + 1e-37};
+    }
+    return y;
+  }
+
+  // What the product sees of x. An element whose rounding the errors may flip, or that is clamped, may be a step away.
+  std::vector<Value> quantized(const std::vector<Value>& x, int32_t format, std::vector<double>& magnitude) const {
+    magnitude.resize(x.size());
+    std::vector<Value> out = x;
+    if (format == k_activation_format_none) {
+      for (size_t i = 0; i < x.size(); ++i) magnitude[i] = std::abs(x[i].value) + x[i].error;
+      return out;
+    }
+    float low = 0, high = 0;
+    double worst = 0;
+    for (const Value& v : x) {
+      low = std::min(low, static_cast<float>(v.value));
+      high = std::max(high, static_cast<float>(v.value));
+      worst = std::max(worst, v.error);
+    }
+    double step, zero = 0, range;
+    if (format == k_activation_format_int8_token) {
+      range = std::max(-low, high);
+      step = range / 127.5;
+    } else {
+      range = high - low;
+      step = range / 255;
+      if (range > 0) {
+        const double a = low / step, b = high / step;
+        zero = std::nearbyint(std::clamp(-128 + a + 127 + b > 0 ? -128 - a : 127 - b, -128.0, 127.0));
+      }
+    }
+    const bool lost = 64 * worst >= range || range < 1e-35;  // the range itself is not known well
+    for (size_t i = 0; i < x.size(); ++i) {
+      const double t = lost ? 0 : x[i].value / step, rounded = std::nearbyint(t);
+      const double q = std::clamp(rounded + zero, -128.0, 127.0);
+      const double slack = lost ? 1 : 2 * x[i].error / step + 512 * (2 * worst / range + 0x1p-20);
+      const bool sure = !lost && std::abs(std::abs(t - rounded) - 0.5) > slack && std::abs(rounded + zero) < 127;
+      if (lost) {
+        out[i] = {x[i].value, x[i].error + 4 * (range + 2 * worst) / 127};
+      } else {
+        const double seen = (q - zero) * step;
+        out[i] = {seen, std::abs(seen) * (4 * worst / range + 0x1p-20) + (sure ? 0 : 1.5 * step)};
+      }
+      // q is summed apart from the zero point
+      magnitude[i] = std::abs(out[i].value) + out[i].error + 2 * std::abs(zero) * step + 2 * step;
+    }
+    return out;
+  }
+
+  Value activated(const Value* gate, const Value& up) const {
+    const Value& z = gate ? *gate : up;
+    const double u = gate ? up.value : 1, du = gate ? up.error : 0, g = z.value, limit = moe_.swiglu_limit;
+    const auto silu = [](double v) { return v / (1 + std::exp(-v)); };
+    double h, slope = 1.2, size = std::abs(g);
+    switch (moe_.activation) {
+      case k_activation_silu:
+        h = silu(g) * u;
+        break;
+      case k_activation_gelu:
+        h = g / 2 * (1 + std::erf(g / std::sqrt(2.0))) * u;
+        break;
+      case k_activation_gelu_tanh:
+        h = g / 2 * (1 + std::tanh(0.7978845608028654 * (g + 0.044715 * g * g * g))) * u;
+        break;
+      case k_activation_relu2:
+        h = std::max(g, 0.0) * std::max(g, 0.0) * u;
+        slope = 2 * (size + z.error);
+        size *= size;
+        break;
+      case k_activation_swiglu_oai: {
+        const double c = std::min(g, limit);
+        h = c / (1 + std::exp(-moe_.swiglu_alpha * c)) * (std::clamp(u, -limit, limit) + 1);
+        slope = 1.2;
+        break;
+      }
+      default:
+        h = std::min(silu(g), limit) * std::clamp(u, -limit, limit);
+    }
+    const double other = std::abs(u) + du + 1;  // swiglu_oai adds one
+    return {h, slope * z.error * other + (size + slope * z.error) * du + 0x1p-18 * size * other + 1e-37};
+  }
+
+  // Adds weight * expert(x) to y.
+  void add(const Expert& e, const std::vector<Value>& x, double weight, std::vector<Value>& y) const {
+    std::vector<double> magnitude;
+    const std::vector<Value> seen = quantized(x, moe_.w13.activation_format, magnitude);
+    const std::vector<Value> up = product(e.up.back(), seen, magnitude);
+    std::vector<Value> gate, h(up.size());
+    if (moe_.gated) gate = product(e.up[0], seen, magnitude);
+    for (size_t i = 0; i < h.size(); ++i) h[i] = activated(moe_.gated ? &gate[i] : nullptr, up[i]);
+    const std::vector<Value> h_seen = quantized(h, moe_.w2.activation_format, magnitude);
+    const std::vector<Value> out = product(e.down[0], h_seen, magnitude);
+    for (size_t i = 0; i < y.size(); ++i) {
+      y[i].value += weight * out[i].value;
+      y[i].error += std::abs(weight) * (out[i].error + 0x1p-20 * std::abs(out[i].value));
+    }
+  }
+
+ private:
+  const qm_moe& moe_;
+};
+
+// Values of op.def's enums, and names that are none.
+const char* const kNames[] = {
+    "silu",      "gelu",      "gelu_tanh", "relu2", "swiglu_oai", "swiglu_step", "int4",       "int8",
+    "mxfp4",     "f32",       "f16",       "bf16",  "e8m0",       "none",        "int8_token", "int8_token_asym",
+    "fp8_token", "cpu_panel", "marlin",    "",      "?"};
+
+// Sets every attribute; one in 16 inputs has values that nothing promises.
+void set_attributes(FuzzedDataProvider& data, qm_moe* moe, bool wild) {
+  char err[QM_ERROR_SIZE];
+  std::memset(moe, 0, sizeof *moe);
+  size_t count = 0;
+  for (; const qm_attribute* a = qm_attribute_at("QuantMoE", count); ++count) {
+    if (a->kind == 'i') {
+      qm_set_int("QuantMoE", moe, a->name, wild ? data.ConsumeIntegral<int64_t>() : 0, err);
+    } else if (a->kind == 'f') {
+      qm_set_float("QuantMoE", moe, a->name, data.ConsumeFloatingPoint<float>(), err);
+    } else {
+      const std::string any = data.ConsumeRandomLengthString(8);
+      qm_set_string("QuantMoE", moe, a->name, wild ? any.c_str() : data.PickValueInArray(kNames), err);
+    }
+  }
+  if (wild) qm_set_int("QuantMoE", moe, data.ConsumeRandomLengthString(600).c_str(), 1, err);
+  moe->op_version = 1;
+  moe->num_experts = data.ConsumeIntegralInRange(1, 6);
+  moe->expert_offset = data.ConsumeIntegralInRange(0, moe->num_experts - 1);
+  // Small, for executions a second; the portable kernel is slow under sanitizers.
+  const int most = data.ConsumeIntegralInRange(0, 7) == 0 ? 200 : 40;
+  moe->hidden_size = data.ConsumeIntegralInRange(1, most);
+  moe->intermediate_size = data.ConsumeIntegralInRange(1, most);
+  moe->activation = data.ConsumeIntegralInRange(0, 5);
+  moe->gated = moe->activation >= k_activation_swiglu_oai || data.ConsumeBool();
+  moe->apply_router_weight_on_input = data.ConsumeBool();
+  for (qm_projection* p : {&moe->w13, &moe->w2}) {
+    p->format = data.ConsumeIntegralInRange(0, 1);
+    p->group_size = data.ConsumeIntegralInRange(0, 2) == 0 ? -1 : 32 * data.ConsumeIntegralInRange(1, 4);
+    p->block_n = p->layout_version = 1;
+    p->scale_type = data.ConsumeIntegralInRange(0, 2);
+    p->bias = data.ConsumeBool();
+    p->perm = data.ConsumeIntegralInRange(0, p == &moe->w13 ? 1 + moe->gated : 1);
+    p->activation_format = data.ConsumeIntegralInRange(0, 2);
+    p->layout = p->zero_points = 0;
+  }
+  if (wild)  // any value in any place
+    for (int n = data.ConsumeIntegralInRange(1, 3); n > 0; --n) {
+      const qm_attribute& a = *qm_attribute_at("QuantMoE", data.ConsumeIntegralInRange<size_t>(0, count - 1));
+      if (a.kind == 'i') qm_set_int("QuantMoE", moe, a.name, data.ConsumeIntegral<int32_t>(), err);
+      if (a.kind == 's') qm_set_string("QuantMoE", moe, a.name, data.PickValueInArray(kNames), err);
+    }
+}
+
+void set_perm(int32_t* perm, const std::vector<int32_t>& order) { std::copy(order.begin(), order.end(), perm); }
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
+  FuzzedDataProvider data(bytes, size);
+  char err[QM_ERROR_SIZE];
+  qm_moe moe;
+  const bool wild = data.ConsumeIntegralInRange(0, 15) == 0;
+  set_attributes(data, &moe, wild);
+  const int64_t experts =
+      data.ConsumeIntegralInRange(1, moe.num_experts > 0 && moe.num_experts < 7 ? moe.num_experts : 1);
+  const size_t row13 = qm_row_bytes(&moe, 13), row2 = qm_row_bytes(&moe, 2);
+  int64_t shape13[2] = {experts, static_cast<int64_t>(row13 / 4)},
+          shape2[2] = {experts, static_cast<int64_t>(row2 / 4)};
+  if (wild && data.ConsumeBool()) {
+    shape13[data.ConsumeBool()] = data.ConsumeIntegral<int64_t>();
+    shape2[data.ConsumeBool()] = data.ConsumeIntegral<int64_t>();
+  }
+  unsetenv("QUANTMOE_FORCE_KERNEL");
+  if (qm_moe_validate(&moe, shape13, shape2, err)) {
+    CHECK(std::memchr(err, 0, sizeof err) && err[0], "a refusal without a reason");
+    CHECK(wild || moe.expert_offset + experts > moe.num_experts, "refused: %s", err);
+    return 0;
+  }
+  const size_t most = Guarded::kBytes / 8;
+  if (moe.hidden_size > 1024 || moe.intermediate_size > 1024 || row13 * experts > most || row2 * experts > most)
+    return 0;
+
+  static Guarded hidden_place, ids_place, weights_place, w13_place, w2_place, output_place, workspace_place;
+  const bool at_end = data.ConsumeBool(), packed = data.ConsumeBool();
+  qm_moe_call call{};
+  call.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
+  call.id_bytes = data.ConsumeBool() ? 8 : 4;
+  call.tokens = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 15) == 0 ? 120 : 6);
+  call.top_k = data.ConsumeIntegralInRange(1, 4);
+  call.local_experts = experts;
+  Rng rng(data.ConsumeIntegral<uint32_t>());
+  const bool tame = packed || data.ConsumeBool();               // activations and weights that are ordinary numbers
+  const bool all_ids = data.ConsumeIntegralInRange(0, 7) == 0;  // also ids that are refused
+  const int64_t pairs = call.tokens * call.top_k, element = call.type == QM_F32 ? 4 : 2,
+                elements = call.tokens * moe.hidden_size;
+
+  void* hidden = hidden_place.place(elements * element, at_end);
+  void* ids = ids_place.place(pairs * call.id_bytes, at_end);
+  float* weights = static_cast<float*>(weights_place.place(pairs * 4, at_end));
+  uint8_t* w13 = static_cast<uint8_t*>(w13_place.place(experts * row13, at_end));
+  uint8_t* w2 = static_cast<uint8_t*>(w2_place.place(experts * row2, at_end));
+  void* output = output_place.place(elements * element, at_end);
+  const auto random_bytes = [&](void* to, size_t n) {
+    for (size_t i = 0; i < n; ++i) static_cast<uint8_t*>(to)[i] = static_cast<uint8_t>(rng() >> 8);
+  };
+  if (tame) {
+    fill(rng, call.type, -2, 2, hidden, elements);
+    fill(rng, QM_F32, -1, 1, weights, pairs);
+  } else {
+    random_bytes(hidden, elements * element);
+    random_bytes(weights, pairs * 4);
+  }
+  bool refused = false;
+  std::vector<int64_t> expert_of(pairs);
+  for (int64_t i = 0; i < pairs; ++i) {
+    const int64_t id = static_cast<int64_t>(rng() % (moe.num_experts + 1)) - 1 - (all_ids && rng() % 50 == 0 ? 2 : 0);
+    refused |= id < -1;
+    expert_of[i] = id;
+    if (call.id_bytes == 8)
+      static_cast<int64_t*>(ids)[i] = id;
+    else
+      static_cast<int32_t*>(ids)[i] = static_cast<int32_t>(id);
+  }
+
+  Reference reference(moe);
+  if (packed) {
+    std::memset(w13, 0, experts * row13);
+    std::memset(w2, 0, experts * row2);
+    const int64_t perm13 = align_up(4LL * moe.hidden_size, kRowAlignment),
+                  perm2 = align_up(4LL * moe.intermediate_size, kRowAlignment);
+    const auto order = [&](int64_t k) {
+      std::vector<int32_t> out(k);
+      for (int64_t i = 0; i < k; ++i) out[i] = static_cast<int32_t>(i);
+      std::shuffle(out.begin(), out.end(), rng);
+      return out;
+    };
+    for (int64_t e = 0; e < experts; ++e) {
+      Reference::Expert expert;
+      for (int half = 0; half < halves(moe); ++half) {
+        Matrix m(moe.w13, moe.intermediate_size, moe.hidden_size, rng);
+        m.pack(moe.w13, w13 + e * row13 + half * w13_matrix(moe).stride, halves(moe));
+        if (moe.w13.perm) m.perm = half && moe.w13.perm == 1 ? expert.up[0].perm : order(moe.hidden_size);
+        if (half < moe.w13.perm)
+          set_perm(reinterpret_cast<int32_t*>(w13 + (e + 1) * row13 - (moe.w13.perm - half) * perm13), m.perm);
+        expert.up.push_back(std::move(m));
+      }
+      expert.down.emplace_back(moe.w2, moe.hidden_size, moe.intermediate_size, rng);
+      expert.down[0].pack(moe.w2, w2 + e * row2, 1);
+      if (moe.w2.perm) set_perm(reinterpret_cast<int32_t*>(w2 + (e + 1) * row2 - perm2), order(moe.intermediate_size));
+      reference.experts.push_back(std::move(expert));
+    }
+  } else {
+    random_bytes(w13, experts * row13);
+    random_bytes(w2, experts * row2);
+  }
+
+  call.hidden_states = hidden;
+  call.topk_ids = ids;
+  call.topk_weights = weights;
+  call.w13 = w13;
+  call.w2 = w2;
+  call.output = output;
+  int usable, first_status = 0;
+  std::vector<uint8_t> first;
+  std::string first_name;
+  for (size_t index = 0; const char* name = qm_kernel_name(index, &usable); ++index) {
+    if (!usable) continue;
+    setenv("QUANTMOE_FORCE_KERNEL", name, 1);
+    call.lanes = data.ConsumeIntegralInRange(1, 3);
+    // One lane after another, which all synchronisation must allow; threads are ThreadSanitizer's subject.
+    call.parallel_for = [](void*, qm_task task, void* arg, size_t count) {
+      for (size_t i = 0; i < count; ++i) task(arg, i);
+    };
+    call.workspace = workspace_place.place(qm_moe_workspace(&moe, &call), at_end);
+    std::memset(output, 0xa5, elements * element);
+    const int status = qm_moe_run(&moe, &call, err);
+    CHECK(packed ? status == (refused ? QM_INVALID : QM_OK) : !refused || status, "%s", status ? err : "no refusal");
+    const uint8_t* got = static_cast<const uint8_t*>(output);
+    if (first_name.empty()) {
+      first.assign(got, got + elements * element);
+      first_status = status;
+      first_name = name;
+    }
+    CHECK(status == first_status, "%s returns %d, %s %d", name, status, first_name.c_str(), first_status);
+    if (status == QM_OK && !first.empty())
+      CHECK(std::memcmp(got, first.data(), first.size()) == 0, "%s differs from %s", name, first_name.c_str());
+  }
+  if (!packed || first_status ||
+      (moe.activation >= k_activation_swiglu_oai &&
+       !(moe.swiglu_limit >= 0 && moe.swiglu_limit < 1e6 && std::abs(moe.swiglu_alpha) < 1e3)))
+    return 0;
+
+  for (int64_t t = 0; t < std::min<int64_t>(call.tokens, 2); ++t) {
+    std::vector<Value> want(moe.hidden_size);
+    for (int64_t slot = 0; slot < call.top_k; ++slot) {
+      const int64_t local = expert_of[t * call.top_k + slot] - moe.expert_offset;
+      if (expert_of[t * call.top_k + slot] < 0 || local < 0 || local >= experts) continue;
+      const float weight = weights[t * call.top_k + slot];
+      std::vector<Value> x(moe.hidden_size);
+      for (int64_t i = 0; i < moe.hidden_size; ++i) {
+        const float value = static_cast<float>(value_at(call.type, hidden, t * moe.hidden_size + i));
+        x[i].value = moe.apply_router_weight_on_input ? value * weight : value;
+      }
+      reference.add(reference.experts[local], x, moe.apply_router_weight_on_input ? 1.0 : weight, want);
+    }
+    for (int64_t i = 0; i < moe.hidden_size; ++i) {
+      if (std::abs(want[i].value) + want[i].error > (call.type == QM_F16 ? 6e4 : 1e30)) continue;
+      const double got = value_at(call.type, output, t * moe.hidden_size + i);
+      const double rounding = call.type == QM_F32 ? 0x1p-23 : call.type == QM_F16 ? 0x1p-11 : 0x1p-8;
+      const double bound = want[i].error * (1 + rounding) + std::abs(want[i].value) * rounding + 0x1p-24;
+      CHECK(std::abs(got - want[i].value) <= bound, "token %lld feature %lld is %g, float64 %g +- %g (%s)",
+            (long long)t, (long long)i, got, want[i].value, bound, first_name.c_str());
+    }
+  }
+  return 0;
+}

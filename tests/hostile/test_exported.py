@@ -1,0 +1,129 @@
+"""Exported models that are damaged, incomplete or forged: inspect and the session say what, and nothing crashes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from cases import Case
+from engines.one_layer import NODE, run, session, write_model
+
+from quantmoe.exporter.inspect import ModelError, inspect
+from quantmoe.exporter.passes.external_data import HASH, new_hash
+
+DATA = "model.bin"
+CASE = Case(act_order="shared")
+
+
+def one_layer_model(folder: Path) -> Path:
+    """One node with the metadata that export records: hashes and attributes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    layer = CASE.build()
+    path = write_model(folder / "model.onnx", layer.spec, layer.w13, layer.w2)
+    data = (folder / DATA).read_bytes()
+
+    def record(tensor: ir.ExternalTensor) -> None:
+        digest = new_hash()
+        digest.update(data[tensor.offset : tensor.offset + tensor.length])
+        spec = json.dumps(layer.spec.attributes())
+        tensor.metadata_props.update({"hash": f"{HASH}:{digest.hexdigest()}", "spec": spec, "module": NODE})
+
+    edit(path, lambda model: [record(model.graph.initializers[name].const_value) for name in ("w13", "w2")])
+    return folder
+
+
+def edit(path: Path, change: Callable[[ir.Model], object]) -> None:
+    model = ir.load(path)
+    change(model)
+    ir.save(model, path)
+
+
+def moved(name: str, **fields: object) -> Callable[[ir.Model], None]:
+    """Another place for a tensor's bytes; keywords as of ExternalTensor."""
+
+    def change(model: ir.Model) -> None:
+        value = model.graph.initializers[name]
+        t = value.const_value
+        where = {"location": t.location, "offset": t.offset, "length": t.length} | fields
+        value.const_value = ir.ExternalTensor(
+            dtype=t.dtype, shape=t.shape, name=name, metadata_props=dict(t.metadata_props), **where
+        )
+
+    return change
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = one_layer_model(tmp_path / "model")
+    assert inspect(folder, verify=True)["verified"] == 2
+    return folder
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 20_000])
+def test_data_shorter_than_its_offsets(model: Path, size: int) -> None:
+    with open(model / DATA, "r+b") as file:
+        file.truncate(size)
+    with pytest.raises(ModelError, match=rf"model\.bin: {size} bytes; w(13|2) ends at byte \d+ \(truncated\?\)"):
+        inspect(model)
+    with pytest.raises(Exception, match=r"model\.bin|external|length|offset"):
+        session(model / "model.onnx")
+
+
+def test_no_data(model: Path) -> None:
+    (model / DATA).unlink()
+    with pytest.raises(ModelError, match=r"model\.bin: missing; model\.onnx keeps w13 there"):
+        inspect(model)
+    with pytest.raises(Exception, match=r"model\.bin"):
+        session(model / "model.onnx")
+
+
+@pytest.mark.parametrize("position", [0, 5000, -1])
+def test_one_bit_changed_after_export(model: Path, position: int) -> None:
+    data = bytearray((model / DATA).read_bytes())
+    data[position] ^= 4
+    (model / DATA).write_bytes(data)
+    inspect(model)
+    with pytest.raises(ModelError, match=rf"model\.bin: w(13|2) has hash {HASH}:\w+, model\.onnx says {HASH}"):
+        inspect(model, verify=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"location": "../secret"}, "w13 is in '../secret', expected the name of a file beside the model"),
+        ({"location": "/etc/passwd"}, "w13 is in '/etc/passwd', expected the name of a file"),
+        ({"location": "a/../../secret"}, "expected the name of a file beside the model"),
+        ({"location": ".."}, "expected the name of a file beside the model"),
+        ({"location": "absent"}, "absent: missing"),
+        ({"offset": -64}, "not an ONNX model"),
+        ({"offset": 2**62}, "w13 ends at byte 4611686018427422720 (truncated?)"),
+        ({"length": 64}, "w13 has 64 bytes at 0, its shape and type take 34816"),
+        ({"length": 2**40}, "w13 has 1099511627776 bytes at 0, its shape and type take"),
+    ],
+)
+def test_data_elsewhere(model: Path, fields: dict, message: str) -> None:
+    (model.parent / "secret").write_bytes(b"0" * 10**6)
+    edit(model / "model.onnx", moved("w13", **fields))
+    with pytest.raises(ModelError, match=re.escape(message)):
+        inspect(model, verify=True)
+
+
+def test_an_act_order_that_is_none(model: Path) -> None:
+    """Columns out of range would be read from other memory."""
+    s = session(model / "model.onnx")
+    layer = CASE.build()
+    x, ids, weights = CASE.tokens(5)
+    np.testing.assert_array_equal(run(s, x, ids, weights), layer.native()(x, ids, weights))
+    perm = layer.w13[1, -4 * CASE.hidden :].view(np.int32)
+    for value in (CASE.hidden, -1, 2**31 - 1, -(2**31)):
+        perm[7] = value
+        write_model(model / "model.onnx", layer.spec, layer.w13, layer.w2)
+        s = session(model / "model.onnx")
+        with pytest.raises(Exception, match=f'"{NODE}": w13\'s act-order of expert 1 has columns outside 0 to 63'):
+            run(s, x, ids, weights)
+        assert np.isfinite(run(s, x, np.full_like(ids, 0), weights)).all()  # an expert that is whole

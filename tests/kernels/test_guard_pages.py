@@ -1,0 +1,111 @@
+"""Every kernel with its buffers against inaccessible pages: one byte read or written too far is a fault.
+
+Packed tensors, activations, ids, router weights, output and workspace, and the packer's input and output, lie once at
+the end and once at the beginning of their pages. The kernels load vectors and prefetch ahead; sanitizers do not see
+what inline assembly reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import CASES, Case
+
+from quantmoe.custom_ops import native
+from quantmoe.custom_ops.layouts import cpu_panel
+
+USABLE = [name for name, usable in native.kernels().items() if usable]
+PAGE = mmap.PAGESIZE
+ADVERSARIAL = [
+    *CASES,
+    *(
+        Case(hidden=h, intermediate=i, kind=kind, group_size=g, activation_format=a, experts=3)
+        for h, i in ((1, 1), (31, 33), (65, 129), (8, 250))
+        for kind in ("int4", "int8")
+        for g in (-1, 32, 128)
+        for a in ("none", "int8_token_asym")
+    ),
+]
+
+
+class Guarded:
+    """Memory whose last byte is followed, or whose first is preceded, by a page that nobody may touch."""
+
+    def __init__(self, at_end: bool) -> None:
+        self.at_end, self.maps = at_end, []
+
+    def __call__(self, size: int) -> np.ndarray:
+        pages = -(-size // PAGE) * PAGE
+        mapped = mmap.mmap(-1, pages + 2 * PAGE)
+        self.maps.append(mapped)
+        whole = np.frombuffer(mapped, np.uint8)
+        for guard in (whole.ctypes.data, whole.ctypes.data + PAGE + pages):
+            assert ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(guard), PAGE, 0) == 0  # PROT_NONE
+        start = PAGE + (pages - size if self.at_end else 0)
+        return whole[start : start + size]
+
+    def copy(self, array: np.ndarray) -> np.ndarray:
+        out = self(array.nbytes).view(array.dtype).reshape(array.shape)
+        out[:] = array
+        return out
+
+
+def sweep(kernel: str) -> None:
+    """Runs in a process of its own; prints what it is at, for the case that it dies there."""
+    os.environ["QUANTMOE_FORCE_KERNEL"] = kernel
+    for case in ADVERSARIAL:
+        layer = case.build()
+        for at_end in (True, False):
+            for tokens, dtype, id_type in (
+                (1, np.float32, np.int64),
+                (7, ml_dtypes.bfloat16, np.int32),
+                (101, np.float16, np.int64),
+            ):
+                print(kernel, case, "end" if at_end else "beginning", tokens, flush=True)
+                x, ids, weights = case.tokens(tokens)
+                inputs = x.astype(dtype), ids.astype(id_type), weights
+                want = layer.native()(*inputs)
+                guarded = Guarded(at_end)
+                moe = native.NativeMoE(layer.spec, guarded.copy(layer.w13), guarded.copy(layer.w2))
+                for lanes in (1, 2):
+                    got = moe(*map(guarded.copy, inputs), lanes=lanes, buffer=guarded)
+                    assert got.tobytes() == want.tobytes()
+    guarded = Guarded(True)
+    guarded(10)
+    print("now past the end", flush=True)
+    ctypes.memmove(guarded(64).ctypes.data + 64, b"x", 1)
+
+
+@pytest.mark.parametrize("kernel", USABLE)
+def test_kernel_stays_inside_its_buffers(kernel: str) -> None:
+    """The child ends by touching a guard page itself, so that a guard that guards nothing fails the test."""
+    code = f"from kernels.test_guard_pages import sweep; sweep({kernel!r})"
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}
+    )
+    assert done.returncode != 0
+    assert done.stdout.splitlines()[-1] == "now past the end", (done.stdout[-300:], done.stderr[-2000:])
+
+
+@pytest.mark.parametrize("at_end", [True, False], ids=["end", "beginning"])
+@pytest.mark.parametrize("case", ADVERSARIAL[:20:3] + ADVERSARIAL[-24:], ids=str)
+def test_packer_stays_inside_its_buffers(case: Case, at_end: bool) -> None:
+    rng = np.random.default_rng(0)
+    for n, k in ((case.intermediate, case.hidden), (case.hidden, case.intermediate)):
+        m = case.matrix(rng, n, k)
+        guarded = Guarded(at_end)
+        want = cpu_panel.reference_panels(m)
+        out = guarded(want.nbytes)
+        source = dataclasses.replace(m, codes=guarded.copy(m.codes), scales=guarded.copy(m.scales))
+        native.pack_panels(source, out)
+        assert out.tobytes() == want.tobytes()

@@ -1,0 +1,121 @@
+"""QuantLinear through the C ABI: the reference's numbers, and QuantMoE's own w2 byte for byte."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import Case
+
+from quantmoe.custom_ops import native
+from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.op import LinearSpec
+from quantmoe.custom_ops.reference import linear
+
+LAYOUT = LAYOUTS["cpu_panel"]
+CASES = [
+    Case(),
+    Case(weights=("int8", "bf16", False), group_size=-1, bias=True),
+    Case(group_size=-1, activation_format="int8_token"),
+    Case(activation_format="none", bias=True),
+    Case(hidden=100, intermediate=70, act_order="shared"),
+    Case(
+        hidden=33,
+        intermediate=7,
+        weights=("int8", "bf16", False),
+        group_size=-1,
+        act_order="shared",
+        activation_format="none",
+    ),  # fmt: skip
+    Case(weights=("int4", "f16", True), pre_scale=True, act_order="shared"),
+    Case(weights=("mxfp4", "e8m0", False)),
+    Case(weights=("nvfp4", "e4m3", False), group_size=16, activation_format="none"),
+    Case(weights=("fp8_e4m3", "f32", False), group_size=-1, activation_format="fp8_tensor", static=False),
+    Case(hidden=200, weights=("fp8_e4m3", "f32", False), group_size=128, block_n=128, activation_format="none"),
+]
+
+
+def build(case: Case) -> tuple[QuantizedMatrix, LinearSpec, np.ndarray]:
+    """A linear of case.intermediate inputs and case.hidden outputs, packed."""
+    rng = np.random.default_rng(case.seed)
+    perm = rng.permutation(case.intermediate).astype(np.int32) if case.act_order != "none" else None
+    m = case.matrix(rng, case.hidden, case.intermediate, perm)
+    spec = LinearSpec(case.intermediate, case.hidden, LAYOUT.describe_down(m, case.activation_format))
+    row = native.aligned(LAYOUT.row_bytes(spec.moe, "w2"))
+    LAYOUT.pack_down(m, spec.moe, row)
+    return m, spec, row[None]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("rows", [1, 15, 16, 130])
+def test_the_reference(case: Case, rows: int) -> None:
+    m, spec, w = build(case)
+    x = np.random.default_rng(1).normal(0, 1, (rows, case.intermediate)).astype(np.float32)
+    want = linear(x, m, case.activation_format)
+    found = native.NativeLinear(spec, w)(x)
+    # K products, each rounded once to f32
+    bound = 2**-23 * (case.intermediate + 8) * (np.abs(x) @ np.abs(m.dequantize()).T).max()
+    np.testing.assert_allclose(found, want, rtol=0, atol=bound)
+    np.testing.assert_array_equal(native.NativeLinear(spec, w)(x, lanes=2), found)
+
+
+@pytest.mark.parametrize("kernel", [name for name, usable in native.kernels().items() if usable])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_same_bytes_on_every_kernel(case: Case, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, spec, w = build(case)
+    x = np.random.default_rng(1).normal(0, 1, (40, case.intermediate)).astype(np.float32)
+    monkeypatch.setenv("QUANTMOE_FORCE_KERNEL", "panel_portable")
+    want = native.NativeLinear(spec, w)(x)
+    monkeypatch.setenv("QUANTMOE_FORCE_KERNEL", kernel)
+    np.testing.assert_array_equal(native.NativeLinear(spec, w)(x), want)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_types(dtype: type) -> None:
+    _, spec, w = build(Case())
+    x = np.random.default_rng(1).normal(0, 1, (5, 96)).astype(dtype)
+    found = native.NativeLinear(spec, w)
+    np.testing.assert_array_equal(found(x), found(x.astype(np.float32)).astype(dtype))
+
+
+def test_a_row_that_is_not_finite_is_nan_alone() -> None:
+    _, spec, w = build(Case(act_order="shared"))
+    x = np.random.default_rng(1).normal(0, 1, (3, 96)).astype(np.float32)
+    clean = native.NativeLinear(spec, w)(x)
+    x[1, 5] = np.inf
+    found = native.NativeLinear(spec, w)(x)
+    assert np.isnan(found[1]).all()
+    np.testing.assert_array_equal(found[[0, 2]], clean[[0, 2]])
+    assert native.NativeLinear(spec, w)(x[:0]).shape == (0, 64)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_round_trip(case: Case) -> None:
+    m, spec, w = build(case)
+    found = LAYOUT.unpack_down(spec.moe, w[0])
+    for name in ("codes", "scales", "bias", "perm"):
+        a, b = getattr(found, name), getattr(m, name)
+        assert (a is None) == (b is None), name
+        assert a is None or a.tobytes() == b.tobytes(), name
+    assert LinearSpec.from_attributes(spec.attributes()) == spec
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"out_features": 65}, "w has .* words a row, expected"),
+        ({"in_features": 0}, "in_features is 0, expected 1 to"),
+        ({"op_version": 2}, "op_version is 2"),
+        ({"w": {"layout": "marlin"}}, 'w_layout is "marlin"'),
+        ({"w": {"perm": 2}}, "w_perm is 2, expected 0 to 1"),
+    ],
+)
+def test_bad_attributes_are_named(change: dict, message: str) -> None:
+    _, spec, w = build(Case())
+    if isinstance(change.get("w"), dict):
+        change = {"w": dataclasses.replace(spec.w, **change["w"])}
+    with pytest.raises(ValueError, match=message):
+        native.NativeLinear(dataclasses.replace(spec, **change), w)
