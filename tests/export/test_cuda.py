@@ -51,7 +51,7 @@ def test_operators_and_types(exported, architecture, dtype):
         assert node.attributes["w2_activation_format"].value == "none"
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text"])
 def test_logits_equal_pytorch(exported, reference, architecture):
     """float16: a few hundred roundings of 2^-11 on the way to a logit, of random sign."""
     evaluator = ReferenceEvaluator(
