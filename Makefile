@@ -15,7 +15,8 @@ export PATH := $(BIN):$(PATH)
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 export CXX := $(or $(CLANG),c++)
 
-.PHONY: venv build demo test test-long test-sanitize test-tsan fuzz test-wheel test-arm bench lint format samples wheel clean
+.PHONY: venv build cuda demo test test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm bench lint format samples \
+  wheel clean
 
 venv: $(VENV)/installed
 $(VENV)/installed: pyproject.toml
@@ -38,6 +39,25 @@ test: build
 
 test-long: build
 	python -m pytest -m long
+
+# The CUDA kernels and the libraries around them, compiled for every architecture by PyPI's nvcc; needs no GPU.
+CUDA_BUILD := $(CURDIR)/build/cuda
+cuda: venv
+	$(UV) --requirements pyproject.toml --extra cuda
+	cmake -S . -B $(CUDA_BUILD) -G Ninja -DQUANTMOE_CUDA=ON \
+	  -DCMAKE_CUDA_COMPILER="$$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13/bin/nvcc"
+	cmake --build $(CUDA_BUILD) --parallel 2 --target quantmoe_cuda quantmoe_trt quantmoe_trt_driver quantmoe_trt_sample \
+	  quantmoe_ort_cuda quantmoe_ort_driver
+
+# Plans, plug-in and custom op without a GPU, engines for GPUs that are not here; with a GPU also the kernels.
+test-cuda: export QUANTMOE_CUDA_LIBRARY = $(CUDA_BUILD)/custom_ops/libquantmoe_cuda.so
+test-cuda: export QUANTMOE_TRT_LIBRARY = $(CUDA_BUILD)/trt_plugins/libquantmoe_trt.so
+test-cuda: export QUANTMOE_TRT_DRIVER = $(CUDA_BUILD)/trt_plugins/libquantmoe_trt_driver.so
+test-cuda: export QUANTMOE_ORT_CUDA_LIBRARY = $(CUDA_BUILD)/ort_ext/libquantmoe_ort_cuda.so
+test-cuda: export QUANTMOE_ORT_DRIVER = $(CUDA_BUILD)/ort_ext/libquantmoe_ort_driver.so
+test-cuda: build cuda
+	$(UV) --requirements pyproject.toml --extra tensorrt-rtx
+	python -m pytest -m "not long" tests/cuda
 
 # Kernels, packer and custom ops under AddressSanitizer and UndefinedBehaviorSanitizer.
 test-sanitize: venv

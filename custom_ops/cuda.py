@@ -8,11 +8,20 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from quantmoe.custom_ops.op import MoESpec, attribute_kinds, enum
+from quantmoe.custom_ops.op import LinearSpec, MoESpec, attribute_kinds, enum
 
 if TYPE_CHECKING:
     import torch
 
+#: what plan.cc takes of a projection's attributes; group_size and perm besides, see refusal
+SUPPORTED: dict[str, tuple[int | str, ...]] = {
+    "format": ("int4",),
+    "zero_points": (0,),
+    "block_n": (1,),
+    "scale_type": ("f16", "bf16"),
+    "activation_format": ("none",),
+    "pre_scale": (0,),
+}
 ERROR_SIZE = 512
 PATHS = ("decode", "stream", "wgmma")
 _I32, _I64, _U64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
@@ -94,6 +103,28 @@ def plan(problem: Problem, device: Device = H200) -> Plan:
     found, err = Plan(), ctypes.create_string_buffer(ERROR_SIZE)
     _check(library().qm_cuda_plan_moe(ctypes.byref(problem), ctypes.byref(device), ctypes.byref(found), err), err)
     return found
+
+
+def refusal(spec: MoESpec | LinearSpec) -> str:
+    """Why the kernels do not run nodes with these attributes; "" when they do. Needs neither the library nor a GPU."""
+    if isinstance(spec, LinearSpec):
+        return "QuantLinear; the CUDA kernels run QuantMoE"
+    runs = (
+        "the CUDA kernels run symmetric int4 weights with f16 or bf16 scales, group_size -1, 32 or a power of two "
+        "from 64, and 16-bit activations (activation_format none)"
+    )
+    for prefix, projection in (("w13", spec.w13), ("w2", spec.w2)):
+        for name, known in SUPPORTED.items():
+            if (value := getattr(projection, name)) not in known:
+                return f"{prefix}_{name} is {value}; {runs}"
+        g = projection.group_size
+        if g not in (-1, 32) and (g < 64 or g & (g - 1)):
+            return f"{prefix}_group_size is {g}; {runs}"
+        if projection.perm not in (0, 1 if prefix == "w13" else 0):
+            return f"{prefix}_perm is {projection.perm}; the CUDA kernels take 0, and 1 for w13"
+    if spec.hidden_size % 8:
+        return f"hidden_size is {spec.hidden_size}; the CUDA kernels take multiples of 8"
+    return ""
 
 
 def query(ordinal: int = 0) -> Device:

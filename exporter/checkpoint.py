@@ -52,6 +52,10 @@ MAX_VALUES = 4_000_000
 MAX_TENSORS = 2_000_000
 
 
+class OptionError(ValueError):
+    """An option that does not exist, or not with the others."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read as what it says it is; the message names file, tensor, found and expected."""
 

@@ -31,6 +31,7 @@ Model = Annotated[Path, typer.Argument(help="exported model or its folder", exis
 
 class Target(enum.StrEnum):
     cpu = "cpu"
+    cuda = "cuda"
 
 
 class Activations(enum.StrEnum):
@@ -62,6 +63,7 @@ class Storage(enum.StrEnum):
 class Dtype(enum.StrEnum):
     f32 = "f32"
     f16 = "f16"
+    bf16 = "bf16"
 
 
 def _version(wanted: bool) -> None:
@@ -84,9 +86,13 @@ def export(
     checkpoint: Checkpoint,
     outdir: Annotated[Path, typer.Argument(help="folder to write model.onnx and model.onnx.data to")],
     target: Annotated[Target, typer.Option(help="engine whose byte layout to write")] = Target.cpu,
-    activations: Annotated[Activations, typer.Option(help="of weight-only checkpoints")] = Activations.int8,
+    activations: Annotated[
+        Activations | None, typer.Option(help="of weight-only checkpoints; default: int8 on cpu")
+    ] = None,
     scales: Annotated[Scales, typer.Option(help="bf16 rounds them, for KleidiAI's kernels")] = Scales.exact,
-    dtype: Annotated[Dtype, typer.Option(help="of everything outside the experts")] = Dtype.f32,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="of everything outside the experts; default: f32 on cpu, bf16 on cuda")
+    ] = None,
     dense: Annotated[Dense, typer.Option(help="other quantized linears: QuantLinear, or MatMulNBits")] = Dense.quantmoe,
     layers: Annotated[int | None, typer.Option(min=1, help="only the first N decoder layers")] = None,
     quantize: Annotated[Quantize | None, typer.Option(help="round a checkpoint that is not quantized")] = None,
@@ -113,7 +119,7 @@ def export(
     if report.scale_error is not None:
         console.print(f"scales rounded to bf16: largest relative error {report.scale_error:.2e}", style="yellow")
     for heading, reasons in (
-        (f"quantized in the checkpoint, {dtype} here", report.dequantized),
+        ("quantized in the checkpoint, float here", report.dequantized),
         ("QuantLinear in spite of --dense ort", report.not_ort),
     ):
         for reason, names in _by_reason(reasons).items():
@@ -278,14 +284,14 @@ def bench(context: typer.Context) -> None:
 
 def main() -> None:
     """Entry point: errors a person can act on are one line and exit code 1."""
-    from quantmoe.exporter.checkpoint import CheckpointError
+    from quantmoe.exporter.checkpoint import CheckpointError, OptionError
     from quantmoe.exporter.inspect import ModelError
 
     for signal_ in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_, lambda number, frame: sys.exit(128 + number))  # as Ctrl-C: what was begun is removed
     try:
         app()
-    except (CheckpointError, ModelError, OSError) as error:
+    except (CheckpointError, OptionError, ModelError, OSError) as error:
         sys.exit(f"quantmoe: {error}")
     except ModuleNotFoundError as error:
         extra = "run" if error.name in ("onnxruntime", "tokenizers") else "export"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -25,12 +25,12 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
-from quantmoe.exporter.checkpoint import CheckpointError
+from quantmoe.exporter.checkpoint import CheckpointError, OptionError
 from quantmoe.exporter.explain import activation_format, consider, linear_spec, moe_spec
 from quantmoe.exporter.formats import Checkpoint, Format, MoELayer, Scheme, find_format, open_checkpoint
 from quantmoe.exporter.formats.unquantized import Unquantized
 from quantmoe.exporter.genai import genai_config
-from quantmoe.exporter.model import DTYPES, Skeleton, trace
+from quantmoe.exporter.model import Skeleton, trace
 from quantmoe.exporter.passes.external_data import INLINE, DataFile, Region, byte_size, naming
 from quantmoe.exporter.passes.interface import name_interface
 from quantmoe.exporter.passes.matmul_nbits import to_matmul_nbits, why_not
@@ -40,7 +40,11 @@ from quantmoe.ort_ext import library_path
 T = TypeVar("T")
 MODEL, DATA = "model.onnx", "model.onnx.data"
 #: the packed layout an engine reads
-LAYOUT = {"cpu": "cpu_panel"}
+LAYOUT = {"cpu": "cpu_panel", "cuda": "marlin"}
+#: types of the graph outside the experts, the default first
+GRAPH_TYPES = {"cpu": ("f32", "f16"), "cuda": ("bf16", "f16")}
+#: of one tensor in TensorRT
+MAX_ELEMENTS = 2**31 - 1
 #: files of a checkpoint that clients of the model need
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
               "vocab.*", "merges.txt", "chat_template*", "*.model")  # fmt: skip
@@ -78,10 +82,10 @@ def export(
     checkpoint: str | Path,
     output: str | Path,
     *,
-    target: Literal["cpu"] = "cpu",
-    activations: Literal["int8", "float"] = "int8",
+    target: Literal["cpu", "cuda"] = "cpu",
+    activations: Literal["int8", "float"] | None = None,
     scales: Literal["exact", "bf16"] = "exact",
-    dtype: Literal["f32", "f16"] = "f32",
+    dtype: Literal["f32", "f16", "bf16"] | None = None,
     dense: Literal["quantmoe", "ort"] = "quantmoe",
     layers: int | None = None,
     quantize: str | None = None,
@@ -93,13 +97,17 @@ def export(
 
     Args:
         checkpoint: Hugging Face folder.
-        output: folder for model.onnx, model.onnx.data, configuration, tokenizer, and for onnxruntime-genai its
-            genai_config.json and the library; created if missing.
-        activations: of weight-only checkpoints: "int8" quantizes each token (int8_token_asym), "float" does not.
+        output: folder for model.onnx, model.onnx.data, configuration, tokenizer, and for onnxruntime-genai on the CPU
+            its genai_config.json and the library; created if missing.
+        target: "cpu": ONNX Runtime on x86-64 and Arm; "cuda": TensorRT and ONNX Runtime on NVIDIA GPUs, only of the
+            operators of ai.onnx and quantmoe.
+        activations: of weight-only checkpoints: "int8" quantizes each token (int8_token_asym), "float" does not. The
+            default is "int8" for the CPU, and what the checkpoint says for CUDA.
         scales: "bf16" rounds them, for KleidiAI's kernels; see Report.scale_error.
-        dtype: of the graph outside the experts.
+        dtype: of the graph outside the experts: for the CPU "f32" (default) or "f16", for CUDA "bf16" (default) or
+            "f16".
         dense: quantized linears outside the experts become QuantLinear, or with "ort" com.microsoft::MatMulNBits where
-            it means the same; see Report.not_ort.
+            it means the same; see Report.not_ort. For CUDA there is neither yet: they stay float.
         layers: only the first so many decoder layers.
         quantize: "int4", "int8", "mxfp4" or "nvfp4" for a checkpoint that is not quantized: its experts and other
             ``*_proj`` linears are rounded to nearest.
@@ -110,17 +118,9 @@ def export(
     Raises:
         CheckpointError: the checkpoint cannot be read, or something in it is not supported; the message says what.
         OSError: ``output`` cannot be written, is the checkpoint itself, or holds a model and ``force`` is False.
-        ValueError: an option that does not exist.
+        OptionError: an option that does not exist, or not with the others.
     """
-    for name, value, known in (
-        ("target", target, tuple(LAYOUT)),
-        ("activations", activations, ("int8", "float")),
-        ("scales", scales, ("exact", "bf16")),
-        ("dtype", dtype, tuple(DTYPES)),
-        ("dense", dense, ("quantmoe", "ort")),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} is {value!r}, expected one of: {', '.join(known)}")
+    chosen, graph_type = check_options(target, activations, scales, dtype, dense)
     if Path(output).resolve() == Path(checkpoint).resolve():
         raise FileExistsError(f"{output} is the checkpoint's own folder; export to another")
     if Path(output).exists() and not Path(output).is_dir():
@@ -129,16 +129,18 @@ def export(
         progress("reading", 0, 1)
         ckpt = open_checkpoint(checkpoint)
         format: Format = find_format(ckpt) if quantize is None else Unquantized(ckpt, quantize, group_size)
-        skeleton = Skeleton(format, dtype, layers)
+        skeleton = Skeleton(format, graph_type, layers)
         report = Report(format.name, {})
         specs = {}
         for name, layer in skeleton.experts.items():
-            specs[name] = _spec(layer, LAYOUT[target], activations, scales, report)
+            specs[name] = _spec(layer, LAYOUT[target], chosen, scales, report)
             report.layers[layer.name] = (layer.scheme.text, specs[name])
-        linears = _linears(skeleton, LAYOUT[target], activations, scales, report)
+            if target == "cuda":
+                _check_size(layer, specs[name])
+        linears = _linears(skeleton, LAYOUT[target], chosen, scales, report)
 
         progress("tracing", 0, 1)
-        graph = trace(skeleton, specs, linears, fusions=target)
+        graph = trace(skeleton, specs, linears, target)
         report.untraced = graph.meta.pop("untraced", "")
         weights = place_weights(graph)
         name_interface(graph)
@@ -164,10 +166,32 @@ def export(
                 report.packed_bytes += pair[0].length + pair[1].length
         _save(graph, weights, partial(MODEL), {"checkpoint": format.ckpt.folder.resolve().name, "target": target})
         _companions(format.ckpt, partial, layers)
+        if target == "cpu":
+            _genai(format.ckpt.folder, partial, layers)
     return report
 
 
-def _spec(layer: MoELayer, layout: str, activations: str, scales: str, report: Report) -> MoESpec:
+def check_options(
+    target: str, activations: str | None, scales: str, dtype: str | None, dense: str = "quantmoe"
+) -> tuple[str | None, str]:
+    """The activations and the graph's type, with what they are by default.
+
+    Raises:
+        OptionError: see :func:`export`.
+    """
+    for name, value, known in (
+        ("target", target, tuple(LAYOUT)),
+        ("activations", activations, (None, "int8", "float")),
+        ("scales", scales, ("exact", "bf16")),
+        ("dtype", dtype, (None, *GRAPH_TYPES.get(target, ()))),
+        ("dense", dense, ("quantmoe", "ort") if target == "cpu" else ("quantmoe",)),
+    ):
+        if value not in known:
+            raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}")
+    return activations or ("int8" if target == "cpu" else None), dtype or GRAPH_TYPES[target][0]
+
+
+def _spec(layer: MoELayer, layout: str, activations: str | None, scales: str, report: Report) -> MoESpec:
     for scheme in (layer.scheme, layer.down_scheme):
         _remark(scheme, activations, report)
     where = f"{layer.format.ckpt.folder}: {layer.name}"
@@ -194,7 +218,21 @@ def _spec(layer: MoELayer, layout: str, activations: str, scales: str, report: R
     return spec
 
 
-def _linears(skeleton: Skeleton, layout: str, activations: str, scales: str, report: Report) -> dict[str, LinearSpec]:
+def _check_size(layer: MoELayer, spec: MoESpec) -> None:
+    """Refuses tensors that TensorRT cannot hold."""
+    for projection in ("w13", "w2"):
+        words = LAYOUTS[spec.w13.layout].row_bytes(spec, projection) // 4
+        if words * spec.num_experts > MAX_ELEMENTS:
+            raise CheckpointError(
+                f"{layer.format.ckpt.folder}: {layer.name}: {projection} has {spec.num_experts} experts of {words} "
+                f"int32 words, more than TensorRT's 2^31 elements; a slice of at most {MAX_ELEMENTS // words} experts "
+                f"would fit"
+            )
+
+
+def _linears(
+    skeleton: Skeleton, layout: str, activations: str | None, scales: str, report: Report
+) -> dict[str, LinearSpec]:
     """Attributes of the linears outside the experts; those that the layout does not carry stay float, with a reason."""
     format, specs = skeleton.format, {}
     for name, source in skeleton.linears.items():
@@ -214,7 +252,7 @@ def _linears(skeleton: Skeleton, layout: str, activations: str, scales: str, rep
     return specs
 
 
-def _remark(scheme: Scheme, choice: str, report: Report) -> None:
+def _remark(scheme: Scheme, choice: str | None, report: Report) -> None:
     """Notes activations that are not what the checkpoint says."""
     wanted, used = scheme.activation_format, activation_format(scheme, choice)
     if wanted == "none" != used:
@@ -345,7 +383,9 @@ def _save(graph: ir.Model, weights: list[Weight], path: Path, metadata: dict[str
             graph.graph.register_initializer(weight.value)
     graph.producer_name, graph.producer_version = "quantmoe", version("quantmoe")
     graph.metadata_props.update(metadata)
-    graph.doc_string = f"Register {Path(library_path()).name} of `pip install quantmoe` with ONNX Runtime to run this."
+    if metadata["target"] == "cpu":
+        library = Path(library_path()).name
+        graph.doc_string = f"Register {library} of `pip install quantmoe` with ONNX Runtime to run this."
     with naming(path):
         ir.save(graph, path)
 
@@ -355,12 +395,20 @@ def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | 
     for path in sorted({path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}):
         ckpt.check_link(path)  # nobody's private file into a folder that is passed on
         shutil.copyfile(path, partial(path.name))
+    if layers is not None:
+        partial("config.json").write_text(json.dumps(_config(folder, layers), indent=2))
+
+
+def _config(folder: Path, layers: int | None) -> dict[str, Any]:
     config = json.loads((folder / "config.json").read_bytes())
     if layers is not None:
         config.get("text_config", config)["num_hidden_layers"] = layers
-        partial("config.json").write_text(json.dumps(config, indent=2))
-    generation = folder / "generation_config.json"
-    library = Path(library_path())
+    return config
+
+
+def _genai(folder: Path, partial: Callable[[str], Path], layers: int | None) -> None:
+    """What onnxruntime-genai reads beside the model: its configuration and the operator's library."""
+    config, generation, library = _config(folder, layers), folder / "generation_config.json", Path(library_path())
     with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
         found = genai_config(config, json.loads(generation.read_bytes()) if generation.is_file() else {}, library.name)
         partial("genai_config.json").write_text(json.dumps(found, indent=2))

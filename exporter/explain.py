@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from quantmoe.custom_ops import native
+from quantmoe.custom_ops import cuda, native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import QuantizedMatrix
@@ -56,19 +56,22 @@ def consider(
     return found
 
 
-def activation_format(scheme: Scheme, choice: str) -> str:
+def activation_format(scheme: Scheme, choice: str | None) -> str:
     """The node's activation_format.
 
     Args:
-        scheme: as the checkpoint says. choice: "int8" or "float", the user's for weights-only checkpoints.
+        scheme: as the checkpoint says. choice: "int8" or "float", the user's for weights-only checkpoints;
+            None: as the checkpoint says.
     """
     wanted = scheme.activation_format
-    if choice == "float" or (wanted == "none" and scheme.format == "fp8_e4m3"):  # no integer product of fp8 is exact
+    if choice == "float":
         return "none"
-    return "int8_token_asym" if wanted == "none" else wanted
+    if wanted == "none" and choice == "int8" and scheme.format != "fp8_e4m3":  # no integer product of fp8 is exact
+        return "int8_token_asym"
+    return wanted
 
 
-def moe_spec(layer: MoELayer, expert: Expert, layout: ModuleType, activations: str) -> MoESpec:
+def moe_spec(layer: MoELayer, expert: Expert, layout: ModuleType, activations: str | None) -> MoESpec:
     """Attributes of the layer's node, if all its experts are like this one.
 
     Raises:
@@ -90,7 +93,7 @@ def moe_spec(layer: MoELayer, expert: Expert, layout: ModuleType, activations: s
     )
 
 
-def linear_spec(scheme: Scheme, m: QuantizedMatrix, layout: ModuleType, activations: str) -> LinearSpec:
+def linear_spec(scheme: Scheme, m: QuantizedMatrix, layout: ModuleType, activations: str | None) -> LinearSpec:
     """The same of a linear outside the experts."""
     if not hasattr(layout, "describe_down"):
         raise ValueError(f"layout {layout.__name__.rpartition('.')[2]} has no QuantLinear yet")
@@ -159,7 +162,11 @@ def _model(path: Path) -> list[dict[str, Any]]:
 
 def _kernels(spec: MoESpec | LinearSpec) -> tuple[str, tuple[tuple[str, str], ...]]:
     """The library's refusal, and its kernels."""
-    layout = LAYOUTS[spec.w2.layout if isinstance(spec, MoESpec) else spec.w.layout]
+    name = spec.w2.layout if isinstance(spec, MoESpec) else spec.w.layout
+    if name == "marlin":
+        reason = cuda.refusal(spec)
+        return reason, (("cuda", reason),)
+    layout = LAYOUTS[name]
     moe = spec if isinstance(spec, MoESpec) else spec.moe
     names = {"w13": "w13", "w2": "w2"} if isinstance(spec, MoESpec) else {"w": "w2"}
     words = {name: layout.row_bytes(moe, projection) // 4 for name, projection in names.items()}

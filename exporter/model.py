@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import onnxscript.optimizer
@@ -44,7 +45,9 @@ from quantmoe.exporter.formats import Format, MoELayer
 from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
 from quantmoe.exporter.passes.routers import replace_routers
 
-DTYPES = {"f32": torch.float32, "f16": torch.float16}
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+#: the same in numpy
+ARRAYS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
 #: of anything that config.json counts
 MAX_SIZE = 1 << 24
 #: most bytes of a weight outside the experts that are converted at a time
@@ -56,7 +59,7 @@ class Skeleton:
 
     Args:
         format: the opened checkpoint.
-        dtype: "f32" or "f16", of the graph.
+        dtype: "f32", "f16" or "bf16", of the graph.
         layers: keep only the first so many decoder layers.
         headers_only: read no tensor's data.
 
@@ -150,19 +153,19 @@ class Skeleton:
         source = self.sources[name]
         found = self.format.stored(source)
         self._check_shape(name, found.shape)
-        half = self.tensors[name].dtype == torch.float16
+        dtype = np.dtype(ARRAYS[self.tensors[name].dtype])
         rows = np.atleast_1d(found.T if transposed else found)
         step = max(1, BLOCK // max(1, 4 * math.prod(rows.shape[1:])))
-        return (partial(self._converted, source, half, rows[at : at + step]) for at in range(0, len(rows), step))
+        return (partial(self._converted, source, dtype, rows[at : at + step]) for at in range(0, len(rows), step))
 
-    def _converted(self, source: str, half: bool, rows: np.ndarray) -> np.ndarray:
-        out = np.empty(rows.shape, np.float16 if half else np.float32)
+    def _converted(self, source: str, dtype: np.dtype, rows: np.ndarray) -> np.ndarray:
+        out = np.empty(rows.shape, dtype)
         # by pieces of columns, so that the rows of a transpose stay in the cache
         for at in range(0, rows.shape[-1], 2048):
             piece = np.ascontiguousarray(rows[..., at : at + 2048])
-            if out.dtype == np.float16 and np.abs(piece.astype(np.float32)).max(initial=0) > np.finfo(np.float16).max:
+            if dtype == np.float16 and np.abs(piece.astype(np.float32)).max(initial=0) > np.finfo(np.float16).max:
                 raise CheckpointError(
-                    f"{self.format.ckpt.where(source)} has values that float16 cannot hold; use --dtype f32"
+                    f"{self.format.ckpt.where(source)} has values that float16 cannot hold; use --dtype f32 or bf16"
                 )
             out[..., at : at + 2048] = piece
         return out
@@ -238,7 +241,7 @@ def trace(
     skeleton: Skeleton,
     specs: Mapping[str, MoESpec],
     linears: Mapping[str, LinearSpec] | None = None,
-    fusions: str | None = "cpu",
+    target: str = "cpu",
 ) -> ir.Model:
     """The ONNX graph, with KV cache, dynamic in batch and sequence.
 
@@ -248,7 +251,7 @@ def trace(
     Args:
         specs: experts module name -> its node's attributes.
         linears: the same of linears; those that are not here are float MatMuls.
-        fusions: ONNX Runtime provider whose fused operators may be used; None: ai.onnx and quantmoe only.
+        target: "cpu": with MoERouting and the operators that ONNX Runtime fuses; "cuda": ai.onnx and QuantMoE only.
 
     Raises:
         CheckpointError: transformers or torch cannot export the architecture.
@@ -264,25 +267,26 @@ def trace(
     for name, linear in (linears or {}).items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, PackedLinear(linear))
-    replace_routers(model)
+    if target == "cpu":
+        replace_routers(model)
     stack = _decoder(model).layers
     prefix = next(name for name, module in model.named_modules() if module is stack)
     kept = _representatives(model.config, stack)
     if len(kept) < len(stack):
         with _only(model, kept):
-            graph = _trace(skeleton, fusions)
+            graph = _trace(skeleton, target)
             try:
                 repeat_layers(graph, prefix, kept)
                 return graph
             except RepeatError as error:
                 reason = str(error)
-        graph = _trace(skeleton, fusions)
+        graph = _trace(skeleton, target)
         graph.meta["untraced"] = reason
         return graph
-    return _trace(skeleton, fusions)
+    return _trace(skeleton, target)
 
 
-def _trace(skeleton: Skeleton, fusions: str | None) -> ir.Model:
+def _trace(skeleton: Skeleton, target: str) -> ir.Model:
     model = skeleton.model
     batch, past, new = 2, 5, 3  # distinct, and neither 0 nor 1, which torch.export would take as fixed
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
@@ -317,9 +321,9 @@ def _trace(skeleton: Skeleton, fusions: str | None) -> ir.Model:
         value.const_value = None
         del graph.graph.initializers[value.name]
         graph.graph.inputs.append(value)
-    if fusions:
+    if target == "cpu":
         with _quiet():
-            fuse_for_onnxruntime(graph, fusions)
+            fuse_for_onnxruntime(graph, target)
     for value in hidden:
         graph.graph.inputs.remove(value)
     graph.meta["placeholders"] = hidden

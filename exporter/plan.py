@@ -17,7 +17,7 @@ from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.checkpoint import DTYPES, CheckpointError
-from quantmoe.exporter.convert import LAYOUT, _scaled
+from quantmoe.exporter.convert import LAYOUT, _scaled, check_options
 from quantmoe.exporter.explain import consider, moe_spec
 from quantmoe.exporter.formats import MoELayer, Scheme, find_format, open_checkpoint
 from quantmoe.exporter.model import BLOCK, Skeleton
@@ -57,19 +57,21 @@ def plan(
     output: str | Path,
     *,
     target: str = "cpu",
-    activations: str = "int8",
+    activations: str | None = None,
     scales: str = "exact",
-    dtype: str = "f32",
+    dtype: str | None = None,
     layers: int | None = None,
 ) -> Plan:
     """Plans :func:`quantmoe.exporter.convert.export` with the same options. No tensor's data is read.
 
     Raises:
+        OptionError: see export.
         CheckpointError: what export would refuse, as far as names, types, shapes and config.json show it.
     """
+    activations, graph_type = check_options(target, activations, scales, dtype)
     folder = Path(output).resolve()
     format = find_format(open_checkpoint(checkpoint))
-    skeleton = Skeleton(format, dtype, layers, headers_only=True)
+    skeleton = Skeleton(format, graph_type, layers, headers_only=True)
     layout = LAYOUTS[LAYOUT[target]]
     found: dict[str, tuple[str, MoESpec, int]] = {}
     for layer in skeleton.experts.values():
@@ -81,10 +83,10 @@ def plan(
         size = layer.num_experts * sum(layout.row_bytes(spec, projection) for projection in ("w13", "w2"))
         found[layer.name] = layer.scheme.text, spec, size
     packed = sum(size for _, _, size in found.values())
-    itemsize = 2 if dtype == "f16" else 4
+    itemsize = 4 if graph_type == "f32" else 2
     dense = sum(prod(tensor.shape) * itemsize for name, tensor in skeleton.tensors.items() if name in skeleton.sources)
-    # other quantized linears are packed too, each a node: about their bytes in the checkpoint
-    modules = set(skeleton.linears.values())
+    # on the CPU other quantized linears are packed too, each a node: about their bytes in the checkpoint
+    modules = set(skeleton.linears.values()) if target == "cpu" else set()
     names = [name for name in format.ckpt.names() if name.rpartition(".")[0] in modules]
     dense += sum(prod(format.ckpt.shape(name)) * DTYPES[format.ckpt.dtype(name)].itemsize for name in names)
     cores = os.cpu_count() or 1
@@ -102,7 +104,7 @@ def plan(
     )
 
 
-def _moe_spec(layer: MoELayer, expert: Expert, activations: str, layout: ModuleType) -> MoESpec:
+def _moe_spec(layer: MoELayer, expert: Expert, activations: str | None, layout: ModuleType) -> MoESpec:
     return moe_spec(layer, expert, layout, activations)
 
 

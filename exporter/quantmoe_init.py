@@ -2,12 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
+from quantmoe.ort_ext import cuda_library_path as ort_cuda_library_path
 from quantmoe.ort_ext import library_path as ort_library_path
+from quantmoe.trt_plugins import library_path as trt_library_path
 
 if TYPE_CHECKING:
     from quantmoe.exporter.convert import export
 
-__all__ = ["export", "ort_library_path"]
+__all__ = ["export", "ort_cuda_library_path", "ort_library_path", "trt_library_path"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,9 +10,6 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.llama4 import modeling_llama4
 
-from quantmoe.custom_ops.op import RoutingSpec
-from quantmoe.exporter.passes.routers import attach
-
 
 def prepare(model: PreTrainedModel) -> None:
     """Gives the experts the interface that other architectures have, and makes the rotary embedding real."""
@@ -23,7 +20,7 @@ def prepare(model: PreTrainedModel) -> None:
             experts.has_bias = experts.has_post_expert_norm = experts._is_expert_parallel = False
             experts.forward = MethodType(ALL_EXPERTS_FUNCTIONS["quantmoe"], experts)
             module.forward = MethodType(_moe, module)  # type: ignore[method-assign]
-            attach(module.router, RoutingSpec(module.num_experts, module.top_k, "topk_sigmoid"))
+            module.router.forward = MethodType(_router, module.router)
         elif isinstance(module, modeling_llama4.Llama4TextRotaryEmbedding):
             module.forward = MethodType(_frequencies, module)  # type: ignore[method-assign]
         elif isinstance(module, modeling_llama4.Llama4TextAttention):
@@ -35,6 +32,13 @@ def _moe(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     hidden_states = hidden_states.reshape(-1, self.hidden_dim)
     logits, weights, ids = self.router(hidden_states)
     return self.shared_expert(hidden_states) + self.experts(hidden_states, ids, weights), logits
+
+
+def _router(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Llama4Router.forward as other routers have it: logits [T, E], weights [T, k], ids [T, k]."""
+    logits = type(self).forward(self, hidden_states)[-1]
+    chosen, ids = torch.topk(logits, self.top_k)
+    return logits, chosen.float().sigmoid(), ids
 
 
 def _frequencies(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:

@@ -89,16 +89,14 @@ def check(case: Case, tokens: int, dtype: str, **options) -> None:
     assert rows.max() < 4 * UNIT[dtype], f"token {rows.argmax()}: relative error {rows.max():.2e}"
 
 
-BASE = Case(
-    hidden=256, intermediate=192, experts=8, top_k=2, group_size=32, scale_type="bf16", activation_format="none"
-)
+BASE = Case(hidden=256, intermediate=192, experts=8, top_k=2, group_size=32, activation_format="none")
 SIZES = [1, 2, 7, 8, 9, 33, 130]
 CASES = {
     "base": BASE,
     "g64": replace(BASE, group_size=64),
     "g128": replace(BASE, group_size=128, hidden=512, intermediate=384),
     "channel": replace(BASE, group_size=-1),
-    "f16-scales": replace(BASE, scale_type="f16"),
+    "f16-scales": replace(BASE, weights=("int4", "f16", False)),
     "odd-sizes": replace(BASE, hidden=360, intermediate=90, group_size=128),
     "gpt-oss": replace(BASE, hidden=360, intermediate=360, bias=True, activation="swiglu_oai", group_size=32),
     "bias": replace(BASE, bias=True),
@@ -252,9 +250,33 @@ def test_refusals(change, message):
         cuda.plan(p, change.get("device", cuda.H200))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "int8"}, "format 1"),
+        ({"zero_points": 1}, "zero_points 1"),
+        ({"block_n": 128}, "block_n 128"),
+        ({"scale_type": "f32"}, r"w\d+_scale_type is 0"),
+        ({"group_size": 16}, r"w\d+_group_size is 16"),
+        ({"activation_format": "int8_token"}, r"w\d+_activation_format is 1"),
+        ({"pre_scale": 1}, r"w\d+_pre_scale is 1"),
+        ({"perm": 2}, r"w\d+_perm is 2"),
+    ],
+)
+@pytest.mark.parametrize("projection", ["w13", "w2"])
+def test_the_exporter_knows_what_is_refused(projection, change, message):
+    spec = spec_of(2048, 768, 8)
+    assert cuda.refusal(spec) == ""
+    spec = replace(spec, **{projection: replace(spec.w13, **change)})
+    with pytest.raises(ValueError, match=message):
+        cuda.plan(cuda.problem(spec, "bf16", 1, 1, 8))
+    assert cuda.refusal(spec).startswith(f"{projection}_{next(iter(change))} is {next(iter(change.values()))};")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_row_bytes_agree_with_the_layout(name):
     spec, _, w13, w2 = build(replace(CASES[name], experts=1, top_k=1, total_experts=CASES[name].total_experts))
+    assert cuda.refusal(spec) == ""
     moe = cuda.problem(spec, "bf16", 1, 1, 1).moe
     for projection, rows in ((13, w13), (2, w2)):
         assert cuda.library().qm_cuda_row_bytes(cuda.ctypes.byref(moe), projection) == rows.shape[1]

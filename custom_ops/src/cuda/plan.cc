@@ -73,6 +73,8 @@ int Validate(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) 
     if (w.activation_format != 0)
       return Fail(err, QM_UNSUPPORTED, "w%d_activation_format is %d, the CUDA kernels take none (0)", which,
                   w.activation_format);
+    if (w.pre_scale != 0)
+      return Fail(err, QM_UNSUPPORTED, "w%d_pre_scale is %d, the CUDA kernels take 0", which, w.pre_scale);
     if (w.perm != 0 && (which == 2 || w.perm != 1))
       return Fail(err, QM_UNSUPPORTED, "w%d_perm is %d, the CUDA kernels take 0, and 1 for w13", which, w.perm);
   }

@@ -1,0 +1,225 @@
+// ONNX Runtime's side of the custom-op interface, for tests/cuda/test_ort_cuda.py: the functions of OrtApi that the
+// CUDA library calls, over plain memory. It stands in for a CUDA build of ONNX Runtime, which the tests' machines do
+// not have.
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "onnxruntime_c_api.h"
+
+struct OrtStatus {
+  OrtErrorCode code;
+  std::string text;
+};
+struct OrtMemoryInfo {
+  int id;
+};
+struct OrtCustomOpDomain {
+  std::vector<const OrtCustomOp*> ops;
+};
+struct OrtSessionOptions {
+  std::vector<OrtCustomOpDomain*> domains;
+};
+struct OrtValue {
+  int64_t dims[4];
+  int32_t rank, constant;
+  void* data;
+};
+struct OrtKernelInfo {
+  std::map<std::string, int64_t> ints;
+  std::map<std::string, float> floats;
+  std::map<std::string, std::string> strings;
+  OrtValue inputs[5];
+};
+struct OrtKernelContext {
+  OrtValue inputs[5], output;
+  void* stream;
+};
+
+namespace {
+
+OrtApi api{};
+OrtMemoryInfo memory{0};
+OrtSessionOptions options;
+std::string error;
+int live_scratch = 0;
+
+OrtStatus* New(const char* text) { return new OrtStatus{ORT_FAIL, text}; }
+template <class Map, class T>
+OrtStatus* Attribute(const Map& map, const char* name, T* out) {
+  const auto found = map.find(name);
+  if (found == map.end()) return New("no such attribute");
+  *out = found->second;
+  return nullptr;
+}
+OrtStatus* Text(const std::string& text, char* out, size_t* size) {
+  if (out) std::memcpy(out, text.c_str(), text.size() + 1);
+  *size = text.size() + 1;
+  return nullptr;
+}
+struct Allocator : OrtAllocator {
+  Allocator() : OrtAllocator{} {
+    version = ORT_API_VERSION;
+    Info = [](const OrtAllocator*) -> const OrtMemoryInfo* { return &memory; };
+    Free = [](OrtAllocator*, void* p) {
+      live_scratch -= p != nullptr;
+      cudaFree(p);
+    };
+  }
+} allocator;
+
+void Fill() {
+  api.CreateStatus = [](OrtErrorCode code, const char* text) noexcept { return new OrtStatus{code, text}; };
+  api.GetErrorMessage = [](const OrtStatus* s) noexcept { return s->text.c_str(); };
+  api.ReleaseStatus = [](OrtStatus* s) noexcept { delete s; };
+  api.CreateCustomOpDomain = [](const char* name, OrtCustomOpDomain** out) noexcept -> OrtStatus* {
+    if (std::string(name) != "quantmoe") return New(name);
+    *out = new OrtCustomOpDomain;
+    return nullptr;
+  };
+  api.CustomOpDomain_Add = [](OrtCustomOpDomain* d, const OrtCustomOp* op) noexcept -> OrtStatus* {
+    d->ops.push_back(op);
+    return nullptr;
+  };
+  api.AddCustomOpDomain = [](OrtSessionOptions* o, OrtCustomOpDomain* d) noexcept -> OrtStatus* {
+    o->domains.push_back(d);
+    return nullptr;
+  };
+  api.KernelInfo_GetNodeName = [](const OrtKernelInfo*, char* out, size_t* size) noexcept {
+    return Text("moe", out, size);
+  };
+  api.KernelInfoGetAttribute_int64 = [](const OrtKernelInfo* i, const char* name, int64_t* out) noexcept {
+    return Attribute(i->ints, name, out);
+  };
+  api.KernelInfoGetAttribute_float = [](const OrtKernelInfo* i, const char* name, float* out) noexcept {
+    return Attribute(i->floats, name, out);
+  };
+  api.KernelInfoGetAttribute_string = [](const OrtKernelInfo* i, const char* name, char* out, size_t* size) noexcept {
+    const auto found = i->strings.find(name);
+    return found == i->strings.end() ? New("no such attribute") : Text(found->second, out, size);
+  };
+  api.KernelInfoGetConstantInput_tensor = [](const OrtKernelInfo* i, size_t at, int* constant,
+                                             const OrtValue** out) noexcept -> OrtStatus* {
+    *constant = i->inputs[at].constant;
+    *out = *constant ? &i->inputs[at] : nullptr;
+    return nullptr;
+  };
+  api.KernelInfoGetAllocator = [](const OrtKernelInfo*, OrtMemType, OrtAllocator** out) noexcept -> OrtStatus* {
+    *out = &allocator;
+    return nullptr;
+  };
+  api.ReleaseAllocator = [](OrtAllocator*) noexcept {};
+  api.MemoryInfoGetId = [](const OrtMemoryInfo* m, int* id) noexcept -> OrtStatus* {
+    *id = m->id;
+    return nullptr;
+  };
+  // A value serves as its own type and shape.
+  api.GetTensorTypeAndShape = [](const OrtValue* v, OrtTensorTypeAndShapeInfo** out) noexcept -> OrtStatus* {
+    *out = reinterpret_cast<OrtTensorTypeAndShapeInfo*>(const_cast<OrtValue*>(v));
+    return nullptr;
+  };
+  api.ReleaseTensorTypeAndShapeInfo = [](OrtTensorTypeAndShapeInfo*) noexcept {};
+  api.GetDimensionsCount = [](const OrtTensorTypeAndShapeInfo* v, size_t* out) noexcept -> OrtStatus* {
+    *out = reinterpret_cast<const OrtValue*>(v)->rank;
+    return nullptr;
+  };
+  api.GetDimensions = [](const OrtTensorTypeAndShapeInfo* v, int64_t* out, size_t count) noexcept -> OrtStatus* {
+    std::memcpy(out, reinterpret_cast<const OrtValue*>(v)->dims, 8 * count);
+    return nullptr;
+  };
+  api.GetTensorMutableData = [](OrtValue* v, void** out) noexcept -> OrtStatus* {
+    *out = v->data;
+    return nullptr;
+  };
+  api.KernelContext_GetInput = [](const OrtKernelContext* c, size_t at, const OrtValue** out) noexcept -> OrtStatus* {
+    *out = &c->inputs[at];
+    return nullptr;
+  };
+  api.KernelContext_GetOutput = [](OrtKernelContext* c, size_t, const int64_t* dims, size_t rank,
+                                   OrtValue** out) noexcept -> OrtStatus* {
+    if (rank != static_cast<size_t>(c->output.rank) || std::memcmp(dims, c->output.dims, 8 * rank))
+      return New("output shape");
+    *out = &c->output;
+    return nullptr;
+  };
+  api.KernelContext_GetGPUComputeStream = [](const OrtKernelContext* c, void** out) noexcept -> OrtStatus* {
+    *out = c->stream;
+    return nullptr;
+  };
+  api.KernelContext_GetScratchBuffer = [](const OrtKernelContext*, const OrtMemoryInfo* m, size_t bytes,
+                                          void** out) noexcept -> OrtStatus* {
+    if (m != &memory) return New("not the device's memory");
+    if (cudaMalloc(out, bytes)) return New("cudaMalloc");
+    cudaMemset(*out, 0xff, bytes);  // NaN: scratch that is read before it is written shows
+    ++live_scratch;
+    return nullptr;
+  };
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* driver_error() { return error.c_str(); }
+static bool Took(OrtStatus* status) {
+  error = status ? status->text : "";
+  delete status;
+  return error.empty();
+}
+int32_t driver_live_scratch() { return live_scratch; }
+
+// Registers the library as a runtime would whose newest API is api_version; returns the number of operators, -1 on
+// failure.
+int32_t driver_open(const char* path, uint32_t api_version) {
+  Fill();
+  static uint32_t newest;
+  newest = api_version;
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (!library) {
+    error = dlerror();
+    return -1;
+  }
+  static const OrtApiBase base{
+      [](uint32_t version) noexcept -> const OrtApi* { return version <= newest ? &api : nullptr; },
+      []() noexcept { return "1.99"; }};
+  options.domains.clear();
+  auto* entry =
+      reinterpret_cast<OrtStatus* (*)(OrtSessionOptions*, const OrtApiBase*)>(dlsym(library, "RegisterCustomOps"));
+  if (!Took(entry(&options, &base))) return -1;
+  return static_cast<int32_t>(options.domains.at(0)->ops.size());
+}
+
+static const OrtCustomOp* At(int32_t op) { return options.domains.at(0)->ops.at(op); }
+// which: 0 name, 1 provider.
+const char* driver_name(int32_t op, int32_t which) {
+  return which ? At(op)->GetExecutionProviderType(At(op)) : At(op)->GetName(At(op));
+}
+int32_t driver_type(int32_t op, int32_t input) {
+  return input < 0 ? At(op)->GetOutputType(At(op), 0) : At(op)->GetInputType(At(op), input);
+}
+
+OrtKernelInfo* driver_info() { return new OrtKernelInfo{}; }
+void driver_set_int(OrtKernelInfo* i, const char* name, int64_t value) { i->ints[name] = value; }
+void driver_set_float(OrtKernelInfo* i, const char* name, float value) { i->floats[name] = value; }
+void driver_set_string(OrtKernelInfo* i, const char* name, const char* value) { i->strings[name] = value; }
+void* driver_create(int32_t op, OrtKernelInfo* info, const OrtValue* inputs) {
+  std::memcpy(info->inputs, inputs, sizeof(info->inputs));
+  void* kernel = nullptr;
+  const bool took = Took(At(op)->CreateKernelV2(At(op), &api, info, &kernel));
+  delete info;
+  return took ? kernel : nullptr;
+}
+int32_t driver_run(int32_t op, void* kernel, const OrtValue* tensors, void* stream) {
+  OrtKernelContext context{};
+  std::memcpy(context.inputs, tensors, sizeof(context.inputs));
+  context.output = tensors[5];
+  context.stream = stream;
+  return Took(At(op)->KernelComputeV2(kernel, &context)) ? 0 : -1;
+}
+void driver_destroy(int32_t op, void* kernel) { At(op)->KernelDestroy(kernel); }
+
+}  // extern "C"

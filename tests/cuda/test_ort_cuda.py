@@ -1,0 +1,215 @@
+"""The CUDA custom-op library: loaded by ONNX Runtime anywhere, its kernels through ort_driver.cc where a GPU is."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import quantmoe
+from quantmoe.custom_ops import reference
+from quantmoe.custom_ops.op import MoESpec
+
+if "QUANTMOE_ORT_DRIVER" not in os.environ:
+    pytest.skip("make test-cuda builds the driver", allow_module_level=True)
+torch = pytest.importorskip("torch")
+from cuda.test_cuda import BASE, TORCH, UNIT, build  # noqa: E402
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+TYPES = {"f16": 10, "bf16": 16, "i32": 6, "i64": 7, "f32": 1}  # ONNXTensorElementDataType
+_PTR = ctypes.c_void_p
+
+
+class Value(ctypes.Structure):
+    _fields_ = [("dims", ctypes.c_int64 * 4), ("rank", ctypes.c_int32), ("constant", ctypes.c_int32), ("data", _PTR)]
+
+
+def value(dims: tuple[int, ...], constant: bool = False, data: int | None = None) -> Value:
+    return Value((ctypes.c_int64 * 4)(*dims), len(dims), constant, data)
+
+
+class Driver:
+    def __init__(self) -> None:
+        self.lib = ctypes.CDLL(os.environ["QUANTMOE_ORT_DRIVER"])
+        for name in ("error", "name"):
+            getattr(self.lib, f"driver_{name}").restype = ctypes.c_char_p
+        for name in ("info", "create"):
+            getattr(self.lib, f"driver_{name}").restype = _PTR
+        self.count = self.open(21)
+
+    def open(self, api_version: int) -> int:
+        return self.lib.driver_open(quantmoe.ort_cuda_library_path().encode(), api_version)
+
+    @property
+    def error(self) -> str:
+        return self.lib.driver_error().decode()
+
+    def op(self, dtype: str, ids: str) -> int:
+        found = [
+            i for i in range(self.count) if [self.lib.driver_type(i, at) for at in (0, 1)] == [TYPES[dtype], TYPES[ids]]
+        ]
+        assert len(found) == 1
+        return found[0]
+
+    def create(self, op: int, attributes: dict, values: list[Value]) -> _PTR | None:
+        info = _PTR(self.lib.driver_info())
+        for name, v in attributes.items():
+            if isinstance(v, int):
+                self.lib.driver_set_int(info, name.encode(), ctypes.c_int64(v))
+            elif isinstance(v, float):
+                self.lib.driver_set_float(info, name.encode(), ctypes.c_float(v))
+            else:
+                self.lib.driver_set_string(info, name.encode(), v.encode())
+        made = self.lib.driver_create(op, info, (Value * 5)(*values))
+        return _PTR(made) if made else None
+
+
+@pytest.fixture(scope="module")
+def driver() -> Driver:
+    return Driver()
+
+
+@pytest.fixture(scope="module")
+def layer():
+    return build(BASE)
+
+
+def constants(layer) -> list[Value]:
+    """hidden_states, ids and weights are no initializers; w13 and w2 are."""
+    return [value(()), value(()), value(())] + [value((len(w), w.shape[1] // 4), True) for w in layer[2:]]
+
+
+def test_operators(driver):
+    assert driver.count == 4
+    for dtype in ("f16", "bf16"):
+        for ids in ("i32", "i64"):
+            op = driver.op(dtype, ids)
+            assert [driver.lib.driver_name(op, i) for i in range(2)] == [b"QuantMoE", b"CUDAExecutionProvider"]
+            assert [driver.lib.driver_type(op, i) for i in (2, 3, 4, -1)] == [1, 6, 6, TYPES[dtype]]
+
+
+def test_exported_symbols_and_libraries():
+    path = quantmoe.ort_cuda_library_path()
+    listing = subprocess.check_output(["nm", "-D", "--defined-only", path], text=True)
+    assert {line.split()[-1] for line in listing.splitlines()} == {"RegisterCustomOps"}
+    assert "libcuda" not in subprocess.check_output(["readelf", "-d", path], text=True)
+
+
+def test_old_runtime_is_refused(driver):
+    assert driver.open(20) == -1
+    assert driver.error == "quantmoe needs ONNX Runtime 1.21 or newer, found 1.99"
+    assert driver.open(21) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "new", "message"),
+    [
+        ("w13_perm", None, "attribute w13_perm of kind i is required"),
+        ("swiglu_limit", None, "attribute swiglu_limit of kind f is required"),
+        ("w2_layout", None, "attribute w2_layout of kind s is required"),
+        ("activation", "tanh", 'activation is "tanh", the operator defines: silu'),
+        ("hidden_size", 1 << 40, "hidden_size is 1099511627776, outside int32"),
+        ("hidden_size", 512, "w13 has shape"),
+    ],
+)
+def test_wrong_attribute(driver, layer, name, new, message):
+    attributes = {k: v for k, v in (layer[0].attributes() | {name: new}).items() if v is not None}
+    assert driver.create(driver.op("bf16", "i64"), attributes, constants(layer)) is None
+    assert driver.error.startswith('QuantMoE node "moe": ')
+    assert message in driver.error
+
+
+def test_wrong_weights(driver, layer):
+    for at, new, message in (
+        (3, value((8, 4), True), "w13 has shape [8, 4], expected [experts, "),
+        (4, value((7, layer[3].shape[1] // 4), True), "w13 has 8 experts and w2 7"),
+        (4, value((8, layer[3].shape[1] // 4), False), "w2 is computed or fed at run time, expected an initializer"),
+    ):
+        values = constants(layer)
+        values[at] = new
+        assert driver.create(driver.op("f16", "i32"), layer[0].attributes(), values) is None
+        assert message in driver.error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+def test_no_device(driver, layer):
+    assert driver.create(driver.op("bf16", "i64"), layer[0].attributes(), constants(layer)) is None
+    assert driver.error.startswith('QuantMoE node "moe": CUDA device 0: ')
+
+
+def test_real_runtime_registers_it(tmp_path: Path, layer):
+    """A CPU-only ONNX Runtime loads and registers the library, and then finds no kernel for the node."""
+    ort = pytest.importorskip("onnxruntime")
+    from engines.one_layer import write_model
+
+    path = write_model(tmp_path / "m.onnx", layer[0], layer[2], layer[3], float_type="BFLOAT16")
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(quantmoe.ort_cuda_library_path())
+    options.log_severity_level = 3
+    with pytest.raises(Exception, match="QuantMoE"):
+        ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("name", "new", "message"),
+    [
+        ("op_version", 2, "op_version is 2"),
+        ("w13_layout_version", 2, "marlin (1) version 1"),
+        ("w13_format", "int8", "w13: format 1"),
+        ("expert_offset", 1, "num_experts = 8"),
+    ],
+)
+def test_wrong_for_the_kernels(driver, layer, name, new, message):
+    values = constants(layer)
+    if name == "w13_format":
+        from quantmoe.custom_ops.layouts import LAYOUTS
+
+        spec = replace(layer[0], w13=replace(layer[0].w13, format=new))
+        values[3] = value((8, LAYOUTS["marlin"].row_bytes(spec, "w13") // 4), True)
+    assert driver.create(driver.op("bf16", "i64"), layer[0].attributes() | {name: new}, values) is None
+    assert message in driver.error
+
+
+@gpu
+@pytest.mark.parametrize("id_type", [np.int32, np.int64])
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_run(driver, layer, dtype, id_type):
+    spec: MoESpec = layer[0]
+    op = driver.op(dtype, "i64" if id_type is np.int64 else "i32")
+    packed = [torch.from_numpy(w).cuda() for w in layer[2:]]
+    kernel = driver.create(op, spec.attributes(), constants(layer))
+    assert kernel is not None, driver.error
+    stream = torch.cuda.Stream()
+    for leading in ((1,), (2, 4), (40,), (3, 200), (0, 5)):
+        tokens = int(np.prod(leading))
+        hidden, ids, weights = BASE.tokens(tokens)
+        hidden = torch.from_numpy(hidden).to(TORCH[dtype])
+        inputs = [
+            hidden.cuda(),
+            torch.from_numpy(ids.astype(id_type)).cuda(),
+            torch.from_numpy(weights).cuda(),
+            *packed,
+        ]
+        output = torch.full_like(inputs[0], float("nan"))
+        x, k = (*leading, BASE.hidden), (*leading, BASE.top_k)
+        shapes = [x, k, k, *((len(w), w.shape[1] // 4) for w in packed), x]
+        values = [value(s, data=t.data_ptr()) for s, t in zip(shapes, [*inputs, output], strict=True)]
+        torch.cuda.synchronize()
+        status = driver.lib.driver_run(op, kernel, (Value * 6)(*values), _PTR(stream.cuda_stream))
+        assert status == 0, driver.error
+        torch.cuda.synchronize()
+        assert driver.lib.driver_live_scratch() == 0
+        if tokens:
+            want = reference.quant_moe(spec, layer[1], hidden.float().numpy(), ids, weights)
+            error = np.linalg.norm(output.double().cpu().numpy() - want) / np.linalg.norm(want)
+            assert error < 2 * UNIT[dtype], (leading, error)
+    values[0] = value((5, BASE.hidden - 1))
+    assert driver.lib.driver_run(op, kernel, (Value * 6)(*values), _PTR(stream.cuda_stream)) != 0
+    assert "hidden_states has shape [5, 255], expected [.., hidden_size 256]" in driver.error
+    driver.lib.driver_destroy(op, kernel)

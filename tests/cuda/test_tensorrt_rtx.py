@@ -1,0 +1,77 @@
+"""Whole exported models through TensorRT-RTX's parser and builder with the plug-in, for GPUs that need not be here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+import quantmoe
+
+if "QUANTMOE_TRT_DRIVER" not in os.environ:
+    pytest.skip("make test-cuda builds the plug-in", allow_module_level=True)
+found = importlib.util.find_spec("tensorrt_rtx_libs")
+if found is None:
+    pytest.skip("TensorRT-RTX is not installed", allow_module_level=True)
+SAMPLE = Path(__file__).parents[2] / "samples/tensorrt_rtx/build_engine.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from quantmoe.exporter.demo import make_checkpoint
+
+    sizes = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48}
+    sizes |= {"num_hidden_layers": 2, "moe_intermediate_size": 96}
+    made = make_checkpoint(tmp_path_factory.mktemp("made"), "qwen3_moe", "W4A16", **sizes)
+    out = tmp_path_factory.mktemp("exported")
+    for dtype in ("bf16", "f16"):
+        quantmoe.export(made, out / dtype, target="cuda", dtype=dtype)
+    return out
+
+
+def build(model: Path, plan: Path, links: Path) -> subprocess.CompletedProcess[str]:
+    # The builder opens libtensorrt_rtx.so by that name, which the wheel does not have.
+    library = Path(str(found.submodule_search_locations[0])) / "libtensorrt_rtx.so.1"
+    (links / "libtensorrt_rtx.so").symlink_to(library)
+    environment = os.environ | {"LD_LIBRARY_PATH": str(links)}
+    command = [sys.executable, SAMPLE, model, plan, "89", "120"]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_engine(folder, tmp_path, dtype):
+    done = build(folder / dtype, tmp_path / "plan", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 QuantMoE layers" in done.stdout
+    assert (tmp_path / "plan").stat().st_size > 100_000
+    # The plan holds the attributes: names, and strings with their NUL.
+    plan = (tmp_path / "plan").read_bytes()
+    assert b"w13_layout_version" in plan
+    assert b"marlin\0" in plan
+
+
+@pytest.mark.parametrize(
+    ("name", "new", "message"),
+    [
+        ("op_version", ir.AttrInt64("op_version", 2), "op_version is 2, this library knows 1"),
+        ("w2_perm", None, "attribute w2_perm is required"),
+        ("w13_format", ir.AttrString("w13_format", "int3"), 'w13_format is "int3", the operator defines: int4'),
+    ],
+)
+def test_bad_node(folder, tmp_path, name, new, message):
+    model = ir.load(folder / "f16/model.onnx")
+    node = next(node for node in model.graph if node.domain == "quantmoe")
+    del node.attributes[name]
+    if new is not None:
+        node.attributes.add(new)
+    (tmp_path / "model.onnx.data").symlink_to(folder / "f16/model.onnx.data")
+    ir.save(model, tmp_path / "model.onnx")
+    done = build(tmp_path, tmp_path / "plan", tmp_path)
+    assert done.returncode != 0
+    assert message in done.stdout  # where TensorRT's logger writes
+    assert not (tmp_path / "plan").exists()

@@ -1,0 +1,168 @@
+// TensorRT's side of the plug-in interface, for tests/cuda/test_trt_plugin.py: opens the library as TensorRT does,
+// hands it fields and tensors, keeps what it logs. A plug-in's calls need no TensorRT and, but for enqueue, no GPU.
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "NvInferRuntime.h"
+
+using namespace nvinfer1;
+
+namespace {
+
+constexpr int kInputs = 5, kTensors = 6;
+
+std::string log_text;
+int32_t version = 0;
+
+void Keep(ILogger::Severity severity, const char* text) {
+  log_text += std::to_string(static_cast<int>(severity)) + " " + text + "\n";
+}
+struct Logger : ILogger {
+  void log(Severity severity, const char* text) noexcept override { Keep(severity, text); }
+} logger;
+struct Finder : ILoggerFinder {
+  ILogger* findLogger() override { return &logger; }
+} finder;
+// As TensorRT 10 has them.
+struct PlainLogger {
+  virtual void log(ILogger::Severity severity, const char* text) noexcept { Keep(severity, text); }
+} plain_logger;
+struct PlainFinder {
+  virtual PlainLogger* findLogger() { return &plain_logger; }
+} plain_finder;
+
+template <class T>
+T* Capability(void* plugin, PluginCapabilityType type) {
+  return static_cast<T*>(static_cast<IPluginV3*>(plugin)->getCapabilityInterface(type));
+}
+IPluginV3OneBuild* Build(void* plugin) { return Capability<IPluginV3OneBuild>(plugin, PluginCapabilityType::kBUILD); }
+IPluginV3OneRuntime* Runtime(void* plugin) {
+  return Capability<IPluginV3OneRuntime>(plugin, PluginCapabilityType::kRUNTIME);
+}
+
+}  // namespace
+
+extern "C" {
+
+struct Field {
+  const char* name;
+  const void* data;
+  int32_t type, length;
+};
+struct Tensor {
+  int32_t type, format, rank;
+  int64_t dims[4], most[4];
+};
+
+int32_t getInferLibVersion() { return version; }  // what the plug-in asks of the library that the finder comes from
+
+// as_version: that of the TensorRT to play, 0 for none; plain: its loggers have TensorRT 10's tables. Returns the
+// creator.
+void* driver_open(const char* path, int32_t as_version, int32_t plain) {
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (!library) {
+    log_text = dlerror();
+    return nullptr;
+  }
+  version = as_version;
+  reinterpret_cast<void (*)(void*)>(dlsym(library, "setLoggerFinder"))(plain ? static_cast<void*>(&plain_finder)
+                                                                             : &finder);
+  int32_t count = 0;
+  auto* creators =
+      reinterpret_cast<IPluginCreatorInterface* const* (*)(int32_t&)>(dlsym(library, "getCreators"))(count);
+  if (count != 1 || std::strcmp(creators[0]->getInterfaceInfo().kind, "PLUGIN CREATOR_V3ONE")) return nullptr;
+  return static_cast<IPluginCreatorV3One*>(creators[0]);
+}
+const char* driver_log() { return log_text.c_str(); }
+void driver_clear() { log_text.clear(); }
+const char* driver_name(void* creator, int32_t which) {
+  auto* c = static_cast<IPluginCreatorV3One*>(creator);
+  return which == 0 ? c->getPluginName() : which == 1 ? c->getPluginVersion() : c->getPluginNamespace();
+}
+
+static int32_t Copy(const PluginFieldCollection* from, Field* to, int32_t room) {
+  for (int32_t i = 0; i < std::min(room, from->nbFields); ++i) {
+    const PluginField& f = from->fields[i];
+    to[i] = {f.name, f.data, static_cast<int32_t>(f.type), f.length};
+  }
+  return from->nbFields;
+}
+int32_t driver_field_names(void* creator, Field* to, int32_t room) {
+  return Copy(static_cast<IPluginCreatorV3One*>(creator)->getFieldNames(), to, room);
+}
+int32_t driver_serialize(void* plugin, Field* to, int32_t room) {
+  return Copy(Runtime(plugin)->getFieldsToSerialize(), to, room);
+}
+void* driver_create(void* creator, const char* layer, const Field* fields, int32_t count, int32_t phase) {
+  PluginField given[64];
+  for (int32_t i = 0; i < count; ++i)
+    given[i] =
+        PluginField(fields[i].name, fields[i].data, static_cast<PluginFieldType>(fields[i].type), fields[i].length);
+  const PluginFieldCollection collection{count, given};
+  return static_cast<IPluginCreatorV3One*>(creator)->createPlugin(layer, &collection,
+                                                                  static_cast<TensorRTPhase>(phase));
+}
+void driver_destroy(void* plugin) { delete static_cast<IPluginV3*>(plugin); }
+void* driver_attach(void* plugin) { return Runtime(plugin)->attachToContext(nullptr); }
+
+struct Tensors {
+  PluginTensorDesc now[kTensors]{};
+  DynamicPluginTensorDesc range[kTensors]{};
+  explicit Tensors(const Tensor* from) {
+    for (int i = 0; i < kTensors; ++i) {
+      now[i].type = static_cast<DataType>(from[i].type);
+      now[i].format = static_cast<TensorFormat>(from[i].format);
+      now[i].dims.nbDims = from[i].rank;
+      Dims most = now[i].dims;
+      std::copy_n(from[i].dims, 4, now[i].dims.d);
+      std::copy_n(from[i].most, 4, most.d);
+      range[i] = {now[i], most, most, most};
+    }
+  }
+};
+int32_t driver_supports(void* plugin, const Tensor* tensors, int32_t at) {
+  return Build(plugin)->supportsFormatCombination(at, Tensors(tensors).range, kInputs, 1);
+}
+int32_t driver_configure(void* plugin, const Tensor* tensors) {
+  const Tensors t(tensors);
+  return Build(plugin)->configurePlugin(t.range, kInputs, t.range + kInputs, 1);
+}
+size_t driver_workspace(void* plugin, const Tensor* tensors) {
+  const Tensors t(tensors);
+  return Build(plugin)->getWorkspaceSize(t.range, kInputs, t.range + kInputs, 1);
+}
+int32_t driver_output_type(void* plugin, const int32_t* types) {
+  DataType in[kInputs], out[1];
+  for (int i = 0; i < kInputs; ++i) in[i] = static_cast<DataType>(types[i]);
+  return Build(plugin)->getOutputDataTypes(out, 1, in, kInputs) ? -1 : static_cast<int32_t>(out[0]);
+}
+// 1: the output has the dimensions of hidden_states.
+int32_t driver_output_shape(void* plugin) {
+  DimsExprs in[kInputs]{}, out[1]{};
+  for (int i = 0; i < kInputs; ++i) {
+    in[i].nbDims = 3;
+    for (int d = 0; d < 3; ++d)
+      in[i].d[d] = reinterpret_cast<const IDimensionExpr*>(uintptr_t(0x1000 * (i + 1) + 16 * d));
+  }
+  alignas(16) static char nothing[64];
+  auto& builder = *reinterpret_cast<IExprBuilder*>(nothing);  // the plug-in has no expression to build
+  return Build(plugin)->getNbOutputs() == 1 &&
+         !Build(plugin)->getOutputShapes(in, kInputs, nullptr, 0, out, 1, builder) && out[0].nbDims == 3 &&
+         std::equal(out[0].d, out[0].d + 3, in[0].d);
+}
+int32_t driver_shape_change(void* plugin, const Tensor* tensors) {
+  const Tensors t(tensors);
+  return Runtime(plugin)->onShapeChange(t.now, kInputs, t.now + kInputs, 1);
+}
+int32_t driver_enqueue(void* plugin, const Tensor* tensors, const void* const* inputs, void* output, void* workspace,
+                       void* stream) {
+  const Tensors t(tensors);
+  return Runtime(plugin)->enqueue(t.now, t.now + kInputs, inputs, &output, workspace,
+                                  static_cast<cudaStream_t>(stream));
+}
+
+}  // extern "C"

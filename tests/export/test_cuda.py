@@ -1,0 +1,95 @@
+"""export --target cuda: standard operators and quantmoe's only, in 16 bits, the same tokens' logits as PyTorch."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+
+from quantmoe.custom_ops.layouts import marlin
+from quantmoe.custom_ops.op import MoESpec
+from quantmoe.custom_ops.reference import quant_moe
+from quantmoe.exporter import convert
+from quantmoe.exporter.checkpoint import CheckpointError
+from quantmoe.exporter.convert import export
+from quantmoe.exporter.plan import plan
+
+# The oldest TensorRT that has IPluginV3 parsers for bf16 models, 10.0, reads opset 20.
+OPSET = 20
+
+
+class QuantMoE(OpRun):
+    """The node as reference.py computes it."""
+
+    op_domain = "quantmoe"
+
+    def _run(self, x, ids, weights, w13, w2, **attributes):
+        spec = MoESpec.from_attributes(attributes)
+        experts = [marlin.unpack(spec, a.view(np.uint8), b.view(np.uint8)) for a, b in zip(w13, w2, strict=True)]
+        flat = (a.reshape(-1, a.shape[-1]) for a in (x.astype(np.float64), ids, weights))
+        return (quant_moe(spec, experts, *flat).astype(x.dtype).reshape(x.shape),)
+
+
+@pytest.mark.parametrize("dtype", [None, "f16"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "olmoe"])
+def test_operators_and_types(exported, architecture, dtype):
+    folder = exported(architecture, target="cuda", dtype=dtype)
+    model = ir.load(folder / "model.onnx")
+    assert model.opset_imports == {"": OPSET, "quantmoe": 1}
+    nodes = [node for node in model.graph if node.domain != ""]
+    assert {(node.domain, node.op_type) for node in nodes} == {("quantmoe", "QuantMoE")}
+    want = ir.DataType.FLOAT16 if dtype else ir.DataType.BFLOAT16
+    assert [value.dtype for value in model.graph.inputs if value.name.startswith("past")] == [want] * 4
+    assert model.graph.outputs[0].dtype == want
+    assert {p.name for p in folder.iterdir()} >= {"config.json", "tokenizer.json"}
+    assert not (folder / "genai_config.json").exists()
+    for node in nodes:
+        assert node.attributes["w13_layout"].value == "marlin"
+        assert node.attributes["w2_activation_format"].value == "none"
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text"])
+def test_logits_equal_pytorch(exported, reference, architecture):
+    """float16: a few hundred roundings of 2^-11 on the way to a logit, of random sign."""
+    evaluator = ReferenceEvaluator(
+        str(exported(architecture, target="cuda", dtype="f16") / "model.onnx"), new_ops=[QuantMoE]
+    )
+    ids = np.random.default_rng(3).integers(0, 384, (2, 7))
+    feed = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.tile(np.arange(7), (2, 1))}
+    for value in evaluator.proto_.graph.input:
+        if value.name not in feed and value.name.startswith("past"):
+            dims = [d.dim_value for d in value.type.tensor_type.shape.dim]
+            feed[value.name] = np.zeros((2, dims[1], 0, dims[3]), np.float16)
+    found = evaluator.run(["logits"], {n: feed[n] for n in evaluator.input_names})[0].astype(np.float64)
+    with torch.no_grad():
+        want = reference(architecture)(torch.from_numpy(ids)).logits.double().numpy()
+    assert np.abs(found - want).max() / np.abs(want).max() < 1e-2
+
+
+def test_refusals(checkpoint, tmp_path, monkeypatch):
+    folder = checkpoint("qwen3_moe")
+    with pytest.raises(ValueError, match="dtype is 'f32', expected one of: bf16, f16"):
+        export(folder, tmp_path / "a", target="cuda", dtype="f32")
+    with pytest.raises(ValueError, match="dtype is 'bf16', expected one of: f32, f16"):
+        export(folder, tmp_path / "a", dtype="bf16")
+    with pytest.raises(CheckpointError, match="activation_format int8_token_asym; layout marlin carries none"):
+        export(folder, tmp_path / "a", target="cuda", activations="int8")
+    with pytest.raises(CheckpointError, match="activation_format int8_token; layout marlin carries none"):
+        export(checkpoint("qwen3_moe", "W8A8"), tmp_path / "a", target="cuda")
+    with pytest.raises(
+        CheckpointError, match="w13_format is int8; the CUDA kernels run symmetric int4 weights with f16"
+    ):
+        export(checkpoint("qwen3_moe", "W8A16"), tmp_path / "a", target="cuda")
+    with pytest.raises(CheckpointError, match="w13_zero_points is 1; the CUDA kernels run symmetric int4"):
+        export(checkpoint("qwen3_moe", "W4A16_ASYM"), tmp_path / "a", target="cuda")
+    with pytest.raises(CheckpointError, match="w13_zero_points is 1; the CUDA kernels run symmetric int4"):
+        plan(checkpoint("qwen3_moe", "W4A16_ASYM"), tmp_path / "a", target="cuda")
+    with pytest.raises(ValueError, match="dense is 'ort', expected one of: quantmoe"):
+        export(folder, tmp_path / "a", target="cuda", dense="ort")
+    monkeypatch.setattr(convert, "MAX_ELEMENTS", 70_000)
+    with pytest.raises(CheckpointError, match=r"w13 has 16 experts of \d+ int32 words.*at most 13 experts"):
+        export(folder, tmp_path / "a", target="cuda")
+    assert not (tmp_path / "a").exists()
