@@ -66,7 +66,7 @@ test-sanitize: venv
 	cmake --build build/sanitize --parallel 2
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	  QUANTMOE_LIBRARY=$(CURDIR)/build/sanitize/ort_ext/libquantmoe_ort.so \
-	  python -m pytest -m "not long" tests/kernels tests/layouts tests/engines -k "not mapped"
+	  python -m pytest -m "not long" tests/kernels tests/layouts tests/engines -k "not mapped and not guard"
 
 # Many threads on one session, the library under ThreadSanitizer. ONNX Runtime is not instrumented: what orders its threads
 # is not seen, only what this library's own counter orders (src/core/parallel.h).
