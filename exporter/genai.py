@@ -20,6 +20,8 @@ def genai_config(config: Mapping[str, Any], generation: Mapping[str, Any], libra
         KeyError: a field that plain decoders have is not there.
     """
     text = config.get("text_config", config)
+    if "kv_lora_rank" in text:
+        raise KeyError("head_dim")  # latent attention: keys and values differ in width, onnxruntime-genai knows one
     tokens = {
         name: value
         for name in ("bos_token_id", "eos_token_id", "pad_token_id")
