@@ -68,13 +68,13 @@ test-sanitize: venv
 	  QUANTMOE_LIBRARY=$(CURDIR)/build/sanitize/ort_ext/libquantmoe_ort.so \
 	  python -m pytest -m "not long" tests/kernels tests/layouts tests/engines -k "not mapped and not guard"
 
-# Many threads on one session, the library under ThreadSanitizer. ONNX Runtime is not instrumented: what orders its threads
-# is not seen, only what this library's own counter orders (src/core/parallel.h).
+# Many threads on one session, the library under ThreadSanitizer. ONNX Runtime is not instrumented, and what orders the threads of its
+# pool is not seen: the session has none of its own.
 test-tsan: venv
 	cmake -S . -B build/tsan -DCMAKE_CXX_COMPILER=c++ -DCMAKE_CXX_FLAGS=-O1 -DCMAKE_BUILD_TYPE=None -DQUANTMOE_SANITIZE=thread
 	cmake --build build/tsan --parallel 2
 	LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)" QUANTMOE_LIBRARY=$(CURDIR)/build/tsan/ort_ext/libquantmoe_ort.so \
-	  QUANTMOE_RUNS=400 TSAN_OPTIONS=exitcode=66 setarch -R python -m pytest tests/engines/test_concurrency.py
+	  QUANTMOE_RUNS=400 TSAN_OPTIONS=exitcode=66 setarch -R python -m pytest "tests/engines/test_concurrency.py::test_one_session_in_eight_threads[1]"
 
 # Both fuzz targets at once, for FUZZ_SECONDS each. The kernels' corpus stays in build/corpus, a failing input in build/.
 # Needs clang with its compiler-rt (apt-get install clang libclang-rt-dev).
@@ -134,9 +134,11 @@ format: venv
 	ruff format .
 	ruff check --fix .
 
+# Float activations: versions of ONNX Runtime differ in the last bits outside the experts, and the rounding of activations makes
+# other tokens of that in a model of random weights (1.29 and 1.31 do).
 build/sample-model: | build
 	python -c "import quantmoe; from quantmoe.exporter.demo import make_checkpoint; \
-	  quantmoe.export(make_checkpoint('build/sample-checkpoint'), '$@')"
+	  quantmoe.export(make_checkpoint('build/sample-checkpoint'), '$@', activations='float')"
 
 # The three samples on one exported folder must print the same tokens.
 samples: build | $(MODEL)
