@@ -43,7 +43,8 @@ def find_format(ckpt: Checkpoint) -> Format:
                 return format(ckpt)
             except CheckpointError:
                 raise
-            except (ValueError, TypeError, AttributeError, KeyError, re.error) as error:  # a field of another type
+            # A field of another type, or an infinite number.
+            except (ArithmeticError, ValueError, TypeError, AttributeError, KeyError, re.error) as error:
                 raise CheckpointError(
                     f"{ckpt.folder}: the quantization configuration cannot be read as {format.name}'s: {error}"
                 ) from error
