@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from quantmoe.custom_ops import library_file
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, attribute_kinds, enum
 
 if TYPE_CHECKING:
@@ -72,10 +71,9 @@ def library() -> ctypes.CDLL:
     """The kernels: the library named by QUANTMOE_CUDA_LIBRARY, else the installed one.
 
     Raises:
-        OSError: neither is there.
+        FileNotFoundError: neither is there.
     """
-    path = os.environ.get("QUANTMOE_CUDA_LIBRARY") or files("quantmoe.custom_ops") / "libquantmoe_cuda.so"
-    lib = ctypes.CDLL(str(path))
+    lib = ctypes.CDLL(library_file("quantmoe.custom_ops", "libquantmoe_cuda.so", "QUANTMOE_CUDA_LIBRARY"))
     lib.qm_cuda_row_bytes.restype = ctypes.c_size_t
     return lib
 

@@ -6,13 +6,13 @@ import ctypes
 import os
 from collections.abc import Callable
 from functools import cache
-from importlib.resources import files
 
 import ml_dtypes
 import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, RoutingSpec, Spec, attribute_kinds, enum
+from quantmoe.ort_ext import library_path
 
 ERROR_SIZE = 512
 _TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
@@ -87,9 +87,8 @@ class _RoutingCall(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL:
-    """The kernels: the library named by QUANTMOE_LIBRARY (sanitizer builds), else the installed ONNX Runtime one."""
-    path = os.environ.get("QUANTMOE_LIBRARY") or files("quantmoe.ort_ext") / "libquantmoe_ort.so"
-    lib = ctypes.CDLL(str(path))
+    """The kernels, which are in the ONNX Runtime library."""
+    lib = ctypes.CDLL(library_path())
     for name, restype in {
         "qm_row_bytes": ctypes.c_size_t,
         "qm_moe_workspace": ctypes.c_size_t,

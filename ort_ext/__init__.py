@@ -1,14 +1,17 @@
 """The ONNX Runtime custom-op libraries."""
 
-from __future__ import annotations
-
-import os
-from importlib.resources import files
+from quantmoe.custom_ops import library_file
 
 
 def library_path() -> str:
-    """Path of ``libquantmoe_ort.so``, for ``SessionOptions.register_custom_ops_library``."""
-    return str(files(__name__) / "libquantmoe_ort.so")
+    """Path of ``libquantmoe_ort.so``, for ``SessionOptions.register_custom_ops_library``.
+
+    QUANTMOE_LIBRARY names another build of it (sanitizers).
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+    return library_file(__name__, "libquantmoe_ort.so", "QUANTMOE_LIBRARY")
 
 
 def cuda_library_path() -> str:
@@ -19,9 +22,4 @@ def cuda_library_path() -> str:
     Raises:
         FileNotFoundError: this installation was made without CUDA.
     """
-    path = os.environ.get("QUANTMOE_ORT_CUDA_LIBRARY") or str(files(__name__) / "libquantmoe_ort_cuda.so")
-    if not os.path.exists(path):
-        raise FileNotFoundError(
-            f"{path}: quantmoe was installed without CUDA; build it with QUANTMOE_CUDA=ON (make cuda)"
-        )
-    return path
+    return library_file(__name__, "libquantmoe_ort_cuda.so", "QUANTMOE_ORT_CUDA_LIBRARY")

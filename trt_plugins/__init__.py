@@ -1,9 +1,6 @@
 """The TensorRT plug-in library."""
 
-from __future__ import annotations
-
-import os
-from importlib.resources import files
+from quantmoe.custom_ops import library_file
 
 
 def library_path() -> str:
@@ -14,9 +11,4 @@ def library_path() -> str:
     Raises:
         FileNotFoundError: this installation was made without CUDA.
     """
-    path = os.environ.get("QUANTMOE_TRT_LIBRARY") or str(files(__name__) / "libquantmoe_trt.so")
-    if not os.path.exists(path):
-        raise FileNotFoundError(
-            f"{path}: quantmoe was installed without CUDA; build it with QUANTMOE_CUDA=ON (make cuda)"
-        )
-    return path
+    return library_file(__name__, "libquantmoe_trt.so", "QUANTMOE_TRT_LIBRARY")

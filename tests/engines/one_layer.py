@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,9 +77,9 @@ def write_model(
 
 
 def session(path: Path, threads: int = 1) -> ort.InferenceSession:
-    """A CPU session with the custom-op library, or the build of it that QUANTMOE_LIBRARY names."""
+    """A CPU session with the custom-op library."""
     options = ort.SessionOptions()
-    options.register_custom_ops_library(os.environ.get("QUANTMOE_LIBRARY") or quantmoe.ort_library_path())
+    options.register_custom_ops_library(quantmoe.ort_library_path())
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

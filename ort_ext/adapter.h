@@ -1,0 +1,362 @@
+// What the two ONNX Runtime libraries, the CPU's and the CUDA provider's, have in common: op.def as OrtCustomOps, the
+// reading of a node's attributes and tensors, errors, registration. Each library is one file that includes this.
+//
+// One explicitly typed OrtCustomOp per operator, T and (QuantMoE) I, all of an operator's under one name; inputs and
+// attributes come from op.def. Failures are exceptions in here; Guard turns them into an OrtStatus, so that none leaves
+// the library.
+#pragma once
+#include <algorithm>
+#include <deque>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "onnxruntime_c_api.h"
+#include "quantmoe/quant_moe.h"
+
+namespace quantmoe {
+namespace {
+
+// ONNX Runtime 1.21. Later runtimes hand out this API and accept its OrtCustomOp, so one binary serves them all.
+constexpr uint32_t kOrtApi = 21;
+
+// The types of op.def: T and I are those of one OrtCustomOp.
+enum {
+  type_T = -1,
+  type_I = -2,
+  type_float = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT,
+  type_int32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32
+};
+struct Slot {
+  const char* op;
+  const char* name;
+  int type;
+};
+constexpr Slot kInputs[] = {
+#define QM_INPUT(op, name, type) {#op, #name, type_##type},
+#include "op.def"
+};
+constexpr Slot kOutputs[] = {
+#define QM_OUTPUT(op, name, type) {#op, #name, type_##type},
+#include "op.def"
+};
+// Positions of an operator's inputs, as QuantMoE_w13 and so on.
+template <size_t n>
+constexpr size_t position(const Slot (&slots)[n], std::string_view op, std::string_view name) {
+  size_t at = 0;
+  for (const Slot& slot : slots) {
+    if (op != slot.op) continue;
+    if (name == slot.name) return at;
+    ++at;
+  }
+  return at;  // name "": how many
+}
+#define QM_INPUT(op, name, type) constexpr size_t op##_##name = position(kInputs, #op, #name);
+#include "op.def"
+template <size_t n>
+const Slot& at(const Slot (&slots)[n], std::string_view op, size_t index) {
+  const Slot* first = std::find_if(slots, slots + n, [&](const Slot& slot) { return op == slot.op; });
+  return first[index];  // op.def lists an operator's together
+}
+
+class Kernel;
+
+struct Op : OrtCustomOp {
+  // Makes the kernel of a node. Throws for a node that is not valid.
+  using Make = Kernel* (*)(const Op& op, const OrtApi* api, const OrtKernelInfo* info);
+
+  const OrtApi* api;
+  const char* provider;  // null: the CPU
+  const char* name;
+  ONNXTensorElementDataType float_type, id_type;
+  Make make;
+
+  Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElementDataType float_type,
+     ONNXTensorElementDataType id_type, Make make);
+  static const Op& Of(const OrtCustomOp* op) { return *static_cast<const Op*>(op); }
+  ONNXTensorElementDataType Resolve(int t) const {
+    return t == type_T ? float_type : t == type_I ? id_type : static_cast<ONNXTensorElementDataType>(t);
+  }
+  qm_type type() const {
+    return float_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT     ? QM_F32
+           : float_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 ? QM_F16
+                                                                 : QM_BF16;
+  }
+  int id_bytes() const { return id_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64 ? 8 : 4; }
+};
+
+template <class F>
+OrtStatus* Guard(const OrtApi* api, F&& body) noexcept {
+  try {
+    body();
+    return nullptr;
+  } catch (const std::invalid_argument& error) {
+    return api->CreateStatus(ORT_INVALID_ARGUMENT, error.what());
+  } catch (const std::exception& error) {
+    return api->CreateStatus(ORT_FAIL, error.what());
+  }
+}
+
+using Shape = std::vector<int64_t>;
+
+std::string Text(const Shape& shape) {
+  std::string text = "[";
+  for (int64_t dim : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(dim);
+  return text + "]";
+}
+
+int64_t Rows(const Shape& shape) {
+  return std::accumulate(shape.begin(), shape.end() - 1, int64_t{1}, std::multiplies<>());
+}
+
+// What a node of any of the operators does; a subclass each.
+class Kernel {
+ public:
+  virtual ~Kernel() = default;
+  virtual void Run(OrtKernelContext* context) const = 0;
+  const OrtApi* api() const { return api_; }
+
+ protected:
+  Kernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info);
+  [[noreturn]] void Fail(const std::string& what) const { throw std::invalid_argument(node_ + ": " + what); }
+  void Check(OrtStatus* status, const std::string& what = "ONNX Runtime") const;
+  Shape ShapeOf(const OrtValue* value) const;
+  void* Data(const OrtValue* value) const;
+  const OrtValue* Input(const OrtKernelContext* context, size_t index) const;
+  OrtValue* Output(OrtKernelContext* context, size_t index, const Shape& shape) const;
+  void ReadAttributes(const OrtKernelInfo* info, void* attributes) const;
+  const OrtValue* Weight(const OrtKernelInfo* info, size_t input, Shape& shape) const;
+
+  // QuantMoE's inputs of a run; throws unless their shapes agree.
+  struct Tokens {
+    const OrtValue *hidden_states, *topk_ids, *topk_weights;
+    Shape shape;  // of hidden_states and of the output
+    int64_t top_k;
+  };
+  Tokens ReadTokens(const OrtKernelContext* context, int64_t hidden_size) const;
+
+  const Op& op_;
+  const OrtApi* api_;
+  std::string node_;  // the operator and the node's name, the beginning of every message
+};
+
+Kernel::Kernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
+    : op_(op), api_(api), node_(std::string(op.name) + " node") {
+  size_t size = 0;
+  Check(api->KernelInfo_GetNodeName(info, nullptr, &size));
+  std::string name(size, '\0');
+  Check(api->KernelInfo_GetNodeName(info, name.data(), &size));
+  node_ += std::string(" \"") + name.c_str() + "\"";
+}
+
+void Kernel::Check(OrtStatus* status, const std::string& what) const {
+  if (!status) return;
+  const std::unique_ptr<OrtStatus, void (*)(OrtStatus*)> owned(status, api_->ReleaseStatus);
+  throw std::runtime_error(node_ + ": " + what + ": " + api_->GetErrorMessage(status));
+}
+
+Shape Kernel::ShapeOf(const OrtValue* value) const {
+  OrtTensorTypeAndShapeInfo* info;
+  Check(api_->GetTensorTypeAndShape(value, &info));
+  const std::unique_ptr<OrtTensorTypeAndShapeInfo, void (*)(OrtTensorTypeAndShapeInfo*)> owned(
+      info, api_->ReleaseTensorTypeAndShapeInfo);
+  size_t rank;
+  Check(api_->GetDimensionsCount(info, &rank));
+  Shape shape(rank);
+  Check(api_->GetDimensions(info, shape.data(), rank));
+  return shape;
+}
+
+void* Kernel::Data(const OrtValue* value) const {
+  void* data;  // API 21 has no accessor for const values
+  Check(api_->GetTensorMutableData(const_cast<OrtValue*>(value), &data));
+  return data;
+}
+
+const OrtValue* Kernel::Input(const OrtKernelContext* context, size_t index) const {
+  const OrtValue* value;
+  Check(api_->KernelContext_GetInput(context, index, &value));
+  return value;
+}
+
+OrtValue* Kernel::Output(OrtKernelContext* context, size_t index, const Shape& shape) const {
+  OrtValue* value;
+  Check(api_->KernelContext_GetOutput(context, index, shape.data(), shape.size(), &value));
+  return value;
+}
+
+void Kernel::ReadAttributes(const OrtKernelInfo* info, void* attributes) const {
+  char error[QM_ERROR_SIZE];
+  for (size_t i = 0; const qm_attribute* a = qm_attribute_at(op_.name, i); ++i) {
+    const std::string missing = std::string("attribute ") + a->name + " of kind " + a->kind + " is required";
+    int status;
+    if (a->kind == 'i') {
+      int64_t value;
+      Check(api_->KernelInfoGetAttribute_int64(info, a->name, &value), missing);
+      status = qm_set_int(op_.name, attributes, a->name, value, error);
+    } else if (a->kind == 'f') {
+      float value;
+      Check(api_->KernelInfoGetAttribute_float(info, a->name, &value), missing);
+      status = qm_set_float(op_.name, attributes, a->name, value, error);
+    } else {
+      size_t size = 0;
+      Check(api_->KernelInfoGetAttribute_string(info, a->name, nullptr, &size), missing);
+      std::string value(size, '\0');
+      Check(api_->KernelInfoGetAttribute_string(info, a->name, value.data(), &size), missing);
+      status = qm_set_string(op_.name, attributes, a->name, value.c_str(), error);
+    }
+    if (status) Fail(error);
+  }
+}
+
+// A packed tensor, which must be an initializer.
+const OrtValue* Kernel::Weight(const OrtKernelInfo* info, size_t input, Shape& shape) const {
+  const std::string name = at(kInputs, op_.name, input).name;
+  int constant = 0;
+  const OrtValue* value = nullptr;
+  Check(api_->KernelInfoGetConstantInput_tensor(info, input, &constant, &value), name);
+  if (!constant || !value)
+    Fail(name + " is computed or fed at run time, expected an initializer that is not a graph input");
+  shape = ShapeOf(value);
+  if (shape.size() != 2)
+    Fail(name + " has shape " + Text(shape) + ", expected [experts, int32 words of a packed expert]");
+  return value;
+}
+
+Kernel::Tokens Kernel::ReadTokens(const OrtKernelContext* context, int64_t hidden_size) const {
+  Tokens t{Input(context, QuantMoE_hidden_states),
+           Input(context, QuantMoE_topk_ids),
+           Input(context, QuantMoE_topk_weights),
+           {},
+           0};
+  t.shape = ShapeOf(t.hidden_states);
+  const Shape &x = t.shape, ids = ShapeOf(t.topk_ids), weights = ShapeOf(t.topk_weights);
+  if (x.empty() || x.back() != hidden_size)
+    Fail("hidden_states has shape " + Text(x) + ", expected [.., hidden_size " + std::to_string(hidden_size) + "]");
+  if (ids.size() != x.size() || !std::equal(x.begin(), x.end() - 1, ids.begin()) || ids.back() < 1)
+    Fail("topk_ids has shape " + Text(ids) + ", expected [.., top_k] and the sizes before it of hidden_states " +
+         Text(x));
+  if (weights != ids) Fail("topk_weights has shape " + Text(weights) + ", expected that of topk_ids " + Text(ids));
+  t.top_k = ids.back();
+  return t;
+}
+
+// Outputs have the shape of the first input, but for the size of QuantLinear's and MoERouting's last dimension; rank 0
+// stands for an unknown shape here.
+OrtStatus* InferShape(const OrtCustomOp* self, OrtShapeInferContext* context) {
+  const Op& op = Op::Of(self);
+  const OrtApi* api = op.api;
+  OrtTensorTypeAndShapeInfo* info;  // belongs to the context
+  size_t rank = 0;
+  OrtStatus* status = api->ShapeInferContext_GetInputTypeShape(context, 0, &info);
+  if (!status) status = api->GetDimensionsCount(info, &rank);
+  if (status || !rank) return status;
+  const char* last = op.name == std::string_view("QuantLinear")  ? "out_features"
+                     : op.name == std::string_view("MoERouting") ? "top_k"
+                                                                 : nullptr;
+  if (last) {
+    const OrtOpAttr* attribute;
+    int64_t size;
+    size_t length;
+    status = api->ShapeInferContext_GetAttribute(context, last, &attribute);
+    if (!status) status = api->ReadOpAttr(attribute, ORT_OP_ATTR_INT, &size, sizeof size, &length);
+    std::vector<int64_t> shape(rank);
+    std::vector<const char*> symbols(rank);
+    if (!status) status = api->GetDimensions(info, shape.data(), rank);
+    if (!status) status = api->GetSymbolicDimensions(info, symbols.data(), rank);
+    if (status) return status;
+    for (size_t i = 0; i + 1 < rank; ++i)
+      if (shape[i] < 0 && !*symbols[i]) return nullptr;  // a size without a name would be taken for the number -1
+    shape.back() = size;
+    symbols.back() = "";
+    OrtTensorTypeAndShapeInfo* changed;
+    if (OrtStatus* failed = api->CreateTensorTypeAndShapeInfo(&changed)) return failed;
+    status = api->SetDimensions(changed, shape.data(), rank);
+    if (!status) status = api->SetSymbolicDimensions(changed, symbols.data(), rank);
+    ONNXTensorElementDataType input_type;  // ONNX Runtime asks the first of an operator's variants for all of them
+    if (!status) status = api->GetTensorElementType(info, &input_type);
+    for (size_t i = 0; i < position(kOutputs, op.name, "") && !status; ++i) {
+      const int type = at(kOutputs, op.name, i).type;
+      status = api->SetTensorElementType(changed, type == type_T ? input_type : op.Resolve(type));
+      if (!status) status = api->ShapeInferContext_SetOutputTypeShape(context, i, changed);
+    }
+    api->ReleaseTensorTypeAndShapeInfo(changed);
+    return status;
+  }
+  return api->ShapeInferContext_SetOutputTypeShape(context, 0, info);
+}
+
+Op::Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElementDataType float_type,
+       ONNXTensorElementDataType id_type, Make make)
+    : OrtCustomOp{}, api(api), provider(provider), name(name), float_type(float_type), id_type(id_type), make(make) {
+  version = kOrtApi;
+  GetName = [](const OrtCustomOp* self) { return Of(self).name; };
+  GetExecutionProviderType = [](const OrtCustomOp* self) { return Of(self).provider; };
+  GetInputTypeCount = [](const OrtCustomOp* self) { return position(kInputs, Of(self).name, ""); };
+  GetInputType = [](const OrtCustomOp* self, size_t i) { return Of(self).Resolve(at(kInputs, Of(self).name, i).type); };
+  GetInputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
+  GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
+  GetOutputTypeCount = [](const OrtCustomOp* self) { return position(kOutputs, Of(self).name, ""); };
+  GetOutputType = [](const OrtCustomOp* self, size_t i) {
+    return Of(self).Resolve(at(kOutputs, Of(self).name, i).type);
+  };
+  GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
+  GetStartVersion = GetEndVersion = [](const OrtCustomOp*) { return 1; };
+  CreateKernelV2 = [](const OrtCustomOp* self, const OrtApi* api, const OrtKernelInfo* info, void** kernel) {
+    return Guard(api, [&] { *kernel = Of(self).make(Of(self), api, info); });
+  };
+  KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
+    const auto& self = *static_cast<const Kernel*>(kernel);
+    return Guard(self.api(), [&] { self.Run(context); });
+  };
+  KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  InferOutputShapeFn = InferShape;
+}
+
+// What the sessions of one ONNX Runtime refer to; a process may hold several runtimes. Never destroyed: a session may
+// still run on another thread while the process exits, and the library stays loaded (nodelete, CMakeLists.txt).
+struct Registration {
+  const OrtApi* api;
+  std::deque<Op> ops;
+  OrtCustomOpDomain* domain = nullptr;
+
+  template <class Fill>
+  Registration(const OrtApi* api, const Fill& fill) : api(api) {
+    fill(api, ops);
+    OrtStatus* status = api->CreateCustomOpDomain("quantmoe", &domain);
+    for (const Op& op : ops)
+      if (!status) status = api->CustomOpDomain_Add(domain, &op);
+    if (!status) return;
+    api->ReleaseStatus(status);
+    throw std::runtime_error("quantmoe: ONNX Runtime refuses the operator domain");
+  }
+};
+
+// RegisterCustomOps of a library whose operators fill(api, ops) appends.
+template <class Fill>
+OrtStatus* Register(OrtSessionOptions* options, const OrtApiBase* base, const Fill& fill) {
+  const OrtApi* api = base->GetApi(kOrtApi);
+  if (!api) {
+    const std::string message =
+        std::string("quantmoe needs ONNX Runtime 1.21 or newer, found ") + base->GetVersionString();
+    return base->GetApi(1)->CreateStatus(ORT_NOT_IMPLEMENTED, message.c_str());
+  }
+  OrtStatus* status = nullptr;
+  OrtStatus* failure = Guard(api, [&] {
+    static std::mutex mutex;
+    static auto& all = *new std::list<Registration>;
+    const std::lock_guard lock(mutex);
+    auto r = std::find_if(all.begin(), all.end(), [&](const Registration& r) { return r.api == api; });
+    if (r == all.end()) r = all.emplace(all.end(), api, fill);
+    status = api->AddCustomOpDomain(options, r->domain);
+  });
+  return failure ? failure : status;
+}
+
+}  // namespace
+}  // namespace quantmoe
