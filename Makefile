@@ -15,7 +15,7 @@ export PATH := $(BIN):$(PATH)
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 export CXX := $(or $(CLANG),c++)
 
-.PHONY: venv build cuda demo test test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm bench lint format samples \
+.PHONY: venv clang build cuda demo test test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm bench lint format samples \
   wheel clean
 
 venv: $(VENV)/installed
@@ -26,6 +26,9 @@ $(VENV)/installed: pyproject.toml
 	python -m pip install --quiet --disable-pip-version-check uv
 	$(UV) --editable '.[export,run,bench,test]'
 	touch $@
+
+clang:
+	@echo $(CLANG)
 
 # The native library and quantmoe/__init__.py; other Python files are used where they are.
 build: venv

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import re
 import signal
@@ -11,7 +10,7 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -27,43 +26,6 @@ app = typer.Typer(
 console = Console(width=None if sys.stdout.isatty() else 150)
 Checkpoint = Annotated[Path, typer.Argument(help="Hugging Face folder", exists=True, file_okay=False)]
 Model = Annotated[Path, typer.Argument(help="exported model or its folder", exists=True)]
-
-
-class Target(enum.StrEnum):
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Activations(enum.StrEnum):
-    int8 = "int8"
-    float = "float"
-
-
-class Scales(enum.StrEnum):
-    exact = "exact"
-    bf16 = "bf16"
-
-
-class Dense(enum.StrEnum):
-    quantmoe = "quantmoe"
-    ort = "ort"
-
-
-class Quantize(enum.StrEnum):
-    int4 = "int4"
-    int8 = "int8"
-    mxfp4 = "mxfp4"
-    nvfp4 = "nvfp4"
-
-
-class Storage(enum.StrEnum):
-    safetensors = "safetensors"
-
-
-class Dtype(enum.StrEnum):
-    f32 = "f32"
-    f16 = "f16"
-    bf16 = "bf16"
 
 
 def _version(wanted: bool) -> None:
@@ -85,18 +47,28 @@ def options(
 def export(
     checkpoint: Checkpoint,
     outdir: Annotated[Path, typer.Argument(help="folder to write model.onnx and model.onnx.data to")],
-    target: Annotated[Target, typer.Option(help="engine whose byte layout to write")] = Target.cpu,
+    target: Annotated[Literal["cpu", "cuda"], typer.Option(help="engine whose byte layout to write")] = "cpu",
     activations: Annotated[
-        Activations | None, typer.Option(help="of weight-only checkpoints; default: int8 on cpu")
+        Literal["int8", "float"] | None, typer.Option(help="of weight-only checkpoints; default: int8 on cpu")
     ] = None,
-    scales: Annotated[Scales, typer.Option(help="bf16 rounds them, for KleidiAI's kernels")] = Scales.exact,
+    scales: Annotated[
+        Literal["exact", "bf16"], typer.Option(help="bf16 rounds them, for KleidiAI's kernels")
+    ] = "exact",
     dtype: Annotated[
-        Dtype | None, typer.Option(help="of everything outside the experts; default: f32 on cpu, bf16 on cuda")
+        Literal["f32", "f16", "bf16"] | None,
+        typer.Option(help="of everything outside the experts; default: f32 on cpu, bf16 on cuda"),
     ] = None,
-    dense: Annotated[Dense, typer.Option(help="other quantized linears: QuantLinear, or MatMulNBits")] = Dense.quantmoe,
+    dense: Annotated[
+        Literal["quantmoe", "ort"], typer.Option(help="other quantized linears: QuantLinear, or MatMulNBits")
+    ] = "quantmoe",
     layers: Annotated[int | None, typer.Option(min=1, help="only the first N decoder layers")] = None,
-    quantize: Annotated[Quantize | None, typer.Option(help="round a checkpoint that is not quantized")] = None,
+    quantize: Annotated[
+        Literal["int4", "int8", "mxfp4", "nvfp4"] | None, typer.Option(help="round a checkpoint that is not quantized")
+    ] = None,
     group_size: Annotated[int | None, typer.Option(help="of --quantize; -1: one scale a row")] = None,
+    max_file_gb: Annotated[
+        float, typer.Option(min=0.001, help="of weights in a file; the rest goes to model.onnx.data.1 and so on")
+    ] = 50,
     force: Annotated[bool, typer.Option("--force", help="replace a model already there")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what it would write and take")] = False,
 ) -> None:
@@ -108,7 +80,7 @@ def export(
         return _plan(
             checkpoint, outdir, target=target, activations=activations, scales=scales, dtype=dtype, layers=layers
         )
-    report = _export(checkpoint, outdir, **options, layers=layers, force=force)
+    report = _export(checkpoint, outdir, **options, layers=layers, force=force, max_file_size=int(max_file_gb * 1e9))
     seconds = time.perf_counter() - begin
     table = Table("layers", "scheme", "experts", "hidden x intermediate", "activations", "scales", title=str(outdir))
     for row, count in _grouped(report).items():
@@ -191,7 +163,7 @@ def inspect(
 def unpack(
     model: Model,
     layer: Annotated[int, typer.Option(min=0, help="decoder layer")],
-    to: Annotated[Storage, typer.Option(help="file format")] = Storage.safetensors,
+    to: Annotated[Literal["safetensors"], typer.Option(help="file format")] = "safetensors",
     output: Annotated[Path | None, typer.Option(help="default: layer_N.safetensors here")] = None,
 ) -> None:
     """Write a layer's codes and scales as the checkpoint had them."""
@@ -254,8 +226,8 @@ def demo(
     table = Table("", "", title=f"{checkpoint.name} -> {output / 'model.onnx'}", show_header=False)
     for row, count in _grouped(report).items():
         table.add_row(f"{count} MoE layers", "; ".join(row))
-    for file in ("model.onnx", "model.onnx.data"):
-        table.add_row(file, _mb((output / file).stat().st_size))
+    for file in sorted(output.glob("model.onnx*")):
+        table.add_row(file.name, _mb(file.stat().st_size))
     table.add_row("tokens, ONNX Runtime", str(found.tokens))
     table.add_row("tokens, PyTorch", str(found.expected_tokens or "(too large to dequantize here)"))
     if found.difference is not None:
@@ -301,7 +273,7 @@ def main() -> None:
 def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
     from quantmoe.exporter.plan import plan
 
-    found = plan(checkpoint, outdir, **{k: getattr(v, "value", v) for k, v in options.items()})
+    found = plan(checkpoint, outdir, **options)
     rows: dict[tuple[str, ...], int] = {}
     for scheme, spec, size in found.layers.values():
         row = (scheme, str(spec.num_experts), f"{spec.hidden_size} x {spec.intermediate_size}", _mb(size))
@@ -329,7 +301,7 @@ def _export(checkpoint: Path, outdir: Path, **options: Any) -> Any:
         def progress(stage: str, done: int, total: int) -> None:
             bar.update(task, description=stage, completed=done, total=total or None)
 
-        return convert(checkpoint, outdir, **{k: getattr(v, "value", v) for k, v in options.items()}, progress=progress)
+        return convert(checkpoint, outdir, **options, progress=progress)
 
 
 def _explain(path: Path, as_json: bool) -> None:

@@ -31,7 +31,7 @@ from quantmoe.exporter.formats import Checkpoint, Format, MoELayer, Scheme, find
 from quantmoe.exporter.formats.unquantized import Unquantized
 from quantmoe.exporter.genai import genai_config
 from quantmoe.exporter.model import Skeleton, trace
-from quantmoe.exporter.passes.external_data import INLINE, DataFile, Region, byte_size, naming
+from quantmoe.exporter.passes.external_data import INLINE, DataFiles, Region, byte_size, naming
 from quantmoe.exporter.passes.interface import name_interface
 from quantmoe.exporter.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.passes.weights import Weight, place_weights
@@ -90,6 +90,7 @@ def export(
     layers: int | None = None,
     quantize: str | None = None,
     group_size: int | None = None,
+    max_file_size: int = 50 * 10**9,
     force: bool = False,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Report:
@@ -112,6 +113,8 @@ def export(
         quantize: "int4", "int8", "mxfp4" or "nvfp4" for a checkpoint that is not quantized: its experts and other
             ``*_proj`` linears are rounded to nearest.
         group_size: of ``quantize``, input features that share a scale, -1 for a row; None: what is usual.
+        max_file_size: bytes of weights in a file; what comes after goes to model.onnx.data.1 and so on. The default is
+            what the Hugging Face hub takes.
         force: replace a model already in ``output``.
         progress: called with stage, bytes done, bytes in all.
 
@@ -121,6 +124,8 @@ def export(
         OptionError: an option that does not exist, or not with the others.
     """
     chosen, graph_type = check_options(target, activations, scales, dtype, dense)
+    if max_file_size < 1:
+        raise OptionError(f"max_file_size is {max_file_size}, expected a number of bytes")
     if Path(output).resolve() == Path(checkpoint).resolve():
         raise FileExistsError(f"{output} is the checkpoint's own folder; export to another")
     if Path(output).exists() and not Path(output).is_dir():
@@ -146,7 +151,7 @@ def export(
         name_interface(graph)
 
         total, done = sum(byte_size(weight.value) for weight in weights), 0
-        with DataFile(partial(DATA), DATA) as data:
+        with DataFiles(partial, DATA, max_file_size) as data:
             regions = {}
             for weight in weights:
                 module, _, projection = weight.parameter.rpartition(".")
@@ -302,7 +307,7 @@ def _ahead(calls: Iterable[Callable[[], T]]) -> Generator[T, None, None]:
 
 
 def _linear(
-    weight: Weight, skeleton: Skeleton, spec: LinearSpec, scales: str, dense: str, data: DataFile, report: Report
+    weight: Weight, skeleton: Skeleton, spec: LinearSpec, scales: str, dense: str, data: DataFiles, report: Report
 ) -> int:
     """Writes a linear's packed weight, or makes its node a MatMulNBits; returns the bytes."""
     format, source = skeleton.format, skeleton.linears[weight.parameter.rpartition(".")[0]]
@@ -338,7 +343,7 @@ def _linear(
     return row.nbytes
 
 
-def _dense(weight: Weight, skeleton: Skeleton, data: DataFile, report: Report) -> int:
+def _dense(weight: Weight, skeleton: Skeleton, data: DataFiles, report: Report) -> int:
     """Writes a weight outside the experts; returns its bytes."""
     format, source = skeleton.format, skeleton.sources[weight.parameter]
     metadata, module = {"module": source}, source.rpartition(".")[0]
@@ -432,6 +437,8 @@ def _writing(folder: Path, force: bool) -> Iterator[Callable[[str], Path]]:
         partial(MODEL).touch()  # a folder that cannot be written says so now
         yield partial
         (folder / MODEL).unlink(missing_ok=True)  # never a new data file beside an old model
+        for path in set(folder.glob(f"{DATA}.[0-9]*")) - {folder / f"{name}.partial" for name in names}:
+            path.unlink()  # nor an old one beside a new model
         for name in sorted(set(names), key=lambda name: name == MODEL):
             (folder / f"{name}.partial").replace(folder / name)
     finally:

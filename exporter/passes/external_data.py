@@ -1,10 +1,10 @@
-"""The file that holds the weights: each tensor written once, where engines can map it."""
+"""The files that hold the weights: each tensor written once, where engines can map it."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
@@ -38,33 +38,53 @@ def new_hash() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=32)
 
 
-class DataFile:
-    """External data of a model being written.
+class DataFiles:
+    """External data of a model being written, in as many files as it takes.
 
     Args:
-        path: where the bytes go now.
-        location: the file's final name, beside the model.
+        partial: final name of a file beside the model -> path where its bytes go now.
+        location: final name of the first file; the next are ``location.1`` and so on.
+        limit: bytes a file may have; a tensor that is larger has a file of its own.
     """
 
-    def __init__(self, path: Path, location: str):
-        self.path = path
-        self.file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
-        self.location = location
-        self.size = 0
+    def __init__(self, partial: Callable[[str], Path], location: str, limit: int):
+        self._partial, self._location, self._limit = partial, location, limit
+        self._files: list[DataFile] = []
 
-    def __enter__(self) -> DataFile:
+    def __enter__(self) -> DataFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with naming(self.path):
-            self.file.close()
+        for file in self._files:
+            file.close()
 
     def region(self, value: ir.Value) -> Region:
-        """The next free bytes of the file, as many as ``value``'s shape and type take."""
-        offset = -(-self.size // ALIGNMENT) * ALIGNMENT
-        region = Region(self, value, offset, byte_size(value))
-        self.size = offset + region.length
+        """The next free bytes, as many as ``value``'s shape and type take."""
+        length = byte_size(value)
+        if not self._files or (self._files[-1].size and self._files[-1].end + length > self._limit):
+            name = f"{self._location}.{len(self._files)}" if self._files else self._location
+            self._files.append(DataFile(self._partial(name), name))
+        file = self._files[-1]
+        region = Region(file, value, file.end, length)
+        file.size = file.end + length
         return region
+
+
+class DataFile:
+    """One of them."""
+
+    def __init__(self, path: Path, location: str):
+        self.path, self.location, self.size = path, location, 0
+        self.file = open(path, "wb")  # noqa: SIM115 - closed by close
+
+    @property
+    def end(self) -> int:
+        """Where the next tensor may begin."""
+        return -(-self.size // ALIGNMENT) * ALIGNMENT
+
+    def close(self) -> None:
+        with naming(self.path):
+            self.file.close()
 
 
 class Region:

@@ -87,6 +87,26 @@ def test_external_data_is_aligned_and_does_not_overlap(exported):
     assert (folder / "model.onnx").stat().st_size < 1_000_000
 
 
+def test_weights_may_take_several_files(exported, checkpoint, tmp_path):
+    whole, limit = exported("qwen3_moe", activations="float"), 400_000
+    (tmp_path / "model.onnx.data.99").touch()  # of an older, larger export
+    export(checkpoint("qwen3_moe"), tmp_path, activations="float", max_file_size=limit)
+    initializers = ir.load(tmp_path / "model.onnx").graph.initializers.values()
+    held = {}
+    for tensor in (value.const_value for value in initializers if isinstance(value.const_value, ir.ExternalTensor)):
+        held.setdefault(str(tensor.location), []).append((tensor.offset, tensor.length))
+    names = ["model.onnx.data"] + [f"model.onnx.data.{i}" for i in range(1, len(held))]
+    assert sorted(held) == sorted(names) == sorted(path.name for path in tmp_path.glob("model.onnx.*"))
+    assert len(held) > 3
+    for name, spans in held.items():
+        assert len(spans) == 1 or (tmp_path / name).stat().st_size <= limit
+        assert all(a[0] + a[1] <= b[0] for a, b in itertools.pairwise(sorted(spans)))
+    assert inspect(tmp_path, verify=True)["verified"] == inspect(whole, verify=True)["verified"]
+    a, b = (Generator(folder, threads=1).greedy(range(1, 9), 3) for folder in (tmp_path, whole))
+    assert a.tokens == b.tokens
+    assert np.array_equal(a.logits, b.logits)
+
+
 def test_companion_files(exported):
     names = {path.name for path in exported("qwen3_moe", activations="float").iterdir()}
     configs = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
