@@ -180,7 +180,7 @@ def generate(
     ids: Annotated[str | None, typer.Option(help="token ids, e.g. 1,2,3")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 32,
     threads: Annotated[int, typer.Option(min=0, help="0: ONNX Runtime's choice")] = 0,
-    prefault: Annotated[bool, typer.Option("--prefault", help="read the expert weights into memory first")] = False,
+    prefault: Annotated[bool, typer.Option("--prefault", help="read the packed weights into memory first")] = False,
 ) -> None:
     """Generate greedily on ONNX Runtime."""
     from quantmoe.exporter.generate import Generator, load_tokenizer, stop_tokens

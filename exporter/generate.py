@@ -37,7 +37,7 @@ class Generator:
     Args:
         path: the model or its folder.
         threads: of the session; 0 is ONNX Runtime's choice.
-        prefault: read all expert weights into memory now, not when a token first needs them.
+        prefault: read all packed weights into memory now, not when a token first needs them.
 
     Raises:
         ModelError: the model or the session cannot be created; ONNX Runtime's words are in the message.

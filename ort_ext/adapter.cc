@@ -52,6 +52,7 @@ const void* CpuKernel::Mapped(const OrtKernelInfo* info, size_t input, Shape& sh
   if (reinterpret_cast<uintptr_t>(data) % 64)
     Fail(std::string(at(kInputs, op_.name, input).name) +
          " is not 64-byte aligned in memory, expected external data at an offset that is a multiple of 64 KiB");
+  Prefault(data, static_cast<size_t>(shape[0] * shape[1]) * 4);
   return data;
 }
 
@@ -101,8 +102,6 @@ class MoEKernel : public CpuKernel {
     local_experts_ = w13_shape[0];
     char error[QM_ERROR_SIZE];
     if (qm_moe_validate(&moe_, w13_shape.data(), w2_shape.data(), error)) Fail(error);
-    Prefault(w13_, static_cast<size_t>(w13_shape[0] * w13_shape[1]) * 4);
-    Prefault(w2_, static_cast<size_t>(w2_shape[0] * w2_shape[1]) * 4);
   }
   void Run(OrtKernelContext* context) const override;
 

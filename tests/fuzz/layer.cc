@@ -7,90 +7,15 @@
 //     inline assembly are seen by nothing else), besides AddressSanitizer and UndefinedBehaviorSanitizer
 //   - all kernels, with any number of lanes, give one status and the same bytes
 //   - for packed codes, the result is the float64 one within the error analysed in Reference
-#include <fuzzer/FuzzedDataProvider.h>
-#include <sys/mman.h>
-
-#include <algorithm>
 #include <array>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <random>
 #include <string>
 #include <vector>
 
-#include "core/panel.h"
-#include "quantmoe/quant_moe.h"
+#include "fuzz.h"
 
 using namespace quantmoe;
 
 namespace {
-
-#define CHECK(condition, ...)                                              \
-  do {                                                                     \
-    if (condition) break;                                                  \
-    std::fprintf(stderr, "%s:%d: %s\n  ", __FILE__, __LINE__, #condition); \
-    std::fprintf(stderr, __VA_ARGS__);                                     \
-    std::fprintf(stderr, "\n");                                            \
-    std::abort();                                                          \
-  } while (0)
-
-// A buffer of a fixed place between two inaccessible pages; data lies at its end or at its beginning.
-class Guarded {
- public:
-  static constexpr size_t kPage = 4096, kBytes = size_t{8} << 20;
-  Guarded() {
-    base_ = static_cast<uint8_t*>(
-        mmap(nullptr, kBytes + 2 * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    mprotect(base_, kPage, PROT_NONE);
-    mprotect(base_ + kPage + kBytes, kPage, PROT_NONE);
-  }
-  void* place(size_t bytes, bool at_end) {
-    CHECK(bytes <= kBytes, "%zu bytes", bytes);
-    return base_ + kPage + (at_end ? kBytes - bytes : 0);
-  }
-
- private:
-  uint8_t* base_;
-};
-
-using Rng = std::minstd_rand;
-double uniform(Rng& rng) { return (rng() - Rng::min()) / static_cast<double>(Rng::max() - Rng::min()); }
-
-template <typename T>
-float to_float(T bits, bool half) {
-  if (!half) {
-    const uint32_t wide = uint32_t{bits} << 16;
-    float out;
-    std::memcpy(&out, &wide, 4);
-    return out;
-  }
-  _Float16 out;
-  std::memcpy(&out, &bits, 2);
-  return static_cast<float>(out);
-}
-
-// n values in [low, high) of a qm_type or a scale_type (both number f32, f16, bf16 from 0).
-void fill(Rng& rng, int type, double low, double high, void* out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float value = static_cast<float>(low + (high - low) * uniform(rng));
-    uint32_t raw;
-    std::memcpy(&raw, &value, 4);
-    if (type == QM_F32) {
-      static_cast<float*>(out)[i] = value;
-    } else if (type == QM_F16) {
-      const _Float16 half = static_cast<_Float16>(value);
-      std::memcpy(static_cast<uint16_t*>(out) + i, &half, 2);
-    } else {
-      static_cast<uint16_t*>(out)[i] = static_cast<uint16_t>(raw >> 16);
-    }
-  }
-}
-double value_at(int type, const void* data, int64_t i) {
-  if (type == QM_F32) return static_cast<const float*>(data)[i];
-  return to_float(static_cast<const uint16_t*>(data)[i], type == QM_F16);
-}
 
 // One matrix in the packer's form, and what it stands for.
 struct Matrix {
@@ -270,12 +195,6 @@ class Reference {
   const qm_moe& moe_;
 };
 
-// Values of op.def's enums, and names that are none.
-const char* const kNames[] = {
-    "silu",      "gelu",      "gelu_tanh", "relu2", "swiglu_oai", "swiglu_step", "int4",       "int8",
-    "mxfp4",     "f32",       "f16",       "bf16",  "e8m0",       "none",        "int8_token", "int8_token_asym",
-    "fp8_token", "cpu_panel", "marlin",    "",      "?"};
-
 // Sets every attribute; one in 16 inputs has values that nothing promises.
 void set_attributes(FuzzedDataProvider& data, qm_moe* moe, bool wild, bool exotic) {
   char err[QM_ERROR_SIZE];
@@ -380,15 +299,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   uint8_t* w13 = static_cast<uint8_t*>(w13_place.place(experts * row13, at_end));
   uint8_t* w2 = static_cast<uint8_t*>(w2_place.place(experts * row2, at_end));
   void* output = output_place.place(elements * element, at_end);
-  const auto random_bytes = [&](void* to, size_t n) {
-    for (size_t i = 0; i < n; ++i) static_cast<uint8_t*>(to)[i] = static_cast<uint8_t>(rng() >> 8);
-  };
   if (tame) {
     fill(rng, call.type, -2, 2, hidden, elements);
     fill(rng, QM_F32, -1, 1, weights, pairs);
   } else {
-    random_bytes(hidden, elements * element);
-    random_bytes(weights, pairs * 4);
+    random_bytes(rng, hidden, elements * element);
+    random_bytes(rng, weights, pairs * 4);
   }
   bool refused = false;
   std::vector<int64_t> expert_of(pairs);
@@ -430,8 +346,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
       reference.experts.push_back(std::move(expert));
     }
   } else {
-    random_bytes(w13, experts * row13);
-    random_bytes(w2, experts * row2);
+    random_bytes(rng, w13, experts * row13);
+    random_bytes(rng, w2, experts * row2);
   }
 
   call.hidden_states = hidden;
@@ -447,10 +363,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
     if (!usable) continue;
     setenv("QUANTMOE_FORCE_KERNEL", name, 1);
     call.lanes = data.ConsumeIntegralInRange(1, 3);
-    // One lane after another, which all synchronisation must allow; threads are ThreadSanitizer's subject.
-    call.parallel_for = [](void*, qm_task task, void* arg, size_t count) {
-      for (size_t i = 0; i < count; ++i) task(arg, i);
-    };
+    call.parallel_for = one_after_another;
     call.workspace = workspace_place.place(qm_moe_workspace(&moe, &call), at_end);
     std::memset(output, 0xa5, elements * element);
     const int status = qm_moe_run(&moe, &call, err);
@@ -462,14 +375,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
       first_name = name;
     }
     CHECK(status == first_status, "%s returns %d, %s %d", name, status, first_name.c_str(), first_status);
-    if (status == QM_OK && !first.empty())
-      for (int64_t i = 0; i < elements; ++i) {
-        // Which NaN it is, is nobody's promise.
-        const double a = value_at(call.type, got, i), b = value_at(call.type, first.data(), i);
-        CHECK(std::memcmp(got + i * element, first.data() + i * element, element) == 0 ||
-                  (std::isnan(a) && std::isnan(b)),
-              "element %lld is %g, %s has %g (%s)", (long long)i, a, first_name.c_str(), b, name);
-      }
+    if (status == QM_OK) check_equal(call.type, got, first.data(), elements, name, first_name);
   }
   if (!packed || first_status ||
       (moe.activation >= k_activation_swiglu_oai &&

@@ -1,0 +1,109 @@
+// What the libFuzzer targets share.
+#pragma once
+#include <fuzzer/FuzzedDataProvider.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+
+#include "core/panel.h"
+#include "quantmoe/quant_moe.h"
+
+namespace {
+
+#define CHECK(condition, ...)                                              \
+  do {                                                                     \
+    if (condition) break;                                                  \
+    std::fprintf(stderr, "%s:%d: %s\n  ", __FILE__, __LINE__, #condition); \
+    std::fprintf(stderr, __VA_ARGS__);                                     \
+    std::fprintf(stderr, "\n");                                            \
+    std::abort();                                                          \
+  } while (0)
+
+// A buffer of a fixed place between two inaccessible pages; data lies at its end or at its beginning.
+class Guarded {
+ public:
+  static constexpr size_t kPage = 4096, kBytes = size_t{8} << 20;
+  Guarded() {
+    base_ = static_cast<uint8_t*>(
+        mmap(nullptr, kBytes + 2 * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    mprotect(base_, kPage, PROT_NONE);
+    mprotect(base_ + kPage + kBytes, kPage, PROT_NONE);
+  }
+  void* place(size_t bytes, bool at_end) {
+    CHECK(bytes <= kBytes, "%zu bytes", bytes);
+    return base_ + kPage + (at_end ? kBytes - bytes : 0);
+  }
+
+ private:
+  uint8_t* base_;
+};
+
+using Rng = std::minstd_rand;
+inline double uniform(Rng& rng) { return (rng() - Rng::min()) / static_cast<double>(Rng::max() - Rng::min()); }
+
+template <typename T>
+inline float to_float(T bits, bool half) {
+  if (!half) {
+    const uint32_t wide = uint32_t{bits} << 16;
+    float out;
+    std::memcpy(&out, &wide, 4);
+    return out;
+  }
+  _Float16 out;
+  std::memcpy(&out, &bits, 2);
+  return static_cast<float>(out);
+}
+
+// n values in [low, high) of a qm_type or a scale_type (both number f32, f16, bf16 from 0).
+inline void fill(Rng& rng, int type, double low, double high, void* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float value = static_cast<float>(low + (high - low) * uniform(rng));
+    uint32_t raw;
+    std::memcpy(&raw, &value, 4);
+    if (type == QM_F32) {
+      static_cast<float*>(out)[i] = value;
+    } else if (type == QM_F16) {
+      const _Float16 half = static_cast<_Float16>(value);
+      std::memcpy(static_cast<uint16_t*>(out) + i, &half, 2);
+    } else {
+      static_cast<uint16_t*>(out)[i] = static_cast<uint16_t>(raw >> 16);
+    }
+  }
+}
+inline double value_at(int type, const void* data, int64_t i) {
+  if (type == QM_F32) return static_cast<const float*>(data)[i];
+  return to_float(static_cast<const uint16_t*>(data)[i], type == QM_F16);
+}
+
+inline void random_bytes(Rng& rng, void* to, size_t n) {
+  for (size_t i = 0; i < n; ++i) static_cast<uint8_t*>(to)[i] = static_cast<uint8_t>(rng() >> 8);
+}
+
+// One lane after another, which all synchronisation must allow; threads are ThreadSanitizer's subject.
+inline void one_after_another(void*, qm_task task, void* arg, size_t count) {
+  for (size_t i = 0; i < count; ++i) task(arg, i);
+}
+
+// Two kernels' outputs are the same bytes; but which NaN it is, is nobody's promise.
+inline void check_equal(int type, const void* got, const void* first, int64_t n, const std::string& name,
+                        const std::string& first_name) {
+  for (int64_t i = 0; i < n; ++i) {
+    const double a = value_at(type, got, i), b = value_at(type, first, i);
+    CHECK((a == b && std::signbit(a) == std::signbit(b)) || (std::isnan(a) && std::isnan(b)),
+          "element %lld is %g with %s, %g with %s", (long long)i, a, name.c_str(), b, first_name.c_str());
+  }
+}
+
+// Values of op.def's enums, and names that are none.
+const char* const kNames[] = {
+    "silu",      "gelu",      "gelu_tanh", "relu2", "swiglu_oai", "swiglu_step", "int4",       "int8",
+    "mxfp4",     "f32",       "f16",       "bf16",  "e8m0",       "none",        "int8_token", "int8_token_asym",
+    "fp8_token", "cpu_panel", "marlin",    "",      "?"};
+
+}  // namespace

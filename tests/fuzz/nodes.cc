@@ -1,0 +1,195 @@
+// libFuzzer target: one QuantLinear or MoERouting node through the C ABI, from any bytes.
+//
+// The input chooses attributes (mostly valid ones, sometimes any), sizes and a seed. Checked:
+//   - nothing is read or written outside the buffers: each ends, or begins, at an inaccessible page
+//   - QuantLinear: all kernels, with any number of lanes, give the same bytes, those of each row alone
+//   - MoERouting: ids are distinct experts, best first; weights are those of each token alone, and not negative where
+//     the method makes them so
+#include <set>
+#include <vector>
+
+#include "fuzz.h"
+
+using namespace quantmoe;
+
+namespace {
+
+// Sets every attribute of an operator from the input: a few wild ones anything at all.
+void set_any(FuzzedDataProvider& data, const char* op, void* node) {
+  char err[QM_ERROR_SIZE];
+  size_t count = 0;
+  while (qm_attribute_at(op, count)) ++count;
+  for (int n = data.ConsumeIntegralInRange(1, 3); n > 0; --n) {
+    const qm_attribute& a = *qm_attribute_at(op, data.ConsumeIntegralInRange<size_t>(0, count - 1));
+    if (a.kind == 'i') qm_set_int(op, node, a.name, data.ConsumeIntegral<int64_t>(), err);
+    if (a.kind == 'f') qm_set_float(op, node, a.name, data.ConsumeFloatingPoint<float>(), err);
+    if (a.kind == 's') qm_set_string(op, node, a.name, data.PickValueInArray(kNames), err);
+  }
+  qm_set_int(op, node, data.ConsumeRandomLengthString(600).c_str(), 1, err);
+}
+
+void check_reason(const char* err) {
+  CHECK(std::memchr(err, 0, QM_ERROR_SIZE) && err[0], "a refusal without a reason");
+}
+
+void linear(FuzzedDataProvider& data, bool wild) {
+  char err[QM_ERROR_SIZE];
+  qm_linear linear{};
+  linear.op_version = 1;
+  const int most = data.ConsumeIntegralInRange(0, 7) == 0 ? 300 : 60;
+  linear.in_features = data.ConsumeIntegralInRange(1, most);
+  linear.out_features = data.ConsumeIntegralInRange(1, most);
+  qm_projection& p = linear.w;
+  p.block_n = data.ConsumeIntegralInRange(0, 7) ? 1 : 16;
+  p.layout_version = 1;
+  p.format = data.ConsumeIntegralInRange(0, 6);
+  p.scale_type = data.ConsumeIntegralInRange(0, 4);
+  p.group_size = std::array{-1, 16, 32, 64, 128}[data.ConsumeIntegralInRange(0, 4)];
+  p.activation_format = data.ConsumeIntegralInRange(0, 8);
+  p.zero_points = data.ConsumeBool();
+  p.bias = data.ConsumeBool();
+  p.perm = data.ConsumeBool();
+  p.pre_scale = data.ConsumeBool();
+  if (wild) set_any(data, "QuantLinear", &linear);
+  qm_moe as_moe{};  // whose w2 this is
+  as_moe.op_version = as_moe.num_experts = 1;
+  as_moe.hidden_size = linear.out_features;
+  as_moe.intermediate_size = linear.in_features;
+  as_moe.w13 = as_moe.w2 = linear.w;
+  const size_t row = qm_row_bytes(&as_moe, 2);
+  int64_t shape[2] = {1, static_cast<int64_t>(row / 4)};
+  if (wild && data.ConsumeBool()) shape[data.ConsumeBool()] = data.ConsumeIntegral<int64_t>();
+  unsetenv("QUANTMOE_FORCE_KERNEL");
+  if (qm_linear_validate(&linear, shape, err)) return check_reason(err);
+  if (linear.in_features > 1024 || linear.out_features > 1024 || row > Guarded::kBytes) return;
+
+  static Guarded x_place, w_place, y_place, workspace_place;
+  const bool at_end = data.ConsumeBool(), tame = data.ConsumeBool();
+  qm_linear_call call{};
+  call.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
+  call.rows = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 15) == 0 ? 70 : 6);
+  Rng rng(data.ConsumeIntegral<uint32_t>());
+  const int64_t element = call.type == QM_F32 ? 4 : 2, inputs = call.rows * linear.in_features,
+                outputs = call.rows * linear.out_features;
+  void* x = x_place.place(inputs * element, at_end);
+  void* w = w_place.place(row, at_end);
+  void* y = y_place.place(outputs * element, at_end);
+  if (tame)
+    fill(rng, call.type, -2, 2, x, inputs);
+  else
+    random_bytes(rng, x, inputs * element);
+  random_bytes(rng, w, row);
+  call.x = x;
+  call.w = w;
+  call.y = y;
+  call.parallel_for = one_after_another;
+
+  int usable, first_status = 0;
+  std::vector<uint8_t> first;
+  std::string first_name;
+  for (size_t index = 0; const char* name = qm_kernel_name(index, &usable); ++index) {
+    if (!usable) continue;
+    setenv("QUANTMOE_FORCE_KERNEL", name, 1);
+    call.lanes = data.ConsumeIntegralInRange(1, 3);
+    call.workspace = workspace_place.place(qm_linear_workspace(&linear, &call), at_end);
+    std::memset(y, 0xa5, outputs * element);
+    const int status = qm_linear_run(&linear, &call, err);
+    if (first_name.empty()) {
+      first.assign(static_cast<uint8_t*>(y), static_cast<uint8_t*>(y) + outputs * element);
+      first_status = status;
+      first_name = name;
+    }
+    CHECK(status == first_status, "%s returns %d, %s %d", name, status, first_name.c_str(), first_status);
+    if (status == QM_OK) check_equal(call.type, y, first.data(), outputs, name, first_name);
+  }
+  if (first_status || !call.rows) return;
+  // The last row alone, which in the batch may have been in a tile with others.
+  const int64_t last = call.rows - 1;
+  call.x = static_cast<uint8_t*>(x) + last * linear.in_features * element;
+  call.rows = 1;
+  call.workspace = workspace_place.place(qm_linear_workspace(&linear, &call), at_end);
+  CHECK(qm_linear_run(&linear, &call, err) == QM_OK, "%s", err);
+  check_equal(call.type, y, first.data() + last * linear.out_features * element, linear.out_features, "one row",
+              "the batch");
+}
+
+void routing(FuzzedDataProvider& data, bool wild) {
+  char err[QM_ERROR_SIZE];
+  qm_routing r{};
+  r.op_version = 1;
+  r.n_group = data.ConsumeIntegralInRange(1, 8);
+  r.topk_group = data.ConsumeIntegralInRange(1, r.n_group);
+  const int size = data.ConsumeIntegralInRange(1, 40);
+  r.num_experts = r.n_group * size;
+  r.top_k = data.ConsumeIntegralInRange(1, std::min(16, r.topk_group * size));
+  r.method = data.ConsumeIntegralInRange(0, 4);
+  r.renormalize = data.ConsumeBool();
+  r.routed_scaling_factor = data.ConsumeBool() ? 1.0f : 2.5f;
+  if (wild) set_any(data, "MoERouting", &r);
+  if (qm_routing_validate(&r, err)) {
+    CHECK(wild, "refused: %s", err);
+    return check_reason(err);
+  }
+  if (r.num_experts > 4096 || r.n_group > 4096) return;
+
+  static Guarded logits_place, bias_place, ids_place, weights_place, workspace_place;
+  const bool at_end = data.ConsumeBool(), tame = data.ConsumeBool();
+  qm_routing_call call{};
+  call.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
+  call.tokens = data.ConsumeIntegralInRange(0, 70);
+  Rng rng(data.ConsumeIntegral<uint32_t>());
+  const int64_t element = call.type == QM_F32 ? 4 : 2, logits = call.tokens * r.num_experts,
+                pairs = call.tokens * r.top_k;
+  void* values = logits_place.place(logits * element, at_end);
+  float* bias = static_cast<float*>(bias_place.place(r.num_experts * 4, at_end));
+  int32_t* ids = static_cast<int32_t*>(ids_place.place(pairs * 4, at_end));
+  float* weights = static_cast<float*>(weights_place.place(pairs * 4, at_end));
+  if (tame)
+    fill(rng, call.type, -4, 4, values, logits);
+  else
+    random_bytes(rng, values, logits * element);
+  if (tame || data.ConsumeBool())
+    fill(rng, QM_F32, -1, 1, bias, r.num_experts);
+  else
+    random_bytes(rng, bias, r.num_experts * 4);
+  call.logits = values;
+  call.correction_bias = bias;
+  call.topk_ids = ids;
+  call.topk_weights = weights;
+  call.lanes = data.ConsumeIntegralInRange(1, 3);
+  call.parallel_for = one_after_another;
+  call.workspace = workspace_place.place(qm_routing_workspace(&r, &call), at_end);
+  CHECK(qm_routing_run(&r, &call, err) == QM_OK, "%s", err);
+  for (int64_t t = 0; t < call.tokens; ++t) {
+    const int32_t* own = ids + t * r.top_k;
+    CHECK(std::set<int32_t>(own, own + r.top_k).size() == static_cast<size_t>(r.top_k), "token %lld repeats an expert",
+          (long long)t);
+    for (int j = 0; j < r.top_k; ++j) {
+      CHECK(own[j] >= 0 && own[j] < r.num_experts, "token %lld has expert %d", (long long)t, own[j]);
+      if (tame && r.method != k_routing_method_topk && !wild) {
+        const float weight = weights[t * r.top_k + j];
+        CHECK(weight >= 0 && weight <= r.routed_scaling_factor * 1.00001f, "weight %g", weight);
+      }
+    }
+  }
+  if (!call.tokens) return;
+  const int64_t last = call.tokens - 1;
+  std::vector<int32_t> alone_ids(r.top_k);
+  std::vector<float> alone(r.top_k);
+  call.tokens = 1;
+  call.logits = static_cast<uint8_t*>(values) + last * r.num_experts * element;
+  call.topk_ids = alone_ids.data();
+  call.topk_weights = alone.data();
+  CHECK(qm_routing_run(&r, &call, err) == QM_OK, "%s", err);
+  CHECK(std::equal(alone_ids.begin(), alone_ids.end(), ids + last * r.top_k), "other experts alone");
+  check_equal(QM_F32, alone.data(), weights + last * r.top_k, r.top_k, "one token", "the batch");
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
+  FuzzedDataProvider data(bytes, size);
+  const bool wild = data.ConsumeIntegralInRange(0, 15) == 0;
+  (data.ConsumeBool() ? linear : routing)(data, wild);
+  return 0;
+}
