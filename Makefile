@@ -11,6 +11,8 @@ MODEL ?= build/sample-model
 # The machine's certificates, which a proxy may need.
 export UV_SYSTEM_CERTS := true
 export PATH := $(BIN):$(PATH)
+# A file's tests stay together: they share models that take seconds to make.
+PYTEST := python -m pytest -n 2 --dist loadfile -m "not long"
 # The AVX512 kernels keep 30 of 32 registers busy: clang does that; gcc 12 spills and gives the same bytes, slower.
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 export CXX := $(or $(CLANG),c++)
@@ -38,7 +40,7 @@ demo: venv
 	quantmoe demo $(if $(CHECKPOINT),--checkpoint $(CHECKPOINT))
 
 test: build
-	python -m pytest -m "not long"
+	$(PYTEST)
 
 test-long: build
 	python -m pytest -m long
@@ -60,7 +62,7 @@ test-cuda: export QUANTMOE_ORT_CUDA_LIBRARY = $(CUDA_BUILD)/ort_ext/libquantmoe_
 test-cuda: export QUANTMOE_ORT_DRIVER = $(CUDA_BUILD)/ort_ext/libquantmoe_ort_driver.so
 test-cuda: build cuda
 	$(UV) --requirements pyproject.toml --extra tensorrt-rtx
-	python -m pytest -m "not long" tests/cuda
+	$(PYTEST) tests/cuda
 
 # Kernels, packer and custom ops under AddressSanitizer and UndefinedBehaviorSanitizer.
 test-sanitize: venv
@@ -69,7 +71,7 @@ test-sanitize: venv
 	cmake --build build/sanitize --parallel 2
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	  QUANTMOE_LIBRARY=$(CURDIR)/build/sanitize/ort_ext/libquantmoe_ort.so \
-	  python -m pytest -m "not long" tests/kernels tests/layouts tests/engines -k "not mapped and not guard"
+	  $(PYTEST) tests/kernels tests/layouts tests/engines -k "not mapped and not guard"
 
 # Many threads on one session, the library under ThreadSanitizer. ONNX Runtime is not instrumented, and what orders the threads of its
 # pool is not seen: the session has none of its own.

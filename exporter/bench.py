@@ -3,9 +3,9 @@
 Method:
 
 - Both sides are one-node .onnx files run by one process on one thread pool, ONNX Runtime's global one, so threads and
-  spinning are the same. They alternate call by call (A B A B) on one set of activations and routing; times are medians.
-  Only ``Run`` with bound inputs and outputs is timed. QMoE is given logits, so its node also selects the k experts;
-  ours is given their ids.
+  spinning are the same (ggml: its C API, as many threads of its own). They alternate call by call (A B A B) on one
+  set of activations and routing; times are medians. Only ``Run`` with bound inputs and outputs is timed. QMoE is given
+  logits, so its node also selects the k experts; ours is given their ids.
 - A layer's bytes are those of ``DISTINCT`` random experts in turn, each expert at its own place in memory. Scales are
   bf16 for us and the same values in f32 for QMoE, which has no other form for f32 activations. Outputs are compared.
 - Decode reads weights from memory: the experts of a routing are renamed so that consecutive calls walk a random cycle
@@ -48,8 +48,11 @@ from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.op import DOMAIN, MoESpec
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.custom_ops.shapes import SHAPES, Shape
+from quantmoe.exporter.bench_ggml import Ggml
 from quantmoe.ort_ext import library_path
 
+#: --against
+PEERS = ("ort-qmoe", "ggml")
 #: --format: kind, scale type, whether it has zero points, activation format
 FORMATS = {
     "int4": ("int4", "bf16", False, "int8_token_asym"),
@@ -384,7 +387,7 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def measure(
-    sides: Sequence[Side], shape: Shape, tokens: int, repeat: int, skew: bool, cycle: Cycle, seed: int = 1
+    sides: Sequence[Side | Ggml], shape: Shape, tokens: int, repeat: int, skew: bool, cycle: Cycle, seed: int = 1
 ) -> tuple[list[float], int]:
     """Median ms of each side over alternating calls, and the number of experts a call touches.
 
@@ -417,7 +420,7 @@ def measure(
     return [statistics.median(t) for t in times], len(np.unique(ids))
 
 
-def touch_all(sides: Iterable[Side], shape: Shape) -> None:
+def touch_all(sides: Iterable[Side | Ggml], shape: Shape) -> None:
     """Runs every expert once: maps the pages and makes pools start their threads."""
     ids = np.arange(math.ceil(shape.experts / shape.top_k) * shape.top_k).reshape(-1, shape.top_k) % shape.experts
     x, weights = np.ones((len(ids), shape.hidden), np.float32), np.ones(ids.shape, np.float32)
@@ -503,7 +506,7 @@ def bench(
     tokens: Annotated[list[int] | None, typer.Option(help="Tokens of a call; default 1, 4, .. 1024.")] = None,
     threads: Annotated[int, typer.Option(help="0: one a CPU.")] = 0,
     repeat: Annotated[int, typer.Option(help=f"Calls a side; past {CELL_SECONDS:g} s it stops at {MIN_PAIRS}.")] = 30,
-    against: Annotated[str | None, typer.Option(help="ort-qmoe: com.microsoft::QMoE, accuracy_level 4.")] = None,
+    against: Annotated[str | None, typer.Option(help="ort-qmoe: com.microsoft::QMoE, accuracy_level 4; ggml.")] = None,
     skew: Annotated[bool, typer.Option("--skew", help="Route by Zipf 1.0 instead of uniformly.")] = False,
     session: Annotated[bool, typer.Option("--session", help="Only session creation: time and memory.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Writes the cells.")] = None,
@@ -514,7 +517,10 @@ def bench(
     Lists are given by repeating an option. The default layers take about 5 minutes on 2 cores; with --session the
     default is qwen3-30b-a3b int4 with groups of 128, 315 MB packed.
     """
-    for chosen, allowed, option in ((format, FORMATS, "--format"), (against and [against], ["ort-qmoe"], "--against")):
+    for chosen, allowed, option in (
+        (format, FORMATS, "--format"),
+        (against and [against], ["ort-qmoe"] if session else PEERS, "--against"),
+    ):
         if wrong := set(chosen or ()) - set(allowed):
             raise typer.BadParameter(f"{', '.join(sorted(wrong))}; expected {' or '.join(allowed)}", param_hint=option)
     if sizes := [g for g in group_size or () if g not in (-1, 16) and (g < 32 or g % 32)]:
@@ -562,9 +568,9 @@ def _cells(
         title = f"{name} {kind} group {group}"
         with console.status(f"{title}: making weights"):
             layer = Layer.random(size, kind, group)
-            sides = [Side(layer.write(folder), size.experts)]
-            if peer := against and _peer(console, title, layer, folder):
-                sides.append(Side(peer, size.experts))
+            sides: list[Side | Ggml] = [Side(layer.write(folder), size.experts)]
+            if peer := against and _peer(console, title, layer, against, threads, folder):
+                sides.append(peer)
             touch_all(sides, size)
         if size.experts * layer.expert_bytes < 4 * cache_bytes():
             console.print(f"{title}: under 4 times the caches, decode may find weights there", style="yellow")
@@ -592,9 +598,11 @@ def _cells(
     return cells
 
 
-def _peer(console: Console, title: str, layer: Layer, folder: Path) -> Path | None:
+def _peer(console: Console, title: str, layer: Layer, against: str, threads: int, folder: Path) -> Side | Ggml | None:
     try:
-        return layer.write_qmoe(folder)
+        if against == "ggml":
+            return Ggml(layer.shape, layer.kind, layer.group_size, layer.experts, threads)
+        return Side(layer.write_qmoe(folder), layer.shape.experts)
     except ValueError as error:
         console.print(f"{title}: no peer: {error}", style="yellow", highlight=False)
         return None
@@ -607,8 +615,11 @@ def _sessions(console: Console, layers: Sequence[Chosen], threads: int, against:
         with console.status(title):
             layer = Layer.random(size, kind, group)
             paths = {"ours": layer.write(folder)}
-            if peer := against and _peer(console, title, layer, folder):
-                paths |= {str(against): peer}
+            if against:
+                try:
+                    paths[against] = layer.write_qmoe(folder)
+                except ValueError as error:
+                    console.print(f"{title}: no peer: {error}", style="yellow", highlight=False)
             packed = size.experts * layer.expert_bytes
             costs = {side: [session_cost(path, size, threads) for _ in range(3)] for side, path in paths.items()}
         for side, found in costs.items():

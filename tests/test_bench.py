@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from quantmoe.exporter import bench
 from quantmoe.exporter.bench import BITS, FORMATS, Cell, Cycle, Layer, Shape, Side, difference, route
+from quantmoe.exporter.bench_ggml import Ggml
 
 KEYS = ["shape", "weight_format", "group_size", "tokens", "threads", "ms", "gbps", "gops", "peer", "peer_ms"]
 KEYS += ["read_gbps", "vnni_gops", "floor_ms", "target_ms"]
@@ -64,6 +65,27 @@ def test_every_format_runs(tmp_path: Path, kind: str) -> None:
     assert 0.01 < np.std(output()) < 100  # unit variance in, near it out
     with pytest.raises(ValueError, match="QMoE") if kind not in BITS else contextlib.nullcontext():
         layer.write_qmoe(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+def test_ggml_agrees(tmp_path: Path, kind: str, activation: str) -> None:
+    shape = dataclasses.replace(TINY, activation=activation)
+    layer, rng = Layer.random(shape, kind, 32), np.random.default_rng(0)
+    try:
+        ggml = Ggml(shape, kind, 32, layer.experts, 2)
+    except OSError as error:
+        pytest.skip(str(error))
+    ours = Side(layer.write(tmp_path), TINY.experts, threads=1)
+    for tokens in (1, 9):
+        ids, x = route(shape, tokens, False, 0), rng.normal(0, 1, (tokens, shape.hidden)).astype(np.float32)
+        weights = rng.uniform(0.1, 1, ids.shape).astype(np.float32)
+        outputs = []
+        for side in (ours, ggml):
+            call, output = side.bind(x, ids, weights)
+            call()
+            outputs.append(output())
+        assert difference(*outputs) < 0.05  # int8 activations, a step a token against one a block
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])
