@@ -1,8 +1,9 @@
 """ggml, llama.cpp's kernels, as a peer of ``quantmoe bench``: the same layer as a graph of its own operators.
 
-Weights are Q4_0 or Q8_0 in the buffer type that repacks them for this machine's kernels, the graph is what llama.cpp
-builds for SwiGLU experts: three mul_mat_id, the activation, a product with the weights, k - 1 additions. ggml quantizes
-activations to int8 in blocks of 32. Sources: ggml.h, ggml-backend.h, ggml-cpu.h and llama.cpp's build_moe_ffn.
+Weights are Q4_0, in the buffer type that repacks them for this machine's kernels, or Q8_0, which ggml repacks for no
+x86. The graph is what llama.cpp builds for SwiGLU experts: three mul_mat_id, the activation, a product with the
+weights, k - 1 additions. ggml quantizes activations to int8 in blocks of 32. Sources: ggml.h, ggml-backend.h,
+ggml-cpu.h and llama.cpp's build_moe_ffn.
 """
 
 from __future__ import annotations
@@ -110,22 +111,22 @@ class Ggml:
         context = lib.ggml_init(_InitParams(1 << 16, None, True))
         h, i, e = shape.hidden, shape.intermediate, shape.experts
         self._weights = [lib.ggml_new_tensor_3d(context, TYPES[kind], k, n, e) for n, k in ((i, h), (i, h), (h, i))]
-        lib.ggml_backend_alloc_ctx_tensors_from_buft(context, self._repacking())
+        lib.ggml_backend_alloc_ctx_tensors_from_buft(context, self._buffer_type(kind == "int4"))
         for tensor, role in zip(self._weights, ("gate", "up", "down"), strict=True):
             blocks = [_blocks(getattr(expert, role), kind) for expert in experts]
             data = np.stack([blocks[n % len(blocks)] for n in range(e)])
             assert data.nbytes == lib.ggml_nbytes(tensor)
             lib.ggml_backend_tensor_set(tensor, data.ctypes.data, 0, data.nbytes)
 
-    def _repacking(self) -> int:
-        """The buffer type whose kernels are the fast ones; the plain one where ggml was built without it."""
+    def _buffer_type(self, repacked: bool) -> int:
+        """The plain one, also where ggml was built without the other."""
         lib = self._lib
         registry = lib.ggml_backend_cpu_reg()
         device = lib.ggml_backend_reg_dev_get(registry, 0)
         found = lib.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
         types = ctypes.CFUNCTYPE(ctypes.POINTER(_P), _P)(found)(device)
         at = 0
-        while types and types[at]:
+        while repacked and types and types[at]:
             if b"REPACK" in lib.ggml_backend_buft_name(types[at]):
                 return int(types[at])
             at += 1

@@ -157,7 +157,7 @@ def test_target_and_floor() -> None:
         ("--shape mixtrl", "expected one of qwen3-30b-a3b"),
         ("--format int3", "expected int4 or int8"),
         ("--group-size 48", "a multiple of 32"),
-        ("--against ggml", "expected ort-qmoe"),
+        ("--against mlas", "expected ort-qmoe"),
     ],
 )
 def test_bad_options(arguments: str, message: str) -> None:
