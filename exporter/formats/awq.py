@@ -60,7 +60,7 @@ class AWQ(Format):
             codes=unpack_columns(tensors["qweight"]),
             scales=np.ascontiguousarray(tensors["scales"].T),
             group_size=self.group_size,
-            zero_points=None if zeros is None or (zeros == 8).all() else zeros,
+            zero_points=None if zeros is None or (not self.zero_point and (zeros == 8).all()) else zeros,
             bias=self.bias(module, n),
         )
 
