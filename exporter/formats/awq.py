@@ -40,7 +40,8 @@ class AWQ(Format):
         return method == "awq"
 
     def scheme(self, module: str) -> Scheme:
-        return Scheme("int4", self.group_size, "none", f"AWQ int4 group {self.group_size}")
+        symmetric = " asymmetric" if self.zero_point else ""
+        return Scheme("int4", self.group_size, "none", f"AWQ int4{symmetric} group {self.group_size}")
 
     def matrix(self, module: str) -> QuantizedMatrix:
         k, words = self.shape2d(f"{module}.qweight")

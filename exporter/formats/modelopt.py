@@ -12,8 +12,8 @@ Tensors of a linear with N outputs and K inputs by quant_algo:
   [N, K/g]; pre_quant_scale [K] multiplies the activations.
 - W8A16: weight I8 [N, K], weight_scale F32 [N].
 
-Release 0.47 writes some of these names in lower case, and the group size of the whole checkpoint into hf_quant_config.json
-only: the shape of weight_scale gives it.
+Release 0.47 writes some of these names in lower case, and the group size of the whole checkpoint into
+hf_quant_config.json only: the shape of weight_scale gives it.
 """
 
 from __future__ import annotations

@@ -73,7 +73,8 @@ class Quark(Format):
         kind, weight = self._weight(module)
         inputs = self.module_config(module).get("input_tensors")
         group_size = (weight.get("group_size") or 128) if weight["qscheme"] == "per_group" else -1
-        text = f"Quark {weight['dtype']} {weight['qscheme']} group {group_size}"
+        symmetric = " asymmetric" if weight["dtype"] == "uint4" else ""
+        text = f"Quark {weight['dtype']}{symmetric} {weight['qscheme']} group {group_size}"
         if not inputs:
             return Scheme(kind, group_size, "none", text)
         if inputs.get("dtype") == "fp8_e4m3" and inputs.get("qscheme") == "per_tensor":
