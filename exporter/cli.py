@@ -77,9 +77,7 @@ def export(
     options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype, "dense": dense,
                "quantize": quantize, "group_size": group_size}  # fmt: skip
     if dry_run:
-        return _plan(
-            checkpoint, outdir, target=target, activations=activations, scales=scales, dtype=dtype, layers=layers
-        )
+        return _plan(checkpoint, outdir, **options, layers=layers)
     report = _export(checkpoint, outdir, **options, layers=layers, force=force, max_file_size=int(max_file_gb * 1e9))
     seconds = time.perf_counter() - begin
     table = Table("layers", "scheme", "experts", "hidden x intermediate", "activations", "scales", title=str(outdir))

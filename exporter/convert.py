@@ -132,8 +132,7 @@ def export(
         raise NotADirectoryError(f"{output} is a file, expected a folder to write to")
     with _writing(Path(output), force) as partial:
         progress("reading", 0, 1)
-        ckpt = open_checkpoint(checkpoint)
-        format: Format = find_format(ckpt) if quantize is None else Unquantized(ckpt, quantize, group_size)
+        format = open_format(checkpoint, quantize, group_size)
         skeleton = Skeleton(format, graph_type, layers)
         report = Report(format.name, {})
         specs = {}
@@ -174,6 +173,12 @@ def export(
         if target == "cpu":
             _genai(format.ckpt.folder, partial, layers)
     return report
+
+
+def open_format(checkpoint: str | Path, quantize: str | None, group_size: int | None) -> Format:
+    """The checkpoint in its own format, or as :func:`export` rounds it."""
+    ckpt = open_checkpoint(checkpoint)
+    return find_format(ckpt) if quantize is None else Unquantized(ckpt, quantize, group_size)
 
 
 def check_options(

@@ -15,11 +15,11 @@ import numpy as np
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
-from quantmoe.custom_ops.op import MoESpec
-from quantmoe.exporter.checkpoint import DTYPES, CheckpointError
-from quantmoe.exporter.convert import LAYOUT, _scaled, check_options
-from quantmoe.exporter.explain import consider, moe_spec
-from quantmoe.exporter.formats import MoELayer, Scheme, find_format, open_checkpoint
+from quantmoe.custom_ops.op import LinearSpec, MoESpec
+from quantmoe.exporter.checkpoint import CheckpointError
+from quantmoe.exporter.convert import LAYOUT, _rounded, _scaled, check_options, open_format
+from quantmoe.exporter.explain import consider, linear_spec, moe_spec
+from quantmoe.exporter.formats import Format, MoELayer, Scheme
 from quantmoe.exporter.model import BLOCK, Skeleton
 
 #: measured by tests/export/test_large.py's export on one core of an Intel Xeon at 2.5 GHz: bytes written per CPU second
@@ -60,7 +60,10 @@ def plan(
     activations: str | None = None,
     scales: str = "exact",
     dtype: str | None = None,
+    dense: str = "quantmoe",
     layers: int | None = None,
+    quantize: str | None = None,
+    group_size: int | None = None,
 ) -> Plan:
     """Plans :func:`quantmoe.exporter.convert.export` with the same options. No tensor's data is read.
 
@@ -68,9 +71,9 @@ def plan(
         OptionError: see export.
         CheckpointError: what export would refuse, as far as names, types, shapes and config.json show it.
     """
-    activations, graph_type = check_options(target, activations, scales, dtype)
+    activations, graph_type = check_options(target, activations, scales, dtype, dense)
     folder = Path(output).resolve()
-    format = find_format(open_checkpoint(checkpoint))
+    format = open_format(checkpoint, quantize, group_size)
     skeleton = Skeleton(format, graph_type, layers, headers_only=True)
     layout = LAYOUTS[LAYOUT[target]]
     found: dict[str, tuple[str, MoESpec, int]] = {}
@@ -84,24 +87,38 @@ def plan(
         found[layer.name] = layer.scheme.text, spec, size
     packed = sum(size for _, _, size in found.values())
     itemsize = 4 if graph_type == "f32" else 2
-    dense = sum(prod(tensor.shape) * itemsize for name, tensor in skeleton.tensors.items() if name in skeleton.sources)
-    # on the CPU other quantized linears are packed too, each a node: about their bytes in the checkpoint
-    modules = set(skeleton.linears.values()) if target == "cpu" else set()
-    names = [name for name in format.ckpt.names() if name.rpartition(".")[0] in modules]
-    dense += sum(prod(format.ckpt.shape(name)) * DTYPES[format.ckpt.dtype(name)].itemsize for name in names)
+    linears = {f"{name}.weight": n for name, n in _linears(skeleton, layout, activations, scales).items()}
+    names = (name for name in skeleton.tensors if name in skeleton.sources and name not in linears)
+    others = sum(prod(skeleton.tensors[name].shape) * itemsize for name in names) + sum(linears.values())
     cores = os.cpu_count() or 1
-    seconds = TRACING + (packed / PACKING + dense / CONVERTING) / cores
+    seconds = TRACING + (packed / PACKING + others / CONVERTING) / cores
     return Plan(
         found,
         read=sum(path.stat().st_size for path in format.ckpt.folder.glob("*.safetensors")),
         packed=packed,
-        dense=dense,
+        dense=others,
         seconds=seconds,
         memory=BASE_MEMORY + _working_set(skeleton, cores),
         rate=f"{cores} cores; on one {PACKING / 1e6:.0f} MB/s of experts and {CONVERTING / 1e6:.0f} MB/s of others, "
         f"{TRACING:.0f} s of tracing, as measured on an Intel Xeon at 2.5 GHz",
         free=shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free,
     )
+
+
+def _linears(skeleton: Skeleton, layout: ModuleType, activations: str | None, scales: str) -> dict[str, int]:
+    """Linears outside the experts that the layout carries -> their packed bytes, which MatMulNBits' are close to."""
+    format, found = skeleton.format, {}
+    for name, source in skeleton.linears.items():
+        linear, scheme = skeleton.model.get_submodule(name), format.scheme(source)
+        m = _rounded(_outline(format, scheme, source, linear.out_features, linear.in_features), scales)[0]
+        (candidate,) = consider(partial(_linear_spec, scheme, m, activations), [layout.__name__.rpartition(".")[2]])
+        if not candidate.reason and isinstance(candidate.spec, LinearSpec):
+            found[name] = layout.row_bytes(candidate.spec.moe, "w2")
+    return found
+
+
+def _linear_spec(scheme: Scheme, m: QuantizedMatrix, activations: str | None, layout: ModuleType) -> LinearSpec:
+    return linear_spec(scheme, m, layout, activations)
 
 
 def _moe_spec(layer: MoELayer, expert: Expert, activations: str | None, layout: ModuleType) -> MoESpec:
@@ -117,23 +134,29 @@ def outline(layer: MoELayer) -> Expert:
     found = {}
     for role, name in zip(roles, names, strict=True):
         module = f"{layer.name}.0.{name}" if layer.projections else f"{layer.name}.{name}"
-        found[role] = _outline(layer, layer.down_scheme if role == "down" else layer.scheme, module, *sizes[role])
+        found[role] = _outline(
+            layer.format, layer.down_scheme if role == "down" else layer.scheme, module, *sizes[role]
+        )
     return Expert(found.get("gate"), found["up"], found["down"])
 
 
-def _outline(layer: MoELayer, scheme: Scheme, module: str, n: int, k: int) -> QuantizedMatrix:
-    ckpt, g = layer.format.ckpt, scheme.group_size
-    names = (f"{module}.{suffix}" for suffix in ("weight_scale", "scales", "weight_scale_inv"))
-    scale = next((ckpt.dtype(name) for name in names if name in ckpt), "BF16")
+def _outline(format: Format, scheme: Scheme, module: str, n: int, k: int) -> QuantizedMatrix:
+    ckpt, g = format.ckpt, scheme.group_size
+    names = (f"{module}.{suffix}" for suffix in ("weight_scale", "scales", "weight_scale_inv", "weight"))
+    stored = next((ckpt.dtype(name) for name in names if name in ckpt), "BF16")
+    scale = {"mxfp4": "e8m0", "nvfp4": "e4m3"}.get(scheme.format) or SCALES.get(stored, "bf16")
     shape = (n, 1 if g == -1 else -(-k // g))
-    asymmetric = " asymmetric" in scheme.text or f"{module}.weight_zero_point" in ckpt
+    asymmetric = " asymmetric" in scheme.text
     ordered = any(f"{module}.{name}" in ckpt for name in ("g_idx", "weight_g_idx")) and "act" in scheme.text
     return QuantizedMatrix(
         kind=scheme.format,
         codes=np.broadcast_to(np.uint8(0), (n, k)),
-        scales=np.broadcast_to(np.zeros((), SCALE_DTYPES[SCALES.get(scale, "bf16")]), shape),
+        scales=np.broadcast_to(np.zeros((), SCALE_DTYPES[scale]), shape),
         group_size=g,
         zero_points=np.broadcast_to(np.uint8(0), shape) if asymmetric else None,
+        global_scale=1.0 if scheme.format == "nvfp4" else None,
+        input_scale=1.0 if any(f"{module}.{name}" in ckpt for name in ("input_scale", "input_global_scale")) else None,
+        pre_scale=np.broadcast_to(np.float32(0), (k,)) if f"{module}.pre_quant_scale" in ckpt else None,
         bias=np.broadcast_to(np.float32(0), (n,)) if f"{module}.bias" in ckpt else None,
         perm=np.arange(k, dtype=np.int32)[::-1] if ordered else None,
     )

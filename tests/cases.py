@@ -150,12 +150,13 @@ class Layer:
 
 
 INT4, INT8, FP8 = ("int4", "bf16", False), ("int8", "bf16", False), ("fp8_e4m3", "f32", False)
+NVFP4 = ("nvfp4", "e4m3", False)
 FLOATS = ("fp8_e4m3", "bf16", "f16")
 #: kind, scale type, zero points: all that a layout carries
 WEIGHTS = [
     *((k, s, z) for k in ("int4", "int8") for s in ("f32", "f16", "bf16") for z in (False, True)),
     ("mxfp4", "e8m0", False),
-    ("nvfp4", "e4m3", False),
+    NVFP4,
     *(("fp8_e4m3", s, False) for s in ("bf16", "f16", "e8m0", "f32")),
     ("bf16", "f32", False),
     ("f16", "f32", False),
@@ -174,6 +175,16 @@ CASES = [
     *(Case(weights=w, group_size=g, activation_format="none") for w in ONE_OF_EACH for g in (-1, 16, 64)),
     *(Case(weights=w, group_size=g, activation_format="int8_token") for w in ONE_OF_EACH[:-1] for g in (-1, 64)),
     *(Case(weights=w, activation_format=a) for w in ONE_OF_EACH for a in FLOAT_ACTIVATIONS),
+    # Integer products: both sides are e2m1 in the same groups; in act-order they are not.
+    *(
+        Case(weights=NVFP4, group_size=16, activation_format="nvfp4", **other)
+        for other in (
+            {},
+            {"hidden": 176, "intermediate": 72, "bias": True, "gated": False, "activation": "relu2"},
+            {"hidden": 100, "intermediate": 70, "pre_scale": True, "on_input": True},
+            {"act_order": "split"},
+        )
+    ),
     *(Case(weights=FP8, group_size=g, block_n=48, hidden=160, activation_format="fp8_group128") for g in (-1, 128)),
     *(Case(weights=FP8, group_size=-1, activation_format="fp8_tensor", static=False, gated=g) for g in (True, False)),
     *(Case(weights=w, pre_scale=True, act_order="split") for w in ONE_OF_EACH),

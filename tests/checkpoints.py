@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from bounds import check
 
+from quantmoe.custom_ops import native
+from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.checkpoint import write_safetensors
+from quantmoe.exporter.convert import Report, _spec
 from quantmoe.exporter.demo import add_quantization, make_checkpoint, make_float_checkpoint, rewrite_linears
+from quantmoe.exporter.formats import MoELayer
 
-__all__ = ["TINY", "make_checkpoint", "make_gptq_checkpoint", "same_matrix", "write_checkpoint", "write_safetensors"]
+__all__ = ["TINY", "check_layer", "make_checkpoint", "make_gptq_checkpoint", "same_matrix", "write_checkpoint",
+           "write_safetensors"]  # fmt: skip
 
 #: sizes for make_checkpoint that keep a test under a second
 TINY: dict[str, Any] = {
@@ -108,3 +116,31 @@ def same_matrix(found: QuantizedMatrix, want: QuantizedMatrix) -> None:
             assert a.dtype == b.dtype, (field, a.dtype, b.dtype)
             assert a.shape == b.shape, (field, a.shape, b.shape)
             assert a.tobytes() == b.tobytes(), field
+
+
+def check_layer(layer: MoELayer, activations: str) -> None:
+    """Packs a checkpoint's layer, unpacks the same bits, and holds the kernel to the reference."""
+    layout, spec = LAYOUTS["cpu_panel"], _spec(layer, "cpu_panel", activations, "exact", Report("", {}))
+    rows = [
+        native.aligned(layer.num_experts * layout.row_bytes(spec, p)).reshape(layer.num_experts, -1)
+        for p in ("w13", "w2")
+    ]
+    experts = list(layer)
+    for expert, *row in zip(experts, *rows, strict=True):
+        layout.pack(expert, spec, *row)
+        back = layout.unpack(spec, *row)
+        for name in ("gate", "up", "down"):
+            want, found = getattr(expert, name), getattr(back, name)
+            if getattr(spec, "w2" if name == "down" else "w13").activation_format not in ("fp8_tensor", "nvfp4"):
+                want = dataclasses.replace(want, input_scale=None)
+            if want.zero_points is not None and (want.zero_points == 1 << (int(want.kind[3:]) - 1)).all():
+                want = dataclasses.replace(want, zero_points=None)
+            same_matrix(found, want)
+    rng = np.random.default_rng(0)
+    ids = np.array([[0, 1], [2, 0], [1, 2], [1, 0], [2, 1]]) % layer.num_experts
+    tokens = (
+        rng.normal(0, 1, (5, layer.hidden_size)).astype(np.float32),
+        ids,
+        rng.uniform(0, 1, ids.shape).astype(np.float32),
+    )
+    check(SimpleNamespace(spec=spec, experts=experts), tokens, native.NativeMoE(spec, *rows)(*tokens))

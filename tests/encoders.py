@@ -119,6 +119,8 @@ def modelopt_nvfp4(matrix: QuantizedMatrix) -> Tensors:
         "weight_scale_2": np.array(matrix.global_scale, np.float32),
         "input_scale": np.array(matrix.input_scale, np.float32),
     }
+    if matrix.pre_scale is not None:
+        tensors["pre_quant_scale"] = matrix.pre_scale
     return with_bias(tensors, matrix)
 
 
@@ -288,6 +290,18 @@ CASES = [
         scales=("e4m3",),
         global_scale=True,
         k_step=2,
+    ),
+    Case(
+        "modelopt-nvfp4-awq",
+        modelopt_nvfp4,
+        {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+        "nvfp4",
+        (16,),
+        scales=("e4m3",),
+        global_scale=True,
+        pre_scale=True,
+        k_step=2,
+        optional=frozenset({"bias", "pre_quant_scale"}),
     ),
     Case(
         "modelopt-w4a16-awq",

@@ -116,7 +116,8 @@ def pack_down(m: QuantizedMatrix, spec: MoESpec, w2_row: np.ndarray) -> None:
 
 
 def unpack(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Expert:
-    """The expert that ``pack`` wrote, bit for bit; identity act-orders and zero biases come back as None."""
+    """The expert that ``pack`` wrote, bit for bit; identity act-orders, zero biases and zero points that are all
+    the midpoint come back as None."""
     down = unpack_down(spec, w2_row)
     order = down.perm
     halves = [_unpack_matrix(spec, "w13", w13_row, i) for i in range(1 + spec.gated)]

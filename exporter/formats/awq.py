@@ -40,7 +40,8 @@ class AWQ(Format):
         return method == "awq"
 
     def scheme(self, module: str) -> Scheme:
-        return Scheme("int4", self.group_size, "none", f"AWQ int4 group {self.group_size}")
+        symmetric = " asymmetric" if self.zero_point else ""
+        return Scheme("int4", self.group_size, "none", f"AWQ int4{symmetric} group {self.group_size}")
 
     def matrix(self, module: str) -> QuantizedMatrix:
         k, words = self.shape2d(f"{module}.qweight")
@@ -60,7 +61,7 @@ class AWQ(Format):
             codes=unpack_columns(tensors["qweight"]),
             scales=np.ascontiguousarray(tensors["scales"].T),
             group_size=self.group_size,
-            zero_points=None if zeros is None or (zeros == 8).all() else zeros,
+            zero_points=None if zeros is None or (not self.zero_point and (zeros == 8).all()) else zeros,
             bias=self.bias(module, n),
         )
 

@@ -3,7 +3,8 @@
 Tensors of a linear with N outputs and K inputs: weight F8_E4M3 [N, K] and either weight_scale_inv [ceil(N / bn),
 ceil(K / bk)] (``weight_block_size`` bn x bk; the last block of a row or column may be short), or weight_scale of one
 element or one a row, with input_scale when activations are static. DeepSeek multiplies by weight_scale_inv; GPTQModel
-divides, and says so with ``weight_scale_semantics: inverse``.
+divides, and says so with ``weight_scale_semantics: inverse``; it has weight_scale_inv also by tensor and by row, and
+quantizes no activations.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class FP8(Format):
             raise CheckpointError(f"{ckpt.folder}: weight_block_size {block!r}, expected two positive integers")
         self.block: tuple[int, int] | None = tuple(block) if block else None
         self.divides = raw.get("weight_scale_semantics") == "inverse"
-        self.dynamic = raw.get("activation_scheme", "dynamic") == "dynamic"
+        self.weights_only = self.divides and "activation_scheme" not in raw
+        self.dynamic = self.weights_only or raw.get("activation_scheme", "dynamic") == "dynamic"
         fmt = str(raw.get("fmt") or raw.get("format") or "e4m3").lower()
         if "e5m2" in fmt:
             raise CheckpointError(f"{ckpt.folder}: fp8 format {fmt}; supported: e4m3")
@@ -39,6 +41,10 @@ class FP8(Format):
         return quantization.get("quant_method") == "fp8"
 
     def scheme(self, module: str) -> Scheme:
+        if self.weights_only:
+            bn, bk = self.block or (1, -1)
+            by = f"blocks {bn}x{bk}" if self.block else "rows"
+            return Scheme("fp8_e4m3", bk, "none", f"FP8 {by}")
         if self.block:
             bn, bk = self.block
             if self.dynamic and bk == 128:
@@ -59,12 +65,12 @@ class FP8(Format):
             bn, bk = self.block
             tensors = self.take(module, [weight, Tensor("weight_scale_inv", FLOATS, (-(-n // bn), -(-k // bk)))])
             scales = tensors["weight_scale_inv"]
-            if self.divides:
-                scales = (1 / scales.astype(np.float32)).astype(np.float32)
         else:
             bn, bk = 1, -1
             tensors = self.take(module, [weight, static])
-            scales = row_scales(self, f"{module}.weight_scale", n)
+            scales = row_scales(self, f"{module}.weight_scale{'_inv' if self.divides else ''}", n)
+        if self.divides:
+            scales = np.float32(1) / scales.astype(np.float32)
         return QuantizedMatrix(
             kind="fp8_e4m3",
             codes=tensors["weight"].view(np.uint8),

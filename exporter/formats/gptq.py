@@ -117,7 +117,7 @@ class GPTQ(Format):
             codes=codes if perm is None else np.take(codes, perm, axis=1),
             scales=np.ascontiguousarray(tensors["scales"].T),
             group_size=scheme.group_size,
-            zero_points=None if (zeros == 1 << (bits - 1)).all() else np.ascontiguousarray(zeros),
+            zero_points=None if config.sym and (zeros == 1 << (bits - 1)).all() else np.ascontiguousarray(zeros),
             bias=self.bias(module, n),
             perm=perm,
         )

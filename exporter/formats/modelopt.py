@@ -3,11 +3,17 @@
 Tensors of a linear with N outputs and K inputs by quant_algo:
 
 - NVFP4: weight U8 [N, K/2] e2m1 low nibble first, weight_scale F8_E4M3 [N, K/16], weight_scale_2 F32 [] (multiplies),
-  input_scale F32 [] (activations are NVFP4 too).
+  input_scale F32 [] (activations are NVFP4 too). NVFP4_AWQ: and pre_quant_scale [K]. W4A16_NVFP4: no input_scale.
 - FP8: weight F8_E4M3 [N, K], weight_scale F32 [], input_scale F32 []. FP8_PER_CHANNEL_PER_TOKEN: weight_scale [N].
-  FP8_PB_WO: weight_scale [N/128, 1, K/128, 1] or [N/128, K/128], weights only.
+  FP8_PB_WO: weight_scale [N/128, K/128], weights only; dimensions of 1 may lack or be added.
+- MXFP4: weight U8 [N, K/2], weight_scale U8 [N, K/32], e8m0. MXFP8: weight F8_E4M3 [N, K]. Activations are
+  quantized the same way; the tool's weights-only MXFP4 configuration says nothing else.
 - W4A16_AWQ: weight U8 [N/2, K], a byte holding two's-complement nibbles of rows 2 i (low) and 2 i + 1; weight_scale F32
   [N, K/g]; pre_quant_scale [K] multiplies the activations.
+- W8A16: weight I8 [N, K], weight_scale F32 [N].
+
+Release 0.47 writes some of these names in lower case, and the group size of the whole checkpoint into
+hf_quant_config.json only: the shape of weight_scale gives it.
 """
 
 from __future__ import annotations
@@ -17,19 +23,24 @@ from typing import Any
 
 import numpy as np
 
-from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_size_of
 from quantmoe.exporter.formats.bits import unpack_nibbles
 from quantmoe.exporter.formats.fp8 import row_scales
 
-#: quant_algo -> (format, group size, activation_format); None: from the configuration
+#: quant_algo -> (format, group size, activation_format); None: from the shape of weight_scale
 ALGORITHMS: dict[str, tuple[str, int | None, str]] = {
     "NVFP4": ("nvfp4", 16, "nvfp4"),
+    "NVFP4_AWQ": ("nvfp4", 16, "nvfp4"),
+    "W4A16_NVFP4": ("nvfp4", 16, "none"),
     "FP8": ("fp8_e4m3", -1, "fp8_tensor"),
     "FP8_PER_CHANNEL_PER_TOKEN": ("fp8_e4m3", -1, "fp8_token"),
     "FP8_PB_WO": ("fp8_e4m3", 128, "none"),
+    "MXFP4": ("mxfp4", 32, "mxfp4"),
+    "MXFP8": ("fp8_e4m3", 32, "mxfp8"),
     "W4A16_AWQ": ("int4", None, "none"),
+    "W8A16": ("int8", -1, "none"),
 }
 
 
@@ -43,8 +54,6 @@ class ModelOpt(Format):
         self.config: dict[str, Any] = raw.get("quantization") or raw
         #: MIXED_PRECISION: module pattern -> configuration
         self.layers = {k: self.config | v for k, v in (self.config.get("quantized_layers") or {}).items()}
-        for config in (self.config, *self.layers.values()):
-            group_size_of(config.get("group_size") or 128)
 
     @staticmethod
     def claims(quantization: dict[str, Any]) -> bool:
@@ -56,59 +65,81 @@ class ModelOpt(Format):
 
     def scheme(self, module: str) -> Scheme:
         config = self.module_config(module)
-        algorithm = str(config.get("quant_algo"))
+        algorithm = str(config.get("quant_algo")).upper()
         if algorithm not in ALGORITHMS:
             raise CheckpointError(
                 f"{self.ckpt.folder}: {module}: ModelOpt quant_algo {algorithm}; supported: {', '.join(ALGORITHMS)}"
             )
         format, group_size, activations = ALGORITHMS[algorithm]
         if group_size is None:
-            group_size = config.get("group_size") or 128
+            k, groups = self.shape2d(f"{module}.weight")[1], self.shape2d(f"{module}.weight_scale")[1]
+            group_size = config.get("group_size") or max(1, k // max(1, groups))
+            group_size_of(group_size)
         return Scheme(format, group_size, activations, f"ModelOpt {algorithm} group {group_size}")
 
     def matrix(self, module: str) -> QuantizedMatrix:
         scheme = self.scheme(module)
         rows, columns = self.shape2d(f"{module}.weight")
-        scalars = [
-            Tensor("input_scale", FLOATS, (), required=scheme.activation_format in ("nvfp4", "fp8_tensor")),
-            Tensor("weight_scale_2", FLOATS, (), required=scheme.format == "nvfp4"),
-        ]
         if scheme.format == "nvfp4":
-            return self._nvfp4(module, rows, columns * 2, scalars)
+            return self._nvfp4(module, scheme, rows, columns * 2)
         if scheme.format == "fp8_e4m3":
-            return self._fp8(module, scheme, rows, columns, scalars)
-        return self._int4(module, scheme.group_size, rows * 2, columns)
+            return self._fp8(module, scheme, rows, columns)
+        if scheme.format == "int4":
+            return self._int4(module, scheme.group_size, rows * 2, columns)
+        mx = scheme.format == "mxfp4"
+        weight = Tensor("weight", ("U8",) if mx else ("I8",), (rows, columns))
+        scale = Tensor("weight_scale", ("U8", "F8_E8M0"), (rows, -(-2 * columns // 32)))
+        tensors = self.take(module, [weight, scale] if mx else [weight])
+        return QuantizedMatrix(
+            kind=scheme.format,
+            codes=unpack_nibbles(tensors["weight"]) if mx else tensors["weight"].view(np.uint8) ^ np.uint8(128),
+            scales=tensors["weight_scale"].view(SCALE_DTYPES["e8m0"])
+            if mx
+            else row_scales(self, f"{module}.weight_scale", rows),
+            group_size=scheme.group_size,
+            bias=self.bias(module, rows),
+        )
 
-    def _nvfp4(self, module: str, n: int, k: int, scalars: list[Tensor]) -> QuantizedMatrix:
+    def _nvfp4(self, module: str, scheme: Scheme, n: int, k: int) -> QuantizedMatrix:
         tensors = self.take(
             module,
             [
                 Tensor("weight", ("U8",), (n, k // 2)),
                 Tensor("weight_scale", ("F8_E4M3",), (n, -(-k // 16))),
-                *scalars,
+                Tensor("weight_scale_2", FLOATS, ()),
+                Tensor("input_scale", FLOATS, (), required=scheme.activation_format == "nvfp4"),
+                Tensor("pre_quant_scale", FLOATS, (k,), required=False),
             ],
         )
+        pre = tensors.get("pre_quant_scale")
         return QuantizedMatrix(
             kind="nvfp4",
             codes=unpack_nibbles(tensors["weight"]),
             scales=tensors["weight_scale"],
             group_size=16,
             global_scale=tensors["weight_scale_2"].item(),
-            input_scale=tensors["input_scale"].item(),
+            input_scale=tensors["input_scale"].item() if "input_scale" in tensors else None,
+            pre_scale=None if pre is None else pre.astype(np.float32),
             bias=self.bias(module, n),
         )
 
-    def _fp8(self, module: str, scheme: Scheme, n: int, k: int, scalars: list[Tensor]) -> QuantizedMatrix:
-        tensors = self.take(module, [Tensor("weight", ("F8_E4M3",), (n, k)), *scalars])
+    def _fp8(self, module: str, scheme: Scheme, n: int, k: int) -> QuantizedMatrix:
+        static = scheme.activation_format == "fp8_tensor"
+        declared = [Tensor("weight", ("F8_E4M3",), (n, k)), Tensor("input_scale", FLOATS, (), required=static)]
+        if mx := scheme.activation_format == "mxfp8":
+            declared.append(Tensor("weight_scale", ("U8", "F8_E8M0"), (n, -(-k // 32))))
+        tensors = self.take(module, declared)
         name = f"{module}.weight_scale"
-        if scheme.group_size == 128:
-            bn, bk = -(-n // 128), -(-k // 128)
-            shape = self.ckpt.shape(name)
-            if shape not in ((bn, bk), (bn, 1, bk, 1)):
+        if mx:
+            scales = tensors["weight_scale"].view(SCALE_DTYPES["e8m0"])
+        elif scheme.group_size == 128:
+            want, shape = (-(-n // 128), -(-k // 128)), self.ckpt.shape(name)
+            if self.ckpt.dtype(name) not in FLOATS or [d for d in shape if d != 1] != [d for d in want if d != 1]:
                 raise CheckpointError(
-                    f"{self.ckpt.where(name)} has shape {list(shape)}, expected {[bn, bk]} or {[bn, 1, bk, 1]}"
+                    f"{self.ckpt.where(name)} is {self.ckpt.dtype(name)} {list(shape)}, "
+                    f"expected {'|'.join(FLOATS)} {list(want)} (dimensions of 1 left out or added)"
                 )
-            scales = self.ckpt.tensor(name).reshape(bn, bk)
+            scales = self.ckpt.tensor(name).reshape(want)
         else:
             scales = row_scales(self, name, n)
         return QuantizedMatrix(

@@ -4,6 +4,7 @@ Tensors of a linear with N outputs and K inputs:
 
 - fp4 (MXFP4): weight U8 [N, K/2] e2m1 low nibble first, weight_scale U8 [N, K/32] e8m0.
 - fp8_e4m3: weight F8_E4M3 [N, K], weight_scale of one element or one a row, input_scale [] when activations are static.
+- int8: weight I8 [N, K], weight_scale [N], weight_zero_point I8 [N].
 - int4, uint4: weight I32 [K, N/8] in AWQ's nibble order, two's complement for int4; weight_scale [K/g, N];
   weight_zero_point I32 [K/g, N/8] in the same packing.
 """
@@ -27,6 +28,7 @@ WEIGHTS = {
     ("fp4", "per_group"): "mxfp4",
     ("fp8_e4m3", "per_tensor"): "fp8_e4m3",
     ("fp8_e4m3", "per_channel"): "fp8_e4m3",
+    ("int8", "per_channel"): "int8",
     ("int4", "per_group"): "int4",
     ("uint4", "per_group"): "int4",
 }
@@ -71,7 +73,8 @@ class Quark(Format):
         kind, weight = self._weight(module)
         inputs = self.module_config(module).get("input_tensors")
         group_size = (weight.get("group_size") or 128) if weight["qscheme"] == "per_group" else -1
-        text = f"Quark {weight['dtype']} {weight['qscheme']} group {group_size}"
+        symmetric = " asymmetric" if weight["dtype"] == "uint4" else ""
+        text = f"Quark {weight['dtype']}{symmetric} {weight['qscheme']} group {group_size}"
         if not inputs:
             return Scheme(kind, group_size, "none", text)
         if inputs.get("dtype") == "fp8_e4m3" and inputs.get("qscheme") == "per_tensor":
@@ -91,6 +94,7 @@ class Quark(Format):
         if kind == "int4":
             return self._int4(module, weight)
         rows, columns = self.shape2d(f"{module}.weight")
+        zeros = None
         if kind == "mxfp4":
             n, k = rows, columns * 2
             tensors = self.take(
@@ -102,16 +106,26 @@ class Quark(Format):
             n, k = rows, columns
             inputs = self.module_config(module).get("input_tensors") or {"is_dynamic": True}
             static = not inputs.get("is_dynamic")
-            tensors = self.take(
-                module,
-                [Tensor("weight", ("F8_E4M3",), (n, k)), Tensor("input_scale", FLOATS, (), required=static)],
+            declared = [
+                Tensor("weight", ("I8",) if kind == "int8" else ("F8_E4M3",), (n, k)),
+                Tensor("weight_zero_point", ("I8",), (n,), required=False),
+                Tensor("input_scale", FLOATS, (), required=static),
+            ]
+            tensors = self.take(module, declared)
+            flip = np.uint8(128 if kind == "int8" else 0)  # two's complement -> offset 128
+            codes, scales, g = (
+                tensors["weight"].view(np.uint8) ^ flip,
+                row_scales(self, f"{module}.weight_scale", n),
+                -1,
             )
-            codes, scales, g = tensors["weight"].view(np.uint8), row_scales(self, f"{module}.weight_scale", n), -1
+            if "weight_zero_point" in tensors and tensors["weight_zero_point"].any():
+                zeros = (tensors["weight_zero_point"].view(np.uint8) ^ flip)[:, None]
         return QuantizedMatrix(
             kind=kind,
             codes=codes,
             scales=scales,
             group_size=g,
+            zero_points=zeros,
             input_scale=tensors["input_scale"].item() if "input_scale" in tensors else None,
             bias=self.bias(module, n),
         )
@@ -137,6 +151,6 @@ class Quark(Format):
             codes=unpack_columns(tensors["weight"]) ^ flip,
             scales=np.ascontiguousarray(tensors["weight_scale"].T),
             group_size=g,
-            zero_points=None if zeros is None or (zeros == 8).all() else zeros,
+            zero_points=None if zeros is None or (flip and (zeros == 8).all()) else zeros,
             bias=self.bias(module, n),
         )

@@ -27,6 +27,7 @@ from quantmoe.exporter.formats.unquantized import Unquantized
 from quantmoe.exporter.generate import Generator
 from quantmoe.exporter.inspect import ModelError, inspect
 from quantmoe.exporter.model import Skeleton, dequantized
+from quantmoe.exporter.plan import plan
 from quantmoe.exporter.unpack import unpack
 
 
@@ -140,7 +141,10 @@ def test_quantize(tmp_path, kind, group_size):
     folder = make_float_checkpoint(tmp_path / "float", "qwen3_moe", **TINY | {"num_hidden_layers": 1, "num_experts": 4})
     with pytest.raises(CheckpointError, match="no quantization configuration"):
         export(folder, tmp_path / "none")
-    export(folder, tmp_path / "model", activations="float", quantize=kind, group_size=group_size)
+    options = {"activations": "float", "quantize": kind, "group_size": group_size}
+    planned = plan(folder, tmp_path / "model", **options)
+    report = export(folder, tmp_path / "model", **options)
+    assert (planned.packed, planned.dense) == (report.packed_bytes, pytest.approx(report.dense_bytes, rel=0.01))
     want = dequantized(Skeleton(Unquantized(open_checkpoint(folder), kind, group_size)))
     ids = tokens(2, 5)
     assert error(run(Generator(tmp_path / "model"), ids, (4, 1)), expected(want, ids)) < 2e-5

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 
 import encoders
 import numpy as np
 import pytest
-from bounds import check
-from checkpoints import same_matrix, write_checkpoint
+from checkpoints import check_layer, write_checkpoint
 
-from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.exporter.convert import Report, _spec
 from quantmoe.exporter.formats import MoELayer, find_format, open_checkpoint
 
@@ -54,30 +50,11 @@ def layer_of(folder: Path, case: encoders.Case, group_size: int, scale: str) -> 
     return find_format(open_checkpoint(folder)).moe_layers()[0]
 
 
-def run(layer: MoELayer, activations: str) -> None:
-    """Holds the layer to the reference and to its own checkpoint."""
-    layout, spec = LAYOUTS["cpu_panel"], _spec(layer, "cpu_panel", activations, "exact", Report("", {}))
-    rows = [native.aligned(EXPERTS * layout.row_bytes(spec, p)).reshape(EXPERTS, -1) for p in ("w13", "w2")]
-    experts = list(layer)
-    for expert, *row in zip(experts, *rows, strict=True):
-        layout.pack(expert, spec, *row)
-        back = layout.unpack(spec, *row)
-        for name in ("gate", "up", "down"):
-            want, found = getattr(expert, name), getattr(back, name)
-            if getattr(spec, "w2" if name == "down" else "w13").activation_format not in ("fp8_tensor", "nvfp4"):
-                want = dataclasses.replace(want, input_scale=None)
-            same_matrix(found, want)
-    rng = np.random.default_rng(0)
-    ids = np.array([[0, 1], [2, 0], [1, 2], [1, 0], [2, 1]])
-    tokens = rng.normal(0, 1, (5, HIDDEN)).astype(np.float32), ids, rng.uniform(0, 1, ids.shape).astype(np.float32)
-    check(SimpleNamespace(spec=spec, experts=experts), tokens, native.NativeMoE(spec, *rows)(*tokens))
-
-
 @pytest.mark.parametrize("activations", ["int8", "float"])
 @pytest.mark.parametrize("case", encoders.CASES, ids=lambda c: c.id)
 def test_layer(case: encoders.Case, activations: str, tmp_path: Path) -> None:
     for group_size in case.group_sizes[:2]:
-        run(layer_of(tmp_path / str(group_size), case, group_size, case.scales[0]), activations)
+        check_layer(layer_of(tmp_path / str(group_size), case, group_size, case.scales[0]), activations)
 
 
 @pytest.mark.parametrize("activations", ["int8", "float"])
@@ -92,7 +69,7 @@ def test_gpt_oss(activations: str, tmp_path: Path) -> None:
     config = CONFIG | {"model_type": "gpt_oss", "intermediate_size": INTERMEDIATE, "swiglu_limit": 7.0}
     write_checkpoint(tmp_path, tensors, {"quant_method": "mxfp4"}, **config)
     layer = find_format(open_checkpoint(tmp_path)).moe_layers()[0]
-    run(layer, activations)
+    check_layer(layer, activations)
     spec = _spec(layer, "cpu_panel", activations, "exact", Report("", {}))
     assert (spec.activation, spec.w13.format, spec.w13.bias, spec.w2.bias) == ("swiglu_oai", "mxfp4", 1, 1)
     bias = tensors[f"{prefix}gate_up_proj_bias"][1]
@@ -106,7 +83,20 @@ def test_gate_and_up_keep_their_own_input_scales(tmp_path: Path) -> None:
     layer = layer_of(tmp_path, case, 16, "e4m3")
     expert = layer.expert(0)
     assert expert.gate.input_scale != expert.up.input_scale
-    run(layer, "int8")
+    check_layer(layer, "int8")
+
+
+@pytest.mark.parametrize("middle", [0, 2])
+def test_an_expert_without_zero_points_of_its_own(middle: int, tmp_path: Path) -> None:
+    """All its zero points are the midpoint; its neighbours' are not."""
+    case = next(c for c in encoders.CASES if c.id == "gptq4-asym")
+    layer = layer_of(tmp_path, case, 32, "f16")
+    tensors = {name: np.array(layer.format.ckpt.tensor(name)) for name in layer.format.ckpt.names()}
+    for name in tensors:
+        if f".{middle}." in name.removeprefix(layer.name) and name.endswith("qzeros"):
+            tensors[name][:] = 0x77777777  # 8, stored less one
+    write_checkpoint(tmp_path / "changed", tensors, case.config(32), **CONFIG)
+    check_layer(find_format(open_checkpoint(tmp_path / "changed")).moe_layers()[0], "int8")
 
 
 def test_widths_that_no_layout_carries_are_refused(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_unsupported_is_named(quantization: dict, text: str, tmp_path: Path) -> 
     ("quantization", "text"),
     [
         ({"quant_method": "gptq", "bits": 3, "sym": True}, "bits=3, sym=True; supported: 4 and 8 bits"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo W4A8_AWQ; supported: NVFP4, FP8"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo W4A8_AWQ; supported: NVFP4, NVFP4_AWQ"),
         (
             {
                 "quant_method": "compressed-tensors",

@@ -33,6 +33,7 @@ struct PanelMatrix {
   int64_t block;        // columns of a block
   int64_t blocks;       // blocks of a row
   int parts;            // groups of a block: 1, or 2 of 16 columns
+  bool stepped;         // activations are nvfp4 as well: integers with a step for each group
   int64_t codes_bytes;  // of a block
   int64_t block_bytes;  // codes, scales and zero points
   int64_t stride;       // of a panel
@@ -74,7 +75,10 @@ inline PanelMatrix panel_matrix(int32_t format, int32_t scale_type, int64_t grou
   return p;
 }
 inline PanelMatrix panel_matrix(const qm_projection& w, int64_t n, int64_t k) {
-  return panel_matrix(w.format, w.scale_type, w.group_size, n, k, w.zero_points);
+  PanelMatrix p = panel_matrix(w.format, w.scale_type, w.group_size, n, k, w.zero_points);
+  // In act-order a group of weights is not one of activations.
+  p.stepped = w.format == k_format_nvfp4 && w.activation_format == k_activation_format_nvfp4 && p.parts == 2 && !w.perm;
+  return p;
 }
 
 // Activations that are integers; all others are rounded, if at all, and stay f32.

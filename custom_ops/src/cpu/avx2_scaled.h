@@ -109,7 +109,12 @@ void scaled_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, cons
       }
       QM_EACH_VECTOR {
         const __m256 scale = load_group_scales<C>(p, g, v, base + p.codes_bytes + part * scale_bytes);
-        QM_EACH_ROW acc[i][v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[i][v]), scale, acc[i][v]);
+        const float* steps = reinterpret_cast<const float*>(start + p.groups() * M);
+        if (p.stepped)
+          QM_EACH_ROW acc[i][v] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(dot[i][v]), scale),
+                                                  _mm256_broadcast_ss(steps + i), acc[i][v]);
+        else
+          QM_EACH_ROW acc[i][v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[i][v]), scale, acc[i][v]);
       }
     }
   }
@@ -120,6 +125,11 @@ void scaled_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, cons
     const __m256 multiplier = load_rows_ps<C::kBits>(g, v, p.tail() + 4 * p.nr);
     const __m256 bias = load_rows_ps<C::kBits>(g, v, p.biases());
     QM_EACH_ROW {
+      if (p.stepped) {
+        store_rows<C::kBits>(store, v, i * row_stride,
+                             _mm256_add_ps(_mm256_mul_ps(swap_lanes(acc[i][v]), multiplier), bias));
+        continue;
+      }
       const __m256 z = _mm256_set1_ps(static_cast<float>(-zero_points[i]));
       __m256 y = _mm256_fmadd_ps(sums, z, swap_lanes(acc[i][v]));
       if (C::kMultiplied) y = _mm256_mul_ps(y, multiplier);

@@ -92,8 +92,8 @@ inline void dot_part(const Group& g, int64_t offset, int part, const uint8_t* x,
   }
 }
 
-// kParts: groups of a block.
-template <int M, class C, bool kZero, int kParts>
+// kParts: groups of a block. kStepped: activations have a step for each group.
+template <int M, class C, bool kZero, int kParts, bool kStepped = false>
 void scaled_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const Store& store, int64_t row_stride) {
   const uint8_t* x = tile;
   const int32_t* start = reinterpret_cast<const int32_t*>(tile + p.kp * M);
@@ -143,7 +143,13 @@ void scaled_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, cons
         } while (x != end);
       }
       const __m512 scale = load_group_scales<C>(p, g, base + p.codes_bytes + part * scale_bytes);
-      QM_EACH acc[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[i]), scale, acc[i]);
+      if constexpr (kStepped) {
+        const float* steps = reinterpret_cast<const float*>(start + p.groups() * M);
+        QM_EACH acc[i] =
+            _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(dot[i]), scale), _mm512_set1_ps(steps[i]), acc[i]);
+      } else {
+        QM_EACH acc[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[i]), scale, acc[i]);
+      }
     }
     if constexpr (kParts == 2) {
       x += 32 * M;
@@ -155,7 +161,10 @@ void scaled_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, cons
   const __m512 sums = _mm512_castsi512_ps(load_lanes32<C::kBits>(g, p.tail()));
   const __m512 multiplier = _mm512_castsi512_ps(load_lanes32<C::kBits>(g, p.tail() + 4 * p.nr));
   const __m512 bias = _mm512_castsi512_ps(load_lanes32<C::kBits>(g, p.biases()));
-  QM_EACH {
+  QM_EACH if constexpr (kStepped) {
+    store_lanes<C::kBits>(store, i * row_stride, _mm512_add_ps(_mm512_mul_ps(acc[i], multiplier), bias));
+  }
+  else {
     __m512 y = _mm512_fmadd_ps(sums, _mm512_set1_ps(static_cast<float>(-zero_points[i])), acc[i]);
     if (C::kMultiplied) y = _mm512_mul_ps(y, multiplier);
     store_lanes<C::kBits>(store, i * row_stride, _mm512_add_ps(_mm512_mul_ps(y, _mm512_set1_ps(steps[i])), bias));

@@ -267,6 +267,11 @@ void pack_tile(const PanelMatrix& p, bool quantized, const Row* rows, int m, uin
   for (int i = 0; i < m; ++i)
     for (int64_t b = 0; b < p.groups(); ++b) sums[b * m + i] = rows[i].sums[b];
   float* steps = reinterpret_cast<float*>(sums + p.groups() * m);
+  if (p.stepped) {
+    for (int i = 0; i < m; ++i)
+      for (int64_t b = 0; b < p.groups(); ++b) steps[b * m + i] = rows[i].steps[b];
+    return;
+  }
   int32_t* zero_points = reinterpret_cast<int32_t*>(steps + m);
   for (int i = 0; i < m; ++i) {
     steps[i] = rows[i].step;
@@ -291,7 +296,7 @@ inline void pack_tile_offset(const PanelMatrix& p, bool quantized, const Row* ro
 }
 
 #define QM_ELEMENTWISE(pack) \
-  to_float, from_float, scale, all_finite, quantize, block_sums, round_row, activate, accumulate, pack
+  to_float, from_float, scale, all_finite, quantize, block_sums, round_row, quantize_nvfp4, activate, accumulate, pack
 
 }  // namespace
 }  // namespace quantmoe

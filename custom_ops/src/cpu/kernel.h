@@ -19,12 +19,14 @@ struct Row {
   const int32_t* sums;  // [groups]: sum of q over each group
   float step;
   int32_t zero_point;
+  const float* steps;  // [groups], instead of step and zero_point where the matrix is stepped
 };
 
 constexpr int kMaxTileRows = 32;
 
 // Rows of one tile interleaved for broadcast loads; byte offsets in `data`, m rows:
 //   quantized: q int8 [kp / 4][m][4] | sums int32 [groups][m] | step f32 [m] | zero_point int32 [m]
+//   stepped:   q int8 [kp / 4][m][4] | sums int32 [groups][m] | steps f32 [groups][m]
 //   float:     x f32 [kp][m]
 struct Tile {
   const uint8_t* data;
@@ -32,12 +34,12 @@ struct Tile {
 };
 // Bytes of one row within a tile, so that tiles of any m lie back to back at row * tile_row_bytes.
 inline int64_t tile_row_bytes(const PanelMatrix& p, bool quantized) {
-  return quantized ? p.kp + 4 * p.groups() + 8 : 4 * p.kp;
+  return quantized ? p.kp + 4 * p.groups() + (p.stepped ? 4 * p.groups() : 8) : 4 * p.kp;
 }
 
 struct Product {
   const PanelMatrix* matrix;
-  bool quantized;         // activation_format is int8_token or int8_token_asym
+  bool quantized;         // activations are integers: int8_token, int8_token_asym, or the matrix is stepped
   const uint8_t* panels;  // the first panel
   int64_t panel_count;
   const Tile* tiles;
@@ -66,6 +68,8 @@ struct CpuKernel {
   // Rounds x [k] to a float activation_format, as f32 [k]; false when the row is not finite. stored: the scale that
   // fp8_tensor and nvfp4 divide by.
   bool (*round_row)(int32_t activation_format, float stored, const float* x, int64_t k, float* out);
+  // Quantizes x [k] to nvfp4: doubled values q [16 groups], zero past k, and halved steps; false when it is not finite.
+  bool (*quantize_nvfp4)(float stored, const float* x, int64_t k, int64_t groups, int8_t* q, float* steps);
   // h[i] = act(gate[i], up[i]), or act(up[i]) when gate is null.
   void (*activate)(const qm_moe& moe, const float* gate, const float* up, int64_t n, float* h);
   void (*accumulate)(float weight, const float* x, int64_t n, float* y);  // y = fma(weight, x, y)

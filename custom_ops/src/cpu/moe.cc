@@ -97,6 +97,7 @@ struct Layer {
   float* lane_x;
   float* lane_row;  // [max kp]
   int32_t* lane_sums;
+  float* lane_steps;
 
   Layer(const qm_moe& m, const qm_moe_call& c, const CpuKernel& k)
       : moe(m),
@@ -108,8 +109,8 @@ struct Layer {
         product2(k.carries(w2) ? k : panel_portable),
         parts13(w13_parts(m)),
         parts2(w2_parts(m)) {
-    quantized13 = is_int8_activation(m.w13);
-    quantized2 = is_int8_activation(m.w2);
+    quantized13 = is_int8_activation(m.w13) || w13.stepped;
+    quantized2 = is_int8_activation(m.w2) || w2.stepped;
     // Gate and up read different tiles.
     sides13 = m.w13.perm == 2 || m.w13.pre_scale == 2 || (has_input_scales(m.w13) && m.gated) ? 2 : 1;
     pairs = c.tokens * c.top_k;
@@ -147,6 +148,7 @@ struct Layer {
     lane_x = a.take<float>(lanes * kMaxTileRows * lane_kp());
     lane_row = a.take<float>(lanes * lane_kp());
     lane_sums = a.take<int32_t>(lanes * kMaxTileRows * lane_groups());
+    lane_steps = a.take<float>(w13.stepped || w2.stepped ? lanes * kMaxTileRows * lane_groups() : 0);
     if (call.type == QM_F32) y = static_cast<float*>(call.output);
     return a.used;
   }
@@ -241,6 +243,17 @@ bool Layer::prepare(int lane, int slot, const qm_projection& w, const PanelMatri
     x = staged;
   }
   *row = {};
+  int8_t* quantized = lane_q + (lane * kMaxTileRows + slot) * lane_kp();
+  int32_t* group_sums = lane_sums + (lane * kMaxTileRows + slot) * lane_groups();
+  row->q = quantized;
+  row->sums = group_sums;
+  if (p.stepped) {
+    float* steps = lane_steps + (lane * kMaxTileRows + slot) * lane_groups();
+    const bool finite = kernel.quantize_nvfp4(how.stored, x, p.k, p.groups(), quantized, steps);
+    kernel.block_sums(quantized, p.group(), p.groups(), group_sums);
+    row->steps = steps;
+    return finite;
+  }
   if (!is_int8_activation(w)) {
     const bool finite = kernel.round_row(w.activation_format, how.stored, x, p.k, staged);
     gather(finite ? staged : x);
@@ -248,12 +261,8 @@ bool Layer::prepare(int lane, int slot, const qm_projection& w, const PanelMatri
     return finite;
   }
   gather(x);
-  int8_t* quantized = lane_q + (lane * kMaxTileRows + slot) * lane_kp();
-  int32_t* group_sums = lane_sums + (lane * kMaxTileRows + slot) * lane_groups();
   const bool finite = kernel.quantize(w.activation_format, own, p.k, p.kp, quantized, &row->step, &row->zero_point);
   kernel.block_sums(quantized, p.group(), p.groups(), group_sums);
-  row->q = quantized;
-  row->sums = group_sums;
   return finite;
 }
 
@@ -331,7 +340,7 @@ void Layer::gate_up(int lane, const Task& task) {
       Row list[kMaxTileRows];
       for (int i = 0; i < m; ++i, ++position) {
         const int64_t r = row_of(order[position]);
-        Row row{x + r * w13.kp, q + r * w13.kp, sums + r * w13.groups(), step[r], zero_point[r]};
+        Row row{x + r * w13.kp, q + r * w13.kp, sums + r * w13.groups(), step[r], zero_point[r], nullptr};
         if (is_expert_dependent(moe.w13)) {
           if (!prepare(lane, i, moe.w13, w13, how[g], x + r * w13.kp, &row))
             __atomic_fetch_or(bad + order[position].token, kBadScaled, __ATOMIC_RELAXED);

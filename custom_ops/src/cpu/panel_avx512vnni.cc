@@ -276,7 +276,8 @@ template <int... M>
 constexpr auto scaled_table(std::integer_sequence<int, M...>) {
   struct Table {
     // [e2m1, int4 and int8 with middles, with zero points: 5][groups of 16][m - 1]
-    TileFunction quantized[5][2][sizeof...(M)], floats[3][2][sizeof...(M)], columns[3][sizeof...(M)];
+    TileFunction quantized[5][2][sizeof...(M)], floats[3][2][sizeof...(M)], columns[3][sizeof...(M)],
+        stepped[sizeof...(M)];
   };
   return Table{{{{scaled_tile<M + 1, E2m1, false, 1>...}, {scaled_tile<M + 1, E2m1, false, 2>...}},
                 {{nullptr}, {scaled_tile<M + 1, Int4, false, 2>...}},
@@ -286,7 +287,8 @@ constexpr auto scaled_table(std::integer_sequence<int, M...>) {
                {{{scaled_float_tile<M + 1, E2m1, 1>...}, {scaled_float_tile<M + 1, E2m1, 2>...}},
                 {{scaled_float_tile<M + 1, Int4, 1>...}, {scaled_float_tile<M + 1, Int4, 2>...}},
                 {{scaled_float_tile<M + 1, Int8, 1>...}, {scaled_float_tile<M + 1, Int8, 2>...}}},
-               {{column_tile<M + 1, E4m3>...}, {column_tile<M + 1, Bf16>...}, {column_tile<M + 1, F16>...}}};
+               {{column_tile<M + 1, E4m3>...}, {column_tile<M + 1, Bf16>...}, {column_tile<M + 1, F16>...}},
+               {scaled_tile<M + 1, E2m1, false, 2, true>...}};
 }
 constexpr auto kScaledTiles = scaled_table(std::make_integer_sequence<int, kTileRows>());
 
@@ -294,6 +296,7 @@ TileFunction tile_function(const PanelMatrix& p, bool quantized, int m) {
   if (p.plain()) return kTiles.of[quantized][p.bits == 8][m - 1];
   if (p.columns)
     return kScaledTiles.columns[p.format == k_format_fp8_e4m3 ? 0 : p.format == k_format_bf16 ? 1 : 2][m - 1];
+  if (quantized && p.stepped) return kScaledTiles.stepped[m - 1];
   const int kind = is_e2m1(p.format) ? 0 : p.bits == 4 ? 1 : 2;
   if (!quantized) return kScaledTiles.floats[kind][p.parts - 1][m - 1];
   return kScaledTiles.quantized[p.zero_points ? kind + 2 : kind][p.parts - 1][m - 1];

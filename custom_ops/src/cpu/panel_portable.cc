@@ -80,13 +80,16 @@ void multiply(const Product& product) {
             }
             const uint8_t* scales = base + group / p.parts * p.block_bytes + p.codes_bytes;
             const float scale = p.grouped ? load_scale(p, scales, static_cast<int>(group % p.parts * p.nr) + r) : 0.0f;
-            acc = p.grouped ? fma(product.quantized ? static_cast<float>(dot) : partial, scale, acc) : partial;
+            if (p.stepped)
+              acc = fma(static_cast<float>(dot) * scale, load<float>(steps, group * m + i), acc);
+            else
+              acc = p.grouped ? fma(product.quantized ? static_cast<float>(dot) : partial, scale, acc) : partial;
           }
           const float bias = load<float>(base + p.biases(), r);
           // Where the tail has them: scales of channelwise rows, multipliers.
           const float scale = load<float>(tail, p.nr + r);
           float y;
-          if (!product.quantized) {
+          if (!product.quantized || p.stepped) {
             if (!p.grouped) acc = acc * (scale * (p.bits == 4 ? 16.0f : 1.0f));
             if (p.multiplied()) acc = acc * scale;
             y = acc + bias;

@@ -16,19 +16,14 @@ inline float round_minifloat(float x) {
 inline float round_e4m3(float x) { return round_minifloat<3, -6>(x < -448.0f ? -448.0f : x > 448.0f ? 448.0f : x); }
 inline float round_e2m1(float x) { return round_minifloat<1, 0>(x < -6.0f ? -6.0f : x > 6.0f ? 6.0f : x); }
 
+// Of finite numbers: as integers, whose maximum compilers reassociate.
 inline float largest_magnitude(const float* x, int64_t n) {
-  constexpr int kLanes = 16;
-  float found[kLanes] = {};
-  int64_t i = 0;
-  const auto extend = [&](int lane, float value) {
-    const float magnitude = value < 0.0f ? -value : value;
-    found[lane] = magnitude > found[lane] ? magnitude : found[lane];
-  };
-  for (; i + kLanes <= n; i += kLanes)
-    for (int lane = 0; lane < kLanes; ++lane) extend(lane, x[i + lane]);
-  for (; i < n; ++i) extend(0, x[i]);
-  for (int lane = 1; lane < kLanes; ++lane) extend(0, found[lane]);
-  return found[0];
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t magnitude = bit_cast<uint32_t>(x[i]) & 0x7fffffffu;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return bit_cast<float>(largest);
 }
 
 // max / 448, 1 when that is zero.
@@ -47,6 +42,40 @@ inline float e8m0_step(float largest, int emax) {
 template <bool kE2m1>
 inline void round_to(const float* x, int64_t n, float step, float* out) {
   for (int64_t i = 0; i < n; ++i) out[i] = (kE2m1 ? round_e2m1(x[i] / step) : round_e4m3(x[i] / step)) * step;
+}
+
+// The step of 16 features.
+inline float nvfp4_step(float largest, float stored) { return round_e4m3(largest / 6.0f / stored) * stored; }
+
+// A loop for each step: all of them are vectors.
+inline void quantize_groups(float stored, const float* x, int64_t groups, int8_t* q, float* steps) {
+  for (int64_t g = 0; g < groups; ++g) steps[g] = largest_magnitude(x + 16 * g, 16);
+  for (int64_t g = 0; g < groups; ++g) {
+    const float step = nvfp4_step(steps[g], stored);
+    steps[g] = step > 0.0f ? step : 0.0f;
+  }
+  for (int64_t g = 0; g < groups; ++g) {
+    const bool zero = steps[g] == 0.0f;
+    const float divisor = zero ? INFINITY : steps[g];
+    for (int i = 0; i < 16; ++i) {
+      const float rounded = round_e2m1(x[16 * g + i] / divisor);
+      q[16 * g + i] = static_cast<int8_t>(static_cast<int32_t>(rounded + rounded));
+    }
+    steps[g] = steps[g] * 0.5f;
+  }
+}
+
+bool quantize_nvfp4(float stored, const float* x, int64_t k, int64_t groups, int8_t* q, float* steps) {
+  const bool finite = all_finite(x, k);
+  const int64_t whole = finite ? k / 16 : 0;
+  quantize_groups(stored, x, whole, q, steps);
+  float rest[16] = {};
+  if (finite) std::memcpy(rest, x + 16 * whole, static_cast<size_t>(k % 16) * 4);
+  for (int64_t g = whole; g < groups; ++g) {
+    quantize_groups(stored, rest, 1, q + 16 * g, steps + g);
+    std::memset(rest, 0, sizeof(rest));
+  }
+  return finite;
 }
 
 // Rounds x [k] to out [k]; false when the row is not finite. stored: the tensor's scale, for fp8_tensor and nvfp4.
@@ -79,8 +108,7 @@ bool round_row(int32_t activation_format, float stored, const float* x, int64_t 
       return true;
     case k_activation_format_nvfp4:
       grouped(16, [stored](const float* from, int64_t n, float* to) {
-        const float scale = round_e4m3(largest_magnitude(from, n) / 6.0f / stored);
-        const float step = scale * stored;
+        const float step = nvfp4_step(largest_magnitude(from, n), stored);
         if (step > 0.0f)
           round_to<true>(from, n, step, to);
         else
