@@ -116,8 +116,8 @@ wheel: venv
 test-wheel: wheel
 	for version in $(ORT_VERSIONS); do \
 	  uv venv --quiet --clear --python $(BIN)/python build/ort-$$version && \
-	  $(BIN)/uv pip install --quiet --python build/ort-$$version/bin/python dist/*.whl "onnxruntime==$$version.*" pytest && \
-	  build/ort-$$version/bin/python -m pytest -m "not long" tests/engines || exit 1; \
+	  $(BIN)/uv pip install --quiet --python build/ort-$$version/bin/python dist/*.whl "onnxruntime==$$version.*" pytest pytest-xdist && \
+	  build/ort-$$version/bin/$(PYTEST) tests/engines || exit 1; \
 	done
 
 # The library cross-built for aarch64, under qemu-user: a part of tests/arm/run.sh. Needs Debian and g++-aarch64-linux-gnu.
