@@ -7,17 +7,22 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from quantmoe.custom_ops import library_file
-from quantmoe.custom_ops.op import LinearSpec, MoESpec, attribute_kinds, enum
+from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, attribute_kinds, enum
 
 if TYPE_CHECKING:
     import torch
 
-#: what plan.cc takes of a projection's attributes; group_size and perm besides, see refusal
+#: what plan.cc takes of a projection's attributes, by format; group_size and perm besides, see _refusal
+SCALES: dict[str, tuple[str, ...]] = {
+    "int4": ("f32", "f16", "bf16"),
+    "int8": ("f32", "f16", "bf16"),
+    "fp8_e4m3": ("f32", "f16", "bf16", "e8m0"),
+    "mxfp4": ("e8m0",),
+    "nvfp4": ("e4m3",),
+}
 SUPPORTED: dict[str, tuple[int | str, ...]] = {
-    "format": ("int4",),
-    "zero_points": (0,),
-    "block_n": (1,),
-    "scale_type": ("f16", "bf16"),
+    "format": tuple(SCALES),
+    "zero_points": (0, 1),
     "activation_format": ("none",),
     "pre_scale": (0,),
 }
@@ -107,21 +112,38 @@ def refusal(spec: MoESpec | LinearSpec) -> str:
     """Why the kernels do not run nodes with these attributes; "" when they do. Needs neither the library nor a GPU."""
     if isinstance(spec, LinearSpec):
         return "QuantLinear; the CUDA kernels run QuantMoE"
-    runs = (
-        "the CUDA kernels run symmetric int4 weights with f16 or bf16 scales, group_size -1, 32 or a power of two "
-        "from 64, and 16-bit activations (activation_format none)"
-    )
     for prefix, projection in (("w13", spec.w13), ("w2", spec.w2)):
-        for name, known in SUPPORTED.items():
-            if (value := getattr(projection, name)) not in known:
-                return f"{prefix}_{name} is {value}; {runs}"
-        g = projection.group_size
-        if g not in (-1, 32) and (g < 64 or g & (g - 1)):
-            return f"{prefix}_group_size is {g}; {runs}"
-        if projection.perm not in (0, 1 if prefix == "w13" else 0):
-            return f"{prefix}_perm is {projection.perm}; the CUDA kernels take 0, and 1 for w13"
+        if reason := _refusal(prefix, projection, perms=(0, 1) if prefix == "w13" else (0,)):
+            return reason
     if spec.hidden_size % 8:
         return f"hidden_size is {spec.hidden_size}; the CUDA kernels take multiples of 8"
+    return ""
+
+
+def _refusal(prefix: str, p: Projection, perms: tuple[int, ...]) -> str:
+    """plan.cc's ValidateWeights."""
+    for name, known in SUPPORTED.items():
+        if (value := getattr(p, name)) not in known:
+            take = ", ".join(map(str, known))
+            return f"{prefix}_{name} is {value}; the CUDA kernels take {take}"
+    if p.zero_points and p.format != "int4":
+        return f"{prefix}_zero_points is 1; the CUDA kernels take zero points of int4 only, the format is {p.format}"
+    if p.scale_type not in SCALES[p.format]:
+        take = ", ".join(SCALES[p.format])
+        return f"{prefix}_scale_type is {p.scale_type}; the CUDA kernels take {take} for {p.format}"
+    g = p.group_size
+    fixed = {"mxfp4": 32, "nvfp4": 16}.get(p.format, 32 if p.scale_type == "e8m0" else None)
+    if fixed is not None and g != fixed:
+        return f"{prefix}_group_size is {g}; the CUDA kernels take {fixed} for {p.format} with {p.scale_type} scales"
+    if fixed is None and g not in (-1, 32) and (g < 64 or g & (g - 1)):
+        return f"{prefix}_group_size is {g}; the CUDA kernels take -1, 32 and powers of two from 64"
+    if p.scale_type == "f32" and g == 32:
+        return (
+            f"{prefix}_scale_type is f32 with group_size 32; the CUDA kernels take f32 scales of groups of 64 and "
+            "more: export with --scales bf16"
+        )
+    if p.perm not in perms:
+        return f"{prefix}_perm is {p.perm}; the CUDA kernels take {', '.join(map(str, perms))}"
     return ""
 
 

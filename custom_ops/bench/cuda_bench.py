@@ -1,6 +1,6 @@
 """Time of whole MoE layers on one GPU: CUDA graph replay, weights colder than L2, medians.
 
-    python cuda_bench.py [--shapes qwen3-30b-a3b,...] [--tokens 1,8,...] [--json out.json]
+    python cuda_bench.py [--shapes qwen3-30b-a3b,...] [--tokens 1,8,...] [--formats int4,mxfp4,...] [--json out.json]
 
 Each graph holds several layers that rotate over copies of the weights and have their own ids, so that between two uses
 of any byte far more than L2 has been read. `floor` is the larger of touched bytes over the measured read bandwidth and
@@ -10,6 +10,7 @@ FLOPs over the measured matrix rate.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Callable
@@ -25,8 +26,22 @@ from quantmoe.custom_ops.shapes import SHAPES, Shape
 L2_BYTES = 60 << 20
 
 
-def spec_of(s: Shape, group_size: int) -> MoESpec:
-    w = Projection("int4", group_size, "bf16", "none", layout="marlin")
+#: format, group_size, scale type, zero points
+FORMATS = {
+    "int4": ("int4", 128, "bf16", 0),
+    "int4-g32": ("int4", 32, "bf16", 0),
+    "int4-zero": ("int4", 128, "f16", 1),
+    "int8": ("int8", -1, "bf16", 0),
+    "fp8": ("fp8_e4m3", -1, "bf16", 0),
+    "fp8-128": ("fp8_e4m3", 128, "f32", 0),
+    "mxfp4": ("mxfp4", 32, "e8m0", 0),
+    "nvfp4": ("nvfp4", 16, "e4m3", 0),
+}
+
+
+def spec_of(s: Shape, name: str) -> MoESpec:
+    kind, group_size, scale_type, zeros = FORMATS[name]
+    w = Projection(kind, group_size, scale_type, "none", layout="marlin", zero_points=zeros)
     return MoESpec(s.experts, s.hidden, s.intermediate, w, w)
 
 
@@ -36,10 +51,29 @@ def random_rows(spec: MoESpec, projection: str, generator: torch.Generator) -> t
     rows = torch.empty((spec.num_experts, parts.row_bytes), dtype=torch.uint8, device="cuda")
     for row in rows:
         row.random_(0, 256, generator=generator)
-    at = parts.slices["scales"]
-    scales = torch.rand((spec.num_experts, (at.stop - at.start) // 2), device="cuda", generator=generator)
-    scales = (scales + 0.5) / (4 * parts.K**0.5)
-    rows[:, at] = scales.bfloat16().view(torch.uint8).view(spec.num_experts, -1)
+
+    def put(name: str, values: torch.Tensor) -> None:
+        rows[:, parts.slices[name]] = values.view(torch.uint8).view(spec.num_experts, -1)
+
+    def uniform(name: str, size: int) -> torch.Tensor:
+        at = parts.slices[name]
+        return torch.rand((spec.num_experts, (at.stop - at.start) // size), device="cuda", generator=generator) + 0.5
+
+    dtype = {
+        "f32": torch.float32,
+        "f16": torch.float16,
+        "bf16": torch.bfloat16,
+        "e8m0": torch.float8_e8m0fnu,
+        "e4m3": torch.float8_e4m3fn,
+    }[parts.attributes.scale_type]
+    # products keep unit variance, about
+    spread = {"int4": 5, "int8": 74, "fp8_e4m3": 115, "mxfp4": 3, "nvfp4": 3}[parts.attributes.format] * parts.K**0.5
+    put("scales", (uniform("scales", dtype.itemsize) / (1 if dtype is torch.float8_e4m3fn else spread)).to(dtype))
+    if dtype is torch.float8_e4m3fn:
+        put("global_scale", uniform("global_scale", 4) / spread)
+    rows[:, parts.slices["zero_points"]] &= 15
+    if parts.attributes.format == "fp8_e4m3":
+        rows[:, parts.slices["codes"]] &= 0xBF  # no code that is not a number
     return rows
 
 
@@ -109,6 +143,7 @@ def measure(name: str, tokens: int, layers: list[cuda.CudaMoE], zipf: bool, repe
     return {
         "shape": name,
         "tokens": tokens,
+        "format": spec.w13.format,
         "group_size": spec.w13.group_size,
         "zipf": zipf,
         "us": seconds * 1e6,
@@ -125,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shapes", default="qwen3-30b-a3b,mixtral-8x7b,gpt-oss-120b,deepseek-v3-tp8")
     parser.add_argument("--tokens", default="1,8,64,512,4096")
-    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--formats", default="int4", help=", ".join(FORMATS))
     parser.add_argument("--zipf", action="store_true")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--json")
@@ -134,8 +169,8 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}: read {bandwidth / 1e12:.2f} TB/s, bf16 product {rate / 1e12:.0f} TFLOP/s")
     generator = torch.Generator(device="cuda").manual_seed(0)
     results = []
-    for name in args.shapes.split(","):
-        spec = spec_of(SHAPES[name], args.group_size)
+    for name, kind in itertools.product(args.shapes.split(","), args.formats.split(",")):
+        spec = spec_of(SHAPES[name], kind)
         one = spec.num_experts * sum(marlin.row_bytes(spec, p) for p in ("w13", "w2"))
         copies = max(2, -(-8 * L2_BYTES // one))
         layers = [cuda.CudaMoE(spec, *(random_rows(spec, p, generator) for p in ("w13", "w2"))) for _ in range(copies)]
@@ -144,7 +179,7 @@ def main() -> None:
             r["floor_us"] = max(r["bytes"] / bandwidth, r["flops"] / rate) * 1e6
             results.append(r)
             print(
-                f"{name:16} T={tokens:<5} {r['us']:9.1f} us  floor {r['floor_us']:8.1f}  "
+                f"{name:16} {kind:9} T={tokens:<5} {r['us']:9.1f} us  floor {r['floor_us']:8.1f}  "
                 f"{r['bytes'] / r['us'] / 1e6:5.2f} TB/s {r['flops'] / r['us'] / 1e6:6.1f} TFLOP/s  "
                 f"{r['path']} {r['plan']}",
                 flush=True,

@@ -198,6 +198,8 @@ def _pack_projection(matrices: list[QuantizedMatrix], parts: _Parts, row: np.nda
     if a.zero_points:
         put("zero_points", parts.group_panels([m.zero_points[rows] for m in matrices if m.zero_points is not None]))
     if a.format == "nvfp4":
+        if any((m.scales.view(np.uint8) & 0x80).any() for m in matrices):
+            raise ValueError("nvfp4 scales are negative, expected e4m3 codes without a sign")
         both = [m.global_scale for m in matrices] * (3 - len(matrices))
         put("global_scale", np.array(both, np.float32))
     if a.bias:

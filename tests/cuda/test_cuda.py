@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import Case
+from cases import INT4, Case
 
 from quantmoe.custom_ops import cuda, reference
+from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.op import MoESpec, Projection
 
@@ -26,10 +27,10 @@ UNIT = {"f16": 2.0**-11, "bf16": 2.0**-8}  # half an ulp
 TORCH = {"f16": torch.float16, "bf16": torch.bfloat16}
 
 
-def build(case: Case):
+def build(case: Case, experts: list[Expert] | None = None):
     """(spec, experts, w13, w2) of a case in layout marlin."""
     rng = np.random.default_rng(case.seed)
-    experts = [case.expert(rng) for _ in range(case.experts)]
+    experts = experts or [case.expert(rng) for _ in range(case.experts)]
     layout = LAYOUTS["marlin"]
     w13, w2 = experts_describe(experts)
     spec = MoESpec(
@@ -58,8 +59,8 @@ def experts_describe(experts) -> tuple[Projection, Projection]:
     return found
 
 
-def run(case: Case, tokens: int, dtype: str, *, ids=None, id_type=np.int64, mutate=None):
-    spec, experts, w13, w2 = build(case)
+def run(case: Case, tokens: int, dtype: str, *, ids=None, id_type=np.int64, mutate=None, experts=None):
+    spec, experts, w13, w2 = build(case, experts)
     hidden, topk_ids, weights = case.tokens(tokens)
     if ids is not None:
         topk_ids = ids
@@ -114,6 +115,33 @@ CASES = {
     # wgmma: down's K of 35 units in two parts, the second from the middle of a scale block
     "split-k": replace(BASE, intermediate=2240, group_size=128, experts=4, bias=True),
 }
+# Formats other than symmetric int4: (kind, scale type, zero points), group_size, block_n.
+FORMATS = {
+    "int4-zero": (("int4", "bf16", True), 32, 1),
+    "int4-zero-f16": (("int4", "f16", True), 128, 1),
+    "int4-zero-f32": (("int4", "f32", True), 64, 1),
+    "int4-f32": (("int4", "f32", False), -1, 1),
+    "int8": (("int8", "bf16", False), -1, 1),
+    "int8-f16": (("int8", "f16", False), 32, 1),
+    "int8-f32": (("int8", "f32", False), 128, 1),
+    "fp8": (("fp8_e4m3", "f32", False), 128, 128),
+    "fp8-bf16": (("fp8_e4m3", "bf16", False), -1, 1),
+    "fp8-f16": (("fp8_e4m3", "f16", False), 32, 1),
+    "fp8-e8m0": (("fp8_e4m3", "e8m0", False), 32, 1),
+    "mxfp4": (("mxfp4", "e8m0", False), 32, 1),
+    "nvfp4": (("nvfp4", "e4m3", False), 16, 1),
+}
+# bf16 scales and zero points, odd sizes, a bias; two parts of K; sizes of many panels.
+FORMAT_SHAPES = {
+    "odd": replace(BASE, hidden=360, intermediate=90, bias=True),
+    "split-k": replace(BASE, intermediate=2240, experts=4, activation="swiglu_oai"),
+    "ungated": replace(BASE, hidden=512, intermediate=200, gated=False, activation="relu2", on_input=True),
+}
+
+
+def of_format(name: str, case: Case) -> Case:
+    weights, group_size, block_n = FORMATS[name]
+    return replace(case, weights=weights, group_size=group_size, block_n=block_n)
 
 
 @gpu
@@ -122,6 +150,44 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_layer(name, tokens, dtype):
     check(CASES[name], tokens, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("tokens", [1, 8, 13, 30, 70, 200, 600])
+@pytest.mark.parametrize("shape", FORMAT_SHAPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_format(name, shape, tokens, dtype):
+    check(of_format(name, FORMAT_SHAPES[shape]), tokens, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [3, 40, 300])
+@pytest.mark.parametrize("name", FORMATS)
+def test_scales_of_every_size(name, tokens):
+    """A row's scales differ by 2^20 (nvfp4: all codes), some are zero; tokens differ by 2^40."""
+    case = of_format(name, replace(BASE, hidden=512, intermediate=256))
+
+    def wild(m, rng):
+        s = m.scales
+        if name == "nvfp4":
+            s = rng.integers(0, 0x7F, s.shape, dtype=np.uint8).view(s.dtype)
+        elif s.dtype.itemsize == 1:
+            s = (s.view(np.uint8) - rng.integers(0, 20, s.shape, dtype=np.uint8)).view(s.dtype)
+        else:
+            least = -4 if s.dtype == np.float16 else -20
+            s = (s.astype(np.float64) * 2.0 ** rng.integers(least, 1, s.shape)).astype(s.dtype)
+            s[rng.random(s.shape) < 0.1] = 0
+        return replace(m, scales=s)
+
+    def tokens_of_every_size(x):
+        x *= 2.0 ** torch.randint(-20, 20, (len(x), 1), generator=torch.Generator().manual_seed(0))
+
+    _, experts, *_ = build(case)
+    rng = np.random.default_rng(7)
+    experts = [Expert(*(wild(m, rng) for m in (e.gate, e.up, e.down))) for e in experts]
+    check(case, tokens, "bf16", mutate=tokens_of_every_size, experts=experts)
+    check(case, tokens, "f16", experts=experts)
 
 
 @gpu
@@ -197,8 +263,9 @@ def test_graph_replay_follows_new_inputs(tokens):
     assert torch.equal(out, layer(x, ids, weights))
 
 
-def spec_of(hidden, intermediate, experts, group_size=128, **changes):
-    w = Projection("int4", group_size, "bf16", "none", layout="marlin")
+def spec_of(hidden, intermediate, experts, group_size=128, weights=INT4, **changes):
+    kind, scale_type, zero_points = weights
+    w = Projection(kind, group_size, scale_type, "none", layout="marlin", zero_points=int(zero_points))
     return MoESpec(experts, hidden, intermediate, w, w, **changes)
 
 
@@ -209,10 +276,14 @@ def spec_of(hidden, intermediate, experts, group_size=128, **changes):
 @pytest.mark.parametrize(
     "device", [cuda.Device(80, 108, 167936), cuda.Device(89, 128, 102400), cuda.H200, cuda.Device(120, 188, 102400)]
 )
-def test_plan_fits_the_device(shape, tokens, device):
+@pytest.mark.parametrize(("kind", "group_size"), [(INT4, 128), *((w, g) for w, g, _ in FORMATS.values())])
+def test_plan_fits_the_device(shape, tokens, device, kind, group_size):
     hidden, intermediate, experts, top_k = shape
-    p = cuda.problem(spec_of(hidden, intermediate, experts), "bf16", tokens, top_k, experts)
+    spec = spec_of(hidden, intermediate, experts, group_size, kind)
+    p = cuda.problem(spec, "bf16", tokens, top_k, experts)
     plan = cuda.plan(p, device)
+    # A block takes at most 227 of sm_90's 228 KiB, 99 of 100 elsewhere.
+    assert max(plan.w13.shared_bytes, plan.w2.shared_bytes) + 3 * 1024 <= device.shared_bytes
     for gemm in (plan.w13, plan.w2):
         static = 11 * 1024 if cuda.PATHS[plan.path] == "decode" else 0
         assert gemm.shared_bytes + static + 1024 <= device.shared_bytes
@@ -253,11 +324,13 @@ def test_refusals(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "int8"}, "format 1"),
-        ({"zero_points": 1}, "zero_points 1"),
-        ({"block_n": 128}, "block_n 128"),
-        ({"scale_type": "f32"}, r"w\d+_scale_type is 0"),
+        ({"format": "bf16"}, r"w\d+_format is 5"),
+        ({"zero_points": 1, "format": "int8"}, r"w\d+_zero_points is 1"),
+        ({"scale_type": "e8m0"}, r"w\d+_scale_type is 3"),
+        ({"scale_type": "f32", "group_size": 32}, r"w\d+_scale_type is f32 .*--scales bf16"),
         ({"group_size": 16}, r"w\d+_group_size is 16"),
+        ({"group_size": 64, "format": "fp8_e4m3", "scale_type": "e8m0"}, r"w\d+_group_size is 64"),
+        ({"group_size": 32, "format": "nvfp4", "scale_type": "e4m3"}, r"w\d+_group_size is 32"),
         ({"activation_format": "int8_token"}, r"w\d+_activation_format is 1"),
         ({"pre_scale": 1}, r"w\d+_pre_scale is 1"),
         ({"perm": 2}, r"w\d+_perm is 2"),
@@ -270,12 +343,13 @@ def test_the_exporter_knows_what_is_refused(projection, change, message):
     spec = replace(spec, **{projection: replace(spec.w13, **change)})
     with pytest.raises(ValueError, match=message):
         cuda.plan(cuda.problem(spec, "bf16", 1, 1, 8))
-    assert cuda.refusal(spec).startswith(f"{projection}_{next(iter(change))} is {next(iter(change.values()))};")
+    assert cuda.refusal(spec).startswith(f"{projection}_{next(iter(change))} is {next(iter(change.values()))}")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *FORMATS])
 def test_row_bytes_agree_with_the_layout(name):
-    spec, _, w13, w2 = build(replace(CASES[name], experts=1, top_k=1, total_experts=CASES[name].total_experts))
+    case = CASES[name] if name in CASES else of_format(name, FORMAT_SHAPES["odd"])
+    spec, _, w13, w2 = build(replace(case, experts=1, top_k=1))
     assert cuda.refusal(spec) == ""
     moe = cuda.problem(spec, "bf16", 1, 1, 1).moe
     for projection, rows in ((13, w13), (2, w2)):

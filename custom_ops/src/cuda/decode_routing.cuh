@@ -30,7 +30,7 @@ struct DecodeRouting {
         const int tile = __popc(mask & ((1u << p) - 1));
         if (local >= 0) {
           expert[tile] = local;
-          weight[p] = r.topk_weights[p];
+          weight[p] = RouterWeight(r, p);
           reinterpret_cast<int2*>(slot)[tile] = make_int2(static_cast<int>(0xffffff00u | p), -1);
         }
         if (p == 0) top_k = r.top_k, tiles = __popc(mask);
@@ -43,7 +43,7 @@ struct DecodeRouting {
     if (p < kDecodePairs) {
       if (p < pairs) {
         local = LocalExpert(r, p);
-        weight[p] = r.topk_weights[p];
+        weight[p] = RouterWeight(r, p);
       }
       key[p] = local;
     }

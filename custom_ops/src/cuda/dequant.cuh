@@ -1,8 +1,12 @@
-// One word of codes (FORMAT.md 3.2) to the A operand of mma.m16n8k16, without scales:
-// a[0] = row g, columns c(0) c(1); a[1] = row g + 8, the same; a[2], a[3] = columns c(2) c(3).
+// Codes (FORMAT.md 3.2) to the A operand of mma.m16n8k16: a[0] = row g, columns c(0) c(1); a[1] = row g + 8, the same;
+// a[2], a[3] = columns c(2) c(3). And scales and zero points to what they are multiplied with.
+//
+// Wherever a code can be moved into the bits of a float it is, however small the float: what is missing is a power of
+// two, which goes to the scale or, as a format's kResult, to the sums.
 #pragma once
 #include <type_traits>
 
+#include "cuda/layout.h"
 #include "cuda/ptx.cuh"
 
 namespace quantmoe {
@@ -14,20 +18,23 @@ __device__ inline uint32_t MaskOr(uint32_t q, uint32_t bits) {
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(q), "n"(mask), "r"(bits));
   return r;
 }
+template <typename T>
+constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
 
-// int4. The codes become the low mantissa bits of a power of two, base + code; with `centered` base + 8 is subtracted:
-// exact.
-template <typename T, bool centered>
+// int4. The codes become the low mantissa bits of a power of two, base + code.
+template <typename T>
 __device__ inline void DequantInt4(uint32_t q, uint32_t (&a)[4]) {
-  constexpr uint32_t mask = 0x000f000f, base = Half<T>::kInt4Or, zero = Half<T>::kInt4Zero;
+  constexpr uint32_t mask = 0x000f000f, base = Half<T>::kInt4Or;
   a[0] = MaskOr<mask>(q, base);
   a[2] = MaskOr<mask>(q >> 4, base);
   a[1] = MaskOr<mask>(q >> 8, base);
   a[3] = MaskOr<mask>(q >> 12, base);
-  if constexpr (centered) {
-#pragma unroll
-    for (uint32_t& x : a) x = Half<T>::Sub(x, zero);
-  }
+}
+// Minus base + zero point, of rows g and g + 8: exact.
+template <typename T>
+__device__ inline void Center(uint32_t (&a)[4], uint32_t low, uint32_t high) {
+  a[0] = Half<T>::Sub(a[0], low), a[2] = Half<T>::Sub(a[2], low);
+  a[1] = Half<T>::Sub(a[1], high), a[3] = Half<T>::Sub(a[3], high);
 }
 
 // int4 weights times a group's scale, rounded once, for wgmma: `scale` is what Int4Scale made of the scales of rows g
@@ -37,19 +44,17 @@ __device__ inline void DequantInt4(uint32_t q, uint32_t (&a)[4]) {
 // one fma with the scale, times a power of two that keeps everything in range, gives (code - 8) * scale. Scales from
 // 2^-60 to 2^63 are exact. f16 has not the range for that: subtract, then multiply.
 template <typename T>
-constexpr float kInt4Result = 1.f;
-template <>
-constexpr float kInt4Result<__nv_bfloat16> = 0x1p-69f;
+constexpr float kInt4Result = kBf16<T> ? 0x1p-69f : 1.f;
 
 template <typename T>
 __device__ inline uint32_t Int4Scale(uint32_t twice) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) return Half<T>::Mul(twice, 0x5f805f80);  // 2^64
+  if constexpr (kBf16<T>) return Half<T>::Mul(twice, 0x5f805f80);  // 2^64
   return twice;
 }
 
 template <typename T>
 __device__ inline void DequantInt4Scaled(uint32_t q, const uint32_t (&scale)[2], uint32_t (&a)[4]) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+  if constexpr (kBf16<T>) {
     const uint32_t q8 = q >> 8;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -59,10 +64,160 @@ __device__ inline void DequantInt4Scaled(uint32_t q, const uint32_t (&scale)[2],
       a[i + 2] = Half<T>::Fma((i ? q8 : q) & 0x00f000f0, high, zero);
     }
   } else {
-    DequantInt4<T, true>(q, a);
+    DequantInt4<T>(q, a);
+    Center<T>(a, Half<T>::kInt4Zero, Half<T>::kInt4Zero);
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = Half<T>::Mul(a[i], scale[i % 2]);
   }
 }
+
+// int8: the words of rows g and g + 8; times kInt8Result, or in bf16 the `scale` of wgmma as above, times kInt4Result. A
+// bf16 whose bits are a byte is the byte * 2^-133.
+template <typename T>
+constexpr float kInt8Result = kBf16<T> ? 0x1p-6f : 1.f;
+
+template <typename T>
+__device__ inline void DequantInt8(uint32_t low, uint32_t high, uint32_t (&a)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t q = i % 2 ? high : low, bytes = i / 2 ? 0x4341 : 0x4240;
+    if constexpr (kBf16<T>) {
+      a[i] = Half<T>::Fma(__byte_perm(q, 0, bytes), 0x7f007f00, 0xc000c000);  // 2^127, -128 * 2^-6
+    } else {
+      a[i] = Half<T>::Sub(__byte_perm(q, 0x64646464, bytes), 0x64806480);  // 1024 + 128
+    }
+  }
+}
+template <typename T>
+__device__ inline void DequantInt8Scaled(uint32_t low, uint32_t high, const uint32_t (&scale)[2], uint32_t (&a)[4]) {
+  if constexpr (kBf16<T>) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t zero = Half<T>::Mul(scale[i % 2], 0x80808080);  // minus code 128
+      a[i] = Half<T>::Fma(__byte_perm(i % 2 ? high : low, 0, i / 2 ? 0x4341 : 0x4240), scale[i % 2], zero);
+    }
+  } else {
+    DequantInt8<T>(low, high, a);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = Half<T>::Mul(a[i], scale[i % 2]);
+  }
+}
+// int4 with zero points as ZeroPoint makes them, times kInt8Result, for wgmma.
+template <typename T>
+__device__ inline void DequantAnyInt4(uint32_t q, uint32_t zero_low, uint32_t zero_high, uint32_t (&a)[4]) {
+  if constexpr (kBf16<T>) {
+    const uint32_t q8 = q >> 8;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      a[i] = Half<T>::Fma((i ? q8 : q) & 0x000f000f, 0x7f007f00, i ? zero_high : zero_low);
+      a[i + 2] = Half<T>::Fma((i ? q8 : q) & 0x00f000f0, 0x7d007d00, i ? zero_high : zero_low);  // 2^123
+    }
+  } else {
+    DequantInt4<T>(q, a);
+    Center<T>(a, zero_low, zero_high);
+  }
+}
+
+// A byte of a word in both halves of another, above it the byte of `high`; selector: BytePair of its index.
+__device__ inline constexpr uint32_t BytePair(uint32_t index) { return 0x4040 + index * 0x0101; }
+
+// Zero point `selector` of four, twice: base + zero point as Center takes it (kFma false), or as the Fma of bf16 does,
+// minus zero point * kInt8Result.
+template <typename T, bool kFma>
+__device__ inline uint32_t ZeroPoint(uint32_t zeros, uint32_t selector) {
+  if constexpr (kFma && kBf16<T>) return Half<T>::Mul(__byte_perm(zeros, 0, selector), 0xff00ff00);  // -2^127
+  return __byte_perm(zeros, Half<T>::kInt4Or | Half<T>::kInt4Or >> 8, selector);
+}
+
+// fp8_e4m3, times kFp8Bits: bit patterns moved to where the exponent of T ends. The codes that are not numbers count as
+// 480, as on the CPU.
+template <typename T>
+constexpr float kFp8Bits = kBf16<T> ? 0x1p-120f : 0x1p-8f;
+
+template <typename T>
+__device__ inline void DequantFp8(uint32_t low, uint32_t high, uint32_t (&a)[4]) {
+  constexpr uint32_t mask = kBf16<T> ? 0x07f007f0 : 0x3f803f80;
+  constexpr int shift = kBf16<T> ? 4 : 1;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t q = i ? high : low, q8 = q << 8;
+    a[i] = MaskOr<mask>(q8 >> shift, q8 & 0x80008000);
+    a[i + 2] = MaskOr<mask>(q >> shift, q & 0x80008000);
+  }
+}
+
+// e2m1, times kE2m1Bits, in the same way.
+template <typename T>
+constexpr float kE2m1Bits = kBf16<T> ? 0x1p-126f : 0x1p-14f;
+
+template <typename T>
+__device__ inline void DequantE2m1(uint32_t q, uint32_t (&a)[4]) {
+  if constexpr (kBf16<T>) {
+    // Two shifted copies that do not meet, in one multiplication: the sign to bit 15, the rest to bits 6..8.
+    a[0] = ((q & 0x000f000f) * 0x1040) & 0x81c081c0;
+    a[2] = ((q & 0x00f000f0) * 0x0104) & 0x81c081c0;
+    a[1] = MaskOr<0x01c001c0>(q >> 2, (q << 4) & 0x80008000);
+    a[3] = MaskOr<0x01c001c0>(q >> 6, q & 0x80008000);
+  } else {
+    // Only the high byte of an f16 is not zero: four codes at once.
+    const uint32_t odd = MaskOr<0x0e0e0e0e>(q >> 3, q & 0x80808080);
+    const uint32_t even = MaskOr<0x0e0e0e0e>(q << 1, (q << 4) & 0x80808080);
+    a[0] = (even << 8) & 0xff00ff00, a[1] = even & 0xff00ff00;
+    a[2] = (odd << 8) & 0xff00ff00, a[3] = odd & 0xff00ff00;
+  }
+}
+template <typename T>
+__device__ inline void Times(uint32_t (&a)[4], uint32_t low, uint32_t high) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) a[i] = Half<T>::Mul(a[i], i % 2 ? high : low);
+}
+
+// An e8m0 scale, byte `index` of a word. 2^-127 and infinity (for NaN) are no normal f32, but what they should be.
+__device__ inline float E8m0(uint32_t scales, int index) {
+  const uint32_t bits = (index < 3 ? scales << (23 - 8 * index) : scales >> 1) & 0x7f800000;
+  return __uint_as_float(max(bits, 0x00400000u));
+}
+// The same as a factor on e2m1 bits, whose product, value * scale * kMxfp4Result, is exact for scales of 2^-70 to 2^63;
+// f16, 2^-21 to 2^3.
+template <typename T>
+constexpr float kMxfp4Result = kBf16<T> ? 0x1p-62f : 0x1p-2f;
+template <typename T>
+__device__ inline uint32_t Mxfp4Factor(uint32_t scales, uint32_t selector) {
+  const uint32_t twice = __byte_perm(scales, 0, selector);
+  if constexpr (kBf16<T>) return twice * 128 + 0x20002000;  // exponent + 64
+  const int exponent = min(max(static_cast<int>(twice & 0xff) - 100, 0), 30);  // + 12
+  return exponent * 0x04000400;
+}
+// An e4m3 scale (not negative) as a factor on e2m1 bits: the product, value * scale * kNvfp4Result, is always exact.
+template <typename T>
+constexpr float kNvfp4Result = kBf16<T> ? 0x1p-62f : 0x1p-8f;
+template <typename T>
+__device__ inline uint32_t Nvfp4Factor(uint32_t scales, uint32_t selector) {
+  const uint32_t twice = __byte_perm(scales, 0, selector);
+  if constexpr (kBf16<T>) return Half<T>::Mul(Half<T>::Mul(twice << 4, 0x7b807b80), 0x5f805f80);  // 2^120, 2^64
+  return Half<T>::Mul(twice << 7, 0x74007400);                                                     // 2^14
+}
+
+// Formats as the kernels' template argument.
+template <typename Scale_, int GS>
+struct Int4 {
+  using Scale = Scale_;
+  static constexpr WeightKind kKind = WeightKind::kInt4;
+  static constexpr int kGroups = GS;  // in a unit: 2 for groups of 32, else 1
+};
+template <WeightKind kind>
+struct Format {
+  static constexpr WeightKind kKind = kind;
+  static constexpr int kGroups = 2;  // there may be one
+};
+template <typename F>
+struct Sizes {
+  static constexpr int kBits = BitsOf(F::kKind);
+  static constexpr int kScaleBytes = ScaleBytes(F::kKind, F::kGroups), kZeroBytes = ZeroBytes(F::kKind);
+  static constexpr int kLaneBytes = kScaleBytes + kZeroBytes;
+  // The scales' type and whether a unit has two groups are known at run time only.
+  static constexpr bool kRuntime =
+      F::kKind == WeightKind::kAnyInt4 || F::kKind == WeightKind::kInt8 || F::kKind == WeightKind::kFp8;
+};
 
 }  // namespace quantmoe

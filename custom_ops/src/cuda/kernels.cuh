@@ -17,9 +17,12 @@ constexpr int kRouteThreads = 1024;
 struct Weights {
   const uint8_t* rows;
   uint64_t row_bytes;
-  uint32_t scales_at, bias_at;  // bias_at 0: none
-  int panels, units;            // 16-row panels, 64-column units
-  int blocks, block_shift;      // scale block of unit u is u >> block_shift
+  uint32_t scales_at, zeros_at, globals_at, bias_at;  // 0: none
+  int panels, units;                                  // 16-row panels, 64-column units
+  int blocks, block_shift;                            // scale block of unit u is u >> block_shift
+  int scale_type, scale_bytes;                        // qm scale type; bytes of rows g and g + 8 in a block
+  int zero_bytes;                                     // of a panel's zero points in a block
+  bool two_groups;                                    // in a unit (groups of 32)
 };
 
 // A (token, slot) in the order of experts, with its router's weight: one load instead of two that depend on each other.
@@ -36,7 +39,7 @@ struct Tile {
 constexpr int kTileGroup = 16;
 
 struct Routing {
-  const void* topk_ids;
+  const void* topk_ids;  // null: every pair has expert 0 and weight 1, a linear
   const float* topk_weights;
   int id_bytes, tokens, top_k, expert_offset, local_experts;
 };
@@ -52,7 +55,8 @@ struct GemmParams {
   Activation activation;
   const void* x;             // rows of x_columns values
   int x_columns, x_divisor;  // row of pair p is p / x_divisor
-  void* out;  // gate_up: 16-bit [pairs, out_columns]; down: f32 [pairs, out_columns] or T [tokens, out_columns]
+  void* out;       // gate_up: T [pairs, out_columns]; down: f32 or T [pairs, out_columns], or T [tokens, out_columns]
+  bool out_float;  // down on mma.sync: f32
   int out_columns;
   bool weight_here;   // multiply by the router's weight
   const Tile* tiles;  // device list, tiles[max_tiles].count is its length; unused by decode
@@ -95,13 +99,17 @@ struct GatherParams {
   int columns;
 };
 
-// Shared memory of one warp's stage; the plan uses the same formula.
+// Shared memory of one warp's stage, lane_bytes being scales and zero points; the plan uses the same formula.
 constexpr int kStages = 3;
-__host__ __device__ constexpr int StageBytes(int panels, int n_tiles, int scale_bytes) {
-  return panels * (512 + 32 * scale_bytes) + n_tiles * 1024;
+__host__ __device__ constexpr int StageBytes(int panels, int n_tiles, int bits, int lane_bytes) {
+  return panels * (128 * bits + 32 * lane_bytes) + n_tiles * 1024;
 }
 
+__device__ inline float RouterWeight(const Routing& r, int64_t pair) {
+  return r.topk_ids ? r.topk_weights[pair] : 1.f;
+}
 __device__ inline int LocalExpert(const Routing& r, int64_t pair) {
+  if (!r.topk_ids) return 0;
   int64_t id =
       r.id_bytes == 8 ? static_cast<const int64_t*>(r.topk_ids)[pair] : static_cast<const int32_t*>(r.topk_ids)[pair];
   id -= r.expert_offset;

@@ -47,11 +47,17 @@ Weights WeightsOf(const void* rows, const MarlinRow& row, const qm_projection& w
   out.rows = static_cast<const uint8_t*>(rows);
   out.row_bytes = row.bytes;
   out.scales_at = static_cast<uint32_t>(row.scales_at);
+  out.zeros_at = w.zero_points ? static_cast<uint32_t>(row.zeros_at) : 0;
+  out.globals_at = static_cast<uint32_t>(row.globals_at);
   out.bias_at = w.bias ? static_cast<uint32_t>(row.bias_at) : 0;
   out.panels = row.panels;
   out.units = row.units;
   out.blocks = row.blocks;
   out.block_shift = row.block_shift;
+  out.scale_type = w.scale_type;
+  out.scale_bytes = row.scale_bytes;
+  out.zero_bytes = 16 * row.per_block;
+  out.two_groups = row.per_block == 2;
   return out;
 }
 

@@ -10,8 +10,34 @@ namespace quantmoe {
 struct MarlinRow {
   int panels, units, blocks, per_block;  // 16-row panels, 64-column units, scale blocks, groups in a block
   int block_shift;                       // unit >> block_shift is its block; 31 for one block a row
+  int scale_bytes;                       // of rows g and g + 8 in a block
   size_t scales_at, zeros_at, globals_at, bias_at, perm_at, bytes;
 };
+
+// How the kernels read weights. kInt4 is the common case, symmetric with f16 or bf16 scales known at compile time; kAnyInt4
+// and the 8-bit kinds take the scales' type and the groups in a unit as arguments.
+enum class WeightKind { kInt4, kAnyInt4, kInt8, kFp8, kMxfp4, kNvfp4 };
+
+inline WeightKind KindOf(const qm_projection& w) {
+  switch (w.format) {
+    case 0:
+      return w.zero_points || w.scale_type == 0 ? WeightKind::kAnyInt4 : WeightKind::kInt4;
+    case 1:
+      return WeightKind::kInt8;
+    case 2:
+      return WeightKind::kMxfp4;
+    case 3:
+      return WeightKind::kNvfp4;
+    default:
+      return WeightKind::kFp8;
+  }
+}
+// Shared memory of a lane for the scales of a unit, and for its zero points.
+constexpr int ScaleBytes(WeightKind kind, int per_block) {
+  return kind == WeightKind::kInt4 ? 4 * per_block : kind == WeightKind::kMxfp4 ? 4 : 8;
+}
+constexpr int ZeroBytes(WeightKind kind) { return kind == WeightKind::kAnyInt4 ? 4 : 0; }
+constexpr int BitsOf(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kFp8 ? 8 : 4; }
 
 // False when the attributes do not describe a row.
 inline bool MarlinRowOf(const qm_moe& m, int projection, MarlinRow* row) {
@@ -34,6 +60,7 @@ inline bool MarlinRowOf(const qm_moe& m, int projection, MarlinRow* row) {
   row->block_shift = 31;
   if (g != -1)
     for (row->block_shift = 0; 1 << row->block_shift < units_per_block;) ++row->block_shift;
+  row->scale_bytes = 2 * row->per_block * kScaleBytes[w.scale_type];
   const size_t scales = static_cast<size_t>(row->panels) * 16 * row->blocks * row->per_block;
   auto align = [](size_t a) { return (a + 63) / 64 * 64; };
   row->scales_at = static_cast<size_t>(row->panels) * row->units * 128 * bits;

@@ -11,6 +11,17 @@
 
 namespace quantmoe {
 
+// What sums of rows g and of rows g + 8 are multiplied by.
+template <typename T, typename F>
+__device__ inline float2 SumFactors(const Weights& w, const uint8_t* expert) {
+  constexpr float factor = SumFactor<T, F>();
+  if constexpr (F::kKind == WeightKind::kNvfp4) {
+    const float2 global = *reinterpret_cast<const float2*>(expert + w.globals_at);
+    return make_float2(factor * global.x, factor * global.y);
+  }
+  return make_float2(factor, factor);
+}
+
 // Stores what a block's warps have for one accumulator (rows g and g + 8, token columns 2t and 2t + 1).
 template <typename T, bool down>
 __device__ inline void StoreUnit(const GemmParams& p, const uint8_t* expert, int panel, int g, float4 c,
@@ -26,11 +37,19 @@ __device__ inline void StoreUnit(const GemmParams& p, const uint8_t* expert, int
   for (int i = 0; i < 2; ++i) {
     if (pair[i] < 0) continue;
     if constexpr (down) {
-      float* out = static_cast<float*>(p.out) + static_cast<int64_t>(pair[i]) * p.out_columns;
+      const int64_t row = static_cast<int64_t>(pair[i]) * p.out_columns;
       const float w = p.weight_here ? weight[i] : 1.f;
-      const int n = panel * 16 + g;
-      if (n < p.out_columns) out[n] = w * (low[i] + bias[0]);
-      if (n + 8 < p.out_columns) out[n + 8] = w * (high[i] + bias[1]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int n = panel * 16 + g + 8 * r;
+        const float y = w * ((r ? high[i] : low[i]) + bias[r]);
+        if (n >= p.out_columns) continue;
+        if (p.out_float) {
+          static_cast<float*>(p.out)[row + n] = y;
+        } else {
+          static_cast<T*>(p.out)[row + n] = Half<T>::From(y);
+        }
+      }
     } else {
       T* out = static_cast<T*>(p.out) + static_cast<int64_t>(pair[i]) * p.out_columns;
       const float w = p.weight_here ? weight[i] : 1.f;
@@ -46,12 +65,15 @@ __device__ inline void StoreUnit(const GemmParams& p, const uint8_t* expert, int
 }
 
 // Blocks a multiprocessor holds; the plan knows the same numbers.
-constexpr int Blocks(int MT, int NT) { return NT > 2 ? 1 : MT == 2 && NT == 1 ? 3 : 2; }
+template <typename F>
+constexpr int Blocks(int MT, int NT) {
+  return NT > 2 ? 1 : MT == 2 && NT == 1 && !Sizes<F>::kRuntime ? 3 : 2;
+}
 
-template <typename T, typename Scale, int MT, int NT, int GS, bool down, bool decode>
-__global__ void __launch_bounds__(kThreads, Blocks(MT, NT)) MoeGemmMma(const __grid_constant__ GemmParams p) {
+template <typename T, typename F, int MT, int NT, bool down, bool decode>
+__global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const __grid_constant__ GemmParams p) {
   static_assert(!(down && decode), "MoeDownDecode");
-  using S = Stream<T, Scale, MT, NT, GS>;
+  using S = Stream<T, F, MT, NT>;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ std::conditional_t<decode, DecodeRouting, int> routing_storage;
   [[maybe_unused]] auto* routing = &routing_storage;
@@ -64,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, Blocks(MT, NT)) MoeGemmMma(const __g
     WaitForPrevious();
     n_tiles = p.tiles[p.max_tiles].count;
   }
-  S stream(shared);
+  S stream(shared, p.weights);
   float4* sums = reinterpret_cast<float4*>(shared + kWarps * kStages * S::kStageBytes);
 
   const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g;
@@ -112,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, Blocks(MT, NT)) MoeGemmMma(const __g
 #pragma unroll
         for (int n = 0; n < NT; ++n) stream.SeekTokens(n, rows[n], p.x_columns);
       }
-      stream.CopyWeights(stage, p.weights.block_shift);
+      stream.CopyWeights(stage, p.weights);
       stream.CopyTokens(stage, copy_n);
       if (stream.k == k_end) ++copy_unit;
     }
@@ -137,11 +159,11 @@ __global__ void __launch_bounds__(kThreads, Blocks(MT, NT)) MoeGemmMma(const __g
     if (k < k_end) {
       const int stage = (turn + 1) % kStages;
       if (NT == 1 || n_active == 1) {
-        stream.template Consume<1>(stage, acc);
+        stream.template Consume<1>(stage, acc, p.weights);
       } else if (NT == 2 || n_active == 2) {
-        stream.template Consume<(NT < 2 ? NT : 2)>(stage, acc);
+        stream.template Consume<(NT < 2 ? NT : 2)>(stage, acc, p.weights);
       } else {
-        stream.template Consume<NT>(stage, acc);
+        stream.template Consume<NT>(stage, acc, p.weights);
       }
       if (++k < k_end) continue;
     }
@@ -189,6 +211,8 @@ __global__ void __launch_bounds__(kThreads, Blocks(MT, NT)) MoeGemmMma(const __g
         const float4 v = sums[(((part * warps_k + w) * MT + m) * NT + n) * 32 + task % 32];
         sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
       }
+      const float2 factor = SumFactors<T, F>(p.weights, expert_row);
+      sum.x *= factor.x, sum.y *= factor.x, sum.z *= factor.y, sum.w *= factor.y;
       StoreUnit<T, down>(p, expert_row, panel, task % 32 / 4, sum, pair, weight);
     }
     ++unit;
@@ -198,14 +222,14 @@ __global__ void __launch_bounds__(kThreads, Blocks(MT, NT)) MoeGemmMma(const __g
 // GEMM2 of a small batch: a cluster of blocks owns MT panels of the output for all tokens. The (tile, unit of K) list
 // is cut into equal parts, one a warp; a warp adds weight * (product + bias) of each tile to its registers, and at the
 // end the warps' sums are added in a fixed order. No atomics, no second pass, the same result every time.
-template <typename T, typename Scale, int MT, int GS>
-__global__ void __launch_bounds__(kThreads, Blocks(MT, 1)) MoeDownDecode(const __grid_constant__ GemmParams p) {
-  using S = Stream<T, Scale, MT, 1, GS>;
+template <typename T, typename F, int MT>
+__global__ void __launch_bounds__(kThreads, Blocks<F>(MT, 1)) MoeDownDecode(const __grid_constant__ GemmParams p) {
+  using S = Stream<T, F, MT, 1>;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ DecodeRouting routing;
   routing.Make(p.routing);
   const int columns = p.routing.tokens, cluster = p.shape.cluster;
-  S stream(shared);
+  S stream(shared, p.weights);
   float4* sums = reinterpret_cast<float4*>(shared + kWarps * kStages * S::kStageBytes);
 
   const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g, t = stream.t;
@@ -238,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, Blocks(MT, 1)) MoeDownDecode(const _
   for (int s = 0; s < kStages - 1 && ahead.at < end; ++s) {
     if (seek) seek_weights(ahead);
     stream.k = ahead.k;
-    stream.CopyWeights(s, p.weights.block_shift);
+    stream.CopyWeights(s, p.weights);
     seek = ahead.Advance(k_units);
   }
   WaitForPrevious();
@@ -254,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, Blocks(MT, 1)) MoeDownDecode(const _
     CopyAsyncCommit();
   }
 
-  float acc[MT][1][4] = {}, weight[2] = {};
+  float acc[MT][1][4] = {}, weight[2] = {}, factor[2] = {};  // factor: weight, times what sums are multiplied by
   bool enter = true;
   Place place = start;
 #pragma unroll 1
@@ -264,6 +288,7 @@ __global__ void __launch_bounds__(kThreads, Blocks(MT, 1)) MoeDownDecode(const _
       for (int i = 0; i < 2; ++i) {  // a token that has not this expert is a column of zeros
         const int pair = routing.Pair(place.tile, 2 * t + i);
         weight[i] = pair < 0 ? 0.f : p.weight_here ? routing.weight[pair] : 1.f;
+        factor[i] = weight[i] * SumFactors<T, F>(p.weights, expert_row(place.tile)).x;
       }
       if (p.weights.bias_at && place.k == 0) {  // whoever starts a tile adds its bias
         const float* bias = reinterpret_cast<const float*>(expert_row(place.tile) + p.weights.bias_at) + g;
@@ -281,12 +306,12 @@ __global__ void __launch_bounds__(kThreads, Blocks(MT, 1)) MoeDownDecode(const _
         seek_weights(ahead);
         seek_tokens(ahead);
       }
-      stream.CopyWeights((turn + kStages - 1) % kStages, p.weights.block_shift);
+      stream.CopyWeights((turn + kStages - 1) % kStages, p.weights);
       stream.CopyTokens((turn + kStages - 1) % kStages, 1);
       seek = ahead.Advance(k_units);
     }
     CopyAsyncCommit();
-    stream.template Consume<1, true>(turn % kStages, acc, weight);
+    stream.template Consume<1, true>(turn % kStages, acc, p.weights, factor);
     enter = place.Advance(k_units);
   }
 #pragma unroll

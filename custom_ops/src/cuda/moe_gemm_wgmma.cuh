@@ -16,22 +16,21 @@
 namespace quantmoe {
 
 constexpr int kTilePanels = 16;
-__host__ __device__ constexpr int CodeStageBytes(int gs) { return 2 * (512 + 32 * 4 * gs); }
+// A stage of codes: 64 columns of 4 bits or 32 of 8 for two panels, with what a lane has of scales and zero points.
+__host__ __device__ constexpr int CodeStageBytes(int lane_bytes) { return 2 * (512 + 32 * lane_bytes); }
 // Staging of a warpgroup's results: a row per token, padded by 16 bytes against bank conflicts.
 __host__ __device__ constexpr int ResultRowBytes(bool down) { return (down ? 256 : 128) + 16; }
 // Two block shapes: up to 128 tokens, one block a multiprocessor; up to 48 tokens, two blocks, which hide each other's
 // waits when there is little to multiply.
-template <int kTokens>
+template <typename F, int kTokens>
 struct WgmmaTile {
+  static constexpr int kLaneBytes = Sizes<F>::kLaneBytes;
   static constexpr bool kSmall = kTokens <= 48;
   static constexpr int kBlocks = kSmall ? 2 : 1;
   static constexpr int kBuffers = kSmall ? 1 : 2;  // of dequantized weights
-  static constexpr int kStages = kSmall ? 5 : 6, kStageBytes = kTokens * 128;
+  static constexpr int kStages = kSmall ? (kLaneBytes > 8 ? 4 : 5) : 6, kStageBytes = kTokens * 128;
   static constexpr int kLag = kStages - 3;  // token stages in flight before their arrival is announced
-  static constexpr int kCodeStages(int gs) { return kSmall && gs == 1 ? 5 : 4; }
-  static constexpr int SharedBytes(int gs, bool down) {
-    return 1024 + kStages * kStageBytes + 8 * kCodeStages(gs) * CodeStageBytes(gs) + 2 * kTokens * ResultRowBytes(down);
-  }
+  static constexpr int kCodeStages = kSmall && kLaneBytes == 4 ? 5 : 4;
 };
 
 // What a warpgroup does next: columns [k_begin, k_end) * 64 of its panels of an expert (-1: nothing) for the tokens of
@@ -43,10 +42,33 @@ struct Work {
 // Where column c of a 32-column block of tokens is stored.
 __device__ inline int StoredColumn(int c) { return (c & ~31) | (c & 4) << 2 | (c & 2) << 2 | (c & 24) >> 2 | (c & 1); }
 
-template <typename T, typename Scale, int GS, bool down, int kTokens>
+// What products are to be multiplied by; nvfp4's also by the global scale.
+template <typename T, typename F>
+__host__ __device__ constexpr float ProductFactor() {
+  switch (F::kKind) {
+    case WeightKind::kInt4:
+    case WeightKind::kInt8:
+      return 1 / kInt4Result<T>;
+    case WeightKind::kAnyInt4:
+      return 1 / kInt8Result<T>;
+    case WeightKind::kFp8:
+      return kBf16<T> ? 0x1p56f : 1.f;
+    case WeightKind::kMxfp4:
+      return 1 / kMxfp4Result<T>;
+    default:
+      return 1 / kNvfp4Result<T>;
+  }
+}
+
+template <typename T, typename F, bool down, int kTokens>
 struct WgmmaConsumer {
-  static constexpr int kStages = WgmmaTile<kTokens>::kStages, kStageBytes = WgmmaTile<kTokens>::kStageBytes;
-  static constexpr int kCodeStages = WgmmaTile<kTokens>::kCodeStages(GS);
+  using Shape = WgmmaTile<F, kTokens>;
+  using Size = Sizes<F>;
+  static constexpr WeightKind kKind = F::kKind;
+  static constexpr int kStages = Shape::kStages, kStageBytes = Shape::kStageBytes, kCodeStages = Shape::kCodeStages;
+  static constexpr int kCodeStageBytes = CodeStageBytes(Size::kLaneBytes);
+  static constexpr int kGroups = F::kGroups;      // scales of a row in a unit; nvfp4: those of this lane's columns
+  static constexpr int kPieces = Size::kBits / 4;  // code stages of a unit
   const GemmParams& p;
   uint32_t full, empty, tokens_at;
   uint8_t* results;
@@ -59,24 +81,27 @@ struct WgmmaConsumer {
   int* pairs;
   float* weights;
 
-  static __device__ uint32_t Twice(uint32_t pair, int which) {
-    if constexpr (std::is_same_v<T, Scale>) return __byte_perm(pair, 0, which ? 0x3232 : 0x1010);
-    const float f = which ? Half<Scale>::High(pair) : Half<Scale>::Low(pair);
-    return Half<T>::Pack(f, f);
-  }
-
   // The copying side: what this lane copies next, and where to. Addresses, not offsets into the ring: ptxas 13.0 makes
   // an illegal instruction of cp.async with a cache policy to register + uniform register.
-  const uint8_t *codes[2], *scales[2];
-  uint32_t ring, write;   // this lane's codes in the first stage; in the stage written next
-  int scales_from_codes;  // its scales, relative to its codes
+  const uint8_t *codes[2], *scales;  // scales: of the first row of the expert that this lane copies
+  int item[2];                       // blocks of scales from there to the next
+  uint32_t ring, write;              // this lane's codes in the first stage; in the stage written next
+  int scales_from_codes, lane;       // its scales, relative to its codes
   int copy_k = 0, copy_end = 0, lookahead;
 
   __device__ const uint8_t* Expert(int expert) const { return p.weights.rows + expert * p.weights.row_bytes; }
   __device__ uint32_t NextStage(uint32_t at) const {
-    return at == ring + (kCodeStages - 1) * CodeStageBytes(GS) ? ring : at + CodeStageBytes(GS);
+    return at == ring + (kCodeStages - 1) * kCodeStageBytes ? ring : at + kCodeStageBytes;
   }
-  __device__ bool StartsBlock(int k) const { return (k & ((1u << p.weights.block_shift) - 1)) == 0; }
+  // Whether code stage k of a row is the first of a block of scales.
+  __device__ bool StartsBlock(int k) const {
+    return (k & ((static_cast<unsigned>(kPieces) << p.weights.block_shift) - 1)) == 0;
+  }
+  __device__ int ScaleLaneBytes() const { return Size::kRuntime ? p.weights.scale_bytes : Size::kScaleBytes; }
+  // Zero points of this lane, from its codes.
+  __device__ uint32_t ZerosAt(uint32_t at, int b) const {
+    return at + scales_from_codes + (64 * Size::kScaleBytes + b * 128) - lane * (Size::kScaleBytes - 4);
+  }
 
   __device__ __forceinline__ void Seek(const Work& work) {
     const Weights& w = p.weights;
@@ -84,25 +109,39 @@ struct WgmmaConsumer {
     int thread = threadIdx.x % 128;
     asm volatile("" : "+r"(thread));
     const int lane = thread % 32, warp = thread / 32;
-    copy_k = work.k_begin, copy_end = work.k_end;
+    copy_k = work.k_begin * kPieces, copy_end = work.k_end * kPieces;
+    scales = expert + w.scales_at + lane / 4 * ScaleLaneBytes();
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
       const int row = min(work.panel + 4 * b + warp, w.panels - 1);
-      codes[b] = expert + (static_cast<int64_t>(row) * w.units + copy_k) * 512 + lane * 16;
-      scales[b] = expert + w.scales_at + ((row * w.blocks + (copy_k >> w.block_shift)) * 8 + lane / 4) * 4 * GS;
+      codes[b] = expert + (static_cast<int64_t>(row) * w.units * kPieces + copy_k) * 512 + lane * 16;
+      item[b] = row * w.blocks + (work.k_begin >> w.block_shift);
     }
   }
-  // The next 64 columns of the panels. Scales come with the first columns of their block (or of the work).
+  // The next code stage. Scales come with the first columns of their block (or of the work).
   __device__ __forceinline__ void Copy(bool first) {
     if (copy_k < copy_end) {
       const bool starts = first || StartsBlock(copy_k);
+      const Weights& w = p.weights;
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         CopyAsync16Once(write + b * 512, codes[b], once);
         codes[b] += 512;
         if (starts) {
-          CopyAsyncSmall<4 * GS>(write + scales_from_codes + b * 128 * GS, scales[b]);
-          scales[b] += 32 * GS;
+          const uint8_t* from = scales + item[b] * (8 * ScaleLaneBytes());
+          const uint32_t to = write + scales_from_codes + b * 32 * Size::kScaleBytes;
+          if (Size::kScaleBytes == 4 || (Size::kRuntime && w.scale_bytes == 4)) {
+            CopyAsyncSmall<4>(to, from);
+          } else {
+            CopyAsyncSmall<8>(to, from);
+          }
+          if constexpr (Size::kZeroBytes > 0) {
+            const int g = lane / 4;
+            if (w.zeros_at)
+              CopyAsyncSmall<4>(ZerosAt(write, b), scales - g * w.scale_bytes + (w.zeros_at - w.scales_at) +
+                                                       item[b] * w.zero_bytes + (w.two_groups ? 4 * g : 2 * g & ~3));
+          }
+          ++item[b];
         }
       }
       ++copy_k;
@@ -116,6 +155,59 @@ struct WgmmaConsumer {
     Seek(work);
 #pragma unroll 1
     for (int i = 0; i < lookahead; ++i) Copy(i == 0);
+  }
+
+  static __device__ uint32_t Load4(uint32_t at) {
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+    return v;
+  }
+  // Scales that came with the stage read next, as what codes are multiplied by.
+  __device__ __forceinline__ void ReadScales(uint32_t (&scale)[2][kGroups][2], uint32_t (&zeros)[2]) const {
+    const Weights& w = p.weights;
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      uint32_t raw[2];
+#pragma unroll
+      for (int i = 0; i < Size::kScaleBytes / 4; ++i)
+        raw[i] = Load4(read + scales_from_codes + b * 32 * Size::kScaleBytes + 4 * i);
+      if constexpr (Size::kZeroBytes > 0)
+        zeros[b] = w.zeros_at ? Load4(ZerosAt(read, b)) : 0x08080808;
+#pragma unroll
+      for (int half = 0; half < kGroups; ++half) {
+        const uint32_t word = Size::kRuntime && !w.two_groups ? raw[0] : raw[half];
+        uint32_t(&to)[2] = scale[b][half];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          if constexpr (kKind == WeightKind::kInt4) {
+            using Scale = typename F::Scale;
+            if constexpr (std::is_same_v<T, Scale>) {
+              to[row] = Int4Scale<T>(__byte_perm(word, 0, row ? 0x3232 : 0x1010));
+            } else {
+              const float s = row ? Half<Scale>::High(word) : Half<Scale>::Low(word);
+              to[row] = Int4Scale<T>(Half<T>::Pack(s, s));
+            }
+          } else if constexpr (kKind == WeightKind::kMxfp4) {
+            to[row] = Mxfp4Factor<T>(raw[0], BytePair(2 * half + row));
+          } else if constexpr (kKind == WeightKind::kNvfp4) {
+            to[row] = Nvfp4Factor<T>(raw[half], BytePair((lane & 2) + row));
+          } else {
+            float s;
+            if (w.scale_type == 2) {
+              s = row ? Half<__nv_bfloat16>::High(word) : Half<__nv_bfloat16>::Low(word);
+            } else if (w.scale_type == 1) {
+              s = row ? Half<__half>::High(word) : Half<__half>::Low(word);
+            } else {
+              s = kKind != WeightKind::kFp8 || w.scale_type == 0 ? __uint_as_float(raw[row])
+                                                                 : E8m0(raw[0], 2 * half + row);
+            }
+            if constexpr (kKind == WeightKind::kFp8) s *= 1 / (ProductFactor<T, F>() * kFp8Bits<T>);
+            to[row] = Half<T>::Pack(s, s);
+            if constexpr (kKind == WeightKind::kInt8) to[row] = Int4Scale<T>(to[row]);
+          }
+        }
+      }
+    }
   }
 
   template <int N>
@@ -140,22 +232,38 @@ struct WgmmaConsumer {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) acc[b][i] = 0.f;
 
-    uint32_t q[2][4], scale[2][GS][2];  // of rows g and g + 8, twice in a word
+    uint32_t q[2][4], scale[2][kGroups][2];  // of rows g and g + 8, as factors on codes, twice in a word
+    uint32_t zeros[2];                       // four zero points a word
     // A operands of columns 0..31 or 32..63 of a unit: [buffer][block of rows][k16].
-    constexpr int kBuffers = WgmmaTile<kTokens>::kBuffers;
+    constexpr int kBuffers = Shape::kBuffers;
     uint32_t a[kBuffers][2][2][4];
     auto dequantize = [&](int half, uint32_t(&a)[2][2][4]) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
+        const uint32_t(&factor)[2] = scale[b][kGroups == 2 ? half : 0];
+        uint32_t low = 0, high = 0;
+        if constexpr (Size::kZeroBytes > 0) {
+          const uint32_t at = p.weights.two_groups ? 0x0202 * half : lane / 4 % 2 * 0x0202;
+          low = ZeroPoint<T, true>(zeros[b], BytePair(0) + at), high = ZeroPoint<T, true>(zeros[b], BytePair(1) + at);
+        }
 #pragma unroll
-        for (int step = 0; step < 2; ++step)
-          DequantInt4Scaled<T>(q[b][2 * half + step], scale[b][GS == 2 ? half : 0], a[b][step]);
+        for (int step = 0; step < 2; ++step) {
+          uint32_t(&to)[4] = a[b][step];
+          if constexpr (kKind == WeightKind::kInt4) {
+            DequantInt4Scaled<T>(q[b][2 * half + step], factor, to);
+          } else if constexpr (kKind == WeightKind::kInt8) {
+            DequantInt8Scaled<T>(q[b][2 * step], q[b][2 * step + 1], factor, to);
+          } else {
+            if constexpr (kKind == WeightKind::kAnyInt4) DequantAnyInt4<T>(q[b][2 * half + step], low, high, to);
+            if constexpr (kKind == WeightKind::kFp8) DequantFp8<T>(q[b][2 * step], q[b][2 * step + 1], to);
+            if constexpr (kKind == WeightKind::kMxfp4 || kKind == WeightKind::kNvfp4)
+              DequantE2m1<T>(q[b][2 * half + step], to);
+            Times<T>(to, factor[0], factor[1]);
+          }
+        }
       }
     };
-    // With two buffers a group of products is in flight while the operands of the next are made.
-    int used = 0;  // token stage to give back
-#pragma unroll 1
-    for (int k = k_begin; k < k_end; ++k) {
+    auto arrive = [&] {  // codes of the stage read next
       if (lookahead == kCodeStages - 1) {
         CopyAsyncWait<kCodeStages - 2>();
       } else {
@@ -167,30 +275,32 @@ struct WgmmaConsumer {
                      : "=r"(q[b][0]), "=r"(q[b][1]), "=r"(q[b][2]), "=r"(q[b][3])
                      : "r"(read + b * 512)
                      : "memory");
-      if (k == k_begin || StartsBlock(k)) {
-#pragma unroll
-        for (int b = 0; b < 2; ++b)
-#pragma unroll
-          for (int i = 0; i < GS; ++i) {
-            uint32_t pair;
-            asm volatile("ld.shared.u32 %0, [%1];"
-                         : "=r"(pair)
-                         : "r"(read + scales_from_codes + b * 128 * GS + 4 * i)
-                         : "memory");
-            scale[b][i][0] = Int4Scale<T>(Twice(pair, 0)), scale[b][i][1] = Int4Scale<T>(Twice(pair, 1));
-          }
-      }
-      read = NextStage(read);
-      dequantize(0, a[0]);
+    };
+    auto refill = [&] {
       const bool start_next = copy_k == copy_end && next.expert >= 0;
       if (start_next) Seek(next);
       Copy(start_next);
+    };
+    // With two buffers a group of products is in flight while the operands of the next are made.
+    int used = 0;  // token stage to give back
+#pragma unroll 1
+    for (int k = k_begin; k < k_end; ++k) {
+      arrive();
+      if (k == k_begin || StartsBlock(k * kPieces)) ReadScales(scale, zeros);
+      read = NextStage(read);
+      dequantize(0, a[0]);
+      refill();
       BarrierWait(full + 8 * stage, phase);
       const uint64_t tokens = Descriptor(tokens_at + stage * kStageBytes);
       Products<kTokens>(acc, tokens, a[0], count);
       WgmmaWait<kBuffers - 1>();  // the other buffer is free, and the stage it was multiplied with
       if (kBuffers == 2 && k > k_begin) Release(used);
+      if constexpr (kPieces == 2) {
+        arrive();
+        read = NextStage(read);
+      }
       dequantize(1, a[kBuffers - 1]);
+      if constexpr (kPieces == 2) refill();
       Products<kTokens>(acc, tokens + 4, a[kBuffers - 1], count);
       WgmmaWait<kBuffers - 1>();  // a[0] is free
       if (kBuffers == 1) Release(stage);
@@ -216,6 +326,12 @@ struct WgmmaConsumer {
     uint8_t* stage = results + group * kTokens * ResultRowBytes(down);
     const Work work = *now;
     float bias[2][2] = {};
+    constexpr float kFactor = ProductFactor<T, F>();
+    float2 factor = make_float2(kFactor, kFactor);
+    if constexpr (kKind == WeightKind::kNvfp4) {
+      const float2 global = *reinterpret_cast<const float2*>(Expert(work.expert) + w.globals_at);
+      factor.x *= global.x, factor.y *= global.y;
+    }
     if (w.bias_at && work.k_begin == 0) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
@@ -233,8 +349,7 @@ struct WgmmaConsumer {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const int local = 4 * b + warp;
-        constexpr float factor = 1 / kInt4Result<T>;
-        const float low = factor * acc[b][i / 2 * 4 + i % 2], high = factor * acc[b][i / 2 * 4 + 2 + i % 2];
+        const float low = factor.x * acc[b][i / 2 * 4 + i % 2], high = factor.y * acc[b][i / 2 * 4 + 2 + i % 2];
         if constexpr (down) {
           to[local * 16 + g] = Half<T>::From(weight * (low + bias[b][0]));
           to[local * 16 + g + 8] = Half<T>::From(weight * (high + bias[b][1]));
@@ -270,11 +385,11 @@ struct WgmmaConsumer {
   }
 };
 
-template <typename T, typename Scale, int GS, bool down, int kTokens>
-__global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<kTokens>::kBlocks)
+template <typename T, typename F, bool down, int kTokens>
+__global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, kTokens>::kBlocks)
     MoeGemmWgmma(const __grid_constant__ GemmParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Shape = WgmmaTile<kTokens>;
+  using Shape = WgmmaTile<F, kTokens>;
   constexpr int kStages = Shape::kStages, kLag = Shape::kLag;
   extern __shared__ __align__(1024) uint8_t raw[];
   LaunchDependents();
@@ -364,17 +479,18 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<kTokens>::kBlocks)
     }
     const int warp = threadIdx.x / 32 - 4;
     uint8_t* codes = shared + kStages * Shape::kStageBytes;
-    WgmmaConsumer<T, Scale, GS, down, kTokens> c{p};
+    WgmmaConsumer<T, F, down, kTokens> c{p};
     c.tokens_at = SharedAddress(shared);
     const int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
-    c.ring = SharedAddress(codes) + warp * c.kCodeStages * CodeStageBytes(GS) + lane * 16;
-    c.scales_from_codes = 1024 + lane * (4 * GS - 16);
-    c.results = codes + 8 * c.kCodeStages * CodeStageBytes(GS);
+    c.ring = SharedAddress(codes) + warp * c.kCodeStages * c.kCodeStageBytes + lane * 16;
+    c.scales_from_codes = 1024 + lane * (Sizes<F>::kScaleBytes - 16);
+    c.lane = lane;
+    c.results = codes + 8 * c.kCodeStages * c.kCodeStageBytes;
     c.full = full, c.empty = empty;
     // Opaque from here on, or the compiler derives them from threadIdx again for every 64 columns.
     asm volatile("" : "+r"(c.ring), "+r"(c.scales_from_codes), "+r"(c.full), "+r"(c.empty));
     c.read = c.ring;
-    c.lookahead = min(c.kCodeStages - 1, p.weights.units / parts);
+    c.lookahead = min(c.kCodeStages - 1, p.weights.units / parts * c.kPieces);
     c.group = warpgroup - 1;
     c.now = now + c.group, c.pairs = pairs[c.group], c.weights = router_weights[c.group];
     c.once = EvictFirstPolicy();

@@ -28,6 +28,49 @@ double Fill(int64_t count, int64_t slots) {
 }
 uint64_t Align(uint64_t a) { return (a + 255) / 256 * 256; }
 
+// name: of the projection, the prefix of its attributes. perm: act-order is gathered.
+int ValidateWeights(const qm_projection& w, const char* name, bool perm, char* err) {
+  enum { f32, f16, bf16, e8m0, e4m3 };
+  if (w.layout != 1 || w.layout_version != 1)
+    return Fail(err, QM_INVALID, "%s_layout is %d version %d, the CUDA kernels read marlin (1) version 1", name,
+                w.layout, w.layout_version);
+  const bool integer = w.format == 0 || w.format == 1;
+  if (w.format < 0 || w.format > 4)
+    return Fail(err, QM_UNSUPPORTED, "%s_format is %d, the CUDA kernels take 0 to 4", name, w.format);
+  if (w.zero_points != 0 && !(w.format == 0 && w.zero_points == 1))
+    return Fail(err, QM_UNSUPPORTED, "%s_zero_points is %d, the CUDA kernels take 0, and 1 with int4", name,
+                w.zero_points);
+  if (w.block_n < 1) return Fail(err, QM_INVALID, "%s_block_n is %d, expected 1 or more", name, w.block_n);
+  const int g = w.group_size, s = w.scale_type;
+  const bool e2m1 = w.format == 2 || w.format == 3;
+  if (e2m1 ? s != (w.format == 2 ? e8m0 : e4m3) : s < f32 || s > (integer ? bf16 : e8m0))
+    return Fail(err, QM_UNSUPPORTED,
+                "%s_scale_type is %d; the CUDA kernels take f32 (0), f16 (1) and bf16 (2), of fp8 also e8m0 (3), of "
+                "mxfp4 e8m0 (3), of nvfp4 e4m3 (4)",
+                name, s);
+  const bool known = e2m1          ? g == (w.format == 2 ? 32 : 16)
+                     : s == e8m0 ? g == 32
+                                   : g == -1 || g == 32 || (g >= 64 && !(g & (g - 1)));
+  if (!known)
+    return Fail(err, QM_UNSUPPORTED,
+                "%s_group_size is %d; the CUDA kernels take -1, 32 and powers of two from 64, 32 with e8m0 scales, 16 "
+                "with nvfp4",
+                name, g);
+  if (s == f32 && g == 32)
+    return Fail(err, QM_UNSUPPORTED,
+                "%s_scale_type is f32 (0) with group_size 32; the CUDA kernels take f32 scales of groups of 64 and "
+                "more: export with --scales bf16",
+                name);
+  if (w.activation_format != 0)
+    return Fail(err, QM_UNSUPPORTED, "%s_activation_format is %d, the CUDA kernels take none (0)", name,
+                w.activation_format);
+  if (w.pre_scale != 0)
+    return Fail(err, QM_UNSUPPORTED, "%s_pre_scale is %d, the CUDA kernels take 0", name, w.pre_scale);
+  if (w.perm != 0 && !(perm && w.perm == 1))
+    return Fail(err, QM_UNSUPPORTED, "%s_perm is %d, the CUDA kernels take 0, and 1 for w13 and w", name, w.perm);
+  return QM_OK;
+}
+
 int Validate(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) {
   const qm_moe& m = p.moe;
   if (m.op_version != 1) return Fail(err, QM_UNSUPPORTED, "op_version is %d, this library knows 1", m.op_version);
@@ -54,40 +97,29 @@ int Validate(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) 
                 static_cast<long long>(p.top_k));
   if (m.activation < 0 || m.activation > 5 || (!m.gated && m.activation > 3))
     return Fail(err, QM_INVALID, "activation %d with gated = %d", m.activation, m.gated);
-  for (int which : {13, 2}) {
-    const qm_projection& w = which == 13 ? m.w13 : m.w2;
-    if (w.layout != 1 || w.layout_version != 1)
-      return Fail(err, QM_INVALID, "w%d_layout is %d version %d, the CUDA kernels read marlin (1) version 1", which,
-                  w.layout, w.layout_version);
-    if (w.format != 0 || w.zero_points || w.block_n != 1)
-      return Fail(err, QM_UNSUPPORTED,
-                  "w%d: format %d, zero_points %d, block_n %d; the CUDA kernels have int4 (0), 0, 1 so far", which,
-                  w.format, w.zero_points, w.block_n);
-    if (w.scale_type != 1 && w.scale_type != 2)
-      return Fail(err, QM_UNSUPPORTED, "w%d_scale_type is %d, the CUDA kernels take f16 (1) and bf16 (2)", which,
-                  w.scale_type);
-    const int g = w.group_size;
-    if (g != -1 && g != 32 && (g < 64 || (g & (g - 1))))
-      return Fail(err, QM_UNSUPPORTED, "w%d_group_size is %d, the CUDA kernels take -1, 32 and powers of two from 64",
-                  which, g);
-    if (w.activation_format != 0)
-      return Fail(err, QM_UNSUPPORTED, "w%d_activation_format is %d, the CUDA kernels take none (0)", which,
-                  w.activation_format);
-    if (w.pre_scale != 0)
-      return Fail(err, QM_UNSUPPORTED, "w%d_pre_scale is %d, the CUDA kernels take 0", which, w.pre_scale);
-    if (w.perm != 0 && (which == 2 || w.perm != 1))
-      return Fail(err, QM_UNSUPPORTED, "w%d_perm is %d, the CUDA kernels take 0, and 1 for w13", which, w.perm);
-  }
+  for (int which : {13, 2})
+    if (int status = ValidateWeights(which == 13 ? m.w13 : m.w2, which == 13 ? "w13" : "w2", which == 13, err))
+      return status;
   return QM_OK;
 }
 
 constexpr int kStages = 3;
 constexpr int kWgmmaPanels = 16;
 // As in moe_gemm_wgmma.cuh: token ring, code rings, staging of the results.
-int WgmmaSharedBytes(int tokens, int per_block, bool down) {
+int WgmmaSharedBytes(int tokens, int lane_bytes, bool down) {
   const bool small = tokens <= 48;
-  return 1024 + (small ? 5 : 6) * tokens * 128 + 8 * (small && per_block == 1 ? 5 : 4) * 2 * (512 + 128 * per_block) +
-         2 * tokens * ((down ? 256 : 128) + 16);
+  return 1024 + (small ? lane_bytes > 8 ? 4 : 5 : 6) * tokens * 128 +
+         8 * (small && lane_bytes == 4 ? 5 : 4) * 2 * (512 + 32 * lane_bytes) + 2 * tokens * ((down ? 256 : 128) + 16);
+}
+// Tiles of a warp and blocks on a multiprocessor: what gate_up.cu, down.cu and their *_any.cu instantiate, and the
+// kernels' registers allow.
+bool Instantiated(WeightKind kind, bool decode, int panels) {
+  if (kind == WeightKind::kInt4 || panels == 2) return true;
+  return decode && BitsOf(kind) == 4;
+}
+int RegisterBlocks(WeightKind kind, int panels, int n_tiles) {
+  const bool lean = kind == WeightKind::kInt4 || kind == WeightKind::kMxfp4 || kind == WeightKind::kNvfp4;
+  return n_tiles > 2 ? 1 : panels == 2 && n_tiles == 1 && lean ? 3 : 2;
 }
 constexpr int kRoutingBytes = 4 * 1024;  // static DecodeRouting, rounded up
 
@@ -120,9 +152,10 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   const bool wgmma = !decode && device->sm == 90 && p.moe.gated && mean > 8;
   plan->path = decode ? QM_CUDA_DECODE : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
 
-  auto gemm = [&](const MarlinRow& w, bool direct) {
+  auto gemm = [&](const qm_projection& weights, const MarlinRow& w, bool direct) {
     qm_cuda_gemm g{};
-    const int scale_bytes = w.per_block == 2 ? 8 : 4;
+    const WeightKind kind = KindOf(weights);
+    const int lane_bytes = ScaleBytes(kind, w.per_block) + ZeroBytes(kind);
     g.warps_k = 8;
     // Measured: each change of panels costs a sum over the warps that split K, which decode, with few tiles, can
     // afford.
@@ -133,7 +166,7 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
       g.panels = kWgmmaPanels;
       const int tokens = mean <= 40 ? 48 : 128;
       g.n_tiles = tokens / 8;
-      g.shared_bytes = WgmmaSharedBytes(tokens, w.per_block, direct);
+      g.shared_bytes = WgmmaSharedBytes(tokens, lane_bytes, direct);
       g.grid = tokens == 48 ? 2 * sms : sms;
       // Few units of work: down's K is cut, into parts that fill the multiprocessors best. A part costs a pass of
       // combine.
@@ -153,13 +186,13 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     auto fits = [&](int panels, int n_tiles) {
       g.panels = panels;
       g.n_tiles = n_tiles;
-      g.shared_bytes =
-          kWarps * (kStages * (panels * (512 + 32 * scale_bytes) + n_tiles * 1024) + panels * n_tiles * 512);
-      return g.shared_bytes <= device->shared_bytes - reserved;
+      g.shared_bytes = kWarps * (kStages * (panels * (128 * BitsOf(kind) + 32 * lane_bytes) + n_tiles * 1024) +
+                                 panels * n_tiles * 512);
+      return Instantiated(kind, decode, panels) && g.shared_bytes <= device->shared_bytes - reserved;
     };
-    auto slots = [&] {  // blocks resident at once; the first number is what the kernels' registers allow
-      const int blocks = g.n_tiles > 2 ? 1 : g.panels == 2 && g.n_tiles == 1 ? 3 : 2;
-      return sms * std::clamp(device->shared_bytes / (g.shared_bytes + reserved), 1, blocks);
+    auto slots = [&] {  // blocks resident at once
+      return sms * std::clamp(device->shared_bytes / (g.shared_bytes + reserved), 1,
+                              RegisterBlocks(kind, g.panels, g.n_tiles));
     };
     if (direct) {
       // Measured (README.md): an output tile is best shared by two blocks, if that loads the multiprocessors evenly.
@@ -200,8 +233,8 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     g.grid = static_cast<int32_t>(std::clamp<int64_t>(units(), 1, slots()));
     return g;
   };
-  plan->w13 = gemm(w13, false);
-  plan->w2 = gemm(w2, decode || wgmma);
+  plan->w13 = gemm(p.moe.w13, w13, false);
+  plan->w2 = gemm(p.moe.w2, w2, decode || wgmma);
 
   uint64_t end = 0;
   auto take = [&](uint64_t bytes) {

@@ -66,6 +66,17 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
     Prepare(p.prepare, blockIdx.x - cluster, gridDim.x - cluster);
     return;
   }
+  if (!p.routing.topk_ids) {
+    const int tiles = (pairs + p.tile_pairs - 1) / p.tile_pairs, even = ((pairs + tiles - 1) / tiles + 7) / 8 * 8;
+    const int thread = rank * kRouteThreads + threadIdx.x, threads = cluster * kRouteThreads;
+    for (int i = thread; i < pairs; i += threads) p.sorted_pairs[i] = SortedPair{i, 1.f};
+    for (int i = thread; i < tiles; i += threads) {
+      const int at = min(i * even, pairs), group = i / kTileGroup * kTileGroup;
+      p.tiles[i] = Tile{0, at, min(even, pairs - at), group, min(kTileGroup, tiles - group)};
+    }
+    if (thread == 0) p.tiles[p.max_tiles].count = tiles;
+    return;
+  }
   for (int i = threadIdx.x; i < experts; i += kRouteThreads) counts[i] = 0;
   __syncthreads();
   const int begin = static_cast<int>(static_cast<int64_t>(rank) * pairs / cluster);

@@ -5,67 +5,125 @@
 // ahead across tiles and experts, and blocks meet only to add up the parts of K.
 //
 // Scales multiply the f32 products of a unit, not the weights: exact for every scale type, and for the few tokens of a
-// tile cheaper than multiplying each fragment. For one token tile the zero point leaves the inner loop as well: sum (q
-// - 8) x = sum (base + q) x - (base + 8) sum x, where one mma with ones gives sum x for all panels.
+// tile cheaper than multiplying each fragment. Scales of e2m1 codes multiply the weights where that is exact (dequant.cuh):
+// nvfp4's groups of 16 are not even a step of mma. For one token tile the zero point of int4 leaves the inner loop as
+// well: sum (q - 8) x = sum (base + q) x - (base + 8) sum x, where one mma with ones gives sum x for all panels.
 #pragma once
 #include "cuda/dequant.cuh"
 #include "cuda/kernels.cuh"
 
 namespace quantmoe {
 
-// MT 16-row panels, NT 8-token tiles; GS groups in a unit (2 for groups of 32, else 1); Scale, the scales' type.
-template <typename T, typename Scale, int MT, int NT, int GS>
+// What sums are to be multiplied by; nvfp4's also by the global scale.
+template <typename T, typename F>
+__host__ __device__ constexpr float SumFactor() {
+  switch (F::kKind) {
+    case WeightKind::kInt8:
+      return 1 / kInt8Result<T>;
+    case WeightKind::kFp8:
+      return kBf16<T> ? 1.f : 1 / kFp8Bits<T>;
+    case WeightKind::kMxfp4:
+      return kBf16<T> ? 1 / kMxfp4Result<T> : 1 / kE2m1Bits<T>;
+    case WeightKind::kNvfp4:
+      return 1 / kNvfp4Result<T>;
+    default:
+      return 1.f;
+  }
+}
+
+// MT 16-row panels, NT 8-token tiles, weights of format F.
+template <typename T, typename F, int MT, int NT>
 struct Stream {
-  static constexpr int kScaleBytes = 4 * GS;  // a lane's: rows g and g + 8, 16 bits each
-  static constexpr int kScalesAt = MT * 512, kTokensAt = kScalesAt + MT * 32 * kScaleBytes;
-  static constexpr int kStageBytes = StageBytes(MT, NT, kScaleBytes);
+  using Size = Sizes<F>;
+  static constexpr WeightKind kKind = F::kKind;
+  static constexpr int kUnitBytes = 128 * Size::kBits;  // of a panel's codes
+  // Scales, then zero points, of MT panels.
+  static constexpr int kScalesAt = MT * kUnitBytes, kZerosAt = kScalesAt + MT * 32 * Size::kScaleBytes,
+                       kTokensAt = kZerosAt + MT * 32 * Size::kZeroBytes;
+  static constexpr int kStageBytes = StageBytes(MT, NT, Size::kBits, Size::kLaneBytes);
+  static constexpr bool kScaledWeights = kKind == WeightKind::kNvfp4 || (kKind == WeightKind::kMxfp4 && kBf16<T>);
 
   int lane, g, t;
   uint32_t codes_at, scales_at;  // this lane's bytes in the first stage of the warp's ring
+  uint32_t zero_selector;        // BytePair of its first zero point in the word it copies
   uint64_t once;
   // What is copied next: this lane's bytes of a unit of the first panel.
-  const uint8_t *codes, *scales;
+  const uint8_t *codes, *scales, *zeros;
   const T* tokens[NT];  // null: zero
   int k, last, columns_left, panel_bytes,
       scale_panel_bytes;  // columns_left: from the lane's first to the end of the row
 
-  __device__ explicit Stream(uint8_t* rings) {
+  __device__ Stream(uint8_t* rings, const Weights& w) {
     lane = threadIdx.x % 32;
     g = lane / 4;
     t = lane % 4;
     const uint32_t ring = SharedAddress(rings) + (threadIdx.x / 32) * kStages * kStageBytes;
     codes_at = ring + lane * 16;
-    scales_at = ring + kScalesAt + lane * kScaleBytes;
+    scales_at = ring + kScalesAt + lane * Size::kScaleBytes;
     once = EvictFirstPolicy();
     // Opaque from here on, or the compiler derives them from threadIdx again in every turn.
     asm volatile("" : "+r"(codes_at), "+r"(scales_at), "+r"(lane), "+r"(g), "+r"(t));
+    if constexpr (Size::kZeroBytes > 0) {
+      // One group in a unit: rows g and g + 8 are two bytes, and a word serves two g.
+      zero_selector = BytePair(w.two_groups ? 0 : 2 * (g % 2));
+      if (!w.zeros_at) {  // none is copied: what symmetric codes have stays here
+  #pragma unroll
+        for (int i = 0; i < kStages * MT; ++i)
+          Store4(ring + i / MT * kStageBytes + kZerosAt + (i % MT * 32 + lane) * 4, 0x08080808);
+      }
+    }
   }
   // Points at unit k_ of panels [panel, panel + MT) of an expert; panels past the end repeat the last.
   __device__ void SeekWeights(const Weights& w, const uint8_t* expert, int panel, int k_) {
     k = k_;
     panel = min(panel, w.panels - 1);
     last = w.panels - 1 - panel;
-    panel_bytes = w.units * 512;
-    scale_panel_bytes = w.blocks * 8 * kScaleBytes;
-    codes = expert + (static_cast<int64_t>(panel) * w.units + k) * 512 + lane * 16;
-    scales = expert + w.scales_at + (panel * w.blocks * 8 + g) * kScaleBytes;
+    panel_bytes = w.units * kUnitBytes;
+    const int scale_bytes = ScaleLaneBytes(w);
+    scale_panel_bytes = w.blocks * 8 * scale_bytes;
+    codes = expert + (static_cast<int64_t>(panel) * w.units + k) * kUnitBytes + lane * 16;
+    scales = expert + w.scales_at + (panel * w.blocks * 8 + g) * scale_bytes;
+    if constexpr (Size::kZeroBytes > 0)
+      zeros = expert + w.zeros_at + panel * w.blocks * w.zero_bytes + (w.two_groups ? 4 * g : 2 * g & ~3);
   }
+  // Bytes of rows g and g + 8 in a block.
+  __device__ static int ScaleLaneBytes(const Weights& w) { return Size::kRuntime ? w.scale_bytes : Size::kScaleBytes; }
+
   __device__ void SeekTokens(int n, const T* row, int x_columns) {
     tokens[n] = row == nullptr ? nullptr : row + k * kUnit + t * 8;
     columns_left = x_columns - k * kUnit - t * 8;
   }
 
-  __device__ void CopyWeights(int stage, int block_shift) {
+  __device__ void CopyWeights(int stage, const Weights& w) {
     const uint32_t to = codes_at + stage * kStageBytes, scales_to = scales_at + stage * kStageBytes;
-    const uint8_t* s = scales + (k >> block_shift) * (8 * kScaleBytes);
+    const int block = k >> w.block_shift;
+    const uint8_t* s = scales + block * (8 * ScaleLaneBytes(w));
     const uint8_t* c = codes;
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
-      CopyAsync16Once(to + m * 512, c, once);
-      CopyAsyncSmall<kScaleBytes>(scales_to + m * 32 * kScaleBytes, s);
+#pragma unroll
+      for (int i = 0; i < kUnitBytes; i += 512) CopyAsync16Once(to + m * kUnitBytes + i, c + i, once);
+      if (Size::kScaleBytes == 4 || (Size::kRuntime && w.scale_bytes == 4)) {
+        CopyAsyncSmall<4>(scales_to + m * 32 * Size::kScaleBytes, s);
+      } else {
+        CopyAsyncSmall<8>(scales_to + m * 32 * Size::kScaleBytes, s);
+      }
       if (m < last) c += panel_bytes, s += scale_panel_bytes;
     }
-    codes += 512;
+    if constexpr (Size::kZeroBytes > 0) {
+      if (w.zeros_at) {
+        const uint8_t* z = zeros + block * w.zero_bytes;
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+          CopyAsyncSmall<4>(ZeroAt(stage, m), z);
+          if (m < last) z += w.blocks * w.zero_bytes;
+        }
+      }
+    }
+    codes += kUnitBytes;
+  }
+  __device__ uint32_t ZeroAt(int stage, int m) const {
+    return scales_at + stage * kStageBytes + (kZerosAt - kScalesAt) - lane * (Size::kScaleBytes - 4) + m * 128;
   }
   __device__ void CopyTokens(int stage, int n_tiles) {
     const uint32_t to = codes_at + stage * kStageBytes + kTokensAt;
@@ -83,28 +141,37 @@ struct Stream {
   }
   static constexpr uintptr_t kNullEnd = 1 << 20;
 
-  // acc += scales * (codes x tokens) * factor of the column (2t, 2t + 1) of a stage, for the first N token tiles.
+  // acc += scales * (codes x tokens) * factor of the column (2t, 2t + 1) of a stage, for the first N token tiles; to be
+  // multiplied by SumFactor.
   template <int N, bool kFactor = false>
-  __device__ void Consume(int stage, float (&acc)[MT][NT][4], const float* factor = nullptr) const {
-    constexpr bool kSums = N == 1;
+  __device__ void Consume(int stage, float (&acc)[MT][NT][4], const Weights& w, const float* factor = nullptr) const {
+    constexpr bool kInt4s = kKind == WeightKind::kInt4 || kKind == WeightKind::kAnyInt4;
+    constexpr bool kSums = kInt4s && N == 1;
+    constexpr bool kDirect = kScaledWeights && !kFactor;  // into acc
+    constexpr int kWords = Size::kScaleBytes / 4;
     const uint32_t base = codes_at + stage * kStageBytes;
     uint4 q[MT], x[N][2];
-    uint32_t scale[MT][GS];
+    uint32_t scale[MT][kWords], zero[MT];
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
-      q[m] = Load16(base + m * 512);
+      if constexpr (Size::kBits == 4) q[m] = Load16(base + m * 512);
 #pragma unroll
-      for (int s = 0; s < GS; ++s) scale[m][s] = Load4(scales_at + stage * kStageBytes + m * 32 * kScaleBytes + 4 * s);
+      for (int s = 0; s < kWords; ++s)
+        scale[m][s] = Load4(scales_at + stage * kStageBytes + m * 32 * Size::kScaleBytes + 4 * s);
+      if constexpr (Size::kZeroBytes > 0) zero[m] = Load4(ZeroAt(stage, m));
     }
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       x[n][0] = Load16(base + kTokensAt + n * 1024);
       x[n][1] = Load16(base + kTokensAt + n * 1024 + 512);
     }
+    // Groups of 32 known at compile time: sums start again at the second half.
+    constexpr bool kTwo = kKind == WeightKind::kMxfp4 ? !kScaledWeights : !Size::kRuntime && !kScaledWeights && F::kGroups == 2;
+    const bool two_groups = Size::kRuntime ? w.two_groups : kTwo;
     float part[MT][N][4], sum[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (half == 0 || GS == 2) {
+      if (half == 0 || kTwo) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           sum[i] = 0.f;
@@ -120,31 +187,100 @@ struct Stream {
         Half<T>::Mma(sum, ones, x[0][half].x, x[0][half].y);
         Half<T>::Mma(sum, ones, x[0][half].z, x[0][half].w);
       }
+      // Zero points of this half's group.
+      const uint32_t selector = Size::kZeroBytes > 0 ? zero_selector + (half && two_groups ? 0x0202 : 0) : 0;
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
-        uint32_t a[4];
-        DequantInt4<T, !kSums>(half ? q[m].z : q[m].x, a);
+        if constexpr (Size::kBits == 8) q[m] = Load16(base + m * kUnitBytes + half * 512);
+        uint32_t low = 0, high = 0;  // zero points, or scales of weights, of rows g and g + 8
+        if constexpr (kKind == WeightKind::kAnyInt4 && !kSums) {
+          low = ZeroPoint<T, false>(zero[m], selector), high = ZeroPoint<T, false>(zero[m], selector + 0x0101);
+        } else if constexpr (kKind == WeightKind::kInt4) {
+          low = high = Half<T>::kInt4Zero;
+        } else if constexpr (kKind == WeightKind::kNvfp4) {
+          low = Nvfp4Factor<T>(scale[m][half], BytePair(t & 2)), high = Nvfp4Factor<T>(scale[m][half], BytePair((t & 2) + 1));
+        } else if constexpr (kScaledWeights) {
+          low = Mxfp4Factor<T>(scale[m][0], BytePair(2 * half)), high = Mxfp4Factor<T>(scale[m][0], BytePair(2 * half + 1));
+        }
 #pragma unroll
-        for (int n = 0; n < N; ++n) Half<T>::Mma(part[m][n], a, x[n][half].x, x[n][half].y);
-        DequantInt4<T, !kSums>(half ? q[m].w : q[m].y, a);
+        for (int step = 0; step < 2; ++step) {
+          uint32_t a[4];
+          if constexpr (Size::kBits == 8) {
+            const uint32_t q_low = step ? q[m].z : q[m].x, q_high = step ? q[m].w : q[m].y;
+            if constexpr (kKind == WeightKind::kInt8) {
+              DequantInt8<T>(q_low, q_high, a);
+            } else {
+              DequantFp8<T>(q_low, q_high, a);
+              if constexpr (kBf16<T>) Times<T>(a, 0x7b807b80, 0x7b807b80);  // 2^120
+            }
+          } else {
+            const uint32_t code = half ? (step ? q[m].w : q[m].z) : (step ? q[m].y : q[m].x);
+            if constexpr (kInt4s) {
+              DequantInt4<T>(code, a);
+              if constexpr (!kSums) Center<T>(a, low, high);
+            } else {
+              DequantE2m1<T>(code, a);
+              if constexpr (kScaledWeights) Times<T>(a, low, high);
+            }
+          }
 #pragma unroll
-        for (int n = 0; n < N; ++n) Half<T>::Mma(part[m][n], a, x[n][half].z, x[n][half].w);
+          for (int n = 0; n < N; ++n) {
+            float(&to)[4] = kDirect ? acc[m][n] : part[m][n];
+            if (step) {
+              Half<T>::Mma(to, a, x[n][half].z, x[n][half].w);
+            } else {
+              Half<T>::Mma(to, a, x[n][half].x, x[n][half].y);
+            }
+          }
+        }
       }
-      if (half == 1 || GS == 2) {
+      if (kDirect || !(half == 1 || two_groups)) continue;
+      // acc += scale * part, the scales given by row(m): {of row g, of row g + 8}.
+      auto add = [&](auto row) {
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-          const uint32_t s = scale[m][GS == 2 ? half : 0];
-          const float low = Half<Scale>::Low(s), high = Half<Scale>::High(s);
+          const float2 s = row(m);
+          [[maybe_unused]] float zeros[2] = {Half<T>::kInt4ZeroValue, Half<T>::kInt4ZeroValue};
+          if constexpr (kKind == WeightKind::kAnyInt4 && kSums) {
+            zeros[0] = Half<T>::Low(ZeroPoint<T, false>(zero[m], selector));
+            zeros[1] = Half<T>::Low(ZeroPoint<T, false>(zero[m], selector + 0x0101));
+          }
 #pragma unroll
           for (int n = 0; n < N; ++n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               float p = part[m][n][i];
-              if constexpr (kSums) p -= Half<T>::kInt4ZeroValue * sum[i % 2];
+              if constexpr (kSums) p -= zeros[i / 2] * sum[i % 2];
               if constexpr (kFactor) p *= factor[i % 2];
-              acc[m][n][i] += (i < 2 ? low : high) * p;
+              acc[m][n][i] += (i < 2 ? s.x : s.y) * p;
+              if constexpr (Size::kRuntime) part[m][n][i] = 0.f;
             }
           }
+        }
+        if constexpr (Size::kRuntime) sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
+      };
+      if constexpr (kKind == WeightKind::kInt4) {
+        using Scale = typename F::Scale;
+        add([&](int m) {
+          const uint32_t s = scale[m][kTwo ? half : 0];
+          return make_float2(Half<Scale>::Low(s), Half<Scale>::High(s));
+        });
+      } else if constexpr (kScaledWeights) {
+        add([](int) { return make_float2(1.f, 1.f); });
+      } else if constexpr (kKind == WeightKind::kMxfp4) {
+        add([&](int m) { return make_float2(E8m0(scale[m][0], 2 * half), E8m0(scale[m][0], 2 * half + 1)); });
+      } else {
+        auto word = [&](int m) { return half && two_groups ? scale[m][1] : scale[m][0]; };
+        if (w.scale_type == 2) {
+          add([&](int m) {
+            return make_float2(Half<__nv_bfloat16>::Low(word(m)), Half<__nv_bfloat16>::High(word(m)));
+          });
+        } else if (w.scale_type == 1) {
+          add([&](int m) { return make_float2(Half<__half>::Low(word(m)), Half<__half>::High(word(m))); });
+        } else if (kKind != WeightKind::kFp8 || w.scale_type == 0) {
+          add([&](int m) { return make_float2(__uint_as_float(scale[m][0]), __uint_as_float(scale[m][1])); });
+        } else {
+          add([&](int m) { return make_float2(E8m0(scale[m][0], 2 * half), E8m0(scale[m][0], 2 * half + 1)); });
         }
       }
     }
@@ -162,6 +298,9 @@ struct Stream {
     uint32_t v;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
     return v;
+  }
+  __device__ static void Store4(uint32_t at, uint32_t v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
   }
 };
 

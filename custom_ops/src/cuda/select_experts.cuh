@@ -1,0 +1,130 @@
+// MoERouting: a warp a token.
+#pragma once
+#include "cuda/kernels.cuh"
+#include "cuda/ptx.cuh"
+
+namespace quantmoe {
+
+struct SelectParams {
+  const void* logits;  // [tokens, experts]
+  const float* correction_bias;
+  int* topk_ids;
+  float* topk_weights;
+  qm_routing routing;
+};
+
+// Floats as integers of the same order; +0 and -0 are equal.
+__device__ inline unsigned Ordered(float x) {
+  const unsigned bits = __float_as_uint(x + 0.f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ inline float WarpSum(float x) {
+  for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
+  return x;
+}
+
+// The largest of key[0, count), the first of equal ones; all lanes get it. 0 is the key of what is out.
+__device__ inline int WarpLargest(const unsigned* key, int count) {
+  unsigned best = 0;
+  int at = count;
+  for (int i = threadIdx.x; i < count; i += 32)
+    if (key[i] > best) best = key[i], at = i;
+  const unsigned largest = __reduce_max_sync(~0u, best);
+  return static_cast<int>(__reduce_min_sync(~0u, best == largest ? static_cast<unsigned>(at) : ~0u));
+}
+
+// Methods are op.def's. Dynamic shared memory: 2 words an expert, 1 a group, 1 a slot.
+template <typename Logit>
+__global__ void __launch_bounds__(32) MoeSelect(const __grid_constant__ SelectParams p) {
+  extern __shared__ unsigned words[];
+  const qm_routing& r = p.routing;
+  const int experts = r.num_experts, lane = threadIdx.x;
+  float* score = reinterpret_cast<float*>(words);
+  unsigned* key = words + experts;
+  unsigned* group_key = key + experts;
+  float* weight = reinterpret_cast<float*>(group_key + r.n_group);
+  int* ids = p.topk_ids + static_cast<int64_t>(blockIdx.x) * r.top_k;
+  float* weights = p.topk_weights + static_cast<int64_t>(blockIdx.x) * r.top_k;
+
+  const Logit* logits = static_cast<const Logit*>(p.logits) + static_cast<int64_t>(blockIdx.x) * experts;
+  float most = -INFINITY;
+  bool nan = false;
+  for (int e = lane; e < experts; e += 32) {
+    const float x = static_cast<float>(logits[e]);
+    score[e] = x;
+    nan |= x != x;
+    most = fmaxf(most, x);
+  }
+  if (__any_sync(~0u, nan)) {
+    for (int j = lane; j < r.top_k; j += 32) ids[j] = j, weights[j] = NAN;
+    return;
+  }
+  enum { softmax_topk, topk_softmax, sigmoid_topk, topk_sigmoid, topk };
+  if (r.method == softmax_topk) {
+    for (int d = 16; d > 0; d /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
+    float sum = 0.f;
+    for (int e = lane; e < experts; e += 32) sum += score[e] = expf(score[e] - most);
+    sum = WarpSum(sum);
+    for (int e = lane; e < experts; e += 32) score[e] /= sum;
+  } else if (r.method == sigmoid_topk) {
+    for (int e = lane; e < experts; e += 32) score[e] = 1.f / (1.f + expf(-score[e]));
+  }
+  for (int e = lane; e < experts; e += 32) key[e] = max(Ordered(score[e] + p.correction_bias[e]), 1u);
+  if (r.topk_group < r.n_group) {
+    __syncwarp();
+    const int size = experts / r.n_group;
+    for (int i = lane; i < r.n_group; i += 32) {
+      float best = -INFINITY, second = -INFINITY;
+      for (int e = i * size; e < (i + 1) * size; ++e) {
+        const float x = score[e] + p.correction_bias[e];
+        if (x > best) {
+          second = best, best = x;
+        } else {
+          second = fmaxf(second, x);
+        }
+      }
+      group_key[i] = max(Ordered(size > 1 ? best + second : best), 1u);
+    }
+    __syncwarp();
+    for (int j = 0; j < r.topk_group; ++j) {
+      const int i = WarpLargest(group_key, r.n_group);
+      __syncwarp();
+      if (lane == 0) group_key[i] = 0;
+      __syncwarp();
+    }
+    for (int e = lane; e < experts; e += 32)
+      if (group_key[e / size]) key[e] = 0;  // not kept
+  }
+  __syncwarp();
+  for (int j = 0; j < r.top_k; ++j) {
+    const int e = WarpLargest(key, experts);
+    __syncwarp();
+    if (lane == 0) {
+      key[e] = 0;
+      ids[j] = e;
+      weight[j] = score[e];
+    }
+    __syncwarp();
+  }
+  if (r.method == topk_softmax) {
+    float sum = 0.f, largest = weight[0];
+    for (int j = 1; j < r.top_k; ++j) largest = fmaxf(largest, weight[j]);
+    __syncwarp();
+    for (int j = lane; j < r.top_k; j += 32) weight[j] = expf(weight[j] - largest);
+    __syncwarp();
+    for (int j = 0; j < r.top_k; ++j) sum += weight[j];
+    __syncwarp();
+    for (int j = lane; j < r.top_k; j += 32) weight[j] /= sum;
+  } else if (r.method == topk_sigmoid) {
+    for (int j = lane; j < r.top_k; j += 32) weight[j] = 1.f / (1.f + expf(-weight[j]));
+  }
+  __syncwarp();
+  float sum = 1.f;
+  if (r.renormalize) {
+    sum = 1e-20f;
+    for (int j = 0; j < r.top_k; ++j) sum += weight[j];
+  }
+  for (int j = lane; j < r.top_k; j += 32) weights[j] = weight[j] / sum * r.routed_scaling_factor;
+}
+
+}  // namespace quantmoe
