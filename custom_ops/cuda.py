@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from quantmoe.custom_ops import library_file
-from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, attribute_kinds, enum
+from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, RoutingSpec, Spec, attribute_kinds, enum
 
 if TYPE_CHECKING:
     import torch
 
 #: what plan.cc takes of a projection's attributes, by format; group_size and perm besides, see _refusal
 SCALES: dict[str, tuple[str, ...]] = {
-    "int4": ("f32", "f16", "bf16"),
+    "int4": ("f16", "bf16"),
     "int8": ("f32", "f16", "bf16"),
     "fp8_e4m3": ("f32", "f16", "bf16", "e8m0"),
     "mxfp4": ("e8m0",),
@@ -29,6 +29,8 @@ SUPPORTED: dict[str, tuple[int | str, ...]] = {
 ERROR_SIZE = 512
 PATHS = ("decode", "stream", "wgmma")
 _I32, _I64, _U64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
+_TYPES = {"f32": 0, "f16": 1, "bf16": 2}
+_S = TypeVar("_S", bound=ctypes.Structure)
 
 
 class Device(ctypes.Structure):
@@ -45,12 +47,32 @@ class _MoE(ctypes.Structure):
     _fields_ = [(n, ctypes.c_float if kind == "f" else _I32) for n, kind in attribute_kinds().items()]
 
 
+class _Linear(ctypes.Structure):
+    _fields_ = [(n, _I32) for n in attribute_kinds("QuantLinear")]
+
+
+class _Routing(ctypes.Structure):
+    _fields_ = [(n, ctypes.c_float if kind == "f" else _I32) for n, kind in attribute_kinds("MoERouting").items()]
+
+
 class Problem(ctypes.Structure):
     """qm_cuda_problem."""
 
     _fields_ = [("moe", _MoE), ("type", _I32), ("id_bytes", _I32)] + [
         (n, _I64) for n in ("tokens", "top_k", "local_experts")
     ]
+
+
+class LinearProblem(ctypes.Structure):
+    """qm_cuda_linear_problem."""
+
+    _fields_ = [("linear", _Linear), ("type", _I32), ("rows", _I64)]
+
+
+class RoutingProblem(ctypes.Structure):
+    """qm_cuda_routing_problem."""
+
+    _fields_ = [("routing", _Routing), ("type", _I32), ("tokens", _I64)]
 
 
 class Gemm(ctypes.Structure):
@@ -79,7 +101,7 @@ def library() -> ctypes.CDLL:
         FileNotFoundError: neither is there.
     """
     lib = ctypes.CDLL(library_file("quantmoe.custom_ops", "libquantmoe_cuda.so", "QUANTMOE_CUDA_LIBRARY"))
-    lib.qm_cuda_row_bytes.restype = ctypes.c_size_t
+    lib.qm_cuda_row_bytes.restype = lib.qm_cuda_linear_row_bytes.restype = ctypes.c_size_t
     return lib
 
 
@@ -90,28 +112,40 @@ def _check(status: int, err: ctypes.Array[ctypes.c_char]) -> None:
 
 def problem(spec: MoESpec, dtype: str, tokens: int, top_k: int, local_experts: int, id_bytes: int = 8) -> Problem:
     """qm_cuda_problem of a node and a batch; dtype "f16" or "bf16" (or "f32", which plan() refuses)."""
-    moe = _MoE()
+    return Problem(_node(_MoE, spec), _TYPES[dtype], id_bytes, tokens, top_k, local_experts)
+
+
+def linear_problem(spec: LinearSpec, dtype: str, rows: int) -> LinearProblem:
+    """qm_cuda_linear_problem of a node and a batch."""
+    return LinearProblem(_node(_Linear, spec), _TYPES[dtype], rows)
+
+
+def _node(struct: type[_S], spec: Spec) -> _S:
+    node = struct()
     for name, value in spec.attributes().items():
-        kind = attribute_kinds()[name]
-        setattr(moe, name, value if kind in ("i", "f") else enum(kind)[str(value)])
-    return Problem(moe, {"f32": 0, "f16": 1, "bf16": 2}[dtype], id_bytes, tokens, top_k, local_experts)
+        kind = attribute_kinds(spec.OP)[name]
+        setattr(node, name, value if kind in ("i", "f") else enum(kind)[str(value)])
+    return node
 
 
-def plan(problem: Problem, device: Device = H200) -> Plan:
-    """qm_cuda_plan_moe: pure, needs no GPU.
+def plan(problem: Problem | LinearProblem, device: Device = H200) -> Plan:
+    """qm_cuda_plan_moe or qm_cuda_plan_linear: pure, needs no GPU.
 
     Raises:
         ValueError: the library's sentence about what is not supported.
     """
     found, err = Plan(), ctypes.create_string_buffer(ERROR_SIZE)
-    _check(library().qm_cuda_plan_moe(ctypes.byref(problem), ctypes.byref(device), ctypes.byref(found), err), err)
+    make = library().qm_cuda_plan_moe if isinstance(problem, Problem) else library().qm_cuda_plan_linear
+    _check(make(ctypes.byref(problem), ctypes.byref(device), ctypes.byref(found), err), err)
     return found
 
 
 def refusal(spec: MoESpec | LinearSpec) -> str:
     """Why the kernels do not run nodes with these attributes; "" when they do. Needs neither the library nor a GPU."""
     if isinstance(spec, LinearSpec):
-        return "QuantLinear; the CUDA kernels run QuantMoE"
+        if spec.in_features % 8:
+            return f"in_features is {spec.in_features}; the CUDA kernels take multiples of 8"
+        return _refusal("w", spec.w, perms=(0, 1))
     for prefix, projection in (("w13", spec.w13), ("w2", spec.w2)):
         if reason := _refusal(prefix, projection, perms=(0, 1) if prefix == "w13" else (0,)):
             return reason
@@ -129,8 +163,8 @@ def _refusal(prefix: str, p: Projection, perms: tuple[int, ...]) -> str:
     if p.zero_points and p.format != "int4":
         return f"{prefix}_zero_points is 1; the CUDA kernels take zero points of int4 only, the format is {p.format}"
     if p.scale_type not in SCALES[p.format]:
-        take = ", ".join(SCALES[p.format])
-        return f"{prefix}_scale_type is {p.scale_type}; the CUDA kernels take {take} for {p.format}"
+        take, way = ", ".join(SCALES[p.format]), ": export with --scales bf16" if p.scale_type == "f32" else ""
+        return f"{prefix}_scale_type is {p.scale_type}; the CUDA kernels take {take} for {p.format}{way}"
     g = p.group_size
     fixed = {"mxfp4": 32, "nvfp4": 16}.get(p.format, 32 if p.scale_type == "e8m0" else None)
     if fixed is not None and g != fixed:
@@ -154,6 +188,10 @@ def query(ordinal: int = 0) -> Device:
     return found
 
 
+def _dtype(x: torch.Tensor) -> str:
+    return {"torch.float16": "f16", "torch.bfloat16": "bf16"}.get(str(x.dtype), "f32")
+
+
 class CudaMoE:
     """One layer on the current CUDA device.
 
@@ -168,9 +206,8 @@ class CudaMoE:
 
     def prepare(self, hidden: torch.Tensor, topk_ids: torch.Tensor) -> tuple[Problem, Plan]:
         """Problem and plan of a batch."""
-        dtype = {"torch.float16": "f16", "torch.bfloat16": "bf16"}.get(str(hidden.dtype), "f32")
         tokens, top_k = topk_ids.shape
-        p = problem(self.spec, dtype, tokens, top_k, len(self.w13), topk_ids.element_size())
+        p = problem(self.spec, _dtype(hidden), tokens, top_k, len(self.w13), topk_ids.element_size())
         for moe, rows in ((13, self.w13), (2, self.w2)):
             want = library().qm_cuda_row_bytes(ctypes.byref(p.moe), moe)
             if rows.shape[1] != want:
@@ -206,3 +243,63 @@ class CudaMoE:
         workspace = torch.full((max(1, prepared[1].workspace_bytes),), 0xFF, dtype=torch.uint8, device=hidden.device)
         self.launch(prepared, hidden, topk_ids, topk_weights, output, workspace)
         return output
+
+
+class CudaLinear:
+    """A QuantLinear on the current CUDA device; w: uint8 CUDA tensor [1, row bytes]."""
+
+    def __init__(self, spec: LinearSpec, w: torch.Tensor) -> None:
+        self.spec, self.w = spec, w
+        self.device = query(w.device.index or 0)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x f16 or bf16 [rows, in_features] -> [rows, out_features]."""
+        import torch
+
+        p = linear_problem(self.spec, _dtype(x), len(x))
+        if self.w.shape[1] != (want := library().qm_cuda_linear_row_bytes(ctypes.byref(p.linear))):
+            raise ValueError(f"w has a row of {self.w.shape[1]} bytes, the attributes say {want}")
+        chosen = plan(p, self.device)
+        y = torch.full((len(x), self.spec.out_features), float("nan"), dtype=x.dtype, device=x.device)
+        workspace = torch.full((max(1, chosen.workspace_bytes),), 0xFF, dtype=torch.uint8, device=x.device)
+        self.launch(p, chosen, x, y, workspace)
+        return y
+
+    def launch(self, p: LinearProblem, chosen: Plan, x: torch.Tensor, y: torch.Tensor, workspace: torch.Tensor) -> None:
+        """Enqueues on torch's current stream. All tensors contiguous; workspace uint8 of plan.workspace_bytes."""
+        import torch
+
+        tensors = (_PTR * 4)(*(t.data_ptr() for t in (x, self.w, y, workspace)))
+        err = ctypes.create_string_buffer(ERROR_SIZE)
+        stream = _PTR(torch.cuda.current_stream().cuda_stream)
+        launch = library().qm_cuda_launch_linear
+        _check(launch(ctypes.byref(p), ctypes.byref(chosen), tensors, stream, err), err)
+
+
+def check_routing(spec: RoutingSpec) -> None:
+    """qm_cuda_validate_routing: pure, needs no GPU.
+
+    Raises:
+        ValueError: the library's sentence about an attribute.
+    """
+    err = ctypes.create_string_buffer(ERROR_SIZE)
+    found = RoutingProblem(_node(_Routing, spec), _TYPES["f32"], 1)
+    _check(library().qm_cuda_validate_routing(ctypes.byref(found), err), err)
+
+
+def route(spec: RoutingSpec, logits: torch.Tensor, correction_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """MoERouting: logits f32, f16 or bf16 [T, E], correction_bias f32 [E] -> ids int32 and weights f32 [T, top_k].
+
+    Raises:
+        ValueError: the library's sentence about an attribute.
+    """
+    import torch
+
+    ids = torch.full((len(logits), spec.top_k), -1, dtype=torch.int32, device=logits.device)
+    weights = torch.full(ids.shape, float("nan"), device=logits.device)
+    problem = RoutingProblem(_node(_Routing, spec), _TYPES[_dtype(logits)], len(logits))
+    tensors = (_PTR * 4)(*(t.data_ptr() for t in (logits, correction_bias, ids, weights)))
+    err = ctypes.create_string_buffer(ERROR_SIZE)
+    stream = _PTR(torch.cuda.current_stream().cuda_stream)
+    _check(library().qm_cuda_launch_routing(ctypes.byref(problem), tensors, stream, err), err)
+    return ids, weights

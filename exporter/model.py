@@ -251,7 +251,7 @@ def trace(
     Args:
         specs: experts module name -> its node's attributes.
         linears: the same of linears; those that are not here are float MatMuls.
-        target: "cpu": with MoERouting and the operators that ONNX Runtime fuses; "cuda": ai.onnx and QuantMoE only.
+        target: "cpu": with MoERouting and the operators that ONNX Runtime fuses; "cuda": ai.onnx and quantmoe's only.
 
     Raises:
         CheckpointError: transformers or torch cannot export the architecture.
@@ -267,8 +267,7 @@ def trace(
     for name, linear in (linears or {}).items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, PackedLinear(linear))
-    if target == "cpu":
-        replace_routers(model)
+    replace_routers(model)
     stack = _decoder(model).layers
     prefix = next(name for name, module in model.named_modules() if module is stack)
     kept = _representatives(model.config, stack)

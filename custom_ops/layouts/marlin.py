@@ -74,7 +74,12 @@ def describe(
         w13 = _project([expert.gate, expert.up], ["gate", "up"], activation_format)
     if expert.down.perm is not None and expert.up.block_n != 1:
         raise ValueError(f"down has an act-order permutation, which block_n {expert.up.block_n} of up cannot follow")
-    return w13, replace(_project([expert.down], ["down"], down_activation_format or activation_format), perm=0)
+    return w13, replace(describe_down(expert.down, down_activation_format or activation_format), perm=0)
+
+
+def describe_down(m: QuantizedMatrix, activation_format: str) -> Projection:
+    """The attributes under which this layout stores the one matrix of a QuantLinear; a w2 has no permutation."""
+    return _project([m], ["down"], activation_format)
 
 
 class _Parts:
@@ -116,7 +121,10 @@ class _Parts:
 
     def to_panels(self, halves: list[np.ndarray], fill: int = 0) -> np.ndarray:
         """[N, ...] of gate and up, or of one matrix, as [P, 2, 8, ...]: the rows g and g + 8 of each panel."""
-        rows = np.full((len(halves), self.panels * self.panel_rows, *halves[0].shape[1:]), fill, halves[0].dtype)
+        shape = (len(halves), self.panels * self.panel_rows, *halves[0].shape[1:])
+        rows = np.zeros(shape, halves[0].dtype)  # zero bits; the number 0 is none of e8m0's
+        if fill:
+            rows[:] = fill
         for part, half in zip(rows, halves, strict=True):
             part[: self.N] = half
         if self.halves == 2:
@@ -247,9 +255,7 @@ def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray)
     """
     found = describe(expert, spec.w13.activation_format)
     for name, have, want in zip(("w13", "w2"), found, (spec.w13, spec.w2), strict=True):
-        # One node holds many experts: one without a bias or an act-order fits a node with them.
-        if replace(have, bias=max(have.bias, want.bias), perm=max(have.perm, want.perm)) != want:
-            raise ValueError(f"{name}: the expert has {have}, the node says {want}")
+        _check(name, have, want)
     w13 = [expert.up] if expert.gate is None else [expert.gate, expert.up]
     down = expert.down
     if down.perm is not None:
@@ -257,6 +263,23 @@ def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray)
         down = replace(down, perm=None)
     _pack_projection(w13, _Parts(spec, "w13"), w13_row)
     _pack_projection([down], _Parts(spec, "w2"), w2_row)
+
+
+def pack_down(m: QuantizedMatrix, spec: MoESpec, w2_row: np.ndarray) -> None:
+    """Writes the matrix of a QuantLinear, ``spec`` being LinearSpec.moe, into uint8 [row_bytes]; errors as pack."""
+    _check("down", describe_down(m, spec.w2.activation_format), spec.w2)
+    _pack_projection([m], _Parts(spec, "w2"), w2_row)
+
+
+def unpack_down(spec: MoESpec, w2_row: np.ndarray) -> QuantizedMatrix:
+    """The matrix that ``pack_down`` wrote."""
+    return _unpack_projection(_Parts(spec, "w2"), w2_row)[0]
+
+
+def _check(name: str, have: Projection, want: Projection) -> None:
+    # One node holds many experts: one without a bias or an act-order fits a node with them.
+    if replace(have, bias=max(have.bias, want.bias), perm=max(have.perm, want.perm)) != want:
+        raise ValueError(f"{name}: the expert has {have}, the node says {want}")
 
 
 def unpack(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Expert:

@@ -11,7 +11,7 @@ from cases import INT4, Case
 from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
-from quantmoe.custom_ops.op import MoESpec, Projection
+from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, RoutingSpec
 
 torch = pytest.importorskip("torch")
 try:
@@ -79,15 +79,16 @@ def run(case: Case, tokens: int, dtype: str, *, ids=None, id_type=np.int64, muta
     return got.float().cpu().numpy().astype(np.float64), want
 
 
-def check(case: Case, tokens: int, dtype: str, **options) -> None:
+def check(case: Case, tokens: int, dtype: str, few: bool = False, **options) -> None:
+    """few: values decide about a token, whose roundings do not average."""
     got, want = run(case, tokens, dtype, **options)
     assert got.shape == want.shape
     assert np.isfinite(got).all()
     error = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
-    assert error < 2 * UNIT[dtype], f"relative error {error:.2e}"
+    assert error < (4 if few else 2) * UNIT[dtype], f"relative error {error:.2e}"
     # One token alone must not hide behind the others.
     rows = np.linalg.norm(got - want, axis=1) / np.maximum(np.linalg.norm(want, axis=1), 1e-30)
-    assert rows.max() < 4 * UNIT[dtype], f"token {rows.argmax()}: relative error {rows.max():.2e}"
+    assert rows.max() < (12 if few else 4) * UNIT[dtype], f"token {rows.argmax()}: relative error {rows.max():.2e}"
 
 
 BASE = Case(hidden=256, intermediate=192, experts=8, top_k=2, group_size=32, activation_format="none")
@@ -119,8 +120,7 @@ CASES = {
 FORMATS = {
     "int4-zero": (("int4", "bf16", True), 32, 1),
     "int4-zero-f16": (("int4", "f16", True), 128, 1),
-    "int4-zero-f32": (("int4", "f32", True), 64, 1),
-    "int4-f32": (("int4", "f32", False), -1, 1),
+    "int4-zero-channel": (("int4", "bf16", True), -1, 1),
     "int8": (("int8", "bf16", False), -1, 1),
     "int8-f16": (("int8", "f16", False), 32, 1),
     "int8-f32": (("int8", "f32", False), 128, 1),
@@ -165,8 +165,13 @@ def test_format(name, shape, tokens, dtype):
 @pytest.mark.parametrize("tokens", [3, 40, 300])
 @pytest.mark.parametrize("name", FORMATS)
 def test_scales_of_every_size(name, tokens):
-    """A row's scales differ by 2^20 (nvfp4: all codes), some are zero; tokens differ by 2^40."""
+    """A row's scales differ by 2^20 (nvfp4: all codes), some are zero; tokens differ by 2^40.
+
+    relu2 is twice as wrong as its input, relatively, not more as others are; but ungated layers take no wgmma.
+    Few large scales decide about a token, so that their roundings do not average.
+    """
     case = of_format(name, replace(BASE, hidden=512, intermediate=256))
+    relu = replace(case, gated=False, activation="relu2")
 
     def wild(m, rng):
         s = m.scales
@@ -178,7 +183,7 @@ def test_scales_of_every_size(name, tokens):
             least = -4 if s.dtype == np.float16 else -20
             s = (s.astype(np.float64) * 2.0 ** rng.integers(least, 1, s.shape)).astype(s.dtype)
             s[rng.random(s.shape) < 0.1] = 0
-        return replace(m, scales=s)
+        return replace(m, scales=s, global_scale=m.global_scale and m.global_scale / 128)
 
     def tokens_of_every_size(x):
         x *= 2.0 ** torch.randint(-20, 20, (len(x), 1), generator=torch.Generator().manual_seed(0))
@@ -186,8 +191,10 @@ def test_scales_of_every_size(name, tokens):
     _, experts, *_ = build(case)
     rng = np.random.default_rng(7)
     experts = [Expert(*(wild(m, rng) for m in (e.gate, e.up, e.down))) for e in experts]
-    check(case, tokens, "bf16", mutate=tokens_of_every_size, experts=experts)
-    check(case, tokens, "f16", experts=experts)
+    for dtype in ("bf16", "f16"):
+        check(case, tokens, dtype, experts=experts, few=True)
+    experts = [replace(e, gate=None) for e in experts]
+    check(relu, tokens, "bf16", experts=experts, mutate=tokens_of_every_size, few=True)
 
 
 @gpu
@@ -282,10 +289,8 @@ def test_plan_fits_the_device(shape, tokens, device, kind, group_size):
     spec = spec_of(hidden, intermediate, experts, group_size, kind)
     p = cuda.problem(spec, "bf16", tokens, top_k, experts)
     plan = cuda.plan(p, device)
-    # A block takes at most 227 of sm_90's 228 KiB, 99 of 100 elsewhere.
-    assert max(plan.w13.shared_bytes, plan.w2.shared_bytes) + 3 * 1024 <= device.shared_bytes
     for gemm in (plan.w13, plan.w2):
-        static = 11 * 1024 if cuda.PATHS[plan.path] == "decode" else 0
+        static = 3 * 1024  # cuobjdump --dump-resource-usage: at most 2,688 bytes
         assert gemm.shared_bytes + static + 1024 <= device.shared_bytes
         assert gemm.grid >= 1
         assert gemm.cluster == 1 or device.sm >= 90
@@ -327,7 +332,8 @@ def test_refusals(change, message):
         ({"format": "bf16"}, r"w\d+_format is 5"),
         ({"zero_points": 1, "format": "int8"}, r"w\d+_zero_points is 1"),
         ({"scale_type": "e8m0"}, r"w\d+_scale_type is 3"),
-        ({"scale_type": "f32", "group_size": 32}, r"w\d+_scale_type is f32 .*--scales bf16"),
+        ({"scale_type": "f32"}, r"w\d+_scale_type is f32 .*--scales bf16"),
+        ({"scale_type": "f32", "format": "int8", "group_size": 32}, r"w\d+_scale_type is f32 .*--scales bf16"),
         ({"group_size": 16}, r"w\d+_group_size is 16"),
         ({"group_size": 64, "format": "fp8_e4m3", "scale_type": "e8m0"}, r"w\d+_group_size is 64"),
         ({"group_size": 32, "format": "nvfp4", "scale_type": "e4m3"}, r"w\d+_group_size is 32"),
@@ -354,3 +360,149 @@ def test_row_bytes_agree_with_the_layout(name):
     moe = cuda.problem(spec, "bf16", 1, 1, 1).moe
     for projection, rows in ((13, w13), (2, w2)):
         assert cuda.library().qm_cuda_row_bytes(cuda.ctypes.byref(moe), projection) == rows.shape[1]
+
+
+def build_linear(case: Case):
+    """(matrix, spec, w) of a linear of case.intermediate inputs and case.hidden outputs."""
+    rng = np.random.default_rng(case.seed)
+    perm = rng.permutation(case.intermediate).astype(np.int32) if case.act_order != "none" else None
+    m = case.matrix(rng, case.hidden, case.intermediate, perm)
+    layout = LAYOUTS["marlin"]
+    spec = LinearSpec(case.intermediate, case.hidden, layout.describe_down(m, "none"))
+    row = np.zeros(layout.row_bytes(spec.moe, "w2"), np.uint8)
+    layout.pack_down(m, spec.moe, row)
+    assert np.array_equal(layout.unpack_down(spec.moe, row).codes, m.codes)
+    return m, spec, row[None]
+
+
+LINEARS = {
+    "base": BASE,
+    "act-order": replace(BASE, act_order="shared", intermediate=264, group_size=128, bias=True),
+    "any-n": replace(BASE, hidden=203, intermediate=1096, bias=True),  # no wgmma
+    "large": replace(BASE, hidden=4096, intermediate=512, group_size=128),
+    "split-k": replace(BASE, hidden=2056, intermediate=4160, group_size=128, bias=True),
+    **{name: of_format(name, replace(BASE, hidden=1032, intermediate=520, bias=True)) for name in FORMATS},
+}
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("rows", [0, 1, 8, 9, 30, 128, 1000])
+@pytest.mark.parametrize("name", LINEARS)
+def test_linear(name, rows, dtype):
+    m, spec, w = build_linear(LINEARS[name])
+    x = torch.from_numpy(np.random.default_rng(1).normal(0, 1, (rows, spec.in_features)).astype(np.float32))
+    x = x.to(TORCH[dtype])
+    linear = cuda.CudaLinear(spec, torch.from_numpy(w).cuda())
+    y = linear(x.cuda())
+    assert torch.equal(y, linear(x.cuda()))
+    want = reference.linear(x.float().numpy(), m, "none")
+    got = y.double().cpu().numpy()
+    assert got.shape == want.shape
+    assert np.isfinite(got).all()
+    assert np.linalg.norm(got - want) <= 1.2 * UNIT[dtype] * np.linalg.norm(want)
+    y = linear(torch.full_like(x, float("nan")).cuda())
+    assert y.isnan().all()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 9, 128, 4096])
+@pytest.mark.parametrize("name", LINEARS)
+def test_linear_plans(name, rows):
+    _, spec, w = build_linear(LINEARS[name])
+    assert cuda.refusal(spec) == ""
+    p = cuda.linear_problem(spec, "bf16", rows)
+    assert cuda.library().qm_cuda_linear_row_bytes(cuda.ctypes.byref(p.linear)) == w.shape[1]
+    for device in (cuda.Device(80, 108, 167936), cuda.Device(89, 128, 102400), cuda.H200):
+        plan = cuda.plan(p, device)
+        assert plan.w2.shared_bytes + 4 * 1024 <= device.shared_bytes
+        assert plan.path == 0 if rows <= 8 else plan.path > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"in_features": 1028}, "in_features is 1028"),
+        ({"out_features": 0}, "out_features is 0"),
+        ({"op_version": 2}, "op_version is 2"),
+        ({"w": {"format": "bf16"}}, "w_format is 5"),
+        ({"w": {"perm": 2}}, "w_perm is 2"),
+    ],
+)
+def test_linear_refusals(change, message):
+    spec = LinearSpec(1024, 512, spec_of(64, 64, 1).w2)
+    spec = replace(spec, **change) if "w" not in change else replace(spec, w=replace(spec.w, **change["w"]))
+    with pytest.raises(ValueError, match=message):
+        cuda.plan(cuda.linear_problem(spec, "bf16", 4))
+
+
+def test_formats_that_differ_take_the_same_tiles():
+    """w13 and w2 read one list of tiles: neither may have smaller ones than the other."""
+    few = replace(spec_of(2048, 768, 128), w2=spec_of(2048, 768, 128, -1, ("int8", "bf16", False)).w2)
+    for spec in (few, replace(few, w13=few.w2, w2=few.w13)):
+        for device in (cuda.Device(89, 128, 102400), cuda.H200):
+            for tokens in (64, 128, 512):
+                plan = cuda.plan(cuda.problem(spec, "bf16", tokens, 8, 128), device)
+                assert plan.w13.n_tiles == plan.w2.n_tiles
+
+
+ROUTERS = {
+    "softmax": RoutingSpec(64, 8, "softmax_topk"),
+    "topk-softmax": RoutingSpec(32, 4, "topk_softmax"),
+    "renormalized": RoutingSpec(128, 8, "softmax_topk", renormalize=1),
+    "groups": RoutingSpec(256, 8, "sigmoid_topk", 1, n_group=8, topk_group=4, routed_scaling_factor=2.5),
+    "all": RoutingSpec(160, 160, "sigmoid_topk", 1, routed_scaling_factor=1.5),
+    "llama4": RoutingSpec(16, 1, "topk_sigmoid"),
+    "topk": RoutingSpec(60, 5, "topk"),
+    "one": RoutingSpec(1, 1, "softmax_topk"),
+    "groups-of-one": RoutingSpec(7, 3, "sigmoid_topk", n_group=7, topk_group=5),
+    "most": RoutingSpec(2048, 40, "softmax_topk"),
+}
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("tokens", [0, 1, 37, 1000])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routing(name, tokens, dtype):
+    spec = ROUTERS[name]
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.normal(0, 2, (tokens, spec.num_experts)).astype(np.float32))
+    logits = logits.to(TORCH.get(dtype, torch.float32))
+    for bias in (np.zeros(spec.num_experts, np.float32), rng.uniform(0, 1, spec.num_experts).astype(np.float32)):
+        ids, weights = (t.cpu().numpy() for t in cuda.route(spec, logits.cuda(), torch.from_numpy(bias).cuda()))
+        want_ids, want = reference.route(spec, logits.float().numpy(), bias)
+        # float64 and float32 may order two experts differently whose scores are equal in float32
+        differ = (ids != want_ids).any(1)
+        assert differ.sum() <= 0.002 * tokens * spec.top_k
+        np.testing.assert_allclose(weights[~differ], want[~differ], rtol=4e-6, atol=1e-6)
+
+
+@gpu
+def test_routing_ties_and_logits_that_are_not_numbers():
+    for spec in ROUTERS.values():
+        bias = torch.zeros(spec.num_experts).cuda()
+        logits = torch.zeros((3, spec.num_experts))
+        logits[1, -1] = float("nan")
+        ids, weights = cuda.route(spec, logits.cuda(), bias)
+        assert torch.equal(ids.cpu(), torch.arange(spec.top_k, dtype=torch.int32).expand(3, -1))
+        assert weights[1].isnan().all()
+        assert weights[[0, 2]].isfinite().all()
+        levels = np.random.default_rng(0).integers(0, 3, (50, spec.num_experts)).astype(np.float32)
+        ids, _ = cuda.route(spec, torch.from_numpy(levels).cuda(), bias)
+        np.testing.assert_array_equal(ids.cpu().numpy(), reference.route(spec, levels)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_k": 129}, "top_k is 129, the CUDA kernel takes 1 to 128"),
+        ({"n_group": 7}, "n_group is 7, expected a divisor of num_experts 256"),
+        ({"topk_group": 9}, "topk_group is 9"),
+        ({"num_experts": 2304}, "num_experts is 2304, the CUDA kernel takes 1 to 2048"),
+        ({"renormalize": 2}, "renormalize is 2"),
+        ({"op_version": 2}, "op_version is 2"),
+    ],
+)
+def test_routing_refusals(change, message):
+    with pytest.raises(ValueError, match=message):
+        cuda.check_routing(replace(ROUTERS["groups"], **change))

@@ -67,6 +67,39 @@ QM_API int qm_cuda_plan_moe(const qm_cuda_problem*, const qm_cuda_device*, qm_cu
 // Enqueues on `stream` (a cudaStream_t). Ids outside [expert_offset, expert_offset + local_experts) contribute zero.
 QM_API int qm_cuda_launch(const qm_cuda_problem*, const qm_cuda_plan*, const qm_cuda_tensors*, void* stream, char* err);
 
+// QuantLinear: the down projection of one expert that every row of x has, with weight 1. Of the plan w2 is used.
+typedef struct {
+  qm_linear linear;
+  int32_t type;  // qm_type of x and y: QM_F16 or QM_BF16
+  int64_t rows;
+} qm_cuda_linear_problem;
+typedef struct {
+  const void* x;  // [rows, in_features]
+  const void* w;  // [1, row], 16-byte aligned
+  void* y;        // [rows, out_features]
+  void* workspace;
+} qm_cuda_linear_tensors;
+QM_API size_t qm_cuda_linear_row_bytes(const qm_linear*);
+QM_API int qm_cuda_plan_linear(const qm_cuda_linear_problem*, const qm_cuda_device*, qm_cuda_plan*, char* err);
+QM_API int qm_cuda_launch_linear(const qm_cuda_linear_problem*, const qm_cuda_plan*, const qm_cuda_linear_tensors*,
+                                 void* stream, char* err);
+
+// MoERouting: one kernel, no plan, no workspace. Results as quant_moe.h says, but for the last bits of the weights.
+typedef struct {
+  qm_routing routing;
+  int32_t type;  // qm_type of logits, any
+  int64_t tokens;
+} qm_cuda_routing_problem;
+typedef struct {
+  const void* logits;            // [tokens, num_experts]
+  const float* correction_bias;  // [num_experts]
+  int32_t* topk_ids;             // [tokens, top_k]
+  float* topk_weights;           // [tokens, top_k]
+} qm_cuda_routing_tensors;
+QM_API int qm_cuda_validate_routing(const qm_cuda_routing_problem*, char* err);
+QM_API int qm_cuda_launch_routing(const qm_cuda_routing_problem*, const qm_cuda_routing_tensors*, void* stream,
+                                  char* err);
+
 #ifdef __cplusplus
 }
 #endif

@@ -104,7 +104,7 @@ __device__ inline void DequantInt8Scaled(uint32_t low, uint32_t high, const uint
 }
 // int4 with zero points as ZeroPoint makes them, times kInt8Result, for wgmma.
 template <typename T>
-__device__ inline void DequantAnyInt4(uint32_t q, uint32_t zero_low, uint32_t zero_high, uint32_t (&a)[4]) {
+__device__ inline void DequantInt4Zero(uint32_t q, uint32_t zero_low, uint32_t zero_high, uint32_t (&a)[4]) {
   if constexpr (kBf16<T>) {
     const uint32_t q8 = q >> 8;
 #pragma unroll
@@ -205,19 +205,18 @@ struct Int4 {
   static constexpr WeightKind kKind = WeightKind::kInt4;
   static constexpr int kGroups = GS;  // in a unit: 2 for groups of 32, else 1
 };
-template <WeightKind kind>
+template <WeightKind kind, int GS = 2>  // 8 bits: at most 2
 struct Format {
   static constexpr WeightKind kKind = kind;
-  static constexpr int kGroups = 2;  // there may be one
+  static constexpr int kGroups = GS;
 };
 template <typename F>
 struct Sizes {
   static constexpr int kBits = BitsOf(F::kKind);
   static constexpr int kScaleBytes = ScaleBytes(F::kKind, F::kGroups), kZeroBytes = ZeroBytes(F::kKind);
   static constexpr int kLaneBytes = kScaleBytes + kZeroBytes;
-  // The scales' type and whether a unit has two groups are known at run time only.
-  static constexpr bool kRuntime =
-      F::kKind == WeightKind::kAnyInt4 || F::kKind == WeightKind::kInt8 || F::kKind == WeightKind::kFp8;
+  // Whether a unit has two groups is known at run time only.
+  static constexpr bool kRuntime = F::kKind == WeightKind::kInt8 || F::kKind == WeightKind::kFp8;
 };
 
 }  // namespace quantmoe

@@ -20,7 +20,7 @@ GemmKernel Select(int path, const qm_cuda_gemm& g) {
 template <typename T>
 GemmKernel GateUpKernel(int path, const qm_projection& w, int per_block, const qm_cuda_gemm& g) {
   if (path == QM_CUDA_WGMMA) return WgmmaKernel<T>(false, w, per_block, 8 * g.n_tiles);
-  if (KindOf(w) != WeightKind::kInt4) return GateUpKernelAny<T>(path, w, g);
+  if (KindOf(w) != WeightKind::kInt4) return GateUpKernelAny<T>(path, w, per_block, g);
   if (w.scale_type == 2)
     return per_block == 2 ? Select<T, Int4<__nv_bfloat16, 2>>(path, g) : Select<T, Int4<__nv_bfloat16, 1>>(path, g);
   return per_block == 2 ? Select<T, Int4<__half, 2>>(path, g) : Select<T, Int4<__half, 1>>(path, g);

@@ -14,13 +14,13 @@ GemmKernel GateUpKernel(int path, const qm_projection& w, int per_block, const q
 template <typename T>
 GemmKernel DownKernel(int path, const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
 template <typename T>
-GemmKernel GateUpKernelAny(int path, const qm_projection& w, const qm_cuda_gemm& shape);
+GemmKernel GateUpKernelAny(int path, const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
 template <typename T>
-GemmKernel DownKernelAny(int path, const qm_projection& w, const qm_cuda_gemm& shape);
+GemmKernel DownKernelAny(int path, const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
 // QM_CUDA_WGMMA only.
 template <typename T>
 GemmKernel WgmmaKernel(bool down, const qm_projection& w, int per_block, int tokens);
 template <typename T>
-GemmKernel WgmmaKernelAny(bool down, const qm_projection& w, int tokens);
+GemmKernel WgmmaKernelAny(bool down, const qm_projection& w, int per_block, int tokens);
 
 }  // namespace quantmoe

@@ -4,6 +4,7 @@
 #include "cuda/instances.h"
 #include "cuda/layout.h"
 #include "cuda/route.cuh"
+#include "cuda/select_experts.cuh"
 
 namespace quantmoe {
 namespace {
@@ -61,6 +62,49 @@ Weights WeightsOf(const void* rows, const MarlinRow& row, const qm_projection& w
   return out;
 }
 
+// Makes the list of tiles and, for wgmma, a copy of x as it is read there: rows of x_columns values.
+void Route(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, int tile_pairs, int rows, int x_columns,
+           bool dependent, GemmParams* gemm) {
+  const bool wgmma = plan.path == QM_CUDA_WGMMA;
+  RouteParams route{};
+  route.routing = gemm->routing;
+  route.tiles = reinterpret_cast<Tile*>(workspace + plan.tiles);
+  route.max_tiles = plan.max_tiles;
+  route.tile_pairs = tile_pairs;
+  int prepare_blocks = 0;
+  if (wgmma) {
+    PrepareParams& prepare = route.prepare;
+    prepare.x = static_cast<const uint16_t*>(gemm->x);
+    prepare.out = reinterpret_cast<uint16_t*>(workspace + plan.prepared);
+    prepare.rows = rows;
+    prepare.columns = x_columns;
+    prepare.out_columns = gemm->weights.units * kUnit;
+    gemm->x = prepare.out;
+    gemm->x_columns = prepare.out_columns;
+    prepare_blocks = static_cast<int>(
+        (static_cast<int64_t>(prepare.rows) * prepare.out_columns / 32 + kRouteThreads - 1) / kRouteThreads);
+  }
+  route.sorted_pairs = reinterpret_cast<SortedPair*>(workspace + plan.sorted_pairs);
+  // wgmma: sm_90a, which has clusters
+  route.cluster = wgmma && route.routing.tokens * route.routing.top_k > kRouteThreads ? 8 : 1;
+  prepare_blocks = (prepare_blocks + route.cluster - 1) / route.cluster * route.cluster;
+  launcher.Run(MoeRoute, route, dim3(route.cluster + prepare_blocks), kRouteThreads, route.routing.local_experts * 8,
+               dependent, route.cluster);
+}
+
+template <typename T>
+void Combine(Launcher& launcher, const Routing& routing, const void* partial, int parts, bool in_float, int columns,
+             void* out) {
+  CombineParams combine{};
+  combine.routing = routing;
+  combine.partial = partial;
+  combine.out = out;
+  combine.columns = columns;
+  combine.parts = parts;
+  launcher.Run(in_float ? MoeCombine<T, float> : MoeCombine<T, T>, combine,
+               dim3(routing.tokens, (columns + 2047) / 2048), 256, 0, true);
+}
+
 template <typename T>
 cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_cuda_tensors& t, cudaStream_t stream) {
   const qm_moe& m = p.moe;
@@ -102,6 +146,7 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
   down.x_columns = gate_up.out_columns;
   down.x_divisor = 1;
   down.out = decode ? t.output : workspace + plan.partial;
+  down.out_float = !wgmma;
   down.out_columns = m.hidden_size;
   down.weight_here = !m.apply_router_weight_on_input;
   down.shape = plan.w2;
@@ -122,29 +167,8 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
     gate_up.x_divisor = 1;
   }
   if (!decode) {
-    RouteParams route{};
-    route.routing = routing;
-    route.tiles = reinterpret_cast<Tile*>(workspace + plan.tiles);
-    route.max_tiles = plan.max_tiles;
-    route.tile_pairs = 8 * plan.w13.n_tiles;
-    int prepare_blocks = 0;
-    if (wgmma) {
-      PrepareParams& prepare = route.prepare;
-      prepare.x = static_cast<const uint16_t*>(gate_up.x);
-      prepare.out = reinterpret_cast<uint16_t*>(workspace + plan.prepared);
-      prepare.rows = m.w13.perm ? pairs : routing.tokens;
-      prepare.columns = m.hidden_size;
-      prepare.out_columns = row13.units * kUnit;
-      gate_up.x = prepare.out;
-      gate_up.x_columns = prepare.out_columns;
-      prepare_blocks = static_cast<int>(
-          (static_cast<int64_t>(prepare.rows) * prepare.out_columns / 32 + kRouteThreads - 1) / kRouteThreads);
-    }
-    route.sorted_pairs = reinterpret_cast<SortedPair*>(workspace + plan.sorted_pairs);
-    route.cluster = wgmma && pairs > kRouteThreads ? 8 : 1;  // wgmma: sm_90a, which has clusters
-    prepare_blocks = (prepare_blocks + route.cluster - 1) / route.cluster * route.cluster;
-    launcher.Run(MoeRoute, route, dim3(route.cluster + prepare_blocks), kRouteThreads, routing.local_experts * 8,
-                 !first, route.cluster);
+    Route(launcher, plan, workspace, 8 * plan.w13.n_tiles, m.w13.perm ? pairs : routing.tokens, m.hidden_size, !first,
+          &gate_up);
     first = false;
   }
   const int threads = wgmma ? kWgmmaThreads : kThreads;
@@ -152,17 +176,64 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
                plan.w13.shared_bytes, !first);
   launcher.Run(DownKernel<T>(plan.path, m.w2, row2.per_block, plan.w2), down, dim3(plan.w2.grid), threads,
                plan.w2.shared_bytes, true, plan.w2.cluster);
-  if (!decode) {
-    CombineParams combine{};
-    combine.routing = routing;
-    combine.partial = down.out;
-    combine.out = t.output;
-    combine.columns = m.hidden_size;
-    combine.parts = wgmma ? plan.w2.warps_k : 1;
-    launcher.Run(wgmma ? MoeCombine<T, T> : MoeCombine<T, float>, combine,
-                 dim3(routing.tokens, (m.hidden_size + 2047) / 2048), 256, 0, true);
-  }
+  if (!decode)
+    Combine<T>(launcher, routing, down.out, wgmma ? plan.w2.warps_k : 1, !wgmma, m.hidden_size, t.output);
   return launcher.error;
+}
+
+template <typename T>
+cudaError_t LaunchLinear(const qm_cuda_linear_problem& p, const qm_cuda_plan& plan, const qm_cuda_linear_tensors& t,
+                         cudaStream_t stream) {
+  const qm_linear& l = p.linear;
+  MarlinRow row{};
+  MarlinRowOf(MoeOf(l), 2, &row);
+  Launcher launcher{stream};
+  uint8_t* workspace = static_cast<uint8_t*>(t.workspace);
+  const bool decode = plan.path == QM_CUDA_DECODE, wgmma = plan.path == QM_CUDA_WGMMA;
+
+  GemmParams gemm{};
+  gemm.weights = WeightsOf(t.w, row, l.w);
+  gemm.routing.tokens = static_cast<int>(p.rows);
+  gemm.routing.top_k = gemm.routing.local_experts = 1;
+  gemm.x = t.x;
+  gemm.x_columns = l.in_features;
+  gemm.x_divisor = 1;
+  // The parts of K are added up by a second kernel.
+  const bool combine = wgmma && plan.w2.warps_k > 1;
+  gemm.out = combine ? workspace + plan.partial : t.y;
+  gemm.out_columns = l.out_features;
+  gemm.tiles = reinterpret_cast<const Tile*>(workspace + plan.tiles);
+  gemm.max_tiles = plan.max_tiles;
+  gemm.sorted_pairs = reinterpret_cast<const SortedPair*>(workspace + plan.sorted_pairs);
+  gemm.shape = plan.w2;
+
+  bool first = true;
+  if (l.w.perm) {
+    GatherParams gather{};
+    gather.routing = gemm.routing;
+    gather.rows = gemm.weights.rows;
+    gather.perm_at = static_cast<uint32_t>(row.perm_at);
+    gather.x = static_cast<const uint16_t*>(t.x);
+    gather.out = reinterpret_cast<uint16_t*>(workspace + plan.gathered);
+    gather.columns = l.in_features;
+    launcher.Run(MoeGather, gather, dim3(gemm.routing.tokens), 256, 0, false);
+    first = false;
+    gemm.x = gather.out;
+  }
+  if (!decode) {
+    Route(launcher, plan, workspace, 8 * plan.w2.n_tiles, gemm.routing.tokens, l.in_features, !first, &gemm);
+    first = false;
+  }
+  launcher.Run(DownKernel<T>(plan.path, l.w, row.per_block, plan.w2), gemm, dim3(plan.w2.grid),
+               wgmma ? kWgmmaThreads : kThreads, plan.w2.shared_bytes, !first, plan.w2.cluster);
+  if (combine) Combine<T>(launcher, gemm.routing, gemm.out, plan.w2.warps_k, false, l.out_features, t.y);
+  return launcher.error;
+}
+
+int Report(cudaError_t e, char* err) {
+  if (e == cudaSuccess) return QM_OK;
+  std::snprintf(err, QM_ERROR_SIZE, "CUDA: %s", cudaGetErrorString(e));
+  return QM_INVALID;
 }
 
 }  // namespace
@@ -190,9 +261,31 @@ extern "C" int qm_cuda_launch(const qm_cuda_problem* problem, const qm_cuda_plan
                               void* stream, char* err) {
   if (problem->tokens == 0) return QM_OK;
   cudaStream_t s = static_cast<cudaStream_t>(stream);
-  const cudaError_t e = problem->type == QM_BF16 ? Launch<__nv_bfloat16>(*problem, *plan, *tensors, s)
-                                                 : Launch<__half>(*problem, *plan, *tensors, s);
-  if (e == cudaSuccess) return QM_OK;
-  std::snprintf(err, QM_ERROR_SIZE, "CUDA: %s", cudaGetErrorString(e));
-  return QM_INVALID;
+  return Report(problem->type == QM_BF16 ? Launch<__nv_bfloat16>(*problem, *plan, *tensors, s)
+                                         : Launch<__half>(*problem, *plan, *tensors, s),
+                err);
+}
+
+extern "C" int qm_cuda_launch_linear(const qm_cuda_linear_problem* problem, const qm_cuda_plan* plan,
+                                     const qm_cuda_linear_tensors* tensors, void* stream, char* err) {
+  if (problem->rows == 0) return QM_OK;
+  cudaStream_t s = static_cast<cudaStream_t>(stream);
+  return Report(problem->type == QM_BF16 ? LaunchLinear<__nv_bfloat16>(*problem, *plan, *tensors, s)
+                                         : LaunchLinear<__half>(*problem, *plan, *tensors, s),
+                err);
+}
+
+extern "C" int qm_cuda_launch_routing(const qm_cuda_routing_problem* problem, const qm_cuda_routing_tensors* tensors,
+                                      void* stream, char* err) {
+  if (int status = qm_cuda_validate_routing(problem, err)) return status;
+  if (problem->tokens == 0) return QM_OK;
+  const qm_routing& r = problem->routing;
+  const SelectParams params{tensors->logits, tensors->correction_bias, tensors->topk_ids, tensors->topk_weights, r};
+  Launcher launcher{static_cast<cudaStream_t>(stream)};
+  launcher.Run(problem->type == QM_F32    ? MoeSelect<float>
+               : problem->type == QM_BF16 ? MoeSelect<__nv_bfloat16>
+                                          : MoeSelect<__half>,
+               params, dim3(static_cast<unsigned>(problem->tokens)), 32,
+               4 * (2 * r.num_experts + r.n_group + r.top_k), false);
+  return Report(launcher.error, err);
 }

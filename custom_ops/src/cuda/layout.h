@@ -14,14 +14,14 @@ struct MarlinRow {
   size_t scales_at, zeros_at, globals_at, bias_at, perm_at, bytes;
 };
 
-// How the kernels read weights. kInt4 is the common case, symmetric with f16 or bf16 scales known at compile time; kAnyInt4
-// and the 8-bit kinds take the scales' type and the groups in a unit as arguments.
-enum class WeightKind { kInt4, kAnyInt4, kInt8, kFp8, kMxfp4, kNvfp4 };
+// How the kernels read weights. kInt4 is symmetric, with f16 or bf16 scales known at compile time; kInt4Zero and the 8-bit
+// kinds take the scales' type as an argument, the 8-bit kinds also the groups in a unit.
+enum class WeightKind { kInt4, kInt4Zero, kInt8, kFp8, kMxfp4, kNvfp4 };
 
 inline WeightKind KindOf(const qm_projection& w) {
   switch (w.format) {
     case 0:
-      return w.zero_points || w.scale_type == 0 ? WeightKind::kAnyInt4 : WeightKind::kInt4;
+      return w.zero_points ? WeightKind::kInt4Zero : WeightKind::kInt4;
     case 1:
       return WeightKind::kInt8;
     case 2:
@@ -34,10 +34,21 @@ inline WeightKind KindOf(const qm_projection& w) {
 }
 // Shared memory of a lane for the scales of a unit, and for its zero points.
 constexpr int ScaleBytes(WeightKind kind, int per_block) {
-  return kind == WeightKind::kInt4 ? 4 * per_block : kind == WeightKind::kMxfp4 ? 4 : 8;
+  return kind == WeightKind::kInt4 || kind == WeightKind::kInt4Zero ? 4 * per_block : kind == WeightKind::kMxfp4 ? 4 : 8;
 }
-constexpr int ZeroBytes(WeightKind kind) { return kind == WeightKind::kAnyInt4 ? 4 : 0; }
+constexpr int ZeroBytes(WeightKind kind) { return kind == WeightKind::kInt4Zero ? 4 : 0; }
 constexpr int BitsOf(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kFp8 ? 8 : 4; }
+
+// The layer whose w2 a linear's weights are.
+inline qm_moe MoeOf(const qm_linear& l) {
+  qm_moe moe{};
+  moe.op_version = l.op_version;
+  moe.num_experts = 1;
+  moe.hidden_size = l.out_features;
+  moe.intermediate_size = l.in_features;
+  moe.w13 = moe.w2 = l.w;
+  return moe;
+}
 
 // False when the attributes do not describe a row.
 inline bool MarlinRowOf(const qm_moe& m, int projection, MarlinRow* row) {

@@ -67,7 +67,7 @@ __device__ inline void StoreUnit(const GemmParams& p, const uint8_t* expert, int
 // Blocks a multiprocessor holds; the plan knows the same numbers.
 template <typename F>
 constexpr int Blocks(int MT, int NT) {
-  return NT > 2 ? 1 : MT == 2 && NT == 1 && !Sizes<F>::kRuntime ? 3 : 2;
+  return NT > 2 ? 1 : MT == 2 && NT == 1 && Sizes<F>::kBits == 4 ? 3 : 2;
 }
 
 template <typename T, typename F, int MT, int NT, bool down, bool decode>
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
     WaitForPrevious();
     n_tiles = p.tiles[p.max_tiles].count;
   }
-  S stream(shared, p.weights);
+  S stream(shared);
   float4* sums = reinterpret_cast<float4*>(shared + kWarps * kStages * S::kStageBytes);
 
   const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g;
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, 1)) MoeDownDecode(cons
   __shared__ DecodeRouting routing;
   routing.Make(p.routing);
   const int columns = p.routing.tokens, cluster = p.shape.cluster;
-  S stream(shared, p.weights);
+  S stream(shared);
   float4* sums = reinterpret_cast<float4*>(shared + kWarps * kStages * S::kStageBytes);
 
   const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g, t = stream.t;

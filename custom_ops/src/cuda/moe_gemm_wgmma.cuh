@@ -49,7 +49,7 @@ __host__ __device__ constexpr float ProductFactor() {
     case WeightKind::kInt4:
     case WeightKind::kInt8:
       return 1 / kInt4Result<T>;
-    case WeightKind::kAnyInt4:
+    case WeightKind::kInt4Zero:
       return 1 / kInt8Result<T>;
     case WeightKind::kFp8:
       return kBf16<T> ? 0x1p56f : 1.f;
@@ -137,9 +137,8 @@ struct WgmmaConsumer {
           }
           if constexpr (Size::kZeroBytes > 0) {
             const int g = lane / 4;
-            if (w.zeros_at)
-              CopyAsyncSmall<4>(ZerosAt(write, b), scales - g * w.scale_bytes + (w.zeros_at - w.scales_at) +
-                                                       item[b] * w.zero_bytes + (w.two_groups ? 4 * g : 2 * g & ~3));
+            CopyAsyncSmall<4>(ZerosAt(write, b), scales - g * ScaleLaneBytes() + (w.zeros_at - w.scales_at) +
+                                                     item[b] * w.zero_bytes + (kGroups == 2 ? 4 * g : 2 * g & ~3));
           }
           ++item[b];
         }
@@ -164,50 +163,63 @@ struct WgmmaConsumer {
   }
   // Scales that came with the stage read next, as what codes are multiplied by.
   __device__ __forceinline__ void ReadScales(uint32_t (&scale)[2][kGroups][2], uint32_t (&zeros)[2]) const {
-    const Weights& w = p.weights;
+    uint32_t raw[2][2] = {};
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
-      uint32_t raw[2];
 #pragma unroll
       for (int i = 0; i < Size::kScaleBytes / 4; ++i)
-        raw[i] = Load4(read + scales_from_codes + b * 32 * Size::kScaleBytes + 4 * i);
-      if constexpr (Size::kZeroBytes > 0)
-        zeros[b] = w.zeros_at ? Load4(ZerosAt(read, b)) : 0x08080808;
+        raw[b][i] = Load4(read + scales_from_codes + b * 32 * Size::kScaleBytes + 4 * i);
+      if constexpr (Size::kZeroBytes > 0) zeros[b] = Load4(ZerosAt(read, b));
+    }
+    auto each = [&](auto factor) {  // factor(words, half, row)
 #pragma unroll
-      for (int half = 0; half < kGroups; ++half) {
-        const uint32_t word = Size::kRuntime && !w.two_groups ? raw[0] : raw[half];
-        uint32_t(&to)[2] = scale[b][half];
+      for (int b = 0; b < 2; ++b)
 #pragma unroll
-        for (int row = 0; row < 2; ++row) {
-          if constexpr (kKind == WeightKind::kInt4) {
-            using Scale = typename F::Scale;
-            if constexpr (std::is_same_v<T, Scale>) {
-              to[row] = Int4Scale<T>(__byte_perm(word, 0, row ? 0x3232 : 0x1010));
-            } else {
-              const float s = row ? Half<Scale>::High(word) : Half<Scale>::Low(word);
-              to[row] = Int4Scale<T>(Half<T>::Pack(s, s));
-            }
-          } else if constexpr (kKind == WeightKind::kMxfp4) {
-            to[row] = Mxfp4Factor<T>(raw[0], BytePair(2 * half + row));
-          } else if constexpr (kKind == WeightKind::kNvfp4) {
-            to[row] = Nvfp4Factor<T>(raw[half], BytePair((lane & 2) + row));
-          } else {
-            float s;
-            if (w.scale_type == 2) {
-              s = row ? Half<__nv_bfloat16>::High(word) : Half<__nv_bfloat16>::Low(word);
-            } else if (w.scale_type == 1) {
-              s = row ? Half<__half>::High(word) : Half<__half>::Low(word);
-            } else {
-              s = kKind != WeightKind::kFp8 || w.scale_type == 0 ? __uint_as_float(raw[row])
-                                                                 : E8m0(raw[0], 2 * half + row);
-            }
-            if constexpr (kKind == WeightKind::kFp8) s *= 1 / (ProductFactor<T, F>() * kFp8Bits<T>);
-            to[row] = Half<T>::Pack(s, s);
-            if constexpr (kKind == WeightKind::kInt8) to[row] = Int4Scale<T>(to[row]);
-          }
-        }
+        for (int half = 0; half < kGroups; ++half)
+#pragma unroll
+          for (int row = 0; row < 2; ++row) scale[b][half][row] = factor(raw[b], half, row);
+    };
+    // 16-bit scales of type Scale; `groups` in a unit.
+    auto halves = [&](auto type, int groups) {
+      using Scale = decltype(type);
+      each([&](const uint32_t* words, int half, int row) {
+        const uint32_t first = words[0], second = words[1];  // no index that is known at run time only
+        const uint32_t word = half && groups == 2 ? second : first;
+        if constexpr (std::is_same_v<T, Scale> && kKind != WeightKind::kFp8)
+          return Scaled(__byte_perm(word, 0, row ? 0x3232 : 0x1010));
+        return Factor(row ? Half<Scale>::High(word) : Half<Scale>::Low(word));
+      });
+    };
+    const Weights& w = p.weights;
+    if constexpr (kKind == WeightKind::kInt4) {
+      halves(typename F::Scale(), kGroups);
+    } else if constexpr (kKind == WeightKind::kMxfp4) {
+      each([](const uint32_t* words, int half, int row) { return Mxfp4Factor<T>(words[0], BytePair(2 * half + row)); });
+    } else if constexpr (kKind == WeightKind::kNvfp4) {
+      each([&](const uint32_t* words, int half, int row) {
+        return Nvfp4Factor<T>(words[half], BytePair((lane & 2) + row));
+      });
+    } else {
+      const int groups = Size::kRuntime ? 1 + w.two_groups : kGroups;
+      if (w.scale_type == 2) {
+        halves(__nv_bfloat16(), groups);
+      } else if (kKind == WeightKind::kInt4Zero || w.scale_type == 1) {
+        halves(__half(), groups);
+      } else if (kKind == WeightKind::kInt8 || w.scale_type == 0) {
+        each([](const uint32_t* words, int, int row) { return Factor(__uint_as_float(words[row])); });
+      } else {
+        each([](const uint32_t* words, int half, int row) { return Factor(E8m0(words[0], 2 * half + row)); });
       }
     }
+  }
+  // A scale as what codes are multiplied by, twice in a word.
+  static __device__ uint32_t Scaled(uint32_t twice) {
+    if constexpr (kKind == WeightKind::kInt4 || kKind == WeightKind::kInt8) return Int4Scale<T>(twice);
+    return twice;
+  }
+  static __device__ uint32_t Factor(float s) {
+    if constexpr (kKind == WeightKind::kFp8) s *= 1 / (ProductFactor<T, F>() * kFp8Bits<T>);
+    return Scaled(Half<T>::Pack(s, s));
   }
 
   template <int N>
@@ -243,7 +255,7 @@ struct WgmmaConsumer {
         const uint32_t(&factor)[2] = scale[b][kGroups == 2 ? half : 0];
         uint32_t low = 0, high = 0;
         if constexpr (Size::kZeroBytes > 0) {
-          const uint32_t at = p.weights.two_groups ? 0x0202 * half : lane / 4 % 2 * 0x0202;
+          const uint32_t at = (kGroups == 2 ? half : lane / 4 % 2) * 0x0202;
           low = ZeroPoint<T, true>(zeros[b], BytePair(0) + at), high = ZeroPoint<T, true>(zeros[b], BytePair(1) + at);
         }
 #pragma unroll
@@ -254,7 +266,7 @@ struct WgmmaConsumer {
           } else if constexpr (kKind == WeightKind::kInt8) {
             DequantInt8Scaled<T>(q[b][2 * step], q[b][2 * step + 1], factor, to);
           } else {
-            if constexpr (kKind == WeightKind::kAnyInt4) DequantAnyInt4<T>(q[b][2 * half + step], low, high, to);
+            if constexpr (kKind == WeightKind::kInt4Zero) DequantInt4Zero<T>(q[b][2 * half + step], low, high, to);
             if constexpr (kKind == WeightKind::kFp8) DequantFp8<T>(q[b][2 * step], q[b][2 * step + 1], to);
             if constexpr (kKind == WeightKind::kMxfp4 || kKind == WeightKind::kNvfp4)
               DequantE2m1<T>(q[b][2 * half + step], to);

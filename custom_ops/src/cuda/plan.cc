@@ -11,7 +11,8 @@ namespace {
 
 constexpr int64_t kDecodeTokens = 8, kDecodePairs = 128;
 constexpr int kWarps = 8;
-constexpr int64_t kMaxExperts = 8192;  // MoeRoute counts them in shared memory
+constexpr int64_t kMaxExperts = 8192;    // MoeRoute counts them in shared memory
+constexpr int kMaxRoutedExperts = 2048;  // MoeSelect keeps four words of each there
 
 __attribute__((format(printf, 3, 4))) int Fail(char* err, int status, const char* format, ...) {
   va_list arguments;
@@ -45,9 +46,13 @@ int ValidateWeights(const qm_projection& w, const char* name, bool perm, char* e
   const bool e2m1 = w.format == 2 || w.format == 3;
   if (e2m1 ? s != (w.format == 2 ? e8m0 : e4m3) : s < f32 || s > (integer ? bf16 : e8m0))
     return Fail(err, QM_UNSUPPORTED,
-                "%s_scale_type is %d; the CUDA kernels take f32 (0), f16 (1) and bf16 (2), of fp8 also e8m0 (3), of "
-                "mxfp4 e8m0 (3), of nvfp4 e4m3 (4)",
+                "%s_scale_type is %d; the CUDA kernels take f16 (1) and bf16 (2), of int8 and fp8 also f32 (0), of fp8 "
+                "also e8m0 (3), of mxfp4 e8m0 (3), of nvfp4 e4m3 (4)",
                 name, s);
+  if (s == f32 && w.format == 0)
+    return Fail(err, QM_UNSUPPORTED,
+                "%s_scale_type is f32 (0); the CUDA kernels take f16 (1) and bf16 (2) for int4: export with --scales bf16",
+                name);
   const bool known = e2m1          ? g == (w.format == 2 ? 32 : 16)
                      : s == e8m0 ? g == 32
                                    : g == -1 || g == 32 || (g >= 64 && !(g & (g - 1)));
@@ -71,17 +76,21 @@ int ValidateWeights(const qm_projection& w, const char* name, bool perm, char* e
   return QM_OK;
 }
 
-int Validate(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) {
-  const qm_moe& m = p.moe;
-  if (m.op_version != 1) return Fail(err, QM_UNSUPPORTED, "op_version is %d, this library knows 1", m.op_version);
-  if (p.type != QM_F16 && p.type != QM_BF16)
-    return Fail(err, QM_UNSUPPORTED, "hidden_states are type %d, the CUDA kernels take float16 (1) and bfloat16 (2)",
-                p.type);
-  if (p.id_bytes != 4 && p.id_bytes != 8)
-    return Fail(err, QM_INVALID, "topk_ids are %d bytes wide, expected 4 or 8", p.id_bytes);
+int ValidateMachine(int type, const char* what, const qm_cuda_device& device, char* err) {
+  if (type != QM_F16 && type != QM_BF16)
+    return Fail(err, QM_UNSUPPORTED, "%s type %d, the CUDA kernels take float16 (1) and bfloat16 (2)", what, type);
   if (device.sm < 80)
     return Fail(err, QM_UNSUPPORTED, "compute capability %d.%d, the kernels need 8.0 or later", device.sm / 10,
                 device.sm % 10);
+  return QM_OK;
+}
+
+int Validate(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) {
+  const qm_moe& m = p.moe;
+  if (m.op_version != 1) return Fail(err, QM_UNSUPPORTED, "op_version is %d, this library knows 1", m.op_version);
+  if (int status = ValidateMachine(p.type, "hidden_states are", device, err)) return status;
+  if (p.id_bytes != 4 && p.id_bytes != 8)
+    return Fail(err, QM_INVALID, "topk_ids are %d bytes wide, expected 4 or 8", p.id_bytes);
   if (m.hidden_size <= 0 || m.hidden_size % 8)
     return Fail(err, QM_UNSUPPORTED, "hidden_size is %d, the CUDA kernels take positive multiples of 8", m.hidden_size);
   if (m.intermediate_size <= 0)
@@ -113,15 +122,115 @@ int WgmmaSharedBytes(int tokens, int lane_bytes, bool down) {
 }
 // Tiles of a warp and blocks on a multiprocessor: what gate_up.cu, down.cu and their *_any.cu instantiate, and the
 // kernels' registers allow.
-bool Instantiated(WeightKind kind, bool decode, int panels) {
-  if (kind == WeightKind::kInt4 || panels == 2) return true;
-  return decode && BitsOf(kind) == 4;
-}
+bool Instantiated(WeightKind kind, int panels) { return panels == 2 || BitsOf(kind) == 4; }
 int RegisterBlocks(WeightKind kind, int panels, int n_tiles) {
-  const bool lean = kind == WeightKind::kInt4 || kind == WeightKind::kMxfp4 || kind == WeightKind::kNvfp4;
-  return n_tiles > 2 ? 1 : panels == 2 && n_tiles == 1 && lean ? 3 : 2;
+  return n_tiles > 2 ? 1 : panels == 2 && n_tiles == 1 && BitsOf(kind) == 4 ? 3 : 2;
 }
 constexpr int kRoutingBytes = 4 * 1024;  // static DecodeRouting, rounded up
+
+// What the plan of a product depends on besides its weights.
+struct Work {
+  const qm_cuda_device& device;
+  bool decode, wgmma;
+  int64_t most_experts;
+  double mean;    // tokens an expert gets on average: decides the tile
+  int most_tiles;  // of 8 tokens, in the stream path
+};
+
+// direct: down, whose output tiles no second pass adds up in f32.
+qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const MarlinRow& w, bool direct) {
+  qm_cuda_gemm g{};
+  const auto& [device, decode, wgmma, most_experts, mean, most_tiles] = work;
+  const int sms = device.multiprocessors;
+  const WeightKind kind = KindOf(weights);
+  const int lane_bytes = ScaleBytes(kind, w.per_block) + ZeroBytes(kind);
+  g.warps_k = 8;
+  // Measured: each change of panels costs a sum over the warps that split K, which decode, with few tiles, can
+  // afford.
+  while (g.warps_k > 1 && w.units < (decode ? 2 : 8) * g.warps_k) g.warps_k /= 2;
+  g.cluster = 1;
+  g.stages = kStages;
+  if (wgmma) {
+    g.panels = kWgmmaPanels;
+    const int tokens = mean <= 40 ? 48 : 128;
+    g.n_tiles = tokens / 8;
+    g.shared_bytes = WgmmaSharedBytes(tokens, lane_bytes, direct);
+    g.grid = tokens == 48 ? 2 * sms : sms;
+    // Few units of work: down's K is cut, into parts that fill the multiprocessors best. A part costs a pass of
+    // combine.
+    const double tiles = static_cast<double>(most_experts) * std::max(1.0, mean / tokens + 0.5);
+    const int64_t pieces = static_cast<int64_t>(tiles * static_cast<double>(CeilDiv(w.panels, kWgmmaPanels)));
+    double best = 0;
+    g.warps_k = 1;
+    for (int parts : {1, 2, 4}) {
+      const double worth = Fill(pieces * parts, g.grid) * (1 - 0.02 * parts);
+      if (parts > 1 && (!direct || w.units / parts < 16 || worth <= best)) continue;
+      best = worth;
+      g.warps_k = parts;
+    }
+    return g;
+  }
+  const int reserved = 1024 + (decode ? kRoutingBytes : 0);
+  auto fits = [&](int panels, int n_tiles) {
+    g.panels = panels;
+    g.n_tiles = n_tiles;
+    g.shared_bytes = kWarps * (kStages * (panels * (128 * BitsOf(kind) + 32 * lane_bytes) + n_tiles * 1024) +
+                               panels * n_tiles * 512);
+    return Instantiated(kind, panels) && g.shared_bytes <= device.shared_bytes - reserved;
+  };
+  auto slots = [&] {  // blocks resident at once
+    return sms * std::clamp(device.shared_bytes / (g.shared_bytes + reserved), 1,
+                            RegisterBlocks(kind, g.panels, g.n_tiles));
+  };
+  if (direct) {
+    // Measured (README.md): an output tile is best shared by two blocks, if that loads the multiprocessors evenly.
+    // Bigger clusters leave multiprocessors empty, three or six blocks worst.
+    const int64_t list = most_experts * w.units;
+    struct {
+      int panels, cluster;
+    } const candidates[] = {{4, 1}, {4, 2}, {2, 2}, {2, 4}, {4, 4}, {2, 1}};
+    for (const auto& c : candidates) {
+      if (!fits(c.panels, 1) || (c.cluster > 1 && device.sm < 90)) continue;
+      if (c.panels == 4 && slots() == sms && device.sm >= 90) continue;
+      if (c.panels == 4 && c.cluster == 1 && list > 4 * kWarps) continue;
+      g.cluster = c.cluster;
+      g.grid = static_cast<int32_t>(CeilDiv(w.panels, c.panels) * c.cluster);
+      if (Fill(g.grid, sms) >= 0.8) break;
+    }
+    return g;
+  }
+  auto units = [&] {
+    return most_experts * CeilDiv(w.panels, static_cast<int64_t>(g.panels) * (kWarps / g.warps_k));
+  };
+  if (decode) {
+    // Four panels a warp cost fewer instructions a byte than two, but share out less evenly.
+    double best = 0;
+    for (int panels : {4, 2}) {
+      if (!fits(panels, 1)) continue;
+      double worth = units() > slots() ? Fill(units(), slots()) : Fill(units(), sms);
+      worth *= panels == 2 ? 0.9 : slots() > sms ? 1.0 : 0.6;  // one block alone cannot hide its waits
+      if (worth < best) {
+        fits(4, 1);
+        break;
+      }
+      best = worth;
+    }
+  } else {
+    (mean > 12 && most_tiles >= 4 && fits(2, 4)) || (mean > 5 && most_tiles >= 2 && fits(2, 2)) || (fits(4, 1) && slots() > sms) || fits(2, 1);
+  }
+  g.grid = static_cast<int32_t>(std::clamp<int64_t>(units(), 1, slots()));
+  return g;
+}
+
+// Hands out parts of the workspace.
+struct Workspace {
+  uint64_t end = 0;
+  uint64_t Take(uint64_t bytes) {
+    const uint64_t at = end;
+    end += Align(bytes);
+    return at;
+  }
+};
 
 }  // namespace
 
@@ -143,7 +252,6 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   MarlinRowOf(p.moe, 13, &w13);
   MarlinRowOf(p.moe, 2, &w2);
   const int64_t pairs = p.tokens * p.top_k;
-  const int sms = device->multiprocessors;
   const bool decode = p.tokens <= kDecodeTokens && pairs <= kDecodePairs;
   const int64_t most_experts = std::min<int64_t>(pairs, p.local_experts);
   // Tokens an expert gets on average decide the tile.
@@ -152,96 +260,17 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   const bool wgmma = !decode && device->sm == 90 && p.moe.gated && mean > 8;
   plan->path = decode ? QM_CUDA_DECODE : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
 
-  auto gemm = [&](const qm_projection& weights, const MarlinRow& w, bool direct) {
-    qm_cuda_gemm g{};
-    const WeightKind kind = KindOf(weights);
-    const int lane_bytes = ScaleBytes(kind, w.per_block) + ZeroBytes(kind);
-    g.warps_k = 8;
-    // Measured: each change of panels costs a sum over the warps that split K, which decode, with few tiles, can
-    // afford.
-    while (g.warps_k > 1 && w.units < (decode ? 2 : 8) * g.warps_k) g.warps_k /= 2;
-    g.cluster = 1;
-    g.stages = kStages;
-    if (wgmma) {
-      g.panels = kWgmmaPanels;
-      const int tokens = mean <= 40 ? 48 : 128;
-      g.n_tiles = tokens / 8;
-      g.shared_bytes = WgmmaSharedBytes(tokens, lane_bytes, direct);
-      g.grid = tokens == 48 ? 2 * sms : sms;
-      // Few units of work: down's K is cut, into parts that fill the multiprocessors best. A part costs a pass of
-      // combine.
-      const double tiles = static_cast<double>(most_experts) * std::max(1.0, mean / tokens + 0.5);
-      const int64_t pieces = static_cast<int64_t>(tiles * static_cast<double>(CeilDiv(w.panels, kWgmmaPanels)));
-      double best = 0;
-      g.warps_k = 1;
-      for (int parts : {1, 2, 4}) {
-        const double worth = Fill(pieces * parts, g.grid) * (1 - 0.02 * parts);
-        if (parts > 1 && (!direct || w.units / parts < 16 || worth <= best)) continue;
-        best = worth;
-        g.warps_k = parts;
-      }
-      return g;
-    }
-    const int reserved = 1024 + (decode ? kRoutingBytes : 0);
-    auto fits = [&](int panels, int n_tiles) {
-      g.panels = panels;
-      g.n_tiles = n_tiles;
-      g.shared_bytes = kWarps * (kStages * (panels * (128 * BitsOf(kind) + 32 * lane_bytes) + n_tiles * 1024) +
-                                 panels * n_tiles * 512);
-      return Instantiated(kind, decode, panels) && g.shared_bytes <= device->shared_bytes - reserved;
-    };
-    auto slots = [&] {  // blocks resident at once
-      return sms * std::clamp(device->shared_bytes / (g.shared_bytes + reserved), 1,
-                              RegisterBlocks(kind, g.panels, g.n_tiles));
-    };
-    if (direct) {
-      // Measured (README.md): an output tile is best shared by two blocks, if that loads the multiprocessors evenly.
-      // Bigger clusters leave multiprocessors empty, three or six blocks worst.
-      const int64_t work = most_experts * w.units;
-      struct {
-        int panels, cluster;
-      } const candidates[] = {{4, 1}, {4, 2}, {2, 2}, {2, 4}, {4, 4}, {2, 1}};
-      for (const auto& c : candidates) {
-        if (!fits(c.panels, 1) || (c.cluster > 1 && device->sm < 90)) continue;
-        if (c.panels == 4 && slots() == sms && device->sm >= 90) continue;
-        if (c.panels == 4 && c.cluster == 1 && work > 4 * kWarps) continue;
-        g.cluster = c.cluster;
-        g.grid = static_cast<int32_t>(CeilDiv(w.panels, c.panels) * c.cluster);
-        if (Fill(g.grid, sms) >= 0.8) break;
-      }
-      return g;
-    }
-    auto units = [&] {
-      return most_experts * CeilDiv(w.panels, static_cast<int64_t>(g.panels) * (kWarps / g.warps_k));
-    };
-    if (decode) {
-      // Four panels a warp cost fewer instructions a byte than two, but share out less evenly.
-      double best = 0;
-      for (int panels : {4, 2}) {
-        if (!fits(panels, 1)) continue;
-        double worth = units() > slots() ? Fill(units(), slots()) : Fill(units(), sms);
-        worth *= panels == 2 ? 0.9 : slots() > sms ? 1.0 : 0.6;  // one block alone cannot hide its waits
-        if (worth < best) {
-          fits(4, 1);
-          break;
-        }
-        best = worth;
-      }
-    } else {
-      (mean > 12 && fits(2, 4)) || (mean > 5 && fits(2, 2)) || (fits(4, 1) && slots() > sms) || fits(2, 1);
-    }
-    g.grid = static_cast<int32_t>(std::clamp<int64_t>(units(), 1, slots()));
-    return g;
-  };
-  plan->w13 = gemm(p.moe.w13, w13, false);
-  plan->w2 = gemm(p.moe.w2, w2, decode || wgmma);
+  Work work{*device, decode, wgmma, most_experts, mean, 4};
+  plan->w13 = PlanGemm(work, p.moe.w13, w13, false);
+  work.most_tiles = plan->w13.n_tiles;
+  plan->w2 = PlanGemm(work, p.moe.w2, w2, decode || wgmma);
+  if (plan->w2.n_tiles < plan->w13.n_tiles && !decode) {  // both take the same list of tiles
+    work.most_tiles = plan->w2.n_tiles;
+    plan->w13 = PlanGemm(work, p.moe.w13, w13, false);
+  }
 
-  uint64_t end = 0;
-  auto take = [&](uint64_t bytes) {
-    const uint64_t at = end;
-    end += Align(bytes);
-    return at;
-  };
+  Workspace workspace;
+  auto take = [&](uint64_t bytes) { return workspace.Take(bytes); };
   const uint64_t hidden_columns =
       wgmma ? static_cast<uint64_t>(w2.units) * 64 : static_cast<uint64_t>(w13.panels) * (p.moe.gated ? 8 : 16);
   plan->hidden = take(static_cast<uint64_t>(pairs) * hidden_columns * 2);
@@ -253,6 +282,74 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     plan->sorted_pairs = take(8 * static_cast<uint64_t>(pairs));
     if (wgmma) plan->prepared = take(static_cast<uint64_t>(p.moe.w13.perm ? pairs : p.tokens) * w13.units * 128);
   }
-  plan->workspace_bytes = end;
+  plan->workspace_bytes = workspace.end;
+  return QM_OK;
+}
+
+extern "C" size_t qm_cuda_linear_row_bytes(const qm_linear* linear) {
+  const qm_moe moe = MoeOf(*linear);
+  return qm_cuda_row_bytes(&moe, 2);
+}
+
+extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const qm_cuda_device* device,
+                                   qm_cuda_plan* plan, char* err) {
+  const qm_linear& l = problem->linear;
+  if (l.op_version != 1) return Fail(err, QM_UNSUPPORTED, "op_version is %d, this library knows 1", l.op_version);
+  if (int status = ValidateMachine(problem->type, "x is", *device, err)) return status;
+  if (l.in_features <= 0 || l.in_features % 8)
+    return Fail(err, QM_UNSUPPORTED, "in_features is %d, the CUDA kernels take positive multiples of 8", l.in_features);
+  if (l.out_features <= 0)
+    return Fail(err, QM_INVALID, "out_features is %d, expected a positive number", l.out_features);
+  if (problem->rows < 0 || problem->rows > INT32_MAX / 2)
+    return Fail(err, QM_INVALID, "x has %lld rows", static_cast<long long>(problem->rows));
+  if (int status = ValidateWeights(l.w, "w", true, err)) return status;
+  *plan = qm_cuda_plan{};
+  MarlinRow w{};
+  MarlinRowOf(MoeOf(l), 2, &w);
+  const int64_t rows = problem->rows;
+  const bool decode = rows <= kDecodeTokens;
+  // wgmma's blocks are large: only when there are enough of them.
+  const bool wgmma = !decode && device->sm == 90 && l.out_features % 8 == 0 &&
+                     2 * CeilDiv(rows, 128) * CeilDiv(w.panels, kWgmmaPanels) >= device->multiprocessors;
+  plan->path = decode ? QM_CUDA_DECODE : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
+  plan->w2 = PlanGemm({*device, decode, wgmma, 1, static_cast<double>(rows), 4}, l.w, w, decode || wgmma);
+
+  Workspace workspace;
+  if (l.w.perm) plan->gathered = workspace.Take(static_cast<uint64_t>(rows) * l.in_features * 2);
+  if (!decode) {
+    plan->max_tiles = static_cast<int32_t>(rows / (8 * plan->w2.n_tiles) + 1);
+    plan->tiles = workspace.Take(16 * (static_cast<uint64_t>(plan->max_tiles) + 1));
+    plan->sorted_pairs = workspace.Take(8 * static_cast<uint64_t>(rows));
+    if (wgmma) {
+      plan->prepared = workspace.Take(static_cast<uint64_t>(rows) * w.units * 128);
+      if (plan->w2.warps_k > 1)
+        plan->partial = workspace.Take(static_cast<uint64_t>(rows) * l.out_features * 2 * plan->w2.warps_k);
+    }
+  }
+  plan->workspace_bytes = workspace.end;
+  return QM_OK;
+}
+
+extern "C" int qm_cuda_validate_routing(const qm_cuda_routing_problem* problem, char* err) {
+  const qm_routing& r = problem->routing;
+  const struct {
+    const char* name;
+    int value, least, most;
+  } ranges[] = {{"op_version", r.op_version, 1, 1},
+                {"num_experts", r.num_experts, 1, kMaxRoutedExperts},
+                {"method", r.method, 0, 4},
+                {"renormalize", r.renormalize, 0, 1},
+                {"n_group", r.n_group, 1, r.num_experts},
+                {"topk_group", r.topk_group, 1, r.n_group},
+                {"top_k", r.top_k, 1, r.n_group > 0 ? r.num_experts / r.n_group * r.topk_group : 0},
+                {"type", problem->type, QM_F32, QM_BF16}};
+  for (const auto& range : ranges)
+    if (range.value < range.least || range.value > range.most)
+      return Fail(err, QM_INVALID, "%s is %d, the CUDA kernel takes %d to %d", range.name, range.value, range.least,
+                  range.most);
+  if (r.num_experts % r.n_group)
+    return Fail(err, QM_INVALID, "n_group is %d, expected a divisor of num_experts %d", r.n_group, r.num_experts);
+  if (problem->tokens < 0 || problem->tokens > INT32_MAX)
+    return Fail(err, QM_INVALID, "logits have %lld rows", static_cast<long long>(problem->tokens));
   return QM_OK;
 }

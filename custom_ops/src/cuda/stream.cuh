@@ -53,7 +53,7 @@ struct Stream {
   int k, last, columns_left, panel_bytes,
       scale_panel_bytes;  // columns_left: from the lane's first to the end of the row
 
-  __device__ Stream(uint8_t* rings, const Weights& w) {
+  __device__ explicit Stream(uint8_t* rings) {
     lane = threadIdx.x % 32;
     g = lane / 4;
     t = lane % 4;
@@ -63,15 +63,8 @@ struct Stream {
     once = EvictFirstPolicy();
     // Opaque from here on, or the compiler derives them from threadIdx again in every turn.
     asm volatile("" : "+r"(codes_at), "+r"(scales_at), "+r"(lane), "+r"(g), "+r"(t));
-    if constexpr (Size::kZeroBytes > 0) {
-      // One group in a unit: rows g and g + 8 are two bytes, and a word serves two g.
-      zero_selector = BytePair(w.two_groups ? 0 : 2 * (g % 2));
-      if (!w.zeros_at) {  // none is copied: what symmetric codes have stays here
-  #pragma unroll
-        for (int i = 0; i < kStages * MT; ++i)
-          Store4(ring + i / MT * kStageBytes + kZerosAt + (i % MT * 32 + lane) * 4, 0x08080808);
-      }
-    }
+    // One group in a unit: zero points of rows g and g + 8 are two bytes, and a word serves two g.
+    zero_selector = BytePair(F::kGroups == 2 ? 0 : 2 * (g % 2));
   }
   // Points at unit k_ of panels [panel, panel + MT) of an expert; panels past the end repeat the last.
   __device__ void SeekWeights(const Weights& w, const uint8_t* expert, int panel, int k_) {
@@ -84,7 +77,7 @@ struct Stream {
     codes = expert + (static_cast<int64_t>(panel) * w.units + k) * kUnitBytes + lane * 16;
     scales = expert + w.scales_at + (panel * w.blocks * 8 + g) * scale_bytes;
     if constexpr (Size::kZeroBytes > 0)
-      zeros = expert + w.zeros_at + panel * w.blocks * w.zero_bytes + (w.two_groups ? 4 * g : 2 * g & ~3);
+      zeros = expert + w.zeros_at + panel * w.blocks * w.zero_bytes + (F::kGroups == 2 ? 4 * g : 2 * g & ~3);
   }
   // Bytes of rows g and g + 8 in a block.
   __device__ static int ScaleLaneBytes(const Weights& w) { return Size::kRuntime ? w.scale_bytes : Size::kScaleBytes; }
@@ -111,13 +104,11 @@ struct Stream {
       if (m < last) c += panel_bytes, s += scale_panel_bytes;
     }
     if constexpr (Size::kZeroBytes > 0) {
-      if (w.zeros_at) {
-        const uint8_t* z = zeros + block * w.zero_bytes;
+      const uint8_t* z = zeros + block * w.zero_bytes;
 #pragma unroll
-        for (int m = 0; m < MT; ++m) {
-          CopyAsyncSmall<4>(ZeroAt(stage, m), z);
-          if (m < last) z += w.blocks * w.zero_bytes;
-        }
+      for (int m = 0; m < MT; ++m) {
+        CopyAsyncSmall<4>(ZeroAt(stage, m), z);
+        if (m < last) z += w.blocks * w.zero_bytes;
       }
     }
     codes += kUnitBytes;
@@ -145,8 +136,9 @@ struct Stream {
   // multiplied by SumFactor.
   template <int N, bool kFactor = false>
   __device__ void Consume(int stage, float (&acc)[MT][NT][4], const Weights& w, const float* factor = nullptr) const {
-    constexpr bool kInt4s = kKind == WeightKind::kInt4 || kKind == WeightKind::kAnyInt4;
-    constexpr bool kSums = kInt4s && N == 1;
+    constexpr bool kInt4s = kKind == WeightKind::kInt4 || kKind == WeightKind::kInt4Zero;
+    // Not for all tiles of one token tile: a token must not depend on how many are in its tile.
+    constexpr bool kSums = kInt4s && NT == 1;
     constexpr bool kDirect = kScaledWeights && !kFactor;  // into acc
     constexpr int kWords = Size::kScaleBytes / 4;
     const uint32_t base = codes_at + stage * kStageBytes;
@@ -166,7 +158,7 @@ struct Stream {
       x[n][1] = Load16(base + kTokensAt + n * 1024 + 512);
     }
     // Groups of 32 known at compile time: sums start again at the second half.
-    constexpr bool kTwo = kKind == WeightKind::kMxfp4 ? !kScaledWeights : !Size::kRuntime && !kScaledWeights && F::kGroups == 2;
+    constexpr bool kTwo = F::kGroups == 2 && !Size::kRuntime && !kScaledWeights;
     const bool two_groups = Size::kRuntime ? w.two_groups : kTwo;
     float part[MT][N][4], sum[4];
 #pragma unroll
@@ -193,7 +185,7 @@ struct Stream {
       for (int m = 0; m < MT; ++m) {
         if constexpr (Size::kBits == 8) q[m] = Load16(base + m * kUnitBytes + half * 512);
         uint32_t low = 0, high = 0;  // zero points, or scales of weights, of rows g and g + 8
-        if constexpr (kKind == WeightKind::kAnyInt4 && !kSums) {
+        if constexpr (kKind == WeightKind::kInt4Zero && !kSums) {
           low = ZeroPoint<T, false>(zero[m], selector), high = ZeroPoint<T, false>(zero[m], selector + 0x0101);
         } else if constexpr (kKind == WeightKind::kInt4) {
           low = high = Half<T>::kInt4Zero;
@@ -241,7 +233,7 @@ struct Stream {
         for (int m = 0; m < MT; ++m) {
           const float2 s = row(m);
           [[maybe_unused]] float zeros[2] = {Half<T>::kInt4ZeroValue, Half<T>::kInt4ZeroValue};
-          if constexpr (kKind == WeightKind::kAnyInt4 && kSums) {
+          if constexpr (kKind == WeightKind::kInt4Zero && kSums) {
             zeros[0] = Half<T>::Low(ZeroPoint<T, false>(zero[m], selector));
             zeros[1] = Half<T>::Low(ZeroPoint<T, false>(zero[m], selector + 0x0101));
           }
@@ -270,15 +262,15 @@ struct Stream {
       } else if constexpr (kKind == WeightKind::kMxfp4) {
         add([&](int m) { return make_float2(E8m0(scale[m][0], 2 * half), E8m0(scale[m][0], 2 * half + 1)); });
       } else {
-        auto word = [&](int m) { return half && two_groups ? scale[m][1] : scale[m][0]; };
+        auto word = [&](int m) { return half && two_groups ? scale[m][kWords - 1] : scale[m][0]; };
         if (w.scale_type == 2) {
           add([&](int m) {
             return make_float2(Half<__nv_bfloat16>::Low(word(m)), Half<__nv_bfloat16>::High(word(m)));
           });
-        } else if (w.scale_type == 1) {
+        } else if (kKind == WeightKind::kInt4Zero || w.scale_type == 1) {
           add([&](int m) { return make_float2(Half<__half>::Low(word(m)), Half<__half>::High(word(m))); });
         } else if (kKind != WeightKind::kFp8 || w.scale_type == 0) {
-          add([&](int m) { return make_float2(__uint_as_float(scale[m][0]), __uint_as_float(scale[m][1])); });
+          add([&](int m) { return make_float2(__uint_as_float(scale[m][0]), __uint_as_float(scale[m][kWords - 1])); });
         } else {
           add([&](int m) { return make_float2(E8m0(scale[m][0], 2 * half), E8m0(scale[m][0], 2 * half + 1)); });
         }

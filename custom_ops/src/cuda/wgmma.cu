@@ -14,7 +14,7 @@ GemmKernel Select(bool down, int tokens) {
 
 template <typename T>
 GemmKernel WgmmaKernel(bool down, const qm_projection& w, int per_block, int tokens) {
-  if (KindOf(w) != WeightKind::kInt4) return WgmmaKernelAny<T>(down, w, tokens);
+  if (KindOf(w) != WeightKind::kInt4) return WgmmaKernelAny<T>(down, w, per_block, tokens);
   if (w.scale_type == 2)
     return per_block == 2 ? Select<T, Int4<__nv_bfloat16, 2>>(down, tokens)
                           : Select<T, Int4<__nv_bfloat16, 1>>(down, tokens);

@@ -13,10 +13,11 @@ GemmKernel Select(bool down, int tokens) {
 }  // namespace
 
 template <typename T>
-GemmKernel WgmmaKernelAny(bool down, const qm_projection& w, int tokens) {
+GemmKernel WgmmaKernelAny(bool down, const qm_projection& w, int per_block, int tokens) {
   switch (KindOf(w)) {
-    case WeightKind::kAnyInt4:
-      return Select<T, Format<WeightKind::kAnyInt4>>(down, tokens);
+    case WeightKind::kInt4Zero:
+      return per_block == 2 ? Select<T, Format<WeightKind::kInt4Zero, 2>>(down, tokens)
+                            : Select<T, Format<WeightKind::kInt4Zero, 1>>(down, tokens);
     case WeightKind::kInt8:
       return Select<T, Format<WeightKind::kInt8>>(down, tokens);
     case WeightKind::kFp8:
@@ -27,7 +28,7 @@ GemmKernel WgmmaKernelAny(bool down, const qm_projection& w, int tokens) {
       return Select<T, Format<WeightKind::kNvfp4>>(down, tokens);
   }
 }
-template GemmKernel WgmmaKernelAny<__nv_bfloat16>(bool, const qm_projection&, int);
-template GemmKernel WgmmaKernelAny<__half>(bool, const qm_projection&, int);
+template GemmKernel WgmmaKernelAny<__nv_bfloat16>(bool, const qm_projection&, int, int);
+template GemmKernel WgmmaKernelAny<__half>(bool, const qm_projection&, int, int);
 
 }  // namespace quantmoe
