@@ -1,4 +1,4 @@
-// QuantMoE as an ONNX Runtime custom operator on the CUDA execution provider: a thin adapter over the C ABI of
+// The operators as ONNX Runtime custom operators on the CUDA execution provider: a thin adapter over the C ABI of
 // quant_moe_cuda.h.
 //
 // A library of its own, so that the CPU's has no CUDA inside; a session takes one of them (ONNX Runtime refuses a
@@ -11,54 +11,94 @@
 namespace quantmoe {
 namespace {
 
-class CudaMoE : public Kernel {
- public:
-  CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info);
-  void Run(OrtKernelContext* context) const override;
+// A node on a device.
+class CudaKernel : public Kernel {
+ protected:
+  CudaKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info);
+  int64_t Experts(const OrtKernelInfo* info, size_t input, size_t row_bytes) const;
+  void Query();  // asks for the device: after what needs none is checked
+  void* Stream(OrtKernelContext* context) const;
+  template <class Problem, class Make, class Launch>
+  void Execute(OrtKernelContext* context, const Problem& problem, const Make& make, const Launch& launch) const;
+
+  qm_cuda_device device_{};
 
  private:
-  int64_t Experts(const OrtKernelInfo* info, size_t input, int projection) const;
-
-  qm_cuda_problem problem_{};  // but for tokens and top_k
-  qm_cuda_device device_{};
   std::unique_ptr<OrtAllocator, void (*)(OrtAllocator*)> allocator_;  // of the node's device
   const OrtMemoryInfo* memory_ = nullptr;
 };
 
+CudaKernel::CudaKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
+    : Kernel(op, api, info), allocator_(nullptr, api->ReleaseAllocator) {
+  OrtAllocator* allocator;
+  Check(api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &allocator), "the device's allocator");
+  allocator_.reset(allocator);
+  memory_ = allocator->Info(allocator);
+}
+
 // How many experts a packed tensor holds, whose rows are checked.
-int64_t CudaMoE::Experts(const OrtKernelInfo* info, size_t input, int projection) const {
+int64_t CudaKernel::Experts(const OrtKernelInfo* info, size_t input, size_t row_bytes) const {
   Shape shape;
   Weight(info, input, shape);
-  const int64_t words = static_cast<int64_t>(qm_cuda_row_bytes(&problem_.moe, projection) / 4);
+  const int64_t words = static_cast<int64_t>(row_bytes / 4);
   // No words: an attribute is wrong, which the plan will name.
   if (words && shape[1] != words)
     Fail(std::string(at(kInputs, op_.name, input).name) + " has shape " + Text(shape) + ", expected [experts, " +
          std::to_string(words) + " int32 words] for these attributes");
   return shape[0];
 }
+void CudaKernel::Query() {
+  int ordinal = 0;
+  Check(api_->MemoryInfoGetId(memory_, &ordinal));
+  char error[QM_ERROR_SIZE];
+  if (qm_cuda_query(ordinal, &device_, error)) Fail(error);
+}
 
-CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
-    : Kernel(op, api, info), allocator_(nullptr, api->ReleaseAllocator) {
+void* CudaKernel::Stream(OrtKernelContext* context) const {
+  void* stream = nullptr;
+  Check(api_->KernelContext_GetGPUComputeStream(context, &stream));
+  return stream;
+}
+
+// Plans a call, and makes it with a workspace.
+template <class Problem, class Make, class Launch>
+void CudaKernel::Execute(OrtKernelContext* context, const Problem& problem, const Make& make,
+                         const Launch& launch) const {
+  qm_cuda_plan plan;
+  char error[QM_ERROR_SIZE];
+  if (make(&problem, &device_, &plan, error)) Fail(error);
+  // Freed when the launch is enqueued; the allocator keeps it for this stream, where later work comes after.
+  void* workspace = nullptr;
+  if (plan.workspace_bytes)
+    Check(api_->KernelContext_GetScratchBuffer(context, memory_, plan.workspace_bytes, &workspace));
+  const auto release = [this](void* p) { allocator_->Free(allocator_.get(), p); };
+  const std::unique_ptr<void, decltype(release)> owned(workspace, release);
+  if (launch(plan, workspace, Stream(context), error)) throw std::runtime_error(node_ + ": " + error);
+}
+
+class CudaMoE : public CudaKernel {
+ public:
+  CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info);
+  void Run(OrtKernelContext* context) const override;
+
+ private:
+  qm_cuda_problem problem_{};  // but for tokens and top_k
+};
+
+CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info) : CudaKernel(op, api, info) {
   ReadAttributes(info, &problem_.moe);
   problem_.type = op.type();
   problem_.id_bytes = op.id_bytes();
-  problem_.local_experts = Experts(info, QuantMoE_w13, 13);
-  if (const int64_t experts = Experts(info, QuantMoE_w2, 2); experts != problem_.local_experts)
+  problem_.local_experts = Experts(info, QuantMoE_w13, qm_cuda_row_bytes(&problem_.moe, 13));
+  if (const int64_t experts = Experts(info, QuantMoE_w2, qm_cuda_row_bytes(&problem_.moe, 2));
+      experts != problem_.local_experts)
     Fail("w13 has " + std::to_string(problem_.local_experts) + " experts and w2 " + std::to_string(experts) +
          ", expected the same number");
-
-  OrtAllocator* allocator;
-  Check(api->KernelInfoGetAllocator(info, OrtMemTypeDefault, &allocator), "the device's allocator");
-  allocator_.reset(allocator);
-  memory_ = allocator->Info(allocator);
-  int ordinal = 0;
-  Check(api->MemoryInfoGetId(memory_, &ordinal));
-  char error[QM_ERROR_SIZE];
-  if (qm_cuda_query(ordinal, &device_, error)) Fail(error);
-
+  Query();
   qm_cuda_problem probe = problem_;
   probe.tokens = probe.top_k = 1;
   qm_cuda_plan plan;
+  char error[QM_ERROR_SIZE];
   if (qm_cuda_plan_moe(&probe, &device_, &plan, error)) Fail(error);
 }
 
@@ -69,36 +109,108 @@ void CudaMoE::Run(OrtKernelContext* context) const {
   problem.tokens = Rows(tokens.shape);
   problem.top_k = tokens.top_k;
   if (problem.tokens == 0) return;
-  qm_cuda_plan plan;
+  Execute(context, problem, qm_cuda_plan_moe,
+          [&](const qm_cuda_plan& plan, void* workspace, void* stream, char* error) {
+            qm_cuda_tensors tensors{};
+            tensors.hidden_states = Data(tokens.hidden_states);
+            tensors.topk_ids = Data(tokens.topk_ids);
+            tensors.topk_weights = static_cast<const float*>(Data(tokens.topk_weights));
+            tensors.w13 = Data(Input(context, QuantMoE_w13));
+            tensors.w2 = Data(Input(context, QuantMoE_w2));
+            tensors.output = Data(output);
+            tensors.workspace = workspace;
+            return qm_cuda_launch(&problem, &plan, &tensors, stream, error);
+          });
+}
+
+class CudaLinear : public CudaKernel {
+ public:
+  CudaLinear(const Op& op, const OrtApi* api, const OrtKernelInfo* info) : CudaKernel(op, api, info) {
+    ReadAttributes(info, &problem_.linear);
+    problem_.type = op.type();
+    if (const int64_t rows = Experts(info, QuantLinear_w, qm_cuda_linear_row_bytes(&problem_.linear)); rows != 1)
+      Fail("w has " + std::to_string(rows) + " rows, expected 1");
+    Query();
+    qm_cuda_linear_problem probe = problem_;
+    probe.rows = 1;
+    qm_cuda_plan plan;
+    char error[QM_ERROR_SIZE];
+    if (qm_cuda_plan_linear(&probe, &device_, &plan, error)) Fail(error);
+  }
+  void Run(OrtKernelContext* context) const override;
+
+ private:
+  qm_cuda_linear_problem problem_{};  // but for rows
+};
+
+void CudaLinear::Run(OrtKernelContext* context) const {
+  const OrtValue* x = Input(context, QuantLinear_x);
+  Shape shape = ShapeOf(x);
+  if (shape.empty() || shape.back() != problem_.linear.in_features)
+    Fail("x has shape " + Text(shape) + ", expected [.., in_features " + std::to_string(problem_.linear.in_features) +
+         "]");
+  qm_cuda_linear_problem problem = problem_;
+  problem.rows = Rows(shape);
+  shape.back() = problem_.linear.out_features;
+  OrtValue* y = Output(context, 0, shape);
+  if (problem.rows == 0) return;
+  Execute(context, problem, qm_cuda_plan_linear,
+          [&](const qm_cuda_plan& plan, void* workspace, void* stream, char* error) {
+            const qm_cuda_linear_tensors tensors{Data(x), Data(Input(context, QuantLinear_w)), Data(y), workspace};
+            return qm_cuda_launch_linear(&problem, &plan, &tensors, stream, error);
+          });
+}
+
+class CudaRouting : public CudaKernel {
+ public:
+  CudaRouting(const Op& op, const OrtApi* api, const OrtKernelInfo* info) : CudaKernel(op, api, info) {
+    ReadAttributes(info, &problem_.routing);
+    problem_.type = op.type();
+    char error[QM_ERROR_SIZE];
+    if (qm_cuda_validate_routing(&problem_, error)) Fail(error);
+  }
+  void Run(OrtKernelContext* context) const override;
+
+ private:
+  qm_cuda_routing_problem problem_{};  // but for tokens
+};
+
+void CudaRouting::Run(OrtKernelContext* context) const {
+  const OrtValue* logits = Input(context, MoERouting_logits);
+  const OrtValue* bias = Input(context, MoERouting_correction_bias);
+  const qm_routing& routing = problem_.routing;
+  Shape shape = ShapeOf(logits);
+  const std::string experts = "num_experts " + std::to_string(routing.num_experts) + "]";
+  if (shape.empty() || shape.back() != routing.num_experts)
+    Fail("logits has shape " + Text(shape) + ", expected [.., " + experts);
+  if (const Shape found = ShapeOf(bias); found != Shape{routing.num_experts})
+    Fail("correction_bias has shape " + Text(found) + ", expected [" + experts);
+  qm_cuda_routing_problem problem = problem_;
+  problem.tokens = Rows(shape);
+  shape.back() = routing.top_k;
+  OrtValue *ids = Output(context, 0, shape), *weights = Output(context, 1, shape);
+  const qm_cuda_routing_tensors tensors{Data(logits), static_cast<const float*>(Data(bias)),
+                                        static_cast<int32_t*>(Data(ids)), static_cast<float*>(Data(weights))};
   char error[QM_ERROR_SIZE];
-  if (qm_cuda_plan_moe(&problem, &device_, &plan, error)) Fail(error);
+  if (qm_cuda_launch_routing(&problem, &tensors, Stream(context), error))
+    throw std::runtime_error(node_ + ": " + error);
+}
 
-  void* stream = nullptr;
-  Check(api_->KernelContext_GetGPUComputeStream(context, &stream));
-  // Freed when the launch is enqueued; the allocator keeps it for this stream, where later work comes after.
-  void* workspace = nullptr;
-  Check(api_->KernelContext_GetScratchBuffer(context, memory_, plan.workspace_bytes, &workspace));
-  const auto release = [this](void* p) { allocator_->Free(allocator_.get(), p); };
-  const std::unique_ptr<void, decltype(release)> owned(workspace, release);
-
-  qm_cuda_tensors tensors{};
-  tensors.hidden_states = Data(tokens.hidden_states);
-  tensors.topk_ids = Data(tokens.topk_ids);
-  tensors.topk_weights = static_cast<const float*>(Data(tokens.topk_weights));
-  tensors.w13 = Data(Input(context, QuantMoE_w13));
-  tensors.w2 = Data(Input(context, QuantMoE_w2));
-  tensors.output = Data(output);
-  tensors.workspace = workspace;
-  if (qm_cuda_launch(&problem, &plan, &tensors, stream, error)) throw std::runtime_error(node_ + ": " + error);
+template <class T>
+Kernel* Make(const Op& op, const OrtApi* api, const OrtKernelInfo* info) {
+  return new T(op, api, info);
 }
 
 void Operators(const OrtApi* api, std::deque<Op>& ops) {
-  const Op::Make make = [](const Op& op, const OrtApi* api, const OrtKernelInfo* info) -> Kernel* {
-    return new CudaMoE(op, api, info);
-  };
-  for (auto id_type : {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64})
-    for (auto type : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16})
-      ops.emplace_back(api, "CUDAExecutionProvider", "QuantMoE", type, id_type, make);
+  constexpr auto kId32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32, kId64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+  constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+  constexpr const char* kProvider = "CUDAExecutionProvider";
+  for (auto type : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}) {
+    for (auto id_type : {kId32, kId64}) ops.emplace_back(api, kProvider, "QuantMoE", type, id_type, Make<CudaMoE>);
+    ops.emplace_back(api, kProvider, "QuantLinear", type, kId32, Make<CudaLinear>);
+    ops.emplace_back(api, kProvider, "MoERouting", type, kId32, Make<CudaRouting>);
+  }
+  ops.emplace_back(api, kProvider, "MoERouting", kFloat, kId32, Make<CudaRouting>);
 }
 
 }  // namespace

@@ -36,7 +36,7 @@ struct OrtKernelInfo {
   OrtValue inputs[5];
 };
 struct OrtKernelContext {
-  OrtValue inputs[5], output;
+  OrtValue inputs[5], outputs[2];
   void* stream;
 };
 
@@ -139,11 +139,12 @@ void Fill() {
     *out = &c->inputs[at];
     return nullptr;
   };
-  api.KernelContext_GetOutput = [](OrtKernelContext* c, size_t, const int64_t* dims, size_t rank,
+  api.KernelContext_GetOutput = [](OrtKernelContext* c, size_t at, const int64_t* dims, size_t rank,
                                    OrtValue** out) noexcept -> OrtStatus* {
-    if (rank != static_cast<size_t>(c->output.rank) || std::memcmp(dims, c->output.dims, 8 * rank))
+    OrtValue& output = c->outputs[at];
+    if (rank != static_cast<size_t>(output.rank) || std::memcmp(dims, output.dims, 8 * rank))
       return New("output shape");
-    *out = &c->output;
+    *out = &output;
     return nullptr;
   };
   api.KernelContext_GetGPUComputeStream = [](const OrtKernelContext* c, void** out) noexcept -> OrtStatus* {
@@ -213,10 +214,11 @@ void* driver_create(int32_t op, OrtKernelInfo* info, const OrtValue* inputs) {
   delete info;
   return took ? kernel : nullptr;
 }
+// tensors: room for five inputs, then for two outputs.
 int32_t driver_run(int32_t op, void* kernel, const OrtValue* tensors, void* stream) {
   OrtKernelContext context{};
   std::memcpy(context.inputs, tensors, sizeof(context.inputs));
-  context.output = tensors[5];
+  std::memcpy(context.outputs, tensors + 5, sizeof(context.outputs));
   context.stream = stream;
   return Took(At(op)->KernelComputeV2(kernel, &context)) ? 0 : -1;
 }

@@ -13,12 +13,12 @@ import pytest
 
 import quantmoe
 from quantmoe.custom_ops import reference
-from quantmoe.custom_ops.op import MoESpec
+from quantmoe.custom_ops.op import MoESpec, RoutingSpec
 
 if "QUANTMOE_ORT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the driver", allow_module_level=True)
 torch = pytest.importorskip("torch")
-from cuda.test_cuda import BASE, TORCH, UNIT, build  # noqa: E402
+from cuda.test_cuda import BASE, TORCH, UNIT, build, build_linear  # noqa: E402
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 TYPES = {"f16": 10, "bf16": 16, "i32": 6, "i64": 7, "f32": 1}  # ONNXTensorElementDataType
@@ -49,9 +49,13 @@ class Driver:
     def error(self) -> str:
         return self.lib.driver_error().decode()
 
-    def op(self, dtype: str, ids: str) -> int:
+    def op(self, *types: str, name: str = "QuantMoE") -> int:
+        """The operator of that name whose first inputs have these types."""
         found = [
-            i for i in range(self.count) if [self.lib.driver_type(i, at) for at in (0, 1)] == [TYPES[dtype], TYPES[ids]]
+            i
+            for i in range(self.count)
+            if self.lib.driver_name(i, 0) == name.encode()
+            and all(self.lib.driver_type(i, at) == TYPES[t] for at, t in enumerate(types))
         ]
         assert len(found) == 1
         return found[0]
@@ -85,7 +89,13 @@ def constants(layer) -> list[Value]:
 
 
 def test_operators(driver):
-    assert driver.count == 4
+    assert driver.count == 9
+    for dtype in ("f32", "f16", "bf16"):
+        op = driver.op(dtype, name="MoERouting")
+        assert [driver.lib.driver_type(op, i) for i in (1, -1)] == [1, 6]
+    for dtype in ("f16", "bf16"):
+        op = driver.op(dtype, name="QuantLinear")
+        assert [driver.lib.driver_type(op, i) for i in (1, -1)] == [6, TYPES[dtype]]
     for dtype in ("f16", "bf16"):
         for ids in ("i32", "i64"):
             op = driver.op(dtype, ids)
@@ -103,7 +113,7 @@ def test_exported_symbols_and_libraries():
 def test_old_runtime_is_refused(driver):
     assert driver.open(20) == -1
     assert driver.error == "quantmoe needs ONNX Runtime 1.21 or newer, found 1.99"
-    assert driver.open(21) == 4
+    assert driver.open(21) == 9
 
 
 @pytest.mark.parametrize(
@@ -161,17 +171,12 @@ def test_real_runtime_registers_it(tmp_path: Path, layer):
     [
         ("op_version", 2, "op_version is 2"),
         ("w13_layout_version", 2, "marlin (1) version 1"),
-        ("w13_format", "int8", "w13: format 1"),
+        ("w13_activation_format", "fp8_token", "w13_activation_format is 3"),
         ("expert_offset", 1, "num_experts = 8"),
     ],
 )
 def test_wrong_for_the_kernels(driver, layer, name, new, message):
     values = constants(layer)
-    if name == "w13_format":
-        from quantmoe.custom_ops.layouts import LAYOUTS
-
-        spec = replace(layer[0], w13=replace(layer[0].w13, format=new))
-        values[3] = value((8, LAYOUTS["marlin"].row_bytes(spec, "w13") // 4), True)
     assert driver.create(driver.op("bf16", "i64"), layer[0].attributes() | {name: new}, values) is None
     assert message in driver.error
 
@@ -201,7 +206,7 @@ def test_run(driver, layer, dtype, id_type):
         shapes = [x, k, k, *((len(w), w.shape[1] // 4) for w in packed), x]
         values = [value(s, data=t.data_ptr()) for s, t in zip(shapes, [*inputs, output], strict=True)]
         torch.cuda.synchronize()
-        status = driver.lib.driver_run(op, kernel, (Value * 6)(*values), _PTR(stream.cuda_stream))
+        status = driver.lib.driver_run(op, kernel, (Value * 7)(*values), _PTR(stream.cuda_stream))
         assert status == 0, driver.error
         torch.cuda.synchronize()
         assert driver.lib.driver_live_scratch() == 0
@@ -210,6 +215,85 @@ def test_run(driver, layer, dtype, id_type):
             error = np.linalg.norm(output.double().cpu().numpy() - want) / np.linalg.norm(want)
             assert error < 2 * UNIT[dtype], (leading, error)
     values[0] = value((5, BASE.hidden - 1))
-    assert driver.lib.driver_run(op, kernel, (Value * 6)(*values), _PTR(stream.cuda_stream)) != 0
+    assert driver.lib.driver_run(op, kernel, (Value * 7)(*values), _PTR(stream.cuda_stream)) != 0
     assert "hidden_states has shape [5, 255], expected [.., hidden_size 256]" in driver.error
+    driver.lib.driver_destroy(op, kernel)
+
+
+LINEAR_CASE = replace(BASE, hidden=264, intermediate=512, bias=True)
+ROUTING = RoutingSpec(64, 6, "sigmoid_topk", 1, n_group=8, topk_group=3, routed_scaling_factor=2.5)
+
+
+def run(driver, op, kernel, inputs, shapes, outputs) -> int:
+    values = [value(s, data=t.data_ptr()) for s, t in zip(shapes, inputs, strict=False)]
+    values += [value(())] * (5 - len(values))
+    values += [value(s, data=t.data_ptr()) for s, t in zip(shapes[len(inputs) :], outputs, strict=True)]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    status = driver.lib.driver_run(op, kernel, (Value * 7)(*values), _PTR(stream.cuda_stream))
+    torch.cuda.synchronize()
+    return status
+
+
+@pytest.mark.parametrize(
+    ("shape", "constant", "message"),
+    [
+        ((1, 7), True, "w has shape [1, 7], expected [experts, "),
+        ((2, None), True, "w has 2 rows, expected 1"),
+        ((1, None), False, "w is computed or fed at run time, expected an initializer"),
+    ],
+)
+def test_wrong_linear(driver, shape, constant, message):
+    _, spec, w = build_linear(LINEAR_CASE)
+    shape = (shape[0], shape[1] or w.shape[1] // 4)
+    values = [value(()), value(shape, constant)]
+    assert driver.create(driver.op("f16", name="QuantLinear"), spec.attributes(), values) is None
+    assert driver.error.startswith('QuantLinear node "moe": ')
+    assert message in driver.error
+
+
+def test_wrong_routing(driver):
+    attributes = replace(ROUTING, top_k=25).attributes()
+    assert driver.create(driver.op("f32", name="MoERouting"), attributes, []) is None
+    assert driver.error == 'MoERouting node "moe": top_k is 25, the CUDA kernel takes 1 to 24'
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_run_linear(driver, dtype):
+    m, spec, w = build_linear(LINEAR_CASE)
+    op = driver.op(dtype, name="QuantLinear")
+    kernel = driver.create(op, spec.attributes(), [value(()), value((1, w.shape[1] // 4), True)])
+    assert kernel is not None, driver.error
+    packed = torch.from_numpy(w).cuda()
+    for leading in ((1,), (3, 50), (0, 5)):
+        rows = int(np.prod(leading))
+        x = torch.from_numpy(np.random.default_rng(1).normal(0, 1, (rows, 512)).astype(np.float32)).to(TORCH[dtype])
+        y = torch.full((rows, 264), float("nan"), dtype=x.dtype, device="cuda")
+        shapes = [(*leading, 512), (1, w.shape[1] // 4), (*leading, 264)]
+        assert run(driver, op, kernel, [x.cuda(), packed], shapes, [y]) == 0, driver.error
+        assert driver.lib.driver_live_scratch() == 0
+        if rows:
+            want = reference.linear(x.float().numpy(), m, "none")
+            assert np.linalg.norm(y.double().cpu().numpy() - want) < 1.2 * UNIT[dtype] * np.linalg.norm(want)
+    driver.lib.driver_destroy(op, kernel)
+
+
+@gpu
+def test_run_routing(driver):
+    op = driver.op("f32", name="MoERouting")
+    kernel = driver.create(op, ROUTING.attributes(), [])
+    assert kernel is not None, driver.error
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.normal(0, 2, (18, 64)).astype(np.float32))
+    bias = torch.from_numpy(rng.uniform(0, 1, 64).astype(np.float32))
+    ids, weights = torch.full((18, 6), -1, dtype=torch.int32).cuda(), torch.full((18, 6), float("nan")).cuda()
+    shapes = [(2, 9, 64), (64,), (2, 9, 6), (2, 9, 6)]
+    assert run(driver, op, kernel, [logits.cuda(), bias.cuda()], shapes, [ids, weights]) == 0, driver.error
+    want_ids, want = reference.route(ROUTING, logits.numpy(), bias.numpy())
+    np.testing.assert_array_equal(ids.cpu().numpy(), want_ids)
+    np.testing.assert_allclose(weights.cpu().numpy(), want, rtol=4e-6)
+    shapes[1] = (63,)
+    assert run(driver, op, kernel, [logits.cuda(), bias.cuda()], shapes, [ids, weights]) != 0
+    assert driver.error == 'MoERouting node "moe": correction_bias has shape [63], expected [num_experts 64]'
     driver.lib.driver_destroy(op, kernel)

@@ -14,12 +14,12 @@ import pytest
 import quantmoe
 from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import MoESpec, Projection, attribute_kinds
+from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, RoutingSpec, attribute_kinds
 
 if "QUANTMOE_TRT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the driver", allow_module_level=True)
 torch = pytest.importorskip("torch")
-from cuda.test_cuda import BASE, TORCH, UNIT, build  # noqa: E402
+from cuda.test_cuda import BASE, TORCH, UNIT, build, build_linear  # noqa: E402
 from cuda.trt import BUILD, FIELD_TYPES, RUNTIME, TYPES, Attribute, Driver, Plugin, attributes_of, tensor  # noqa: E402
 
 W = Projection("int4", 128, "bf16", "none", layout="marlin")
@@ -51,10 +51,19 @@ def tensors(
     return [tensor(t, d) for t, d in zip(types, dims.values(), strict=True)]
 
 
-def test_creator(driver):
-    assert [driver.lib.driver_name(driver.creator, i) for i in range(3)] == [b"QuantMoE", b"1", b""]
-    found = {f.name.decode(): f.type for f in driver.fields("field_names", driver.creator)}
-    kinds = {n: FIELD_TYPES[k if k in ("i", "f") else "s"] for n, k in attribute_kinds().items()}
+@pytest.fixture
+def others(driver: Driver):
+    """The driver, for a test that selects another operator."""
+    yield driver
+    driver.select("QuantMoE")
+
+
+@pytest.mark.parametrize("op", ["QuantMoE", "QuantLinear", "MoERouting"])
+def test_creator(others, op):
+    others.select(op)
+    assert [others.lib.driver_name(others.creator, i) for i in range(3)] == [op.encode(), b"1", b""]
+    found = {f.name.decode(): f.type for f in others.fields("field_names", others.creator)}
+    kinds = {n: FIELD_TYPES[k if k in ("i", "f") else "s"] for n, k in attribute_kinds(op).items()}
     assert found == kinds
     assert next(iter(found)) == "op_version"
 
@@ -103,7 +112,7 @@ def test_attribute_of_another_type(driver, name, kind):
         ("w13_layout_version", 2, "marlin (1) version 1"),
         ("w2_layout", "cpu_panel", "marlin (1) version 1"),
         ("w13_format", "int3", 'w13_format is "int3", the operator defines: int4, int8'),
-        ("w13_format", "int8", "w13: format 1"),
+        ("w13_format", "bf16", "w13_format is 5"),
         ("activation", "", 'activation is "", the operator defines: silu'),
         ("activation", "x" * 100_000, 'activation is "xxx'),
         ("w2_group_size", 48, "w2_group_size is 48"),
@@ -283,7 +292,8 @@ def test_enqueue(driver, dtype, id_type):
         shapes = described(tokens)
         assert running.call("shape_change", shapes) == 0, driver.log()
         pointers = (ctypes.c_void_p * 5)(*(x.data_ptr() for x in inputs))
-        arguments = [ctypes.c_void_p(p) for p in (output.data_ptr(), workspace.data_ptr(), stream.cuda_stream)]
+        results = (ctypes.c_void_p * 1)(output.data_ptr())
+        arguments = [results, *(ctypes.c_void_p(p) for p in (workspace.data_ptr(), stream.cuda_stream))]
         for _ in range(2):
             assert running.call("enqueue", shapes, pointers, *arguments) == 0, driver.log()
         torch.cuda.synchronize()
@@ -292,3 +302,130 @@ def test_enqueue(driver, dtype, id_type):
         want = reference.quant_moe(spec, experts, hidden.float().numpy(), ids, weights)
         error = np.linalg.norm(output.double().cpu().numpy() - want) / np.linalg.norm(want)
         assert error < 2 * UNIT[dtype], (tokens, error)
+
+
+LINEAR = LinearSpec(512, 264, W)
+LINEAR_WORDS = LAYOUTS["marlin"].row_bytes(LINEAR.moe, "w2") // 4
+ROUTING = RoutingSpec(64, 6, "sigmoid_topk", 1, n_group=8, topk_group=3, routed_scaling_factor=2.5)
+
+
+def linear_tensors(rows=(4,), dtype="bf16", **changes):
+    dims = {"x": (*rows, 512), "w": (1, LINEAR_WORDS), "y": (*rows, 264)} | changes
+    return [tensor(t, d) for t, d in zip((dtype, "i32", dtype), dims.values(), strict=True)]
+
+
+def routing_tensors(rows=(4,), dtype="bf16", **changes):
+    dims = {"logits": (*rows, 64), "bias": (64,), "ids": (*rows, 6), "weights": (*rows, 6)} | changes
+    return [tensor(t, d) for t, d in zip((dtype, "f32", "i32", "f32"), dims.values(), strict=True)]
+
+
+@pytest.mark.parametrize("spec", [LINEAR, ROUTING], ids=lambda spec: spec.OP)
+def test_others_serialize_and_name_what_is_missing(others, spec):
+    others.select(spec.OP)
+    made = others.create(attributes_of(spec))
+    assert made is not None, others.log()
+    assert {n: a.value for n, a in others.create(made.serialize(), RUNTIME).attach().serialize().items()} == (
+        spec.attributes()
+    )
+    for name in attribute_kinds(spec.OP):
+        fields = attributes_of(spec)
+        del fields[name]
+        assert others.create(fields) is None
+        assert others.log() == f'1 {spec.OP} layer "experts": attribute {name} is required\n'
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "value", "message"),
+    [
+        (LINEAR, "op_version", 2, "op_version is 2, this library knows 1"),
+        (LINEAR, "in_features", 500, "in_features is 500"),
+        (LINEAR, "w_format", "f16", "w_format is 6"),
+        (LINEAR, "w_layout", "cpu_panel", "w_layout is 0"),
+        (ROUTING, "op_version", 2, "op_version is 2, this library knows 1"),
+        (ROUTING, "method", "hash", 'method is "hash", the operator defines: softmax_topk'),
+        (ROUTING, "top_k", 25, "top_k is 25, the CUDA kernel takes 1 to 24"),
+        (ROUTING, "n_group", 0, "n_group is 0"),
+    ],
+)
+def test_bad_attribute_of_others(others, spec, name, value, message):
+    others.select(spec.OP)
+    fields = attributes_of(spec)
+    fields[name] = Attribute(name, fields[name].type, value)
+    assert others.create(fields) is None
+    log = others.log()
+    assert log.startswith(f'1 {spec.OP} layer "experts": ')
+    assert message in log
+
+
+def test_linear_shapes_and_workspace(others):
+    others.select("QuantLinear")
+    made = others.create(attributes_of(LINEAR))
+    for dtype in TYPES:
+        supported = [made.call("supports", linear_tensors(dtype=dtype), at) for at in range(3)]
+        assert all(supported) == (dtype in ("f16", "bf16"))
+    others.log()
+    for rows in ((0,), (3, 5)):
+        assert made.call("configure", linear_tensors(rows)) == 0, others.log()
+    for change, message in (
+        ({"x": (4, 511)}, "x has shape [4, 511], expected [.., in_features 512]"),
+        ({"w": (2, LINEAR_WORDS)}, f"w has shape [2, {LINEAR_WORDS}], expected [1, {LINEAR_WORDS}"),
+        ({"w": (1, 7)}, "w has shape [1, 7]"),
+    ):
+        assert made.call("configure", linear_tensors(**change)) != 0
+        assert message in others.log()
+    given = made.call("workspace", linear_tensors((300,)))
+    for rows in range(301):
+        for device in (cuda.Device(80, 108, 167936), cuda.H200):
+            assert cuda.plan(cuda.linear_problem(LINEAR, "bf16", rows), device).workspace_bytes <= given
+
+
+def test_routing_shapes(others):
+    others.select("MoERouting")
+    made = others.create(attributes_of(ROUTING))
+    for dtype in TYPES:
+        supported = [made.call("supports", routing_tensors(dtype=dtype), at) for at in range(4)]
+        assert all(supported) == (dtype in ("f32", "f16", "bf16"))
+    assert made.call("configure", routing_tensors((3, 5))) == 0
+    assert made.call("workspace", routing_tensors()) == 0
+    for change, message in (
+        ({"logits": (4, 63)}, "logits has shape [4, 63], expected [.., num_experts 64]"),
+        ({"bias": (4, 64)}, "correction_bias has shape [4, 64], expected [num_experts 64]"),
+    ):
+        assert made.call("configure", routing_tensors(**change)) != 0
+        assert message in others.log()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_enqueue_others(others):
+    rng = np.random.default_rng(0)
+    stream = torch.cuda.Stream()
+
+    def enqueue(spec, described, inputs, outputs):
+        others.select(spec.OP)
+        running = others.create(others.create(attributes_of(spec)).serialize(), RUNTIME).attach()
+        size = running.call("workspace", described)
+        workspace = torch.full((max(1, size),), 0xFF, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        assert running.call("shape_change", described) == 0, others.log()
+        pointers = [(ctypes.c_void_p * len(t))(*(x.data_ptr() for x in t)) for t in (inputs, outputs)]
+        tail = [ctypes.c_void_p(p) for p in (workspace.data_ptr(), stream.cuda_stream)]
+        assert running.call("enqueue", described, *pointers, *tail) == 0, others.log()
+        torch.cuda.synchronize()
+
+    m, spec, w = build_linear(replace(BASE, hidden=264, intermediate=512, group_size=128))
+    assert spec == LINEAR
+    for rows in (1, 100):
+        x = torch.from_numpy(rng.normal(0, 1, (rows, 512)).astype(np.float32)).bfloat16()
+        y = torch.full((rows, 264), float("nan"), dtype=torch.bfloat16, device="cuda")
+        enqueue(LINEAR, linear_tensors((rows,)), [x.cuda(), torch.from_numpy(w).cuda()], [y])
+        want = reference.linear(x.float().numpy(), m, "none")
+        assert np.linalg.norm(y.double().cpu().numpy() - want) < 1.2 * UNIT["bf16"] * np.linalg.norm(want)
+
+    logits = torch.from_numpy(rng.normal(0, 2, (9, 64)).astype(np.float32))
+    bias = torch.from_numpy(rng.uniform(0, 1, 64).astype(np.float32))
+    ids = torch.full((9, 6), -1, dtype=torch.int32, device="cuda")
+    weights = torch.full((9, 6), float("nan"), device="cuda")
+    enqueue(ROUTING, routing_tensors((9,), "f32"), [logits.cuda(), bias.cuda()], [ids, weights])
+    want_ids, want = reference.route(ROUTING, logits.numpy(), bias.numpy())
+    np.testing.assert_array_equal(ids.cpu().numpy(), want_ids)
+    np.testing.assert_allclose(weights.cpu().numpy(), want, rtol=4e-6)

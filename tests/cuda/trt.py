@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import quantmoe
-from quantmoe.custom_ops.op import MoESpec
+from quantmoe.custom_ops.op import Spec, inputs, outputs
 
 TYPES = {"f32": 0, "f16": 1, "i8": 2, "i32": 3, "bf16": 7, "i64": 8}  # nvinfer1::DataType
 FIELD_TYPES = {"f": 1, "i": 5, "s": 6, "i64": 10}  # nvinfer1::PluginFieldType
@@ -49,7 +49,7 @@ class Attribute:
             self.data = kinds[self.type](self.value)
 
 
-def attributes_of(spec: MoESpec) -> dict[str, Attribute]:
+def attributes_of(spec: Spec) -> dict[str, Attribute]:
     """The node's attributes as TensorRT's parser passes them."""
     kinds = {int: "i", float: "f", str: "s"}
     return {n: Attribute(n, FIELD_TYPES[kinds[type(v)]], v) for n, v in spec.attributes().items()}
@@ -60,7 +60,7 @@ class Driver:
 
     def __init__(self, as_version: int = 10701, plain: bool = False) -> None:
         self.lib = ctypes.CDLL(os.environ["QUANTMOE_TRT_DRIVER"])
-        for name in ("open", "create", "attach"):
+        for name in ("open", "select", "create", "attach"):
             getattr(self.lib, f"driver_{name}").restype = _PTR
         for name in ("log", "name"):
             getattr(self.lib, f"driver_{name}").restype = ctypes.c_char_p
@@ -68,6 +68,12 @@ class Driver:
         self.creator = _PTR(self.lib.driver_open(quantmoe.trt_library_path().encode(), as_version, plain))
         assert self.creator, self.log()
         self.lib.driver_clear()
+
+    def select(self, op: str) -> None:
+        """Further calls are about this operator."""
+        index = ("QuantMoE", "QuantLinear", "MoERouting").index(op)
+        self.op = op
+        self.creator = _PTR(self.lib.driver_select(index, len(inputs(op)), len(outputs(op))))
 
     def log(self) -> str:
         """What was logged since the last call, one "severity text" a line."""
@@ -86,7 +92,7 @@ class Driver:
 
 
 class Plugin:
-    """An IPluginV3; tensors are the five inputs and the output."""
+    """An IPluginV3; tensors are the inputs, then the outputs."""
 
     def __init__(self, driver: Driver, handle: _PTR) -> None:
         self.driver, self.handle = driver, handle

@@ -13,7 +13,9 @@ using namespace nvinfer1;
 
 namespace {
 
-constexpr int kInputs = 5, kTensors = 6;
+constexpr int kTensors = 6;  // the most that an operator has
+int32_t inputs = 5, outputs = 1;
+IPluginCreatorInterface* const* creators = nullptr;
 
 std::string log_text;
 int32_t version = 0;
@@ -60,6 +62,11 @@ struct Tensor {
 
 int32_t getInferLibVersion() { return version; }  // what the plug-in asks of the library that the finder comes from
 
+// The creator of op.def's operator `index`; the functions below then take as many tensors.
+void* driver_select(int32_t index, int32_t input_count, int32_t output_count) {
+  inputs = input_count, outputs = output_count;
+  return static_cast<IPluginCreatorV3One*>(creators[index]);
+}
 // as_version: that of the TensorRT to play, 0 for none; plain: its loggers have TensorRT 10's tables. Returns the
 // creator.
 void* driver_open(const char* path, int32_t as_version, int32_t plain) {
@@ -72,10 +79,10 @@ void* driver_open(const char* path, int32_t as_version, int32_t plain) {
   reinterpret_cast<void (*)(void*)>(dlsym(library, "setLoggerFinder"))(plain ? static_cast<void*>(&plain_finder)
                                                                              : &finder);
   int32_t count = 0;
-  auto* creators =
-      reinterpret_cast<IPluginCreatorInterface* const* (*)(int32_t&)>(dlsym(library, "getCreators"))(count);
-  if (count != 1 || std::strcmp(creators[0]->getInterfaceInfo().kind, "PLUGIN CREATOR_V3ONE")) return nullptr;
-  return static_cast<IPluginCreatorV3One*>(creators[0]);
+  creators = reinterpret_cast<IPluginCreatorInterface* const* (*)(int32_t&)>(dlsym(library, "getCreators"))(count);
+  for (int32_t i = 0; i < count; ++i)
+    if (std::strcmp(creators[i]->getInterfaceInfo().kind, "PLUGIN CREATOR_V3ONE")) return nullptr;
+  return count == 3 ? driver_select(0, 5, 1) : nullptr;
 }
 const char* driver_log() { return log_text.c_str(); }
 void driver_clear() { log_text.clear(); }
@@ -125,25 +132,25 @@ struct Tensors {
   }
 };
 int32_t driver_supports(void* plugin, const Tensor* tensors, int32_t at) {
-  return Build(plugin)->supportsFormatCombination(at, Tensors(tensors).range, kInputs, 1);
+  return Build(plugin)->supportsFormatCombination(at, Tensors(tensors).range, inputs, outputs);
 }
 int32_t driver_configure(void* plugin, const Tensor* tensors) {
   const Tensors t(tensors);
-  return Build(plugin)->configurePlugin(t.range, kInputs, t.range + kInputs, 1);
+  return Build(plugin)->configurePlugin(t.range, inputs, t.range + inputs, outputs);
 }
 size_t driver_workspace(void* plugin, const Tensor* tensors) {
   const Tensors t(tensors);
-  return Build(plugin)->getWorkspaceSize(t.range, kInputs, t.range + kInputs, 1);
+  return Build(plugin)->getWorkspaceSize(t.range, inputs, t.range + inputs, outputs);
 }
 int32_t driver_output_type(void* plugin, const int32_t* types) {
-  DataType in[kInputs], out[1];
-  for (int i = 0; i < kInputs; ++i) in[i] = static_cast<DataType>(types[i]);
-  return Build(plugin)->getOutputDataTypes(out, 1, in, kInputs) ? -1 : static_cast<int32_t>(out[0]);
+  DataType in[kTensors], out[2];
+  for (int i = 0; i < inputs; ++i) in[i] = static_cast<DataType>(types[i]);
+  return Build(plugin)->getOutputDataTypes(out, outputs, in, inputs) ? -1 : static_cast<int32_t>(out[0]);
 }
 // 1: the output has the dimensions of hidden_states.
 int32_t driver_output_shape(void* plugin) {
-  DimsExprs in[kInputs]{}, out[1]{};
-  for (int i = 0; i < kInputs; ++i) {
+  DimsExprs in[kTensors]{}, out[1]{};
+  for (int i = 0; i < inputs; ++i) {
     in[i].nbDims = 3;
     for (int d = 0; d < 3; ++d)
       in[i].d[d] = reinterpret_cast<const IDimensionExpr*>(uintptr_t(0x1000 * (i + 1) + 16 * d));
@@ -151,18 +158,17 @@ int32_t driver_output_shape(void* plugin) {
   alignas(16) static char nothing[64];
   auto& builder = *reinterpret_cast<IExprBuilder*>(nothing);  // the plug-in has no expression to build
   return Build(plugin)->getNbOutputs() == 1 &&
-         !Build(plugin)->getOutputShapes(in, kInputs, nullptr, 0, out, 1, builder) && out[0].nbDims == 3 &&
+         !Build(plugin)->getOutputShapes(in, inputs, nullptr, 0, out, 1, builder) && out[0].nbDims == 3 &&
          std::equal(out[0].d, out[0].d + 3, in[0].d);
 }
 int32_t driver_shape_change(void* plugin, const Tensor* tensors) {
   const Tensors t(tensors);
-  return Runtime(plugin)->onShapeChange(t.now, kInputs, t.now + kInputs, 1);
+  return Runtime(plugin)->onShapeChange(t.now, inputs, t.now + inputs, outputs);
 }
-int32_t driver_enqueue(void* plugin, const Tensor* tensors, const void* const* inputs, void* output, void* workspace,
+int32_t driver_enqueue(void* plugin, const Tensor* tensors, const void* const* in, void* const* out, void* workspace,
                        void* stream) {
   const Tensors t(tensors);
-  return Runtime(plugin)->enqueue(t.now, t.now + kInputs, inputs, &output, workspace,
-                                  static_cast<cudaStream_t>(stream));
+  return Runtime(plugin)->enqueue(t.now, t.now + inputs, in, out, workspace, static_cast<cudaStream_t>(stream));
 }
 
 }  // extern "C"

@@ -137,12 +137,14 @@ constexpr float kFp8Bits = kBf16<T> ? 0x1p-120f : 0x1p-8f;
 template <typename T>
 __device__ inline void DequantFp8(uint32_t low, uint32_t high, uint32_t (&a)[4]) {
   constexpr uint32_t mask = kBf16<T> ? 0x07f007f0 : 0x3f803f80;
-  constexpr int shift = kBf16<T> ? 4 : 1;
+  constexpr int left = kBf16<T> ? 4 : 7, right = kBf16<T> ? 4 : 1;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const uint32_t q = i ? high : low, q8 = q << 8;
-    a[i] = MaskOr<mask>(q8 >> shift, q8 & 0x80008000);
-    a[i + 2] = MaskOr<mask>(q >> shift, q & 0x80008000);
+    const uint32_t q = i ? high : low;
+    uint32_t even;  // bytes 0 and 2, their signs above them
+    asm("prmt.b32 %0, %1, 0, 0xa280;" : "=r"(even) : "r"(q));
+    a[i] = (even << left) & (mask | 0x80008000);
+    a[i + 2] = MaskOr<mask>(q >> right, q & 0x80008000);
   }
 }
 

@@ -1,5 +1,5 @@
-// The instantiated kernels: gate_up.cu, down.cu and wgmma.cu hold the code for symmetric int4, *_any.cu that for other formats,
-// one file a compiler process.
+// The instantiated kernels: gate_up.cu, down.cu and wgmma.cu hold the code for symmetric int4, *_any.cu that for other
+// formats, one file a compiler process.
 #pragma once
 #include "cuda/kernels.cuh"
 

@@ -14,8 +14,8 @@ struct MarlinRow {
   size_t scales_at, zeros_at, globals_at, bias_at, perm_at, bytes;
 };
 
-// How the kernels read weights. kInt4 is symmetric, with f16 or bf16 scales known at compile time; kInt4Zero and the 8-bit
-// kinds take the scales' type as an argument, the 8-bit kinds also the groups in a unit.
+// How the kernels read weights. kInt4 is symmetric, with f16 or bf16 scales known at compile time; kInt4Zero and the
+// 8-bit kinds take the scales' type as an argument, the 8-bit kinds also the groups in a unit.
 enum class WeightKind { kInt4, kInt4Zero, kInt8, kFp8, kMxfp4, kNvfp4 };
 
 inline WeightKind KindOf(const qm_projection& w) {
@@ -34,7 +34,9 @@ inline WeightKind KindOf(const qm_projection& w) {
 }
 // Shared memory of a lane for the scales of a unit, and for its zero points.
 constexpr int ScaleBytes(WeightKind kind, int per_block) {
-  return kind == WeightKind::kInt4 || kind == WeightKind::kInt4Zero ? 4 * per_block : kind == WeightKind::kMxfp4 ? 4 : 8;
+  return kind == WeightKind::kInt4 || kind == WeightKind::kInt4Zero ? 4 * per_block
+         : kind == WeightKind::kMxfp4                               ? 4
+                                                                    : 8;
 }
 constexpr int ZeroBytes(WeightKind kind) { return kind == WeightKind::kInt4Zero ? 4 : 0; }
 constexpr int BitsOf(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kFp8 ? 8 : 4; }

@@ -28,9 +28,10 @@ struct WgmmaTile {
   static constexpr bool kSmall = kTokens <= 48;
   static constexpr int kBlocks = kSmall ? 2 : 1;
   static constexpr int kBuffers = kSmall ? 1 : 2;  // of dequantized weights
-  static constexpr int kStages = kSmall ? (kLaneBytes > 8 ? 4 : 5) : 6, kStageBytes = kTokens * 128;
+  static constexpr bool kWide = !kSmall && Sizes<F>::kBits == 8;  // its code stages last half as long
+  static constexpr int kStages = kSmall ? (kLaneBytes > 8 ? 4 : 5) : kWide ? 5 : 6, kStageBytes = kTokens * 128;
   static constexpr int kLag = kStages - 3;  // token stages in flight before their arrival is announced
-  static constexpr int kCodeStages = kSmall && kLaneBytes == 4 ? 5 : 4;
+  static constexpr int kCodeStages = kWide ? 6 : kSmall && kLaneBytes == 4 ? 5 : 4;
 };
 
 // What a warpgroup does next: columns [k_begin, k_end) * 64 of its panels of an expert (-1: nothing) for the tokens of
@@ -302,15 +303,15 @@ struct WgmmaConsumer {
       read = NextStage(read);
       dequantize(0, a[0]);
       refill();
+      if constexpr (kPieces == 2) {
+        arrive();
+        read = NextStage(read);
+      }
       BarrierWait(full + 8 * stage, phase);
       const uint64_t tokens = Descriptor(tokens_at + stage * kStageBytes);
       Products<kTokens>(acc, tokens, a[0], count);
       WgmmaWait<kBuffers - 1>();  // the other buffer is free, and the stage it was multiplied with
       if (kBuffers == 2 && k > k_begin) Release(used);
-      if constexpr (kPieces == 2) {
-        arrive();
-        read = NextStage(read);
-      }
       dequantize(1, a[kBuffers - 1]);
       if constexpr (kPieces == 2) refill();
       Products<kTokens>(acc, tokens + 4, a[kBuffers - 1], count);

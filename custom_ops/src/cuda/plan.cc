@@ -50,12 +50,13 @@ int ValidateWeights(const qm_projection& w, const char* name, bool perm, char* e
                 "also e8m0 (3), of mxfp4 e8m0 (3), of nvfp4 e4m3 (4)",
                 name, s);
   if (s == f32 && w.format == 0)
-    return Fail(err, QM_UNSUPPORTED,
-                "%s_scale_type is f32 (0); the CUDA kernels take f16 (1) and bf16 (2) for int4: export with --scales bf16",
-                name);
-  const bool known = e2m1          ? g == (w.format == 2 ? 32 : 16)
+    return Fail(
+        err, QM_UNSUPPORTED,
+        "%s_scale_type is f32 (0); the CUDA kernels take f16 (1) and bf16 (2) for int4: export with --scales bf16",
+        name);
+  const bool known = e2m1        ? g == (w.format == 2 ? 32 : 16)
                      : s == e8m0 ? g == 32
-                                   : g == -1 || g == 32 || (g >= 64 && !(g & (g - 1)));
+                                 : g == -1 || g == 32 || (g >= 64 && !(g & (g - 1)));
   if (!known)
     return Fail(err, QM_UNSUPPORTED,
                 "%s_group_size is %d; the CUDA kernels take -1, 32 and powers of two from 64, 32 with e8m0 scales, 16 "
@@ -115,10 +116,12 @@ int Validate(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) 
 constexpr int kStages = 3;
 constexpr int kWgmmaPanels = 16;
 // As in moe_gemm_wgmma.cuh: token ring, code rings, staging of the results.
-int WgmmaSharedBytes(int tokens, int lane_bytes, bool down) {
-  const bool small = tokens <= 48;
-  return 1024 + (small ? lane_bytes > 8 ? 4 : 5 : 6) * tokens * 128 +
-         8 * (small && lane_bytes == 4 ? 5 : 4) * 2 * (512 + 32 * lane_bytes) + 2 * tokens * ((down ? 256 : 128) + 16);
+int WgmmaSharedBytes(int tokens, int bits, int lane_bytes, bool down) {
+  const bool small = tokens <= 48, wide = !small && bits == 8;
+  const int stages = small ? (lane_bytes > 8 ? 4 : 5) : wide ? 5 : 6;
+  const int code_stages = wide ? 6 : small && lane_bytes == 4 ? 5 : 4;
+  return 1024 + stages * tokens * 128 + 8 * code_stages * 2 * (512 + 32 * lane_bytes) +
+         2 * tokens * ((down ? 256 : 128) + 16);
 }
 // Tiles of a warp and blocks on a multiprocessor: what gate_up.cu, down.cu and their *_any.cu instantiate, and the
 // kernels' registers allow.
@@ -133,7 +136,7 @@ struct Work {
   const qm_cuda_device& device;
   bool decode, wgmma;
   int64_t most_experts;
-  double mean;    // tokens an expert gets on average: decides the tile
+  double mean;     // tokens an expert gets on average: decides the tile
   int most_tiles;  // of 8 tokens, in the stream path
 };
 
@@ -154,7 +157,7 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
     g.panels = kWgmmaPanels;
     const int tokens = mean <= 40 ? 48 : 128;
     g.n_tiles = tokens / 8;
-    g.shared_bytes = WgmmaSharedBytes(tokens, lane_bytes, direct);
+    g.shared_bytes = WgmmaSharedBytes(tokens, BitsOf(kind), lane_bytes, direct);
     g.grid = tokens == 48 ? 2 * sms : sms;
     // Few units of work: down's K is cut, into parts that fill the multiprocessors best. A part costs a pass of
     // combine.
@@ -179,8 +182,8 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
     return Instantiated(kind, panels) && g.shared_bytes <= device.shared_bytes - reserved;
   };
   auto slots = [&] {  // blocks resident at once
-    return sms * std::clamp(device.shared_bytes / (g.shared_bytes + reserved), 1,
-                            RegisterBlocks(kind, g.panels, g.n_tiles));
+    return sms *
+           std::clamp(device.shared_bytes / (g.shared_bytes + reserved), 1, RegisterBlocks(kind, g.panels, g.n_tiles));
   };
   if (direct) {
     // Measured (README.md): an output tile is best shared by two blocks, if that loads the multiprocessors evenly.
@@ -199,9 +202,7 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
     }
     return g;
   }
-  auto units = [&] {
-    return most_experts * CeilDiv(w.panels, static_cast<int64_t>(g.panels) * (kWarps / g.warps_k));
-  };
+  auto units = [&] { return most_experts * CeilDiv(w.panels, static_cast<int64_t>(g.panels) * (kWarps / g.warps_k)); };
   if (decode) {
     // Four panels a warp cost fewer instructions a byte than two, but share out less evenly.
     double best = 0;
@@ -216,7 +217,8 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
       best = worth;
     }
   } else {
-    (mean > 12 && most_tiles >= 4 && fits(2, 4)) || (mean > 5 && most_tiles >= 2 && fits(2, 2)) || (fits(4, 1) && slots() > sms) || fits(2, 1);
+    (mean > 12 && most_tiles >= 4 && fits(2, 4)) || (mean > 5 && most_tiles >= 2 && fits(2, 2)) ||
+        (fits(4, 1) && slots() > sms) || fits(2, 1);
   }
   g.grid = static_cast<int32_t>(std::clamp<int64_t>(units(), 1, slots()));
   return g;
