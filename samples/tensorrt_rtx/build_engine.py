@@ -40,4 +40,4 @@ if engine is None:
     sys.exit("no engine")
 plan.write_bytes(engine)
 nodes = sum(network.get_layer(i).type == trt.LayerType.PLUGIN_V3 for i in range(network.num_layers))
-print(f"{plan}: {engine.nbytes} bytes, {nodes} QuantMoE layers")
+print(f"{plan}: {engine.nbytes} bytes, {nodes} quantmoe layers")

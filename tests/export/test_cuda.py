@@ -10,8 +10,8 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from quantmoe.custom_ops.layouts import marlin
-from quantmoe.custom_ops.op import MoESpec
-from quantmoe.custom_ops.reference import quant_moe
+from quantmoe.custom_ops.op import LinearSpec, MoESpec, RoutingSpec
+from quantmoe.custom_ops.reference import linear, quant_moe, route
 from quantmoe.exporter import convert
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.convert import export
@@ -33,6 +33,23 @@ class QuantMoE(OpRun):
         return (quant_moe(spec, experts, *flat).astype(x.dtype).reshape(x.shape),)
 
 
+class QuantLinear(OpRun):
+    op_domain = "quantmoe"
+
+    def _run(self, x, w, **attributes):
+        spec = LinearSpec.from_attributes(attributes)
+        y = linear(x.reshape(-1, x.shape[-1]), marlin.unpack_down(spec.moe, w[0].view(np.uint8)), "none")
+        return (y.astype(x.dtype).reshape(*x.shape[:-1], -1),)
+
+
+class MoERouting(OpRun):
+    op_domain = "quantmoe"
+
+    def _run(self, logits, bias, **attributes):
+        ids, weights = route(RoutingSpec.from_attributes(attributes), logits.reshape(-1, logits.shape[-1]), bias)
+        return tuple(a.reshape(*logits.shape[:-1], -1) for a in (ids, weights.astype(np.float32)))
+
+
 @pytest.mark.parametrize("dtype", [None, "f16"])
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "olmoe"])
 def test_operators_and_types(exported, architecture, dtype):
@@ -40,22 +57,31 @@ def test_operators_and_types(exported, architecture, dtype):
     model = ir.load(folder / "model.onnx")
     assert model.opset_imports == {"": OPSET, "quantmoe": 1}
     nodes = [node for node in model.graph if node.domain != ""]
-    assert {(node.domain, node.op_type) for node in nodes} == {("quantmoe", "QuantMoE")}
+    assert {node.domain for node in nodes} == {"quantmoe"}
+    assert {node.op_type for node in nodes} >= {"QuantMoE", "MoERouting"}
     want = ir.DataType.FLOAT16 if dtype else ir.DataType.BFLOAT16
     assert [value.dtype for value in model.graph.inputs if value.name.startswith("past")] == [want] * 4
     assert model.graph.outputs[0].dtype == want
     assert {p.name for p in folder.iterdir()} >= {"config.json", "tokenizer.json"}
     assert not (folder / "genai_config.json").exists()
     for node in nodes:
-        assert node.attributes["w13_layout"].value == "marlin"
-        assert node.attributes["w2_activation_format"].value == "none"
+        for prefix in {"QuantMoE": ("w13", "w2"), "QuantLinear": ("w",), "MoERouting": ()}[node.op_type]:
+            assert node.attributes[f"{prefix}_layout"].value == "marlin"
+            assert node.attributes[f"{prefix}_activation_format"].value == "none"
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text"])
-def test_logits_equal_pytorch(exported, reference, architecture):
+@pytest.mark.parametrize(
+    ("architecture", "scheme"),
+    [("qwen3_moe", None), ("deepseek_v3", None), ("gpt_oss", None), ("llama4_text", None)]
+    + [("qwen3_moe", scheme) for scheme in ("W4A16_ASYM", "W8A16", "NVFP4A16", "MXFP4A16", "FP8_BLOCK")],
+)
+def test_logits_equal_pytorch(exported, reference, architecture, scheme):
     """float16: a few hundred roundings of 2^-11 on the way to a logit, of random sign."""
+    options = {"activations": "float"} if scheme == "FP8_BLOCK" else {}
+    given = (architecture,) if scheme is None else (architecture, scheme)
     evaluator = ReferenceEvaluator(
-        str(exported(architecture, target="cuda", dtype="f16") / "model.onnx"), new_ops=[QuantMoE]
+        str(exported(*given, target="cuda", dtype="f16", **options) / "model.onnx"),
+        new_ops=[QuantMoE, QuantLinear, MoERouting],
     )
     ids = np.random.default_rng(3).integers(0, 384, (2, 7))
     feed = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.tile(np.arange(7), (2, 1))}
@@ -65,7 +91,7 @@ def test_logits_equal_pytorch(exported, reference, architecture):
             feed[value.name] = np.zeros((2, dims[1], 0, dims[3]), np.float16)
     found = evaluator.run(["logits"], {n: feed[n] for n in evaluator.input_names})[0].astype(np.float64)
     with torch.no_grad():
-        want = reference(architecture)(torch.from_numpy(ids)).logits.double().numpy()
+        want = reference(*given)(torch.from_numpy(ids)).logits.double().numpy()
     assert np.abs(found - want).max() / np.abs(want).max() < 1e-2
 
 
@@ -79,14 +105,9 @@ def test_refusals(checkpoint, tmp_path, monkeypatch):
         export(folder, tmp_path / "a", target="cuda", activations="int8")
     with pytest.raises(CheckpointError, match="activation_format int8_token; layout marlin carries none"):
         export(checkpoint("qwen3_moe", "W8A8"), tmp_path / "a", target="cuda")
-    with pytest.raises(
-        CheckpointError, match="w13_format is int8; the CUDA kernels run symmetric int4 weights with f16"
-    ):
-        export(checkpoint("qwen3_moe", "W8A16"), tmp_path / "a", target="cuda")
-    with pytest.raises(CheckpointError, match="w13_zero_points is 1; the CUDA kernels run symmetric int4"):
-        export(checkpoint("qwen3_moe", "W4A16_ASYM"), tmp_path / "a", target="cuda")
-    with pytest.raises(CheckpointError, match="w13_zero_points is 1; the CUDA kernels run symmetric int4"):
-        plan(checkpoint("qwen3_moe", "W4A16_ASYM"), tmp_path / "a", target="cuda")
+    for refuse in (export, plan):
+        with pytest.raises(CheckpointError, match="w13_zero_points is 1; the CUDA kernels take zero points of int4"):
+            refuse(checkpoint("qwen3_moe", "W8A16_ASYM"), tmp_path / "a", target="cuda")
     with pytest.raises(ValueError, match="dense is 'ort', expected one of: quantmoe"):
         export(folder, tmp_path / "a", target="cuda", dense="ort")
     monkeypatch.setattr(convert, "MAX_ELEMENTS", 70_000)
