@@ -10,7 +10,7 @@ A layout module provides (Expert and the dataclasses are in custom_ops):
 - ``unpack(spec, w13_row, w2_row) -> Expert``: the inverse of pack.
 - ``describe_down(matrix, activation_format) -> Projection``, ``pack_down(matrix, spec, w2_row)`` and
   ``unpack_down(spec, w2_row) -> QuantizedMatrix``: the same for a w2 alone, which is also a QuantLinear's matrix
-  (``spec`` is LinearSpec.moe). Optional: without them the layout has experts only.
+  (``spec`` is LinearSpec.moe).
 """
 
 from dataclasses import replace

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
-from quantmoe.custom_ops.op import MoESpec
+from quantmoe.custom_ops.op import LinearSpec, MoESpec
 
 KINDS = [
     ("int4", "f16"),
@@ -170,3 +170,25 @@ def test_refusals_name_what_is_wrong():
     spec = MoESpec(1, 64, 32, w13, w2)
     with pytest.raises(ValueError, match=r"expected uint8 \["):
         marlin.pack(Expert(up, up, down), spec, np.zeros(64, np.uint8), np.zeros(64, np.uint8))
+
+
+@pytest.mark.parametrize(("kind", "scale_type"), KINDS)
+def test_a_linear_keeps_its_act_order(kind, scale_type):
+    rng = np.random.default_rng(0)
+    m = random_matrix(rng, 40, 72, kind, 32, scale_type, bias=True, perm=rng.permutation(72).astype(np.int32))
+    spec = LinearSpec(72, 40, marlin.describe_down(m, "none"))
+    row = np.full(marlin.row_bytes(spec.moe, "w2"), 0xA5, np.uint8)
+    marlin.pack_down(m, spec.moe, row)
+    assert_same(m, marlin.unpack_down(spec.moe, row))
+    parts = marlin._Parts(spec.moe, "w2")
+    scales = row[parts.slices["scales"]].reshape(3, -1, 8, 2, 2, SCALE_DTYPES[scale_type].itemsize)
+    assert not scales[2, :, :, :, 1].any(), "rows past the end have zero bits, whatever the type"
+    assert not scales[:, 1, :, 1].any(), "groups past the end too"
+
+
+def test_negative_scales_of_nvfp4_are_refused():
+    m = random_matrix(np.random.default_rng(0), 16, 64, "nvfp4", 16, "e4m3")
+    m.scales.view(np.uint8)[0, 0] |= 0x80
+    spec = LinearSpec(64, 16, marlin.describe_down(m, "none"))
+    with pytest.raises(ValueError, match="nvfp4 scales are negative"):
+        marlin.pack_down(m, spec.moe, np.empty(marlin.row_bytes(spec.moe, "w2"), np.uint8))
