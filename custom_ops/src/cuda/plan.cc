@@ -310,9 +310,7 @@ extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const 
   MarlinRowOf(MoeOf(l), 2, &w);
   const int64_t rows = problem->rows;
   const bool decode = rows <= kDecodeTokens;
-  // wgmma's blocks are large: only when there are enough of them.
-  const bool wgmma = !decode && device->sm == 90 && l.out_features % 8 == 0 &&
-                     2 * CeilDiv(rows, 128) * CeilDiv(w.panels, kWgmmaPanels) >= device->multiprocessors;
+  const bool wgmma = !decode && device->sm == 90 && l.out_features % 8 == 0 && rows > 64;
   plan->path = decode ? QM_CUDA_DECODE : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
   plan->w2 = PlanGemm({*device, decode, wgmma, 1, static_cast<double>(rows), 4}, l.w, w, decode || wgmma);
 
