@@ -86,11 +86,11 @@ def test_greedy_tokens_equal_pytorch(exported, reference, architecture):
 def test_int8_activations_equal_the_reference_op(exported, reference, architecture, scheme, monkeypatch):
     """The same PyTorch model, its experts computed from the exported bytes by reference.py.
 
-    Both round activations to int8, and what they round differs by f32 noise (2e-5 of it, as with float activations; 6e-7
-    was seen). A token of which no activation lies that close to the middle of two codes therefore keeps that bound; any
-    other takes another code, after which nothing bounds it or the tokens that attend to it (a router may choose other
-    experts). That is rare: of 112 tokens one in sixteen (W4A16) or two in five (W8A8, in sequences of 7) were such or
-    came after one. Sequences are short, so that few come after; a wrong zero point, scale or nibble order moves all.
+    Both round activations to int8, and what they round differs by f32 noise (the bound of float activations; 6e-7 was
+    seen). A token of which no activation lies that close to the middle of two codes keeps that bound; any other takes
+    another code, after which nothing bounds it or the tokens that attend to it: a router may choose other experts. In
+    sequences of 7, one token of fourteen (W4A16) or one of two (W8A8) was such or came after one; with 2, few come after.
+    A wrong zero point, scale or nibble order moves all.
     """
     folder = exported(architecture, scheme)
     torch_model = reference(architecture, scheme)
