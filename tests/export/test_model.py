@@ -89,7 +89,7 @@ def test_int8_activations_equal_the_reference_op(exported, reference, architectu
     Both round activations to int8, and what they round differs by f32 noise (the bound of float activations; 6e-7 was
     seen). A token of which no activation lies that close to the middle of two codes keeps that bound; any other takes
     another code, after which nothing bounds it or the tokens that attend to it: a router may choose other experts. In
-    sequences of 7, one token of fourteen (W4A16) or one of two (W8A8) was such or came after one; with 2, few come after.
+    sequences of 7, one token of fourteen (W4A16) or of two (W8A8) was such or came after one; with 2, few come after.
     A wrong zero point, scale or nibble order moves all.
     """
     folder = exported(architecture, scheme)
