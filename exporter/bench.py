@@ -61,6 +61,7 @@ FORMATS = {
     "int8-zp": ("int8", "bf16", True, "int8_token_asym"),
     "mxfp4": ("mxfp4", "e8m0", False, "int8_token_asym"),
     "nvfp4": ("nvfp4", "e4m3", False, "int8_token_asym"),
+    "nvfp4-w4a4": ("nvfp4", "e4m3", False, "nvfp4"),
     "fp8": ("fp8_e4m3", "f32", False, "none"),
 }
 #: what com.microsoft::QMoE has too
@@ -155,7 +156,7 @@ class Layer:
     @classmethod
     def random(cls, shape: Shape, kind: str, group_size: int, seed: int = 0) -> Layer:
         rng = np.random.default_rng(seed)
-        code, scale_type, zero_points, _ = FORMATS[kind]
+        code, scale_type, zero_points, activations = FORMATS[kind]
         top, table = 1 << SCHEMES[code].bits, SCHEMES[code].table
 
         def matrix(n: int, k: int) -> QuantizedMatrix:
@@ -172,6 +173,7 @@ class Layer:
                 group_size,
                 zero_points=rng.integers(0, top, shape, dtype=np.uint8) if zero_points else None,
                 global_scale=1 / spread if code == "nvfp4" else None,
+                input_scale=0.01 if activations == "nvfp4" else None,
             )
 
         h, i = shape.hidden, shape.intermediate

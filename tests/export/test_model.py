@@ -86,19 +86,21 @@ def test_greedy_tokens_equal_pytorch(exported, reference, architecture):
 def test_int8_activations_equal_the_reference_op(exported, reference, architecture, scheme, monkeypatch):
     """The same PyTorch model, its experts computed from the exported bytes by reference.py.
 
-    One layer's kernel and the reference agree to 1e-6, but a rounding of an int8 activation that falls the other way
-    moves one code by one step: 1/255 of the row's range, in one of H inputs. The bound allows a few of them; a wrong
-    zero point, scale or nibble order gives errors of order 1. The attention's linears round their activations too.
+    Both round activations to int8, and what they round differs by f32 noise (the bound of float activations; 6e-7 was
+    seen). A token of which no activation lies that close to the middle of two codes keeps that bound; any other takes
+    another code, after which nothing bounds it or the tokens that attend to it: a router may choose other experts. In
+    sequences of 7, one token of fourteen (W4A16) or of two (W8A8) was such or came after one; with 2, few come after.
+    A wrong zero point, scale or nibble order moves all.
     """
     folder = exported(architecture, scheme)
     torch_model = reference(architecture, scheme)
     bound = bind_packed(torch_model, folder, monkeypatch)
     assert bound == 2
-    ids = tokens(2, 7, seed=2)
+    ids = tokens(12, 2, seed=2)
     want = expected(torch_model, ids)
-    found = run(Generator(folder), ids, (6, 1))
-    assert error(found, want) < 2e-2
-    assert np.median(np.abs(found - want)) / np.abs(want).max() < 2e-4
+    found = run(Generator(folder), ids, (1, 1))
+    same = np.abs(found - want).max(-1) < 2e-5 * np.abs(want).max()
+    assert same.mean() > 0.5, same
 
 
 def bind_packed(torch_model: PreTrainedModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
