@@ -37,7 +37,7 @@ build: venv
 	$(UV) --no-deps --editable .
 
 demo: venv
-	quantmoe demo $(if $(CHECKPOINT),--checkpoint $(CHECKPOINT))
+	quantmoe demo $(if $(CHECKPOINT),--checkpoint "$(CHECKPOINT)")
 
 test: build
 	$(PYTEST)
@@ -64,7 +64,8 @@ test-cuda: build cuda
 	$(UV) --requirements pyproject.toml --extra tensorrt-rtx
 	$(PYTEST) tests/cuda
 
-# Kernels, packer and custom ops under AddressSanitizer and UndefinedBehaviorSanitizer.
+# Kernels, packer and custom ops under AddressSanitizer and UndefinedBehaviorSanitizer; tiles of at most 3 rows, as the templates of
+# 16 take gcc minutes there (CMakeLists.txt). Guard pages are for the full ones, in make test.
 test-sanitize: venv
 	cmake -S . -B build/sanitize -DCMAKE_CXX_COMPILER=c++ -DCMAKE_CXX_FLAGS=-O1 -DCMAKE_BUILD_TYPE=None \
 	  -DQUANTMOE_SANITIZE=address,undefined

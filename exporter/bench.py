@@ -26,14 +26,15 @@ import mmap
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 import typer
@@ -103,30 +104,33 @@ class Timing:
     touched_bytes: int
     operations: int
     ms: float
-    peer_ms: float | None
+    peers: dict[str, float]
 
-    def cell(self, threads: int, peer: str | None, read: float, peak: float) -> Cell:
-        """read: bytes/s; peak: int8 operations/s."""
+    def cells(self, threads: int, read: float, peak: float) -> list[Cell]:
+        """One a peer, or one without. read: bytes/s; peak: int8 operations/s."""
 
         def bound(read_share: float, peak_share: float) -> float:
             return 1e3 * max(self.touched_bytes / (read_share * read), self.operations / (peak_share * peak))
 
-        return Cell(
-            self.shape,
-            self.weight_format,
-            self.group_size,
-            self.tokens,
-            threads,
-            self.ms,
-            self.touched_bytes / self.ms / 1e6,
-            self.operations / self.ms / 1e6,
-            peer if self.peer_ms is not None else None,
-            self.peer_ms,
-            read / 1e9,
-            peak / 1e9,
-            bound(1, 1),
-            bound(READ_SHARE, peak_share(self.weight_format, self.group_size)),
-        )
+        return [
+            Cell(
+                self.shape,
+                self.weight_format,
+                self.group_size,
+                self.tokens,
+                threads,
+                self.ms,
+                self.touched_bytes / self.ms / 1e6,
+                self.operations / self.ms / 1e6,
+                peer,
+                peer_ms,
+                read / 1e9,
+                peak / 1e9,
+                bound(1, 1),
+                bound(READ_SHARE, peak_share(self.weight_format, self.group_size)),
+            )
+            for peer, peer_ms in cast("dict[str | None, float | None]", self.peers or {None: None}).items()
+        ]
 
 
 def peak_share(weight_format: str, group_size: int) -> float:
@@ -414,9 +418,11 @@ def measure(
                 kept.append(1e3 * elapsed)
             else:
                 outputs.append(output())
-        # int8 activations on both sides, one step a token against one a block: 1 to 2 % each
-        if pair == 0 and len(outputs) > 1 and not difference(*outputs) < 0.05:
-            raise RuntimeError(f"{tokens} tokens: outputs of the two sides differ by {difference(*outputs):.1%}")
+        for other in outputs[1:]:  # int8 activations on both sides, one step a token against one a block: 1 to 2 % each
+            if not difference(outputs[0], other) < 0.05:
+                raise RuntimeError(
+                    f"{tokens} tokens: outputs of two sides differ by {difference(outputs[0], other):.1%}"
+                )
         if pair >= MIN_PAIRS and time.perf_counter() - started > CELL_SECONDS:
             break
     return [statistics.median(t) for t in times], len(np.unique(ids))
@@ -505,15 +511,20 @@ def bench(
     shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SHAPES)}, or H/I/E/k.")] = None,
     format: Annotated[list[str] | None, typer.Option(help=f"{', '.join(FORMATS)}.")] = None,
     group_size: Annotated[list[int] | None, typer.Option(help="16, a multiple of 32, or -1: a row.")] = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="Tokens of a call; default 1, 4, .. 1024.")] = None,
-    threads: Annotated[int, typer.Option(help="0: one a CPU.")] = 0,
-    repeat: Annotated[int, typer.Option(help=f"Calls a side; past {CELL_SECONDS:g} s it stops at {MIN_PAIRS}.")] = 30,
-    against: Annotated[str | None, typer.Option(help="ort-qmoe: com.microsoft::QMoE, accuracy_level 4; ggml.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a call; default 1, 4, .. 1024.")] = None,
+    threads: Annotated[int, typer.Option(min=0, help="0: one a CPU.")] = 0,
+    repeat: Annotated[
+        int, typer.Option(min=1, help=f"Calls a side; past {CELL_SECONDS:g} s it stops at {MIN_PAIRS}.")
+    ] = 30,
+    against: Annotated[
+        list[str] | None, typer.Option(help="ort-qmoe: com.microsoft::QMoE, accuracy_level 4; ggml.")
+    ] = None,
     skew: Annotated[bool, typer.Option("--skew", help="Route by Zipf 1.0 instead of uniformly.")] = False,
     session: Annotated[bool, typer.Option("--session", help="Only session creation: time and memory.")] = False,
+    packing: Annotated[bool, typer.Option("--packing", help="Only the packer, one expert after another.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Writes the cells.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draws the cells (needs matplotlib).")] = None,
-) -> None:
+) -> list[Cell]:
     """Times one MoE layer in ONNX Runtime against the machine's limits and, with --against, another implementation.
 
     Lists are given by repeating an option. The default layers take about 5 minutes on 2 cores; with --session the
@@ -521,30 +532,41 @@ def bench(
     """
     for chosen, allowed, option in (
         (format, FORMATS, "--format"),
-        (against and [against], ["ort-qmoe"] if session else PEERS, "--against"),
+        (against, PEERS[:1] if session else PEERS, "--against"),
     ):
         if wrong := set(chosen or ()) - set(allowed):
             raise typer.BadParameter(f"{', '.join(sorted(wrong))}; expected {' or '.join(allowed)}", param_hint=option)
     if sizes := [g for g in group_size or () if g not in (-1, 16) and (g < 32 or g % 32)]:
         raise typer.BadParameter(f"{sizes[0]}; expected -1, 16 or a multiple of 32", param_hint="--group-size")
-    threads = threads or len(os.sched_getaffinity(0))
+    if (session or packing) and (json_file or plot):
+        raise typer.BadParameter("has no cells to write", param_hint="--session" if session else "--packing")
+    for file in filter(None, (json_file, plot)):  # said now, not after minutes
+        if not file.resolve().parent.is_dir():
+            raise typer.BadParameter(f"{file}: no such folder", param_hint="--json or --plot")
+    if plot and plot.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise typer.BadParameter(f"{plot}; expected .png, .pdf or .svg", param_hint="--plot")
+    threads, against = threads or len(os.sched_getaffinity(0)), list(dict.fromkeys(against or ()))
     layers = [
         (name, _shape(name), kind, group)
         for name in shape or (["qwen3-30b-a3b"] if session else ["qwen3-30b-a3b", "gpt-oss-20b"])
         for kind in format or (["int4"] if session else ["int4", "int8"])
         for group in group_size or ([128] if session else [32, 128])
     ]
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    if packing:
+        _packing(console, layers)
+        return []
     with tempfile.TemporaryDirectory(prefix="quantmoe-bench-") as folder:
         if session:
             _sessions(console, layers, threads, against, Path(folder))
-            return
+            return []
         tokens = tokens or [1, 4, 16, 64, 256, 1024]
         cells = _cells(console, layers, tokens, threads, repeat, against, skew, Path(folder))
     if json_file:
         json_file.write_text(json.dumps([asdict(c) for c in cells], indent=1) + "\n")
     if plot:
         draw(cells, plot)
+    return cells
 
 
 Chosen = tuple[str, Shape, str, int]  # a layer: name, shape, weight format, group size
@@ -556,7 +578,7 @@ def _cells(
     tokens: Sequence[int],
     threads: int,
     repeat: int,
-    against: str | None,
+    against: Sequence[str],
     skew: bool,
     folder: Path,
 ) -> list[Cell]:
@@ -571,8 +593,9 @@ def _cells(
         with console.status(f"{title}: making weights"):
             layer = Layer.random(size, kind, group)
             sides: list[Side | Ggml] = [Side(layer.write(folder), size.experts)]
-            if peer := against and _peer(console, title, layer, against, threads, folder):
-                sides.append(peer)
+            found = {name: _peer(console, title, layer, name, threads, folder) for name in against}
+            peers = {name: peer for name, peer in found.items() if peer}
+            sides += peers.values()
             touch_all(sides, size)
         if size.experts * layer.expert_bytes < 4 * cache_bytes():
             console.print(f"{title}: under 4 times the caches, decode may find weights there", style="yellow")
@@ -582,14 +605,14 @@ def _cells(
                 ms, touched = measure(sides, size, n, repeat, skew, cycle)
             operations = n * size.top_k * layer.operations
             work = (touched * layer.expert_bytes, operations)
-            timings.append(Timing(name, kind, group, n, *work, ms[0], ms[1] if peer else None))
-        del sides
+            timings.append(Timing(name, kind, group, n, *work, ms[0], dict(zip(peers, ms[1:], strict=True))))
+        del sides, found, peers
         for file in folder.iterdir():
             file.unlink()
     reads.append(probe_read(threads, folder))
     peaks.append(probe_int8(threads))
 
-    cells = [t.cell(threads, against, max(reads), max(peaks)) for t in timings]
+    cells = [cell for t in timings for cell in t.cells(threads, max(reads), max(peaks))]
     _print(console, cells)
     limits = [f"{a / 1e9:.1f} and {b / 1e9:.1f} {unit}" for (a, b), unit in ((reads, "GB/s"), (peaks, "GOP/s int8"))]
     routing = "Zipf 1.0" if skew else "uniform"
@@ -610,7 +633,7 @@ def _peer(console: Console, title: str, layer: Layer, against: str, threads: int
         return None
 
 
-def _sessions(console: Console, layers: Sequence[Chosen], threads: int, against: str | None, folder: Path) -> None:
+def _sessions(console: Console, layers: Sequence[Chosen], threads: int, against: Sequence[str], folder: Path) -> None:
     table = Table("layer", "side", "packed MB", "session s", "RssAnon MB", "of packed")
     for name, size, kind, group in layers:
         title = f"{name} {kind} group {group}"
@@ -619,7 +642,7 @@ def _sessions(console: Console, layers: Sequence[Chosen], threads: int, against:
             paths = {"ours": layer.write(folder)}
             if against:
                 try:
-                    paths[against] = layer.write_qmoe(folder)
+                    paths["ort-qmoe"] = layer.write_qmoe(folder)
                 except ValueError as error:
                     console.print(f"{title}: no peer: {error}", style="yellow", highlight=False)
             packed = size.experts * layer.expert_bytes
@@ -630,6 +653,29 @@ def _sessions(console: Console, layers: Sequence[Chosen], threads: int, against:
             table.add_row(title, side, *row)
     console.print(table)
     console.print(f"medians of 3 processes, {threads} threads; RssAnon after creation and one token", highlight=False)
+
+
+def _packing(console: Console, layers: Sequence[Chosen]) -> None:
+    """MB of packed output a second, by all cores."""
+    table = Table("layer", "layout", "MB of an expert", "MB/s")
+    for name, size, kind, group in layers:
+        layer = Layer.random(size, kind, group)
+        for layout in LAYOUTS.values():
+            try:
+                w13, w2 = reduce(join, (layout.describe(e, FORMATS[kind][3]) for e in layer.experts))
+            except ValueError:
+                w13, w2 = reduce(join, (layout.describe(e, "none") for e in layer.experts))
+            spec = replace(layer.spec(), w13=w13, w2=w2)
+            rows = [native.aligned(layout.row_bytes(spec, p)) for p in ("w13", "w2")]
+            times = []
+            for expert in layer.experts * 4:
+                start = time.perf_counter()
+                layout.pack(expert, spec, *rows)
+                times.append(time.perf_counter() - start)
+            packed = sum(len(row) for row in rows) / 1e6
+            rate = f"{packed / statistics.median(times):.0f}"
+            table.add_row(f"{name} {kind} group {group}", layout.NAME, f"{packed:.2f}", rate)
+    console.print(table)
 
 
 def _shape(name: str) -> Shape:
@@ -648,8 +694,7 @@ def _kernel() -> str:
 
 
 def _print(console: Console, cells: Sequence[Cell]) -> None:
-    for (name, kind, group), rows in _by_layer(cells).items():
-        peer = rows[0].peer
+    for (name, kind, group, peer), rows in _by_layer(cells).items():
         table = Table(title=f"{name} {kind} group {group}", title_justify="left", box=SIMPLE_HEAD)
         ratio, peer_ms = ([f"{peer} / ours"], [f"{peer} ms"]) if peer else ([], [])
         for column in (*ratio, "tokens", "ms", *peer_ms, "GB/s", "GOP/s", "floor ms", "target ms", "target reached"):
@@ -669,10 +714,10 @@ def _print(console: Console, cells: Sequence[Cell]) -> None:
         console.print(table)
 
 
-def _by_layer(cells: Sequence[Cell]) -> dict[tuple[str, str, int], list[Cell]]:
-    layers: dict[tuple[str, str, int], list[Cell]] = {}
+def _by_layer(cells: Sequence[Cell]) -> dict[tuple[str, str, int, str | None], list[Cell]]:
+    layers: dict[tuple[str, str, int, str | None], list[Cell]] = {}
     for c in cells:
-        layers.setdefault((c.shape, c.weight_format, c.group_size), []).append(c)
+        layers.setdefault((c.shape, c.weight_format, c.group_size, c.peer), []).append(c)
     return layers
 
 
@@ -689,7 +734,7 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
     figure, axes = plt.subplots(rows, columns, squeeze=False, figsize=(4 * columns, 3.2 * rows), layout="constrained")
     for axis in axes.flat[len(layers) :]:
         axis.axis("off")
-    for axis, ((name, kind, group), mine) in zip(axes.flat, layers.items(), strict=False):
+    for axis, ((name, kind, group, _), mine) in zip(axes.flat, layers.items(), strict=False):
         tokens = [c.tokens for c in mine]
         axis.plot(tokens, [c.ms for c in mine], "o-", label="ours")
         if mine[0].peer:
@@ -709,7 +754,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command on ``arguments``, default the process's."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(bench)
-    app(arguments, prog_name="quantmoe bench")
+    try:
+        app(arguments, prog_name="quantmoe bench")
+    except (OSError, RuntimeError) as error:  # a kernel that is not there, sides that differ, a full disk
+        sys.exit(f"quantmoe bench: {error}")
 
 
 if __name__ == "__main__":

@@ -85,6 +85,8 @@ class Checkpoint:
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: not a folder; expected one with config.json and *.safetensors")
         self.config = self._json("config.json")
+        generation = "generation_config.json"
+        self.generation_config = self._json(generation) if (self.folder / generation).exists() else {}
         self._maps: dict[Path, mmap.mmap] = {}
         self._entries: dict[str, Entry] = {}
         for shard in self._shards():

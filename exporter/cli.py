@@ -24,6 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console(width=None if sys.stdout.isatty() else 150)
+#: what `quantmoe demo` writes anew each time
+DEMO = Path("demo-model")
 Checkpoint = Annotated[Path, typer.Argument(help="Hugging Face folder", exists=True, file_okay=False)]
 Model = Annotated[Path, typer.Argument(help="exported model or its folder", exists=True)]
 
@@ -154,7 +156,9 @@ def inspect(
         if file["resident"] is not None:
             console.print(f"{file['name']}: {_mb(file['resident'])} of {_mb(file['bytes'])} in memory")
     if verify:
-        console.print(f"{found['verified']} tensors have the recorded hash", style="green")
+        tensors, same = len(found["linears"]) + len(found["dense"]) + 2 * len(found["layers"]), found["verified"]
+        rest = f"; {tensors - same} have none" if same < tensors else ""
+        console.print(f"{same} tensors have the recorded hash{rest}", style="yellow" if rest else "green")
 
 
 @app.command()
@@ -205,7 +209,7 @@ def generate(
 @app.command()
 def demo(
     checkpoint: Annotated[Path | None, typer.Option(help="your own folder instead of a made one", exists=True)] = None,
-    output: Annotated[Path, typer.Option(help="where the model goes")] = Path("demo-model"),
+    output: Annotated[Path, typer.Option(help="where the model goes")] = DEMO,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 16,
 ) -> None:
     """Make a small real checkpoint, export it, run it, and compare with PyTorch."""
@@ -219,7 +223,7 @@ def demo(
 
             transformers.utils.logging.disable_progress_bar()
             checkpoint = make_checkpoint(Path(made) / "qwen3_moe-W4A16")
-        report = _export(checkpoint, output, force=True)
+        report = _export(checkpoint, output, force=output == DEMO)
         found = compare(checkpoint, output, max_new_tokens)
     table = Table("", "", title=f"{checkpoint.name} -> {output / 'model.onnx'}", show_header=False)
     for row, count in _grouped(report).items():
@@ -284,7 +288,7 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
     console.print(
         f"reads {_mb(found.read)}; writes {_mb(total)}: experts of {len(found.layers)} layers {_mb(found.packed)}, "
         f"other weights {_mb(found.dense)}\n"
-        f"about {found.seconds / 60:.0f} min ({found.rate}), peak memory about {_mb(round(found.memory))}"
+        f"about {_minutes(found.seconds)} ({found.rate}), peak memory about {_mb(round(found.memory))}"
     )
     if total > found.free:
         console.print(f"only {_mb(found.free)} of disk are free there", style="red")
@@ -347,6 +351,10 @@ def _by_reason(reasons: dict[str, str]) -> dict[str, str]:
     for name, reason in reasons.items():
         found.setdefault(reason, []).append(name)
     return {r: names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") for r, names in found.items()}
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
 
 
 def _mb(size: int) -> str:

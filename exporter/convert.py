@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
@@ -123,7 +124,7 @@ def export(
         OSError: ``output`` cannot be written, is the checkpoint itself, or holds a model and ``force`` is False.
         OptionError: an option that does not exist, or not with the others.
     """
-    chosen, graph_type = check_options(target, activations, scales, dtype, dense)
+    chosen, graph_type = check_options(target, activations, scales, dtype, dense, quantize, group_size)
     if max_file_size < 1:
         raise OptionError(f"max_file_size is {max_file_size}, expected a number of bytes")
     if Path(output).resolve() == Path(checkpoint).resolve():
@@ -171,7 +172,7 @@ def export(
         _save(graph, weights, partial(MODEL), {"checkpoint": format.ckpt.folder.resolve().name, "target": target})
         _companions(format.ckpt, partial, layers)
         if target == "cpu":
-            _genai(format.ckpt.folder, partial, layers)
+            _genai(format.ckpt, partial, layers)
     return report
 
 
@@ -182,7 +183,13 @@ def open_format(checkpoint: str | Path, quantize: str | None, group_size: int | 
 
 
 def check_options(
-    target: str, activations: str | None, scales: str, dtype: str | None, dense: str = "quantmoe"
+    target: str,
+    activations: str | None,
+    scales: str,
+    dtype: str | None,
+    dense: str,
+    quantize: str | None,
+    group_size: int | None,
 ) -> tuple[str | None, str]:
     """The activations and the graph's type, with what they are by default.
 
@@ -198,6 +205,8 @@ def check_options(
     ):
         if value not in known:
             raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}")
+    if group_size is not None and quantize is None:
+        raise OptionError(f"group_size is {group_size}: an option of quantize; the checkpoint has its own")
     return activations or ("int8" if target == "cpu" else None), dtype or GRAPH_TYPES[target][0]
 
 
@@ -406,21 +415,21 @@ def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | 
         ckpt.check_link(path)  # nobody's private file into a folder that is passed on
         shutil.copyfile(path, partial(path.name))
     if layers is not None:
-        partial("config.json").write_text(json.dumps(_config(folder, layers), indent=2))
+        partial("config.json").write_text(json.dumps(_config(ckpt, layers), indent=2))
 
 
-def _config(folder: Path, layers: int | None) -> dict[str, Any]:
-    config = json.loads((folder / "config.json").read_bytes())
+def _config(ckpt: Checkpoint, layers: int | None) -> dict[str, Any]:
+    config = copy.deepcopy(ckpt.config)
     if layers is not None:
         config.get("text_config", config)["num_hidden_layers"] = layers
     return config
 
 
-def _genai(folder: Path, partial: Callable[[str], Path], layers: int | None) -> None:
+def _genai(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None) -> None:
     """What onnxruntime-genai reads beside the model: its configuration and the operator's library."""
-    config, generation, library = _config(folder, layers), folder / "generation_config.json", Path(library_path())
+    library = Path(library_path())
     with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
-        found = genai_config(config, json.loads(generation.read_bytes()) if generation.is_file() else {}, library.name)
+        found = genai_config(_config(ckpt, layers), ckpt.generation_config, library.name)
         partial("genai_config.json").write_text(json.dumps(found, indent=2))
     shutil.copyfile(library, partial(library.name))
 

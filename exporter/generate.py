@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from quantmoe.exporter.inspect import ModelError, model_path
 from quantmoe.ort_ext import library_path
@@ -56,7 +57,9 @@ class Generator:
         try:
             self.session = ort.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's exceptions have no public base class
-            raise ModelError(f"{self.path}: {error}") from None
+            target = _target(self.path)
+            hint = f"exported with --target {target}, which this provider does not run: " if target != "cpu" else ""
+            raise ModelError(f"{self.path}: {hint}{error}") from None
         finally:
             if prefault:
                 del os.environ["QUANTMOE_PREFAULT"]
@@ -89,7 +92,7 @@ class Generator:
         batch, new = ids.shape
         if not ids.size:
             raise ModelError(f"input_ids has shape {list(ids.shape)}, expected at least one row and one token")
-        total = new + next(iter(past.values())).shape[2]
+        total = new + past_length(past)
         feed = {
             "input_ids": ids,
             "attention_mask": np.ones((batch, total), np.int64),
@@ -102,7 +105,7 @@ class Generator:
         """The likeliest next token, again and again, until one of ``stop``.
 
         Raises:
-            ModelError: no prompt, or an id outside the vocabulary.
+            ModelError: no prompt, an id outside the vocabulary, or logits that are not finite.
         """
         if not len(ids):
             raise ModelError("the prompt has no tokens")
@@ -116,6 +119,11 @@ class Generator:
         while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in stop):
             scores, past = self.step(step, past)
             logits.append(scores[0, -1].astype(np.float32))
+            if not np.isfinite(logits[-1]).all():
+                raise ModelError(
+                    f"{self.path}: logits after {past_length(past)} tokens are not finite: a weight is not, or "
+                    f"activations overflow (--dtype f32 has the widest range)"
+                )
             tokens.append(int(logits[-1].argmax()))
             step = np.array([[tokens[-1]]], np.int64)
             if len(tokens) == 1:
@@ -123,13 +131,38 @@ class Generator:
         return Generated(tokens, np.array(logits), first - begin, time.perf_counter() - first)
 
 
+def past_length(past: dict[str, np.ndarray]) -> int:
+    """Tokens in a KV cache."""
+    return int(next(iter(past.values())).shape[2])
+
+
+def _target(path: Path) -> str:
+    """What a model was exported for, if it says so."""
+    try:
+        return str(ir.load(path).metadata_props.get("target", "cpu"))
+    except Exception:  # protobuf's own, by backend; the session's error says more
+        return "cpu"
+
+
 def stop_tokens(folder: Path) -> list[int]:
-    """eos_token_id of generation_config.json, else config.json."""
+    """eos_token_id of generation_config.json, else config.json.
+
+    Raises:
+        ModelError: a file is not what it should be.
+    """
     for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            found: Any = json.loads((folder / name).read_text()).get("eos_token_id")
-            if found is not None:
-                return found if isinstance(found, list) else [found]
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            found: Any = json.loads(path.read_text()).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise ModelError(f"{path}: expected a JSON object: {error}") from None
+        if found is not None:
+            stop = found if isinstance(found, list) else [found]
+            if not all(type(id) is int for id in stop):
+                raise ModelError(f"{path}: eos_token_id is {found!r}, expected a token id or a list of them")
+            return stop
     return []
 
 
@@ -137,10 +170,13 @@ def load_tokenizer(folder: Path) -> Any:
     """The folder's tokenizer.json as a tokenizers.Tokenizer.
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is none, or it cannot be read.
     """
     from tokenizers import Tokenizer
 
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder / 'tokenizer.json'}: missing; give token ids instead of a prompt")
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises nothing else
+        raise ModelError(f"{folder / 'tokenizer.json'}: {error}") from None

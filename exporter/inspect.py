@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import DOMAIN, LinearSpec, MoESpec, Spec
+from quantmoe.custom_ops.op import DOMAIN, LinearSpec, MoESpec, RoutingSpec, Spec, op_version
 from quantmoe.exporter.passes.external_data import HASH, new_hash
 
 _CHUNK = 1 << 24
@@ -42,6 +42,7 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
 
     Returns:
         ``layers`` and ``linears`` (one dict a node: name, module, format, attributes, sizes, bytes, bits_per_weight),
+        ``routers`` (MoERouting nodes: name, attributes),
         ``dense`` (other large tensors, and those that the checkpoint quantizes and the model does not, with
         ``dequantized_because``), ``files`` (of weights: bytes, and how many are in memory), ``metadata`` and, with
         ``verify``, ``verified``: how many hashes were right.
@@ -71,7 +72,7 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         if file.stat().st_size < end:
             raise ModelError(f"{file}: {file.stat().st_size} bytes; {name} ends at byte {end} (truncated?)")
 
-    layers, linears, packed = [], [], set()
+    layers, linears, routers, packed = [], [], [], set()
     for node in model.graph:
         if node.domain == DOMAIN and node.op_type == "QuantMoE":
             try:
@@ -90,6 +91,8 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         elif node.domain == DOMAIN and node.op_type == "QuantLinear":
             linears.append(_linear(path, node))
             packed.add(node.inputs[1].name)  # type: ignore[union-attr]
+        elif node.domain == DOMAIN and node.op_type == "MoERouting":
+            routers.append({"node": node.name, "attributes": _spec(path, node, RoutingSpec).attributes()})
     dense = [
         {
             "name": name,
@@ -109,6 +112,7 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         "metadata": dict(model.metadata_props),
         "layers": layers,
         "linears": linears,
+        "routers": routers,
         "dense": dense,
     }
     found["files"] = [
@@ -153,9 +157,15 @@ def _linear(path: Path, node: ir.Node) -> dict[str, Any]:
 
 def _spec(path: Path, node: ir.Node, kind: type[SpecType]) -> SpecType:
     try:
-        return kind.from_attributes({name: _attribute(attribute) for name, attribute in node.attributes.items()})
+        spec = kind.from_attributes({name: _attribute(attribute) for name, attribute in node.attributes.items()})
     except ValueError as error:
         raise ModelError(f"{path}: node {node.name}: {error}") from None
+    if spec.attributes()["op_version"] != op_version(kind.OP):
+        raise ModelError(
+            f"{path}: node {node.name}: op_version is {spec.attributes()['op_version']}, this release knows "
+            f"{op_version(kind.OP)}"
+        )
+    return spec
 
 
 def _sizes(
@@ -170,6 +180,10 @@ def _sizes(
         layout = LAYOUTS.get(projection.layout)
         if layout is None:
             raise ModelError(f"{where}: layout {projection.layout!r}; this release knows {', '.join(LAYOUTS)}")
+        if projection.layout_version != layout.VERSION:
+            raise ModelError(
+                f"{where}: {name}_layout_version is {projection.layout_version}, this release knows {layout.VERSION}"
+            )
         tensor = value.const_value if value is not None else None
         if value is None or tensor is None:
             raise ModelError(f"{where}: {name} is not an initializer")

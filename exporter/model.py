@@ -42,6 +42,7 @@ from quantmoe.custom_ops.torch_op import onnx_moe_routing, onnx_quant_linear, on
 from quantmoe.exporter.architectures import ARCHITECTURES
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import Format, MoELayer
+from quantmoe.exporter.formats.base import FLOATS
 from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
 from quantmoe.exporter.passes.routers import replace_routers
 
@@ -136,6 +137,11 @@ class Skeleton:
             module = source.rpartition(".")[0]
             if not self.format.is_quantized(module):
                 self._check_shape(name, self.format.ckpt.shape(source))
+                if (dtype := self.format.ckpt.dtype(source)) not in FLOATS:
+                    raise CheckpointError(
+                        f"{self.format.ckpt.where(source)} is {dtype}, expected {', '.join(FLOATS)}: nothing says how "
+                        f"it is quantized"
+                    )
                 continue
             kind = re.sub(r"\d+", "", source), self.format.scheme(module).text, self.format.ckpt.beside(module)
             if kind not in checked and not headers_only:
@@ -168,6 +174,8 @@ class Skeleton:
                     f"{self.format.ckpt.where(source)} has values that float16 cannot hold; use --dtype f32 or bf16"
                 )
             out[..., at : at + 2048] = piece
+        if not np.isfinite(out).all():
+            raise CheckpointError(f"{self.format.ckpt.where(source)} has values that are not finite numbers")
         return out
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

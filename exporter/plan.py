@@ -71,7 +71,7 @@ def plan(
         OptionError: see export.
         CheckpointError: what export would refuse, as far as names, types, shapes and config.json show it.
     """
-    activations, graph_type = check_options(target, activations, scales, dtype, dense)
+    activations, graph_type = check_options(target, activations, scales, dtype, dense, quantize, group_size)
     folder = Path(output).resolve()
     format = open_format(checkpoint, quantize, group_size)
     skeleton = Skeleton(format, graph_type, layers, headers_only=True)

@@ -1,5 +1,7 @@
 """QuantMoE: quantized mixture-of-experts models as ONNX."""
 
+from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from quantmoe.ort_ext import cuda_library_path as ort_cuda_library_path
@@ -7,14 +9,20 @@ from quantmoe.ort_ext import library_path as ort_library_path
 from quantmoe.trt_plugins import library_path as trt_library_path
 
 if TYPE_CHECKING:
+    from quantmoe.exporter.bench import bench
     from quantmoe.exporter.convert import export
+    from quantmoe.exporter.generate import Generator
+    from quantmoe.exporter.inspect import inspect
+    from quantmoe.exporter.unpack import unpack
 
-__all__ = ["export", "ort_cuda_library_path", "ort_library_path", "trt_library_path"]
+__all__ = ["Generator", "bench", "export", "inspect", "ort_cuda_library_path", "ort_library_path", "trt_library_path",
+           "unpack"]  # fmt: skip
+__version__ = version("quantmoe")
+#: imported when asked for: each command needs other packages
+_LAZY = {"Generator": "generate", "bench": "bench", "export": "convert", "inspect": "inspect", "unpack": "unpack"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "export":  # torch and transformers are needed to export, not to run
-        from quantmoe.exporter.convert import export
-
-        return export
+    if name in _LAZY:
+        return getattr(import_module(f"quantmoe.exporter.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'quantmoe' has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 A layout module provides (Expert and the dataclasses are in custom_ops):
 
+- ``NAME``, ``VERSION``: the attributes of nodes whose bytes it knows.
 - ``describe(expert, activation_format, down_activation_format=None) -> tuple[Projection, Projection]``: how it would
   store this expert (w13, w2; None: w2's activations are w13's);
   raises ValueError naming what it cannot carry and what it can.

@@ -12,6 +12,7 @@ from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix, same_order
 from quantmoe.custom_ops.op import MoESpec, Projection
 from quantmoe.custom_ops.schemes import SCHEMES
 
+NAME, VERSION = "marlin", 1
 _BITS = {"int4": 4, "int8": 8, "mxfp4": 4, "nvfp4": 4, "fp8_e4m3": 8}
 _UNIT = 64  # columns
 
@@ -52,7 +53,8 @@ def _project(matrices: list[QuantizedMatrix], names: list[str], activation_forma
         group_size=first.group_size,
         scale_type=first.scale_type,
         activation_format=activation_format,
-        layout="marlin",
+        layout=NAME,
+        layout_version=VERSION,
         block_n=first.block_n,
         zero_points=int(first.zero_points is not None),
         bias=int(any(m.bias is not None for m in matrices)),
@@ -90,8 +92,10 @@ class _Parts:
         H, I = spec.hidden_size, spec.intermediate_size  # noqa: E741
         self.N, self.K = (I, H) if projection == "w13" else (H, I)
         self.halves = 2 if projection == "w13" and spec.gated else 1
-        if a.layout != "marlin" or a.layout_version != 1:
-            raise ValueError(f"{projection}: layout {a.layout} version {a.layout_version}, expected marlin version 1")
+        if (a.layout, a.layout_version) != (NAME, VERSION):
+            raise ValueError(
+                f"{projection}: layout {a.layout} version {a.layout_version}, expected {NAME} version {VERSION}"
+            )
         if a.format not in _BITS or not _supported_group(a.group_size) or a.perm not in (0, 1):
             raise ValueError(
                 f"{projection}: format {a.format}, group_size {a.group_size}, perm {a.perm}; layout marlin carries "
