@@ -50,6 +50,12 @@ def test_cells(tmp_path: Path) -> None:
     assert (tmp_path / "cells.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_packing() -> None:
+    out = run("--packing", "--shape", "128/256/8/2", "--format", "int4", "--group-size", "32")
+    assert "cpu_panel" in out
+    assert "marlin" in out
+
+
 def test_session() -> None:
     out = run("--session", "--shape", "128/256/8/2", "--group-size", "32", "--against", "ort-qmoe")
     assert "ours" in out
@@ -142,11 +148,14 @@ def test_cycle_keeps_the_distribution_and_touches_everything_before_again() -> N
 
 
 def test_target_and_floor() -> None:
-    timing = bench.Timing("s", "int4", 32, 1, 10**9, 10**12, 1.0, None)
-    memory = timing.cell(2, None, read=10e9, peak=1e15)
+    timing = bench.Timing("s", "int4", 32, 1, 10**9, 10**12, 1.0, {})
+    (memory,) = timing.cells(2, read=10e9, peak=1e15)
     assert (memory.floor_ms, memory.target_ms) == (pytest.approx(100), pytest.approx(100 / 0.85))
-    compute = timing.cell(2, None, read=1e15, peak=1e12)
+    assert (memory.peer, memory.peer_ms) == (None, None)
+    (compute,) = timing.cells(2, read=1e15, peak=1e12)
     assert (compute.floor_ms, compute.target_ms) == (pytest.approx(1000), pytest.approx(1000 / 0.45))
+    both = dataclasses.replace(timing, peers={"a": 2.0, "b": 3.0}).cells(2, read=10e9, peak=1e15)
+    assert [(c.peer, c.peer_ms, c.ms) for c in both] == [("a", 2.0, 1.0), ("b", 3.0, 1.0)]
     assert [bench.peak_share(*c) for c in (("int4", 32), ("int4", 128), ("int8", 32))] == [0.45, 0.60, 0.55]
     assert [f.name for f in dataclasses.fields(Cell)] == KEYS
 
@@ -158,6 +167,12 @@ def test_target_and_floor() -> None:
         ("--format int3", "expected int4 or int8"),
         ("--group-size 48", "a multiple of 32"),
         ("--against mlas", "expected ort-qmoe"),
+        ("--repeat 0", "greater than or equal to 1"),
+        ("--tokens 0", "greater than or equal to 1"),
+        ("--threads -1", "greater than or equal to 0"),
+        ("--json /nowhere/cells.json", "no such folder"),
+        ("--plot cells.doc", "expected .png"),
+        ("--session --json cells.json", "has no cells to write"),
     ],
 )
 def test_bad_options(arguments: str, message: str) -> None:

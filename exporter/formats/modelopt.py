@@ -54,6 +54,8 @@ class ModelOpt(Format):
         self.config: dict[str, Any] = raw.get("quantization") or raw
         #: MIXED_PRECISION: module pattern -> configuration
         self.layers = {k: self.config | v for k, v in (self.config.get("quantized_layers") or {}).items()}
+        for config in (self.config, *self.layers.values()):
+            group_size_of(config.get("group_size") or -1)
 
     @staticmethod
     def claims(quantization: dict[str, Any]) -> bool:
@@ -74,7 +76,6 @@ class ModelOpt(Format):
         if group_size is None:
             k, groups = self.shape2d(f"{module}.weight")[1], self.shape2d(f"{module}.weight_scale")[1]
             group_size = config.get("group_size") or max(1, k // max(1, groups))
-            group_size_of(group_size)
         return Scheme(format, group_size, activations, f"ModelOpt {algorithm} group {group_size}")
 
     def matrix(self, module: str) -> QuantizedMatrix:

@@ -28,7 +28,7 @@ from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.cli import main
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.formats import find_format, open_checkpoint
-from quantmoe.exporter.generate import Generator
+from quantmoe.exporter.generate import Generator, load_tokenizer, stop_tokens
 from quantmoe.exporter.inspect import ModelError, inspect
 from quantmoe.exporter.passes.external_data import ALIGNMENT
 
@@ -149,7 +149,8 @@ def test_inspect_refuses_changed_attributes(exported, tmp_path):
     for name, value, message in (
         ("w13_group_size", 64, "w13 has shape"),
         ("w13_scale_type", "f16", r"w13_scale_type is 'f16', .* was packed with 'bf16'"),
-        ("op_version", 2, r"op_version is 2, .* was packed with 1"),
+        ("op_version", 2, r"op_version is 2, this release knows 1"),
+        ("w13_layout_version", 2, r"w13_layout_version is 2, this release knows 1"),
         ("w13_format", "nvfp4", r"w13_format is 'nvfp4', .* was packed with 'int4'|w13 has shape"),
         ("activation", "tanh", "activation is 'tanh'; supported: silu"),
     ):
@@ -163,9 +164,46 @@ def test_inspect_refuses_changed_attributes(exported, tmp_path):
             inspect(changed)
 
 
+def test_a_model_of_a_later_release_is_refused(exported, tmp_path):
+    folder = shutil.copytree(exported("qwen3_moe", activations="float"), tmp_path / "model")
+    for op, name in (("QuantMoE", "op_version"), ("QuantMoE", "w13_layout_version"), ("MoERouting", "op_version")):
+        model = ir.load(exported("qwen3_moe", activations="float") / "model.onnx")
+        for node in (node for node in model.graph if node.op_type == op):
+            node.attributes[name] = ir.Attr(name, ir.AttributeType.INT, 2)
+            for value in node.inputs[3:5] if op == "QuantMoE" else ():
+                spec = json.loads(value.const_value.metadata_props["spec"]) | {name: 2}
+                value.const_value.metadata_props["spec"] = json.dumps(spec)
+        ir.save(model, folder / "model.onnx")
+        with pytest.raises(ModelError, match=f"{name} is 2, this release knows 1"):
+            inspect(folder)
+
+
+def test_generation_says_what_is_wrong(exported, tmp_path):
+    folder = shutil.copytree(exported("qwen3_moe", activations="float"), tmp_path / "model")
+    model = ir.load(folder / "model.onnx")
+    norm = next(v for name, v in model.graph.initializers.items() if name.endswith("norm.weight"))
+    norm.const_value = ir.tensor(np.full(norm.shape.numpy(), np.nan, np.float32), name=norm.name)
+    ir.save(model, folder / "model.onnx")
+    with pytest.raises(ModelError, match="logits after 2 tokens are not finite"):
+        Generator(folder).greedy([5, 6], 2)
+    model.metadata_props["target"] = "cuda"
+    ir.save(model, folder / "model.onnx")
+    (folder / "model.onnx.data").unlink()
+    with pytest.raises(ModelError, match="exported with --target cuda, which this provider does not run"):
+        Generator(folder)
+    for name, text in (("generation_config.json", "[]"), ("generation_config.json", '{"eos_token_id": "x"}')):
+        (folder / name).write_text(text)
+        with pytest.raises(ModelError, match=name):
+            stop_tokens(folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        load_tokenizer(folder)
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
+        ("group_size", 64, "group_size is 64: an option of quantize"),
         ("activations", "fp8", "activations is 'fp8', expected one of: int8, float"),
         ("scales", "f8", "scales is 'f8', expected one of: exact, bf16"),
         ("target", "npu", "target is 'npu', expected one of: cpu"),
@@ -355,6 +393,15 @@ def test_samples_say_what_they_take():
     sample = Path(__file__).parents[2] / "samples" / "python" / "generate.py"
     done = subprocess.run([sys.executable, sample], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "usage: generate.py FOLDER COUNT ID...\n")
+
+
+def test_the_api_mirrors_the_commands():
+    import quantmoe
+
+    assert quantmoe.__version__ == version("quantmoe")
+    assert (quantmoe.export, quantmoe.inspect, quantmoe.Generator) == (export, inspect, Generator)
+    assert callable(quantmoe.bench)
+    assert callable(quantmoe.unpack)
 
 
 def test_import_needs_no_torch_and_no_typer():

@@ -477,6 +477,14 @@ TENSORS: dict[str, tuple[str, str, Callable[[np.ndarray], np.ndarray], str]] = {
 
 LAST = "model.layers.1.mlp.experts.3.down_proj"
 DAMAGE: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], str]] = {
+    "integers that nothing says are quantized": (
+        lambda c, t: t.update({"model.norm.weight": np.ones(128, np.int8)}),
+        "model.norm.weight is I8, expected BF16, F16, F32",
+    ),
+    "a generation_config that is a list": (
+        lambda c, t: None,
+        "generation_config.json: expected a JSON object, found list",
+    ),
     "missing": (lambda c, t: t.pop(f"{LAST}.weight_shape"), f"{LAST}.weight_shape is missing, expected I64"),
     "dtype": (
         lambda c, t: t.update({f"{LAST}.weight_packed": t[f"{LAST}.weight_packed"].view(np.uint32)}),
@@ -633,7 +641,21 @@ def test_damage_is_found_before_tracing(
 
     monkeypatch.setattr(convert, "trace", lambda *_, **__: pytest.fail("traced a damaged checkpoint"))
     edit, text = DAMAGE[name]
+    folder = edited(model, tmp_path / "damaged", edit)
+    if "generation_config" in name:
+        (folder / "generation_config.json").write_text("[]")
     with pytest.raises(CheckpointError) as error:
-        convert.export(edited(model, tmp_path / "damaged", edit), tmp_path / "out")
+        convert.export(folder, tmp_path / "out")
     assert text in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_weight_outside_the_experts_that_is_no_number(model: Path, tmp_path: Path) -> None:
+    from quantmoe.exporter.model import Skeleton
+
+    def edit(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
+
+    skeleton = Skeleton(find_format(open_checkpoint(edited(model, tmp_path, edit))))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has values that are not finite"):
+        [make() for make in skeleton.blocks("model.norm.weight")]
