@@ -142,6 +142,20 @@ def pack_panels(m: QuantizedMatrix, out: np.ndarray, row_order: np.ndarray | Non
     )
 
 
+def pack_marlin(halves: list[np.ndarray], bits: int, fill: int, out: np.ndarray) -> None:
+    """Packs the codes of gate and up, or of one matrix (uint8 [N, K] each), into ``out`` with all cores.
+
+    Args:
+        fill: code of the rows and columns that are added. out: uint8, the codes of layout marlin.
+    """
+    lib, err = library(), ctypes.create_string_buffer(ERROR_SIZE)
+    halves = [np.ascontiguousarray(half, np.uint8) for half in halves]
+    gate, up = ([None] * (2 - len(halves))) + [ctypes.c_void_p(half.ctypes.data) for half in halves]
+    sizes = [ctypes.c_int64(size) for size in halves[0].shape]
+    to, threads = ctypes.c_void_p(out.ctypes.data), lib.qm_parallel_threads
+    _check(lib.qm_pack_marlin(gate, up, *sizes, bits, fill, to, os.cpu_count() or 1, threads, None, err), err)
+
+
 class NativeMoE:
     """A QuantMoE layer run straight through the C ABI, as the engines do.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix, same_order
 from quantmoe.custom_ops.op import MoESpec, Projection
@@ -123,12 +124,10 @@ class _Parts:
             end = _ceil(end + size, 64)
         self.row_bytes = end
 
-    def to_panels(self, halves: list[np.ndarray], fill: int = 0) -> np.ndarray:
+    def to_panels(self, halves: list[np.ndarray]) -> np.ndarray:
         """[N, ...] of gate and up, or of one matrix, as [P, 2, 8, ...]: the rows g and g + 8 of each panel."""
         shape = (len(halves), self.panels * self.panel_rows, *halves[0].shape[1:])
         rows = np.zeros(shape, halves[0].dtype)  # zero bits; the number 0 is none of e8m0's
-        if fill:
-            rows[:] = fill
         for part, half in zip(rows, halves, strict=True):
             part[: self.N] = half
         if self.halves == 2:
@@ -166,15 +165,6 @@ _MATRIX_AXES = tuple("Prguhtsab")
 _STORED_AXES = {4: tuple("Pugthsbra"), 8: tuple("Puhgtsrba")}
 
 
-def _pack_codes(panels: np.ndarray, bits: int) -> np.ndarray:
-    p, _, _, kp = panels.shape
-    x = panels.reshape(p, 2, 8, kp // _UNIT, 2, 4, 2, 2, 2)
-    x = x.transpose([_MATRIX_AXES.index(a) for a in _STORED_AXES[bits]])
-    if bits == 4:
-        x = x[..., 0] | x[..., 1] << 4
-    return np.ascontiguousarray(x).reshape(-1)
-
-
 def _unpack_codes(stored: np.ndarray, parts: _Parts) -> np.ndarray:
     size = dict(zip(_MATRIX_AXES, (parts.panels, 2, 8, parts.units, 2, 4, 2, 2, 2), strict=True))
     axes = _STORED_AXES[parts.bits]
@@ -203,8 +193,7 @@ def _pack_projection(matrices: list[QuantizedMatrix], parts: _Parts, row: np.nda
         row[parts.slices[name]] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
     zero = 0 if a.zero_points else SCHEMES[a.format].zero
-    padded = [np.pad(m.codes, ((0, 0), (0, parts.units * _UNIT - parts.K)), constant_values=zero) for m in matrices]
-    put("codes", _pack_codes(parts.to_panels(padded, zero), parts.bits))
+    native.pack_marlin([m.codes for m in matrices], parts.bits, zero, row[parts.slices["codes"]])
     rows = np.arange(parts.N) // a.block_n
     put("scales", parts.group_panels([m.scales[rows] for m in matrices]))
     if a.zero_points:

@@ -134,6 +134,10 @@ typedef struct {
   int panel_step;
 } qm_pack_source;
 QM_API int qm_pack_panels(const qm_pack_source*, void* dst, int lanes, qm_parallel_for, void* context, char* err);
+// Packs the codes (a byte each) of up [n, k], or of gate and up [n, k] each, as layout marlin has them, FORMAT.md 3.2:
+// 4 or 8 bits; rows and columns past n and k become `fill`.
+QM_API int qm_pack_marlin(const uint8_t* gate, const uint8_t* up, int64_t n, int64_t k, int bits, uint8_t fill,
+                          void* dst, int lanes, qm_parallel_for, void* context, char* err);
 // A qm_parallel_for that starts std::threads; context is ignored. For hosts without a pool (packing, tests).
 QM_API void qm_parallel_threads(void* context, qm_task task, void* arg, size_t count);
 

@@ -1,0 +1,64 @@
+// Codes into layout marlin (FORMAT.md 3.2): a unit of 64 columns of a 16-row panel, as tensor-core fragments.
+//
+// A column is 32 h + 8 t + 4 s + 2 a + b; row r * 8 + g of a panel is row g of gate (r = 0) and up (r = 1), or of one
+// matrix. 4 bits: bytes [g][t][h][s][b][r], the code of a = 0 low; 8 bits: [h][g][t][s][r][b][a].
+#include <algorithm>
+#include <cstring>
+
+#include "core/attributes.h"
+#include "core/panel.h"
+#include "core/parallel.h"
+
+namespace quantmoe {
+namespace {
+
+constexpr int64_t kUnit = 64, kRows = 16;
+
+void pack_unit4(const uint8_t (&c)[kRows][kUnit], uint8_t* to) {
+  for (int g = 0; g < 8; ++g)
+    for (int t = 0; t < 4; ++t)
+      for (int h = 0; h < 2; ++h)
+        for (int s = 0; s < 2; ++s)
+          for (int b = 0; b < 2; ++b)
+            for (int r = 0; r < 2; ++r) {
+              const uint8_t* at = c[8 * r + g] + 32 * h + 8 * t + 4 * s + b;
+              *to++ = static_cast<uint8_t>(at[0] | at[2] << 4);
+            }
+}
+
+void pack_unit8(const uint8_t (&c)[kRows][kUnit], uint8_t* to) {
+  for (int h = 0; h < 2; ++h)
+    for (int g = 0; g < 8; ++g)
+      for (int t = 0; t < 4; ++t)
+        for (int s = 0; s < 2; ++s)
+          for (int r = 0; r < 2; ++r) {
+            const uint8_t* at = c[8 * r + g] + 32 * h + 8 * t + 4 * s;
+            *to++ = at[0], *to++ = at[2], *to++ = at[1], *to++ = at[3];
+          }
+}
+
+}  // namespace
+}  // namespace quantmoe
+
+using namespace quantmoe;
+
+int qm_pack_marlin(const uint8_t* gate, const uint8_t* up, int64_t n, int64_t k, int bits, uint8_t fill, void* dst,
+                   int lanes, qm_parallel_for parallel_for, void* context, char* err) {
+  if (n < 1 || k < 1 || (bits != 4 && bits != 8))
+    return fail(err, QM_INVALID, "cannot pack [%lld, %lld] of %d bits", (long long)n, (long long)k, bits);
+  const int64_t rows = gate ? 8 : kRows, units = ceil_div(k, kUnit), unit_bytes = kRows * kUnit * bits / 8;
+  parallel(lanes, parallel_for, context, ceil_div(n, rows), [&](int, int64_t panel) {
+    uint8_t codes[kRows][kUnit], *to = static_cast<uint8_t*>(dst) + panel * units * unit_bytes;
+    for (int64_t u = 0; u < units; ++u, to += unit_bytes) {
+      std::memset(codes, fill, sizeof codes);
+      for (int64_t i = 0; i < kRows; ++i) {
+        const int64_t row = panel * rows + (gate ? i % 8 : i);
+        if (row < n)
+          std::memcpy(codes[i], (gate && i < 8 ? gate : up) + row * k + u * kUnit,
+                      static_cast<size_t>(std::min(kUnit, k - u * kUnit)));
+      }
+      (bits == 4 ? pack_unit4 : pack_unit8)(codes, to);
+    }
+  });
+  return QM_OK;
+}
