@@ -1,10 +1,14 @@
 """Time of whole MoE layers on one GPU: CUDA graph replay, weights colder than L2, medians.
 
-    python cuda_bench.py [--shapes qwen3-30b-a3b,...] [--tokens 1,8,...] [--formats int4,mxfp4,...] [--json out.json]
+    python cuda_bench.py [--shapes qwen3-30b-a3b,...] [--tokens 1,8,...] [--formats int4,mxfp4,...]
+                         [--against humming] [--json out.json] [--plot out.png]
 
 Each graph holds several layers that rotate over copies of the weights and have their own ids, so that between two uses
 of any byte far more than L2 has been read. `floor` is the larger of touched bytes over the measured read bandwidth and
 FLOPs over the measured matrix rate.
+
+`--against humming` (PyPI humming-kernels) runs the peer on the same weights, ids and tokens; outputs are compared
+first, then replays alternate. `sorted` is the peer with the pairs already sorted by expert, `alone` is each by itself.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import argparse
 import itertools
 import json
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +30,14 @@ from quantmoe.custom_ops.shapes import SHAPES, Shape
 
 L2_BYTES = 60 << 20
 
+
+#: us of int4 g128 layers on one H200
+GOALS = {
+    "qwen3-30b-a3b": {1: 15, 8: 42, 64: 88, 512: 120, 4096: 610},
+    "mixtral-8x7b": {1: 52, 8: 170, 64: 205, 512: 790, 4096: 5300},
+    "gpt-oss-120b": {1: 22, 8: 112, 64: 410, 512: 520, 4096: 1750},
+    "deepseek-v3-tp8": {1: 16, 8: 50, 64: 170, 512: 230, 4096: 900},
+}
 
 #: format, group_size, scale type, zero points
 FORMATS = {
@@ -88,40 +101,62 @@ def routing(s: Shape, tokens: int, seed: int, zipf: bool) -> tuple[torch.Tensor,
     return ids.cuda(), (weights / weights.sum(1, keepdim=True)).cuda()
 
 
-def graph_time(body: Callable[[], None], repeats: int) -> float:
-    """Median seconds of a replay."""
-    body()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+def capture(bodies: list[Callable[[], None]]) -> list[torch.cuda.CUDAGraph]:
+    graphs = []
+    for body in bodies:
         body()
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            body()
+    return graphs
+
+
+def replay_time(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def times_in_turn(graphs: list[torch.cuda.CUDAGraph], repeats: int) -> list[float]:
+    """Median seconds of a replay of each, replayed in turn: all at one clock, whatever power each would draw alone."""
+    times = [[replay_time(graph) for graph in graphs] for _ in range(3 + repeats)]
+    return [statistics.median(mine) for mine in zip(*times[3:], strict=True)]
+
+
+def times_alone(graphs: list[torch.cuda.CUDAGraph], seconds: float) -> list[float]:
+    """The same while nothing else runs, at the clock that this graph's power allows (many tokens draw all of it).
+
+    Each has two turns of `seconds`; the second half of the second counts.
+    """
+    found = [0.0] * len(graphs)
+    for i in [*range(len(graphs))] * 2:
+        times, start = [], time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            times.append(replay_time(graphs[i]))
+        found[i] = statistics.median(times[len(times) // 2 :])
+    return found
 
 
 def ceilings() -> tuple[float, float]:
     """(read bytes/s, bf16 FLOP/s) of this GPU: the maximum of 4 GiB, an 8192 cube of random values."""
     x = torch.empty(1 << 32, dtype=torch.uint8, device="cuda").random_().view(torch.int32)
-    read = graph_time(lambda: torch.max(x), 10)
+    (read,) = times_in_turn(capture([lambda: torch.max(x)]), 10)
     a, b = (torch.randn((8192, 8192), device="cuda", dtype=torch.bfloat16) for _ in "ab")
-    matmul = graph_time(lambda: torch.matmul(a, b), 10)
+    (matmul,) = times_in_turn(capture([lambda: torch.matmul(a, b)]), 10)
     return 4 * x.numel() / read, 2 * 8192**3 / matmul
 
 
-def measure(name: str, tokens: int, layers: list[cuda.CudaMoE], zipf: bool, repeats: int) -> dict[str, Any]:
+def measure(
+    name: str, tokens: int, layers: list[cuda.CudaMoE], peers: list[Any], zipf: bool, repeats: int, alone: float
+) -> dict[str, Any]:
     s = SHAPES[name]
     spec = layers[0].spec
     row_bytes = sum(marlin.row_bytes(spec, p) for p in ("w13", "w2"))
-    touched, calls = 0, []
+    touched, calls, peer_calls = 0, [], []
     # As many layers in a graph as read several times L2, each expert of each copy at most a few times.
     count = max(len(layers), 4 if tokens > 64 else 16)
     for i in range(count):
@@ -132,13 +167,48 @@ def measure(name: str, tokens: int, layers: list[cuda.CudaMoE], zipf: bool, repe
         out = torch.empty_like(x)
         workspace = torch.empty(prepared[1].workspace_bytes, dtype=torch.uint8, device="cuda")
         calls.append((layer, prepared, x, ids, weights, out, workspace))
+        if peers:
+            peer = peers[i % len(peers)]
+            peer_calls.append((peer, peer.prepare(x), ids, weights, torch.full_like(x, float("nan"))))
         touched += ids.unique().numel() * row_bytes
 
-    def body() -> None:
+    def ours() -> None:
         for layer, *arguments in calls:
             layer.launch(*arguments)
 
-    seconds = graph_time(body, repeats) / count
+    def theirs() -> None:
+        for peer, *arguments in peer_calls:
+            peer.launch(*arguments)
+
+    def theirs_sorted() -> None:
+        for peer, *arguments in peer_calls:
+            peer.launch(*arguments, lists=False)
+
+    bodies = [ours]
+    against: dict[str, Any] = {}
+    if peers:
+        ours()
+        theirs()
+        difference = max(
+            float((mine[5] - other[4]).float().norm() / mine[5].float().norm())
+            for mine, other in zip(calls, peer_calls, strict=True)
+        )
+        if not difference < 0.01:
+            raise ValueError(f"{name} T={tokens}: the peer's result differs from ours by {difference:.2g}")
+        bodies += [theirs, theirs_sorted]
+    graphs = capture(bodies)
+    times = [seconds / count * 1e6 for seconds in times_in_turn(graphs, repeats)]
+    if peers:
+        settled = [seconds / count * 1e6 for seconds in times_alone(graphs[:2], alone)] if alone else [None, None]
+        blocks = [[*(peers[0].tuning(p, tokens)[k] for k in ("mma_type", "block_shape"))] for p in ("w13", "w2")]
+        against = {
+            "peer_us": times[1],
+            "peer_sorted_us": times[2],  # with the pairs already sorted by expert
+            "alone_us": settled[0],
+            "peer_alone_us": settled[1],
+            "difference": difference,
+            "peer_tiles": blocks,
+        }
     plan = calls[0][1][1]
     return {
         "shape": name,
@@ -146,7 +216,8 @@ def measure(name: str, tokens: int, layers: list[cuda.CudaMoE], zipf: bool, repe
         "format": spec.w13.format,
         "group_size": spec.w13.group_size,
         "zipf": zipf,
-        "us": seconds * 1e6,
+        "us": times[0],
+        **against,
         "bytes": touched / count,
         "flops": 6 * tokens * s.top_k * s.hidden * s.intermediate,
         "path": cuda.PATHS[plan.path],
@@ -156,6 +227,31 @@ def measure(name: str, tokens: int, layers: list[cuda.CudaMoE], zipf: bool, repe
     }
 
 
+def draw(results: list[dict[str, Any]], peer: str | None, file: str) -> None:
+    """A panel a layer: us over tokens."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for r in results:
+        panels.setdefault(f"{r['shape']} {r['format']} group {r['group_size']}", []).append(r)
+    figure, axes = plt.subplots(1, len(panels), squeeze=False, figsize=(4 * len(panels), 3.4), layout="constrained")
+    for axis, (title, cells) in zip(axes[0], panels.items(), strict=True):
+        tokens = [r["tokens"] for r in cells]
+        axis.plot(tokens, [r["us"] for r in cells], "o-", label="ours")
+        if peer:
+            axis.plot(tokens, [r["peer_us"] for r in cells], "s-", label=peer)
+        if goals := [(r["tokens"], r["goal_us"]) for r in cells if "goal_us" in r]:
+            axis.plot(*zip(*goals, strict=True), "k--", label="goal")
+        axis.plot(tokens, [r["floor_us"] for r in cells], "k:", label="floor")
+        axis.set(title=title, xlabel="tokens", ylabel="us a layer", xscale="log", yscale="log")
+        axis.grid(which="both", alpha=0.2)
+    axes[0][0].legend()
+    figure.savefig(file, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shapes", default="qwen3-30b-a3b,mixtral-8x7b,gpt-oss-120b,deepseek-v3-tp8")
@@ -163,8 +259,19 @@ def main() -> None:
     parser.add_argument("--formats", default="int4", help=", ".join(FORMATS))
     parser.add_argument("--zipf", action="store_true")
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--against", choices=["humming"], help="formats int4 only")
+    parser.add_argument("--alone", type=float, default=0.5, help="with --against: also seconds of each side alone")
     parser.add_argument("--json")
+    parser.add_argument("--plot")
     args = parser.parse_args()
+    if args.against and args.formats != "int4":
+        parser.error(f"--against {args.against}: expected --formats int4, not {args.formats}")
+    tokens_list = [int(t) for t in args.tokens.split(",")]
+    peer = None
+    if args.against:
+        import humming_moe
+
+        peer = humming_moe.NAME
     bandwidth, rate = ceilings()
     print(f"{torch.cuda.get_device_name()}: read {bandwidth / 1e12:.2f} TB/s, bf16 product {rate / 1e12:.0f} TFLOP/s")
     generator = torch.Generator(device="cuda").manual_seed(0)
@@ -173,26 +280,47 @@ def main() -> None:
         spec = spec_of(SHAPES[name], kind)
         one = spec.num_experts * sum(marlin.row_bytes(spec, p) for p in ("w13", "w2"))
         copies = max(2, -(-8 * L2_BYTES // one))
-        layers = [cuda.CudaMoE(spec, *(random_rows(spec, p, generator) for p in ("w13", "w2"))) for _ in range(copies)]
-        for tokens in map(int, args.tokens.split(",")):
-            r = measure(name, tokens, layers, args.zipf, args.repeats)
+        rows = [[random_rows(spec, p, generator) for p in ("w13", "w2")] for _ in range(copies)]
+        peers: list[Any] = []
+        layers = [cuda.CudaMoE(spec, *pair) for pair in rows]
+        if peer:
+            peers = [humming_moe.HummingMoE(layer, SHAPES[name].top_k, tokens_list) for layer in layers]
+        for tokens in tokens_list:
+            r = measure(name, tokens, layers, peers, args.zipf, args.repeats, args.alone)
             r["floor_us"] = max(r["bytes"] / bandwidth, r["flops"] / rate) * 1e6
+            if kind == "int4" and tokens in GOALS.get(name, {}):
+                r["goal_us"] = GOALS[name][tokens]
             results.append(r)
+            if peer:
+                alone = f", {r['peer_alone_us'] / r['alone_us']:.2f}x alone" if args.alone else ""
+                print(
+                    f"{r['peer_us'] / r['us']:5.2f}x ({r['peer_sorted_us'] / r['us']:.2f}x sorted{alone}) "
+                    f"{r['peer_us']:8.1f} us, difference {r['difference']:.1e};  ",
+                    end="",
+                )
             print(
                 f"{name:16} {kind:9} T={tokens:<5} {r['us']:9.1f} us  floor {r['floor_us']:8.1f}  "
                 f"{r['bytes'] / r['us'] / 1e6:5.2f} TB/s {r['flops'] / r['us'] / 1e6:6.1f} TFLOP/s  "
                 f"{r['path']} {r['plan']}",
                 flush=True,
             )
-        del layers
+        del rows, layers, peers
         torch.cuda.empty_cache()
     if args.json:
         with open(args.json, "w") as f:
             json.dump(
-                {"device": torch.cuda.get_device_name(), "read": bandwidth, "rate": rate, "results": results},
+                {
+                    "device": torch.cuda.get_device_name(),
+                    "read": bandwidth,
+                    "rate": rate,
+                    "peer": peer,
+                    "results": results,
+                },
                 f,
                 indent=1,
             )
+    if args.plot:
+        draw(results, peer, args.plot)
 
 
 if __name__ == "__main__":
