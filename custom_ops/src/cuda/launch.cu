@@ -102,7 +102,8 @@ void Combine(Launcher& launcher, const Routing& routing, const void* partial, in
   combine.columns = columns;
   combine.parts = parts;
   launcher.Run(in_float ? MoeCombine<T, float> : MoeCombine<T, T>, combine,
-               dim3(routing.tokens, (columns + 2047) / 2048), 256, 0, true);
+               dim3(routing.tokens, (columns + 8 * kCombineThreads - 1) / (8 * kCombineThreads)), kCombineThreads, 0,
+               true);
 }
 
 template <typename T>

@@ -5,7 +5,7 @@
 
 namespace quantmoe {
 
-constexpr int kRouteWarps = kRouteThreads / 32;
+constexpr int kRouteWarps = kRouteThreads / 32, kCombineThreads = 128;
 
 // 32 columns a thread: their 16 words, a 4 x 4 matrix of 4-word pieces, are transposed.
 __device__ inline void Prepare(const PrepareParams& p, int block, int blocks) {
@@ -141,30 +141,46 @@ __global__ void MoeGather(const __grid_constant__ GatherParams p) {
   for (int k = threadIdx.x; k < p.columns; k += blockDim.x) out[k] = x[perm[k]];
 }
 
-// out[token] = sum over slots and parts of K of partial[pair][part], in f32, ascending. A thread has 8 columns.
+// out[token] = sum over slots and parts of K of partial[pair][part], in f32, ascending. A thread has 8 columns and asks
+// for kAhead rows of them before it adds any up: with few tokens it is latency that this kernel takes.
 template <typename T, typename Partial>
-__global__ void __launch_bounds__(256) MoeCombine(const __grid_constant__ CombineParams p) {
+__global__ void __launch_bounds__(kCombineThreads) MoeCombine(const __grid_constant__ CombineParams p) {
+  constexpr int kAhead = 8, kWords = sizeof(Partial) / 2;
   WaitForPrevious();
-  const int token = blockIdx.x, column = (blockIdx.y * 256 + threadIdx.x) * 8;
+  const int token = blockIdx.x, column = (blockIdx.y * kCombineThreads + threadIdx.x) * 8;
   if (column >= p.columns) return;
+  const int64_t pair = static_cast<int64_t>(token) * p.routing.top_k;
+  const Partial* from = static_cast<const Partial*>(p.partial) + pair * p.parts * p.columns + column;
   float sum[8] = {};
-  for (int j = 0; j < p.routing.top_k; ++j) {
-    const int64_t pair = static_cast<int64_t>(token) * p.routing.top_k + j;
-    if (LocalExpert(p.routing, pair) < 0) continue;
-    const Partial* from = static_cast<const Partial*>(p.partial) + pair * p.parts * p.columns + column;
-    for (int part = 0; part < p.parts; ++part, from += p.columns)
-      if constexpr (sizeof(Partial) == 4) {
-        const float4 a = __ldcs(reinterpret_cast<const float4*>(from)),
-                     b = __ldcs(reinterpret_cast<const float4*>(from) + 1);
-        const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  int slot = 0, part = 0;
+  while (slot < p.routing.top_k) {
+    bool here[kAhead];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum[i] += v[i];
-      } else {
-        const uint4 a = __ldcs(reinterpret_cast<const uint4*>(from));
-        const uint32_t v[4] = {a.x, a.y, a.z, a.w};
+    for (int i = 0; i < kAhead; ++i) {
+      here[i] = slot < p.routing.top_k && LocalExpert(p.routing, pair + slot) >= 0;
+      if (++part == p.parts) part = 0, ++slot;
+    }
+    uint4 rows[kAhead][kWords];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sum[2 * i] += Half<T>::Low(v[i]), sum[2 * i + 1] += Half<T>::High(v[i]);
+    for (int i = 0; i < kAhead; ++i, from += p.columns)
+#pragma unroll
+      for (int j = 0; j < kWords; ++j)
+        if (here[i]) rows[i][j] = __ldcs(reinterpret_cast<const uint4*>(from) + j);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (!here[i]) continue;
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) {
+        const uint32_t v[4] = {rows[i][j].x, rows[i][j].y, rows[i][j].z, rows[i][j].w};
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          if constexpr (kWords == 2) {
+            sum[4 * j + k] += __uint_as_float(v[k]);
+          } else {
+            sum[2 * k] += Half<T>::Low(v[k]), sum[2 * k + 1] += Half<T>::High(v[k]);
+          }
       }
+    }
   }
   *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + static_cast<int64_t>(token) * p.columns + column) =
       make_uint4(Half<T>::Pack(sum[0], sum[1]), Half<T>::Pack(sum[2], sum[3]), Half<T>::Pack(sum[4], sum[5]),
