@@ -23,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console(width=None if sys.stdout.isatty() else 150)
+console = Console(width=None if sys.stdout.isatty() else 150, markup=False)  # names come from files
 #: what `quantmoe demo` writes anew each time
 DEMO = Path("demo-model")
 Checkpoint = Annotated[Path, typer.Argument(help="Hugging Face folder", exists=True, file_okay=False)]
@@ -69,7 +69,8 @@ def export(
     ] = None,
     group_size: Annotated[int | None, typer.Option(help="of --quantize; -1: one scale a row")] = None,
     max_file_gb: Annotated[
-        float, typer.Option(min=0.001, help="of weights in a file; the rest goes to model.onnx.data.1 and so on")
+        float,
+        typer.Option(min=0.001, max=1e9, help="of weights in a file; the rest goes to model.onnx.data.1 and so on"),
     ] = 50,
     force: Annotated[bool, typer.Option("--force", help="replace a model already there")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what it would write and take")] = False,
@@ -320,7 +321,7 @@ def _explain(path: Path, as_json: bool) -> None:
     for entry in found:
         names = entry["modules"]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        console.print(f"[bold]{entry['scheme']}[/bold]: {names[0]}{more}")
+        console.print(f"{entry['scheme']}: {names[0]}{more}")
         for candidate in entry["candidates"]:
             console.print(f"  layout {candidate.layout}: {candidate.reason or 'carries it'}")
             chosen = False

@@ -47,6 +47,7 @@ class Generator:
     def __init__(self, path: str | Path, threads: int = 0, prefault: bool = False):
         import onnxruntime as ort
 
+        before = os.environ.get("QUANTMOE_PREFAULT")
         if prefault:
             os.environ["QUANTMOE_PREFAULT"] = "1"  # the library reads it when a node is created
 
@@ -61,7 +62,7 @@ class Generator:
             hint = f"exported with --target {target}, which this provider does not run: " if target != "cpu" else ""
             raise ModelError(f"{self.path}: {hint}{error}") from None
         finally:
-            if prefault:
+            if prefault and before is None:
                 del os.environ["QUANTMOE_PREFAULT"]
         self.outputs = [output.name for output in self.session.get_outputs()]
         vocabulary = next(o.shape[-1] for o in self.session.get_outputs() if o.name == "logits")

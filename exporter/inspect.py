@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import os
 import sys
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,25 +75,22 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
 
     layers, linears, routers, packed = [], [], [], set()
     for node in model.graph:
-        if node.domain == DOMAIN and node.op_type == "QuantMoE":
-            try:
+        if node.domain != DOMAIN:
+            continue
+        try:
+            if node.op_type == "QuantMoE":
                 layers.append(_layer(path, node))
-            except ModelError:
-                raise
-            except (
-                ValueError,
-                TypeError,
-                KeyError,
-                AttributeError,
-                ArithmeticError,
-            ) as error:  # a field of another type
-                raise ModelError(f"{path}: node {node.name} cannot be read: {error!r}") from None
-            packed |= {value.name for value in node.inputs[3:5] if value is not None}
-        elif node.domain == DOMAIN and node.op_type == "QuantLinear":
-            linears.append(_linear(path, node))
-            packed.add(node.inputs[1].name)  # type: ignore[union-attr]
-        elif node.domain == DOMAIN and node.op_type == "MoERouting":
-            routers.append({"node": node.name, "attributes": _spec(path, node, RoutingSpec).attributes()})
+                packed |= {value.name for value in node.inputs[3:5] if value is not None}
+            elif node.op_type == "QuantLinear":
+                linears.append(_linear(path, node))
+                packed.add(node.inputs[1].name)  # type: ignore[union-attr]
+            elif node.op_type == "MoERouting":
+                routers.append({"node": node.name, "attributes": _spec(path, node, RoutingSpec).attributes()})
+        except ModelError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+            # a field of another type
+            raise ModelError(f"{path}: node {node.name} cannot be read: {error!r}") from None
     dense = [
         {
             "name": name,
@@ -125,9 +123,12 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
 
 
 def resident(path: Path) -> int | None:
-    """Bytes of a file that the system holds in memory, whoever read them; None where it does not say."""
+    """Bytes of a file that the system holds in memory, whoever read them; None where it does not say.
+
+    Linux says so to who owns the file or may write it; for others all of it is in memory (mincore(2)).
+    """
     size = path.stat().st_size
-    if not size or not sys.platform.startswith("linux"):
+    if not size or not sys.platform.startswith("linux") or not os.access(path, os.W_OK):
         return None
     libc, page = ctypes.CDLL(None), mmap.PAGESIZE
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:

@@ -28,7 +28,7 @@ import transformers
 from accelerate import init_empty_weights
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.exporters import exporter_onnx
@@ -441,14 +441,20 @@ exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.moe_routing.default] = 
 
 
 def _config(format: Format, layers: int | None) -> Any:
-    folder = format.ckpt.folder
+    folder, raw = format.ckpt.folder, format.ckpt.config
+    for part in (raw, raw.get("text_config")):
+        if isinstance(part, dict):
+            _check_sizes(format, part)
     try:
         # never code out of the checkpoint's folder, nor a question whether to run it
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config = config.get_text_config()
     except Exception as error:  # the validators' exceptions have no common base class
         raise CheckpointError(f"{folder / 'config.json'}: not an architecture of transformers: {error}") from None
+    if not isinstance(config, PreTrainedConfig):
+        raise CheckpointError(f"{folder / 'config.json'}: text_config is {config!r}, expected a configuration")
     _check_sizes(format, vars(config))
+    _check_layers(format, config.num_hidden_layers)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     if layers is not None:
@@ -461,16 +467,21 @@ def _config(format: Format, layers: int | None) -> Any:
 
 
 def _check_sizes(format: Format, config: dict[str, Any]) -> None:
-    """Refuses sizes that would take hours or terabytes to build a model of, and layers that have no tensors."""
+    """Refuses sizes that would take hours or terabytes to build a model of."""
     path = format.ckpt.folder / "config.json"
     for key, value in config.items():
-        if re.search("(size|dim|heads|experts|layers|rank)$", key) and type(value) is int and value > MAX_SIZE:
-            raise CheckpointError(f"{path}: {key} is {value}, expected at most {MAX_SIZE}")
+        limit = 1 << 16 if key == "num_labels" else MAX_SIZE  # transformers names every label
+        if re.search("(size|dim|heads|experts|layers|rank|labels)$", key) and type(value) is int and value > limit:
+            raise CheckpointError(f"{path}: {key} is {value}, expected at most {limit}")
+
+
+def _check_layers(format: Format, count: int) -> None:
+    """Refuses layers that have no tensors."""
     found = {match[1] for name in format.ckpt.names() if (match := re.search(r"\.layers\.([0-9]{1,6})\.", name))}
-    if found and config.get("num_hidden_layers", 0) > len(found):
+    if found and count > len(found):
         raise CheckpointError(
-            f"{path}: num_hidden_layers is {config['num_hidden_layers']}, "
-            f"the checkpoint has tensors of {len(found)} layers"
+            f"{format.ckpt.folder / 'config.json'}: num_hidden_layers is {count}, the checkpoint has tensors of "
+            f"{len(found)} layers"
         )
 
 

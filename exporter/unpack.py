@@ -29,6 +29,8 @@ def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
     Returns:
         The modules written.
 
+    Hashes are not compared; ``quantmoe inspect --verify`` does that.
+
     Raises:
         ModelError: the model cannot be read, or has no packed weights in that layer.
     """
@@ -79,6 +81,6 @@ def _matrices(node: dict[str, Any], initializers: Any) -> Iterator[tuple[str, Qu
                 yield f"{node['module']}.{spec.expert_offset + e}.{role}", matrix
 
 
-def _layer(module: str) -> int:
-    number = re.search(r"\.layers\.(\d+)\.", module)
+def _layer(module: str | None) -> int:
+    number = re.search(r"\.layers\.(\d{1,6})\.", module or "")
     return int(number[1]) if number else -1

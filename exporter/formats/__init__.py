@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
+
+import regex
 
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.formats.awq import AWQ
@@ -44,7 +45,7 @@ def find_format(ckpt: Checkpoint) -> Format:
             except CheckpointError:
                 raise
             # A field of another type, or an infinite number.
-            except (ArithmeticError, ValueError, TypeError, AttributeError, KeyError, re.error) as error:
+            except (ArithmeticError, ValueError, TypeError, AttributeError, KeyError, regex.error) as error:
                 raise CheckpointError(
                     f"{ckpt.folder}: the quantization configuration cannot be read as {format.name}'s: {error}"
                 ) from error

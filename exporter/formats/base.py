@@ -10,6 +10,7 @@ from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
+import regex
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix
@@ -255,3 +256,15 @@ def group_order(g_idx: np.ndarray, group_size: int, where: str) -> np.ndarray | 
             f"{where} puts {sizes[bad]} input features into group {bad}, expected {group_size} in each but a short last"
         )
     return perm
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a configuration's regular expression matches a module's name from its beginning.
+
+    Raises:
+        CheckpointError: it takes more than a second: some expressions take exponential time.
+    """
+    try:
+        return regex.match(pattern, module, timeout=1) is not None
+    except TimeoutError:
+        raise CheckpointError(f"{pattern!r} takes more than a second to match {module}") from None

@@ -15,15 +15,15 @@ Tensors of a linear with N outputs and K inputs, groups of g, b bits (read from 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import regex
 
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_order, group_size_of
+from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_order, group_size_of, matches
 from quantmoe.exporter.formats.bits import unpack_nibbles, unpack_words
 
 #: (storage, type of number, bits) of weights -> op.def's format
@@ -142,7 +142,7 @@ class CompressedTensors(Format):
         if not isinstance(targets, list):
             raise ValueError(f"targets {targets!r} of {name}, expected a list")
         for target in targets:
-            re.compile(target)
+            regex.compile(target)
         return Group(
             name,
             str(raw.get("format") or self.ckpt.quantization.get("format")),
@@ -306,6 +306,6 @@ def _match(module: str, target: str) -> int | None:
     if target == module:
         return 0
     if target.startswith("re:"):
-        return 1 if re.match(target[3:], module) else None
+        return 1 if matches(target[3:], module) else None
     # "Linear" or another class name: classes are not in the checkpoint, but only linears have quantized tensors
     return 2 if "." not in target else None

@@ -8,16 +8,16 @@ I32 [K/g, N b / 32] packed along N; scales [K/g, N]; g_idx I32 [K] names each in
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import numpy as np
+import regex
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_order, group_size_of
+from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_order, group_size_of, matches
 from quantmoe.exporter.formats.bits import unpack_words
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
@@ -61,13 +61,14 @@ class GPTQ(Format):
         )
         # modules_in_block_to_quantize and lm_head need no reading: a module with a qweight is quantized
         #: (pattern, configuration) of each rule; GPTQModel calls them dynamic, AutoRound extra_config
-        self.rules: list[tuple[re.Pattern[str], Config]] = []
+        self.rules: list[tuple[str, Config]] = []
         for pattern, overrides in (raw.get("dynamic") or raw.get("extra_config") or {}).items():
             if pattern.startswith("-:"):
                 continue  # names what is left unquantized; the tensors say so too
             known = {key: overrides[key] for key in ("bits", "group_size", "sym", "desc_act") if key in overrides}
             group_size_of(known.get("group_size", -1))
-            self.rules.append((re.compile(pattern.removeprefix("+:")), replace(self.config, **known)))
+            regex.compile(pattern.removeprefix("+:"))  # a wrong one says so now
+            self.rules.append((pattern.removeprefix("+:"), replace(self.config, **known)))
 
     @staticmethod
     def claims(quantization: dict[str, Any]) -> bool:
@@ -78,7 +79,7 @@ class GPTQ(Format):
 
     def module_config(self, module: str) -> Config:
         """The configuration of the first rule that matches, or the whole checkpoint's."""
-        return next((config for pattern, config in self.rules if pattern.match(module)), self.config)
+        return next((config for pattern, config in self.rules if matches(pattern, module)), self.config)
 
     def scheme(self, module: str) -> Scheme:
         config = self.module_config(module)

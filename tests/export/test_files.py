@@ -178,6 +178,20 @@ def test_a_model_of_a_later_release_is_refused(exported, tmp_path):
             inspect(folder)
 
 
+@pytest.mark.parametrize("recorded", ["{", "[]", "null", "5", '"x"', "[" * 5000])
+def test_recorded_attributes_that_are_none(exported, tmp_path, recorded):
+    folder = exported("qwen3_moe", activations="float")
+    for op in ("QuantMoE", "QuantLinear"):
+        model = ir.load(folder / "model.onnx")
+        node = next(node for node in model.graph if node.op_type == op)
+        node.inputs[-1].const_value.metadata_props["spec"] = recorded
+        ir.save(model, tmp_path / "model.onnx")
+        if not (tmp_path / "model.onnx.data").exists():
+            shutil.copyfile(folder / "model.onnx.data", tmp_path / "model.onnx.data")
+        with pytest.raises(ModelError, match=node.name):
+            inspect(tmp_path)
+
+
 def test_generation_says_what_is_wrong(exported, tmp_path):
     folder = shutil.copytree(exported("qwen3_moe", activations="float"), tmp_path / "model")
     model = ir.load(folder / "model.onnx")
