@@ -80,7 +80,7 @@ def export(
     options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype, "dense": dense,
                "quantize": quantize, "group_size": group_size}  # fmt: skip
     if dry_run:
-        return _plan(checkpoint, outdir, **options, layers=layers)
+        return _plan(checkpoint, outdir, **options, layers=layers, force=force)
     report = _export(checkpoint, outdir, **options, layers=layers, force=force, max_file_size=int(max_file_gb * 1e9))
     seconds = time.perf_counter() - begin
     table = Table("layers", "scheme", "experts", "hidden x intermediate", "activations", "scales", title=str(outdir))
@@ -291,6 +291,12 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
         f"other weights {_mb(found.dense)}\n"
         f"about {_minutes(found.seconds)} ({found.rate}), peak memory about {_mb(round(found.memory))}"
     )
+    if found.odd:
+        more = f" and {len(found.odd) - 1} more" if len(found.odd) > 1 else ""
+        console.print(
+            f"{found.odd[0]}{more}: other tensors than the first expert of the layer; export may refuse that",
+            style="yellow",
+        )
     if total > found.free:
         console.print(f"only {_mb(found.free)} of disk are free there", style="red")
 

@@ -127,11 +127,8 @@ def export(
     chosen, graph_type = check_options(target, activations, scales, dtype, dense, quantize, group_size)
     if max_file_size < 1:
         raise OptionError(f"max_file_size is {max_file_size}, expected a number of bytes")
-    if Path(output).resolve() == Path(checkpoint).resolve():
-        raise FileExistsError(f"{output} is the checkpoint's own folder; export to another")
-    if Path(output).exists() and not Path(output).is_dir():
-        raise NotADirectoryError(f"{output} is a file, expected a folder to write to")
-    with _writing(Path(output), force) as partial:
+    check_output(Path(checkpoint), Path(output), force)
+    with _writing(Path(output)) as partial:
         progress("reading", 0, 1)
         format = open_format(checkpoint, quantize, group_size)
         skeleton = Skeleton(format, graph_type, layers)
@@ -174,6 +171,20 @@ def export(
         if target == "cpu":
             _genai(format.ckpt, partial, layers)
     return report
+
+
+def check_output(checkpoint: Path, output: Path, force: bool) -> None:
+    """Refuses what must not be written to.
+
+    Raises:
+        OSError: see :func:`export`.
+    """
+    if output.resolve() == checkpoint.resolve():
+        raise FileExistsError(f"{output} is the checkpoint's own folder; export to another")
+    if output.exists() and not output.is_dir():
+        raise NotADirectoryError(f"{output} is a file, expected a folder to write to")
+    if (output / MODEL).exists() and not force:
+        raise FileExistsError(f"{output / MODEL} exists; --force replaces it")
 
 
 def open_format(checkpoint: str | Path, quantize: str | None, group_size: int | None) -> Format:
@@ -435,10 +446,8 @@ def _genai(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None)
 
 
 @contextlib.contextmanager
-def _writing(folder: Path, force: bool) -> Iterator[Callable[[str], Path]]:
+def _writing(folder: Path) -> Iterator[Callable[[str], Path]]:
     """Files of ``folder`` under temporary names; renamed, the model last, when the block ends well, else deleted."""
-    if (folder / MODEL).exists() and not force:
-        raise FileExistsError(f"{folder / MODEL} exists; --force replaces it")
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     names: list[str] = []

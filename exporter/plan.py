@@ -17,7 +17,7 @@ from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.convert import LAYOUT, _rounded, _scaled, check_options, open_format
+from quantmoe.exporter.convert import LAYOUT, _rounded, _scaled, check_options, check_output, open_format
 from quantmoe.exporter.explain import consider, linear_spec, moe_spec
 from quantmoe.exporter.formats import Format, MoELayer, Scheme
 from quantmoe.exporter.model import BLOCK, Skeleton
@@ -40,6 +40,8 @@ class Plan:
         read, packed, dense: bytes of the checkpoint, of the experts and of everything else in the model.
         seconds, memory: estimates; ``rate`` says from what.
         free: bytes of disk where the model would go.
+        odd: experts whose tensors are not named, typed or shaped as the first one's of their layer; whether export
+            refuses them only their data tell.
     """
 
     layers: dict[str, tuple[str, MoESpec, int]]
@@ -50,6 +52,7 @@ class Plan:
     memory: float
     rate: str
     free: int
+    odd: list[str]
 
 
 def plan(
@@ -64,19 +67,22 @@ def plan(
     layers: int | None = None,
     quantize: str | None = None,
     group_size: int | None = None,
+    force: bool = False,
 ) -> Plan:
     """Plans :func:`quantmoe.exporter.convert.export` with the same options. No tensor's data is read.
 
     Raises:
-        OptionError: see export.
+        OptionError, OSError: see export.
         CheckpointError: what export would refuse, as far as names, types, shapes and config.json show it.
     """
     activations, graph_type = check_options(target, activations, scales, dtype, dense, quantize, group_size)
+    check_output(Path(checkpoint), Path(output), force)
     folder = Path(output).resolve()
     format = open_format(checkpoint, quantize, group_size)
     skeleton = Skeleton(format, graph_type, layers, headers_only=True)
     layout = LAYOUTS[LAYOUT[target]]
     found: dict[str, tuple[str, MoESpec, int]] = {}
+    odd: list[str] = []
     for layer in skeleton.experts.values():
         expert = _scaled(outline(layer), scales)[0]
         (candidate,) = consider(partial(_moe_spec, layer, expert, activations), [LAYOUT[target]])
@@ -85,6 +91,8 @@ def plan(
         spec = candidate.spec
         size = layer.num_experts * sum(layout.row_bytes(spec, projection) for projection in ("w13", "w2"))
         found[layer.name] = layer.scheme.text, spec, size
+        usual = layer.tensors(0)
+        odd += [f"{layer.name}.{e}" for e in range(1, layer.num_experts) if layer.tensors(e) != usual]
     packed = sum(size for _, _, size in found.values())
     itemsize = 4 if graph_type == "f32" else 2
     linears = {f"{name}.weight": n for name, n in _linears(skeleton, layout, activations, scales).items()}
@@ -102,6 +110,7 @@ def plan(
         rate=f"{cores} cores; on one {PACKING / 1e6:.0f} MB/s of experts and {CONVERTING / 1e6:.0f} MB/s of others, "
         f"{TRACING:.0f} s of tracing, as measured on an Intel Xeon at 2.5 GHz",
         free=shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free,
+        odd=odd,
     )
 
 

@@ -17,6 +17,10 @@ from pathlib import Path
 import large
 import pytest
 
+from quantmoe.exporter.checkpoint import write_safetensors
+from quantmoe.exporter.formats import open_checkpoint
+from quantmoe.exporter.plan import plan
+
 LAYERS = int(os.environ.get("QUANTMOE_LARGE_LAYERS", "48"))
 GROUP_SIZE = 32
 MEMORY = 2e9
@@ -139,3 +143,19 @@ def test_headers_alone_are_enough_to_plan(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     print(done.stdout)
     assert re.search(r"61 layers", done.stdout)
+
+
+def test_a_plan_names_what_export_refuses_or_may(checkpoint, exported, tmp_path: Path) -> None:
+    folder, sizes = checkpoint("qwen3_moe"), {"num_hidden_layers": 1}
+    for output, kind in ((folder, FileExistsError), (folder / "config.json", NotADirectoryError)):
+        with pytest.raises(kind):
+            plan(folder, output)
+    with pytest.raises(FileExistsError, match="--force"):
+        plan(folder, exported("qwen3_moe", activations="float"))
+    assert plan(folder, tmp_path / "out").odd == []
+    ckpt = open_checkpoint(checkpoint("qwen3_moe", **sizes))
+    lacking = "model.layers.0.mlp.experts.1.up_proj.weight_scale"
+    tensors = {name: ckpt.tensor(name) for name in ckpt.names() if name != lacking}
+    write_safetensors(tmp_path / "model.safetensors", lambda: iter(tensors.items()))
+    (tmp_path / "config.json").write_text(json.dumps(ckpt.config))
+    assert plan(tmp_path, tmp_path / "out").odd == ["model.layers.0.mlp.experts.1"]
