@@ -258,7 +258,7 @@ def group_order(g_idx: np.ndarray, group_size: int, where: str) -> np.ndarray | 
     return perm
 
 
-def matches(pattern: str, module: str) -> bool:
+def matches(pattern: str | regex.Pattern[str], module: str) -> bool:
     """Whether a configuration's regular expression matches a module's name from its beginning.
 
     Raises:
@@ -267,4 +267,5 @@ def matches(pattern: str, module: str) -> bool:
     try:
         return regex.match(pattern, module, timeout=1) is not None
     except TimeoutError:
-        raise CheckpointError(f"{pattern!r} takes more than a second to match {module}") from None
+        text = getattr(pattern, "pattern", pattern)
+        raise CheckpointError(f"{text!r} takes more than a second to match {module}") from None

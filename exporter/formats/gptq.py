@@ -61,14 +61,13 @@ class GPTQ(Format):
         )
         # modules_in_block_to_quantize and lm_head need no reading: a module with a qweight is quantized
         #: (pattern, configuration) of each rule; GPTQModel calls them dynamic, AutoRound extra_config
-        self.rules: list[tuple[str, Config]] = []
+        self.rules: list[tuple[regex.Pattern[str], Config]] = []
         for pattern, overrides in (raw.get("dynamic") or raw.get("extra_config") or {}).items():
             if pattern.startswith("-:"):
                 continue  # names what is left unquantized; the tensors say so too
             known = {key: overrides[key] for key in ("bits", "group_size", "sym", "desc_act") if key in overrides}
             group_size_of(known.get("group_size", -1))
-            regex.compile(pattern.removeprefix("+:"))  # a wrong one says so now
-            self.rules.append((pattern.removeprefix("+:"), replace(self.config, **known)))
+            self.rules.append((regex.compile(pattern.removeprefix("+:")), replace(self.config, **known)))
 
     @staticmethod
     def claims(quantization: dict[str, Any]) -> bool:
