@@ -82,26 +82,14 @@ test-tsan: venv
 	LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)" QUANTMOE_LIBRARY=$(CURDIR)/build/tsan/ort_ext/libquantmoe_ort.so \
 	  QUANTMOE_RUNS=400 TSAN_OPTIONS=exitcode=66 setarch -R python -m pytest "tests/engines/test_concurrency.py::test_one_session_in_eight_threads[1]"
 
-# The fuzz targets at once, for FUZZ_SECONDS each. The kernels' corpora stay in build/corpus, a failing input in build/.
-# Needs clang with its compiler-rt (apt-get install clang-16 libclang-rt-16-dev, or a newer one).
+# The fuzz targets for FUZZ_SECONDS. Needs clang with its compiler-rt (apt-get install clang-16 libclang-rt-16-dev, or newer).
 FUZZ_SECONDS ?= 7200
+FUZZ_SEED ?= 0
 fuzz: build
 	cmake -S . -B build/fuzz -DCMAKE_CXX_COMPILER=$(or $(CLANG),clang++) -DCMAKE_CXX_FLAGS=-O1 -DCMAKE_BUILD_TYPE=None \
 	  -DQUANTMOE_ORT=OFF -DQUANTMOE_FUZZ=ON -DQUANTMOE_SANITIZE=fuzzer-no-link,address,undefined
 	cmake --build build/fuzz --parallel 2
-	mkdir -p build/corpus/layer build/corpus/nodes
-	python -c "import random; random.seed(1); [open(f'build/corpus/{t}/seed{i}', 'wb').write(random.randbytes(250)) \
-	  for t in ('layer', 'nodes') for i in range(200)]"
-	python tests/fuzz/checkpoint.py $(FUZZ_SECONDS) >build/fuzz-checkpoint.log 2>&1 & all=$$!; \
-	for target in layer nodes; do \
-	  build/fuzz/tests/fuzz/fuzz_$$target -max_total_time=$(FUZZ_SECONDS) -max_len=512 -len_control=0 -artifact_prefix=build/ \
-	    build/corpus/$$target >build/fuzz-$$target.log 2>&1 & all="$$all $$!"; \
-	done; \
-	status=0; for one in $$all; do wait $$one || status=1; done; \
-	test $$status = 0 || tail -n 60 build/fuzz-*.log; \
-	for target in layer nodes; do \
-	  sed -n "s/^Done \([0-9]*\) runs.*/fuzz $$target: \1 executions/p" build/fuzz-$$target.log; done; \
-	grep executions build/fuzz-checkpoint.log; exit $$status
+	tests/fuzz/run.sh build/fuzz/tests/fuzz $(FUZZ_SECONDS) $(FUZZ_SEED)
 
 # One wheel for every Python and for glibc 2.28 or newer, whose symbols ziglang's clang links against; and the sdist.
 # ziglang's compiler runtime lacks the variables behind __builtin_cpu_supports; libgcc has them.

@@ -125,6 +125,9 @@ class Reference {
       }
     }
     const bool lost = 64 * worst >= range || range < 1e-35;  // the range itself is not known well
+    // An all-zero row has q = zero point = 127 and step 1, whose products cancel but for their rounding.
+    const bool zeros = format == k_activation_format_int8_token_asym &&
+                       std::all_of(x.begin(), x.end(), [](const Value& v) { return std::abs(v.value) <= v.error; });
     for (size_t i = 0; i < x.size(); ++i) {
       const double t = lost ? 0 : x[i].value / step, rounded = std::nearbyint(t);
       const double q = std::clamp(rounded + zero, -128.0, 127.0);
@@ -137,7 +140,7 @@ class Reference {
         out[i] = {seen, std::abs(seen) * (4 * worst / range + 0x1p-20) + (sure ? 0 : 1.5 * step)};
       }
       // q is summed apart from the zero point
-      magnitude[i] = std::abs(out[i].value) + out[i].error + 2 * std::abs(zero) * step + 2 * step;
+      magnitude[i] = std::abs(out[i].value) + out[i].error + 2 * std::abs(zero) * step + 2 * step + (zeros ? 254 : 0);
     }
     return out;
   }
