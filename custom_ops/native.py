@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 
 import ml_dtypes
@@ -300,17 +300,22 @@ def aligned(size: int, alignment: int = 64) -> np.ndarray:
     return raw[start : start + size]
 
 
-def refusal(spec: MoESpec | LinearSpec, words: dict[str, int]) -> str:
+def refusal(spec: Spec, words: Mapping[str, int]) -> str:
     """Why the library does not run nodes with these attributes, in its words; "" when it does.
 
     Args:
-        words: int32 words of a packed row by input, {"w13": .., "w2": ..} or {"w": ..}.
+        words: int32 words of a packed row by input, {"w13": .., "w2": ..}, {"w": ..} or none.
     """
     lib, node, err = library(), ctypes.create_string_buffer(1024), ctypes.create_string_buffer(ERROR_SIZE)
     shapes = [(ctypes.c_int64 * 2)(1, count) for count in words.values()]
     try:
         _set(node, spec)
-        _check((lib.qm_moe_validate if isinstance(spec, MoESpec) else lib.qm_linear_validate)(node, *shapes, err), err)
+        validate = {
+            "QuantMoE": lib.qm_moe_validate,
+            "QuantLinear": lib.qm_linear_validate,
+            "MoERouting": lib.qm_routing_validate,
+        }[spec.OP]
+        _check(validate(node, *shapes, err), err)
     except ValueError as error:
         return str(error)
     return ""

@@ -78,10 +78,11 @@ def export(
     """Turn a quantized checkpoint into an ONNX model with packed experts."""
     begin = time.perf_counter()
     options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype, "dense": dense,
-               "quantize": quantize, "group_size": group_size}  # fmt: skip
+               "quantize": quantize, "group_size": group_size, "layers": layers, "force": force,
+               "max_file_size": int(max_file_gb * 1e9)}  # fmt: skip
     if dry_run:
-        return _plan(checkpoint, outdir, **options, layers=layers, force=force)
-    report = _export(checkpoint, outdir, **options, layers=layers, force=force, max_file_size=int(max_file_gb * 1e9))
+        return _plan(checkpoint, outdir, **options)
+    report = _export(checkpoint, outdir, **options)
     seconds = time.perf_counter() - begin
     table = Table("layers", "scheme", "experts", "hidden x intermediate", "activations", "scales", title=str(outdir))
     for row, count in _grouped(report).items():
@@ -288,9 +289,11 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
     total = found.packed + found.dense
     console.print(
         f"reads {_mb(found.read)}; writes {_mb(total)}: experts of {len(found.layers)} layers {_mb(found.packed)}, "
-        f"other weights {_mb(found.dense)}\n"
+        f"other weights {_mb(found.dense)}{f', in {found.files} files' if found.files > 1 else ''}\n"
         f"about {_minutes(found.seconds)} ({found.rate}), peak memory about {_mb(round(found.memory))}"
     )
+    for reason, names in _by_reason(found.dequantized).items():
+        console.print(f"quantized in the checkpoint, float here: {names} ({reason})", style="yellow")
     if found.odd:
         more = f" and {len(found.odd) - 1} more" if len(found.odd) > 1 else ""
         console.print(

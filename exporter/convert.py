@@ -44,6 +44,8 @@ MODEL, DATA = "model.onnx", "model.onnx.data"
 LAYOUT = {"cpu": "cpu_panel", "cuda": "marlin"}
 #: types of the graph outside the experts, the default first
 GRAPH_TYPES = {"cpu": ("f32", "f16"), "cuda": ("bf16", "f16")}
+#: bytes of weights in a file
+MAX_FILE_SIZE = 50 * 10**9
 #: of one tensor in TensorRT
 MAX_ELEMENTS = 2**31 - 1
 #: files of a checkpoint that clients of the model need
@@ -91,7 +93,7 @@ def export(
     layers: int | None = None,
     quantize: str | None = None,
     group_size: int | None = None,
-    max_file_size: int = 50 * 10**9,
+    max_file_size: int = MAX_FILE_SIZE,
     force: bool = False,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Report:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from quantmoe.exporter.inspect import ModelError, model_path
+from quantmoe.exporter.inspect import ModelError, load, model_path
 from quantmoe.ort_ext import library_path
 
 
@@ -47,23 +46,19 @@ class Generator:
     def __init__(self, path: str | Path, threads: int = 0, prefault: bool = False):
         import onnxruntime as ort
 
-        before = os.environ.get("QUANTMOE_PREFAULT")
-        if prefault:
-            os.environ["QUANTMOE_PREFAULT"] = "1"  # the library reads it when a node is created
-
         self.path = model_path(path)
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
+        if prefault:
+            options.add_session_config_entry("quantmoe.prefault", "1")  # before the library is registered
         options.register_custom_ops_library(library_path())
         try:
             self.session = ort.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's exceptions have no public base class
+            load(self.path)  # says which file is at fault
             target = _target(self.path)
             hint = f"exported with --target {target}, which this provider does not run: " if target != "cpu" else ""
             raise ModelError(f"{self.path}: {hint}{error}") from None
-        finally:
-            if prefault and before is None:
-                del os.environ["QUANTMOE_PREFAULT"]
         self.outputs = [output.name for output in self.session.get_outputs()]
         vocabulary = next(o.shape[-1] for o in self.session.get_outputs() if o.name == "logits")
         self.vocabulary = vocabulary if isinstance(vocabulary, int) else None

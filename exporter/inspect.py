@@ -7,12 +7,14 @@ import json
 import mmap
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
 
+from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import DOMAIN, LinearSpec, MoESpec, RoutingSpec, Spec, op_version
 from quantmoe.exporter.passes.external_data import HASH, new_hash
@@ -52,27 +54,9 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         ModelError: a file is missing or too short, a tensor's size is not what its node's attributes say, a wrong hash.
     """
     path = model_path(path)
-    try:
-        model = ir.load(path)
-    except Exception as error:  # protobuf's own, by backend
-        raise ModelError(f"{path}: not an ONNX model: {error}") from None
-    initializers = model.graph.initializers
-    tensors = {name: value.const_value for name, value in initializers.items()}
+    model = load(path)
+    tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
     external = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
-    for name, tensor in external.items():
-        location = str(tensor.location)
-        if location in ("", ".", "..") or "/" in location or "\\" in location or "\0" in location:
-            raise ModelError(f"{path}: {name} is in {location!r}, expected the name of a file beside the model")
-        file = path.parent / location
-        begin, length = tensor.offset or 0, tensor.length or tensor.nbytes  # a length may be left out
-        end = begin + length
-        if begin < 0 or length != tensor.nbytes:
-            raise ModelError(f"{path}: {name} has {length} bytes at {begin}, its shape and type take {tensor.nbytes}")
-        if not file.is_file():
-            raise ModelError(f"{file}: missing; {path.name} keeps {name} there")
-        if file.stat().st_size < end:
-            raise ModelError(f"{file}: {file.stat().st_size} bytes; {name} ends at byte {end} (truncated?)")
-
     layers, linears, routers, packed = [], [], [], set()
     for node in model.graph:
         if node.domain != DOMAIN:
@@ -85,7 +69,9 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
                 linears.append(_linear(path, node))
                 packed.add(node.inputs[1].name)  # type: ignore[union-attr]
             elif node.op_type == "MoERouting":
-                routers.append({"node": node.name, "attributes": _spec(path, node, RoutingSpec).attributes()})
+                routing = _spec(path, node, RoutingSpec)
+                _check_runs(path, node, routing, {})
+                routers.append({"node": node.name, "attributes": routing.attributes()})
         except ModelError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -120,6 +106,39 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
     if verify:
         found["verified"] = sum(_verify(path, name, tensor) for name, tensor in external.items())
     return found
+
+
+def load(path: Path) -> ir.Model:
+    """The graph of a .onnx file whose data files hold what it says.
+
+    Raises:
+        ModelError: it is no model; a tensor is not in a file beside it, or not all of it.
+    """
+    try:
+        model = ir.load(path)
+    except Exception as error:  # protobuf's own, by backend
+        raise ModelError(f"{path}: not an ONNX model: {error}") from None
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if not isinstance(tensor, ir.ExternalTensor):
+            continue
+        location = str(tensor.location)
+        if location in ("", ".", "..") or "/" in location or "\\" in location or "\0" in location:
+            raise ModelError(f"{path}: {name} is in {location!r}, expected the name of a file beside the model")
+        file = path.parent / location
+        begin, length = tensor.offset or 0, tensor.length or tensor.nbytes  # a length may be left out
+        end = begin + length
+        if begin < 0 or length != tensor.nbytes:
+            raise ModelError(f"{path}: {name} has {length} bytes at {begin}, its shape and type take {tensor.nbytes}")
+        if not file.is_file():
+            raise ModelError(f"{file}: missing; {path.name} keeps {name} there")
+        if file.resolve().parent not in (path.parent.resolve(), path.resolve().parent):
+            raise ModelError(
+                f"{file}: a link to {file.resolve()}, expected a file beside the model: ONNX Runtime follows no other"
+            )
+        if file.stat().st_size < end:
+            raise ModelError(f"{file}: {file.stat().st_size} bytes; {name} ends at byte {end} (truncated?)")
+    return model
 
 
 def resident(path: Path) -> int | None:
@@ -169,6 +188,11 @@ def _spec(path: Path, node: ir.Node, kind: type[SpecType]) -> SpecType:
     return spec
 
 
+def _check_runs(path: Path, node: ir.Node, spec: Spec, words: Mapping[str, int]) -> None:
+    if reason := native.refusal(spec, words):
+        raise ModelError(f"{path}: node {node.name}: {reason}")
+
+
 def _sizes(
     path: Path, node: ir.Node, spec: Spec, moe: MoESpec, inputs: dict[str, ir.Value | None], most: int
 ) -> tuple[dict[str, Any], dict[str, str]]:
@@ -208,6 +232,8 @@ def _sizes(
                 raise ModelError(f"{where}: {key} is {found!r}, {value.name} was packed with {packed!r}")
         sizes[name] = {"tensor": value.name, "shape": shape, "bytes": int(tensor.nbytes)}
         metadata = dict(tensor.metadata_props)
+    if moe.w2.layout == "cpu_panel":
+        _check_runs(path, node, spec, {name: size["shape"][1] for name, size in sizes.items()})
     return sizes, metadata
 
 

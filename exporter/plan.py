@@ -16,8 +16,9 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
-from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.convert import LAYOUT, _rounded, _scaled, check_options, check_output, open_format
+from quantmoe.custom_ops.schemes import SCHEMES
+from quantmoe.exporter.checkpoint import DTYPES, CheckpointError
+from quantmoe.exporter.convert import LAYOUT, MAX_FILE_SIZE, _rounded, _scaled, check_options, check_output, open_format
 from quantmoe.exporter.explain import consider, linear_spec, moe_spec
 from quantmoe.exporter.formats import Format, MoELayer, Scheme
 from quantmoe.exporter.model import BLOCK, Skeleton
@@ -40,6 +41,8 @@ class Plan:
         read, packed, dense: bytes of the checkpoint, of the experts and of everything else in the model.
         seconds, memory: estimates; ``rate`` says from what.
         free: bytes of disk where the model would go.
+        files: of weights, at least: a tensor is in one.
+        dequantized: tensors outside the experts that the checkpoint quantizes and the model would not -> why.
         odd: experts whose tensors are not named, typed or shaped as the first one's of their layer; whether export
             refuses them only their data tell.
     """
@@ -52,6 +55,8 @@ class Plan:
     memory: float
     rate: str
     free: int
+    files: int
+    dequantized: dict[str, str]
     odd: list[str]
 
 
@@ -68,6 +73,7 @@ def plan(
     quantize: str | None = None,
     group_size: int | None = None,
     force: bool = False,
+    max_file_size: int = MAX_FILE_SIZE,
 ) -> Plan:
     """Plans :func:`quantmoe.exporter.convert.export` with the same options. No tensor's data is read.
 
@@ -95,7 +101,9 @@ def plan(
         odd += [f"{layer.name}.{e}" for e in range(1, layer.num_experts) if layer.tensors(e) != usual]
     packed = sum(size for _, _, size in found.values())
     itemsize = 4 if graph_type == "f32" else 2
-    linears = {f"{name}.weight": n for name, n in _linears(skeleton, layout, activations, scales).items()}
+    dequantized: dict[str, str] = {}
+    sizes = _linears(skeleton, layout, activations, scales, dequantized)
+    linears = {f"{name}.weight": n for name, n in sizes.items()}
     names = (name for name in skeleton.tensors if name in skeleton.sources and name not in linears)
     others = sum(prod(skeleton.tensors[name].shape) * itemsize for name in names) + sum(linears.values())
     cores = os.cpu_count() or 1
@@ -110,20 +118,39 @@ def plan(
         rate=f"{cores} cores; on one {PACKING / 1e6:.0f} MB/s of experts and {CONVERTING / 1e6:.0f} MB/s of others, "
         f"{TRACING:.0f} s of tracing, as measured on an Intel Xeon at 2.5 GHz",
         free=shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free,
+        files=-(-(packed + others) // max_file_size),
+        dequantized=dequantized,
         odd=odd,
     )
 
 
-def _linears(skeleton: Skeleton, layout: ModuleType, activations: str | None, scales: str) -> dict[str, int]:
+def _linears(
+    skeleton: Skeleton, layout: ModuleType, activations: str | None, scales: str, dequantized: dict[str, str]
+) -> dict[str, int]:
     """Linears outside the experts that the layout carries -> their packed bytes, which MatMulNBits' are close to."""
     format, found = skeleton.format, {}
     for name, source in skeleton.linears.items():
         linear, scheme = skeleton.model.get_submodule(name), format.scheme(source)
+        _check_codes(format, scheme, source, linear.out_features, linear.in_features)
         m = _rounded(_outline(format, scheme, source, linear.out_features, linear.in_features), scales)[0]
         (candidate,) = consider(partial(_linear_spec, scheme, m, activations), [layout.__name__.rpartition(".")[2]])
         if not candidate.reason and isinstance(candidate.spec, LinearSpec):
             found[name] = layout.row_bytes(candidate.spec.moe, "w2")
+        else:
+            dequantized[f"{source}.weight"] = candidate.reason.removeprefix("down: ")
     return found
+
+
+def _check_codes(format: Format, scheme: Scheme, module: str, n: int, k: int) -> None:
+    """Refuses a linear whose largest tensor is not that of n x k codes; some tools pad rows to 32 bits."""
+    stored = max(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in format.ckpt.beside(module).values())
+    wanted = n * k * SCHEMES[scheme.format].bits // 8
+    padding = 8 * max(n, k) if n % 8 or k % 8 else 0
+    if not wanted <= stored <= wanted + padding:
+        raise CheckpointError(
+            f"{format.ckpt.folder}: {module} has {stored} bytes of weights, expected {wanted}: {n} x {k} in "
+            f"{scheme.format} (config.json)"
+        )
 
 
 def _linear_spec(scheme: Scheme, m: QuantizedMatrix, activations: str | None, layout: ModuleType) -> LinearSpec:

@@ -12,11 +12,9 @@
 namespace quantmoe {
 namespace {
 
-// Reads the mapped pages in now instead of at first use, when QUANTMOE_PREFAULT is 1. The kernel populates the page
-// table too (Linux 5.14); elsewhere a byte of each page is touched.
+// Reads the mapped pages in now instead of at first use. The kernel populates the page table too (Linux 5.14);
+// elsewhere a byte of each page is touched.
 void Prefault(const void* data, size_t bytes) {
-  const char* wanted = std::getenv("QUANTMOE_PREFAULT");
-  if (!wanted || std::string(wanted) != "1") return;
   constexpr uintptr_t kPage = 4096;
 #if defined(__linux__)
   constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ, newer than some headers
@@ -33,7 +31,8 @@ class CpuKernel : public Kernel {
   ~CpuKernel() override { api_->ReleaseMemoryInfo(memory_); }
 
  protected:
-  CpuKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info) : Kernel(op, api, info) {
+  CpuKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool prefault)
+      : Kernel(op, api, info), prefault_(prefault) {
     Check(api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_));
   }
   const void* Mapped(const OrtKernelInfo* info, size_t input, Shape& shape) const;
@@ -41,6 +40,7 @@ class CpuKernel : public Kernel {
   void WithPool(OrtKernelContext* context, Call& call, const Size& workspace, const Body& run) const;
 
  private:
+  bool prefault_;
   // The session's pool may be smaller; a lane that gets no thread of its own finds no work left.
   int lanes_ = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   OrtMemoryInfo* memory_ = nullptr;
@@ -52,7 +52,7 @@ const void* CpuKernel::Mapped(const OrtKernelInfo* info, size_t input, Shape& sh
   if (reinterpret_cast<uintptr_t>(data) % 64)
     Fail(std::string(at(kInputs, op_.name, input).name) +
          " is not 64-byte aligned in memory, expected external data at an offset that is a multiple of 64 KiB");
-  Prefault(data, static_cast<size_t>(shape[0] * shape[1]) * 4);
+  if (prefault_) Prefault(data, static_cast<size_t>(shape[0] * shape[1]) * 4);
   return data;
 }
 
@@ -94,7 +94,8 @@ void CpuKernel::WithPool(OrtKernelContext* context, Call& call, const Size& work
 
 class MoEKernel : public CpuKernel {
  public:
-  MoEKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info) : CpuKernel(op, api, info) {
+  MoEKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool prefault)
+      : CpuKernel(op, api, info, prefault) {
     ReadAttributes(info, &moe_);
     Shape w13_shape, w2_shape;
     w13_ = Mapped(info, QuantMoE_w13, w13_shape);
@@ -134,7 +135,8 @@ void MoEKernel::Run(OrtKernelContext* context) const {
 
 class LinearKernel : public CpuKernel {
  public:
-  LinearKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info) : CpuKernel(op, api, info) {
+  LinearKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool prefault)
+      : CpuKernel(op, api, info, prefault) {
     ReadAttributes(info, &linear_);
     Shape shape;
     w_ = Mapped(info, QuantLinear_w, shape);
@@ -169,7 +171,8 @@ void LinearKernel::Run(OrtKernelContext* context) const {
 
 class RoutingKernel : public CpuKernel {
  public:
-  RoutingKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info) : CpuKernel(op, api, info) {
+  RoutingKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool prefault)
+      : CpuKernel(op, api, info, prefault) {
     ReadAttributes(info, &routing_);
     char error[QM_ERROR_SIZE];
     if (qm_routing_validate(&routing_, error)) Fail(error);
@@ -204,24 +207,52 @@ void RoutingKernel::Run(OrtKernelContext* context) const {
       [&](char* error) { return qm_routing_run(&routing_, &call, error); });
 }
 
-template <class T>
+template <class T, bool prefault>
 Kernel* Make(const Op& op, const OrtApi* api, const OrtKernelInfo* info) {
-  return new T(op, api, info);
+  return new T(op, api, info, prefault);
 }
 
+template <bool prefault>
 void Operators(const OrtApi* api, std::deque<Op>& ops) {
   constexpr auto kId32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32, kId64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
   for (auto type : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
                     ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}) {
-    for (auto id_type : {kId32, kId64}) ops.emplace_back(api, nullptr, "QuantMoE", type, id_type, Make<MoEKernel>);
-    ops.emplace_back(api, nullptr, "QuantLinear", type, kId32, Make<LinearKernel>);
-    ops.emplace_back(api, nullptr, "MoERouting", type, kId32, Make<RoutingKernel>);
+    for (auto id_type : {kId32, kId64})
+      ops.emplace_back(api, nullptr, "QuantMoE", type, id_type, Make<MoEKernel, prefault>);
+    ops.emplace_back(api, nullptr, "QuantLinear", type, kId32, Make<LinearKernel, prefault>);
+    ops.emplace_back(api, nullptr, "MoERouting", type, kId32, Make<RoutingKernel, prefault>);
   }
+}
+
+// Sessions whose packed weights are read when they are created: with the configuration entry quantmoe.prefault = 1,
+// made before the library is registered, and all of them with QUANTMOE_PREFAULT=1 in the environment.
+Fill Choose(const OrtApi* api, const OrtSessionOptions* options) {
+  constexpr const char* kEntry = "quantmoe.prefault";
+  const char* environment = std::getenv("QUANTMOE_PREFAULT");
+  std::string wanted = environment ? environment : "";
+  int has = 0;
+  OrtStatus* status = api->HasSessionConfigEntry(options, kEntry, &has);
+  size_t size = 0;
+  if (!status && has) status = api->GetSessionConfigEntry(options, kEntry, nullptr, &size);
+  if (!status && has) {
+    wanted.resize(size);
+    status = api->GetSessionConfigEntry(options, kEntry, wanted.data(), &size);
+    wanted.resize(size - 1);  // its NUL
+  }
+  if (status) {
+    const std::string message = api->GetErrorMessage(status);
+    api->ReleaseStatus(status);
+    throw std::runtime_error(std::string("quantmoe: session entry ") + kEntry + ": " + message);
+  }
+  if (wanted != "" && wanted != "0" && wanted != "1")
+    throw std::invalid_argument(std::string("quantmoe: ") + kEntry + " (or QUANTMOE_PREFAULT) is \"" + wanted +
+                                "\", expected 0 or 1");
+  return wanted == "1" ? Operators<true> : Operators<false>;
 }
 
 }  // namespace
 }  // namespace quantmoe
 
 extern "C" QM_API OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
-  return quantmoe::Register(options, base, quantmoe::Operators);
+  return quantmoe::Register(options, base, quantmoe::Choose);
 }

@@ -318,15 +318,18 @@ Op::Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElem
   InferOutputShapeFn = InferShape;
 }
 
+// Appends a library's operators.
+using Fill = void (*)(const OrtApi* api, std::deque<Op>& ops);
+
 // What the sessions of one ONNX Runtime refer to; a process may hold several runtimes. Never destroyed: a session may
 // still run on another thread while the process exits, and the library stays loaded (nodelete, CMakeLists.txt).
 struct Registration {
   const OrtApi* api;
+  Fill fill;
   std::deque<Op> ops;
   OrtCustomOpDomain* domain = nullptr;
 
-  template <class Fill>
-  Registration(const OrtApi* api, const Fill& fill) : api(api) {
+  Registration(const OrtApi* api, Fill fill) : api(api), fill(fill) {
     fill(api, ops);
     OrtStatus* status = api->CreateCustomOpDomain("quantmoe", &domain);
     for (const Op& op : ops)
@@ -337,9 +340,9 @@ struct Registration {
   }
 };
 
-// RegisterCustomOps of a library whose operators fill(api, ops) appends.
-template <class Fill>
-OrtStatus* Register(OrtSessionOptions* options, const OrtApiBase* base, const Fill& fill) {
+// RegisterCustomOps of a library; choose(api, options) says which operators the session gets.
+template <class Choose>
+OrtStatus* Register(OrtSessionOptions* options, const OrtApiBase* base, const Choose& choose) {
   const OrtApi* api = base->GetApi(kOrtApi);
   if (!api) {
     const std::string message =
@@ -351,7 +354,9 @@ OrtStatus* Register(OrtSessionOptions* options, const OrtApiBase* base, const Fi
     static std::mutex mutex;
     static auto& all = *new std::list<Registration>;
     const std::lock_guard lock(mutex);
-    auto r = std::find_if(all.begin(), all.end(), [&](const Registration& r) { return r.api == api; });
+    const Fill fill = choose(api, options);
+    auto r =
+        std::find_if(all.begin(), all.end(), [&](const Registration& r) { return r.api == api && r.fill == fill; });
     if (r == all.end()) r = all.emplace(all.end(), api, fill);
     status = api->AddCustomOpDomain(options, r->domain);
   });

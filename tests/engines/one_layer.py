@@ -76,9 +76,11 @@ def write_model(
     return path
 
 
-def session(path: Path, threads: int = 1) -> ort.InferenceSession:
-    """A CPU session with the custom-op library."""
+def session(path: Path, threads: int = 1, entries: Mapping[str, str] | None = None) -> ort.InferenceSession:
+    """A CPU session with the custom-op library and these configuration entries."""
     options = ort.SessionOptions()
+    for name, value in (entries or {}).items():
+        options.add_session_config_entry(name, value)
     options.register_custom_ops_library(quantmoe.ort_library_path())
     options.intra_op_num_threads = threads
     options.log_severity_level = 3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines.one_layer import write_model
+from engines.one_layer import session, write_model
 
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.op import MoESpec, Projection
@@ -21,7 +21,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from engines.one_layer import session
-s = session(Path(sys.argv[1]))
+s = session(Path(sys.argv[1]), entries={"quantmoe.prefault": v for v in sys.argv[2:]})
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -39,11 +39,12 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def start(model: Path, prefault: bool) -> subprocess.Popen[str]:
+def start(model: Path, prefault: str = "") -> subprocess.Popen[str]:
+    """A process with a session, whose weights the environment or a session entry wants in memory."""
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": paths, "QUANTMOE_PREFAULT": str(int(prefault))}
+    environment = os.environ | {"PYTHONPATH": paths, "QUANTMOE_PREFAULT": str(int(prefault == "environment"))}
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(model)],
+        [sys.executable, "-c", CHILD, str(model), *(["1"] if prefault == "entry" else [])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -67,17 +68,17 @@ def mapping(child: subprocess.Popen[str], file: Path) -> dict[str, int]:
 
 
 def test_prefault_and_sharing(model: Path) -> None:
-    """A session maps without reading; QUANTMOE_PREFAULT reads all; a second process adds no pages of its own."""
+    """A session maps without reading; one that prefaults reads all; a second process adds no pages of its own."""
     data = model.with_suffix(".bin")
     size = data.stat().st_size
     children = []
     try:
-        children.append(start(model, prefault=False))
+        children.append(start(model))
         assert mapping(children[0], data)["Rss"] < 0.2 * size
-        children.append(start(model, prefault=True))
+        children.append(start(model, "entry"))
         alone = mapping(children[1], data)
         assert alone["Rss"] > 0.99 * (size - 2 * 65536)
-        children.append(start(model, prefault=True))
+        children.append(start(model, "environment"))
         for child in children[1:]:
             both = mapping(child, data)
             assert both["Rss"] > 0.99 * (size - 2 * 65536)
@@ -86,3 +87,8 @@ def test_prefault_and_sharing(model: Path) -> None:
     finally:
         for child in children:
             child.communicate("")
+
+
+def test_a_prefault_that_is_neither(model: Path) -> None:
+    with pytest.raises(Exception, match=r'quantmoe\.prefault \(or QUANTMOE_PREFAULT\) is "yes", expected 0 or 1'):
+        session(model, entries={"quantmoe.prefault": "yes"})

@@ -178,6 +178,17 @@ def test_a_model_of_a_later_release_is_refused(exported, tmp_path):
             inspect(folder)
 
 
+def test_a_router_that_no_kernel_runs_is_refused(exported, tmp_path):
+    folder = exported("qwen3_moe", activations="float")
+    model = ir.load(folder / "model.onnx")
+    node = next(node for node in model.graph if node.op_type == "MoERouting")
+    node.attributes["top_k"] = ir.Attr("top_k", ir.AttributeType.INT, 0)
+    ir.save(model, tmp_path / "model.onnx")
+    shutil.copyfile(folder / "model.onnx.data", tmp_path / "model.onnx.data")
+    with pytest.raises(ModelError, match=f"{node.name}: top_k is 0, expected 1 to"):
+        inspect(tmp_path)
+
+
 @pytest.mark.parametrize("recorded", ["{", "[]", "null", "5", '"x"', "[" * 5000])
 def test_recorded_attributes_that_are_none(exported, tmp_path, recorded):
     folder = exported("qwen3_moe", activations="float")
@@ -200,9 +211,15 @@ def test_generation_says_what_is_wrong(exported, tmp_path):
     ir.save(model, folder / "model.onnx")
     with pytest.raises(ModelError, match="logits after 2 tokens are not finite"):
         Generator(folder).greedy([5, 6], 2)
+    with (folder / "model.onnx.data").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(ModelError, match=r"model\.onnx\.data: 1000 bytes; .* ends at byte \d+ \(truncated\?\)"):
+        Generator(folder)
+    model = ir.load(exported("qwen3_moe", activations="float") / "model.onnx")
     model.metadata_props["target"] = "cuda"
+    next(node for node in model.graph if node.op_type == "QuantMoE").op_type = "QuantMoEOnCuda"
     ir.save(model, folder / "model.onnx")
-    (folder / "model.onnx.data").unlink()
+    shutil.copyfile(exported("qwen3_moe", activations="float") / "model.onnx.data", folder / "model.onnx.data")
     with pytest.raises(ModelError, match="exported with --target cuda, which this provider does not run"):
         Generator(folder)
     for name, text in (("generation_config.json", "[]"), ("generation_config.json", '{"eos_token_id": "x"}')):

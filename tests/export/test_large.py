@@ -18,7 +18,8 @@ import large
 import pytest
 
 from quantmoe.exporter.checkpoint import write_safetensors
-from quantmoe.exporter.formats import open_checkpoint
+from quantmoe.exporter.convert import export
+from quantmoe.exporter.formats import CheckpointError, open_checkpoint
 from quantmoe.exporter.plan import plan
 
 LAYERS = int(os.environ.get("QUANTMOE_LARGE_LAYERS", "48"))
@@ -159,3 +160,18 @@ def test_a_plan_names_what_export_refuses_or_may(checkpoint, exported, tmp_path:
     write_safetensors(tmp_path / "model.safetensors", lambda: iter(tensors.items()))
     (tmp_path / "config.json").write_text(json.dumps(ckpt.config))
     assert plan(tmp_path, tmp_path / "out").odd == ["model.layers.0.mlp.experts.1"]
+    shorter = "model.layers.0.self_attn.q_proj."
+    tensors = {n: ckpt.tensor(n)[: -8 * n.startswith(shorter) or None] for n in ckpt.names()}
+    write_safetensors(tmp_path / "model.safetensors", lambda: iter(tensors.items()))
+    with pytest.raises(
+        CheckpointError, match=r"layers\.0\.self_attn\.q_proj has \d+ bytes of weights, expected \d+: 192 x 192"
+    ):
+        plan(tmp_path, tmp_path / "out")
+
+
+def test_a_plan_says_what_stays_float_and_how_many_files(checkpoint, tmp_path: Path) -> None:
+    folder = checkpoint("qwen3_moe")
+    planned = plan(folder, tmp_path / "out", target="cuda", max_file_size=10**4)
+    report = export(folder, tmp_path / "out", target="cuda", max_file_size=10**4)
+    assert planned.dequantized == report.dequantized
+    assert planned.files == -(-(planned.packed + planned.dense) // 10**4)

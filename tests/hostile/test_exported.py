@@ -113,6 +113,21 @@ def test_data_elsewhere(model: Path, fields: dict, message: str) -> None:
         inspect(model, verify=True)
 
 
+def test_data_that_is_a_link(model: Path) -> None:
+    """A link to elsewhere is refused, as ONNX Runtime does; a folder of links, as a hub's cache is, is not."""
+    (model / DATA).rename(model.parent / "secret")
+    (model / DATA).symlink_to("../secret")
+    with pytest.raises(ModelError, match=r"model\.bin: a link to .*/secret, expected a file beside the model"):
+        inspect(model)
+    blobs = model.parent / "blobs"
+    blobs.mkdir()
+    for name, blob in (("model.onnx", model / "model.onnx"), (DATA, model.parent / "secret")):
+        blob.rename(blobs / name)
+        (model / name).unlink(missing_ok=True)
+        (model / name).symlink_to(blobs / name)
+    assert inspect(model, verify=True)["verified"] == 2
+
+
 def test_an_act_order_that_is_none(model: Path) -> None:
     """Columns out of range would be read from other memory."""
     s = session(model / "model.onnx")
