@@ -1,29 +1,12 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include "cuda/instances.h"
-#include "cuda/moe_gemm_mma.cuh"
+#include "cuda/select_mma.cuh"
 
 namespace quantmoe {
-namespace {
-
-template <typename T, typename F>
-GemmKernel Select(int path, const qm_cuda_gemm& g) {
-  if (path == QM_CUDA_DECODE) return g.panels == 2 ? MoeGemmMma<T, F, 2, 1, false, true> : MoeGemmMma<T, F, 4, 1, false, true>;
-  if (g.n_tiles == 1)
-    return g.panels == 2 ? MoeGemmMma<T, F, 2, 1, false, false> : MoeGemmMma<T, F, 4, 1, false, false>;
-  return g.n_tiles == 2 ? MoeGemmMma<T, F, 2, 2, false, false> : MoeGemmMma<T, F, 2, 4, false, false>;
-}
-
-}  // namespace
 
 template <typename T>
 GemmKernel GateUpKernel(int path, const qm_projection& w, int per_block, const qm_cuda_gemm& g) {
   if (path == QM_CUDA_WGMMA) return WgmmaKernel<T>(false, w, per_block, 8 * g.n_tiles);
   if (KindOf(w) != WeightKind::kInt4) return GateUpKernelAny<T>(path, w, per_block, g);
-  if (w.scale_type == 2)
-    return per_block == 2 ? Select<T, Int4<__nv_bfloat16, 2>>(path, g) : Select<T, Int4<__nv_bfloat16, 1>>(path, g);
-  return per_block == 2 ? Select<T, Int4<__half, 2>>(path, g) : Select<T, Int4<__half, 1>>(path, g);
+  return ForInt4(w, per_block, [&](auto format) { return SelectMma<T, false>(format, path, g); });
 }
 template GemmKernel GateUpKernel<__nv_bfloat16>(int, const qm_projection&, int, const qm_cuda_gemm&);
 template GemmKernel GateUpKernel<__half>(int, const qm_projection&, int, const qm_cuda_gemm&);

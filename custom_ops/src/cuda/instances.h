@@ -1,12 +1,39 @@
 // The instantiated kernels: gate_up.cu, down.cu and wgmma.cu hold the code for symmetric int4, *_any.cu that for other
 // formats, one file a compiler process.
 #pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/dequant.cuh"
 #include "cuda/kernels.cuh"
 
 namespace quantmoe {
 
 constexpr int kWgmmaThreads = 384;
 using GemmKernel = void (*)(GemmParams);
+
+// body(Format) of the format whose weights these are, but for symmetric int4; per_block as below.
+template <class Body>
+GemmKernel ForFormat(const qm_projection& w, int per_block, const Body& body) {
+  switch (KindOf(w)) {
+    case WeightKind::kInt4Zero:
+      return per_block == 2 ? body(Format<WeightKind::kInt4Zero, 2>{}) : body(Format<WeightKind::kInt4Zero, 1>{});
+    case WeightKind::kInt8:
+      return body(Format<WeightKind::kInt8>{});
+    case WeightKind::kFp8:
+      return body(Format<WeightKind::kFp8>{});
+    case WeightKind::kMxfp4:
+      return body(Format<WeightKind::kMxfp4>{});
+    default:
+      return body(Format<WeightKind::kNvfp4>{});
+  }
+}
+// The same of symmetric int4.
+template <class Body>
+GemmKernel ForInt4(const qm_projection& w, int per_block, const Body& body) {
+  if (w.scale_type == 2) return per_block == 2 ? body(Int4<__nv_bfloat16, 2>{}) : body(Int4<__nv_bfloat16, 1>{});
+  return per_block == 2 ? body(Int4<__half, 2>{}) : body(Int4<__half, 1>{});
+}
 
 // The kernel of a plan; T is the type of the activations, per_block the groups in 64 columns (2 or 1).
 template <typename T>

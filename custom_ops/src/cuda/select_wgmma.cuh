@@ -1,0 +1,14 @@
+// Which instance of the wgmma kernels a plan means.
+#pragma once
+#include "cuda/instances.h"
+#include "cuda/moe_gemm_wgmma.cuh"
+
+namespace quantmoe {
+
+template <typename T, class F>
+GemmKernel SelectWgmma(F, bool down, int tokens) {
+  if (tokens == 48) return down ? MoeGemmWgmma<T, F, true, 48> : MoeGemmWgmma<T, F, false, 48>;
+  return down ? MoeGemmWgmma<T, F, true, 128> : MoeGemmWgmma<T, F, false, 128>;
+}
+
+}  // namespace quantmoe
