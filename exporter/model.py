@@ -39,6 +39,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.custom_ops.torch_op import onnx_moe_routing, onnx_quant_linear, onnx_quant_moe
+from quantmoe.exporter import attention
 from quantmoe.exporter.architectures import ARCHITECTURES
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import Format, MoELayer
@@ -272,6 +273,8 @@ def trace(
             shape = (spec.num_experts, layout.row_bytes(spec, projection) // 4)
             module.register_buffer(projection, placeholder(shape, torch.int32), persistent=True)
     model.set_experts_implementation("quantmoe")
+    if target == "cpu":  # TensorRT fuses the usual pattern
+        model.set_attn_implementation(attention.NAME)
     for name, linear in (linears or {}).items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, PackedLinear(linear))

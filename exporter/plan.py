@@ -21,6 +21,7 @@ from quantmoe.exporter.checkpoint import DTYPES, CheckpointError
 from quantmoe.exporter.convert import LAYOUT, MAX_FILE_SIZE, _rounded, _scaled, check_options, check_output, open_format
 from quantmoe.exporter.explain import consider, linear_spec, moe_spec
 from quantmoe.exporter.formats import Format, MoELayer, Scheme
+from quantmoe.exporter.formats.base import FLOATS
 from quantmoe.exporter.model import BLOCK, Skeleton
 
 #: measured by tests/export/test_large.py's export on one core of an Intel Xeon at 2.5 GHz: bytes written per CPU second
@@ -143,13 +144,15 @@ def _linears(
 
 def _check_codes(format: Format, scheme: Scheme, module: str, n: int, k: int) -> None:
     """Refuses a linear whose largest tensor is not that of n x k codes; some tools pad rows to 32 bits."""
-    stored = max(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in format.ckpt.beside(module).values())
-    wanted = n * k * SCHEMES[scheme.format].bits // 8
+    tensors = format.ckpt.beside(module)
+    stored = max(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in tensors.values())
+    floats = tensors["weight"][0] if "weight" in tensors and tensors["weight"][0] in FLOATS else None  # to be rounded
+    wanted = n * k * (8 * DTYPES[floats].itemsize if floats else SCHEMES[scheme.format].bits) // 8
     padding = 8 * max(n, k) if n % 8 or k % 8 else 0
     if not wanted <= stored <= wanted + padding:
         raise CheckpointError(
             f"{format.ckpt.folder}: {module} has {stored} bytes of weights, expected {wanted}: {n} x {k} in "
-            f"{scheme.format} (config.json)"
+            f"{floats or scheme.format} (config.json)"
         )
 
 

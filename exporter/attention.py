@@ -1,0 +1,54 @@
+"""Attention whose keys and values are not repeated for the heads that share them.
+
+transformers expands a group's keys and values to every head, which ONNX Runtime then copies and transposes for each
+token, longer with each. Here a group's heads are rows of one product with the cache as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+NAME = "quantmoe"
+
+
+def grouped_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers' interface.
+
+    Args:
+        query: [batch, heads, S, D]. key: [batch, groups, L, D]. value: [batch, groups, L, V].
+        attention_mask: [batch, 1, S, L], 0 or the type's lowest number, added to the scores.
+        scaling: of the scores.
+        s_aux: gpt-oss's sinks, [heads]: a score of each row that has no value.
+
+    Returns:
+        [batch, S, heads, V].
+    """
+    batch, heads, s, d = query.shape
+    groups, length = key.shape[1:3]
+    rows = (query * scaling).reshape(batch, groups, heads // groups * s, d)
+    scores = torch.matmul(rows, key.transpose(2, 3)).reshape(batch, groups, heads // groups, s, length)
+    # in f32: the lowest f16 and a score below it would be -inf, and a row of nothing else NaN
+    scores = scores.float() + attention_mask.unsqueeze(2)
+    if s_aux is not None:
+        sinks = s_aux.float().reshape(1, groups, heads // groups, 1, 1).expand(batch, -1, -1, s, 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = torch.softmax(scores, -1).to(value.dtype)[..., :length]
+    found = torch.matmul(weights.reshape(batch, groups, heads // groups * s, length), value)
+    return found.reshape(batch, heads, s, value.shape[-1]).transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, grouped_attention)
+AttentionMaskInterface.register(NAME, eager_mask)
