@@ -65,7 +65,8 @@ def export(
     ] = "quantmoe",
     layers: Annotated[int | None, typer.Option(min=1, help="only the first N decoder layers")] = None,
     quantize: Annotated[
-        Literal["int4", "int8", "mxfp4", "nvfp4"] | None, typer.Option(help="round a checkpoint that is not quantized")
+        Literal["int4", "int8", "mxfp4", "nvfp4", "none"] | None,
+        typer.Option(help="round a checkpoint that is not quantized; none: experts in their 16 bits"),
     ] = None,
     group_size: Annotated[int | None, typer.Option(help="of --quantize; -1: one scale a row")] = None,
     max_file_gb: Annotated[

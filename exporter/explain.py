@@ -66,7 +66,8 @@ def activation_format(scheme: Scheme, choice: str | None) -> str:
     wanted = scheme.activation_format
     if choice == "float":
         return "none"
-    if wanted == "none" and choice == "int8" and scheme.format != "fp8_e4m3":  # no integer product of fp8 is exact
+    whole = scheme.format in ("fp8_e4m3", "bf16", "f16")  # no integer product of these is exact
+    if wanted == "none" and choice == "int8" and not whole:
         return "int8_token_asym"
     return wanted
 

@@ -52,6 +52,8 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 ARRAYS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
 #: of anything that config.json counts
 MAX_SIZE = 1 << 24
+#: where models of several modalities keep their language model -> where it is on its own
+WRAPPERS = {"language_model.": "", "model.language_model.": "model."}
 #: most bytes of a weight outside the experts that are converted at a time
 BLOCK = 1 << 26
 
@@ -70,6 +72,7 @@ class Skeleton:
         sources: parameter name -> its name in the checkpoint, for ``format.parameter``.
         experts: experts module name -> MoELayer, in the model's order.
         linears: linear module name -> its name in the checkpoint, of those that the checkpoint quantizes.
+        tied: parameter name -> the first of the names of the same parameter.
 
     Raises:
         CheckpointError: the architecture is not supported, or a parameter has no tensor.
@@ -79,14 +82,16 @@ class Skeleton:
         self.format, self.dtype = format, DTYPES[dtype]
         folder = format.ckpt.folder
         config = _config(format, layers)
-        if format.is_quantized("lm_head"):
+        if any(format.is_quantized(prefix + "lm_head") for prefix in ("", *WRAPPERS)):
             config.tie_word_embeddings = False
         try:
             with init_empty_weights(), _LargeOnMeta(), _quiet():
                 model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
         except Exception as error:  # of any kind, from the depths of an architecture
+            reason = "" if "Unrecognized configuration class" in str(error) else f": {error!r}"  # lists hundreds
             raise CheckpointError(
-                f"{folder / 'config.json'}: not a causal language model of transformers: {error!r}"
+                f"{folder / 'config.json'}: {config.model_type} is not a causal language model of transformers "
+                f"{transformers.__version__}{reason}"
             ) from None
         self.model = model.eval().requires_grad_(False)
         if config.model_type in ARCHITECTURES:
@@ -121,6 +126,9 @@ class Skeleton:
         for name in self.sources:
             self._hollow(name)
         model.tie_weights()
+        first: dict[int, str] = {}
+        names = model.named_parameters(remove_duplicate=False)
+        self.tied = {name: first.setdefault(id(parameter), name) for name, parameter in names}
         self.tensors = {name: tensor for name, tensor in self._tensors() if name in self.sources}
         self.sources = {name: source for name, source in self.sources.items() if name in self.tensors}
         modules_of = {name.rpartition(".")[0]: s.rpartition(".")[0] for name, s in self.sources.items()}
@@ -196,7 +204,11 @@ class Skeleton:
         return (name for name, _ in self._tensors())
 
     def _rename(self, name: str) -> str:
-        """A checkpoint's name as the model has it now: transformers renames modules between versions."""
+        """A checkpoint's name as the model has it now: without what wraps a language model that also sees pictures, and
+        as this version of transformers names modules."""
+        for prefix, own in WRAPPERS.items():
+            if name.startswith(prefix):
+                name = own + name.removeprefix(prefix)
         if not hasattr(self, "_renamings"):
             transforms = get_model_conversion_mapping(self.model)
             self._renamings = [
@@ -330,6 +342,7 @@ def _trace(skeleton: Skeleton, target: str) -> ir.Model:
     for value in hidden:
         value.const_value = None
         del graph.graph.initializers[value.name]
+        value.name = skeleton.tied.get(value.name, value.name)  # one that the model has twice has its last name here
         graph.graph.inputs.append(value)
     if target == "cpu":
         with _quiet():

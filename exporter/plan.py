@@ -183,13 +183,14 @@ def _outline(format: Format, scheme: Scheme, module: str, n: int, k: int) -> Qua
     ckpt, g = format.ckpt, scheme.group_size
     names = (f"{module}.{suffix}" for suffix in ("weight_scale", "scales", "weight_scale_inv", "weight"))
     stored = next((ckpt.dtype(name) for name in names if name in ckpt), "BF16")
-    scale = {"mxfp4": "e8m0", "nvfp4": "e4m3"}.get(scheme.format) or SCALES.get(stored, "bf16")
+    wide = SCHEMES[scheme.format].bits == 16
+    scale = {"mxfp4": "e8m0", "nvfp4": "e4m3"}.get(scheme.format) or ("f32" if wide else SCALES.get(stored, "bf16"))
     shape = (n, 1 if g == -1 else -(-k // g))
     asymmetric = " asymmetric" in scheme.text
     ordered = any(f"{module}.{name}" in ckpt for name in ("g_idx", "weight_g_idx")) and "act" in scheme.text
     return QuantizedMatrix(
         kind=scheme.format,
-        codes=np.broadcast_to(np.uint8(0), (n, k)),
+        codes=np.broadcast_to(np.uint16(0) if wide else np.uint8(0), (n, k)),
         scales=np.broadcast_to(np.zeros((), SCALE_DTYPES[scale]), shape),
         group_size=g,
         zero_points=np.broadcast_to(np.uint8(0), shape) if asymmetric else None,

@@ -12,7 +12,7 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
-from quantmoe.custom_ops.op import MoESpec
+from quantmoe.custom_ops.op import MoESpec, RoutingSpec
 from quantmoe.custom_ops.schemes import SCHEMES
 
 
@@ -215,3 +215,30 @@ CASES = [
     Case(hidden=256, intermediate=128, group_size=128, experts=16, top_k=8),
     Case(hidden=256, intermediate=384, group_size=128, experts=3, top_k=8, weights=INT8),
 ]
+
+#: every routing method, as vLLM's RoutingMethodType has them: Default, Renormalize, RenormalizeNaive, DeepSeekV3 ...
+ROUTERS = {
+    "softmax": RoutingSpec(64, 8, "softmax_topk"),
+    "topk-softmax": RoutingSpec(32, 4, "topk_softmax"),
+    "renormalized": RoutingSpec(128, 8, "softmax_topk", renormalize=1),
+    "groups": RoutingSpec(256, 8, "sigmoid_topk", 1, n_group=8, topk_group=4, routed_scaling_factor=2.5),
+    "few-groups": RoutingSpec(64, 6, "sigmoid_topk", 1, n_group=8, topk_group=3, routed_scaling_factor=2.5),
+    "one-group": RoutingSpec(160, 8, "sigmoid_topk", 1, routed_scaling_factor=1.5),
+    "all": RoutingSpec(160, 160, "sigmoid_topk", 1, routed_scaling_factor=1.5),
+    "llama4": RoutingSpec(16, 1, "topk_sigmoid"),
+    "topk": RoutingSpec(60, 5, "topk"),
+    "one": RoutingSpec(1, 1, "softmax_topk"),
+    "groups-of-one": RoutingSpec(7, 3, "sigmoid_topk", n_group=7, topk_group=5),
+    "all-groups-of-one": RoutingSpec(7, 7, "sigmoid_topk", n_group=7, topk_group=7),
+    "most": RoutingSpec(2048, 40, "softmax_topk"),
+}
+
+
+def assert_routed(
+    found: tuple[np.ndarray, np.ndarray], want: tuple[np.ndarray, np.ndarray], rtol: float, atol: float
+) -> None:
+    """Ids and weights [T, k] of float32 against float64's, which may order experts differently that float32 ties."""
+    (ids, weights), (want_ids, want_weights) = found, want
+    differ = (ids != want_ids).any(1)
+    assert differ.sum() <= 0.002 * ids.size
+    np.testing.assert_allclose(weights[~differ], want_weights[~differ], rtol=rtol, atol=atol)

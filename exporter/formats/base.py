@@ -91,7 +91,7 @@ class MoELayer:
         found: dict[str, QuantizedMatrix] = {}
         for role, name in zip(("gate", "up", "down")[-len(self.projections) :], self.projections, strict=True):
             module = f"{self.name}.{e}.{name}"
-            matrix = self.format.matrix(module)
+            matrix = self.format.matrix_of(module)
             want = sizes.get(role, (self.intermediate_size, self.hidden_size))
             if matrix.shape != want:
                 raise CheckpointError(
@@ -145,8 +145,35 @@ class Format(ABC):
     def is_quantized(self, module: str) -> bool:
         return any(f"{module}.{mark}" in self.ckpt for mark in self.marks)
 
+    def scheme_of(self, module: str) -> Scheme:
+        """:meth:`scheme`, or of a module that the tool left alone: its 16-bit type."""
+        if self.is_quantized(module):
+            return self.scheme(module)
+        kind = FLOAT_KINDS[self.ckpt.dtype(f"{module}.weight")]
+        return Scheme(kind, -1, "none", f"{kind}, not quantized")
+
+    def matrix_of(self, module: str) -> QuantizedMatrix:
+        """:meth:`matrix`, or the 16-bit weights as they are.
+
+        Raises:
+            CheckpointError: see :meth:`matrix`; weights that are not finite.
+        """
+        if self.is_quantized(module):
+            return self.matrix(module)
+        n, k = self.shape2d(f"{module}.weight")
+        weight = self.take(module, [Tensor("weight", tuple(FLOAT_KINDS), (n, k))])["weight"]
+        return self.unrounded(weight, self.bias(module, n), f"{module}.weight")
+
+    def unrounded(self, weight: np.ndarray, bias: np.ndarray | None, where: str) -> QuantizedMatrix:
+        """A matrix [N, K] of 16-bit floats whose codes they are."""
+        if not np.isfinite(weight.astype(np.float32)).all():
+            raise CheckpointError(f"{self.ckpt.folder}: {where} has values that are NaN or infinite")
+        kind = "f16" if weight.dtype == np.float16 else "bf16"
+        codes = np.ascontiguousarray(weight).view(np.uint16)
+        return QuantizedMatrix(kind, codes, np.ones((len(codes), 1), np.float32), -1, bias=bias)
+
     def moe_layers(self) -> list[MoELayer]:
-        """The quantized MoE layers, in the model's order."""
+        """The MoE layers, in the model's order; some of them may be 16-bit floats."""
         from quantmoe.exporter.formats.experts import moe_layers
 
         return moe_layers(self)
@@ -214,6 +241,8 @@ class Format(ABC):
 
 
 FLOATS = ("BF16", "F16", "F32")
+#: of experts that a tool left alone: safetensors dtype -> op.def's format
+FLOAT_KINDS = {"BF16": "bf16", "F16": "f16"}
 
 
 def group_size_of(value: object) -> int:

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.formats.base import MoELayer, Scheme
+from quantmoe.exporter.formats.base import FLOAT_KINDS, MoELayer, Scheme
 
 if TYPE_CHECKING:
     from quantmoe.exporter.formats.base import Format
@@ -33,8 +33,10 @@ ACTIVATIONS = {
 def moe_layers(format: Format) -> list[MoELayer]:
     """The MoE layers that the checkpoint's tensor names show, checked against its config.
 
+    Layers beyond num_hidden_layers (multi-token prediction) are left out, as transformers leaves them out.
+
     Raises:
-        CheckpointError: naming a missing expert, an unknown naming, an unquantized layer or a config field.
+        CheckpointError: naming a missing expert, an unknown naming, a layer of another type or a config field.
     """
     found: dict[str, dict[int, set[str]]] = {}
     for name in format.ckpt.names():
@@ -44,7 +46,14 @@ def moe_layers(format: Format) -> list[MoELayer]:
             found.setdefault(name.rpartition(".")[0], {})
     if not found:
         raise CheckpointError(f"{format.ckpt.folder}: no experts; expected tensors named <layer>.experts.<number>.*")
-    return sorted((_layer(format, name, experts) for name, experts in found.items()), key=lambda layer: layer.index)
+    last = format.ckpt.text_config.get("num_hidden_layers")
+    layers = {name: experts for name, experts in found.items() if type(last) is not int or _index(name) < last}
+    return sorted((_layer(format, name, experts) for name, experts in layers.items()), key=lambda layer: layer.index)
+
+
+def _index(name: str) -> int:
+    number = re.findall(r"\.([0-9]{1,6})\.", name)
+    return int(number[-1]) if number else 0
 
 
 def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
@@ -70,10 +79,9 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
     top_k = setting(int, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
     if top_k > num_experts:
         raise CheckpointError(f"{path}: {top_k} experts a token, expected at most {num_experts}, the number of experts")
-    number = re.findall(r"\.([0-9]{1,6})\.", name)
     return MoELayer(
         name=name,
-        index=int(number[-1]) if number else 0,
+        index=_index(name),
         num_experts=num_experts,
         hidden_size=setting(int, "hidden_size"),
         intermediate_size=setting(int, "moe_intermediate_size", "intermediate_size"),
@@ -92,7 +100,7 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
 
 
 def _projections(format: Format, name: str, experts: dict[int, set[str]], num_experts: int) -> tuple[str, ...]:
-    """The naming that all experts of a layer share; every one of them is there and quantized."""
+    """The naming that all experts of a layer share; every one of them is there, quantized or a 16-bit float."""
     folder = format.ckpt.folder
     if missing := list(itertools.islice((e for e in range(num_experts) if e not in experts), 8)):  # may be absurd
         raise CheckpointError(f"{folder}: {name} lacks the experts {missing}; config.json says {num_experts}")
@@ -104,11 +112,15 @@ def _projections(format: Format, name: str, experts: dict[int, set[str]], num_ex
         raise CheckpointError(f"{folder}: {name}.0 has {sorted(experts[0])}; supported names: {known}")
     for e in range(num_experts):
         for projection in naming:
-            if not format.is_quantized(f"{name}.{e}.{projection}"):
-                raise CheckpointError(
-                    f"{folder}: {name}.{e}.{projection} is missing or not quantized; "
-                    f"expected one of the tensors {', '.join(format.marks)} ({format.name})"
-                )
+            module = f"{name}.{e}.{projection}"
+            weight = f"{module}.weight"
+            if format.is_quantized(module) or (weight in format.ckpt and format.ckpt.dtype(weight) in FLOAT_KINDS):
+                continue
+            raise CheckpointError(
+                f"{folder}: {module} is missing or not quantized; "
+                f"expected one of the tensors {', '.join(format.marks)} ({format.name}), "
+                f"or a weight in {' or '.join(FLOAT_KINDS)}"
+            )
     return naming
 
 
@@ -119,9 +131,9 @@ def _schemes(format: Format, name: str, projections: tuple[str, ...], num_expert
     found = []
     for names in (projections[:-1], projections[-1:]):
         modules = [f"{name}.{e}.{projection}" for e in range(num_experts) for projection in names]
-        first = format.scheme(modules[0])
+        first = format.scheme_of(modules[0])
         for module in modules[1:]:
-            if (other := format.scheme(module)).activation_format != first.activation_format:
+            if (other := format.scheme_of(module)).activation_format != first.activation_format:
                 raise CheckpointError(
                     f"{format.ckpt.folder}: {module} quantizes activations as {other.activation_format}, "
                     f"{modules[0]} as {first.activation_format}; expected one way in all experts"

@@ -1,4 +1,4 @@
-"""A checkpoint of floats, quantized while it is read: round to nearest, nothing calibrated.
+"""A checkpoint of floats, quantized while it is read: round to nearest, nothing calibrated; or its experts as they are.
 
 Experts one by one, or fused as gpt-oss and Llama-4 store them: gate_up_proj [E, H, 2 I] and down_proj [E, I, H];
 gpt-oss' columns alternate between gate and up, and it has gate_up_proj_bias [E, 2 I] and down_proj_bias [E, H].
@@ -15,10 +15,10 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.formats.base import FLOATS, Format, MoELayer, Scheme, Tensor
+from quantmoe.exporter.formats.base import FLOAT_KINDS, FLOATS, Format, MoELayer, Scheme, Tensor
 
 #: kind -> the group sizes there are; () for any
-KINDS = {"int4": (), "int8": (), "mxfp4": (32,), "nvfp4": (16,)}
+KINDS = {"int4": (), "int8": (), "mxfp4": (32,), "nvfp4": (16,), "none": (-1,)}
 _LINEAR = re.compile(r"(.+\.)?(\w+_proj\w*|w[123])")
 
 
@@ -35,7 +35,8 @@ class Unquantized(Format):
             method = ckpt.quantization.get("quant_method")
             raise CheckpointError(f"{ckpt.folder}: already quantized ({method}); export it without quantize")
         self.kind = kind
-        self.group_size = SCHEMES[kind].group_size if group_size is None else group_size
+        usual = -1 if kind == "none" else SCHEMES[kind].group_size
+        self.group_size = usual if group_size is None else group_size
         if KINDS[kind] and self.group_size not in KINDS[kind]:
             raise CheckpointError(f"{ckpt.folder}: {kind} has groups of {KINDS[kind][0]}, not {self.group_size}")
         if self.group_size != -1 and self.group_size < 1:
@@ -46,10 +47,20 @@ class Unquantized(Format):
         return not quantization
 
     def is_quantized(self, module: str) -> bool:
+        if self.kind == "none":
+            return False
         name = f"{module}.weight"
         return bool(_LINEAR.fullmatch(module)) and name in self.ckpt and len(self.ckpt.shape(name)) == 2
 
     def scheme(self, module: str) -> Scheme:
+        if self.kind == "none":  # of fused experts
+            name = f"{module}.gate_up_proj"
+            kind = FLOAT_KINDS.get(self.ckpt.dtype(name))
+            if kind is None:
+                raise CheckpointError(
+                    f"{self.ckpt.where(name)} is {self.ckpt.dtype(name)}, expected {' or '.join(FLOAT_KINDS)}"
+                )
+            return Scheme(kind, -1, "none", f"{kind}, not quantized")
         group = "a row" if self.group_size == -1 else f"group {self.group_size}"
         return Scheme(self.kind, self.group_size, "none", f"rounded to nearest {self.kind} {group}")
 
@@ -60,12 +71,13 @@ class Unquantized(Format):
 
     def fused_expert(self, layer: MoELayer, e: int) -> Expert:
         num, h, i = layer.num_experts, layer.hidden_size, layer.intermediate_size
+        dtypes = tuple(FLOAT_KINDS) if self.kind == "none" else FLOATS
         tensors = self.take(
             layer.name,
             [
-                Tensor("gate_up_proj", FLOATS, (num, h, 2 * i)),
+                Tensor("gate_up_proj", dtypes, (num, h, 2 * i)),
                 Tensor("gate_up_proj_bias", FLOATS, (num, 2 * i), required=False),
-                Tensor("down_proj", FLOATS, (num, i, h)),
+                Tensor("down_proj", dtypes, (num, i, h)),
                 Tensor("down_proj_bias", FLOATS, (num, h), required=False),
             ],
         )
@@ -80,6 +92,8 @@ class Unquantized(Format):
         return Expert(matrix("gate_up_proj", gate), matrix("gate_up_proj", up), matrix("down_proj", slice(None)))
 
     def _round(self, weight: np.ndarray, bias: np.ndarray | None, where: str) -> QuantizedMatrix:
+        if self.kind == "none":
+            return self.unrounded(weight, bias, where)
         w, scheme = weight.astype(np.float64), SCHEMES[self.kind]
         if not np.isfinite(w).all():
             raise CheckpointError(f"{self.ckpt.folder}: {where} has values that are NaN or infinite")

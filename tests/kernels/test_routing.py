@@ -7,41 +7,27 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import ROUTERS, assert_routed
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.op import RoutingSpec
 from quantmoe.custom_ops.reference import route
 
-#: every method of vLLM's RoutingMethodType, by its name there
-METHODS = {
-    "Default": RoutingSpec(64, 8, "softmax_topk"),
-    "Renormalize": RoutingSpec(32, 4, "topk_softmax"),
-    "RenormalizeNaive": RoutingSpec(128, 8, "softmax_topk", renormalize=1),
-    "DeepSeekV3": RoutingSpec(64, 6, "sigmoid_topk", 1, n_group=8, topk_group=3, routed_scaling_factor=2.5),
-    "DeepSeekV3, one group": RoutingSpec(160, 8, "sigmoid_topk", 1, routed_scaling_factor=1.5),
-    "Llama4": RoutingSpec(16, 1, "topk_sigmoid"),
-    "TopK": RoutingSpec(60, 5, "topk"),
-    "one expert": RoutingSpec(1, 1, "softmax_topk"),
-    "all experts": RoutingSpec(7, 7, "sigmoid_topk", n_group=7, topk_group=7),
-}
 
-
-@pytest.mark.parametrize("spec", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("spec", ROUTERS.values(), ids=ROUTERS)
 def test_the_reference(spec: RoutingSpec) -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 2, (200, spec.num_experts)).astype(np.float32)
     bias = rng.uniform(0, 1, spec.num_experts).astype(np.float32)
     for b in (None, bias):
-        want_ids, want = route(spec, logits, b)
         ids, weights = native.route(spec, logits, b)
-        np.testing.assert_array_equal(ids, want_ids)
-        np.testing.assert_allclose(weights, want, rtol=1e-6, atol=1e-7 * spec.routed_scaling_factor)
+        assert_routed((ids, weights), route(spec, logits, b), 1e-6, 1e-7 * spec.routed_scaling_factor)
         again = native.route(spec, logits, b, lanes=2)
         np.testing.assert_array_equal(again[0], ids)
         np.testing.assert_array_equal(again[1], weights)
 
 
-@pytest.mark.parametrize("spec", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("spec", ROUTERS.values(), ids=ROUTERS)
 def test_equal_scores_go_to_the_lower_id(spec: RoutingSpec) -> None:
     logits = np.random.default_rng(0).integers(0, 3, (50, spec.num_experts)).astype(np.float32)
     ids, _ = native.route(spec, logits)
@@ -54,14 +40,14 @@ def test_equal_scores_go_to_the_lower_id(spec: RoutingSpec) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_types(dtype: type) -> None:
-    spec = METHODS["RenormalizeNaive"]
+    spec = ROUTERS["renormalized"]
     logits = np.random.default_rng(0).normal(0, 2, (5, spec.num_experts)).astype(dtype)
     for a, b in zip(native.route(spec, logits), native.route(spec, logits.astype(np.float32)), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_logits_that_are_not_numbers() -> None:
-    for spec in METHODS.values():
+    for spec in ROUTERS.values():
         logits = np.zeros((3, spec.num_experts), np.float32)
         logits[1, -1] = np.nan
         ids, weights = native.route(spec, logits)
@@ -82,4 +68,4 @@ def test_logits_that_are_not_numbers() -> None:
 )
 def test_bad_attributes_are_named(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        native.route(dataclasses.replace(METHODS["DeepSeekV3"], **change), np.zeros((1, 64), np.float32))
+        native.route(dataclasses.replace(ROUTERS["few-groups"], **change), np.zeros((1, 64), np.float32))
