@@ -112,84 +112,91 @@ inline void store_row(const Group& g, int64_t offset, const float32x4_t y[2]) {
   if (kBits == 8 && g.both) vst1q_f32(g.to[1] + offset, y[1]);
 }
 
-// Rows [first, first + kUnits * kRows) of a tile of m. kParts: groups of a block. kPerGroup: the tile has a number for
-// each group, sums of q where codes have zero points and steps where they are e2m1.
-template <int kUnits, class C, int kParts, bool kPerGroup>
+// Written out so that arrays indexed by u live in registers.
+#define QM_EACH_UNIT _Pragma("GCC unroll 4") for (int u = 0; u < kUnits; ++u)
+
+// What the groups of a panel have: nothing (scales belong to rows), scales, zero points as well, or steps of
+// activations.
+enum class Groups { kNone, kScales, kZeroPoints, kSteps };
+
+// Rows [first, first + kUnits * kRows) of a tile of m. kParts: groups of a block.
+template <int kUnits, class C, Groups kGroups, int kParts>
 void quantized_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, int m, int first, int64_t row_stride) {
   constexpr int kV = Unit::kVectors;
-  constexpr bool kSums = kPerGroup && !C::kMultiplied, kSteps = kPerGroup && C::kMultiplied;
+  constexpr bool kSums = kGroups == Groups::kZeroPoints, kSteps = kGroups == Groups::kSteps;
   const int8_t* x = reinterpret_cast<const int8_t*>(tile) + 8 * first;
   const int64_t next = 8 * m;  // bytes from 8 columns to the next 8
-  const int32_t* per_group = reinterpret_cast<const int32_t*>(tile + p.kp * m) + first;
+  const int32_t* of_group = reinterpret_cast<const int32_t*>(tile + p.kp * m) + first;  // sums or steps
   int32x4_t dot[kUnits][4];
   float32x4_t acc[kUnits][kV];
-  for (int u = 0; u < kUnits; ++u)
-    for (int v = 0; v < kV; ++v) acc[u][v] = vdupq_n_f32(0.0f);
+  QM_EACH_UNIT for (float32x4_t& sum : acc[u]) sum = vdupq_n_f32(0.0f);
   const auto chunk = [&](const int8_t* at, auto weights) {
     int8x16_t row[kUnits];
-    for (int u = 0; u < kUnits; ++u) row[u] = Unit::load(at + 8 * Unit::kRows * u);
+    QM_EACH_UNIT row[u] = Unit::load(at + 8 * Unit::kRows * u);
     for (int j = 0; j < 4; ++j) {
       const int8x16_t w = weights(j);
-      for (int u = 0; u < kUnits; ++u) dot[u][j] = Unit::dot(dot[u][j], row[u], w);
+      QM_EACH_UNIT dot[u][j] = Unit::dot(dot[u][j], row[u], w);
     }
   };
+  Group block = g;
   int64_t b = 0;
   do {
-    const int64_t base = b * p.block_bytes;
 #pragma GCC unroll 2
-    for (int part = 0; part < kParts; ++part, per_group += kPerGroup ? m : 0) {
+    for (int part = 0; part < kParts; ++part) {
       if constexpr (kSums) {
         int32x4_t starts[4];
-        Unit::starts(load_offsets<C>(p, g, base + p.zeros() + part * p.nr), starts);
-        for (int u = 0; u < kUnits; ++u) {
-          const int32x4_t sum = Unit::each(per_group + u * Unit::kRows);
+        Unit::starts(load_offsets<C>(p, block, p.zeros() + part * p.nr), starts);
+        QM_EACH_UNIT {
+          const int32x4_t sum = Unit::each(of_group + u * Unit::kRows);
           for (int j = 0; j < 4; ++j) dot[u][j] = vmulq_s32(starts[j], sum);
         }
       } else {
-        for (auto& unit : dot)
-          for (auto& sum : unit) sum = vdupq_n_s32(0);
+        QM_EACH_UNIT for (int32x4_t& sum : dot[u]) sum = vdupq_n_s32(0);
       }
-      // Two groups of 16 columns are the low and the high nibbles of one chunk, or its halves.
+      // Two groups of 16 columns are the low and the high nibbles of 128 bytes, or their halves.
       const bool low = part == 0, high = part == kParts - 1;
-      const int64_t bytes = kParts == 2 ? 128 : p.codes_bytes;
-      const int8_t* at = x;
-      if constexpr (C::kBits == 4) {
-        const int8_t* w = reinterpret_cast<const int8_t*>(g.panel[0]) + base;
-        for (const int8_t* end = w + bytes; w != end; w += 128, at += 4 * next)
+      const uint8_t *w = block.panel[0], *other = block.panel[1], *const end = w + p.codes_bytes;
+      do {
+        if constexpr (C::kBits == 4) {
           for (int s = 0; s < 2; ++s) {
             int8x16_t codes[4];
-            for (int j = 0; j < 4; ++j) codes[j] = vld1q_s8(w + 64 * s + 16 * j);
-            if (low) chunk(at + s * next, [&](int j) { return C::low(codes[j]); });
-            if (high) chunk(at + (s + 2) * next, [&](int j) { return C::high(codes[j]); });
+            for (int j = 0; j < 4; ++j) codes[j] = vreinterpretq_s8_u8(vld1q_u8(w + 64 * s + 16 * j));
+            if (low) chunk(x + s * next, [&](int j) { return C::low(codes[j]); });
+            if (high) chunk(x + (s + 2) * next, [&](int j) { return C::high(codes[j]); });
           }
-      } else {
-        for (int64_t c = base; c < base + bytes; c += 128, at += 4 * next)
+        } else {
           for (int i = low ? 0 : 2; i < (high ? 4 : 2); ++i)
-            chunk(at + i * next,
-                  [&](int j) { return vreinterpretq_s8_u8(vld1q_u8(g.panel[j / 2] + c + 32 * i + 16 * (j % 2))); });
-      }
-      if (high) x = at;
-      if (p.grouped) {
+            chunk(x + i * next,
+                  [&](int j) { return vreinterpretq_s8_u8(vld1q_u8((j < 2 ? w : other) + 32 * i + 16 * (j % 2))); });
+        }
+        if (high) x += 4 * next;
+        w += 128;
+        other += 128;
+      } while (kParts == 1 && w != end);
+      if constexpr (kGroups != Groups::kNone) {
         float32x4_t eight[2], scales[kV];
         int32x4_t sums[kV];
-        load_scales<C>(p, g, base + p.codes_bytes + part * p.nr * scale_size(p.scale_type), eight);
+        load_scales<C>(p, block, p.codes_bytes + part * p.nr * scale_size(p.scale_type), eight);
         Unit::spread(eight, scales);
-        for (int u = 0; u < kUnits; ++u) {
+        QM_EACH_UNIT {
           Unit::reduce(dot[u], sums);
           for (int v = 0; v < kV; ++v) {
             const float32x4_t sum = to_float<C>(sums[v]);
             if constexpr (kSteps)
               acc[u][v] = vfmaq_f32(acc[u][v], vmulq_f32(sum, scales[v]),
-                                    vreinterpretq_f32_s32(Unit::each(per_group + u * Unit::kRows)));
+                                    vreinterpretq_f32_s32(Unit::each(of_group + u * Unit::kRows)));
             else
               acc[u][v] = vfmaq_f32(acc[u][v], sum, scales[v]);
           }
         }
+        if constexpr (kSums || kSteps) of_group += m;
       }
     }
+    block.panel[0] += p.block_bytes;
+    block.panel[1] += p.block_bytes;
   } while (++b < p.blocks);
   const int32_t* negative_zero_points =
-      reinterpret_cast<const int32_t*>(tile + p.kp * m) + (kSums ? p.groups() * m : 0);
+      reinterpret_cast<const int32_t*>(tile + (p.kp + (kSums ? 4 * p.groups() : 0)) * m);
   const int32_t* steps = negative_zero_points + m;
   float32x4_t row_sums[kV], scales[kV], biases[kV];
   const auto tail = [&](int64_t offset, float32x4_t out[kV]) {
@@ -198,9 +205,9 @@ void quantized_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, i
     Unit::spread(eight, out);
   };
   tail(p.tail(), row_sums);
-  tail(p.tail() + 4 * p.nr, scales);  // when channelwise; multipliers
+  tail(p.tail() + 4 * p.nr, scales);  // of rows, or multipliers
   tail(p.biases(), biases);
-  for (int u = 0; u < kUnits; ++u) {
+  QM_EACH_UNIT {
     const int i = first + u * Unit::kRows;
     const bool second = Unit::kRows == 2 && i + 1 < m;
     const int32x4_t z = Unit::broadcast(negative_zero_points + i, second);
@@ -209,15 +216,15 @@ void quantized_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, i
     float32x4_t y[kV], rows[Unit::kRows][2];
     Unit::reduce(dot[u], sums);
     for (int v = 0; v < kV; ++v) {
-      if constexpr (kSteps) {
+      if constexpr (kGroups == Groups::kNone) {
+        const int32x4_t product = vmlaq_s32(sums[v], vreinterpretq_s32_f32(row_sums[v]), z);
+        y[v] = vmulq_f32(vcvtq_f32_s32(product), vmulq_f32(scales[v], step));
+      } else if constexpr (kSteps) {
         y[v] = vmulq_f32(acc[u][v], scales[v]);
-      } else if (p.grouped) {
+      } else {
         y[v] = vfmaq_f32(acc[u][v], row_sums[v], vcvtq_f32_s32(z));
         if (C::kMultiplied) y[v] = vmulq_f32(y[v], scales[v]);
         y[v] = vmulq_f32(y[v], step);
-      } else {
-        const int32x4_t product = vmlaq_s32(sums[v], vreinterpretq_s32_f32(row_sums[v]), z);
-        y[v] = vmulq_f32(vcvtq_f32_s32(product), vmulq_f32(scales[v], step));
       }
       y[v] = vaddq_f32(y[v], biases[v]);
     }
@@ -300,10 +307,10 @@ constexpr int kMaxUnits = 4;
 
 // By the number of units of rows, less one.
 using Rows = void (*)(const PanelMatrix&, const Group&, const uint8_t*, int, int, int64_t);
-template <class C, int kParts, bool kPerGroup>
+template <class C, Groups kGroups, int kParts>
 constexpr Rows kQuantizedRows[kMaxUnits] = {
-    quantized_rows<1, C, kParts, kPerGroup>, quantized_rows<2, C, kParts, kPerGroup>,
-    quantized_rows<3, C, kParts, kPerGroup>, quantized_rows<4, C, kParts, kPerGroup>};
+    quantized_rows<1, C, kGroups, kParts>, quantized_rows<2, C, kGroups, kParts>, quantized_rows<3, C, kGroups, kParts>,
+    quantized_rows<4, C, kGroups, kParts>};
 template <class C, int kParts>
 constexpr Rows kFloatRows[kMaxUnits] = {float_rows<1, C, kParts>, float_rows<2, C, kParts>, float_rows<3, C, kParts>,
                                         float_rows<4, C, kParts>};
@@ -311,21 +318,23 @@ template <int32_t kFormat>
 constexpr Rows kColumnRows[kMaxUnits] = {column_rows<1, kFormat>, column_rows<2, kFormat>, column_rows<3, kFormat>,
                                          column_rows<4, kFormat>};
 
-// Whether tiles have a number for each group.
-inline bool has_group_numbers(const PanelMatrix& p) { return p.stepped || (is_integer(p.format) && !p.plain()); }
+// Whether tiles have the sums of q over groups: where codes have zero points, and in groups of 16, which may.
+inline bool has_sums(const PanelMatrix& p) { return is_integer(p.format) && !p.plain(); }
 
 template <class C>
-const Rows* rows_of(const PanelMatrix& p, bool quantized) {
+const Rows* integer_rows(const PanelMatrix& p, bool quantized) {
   if (!quantized) return p.parts == 2 ? kFloatRows<C, 2> : kFloatRows<C, 1>;
-  if (p.parts == 1) return has_group_numbers(p) ? kQuantizedRows<C, 1, !C::kMultiplied> : kQuantizedRows<C, 1, false>;
-  return has_group_numbers(p) ? kQuantizedRows<C, 2, true> : kQuantizedRows<C, 2, !C::kMultiplied>;
+  if (p.parts == 2) return kQuantizedRows<C, Groups::kZeroPoints, 2>;
+  return has_sums(p) ? kQuantizedRows<C, Groups::kZeroPoints, 1>
+         : p.grouped ? kQuantizedRows<C, Groups::kScales, 1>
+                     : kQuantizedRows<C, Groups::kNone, 1>;
 }
 inline const Rows* rows_of(const PanelMatrix& p, bool quantized) {
   switch (p.format) {
     case k_format_int4:
-      return rows_of<Int4>(p, quantized);
+      return integer_rows<Int4>(p, quantized);
     case k_format_int8:
-      return rows_of<Int8>(p, quantized);
+      return integer_rows<Int8>(p, quantized);
     case k_format_fp8_e4m3:
       return kColumnRows<k_format_fp8_e4m3>;
     case k_format_bf16:
@@ -333,7 +342,9 @@ inline const Rows* rows_of(const PanelMatrix& p, bool quantized) {
     case k_format_f16:
       return kColumnRows<k_format_f16>;
     default:
-      return rows_of<E2m1>(p, quantized);
+      if (!quantized) return p.parts == 2 ? kFloatRows<E2m1, 2> : kFloatRows<E2m1, 1>;
+      if (p.stepped) return kQuantizedRows<E2m1, Groups::kSteps, 2>;
+      return p.parts == 2 ? kQuantizedRows<E2m1, Groups::kScales, 2> : kQuantizedRows<E2m1, Groups::kScales, 1>;
   }
 }
 
@@ -369,13 +380,10 @@ void pack_rows(const PanelMatrix& p, bool quantized, const Row* rows, int m, uin
   for (int i = 0; i < m; ++i)
     for (int64_t k = 0; k < p.kp; k += 8) std::memcpy(out + k * m + 8 * i, rows[i].q + k, 8);
   out += p.kp * m;
-  if (has_group_numbers(p)) {
-    for (int i = 0; i < m; ++i) {
-      const void* numbers = p.stepped ? static_cast<const void*>(rows[i].steps) : rows[i].sums;
-      for (int64_t b = 0; b < p.groups(); ++b)
-        std::memcpy(out + 4 * (b * m + i), static_cast<const uint8_t*>(numbers) + 4 * b, 4);
-    }
-    out += 4 * p.groups() * m;
+  if (p.stepped || has_sums(p)) {
+    for (int64_t group = 0; group < p.groups(); ++group)
+      for (int i = 0; i < m; ++i, out += 4)
+        std::memcpy(out, p.stepped ? static_cast<const void*>(rows[i].steps + group) : rows[i].sums + group, 4);
   }
   if (p.stepped) return;
   int32_t* negative_zero_points = reinterpret_cast<int32_t*>(out);
