@@ -139,7 +139,7 @@ void quantized_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, i
     }
   };
   Group block = g;
-  int64_t b = 0;
+  const uint8_t* const end_of_blocks = g.panel[0] + p.tail();
   do {
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; ++part) {
@@ -170,6 +170,7 @@ void quantized_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, i
                   [&](int j) { return vreinterpretq_s8_u8(vld1q_u8((j < 2 ? w : other) + 32 * i + 16 * (j % 2))); });
         }
         if (high) x += 4 * next;
+        if constexpr (kUnits > 2) asm("" : "+r"(x));  // gcc would keep and spill a pointer for each of the loads
         w += 128;
         other += 128;
       } while (kParts == 1 && w != end);
@@ -194,7 +195,7 @@ void quantized_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, i
     }
     block.panel[0] += p.block_bytes;
     block.panel[1] += p.block_bytes;
-  } while (++b < p.blocks);
+  } while (block.panel[0] != end_of_blocks);
   const int32_t* negative_zero_points =
       reinterpret_cast<const int32_t*>(tile + (p.kp + (kSums ? 4 * p.groups() : 0)) * m);
   const int32_t* steps = negative_zero_points + m;

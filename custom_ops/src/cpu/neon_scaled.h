@@ -27,12 +27,20 @@ inline float32x4_t to_float(int32x4_t v) {
   return vcvtq_n_f32_s32(v, C::kFraction ? C::kFraction : 1);
 }
 
-// Eight numbers as f32. e4m3 codes are 2^-8 times their values, through f16.
-inline void widen_e4m3(uint8x8_t codes, float32x4_t out[2]) {
-  const int16x8_t moved = vshll_n_s8(vreinterpret_s8_u8(codes), 7);
-  const float16x8_t half = vreinterpretq_f16_s16(vandq_s16(moved, vdupq_n_s16(static_cast<int16_t>(0xbfff))));
+// Eight numbers as f32.
+inline void widen_f16(uint16x8_t bits, float32x4_t out[2]) {
+  const float16x8_t half = vreinterpretq_f16_u16(bits);
   out[0] = vcvt_f32_f16(vget_low_f16(half));
   out[1] = vcvt_high_f32_f16(half);
+}
+inline void widen_bf16(uint16x8_t bits, float32x4_t out[2]) {
+  out[0] = vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(bits), 16));
+  out[1] = vreinterpretq_f32_u32(vshll_high_n_u16(bits, 16));
+}
+// e4m3 codes are 2^-8 times their values, as the f16 with their bits.
+inline void widen_e4m3(uint8x8_t codes, float32x4_t out[2]) {
+  const int16x8_t moved = vshll_n_s8(vreinterpret_s8_u8(codes), 7);
+  widen_f16(vandq_u16(vreinterpretq_u16_s16(moved), vdupq_n_u16(0xbfff)), out);
 }
 inline void widen_e8m0(uint8x8_t codes, float32x4_t out[2]) {
   const uint16x8_t wide = vmovl_u8(codes);
@@ -40,17 +48,19 @@ inline void widen_e8m0(uint8x8_t codes, float32x4_t out[2]) {
   out[0] = vreinterpretq_f32_u32(vmaxq_u32(vshlq_n_u32(vmovl_u16(vget_low_u16(wide)), 23), least));
   out[1] = vreinterpretq_f32_u32(vmaxq_u32(vshlq_n_u32(vmovl_high_u16(wide), 23), least));
 }
-inline float32x4_t widen_f16(uint16x4_t bits) { return vcvt_f32_f16(vreinterpret_f16_u16(bits)); }
-inline float32x4_t widen_bf16(uint16x4_t bits) { return vreinterpretq_f32_u32(vshll_n_u16(bits, 16)); }
-inline uint16x4_t load_halves(const uint8_t* at) { return vreinterpret_u16_u8(vld1_u8(at)); }
 
-// The eight bytes, one a row, at a panel offset.
+// The eight numbers of a byte or of two, one a row, at a panel offset.
 template <int kBits>
 inline uint8x8_t load_rows8(const Group& g, int64_t offset) {
   if constexpr (kBits == 4) return vld1_u8(g.panel[0] + offset);
   const uint32_t* const at[2] = {reinterpret_cast<const uint32_t*>(g.panel[0] + offset),
                                  reinterpret_cast<const uint32_t*>(g.panel[1] + offset)};
   return vreinterpret_u8_u32(vld1_lane_u32(at[1], vld1_dup_u32(at[0]), 1));
+}
+template <int kBits>
+inline uint16x8_t load_rows16(const Group& g, int64_t offset) {
+  if constexpr (kBits == 4) return vreinterpretq_u16_u8(vld1q_u8(g.panel[0] + offset));
+  return vreinterpretq_u16_u8(vcombine_u8(vld1_u8(g.panel[0] + offset), vld1_u8(g.panel[1] + offset)));
 }
 
 template <class C>
@@ -60,10 +70,8 @@ inline void load_scales(const PanelMatrix& p, const Group& g, int64_t offset, fl
     return p.scale_type == k_scale_type_e4m3 ? widen_e4m3(codes, out) : widen_e8m0(codes, out);
   }
   if (p.scale_type == k_scale_type_f32) return load_rows<C::kBits>(g, offset, out);
-  for (int half = 0; half < 2; ++half) {
-    const uint16x4_t bits = load_halves(g.panel[C::kBits == 8 ? half : 0] + offset + (C::kBits == 4 ? 8 * half : 0));
-    out[half] = p.scale_type == k_scale_type_f16 ? widen_f16(bits) : widen_bf16(bits);
-  }
+  const uint16x8_t bits = load_rows16<C::kBits>(g, offset);
+  p.scale_type == k_scale_type_f16 ? widen_f16(bits, out) : widen_bf16(bits, out);
 }
 
 // What the zero points add to the values that C multiplies with.
@@ -82,9 +90,9 @@ inline void load_column(const uint8_t* at, float32x4_t out[4]) {
     widen_e4m3(vget_low_u8(codes), out);
     widen_e4m3(vget_high_u8(codes), out + 2);
   } else {
-    for (int v = 0; v < 4; ++v) {
-      const uint16x4_t bits = load_halves(at + 8 * v);
-      out[v] = kFormat == k_format_f16 ? widen_f16(bits) : widen_bf16(bits);
+    for (int half = 0; half < 2; ++half) {
+      const uint16x8_t bits = vreinterpretq_u16_u8(vld1q_u8(at + 16 * half));
+      kFormat == k_format_f16 ? widen_f16(bits, out + 2 * half) : widen_bf16(bits, out + 2 * half);
     }
   }
 }
