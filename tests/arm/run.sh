@@ -13,9 +13,9 @@ command -v aarch64-linux-gnu-g++ >/dev/null || { echo "run.sh: apt-get install g
 tests/arm/sysroot.sh "$dir"
 # Not -cpu max: NumPy would take SME matrix products, which qemu 10 gets wrong.
 qemu=("$dir/host/usr/bin/qemu-aarch64" -cpu "${CPU:-neoverse-n2}" -L "$dir/arm64")
-program() {
+program() {  # source, name, objects and flags
   aarch64-linux-gnu-g++ -std=c++20 -O2 -Wall -Wextra -ffp-contract=off -static -I"$dir/arm64/usr/include/aarch64-linux-gnu" \
-    -Itests/arm "$1" "$dir/arm64/usr/lib/aarch64-linux-gnu/libkleidiai.a" -o "$dir/$2"
+    -Itests/arm "$1" "${@:3}" "$dir/arm64/usr/lib/aarch64-linux-gnu/libkleidiai.a" -o "$dir/$2"
 }
 
 if [ "${1:-}" = golden ]; then
@@ -35,12 +35,15 @@ _PYTHON_HOST_PLATFORM=linux-aarch64 "$python" -m pip wheel -q . --no-build-isola
 "$python" -m zipfile -e "$dir"/wheel/*.whl "$dir/site"
 arm_python() { PYTHONPATH=$dir/site "${qemu[@]}" "$dir/arm64/usr/bin/python3.13" "$@"; }
 
+program tests/arm/count.cc count "$dir"/cmake/custom_ops/CMakeFiles/quantmoe_core.dir/src/*/*.o \
+  -DQM_KLEIDIAI -Icustom_ops -Icustom_ops/src -Icustom_ops/include
 "$python" tests/arm/instructions.py "$dir"
 
+kernels=(panel_kleidiai panel_neon_i8mm panel_neon_dotprod panel_portable)
 "$python" tests/arm/digest.py >"$dir/digests.host"
-arm_python tests/arm/digest.py >"$dir/digests.arm"
+arm_python tests/arm/digest.py "${kernels[@]}" >"$dir/digests.arm"
 diff "$dir/digests.host" "$dir/digests.arm"
-echo "$(wc -l <"$dir/digests.arm") cases give the same bytes here and on aarch64"
+echo "$(wc -l <"$dir/digests.arm") cases give the same bytes here and on aarch64 with each of ${kernels[*]}"
 
 if [ -n "${MODEL:-}" ]; then
   "$python" tests/arm/model.py "$MODEL" >"$dir/model.host"
