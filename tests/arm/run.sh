@@ -33,7 +33,12 @@ rm -rf "$dir/wheel" "$dir/site/quantmoe"
 _PYTHON_HOST_PLATFORM=linux-aarch64 "$python" -m pip wheel -q . --no-build-isolation --no-deps -w "$dir/wheel" --config-settings build-dir="$dir/cmake" \
   --config-settings cmake.define.CMAKE_TOOLCHAIN_FILE="$PWD/tests/arm/aarch64.cmake" --config-settings cmake.define.CMAKE_PREFIX_PATH="$dir/arm64/usr"
 "$python" -m zipfile -e "$dir"/wheel/*.whl "$dir/site"
-arm_python() { PYTHONPATH=$dir/site "${qemu[@]}" "$dir/arm64/usr/bin/python3.13" "$@"; }
+# A program that is its own sys.executable, so that tests can start another.
+cat >"$dir/python" <<END
+#!/bin/bash
+PYTHONHOME=$dir/arm64/usr PYTHONPATH=$dir/site:\$PYTHONPATH exec ${qemu[*]} -0 "\$0" "$dir/arm64/usr/bin/python3.13" "\$@"
+END
+chmod +x "$dir/python"
 
 program tests/arm/count.cc count "$dir"/cmake/custom_ops/CMakeFiles/quantmoe_core.dir/src/*/*.o \
   -DQM_KLEIDIAI -Icustom_ops -Icustom_ops/src -Icustom_ops/include
@@ -41,15 +46,15 @@ program tests/arm/count.cc count "$dir"/cmake/custom_ops/CMakeFiles/quantmoe_cor
 
 kernels=(panel_kleidiai panel_neon_i8mm panel_neon_dotprod panel_portable)
 "$python" tests/arm/digest.py >"$dir/digests.host"
-arm_python tests/arm/digest.py "${kernels[@]}" >"$dir/digests.arm"
+"$dir/python" tests/arm/digest.py "${kernels[@]}" >"$dir/digests.arm"
 diff "$dir/digests.host" "$dir/digests.arm"
 echo "$(wc -l <"$dir/digests.arm") cases give the same bytes here and on aarch64 with each of ${kernels[*]}"
 
 if [ -n "${MODEL:-}" ]; then
   "$python" tests/arm/model.py "$MODEL" >"$dir/model.host"
-  arm_python tests/arm/model.py "$MODEL" >"$dir/model.arm"
+  "$dir/python" tests/arm/model.py "$MODEL" >"$dir/model.arm"
   "$python" tests/arm/model.py "$MODEL" "$dir/model.host" "$dir/model.arm"
 fi
 
 [ $# -gt 0 ] || set -- tests/layouts tests/kernels
-arm_python -m pytest -p no:cacheprovider "$@"
+"$dir/python" -m pytest -p no:cacheprovider "$@"
