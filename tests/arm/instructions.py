@@ -97,11 +97,13 @@ def main(folder: Path) -> int:
     print("instructions (llvm-mca's cycles on Neoverse N2) per 1024 multiply-accumulates, beside a peer's")
     for ours in found:
         kernel, what, rows = ours
-        peer = "kleidiai", what, rows
-        if kernel == "kleidiai" or (peer in found and kernel == "neon_dotprod" and rows > 1):  # KleidiAI's is i8mm
+        if kernel == "kleidiai":
             continue
+        peer = "kleidiai", what, rows
         if peer not in found:
             peer = kernel, PEERS.get(what, INT4), rows
+        elif kernel == "neon_dotprod" and rows > 1:  # KleidiAI's is i8mm
+            peer = kernel, "", rows
         title = f"{what}, {rows} row{'s' * (rows > 1)}, {kernel}"
         if peer not in found:
             print(f"{title:68s}{cell(ours)}")

@@ -2,9 +2,10 @@
 // Included by one file an instruction set; everything is in an unnamed namespace, as in elementwise.h.
 //
 // A quantized tile is q int8 [kp / 8][m][8] | -zero_point int32 [m] | step f32 [m]: with m = 1 and m = 4 these are
-// KleidiAI's left-hand side bytes. Its rows are taken in units: two rows with i8mm, whose instruction multiplies 2 x 8
-// by 8 x 2, one row with dotprod. A unit multiplies with 16 weight bytes, 8 columns of two rows, so that 8 weight rows
-// are 4 accumulators a unit.
+// KleidiAI's left-hand side bytes. Where has_sums(), sums int32 [groups][m] follow q; where the matrix is stepped,
+// steps f32 [groups][m] and nothing else. Its rows are taken in units: two rows with i8mm, whose instruction multiplies
+// 2 x 8 by 8 x 2, one row with dotprod. A unit multiplies with 16 weight bytes, 8 columns of two rows, so that 8 weight
+// rows are 4 accumulators a unit.
 #pragma once
 #include <arm_neon.h>
 #include <sys/auxv.h>
@@ -103,6 +104,7 @@ inline void load_rows(const Group& g, int64_t offset, float32x4_t out[2]) {
   out[0] = vreinterpretq_f32_u8(vld1q_u8(g.panel[0] + offset));
   out[1] = vreinterpretq_f32_u8(vld1q_u8(g.panel[kBits == 8] + offset + second));
 }
+
 #include "cpu/neon_scaled.h"
 
 template <int kBits>
@@ -115,8 +117,7 @@ inline void store_row(const Group& g, int64_t offset, const float32x4_t y[2]) {
 // Written out so that arrays indexed by u live in registers.
 #define QM_EACH_UNIT _Pragma("GCC unroll 4") for (int u = 0; u < kUnits; ++u)
 
-// What the groups of a panel have: nothing (scales belong to rows), scales, zero points as well, or steps of
-// activations.
+// What groups have: nothing (scales belong to rows), scales, zero points as well, or steps of the activations as well.
 enum class Groups { kNone, kScales, kZeroPoints, kSteps };
 
 // Rows [first, first + kUnits * kRows) of a tile of m. kParts: groups of a block.

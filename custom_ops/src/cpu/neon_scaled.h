@@ -23,8 +23,10 @@ struct E2m1 {
 
 template <class C>
 inline float32x4_t to_float(int32x4_t v) {
-  if constexpr (C::kFraction == 0) return vcvtq_f32_s32(v);
-  return vcvtq_n_f32_s32(v, C::kFraction ? C::kFraction : 1);
+  if constexpr (C::kFraction == 0)
+    return vcvtq_f32_s32(v);
+  else
+    return vcvtq_n_f32_s32(v, C::kFraction);
 }
 
 // Eight numbers as f32.
@@ -42,11 +44,9 @@ inline void widen_e4m3(uint8x8_t codes, float32x4_t out[2]) {
   const int16x8_t moved = vshll_n_s8(vreinterpret_s8_u8(codes), 7);
   widen_f16(vandq_u16(vreinterpretq_u16_s16(moved), vdupq_n_u16(0xbfff)), out);
 }
+// 2^(code - 127) as bf16: the code is the exponent, 2^-127 is subnormal.
 inline void widen_e8m0(uint8x8_t codes, float32x4_t out[2]) {
-  const uint16x8_t wide = vmovl_u8(codes);
-  const uint32x4_t least = vdupq_n_u32(0x00400000);
-  out[0] = vreinterpretq_f32_u32(vmaxq_u32(vshlq_n_u32(vmovl_u16(vget_low_u16(wide)), 23), least));
-  out[1] = vreinterpretq_f32_u32(vmaxq_u32(vshlq_n_u32(vmovl_high_u16(wide), 23), least));
+  widen_bf16(vmaxq_u16(vshll_n_u8(codes, 7), vdupq_n_u16(0x40)), out);
 }
 
 // The eight numbers of a byte or of two, one a row, at a panel offset.
