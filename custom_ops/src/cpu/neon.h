@@ -412,8 +412,6 @@ int64_t int8_peak(int64_t rounds) {
   return rounds * kSums * 16 * Unit::kRows;
 }
 
-inline bool carries(const PanelMatrix&) { return true; }
-
 inline bool cpu_has(unsigned long word, int bit) { return getauxval(word) >> bit & 1; }
 
 }  // namespace

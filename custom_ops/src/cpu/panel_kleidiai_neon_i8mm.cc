@@ -119,12 +119,8 @@ bool usable() {
 
 }  // namespace
 
-const CpuKernel panel_kleidiai = {"panel_kleidiai",
-                                  usable,
-                                  [](const PanelMatrix&) { return true; },
-                                  16,
-                                  QM_ELEMENTWISE(pack_fours),
-                                  multiply_fours,
-                                  [](int64_t rounds) { return panel_neon_i8mm.int8_peak(rounds); }};
+const CpuKernel panel_kleidiai = {
+    "panel_kleidiai",           usable,         16,
+    QM_ELEMENTWISE(pack_fours), multiply_fours, [](int64_t rounds) { return panel_neon_i8mm.int8_peak(rounds); }};
 
 }  // namespace quantmoe
