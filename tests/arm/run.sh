@@ -4,7 +4,7 @@
 #   2. digest.py here and there: every case of tests/cases.py gives the same bytes on both machines
 #   3. model.py here and there, when MODEL names an exported folder: greedy tokens and KL divergence
 #   4. pytest ARGS (default: the layout and kernel tests) on the aarch64 wheel, with CPU (default neoverse-n2)
-# and counts the instructions of the hot loops.
+# and counts the instructions of products of every format.
 # `run.sh golden` writes tests/golden anew instead. Everything lands in build/arm; PYTHON is the host's, with quantmoe installed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
