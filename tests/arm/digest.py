@@ -1,4 +1,7 @@
-"""Prints a case a line: digests of the inputs and of each kernel's output; machines must agree."""
+"""`digest.py KERNEL...`: digests of the inputs and of the kernels' outputs, a case a line; machines must agree.
+
+All usable kernels when none is named; a line that has two output digests is two kernels that disagree.
+"""
 
 import hashlib
 import os
@@ -17,12 +20,17 @@ def digest(*arrays: np.ndarray) -> str:
     return hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()[:16]
 
 
+usable = [kernel for kernel, runs in native.kernels().items() if runs]
+kernels = sys.argv[1:] or usable
+if missing := set(kernels) - set(usable):
+    sys.exit(f"digest.py: {', '.join(sorted(missing))} cannot run here")
 for case in CASES:
     layer = case.build()
-    tokens = case.tokens(19)
+    tokens = [case.tokens(t) for t in (3, 19)]  # experts of one row, and tiles of every number of units
     outputs = set()
-    for kernel, usable in native.kernels().items():
-        if usable:
-            os.environ["QUANTMOE_FORCE_KERNEL"] = kernel
-            outputs.add(digest(layer.native()(*tokens)))
-    print(digest(layer.w13, layer.w2, *tokens), *sorted(outputs), case)
+    for kernel in kernels:
+        os.environ["QUANTMOE_FORCE_KERNEL"] = kernel
+        run = layer.native()
+        outputs.add(digest(*(run(*t) for t in tokens)))
+    print(digest(layer.w13, layer.w2, *(array for t in tokens for array in t)), *sorted(outputs), case)
+print(f"digest.py: {', '.join(kernels)}", file=sys.stderr)

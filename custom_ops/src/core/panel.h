@@ -48,7 +48,7 @@ struct PanelMatrix {
   int64_t tail() const { return blocks * block_bytes; }
   bool multiplied() const { return !is_integer(format); }
   int64_t biases() const { return tail() + (grouped && !multiplied() ? 4 : 8) * nr; }
-  // Layouts that KleidiAI has too, and every kernel multiplies.
+  // Layouts that KleidiAI has too.
   bool plain() const { return is_integer(format) && !zero_points && parts == 1; }
 };
 

@@ -54,8 +54,7 @@ struct Product {
 struct CpuKernel {
   const char* name;
   bool (*usable)();
-  bool (*carries)(const PanelMatrix& p);  // whether it multiplies such panels; panel_portable multiplies all
-  int tile_rows;                          // most rows of a tile
+  int tile_rows;  // most rows of a tile
 
   void (*to_float)(qm_type type, const void* source, int64_t n, float* out);
   void (*from_float)(qm_type type, const float* source, int64_t n, void* out);

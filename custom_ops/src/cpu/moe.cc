@@ -70,7 +70,6 @@ struct Layer {
   const qm_moe_call& call;
   const CpuKernel& kernel;
   PanelMatrix w13, w2;
-  const CpuKernel &product13, &product2;  // the kernel, or the portable one for panels that it does not carry
   RowParts parts13, parts2;
   bool quantized13, quantized2;
   int64_t pairs, rows;  // rows: distinct activation rows
@@ -100,15 +99,7 @@ struct Layer {
   float* lane_steps;
 
   Layer(const qm_moe& m, const qm_moe_call& c, const CpuKernel& k)
-      : moe(m),
-        call(c),
-        kernel(k),
-        w13(w13_matrix(m)),
-        w2(w2_matrix(m)),
-        product13(k.carries(w13) ? k : panel_portable),
-        product2(k.carries(w2) ? k : panel_portable),
-        parts13(w13_parts(m)),
-        parts2(w2_parts(m)) {
+      : moe(m), call(c), kernel(k), w13(w13_matrix(m)), w2(w2_matrix(m)), parts13(w13_parts(m)), parts2(w2_parts(m)) {
     quantized13 = is_int8_activation(m.w13) || w13.stepped;
     quantized2 = is_int8_activation(m.w2) || w2.stepped;
     // Gate and up read different tiles.
@@ -363,7 +354,7 @@ void Layer::gate_up(int lane, const Task& task) {
         }
         list[i] = row;
       }
-      product13.pack_tile(w13, quantized13, list, m, data);
+      kernel.pack_tile(w13, quantized13, list, m, data);
       tiles[g][t] = {data, m};
       data += m * tile13_bytes;
     }
@@ -378,7 +369,7 @@ void Layer::gate_up(int lane, const Task& task) {
     Product product{&w13,  quantized13, weights + p * w13.stride, panels,    tiles[0],
                     count, gate,        kColumnsPerStep,          up - gate, sides};
     if (gathers == 1) {
-      product13.multiply(product);
+      kernel.multiply(product);
     } else {  // gate and up read different tiles: every other panel each
       PanelMatrix half = w13;
       for (int64_t i = 0; i < panels; ++i) {
@@ -392,7 +383,7 @@ void Layer::gate_up(int lane, const Task& task) {
                     kColumnsPerStep,
                     0,
                     1};
-        product13.multiply(one);
+        kernel.multiply(one);
       }
     }
     const int64_t column = p / sides * w13.nr;
@@ -444,7 +435,7 @@ void Layer::pack_h(int lane, int64_t expert, int64_t first_tile, int64_t last_ti
       }
       if (!finite) __atomic_fetch_or(bad + order[position].token, kBadH, __ATOMIC_RELAXED);
     }
-    product2.pack_tile(w2, quantized2, list, m, data);
+    kernel.pack_tile(w2, quantized2, list, m, data);
     data += m * tile2_bytes;
   }
 }
@@ -482,7 +473,7 @@ void Layer::down(int lane, int64_t begin, int64_t end) {
                         kColumnsPerStep,
                         0,
                         1};
-        product2.multiply(product);
+        kernel.multiply(product);
         for (int64_t i = 0; i < block; ++i) {
           // Rows of y are scattered: ask for the one that comes some rows later.
           const float* later = y + order[first + std::min(i + 4, block - 1)].token * hidden + column;

@@ -2,13 +2,15 @@
 // Included by one file an instruction set; everything is in an unnamed namespace, as in elementwise.h.
 //
 // A quantized tile is q int8 [kp / 8][m][8] | -zero_point int32 [m] | step f32 [m]: with m = 1 and m = 4 these are
-// KleidiAI's left-hand side bytes. Its rows are taken in units: two rows with i8mm, whose instruction multiplies 2 x 8
-// by 8 x 2, one row with dotprod. A unit multiplies with 16 weight bytes, 8 columns of two rows, so that 8 weight rows
-// are 4 accumulators a unit.
+// KleidiAI's left-hand side bytes. Where has_sums(), sums int32 [groups][m] follow q; where the matrix is stepped,
+// steps f32 [groups][m] and nothing else. Its rows are taken in units: two rows with i8mm, whose instruction multiplies
+// 2 x 8 by 8 x 2, one row with dotprod. A unit multiplies with 16 weight bytes, 8 columns of two rows, so that 8 weight
+// rows are 4 accumulators a unit.
 #pragma once
 #include <arm_neon.h>
 #include <sys/auxv.h>
 
+#include "core/minifloat.h"
 #include "cpu/elementwise.h"
 
 namespace quantmoe {
@@ -24,12 +26,25 @@ struct Unit {
   static void reduce(const int32x4_t dot[4], int32x4_t out[kVectors]) {
     for (int j = 0; j < 4; ++j) out[j] = dot[j];
   }
-  static void spread(int32x4_t low, int32x4_t high, int32x4_t out[kVectors]) {
-    const int64x2_t a = vreinterpretq_s64_s32(low), b = vreinterpretq_s64_s32(high);
-    out[0] = vreinterpretq_s32_s64(vdupq_laneq_s64(a, 0));
-    out[1] = vreinterpretq_s32_s64(vdupq_laneq_s64(a, 1));
-    out[2] = vreinterpretq_s32_s64(vdupq_laneq_s64(b, 0));
-    out[3] = vreinterpretq_s32_s64(vdupq_laneq_s64(b, 1));
+  // Eight values, one a weight row, as those vectors; and as what the accumulators of dot() start with.
+  static void spread(const float32x4_t eight[2], float32x4_t out[kVectors]) {
+    for (int half = 0; half < 2; ++half) {
+      const float64x2_t pairs = vreinterpretq_f64_f32(eight[half]);
+      out[2 * half] = vreinterpretq_f32_f64(vdupq_laneq_f64(pairs, 0));
+      out[2 * half + 1] = vreinterpretq_f32_f64(vdupq_laneq_f64(pairs, 1));
+    }
+  }
+  static void starts(int16x8_t eight, int32x4_t out[4]) {
+    const float32x4_t wide[2] = {vreinterpretq_f32_s32(vmovl_s16(vget_low_s16(eight))),
+                                 vreinterpretq_f32_s32(vmovl_high_s16(eight))};
+    float32x4_t spread_out[4];
+    spread(wide, spread_out);
+    for (int j = 0; j < 4; ++j) out[j] = vreinterpretq_s32_f32(spread_out[j]);
+  }
+  // A value a token row. With an odd m the last unit's second is the 4 bytes that follow.
+  static int32x4_t each(const int32_t* row) {
+    const int32x4_t two = vcombine_s32(vld1_s32(row), vcreate_s32(0));
+    return vzip1q_s32(two, two);
   }
   static int32x4_t broadcast(const int32_t* row, bool second) {
     return vcombine_s32(vdup_n_s32(row[0]), vdup_n_s32(row[second]));
@@ -53,11 +68,20 @@ struct Unit {
     out[0] = vpaddq_s32(dot[0], dot[1]);
     out[1] = vpaddq_s32(dot[2], dot[3]);
   }
-  static void spread(int32x4_t low, int32x4_t high, int32x4_t out[kVectors]) {
-    out[0] = low;
-    out[1] = high;
+  static void spread(const float32x4_t eight[2], float32x4_t out[kVectors]) {
+    out[0] = eight[0];
+    out[1] = eight[1];
   }
-  static int32x4_t broadcast(const int32_t* row, bool) { return vdupq_n_s32(row[0]); }
+  static void starts(int16x8_t eight, int32x4_t out[4]) {
+    const int32x4_t zero = vdupq_n_s32(0);
+    const int32x4_t low = vmovl_s16(vget_low_s16(eight)), high = vmovl_high_s16(eight);
+    out[0] = vzip1q_s32(low, zero);
+    out[1] = vzip2q_s32(low, zero);
+    out[2] = vzip1q_s32(high, zero);
+    out[3] = vzip2q_s32(high, zero);
+  }
+  static int32x4_t each(const int32_t* row) { return vdupq_n_s32(row[0]); }
+  static int32x4_t broadcast(const int32_t* row, bool) { return each(row); }
   static void rows(const float32x4_t v[kVectors], float32x4_t out[kRows][2]) {
     out[0][0] = v[0];
     out[0][1] = v[1];
@@ -75,21 +99,13 @@ struct Group {
 
 // The eight 4-byte values, one a row, at a panel offset.
 template <int kBits>
-inline void load_rows(const Group& g, int64_t offset, int32x4_t out[2]) {
+inline void load_rows(const Group& g, int64_t offset, float32x4_t out[2]) {
   const int64_t second = kBits == 4 ? 16 : 0;
-  out[0] = vreinterpretq_s32_u8(vld1q_u8(g.panel[0] + offset));
-  out[1] = vreinterpretq_s32_u8(vld1q_u8(g.panel[kBits == 8] + offset + second));
+  out[0] = vreinterpretq_f32_u8(vld1q_u8(g.panel[0] + offset));
+  out[1] = vreinterpretq_f32_u8(vld1q_u8(g.panel[kBits == 8] + offset + second));
 }
-template <int kBits>
-inline void load_scales(const Group& g, int64_t offset, int32_t scale_type, int32x4_t out[2]) {
-  if (scale_type == k_scale_type_f32) return load_rows<kBits>(g, offset, out);
-  for (int half = 0; half < 2; ++half) {
-    const uint8_t* at = g.panel[kBits == 8 ? half : 0] + offset + (kBits == 4 ? 8 * half : 0);
-    const uint16x4_t bits = vreinterpret_u16_u8(vld1_u8(at));
-    out[half] = scale_type == k_scale_type_f16 ? vreinterpretq_s32_f32(vcvt_f32_f16(vreinterpret_f16_u16(bits)))
-                                               : vreinterpretq_s32_u32(vshll_n_u16(bits, 16));
-  }
-}
+
+#include "cpu/neon_scaled.h"
 
 template <int kBits>
 inline void store_row(const Group& g, int64_t offset, const float32x4_t y[2]) {
@@ -98,68 +114,102 @@ inline void store_row(const Group& g, int64_t offset, const float32x4_t y[2]) {
   if (kBits == 8 && g.both) vst1q_f32(g.to[1] + offset, y[1]);
 }
 
-// Rows [first, first + kUnits * kRows) of a tile of m.
-template <int kUnits, int kBits>
+// Written out so that arrays indexed by u live in registers.
+#define QM_EACH_UNIT _Pragma("GCC unroll 4") for (int u = 0; u < kUnits; ++u)
+
+// What groups have: nothing (scales belong to rows), scales, zero points as well, or steps of the activations as well.
+enum class Groups { kNone, kScales, kZeroPoints, kSteps };
+
+// Rows [first, first + kUnits * kRows) of a tile of m. kParts: groups of a block.
+template <int kUnits, class C, Groups kGroups, int kParts>
 void quantized_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, int m, int first, int64_t row_stride) {
   constexpr int kV = Unit::kVectors;
+  constexpr bool kSums = kGroups == Groups::kZeroPoints, kSteps = kGroups == Groups::kSteps;
   const int8_t* x = reinterpret_cast<const int8_t*>(tile) + 8 * first;
   const int64_t next = 8 * m;  // bytes from 8 columns to the next 8
-  int32x4_t dot[kUnits][4], pair[2];
+  const int32_t* of_group = reinterpret_cast<const int32_t*>(tile + p.kp * m) + first;  // sums or steps
+  int32x4_t dot[kUnits][4];
   float32x4_t acc[kUnits][kV];
-  for (int u = 0; u < kUnits; ++u)
-    for (int v = 0; v < kV; ++v) acc[u][v] = vdupq_n_f32(0.0f);
+  QM_EACH_UNIT for (float32x4_t& sum : acc[u]) sum = vdupq_n_f32(0.0f);
   const auto chunk = [&](const int8_t* at, auto weights) {
     int8x16_t row[kUnits];
-    for (int u = 0; u < kUnits; ++u) row[u] = Unit::load(at + 8 * Unit::kRows * u);
+    QM_EACH_UNIT row[u] = Unit::load(at + 8 * Unit::kRows * u);
     for (int j = 0; j < 4; ++j) {
       const int8x16_t w = weights(j);
-      for (int u = 0; u < kUnits; ++u) dot[u][j] = Unit::dot(dot[u][j], row[u], w);
+      QM_EACH_UNIT dot[u][j] = Unit::dot(dot[u][j], row[u], w);
     }
   };
-  int64_t b = 0;
+  Group block = g;
+  const uint8_t* const end_of_blocks = g.panel[0] + p.tail();
   do {
-    for (auto& unit : dot)
-      for (auto& sum : unit) sum = vdupq_n_s32(0);
-    const int64_t base = b * p.block_bytes;
-    if constexpr (kBits == 4) {  // 16 times the values: the low nibbles shifted up, the high ones masked
-      const int8x16_t mask = vdupq_n_s8(static_cast<int8_t>(0xf0));
-      const int8_t* w = reinterpret_cast<const int8_t*>(g.panel[0]) + base;
-      for (const int8_t* end = w + p.codes_bytes; w != end; w += 128, x += 4 * next)
-        for (int s = 0; s < 2; ++s) {
-          int8x16_t codes[4];
-          for (int j = 0; j < 4; ++j) codes[j] = vld1q_s8(w + 64 * s + 16 * j);
-          chunk(x + s * next, [&](int j) { return vshlq_n_s8(codes[j], 4); });
-          chunk(x + (s + 2) * next, [&](int j) { return vandq_s8(codes[j], mask); });
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part) {
+      if constexpr (kSums) {
+        int32x4_t starts[4];
+        Unit::starts(load_offsets<C>(p, block, p.zeros() + part * p.nr), starts);
+        QM_EACH_UNIT {
+          const int32x4_t sum = Unit::each(of_group + u * Unit::kRows);
+          for (int j = 0; j < 4; ++j) dot[u][j] = vmulq_s32(starts[j], sum);
         }
-    } else {
-      for (int64_t c = base; c < base + p.codes_bytes; c += 128, x += 4 * next)
-        for (int i = 0; i < 4; ++i)
-          chunk(x + i * next,
-                [&](int j) { return vreinterpretq_s8_u8(vld1q_u8(g.panel[j / 2] + c + 32 * i + 16 * (j % 2))); });
-    }
-    if (p.grouped) {
-      int32x4_t scales[kV], sums[kV];
-      load_scales<kBits>(g, base + p.codes_bytes, p.scale_type, pair);
-      Unit::spread(pair[0], pair[1], scales);
-      for (int u = 0; u < kUnits; ++u) {
-        Unit::reduce(dot[u], sums);
-        for (int v = 0; v < kV; ++v) {
-          const float32x4_t sum = kBits == 4 ? vcvtq_n_f32_s32(sums[v], 4) : vcvtq_f32_s32(sums[v]);
-          acc[u][v] = vfmaq_f32(acc[u][v], sum, vreinterpretq_f32_s32(scales[v]));
+      } else {
+        QM_EACH_UNIT for (int32x4_t& sum : dot[u]) sum = vdupq_n_s32(0);
+      }
+      // Two groups of 16 columns are the low and the high nibbles of 128 bytes, or their halves.
+      const bool low = part == 0, high = part == kParts - 1;
+      const uint8_t *w = block.panel[0], *other = block.panel[1], *const end = w + p.codes_bytes;
+      do {
+        if constexpr (C::kBits == 4) {
+          for (int s = 0; s < 2; ++s) {
+            int8x16_t codes[4];
+            for (int j = 0; j < 4; ++j) codes[j] = vreinterpretq_s8_u8(vld1q_u8(w + 64 * s + 16 * j));
+            if (low) chunk(x + s * next, [&](int j) { return C::low(codes[j]); });
+            if (high) chunk(x + (s + 2) * next, [&](int j) { return C::high(codes[j]); });
+          }
+        } else {
+          for (int i = low ? 0 : 2; i < (high ? 4 : 2); ++i)
+            chunk(x + i * next,
+                  [&](int j) { return vreinterpretq_s8_u8(vld1q_u8((j < 2 ? w : other) + 32 * i + 16 * (j % 2))); });
         }
+        if (high) x += 4 * next;
+        if constexpr (kUnits > 2) asm("" : "+r"(x));  // gcc would keep and spill a pointer for each of the loads
+        w += 128;
+        other += 128;
+      } while (kParts == 1 && w != end);
+      if constexpr (kGroups != Groups::kNone) {
+        float32x4_t eight[2], scales[kV];
+        int32x4_t sums[kV];
+        load_scales<C>(p, block, p.codes_bytes + part * p.nr * scale_size(p.scale_type), eight);
+        Unit::spread(eight, scales);
+        QM_EACH_UNIT {
+          Unit::reduce(dot[u], sums);
+          for (int v = 0; v < kV; ++v) {
+            const float32x4_t sum = to_float<C>(sums[v]);
+            if constexpr (kSteps)
+              acc[u][v] = vfmaq_f32(acc[u][v], vmulq_f32(sum, scales[v]),
+                                    vreinterpretq_f32_s32(Unit::each(of_group + u * Unit::kRows)));
+            else
+              acc[u][v] = vfmaq_f32(acc[u][v], sum, scales[v]);
+          }
+        }
+        if constexpr (kSums || kSteps) of_group += m;
       }
     }
-  } while (++b < p.blocks);
-  const int32_t* negative_zero_points = reinterpret_cast<const int32_t*>(tile + p.kp * m);
+    block.panel[0] += p.block_bytes;
+    block.panel[1] += p.block_bytes;
+  } while (block.panel[0] != end_of_blocks);
+  const int32_t* negative_zero_points =
+      reinterpret_cast<const int32_t*>(tile + (p.kp + (kSums ? 4 * p.groups() : 0)) * m);
   const int32_t* steps = negative_zero_points + m;
-  int32x4_t row_sums[kV], scales[kV], biases[kV];
-  load_rows<kBits>(g, p.tail(), pair);
-  Unit::spread(pair[0], pair[1], row_sums);
-  load_rows<kBits>(g, p.tail() + 4 * p.nr, pair);  // scales when channelwise
-  Unit::spread(pair[0], pair[1], scales);
-  load_rows<kBits>(g, p.tail() + (p.grouped ? 4 : 8) * p.nr, pair);
-  Unit::spread(pair[0], pair[1], biases);
-  for (int u = 0; u < kUnits; ++u) {
+  float32x4_t row_sums[kV], scales[kV], biases[kV];
+  const auto tail = [&](int64_t offset, float32x4_t out[kV]) {
+    float32x4_t eight[2];
+    load_rows<C::kBits>(g, offset, eight);
+    Unit::spread(eight, out);
+  };
+  tail(p.tail(), row_sums);
+  tail(p.tail() + 4 * p.nr, scales);  // of rows, or multipliers
+  tail(p.biases(), biases);
+  QM_EACH_UNIT {
     const int i = first + u * Unit::kRows;
     const bool second = Unit::kRows == 2 && i + 1 < m;
     const int32x4_t z = Unit::broadcast(negative_zero_points + i, second);
@@ -168,109 +218,142 @@ void quantized_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, i
     float32x4_t y[kV], rows[Unit::kRows][2];
     Unit::reduce(dot[u], sums);
     for (int v = 0; v < kV; ++v) {
-      if (p.grouped) {
-        y[v] = vmulq_f32(vfmaq_f32(acc[u][v], vreinterpretq_f32_s32(row_sums[v]), vcvtq_f32_s32(z)), step);
+      if constexpr (kGroups == Groups::kNone) {
+        const int32x4_t product = vmlaq_s32(sums[v], vreinterpretq_s32_f32(row_sums[v]), z);
+        y[v] = vmulq_f32(vcvtq_f32_s32(product), vmulq_f32(scales[v], step));
+      } else if constexpr (kSteps) {
+        y[v] = vmulq_f32(acc[u][v], scales[v]);
       } else {
-        const float32x4_t product = vcvtq_f32_s32(vmlaq_s32(sums[v], row_sums[v], z));
-        y[v] = vmulq_f32(product, vmulq_f32(vreinterpretq_f32_s32(scales[v]), step));
+        y[v] = vfmaq_f32(acc[u][v], row_sums[v], vcvtq_f32_s32(z));
+        if (C::kMultiplied) y[v] = vmulq_f32(y[v], scales[v]);
+        y[v] = vmulq_f32(y[v], step);
       }
-      y[v] = vaddq_f32(y[v], vreinterpretq_f32_s32(biases[v]));
+      y[v] = vaddq_f32(y[v], biases[v]);
     }
     Unit::rows(y, rows);
-    store_row<kBits>(g, i * row_stride, rows[0]);
-    if (second) store_row<kBits>(g, (i + 1) * row_stride, rows[Unit::kRows - 1]);
+    store_row<C::kBits>(g, i * row_stride, rows[0]);
+    if (second) store_row<C::kBits>(g, (i + 1) * row_stride, rows[Unit::kRows - 1]);
   }
 }
 
 // Float activations, x f32 [kp][m]: rows [first, first + kRows) of a tile of m, two columns of 8 weight rows at a time.
-template <int kRows, int kBits>
+template <int kRows, class C, int kParts>
 void float_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, int m, int first, int64_t row_stride) {
   static constexpr uint8_t kFirstColumns[16] = {0, 8, 16, 24, 32, 40, 48, 56, 1, 9, 17, 25, 33, 41, 49, 57};
   const uint8x16_t first_columns = vld1q_u8(kFirstColumns);
+  const float* x = reinterpret_cast<const float*>(tile) + first;
   float32x4_t acc[kRows][2], part[kRows][2];
   for (auto& row : acc) row[0] = row[1] = vdupq_n_f32(0.0f);
-  const auto columns = [&](const float* x,
-                           const int8x16x4_t& weights) {  // 8 columns, 16 times the value when kBits is 4
+  int16x8_t offsets = vdupq_n_s16(0);
+  const auto columns = [&](const int8x16x4_t& weights) {  // the next 8
     for (int c = 0; c < 8; c += 2) {
       const int8x16_t two = vqtbl4q_s8(weights, vaddq_u8(first_columns, vdupq_n_u8(static_cast<uint8_t>(c))));
-      const int16x8_t column[2] = {vmovl_s8(vget_low_s8(two)), vmovl_s8(vget_high_s8(two))};
+      const int16x8_t column[2] = {vaddw_s8(offsets, vget_low_s8(two)), vaddw_high_s8(offsets, two)};
       for (int i = 0; i < 2; ++i, x += m) {
-        const int32x4_t low = vmovl_s16(vget_low_s16(column[i])), high = vmovl_s16(vget_high_s16(column[i]));
-        const float32x4_t w[2] = {kBits == 4 ? vcvtq_n_f32_s32(low, 4) : vcvtq_f32_s32(low),
-                                  kBits == 4 ? vcvtq_n_f32_s32(high, 4) : vcvtq_f32_s32(high)};
+        const float32x4_t w[2] = {to_float<C>(vmovl_s16(vget_low_s16(column[i]))),
+                                  to_float<C>(vmovl_high_s16(column[i]))};
         for (int r = 0; r < kRows; ++r)
           for (int half = 0; half < 2; ++half) part[r][half] = vfmaq_n_f32(part[r][half], w[half], x[r]);
       }
     }
   };
-  const float* x = reinterpret_cast<const float*>(tile) + first;
   int64_t b = 0;
   do {
-    for (auto& row : part) row[0] = row[1] = vdupq_n_f32(0.0f);
     const int64_t base = b * p.block_bytes;
-    int8x16x4_t codes;
-    if constexpr (kBits == 4) {
-      for (int64_t c = 0; c < p.codes_bytes; c += 128, x += 32 * m)
-        for (int high = 0; high < 2; ++high)
-          for (int s = 0; s < 2; ++s) {
-            for (int j = 0; j < 4; ++j) {
-              const int8x16_t bytes = vreinterpretq_s8_u8(vld1q_u8(g.panel[0] + base + c + 64 * s + 16 * j));
-              codes.val[j] = high ? vandq_s8(bytes, vdupq_n_s8(static_cast<int8_t>(0xf0))) : vshlq_n_s8(bytes, 4);
+    for (int group = 0; group < kParts; ++group) {
+      for (auto& row : part) row[0] = row[1] = vdupq_n_f32(0.0f);
+      if constexpr (!C::kMultiplied) offsets = load_offsets<C>(p, g, base + p.zeros() + group * p.nr);
+      int8x16x4_t codes;
+      if constexpr (C::kBits == 4) {
+        for (int64_t c = 0; c < p.codes_bytes; c += 128)
+          for (int high = group; high < (kParts == 2 ? group + 1 : 2); ++high)
+            for (int s = 0; s < 2; ++s) {
+              for (int j = 0; j < 4; ++j) {
+                const int8x16_t bytes = vreinterpretq_s8_u8(vld1q_u8(g.panel[0] + base + c + 64 * s + 16 * j));
+                codes.val[j] = high ? C::high(bytes) : C::low(bytes);
+              }
+              columns(codes);
             }
-            columns(x + (16 * high + 8 * s) * m, codes);
-          }
-    } else {
-      for (int64_t c = 0; c < p.codes_bytes; c += 32, x += 8 * m) {
-        for (int j = 0; j < 4; ++j)
-          codes.val[j] = vreinterpretq_s8_u8(vld1q_u8(g.panel[j / 2] + base + c + 16 * (j % 2)));
-        columns(x, codes);
+      } else {
+        const int64_t bytes = p.codes_bytes / kParts;
+        for (int64_t c = group * bytes; c < (group + 1) * bytes; c += 32) {
+          for (int j = 0; j < 4; ++j)
+            codes.val[j] = vreinterpretq_s8_u8(vld1q_u8(g.panel[j / 2] + base + c + 16 * (j % 2)));
+          columns(codes);
+        }
+      }
+      if (p.grouped) {
+        float32x4_t scales[2];
+        load_scales<C>(p, g, base + p.codes_bytes + group * p.nr * scale_size(p.scale_type), scales);
+        for (int r = 0; r < kRows; ++r)
+          for (int half = 0; half < 2; ++half) acc[r][half] = vfmaq_f32(acc[r][half], part[r][half], scales[half]);
       }
     }
-    if (p.grouped) {
-      int32x4_t scales[2];
-      load_scales<kBits>(g, base + p.codes_bytes, p.scale_type, scales);
-      for (int r = 0; r < kRows; ++r)
-        for (int half = 0; half < 2; ++half)
-          acc[r][half] = vfmaq_f32(acc[r][half], part[r][half], vreinterpretq_f32_s32(scales[half]));
-    }
   } while (++b < p.blocks);
-  int32x4_t scales[2], biases[2];
-  load_rows<kBits>(g, p.tail() + 4 * p.nr, scales);
-  load_rows<kBits>(g, p.tail() + (p.grouped ? 4 : 8) * p.nr, biases);
+  float32x4_t scales[2], biases[2];
+  load_rows<C::kBits>(g, p.tail() + 4 * p.nr, scales);
+  load_rows<C::kBits>(g, p.biases(), biases);
   for (int r = 0; r < kRows; ++r) {
     float32x4_t y[2];
     for (int half = 0; half < 2; ++half) {
-      const float32x4_t scale = vmulq_n_f32(vreinterpretq_f32_s32(scales[half]), kBits == 4 ? 16.0f : 1.0f);
-      y[half] =
-          vaddq_f32(p.grouped ? acc[r][half] : vmulq_f32(part[r][half], scale), vreinterpretq_f32_s32(biases[half]));
+      y[half] = acc[r][half];
+      if (C::kMultiplied) y[half] = vmulq_f32(y[half], scales[half]);
+      if (!p.grouped) y[half] = vmulq_f32(part[r][half], vmulq_n_f32(scales[half], C::kBits == 4 ? 16.0f : 1.0f));
+      y[half] = vaddq_f32(y[half], biases[half]);
     }
-    store_row<kBits>(g, (first + r) * row_stride, y);
+    store_row<C::kBits>(g, (first + r) * row_stride, y);
   }
 }
 
 constexpr int kMaxUnits = 4;
 
-// Splits the rows of a tile evenly into passes of at most kMaxUnits units.
-template <int kBits>
-void multiply_tile(const PanelMatrix& p, const Group& g, bool quantized, const Tile& tile, int64_t row_stride) {
-  using Rows = void (*)(const PanelMatrix&, const Group&, const uint8_t*, int, int, int64_t);
-  static constexpr Rows kQuantized[] = {quantized_rows<1, kBits>, quantized_rows<2, kBits>, quantized_rows<3, kBits>,
-                                        quantized_rows<4, kBits>};
-  static constexpr Rows kFloat[] = {float_rows<1, kBits>, float_rows<2, kBits>, float_rows<3, kBits>,
-                                    float_rows<4, kBits>};
-  const int rows = quantized ? Unit::kRows : 1;
-  int units = (tile.m + rows - 1) / rows, passes = (units + kMaxUnits - 1) / kMaxUnits, first = 0;
-  for (; passes > 0; --passes) {
-    const int n = (units + passes - 1) / passes;
-    (quantized ? kQuantized : kFloat)[n - 1](p, g, tile.data, tile.m, first, row_stride);
-    units -= n;
-    first += n * rows;
+// By the number of units of rows, less one.
+using Rows = void (*)(const PanelMatrix&, const Group&, const uint8_t*, int, int, int64_t);
+template <class C, Groups kGroups, int kParts>
+constexpr Rows kQuantizedRows[kMaxUnits] = {
+    quantized_rows<1, C, kGroups, kParts>, quantized_rows<2, C, kGroups, kParts>, quantized_rows<3, C, kGroups, kParts>,
+    quantized_rows<4, C, kGroups, kParts>};
+template <class C, int kParts>
+constexpr Rows kFloatRows[kMaxUnits] = {float_rows<1, C, kParts>, float_rows<2, C, kParts>, float_rows<3, C, kParts>,
+                                        float_rows<4, C, kParts>};
+template <int32_t kFormat>
+constexpr Rows kColumnRows[kMaxUnits] = {column_rows<1, kFormat>, column_rows<2, kFormat>, column_rows<3, kFormat>,
+                                         column_rows<4, kFormat>};
+
+// Whether tiles have the sums of q over groups: where codes have zero points, and in groups of 16, which may.
+inline bool has_sums(const PanelMatrix& p) { return is_integer(p.format) && !p.plain(); }
+
+template <class C>
+const Rows* integer_rows(const PanelMatrix& p, bool quantized) {
+  if (!quantized) return p.parts == 2 ? kFloatRows<C, 2> : kFloatRows<C, 1>;
+  if (p.parts == 2) return kQuantizedRows<C, Groups::kZeroPoints, 2>;
+  return has_sums(p) ? kQuantizedRows<C, Groups::kZeroPoints, 1>
+         : p.grouped ? kQuantizedRows<C, Groups::kScales, 1>
+                     : kQuantizedRows<C, Groups::kNone, 1>;
+}
+inline const Rows* rows_of(const PanelMatrix& p, bool quantized) {
+  switch (p.format) {
+    case k_format_int4:
+      return integer_rows<Int4>(p, quantized);
+    case k_format_int8:
+      return integer_rows<Int8>(p, quantized);
+    case k_format_fp8_e4m3:
+      return kColumnRows<k_format_fp8_e4m3>;
+    case k_format_bf16:
+      return kColumnRows<k_format_bf16>;
+    case k_format_f16:
+      return kColumnRows<k_format_f16>;
+    default:
+      if (!quantized) return p.parts == 2 ? kFloatRows<E2m1, 2> : kFloatRows<E2m1, 1>;
+      if (p.stepped) return kQuantizedRows<E2m1, Groups::kSteps, 2>;
+      return p.parts == 2 ? kQuantizedRows<E2m1, Groups::kScales, 2> : kQuantizedRows<E2m1, Groups::kScales, 1>;
   }
 }
 
 void multiply(const Product& product) {
   const PanelMatrix& p = *product.matrix;
-  const int step = 8 / p.nr;
+  const Rows* const rows = rows_of(p, product.quantized);
+  const int unit = product.quantized ? Unit::kRows : 1, step = p.nr == 4 ? 2 : 1;
   for (int64_t panel = 0; panel < product.panel_count; panel += step) {
     Group g;
     g.both = panel + step <= product.panel_count;
@@ -281,7 +364,14 @@ void multiply(const Product& product) {
     }
     for (int64_t t = 0; t < product.tile_count; ++t) {
       const Tile& tile = product.tiles[t];
-      (p.bits == 4 ? multiply_tile<4> : multiply_tile<8>)(p, g, product.quantized, tile, product.row_stride);
+      // Its rows split evenly into passes of at most kMaxUnits units.
+      int units = (tile.m + unit - 1) / unit, passes = (units + kMaxUnits - 1) / kMaxUnits, first = 0;
+      for (; passes > 0; --passes) {
+        const int n = (units + passes - 1) / passes;
+        rows[n - 1](p, g, tile.data, tile.m, first, product.row_stride);
+        units -= n;
+        first += n * unit;
+      }
       for (float*& to : g.to) to += tile.m * product.row_stride;
     }
   }
@@ -289,10 +379,18 @@ void multiply(const Product& product) {
 
 void pack_rows(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
   if (!quantized) return pack_tile(p, quantized, rows, m, out);
-  int32_t* negative_zero_points = reinterpret_cast<int32_t*>(out + p.kp * m);
-  float* steps = reinterpret_cast<float*>(negative_zero_points + m);
-  for (int i = 0; i < m; ++i) {
+  for (int i = 0; i < m; ++i)
     for (int64_t k = 0; k < p.kp; k += 8) std::memcpy(out + k * m + 8 * i, rows[i].q + k, 8);
+  out += p.kp * m;
+  if (p.stepped || has_sums(p)) {
+    for (int64_t group = 0; group < p.groups(); ++group)
+      for (int i = 0; i < m; ++i, out += 4)
+        std::memcpy(out, p.stepped ? static_cast<const void*>(rows[i].steps + group) : rows[i].sums + group, 4);
+  }
+  if (p.stepped) return;
+  int32_t* negative_zero_points = reinterpret_cast<int32_t*>(out);
+  float* steps = reinterpret_cast<float*>(out + 4 * m);
+  for (int i = 0; i < m; ++i) {
     negative_zero_points[i] = -rows[i].zero_point;
     steps[i] = rows[i].step;
   }
@@ -313,8 +411,6 @@ int64_t int8_peak(int64_t rounds) {
   for (int32x4_t& sum : sums) asm volatile("" : : "w"(sum));
   return rounds * kSums * 16 * Unit::kRows;
 }
-
-inline bool carries(const PanelMatrix& p) { return p.plain(); }
 
 inline bool cpu_has(unsigned long word, int bit) { return getauxval(word) >> bit & 1; }
 

@@ -286,8 +286,6 @@ void multiply(const Product& product) {
   }
 }
 
-bool carries(const PanelMatrix&) { return true; }
-
 bool usable() {
   __builtin_cpu_init();
   unsigned a, b, c, d;  // clang has no name for f16c
@@ -297,7 +295,7 @@ bool usable() {
 
 }  // namespace
 
-const CpuKernel panel_avx2 = {"panel_avx2", usable,        carries, kTileRows, QM_ELEMENTWISE(pack_tile_offset),
+const CpuKernel panel_avx2 = {"panel_avx2", usable,        kTileRows, QM_ELEMENTWISE(pack_tile_offset),
                               multiply,     int8_peak_avx2};
 
 }  // namespace quantmoe

@@ -325,8 +325,6 @@ void multiply(const Product& product) {
   }
 }
 
-bool carries(const PanelMatrix&) { return true; }
-
 bool usable() {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -336,7 +334,7 @@ bool usable() {
 
 }  // namespace
 
-const CpuKernel panel_avx512vnni = {
-    "panel_avx512vnni", usable, carries, kTileRows, QM_ELEMENTWISE(pack_tile_offset), multiply, int8_peak_avx512vnni};
+const CpuKernel panel_avx512vnni = {"panel_avx512vnni",  usable, kTileRows, QM_ELEMENTWISE(pack_tile_offset), multiply,
+                                    int8_peak_avx512vnni};
 
 }  // namespace quantmoe

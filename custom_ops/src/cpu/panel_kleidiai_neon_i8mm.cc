@@ -1,10 +1,10 @@
 // KleidiAI's kernels where their right-hand sides are our panels (FORMAT.md 2.5): GEMM for token rows in fours, GEMV
-// for a single row, and for everything else, two or three rows left over included, the kernels of neon.h. All give the
-// same bytes.
+// for a single row, and for everything else, two or three rows left over included, panel_neon_i8mm. All give the same
+// bytes.
 //
 // A tile here is its rows in fours and then the rest, each part a tile of neon.h, whose bytes are KleidiAI's for four
 // rows and for one.
-#include "cpu/neon.h"
+#include "cpu/elementwise.h"
 
 extern "C" {
 #include "kai/ukernels/matmul/matmul_clamp_f32_qai8dxp_qsi4c32p/kai_matmul_clamp_f32_qai8dxp1x8_qsi4c32p8x8_1x8x32_neon_dotprod.h"
@@ -56,7 +56,7 @@ constexpr Family kInt8Channelwise =
     QM_KAI_FAMILY(QM_KAI_CHANNELWISE, qai8dxp1x8_qsi8cxp4x8_1x4_neon_dotprod, qai8dxp4x8_qsi8cxp4x8_16x4_neon_i8mm);
 
 const Family* family(const PanelMatrix& p, bool quantized) {
-  if (!quantized) return nullptr;
+  if (!quantized || !p.plain()) return nullptr;
   if (!p.grouped) return p.bits == 4 ? &kInt4Channelwise : &kInt8Channelwise;
   return p.bits == 4 && p.scale_type == k_scale_type_bf16 ? &kInt4Groups : nullptr;
 }
@@ -84,16 +84,16 @@ bool layout_is_ours() {
 }
 
 void pack_fours(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
-  if (!family(p, quantized)) return pack_rows(p, quantized, rows, m, out);
+  if (!family(p, quantized)) return panel_neon_i8mm.pack_tile(p, quantized, rows, m, out);
   const int fours = m / 4 * 4;
-  for (int i = 0; i < fours; i += 4) pack_rows(p, true, rows + i, 4, out + i * (p.kp + 8));
-  if (m > fours) pack_rows(p, true, rows + fours, m - fours, out + fours * (p.kp + 8));
+  for (int i = 0; i < fours; i += 4) panel_neon_i8mm.pack_tile(p, true, rows + i, 4, out + i * (p.kp + 8));
+  if (m > fours) panel_neon_i8mm.pack_tile(p, true, rows + fours, m - fours, out + fours * (p.kp + 8));
 }
 
 void multiply_fours(const Product& product) {
   const PanelMatrix& p = *product.matrix;
   const Family* f = family(p, product.quantized);
-  if (!f) return multiply(product);
+  if (!f) return panel_neon_i8mm.multiply(product);
   // Panels of one half are not adjacent when gate and up alternate: one call a panel then.
   const int64_t panels = product.halves == 1 ? product.panel_count : 1;
   for (int64_t panel = 0; panel < product.panel_count; panel += panels) {
@@ -106,7 +106,7 @@ void multiply_fours(const Product& product) {
       const Tile left{tile.data + fours * (p.kp + 8), rest};
       float* to = y + fours * product.row_stride;
       if (rest == 1) f->run[0](p, 1, panels * p.nr, left.data, w, to, product.row_stride);
-      if (rest > 1) multiply({&p, true, w, panels, &left, 1, to, product.row_stride, 0, 1});
+      if (rest > 1) panel_neon_i8mm.multiply({&p, true, w, panels, &left, 1, to, product.row_stride, 0, 1});
       y += tile.m * product.row_stride;
     }
   }
@@ -114,12 +114,13 @@ void multiply_fours(const Product& product) {
 
 bool usable() {
   static const bool ours = layout_is_ours();
-  return ours && cpu_has(AT_HWCAP, 20) && cpu_has(AT_HWCAP2, 13);
+  return ours && panel_neon_dotprod.usable() && panel_neon_i8mm.usable();
 }
 
 }  // namespace
 
-const CpuKernel panel_kleidiai = {"panel_kleidiai",           usable,         carries,  16,
-                                  QM_ELEMENTWISE(pack_fours), multiply_fours, int8_peak};
+const CpuKernel panel_kleidiai = {
+    "panel_kleidiai",           usable,         16,
+    QM_ELEMENTWISE(pack_fours), multiply_fours, [](int64_t rounds) { return panel_neon_i8mm.int8_peak(rounds); }};
 
 }  // namespace quantmoe

@@ -4,7 +4,6 @@
 namespace quantmoe {
 
 const CpuKernel panel_neon_i8mm = {
-    "panel_neon_i8mm", [] { return cpu_has(AT_HWCAP2, 13); }, carries, 16, QM_ELEMENTWISE(pack_rows), multiply,
-    int8_peak};
+    "panel_neon_i8mm", [] { return cpu_has(AT_HWCAP2, 13); }, 16, QM_ELEMENTWISE(pack_rows), multiply, int8_peak};
 
 }  // namespace quantmoe

@@ -1,0 +1,141 @@
+// The panels of FORMAT.md 2.7 and 2.8 with NEON: what a code is to the tiles of neon.h, scales and zero points of every
+// type, and codes that are floats, column by column. Included by neon.h.
+#pragma once
+
+// A struct for each code says what its 16 bytes are to an int8 product: 2^kFraction times its value.
+struct Int4 {
+  static constexpr int kBits = 4, kFraction = 4;
+  static constexpr bool kMultiplied = false;
+  static int8x16_t low(int8x16_t v) { return vshlq_n_s8(v, 4); }
+  static int8x16_t high(int8x16_t v) { return vandq_s8(v, vdupq_n_s8(static_cast<int8_t>(0xf0))); }
+};
+struct Int8 {
+  static constexpr int kBits = 8, kFraction = 0;
+  static constexpr bool kMultiplied = false;
+};
+struct E2m1 {
+  static constexpr int kBits = 4, kFraction = 0;
+  static constexpr bool kMultiplied = true;
+  static int8x16_t look_up(uint8x16_t nibbles) { return vqtbl1q_s8(vld1q_s8(kE2m1Doubled), nibbles); }
+  static int8x16_t low(int8x16_t v) { return look_up(vandq_u8(vreinterpretq_u8_s8(v), vdupq_n_u8(15))); }
+  static int8x16_t high(int8x16_t v) { return look_up(vshrq_n_u8(vreinterpretq_u8_s8(v), 4)); }
+};
+
+template <class C>
+inline float32x4_t to_float(int32x4_t v) {
+  if constexpr (C::kFraction == 0)
+    return vcvtq_f32_s32(v);
+  else
+    return vcvtq_n_f32_s32(v, C::kFraction);
+}
+
+// Eight numbers as f32.
+inline void widen_f16(uint16x8_t bits, float32x4_t out[2]) {
+  const float16x8_t half = vreinterpretq_f16_u16(bits);
+  out[0] = vcvt_f32_f16(vget_low_f16(half));
+  out[1] = vcvt_high_f32_f16(half);
+}
+inline void widen_bf16(uint16x8_t bits, float32x4_t out[2]) {
+  out[0] = vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(bits), 16));
+  out[1] = vreinterpretq_f32_u32(vshll_high_n_u16(bits, 16));
+}
+// e4m3 codes are 2^-8 times their values, as the f16 with their bits.
+inline void widen_e4m3(uint8x8_t codes, float32x4_t out[2]) {
+  const int16x8_t moved = vshll_n_s8(vreinterpret_s8_u8(codes), 7);
+  widen_f16(vandq_u16(vreinterpretq_u16_s16(moved), vdupq_n_u16(0xbfff)), out);
+}
+// 2^(code - 127) as bf16: the code is the exponent, 2^-127 is subnormal.
+inline void widen_e8m0(uint8x8_t codes, float32x4_t out[2]) {
+  widen_bf16(vmaxq_u16(vshll_n_u8(codes, 7), vdupq_n_u16(0x40)), out);
+}
+
+// The eight numbers of a byte or of two, one a row, at a panel offset.
+template <int kBits>
+inline uint8x8_t load_rows8(const Group& g, int64_t offset) {
+  if constexpr (kBits == 4) return vld1_u8(g.panel[0] + offset);
+  const uint32_t* const at[2] = {reinterpret_cast<const uint32_t*>(g.panel[0] + offset),
+                                 reinterpret_cast<const uint32_t*>(g.panel[1] + offset)};
+  return vreinterpret_u8_u32(vld1_lane_u32(at[1], vld1_dup_u32(at[0]), 1));
+}
+template <int kBits>
+inline uint16x8_t load_rows16(const Group& g, int64_t offset) {
+  if constexpr (kBits == 4) return vreinterpretq_u16_u8(vld1q_u8(g.panel[0] + offset));
+  return vreinterpretq_u16_u8(vcombine_u8(vld1_u8(g.panel[0] + offset), vld1_u8(g.panel[1] + offset)));
+}
+
+template <class C>
+inline void load_scales(const PanelMatrix& p, const Group& g, int64_t offset, float32x4_t out[2]) {
+  if constexpr (C::kMultiplied) {
+    const uint8x8_t codes = load_rows8<C::kBits>(g, offset);
+    return p.scale_type == k_scale_type_e4m3 ? widen_e4m3(codes, out) : widen_e8m0(codes, out);
+  }
+  if (p.scale_type == k_scale_type_f32) return load_rows<C::kBits>(g, offset, out);
+  const uint16x8_t bits = load_rows16<C::kBits>(g, offset);
+  p.scale_type == k_scale_type_f16 ? widen_f16(bits, out) : widen_bf16(bits, out);
+}
+
+// What the zero points add to the values that C multiplies with.
+template <class C>
+inline int16x8_t load_offsets(const PanelMatrix& p, const Group& g, int64_t offset) {
+  if (!p.zero_points) return vdupq_n_s16(0);
+  const uint16x8_t middle_minus = vsubl_u8(vdup_n_u8(C::kBits == 4 ? 8 : 128), load_rows8<C::kBits>(g, offset));
+  return vshlq_n_s16(vreinterpretq_s16_u16(middle_minus), C::kFraction);
+}
+
+// Codes that are floats: a column is 16 rows, one panel.
+template <int32_t kFormat>
+inline void load_column(const uint8_t* at, float32x4_t out[4]) {
+  if constexpr (kFormat == k_format_fp8_e4m3) {
+    const uint8x16_t codes = vld1q_u8(at);
+    widen_e4m3(vget_low_u8(codes), out);
+    widen_e4m3(vget_high_u8(codes), out + 2);
+  } else {
+    for (int half = 0; half < 2; ++half) {
+      const uint16x8_t bits = vreinterpretq_u16_u8(vld1q_u8(at + 16 * half));
+      kFormat == k_format_f16 ? widen_f16(bits, out + 2 * half) : widen_bf16(bits, out + 2 * half);
+    }
+  }
+}
+inline void load_column_scales(int32_t scale_type, const uint8_t* at, float32x4_t out[4]) {
+  switch (scale_type) {
+    case k_scale_type_f32:
+      for (int v = 0; v < 4; ++v) out[v] = vreinterpretq_f32_u8(vld1q_u8(at + 16 * v));
+      return;
+    case k_scale_type_e8m0:
+      widen_e8m0(vld1_u8(at), out);
+      return widen_e8m0(vld1_u8(at + 8), out + 2);
+    case k_scale_type_f16:
+      return load_column<k_format_f16>(at, out);
+    default:
+      return load_column<k_format_bf16>(at, out);
+  }
+}
+
+// Rows [first, first + kRows) of a tile of m, x f32 [kp][m].
+template <int kRows, int32_t kFormat>
+void column_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, int m, int first, int64_t row_stride) {
+  const float* x = reinterpret_cast<const float*>(tile) + first;
+  const uint8_t* at = g.panel[0];
+  float32x4_t acc[kRows][4], part[kRows][4], w[4];
+  for (auto& row : acc)
+    for (float32x4_t& sum : row) sum = vdupq_n_f32(0.0f);
+  for (int64_t b = 0; b < p.blocks; ++b) {
+    for (auto& row : part)
+      for (float32x4_t& sum : row) sum = vdupq_n_f32(0.0f);
+    for (const uint8_t* const end = at + p.codes_bytes; at != end; at += 16 * code_bits(kFormat) / 8, x += m) {
+      load_column<kFormat>(at, w);
+      for (int r = 0; r < kRows; ++r)
+        for (int v = 0; v < 4; ++v) part[r][v] = vfmaq_n_f32(part[r][v], w[v], x[r]);
+    }
+    load_column_scales(p.scale_type, at, w);
+    for (int r = 0; r < kRows; ++r)
+      for (int v = 0; v < 4; ++v) acc[r][v] = vfmaq_f32(acc[r][v], part[r][v], w[v]);
+    at += p.block_bytes - p.codes_bytes;
+  }
+  const float* const multipliers = reinterpret_cast<const float*>(g.panel[0] + p.tail()) + 16;
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < 4; ++v) {
+      const float32x4_t y = vmulq_f32(acc[r][v], vld1q_f32(multipliers + 4 * v));
+      vst1q_f32(g.to[0] + (first + r) * row_stride + 4 * v, vaddq_f32(y, vld1q_f32(multipliers + 16 + 4 * v)));
+    }
+}
