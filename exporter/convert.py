@@ -114,7 +114,7 @@ def export(
             it means the same; see Report.not_ort. For CUDA there is neither yet: they stay float.
         layers: only the first so many decoder layers.
         quantize: "int4", "int8", "mxfp4" or "nvfp4" for a checkpoint that is not quantized: its experts and other
-            ``*_proj`` linears are rounded to nearest.
+            ``*_proj`` linears are rounded to nearest; "none": its experts stay as they are, bf16 or f16.
         group_size: of ``quantize``, input features that share a scale, -1 for a row; None: what is usual.
         max_file_size: bytes of weights in a file; what comes after goes to model.onnx.data.1 and so on. The default is
             what the Hugging Face hub takes.
