@@ -99,6 +99,10 @@ def export(
     ):
         for reason, names in _by_reason(reasons).items():
             console.print(f"{heading}: {names} ({reason})", style="yellow")
+    if report.plain_routers:
+        console.print(
+            f"routers of {report.plain_routers} layers are plain ONNX nodes: not MoERouting's", style="yellow"
+        )
     if report.untraced:
         console.print(f"all layers were traced one by one, layers do not match: {report.untraced}", style="yellow")
     console.print(

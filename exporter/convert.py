@@ -66,6 +66,7 @@ class Report:
         linears: checkpoint module name -> (scheme in the tool's words, node attributes), outside the experts.
         dequantized: checkpoint tensor outside the experts, quantized there and float in the model -> why.
         not_ort: linears that ``dense="ort"`` left as QuantLinear -> why.
+        plain_routers: layers whose router is not a MoERouting node but many of ONNX's: none of its methods is theirs.
         untraced: why every layer was traced although some are alike, else "".
     """
 
@@ -78,6 +79,7 @@ class Report:
     linears: dict[str, tuple[str, LinearSpec]] = dataclasses.field(default_factory=dict)
     dequantized: dict[str, str] = dataclasses.field(default_factory=dict)
     not_ort: dict[str, str] = dataclasses.field(default_factory=dict)
+    plain_routers: int = 0
     untraced: str = ""
 
 
@@ -146,6 +148,7 @@ def export(
         progress("tracing", 0, 1)
         graph = trace(skeleton, specs, linears, target)
         report.untraced = graph.meta.pop("untraced", "")
+        report.plain_routers = len(specs) - sum(node.op_type == "MoERouting" for node in graph.graph)
         weights = place_weights(graph)
         name_interface(graph)
 

@@ -308,11 +308,11 @@ def trace(
     return _trace(skeleton, target)
 
 
-def _trace(skeleton: Skeleton, target: str) -> ir.Model:
-    model = skeleton.model
+def _inputs(skeleton: Skeleton) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Example inputs of the model, and which of their sizes are dynamic."""
     batch, past, new = 2, 5, 3  # distinct, and neither 0 nor 1, which torch.export would take as fixed
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        ran = _decoder(model)(torch.zeros(1, 1, dtype=torch.int64), use_cache=True).past_key_values
+        ran = _decoder(skeleton.model)(torch.zeros(1, 1, dtype=torch.int64), use_cache=True).past_key_values
         shapes = [[tuple(t.shape) for t in (layer.keys, layer.values)] for layer in ran.layers]
     cache = DynamicCache()  # of full length in every layer: sliding windows and chunks are in the masks
     for i, (key, value) in enumerate(shapes):
@@ -326,10 +326,16 @@ def _trace(skeleton: Skeleton, target: str) -> ir.Model:
     dynamic = torch.export.Dim.DYNAMIC
     dynamic_shapes: dict[str, Any] = {name: {0: dynamic, 1: dynamic} for name in list(inputs)[:3]}
     dynamic_shapes["past_key_values"] = [{0: dynamic, 2: dynamic}] * (2 * len(shapes))
-    config = exporter_onnx.OnnxConfig(dynamic_shapes=dynamic_shapes)
+    return inputs, dynamic_shapes
+
+
+def _trace(skeleton: Skeleton, target: str) -> ir.Model:
+    model = skeleton.model
     placeholders = {name for name, _ in model.named_parameters()}
     placeholders |= model.state_dict().keys()
     try:
+        inputs, dynamic_shapes = _inputs(skeleton)
+        config = exporter_onnx.OnnxConfig(dynamic_shapes=dynamic_shapes)
         with _quiet(), patch_attribute(onnxscript.optimizer, "optimize_ir", _keep(placeholders)):
             graph = exporter_onnx.OnnxExporter().export(model, inputs, config).program
     except Exception as error:
