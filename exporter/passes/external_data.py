@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+from blake3 import blake3
 
 #: Windows maps files at multiples of 64 KiB, Linux of a page
 ALIGNMENT = 65536
-HASH = "blake2b-256"
+HASH = "blake3"
 #: tensors of up to this many bytes stay in the model file
 INLINE = 65536
 
@@ -34,8 +34,8 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def new_hash() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=32)
+def new_hash() -> blake3:
+    return blake3()
 
 
 class DataFiles:
