@@ -181,13 +181,18 @@ def outline(layer: MoELayer) -> Expert:
 
 def _outline(format: Format, scheme: Scheme, module: str, n: int, k: int) -> QuantizedMatrix:
     ckpt, g = format.ckpt, scheme.group_size
-    names = (f"{module}.{suffix}" for suffix in ("weight_scale", "scales", "weight_scale_inv", "weight"))
+
+    def has(suffix: str) -> bool:
+        return f"{module}.{suffix}" in ckpt or f"{module}_{suffix}" in ckpt  # "_": of fused experts
+
+    ends = (".weight_scale", "_weight_scale", ".scales", ".weight_scale_inv", ".weight")
+    names = (f"{module}{end}" for end in ends)
     stored = next((ckpt.dtype(name) for name in names if name in ckpt), "BF16")
     wide = SCHEMES[scheme.format].bits == 16
     scale = {"mxfp4": "e8m0", "nvfp4": "e4m3"}.get(scheme.format) or ("f32" if wide else SCALES.get(stored, "bf16"))
     shape = (n, 1 if g == -1 else -(-k // g))
     asymmetric = " asymmetric" in scheme.text
-    ordered = any(f"{module}.{name}" in ckpt for name in ("g_idx", "weight_g_idx")) and "act" in scheme.text
+    ordered = (has("g_idx") or has("weight_g_idx")) and "act" in scheme.text
     return QuantizedMatrix(
         kind=scheme.format,
         codes=np.broadcast_to(np.uint16(0) if wide else np.uint8(0), (n, k)),
@@ -195,9 +200,9 @@ def _outline(format: Format, scheme: Scheme, module: str, n: int, k: int) -> Qua
         group_size=g,
         zero_points=np.broadcast_to(np.uint8(0), shape) if asymmetric else None,
         global_scale=1.0 if scheme.format == "nvfp4" else None,
-        input_scale=1.0 if any(f"{module}.{name}" in ckpt for name in ("input_scale", "input_global_scale")) else None,
-        pre_scale=np.broadcast_to(np.float32(0), (k,)) if f"{module}.pre_quant_scale" in ckpt else None,
-        bias=np.broadcast_to(np.float32(0), (n,)) if f"{module}.bias" in ckpt else None,
+        input_scale=1.0 if has("input_scale") or has("input_global_scale") else None,
+        pre_scale=np.broadcast_to(np.float32(0), (k,)) if has("pre_quant_scale") else None,
+        bias=np.broadcast_to(np.float32(0), (n,)) if has("bias") else None,
         perm=np.arange(k, dtype=np.int32)[::-1] if ordered else None,
     )
 

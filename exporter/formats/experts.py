@@ -45,7 +45,7 @@ def moe_layers(format: Format) -> list[MoELayer]:
         elif name.endswith(format.fused):
             found.setdefault(name.rpartition(".")[0], {})
     if not found:
-        raise CheckpointError(f"{format.ckpt.folder}: no experts; expected tensors named <layer>.experts.<number>.*")
+        raise CheckpointError(f"{format.ckpt.folder}: no experts; {_expected(format)}")
     last = format.ckpt.text_config.get("num_hidden_layers")
     layers = {name: experts for name, experts in found.items() if type(last) is not int or _index(name) < last}
     return sorted((_layer(format, name, experts) for name, experts in layers.items()), key=lambda layer: layer.index)
@@ -54,6 +54,15 @@ def moe_layers(format: Format) -> list[MoELayer]:
 def _index(name: str) -> int:
     number = re.findall(r"\.([0-9]{1,6})\.", name)
     return int(number[-1]) if number else 0
+
+
+def _expected(format: Format) -> str:
+    """The names that there are none of, and the first tensor that may be experts' by its name or three dimensions."""
+    ckpt, names = format.ckpt, " or ".join(f"<layer>{end}" for end in (".experts.<number>.*", *format.fused))
+    some = [name for name in ckpt.names() if re.search(r"\bexpert", name)]
+    some += [name for name in ckpt.names() if len(ckpt.shape(name)) == 3]
+    found = f", found {ckpt.where(some[0])} {ckpt.dtype(some[0])} {list(ckpt.shape(some[0]))}" if some else ""
+    return f"expected tensors named {names}{found}"
 
 
 def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:

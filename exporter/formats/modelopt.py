@@ -11,6 +11,12 @@ Tensors of a linear with N outputs and K inputs by quant_algo:
 - W4A16_AWQ: weight U8 [N/2, K], a byte holding two's-complement nibbles of rows 2 i (low) and 2 i + 1; weight_scale F32
   [N, K/g]; pre_quant_scale [K] multiplies the activations.
 - W8A16: weight I8 [N, K], weight_scale F32 [N].
+- W4A8_MXFP4_FP8, W4A8_NVFP4_FP8: as MXFP4, and as NVFP4 in groups of 32; input_scale F32 [] of FP8 activations.
+
+Llama-4's and gpt-oss' experts stay fused, [E, K, N] in the place of [N, K]: gate_up_proj, gate_up_proj_weight_scale and
+so on, down_proj likewise. NVFP4 has U8 [E, K/2, N] and scales [E, K/16, N], FP8 a scale of [],
+FP8_PER_CHANNEL_PER_TOKEN one of [E]. gpt-oss' columns alternate between gate and up, and have biases [E, N]. What the
+tool forgets to transpose before it quantizes (MXFP4, MXFP8, W4A8_*) has groups of output features.
 
 Release 0.47 writes some of these names in lower case, and the group size of the whole checkpoint into
 hf_quant_config.json only: the shape of weight_scale gives it.
@@ -23,9 +29,10 @@ from typing import Any
 
 import numpy as np
 
+from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_size_of
+from quantmoe.exporter.formats.base import FLOATS, Format, MoELayer, Scheme, Tensor, group_size_of
 from quantmoe.exporter.formats.bits import unpack_nibbles
 from quantmoe.exporter.formats.fp8 import row_scales
 
@@ -41,12 +48,17 @@ ALGORITHMS: dict[str, tuple[str, int | None, str]] = {
     "MXFP8": ("fp8_e4m3", 32, "mxfp8"),
     "W4A16_AWQ": ("int4", None, "none"),
     "W8A16": ("int8", -1, "none"),
+    "W4A8_MXFP4_FP8": ("mxfp4", 32, "fp8_tensor"),
+    "W4A8_NVFP4_FP8": ("nvfp4", 32, "fp8_tensor"),
 }
+#: those that fused experts are read in
+FUSED = ("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 
 
 class ModelOpt(Format):
     name = "ModelOpt"
     marks = ("weight_scale",)
+    fused = (".experts.gate_up_proj_weight_scale", ".experts.down_proj_weight_scale")
 
     def __init__(self, ckpt: Checkpoint) -> None:
         super().__init__(ckpt)
@@ -73,10 +85,24 @@ class ModelOpt(Format):
                 f"{self.ckpt.folder}: {module}: ModelOpt quant_algo {algorithm}; supported: {', '.join(ALGORITHMS)}"
             )
         format, group_size, activations = ALGORITHMS[algorithm]
+        if algorithm not in FUSED:
+            self._refuse_fused(module, algorithm)
         if group_size is None:
             k, groups = self.shape2d(f"{module}.weight")[1], self.shape2d(f"{module}.weight_scale")[1]
             group_size = config.get("group_size") or max(1, k // max(1, groups))
         return Scheme(format, group_size, activations, f"ModelOpt {algorithm} group {group_size}")
+
+    def _refuse_fused(self, module: str, algorithm: str) -> None:
+        names = [f"{module}.{leaf}" for leaf in ("gate_up_proj", "gate_up_proj_weight_scale")]
+        if not all(name in self.ckpt for name in names):
+            return
+        found = " and ".join(f"{name} {self.ckpt.dtype(name)} {list(self.ckpt.shape(name))}" for name in names)
+        across = self.ckpt.shape(names[0])[:2] == self.ckpt.shape(names[1])[:2]
+        raise CheckpointError(
+            f"{self.ckpt.folder}: {module}: ModelOpt {algorithm} of fused experts, {found}"
+            f"{': groups of output features, expected of input features' if across else ''}; "
+            f"supported fused: {', '.join(FUSED)}"
+        )
 
     def matrix(self, module: str) -> QuantizedMatrix:
         scheme = self.scheme(module)
@@ -90,7 +116,8 @@ class ModelOpt(Format):
         mx = scheme.format == "mxfp4"
         weight = Tensor("weight", ("U8",) if mx else ("I8",), (rows, columns))
         scale = Tensor("weight_scale", ("U8", "F8_E8M0"), (rows, -(-2 * columns // 32)))
-        tensors = self.take(module, [weight, scale] if mx else [weight])
+        static = Tensor("input_scale", FLOATS, (), required=scheme.activation_format == "fp8_tensor")
+        tensors = self.take(module, [weight, scale, static] if mx else [weight])
         return QuantizedMatrix(
             kind=scheme.format,
             codes=unpack_nibbles(tensors["weight"]) if mx else tensors["weight"].view(np.uint8) ^ np.uint8(128),
@@ -98,6 +125,7 @@ class ModelOpt(Format):
             if mx
             else row_scales(self, f"{module}.weight_scale", rows),
             group_size=scheme.group_size,
+            input_scale=tensors["input_scale"].item() if "input_scale" in tensors else None,
             bias=self.bias(module, rows),
         )
 
@@ -106,9 +134,9 @@ class ModelOpt(Format):
             module,
             [
                 Tensor("weight", ("U8",), (n, k // 2)),
-                Tensor("weight_scale", ("F8_E4M3",), (n, -(-k // 16))),
+                Tensor("weight_scale", ("F8_E4M3",), (n, -(-k // scheme.group_size))),
                 Tensor("weight_scale_2", FLOATS, ()),
-                Tensor("input_scale", FLOATS, (), required=scheme.activation_format == "nvfp4"),
+                Tensor("input_scale", FLOATS, (), required=scheme.activation_format != "none"),
                 Tensor("pre_quant_scale", FLOATS, (k,), required=False),
             ],
         )
@@ -117,7 +145,7 @@ class ModelOpt(Format):
             kind="nvfp4",
             codes=unpack_nibbles(tensors["weight"]),
             scales=tensors["weight_scale"],
-            group_size=16,
+            group_size=scheme.group_size,
             global_scale=tensors["weight_scale_2"].item(),
             input_scale=tensors["input_scale"].item() if "input_scale" in tensors else None,
             pre_scale=None if pre is None else pre.astype(np.float32),
@@ -173,4 +201,46 @@ class ModelOpt(Format):
             group_size=g,
             pre_scale=None if pre is None else pre.astype(np.float32),
             bias=self.bias(module, n),
+        )
+
+    def fused_expert(self, layer: MoELayer, e: int) -> Expert:
+        num, h, i, scheme = layer.num_experts, layer.hidden_size, layer.intermediate_size, layer.scheme
+        nvfp4, each = scheme.format == "nvfp4", (num,) if scheme.activation_format == "fp8_token" else ()
+        interleaved = layer.activation == "swiglu_oai"
+        gate, up = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, i), slice(i, None))
+
+        def matrix(name: str, n: int, k: int, rows: slice) -> QuantizedMatrix:
+            declared = [
+                Tensor(f"{name}_input_scale", FLOATS, (), required=scheme.activation_format in ("nvfp4", "fp8_tensor")),
+                Tensor(f"{name}_bias", FLOATS, (num, n), required=False),
+            ]
+            if nvfp4:
+                declared += [
+                    Tensor(name, ("U8",), (num, k // 2, n)),
+                    Tensor(f"{name}_weight_scale", ("F8_E4M3",), (num, -(-k // 16), n)),
+                    Tensor(f"{name}_weight_scale_2", FLOATS, ()),
+                ]
+            else:
+                declared += [
+                    Tensor(name, ("F8_E4M3",), (num, k, n)),
+                    Tensor(f"{name}_weight_scale", FLOATS, each),
+                ]
+            tensors = self.take(layer.name, declared)
+            weight, scale = tensors[name][e].T[rows], tensors[f"{name}_weight_scale"]
+            scales = scale[e].T[rows] if nvfp4 else np.broadcast_to(scale[e] if each else scale, (len(weight), 1))
+            bias, inputs = tensors.get(f"{name}_bias"), tensors.get(f"{name}_input_scale")
+            return QuantizedMatrix(
+                kind=scheme.format,
+                codes=unpack_nibbles(weight) if nvfp4 else np.ascontiguousarray(weight).view(np.uint8),
+                scales=np.ascontiguousarray(scales),
+                group_size=scheme.group_size,
+                global_scale=tensors[f"{name}_weight_scale_2"].item() if nvfp4 else None,
+                input_scale=None if inputs is None else inputs.item(),
+                bias=None if bias is None else bias[e, rows].astype(np.float32),
+            )
+
+        return Expert(
+            gate=matrix("gate_up_proj", 2 * i, h, gate),
+            up=matrix("gate_up_proj", 2 * i, h, up),
+            down=matrix("down_proj", h, i, slice(None)),
         )
