@@ -11,7 +11,9 @@ Tensors of a linear with N outputs and K inputs by quant_algo:
 - W4A16_AWQ: weight U8 [N/2, K], a byte holding two's-complement nibbles of rows 2 i (low) and 2 i + 1; weight_scale F32
   [N, K/g]; pre_quant_scale [K] multiplies the activations.
 - W8A16: weight I8 [N, K], weight_scale F32 [N].
-- W4A8_MXFP4_FP8, W4A8_NVFP4_FP8: as MXFP4, and as NVFP4 in groups of 32; input_scale F32 [] of FP8 activations.
+- W4A8_NVFP4_FP8: as NVFP4 in groups of 32, with FP8 activations. W4A8_MXFP4_FP8: as MXFP4; input_scale F32 [] of FP8
+  activations, but the tool's own configuration calibrates none: linears have none (the scale is found at run time),
+  experts have 0.5 / 448.
 
 Llama-4's and gpt-oss' experts stay fused, [E, K, N] in the place of [N, K]: gate_up_proj, gate_up_proj_weight_scale and
 so on, down_proj likewise. NVFP4 has U8 [E, K/2, N] and scales [E, K/16, N], FP8 a scale of [],
@@ -116,8 +118,8 @@ class ModelOpt(Format):
         mx = scheme.format == "mxfp4"
         weight = Tensor("weight", ("U8",) if mx else ("I8",), (rows, columns))
         scale = Tensor("weight_scale", ("U8", "F8_E8M0"), (rows, -(-2 * columns // 32)))
-        static = Tensor("input_scale", FLOATS, (), required=scheme.activation_format == "fp8_tensor")
-        tensors = self.take(module, [weight, scale, static] if mx else [weight])
+        inputs = Tensor("input_scale", FLOATS, (), required=False)
+        tensors = self.take(module, [weight, scale, inputs] if mx else [weight])
         return QuantizedMatrix(
             kind=scheme.format,
             codes=unpack_nibbles(tensors["weight"]) if mx else tensors["weight"].view(np.uint8) ^ np.uint8(128),

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import check_layer
+from checkpoints import check_layer, write_checkpoint
 
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.exporter.explain import moe_spec
-from quantmoe.exporter.formats import find_format, open_checkpoint
+from quantmoe.exporter.formats import CheckpointError, find_format, open_checkpoint
 from quantmoe.exporter.plan import outline
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -48,6 +48,12 @@ TABLE = {
     "modelopt-mxfp8": ("fp8_e4m3", 32, "mxfp8"),
     "modelopt-w4a16_awq": ("int4", 32, "none"),
     "modelopt-int8_wo": ("int8", -1, "none"),
+    "modelopt-w4a8_mxfp4_fp8": ("mxfp4", 32, "fp8_tensor"),
+    "modelopt-w4a8_nvfp4_fp8": ("nvfp4", 32, "fp8_tensor"),
+    "modelopt-nvfp4-llama4": ("nvfp4", 16, "nvfp4"),
+    "modelopt-nvfp4-gpt_oss": ("nvfp4", 16, "nvfp4"),
+    "modelopt-fp8-llama4": ("fp8_e4m3", -1, "fp8_tensor"),
+    "modelopt-fp8_pc_pt-gpt_oss": ("fp8_e4m3", -1, "fp8_token"),
     "quark-int4": ("int4", 32, "none"),
     "quark-uint4": ("int4", 32, "none"),
     "quark-int8": ("int8", -1, "none"),
@@ -74,7 +80,10 @@ def test_tool(name: str) -> None:
     with np.load(FIXTURES / name / "reference.npz") as reference:
         assert len(reference.files) >= 3
         for module, want in reference.items():
-            found = dataclasses.replace(format.matrix(module), pre_scale=None).dequantize(np.float32)
+            role = module.rpartition(".")[2].removesuffix("_proj")
+            fused = not layer.projections and ".experts.0." in module
+            matrix = getattr(layer.expert(0), role) if fused else format.matrix(module)
+            found = dataclasses.replace(matrix, pre_scale=None).dequantize(np.float32)
             np.testing.assert_allclose(found, want, rtol=(products + 1) * 2.0**-24 if products else 0, atol=0)
     for activations in ("int8", "float"):
         check_layer(layer, activations)
@@ -83,3 +92,41 @@ def test_tool(name: str) -> None:
         )
         for p in ("w13", "w2"):
             assert cpu_panel.row_bytes(planned, p) == cpu_panel.row_bytes(found, p)
+
+
+@pytest.mark.parametrize("name", ["modelopt-nvfp4-gpt_oss", "modelopt-fp8_pc_pt-gpt_oss"])
+def test_damage_of_fused_experts_is_named(name: str, tmp_path: Path) -> None:
+    """Each tensor in turn missing, of another shape, of another type; a bias may be missing."""
+    ckpt = open_checkpoint(FIXTURES / name)
+    tensors = {tensor: ckpt.tensor(tensor) for tensor in ckpt.names() if ".experts." in tensor}
+    config = {key: value for key, value in ckpt.config.items() if key != "quantization_config"}
+    for damaged, array in tensors.items():
+        changes = {"shape": np.concatenate([np.atleast_1d(array)] * 2), "type": np.zeros(array.shape, np.int16)}
+        if not damaged.endswith("bias"):
+            changes["missing"] = None
+        for change, changed in changes.items():
+            kept = {k: v for k, v in (tensors | {damaged: changed}).items() if v is not None}
+            folder = write_checkpoint(tmp_path / f"{change}-{damaged}", kept, ckpt.quantization, **config)
+            with pytest.raises(CheckpointError, match=f"{damaged}.*expected"):
+                find_format(open_checkpoint(folder)).moe_layers()[0].expert(0)
+
+
+@pytest.mark.parametrize("algorithm", ["mxfp4", "W4A8_NVFP4_FP8"])
+def test_fused_experts_grouped_along_their_outputs(algorithm: str, tmp_path: Path) -> None:
+    """ModelOpt transposes fused experts only in the algorithms that it names; what 0.47 wrote of gpt-oss."""
+    ckpt, name = open_checkpoint(FIXTURES / "modelopt-nvfp4-gpt_oss"), "model.layers.0.mlp.experts"
+    config = {key: value for key, value in ckpt.config.items() if key != "quantization_config"}
+    shapes = {
+        "gate_up_proj": (2, 64, 96),
+        "gate_up_proj_weight_scale": (2, 64, 6),
+        "down_proj_weight_scale": (2, 96, 2),
+    }
+    tensors = {f"{name}.{leaf}": np.zeros(shape, np.uint8) for leaf, shape in shapes.items()}
+    write_checkpoint(tmp_path, tensors, {"quant_method": "modelopt", "quant_algo": algorithm}, **config)
+    with pytest.raises(CheckpointError) as refused:
+        find_format(open_checkpoint(tmp_path)).moe_layers()
+    for part in (
+        f"{name}: ModelOpt {algorithm.upper()} of fused experts",
+        f"{name}.gate_up_proj U8 [2, 64, 96] and {name}.gate_up_proj_weight_scale U8 [2, 64, 6]: groups of output",
+    ):
+        assert part in str(refused.value)

@@ -336,7 +336,21 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], s
     ),
     "other experts only": (
         lambda c, t: [t.update({name.replace("experts", "wizards"): t.pop(name)}) for name in list(t)],
-        "no experts; expected tensors named",
+        "no experts; expected tensors named <layer>.experts.<number>.*",
+    ),
+    "experts of another kind": (
+        lambda c, t: (
+            [t.pop(name) for name in list(t) if "experts" in name]
+            + [t.update({f"{E1[:-2]}.w12": np.zeros((4, 3, 2), np.float16)})]
+        ),
+        "model.safetensors: model.layers.1.mlp.experts.w12 F16 [4, 3, 2]",
+    ),
+    "experts of another name": (
+        lambda c, t: (
+            [t.pop(name) for name in list(t) if "experts" in name]
+            + [t.update({"model.layers.1.block_sparse_moe.input_linear.weight": np.zeros((4, 3, 2), np.float16)})]
+        ),
+        "block_sparse_moe.input_linear.weight F16 [4, 3, 2]",
     ),
     "an expert with other activations": (
         lambda c, t: c["quantization_config"]["config_groups"].update(
