@@ -34,7 +34,7 @@ import numpy as np
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.formats.base import FLOATS, Format, MoELayer, Scheme, Tensor, group_size_of
+from quantmoe.exporter.formats.base import FLOAT_KINDS, FLOATS, Format, MoELayer, Scheme, Tensor, group_size_of
 from quantmoe.exporter.formats.bits import unpack_nibbles
 from quantmoe.exporter.formats.fp8 import row_scales
 
@@ -60,7 +60,7 @@ FUSED = ("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 class ModelOpt(Format):
     name = "ModelOpt"
     marks = ("weight_scale",)
-    fused = (".experts.gate_up_proj_weight_scale", ".experts.down_proj_weight_scale")
+    fused = (".experts.gate_up_proj", ".experts.down_proj")
 
     def __init__(self, ckpt: Checkpoint) -> None:
         super().__init__(ckpt)
@@ -80,6 +80,9 @@ class ModelOpt(Format):
         return next((config for pattern, config in self.layers.items() if fnmatch(module, pattern)), self.config)
 
     def scheme(self, module: str) -> Scheme:
+        fused = f"{module}.gate_up_proj"
+        if fused in self.ckpt and (kind := FLOAT_KINDS.get(self.ckpt.dtype(fused))):
+            return Scheme(kind, -1, "none", f"{kind}, not quantized")
         config = self.module_config(module)
         algorithm = str(config.get("quant_algo")).upper()
         if algorithm not in ALGORITHMS:
@@ -212,25 +215,29 @@ class ModelOpt(Format):
         gate, up = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, i), slice(i, None))
 
         def matrix(name: str, n: int, k: int, rows: slice) -> QuantizedMatrix:
-            declared = [
-                Tensor(f"{name}_input_scale", FLOATS, (), required=scheme.activation_format in ("nvfp4", "fp8_tensor")),
-                Tensor(f"{name}_bias", FLOATS, (num, n), required=False),
-            ]
-            if nvfp4:
+            declared = [Tensor(f"{name}_bias", FLOATS, (num, n), required=False)]
+            if scheme.format in FLOAT_KINDS.values():
+                declared += [Tensor(name, tuple(FLOAT_KINDS), (num, k, n))]
+            elif nvfp4:
                 declared += [
                     Tensor(name, ("U8",), (num, k // 2, n)),
                     Tensor(f"{name}_weight_scale", ("F8_E4M3",), (num, -(-k // 16), n)),
                     Tensor(f"{name}_weight_scale_2", FLOATS, ()),
+                    Tensor(f"{name}_input_scale", FLOATS, (), required=scheme.activation_format == "nvfp4"),
                 ]
             else:
                 declared += [
                     Tensor(name, ("F8_E4M3",), (num, k, n)),
                     Tensor(f"{name}_weight_scale", FLOATS, each),
+                    Tensor(f"{name}_input_scale", FLOATS, (), required=not each),
                 ]
             tensors = self.take(layer.name, declared)
-            weight, scale = tensors[name][e].T[rows], tensors[f"{name}_weight_scale"]
+            weight = tensors[name][e].T[rows]
+            bias = tensors[f"{name}_bias"][e, rows].astype(np.float32) if f"{name}_bias" in tensors else None
+            if scheme.format in FLOAT_KINDS.values():
+                return self.unrounded(weight, bias, f"{layer.name}.{e}.{name}")
+            scale, inputs = tensors[f"{name}_weight_scale"], tensors.get(f"{name}_input_scale")
             scales = scale[e].T[rows] if nvfp4 else np.broadcast_to(scale[e] if each else scale, (len(weight), 1))
-            bias, inputs = tensors.get(f"{name}_bias"), tensors.get(f"{name}_input_scale")
             return QuantizedMatrix(
                 kind=scheme.format,
                 codes=unpack_nibbles(weight) if nvfp4 else np.ascontiguousarray(weight).view(np.uint8),
@@ -238,7 +245,7 @@ class ModelOpt(Format):
                 group_size=scheme.group_size,
                 global_scale=tensors[f"{name}_weight_scale_2"].item() if nvfp4 else None,
                 input_scale=None if inputs is None else inputs.item(),
-                bias=None if bias is None else bias[e, rows].astype(np.float32),
+                bias=bias,
             )
 
         return Expert(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import check_layer, write_checkpoint
@@ -130,3 +131,18 @@ def test_fused_experts_grouped_along_their_outputs(algorithm: str, tmp_path: Pat
         f"{name}.gate_up_proj U8 [2, 64, 96] and {name}.gate_up_proj_weight_scale U8 [2, 64, 6]: groups of output",
     ):
         assert part in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["modelopt-nvfp4-gpt_oss", "modelopt-nvfp4-llama4"])
+def test_fused_experts_left_alone(name: str, tmp_path: Path) -> None:
+    ckpt, rng = open_checkpoint(FIXTURES / name), np.random.default_rng(0)
+    config = {key: value for key, value in ckpt.config.items() if key != "quantization_config"}
+    gate_up, down = (rng.normal(size=shape).astype(ml_dtypes.bfloat16) for shape in ((2, 64, 192), (2, 96, 64)))
+    tensors = {"model.layers.0.mlp.experts.gate_up_proj": gate_up, "model.layers.0.mlp.experts.down_proj": down}
+    write_checkpoint(tmp_path, tensors, ckpt.quantization, **config)
+    (layer,) = find_format(open_checkpoint(tmp_path)).moe_layers()
+    assert layer.scheme.format == layer.down_scheme.format == "bf16"
+    for e, expert in enumerate(layer):
+        columns = [gate_up[e, :, ::2], gate_up[e, :, 1::2]] if "gpt_oss" in name else np.split(gate_up[e], 2, axis=1)
+        for matrix, want in zip((expert.gate, expert.up, expert.down), (*columns, down[e]), strict=True):
+            np.testing.assert_array_equal(matrix.dequantize(np.float32), want.T.astype(np.float32))
