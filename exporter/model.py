@@ -90,8 +90,8 @@ class Skeleton:
         except Exception as error:  # of any kind, from the depths of an architecture
             reason = "" if "Unrecognized configuration class" in str(error) else f": {error!r}"  # lists hundreds
             raise CheckpointError(
-                f"{folder / 'config.json'}: {config.model_type} is not a causal language model of transformers "
-                f"{transformers.__version__}{reason}"
+                f"{folder / 'config.json'}: not a causal language model of transformers {transformers.__version__}: "
+                f"{config.model_type}{reason}"
             ) from None
         self.model = model.eval().requires_grad_(False)
         if config.model_type in ARCHITECTURES:
