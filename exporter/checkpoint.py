@@ -103,7 +103,10 @@ class Checkpoint:
     @property
     def text_config(self) -> dict[str, Any]:
         """The language model's part of config.json (the whole of it unless the model is multimodal)."""
-        return self.config.get("text_config") or self.config
+        found = self.config.get("text_config") or self.config
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{self.folder / 'config.json'}: text_config is not an object")
+        return found
 
     @cached_property
     def quantization(self) -> dict[str, Any]:

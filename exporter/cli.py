@@ -188,7 +188,7 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="text; needs tokenizer.json beside the model")] = None,
     ids: Annotated[str | None, typer.Option(help="token ids, e.g. 1,2,3")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 32,
-    threads: Annotated[int, typer.Option(min=0, help="0: ONNX Runtime's choice")] = 0,
+    threads: Annotated[int, typer.Option(min=0, max=1024, help="0: ONNX Runtime's choice")] = 0,
     prefault: Annotated[bool, typer.Option("--prefault", help="read the packed weights into memory first")] = False,
 ) -> None:
     """Generate greedily on ONNX Runtime."""
@@ -200,6 +200,8 @@ def generate(
     tokenizer = None
     if prompt is not None:
         tokenizer = load_tokenizer(folder)
+        if prompt.encode(errors="ignore").decode() != prompt:  # bytes of the command line that are no text
+            raise typer.BadParameter("--prompt: expected text in UTF-8")
         numbers = tokenizer.encode(prompt).ids
     else:
         try:

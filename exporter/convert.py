@@ -38,6 +38,11 @@ from quantmoe.exporter.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.passes.weights import Weight, place_weights
 from quantmoe.ort_ext import library_path
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 T = TypeVar("T")
 MODEL, DATA = "model.onnx", "model.onnx.data"
 #: the packed layout an engine reads
@@ -452,16 +457,25 @@ def _genai(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None)
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[Callable[[str], Path]]:
-    """Files of ``folder`` under temporary names; renamed, the model last, when the block ends well, else deleted."""
+    """Files of ``folder`` under temporary names; renamed, the model last, when the block ends well, else deleted.
+
+    One export at a time writes to a folder: another's temporary names are the same.
+    """
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     names: list[str] = []
+    lock = os.open(folder, os.O_RDONLY) if fcntl else None
 
     def partial(name: str) -> Path:
         names.append(name)
         return folder / f"{name}.partial"
 
     try:
+        if lock is not None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system frees it, also after kill -9
+            except BlockingIOError:
+                raise FileExistsError(f"{folder}: another export is writing there") from None
         partial(MODEL).touch()  # a folder that cannot be written says so now
         yield partial
         (folder / MODEL).unlink(missing_ok=True)  # never a new data file beside an old model
@@ -472,5 +486,7 @@ def _writing(folder: Path) -> Iterator[Callable[[str], Path]]:
     finally:
         for name in names:
             (folder / f"{name}.partial").unlink(missing_ok=True)
-        if made and not any(folder.iterdir()):
+        if made and folder.exists() and not any(folder.iterdir()):
             folder.rmdir()
+        if lock is not None:
+            os.close(lock)

@@ -60,18 +60,34 @@ class Generator:
             hint = f"exported with --target {target}, which this provider does not run: " if target != "cpu" else ""
             raise ModelError(f"{self.path}: {hint}{error}") from None
         self.outputs = [output.name for output in self.session.get_outputs()]
-        vocabulary = next(o.shape[-1] for o in self.session.get_outputs() if o.name == "logits")
-        self.vocabulary = vocabulary if isinstance(vocabulary, int) else None
+        logits = [o.shape for o in self.session.get_outputs() if o.name == "logits"]
+        past = {i.name: i for i in self.session.get_inputs() if i.name.startswith("past_key_values.")}
         floats = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+        if (
+            [len(shape) for shape in logits] != [3]
+            or not past
+            or not all(i.type in floats and len(i.shape) == 4 for i in past.values())
+            or not all(name.replace("past_key_values", "present") in self.outputs for name in past)
+        ):
+            raise ModelError(
+                f"{self.path}: expected the output logits [batch, sequence, vocabulary] and the inputs past_key_values.* "
+                f"[batch, heads, length, width] of {' or '.join(floats)} with their outputs present.*"
+            )
+        self.vocabulary = logits[0][-1] if isinstance(logits[0][-1], int) else None
         self.past = {
-            i.name: ([s if isinstance(s, int) else 0 for s in i.shape], floats[i.type])
-            for i in self.session.get_inputs()
-            if i.name.startswith("past_key_values.")
+            name: ([s if isinstance(s, int) else 0 for s in i.shape], floats[i.type]) for name, i in past.items()
         }
 
     def start(self, batch: int = 1) -> dict[str, np.ndarray]:
-        """An empty KV cache."""
-        return {name: np.zeros([batch, *shape[1:]], dtype) for name, (shape, dtype) in self.past.items()}
+        """An empty KV cache.
+
+        Raises:
+            ModelError: the model's is of a size that no memory holds.
+        """
+        try:
+            return {name: np.zeros([batch, *shape[1:]], dtype) for name, (shape, dtype) in self.past.items()}
+        except (MemoryError, ValueError) as error:
+            raise ModelError(f"{self.path}: past_key_values: {error}") from None
 
     def step(self, ids: np.ndarray, past: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Runs new tokens.
@@ -83,7 +99,7 @@ class Generator:
             logits [B, S, vocabulary] and the longer cache.
 
         Raises:
-            ModelError: B or S is 0, which the graph's Reshape nodes do not take.
+            ModelError: B or S is 0, which the graph's Reshape nodes do not take; ONNX Runtime's words otherwise.
         """
         batch, new = ids.shape
         if not ids.size:
@@ -94,7 +110,10 @@ class Generator:
             "attention_mask": np.ones((batch, total), np.int64),
             "position_ids": np.tile(np.arange(total - new, total), (batch, 1)),
         }
-        found = dict(zip(self.outputs, self.session.run(None, feed | past), strict=True))
+        try:
+            found = dict(zip(self.outputs, self.session.run(None, feed | past), strict=True))
+        except Exception as error:  # see above
+            raise ModelError(f"{self.path}: {error}") from None
         return found["logits"], {name: found[name.replace("past_key_values", "present")] for name in past}
 
     def greedy(self, ids: Sequence[int], max_new_tokens: int = 32, stop: Sequence[int] = ()) -> Generated:
@@ -152,7 +171,7 @@ def stop_tokens(folder: Path) -> list[int]:
             continue
         try:
             found: Any = json.loads(path.read_text()).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise ModelError(f"{path}: expected a JSON object: {error}") from None
         if found is not None:
             stop = found if isinstance(found, list) else [found]

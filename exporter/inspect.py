@@ -74,7 +74,7 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
                 routers.append({"node": node.name, "attributes": routing.attributes()})
         except ModelError:
             raise
-        except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             # a field of another type
             raise ModelError(f"{path}: node {node.name} cannot be read: {error!r}") from None
     dense = [
@@ -114,6 +114,8 @@ def load(path: Path) -> ir.Model:
     Raises:
         ModelError: it is no model; a tensor is not in a file beside it, or not all of it.
     """
+    if (size := path.stat().st_size) >= 1 << 31:
+        raise ModelError(f"{path}: {size} bytes, expected less than protobuf's 2 GiB")
     try:
         model = ir.load(path)
     except Exception as error:  # protobuf's own, by backend
@@ -126,10 +128,14 @@ def load(path: Path) -> ir.Model:
         if location in ("", ".", "..") or "/" in location or "\\" in location or "\0" in location:
             raise ModelError(f"{path}: {name} is in {location!r}, expected the name of a file beside the model")
         file = path.parent / location
-        begin, length = tensor.offset or 0, tensor.length or tensor.nbytes  # a length may be left out
+        try:
+            needed = int(tensor.nbytes)
+        except (TypeError, ValueError) as error:  # of a type without a size
+            raise ModelError(f"{path}: {name}: {error}") from None
+        begin, length = tensor.offset or 0, tensor.length or needed  # a length may be left out
         end = begin + length
-        if begin < 0 or length != tensor.nbytes:
-            raise ModelError(f"{path}: {name} has {length} bytes at {begin}, its shape and type take {tensor.nbytes}")
+        if begin < 0 or length != needed:
+            raise ModelError(f"{path}: {name} has {length} bytes at {begin}, its shape and type take {needed}")
         if not file.is_file():
             raise ModelError(f"{file}: missing; {path.name} keeps {name} there")
         if file.resolve().parent not in (path.parent.resolve(), path.resolve().parent):
@@ -260,6 +266,8 @@ def _verify(path: Path, name: str, tensor: ir.ExternalTensor) -> bool:
     recorded = tensor.metadata_props.get("hash")
     if recorded is None:
         return False
+    if not recorded.startswith(f"{HASH}:"):
+        raise ModelError(f"{path}: {name} has a hash {recorded[:80]!r}, this release compares {HASH}")
     digest, left = new_hash(), tensor.length or tensor.nbytes
     with open(path.parent / tensor.location, "rb") as file:
         file.seek(tensor.offset or 0)

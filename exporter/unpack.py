@@ -33,6 +33,7 @@ def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
 
     Raises:
         ModelError: the model cannot be read, or has no packed weights in that layer.
+        OSError: ``output`` is one of the model's files or cannot be written.
     """
     path = model_path(model)
     found = inspect(path)
@@ -41,6 +42,9 @@ def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
         known = sorted({_layer(n["module"]) for n in found["layers"] + found["linears"]} - {-1})
         span = f"{known[0]} to {known[-1]}" if known else "none"
         raise ModelError(f"{path}: no packed weights in layer {layer}; layers with some: {span}")
+    weights = [path.parent / file["name"] for file in found["files"]]
+    if (written := Path(output).resolve()) in [file.resolve() for file in (path, *weights)]:
+        raise FileExistsError(f"{written} is the model's own file; unpack to another")
     initializers = ir.load(path).graph.initializers
     modules: dict[str, None] = {}
 
@@ -66,7 +70,10 @@ def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
 
 def _matrices(node: dict[str, Any], initializers: Any) -> Iterator[tuple[str, QuantizedMatrix]]:
     def rows(projection: str) -> np.ndarray:
-        return np.asarray(initializers[node[projection]["tensor"]].const_value.numpy()).view(np.uint8)
+        try:
+            return np.asarray(initializers[node[projection]["tensor"]].const_value.numpy()).view(np.uint8)
+        except ValueError as error:  # onnx-ir's: it maps no file that has several names
+            raise ModelError(f"{node['node']}: {error}") from None
 
     if "w" in node:
         linear = LinearSpec.from_attributes(node["attributes"])

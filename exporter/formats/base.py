@@ -148,7 +148,14 @@ class Format(ABC):
     def scheme_of(self, module: str) -> Scheme:
         """:meth:`scheme`, or of a module that the tool left alone: its 16-bit type."""
         if self.is_quantized(module):
-            return self.scheme(module)
+            try:
+                return self.scheme(module)
+            except (ArithmeticError, ValueError, TypeError, AttributeError, LookupError) as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                raise CheckpointError(  # a field of another type
+                    f"{self.ckpt.folder}: the configuration of {module} cannot be read as {self.name}'s: {error}"
+                ) from None
         kind = FLOAT_KINDS[self.ckpt.dtype(f"{module}.weight")]
         return Scheme(kind, -1, "none", f"{kind}, not quantized")
 

@@ -78,6 +78,11 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
             raise CheckpointError(f"{path}: {key} is {config[key]!r}, expected a positive {kind.__name__}")
         return config[key]
 
+    def number(key: str, usual: float) -> float:
+        if type(found := config.get(key, usual)) not in (int, float):
+            raise CheckpointError(f"{path}: {key} is {found!r}, expected a number")
+        return float(found)
+
     num_experts = setting(int, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     projections = _projections(format, name, experts, num_experts) if experts else ()
     scheme, down_scheme = _schemes(format, name, projections, num_experts)
@@ -100,8 +105,8 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
         scheme=scheme,
         down_scheme=down_scheme,
         # transformers' GptOssExperts; older configurations have no alpha
-        swiglu_alpha=float(config.get("swiglu_alpha", 1.702)) if oai else 0.0,
-        swiglu_limit=float(config.get("swiglu_limit", 7.0)) if oai else 0.0,
+        swiglu_alpha=number("swiglu_alpha", 1.702) if oai else 0.0,
+        swiglu_limit=number("swiglu_limit", 7.0) if oai else 0.0,
         apply_router_weight_on_input=config.get("model_type") in ("llama4", "llama4_text"),
         format=format,
         projections=projections,
