@@ -14,6 +14,7 @@ import numpy as np
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_size_of
+from quantmoe.exporter.formats.gptq import AUTOROUND, autoround_packing
 
 _NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -35,9 +36,7 @@ class AWQ(Format):
     @staticmethod
     def claims(quantization: dict[str, Any]) -> bool:
         method = quantization.get("quant_method")
-        if method in ("auto-round", "auto_round", "intel/auto-round"):
-            return "awq" in str(quantization.get("packing_format", ""))
-        return method == "awq"
+        return method == "awq" or (method in AUTOROUND and "awq" in autoround_packing(quantization))
 
     def scheme(self, module: str) -> Scheme:
         symmetric = " asymmetric" if self.zero_point else ""

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import same_matrix, write_checkpoint
-from encoders import CASES, Case, random_matrix
+from encoders import CASES, Case, gptq, random_matrix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -115,10 +115,58 @@ def test_dynamic_rules(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "v2"),
+    [
+        ({"packing_format": "auto_round"}, True),
+        ({"packing_format": "auto_round:gptqmodel", "backend": "auto"}, True),
+        ({"packing_format": "auto_round:auto_gptq"}, False),
+        ({"backend": "autoround:exllamav2"}, True),  # releases before 0.5
+        ({"backend": "auto_round:gptq:exllamav2"}, False),
+        ({"backend": "gptq:exllamav2"}, False),
+    ],
+)
+@pytest.mark.parametrize("id", ["gptq4-asym", "gptq8-desc_act-asym-v2", "gptq4"])
+def test_autoround_zero_points(id: str, said: dict[str, str], v2: bool, tmp_path: Path) -> None:
+    case = next(c for c in CASES if c.id == id)
+    want = random_matrix(case, 16, 128, 32, "f16", bias=False, seed=7)
+    config = {"bits": int(case.kind[3:]), "group_size": 32, "sym": not case.zero_points, "quant_method": "auto-round"}
+    tensors = {f"m.{k}": v for k, v in gptq(want, v2).items()}
+    same_matrix(find_format(open_checkpoint(write_checkpoint(tmp_path, tensors, config | said))).matrix("m"), want)
+
+
+@pytest.mark.parametrize("said", [{}, {"backend": "auto"}])
+@pytest.mark.parametrize("kind", ["gptq4", "gptq8"])
+def test_autoround_packing_unsaid(kind: str, said: dict[str, str], tmp_path: Path) -> None:
+    """The zero points of symmetric weights tell; where they cannot, the module and what is missing are named."""
+    case = next(c for c in CASES if c.id == kind)
+    want = random_matrix(case, 16, 64, 32, "f16", bias=False, seed=8)
+    config = {"bits": int(case.kind[3:]), "group_size": 32, "sym": True, "quant_method": "auto-round"} | said
+    for v2 in (False, True):
+        tensors = {f"m.{k}": v for k, v in gptq(want, v2).items()}
+        folder = write_checkpoint(tmp_path / str(v2), tensors, config)
+        same_matrix(find_format(open_checkpoint(folder)).matrix("m"), want)
+        with pytest.raises(CheckpointError, match="m: asymmetric.* expected a packing_format"):
+            find_format(open_checkpoint(write_checkpoint(folder, tensors, config | {"sym": False}))).scheme("m")
+    tensors["m.qzeros"] = tensors["m.qzeros"] ^ np.int32(1)
+    folder = write_checkpoint(tmp_path / "odd", tensors, config)
+    with pytest.raises(CheckpointError, match=r"m\.qzeros is neither 0x8.* expected a packing_format"):
+        find_format(open_checkpoint(folder)).matrix("m")
+
+
+@pytest.mark.parametrize(
     ("quantization", "text"),
     [
         ({"quant_method": "bitsandbytes"}, "quantization method 'bitsandbytes'; supported formats: compressed-tensors"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "'marlin'; supported: gptq, gptq_v2"),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"},
+            "'auto_round:llm_compressor'; s",
+        ),
+        ({"quant_method": "auto-round", "packing_format": "auto_round", "act_bits": 8}, "act_bits 8; supported: 16"),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round", "rotation_config": {"a": 1}},
+            "rotation_config",
+        ),
         ({"quant_method": "awq", "version": "gemv"}, "packing 'gemv'; supported: 4 bits, gemm"),
         ({"quant_method": "awq", "bits": 8}, "AWQ bits=8"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "supported: e4m3"),

@@ -62,6 +62,9 @@ TABLE = {
     "quark-fp8-rows": ("fp8_e4m3", -1, "fp8_token"),
     "quark-mxfp4": ("mxfp4", 32, "none"),
     "quark-mxfp4-mxfp4": ("mxfp4", 32, "mxfp4"),
+    "autoround-gptqmodel": ("int4", 32, "none"),
+    "autoround-gptqmodel-sym": ("int4", 32, "none"),
+    "autoround-auto_gptq": ("int4", 32, "none"),
     "autoawq-gemm": ("int4", 32, "none"),
 }
 
