@@ -140,6 +140,14 @@ def quark_int4(matrix: QuantizedMatrix) -> Tensors:
     return {names[key]: array for key, array in stored.items()}
 
 
+def quark_int4_rows(matrix: QuantizedMatrix) -> Tensors:
+    order = [0, 2, 4, 6, 1, 3, 5, 7]  # as awq's, along K
+    codes = matrix.codes.reshape(len(matrix.codes), -1, 8)[..., order].reshape(matrix.shape)
+    tensors = {"weight": bit_stream(codes, 4), "weight_scale": matrix.scales[:, 0]}
+    zeros = np.pad(matrix.zero_points[:, 0], (0, -len(codes) % 8)).reshape(-1, 8)[:, order].reshape(1, -1)
+    return with_bias(tensors | {"weight_zero_point": bit_stream(zeros, 4)[0]}, matrix)
+
+
 def mxfp4(matrix: QuantizedMatrix) -> Tensors:
     return with_bias({"weight": nibbles(matrix.codes), "weight_scale": matrix.scales.view(np.uint8)}, matrix)
 
@@ -324,6 +332,16 @@ CASES = [
         (32, 64, 128),
         n_step=8,
         optional=frozenset({"bias", "weight_zero_point"}),
+    ),
+    Case(
+        "quark-uint4-rows",
+        quark_int4_rows,
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "uint4", "qscheme": "per_channel"}}},
+        "int4",
+        (-1,),
+        zero_points=True,
+        n_step=8,
+        k_step=8,
     ),
     Case(
         "quark-mxfp4",

@@ -166,13 +166,10 @@ def stores_zeros(ckpt: Checkpoint) -> bool | None:
     for field in ("rotation_config", "spinquant_config"):
         if raw.get(field):
             raise CheckpointError(f"{ckpt.folder}: AutoRound {field} is not supported; expected none")
-    for where, config in {"": raw, **(raw.get("extra_config") or {})}.items():
-        bits = config.get("bits", raw.get("bits", 4))
-        if bits <= 8 and (config.get("act_bits") or raw.get("act_bits") or 16) < 16:
-            raise CheckpointError(
-                f"{ckpt.folder}: {where and where + ': '}AutoRound act_bits {config.get('act_bits', raw.get('act_bits'))}"
-                "; supported: 16"
-            )
+    for rule in (raw, *(raw.get("extra_config") or {}).values()):
+        act_bits = rule.get("act_bits") or raw.get("act_bits") or 16
+        if act_bits < 16 and rule.get("bits", 4) <= 8:
+            raise CheckpointError(f"{ckpt.folder}: AutoRound act_bits {act_bits}; supported: 16")
     if "gptq" in packing:
         return "gptqmodel" in packing
     if packing in ("auto_round", "auto_round:exllamav2", "auto_round:triton", "auto_round:torch"):

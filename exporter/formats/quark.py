@@ -6,7 +6,8 @@ Tensors of a linear with N outputs and K inputs:
 - fp8_e4m3: weight F8_E4M3 [N, K], weight_scale of one element or one a row, input_scale [] when activations are static.
 - int8: weight I8 [N, K], weight_scale [N], weight_zero_point I8 [N].
 - int4, uint4: weight I32 [K, N/8] in AWQ's nibble order, two's complement for int4; weight_scale [K/g, N];
-  weight_zero_point I32 [K/g, N/8] in the same packing.
+  weight_zero_point I32 [K/g, N/8] in the same packing. One scale a row (per_channel): not transposed, weight I32
+  [N, K/8], weight_scale [N], weight_zero_point I32 [N/8].
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ WEIGHTS = {
     ("int8", "per_channel"): "int8",
     ("int4", "per_group"): "int4",
     ("uint4", "per_group"): "int4",
+    ("int4", "per_channel"): "int4",
+    ("uint4", "per_channel"): "int4",
 }
 
 
@@ -43,7 +46,8 @@ class Quark(Format):
         self.default: dict[str, Any] = ckpt.quantization.get("global_quant_config") or {}
         self.layers: dict[str, Any] = ckpt.quantization.get("layer_quant_config") or {}
         for config in (self.default, *self.layers.values()):
-            group_size_of((config.get("weight") or {}).get("group_size") or 128)
+            if not isinstance(weight := config.get("weight") or {}, list):
+                group_size_of(weight.get("group_size") or 128)
         export = ckpt.quantization.get("export") or {}
         order, stored = export.get("pack_method", "reorder"), export.get("weight_format", "real_quantized")
         if order != "reorder" or stored != "real_quantized":
@@ -61,6 +65,11 @@ class Quark(Format):
 
     def _weight(self, module: str) -> tuple[str, dict[str, Any]]:
         weight = self.module_config(module).get("weight") or {}
+        if isinstance(weight, list):
+            stages = " then ".join(f"{stage.get('dtype')} {stage.get('qscheme')}" for stage in weight)
+            raise CheckpointError(
+                f"{self.ckpt.folder}: {module}: Quark weights quantized in stages, {stages}; supported: one stage"
+            )
         key = (str(weight.get("dtype")), str(weight.get("qscheme")))
         if key not in WEIGHTS or (key[0] == "fp4" and weight.get("group_size") != 32):
             raise CheckpointError(
@@ -131,26 +140,32 @@ class Quark(Format):
         )
 
     def _int4(self, module: str, weight: dict[str, Any]) -> QuantizedMatrix:
-        g = weight.get("group_size") or 128
-        k, words = self.shape2d(f"{module}.weight")
-        n, groups = words * 8, -(-k // g)
+        flip = np.uint8(8 if weight["dtype"] == "int4" else 0)  # two's complement -> offset 8
+        rows, words = self.shape2d(f"{module}.weight")
+        if weight["qscheme"] == "per_channel":
+            n, g, scales, zeros = rows, -1, (rows,), (-(-rows // 8),)
+        else:
+            n, g = words * 8, weight.get("group_size") or 128
+            groups = -(-rows // g)
+            scales, zeros = (groups, n), (groups, words)
         tensors = self.take(
             module,
             [
-                Tensor("weight", ("I32",), (k, words)),
-                Tensor("weight_scale", FLOATS, (groups, n)),
-                Tensor("weight_zero_point", ("I32",), (groups, words), required=weight["dtype"] == "uint4"),
+                Tensor("weight", ("I32",), (rows, words)),
+                Tensor("weight_scale", FLOATS, scales),
+                Tensor("weight_zero_point", ("I32",), zeros, required=weight["dtype"] == "uint4"),
             ],
         )
-        flip = np.uint8(8 if weight["dtype"] == "int4" else 0)  # two's complement -> offset 8
-        zeros = None
+        codes = unpack_columns(tensors["weight"])
+        zero_points = None
         if "weight_zero_point" in tensors:
-            zeros = unpack_columns(tensors["weight_zero_point"]) ^ flip
+            stored = tensors["weight_zero_point"]
+            zero_points = unpack_columns(stored.reshape(-1, stored.shape[-1]))[:n] ^ flip
         return QuantizedMatrix(
             kind="int4",
-            codes=unpack_columns(tensors["weight"]) ^ flip,
-            scales=np.ascontiguousarray(tensors["weight_scale"].T),
+            codes=(np.ascontiguousarray(codes.T) if g == -1 else codes) ^ flip,
+            scales=np.ascontiguousarray(tensors["weight_scale"].reshape(-1, n).T),
             group_size=g,
-            zero_points=None if zeros is None or (flip and (zeros == 8).all()) else zeros,
+            zero_points=None if zero_points is None or (flip and (zero_points == 8).all()) else zero_points,
             bias=self.bias(module, n),
         )

@@ -145,7 +145,7 @@ def test_autoround_packing_unsaid(kind: str, said: dict[str, str], tmp_path: Pat
         tensors = {f"m.{k}": v for k, v in gptq(want, v2).items()}
         folder = write_checkpoint(tmp_path / str(v2), tensors, config)
         same_matrix(find_format(open_checkpoint(folder)).matrix("m"), want)
-        with pytest.raises(CheckpointError, match="m: asymmetric.* expected a packing_format"):
+        with pytest.raises(CheckpointError, match=r"m: asymmetric.* expected a packing_format"):
             find_format(open_checkpoint(write_checkpoint(folder, tensors, config | {"sym": False}))).scheme("m")
     tensors["m.qzeros"] = tensors["m.qzeros"] ^ np.int32(1)
     folder = write_checkpoint(tmp_path / "odd", tensors, config)
@@ -187,6 +187,18 @@ def test_unsupported_is_named(quantization: dict, text: str, tmp_path: Path) -> 
     ("quantization", "text"),
     [
         ({"quant_method": "gptq", "bits": 3, "sym": True}, "bits=3, sym=True; supported: 4 and 8 bits"),
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {
+                    "weight": [
+                        {"dtype": "fp8_e4m3", "qscheme": "per_tensor"},
+                        {"dtype": "int4", "qscheme": "per_channel"},
+                    ]
+                },
+            },
+            "m: Quark weights quantized in stages, fp8_e4m3 per_tensor then int4 per_channel; supported: one stage",
+        ),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo W4A8_AWQ; supported: NVFP4, NVFP4_AWQ"),
         (
             {

@@ -56,6 +56,7 @@ TABLE = {
     "modelopt-fp8-llama4": ("fp8_e4m3", -1, "fp8_tensor"),
     "modelopt-fp8_pc_pt-gpt_oss": ("fp8_e4m3", -1, "fp8_token"),
     "quark-int4": ("int4", 32, "none"),
+    "quark-int4-rows": ("int4", -1, "none"),
     "quark-uint4": ("int4", 32, "none"),
     "quark-int8": ("int8", -1, "none"),
     "quark-fp8": ("fp8_e4m3", -1, "fp8_tensor"),
