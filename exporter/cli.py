@@ -89,8 +89,8 @@ def export(
     for row, count in _grouped(report).items():
         table.add_row(str(count), *row)
     console.print(table)
-    if report.activations:
-        console.print(report.activations, style="yellow")
+    for remark in filter(None, (report.activations, report.kv_cache)):
+        console.print(remark, style="yellow")
     if report.scale_error is not None:
         console.print(f"scales rounded to bf16: largest relative error {report.scale_error:.2e}", style="yellow")
     for heading, reasons in (
@@ -301,6 +301,8 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
     )
     for reason, names in _by_reason(found.dequantized).items():
         console.print(f"quantized in the checkpoint, float here: {names} ({reason})", style="yellow")
+    if found.kv_cache:
+        console.print(found.kv_cache, style="yellow")
     if found.odd:
         more = f" and {len(found.odd) - 1} more" if len(found.odd) > 1 else ""
         console.print(
@@ -337,7 +339,7 @@ def _explain(path: Path, as_json: bool) -> None:
     for entry in found:
         names = entry["modules"]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        console.print(f"{entry['scheme']}: {names[0]}{more}")
+        console.print(f"{entry['scheme']}: {names[0] if names else entry['remark']}{more}")
         for candidate in entry["candidates"]:
             console.print(f"  layout {candidate.layout}: {candidate.reason or 'carries it'}")
             chosen = False

@@ -73,6 +73,7 @@ class Report:
         not_ort: linears that ``dense="ort"`` left as QuantLinear -> why.
         plain_routers: layers whose router is not a MoERouting node but many of ONNX's: none of its methods is theirs.
         untraced: why every layer was traced although some are alike, else "".
+        kv_cache: remark when the checkpoint wants its KV cache quantized, which stays float, else "".
     """
 
     format: str
@@ -86,6 +87,7 @@ class Report:
     not_ort: dict[str, str] = dataclasses.field(default_factory=dict)
     plain_routers: int = 0
     untraced: str = ""
+    kv_cache: str = ""
 
 
 def export(
@@ -141,7 +143,7 @@ def export(
         progress("reading", 0, 1)
         format = open_format(checkpoint, quantize, group_size)
         skeleton = Skeleton(format, graph_type, layers)
-        report = Report(format.name, {})
+        report = Report(format.name, {}, kv_cache=format.kv_cache())
         specs = {}
         for name, layer in skeleton.experts.items():
             specs[name] = _spec(layer, LAYOUT[target], chosen, scales, report)

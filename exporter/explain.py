@@ -104,6 +104,7 @@ def explain(path: str | Path, activations: str = "int8") -> list[dict[str, Any]]
 
     Returns:
         One dict a scheme: ``scheme`` (in the tool's words), ``modules`` (names), ``candidates`` (list of Candidate).
+        Last, of a quantized KV cache, one without modules and with ``remark``.
 
     Raises:
         CheckpointError, ModelError: the folder or file cannot be read.
@@ -140,6 +141,8 @@ def explain(path: str | Path, activations: str = "int8") -> list[dict[str, Any]]
         m = format.matrix(module)
         add((scheme, "linear"), scheme.text, module,
             partial(linear_spec, scheme, m, activations=activations))  # fmt: skip
+    if remark := format.kv_cache():
+        found["KV cache"] = {"scheme": "KV cache", "modules": [], "candidates": [], "remark": remark}
     return list(found.values())
 
 

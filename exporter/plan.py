@@ -46,6 +46,7 @@ class Plan:
         dequantized: tensors outside the experts that the checkpoint quantizes and the model would not -> why.
         odd: experts whose tensors are not named, typed or shaped as the first one's of their layer; whether export
             refuses them only their data tell.
+        kv_cache: see Report.
     """
 
     layers: dict[str, tuple[str, MoESpec, int]]
@@ -59,6 +60,7 @@ class Plan:
     files: int
     dequantized: dict[str, str]
     odd: list[str]
+    kv_cache: str
 
 
 def plan(
@@ -122,6 +124,7 @@ def plan(
         files=-(-(packed + others) // max_file_size),
         dequantized=dequantized,
         odd=odd,
+        kv_cache=format.kv_cache(),
     )
 
 

@@ -179,6 +179,20 @@ class Format(ABC):
         codes = np.ascontiguousarray(weight).view(np.uint16)
         return QuantizedMatrix(kind, codes, np.ones((len(codes), 1), np.float32), -1, bias=bias)
 
+    def kv_cache(self) -> str:
+        """A remark when the checkpoint wants its KV cache quantized, which models have in float; else ""."""
+        scales = [name for name in self.ckpt.names() if name.endswith(_CACHE_SCALES)]
+        raw = self.ckpt.quantization
+        inner = raw.get("quantization")  # ModelOpt's hf_quant_config.json
+        both = raw | (inner if isinstance(inner, dict) else {})
+        fields = [(field, both.get(field)) for field in _CACHE_FIELDS]
+        said = next((f"{field}: {_cache_text(value)}" for field, value in fields if value), "")
+        if not (said or scales):
+            return ""
+        more = f" and {len(scales) - 1} more" if len(scales) > 1 else ""
+        unused = f"; not used: {scales[0]}{more}" if scales else ""
+        return f"the KV cache stays float, the checkpoint wants it quantized ({said or 'it has scales'}{unused})"
+
     def moe_layers(self) -> list[MoELayer]:
         """The MoE layers, in the model's order; some of them may be 16-bit floats."""
         from quantmoe.exporter.formats.experts import moe_layers
@@ -250,6 +264,19 @@ class Format(ABC):
 FLOATS = ("BF16", "F16", "F32")
 #: of experts that a tool left alone: safetensors dtype -> op.def's format
 FLOAT_KINDS = {"BF16": "bf16", "F16": "f16"}
+#: what asks for a quantized KV cache: compressed-tensors' and ModelOpt's in config.json, ModelOpt's, Quark's
+_CACHE_FIELDS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
+#: compressed-tensors' and ModelOpt's, Quark's
+_CACHE_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+
+
+def _cache_text(value: Any) -> str:
+    """A KV cache's scheme in few words: "float8 per tensor", "FP8", "*k_proj, *v_proj"."""
+    if not isinstance(value, dict):
+        return str(value)
+    if "num_bits" in value:
+        return f"{value.get('type', 'int')}{value['num_bits']} per {value.get('strategy', 'tensor')}"
+    return ", ".join(value)
 
 
 def group_size_of(value: object) -> int:

@@ -123,9 +123,10 @@ class CompressedTensors(Format):
         super().__init__(ckpt)
         raw = ckpt.quantization
         config = ckpt.folder / "config.json"
-        for field in ("kv_cache_scheme", "transform_config"):
-            if raw.get(field):
-                raise CheckpointError(f"{config}: {field} {raw[field]} is not supported; expected none")
+        if raw.get("transform_config"):
+            raise CheckpointError(
+                f"{config}: transform_config {raw['transform_config']} is not supported; expected none"
+            )
         if (sparsity := (raw.get("sparsity_config") or {}).get("format", "dense")) != "dense":
             raise CheckpointError(f"{config}: sparsity_config format {sparsity!r} is not supported; expected dense")
         self.groups = [self._group(name, g) for name, g in (raw.get("config_groups") or {}).items()]

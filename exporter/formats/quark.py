@@ -49,6 +49,9 @@ class Quark(Format):
             if not isinstance(weight := config.get("weight") or {}, list):
                 group_size_of(weight.get("group_size") or 128)
         export = ckpt.quantization.get("export") or {}
+        #: whose outputs are the KV cache
+        self.cached = ("*k_proj", "*v_proj", *(ckpt.quantization.get("kv_cache_quant_config") or {}))
+        self.cached += tuple(map(str, export.get("kv_cache_group") or ()))
         order, stored = export.get("pack_method", "reorder"), export.get("weight_format", "real_quantized")
         if order != "reorder" or stored != "real_quantized":
             raise CheckpointError(
@@ -80,7 +83,13 @@ class Quark(Format):
 
     def scheme(self, module: str) -> Scheme:
         kind, weight = self._weight(module)
-        inputs = self.module_config(module).get("input_tensors")
+        config = self.module_config(module)
+        inputs, outputs = config.get("input_tensors"), config.get("output_tensors")
+        if outputs and not any(fnmatch(module, pattern) for pattern in self.cached):
+            raise CheckpointError(
+                f"{self.ckpt.folder}: {module}: Quark output_tensors {outputs.get('dtype')} {outputs.get('qscheme')}; "
+                "supported: none, but of the KV cache"
+            )
         group_size = (weight.get("group_size") or 128) if weight["qscheme"] == "per_group" else -1
         symmetric = " asymmetric" if weight["dtype"] == "uint4" else ""
         text = f"Quark {weight['dtype']}{symmetric} {weight['qscheme']} group {group_size}"

@@ -96,6 +96,24 @@ def test_explain_and_export_refuse_with_the_same_reason(tmp_path):
     assert ours[0].reason in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("tool", "field"),
+    [
+        ("llmcompressor", "kv_cache_scheme: float8 per tensor; not used: model.layers.0.self_attn.k_scale"),
+        (
+            "quark",
+            "kv_cache_quant_config: *k_proj, *v_proj; not used: model.layers.0.self_attn.k_proj.output_scale",
+        ),
+    ],
+)
+def test_a_quantized_kv_cache_stays_float_and_says_so(tmp_path, tool, field):
+    folder = Path(__file__).parents[1] / "fixtures" / f"{tool}-fp8-kv"
+    remark = f"the KV cache stays float, the checkpoint wants it quantized ({field} and 1 more)"
+    assert explain(folder)[-1]["remark"] == plan(folder, tmp_path / "model").kv_cache == remark
+    if tool == "quark":
+        assert export(folder, tmp_path / "model").kv_cache == remark
+
+
 def test_unpack_gives_the_checkpoints_codes(exported, checkpoint, tmp_path):
     folder = exported("qwen3_moe", activations="float")
     modules = unpack(folder, 1, tmp_path / "layer_1.safetensors")

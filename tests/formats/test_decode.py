@@ -170,7 +170,6 @@ def test_autoround_packing_unsaid(kind: str, said: dict[str, str], tmp_path: Pat
         ({"quant_method": "awq", "version": "gemv"}, "packing 'gemv'; supported: 4 bits, gemm"),
         ({"quant_method": "awq", "bits": 8}, "AWQ bits=8"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "supported: e4m3"),
-        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({"quant_method": "compressed-tensors", "transform_config": {"a": 1}}, "transform_config"),
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
         ({}, "no quantization configuration; supported formats"),
@@ -184,8 +183,36 @@ def test_unsupported_is_named(quantization: dict, text: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("fields", "scale", "text"),
+    [
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "k_proj.k_scale", "kv_cache_scheme: float8 per tensor"),
+        ({"quantization": {"kv_cache_quant_algo": "FP8"}}, "k_proj.k_scale", "kv_cache_quant_algo: FP8"),
+        ({}, "v_scale", "it has scales"),
+        ({}, "q_scale", None),
+    ],
+)
+def test_kv_cache_stays_float(fields: dict, scale: str, text: str | None, tmp_path: Path) -> None:
+    tensors = {f"model.layers.{i}.attn.{scale}": np.zeros((), np.float32) for i in range(2)}
+    format = find_format(open_checkpoint(write_checkpoint(tmp_path, tensors, {"quant_method": "modelopt"} | fields)))
+    more = f"not used: model.layers.0.attn.{scale} and 1 more)"
+    assert format.kv_cache() == (
+        f"the KV cache stays float, the checkpoint wants it quantized ({text}; {more}" if text else ""
+    )
+
+
+@pytest.mark.parametrize(
     ("quantization", "text"),
     [
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {
+                    "weight": {"dtype": "int8", "qscheme": "per_channel"},
+                    "output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"},
+                },
+            },
+            "m: Quark output_tensors fp8_e4m3 per_tensor; supported: none, but of the KV cache",
+        ),
         ({"quant_method": "gptq", "bits": 3, "sym": True}, "bits=3, sym=True; supported: 4 and 8 bits"),
         (
             {
