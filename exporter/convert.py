@@ -23,11 +23,11 @@ import onnx_ir as ir
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.layouts import LAYOUTS, join
+from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.checkpoint import CheckpointError, OptionError
-from quantmoe.exporter.explain import activation_format, consider, linear_spec, moe_spec
+from quantmoe.exporter.explain import activation_format, consider, layer_spec, linear_spec
 from quantmoe.exporter.formats import Checkpoint, Format, MoELayer, Scheme, find_format, open_checkpoint
 from quantmoe.exporter.formats.unquantized import Unquantized
 from quantmoe.exporter.genai import genai_config
@@ -236,28 +236,15 @@ def check_options(
 def _spec(layer: MoELayer, layout: str, activations: str | None, scales: str, report: Report) -> MoESpec:
     for scheme in (layer.scheme, layer.down_scheme):
         _remark(scheme, activations, report)
-    where = f"{layer.format.ckpt.folder}: {layer.name}"
-
-    def describe(e: int) -> MoESpec:
-        expert = _scaled(layer.expert(e), scales)[0]
-        (candidate,) = consider(lambda chosen: moe_spec(layer, expert, chosen, activations), [layout])
-        if candidate.reason or not isinstance(candidate.spec, MoESpec):
-            raise CheckpointError(f"{where}.{e}: {candidate.reason}")
-        return candidate.spec
-
-    spec, usual = describe(0), layer.tensors(0)
-    # Experts may differ in act-order. One whose tensors are not those of expert 0 is damaged or stored differently:
-    # decoding it tells, now and not after the tracing.
-    ordered = spec.w13.perm or spec.w2.perm
-    for e in range(1, layer.num_experts):
-        if ordered or layer.tensors(e) != usual:
-            other = describe(e)
-            try:
-                w13, w2 = join((spec.w13, spec.w2), (other.w13, other.w2))
-            except ValueError as error:
-                raise CheckpointError(f"{where}.{e}: {error}") from None
-            spec = dataclasses.replace(spec, w13=w13, w2=w2)
-    return spec
+    make = functools.partial(
+        layer_spec, layer, activations=activations, expert=lambda e: _scaled(layer.expert(e), scales)[0]
+    )
+    (candidate,) = consider(make, [layout])
+    if not isinstance(candidate.spec, MoESpec):
+        raise CheckpointError(f"{layer.format.ckpt.folder}: {candidate.reason}")
+    if candidate.reason:
+        raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.name}: {candidate.reason}")
+    return candidate.spec
 
 
 def _check_size(layer: MoELayer, spec: MoESpec) -> None:

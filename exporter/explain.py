@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -11,9 +11,9 @@ from typing import Any
 
 from quantmoe.custom_ops import cuda, native
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.layouts import LAYOUTS, OPTIONAL, join
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.op import LinearSpec, MoESpec
+from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import MoELayer, Scheme, find_format, open_checkpoint
 from quantmoe.exporter.inspect import inspect
@@ -94,6 +94,63 @@ def moe_spec(layer: MoELayer, expert: Expert, layout: ModuleType, activations: s
     )
 
 
+def layer_spec(
+    layer: MoELayer, layout: ModuleType, activations: str | None, expert: Callable[[int], Expert] | None = None
+) -> MoESpec:
+    """Attributes of the layer's node, which carries all its experts.
+
+    Args:
+        expert: decodes one; layer.expert by default.
+
+    Raises:
+        ValueError: the layout does not carry an expert, or experts differ in what a node has one of; names the modules.
+    """
+    expert, usual = expert or layer.expert, layer.tensors(0)
+
+    def describe(e: int) -> MoESpec:
+        decoded = expert(e)
+        try:
+            return moe_spec(layer, decoded, layout, activations)
+        except ValueError as error:
+            raise ValueError(f"{layer.name}.{e}: {error}") from None
+
+    spec = describe(0)
+    # Experts may differ in act-order. One whose tensors are not those of expert 0 is damaged or stored differently:
+    # decoding it tells, now and not after the tracing.
+    # (Expert 0 may have none: nothing orders the inputs of an expert that no token reached.)
+    indexed = any("g_idx" in suffix for module in usual for suffix in module)
+    ordered = indexed and "act" in layer.scheme.text + layer.down_scheme.text
+    for e in range(1, layer.num_experts):
+        if ordered or layer.tensors(e) != usual:
+            other = describe(e)
+            try:
+                w13, w2 = join((spec.w13, spec.w2), (other.w13, other.w2))
+            except ValueError:
+                raise ValueError(_difference(layer, e, spec, other)) from None
+            spec = replace(spec, w13=w13, w2=w2)
+    return spec
+
+
+def _difference(layer: MoELayer, e: int, first: MoESpec, other: MoESpec) -> str:
+    """What experts 0 and ``e`` differ in and must not."""
+
+    def unlike(a: Projection, b: Projection) -> list[str]:
+        pairs = {f.name: (getattr(b, f.name), getattr(a, f.name)) for f in fields(a) if f.name not in OPTIONAL}
+        return [f"{name} ({x} and {y})" for name, (x, y) in pairs.items() if x != y]
+
+    names, differences = layer.projections[:-1], unlike(first.w13, other.w13)
+    if not differences:
+        names, differences = layer.projections[-1:], unlike(first.w2, other.w2)
+    texts = [[f"{layer.name}.{i}.{name}", layer.format.scheme(f"{layer.name}.{i}.{name}").text]
+             for name in names for i in (e, 0)]  # fmt: skip
+    pairs = list(zip(texts[::2], texts[1::2], strict=True))
+    a, b = next((pair for pair in pairs if pair[0][1] != pair[1][1]), pairs[0])
+    return (
+        f"{a[0]} ({a[1]}) and {b[0]} ({b[1]}) differ in {', '.join(differences)}; "
+        "expected the same in all experts of a layer"
+    )
+
+
 def linear_spec(scheme: Scheme, m: QuantizedMatrix, layout: ModuleType, activations: str | None) -> LinearSpec:
     """The same of a linear outside the experts."""
     return LinearSpec(m.shape[1], m.shape[0], layout.describe_down(m, activation_format(scheme, activations)))
@@ -124,12 +181,10 @@ def explain(path: str | Path, activations: str = "int8") -> list[dict[str, Any]]
         text = layer.scheme.text
         if layer.down_scheme != layer.scheme:
             text += f"; down: {layer.down_scheme.text}"
-        key = (layer.scheme, layer.down_scheme, layer.hidden_size, layer.intermediate_size)
-        if key in found:
-            found[key]["modules"].append(layer.name)
-            continue
-        expert = layer.expert(0)
-        add(key, text, layer.name, partial(moe_spec, layer, expert, activations=activations))
+        usual = layer.tensors(0)
+        odd = tuple(e for e in range(1, layer.num_experts) if layer.tensors(e) != usual)
+        key = (layer.scheme, layer.down_scheme, layer.hidden_size, layer.intermediate_size, odd)
+        add(key, text, layer.name, partial(layer_spec, layer, activations=activations))
     for name in format.parameters():
         module = name.removesuffix(".weight")
         if module == name or not format.is_quantized(module):

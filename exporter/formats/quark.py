@@ -46,8 +46,9 @@ class Quark(Format):
         self.default: dict[str, Any] = ckpt.quantization.get("global_quant_config") or {}
         self.layers: dict[str, Any] = ckpt.quantization.get("layer_quant_config") or {}
         for config in (self.default, *self.layers.values()):
-            if not isinstance(weight := config.get("weight") or {}, list):
-                group_size_of(weight.get("group_size") or 128)
+            weight = config.get("weight") or {}
+            for stage in weight if isinstance(weight, list) else [weight]:
+                group_size_of(stage.get("group_size") or 128)
         export = ckpt.quantization.get("export") or {}
         #: whose outputs are the KV cache
         self.cached = ("*k_proj", "*v_proj", *(ckpt.quantization.get("kv_cache_quant_config") or {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 from collections import Counter
@@ -11,17 +12,19 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from checkpoints import TINY, make_gptq_checkpoint, same_matrix
+from checkpoints import TINY, check_layer, make_gptq_checkpoint, same_matrix, write_checkpoint
+from encoders import gptq
 from export.test_model import error, expected, run, tokens
 
 from quantmoe.custom_ops import native
+from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter import convert
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.compare import divergence
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.demo import make_float_checkpoint
-from quantmoe.exporter.explain import explain
+from quantmoe.exporter.explain import explain, layer_spec
 from quantmoe.exporter.formats import find_format, open_checkpoint
 from quantmoe.exporter.formats.unquantized import Unquantized
 from quantmoe.exporter.generate import Generator
@@ -29,6 +32,8 @@ from quantmoe.exporter.inspect import ModelError, inspect
 from quantmoe.exporter.model import Skeleton, dequantized
 from quantmoe.exporter.plan import plan
 from quantmoe.exporter.unpack import unpack
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 def operators(folder: Path) -> Counter:
@@ -96,6 +101,48 @@ def test_explain_and_export_refuse_with_the_same_reason(tmp_path):
     assert ours[0].reason in str(refused.value)
 
 
+def rewritten(fixture: str, folder: Path, edit) -> Path:
+    """A fixture with other tensors or another configuration."""
+    ckpt = open_checkpoint(FIXTURES / fixture)
+    tensors, config = {name: ckpt.tensor(name) for name in ckpt.names()}, dict(ckpt.config)
+    quantization = config.pop("quantization_config")
+    edit(tensors, quantization)
+    return write_checkpoint(folder, tensors, quantization, **config)
+
+
+def test_experts_of_other_bits_are_refused_by_name(tmp_path):
+    module = "model.layers.0.mlp.experts.1.down_proj"
+
+    def widen(tensors, quantization):
+        four = find_format(open_checkpoint(FIXTURES / "gptqmodel-gptq-desc_act")).matrix(module)
+        eight = dataclasses.replace(four, kind="int8", codes=four.codes + np.uint8(120))  # the same weights
+        tensors.update({f"{module}.{name}": array for name, array in gptq(eight).items()})
+        quantization["dynamic"] = {rf"+:{re.escape(module)}": {"bits": 8}}
+
+    folder = rewritten("gptqmodel-gptq-desc_act", tmp_path / "checkpoint", widen)
+    with pytest.raises(CheckpointError) as refused:
+        export(folder, tmp_path / "model")
+    reason = (
+        f"{module} (GPTQ int8 symmetric group 32, desc_act) and {module.replace('1', '0')} (GPTQ int4 symmetric group "
+        "32, desc_act) differ in format (int8 and int4); expected the same in all experts of a layer"
+    )
+    assert str(refused.value) == f"{folder}: {reason}"
+    assert [c.reason for c in explain(folder)[0]["candidates"] if c.layout == "cpu_panel"] == [reason]
+
+
+def test_an_expert_that_no_token_reached_has_no_order(tmp_path):
+    def sort(tensors, quantization):
+        for name in tensors:
+            if ".experts.0." in name and name.endswith("g_idx"):
+                tensors[name] = np.sort(tensors[name])
+
+    folder = rewritten("gptqmodel-gptq-desc_act", tmp_path, sort)
+    (layer,) = find_format(open_checkpoint(folder)).moe_layers()
+    assert layer.expert(0).down.perm is None
+    assert layer_spec(layer, cpu_panel, "float").w2.perm
+    check_layer(layer, "float")
+
+
 @pytest.mark.parametrize(
     ("tool", "field"),
     [
@@ -107,7 +154,7 @@ def test_explain_and_export_refuse_with_the_same_reason(tmp_path):
     ],
 )
 def test_a_quantized_kv_cache_stays_float_and_says_so(tmp_path, tool, field):
-    folder = Path(__file__).parents[1] / "fixtures" / f"{tool}-fp8-kv"
+    folder = FIXTURES / f"{tool}-fp8-kv"
     remark = f"the KV cache stays float, the checkpoint wants it quantized ({field} and 1 more)"
     assert explain(folder)[-1]["remark"] == plan(folder, tmp_path / "model").kv_cache == remark
     if tool == "quark":
