@@ -47,7 +47,9 @@ def compare(checkpoint: str | Path, model: str | Path, new_tokens: int = 16, pro
 
     from quantmoe.exporter.model import Skeleton, dequantized
 
-    skeleton = Skeleton(find_format(open_checkpoint(checkpoint)))
+    format = find_format(open_checkpoint(checkpoint))
+    format.input_scales = False  # PyTorch's activations are float
+    skeleton = Skeleton(format)
     vocabulary = skeleton.model.config.vocab_size
     ids = np.random.default_rng(0).integers(0, vocabulary, prompt).tolist()
     generator = Generator(model)

@@ -141,7 +141,7 @@ def export(
     check_output(Path(checkpoint), Path(output), force)
     with _writing(Path(output)) as partial:
         progress("reading", 0, 1)
-        format = open_format(checkpoint, quantize, group_size)
+        format = open_format(checkpoint, quantize, group_size, chosen)
         skeleton = Skeleton(format, graph_type, layers)
         report = Report(format.name, {}, kv_cache=format.kv_cache())
         specs = {}
@@ -199,10 +199,14 @@ def check_output(checkpoint: Path, output: Path, force: bool) -> None:
         raise FileExistsError(f"{output / MODEL} exists; --force replaces it")
 
 
-def open_format(checkpoint: str | Path, quantize: str | None, group_size: int | None) -> Format:
+def open_format(
+    checkpoint: str | Path, quantize: str | None, group_size: int | None, activations: str | None = None
+) -> Format:
     """The checkpoint in its own format, or as :func:`export` rounds it."""
     ckpt = open_checkpoint(checkpoint)
-    return find_format(ckpt) if quantize is None else Unquantized(ckpt, quantize, group_size)
+    format = find_format(ckpt) if quantize is None else Unquantized(ckpt, quantize, group_size)
+    format.input_scales = activations != "float"
+    return format
 
 
 def check_options(

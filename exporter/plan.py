@@ -21,7 +21,7 @@ from quantmoe.exporter.checkpoint import DTYPES, CheckpointError
 from quantmoe.exporter.convert import LAYOUT, MAX_FILE_SIZE, _rounded, _scaled, check_options, check_output, open_format
 from quantmoe.exporter.explain import consider, linear_spec, moe_spec
 from quantmoe.exporter.formats import Format, MoELayer, Scheme
-from quantmoe.exporter.formats.base import FLOATS
+from quantmoe.exporter.formats.base import FLOATS, INPUT_SCALES
 from quantmoe.exporter.model import BLOCK, Skeleton
 
 #: measured by tests/export/test_large.py's export on one core of an Intel Xeon at 2.5 GHz: bytes written per CPU second
@@ -87,7 +87,7 @@ def plan(
     activations, graph_type = check_options(target, activations, scales, dtype, dense, quantize, group_size)
     check_output(Path(checkpoint), Path(output), force)
     folder = Path(output).resolve()
-    format = open_format(checkpoint, quantize, group_size)
+    format = open_format(checkpoint, quantize, group_size, activations)
     skeleton = Skeleton(format, graph_type, layers, headers_only=True)
     layout = LAYOUTS[LAYOUT[target]]
     found: dict[str, tuple[str, MoESpec, int]] = {}
@@ -203,7 +203,7 @@ def _outline(format: Format, scheme: Scheme, module: str, n: int, k: int) -> Qua
         group_size=g,
         zero_points=np.broadcast_to(np.uint8(0), shape) if asymmetric else None,
         global_scale=1.0 if scheme.format == "nvfp4" else None,
-        input_scale=1.0 if has("input_scale") or has("input_global_scale") else None,
+        input_scale=1.0 if format.input_scales and any(map(has, INPUT_SCALES)) else None,
         pre_scale=np.broadcast_to(np.float32(0), (k,)) if has("pre_quant_scale") else None,
         bias=np.broadcast_to(np.float32(0), (n,)) if has("bias") else None,
         perm=np.arange(k, dtype=np.int32)[::-1] if ordered else None,

@@ -116,6 +116,8 @@ class Format(ABC):
 
     def __init__(self, ckpt: Checkpoint) -> None:
         self.ckpt = ckpt
+        #: whether stored scales of activations are read and must be numbers; models with float activations need none
+        self.input_scales = True
 
     @staticmethod
     @abstractmethod
@@ -228,15 +230,22 @@ class Format(ABC):
     # helpers for decoders
 
     def take(self, module: str, declared: Iterable[Tensor]) -> dict[str, np.ndarray]:
-        """The declared tensors of a module by suffix, each checked; optional ones that are absent are left out."""
+        """The declared tensors of a module by suffix, each checked; optional ones that are absent are left out.
+
+        So are scales of activations that are optional, or not wanted (``self.input_scales``).
+        """
         found = {}
         for want in declared:
             name = f"{module}.{want.suffix}"
+            scales_inputs = want.suffix in INPUT_SCALES
+            if scales_inputs and not (want.required and self.input_scales):
+                continue
             if name not in self.ckpt:
                 if not want.required:
                     continue
                 raise CheckpointError(
                     f"{self.ckpt.folder}: {name} is missing, expected {'|'.join(want.dtypes)} {list(want.shape)}"
+                    + ("; --activations float does without" if scales_inputs else "")
                 )
             dtype, shape = self.ckpt.dtype(name), self.ckpt.shape(name)
             same = shape == want.shape or (prod(shape) == 1 and prod(want.shape) == 1)  # [] or [1]
@@ -246,6 +255,11 @@ class Format(ABC):
                     f"expected {'|'.join(want.dtypes)} {list(want.shape)} ({self.name})"
                 )
             found[want.suffix] = self.ckpt.tensor(name).reshape(want.shape)
+            if scales_inputs and not 0 < (value := found[want.suffix].item()) < np.inf:
+                raise CheckpointError(
+                    f"{self.ckpt.where(name)} is {value}, expected a positive number; an expert that no token reached "
+                    "in calibration may have none: --activations float does without"
+                )
         return found
 
     def bias(self, module: str, n: int) -> np.ndarray | None:
@@ -264,6 +278,8 @@ class Format(ABC):
 FLOATS = ("BF16", "F16", "F32")
 #: of experts that a tool left alone: safetensors dtype -> op.def's format
 FLOAT_KINDS = {"BF16": "bf16", "F16": "f16"}
+#: ends of the names of the scales of static activations
+INPUT_SCALES = ("input_scale", "input_global_scale")
 #: what asks for a quantized KV cache: compressed-tensors' and ModelOpt's in config.json, ModelOpt's, Quark's
 _CACHE_FIELDS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
 #: compressed-tensors' and ModelOpt's, Quark's

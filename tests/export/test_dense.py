@@ -22,7 +22,7 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter import convert
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.compare import divergence
-from quantmoe.exporter.convert import export
+from quantmoe.exporter.convert import export, open_format
 from quantmoe.exporter.demo import make_float_checkpoint
 from quantmoe.exporter.explain import explain, layer_spec
 from quantmoe.exporter.formats import find_format, open_checkpoint
@@ -141,6 +141,39 @@ def test_an_expert_that_no_token_reached_has_no_order(tmp_path):
     assert layer.expert(0).down.perm is None
     assert layer_spec(layer, cpu_panel, "float").w2.perm
     check_layer(layer, "float")
+
+
+@pytest.mark.parametrize("value", [0.0, np.inf, np.nan, None])
+@pytest.mark.parametrize(
+    ("fixture", "suffix"),
+    [
+        ("llmcompressor-nvfp4", "input_global_scale"),
+        ("llmcompressor-fp8", "input_scale"),
+        ("modelopt-nvfp4", "input_scale"),
+        ("modelopt-fp8", "input_scale"),
+        ("quark-fp8", "input_scale"),
+    ],
+)
+def test_an_expert_that_no_token_reached_has_no_input_scale(tmp_path, fixture, suffix, value):
+    """It is refused by name and stored value, unless activations are float."""
+    module = "model.layers.0.mlp.experts.1.down_proj"
+    name = f"{module}.{suffix}"
+
+    def damage(tensors, quantization):
+        tensors[name] = np.full_like(tensors[name], value or 0)
+        if value is None:
+            del tensors[name]
+
+    folder = rewritten(fixture, tmp_path / "checkpoint", damage)
+    said = f"{name} is {'missing' if value is None else value}, expected .*--activations float does without"
+    with pytest.raises(CheckpointError, match=re.escape(said).replace(r"\.\*", ".*")):
+        find_format(open_checkpoint(folder)).matrix(module)
+    found = open_format(folder, None, None, "float").matrix(module)
+    assert found.input_scale is None
+    np.testing.assert_array_equal(found.codes, find_format(open_checkpoint(FIXTURES / fixture)).matrix(module).codes)
+    if fixture == "modelopt-nvfp4" and value is None:
+        assert plan(folder, tmp_path / "model", activations="float").packed
+        assert export(folder, tmp_path / "model", activations="float").packed_bytes
 
 
 @pytest.mark.parametrize(
