@@ -37,7 +37,10 @@ def find_format(ckpt: Checkpoint) -> Format:
     """
     supported = ", ".join(format.name for format in FORMATS)
     if not ckpt.quantization:
-        raise CheckpointError(f"{ckpt.folder}: no quantization configuration; supported formats: {supported}")
+        raise CheckpointError(
+            f"{ckpt.folder}: no quantization configuration; supported formats: {supported}; a checkpoint in "
+            "floating point is exported with --quantize int4, int8, mxfp4 or nvfp4"
+        )
     for format in FORMATS:
         if format.claims(ckpt.quantization):
             try:

@@ -173,6 +173,7 @@ def test_autoround_packing_unsaid(kind: str, said: dict[str, str], tmp_path: Pat
         ({"quant_method": "compressed-tensors", "transform_config": {"a": 1}}, "transform_config"),
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
         ({}, "no quantization configuration; supported formats"),
+        ({}, "in floating point is exported with --quantize int4, int8, mxfp4 or nvfp4"),
     ],
 )
 def test_unsupported_is_named(quantization: dict, text: str, tmp_path: Path) -> None:
