@@ -141,7 +141,7 @@ def _difference(layer: MoELayer, e: int, first: MoESpec, other: MoESpec) -> str:
     names, differences = layer.projections[:-1], unlike(first.w13, other.w13)
     if not differences:
         names, differences = layer.projections[-1:], unlike(first.w2, other.w2)
-    texts = [[f"{layer.name}.{i}.{name}", layer.format.scheme(f"{layer.name}.{i}.{name}").text]
+    texts = [[f"{layer.name}.{i}.{name}", layer.format.scheme_of(f"{layer.name}.{i}.{name}").text]
              for name in names for i in (e, 0)]  # fmt: skip
     pairs = list(zip(texts[::2], texts[1::2], strict=True))
     a, b = next((pair for pair in pairs if pair[0][1] != pair[1][1]), pairs[0])

@@ -39,7 +39,7 @@ def find_format(ckpt: Checkpoint) -> Format:
     if not ckpt.quantization:
         raise CheckpointError(
             f"{ckpt.folder}: no quantization configuration; supported formats: {supported}; a checkpoint in "
-            "floating point is exported with --quantize int4, int8, mxfp4 or nvfp4"
+            "floating point is rounded with --quantize int4, int8, mxfp4 or nvfp4, or left as it is with none"
         )
     for format in FORMATS:
         if format.claims(ckpt.quantization):

@@ -232,13 +232,13 @@ class Format(ABC):
     def take(self, module: str, declared: Iterable[Tensor]) -> dict[str, np.ndarray]:
         """The declared tensors of a module by suffix, each checked; optional ones that are absent are left out.
 
-        So are scales of activations that are optional, or not wanted (``self.input_scales``).
+        So are scales of activations where nothing wants them (``self.input_scales``).
         """
         found = {}
         for want in declared:
             name = f"{module}.{want.suffix}"
-            scales_inputs = want.suffix in INPUT_SCALES
-            if scales_inputs and not (want.required and self.input_scales):
+            scales_inputs = want.suffix.endswith(INPUT_SCALES)
+            if scales_inputs and not self.input_scales:
                 continue
             if name not in self.ckpt:
                 if not want.required:

@@ -152,6 +152,8 @@ class Quark(Format):
     def _int4(self, module: str, weight: dict[str, Any]) -> QuantizedMatrix:
         flip = np.uint8(8 if weight["dtype"] == "int4" else 0)  # two's complement -> offset 8
         rows, words = self.shape2d(f"{module}.weight")
+        scales: tuple[int, ...]
+        zeros: tuple[int, ...]
         if weight["qscheme"] == "per_channel":
             n, g, scales, zeros = rows, -1, (rows,), (-(-rows // 8),)
         else:
