@@ -70,8 +70,8 @@ class Generator:
             or not all(name.replace("past_key_values", "present") in self.outputs for name in past)
         ):
             raise ModelError(
-                f"{self.path}: expected the output logits [batch, sequence, vocabulary] and the inputs past_key_values.* "
-                f"[batch, heads, length, width] of {' or '.join(floats)} with their outputs present.*"
+                f"{self.path}: expected the output logits [batch, sequence, vocabulary], the inputs past_key_values.* "
+                f"[batch, heads, length, width] of {' or '.join(floats)}, and their outputs present.*"
             )
         self.vocabulary = logits[0][-1] if isinstance(logits[0][-1], int) else None
         self.past = {

@@ -296,6 +296,12 @@ def test_termination_leaves_nothing(quantmoe, checkpoint, tmp_path, monkeypatch)
     assert not (tmp_path / "out").exists()
 
 
+def test_one_export_at_a_time_writes_to_a_folder(checkpoint, tmp_path):
+    with pytest.raises(FileExistsError, match="another export is writing there"), convert._writing(tmp_path):
+        export(checkpoint("qwen3_moe"), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_is_named_and_leaves_nothing(checkpoint, tmp_path):
     """A limit on file sizes stands for it: the error comes from the same write."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

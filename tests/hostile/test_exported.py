@@ -13,8 +13,10 @@ import pytest
 from cases import Case
 from engines.one_layer import NODE, run, session, write_model
 
+from quantmoe.exporter.generate import Generator
 from quantmoe.exporter.inspect import ModelError, inspect
 from quantmoe.exporter.passes.external_data import HASH, new_hash
+from quantmoe.exporter.unpack import unpack
 
 DATA = "model.bin"
 CASE = Case(act_order="shared")
@@ -126,6 +128,36 @@ def test_data_that_is_a_link(model: Path) -> None:
         (model / name).unlink(missing_ok=True)
         (model / name).symlink_to(blobs / name)
     assert inspect(model, verify=True)["verified"] == 2
+
+
+def test_a_hash_of_another_kind(model: Path) -> None:
+    def change(graph: ir.Model) -> None:
+        tensor = graph.graph.initializers["w13"].const_value
+        tensor.metadata_props["hash"] = "blake2b-256:00"
+
+    edit(model / "model.onnx", change)
+    with pytest.raises(ModelError, match=f"w13 has a hash 'blake2b-256:00', this release compares {HASH}"):
+        inspect(model, verify=True)
+
+
+def test_an_onnx_file_beyond_protobuf(model: Path) -> None:
+    with open(model / "model.onnx", "r+b") as file:
+        file.truncate(1 << 33)
+    with pytest.raises(ModelError, match=r"8589934592 bytes, expected less than protobuf's 2 GiB"):
+        inspect(model)
+
+
+def test_unpack_never_writes_over_the_model(model: Path) -> None:
+    before = (model / DATA).read_bytes()
+    for name in (DATA, "model.onnx"):
+        with pytest.raises(FileExistsError, match=f"{name} is the model's own file"):
+            unpack(model, 0, model / name)
+    assert (model / DATA).read_bytes() == before
+
+
+def test_models_that_are_no_language_models(model: Path) -> None:
+    with pytest.raises(ModelError, match=r"expected the output logits \[batch, sequence, vocabulary\]"):
+        Generator(model)
 
 
 def test_an_act_order_that_is_none(model: Path) -> None:
