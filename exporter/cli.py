@@ -275,10 +275,16 @@ def main() -> None:
     try:
         app()
     except (CheckpointError, OptionError, ModelError, OSError) as error:
-        sys.exit(f"quantmoe: {error}")
+        sys.exit(f"quantmoe: {_line(str(error))}")
     except ModuleNotFoundError as error:
         extra = "run" if error.name in ("onnxruntime", "tokenizers") else "export"
         sys.exit(f"quantmoe: {error.name} is not installed; pip install 'quantmoe[{extra}]'")
+
+
+def _line(text: str) -> str:
+    """An error on one line: files choose parts of it, which may be long, many lines or a terminal's commands."""
+    text = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    return text if len(text) <= 2000 else f"{text[:1600]} ... {text[-300:]}"
 
 
 def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:

@@ -15,6 +15,7 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.checkpoint import write_safetensors
 from quantmoe.exporter.inspect import ModelError, inspect, model_path
+from quantmoe.exporter.passes.external_data import naming
 
 #: fields of QuantizedMatrix that are stored, where a matrix has them
 FIELDS = ("codes", "scales", "zero_points", "global_scale", "input_scale", "pre_scale", "bias", "perm")
@@ -61,8 +62,9 @@ def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
 
     partial = Path(f"{output}.partial")
     try:
-        write_safetensors(partial, tensors)
-        partial.replace(output)
+        with naming(partial):
+            write_safetensors(partial, tensors)
+            partial.replace(output)
     finally:
         partial.unlink(missing_ok=True)
     return list(modules)

@@ -24,7 +24,7 @@ import torch
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter import convert
-from quantmoe.exporter.checkpoint import CheckpointError
+from quantmoe.exporter.checkpoint import CheckpointError, write_safetensors
 from quantmoe.exporter.cli import main
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.formats import find_format, open_checkpoint
@@ -439,6 +439,18 @@ def test_the_api_mirrors_the_commands():
     assert (quantmoe.export, quantmoe.inspect, quantmoe.Generator) == (export, inspect, Generator)
     assert callable(quantmoe.bench)
     assert callable(quantmoe.unpack)
+
+
+def test_errors_are_one_line(quantmoe, tmp_path):
+    words = "a" * 5000
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": f"\x1b[31m\n{words}"}}))
+    write_safetensors(tmp_path / "model.safetensors", lambda: iter({"x": np.zeros(4, np.float32)}.items()))
+    done = quantmoe("export", tmp_path, tmp_path / "out")
+    assert done.returncode == 1
+    assert "quantization method" in done.stderr
+    assert len(done.stderr) < 2100
+    assert "\x1b" not in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_import_needs_no_torch_and_no_typer():
