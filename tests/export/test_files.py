@@ -304,11 +304,11 @@ def test_one_export_at_a_time_writes_to_a_folder(checkpoint, tmp_path):
 
 def test_a_full_disk_is_named_and_leaves_nothing(checkpoint, tmp_path):
     """A limit on file sizes stands for it: the error comes from the same write."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    folder, limits = checkpoint("qwen3_moe"), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))
     try:
         with pytest.raises(OSError, match=r"File too large: .*model\.onnx\.data"):
-            export(checkpoint("qwen3_moe"), tmp_path / "out", layers=1)
+            export(folder, tmp_path / "out", layers=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not (tmp_path / "out").exists()
