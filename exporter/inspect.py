@@ -266,7 +266,7 @@ def _verify(path: Path, name: str, tensor: ir.ExternalTensor) -> bool:
     recorded = tensor.metadata_props.get("hash")
     if recorded is None:
         return False
-    if not recorded.startswith(f"{HASH}:"):
+    if not isinstance(recorded, str) or not recorded.startswith(f"{HASH}:"):  # bytes where they are no text
         raise ModelError(f"{path}: {name} has a hash {recorded[:80]!r}, this release compares {HASH}")
     digest, left = new_hash(), tensor.length or tensor.nbytes
     with open(path.parent / tensor.location, "rb") as file:

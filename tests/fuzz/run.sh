@@ -16,7 +16,7 @@ python tests/fuzz/checkpoint.py "$seconds" "$seed" >build/fuzz-checkpoint.log 2>
 pid[checkpoint]=$!
 for target in layer nodes checkpoint; do
   if wait "${pid[$target]}"; then
-    sed -nE "s/^Done ([0-9]*) runs.*/fuzz $target: \1 executions/p; /executions$/p" "build/fuzz-$target.log"
+    sed -nE "s/^Done ([0-9]*) runs.*/fuzz $target: \1 executions/; /executions$/p" "build/fuzz-$target.log"
   else
     status=1
     tail -n 60 "build/fuzz-$target.log"
