@@ -28,7 +28,7 @@ program tests/arm/kleidiai_order.cc kleidiai_order
 
 [ -e "$dir/site/numpy" ] || "$python" -m pip install -q --target "$dir/site" --only-binary :all: --implementation cp \
   --python-version 3.13 --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 --platform manylinux2014_aarch64 \
-  numpy ml_dtypes onnx-ir safetensors typer rich onnxruntime pytest hypothesis
+  numpy ml_dtypes onnx-ir safetensors blake3 typer rich onnxruntime pytest hypothesis
 rm -rf "$dir/wheel" "$dir/site/quantmoe"
 _PYTHON_HOST_PLATFORM=linux-aarch64 "$python" -m pip wheel -q . --no-build-isolation --no-deps -w "$dir/wheel" --config-settings build-dir="$dir/cmake" \
   --config-settings cmake.define.CMAKE_TOOLCHAIN_FILE="$PWD/tests/arm/aarch64.cmake" --config-settings cmake.define.CMAKE_PREFIX_PATH="$dir/arm64/usr"
