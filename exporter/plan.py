@@ -26,7 +26,7 @@ from quantmoe.exporter.model import BLOCK, Skeleton
 
 #: measured by tests/export/test_large.py's export on one core of an Intel Xeon at 2.5 GHz: bytes written per CPU second
 #: of expert weights and of other weights, and seconds of tracing, whatever the number of layers
-PACKING, CONVERTING, TRACING = 149e6, 314e6, 20.0
+PACKING, CONVERTING, TRACING = 242e6, 460e6, 20.0
 #: torch, transformers and the graph
 BASE_MEMORY = 0.8e9
 #: a scale tensor's safetensors dtype -> op.def's scale_type
