@@ -105,7 +105,7 @@ def layer_spec(
     Raises:
         ValueError: the layout does not carry an expert, or experts differ in what a node has one of; names the modules.
     """
-    expert, usual = expert or layer.expert, layer.tensors(0)
+    expert, odd = expert or layer.expert, set(layer.odd())
 
     def describe(e: int) -> MoESpec:
         decoded = expert(e)
@@ -118,10 +118,10 @@ def layer_spec(
     # Experts may differ in act-order. One whose tensors are not those of expert 0 is damaged or stored differently:
     # decoding it tells, now and not after the tracing.
     # (Expert 0 may have none: nothing orders the inputs of an expert that no token reached.)
-    indexed = any("g_idx" in suffix for module in usual for suffix in module)
+    indexed = any("g_idx" in suffix for module in layer.tensors(0) for suffix in module)
     ordered = indexed and "act" in layer.scheme.text + layer.down_scheme.text
     for e in range(1, layer.num_experts):
-        if ordered or layer.tensors(e) != usual:
+        if ordered or e in odd:
             other = describe(e)
             try:
                 w13, w2 = join((spec.w13, spec.w2), (other.w13, other.w2))
@@ -181,9 +181,7 @@ def explain(path: str | Path, activations: str = "int8") -> list[dict[str, Any]]
         text = layer.scheme.text
         if layer.down_scheme != layer.scheme:
             text += f"; down: {layer.down_scheme.text}"
-        usual = layer.tensors(0)
-        odd = tuple(e for e in range(1, layer.num_experts) if layer.tensors(e) != usual)
-        key = (layer.scheme, layer.down_scheme, layer.hidden_size, layer.intermediate_size, odd)
+        key = (layer.scheme, layer.down_scheme, layer.hidden_size, layer.intermediate_size, tuple(layer.odd()))
         add(key, text, layer.name, partial(layer_spec, layer, activations=activations))
     for name in format.parameters():
         module = name.removesuffix(".weight")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 
 from quantmoe.exporter.inspect import ModelError, load, model_path
 from quantmoe.ort_ext import library_path
@@ -55,8 +54,8 @@ class Generator:
         try:
             self.session = ort.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's exceptions have no public base class
-            load(self.path)  # says which file is at fault
-            target = _target(self.path)
+            model = load(self.path)  # says which file is at fault
+            target = model.metadata_props.get("target", "cpu")
             hint = f"exported with --target {target}, which this provider does not run: " if target != "cpu" else ""
             raise ModelError(f"{self.path}: {hint}{error}") from None
         self.outputs = [output.name for output in self.session.get_outputs()]
@@ -149,14 +148,6 @@ class Generator:
 def past_length(past: dict[str, np.ndarray]) -> int:
     """Tokens in a KV cache."""
     return int(next(iter(past.values())).shape[2])
-
-
-def _target(path: Path) -> str:
-    """What a model was exported for, if it says so."""
-    try:
-        return str(ir.load(path).metadata_props.get("target", "cpu"))
-    except Exception:  # protobuf's own, by backend; the session's error says more
-        return "cpu"
 
 
 def stop_tokens(folder: Path) -> list[int]:

@@ -100,8 +100,7 @@ def plan(
         spec = candidate.spec
         size = layer.num_experts * sum(layout.row_bytes(spec, projection) for projection in ("w13", "w2"))
         found[layer.name] = layer.scheme.text, spec, size
-        usual = layer.tensors(0)
-        odd += [f"{layer.name}.{e}" for e in range(1, layer.num_experts) if layer.tensors(e) != usual]
+        odd += [f"{layer.name}.{e}" for e in layer.odd()]
     packed = sum(size for _, _, size in found.values())
     itemsize = 4 if graph_type == "f32" else 2
     dequantized: dict[str, str] = {}

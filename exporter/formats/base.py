@@ -100,6 +100,18 @@ class MoELayer:
             found[role] = matrix
         return Expert(found.get("gate"), found["up"], found["down"])
 
+    def odd(self) -> list[int]:
+        """Experts whose tensors are not named, typed or shaped as those of expert 0."""
+        usual = self.tensors(0)
+        return [e for e in range(1, self.num_experts) if self.tensors(e) != usual]
+
+    @property
+    def halves(self) -> tuple[slice, slice]:
+        """Rows of gate and of up where the model keeps the two in one tensor: gpt-oss's alternate."""
+        i = self.intermediate_size
+        alternate = self.activation == "swiglu_oai"
+        return (slice(0, None, 2), slice(1, None, 2)) if alternate else (slice(0, i), slice(i, None))
+
     def __iter__(self) -> Iterator[Expert]:
         return (self.expert(e) for e in range(self.num_experts))
 
@@ -158,8 +170,7 @@ class Format(ABC):
                 raise CheckpointError(  # a field of another type
                     f"{self.ckpt.folder}: the configuration of {module} cannot be read as {self.name}'s: {error}"
                 ) from None
-        kind = FLOAT_KINDS[self.ckpt.dtype(f"{module}.weight")]
-        return Scheme(kind, -1, "none", f"{kind}, not quantized")
+        return float_scheme(self.ckpt.dtype(f"{module}.weight"))
 
     def matrix_of(self, module: str) -> QuantizedMatrix:
         """:meth:`matrix`, or the 16-bit weights as they are.
@@ -284,6 +295,12 @@ INPUT_SCALES = ("input_scale", "input_global_scale")
 _CACHE_FIELDS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
 #: compressed-tensors' and ModelOpt's, Quark's
 _CACHE_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+
+
+def float_scheme(dtype: str) -> Scheme:
+    """Of weights that a tool left in a type of FLOAT_KINDS."""
+    kind = FLOAT_KINDS[dtype]
+    return Scheme(kind, -1, "none", f"{kind}, not quantized")
 
 
 def _cache_text(value: Any) -> str:

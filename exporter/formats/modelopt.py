@@ -34,7 +34,16 @@ import numpy as np
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.formats.base import FLOAT_KINDS, FLOATS, Format, MoELayer, Scheme, Tensor, group_size_of
+from quantmoe.exporter.formats.base import (
+    FLOAT_KINDS,
+    FLOATS,
+    Format,
+    MoELayer,
+    Scheme,
+    Tensor,
+    float_scheme,
+    group_size_of,
+)
 from quantmoe.exporter.formats.bits import unpack_nibbles
 from quantmoe.exporter.formats.fp8 import row_scales
 
@@ -81,8 +90,8 @@ class ModelOpt(Format):
 
     def scheme(self, module: str) -> Scheme:
         fused = f"{module}.gate_up_proj"
-        if fused in self.ckpt and (kind := FLOAT_KINDS.get(self.ckpt.dtype(fused))):
-            return Scheme(kind, -1, "none", f"{kind}, not quantized")
+        if fused in self.ckpt and self.ckpt.dtype(fused) in FLOAT_KINDS:
+            return float_scheme(self.ckpt.dtype(fused))
         config = self.module_config(module)
         algorithm = str(config.get("quant_algo")).upper()
         if algorithm not in ALGORITHMS:
@@ -211,8 +220,7 @@ class ModelOpt(Format):
     def fused_expert(self, layer: MoELayer, e: int) -> Expert:
         num, h, i, scheme = layer.num_experts, layer.hidden_size, layer.intermediate_size, layer.scheme
         nvfp4, each = scheme.format == "nvfp4", (num,) if scheme.activation_format == "fp8_token" else ()
-        interleaved = layer.activation == "swiglu_oai"
-        gate, up = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, i), slice(i, None))
+        gate, up = layer.halves
 
         def matrix(name: str, n: int, k: int, rows: slice) -> QuantizedMatrix:
             declared = [Tensor(f"{name}_bias", FLOATS, (num, n), required=False)]

@@ -15,7 +15,7 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.formats.base import FLOAT_KINDS, FLOATS, Format, MoELayer, Scheme, Tensor
+from quantmoe.exporter.formats.base import FLOAT_KINDS, FLOATS, Format, MoELayer, Scheme, Tensor, float_scheme
 
 #: kind -> the group sizes there are; () for any
 KINDS = {"int4": (), "int8": (), "mxfp4": (32,), "nvfp4": (16,), "none": (-1,)}
@@ -55,12 +55,11 @@ class Unquantized(Format):
     def scheme(self, module: str) -> Scheme:
         if self.kind == "none":  # of fused experts
             name = f"{module}.gate_up_proj"
-            kind = FLOAT_KINDS.get(self.ckpt.dtype(name))
-            if kind is None:
+            if self.ckpt.dtype(name) not in FLOAT_KINDS:
                 raise CheckpointError(
                     f"{self.ckpt.where(name)} is {self.ckpt.dtype(name)}, expected {' or '.join(FLOAT_KINDS)}"
                 )
-            return Scheme(kind, -1, "none", f"{kind}, not quantized")
+            return float_scheme(self.ckpt.dtype(name))
         group = "a row" if self.group_size == -1 else f"group {self.group_size}"
         return Scheme(self.kind, self.group_size, "none", f"rounded to nearest {self.kind} {group}")
 
@@ -81,8 +80,7 @@ class Unquantized(Format):
                 Tensor("down_proj_bias", FLOATS, (num, h), required=False),
             ],
         )
-        interleaved = layer.activation == "swiglu_oai"
-        gate, up = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, i), slice(i, None))
+        gate, up = layer.halves
 
         def matrix(name: str, rows: slice) -> QuantizedMatrix:
             bias = tensors.get(f"{name}_bias")
