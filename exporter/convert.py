@@ -135,9 +135,7 @@ def export(
         OSError: ``output`` cannot be written, is the checkpoint itself, or holds a model and ``force`` is False.
         OptionError: an option that does not exist, or not with the others.
     """
-    chosen, graph_type = check_options(target, activations, scales, dtype, dense, quantize, group_size)
-    if max_file_size < 1:
-        raise OptionError(f"max_file_size is {max_file_size}, expected a number of bytes")
+    chosen, graph_type = check_options(target, activations, scales, dtype, dense, quantize, group_size, max_file_size)
     check_output(Path(checkpoint), Path(output), force)
     with _writing(Path(output)) as partial:
         progress("reading", 0, 1)
@@ -217,6 +215,7 @@ def check_options(
     dense: str,
     quantize: str | None,
     group_size: int | None,
+    max_file_size: int,
 ) -> tuple[str | None, str]:
     """The activations and the graph's type, with what they are by default.
 
@@ -234,6 +233,8 @@ def check_options(
             raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}")
     if group_size is not None and quantize is None:
         raise OptionError(f"group_size is {group_size}: an option of quantize; the checkpoint has its own")
+    if max_file_size < 1:
+        raise OptionError(f"max_file_size is {max_file_size}, expected a number of bytes")
     return activations or ("int8" if target == "cpu" else None), dtype or GRAPH_TYPES[target][0]
 
 
@@ -273,7 +274,7 @@ def _linears(
         if m.shape != (linear.out_features, linear.in_features):
             want = [linear.out_features, linear.in_features]
             raise CheckpointError(f"{format.ckpt.folder}: {source} is {list(m.shape)}, expected {want} (config.json)")
-        scheme = format.scheme(source)
+        scheme = format.scheme_of(source)
         (candidate,) = consider(functools.partial(linear_spec, scheme, m, activations=activations), [layout])
         if candidate.reason or not isinstance(candidate.spec, LinearSpec):
             report.dequantized[f"{source}.weight"] = candidate.reason.removeprefix("down: ")

@@ -187,7 +187,7 @@ def explain(path: str | Path, activations: str = "int8") -> list[dict[str, Any]]
         module = name.removesuffix(".weight")
         if module == name or not format.is_quantized(module):
             continue
-        scheme = format.scheme(module)
+        scheme = format.scheme_of(module)
         if (scheme, "linear") in found:
             found[scheme, "linear"]["modules"].append(module)
             continue

@@ -152,7 +152,7 @@ class Skeleton:
                         f"it is quantized"
                     )
                 continue
-            kind = re.sub(r"\d+", "", source), self.format.scheme(module).text, self.format.ckpt.beside(module)
+            kind = re.sub(r"\d+", "", source), self.format.scheme_of(module).text, self.format.ckpt.beside(module)
             if kind not in checked and not headers_only:
                 for _ in self.blocks(name):  # decodes it, and checks its shape
                     break

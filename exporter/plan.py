@@ -84,7 +84,9 @@ def plan(
         OptionError, OSError: see export.
         CheckpointError: what export would refuse, as far as names, types, shapes and config.json show it.
     """
-    activations, graph_type = check_options(target, activations, scales, dtype, dense, quantize, group_size)
+    activations, graph_type = check_options(
+        target, activations, scales, dtype, dense, quantize, group_size, max_file_size
+    )
     check_output(Path(checkpoint), Path(output), force)
     folder = Path(output).resolve()
     format = open_format(checkpoint, quantize, group_size, activations)
@@ -133,7 +135,7 @@ def _linears(
     """Linears outside the experts that the layout carries -> their packed bytes, which MatMulNBits' are close to."""
     format, found = skeleton.format, {}
     for name, source in skeleton.linears.items():
-        linear, scheme = skeleton.model.get_submodule(name), format.scheme(source)
+        linear, scheme = skeleton.model.get_submodule(name), format.scheme_of(source)
         _check_codes(format, scheme, source, linear.out_features, linear.in_features)
         m = _rounded(_outline(format, scheme, source, linear.out_features, linear.in_features), scales)[0]
         (candidate,) = consider(partial(_linear_spec, scheme, m, activations), [layout.__name__.rpartition(".")[2]])

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import regex
-
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.formats.awq import AWQ
-from quantmoe.exporter.formats.base import Format, MoELayer, Scheme
+from quantmoe.exporter.formats.base import Format, MoELayer, Scheme, reading
 from quantmoe.exporter.formats.compressed_tensors import CompressedTensors
 from quantmoe.exporter.formats.fp8 import FP8
 from quantmoe.exporter.formats.gpt_oss import GptOss
@@ -43,14 +41,7 @@ def find_format(ckpt: Checkpoint) -> Format:
         )
     for format in FORMATS:
         if format.claims(ckpt.quantization):
-            try:
+            with reading(f"{ckpt.folder}: the quantization configuration cannot be read as {format.name}'s"):
                 return format(ckpt)
-            except CheckpointError:
-                raise
-            # A field of another type, or an infinite number.
-            except (ArithmeticError, ValueError, TypeError, AttributeError, KeyError, regex.error) as error:
-                raise CheckpointError(
-                    f"{ckpt.folder}: the quantization configuration cannot be read as {format.name}'s: {error}"
-                ) from error
     method = ckpt.quantization.get("quant_method")
     raise CheckpointError(f"{ckpt.folder}: quantization method {method!r}; supported formats: {supported}")

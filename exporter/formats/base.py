@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -162,14 +163,8 @@ class Format(ABC):
     def scheme_of(self, module: str) -> Scheme:
         """:meth:`scheme`, or of a module that the tool left alone: its 16-bit type."""
         if self.is_quantized(module):
-            try:
+            with reading(f"{self.ckpt.folder}: the configuration of {module} cannot be read as {self.name}'s"):
                 return self.scheme(module)
-            except (ArithmeticError, ValueError, TypeError, AttributeError, LookupError) as error:
-                if isinstance(error, CheckpointError):
-                    raise
-                raise CheckpointError(  # a field of another type
-                    f"{self.ckpt.folder}: the configuration of {module} cannot be read as {self.name}'s: {error}"
-                ) from None
         return float_scheme(self.ckpt.dtype(f"{module}.weight"))
 
     def matrix_of(self, module: str) -> QuantizedMatrix:
@@ -295,6 +290,17 @@ INPUT_SCALES = ("input_scale", "input_global_scale")
 _CACHE_FIELDS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
 #: compressed-tensors' and ModelOpt's, Quark's
 _CACHE_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+
+
+@contextlib.contextmanager
+def reading(where: str) -> Iterator[None]:
+    """What fields of another type, or infinite numbers, raise becomes a CheckpointError: ``where`` and the reason."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ArithmeticError, ValueError, TypeError, AttributeError, LookupError, regex.error) as error:
+        raise CheckpointError(f"{where}: {error}") from error
 
 
 def float_scheme(dtype: str) -> Scheme:
