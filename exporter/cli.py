@@ -26,6 +26,7 @@ app = typer.Typer(
 console = Console(width=None if sys.stdout.isatty() else 150, markup=False)  # names come from files
 #: what `quantmoe demo` writes anew each time
 DEMO = Path("demo-model")
+FLOAT_HERE = "quantized in the checkpoint, float here"
 Checkpoint = Annotated[Path, typer.Argument(help="Hugging Face folder", exists=True, file_okay=False)]
 Model = Annotated[Path, typer.Argument(help="exported model or its folder", exists=True)]
 
@@ -93,12 +94,8 @@ def export(
         console.print(remark, style="yellow")
     if report.scale_error is not None:
         console.print(f"scales rounded to bf16: largest relative error {report.scale_error:.2e}", style="yellow")
-    for heading, reasons in (
-        ("quantized in the checkpoint, float here", report.dequantized),
-        ("QuantLinear in spite of --dense ort", report.not_ort),
-    ):
-        for reason, names in _by_reason(reasons).items():
-            console.print(f"{heading}: {names} ({reason})", style="yellow")
+    _print_reasons(FLOAT_HERE, report.dequantized)
+    _print_reasons("QuantLinear in spite of --dense ort", report.not_ort)
     if report.plain_routers:
         console.print(
             f"routers of {report.plain_routers} layers are plain ONNX nodes: not MoERouting's", style="yellow"
@@ -157,8 +154,7 @@ def inspect(
         f"other weights {_mb(dense)}: {len(found['dense'])} tensors"
     )
     kept = {t["name"]: t["dequantized_because"] or "" for t in found["dense"] if t["dequantized_from"] is not None}
-    for reason, names in _by_reason(kept).items():
-        console.print(f"quantized in the checkpoint, float here: {names} ({reason})", style="yellow")
+    _print_reasons(FLOAT_HERE, kept)
     for file in found["files"]:
         if file["resident"] is not None:
             console.print(f"{file['name']}: {_mb(file['resident'])} of {_mb(file['bytes'])} in memory")
@@ -305,8 +301,7 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
         f"other weights {_mb(found.dense)}{f', in {found.files} files' if found.files > 1 else ''}\n"
         f"about {_minutes(found.seconds)} ({found.rate}), peak memory about {_mb(round(found.memory))}"
     )
-    for reason, names in _by_reason(found.dequantized).items():
-        console.print(f"quantized in the checkpoint, float here: {names} ({reason})", style="yellow")
+    _print_reasons(FLOAT_HERE, found.dequantized)
     if found.kv_cache:
         console.print(found.kv_cache, style="yellow")
     if found.odd:
@@ -370,12 +365,14 @@ def _grouped(report: Any) -> dict[tuple[str, ...], int]:
     return rows
 
 
-def _by_reason(reasons: dict[str, str]) -> dict[str, str]:
-    """Reason -> the first of the names that have it and how many more."""
+def _print_reasons(heading: str, reasons: dict[str, str]) -> None:
+    """A line for each reason: the first of the names that have it, and how many more."""
     found: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         found.setdefault(reason, []).append(name)
-    return {r: names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") for r, names in found.items()}
+    for reason, names in found.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        console.print(f"{heading}: {names[0]}{more} ({reason})", style="yellow")
 
 
 def _minutes(seconds: float) -> str:

@@ -12,9 +12,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from quantmoe.custom_ops.shapes import Shape
 from quantmoe.exporter import bench
-from quantmoe.exporter.bench import BITS, FORMATS, Cell, Cycle, Layer, Shape, Side, difference, route
+from quantmoe.exporter.bench import Cell, Cycle, Side, difference, route
 from quantmoe.exporter.bench_ggml import Ggml
+from quantmoe.exporter.bench_layer import BITS, FORMATS, Layer
 
 KEYS = ["shape", "weight_format", "group_size", "tokens", "threads", "ms", "gbps", "gops", "peer", "peer_ms"]
 KEYS += ["read_gbps", "vnni_gops", "floor_ms", "target_ms"]
