@@ -62,15 +62,22 @@ Weights WeightsOf(const void* rows, const MarlinRow& row, const qm_projection& w
   return out;
 }
 
-// Makes the list of tiles and, for wgmma, a copy of x as it is read there: rows of x_columns values.
+// Makes the list of tiles, another for down if it is given and its tiles differ, and, for wgmma, a copy of x as it is
+// read there: rows of x_columns values.
 void Route(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, int tile_pairs, int rows, int x_columns,
-           bool dependent, GemmParams* gemm) {
+           bool dependent, GemmParams* gemm, GemmParams* down = nullptr) {
   const bool wgmma = plan.path == QM_CUDA_WGMMA;
   RouteParams route{};
   route.routing = gemm->routing;
-  route.tiles = reinterpret_cast<Tile*>(workspace + plan.tiles);
-  route.max_tiles = plan.max_tiles;
-  route.tile_pairs = tile_pairs;
+  Tile* tiles = reinterpret_cast<Tile*>(workspace + plan.tiles);
+  route.lists[0] = {tiles, plan.max_tiles, tile_pairs};
+  route.list_count = 1;
+  if (down && plan.w2.n_tiles != plan.w13.n_tiles) {
+    down->tiles = tiles += plan.max_tiles + 1;
+    down->max_tiles = MostTiles(static_cast<int64_t>(gemm->routing.tokens) * gemm->routing.top_k,
+                                gemm->routing.local_experts, plan.w2.n_tiles);
+    route.lists[route.list_count++] = {tiles, down->max_tiles, 8 * plan.w2.n_tiles};
+  }
   int prepare_blocks = 0;
   if (wgmma) {
     PrepareParams& prepare = route.prepare;
@@ -169,7 +176,7 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
   }
   if (!decode) {
     Route(launcher, plan, workspace, 8 * plan.w13.n_tiles, m.w13.perm ? pairs : routing.tokens, m.hidden_size, !first,
-          &gate_up);
+          &gate_up, &down);
     first = false;
   }
   const int threads = wgmma ? kWgmmaThreads : kThreads;

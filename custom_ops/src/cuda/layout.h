@@ -41,6 +41,11 @@ constexpr int ScaleBytes(WeightKind kind, int per_block) {
 constexpr int ZeroBytes(WeightKind kind) { return kind == WeightKind::kInt4Zero ? 4 : 0; }
 constexpr int BitsOf(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kFp8 ? 8 : 4; }
 
+// Capacity of a list of tiles of at most 8 * n_tiles pairs of one expert.
+inline int32_t MostTiles(int64_t pairs, int64_t experts, int n_tiles) {
+  return static_cast<int32_t>(pairs / (8 * n_tiles) + (pairs < experts ? pairs : experts));
+}
+
 // The layer whose w2 a linear's weights are.
 inline qm_moe MoeOf(const qm_linear& l) {
   qm_moe moe{};
