@@ -132,7 +132,7 @@ struct WgmmaConsumer {
 #pragma unroll
       for (int b = 0; b < kPanels; ++b)  // past the last panel any weights do, the results are not stored
         CopyAsync16OnceIf(left, 4 * b, write + b * 512, codes + b * code_step, once);
-        // Scales of 8-bit codes are of several sizes and mostly rare: worth a branch.
+      // Scales of 8-bit codes are of several sizes and mostly rare: worth a branch.
 #pragma unroll
       for (int b = 0; b < kPanels && (!Size::kRuntime || starts); ++b) {
         const uint8_t* from = scales + b * block_step * (8 * ScaleLaneBytes());
