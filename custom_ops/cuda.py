@@ -23,8 +23,8 @@ SCALES: dict[str, tuple[str, ...]] = {
 SUPPORTED: dict[str, tuple[int | str, ...]] = {
     "format": tuple(SCALES),
     "zero_points": (0, 1),
-    "activation_format": ("none",),
-    "pre_scale": (0,),
+    "activation_format": tuple(enum("activation_format")),
+    "pre_scale": (0, 1),
 }
 ERROR_SIZE = 512
 PATHS = ("decode", "stream", "wgmma")
@@ -85,7 +85,8 @@ class Plan(ctypes.Structure):
     """qm_cuda_plan."""
 
     _fields_ = [("path", _I32), ("w13", Gemm), ("w2", Gemm), ("max_tiles", _I32)] + [
-        (n, _U64) for n in ("gathered", "prepared", "hidden", "partial", "tiles", "sorted_pairs", "workspace_bytes")
+        (n, _U64)
+        for n in ("rounded", "gathered", "prepared", "hidden", "partial", "tiles", "sorted_pairs", "workspace_bytes")
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from cases import INT4, ROUTERS, Case, assert_routed
 from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
-from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
+from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, enum
+from quantmoe.custom_ops.reference import FLOAT_FORMATS
 
 torch = pytest.importorskip("torch")
 try:
@@ -30,9 +32,9 @@ TORCH = {"f16": torch.float16, "bf16": torch.bfloat16}
 def build(case: Case, experts: list[Expert] | None = None):
     """(spec, experts, w13, w2) of a case in layout marlin."""
     rng = np.random.default_rng(case.seed)
-    experts = experts or [case.expert(rng) for _ in range(case.experts)]
+    experts = experts or [one_input(case.expert(rng)) for _ in range(case.experts)]
     layout = LAYOUTS["marlin"]
-    w13, w2 = experts_describe(experts)
+    w13, w2 = experts_describe(experts, case)
     spec = MoESpec(
         num_experts=case.total_experts or case.experts,
         expert_offset=case.offset,
@@ -52,11 +54,18 @@ def build(case: Case, experts: list[Expert] | None = None):
     return spec, experts, *rows
 
 
-def experts_describe(experts) -> tuple[Projection, Projection]:
-    found = LAYOUTS["marlin"].describe(experts[0], "none")
-    for e in experts[1:]:
-        found = join(found, LAYOUTS["marlin"].describe(e, "none"))
-    return found
+def one_input(e: Expert) -> Expert:
+    """Gate and up with the same factors on their input, as in checkpoints."""
+    same = {"input_scale": e.up.input_scale, "pre_scale": e.up.pre_scale}
+    return replace(e, gate=e.gate and replace(e.gate, **same))
+
+
+def experts_describe(experts, case) -> tuple[Projection, Projection]:
+    formats = [case.activation_format] * 2
+    if case.act_order != "none" and FLOAT_FORMATS.get(formats[1], (0, None, 0))[1]:
+        formats[1] = "fp8_token"  # layout marlin forgets the order of the features of h
+    describe = LAYOUTS["marlin"].describe
+    return reduce(join, (describe(e, *formats) for e in experts))
 
 
 def run(case: Case, tokens: int, dtype: str, *, ids=None, id_type=np.int64, mutate=None, experts=None):
@@ -164,6 +173,97 @@ def test_format(name, shape, tokens, dtype):
     check(of_format(name, FORMAT_SHAPES[shape]), tokens, dtype)
 
 
+# Weights whose products with their scales are exact in 16 bits (int4: as powers_of_two makes it), so that h is the
+# reference's but for f32 sums in every path: one that h's other roundings reach would have other codes.
+EXACT = {
+    "int8_token": "int4-zero",
+    "int8_token_asym": "int4-zero",
+    "fp8_token": "fp8-e8m0",
+    "fp8_tensor": "fp8-e8m0",
+    "fp8_group128": "fp8-e8m0",
+    "nvfp4": "nvfp4",
+    "mxfp8": "mxfp4",
+    "mxfp4": "mxfp4",
+}
+ROUNDED = {
+    "odd": (None, FORMAT_SHAPES["odd"]),
+    "split-k": (None, replace(FORMAT_SHAPES["split-k"], pre_scale=True)),
+    "ungated": (None, FORMAT_SHAPES["ungated"]),
+    "act-order": ("int4-zero", replace(BASE, act_order="shared", pre_scale=True, offset=2, total_experts=12)),
+    "int4": ("int4", replace(BASE, hidden=520, intermediate=264, top_k=3)),
+}
+
+
+def powers_of_two(e: Expert) -> Expert:
+    def make(m):
+        if m is None or m.kind != "int4":
+            return m
+        return replace(m, scales=(2.0 ** np.floor(np.log2(m.scales.astype(np.float64)))).astype(m.scales.dtype))
+
+    return one_input(Expert(make(e.gate), make(e.up), make(e.down)))
+
+
+def rounded(activation_format: str, shape: str) -> tuple[Case, list[Expert]]:
+    weights, case = ROUNDED[shape]
+    if weights != "int4":
+        case = of_format(weights or EXACT[activation_format], case)
+    case = replace(case, activation_format=activation_format)
+    rng = np.random.default_rng(case.seed)
+    return case, [powers_of_two(case.expert(rng)) for _ in range(case.experts)]
+
+
+def rounding_bound(activation_format: str, dtype: str) -> float:
+    """Of the error's norm. Besides the 16-bit roundings (of x and h too, where their step is no power of two) some codes
+    of h are their neighbours, a step D of the format away relatively, where f32 sums, wrong by d = 2^-18 at most, put h
+    on the other side of a middle, which happens to d / D of them; the same of scales, e4m3's or powers of two, where a
+    group's roundings, D^2 / 12 each, are then others.
+    """
+    d, step = 2.0**-18, 1 / 2 if activation_format in ("nvfp4", "mxfp4") else 1 / 8
+    return float(np.sqrt((2 * UNIT[dtype]) ** 2 + 2 * d * step + 16 * d * 2 * step**2 / 12))
+
+
+def rounding_reference(monkeypatch, dtype: str) -> None:
+    """h is in 16 bits before it is rounded to the format."""
+    exact = reference.activate
+    monkeypatch.setattr(
+        reference, "activate", lambda *a: torch.from_numpy(exact(*a)).float().to(TORCH[dtype]).double().numpy()
+    )
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 13, 70, 600])
+@pytest.mark.parametrize("shape", ROUNDED)
+@pytest.mark.parametrize("activation_format", EXACT)
+def test_rounded_activations(activation_format, shape, tokens, dtype, monkeypatch):
+    rounding_reference(monkeypatch, dtype)
+    case, experts = rounded(activation_format, shape)
+    got, want = run(case, tokens, dtype, experts=experts)
+    assert np.isfinite(got).all()
+    bound = rounding_bound(activation_format, dtype)
+    assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want)
+    rows = np.linalg.norm(got - want, axis=1) / np.maximum(np.linalg.norm(want, axis=1), 1e-30)
+    assert rows.max(initial=0) < 4 * bound, f"token {rows.argmax()}: relative error {rows.max():.2e}"
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [5, 40, 600])
+@pytest.mark.parametrize("activation_format", EXACT)
+def test_non_finite_token_stays_alone_when_rounded(activation_format, tokens, monkeypatch):
+    def spoil(x):
+        x[2, 7] = float("nan")
+        x[4, 0] = -float("inf")
+
+    rounding_reference(monkeypatch, "bf16")
+    case, experts = rounded(activation_format, "odd")
+    got, want = run(case, tokens, "bf16", mutate=spoil, experts=experts)
+    keep = np.ones(tokens, bool)
+    keep[[2, 4]] = False
+    assert np.isnan(got[~keep]).all()
+    bound = rounding_bound(activation_format, "bf16")
+    assert np.linalg.norm(got[keep] - want[keep]) <= bound * np.linalg.norm(want[keep])
+
+
 @gpu
 @pytest.mark.parametrize("tokens", [3, 40, 300])
 @pytest.mark.parametrize("name", FORMATS)
@@ -251,11 +351,13 @@ def test_no_tokens():
 
 
 @gpu
+@pytest.mark.parametrize("activation_format", ["none", "nvfp4"])
 @pytest.mark.parametrize("tokens", [2, 50, 700])
-def test_graph_replay_follows_new_inputs(tokens):
-    spec, _, w13, w2 = build(BASE)
+def test_graph_replay_follows_new_inputs(tokens, activation_format):
+    case = replace(BASE, activation_format=activation_format)
+    spec, _, w13, w2 = build(case)
     layer = cuda.CudaMoE(spec, torch.from_numpy(w13).cuda(), torch.from_numpy(w2).cuda())
-    first, second = ([torch.from_numpy(x).cuda() for x in BASE.tokens(tokens, seed)] for seed in (1, 2))
+    first, second = ([torch.from_numpy(x).cuda() for x in case.tokens(tokens, seed)] for seed in (1, 2))
     x, ids, weights = first[0].bfloat16(), first[1], first[2]
     prepared = layer.prepare(x, ids)
     out = torch.empty_like(x)
@@ -271,6 +373,23 @@ def test_graph_replay_follows_new_inputs(tokens):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, layer(x, ids, weights))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 40, 4096])
+@pytest.mark.parametrize("activation_format", enum("activation_format"))
+def test_rounding_takes_workspace(activation_format, tokens):
+    """A row of x for each token, or for each pair where experts differ; h is rounded in place."""
+    spec = spec_of(2048, 768, 16)
+    plain = cuda.plan(cuda.problem(spec, "bf16", tokens, 4, 16))
+    changed = replace(spec.w13, activation_format=activation_format)
+    plan = cuda.plan(cuda.problem(replace(spec, w13=changed, w2=changed), "bf16", tokens, 4, 16))
+    pairs = activation_format in ("fp8_tensor", "nvfp4")
+    rows = 0 if activation_format == "none" else tokens * (4 if pairs else 1)
+    copied = rows - tokens if pairs and cuda.PATHS[plan.path] == "wgmma" else 0  # wgmma's copy of x has as many
+    more = (rows + copied) * 2048 * 2
+    assert plan.workspace_bytes == plain.workspace_bytes + more
+    for gemm in ("w13", "w2"):
+        assert bytes(getattr(plan, gemm)) == bytes(getattr(plain, gemm))
 
 
 def spec_of(hidden, intermediate, experts, group_size=128, weights=INT4, **changes):
@@ -340,8 +459,7 @@ def test_refusals(change, message):
         ({"group_size": 16}, r"w\d+_group_size is 16"),
         ({"group_size": 64, "format": "fp8_e4m3", "scale_type": "e8m0"}, r"w\d+_group_size is 64"),
         ({"group_size": 32, "format": "nvfp4", "scale_type": "e4m3"}, r"w\d+_group_size is 32"),
-        ({"activation_format": "int8_token"}, r"w\d+_activation_format is 1"),
-        ({"pre_scale": 1}, r"w\d+_pre_scale is 1"),
+        ({"pre_scale": 2}, r"w\d+_pre_scale is 2"),
         ({"perm": 2}, r"w\d+_perm is 2"),
     ],
 )
@@ -355,9 +473,13 @@ def test_the_exporter_knows_what_is_refused(projection, change, message):
     assert cuda.refusal(spec).startswith(f"{projection}_{next(iter(change))} is {next(iter(change.values()))}")
 
 
-@pytest.mark.parametrize("name", [*CASES, *FORMATS])
+@pytest.mark.parametrize("name", [*CASES, *FORMATS, *EXACT])
 def test_row_bytes_agree_with_the_layout(name):
-    case = CASES[name] if name in CASES else of_format(name, FORMAT_SHAPES["odd"])
+    case = CASES[name] if name in CASES else FORMAT_SHAPES["odd"]
+    if name in FORMATS:
+        case = of_format(name, case)
+    elif name in EXACT:
+        case = replace(case, activation_format=name, act_order="shared", pre_scale=True)
     spec, _, w13, w2 = build(replace(case, experts=1, top_k=1))
     assert cuda.refusal(spec) == ""
     moe = cuda.problem(spec, "bf16", 1, 1, 1).moe
@@ -371,7 +493,7 @@ def build_linear(case: Case):
     perm = rng.permutation(case.intermediate).astype(np.int32) if case.act_order != "none" else None
     m = case.matrix(rng, case.hidden, case.intermediate, perm)
     layout = LAYOUTS["marlin"]
-    spec = LinearSpec(case.intermediate, case.hidden, layout.describe_down(m, "none"))
+    spec = LinearSpec(case.intermediate, case.hidden, layout.describe_down(m, case.activation_format))
     row = np.zeros(layout.row_bytes(spec.moe, "w2"), np.uint8)
     layout.pack_down(m, spec.moe, row)
     assert np.array_equal(layout.unpack_down(spec.moe, row).codes, m.codes)
@@ -404,6 +526,34 @@ def test_linear(name, rows, dtype):
     assert got.shape == want.shape
     assert np.isfinite(got).all()
     assert np.linalg.norm(got - want) <= 1.2 * UNIT[dtype] * np.linalg.norm(want)
+    y = linear(torch.full_like(x, float("nan")).cuda())
+    assert y.isnan().all()
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("rows", [0, 1, 9, 128, 1000])
+@pytest.mark.parametrize("act_order", ["none", "shared"])
+@pytest.mark.parametrize("activation_format", EXACT)
+def test_rounded_linear(activation_format, act_order, rows, dtype):
+    """Rows of every size: where the scale is not stored all are as exact."""
+    case = of_format(EXACT[activation_format], replace(BASE, hidden=1032, intermediate=520, bias=act_order == "none"))
+    case = replace(case, activation_format=activation_format, act_order=act_order, pre_scale=act_order != "none")
+    m, spec, w = build_linear(case)
+    rng = np.random.default_rng(1)
+    x = rng.normal(0, 1, (rows, spec.in_features)).astype(np.float32)
+    if not case.stored_scale and m.bias is None:
+        x *= np.float32(2.0) ** (rng.integers(-8, 8, (rows, 1)) * (8 if dtype == "bf16" else 1))
+        x[2:3] = 0
+    x = torch.from_numpy(x).to(TORCH[dtype])
+    linear = cuda.CudaLinear(spec, torch.from_numpy(w).cuda())
+    y = linear(x.cuda())
+    assert torch.equal(y, linear(x.cuda()))
+    want = reference.linear(x.float().numpy(), m, activation_format)
+    got = y.double().cpu().numpy()
+    assert np.isfinite(got).all()
+    error, size = np.linalg.norm(got - want, axis=1), np.linalg.norm(want, axis=1)
+    assert (error <= 1.2 * UNIT[dtype] * size).all()
     y = linear(torch.full_like(x, float("nan")).cuda())
     assert y.isnan().all()
 

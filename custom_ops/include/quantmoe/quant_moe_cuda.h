@@ -45,7 +45,7 @@ typedef struct {
   qm_cuda_gemm w13, w2;
   int32_t max_tiles;  // capacity of the tile list
   // Byte offsets into the workspace.
-  uint64_t gathered, prepared, hidden, partial, tiles, sorted_pairs, workspace_bytes;
+  uint64_t rounded, gathered, prepared, hidden, partial, tiles, sorted_pairs, workspace_bytes;
 } qm_cuda_plan;
 
 typedef struct {

@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include "cuda/layout.h"
 #include "quantmoe/quant_moe_cuda.h"
 
 namespace quantmoe {
@@ -17,7 +18,7 @@ constexpr int kRouteThreads = 1024;
 struct Weights {
   const uint8_t* rows;
   uint64_t row_bytes;
-  uint32_t scales_at, zeros_at, globals_at, bias_at;  // 0: none
+  uint32_t scales_at, zeros_at, globals_at, bias_at, input_at;  // 0: none
   int panels, units;                                  // 16-row panels, 64-column units
   int blocks, block_shift;                            // scale block of unit u is u >> block_shift
   int scale_type, scale_bytes;                        // qm scale type; bytes of rows g and g + 8 in a block
@@ -88,9 +89,28 @@ struct CombineParams {
   int columns, parts;
 };
 
+// x or h in the values of an activation format, and times pre-scales (FORMAT.md 4.1).
+struct RoundParams {
+  Routing routing;
+  int format;
+  bool by_expert, weight_here;  // rows are of pairs whose expert matters; multiply by the router's weight first
+  const uint8_t* rows;          // of the weights
+  uint64_t row_bytes;
+  uint32_t input_at, pre_at;  // in a row; 0: none
+  bool with_input_scale;      // in the values
+  const void* x;
+  void* out;
+  int x_divisor, columns, features;  // row of x of row r is r / x_divisor; columns past the features are zero
+  // Not null: h for wgmma, rows in the order of sorted_pairs and columns as StoredColumn says.
+  const SortedPair* sorted_pairs;
+  const Tile* tiles;
+  int max_tiles;
+};
+
 // x[pair] = hidden_states[token][perm of the pair's expert], for act-order.
 struct GatherParams {
   Routing routing;
+  int x_divisor;
   const uint8_t* rows;
   uint64_t row_bytes;
   uint32_t perm_at;
@@ -105,6 +125,14 @@ __host__ __device__ constexpr int StageBytes(int panels, int n_tiles, int bits, 
   return panels * (128 * bits + 32 * lane_bytes) + n_tiles * 1024;
 }
 
+// What rounded activations were left without, and sums are to be multiplied by. Those for symmetric int4 have it, rounded:
+// the kernel of its decode lacks the registers.
+template <class F>
+__device__ inline float InputScale(const Weights& w, const uint8_t* expert) {
+  if constexpr (F::kKind != WeightKind::kInt4)
+    if (w.input_at) return *reinterpret_cast<const float*>(expert + w.input_at);
+  return 1.f;
+}
 __device__ inline float RouterWeight(const Routing& r, int64_t pair) {
   return r.topk_ids ? r.topk_weights[pair] : 1.f;
 }

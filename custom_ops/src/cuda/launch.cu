@@ -1,8 +1,10 @@
 // Plan to kernel launches.
+#include <algorithm>
 #include <cstdio>
 
 #include "cuda/instances.h"
 #include "cuda/layout.h"
+#include "cuda/round.cuh"
 #include "cuda/route.cuh"
 #include "cuda/select_experts.cuh"
 
@@ -51,6 +53,7 @@ Weights WeightsOf(const void* rows, const MarlinRow& row, const qm_projection& w
   out.zeros_at = w.zero_points ? static_cast<uint32_t>(row.zeros_at) : 0;
   out.globals_at = static_cast<uint32_t>(row.globals_at);
   out.bias_at = w.bias ? static_cast<uint32_t>(row.bias_at) : 0;
+  out.input_at = HasInputScale(w) ? static_cast<uint32_t>(row.input_at) : 0;
   out.panels = row.panels;
   out.units = row.units;
   out.blocks = row.blocks;
@@ -60,6 +63,19 @@ Weights WeightsOf(const void* rows, const MarlinRow& row, const qm_projection& w
   out.zero_bytes = 16 * row.per_block;
   out.two_groups = row.per_block == 2;
   return out;
+}
+
+// Rounds activations of `rows` rows for w; p has what depends on whose they are.
+template <typename T>
+void Round(Launcher& launcher, RoundParams p, const Weights& weights, const qm_projection& w, const MarlinRow& row,
+           int rows, bool dependent) {
+  p.format = w.activation_format;
+  p.rows = weights.rows;
+  p.row_bytes = weights.row_bytes;
+  p.input_at = weights.input_at;
+  p.with_input_scale = KindOf(w) == WeightKind::kInt4;
+  p.pre_at = w.pre_scale ? static_cast<uint32_t>(row.pre_at) : 0;
+  launcher.Run(MoeRound<T>, p, dim3(rows), std::min(kRoundThreads, (p.columns + 255) / 256 * 32), 0, dependent);
 }
 
 // Makes the list of tiles and, for wgmma, a copy of x as it is read there: rows of x_columns values.
@@ -153,13 +169,29 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
   down.shape = plan.w2;
 
   bool first = true;  // the first kernel of the call does not overlap what came before it
+  if (Rounds(m.w13)) {
+    RoundParams round{};
+    round.routing = routing;
+    round.by_expert = RoundsPairs(m);
+    round.weight_here = gate_up.weight_here;
+    round.x = t.hidden_states;
+    round.out = workspace + plan.rounded;
+    round.x_divisor = round.by_expert ? routing.top_k : 1;
+    round.columns = round.features = m.hidden_size;
+    Round<T>(launcher, round, gate_up.weights, m.w13, row13, round.by_expert ? pairs : routing.tokens, false);
+    first = false;
+    gate_up.x = round.out;
+    gate_up.weight_here = false;
+    if (round.by_expert) gate_up.x_divisor = 1;
+  }
   if (m.w13.perm) {
     GatherParams gather{};
     gather.routing = routing;
+    gather.x_divisor = gate_up.x_divisor;
     gather.rows = static_cast<const uint8_t*>(t.w13);
     gather.row_bytes = row13.bytes;
     gather.perm_at = static_cast<uint32_t>(row13.perm_at);
-    gather.x = static_cast<const uint16_t*>(t.hidden_states);
+    gather.x = static_cast<const uint16_t*>(gate_up.x);
     gather.out = reinterpret_cast<uint16_t*>(workspace + plan.gathered);
     gather.columns = m.hidden_size;
     launcher.Run(MoeGather, gather, dim3(pairs), 256, 0, false);
@@ -168,13 +200,29 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
     gate_up.x_divisor = 1;
   }
   if (!decode) {
-    Route(launcher, plan, workspace, 8 * plan.w13.n_tiles, m.w13.perm ? pairs : routing.tokens, m.hidden_size, !first,
+    Route(launcher, plan, workspace, 8 * plan.w13.n_tiles, gate_up.x_divisor == 1 ? pairs : routing.tokens, m.hidden_size, !first,
           &gate_up);
     first = false;
   }
   const int threads = wgmma ? kWgmmaThreads : kThreads;
+  // gate_up of decode waits for nothing: it must not overlap.
   launcher.Run(GateUpKernel<T>(plan.path, m.w13, row13.per_block, plan.w13), gate_up, dim3(plan.w13.grid), threads,
-               plan.w13.shared_bytes, !first);
+               plan.w13.shared_bytes, !first && !decode);
+  if (Rounds(m.w2)) {
+    RoundParams round{};
+    round.routing = routing;
+    round.by_expert = true;  // rows of foreign experts were not written
+    round.x = round.out = gate_up.out;
+    round.x_divisor = 1;
+    round.columns = gate_up.out_columns;
+    round.features = m.intermediate_size;
+    if (wgmma) {
+      round.sorted_pairs = gate_up.sorted_pairs;
+      round.tiles = gate_up.tiles;
+      round.max_tiles = plan.max_tiles;
+    }
+    Round<T>(launcher, round, down.weights, m.w2, row2, pairs, true);
+  }
   launcher.Run(DownKernel<T>(plan.path, m.w2, row2.per_block, plan.w2), down, dim3(plan.w2.grid), threads,
                plan.w2.shared_bytes, true, plan.w2.cluster);
   if (!decode)
@@ -209,12 +257,25 @@ cudaError_t LaunchLinear(const qm_cuda_linear_problem& p, const qm_cuda_plan& pl
   gemm.shape = plan.w2;
 
   bool first = true;
+  if (Rounds(l.w)) {
+    RoundParams round{};
+    round.routing = gemm.routing;
+    round.by_expert = true;
+    round.x = t.x;
+    round.out = workspace + plan.rounded;
+    round.x_divisor = 1;
+    round.columns = round.features = l.in_features;
+    Round<T>(launcher, round, gemm.weights, l.w, row, gemm.routing.tokens, false);
+    first = false;
+    gemm.x = round.out;
+  }
   if (l.w.perm) {
     GatherParams gather{};
     gather.routing = gemm.routing;
+    gather.x_divisor = 1;
     gather.rows = gemm.weights.rows;
     gather.perm_at = static_cast<uint32_t>(row.perm_at);
-    gather.x = static_cast<const uint16_t*>(t.x);
+    gather.x = static_cast<const uint16_t*>(gemm.x);
     gather.out = reinterpret_cast<uint16_t*>(workspace + plan.gathered);
     gather.columns = l.in_features;
     launcher.Run(MoeGather, gather, dim3(gemm.routing.tokens), 256, 0, false);

@@ -339,8 +339,8 @@ struct WgmmaConsumer {
     uint8_t* stage = results + group * kTokens * ResultRowBytes(down);
     const Work work = *now;
     float bias[2][2] = {};
-    constexpr float kFactor = ProductFactor<T, F>();
-    float2 factor = make_float2(kFactor, kFactor);
+    const float one_factor = ProductFactor<T, F>() * InputScale<F>(w, Expert(work.expert));
+    float2 factor = make_float2(one_factor, one_factor);
     if constexpr (kKind == WeightKind::kNvfp4) {
       const float2 global = *reinterpret_cast<const float2*>(Expert(work.expert) + w.globals_at);
       factor.x *= global.x, factor.y *= global.y;

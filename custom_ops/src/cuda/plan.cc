@@ -67,11 +67,11 @@ int ValidateWeights(const qm_projection& w, const char* name, bool perm, char* e
                 "%s_scale_type is f32 (0) with group_size 32; the CUDA kernels take f32 scales of groups of 64 and "
                 "more: export with --scales bf16",
                 name);
-  if (w.activation_format != 0)
-    return Fail(err, QM_UNSUPPORTED, "%s_activation_format is %d, the CUDA kernels take none (0)", name,
+  if (w.activation_format < kNoFormat || w.activation_format > kMxfp4Groups)
+    return Fail(err, QM_UNSUPPORTED, "%s_activation_format is %d, the CUDA kernels take 0 to 8", name,
                 w.activation_format);
-  if (w.pre_scale != 0)
-    return Fail(err, QM_UNSUPPORTED, "%s_pre_scale is %d, the CUDA kernels take 0", name, w.pre_scale);
+  if (w.pre_scale != 0 && w.pre_scale != 1)
+    return Fail(err, QM_UNSUPPORTED, "%s_pre_scale is %d, the CUDA kernels take 0 and 1", name, w.pre_scale);
   if (w.perm != 0 && !(perm && w.perm == 1))
     return Fail(err, QM_UNSUPPORTED, "%s_perm is %d, the CUDA kernels take 0, and 1 for w13 and w", name, w.perm);
   return QM_OK;
@@ -276,13 +276,16 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   const uint64_t hidden_columns =
       wgmma ? static_cast<uint64_t>(w2.units) * 64 : static_cast<uint64_t>(w13.panels) * (p.moe.gated ? 8 : 16);
   plan->hidden = take(static_cast<uint64_t>(pairs) * hidden_columns * 2);
+  if (Rounds(p.moe.w13))
+    plan->rounded = take(static_cast<uint64_t>(RoundsPairs(p.moe) ? pairs : p.tokens) * p.moe.hidden_size * 2);
   if (p.moe.w13.perm) plan->gathered = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * 2);
   if (!decode) {
     plan->max_tiles = static_cast<int32_t>(pairs / (8 * plan->w13.n_tiles) + most_experts);
     plan->partial = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * (wgmma ? 2 * plan->w2.warps_k : 4));
     plan->tiles = take(16 * (static_cast<uint64_t>(plan->max_tiles) + 1));
     plan->sorted_pairs = take(8 * static_cast<uint64_t>(pairs));
-    if (wgmma) plan->prepared = take(static_cast<uint64_t>(p.moe.w13.perm ? pairs : p.tokens) * w13.units * 128);
+    const bool by_pair = p.moe.w13.perm || (Rounds(p.moe.w13) && RoundsPairs(p.moe));
+    if (wgmma) plan->prepared = take(static_cast<uint64_t>(by_pair ? pairs : p.tokens) * w13.units * 128);
   }
   plan->workspace_bytes = workspace.end;
   return QM_OK;
@@ -315,6 +318,7 @@ extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const 
   plan->w2 = PlanGemm({*device, decode, wgmma, 1, static_cast<double>(rows), 4}, l.w, w, decode || wgmma);
 
   Workspace workspace;
+  if (Rounds(l.w)) plan->rounded = workspace.Take(static_cast<uint64_t>(rows) * l.in_features * 2);
   if (l.w.perm) plan->gathered = workspace.Take(static_cast<uint64_t>(rows) * l.in_features * 2);
   if (!decode) {
     plan->max_tiles = static_cast<int32_t>(rows / (8 * plan->w2.n_tiles) + 1);
