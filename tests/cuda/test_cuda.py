@@ -213,21 +213,33 @@ def rounded(activation_format: str, shape: str) -> tuple[Case, list[Expert]]:
 
 
 def rounding_bound(activation_format: str, dtype: str) -> float:
-    """Of the error's norm. Besides the 16-bit roundings (of x and h too, where their step is no power of two) some codes
-    of h are their neighbours, a step D of the format away relatively, where f32 sums, wrong by d = 2^-18 at most, put h
-    on the other side of a middle, which happens to d / D of them; the same of scales, e4m3's or powers of two, where a
-    group's roundings, D^2 / 12 each, are then others.
+    """Of the error's norm, against rounding_reference.
+
+    Besides the 16-bit roundings some codes of h are their neighbours, relatively a step D of the format away: f32 sums,
+    wrong by d = 2^-18 at most, put h on the other side of a middle, which happens to d / D of them. The same of scales in
+    e4m3 or powers of two, where a group's roundings, D^2 / 12 each, are then others.
     """
     d, step = 2.0**-18, 1 / 2 if activation_format in ("nvfp4", "mxfp4") else 1 / 8
     return float(np.sqrt((2 * UNIT[dtype]) ** 2 + 2 * d * step + 16 * d * 2 * step**2 / 12))
 
 
-def rounding_reference(monkeypatch, dtype: str) -> None:
-    """h is in 16 bits before it is rounded to the format."""
-    exact = reference.activate
-    monkeypatch.setattr(
-        reference, "activate", lambda *a: torch.from_numpy(exact(*a)).float().to(TORCH[dtype]).double().numpy()
-    )
+def rounding_reference(monkeypatch, case: Case, dtype: str) -> None:
+    """The reference with what the kernels have in 16 bits: h before it is rounded to the format, and products with a step
+    that is no power of two. h would else have other codes wherever these put it on the other side of a middle.
+    """
+    name = case.activation_format
+    exact_h, exact = reference.activate, reference.quantize_activations
+    in_sums = name in ("fp8_tensor", "nvfp4") and (case.weights[0] != "int4" or case.weights[2])
+
+    def half(x):
+        return torch.from_numpy(x).float().to(TORCH[dtype]).double().numpy()
+
+    def quantize(x, activation_format, stored=None):
+        q = exact(x, activation_format, stored)
+        return q if in_sums or activation_format.startswith("mx") else half(q)
+
+    monkeypatch.setattr(reference, "activate", lambda *a: half(exact_h(*a)))
+    monkeypatch.setattr(reference, "quantize_activations", quantize)
 
 
 @gpu
@@ -236,8 +248,8 @@ def rounding_reference(monkeypatch, dtype: str) -> None:
 @pytest.mark.parametrize("shape", ROUNDED)
 @pytest.mark.parametrize("activation_format", EXACT)
 def test_rounded_activations(activation_format, shape, tokens, dtype, monkeypatch):
-    rounding_reference(monkeypatch, dtype)
     case, experts = rounded(activation_format, shape)
+    rounding_reference(monkeypatch, case, dtype)
     got, want = run(case, tokens, dtype, experts=experts)
     assert np.isfinite(got).all()
     bound = rounding_bound(activation_format, dtype)
@@ -254,8 +266,8 @@ def test_non_finite_token_stays_alone_when_rounded(activation_format, tokens, mo
         x[2, 7] = float("nan")
         x[4, 0] = -float("inf")
 
-    rounding_reference(monkeypatch, "bf16")
     case, experts = rounded(activation_format, "odd")
+    rounding_reference(monkeypatch, case, "bf16")
     got, want = run(case, tokens, "bf16", mutate=spoil, experts=experts)
     keep = np.ones(tokens, bool)
     keep[[2, 4]] = False
