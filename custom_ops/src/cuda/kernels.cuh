@@ -100,8 +100,10 @@ struct RoundParams {
   bool with_input_scale;      // in the values
   const void* x;
   void* out;
-  int x_divisor, columns, features;  // row of x of row r is r / x_divisor; columns past the features are zero
-  // Not null: h for wgmma, rows in the order of sorted_pairs and columns as StoredColumn says.
+  int x_divisor, x_columns;  // row of x of row r is r / x_divisor
+  int columns, features;     // of a row of out, columns past the features being zero
+  bool x_stored, out_stored; // columns in the order of wgmma, StoredColumn; out_stored where x_stored
+  // Not null: rows are those of sorted_pairs.
   const SortedPair* sorted_pairs;
   const Tile* tiles;
   int max_tiles;

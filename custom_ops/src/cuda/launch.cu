@@ -78,7 +78,7 @@ void Round(Launcher& launcher, RoundParams p, const Weights& weights, const qm_p
   launcher.Run(MoeRound<T>, p, dim3(rows), std::min(kRoundThreads, (p.columns + 255) / 256 * 32), 0, dependent);
 }
 
-// Makes the list of tiles and, for wgmma, a copy of x as it is read there: rows of x_columns values.
+// Makes the list of tiles and, for wgmma, a copy of x as it is read there (rows of x_columns values) if x is not one.
 void Route(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, int tile_pairs, int rows, int x_columns,
            bool dependent, GemmParams* gemm) {
   const bool wgmma = plan.path == QM_CUDA_WGMMA;
@@ -88,7 +88,7 @@ void Route(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, int
   route.max_tiles = plan.max_tiles;
   route.tile_pairs = tile_pairs;
   int prepare_blocks = 0;
-  if (wgmma) {
+  if (wgmma && gemm->x != workspace + plan.prepared) {
     PrepareParams& prepare = route.prepare;
     prepare.x = static_cast<const uint16_t*>(gemm->x);
     prepare.out = reinterpret_cast<uint16_t*>(workspace + plan.prepared);
@@ -175,12 +175,15 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
     round.by_expert = RoundsPairs(m);
     round.weight_here = gate_up.weight_here;
     round.x = t.hidden_states;
-    round.out = workspace + plan.rounded;
+    round.out_stored = wgmma && !m.w13.perm;
+    round.out = workspace + (round.out_stored ? plan.prepared : plan.rounded);
     round.x_divisor = round.by_expert ? routing.top_k : 1;
-    round.columns = round.features = m.hidden_size;
+    round.x_columns = round.features = m.hidden_size;
+    round.columns = round.out_stored ? row13.units * kUnit : m.hidden_size;
     Round<T>(launcher, round, gate_up.weights, m.w13, row13, round.by_expert ? pairs : routing.tokens, false);
     first = false;
     gate_up.x = round.out;
+    gate_up.x_columns = round.columns;
     gate_up.weight_here = false;
     if (round.by_expert) gate_up.x_divisor = 1;
   }
@@ -205,17 +208,17 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
     first = false;
   }
   const int threads = wgmma ? kWgmmaThreads : kThreads;
-  // gate_up of decode waits for nothing: it must not overlap.
   launcher.Run(GateUpKernel<T>(plan.path, m.w13, row13.per_block, plan.w13), gate_up, dim3(plan.w13.grid), threads,
-               plan.w13.shared_bytes, !first && !decode);
+               plan.w13.shared_bytes, !first);
   if (Rounds(m.w2)) {
     RoundParams round{};
     round.routing = routing;
     round.by_expert = true;  // rows of foreign experts were not written
     round.x = round.out = gate_up.out;
     round.x_divisor = 1;
-    round.columns = gate_up.out_columns;
+    round.x_columns = round.columns = gate_up.out_columns;
     round.features = m.intermediate_size;
+    round.x_stored = round.out_stored = wgmma;
     if (wgmma) {
       round.sorted_pairs = gate_up.sorted_pairs;
       round.tiles = gate_up.tiles;
@@ -262,12 +265,15 @@ cudaError_t LaunchLinear(const qm_cuda_linear_problem& p, const qm_cuda_plan& pl
     round.routing = gemm.routing;
     round.by_expert = true;
     round.x = t.x;
-    round.out = workspace + plan.rounded;
+    round.out_stored = wgmma && !l.w.perm;
+    round.out = workspace + (round.out_stored ? plan.prepared : plan.rounded);
     round.x_divisor = 1;
-    round.columns = round.features = l.in_features;
+    round.x_columns = round.features = l.in_features;
+    round.columns = round.out_stored ? row.units * kUnit : l.in_features;
     Round<T>(launcher, round, gemm.weights, l.w, row, gemm.routing.tokens, false);
     first = false;
     gemm.x = round.out;
+    gemm.x_columns = round.columns;
   }
   if (l.w.perm) {
     GatherParams gather{};

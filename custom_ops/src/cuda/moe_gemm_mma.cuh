@@ -81,6 +81,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
   int n_tiles;
   if constexpr (decode) {
     routing->Make(p.routing);
+    WaitForPrevious();  // for x, where it is not the call's
     n_tiles = routing->tiles;
   } else {
     WaitForPrevious();

@@ -276,7 +276,7 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   const uint64_t hidden_columns =
       wgmma ? static_cast<uint64_t>(w2.units) * 64 : static_cast<uint64_t>(w13.panels) * (p.moe.gated ? 8 : 16);
   plan->hidden = take(static_cast<uint64_t>(pairs) * hidden_columns * 2);
-  if (Rounds(p.moe.w13))
+  if (Rounds(p.moe.w13) && (p.moe.w13.perm || !wgmma))
     plan->rounded = take(static_cast<uint64_t>(RoundsPairs(p.moe) ? pairs : p.tokens) * p.moe.hidden_size * 2);
   if (p.moe.w13.perm) plan->gathered = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * 2);
   if (!decode) {
@@ -318,7 +318,7 @@ extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const 
   plan->w2 = PlanGemm({*device, decode, wgmma, 1, static_cast<double>(rows), 4}, l.w, w, decode || wgmma);
 
   Workspace workspace;
-  if (Rounds(l.w)) plan->rounded = workspace.Take(static_cast<uint64_t>(rows) * l.in_features * 2);
+  if (Rounds(l.w) && (l.w.perm || !wgmma)) plan->rounded = workspace.Take(static_cast<uint64_t>(rows) * l.in_features * 2);
   if (l.w.perm) plan->gathered = workspace.Take(static_cast<uint64_t>(rows) * l.in_features * 2);
   if (!decode) {
     plan->max_tiles = static_cast<int32_t>(rows / (8 * plan->w2.n_tiles) + 1);

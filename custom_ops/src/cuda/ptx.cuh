@@ -71,6 +71,11 @@ struct Half<__nv_bfloat16> {
     __nv_bfloat162 r = __floats2bfloat162_rn(lo, hi);
     return reinterpret_cast<uint32_t&>(r);
   }
+  // Infinities become the largest numbers.
+  __device__ static uint32_t Clamp(uint32_t x) {
+    asm("min.NaN.bf16x2 %0, %0, %1;\nmax.NaN.bf16x2 %0, %0, %2;" : "+r"(x) : "r"(0x7f7f7f7f), "r"(0xff7fff7f));
+    return x;
+  }
   __device__ static __nv_bfloat16 From(float x) { return __float2bfloat16_rn(x); }
   __device__ static float Low(uint32_t x) { return __uint_as_float(x << 16); }
   __device__ static float High(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
@@ -98,6 +103,10 @@ struct Half<__half> {
   __device__ static uint32_t Pack(float lo, float hi) {
     __half2 r = __floats2half2_rn(lo, hi);
     return reinterpret_cast<uint32_t&>(r);
+  }
+  __device__ static uint32_t Clamp(uint32_t x) {
+    asm("min.NaN.f16x2 %0, %0, %1;\nmax.NaN.f16x2 %0, %0, %2;" : "+r"(x) : "r"(0x7bff7bff), "r"(0xfbfffbff));
+    return x;
   }
   __device__ static __half From(float x) { return __float2half_rn(x); }
   __device__ static float Low(uint32_t x) { return __low2float(reinterpret_cast<__half2&>(x)); }
