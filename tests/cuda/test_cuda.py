@@ -212,15 +212,16 @@ def rounded(activation_format: str, shape: str) -> tuple[Case, list[Expert]]:
     return case, [powers_of_two(case.expert(rng)) for _ in range(case.experts)]
 
 
-def rounding_bound(activation_format: str, dtype: str) -> float:
-    """Of the error's norm, against rounding_reference.
+def rounding_bound(activation_format: str, dtype: str) -> tuple[float, float]:
+    """Of the error's norm, against rounding_reference; and what one token's largest value of h can add.
 
     Besides the 16-bit roundings some codes of h are their neighbours, relatively a step D of the format away: f32
     sums, wrong by d = 2^-18 at most, put h on the other side of a middle, which happens to d / D of them. The same of
-    scales in e4m3 or powers of two, where a group's roundings, D^2 / 12 each, are then others.
+    scales in e4m3 or powers of two, where a group's roundings, D^2 / 12 each, are then others. With few tokens that is
+    no mean: a value with half the norm of its token's h may be the one.
     """
     d, step = 2.0**-18, 1 / 2 if activation_format in ("nvfp4", "mxfp4") else 1 / 8
-    return float(np.sqrt((2 * UNIT[dtype]) ** 2 + 2 * d * step + 16 * d * 2 * step**2 / 12))
+    return float(np.sqrt((2 * UNIT[dtype]) ** 2 + 2 * d * step + 16 * d * 2 * step**2 / 12)), step / 2
 
 
 def rounding_reference(monkeypatch, case: Case, dtype: str) -> None:
@@ -252,10 +253,11 @@ def test_rounded_activations(activation_format, shape, tokens, dtype, monkeypatc
     rounding_reference(monkeypatch, case, dtype)
     got, want = run(case, tokens, dtype, experts=experts)
     assert np.isfinite(got).all()
-    bound = rounding_bound(activation_format, dtype)
-    assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want)
+    bound, neighbour = rounding_bound(activation_format, dtype)
+    largest = np.linalg.norm(want, axis=1).max(initial=0)
+    assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want) + neighbour * largest
     rows = np.linalg.norm(got - want, axis=1) / np.maximum(np.linalg.norm(want, axis=1), 1e-30)
-    assert rows.max(initial=0) < 4 * bound, f"token {rows.argmax()}: relative error {rows.max():.2e}"
+    assert rows.max(initial=0) < 4 * bound + neighbour, f"token {rows.argmax()}: relative error {rows.max():.2e}"
 
 
 @gpu
@@ -272,7 +274,7 @@ def test_non_finite_token_stays_alone_when_rounded(activation_format, tokens, mo
     keep = np.ones(tokens, bool)
     keep[[2, 4]] = False
     assert np.isnan(got[~keep]).all()
-    bound = rounding_bound(activation_format, "bf16")
+    bound, _ = rounding_bound(activation_format, "bf16")
     assert np.linalg.norm(got[keep] - want[keep]) <= bound * np.linalg.norm(want[keep])
 
 

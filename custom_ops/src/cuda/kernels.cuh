@@ -19,11 +19,11 @@ struct Weights {
   const uint8_t* rows;
   uint64_t row_bytes;
   uint32_t scales_at, zeros_at, globals_at, bias_at, input_at;  // 0: none
-  int panels, units;                                  // 16-row panels, 64-column units
-  int blocks, block_shift;                            // scale block of unit u is u >> block_shift
-  int scale_type, scale_bytes;                        // qm scale type; bytes of rows g and g + 8 in a block
-  int zero_bytes;                                     // of a panel's zero points in a block
-  bool two_groups;                                    // in a unit (groups of 32)
+  int panels, units;                                            // 16-row panels, 64-column units
+  int blocks, block_shift;                                      // scale block of unit u is u >> block_shift
+  int scale_type, scale_bytes;                                  // qm scale type; bytes of rows g and g + 8 in a block
+  int zero_bytes;                                               // of a panel's zero points in a block
+  bool two_groups;                                              // in a unit (groups of 32)
 };
 
 // A (token, slot) in the order of experts, with its router's weight: one load instead of two that depend on each other.
@@ -100,9 +100,9 @@ struct RoundParams {
   bool with_input_scale;      // in the values
   const void* x;
   void* out;
-  int x_divisor, x_columns;  // row of x of row r is r / x_divisor
-  int columns, features;     // of a row of out, columns past the features being zero
-  bool x_stored, out_stored; // columns in the order of wgmma, StoredColumn; out_stored where x_stored
+  int x_divisor, x_columns;         // row of x of row r is r / x_divisor
+  int out_rows, columns, features;  // of out; columns past the features are zero
+  bool x_stored, out_stored;        // columns in the order of wgmma, StoredColumn; out_stored where x_stored
   // Not null: rows are those of sorted_pairs.
   const SortedPair* sorted_pairs;
   const Tile* tiles;
@@ -127,17 +127,15 @@ __host__ __device__ constexpr int StageBytes(int panels, int n_tiles, int bits, 
   return panels * (128 * bits + 32 * lane_bytes) + n_tiles * 1024;
 }
 
-// What rounded activations were left without, and sums are to be multiplied by. Those for symmetric int4 have it, rounded:
-// the kernel of its decode lacks the registers.
+// What rounded activations were left without, and sums are to be multiplied by. Those for symmetric int4 have it,
+// rounded: the kernel of its decode lacks the registers.
 template <class F>
 __device__ inline float InputScale(const Weights& w, const uint8_t* expert) {
   if constexpr (F::kKind != WeightKind::kInt4)
     if (w.input_at) return *reinterpret_cast<const float*>(expert + w.input_at);
   return 1.f;
 }
-__device__ inline float RouterWeight(const Routing& r, int64_t pair) {
-  return r.topk_ids ? r.topk_weights[pair] : 1.f;
-}
+__device__ inline float RouterWeight(const Routing& r, int64_t pair) { return r.topk_ids ? r.topk_weights[pair] : 1.f; }
 __device__ inline int LocalExpert(const Routing& r, int64_t pair) {
   if (!r.topk_ids) return 0;
   int64_t id =

@@ -17,7 +17,7 @@ struct Launcher {
 
   // dependent: may start while the kernel before it in this call still runs.
   template <typename Params>
-  void Run(void (*kernel)(Params), const Params& params, dim3 grid, int threads, int shared_bytes, bool dependent,
+  void Run(void (*kernel)(Params), const Params& params, dim3 grid, dim3 threads, int shared_bytes, bool dependent,
            int cluster = 1) {
     if (error != cudaSuccess) return;
     if (shared_bytes > 48 * 1024) {
@@ -27,7 +27,7 @@ struct Launcher {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
-    config.blockDim = dim3(threads);
+    config.blockDim = threads;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
     config.attrs = attributes;
@@ -69,13 +69,17 @@ Weights WeightsOf(const void* rows, const MarlinRow& row, const qm_projection& w
 template <typename T>
 void Round(Launcher& launcher, RoundParams p, const Weights& weights, const qm_projection& w, const MarlinRow& row,
            int rows, bool dependent) {
+  p.out_rows = rows;
   p.format = w.activation_format;
   p.rows = weights.rows;
   p.row_bytes = weights.row_bytes;
   p.input_at = weights.input_at;
   p.with_input_scale = KindOf(w) == WeightKind::kInt4;
   p.pre_at = w.pre_scale ? static_cast<uint32_t>(row.pre_at) : 0;
-  launcher.Run(MoeRound<T>, p, dim3(rows), std::min(kRoundThreads, (p.columns + 255) / 256 * 32), 0, dependent);
+  // With few rows the block that is quickest with one, else as many rows as there can be at once.
+  const dim3 threads =
+      rows < 1024 ? dim3(std::min(kRoundThreads, (p.columns + 255) / 256 * 32)) : dim3(32, kRoundThreads / 32);
+  launcher.Run(MoeRound<T>, p, dim3((rows + threads.y - 1) / threads.y), threads, 0, dependent);
 }
 
 // Makes the list of tiles and, for wgmma, a copy of x as it is read there (rows of x_columns values) if x is not one.
@@ -203,8 +207,8 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
     gate_up.x_divisor = 1;
   }
   if (!decode) {
-    Route(launcher, plan, workspace, 8 * plan.w13.n_tiles, gate_up.x_divisor == 1 ? pairs : routing.tokens, m.hidden_size, !first,
-          &gate_up);
+    Route(launcher, plan, workspace, 8 * plan.w13.n_tiles, gate_up.x_divisor == 1 ? pairs : routing.tokens,
+          m.hidden_size, !first, &gate_up);
     first = false;
   }
   const int threads = wgmma ? kWgmmaThreads : kThreads;
@@ -228,8 +232,7 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
   }
   launcher.Run(DownKernel<T>(plan.path, m.w2, row2.per_block, plan.w2), down, dim3(plan.w2.grid), threads,
                plan.w2.shared_bytes, true, plan.w2.cluster);
-  if (!decode)
-    Combine<T>(launcher, routing, down.out, wgmma ? plan.w2.warps_k : 1, !wgmma, m.hidden_size, t.output);
+  if (!decode) Combine<T>(launcher, routing, down.out, wgmma ? plan.w2.warps_k : 1, !wgmma, m.hidden_size, t.output);
   return launcher.error;
 }
 
@@ -353,7 +356,7 @@ extern "C" int qm_cuda_launch_routing(const qm_cuda_routing_problem* problem, co
   launcher.Run(problem->type == QM_F32    ? MoeSelect<float>
                : problem->type == QM_BF16 ? MoeSelect<__nv_bfloat16>
                                           : MoeSelect<__half>,
-               params, dim3(static_cast<unsigned>(problem->tokens)), 32,
-               4 * (2 * r.num_experts + r.n_group + r.top_k), false);
+               params, dim3(static_cast<unsigned>(problem->tokens)), 32, 4 * (2 * r.num_experts + r.n_group + r.top_k),
+               false);
   return Report(launcher.error, err);
 }

@@ -318,7 +318,8 @@ extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const 
   plan->w2 = PlanGemm({*device, decode, wgmma, 1, static_cast<double>(rows), 4}, l.w, w, decode || wgmma);
 
   Workspace workspace;
-  if (Rounds(l.w) && (l.w.perm || !wgmma)) plan->rounded = workspace.Take(static_cast<uint64_t>(rows) * l.in_features * 2);
+  if (Rounds(l.w) && (l.w.perm || !wgmma))
+    plan->rounded = workspace.Take(static_cast<uint64_t>(rows) * l.in_features * 2);
   if (l.w.perm) plan->gathered = workspace.Take(static_cast<uint64_t>(rows) * l.in_features * 2);
   if (!decode) {
     plan->max_tiles = static_cast<int32_t>(rows / (8 * plan->w2.n_tiles) + 1);

@@ -1,7 +1,7 @@
 // Activations in the values of an activation format (FORMAT.md 4.1), in 16 bits, for kernels that take any weights.
 //
-// Codes and powers of two are exact in 16 bits, and so is e2m1 times e4m3; a stored f32 scale is left out and multiplies
-// the sums (InputScale). Where the step is an f32 of its own (token, group128) the product is rounded to T.
+// Codes and powers of two are exact in 16 bits, and so is e2m1 times e4m3; a stored f32 scale is left out and
+// multiplies the sums (InputScale). Where the step is an f32 of its own (token, group128) the product is rounded to T.
 #pragma once
 #include <float.h>
 
@@ -34,8 +34,7 @@ struct Extremes {
   __device__ void Add(float x) { low = MaxNan(low, -x), high = MaxNan(high, x); }
   __device__ void Add(const Extremes& other) { low = MaxNan(low, other.low), high = MaxNan(high, other.high); }
   __device__ void AddLanes(unsigned lanes) {  // of this many neighbours
-    for (unsigned d = 1; d < lanes; d *= 2)
-      Add(Extremes{__shfl_xor_sync(~0u, low, d), __shfl_xor_sync(~0u, high, d)});
+    for (unsigned d = 1; d < lanes; d *= 2) Add(Extremes{__shfl_xor_sync(~0u, low, d), __shfl_xor_sync(~0u, high, d)});
   }
 };
 
@@ -66,7 +65,8 @@ struct Rounding {
         factor = 1.f / step;
         if (isinf(step)) step = factor = 0.f;
         const float a = __fmul_rn(-of.low, step), b = __fmul_rn(of.high, step);
-        const float zero = rintf(fminf(fmaxf((-128.f + a) + (127.f + b) > 0.f ? -128.f - a : 127.f - b, -128.f), 127.f));
+        const float zero =
+            rintf(fminf(fmaxf((-128.f + a) + (127.f + b) > 0.f ? -128.f - a : 127.f - b, -128.f), 127.f));
         least = -128.f - zero, most = 127.f - zero;
         break;
       }
@@ -82,7 +82,8 @@ struct Rounding {
         break;
       case kMxfp8Groups:
       case kMxfp4Groups: {
-        const int exponent = static_cast<int>((__float_as_uint(largest) + (1u << 21)) >> 23) - (format == kMxfp8Groups ? 8 : 2);
+        const int exponent =
+            static_cast<int>((__float_as_uint(largest) + (1u << 21)) >> 23) - (format == kMxfp8Groups ? 8 : 2);
         factor = step = __int_as_float(exponent > 0 ? exponent << 23 : 1 << 22);
         break;
       }
@@ -100,13 +101,15 @@ struct Rounding {
   }
 };
 
-// A block a row, 8 columns of out a thread at a time; x and out may be the same.
+// A block a row, or with blocks of (32, rows) a warp a row; 8 columns of out a thread at a time. x and out may be the
+// same.
 template <typename T>
 __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant__ RoundParams p) {
   LaunchDependents();
-  WaitForPrevious();
-  const int64_t row = blockIdx.x;
-  int pair = blockIdx.x;
+  if (p.sorted_pairs) WaitForPrevious();
+  const int row = blockIdx.x * blockDim.y + threadIdx.y;
+  int pair = row;
+  if (row >= p.out_rows) return;
   if (p.sorted_pairs) {
     const int tiles = p.tiles[p.max_tiles].count;
     if (tiles == 0) return;
@@ -124,8 +127,10 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
   const float stored = p.input_at ? *reinterpret_cast<const float*>(weights + p.input_at) : 1.f;
   const float kept = p.with_input_scale ? stored : 1.f;
   const float* pre = p.pre_at ? reinterpret_cast<const float*>(weights + p.pre_at) : nullptr;
-  const T* x = static_cast<const T*>(p.x) + row / p.x_divisor * p.x_columns;
+  const T* x = static_cast<const T*>(p.x) + static_cast<int64_t>(row / p.x_divisor) * p.x_columns;
+  T* out = static_cast<T*>(p.out) + static_cast<int64_t>(row) * p.columns;
   const int chunks = p.columns / 8;
+  if (!p.sorted_pairs) WaitForPrevious();  // for x
 
   float v[8];
   auto load = [&](int chunk) {
@@ -158,11 +163,13 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
 #pragma unroll
       for (int i = 0; i < 8; ++i) all.Add(v[i]);
     }
-    __shared__ Extremes of_warps[kRoundThreads / 32];
     all.AddLanes(32);
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = all;
-    __syncthreads();
-    for (int w = 0; w < blockDim.x / 32; ++w) all.Add(of_warps[w]);
+    if (blockDim.x > 32) {
+      __shared__ Extremes of_warps[kRoundThreads / 32];
+      if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = all;
+      __syncthreads();
+      for (int w = 0; w < blockDim.x / 32; ++w) all.Add(of_warps[w]);
+    }
   }
   // A group is of neighbours, those of 16 in the stored order words 0, 1 or 2, 3 of four chunks.
   const int group = p.format == kFp8Group128 ? 128 : p.format == kNvfp4Groups ? 16 : p.format > kNvfp4Groups ? 32 : 8;
@@ -185,9 +192,7 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
       const Rounding& how = i < 2 ? low : high;
       words[i] = Half<T>::Clamp(Half<T>::Pack(how(p.format, v[2 * i]), how(p.format, v[2 * i + 1])));
     }
-    if (chunk < chunks)
-      reinterpret_cast<uint4*>(static_cast<T*>(p.out) + row * p.columns)[chunk] =
-          make_uint4(words[0], words[1], words[2], words[3]);
+    if (chunk < chunks) reinterpret_cast<uint4*>(out)[chunk] = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 
