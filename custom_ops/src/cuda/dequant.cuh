@@ -76,17 +76,25 @@ __device__ inline void DequantInt4Scaled(uint32_t q, const uint32_t (&scale)[2],
 template <typename T>
 constexpr float kInt8Result = kBf16<T> ? 0x1p-6f : 1.f;
 
+// The zero points of rows g and g + 8 as ZeroPoint<T, true> makes them; exact.
 template <typename T>
-__device__ inline void DequantInt8(uint32_t low, uint32_t high, uint32_t (&a)[4]) {
+__device__ inline void DequantInt8(uint32_t low, uint32_t high, uint32_t zero_low, uint32_t zero_high,
+                                   uint32_t (&a)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32_t q = i % 2 ? high : low, bytes = i / 2 ? 0x4341 : 0x4240;
+    const uint32_t q = i % 2 ? high : low, zero = i % 2 ? zero_high : zero_low, bytes = i / 2 ? 0x4341 : 0x4240;
     if constexpr (kBf16<T>) {
-      a[i] = Half<T>::Fma(__byte_perm(q, 0, bytes), 0x7f007f00, 0xc000c000);  // 2^127, -128 * 2^-6
+      a[i] = Half<T>::Fma(__byte_perm(q, 0, bytes), 0x7f007f00, zero);  // 2^127
     } else {
-      a[i] = Half<T>::Sub(__byte_perm(q, 0x64646464, bytes), 0x64806480);  // 1024 + 128
+      a[i] = Half<T>::Sub(__byte_perm(q, 0x64646464, bytes), zero);
     }
   }
+}
+// Symmetric: code 128 is zero.
+template <typename T>
+__device__ inline void DequantInt8(uint32_t low, uint32_t high, uint32_t (&a)[4]) {
+  constexpr uint32_t kMiddle = kBf16<T> ? 0xc000c000 : 0x64806480;  // -128 * 2^-6; 1024 + 128
+  DequantInt8<T>(low, high, kMiddle, kMiddle, a);
 }
 template <typename T>
 __device__ inline void DequantInt8Scaled(uint32_t low, uint32_t high, const uint32_t (&scale)[2], uint32_t (&a)[4]) {
@@ -218,7 +226,7 @@ struct Sizes {
   static constexpr int kScaleBytes = ScaleBytes(F::kKind, F::kGroups), kZeroBytes = ZeroBytes(F::kKind);
   static constexpr int kLaneBytes = kScaleBytes + kZeroBytes;
   // Whether a unit has two groups is known at run time only.
-  static constexpr bool kRuntime = F::kKind == WeightKind::kInt8 || F::kKind == WeightKind::kFp8;
+  static constexpr bool kRuntime = kBits == 8;
 };
 
 }  // namespace quantmoe

@@ -37,14 +37,14 @@ inline bool RoundsPairs(const qm_moe& m) { return RoundsByExpert(m.w13) || m.app
 
 // How the kernels read weights. kInt4 is symmetric, with f16 or bf16 scales known at compile time; kInt4Zero and the
 // 8-bit kinds take the scales' type as an argument, the 8-bit kinds also the groups in a unit.
-enum class WeightKind { kInt4, kInt4Zero, kInt8, kFp8, kMxfp4, kNvfp4 };
+enum class WeightKind { kInt4, kInt4Zero, kInt8, kInt8Zero, kFp8, kMxfp4, kNvfp4 };
 
 inline WeightKind KindOf(const qm_projection& w) {
   switch (w.format) {
     case 0:
       return w.zero_points ? WeightKind::kInt4Zero : WeightKind::kInt4;
     case 1:
-      return WeightKind::kInt8;
+      return w.zero_points ? WeightKind::kInt8Zero : WeightKind::kInt8;
     case 2:
       return WeightKind::kMxfp4;
     case 3:
@@ -59,8 +59,12 @@ constexpr int ScaleBytes(WeightKind kind, int per_block) {
          : kind == WeightKind::kMxfp4                               ? 4
                                                                     : 8;
 }
-constexpr int ZeroBytes(WeightKind kind) { return kind == WeightKind::kInt4Zero ? 4 : 0; }
-constexpr int BitsOf(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kFp8 ? 8 : 4; }
+constexpr int ZeroBytes(WeightKind kind) {
+  return kind == WeightKind::kInt4Zero || kind == WeightKind::kInt8Zero ? 4 : 0;
+}
+constexpr int BitsOf(WeightKind kind) {
+  return kind == WeightKind::kInt8 || kind == WeightKind::kInt8Zero || kind == WeightKind::kFp8 ? 8 : 4;
+}
 
 // The layer whose w2 a linear's weights are.
 inline qm_moe MoeOf(const qm_linear& l) {

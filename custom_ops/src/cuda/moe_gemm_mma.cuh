@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
     WaitForPrevious();
     n_tiles = p.tiles[p.max_tiles].count;
   }
-  S stream(shared);
+  S stream(shared, p.weights);
   float4* sums = reinterpret_cast<float4*>(shared + kWarps * kStages * S::kStageBytes);
 
   const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g;
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, 1)) MoeDownDecode(cons
   __shared__ DecodeRouting routing;
   routing.Make(p.routing);
   const int columns = p.routing.tokens, cluster = p.shape.cluster;
-  S stream(shared);
+  S stream(shared, p.weights);
   float4* sums = reinterpret_cast<float4*>(shared + kWarps * kStages * S::kStageBytes);
 
   const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g, t = stream.t;

@@ -31,7 +31,7 @@ struct WgmmaTile {
   static constexpr bool kWide = !kSmall && Sizes<F>::kBits == 8;  // its code stages last half as long
   static constexpr int kStages = kSmall ? (kLaneBytes > 8 ? 4 : 5) : kWide ? 5 : 6, kStageBytes = kTokens * 128;
   static constexpr int kLag = kStages - 3;  // token stages in flight before their arrival is announced
-  static constexpr int kCodeStages = kWide ? 6 : kSmall && kLaneBytes == 4 ? 5 : 4;
+  static constexpr int kCodeStages = kWide ? (kLaneBytes > 8 ? 5 : 6) : kSmall && kLaneBytes == 4 ? 5 : 4;
 };
 
 // What a warpgroup does next: columns [k_begin, k_end) * 64 of its panels of an expert (-1: nothing) for the tokens of
@@ -51,6 +51,7 @@ __host__ __device__ constexpr float ProductFactor() {
     case WeightKind::kInt8:
       return 1 / kInt4Result<T>;
     case WeightKind::kInt4Zero:
+    case WeightKind::kInt8Zero:
       return 1 / kInt8Result<T>;
     case WeightKind::kFp8:
       return kBf16<T> ? 0x1p56f : 1.f;
@@ -98,6 +99,7 @@ struct WgmmaConsumer {
   __device__ bool StartsBlock(int k) const {
     return (k & ((static_cast<unsigned>(kPieces) << p.weights.block_shift) - 1)) == 0;
   }
+  __device__ bool TwoGroups() const { return Size::kRuntime ? p.weights.two_groups : kGroups == 2; }
   __device__ int ScaleLaneBytes() const { return Size::kRuntime ? p.weights.scale_bytes : Size::kScaleBytes; }
   // Zero points of this lane, from its codes.
   __device__ uint32_t ZerosAt(uint32_t at, int b) const {
@@ -139,7 +141,7 @@ struct WgmmaConsumer {
           if constexpr (Size::kZeroBytes > 0) {
             const int g = lane / 4;
             CopyAsyncSmall<4>(ZerosAt(write, b), scales - g * ScaleLaneBytes() + (w.zeros_at - w.scales_at) +
-                                                     item[b] * w.zero_bytes + (kGroups == 2 ? 4 * g : 2 * g & ~3));
+                                                     item[b] * w.zero_bytes + (TwoGroups() ? 4 * g : 2 * g & ~3));
           }
           ++item[b];
         }
@@ -201,12 +203,12 @@ struct WgmmaConsumer {
         return Nvfp4Factor<T>(words[half], BytePair((lane & 2) + row));
       });
     } else {
-      const int groups = Size::kRuntime ? 1 + w.two_groups : kGroups;
+      const int groups = 1 + TwoGroups();
       if (w.scale_type == 2) {
         halves(__nv_bfloat16(), groups);
       } else if (kKind == WeightKind::kInt4Zero || w.scale_type == 1) {
         halves(__half(), groups);
-      } else if (kKind == WeightKind::kInt8 || w.scale_type == 0) {
+      } else if (kKind == WeightKind::kInt8 || kKind == WeightKind::kInt8Zero || w.scale_type == 0) {
         each([](const uint32_t* words, int, int row) { return Factor(__uint_as_float(words[row])); });
       } else {
         each([](const uint32_t* words, int half, int row) { return Factor(E8m0(words[0], 2 * half + row)); });
@@ -256,7 +258,7 @@ struct WgmmaConsumer {
         const uint32_t(&factor)[2] = scale[b][kGroups == 2 ? half : 0];
         uint32_t low = 0, high = 0;
         if constexpr (Size::kZeroBytes > 0) {
-          const uint32_t at = (kGroups == 2 ? half : lane / 4 % 2) * 0x0202;
+          const uint32_t at = (TwoGroups() ? half : lane / 4 % 2) * 0x0202;
           low = ZeroPoint<T, true>(zeros[b], BytePair(0) + at), high = ZeroPoint<T, true>(zeros[b], BytePair(1) + at);
         }
 #pragma unroll
@@ -268,6 +270,8 @@ struct WgmmaConsumer {
             DequantInt8Scaled<T>(q[b][2 * step], q[b][2 * step + 1], factor, to);
           } else {
             if constexpr (kKind == WeightKind::kInt4Zero) DequantInt4Zero<T>(q[b][2 * half + step], low, high, to);
+            if constexpr (kKind == WeightKind::kInt8Zero)
+              DequantInt8<T>(q[b][2 * step], q[b][2 * step + 1], low, high, to);
             if constexpr (kKind == WeightKind::kFp8) DequantFp8<T>(q[b][2 * step], q[b][2 * step + 1], to);
             if constexpr (kKind == WeightKind::kMxfp4 || kKind == WeightKind::kNvfp4)
               DequantE2m1<T>(q[b][2 * half + step], to);

@@ -38,8 +38,8 @@ int ValidateWeights(const qm_projection& w, const char* name, bool perm, char* e
   const bool integer = w.format == 0 || w.format == 1;
   if (w.format < 0 || w.format > 4)
     return Fail(err, QM_UNSUPPORTED, "%s_format is %d, the CUDA kernels take 0 to 4", name, w.format);
-  if (w.zero_points != 0 && !(w.format == 0 && w.zero_points == 1))
-    return Fail(err, QM_UNSUPPORTED, "%s_zero_points is %d, the CUDA kernels take 0, and 1 with int4", name,
+  if (w.zero_points != 0 && !(integer && w.zero_points == 1))
+    return Fail(err, QM_UNSUPPORTED, "%s_zero_points is %d, the CUDA kernels take 0, and 1 with int4 and int8", name,
                 w.zero_points);
   if (w.block_n < 1) return Fail(err, QM_INVALID, "%s_block_n is %d, expected 1 or more", name, w.block_n);
   const int g = w.group_size, s = w.scale_type;
@@ -119,7 +119,7 @@ constexpr int kWgmmaPanels = 16;
 int WgmmaSharedBytes(int tokens, int bits, int lane_bytes, bool down) {
   const bool small = tokens <= 48, wide = !small && bits == 8;
   const int stages = small ? (lane_bytes > 8 ? 4 : 5) : wide ? 5 : 6;
-  const int code_stages = wide ? 6 : small && lane_bytes == 4 ? 5 : 4;
+  const int code_stages = wide ? (lane_bytes > 8 ? 5 : 6) : small && lane_bytes == 4 ? 5 : 4;
   return 1024 + stages * tokens * 128 + 8 * code_stages * 2 * (512 + 32 * lane_bytes) +
          2 * tokens * ((down ? 256 : 128) + 16);
 }
@@ -130,6 +130,16 @@ int RegisterBlocks(WeightKind kind, int panels, int n_tiles) {
   return n_tiles > 2 ? 1 : panels == 2 && n_tiles == 1 && BitsOf(kind) == 4 ? 3 : 2;
 }
 constexpr int kRoutingBytes = 4 * 1024;  // static DecodeRouting, rounded up
+// As in moe_gemm_mma.cuh: rings and sums.
+int MmaSharedBytes(int panels, int n_tiles, int bits, int lane_bytes) {
+  return kWarps * (kStages * (panels * (128 * bits + 32 * lane_bytes) + n_tiles * 1024) + panels * n_tiles * 512);
+}
+int LaneBytes(WeightKind kind, const MarlinRow& w) { return ScaleBytes(kind, w.per_block) + ZeroBytes(kind); }
+// Not int8 with zero points where a multiprocessor has 100 KiB: those take stream.
+bool DecodeFits(const qm_cuda_device& device, const qm_projection& weights, const MarlinRow& w) {
+  const WeightKind kind = KindOf(weights);
+  return MmaSharedBytes(2, 1, BitsOf(kind), LaneBytes(kind, w)) + 1024 + kRoutingBytes <= device.shared_bytes;
+}
 
 // What the plan of a product depends on besides its weights.
 struct Work {
@@ -146,7 +156,7 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
   const auto& [device, decode, wgmma, most_experts, mean, most_tiles] = work;
   const int sms = device.multiprocessors;
   const WeightKind kind = KindOf(weights);
-  const int lane_bytes = ScaleBytes(kind, w.per_block) + ZeroBytes(kind);
+  const int lane_bytes = LaneBytes(kind, w);
   g.warps_k = 8;
   // Measured: each change of panels costs a sum over the warps that split K, which decode, with few tiles, can
   // afford.
@@ -177,8 +187,7 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
   auto fits = [&](int panels, int n_tiles) {
     g.panels = panels;
     g.n_tiles = n_tiles;
-    g.shared_bytes = kWarps * (kStages * (panels * (128 * BitsOf(kind) + 32 * lane_bytes) + n_tiles * 1024) +
-                               panels * n_tiles * 512);
+    g.shared_bytes = MmaSharedBytes(panels, n_tiles, BitsOf(kind), lane_bytes);
     return Instantiated(kind, panels) && g.shared_bytes <= device.shared_bytes - reserved;
   };
   auto slots = [&] {  // blocks resident at once
@@ -254,7 +263,8 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   MarlinRowOf(p.moe, 13, &w13);
   MarlinRowOf(p.moe, 2, &w2);
   const int64_t pairs = p.tokens * p.top_k;
-  const bool decode = p.tokens <= kDecodeTokens && pairs <= kDecodePairs;
+  const bool decode = p.tokens <= kDecodeTokens && pairs <= kDecodePairs && DecodeFits(*device, p.moe.w13, w13) &&
+                      DecodeFits(*device, p.moe.w2, w2);
   const int64_t most_experts = std::min<int64_t>(pairs, p.local_experts);
   // Tokens an expert gets on average decide the tile.
   const double mean = static_cast<double>(pairs) / static_cast<double>(p.local_experts);
@@ -312,7 +322,7 @@ extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const 
   MarlinRow w{};
   MarlinRowOf(MoeOf(l), 2, &w);
   const int64_t rows = problem->rows;
-  const bool decode = rows <= kDecodeTokens;
+  const bool decode = rows <= kDecodeTokens && DecodeFits(*device, l.w, w);
   const bool wgmma = !decode && device->sm == 90 && l.out_features % 8 == 0 && rows > 64;
   plan->path = decode ? QM_CUDA_DECODE : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
   plan->w2 = PlanGemm({*device, decode, wgmma, 1, static_cast<double>(rows), 4}, l.w, w, decode || wgmma);

@@ -19,6 +19,7 @@ template <typename T, typename F>
 __host__ __device__ constexpr float SumFactor() {
   switch (F::kKind) {
     case WeightKind::kInt8:
+    case WeightKind::kInt8Zero:
       return 1 / kInt8Result<T>;
     case WeightKind::kFp8:
       return kBf16<T> ? 1.f : 1 / kFp8Bits<T>;
@@ -53,7 +54,7 @@ struct Stream {
   int k, last, columns_left, panel_bytes,
       scale_panel_bytes;  // columns_left: from the lane's first to the end of the row
 
-  __device__ explicit Stream(uint8_t* rings) {
+  __device__ Stream(uint8_t* rings, const Weights& w) {
     lane = threadIdx.x % 32;
     g = lane / 4;
     t = lane % 4;
@@ -64,7 +65,7 @@ struct Stream {
     // Opaque from here on, or the compiler derives them from threadIdx again in every turn.
     asm volatile("" : "+r"(codes_at), "+r"(scales_at), "+r"(lane), "+r"(g), "+r"(t));
     // One group in a unit: zero points of rows g and g + 8 are two bytes, and a word serves two g.
-    zero_selector = BytePair(F::kGroups == 2 ? 0 : 2 * (g % 2));
+    zero_selector = BytePair(TwoGroups(w) ? 0 : 2 * (g % 2));
   }
   // Points at unit k_ of panels [panel, panel + MT) of an expert; panels past the end repeat the last.
   __device__ void SeekWeights(const Weights& w, const uint8_t* expert, int panel, int k_) {
@@ -77,8 +78,9 @@ struct Stream {
     codes = expert + (static_cast<int64_t>(panel) * w.units + k) * kUnitBytes + lane * 16;
     scales = expert + w.scales_at + (panel * w.blocks * 8 + g) * scale_bytes;
     if constexpr (Size::kZeroBytes > 0)
-      zeros = expert + w.zeros_at + panel * w.blocks * w.zero_bytes + (F::kGroups == 2 ? 4 * g : 2 * g & ~3);
+      zeros = expert + w.zeros_at + panel * w.blocks * w.zero_bytes + (TwoGroups(w) ? 4 * g : 2 * g & ~3);
   }
+  __device__ static bool TwoGroups(const Weights& w) { return Size::kRuntime ? w.two_groups : F::kGroups == 2; }
   // Bytes of rows g and g + 8 in a block.
   __device__ static int ScaleLaneBytes(const Weights& w) { return Size::kRuntime ? w.scale_bytes : Size::kScaleBytes; }
 
@@ -187,6 +189,8 @@ struct Stream {
         uint32_t low = 0, high = 0;  // zero points, or scales of weights, of rows g and g + 8
         if constexpr (kKind == WeightKind::kInt4Zero && !kSums) {
           low = ZeroPoint<T, false>(zero[m], selector), high = ZeroPoint<T, false>(zero[m], selector + 0x0101);
+        } else if constexpr (kKind == WeightKind::kInt8Zero) {
+          low = ZeroPoint<T, true>(zero[m], selector), high = ZeroPoint<T, true>(zero[m], selector + 0x0101);
         } else if constexpr (kKind == WeightKind::kInt4) {
           low = high = Half<T>::kInt4Zero;
         } else if constexpr (kKind == WeightKind::kNvfp4) {
@@ -201,6 +205,8 @@ struct Stream {
             const uint32_t q_low = step ? q[m].z : q[m].x, q_high = step ? q[m].w : q[m].y;
             if constexpr (kKind == WeightKind::kInt8) {
               DequantInt8<T>(q_low, q_high, a);
+            } else if constexpr (kKind == WeightKind::kInt8Zero) {
+              DequantInt8<T>(q_low, q_high, low, high, a);
             } else {
               DequantFp8<T>(q_low, q_high, a);
               if constexpr (kBf16<T>) Times<T>(a, 0x7b807b80, 0x7b807b80);  // 2^120
