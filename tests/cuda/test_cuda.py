@@ -587,7 +587,8 @@ def test_linear_plans(name, rows):
     for device in (cuda.Device(80, 108, 167936), cuda.Device(89, 128, 102400), cuda.H200):
         plan = cuda.plan(p, device)
         assert plan.w2.shared_bytes + (1 if cuda.PATHS[plan.path] == "stream" else 4) * 1024 <= device.shared_bytes
-        assert plan.path == 0 if rows <= 8 else plan.path > 0
+        fits = not name.startswith("int8-zero") or device.shared_bytes > 102400
+        assert plan.path == 0 if rows <= 8 and fits else plan.path > 0
 
 
 @pytest.mark.parametrize(
