@@ -162,7 +162,7 @@ def _refusal(prefix: str, p: Projection, perms: tuple[int, ...]) -> str:
             take = ", ".join(map(str, known))
             return f"{prefix}_{name} is {value}; the CUDA kernels take {take}"
     if p.zero_points and p.format not in ("int4", "int8"):
-        return f"{prefix}_zero_points is 1; the CUDA kernels take zero points of int4 and int8, the format is {p.format}"
+        return f"{prefix}_zero_points is 1; the CUDA kernels take them of int4 and int8, the format is {p.format}"
     if p.scale_type not in SCALES[p.format]:
         take, way = ", ".join(SCALES[p.format]), ": export with --scales bf16" if p.scale_type == "f32" else ""
         return f"{prefix}_scale_type is {p.scale_type}; the CUDA kernels take {take} for {p.format}{way}"

@@ -15,7 +15,6 @@ from quantmoe.custom_ops.reference import linear, quant_moe, route
 from quantmoe.exporter import convert
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.convert import export
-from quantmoe.exporter.plan import plan
 
 # The oldest TensorRT that has IPluginV3 parsers for bf16 models, 10.0, reads opset 20.
 OPSET = 20

@@ -201,7 +201,7 @@ def test_refusals_name_what_is_wrong():
     with pytest.raises(ValueError, match="different pre-scales"):
         marlin.describe(Expert(gate, scaled, down), "none")
     ordered = dataclasses.replace(down, perm=np.arange(32, dtype=np.int32)[::-1].copy())
-    with pytest.raises(ValueError, match="down has an act-order permutation, .* mxfp8 activations"):
+    with pytest.raises(ValueError, match=r"down has an act-order permutation, .* mxfp8 activations"):
         marlin.describe(Expert(up, up, ordered), "mxfp8")
     marlin.describe(Expert(up, up, ordered), "mxfp8", "fp8_token")
     perm = np.arange(64, dtype=np.int32)[::-1].copy()
