@@ -78,7 +78,7 @@ class RoutingProblem(ctypes.Structure):
 class Gemm(ctypes.Structure):
     """qm_cuda_gemm."""
 
-    _fields_ = [(n, _I32) for n in ("panels", "n_tiles", "warps_k", "stages", "cluster", "grid", "shared_bytes")]
+    _fields_ = [(n, _I32) for n in ("panels", "n_tiles", "warps_k", "stages", "cluster", "packed", "grid", "shared_bytes")]
 
 
 class Plan(ctypes.Structure):
@@ -86,7 +86,10 @@ class Plan(ctypes.Structure):
 
     _fields_ = [("path", _I32), ("w13", Gemm), ("w2", Gemm), ("max_tiles", _I32)] + [
         (n, _U64)
-        for n in ("rounded", "gathered", "prepared", "hidden", "partial", "tiles", "sorted_pairs", "workspace_bytes")
+        for n in (
+            *("rounded", "gathered", "prepared", "hidden", "packed_hidden", "partial", "tiles", "sorted_pairs"),
+            "workspace_bytes",
+        )
     ]
 
 

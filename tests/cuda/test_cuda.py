@@ -26,6 +26,7 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 # experts' products. Each is uniform in half an ulp, at most u / sqrt(3) of the norm; f32 sums and the fast exponential
 # are far below.
 UNIT = {"f16": 2.0**-11, "bf16": 2.0**-8}  # half an ulp
+SM120 = cuda.Device(120, 132, 102400)  # of an H200's size
 TORCH = {"f16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -68,7 +69,7 @@ def experts_describe(experts, case) -> tuple[Projection, Projection]:
     return reduce(join, (describe(e, *formats) for e in experts))
 
 
-def run(case: Case, tokens: int, dtype: str, *, ids=None, id_type=np.int64, mutate=None, experts=None):
+def run(case: Case, tokens: int, dtype: str, *, ids=None, id_type=np.int64, mutate=None, experts=None, device=None):
     spec, experts, w13, w2 = build(case, experts)
     hidden, topk_ids, weights = case.tokens(tokens)
     if ids is not None:
@@ -77,6 +78,7 @@ def run(case: Case, tokens: int, dtype: str, *, ids=None, id_type=np.int64, muta
     if mutate is not None:
         mutate(hidden)
     layer = cuda.CudaMoE(spec, torch.from_numpy(w13).cuda(), torch.from_numpy(w2).cuda())
+    layer.device = device or layer.device
     args = (hidden.cuda(), torch.from_numpy(topk_ids.astype(id_type)).cuda(), torch.from_numpy(weights).cuda())
     got = layer(*args)
     again = layer(*args)
@@ -252,9 +254,24 @@ def rounding_reference(monkeypatch, case: Case, dtype: str) -> None:
 @pytest.mark.parametrize("shape", ROUNDED)
 @pytest.mark.parametrize("activation_format", EXACT)
 def test_rounded_activations(activation_format, shape, tokens, dtype, monkeypatch):
+    check_rounded(activation_format, shape, tokens, dtype, monkeypatch)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("tokens", [1, 7, 13, 70, 600])
+@pytest.mark.parametrize("shape", ["odd", "split-k", "ungated"])
+def test_packed_activations(shape, tokens, dtype, monkeypatch):
+    """sm_120a's plan on sm_90, whose kernels have the block-scaled instruction from shuffles (ptx.cuh)."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("test_rounded_activations on sm_120, nothing elsewhere")
+    check_rounded("nvfp4", shape, tokens, dtype, monkeypatch, SM120)
+
+
+def check_rounded(activation_format, shape, tokens, dtype, monkeypatch, device=None):
     case, experts = rounded(activation_format, shape)
     rounding_reference(monkeypatch, case, dtype)
-    got, want = run(case, tokens, dtype, experts=experts)
+    got, want = run(case, tokens, dtype, experts=experts, device=device)
     assert np.isfinite(got).all()
     bound, neighbour = rounding_bound(activation_format, dtype)
     largest = np.linalg.norm(want, axis=1).max(initial=0)
@@ -390,6 +407,24 @@ def test_graph_replay_follows_new_inputs(tokens, activation_format):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, layer(x, ids, weights))
+
+
+@pytest.mark.parametrize("tokens", [0, 3, 40, 4096])
+def test_packed_plans(tokens):
+    """Only where both sides are nvfp4 in groups of 16, without an order of features, on a GPU with the instruction."""
+    spec = spec_of(2048, 768, 16, 16, ("nvfp4", "e4m3", False))
+    codes = replace(spec.w13, activation_format="nvfp4")
+
+    def packed(w13, w2, device=SM120):
+        plan = cuda.plan(cuda.problem(replace(spec, w13=w13, w2=w2), "bf16", tokens, 4, 16), device)
+        return plan.w13.packed, plan.w2.packed
+
+    assert packed(codes, codes) == (1, 1)
+    assert packed(replace(codes, perm=1), spec.w2) == (0, 0)
+    assert packed(spec.w13, codes) == (0, 1)
+    assert packed(replace(codes, activation_format="mxfp4"), replace(codes, format="mxfp4", group_size=32,
+                  scale_type="e8m0")) == (0, 0)  # fmt: skip
+    assert packed(codes, codes, cuda.H200) == (0, 0)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 40, 4096])
@@ -553,9 +588,13 @@ def test_linear(name, rows, dtype):
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("rows", [0, 1, 9, 128, 1000])
 @pytest.mark.parametrize("act_order", ["none", "shared"])
-@pytest.mark.parametrize("activation_format", EXACT)
+@pytest.mark.parametrize("activation_format", [*EXACT, "packed"])
 def test_rounded_linear(activation_format, act_order, rows, dtype):
-    """Rows of every size: where the scale is not stored all are as exact."""
+    """Rows of every size: where the scale is not stored all are as exact. packed: as test_packed_activations."""
+    packed = activation_format == "packed"
+    if packed and (act_order != "none" or torch.cuda.get_device_capability() != (9, 0)):
+        pytest.skip("nothing is packed")
+    activation_format = "nvfp4" if packed else activation_format
     case = of_format(EXACT[activation_format], replace(BASE, hidden=1032, intermediate=520, bias=act_order == "none"))
     case = replace(case, activation_format=activation_format, act_order=act_order, pre_scale=act_order != "none")
     m, spec, w = build_linear(case)
@@ -566,6 +605,8 @@ def test_rounded_linear(activation_format, act_order, rows, dtype):
         x[2:3] = 0
     x = torch.from_numpy(x).to(TORCH[dtype])
     linear = cuda.CudaLinear(spec, torch.from_numpy(w).cuda())
+    if packed:
+        linear.device = SM120
     y = linear(x.cuda())
     assert torch.equal(y, linear(x.cuda()))
     want = reference.linear(x.float().numpy(), m, activation_format)

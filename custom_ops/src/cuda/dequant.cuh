@@ -212,6 +212,7 @@ __device__ inline uint32_t Nvfp4Factor(uint32_t scales, uint32_t selector) {
 template <typename Scale_, int GS>
 struct Int4 {
   using Scale = Scale_;
+  static constexpr bool kPacked = false;
   static constexpr WeightKind kKind = WeightKind::kInt4;
   static constexpr int kGroups = GS;  // in a unit: 2 for groups of 32, else 1
 };
@@ -219,6 +220,11 @@ template <WeightKind kind, int GS = 2>  // 8 bits: at most 2
 struct Format {
   static constexpr WeightKind kKind = kind;
   static constexpr int kGroups = GS;
+  static constexpr bool kPacked = false;
+};
+// nvfp4 times nvfp4 activations as MoeRound packs them.
+struct PackedNvfp4 : Format<WeightKind::kNvfp4> {
+  static constexpr bool kPacked = true;
 };
 template <typename F>
 struct Sizes {

@@ -65,6 +65,12 @@ Weights WeightsOf(const void* rows, const MarlinRow& row, const qm_projection& w
   return out;
 }
 
+template <typename T>
+GemmKernel Down(const qm_cuda_plan& plan, const qm_projection& w, const MarlinRow& row) {
+  return plan.w2.packed ? PackedKernel<T>(true, plan.path, plan.w2)
+                        : DownKernel<T>(plan.path, w, row.per_block, plan.w2);
+}
+
 // Rounds activations of `rows` rows for w; p has what depends on whose they are.
 template <typename T>
 void Round(Launcher& launcher, RoundParams p, const Weights& weights, const qm_projection& w, const MarlinRow& row,
@@ -183,11 +189,12 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
     round.out = workspace + (round.out_stored ? plan.prepared : plan.rounded);
     round.x_divisor = round.by_expert ? routing.top_k : 1;
     round.x_columns = round.features = m.hidden_size;
-    round.columns = round.out_stored ? row13.units * kUnit : m.hidden_size;
+    round.packed = plan.w13.packed;
+    round.columns = round.out_stored || round.packed ? row13.units * kUnit : m.hidden_size;
     Round<T>(launcher, round, gate_up.weights, m.w13, row13, round.by_expert ? pairs : routing.tokens, false);
     first = false;
     gate_up.x = round.out;
-    gate_up.x_columns = round.columns;
+    gate_up.x_columns = round.packed ? round.columns / 2 : round.columns;
     gate_up.weight_here = false;
     if (round.by_expert) gate_up.x_divisor = 1;
   }
@@ -212,8 +219,9 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
     first = false;
   }
   const int threads = wgmma ? kWgmmaThreads : kThreads;
-  launcher.Run(GateUpKernel<T>(plan.path, m.w13, row13.per_block, plan.w13), gate_up, dim3(plan.w13.grid), threads,
-               plan.w13.shared_bytes, !first);
+  const auto gate_up_kernel = plan.w13.packed ? PackedKernel<T>(false, plan.path, plan.w13)
+                                              : GateUpKernel<T>(plan.path, m.w13, row13.per_block, plan.w13);
+  launcher.Run(gate_up_kernel, gate_up, dim3(plan.w13.grid), threads, plan.w13.shared_bytes, !first);
   if (Rounds(m.w2)) {
     RoundParams round{};
     round.routing = routing;
@@ -221,6 +229,11 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
     round.x = round.out = gate_up.out;
     round.x_divisor = 1;
     round.x_columns = round.columns = gate_up.out_columns;
+    if ((round.packed = plan.w2.packed)) {
+      down.x = round.out = workspace + plan.packed_hidden;
+      round.columns = row2.units * kUnit;
+      down.x_columns = round.columns / 2;
+    }
     round.features = m.intermediate_size;
     round.x_stored = round.out_stored = wgmma;
     if (wgmma) {
@@ -230,8 +243,8 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
     }
     Round<T>(launcher, round, down.weights, m.w2, row2, pairs, true);
   }
-  launcher.Run(DownKernel<T>(plan.path, m.w2, row2.per_block, plan.w2), down, dim3(plan.w2.grid), threads,
-               plan.w2.shared_bytes, true, plan.w2.cluster);
+  launcher.Run(Down<T>(plan, m.w2, row2), down, dim3(plan.w2.grid), threads, plan.w2.shared_bytes, true,
+               plan.w2.cluster);
   if (!decode) Combine<T>(launcher, routing, down.out, wgmma ? plan.w2.warps_k : 1, !wgmma, m.hidden_size, t.output);
   return launcher.error;
 }
@@ -272,11 +285,12 @@ cudaError_t LaunchLinear(const qm_cuda_linear_problem& p, const qm_cuda_plan& pl
     round.out = workspace + (round.out_stored ? plan.prepared : plan.rounded);
     round.x_divisor = 1;
     round.x_columns = round.features = l.in_features;
-    round.columns = round.out_stored ? row.units * kUnit : l.in_features;
+    round.packed = plan.w2.packed;
+    round.columns = round.out_stored || round.packed ? row.units * kUnit : l.in_features;
     Round<T>(launcher, round, gemm.weights, l.w, row, gemm.routing.tokens, false);
     first = false;
     gemm.x = round.out;
-    gemm.x_columns = round.columns;
+    gemm.x_columns = round.packed ? round.columns / 2 : round.columns;
   }
   if (l.w.perm) {
     GatherParams gather{};
@@ -295,8 +309,8 @@ cudaError_t LaunchLinear(const qm_cuda_linear_problem& p, const qm_cuda_plan& pl
     Route(launcher, plan, workspace, 8 * plan.w2.n_tiles, gemm.routing.tokens, l.in_features, !first, &gemm);
     first = false;
   }
-  launcher.Run(DownKernel<T>(plan.path, l.w, row.per_block, plan.w2), gemm, dim3(plan.w2.grid),
-               wgmma ? kWgmmaThreads : kThreads, plan.w2.shared_bytes, !first, plan.w2.cluster);
+  launcher.Run(Down<T>(plan, l.w, row), gemm, dim3(plan.w2.grid), wgmma ? kWgmmaThreads : kThreads,
+               plan.w2.shared_bytes, !first, plan.w2.cluster);
   if (combine) Combine<T>(launcher, gemm.routing, gemm.out, plan.w2.warps_k, false, l.out_features, t.y);
   return launcher.error;
 }

@@ -105,6 +105,17 @@ struct Rounding {
     return __fmaf_rn(__fmaf_rn(-q, step, x), inverse, q);
   }
 
+  // x as an e2m1 code; of a factor that is an e4m3 number its code.
+  __device__ uint32_t Code(float x) const {
+    const float r = fabsf(RoundBits(fminf(fmaxf(Quotient(x), -6.f), 6.f), 1, 0));
+    const int code = r < 1.f ? static_cast<int>(2.f * r) : (__float_as_int(r) >> 22) - 2 * 126;
+    return code | (x < 0.f) << 3;
+  }
+  __device__ uint32_t ScaleCode() const {
+    if (!(factor <= 448.f)) return 0x7f;
+    return factor < 0x1p-6f ? static_cast<int>(factor * 512.f) : (__float_as_int(factor) >> 20) - 8 * 120;
+  }
+
   __device__ float operator()(int format, float x) const {
     if (format == kNoFormat) return x * factor;
     const bool integer = format <= kInt8TokenAsym, e2m1 = most == 6.f;
@@ -112,6 +123,19 @@ struct Rounding {
     return (integer ? rintf(q) : RoundBits(q, e2m1 ? 1 : 3, e2m1 ? 0 : -6)) * factor;
   }
 };
+
+// A packed row of nvfp4: 64 bytes for 64 columns, 16 for each t of 4: columns 8t to 8t + 7, even ones first, the same
+// 32 further, and the four scales, each t having them. Here 8 columns of it.
+__device__ inline void PackUnit(uint8_t* row, int chunk, const Rounding& how, const float (&v)[8]) {
+  uint8_t* unit = row + chunk / 8 * 64;
+  const int half = chunk / 4 % 2, t = chunk % 4;
+  uint32_t word = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) word |= how.Code(v[i]) << 4 * (i / 2 + i % 2 * 4);
+  *reinterpret_cast<uint32_t*>(unit + 16 * t + 4 * half) = word;
+  for (int i = 0; i < 2; ++i)  // the other two by the group's other 8 columns
+    unit[16 * (2 * (t % 2) + i) + 8 + 2 * half + t / 2] = static_cast<uint8_t>(how.ScaleCode());
+}
 
 // A block a row, or with blocks of (32, rows) a warp a row; 8 columns of out a thread at a time. x and out may be the
 // same.
@@ -140,7 +164,7 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
   const float kept = p.with_input_scale ? stored : 1.f;
   const float* pre = p.pre_at ? reinterpret_cast<const float*>(weights + p.pre_at) : nullptr;
   const T* x = static_cast<const T*>(p.x) + static_cast<int64_t>(row / p.x_divisor) * p.x_columns;
-  T* out = static_cast<T*>(p.out) + static_cast<int64_t>(row) * p.columns;
+  uint8_t* out = static_cast<uint8_t*>(p.out) + static_cast<int64_t>(row) * p.columns * (p.packed ? 1 : 2);
   const int chunks = p.columns / 8;
   if (!p.sorted_pairs) WaitForPrevious();  // for x
 
@@ -150,7 +174,7 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
     // In the stored order (StoredColumn of moe_gemm_wgmma.cuh) a chunk has two columns of each eight of 32.
     const int first = p.out_stored ? chunk / 4 * 32 + chunk % 4 * 2 : chunk * 8, next = p.out_stored ? 8 : 2;
     if (p.x_stored == p.out_stored) {
-      if (chunk < chunks) {
+      if (chunk * 8 < p.x_columns) {
         const uint4 in = reinterpret_cast<const uint4*>(x)[chunk];
         words[0] = in.x, words[1] = in.y, words[2] = in.z, words[3] = in.w;
       }
@@ -198,6 +222,10 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
       if (halves) second.AddLanes(4);
     }
     const Rounding low(p.format, first, stored, kept), high = halves ? Rounding(p.format, second, stored, kept) : low;
+    if (p.packed) {
+      if (chunk < chunks) PackUnit(out, chunk, low, v);
+      continue;
+    }
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -17,6 +17,7 @@ namespace quantmoe {
 // What sums are to be multiplied by; nvfp4's also by the global scale.
 template <typename T, typename F>
 __host__ __device__ constexpr float SumFactor() {
+  if (F::kPacked) return 1.f;
   switch (F::kKind) {
     case WeightKind::kInt8:
     case WeightKind::kInt8Zero:
@@ -42,6 +43,7 @@ struct Stream {
   static constexpr int kScalesAt = MT * kUnitBytes, kZerosAt = kScalesAt + MT * 32 * Size::kScaleBytes,
                        kTokensAt = kZerosAt + MT * 32 * Size::kZeroBytes;
   static constexpr int kStageBytes = StageBytes(MT, NT, Size::kBits, Size::kLaneBytes);
+  static constexpr int kTokenUnit = F::kPacked ? kUnit / 2 : kUnit;  // of T: values, or codes and scales (PackUnit)
   static constexpr bool kScaledWeights = kKind == WeightKind::kNvfp4 || (kKind == WeightKind::kMxfp4 && kBf16<T>);
 
   int lane, g, t;
@@ -85,8 +87,8 @@ struct Stream {
   __device__ static int ScaleLaneBytes(const Weights& w) { return Size::kRuntime ? w.scale_bytes : Size::kScaleBytes; }
 
   __device__ void SeekTokens(int n, const T* row, int x_columns) {
-    tokens[n] = row == nullptr ? nullptr : row + k * kUnit + t * 8;
-    columns_left = x_columns - k * kUnit - t * 8;
+    tokens[n] = row == nullptr ? nullptr : row + k * kTokenUnit + t * 8;
+    columns_left = x_columns - k * kTokenUnit - t * 8;
   }
 
   __device__ void CopyWeights(int stage, const Weights& w) {
@@ -126,10 +128,10 @@ struct Stream {
       // A null row stays near null and is never read.
       const bool valid = reinterpret_cast<uintptr_t>(tokens[n]) >= kNullEnd;
       CopyAsync16(to + n * 1024, tokens[n], valid && columns_left > 0);
-      CopyAsync16(to + n * 1024 + 512, tokens[n] + 32, valid && columns_left > 32);
-      tokens[n] += kUnit;
+      if (!F::kPacked) CopyAsync16(to + n * 1024 + 512, tokens[n] + 32, valid && columns_left > 32);
+      tokens[n] += kTokenUnit;
     }
-    columns_left -= kUnit;
+    columns_left -= kTokenUnit;
     ++k;
   }
   static constexpr uintptr_t kNullEnd = 1 << 20;
@@ -144,6 +146,7 @@ struct Stream {
     constexpr bool kDirect = kScaledWeights && !kFactor;  // into acc
     constexpr int kWords = Size::kScaleBytes / 4;
     const uint32_t base = codes_at + stage * kStageBytes;
+    if constexpr (F::kPacked) return ConsumePacked<N, kFactor>(stage, base, acc, factor);
     uint4 q[MT], x[N][2];
     uint32_t scale[MT][kWords], zero[MT];
 #pragma unroll
@@ -279,6 +282,31 @@ struct Stream {
           add([&](int m) { return make_float2(__uint_as_float(scale[m][0]), __uint_as_float(scale[m][kWords - 1])); });
         } else {
           add([&](int m) { return make_float2(E8m0(scale[m][0], 2 * half), E8m0(scale[m][0], 2 * half + 1)); });
+        }
+      }
+    }
+  }
+
+  // The same of codes on both sides: a lane has 8 neighbouring columns of both rows in two words.
+  template <int N, bool kFactor>
+  __device__ void ConsumePacked(int stage, uint32_t base, float (&acc)[MT][NT][4], const float* factor) const {
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+      const uint4 q = Load16(base + m * 512);
+      const uint32_t at = scales_at + stage * kStageBytes + m * 32 * Size::kScaleBytes;
+      const uint32_t scale = __byte_perm(Load4(at), Load4(at + 4), t % 2 ? 0x7531 : 0x6420);
+      const uint32_t a[4] = {__byte_perm(q.x, q.y, 0x6240), __byte_perm(q.x, q.y, 0x7351),
+                             __byte_perm(q.z, q.w, 0x6240), __byte_perm(q.z, q.w, 0x7351)};
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        const uint4 x = Load16(base + kTokensAt + n * 1024);
+        if constexpr (kFactor) {
+          float part[4] = {};
+          MmaNvfp4(part, a, x.x, x.y, scale, x.z);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) acc[m][n][i] += factor[i % 2] * part[i];
+        } else {
+          MmaNvfp4(acc[m][n], a, x.x, x.y, scale, x.z);
         }
       }
     }
