@@ -35,7 +35,8 @@ inline bool RoundsByExpert(const qm_projection& w) { return HasInputScale(w) || 
 // Rounded x has a row for each pair, not for each token.
 inline bool RoundsPairs(const qm_moe& m) { return RoundsByExpert(m.w13) || m.apply_router_weight_on_input; }
 
-// Whether the product takes both sides' codes: block-scaled mma of e2m1, which of the mma.sync family sm_120a has alone.
+// Whether the product takes both sides' codes: block-scaled mma of e2m1, which of the mma.sync family sm_120a has
+// alone.
 inline bool Packs(int sm, const qm_projection& w) {
   return sm == 120 && w.format == 3 && w.group_size == 16 && w.activation_format == kNvfp4Groups && !w.perm;
 }
