@@ -354,6 +354,8 @@ def test_foreign_and_invalid_ids_contribute_zero(tokens):
     ):
         check(BASE, tokens, "bf16", ids=ids.astype(np.int64), id_type=np.int32)
     check(BASE, tokens, "bf16", ids=np.full((tokens, 2), 2**40 + 1, np.int64))
+    nvfp4 = replace(of_format("nvfp4", BASE), activation_format="nvfp4")
+    check(nvfp4, tokens, "bf16", ids=np.full((tokens, 2), -1, np.int64))
 
 
 @gpu

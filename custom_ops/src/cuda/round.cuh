@@ -156,7 +156,10 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
   const uint8_t* weights = p.rows;
   if (p.by_expert) {
     const int expert = LocalExpert(p.routing, pair);
-    if (expert < 0) return;
+    if (expert < 0) {
+      WaitForPrevious();  // or, if all left, this kernel would end before the one before it, on which the next relies
+      return;
+    }
     weights += expert * p.row_bytes;
   }
   const float weight = p.weight_here ? RouterWeight(p.routing, pair) : 1.f;
