@@ -23,8 +23,8 @@ SCALES: dict[str, tuple[str, ...]] = {
 SUPPORTED: dict[str, tuple[int | str, ...]] = {
     "format": tuple(SCALES),
     "zero_points": (0, 1),
-    "activation_format": ("none",),
-    "pre_scale": (0,),
+    "activation_format": tuple(enum("activation_format")),
+    "pre_scale": (0, 1),
 }
 ERROR_SIZE = 512
 PATHS = ("decode", "stream", "wgmma")
@@ -78,14 +78,18 @@ class RoutingProblem(ctypes.Structure):
 class Gemm(ctypes.Structure):
     """qm_cuda_gemm."""
 
-    _fields_ = [(n, _I32) for n in ("panels", "n_tiles", "warps_k", "stages", "cluster", "grid", "shared_bytes")]
+    _fields_ = [(n, _I32) for n in ("panels", "n_tiles", "warps_k", "stages", "cluster", "packed", "grid", "shared_bytes")]
 
 
 class Plan(ctypes.Structure):
     """qm_cuda_plan."""
 
     _fields_ = [("path", _I32), ("w13", Gemm), ("w2", Gemm), ("max_tiles", _I32)] + [
-        (n, _U64) for n in ("gathered", "prepared", "hidden", "partial", "tiles", "sorted_pairs", "workspace_bytes")
+        (n, _U64)
+        for n in (
+            *("rounded", "gathered", "prepared", "hidden", "packed_hidden", "partial", "tiles", "sorted_pairs"),
+            "workspace_bytes",
+        )
     ]
 
 
@@ -160,8 +164,8 @@ def _refusal(prefix: str, p: Projection, perms: tuple[int, ...]) -> str:
         if (value := getattr(p, name)) not in known:
             take = ", ".join(map(str, known))
             return f"{prefix}_{name} is {value}; the CUDA kernels take {take}"
-    if p.zero_points and p.format != "int4":
-        return f"{prefix}_zero_points is 1; the CUDA kernels take zero points of int4 only, the format is {p.format}"
+    if p.zero_points and p.format not in ("int4", "int8"):
+        return f"{prefix}_zero_points is 1; the CUDA kernels take them of int4 and int8, the format is {p.format}"
     if p.scale_type not in SCALES[p.format]:
         take, way = ", ".join(SCALES[p.format]), ": export with --scales bf16" if p.scale_type == "f32" else ""
         return f"{prefix}_scale_type is {p.scale_type}; the CUDA kernels take {take} for {p.format}{way}"

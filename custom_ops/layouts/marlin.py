@@ -16,6 +16,9 @@ from quantmoe.custom_ops.schemes import SCHEMES
 NAME, VERSION = "marlin", 1
 _BITS = {"int4": 4, "int8": 8, "mxfp4": 4, "nvfp4": 4, "fp8_e4m3": 8}
 _UNIT = 64  # columns
+#: activation formats with a stored scale; with scales of groups of features
+_INPUT_SCALE = ("fp8_tensor", "nvfp4")
+_GROUPED = ("fp8_group128", "nvfp4", "mxfp8", "mxfp4")
 
 
 def _ceil(a: int, b: int) -> int:
@@ -31,8 +34,6 @@ def _project(matrices: list[QuantizedMatrix], names: list[str], activation_forma
     where = " and ".join(names)
     if first.kind not in _BITS:
         raise ValueError(f"{where}: format {first.kind}; layout marlin carries {', '.join(_BITS)}")
-    if activation_format != "none":
-        raise ValueError(f"{where}: activation_format {activation_format}; layout marlin carries none")
     if not _supported_group(first.group_size):
         raise ValueError(f"{where}: group_size {first.group_size}; layout marlin carries -1, 16, 32, multiples of 64")
     for attribute in ("kind", "group_size", "scale_type", "block_n"):
@@ -42,13 +43,22 @@ def _project(matrices: list[QuantizedMatrix], names: list[str], activation_forma
     if len({m.zero_points is None for m in matrices}) > 1:
         raise ValueError(f"{where}: only one has zero points; layout marlin stores both or none")
     for m, name in zip(matrices, names, strict=True):
-        for attribute in ("pre_scale", "input_scale"):
-            if getattr(m, attribute) is not None:
-                raise ValueError(f"{name} has {attribute}, which layout marlin does not carry")
+        if activation_format in _INPUT_SCALE and not m.input_scale:
+            raise ValueError(
+                f"{name}: activation_format {activation_format} without an input_scale, which layout marlin "
+                "carries for it: export with --activations float"
+            )
         if (m.global_scale is not None) != (m.kind == "nvfp4"):
             raise ValueError(f"{name}: global_scale goes with nvfp4 and only with it, the format is {m.kind}")
         if not same_order(m.perm, first.perm):
             raise ValueError(f"{where} have different act-order permutations; layout marlin stores one for both")
+        if activation_format in _INPUT_SCALE and m.input_scale != first.input_scale:
+            raise ValueError(
+                f"{where} have different input scales, {first.input_scale} and {m.input_scale}; layout marlin "
+                "stores one for both: export with --activations float"
+            )
+        if not same_order(m.pre_scale, first.pre_scale):
+            raise ValueError(f"{where} have different pre-scales; layout marlin stores one for both")
     return Projection(
         format=first.kind,
         group_size=first.group_size,
@@ -60,6 +70,7 @@ def _project(matrices: list[QuantizedMatrix], names: list[str], activation_forma
         zero_points=int(first.zero_points is not None),
         bias=int(any(m.bias is not None for m in matrices)),
         perm=int(first.perm is not None),
+        pre_scale=int(first.pre_scale is not None),
     )
 
 
@@ -77,7 +88,13 @@ def describe(
         w13 = _project([expert.gate, expert.up], ["gate", "up"], activation_format)
     if expert.down.perm is not None and expert.up.block_n != 1:
         raise ValueError(f"down has an act-order permutation, which block_n {expert.up.block_n} of up cannot follow")
-    return w13, replace(describe_down(expert.down, down_activation_format or activation_format), perm=0)
+    w2 = replace(describe_down(expert.down, down_activation_format or activation_format), perm=0)
+    if expert.down.perm is not None and w2.activation_format in _GROUPED:
+        raise ValueError(
+            f"down has an act-order permutation, which layout marlin does not keep and {w2.activation_format} "
+            "activations, whose groups are of the features before it, need: export with --activations float"
+        )
+    return w13, w2
 
 
 def describe_down(m: QuantizedMatrix, activation_format: str) -> Projection:
@@ -97,10 +114,10 @@ class _Parts:
             raise ValueError(
                 f"{projection}: layout {a.layout} version {a.layout_version}, expected {NAME} version {VERSION}"
             )
-        if a.format not in _BITS or not _supported_group(a.group_size) or a.perm not in (0, 1):
+        if a.format not in _BITS or not _supported_group(a.group_size) or not {a.perm, a.pre_scale} <= {0, 1}:
             raise ValueError(
-                f"{projection}: format {a.format}, group_size {a.group_size}, perm {a.perm}; layout marlin carries "
-                f"{', '.join(_BITS)}; -1, 16, 32 and multiples of 64; 0 and 1"
+                f"{projection}: format {a.format}, group_size {a.group_size}, perm {a.perm}, pre_scale {a.pre_scale}; "
+                f"layout marlin carries {', '.join(_BITS)}; -1, 16, 32 and multiples of 64; 0 and 1; 0 and 1"
             )
         self.bits = _BITS[a.format]
         self.panel_rows = 16 // self.halves
@@ -117,6 +134,8 @@ class _Parts:
             "global_scale": 8 if a.format == "nvfp4" else 0,
             "bias": self.panels * 16 * 4 * a.bias,
             "perm": self.K * 4 * a.perm,
+            "input_scale": 4 * (a.activation_format in _INPUT_SCALE),
+            "pre_scale": self.K * 4 * a.pre_scale,
         }
         self.slices, end = {}, 0
         for name, size in sizes.items():
@@ -209,6 +228,11 @@ def _pack_projection(matrices: list[QuantizedMatrix], parts: _Parts, row: np.nda
     if a.perm:
         perm = matrices[0].perm
         put("perm", np.arange(parts.K, dtype=np.int32) if perm is None else perm.astype(np.int32))
+    if a.activation_format in _INPUT_SCALE:
+        put("input_scale", np.array([matrices[0].input_scale], np.float32))
+    if a.pre_scale:
+        pre = matrices[0].pre_scale
+        put("pre_scale", np.ones(parts.K, np.float32) if pre is None else pre.astype(np.float32))
 
 
 def _unpack_projection(parts: _Parts, row: np.ndarray) -> list[QuantizedMatrix]:
@@ -233,6 +257,8 @@ def _unpack_projection(parts: _Parts, row: np.ndarray) -> list[QuantizedMatrix]:
             global_scale=global_scales[h],
             bias=biases[h],
             perm=get("perm", np.int32) if a.perm else None,
+            input_scale=get("input_scale", np.float32).item() if a.activation_format in _INPUT_SCALE else None,
+            pre_scale=get("pre_scale", np.float32) if a.pre_scale else None,
         )
         for h in range(parts.halves)
     ]
@@ -246,14 +272,15 @@ def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray)
     Raises:
         ValueError: when the matrices are not what ``spec`` says, naming both.
     """
-    found = describe(expert, spec.w13.activation_format)
+    found = describe(expert, spec.w13.activation_format, spec.w2.activation_format)
     for name, have, want in zip(("w13", "w2"), found, (spec.w13, spec.w2), strict=True):
         _check(name, have, want)
     w13 = [expert.up] if expert.gate is None else [expert.gate, expert.up]
     down = expert.down
     if down.perm is not None:
         w13 = [_reorder_rows(m, down.perm) for m in w13]
-        down = replace(down, perm=None)
+        pre_scale = None if down.pre_scale is None else down.pre_scale[down.perm]
+        down = replace(down, perm=None, pre_scale=pre_scale)
     _pack_projection(w13, _Parts(spec, "w13"), w13_row)
     _pack_projection([down], _Parts(spec, "w2"), w2_row)
 
@@ -270,8 +297,9 @@ def unpack_down(spec: MoESpec, w2_row: np.ndarray) -> QuantizedMatrix:
 
 
 def _check(name: str, have: Projection, want: Projection) -> None:
-    # One node holds many experts: one without a bias or an act-order fits a node with them.
-    if replace(have, bias=max(have.bias, want.bias), perm=max(have.perm, want.perm)) != want:
+    # One node holds many experts: one without a bias, an act-order or pre-scales fits a node with them.
+    wide = {name: max(getattr(have, name), getattr(want, name)) for name in ("bias", "perm", "pre_scale")}
+    if replace(have, **wide) != want:
         raise ValueError(f"{name}: the expert has {have}, the node says {want}")
 
 

@@ -120,7 +120,7 @@ def test_attribute_of_another_type(driver, name, kind):
         ("intermediate_size", 0, "intermediate_size is 0"),
         ("num_experts", 0, "num_experts = 0"),
         ("expert_offset", 16, "num_experts = 16"),
-        ("w13_activation_format", "int8_token", "w13_activation_format is 1"),
+        ("w13_pre_scale", 2, "w13_pre_scale is 2"),
     ],
 )  # fmt: skip
 def test_bad_attribute(driver, name, value, message):

@@ -15,7 +15,6 @@ from quantmoe.custom_ops.reference import linear, quant_moe, route
 from quantmoe.exporter import convert
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.convert import export
-from quantmoe.exporter.plan import plan
 
 # The oldest TensorRT that has IPluginV3 parsers for bf16 models, 10.0, reads opset 20.
 OPSET = 20
@@ -38,7 +37,9 @@ class QuantLinear(OpRun):
 
     def _run(self, x, w, **attributes):
         spec = LinearSpec.from_attributes(attributes)
-        y = linear(x.reshape(-1, x.shape[-1]), marlin.unpack_down(spec.moe, w[0].view(np.uint8)), "none")
+        y = linear(
+            x.reshape(-1, x.shape[-1]), marlin.unpack_down(spec.moe, w[0].view(np.uint8)), spec.w.activation_format
+        )
         return (y.astype(x.dtype).reshape(*x.shape[:-1], -1),)
 
 
@@ -77,9 +78,24 @@ def test_reductions_in_f32(exported):
 
 
 @pytest.mark.parametrize(
+    ("scheme", "options", "want"),
+    [
+        ("W8A8", {}, "int8_token"),
+        ("NVFP4", {}, "nvfp4"),
+        ("FP8_BLOCK", {}, "fp8_group128"),
+        ("W4A16", {"activations": "int8"}, "int8_token_asym"),
+    ],
+)
+def test_the_checkpoint_says_how_activations_are_quantized(exported, scheme, options, want):
+    for node in ir.load(exported("qwen3_moe", scheme, target="cuda", **options) / "model.onnx").graph:
+        for prefix in {"QuantMoE": ("w13", "w2"), "QuantLinear": ("w",)}.get(node.op_type, ()):
+            assert node.attributes[f"{prefix}_activation_format"].value == want
+
+
+@pytest.mark.parametrize(
     ("architecture", "scheme"),
     [("qwen3_moe", None), ("deepseek_v3", None), ("gpt_oss", None), ("llama4_text", None)]
-    + [("qwen3_moe", scheme) for scheme in ("W4A16_ASYM", "NVFP4A16", "FP8_BLOCK")],
+    + [("qwen3_moe", scheme) for scheme in ("W4A16_ASYM", "W8A16_ASYM", "NVFP4A16", "FP8_BLOCK")],
 )
 def test_logits_equal_pytorch(exported, reference, architecture, scheme):
     """float16: a few hundred roundings of 2^-11 on the way to a logit, of random sign."""
@@ -107,13 +123,6 @@ def test_refusals(checkpoint, tmp_path, monkeypatch):
         export(folder, tmp_path / "a", target="cuda", dtype="f32")
     with pytest.raises(ValueError, match="dtype is 'bf16', expected one of: f32, f16"):
         export(folder, tmp_path / "a", dtype="bf16")
-    with pytest.raises(CheckpointError, match="activation_format int8_token_asym; layout marlin carries none"):
-        export(folder, tmp_path / "a", target="cuda", activations="int8")
-    with pytest.raises(CheckpointError, match="activation_format int8_token; layout marlin carries none"):
-        export(checkpoint("qwen3_moe", "W8A8"), tmp_path / "a", target="cuda")
-    for refuse in (export, plan):
-        with pytest.raises(CheckpointError, match="w13_zero_points is 1; the CUDA kernels take zero points of int4"):
-            refuse(checkpoint("qwen3_moe", "W8A16_ASYM"), tmp_path / "a", target="cuda")
     with pytest.raises(ValueError, match="dense is 'ort', expected one of: quantmoe"):
         export(folder, tmp_path / "a", target="cuda", dense="ort")
     monkeypatch.setattr(convert, "MAX_ELEMENTS", 70_000)

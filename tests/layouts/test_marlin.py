@@ -25,7 +25,8 @@ KINDS = [
 BITS = {"int4": 4, "int8": 8, "mxfp4": 4, "nvfp4": 4, "fp8_e4m3": 8}
 
 
-def random_matrix(rng, n, k, kind, group, scale_type, *, zero_points=False, bias=False, perm=None, block_n=1):
+def random_matrix(rng, n, k, kind, group, scale_type, *, zero_points=False, bias=False, **fields):
+    block_n = fields.get("block_n", 1)
     shape = (-(-n // block_n), 1 if group == -1 else -(-k // group))
     dtype = SCALE_DTYPES[scale_type]
     return QuantizedMatrix(
@@ -33,11 +34,10 @@ def random_matrix(rng, n, k, kind, group, scale_type, *, zero_points=False, bias
         codes=rng.integers(0, 1 << BITS[kind], (n, k), np.uint8),
         scales=rng.integers(0, 120, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0],
         group_size=group,
-        block_n=block_n,
         zero_points=rng.integers(0, 1 << BITS[kind], shape, np.uint8) if zero_points else None,
         global_scale=float(np.float32(rng.random())) if kind == "nvfp4" else None,
         bias=rng.standard_normal(n).astype(np.float32) if bias else None,
-        perm=perm,
+        **fields,
     )
 
 
@@ -51,8 +51,8 @@ def assert_same(a: QuantizedMatrix, b: QuantizedMatrix) -> None:
             assert x == y, field.name
 
 
-def round_trip(expert: Expert) -> Expert:
-    w13, w2 = marlin.describe(expert, "none")
+def round_trip(expert: Expert, activation_format: str = "none") -> Expert:
+    w13, w2 = marlin.describe(expert, activation_format)
     gated = int(expert.gate is not None)
     spec = MoESpec(1, expert.hidden_size, expert.intermediate_size, w13, w2, gated=gated)
     rows = [np.full(marlin.row_bytes(spec, p), 0xA5, np.uint8) for p in ("w13", "w2")]
@@ -74,16 +74,27 @@ def round_trip(expert: Expert) -> Expert:
     zero_points=st.booleans(),
     bias=st.booleans(),
     act_order=st.booleans(),
+    pre_scale=st.booleans(),
+    activation_format=st.sampled_from(["none", "fp8_token", "fp8_tensor", "nvfp4"]),
 )
-def test_round_trip(seed, hidden, intermediate, kind, group, gated, zero_points, bias, act_order):
+def test_round_trip(
+    seed, hidden, intermediate, kind, group, gated, zero_points, bias, act_order, pre_scale, activation_format
+):
     rng = np.random.default_rng(seed)
     kind, scale_type = kind
     perm = rng.permutation(hidden).astype(np.int32) if act_order else None
     options = {"zero_points": zero_points and kind in ("int4", "int8"), "bias": bias}
-    up, gate = (random_matrix(rng, intermediate, hidden, kind, group, scale_type, perm=perm, **options) for _ in "ug")
-    down = random_matrix(rng, hidden, intermediate, kind, group, scale_type, **options)
+    if activation_format in ("fp8_tensor", "nvfp4"):
+        options["input_scale"] = float(np.float32(rng.uniform(0.1, 1)))
+    pre = rng.uniform(0.5, 2, hidden).astype(np.float32) if pre_scale else None
+    up, gate = (
+        random_matrix(rng, intermediate, hidden, kind, group, scale_type, perm=perm, pre_scale=pre, **options)
+        for _ in "ug"
+    )
+    pre = rng.uniform(0.5, 2, intermediate).astype(np.float32) if pre_scale else None
+    down = random_matrix(rng, hidden, intermediate, kind, group, scale_type, pre_scale=pre, **options)
     expert = Expert(gate if gated else None, up, down)
-    found = round_trip(expert)
+    found = round_trip(expert, activation_format)
     for name in ("gate", "up", "down"):
         a, b = getattr(expert, name), getattr(found, name)
         assert (a is None) == (b is None)
@@ -105,9 +116,11 @@ def test_down_act_order_moves_to_rows_of_gate_and_up(gated):
     rng = np.random.default_rng(2)
     perm = rng.permutation(96).astype(np.int32)
     gate, up = (random_matrix(rng, 96, 64, "int4", 32, "f16", zero_points=True, bias=True) for _ in "gu")
-    down = random_matrix(rng, 64, 96, "int4", 32, "f16", perm=perm)
+    pre = rng.uniform(0.5, 2, 96).astype(np.float32)
+    down = random_matrix(rng, 64, 96, "int4", 32, "f16", perm=perm, pre_scale=pre)
     found = round_trip(Expert(gate if gated else None, up, down))
     assert found.down.perm is None
+    np.testing.assert_array_equal(found.down.pre_scale, pre[perm])
     np.testing.assert_array_equal(found.up.dequantize(), up.dequantize()[perm])
     # down[n, perm[j]] multiplies row perm[j] of the activations: stored column j meets stored row j.
     np.testing.assert_array_equal(found.down.dequantize(), down.dequantize()[:, perm])
@@ -153,6 +166,22 @@ def test_bytes_are_the_documented_ones():
     assert scales[2, 1, 2, 0, 1] == up.scales.view(np.uint16)[18, 2]
 
 
+def test_bytes_of_input_scales_and_pre_scales():
+    """FORMAT.md 3.5: the last parts of a row, after the permutation."""
+    rng = np.random.default_rng(5)
+    perm, pre = rng.permutation(72).astype(np.int32), rng.uniform(0.5, 2, 72).astype(np.float32)
+    m = random_matrix(rng, 16, 72, "int4", -1, "bf16", perm=perm, pre_scale=pre, input_scale=0.375)
+    spec = LinearSpec(72, 16, marlin.describe_down(m, "nvfp4"))
+    row = np.zeros(marlin.row_bytes(spec.moe, "w2"), np.uint8)
+    marlin.pack_down(m, spec.moe, row)
+    # 1 panel of 2 units of 512 bytes, 16 scales, 72 columns' permutation and pre-scales, each at a multiple of 64.
+    assert len(row) == 1024 + 64 + 320 + 64 + 320
+    np.testing.assert_array_equal(row[1088 : 1088 + 288].view(np.int32), perm)
+    assert row[1408:1412].view(np.float32) == 0.375
+    np.testing.assert_array_equal(row[1472 : 1472 + 288].view(np.float32), pre)
+    assert not row[1412:1472].any()
+
+
 def test_refusals_name_what_is_wrong():
     rng = np.random.default_rng(4)
     up = random_matrix(rng, 32, 64, "int4", 32, "f16")
@@ -161,8 +190,20 @@ def test_refusals_name_what_is_wrong():
         marlin.describe(Expert(random_matrix(rng, 32, 64, "int4", 64, "f16"), up, down), "none")
     with pytest.raises(ValueError, match="group_size 48"):
         marlin.describe(Expert(None, random_matrix(rng, 32, 96, "int4", 48, "f16"), down), "none")
-    with pytest.raises(ValueError, match="int8_token"):
-        marlin.describe(Expert(None, up, down), "int8_token")
+    for name in ("nvfp4", "fp8_tensor"):
+        with pytest.raises(ValueError, match=f"up: activation_format {name} without an input_scale"):
+            marlin.describe(Expert(None, up, down), name)
+    gate, scaled = (dataclasses.replace(up, input_scale=scale) for scale in (0.5, 0.25))
+    with pytest.raises(ValueError, match=r"different input scales, 0.5 and 0.25; .*--activations float"):
+        marlin.describe(Expert(gate, scaled, down), "nvfp4")
+    marlin.describe(Expert(gate, scaled, down), "mxfp4")
+    gate, scaled = (dataclasses.replace(up, pre_scale=np.full(64, v, np.float32)) for v in (1, 2))
+    with pytest.raises(ValueError, match="different pre-scales"):
+        marlin.describe(Expert(gate, scaled, down), "none")
+    ordered = dataclasses.replace(down, perm=np.arange(32, dtype=np.int32)[::-1].copy())
+    with pytest.raises(ValueError, match=r"down has an act-order permutation, .* mxfp8 activations"):
+        marlin.describe(Expert(up, up, ordered), "mxfp8")
+    marlin.describe(Expert(up, up, ordered), "mxfp8", "fp8_token")
     perm = np.arange(64, dtype=np.int32)[::-1].copy()
     with pytest.raises(ValueError, match="different act-order"):
         marlin.describe(Expert(dataclasses.replace(up, perm=perm), up, down), "none")

@@ -37,6 +37,7 @@ typedef struct {
   int32_t warps_k;  // warps that split K; the others take other panels. wgmma: parts of K that blocks share
   int32_t stages;   // of a warp's ring of weights, where there are 2 of two units of K each
   int32_t cluster;  // blocks that share one output tile
+  int32_t packed;   // tokens are nvfp4's codes and scales, of block-scaled mma (sm_120a)
   int32_t grid, shared_bytes;
 } qm_cuda_gemm;
 
@@ -45,7 +46,7 @@ typedef struct {
   qm_cuda_gemm w13, w2;
   int32_t max_tiles;  // capacity of the tile list; where down's tiles differ, a list of its own follows
   // Byte offsets into the workspace.
-  uint64_t gathered, prepared, hidden, partial, tiles, sorted_pairs, workspace_bytes;
+  uint64_t rounded, gathered, prepared, hidden, packed_hidden, partial, tiles, sorted_pairs, workspace_bytes;
 } qm_cuda_plan;
 
 typedef struct {

@@ -22,8 +22,8 @@ template <typename T>
 constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
 
 // int4. The codes become the low mantissa bits of a power of two: 1024 + code, in bf16 32 + code / 4. Nibbles that lie
-// four bits too high cost an fma (in bf16 they are a number of exponent 0 or 1, code * 2^-129): the integer pipe is what
-// binds. Where latency binds, kShift is faster.
+// four bits too high cost an fma (in bf16 they are a number of exponent 0 or 1, code * 2^-129): the integer pipe is
+// what binds. Where latency binds, kShift is faster.
 template <typename T>
 constexpr float kInt4Bits = kBf16<T> ? 0.25f : 1.f;
 
@@ -82,22 +82,30 @@ __device__ inline void DequantInt4Scaled(uint32_t q, const uint32_t (&scale)[2],
   }
 }
 
-// int8: the words of rows g and g + 8; times kInt8Result, or in bf16 the `scale` of wgmma as above, times kInt4Result. A
-// bf16 whose bits are a byte is the byte * 2^-133.
+// int8: the words of rows g and g + 8; times kInt8Result, or in bf16 the `scale` of wgmma as above, times kInt4Result.
+// A bf16 whose bits are a byte is the byte * 2^-133.
 template <typename T>
 constexpr float kInt8Result = kBf16<T> ? 0x1p-6f : 1.f;
 
+// The zero points of rows g and g + 8 as ZeroPoint<T, true> makes them; exact.
 template <typename T>
-__device__ inline void DequantInt8(uint32_t low, uint32_t high, uint32_t (&a)[4]) {
+__device__ inline void DequantInt8(uint32_t low, uint32_t high, uint32_t zero_low, uint32_t zero_high,
+                                   uint32_t (&a)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32_t q = i % 2 ? high : low, bytes = i / 2 ? 0x4341 : 0x4240;
+    const uint32_t q = i % 2 ? high : low, zero = i % 2 ? zero_high : zero_low, bytes = i / 2 ? 0x4341 : 0x4240;
     if constexpr (kBf16<T>) {
-      a[i] = Half<T>::Fma(__byte_perm(q, 0, bytes), 0x7f007f00, 0xc000c000);  // 2^127, -128 * 2^-6
+      a[i] = Half<T>::Fma(__byte_perm(q, 0, bytes), 0x7f007f00, zero);  // 2^127
     } else {
-      a[i] = Half<T>::Sub(__byte_perm(q, 0x64646464, bytes), 0x64806480);  // 1024 + 128
+      a[i] = Half<T>::Sub(__byte_perm(q, 0x64646464, bytes), zero);
     }
   }
+}
+// Symmetric: code 128 is zero.
+template <typename T>
+__device__ inline void DequantInt8(uint32_t low, uint32_t high, uint32_t (&a)[4]) {
+  constexpr uint32_t kMiddle = kBf16<T> ? 0xc000c000 : 0x64806480;  // -128 * 2^-6; 1024 + 128
+  DequantInt8<T>(low, high, kMiddle, kMiddle, a);
 }
 template <typename T>
 __device__ inline void DequantInt8Scaled(uint32_t low, uint32_t high, const uint32_t (&scale)[2], uint32_t (&a)[4]) {
@@ -197,7 +205,7 @@ constexpr float kMxfp4Result = kBf16<T> ? 0x1p-62f : 0x1p-2f;
 template <typename T>
 __device__ inline uint32_t Mxfp4Factor(uint32_t scales, uint32_t selector) {
   const uint32_t twice = __byte_perm(scales, 0, selector);
-  if constexpr (kBf16<T>) return twice * 128 + 0x20002000;  // exponent + 64
+  if constexpr (kBf16<T>) return twice * 128 + 0x20002000;                     // exponent + 64
   const int exponent = min(max(static_cast<int>(twice & 0xff) - 100, 0), 30);  // + 12
   return exponent * 0x04000400;
 }
@@ -208,13 +216,14 @@ template <typename T>
 __device__ inline uint32_t Nvfp4Factor(uint32_t scales, uint32_t selector) {
   const uint32_t twice = __byte_perm(scales, 0, selector);
   if constexpr (kBf16<T>) return Half<T>::Mul(Half<T>::Mul(twice << 4, 0x7b807b80), 0x5f805f80);  // 2^120, 2^64
-  return Half<T>::Mul(twice << 7, 0x74007400);                                                     // 2^14
+  return Half<T>::Mul(twice << 7, 0x74007400);                                                    // 2^14
 }
 
 // Formats as the kernels' template argument.
 template <typename Scale_, int GS>
 struct Int4 {
   using Scale = Scale_;
+  static constexpr bool kPacked = false;
   static constexpr WeightKind kKind = WeightKind::kInt4;
   static constexpr int kGroups = GS;  // in a unit: 2 for groups of 32, else 1
 };
@@ -222,6 +231,11 @@ template <WeightKind kind, int GS = 2>  // 8 bits: at most 2
 struct Format {
   static constexpr WeightKind kKind = kind;
   static constexpr int kGroups = GS;
+  static constexpr bool kPacked = false;
+};
+// nvfp4 times nvfp4 activations as MoeRound packs them.
+struct PackedNvfp4 : Format<WeightKind::kNvfp4> {
+  static constexpr bool kPacked = true;
 };
 template <typename F>
 struct Sizes {
@@ -229,7 +243,7 @@ struct Sizes {
   static constexpr int kScaleBytes = ScaleBytes(F::kKind, F::kGroups), kZeroBytes = ZeroBytes(F::kKind);
   static constexpr int kLaneBytes = kScaleBytes + kZeroBytes;
   // Whether a unit has two groups is known at run time only.
-  static constexpr bool kRuntime = F::kKind == WeightKind::kInt8 || F::kKind == WeightKind::kFp8;
+  static constexpr bool kRuntime = kBits == 8;
 };
 
 }  // namespace quantmoe

@@ -20,6 +20,8 @@ GemmKernel ForFormat(const qm_projection& w, int per_block, const Body& body) {
       return per_block == 2 ? body(Format<WeightKind::kInt4Zero, 2>{}) : body(Format<WeightKind::kInt4Zero, 1>{});
     case WeightKind::kInt8:
       return body(Format<WeightKind::kInt8>{});
+    case WeightKind::kInt8Zero:
+      return body(Format<WeightKind::kInt8Zero>{});
     case WeightKind::kFp8:
       return body(Format<WeightKind::kFp8>{});
     case WeightKind::kMxfp4:
@@ -44,6 +46,9 @@ template <typename T>
 GemmKernel GateUpKernelAny(int path, const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
 template <typename T>
 GemmKernel DownKernelAny(int path, const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
+// shape.packed only.
+template <typename T>
+GemmKernel PackedKernel(bool down, int path, const qm_cuda_gemm& shape);
 // QM_CUDA_WGMMA only.
 template <typename T>
 GemmKernel WgmmaKernel(bool down, const qm_projection& w, int per_block, int tokens);

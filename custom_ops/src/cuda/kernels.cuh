@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include "cuda/layout.h"
 #include "quantmoe/quant_moe_cuda.h"
 
 namespace quantmoe {
@@ -17,12 +18,12 @@ constexpr int kRouteThreads = 1024;
 struct Weights {
   const uint8_t* rows;
   uint64_t row_bytes;
-  uint32_t scales_at, zeros_at, globals_at, bias_at;  // 0: none
-  int panels, units;                                  // 16-row panels, 64-column units
-  int blocks, block_shift;                            // scale block of unit u is u >> block_shift
-  int scale_type, scale_bytes;                        // qm scale type; bytes of rows g and g + 8 in a block
-  int zero_bytes;                                     // of a panel's zero points in a block
-  bool two_groups;                                    // in a unit (groups of 32)
+  uint32_t scales_at, zeros_at, globals_at, bias_at, input_at;  // 0: none
+  int panels, units;                                            // 16-row panels, 64-column units
+  int blocks, block_shift;                                      // scale block of unit u is u >> block_shift
+  int scale_type, scale_bytes;                                  // qm scale type; bytes of rows g and g + 8 in a block
+  int zero_bytes;                                               // of a panel's zero points in a block
+  bool two_groups;                                              // in a unit (groups of 32)
 };
 
 // A (token, slot) in the order of experts, with its router's weight: one load instead of two that depend on each other.
@@ -91,9 +92,31 @@ struct CombineParams {
   int columns, parts;
 };
 
+// x or h in the values of an activation format, and times pre-scales (FORMAT.md 4.1).
+struct RoundParams {
+  Routing routing;
+  int format;
+  bool by_expert, weight_here;  // rows are of pairs whose expert matters; multiply by the router's weight first
+  const uint8_t* rows;          // of the weights
+  uint64_t row_bytes;
+  uint32_t input_at, pre_at;  // in a row; 0: none
+  bool with_input_scale;      // in the values
+  bool packed;                // out: codes and scales of nvfp4, PackUnit
+  const void* x;
+  void* out;
+  int x_divisor, x_columns;         // row of x of row r is r / x_divisor
+  int out_rows, columns, features;  // of out; columns past the features are zero
+  bool x_stored, out_stored;        // columns in the order of wgmma, StoredColumn; out_stored where x_stored
+  // Not null: rows are those of sorted_pairs.
+  const SortedPair* sorted_pairs;
+  const Tile* tiles;
+  int max_tiles;
+};
+
 // x[pair] = hidden_states[token][perm of the pair's expert], for act-order.
 struct GatherParams {
   Routing routing;
+  int x_divisor;
   const uint8_t* rows;
   uint64_t row_bytes;
   uint32_t perm_at;
@@ -108,9 +131,15 @@ __host__ __device__ constexpr int StageBytes(int panels, int n_tiles, int bits, 
   return panels * (units * 128 * bits + 32 * lane_bytes) + units * n_tiles * 1024;
 }
 
-__device__ inline float RouterWeight(const Routing& r, int64_t pair) {
-  return r.topk_ids ? r.topk_weights[pair] : 1.f;
+// What rounded activations were left without, and sums are to be multiplied by. Those for symmetric int4 have it,
+// rounded: the kernel of its decode lacks the registers.
+template <class F>
+__device__ inline float InputScale(const Weights& w, const uint8_t* expert) {
+  if constexpr (F::kKind != WeightKind::kInt4)
+    if (w.input_at) return *reinterpret_cast<const float*>(expert + w.input_at);
+  return 1.f;
 }
+__device__ inline float RouterWeight(const Routing& r, int64_t pair) { return r.topk_ids ? r.topk_weights[pair] : 1.f; }
 __device__ inline int LocalExpert(const Routing& r, int64_t pair) {
   if (!r.topk_ids) return 0;
   int64_t id =

@@ -1,8 +1,10 @@
 // Plan to kernel launches.
+#include <algorithm>
 #include <cstdio>
 
 #include "cuda/instances.h"
 #include "cuda/layout.h"
+#include "cuda/round.cuh"
 #include "cuda/route.cuh"
 #include "cuda/select_experts.cuh"
 
@@ -15,7 +17,7 @@ struct Launcher {
 
   // dependent: may start while the kernel before it in this call still runs.
   template <typename Params>
-  void Run(void (*kernel)(Params), const Params& params, dim3 grid, int threads, int shared_bytes, bool dependent,
+  void Run(void (*kernel)(Params), const Params& params, dim3 grid, dim3 threads, int shared_bytes, bool dependent,
            int cluster = 1) {
     if (error != cudaSuccess) return;
     if (shared_bytes > 48 * 1024) {
@@ -25,7 +27,7 @@ struct Launcher {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
-    config.blockDim = dim3(threads);
+    config.blockDim = threads;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
     config.attrs = attributes;
@@ -51,6 +53,7 @@ Weights WeightsOf(const void* rows, const MarlinRow& row, const qm_projection& w
   out.zeros_at = w.zero_points ? static_cast<uint32_t>(row.zeros_at) : 0;
   out.globals_at = static_cast<uint32_t>(row.globals_at);
   out.bias_at = w.bias ? static_cast<uint32_t>(row.bias_at) : 0;
+  out.input_at = HasInputScale(w) ? static_cast<uint32_t>(row.input_at) : 0;
   out.panels = row.panels;
   out.units = row.units;
   out.blocks = row.blocks;
@@ -62,8 +65,31 @@ Weights WeightsOf(const void* rows, const MarlinRow& row, const qm_projection& w
   return out;
 }
 
+template <typename T>
+GemmKernel Down(const qm_cuda_plan& plan, const qm_projection& w, const MarlinRow& row) {
+  return plan.w2.packed ? PackedKernel<T>(true, plan.path, plan.w2)
+                        : DownKernel<T>(plan.path, w, row.per_block, plan.w2);
+}
+
+// Rounds activations of `rows` rows for w; p has what depends on whose they are.
+template <typename T>
+void Round(Launcher& launcher, RoundParams p, const Weights& weights, const qm_projection& w, const MarlinRow& row,
+           int rows, bool dependent) {
+  p.out_rows = rows;
+  p.format = w.activation_format;
+  p.rows = weights.rows;
+  p.row_bytes = weights.row_bytes;
+  p.input_at = weights.input_at;
+  p.with_input_scale = KindOf(w) == WeightKind::kInt4;
+  p.pre_at = w.pre_scale ? static_cast<uint32_t>(row.pre_at) : 0;
+  // With few rows the block that is quickest with one, else as many rows as there can be at once.
+  const dim3 threads =
+      rows < 1024 ? dim3(std::min(kRoundThreads, (p.columns + 255) / 256 * 32)) : dim3(32, kRoundThreads / 32);
+  launcher.Run(MoeRound<T>, p, dim3((rows + threads.y - 1) / threads.y), threads, 0, dependent);
+}
+
 // Makes the list of tiles, another for down if it is given and its tiles differ, and, for wgmma, a copy of x as it is
-// read there: rows of x_columns values.
+// read there (rows of x_columns values) if x is not one.
 void Route(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, int tile_pairs, int rows, int x_columns,
            bool dependent, GemmParams* gemm, GemmParams* down = nullptr) {
   const bool wgmma = plan.path == QM_CUDA_WGMMA;
@@ -79,7 +105,7 @@ void Route(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, int
     route.lists[route.list_count++] = {tiles, down->max_tiles, 8 * plan.w2.n_tiles};
   }
   int prepare_blocks = 0;
-  if (wgmma) {
+  if (wgmma && gemm->x != workspace + plan.prepared) {
     PrepareParams& prepare = route.prepare;
     prepare.x = static_cast<const uint16_t*>(gemm->x);
     prepare.out = reinterpret_cast<uint16_t*>(workspace + plan.prepared);
@@ -160,13 +186,33 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
   down.shape = plan.w2;
 
   bool first = true;  // the first kernel of the call does not overlap what came before it
+  if (Rounds(m.w13)) {
+    RoundParams round{};
+    round.routing = routing;
+    round.by_expert = RoundsPairs(m);
+    round.weight_here = gate_up.weight_here;
+    round.x = t.hidden_states;
+    round.out_stored = wgmma && !m.w13.perm;
+    round.out = workspace + (round.out_stored ? plan.prepared : plan.rounded);
+    round.x_divisor = round.by_expert ? routing.top_k : 1;
+    round.x_columns = round.features = m.hidden_size;
+    round.packed = plan.w13.packed;
+    round.columns = round.out_stored || round.packed ? row13.units * kUnit : m.hidden_size;
+    Round<T>(launcher, round, gate_up.weights, m.w13, row13, round.by_expert ? pairs : routing.tokens, false);
+    first = false;
+    gate_up.x = round.out;
+    gate_up.x_columns = round.packed ? round.columns / 2 : round.columns;
+    gate_up.weight_here = false;
+    if (round.by_expert) gate_up.x_divisor = 1;
+  }
   if (m.w13.perm) {
     GatherParams gather{};
     gather.routing = routing;
+    gather.x_divisor = gate_up.x_divisor;
     gather.rows = static_cast<const uint8_t*>(t.w13);
     gather.row_bytes = row13.bytes;
     gather.perm_at = static_cast<uint32_t>(row13.perm_at);
-    gather.x = static_cast<const uint16_t*>(t.hidden_states);
+    gather.x = static_cast<const uint16_t*>(gate_up.x);
     gather.out = reinterpret_cast<uint16_t*>(workspace + plan.gathered);
     gather.columns = m.hidden_size;
     launcher.Run(MoeGather, gather, dim3(pairs), 256, 0, false);
@@ -175,17 +221,38 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
     gate_up.x_divisor = 1;
   }
   if (!decode) {
-    Route(launcher, plan, workspace, 8 * plan.w13.n_tiles, m.w13.perm ? pairs : routing.tokens, m.hidden_size, !first,
-          &gate_up, &down);
+    Route(launcher, plan, workspace, 8 * plan.w13.n_tiles, gate_up.x_divisor == 1 ? pairs : routing.tokens,
+          m.hidden_size, !first, &gate_up, &down);
     first = false;
   }
   const int threads = wgmma ? kWgmmaThreads : kThreads;
-  launcher.Run(GateUpKernel<T>(plan.path, m.w13, row13.per_block, plan.w13), gate_up, dim3(plan.w13.grid), threads,
-               plan.w13.shared_bytes, !first);
-  launcher.Run(DownKernel<T>(plan.path, m.w2, row2.per_block, plan.w2), down, dim3(plan.w2.grid), threads,
-               plan.w2.shared_bytes, true, plan.w2.cluster);
-  if (!decode)
-    Combine<T>(launcher, routing, down.out, wgmma ? plan.w2.warps_k : 1, !wgmma, m.hidden_size, t.output);
+  const auto gate_up_kernel = plan.w13.packed ? PackedKernel<T>(false, plan.path, plan.w13)
+                                              : GateUpKernel<T>(plan.path, m.w13, row13.per_block, plan.w13);
+  launcher.Run(gate_up_kernel, gate_up, dim3(plan.w13.grid), threads, plan.w13.shared_bytes, !first);
+  if (Rounds(m.w2)) {
+    RoundParams round{};
+    round.routing = routing;
+    round.by_expert = true;  // rows of foreign experts were not written
+    round.x = round.out = gate_up.out;
+    round.x_divisor = 1;
+    round.x_columns = round.columns = gate_up.out_columns;
+    if ((round.packed = plan.w2.packed)) {
+      down.x = round.out = workspace + plan.packed_hidden;
+      round.columns = row2.units * kUnit;
+      down.x_columns = round.columns / 2;
+    }
+    round.features = m.intermediate_size;
+    round.x_stored = round.out_stored = wgmma;
+    if (wgmma) {
+      round.sorted_pairs = gate_up.sorted_pairs;
+      round.tiles = gate_up.tiles;
+      round.max_tiles = plan.max_tiles;
+    }
+    Round<T>(launcher, round, down.weights, m.w2, row2, pairs, true);
+  }
+  launcher.Run(Down<T>(plan, m.w2, row2), down, dim3(plan.w2.grid), threads, plan.w2.shared_bytes, true,
+               plan.w2.cluster);
+  if (!decode) Combine<T>(launcher, routing, down.out, wgmma ? plan.w2.warps_k : 1, !wgmma, m.hidden_size, t.output);
   return launcher.error;
 }
 
@@ -216,12 +283,29 @@ cudaError_t LaunchLinear(const qm_cuda_linear_problem& p, const qm_cuda_plan& pl
   gemm.shape = plan.w2;
 
   bool first = true;
+  if (Rounds(l.w)) {
+    RoundParams round{};
+    round.routing = gemm.routing;
+    round.by_expert = true;
+    round.x = t.x;
+    round.out_stored = wgmma && !l.w.perm;
+    round.out = workspace + (round.out_stored ? plan.prepared : plan.rounded);
+    round.x_divisor = 1;
+    round.x_columns = round.features = l.in_features;
+    round.packed = plan.w2.packed;
+    round.columns = round.out_stored || round.packed ? row.units * kUnit : l.in_features;
+    Round<T>(launcher, round, gemm.weights, l.w, row, gemm.routing.tokens, false);
+    first = false;
+    gemm.x = round.out;
+    gemm.x_columns = round.packed ? round.columns / 2 : round.columns;
+  }
   if (l.w.perm) {
     GatherParams gather{};
     gather.routing = gemm.routing;
+    gather.x_divisor = 1;
     gather.rows = gemm.weights.rows;
     gather.perm_at = static_cast<uint32_t>(row.perm_at);
-    gather.x = static_cast<const uint16_t*>(t.x);
+    gather.x = static_cast<const uint16_t*>(gemm.x);
     gather.out = reinterpret_cast<uint16_t*>(workspace + plan.gathered);
     gather.columns = l.in_features;
     launcher.Run(MoeGather, gather, dim3(gemm.routing.tokens), 256, 0, false);
@@ -232,8 +316,8 @@ cudaError_t LaunchLinear(const qm_cuda_linear_problem& p, const qm_cuda_plan& pl
     Route(launcher, plan, workspace, 8 * plan.w2.n_tiles, gemm.routing.tokens, l.in_features, !first, &gemm);
     first = false;
   }
-  launcher.Run(DownKernel<T>(plan.path, l.w, row.per_block, plan.w2), gemm, dim3(plan.w2.grid),
-               wgmma ? kWgmmaThreads : kThreads, plan.w2.shared_bytes, !first, plan.w2.cluster);
+  launcher.Run(Down<T>(plan, l.w, row), gemm, dim3(plan.w2.grid), wgmma ? kWgmmaThreads : kThreads,
+               plan.w2.shared_bytes, !first, plan.w2.cluster);
   if (combine) Combine<T>(launcher, gemm.routing, gemm.out, plan.w2.warps_k, false, l.out_features, t.y);
   return launcher.error;
 }
@@ -293,7 +377,7 @@ extern "C" int qm_cuda_launch_routing(const qm_cuda_routing_problem* problem, co
   launcher.Run(problem->type == QM_F32    ? MoeSelect<float>
                : problem->type == QM_BF16 ? MoeSelect<__nv_bfloat16>
                                           : MoeSelect<__half>,
-               params, dim3(static_cast<unsigned>(problem->tokens)), 32,
-               4 * (2 * r.num_experts + r.n_group + r.top_k), false);
+               params, dim3(static_cast<unsigned>(problem->tokens)), 32, 4 * (2 * r.num_experts + r.n_group + r.top_k),
+               false);
   return Report(launcher.error, err);
 }

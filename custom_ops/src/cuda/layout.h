@@ -11,19 +11,46 @@ struct MarlinRow {
   int panels, units, blocks, per_block;  // 16-row panels, 64-column units, scale blocks, groups in a block
   int block_shift;                       // unit >> block_shift is its block; 31 for one block a row
   int scale_bytes;                       // of rows g and g + 8 in a block
-  size_t scales_at, zeros_at, globals_at, bias_at, perm_at, bytes;
+  size_t scales_at, zeros_at, globals_at, bias_at, perm_at, input_at, pre_at, bytes;
 };
+
+// op.def's activation_format
+enum ActivationFormat {
+  kNoFormat,
+  kInt8Token,
+  kInt8TokenAsym,
+  kFp8Token,
+  kFp8Tensor,
+  kFp8Group128,
+  kNvfp4Groups,
+  kMxfp8Groups,
+  kMxfp4Groups
+};
+inline bool HasInputScale(const qm_projection& w) {
+  return w.activation_format == kFp8Tensor || w.activation_format == kNvfp4Groups;
+}
+// Whether a kernel rounds the activations before the product, and whether experts differ in how.
+inline bool Rounds(const qm_projection& w) { return w.activation_format != kNoFormat || w.pre_scale; }
+inline bool RoundsByExpert(const qm_projection& w) { return HasInputScale(w) || w.pre_scale; }
+// Rounded x has a row for each pair, not for each token.
+inline bool RoundsPairs(const qm_moe& m) { return RoundsByExpert(m.w13) || m.apply_router_weight_on_input; }
+
+// Whether the product takes both sides' codes: block-scaled mma of e2m1, which of the mma.sync family sm_120a has
+// alone.
+inline bool Packs(int sm, const qm_projection& w) {
+  return sm == 120 && w.format == 3 && w.group_size == 16 && w.activation_format == kNvfp4Groups && !w.perm;
+}
 
 // How the kernels read weights. kInt4 is symmetric, with f16 or bf16 scales known at compile time; kInt4Zero and the
 // 8-bit kinds take the scales' type as an argument, the 8-bit kinds also the groups in a unit.
-enum class WeightKind { kInt4, kInt4Zero, kInt8, kFp8, kMxfp4, kNvfp4 };
+enum class WeightKind { kInt4, kInt4Zero, kInt8, kInt8Zero, kFp8, kMxfp4, kNvfp4 };
 
 inline WeightKind KindOf(const qm_projection& w) {
   switch (w.format) {
     case 0:
       return w.zero_points ? WeightKind::kInt4Zero : WeightKind::kInt4;
     case 1:
-      return WeightKind::kInt8;
+      return w.zero_points ? WeightKind::kInt8Zero : WeightKind::kInt8;
     case 2:
       return WeightKind::kMxfp4;
     case 3:
@@ -38,8 +65,12 @@ constexpr int ScaleBytes(WeightKind kind, int per_block) {
          : kind == WeightKind::kMxfp4                               ? 4
                                                                     : 8;
 }
-constexpr int ZeroBytes(WeightKind kind) { return kind == WeightKind::kInt4Zero ? 4 : 0; }
-constexpr int BitsOf(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kFp8 ? 8 : 4; }
+constexpr int ZeroBytes(WeightKind kind) {
+  return kind == WeightKind::kInt4Zero || kind == WeightKind::kInt8Zero ? 4 : 0;
+}
+constexpr int BitsOf(WeightKind kind) {
+  return kind == WeightKind::kInt8 || kind == WeightKind::kInt8Zero || kind == WeightKind::kFp8 ? 8 : 4;
+}
 
 // Capacity of a list of tiles of at most 8 * n_tiles pairs of one expert.
 inline int32_t MostTiles(int64_t pairs, int64_t experts, int n_tiles) {
@@ -86,7 +117,9 @@ inline bool MarlinRowOf(const qm_moe& m, int projection, MarlinRow* row) {
   row->globals_at = align(row->zeros_at + (w.zero_points ? scales : 0));
   row->bias_at = align(row->globals_at + (w.format == 3 ? 8 : 0));
   row->perm_at = align(row->bias_at + (w.bias ? static_cast<size_t>(row->panels) * 64 : 0));
-  row->bytes = align(row->perm_at + (w.perm ? static_cast<size_t>(k) * 4 : 0));
+  row->input_at = align(row->perm_at + (w.perm ? static_cast<size_t>(k) * 4 : 0));
+  row->pre_at = align(row->input_at + (HasInputScale(w) ? 4 : 0));
+  row->bytes = align(row->pre_at + (w.pre_scale ? static_cast<size_t>(k) * 4 : 0));
   return true;
 }
 

@@ -14,7 +14,7 @@ namespace quantmoe {
 // What sums of rows g and of rows g + 8 are multiplied by.
 template <typename T, typename F>
 __device__ inline float2 SumFactors(const Weights& w, const uint8_t* expert) {
-  constexpr float factor = SumFactor<T, F>();
+  const float factor = SumFactor<T, F>() * InputScale<F>(w, expert);
   if constexpr (F::kKind == WeightKind::kNvfp4) {
     const float2 global = *reinterpret_cast<const float2*>(expert + w.globals_at);
     return make_float2(factor * global.x, factor * global.y);
@@ -84,12 +84,13 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
   int n_tiles;
   if constexpr (decode) {
     routing->Make(p.routing);
+    WaitForPrevious();  // for x, where it is not the call's
     n_tiles = routing->tiles;
   } else {
     WaitForPrevious();
     n_tiles = p.tiles[p.max_tiles].count;
   }
-  S stream(shared);
+  S stream(shared, p.weights);
   // Sums of the warps, where they are added: after the rings, or, in 2 units of K a stage, the stage read last.
   auto sums_of = [&](int warp, int stage) {
     const int at = kUnits == 1 ? kWarps * kStages * S::kStageBytes + warp * MT * NT * 512
@@ -293,7 +294,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, 1)) MoeDownDecode(cons
   __shared__ DecodeRouting routing;
   routing.Make(p.routing);
   const int columns = p.routing.tokens, cluster = p.shape.cluster;
-  S stream(shared);
+  S stream(shared, p.weights);
   auto sums_of = [&](int warp) {  // after the rings, or, in 2 units of K a stage, over them
     const int at = kUnits == 1 ? kWarps * kStages * S::kStageBytes + warp * MT * 512 : warp * kStages * S::kStageBytes;
     return reinterpret_cast<float4*>(shared + at);

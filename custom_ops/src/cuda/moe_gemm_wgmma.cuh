@@ -35,7 +35,10 @@ struct WgmmaTile {
   static constexpr bool kWide = !kSmall && Sizes<F>::kBits == 8;  // its code stages last half as long
   static constexpr int kStages = kSmall ? (kLaneBytes > 8 ? 4 : 5) : kWide ? 5 : 6, kStageBytes = kTokens * 128;
   static constexpr int kLag = kStages - 3;  // token stages in flight before their arrival is announced
-  static constexpr int kCodeStages = kWide ? 6 : kPanels == 4 ? 3 : kSmall && kLaneBytes == 4 ? 5 : 4;
+  static constexpr int kCodeStages = kWide                       ? (kLaneBytes > 8 ? 5 : 6)
+                                     : kPanels == 4              ? 3
+                                     : kSmall && kLaneBytes == 4 ? 5
+                                                                 : 4;
 };
 
 // What a warpgroup does next: columns [k_begin, k_end) * 64, a part of K, of its panels of an expert (-1: nothing) for
@@ -55,6 +58,7 @@ __host__ __device__ constexpr float ProductFactor() {
     case WeightKind::kInt8:
       return 1 / kInt4Result<T>;
     case WeightKind::kInt4Zero:
+    case WeightKind::kInt8Zero:
       return 1 / kInt8Result<T>;
     case WeightKind::kFp8:
       return kBf16<T> ? 0x1p56f : 1.f;
@@ -103,6 +107,7 @@ struct WgmmaConsumer {
   __device__ bool StartsBlock(int k) const {
     return (k & ((static_cast<unsigned>(kPieces) << p.weights.block_shift) - 1)) == 0;
   }
+  __device__ bool TwoGroups() const { return Size::kRuntime ? p.weights.two_groups : kGroups == 2; }
   __device__ int ScaleLaneBytes() const { return Size::kRuntime ? p.weights.scale_bytes : Size::kScaleBytes; }
   // Zero points of this lane, from its codes.
   __device__ uint32_t ZerosAt(uint32_t at, int b) const {
@@ -121,7 +126,7 @@ struct WgmmaConsumer {
     codes = expert + (static_cast<int64_t>(panel) * w.units * kPieces + copy_k) * 512 + lane * 16;
     scales = expert + w.scales_at + (block * 8 + g) * ScaleLaneBytes();
     if constexpr (Size::kZeroBytes > 0)
-      zeros = expert + w.zeros_at + block * w.zero_bytes + (kGroups == 2 ? 4 * g : 2 * g & ~3);
+      zeros = expert + w.zeros_at + block * w.zero_bytes + (TwoGroups() ? 4 * g : 2 * g & ~3);
   }
   // The next code stage. Scales come with the first columns of their block (or of the work).
   __device__ __forceinline__ void Copy(bool first) {
@@ -132,7 +137,7 @@ struct WgmmaConsumer {
 #pragma unroll
       for (int b = 0; b < kPanels; ++b)  // past the last panel any weights do, the results are not stored
         CopyAsync16OnceIf(left, 4 * b, write + b * 512, codes + b * code_step, once);
-      // Scales of 8-bit codes are of several sizes and mostly rare: worth a branch.
+        // Scales of 8-bit codes are of several sizes and mostly rare: worth a branch.
 #pragma unroll
       for (int b = 0; b < kPanels && (!Size::kRuntime || starts); ++b) {
         const uint8_t* from = scales + b * block_step * (8 * ScaleLaneBytes());
@@ -207,12 +212,12 @@ struct WgmmaConsumer {
         return Nvfp4Factor<T>(words[half], BytePair((lane & 2) + row));
       });
     } else {
-      const int groups = Size::kRuntime ? 1 + w.two_groups : kGroups;
+      const int groups = 1 + TwoGroups();
       if (w.scale_type == 2) {
         halves(__nv_bfloat16(), groups);
       } else if (kKind == WeightKind::kInt4Zero || w.scale_type == 1) {
         halves(__half(), groups);
-      } else if (kKind == WeightKind::kInt8 || w.scale_type == 0) {
+      } else if (kKind == WeightKind::kInt8 || kKind == WeightKind::kInt8Zero || w.scale_type == 0) {
         each([](const uint32_t* words, int, int row) { return Factor(__uint_as_float(words[row])); });
       } else {
         each([](const uint32_t* words, int half, int row) { return Factor(E8m0(words[0], 2 * half + row)); });
@@ -262,7 +267,7 @@ struct WgmmaConsumer {
         const uint32_t(&factor)[2] = scale[2 * pair + b][kGroups == 2 ? half : 0];
         uint32_t low = 0, high = 0;
         if constexpr (Size::kZeroBytes > 0) {
-          const uint32_t at = (kGroups == 2 ? half : lane / 4 % 2) * 0x0202;
+          const uint32_t at = (TwoGroups() ? half : lane / 4 % 2) * 0x0202;
           low = ZeroPoint<T, true>(zeros[2 * pair + b], BytePair(0) + at);
           high = ZeroPoint<T, true>(zeros[2 * pair + b], BytePair(1) + at);
         }
@@ -275,6 +280,8 @@ struct WgmmaConsumer {
             DequantInt8Scaled<T>(q[b][2 * step], q[b][2 * step + 1], factor, to);
           } else {
             if constexpr (kKind == WeightKind::kInt4Zero) DequantInt4Zero<T>(q[b][2 * half + step], low, high, to);
+            if constexpr (kKind == WeightKind::kInt8Zero)
+              DequantInt8<T>(q[b][2 * step], q[b][2 * step + 1], low, high, to);
             if constexpr (kKind == WeightKind::kFp8) DequantFp8<T>(q[b][2 * step], q[b][2 * step + 1], to);
             if constexpr (kKind == WeightKind::kMxfp4 || kKind == WeightKind::kNvfp4)
               DequantE2m1<T>(q[b][2 * half + step], to);
@@ -357,8 +364,8 @@ struct WgmmaConsumer {
     uint8_t* stage = results + group * kTokens * ResultRowBytes(kPanels, down);
     const Work work = *now;
     float bias[kPanels][2] = {};
-    constexpr float kFactor = ProductFactor<T, F>();
-    float2 factor = make_float2(kFactor, kFactor);
+    const float one_factor = ProductFactor<T, F>() * InputScale<F>(w, Expert(work.expert));
+    float2 factor = make_float2(one_factor, one_factor);
     if constexpr (kKind == WeightKind::kNvfp4) {
       const float2 global = *reinterpret_cast<const float2*>(Expert(work.expert) + w.globals_at);
       factor.x *= global.x, factor.y *= global.y;

@@ -38,8 +38,8 @@ int ValidateWeights(const qm_projection& w, const char* name, bool perm, char* e
   const bool integer = w.format == 0 || w.format == 1;
   if (w.format < 0 || w.format > 4)
     return Fail(err, QM_UNSUPPORTED, "%s_format is %d, the CUDA kernels take 0 to 4", name, w.format);
-  if (w.zero_points != 0 && !(w.format == 0 && w.zero_points == 1))
-    return Fail(err, QM_UNSUPPORTED, "%s_zero_points is %d, the CUDA kernels take 0, and 1 with int4", name,
+  if (w.zero_points != 0 && !(integer && w.zero_points == 1))
+    return Fail(err, QM_UNSUPPORTED, "%s_zero_points is %d, the CUDA kernels take 0, and 1 with int4 and int8", name,
                 w.zero_points);
   if (w.block_n < 1) return Fail(err, QM_INVALID, "%s_block_n is %d, expected 1 or more", name, w.block_n);
   const int g = w.group_size, s = w.scale_type;
@@ -67,11 +67,11 @@ int ValidateWeights(const qm_projection& w, const char* name, bool perm, char* e
                 "%s_scale_type is f32 (0) with group_size 32; the CUDA kernels take f32 scales of groups of 64 and "
                 "more: export with --scales bf16",
                 name);
-  if (w.activation_format != 0)
-    return Fail(err, QM_UNSUPPORTED, "%s_activation_format is %d, the CUDA kernels take none (0)", name,
+  if (w.activation_format < kNoFormat || w.activation_format > kMxfp4Groups)
+    return Fail(err, QM_UNSUPPORTED, "%s_activation_format is %d, the CUDA kernels take 0 to 8", name,
                 w.activation_format);
-  if (w.pre_scale != 0)
-    return Fail(err, QM_UNSUPPORTED, "%s_pre_scale is %d, the CUDA kernels take 0", name, w.pre_scale);
+  if (w.pre_scale != 0 && w.pre_scale != 1)
+    return Fail(err, QM_UNSUPPORTED, "%s_pre_scale is %d, the CUDA kernels take 0 and 1", name, w.pre_scale);
   if (w.perm != 0 && !(perm && w.perm == 1))
     return Fail(err, QM_UNSUPPORTED, "%s_perm is %d, the CUDA kernels take 0, and 1 for w13 and w", name, w.perm);
   return QM_OK;
@@ -119,7 +119,7 @@ int WgmmaSharedBytes(int tokens, int bits, int lane_bytes, bool down) {
   const int panels = tokens == 24 ? 4 : 2;
   const bool small = tokens <= 48, wide = !small && bits == 8;
   const int stages = small ? (lane_bytes > 8 ? 4 : 5) : wide ? 5 : 6;
-  const int code_stages = panels == 4 ? 3 : wide ? 6 : small && lane_bytes == 4 ? 5 : 4;
+  const int code_stages = panels == 4 ? 3 : wide ? (lane_bytes > 8 ? 5 : 6) : small && lane_bytes == 4 ? 5 : 4;
   return 1024 + stages * tokens * 128 + 8 * code_stages * panels * (512 + 32 * lane_bytes) +
          2 * tokens * ((down ? 128 : 64) * panels + 16);
 }
@@ -128,6 +128,17 @@ int RegisterBlocks(WeightKind kind, int panels, int n_tiles) {
   return n_tiles > 2 ? 1 : panels == 2 && n_tiles == 1 && BitsOf(kind) == 4 ? 3 : 2;
 }
 constexpr int kRoutingBytes = 4 * 1024;  // static DecodeRouting, rounded up
+// As in moe_gemm_mma.cuh: rings and sums, which lie over the ring where a stage has two units of K.
+int MmaSharedBytes(int panels, int n_tiles, int bits, int lane_bytes, int units = 1) {
+  const int stages = units == 2 ? 2 : kStages, sums = units == 2 ? 0 : panels * n_tiles * 512;
+  return kWarps * (stages * (panels * (units * 128 * bits + 32 * lane_bytes) + units * n_tiles * 1024) + sums);
+}
+int LaneBytes(WeightKind kind, const MarlinRow& w) { return ScaleBytes(kind, w.per_block) + ZeroBytes(kind); }
+// Not int8 with zero points where a multiprocessor has 100 KiB: those take stream.
+bool DecodeFits(const qm_cuda_device& device, const qm_projection& weights, const MarlinRow& w) {
+  const WeightKind kind = KindOf(weights);
+  return MmaSharedBytes(2, 1, BitsOf(kind), LaneBytes(kind, w)) + 1024 + kRoutingBytes <= device.shared_bytes;
+}
 
 // What the plan of a product depends on besides its weights.
 struct Work {
@@ -144,7 +155,7 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
   const auto& [device, decode, wgmma, most_experts, mean, most_tiles] = work;
   const int sms = device.multiprocessors;
   const WeightKind kind = KindOf(weights);
-  const int lane_bytes = ScaleBytes(kind, w.per_block) + ZeroBytes(kind);
+  const int lane_bytes = LaneBytes(kind, w);
   const bool int4 = kind == WeightKind::kInt4 && w.per_block == 1;  // groups of 64 and more
   // Two units of K that share their scales are a stage of four panels: fewer instructions a byte.
   const bool two = int4 && w.block_shift > 0;
@@ -154,6 +165,7 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
   const int least = decode ? 2 : two ? 14 : 8;
   while (g.warps_k > 1 && w.units < least * g.warps_k) g.warps_k /= 2;
   g.cluster = 1;
+  g.packed = Packs(device.sm, weights);
   g.stages = kStages;
   if (wgmma) {
     g.grid = 2 * sms;
@@ -185,9 +197,7 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
     // Not where decode's gate_up has little K: the sums over the ring make the warps wait once more a unit of work.
     const bool gate_up = decode && !direct;
     g.stages = two && panels == 4 && !(gate_up && w.units < 40) ? 2 : kStages;
-    const int units = g.stages == 2 ? 2 : 1, sums = units == 2 ? 0 : panels * n_tiles * 512;  // 2: over the ring
-    g.shared_bytes =
-        kWarps * (g.stages * (panels * (units * 128 * BitsOf(kind) + 32 * lane_bytes) + units * n_tiles * 1024) + sums);
+    g.shared_bytes = MmaSharedBytes(panels, n_tiles, BitsOf(kind), lane_bytes, g.stages == 2 ? 2 : 1);
     // What gate_up.cu, down.cu and their *_any.cu instantiate.
     const bool instantiated = panels == 2 || (BitsOf(kind) == 4 && (!int4 || g.stages == 2 || gate_up));
     return instantiated && g.shared_bytes <= device.shared_bytes - reserved;
@@ -265,7 +275,8 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   MarlinRowOf(p.moe, 13, &w13);
   MarlinRowOf(p.moe, 2, &w2);
   const int64_t pairs = p.tokens * p.top_k;
-  const bool decode = p.tokens <= kDecodeTokens && pairs <= kDecodePairs;
+  const bool decode = p.tokens <= kDecodeTokens && pairs <= kDecodePairs && DecodeFits(*device, p.moe.w13, w13) &&
+                      DecodeFits(*device, p.moe.w2, w2);
   const int64_t most_experts = std::min<int64_t>(pairs, p.local_experts);
   // Tokens an expert gets on average decide the tile.
   const double mean = static_cast<double>(pairs) / static_cast<double>(p.local_experts);
@@ -287,6 +298,10 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   const uint64_t hidden_columns =
       wgmma ? static_cast<uint64_t>(w2.units) * 64 : static_cast<uint64_t>(w13.panels) * (p.moe.gated ? 8 : 16);
   plan->hidden = take(static_cast<uint64_t>(pairs) * hidden_columns * 2);
+  if (Rounds(p.moe.w13) && (p.moe.w13.perm || !wgmma))
+    plan->rounded = take(static_cast<uint64_t>(RoundsPairs(p.moe) ? pairs : p.tokens) *
+                         (plan->w13.packed ? w13.units * 64 : p.moe.hidden_size * 2));
+  if (plan->w2.packed) plan->packed_hidden = take(static_cast<uint64_t>(pairs) * w2.units * 64);
   if (p.moe.w13.perm) plan->gathered = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * 2);
   if (!decode) {
     plan->max_tiles = MostTiles(pairs, p.local_experts, plan->w13.n_tiles);
@@ -295,7 +310,8 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     if (plan->w2.n_tiles != plan->w13.n_tiles) tiles += MostTiles(pairs, p.local_experts, plan->w2.n_tiles) + 1ull;
     plan->tiles = take(16 * tiles);
     plan->sorted_pairs = take(8 * static_cast<uint64_t>(pairs));
-    if (wgmma) plan->prepared = take(static_cast<uint64_t>(p.moe.w13.perm ? pairs : p.tokens) * w13.units * 128);
+    const bool by_pair = p.moe.w13.perm || (Rounds(p.moe.w13) && RoundsPairs(p.moe));
+    if (wgmma) plan->prepared = take(static_cast<uint64_t>(by_pair ? pairs : p.tokens) * w13.units * 128);
   }
   plan->workspace_bytes = workspace.end;
   return QM_OK;
@@ -322,12 +338,14 @@ extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const 
   MarlinRow w{};
   MarlinRowOf(MoeOf(l), 2, &w);
   const int64_t rows = problem->rows;
-  const bool decode = rows <= kDecodeTokens;
+  const bool decode = rows <= kDecodeTokens && DecodeFits(*device, l.w, w);
   const bool wgmma = !decode && device->sm == 90 && l.out_features % 8 == 0 && rows > 64;
   plan->path = decode ? QM_CUDA_DECODE : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
   plan->w2 = PlanGemm({*device, decode, wgmma, 1, static_cast<double>(rows), 4}, l.w, w, decode || wgmma);
 
   Workspace workspace;
+  if (Rounds(l.w) && (l.w.perm || !wgmma))
+    plan->rounded = workspace.Take(static_cast<uint64_t>(rows) * (plan->w2.packed ? w.units * 64 : l.in_features * 2));
   if (l.w.perm) plan->gathered = workspace.Take(static_cast<uint64_t>(rows) * l.in_features * 2);
   if (!decode) {
     plan->max_tiles = static_cast<int32_t>(rows / (8 * plan->w2.n_tiles) + 1);

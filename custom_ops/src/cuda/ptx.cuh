@@ -59,6 +59,55 @@ __device__ inline void WaitForPrevious() {
 #endif
 }
 
+#if __CUDA_ARCH__ == 900
+// MmaNvfp4 from shuffles. No plan for this architecture takes it: it is for tests of the kernels around it.
+static __device__ __noinline__ void SlowMmaNvfp4(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                                 uint32_t b0, uint32_t b1, uint32_t scale_a, uint32_t scale_b) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  auto twice = [](uint32_t code) {
+    const int m = code & 7, v = m < 4 ? m : (2 | (m & 1)) << (m / 2 - 1);
+    return code & 8 ? -v : v;
+  };
+  auto e4m3 = [](uint32_t scales, int i) {
+    const uint32_t code = scales >> 8 * i & 0xff;
+    return code == 0x7f ? __int_as_float(0x7fffffff) : __uint_as_float(code << 20) * 0x1p120f;
+  };
+#pragma unroll 1
+  for (int i = 0; i < 8; ++i) {  // lane of a quad, half of the columns
+    const int from = i / 2, half = i % 2;
+#pragma unroll 1
+    for (int out = 0; out < 4; ++out) {
+      const int row = out / 2, column = 4 * (2 * t + out % 2);
+      const uint32_t low = __shfl_sync(~0u, row ? a1 : a0, 4 * g + from),
+                     high = __shfl_sync(~0u, row ? a3 : a2, 4 * g + from);
+      const uint32_t q = half ? high : low, b = __shfl_sync(~0u, half ? b1 : b0, column + from);
+      const float scale = e4m3(__shfl_sync(~0u, scale_a, 4 * g + row), 2 * half + from / 2) *
+                          e4m3(__shfl_sync(~0u, scale_b, column), 2 * half + from / 2);
+      int sum = 0;
+#pragma unroll 1
+      for (int n = 0; n < 32; n += 4) sum += twice(q >> n & 15) * twice(b >> n & 15);
+      c[out] += 0.25f * static_cast<float>(sum) * scale;
+    }
+  }
+}
+#endif
+// c += a * b, 16 x 64 times 64 x 8 e2m1 codes with e4m3 scales of 16: scale_a has the four of row g in lanes of even t,
+// of row g + 8 in those of odd t, scale_b those of column g. Of the fragments (PTX ISA, mma.m16n8k64): a[0] is row g,
+// columns 8t to 8t + 7, low nibble first, a[1] row g + 8, a[2] and a[3] columns 32 further; b0 and b1 are column g, the
+// same rows.
+__device__ inline void MmaNvfp4(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, uint32_t scale_a,
+                                uint32_t scale_b) {
+#if defined(__CUDA_ARCH_FEAT_SM120_ALL)
+  constexpr uint16_t zero = 0;  // the bytes and threads that scales come from
+  asm("mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, {%10}, {%11,%11}, {%12}, {%11,%11};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(scale_a), "h"(zero), "r"(scale_b));
+#elif __CUDA_ARCH__ == 900
+  SlowMmaNvfp4(c, a[0], a[1], a[2], a[3], b0, b1, scale_a, scale_b);
+#endif
+}
+
 template <typename T>
 struct Half;  // the two 16-bit types
 
@@ -84,6 +133,11 @@ struct Half<__nv_bfloat16> {
   __device__ static uint32_t Pack(float lo, float hi) {
     __nv_bfloat162 r = __floats2bfloat162_rn(lo, hi);
     return reinterpret_cast<uint32_t&>(r);
+  }
+  // Infinities become the largest numbers.
+  __device__ static uint32_t Clamp(uint32_t x) {
+    asm("min.NaN.bf16x2 %0, %0, %1;\nmax.NaN.bf16x2 %0, %0, %2;" : "+r"(x) : "r"(0x7f7f7f7f), "r"(0xff7fff7f));
+    return x;
   }
   __device__ static __nv_bfloat16 From(float x) { return __float2bfloat16_rn(x); }
   __device__ static float Low(uint32_t x) { return __uint_as_float(x << 16); }
@@ -117,6 +171,10 @@ struct Half<__half> {
   __device__ static uint32_t Pack(float lo, float hi) {
     __half2 r = __floats2half2_rn(lo, hi);
     return reinterpret_cast<uint32_t&>(r);
+  }
+  __device__ static uint32_t Clamp(uint32_t x) {
+    asm("min.NaN.f16x2 %0, %0, %1;\nmax.NaN.f16x2 %0, %0, %2;" : "+r"(x) : "r"(0x7bff7bff), "r"(0xfbfffbff));
+    return x;
   }
   __device__ static __half From(float x) { return __float2half_rn(x); }
   __device__ static float Low(uint32_t x) { return __low2float(reinterpret_cast<__half2&>(x)); }

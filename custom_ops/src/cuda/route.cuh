@@ -160,7 +160,7 @@ __global__ void MoeGather(const __grid_constant__ GatherParams p) {
   const int pair = blockIdx.x, expert = LocalExpert(p.routing, pair);
   if (expert < 0) return;
   const int* perm = reinterpret_cast<const int*>(p.rows + expert * p.row_bytes + p.perm_at);
-  const uint16_t* x = p.x + static_cast<int64_t>(pair / p.routing.top_k) * p.columns;
+  const uint16_t* x = p.x + static_cast<int64_t>(pair / p.x_divisor) * p.columns;
   uint16_t* out = p.out + static_cast<int64_t>(pair) * p.columns;
   for (int k = threadIdx.x; k < p.columns; k += blockDim.x) out[k] = x[perm[k]];
 }

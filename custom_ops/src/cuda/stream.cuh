@@ -18,11 +18,13 @@ namespace quantmoe {
 // What sums are to be multiplied by; nvfp4's also by the global scale.
 template <typename T, typename F>
 __host__ __device__ constexpr float SumFactor() {
+  if (F::kPacked) return 1.f;
   switch (F::kKind) {
     case WeightKind::kInt4:
     case WeightKind::kInt4Zero:
       return 1 / kInt4Bits<T>;
     case WeightKind::kInt8:
+    case WeightKind::kInt8Zero:
       return 1 / kInt8Result<T>;
     case WeightKind::kFp8:
       return kBf16<T> ? 1.f : 1 / kFp8Bits<T>;
@@ -46,6 +48,7 @@ struct Stream {
                        kTokensAt = kZerosAt + MT * 32 * Size::kZeroBytes;
   static constexpr int kStages = StagesOf(kUnits);
   static constexpr int kStageBytes = StageBytes(MT, NT, Size::kBits, Size::kLaneBytes, kUnits);
+  static constexpr int kTokenUnit = F::kPacked ? kUnit / 2 : kUnit;  // of T: values, or codes and scales (PackUnit)
   static constexpr bool kScaledWeights = kKind == WeightKind::kNvfp4 || (kKind == WeightKind::kMxfp4 && kBf16<T>);
 
   int lane, g, t;
@@ -58,7 +61,7 @@ struct Stream {
   int k, columns_left;                        // columns_left: from the lane's first to the end of the row
   uint32_t panel_at[MT], scale_panel_at[MT];  // from the first panel to panel m
 
-  __device__ explicit Stream(uint8_t* rings) {
+  __device__ Stream(uint8_t* rings, const Weights& w) {
     lane = threadIdx.x % 32;
     g = lane / 4;
     t = lane % 4;
@@ -69,7 +72,7 @@ struct Stream {
     // Opaque from here on, or the compiler derives them from threadIdx again in every turn.
     asm volatile("" : "+r"(codes_at), "+r"(scales_at), "+r"(lane), "+r"(g), "+r"(t));
     // One group in a unit: zero points of rows g and g + 8 are two bytes, and a word serves two g.
-    zero_selector = BytePair(F::kGroups == 2 ? 0 : 2 * (g % 2));
+    zero_selector = BytePair(TwoGroups(w) ? 0 : 2 * (g % 2));
   }
   // Points at unit k_ of panels [panel, panel + MT) of an expert; panels past the end repeat the last.
   __device__ void SeekWeights(const Weights& w, const uint8_t* expert, int panel, int k_) {
@@ -84,14 +87,15 @@ struct Stream {
     codes = expert + (static_cast<int64_t>(panel) * w.units + k) * kUnitBytes + lane * 16;
     scales = expert + w.scales_at + (panel * w.blocks * 8 + g) * scale_bytes;
     if constexpr (Size::kZeroBytes > 0)
-      zeros = expert + w.zeros_at + panel * w.blocks * w.zero_bytes + (F::kGroups == 2 ? 4 * g : 2 * g & ~3);
+      zeros = expert + w.zeros_at + panel * w.blocks * w.zero_bytes + (TwoGroups(w) ? 4 * g : 2 * g & ~3);
   }
+  __device__ static bool TwoGroups(const Weights& w) { return Size::kRuntime ? w.two_groups : F::kGroups == 2; }
   // Bytes of rows g and g + 8 in a block.
   __device__ static int ScaleLaneBytes(const Weights& w) { return Size::kRuntime ? w.scale_bytes : Size::kScaleBytes; }
 
   __device__ void SeekTokens(int n, const T* row, int x_columns) {
-    tokens[n] = row == nullptr ? nullptr : row + k * kUnit + t * 8;
-    columns_left = x_columns - k * kUnit - t * 8;
+    tokens[n] = row == nullptr ? nullptr : row + k * kTokenUnit + t * 8;
+    columns_left = x_columns - k * kTokenUnit - t * 8;
   }
 
   __device__ void CopyWeights(int stage, const Weights& w) {
@@ -115,9 +119,9 @@ struct Stream {
     }
     if constexpr (Size::kZeroBytes > 0) {
       const uint8_t* z = zeros + block * w.zero_bytes;
+      const int shift = Size::kRuntime && w.scale_type == 0 ? 2 : 1;  // a byte where scales have two, f32's four
 #pragma unroll
-      for (int m = 0; m < MT; ++m)
-        CopyAsyncSmall<4>(ZeroAt(stage, m), m ? z + scale_panel_at[m] / 2 : z);  // a byte where scales have two
+      for (int m = 0; m < MT; ++m) CopyAsyncSmall<4>(ZeroAt(stage, m), m ? z + (scale_panel_at[m] >> shift) : z);
     }
     codes += kUnits * kUnitBytes;
   }
@@ -132,11 +136,11 @@ struct Stream {
       // A null row stays near null and is never read.
       const bool valid = reinterpret_cast<uintptr_t>(tokens[n]) >= kNullEnd;
 #pragma unroll
-      for (int i = 0; i < 2 * kUnits; ++i)
+      for (int i = 0; i < (F::kPacked ? 1 : 2 * kUnits); ++i)
         CopyAsync16(to + n * kUnits * 1024 + i * 512, tokens[n] + i * 32, valid && columns_left > i * 32);
-      tokens[n] += kUnits * kUnit;
+      tokens[n] += kUnits * kTokenUnit;
     }
-    columns_left -= kUnits * kUnit;
+    columns_left -= kUnits * kTokenUnit;
     k += kUnits;
   }
   static constexpr uintptr_t kNullEnd = 1 << 20;
@@ -151,6 +155,7 @@ struct Stream {
     constexpr bool kDirect = kScaledWeights && !kFactor;  // into acc
     constexpr int kWords = Size::kScaleBytes / 4;
     const uint32_t base = codes_at + stage * kStageBytes;
+    if constexpr (F::kPacked) return ConsumePacked<N, kFactor>(stage, base, acc, factor);
     uint4 q[MT], x[N][2];
     uint32_t scale[MT][kWords], zero[MT];
 #pragma unroll
@@ -202,6 +207,8 @@ struct Stream {
         uint32_t low = 0, high = 0;  // zero points, or scales of weights, of rows g and g + 8
         if constexpr (kKind == WeightKind::kInt4Zero && !kSums) {
           low = ZeroPoint<T, false>(zero[m], selector), high = ZeroPoint<T, false>(zero[m], selector + 0x0101);
+        } else if constexpr (kKind == WeightKind::kInt8Zero) {
+          low = ZeroPoint<T, true>(zero[m], selector), high = ZeroPoint<T, true>(zero[m], selector + 0x0101);
         } else if constexpr (kKind == WeightKind::kInt4) {
           low = high = Half<T>::kInt4Zero;
         } else if constexpr (kKind == WeightKind::kNvfp4) {
@@ -218,6 +225,8 @@ struct Stream {
             const uint32_t q_low = step ? q[m].z : q[m].x, q_high = step ? q[m].w : q[m].y;
             if constexpr (kKind == WeightKind::kInt8) {
               DequantInt8<T>(q_low, q_high, a);
+            } else if constexpr (kKind == WeightKind::kInt8Zero) {
+              DequantInt8<T>(q_low, q_high, low, high, a);
             } else {
               DequantFp8<T>(q_low, q_high, a);
               if constexpr (kBf16<T>) Times<T>(a, 0x7b807b80, 0x7b807b80);  // 2^120
@@ -290,6 +299,31 @@ struct Stream {
           add([&](int m) { return make_float2(__uint_as_float(scale[m][0]), __uint_as_float(scale[m][kWords - 1])); });
         } else {
           add([&](int m) { return make_float2(E8m0(scale[m][0], 2 * half), E8m0(scale[m][0], 2 * half + 1)); });
+        }
+      }
+    }
+  }
+
+  // The same of codes on both sides: a lane has 8 neighbouring columns of both rows in two words.
+  template <int N, bool kFactor>
+  __device__ void ConsumePacked(int stage, uint32_t base, float (&acc)[MT][NT][4], const float* factor) const {
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+      const uint4 q = Load16(base + m * 512);
+      const uint32_t at = scales_at + stage * kStageBytes + m * 32 * Size::kScaleBytes;
+      const uint32_t scale = __byte_perm(Load4(at), Load4(at + 4), t % 2 ? 0x7531 : 0x6420);
+      const uint32_t a[4] = {__byte_perm(q.x, q.y, 0x6240), __byte_perm(q.x, q.y, 0x7351),
+                             __byte_perm(q.z, q.w, 0x6240), __byte_perm(q.z, q.w, 0x7351)};
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        const uint4 x = Load16(base + kTokensAt + n * 1024);
+        if constexpr (kFactor) {
+          float part[4] = {};
+          MmaNvfp4(part, a, x.x, x.y, scale, x.z);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) acc[m][n][i] += factor[i % 2] * part[i];
+        } else {
+          MmaNvfp4(acc[m][n], a, x.x, x.y, scale, x.z);
         }
       }
     }

@@ -1,0 +1,242 @@
+// Activations in the values of an activation format (FORMAT.md 4.1), in 16 bits, for kernels that take any weights.
+//
+// Codes and powers of two are exact in 16 bits, and so is e2m1 times e4m3; a stored f32 scale is left out and
+// multiplies the sums (InputScale). Where the step is an f32 of its own (token, group128) the product is rounded to T.
+#pragma once
+#include <float.h>
+
+#include "cuda/kernels.cuh"
+#include "cuda/layout.h"
+#include "cuda/ptx.cuh"
+
+namespace quantmoe {
+
+constexpr int kRoundThreads = 256;
+
+__device__ inline float MaxNan(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+__device__ inline float PowerOfTwo(int exponent) { return __int_as_float((127 + exponent) << 23); }
+// x rounded to `bits` bits after its first, or, below 2^least, after 2^least's; ties to even: in the sum those are the
+// last bits.
+__device__ inline float RoundBits(float x, int bits, int least) {
+  const float first = fmaxf(__uint_as_float(__float_as_uint(x) & 0x7f800000), PowerOfTwo(least));
+  const float large = 1.5f * PowerOfTwo(23 - bits) * first;
+  return __fsub_rn(__fadd_rn(x, large), large);
+}
+
+// The largest magnitudes of what is below and above zero, NaN if there is one.
+struct Extremes {
+  float low, high;
+
+  __device__ void Add(float x) { low = MaxNan(low, -x), high = MaxNan(high, x); }
+  __device__ void Add(const Extremes& other) { low = MaxNan(low, other.low), high = MaxNan(high, other.high); }
+  __device__ void AddLanes(unsigned lanes) {  // of this many neighbours
+    for (unsigned d = 1; d < lanes; d *= 2) Add(Extremes{__shfl_xor_sync(~0u, low, d), __shfl_xor_sync(~0u, high, d)});
+  }
+};
+
+// How values that share a step are rounded: round(clamp(x / step)) * factor, or of x * step for int8_token_asym.
+struct Rounding {
+  float step, factor, least, most;
+  float power, inverse;  // power: of two, that makes step about 1; it is in step, and in its inverse
+
+  // kept: the part of the stored scale that the values have, all or 1.
+  __device__ Rounding(int format, const Extremes& of, float stored, float kept) {
+    const float largest = MaxNan(of.low, of.high);
+    bool finite = largest <= FLT_MAX;
+    step = 1.f;
+    most = format == kNvfp4Groups || format == kMxfp4Groups ? 6.f : 448.f;
+    least = -most;
+    switch (format) {
+      case kInt8Token:
+      case kFp8Token:
+      case kFp8Group128:
+        if (format == kInt8Token) least = -128.f, most = 127.f;
+        step = largest / (format == kInt8Token ? 127.5f : 448.f);
+        if (step == 0.f) step = 1.f;
+        factor = step;
+        break;
+      case kInt8TokenAsym: {
+        const float spread = of.high + of.low;
+        finite = finite && spread <= FLT_MAX;
+        step = spread == 0.f ? 1.f : 255.f / spread;
+        factor = 1.f / step;
+        if (isinf(step)) step = factor = 0.f;
+        const float a = __fmul_rn(-of.low, step), b = __fmul_rn(of.high, step);
+        const float zero =
+            rintf(fminf(fmaxf((-128.f + a) + (127.f + b) > 0.f ? -128.f - a : 127.f - b, -128.f), 127.f));
+        least = -128.f - zero, most = 127.f - zero;
+        break;
+      }
+      case kFp8Tensor:
+        step = stored;
+        factor = kept;
+        break;
+      case kNvfp4Groups:
+        factor = RoundBits(fminf(largest / 6.f / stored, 448.f), 3, -6);
+        step = factor * stored;
+        factor *= kept;
+        if (step == 0.f) step = 1.f, factor = 0.f;
+        break;
+      case kMxfp8Groups:
+      case kMxfp4Groups: {
+        const int exponent =
+            static_cast<int>((__float_as_uint(largest) + (1u << 21)) >> 23) - (format == kMxfp8Groups ? 8 : 2);
+        factor = step = __int_as_float(exponent > 0 ? exponent << 23 : 1 << 22);
+        break;
+      }
+      default:
+        factor = 1.f;
+    }
+    if (!finite) factor = __int_as_float(0x7fffffff);
+    if (format == kInt8TokenAsym) return;
+    power = PowerOfTwo(min(max(127 - (__float_as_int(step) >> 23), -126), 126));
+    step *= power;
+    inverse = 1.f / step;
+  }
+
+  // x / step, rounded as a division is while it is less than 2^12: quicker than the division that allows for all.
+  __device__ float Quotient(float x) const {
+    x = fminf(fmaxf(x * power, -0x1p14f), 0x1p14f);
+    const float q = x * inverse;
+    return __fmaf_rn(__fmaf_rn(-q, step, x), inverse, q);
+  }
+
+  // x as an e2m1 code; of a factor that is an e4m3 number its code.
+  __device__ uint32_t Code(float x) const {
+    const float r = fabsf(RoundBits(fminf(fmaxf(Quotient(x), -6.f), 6.f), 1, 0));
+    const int code = r < 1.f ? static_cast<int>(2.f * r) : (__float_as_int(r) >> 22) - 2 * 126;
+    return code | (x < 0.f) << 3;
+  }
+  __device__ uint32_t ScaleCode() const {
+    if (!(factor <= 448.f)) return 0x7f;
+    return factor < 0x1p-6f ? static_cast<int>(factor * 512.f) : (__float_as_int(factor) >> 20) - 8 * 120;
+  }
+
+  __device__ float operator()(int format, float x) const {
+    if (format == kNoFormat) return x * factor;
+    const bool integer = format <= kInt8TokenAsym, e2m1 = most == 6.f;
+    const float q = fminf(fmaxf(format == kInt8TokenAsym ? __fmul_rn(x, step) : Quotient(x), least), most);
+    return (integer ? rintf(q) : RoundBits(q, e2m1 ? 1 : 3, e2m1 ? 0 : -6)) * factor;
+  }
+};
+
+// A packed row of nvfp4: 64 bytes for 64 columns, 16 for each t of 4: columns 8t to 8t + 7, even ones first, the same
+// 32 further, and the four scales, each t having them. Here 8 columns of it.
+__device__ inline void PackUnit(uint8_t* row, int chunk, const Rounding& how, const float (&v)[8]) {
+  uint8_t* unit = row + chunk / 8 * 64;
+  const int half = chunk / 4 % 2, t = chunk % 4;
+  uint32_t word = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) word |= how.Code(v[i]) << 4 * (i / 2 + i % 2 * 4);
+  *reinterpret_cast<uint32_t*>(unit + 16 * t + 4 * half) = word;
+  for (int i = 0; i < 2; ++i)  // the other two by the group's other 8 columns
+    unit[16 * (2 * (t % 2) + i) + 8 + 2 * half + t / 2] = static_cast<uint8_t>(how.ScaleCode());
+}
+
+// A block a row, or with blocks of (32, rows) a warp a row; 8 columns of out a thread at a time. x and out may be the
+// same.
+template <typename T>
+__global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant__ RoundParams p) {
+  LaunchDependents();
+  if (p.sorted_pairs) WaitForPrevious();
+  const int row = blockIdx.x * blockDim.y + threadIdx.y;
+  int pair = row;
+  if (row >= p.out_rows) return;
+  if (p.sorted_pairs) {
+    const int tiles = p.tiles[p.max_tiles].count;
+    if (tiles == 0) return;
+    const Tile last = p.tiles[tiles - 1];
+    if (row >= last.first + last.count) return;
+    pair = p.sorted_pairs[row].pair;
+  }
+  const uint8_t* weights = p.rows;
+  if (p.by_expert) {
+    const int expert = LocalExpert(p.routing, pair);
+    if (expert < 0) {
+      WaitForPrevious();  // or, if all left, this kernel would end before the one before it, on which the next relies
+      return;
+    }
+    weights += expert * p.row_bytes;
+  }
+  const float weight = p.weight_here ? RouterWeight(p.routing, pair) : 1.f;
+  const float stored = p.input_at ? *reinterpret_cast<const float*>(weights + p.input_at) : 1.f;
+  const float kept = p.with_input_scale ? stored : 1.f;
+  const float* pre = p.pre_at ? reinterpret_cast<const float*>(weights + p.pre_at) : nullptr;
+  const T* x = static_cast<const T*>(p.x) + static_cast<int64_t>(row / p.x_divisor) * p.x_columns;
+  uint8_t* out = static_cast<uint8_t*>(p.out) + static_cast<int64_t>(row) * p.columns * (p.packed ? 1 : 2);
+  const int chunks = p.columns / 8;
+  if (!p.sorted_pairs) WaitForPrevious();  // for x
+
+  float v[8];
+  auto load = [&](int chunk) {
+    uint32_t words[4] = {};
+    // In the stored order (StoredColumn of moe_gemm_wgmma.cuh) a chunk has two columns of each eight of 32.
+    const int first = p.out_stored ? chunk / 4 * 32 + chunk % 4 * 2 : chunk * 8, next = p.out_stored ? 8 : 2;
+    if (p.x_stored == p.out_stored) {
+      if (chunk * 8 < p.x_columns) {
+        const uint4 in = reinterpret_cast<const uint4*>(x)[chunk];
+        words[0] = in.x, words[1] = in.y, words[2] = in.z, words[3] = in.w;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (first + 8 * i < p.x_columns) words[i] = reinterpret_cast<const uint32_t*>(x)[first / 2 + 4 * i];
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      v[i] = weight * (i % 2 ? Half<T>::High(words[i / 2]) : Half<T>::Low(words[i / 2]));
+      const int column = first + i / 2 * next + i % 2;
+      if (pre && column < p.features) v[i] *= pre[column];
+    }
+  };
+
+  const bool by_row = p.format == kInt8Token || p.format == kInt8TokenAsym || p.format == kFp8Token;
+  Extremes all{0.f, 0.f};
+  if (by_row) {
+    for (int chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
+      load(chunk);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) all.Add(v[i]);
+    }
+    all.AddLanes(32);
+    if (blockDim.x > 32) {
+      __shared__ Extremes of_warps[kRoundThreads / 32];
+      if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = all;
+      __syncthreads();
+      for (int w = 0; w < blockDim.x / 32; ++w) all.Add(of_warps[w]);
+    }
+  }
+  // A group is of neighbours, those of 16 in the stored order words 0, 1 or 2, 3 of four chunks.
+  const int group = p.format == kFp8Group128 ? 128 : p.format == kNvfp4Groups ? 16 : p.format > kNvfp4Groups ? 32 : 8;
+  const bool halves = p.out_stored && group == 16;
+  for (int begin = threadIdx.x & ~31; begin < chunks; begin += blockDim.x) {  // whole warps
+    const int chunk = begin + threadIdx.x % 32;
+    load(chunk);
+    Extremes first = all, second = all;
+    if (!by_row) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) (i < 4 ? first : second).Add(v[i]);
+      if (!halves) first.Add(second);
+      first.AddLanes(halves ? 4 : group / 8);
+      if (halves) second.AddLanes(4);
+    }
+    const Rounding low(p.format, first, stored, kept), high = halves ? Rounding(p.format, second, stored, kept) : low;
+    if (p.packed) {
+      if (chunk < chunks) PackUnit(out, chunk, low, v);
+      continue;
+    }
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Rounding& how = i < 2 ? low : high;
+      words[i] = Half<T>::Clamp(Half<T>::Pack(how(p.format, v[2 * i]), how(p.format, v[2 * i + 1])));
+    }
+    if (chunk < chunks) reinterpret_cast<uint4*>(out)[chunk] = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+}  // namespace quantmoe
