@@ -285,7 +285,9 @@ def trace(
             shape = (spec.num_experts, layout.row_bytes(spec, projection) // 4)
             module.register_buffer(projection, placeholder(shape, torch.int32), persistent=True)
     model.set_experts_implementation("quantmoe")
-    if target == "cpu":  # TensorRT fuses the usual pattern
+    # TensorRT fuses the usual pattern. gpt-oss's, with sinks, has a ReduceMax: ONNX Runtime's CUDA provider has none of
+    # bf16.
+    if target == "cpu" or any(hasattr(module, "sinks") for module in model.modules()):
         model.set_attn_implementation(attention.NAME)
     for name, linear in (linears or {}).items():
         parent, _, leaf = name.rpartition(".")

@@ -50,7 +50,7 @@ class CpuKernel : public Kernel {
 const void* CpuKernel::Mapped(const OrtKernelInfo* info, size_t input, Shape& shape) const {
   const void* data = Data(Weight(info, input, shape));
   if (reinterpret_cast<uintptr_t>(data) % 64)
-    Fail(std::string(at(kInputs, op_.name, input).name) +
+    Fail(std::string(op_.inputs.first[input].name) +
          " is not 64-byte aligned in memory, expected external data at an offset that is a multiple of 64 KiB");
   if (prefault_) Prefault(data, static_cast<size_t>(shape[0] * shape[1]) * 4);
   return data;

@@ -16,6 +16,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/slots.h"
 #include "onnxruntime_c_api.h"
 #include "quantmoe/quant_moe.h"
 
@@ -24,45 +25,6 @@ namespace {
 
 // ONNX Runtime 1.21. Later runtimes hand out this API and accept its OrtCustomOp, so one binary serves them all.
 constexpr uint32_t kOrtApi = 21;
-
-// The types of op.def: T and I are those of one OrtCustomOp.
-enum {
-  type_T = -1,
-  type_I = -2,
-  type_float = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT,
-  type_int32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32
-};
-struct Slot {
-  const char* op;
-  const char* name;
-  int type;
-};
-constexpr Slot kInputs[] = {
-#define QM_INPUT(op, name, type) {#op, #name, type_##type},
-#include "op.def"
-};
-constexpr Slot kOutputs[] = {
-#define QM_OUTPUT(op, name, type) {#op, #name, type_##type},
-#include "op.def"
-};
-// Positions of an operator's inputs, as QuantMoE_w13 and so on.
-template <size_t n>
-constexpr size_t position(const Slot (&slots)[n], std::string_view op, std::string_view name) {
-  size_t at = 0;
-  for (const Slot& slot : slots) {
-    if (op != slot.op) continue;
-    if (name == slot.name) return at;
-    ++at;
-  }
-  return at;  // name "": how many
-}
-#define QM_INPUT(op, name, type) constexpr size_t op##_##name = position(kInputs, #op, #name);
-#include "op.def"
-template <size_t n>
-const Slot& at(const Slot (&slots)[n], std::string_view op, size_t index) {
-  const Slot* first = std::find_if(slots, slots + n, [&](const Slot& slot) { return op == slot.op; });
-  return first[index];  // op.def lists an operator's together
-}
 
 class Kernel;
 
@@ -73,14 +35,18 @@ struct Op : OrtCustomOp {
   const OrtApi* api;
   const char* provider;  // null: the CPU
   const char* name;
+  Slots inputs, outputs;
   ONNXTensorElementDataType float_type, id_type;
   Make make;
 
   Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElementDataType float_type,
      ONNXTensorElementDataType id_type, Make make);
   static const Op& Of(const OrtCustomOp* op) { return *static_cast<const Op*>(op); }
-  ONNXTensorElementDataType Resolve(int t) const {
-    return t == type_T ? float_type : t == type_I ? id_type : static_cast<ONNXTensorElementDataType>(t);
+  ONNXTensorElementDataType Resolve(Type type) const {
+    return type == Type::T         ? float_type
+           : type == Type::I       ? id_type
+           : type == Type::float32 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
+                                   : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
   }
   qm_type type() const {
     return float_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT     ? QM_F32
@@ -216,7 +182,7 @@ void Kernel::ReadAttributes(const OrtKernelInfo* info, void* attributes) const {
 
 // A packed tensor, which must be an initializer.
 const OrtValue* Kernel::Weight(const OrtKernelInfo* info, size_t input, Shape& shape) const {
-  const std::string name = at(kInputs, op_.name, input).name;
+  const std::string name = op_.inputs.first[input].name;
   int constant = 0;
   const OrtValue* value = nullptr;
   Check(api_->KernelInfoGetConstantInput_tensor(info, input, &constant, &value), name);
@@ -280,9 +246,9 @@ OrtStatus* InferShape(const OrtCustomOp* self, OrtShapeInferContext* context) {
     if (!status) status = api->SetSymbolicDimensions(changed, symbols.data(), rank);
     ONNXTensorElementDataType input_type;  // ONNX Runtime asks the first of an operator's variants for all of them
     if (!status) status = api->GetTensorElementType(info, &input_type);
-    for (size_t i = 0; i < position(kOutputs, op.name, "") && !status; ++i) {
-      const int type = at(kOutputs, op.name, i).type;
-      status = api->SetTensorElementType(changed, type == type_T ? input_type : op.Resolve(type));
+    for (int32_t i = 0; i < op.outputs.count && !status; ++i) {
+      const Type type = op.outputs.first[i].type;
+      status = api->SetTensorElementType(changed, type == Type::T ? input_type : op.Resolve(type));
       if (!status) status = api->ShapeInferContext_SetOutputTypeShape(context, i, changed);
     }
     api->ReleaseTensorTypeAndShapeInfo(changed);
@@ -293,18 +259,24 @@ OrtStatus* InferShape(const OrtCustomOp* self, OrtShapeInferContext* context) {
 
 Op::Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElementDataType float_type,
        ONNXTensorElementDataType id_type, Make make)
-    : OrtCustomOp{}, api(api), provider(provider), name(name), float_type(float_type), id_type(id_type), make(make) {
+    : OrtCustomOp{},
+      api(api),
+      provider(provider),
+      name(name),
+      inputs(kInputs, name),
+      outputs(kOutputs, name),
+      float_type(float_type),
+      id_type(id_type),
+      make(make) {
   version = kOrtApi;
   GetName = [](const OrtCustomOp* self) { return Of(self).name; };
   GetExecutionProviderType = [](const OrtCustomOp* self) { return Of(self).provider; };
-  GetInputTypeCount = [](const OrtCustomOp* self) { return position(kInputs, Of(self).name, ""); };
-  GetInputType = [](const OrtCustomOp* self, size_t i) { return Of(self).Resolve(at(kInputs, Of(self).name, i).type); };
+  GetInputTypeCount = [](const OrtCustomOp* self) { return static_cast<size_t>(Of(self).inputs.count); };
+  GetInputType = [](const OrtCustomOp* self, size_t i) { return Of(self).Resolve(Of(self).inputs.first[i].type); };
   GetInputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
   GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
-  GetOutputTypeCount = [](const OrtCustomOp* self) { return position(kOutputs, Of(self).name, ""); };
-  GetOutputType = [](const OrtCustomOp* self, size_t i) {
-    return Of(self).Resolve(at(kOutputs, Of(self).name, i).type);
-  };
+  GetOutputTypeCount = [](const OrtCustomOp* self) { return static_cast<size_t>(Of(self).outputs.count); };
+  GetOutputType = [](const OrtCustomOp* self, size_t i) { return Of(self).Resolve(Of(self).outputs.first[i].type); };
   GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
   GetStartVersion = GetEndVersion = [](const OrtCustomOp*) { return 1; };
   CreateKernelV2 = [](const OrtCustomOp* self, const OrtApi* api, const OrtKernelInfo* info, void** kernel) {

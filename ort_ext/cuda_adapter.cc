@@ -43,7 +43,7 @@ int64_t CudaKernel::Experts(const OrtKernelInfo* info, size_t input, size_t row_
   const int64_t words = static_cast<int64_t>(row_bytes / 4);
   // No words: an attribute is wrong, which the plan will name.
   if (words && shape[1] != words)
-    Fail(std::string(at(kInputs, op_.name, input).name) + " has shape " + Text(shape) + ", expected [experts, " +
+    Fail(std::string(op_.inputs.first[input].name) + " has shape " + Text(shape) + ", expected [experts, " +
          std::to_string(words) + " int32 words] for these attributes");
   return shape[0];
 }

@@ -1,24 +1,27 @@
 """Time of whole MoE layers on one GPU: CUDA graph replay, weights colder than L2, medians.
 
     python cuda_bench.py [--shapes qwen3-30b-a3b,...] [--tokens 1,8,...] [--formats int4,mxfp4,...]
-                         [--against humming] [--json out.json] [--plot out.png]
+                         [--against humming,marlin] [--json out.json] [--plot out.png]
 
 Each graph holds several layers that rotate over copies of the weights and have their own ids, so that between two uses
 of any byte far more than L2 has been read. `floor` is the larger of touched bytes over the measured read bandwidth and
 FLOPs over the measured matrix rate.
 
-`--against humming` (PyPI humming-kernels) runs the peer on the same weights, ids and tokens; outputs are compared
-first, then replays alternate. `sorted` is the peer with the pairs already sorted by expert, `alone` is each by itself.
+`--against humming,marlin` (PyPI humming-kernels, vllm) runs the peers on the same weights, ids and tokens; outputs are
+compared first, then replays take turns. `best` is the faster peer's time over ours; `sorted` is a peer with the pairs
+already sorted by expert, `alone` is each by itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +41,9 @@ GOALS = {
     "gpt-oss-120b": {1: 22, 8: 112, 64: 410, 512: 520, 4096: 1750},
     "deepseek-v3-tp8": {1: 16, 8: 50, 64: 170, 512: 230, 4096: 900},
 }
+
+#: module and class of each peer
+PEERS = {"humming": ("humming_moe", "HummingMoE"), "marlin": ("marlin_moe", "MarlinMoE")}
 
 #: format, group_size, scale type, zero points
 FORMATS = {
@@ -151,12 +157,19 @@ def ceilings() -> tuple[float, float]:
 
 
 def measure(
-    name: str, tokens: int, layers: list[cuda.CudaMoE], peers: list[Any], zipf: bool, repeats: int, alone: float
+    name: str,
+    tokens: int,
+    layers: list[cuda.CudaMoE],
+    peers: dict[str, list[Any]],
+    zipf: bool,
+    repeats: int,
+    alone: float,
 ) -> dict[str, Any]:
     s = SHAPES[name]
     spec = layers[0].spec
     row_bytes = sum(marlin.row_bytes(spec, p) for p in ("w13", "w2"))
-    touched, calls, peer_calls = 0, [], []
+    touched, calls = 0, []
+    peer_calls: dict[str, list[Any]] = {peer: [] for peer in peers}
     # As many layers in a graph as read several times L2, each expert of each copy at most a few times.
     count = max(len(layers), 4 if tokens > 64 else 16)
     for i in range(count):
@@ -167,48 +180,44 @@ def measure(
         out = torch.empty_like(x)
         workspace = torch.empty(prepared[1].workspace_bytes, dtype=torch.uint8, device="cuda")
         calls.append((layer, prepared, x, ids, weights, out, workspace))
-        if peers:
-            peer = peers[i % len(peers)]
-            peer_calls.append((peer, peer.prepare(x), ids, weights, torch.full_like(x, float("nan"))))
+        for peer, copies in peers.items():
+            theirs = copies[i % len(copies)]
+            peer_calls[peer].append((theirs, theirs.prepare(x), ids, weights))
         touched += ids.unique().numel() * row_bytes
 
     def ours() -> None:
         for layer, *arguments in calls:
             layer.launch(*arguments)
 
-    def theirs() -> None:
-        for peer, *arguments in peer_calls:
-            peer.launch(*arguments)
+    def launch(peer: str, lists: bool) -> None:
+        for theirs, *arguments in peer_calls[peer]:
+            theirs.launch(*arguments, lists=lists)
 
-    def theirs_sorted() -> None:
-        for peer, *arguments in peer_calls:
-            peer.launch(*arguments, lists=False)
-
-    bodies = [ours]
     against: dict[str, Any] = {}
-    if peers:
-        ours()
-        theirs()
+    ours()
+    for peer, copies in peers.items():
+        launch(peer, True)
         difference = max(
-            float((mine[5] - other[4]).float().norm() / mine[5].float().norm())
-            for mine, other in zip(calls, peer_calls, strict=True)
+            float((mine[5] - other[1]["output"]).float().norm() / mine[5].float().norm())
+            for mine, other in zip(calls, peer_calls[peer], strict=True)
         )
         if not difference < 0.01:
-            raise ValueError(f"{name} T={tokens}: the peer's result differs from ours by {difference:.2g}")
-        bodies += [theirs, theirs_sorted]
-    graphs = capture(bodies)
-    times = [seconds / count * 1e6 for seconds in times_in_turn(graphs, repeats)]
-    if peers:
-        settled = [seconds / count * 1e6 for seconds in times_alone(graphs[:2], alone)] if alone else [None, None]
-        blocks = [[*(peers[0].tuning(p, tokens)[k] for k in ("mma_type", "block_shape"))] for p in ("w13", "w2")]
-        against = {
-            "peer_us": times[1],
-            "peer_sorted_us": times[2],  # with the pairs already sorted by expert
-            "alone_us": settled[0],
-            "peer_alone_us": settled[1],
-            "difference": difference,
-            "peer_tiles": blocks,
-        }
+            raise ValueError(f"{name} T={tokens}: {peer}'s result differs from ours by {difference:.2g}")
+        against[peer] = {"difference": difference, "tiles": copies[0].tiles(tokens)}
+    # ours, each peer, each peer with the pairs already sorted by expert
+    graphs = capture([ours, *(partial(launch, peer, lists) for lists in (True, False) for peer in peers)])
+
+    def layer_us(seconds: float) -> float:
+        return seconds / count * 1e6
+
+    us, *peer_us = map(layer_us, times_in_turn(graphs, repeats))
+    for i, peer in enumerate(peers):
+        against[peer] |= {"us": peer_us[i], "sorted_us": peer_us[len(peers) + i]}
+    alone_us = None
+    if peers and alone:
+        alone_us, *peer_us = map(layer_us, times_alone(graphs[: 1 + len(peers)], alone))
+        for peer, mine in zip(peers, peer_us, strict=True):
+            against[peer]["alone_us"] = mine
     plan = calls[0][1][1]
     return {
         "shape": name,
@@ -216,8 +225,9 @@ def measure(
         "format": spec.w13.format,
         "group_size": spec.w13.group_size,
         "zipf": zipf,
-        "us": times[0],
-        **against,
+        "us": us,
+        "alone_us": alone_us,
+        "peers": against,
         "bytes": touched / count,
         "flops": 6 * tokens * s.top_k * s.hidden * s.intermediate,
         "path": cuda.PATHS[plan.path],
@@ -227,7 +237,7 @@ def measure(
     }
 
 
-def draw(results: list[dict[str, Any]], peer: str | None, file: str) -> None:
+def draw(results: list[dict[str, Any]], file: str) -> None:
     """A panel a layer: us over tokens."""
     import matplotlib
 
@@ -241,8 +251,8 @@ def draw(results: list[dict[str, Any]], peer: str | None, file: str) -> None:
     for axis, (title, cells) in zip(axes[0], panels.items(), strict=True):
         tokens = [r["tokens"] for r in cells]
         axis.plot(tokens, [r["us"] for r in cells], "o-", label="ours")
-        if peer:
-            axis.plot(tokens, [r["peer_us"] for r in cells], "s-", label=peer)
+        for peer in cells[0]["peers"]:
+            axis.plot(tokens, [r["peers"][peer]["us"] for r in cells], "s-", label=peer)
         if goals := [(r["tokens"], r["goal_us"]) for r in cells if "goal_us" in r]:
             axis.plot(*zip(*goals, strict=True), "k--", label="goal")
         axis.plot(tokens, [r["floor_us"] for r in cells], "k:", label="floor")
@@ -259,19 +269,20 @@ def main() -> None:
     parser.add_argument("--formats", default="int4", help=", ".join(FORMATS))
     parser.add_argument("--zipf", action="store_true")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--against", choices=["humming"], help="formats int4 only")
+    parser.add_argument("--against", default="", help=f"{', '.join(PEERS)}; format int4 only")
     parser.add_argument("--alone", type=float, default=0.5, help="with --against: also seconds of each side alone")
     parser.add_argument("--json")
     parser.add_argument("--plot")
     args = parser.parse_args()
     if args.against and args.formats != "int4":
         parser.error(f"--against {args.against}: expected --formats int4, not {args.formats}")
+    if unknown := set(filter(None, args.against.split(","))) - PEERS.keys():
+        parser.error(f"--against {args.against}: expected {', '.join(PEERS)}, not {', '.join(sorted(unknown))}")
     tokens_list = [int(t) for t in args.tokens.split(",")]
-    peer = None
-    if args.against:
-        import humming_moe
-
-        peer = humming_moe.NAME
+    makers = {}
+    for peer in filter(None, args.against.split(",")):
+        module = importlib.import_module(PEERS[peer][0])
+        makers[module.NAME] = getattr(module, PEERS[peer][1])
     bandwidth, rate = ceilings()
     print(f"{torch.cuda.get_device_name()}: read {bandwidth / 1e12:.2f} TB/s, bf16 product {rate / 1e12:.0f} TFLOP/s")
     generator = torch.Generator(device="cuda").manual_seed(0)
@@ -281,23 +292,26 @@ def main() -> None:
         one = spec.num_experts * sum(marlin.row_bytes(spec, p) for p in ("w13", "w2"))
         copies = max(2, -(-8 * L2_BYTES // one))
         rows = [[random_rows(spec, p, generator) for p in ("w13", "w2")] for _ in range(copies)]
-        peers: list[Any] = []
         layers = [cuda.CudaMoE(spec, *pair) for pair in rows]
-        if peer:
-            peers = [humming_moe.HummingMoE(layer, SHAPES[name].top_k, tokens_list) for layer in layers]
+        peers = {
+            peer: [make(layer, SHAPES[name].top_k, tokens_list) for layer in layers] for peer, make in makers.items()
+        }
         for tokens in tokens_list:
             r = measure(name, tokens, layers, peers, args.zipf, args.repeats, args.alone)
             r["floor_us"] = max(r["bytes"] / bandwidth, r["flops"] / rate) * 1e6
             if kind == "int4" and tokens in GOALS.get(name, {}):
                 r["goal_us"] = GOALS[name][tokens]
             results.append(r)
-            if peer:
-                alone = f", {r['peer_alone_us'] / r['alone_us']:.2f}x alone" if args.alone else ""
-                print(
-                    f"{r['peer_us'] / r['us']:5.2f}x ({r['peer_sorted_us'] / r['us']:.2f}x sorted{alone}) "
-                    f"{r['peer_us']:8.1f} us, difference {r['difference']:.1e};  ",
-                    end="",
-                )
+            if found := r["peers"].values():
+                print(f"{min(f['us'] for f in found) / r['us']:5.2f}x best", end="")
+                for peer, f in r["peers"].items():
+                    alone = f", {f['alone_us'] / r['alone_us']:.2f}x alone" if args.alone else ""
+                    print(
+                        f" | {peer} {f['us'] / r['us']:.2f}x ({f['sorted_us'] / r['us']:.2f}x sorted{alone}) "
+                        f"{f['us']:.1f} us, difference {f['difference']:.1e}",
+                        end="",
+                    )
+                print()
             print(
                 f"{name:16} {kind:9} T={tokens:<5} {r['us']:9.1f} us  floor {r['floor_us']:8.1f}  "
                 f"{r['bytes'] / r['us'] / 1e6:5.2f} TB/s {r['flops'] / r['us'] / 1e6:6.1f} TFLOP/s  "
@@ -313,14 +327,13 @@ def main() -> None:
                     "device": torch.cuda.get_device_name(),
                     "read": bandwidth,
                     "rate": rate,
-                    "peer": peer,
                     "results": results,
                 },
                 f,
                 indent=1,
             )
     if args.plot:
-        draw(results, peer, args.plot)
+        draw(results, args.plot)
 
 
 if __name__ == "__main__":

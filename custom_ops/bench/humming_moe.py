@@ -20,13 +20,12 @@ from humming.ops import process_input
 from humming.schema import HummingWeightSchema
 from humming.transform import prepare_and_transform_humming_tensors
 from humming.tune import get_heuristics_config
+from int4_weights import GROUP, ceil, matrices
 
 from quantmoe.custom_ops import cuda
-from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.op import MoESpec
 
 NAME = f"humming-kernels {version('humming-kernels')}"
-GROUP = 128
 SILU = {"activation_type": "binary_split", "activation_impl": "a / (1.f + expf(-a)) * b"}
 COMPUTE = {"gemm_type": "indexed", "use_f16_accum": False, "use_batch_invariant": False}
 SMALL = 64  # pairs that one block sorts by comparing them all
@@ -91,25 +90,6 @@ def _sum(rows, weights, out, H, K: tl.constexpr, N: tl.constexpr):
     tl.store(out + token * H + column, total.to(out.dtype.element_ty), mask=column < H)
 
 
-def _matrices(spec: MoESpec, projection: str, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in layout marlin -> codes uint8 [E, N, K] and scales [E, N, groups]; gate above up."""
-    parts = marlin._Parts(spec, projection)
-    size = dict(zip(marlin._MATRIX_AXES, (parts.panels, 2, 8, parts.units, 2, 4, 2, 2, 2), strict=True))
-    axes = marlin._STORED_AXES[4]
-    codes = rows[:, parts.slices["codes"]]
-    codes = torch.stack([codes & 15, codes >> 4], -1).view(-1, *(size[a] for a in axes))
-    codes = codes.permute(0, *(1 + axes.index(a) for a in marlin._MATRIX_AXES)).flatten(4)
-    scales = rows[:, parts.slices["scales"]].contiguous().view(torch.bfloat16)
-    scales = scales.view(-1, parts.panels, parts.blocks, 8, 2).permute(0, 1, 4, 3, 2)
-
-    def order(x: torch.Tensor) -> torch.Tensor:  # [E, P, 2, 8, columns]
-        if parts.halves == 2:
-            return torch.cat([x[:, :, h].flatten(1, 2)[:, : parts.N] for h in (0, 1)], 1)
-        return x.flatten(1, 3)[:, : parts.N]
-
-    return order(codes)[..., : parts.K], order(scales)
-
-
 class HummingMoE:
     """The weights of `layer` (int4, groups of 128, bf16 scales) in Humming's layout, and kernels for these batches."""
 
@@ -117,7 +97,7 @@ class HummingMoE:
         spec, self.top_k = layer.spec, top_k
         self.hidden, self.experts = spec.hidden_size, spec.num_experts
         # What is no multiple of a group is padded with zeros here, before anything is timed.
-        self.padded_hidden, self.intermediate = (-(-n // GROUP) * GROUP for n in (self.hidden, spec.intermediate_size))
+        self.padded_hidden, self.intermediate = (ceil(n, GROUP) for n in (self.hidden, spec.intermediate_size))
         self.configs: dict[str, LayerConfig] = {}
         self.tensors: dict[str, dict[str, torch.Tensor]] = {}
         self.tables: dict[str, list[Any]] = {}  # [pairs above, pairs up to, tuning]
@@ -137,14 +117,8 @@ class HummingMoE:
     def _expert(
         self, spec: MoESpec, projection: str, rows: torch.Tensor
     ) -> tuple[LayerConfig, dict[str, torch.Tensor]]:
-        codes, scales = _matrices(spec, projection, rows)
-        halves = 2 if projection == "w13" else 1
-        n, k = codes.shape[1] // halves, codes.shape[2]
-        n_pad = (self.intermediate if halves == 2 else n) - n
-        k_pad = (self.padded_hidden if halves == 2 else self.intermediate) - k
-        pad = torch.nn.functional.pad
-        codes = pad(codes.view(halves, n, k), (0, k_pad, 0, n_pad), value=8).view(1, -1, k + k_pad)
-        scales = pad(scales.reshape(halves, n, -1), (0, 0, 0, n_pad), value=1).view(1, codes.shape[1], -1)
+        sizes = (self.intermediate, self.padded_hidden) if projection == "w13" else (self.hidden, self.intermediate)
+        codes, scales = matrices(spec, projection, rows, *sizes)
         tensors = {"weight": (codes[..., ::2] | codes[..., 1::2] << 4).view(torch.int32), "weight_scale": scales}
         schema = HummingWeightSchema(b_dtype="uint4", weight_scale_group_size=GROUP)
         return prepare_and_transform_humming_tensors(
@@ -156,8 +130,12 @@ class HummingMoE:
         pairs = tokens * self.top_k
         return next(c for low, high, c in self.tables[projection] if low < pairs <= high)
 
+    def tiles(self, tokens: int) -> Any:
+        """Instruction and tile of both GEMMs."""
+        return [[self.tuning(p, tokens)[key] for key in ("mma_type", "block_shape")] for p in ("w13", "w2")]
+
     def prepare(self, x: torch.Tensor) -> dict[str, Any]:
-        """Input as Humming takes it, lists and scratch of a batch."""
+        """Input as Humming takes it, lists and scratch of a batch; `output` has the result."""
         pairs = len(x) * self.top_k
         scratch: dict[int, list[torch.Tensor]] = {}
         for block in {self.tuning(p, len(x))["block_shape"][0] for p in ("w13", "w2")}:
@@ -174,6 +152,7 @@ class HummingMoE:
             "gate_up": empty(2 * self.intermediate),
             "activated": empty(self.intermediate),
             "down": empty(self.hidden),
+            "output": torch.full_like(x, float("nan")),
         }
 
     def _sort(self, ids: torch.Tensor, block: int, lists: list[torch.Tensor]) -> None:
@@ -186,10 +165,8 @@ class HummingMoE:
         _lists[(1,)](self.counts, self.places, *lists, pairs, block, E=E)
         _place[grid](ids, self.places, lists[0], pairs, N=256)
 
-    def launch(
-        self, batch: dict[str, Any], ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, lists: bool = True
-    ) -> None:
-        """Enqueues on torch's current stream; ids int32 and weights f32 [T, k], out bf16 [T, H]."""
+    def launch(self, batch: dict[str, Any], ids: torch.Tensor, weights: torch.Tensor, lists: bool = True) -> None:
+        """Enqueues on torch's current stream; ids int32 and weights f32 [T, k]."""
         tokens = len(ids)
         for block, found in batch["lists"].items() if lists else ():
             self._sort(ids, block, found)
@@ -197,7 +174,7 @@ class HummingMoE:
         process_input(batch["gate_up"], outputs=batch["activated"], **SILU)
         self._gemm("w2", batch["activated"], batch["down"], 1, tokens, batch)
         grid = (tokens, triton.cdiv(self.hidden, 1024))
-        _sum[grid](batch["down"], weights, out, self.hidden, K=self.top_k, N=1024)
+        _sum[grid](batch["down"], weights, batch["output"], self.hidden, K=self.top_k, N=1024)
 
     def _gemm(
         self, projection: str, x: torch.Tensor, y: torch.Tensor, top_k: int, tokens: int, batch: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Greedy decoding of an exported folder: generate.py FOLDER COUNT ID... prints COUNT token ids."""
+"""Greedy decoding of an exported folder: generate.py [--cuda] FOLDER COUNT ID... prints COUNT token ids."""
 
 import sys
 
@@ -9,12 +9,15 @@ import quantmoe
 
 TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
+cuda = sys.argv[1:2] == ["--cuda"]
+del sys.argv[1 : 1 + cuda]
 if len(sys.argv) < 4:
-    sys.exit("usage: generate.py FOLDER COUNT ID...")
+    sys.exit("usage: generate.py [--cuda] FOLDER COUNT ID...")
 folder, count, ids = sys.argv[1], int(sys.argv[2]), [int(i) for i in sys.argv[3:]]
 options = ort.SessionOptions()
-options.register_custom_ops_library(quantmoe.ort_library_path())
-session = ort.InferenceSession(f"{folder}/model.onnx", options, providers=["CPUExecutionProvider"])
+options.register_custom_ops_library(quantmoe.ort_cuda_library_path() if cuda else quantmoe.ort_library_path())
+provider = "CUDAExecutionProvider" if cuda else "CPUExecutionProvider"
+session = ort.InferenceSession(f"{folder}/model.onnx", options, providers=[provider])
 
 # Batch 1, no past: every dynamic dimension of a cache input after the first is the past length.
 feed = {

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <random>
 #include <string>
+#include <vector>
 
 #include "core/panel.h"
 #include "quantmoe/quant_moe.h"
@@ -98,6 +99,38 @@ inline void check_equal(int type, const void* got, const void* first, int64_t n,
     CHECK((a == b && std::signbit(a) == std::signbit(b)) || (std::isnan(a) && std::isnan(b)),
           "element %lld is %g with %s, %g with %s", (long long)i, a, name.c_str(), b, first_name.c_str());
   }
+}
+
+// What a call gives, with every kernel.
+struct Outcome {
+  int status = 0;
+  std::string kernel;  // the first
+  std::vector<uint8_t> bytes;
+};
+
+// Runs a call by each kernel that this machine has, with one to three lanes: all give one status and the same elements.
+template <class Call, class Workspace, class Run>
+Outcome every_kernel(FuzzedDataProvider& data, Call& call, void* output, int64_t elements, Guarded& place, bool at_end,
+                     const Workspace& workspace, const Run& run) {
+  Outcome first;
+  int usable;
+  const int64_t bytes = elements * (call.type == QM_F32 ? 4 : 2);
+  call.parallel_for = one_after_another;
+  for (size_t index = 0; const char* name = qm_kernel_name(index, &usable); ++index) {
+    if (!usable) continue;
+    setenv("QUANTMOE_FORCE_KERNEL", name, 1);
+    call.lanes = data.ConsumeIntegralInRange(1, 3);
+    call.workspace = place.place(workspace(), at_end);
+    std::memset(output, 0xa5, bytes);
+    const int status = run();
+    if (first.kernel.empty()) {
+      const uint8_t* got = static_cast<const uint8_t*>(output);
+      first = {status, name, {got, got + bytes}};
+    }
+    CHECK(status == first.status, "%s returns %d, %s %d", name, status, first.kernel.c_str(), first.status);
+    if (status == QM_OK) check_equal(call.type, output, first.bytes.data(), elements, name, first.kernel);
+  }
+  return first;
 }
 
 // Values of op.def's enums, and names that are none.

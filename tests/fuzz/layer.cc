@@ -359,28 +359,15 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   call.w13 = w13;
   call.w2 = w2;
   call.output = output;
-  int usable, first_status = 0;
-  std::vector<uint8_t> first;
-  std::string first_name;
-  for (size_t index = 0; const char* name = qm_kernel_name(index, &usable); ++index) {
-    if (!usable) continue;
-    setenv("QUANTMOE_FORCE_KERNEL", name, 1);
-    call.lanes = data.ConsumeIntegralInRange(1, 3);
-    call.parallel_for = one_after_another;
-    call.workspace = workspace_place.place(qm_moe_workspace(&moe, &call), at_end);
-    std::memset(output, 0xa5, elements * element);
-    const int status = qm_moe_run(&moe, &call, err);
-    CHECK(packed ? status == (refused ? QM_INVALID : QM_OK) : !refused || status, "%s", status ? err : "no refusal");
-    const uint8_t* got = static_cast<const uint8_t*>(output);
-    if (first_name.empty()) {
-      first.assign(got, got + elements * element);
-      first_status = status;
-      first_name = name;
-    }
-    CHECK(status == first_status, "%s returns %d, %s %d", name, status, first_name.c_str(), first_status);
-    if (status == QM_OK) check_equal(call.type, got, first.data(), elements, name, first_name);
-  }
-  if (!packed || first_status ||
+  const Outcome first = every_kernel(
+      data, call, output, elements, workspace_place, at_end, [&] { return qm_moe_workspace(&moe, &call); },
+      [&] {
+        const int status = qm_moe_run(&moe, &call, err);
+        CHECK(packed ? status == (refused ? QM_INVALID : QM_OK) : !refused || status, "%s",
+              status ? err : "no refusal");
+        return status;
+      });
+  if (!packed || first.status ||
       (moe.activation >= k_activation_swiglu_oai &&
        !(moe.swiglu_limit >= 0 && moe.swiglu_limit < 1e6 && std::abs(moe.swiglu_alpha) < 1e3)))
     return 0;
@@ -404,7 +391,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
       const double rounding = call.type == QM_F32 ? 0x1p-23 : call.type == QM_F16 ? 0x1p-11 : 0x1p-8;
       const double bound = want[i].error * (1 + rounding) + std::abs(want[i].value) * rounding + 0x1p-24;
       CHECK(std::abs(got - want[i].value) <= bound, "token %lld feature %lld is %g, float64 %g +- %g (%s)",
-            (long long)t, (long long)i, got, want[i].value, bound, first_name.c_str());
+            (long long)t, (long long)i, got, want[i].value, bound, first.kernel.c_str());
     }
   }
   return 0;

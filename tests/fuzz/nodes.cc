@@ -82,34 +82,17 @@ void linear(FuzzedDataProvider& data, bool wild) {
   call.x = x;
   call.w = w;
   call.y = y;
-  call.parallel_for = one_after_another;
-
-  int usable, first_status = 0;
-  std::vector<uint8_t> first;
-  std::string first_name;
-  for (size_t index = 0; const char* name = qm_kernel_name(index, &usable); ++index) {
-    if (!usable) continue;
-    setenv("QUANTMOE_FORCE_KERNEL", name, 1);
-    call.lanes = data.ConsumeIntegralInRange(1, 3);
-    call.workspace = workspace_place.place(qm_linear_workspace(&linear, &call), at_end);
-    std::memset(y, 0xa5, outputs * element);
-    const int status = qm_linear_run(&linear, &call, err);
-    if (first_name.empty()) {
-      first.assign(static_cast<uint8_t*>(y), static_cast<uint8_t*>(y) + outputs * element);
-      first_status = status;
-      first_name = name;
-    }
-    CHECK(status == first_status, "%s returns %d, %s %d", name, status, first_name.c_str(), first_status);
-    if (status == QM_OK) check_equal(call.type, y, first.data(), outputs, name, first_name);
-  }
-  if (first_status || !call.rows) return;
+  const Outcome first = every_kernel(
+      data, call, y, outputs, workspace_place, at_end, [&] { return qm_linear_workspace(&linear, &call); },
+      [&] { return qm_linear_run(&linear, &call, err); });
+  if (first.status || !call.rows) return;
   // The last row alone, which in the batch may have been in a tile with others.
   const int64_t last = call.rows - 1;
   call.x = static_cast<uint8_t*>(x) + last * linear.in_features * element;
   call.rows = 1;
   call.workspace = workspace_place.place(qm_linear_workspace(&linear, &call), at_end);
   CHECK(qm_linear_run(&linear, &call, err) == QM_OK, "%s", err);
-  check_equal(call.type, y, first.data() + last * linear.out_features * element, linear.out_features, "one row",
+  check_equal(call.type, y, first.bytes.data() + last * linear.out_features * element, linear.out_features, "one row",
               "the batch");
 }
 

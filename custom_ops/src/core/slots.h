@@ -1,0 +1,47 @@
+// The operators' inputs and outputs in op.def as tables, for the adapters to the engines.
+#pragma once
+#include <cstdint>
+#include <string_view>
+
+namespace quantmoe {
+
+enum class Type { T, I, float32, int32 };
+constexpr Type type_T = Type::T, type_I = Type::I, type_float = Type::float32, type_int32 = Type::int32;
+struct Slot {
+  const char* op;
+  const char* name;
+  Type type;
+};
+constexpr Slot kInputs[] = {
+#define QM_INPUT(op, name, type) {#op, #name, type_##type},
+#include "op.def"
+};
+constexpr Slot kOutputs[] = {
+#define QM_OUTPUT(op, name, type) {#op, #name, type_##type},
+#include "op.def"
+};
+
+// Those of an operator, which op.def lists together.
+struct Slots {
+  const Slot* first;
+  int32_t count;
+
+  template <size_t n>
+  constexpr Slots(const Slot (&slots)[n], std::string_view op) : first(nullptr), count(0) {
+    for (const Slot& slot : slots) {
+      if (op != slot.op) continue;
+      if (!count++) first = &slot;
+    }
+  }
+  constexpr int32_t Position(std::string_view name) const {
+    int32_t at = 0;
+    while (name != first[at].name) ++at;
+    return at;
+  }
+};
+
+// Positions of the inputs, as QuantMoE_w13.
+#define QM_INPUT(op, name, type) constexpr int32_t op##_##name = Slots(kInputs, #op).Position(#name);
+#include "op.def"
+
+}  // namespace quantmoe
