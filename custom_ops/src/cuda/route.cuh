@@ -101,19 +101,22 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
       }
     }
     const int tiles = (count + p.tile_pairs - 1) / p.tile_pairs;
-    int pair_scan = count, tile_scan = tiles;
+    const int aligned = (count + p.align - 1) / p.align * p.align;
+    int pair_scan = aligned, tile_scan = tiles;
     for (int d = 1; d < 32; d *= 2) {
       const int a = __shfl_up_sync(~0u, pair_scan, d), b = __shfl_up_sync(~0u, tile_scan, d);
       if (lane >= d) pair_scan += a, tile_scan += b;
     }
     if (lane == 31) warp_pairs[warp] = pair_scan, warp_tiles[warp] = tile_scan;
     __syncthreads();
-    int first = pairs_before + pair_scan - count, tile = tiles_before + tile_scan - tiles;
+    int first = pairs_before + pair_scan - aligned, tile = tiles_before + tile_scan - tiles;
     for (int w = 0; w < kRouteWarps; ++w) {
       if (w < warp) first += warp_pairs[w], tile += warp_tiles[w];
       pairs_before += warp_pairs[w], tiles_before += warp_tiles[w];
     }
     if (e < experts) cursors[e] = first + before;
+    if (rank == 0)
+      for (int i = count; i < aligned; ++i) p.sorted_pairs[first + i] = SortedPair{-1, 0.f};
     // Tiles of one expert as equal as multiples of 8 allow.
     const int even = tiles ? ((count + tiles - 1) / tiles + 7) / 8 * 8 : 0;
     for (int i = rank; i < tiles; i += cluster) {
