@@ -157,9 +157,7 @@ def ceilings() -> tuple[float, float, float]:
     (matmul,) = times_in_turn(capture([lambda: torch.matmul(a, b)]), 10)
     a, b = (v.to(torch.float8_e4m3fn) for v in (a, b))
     one = torch.ones((), device="cuda")
-    (scaled,) = times_in_turn(
-        capture([lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)]), 10
-    )
+    (scaled,) = times_in_turn(capture([lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)]), 10)
     return 4 * x.numel() / read, 2 * 8192**3 / matmul, 2 * 8192**3 / scaled
 
 

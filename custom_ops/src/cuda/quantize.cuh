@@ -29,6 +29,7 @@ struct QuantizeParams {
 // A row or group with a value that is not finite has the scale NaN.
 template <typename T, bool grouped>
 __global__ void __launch_bounds__(kQuantizeThreads) MoeQuantize(const __grid_constant__ QuantizeParams p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // only moe_gemm_fp8.cuh needs it
   constexpr int kAhead = 4;
   LaunchDependents();
   WaitForPrevious();
@@ -128,6 +129,7 @@ __global__ void __launch_bounds__(kQuantizeThreads) MoeQuantize(const __grid_con
         *reinterpret_cast<uint32_t*>(out + (((chunk / 4 % 4 * 2 + q) ^ (row & 7)) << 4)) = words[q];
     }
   }
+#endif
 }
 
 }  // namespace quantmoe
