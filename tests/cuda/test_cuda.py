@@ -343,6 +343,17 @@ def test_prefill(name, tokens):
 
 
 @gpu
+@pytest.mark.parametrize("tokens", [40, 70])
+@pytest.mark.parametrize("name", ["g128", "g64", "channel", "odd-sizes", "split-k"])
+@pytest.mark.parametrize("multiprocessors", [1, 8])
+def test_blocks_of_512_rows(multiprocessors, name, tokens):
+    """These sizes take them on a small GPU: gate_up and down on one, gate_up alone (g128) or none on the other."""
+    case, device = CASES[name], cuda.query()
+    for dtype in ("bf16", "f16"):
+        check(case, tokens, dtype, device=cuda.Device(device.sm, multiprocessors, device.shared_bytes))
+
+
+@gpu
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_foreign_and_invalid_ids_contribute_zero(tokens):
     rng = np.random.default_rng(5)
@@ -763,8 +774,30 @@ def test_linear_refusals(change, message):
         cuda.plan(cuda.linear_problem(spec, "bf16", 4))
 
 
+@pytest.mark.parametrize(
+    ("shape", "tokens", "panels"),  # of gate_up, of down
+    [
+        ((2880, 2880, 128, 4), 512, (32, 32)),
+        ((7168, 256, 256, 8), 512, (32, 32)),
+        ((4096, 14336, 8, 2), 64, (32, 16)),  # down would leave blocks without a tile
+        ((2048, 768, 128, 8), 512, (16, 16)),  # 32 tokens an expert
+        ((2880, 2880, 128, 4), 64, (4, 4)),  # stream
+    ],
+)
+def test_plan_of_few_tokens(shape, tokens, panels):
+    hidden, intermediate, experts, top_k = shape
+    p = cuda.problem(spec_of(hidden, intermediate, experts), "bf16", tokens, top_k, experts)
+    plan = cuda.plan(p, cuda.H200)
+    assert (plan.w13.panels, plan.w2.panels) == panels
+    for gemm in (plan.w13, plan.w2):
+        assert gemm.n_tiles == {32: 3, 16: 6, 4: 1}[gemm.panels]
+        assert gemm.stages == (2 if gemm.panels == 4 else 3)
+    pairs = tokens * top_k  # the list has room for every expert's last tile
+    assert plan.max_tiles >= pairs // (8 * plan.w13.n_tiles) + min(pairs, experts)
+
+
 def test_formats_that_differ_take_the_same_tiles():
-    """w13 and w2 read one list of tiles: neither may have smaller ones than the other."""
+    """In the stream path w13 and w2 read one list of tiles: neither may have smaller ones than the other."""
     few = replace(spec_of(2048, 768, 128), w2=spec_of(2048, 768, 128, -1, ("int8", "bf16", False)).w2)
     for spec in (few, replace(few, w13=few.w2, w2=few.w13)):
         for device in (cuda.Device(89, 128, 102400), cuda.H200):

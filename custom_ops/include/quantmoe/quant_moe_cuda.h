@@ -33,10 +33,10 @@ typedef enum {
 } qm_cuda_path;
 
 typedef struct {
-  int32_t panels;   // 16-row panels a warp holds at once
+  int32_t panels;   // 16-row panels a warp holds at once; wgmma: a block
   int32_t n_tiles;  // 8-token tiles a warp holds at once
   int32_t warps_k;  // warps that split K; the others take other panels. wgmma: parts of K that blocks share
-  int32_t stages;   // cp.async stages in flight
+  int32_t stages;   // of a warp's ring of weights, where there are 2 of two units of K each
   int32_t cluster;  // blocks that share one output tile
   int32_t packed;   // tokens are nvfp4's codes and scales, of block-scaled mma (sm_120a)
   int32_t grid, shared_bytes;
@@ -45,7 +45,7 @@ typedef struct {
 typedef struct {
   int32_t path;
   qm_cuda_gemm w13, w2;
-  int32_t max_tiles;  // capacity of the tile list
+  int32_t max_tiles;  // capacity of the tile list; where down's tiles differ, a list of its own follows
   // Byte offsets into the workspace.
   uint64_t rounded, gathered, prepared, hidden, packed_hidden, partial, tiles, sorted_pairs, workspace_bytes;
 } qm_cuda_plan;

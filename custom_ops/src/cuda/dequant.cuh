@@ -21,14 +21,25 @@ __device__ inline uint32_t MaskOr(uint32_t q, uint32_t bits) {
 template <typename T>
 constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
 
-// int4. The codes become the low mantissa bits of a power of two, base + code.
+// int4. The codes become the low mantissa bits of a power of two: 1024 + code, in bf16 32 + code / 4. Nibbles that lie
+// four bits too high cost an fma (in bf16 they are a number of exponent 0 or 1, code * 2^-129): the integer pipe is
+// what binds. Where latency binds, kShift is faster.
 template <typename T>
+constexpr float kInt4Bits = kBf16<T> ? 0.25f : 1.f;
+
+template <typename T, bool kShift = false>
 __device__ inline void DequantInt4(uint32_t q, uint32_t (&a)[4]) {
-  constexpr uint32_t mask = 0x000f000f, base = Half<T>::kInt4Or;
-  a[0] = MaskOr<mask>(q, base);
-  a[2] = MaskOr<mask>(q >> 4, base);
-  a[1] = MaskOr<mask>(q >> 8, base);
-  a[3] = MaskOr<mask>(q >> 12, base);
+  constexpr uint32_t low = 0x000f000f, high = 0x00f000f0, base = Half<T>::kInt4Or;
+  const uint32_t q8 = q >> 8;
+  a[0] = MaskOr<low>(q, base), a[1] = MaskOr<low>(q8, base);
+  if constexpr (kShift) {
+    a[2] = MaskOr<low>(q >> 4, base), a[3] = MaskOr<low>(q >> 12, base);
+  } else if constexpr (kBf16<T>) {
+    a[2] = Half<T>::Fma(q & high, 0x7f007f00, base), a[3] = Half<T>::Fma(q8 & high, 0x7f007f00, base);  // 2^127
+  } else {  // (1024 + 16 code) / 16 + 960
+    a[2] = Half<T>::Fma(MaskOr<high>(q, base), 0x2c002c00, 0x63806380);
+    a[3] = Half<T>::Fma(MaskOr<high>(q8, base), 0x2c002c00, 0x63806380);
+  }
 }
 // Minus base + zero point, of rows g and g + 8: exact.
 template <typename T>
@@ -71,8 +82,8 @@ __device__ inline void DequantInt4Scaled(uint32_t q, const uint32_t (&scale)[2],
   }
 }
 
-// int8: the words of rows g and g + 8; times kInt8Result, or in bf16 the `scale` of wgmma as above, times kInt4Result. A
-// bf16 whose bits are a byte is the byte * 2^-133.
+// int8: the words of rows g and g + 8; times kInt8Result, or in bf16 the `scale` of wgmma as above, times kInt4Result.
+// A bf16 whose bits are a byte is the byte * 2^-133.
 template <typename T>
 constexpr float kInt8Result = kBf16<T> ? 0x1p-6f : 1.f;
 
@@ -194,7 +205,7 @@ constexpr float kMxfp4Result = kBf16<T> ? 0x1p-62f : 0x1p-2f;
 template <typename T>
 __device__ inline uint32_t Mxfp4Factor(uint32_t scales, uint32_t selector) {
   const uint32_t twice = __byte_perm(scales, 0, selector);
-  if constexpr (kBf16<T>) return twice * 128 + 0x20002000;  // exponent + 64
+  if constexpr (kBf16<T>) return twice * 128 + 0x20002000;                     // exponent + 64
   const int exponent = min(max(static_cast<int>(twice & 0xff) - 100, 0), 30);  // + 12
   return exponent * 0x04000400;
 }
@@ -205,7 +216,7 @@ template <typename T>
 __device__ inline uint32_t Nvfp4Factor(uint32_t scales, uint32_t selector) {
   const uint32_t twice = __byte_perm(scales, 0, selector);
   if constexpr (kBf16<T>) return Half<T>::Mul(Half<T>::Mul(twice << 4, 0x7b807b80), 0x5f805f80);  // 2^120, 2^64
-  return Half<T>::Mul(twice << 7, 0x74007400);                                                     // 2^14
+  return Half<T>::Mul(twice << 7, 0x74007400);                                                    // 2^14
 }
 
 // Formats as the kernels' template argument.

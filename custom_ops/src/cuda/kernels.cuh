@@ -80,8 +80,11 @@ struct RouteParams {
   Routing routing;
   PrepareParams prepare;  // by the blocks after the first cluster
   int cluster;            // blocks that sort
-  Tile* tiles;
-  int max_tiles, tile_pairs;
+  struct List {
+    Tile* tiles;
+    int max_tiles, tile_pairs;
+  } lists[2];  // of gate_up, and of down where its tiles are smaller
+  int list_count;
   SortedPair* sorted_pairs;
   int align;  // pairs of an expert start at a multiple of this; pair -1 between experts
 };
@@ -127,9 +130,9 @@ struct GatherParams {
 };
 
 // Shared memory of one warp's stage, lane_bytes being scales and zero points; the plan uses the same formula.
-constexpr int kStages = 3;
-__host__ __device__ constexpr int StageBytes(int panels, int n_tiles, int bits, int lane_bytes) {
-  return panels * (128 * bits + 32 * lane_bytes) + n_tiles * 1024;
+__host__ __device__ constexpr int StagesOf(int units) { return units == 2 ? 2 : 3; }
+__host__ __device__ constexpr int StageBytes(int panels, int n_tiles, int bits, int lane_bytes, int units) {
+  return panels * (units * 128 * bits + 32 * lane_bytes) + units * n_tiles * 1024;
 }
 
 // What rounded activations were left without, and sums are to be multiplied by. Those for symmetric int4 have it,

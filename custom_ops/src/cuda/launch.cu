@@ -89,15 +89,22 @@ void Round(Launcher& launcher, RoundParams p, const Weights& weights, const qm_p
   launcher.Run(MoeRound<T>, p, dim3((rows + threads.y - 1) / threads.y), threads, 0, dependent);
 }
 
-// Makes the list of tiles and, for wgmma, a copy of x as it is read there (rows of x_columns values) if x is not one.
+// Makes the list of tiles, another for down if it is given and its tiles differ, and, for wgmma, a copy of x as it is
+// read there (rows of x_columns values) if x is not one.
 void Route(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, int tile_pairs, int rows, int x_columns,
-           bool dependent, GemmParams* gemm) {
+           bool dependent, GemmParams* gemm, GemmParams* down = nullptr) {
   const bool wgmma = plan.path == QM_CUDA_WGMMA;
   RouteParams route{};
   route.routing = gemm->routing;
-  route.tiles = reinterpret_cast<Tile*>(workspace + plan.tiles);
-  route.max_tiles = plan.max_tiles;
-  route.tile_pairs = tile_pairs;
+  Tile* tiles = reinterpret_cast<Tile*>(workspace + plan.tiles);
+  route.lists[0] = {tiles, plan.max_tiles, tile_pairs};
+  route.list_count = 1;
+  if (down && plan.w2.n_tiles != plan.w13.n_tiles) {
+    down->tiles = tiles += plan.max_tiles + 1;
+    down->max_tiles = MostTiles(static_cast<int64_t>(gemm->routing.tokens) * gemm->routing.top_k,
+                                gemm->routing.local_experts, plan.w2.n_tiles);
+    route.lists[route.list_count++] = {tiles, down->max_tiles, 8 * plan.w2.n_tiles};
+  }
   int prepare_blocks = 0;
   if (wgmma && gemm->x != workspace + plan.prepared) {
     PrepareParams& prepare = route.prepare;
@@ -112,8 +119,8 @@ void Route(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, int
         (static_cast<int64_t>(prepare.rows) * prepare.out_columns / 32 + kRouteThreads - 1) / kRouteThreads);
   }
   route.sorted_pairs = reinterpret_cast<SortedPair*>(workspace + plan.sorted_pairs);
-  // wgmma: sm_90a, which has clusters
   route.align = plan.path == QM_CUDA_FP8 ? 8 : 1;
+  // sm_90a, which has clusters
   route.cluster = plan.path >= QM_CUDA_WGMMA && route.routing.tokens * route.routing.top_k > kRouteThreads ? 8 : 1;
   prepare_blocks = (prepare_blocks + route.cluster - 1) / route.cluster * route.cluster;
   launcher.Run(MoeRoute, route, dim3(route.cluster + prepare_blocks), kRouteThreads, route.routing.local_experts * 8,
@@ -248,7 +255,7 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
   }
   if (!decode) {
     Route(launcher, plan, workspace, 8 * plan.w13.n_tiles, gate_up.x_divisor == 1 ? pairs : routing.tokens,
-          m.hidden_size, !first, &gate_up);
+          m.hidden_size, !first, &gate_up, &down);
     first = false;
   }
   if (fp8) Quantize<T>(launcher, plan, workspace, m.w13, false, &gate_up);

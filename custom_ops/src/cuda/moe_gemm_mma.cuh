@@ -70,10 +70,13 @@ constexpr int Blocks(int MT, int NT) {
   return NT > 2 ? 1 : MT == 2 && NT == 1 && Sizes<F>::kBits == 4 ? 3 : 2;
 }
 
-template <typename T, typename F, int MT, int NT, bool down, bool decode>
+// kUnits: of K a stage; kSplit: warps split K (warps_k > 1), otherwise each stores its own sums and never waits.
+template <typename T, typename F, int MT, int NT, bool down, bool decode, int kUnits = 1, bool kSplit = true>
 __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const __grid_constant__ GemmParams p) {
   static_assert(!(down && decode), "MoeDownDecode");
-  using S = Stream<T, F, MT, NT>;
+  static_assert(kSplit || down, "gate_up has long rows");
+  using S = Stream<T, F, MT, NT, kUnits>;
+  constexpr int kStages = S::kStages;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ std::conditional_t<decode, DecodeRouting, int> routing_storage;
   [[maybe_unused]] auto* routing = &routing_storage;
@@ -88,17 +91,25 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
     n_tiles = p.tiles[p.max_tiles].count;
   }
   S stream(shared, p.weights);
-  float4* sums = reinterpret_cast<float4*>(shared + kWarps * kStages * S::kStageBytes);
+  // Sums of the warps, where they are added: after the rings, or, in 2 units of K a stage, the stage read last.
+  auto sums_of = [&](int warp, int stage) {
+    const int at = kUnits == 1 ? kWarps * kStages * S::kStageBytes + warp * MT * NT * 512
+                               : (warp * kStages + stage) * S::kStageBytes;
+    return reinterpret_cast<float4*>(shared + at);
+  };
+  __shared__ int last_stage[kWarps];
 
   const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g;
-  const int warps_k = p.shape.warps_k, warps_n = kWarps / warps_k, wn = warp / warps_k, wk = warp % warps_k;
+  const int warps_k = kSplit ? p.shape.warps_k : 1, warps_n = kWarps / warps_k, wn = warp / warps_k,
+            wk = warp % warps_k;
   const int groups = (p.weights.panels + MT * warps_n - 1) / (MT * warps_n);
   const int units = n_tiles * groups;
   const int begin = static_cast<int>(static_cast<int64_t>(blockIdx.x) * units / gridDim.x);
   const int end = static_cast<int>((static_cast<int64_t>(blockIdx.x) + 1) * units / gridDim.x);
-  const int k_begin = wk * p.weights.units / warps_k, k_end = (wk + 1) * p.weights.units / warps_k;
+  const int k_units = (p.weights.units + kUnits - 1) / kUnits;
+  const int k_begin = wk * k_units / warps_k * kUnits, k_end = (wk + 1) * k_units / warps_k * kUnits;
 
-  // The copying side runs kStages - 1 units of K ahead of the multiplying side, across (tile, panels) units.
+  // The copying side runs kStages - 1 stages ahead of the multiplying side, across (tile, panels) units.
   int copy_unit = begin, copy_tile = -1, copy_n = 0;
   const uint8_t* copy_expert = nullptr;
   const T* rows[NT];
@@ -145,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
   float acc[MT][NT][4] = {};
   Tile now{};
   int unit = begin, n_active = 1, k = k_begin;
-  // One loop for filling the ring and for the steady state: `turn` copies, turn - 3 multiplies.
+  // One loop for filling the ring and for the steady state: `turn` copies, turn - kStages + 1 multiplies.
 #pragma unroll 1
   for (int turn = 0; unit < end; ++turn) {
     if (turn >= kStages - 1) {
@@ -160,40 +171,26 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
     if (k < k_end) {
       const int stage = (turn + 1) % kStages;
       if (NT == 1 || n_active == 1) {
-        stream.template Consume<1>(stage, acc, p.weights);
+        stream.template Consume<1, false, decode && kUnits == 1>(stage, acc, p.weights);
       } else if (NT == 2 || n_active == 2) {
         stream.template Consume<(NT < 2 ? NT : 2)>(stage, acc, p.weights);
       } else {
         stream.template Consume<NT>(stage, acc, p.weights);
       }
-      if (++k < k_end) continue;
+      if ((k += kUnits) < k_end) continue;
     }
     k = k_begin;
 
     const int tile = unit / groups, group = unit - tile * groups;
-    __syncthreads();  // the last unit's sums have been read
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        sums[((warp * MT + m) * NT + n) * 32 + lane] =
-            make_float4(acc[m][n][0], acc[m][n][1], acc[m][n][2], acc[m][n][3]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[m][n][i] = 0.f;
-      }
-    __syncthreads();
+    ++unit;
     int expert = now.expert;
     if constexpr (decode) expert = routing->expert[tile];
     const uint8_t* expert_row = p.weights.rows + expert * p.weights.row_bytes;
-#pragma unroll 1
-    for (int task = threadIdx.x; task < warps_n * MT * NT * 32; task += kThreads) {
-      const int at = task / 32, n = at % NT, m = at / NT % MT, part = at / (NT * MT);
-      const int panel = (group * warps_n + part) * MT + m, column = 8 * n + 2 * (task % 4);
-      if ((NT > 1 && n >= n_active) || panel >= p.weights.panels) continue;
-      int pair[2];
-      float weight[2] = {1.f, 1.f};
+    // Of token columns `column` and the next; -1: none.
+    auto find = [&](int column, int(&pair)[2], float(&weight)[2]) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
+        weight[i] = 1.f;
         if constexpr (decode) {
           pair[i] = routing->Pair(tile, column + i);
           if (pair[i] >= 0) weight[i] = routing->weight[pair[i]];
@@ -206,36 +203,107 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
           }
         }
       }
+    };
+    auto store = [&](int panel, int g, float4 sum, const int(&pair)[2], const float(&weight)[2]) {
+      const float2 factor = SumFactors<T, F>(p.weights, expert_row);
+      sum.x *= factor.x, sum.y *= factor.x, sum.z *= factor.y, sum.w *= factor.y;
+      StoreUnit<T, down>(p, expert_row, panel, g, sum, pair, weight);
+    };
+    if constexpr (!kSplit) {
+      const int first = (group * warps_n + wn) * MT, row = first * 16 + g, left = p.out_columns - row;
+      const float2 factor = SumFactors<T, F>(p.weights, expert_row);
+      float bias[MT][2] = {};
+      if (p.weights.bias_at) {
+        const float* from = reinterpret_cast<const float*>(expert_row + p.weights.bias_at) + row;
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+          if (first + m < p.weights.panels) bias[m][0] = from[16 * m], bias[m][1] = from[16 * m + 8];
+      }
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        int pair[2];
+        float weight[2];
+        find(8 * n + 2 * stream.t, pair, weight);
+        auto put = [&](auto* out, auto convert) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (pair[i] < 0) continue;
+            auto* to = out + static_cast<int64_t>(pair[i]) * p.out_columns + row;
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+              for (int r = 0; r < 2; ++r)
+                if (16 * m + 8 * r < left)
+                  to[16 * m + 8 * r] =
+                      convert(weight[i] * ((r ? factor.y : factor.x) * acc[m][n][2 * r + i] + bias[m][r]));
+          }
+        };
+        if (p.out_float) {
+          put(static_cast<float*>(p.out), [](float y) { return y; });
+        } else {
+          put(static_cast<T*>(p.out), [](float y) { return Half<T>::From(y); });
+        }
+        // Also of tiles past the last, which are multiplied with what is there.
+#pragma unroll
+        for (int m = 0; m < MT; ++m) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0.f;
+      }
+      continue;
+    }
+    if (kUnits == 1) __syncthreads();  // the last unit's sums have been read
+    float4* mine = sums_of(warp, (turn + 1) % kStages);
+    if (kUnits > 1 && lane == 0) last_stage[warp] = (turn + 1) % kStages;
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        mine[(m * NT + n) * 32 + lane] = make_float4(acc[m][n][0], acc[m][n][1], acc[m][n][2], acc[m][n][3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[m][n][i] = 0.f;
+      }
+    __syncthreads();
+#pragma unroll 1
+    for (int task = threadIdx.x; task < warps_n * MT * NT * 32; task += kThreads) {
+      const int at = task / 32, n = at % NT, m = at / NT % MT, part = at / (NT * MT);
+      const int panel = (group * warps_n + part) * MT + m;
+      if ((NT > 1 && n >= n_active) || panel >= p.weights.panels) continue;
+      int pair[2];
+      float weight[2];
+      find(8 * n + 2 * (task % 4), pair, weight);
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 2
       for (int w = 0; w < warps_k; ++w) {
-        const float4 v = sums[(((part * warps_k + w) * MT + m) * NT + n) * 32 + task % 32];
+        const int from = part * warps_k + w;
+        const float4 v = sums_of(from, kUnits == 1 ? 0 : last_stage[from])[(m * NT + n) * 32 + task % 32];
         sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
       }
-      const float2 factor = SumFactors<T, F>(p.weights, expert_row);
-      sum.x *= factor.x, sum.y *= factor.x, sum.z *= factor.y, sum.w *= factor.y;
-      StoreUnit<T, down>(p, expert_row, panel, task % 32 / 4, sum, pair, weight);
+      store(panel, task % 32 / 4, sum, pair, weight);
     }
-    ++unit;
+    if (kUnits > 1) __syncthreads();  // nothing is copied over sums that are to be read
   }
 }
 
 // GEMM2 of a small batch: a cluster of blocks owns MT panels of the output for all tokens. The (tile, unit of K) list
 // is cut into equal parts, one a warp; a warp adds weight * (product + bias) of each tile to its registers, and at the
 // end the warps' sums are added in a fixed order. No atomics, no second pass, the same result every time.
-template <typename T, typename F, int MT>
+template <typename T, typename F, int MT, int kUnits = 1>
 __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, 1)) MoeDownDecode(const __grid_constant__ GemmParams p) {
-  using S = Stream<T, F, MT, 1>;
+  using S = Stream<T, F, MT, 1, kUnits>;
+  constexpr int kStages = S::kStages;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ DecodeRouting routing;
   routing.Make(p.routing);
   const int columns = p.routing.tokens, cluster = p.shape.cluster;
   S stream(shared, p.weights);
-  float4* sums = reinterpret_cast<float4*>(shared + kWarps * kStages * S::kStageBytes);
+  auto sums_of = [&](int warp) {  // after the rings, or, in 2 units of K a stage, over them
+    const int at = kUnits == 1 ? kWarps * kStages * S::kStageBytes + warp * MT * 512 : warp * kStages * S::kStageBytes;
+    return reinterpret_cast<float4*>(shared + at);
+  };
 
   const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g, t = stream.t;
   const int panel = blockIdx.x / cluster * MT, rank = blockIdx.x % cluster;
-  const int k_units = p.weights.units, total = routing.tiles * k_units, parts = cluster * kWarps;
+  const int k_units = (p.weights.units + kUnits - 1) / kUnits, total = routing.tiles * k_units;
+  const int parts = cluster * kWarps;
   const int part = rank * kWarps + warp;
 
   auto expert_row = [&](int tile) { return p.weights.rows + routing.expert[tile] * p.weights.row_bytes; };
@@ -251,9 +319,11 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, 1)) MoeDownDecode(cons
   const int begin = part * total / parts, end = (part + 1) * total / parts;
   const Place start{begin, begin / k_units, begin % k_units};
   Place ahead = start;  // what is copied next
-  auto seek_weights = [&](const Place& at) { stream.SeekWeights(p.weights, expert_row(at.tile), panel, at.k); };
+  auto seek_weights = [&](const Place& at) {
+    stream.SeekWeights(p.weights, expert_row(at.tile), panel, at.k * kUnits);
+  };
   auto seek_tokens = [&](const Place& at) {
-    stream.k = at.k;
+    stream.k = at.k * kUnits;
     const int pair = routing.Pair(at.tile, g);
     stream.SeekTokens(0, pair < 0 ? nullptr : static_cast<const T*>(p.x) + pair * p.x_columns, p.x_columns);
   };
@@ -262,7 +332,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, 1)) MoeDownDecode(cons
 #pragma unroll 1
   for (int s = 0; s < kStages - 1 && ahead.at < end; ++s) {
     if (seek) seek_weights(ahead);
-    stream.k = ahead.k;
+    stream.k = ahead.k * kUnits;
     stream.CopyWeights(s, p.weights);
     seek = ahead.Advance(k_units);
   }
@@ -312,20 +382,21 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, 1)) MoeDownDecode(cons
       seek = ahead.Advance(k_units);
     }
     CopyAsyncCommit();
-    stream.template Consume<1, true>(turn % kStages, acc, p.weights, factor);
+    stream.template Consume<1, true, kUnits == 1>(turn % kStages, acc, p.weights, factor);
     enter = place.Advance(k_units);
   }
+  __syncwarp();
 #pragma unroll
   for (int m = 0; m < MT; ++m)
-    sums[(warp * MT + m) * 32 + lane] = make_float4(acc[m][0][0], acc[m][0][1], acc[m][0][2], acc[m][0][3]);
+    sums_of(warp)[m * 32 + lane] = make_float4(acc[m][0][0], acc[m][0][1], acc[m][0][2], acc[m][0][3]);
   __syncthreads();
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   if (threadIdx.x < MT * 32) {
     for (int w = 0; w < kWarps; ++w) {
-      const float4 v = sums[w * MT * 32 + threadIdx.x];
+      const float4 v = sums_of(w)[threadIdx.x];
       sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
     }
-    sums[threadIdx.x] = sum;  // each thread overwrites only what it alone has read
+    sums_of(0)[threadIdx.x] = sum;  // each thread overwrites only what it alone has read
   }
 #if __CUDA_ARCH__ >= 900
   if (cluster > 1) {
@@ -334,7 +405,9 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, 1)) MoeDownDecode(cons
       for (int r = 1; r < cluster; ++r) {
         uint32_t remote;
         float4 v;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(SharedAddress(sums + threadIdx.x)), "r"(r));
+        asm("mapa.shared::cluster.u32 %0, %1, %2;"
+            : "=r"(remote)
+            : "r"(SharedAddress(sums_of(0) + threadIdx.x)), "r"(r));
         asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
                      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                      : "r"(remote)

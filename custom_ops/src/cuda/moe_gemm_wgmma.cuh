@@ -1,9 +1,9 @@
 // One grouped GEMM of the layer on wgmma (sm_90a), for many tokens: weights from registers, tokens from shared memory.
 //
-// A block computes 256 rows (16 panels) x up to kTokens tokens of one expert. One producer warpgroup gathers token rows
-// into a ring of 128-byte-swizzled stages; two consumer warpgroups hold 128 rows each. A consumer warp streams the
-// codes of its panels through its own cp.async ring (as in stream.cuh, no barrier), dequantizes 64 columns ahead, and
-// so keeps the ALUs busy while the tensor cores work on the 64 before.
+// A block computes 256 or 512 rows (16 or 32 panels) x up to kTokens tokens of one expert. One producer warpgroup
+// gathers token rows into a ring of 128-byte-swizzled stages; two consumer warpgroups hold half of the rows each. A
+// consumer warp streams the codes of its panels through its own cp.async ring (as in stream.cuh, no barrier),
+// dequantizes 64 columns ahead, and so keeps the ALUs busy while the tensor cores work on the 64 before.
 //
 // The order of a lane's columns (FORMAT.md 3.2) is not memory order within 32 columns, so tokens are stored permuted:
 // MoePrepare writes x, the gate_up epilogue writes h that way.
@@ -15,29 +15,36 @@
 
 namespace quantmoe {
 
-constexpr int kTilePanels = 16;
-// A stage of codes: 64 columns of 4 bits or 32 of 8 for two panels, with what a lane has of scales and zero points.
-__host__ __device__ constexpr int CodeStageBytes(int lane_bytes) { return 2 * (512 + 32 * lane_bytes); }
+// A stage of codes: 64 columns of 4 bits or 32 of 8 for a warp's panels, with what a lane has of scales and zero
+// points.
+__host__ __device__ constexpr int CodeStageBytes(int panels, int lane_bytes) {
+  return panels * (512 + 32 * lane_bytes);
+}
 // Staging of a warpgroup's results: a row per token, padded by 16 bytes against bank conflicts.
-__host__ __device__ constexpr int ResultRowBytes(bool down) { return (down ? 256 : 128) + 16; }
-// Two block shapes: up to 128 tokens, one block a multiprocessor; up to 48 tokens, two blocks, which hide each other's
-// waits when there is little to multiply.
+__host__ __device__ constexpr int ResultRowBytes(int panels, bool down) { return (down ? 128 : 64) * panels + 16; }
+// Block shapes: up to 128 tokens, one block a multiprocessor; up to 48 tokens, two blocks, which hide each other's
+// waits when there is little to multiply; up to 24 tokens and 512 rows, for down of short K and few tokens.
 template <typename F, int kTokens>
 struct WgmmaTile {
   static constexpr int kLaneBytes = Sizes<F>::kLaneBytes;
   static constexpr bool kSmall = kTokens <= 48;
+  static constexpr int kPanels = kTokens == 24 ? 4 : 2;  // of a warp
+  static constexpr int kTilePanels = 8 * kPanels;
   static constexpr int kBlocks = kSmall ? 2 : 1;
-  static constexpr int kBuffers = kSmall ? 1 : 2;  // of dequantized weights
+  static constexpr int kBuffers = kSmall ? 1 : 2;                 // of dequantized weights
   static constexpr bool kWide = !kSmall && Sizes<F>::kBits == 8;  // its code stages last half as long
   static constexpr int kStages = kSmall ? (kLaneBytes > 8 ? 4 : 5) : kWide ? 5 : 6, kStageBytes = kTokens * 128;
   static constexpr int kLag = kStages - 3;  // token stages in flight before their arrival is announced
-  static constexpr int kCodeStages = kWide ? (kLaneBytes > 8 ? 5 : 6) : kSmall && kLaneBytes == 4 ? 5 : 4;
+  static constexpr int kCodeStages = kWide                       ? (kLaneBytes > 8 ? 5 : 6)
+                                     : kPanels == 4              ? 3
+                                     : kSmall && kLaneBytes == 4 ? 5
+                                                                 : 4;
 };
 
-// What a warpgroup does next: columns [k_begin, k_end) * 64 of its panels of an expert (-1: nothing) for the tokens of
-// a tile.
+// What a warpgroup does next: columns [k_begin, k_end) * 64, a part of K, of its panels of an expert (-1: nothing) for
+// the tokens of a tile.
 struct Work {
-  int expert, panel, first, count, k_begin, k_end;
+  int expert, panel, first, count, k_begin, k_end, part;
 };
 
 // Where column c of a 32-column block of tokens is stored.
@@ -68,9 +75,10 @@ struct WgmmaConsumer {
   using Size = Sizes<F>;
   static constexpr WeightKind kKind = F::kKind;
   static constexpr int kStages = Shape::kStages, kStageBytes = Shape::kStageBytes, kCodeStages = Shape::kCodeStages;
-  static constexpr int kCodeStageBytes = CodeStageBytes(Size::kLaneBytes);
-  static constexpr int kGroups = F::kGroups;      // scales of a row in a unit; nvfp4: those of this lane's columns
+  static constexpr int kPanels = Shape::kPanels, kCodeStageBytes = CodeStageBytes(kPanels, Size::kLaneBytes);
+  static constexpr int kGroups = F::kGroups;       // scales of a row in a unit; nvfp4: those of this lane's columns
   static constexpr int kPieces = Size::kBits / 4;  // code stages of a unit
+  static_assert(kPanels == 2 || kPieces == 1);
   const GemmParams& p;
   uint32_t full, empty, tokens_at;
   uint8_t* results;
@@ -85,10 +93,10 @@ struct WgmmaConsumer {
 
   // The copying side: what this lane copies next, and where to. Addresses, not offsets into the ring: ptxas 13.0 makes
   // an illegal instruction of cp.async with a cache policy to register + uniform register.
-  const uint8_t *codes[2], *scales;  // scales: of the first row of the expert that this lane copies
-  int item[2];                       // blocks of scales from there to the next
-  uint32_t ring, write;              // this lane's codes in the first stage; in the stage written next
-  int scales_from_codes, lane;       // its scales, relative to its codes
+  const uint8_t *codes, *scales, *zeros;  // of the warp's first panel; the others are every fourth from there
+  int left;                               // panels from there to the last
+  uint32_t ring, write;                   // this lane's codes in the first stage; in the stage written next
+  int scales_from_codes, lane;            // its scales, relative to its codes
   int copy_k = 0, copy_end = 0, lookahead;
 
   __device__ const uint8_t* Expert(int expert) const { return p.weights.rows + expert * p.weights.row_bytes; }
@@ -103,7 +111,7 @@ struct WgmmaConsumer {
   __device__ int ScaleLaneBytes() const { return Size::kRuntime ? p.weights.scale_bytes : Size::kScaleBytes; }
   // Zero points of this lane, from its codes.
   __device__ uint32_t ZerosAt(uint32_t at, int b) const {
-    return at + scales_from_codes + (64 * Size::kScaleBytes + b * 128) - lane * (Size::kScaleBytes - 4);
+    return at + scales_from_codes + (32 * kPanels * Size::kScaleBytes + b * 128) - lane * (Size::kScaleBytes - 4);
   }
 
   __device__ __forceinline__ void Seek(const Work& work) {
@@ -113,38 +121,39 @@ struct WgmmaConsumer {
     asm volatile("" : "+r"(thread));
     const int lane = thread % 32, warp = thread / 32;
     copy_k = work.k_begin * kPieces, copy_end = work.k_end * kPieces;
-    scales = expert + w.scales_at + lane / 4 * ScaleLaneBytes();
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      const int row = min(work.panel + 4 * b + warp, w.panels - 1);
-      codes[b] = expert + (static_cast<int64_t>(row) * w.units * kPieces + copy_k) * 512 + lane * 16;
-      item[b] = row * w.blocks + (work.k_begin >> w.block_shift);
-    }
+    const int panel = work.panel + warp, block = panel * w.blocks + (work.k_begin >> w.block_shift), g = lane / 4;
+    left = w.panels - panel;
+    codes = expert + (static_cast<int64_t>(panel) * w.units * kPieces + copy_k) * 512 + lane * 16;
+    scales = expert + w.scales_at + (block * 8 + g) * ScaleLaneBytes();
+    if constexpr (Size::kZeroBytes > 0)
+      zeros = expert + w.zeros_at + block * w.zero_bytes + (TwoGroups() ? 4 * g : 2 * g & ~3);
   }
   // The next code stage. Scales come with the first columns of their block (or of the work).
   __device__ __forceinline__ void Copy(bool first) {
     if (copy_k < copy_end) {
       const bool starts = first || StartsBlock(copy_k);
       const Weights& w = p.weights;
+      const uint32_t code_step = 4 * 512 * kPieces * w.units, block_step = 4 * w.blocks;
 #pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        CopyAsync16Once(write + b * 512, codes[b], once);
-        codes[b] += 512;
-        if (starts) {
-          const uint8_t* from = scales + item[b] * (8 * ScaleLaneBytes());
-          const uint32_t to = write + scales_from_codes + b * 32 * Size::kScaleBytes;
-          if (Size::kScaleBytes == 4 || (Size::kRuntime && w.scale_bytes == 4)) {
-            CopyAsyncSmall<4>(to, from);
-          } else {
-            CopyAsyncSmall<8>(to, from);
-          }
-          if constexpr (Size::kZeroBytes > 0) {
-            const int g = lane / 4;
-            CopyAsyncSmall<4>(ZerosAt(write, b), scales - g * ScaleLaneBytes() + (w.zeros_at - w.scales_at) +
-                                                     item[b] * w.zero_bytes + (TwoGroups() ? 4 * g : 2 * g & ~3));
-          }
-          ++item[b];
+      for (int b = 0; b < kPanels; ++b)  // past the last panel any weights do, the results are not stored
+        CopyAsync16OnceIf(left, 4 * b, write + b * 512, codes + b * code_step, once);
+        // Scales of 8-bit codes are of several sizes and mostly rare: worth a branch.
+#pragma unroll
+      for (int b = 0; b < kPanels && (!Size::kRuntime || starts); ++b) {
+        const uint8_t* from = scales + b * block_step * (8 * ScaleLaneBytes());
+        const uint32_t to = write + scales_from_codes + b * 32 * Size::kScaleBytes;
+        if (Size::kScaleBytes == 4 || (Size::kRuntime && w.scale_bytes == 4)) {
+          CopyAsyncSmallIf<4>(starts ? left : 0, 4 * b, to, from);
+        } else {
+          CopyAsyncSmallIf<8>(starts ? left : 0, 4 * b, to, from);
         }
+        if constexpr (Size::kZeroBytes > 0)
+          CopyAsyncSmallIf<4>(starts ? left : 0, 4 * b, ZerosAt(write, b), zeros + b * block_step * w.zero_bytes);
+      }
+      codes += 512;
+      if (starts) {
+        scales += 8 * ScaleLaneBytes();
+        if constexpr (Size::kZeroBytes > 0) zeros += w.zero_bytes;
       }
       ++copy_k;
       write = NextStage(write);
@@ -165,10 +174,10 @@ struct WgmmaConsumer {
     return v;
   }
   // Scales that came with the stage read next, as what codes are multiplied by.
-  __device__ __forceinline__ void ReadScales(uint32_t (&scale)[2][kGroups][2], uint32_t (&zeros)[2]) const {
-    uint32_t raw[2][2] = {};
+  __device__ __forceinline__ void ReadScales(uint32_t (&scale)[kPanels][kGroups][2], uint32_t (&zeros)[kPanels]) const {
+    uint32_t raw[kPanels][2] = {};
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
+    for (int b = 0; b < kPanels; ++b) {
 #pragma unroll
       for (int i = 0; i < Size::kScaleBytes / 4; ++i)
         raw[b][i] = Load4(read + scales_from_codes + b * 32 * Size::kScaleBytes + 4 * i);
@@ -176,7 +185,7 @@ struct WgmmaConsumer {
     }
     auto each = [&](auto factor) {  // factor(words, half, row)
 #pragma unroll
-      for (int b = 0; b < 2; ++b)
+      for (int b = 0; b < kPanels; ++b)
 #pragma unroll
         for (int half = 0; half < kGroups; ++half)
 #pragma unroll
@@ -226,40 +235,41 @@ struct WgmmaConsumer {
   }
 
   template <int N>
-  __device__ __forceinline__ void Products(float (&acc)[2][kTokens / 2], uint64_t tokens, uint32_t (&a)[2][2][4],
-                                           int count) {
-    constexpr int kLess = N == 16 ? 8 : N - 16;
+  __device__ __forceinline__ void Products(float (&acc)[kPanels][kTokens / 2], int pair, uint64_t tokens,
+                                           uint32_t (&a)[2][2][4], int count) {
+    constexpr int kLess = N <= 24 ? N - 8 : N - 16;
     if constexpr (N > 8) {
-      if (count <= kLess) return Products<kLess>(acc, tokens, a, count);
+      if (count <= kLess) return Products<kLess>(acc, pair, tokens, a, count);
     }
     WgmmaFence();
 #pragma unroll
     for (int step = 0; step < 2; ++step)
 #pragma unroll
-      for (int b = 0; b < 2; ++b) Wgmma<T, N>(acc[b], a[b][step], tokens + 2 * step);
+      for (int b = 0; b < 2; ++b) Wgmma<T, N>(acc[2 * pair + b], a[b][step], tokens + 2 * step);
     WgmmaCommit();
   }
   template <int N>
-  __device__ __forceinline__ void Multiply(float (&acc)[2][N / 2], int count, int k_begin, int k_end,
+  __device__ __forceinline__ void Multiply(float (&acc)[kPanels][N / 2], int count, int k_begin, int k_end,
                                            const Work& next) {
 #pragma unroll
-    for (int b = 0; b < 2; ++b)
+    for (int b = 0; b < kPanels; ++b)
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) acc[b][i] = 0.f;
 
-    uint32_t q[2][4], scale[2][kGroups][2];  // of rows g and g + 8, as factors on codes, twice in a word
-    uint32_t zeros[2];                       // four zero points a word
+    uint32_t q[2][4], scale[kPanels][kGroups][2];  // of rows g and g + 8, as factors on codes, twice in a word
+    uint32_t zeros[kPanels];                       // four zero points a word
     // A operands of columns 0..31 or 32..63 of a unit: [buffer][block of rows][k16].
     constexpr int kBuffers = Shape::kBuffers;
     uint32_t a[kBuffers][2][2][4];
-    auto dequantize = [&](int half, uint32_t(&a)[2][2][4]) {
+    auto dequantize = [&](int pair, int half, uint32_t(&a)[2][2][4]) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        const uint32_t(&factor)[2] = scale[b][kGroups == 2 ? half : 0];
+        const uint32_t(&factor)[2] = scale[2 * pair + b][kGroups == 2 ? half : 0];
         uint32_t low = 0, high = 0;
         if constexpr (Size::kZeroBytes > 0) {
           const uint32_t at = (TwoGroups() ? half : lane / 4 % 2) * 0x0202;
-          low = ZeroPoint<T, true>(zeros[b], BytePair(0) + at), high = ZeroPoint<T, true>(zeros[b], BytePair(1) + at);
+          low = ZeroPoint<T, true>(zeros[2 * pair + b], BytePair(0) + at);
+          high = ZeroPoint<T, true>(zeros[2 * pair + b], BytePair(1) + at);
         }
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
@@ -280,18 +290,21 @@ struct WgmmaConsumer {
         }
       }
     };
-    auto arrive = [&] {  // codes of the stage read next
+    auto load = [&](int pair) {
+#pragma unroll
+      for (int b = 0; b < 2; ++b)
+        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(q[b][0]), "=r"(q[b][1]), "=r"(q[b][2]), "=r"(q[b][3])
+                     : "r"(read + (2 * pair + b) * 512)
+                     : "memory");
+    };
+    auto arrive = [&] {  // codes of the stage read next, of the first two panels
       if (lookahead == kCodeStages - 1) {
         CopyAsyncWait<kCodeStages - 2>();
       } else {
         CopyAsyncWait<0>();
       }
-#pragma unroll
-      for (int b = 0; b < 2; ++b)
-        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(q[b][0]), "=r"(q[b][1]), "=r"(q[b][2]), "=r"(q[b][3])
-                     : "r"(read + b * 512)
-                     : "memory");
+      load(0);
     };
     auto refill = [&] {
       const bool start_next = copy_k == copy_end && next.expert >= 0;
@@ -304,8 +317,8 @@ struct WgmmaConsumer {
     for (int k = k_begin; k < k_end; ++k) {
       arrive();
       if (k == k_begin || StartsBlock(k * kPieces)) ReadScales(scale, zeros);
-      read = NextStage(read);
-      dequantize(0, a[0]);
+      if constexpr (kPanels == 2) read = NextStage(read);
+      dequantize(0, 0, a[0]);
       refill();
       if constexpr (kPieces == 2) {
         arrive();
@@ -313,13 +326,21 @@ struct WgmmaConsumer {
       }
       BarrierWait(full + 8 * stage, phase);
       const uint64_t tokens = Descriptor(tokens_at + stage * kStageBytes);
-      Products<kTokens>(acc, tokens, a[0], count);
-      WgmmaWait<kBuffers - 1>();  // the other buffer is free, and the stage it was multiplied with
-      if (kBuffers == 2 && k > k_begin) Release(used);
-      dequantize(1, a[kBuffers - 1]);
-      if constexpr (kPieces == 2) refill();
-      Products<kTokens>(acc, tokens + 4, a[kBuffers - 1], count);
-      WgmmaWait<kBuffers - 1>();  // a[0] is free
+#pragma unroll
+      for (int pair = 0; pair < kPanels / 2; ++pair) {
+        if (pair > 0) {
+          load(pair);
+          read = NextStage(read);
+          dequantize(pair, 0, a[0]);
+        }
+        Products<kTokens>(acc, pair, tokens, a[0], count);
+        WgmmaWait<kBuffers - 1>();  // the other buffer is free, and the stage it was multiplied with
+        if (kBuffers == 2 && k > k_begin) Release(used);
+        dequantize(pair, 1, a[kBuffers - 1]);
+        if constexpr (kPieces == 2) refill();
+        Products<kTokens>(acc, pair, tokens + 4, a[kBuffers - 1], count);
+        WgmmaWait<kBuffers - 1>();  // a[0] is free
+      }
       if (kBuffers == 1) Release(stage);
       used = stage;
       if (++stage == kStages) stage = 0, phase ^= 1;
@@ -335,14 +356,14 @@ struct WgmmaConsumer {
   // Results of this warpgroup, a row per token. Nothing here is kept in registers while the products are made: places
   // come from an opaque thread number, or the compiler computes them once, for every N, and wgmma lacks the registers.
   template <int N>
-  __device__ __forceinline__ void Store(float (&acc)[2][N / 2]) {
+  __device__ __forceinline__ void Store(float (&acc)[kPanels][N / 2]) {
     const Weights& w = p.weights;
     int thread = threadIdx.x % 128;
     asm volatile("" : "+r"(thread));
     const int g = thread % 32 / 4, t = thread % 4, warp = thread / 32;
-    uint8_t* stage = results + group * kTokens * ResultRowBytes(down);
+    uint8_t* stage = results + group * kTokens * ResultRowBytes(kPanels, down);
     const Work work = *now;
-    float bias[2][2] = {};
+    float bias[kPanels][2] = {};
     const float one_factor = ProductFactor<T, F>() * InputScale<F>(w, Expert(work.expert));
     float2 factor = make_float2(one_factor, one_factor);
     if constexpr (kKind == WeightKind::kNvfp4) {
@@ -351,7 +372,7 @@ struct WgmmaConsumer {
     }
     if (w.bias_at && work.k_begin == 0) {
 #pragma unroll
-      for (int b = 0; b < 2; ++b) {
+      for (int b = 0; b < kPanels; ++b) {
         const int row = min(work.panel + 4 * b + warp, w.panels - 1) * 16 + g;
         const float* from = reinterpret_cast<const float*>(Expert(work.expert) + w.bias_at) + row;
         bias[b][0] = from[0], bias[b][1] = from[8];
@@ -362,9 +383,9 @@ struct WgmmaConsumer {
       if (8 * (i / 2) >= work.count) break;
       const int token = 8 * (i / 2) + 2 * t + i % 2;
       const float weight = weights[token];  // of columns past the end: anything, they are not stored
-      T* to = reinterpret_cast<T*>(stage + token * ResultRowBytes(down));
+      T* to = reinterpret_cast<T*>(stage + token * ResultRowBytes(kPanels, down));
 #pragma unroll
-      for (int b = 0; b < 2; ++b) {
+      for (int b = 0; b < kPanels; ++b) {
         const int local = 4 * b + warp;
         const float low = factor.x * acc[b][i / 2 * 4 + i % 2], high = factor.y * acc[b][i / 2 * 4 + 2 + i % 2];
         if constexpr (down) {
@@ -378,22 +399,24 @@ struct WgmmaConsumer {
       }
     }
     NamedBarrier(1 + group, 128);
-    const int parts = p.shape.warps_k, part = (work.k_begin * parts + parts - 1) / w.units;  // inverse of locate
-    constexpr int kRow = down ? 128 : 64, kChunks = kRow / 8;
-    const int column = work.panel * (down ? 16 : 8);
-    for (int i = thread; i < work.count * kChunks; i += 128) {
-      const int token = i / kChunks, c = i % kChunks * 8;
-      if (column + c >= p.out_columns) continue;
-      const int at = down ? pairs[token] * parts + part : work.first + token;
-      *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + static_cast<int64_t>(at) * p.out_columns + column + c) =
-          *reinterpret_cast<const uint4*>(stage + token * ResultRowBytes(down) + c * 2);
+    // 16 bytes of a token a thread, always the same columns.
+    constexpr int kRow = (down ? 64 : 32) * kPanels, kChunks = kRow / 8;
+    const int c = thread % kChunks * 8, column = work.panel * (down ? 16 : 8) + c;
+    if (column < p.out_columns) {
+      T* out = static_cast<T*>(p.out) + column;
+#pragma unroll Shape::kSmall ? 2 : 4
+      for (int token = thread / kChunks; token < work.count; token += 128 / kChunks) {
+        const int at = down ? pairs[token] * p.shape.warps_k + work.part : work.first + token;
+        *reinterpret_cast<uint4*>(out + static_cast<int64_t>(at) * p.out_columns) =
+            *reinterpret_cast<const uint4*>(stage + token * ResultRowBytes(kPanels, down) + c * 2);
+      }
     }
     NamedBarrier(1 + group, 128);
   }
 
   // Codes are copied ahead, into the next work: its first are on their way while these results are stored.
   __device__ __forceinline__ void Run(int count, int k_begin, int k_end, const Work& next, const SortedPair& own) {
-    float acc[2][kTokens / 2];
+    float acc[kPanels][kTokens / 2];
     Multiply<kTokens>(acc, count, k_begin, k_end, next);
     const int thread = threadIdx.x % 128;
     if (thread < count) pairs[thread] = own.pair, weights[thread] = p.weight_here ? own.weight : 1.f;
@@ -425,12 +448,12 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, kTokens>::kBlocks)
   }
   __syncthreads();
   WaitForPrevious();
-  const int blocks = (p.weights.panels + kTilePanels - 1) / kTilePanels;
+  const int blocks = (p.weights.panels + Shape::kTilePanels - 1) / Shape::kTilePanels;
   const int parts = down ? p.shape.warps_k : 1;  // of K; MoeCombine adds them up
   const int units = p.tiles[p.max_tiles].count * blocks * parts;
   // The tiles of a group take turns with the same rows: the weights are then read from memory once for all of them.
   auto locate = [&](int unit, int group) {
-    Work work{-1, 0, 0, 0, 0, 0};
+    Work work{-1};
     if (unit >= units) return work;
     const int part = unit % parts;
     unit /= parts;
@@ -438,11 +461,12 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, kTokens>::kBlocks)
     const int local = unit - any.group_first * blocks;
     const Tile tile = p.tiles[any.group_first + local % any.group_size];
     return Work{tile.expert,
-                local / any.group_size * kTilePanels + group * 8,
+                local / any.group_size * Shape::kTilePanels + group * (Shape::kTilePanels / 2),
                 tile.first,
                 tile.count,
                 part * p.weights.units / parts,
-                (part + 1) * p.weights.units / parts};
+                (part + 1) * p.weights.units / parts,
+                part};
   };
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
@@ -454,12 +478,13 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, kTokens>::kBlocks)
     const int chunk = threadIdx.x % 8, first_row = threadIdx.x / 8;
     const uint32_t to = SharedAddress(shared) + first_row * 128 + ((chunk ^ (first_row & 7)) << 4);
     const T* x = static_cast<const T*>(p.x) + chunk * 8;
+    constexpr int kRows = (kTokens + 15) / 16;  // that a thread copies
     int stage = 0, phase = 1, announced = 0, ahead = 0;
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const Work work = locate(unit, 0);
-      const T* rows[kTokens / 16];
+      const T* rows[kRows];
 #pragma unroll
-      for (int i = 0; i < kTokens / 16; ++i) {
+      for (int i = 0; i < kRows; ++i) {
         const int row = min(first_row + 16 * i, work.count - 1);  // rows past the end repeat the last
         const int at = down ? work.first + row : p.sorted_pairs[work.first + row].pair / p.x_divisor;
         rows[i] = x + static_cast<int64_t>(at) * p.x_columns;
@@ -468,8 +493,9 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, kTokens>::kBlocks)
       for (int k = work.k_begin; k < work.k_end; ++k) {
         BarrierWait(empty + 8 * stage, phase);
 #pragma unroll
-        for (int i = 0; i < kTokens / 16; ++i)
-          if (16 * i < work.count) CopyAsync16(to + stage * Shape::kStageBytes + i * 2048, rows[i] + k * kUnit, true);
+        for (int i = 0; i < kRows; ++i)
+          if (16 * i < work.count && (kTokens % 16 == 0 || first_row + 16 * i < kTokens))
+            CopyAsync16(to + stage * Shape::kStageBytes + i * 2048, rows[i] + k * kUnit, true);
         CopyAsyncCommit();
         if (++stage == kStages) stage = 0, phase ^= 1;
         if (ahead == kLag) {
@@ -500,7 +526,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, kTokens>::kBlocks)
     c.tokens_at = SharedAddress(shared);
     const int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
     c.ring = SharedAddress(codes) + warp * c.kCodeStages * c.kCodeStageBytes + lane * 16;
-    c.scales_from_codes = 1024 + lane * (Sizes<F>::kScaleBytes - 16);
+    c.scales_from_codes = 512 * Shape::kPanels + lane * (Sizes<F>::kScaleBytes - 16);
     c.lane = lane;
     c.results = codes + 8 * c.kCodeStages * c.kCodeStageBytes;
     c.full = full, c.empty = empty;

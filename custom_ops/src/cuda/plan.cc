@@ -114,27 +114,26 @@ int Validate(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) 
 }
 
 constexpr int kStages = 3;
-constexpr int kWgmmaPanels = 16;
 // As in moe_gemm_wgmma.cuh: token ring, code rings, staging of the results.
 int WgmmaSharedBytes(int tokens, int bits, int lane_bytes, bool down) {
+  const int panels = tokens == 24 ? 4 : 2;
   const bool small = tokens <= 48, wide = !small && bits == 8;
   const int stages = small ? (lane_bytes > 8 ? 4 : 5) : wide ? 5 : 6;
-  const int code_stages = wide ? (lane_bytes > 8 ? 5 : 6) : small && lane_bytes == 4 ? 5 : 4;
-  return 1024 + stages * tokens * 128 + 8 * code_stages * 2 * (512 + 32 * lane_bytes) +
-         2 * tokens * ((down ? 256 : 128) + 16);
+  const int code_stages = panels == 4 ? 3 : wide ? (lane_bytes > 8 ? 5 : 6) : small && lane_bytes == 4 ? 5 : 4;
+  return 1024 + stages * tokens * 128 + 8 * code_stages * panels * (512 + 32 * lane_bytes) +
+         2 * tokens * ((down ? 128 : 64) * panels + 16);
 }
-// Tiles of a warp and blocks on a multiprocessor: what gate_up.cu, down.cu and their *_any.cu instantiate, and the
-// kernels' registers allow.
-bool Instantiated(WeightKind kind, int panels) { return panels == 2 || BitsOf(kind) == 4; }
+// Blocks on a multiprocessor that the kernels' registers allow.
 int RegisterBlocks(WeightKind kind, int panels, int n_tiles) {
   return n_tiles > 2 ? 1 : panels == 2 && n_tiles == 1 && BitsOf(kind) == 4 ? 3 : 2;
 }
 // As in moe_gemm_fp8.cuh: stages, units of work, tokens' pairs, staging of the results.
 constexpr int kFp8SharedBytes = 1024 + 4 * 51200 + 128 + 2 * 1536 + 2 * 16 * 132 * 4;
 constexpr int kRoutingBytes = 4 * 1024;  // static DecodeRouting, rounded up
-// As in moe_gemm_mma.cuh: rings and sums.
-int MmaSharedBytes(int panels, int n_tiles, int bits, int lane_bytes) {
-  return kWarps * (kStages * (panels * (128 * bits + 32 * lane_bytes) + n_tiles * 1024) + panels * n_tiles * 512);
+// As in moe_gemm_mma.cuh: rings and sums, which lie over the ring where a stage has two units of K.
+int MmaSharedBytes(int panels, int n_tiles, int bits, int lane_bytes, int units = 1) {
+  const int stages = units == 2 ? 2 : kStages, sums = units == 2 ? 0 : panels * n_tiles * 512;
+  return kWarps * (stages * (panels * (units * 128 * bits + 32 * lane_bytes) + units * n_tiles * 1024) + sums);
 }
 int LaneBytes(WeightKind kind, const MarlinRow& w) { return ScaleBytes(kind, w.per_block) + ZeroBytes(kind); }
 // Not int8 with zero points where a multiprocessor has 100 KiB: those take stream.
@@ -159,23 +158,30 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
   const int sms = device.multiprocessors;
   const WeightKind kind = KindOf(weights);
   const int lane_bytes = LaneBytes(kind, w);
+  const bool int4 = kind == WeightKind::kInt4 && w.per_block == 1;  // groups of 64 and more
+  // Two units of K that share their scales are a stage of four panels: fewer instructions a byte.
+  const bool two = int4 && w.block_shift > 0;
   g.warps_k = 8;
   // Measured: each change of panels costs a sum over the warps that split K, which decode, with few tiles, can
   // afford.
-  while (g.warps_k > 1 && w.units < (decode ? 2 : 8) * g.warps_k) g.warps_k /= 2;
+  const int least = decode ? 2 : two ? 14 : 8;
+  while (g.warps_k > 1 && w.units < least * g.warps_k) g.warps_k /= 2;
   g.cluster = 1;
   g.packed = Packs(device.sm, weights);
   g.stages = kStages;
   if (wgmma) {
-    g.panels = kWgmmaPanels;
-    const int tokens = mean <= 40 ? 48 : 128;
+    g.grid = 2 * sms;
+    auto tiles = [&](int tokens) { return static_cast<double>(most_experts) * std::max(1.0, mean / tokens + 0.5); };
+    // For few tokens 512 rows a block cost fewer instructions a byte than 256, if they leave each block something.
+    const bool wide = int4 && mean <= 20 && tiles(24) * static_cast<double>(CeilDiv(w.panels, 32)) >= g.grid;
+    const int tokens = wide ? 24 : mean <= 40 ? 48 : 128;
+    g.panels = wide ? 32 : 16;  // of a block
     g.n_tiles = tokens / 8;
     g.shared_bytes = WgmmaSharedBytes(tokens, BitsOf(kind), lane_bytes, direct);
-    g.grid = tokens == 48 ? 2 * sms : sms;
+    if (tokens == 128) g.grid = sms;
     // Few units of work: down's K is cut, into parts that fill the multiprocessors best. A part costs a pass of
     // combine.
-    const double tiles = static_cast<double>(most_experts) * std::max(1.0, mean / tokens + 0.5);
-    const int64_t pieces = static_cast<int64_t>(tiles * static_cast<double>(CeilDiv(w.panels, kWgmmaPanels)));
+    const int64_t pieces = static_cast<int64_t>(tiles(tokens) * static_cast<double>(CeilDiv(w.panels, g.panels)));
     double best = 0;
     g.warps_k = 1;
     for (int parts : {1, 2, 4}) {
@@ -190,8 +196,13 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
   auto fits = [&](int panels, int n_tiles) {
     g.panels = panels;
     g.n_tiles = n_tiles;
-    g.shared_bytes = MmaSharedBytes(panels, n_tiles, BitsOf(kind), lane_bytes);
-    return Instantiated(kind, panels) && g.shared_bytes <= device.shared_bytes - reserved;
+    // Not where decode's gate_up has little K: the sums over the ring make the warps wait once more a unit of work.
+    const bool gate_up = decode && !direct;
+    g.stages = two && panels == 4 && !(gate_up && w.units < 40) ? 2 : kStages;
+    g.shared_bytes = MmaSharedBytes(panels, n_tiles, BitsOf(kind), lane_bytes, g.stages == 2 ? 2 : 1);
+    // What gate_up.cu, down.cu and their *_any.cu instantiate.
+    const bool instantiated = panels == 2 || (BitsOf(kind) == 4 && (!int4 || g.stages == 2 || gate_up));
+    return instantiated && g.shared_bytes <= device.shared_bytes - reserved;
   };
   auto slots = [&] {  // blocks resident at once
     return sms *
@@ -280,7 +291,7 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   plan->w13 = PlanGemm(work, p.moe.w13, w13, false);
   work.most_tiles = plan->w13.n_tiles;
   plan->w2 = PlanGemm(work, p.moe.w2, w2, decode || wgmma);
-  if (plan->w2.n_tiles < plan->w13.n_tiles && !decode) {  // both take the same list of tiles
+  if (plan->w2.n_tiles < plan->w13.n_tiles && plan->path == QM_CUDA_STREAM) {  // both take the same list of tiles
     work.most_tiles = plan->w2.n_tiles;
     plan->w13 = PlanGemm(work, p.moe.w13, w13, false);
   }
@@ -300,9 +311,11 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   if (plan->w2.packed) plan->packed_hidden = take(static_cast<uint64_t>(pairs) * w2.units * 64);
   if (p.moe.w13.perm) plan->gathered = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * 2);
   if (!decode) {
-    plan->max_tiles = static_cast<int32_t>(pairs / (8 * plan->w13.n_tiles) + most_experts);
+    plan->max_tiles = MostTiles(pairs, p.local_experts, plan->w13.n_tiles);
     plan->partial = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * (wgmma ? 2 * plan->w2.warps_k : 4));
-    plan->tiles = take(16 * (static_cast<uint64_t>(plan->max_tiles) + 1));
+    uint64_t tiles = plan->max_tiles + 1ull;
+    if (plan->w2.n_tiles != plan->w13.n_tiles) tiles += MostTiles(pairs, p.local_experts, plan->w2.n_tiles) + 1ull;
+    plan->tiles = take(16 * tiles);
     plan->sorted_pairs = take(8 * rows);
     const bool by_pair = p.moe.w13.perm || (Rounds(p.moe.w13) && RoundsPairs(p.moe));
     if (fp8)  // codes and scales of x, then of h

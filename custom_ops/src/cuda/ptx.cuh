@@ -17,6 +17,20 @@ __device__ inline void CopyAsync16Once(uint32_t shared, const void* global, uint
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(policy)
                : "memory");
 }
+// The same two where left > least, without a branch.
+__device__ inline void CopyAsync16OnceIf(int left, int least, uint32_t shared, const void* global, uint64_t policy) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.gt.s32 p, %0, %1;\n"
+      "@p cp.async.cg.shared.global.L2::cache_hint [%2], [%3], 16, %4;\n}" ::"r"(left),
+      "r"(least), "r"(shared), "l"(global), "l"(policy)
+      : "memory");
+}
+template <int bytes>
+__device__ inline void CopyAsyncSmallIf(int left, int least, uint32_t shared, const void* global) {
+  asm volatile("{\n.reg .pred p;\nsetp.gt.s32 p, %0, %1;\n@p cp.async.ca.shared.global [%2], [%3], %4;\n}" ::"r"(left),
+               "r"(least), "r"(shared), "l"(global), "n"(bytes)
+               : "memory");
+}
 template <int bytes>
 __device__ inline void CopyAsyncSmall(uint32_t shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(bytes) : "memory");
@@ -99,9 +113,9 @@ struct Half;  // the two 16-bit types
 
 template <>
 struct Half<__nv_bfloat16> {
-  static constexpr uint32_t kInt4Or = 0x43004300;    // 128 + code: its four low mantissa bits are the code
-  static constexpr uint32_t kInt4Zero = 0x43084308;  // 136
-  static constexpr float kInt4ZeroValue = 136.f;
+  static constexpr uint32_t kInt4Or = 0x42004200;    // 32 + code / 4: its four low mantissa bits are the code
+  static constexpr uint32_t kInt4Zero = 0x42084208;  // 34
+  static constexpr float kInt4ZeroValue = 34.f;
   static constexpr uint32_t kOne = 0x3f803f80;
   __device__ static uint32_t Sub(uint32_t a, uint32_t b) {
     __nv_bfloat162 r = __hsub2(reinterpret_cast<__nv_bfloat162&>(a), reinterpret_cast<__nv_bfloat162&>(b));
@@ -148,6 +162,11 @@ struct Half<__half> {
   __device__ static uint32_t Mul(uint32_t a, uint32_t b) {
     __half2 r = __hmul2(reinterpret_cast<__half2&>(a), reinterpret_cast<__half2&>(b));
     return reinterpret_cast<uint32_t&>(r);
+  }
+  __device__ static uint32_t Fma(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t r;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
   }
   __device__ static uint32_t Pack(float lo, float hi) {
     __half2 r = __floats2half2_rn(lo, hi);

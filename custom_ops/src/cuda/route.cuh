@@ -56,7 +56,7 @@ __device__ inline void ClusterSync(int cluster) {
 // a column of a product, computed alike wherever it stands, and results go to the place of their pair.
 __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant__ RouteParams p) {
   extern __shared__ int counts[];
-  __shared__ int warp_pairs[kRouteWarps], warp_tiles[kRouteWarps];
+  __shared__ int warp_pairs[kRouteWarps], warp_tiles[2][kRouteWarps];
   const int experts = p.routing.local_experts, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int pairs = p.routing.tokens * p.routing.top_k, cluster = p.cluster, rank = blockIdx.x;
   int* cursors = counts + experts;
@@ -67,14 +67,15 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
     return;
   }
   if (!p.routing.topk_ids) {
-    const int tiles = (pairs + p.tile_pairs - 1) / p.tile_pairs, even = ((pairs + tiles - 1) / tiles + 7) / 8 * 8;
+    const RouteParams::List& list = p.lists[0];
+    const int tiles = (pairs + list.tile_pairs - 1) / list.tile_pairs, even = ((pairs + tiles - 1) / tiles + 7) / 8 * 8;
     const int thread = rank * kRouteThreads + threadIdx.x, threads = cluster * kRouteThreads;
     for (int i = thread; i < pairs; i += threads) p.sorted_pairs[i] = SortedPair{i, 1.f};
     for (int i = thread; i < tiles; i += threads) {
       const int at = min(i * even, pairs), group = i / kTileGroup * kTileGroup;
-      p.tiles[i] = Tile{0, at, min(even, pairs - at), group, min(kTileGroup, tiles - group)};
+      list.tiles[i] = Tile{0, at, min(even, pairs - at), group, min(kTileGroup, tiles - group)};
     }
-    if (thread == 0) p.tiles[p.max_tiles].count = tiles;
+    if (thread == 0) list.tiles[list.max_tiles].count = tiles;
     return;
   }
   for (int i = threadIdx.x; i < experts; i += kRouteThreads) counts[i] = 0;
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
   ClusterSync(cluster);
   // Counts to first places and tiles, in every block alike. Experts in rounds of a block's threads; usually there is
   // one round.
-  int pairs_before = 0, tiles_before = 0;
+  int pairs_before = 0, tiles_before[2] = {};
   for (int base = 0; base < experts; base += kRouteThreads) {
     const int e = base + threadIdx.x;
     int count = 0, before = 0;  // before: of this expert in the blocks before this one
@@ -100,32 +101,55 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
         if (r < rank) before += there;
       }
     }
-    const int tiles = (count + p.tile_pairs - 1) / p.tile_pairs;
     const int aligned = (count + p.align - 1) / p.align * p.align;
-    int pair_scan = aligned, tile_scan = tiles;
-    for (int d = 1; d < 32; d *= 2) {
-      const int a = __shfl_up_sync(~0u, pair_scan, d), b = __shfl_up_sync(~0u, tile_scan, d);
-      if (lane >= d) pair_scan += a, tile_scan += b;
+    auto scan = [&](int value) {  // in a warp, this lane's included
+      for (int d = 1; d < 32; d *= 2) {
+        const int a = __shfl_up_sync(~0u, value, d);
+        if (lane >= d) value += a;
+      }
+      return value;
+    };
+    const int pair_scan = scan(aligned);
+    if (lane == 31) warp_pairs[warp] = pair_scan;
+    int tiles[2] = {}, tile[2] = {};
+#pragma unroll
+    for (int l = 0; l < 2; ++l) {
+      if (l >= p.list_count) break;
+      tiles[l] = (count + p.lists[l].tile_pairs - 1) / p.lists[l].tile_pairs;
+      tile[l] = scan(tiles[l]);
+      if (lane == 31) warp_tiles[l][warp] = tile[l];
     }
-    if (lane == 31) warp_pairs[warp] = pair_scan, warp_tiles[warp] = tile_scan;
     __syncthreads();
-    int first = pairs_before + pair_scan - aligned, tile = tiles_before + tile_scan - tiles;
+    int first = pairs_before + pair_scan - aligned;
     for (int w = 0; w < kRouteWarps; ++w) {
-      if (w < warp) first += warp_pairs[w], tile += warp_tiles[w];
-      pairs_before += warp_pairs[w], tiles_before += warp_tiles[w];
+      if (w < warp) first += warp_pairs[w];
+      pairs_before += warp_pairs[w];
     }
     if (e < experts) cursors[e] = first + before;
     if (rank == 0)
       for (int i = count; i < aligned; ++i) p.sorted_pairs[first + i] = SortedPair{-1, 0.f};
-    // Tiles of one expert as equal as multiples of 8 allow.
-    const int even = tiles ? ((count + tiles - 1) / tiles + 7) / 8 * 8 : 0;
-    for (int i = rank; i < tiles; i += cluster) {
-      const int at = min(i * even, count), group = i / kTileGroup * kTileGroup;
-      p.tiles[tile + i] = Tile{e, first + at, min(even, count - at), tile + group, min(kTileGroup, tiles - group)};
+#pragma unroll
+    for (int l = 0; l < 2; ++l) {
+      if (l >= p.list_count) break;
+      int at_tile = tiles_before[l] + tile[l] - tiles[l];
+      for (int w = 0; w < kRouteWarps; ++w) {
+        if (w < warp) at_tile += warp_tiles[l][w];
+        tiles_before[l] += warp_tiles[l][w];
+      }
+      // Tiles of one expert as equal as multiples of 8 allow.
+      const int even = tiles[l] ? ((count + tiles[l] - 1) / tiles[l] + 7) / 8 * 8 : 0;
+      for (int i = rank; i < tiles[l]; i += cluster) {
+        const int at = min(i * even, count), group = i / kTileGroup * kTileGroup;
+        p.lists[l].tiles[at_tile + i] =
+            Tile{e, first + at, min(even, count - at), at_tile + group, min(kTileGroup, tiles[l] - group)};
+      }
     }
     __syncthreads();
   }
-  if (rank == 0 && threadIdx.x == 0) p.tiles[p.max_tiles].count = tiles_before;
+  if (rank == 0 && threadIdx.x == 0)
+#pragma unroll
+    for (int l = 0; l < 2; ++l)
+      if (l < p.list_count) p.lists[l].tiles[p.lists[l].max_tiles].count = tiles_before[l];
 #pragma unroll 4
   for (int pair = begin + threadIdx.x; pair < end; pair += kRouteThreads) {
     const int e = LocalExpert(p.routing, pair);

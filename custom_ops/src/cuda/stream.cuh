@@ -5,9 +5,10 @@
 // ahead across tiles and experts, and blocks meet only to add up the parts of K.
 //
 // Scales multiply the f32 products of a unit, not the weights: exact for every scale type, and for the few tokens of a
-// tile cheaper than multiplying each fragment. Scales of e2m1 codes multiply the weights where that is exact (dequant.cuh):
-// nvfp4's groups of 16 are not even a step of mma. For one token tile the zero point of int4 leaves the inner loop as
-// well: sum (q - 8) x = sum (base + q) x - (base + 8) sum x, where one mma with ones gives sum x for all panels.
+// tile cheaper than multiplying each fragment. Scales of e2m1 codes multiply the weights where that is exact
+// (dequant.cuh): nvfp4's groups of 16 are not even a step of mma. For one token tile the zero point of int4 leaves the
+// inner loop as well: sum (q - 8) x = sum (base + q) x - (base + 8) sum x, where one mma with ones gives sum x for all
+// panels.
 #pragma once
 #include "cuda/dequant.cuh"
 #include "cuda/kernels.cuh"
@@ -19,6 +20,9 @@ template <typename T, typename F>
 __host__ __device__ constexpr float SumFactor() {
   if (F::kPacked) return 1.f;
   switch (F::kKind) {
+    case WeightKind::kInt4:
+    case WeightKind::kInt4Zero:
+      return 1 / kInt4Bits<T>;
     case WeightKind::kInt8:
     case WeightKind::kInt8Zero:
       return 1 / kInt8Result<T>;
@@ -33,16 +37,17 @@ __host__ __device__ constexpr float SumFactor() {
   }
 }
 
-// MT 16-row panels, NT 8-token tiles, weights of format F.
-template <typename T, typename F, int MT, int NT>
+// MT 16-row panels, NT 8-token tiles, weights of format F; kUnits of K a stage: 1, or 2 that share their scales.
+template <typename T, typename F, int MT, int NT, int kUnits = 1>
 struct Stream {
   using Size = Sizes<F>;
   static constexpr WeightKind kKind = F::kKind;
   static constexpr int kUnitBytes = 128 * Size::kBits;  // of a panel's codes
   // Scales, then zero points, of MT panels.
-  static constexpr int kScalesAt = MT * kUnitBytes, kZerosAt = kScalesAt + MT * 32 * Size::kScaleBytes,
+  static constexpr int kScalesAt = kUnits * MT * kUnitBytes, kZerosAt = kScalesAt + MT * 32 * Size::kScaleBytes,
                        kTokensAt = kZerosAt + MT * 32 * Size::kZeroBytes;
-  static constexpr int kStageBytes = StageBytes(MT, NT, Size::kBits, Size::kLaneBytes);
+  static constexpr int kStages = StagesOf(kUnits);
+  static constexpr int kStageBytes = StageBytes(MT, NT, Size::kBits, Size::kLaneBytes, kUnits);
   static constexpr int kTokenUnit = F::kPacked ? kUnit / 2 : kUnit;  // of T: values, or codes and scales (PackUnit)
   static constexpr bool kScaledWeights = kKind == WeightKind::kNvfp4 || (kKind == WeightKind::kMxfp4 && kBf16<T>);
 
@@ -52,9 +57,9 @@ struct Stream {
   uint64_t once;
   // What is copied next: this lane's bytes of a unit of the first panel.
   const uint8_t *codes, *scales, *zeros;
-  const T* tokens[NT];  // null: zero
-  int k, last, columns_left, panel_bytes,
-      scale_panel_bytes;  // columns_left: from the lane's first to the end of the row
+  const T* tokens[NT];                        // null: zero
+  int k, columns_left;                        // columns_left: from the lane's first to the end of the row
+  uint32_t panel_at[MT], scale_panel_at[MT];  // from the first panel to panel m
 
   __device__ Stream(uint8_t* rings, const Weights& w) {
     lane = threadIdx.x % 32;
@@ -73,10 +78,12 @@ struct Stream {
   __device__ void SeekWeights(const Weights& w, const uint8_t* expert, int panel, int k_) {
     k = k_;
     panel = min(panel, w.panels - 1);
-    last = w.panels - 1 - panel;
-    panel_bytes = w.units * kUnitBytes;
     const int scale_bytes = ScaleLaneBytes(w);
-    scale_panel_bytes = w.blocks * 8 * scale_bytes;
+#pragma unroll
+    for (int m = 1; m < MT; ++m) {
+      const int at = min(m, w.panels - 1 - panel);
+      panel_at[m] = at * w.units * kUnitBytes, scale_panel_at[m] = at * w.blocks * 8 * scale_bytes;
+    }
     codes = expert + (static_cast<int64_t>(panel) * w.units + k) * kUnitBytes + lane * 16;
     scales = expert + w.scales_at + (panel * w.blocks * 8 + g) * scale_bytes;
     if constexpr (Size::kZeroBytes > 0)
@@ -94,28 +101,29 @@ struct Stream {
   __device__ void CopyWeights(int stage, const Weights& w) {
     const uint32_t to = codes_at + stage * kStageBytes, scales_to = scales_at + stage * kStageBytes;
     const int block = k >> w.block_shift;
-    const uint8_t* s = scales + block * (8 * ScaleLaneBytes(w));
-    const uint8_t* c = codes;
+    const uint8_t* first = scales + block * (8 * ScaleLaneBytes(w));
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
+      const uint8_t *c = m ? codes + panel_at[m] : codes, *s = m ? first + scale_panel_at[m] : first;
 #pragma unroll
-      for (int i = 0; i < kUnitBytes; i += 512) CopyAsync16Once(to + m * kUnitBytes + i, c + i, once);
+      for (int u = 0; u < kUnits; ++u)
+#pragma unroll
+        for (int i = 0; i < kUnitBytes; i += 512)
+          if (u == 0 || k + u < w.units)  // else: any codes, the tokens there are zero
+            CopyAsync16Once(to + (u * MT + m) * kUnitBytes + i, c + u * kUnitBytes + i, once);
       if (Size::kScaleBytes == 4 || (Size::kRuntime && w.scale_bytes == 4)) {
         CopyAsyncSmall<4>(scales_to + m * 32 * Size::kScaleBytes, s);
       } else {
         CopyAsyncSmall<8>(scales_to + m * 32 * Size::kScaleBytes, s);
       }
-      if (m < last) c += panel_bytes, s += scale_panel_bytes;
     }
     if constexpr (Size::kZeroBytes > 0) {
       const uint8_t* z = zeros + block * w.zero_bytes;
+      const int shift = Size::kRuntime && w.scale_type == 0 ? 2 : 1;  // a byte where scales have two, f32's four
 #pragma unroll
-      for (int m = 0; m < MT; ++m) {
-        CopyAsyncSmall<4>(ZeroAt(stage, m), z);
-        if (m < last) z += w.blocks * w.zero_bytes;
-      }
+      for (int m = 0; m < MT; ++m) CopyAsyncSmall<4>(ZeroAt(stage, m), m ? z + (scale_panel_at[m] >> shift) : z);
     }
-    codes += kUnitBytes;
+    codes += kUnits * kUnitBytes;
   }
   __device__ uint32_t ZeroAt(int stage, int m) const {
     return scales_at + stage * kStageBytes + (kZerosAt - kScalesAt) - lane * (Size::kScaleBytes - 4) + m * 128;
@@ -127,18 +135,19 @@ struct Stream {
       if (NT > 1 && n >= n_tiles) break;
       // A null row stays near null and is never read.
       const bool valid = reinterpret_cast<uintptr_t>(tokens[n]) >= kNullEnd;
-      CopyAsync16(to + n * 1024, tokens[n], valid && columns_left > 0);
-      if (!F::kPacked) CopyAsync16(to + n * 1024 + 512, tokens[n] + 32, valid && columns_left > 32);
-      tokens[n] += kTokenUnit;
+#pragma unroll
+      for (int i = 0; i < (F::kPacked ? 1 : 2 * kUnits); ++i)
+        CopyAsync16(to + n * kUnits * 1024 + i * 512, tokens[n] + i * 32, valid && columns_left > i * 32);
+      tokens[n] += kUnits * kTokenUnit;
     }
-    columns_left -= kTokenUnit;
-    ++k;
+    columns_left -= kUnits * kTokenUnit;
+    k += kUnits;
   }
   static constexpr uintptr_t kNullEnd = 1 << 20;
 
   // acc += scales * (codes x tokens) * factor of the column (2t, 2t + 1) of a stage, for the first N token tiles; to be
   // multiplied by SumFactor.
-  template <int N, bool kFactor = false>
+  template <int N, bool kFactor = false, bool kShift = false>
   __device__ void Consume(int stage, float (&acc)[MT][NT][4], const Weights& w, const float* factor = nullptr) const {
     constexpr bool kInt4s = kKind == WeightKind::kInt4 || kKind == WeightKind::kInt4Zero;
     // Not for all tiles of one token tile: a token must not depend on how many are in its tile.
@@ -151,24 +160,30 @@ struct Stream {
     uint32_t scale[MT][kWords], zero[MT];
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
-      if constexpr (Size::kBits == 4) q[m] = Load16(base + m * 512);
 #pragma unroll
       for (int s = 0; s < kWords; ++s)
         scale[m][s] = Load4(scales_at + stage * kStageBytes + m * 32 * Size::kScaleBytes + 4 * s);
       if constexpr (Size::kZeroBytes > 0) zero[m] = Load4(ZeroAt(stage, m));
     }
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      x[n][0] = Load16(base + kTokensAt + n * 1024);
-      x[n][1] = Load16(base + kTokensAt + n * 1024 + 512);
-    }
     // Groups of 32 known at compile time: sums start again at the second half.
     constexpr bool kTwo = F::kGroups == 2 && !Size::kRuntime && !kScaledWeights;
     const bool two_groups = Size::kRuntime ? w.two_groups : kTwo;
     float part[MT][N][4], sum[4];
+    static_assert(kUnits == 1 || (F::kGroups == 1 && !Size::kRuntime && Size::kBits == 4));
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (half == 0 || kTwo) {
+    for (int part_of_k = 0; part_of_k < 2 * kUnits; ++part_of_k) {
+      const int half = part_of_k % 2, u = part_of_k / 2;
+      if (half == 0) {
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+          if constexpr (Size::kBits == 4) q[m] = Load16(base + (u * MT + m) * 512);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          x[n][0] = Load16(base + kTokensAt + (n * kUnits + u) * 1024);
+          x[n][1] = Load16(base + kTokensAt + (n * kUnits + u) * 1024 + 512);
+        }
+      }
+      if (part_of_k == 0 || kTwo) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           sum[i] = 0.f;
@@ -197,9 +212,11 @@ struct Stream {
         } else if constexpr (kKind == WeightKind::kInt4) {
           low = high = Half<T>::kInt4Zero;
         } else if constexpr (kKind == WeightKind::kNvfp4) {
-          low = Nvfp4Factor<T>(scale[m][half], BytePair(t & 2)), high = Nvfp4Factor<T>(scale[m][half], BytePair((t & 2) + 1));
+          low = Nvfp4Factor<T>(scale[m][half], BytePair(t & 2)),
+          high = Nvfp4Factor<T>(scale[m][half], BytePair((t & 2) + 1));
         } else if constexpr (kScaledWeights) {
-          low = Mxfp4Factor<T>(scale[m][0], BytePair(2 * half)), high = Mxfp4Factor<T>(scale[m][0], BytePair(2 * half + 1));
+          low = Mxfp4Factor<T>(scale[m][0], BytePair(2 * half)),
+          high = Mxfp4Factor<T>(scale[m][0], BytePair(2 * half + 1));
         }
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
@@ -217,7 +234,7 @@ struct Stream {
           } else {
             const uint32_t code = half ? (step ? q[m].w : q[m].z) : (step ? q[m].y : q[m].x);
             if constexpr (kInt4s) {
-              DequantInt4<T>(code, a);
+              DequantInt4<T, kShift>(code, a);
               if constexpr (!kSums) Center<T>(a, low, high);
             } else {
               DequantE2m1<T>(code, a);
@@ -235,7 +252,7 @@ struct Stream {
           }
         }
       }
-      if (kDirect || !(half == 1 || two_groups)) continue;
+      if (kDirect || !(part_of_k == 2 * kUnits - 1 || two_groups)) continue;
       // acc += scale * part, the scales given by row(m): {of row g, of row g + 8}.
       auto add = [&](auto row) {
 #pragma unroll
