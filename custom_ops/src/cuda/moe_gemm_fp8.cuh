@@ -13,16 +13,20 @@
 #pragma once
 #include "cuda/activation.cuh"
 #include "cuda/instances.h"
-#include "cuda/moe_gemm_wgmma.cuh"
+#include "cuda/wgmma.cuh"
 
 namespace quantmoe {
 
-constexpr int kFp8Tokens = 128, kFp8Stages = 4, kFp8Group = 128, kFp8PanelBytes = 16 * kFp8Group;
+constexpr int kFp8Panels = 16, kFp8Tokens = 128, kFp8Stages = 4, kFp8Group = 128, kFp8PanelBytes = 16 * kFp8Group;
 // A stage in shared memory, at multiples of 1024: tokens, codes, scales of rows and of tokens, two barriers.
-constexpr int kFp8CodesAt = kFp8Tokens * kFp8Group, kFp8RowScalesAt = kFp8CodesAt + kTilePanels * kFp8PanelBytes;
-constexpr int kFp8TokenScalesAt = kFp8RowScalesAt + 16 * kTilePanels * 4;
+constexpr int kFp8CodesAt = kFp8Tokens * kFp8Group, kFp8RowScalesAt = kFp8CodesAt + kFp8Panels * kFp8PanelBytes;
+constexpr int kFp8TokenScalesAt = kFp8RowScalesAt + 16 * kFp8Panels * 4;
 constexpr int kFp8FullAt = kFp8TokenScalesAt + kFp8Tokens * 4, kFp8EmptyAt = kFp8FullAt + 8;
 constexpr int kFp8StageBytes = (kFp8EmptyAt + 8 + 1023) / 1024 * 1024;
+// Columns [k_begin, k_end) * 128 of kFp8Panels panels of an expert for the tokens of a tile.
+struct Fp8Work {
+  int expert, panel, first, count, k_begin, k_end;
+};
 // Then the units of work: consumers may store one while the producer fills all stages for the next. Pairs of the tokens
 // and their scales, for each warpgroup. Staging of results.
 constexpr int kFp8Works = kFp8Stages + 1, kFp8WorksAt = kFp8Stages * kFp8StageBytes;
@@ -31,12 +35,11 @@ struct Fp8Tokens {
   float scales[kFp8Tokens];
 };
 constexpr int kFp8PairsAt = kFp8WorksAt + 128;
-static_assert(kFp8Works * sizeof(Work) <= 128);
+static_assert(kFp8Works * sizeof(Fp8Work) <= 128);
 constexpr int kFp8ResultsAt = kFp8PairsAt + 2 * static_cast<int>(sizeof(Fp8Tokens));
 // Sums of 16 tokens of a warpgroup at a time; four floats of padding put a warp's stores on all banks.
 constexpr int kFp8StoredTokens = 16, kFp8ResultRow = 128 + 4;
 constexpr int kFp8ResultBytes = kFp8StoredTokens * kFp8ResultRow * 4;
-constexpr int kFp8SharedBytes = 1024 + kFp8ResultsAt + 2 * kFp8ResultBytes;
 
 __device__ inline void BulkCopy(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
@@ -114,7 +117,7 @@ struct Fp8Consumer {
 
   // No pointers are kept while products are made.
   __device__ uint8_t* Shared(uint32_t at) const { return static_cast<uint8_t*>(__cvta_shared_to_generic(base + at)); }
-  __device__ const Work& Now() const { return reinterpret_cast<const Work*>(Shared(kFp8WorksAt))[slot]; }
+  __device__ const Fp8Work& Now() const { return reinterpret_cast<const Fp8Work*>(Shared(kFp8WorksAt))[slot]; }
   __device__ Fp8Tokens& Own(int group) const { return reinterpret_cast<Fp8Tokens*>(Shared(kFp8PairsAt))[group]; }
 
   __device__ __forceinline__ void ReadCodes(uint32_t (&a)[16], int b) const {
@@ -214,7 +217,7 @@ struct Fp8Consumer {
     int thread = threadIdx.x;
     asm volatile("" : "+r"(thread));
     const int group = thread / 128 - 1, lane = thread % 32, warp = thread / 32 % 4;
-    const Work work = Now();
+    const Fp8Work work = Now();
     const int parts = p.shape.warps_k, groups = (w.units + 1) / 2, part = (work.k_begin * parts + parts - 1) / groups;
     float* sums = reinterpret_cast<float*>(Shared(kFp8ResultsAt) + group * kFp8ResultBytes);
     float* to = sums + lane % 4 * 2 * kFp8ResultRow + warp * 16 + lane / 4;
@@ -310,10 +313,10 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
   __syncthreads();
   WaitForPrevious();
   const Weights& w = p.weights;
-  const int blocks = (w.panels + kTilePanels - 1) / kTilePanels, groups = (w.units + 1) / 2;
+  const int blocks = (w.panels + kFp8Panels - 1) / kFp8Panels, groups = (w.units + 1) / 2;
   const int parts = down ? p.shape.warps_k : 1;  // of K; MoeCombine adds them up
   const int units = p.tiles[p.max_tiles].count * blocks * parts;
-  Work* works = reinterpret_cast<Work*>(shared + kFp8WorksAt);
+  Fp8Work* works = reinterpret_cast<Fp8Work*>(shared + kFp8WorksAt);
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
@@ -332,9 +335,10 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
         // The tiles of a group take turns with the same rows: the weights are then read from memory once for all.
         const int part = unit % parts, piece = unit / parts;
         const Tile any = p.tiles[piece / blocks];
-        const int local = piece - any.group_first * blocks, panel = local / any.group_size * kTilePanels;
+        const int local = piece - any.group_first * blocks, panel = local / any.group_size * kFp8Panels;
         const Tile tile = p.tiles[any.group_first + local % any.group_size];
-        const Work work{tile.expert, panel, tile.first, tile.count, part * groups / parts, (part + 1) * groups / parts};
+        const Fp8Work work{
+            tile.expert, panel, tile.first, tile.count, part * groups / parts, (part + 1) * groups / parts};
         auto copy = stages(work, w.rows + work.expert * w.row_bytes);
 #pragma unroll 1
         for (int k = work.k_begin; k < work.k_end; ++k) {
@@ -346,7 +350,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
       }
     };
     if (warp == 0) {
-      produce([&](const Work& work, const uint8_t*) {
+      produce([&](const Fp8Work& work, const uint8_t*) {
         const int rows = (work.count + 7) / 8 * 8;
         int64_t row = static_cast<int64_t>(work.k_begin) * p.x_rows + work.first;
         return [&, work, rows, row](int k, uint32_t to, uint32_t full) mutable {
@@ -354,7 +358,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
             works[slot] = work;
             if (++slot == kFp8Works) slot = 0;
           }
-          BarrierExpect(full, kTilePanels * kFp8PanelBytes + rows * (kFp8Group + (grouped ? 4 : 0)));
+          BarrierExpect(full, kFp8Panels * kFp8PanelBytes + rows * (kFp8Group + (grouped ? 4 : 0)));
           BulkCopy(to, static_cast<const uint8_t*>(p.x) + row * kFp8Group, rows * kFp8Group, full);
           if (grouped) BulkCopy(to + kFp8TokenScalesAt, p.x_scales + row, rows * 4, full);
           row += p.x_rows;
@@ -363,7 +367,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
     } else if (warp < 3) {
       const int first = (warp - 1) * 8;
       const int64_t panel_bytes = static_cast<int64_t>(w.units) * 1024;
-      produce([&](const Work& work, const uint8_t* expert) {
+      produce([&](const Fp8Work& work, const uint8_t* expert) {
         // Panels past the end repeat the last.
         const uint8_t* from = expert + min(work.panel + first, w.panels - 1) * panel_bytes + work.k_begin * 2048;
         const int panels = w.panels - 1 - work.panel - first;
@@ -382,7 +386,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
       });
     } else {
       const int pieces = w.scale_bytes / 2, row_scale_bytes = 8 * w.scale_bytes;  // of a panel: in 16 bytes, bytes
-      produce([&](const Work& work, const uint8_t* expert) {
+      produce([&](const Fp8Work& work, const uint8_t* expert) {
         const uint8_t* from[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i)
