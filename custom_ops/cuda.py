@@ -27,7 +27,7 @@ SUPPORTED: dict[str, tuple[int | str, ...]] = {
     "pre_scale": (0, 1),
 }
 ERROR_SIZE = 512
-PATHS = ("decode", "stream", "wgmma")
+PATHS = ("decode", "stream", "wgmma", "fp8")
 _I32, _I64, _U64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
 _TYPES = {"f32": 0, "f16": 1, "bf16": 2}
 _S = TypeVar("_S", bound=ctypes.Structure)

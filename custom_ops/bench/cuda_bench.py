@@ -45,22 +45,24 @@ GOALS = {
 #: module and class of each peer
 PEERS = {"humming": ("humming_moe", "HummingMoE"), "marlin": ("marlin_moe", "MarlinMoE")}
 
-#: format, group_size, scale type, zero points
+#: format, group_size, scale type, zero points, activations
 FORMATS = {
-    "int4": ("int4", 128, "bf16", 0),
-    "int4-g32": ("int4", 32, "bf16", 0),
-    "int4-zero": ("int4", 128, "f16", 1),
-    "int8": ("int8", -1, "bf16", 0),
-    "fp8": ("fp8_e4m3", -1, "bf16", 0),
-    "fp8-128": ("fp8_e4m3", 128, "f32", 0),
-    "mxfp4": ("mxfp4", 32, "e8m0", 0),
-    "nvfp4": ("nvfp4", 16, "e4m3", 0),
+    "int4": ("int4", 128, "bf16", 0, "none"),
+    "int4-g32": ("int4", 32, "bf16", 0, "none"),
+    "int4-zero": ("int4", 128, "f16", 1, "none"),
+    "int8": ("int8", -1, "bf16", 0, "none"),
+    "fp8": ("fp8_e4m3", -1, "bf16", 0, "none"),
+    "fp8-128": ("fp8_e4m3", 128, "f32", 0, "none"),
+    "w8a8": ("fp8_e4m3", -1, "f32", 0, "fp8_token"),
+    "w8a8-128": ("fp8_e4m3", 128, "f32", 0, "fp8_group128"),
+    "mxfp4": ("mxfp4", 32, "e8m0", 0, "none"),
+    "nvfp4": ("nvfp4", 16, "e4m3", 0, "none"),
 }
 
 
 def spec_of(s: Shape, name: str) -> MoESpec:
-    kind, group_size, scale_type, zeros = FORMATS[name]
-    w = Projection(kind, group_size, scale_type, "none", layout="marlin", zero_points=zeros)
+    kind, group_size, scale_type, zeros, activations = FORMATS[name]
+    w = Projection(kind, group_size, scale_type, activations, layout="marlin", zero_points=zeros)
     return MoESpec(s.experts, s.hidden, s.intermediate, w, w)
 
 
@@ -147,13 +149,16 @@ def times_alone(graphs: list[torch.cuda.CUDAGraph], seconds: float) -> list[floa
     return found
 
 
-def ceilings() -> tuple[float, float]:
-    """(read bytes/s, bf16 FLOP/s) of this GPU: the maximum of 4 GiB, an 8192 cube of random values."""
+def ceilings() -> tuple[float, float, float]:
+    """(read bytes/s, bf16 FLOP/s, e4m3 FLOP/s) of this GPU: the maximum of 4 GiB, 8192 cubes of random values."""
     x = torch.empty(1 << 32, dtype=torch.uint8, device="cuda").random_().view(torch.int32)
     (read,) = times_in_turn(capture([lambda: torch.max(x)]), 10)
     a, b = (torch.randn((8192, 8192), device="cuda", dtype=torch.bfloat16) for _ in "ab")
     (matmul,) = times_in_turn(capture([lambda: torch.matmul(a, b)]), 10)
-    return 4 * x.numel() / read, 2 * 8192**3 / matmul
+    a, b = (v.to(torch.float8_e4m3fn) for v in (a, b))
+    one = torch.ones((), device="cuda")
+    (scaled,) = times_in_turn(capture([lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)]), 10)
+    return 4 * x.numel() / read, 2 * 8192**3 / matmul, 2 * 8192**3 / scaled
 
 
 def measure(
@@ -224,6 +229,7 @@ def measure(
         "tokens": tokens,
         "format": spec.w13.format,
         "group_size": spec.w13.group_size,
+        "activation_format": spec.w13.activation_format,
         "zipf": zipf,
         "us": us,
         "alone_us": alone_us,
@@ -283,8 +289,11 @@ def main() -> None:
     for peer in filter(None, args.against.split(",")):
         module = importlib.import_module(PEERS[peer][0])
         makers[module.NAME] = getattr(module, PEERS[peer][1])
-    bandwidth, rate = ceilings()
-    print(f"{torch.cuda.get_device_name()}: read {bandwidth / 1e12:.2f} TB/s, bf16 product {rate / 1e12:.0f} TFLOP/s")
+    bandwidth, rate, fp8_rate = ceilings()
+    print(
+        f"{torch.cuda.get_device_name()}: read {bandwidth / 1e12:.2f} TB/s, bf16 product {rate / 1e12:.0f} TFLOP/s, "
+        f"e4m3 product {fp8_rate / 1e12:.0f} TFLOP/s"
+    )
     generator = torch.Generator(device="cuda").manual_seed(0)
     results = []
     for name, kind in itertools.product(args.shapes.split(","), args.formats.split(",")):
@@ -298,7 +307,8 @@ def main() -> None:
         }
         for tokens in tokens_list:
             r = measure(name, tokens, layers, peers, args.zipf, args.repeats, args.alone)
-            r["floor_us"] = max(r["bytes"] / bandwidth, r["flops"] / rate) * 1e6
+            peak = rate if spec.w13.activation_format == "none" else fp8_rate
+            r["floor_us"] = max(r["bytes"] / bandwidth, r["flops"] / peak) * 1e6
             if kind == "int4" and tokens in GOALS.get(name, {}):
                 r["goal_us"] = GOALS[name][tokens]
             results.append(r)
@@ -327,6 +337,7 @@ def main() -> None:
                     "device": torch.cuda.get_device_name(),
                     "read": bandwidth,
                     "rate": rate,
+                    "fp8_rate": fp8_rate,
                     "results": results,
                 },
                 f,

@@ -391,6 +391,118 @@ def test_non_finite_token_stays_alone(tokens):
     assert np.linalg.norm(got[keep] - want[keep]) / np.linalg.norm(want[keep]) < 2 * UNIT["bf16"]
 
 
+# fp8 activations on wgmma. h is rounded to 16 bits before it is quantized (relative u / 2 on average), and the tensor
+# cores keep 14 bits of a sum: such a change of d flips a code, by a spacing s of e4m3 (2^-3 to 2^-4), in d / s of the
+# cases: sqrt(d s) of the norm, d = 2^-10 + 2^-12 for bf16. A token whose h is mostly one value may change by a spacing.
+FLIPS = {"bf16": 2.0**-6, "f16": 2.0**-6.5}
+FP8 = replace(BASE, hidden=512, intermediate=384, experts=4, weights=("fp8_e4m3", "f32", False), group_size=128,
+              block_n=128, activation_format="fp8_group128")  # fmt: skip
+FP8_CASES = {
+    "blocks": FP8,
+    "token": replace(FP8, activation_format="fp8_token", weights=("fp8_e4m3", "bf16", False), group_size=-1, block_n=1),
+    "tensor": replace(FP8, activation_format="fp8_tensor", group_size=-1, block_n=1, on_input=True),
+    "f16-256": replace(FP8, weights=("fp8_e4m3", "f16", False), group_size=256, block_n=1, bias=True),
+    "odd": replace(FP8, hidden=360, intermediate=90, bias=True, activation="swiglu_oai", block_n=1),
+    "odd-token": replace(FP8, hidden=328, intermediate=200, activation_format="fp8_token", on_input=True),
+    "half-group": replace(FP8, hidden=64, intermediate=320, block_n=1),
+    "split-k": replace(FP8, intermediate=2240, bias=True),
+    "slice": replace(FP8, offset=4, total_experts=12, top_k=6),
+}
+
+
+def check_fp8(case: Case, tokens: int, dtype: str, keep=None, **options) -> None:
+    got, want = run(case, tokens, dtype, **options)
+    keep = np.ones(tokens, bool) if keep is None else keep
+    assert np.isnan(got[~keep]).all()
+    assert np.isfinite(got[keep]).all()
+    got, want = got[keep], want[keep]
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    assert error < FLIPS[dtype], f"relative error {error:.2e}"
+    rows = np.linalg.norm(got - want, axis=1) / np.maximum(np.linalg.norm(want, axis=1), 1e-30)
+    assert rows.max() < 2.0**-3, f"token {rows.argmax()}: relative error {rows.max():.2e}"
+    assert np.quantile(rows, 0.9) < 2 * FLIPS[dtype]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("tokens", [95, 270, 600, 1100])
+@pytest.mark.parametrize("name", FP8_CASES)
+def test_fp8_activations(name, tokens, dtype):
+    check_fp8(FP8_CASES[name], tokens, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("name", ["blocks", "odd-token"])
+def test_fp8_activations_of_crowds_and_of_no_one(name):
+    case = FP8_CASES[name]
+    # Tiles of every width that the kernel has.
+    for tokens in (88, 96, 100, 118, 128, 130):
+        check_fp8(case, tokens, "bf16", ids=np.full((tokens, 2), 3))
+    ids = np.random.default_rng(5).integers(-3, 6, (500, 2))
+    check_fp8(case, 500, "bf16", ids=np.where(ids < 4, ids, 2**31 - 1), id_type=np.int32)
+    got, _ = run(case, 200, "bf16", ids=np.full((200, 2), -1))
+    assert not got.any()
+
+
+@gpu
+@pytest.mark.parametrize("name", ["blocks", "token", "tensor"])
+def test_fp8_activations_that_are_not_finite_stay_alone(name):
+    keep = np.ones(300, bool)
+    keep[[2, 4, 299]] = False
+
+    def spoil(x):
+        x[2, 7], x[4, 0], x[299, 500] = float("nan"), float("inf"), -float("inf")
+        x[5], x[6, 128:256] = 0, 0
+
+    case = FP8_CASES[name]
+    got, _ = run(case, 300, "bf16", mutate=spoil)
+    assert not got[5].any()
+    check_fp8(replace(case, bias=True), 300, "bf16", keep=keep, mutate=spoil)
+
+
+@gpu
+@pytest.mark.parametrize("name", ["blocks", "token", "f16-256"])
+def test_fp8_activations_of_every_size(name):
+    """Tokens differ by 2^24, groups of one by 2^12; a row's scales by 2^4, some are zero."""
+    case = replace(FP8_CASES[name], bias=False)
+
+    def sizes(x):
+        x *= 2.0 ** torch.randint(-20, 4, (len(x), 1), generator=torch.Generator().manual_seed(0))
+        x[:, 128:256] *= 2.0**-12
+
+    def wild(m, rng):
+        s = (m.scales.astype(np.float64) * 2.0 ** rng.integers(-4, 1, m.scales.shape)).astype(m.scales.dtype)
+        s[rng.random(s.shape) < 0.1] = 0
+        return replace(m, scales=s)
+
+    _, experts, *_ = build(case)
+    rng = np.random.default_rng(7)
+    experts = [Expert(*(wild(m, rng) for m in (e.gate, e.up, e.down))) for e in experts]
+    got, want = run(case, 400, "bf16", experts=experts, mutate=sizes)
+    rows = np.linalg.norm(got - want, axis=1) / np.maximum(np.linalg.norm(want, axis=1), 1e-30)
+    assert np.quantile(rows, 0.9) < 4 * FLIPS["bf16"], rows
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 81, 4096])
+def test_fp8_plans(tokens):
+    """On sm_90, for e4m3 with scales of a multiple of 128 columns and e4m3 activations, from 41 tokens an expert on."""
+    spec = spec_of(512, 384, 4, 128, FP8.weights)
+    codes = replace(spec.w13, activation_format="fp8_group128")
+
+    def path(w13, w2, device=cuda.H200, **changes):
+        plan = cuda.plan(cuda.problem(replace(spec, w13=w13, w2=w2, **changes), "bf16", tokens, 2, 4), device)
+        return cuda.PATHS[plan.path]
+
+    many = tokens * 2 > 40 * 4
+    assert (path(codes, replace(codes, group_size=-1, activation_format="fp8_tensor")) == "fp8") == many
+    for other in (spec.w13, replace(codes, group_size=64), replace(codes, group_size=32, scale_type="e8m0"),
+                  replace(codes, pre_scale=1), replace(codes, activation_format="mxfp8")):  # fmt: skip
+        assert path(codes, other) != "fp8"
+    assert path(replace(codes, perm=1), codes) != "fp8"
+    assert path(codes, codes, gated=0, activation="relu2") != "fp8"
+    assert path(codes, codes, cuda.Device(89, 128, 102400)) != "fp8"
+
+
 @gpu
 def test_no_tokens():
     got, _ = run(BASE, 0, "bf16")

@@ -21,15 +21,20 @@ if found is None:
 SAMPLE = Path(__file__).parents[2] / "samples/tensorrt_rtx/build_engine.py"
 
 
+#: by the model's type; NVFP4 has quantized activations too
+SCHEMES = {"bf16": "W4A16", "f16": "NVFP4"}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from quantmoe.exporter.demo import make_checkpoint
 
     sizes = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48}
     sizes |= {"num_hidden_layers": 2, "moe_intermediate_size": 96}
-    made = make_checkpoint(tmp_path_factory.mktemp("made"), "qwen3_moe", "W4A16", **sizes)
     out = tmp_path_factory.mktemp("exported")
-    for dtype in ("bf16", "f16"):
+    for dtype, scheme in SCHEMES.items():
+        group = {"group_size": None} if scheme == "NVFP4" else {}  # the preset's
+        made = make_checkpoint(tmp_path_factory.mktemp("made"), "qwen3_moe", scheme, **sizes, **group)
         quantmoe.export(made, out / dtype, target="cuda", dtype=dtype)
     return out
 
@@ -43,7 +48,7 @@ def build(model: Path, plan: Path, links: Path) -> subprocess.CompletedProcess[s
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("dtype", SCHEMES)
 def test_engine(folder, tmp_path, dtype):
     done = build(folder / dtype, tmp_path / "plan", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -55,6 +60,7 @@ def test_engine(folder, tmp_path, dtype):
     plan = (tmp_path / "plan").read_bytes()
     assert b"w13_layout_version" in plan
     assert b"marlin\0" in plan
+    assert (b"nvfp4\0" in plan) == (SCHEMES[dtype] == "NVFP4")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ typedef enum {
   QM_CUDA_DECODE = 0,  // gate_up reads topk_ids itself; down owns output tiles and sums the experts in registers
   QM_CUDA_STREAM = 1,  // route, gate_up, down, combine on mma.sync
   QM_CUDA_WGMMA = 2,   // route, gate_up, down, combine on wgmma (sm_90a)
+  QM_CUDA_FP8 = 3,     // route, quantize, gate_up, quantize, down, combine on wgmma with e4m3 activations (sm_90a)
 } qm_cuda_path;
 
 typedef struct {

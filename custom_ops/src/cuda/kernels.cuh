@@ -64,6 +64,9 @@ struct GemmParams {
   int max_tiles;
   const SortedPair* sorted_pairs;
   qm_cuda_gemm shape;
+  // fp8: x is codes, [groups of 128 columns, x_rows, 128]
+  const float* x_scales;  // [groups, x_rows], or [x_rows]
+  int x_rows;
 };
 
 // x for wgmma: columns permuted within 32 (moe_gemm_wgmma.cuh) and padded with zeros to whole units.
@@ -83,6 +86,7 @@ struct RouteParams {
   } lists[2];  // of gate_up, and of down where its tiles are smaller
   int list_count;
   SortedPair* sorted_pairs;
+  int align;  // pairs of an expert start at a multiple of this; pair -1 between experts
 };
 
 struct CombineParams {

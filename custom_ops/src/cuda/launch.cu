@@ -4,6 +4,7 @@
 
 #include "cuda/instances.h"
 #include "cuda/layout.h"
+#include "cuda/quantize.cuh"
 #include "cuda/round.cuh"
 #include "cuda/route.cuh"
 #include "cuda/select_experts.cuh"
@@ -118,11 +119,41 @@ void Route(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, int
         (static_cast<int64_t>(prepare.rows) * prepare.out_columns / 32 + kRouteThreads - 1) / kRouteThreads);
   }
   route.sorted_pairs = reinterpret_cast<SortedPair*>(workspace + plan.sorted_pairs);
-  // wgmma: sm_90a, which has clusters
-  route.cluster = wgmma && route.routing.tokens * route.routing.top_k > kRouteThreads ? 8 : 1;
+  route.align = plan.path == QM_CUDA_FP8 ? 8 : 1;
+  // sm_90a, which has clusters
+  route.cluster = plan.path >= QM_CUDA_WGMMA && route.routing.tokens * route.routing.top_k > kRouteThreads ? 8 : 1;
   prepare_blocks = (prepare_blocks + route.cluster - 1) / route.cluster * route.cluster;
   launcher.Run(MoeRoute, route, dim3(route.cluster + prepare_blocks), kRouteThreads, route.routing.local_experts * 8,
                dependent, route.cluster);
+}
+
+// x of the product as e4m3 codes, then scales, in plan.prepared; h: in the order of sorted pairs already.
+template <typename T>
+void Quantize(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, const qm_projection& w, bool h,
+              GemmParams* gemm) {
+  const bool grouped = w.activation_format == kFp8Group128;
+  QuantizeParams quantize{};
+  quantize.routing = gemm->routing;
+  quantize.x = gemm->x;
+  quantize.codes = workspace + plan.prepared;
+  quantize.columns = gemm->x_columns;
+  quantize.groups = (gemm->weights.units + 1) / 2;
+  quantize.x_rows = gemm->x_rows;
+  quantize.scales =
+      reinterpret_cast<float*>(quantize.codes + static_cast<int64_t>(gemm->x_rows) * quantize.groups * 128);
+  quantize.x_divisor = h ? 0 : gemm->x_divisor;
+  quantize.weight_here = gemm->weight_here && !h;
+  quantize.rows = gemm->weights.rows;
+  quantize.row_bytes = gemm->weights.row_bytes;
+  quantize.input_at = gemm->weights.input_at;
+  quantize.sorted_pairs = gemm->sorted_pairs;
+  quantize.tiles = gemm->tiles;
+  quantize.max_tiles = gemm->max_tiles;
+  launcher.Run(grouped ? MoeQuantize<T, true> : MoeQuantize<T, false>, quantize, dim3(gemm->x_rows),
+               dim3(kQuantizeThreads), 0, true);
+  gemm->x = quantize.codes;
+  gemm->x_scales = quantize.scales;
+  if (quantize.weight_here) gemm->weight_here = false;
 }
 
 template <typename T>
@@ -147,7 +178,8 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
   MarlinRowOf(m, 2, &row2);
   Launcher launcher{stream};
   uint8_t* workspace = static_cast<uint8_t*>(t.workspace);
-  const bool decode = plan.path == QM_CUDA_DECODE, wgmma = plan.path == QM_CUDA_WGMMA;
+  const bool decode = plan.path == QM_CUDA_DECODE, fp8 = plan.path == QM_CUDA_FP8;
+  const bool wgmma = plan.path == QM_CUDA_WGMMA || fp8;
   const int pairs = static_cast<int>(p.tokens * p.top_k);
 
   Routing routing{};
@@ -167,12 +199,13 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
   gate_up.x_columns = m.hidden_size;
   gate_up.x_divisor = routing.top_k;
   gate_up.out = workspace + plan.hidden;
-  gate_up.out_columns = wgmma ? row2.units * kUnit : row13.panels * (m.gated ? 8 : 16);
+  gate_up.out_columns = fp8 ? Fp8Groups(row2) * 128 : wgmma ? row2.units * kUnit : row13.panels * (m.gated ? 8 : 16);
   gate_up.weight_here = m.apply_router_weight_on_input;
   gate_up.tiles = reinterpret_cast<const Tile*>(workspace + plan.tiles);
   gate_up.max_tiles = plan.max_tiles;
   gate_up.sorted_pairs = reinterpret_cast<const SortedPair*>(workspace + plan.sorted_pairs);
   gate_up.shape = plan.w13;
+  gate_up.x_rows = static_cast<int>(Fp8Rows(pairs, routing.local_experts));
 
   GemmParams down = gate_up;
   down.weights = WeightsOf(t.w2, row2, m.w2);
@@ -186,7 +219,7 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
   down.shape = plan.w2;
 
   bool first = true;  // the first kernel of the call does not overlap what came before it
-  if (Rounds(m.w13)) {
+  if (Rounds(m.w13) && !fp8) {
     RoundParams round{};
     round.routing = routing;
     round.by_expert = RoundsPairs(m);
@@ -225,11 +258,18 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
           m.hidden_size, !first, &gate_up, &down);
     first = false;
   }
+  if (fp8) Quantize<T>(launcher, plan, workspace, m.w13, false, &gate_up);
   const int threads = wgmma ? kWgmmaThreads : kThreads;
-  const auto gate_up_kernel = plan.w13.packed ? PackedKernel<T>(false, plan.path, plan.w13)
-                                              : GateUpKernel<T>(plan.path, m.w13, row13.per_block, plan.w13);
+  auto fp8_kernel = [](const qm_projection& w, bool down) {
+    return Fp8Kernel<T>(down, w.activation_format == kFp8Group128);
+  };
+  const auto gate_up_kernel = fp8               ? fp8_kernel(m.w13, false)
+                              : plan.w13.packed ? PackedKernel<T>(false, plan.path, plan.w13)
+                                                : GateUpKernel<T>(plan.path, m.w13, row13.per_block, plan.w13);
   launcher.Run(gate_up_kernel, gate_up, dim3(plan.w13.grid), threads, plan.w13.shared_bytes, !first);
-  if (Rounds(m.w2)) {
+  if (fp8) {
+    Quantize<T>(launcher, plan, workspace, m.w2, true, &down);
+  } else if (Rounds(m.w2)) {
     RoundParams round{};
     round.routing = routing;
     round.by_expert = true;  // rows of foreign experts were not written
@@ -250,8 +290,8 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
     }
     Round<T>(launcher, round, down.weights, m.w2, row2, pairs, true);
   }
-  launcher.Run(Down<T>(plan, m.w2, row2), down, dim3(plan.w2.grid), threads, plan.w2.shared_bytes, true,
-               plan.w2.cluster);
+  launcher.Run(fp8 ? fp8_kernel(m.w2, true) : Down<T>(plan, m.w2, row2), down, dim3(plan.w2.grid), threads,
+               plan.w2.shared_bytes, true, plan.w2.cluster);
   if (!decode) Combine<T>(launcher, routing, down.out, wgmma ? plan.w2.warps_k : 1, !wgmma, m.hidden_size, t.output);
   return launcher.error;
 }

@@ -72,6 +72,18 @@ constexpr int BitsOf(WeightKind kind) {
   return kind == WeightKind::kInt8 || kind == WeightKind::kInt8Zero || kind == WeightKind::kFp8 ? 8 : 4;
 }
 
+// What moe_gemm_fp8.cuh takes.
+inline bool TakesFp8(const qm_projection& w) {
+  const int a = w.activation_format;
+  return KindOf(w) == WeightKind::kFp8 && w.scale_type <= 2 && (w.group_size == -1 || w.group_size % 128 == 0) &&
+         !w.perm && !w.pre_scale && (a == kFp8Token || a == kFp8Tensor || a == kFp8Group128);
+}
+// Rows of its activations: those of an expert start at a multiple of 8.
+inline int64_t Fp8Rows(int64_t pairs, int64_t experts) {
+  return (pairs + 7 * (pairs < experts ? pairs : experts) + 7) / 8 * 8;
+}
+inline int Fp8Groups(const MarlinRow& row) { return (row.units + 1) / 2; }  // of 128 columns
+
 // Capacity of a list of tiles of at most 8 * n_tiles pairs of one expert.
 inline int32_t MostTiles(int64_t pairs, int64_t experts, int n_tiles) {
   return static_cast<int32_t>(pairs / (8 * n_tiles) + (pairs < experts ? pairs : experts));

@@ -127,6 +127,8 @@ int WgmmaSharedBytes(int tokens, int bits, int lane_bytes, bool down) {
 int RegisterBlocks(WeightKind kind, int panels, int n_tiles) {
   return n_tiles > 2 ? 1 : panels == 2 && n_tiles == 1 && BitsOf(kind) == 4 ? 3 : 2;
 }
+// As in moe_gemm_fp8.cuh: stages, units of work, tokens' pairs, staging of the results.
+constexpr int kFp8SharedBytes = 1024 + 4 * 51200 + 128 + 2 * 1536 + 2 * 16 * 132 * 4;
 constexpr int kRoutingBytes = 4 * 1024;  // static DecodeRouting, rounded up
 // As in moe_gemm_mma.cuh: rings and sums, which lie over the ring where a stage has two units of K.
 int MmaSharedBytes(int panels, int n_tiles, int bits, int lane_bytes, int units = 1) {
@@ -282,7 +284,8 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   const double mean = static_cast<double>(pairs) / static_cast<double>(p.local_experts);
 
   const bool wgmma = !decode && device->sm == 90 && p.moe.gated && mean > 8;
-  plan->path = decode ? QM_CUDA_DECODE : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
+  const bool fp8 = wgmma && mean > 40 && TakesFp8(p.moe.w13) && TakesFp8(p.moe.w2);
+  plan->path = decode ? QM_CUDA_DECODE : fp8 ? QM_CUDA_FP8 : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
 
   Work work{*device, decode, wgmma, most_experts, mean, 4};
   plan->w13 = PlanGemm(work, p.moe.w13, w13, false);
@@ -293,11 +296,15 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     plan->w13 = PlanGemm(work, p.moe.w13, w13, false);
   }
 
+  if (fp8) plan->w13.shared_bytes = plan->w2.shared_bytes = kFp8SharedBytes;
+
   Workspace workspace;
   auto take = [&](uint64_t bytes) { return workspace.Take(bytes); };
-  const uint64_t hidden_columns =
-      wgmma ? static_cast<uint64_t>(w2.units) * 64 : static_cast<uint64_t>(w13.panels) * (p.moe.gated ? 8 : 16);
-  plan->hidden = take(static_cast<uint64_t>(pairs) * hidden_columns * 2);
+  const uint64_t rows = static_cast<uint64_t>(fp8 ? Fp8Rows(pairs, p.local_experts) : pairs);
+  const uint64_t hidden_columns = fp8     ? static_cast<uint64_t>(Fp8Groups(w2)) * 128
+                                  : wgmma ? static_cast<uint64_t>(w2.units) * 64
+                                          : static_cast<uint64_t>(w13.panels) * (p.moe.gated ? 8 : 16);
+  plan->hidden = take(rows * hidden_columns * 2);
   if (Rounds(p.moe.w13) && (p.moe.w13.perm || !wgmma))
     plan->rounded = take(static_cast<uint64_t>(RoundsPairs(p.moe) ? pairs : p.tokens) *
                          (plan->w13.packed ? w13.units * 64 : p.moe.hidden_size * 2));
@@ -309,9 +316,12 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     uint64_t tiles = plan->max_tiles + 1ull;
     if (plan->w2.n_tiles != plan->w13.n_tiles) tiles += MostTiles(pairs, p.local_experts, plan->w2.n_tiles) + 1ull;
     plan->tiles = take(16 * tiles);
-    plan->sorted_pairs = take(8 * static_cast<uint64_t>(pairs));
+    plan->sorted_pairs = take(8 * rows);
     const bool by_pair = p.moe.w13.perm || (Rounds(p.moe.w13) && RoundsPairs(p.moe));
-    if (wgmma) plan->prepared = take(static_cast<uint64_t>(by_pair ? pairs : p.tokens) * w13.units * 128);
+    if (fp8)  // codes and scales of x, then of h
+      plan->prepared = take(132 * rows * static_cast<uint64_t>(std::max(Fp8Groups(w13), Fp8Groups(w2))));
+    else if (wgmma)
+      plan->prepared = take(static_cast<uint64_t>(by_pair ? pairs : p.tokens) * w13.units * 128);
   }
   plan->workspace_bytes = workspace.end;
   return QM_OK;

@@ -101,6 +101,7 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
         if (r < rank) before += there;
       }
     }
+    const int aligned = (count + p.align - 1) / p.align * p.align;
     auto scan = [&](int value) {  // in a warp, this lane's included
       for (int d = 1; d < 32; d *= 2) {
         const int a = __shfl_up_sync(~0u, value, d);
@@ -108,7 +109,7 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
       }
       return value;
     };
-    const int pair_scan = scan(count);
+    const int pair_scan = scan(aligned);
     if (lane == 31) warp_pairs[warp] = pair_scan;
     int tiles[2] = {}, tile[2] = {};
 #pragma unroll
@@ -119,12 +120,14 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
       if (lane == 31) warp_tiles[l][warp] = tile[l];
     }
     __syncthreads();
-    int first = pairs_before + pair_scan - count;
+    int first = pairs_before + pair_scan - aligned;
     for (int w = 0; w < kRouteWarps; ++w) {
       if (w < warp) first += warp_pairs[w];
       pairs_before += warp_pairs[w];
     }
     if (e < experts) cursors[e] = first + before;
+    if (rank == 0)
+      for (int i = count; i < aligned; ++i) p.sorted_pairs[first + i] = SortedPair{-1, 0.f};
 #pragma unroll
     for (int l = 0; l < 2; ++l) {
       if (l >= p.list_count) break;
