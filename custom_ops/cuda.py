@@ -78,7 +78,9 @@ class RoutingProblem(ctypes.Structure):
 class Gemm(ctypes.Structure):
     """qm_cuda_gemm."""
 
-    _fields_ = [(n, _I32) for n in ("panels", "n_tiles", "warps_k", "stages", "cluster", "packed", "grid", "shared_bytes")]
+    _fields_ = [
+        (n, _I32) for n in ("panels", "n_tiles", "warps_k", "stages", "cluster", "packed", "grid", "shared_bytes")
+    ]
 
 
 class Plan(ctypes.Structure):
