@@ -12,7 +12,7 @@ from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, RoutingSpec,
 if TYPE_CHECKING:
     import torch
 
-#: what plan.cc takes of a projection's attributes, by format; group_size and perm besides, see _refusal
+#: what plan.cc takes of a projection's attributes, by format; group_size besides, see _refusal
 SCALES: dict[str, tuple[str, ...]] = {
     "int4": ("f16", "bf16"),
     "int8": ("f32", "f16", "bf16"),
@@ -25,6 +25,7 @@ SUPPORTED: dict[str, tuple[int | str, ...]] = {
     "zero_points": (0, 1),
     "activation_format": tuple(enum("activation_format")),
     "pre_scale": (0, 1),
+    "perm": (0, 1),
 }
 ERROR_SIZE = 512
 PATHS = ("decode", "stream", "wgmma", "fp8")
@@ -151,16 +152,16 @@ def refusal(spec: MoESpec | LinearSpec) -> str:
     if isinstance(spec, LinearSpec):
         if spec.in_features % 8:
             return f"in_features is {spec.in_features}; the CUDA kernels take multiples of 8"
-        return _refusal("w", spec.w, perms=(0, 1))
+        return _refusal("w", spec.w)
     for prefix, projection in (("w13", spec.w13), ("w2", spec.w2)):
-        if reason := _refusal(prefix, projection, perms=(0, 1) if prefix == "w13" else (0,)):
+        if reason := _refusal(prefix, projection):
             return reason
     if spec.hidden_size % 8:
         return f"hidden_size is {spec.hidden_size}; the CUDA kernels take multiples of 8"
     return ""
 
 
-def _refusal(prefix: str, p: Projection, perms: tuple[int, ...]) -> str:
+def _refusal(prefix: str, p: Projection) -> str:
     """plan.cc's ValidateWeights."""
     for name, known in SUPPORTED.items():
         if (value := getattr(p, name)) not in known:
@@ -182,8 +183,6 @@ def _refusal(prefix: str, p: Projection, perms: tuple[int, ...]) -> str:
             f"{prefix}_scale_type is f32 with group_size 32; the CUDA kernels take f32 scales of groups of 64 and "
             "more: export with --scales bf16"
         )
-    if p.perm not in perms:
-        return f"{prefix}_perm is {p.perm}; the CUDA kernels take {', '.join(map(str, perms))}"
     return ""
 
 

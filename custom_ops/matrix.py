@@ -111,3 +111,8 @@ class QuantizedMatrix:
 def same_order(a: np.ndarray | None, b: np.ndarray | None) -> bool:
     """Whether two act-order permutations are the same; None is the identity."""
     return a is b or (a is not None and b is not None and np.array_equal(a, b))
+
+
+def perm_or_none(perm: np.ndarray) -> np.ndarray | None:
+    """The permutation, or None when it is the identity."""
+    return None if np.array_equal(perm, np.arange(len(perm))) else perm

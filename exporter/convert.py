@@ -120,7 +120,7 @@ def export(
         dtype: of the graph outside the experts: for the CPU "f32" (default) or "f16", for CUDA "bf16" (default) or
             "f16".
         dense: quantized linears outside the experts become QuantLinear, or with "ort" com.microsoft::MatMulNBits where
-            it means the same; see Report.not_ort. For CUDA there is neither yet: they stay float.
+            it means the same; see Report.not_ort. For CUDA only "quantmoe".
         layers: only the first so many decoder layers.
         quantize: "int4", "int8", "mxfp4" or "nvfp4" for a checkpoint that is not quantized: its experts and other
             ``*_proj`` linears are rounded to nearest; "none": its experts stay as they are, bf16 or f16.
@@ -147,7 +147,7 @@ def export(
             specs[name] = _spec(layer, LAYOUT[target], chosen, scales, report)
             report.layers[layer.name] = (layer.scheme.text, specs[name])
             if target == "cuda":
-                _check_size(layer, specs[name])
+                check_size(layer, specs[name])
         linears = _linears(skeleton, LAYOUT[target], chosen, scales, report)
 
         progress("tracing", 0, 1)
@@ -252,15 +252,14 @@ def _spec(layer: MoELayer, layout: str, activations: str | None, scales: str, re
     return candidate.spec
 
 
-def _check_size(layer: MoELayer, spec: MoESpec) -> None:
+def check_size(layer: MoELayer, spec: MoESpec) -> None:
     """Refuses tensors that TensorRT cannot hold."""
     for projection in ("w13", "w2"):
         words = LAYOUTS[spec.w13.layout].row_bytes(spec, projection) // 4
         if words * spec.num_experts > MAX_ELEMENTS:
             raise CheckpointError(
                 f"{layer.format.ckpt.folder}: {layer.name}: {projection} has {spec.num_experts} experts of {words} "
-                f"int32 words, more than TensorRT's 2^31 elements; a slice of at most {MAX_ELEMENTS // words} experts "
-                f"would fit"
+                f"int32 words, more than TensorRT's 2^31 elements, in which {MAX_ELEMENTS // words} experts would fit"
             )
 
 

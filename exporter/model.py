@@ -98,6 +98,8 @@ class Skeleton:
             ARCHITECTURES[config.model_type].prepare(model)
 
         modules = {name: m for name, m in model.named_modules() if hasattr(m, "_is_expert_parallel")}
+        if not modules and layers is not None:
+            raise CheckpointError(f"{folder}: the first {layers} layers have no experts")
         if not modules:
             raise CheckpointError(
                 f"{folder}: {type(model).__name__} has no layer on transformers' experts interface "

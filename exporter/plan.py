@@ -18,7 +18,16 @@ from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.checkpoint import DTYPES, CheckpointError
-from quantmoe.exporter.convert import LAYOUT, MAX_FILE_SIZE, _rounded, _scaled, check_options, check_output, open_format
+from quantmoe.exporter.convert import (
+    LAYOUT,
+    MAX_FILE_SIZE,
+    _rounded,
+    _scaled,
+    check_options,
+    check_output,
+    check_size,
+    open_format,
+)
 from quantmoe.exporter.explain import consider, linear_spec, moe_spec
 from quantmoe.exporter.formats import Format, MoELayer, Scheme
 from quantmoe.exporter.formats.base import FLOATS, INPUT_SCALES
@@ -100,6 +109,8 @@ def plan(
         if candidate.reason or not isinstance(candidate.spec, MoESpec):
             raise CheckpointError(f"{format.ckpt.folder}: {layer.name}: {candidate.reason}")
         spec = candidate.spec
+        if target == "cuda":
+            check_size(layer, spec)
         size = layer.num_experts * sum(layout.row_bytes(spec, projection) for projection in ("w13", "w2"))
         found[layer.name] = layer.scheme.text, spec, size
         odd += [f"{layer.name}.{e}" for e in layer.odd()]
@@ -153,7 +164,8 @@ def _check_codes(format: Format, scheme: Scheme, module: str, n: int, k: int) ->
     floats = tensors["weight"][0] if "weight" in tensors and tensors["weight"][0] in FLOATS else None  # to be rounded
     wanted = n * k * (8 * DTYPES[floats].itemsize if floats else SCHEMES[scheme.format].bits) // 8
     padding = 8 * max(n, k) if n % 8 or k % 8 else 0
-    if not wanted <= stored <= wanted + padding:
+    a_byte_each = not floats and any(shape == (n, k) for _, shape in tensors.values())
+    if not (wanted <= stored <= wanted + padding or a_byte_each):
         raise CheckpointError(
             f"{format.ckpt.folder}: {module} has {stored} bytes of weights, expected {wanted}: {n} x {k} in "
             f"{floats or scheme.format} (config.json)"

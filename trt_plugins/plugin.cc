@@ -75,9 +75,9 @@ std::string Text(const Dims& dims) {
   return text + "]";
 }
 
-// The workspace of an engine built without a GPU, or for other GPUs than the builder's, must do on each of these; plans
-// depend on the compute capability and the shared memory.
-constexpr qm_cuda_device kDevices[] = {{80, 108, 167936}, {86, 84, 102400}, {90, 132, 233472}, {120, 188, 102400}};
+// The workspace of an engine built without a GPU, or for other GPUs than the builder's, must do on each of these, with
+// any number of multiprocessors.
+constexpr qm_cuda_device kDevices[] = {{80, 0, 167936}, {86, 0, 102400}, {90, 0, 233472}, {120, 0, 102400}};
 
 // An attribute as it was given and is serialized.
 struct Value {
@@ -498,10 +498,12 @@ IPluginV3* Creator::createPlugin(const char* name, const PluginFieldCollection* 
       return refuse("op_version is " + std::to_string(node.op_version) + ", this library knows " +
                     std::to_string(version_));
   }
-  for (const PluginField* field = given->fields; field != end; ++field)
+  for (const PluginField* field = given->fields; field != end; ++field) {
+    if (!field->name) return refuse("an attribute has no name");
     if (std::none_of(fields_.begin(), fields_.end(),
                      [&](const PluginField& f) { return !std::strcmp(f.name, field->name); }))
       return refuse(std::string("unknown attribute ") + field->name);
+  }
   // Attributes no kernel can have are refused here, where the layer is named; shapes come later.
   qm_cuda_plan plan;
   if (op_ == std::string_view("QuantLinear")) {

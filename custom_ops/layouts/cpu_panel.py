@@ -14,7 +14,7 @@ import numpy as np
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix, same_order
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix, perm_or_none, same_order
 from quantmoe.custom_ops.op import MoESpec, Projection
 from quantmoe.custom_ops.schemes import SCHEMES
 
@@ -124,7 +124,7 @@ def unpack(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Expert:
     for i, m in enumerate(halves):
         if spec.w13.perm:
             m = dataclasses.replace(
-                m, perm=_perm_or_none(_perm_view(spec, "w13", w13_row, min(i, spec.w13.perm - 1)).copy())
+                m, perm=perm_or_none(_perm_view(spec, "w13", w13_row, min(i, spec.w13.perm - 1)).copy())
             )
         if order is not None:
             original = np.argsort(order)
@@ -136,7 +136,7 @@ def unpack(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Expert:
 def unpack_down(spec: MoESpec, w2_row: np.ndarray) -> QuantizedMatrix:
     """The matrix that ``pack_down`` wrote, bit for bit."""
     m = _shared_blocks(_unpack_matrix(spec, "w2", w2_row, 0), spec.w2.block_n)
-    return dataclasses.replace(m, perm=_perm_or_none(_perm_view(spec, "w2", w2_row, 0).copy())) if spec.w2.perm else m
+    return dataclasses.replace(m, perm=perm_or_none(_perm_view(spec, "w2", w2_row, 0).copy())) if spec.w2.perm else m
 
 
 def panel_stride(p: Projection, k: int) -> int:
@@ -441,10 +441,6 @@ def _with_zero_points(m: QuantizedMatrix, p: Projection) -> QuantizedMatrix:
     if not p.zero_points or m.zero_points is not None:
         return m
     return dataclasses.replace(m, zero_points=np.full(m.scales.shape, SCHEMES[m.kind].zero, np.uint8))
-
-
-def _perm_or_none(perm: np.ndarray) -> np.ndarray | None:
-    return None if np.array_equal(perm, np.arange(len(perm))) else perm
 
 
 def _plain(p: Projection) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix, same_order
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix, perm_or_none, same_order
 from quantmoe.custom_ops.op import MoESpec, Projection
 from quantmoe.custom_ops.schemes import SCHEMES
 
@@ -88,17 +88,17 @@ def describe(
         w13 = _project([expert.gate, expert.up], ["gate", "up"], activation_format)
     if expert.down.perm is not None and expert.up.block_n != 1:
         raise ValueError(f"down has an act-order permutation, which block_n {expert.up.block_n} of up cannot follow")
-    w2 = replace(describe_down(expert.down, down_activation_format or activation_format), perm=0)
+    w2 = describe_down(expert.down, down_activation_format or activation_format)
     if expert.down.perm is not None and w2.activation_format in _GROUPED:
         raise ValueError(
-            f"down has an act-order permutation, which layout marlin does not keep and {w2.activation_format} "
+            f"down has an act-order permutation, which the CUDA kernels do not apply and {w2.activation_format} "
             "activations, whose groups are of the features before it, need: export with --activations float"
         )
     return w13, w2
 
 
 def describe_down(m: QuantizedMatrix, activation_format: str) -> Projection:
-    """The attributes under which this layout stores the one matrix of a QuantLinear; a w2 has no permutation."""
+    """The attributes under which this layout stores the one matrix of a QuantLinear."""
     return _project([m], ["down"], activation_format)
 
 
@@ -246,6 +246,7 @@ def _unpack_projection(parts: _Parts, row: np.ndarray) -> list[QuantizedMatrix]:
     zeros: list[Any] = parts.ungroup_panels(get("zero_points")) if a.zero_points else [None] * parts.halves
     biases = parts.from_panels(get("bias", np.float32).reshape(-1, 2, 8)) if a.bias else [None] * parts.halves
     global_scales = get("global_scale", np.float32).tolist() if a.format == "nvfp4" else [None] * 2
+    perm = perm_or_none(get("perm", np.int32)) if a.perm else None
     return [
         QuantizedMatrix(
             kind=a.format,
@@ -256,7 +257,7 @@ def _unpack_projection(parts: _Parts, row: np.ndarray) -> list[QuantizedMatrix]:
             zero_points=None if zeros[h] is None else zeros[h][:: a.block_n],
             global_scale=global_scales[h],
             bias=biases[h],
-            perm=get("perm", np.int32) if a.perm else None,
+            perm=perm,
             input_scale=get("input_scale", np.float32).item() if a.activation_format in _INPUT_SCALE else None,
             pre_scale=get("pre_scale", np.float32) if a.pre_scale else None,
         )
@@ -279,8 +280,7 @@ def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray)
     down = expert.down
     if down.perm is not None:
         w13 = [_reorder_rows(m, down.perm) for m in w13]
-        pre_scale = None if down.pre_scale is None else down.pre_scale[down.perm]
-        down = replace(down, perm=None, pre_scale=pre_scale)
+        down = replace(down, pre_scale=None if down.pre_scale is None else down.pre_scale[down.perm])
     _pack_projection(w13, _Parts(spec, "w13"), w13_row)
     _pack_projection([down], _Parts(spec, "w2"), w2_row)
 
@@ -304,6 +304,10 @@ def _check(name: str, have: Projection, want: Projection) -> None:
 
 
 def unpack(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Expert:
-    """The expert whose packing gave these rows, but for down's act-order: its rows come in the order pack gave them."""
-    w13 = _unpack_projection(_Parts(spec, "w13"), w13_row)
-    return Expert(w13[0] if len(w13) == 2 else None, w13[-1], *_unpack_projection(_Parts(spec, "w2"), w2_row))
+    """The expert whose packing gave these rows."""
+    w13, down = _unpack_projection(_Parts(spec, "w13"), w13_row), unpack_down(spec, w2_row)
+    if down.perm is not None:
+        order = np.argsort(down.perm)
+        w13 = [_reorder_rows(m, order) for m in w13]
+        down = replace(down, pre_scale=None if down.pre_scale is None else down.pre_scale[order])
+    return Expert(w13[0] if len(w13) == 2 else None, w13[-1], down)

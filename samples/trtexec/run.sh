@@ -1,7 +1,7 @@
 #!/bin/bash
 # usage: run.sh FOLDER [OPTION...]: builds a TensorRT engine of an exported folder and times prefill of 128 tokens on this machine's GPU.
 set -euo pipefail
-model=$1/model.onnx && shift
+model=${1:?usage: run.sh FOLDER [OPTION...]}/model.onnx && shift
 library=$(python -c 'import quantmoe; print(quantmoe.trt_library_path())')
 caches=$(python - "$model" <<'PYTHON'
 import sys

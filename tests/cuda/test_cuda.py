@@ -614,15 +614,18 @@ def test_plan_fits_the_device(shape, tokens, device, kind, group_size):
         ({"layout": "cpu_panel"}, "marlin"),
         ({"op_version": 2}, "op_version is 2"),
         ({"id_bytes": 2}, "2 bytes"),
+        ({"tokens": 2**61}, r"topk_ids is \[2305843009213693952, 8\], expected .* at most 1073741823 ids"),
+        ({"intermediate": 2**31 - 1}, r"w13 has rows of \d+ bytes, the CUDA kernels take less than 2\^32"),
+        ({"hidden": 2**31 - 8}, "less than 2"),
     ],
 )
 def test_refusals(change, message):
-    spec = spec_of(
-        change.get("hidden", 2048), 768, 128, change.get("group_size", 128), op_version=change.get("op_version", 1)
-    )
+    sizes = change.get("hidden", 2048), change.get("intermediate", 768), 128, change.get("group_size", 128)
+    spec = spec_of(*sizes, op_version=change.get("op_version", 1))
     if "layout" in change:
         spec = replace(spec, w2=replace(spec.w2, layout=change["layout"]))
-    p = cuda.problem(spec, change.get("dtype", "bf16"), 4, 8, change.get("local", 128), change.get("id_bytes", 8))
+    p = cuda.problem(spec, change.get("dtype", "bf16"), change.get("tokens", 4), 8, change.get("local", 128))
+    p.id_bytes = change.get("id_bytes", 8)
     with pytest.raises(ValueError, match=message):
         cuda.plan(p, change.get("device", cuda.H200))
 
@@ -794,6 +797,23 @@ def test_plan_of_few_tokens(shape, tokens, panels):
         assert gemm.stages == (2 if gemm.panels == 4 else 3)
     pairs = tokens * top_k  # the list has room for every expert's last tile
     assert plan.max_tiles >= pairs // (8 * plan.w13.n_tiles) + min(pairs, experts)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "llama4", "linear", "lm_head"])
+def test_workspace_for_any_number_of_multiprocessors(name):
+    """A device of 0 multiprocessors stands for any."""
+    sizes = {"qwen3": (2048, 768, 128, 8), "mixtral": (4096, 14336, 8, 2), "llama4": (5120, 8192, 16, 1)}
+    for tokens in (1, 8, 9, 64, 100, 272, 512, 1024, 4096):
+        if name in sizes:
+            hidden, intermediate, experts, top_k = sizes[name]
+            spec = spec_of(hidden, intermediate, experts)
+            p = cuda.problem(spec, "bf16", tokens, top_k, experts)
+        else:
+            features = (4096, 4096) if name == "linear" else (2048, 151936)
+            p = cuda.linear_problem(LinearSpec(*features, spec_of(64, 64, 1).w2), "bf16", tokens)
+        bound = cuda.plan(p, cuda.Device(90, 0, 233472)).workspace_bytes
+        found = [cuda.plan(p, cuda.Device(90, n, 233472)).workspace_bytes for n in range(1, 145)]
+        assert max(found) <= bound <= 1.2 * max(found)
 
 
 def test_formats_that_differ_take_the_same_tiles():

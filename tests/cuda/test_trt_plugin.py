@@ -58,6 +58,14 @@ def others(driver: Driver):
     driver.select("QuantMoE")
 
 
+DEVICES = [
+    cuda.Device(80, 108, 167936),
+    cuda.Device(89, 128, 102400),
+    *(cuda.Device(90, n, 233472) for n in (16, 60, 78, 114, 132)),  # MIG, H20, H100 PCIe, H200
+    cuda.Device(120, 188, 102400),
+]
+
+
 @pytest.mark.parametrize("op", ["QuantMoE", "QuantLinear", "MoERouting"])
 def test_creator(others, op):
     others.select(op)
@@ -149,6 +157,10 @@ def test_damaged_fields(driver):
     future = fields | {"op_version": Attribute("op_version", FIELD_TYPES["i"], 7)}
     assert driver.create(future, RUNTIME) is None
     assert driver.log() == '1 QuantMoE layer "experts": op_version is 7, this library knows 1\n'
+    made = attributes_of(SPEC)
+    made["nameless"] = Attribute(None, FIELD_TYPES["i"], 1)
+    assert driver.create(made) is None
+    assert "an attribute has no name" in driver.log()
 
 
 @pytest.mark.parametrize(
@@ -246,13 +258,8 @@ def test_workspace_is_enough_for_every_batch_and_device(plugin):
     """The engine is built once, perhaps without a GPU: no plan within the profile may need more."""
     most = 700
     given = plugin.call("workspace", tensors((most,)))
-    for device in (
-        cuda.Device(80, 108, 167936),
-        cuda.Device(89, 128, 102400),
-        cuda.H200,
-        cuda.Device(120, 188, 102400),
-    ):
-        for tokens in range(most + 1):
+    for device in DEVICES:
+        for tokens in range(0, most + 1, 3):
             for dtype in ("bf16", "f16"):
                 p = cuda.problem(SPEC, dtype, tokens, 8, 16)
                 assert cuda.plan(p, device).workspace_bytes <= given
@@ -375,7 +382,7 @@ def test_linear_shapes_and_workspace(others):
         assert message in others.log()
     given = made.call("workspace", linear_tensors((300,)))
     for rows in range(301):
-        for device in (cuda.Device(80, 108, 167936), cuda.H200):
+        for device in DEVICES:
             assert cuda.plan(cuda.linear_problem(LINEAR, "bf16", rows), device).workspace_bytes <= given
 
 

@@ -34,7 +34,7 @@ def tensor(type_: str, dims: tuple[int, ...], most: tuple[int, ...] | None = Non
 class Attribute:
     """A PluginField and the memory behind it."""
 
-    name: str
+    name: str | None
     type: int
     value: Any
     length: int = 1
@@ -86,7 +86,9 @@ class Driver:
         return list(found[: getattr(self.lib, f"driver_{function}")(handle, found, 64)])
 
     def create(self, attributes: dict[str, Attribute], phase: int = BUILD, layer: str = "experts") -> Plugin | None:
-        given = [Field(a.name.encode(), ctypes.addressof(a.data), a.type, a.length) for a in attributes.values()]
+        given = [
+            Field(a.name and a.name.encode(), ctypes.addressof(a.data), a.type, a.length) for a in attributes.values()
+        ]
         made = self.lib.driver_create(self.creator, layer.encode(), (Field * len(given))(*given), len(given), phase)
         return Plugin(self, _PTR(made)) if made else None
 

@@ -15,6 +15,7 @@ from quantmoe.custom_ops.reference import linear, quant_moe, route
 from quantmoe.exporter import convert
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.convert import export
+from quantmoe.exporter.plan import plan
 
 # The oldest TensorRT that has IPluginV3 parsers for bf16 models, 10.0, reads opset 20.
 OPSET = 20
@@ -126,6 +127,8 @@ def test_refusals(checkpoint, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="dense is 'ort', expected one of: quantmoe"):
         export(folder, tmp_path / "a", target="cuda", dense="ort")
     monkeypatch.setattr(convert, "MAX_ELEMENTS", 70_000)
-    with pytest.raises(CheckpointError, match=r"w13 has 16 experts of \d+ int32 words.*at most 13 experts"):
+    with pytest.raises(CheckpointError, match=r"w13 has 16 experts of \d+ int32 words.* in which 13 experts"):
         export(folder, tmp_path / "a", target="cuda")
+    with pytest.raises(CheckpointError, match="in which 13 experts would fit"):
+        plan(folder, tmp_path / "a", target="cuda")
     assert not (tmp_path / "a").exists()

@@ -234,6 +234,11 @@ def test_explain(exported, checkpoint):
     assert all(not c.reason and c.kernels == (("cuda", ""),) for c in marlin)
 
 
+def test_layers_without_experts_are_no_model(checkpoint, tmp_path):
+    with pytest.raises(CheckpointError, match="the first 1 layers have no experts"):
+        export(checkpoint("deepseek_v3"), tmp_path / "model", layers=1)
+
+
 @pytest.mark.parametrize(("kind", "group_size"), [("int4", 32), ("int8", -1)])
 def test_quantize(tmp_path, kind, group_size):
     folder = make_float_checkpoint(tmp_path / "float", "qwen3_moe", **TINY | {"num_hidden_layers": 1, "num_experts": 4})

@@ -14,7 +14,7 @@ from checkpoints import check_layer, write_checkpoint
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.exporter.explain import moe_spec
 from quantmoe.exporter.formats import CheckpointError, find_format, open_checkpoint
-from quantmoe.exporter.plan import outline
+from quantmoe.exporter.plan import outline, plan
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 #: fixture -> weights, group size and activations of gate and up
@@ -99,6 +99,11 @@ def test_tool(name: str) -> None:
         )
         for p in ("w13", "w2"):
             assert cpu_panel.row_bytes(planned, p) == cpu_panel.row_bytes(found, p)
+
+
+@pytest.mark.parametrize("name", ["llmcompressor-w4a8", "modelopt-w4a8_nvfp4_fp8"])
+def test_codes_of_four_bits_in_bytes_are_planned(name: str, tmp_path: Path) -> None:
+    assert plan(FIXTURES / name, tmp_path / "model").packed
 
 
 @pytest.mark.parametrize("name", ["modelopt-nvfp4-gpt_oss", "modelopt-fp8_pc_pt-gpt_oss"])

@@ -13,7 +13,7 @@ extern "C" {
 
 typedef struct {
   int32_t sm;               // compute capability, 90 for 9.0
-  int32_t multiprocessors;  // 132 on an H200
+  int32_t multiprocessors;  // 132 on an H200; 0: the plan's workspace does for any number, and it is not to be launched
   int32_t shared_bytes;     // shared memory a multiprocessor has for blocks, 233472 on sm_90
 } qm_cuda_device;
 

@@ -113,8 +113,8 @@ inline bool MarlinRowOf(const qm_moe& m, int projection, MarlinRow* row) {
   const int n = projection == 13 ? m.intermediate_size : m.hidden_size;
   const int k = projection == 13 ? m.hidden_size : m.intermediate_size;
   const int rows = projection == 13 && m.gated ? 8 : 16;
-  row->panels = (n + rows - 1) / rows;
-  row->units = (k + 63) / 64;
+  row->panels = static_cast<int>((static_cast<int64_t>(n) + rows - 1) / rows);
+  row->units = static_cast<int>((static_cast<int64_t>(k) + 63) / 64);
   const int units_per_block = g == -1 ? row->units : g < 64 ? 1 : g / 64;
   row->blocks = (row->units + units_per_block - 1) / units_per_block;
   row->per_block = g == 16 ? 4 : g == 32 ? 2 : 1;

@@ -1,6 +1,7 @@
 // The plan: which kernels, tiles and workspace for a problem on a device. Pure; runs without a GPU.
 #include <algorithm>
 #include <cstdarg>
+#include <cstdint>
 #include <cstdio>
 
 #include "cuda/layout.h"
@@ -29,8 +30,8 @@ double Fill(int64_t count, int64_t slots) {
 }
 uint64_t Align(uint64_t a) { return (a + 255) / 256 * 256; }
 
-// name: of the projection, the prefix of its attributes. perm: act-order is gathered.
-int ValidateWeights(const qm_projection& w, const char* name, bool perm, char* err) {
+// name: of the projection, the prefix of its attributes.
+int ValidateWeights(const qm_projection& w, const char* name, char* err) {
   enum { f32, f16, bf16, e8m0, e4m3 };
   if (w.layout != 1 || w.layout_version != 1)
     return Fail(err, QM_INVALID, "%s_layout is %d version %d, the CUDA kernels read marlin (1) version 1", name,
@@ -72,8 +73,18 @@ int ValidateWeights(const qm_projection& w, const char* name, bool perm, char* e
                 w.activation_format);
   if (w.pre_scale != 0 && w.pre_scale != 1)
     return Fail(err, QM_UNSUPPORTED, "%s_pre_scale is %d, the CUDA kernels take 0 and 1", name, w.pre_scale);
-  if (w.perm != 0 && !(perm && w.perm == 1))
-    return Fail(err, QM_UNSUPPORTED, "%s_perm is %d, the CUDA kernels take 0, and 1 for w13 and w", name, w.perm);
+  if (w.perm != 0 && w.perm != 1)
+    return Fail(err, QM_UNSUPPORTED, "%s_perm is %d, the CUDA kernels take 0 and 1", name, w.perm);
+  return QM_OK;
+}
+
+// Parts of a row are found by 32-bit offsets.
+int ValidateRow(const qm_moe& m, int projection, const char* name, char* err) {
+  MarlinRow row{};
+  MarlinRowOf(m, projection, &row);
+  if (row.bytes > UINT32_MAX)
+    return Fail(err, QM_UNSUPPORTED, "%s has rows of %llu bytes, the CUDA kernels take less than 2^32", name,
+                static_cast<unsigned long long>(row.bytes));
   return QM_OK;
 }
 
@@ -102,17 +113,21 @@ int Validate(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) 
   if (m.expert_offset < 0 || m.expert_offset + p.local_experts > m.num_experts)
     return Fail(err, QM_INVALID, "experts [%d, %lld) are not inside num_experts = %d", m.expert_offset,
                 static_cast<long long>(m.expert_offset + p.local_experts), m.num_experts);
-  if (p.tokens < 0 || p.top_k <= 0 || p.tokens * p.top_k > INT32_MAX / 2)
-    return Fail(err, QM_INVALID, "topk_ids is [%lld, %lld]", static_cast<long long>(p.tokens),
-                static_cast<long long>(p.top_k));
+  if (p.tokens < 0 || p.top_k <= 0 || p.tokens > INT32_MAX / 2 / p.top_k)
+    return Fail(err, QM_INVALID, "topk_ids is [%lld, %lld], expected at least [0, 1] and at most %d ids",
+                static_cast<long long>(p.tokens), static_cast<long long>(p.top_k), INT32_MAX / 2);
   if (m.activation < 0 || m.activation > 5 || (!m.gated && m.activation > 3))
-    return Fail(err, QM_INVALID, "activation %d with gated = %d", m.activation, m.gated);
-  for (int which : {13, 2})
-    if (int status = ValidateWeights(which == 13 ? m.w13 : m.w2, which == 13 ? "w13" : "w2", which == 13, err))
-      return status;
+    return Fail(err, QM_INVALID, "activation is %d with gated = %d, expected 0 to 3, or 4 and 5 with gated = 1",
+                m.activation, m.gated);
+  for (int which : {13, 2}) {
+    const char* name = which == 13 ? "w13" : "w2";
+    if (int status = ValidateWeights(which == 13 ? m.w13 : m.w2, name, err)) return status;
+    if (int status = ValidateRow(m, which, name, err)) return status;
+  }
   return QM_OK;
 }
 
+constexpr int kMostMultiprocessors = 144;  // of a GPU of sm_90
 constexpr int kStages = 3;
 // As in moe_gemm_wgmma.cuh: token ring, code rings, staging of the results.
 int WgmmaSharedBytes(int tokens, int bits, int lane_bytes, bool down) {
@@ -155,7 +170,7 @@ struct Work {
 qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const MarlinRow& w, bool direct) {
   qm_cuda_gemm g{};
   const auto& [device, decode, wgmma, most_experts, mean, most_tiles] = work;
-  const int sms = device.multiprocessors;
+  const int sms = std::max(device.multiprocessors, 1);
   const WeightKind kind = KindOf(weights);
   const int lane_bytes = LaneBytes(kind, w);
   const bool int4 = kind == WeightKind::kInt4 && w.per_block == 1;  // groups of 64 and more
@@ -170,27 +185,36 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
   g.packed = Packs(device.sm, weights);
   g.stages = kStages;
   if (wgmma) {
-    g.grid = 2 * sms;
-    auto tiles = [&](int tokens) { return static_cast<double>(most_experts) * std::max(1.0, mean / tokens + 0.5); };
-    // For few tokens 512 rows a block cost fewer instructions a byte than 256, if they leave each block something.
-    const bool wide = int4 && mean <= 20 && tiles(24) * static_cast<double>(CeilDiv(w.panels, 32)) >= g.grid;
-    const int tokens = wide ? 24 : mean <= 40 ? 48 : 128;
-    g.panels = wide ? 32 : 16;  // of a block
-    g.n_tiles = tokens / 8;
-    g.shared_bytes = WgmmaSharedBytes(tokens, BitsOf(kind), lane_bytes, direct);
-    if (tokens == 128) g.grid = sms;
-    // Few units of work: down's K is cut, into parts that fill the multiprocessors best. A part costs a pass of
-    // combine.
-    const int64_t pieces = static_cast<int64_t>(tiles(tokens) * static_cast<double>(CeilDiv(w.panels, g.panels)));
-    double best = 0;
-    g.warps_k = 1;
-    for (int parts : {1, 2, 4}) {
-      const double worth = Fill(pieces * parts, g.grid) * (1 - 0.02 * parts);
-      if (parts > 1 && (!direct || w.units / parts < 16 || worth <= best)) continue;
-      best = worth;
-      g.warps_k = parts;
-    }
-    return g;
+    auto shape = [&, g](int sms) mutable {
+      g.grid = 2 * sms;
+      auto tiles = [&](int tokens) { return static_cast<double>(most_experts) * std::max(1.0, mean / tokens + 0.5); };
+      // For few tokens 512 rows a block cost fewer instructions a byte than 256, if they leave each block something.
+      const bool wide = int4 && mean <= 20 && tiles(24) * static_cast<double>(CeilDiv(w.panels, 32)) >= g.grid;
+      const int tokens = wide ? 24 : mean <= 40 ? 48 : 128;
+      g.panels = wide ? 32 : 16;  // of a block
+      g.n_tiles = tokens / 8;
+      g.shared_bytes = WgmmaSharedBytes(tokens, BitsOf(kind), lane_bytes, direct);
+      if (tokens == 128) g.grid = sms;
+      // Few units of work: down's K is cut, into parts that fill the multiprocessors best. A part costs a pass of
+      // combine.
+      const int64_t pieces = static_cast<int64_t>(tiles(tokens) * static_cast<double>(CeilDiv(w.panels, g.panels)));
+      double best = 0;
+      g.warps_k = 1;
+      for (int parts : {1, 2, 4}) {
+        const double worth = Fill(pieces * parts, g.grid) * (1 - 0.02 * parts);
+        if (parts > 1 && (!direct || w.units / parts < 16 || worth <= best)) continue;
+        best = worth;
+        g.warps_k = parts;
+      }
+      return g;
+    };
+    qm_cuda_gemm most = shape(sms);
+    if (!device.multiprocessors)
+      for (int i = 2; i <= kMostMultiprocessors; ++i) {
+        const qm_cuda_gemm other = shape(i);
+        most.n_tiles = std::min(most.n_tiles, other.n_tiles), most.warps_k = std::max(most.warps_k, other.warps_k);
+      }
+    return most;
   }
   const int reserved = 1024 + (decode ? kRoutingBytes : 0);
   auto fits = [&](int panels, int n_tiles) {
@@ -314,7 +338,8 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     plan->max_tiles = MostTiles(pairs, p.local_experts, plan->w13.n_tiles);
     plan->partial = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * (wgmma ? 2 * plan->w2.warps_k : 4));
     uint64_t tiles = plan->max_tiles + 1ull;
-    if (plan->w2.n_tiles != plan->w13.n_tiles) tiles += MostTiles(pairs, p.local_experts, plan->w2.n_tiles) + 1ull;
+    if (plan->w2.n_tiles != plan->w13.n_tiles || !device->multiprocessors)
+      tiles += MostTiles(pairs, p.local_experts, plan->w2.n_tiles) + 1ull;
     plan->tiles = take(16 * tiles);
     plan->sorted_pairs = take(8 * rows);
     const bool by_pair = p.moe.w13.perm || (Rounds(p.moe.w13) && RoundsPairs(p.moe));
@@ -342,8 +367,10 @@ extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const 
   if (l.out_features <= 0)
     return Fail(err, QM_INVALID, "out_features is %d, expected a positive number", l.out_features);
   if (problem->rows < 0 || problem->rows > INT32_MAX / 2)
-    return Fail(err, QM_INVALID, "x has %lld rows", static_cast<long long>(problem->rows));
-  if (int status = ValidateWeights(l.w, "w", true, err)) return status;
+    return Fail(err, QM_INVALID, "x has %lld rows, expected 0 to %d", static_cast<long long>(problem->rows),
+                INT32_MAX / 2);
+  if (int status = ValidateWeights(l.w, "w", err)) return status;
+  if (int status = ValidateRow(MoeOf(l), 2, "w", err)) return status;
   *plan = qm_cuda_plan{};
   MarlinRow w{};
   MarlinRowOf(MoeOf(l), 2, &w);
@@ -391,6 +418,7 @@ extern "C" int qm_cuda_validate_routing(const qm_cuda_routing_problem* problem, 
   if (r.num_experts % r.n_group)
     return Fail(err, QM_INVALID, "n_group is %d, expected a divisor of num_experts %d", r.n_group, r.num_experts);
   if (problem->tokens < 0 || problem->tokens > INT32_MAX)
-    return Fail(err, QM_INVALID, "logits have %lld rows", static_cast<long long>(problem->tokens));
+    return Fail(err, QM_INVALID, "logits have %lld rows, expected 0 to %d", static_cast<long long>(problem->tokens),
+                INT32_MAX);
   return QM_OK;
 }
