@@ -429,7 +429,7 @@ def test_command_line(quantmoe, checkpoint, exported, tmp_path):
 def test_samples_say_what_they_take():
     sample = Path(__file__).parents[2] / "samples" / "python" / "generate.py"
     done = subprocess.run([sys.executable, sample], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "usage: generate.py FOLDER COUNT ID...\n")
+    assert (done.returncode, done.stderr) == (1, "usage: generate.py [--cuda] FOLDER COUNT ID...\n")
 
 
 def test_the_api_mirrors_the_commands():
