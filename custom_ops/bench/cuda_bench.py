@@ -20,7 +20,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -268,25 +268,41 @@ def draw(results: list[dict[str, Any]], file: str) -> None:
     figure.savefig(file, dpi=120)
 
 
+def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """argparse's type of a list with commas."""
+
+    def parse(text: str) -> list[str]:
+        names = list(filter(None, text.split(",")))
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r}, expected some of {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def counts(text: str) -> list[int]:
+    return [int(count) for count in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shapes", default="qwen3-30b-a3b,mixtral-8x7b,gpt-oss-120b,deepseek-v3-tp8")
-    parser.add_argument("--tokens", default="1,8,64,512,4096")
-    parser.add_argument("--formats", default="int4", help=", ".join(FORMATS))
+    shapes = "qwen3-30b-a3b,mixtral-8x7b,gpt-oss-120b,deepseek-v3-tp8"
+    parser.add_argument("--shapes", type=some_of(SHAPES), default=shapes, help=", ".join(SHAPES))
+    parser.add_argument("--tokens", type=counts, default="1,8,64,512,4096")
+    parser.add_argument("--formats", type=some_of(FORMATS), default="int4", help=", ".join(FORMATS))
     parser.add_argument("--zipf", action="store_true")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--against", default="", help=f"{', '.join(PEERS)}; format int4 only")
+    parser.add_argument("--against", type=some_of(PEERS), default="", help=f"{', '.join(PEERS)}; format int4 only")
     parser.add_argument("--alone", type=float, default=0.5, help="with --against: also seconds of each side alone")
     parser.add_argument("--json")
     parser.add_argument("--plot")
     args = parser.parse_args()
-    if args.against and args.formats != "int4":
-        parser.error(f"--against {args.against}: expected --formats int4, not {args.formats}")
-    if unknown := set(filter(None, args.against.split(","))) - PEERS.keys():
-        parser.error(f"--against {args.against}: expected {', '.join(PEERS)}, not {', '.join(sorted(unknown))}")
-    tokens_list = [int(t) for t in args.tokens.split(",")]
+    if args.against and args.formats != ["int4"]:
+        parser.error(f"--against: expected --formats int4, not {','.join(args.formats)}")
+    if not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device")
     makers = {}
-    for peer in filter(None, args.against.split(",")):
+    for peer in args.against:
         module = importlib.import_module(PEERS[peer][0])
         makers[module.NAME] = getattr(module, PEERS[peer][1])
     bandwidth, rate, fp8_rate = ceilings()
@@ -296,16 +312,16 @@ def main() -> None:
     )
     generator = torch.Generator(device="cuda").manual_seed(0)
     results = []
-    for name, kind in itertools.product(args.shapes.split(","), args.formats.split(",")):
+    for name, kind in itertools.product(args.shapes, args.formats):
         spec = spec_of(SHAPES[name], kind)
         one = spec.num_experts * sum(marlin.row_bytes(spec, p) for p in ("w13", "w2"))
         copies = max(2, -(-8 * L2_BYTES // one))
         rows = [[random_rows(spec, p, generator) for p in ("w13", "w2")] for _ in range(copies)]
         layers = [cuda.CudaMoE(spec, *pair) for pair in rows]
         peers = {
-            peer: [make(layer, SHAPES[name].top_k, tokens_list) for layer in layers] for peer, make in makers.items()
+            peer: [make(layer, SHAPES[name].top_k, args.tokens) for layer in layers] for peer, make in makers.items()
         }
-        for tokens in tokens_list:
+        for tokens in args.tokens:
             r = measure(name, tokens, layers, peers, args.zipf, args.repeats, args.alone)
             peak = rate if spec.w13.activation_format == "none" else fp8_rate
             r["floor_us"] = max(r["bytes"] / bandwidth, r["flops"] / peak) * 1e6
