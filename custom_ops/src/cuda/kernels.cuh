@@ -129,12 +129,6 @@ struct GatherParams {
   int columns;
 };
 
-// Shared memory of one warp's stage, lane_bytes being scales and zero points; the plan uses the same formula.
-__host__ __device__ constexpr int StagesOf(int units) { return units == 2 ? 2 : 3; }
-__host__ __device__ constexpr int StageBytes(int panels, int n_tiles, int bits, int lane_bytes, int units) {
-  return panels * (units * 128 * bits + 32 * lane_bytes) + units * n_tiles * 1024;
-}
-
 // What rounded activations were left without, and sums are to be multiplied by. Those for symmetric int4 have it,
 // rounded: the kernel of its decode lacks the registers.
 template <class F>

@@ -131,7 +131,7 @@ void Route(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, int
 template <typename T>
 void Quantize(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, const qm_projection& w, bool h,
               GemmParams* gemm) {
-  const bool grouped = w.activation_format == kFp8Group128;
+  const bool grouped = w.activation_format == k_activation_format_fp8_group128;
   QuantizeParams quantize{};
   quantize.routing = gemm->routing;
   quantize.x = gemm->x;
@@ -261,7 +261,7 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
   if (fp8) Quantize<T>(launcher, plan, workspace, m.w13, false, &gate_up);
   const int threads = wgmma ? kWgmmaThreads : kThreads;
   auto fp8_kernel = [](const qm_projection& w, bool down) {
-    return Fp8Kernel<T>(down, w.activation_format == kFp8Group128);
+    return Fp8Kernel<T>(down, w.activation_format == k_activation_format_fp8_group128);
   };
   const auto gate_up_kernel = fp8               ? fp8_kernel(m.w13, false)
                               : plan.w13.packed ? PackedKernel<T>(false, plan.path, plan.w13)

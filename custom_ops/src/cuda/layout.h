@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/attributes.h"
 #include "quantmoe/quant_moe.h"
 
 namespace quantmoe {
@@ -14,23 +15,11 @@ struct MarlinRow {
   size_t scales_at, zeros_at, globals_at, bias_at, perm_at, input_at, pre_at, bytes;
 };
 
-// op.def's activation_format
-enum ActivationFormat {
-  kNoFormat,
-  kInt8Token,
-  kInt8TokenAsym,
-  kFp8Token,
-  kFp8Tensor,
-  kFp8Group128,
-  kNvfp4Groups,
-  kMxfp8Groups,
-  kMxfp4Groups
-};
 inline bool HasInputScale(const qm_projection& w) {
-  return w.activation_format == kFp8Tensor || w.activation_format == kNvfp4Groups;
+  return w.activation_format == k_activation_format_fp8_tensor || w.activation_format == k_activation_format_nvfp4;
 }
 // Whether a kernel rounds the activations before the product, and whether experts differ in how.
-inline bool Rounds(const qm_projection& w) { return w.activation_format != kNoFormat || w.pre_scale; }
+inline bool Rounds(const qm_projection& w) { return w.activation_format != k_activation_format_none || w.pre_scale; }
 inline bool RoundsByExpert(const qm_projection& w) { return HasInputScale(w) || w.pre_scale; }
 // Rounded x has a row for each pair, not for each token.
 inline bool RoundsPairs(const qm_moe& m) { return RoundsByExpert(m.w13) || m.apply_router_weight_on_input; }
@@ -38,7 +27,8 @@ inline bool RoundsPairs(const qm_moe& m) { return RoundsByExpert(m.w13) || m.app
 // Whether the product takes both sides' codes: block-scaled mma of e2m1, which of the mma.sync family sm_120a has
 // alone.
 inline bool Packs(int sm, const qm_projection& w) {
-  return sm == 120 && w.format == 3 && w.group_size == 16 && w.activation_format == kNvfp4Groups && !w.perm;
+  return sm == 120 && w.format == 3 && w.group_size == 16 && w.activation_format == k_activation_format_nvfp4 &&
+         !w.perm;
 }
 
 // How the kernels read weights. kInt4 is symmetric, with f16 or bf16 scales known at compile time; kInt4Zero and the
@@ -72,11 +62,21 @@ constexpr int BitsOf(WeightKind kind) {
   return kind == WeightKind::kInt8 || kind == WeightKind::kInt8Zero || kind == WeightKind::kFp8 ? 8 : 4;
 }
 
-// What moe_gemm_fp8.cuh takes.
+// Stages of a warp of the mma.sync kernels, and shared memory of one; `units` of K in it, lane_bytes being scales and
+// zero points.
+constexpr int StagesOf(int units) { return units == 2 ? 2 : 3; }
+constexpr int StageBytes(int panels, int n_tiles, int bits, int lane_bytes, int units) {
+  return panels * (units * 128 * bits + 32 * lane_bytes) + units * n_tiles * 1024;
+}
+
+// Of moe_gemm_fp8.cuh: stages, units of work, tokens' pairs, staging of the results; what it takes.
+constexpr int kFp8SharedBytes = 1024 + 4 * 51200 + 128 + 2 * 1536 + 2 * 16 * 132 * 4;
 inline bool TakesFp8(const qm_projection& w) {
   const int a = w.activation_format;
   return KindOf(w) == WeightKind::kFp8 && w.scale_type <= 2 && (w.group_size == -1 || w.group_size % 128 == 0) &&
-         !w.perm && !w.pre_scale && (a == kFp8Token || a == kFp8Tensor || a == kFp8Group128);
+         !w.perm && !w.pre_scale &&
+         (a == k_activation_format_fp8_token || a == k_activation_format_fp8_tensor ||
+          a == k_activation_format_fp8_group128);
 }
 // Rows of its activations: those of an expert start at a multiple of 8.
 inline int64_t Fp8Rows(int64_t pairs, int64_t experts) {

@@ -40,6 +40,7 @@ constexpr int kFp8ResultsAt = kFp8PairsAt + 2 * static_cast<int>(sizeof(Fp8Token
 // Sums of 16 tokens of a warpgroup at a time; four floats of padding put a warp's stores on all banks.
 constexpr int kFp8StoredTokens = 16, kFp8ResultRow = 128 + 4;
 constexpr int kFp8ResultBytes = kFp8StoredTokens * kFp8ResultRow * 4;
+static_assert(1024 + kFp8ResultsAt + 2 * kFp8ResultBytes == kFp8SharedBytes);  // 1024: to align the first stage
 
 __device__ inline void BulkCopy(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),

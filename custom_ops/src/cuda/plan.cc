@@ -68,7 +68,7 @@ int ValidateWeights(const qm_projection& w, const char* name, char* err) {
                 "%s_scale_type is f32 (0) with group_size 32; the CUDA kernels take f32 scales of groups of 64 and "
                 "more: export with --scales bf16",
                 name);
-  if (w.activation_format < kNoFormat || w.activation_format > kMxfp4Groups)
+  if (w.activation_format < k_activation_format_none || w.activation_format > k_activation_format_mxfp4)
     return Fail(err, QM_UNSUPPORTED, "%s_activation_format is %d, the CUDA kernels take 0 to 8", name,
                 w.activation_format);
   if (w.pre_scale != 0 && w.pre_scale != 1)
@@ -128,7 +128,6 @@ int Validate(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) 
 }
 
 constexpr int kMostMultiprocessors = 144;  // of a GPU of sm_90
-constexpr int kStages = 3;
 // As in moe_gemm_wgmma.cuh: token ring, code rings, staging of the results.
 int WgmmaSharedBytes(int tokens, int bits, int lane_bytes, bool down) {
   const int panels = tokens == 24 ? 4 : 2;
@@ -142,13 +141,11 @@ int WgmmaSharedBytes(int tokens, int bits, int lane_bytes, bool down) {
 int RegisterBlocks(WeightKind kind, int panels, int n_tiles) {
   return n_tiles > 2 ? 1 : panels == 2 && n_tiles == 1 && BitsOf(kind) == 4 ? 3 : 2;
 }
-// As in moe_gemm_fp8.cuh: stages, units of work, tokens' pairs, staging of the results.
-constexpr int kFp8SharedBytes = 1024 + 4 * 51200 + 128 + 2 * 1536 + 2 * 16 * 132 * 4;
 constexpr int kRoutingBytes = 4 * 1024;  // static DecodeRouting, rounded up
 // As in moe_gemm_mma.cuh: rings and sums, which lie over the ring where a stage has two units of K.
 int MmaSharedBytes(int panels, int n_tiles, int bits, int lane_bytes, int units = 1) {
-  const int stages = units == 2 ? 2 : kStages, sums = units == 2 ? 0 : panels * n_tiles * 512;
-  return kWarps * (stages * (panels * (units * 128 * bits + 32 * lane_bytes) + units * n_tiles * 1024) + sums);
+  const int sums = units == 2 ? 0 : panels * n_tiles * 512;
+  return kWarps * (StagesOf(units) * StageBytes(panels, n_tiles, bits, lane_bytes, units) + sums);
 }
 int LaneBytes(WeightKind kind, const MarlinRow& w) { return ScaleBytes(kind, w.per_block) + ZeroBytes(kind); }
 // Not int8 with zero points where a multiprocessor has 100 KiB: those take stream.
@@ -183,7 +180,7 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
   while (g.warps_k > 1 && w.units < least * g.warps_k) g.warps_k /= 2;
   g.cluster = 1;
   g.packed = Packs(device.sm, weights);
-  g.stages = kStages;
+  g.stages = StagesOf(1);
   if (wgmma) {
     auto shape = [&, g](int sms) mutable {
       g.grid = 2 * sms;
@@ -222,10 +219,11 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
     g.n_tiles = n_tiles;
     // Not where decode's gate_up has little K: the sums over the ring make the warps wait once more a unit of work.
     const bool gate_up = decode && !direct;
-    g.stages = two && panels == 4 && !(gate_up && w.units < 40) ? 2 : kStages;
-    g.shared_bytes = MmaSharedBytes(panels, n_tiles, BitsOf(kind), lane_bytes, g.stages == 2 ? 2 : 1);
+    const int units = two && panels == 4 && !(gate_up && w.units < 40) ? 2 : 1;
+    g.stages = StagesOf(units);
+    g.shared_bytes = MmaSharedBytes(panels, n_tiles, BitsOf(kind), lane_bytes, units);
     // What gate_up.cu, down.cu and their *_any.cu instantiate.
-    const bool instantiated = panels == 2 || (BitsOf(kind) == 4 && (!int4 || g.stages == 2 || gate_up));
+    const bool instantiated = panels == 2 || (BitsOf(kind) == 4 && (!int4 || units == 2 || gate_up));
     return instantiated && g.shared_bytes <= device.shared_bytes - reserved;
   };
   auto slots = [&] {  // blocks resident at once

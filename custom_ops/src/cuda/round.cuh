@@ -48,18 +48,18 @@ struct Rounding {
     const float largest = MaxNan(of.low, of.high);
     bool finite = largest <= FLT_MAX;
     step = 1.f;
-    most = format == kNvfp4Groups || format == kMxfp4Groups ? 6.f : 448.f;
+    most = format == k_activation_format_nvfp4 || format == k_activation_format_mxfp4 ? 6.f : 448.f;
     least = -most;
     switch (format) {
-      case kInt8Token:
-      case kFp8Token:
-      case kFp8Group128:
-        if (format == kInt8Token) least = -128.f, most = 127.f;
-        step = largest / (format == kInt8Token ? 127.5f : 448.f);
+      case k_activation_format_int8_token:
+      case k_activation_format_fp8_token:
+      case k_activation_format_fp8_group128:
+        if (format == k_activation_format_int8_token) least = -128.f, most = 127.f;
+        step = largest / (format == k_activation_format_int8_token ? 127.5f : 448.f);
         if (step == 0.f) step = 1.f;
         factor = step;
         break;
-      case kInt8TokenAsym: {
+      case k_activation_format_int8_token_asym: {
         const float spread = of.high + of.low;
         finite = finite && spread <= FLT_MAX;
         step = spread == 0.f ? 1.f : 255.f / spread;
@@ -71,20 +71,20 @@ struct Rounding {
         least = -128.f - zero, most = 127.f - zero;
         break;
       }
-      case kFp8Tensor:
+      case k_activation_format_fp8_tensor:
         step = stored;
         factor = kept;
         break;
-      case kNvfp4Groups:
+      case k_activation_format_nvfp4:
         factor = RoundBits(fminf(largest / 6.f / stored, 448.f), 3, -6);
         step = factor * stored;
         factor *= kept;
         if (step == 0.f) step = 1.f, factor = 0.f;
         break;
-      case kMxfp8Groups:
-      case kMxfp4Groups: {
-        const int exponent =
-            static_cast<int>((__float_as_uint(largest) + (1u << 21)) >> 23) - (format == kMxfp8Groups ? 8 : 2);
+      case k_activation_format_mxfp8:
+      case k_activation_format_mxfp4: {
+        const int exponent = static_cast<int>((__float_as_uint(largest) + (1u << 21)) >> 23) -
+                             (format == k_activation_format_mxfp8 ? 8 : 2);
         factor = step = __int_as_float(exponent > 0 ? exponent << 23 : 1 << 22);
         break;
       }
@@ -92,7 +92,7 @@ struct Rounding {
         factor = 1.f;
     }
     if (!finite) factor = __int_as_float(0x7fffffff);
-    if (format == kInt8TokenAsym) return;
+    if (format == k_activation_format_int8_token_asym) return;
     power = PowerOfTwo(min(max(127 - (__float_as_int(step) >> 23), -126), 126));
     step *= power;
     inverse = 1.f / step;
@@ -117,9 +117,10 @@ struct Rounding {
   }
 
   __device__ float operator()(int format, float x) const {
-    if (format == kNoFormat) return x * factor;
-    const bool integer = format <= kInt8TokenAsym, e2m1 = most == 6.f;
-    const float q = fminf(fmaxf(format == kInt8TokenAsym ? __fmul_rn(x, step) : Quotient(x), least), most);
+    if (format == k_activation_format_none) return x * factor;
+    const bool integer = format <= k_activation_format_int8_token_asym, e2m1 = most == 6.f;
+    const float q =
+        fminf(fmaxf(format == k_activation_format_int8_token_asym ? __fmul_rn(x, step) : Quotient(x), least), most);
     return (integer ? rintf(q) : RoundBits(q, e2m1 ? 1 : 3, e2m1 ? 0 : -6)) * factor;
   }
 };
@@ -194,7 +195,8 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
     }
   };
 
-  const bool by_row = p.format == kInt8Token || p.format == kInt8TokenAsym || p.format == kFp8Token;
+  const bool by_row = p.format == k_activation_format_int8_token || p.format == k_activation_format_int8_token_asym ||
+                      p.format == k_activation_format_fp8_token;
   Extremes all{0.f, 0.f};
   if (by_row) {
     for (int chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
@@ -211,7 +213,10 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
     }
   }
   // A group is of neighbours, those of 16 in the stored order words 0, 1 or 2, 3 of four chunks.
-  const int group = p.format == kFp8Group128 ? 128 : p.format == kNvfp4Groups ? 16 : p.format > kNvfp4Groups ? 32 : 8;
+  const int group = p.format == k_activation_format_fp8_group128 ? 128
+                    : p.format == k_activation_format_nvfp4      ? 16
+                    : p.format > k_activation_format_nvfp4       ? 32
+                                                                 : 8;
   const bool halves = p.out_stored && group == 16;
   for (int begin = threadIdx.x & ~31; begin < chunks; begin += blockDim.x) {  // whole warps
     const int chunk = begin + threadIdx.x % 32;
