@@ -89,6 +89,44 @@ void Round(Launcher& launcher, RoundParams p, const Weights& weights, const qm_p
   launcher.Run(MoeRound<T>, p, dim3((rows + threads.y - 1) / threads.y), threads, 0, dependent);
 }
 
+// The call's x rounded for the first product; by_expert: a row a pair.
+template <typename T>
+void RoundX(Launcher& launcher, const qm_cuda_plan& plan, bool packed, uint8_t* workspace, const qm_projection& w,
+            const MarlinRow& row, bool by_expert, GemmParams* gemm) {
+  RoundParams round{};
+  round.routing = gemm->routing;
+  round.by_expert = by_expert;
+  round.weight_here = gemm->weight_here;
+  round.x = gemm->x;
+  round.out_stored = plan.path == QM_CUDA_WGMMA && !w.perm;
+  round.out = workspace + (round.out_stored ? plan.prepared : plan.rounded);
+  round.x_divisor = by_expert ? gemm->routing.top_k : 1;
+  round.x_columns = round.features = gemm->x_columns;
+  round.packed = packed;
+  round.columns = round.out_stored || packed ? row.units * kUnit : gemm->x_columns;
+  Round<T>(launcher, round, gemm->weights, w, row, gemm->routing.tokens * round.x_divisor, false);
+  gemm->x = round.out;
+  gemm->x_columns = packed ? round.columns / 2 : round.columns;
+  gemm->weight_here = false;
+  if (by_expert) gemm->x_divisor = 1;
+}
+
+// x in act-order, a row a pair.
+void GatherX(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, const MarlinRow& row, GemmParams* gemm) {
+  GatherParams gather{};
+  gather.routing = gemm->routing;
+  gather.x_divisor = gemm->x_divisor;
+  gather.rows = gemm->weights.rows;
+  gather.row_bytes = gemm->weights.row_bytes;
+  gather.perm_at = static_cast<uint32_t>(row.perm_at);
+  gather.x = static_cast<const uint16_t*>(gemm->x);
+  gather.out = reinterpret_cast<uint16_t*>(workspace + plan.gathered);
+  gather.columns = gemm->x_columns;
+  launcher.Run(MoeGather, gather, dim3(gemm->routing.tokens * gemm->routing.top_k), 256, 0, false);
+  gemm->x = gather.out;
+  gemm->x_divisor = 1;
+}
+
 // Makes the list of tiles, another for down if it is given and its tiles differ, and, for wgmma, a copy of x as it is
 // read there (rows of x_columns values) if x is not one.
 void Route(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, int tile_pairs, int rows, int x_columns,
@@ -137,7 +175,7 @@ void Quantize(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, 
   quantize.x = gemm->x;
   quantize.codes = workspace + plan.prepared;
   quantize.columns = gemm->x_columns;
-  quantize.groups = (gemm->weights.units + 1) / 2;
+  quantize.groups = Fp8Groups(gemm->weights.units);
   quantize.x_rows = gemm->x_rows;
   quantize.scales =
       reinterpret_cast<float*>(quantize.codes + static_cast<int64_t>(gemm->x_rows) * quantize.groups * 128);
@@ -199,7 +237,9 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
   gate_up.x_columns = m.hidden_size;
   gate_up.x_divisor = routing.top_k;
   gate_up.out = workspace + plan.hidden;
-  gate_up.out_columns = fp8 ? Fp8Groups(row2) * 128 : wgmma ? row2.units * kUnit : row13.panels * (m.gated ? 8 : 16);
+  gate_up.out_columns = fp8     ? Fp8Groups(row2.units) * 128
+                        : wgmma ? row2.units * kUnit
+                                : row13.panels * (m.gated ? 8 : 16);
   gate_up.weight_here = m.apply_router_weight_on_input;
   gate_up.tiles = reinterpret_cast<const Tile*>(workspace + plan.tiles);
   gate_up.max_tiles = plan.max_tiles;
@@ -220,38 +260,12 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
 
   bool first = true;  // the first kernel of the call does not overlap what came before it
   if (Rounds(m.w13) && !fp8) {
-    RoundParams round{};
-    round.routing = routing;
-    round.by_expert = RoundsPairs(m);
-    round.weight_here = gate_up.weight_here;
-    round.x = t.hidden_states;
-    round.out_stored = wgmma && !m.w13.perm;
-    round.out = workspace + (round.out_stored ? plan.prepared : plan.rounded);
-    round.x_divisor = round.by_expert ? routing.top_k : 1;
-    round.x_columns = round.features = m.hidden_size;
-    round.packed = plan.w13.packed;
-    round.columns = round.out_stored || round.packed ? row13.units * kUnit : m.hidden_size;
-    Round<T>(launcher, round, gate_up.weights, m.w13, row13, round.by_expert ? pairs : routing.tokens, false);
+    RoundX<T>(launcher, plan, plan.w13.packed, workspace, m.w13, row13, RoundsPairs(m), &gate_up);
     first = false;
-    gate_up.x = round.out;
-    gate_up.x_columns = round.packed ? round.columns / 2 : round.columns;
-    gate_up.weight_here = false;
-    if (round.by_expert) gate_up.x_divisor = 1;
   }
   if (m.w13.perm) {
-    GatherParams gather{};
-    gather.routing = routing;
-    gather.x_divisor = gate_up.x_divisor;
-    gather.rows = static_cast<const uint8_t*>(t.w13);
-    gather.row_bytes = row13.bytes;
-    gather.perm_at = static_cast<uint32_t>(row13.perm_at);
-    gather.x = static_cast<const uint16_t*>(gate_up.x);
-    gather.out = reinterpret_cast<uint16_t*>(workspace + plan.gathered);
-    gather.columns = m.hidden_size;
-    launcher.Run(MoeGather, gather, dim3(pairs), 256, 0, false);
+    GatherX(launcher, plan, workspace, row13, &gate_up);
     first = false;
-    gate_up.x = gather.out;
-    gate_up.x_divisor = 1;
   }
   if (!decode) {
     Route(launcher, plan, workspace, 8 * plan.w13.n_tiles, gate_up.x_divisor == 1 ? pairs : routing.tokens,
@@ -324,33 +338,12 @@ cudaError_t LaunchLinear(const qm_cuda_linear_problem& p, const qm_cuda_plan& pl
 
   bool first = true;
   if (Rounds(l.w)) {
-    RoundParams round{};
-    round.routing = gemm.routing;
-    round.by_expert = true;
-    round.x = t.x;
-    round.out_stored = wgmma && !l.w.perm;
-    round.out = workspace + (round.out_stored ? plan.prepared : plan.rounded);
-    round.x_divisor = 1;
-    round.x_columns = round.features = l.in_features;
-    round.packed = plan.w2.packed;
-    round.columns = round.out_stored || round.packed ? row.units * kUnit : l.in_features;
-    Round<T>(launcher, round, gemm.weights, l.w, row, gemm.routing.tokens, false);
+    RoundX<T>(launcher, plan, plan.w2.packed, workspace, l.w, row, true, &gemm);
     first = false;
-    gemm.x = round.out;
-    gemm.x_columns = round.packed ? round.columns / 2 : round.columns;
   }
   if (l.w.perm) {
-    GatherParams gather{};
-    gather.routing = gemm.routing;
-    gather.x_divisor = 1;
-    gather.rows = gemm.weights.rows;
-    gather.perm_at = static_cast<uint32_t>(row.perm_at);
-    gather.x = static_cast<const uint16_t*>(gemm.x);
-    gather.out = reinterpret_cast<uint16_t*>(workspace + plan.gathered);
-    gather.columns = l.in_features;
-    launcher.Run(MoeGather, gather, dim3(gemm.routing.tokens), 256, 0, false);
+    GatherX(launcher, plan, workspace, row, &gemm);
     first = false;
-    gemm.x = gather.out;
   }
   if (!decode) {
     Route(launcher, plan, workspace, 8 * plan.w2.n_tiles, gemm.routing.tokens, l.in_features, !first, &gemm);

@@ -82,7 +82,7 @@ inline bool TakesFp8(const qm_projection& w) {
 inline int64_t Fp8Rows(int64_t pairs, int64_t experts) {
   return (pairs + 7 * (pairs < experts ? pairs : experts) + 7) / 8 * 8;
 }
-inline int Fp8Groups(const MarlinRow& row) { return (row.units + 1) / 2; }  // of 128 columns
+inline int Fp8Groups(int units) { return (units + 1) / 2; }  // of 128 columns
 
 // Capacity of a list of tiles of at most 8 * n_tiles pairs of one expert.
 inline int32_t MostTiles(int64_t pairs, int64_t experts, int n_tiles) {

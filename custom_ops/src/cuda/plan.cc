@@ -323,7 +323,7 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   Workspace workspace;
   auto take = [&](uint64_t bytes) { return workspace.Take(bytes); };
   const uint64_t rows = static_cast<uint64_t>(fp8 ? Fp8Rows(pairs, p.local_experts) : pairs);
-  const uint64_t hidden_columns = fp8     ? static_cast<uint64_t>(Fp8Groups(w2)) * 128
+  const uint64_t hidden_columns = fp8     ? static_cast<uint64_t>(Fp8Groups(w2.units)) * 128
                                   : wgmma ? static_cast<uint64_t>(w2.units) * 64
                                           : static_cast<uint64_t>(w13.panels) * (p.moe.gated ? 8 : 16);
   plan->hidden = take(rows * hidden_columns * 2);
@@ -342,7 +342,7 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     plan->sorted_pairs = take(8 * rows);
     const bool by_pair = p.moe.w13.perm || (Rounds(p.moe.w13) && RoundsPairs(p.moe));
     if (fp8)  // codes and scales of x, then of h
-      plan->prepared = take(132 * rows * static_cast<uint64_t>(std::max(Fp8Groups(w13), Fp8Groups(w2))));
+      plan->prepared = take(132 * rows * static_cast<uint64_t>(std::max(Fp8Groups(w13.units), Fp8Groups(w2.units))));
     else if (wgmma)
       plan->prepared = take(static_cast<uint64_t>(by_pair ? pairs : p.tokens) * w13.units * 128);
   }
