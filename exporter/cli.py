@@ -305,9 +305,8 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
     if found.kv_cache:
         console.print(found.kv_cache, style="yellow")
     if found.odd:
-        more = f" and {len(found.odd) - 1} more" if len(found.odd) > 1 else ""
         console.print(
-            f"{found.odd[0]}{more}: other tensors than the first expert of the layer; export may refuse that",
+            f"{_and_more(found.odd)}: other tensors than the first expert of the layer; export may refuse that",
             style="yellow",
         )
     if total > found.free:
@@ -339,8 +338,7 @@ def _explain(path: Path, as_json: bool) -> None:
         return
     for entry in found:
         names = entry["modules"]
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        console.print(f"{entry['scheme']}: {names[0] if names else entry['remark']}{more}")
+        console.print(f"{entry['scheme']}: {_and_more(names) if names else entry['remark']}")
         for candidate in entry["candidates"]:
             console.print(f"  layout {candidate.layout}: {candidate.reason or 'carries it'}")
             chosen = False
@@ -371,8 +369,11 @@ def _print_reasons(heading: str, reasons: dict[str, str]) -> None:
     for name, reason in reasons.items():
         found.setdefault(reason, []).append(name)
     for reason, names in found.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        console.print(f"{heading}: {names[0]}{more} ({reason})", style="yellow")
+        console.print(f"{heading}: {_and_more(names)} ({reason})", style="yellow")
+
+
+def _and_more(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _minutes(seconds: float) -> str:

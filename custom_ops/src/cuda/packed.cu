@@ -1,5 +1,4 @@
 // nvfp4 weights times nvfp4 activations: see select_mma.cuh.
-#pragma nv_diag_suppress 128  // loops after the return of Stream::Consume, which has no other use here
 #include "cuda/instances.h"
 #include "cuda/select_mma.cuh"
 

@@ -149,13 +149,20 @@ struct Stream {
   // multiplied by SumFactor.
   template <int N, bool kFactor = false, bool kShift = false>
   __device__ void Consume(int stage, float (&acc)[MT][NT][4], const Weights& w, const float* factor = nullptr) const {
+    if constexpr (F::kPacked) {
+      ConsumePacked<N, kFactor>(stage, acc, factor);
+    } else {
+      ConsumeValues<N, kFactor, kShift>(stage, acc, w, factor);
+    }
+  }
+  template <int N, bool kFactor, bool kShift>
+  __device__ void ConsumeValues(int stage, float (&acc)[MT][NT][4], const Weights& w, const float* factor) const {
     constexpr bool kInt4s = kKind == WeightKind::kInt4 || kKind == WeightKind::kInt4Zero;
     // Not for all tiles of one token tile: a token must not depend on how many are in its tile.
     constexpr bool kSums = kInt4s && NT == 1;
     constexpr bool kDirect = kScaledWeights && !kFactor;  // into acc
     constexpr int kWords = Size::kScaleBytes / 4;
     const uint32_t base = codes_at + stage * kStageBytes;
-    if constexpr (F::kPacked) return ConsumePacked<N, kFactor>(stage, base, acc, factor);
     uint4 q[MT], x[N][2];
     uint32_t scale[MT][kWords], zero[MT];
 #pragma unroll
@@ -306,7 +313,8 @@ struct Stream {
 
   // The same of codes on both sides: a lane has 8 neighbouring columns of both rows in two words.
   template <int N, bool kFactor>
-  __device__ void ConsumePacked(int stage, uint32_t base, float (&acc)[MT][NT][4], const float* factor) const {
+  __device__ void ConsumePacked(int stage, float (&acc)[MT][NT][4], const float* factor) const {
+    const uint32_t base = codes_at + stage * kStageBytes;
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
       const uint4 q = Load16(base + m * 512);
