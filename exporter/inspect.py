@@ -213,7 +213,8 @@ def _sizes(
             raise ModelError(f"{where}: layout {projection.layout!r}; this release knows {', '.join(LAYOUTS)}")
         if projection.layout_version != layout.VERSION:
             raise ModelError(
-                f"{where}: {name}_layout_version is {projection.layout_version}, this release knows {layout.VERSION}"
+                f"{where}: {name}_layout_version is {projection.layout_version}, this release knows {layout.VERSION}; "
+                "export the model again"
             )
         tensor = value.const_value if value is not None else None
         if value is None or tensor is None:

@@ -62,7 +62,9 @@ FORMATS = {
 
 def spec_of(s: Shape, name: str) -> MoESpec:
     kind, group_size, scale_type, zeros, activations = FORMATS[name]
-    w = Projection(kind, group_size, scale_type, activations, layout="marlin", zero_points=zeros)
+    w = Projection(
+        kind, group_size, scale_type, activations, layout="marlin", layout_version=marlin.VERSION, zero_points=zeros
+    )
     return MoESpec(s.experts, s.hidden, s.intermediate, w, w)
 
 

@@ -13,7 +13,7 @@ from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix, perm_or_no
 from quantmoe.custom_ops.op import MoESpec, Projection
 from quantmoe.custom_ops.schemes import SCHEMES
 
-NAME, VERSION = "marlin", 1
+NAME, VERSION = "marlin", 2
 _BITS = {"int4": 4, "int8": 8, "mxfp4": 4, "nvfp4": 4, "fp8_e4m3": 8}
 _UNIT = 64  # columns
 #: activation formats with a stored scale; with scales of groups of features
@@ -112,7 +112,8 @@ class _Parts:
         self.halves = 2 if projection == "w13" and spec.gated else 1
         if (a.layout, a.layout_version) != (NAME, VERSION):
             raise ValueError(
-                f"{projection}: layout {a.layout} version {a.layout_version}, expected {NAME} version {VERSION}"
+                f"{projection}: layout {a.layout} version {a.layout_version}, expected {NAME} version {VERSION}: "
+                "export the model again"
             )
         if a.format not in _BITS or not _supported_group(a.group_size) or not {a.perm, a.pre_scale} <= {0, 1}:
             raise ValueError(
@@ -179,9 +180,10 @@ def row_bytes(spec: MoESpec, projection: str) -> int:
     return _Parts(spec, projection).row_bytes
 
 
-# Axes of the codes as the matrix has them and as they are stored; a column is (unit, half, t, step, i high, i low).
+# Axes of the codes as the matrix has them and as they are stored; a column is (unit, half, t, step, i high, i low). Of
+# 8 bits, t and half are stored where their exclusive or with g / 2 and with t says.
 _MATRIX_AXES = tuple("Prguhtsab")
-_STORED_AXES = {4: tuple("Pugthsbra"), 8: tuple("Puhgtsrba")}
+_STORED_AXES = {4: tuple("Pugthsbra"), 8: tuple("Purgthsba")}
 
 
 def _unpack_codes(stored: np.ndarray, parts: _Parts) -> np.ndarray:
@@ -189,7 +191,11 @@ def _unpack_codes(stored: np.ndarray, parts: _Parts) -> np.ndarray:
     axes = _STORED_AXES[parts.bits]
     if parts.bits == 4:
         stored = np.stack([stored & 15, stored >> 4], axis=-1)
-    x = stored.reshape([size[a] for a in axes]).transpose([axes.index(a) for a in _MATRIX_AXES])
+    x = stored.reshape([size[a] for a in axes])
+    if parts.bits == 8:
+        g, t, h = np.ogrid[:8, :4, :2]
+        x = x[:, :, :, g, t ^ g // 2, h ^ t % 2]
+    x = x.transpose([axes.index(a) for a in _MATRIX_AXES])
     return x.reshape(parts.panels, 2, 8, -1)
 
 

@@ -571,7 +571,8 @@ def test_rounding_takes_workspace(activation_format, tokens):
 
 def spec_of(hidden, intermediate, experts, group_size=128, weights=INT4, **changes):
     kind, scale_type, zero_points = weights
-    w = Projection(kind, group_size, scale_type, "none", layout="marlin", zero_points=int(zero_points))
+    layout = {"layout": "marlin", "layout_version": LAYOUTS["marlin"].VERSION}
+    w = Projection(kind, group_size, scale_type, "none", **layout, zero_points=int(zero_points))
     return MoESpec(experts, hidden, intermediate, w, w, **changes)
 
 
@@ -611,7 +612,8 @@ def test_plan_fits_the_device(shape, tokens, device, kind, group_size):
         ({"local": 200}, "num_experts = 128"),
         ({"group_size": 96}, "group_size is 96"),
         ({"group_size": 192}, "group_size is 192"),
-        ({"layout": "cpu_panel"}, "marlin"),
+        ({"layout": "cpu_panel"}, "w2_layout is 0 version 2, the CUDA kernels read marlin"),
+        ({"layout_version": 1}, r"w2_layout is 1 version 1, .* marlin \(1\) version 2: export the model again"),
         ({"op_version": 2}, "op_version is 2"),
         ({"id_bytes": 2}, "2 bytes"),
         ({"tokens": 2**61}, r"topk_ids is \[2305843009213693952, 8\], expected .* at most 1073741823 ids"),
@@ -622,8 +624,8 @@ def test_plan_fits_the_device(shape, tokens, device, kind, group_size):
 def test_refusals(change, message):
     sizes = change.get("hidden", 2048), change.get("intermediate", 768), 128, change.get("group_size", 128)
     spec = spec_of(*sizes, op_version=change.get("op_version", 1))
-    if "layout" in change:
-        spec = replace(spec, w2=replace(spec.w2, layout=change["layout"]))
+    layout = {name: value for name, value in change.items() if name.startswith("layout")}
+    spec = replace(spec, w2=replace(spec.w2, **layout))
     p = cuda.problem(spec, change.get("dtype", "bf16"), change.get("tokens", 4), 8, change.get("local", 128))
     p.id_bytes = change.get("id_bytes", 8)
     with pytest.raises(ValueError, match=message):

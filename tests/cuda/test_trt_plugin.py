@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 from cuda.test_cuda import BASE, TORCH, UNIT, build, build_linear  # noqa: E402
 from cuda.trt import BUILD, FIELD_TYPES, RUNTIME, TYPES, Attribute, Driver, Plugin, attributes_of, tensor  # noqa: E402
 
-W = Projection("int4", 128, "bf16", "none", layout="marlin")
+W = Projection("int4", 128, "bf16", "none", layout="marlin", layout_version=LAYOUTS["marlin"].VERSION)
 SPEC = MoESpec(16, 2048, 768, W, replace(W, group_size=64, scale_type="f16"), activation="swiglu_oai", swiglu_limit=7.5)
 ROWS = {p: LAYOUTS["marlin"].row_bytes(SPEC, p) // 4 for p in ("w13", "w2")}
 
@@ -117,8 +117,8 @@ def test_attribute_of_another_type(driver, name, kind):
     ("name", "value", "message"),
     [
         ("op_version", 2, "op_version is 2, this library knows 1"),
-        ("w13_layout_version", 2, "marlin (1) version 1"),
-        ("w2_layout", "cpu_panel", "marlin (1) version 1"),
+        ("w13_layout_version", 1, "marlin (1) version 2: export the model again"),
+        ("w2_layout", "cpu_panel", "marlin (1) version 2"),
         ("w13_format", "int3", 'w13_format is "int3", the operator defines: int4, int8'),
         ("w13_format", "bf16", "w13_format is 5"),
         ("activation", "", 'activation is "", the operator defines: silu'),

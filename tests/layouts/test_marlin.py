@@ -163,13 +163,13 @@ def test_bytes_are_the_documented_ones():
         for lane in range(32):
             g, t = divmod(lane, 4)
             for s in range(4):
-                at = p * 1024 + (s // 2) * 512 + lane * 16 + (s % 2) * 8
                 for row in (0, 8):
+                    at = p * 1024 + 64 * (row + g) + 16 * (t ^ g // 2) + 8 * (s // 2 ^ t % 2) + 4 * (s % 2)
                     for position, i in enumerate((0, 2, 1, 3)):
                         column = 32 * (s // 2) + 8 * t + 4 * (s % 2) + i
                         n = 16 * p + row + g
                         want = expert.down.codes[n, column] if n < H and column < I else 128
-                        assert b[at + row // 2 + position] == want
+                        assert b[at + position] == want
     # 3 panels of 2 units; scales [panel][block][g][j][gate, up].
     scales = a[3 * 2 * 512 : 3 * 2 * 512 + 3 * 2 * 8 * 2 * 2 * 2].view(np.uint16).reshape(3, 2, 8, 2, 2)
     assert scales[1, 0, 3, 1, 0] == gate.scales.view(np.uint16)[11, 1]

@@ -1,8 +1,9 @@
 // Codes into layout marlin (FORMAT.md 3.2): a unit of 64 columns of a 16-row panel, as tensor-core fragments.
 //
 // A column is 32 h + 8 t + 4 s + 2 a + b; row r * 8 + g of a panel is row g of gate (r = 0) and up (r = 1), or of one
-// matrix. 4 bits: bytes [g][t][h][s][b][r], the code of a = 0 low; 8 bits: [h][g][t][s][r][b][a].
+// matrix. 4 bits: bytes [g][t][h][s][b][r], the code of a = 0 low; 8 bits: [r][g][t ^ g / 2][h ^ t % 2][s][b][a].
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "core/attributes.h"
@@ -27,14 +28,15 @@ void pack_unit4(const uint8_t (&c)[kRows][kUnit], uint8_t* to) {
 }
 
 void pack_unit8(const uint8_t (&c)[kRows][kUnit], uint8_t* to) {
-  for (int h = 0; h < 2; ++h)
-    for (int g = 0; g < 8; ++g)
-      for (int t = 0; t < 4; ++t)
-        for (int s = 0; s < 2; ++s)
-          for (int r = 0; r < 2; ++r) {
-            const uint8_t* at = c[8 * r + g] + 32 * h + 8 * t + 4 * s;
-            *to++ = at[0], *to++ = at[2], *to++ = at[1], *to++ = at[3];
-          }
+  static_assert(std::endian::native == std::endian::little);
+  for (int row = 0; row < kRows; ++row, to += kUnit)
+    for (int t = 0; t < 4; ++t)
+      for (int h = 0; h < 2; ++h) {
+        uint64_t v;
+        std::memcpy(&v, c[row] + 32 * h + 8 * t, 8);
+        v = (v & 0xff0000ffff0000ff) | (v & 0x0000ff000000ff00) << 8 | (v & 0x00ff000000ff0000) >> 8;
+        std::memcpy(to + 16 * (t ^ row / 2 % 4) + 8 * (h ^ t % 2), &v, 8);
+      }
 }
 
 }  // namespace

@@ -33,8 +33,9 @@ uint64_t Align(uint64_t a) { return (a + 255) / 256 * 256; }
 // name: of the projection, the prefix of its attributes.
 int ValidateWeights(const qm_projection& w, const char* name, char* err) {
   enum { f32, f16, bf16, e8m0, e4m3 };
-  if (w.layout != 1 || w.layout_version != 1)
-    return Fail(err, QM_INVALID, "%s_layout is %d version %d, the CUDA kernels read marlin (1) version 1", name,
+  if (w.layout != 1 || w.layout_version != 2)
+    return Fail(err, QM_INVALID,
+                "%s_layout is %d version %d, the CUDA kernels read marlin (1) version 2: export the model again", name,
                 w.layout, w.layout_version);
   const bool integer = w.format == 0 || w.format == 1;
   if (w.format < 0 || w.format > 4)
