@@ -149,21 +149,26 @@ __device__ inline uint32_t ZeroPoint(uint32_t zeros, uint32_t selector) {
 }
 
 // fp8_e4m3, times kFp8Bits: bit patterns moved to where the exponent of T ends. The codes that are not numbers count as
-// 480, as on the CPU.
+// 480, as on the CPU. kShift as for int4: of as many instructions, less of them for the integer pipe or shorter chains.
 template <typename T>
 constexpr float kFp8Bits = kBf16<T> ? 0x1p-120f : 0x1p-8f;
 
-template <typename T>
+template <typename T, bool kShift = false>
 __device__ inline void DequantFp8(uint32_t low, uint32_t high, uint32_t (&a)[4]) {
   constexpr uint32_t mask = kBf16<T> ? 0x07f007f0 : 0x3f803f80;
   constexpr int left = kBf16<T> ? 4 : 7, right = kBf16<T> ? 4 : 1;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const uint32_t q = i ? high : low;
-    uint32_t even;  // bytes 0 and 2, their signs above them
+    uint32_t even, odd;  // bytes 0 and 2, bytes 1 and 3, their signs above them
     asm("prmt.b32 %0, %1, 0, 0xa280;" : "=r"(even) : "r"(q));
     a[i] = (even << left) & (mask | 0x80008000);
-    a[i + 2] = MaskOr<mask>(q >> right, q & 0x80008000);
+    if constexpr (kShift) {
+      a[i + 2] = MaskOr<mask>(q >> right, q & 0x80008000);
+    } else {
+      asm("prmt.b32 %0, %1, 0, 0xb391;" : "=r"(odd) : "r"(q));
+      a[i + 2] = (odd << left) & (mask | 0x80008000);
+    }
   }
 }
 
@@ -244,6 +249,8 @@ struct Sizes {
   static constexpr int kLaneBytes = kScaleBytes + kZeroBytes;
   // Whether a unit has two groups is known at run time only.
   static constexpr bool kRuntime = kBits == 8;
+  // Where in a unit's codes a lane has its 16 bytes; of 8 bits those of row g, and 512 bytes further those of row g + 8.
+  __device__ static int LaneAt(int lane) { return 16 * (kBits == 8 ? lane ^ (lane >> 3 & 3) : lane); }
 };
 
 }  // namespace quantmoe

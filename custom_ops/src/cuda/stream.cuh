@@ -1,8 +1,8 @@
 // The inner loop of the mma.sync kernels: a warp's private stream of weights.
 //
 // Every lane copies with cp.async exactly the bytes it will read itself (the layout gives each lane 16 bytes of a unit,
-// and a token's matching 16-byte pieces), so the pipeline needs no barrier: a warp waits for its own copies only, runs
-// ahead across tiles and experts, and blocks meet only to add up the parts of K.
+// of 8 bits twice, and a token's matching 16-byte pieces), so the pipeline needs no barrier: a warp waits for its own
+// copies only, runs ahead across tiles and experts, and blocks meet only to add up the parts of K.
 //
 // Scales multiply the f32 products of a unit, not the weights: exact for every scale type, and for the few tokens of a
 // tile cheaper than multiplying each fragment. Scales of e2m1 codes multiply the weights where that is exact
@@ -53,6 +53,7 @@ struct Stream {
 
   int lane, g, t;
   uint32_t codes_at, scales_at;  // this lane's bytes in the first stage of the warp's ring
+  uint32_t first_half;           // 8 bits: where columns 0..31 of a unit are in this lane's 16 bytes
   uint32_t zero_selector;        // BytePair of its first zero point in the word it copies
   uint64_t once;
   // What is copied next: this lane's bytes of a unit of the first panel.
@@ -66,11 +67,13 @@ struct Stream {
     g = lane / 4;
     t = lane % 4;
     const uint32_t ring = SharedAddress(rings) + (threadIdx.x / 32) * kStages * kStageBytes;
-    codes_at = ring + lane * 16;
+    codes_at = ring + Size::LaneAt(lane);
     scales_at = ring + kScalesAt + lane * Size::kScaleBytes;
     once = EvictFirstPolicy();
     // Opaque from here on, or the compiler derives them from threadIdx again in every turn.
     asm volatile("" : "+r"(codes_at), "+r"(scales_at), "+r"(lane), "+r"(g), "+r"(t));
+    first_half = lane % 2 * 8;
+    if constexpr (Size::kBits == 8) asm volatile("" : "+r"(first_half));
     // One group in a unit: zero points of rows g and g + 8 are two bytes, and a word serves two g.
     zero_selector = BytePair(TwoGroups(w) ? 0 : 2 * (g % 2));
   }
@@ -84,7 +87,7 @@ struct Stream {
       const int at = min(m, w.panels - 1 - panel);
       panel_at[m] = at * w.units * kUnitBytes, scale_panel_at[m] = at * w.blocks * 8 * scale_bytes;
     }
-    codes = expert + (static_cast<int64_t>(panel) * w.units + k) * kUnitBytes + lane * 16;
+    codes = expert + (static_cast<int64_t>(panel) * w.units + k) * kUnitBytes + Size::LaneAt(lane);
     scales = expert + w.scales_at + (panel * w.blocks * 8 + g) * scale_bytes;
     if constexpr (Size::kZeroBytes > 0)
       zeros = expert + w.zeros_at + panel * w.blocks * w.zero_bytes + (TwoGroups(w) ? 4 * g : 2 * g & ~3);
@@ -210,7 +213,11 @@ struct Stream {
       const uint32_t selector = Size::kZeroBytes > 0 ? zero_selector + (half && two_groups ? 0x0202 : 0) : 0;
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
-        if constexpr (Size::kBits == 8) q[m] = Load16(base + m * kUnitBytes + half * 512);
+        if constexpr (Size::kBits == 8) {
+          const uint32_t at = (base + first_half ^ 8 * half) + m * kUnitBytes;
+          const uint2 low = Load8(at), high = Load8(at + 512);
+          q[m] = make_uint4(low.x, high.x, low.y, high.y);
+        }
         uint32_t low = 0, high = 0;  // zero points, or scales of weights, of rows g and g + 8
         if constexpr (kKind == WeightKind::kInt4Zero && !kSums) {
           low = ZeroPoint<T, false>(zero[m], selector), high = ZeroPoint<T, false>(zero[m], selector + 0x0101);
@@ -235,7 +242,7 @@ struct Stream {
             } else if constexpr (kKind == WeightKind::kInt8Zero) {
               DequantInt8<T>(q_low, q_high, low, high, a);
             } else {
-              DequantFp8<T>(q_low, q_high, a);
+              DequantFp8<T, true>(q_low, q_high, a);
               if constexpr (kBf16<T>) Times<T>(a, 0x7b807b80, 0x7b807b80);  // 2^120
             }
           } else {
@@ -343,6 +350,11 @@ struct Stream {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "r"(at)
                  : "memory");
+    return v;
+  }
+  __device__ static uint2 Load8(uint32_t at) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
     return v;
   }
   __device__ static uint32_t Load4(uint32_t at) {
