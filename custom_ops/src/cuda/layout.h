@@ -69,6 +69,30 @@ constexpr int StageBytes(int panels, int n_tiles, int bits, int lane_bytes, int 
   return panels * (units * 128 * bits + 32 * lane_bytes) + units * n_tiles * 1024;
 }
 
+// Of moe_gemm_wgmma.cuh, for tiles of 24, 48 or 128 tokens: panels of a warp, rings of tokens and codes, staging of the
+// results; what it takes. A stage of codes is 64 columns of a warp's panels, of 8 bits those of one panel, with their
+// scales and zero points.
+struct WgmmaSizes {
+  int panels, token_stages, code_stages, code_stage_bytes, result_row_bytes, shared_bytes;
+};
+constexpr WgmmaSizes WgmmaSizesOf(int tokens, int bits, int lane_bytes, bool down) {
+  WgmmaSizes s{};
+  const bool small = tokens <= 48;
+  s.panels = tokens == 24 ? 4 : 2;
+  if (bits == 8) {
+    s.token_stages = (small && lane_bytes > 8 ? 4 : 5) + (down ? 0 : 2);
+    s.code_stages = small || lane_bytes > 8 ? 5 : 7;  // an odd number, moe_gemm_wgmma.cuh
+  } else {
+    s.token_stages = small ? (lane_bytes > 8 ? 4 : 5) : 6;
+    s.code_stages = s.panels == 4 ? 3 : small && lane_bytes == 4 ? 5 : 4;
+  }
+  s.code_stage_bytes = (bits == 8 ? 1 : s.panels) * (128 * bits + 32 * lane_bytes);
+  s.result_row_bytes = (down ? 128 : 64) * s.panels + 16;  // of a token; padded against bank conflicts
+  s.shared_bytes = 1024 + s.token_stages * tokens * 128 + 8 * s.code_stages * s.code_stage_bytes +
+                   2 * tokens * s.result_row_bytes;  // 1024: to align the first stage
+  return s;
+}
+
 // Of moe_gemm_fp8.cuh: stages, units of work, tokens' pairs, staging of the results; what it takes.
 constexpr int kFp8SharedBytes = 1024 + 4 * 51200 + 128 + 2 * 1536 + 2 * 16 * 132 * 4;
 inline bool TakesFp8(const qm_projection& w) {

@@ -15,30 +15,20 @@
 
 namespace quantmoe {
 
-// A stage of codes: 64 columns of 4 bits or 32 of 8 for a warp's panels, with what a lane has of scales and zero
-// points.
-__host__ __device__ constexpr int CodeStageBytes(int panels, int lane_bytes) {
-  return panels * (512 + 32 * lane_bytes);
-}
-// Staging of a warpgroup's results: a row per token, padded by 16 bytes against bank conflicts.
-__host__ __device__ constexpr int ResultRowBytes(int panels, bool down) { return (down ? 128 : 64) * panels + 16; }
 // Block shapes: up to 128 tokens, one block a multiprocessor; up to 48 tokens, two blocks, which hide each other's
 // waits when there is little to multiply; up to 24 tokens and 512 rows, for down of short K and few tokens.
-template <typename F, int kTokens>
+template <typename F, bool down, int kTokens>
 struct WgmmaTile {
-  static constexpr int kLaneBytes = Sizes<F>::kLaneBytes;
+  static constexpr WgmmaSizes kSizes = WgmmaSizesOf(kTokens, Sizes<F>::kBits, Sizes<F>::kLaneBytes, down);
   static constexpr bool kSmall = kTokens <= 48;
-  static constexpr int kPanels = kTokens == 24 ? 4 : 2;  // of a warp
+  static constexpr int kPanels = kSizes.panels;  // of a warp
   static constexpr int kTilePanels = 8 * kPanels;
   static constexpr int kBlocks = kSmall ? 2 : 1;
-  static constexpr int kBuffers = kSmall ? 1 : 2;                 // of dequantized weights
-  static constexpr bool kWide = !kSmall && Sizes<F>::kBits == 8;  // its code stages last half as long
-  static constexpr int kStages = kSmall ? (kLaneBytes > 8 ? 4 : 5) : kWide ? 5 : 6, kStageBytes = kTokens * 128;
+  static constexpr int kBuffers = kSmall ? 1 : 2;  // of dequantized weights
+  static constexpr int kStages = kSizes.token_stages, kStageBytes = kTokens * 128;
   static constexpr int kLag = kStages - 3;  // token stages in flight before their arrival is announced
-  static constexpr int kCodeStages = kWide                       ? (kLaneBytes > 8 ? 5 : 6)
-                                     : kPanels == 4              ? 3
-                                     : kSmall && kLaneBytes == 4 ? 5
-                                                                 : 4;
+  static constexpr int kCodeStages = kSizes.code_stages, kCodeStageBytes = kSizes.code_stage_bytes;
+  static constexpr int kResultRowBytes = kSizes.result_row_bytes;
 };
 
 // What a warpgroup does next: columns [k_begin, k_end) * 64, a part of K, of its panels of an expert (-1: nothing) for
@@ -71,20 +61,25 @@ __host__ __device__ constexpr float ProductFactor() {
 
 template <typename T, typename F, bool down, int kTokens>
 struct WgmmaConsumer {
-  using Shape = WgmmaTile<F, kTokens>;
+  using Shape = WgmmaTile<F, down, kTokens>;
   using Size = Sizes<F>;
   static constexpr WeightKind kKind = F::kKind;
   static constexpr int kStages = Shape::kStages, kStageBytes = Shape::kStageBytes, kCodeStages = Shape::kCodeStages;
-  static constexpr int kPanels = Shape::kPanels, kCodeStageBytes = CodeStageBytes(kPanels, Size::kLaneBytes);
-  static constexpr int kGroups = F::kGroups;       // scales of a row in a unit; nvfp4: those of this lane's columns
-  static constexpr int kPieces = Size::kBits / 4;  // code stages of a unit
-  static_assert(kPanels == 2 || kPieces == 1);
+  static constexpr int kPanels = Shape::kPanels, kCodeStageBytes = Shape::kCodeStageBytes;
+  static constexpr int kUnitBytes = 128 * Size::kBits;  // of a panel's codes
+  static constexpr int kGroups = F::kGroups;            // scales of a row in a unit; nvfp4: those of this lane's columns
+  // Of 8 bits, whose 64 columns of one panel fill two k16 steps of two buffers as those of two panels of 4 bits do, a
+  // code stage is one panel.
+  static constexpr bool kByPanel = Size::kBits == 8;
+  static constexpr int kPieces = kByPanel ? kPanels : 1, kStagePanels = kPanels / kPieces;  // code stages of a unit
+  // A piece is then copied where the same piece is multiplied: its panel is known at compile time.
+  static_assert(kPieces == 1 || (kPanels == 2 && kCodeStages % 2 == 1));
   const GemmParams& p;
   uint32_t full, empty, tokens_at;
   uint8_t* results;
   int group;                 // warpgroup 0 or 1
   int stage = 0, phase = 0;  // of the token ring
-  uint32_t read;             // this lane's codes in the stage read next
+  uint32_t read;             // this lane's codes in the stage read next; of 8 bits, those of columns 0..31
   uint64_t once;
   // In shared memory: the unit in work, its tokens' pairs and router's weights.
   Work* now;
@@ -103,15 +98,19 @@ struct WgmmaConsumer {
   __device__ uint32_t NextStage(uint32_t at) const {
     return at == ring + (kCodeStages - 1) * kCodeStageBytes ? ring : at + kCodeStageBytes;
   }
-  // Whether code stage k of a row is the first of a block of scales.
-  __device__ bool StartsBlock(int k) const {
-    return (k & ((static_cast<unsigned>(kPieces) << p.weights.block_shift) - 1)) == 0;
-  }
+  // Whether unit k of a row is the first of a block of scales.
+  __device__ bool StartsBlock(int k) const { return (k & ((1u << p.weights.block_shift) - 1)) == 0; }
   __device__ bool TwoGroups() const { return Size::kRuntime ? p.weights.two_groups : kGroups == 2; }
   __device__ int ScaleLaneBytes() const { return Size::kRuntime ? p.weights.scale_bytes : Size::kScaleBytes; }
-  // Zero points of this lane, from its codes.
+  // Scales and zero points of this lane, from its codes in the first stage of a unit. They have all been read when that
+  // stage has, so those of a unit's second stage can be copied, and read, with its first.
+  __device__ uint32_t ScalesAt(uint32_t at, int b) const {
+    if (kByPanel && b == 1) return NextStage(at) + scales_from_codes;
+    return at + scales_from_codes + b * 32 * Size::kScaleBytes;
+  }
   __device__ uint32_t ZerosAt(uint32_t at, int b) const {
-    return at + scales_from_codes + (32 * kPanels * Size::kScaleBytes + b * 128) - lane * (Size::kScaleBytes - 4);
+    if (kByPanel && b == 1) return ZerosAt(NextStage(at), 0);
+    return at + scales_from_codes + (32 * kStagePanels * Size::kScaleBytes + b * 128) - lane * (Size::kScaleBytes - 4);
   }
 
   __device__ __forceinline__ void Seek(const Work& work) {
@@ -120,42 +119,44 @@ struct WgmmaConsumer {
     int thread = threadIdx.x % 128;
     asm volatile("" : "+r"(thread));
     const int lane = thread % 32, warp = thread / 32;
-    copy_k = work.k_begin * kPieces, copy_end = work.k_end * kPieces;
+    copy_k = work.k_begin, copy_end = work.k_end;
     const int panel = work.panel + warp, block = panel * w.blocks + (work.k_begin >> w.block_shift), g = lane / 4;
     left = w.panels - panel;
-    codes = expert + (static_cast<int64_t>(panel) * w.units * kPieces + copy_k) * 512 + lane * 16;
+    codes = expert + (static_cast<int64_t>(panel) * w.units + copy_k) * kUnitBytes + Size::LaneAt(lane);
     scales = expert + w.scales_at + (block * 8 + g) * ScaleLaneBytes();
     if constexpr (Size::kZeroBytes > 0)
       zeros = expert + w.zeros_at + block * w.zero_bytes + (TwoGroups() ? 4 * g : 2 * g & ~3);
   }
-  // The next code stage. Scales come with the first columns of their block (or of the work).
+  // The next code stage: `piece` of a unit. Scales come with the first columns of their block (or of the work).
+  template <int piece>
   __device__ __forceinline__ void Copy(bool first) {
     if (copy_k < copy_end) {
-      const bool starts = first || StartsBlock(copy_k);
+      const bool starts = piece == 0 && (first || StartsBlock(copy_k));
+      const uint32_t to_codes = kByPanel ? write & ~15 : write;
       const Weights& w = p.weights;
-      const uint32_t code_step = 4 * 512 * kPieces * w.units, block_step = 4 * w.blocks;
+      const uint32_t code_step = 4 * kUnitBytes * w.units, block_step = 4 * w.blocks;
 #pragma unroll
-      for (int b = 0; b < kPanels; ++b)  // past the last panel any weights do, the results are not stored
-        CopyAsync16OnceIf(left, 4 * b, write + b * 512, codes + b * code_step, once);
-        // Scales of 8-bit codes are of several sizes and mostly rare: worth a branch.
+      for (int b = 0; b < kStagePanels; ++b)  // past the last panel any weights do, the results are not stored
 #pragma unroll
-      for (int b = 0; b < kPanels && (!Size::kRuntime || starts); ++b) {
+        for (int i = 0; i < kUnitBytes; i += 512)
+          CopyAsync16OnceIf(left, 4 * (piece + b), to_codes + b * 512 + i, codes + (piece + b) * code_step + i, once);
+      // Scales of 8-bit codes are of several sizes and mostly rare: worth a branch.
+#pragma unroll
+      for (int b = 0; b < kPanels && piece == 0 && (!Size::kRuntime || starts); ++b) {
         const uint8_t* from = scales + b * block_step * (8 * ScaleLaneBytes());
-        const uint32_t to = write + scales_from_codes + b * 32 * Size::kScaleBytes;
         if (Size::kScaleBytes == 4 || (Size::kRuntime && w.scale_bytes == 4)) {
-          CopyAsyncSmallIf<4>(starts ? left : 0, 4 * b, to, from);
+          CopyAsyncSmallIf<4>(starts ? left : 0, 4 * b, ScalesAt(write, b), from);
         } else {
-          CopyAsyncSmallIf<8>(starts ? left : 0, 4 * b, to, from);
+          CopyAsyncSmallIf<8>(starts ? left : 0, 4 * b, ScalesAt(write, b), from);
         }
         if constexpr (Size::kZeroBytes > 0)
           CopyAsyncSmallIf<4>(starts ? left : 0, 4 * b, ZerosAt(write, b), zeros + b * block_step * w.zero_bytes);
       }
-      codes += 512;
       if (starts) {
         scales += 8 * ScaleLaneBytes();
         if constexpr (Size::kZeroBytes > 0) zeros += w.zero_bytes;
       }
-      ++copy_k;
+      if constexpr (piece == kPieces - 1) codes += kUnitBytes, ++copy_k;
       write = NextStage(write);
     }
     CopyAsyncCommit();
@@ -165,7 +166,10 @@ struct WgmmaConsumer {
     write = ring;
     Seek(work);
 #pragma unroll 1
-    for (int i = 0; i < lookahead; ++i) Copy(i == 0);
+    for (int i = 0; i < lookahead; i += kPieces) {
+      Copy<0>(i == 0);
+      if constexpr (kPieces == 2) Copy<1>(false);
+    }
   }
 
   static __device__ uint32_t Load4(uint32_t at) {
@@ -179,9 +183,9 @@ struct WgmmaConsumer {
 #pragma unroll
     for (int b = 0; b < kPanels; ++b) {
 #pragma unroll
-      for (int i = 0; i < Size::kScaleBytes / 4; ++i)
-        raw[b][i] = Load4(read + scales_from_codes + b * 32 * Size::kScaleBytes + 4 * i);
-      if constexpr (Size::kZeroBytes > 0) zeros[b] = Load4(ZerosAt(read, b));
+      for (int i = 0; i < Size::kScaleBytes / 4; ++i) raw[b][i] = Load4(ScalesAt(read, b) + 4 * i);
+      if constexpr (Size::kZeroBytes > 0)  // {row g, row g + 8} of each half
+        zeros[b] = __byte_perm(Load4(ZerosAt(read, b)), 0, TwoGroups() ? 0x3210 : lane & 4 ? 0x3232 : 0x1010);
     }
     auto each = [&](auto factor) {  // factor(words, half, row)
 #pragma unroll
@@ -234,18 +238,25 @@ struct WgmmaConsumer {
     return Scaled(Half<T>::Pack(s, s));
   }
 
+  // One panel and 64 columns, a[half][k16], or two from `panel` on and 32, a[panel][k16].
   template <int N>
-  __device__ __forceinline__ void Products(float (&acc)[kPanels][kTokens / 2], int pair, uint64_t tokens,
+  __device__ __forceinline__ void Products(float (&acc)[kPanels][kTokens / 2], int panel, uint64_t tokens,
                                            uint32_t (&a)[2][2][4], int count) {
     constexpr int kLess = N <= 24 ? N - 8 : N - 16;
     if constexpr (N > 8) {
-      if (count <= kLess) return Products<kLess>(acc, pair, tokens, a, count);
+      if (count <= kLess) return Products<kLess>(acc, panel, tokens, a, count);
     }
     WgmmaFence();
 #pragma unroll
-    for (int step = 0; step < 2; ++step)
+    for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int b = 0; b < 2; ++b) Wgmma<T, N>(acc[2 * pair + b], a[b][step], tokens + 2 * step);
+      for (int j = 0; j < 2; ++j) {
+        if constexpr (kByPanel) {
+          Wgmma<T, N>(acc[panel], a[i][j], tokens + 4 * i + 2 * j);
+        } else {
+          Wgmma<T, N>(acc[panel + j], a[j][i], tokens + 2 * i);
+        }
+      }
     WgmmaCommit();
   }
   template <int N>
@@ -256,49 +267,62 @@ struct WgmmaConsumer {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) acc[b][i] = 0.f;
 
-    uint32_t q[2][4], scale[kPanels][kGroups][2];  // of rows g and g + 8, as factors on codes, twice in a word
-    uint32_t zeros[kPanels];                       // four zero points a word
-    // A operands of columns 0..31 or 32..63 of a unit: [buffer][block of rows][k16].
+    // Codes: [panel of two][step], of 8 bits [row g, row g + 8][step]. Scales of rows g and g + 8, as factors on codes,
+    // twice in a word.
+    uint32_t q[2][4], scale[kPanels][kGroups][2];
+    uint32_t zeros[kPanels];
+    // A operands as Products takes them: [buffer][panel or half][k16].
     constexpr int kBuffers = Shape::kBuffers;
     uint32_t a[kBuffers][2][2][4];
-    auto dequantize = [&](int pair, int half, uint32_t(&a)[2][2][4]) {
+    // Half of the columns of two panels, or all of one.
+    auto dequantize = [&](int panel, int half, uint32_t(&a)[2][2][4]) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        const uint32_t(&factor)[2] = scale[2 * pair + b][kGroups == 2 ? half : 0];
+        if constexpr (kByPanel) half = b;
+        const int from = kByPanel ? panel : panel + b;
+        const uint32_t(&factor)[2] = scale[from][kGroups == 2 ? half : 0];
         uint32_t low = 0, high = 0;
         if constexpr (Size::kZeroBytes > 0) {
-          const uint32_t at = (TwoGroups() ? half : lane / 4 % 2) * 0x0202;
-          low = ZeroPoint<T, true>(zeros[2 * pair + b], BytePair(0) + at);
-          high = ZeroPoint<T, true>(zeros[2 * pair + b], BytePair(1) + at);
+          low = ZeroPoint<T, true>(zeros[from], BytePair(2 * half));
+          high = ZeroPoint<T, true>(zeros[from], BytePair(2 * half + 1));
         }
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
           uint32_t(&to)[4] = a[b][step];
+          const int s = 2 * half + step;
           if constexpr (kKind == WeightKind::kInt4) {
-            DequantInt4Scaled<T>(q[b][2 * half + step], factor, to);
+            DequantInt4Scaled<T>(q[b][s], factor, to);
           } else if constexpr (kKind == WeightKind::kInt8) {
-            DequantInt8Scaled<T>(q[b][2 * step], q[b][2 * step + 1], factor, to);
+            DequantInt8Scaled<T>(q[0][s], q[1][s], factor, to);
           } else {
-            if constexpr (kKind == WeightKind::kInt4Zero) DequantInt4Zero<T>(q[b][2 * half + step], low, high, to);
-            if constexpr (kKind == WeightKind::kInt8Zero)
-              DequantInt8<T>(q[b][2 * step], q[b][2 * step + 1], low, high, to);
-            if constexpr (kKind == WeightKind::kFp8) DequantFp8<T>(q[b][2 * step], q[b][2 * step + 1], to);
-            if constexpr (kKind == WeightKind::kMxfp4 || kKind == WeightKind::kNvfp4)
-              DequantE2m1<T>(q[b][2 * half + step], to);
+            if constexpr (kKind == WeightKind::kInt4Zero) DequantInt4Zero<T>(q[b][s], low, high, to);
+            if constexpr (kKind == WeightKind::kInt8Zero) DequantInt8<T>(q[0][s], q[1][s], low, high, to);
+            if constexpr (kKind == WeightKind::kFp8) DequantFp8<T>(q[0][s], q[1][s], to);
+            if constexpr (kKind == WeightKind::kMxfp4 || kKind == WeightKind::kNvfp4) DequantE2m1<T>(q[b][s], to);
             Times<T>(to, factor[0], factor[1]);
           }
         }
       }
     };
-    auto load = [&](int pair) {
+    auto load = [&](int panel) {
 #pragma unroll
-      for (int b = 0; b < 2; ++b)
-        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(q[b][0]), "=r"(q[b][1]), "=r"(q[b][2]), "=r"(q[b][3])
-                     : "r"(read + (2 * pair + b) * 512)
-                     : "memory");
+      for (int b = 0; b < 2; ++b) {
+        if constexpr (kByPanel) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];"
+                         : "=r"(q[b][2 * half]), "=r"(q[b][2 * half + 1])
+                         : "r"((read ^ 8 * half) + 512 * b)
+                         : "memory");
+        } else {
+          asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                       : "=r"(q[b][0]), "=r"(q[b][1]), "=r"(q[b][2]), "=r"(q[b][3])
+                       : "r"(read + (panel + b) * 512)
+                       : "memory");
+        }
+      }
     };
-    auto arrive = [&] {  // codes of the stage read next, of the first two panels
+    auto arrive = [&] {  // codes of the stage read next, of its first panel or two
       if (lookahead == kCodeStages - 1) {
         CopyAsyncWait<kCodeStages - 2>();
       } else {
@@ -309,18 +333,18 @@ struct WgmmaConsumer {
     auto refill = [&] {
       const bool start_next = copy_k == copy_end && next.expert >= 0;
       if (start_next) Seek(next);
-      Copy(start_next);
+      Copy<0>(start_next);
     };
     // With two buffers a group of products is in flight while the operands of the next are made.
     int used = 0;  // token stage to give back
 #pragma unroll 1
     for (int k = k_begin; k < k_end; ++k) {
       arrive();
-      if (k == k_begin || StartsBlock(k * kPieces)) ReadScales(scale, zeros);
+      if (k == k_begin || StartsBlock(k)) ReadScales(scale, zeros);
       if constexpr (kPanels == 2) read = NextStage(read);
       dequantize(0, 0, a[0]);
       refill();
-      if constexpr (kPieces == 2) {
+      if constexpr (kByPanel) {
         arrive();
         read = NextStage(read);
       }
@@ -329,16 +353,21 @@ struct WgmmaConsumer {
 #pragma unroll
       for (int pair = 0; pair < kPanels / 2; ++pair) {
         if (pair > 0) {
-          load(pair);
+          load(2 * pair);
           read = NextStage(read);
-          dequantize(pair, 0, a[0]);
+          dequantize(2 * pair, 0, a[0]);
         }
-        Products<kTokens>(acc, pair, tokens, a[0], count);
+        Products<kTokens>(acc, 2 * pair, tokens, a[0], count);
         WgmmaWait<kBuffers - 1>();  // the other buffer is free, and the stage it was multiplied with
         if (kBuffers == 2 && k > k_begin) Release(used);
-        dequantize(pair, 1, a[kBuffers - 1]);
-        if constexpr (kPieces == 2) refill();
-        Products<kTokens>(acc, pair, tokens + 4, a[kBuffers - 1], count);
+        if constexpr (kByPanel) {
+          dequantize(1, 0, a[kBuffers - 1]);
+          Copy<1>(false);
+          Products<kTokens>(acc, 1, tokens, a[kBuffers - 1], count);
+        } else {
+          dequantize(2 * pair, 1, a[kBuffers - 1]);
+          Products<kTokens>(acc, 2 * pair, tokens + 4, a[kBuffers - 1], count);
+        }
         WgmmaWait<kBuffers - 1>();  // a[0] is free
       }
       if (kBuffers == 1) Release(stage);
@@ -361,7 +390,7 @@ struct WgmmaConsumer {
     int thread = threadIdx.x % 128;
     asm volatile("" : "+r"(thread));
     const int g = thread % 32 / 4, t = thread % 4, warp = thread / 32;
-    uint8_t* stage = results + group * kTokens * ResultRowBytes(kPanels, down);
+    uint8_t* stage = results + group * kTokens * Shape::kResultRowBytes;
     const Work work = *now;
     float bias[kPanels][2] = {};
     const float one_factor = ProductFactor<T, F>() * InputScale<F>(w, Expert(work.expert));
@@ -383,7 +412,7 @@ struct WgmmaConsumer {
       if (8 * (i / 2) >= work.count) break;
       const int token = 8 * (i / 2) + 2 * t + i % 2;
       const float weight = weights[token];  // of columns past the end: anything, they are not stored
-      T* to = reinterpret_cast<T*>(stage + token * ResultRowBytes(kPanels, down));
+      T* to = reinterpret_cast<T*>(stage + token * Shape::kResultRowBytes);
 #pragma unroll
       for (int b = 0; b < kPanels; ++b) {
         const int local = 4 * b + warp;
@@ -408,7 +437,7 @@ struct WgmmaConsumer {
       for (int token = thread / kChunks; token < work.count; token += 128 / kChunks) {
         const int at = down ? pairs[token] * p.shape.warps_k + work.part : work.first + token;
         *reinterpret_cast<uint4*>(out + static_cast<int64_t>(at) * p.out_columns) =
-            *reinterpret_cast<const uint4*>(stage + token * ResultRowBytes(kPanels, down) + c * 2);
+            *reinterpret_cast<const uint4*>(stage + token * Shape::kResultRowBytes + c * 2);
       }
     }
     NamedBarrier(1 + group, 128);
@@ -426,10 +455,10 @@ struct WgmmaConsumer {
 };
 
 template <typename T, typename F, bool down, int kTokens>
-__global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, kTokens>::kBlocks)
+__global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kBlocks)
     MoeGemmWgmma(const __grid_constant__ GemmParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Shape = WgmmaTile<F, kTokens>;
+  using Shape = WgmmaTile<F, down, kTokens>;
   constexpr int kStages = Shape::kStages, kLag = Shape::kLag;
   extern __shared__ __align__(1024) uint8_t raw[];
   LaunchDependents();
@@ -525,8 +554,9 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, kTokens>::kBlocks)
     WgmmaConsumer<T, F, down, kTokens> c{p};
     c.tokens_at = SharedAddress(shared);
     const int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
-    c.ring = SharedAddress(codes) + warp * c.kCodeStages * c.kCodeStageBytes + lane * 16;
-    c.scales_from_codes = 512 * Shape::kPanels + lane * (Sizes<F>::kScaleBytes - 16);
+    const int swapped = c.kByPanel ? Sizes<F>::LaneAt(lane) + lane % 2 * 8 - lane * 16 : 0;
+    c.ring = SharedAddress(codes) + warp * c.kCodeStages * c.kCodeStageBytes + lane * 16 + swapped;
+    c.scales_from_codes = c.kStagePanels * c.kUnitBytes + lane * (Sizes<F>::kScaleBytes - 16) - swapped;
     c.lane = lane;
     c.results = codes + 8 * c.kCodeStages * c.kCodeStageBytes;
     c.full = full, c.empty = empty;

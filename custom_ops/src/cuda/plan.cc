@@ -129,15 +129,6 @@ int Validate(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) 
 }
 
 constexpr int kMostMultiprocessors = 144;  // of a GPU of sm_90
-// As in moe_gemm_wgmma.cuh: token ring, code rings, staging of the results.
-int WgmmaSharedBytes(int tokens, int bits, int lane_bytes, bool down) {
-  const int panels = tokens == 24 ? 4 : 2;
-  const bool small = tokens <= 48, wide = !small && bits == 8;
-  const int stages = small ? (lane_bytes > 8 ? 4 : 5) : wide ? 5 : 6;
-  const int code_stages = panels == 4 ? 3 : wide ? (lane_bytes > 8 ? 5 : 6) : small && lane_bytes == 4 ? 5 : 4;
-  return 1024 + stages * tokens * 128 + 8 * code_stages * panels * (512 + 32 * lane_bytes) +
-         2 * tokens * ((down ? 128 : 64) * panels + 16);
-}
 // Blocks on a multiprocessor that the kernels' registers allow.
 int RegisterBlocks(WeightKind kind, int panels, int n_tiles) {
   return n_tiles > 2 ? 1 : panels == 2 && n_tiles == 1 && BitsOf(kind) == 4 ? 3 : 2;
@@ -191,7 +182,7 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
       const int tokens = wide ? 24 : mean <= 40 ? 48 : 128;
       g.panels = wide ? 32 : 16;  // of a block
       g.n_tiles = tokens / 8;
-      g.shared_bytes = WgmmaSharedBytes(tokens, BitsOf(kind), lane_bytes, direct);
+      g.shared_bytes = WgmmaSizesOf(tokens, BitsOf(kind), lane_bytes, direct).shared_bytes;
       if (tokens == 128) g.grid = sms;
       // Few units of work: down's K is cut, into parts that fill the multiprocessors best. A part costs a pass of
       // combine.
