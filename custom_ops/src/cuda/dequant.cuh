@@ -249,7 +249,7 @@ struct Sizes {
   static constexpr int kLaneBytes = kScaleBytes + kZeroBytes;
   // Whether a unit has two groups is known at run time only.
   static constexpr bool kRuntime = kBits == 8;
-  // Where in a unit's codes a lane has its 16 bytes; of 8 bits those of row g, and 512 bytes further those of row g + 8.
+  // Where in a unit's codes a lane has its 16 bytes; of 8 bits those of row g, 512 bytes before those of row g + 8.
   __device__ static int LaneAt(int lane) { return 16 * (kBits == 8 ? lane ^ (lane >> 3 & 3) : lane); }
 };
 

@@ -67,12 +67,12 @@ struct WgmmaConsumer {
   static constexpr int kStages = Shape::kStages, kStageBytes = Shape::kStageBytes, kCodeStages = Shape::kCodeStages;
   static constexpr int kPanels = Shape::kPanels, kCodeStageBytes = Shape::kCodeStageBytes;
   static constexpr int kUnitBytes = 128 * Size::kBits;  // of a panel's codes
-  static constexpr int kGroups = F::kGroups;            // scales of a row in a unit; nvfp4: those of this lane's columns
-  // Of 8 bits, whose 64 columns of one panel fill two k16 steps of two buffers as those of two panels of 4 bits do, a
-  // code stage is one panel.
+  static constexpr int kGroups = F::kGroups;  // scales of a row in a unit; nvfp4: those of this lane's columns
+  // Of 8 bits a code stage, and what is dequantized and multiplied at a time, is one panel's 64 columns instead of two
+  // panels' 32: the layout has no smaller pieces.
   static constexpr bool kByPanel = Size::kBits == 8;
   static constexpr int kPieces = kByPanel ? kPanels : 1, kStagePanels = kPanels / kPieces;  // code stages of a unit
-  // A piece is then copied where the same piece is multiplied: its panel is known at compile time.
+  // An even number of stages ahead: the piece copied after dequantizing one is of the same panel, known when compiled.
   static_assert(kPieces == 1 || (kPanels == 2 && kCodeStages % 2 == 1));
   const GemmParams& p;
   uint32_t full, empty, tokens_at;
