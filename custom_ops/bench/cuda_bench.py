@@ -45,25 +45,32 @@ GOALS = {
 #: module and class of each peer
 PEERS = {"humming": ("humming_moe", "HummingMoE"), "marlin": ("marlin_moe", "MarlinMoE")}
 
-#: format, group_size, scale type, zero points, activations
+#: format, group_size, block_n, scale type, zero points, activations
 FORMATS = {
-    "int4": ("int4", 128, "bf16", 0, "none"),
-    "int4-g32": ("int4", 32, "bf16", 0, "none"),
-    "int4-zero": ("int4", 128, "f16", 1, "none"),
-    "int8": ("int8", -1, "bf16", 0, "none"),
-    "fp8": ("fp8_e4m3", -1, "bf16", 0, "none"),
-    "fp8-128": ("fp8_e4m3", 128, "f32", 0, "none"),
-    "w8a8": ("fp8_e4m3", -1, "f32", 0, "fp8_token"),
-    "w8a8-128": ("fp8_e4m3", 128, "f32", 0, "fp8_group128"),
-    "mxfp4": ("mxfp4", 32, "e8m0", 0, "none"),
-    "nvfp4": ("nvfp4", 16, "e4m3", 0, "none"),
+    "int4": ("int4", 128, 1, "bf16", 0, "none"),
+    "int4-g32": ("int4", 32, 1, "bf16", 0, "none"),
+    "int4-zero": ("int4", 128, 1, "f16", 1, "none"),
+    "int8": ("int8", -1, 1, "bf16", 0, "none"),
+    "fp8": ("fp8_e4m3", -1, 1, "bf16", 0, "none"),
+    "fp8-128": ("fp8_e4m3", 128, 128, "f32", 0, "none"),
+    "w8a8": ("fp8_e4m3", -1, 1, "f32", 0, "fp8_token"),
+    "w8a8-128": ("fp8_e4m3", 128, 128, "f32", 0, "fp8_group128"),
+    "mxfp4": ("mxfp4", 32, 1, "e8m0", 0, "none"),
+    "nvfp4": ("nvfp4", 16, 1, "e4m3", 0, "none"),
 }
 
 
 def spec_of(s: Shape, name: str) -> MoESpec:
-    kind, group_size, scale_type, zeros, activations = FORMATS[name]
+    kind, group_size, block_n, scale_type, zero_points, activations = FORMATS[name]
     w = Projection(
-        kind, group_size, scale_type, activations, layout="marlin", layout_version=marlin.VERSION, zero_points=zeros
+        kind,
+        group_size,
+        scale_type,
+        activations,
+        layout="marlin",
+        layout_version=marlin.VERSION,
+        block_n=block_n,
+        zero_points=zero_points,
     )
     return MoESpec(s.experts, s.hidden, s.intermediate, w, w)
 

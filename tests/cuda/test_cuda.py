@@ -391,9 +391,10 @@ def test_non_finite_token_stays_alone(tokens):
     assert np.linalg.norm(got[keep] - want[keep]) / np.linalg.norm(want[keep]) < 2 * UNIT["bf16"]
 
 
-# fp8 activations on wgmma. h is rounded to 16 bits before it is quantized (relative u / 2 on average), and the tensor
-# cores keep 14 bits of a sum: such a change of d flips a code, by a spacing s of e4m3 (2^-3 to 2^-4), in d / s of the
-# cases: sqrt(d s) of the norm, d = 2^-10 + 2^-12 for bf16. A token whose h is mostly one value may change by a spacing.
+# fp8 activations on wgmma. But for groups h is rounded to 16 bits before it is quantized (relative u / 2 on average),
+# and the tensor cores keep 14 bits of a sum: such a change of d flips a code, by a spacing s of e4m3 (2^-3 to 2^-4), in
+# d / s of the cases: sqrt(d s) of the norm, d = 2^-10 + 2^-12 for bf16. A token whose h is mostly one value may change
+# by a spacing.
 FLIPS = {"bf16": 2.0**-6, "f16": 2.0**-6.5}
 FP8 = replace(BASE, hidden=512, intermediate=384, experts=4, weights=("fp8_e4m3", "f32", False), group_size=128,
               block_n=128, activation_format="fp8_group128")  # fmt: skip
@@ -406,6 +407,8 @@ FP8_CASES = {
     "odd-token": replace(FP8, hidden=328, intermediate=200, activation_format="fp8_token", on_input=True),
     "half-group": replace(FP8, hidden=64, intermediate=320, block_n=1),
     "split-k": replace(FP8, intermediate=2240, bias=True),
+    "gelu-blocks": replace(FP8, activation="gelu", intermediate=392, bias=True),
+    "big-blocks": replace(FP8, weights=("fp8_e4m3", "f16", False), group_size=256, block_n=256, intermediate=640),
     "slice": replace(FP8, offset=4, total_experts=12, top_k=6),
 }
 
@@ -425,7 +428,7 @@ def check_fp8(case: Case, tokens: int, dtype: str, keep=None, **options) -> None
 
 @gpu
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
-@pytest.mark.parametrize("tokens", [95, 270, 600, 1100])
+@pytest.mark.parametrize("tokens", [40, 95, 270, 600, 1100])
 @pytest.mark.parametrize("name", FP8_CASES)
 def test_fp8_activations(name, tokens, dtype):
     check_fp8(FP8_CASES[name], tokens, dtype)
@@ -435,8 +438,8 @@ def test_fp8_activations(name, tokens, dtype):
 @pytest.mark.parametrize("name", ["blocks", "odd-token"])
 def test_fp8_activations_of_crowds_and_of_no_one(name):
     case = FP8_CASES[name]
-    # Tiles of every width that the kernel has.
-    for tokens in (88, 96, 100, 118, 128, 130):
+    # Tiles of up to 64 tokens, and of more.
+    for tokens in (32, 33, 57, 64, 65, 88, 96, 100, 128, 130):
         check_fp8(case, tokens, "bf16", ids=np.full((tokens, 2), 3))
     ids = np.random.default_rng(5).integers(-3, 6, (500, 2))
     check_fp8(case, 500, "bf16", ids=np.where(ids < 4, ids, 2**31 - 1), id_type=np.int32)
@@ -483,9 +486,22 @@ def test_fp8_activations_of_every_size(name):
     assert np.quantile(rows, 0.9) < 4 * FLIPS["bf16"], rows
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 81, 4096])
+@gpu
+def test_fp8_activations_beyond_f32_in_steps_are_the_largest_code():
+    case = FP8_CASES["tensor"]
+    _, experts, *_ = build(case)
+    x = 2.0**30 * experts[0].up.input_scale
+    far = [
+        Expert(replace(e.gate, input_scale=x), replace(e.up, input_scale=x), replace(e.down, input_scale=2.0**-99))
+        for e in experts
+    ]
+    got, want = run(case, 95, "bf16", experts=far, mutate=lambda x: x.mul_(2.0**30))
+    assert np.linalg.norm(got - want) < UNIT["bf16"] * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 16, 17, 4096])
 def test_fp8_plans(tokens):
-    """On sm_90, for e4m3 with scales of a multiple of 128 columns and e4m3 activations, from 41 tokens an expert on."""
+    """On sm_90, for e4m3 with scales of a multiple of 128 columns and e4m3 activations, for more than 8 tokens an expert."""
     spec = spec_of(512, 384, 4, 128, FP8.weights)
     codes = replace(spec.w13, activation_format="fp8_group128")
 
@@ -493,7 +509,7 @@ def test_fp8_plans(tokens):
         plan = cuda.plan(cuda.problem(replace(spec, w13=w13, w2=w2, **changes), "bf16", tokens, 2, 4), device)
         return cuda.PATHS[plan.path]
 
-    many = tokens * 2 > 40 * 4
+    many = tokens * 2 > 8 * 4
     assert (path(codes, replace(codes, group_size=-1, activation_format="fp8_tensor")) == "fp8") == many
     for other in (spec.w13, replace(codes, group_size=64), replace(codes, group_size=32, scale_type="e8m0"),
                   replace(codes, pre_scale=1), replace(codes, activation_format="mxfp8")):  # fmt: skip

@@ -29,7 +29,7 @@ typedef enum {
   QM_CUDA_DECODE = 0,  // gate_up reads topk_ids itself; down owns output tiles and sums the experts in registers
   QM_CUDA_STREAM = 1,  // route, gate_up, down, combine on mma.sync
   QM_CUDA_WGMMA = 2,   // route, gate_up, down, combine on wgmma (sm_90a)
-  QM_CUDA_FP8 = 3,     // route, quantize, gate_up, quantize, down, combine on wgmma with e4m3 activations (sm_90a)
+  QM_CUDA_FP8 = 3,     // route, quantize, gate_up (quantizes h, or a kernel after it), down, combine: e4m3 times e4m3 (sm_90a)
 } qm_cuda_path;
 
 typedef struct {
@@ -47,7 +47,7 @@ typedef struct {
   qm_cuda_gemm w13, w2;
   int32_t max_tiles;  // capacity of the tile list; where down's tiles differ, a list of its own follows
   // Byte offsets into the workspace.
-  uint64_t rounded, gathered, prepared, hidden, packed_hidden, partial, tiles, sorted_pairs, workspace_bytes;
+  uint64_t rounded, gathered, prepared, hidden, packed_hidden, partial, tiles, sorted_pairs, positions, workspace_bytes;
 } qm_cuda_plan;
 
 typedef struct {

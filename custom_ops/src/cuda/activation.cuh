@@ -5,12 +5,13 @@
 namespace quantmoe {
 
 __device__ inline float Sigmoid(float z) { return __fdividef(1.f, 1.f + __expf(-z)); }
+__device__ inline float Silu(float z) { return z * Sigmoid(z); }
 
 // Not inlined, like all that is not silu: code that is not there need not be fetched, and decode is short.
 static __device__ __noinline__ float Activate1(int kind, float z) {
   switch (kind) {
     case 0:
-      return z * Sigmoid(z);
+      return Silu(z);
     case 1:
       return 0.5f * z * (1.f + erff(z * 0.70710678f));
     case 2:
@@ -28,7 +29,7 @@ static __device__ __noinline__ float ActivateOther(const Activation& f, float ga
     return g * Sigmoid(f.alpha * g) * (u + 1.f);
   }
   if (f.kind == 5) {  // swiglu_step
-    float g = gate * Sigmoid(gate);
+    float g = Silu(gate);
     float u = up > f.limit ? f.limit : up < -f.limit ? -f.limit : up;
     return (g > f.limit ? f.limit : g) * u;
   }
@@ -37,7 +38,7 @@ static __device__ __noinline__ float ActivateOther(const Activation& f, float ga
 
 // gate and up of one feature; ungated layers pass up twice.
 __device__ inline float Activate(const Activation& f, float gate, float up) {
-  if (f.kind == 0 && f.gated) return gate * Sigmoid(gate) * up;
+  if (f.kind == 0 && f.gated) return Silu(gate) * up;
   return ActivateOther(f, gate, up);
 }
 

@@ -4,11 +4,11 @@
 namespace quantmoe {
 
 template <typename T>
-GemmKernel Fp8Kernel(bool down, bool grouped) {
-  if (grouped) return down ? MoeGemmFp8<T, true, true> : MoeGemmFp8<T, false, true>;
+GemmKernel Fp8Kernel(bool down, const qm_projection& w) {
+  if (w.group_size != -1 && w.block_n % 128 != 0) return down ? MoeGemmFp8<T, true, true> : MoeGemmFp8<T, false, true>;
   return down ? MoeGemmFp8<T, true, false> : MoeGemmFp8<T, false, false>;
 }
-template GemmKernel Fp8Kernel<__nv_bfloat16>(bool, bool);
-template GemmKernel Fp8Kernel<__half>(bool, bool);
+template GemmKernel Fp8Kernel<__nv_bfloat16>(bool, const qm_projection&);
+template GemmKernel Fp8Kernel<__half>(bool, const qm_projection&);
 
 }  // namespace quantmoe

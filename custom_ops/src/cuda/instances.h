@@ -54,8 +54,8 @@ template <typename T>
 GemmKernel WgmmaKernel(bool down, const qm_projection& w, int per_block, int tokens);
 template <typename T>
 GemmKernel WgmmaKernelAny(bool down, const qm_projection& w, int per_block, int tokens);
-// QM_CUDA_FP8 only; grouped: activations have a scale of each 128 columns, not of a row.
+// QM_CUDA_FP8 only.
 template <typename T>
-GemmKernel Fp8Kernel(bool down, bool grouped);
+GemmKernel Fp8Kernel(bool down, const qm_projection& w);
 
 }  // namespace quantmoe

@@ -65,8 +65,15 @@ struct GemmParams {
   const SortedPair* sorted_pairs;
   qm_cuda_gemm shape;
   // fp8: x is codes, [groups of 128 columns, x_rows, 128]
-  const float* x_scales;  // [groups, x_rows], or [x_rows]
+  const float* x_scales;  // [groups, x_rows] if x_grouped, or [x_rows]
   int x_rows;
+  bool x_grouped;
+  int turn;  // by which blocks change places from one round of tiles to the next
+  // gate_up: not null if out is codes as x of the next product, with these scales, [groups, x_rows], or [x_rows] if w2
+  // has stored ones, in its row.
+  float* h_scales;
+  const uint8_t* h_stored;  // null: none
+  uint64_t h_row_bytes;
 };
 
 // x for wgmma: columns permuted within 32 (moe_gemm_wgmma.cuh) and padded with zeros to whole units.
@@ -82,11 +89,12 @@ struct RouteParams {
   int cluster;            // blocks that sort
   struct List {
     Tile* tiles;
-    int max_tiles, tile_pairs;
-  } lists[2];  // of gate_up, and of down where its tiles are smaller
+    int max_tiles, tile_pairs, multiple;  // pairs of a tile but the last
+  } lists[2];                             // of gate_up, and of down where its tiles are smaller
   int list_count;
   SortedPair* sorted_pairs;
-  int align;  // pairs of an expert start at a multiple of this; pair -1 between experts
+  int align;       // pairs of an expert start at a multiple of this; pair -1 between experts
+  int* positions;  // not null: of a pair in sorted_pairs, -1: nowhere
 };
 
 struct CombineParams {

@@ -1,6 +1,7 @@
 // Plan to kernel launches.
 #include <algorithm>
 #include <cstdio>
+#include <numeric>
 
 #include "cuda/instances.h"
 #include "cuda/layout.h"
@@ -135,13 +136,15 @@ void Route(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, int
   RouteParams route{};
   route.routing = gemm->routing;
   Tile* tiles = reinterpret_cast<Tile*>(workspace + plan.tiles);
-  route.lists[0] = {tiles, plan.max_tiles, tile_pairs};
+  // wgmma's M, which fp8 has tokens as, is 64.
+  const int multiple = plan.path == QM_CUDA_FP8 ? 64 : 8;
+  route.lists[0] = {tiles, plan.max_tiles, tile_pairs, multiple};
   route.list_count = 1;
   if (down && plan.w2.n_tiles != plan.w13.n_tiles) {
     down->tiles = tiles += plan.max_tiles + 1;
     down->max_tiles = MostTiles(static_cast<int64_t>(gemm->routing.tokens) * gemm->routing.top_k,
                                 gemm->routing.local_experts, plan.w2.n_tiles);
-    route.lists[route.list_count++] = {tiles, down->max_tiles, 8 * plan.w2.n_tiles};
+    route.lists[route.list_count++] = {tiles, down->max_tiles, 8 * plan.w2.n_tiles, multiple};
   }
   int prepare_blocks = 0;
   if (wgmma && gemm->x != workspace + plan.prepared) {
@@ -158,6 +161,7 @@ void Route(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, int
   }
   route.sorted_pairs = reinterpret_cast<SortedPair*>(workspace + plan.sorted_pairs);
   route.align = plan.path == QM_CUDA_FP8 ? 8 : 1;
+  if (plan.path == QM_CUDA_FP8) route.positions = reinterpret_cast<int*>(workspace + plan.positions);
   // sm_90a, which has clusters
   route.cluster = plan.path >= QM_CUDA_WGMMA && route.routing.tokens * route.routing.top_k > kRouteThreads ? 8 : 1;
   prepare_blocks = (prepare_blocks + route.cluster - 1) / route.cluster * route.cluster;
@@ -179,7 +183,7 @@ void Quantize(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, 
   quantize.x_rows = gemm->x_rows;
   quantize.scales =
       reinterpret_cast<float*>(quantize.codes + static_cast<int64_t>(gemm->x_rows) * quantize.groups * 128);
-  quantize.x_divisor = h ? 0 : gemm->x_divisor;
+  quantize.positions = h ? nullptr : reinterpret_cast<const int*>(workspace + plan.positions);
   quantize.weight_here = gemm->weight_here && !h;
   quantize.rows = gemm->weights.rows;
   quantize.row_bytes = gemm->weights.row_bytes;
@@ -187,10 +191,16 @@ void Quantize(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, 
   quantize.sorted_pairs = gemm->sorted_pairs;
   quantize.tiles = gemm->tiles;
   quantize.max_tiles = gemm->max_tiles;
-  launcher.Run(grouped ? MoeQuantize<T, true> : MoeQuantize<T, false>, quantize, dim3(gemm->x_rows),
-               dim3(kQuantizeThreads), 0, true);
+  quantize.from_rows = h ? gemm->x_rows : gemm->routing.tokens;
+  // With few rows 8 columns a thread, else up to 32, which it asks for at once.
+  int of_row = 32;
+  while (of_row < kQuantizeThreads && of_row * (quantize.from_rows < 1024 ? 8 : 32) < quantize.columns) of_row *= 2;
+  const dim3 threads(of_row, kQuantizeThreads / of_row);
+  launcher.Run(grouped ? MoeQuantize<T, true> : MoeQuantize<T, false>, quantize,
+               dim3((quantize.from_rows + threads.y - 1) / threads.y), threads, 0, true);
   gemm->x = quantize.codes;
   gemm->x_scales = quantize.scales;
+  gemm->x_grouped = grouped;
   if (quantize.weight_here) gemm->weight_here = false;
 }
 
@@ -246,6 +256,17 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
   gate_up.sorted_pairs = reinterpret_cast<const SortedPair*>(workspace + plan.sorted_pairs);
   gate_up.shape = plan.w13;
   gate_up.x_rows = static_cast<int>(Fp8Rows(pairs, routing.local_experts));
+  // Tiles that share rows, at most kTileGroup of them, cost differently, and one place among them must not be a block's
+  // in every round.
+  for (gate_up.turn = 1; std::gcd(plan.w13.grid + gate_up.turn, 2 * 3 * 5 * 7 * 11 * 13) > 1;) ++gate_up.turn;
+  static_assert(kTileGroup <= 16);
+  // Where a block has all it takes to know the scales. Codes and scales of h take less than h in 16 bits.
+  if (fp8 && m.w2.activation_format != k_activation_format_fp8_token) {
+    gate_up.h_scales =
+        reinterpret_cast<float*>(workspace + plan.hidden + static_cast<int64_t>(gate_up.x_rows) * gate_up.out_columns);
+    if (HasInputScale(m.w2)) gate_up.h_stored = static_cast<const uint8_t*>(t.w2) + row2.input_at;
+    gate_up.h_row_bytes = row2.bytes;
+  }
 
   GemmParams down = gate_up;
   down.weights = WeightsOf(t.w2, row2, m.w2);
@@ -274,14 +295,14 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
   }
   if (fp8) Quantize<T>(launcher, plan, workspace, m.w13, false, &gate_up);
   const int threads = wgmma ? kWgmmaThreads : kThreads;
-  auto fp8_kernel = [](const qm_projection& w, bool down) {
-    return Fp8Kernel<T>(down, w.activation_format == k_activation_format_fp8_group128);
-  };
-  const auto gate_up_kernel = fp8               ? fp8_kernel(m.w13, false)
+  const auto gate_up_kernel = fp8               ? Fp8Kernel<T>(false, m.w13)
                               : plan.w13.packed ? PackedKernel<T>(false, plan.path, plan.w13)
                                                 : GateUpKernel<T>(plan.path, m.w13, row13.per_block, plan.w13);
   launcher.Run(gate_up_kernel, gate_up, dim3(plan.w13.grid), threads, plan.w13.shared_bytes, !first);
-  if (fp8) {
+  if (gate_up.h_scales) {
+    down.x_scales = gate_up.h_scales;
+    down.x_grouped = !gate_up.h_stored;
+  } else if (fp8) {
     Quantize<T>(launcher, plan, workspace, m.w2, true, &down);
   } else if (Rounds(m.w2)) {
     RoundParams round{};
@@ -304,7 +325,7 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
     }
     Round<T>(launcher, round, down.weights, m.w2, row2, pairs, true);
   }
-  launcher.Run(fp8 ? fp8_kernel(m.w2, true) : Down<T>(plan, m.w2, row2), down, dim3(plan.w2.grid), threads,
+  launcher.Run(fp8 ? Fp8Kernel<T>(true, m.w2) : Down<T>(plan, m.w2, row2), down, dim3(plan.w2.grid), threads,
                plan.w2.shared_bytes, true, plan.w2.cluster);
   if (!decode) Combine<T>(launcher, routing, down.out, wgmma ? plan.w2.warps_k : 1, !wgmma, m.hidden_size, t.output);
   return launcher.error;

@@ -93,8 +93,8 @@ constexpr WgmmaSizes WgmmaSizesOf(int tokens, int bits, int lane_bytes, bool dow
   return s;
 }
 
-// Of moe_gemm_fp8.cuh: stages, units of work, tokens' pairs, staging of the results; what it takes.
-constexpr int kFp8SharedBytes = 1024 + 4 * 51200 + 128 + 2 * 1536 + 2 * 16 * 132 * 4;
+// Of moe_gemm_fp8.cuh: stages, units of work, magnitudes of h; what it takes.
+constexpr int kFp8SharedBytes = 1024 + 4 * 51200 + 128 + 2 * 2 * 64 * 4;
 inline bool TakesFp8(const qm_projection& w) {
   const int a = w.activation_format;
   return KindOf(w) == WeightKind::kFp8 && w.scale_type <= 2 && (w.group_size == -1 || w.group_size % 128 == 0) &&

@@ -1,24 +1,25 @@
-// One grouped GEMM of the layer on wgmma (sm_90a), e4m3 weights times e4m3 activations, for many tokens.
+// One grouped GEMM of the layer on wgmma (sm_90a), e4m3 activations times e4m3 weights, for many tokens.
 //
-// A block computes 256 rows (16 panels) x up to 128 tokens of one expert. Layout marlin's 8-bit units are the register
-// A operand of wgmma.m64nNk32 as they are stored, so nothing is dequantized: a producer warpgroup copies stages of 128
-// columns (codes, tokens, scales of both), two consumer warpgroups hold 128 rows each.
+// A block computes up to 128 tokens of one expert x 256 rows of its weights (16 panels). Tokens are wgmma's M, rows its
+// N, and both come from shared memory as they are stored: quantize.cuh writes tokens in stages of 128 columns, all rows
+// in the order of experts, and layout marlin's 8-bit units (FORMAT.md 3.2) are two K-major operands of eight rows, g
+// and g + 8 of a panel, of which 16 panels make N = 128: gate and up of the same features. A producer warpgroup copies,
+// two consumer warpgroups multiply.
 //
 // The tensor cores keep about 14 bits of a sum of e4m3 products, and scales change every 128 columns. So products of
-// 128 columns are summed there and then in f32, times the scales: while one warpgroup does that, the other has the
-// tensor cores. Half of the tokens are in work at a time, with both 64 rows of a warpgroup: token scales are then read
-// for two products (a lane has two rows and N / 4 tokens of each product, so that it is tokens whose scales are many).
-//
-// quantize.cuh stores tokens as a stage has them: groups of 128 columns, in one all rows in the order of experts.
+// 128 columns are summed there and then in f32, times the scales, while the other warpgroup has the tensor cores. With
+// tokens as M a lane has two of them, and rows of 128-blocks share a scale: two products give all scales of a sum.
 #pragma once
 #include "cuda/activation.cuh"
+#include "cuda/e4m3.cuh"
 #include "cuda/instances.h"
+#include "cuda/quantize.cuh"
 #include "cuda/wgmma.cuh"
 
 namespace quantmoe {
 
 constexpr int kFp8Panels = 16, kFp8Tokens = 128, kFp8Stages = 4, kFp8Group = 128, kFp8PanelBytes = 16 * kFp8Group;
-// A stage in shared memory, at multiples of 1024: tokens, codes, scales of rows and of tokens, two barriers.
+// A stage in shared memory, at multiples of 1024: tokens, codes, scales of rows and of tokens (f32), two barriers.
 constexpr int kFp8CodesAt = kFp8Tokens * kFp8Group, kFp8RowScalesAt = kFp8CodesAt + kFp8Panels * kFp8PanelBytes;
 constexpr int kFp8TokenScalesAt = kFp8RowScalesAt + 16 * kFp8Panels * 4;
 constexpr int kFp8FullAt = kFp8TokenScalesAt + kFp8Tokens * 4, kFp8EmptyAt = kFp8FullAt + 8;
@@ -27,312 +28,398 @@ constexpr int kFp8StageBytes = (kFp8EmptyAt + 8 + 1023) / 1024 * 1024;
 struct Fp8Work {
   int expert, panel, first, count, k_begin, k_end;
 };
-// Then the units of work: consumers may store one while the producer fills all stages for the next. Pairs of the tokens
-// and their scales, for each warpgroup. Staging of results.
+// Then the units of work: consumers may store one while the producer fills all stages for the next. The largest
+// magnitudes of h of a token that both warpgroups have features of, in turns.
 constexpr int kFp8Works = kFp8Stages + 1, kFp8WorksAt = kFp8Stages * kFp8StageBytes;
-struct Fp8Tokens {
-  SortedPair pairs[kFp8Tokens];
-  float scales[kFp8Tokens];
-};
-constexpr int kFp8PairsAt = kFp8WorksAt + 128;
+constexpr int kFp8MostAt = kFp8WorksAt + 128, kFp8MostBytes = 2 * 2 * 64 * 4;
 static_assert(kFp8Works * sizeof(Fp8Work) <= 128);
-constexpr int kFp8ResultsAt = kFp8PairsAt + 2 * static_cast<int>(sizeof(Fp8Tokens));
-// Sums of 16 tokens of a warpgroup at a time; four floats of padding put a warp's stores on all banks.
-constexpr int kFp8StoredTokens = 16, kFp8ResultRow = 128 + 4;
-constexpr int kFp8ResultBytes = kFp8StoredTokens * kFp8ResultRow * 4;
-static_assert(1024 + kFp8ResultsAt + 2 * kFp8ResultBytes == kFp8SharedBytes);  // 1024: to align the first stage
+static_assert(1024 + kFp8MostAt + kFp8MostBytes == kFp8SharedBytes);  // 1024: to align the first stage
 
 __device__ inline void BulkCopy(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(global), "r"(bytes), "r"(barrier)
                : "memory");
 }
-__device__ inline void NamedBarrierArrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 __device__ inline void BarrierExpect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+// K-major operand of 64-byte rows, 64-byte swizzle: eight rows of all panels, kFp8PanelBytes apart.
+__device__ inline uint64_t CodesDescriptor(uint32_t shared) {
+  return static_cast<uint64_t>((shared & 0x3ffff) >> 4) | 1ull << 16 |
+         static_cast<uint64_t>(kFp8PanelBytes >> 4) << 32 | 2ull << 62;
+}
 
-// d[64 x N] (+)= a[64 x 32] (registers) * b[32 x N] (shared memory), e4m3.
+// d[64 x N] (+)= a[64 x 32] * b[32 x N], e4m3, both in shared memory.
 template <int N, bool add>
-__device__ inline void WgmmaE4m3(float* d, const uint32_t* a, uint64_t b) {
+__device__ inline void WgmmaE4m3(float* d, uint64_t a, uint64_t b) {
 #define QM_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define QM_F8(i) QM_F4(d, i), QM_F4(d, i + 4)
-#define QM_TEXT(n, d, a0, a1, a2, a3, b, add)                                                                    \
+#define QM_F16(d, i) QM_F4(d, i), QM_F4(d, i + 4), QM_F4(d, i + 8), QM_F4(d, i + 12)
+#define QM_TEXT(n, d, a, b, add)                                                                                 \
   "{\n.reg .pred p;\nsetp.ne.b32 p, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" d \
-  "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1;\n}"
-#define QM_IN "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(static_cast<int>(add))
-#define QM_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define QM_R1 "%8, %9, %10, %11, %12, %13, %14, %15"
-#define QM_R2 "%16, %17, %18, %19, %20, %21, %22, %23"
-#define QM_R3 "%24, %25, %26, %27, %28, %29, %30, %31"
-  if constexpr (N == 16) asm volatile(QM_TEXT(16, QM_R0, 8, 9, 10, 11, 12, 13) : QM_F8(0) : QM_IN);
-  if constexpr (N == 32)
-    asm volatile(QM_TEXT(32, QM_R0 ", " QM_R1, 16, 17, 18, 19, 20, 21) : QM_F8(0), QM_F8(8) : QM_IN);
-  if constexpr (N == 48)
-    asm volatile(QM_TEXT(48, QM_R0 ", " QM_R1 ", " QM_R2, 24, 25, 26, 27, 28, 29)
-                 : QM_F8(0), QM_F8(8), QM_F8(16)
-                 : QM_IN);
-  if constexpr (N == 56)
-    asm volatile(QM_TEXT(56, QM_R0 ", " QM_R1 ", " QM_R2 ", %24, %25, %26, %27", 28, 29, 30, 31, 32, 33)
-                 : QM_F8(0), QM_F8(8), QM_F8(16), QM_F4(d, 24)
-                 : QM_IN);
-  if constexpr (N == 64)
-    asm volatile(QM_TEXT(64, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3, 32, 33, 34, 35, 36, 37)
-                 : QM_F8(0), QM_F8(8), QM_F8(16), QM_F8(24)
-                 : QM_IN);
+  "}"                                                                                                            \
+  ", %" #a ", %" #b ", p, 1, 1;\n}"
+#define QM_IN "l"(a), "l"(b), "n"(static_cast<int>(add))
+#define QM_R32                                                                                                \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+  "%23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define QM_R64                                                                                                \
+  QM_R32                                                                                                      \
+      ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51," \
+      " %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+  if constexpr (N == 64) asm volatile(QM_TEXT(64, QM_R32, 32, 33, 34) : QM_F16(d, 0), QM_F16(d, 16) : QM_IN);
+  if constexpr (N == 128)
+    asm volatile(QM_TEXT(128, QM_R64, 64, 65, 66) : QM_F16(d, 0), QM_F16(d, 16), QM_F16(d, 32), QM_F16(d, 48) : QM_IN);
 #undef QM_TEXT
 #undef QM_IN
-#undef QM_R0
-#undef QM_R1
-#undef QM_R2
-#undef QM_R3
-#undef QM_F8
+#undef QM_R32
+#undef QM_R64
 }
 // All products are there; sums are not read before.
-__device__ inline void WgmmaWait(float (&d)[32], float (&e)[32]) {
-#define QM_F16(d, i) QM_F4(d, i), QM_F4(d, i + 4), QM_F4(d, i + 8), QM_F4(d, i + 12)
-  asm volatile("wgmma.wait_group.sync.aligned 0;" : QM_F16(d, 0), QM_F16(d, 16), QM_F16(e, 0), QM_F16(e, 16)::"memory");
+template <int N>
+__device__ inline void WgmmaWait(float (&d)[N / 2]) {
+  if constexpr (N == 64)
+    asm volatile("wgmma.wait_group.sync.aligned 0;" : QM_F16(d, 0), QM_F16(d, 16)::"memory");
+  else
+    asm volatile("wgmma.wait_group.sync.aligned 0;"
+                 : QM_F16(d, 0), QM_F16(d, 16), QM_F16(d, 32), QM_F16(d, 48)::"memory");
+}
 #undef QM_F16
 #undef QM_F4
+__device__ inline float2 LoadShared2(uint32_t at) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
+  return v;
 }
-__device__ inline void LoadShared4(uint32_t* v, uint32_t at) {
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+__device__ inline float4 LoadShared4(uint32_t at) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                : "r"(at)
                : "memory");
+  return v;
 }
-__device__ inline void LoadShared2(float* v, uint32_t at) {
-  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(at) : "memory");
+__device__ inline float LoadShared(uint32_t at) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
+  return v;
+}
+// i of a vector, known at compile time.
+__device__ inline float Of(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// Four scales of a panel of type `type` (f32, f16, bf16), the fours being those of two rows g: row g, g + 8, of each.
+__device__ inline float4 FourScales(const uint8_t* scales, int type, int64_t four) {
+  if (type == 0) return reinterpret_cast<const float4*>(scales)[four];
+  const uint2 v = reinterpret_cast<const uint2*>(scales)[four];
+  if (type == 1)
+    return make_float4(Half<__half>::Low(v.x), Half<__half>::High(v.x), Half<__half>::Low(v.y),
+                       Half<__half>::High(v.y));
+  return make_float4(Half<__nv_bfloat16>::Low(v.x), Half<__nv_bfloat16>::High(v.x), Half<__nv_bfloat16>::Low(v.y),
+                     Half<__nv_bfloat16>::High(v.y));
 }
 
-// grouped: activations have a scale of each 128 columns, else one a row, by which the sums are multiplied at the end.
-template <typename T, bool down, bool grouped>
+// Lane t of four has 32-bit word t of four rows of 16 bytes; it gets row t.
+__device__ inline uint4 Transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int t) {
+  const bool odd = t & 1, upper = t & 2;
+  const uint32_t ab = __shfl_xor_sync(~0u, odd ? a : b, 1), cd = __shfl_xor_sync(~0u, odd ? c : d, 1);
+  const uint2 first = odd ? make_uint2(ab, b) : make_uint2(a, ab), second = odd ? make_uint2(cd, d) : make_uint2(c, cd);
+  const uint2 keep = upper ? second : first, send = upper ? first : second;
+  const uint32_t x = __shfl_xor_sync(~0u, send.x, 2), y = __shfl_xor_sync(~0u, send.y, 2);
+  return upper ? make_uint4(x, y, keep.x, keep.y) : make_uint4(keep.x, keep.y, x, y);
+}
+
+// by_row: weights have scales of each row and a multiple of 128 columns; else of 128 rows, or of whole rows, by which
+// results are multiplied at the end.
+template <typename T, bool down, bool by_row>
 struct Fp8Consumer {
   const GemmParams& p;
   uint32_t base;             // of stage 0
-  int lane_at;               // this lane's codes in those of a stage: panel * 2048 + lane * 16
   int stage = 0, phase = 0;  // bytes to the stage read next
-  int slot = 0;              // of the unit in work
+  int slot = 0, turn = 0;    // of the unit in work; of the magnitudes
 
   // No pointers are kept while products are made.
   __device__ uint8_t* Shared(uint32_t at) const { return static_cast<uint8_t*>(__cvta_shared_to_generic(base + at)); }
   __device__ const Fp8Work& Now() const { return reinterpret_cast<const Fp8Work*>(Shared(kFp8WorksAt))[slot]; }
-  __device__ Fp8Tokens& Own(int group) const { return reinterpret_cast<Fp8Tokens*>(Shared(kFp8PairsAt))[group]; }
 
-  __device__ __forceinline__ void ReadCodes(uint32_t (&a)[16], int b) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      LoadShared4(a + 4 * i, base + stage + lane_at + kFp8CodesAt + b * (4 * kFp8PanelBytes) + i * 512);
-  }
-  // Scales of rows g and g + 8 of this warp's panels.
-  __device__ __forceinline__ void ReadRowScales(float (&row)[2][2]) const {
-    const uint32_t at =
-        base + stage + kFp8RowScalesAt + (lane_at >> 11 << 3 | lane_at >> 6 & 7) * p.weights.scale_bytes;
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      if (p.weights.scale_type == 0) {
-        LoadShared2(row[b], at + b * 4 * 64);
-      } else {
-        uint32_t both;
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(both) : "r"(at + b * 4 * 32) : "memory");
-        const bool bf16 = p.weights.scale_type == 2;
-        row[b][0] = bf16 ? Half<__nv_bfloat16>::Low(both) : Half<__half>::Low(both);
-        row[b][1] = bf16 ? Half<__nv_bfloat16>::High(both) : Half<__half>::High(both);
-      }
-    }
-  }
+  // N = 128: 64 tokens of this warpgroup times all panels. N = 64: all, at most 64, tokens times half of the panels.
+  // acc[r]: sums of rows g + 8 * r of panels.
   template <int N>
-  __device__ __forceinline__ void Products(float (&sum)[32], const uint32_t (&a)[16], uint64_t tokens) {
-    WgmmaE4m3<N, false>(sum, a, tokens);
-    WgmmaE4m3<N, true>(sum, a + 4, tokens + 2);
-    WgmmaE4m3<N, true>(sum, a + 8, tokens + 4);
-    WgmmaE4m3<N, true>(sum, a + 12, tokens + 6);
-  }
-  // The 128 rows times N of the tokens of a half.
-  template <int N>
-  __device__ __forceinline__ void Products(float (&sum)[2][32], const uint32_t (&a)[2][16], uint64_t tokens, int turn) {
-    // Warpgroups take turns; without, their products share the tensor cores and end together, and so do their sums.
-    NamedBarrier(2 + turn, 256);
-    WgmmaFence();
-    Products<N>(sum[0], a[0], tokens);
-    Products<N>(sum[1], a[1], tokens);
-    WgmmaCommit();
-    NamedBarrierArrive(5 - turn, 256);
-    WgmmaWait(sum[0], sum[1]);
-  }
-  // acc += sum * scales.
-  template <int half, int N>
-  __device__ __forceinline__ void Add(float (&acc)[2][64], const float (&sum)[2][32]) {
-    float row[2][2];
-    ReadRowScales(row);
-    const uint32_t scales = base + stage + kFp8TokenScalesAt + (lane_at >> 1 & 24);
+  __device__ __forceinline__ void Multiply(float (&acc)[2][N / 2], int steps) {
 #pragma unroll
-    for (int i = 0; i < N / 8; ++i) {
-      float token[2];
-      if constexpr (grouped) LoadShared2(token, scales + half * 256 + i * 32);
+    for (int r = 0; r < 2; ++r)
 #pragma unroll
-      for (int b = 0; b < 2; ++b)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float scale = grouped ? row[b][j / 2] * token[j % 2] : row[b][j / 2];
-          float& to = acc[b][32 * half + 4 * i + j];
-          to = fmaf(sum[b][4 * i + j], scale, to);
-        }
-    }
-  }
-  // Of N tokens.
-  template <int N>
-  __device__ __forceinline__ void Multiply(float (&acc)[2][64], int steps, int turn) {
-    constexpr int kFirst = N < 64 ? N : 64, kSecond = N - kFirst;
-#pragma unroll
-    for (int b = 0; b < 2; ++b)
-#pragma unroll
-      for (int i = 0; i < 64; ++i) acc[b][i] = 0.f;
-    float sum[2][32];
-    uint32_t a[2][16];
+      for (int i = 0; i < N / 2; ++i) acc[r][i] = 0.f;
+    int thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    const int group = thread / 128 - 1, lane = thread % 32, warp = thread / 32 % 4;
+    const int token_at = (N == 128 ? group * 64 : 0) + warp * 16 + lane / 4;
+    const int tokens_at = N == 128 ? group * 64 * kFp8Group : 0, panel = N == 128 ? 0 : group * 8;
+    float sum[N / 2];
 #pragma unroll 1
     for (; steps > 0; --steps) {
-      BarrierWait(base + stage + kFp8FullAt, phase);
-      const uint64_t tokens = Descriptor(base + stage);
-      ReadCodes(a[0], 0);
-      ReadCodes(a[1], 1);
-      Products<kFirst>(sum, a, tokens, turn);
-      Add<0, kFirst>(acc, sum);
-      if constexpr (kSecond > 0) {
-        ReadCodes(a[1], 1);  // again: not enough registers while sums are added
-        Products<kSecond>(sum, a, tokens + 64 * kFp8Group / 16, turn);
-        Add<1, kSecond>(acc, sum);
+      const uint32_t now = base + stage;
+      BarrierWait(now + kFp8FullAt, phase);
+      const uint64_t tokens = Descriptor(now + tokens_at);
+      const uint64_t codes = CodesDescriptor(now + kFp8CodesAt + panel * kFp8PanelBytes);
+      const float low = LoadShared(now + kFp8TokenScalesAt + token_at * 4),
+                  high = LoadShared(now + kFp8TokenScalesAt + token_at * 4 + 32);
+      const float2 block = LoadShared2(now + kFp8RowScalesAt);  // !by_row
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        WgmmaFence();
+        constexpr int kUnitStep = 1024 / 16, kRowsStep = 512 / 16;
+        WgmmaE4m3<N, false>(sum, tokens, codes + r * kRowsStep);
+        WgmmaE4m3<N, true>(sum, tokens + 2, codes + r * kRowsStep + 2);
+        WgmmaE4m3<N, true>(sum, tokens + 4, codes + r * kRowsStep + kUnitStep);
+        WgmmaE4m3<N, true>(sum, tokens + 6, codes + r * kRowsStep + kUnitStep + 2);
+        WgmmaCommit();
+        WgmmaWait<N>(sum);
+        if (!by_row && r == 1 && lane == 0) BarrierArrive(now + kFp8EmptyAt);
+#pragma unroll
+        for (int i = 0; i < N / 8; ++i) {  // panels
+          float2 rows;
+          if constexpr (by_row) {
+            const float4 four = LoadShared4(now + kFp8RowScalesAt + (panel + i) * 64 + lane % 4 * 16);
+            rows = r ? make_float2(four.y, four.w) : make_float2(four.x, four.z);
+          } else {
+            const float one = !down      ? (r ? block.y : block.x)
+                              : N == 128 ? (i < 8 ? block.x : block.y)
+                                         : (group ? block.y : block.x);
+            rows = make_float2(one, one);
+          }
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            float& to = acc[r][4 * i + j];
+            to = fmaf(sum[4 * i + j], (j < 2 ? low : high) * (j % 2 ? rows.y : rows.x), to);
+          }
+        }
+        if (by_row && r == 1 && lane == 0) BarrierArrive(now + kFp8EmptyAt);
       }
-      if (threadIdx.x % 32 == 0) BarrierArrive(base + stage + kFp8EmptyAt);
       stage += kFp8StageBytes;
       if (stage == kFp8Stages * kFp8StageBytes) stage = 0, phase ^= 1;
     }
   }
 
-  // Results of this warpgroup by way of shared memory, where a thread finds 16 rows of a token. As in
-  // moe_gemm_wgmma.cuh places come from an opaque thread number.
-  __device__ __forceinline__ void Store(const float (&acc)[2][64]) const {
+  // Codes of 64 features of h, of which a lane has two of each eight: lane t gets 16 bytes of a unit (FORMAT.md 3.2).
+  __device__ static uint4 Codes(const E4m3Step& step, const float (&h)[16], int t) {
+    const bool odd = t & 1, upper = t & 2;
+    uint32_t two[8];  // in their bytes of a word
+#pragma unroll
+    for (int i = 0; i < 8; ++i) two[i] = __byte_perm(step.Pair(h[2 * i], h[2 * i + 1]), 0, odd ? 0x1404 : 0x4140);
+    uint2 eight[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t words[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t even_t = two[4 * half + 2 * i], odd_t = two[4 * half + 2 * i + 1];
+        words[i] = (odd ? odd_t : even_t) | __shfl_xor_sync(~0u, odd ? even_t : odd_t, 1);
+      }
+      const uint32_t keep = upper ? words[1] : words[0];
+      const uint32_t other = __shfl_xor_sync(~0u, upper ? words[0] : words[1], 2);
+      eight[half] = upper ? make_uint2(other, keep) : make_uint2(keep, other);
+    }
+    return odd ? make_uint4(eight[1].x, eight[1].y, eight[0].x, eight[0].y)
+               : make_uint4(eight[0].x, eight[0].y, eight[1].x, eight[1].y);
+  }
+
+  // As in moe_gemm_wgmma.cuh places come from an opaque thread number.
+  template <int N>
+  __device__ __forceinline__ void Store(float (&acc)[2][N / 2]) {
     const Weights& w = p.weights;
     int thread = threadIdx.x;
     asm volatile("" : "+r"(thread));
-    const int group = thread / 128 - 1, lane = thread % 32, warp = thread / 32 % 4;
+    const int group = thread / 128 - 1, lane = thread % 32, warp = thread / 32 % 4, t = lane % 4;
     const Fp8Work work = Now();
-    const int parts = p.shape.warps_k, groups = (w.units + 1) / 2, part = (work.k_begin * parts + parts - 1) / groups;
-    float* sums = reinterpret_cast<float*>(Shared(kFp8ResultsAt) + group * kFp8ResultBytes);
-    float* to = sums + lane % 4 * 2 * kFp8ResultRow + warp * 16 + lane / 4;
-    const int own_panel = warp * 2 + lane % 2, panel = work.panel + group * 8 + own_panel;
-    constexpr int kColumns = down ? 16 : 8;
+    const int parts = p.shape.warps_k, groups = (w.units + 1) / 2;
+    const int part = down ? (work.k_begin * parts + parts - 1) / groups : 0;
+    const int token = (N == 128 ? group * 64 : 0) + warp * 16 + lane / 4;  // and token + 8
+    const int panel = work.panel + (N == 128 ? 0 : group * 8);
+    const uint8_t* expert = w.rows + work.expert * w.row_bytes;
+    constexpr int kPanels = N / 8;
+    float weight[2], factor[2];
+    int pair[2];
 #pragma unroll
-    for (int before = 0; before < kFp8Tokens; before += kFp8StoredTokens) {
-      if (before >= work.count) break;
+    for (int i = 0; i < 2; ++i) {
+      SortedPair own{-1, 1.f};
+      if (token + 8 * i < work.count) own = p.sorted_pairs[work.first + token + 8 * i];
+      pair[i] = own.pair;
+      weight[i] = p.weight_here ? own.weight : 1.f;
+      factor[i] = weight[i];
+      if (!p.x_grouped && own.pair >= 0) factor[i] *= p.x_scales[work.first + token + 8 * i];
+    }
+    // Times the scales of whole rows, plus biases. Branches are outside of loops, so that loads are asked for together.
+    auto times = [&](auto rows_of) {
 #pragma unroll
-      for (int i = 0; i < kFp8StoredTokens / 2; ++i)  // tile i / 4, and as a lane has its sums
+      for (int i = 0; i < kPanels; ++i) {
+        const float4 rows = rows_of(min(panel + i, w.panels - 1) * 4 + t);
 #pragma unroll
-        for (int b = 0; b < 2; ++b)
-          to[(i / 4 * 8 + i % 2) * kFp8ResultRow + b * 64 + i / 2 % 2 * 8] = acc[b][before / 2 + i];
-      NamedBarrier(1 + group, 128);
-      const int token = before + lane / 2, column = panel * kColumns;
-      if (token < work.count && column < p.out_columns) {
-        const SortedPair pair = Own(group).pairs[token];
-        const float weight = p.weight_here ? pair.weight : 1.f;
-        const float scale = grouped ? weight : weight * Own(group).scales[token];
+        for (int j = 0; j < 8; ++j) acc[j / 4][4 * i + j % 4] *= factor[j % 4 / 2] * Of(rows, j % 2 * 2 + j / 4);
+      }
+    };
+    const uint8_t* scales = expert + w.scales_at;
+    if (w.block_shift != 31) {
+      times([](int) { return make_float4(1.f, 1.f, 1.f, 1.f); });
+    } else if (w.scale_type == 0) {
+      times([&](int four) { return FourScales(scales, 0, four); });
+    } else if (w.scale_type == 1) {
+      times([&](int four) { return FourScales(scales, 1, four); });
+    } else {
+      times([&](int four) { return FourScales(scales, 2, four); });
+    }
+    if (w.bias_at && work.k_begin == 0) {
+      const float2* biases = reinterpret_cast<const float2*>(expert + w.bias_at) + t;
+#pragma unroll
+      for (int i = 0; i < kPanels; ++i) {
+        const int at = min(panel + i, w.panels - 1) * 8;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float2 bias = biases[at + 4 * r];
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            acc[r][4 * i + j] = fmaf(down ? weight[j / 2] : 1.f, j % 2 ? bias.y : bias.x, acc[r][4 * i + j]);
+        }
+      }
+    }
+    if constexpr (!down) {
+      if (p.activation.kind == 0) {
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) acc[0][i] = Silu(acc[0][i]) * acc[1][i];
+      } else {
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) acc[0][i] = ActivateOther(p.activation, acc[0][i], acc[1][i]);
+      }
+      // Panels past the end (padding of K for the next GEMM) are zero.
+#pragma unroll
+      for (int i = 0; i < kPanels; ++i)
+        if (panel + i >= w.panels) acc[0][4 * i] = acc[0][4 * i + 1] = acc[0][4 * i + 2] = acc[0][4 * i + 3] = 0.f;
+      if (p.h_scales) return StoreCodes<N>(acc[0], work, token, group, t, pair);
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {  // token, token + 8
+      const int64_t row = down ? static_cast<int64_t>(pair[j]) * parts + part : work.first + token + 8 * j;
+      T* out = static_cast<T*>(p.out) + row * p.out_columns;
+#pragma unroll
+      for (int i = 0; i < kPanels; i += down ? 2 : 4) {  // 32 columns
+        uint32_t v[4];
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+          const float* from = down ? acc[q % 2] + 4 * (i + q / 2) : acc[0] + 4 * (i + q);
+          v[q] = Half<T>::Pack(from[2 * j], from[2 * j + 1]);
+        }
+        const uint4 eight = Transpose4(v[0], v[1], v[2], v[3], t);
+        const int column = (panel + i) * (down ? 16 : 8) + 8 * t;
+        if (pair[j] >= 0 && column < p.out_columns) *reinterpret_cast<uint4*>(out + column) = eight;
+      }
+    }
+  }
+  // h as the next product reads it: this block's rows are one group of 128 features. A value that is not finite makes
+  // codes, and so all results of its token, not a number.
+  template <int N>
+  __device__ __forceinline__ void StoreCodes(const float (&h)[N / 2], const Fp8Work& work, int token, int group, int t,
+                                             const int (&pair)[2]) {
+    uint32_t most[2] = {};  // bits of magnitudes are ordered as they are, NaN above infinity above others
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) most[i / 2 % 2] = max(most[i / 2 % 2], __float_as_uint(h[i]) & 0x7fffffff);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int d = 1; d < 4; d *= 2) most[j] = max(most[j], __shfl_xor_sync(~0u, most[j], d));
+    }
+    if constexpr (N == 64) {  // the other half of the features is the other warpgroup's
+      uint32_t* all = reinterpret_cast<uint32_t*>(Shared(kFp8MostAt)) + turn * 128;
+      turn ^= 1;
+      if (t < 2) all[group * 64 + token + 8 * t] = t ? most[1] : most[0];
+      NamedBarrier(1, 256);
+      most[0] = max(most[0], all[(1 - group) * 64 + token]), most[1] = max(most[1], all[(1 - group) * 64 + token + 8]);
+    }
+    const float stored = p.h_stored ? *reinterpret_cast<const float*>(p.h_stored + work.expert * p.h_row_bytes) : 0.f;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const E4m3Step step(__uint_as_float(most[j]), stored);
+      const int64_t row = work.first + token + 8 * j;
+      const int64_t at = work.panel / kFp8Panels * static_cast<int64_t>(p.x_rows) + row;
+#pragma unroll
+      for (int u = 0; u < N / 64; ++u) {
         float v[16];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float4 four = reinterpret_cast<const float4*>(sums + lane / 2 * kFp8ResultRow + own_panel * 16)[i];
-          float4 bias = make_float4(0.f, 0.f, 0.f, 0.f);
-          if (w.bias_at && work.k_begin == 0 && panel < w.panels)
-            bias = reinterpret_cast<const float4*>(w.rows + work.expert * w.row_bytes + w.bias_at)[panel * 4 + i];
-          const float by = down ? weight : 1.f;
-          v[4 * i] = fmaf(scale, four.x, by * bias.x), v[4 * i + 1] = fmaf(scale, four.y, by * bias.y);
-          v[4 * i + 2] = fmaf(scale, four.z, by * bias.z), v[4 * i + 3] = fmaf(scale, four.w, by * bias.w);
-        }
-        if constexpr (!down) {
-          // Panels past the end (padding of K for the next GEMM) are zero.
-#pragma unroll
-          for (int i = 0; i < 8; ++i) v[i] = panel < w.panels ? Activate(p.activation, v[i], v[8 + i]) : 0.f;
-        }
-        const int64_t row = down ? pair.pair * parts + part : work.first + token;
-        uint4* out = reinterpret_cast<uint4*>(static_cast<T*>(p.out) + row * p.out_columns + column);
-#pragma unroll
-        for (int i = 0; i < kColumns; i += 8)
-          if (column + i < p.out_columns)
-            out[i / 8] = make_uint4(Half<T>::Pack(v[i], v[i + 1]), Half<T>::Pack(v[i + 2], v[i + 3]),
-                                    Half<T>::Pack(v[i + 4], v[i + 5]), Half<T>::Pack(v[i + 6], v[i + 7]));
+        for (int i = 0; i < 16; ++i) v[i] = h[32 * u + i / 2 * 4 + 2 * j + i % 2];
+        const uint4 codes = Codes(step, v, t);
+        const int place = ((N == 128 ? u : group) * 4 + t) ^ static_cast<int>(row & 7);
+        if (pair[j] >= 0) *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.out) + at * kFp8Group + place * 16) = codes;
       }
-      NamedBarrier(1 + group, 128);
+      if (pair[j] >= 0 && t == 0 && (N == 128 || group == 0)) {
+        if (!p.h_stored) p.h_scales[at] = step.step;
+        if (p.h_stored && work.panel == 0) p.h_scales[row] = stored;
+      }
     }
   }
 
   __device__ __forceinline__ void Run() {
     BarrierWait(base + stage + kFp8FullAt, phase);  // Now() is there
     const int count = Now().count, steps = Now().k_end - Now().k_begin;
-    {
-      const int thread = threadIdx.x % 128;
-      Fp8Tokens& own = Own(threadIdx.x / 128 - 1);
-      if (thread < count) {
-        CopyAsyncSmall<8>(SharedAddress(own.pairs + thread), p.sorted_pairs + Now().first + thread);
-        if (!grouped) CopyAsyncSmall<4>(SharedAddress(own.scales + thread), p.x_scales + Now().first + thread);
-      }
-    }
-    CopyAsyncCommit();
-    float acc[2][64];
-    const int turn = threadIdx.x / 128;  // warpgroup 1 or 2
-    // The widths are what ptxas 13.0 has registers for.
     if (count <= 64) {
-      Multiply<64>(acc, steps, turn);
-    } else if (count <= 96) {
-      Multiply<96>(acc, steps, turn);
-    } else if (count <= 112) {
-      Multiply<112>(acc, steps, turn);
-    } else if (count <= 120) {
-      Multiply<120>(acc, steps, turn);
+      float acc[2][32];
+      Multiply<64>(acc, steps);
+      Store<64>(acc);
     } else {
-      Multiply<128>(acc, steps, turn);
+      float acc[2][64];
+      Multiply<128>(acc, steps);
+      Store<128>(acc);
     }
-    CopyAsyncWait<0>();
-    NamedBarrier(threadIdx.x / 128, 128);
-    Store(acc);
     if (++slot == kFp8Works) slot = 0;
   }
 };
 
-template <typename T, bool down, bool grouped>
+// Of work, this block's of a round.
+__device__ inline uint32_t Fp8Unit(const GemmParams& p, uint32_t round) {
+  return round * gridDim.x + (blockIdx.x + round * p.turn) % gridDim.x;
+}
+
+template <typename T, bool down, bool by_row>
 __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_constant__ GemmParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t raw[];
   LaunchDependents();
   uint8_t* shared = raw + (1024 - SharedAddress(raw) % 1024) % 1024;
   const uint32_t base = SharedAddress(shared);
+  const Weights& w = p.weights;
+  const bool row_scales = w.block_shift != 31;  // a stage has some
   if (threadIdx.x < kFp8Stages) {
-    BarrierInit(base + threadIdx.x * kFp8StageBytes + kFp8FullAt, 33);
+    BarrierInit(base + threadIdx.x * kFp8StageBytes + kFp8FullAt, 1 + row_scales);
     BarrierInit(base + threadIdx.x * kFp8StageBytes + kFp8EmptyAt, 8);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  // Scales that no stage has.
+  for (int i = threadIdx.x; i < kFp8Stages * kFp8Tokens; i += kWgmmaThreads) {
+    float* stage = reinterpret_cast<float*>(shared + i / kFp8Tokens * kFp8StageBytes + kFp8RowScalesAt);
+    if (!row_scales) stage[i % kFp8Tokens] = stage[kFp8Tokens + i % kFp8Tokens] = 1.f;
+    if (!p.x_grouped) stage[2 * kFp8Tokens + i % kFp8Tokens] = 1.f;
+  }
   __syncthreads();
   WaitForPrevious();
-  const Weights& w = p.weights;
   const int blocks = (w.panels + kFp8Panels - 1) / kFp8Panels, groups = (w.units + 1) / 2;
   const int parts = down ? p.shape.warps_k : 1;  // of K; MoeCombine adds them up
-  const int units = p.tiles[p.max_tiles].count * blocks * parts;
+  const uint32_t units = p.tiles[p.max_tiles].count * blocks * parts;
   Fp8Work* works = reinterpret_cast<Fp8Work*>(shared + kFp8WorksAt);
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     // Of warp 0 a thread copies tokens and their scales, of warps 1 and 2 codes of eight panels each; warp 3 copies the
-    // rows' scales, 16 bytes a thread.
+    // rows' scales.
     uint32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     const int lane = thread % 32, warp = thread / 32;
     if (warp < 3 && lane > 0) return;
+    if (warp == 3 && !row_scales) return;
     // What other kernels wrote becomes visible to bulk copies.
     asm volatile("fence.proxy.async;" ::: "memory");
     int stage = 0, phase = 1, slot = 0;
     // stages(work, its expert's row) gives what copies stage k of it.
     auto produce = [&](auto stages) {
-      for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+      for (uint32_t round = 0; round * gridDim.x < units; ++round) {
+        const uint32_t at = Fp8Unit(p, round);
+        if (at >= units) continue;
+        const int unit = static_cast<int>(at);
         // The tiles of a group take turns with the same rows: the weights are then read from memory once for all.
         const int part = unit % parts, piece = unit / parts;
         const Tile any = p.tiles[piece / blocks];
@@ -343,8 +430,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
         auto copy = stages(work, w.rows + work.expert * w.row_bytes);
 #pragma unroll 1
         for (int k = work.k_begin; k < work.k_end; ++k) {
-          BarrierWait(base + stage + kFp8EmptyAt, phase);
-          copy(k, base + stage, base + stage + kFp8FullAt);
+          copy(k, base + stage, [&] { BarrierWait(base + stage + kFp8EmptyAt, phase); });
           stage = stage == (kFp8Stages - 1) * kFp8StageBytes ? 0 : stage + kFp8StageBytes;
           if (stage == 0) phase ^= 1;
         }
@@ -354,14 +440,16 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
       produce([&](const Fp8Work& work, const uint8_t*) {
         const int rows = (work.count + 7) / 8 * 8;
         int64_t row = static_cast<int64_t>(work.k_begin) * p.x_rows + work.first;
-        return [&, work, rows, row](int k, uint32_t to, uint32_t full) mutable {
+        return [&, work, rows, row](int k, uint32_t to, auto wait) mutable {
+          wait();
           if (k == work.k_begin) {
             works[slot] = work;
             if (++slot == kFp8Works) slot = 0;
           }
-          BarrierExpect(full, kFp8Panels * kFp8PanelBytes + rows * (kFp8Group + (grouped ? 4 : 0)));
+          const uint32_t full = to + kFp8FullAt;
+          BarrierExpect(full, kFp8Panels * kFp8PanelBytes + rows * (kFp8Group + (p.x_grouped ? 4 : 0)));
           BulkCopy(to, static_cast<const uint8_t*>(p.x) + row * kFp8Group, rows * kFp8Group, full);
-          if (grouped) BulkCopy(to + kFp8TokenScalesAt, p.x_scales + row, rows * 4, full);
+          if (p.x_grouped) BulkCopy(to + kFp8TokenScalesAt, p.x_scales + row, rows * 4, full);
           row += p.x_rows;
         };
       });
@@ -372,7 +460,9 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
         // Panels past the end repeat the last.
         const uint8_t* from = expert + min(work.panel + first, w.panels - 1) * panel_bytes + work.k_begin * 2048;
         const int panels = w.panels - 1 - work.panel - first;
-        return [&, from, panels](int k, uint32_t to, uint32_t full) mutable {
+        return [&, from, panels](int k, uint32_t to, auto wait) mutable {
+          wait();
+          const uint32_t full = to + kFp8FullAt;
           to += kFp8CodesAt + first * kFp8PanelBytes;
           const uint8_t* codes = from;
           from += 2048;
@@ -386,34 +476,41 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
         };
       });
     } else {
-      const int pieces = w.scale_bytes / 2, row_scale_bytes = 8 * w.scale_bytes;  // of a panel: in 16 bytes, bytes
       produce([&](const Fp8Work& work, const uint8_t* expert) {
-        const uint8_t* from[2];
+        // by_row: a lane has half a panel's scales. Else: two of a panel, of rows g and g + 8, or (down) of two blocks.
+        const int panel = min(work.panel + (by_row ? lane / 2 : down ? lane * 8 : 0), w.panels - 1);
+        const int64_t four = static_cast<int64_t>(panel) * w.blocks * 4 + (by_row ? lane % 2 * 2 : 0);
+        const uint8_t* scales = expert + w.scales_at;
+        return [&, scales, four](int k, uint32_t to, auto wait) {
+          const int64_t at = four + (2 * k >> w.block_shift) * 4;
+          const bool mine = by_row || lane < (down ? 2 : 1);
+          float4 v[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          from[i] = expert + w.scales_at + lane % pieces * 16 +
-                    static_cast<int64_t>(min(work.panel + (lane + 32 * i) / pieces, w.panels - 1)) * w.blocks *
-                        row_scale_bytes;
-        return [&, from0 = from[0], from1 = from[1]](int k, uint32_t to, uint32_t full) {
-          const int at = (2 * k >> w.block_shift) * row_scale_bytes;
-          to += kFp8RowScalesAt + lane * 16;
-          CopyAsync16(to, from0 + at, true);
-          if (pieces == 4) CopyAsync16(to + 512, from1 + at, true);
-          asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full) : "memory");
+          for (int i = 0; i < 1 + by_row; ++i)
+            if (mine) v[i] = FourScales(scales, w.scale_type, at + i);
+          wait();
+          if (mine) {
+            float* row = reinterpret_cast<float*>(shared + (to - base) + kFp8RowScalesAt);
+            if constexpr (by_row) {
+              reinterpret_cast<float4*>(row)[2 * lane] = v[0], reinterpret_cast<float4*>(row)[2 * lane + 1] = v[1];
+            } else if constexpr (down) {
+              row[lane] = v[0].x;
+            } else {
+              row[0] = v[0].x, row[1] = v[0].y;
+            }
+          }
+          __syncwarp();
+          if (lane == 0) BarrierArrive(to + kFp8FullAt);
         };
       });
-      CopyAsyncWait<0>();
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    Fp8Consumer<T, down, grouped> c{p};
-    const int panel = (warpgroup - 1) * 8 + warp;
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    Fp8Consumer<T, down, by_row> c{p};
     c.base = base;
-    c.lane_at = panel * kFp8PanelBytes + lane * 16;
-    asm volatile("" : "+r"(c.base), "+r"(c.lane_at));
-    if (warpgroup == 2) NamedBarrierArrive(3, 256);  // the other warpgroup has the first turn
-    for (int unit = blockIdx.x; unit < units; unit += gridDim.x) c.Run();
+    asm volatile("" : "+r"(c.base));
+    for (uint32_t round = 0; round * gridDim.x < units; ++round)
+      if (Fp8Unit(p, round) < units) c.Run();
   }
 #endif
 }

@@ -149,7 +149,7 @@ bool DecodeFits(const qm_cuda_device& device, const qm_projection& weights, cons
 // What the plan of a product depends on besides its weights.
 struct Work {
   const qm_cuda_device& device;
-  bool decode, wgmma;
+  bool decode, wgmma, fp8;
   int64_t most_experts;
   double mean;     // tokens an expert gets on average: decides the tile
   int most_tiles;  // of 8 tokens, in the stream path
@@ -158,7 +158,7 @@ struct Work {
 // direct: down, whose output tiles no second pass adds up in f32.
 qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const MarlinRow& w, bool direct) {
   qm_cuda_gemm g{};
-  const auto& [device, decode, wgmma, most_experts, mean, most_tiles] = work;
+  const auto& [device, decode, wgmma, fp8, most_experts, mean, most_tiles] = work;
   const int sms = std::max(device.multiprocessors, 1);
   const WeightKind kind = KindOf(weights);
   const int lane_bytes = LaneBytes(kind, w);
@@ -179,7 +179,7 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
       auto tiles = [&](int tokens) { return static_cast<double>(most_experts) * std::max(1.0, mean / tokens + 0.5); };
       // For few tokens 512 rows a block cost fewer instructions a byte than 256, if they leave each block something.
       const bool wide = int4 && mean <= 20 && tiles(24) * static_cast<double>(CeilDiv(w.panels, 32)) >= g.grid;
-      const int tokens = wide ? 24 : mean <= 40 ? 48 : 128;
+      const int tokens = wide ? 24 : mean <= 40 && !fp8 ? 48 : 128;
       g.panels = wide ? 32 : 16;  // of a block
       g.n_tiles = tokens / 8;
       g.shared_bytes = WgmmaSizesOf(tokens, BitsOf(kind), lane_bytes, direct).shared_bytes;
@@ -298,10 +298,10 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   const double mean = static_cast<double>(pairs) / static_cast<double>(p.local_experts);
 
   const bool wgmma = !decode && device->sm == 90 && p.moe.gated && mean > 8;
-  const bool fp8 = wgmma && mean > 40 && TakesFp8(p.moe.w13) && TakesFp8(p.moe.w2);
+  const bool fp8 = wgmma && TakesFp8(p.moe.w13) && TakesFp8(p.moe.w2);
   plan->path = decode ? QM_CUDA_DECODE : fp8 ? QM_CUDA_FP8 : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
 
-  Work work{*device, decode, wgmma, most_experts, mean, 4};
+  Work work{*device, decode, wgmma, fp8, most_experts, mean, 4};
   plan->w13 = PlanGemm(work, p.moe.w13, w13, false);
   work.most_tiles = plan->w13.n_tiles;
   plan->w2 = PlanGemm(work, p.moe.w2, w2, decode || wgmma);
@@ -333,6 +333,7 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     plan->tiles = take(16 * tiles);
     plan->sorted_pairs = take(8 * rows);
     const bool by_pair = p.moe.w13.perm || (Rounds(p.moe.w13) && RoundsPairs(p.moe));
+    if (fp8) plan->positions = take(4 * static_cast<uint64_t>(pairs));
     if (fp8)  // codes and scales of x, then of h
       plan->prepared = take(132 * rows * static_cast<uint64_t>(std::max(Fp8Groups(w13.units), Fp8Groups(w2.units))));
     else if (wgmma)
@@ -368,7 +369,7 @@ extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const 
   const bool decode = rows <= kDecodeTokens && DecodeFits(*device, l.w, w);
   const bool wgmma = !decode && device->sm == 90 && l.out_features % 8 == 0 && rows > 64;
   plan->path = decode ? QM_CUDA_DECODE : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
-  plan->w2 = PlanGemm({*device, decode, wgmma, 1, static_cast<double>(rows), 4}, l.w, w, decode || wgmma);
+  plan->w2 = PlanGemm({*device, decode, wgmma, false, 1, static_cast<double>(rows), 4}, l.w, w, decode || wgmma);
 
   Workspace workspace;
   if (Rounds(l.w) && (l.w.perm || !wgmma))

@@ -136,8 +136,9 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
         if (w < warp) at_tile += warp_tiles[l][w];
         tiles_before[l] += warp_tiles[l][w];
       }
-      // Tiles of one expert as equal as multiples of 8 allow.
-      const int even = tiles[l] ? ((count + tiles[l] - 1) / tiles[l] + 7) / 8 * 8 : 0;
+      // Tiles of one expert as equal as multiples allow.
+      const int multiple = p.lists[l].multiple, all = tiles[l] * multiple;
+      const int even = all ? (count + all - 1) / all * multiple : 0;
       for (int i = rank; i < tiles[l]; i += cluster) {
         const int at = min(i * even, count), group = i / kTileGroup * kTileGroup;
         p.lists[l].tiles[at_tile + i] =
@@ -153,7 +154,9 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
 #pragma unroll 4
   for (int pair = begin + threadIdx.x; pair < end; pair += kRouteThreads) {
     const int e = LocalExpert(p.routing, pair);
-    if (e >= 0) p.sorted_pairs[atomicAdd(&cursors[e], 1)] = SortedPair{pair, p.routing.topk_weights[pair]};
+    const int at = e >= 0 ? atomicAdd(&cursors[e], 1) : -1;
+    if (e >= 0) p.sorted_pairs[at] = SortedPair{pair, p.routing.topk_weights[pair]};
+    if (p.positions) p.positions[pair] = at;
   }
   ClusterSync(cluster);  // no block ends while others read its counts
 }
