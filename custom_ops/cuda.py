@@ -90,8 +90,8 @@ class Plan(ctypes.Structure):
     _fields_ = [("path", _I32), ("w13", Gemm), ("w2", Gemm), ("max_tiles", _I32)] + [
         (n, _U64)
         for n in (
-            *("rounded", "gathered", "prepared", "hidden", "packed_hidden", "partial", "tiles", "sorted_pairs", "positions"),
-            "workspace_bytes",
+            *("rounded", "gathered", "prepared", "hidden", "packed_hidden", "partial", "tiles", "sorted_pairs"),
+            *("positions", "workspace_bytes"),
         )
     ]
 

@@ -501,7 +501,7 @@ def test_fp8_activations_beyond_f32_in_steps_are_the_largest_code():
 
 @pytest.mark.parametrize("tokens", [0, 1, 16, 17, 4096])
 def test_fp8_plans(tokens):
-    """On sm_90, for e4m3 with scales of a multiple of 128 columns and e4m3 activations, for more than 8 tokens an expert."""
+    """On sm_90, for e4m3 with scales of multiples of 128 columns, e4m3 activations, more than 8 tokens an expert."""
     spec = spec_of(512, 384, 4, 128, FP8.weights)
     codes = replace(spec.w13, activation_format="fp8_group128")
 

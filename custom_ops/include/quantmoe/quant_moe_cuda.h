@@ -29,7 +29,8 @@ typedef enum {
   QM_CUDA_DECODE = 0,  // gate_up reads topk_ids itself; down owns output tiles and sums the experts in registers
   QM_CUDA_STREAM = 1,  // route, gate_up, down, combine on mma.sync
   QM_CUDA_WGMMA = 2,   // route, gate_up, down, combine on wgmma (sm_90a)
-  QM_CUDA_FP8 = 3,     // route, quantize, gate_up (quantizes h, or a kernel after it), down, combine: e4m3 times e4m3 (sm_90a)
+  // e4m3 times e4m3 (sm_90a): route, quantize, gate_up, which quantizes h or is followed by a quantize, down, combine
+  QM_CUDA_FP8 = 3,
 } qm_cuda_path;
 
 typedef struct {
