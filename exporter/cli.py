@@ -242,7 +242,7 @@ def demo(
     if found.float_difference is not None:
         table.add_row(
             "with float activations",
-            f"{found.float_difference:.2e}: ours; the rest is int8's rounding of activations, PyTorch's are float",
+            f"{found.float_difference:.2e}: ours; the rest is the rounding of activations, PyTorch's are float",
         )
     if found.divergence is not None:
         table.add_row("distribution", f"KL {found.divergence:.2e} nats, same likeliest token {found.agreement:.0%}")

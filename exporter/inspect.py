@@ -212,9 +212,10 @@ def _sizes(
         if layout is None:
             raise ModelError(f"{where}: layout {projection.layout!r}; this release knows {', '.join(LAYOUTS)}")
         if projection.layout_version != layout.VERSION:
+            later = projection.layout_version > layout.VERSION
             raise ModelError(
                 f"{where}: {name}_layout_version is {projection.layout_version}, this release knows {layout.VERSION}; "
-                "export the model again"
+                + ("a later one of quantmoe wrote it" if later else "export the model again")
             )
         tensor = value.const_value if value is not None else None
         if value is None or tensor is None:

@@ -496,8 +496,8 @@ def test_fp8_activations_beyond_f32_in_steps_are_the_largest_code():
         for e in experts
     ]
     got, want = run(case, 95, "bf16", experts=far, mutate=lambda x: x.mul_(2.0**30))
-    # h is only its sign. That of a sum which is less than 2^-14 of its terms may differ: about 0.8 * 2^-14 of gate's and
-    # of up's, and each is a change by 2.
+    # h is only its sign. That of a sum which is less than 2^-14 of its terms may differ: about 0.8 * 2^-14 of gate's
+    # and of up's, and each is a change by 2.
     assert np.linalg.norm(got - want) < np.sqrt(4 * 1.6 * 2.0**-14) * np.linalg.norm(want)
 
 
