@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -242,10 +243,16 @@ class Planned : public Plugin {
   size_t getWorkspaceSize(const DynamicPluginTensorDesc* inputs, int32_t, const DynamicPluginTensorDesc*,
                           int32_t) const noexcept override {
     Problem problem = ProblemOf(Inputs(inputs, inputs_.count));
+    // Fewer tokens can take another path with a larger workspace, so each number counts. That takes a second or two for
+    // 65536 tokens, but the layers of a model are alike.
+    static std::mutex mutex;
+    static Problem last{};
+    static size_t bytes = 0;
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!std::memcmp(&problem, &last, sizeof(problem))) return bytes;
+    last = problem;
+    bytes = 0;
     int64_t& rows = RowsIn(problem);
-    // Fewer tokens can take another path with a larger workspace, so each number counts. A plan takes less than a
-    // microsecond.
-    size_t bytes = 0;
     char error[QM_ERROR_SIZE];
     for (const int64_t most = rows; rows > 0; --rows) {
       if (most - rows > (1 << 16) && rows % 1024 != 0) continue;

@@ -98,7 +98,11 @@ def random_rows(spec: MoESpec, projection: str, generator: torch.Generator) -> t
     }[parts.attributes.scale_type]
     # products keep unit variance, about
     spread = {"int4": 5, "int8": 74, "fp8_e4m3": 115, "mxfp4": 3, "nvfp4": 3}[parts.attributes.format] * parts.K**0.5
-    put("scales", (uniform("scales", dtype.itemsize) / (1 if dtype is torch.float8_e4m3fn else spread)).to(dtype))
+    scales = uniform("scales", dtype.itemsize)
+    if parts.attributes.block_n > 1:  # the rows of a block have one: here all rows
+        by_block = scales.view(spec.num_experts, parts.panels, parts.blocks, -1)
+        scales = by_block[:, :1, :, :1].expand_as(by_block).reshape(scales.shape)
+    put("scales", (scales / (1 if dtype is torch.float8_e4m3fn else spread)).to(dtype))
     if dtype is torch.float8_e4m3fn:
         put("global_scale", uniform("global_scale", 4) / spread)
     rows[:, parts.slices["zero_points"]] &= 15

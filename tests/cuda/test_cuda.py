@@ -391,7 +391,7 @@ def test_non_finite_token_stays_alone(tokens):
     assert np.linalg.norm(got[keep] - want[keep]) / np.linalg.norm(want[keep]) < 2 * UNIT["bf16"]
 
 
-# fp8 activations on wgmma. But for groups h is rounded to 16 bits before it is quantized (relative u / 2 on average),
+# fp8 activations on wgmma. By token h is rounded to 16 bits before it is quantized (relative u / 2 on average),
 # and the tensor cores keep 14 bits of a sum: such a change of d flips a code, by a spacing s of e4m3 (2^-3 to 2^-4), in
 # d / s of the cases: sqrt(d s) of the norm, d = 2^-10 + 2^-12 for bf16. A token whose h is mostly one value may change
 # by a spacing.

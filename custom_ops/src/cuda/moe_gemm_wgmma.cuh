@@ -140,9 +140,9 @@ struct WgmmaConsumer {
 #pragma unroll
         for (int i = 0; i < kUnitBytes; i += 512)
           CopyAsync16OnceIf(left, 4 * (piece + b), to_codes + b * 512 + i, codes + (piece + b) * code_step + i, once);
-      // Scales of 8-bit codes are of several sizes and mostly rare: worth a branch.
 #pragma unroll
       for (int b = 0; b < kPanels && piece == 0 && (!Size::kRuntime || starts); ++b) {
+        // Scales of 8-bit codes are of several sizes and mostly rare: worth a branch.
         const uint8_t* from = scales + b * block_step * (8 * ScaleLaneBytes());
         if (Size::kScaleBytes == 4 || (Size::kRuntime && w.scale_bytes == 4)) {
           CopyAsyncSmallIf<4>(starts ? left : 0, 4 * b, ScalesAt(write, b), from);

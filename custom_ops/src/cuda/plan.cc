@@ -34,9 +34,11 @@ uint64_t Align(uint64_t a) { return (a + 255) / 256 * 256; }
 int ValidateWeights(const qm_projection& w, const char* name, char* err) {
   enum { f32, f16, bf16, e8m0, e4m3 };
   if (w.layout != 1 || w.layout_version != 2)
-    return Fail(err, QM_INVALID,
-                "%s_layout is %d version %d, the CUDA kernels read marlin (1) version 2: export the model again", name,
-                w.layout, w.layout_version);
+    return Fail(err, QM_INVALID, "%s_layout is %d version %d, the CUDA kernels read marlin (1) version 2: %s", name,
+                w.layout, w.layout_version,
+                w.layout != 1          ? "export with --target cuda"
+                : w.layout_version > 2 ? "a later quantmoe wrote it"
+                                       : "export the model again");
   const bool integer = w.format == 0 || w.format == 1;
   if (w.format < 0 || w.format > 4)
     return Fail(err, QM_UNSUPPORTED, "%s_format is %d, the CUDA kernels take 0 to 4", name, w.format);
@@ -294,8 +296,8 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   const bool decode = p.tokens <= kDecodeTokens && pairs <= kDecodePairs && DecodeFits(*device, p.moe.w13, w13) &&
                       DecodeFits(*device, p.moe.w2, w2);
   const int64_t most_experts = std::min<int64_t>(pairs, p.local_experts);
-  // Tokens an expert gets on average decide the tile.
-  const double mean = static_cast<double>(pairs) / static_cast<double>(p.local_experts);
+  // Tokens an expert gets on average decide the tile; of a slice, others have their share of the pairs.
+  const double mean = static_cast<double>(pairs) / static_cast<double>(std::max<int64_t>(1, p.moe.num_experts));
 
   const bool hopper = !decode && device->sm == 90 && p.moe.gated;
   const bool fp8 = hopper && mean > 8 && TakesFp8(p.moe.w13) && TakesFp8(p.moe.w2);

@@ -53,7 +53,8 @@ __device__ inline void ClusterSync(int cluster) {
 // [2][local_experts].
 //
 // The order of an expert's pairs is whatever the atomics make it, and differs between runs. Results do not: a token is
-// a column of a product, computed alike wherever it stands, and results go to the place of their pair.
+// a column (path fp8: a row) of a product, computed alike wherever it stands, and results go to the place of their
+// pair.
 __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant__ RouteParams p) {
   extern __shared__ int counts[];
   __shared__ int warp_pairs[kRouteWarps], warp_tiles[2][kRouteWarps];
