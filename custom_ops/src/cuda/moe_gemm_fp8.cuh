@@ -85,24 +85,6 @@ __device__ inline void WgmmaWait(float (&d)[N / 2]) {
 }
 #undef QM_F16
 #undef QM_F4
-__device__ inline float2 LoadShared2(uint32_t at) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
-  return v;
-}
-__device__ inline float4 LoadShared4(uint32_t at) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(at)
-               : "memory");
-  return v;
-}
-__device__ inline float LoadShared(uint32_t at) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
-  return v;
-}
 // i of a vector, known at compile time.
 __device__ inline float Of(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
@@ -160,9 +142,10 @@ struct Fp8Consumer {
       BarrierWait(now + kFp8FullAt, phase);
       const uint64_t tokens = Descriptor(now + tokens_at);
       const uint64_t codes = CodesDescriptor(now + kFp8CodesAt + panel * kFp8PanelBytes);
-      const float low = LoadShared(now + kFp8TokenScalesAt + token_at * 4),
-                  high = LoadShared(now + kFp8TokenScalesAt + token_at * 4 + 32);
-      const float2 block = LoadShared2(now + kFp8RowScalesAt);  // !by_row
+      const float low = __uint_as_float(Load4(now + kFp8TokenScalesAt + token_at * 4)),
+                  high = __uint_as_float(Load4(now + kFp8TokenScalesAt + token_at * 4 + 32));
+      const uint2 both = Load8(now + kFp8RowScalesAt);  // !by_row
+      const float2 block = make_float2(__uint_as_float(both.x), __uint_as_float(both.y));
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         WgmmaFence();
@@ -178,8 +161,8 @@ struct Fp8Consumer {
         for (int i = 0; i < N / 8; ++i) {  // panels
           float2 rows;
           if constexpr (by_row) {
-            const float4 four = LoadShared4(now + kFp8RowScalesAt + (panel + i) * 64 + lane % 4 * 16);
-            rows = r ? make_float2(four.y, four.w) : make_float2(four.x, four.z);
+            const uint4 four = Load16(now + kFp8RowScalesAt + (panel + i) * 64 + lane % 4 * 16);
+            rows = make_float2(__uint_as_float(r ? four.y : four.x), __uint_as_float(r ? four.w : four.z));
           } else {
             const float one = !down      ? (r ? block.y : block.x)
                               : N == 128 ? (i < 8 ? block.x : block.y)

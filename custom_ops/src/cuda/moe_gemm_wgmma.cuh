@@ -172,11 +172,6 @@ struct WgmmaConsumer {
     }
   }
 
-  static __device__ uint32_t Load4(uint32_t at) {
-    uint32_t v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
-    return v;
-  }
   // Scales that came with the stage read next, as what codes are multiplied by.
   __device__ __forceinline__ void ReadScales(uint32_t (&scale)[kPanels][kGroups][2], uint32_t (&zeros)[kPanels]) const {
     uint32_t raw[kPanels][2] = {};
@@ -309,16 +304,13 @@ struct WgmmaConsumer {
       for (int b = 0; b < 2; ++b) {
         if constexpr (kByPanel) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half)
-            asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];"
-                         : "=r"(q[b][2 * half]), "=r"(q[b][2 * half + 1])
-                         : "r"((read ^ 8 * half) + 512 * b)
-                         : "memory");
+          for (int half = 0; half < 2; ++half) {
+            const uint2 v = Load8((read ^ 8 * half) + 512 * b);
+            q[b][2 * half] = v.x, q[b][2 * half + 1] = v.y;
+          }
         } else {
-          asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                       : "=r"(q[b][0]), "=r"(q[b][1]), "=r"(q[b][2]), "=r"(q[b][3])
-                       : "r"(read + (panel + b) * 512)
-                       : "memory");
+          const uint4 v = Load16(read + (panel + b) * 512);
+          q[b][0] = v.x, q[b][1] = v.y, q[b][2] = v.z, q[b][3] = v.w;
         }
       }
     };
