@@ -85,6 +85,10 @@ __device__ inline void WgmmaWait(float (&d)[N / 2]) {
 }
 #undef QM_F16
 #undef QM_F4
+__device__ inline float2 LoadFloat2(uint32_t at) {
+  const uint2 v = Load8(at);
+  return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+}
 // i of a vector, known at compile time.
 __device__ inline float Of(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
@@ -122,6 +126,11 @@ struct Fp8Consumer {
   __device__ uint8_t* Shared(uint32_t at) const { return static_cast<uint8_t*>(__cvta_shared_to_generic(base + at)); }
   __device__ const Fp8Work& Now() const { return reinterpret_cast<const Fp8Work*>(Shared(kFp8WorksAt))[slot]; }
 
+  __device__ static void Release(uint32_t stage, int lane) {
+    __syncwarp();  // all lanes have read its scales
+    if (lane == 0) BarrierArrive(stage + kFp8EmptyAt);
+  }
+
   // N = 128: 64 tokens of this warpgroup times all panels. N = 64: all, at most 64, tokens times half of the panels.
   // acc[r]: sums of rows g + 8 * r of panels.
   template <int N>
@@ -144,8 +153,7 @@ struct Fp8Consumer {
       const uint64_t codes = CodesDescriptor(now + kFp8CodesAt + panel * kFp8PanelBytes);
       const float low = __uint_as_float(Load4(now + kFp8TokenScalesAt + token_at * 4)),
                   high = __uint_as_float(Load4(now + kFp8TokenScalesAt + token_at * 4 + 32));
-      const uint2 both = Load8(now + kFp8RowScalesAt);  // !by_row
-      const float2 block = make_float2(__uint_as_float(both.x), __uint_as_float(both.y));
+      const float2 block = LoadFloat2(now + kFp8RowScalesAt);  // !by_row
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         WgmmaFence();
@@ -156,13 +164,12 @@ struct Fp8Consumer {
         WgmmaE4m3<N, true>(sum, tokens + 6, codes + r * kRowsStep + kUnitStep + 2);
         WgmmaCommit();
         WgmmaWait<N>(sum);
-        if (!by_row && r == 1 && lane == 0) BarrierArrive(now + kFp8EmptyAt);
+        if (!by_row && r == 1) Release(now, lane);
 #pragma unroll
         for (int i = 0; i < N / 8; ++i) {  // panels
           float2 rows;
           if constexpr (by_row) {
-            const uint4 four = Load16(now + kFp8RowScalesAt + (panel + i) * 64 + lane % 4 * 16);
-            rows = make_float2(__uint_as_float(r ? four.y : four.x), __uint_as_float(r ? four.w : four.z));
+            rows = LoadFloat2(now + kFp8RowScalesAt + (panel + i) * 64 + lane % 4 * 16 + r * 8);
           } else {
             const float one = !down      ? (r ? block.y : block.x)
                               : N == 128 ? (i < 8 ? block.x : block.y)
@@ -175,7 +182,7 @@ struct Fp8Consumer {
             to = fmaf(sum[4 * i + j], (j < 2 ? low : high) * (j % 2 ? rows.y : rows.x), to);
           }
         }
-        if (by_row && r == 1 && lane == 0) BarrierArrive(now + kFp8EmptyAt);
+        if (by_row && r == 1) Release(now, lane);
       }
       stage += kFp8StageBytes;
       if (stage == kFp8Stages * kFp8StageBytes) stage = 0, phase ^= 1;
@@ -368,7 +375,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
   const Weights& w = p.weights;
   const bool row_scales = w.block_shift != 31;  // a stage has some
   if (threadIdx.x < kFp8Stages) {
-    BarrierInit(base + threadIdx.x * kFp8StageBytes + kFp8FullAt, 1 + row_scales);
+    BarrierInit(base + threadIdx.x * kFp8StageBytes + kFp8FullAt, row_scales ? 33 : 1);
     BarrierInit(base + threadIdx.x * kFp8StageBytes + kFp8EmptyAt, 8);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -475,15 +482,16 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
           if (mine) {
             float* row = reinterpret_cast<float*>(shared + (to - base) + kFp8RowScalesAt);
             if constexpr (by_row) {
-              reinterpret_cast<float4*>(row)[2 * lane] = v[0], reinterpret_cast<float4*>(row)[2 * lane + 1] = v[1];
+#pragma unroll
+              for (int i = 0; i < 2; ++i)  // rows 2t and 2t + 1 of gate, then of up
+                reinterpret_cast<float4*>(row)[2 * lane + i] = make_float4(v[i].x, v[i].z, v[i].y, v[i].w);
             } else if constexpr (down) {
               row[lane] = v[0].x;
             } else {
               row[0] = v[0].x, row[1] = v[0].y;
             }
           }
-          __syncwarp();
-          if (lane == 0) BarrierArrive(to + kFp8FullAt);
+          BarrierArrive(to + kFp8FullAt);
         };
       });
     }
