@@ -69,7 +69,7 @@ constexpr int StageBytes(int panels, int n_tiles, int bits, int lane_bytes, int 
   return panels * (units * 128 * bits + 32 * lane_bytes) + units * n_tiles * 1024;
 }
 
-// Of moe_gemm_wgmma.cuh, for tiles of 24, 48 or 128 tokens: panels of a warp, rings of tokens and codes, staging of the
+// Of moe_gemm_wgmma.cuh, for tiles of 24, 48 or 144 tokens: panels of a warp, rings of tokens and codes, staging of the
 // results; what it takes. A stage of codes is 64 columns of a warp's panels, of 8 bits those of one panel, with their
 // scales and zero points.
 struct WgmmaSizes {
@@ -77,13 +77,13 @@ struct WgmmaSizes {
 };
 constexpr WgmmaSizes WgmmaSizesOf(int tokens, int bits, int lane_bytes, bool down) {
   WgmmaSizes s{};
-  const bool small = tokens <= 48;
+  const bool small = tokens <= 48, wide = lane_bytes > 8;
   s.panels = tokens == 24 ? 4 : 2;
   if (bits == 8) {
-    s.token_stages = (small && lane_bytes > 8 ? 4 : 5) + (down ? 0 : 2);
-    s.code_stages = small || lane_bytes > 8 ? 5 : 7;  // an odd number, moe_gemm_wgmma.cuh
+    s.token_stages = (small == wide ? 4 : 5) + (down ? 0 : 2);
+    s.code_stages = small || wide ? 5 : 7;  // an odd number, moe_gemm_wgmma.cuh
   } else {
-    s.token_stages = small ? (lane_bytes > 8 ? 4 : 5) : 6;
+    s.token_stages = small ? (wide ? 4 : 5) : down ? 5 : 7;
     s.code_stages = s.panels == 4 ? 3 : small && lane_bytes == 4 ? 5 : 4;
   }
   s.code_stage_bytes = (bits == 8 ? 1 : s.panels) * (128 * bits + 32 * lane_bytes);

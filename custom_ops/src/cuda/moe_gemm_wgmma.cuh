@@ -15,8 +15,9 @@
 
 namespace quantmoe {
 
-// Block shapes: up to 128 tokens, one block a multiprocessor; up to 48 tokens, two blocks, which hide each other's
-// waits when there is little to multiply; up to 24 tokens and 512 rows, for down of short K and few tokens.
+// Block shapes: up to 144 tokens (an expert with 128 on average seldom has more), one block a multiprocessor; up to 48
+// tokens, two blocks, which hide each other's waits when there is little to multiply; up to 24 tokens and 512 rows, for
+// down of short K and few tokens.
 template <typename F, bool down, int kTokens>
 struct WgmmaTile {
   static constexpr WgmmaSizes kSizes = WgmmaSizesOf(kTokens, Sizes<F>::kBits, Sizes<F>::kLaneBytes, down);
@@ -29,6 +30,8 @@ struct WgmmaTile {
   static constexpr int kLag = kStages - 3;  // token stages in flight before their arrival is announced
   static constexpr int kCodeStages = kSizes.code_stages, kCodeStageBytes = kSizes.code_stage_bytes;
   static constexpr int kResultRowBytes = kSizes.result_row_bytes;
+  // With barriers, works, pairs and weights; a block's, and a multiprocessor's less 1024 a block.
+  static_assert(kSizes.shared_bytes + 16 * kStages + 64 + 16 * kTokens <= (kSmall ? 115712 : 232448));
 };
 
 // What a warpgroup does next: columns [k_begin, k_end) * 64, a part of K, of its panels of an expert (-1: nothing) for
@@ -66,7 +69,8 @@ struct WgmmaConsumer {
   static constexpr WeightKind kKind = F::kKind;
   static constexpr int kStages = Shape::kStages, kStageBytes = Shape::kStageBytes, kCodeStages = Shape::kCodeStages;
   static constexpr int kPanels = Shape::kPanels, kCodeStageBytes = Shape::kCodeStageBytes;
-  static constexpr int kUnitBytes = 128 * Size::kBits;  // of a panel's codes
+  static constexpr int kUnitBytes = 128 * Size::kBits;     // of a panel's codes
+  static constexpr int kOwnPairs = (kTokens + 127) / 128;  // that a thread takes to shared memory
   static constexpr int kGroups = F::kGroups;  // scales of a row in a unit; nvfp4: those of this lane's columns
   // Of 8 bits a code stage, and what is dequantized and multiplied at a time, is one panel's 64 columns instead of two
   // panels' 32: the layout has no smaller pieces.
@@ -436,11 +440,17 @@ struct WgmmaConsumer {
   }
 
   // Codes are copied ahead, into the next work: its first are on their way while these results are stored.
-  __device__ __forceinline__ void Run(int count, int k_begin, int k_end, const Work& next, const SortedPair& own) {
+  __device__ __forceinline__ void Run(int count, int k_begin, int k_end, const Work& next,
+                                      const SortedPair (&own)[kOwnPairs]) {
     float acc[kPanels][kTokens / 2];
     Multiply<kTokens>(acc, count, k_begin, k_end, next);
     const int thread = threadIdx.x % 128;
-    if (thread < count) pairs[thread] = own.pair, weights[thread] = p.weight_here ? own.weight : 1.f;
+#pragma unroll
+    for (int i = 0; i < kOwnPairs; ++i)
+      if (thread + 128 * i < count) {
+        pairs[thread + 128 * i] = own[i].pair;
+        weights[thread + 128 * i] = p.weight_here ? own[i].weight : 1.f;
+      }
     NamedBarrier(1 + group, 128);  // pairs, weights and *now are there
     Store<kTokens>(acc);
   }
@@ -564,8 +574,10 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const int count = next.count, k_begin = next.k_begin, k_end = next.k_end;
       if (thread == 0) *c.now = next;
-      SortedPair own{};  // asked for here, used after the products
-      if (thread < count) own = p.sorted_pairs[next.first + thread];
+      SortedPair own[c.kOwnPairs] = {};  // asked for here, used after the products
+#pragma unroll
+      for (int i = 0; i < c.kOwnPairs; ++i)
+        if (thread + 128 * i < count) own[i] = p.sorted_pairs[next.first + thread + 128 * i];
       next = locate(unit + gridDim.x, c.group);
       c.Run(count, k_begin, k_end, next, own);
     }

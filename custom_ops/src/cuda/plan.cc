@@ -181,11 +181,11 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
       auto tiles = [&](int tokens) { return static_cast<double>(most_experts) * std::max(1.0, mean / tokens + 0.5); };
       // For few tokens 512 rows a block cost fewer instructions a byte than 256, if they leave each block something.
       const bool wide = int4 && mean <= 20 && tiles(24) * static_cast<double>(CeilDiv(w.panels, 32)) >= g.grid;
-      const int tokens = wide ? 24 : mean <= 40 && !fp8 ? 48 : 128;
+      const int tokens = wide ? 24 : fp8 ? 128 : mean <= 40 ? 48 : 144;
       g.panels = wide ? 32 : 16;  // of a block
       g.n_tiles = tokens / 8;
       g.shared_bytes = WgmmaSizesOf(tokens, BitsOf(kind), lane_bytes, direct).shared_bytes;
-      if (tokens == 128) g.grid = sms;
+      if (tokens >= 128) g.grid = sms;
       // Few units of work: down's K is cut, into parts that fill the multiprocessors best. A part costs a pass of
       // combine.
       const int64_t pieces = static_cast<int64_t>(tiles(tokens) * static_cast<double>(CeilDiv(w.panels, g.panels)));

@@ -10,7 +10,7 @@ GemmKernel SelectWgmma(F, bool down, int tokens) {
   if constexpr (F::kKind == WeightKind::kInt4 && F::kGroups == 1)
     if (tokens == 24) return down ? MoeGemmWgmma<T, F, true, 24> : MoeGemmWgmma<T, F, false, 24>;
   if (tokens == 48) return down ? MoeGemmWgmma<T, F, true, 48> : MoeGemmWgmma<T, F, false, 48>;
-  return down ? MoeGemmWgmma<T, F, true, 128> : MoeGemmWgmma<T, F, false, 128>;
+  return down ? MoeGemmWgmma<T, F, true, 144> : MoeGemmWgmma<T, F, false, 144>;
 }
 
 }  // namespace quantmoe

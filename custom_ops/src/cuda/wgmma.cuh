@@ -63,6 +63,7 @@ __device__ void Wgmma(float* d, const uint32_t (&a)[4], uint64_t b);
 #define QM_R5 "%40, %41, %42, %43, %44, %45, %46, %47"
 #define QM_R6 "%48, %49, %50, %51, %52, %53, %54, %55"
 #define QM_R7 "%56, %57, %58, %59, %60, %61, %62, %63"
+#define QM_R8 "%64, %65, %66, %67, %68, %69, %70, %71"
 QM_WGMMA(8, "%0, %1, %2, %3", "{%4, %5, %6, %7}, %8", QM_F4(0))
 QM_WGMMA(16, QM_R0, "{%8, %9, %10, %11}, %12", QM_F8(0))
 QM_WGMMA(24, QM_R0 ", %8, %9, %10, %11", "{%12, %13, %14, %15}, %16", QM_F8(0), QM_F4(8))
@@ -76,6 +77,8 @@ QM_WGMMA(112, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " 
          QM_F32(0), QM_F16(32), QM_F8(48))
 QM_WGMMA(128, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6 ", " QM_R7,
          "{%64, %65, %66, %67}, %68", QM_F32(0), QM_F32(32))
+QM_WGMMA(144, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6 ", " QM_R7 ", " QM_R8,
+         "{%72, %73, %74, %75}, %76", QM_F32(0), QM_F32(32), QM_F8(64))
 #undef QM_WGMMA
 #undef QM_WGMMA1
 #undef QM_PASS
@@ -91,5 +94,6 @@ QM_WGMMA(128, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " 
 #undef QM_R5
 #undef QM_R6
 #undef QM_R7
+#undef QM_R8
 
 }  // namespace quantmoe
