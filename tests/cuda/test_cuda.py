@@ -377,6 +377,14 @@ def test_repeated_and_crowded_ids(tokens):
 
 
 @gpu
+@pytest.mark.parametrize("tokens", [127, 129, 143, 144, 145, 288, 289])
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_full_tiles_and_one_more(tokens, dtype):
+    for case in (BASE, CASES["odd-sizes"]):
+        check(replace(case, experts=3, top_k=1), tokens, dtype, ids=np.full((tokens, 1), 2))
+
+
+@gpu
 @pytest.mark.parametrize("tokens", [5, 40, 600])
 def test_non_finite_token_stays_alone(tokens):
     def spoil(x):
