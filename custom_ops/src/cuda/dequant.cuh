@@ -238,8 +238,11 @@ struct Format {
   static constexpr int kGroups = GS;
   static constexpr bool kPacked = false;
 };
-// nvfp4 times nvfp4 activations as MoeRound packs them.
+// nvfp4 and e4m3 times the same codes of activations as MoeRound packs them.
 struct PackedNvfp4 : Format<WeightKind::kNvfp4> {
+  static constexpr bool kPacked = true;
+};
+struct PackedE4m3 : Format<WeightKind::kFp8> {
   static constexpr bool kPacked = true;
 };
 template <typename F>

@@ -46,9 +46,11 @@ template <typename T>
 GemmKernel GateUpKernelAny(int path, const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
 template <typename T>
 GemmKernel DownKernelAny(int path, const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
-// shape.packed only.
+// shape.packed only: nvfp4, and e4m3.
 template <typename T>
-GemmKernel PackedKernel(bool down, int path, const qm_cuda_gemm& shape);
+GemmKernel PackedKernel(bool down, int path, const qm_projection& w, const qm_cuda_gemm& shape);
+template <typename T>
+GemmKernel PackedE4m3Kernel(bool down, int path, const qm_cuda_gemm& shape);
 // QM_CUDA_WGMMA only.
 template <typename T>
 GemmKernel WgmmaKernel(bool down, const qm_projection& w, int per_block, int tokens);

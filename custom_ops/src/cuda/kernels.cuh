@@ -113,7 +113,7 @@ struct RoundParams {
   uint64_t row_bytes;
   uint32_t input_at, pre_at;  // in a row; 0: none
   bool with_input_scale;      // in the values
-  bool packed;                // out: codes and scales of nvfp4, PackUnit
+  int packed;                 // out: codes and scales, in as many bytes for 64 columns; 0: values
   const void* x;
   void* out;
   int x_divisor, x_columns;         // row of x of row r is r / x_divisor

@@ -69,7 +69,7 @@ Weights WeightsOf(const void* rows, const MarlinRow& row, const qm_projection& w
 
 template <typename T>
 GemmKernel Down(const qm_cuda_plan& plan, const qm_projection& w, const MarlinRow& row) {
-  return plan.w2.packed ? PackedKernel<T>(true, plan.path, plan.w2)
+  return plan.w2.packed ? PackedKernel<T>(true, plan.path, w, plan.w2)
                         : DownKernel<T>(plan.path, w, row.per_block, plan.w2);
 }
 
@@ -103,11 +103,11 @@ void RoundX(Launcher& launcher, const qm_cuda_plan& plan, bool packed, uint8_t* 
   round.out = workspace + (round.out_stored ? plan.prepared : plan.rounded);
   round.x_divisor = by_expert ? gemm->routing.top_k : 1;
   round.x_columns = round.features = gemm->x_columns;
-  round.packed = packed;
+  round.packed = packed ? PackedUnitBytes(KindOf(w)) : 0;
   round.columns = round.out_stored || packed ? row.units * kUnit : gemm->x_columns;
   Round<T>(launcher, round, gemm->weights, w, row, gemm->routing.tokens * round.x_divisor, false);
   gemm->x = round.out;
-  gemm->x_columns = packed ? round.columns / 2 : round.columns;
+  gemm->x_columns = packed ? row.units * round.packed / 2 : round.columns;
   gemm->weight_here = false;
   if (by_expert) gemm->x_divisor = 1;
 }
@@ -296,7 +296,7 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
   if (fp8) Quantize<T>(launcher, plan, workspace, m.w13, false, &gate_up);
   const int threads = wgmma ? kWgmmaThreads : kThreads;
   const auto gate_up_kernel = fp8               ? Fp8Kernel<T>(false, m.w13)
-                              : plan.w13.packed ? PackedKernel<T>(false, plan.path, plan.w13)
+                              : plan.w13.packed ? PackedKernel<T>(false, plan.path, m.w13, plan.w13)
                                                 : GateUpKernel<T>(plan.path, m.w13, row13.per_block, plan.w13);
   launcher.Run(gate_up_kernel, gate_up, dim3(plan.w13.grid), threads, plan.w13.shared_bytes, !first);
   if (gate_up.h_scales) {
@@ -311,10 +311,11 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
     round.x = round.out = gate_up.out;
     round.x_divisor = 1;
     round.x_columns = round.columns = gate_up.out_columns;
-    if ((round.packed = plan.w2.packed)) {
+    if (plan.w2.packed) {
+      round.packed = PackedUnitBytes(KindOf(m.w2));
       down.x = round.out = workspace + plan.packed_hidden;
       round.columns = row2.units * kUnit;
-      down.x_columns = round.columns / 2;
+      down.x_columns = row2.units * round.packed / 2;
     }
     round.features = m.intermediate_size;
     round.x_stored = round.out_stored = wgmma;

@@ -24,13 +24,6 @@ inline bool RoundsByExpert(const qm_projection& w) { return HasInputScale(w) || 
 // Rounded x has a row for each pair, not for each token.
 inline bool RoundsPairs(const qm_moe& m) { return RoundsByExpert(m.w13) || m.apply_router_weight_on_input; }
 
-// Whether the product takes both sides' codes: block-scaled mma of e2m1, which of the mma.sync family sm_120a has
-// alone.
-inline bool Packs(int sm, const qm_projection& w) {
-  return sm == 120 && w.format == 3 && w.group_size == 16 && w.activation_format == k_activation_format_nvfp4 &&
-         !w.perm;
-}
-
 // How the kernels read weights. kInt4 is symmetric, with f16 or bf16 scales known at compile time; kInt4Zero and the
 // 8-bit kinds take the scales' type as an argument, the 8-bit kinds also the groups in a unit.
 enum class WeightKind { kInt4, kInt4Zero, kInt8, kInt8Zero, kFp8, kMxfp4, kNvfp4 };
@@ -49,6 +42,24 @@ inline WeightKind KindOf(const qm_projection& w) {
       return WeightKind::kFp8;
   }
 }
+// Weights whose codes are multiplied with e4m3 codes of activations.
+inline bool TakesFp8(const qm_projection& w) {
+  const int a = w.activation_format;
+  return KindOf(w) == WeightKind::kFp8 && w.scale_type <= 2 && (w.group_size == -1 || w.group_size % 128 == 0) &&
+         !w.perm && !w.pre_scale &&
+         (a == k_activation_format_fp8_token || a == k_activation_format_fp8_tensor ||
+          a == k_activation_format_fp8_group128);
+}
+// Whether a product of the mma.sync family takes both sides' codes: of e4m3, or block-scaled of e2m1, which of that
+// family sm_120a has alone.
+inline bool Packs(int sm, const qm_projection& w) {
+  if (KindOf(w) == WeightKind::kFp8) return sm >= 89 && TakesFp8(w);
+  return sm == 120 && w.format == 3 && w.group_size == 16 && w.activation_format == k_activation_format_nvfp4 &&
+         !w.perm;
+}
+// Of 64 columns of a token then, codes and scales: of nvfp4 PackNvfp4 (round.cuh), of e4m3 PackE4m3.
+constexpr int PackedUnitBytes(WeightKind kind) { return kind == WeightKind::kNvfp4 ? 64 : 80; }
+
 // Shared memory of a lane for the scales of a unit, and for its zero points.
 constexpr int ScaleBytes(WeightKind kind, int per_block) {
   return kind == WeightKind::kInt4 || kind == WeightKind::kInt4Zero ? 4 * per_block
@@ -95,13 +106,6 @@ constexpr WgmmaSizes WgmmaSizesOf(int tokens, int bits, int lane_bytes, bool dow
 
 // Of moe_gemm_fp8.cuh: stages, units of work, magnitudes of h; what it takes.
 constexpr int kFp8SharedBytes = 1024 + 4 * 51200 + 128 + 2 * 2 * 64 * 4;
-inline bool TakesFp8(const qm_projection& w) {
-  const int a = w.activation_format;
-  return KindOf(w) == WeightKind::kFp8 && w.scale_type <= 2 && (w.group_size == -1 || w.group_size % 128 == 0) &&
-         !w.perm && !w.pre_scale &&
-         (a == k_activation_format_fp8_token || a == k_activation_format_fp8_tensor ||
-          a == k_activation_format_fp8_group128);
-}
 // Rows of its activations: those of an expert start at a multiple of 8.
 inline int64_t Fp8Rows(int64_t pairs, int64_t experts) {
   return (pairs + 7 * (pairs < experts ? pairs : experts) + 7) / 8 * 8;

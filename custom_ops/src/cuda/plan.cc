@@ -173,7 +173,7 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
   const int least = decode ? 2 : two ? 14 : 8;
   while (g.warps_k > 1 && w.units < least * g.warps_k) g.warps_k /= 2;
   g.cluster = 1;
-  g.packed = Packs(device.sm, weights);
+  g.packed = !wgmma && Packs(device.sm, weights);
   g.stages = StagesOf(1);
   if (wgmma) {
     auto shape = [&, g](int sms) mutable {
@@ -323,8 +323,9 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   plan->hidden = take(rows * hidden_columns * 2);
   if (Rounds(p.moe.w13) && (p.moe.w13.perm || !wgmma))
     plan->rounded = take(static_cast<uint64_t>(RoundsPairs(p.moe) ? pairs : p.tokens) *
-                         (plan->w13.packed ? w13.units * 64 : p.moe.hidden_size * 2));
-  if (plan->w2.packed) plan->packed_hidden = take(static_cast<uint64_t>(pairs) * w2.units * 64);
+                         (plan->w13.packed ? w13.units * PackedUnitBytes(KindOf(p.moe.w13)) : p.moe.hidden_size * 2));
+  if (plan->w2.packed)
+    plan->packed_hidden = take(static_cast<uint64_t>(pairs) * w2.units * PackedUnitBytes(KindOf(p.moe.w2)));
   if (p.moe.w13.perm) plan->gathered = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * 2);
   if (!decode) {
     plan->max_tiles = MostTiles(pairs, p.local_experts, plan->w13.n_tiles);
@@ -375,7 +376,8 @@ extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const 
 
   Workspace workspace;
   if (Rounds(l.w) && (l.w.perm || !wgmma))
-    plan->rounded = workspace.Take(static_cast<uint64_t>(rows) * (plan->w2.packed ? w.units * 64 : l.in_features * 2));
+    plan->rounded = workspace.Take(static_cast<uint64_t>(rows) *
+                                   (plan->w2.packed ? w.units * PackedUnitBytes(KindOf(l.w)) : l.in_features * 2));
   if (l.w.perm) plan->gathered = workspace.Take(static_cast<uint64_t>(rows) * l.in_features * 2);
   if (!decode) {
     plan->max_tiles = static_cast<int32_t>(rows / (8 * plan->w2.n_tiles) + 1);

@@ -31,6 +31,10 @@ __device__ inline void CopyAsyncSmallIf(int left, int least, uint32_t shared, co
                "r"(least), "r"(shared), "l"(global), "n"(bytes)
                : "memory");
 }
+__device__ inline void CopyAsync4(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0)
+               : "memory");
+}
 template <int bytes>
 __device__ inline void CopyAsyncSmall(uint32_t shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(bytes) : "memory");
@@ -124,6 +128,17 @@ __device__ inline void MmaNvfp4(float (&c)[4], const uint32_t (&a)[4], uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(scale_a), "h"(zero), "r"(scale_b));
 #elif __CUDA_ARCH__ == 900
   SlowMmaNvfp4(c, a[0], a[1], a[2], a[3], b0, b1, scale_a, scale_b);
+#endif
+}
+
+// c += a * b, 16 x 32 times 32 x 8 e4m3 codes. Of the fragments (PTX ISA, mma.m16n8k32): a[0] is row g, columns 4t to
+// 4t + 3, a[1] row g + 8, a[2] and a[3] columns 16 further; b0 and b1 are column g, the same rows. sm_90 and sm_100 have
+// it as two products of f16, which the codes become exactly.
+__device__ inline void MmaE4m3(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 890  // no plan for earlier ones takes it
+  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #endif
 }
 

@@ -111,9 +111,15 @@ struct Rounding {
     const int code = r < 1.f ? static_cast<int>(2.f * r) : (__float_as_int(r) >> 22) - 2 * 126;
     return code | (x < 0.f) << 3;
   }
-  __device__ uint32_t ScaleCode() const {
-    if (!(factor <= 448.f)) return 0x7f;
-    return factor < 0x1p-6f ? static_cast<int>(factor * 512.f) : (__float_as_int(factor) >> 20) - 8 * 120;
+  __device__ uint32_t ScaleCode() const { return factor <= 448.f ? E4m3(factor) : 0x7f; }
+  // x as an e4m3 code.
+  __device__ uint32_t CodeE4m3(float x) const {
+    const float r = RoundBits(fminf(fmaxf(Quotient(x), -448.f), 448.f), 3, -6);
+    return E4m3(fabsf(r)) | __float_as_uint(r) >> 31 << 7;
+  }
+  // The code of an e4m3 number that is not negative.
+  __device__ static uint32_t E4m3(float r) {
+    return r < 0x1p-6f ? static_cast<int>(r * 512.f) : (__float_as_int(r) >> 20) - 8 * 120;
   }
 
   __device__ float operator()(int format, float x) const {
@@ -127,8 +133,7 @@ struct Rounding {
 
 // A packed row of nvfp4: 64 bytes for 64 columns, 16 for each t of 4: columns 8t to 8t + 7, even ones first, the same
 // 32 further, and the four scales, each t having them. Here 8 columns of it.
-__device__ inline void PackUnit(uint8_t* row, int chunk, const Rounding& how, const float (&v)[8]) {
-  uint8_t* unit = row + chunk / 8 * 64;
+__device__ inline void PackNvfp4(uint8_t* unit, int chunk, const Rounding& how, const float (&v)[8]) {
   const int half = chunk / 4 % 2, t = chunk % 4;
   uint32_t word = 0;
 #pragma unroll
@@ -136,6 +141,18 @@ __device__ inline void PackUnit(uint8_t* row, int chunk, const Rounding& how, co
   *reinterpret_cast<uint32_t*>(unit + 16 * t + 4 * half) = word;
   for (int i = 0; i < 2; ++i)  // the other two by the group's other 8 columns
     unit[16 * (2 * (t % 2) + i) + 8 + 2 * half + t / 2] = static_cast<uint8_t>(how.ScaleCode());
+}
+
+// A packed row of e4m3: 80 bytes for 64 columns, 16 for each t of 4 in the order in which a lane reads a row of weights
+// (FORMAT.md 3.2), then the step, f32, and nothing. Here 8 columns of it.
+__device__ inline void PackE4m3(uint8_t* unit, int chunk, const Rounding& how, const float (&v)[8]) {
+  const int half = chunk / 4 % 2, t = chunk % 4;
+  uint32_t code[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) code[i] = how.CodeE4m3(v[i]);
+  auto word = [&](int i) { return code[i] | code[i + 2] << 8 | code[i + 1] << 16 | code[i + 3] << 24; };
+  *reinterpret_cast<uint2*>(unit + 16 * t + 8 * (half ^ t % 2)) = make_uint2(word(0), word(4));
+  if (chunk % 8 == 0) *reinterpret_cast<float*>(unit + 64) = how.factor;
 }
 
 // A block a row, or with blocks of (32, rows) a warp a row; 8 columns of out a thread at a time. x and out may be the
@@ -168,7 +185,7 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
   const float kept = p.with_input_scale ? stored : 1.f;
   const float* pre = p.pre_at ? reinterpret_cast<const float*>(weights + p.pre_at) : nullptr;
   const T* x = static_cast<const T*>(p.x) + static_cast<int64_t>(row / p.x_divisor) * p.x_columns;
-  uint8_t* out = static_cast<uint8_t*>(p.out) + static_cast<int64_t>(row) * p.columns * (p.packed ? 1 : 2);
+  uint8_t* out = static_cast<uint8_t*>(p.out) + static_cast<int64_t>(row) * (p.packed ? p.columns / 64 * p.packed : p.columns * 2);
   const int chunks = p.columns / 8;
   if (!p.sorted_pairs) WaitForPrevious();  // for x
 
@@ -231,7 +248,8 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
     }
     const Rounding low(p.format, first, stored, kept), high = halves ? Rounding(p.format, second, stored, kept) : low;
     if (p.packed) {
-      if (chunk < chunks) PackUnit(out, chunk, low, v);
+      uint8_t* unit = out + chunk / 8 * p.packed;
+      if (chunk < chunks) p.format == k_activation_format_nvfp4 ? PackNvfp4(unit, chunk, low, v) : PackE4m3(unit, chunk, low, v);
       continue;
     }
     uint32_t words[4];

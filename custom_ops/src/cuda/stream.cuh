@@ -48,7 +48,8 @@ struct Stream {
                        kTokensAt = kZerosAt + MT * 32 * Size::kZeroBytes;
   static constexpr int kStages = StagesOf(kUnits);
   static constexpr int kStageBytes = StageBytes(MT, NT, Size::kBits, Size::kLaneBytes, kUnits);
-  static constexpr int kTokenUnit = F::kPacked ? kUnit / 2 : kUnit;  // of T: values, or codes and scales (PackUnit)
+  static constexpr int kTokenUnit = F::kPacked ? PackedUnitBytes(kKind) / 2 : kUnit;  // of T: values, or what is packed
+  static constexpr bool kCodes = F::kPacked && kKind == WeightKind::kFp8;
   static constexpr bool kScaledWeights = kKind == WeightKind::kNvfp4 || (kKind == WeightKind::kMxfp4 && kBf16<T>);
 
   int lane, g, t;
@@ -141,10 +142,15 @@ struct Stream {
 #pragma unroll
       for (int i = 0; i < (F::kPacked ? 1 : 2 * kUnits); ++i)
         CopyAsync16(to + n * kUnits * 1024 + i * 512, tokens[n] + i * 32, valid && columns_left > i * 32);
+      if constexpr (kCodes) CopyAsync4(StepAt(stage, n), tokens[n] + (32 - 8 * t), valid);
       tokens[n] += kUnits * kTokenUnit;
     }
     columns_left -= kUnits * kTokenUnit;
     k += kUnits;
+  }
+  // e4m3: where a lane has the step of its column of tile n.
+  __device__ uint32_t StepAt(int stage, int n) const {
+    return scales_at + stage * kStageBytes + (kTokensAt - kScalesAt) + n * 1024 + 512;
   }
   static constexpr uintptr_t kNullEnd = 1 << 20;
 
@@ -152,8 +158,10 @@ struct Stream {
   // multiplied by SumFactor.
   template <int N, bool kFactor = false, bool kShift = false>
   __device__ void Consume(int stage, float (&acc)[MT][NT][4], const Weights& w, const float* factor = nullptr) const {
-    if constexpr (F::kPacked) {
-      ConsumePacked<N, kFactor>(stage, acc, factor);
+    if constexpr (kCodes) {
+      ConsumeE4m3<N, kFactor>(stage, acc, w, factor);
+    } else if constexpr (F::kPacked) {
+      ConsumeNvfp4<N, kFactor>(stage, acc, factor);
     } else {
       ConsumeValues<N, kFactor, kShift>(stage, acc, w, factor);
     }
@@ -320,7 +328,7 @@ struct Stream {
 
   // The same of codes on both sides: a lane has 8 neighbouring columns of both rows in two words.
   template <int N, bool kFactor>
-  __device__ void ConsumePacked(int stage, float (&acc)[MT][NT][4], const float* factor) const {
+  __device__ void ConsumeNvfp4(int stage, float (&acc)[MT][NT][4], const float* factor) const {
     const uint32_t base = codes_at + stage * kStageBytes;
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
@@ -341,6 +349,56 @@ struct Stream {
           MmaNvfp4(acc[m][n], a, x.x, x.y, scale, x.z);
         }
       }
+    }
+  }
+
+  // Of e4m3: a lane's 16 bytes of a row of weights, and of a token, are its words of two products. It has the step of
+  // column g, and sums of columns 2t and 2t + 1.
+  template <int N, bool kFactor>
+  __device__ void ConsumeE4m3(int stage, float (&acc)[MT][NT][4], const Weights& w, const float* factor) const {
+    const uint32_t base = codes_at + stage * kStageBytes;
+    uint4 x[N];
+    float step[N][2], part[MT][N][4];
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      x[n] = Load16(base + kTokensAt + n * 1024);
+      const uint32_t mine = Load4(StepAt(stage, n));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        step[n][i] = __uint_as_float(__shfl_sync(~0u, mine, 8 * t + 4 * i));
+        if constexpr (kFactor) step[n][i] *= factor[i];
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+      const uint4 low = Load16(base + m * kUnitBytes), high = Load16(base + m * kUnitBytes + 512);
+      const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        part[m][n][0] = part[m][n][1] = part[m][n][2] = part[m][n][3] = 0.f;
+        MmaE4m3(part[m][n], first, x[n].x, x[n].y);
+        MmaE4m3(part[m][n], second, x[n].z, x[n].w);
+      }
+    }
+    auto add = [&](auto scale) {  // of a word, and f32 scales of the next
+#pragma unroll
+      for (int m = 0; m < MT; ++m) {
+        const uint32_t at = scales_at + stage * kStageBytes + m * 32 * Size::kScaleBytes;
+        const float2 s = scale(at);
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) acc[m][n][i] += (i < 2 ? s.x : s.y) * step[n][i % 2] * part[m][n][i];
+      }
+    };
+    if (w.scale_type == 0) {
+      add([](uint32_t at) { return make_float2(__uint_as_float(Load4(at)), __uint_as_float(Load4(at + 4))); });
+    } else if (w.scale_type == 1) {
+      add([](uint32_t at) { return make_float2(Half<__half>::Low(Load4(at)), Half<__half>::High(Load4(at))); });
+    } else {
+      add([](uint32_t at) {
+        return make_float2(Half<__nv_bfloat16>::Low(Load4(at)), Half<__nv_bfloat16>::High(Load4(at)));
+      });
     }
   }
 
