@@ -31,6 +31,8 @@ class Case:
     pre_scale: bool = False
     static: bool = True
     activation_format: str = "int8_token_asym"
+    down_format: str = ""
+    """w2's, where it is another (tests/cuda)"""
     activation: str = "silu"
     gated: bool = True
     bias: bool = False
@@ -49,7 +51,8 @@ class Case:
 
     @property
     def stored_scale(self) -> bool:
-        return self.activation_format == "nvfp4" or (self.activation_format == "fp8_tensor" and self.static)
+        formats = (self.activation_format, self.down_format)
+        return "nvfp4" in formats or ("fp8_tensor" in formats and self.static)
 
     def matrix(self, rng: np.random.Generator, n: int, k: int, perm: np.ndarray | None = None) -> QuantizedMatrix:
         kind, scale_type, zero_points = self.weights

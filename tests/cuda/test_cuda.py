@@ -26,7 +26,7 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 # experts' products. Each is uniform in half an ulp, at most u / sqrt(3) of the norm; f32 sums and the fast exponential
 # are far below.
 UNIT = {"f16": 2.0**-11, "bf16": 2.0**-8}  # half an ulp
-SM120 = cuda.Device(120, 132, 102400)  # of an H200's size
+SM89, SM120 = (cuda.Device(sm, 132, 102400) for sm in (89, 120))  # of an H200's size
 TORCH = {"f16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -62,7 +62,7 @@ def one_input(e: Expert) -> Expert:
 
 
 def experts_describe(experts, case) -> tuple[Projection, Projection]:
-    formats = [case.activation_format] * 2
+    formats = [case.activation_format, case.down_format or case.activation_format]
     if case.act_order != "none" and FLOAT_FORMATS.get(formats[1], (0, None, 0))[1]:
         formats[1] = "fp8_token"  # layout marlin forgets the order of the features of h
     describe = LAYOUTS["marlin"].describe
@@ -217,34 +217,41 @@ def rounded(activation_format: str, shape: str) -> tuple[Case, list[Expert]]:
     return case, [powers_of_two(case.expert(rng)) for _ in range(case.experts)]
 
 
-def rounding_bound(activation_format: str, dtype: str) -> tuple[float, float]:
+def rounding_bound(activation_format: str, dtype: str, d: float = 2.0**-18) -> tuple[float, float]:
     """Of the error's norm, against rounding_reference; and what one token's largest value of h can add.
 
     Besides the 16-bit roundings some codes of h are their neighbours, relatively a step D of the format away: f32
-    sums, wrong by d = 2^-18 at most, put h on the other side of a middle, which happens to d / D of them. The same of
+    sums, wrong by d at most, put h on the other side of a middle, which happens to d / D of them. The same of
     scales in e4m3 or powers of two, where a group's roundings, D^2 / 12 each, are then others. With few tokens that is
     no mean: a value with half the norm of its token's h may be the one.
     """
-    d, step = 2.0**-18, 1 / 2 if activation_format in ("nvfp4", "mxfp4") else 1 / 8
+    step = 1 / 2 if activation_format in ("nvfp4", "mxfp4") else 1 / 8
     return float(np.sqrt((2 * UNIT[dtype]) ** 2 + 2 * d * step + 16 * d * 2 * step**2 / 12)), step / 2
+
+
+def half_of(dtype: str):
+    return lambda x: torch.from_numpy(x).float().to(TORCH[dtype]).double().numpy()
+
+
+def codes_of_halves(monkeypatch, dtype: str) -> None:
+    """The reference with h in 16 bits before it is rounded to its format."""
+    exact, half = reference.activate, half_of(dtype)
+    monkeypatch.setattr(reference, "activate", lambda *a: half(exact(*a)))
 
 
 def rounding_reference(monkeypatch, case: Case, dtype: str) -> None:
     """The reference with what the kernels have in 16 bits: h before it is rounded to the format, and products with a
     step that is no power of two. h would else have other codes wherever these put it on the other side of a middle.
     """
-    exact_h, exact = reference.activate, reference.quantize_activations
+    exact, half = reference.quantize_activations, half_of(dtype)
     in_values = case.weights[0] == "int4" and not case.weights[2]  # a stored scale is
-
-    def half(x):
-        return torch.from_numpy(x).float().to(TORCH[dtype]).double().numpy()
 
     def quantize(x, activation_format, stored=None):
         q = exact(x, activation_format, stored)
         stored_outside = activation_format in ("fp8_tensor", "nvfp4") and not in_values
         return q if stored_outside or activation_format.startswith("mx") else half(q)
 
-    monkeypatch.setattr(reference, "activate", lambda *a: half(exact_h(*a)))
+    codes_of_halves(monkeypatch, dtype)
     monkeypatch.setattr(reference, "quantize_activations", quantize)
 
 
@@ -272,8 +279,12 @@ def check_rounded(activation_format, shape, tokens, dtype, monkeypatch, device=N
     case, experts = rounded(activation_format, shape)
     rounding_reference(monkeypatch, case, dtype)
     got, want = run(case, tokens, dtype, experts=experts, device=device)
+    assert_rounded(got, want, rounding_bound(activation_format, dtype))
+
+
+def assert_rounded(got: np.ndarray, want: np.ndarray, bounds: tuple[float, float]) -> None:
+    bound, neighbour = bounds
     assert np.isfinite(got).all()
-    bound, neighbour = rounding_bound(activation_format, dtype)
     largest = np.linalg.norm(want, axis=1).max(initial=0)
     assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want) + neighbour * largest
     rows = np.linalg.norm(got - want, axis=1) / np.maximum(np.linalg.norm(want, axis=1), 1e-30)
@@ -418,6 +429,13 @@ FP8_CASES = {
     "gelu-blocks": replace(FP8, activation="gelu", intermediate=392, bias=True),
     "big-blocks": replace(FP8, weights=("fp8_e4m3", "f16", False), group_size=256, block_n=256, intermediate=640),
     "slice": replace(FP8, offset=4, total_experts=12, top_k=6),
+    "group-token": replace(FP8, down_format="fp8_token", on_input=True),
+    "token-group": replace(FP8, activation_format="fp8_token", down_format="fp8_group128"),
+    "group-tensor": replace(FP8, down_format="fp8_tensor"),
+    "f16-row": replace(
+        FP8, weights=("fp8_e4m3", "f16", False), activation_format="fp8_token", group_size=-1, block_n=1
+    ),
+    "block-n-64": replace(FP8, block_n=64),
 }
 
 
@@ -440,6 +458,66 @@ def check_fp8(case: Case, tokens: int, dtype: str, keep=None, **options) -> None
 @pytest.mark.parametrize("name", FP8_CASES)
 def test_fp8_activations(name, tokens, dtype):
     check_fp8(FP8_CASES[name], tokens, dtype)
+
+
+@gpu
+def test_fp8_activations_of_many_features():
+    """More columns of h than a quantizing thread asks for at once."""
+    check_fp8(replace(FP8_CASES["token"], hidden=256, intermediate=14336, experts=2), 40, "bf16")
+
+
+# On mma.sync: the plans of the H200 for few tokens, and sm_89's, with tiles of 8, 16 and 32 tokens.
+FEW = [(1, None), (3, None), (8, None), (13, None), (8, SM89), (9, SM89), (23, SM89), (64, SM89), (200, SM89)]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize(("tokens", "device"), FEW)
+@pytest.mark.parametrize("name", [*FP8_CASES, "ungated"])
+def test_e4m3_products_of_few_tokens(name, tokens, device, dtype, monkeypatch):
+    """Where the product is of f16 that e4m3 codes become (sm_90, sm_100) sums are f32, else of 14 bits."""
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 9):
+        pytest.skip("no e4m3 products")
+    if capability == (9, 0) and name == "slice" and tokens == 13:
+        pytest.skip("wgmma")
+    case = FP8_CASES.get(name) or replace(FP8, gated=False, activation="relu2", intermediate=392, bias=True)
+    codes_of_halves(monkeypatch, dtype)
+    got, want = run(case, tokens, dtype, device=device)
+    assert_rounded(got, want, rounding_bound("fp8", dtype, 2.0**-18 if capability[0] in (9, 10) else 2.0**-13))
+
+
+@gpu
+@pytest.mark.parametrize("device", [None, SM89])
+@pytest.mark.parametrize("name", ["blocks", "token", "tensor"])
+def test_e4m3_products_that_are_not_finite_stay_alone(name, device, monkeypatch):
+    def spoil(x):
+        x[2, 7], x[4, 0], x[7, 500] = float("nan"), float("inf"), -float("inf")
+        x[5], x[6, 128:256] = 0, 0
+
+    codes_of_halves(monkeypatch, "bf16")
+    for tokens in (8, 13):
+        keep = np.ones(tokens, bool)
+        keep[[2, 4, 7]] = False
+        got, want = run(FP8_CASES[name], tokens, "bf16", mutate=spoil, device=device)
+        assert np.isnan(got[~keep]).all()
+        assert not got[5].any()
+        assert_rounded(got[keep], want[keep], rounding_bound("fp8", "bf16"))
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1, 8, 9, 30, 64])
+@pytest.mark.parametrize("device", [None, SM89])
+@pytest.mark.parametrize("name", ["blocks", "token", "tensor", "odd-token", "f16-256"])
+def test_e4m3_linear(name, device, rows):
+    m, spec, w = build_linear(replace(FP8_CASES[name], hidden=1032))
+    x = torch.from_numpy(np.random.default_rng(1).normal(0, 1, (rows, spec.in_features)).astype(np.float32)).half()
+    linear = cuda.CudaLinear(spec, torch.from_numpy(w).cuda())
+    linear.device = device or linear.device
+    got = linear(x.cuda()).double().cpu().numpy()
+    want = reference.linear(x.float().numpy(), m, spec.w.activation_format)
+    error, size = np.linalg.norm(got - want, axis=1), np.linalg.norm(want, axis=1)
+    assert (error <= 1.2 * UNIT["f16"] * size).all()
 
 
 @gpu
@@ -576,6 +654,39 @@ def test_packed_plans(tokens):
     assert packed(replace(codes, activation_format="mxfp4"), replace(codes, format="mxfp4", group_size=32,
                   scale_type="e8m0")) == (0, 0)  # fmt: skip
     assert packed(codes, codes, cuda.H200) == (0, 0)
+
+
+@pytest.mark.parametrize("tokens", [0, 3, 16, 40, 4096])
+@pytest.mark.parametrize("sm", [80, 87, 89, 90, 100, 120])
+def test_e4m3_plans(tokens, sm):
+    """From sm_89 on, wherever it is not wgmma: for each projection whose weights are e4m3 as path fp8 takes them."""
+    spec = spec_of(2048, 768, 16, 128, FP8.weights)
+    codes = replace(spec.w13, activation_format="fp8_group128")
+    device = cuda.Device(sm, 132, 233472 if sm in (90, 100) else 102400)
+    wgmma = sm == 90 and tokens * 4 > 8 * 16
+
+    def plan(w13, w2, **changes):
+        return cuda.plan(cuda.problem(replace(spec, w13=w13, w2=w2, **changes), "bf16", tokens, 4, 16), device)
+
+    def packed(*a, **changes):
+        found = plan(*a, **changes)
+        return found.w13.packed, found.w2.packed
+
+    yes = int(sm >= 89 and not wgmma)
+    assert packed(codes, codes) == (yes, yes)
+    assert packed(codes, replace(codes, activation_format="fp8_tensor", group_size=-1, scale_type="f16")) == (yes, yes)
+    assert packed(codes, codes, gated=0, activation="relu2") == (int(sm >= 89),) * 2
+    for other in (spec.w13, replace(codes, group_size=64), replace(codes, group_size=32, scale_type="e8m0"),
+                  replace(codes, pre_scale=1), replace(codes, activation_format="mxfp8"),
+                  replace(codes, format="int8"), replace(codes, perm=1)):  # fmt: skip
+        assert packed(codes, other) == (yes, 0)
+        assert packed(other, codes) == (0, yes)
+    if tokens and yes:  # 80 bytes for 64 columns, of x a row a token, and h not in place
+        a, b = plan(spec.w13, spec.w2), plan(codes, codes)
+        grows = tokens * 2048 // 64 * 80 + tokens * 4 * 768 // 64 * 80
+        assert 0 <= b.workspace_bytes - a.workspace_bytes - grows < 512
+    linear = cuda.plan(cuda.linear_problem(LinearSpec(2048, 768, codes), "bf16", tokens), device)
+    assert linear.w2.packed == int(sm >= 89 and not (sm == 90 and tokens > 64))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 40, 4096])

@@ -132,8 +132,8 @@ __device__ inline void MmaNvfp4(float (&c)[4], const uint32_t (&a)[4], uint32_t 
 }
 
 // c += a * b, 16 x 32 times 32 x 8 e4m3 codes. Of the fragments (PTX ISA, mma.m16n8k32): a[0] is row g, columns 4t to
-// 4t + 3, a[1] row g + 8, a[2] and a[3] columns 16 further; b0 and b1 are column g, the same rows. sm_90 and sm_100 have
-// it as two products of f16, which the codes become exactly.
+// 4t + 3, a[1] row g + 8, a[2] and a[3] columns 16 further; b0 and b1 are column g, the same rows. sm_90 and sm_100
+// have it as two products of f16, which the codes become exactly.
 __device__ inline void MmaE4m3(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 890  // no plan for earlier ones takes it
   asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -185,7 +185,8 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
   const float kept = p.with_input_scale ? stored : 1.f;
   const float* pre = p.pre_at ? reinterpret_cast<const float*>(weights + p.pre_at) : nullptr;
   const T* x = static_cast<const T*>(p.x) + static_cast<int64_t>(row / p.x_divisor) * p.x_columns;
-  uint8_t* out = static_cast<uint8_t*>(p.out) + static_cast<int64_t>(row) * (p.packed ? p.columns / 64 * p.packed : p.columns * 2);
+  uint8_t* out =
+      static_cast<uint8_t*>(p.out) + static_cast<int64_t>(row) * (p.packed ? p.columns / 64 * p.packed : p.columns * 2);
   const int chunks = p.columns / 8;
   if (!p.sorted_pairs) WaitForPrevious();  // for x
 
@@ -249,7 +250,12 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
     const Rounding low(p.format, first, stored, kept), high = halves ? Rounding(p.format, second, stored, kept) : low;
     if (p.packed) {
       uint8_t* unit = out + chunk / 8 * p.packed;
-      if (chunk < chunks) p.format == k_activation_format_nvfp4 ? PackNvfp4(unit, chunk, low, v) : PackE4m3(unit, chunk, low, v);
+      if (chunk >= chunks) continue;
+      if (p.format == k_activation_format_nvfp4) {
+        PackNvfp4(unit, chunk, low, v);
+      } else {
+        PackE4m3(unit, chunk, low, v);
+      }
       continue;
     }
     uint32_t words[4];
