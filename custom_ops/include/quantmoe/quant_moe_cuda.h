@@ -39,7 +39,7 @@ typedef struct {
   int32_t warps_k;  // warps that split K; the others take other panels. wgmma: parts of K that blocks share
   int32_t stages;   // of a warp's ring of weights, where there are 2 of two units of K each
   int32_t cluster;  // blocks that share one output tile
-  int32_t packed;   // tokens are nvfp4's codes and scales, of block-scaled mma (sm_120a)
+  int32_t packed;   // mma.sync: tokens are codes and scales, of e4m3 (sm_89 and later) or nvfp4 (sm_120a)
   int32_t grid, shared_bytes;
 } qm_cuda_gemm;
 

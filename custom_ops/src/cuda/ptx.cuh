@@ -135,10 +135,12 @@ __device__ inline void MmaNvfp4(float (&c)[4], const uint32_t (&a)[4], uint32_t 
 // 4t + 3, a[1] row g + 8, a[2] and a[3] columns 16 further; b0 and b1 are column g, the same rows. sm_90 and sm_100
 // have it as two products of f16, which the codes become exactly.
 __device__ inline void MmaE4m3(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-#if __CUDA_ARCH__ >= 890  // no plan for earlier ones takes it
+#if __CUDA_ARCH__ >= 890
   asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  __trap();  // code for 80 on sm_89, which has the plans: CMakeLists.txt
 #endif
 }
 

@@ -234,6 +234,7 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
   const int group = p.format == k_activation_format_fp8_group128 ? 128
                     : p.format == k_activation_format_nvfp4      ? 16
                     : p.format > k_activation_format_nvfp4       ? 32
+                    : p.packed                                   ? 64  // have one step, or NaN
                                                                  : 8;
   const bool halves = p.out_stored && group == 16;
   for (int begin = threadIdx.x & ~31; begin < chunks; begin += blockDim.x) {  // whole warps
