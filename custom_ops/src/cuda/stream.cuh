@@ -380,7 +380,7 @@ struct Stream {
         MmaE4m3(part[m][n], second, x[n].z, x[n].w);
       }
     }
-    auto add = [&](auto scale) {  // of a word, and f32 scales of the next
+    auto add = [&](auto scale) {  // of rows g and g + 8, from where this lane has them
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
         const uint32_t at = scales_at + stage * kStageBytes + m * 32 * Size::kScaleBytes;
