@@ -51,6 +51,7 @@ FORMATS = {
     "int4-g32": ("int4", 32, 1, "bf16", 0, "none"),
     "int4-zero": ("int4", 128, 1, "f16", 1, "none"),
     "int8": ("int8", -1, 1, "bf16", 0, "none"),
+    "int8-zero": ("int8", 128, 1, "f16", 1, "none"),
     "fp8": ("fp8_e4m3", -1, 1, "bf16", 0, "none"),
     "fp8-128": ("fp8_e4m3", 128, 128, "f32", 0, "none"),
     "w8a8": ("fp8_e4m3", -1, 1, "f32", 0, "fp8_token"),

@@ -97,7 +97,7 @@ constexpr WgmmaSizes WgmmaSizesOf(int tokens, int bits, int lane_bytes, bool dow
     s.token_stages = small ? (wide ? 4 : 5) : down ? 5 : 7;
     s.code_stages = s.panels == 4 ? 3 : small && lane_bytes == 4 ? 5 : 4;
   }
-  s.code_stage_bytes = (bits == 8 ? 1 : s.panels) * (128 * bits + 32 * lane_bytes);
+  s.code_stage_bytes = (bits == 8 ? 1 : s.panels) * 128 * bits + 32 * lane_bytes;
   s.result_row_bytes = (down ? 128 : 64) * s.panels + 16;  // of a token; padded against bank conflicts
   s.shared_bytes = 1024 + s.token_stages * tokens * 128 + 8 * s.code_stages * s.code_stage_bytes +
                    2 * tokens * s.result_row_bytes;  // 1024: to align the first stage

@@ -92,11 +92,15 @@ struct WgmmaConsumer {
 
   // The copying side: what this lane copies next, and where to. Addresses, not offsets into the ring: ptxas 13.0 makes
   // an illegal instruction of cp.async with a cache policy to register + uniform register.
-  const uint8_t *codes, *scales, *zeros;  // of the warp's first panel; the others are every fourth from there
-  int left;                               // panels from there to the last
-  uint32_t ring, write;                   // this lane's codes in the first stage; in the stage written next
-  int scales_from_codes, lane;            // its scales, relative to its codes
+  const uint8_t* codes;           // of the warp's first panel; the others are every fourth from there
+  int left;                       // panels from there to the last
+  const uint8_t *scales, *zeros;  // of rows lane % 8 and lane % 8 + 8 of panel lane / 8 of the warp's
+  uint32_t ring, write;           // this lane's codes in the first stage; in the stage written next
+  // Relative to its codes: the scales of rows g and g + 8 of the first panel; those it copies.
+  int scales_from_codes, copy_scales_from_codes, lane;
   int copy_k = 0, copy_end = 0, lookahead;
+  bool full_lookahead;  // the ring is full of copies; else all of a short K are under way
+  bool scales_due;      // with the next copy: it is the first of a block or of the work
 
   __device__ const uint8_t* Expert(int expert) const { return p.weights.rows + expert * p.weights.row_bytes; }
   __device__ uint32_t NextStage(uint32_t at) const {
@@ -106,16 +110,12 @@ struct WgmmaConsumer {
   __device__ bool StartsBlock(int k) const { return (k & ((1u << p.weights.block_shift) - 1)) == 0; }
   __device__ bool TwoGroups() const { return Size::kRuntime ? p.weights.two_groups : kGroups == 2; }
   __device__ int ScaleLaneBytes() const { return Size::kRuntime ? p.weights.scale_bytes : Size::kScaleBytes; }
-  // Scales and zero points of this lane, from its codes in the first stage of a unit. They have all been read when that
-  // stage has, so those of a unit's second stage can be copied, and read, with its first.
-  __device__ uint32_t ScalesAt(uint32_t at, int b) const {
-    if (kByPanel && b == 1) return NextStage(at) + scales_from_codes;
-    return at + scales_from_codes + b * 32 * Size::kScaleBytes;
-  }
-  __device__ uint32_t ZerosAt(uint32_t at, int b) const {
-    if (kByPanel && b == 1) return ZerosAt(NextStage(at), 0);
-    return at + scales_from_codes + (32 * kStagePanels * Size::kScaleBytes + b * 128) - lane * (Size::kScaleBytes - 4);
-  }
+  // From the scales of a unit, in the stage of its first codes, to those of row g of panel b, and to the zero points.
+  // With two panels half of the lanes copy nothing new.
+  __device__ static constexpr int ScalesOf(int b) { return b * 8 * Size::kScaleBytes; }
+  __device__ static constexpr int ZerosOf(int b) { return 32 * Size::kScaleBytes + b * 32; }
+  // The same of a lane's first, `row` of the unit's 8 * kPanels.
+  __device__ static int ZerosFromScales(int row) { return row * (4 - Size::kScaleBytes); }
 
   __device__ __forceinline__ void Seek(const Work& work) {
     const Weights& w = p.weights;
@@ -123,44 +123,46 @@ struct WgmmaConsumer {
     int thread = threadIdx.x % 128;
     asm volatile("" : "+r"(thread));
     const int lane = thread % 32, warp = thread / 32;
-    copy_k = work.k_begin, copy_end = work.k_end;
-    const int panel = work.panel + warp, block = panel * w.blocks + (work.k_begin >> w.block_shift), g = lane / 4;
+    copy_k = work.k_begin, copy_end = work.k_end, scales_due = true;
+    const int panel = work.panel + warp;
     left = w.panels - panel;
+    // Past the last panel any weights do, the results are not stored.
+    const int row =
+        (min(panel + lane / 8 % kPanels * 4, w.panels - 1) * w.blocks + (work.k_begin >> w.block_shift)) * 8 + lane % 8;
     codes = expert + (static_cast<int64_t>(panel) * w.units + copy_k) * kUnitBytes + Size::LaneAt(lane);
-    scales = expert + w.scales_at + (block * 8 + g) * ScaleLaneBytes();
+    scales = expert + w.scales_at + row * ScaleLaneBytes();
     if constexpr (Size::kZeroBytes > 0)
-      zeros = expert + w.zeros_at + block * w.zero_bytes + (TwoGroups() ? 4 * g : 2 * g & ~3);
+      zeros = expert + w.zeros_at + row / 8 * w.zero_bytes + (TwoGroups() ? 4 * (row % 8) : 2 * (row % 8) & ~3);
   }
   // The next code stage: `piece` of a unit. Scales come with the first columns of their block (or of the work).
   template <int piece>
-  __device__ __forceinline__ void Copy(bool first) {
+  __device__ __forceinline__ void Copy() {
     if (copy_k < copy_end) {
-      const bool starts = piece == 0 && (first || StartsBlock(copy_k));
+      const bool starts = piece == 0 && scales_due;
       const uint32_t to_codes = kByPanel ? write & ~15 : write;
       const Weights& w = p.weights;
-      const uint32_t code_step = 4 * kUnitBytes * w.units, block_step = 4 * w.blocks;
+      const uint32_t code_step = 4 * kUnitBytes * w.units;
 #pragma unroll
-      for (int b = 0; b < kStagePanels; ++b)  // past the last panel any weights do, the results are not stored
+      for (int b = 0; b < kStagePanels; ++b)
 #pragma unroll
         for (int i = 0; i < kUnitBytes; i += 512)
           CopyAsync16OnceIf(left, 4 * (piece + b), to_codes + b * 512 + i, codes + (piece + b) * code_step + i, once);
-#pragma unroll
-      for (int b = 0; b < kPanels && piece == 0 && (!Size::kRuntime || starts); ++b) {
-        // Scales of 8-bit codes are of several sizes and mostly rare: worth a branch.
-        const uint8_t* from = scales + b * block_step * (8 * ScaleLaneBytes());
+      if constexpr (piece == 0) {
+        const uint32_t to_scales = write + copy_scales_from_codes;
         if (Size::kScaleBytes == 4 || (Size::kRuntime && w.scale_bytes == 4)) {
-          CopyAsyncSmallIf<4>(starts ? left : 0, 4 * b, ScalesAt(write, b), from);
+          CopyAsyncSmallIf<4>(starts, 0, to_scales, scales);
         } else {
-          CopyAsyncSmallIf<8>(starts ? left : 0, 4 * b, ScalesAt(write, b), from);
+          CopyAsyncSmallIf<8>(starts, 0, to_scales, scales);
         }
         if constexpr (Size::kZeroBytes > 0)
-          CopyAsyncSmallIf<4>(starts ? left : 0, 4 * b, ZerosAt(write, b), zeros + b * block_step * w.zero_bytes);
-      }
-      if (starts) {
-        scales += 8 * ScaleLaneBytes();
-        if constexpr (Size::kZeroBytes > 0) zeros += w.zero_bytes;
+          CopyAsyncSmallIf<4>(starts, 0, to_scales + ZerosOf(0) + ZerosFromScales(lane), zeros);
+        if (starts) {
+          scales += 8 * ScaleLaneBytes();
+          if constexpr (Size::kZeroBytes > 0) zeros += w.zero_bytes;
+        }
       }
       if constexpr (piece == kPieces - 1) codes += kUnitBytes, ++copy_k;
+      if constexpr (piece == 0) scales_due = StartsBlock(copy_k + kPieces - 1);
       write = NextStage(write);
     }
     CopyAsyncCommit();
@@ -171,8 +173,8 @@ struct WgmmaConsumer {
     Seek(work);
 #pragma unroll 1
     for (int i = 0; i < lookahead; i += kPieces) {
-      Copy<0>(i == 0);
-      if constexpr (kPieces == 2) Copy<1>(false);
+      Copy<0>();
+      if constexpr (kPieces == 2) Copy<1>();
     }
   }
 
@@ -182,9 +184,12 @@ struct WgmmaConsumer {
 #pragma unroll
     for (int b = 0; b < kPanels; ++b) {
 #pragma unroll
-      for (int i = 0; i < Size::kScaleBytes / 4; ++i) raw[b][i] = Load4(ScalesAt(read, b) + 4 * i);
+      for (int i = 0; i < Size::kScaleBytes / 4; ++i) raw[b][i] = Load4(read + scales_from_codes + ScalesOf(b) + 4 * i);
       if constexpr (Size::kZeroBytes > 0)  // {row g, row g + 8} of each half
-        zeros[b] = __byte_perm(Load4(ZerosAt(read, b)), 0, TwoGroups() ? 0x3210 : lane & 4 ? 0x3232 : 0x1010);
+        zeros[b] = __byte_perm(Load4(read + scales_from_codes + ZerosOf(b) + ZerosFromScales(lane / 4)), 0,
+                               TwoGroups() ? 0x3210
+                               : lane & 4  ? 0x3232
+                                           : 0x1010);
     }
     auto each = [&](auto factor) {  // factor(words, half, row)
 #pragma unroll
@@ -241,8 +246,8 @@ struct WgmmaConsumer {
   template <int N>
   __device__ __forceinline__ void Products(float (&acc)[kPanels][kTokens / 2], int panel, uint64_t tokens,
                                            uint32_t (&a)[2][2][4], int count) {
-    constexpr int kLess = N <= 24 ? N - 8 : N - 16;
-    if constexpr (N > 8) {
+    constexpr int kLess = N <= 16 ? N - 8 : N - 16;
+    if constexpr (N > 8 && N != 24) {
       if (count <= kLess) return Products<kLess>(acc, panel, tokens, a, count);
     }
     WgmmaFence();
@@ -319,63 +324,64 @@ struct WgmmaConsumer {
       }
     };
     auto arrive = [&] {  // codes of the stage read next, of its first panel or two
-      if (lookahead == kCodeStages - 1) {
-        CopyAsyncWait<kCodeStages - 2>();
-      } else {
-        CopyAsyncWait<0>();
-      }
+      if (!full_lookahead) CopyAsyncWait<0>();
+      CopyAsyncWait<kCodeStages - 2>();
+      __syncwarp();  // lanes read scales that others have copied, and have read those that are overwritten
       load(0);
     };
     auto refill = [&] {
-      const bool start_next = copy_k == copy_end && next.expert >= 0;
-      if (start_next) Seek(next);
-      Copy<0>(start_next);
+      if (copy_k == copy_end && next.expert >= 0) Seek(next);
+      Copy<0>();
     };
-    // With two buffers a group of products is in flight while the operands of the next are made.
+    auto advance = [&] {
+      read = NextStage(read);
+      arrive();
+    };
+    // Whether copies and loads are issued while products are in flight: measured, NOTES.md.
+    constexpr bool kOverlap = kByPanel || (Shape::kSmall && kPanels == 2);
     int used = 0;  // token stage to give back
+    arrive();
 #pragma unroll 1
     for (int k = k_begin; k < k_end; ++k) {
-      arrive();
       if (k == k_begin || StartsBlock(k)) ReadScales(scale, zeros);
-      if constexpr (kPanels == 2) read = NextStage(read);
       dequantize(0, 0, a[0]);
-      refill();
-      if constexpr (kByPanel) {
-        arrive();
-        read = NextStage(read);
-      }
+      if (!kOverlap) refill();
       BarrierWait(full + 8 * stage, phase);
       const uint64_t tokens = Descriptor(tokens_at + stage * kStageBytes);
 #pragma unroll
       for (int pair = 0; pair < kPanels / 2; ++pair) {
-        if (pair > 0) {
-          load(2 * pair);
-          read = NextStage(read);
-          dequantize(2 * pair, 0, a[0]);
-        }
+        if (pair > 0) dequantize(2 * pair, 0, a[0]);
         Products<kTokens>(acc, 2 * pair, tokens, a[0], count);
+        if (kOverlap) refill();
+        if constexpr (kByPanel) advance();
         WgmmaWait<kBuffers - 1>();  // the other buffer is free, and the stage it was multiplied with
         if (kBuffers == 2 && k > k_begin) Release(used);
         if constexpr (kByPanel) {
           dequantize(1, 0, a[kBuffers - 1]);
-          Copy<1>(false);
           Products<kTokens>(acc, 1, tokens, a[kBuffers - 1], count);
+          Copy<1>();
         } else {
           dequantize(2 * pair, 1, a[kBuffers - 1]);
           Products<kTokens>(acc, 2 * pair, tokens + 4, a[kBuffers - 1], count);
+        }
+        if (pair < kPanels / 2 - 1) {
+          load(2 * pair + 2);
+        } else if (kOverlap) {
+          advance();  // of the last unit: to the first of the next work
         }
         WgmmaWait<kBuffers - 1>();  // a[0] is free
       }
       if (kBuffers == 1) Release(stage);
       used = stage;
       if (++stage == kStages) stage = 0, phase ^= 1;
+      if (!kOverlap) advance();
     }
     if (kBuffers == 1) return;
     WgmmaWait<0>();
     Release(used);
   }
   __device__ __forceinline__ void Release(int used) {
-    if (threadIdx.x % 32 == 0) BarrierArrive(empty + 8 * used);
+    if (OneLane()) BarrierArrive(empty + 8 * used);
   }
 
   // Results of this warpgroup, a row per token. Nothing here is kept in registers while the products are made: places
@@ -558,14 +564,19 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
     const int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
     const int swapped = c.kByPanel ? Sizes<F>::LaneAt(lane) + lane % 2 * 8 - lane * 16 : 0;
     c.ring = SharedAddress(codes) + warp * c.kCodeStages * c.kCodeStageBytes + lane * 16 + swapped;
-    c.scales_from_codes = c.kStagePanels * c.kUnitBytes + lane * (Sizes<F>::kScaleBytes - 16) - swapped;
+    const int scales_from_codes = c.kStagePanels * c.kUnitBytes - lane * 16 - swapped;
+    c.scales_from_codes = scales_from_codes + lane / 4 * Sizes<F>::kScaleBytes;
+    c.copy_scales_from_codes = scales_from_codes + lane * Sizes<F>::kScaleBytes;
     c.lane = lane;
     c.results = codes + 8 * c.kCodeStages * c.kCodeStageBytes;
     c.full = full, c.empty = empty;
     // Opaque from here on, or the compiler derives them from threadIdx again for every 64 columns.
-    asm volatile("" : "+r"(c.ring), "+r"(c.scales_from_codes), "+r"(c.full), "+r"(c.empty));
+    asm volatile("" : "+r"(c.ring), "+r"(c.scales_from_codes), "+r"(c.copy_scales_from_codes));
+    asm volatile("" : "+r"(c.full), "+r"(c.empty));
     c.read = c.ring;
     c.lookahead = min(c.kCodeStages - 1, p.weights.units / parts * c.kPieces);
+    // By a vote, or ptxas computes it from the parameters for every 64 columns.
+    c.full_lookahead = __any_sync(~0u, c.lookahead == c.kCodeStages - 1);
     c.group = warpgroup - 1;
     c.now = now + c.group, c.pairs = pairs[c.group], c.weights = router_weights[c.group];
     c.once = EvictFirstPolicy();

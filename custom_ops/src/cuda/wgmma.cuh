@@ -17,6 +17,12 @@ __device__ inline void BarrierWait(uint32_t barrier, int parity) {
       "r"(parity)
       : "memory");
 }
+// True in one lane of the warp, all of whose lanes are here.
+__device__ inline bool OneLane() {
+  uint32_t one;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(one));
+  return one;
+}
 // What this thread wrote to shared memory with ordinary stores or cp.async becomes visible to wgmma.
 __device__ inline void FenceAsyncProxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void NamedBarrier(int id, int threads) {
