@@ -353,15 +353,27 @@ def test_prefill(name, tokens):
     check(CASES[name], tokens, "f16")
 
 
+OF_512_ROWS = {name: CASES[name] for name in ("base", "g128", "g64", "channel", "odd-sizes", "split-k")} | {
+    f"{name}-{shape}": of_format(name, FORMAT_SHAPES[shape])
+    for name, (weights, *_) in FORMATS.items()
+    for shape in ("odd", "split-k")
+    if weights[0] in ("int4", "mxfp4", "nvfp4")
+}
+
+
 @gpu
 @pytest.mark.parametrize("tokens", [40, 70])
-@pytest.mark.parametrize("name", ["g128", "g64", "channel", "odd-sizes", "split-k"])
+@pytest.mark.parametrize("name", OF_512_ROWS)
 @pytest.mark.parametrize("multiprocessors", [1, 8])
 def test_blocks_of_512_rows(multiprocessors, name, tokens):
-    """These sizes take them on a small GPU: gate_up and down on one, gate_up alone (g128) or none on the other."""
-    case, device = CASES[name], cuda.query()
+    """Small GPUs take them: on one gate_up and down, on the other gate_up alone or none."""
+    case, device = OF_512_ROWS[name], cuda.query()
+    device = cuda.Device(device.sm, multiprocessors, device.shared_bytes)
+    if (device.sm, multiprocessors, tokens) == (90, 1, 40):
+        plan = cuda.plan(cuda.problem(build(case)[0], "bf16", tokens, case.top_k, case.experts), device)
+        assert (plan.w13.panels, plan.w2.panels) == (32, 32)
     for dtype in ("bf16", "f16"):
-        check(case, tokens, dtype, device=cuda.Device(device.sm, multiprocessors, device.shared_bytes))
+        check(case, tokens, dtype, device=device)
 
 
 @gpu

@@ -16,8 +16,8 @@
 namespace quantmoe {
 
 // Block shapes: up to 144 tokens (an expert with 128 on average seldom has more), one block a multiprocessor; up to 48
-// tokens, two blocks, which hide each other's waits when there is little to multiply; up to 24 tokens and 512 rows, for
-// down of short K and few tokens.
+// tokens, two blocks, which hide each other's waits when there is little to multiply; up to 24 tokens and 512 rows, of
+// 4-bit codes, where that leaves each block something to do.
 template <typename F, bool down, int kTokens>
 struct WgmmaTile {
   static constexpr WgmmaSizes kSizes = WgmmaSizesOf(kTokens, Sizes<F>::kBits, Sizes<F>::kLaneBytes, down);
@@ -72,6 +72,8 @@ struct WgmmaConsumer {
   static constexpr int kUnitBytes = 128 * Size::kBits;     // of a panel's codes
   static constexpr int kOwnPairs = (kTokens + 127) / 128;  // that a thread takes to shared memory
   static constexpr int kGroups = F::kGroups;  // scales of a row in a unit; nvfp4: those of this lane's columns
+  // Panels whose scales are in registers: of formats with scales in each unit those in work.
+  static constexpr int kHeld = kGroups == 2 && !Size::kRuntime ? 2 : kPanels;
   // Of 8 bits a code stage, and what is dequantized and multiplied at a time, is one panel's 64 columns instead of two
   // panels' 32: the layout has no smaller pieces.
   static constexpr bool kByPanel = Size::kBits == 8;
@@ -178,22 +180,24 @@ struct WgmmaConsumer {
     }
   }
 
-  // Scales that came with the stage read next, as what codes are multiplied by.
-  __device__ __forceinline__ void ReadScales(uint32_t (&scale)[kPanels][kGroups][2], uint32_t (&zeros)[kPanels]) const {
-    uint32_t raw[kPanels][2] = {};
+  // Scales that came with the stage read next, of panels from `panel` on, as what codes are multiplied by.
+  __device__ __forceinline__ void ReadScales(int panel, uint32_t (&scale)[kHeld][kGroups][2],
+                                             uint32_t (&zeros)[kHeld]) const {
+    uint32_t raw[kHeld][2] = {};
 #pragma unroll
-    for (int b = 0; b < kPanels; ++b) {
+    for (int b = 0; b < kHeld; ++b) {
 #pragma unroll
-      for (int i = 0; i < Size::kScaleBytes / 4; ++i) raw[b][i] = Load4(read + scales_from_codes + ScalesOf(b) + 4 * i);
+      for (int i = 0; i < Size::kScaleBytes / 4; ++i)
+        raw[b][i] = Load4(read + scales_from_codes + ScalesOf(panel + b) + 4 * i);
       if constexpr (Size::kZeroBytes > 0)  // {row g, row g + 8} of each half
-        zeros[b] = __byte_perm(Load4(read + scales_from_codes + ZerosOf(b) + ZerosFromScales(lane / 4)), 0,
+        zeros[b] = __byte_perm(Load4(read + scales_from_codes + ZerosOf(panel + b) + ZerosFromScales(lane / 4)), 0,
                                TwoGroups() ? 0x3210
                                : lane & 4  ? 0x3232
                                            : 0x1010);
     }
     auto each = [&](auto factor) {  // factor(words, half, row)
 #pragma unroll
-      for (int b = 0; b < kPanels; ++b)
+      for (int b = 0; b < kHeld; ++b)
 #pragma unroll
         for (int half = 0; half < kGroups; ++half)
 #pragma unroll
@@ -273,8 +277,8 @@ struct WgmmaConsumer {
 
     // Codes: [panel of two][step], of 8 bits [row g, row g + 8][step]. Scales of rows g and g + 8, as factors on codes,
     // twice in a word.
-    uint32_t q[2][4], scale[kPanels][kGroups][2];
-    uint32_t zeros[kPanels];
+    uint32_t q[2][4], scale[kHeld][kGroups][2];
+    uint32_t zeros[kHeld];
     // A operands as Products takes them: [buffer][panel or half][k16].
     constexpr int kBuffers = Shape::kBuffers;
     uint32_t a[kBuffers][2][2][4];
@@ -283,7 +287,7 @@ struct WgmmaConsumer {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         if constexpr (kByPanel) half = b;
-        const int from = kByPanel ? panel : panel + b;
+        const int from = (kByPanel ? panel : panel + b) % kHeld;
         const uint32_t(&factor)[2] = scale[from][kGroups == 2 ? half : 0];
         uint32_t low = 0, high = 0;
         if constexpr (Size::kZeroBytes > 0) {
@@ -343,14 +347,17 @@ struct WgmmaConsumer {
     arrive();
 #pragma unroll 1
     for (int k = k_begin; k < k_end; ++k) {
-      if (k == k_begin || StartsBlock(k)) ReadScales(scale, zeros);
+      if (k == k_begin || StartsBlock(k)) ReadScales(0, scale, zeros);
       dequantize(0, 0, a[0]);
       if (!kOverlap) refill();
       BarrierWait(full + 8 * stage, phase);
       const uint64_t tokens = Descriptor(tokens_at + stage * kStageBytes);
 #pragma unroll
       for (int pair = 0; pair < kPanels / 2; ++pair) {
-        if (pair > 0) dequantize(2 * pair, 0, a[0]);
+        if (pair > 0) {
+          if (kHeld < kPanels) ReadScales(2 * pair, scale, zeros);
+          dequantize(2 * pair, 0, a[0]);
+        }
         Products<kTokens>(acc, 2 * pair, tokens, a[0], count);
         if (kOverlap) refill();
         if constexpr (kByPanel) advance();

@@ -180,7 +180,8 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
       g.grid = 2 * sms;
       auto tiles = [&](int tokens) { return static_cast<double>(most_experts) * std::max(1.0, mean / tokens + 0.5); };
       // For few tokens 512 rows a block cost fewer instructions a byte than 256, if they leave each block something.
-      const bool wide = int4 && mean <= 20 && tiles(24) * static_cast<double>(CeilDiv(w.panels, 32)) >= g.grid;
+      const bool wide =
+          BitsOf(kind) == 4 && mean <= 20 && tiles(24) * static_cast<double>(CeilDiv(w.panels, 32)) >= g.grid;
       const int tokens = wide ? 24 : fp8 ? 128 : mean <= 40 ? 48 : 144;
       g.panels = wide ? 32 : 16;  // of a block
       g.n_tiles = tokens / 8;

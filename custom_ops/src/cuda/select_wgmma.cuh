@@ -7,7 +7,7 @@ namespace quantmoe {
 
 template <typename T, class F>
 GemmKernel SelectWgmma(F, bool down, int tokens) {
-  if constexpr (F::kKind == WeightKind::kInt4 && F::kGroups == 1)
+  if constexpr (BitsOf(F::kKind) == 4)
     if (tokens == 24) return down ? MoeGemmWgmma<T, F, true, 24> : MoeGemmWgmma<T, F, false, 24>;
   if (tokens == 48) return down ? MoeGemmWgmma<T, F, true, 48> : MoeGemmWgmma<T, F, false, 48>;
   return down ? MoeGemmWgmma<T, F, true, 144> : MoeGemmWgmma<T, F, false, 144>;
