@@ -151,11 +151,12 @@ void Fill() {
     *out = c->stream;
     return nullptr;
   };
-  api.KernelContext_GetScratchBuffer = [](const OrtKernelContext*, const OrtMemoryInfo* m, size_t bytes,
+  api.KernelContext_GetScratchBuffer = [](const OrtKernelContext* c, const OrtMemoryInfo* m, size_t bytes,
                                           void** out) noexcept -> OrtStatus* {
     if (m != &memory) return New("not the device's memory");
     if (cudaMalloc(out, bytes)) return New("cudaMalloc");
-    cudaMemset(*out, 0xff, bytes);  // NaN: scratch that is read before it is written shows
+    // NaN: scratch that is read before it is written shows. On the op's stream, or it may come after the kernels.
+    cudaMemsetAsync(*out, 0xff, bytes, static_cast<cudaStream_t>(c->stream));
     ++live_scratch;
     return nullptr;
   };
