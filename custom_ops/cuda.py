@@ -170,7 +170,8 @@ def _refusal(prefix: str, p: Projection) -> str:
     if p.zero_points and p.format not in ("int4", "int8"):
         return f"{prefix}_zero_points is 1; the CUDA kernels take them of int4 and int8, the format is {p.format}"
     if p.scale_type not in SCALES[p.format]:
-        take, way = ", ".join(SCALES[p.format]), ": export with --scales bf16" if p.scale_type == "f32" else ""
+        take = ", ".join(SCALES[p.format])
+        way = ": export with --scales bf16" if p.scale_type == "f32" and "bf16" in SCALES[p.format] else ""
         return f"{prefix}_scale_type is {p.scale_type}; the CUDA kernels take {take} for {p.format}{way}"
     g = p.group_size
     fixed = {"mxfp4": 32, "nvfp4": 16}.get(p.format, 32 if p.scale_type == "e8m0" else None)

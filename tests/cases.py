@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -33,6 +33,8 @@ class Case:
     activation_format: str = "int8_token_asym"
     down_format: str = ""
     """w2's, where it is another (tests/cuda)"""
+    down_weights: tuple[tuple[str, str, bool], int, int] | None = None
+    """weights, group_size and block_n of w2, where they are others (tests/cuda)"""
     activation: str = "silu"
     gated: bool = True
     bias: bool = False
@@ -93,14 +95,17 @@ class Case:
         def perm(k: int) -> np.ndarray:
             return rng.permutation(k).astype(np.int32)
 
-        h, i = self.hidden, self.intermediate
+        h, i, down = self.hidden, self.intermediate, self
+        if self.down_weights:
+            weights, group_size, block_n = self.down_weights
+            down = replace(self, weights=weights, group_size=group_size, block_n=block_n)
         gate_perm = None if self.act_order == "none" else perm(h)
         up_perm = perm(h) if self.act_order == "split" else gate_perm
         down_perm = None if self.act_order == "none" else perm(i)
         return Expert(
             self.matrix(rng, i, h, gate_perm) if self.gated else None,
             self.matrix(rng, i, h, up_perm),
-            self.matrix(rng, h, i, down_perm),
+            down.matrix(rng, h, i, down_perm),
         )
 
     def build(self) -> Layer:

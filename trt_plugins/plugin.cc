@@ -78,7 +78,8 @@ std::string Text(const Dims& dims) {
 
 // The workspace of an engine built without a GPU, or for other GPUs than the builder's, must do on each of these, with
 // any number of multiprocessors.
-constexpr qm_cuda_device kDevices[] = {{80, 0, 167936}, {86, 0, 102400}, {90, 0, 233472}, {120, 0, 102400}};
+constexpr qm_cuda_device kDevices[] = {{80, 0, 167936}, {86, 0, 102400},  {89, 0, 102400},
+                                       {90, 0, 233472}, {100, 0, 233472}, {120, 0, 102400}};
 
 // An attribute as it was given and is serialized.
 struct Value {

@@ -1,10 +1,11 @@
 """Time of whole MoE layers on one GPU: CUDA graph replay, weights colder than L2, medians.
 
-    python cuda_bench.py [--shapes qwen3-30b-a3b,...] [--tokens 1,8,...] [--formats int4,mxfp4,...]
+    python cuda_bench.py [--shapes qwen3-30b-a3b,...] [--tokens 1,8,...] [--formats int4,mxfp4,...] [--warm]
                          [--against humming,marlin] [--json out.json] [--plot out.png]
 
 Each graph holds several layers that rotate over copies of the weights and have their own ids, so that between two uses
-of any byte far more than L2 has been read. `floor` is the larger of touched bytes over the measured read bandwidth and
+of any byte far more than L2 has been read; with `--warm` they have one copy and the same ids, and what fits stays in
+L2, whose bandwidth is no part of `floor`. `floor` is the larger of touched bytes over the measured read bandwidth and
 FLOPs over the measured matrix rate.
 
 `--against humming,marlin` (PyPI humming-kernels, vllm) runs the peers on the same weights, ids and tokens; outputs are
@@ -181,6 +182,7 @@ def measure(
     layers: list[cuda.CudaMoE],
     peers: dict[str, list[Any]],
     zipf: bool,
+    warm: bool,
     repeats: int,
     alone: float,
 ) -> dict[str, Any]:
@@ -192,7 +194,7 @@ def measure(
     # As many layers in a graph as read several times L2, each expert of each copy at most a few times.
     count = max(len(layers), 4 if tokens > 64 else 16)
     for i in range(count):
-        ids, weights = routing(s, tokens, i, zipf)
+        ids, weights = routing(s, tokens, 0 if warm else i, zipf)
         x = torch.randn((tokens, s.hidden), device="cuda").bfloat16()
         layer = layers[i % len(layers)]
         prepared = layer.prepare(x, ids)
@@ -245,6 +247,7 @@ def measure(
         "group_size": spec.w13.group_size,
         "activation_format": spec.w13.activation_format,
         "zipf": zipf,
+        "warm": warm,
         "us": us,
         "alone_us": alone_us,
         "peers": against,
@@ -305,6 +308,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=counts, default="1,8,64,512,4096")
     parser.add_argument("--formats", type=some_of(FORMATS), default="int4", help=", ".join(FORMATS))
     parser.add_argument("--zipf", action="store_true")
+    parser.add_argument("--warm", action="store_true", help="the same layer again and again")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--against", type=some_of(PEERS), default="", help=f"{', '.join(PEERS)}; format int4 only")
     parser.add_argument("--alone", type=float, default=0.5, help="with --against: also seconds of each side alone")
@@ -329,14 +333,14 @@ def main() -> None:
     for name, kind in itertools.product(args.shapes, args.formats):
         spec = spec_of(SHAPES[name], kind)
         one = spec.num_experts * sum(marlin.row_bytes(spec, p) for p in ("w13", "w2"))
-        copies = max(2, -(-8 * L2_BYTES // one))
+        copies = 1 if args.warm else max(2, -(-8 * L2_BYTES // one))
         rows = [[random_rows(spec, p, generator) for p in ("w13", "w2")] for _ in range(copies)]
         layers = [cuda.CudaMoE(spec, *pair) for pair in rows]
         peers = {
             peer: [make(layer, SHAPES[name].top_k, args.tokens) for layer in layers] for peer, make in makers.items()
         }
         for tokens in args.tokens:
-            r = measure(name, tokens, layers, peers, args.zipf, args.repeats, args.alone)
+            r = measure(name, tokens, layers, peers, args.zipf, args.warm, args.repeats, args.alone)
             peak = rate if spec.w13.activation_format == "none" else fp8_rate
             r["floor_us"] = max(r["bytes"] / bandwidth, r["flops"] / peak) * 1e6
             if kind == "int4" and tokens in GOALS.get(name, {}):

@@ -376,6 +376,24 @@ def test_blocks_of_512_rows(multiprocessors, name, tokens):
         check(case, tokens, dtype, device=device)
 
 
+MIXED = {
+    "int4-mxfp4": replace(CASES["g128"], down_weights=FORMATS["mxfp4"]),
+    "nvfp4-fp8": replace(of_format("nvfp4", BASE), down_weights=FORMATS["fp8"]),
+    "mxfp4-int8": replace(of_format("mxfp4", BASE), down_weights=FORMATS["int8"]),
+    "int8-int4": replace(of_format("int8", BASE), down_weights=(BASE.weights, 64, 1)),
+    "codes-int4": replace(of_format("fp8-bf16", BASE), activation_format="fp8_token", down_format="none",
+                          down_weights=(BASE.weights, 32, 1)),
+}  # fmt: skip
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [3, 12, 40, 300])
+@pytest.mark.parametrize("name", MIXED)
+def test_weights_of_two_formats(name, tokens):
+    for dtype in ("bf16", "f16"):
+        check(MIXED[name], tokens, dtype)
+
+
 @gpu
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_foreign_and_invalid_ids_contribute_zero(tokens):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -60,10 +61,20 @@ def others(driver: Driver):
 
 DEVICES = [
     cuda.Device(80, 108, 167936),
+    cuda.Device(86, 84, 102400),
     cuda.Device(89, 128, 102400),
     *(cuda.Device(90, n, 233472) for n in (16, 60, 78, 114, 132)),  # MIG, H20, H100 PCIe, H200
+    cuda.Device(100, 148, 233472),
     cuda.Device(120, 188, 102400),
+    cuda.Device(121, 48, 102400),
 ]
+NVFP4 = replace(W, format="nvfp4", group_size=16, scale_type="e4m3", activation_format="nvfp4")
+FP8 = replace(W, format="fp8_e4m3", group_size=-1, scale_type="f32", activation_format="fp8_token")
+# Activations are codes in either product, or rounded, by format and GPU.
+SPECS = {
+    "int4": SPEC,
+    **{f"{a.format}-{b.format}": replace(SPEC, w13=a, w2=b) for a, b in permutations((W, NVFP4, FP8), 2)},
+}
 
 
 @pytest.mark.parametrize("op", ["QuantMoE", "QuantLinear", "MoERouting"])
@@ -254,15 +265,16 @@ def test_wrong_shapes(driver, plugin, change, message):
     assert message in log
 
 
-def test_workspace_is_enough_for_every_batch_and_device(plugin):
+@pytest.mark.parametrize("name", SPECS)
+def test_workspace_is_enough_for_every_batch_and_device(driver, name):
     """The engine is built once, perhaps without a GPU: no plan within the profile may need more."""
-    most = 700
-    given = plugin.call("workspace", tensors((most,)))
+    spec, most = SPECS[name], 700
+    rows = {p: (16, LAYOUTS["marlin"].row_bytes(spec, p) // 4) for p in ("w13", "w2")}
+    given = driver.create(attributes_of(spec)).call("workspace", tensors((most,), **rows))
     for device in DEVICES:
-        for tokens in range(0, most + 1, 3):
+        for tokens in range(most, -1, -3 if name == "int4" else -13):
             for dtype in ("bf16", "f16"):
-                p = cuda.problem(SPEC, dtype, tokens, 8, 16)
-                assert cuda.plan(p, device).workspace_bytes <= given
+                assert cuda.plan(cuda.problem(spec, dtype, tokens, 8, 16), device).workspace_bytes <= given
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

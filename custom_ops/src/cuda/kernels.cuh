@@ -7,11 +7,7 @@
 
 namespace quantmoe {
 
-constexpr int kUnit = 64;          // columns of a unit, FORMAT.md 3.2
-constexpr int kDecodeTokens = 8;   // decode: a token is a column of one n8 tile
-constexpr int kDecodePairs = 128;  // decode: (token, slot) pairs
-constexpr int kThreads = 256;      // of the mma.sync kernels
-constexpr int kWarps = kThreads / 32;
+constexpr int kUnit = 64;  // columns of a unit, FORMAT.md 3.2
 constexpr int kRouteThreads = 1024;
 
 // One projection of all experts, as a kernel reads it.
@@ -90,7 +86,7 @@ struct RouteParams {
   struct List {
     Tile* tiles;
     int max_tiles, tile_pairs, multiple;  // pairs of a tile but the last
-  } lists[2];                             // of gate_up, and of down where its tiles are smaller
+  } lists[2];                             // of gate_up, and of down where its tiles are others
   int list_count;
   SortedPair* sorted_pairs;
   int align;       // pairs of an expert start at a multiple of this; pair -1 between experts

@@ -73,6 +73,11 @@ constexpr int BitsOf(WeightKind kind) {
   return kind == WeightKind::kInt8 || kind == WeightKind::kInt8Zero || kind == WeightKind::kFp8 ? 8 : 4;
 }
 
+constexpr int kDecodeTokens = 8;   // decode: a token is a column of one n8 tile
+constexpr int kDecodePairs = 128;  // decode: (token, slot) pairs
+constexpr int kThreads = 256;      // of the mma.sync kernels
+constexpr int kWarps = kThreads / 32;
+
 // Stages of a warp of the mma.sync kernels, and shared memory of one; `units` of K in it, lane_bytes being scales and
 // zero points.
 constexpr int StagesOf(int units) { return units == 2 ? 2 : 3; }

@@ -152,12 +152,12 @@ struct WgmmaConsumer {
       if constexpr (piece == 0) {
         const uint32_t to_scales = write + copy_scales_from_codes;
         if (Size::kScaleBytes == 4 || (Size::kRuntime && w.scale_bytes == 4)) {
-          CopyAsyncSmallIf<4>(starts, 0, to_scales, scales);
+          CopyAsyncSmallIf<4>(starts, to_scales, scales);
         } else {
-          CopyAsyncSmallIf<8>(starts, 0, to_scales, scales);
+          CopyAsyncSmallIf<8>(starts, to_scales, scales);
         }
         if constexpr (Size::kZeroBytes > 0)
-          CopyAsyncSmallIf<4>(starts, 0, to_scales + ZerosOf(0) + ZerosFromScales(lane), zeros);
+          CopyAsyncSmallIf<4>(starts, to_scales + ZerosOf(0) + ZerosFromScales(lane), zeros);
         if (starts) {
           scales += 8 * ScaleLaneBytes();
           if constexpr (Size::kZeroBytes > 0) zeros += w.zero_bytes;

@@ -10,8 +10,6 @@
 namespace quantmoe {
 namespace {
 
-constexpr int64_t kDecodeTokens = 8, kDecodePairs = 128;
-constexpr int kWarps = 8;
 constexpr int64_t kMaxExperts = 8192;    // MoeRoute counts them in shared memory
 constexpr int kMaxRoutedExperts = 2048;  // MoeSelect keeps four words of each there
 
@@ -185,7 +183,7 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
       const int tokens = wide ? 24 : fp8 ? 128 : mean <= 40 ? 48 : 144;
       g.panels = wide ? 32 : 16;  // of a block
       g.n_tiles = tokens / 8;
-      g.shared_bytes = WgmmaSizesOf(tokens, BitsOf(kind), lane_bytes, direct).shared_bytes;
+      g.shared_bytes = fp8 ? kFp8SharedBytes : WgmmaSizesOf(tokens, BitsOf(kind), lane_bytes, direct).shared_bytes;
       if (tokens >= 128) g.grid = sms;
       // Few units of work: down's K is cut, into parts that fill the multiprocessors best. A part costs a pass of
       // combine.
@@ -312,8 +310,6 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
     work.most_tiles = plan->w2.n_tiles;
     plan->w13 = PlanGemm(work, p.moe.w13, w13, false);
   }
-
-  if (fp8) plan->w13.shared_bytes = plan->w2.shared_bytes = kFp8SharedBytes;
 
   Workspace workspace;
   auto take = [&](uint64_t bytes) { return workspace.Take(bytes); };

@@ -17,7 +17,7 @@ __device__ inline void CopyAsync16Once(uint32_t shared, const void* global, uint
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(policy)
                : "memory");
 }
-// The same two where left > least, without a branch.
+// Where left > least, without a branch.
 __device__ inline void CopyAsync16OnceIf(int left, int least, uint32_t shared, const void* global, uint64_t policy) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.gt.s32 p, %0, %1;\n"
@@ -26,9 +26,10 @@ __device__ inline void CopyAsync16OnceIf(int left, int least, uint32_t shared, c
       : "memory");
 }
 template <int bytes>
-__device__ inline void CopyAsyncSmallIf(int left, int least, uint32_t shared, const void* global) {
-  asm volatile("{\n.reg .pred p;\nsetp.gt.s32 p, %0, %1;\n@p cp.async.ca.shared.global [%2], [%3], %4;\n}" ::"r"(left),
-               "r"(least), "r"(shared), "l"(global), "n"(bytes)
+__device__ inline void CopyAsyncSmallIf(bool wanted, uint32_t shared, const void* global) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %0, 0;\n@p cp.async.ca.shared.global [%1], [%2], %3;\n}" ::"r"(
+                   static_cast<int>(wanted)),
+               "r"(shared), "l"(global), "n"(bytes)
                : "memory");
 }
 __device__ inline void CopyAsync4(uint32_t shared, const void* global, bool valid) {

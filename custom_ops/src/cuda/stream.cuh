@@ -401,10 +401,6 @@ struct Stream {
       });
     }
   }
-
-  __device__ static void Store4(uint32_t at, uint32_t v) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
-  }
 };
 
 }  // namespace quantmoe
