@@ -26,9 +26,8 @@ __device__ inline void CopyAsync16OnceIf(int left, int least, uint32_t shared, c
       : "memory");
 }
 template <int bytes>
-__device__ inline void CopyAsyncSmallIf(bool wanted, uint32_t shared, const void* global) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %0, 0;\n@p cp.async.ca.shared.global [%1], [%2], %3;\n}" ::"r"(
-                   static_cast<int>(wanted)),
+__device__ inline void CopyAsyncSmallIf(int wanted, uint32_t shared, const void* global) {
+  asm volatile("{\n.reg .pred p;\nsetp.gt.s32 p, %0, 0;\n@p cp.async.ca.shared.global [%1], [%2], %3;\n}" ::"r"(wanted),
                "r"(shared), "l"(global), "n"(bytes)
                : "memory");
 }
