@@ -149,6 +149,9 @@ def export(
             if target == "cuda":
                 check_size(layer, specs[name])
         linears = _linears(skeleton, LAYOUT[target], chosen, scales, report)
+        used = {p.activation_format for s in specs.values() for p in (s.w13, s.w2)}
+        if activations == "int8" and not any(name.startswith("int8") for name in used):
+            report.activations = "no integer product of these weights is exact: activations are not int8 as asked"
 
         progress("tracing", 0, 1)
         graph = trace(skeleton, specs, linears, target)

@@ -164,6 +164,12 @@ def check_layers(folder: Path, out: Path) -> Report:
     return report
 
 
+def test_int8_activations_that_fp8_weights_do_not_take(checkpoint, tmp_path):
+    report = export(checkpoint("qwen3_moe", "FP8_DYNAMIC"), tmp_path, activations="int8", layers=1)
+    assert report.activations.endswith("activations are not int8 as asked")
+    assert {spec.w13.activation_format for _, spec in report.layers.values()} == {"fp8_token"}
+
+
 def test_activations_make_the_difference(exported, checkpoint):
     """compare() tells what int8 activations round from what is ours."""
     folder = exported("qwen3_moe")
