@@ -56,6 +56,10 @@ int main(int argc, char** argv) {
                                                   : std::move(cache[next_cache++]));
     auto results =
         session.Run({}, input_names.data(), values.data(), values.size(), output_names.data(), output_names.size());
+    if (results[0].GetTensorTypeAndShapeInfo().GetElementType() != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) {
+      std::cerr << "logits are not f32: export with --dtype f32\n";
+      return 1;
+    }
     const auto vocabulary = results[0].GetTensorTypeAndShapeInfo().GetShape()[2];
     const float* last =
         results[0].GetTensorData<float>() + results[0].GetTensorTypeAndShapeInfo().GetElementCount() - vocabulary;
