@@ -684,6 +684,14 @@ def test_packed_plans(tokens):
     assert packed(codes, codes, cuda.H200) == (0, 0)
 
 
+def test_wgmma_plans_end_where_its_addresses_do():
+    """2^32 pieces of 16 bytes of x or h."""
+    spec = spec_of(2048, 4096, 16)
+    for tokens, path in ((2**23 - 1, "wgmma"), (2**23, "stream")):
+        plan = cuda.plan(cuda.problem(spec, "bf16", tokens, 1, 16), cuda.Device(90, 132, 233472))
+        assert cuda.PATHS[plan.path] == path
+
+
 @pytest.mark.parametrize("tokens", [0, 3, 16, 40, 4096])
 @pytest.mark.parametrize("sm", [80, 87, 89, 90, 100, 120])
 def test_e4m3_plans(tokens, sm):

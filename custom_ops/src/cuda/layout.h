@@ -85,27 +85,20 @@ constexpr int StageBytes(int panels, int n_tiles, int bits, int lane_bytes, int 
   return panels * (units * 128 * bits + 32 * lane_bytes) + units * n_tiles * 1024;
 }
 
-// Of moe_gemm_wgmma.cuh, for tiles of 24, 48 or 144 tokens: panels of a warp, rings of tokens and codes, staging of the
-// results; what it takes. A stage of codes is 64 columns of a warp's panels, of 8 bits those of one panel, with their
-// scales and zero points.
+// Of moe_gemm_wgmma.cuh, for tiles of 24, 48 or 144 tokens: panels of a warp, stages (of 64 columns of the tokens and
+// of the panels' codes, and their scales and zero points), staging of the results; what it takes.
 struct WgmmaSizes {
-  int panels, token_stages, code_stages, code_stage_bytes, result_row_bytes, shared_bytes;
+  int panels, stages, result_row_bytes, shared_bytes;
 };
 constexpr WgmmaSizes WgmmaSizesOf(int tokens, int bits, int lane_bytes, bool down) {
   WgmmaSizes s{};
-  const bool small = tokens <= 48, wide = lane_bytes > 8;
   s.panels = tokens == 24 ? 4 : 2;
-  if (bits == 8) {
-    s.token_stages = (small == wide ? 4 : 5) + (down ? 0 : 2);
-    s.code_stages = small || wide ? 5 : 7;  // an odd number, moe_gemm_wgmma.cuh
-  } else {
-    s.token_stages = small ? (wide ? 4 : 5) : down ? 5 : 7;
-    s.code_stages = s.panels == 4 ? 3 : small && lane_bytes == 4 ? 5 : 4;
-  }
-  s.code_stage_bytes = (bits == 8 ? 1 : s.panels) * 128 * bits + 32 * lane_bytes;
   s.result_row_bytes = (down ? 128 : 64) * s.panels + 16;  // of a token; padded against bank conflicts
-  s.shared_bytes = 1024 + s.token_stages * tokens * 128 + 8 * s.code_stages * s.code_stage_bytes +
-                   2 * tokens * s.result_row_bytes;  // 1024: to align the first stage
+  const int stage = tokens * 128 + 8 * s.panels * (128 * bits + 8 * lane_bytes);
+  const int rest = 1024 + 2 * tokens * s.result_row_bytes;  // 1024: to align the first stage
+  // As many as fit, two blocks a multiprocessor of the small tiles; 16 bytes of barriers a stage.
+  s.stages = ((tokens <= 48 ? 115712 : 232448) - rest - 64 - 16 * tokens) / (stage + 16);
+  s.shared_bytes = rest + s.stages * stage;
   return s;
 }
 

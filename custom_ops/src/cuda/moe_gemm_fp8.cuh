@@ -149,7 +149,7 @@ struct Fp8Consumer {
     for (; steps > 0; --steps) {
       const uint32_t now = base + stage;
       BarrierWait(now + kFp8FullAt, phase);
-      const uint64_t tokens = Descriptor(now + tokens_at);
+      const uint64_t tokens = Descriptor(DescriptorLow(now + tokens_at));
       const uint64_t codes = CodesDescriptor(now + kFp8CodesAt + panel * kFp8PanelBytes);
       const float low = __uint_as_float(Load4(now + kFp8TokenScalesAt + token_at * 4)),
                   high = __uint_as_float(Load4(now + kFp8TokenScalesAt + token_at * 4 + 32));

@@ -1,9 +1,9 @@
 // One grouped GEMM of the layer on wgmma (sm_90a), for many tokens: weights from registers, tokens from shared memory.
 //
-// A block computes 256 or 512 rows (16 or 32 panels) x up to kTokens tokens of one expert. One producer warpgroup
-// gathers token rows into a ring of 128-byte-swizzled stages; two consumer warpgroups hold half of the rows each. A
-// consumer warp streams the codes of its panels through its own cp.async ring (as in stream.cuh, no barrier),
-// dequantizes 64 columns ahead, and so keeps the ALUs busy while the tensor cores work on the 64 before.
+// A block computes 256 or 512 rows (16 or 32 panels) x up to kTokens tokens of one expert. One producer warpgroup fills
+// a ring of stages of 64 columns: token rows, gathered and 128-byte-swizzled, the panels' codes, one bulk copy each,
+// and their scales. Two consumer warpgroups hold half of the rows each. A consumer warp dequantizes its panels' next
+// columns while the tensor cores work on those before.
 //
 // The order of a lane's columns (FORMAT.md 3.2) is not memory order within 32 columns, so tokens are stored permuted:
 // MoePrepare writes x, the gate_up epilogue writes h that way.
@@ -25,11 +25,18 @@ struct WgmmaTile {
   static constexpr int kPanels = kSizes.panels;  // of a warp
   static constexpr int kTilePanels = 8 * kPanels;
   static constexpr int kBlocks = kSmall ? 2 : 1;
-  static constexpr int kBuffers = kSmall ? 1 : 2;  // of dequantized weights
-  static constexpr int kStages = kSizes.token_stages, kStageBytes = kTokens * 128;
-  static constexpr int kLag = kStages - 3;  // token stages in flight before their arrival is announced
-  static constexpr int kCodeStages = kSizes.code_stages, kCodeStageBytes = kSizes.code_stage_bytes;
+  static constexpr int kBuffers = kSmall ? 1 : 2;                             // of dequantized weights
+  static constexpr int kStages = kSizes.stages, kTokenBytes = kTokens * 128;  // of a stage
+  static constexpr int kUnitBytes = 128 * Sizes<F>::kBits;                    // of a panel's codes
+  static constexpr int kCodeBytes = kTilePanels * kUnitBytes;
+  // For each panel 8 times the scales of rows g and g + 8; then as many zero points.
+  static constexpr int kScaleBytes = kTilePanels * 8 * Sizes<F>::kScaleBytes;
+  static constexpr int kScaleStageBytes = kTilePanels * 8 * Sizes<F>::kLaneBytes;
   static constexpr int kResultRowBytes = kSizes.result_row_bytes;
+  // Where they begin.
+  static constexpr int kCodesAt = kStages * kTokenBytes, kScalesAt = kCodesAt + kStages * kCodeBytes;
+  static constexpr int kResultsAt = kScalesAt + kStages * kScaleStageBytes;
+  static_assert(1024 + kResultsAt + 2 * kTokens * kResultRowBytes == kSizes.shared_bytes);  // 1024: aligned
   // With barriers, works, pairs and weights; a block's, and a multiprocessor's less 1024 a block.
   static_assert(kSizes.shared_bytes + 16 * kStages + 64 + 16 * kTokens <= (kSmall ? 115712 : 232448));
 };
@@ -67,133 +74,58 @@ struct WgmmaConsumer {
   using Shape = WgmmaTile<F, down, kTokens>;
   using Size = Sizes<F>;
   static constexpr WeightKind kKind = F::kKind;
-  static constexpr int kStages = Shape::kStages, kStageBytes = Shape::kStageBytes, kCodeStages = Shape::kCodeStages;
-  static constexpr int kPanels = Shape::kPanels, kCodeStageBytes = Shape::kCodeStageBytes;
-  static constexpr int kUnitBytes = 128 * Size::kBits;     // of a panel's codes
+  static constexpr int kStages = Shape::kStages, kPanels = Shape::kPanels, kUnitBytes = Shape::kUnitBytes;
   static constexpr int kOwnPairs = (kTokens + 127) / 128;  // that a thread takes to shared memory
   static constexpr int kGroups = F::kGroups;  // scales of a row in a unit; nvfp4: those of this lane's columns
   // Panels whose scales are in registers: of formats with scales in each unit those in work.
-  static constexpr int kHeld = kGroups == 2 && !Size::kRuntime ? 2 : kPanels;
-  // Of 8 bits a code stage, and what is dequantized and multiplied at a time, is one panel's 64 columns instead of two
-  // panels' 32: the layout has no smaller pieces.
+  static constexpr bool kEachUnit = kGroups == 2 && !Size::kRuntime;
+  static constexpr int kHeld = kEachUnit ? 2 : kPanels;
+  // Of 8 bits what is dequantized and multiplied at a time is one panel's 64 columns instead of two panels' 32: the
+  // layout has no smaller pieces.
   static constexpr bool kByPanel = Size::kBits == 8;
-  static constexpr int kPieces = kByPanel ? kPanels : 1, kStagePanels = kPanels / kPieces;  // code stages of a unit
-  // An even number of stages ahead: the piece copied after dequantizing one is of the same panel, known when compiled.
-  static_assert(kPieces == 1 || (kPanels == 2 && kCodeStages % 2 == 1));
   const GemmParams& p;
   uint32_t full, empty, tokens_at;
   uint8_t* results;
   int group;                 // warpgroup 0 or 1
-  int stage = 0, phase = 0;  // of the token ring
-  uint32_t read;             // this lane's codes in the stage read next; of 8 bits, those of columns 0..31
-  uint64_t once;
+  int stage = 0, phase = 0;  // of the ring
+  // In the first stage, of the warp's first panel (the others are every fourth from there): this lane's codes, of 8
+  // bits those of columns 0..31; the scales of rows g and g + 8, their zero points.
+  uint32_t codes_at, scales_at, zeros_at;
+  uint32_t block_mask;  // units of K in a block of scales, less one
+  int lane;
   // In shared memory: the unit in work, its tokens' pairs and router's weights.
   Work* now;
   int* pairs;
   float* weights;
 
-  // The copying side: what this lane copies next, and where to. Addresses, not offsets into the ring: ptxas 13.0 makes
-  // an illegal instruction of cp.async with a cache policy to register + uniform register.
-  const uint8_t* codes;           // of the warp's first panel; the others are every fourth from there
-  int left;                       // panels from there to the last
-  const uint8_t *scales, *zeros;  // of rows lane % 8 and lane % 8 + 8 of panel lane / 8 of the warp's
-  uint32_t ring, write;           // this lane's codes in the first stage; in the stage written next
-  // Relative to its codes: the scales of rows g and g + 8 of the first panel; those it copies.
-  int scales_from_codes, copy_scales_from_codes, lane;
-  int copy_k = 0, copy_end = 0, lookahead;
-  bool full_lookahead;  // the ring is full of copies; else all of a short K are under way
-  bool scales_due;      // with the next copy: it is the first of a block or of the work
-
   __device__ const uint8_t* Expert(int expert) const { return p.weights.rows + expert * p.weights.row_bytes; }
-  __device__ uint32_t NextStage(uint32_t at) const {
-    return at == ring + (kCodeStages - 1) * kCodeStageBytes ? ring : at + kCodeStageBytes;
-  }
-  // Whether unit k of a row is the first of a block of scales.
-  __device__ bool StartsBlock(int k) const { return (k & ((1u << p.weights.block_shift) - 1)) == 0; }
   __device__ bool TwoGroups() const { return Size::kRuntime ? p.weights.two_groups : kGroups == 2; }
-  __device__ int ScaleLaneBytes() const { return Size::kRuntime ? p.weights.scale_bytes : Size::kScaleBytes; }
-  // From the scales of a unit, in the stage of its first codes, to those of row g of panel b, and to the zero points.
-  // With two panels half of the lanes copy nothing new.
-  __device__ static constexpr int ScalesOf(int b) { return b * 8 * Size::kScaleBytes; }
-  __device__ static constexpr int ZerosOf(int b) { return 32 * Size::kScaleBytes + b * 32; }
-  // The same of a lane's first, `row` of the unit's 8 * kPanels.
-  __device__ static int ZerosFromScales(int row) { return row * (4 - Size::kScaleBytes); }
 
-  __device__ __forceinline__ void Seek(const Work& work) {
-    const Weights& w = p.weights;
-    const uint8_t* expert = Expert(work.expert);
-    int thread = threadIdx.x % 128;
-    asm volatile("" : "+r"(thread));
-    const int lane = thread % 32, warp = thread / 32;
-    copy_k = work.k_begin, copy_end = work.k_end, scales_due = true;
-    const int panel = work.panel + warp;
-    left = w.panels - panel;
-    // Past the last panel any weights do, the results are not stored.
-    const int row =
-        (min(panel + lane / 8 % kPanels * 4, w.panels - 1) * w.blocks + (work.k_begin >> w.block_shift)) * 8 + lane % 8;
-    codes = expert + (static_cast<int64_t>(panel) * w.units + copy_k) * kUnitBytes + Size::LaneAt(lane);
-    scales = expert + w.scales_at + row * ScaleLaneBytes();
-    if constexpr (Size::kZeroBytes > 0)
-      zeros = expert + w.zeros_at + row / 8 * w.zero_bytes + (TwoGroups() ? 4 * (row % 8) : 2 * (row % 8) & ~3);
-  }
-  // The next code stage: `piece` of a unit. Scales come with the first columns of their block (or of the work).
-  template <int piece>
-  __device__ __forceinline__ void Copy() {
-    if (copy_k < copy_end) {
-      const bool starts = piece == 0 && scales_due;
-      const uint32_t to_codes = kByPanel ? write & ~15 : write;
-      const Weights& w = p.weights;
-      const uint32_t code_step = 4 * kUnitBytes * w.units;
-#pragma unroll
-      for (int b = 0; b < kStagePanels; ++b)
-#pragma unroll
-        for (int i = 0; i < kUnitBytes; i += 512)
-          CopyAsync16OnceIf(left, 4 * (piece + b), to_codes + b * 512 + i, codes + (piece + b) * code_step + i, once);
-      if constexpr (piece == 0) {
-        const uint32_t to_scales = write + copy_scales_from_codes;
-        if (Size::kScaleBytes == 4 || (Size::kRuntime && w.scale_bytes == 4)) {
-          CopyAsyncSmallIf<4>(starts, to_scales, scales);
-        } else {
-          CopyAsyncSmallIf<8>(starts, to_scales, scales);
-        }
-        if constexpr (Size::kZeroBytes > 0)
-          CopyAsyncSmallIf<4>(starts, to_scales + ZerosOf(0) + ZerosFromScales(lane), zeros);
-        if (starts) {
-          scales += 8 * ScaleLaneBytes();
-          if constexpr (Size::kZeroBytes > 0) zeros += w.zero_bytes;
-        }
-      }
-      if constexpr (piece == kPieces - 1) codes += kUnitBytes, ++copy_k;
-      if constexpr (piece == 0) scales_due = StartsBlock(copy_k + kPieces - 1);
-      write = NextStage(write);
-    }
-    CopyAsyncCommit();
-  }
-  // Asks for the first codes of all.
-  __device__ __forceinline__ void Begin(const Work& work) {
-    write = ring;
-    Seek(work);
-#pragma unroll 1
-    for (int i = 0; i < lookahead; i += kPieces) {
-      Copy<0>();
-      if constexpr (kPieces == 2) Copy<1>();
-    }
-  }
-
-  // Scales that came with the stage read next, of panels from `panel` on, as what codes are multiplied by.
-  __device__ __forceinline__ void ReadScales(int panel, uint32_t (&scale)[kHeld][kGroups][2],
-                                             uint32_t (&zeros)[kHeld]) const {
-    uint32_t raw[kHeld][2] = {};
+  // Scales of a stage, of panels from `panel` on.
+  struct Scales {
+    uint32_t words[kHeld][2], zeros[kHeld];
+  };
+  __device__ __forceinline__ void LoadScales(int stage, int panel, Scales& raw) const {
+    const uint32_t at = scales_at + stage * Shape::kScaleStageBytes;
 #pragma unroll
     for (int b = 0; b < kHeld; ++b) {
+      const int from = (panel + b) * 32;  // rows of scales in between
+      if constexpr (Size::kScaleBytes == 8) {
+        const uint2 v = Load8(at + from * 8);
+        raw.words[b][0] = v.x, raw.words[b][1] = v.y;
+      } else {
+        raw.words[b][0] = Load4(at + from * 4);
+      }
+      if constexpr (Size::kZeroBytes > 0) raw.zeros[b] = Load4(zeros_at + stage * Shape::kScaleStageBytes + from * 4);
+    }
+  }
+  // As what codes are multiplied by.
+  __device__ __forceinline__ void ReadScales(const Scales& raw, uint32_t (&scale)[kHeld][kGroups][2],
+                                             uint32_t (&zeros)[kHeld]) const {
+    if constexpr (Size::kZeroBytes > 0) {
 #pragma unroll
-      for (int i = 0; i < Size::kScaleBytes / 4; ++i)
-        raw[b][i] = Load4(read + scales_from_codes + ScalesOf(panel + b) + 4 * i);
-      if constexpr (Size::kZeroBytes > 0)  // {row g, row g + 8} of each half
-        zeros[b] = __byte_perm(Load4(read + scales_from_codes + ZerosOf(panel + b) + ZerosFromScales(lane / 4)), 0,
-                               TwoGroups() ? 0x3210
-                               : lane & 4  ? 0x3232
-                                           : 0x1010);
+      for (int b = 0; b < kHeld; ++b)  // {row g, row g + 8} of each half
+        zeros[b] = __byte_perm(raw.zeros[b], 0, TwoGroups() ? 0x3210 : lane & 4 ? 0x3232 : 0x1010);
     }
     auto each = [&](auto factor) {  // factor(words, half, row)
 #pragma unroll
@@ -201,7 +133,7 @@ struct WgmmaConsumer {
 #pragma unroll
         for (int half = 0; half < kGroups; ++half)
 #pragma unroll
-          for (int row = 0; row < 2; ++row) scale[b][half][row] = factor(raw[b], half, row);
+          for (int row = 0; row < 2; ++row) scale[b][half][row] = factor(raw.words[b], half, row);
     };
     // 16-bit scales of type Scale; `groups` in a unit.
     auto halves = [&](auto type, int groups) {
@@ -246,13 +178,14 @@ struct WgmmaConsumer {
     return Scaled(Half<T>::Pack(s, s));
   }
 
-  // One panel and 64 columns, a[half][k16], or two from `panel` on and 32, a[panel][k16].
+  // One panel and 64 columns, a[half][k16], or two from `panel` on and 32, a[panel][k16]. `tokens`: DescriptorLow;
+  // wide: count is more than kTokens - 16.
   template <int N>
-  __device__ __forceinline__ void Products(float (&acc)[kPanels][kTokens / 2], int panel, uint64_t tokens,
-                                           uint32_t (&a)[2][2][4], int count) {
+  __device__ __forceinline__ void Products(float (&acc)[kPanels][kTokens / 2], int panel, uint32_t tokens,
+                                           uint32_t (&a)[2][2][4], int count, bool wide) {
     constexpr int kLess = N <= 16 ? N - 8 : N - 16;
     if constexpr (N > 8 && N != 24) {
-      if (count <= kLess) return Products<kLess>(acc, panel, tokens, a, count);
+      if (N == kTokens ? !wide : count <= kLess) return Products<kLess>(acc, panel, tokens, a, count, wide);
     }
     WgmmaFence();
 #pragma unroll
@@ -260,16 +193,15 @@ struct WgmmaConsumer {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         if constexpr (kByPanel) {
-          Wgmma<T, N>(acc[panel], a[i][j], tokens + 4 * i + 2 * j);
+          Wgmma<T, N>(acc[panel], a[i][j], Descriptor(tokens + 4 * i + 2 * j));
         } else {
-          Wgmma<T, N>(acc[panel + j], a[j][i], tokens + 2 * i);
+          Wgmma<T, N>(acc[panel + j], a[j][i], Descriptor(tokens + 2 * i));
         }
       }
     WgmmaCommit();
   }
   template <int N>
-  __device__ __forceinline__ void Multiply(float (&acc)[kPanels][N / 2], int count, int k_begin, int k_end,
-                                           const Work& next) {
+  __device__ __forceinline__ void Multiply(float (&acc)[kPanels][N / 2], int count, int k_begin, int k_end) {
 #pragma unroll
     for (int b = 0; b < kPanels; ++b)
 #pragma unroll
@@ -281,6 +213,7 @@ struct WgmmaConsumer {
     uint32_t zeros[kHeld];
     // A operands as Products takes them: [buffer][panel or half][k16].
     constexpr int kBuffers = Shape::kBuffers;
+    constexpr bool kAhead = !Shape::kSmall;  // scales are loaded with the codes; small tiles lack the registers
     uint32_t a[kBuffers][2][2][4];
     // Half of the columns of two panels, or all of one.
     auto dequantize = [&](int panel, int half, uint32_t(&a)[2][2][4]) {
@@ -312,82 +245,92 @@ struct WgmmaConsumer {
         }
       }
     };
-    auto load = [&](int panel) {
+    auto load = [&](int stage, int panel) {
+      const uint32_t at = codes_at + stage * Shape::kCodeBytes + panel * 4 * kUnitBytes;
+      if constexpr (kByPanel) {
 #pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        if constexpr (kByPanel) {
+        for (int row = 0; row < 2; ++row)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const uint2 v = Load8((read ^ 8 * half) + 512 * b);
-            q[b][2 * half] = v.x, q[b][2 * half + 1] = v.y;
+            const uint2 v = Load8((at ^ 8 * half) + 512 * row);
+            q[row][2 * half] = v.x, q[row][2 * half + 1] = v.y;
           }
-        } else {
-          const uint4 v = Load16(read + (panel + b) * 512);
+      } else {
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          const uint4 v = Load16(at + b * 4 * kUnitBytes);
           q[b][0] = v.x, q[b][1] = v.y, q[b][2] = v.z, q[b][3] = v.w;
         }
       }
     };
-    auto arrive = [&] {  // codes of the stage read next, of its first panel or two
-      if (!full_lookahead) CopyAsyncWait<0>();
-      CopyAsyncWait<kCodeStages - 2>();
-      __syncwarp();  // lanes read scales that others have copied, and have read those that are overwritten
-      load(0);
+    Scales raw;
+    bool starts = true;  // the next unit a block of scales
+    auto load_first = [&](int stage) {
+      load(stage, 0);
+      if (kAhead && starts) LoadScales(stage, 0, raw);
     };
-    auto refill = [&] {
-      if (copy_k == copy_end && next.expert >= 0) Seek(next);
-      Copy<0>();
-    };
-    auto advance = [&] {
-      read = NextStage(read);
-      arrive();
-    };
-    // Whether copies and loads are issued while products are in flight: measured, NOTES.md.
-    constexpr bool kOverlap = kByPanel || (Shape::kSmall && kPanels == 2);
-    int used = 0;  // token stage to give back
-    arrive();
+    // By a vote, as others below: of uniform values ptxas makes a predicate anew, 30 cycles, wherever it is used.
+    const bool wide = __any_sync(~0u, count > kTokens - 16);
+    BarrierWait(full + 8 * stage, phase);
+    FenceAsyncProxy();
+    load_first(stage);
+    int used = 0;  // stage to give back
+    int k = k_begin;
 #pragma unroll 1
-    for (int k = k_begin; k < k_end; ++k) {
-      if (k == k_begin || StartsBlock(k)) ReadScales(0, scale, zeros);
-      dequantize(0, 0, a[0]);
-      if (!kOverlap) refill();
-      BarrierWait(full + 8 * stage, phase);
-      const uint64_t tokens = Descriptor(tokens_at + stage * kStageBytes);
+    while (true) {
+      int next = stage + 1, next_phase = phase;
+      if (next == kStages) next = 0, next_phase ^= 1;
+      const bool last = __any_sync(~0u, k + 1 == k_end), ready = BarrierTest(full + 8 * next, next_phase);
+      uint32_t tokens;  // volatile: early, not where it is used
+      asm volatile("mad.lo.u32 %0, %1, %2, %3;"
+                   : "=r"(tokens)
+                   : "r"(stage), "n"(Shape::kTokenBytes / 16), "r"(DescriptorLow(tokens_at)));
+      if (starts) {
+        if (!kAhead) LoadScales(stage, 0, raw);
+        ReadScales(raw, scale, zeros);
+      }
+      starts = kEachUnit || __any_sync(~0u, (k + 1 & block_mask) == 0);
+      // Codes are loaded as soon as those before are dequantized.
+      auto load_next = [&] {
+        if (last) return;
+        if (!ready) {
+          asm volatile("" : "+r"(next_phase));  // or ptxas moves what BarrierTest made of it to a uniform register
+          BarrierWait(full + 8 * next, next_phase);
+        }
+        FenceAsyncProxy();  // tokens are written by cp.async, read by wgmma
+        load_first(next);
+      };
 #pragma unroll
       for (int pair = 0; pair < kPanels / 2; ++pair) {
-        if (pair > 0) {
-          if (kHeld < kPanels) ReadScales(2 * pair, scale, zeros);
-          dequantize(2 * pair, 0, a[0]);
+        if (pair > 0 && kHeld < kPanels) {
+          if (!kAhead) LoadScales(stage, 2 * pair, raw);
+          ReadScales(raw, scale, zeros);
         }
-        Products<kTokens>(acc, 2 * pair, tokens, a[0], count);
-        if (kOverlap) refill();
-        if constexpr (kByPanel) advance();
+        dequantize(2 * pair, 0, a[0]);
+        if (kByPanel) load(stage, 1);
+        Products<kTokens>(acc, 2 * pair, tokens, a[0], count, wide);
         WgmmaWait<kBuffers - 1>();  // the other buffer is free, and the stage it was multiplied with
         if (kBuffers == 2 && k > k_begin) Release(used);
-        if constexpr (kByPanel) {
-          dequantize(1, 0, a[kBuffers - 1]);
-          Products<kTokens>(acc, 1, tokens, a[kBuffers - 1], count);
-          Copy<1>();
-        } else {
-          dequantize(2 * pair, 1, a[kBuffers - 1]);
-          Products<kTokens>(acc, 2 * pair, tokens + 4, a[kBuffers - 1], count);
-        }
+        dequantize(kByPanel ? 1 : 2 * pair, 1, a[kBuffers - 1]);
         if (pair < kPanels / 2 - 1) {
-          load(2 * pair + 2);
-        } else if (kOverlap) {
-          advance();  // of the last unit: to the first of the next work
+          load(stage, 2 * pair + 2);
+          if (kAhead && kHeld < kPanels) LoadScales(stage, 2 * pair + 2, raw);
         }
+        Products<kTokens>(acc, kByPanel ? 1 : 2 * pair, kByPanel ? tokens : tokens + 4, a[kBuffers - 1], count, wide);
+        if (pair == kPanels / 2 - 1) load_next();
         WgmmaWait<kBuffers - 1>();  // a[0] is free
       }
       if (kBuffers == 1) Release(stage);
-      used = stage;
-      if (++stage == kStages) stage = 0, phase ^= 1;
-      if (!kOverlap) advance();
+      used = stage, stage = next, phase = next_phase;
+      if (last) break;
+      ++k;
     }
     if (kBuffers == 1) return;
     WgmmaWait<0>();
     Release(used);
   }
   __device__ __forceinline__ void Release(int used) {
+    __syncwarp();  // all lanes have read their codes and scales
     if (OneLane()) BarrierArrive(empty + 8 * used);
   }
 
@@ -452,11 +395,9 @@ struct WgmmaConsumer {
     NamedBarrier(1 + group, 128);
   }
 
-  // Codes are copied ahead, into the next work: its first are on their way while these results are stored.
-  __device__ __forceinline__ void Run(int count, int k_begin, int k_end, const Work& next,
-                                      const SortedPair (&own)[kOwnPairs]) {
+  __device__ __forceinline__ void Run(int count, int k_begin, int k_end, const SortedPair (&own)[kOwnPairs]) {
     float acc[kPanels][kTokens / 2];
-    Multiply<kTokens>(acc, count, k_begin, k_end, next);
+    Multiply<kTokens>(acc, count, k_begin, k_end);
     const int thread = threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < kOwnPairs; ++i)
@@ -474,7 +415,8 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
     MoeGemmWgmma(const __grid_constant__ GemmParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = WgmmaTile<F, down, kTokens>;
-  constexpr int kStages = Shape::kStages, kLag = Shape::kLag;
+  using Size = Sizes<F>;
+  constexpr int kStages = Shape::kStages, kUnitBytes = Shape::kUnitBytes;
   extern __shared__ __align__(1024) uint8_t raw[];
   LaunchDependents();
   uint8_t* shared = raw + (1024 - SharedAddress(raw) % 1024) % 1024;
@@ -492,7 +434,8 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
   }
   __syncthreads();
   WaitForPrevious();
-  const int blocks = (p.weights.panels + Shape::kTilePanels - 1) / Shape::kTilePanels;
+  const Weights& w = p.weights;
+  const int blocks = (w.panels + Shape::kTilePanels - 1) / Shape::kTilePanels;
   const int parts = down ? p.shape.warps_k : 1;  // of K; MoeCombine adds them up
   const int units = p.tiles[p.max_tiles].count * blocks * parts;
   // The tiles of a group take turns with the same rows: the weights are then read from memory once for all of them.
@@ -508,8 +451,8 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
                 local / any.group_size * Shape::kTilePanels + group * (Shape::kTilePanels / 2),
                 tile.first,
                 tile.count,
-                part * p.weights.units / parts,
-                (part + 1) * p.weights.units / parts,
+                part * w.units / parts,
+                (part + 1) * w.units / parts,
                 part};
   };
   const int warpgroup = threadIdx.x / 128;
@@ -520,75 +463,104 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
       asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     }
     const int chunk = threadIdx.x % 8, first_row = threadIdx.x / 8;
-    const uint32_t to = SharedAddress(shared) + first_row * 128 + ((chunk ^ (first_row & 7)) << 4);
-    const T* x = static_cast<const T*>(p.x) + chunk * 8;
-    constexpr int kRows = (kTokens + 15) / 16;  // that a thread copies
-    int stage = 0, phase = 1, announced = 0, ahead = 0;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    const uint32_t base = SharedAddress(shared);
+    const uint32_t to = base + first_row * 128 + ((chunk ^ (first_row & 7)) << 4);
+    const uint8_t* x = static_cast<const uint8_t*>(p.x) + chunk * 16;
+    const uint64_t once = EvictFirstPolicy();
+    constexpr int kRows = (kTokens + 15) / 16;                                 // that a thread copies
+    const int row_bytes = Size::kRuntime ? w.scale_bytes : Size::kScaleBytes;  // of the scales of rows g and g + 8
+    const bool two_groups = Size::kRuntime ? w.two_groups : F::kGroups == 2;
+    int stage = 0, phase = 1;
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const Work work = locate(unit, 0);
-      const T* rows[kRows];
+      const uint8_t* expert = w.rows + work.expert * w.row_bytes;
+      uint32_t rows[kRows];  // in pieces of 16 bytes: plan.cc has the limit
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const int row = min(first_row + 16 * i, work.count - 1);  // rows past the end repeat the last
         const int at = down ? work.first + row : p.sorted_pairs[work.first + row].pair / p.x_divisor;
-        rows[i] = x + static_cast<int64_t>(at) * p.x_columns;
+        rows[i] = static_cast<uint32_t>(at) * (p.x_columns / 8);
       }
+      // The warp's panels are every fourth. None past the end: what is there is not stored.
+      const int64_t panel_bytes = static_cast<int64_t>(w.units) * kUnitBytes;
+      const uint8_t* codes =
+          expert + (work.panel + warp) * panel_bytes + static_cast<int64_t>(work.k_begin) * kUnitBytes;
+      const uint8_t* tokens = x + work.k_begin * (2 * kUnit);
+      const int panels = min((w.panels - work.panel - warp + 3) / 4, Shape::kTilePanels / 4);
 #pragma unroll 1
       for (int k = work.k_begin; k < work.k_end; ++k) {
         BarrierWait(empty + 8 * stage, phase);
+        if (panels > 0 && OneLane()) {
+          const uint32_t codes_to = base + Shape::kCodesAt + stage * Shape::kCodeBytes + warp * kUnitBytes;
+          BarrierExpectBytes(full + 8 * stage, panels * kUnitBytes);
+#pragma unroll
+          for (int i = 0; i < Shape::kTilePanels / 4; ++i)
+            if (i < panels)
+              BulkCopyOnce(codes_to + i * 4 * kUnitBytes, codes + i * 4 * panel_bytes, kUnitBytes, full + 8 * stage,
+                           once);
+        }
+        codes += kUnitBytes;
+        const uint32_t stage_to = to + stage * Shape::kTokenBytes;
+        // Addresses first, volatile: ptxas would put one after the other into the same registers, which copies read
+        // late.
+        uint64_t from[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+          asm volatile("mad.wide.u32 %0, %1, 16, %2;" : "=l"(from[i]) : "r"(rows[i]), "l"(tokens));
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
           if (16 * i < work.count && (kTokens % 16 == 0 || first_row + 16 * i < kTokens))
-            CopyAsync16(to + stage * Shape::kStageBytes + i * 2048, rows[i] + k * kUnit, true);
-        CopyAsyncCommit();
-        if (++stage == kStages) stage = 0, phase ^= 1;
-        if (ahead == kLag) {
-          CopyAsyncWait<kLag>();
-          FenceAsyncProxy();
-          BarrierArrive(full + 8 * announced);
-          if (++announced == kStages) announced = 0;
-        } else {
-          ++ahead;
+            CopyAsync16(stage_to + i * 2048, reinterpret_cast<const void*>(from[i]), true);
+        tokens += 2 * kUnit;
+        const int block = k >> w.block_shift;
+        if (k == work.k_begin || k == block << w.block_shift) {
+          uint32_t scales_to = base + Shape::kScalesAt + stage * Shape::kScaleStageBytes;
+#pragma unroll
+          for (int i = 0; i < Shape::kTilePanels / 16; ++i) {
+            const int local = first_row + 16 * i, panel = min(work.panel + local, w.panels - 1);
+            const int64_t at = static_cast<int64_t>(panel) * w.blocks + block;
+            const uint8_t* from = expert + w.scales_at + (at * 8 + chunk) * row_bytes;
+            const uint32_t scale_to = scales_to + (local * 8 + chunk) * Size::kScaleBytes;
+            if (row_bytes == 4) {
+              CopyAsyncSmall<4>(scale_to, from);
+            } else {
+              CopyAsyncSmall<8>(scale_to, from);
+            }
+            if constexpr (Size::kZeroBytes > 0)
+              CopyAsyncSmall<4>(scales_to + Shape::kScaleBytes + (local * 8 + chunk) * 4,
+                                expert + w.zeros_at + at * w.zero_bytes + (two_groups ? 4 * chunk : 2 * chunk & ~3));
+          }
         }
+        BarrierArriveCopied(full + 8 * stage);
+        if (++stage == kStages) stage = 0, phase ^= 1;
       }
     }
-    CopyAsyncWait<0>();
-    FenceAsyncProxy();
-    for (; ahead > 0; --ahead) {
-      BarrierArrive(full + 8 * announced);
-      if (++announced == kStages) announced = 0;
-    }
+    CopyAsyncWaitAll();
   } else {
     if constexpr (Shape::kSmall) {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
     } else {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     }
-    const int warp = threadIdx.x / 32 - 4;
-    uint8_t* codes = shared + kStages * Shape::kStageBytes;
     WgmmaConsumer<T, F, down, kTokens> c{p};
+    const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+    c.group = warpgroup - 1;
     c.tokens_at = SharedAddress(shared);
-    const int lane = threadIdx.x % 32, thread = threadIdx.x % 128;
-    const int swapped = c.kByPanel ? Sizes<F>::LaneAt(lane) + lane % 2 * 8 - lane * 16 : 0;
-    c.ring = SharedAddress(codes) + warp * c.kCodeStages * c.kCodeStageBytes + lane * 16 + swapped;
-    const int scales_from_codes = c.kStagePanels * c.kUnitBytes - lane * 16 - swapped;
-    c.scales_from_codes = scales_from_codes + lane / 4 * Sizes<F>::kScaleBytes;
-    c.copy_scales_from_codes = scales_from_codes + lane * Sizes<F>::kScaleBytes;
+    const int panel = c.group * (Shape::kTilePanels / 2) + warp;
+    c.codes_at =
+        c.tokens_at + Shape::kCodesAt + panel * kUnitBytes + Size::LaneAt(lane) + (c.kByPanel ? lane % 2 * 8 : 0);
+    c.scales_at = c.tokens_at + Shape::kScalesAt + (panel * 8 + lane / 4) * Size::kScaleBytes;
+    c.zeros_at = c.tokens_at + Shape::kScalesAt + Shape::kScaleBytes + (panel * 8 + lane / 4) * 4;
     c.lane = lane;
-    c.results = codes + 8 * c.kCodeStages * c.kCodeStageBytes;
+    c.results = shared + Shape::kResultsAt;
     c.full = full, c.empty = empty;
     // Opaque from here on, or the compiler derives them from threadIdx again for every 64 columns.
-    asm volatile("" : "+r"(c.ring), "+r"(c.scales_from_codes), "+r"(c.copy_scales_from_codes));
+    asm volatile("" : "+r"(c.codes_at), "+r"(c.scales_at));
     asm volatile("" : "+r"(c.full), "+r"(c.empty));
-    c.read = c.ring;
-    c.lookahead = min(c.kCodeStages - 1, p.weights.units / parts * c.kPieces);
-    // By a vote, or ptxas computes it from the parameters for every 64 columns.
-    c.full_lookahead = __any_sync(~0u, c.lookahead == c.kCodeStages - 1);
-    c.group = warpgroup - 1;
+    c.block_mask = (1u << w.block_shift) - 1;
     c.now = now + c.group, c.pairs = pairs[c.group], c.weights = router_weights[c.group];
-    c.once = EvictFirstPolicy();
     Work next = locate(blockIdx.x, c.group);
-    if (next.expert >= 0) c.Begin(next);
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const int count = next.count, k_begin = next.k_begin, k_end = next.k_end;
       if (thread == 0) *c.now = next;
@@ -597,7 +569,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
       for (int i = 0; i < c.kOwnPairs; ++i)
         if (thread + 128 * i < count) own[i] = p.sorted_pairs[next.first + thread + 128 * i];
       next = locate(unit + gridDim.x, c.group);
-      c.Run(count, k_begin, k_end, next, own);
+      c.Run(count, k_begin, k_end, own);
     }
   }
 #endif

@@ -22,6 +22,8 @@ __attribute__((format(printf, 3, 4))) int Fail(char* err, int status, const char
 }
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Whether moe_gemm_wgmma.cuh can address the rows: in pieces of 16 bytes, with 32 bits.
+bool Addresses(int64_t rows, int64_t columns) { return rows * CeilDiv(columns, 64) <= UINT32_MAX / 8; }
 // Share of the last round that is used when `count` equal pieces go to `slots` at a time.
 double Fill(int64_t count, int64_t slots) {
   return static_cast<double>(count) / static_cast<double>(std::max<int64_t>(1, CeilDiv(count, slots)) * slots);
@@ -298,7 +300,8 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   // Tokens an expert gets on average decide the tile; of a slice, others have their share of the pairs.
   const double mean = static_cast<double>(pairs) / static_cast<double>(std::max<int64_t>(1, p.moe.num_experts));
 
-  const bool wgmma = !decode && device->sm == 90 && p.moe.gated && mean > 8;
+  const bool wgmma = !decode && device->sm == 90 && p.moe.gated && mean > 8 &&
+                     Addresses(pairs, std::max(p.moe.hidden_size, p.moe.intermediate_size));
   const bool fp8 = wgmma && TakesFp8(p.moe.w13) && TakesFp8(p.moe.w2);
   plan->path = decode ? QM_CUDA_DECODE : fp8 ? QM_CUDA_FP8 : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
 
@@ -367,7 +370,8 @@ extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const 
   MarlinRowOf(MoeOf(l), 2, &w);
   const int64_t rows = problem->rows;
   const bool decode = rows <= kDecodeTokens && DecodeFits(*device, l.w, w);
-  const bool wgmma = !decode && device->sm == 90 && l.out_features % 8 == 0 && rows > 64;
+  const bool wgmma =
+      !decode && device->sm == 90 && l.out_features % 8 == 0 && rows > 64 && Addresses(rows, l.in_features);
   plan->path = decode ? QM_CUDA_DECODE : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
   plan->w2 = PlanGemm({*device, decode, wgmma, false, 1, static_cast<double>(rows), 4}, l.w, w, decode || wgmma);
 

@@ -17,20 +17,6 @@ __device__ inline void CopyAsync16Once(uint32_t shared, const void* global, uint
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(policy)
                : "memory");
 }
-// Where left > least, without a branch.
-__device__ inline void CopyAsync16OnceIf(int left, int least, uint32_t shared, const void* global, uint64_t policy) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.gt.s32 p, %0, %1;\n"
-      "@p cp.async.cg.shared.global.L2::cache_hint [%2], [%3], 16, %4;\n}" ::"r"(left),
-      "r"(least), "r"(shared), "l"(global), "l"(policy)
-      : "memory");
-}
-template <int bytes>
-__device__ inline void CopyAsyncSmallIf(int wanted, uint32_t shared, const void* global) {
-  asm volatile("{\n.reg .pred p;\nsetp.gt.s32 p, %0, 0;\n@p cp.async.ca.shared.global [%1], [%2], %3;\n}" ::"r"(wanted),
-               "r"(shared), "l"(global), "n"(bytes)
-               : "memory");
-}
 __device__ inline void CopyAsync4(uint32_t shared, const void* global, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0)
                : "memory");
@@ -49,6 +35,7 @@ template <int pending>
 __device__ inline void CopyAsyncWait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
+__device__ inline void CopyAsyncWaitAll() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ inline uint32_t SharedAddress(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 // From shared memory, of which no pointer is kept.
 __device__ inline uint32_t Load4(uint32_t at) {

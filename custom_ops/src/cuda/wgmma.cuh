@@ -10,6 +10,10 @@ __device__ inline void BarrierInit(uint32_t barrier, int count) {
 __device__ inline void BarrierArrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// When all that this thread has asked for with cp.async is there.
+__device__ inline void BarrierArriveCopied(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 __device__ inline void BarrierWait(uint32_t barrier, int parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::
@@ -17,13 +21,35 @@ __device__ inline void BarrierWait(uint32_t barrier, int parity) {
       "r"(parity)
       : "memory");
 }
+// Whether it is complete; does not wait.
+__device__ inline bool BarrierTest(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done;
+}
 // True in one lane of the warp, all of whose lanes are here.
 __device__ inline bool OneLane() {
   uint32_t one;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(one));
   return one;
 }
-// What this thread wrote to shared memory with ordinary stores or cp.async becomes visible to wgmma.
+// More bytes that bulk copies are to bring before the barrier's phase is complete; and copies of them, first to leave
+// L2.
+__device__ inline void BarrierExpectBytes(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ inline void BulkCopyOnce(uint32_t shared, const void* global, int bytes, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+// What was written to shared memory with ordinary stores or cp.async, by this thread or before a barrier that it has
+// waited for, becomes visible to wgmma.
 __device__ inline void FenceAsyncProxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -36,9 +62,13 @@ __device__ inline void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// K-major B with 128-byte rows, 128-byte swizzle; 8-row groups 1024 bytes apart. A k16 step is 32 bytes further.
-__device__ inline uint64_t Descriptor(uint32_t shared) {
-  return (static_cast<uint64_t>((shared & 0x3ffff) >> 4)) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+// K-major B with 128-byte rows, 128-byte swizzle; 8-row groups 1024 bytes apart. A k16 step is 32 bytes, 2 of the low
+// word, further.
+__device__ inline uint32_t DescriptorLow(uint32_t shared) { return shared >> 4 | 1 << 16; }
+__device__ inline uint64_t Descriptor(uint32_t low) {
+  uint64_t descriptor;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low), "n"(64 | 1 << 30));
+  return descriptor;
 }
 
 // d[64 x N] += a[64 x 16] (registers) * b[16 x N] (shared memory).
