@@ -376,6 +376,23 @@ def test_blocks_of_512_rows(multiprocessors, name, tokens):
         check(case, tokens, dtype, device=device)
 
 
+RINGS = {
+    f"{name}-{shape}": of_format(name, FORMAT_SHAPES[shape])
+    for name, (weights, *_) in FORMATS.items()
+    for shape in ("odd", "split-k")
+    if weights[0] in ("int8", "fp8_e4m3")
+}
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [70, 600])
+@pytest.mark.parametrize("name", RINGS)
+def test_rings_from_work_to_work(name, tokens):
+    """A block with more than one unit of work, of 8 bits: here because the GPU is small."""
+    device = cuda.query()
+    check(RINGS[name], tokens, "bf16", device=cuda.Device(device.sm, 1, device.shared_bytes))
+
+
 MIXED = {
     "int4-mxfp4": replace(CASES["g128"], down_weights=FORMATS["mxfp4"]),
     "nvfp4-fp8": replace(of_format("nvfp4", BASE), down_weights=FORMATS["fp8"]),
@@ -764,7 +781,7 @@ def test_plan_fits_the_device(shape, tokens, device, kind, group_size):
     plan = cuda.plan(p, device)
     stream = cuda.PATHS[plan.path] == "stream"
     for gemm in (plan.w13, plan.w2):
-        static = 0 if stream else 3 * 1024  # cuobjdump --dump-resource-usage: at most 2,688 bytes; stream's 16
+        static = 0 if stream else 3 * 1024  # cuobjdump --dump-resource-usage: at most 3,072 bytes; stream's 16
         assert gemm.shared_bytes + static + 1024 <= device.shared_bytes
         assert gemm.grid >= 1
         assert gemm.cluster == 1 or device.sm >= 90

@@ -6,7 +6,7 @@
 // columns while the tensor cores work on those before.
 //
 // The order of a lane's columns (FORMAT.md 3.2) is not memory order within 32 columns, so tokens are stored permuted:
-// MoePrepare writes x, the gate_up epilogue writes h that way.
+// MoeRoute writes x, the gate_up epilogue writes h that way.
 #pragma once
 #include "cuda/activation.cuh"
 #include "cuda/dequant.cuh"
@@ -37,8 +37,10 @@ struct WgmmaTile {
   static constexpr int kCodesAt = kStages * kTokenBytes, kScalesAt = kCodesAt + kStages * kCodeBytes;
   static constexpr int kResultsAt = kScalesAt + kStages * kScaleStageBytes;
   static_assert(1024 + kResultsAt + 2 * kTokens * kResultRowBytes == kSizes.shared_bytes);  // 1024: aligned
-  // With barriers, works, pairs and weights; a block's, and a multiprocessor's less 1024 a block.
-  static_assert(kSizes.shared_bytes + 16 * kStages + 64 + 16 * kTokens <= (kSmall ? 115712 : 232448));
+  // With barriers, works, pairs and weights, whole KiB; a block's, and a multiprocessor's less 1024 a block.
+  static_assert(kSizes.shared_bytes + (16 * kStages + 64 + 16 * kTokens + 1023) / 1024 * 1024 <=
+                (kSmall ? 115712 : 232448));
+  static_assert(kStages >= 2);  // a consumer gives a stage back when the next has arrived
 };
 
 // What a warpgroup does next: columns [k_begin, k_end) * 64, a part of K, of its panels of an expert (-1: nothing) for
@@ -303,7 +305,7 @@ struct WgmmaConsumer {
 #pragma unroll
       for (int pair = 0; pair < kPanels / 2; ++pair) {
         if (pair > 0 && kHeld < kPanels) {
-          if (!kAhead) LoadScales(stage, 2 * pair, raw);
+          LoadScales(stage, 2 * pair, raw);
           ReadScales(raw, scale, zeros);
         }
         dequantize(2 * pair, 0, a[0]);
@@ -312,10 +314,7 @@ struct WgmmaConsumer {
         WgmmaWait<kBuffers - 1>();  // the other buffer is free, and the stage it was multiplied with
         if (kBuffers == 2 && k > k_begin) Release(used);
         dequantize(kByPanel ? 1 : 2 * pair, 1, a[kBuffers - 1]);
-        if (pair < kPanels / 2 - 1) {
-          load(stage, 2 * pair + 2);
-          if (kAhead && kHeld < kPanels) LoadScales(stage, 2 * pair + 2, raw);
-        }
+        if (pair < kPanels / 2 - 1) load(stage, 2 * pair + 2);
         Products<kTokens>(acc, kByPanel ? 1 : 2 * pair, kByPanel ? tokens : tokens + 4, a[kBuffers - 1], count, wide);
         if (pair == kPanels / 2 - 1) load_next();
         WgmmaWait<kBuffers - 1>();  // a[0] is free

@@ -300,9 +300,9 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   // Tokens an expert gets on average decide the tile; of a slice, others have their share of the pairs.
   const double mean = static_cast<double>(pairs) / static_cast<double>(std::max<int64_t>(1, p.moe.num_experts));
 
-  const bool wgmma = !decode && device->sm == 90 && p.moe.gated && mean > 8 &&
-                     Addresses(pairs, std::max(p.moe.hidden_size, p.moe.intermediate_size));
-  const bool fp8 = wgmma && TakesFp8(p.moe.w13) && TakesFp8(p.moe.w2);
+  const bool many = !decode && device->sm == 90 && p.moe.gated && mean > 8;
+  const bool fp8 = many && TakesFp8(p.moe.w13) && TakesFp8(p.moe.w2);
+  const bool wgmma = many && (fp8 || Addresses(pairs, std::max(p.moe.hidden_size, p.moe.intermediate_size)));
   plan->path = decode ? QM_CUDA_DECODE : fp8 ? QM_CUDA_FP8 : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
 
   Work work{*device, decode, wgmma, fp8, most_experts, mean, 4};
