@@ -353,12 +353,18 @@ def test_prefill(name, tokens):
     check(CASES[name], tokens, "f16")
 
 
-OF_512_ROWS = {name: CASES[name] for name in ("base", "g128", "g64", "channel", "odd-sizes", "split-k")} | {
-    f"{name}-{shape}": of_format(name, FORMAT_SHAPES[shape])
-    for name, (weights, *_) in FORMATS.items()
-    for shape in ("odd", "split-k")
-    if weights[0] in ("int4", "mxfp4", "nvfp4")
-}
+def formats_of(*kinds: str) -> dict[str, Case]:
+    """Formats whose weights are of these kinds, in two shapes."""
+    return {
+        f"{name}-{shape}": of_format(name, FORMAT_SHAPES[shape])
+        for name, (weights, *_) in FORMATS.items()
+        for shape in ("odd", "split-k")
+        if weights[0] in kinds
+    }
+
+
+OF_512_ROWS = {name: CASES[name] for name in ("base", "g128", "g64", "channel", "odd-sizes", "split-k")}
+OF_512_ROWS |= formats_of("int4", "mxfp4", "nvfp4")
 
 
 @gpu
@@ -376,12 +382,7 @@ def test_blocks_of_512_rows(multiprocessors, name, tokens):
         check(case, tokens, dtype, device=device)
 
 
-RINGS = {
-    f"{name}-{shape}": of_format(name, FORMAT_SHAPES[shape])
-    for name, (weights, *_) in FORMATS.items()
-    for shape in ("odd", "split-k")
-    if weights[0] in ("int8", "fp8_e4m3")
-}
+RINGS = formats_of("int8", "fp8_e4m3")
 
 
 @gpu

@@ -85,6 +85,11 @@ constexpr int StageBytes(int panels, int n_tiles, int bits, int lane_bytes, int 
   return panels * (units * 128 * bits + 32 * lane_bytes) + units * n_tiles * 1024;
 }
 
+// What blocks of moe_gemm_wgmma.cuh may take: small tiles two a multiprocessor, less 1024 a block.
+constexpr bool SmallTile(int tokens) { return tokens <= 48; }
+constexpr int WgmmaSharedLimit(int tokens) { return SmallTile(tokens) ? 115712 : 232448; }
+// Besides, static: barriers, works, the tokens' pairs and weights.
+constexpr int WgmmaStaticBytes(int tokens, int stages) { return 16 * stages + 64 + 16 * tokens; }
 // Of moe_gemm_wgmma.cuh, for tiles of 24, 48 or 144 tokens: panels of a warp, stages (of 64 columns of the tokens and
 // of the panels' codes, and their scales and zero points), staging of the results; what it takes.
 struct WgmmaSizes {
@@ -96,8 +101,8 @@ constexpr WgmmaSizes WgmmaSizesOf(int tokens, int bits, int lane_bytes, bool dow
   s.result_row_bytes = (down ? 128 : 64) * s.panels + 16;  // of a token; padded against bank conflicts
   const int stage = tokens * 128 + 8 * s.panels * (128 * bits + 8 * lane_bytes);
   const int rest = 1024 + 2 * tokens * s.result_row_bytes;  // 1024: to align the first stage
-  // As many as fit, two blocks a multiprocessor of the small tiles; 16 bytes of barriers a stage.
-  s.stages = ((tokens <= 48 ? 115712 : 232448) - rest - 64 - 16 * tokens) / (stage + 16);
+  const int static_stage = WgmmaStaticBytes(tokens, 1) - WgmmaStaticBytes(tokens, 0);
+  s.stages = (WgmmaSharedLimit(tokens) - rest - WgmmaStaticBytes(tokens, 0)) / (stage + static_stage);  // all that fit
   s.shared_bytes = rest + s.stages * stage;
   return s;
 }

@@ -35,14 +35,6 @@ constexpr int kFp8MostAt = kFp8WorksAt + 128, kFp8MostBytes = 2 * 2 * 64 * 4;
 static_assert(kFp8Works * sizeof(Fp8Work) <= 128);
 static_assert(1024 + kFp8MostAt + kFp8MostBytes == kFp8SharedBytes);  // 1024: to align the first stage
 
-__device__ inline void BulkCopy(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-               "l"(global), "r"(bytes), "r"(barrier)
-               : "memory");
-}
-__device__ inline void BarrierExpect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
 // K-major operand of 64-byte rows, 64-byte swizzle: eight rows of all panels, kFp8PanelBytes apart.
 __device__ inline uint64_t CodesDescriptor(uint32_t shared) {
   return static_cast<uint64_t>((shared & 0x3ffff) >> 4) | 1ull << 16 |
@@ -437,7 +429,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
             if (++slot == kFp8Works) slot = 0;
           }
           const uint32_t full = to + kFp8FullAt;
-          BarrierExpect(full, kFp8Panels * kFp8PanelBytes + rows * (kFp8Group + (p.x_grouped ? 4 : 0)));
+          BarrierArriveExpect(full, kFp8Panels * kFp8PanelBytes + rows * (kFp8Group + (p.x_grouped ? 4 : 0)));
           BulkCopy(to, static_cast<const uint8_t*>(p.x) + row * kFp8Group, rows * kFp8Group, full);
           if (p.x_grouped) BulkCopy(to + kFp8TokenScalesAt, p.x_scales + row, rows * 4, full);
           row += p.x_rows;

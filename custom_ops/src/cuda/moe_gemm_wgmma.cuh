@@ -21,7 +21,7 @@ namespace quantmoe {
 template <typename F, bool down, int kTokens>
 struct WgmmaTile {
   static constexpr WgmmaSizes kSizes = WgmmaSizesOf(kTokens, Sizes<F>::kBits, Sizes<F>::kLaneBytes, down);
-  static constexpr bool kSmall = kTokens <= 48;
+  static constexpr bool kSmall = SmallTile(kTokens);
   static constexpr int kPanels = kSizes.panels;  // of a warp
   static constexpr int kTilePanels = 8 * kPanels;
   static constexpr int kBlocks = kSmall ? 2 : 1;
@@ -37,9 +37,9 @@ struct WgmmaTile {
   static constexpr int kCodesAt = kStages * kTokenBytes, kScalesAt = kCodesAt + kStages * kCodeBytes;
   static constexpr int kResultsAt = kScalesAt + kStages * kScaleStageBytes;
   static_assert(1024 + kResultsAt + 2 * kTokens * kResultRowBytes == kSizes.shared_bytes);  // 1024: aligned
-  // With barriers, works, pairs and weights, whole KiB; a block's, and a multiprocessor's less 1024 a block.
-  static_assert(kSizes.shared_bytes + (16 * kStages + 64 + 16 * kTokens + 1023) / 1024 * 1024 <=
-                (kSmall ? 115712 : 232448));
+  // Static memory takes whole KiB.
+  static_assert(kSizes.shared_bytes + (WgmmaStaticBytes(kTokens, kStages) + 1023) / 1024 * 1024 <=
+                WgmmaSharedLimit(kTokens));
   static_assert(kStages >= 2);  // a consumer gives a stage back when the next has arrived
 };
 
@@ -467,8 +467,8 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
     const uint32_t to = base + first_row * 128 + ((chunk ^ (first_row & 7)) << 4);
     const uint8_t* x = static_cast<const uint8_t*>(p.x) + chunk * 16;
     const uint64_t once = EvictFirstPolicy();
-    constexpr int kRows = (kTokens + 15) / 16;                                 // that a thread copies
-    const int row_bytes = Size::kRuntime ? w.scale_bytes : Size::kScaleBytes;  // of the scales of rows g and g + 8
+    constexpr int kRows = (kTokens + 15) / 16;                                   // that a thread copies
+    const int scale_bytes = Size::kRuntime ? w.scale_bytes : Size::kScaleBytes;  // of the scales of rows g and g + 8
     const bool two_groups = Size::kRuntime ? w.two_groups : F::kGroups == 2;
     int stage = 0, phase = 1;
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
@@ -492,7 +492,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
         BarrierWait(empty + 8 * stage, phase);
         if (panels > 0 && OneLane()) {
           const uint32_t codes_to = base + Shape::kCodesAt + stage * Shape::kCodeBytes + warp * kUnitBytes;
-          BarrierExpectBytes(full + 8 * stage, panels * kUnitBytes);
+          BarrierExpect(full + 8 * stage, panels * kUnitBytes);
 #pragma unroll
           for (int i = 0; i < Shape::kTilePanels / 4; ++i)
             if (i < panels)
@@ -514,17 +514,17 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
         tokens += 2 * kUnit;
         const int block = k >> w.block_shift;
         if (k == work.k_begin || k == block << w.block_shift) {
-          uint32_t scales_to = base + Shape::kScalesAt + stage * Shape::kScaleStageBytes;
+          const uint32_t scales_to = base + Shape::kScalesAt + stage * Shape::kScaleStageBytes;
 #pragma unroll
           for (int i = 0; i < Shape::kTilePanels / 16; ++i) {
             const int local = first_row + 16 * i, panel = min(work.panel + local, w.panels - 1);
             const int64_t at = static_cast<int64_t>(panel) * w.blocks + block;
-            const uint8_t* from = expert + w.scales_at + (at * 8 + chunk) * row_bytes;
+            const uint8_t* scales = expert + w.scales_at + (at * 8 + chunk) * scale_bytes;
             const uint32_t scale_to = scales_to + (local * 8 + chunk) * Size::kScaleBytes;
-            if (row_bytes == 4) {
-              CopyAsyncSmall<4>(scale_to, from);
+            if (scale_bytes == 4) {
+              CopyAsyncSmall<4>(scale_to, scales);
             } else {
-              CopyAsyncSmall<8>(scale_to, from);
+              CopyAsyncSmall<8>(scale_to, scales);
             }
             if constexpr (Size::kZeroBytes > 0)
               CopyAsyncSmall<4>(scales_to + Shape::kScaleBytes + (local * 8 + chunk) * 4,

@@ -36,11 +36,20 @@ __device__ inline bool OneLane() {
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(one));
   return one;
 }
-// More bytes that bulk copies are to bring before the barrier's phase is complete; and copies of them, first to leave
-// L2.
-__device__ inline void BarrierExpectBytes(uint32_t barrier, int bytes) {
+// More bytes that bulk copies are to bring before the barrier's phase is complete; the same and an arrival; and copies
+// of them.
+__device__ inline void BarrierExpect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+__device__ inline void BarrierArriveExpect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ inline void BulkCopy(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+// First to leave L2.
 __device__ inline void BulkCopyOnce(uint32_t shared, const void* global, int bytes, uint32_t barrier, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
