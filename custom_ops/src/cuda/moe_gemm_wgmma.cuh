@@ -312,25 +312,21 @@ struct WgmmaConsumer {
         if (kByPanel) load(stage, 1);
         Products<kTokens>(acc, 2 * pair, tokens, a[0], count, wide);
         WgmmaWait<kBuffers - 1>();  // the other buffer is free, and the stage it was multiplied with
-        if (kBuffers == 2 && k > k_begin) Release(used);
+        if (kBuffers == 2 && k > k_begin) BarrierArrive(empty + 8 * used);
         dequantize(kByPanel ? 1 : 2 * pair, 1, a[kBuffers - 1]);
         if (pair < kPanels / 2 - 1) load(stage, 2 * pair + 2);
         Products<kTokens>(acc, kByPanel ? 1 : 2 * pair, kByPanel ? tokens : tokens + 4, a[kBuffers - 1], count, wide);
         if (pair == kPanels / 2 - 1) load_next();
         WgmmaWait<kBuffers - 1>();  // a[0] is free
       }
-      if (kBuffers == 1) Release(stage);
+      if (kBuffers == 1) BarrierArrive(empty + 8 * stage);
       used = stage, stage = next, phase = next_phase;
       if (last) break;
       ++k;
     }
     if (kBuffers == 1) return;
     WgmmaWait<0>();
-    Release(used);
-  }
-  __device__ __forceinline__ void Release(int used) {
-    __syncwarp();  // all lanes have read their codes and scales
-    if (OneLane()) BarrierArrive(empty + 8 * used);
+    BarrierArrive(empty + 8 * used);
   }
 
   // Results of this warpgroup, a row per token. Nothing here is kept in registers while the products are made: places
@@ -427,7 +423,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       BarrierInit(full + 8 * i, 128);
-      BarrierInit(empty + 8 * i, 8);
+      BarrierInit(empty + 8 * i, 256);  // each consumer for what it has read itself
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
