@@ -56,7 +56,7 @@ struct GemmParams {
   bool out_float;  // down on mma.sync: f32
   int out_columns;
   bool weight_here;   // multiply by the router's weight
-  const Tile* tiles;  // device list, tiles[max_tiles].count is its length; unused by decode
+  const Tile* tiles;  // device list; its length is tiles[max_tiles].count, all its pairs .first; unused by decode
   int max_tiles;
   const SortedPair* sorted_pairs;
   qm_cuda_gemm shape;
@@ -64,7 +64,6 @@ struct GemmParams {
   const float* x_scales;  // [groups, x_rows] if x_grouped, or [x_rows]
   int x_rows;
   bool x_grouped;
-  int turn;  // by which blocks change places from one round of tiles to the next
   // gate_up: not null if out is codes as x of the next product, with these scales, [groups, x_rows], or [x_rows] if w2
   // has stored ones, in its row.
   float* h_scales;
@@ -88,6 +87,7 @@ struct RouteParams {
     int max_tiles, tile_pairs, multiple;  // pairs of a tile but the last
   } lists[2];                             // of gate_up, and of down where its tiles are others
   int list_count;
+  bool by_size;  // the largest tiles first
   SortedPair* sorted_pairs;
   int align;       // pairs of an expert start at a multiple of this; pair -1 between experts
   int* positions;  // not null: of a pair in sorted_pairs, -1: nowhere

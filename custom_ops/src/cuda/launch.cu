@@ -1,7 +1,6 @@
 // Plan to kernel launches.
 #include <algorithm>
 #include <cstdio>
-#include <numeric>
 
 #include "cuda/instances.h"
 #include "cuda/layout.h"
@@ -140,6 +139,7 @@ void Route(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, int
   const int multiple = plan.path == QM_CUDA_FP8 ? 64 : 8;
   route.lists[0] = {tiles, plan.max_tiles, tile_pairs, multiple};
   route.list_count = 1;
+  route.by_size = plan.path >= QM_CUDA_WGMMA;
   if (down && plan.w2.n_tiles != plan.w13.n_tiles) {
     down->tiles = tiles += plan.max_tiles + 1;
     down->max_tiles = MostTiles(static_cast<int64_t>(gemm->routing.tokens) * gemm->routing.top_k,
@@ -165,7 +165,7 @@ void Route(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, int
   // sm_90a, which has clusters
   route.cluster = plan.path >= QM_CUDA_WGMMA && route.routing.tokens * route.routing.top_k > kRouteThreads ? 8 : 1;
   prepare_blocks = (prepare_blocks + route.cluster - 1) / route.cluster * route.cluster;
-  launcher.Run(MoeRoute, route, dim3(route.cluster + prepare_blocks), kRouteThreads, route.routing.local_experts * 8,
+  launcher.Run(MoeRoute, route, dim3(route.cluster + prepare_blocks), kRouteThreads, route.routing.local_experts * 12,
                dependent, route.cluster);
 }
 
@@ -256,10 +256,6 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
   gate_up.sorted_pairs = reinterpret_cast<const SortedPair*>(workspace + plan.sorted_pairs);
   gate_up.shape = plan.w13;
   gate_up.x_rows = static_cast<int>(Fp8Rows(pairs, routing.local_experts));
-  // Tiles that share rows, at most kTileGroup of them, cost differently, and one place among them must not be a block's
-  // in every round.
-  for (gate_up.turn = 1; std::gcd(plan.w13.grid + gate_up.turn, 2 * 3 * 5 * 7 * 11 * 13) > 1;) ++gate_up.turn;
-  static_assert(kTileGroup <= 16);
   // Where a block has all it takes to know the scales. Codes and scales of h take less than h in 16 bits.
   if (fp8 && m.w2.activation_format != k_activation_format_fp8_token) {
     gate_up.h_scales =

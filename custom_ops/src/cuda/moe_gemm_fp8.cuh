@@ -352,11 +352,6 @@ struct Fp8Consumer {
   }
 };
 
-// Of work, this block's of a round.
-__device__ inline uint32_t Fp8Unit(const GemmParams& p, uint32_t round) {
-  return round * gridDim.x + (blockIdx.x + round * p.turn) % gridDim.x;
-}
-
 template <typename T, bool down, bool by_row>
 __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_constant__ GemmParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -381,7 +376,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
   WaitForPrevious();
   const int blocks = (w.panels + kFp8Panels - 1) / kFp8Panels, groups = (w.units + 1) / 2;
   const int parts = down ? p.shape.warps_k : 1;  // of K; MoeCombine adds them up
-  const uint32_t units = p.tiles[p.max_tiles].count * blocks * parts;
+  const int units = p.tiles[p.max_tiles].count * blocks * parts;
   Fp8Work* works = reinterpret_cast<Fp8Work*>(shared + kFp8WorksAt);
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
@@ -398,12 +393,9 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
     int stage = 0, phase = 1, slot = 0;
     // stages(work, its expert's row) gives what copies stage k of it.
     auto produce = [&](auto stages) {
-      for (uint32_t round = 0; round * gridDim.x < units; ++round) {
-        const uint32_t at = Fp8Unit(p, round);
-        if (at >= units) continue;
-        const int unit = static_cast<int>(at);
+      for (Turns turn; turn.unit < units; turn.Next()) {
         // The tiles of a group take turns with the same rows: the weights are then read from memory once for all.
-        const int part = unit % parts, piece = unit / parts;
+        const int part = turn.unit % parts, piece = turn.unit / parts;
         const Tile any = p.tiles[piece / blocks];
         const int local = piece - any.group_first * blocks, panel = local / any.group_size * kFp8Panels;
         const Tile tile = p.tiles[any.group_first + local % any.group_size];
@@ -492,8 +484,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
     Fp8Consumer<T, down, by_row> c{p};
     c.base = base;
     asm volatile("" : "+r"(c.base));
-    for (uint32_t round = 0; round * gridDim.x < units; ++round)
-      if (Fp8Unit(p, round) < units) c.Run();
+    for (Turns turn; turn.unit < units; turn.Next()) c.Run();
   }
 #endif
 }

@@ -467,8 +467,8 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
     const int scale_bytes = Size::kRuntime ? w.scale_bytes : Size::kScaleBytes;  // of the scales of rows g and g + 8
     const bool two_groups = Size::kRuntime ? w.two_groups : F::kGroups == 2;
     int stage = 0, phase = 1;
-    for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-      const Work work = locate(unit, 0);
+    for (Turns turn; turn.unit < units; turn.Next()) {
+      const Work work = locate(turn.unit, 0);
       const uint8_t* expert = w.rows + work.expert * w.row_bytes;
       uint32_t rows[kRows];  // in pieces of 16 bytes: plan.cc has the limit
 #pragma unroll
@@ -556,14 +556,15 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
     c.block_mask = (1u << w.block_shift) - 1;
     c.now = now + c.group, c.pairs = pairs[c.group], c.weights = router_weights[c.group];
     Work next = locate(blockIdx.x, c.group);
-    for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    for (Turns turn; turn.unit < units;) {
       const int count = next.count, k_begin = next.k_begin, k_end = next.k_end;
       if (thread == 0) *c.now = next;
       SortedPair own[c.kOwnPairs] = {};  // asked for here, used after the products
 #pragma unroll
       for (int i = 0; i < c.kOwnPairs; ++i)
         if (thread + 128 * i < count) own[i] = p.sorted_pairs[next.first + thread + 128 * i];
-      next = locate(unit + gridDim.x, c.group);
+      turn.Next();
+      next = locate(turn.unit, c.group);
       c.Run(count, k_begin, k_end, own);
     }
   }

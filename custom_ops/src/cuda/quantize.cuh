@@ -43,12 +43,7 @@ __global__ void __launch_bounds__(kQuantizeThreads) MoeQuantize(const __grid_con
   const int threads = blockDim.x, thread = threadIdx.x;
   const bool alike = !p.weight_here && !p.input_at;  // codes of all copies
   if (from >= p.from_rows) return;
-  if (!p.positions) {
-    const int tiles = p.tiles[p.max_tiles].count;
-    if (tiles == 0) return;
-    const Tile last = p.tiles[tiles - 1];
-    if (from >= last.first + last.count || p.sorted_pairs[from].pair < 0) return;  // between two experts
-  }
+  if (!p.positions && (from >= p.tiles[p.max_tiles].first || p.sorted_pairs[from].pair < 0)) return;  // no pair's
   const uint4* x = reinterpret_cast<const uint4*>(static_cast<const T*>(p.x) + static_cast<int64_t>(from) * p.columns);
   const int chunks = p.columns / 8, stored_chunks = p.groups * 16;
   uint4 in[kAhead];

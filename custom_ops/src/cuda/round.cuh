@@ -165,10 +165,7 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
   int pair = row;
   if (row >= p.out_rows) return;
   if (p.sorted_pairs) {
-    const int tiles = p.tiles[p.max_tiles].count;
-    if (tiles == 0) return;
-    const Tile last = p.tiles[tiles - 1];
-    if (row >= last.first + last.count) return;
+    if (row >= p.tiles[p.max_tiles].first) return;
     pair = p.sorted_pairs[row].pair;
   }
   const uint8_t* weights = p.rows;

@@ -50,17 +50,18 @@ __device__ inline void ClusterSync(int cluster) {
 }
 
 // The first cluster sorts, a part of the pairs a block; the others prepare x. Dynamic shared memory: int
-// [2][local_experts].
+// [3][local_experts].
 //
 // The order of an expert's pairs is whatever the atomics make it, and differs between runs. Results do not: a token is
 // a column (path fp8: a row) of a product, computed alike wherever it stands, and results go to the place of their
 // pair.
 __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant__ RouteParams p) {
   extern __shared__ int counts[];
-  __shared__ int warp_pairs[kRouteWarps], warp_tiles[2][kRouteWarps];
+  __shared__ int warp_pairs[kRouteWarps];
+  __shared__ int places[2][32];  // of a list's tiles of 8, 16, .. pairs: how many, then where the next goes
   const int experts = p.routing.local_experts, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int pairs = p.routing.tokens * p.routing.top_k, cluster = p.cluster, rank = blockIdx.x;
-  int* cursors = counts + experts;
+  int *cursors = counts + experts, *totals = cursors + experts;
   LaunchDependents();
   WaitForPrevious();
   if (rank >= cluster) {
@@ -76,10 +77,11 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
       const int at = min(i * even, pairs), group = i / kTileGroup * kTileGroup;
       list.tiles[i] = Tile{0, at, min(even, pairs - at), group, min(kTileGroup, tiles - group)};
     }
-    if (thread == 0) list.tiles[list.max_tiles].count = tiles;
+    if (thread == 0) list.tiles[list.max_tiles] = Tile{0, pairs, tiles};
     return;
   }
   for (int i = threadIdx.x; i < experts; i += kRouteThreads) counts[i] = 0;
+  if (warp < 2) places[warp][lane] = 0;
   __syncthreads();
   const int begin = static_cast<int>(static_cast<int64_t>(rank) * pairs / cluster);
   const int end = static_cast<int>((static_cast<int64_t>(rank) + 1) * pairs / cluster);
@@ -89,9 +91,26 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
     if (e >= 0) atomicAdd(&counts[e], 1);
   }
   ClusterSync(cluster);
-  // Counts to first places and tiles, in every block alike. Experts in rounds of a block's threads; usually there is
-  // one round.
-  int pairs_before = 0, tiles_before[2] = {};
+  auto scan = [&](int value) {  // in a warp, this lane's included
+    for (int d = 1; d < 32; d *= 2) {
+      const int a = __shfl_up_sync(~0u, value, d);
+      if (lane >= d) value += a;
+    }
+    return value;
+  };
+  // Tiles of one expert as equal as multiples allow.
+  struct Tiles {
+    int count, pairs;
+    int* place;
+  };
+  auto tiles_of = [&](int l, int count) {
+    const RouteParams::List& list = p.lists[l];
+    const int tiles = (count + list.tile_pairs - 1) / list.tile_pairs, all = tiles * list.multiple;
+    const int even = all ? (count + all - 1) / all * list.multiple : 0;
+    return Tiles{tiles, even, &places[l][p.by_size ? even / 8 : 0]};
+  };
+  // Counts to first places, in every block alike. Experts in rounds of a block's threads; usually there is one round.
+  int pairs_before = 0;
   for (int base = 0; base < experts; base += kRouteThreads) {
     const int e = base + threadIdx.x;
     int count = 0, before = 0;  // before: of this expert in the blocks before this one
@@ -101,25 +120,11 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
         count += there;
         if (r < rank) before += there;
       }
+      totals[e] = count;
     }
     const int aligned = (count + p.align - 1) / p.align * p.align;
-    auto scan = [&](int value) {  // in a warp, this lane's included
-      for (int d = 1; d < 32; d *= 2) {
-        const int a = __shfl_up_sync(~0u, value, d);
-        if (lane >= d) value += a;
-      }
-      return value;
-    };
     const int pair_scan = scan(aligned);
     if (lane == 31) warp_pairs[warp] = pair_scan;
-    int tiles[2] = {}, tile[2] = {};
-#pragma unroll
-    for (int l = 0; l < 2; ++l) {
-      if (l >= p.list_count) break;
-      tiles[l] = (count + p.lists[l].tile_pairs - 1) / p.lists[l].tile_pairs;
-      tile[l] = scan(tiles[l]);
-      if (lane == 31) warp_tiles[l][warp] = tile[l];
-    }
     __syncthreads();
     int first = pairs_before + pair_scan - aligned;
     for (int w = 0; w < kRouteWarps; ++w) {
@@ -127,31 +132,37 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
       pairs_before += warp_pairs[w];
     }
     if (e < experts) cursors[e] = first + before;
-    if (rank == 0)
+    if (rank == 0) {
       for (int i = count; i < aligned; ++i) p.sorted_pairs[first + i] = SortedPair{-1, 0.f};
-#pragma unroll
-    for (int l = 0; l < 2; ++l) {
-      if (l >= p.list_count) break;
-      int at_tile = tiles_before[l] + tile[l] - tiles[l];
-      for (int w = 0; w < kRouteWarps; ++w) {
-        if (w < warp) at_tile += warp_tiles[l][w];
-        tiles_before[l] += warp_tiles[l][w];
-      }
-      // Tiles of one expert as equal as multiples allow.
-      const int multiple = p.lists[l].multiple, all = tiles[l] * multiple;
-      const int even = all ? (count + all - 1) / all * multiple : 0;
-      for (int i = rank; i < tiles[l]; i += cluster) {
-        const int at = min(i * even, count), group = i / kTileGroup * kTileGroup;
-        p.lists[l].tiles[at_tile + i] =
-            Tile{e, first + at, min(even, count - at), at_tile + group, min(kTileGroup, tiles[l] - group)};
+      for (int l = 0; l < p.list_count; ++l) {
+        const Tiles tiles = tiles_of(l, count);
+        if (tiles.count) atomicAdd(tiles.place, tiles.count);
       }
     }
     __syncthreads();
   }
-  if (rank == 0 && threadIdx.x == 0)
-#pragma unroll
-    for (int l = 0; l < 2; ++l)
-      if (l < p.list_count) p.lists[l].tiles[p.lists[l].max_tiles].count = tiles_before[l];
+  // Lists of tiles, the largest first: what is left for the last round of a product's blocks (Turns) is quick then.
+  if (rank == 0) {
+    if (warp < p.list_count) {
+      const RouteParams::List& list = p.lists[warp];
+      const int tiles = places[warp][31 - lane], until = scan(tiles);
+      places[warp][31 - lane] = until - tiles;
+      if (lane == 31) list.tiles[list.max_tiles] = Tile{0, pairs_before, until};
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < experts; e += kRouteThreads)
+      for (int l = 0; l < p.list_count; ++l) {
+        const Tiles tiles = tiles_of(l, totals[e]);
+        if (!tiles.count) continue;
+        const int place = atomicAdd(tiles.place, tiles.count), count = totals[e];
+        for (int i = 0; i < tiles.count; ++i) {
+          const int at = min(i * tiles.pairs, count), group = i / kTileGroup * kTileGroup;
+          p.lists[l].tiles[place + i] = Tile{e, cursors[e] + at, min(tiles.pairs, count - at), place + group,
+                                             min(kTileGroup, tiles.count - group)};
+        }
+      }
+    __syncthreads();
+  }
 #pragma unroll 4
   for (int pair = begin + threadIdx.x; pair < end; pair += kRouteThreads) {
     const int e = LocalExpert(p.routing, pair);

@@ -64,6 +64,13 @@ __device__ inline void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// A block's units of work: blocks take turns, every second time from the last to the first. Units come by size
+// (MoeRoute), so that the sums are about equal.
+struct Turns {
+  int unit = blockIdx.x, step = 2 * (gridDim.x - blockIdx.x) - 1;
+  __device__ void Next() { unit += step, step = 2 * gridDim.x - step; }
+};
+
 __device__ inline void WgmmaFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void WgmmaCommit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int pending>
