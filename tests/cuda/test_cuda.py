@@ -514,6 +514,29 @@ def test_fp8_activations_of_many_features():
     check_fp8(replace(FP8_CASES["token"], hidden=256, intermediate=14336, experts=2), 40, "bf16")
 
 
+PLACES = {**CASES, **{name: of_format(name, FORMAT_SHAPES["odd"]) for name in FORMATS}, **FP8_CASES}
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize(("tokens", "device"), [(13, None), (40, None), (200, None), (40, SM89), (200, SM89)])
+@pytest.mark.parametrize("name", PLACES)
+def test_results_do_not_depend_on_a_tokens_place(name, tokens, device, dtype):
+    """MoeRoute gives an expert's pairs places in whatever order; here the tokens come in other orders. Not in decode,
+    which adds up the experts of all tokens in one order."""
+    case = PLACES[name]
+    spec, _, w13, w2 = build(case)
+    layer = cuda.CudaMoE(spec, torch.from_numpy(w13).cuda(), torch.from_numpy(w2).cuda())
+    layer.device = device or layer.device
+    hidden, ids, weights = (torch.from_numpy(a).cuda() for a in case.tokens(tokens))
+    hidden = hidden.to(TORCH[dtype])
+    want = layer(hidden, ids, weights).view(torch.int16)
+    for seed in range(4):
+        order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed)).cuda()
+        got = layer(hidden[order], ids[order], weights[order]).view(torch.int16)
+        assert torch.equal(got, want[order]), f"{(got != want[order]).sum()} values differ"
+
+
 # On mma.sync: the plans of the H200 for few tokens, and sm_89's, with tiles of 8, 16 and 32 tokens.
 FEW = [(1, None), (3, None), (8, None), (13, None), (8, SM89), (9, SM89), (23, SM89), (64, SM89), (200, SM89)]
 

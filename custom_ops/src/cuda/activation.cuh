@@ -1,10 +1,12 @@
 // The activation functions of op.def, in f32.
 #pragma once
 #include "cuda/kernels.cuh"
+#include "cuda/ptx.cuh"
 
 namespace quantmoe {
 
-__device__ inline float Sigmoid(float z) { return __fdividef(1.f, 1.f + __expf(-z)); }
+// 1 / (1 + e^-z); what the instructions flush to zero is lost beside the 1 anyway.
+__device__ inline float Sigmoid(float z) { return Reciprocal(1.f + Exp2(-1.44269504f * z)); }
 __device__ inline float Silu(float z) { return z * Sigmoid(z); }
 
 // Not inlined, like all that is not silu: code that is not there need not be fetched, and decode is short.

@@ -53,7 +53,7 @@ __device__ inline void StoreUnit(const GemmParams& p, const uint8_t* expert, int
     } else {
       T* out = static_cast<T*>(p.out) + static_cast<int64_t>(pair[i]) * p.out_columns;
       const float w = p.weight_here ? weight[i] : 1.f;
-      const float a = w * low[i] + bias[0], b = w * high[i] + bias[1];
+      const float a = fmaf(w, low[i], bias[0]), b = fmaf(w, high[i], bias[1]);
       if (p.activation.gated) {
         out[panel * 8 + g] = Half<T>::From(Activate(p.activation, a, b));
       } else {
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
               for (int r = 0; r < 2; ++r)
                 if (16 * m + 8 * r < left)
                   to[16 * m + 8 * r] =
-                      convert(weight[i] * ((r ? factor.y : factor.x) * acc[m][n][2 * r + i] + bias[m][r]));
+                      convert(weight[i] * fmaf(r ? factor.y : factor.x, acc[m][n][2 * r + i], bias[m][r]));
           }
         };
         if (p.out_float) {
@@ -367,7 +367,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, 1)) MoeDownDecode(cons
         for (int m = 0; m < MT; ++m) {
           const int row = min(panel + m, p.weights.panels - 1) * 16;
 #pragma unroll
-          for (int i = 0; i < 4; ++i) acc[m][0][i] += weight[i % 2] * bias[row + (i < 2 ? 0 : 8)];
+          for (int i = 0; i < 4; ++i) acc[m][0][i] = fmaf(weight[i % 2], bias[row + (i < 2 ? 0 : 8)], acc[m][0][i]);
         }
       }
     }

@@ -363,13 +363,14 @@ struct WgmmaConsumer {
 #pragma unroll
       for (int b = 0; b < kPanels; ++b) {
         const int local = 4 * b + warp;
-        const float low = factor.x * acc[b][i / 2 * 4 + i % 2], high = factor.y * acc[b][i / 2 * 4 + 2 + i % 2];
+        const float low = acc[b][i / 2 * 4 + i % 2], high = acc[b][i / 2 * 4 + 2 + i % 2];  // of rows g, g + 8
         if constexpr (down) {
-          to[local * 16 + g] = Half<T>::From(weight * (low + bias[b][0]));
-          to[local * 16 + g + 8] = Half<T>::From(weight * (high + bias[b][1]));
+          to[local * 16 + g] = Half<T>::From(weight * fmaf(factor.x, low, bias[b][0]));
+          to[local * 16 + g + 8] = Half<T>::From(weight * fmaf(factor.y, high, bias[b][1]));
         } else {
           // Panels past the end (padding of K for the next GEMM) are zero.
-          const float h = Activate(p.activation, weight * low + bias[b][0], weight * high + bias[b][1]);
+          const float h = Activate(p.activation, fmaf(weight * factor.x, low, bias[b][0]),
+                                   fmaf(weight * factor.y, high, bias[b][1]));
           to[StoredColumn(local * 8 + g)] = Half<T>::From(work.panel + local < w.panels ? h : 0.f);
         }
       }

@@ -57,6 +57,16 @@ __device__ inline uint4 Load16(uint32_t at) {
   return v;
 }
 
+// 2^x and 1 / x, within 2 ulp; what is below 2^-126 is zero.
+__device__ inline float Exp2(float x) {
+  asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x;
+}
+__device__ inline float Reciprocal(float x) {
+  asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x;
+}
+
 // Programmatic dependent launch: the next kernel of the stream may start, the previous one's writes are visible.
 __device__ inline void LaunchDependents() {
 #if __CUDA_ARCH__ >= 900

@@ -290,9 +290,9 @@ struct Stream {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               float p = part[m][n][i];
-              if constexpr (kSums) p -= zeros[i / 2] * sum[i % 2];
+              if constexpr (kSums) p = fmaf(-zeros[i / 2], sum[i % 2], p);
               if constexpr (kFactor) p *= factor[i % 2];
-              acc[m][n][i] += (i < 2 ? s.x : s.y) * p;
+              acc[m][n][i] = fmaf(i < 2 ? s.x : s.y, p, acc[m][n][i]);
               if constexpr (Size::kRuntime) part[m][n][i] = 0.f;
             }
           }
@@ -344,7 +344,7 @@ struct Stream {
           float part[4] = {};
           MmaNvfp4(part, a, x.x, x.y, scale, x.z);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) acc[m][n][i] += factor[i % 2] * part[i];
+          for (int i = 0; i < 4; ++i) acc[m][n][i] = fmaf(factor[i % 2], part[i], acc[m][n][i]);
         } else {
           MmaNvfp4(acc[m][n], a, x.x, x.y, scale, x.z);
         }
@@ -388,7 +388,8 @@ struct Stream {
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) acc[m][n][i] += (i < 2 ? s.x : s.y) * step[n][i % 2] * part[m][n][i];
+          for (int i = 0; i < 4; ++i)
+            acc[m][n][i] = fmaf((i < 2 ? s.x : s.y) * step[n][i % 2], part[m][n][i], acc[m][n][i]);
       }
     };
     if (w.scale_type == 0) {
