@@ -184,10 +184,10 @@ struct WgmmaConsumer {
   // wide: count is more than kTokens - 16.
   template <int N>
   __device__ __forceinline__ void Products(float (&acc)[kPanels][kTokens / 2], int panel, uint32_t tokens,
-                                           uint32_t (&a)[2][2][4], int count, bool wide) {
+                                           uint32_t (&a)[2][2][4], int count, bool wide, bool add) {
     constexpr int kLess = N <= 16 ? N - 8 : N - 16;
     if constexpr (N > 8 && N != 24) {
-      if (N == kTokens ? !wide : count <= kLess) return Products<kLess>(acc, panel, tokens, a, count, wide);
+      if (N == kTokens ? !wide : count <= kLess) return Products<kLess>(acc, panel, tokens, a, count, wide, add);
     }
     WgmmaFence();
 #pragma unroll
@@ -195,20 +195,15 @@ struct WgmmaConsumer {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         if constexpr (kByPanel) {
-          Wgmma<T, N>(acc[panel], a[i][j], Descriptor(tokens + 4 * i + 2 * j));
+          Wgmma<T, N>(acc[panel], a[i][j], Descriptor(tokens + 4 * i + 2 * j), add || i > 0 || j > 0);
         } else {
-          Wgmma<T, N>(acc[panel + j], a[j][i], Descriptor(tokens + 2 * i));
+          Wgmma<T, N>(acc[panel + j], a[j][i], Descriptor(tokens + 2 * i), add || i > 0);
         }
       }
     WgmmaCommit();
   }
   template <int N>
   __device__ __forceinline__ void Multiply(float (&acc)[kPanels][N / 2], int count, int k_begin, int k_end) {
-#pragma unroll
-    for (int b = 0; b < kPanels; ++b)
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) acc[b][i] = 0.f;
-
     // Codes: [panel of two][step], of 8 bits [row g, row g + 8][step]. Scales of rows g and g + 8, as factors on codes,
     // twice in a word.
     uint32_t q[2][4], scale[kHeld][kGroups][2];
@@ -282,6 +277,7 @@ struct WgmmaConsumer {
     while (true) {
       int next = stage + 1, next_phase = phase;
       if (next == kStages) next = 0, next_phase ^= 1;
+      const bool add = __any_sync(~0u, k != k_begin);
       const bool last = __any_sync(~0u, k + 1 == k_end), ready = BarrierTest(full + 8 * next, next_phase);
       uint32_t tokens;  // volatile: early, not where it is used
       asm volatile("mad.lo.u32 %0, %1, %2, %3;"
@@ -310,12 +306,13 @@ struct WgmmaConsumer {
         }
         dequantize(2 * pair, 0, a[0]);
         if (kByPanel) load(stage, 1);
-        Products<kTokens>(acc, 2 * pair, tokens, a[0], count, wide);
+        Products<kTokens>(acc, kByPanel ? 0 : 2 * pair, tokens, a[0], count, wide, add);
         WgmmaWait<kBuffers - 1>();  // the other buffer is free, and the stage it was multiplied with
         if (kBuffers == 2 && k > k_begin) BarrierArrive(empty + 8 * used);
         dequantize(kByPanel ? 1 : 2 * pair, 1, a[kBuffers - 1]);
         if (pair < kPanels / 2 - 1) load(stage, 2 * pair + 2);
-        Products<kTokens>(acc, kByPanel ? 1 : 2 * pair, kByPanel ? tokens : tokens + 4, a[kBuffers - 1], count, wide);
+        Products<kTokens>(acc, kByPanel ? 1 : 2 * pair, kByPanel ? tokens : tokens + 4, a[kBuffers - 1], count, wide,
+                          !kByPanel || add);
         if (pair == kPanels / 2 - 1) load_next();
         WgmmaWait<kBuffers - 1>();  // a[0] is free
       }

@@ -87,25 +87,25 @@ __device__ inline uint64_t Descriptor(uint32_t low) {
   return descriptor;
 }
 
-// d[64 x N] += a[64 x 16] (registers) * b[16 x N] (shared memory).
+// d[64 x N] = or, if add, += a[64 x 16] (registers) * b[16 x N] (shared memory).
 template <typename T, int N>
-__device__ void Wgmma(float* d, const uint32_t (&a)[4], uint64_t b);
+__device__ void Wgmma(float* d, const uint32_t (&a)[4], uint64_t b, bool add);
 
 #define QM_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define QM_F8(i) QM_F4(i), QM_F4(i + 4)
 #define QM_F16(i) QM_F8(i), QM_F8(i + 8)
 #define QM_F32(i) QM_F16(i), QM_F16(i + 16)
-#define QM_WGMMA1(N, T, type, registers, a, outputs)                                                            \
-  template <>                                                                                                   \
-  __device__ inline void Wgmma<T, N>(float* d, const uint32_t(&a_)[4], uint64_t b) {                            \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type \
-                 "." type " {" registers "}, " a ", p, 1, 1, 0;\n}"                                             \
-                 : outputs                                                                                      \
-                 : "r"(a_[0]), "r"(a_[1]), "r"(a_[2]), "r"(a_[3]), "l"(b));                                     \
+#define QM_WGMMA1(N, T, type, registers, a, add_, outputs)                                                             \
+  template <>                                                                                                          \
+  __device__ inline void Wgmma<T, N>(float* d, const uint32_t(&a_)[4], uint64_t b, bool add) {                         \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add_ ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type \
+                 "." type " {" registers "}, " a ", p, 1, 1, 0;\n}"                                                    \
+                 : outputs                                                                                             \
+                 : "r"(a_[0]), "r"(a_[1]), "r"(a_[2]), "r"(a_[3]), "l"(b), "r"(static_cast<int>(add)));                \
   }
-#define QM_WGMMA(N, registers, a, ...)                                    \
-  QM_WGMMA1(N, __nv_bfloat16, "bf16", registers, a, QM_PASS(__VA_ARGS__)) \
-  QM_WGMMA1(N, __half, "f16", registers, a, QM_PASS(__VA_ARGS__))
+#define QM_WGMMA(N, registers, a, add, ...)                                    \
+  QM_WGMMA1(N, __nv_bfloat16, "bf16", registers, a, add, QM_PASS(__VA_ARGS__)) \
+  QM_WGMMA1(N, __half, "f16", registers, a, add, QM_PASS(__VA_ARGS__))
 #define QM_PASS(...) __VA_ARGS__
 #define QM_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define QM_R1 "%8, %9, %10, %11, %12, %13, %14, %15"
@@ -116,21 +116,22 @@ __device__ void Wgmma(float* d, const uint32_t (&a)[4], uint64_t b);
 #define QM_R6 "%48, %49, %50, %51, %52, %53, %54, %55"
 #define QM_R7 "%56, %57, %58, %59, %60, %61, %62, %63"
 #define QM_R8 "%64, %65, %66, %67, %68, %69, %70, %71"
-QM_WGMMA(8, "%0, %1, %2, %3", "{%4, %5, %6, %7}, %8", QM_F4(0))
-QM_WGMMA(16, QM_R0, "{%8, %9, %10, %11}, %12", QM_F8(0))
-QM_WGMMA(24, QM_R0 ", %8, %9, %10, %11", "{%12, %13, %14, %15}, %16", QM_F8(0), QM_F4(8))
-QM_WGMMA(32, QM_R0 ", " QM_R1, "{%16, %17, %18, %19}, %20", QM_F16(0))
-QM_WGMMA(48, QM_R0 ", " QM_R1 ", " QM_R2, "{%24, %25, %26, %27}, %28", QM_F16(0), QM_F8(16))
-QM_WGMMA(64, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3, "{%32, %33, %34, %35}, %36", QM_F32(0))
-QM_WGMMA(80, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4, "{%40, %41, %42, %43}, %44", QM_F32(0), QM_F8(32))
-QM_WGMMA(96, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5, "{%48, %49, %50, %51}, %52", QM_F32(0),
-         QM_F16(32))
+QM_WGMMA(8, "%0, %1, %2, %3", "{%4, %5, %6, %7}, %8", "%9", QM_F4(0))
+QM_WGMMA(16, QM_R0, "{%8, %9, %10, %11}, %12", "%13", QM_F8(0))
+QM_WGMMA(24, QM_R0 ", %8, %9, %10, %11", "{%12, %13, %14, %15}, %16", "%17", QM_F8(0), QM_F4(8))
+QM_WGMMA(32, QM_R0 ", " QM_R1, "{%16, %17, %18, %19}, %20", "%21", QM_F16(0))
+QM_WGMMA(48, QM_R0 ", " QM_R1 ", " QM_R2, "{%24, %25, %26, %27}, %28", "%29", QM_F16(0), QM_F8(16))
+QM_WGMMA(64, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3, "{%32, %33, %34, %35}, %36", "%37", QM_F32(0))
+QM_WGMMA(80, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4, "{%40, %41, %42, %43}, %44", "%45", QM_F32(0),
+         QM_F8(32))
+QM_WGMMA(96, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5, "{%48, %49, %50, %51}, %52", "%53",
+         QM_F32(0), QM_F16(32))
 QM_WGMMA(112, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6, "{%56, %57, %58, %59}, %60",
-         QM_F32(0), QM_F16(32), QM_F8(48))
+         "%61", QM_F32(0), QM_F16(32), QM_F8(48))
 QM_WGMMA(128, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6 ", " QM_R7,
-         "{%64, %65, %66, %67}, %68", QM_F32(0), QM_F32(32))
+         "{%64, %65, %66, %67}, %68", "%69", QM_F32(0), QM_F32(32))
 QM_WGMMA(144, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6 ", " QM_R7 ", " QM_R8,
-         "{%72, %73, %74, %75}, %76", QM_F32(0), QM_F32(32), QM_F8(64))
+         "{%72, %73, %74, %75}, %76", "%77", QM_F32(0), QM_F32(32), QM_F8(64))
 #undef QM_WGMMA
 #undef QM_WGMMA1
 #undef QM_PASS
