@@ -64,6 +64,18 @@ __device__ inline void StoreUnit(const GemmParams& p, const uint8_t* expert, int
   }
 }
 
+// A part of the codes that the call's ids are sure to ask for, another part a block: DRAM would idle while MoeRoute
+// makes its lists and while the last blocks of gate_up end.
+template <uint32_t kBytes>
+__device__ inline void PrefetchCodes(const GemmParams& p) {
+  if (threadIdx.x != 0) return;
+  const int64_t pairs = static_cast<int64_t>(p.routing.tokens) * p.routing.top_k;
+  const int expert = LocalExpert(p.routing, blockIdx.x * pairs / gridDim.x);
+  if (expert < 0) return;
+  const uint32_t codes = p.weights.scales_at, parts = max(codes / kBytes, 1u);
+  Prefetch(p.weights.rows + expert * p.weights.row_bytes + blockIdx.x % parts * kBytes, min(codes, kBytes));
+}
+
 // Blocks a multiprocessor holds; the plan knows the same numbers.
 template <typename F>
 constexpr int Blocks(int MT, int NT) {
@@ -87,6 +99,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
     WaitForPrevious();  // for x, where it is not the call's
     n_tiles = routing->tiles;
   } else {
+    PrefetchCodes<down ? 1 << 16 : 1 << 17>(p);
     WaitForPrevious();
     n_tiles = p.tiles[p.max_tiles].count;
   }
