@@ -1,5 +1,6 @@
 // The plan: which kernels, tiles and workspace for a problem on a device. Pure; runs without a GPU.
 #include <algorithm>
+#include <cmath>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -148,6 +149,22 @@ bool DecodeFits(const qm_cuda_device& device, const qm_projection& weights, cons
   return MmaSharedBytes(2, 1, BitsOf(kind), LaneBytes(kind, w)) + 1024 + kRoutingBytes <= device.shared_bytes;
 }
 
+// Tiles of at most `tokens` of experts that get `mean` on average, as Poisson has it; one expert gets just that.
+double Tiles(int64_t experts, double mean, int tokens) {
+  if (experts == 1) return std::ceil(mean / tokens);
+  double tiles = mean / tokens + 0.5;
+  if (mean < 512) {
+    double p = std::exp(-mean), more = 1 - p;  // that an expert gets k tokens, more than k
+    tiles = 1;
+    for (int k = 1; k < mean + 8 * std::sqrt(mean); ++k) {
+      p *= mean / k;
+      more -= p;
+      if (k % tokens == 0) tiles += more;
+    }
+  }
+  return std::floor(static_cast<double>(experts) * tiles);
+}
+
 // What the plan of a product depends on besides its weights.
 struct Work {
   const qm_cuda_device& device;
@@ -177,27 +194,31 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
   g.stages = StagesOf(1);
   if (wgmma) {
     auto shape = [&, g](int sms) mutable {
-      g.grid = 2 * sms;
-      auto tiles = [&](int tokens) { return static_cast<double>(most_experts) * std::max(1.0, mean / tokens + 0.5); };
-      // For few tokens 512 rows a block cost fewer instructions a byte than 256, if they leave each block something.
-      const bool wide =
-          BitsOf(kind) == 4 && mean <= 20 && tiles(24) * static_cast<double>(CeilDiv(w.panels, 32)) >= g.grid;
-      const int tokens = wide ? 24 : fp8 ? 128 : mean <= 40 ? 48 : 144;
-      g.panels = wide ? 32 : 16;  // of a block
-      g.n_tiles = tokens / 8;
-      g.shared_bytes = fp8 ? kFp8SharedBytes : WgmmaSizesOf(tokens, BitsOf(kind), lane_bytes, direct).shared_bytes;
-      if (tokens >= 128) g.grid = sms;
-      // Few units of work: down's K is cut, into parts that fill the multiprocessors best. A part costs a pass of
-      // combine.
-      const int64_t pieces = static_cast<int64_t>(tiles(tokens) * static_cast<double>(CeilDiv(w.panels, g.panels)));
-      double best = 0;
-      g.warps_k = 1;
-      for (int parts : {1, 2, 4}) {
-        const double worth = Fill(pieces * parts, g.grid) * (1 - 0.02 * parts);
-        if (parts > 1 && (!direct || w.units / parts < 16 || worth <= best)) continue;
-        best = worth;
-        g.warps_k = parts;
-      }
+      struct Shape {
+        int tokens, panels, grid, parts;
+        double cost;
+      };
+      // Of `cost` a unit of work (measured: one of 48 tokens and 256 rows takes 0.6 of one of 24 and 512). Few units:
+      // down's K is cut, into parts that fill the multiprocessors best. A part costs a pass of combine.
+      auto shape_of = [&](int tokens, int panels, double cost) {
+        Shape best{tokens, panels, tokens >= 128 ? sms : 2 * sms, 1, INFINITY};
+        const double units = Tiles(most_experts, mean, tokens) * static_cast<double>(CeilDiv(w.panels, panels));
+        for (int parts : {1, 2, 4}) {
+          if (parts > 1 && (!direct || w.units / parts < 16)) continue;
+          const double rounds = std::ceil(units * parts / best.grid) / parts / (1 - 0.02 * parts);
+          if (cost * rounds < best.cost) best.parts = parts, best.cost = cost * rounds;
+        }
+        return best;
+      };
+      Shape s = shape_of(fp8 ? 128 : mean <= 48 ? 48 : 144, 16, 0.6);
+      // 512 rows cost fewer instructions a byte than 256, 24 tokens more tiles.
+      if (s.tokens == 48 && BitsOf(kind) == 4)
+        if (const Shape wide = shape_of(24, 32, 1); wide.cost < s.cost) s = wide;
+      g.n_tiles = s.tokens / 8;
+      g.panels = s.panels;  // of a block
+      g.grid = s.grid;
+      g.warps_k = s.parts;
+      g.shared_bytes = fp8 ? kFp8SharedBytes : WgmmaSizesOf(s.tokens, BitsOf(kind), lane_bytes, direct).shared_bytes;
       return g;
     };
     qm_cuda_gemm most = shape(sms);
@@ -300,7 +321,7 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   // Tokens an expert gets on average decide the tile; of a slice, others have their share of the pairs.
   const double mean = static_cast<double>(pairs) / static_cast<double>(std::max<int64_t>(1, p.moe.num_experts));
 
-  const bool many = !decode && device->sm == 90 && p.moe.gated && mean > 8;
+  const bool many = !decode && device->sm == 90 && p.moe.gated && mean > 5;
   const bool fp8 = many && TakesFp8(p.moe.w13) && TakesFp8(p.moe.w2);
   const bool wgmma = many && (fp8 || Addresses(pairs, std::max(p.moe.hidden_size, p.moe.intermediate_size)));
   plan->path = decode ? QM_CUDA_DECODE : fp8 ? QM_CUDA_FP8 : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
