@@ -138,7 +138,8 @@ inline bool MarlinRowOf(const qm_moe& m, int projection, MarlinRow* row) {
   static constexpr int kScaleBytes[] = {4, 2, 2, 1, 1};
   const int g = w.group_size;
   if (w.format < 0 || w.format > 4 || w.scale_type < 0 || w.scale_type > 4 || m.hidden_size <= 0 ||
-      m.intermediate_size <= 0 || !(g == -1 || g == 16 || g == 32 || (g > 0 && g % 64 == 0)))
+      m.intermediate_size <= 0 || !(g == -1 || g == 16 || g == 32 || (g > 0 && g % 64 == 0)) ||
+      ((w.zero_points | w.perm | w.pre_scale) & ~1))
     return false;
   const int bits = w.format == 1 || w.format == 4 ? 8 : 4;
   const int n = projection == 13 ? m.intermediate_size : m.hidden_size;

@@ -118,11 +118,6 @@ struct Fp8Consumer {
   __device__ uint8_t* Shared(uint32_t at) const { return static_cast<uint8_t*>(__cvta_shared_to_generic(base + at)); }
   __device__ const Fp8Work& Now() const { return reinterpret_cast<const Fp8Work*>(Shared(kFp8WorksAt))[slot]; }
 
-  __device__ static void Release(uint32_t stage, int lane) {
-    __syncwarp();  // all lanes have read its scales
-    if (lane == 0) BarrierArrive(stage + kFp8EmptyAt);
-  }
-
   // N = 128: 64 tokens of this warpgroup times all panels. N = 64: all, at most 64, tokens times half of the panels.
   // acc[r]: sums of rows g + 8 * r of panels.
   template <int N>
@@ -156,7 +151,7 @@ struct Fp8Consumer {
         WgmmaE4m3<N, true>(sum, tokens + 6, codes + r * kRowsStep + kUnitStep + 2);
         WgmmaCommit();
         WgmmaWait<N>(sum);
-        if (!by_row && r == 1) Release(now, lane);
+        if (!by_row && r == 1) BarrierArrive(now + kFp8EmptyAt);
 #pragma unroll
         for (int i = 0; i < N / 8; ++i) {  // panels
           float2 rows;
@@ -174,7 +169,7 @@ struct Fp8Consumer {
             to = fmaf(sum[4 * i + j], (j < 2 ? low : high) * (j % 2 ? rows.y : rows.x), to);
           }
         }
-        if (by_row && r == 1) Release(now, lane);
+        if (by_row && r == 1) BarrierArrive(now + kFp8EmptyAt);
       }
       stage += kFp8StageBytes;
       if (stage == kFp8Stages * kFp8StageBytes) stage = 0, phase ^= 1;
@@ -363,7 +358,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
   const bool row_scales = w.block_shift != 31;  // a stage has some
   if (threadIdx.x < kFp8Stages) {
     BarrierInit(base + threadIdx.x * kFp8StageBytes + kFp8FullAt, row_scales ? 33 : 1);
-    BarrierInit(base + threadIdx.x * kFp8StageBytes + kFp8EmptyAt, 8);
+    BarrierInit(base + threadIdx.x * kFp8StageBytes + kFp8EmptyAt, 256);  // each consumer for what it has read itself
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   // Scales that no stage has.
