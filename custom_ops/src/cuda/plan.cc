@@ -193,6 +193,8 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
   g.packed = !wgmma && Packs(device.sm, weights);
   g.stages = StagesOf(1);
   if (wgmma) {
+    const int few = 24, tokens = fp8 ? 128 : mean <= 48 ? 48 : 144;
+    const double few_tiles = Tiles(most_experts, mean, few), tiles = Tiles(most_experts, mean, tokens);
     auto shape = [&, g](int sms) mutable {
       struct Shape {
         int tokens, panels, grid, parts;
@@ -200,9 +202,9 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
       };
       // Of `cost` a unit of work (measured: one of 48 tokens and 256 rows takes 0.6 of one of 24 and 512). Few units:
       // down's K is cut, into parts that fill the multiprocessors best. A part costs a pass of combine.
-      auto shape_of = [&](int tokens, int panels, double cost) {
+      auto shape_of = [&](double tiles, int tokens, int panels, double cost) {
         Shape best{tokens, panels, tokens >= 128 ? sms : 2 * sms, 1, INFINITY};
-        const double units = Tiles(most_experts, mean, tokens) * static_cast<double>(CeilDiv(w.panels, panels));
+        const double units = tiles * static_cast<double>(CeilDiv(w.panels, panels));
         for (int parts : {1, 2, 4}) {
           if (parts > 1 && (!direct || w.units / parts < 16)) continue;
           const double rounds = std::ceil(units * parts / best.grid) / parts / (1 - 0.02 * parts);
@@ -210,10 +212,10 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
         }
         return best;
       };
-      Shape s = shape_of(fp8 ? 128 : mean <= 48 ? 48 : 144, 16, 0.6);
+      Shape s = shape_of(tiles, tokens, 16, 0.6);
       // 512 rows cost fewer instructions a byte than 256, 24 tokens more tiles.
-      if (s.tokens == 48 && BitsOf(kind) == 4)
-        if (const Shape wide = shape_of(24, 32, 1); wide.cost < s.cost) s = wide;
+      if (tokens == 48 && BitsOf(kind) == 4)
+        if (const Shape wide = shape_of(few_tiles, few, 32, 1); wide.cost < s.cost) s = wide;
       g.n_tiles = s.tokens / 8;
       g.panels = s.panels;  // of a block
       g.grid = s.grid;
