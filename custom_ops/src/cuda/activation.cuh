@@ -5,7 +5,7 @@
 
 namespace quantmoe {
 
-// 1 / (1 + e^-z); what the instructions flush to zero is lost beside the 1 anyway.
+// 1 / (1 + e^-z); 0 for z below -87.3, where it is less than 2^-126.
 __device__ inline float Sigmoid(float z) { return Reciprocal(1.f + Exp2(-1.44269504f * z)); }
 __device__ inline float Silu(float z) { return z * Sigmoid(z); }
 

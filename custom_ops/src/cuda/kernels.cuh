@@ -55,8 +55,9 @@ struct GemmParams {
   void* out;       // gate_up: T [pairs, out_columns]; down: f32 or T [pairs, out_columns], or T [tokens, out_columns]
   bool out_float;  // down on mma.sync: f32
   int out_columns;
-  bool weight_here;   // multiply by the router's weight
-  const Tile* tiles;  // device list; its length is tiles[max_tiles].count, all its pairs .first; unused by decode
+  bool weight_here;  // multiply by the router's weight
+  const Tile*
+      tiles;  // device list; its length is tiles[max_tiles].count, the end of sorted_pairs .first; unused by decode
   int max_tiles;
   const SortedPair* sorted_pairs;
   qm_cuda_gemm shape;

@@ -481,6 +481,8 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
     asm volatile("" : "+r"(c.base));
     for (Turns turn; turn.unit < units; turn.Next()) c.Run();
   }
+#else
+  __trap();  // the plan is of sm_90a, this library was compiled without it
 #endif
 }
 

@@ -17,7 +17,7 @@ namespace quantmoe {
 
 // Block shapes: up to 144 tokens (an expert with 128 on average seldom has more), one block a multiprocessor; up to 48
 // tokens, two blocks, which hide each other's waits when there is little to multiply; up to 24 tokens and 512 rows, of
-// 4-bit codes, where that leaves each block something to do.
+// 4-bit codes, where the plan expects fewer rounds of blocks.
 template <typename F, bool down, int kTokens>
 struct WgmmaTile {
   static constexpr WgmmaSizes kSizes = WgmmaSizesOf(kTokens, Sizes<F>::kBits, Sizes<F>::kLaneBytes, down);
@@ -566,6 +566,8 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
       c.Run(count, k_begin, k_end, own);
     }
   }
+#else
+  __trap();  // the plan is of sm_90a, this library was compiled without it
 #endif
 }
 

@@ -149,7 +149,8 @@ bool DecodeFits(const qm_cuda_device& device, const qm_projection& weights, cons
   return MmaSharedBytes(2, 1, BitsOf(kind), LaneBytes(kind, w)) + 1024 + kRoutingBytes <= device.shared_bytes;
 }
 
-// Tiles of at most `tokens` of experts that get `mean` on average, as Poisson has it; one expert gets just that.
+// Tiles of at most `tokens` of experts that get `mean` on average, as Poisson has it, each at least one; one expert
+// gets just that.
 double Tiles(int64_t experts, double mean, int tokens) {
   if (experts == 1) return std::ceil(mean / tokens);
   double tiles = mean / tokens + 0.5;

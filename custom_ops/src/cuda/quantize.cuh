@@ -116,6 +116,8 @@ __global__ void __launch_bounds__(kQuantizeThreads) MoeQuantize(const __grid_con
       }
     }
   }
+#else
+  __trap();  // the plan is of sm_90a, this library was compiled without it
 #endif
 }
 

@@ -141,7 +141,8 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
     }
     __syncthreads();
   }
-  // Lists of tiles, the largest first: what is left for the last round of a product's blocks (Turns) is quick then.
+  // Lists of tiles, the largest first (by an expert's first one): what is left for the last round of a product's blocks
+  // (Turns) is quick then.
   if (rank == 0) {
     if (warp < p.list_count) {
       const RouteParams::List& list = p.lists[warp];
