@@ -56,8 +56,8 @@ struct GemmParams {
   bool out_float;  // down on mma.sync: f32
   int out_columns;
   bool weight_here;  // multiply by the router's weight
-  const Tile*
-      tiles;  // device list; its length is tiles[max_tiles].count, the end of sorted_pairs .first; unused by decode
+  // Device list; tiles[max_tiles] has its length as count, the end of sorted_pairs as first. Unused by decode.
+  const Tile* tiles;
   int max_tiles;
   const SortedPair* sorted_pairs;
   qm_cuda_gemm shape;
