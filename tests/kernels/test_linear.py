@@ -7,7 +7,7 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import Case
+from cases import FLOAT_ACTIVATIONS, Case
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
@@ -35,6 +35,11 @@ CASES = [
     Case(weights=("nvfp4", "e4m3", False), group_size=16, activation_format="none"),
     Case(weights=("fp8_e4m3", "f32", False), group_size=-1, activation_format="fp8_tensor", static=False),
     Case(hidden=200, weights=("fp8_e4m3", "f32", False), group_size=128, block_n=128, activation_format="none"),
+    *(
+        Case(intermediate=300, act_order="shared", activation_format=a, pre_scale=pre_scale)
+        for a in FLOAT_ACTIVATIONS
+        for pre_scale in (False, True)
+    ),
 ]
 
 

@@ -27,11 +27,18 @@ constexpr uint8_t kBadInput = 1, kBadScaled = 2, kBadH = 4;
 // Whether activations are prepared once for each expert: they depend on something that the expert's row holds.
 bool is_expert_dependent(const qm_projection& p) { return p.pre_scale || has_input_scales(p); }
 
+// Activation formats with a step for a group of features: of features before act-order, FORMAT.md 4.1.
+bool is_groupwise(int32_t activation_format) {
+  return activation_format == k_activation_format_fp8_group128 || activation_format == k_activation_format_nvfp4 ||
+         activation_format == k_activation_format_mxfp8 || activation_format == k_activation_format_mxfp4;
+}
+
 // What one side (gate, up or down) of an expert does to its activations before the product.
 struct Preparation {
   const float* pre_scale;  // [k] or null
   float stored;            // the scale of activation_format, 0 when it is found here
-  const int32_t* perm;     // [k] or null
+  const int32_t* perm;     // [k] or null: gathered by once rounded
+  bool packed;             // the row has the order of the packed columns already: it leaves it to be rounded
 };
 Preparation preparation(const qm_projection& w, const RowParts& parts, const uint8_t* row, int side, bool gather) {
   Preparation out{};
@@ -156,6 +163,10 @@ struct Layer {
     return call.id_bytes == 8 ? static_cast<const int64_t*>(call.topk_ids)[pair]
                               : static_cast<const int32_t*>(call.topk_ids)[pair];
   }
+  bool is_local(int64_t pair) const {
+    const int64_t local = id(pair) - moe.expert_offset;
+    return id(pair) >= 0 && local >= 0 && local < call.local_experts;
+  }
   int64_t row_of(Pair p) const { return moe.apply_router_weight_on_input ? p.token * call.top_k + p.slot : p.token; }
 
   // Tiles of `rows` rows, evenly filled: ceil(rows / tile_rows) of them, the first ones a row longer.
@@ -165,7 +176,8 @@ struct Layer {
   float tensor_step(const Preparation& how, int64_t k, int64_t first, int64_t count, bool from_h) const;
   bool prepare(int lane, int slot, const qm_projection& w, const PanelMatrix& p, const Preparation& how, const float* x,
                Row* row);
-  bool check_perm(const int32_t* perm, int32_t expert);
+  bool check_perm(const int32_t* perm, int64_t columns, int64_t expert);
+  int check_perms(const char* matrix, int64_t columns, char* err) const;
   void load_rows(int64_t first, int64_t count);
   void plan_tasks();
   void gate_up(int lane, const Task& task);
@@ -177,7 +189,7 @@ struct Layer {
              [&](int lane, int64_t i) { down(lane, i * range, std::min(hidden, (i + 1) * range)); });
   }
   int64_t task_count = 0;
-  int32_t bad_perm = -1;  // an expert whose act-order is no column order
+  int64_t bad_perm = -1;  // an expert whose act-order is no column order
 };
 
 int Layer::route(char* err) {
@@ -187,14 +199,13 @@ int Layer::route(char* err) {
     if (e < -1 || e >= moe.num_experts)
       return fail(err, QM_INVALID, "topk_ids of token %lld, slot %lld is %lld, expected -1 to %d",
                   (long long)(i / call.top_k), (long long)(i % call.top_k), (long long)e, moe.num_experts - 1);
-    const int64_t local = e - moe.expert_offset;
-    if (e >= 0 && local >= 0 && local < call.local_experts) ++expert_begin[local + 1];
+    if (is_local(i)) ++expert_begin[e - moe.expert_offset + 1];
   }
   for (int64_t e = 0; e < call.local_experts; ++e) expert_begin[e + 1] += expert_begin[e];
   for (int64_t i = 0; i < pairs; ++i) {
-    const int64_t local = id(i) - moe.expert_offset;
-    if (id(i) >= 0 && local >= 0 && local < call.local_experts)
-      order[expert_begin[local]++] = {static_cast<int32_t>(i / call.top_k), static_cast<int32_t>(i % call.top_k)};
+    if (is_local(i))
+      order[expert_begin[id(i) - moe.expert_offset]++] = {static_cast<int32_t>(i / call.top_k),
+                                                          static_cast<int32_t>(i % call.top_k)};
   }
   // The fill moved each begin to its end; shift them back.
   std::copy_backward(expert_begin, expert_begin + call.local_experts, expert_begin + call.local_experts + 1);
@@ -233,6 +244,11 @@ bool Layer::prepare(int lane, int slot, const qm_projection& w, const PanelMatri
     for (int64_t k = 0; k < p.k; ++k) staged[k] = x[k] * how.pre_scale[k];
     x = staged;
   }
+  if (how.packed && how.perm) {
+    std::fill(own, own + p.k, 0.0f);  // what a perm that repeats a column leaves out
+    for (int64_t k = 0; k < p.k; ++k) own[how.perm[k]] = x[k];
+    x = own;
+  }
   *row = {};
   int8_t* quantized = lane_q + (lane * kMaxTileRows + slot) * lane_kp();
   int32_t* group_sums = lane_sums + (lane * kMaxTileRows + slot) * lane_groups();
@@ -247,7 +263,8 @@ bool Layer::prepare(int lane, int slot, const qm_projection& w, const PanelMatri
   }
   if (!is_int8_activation(w)) {
     const bool finite = kernel.round_row(w.activation_format, how.stored, x, p.k, staged);
-    gather(finite ? staged : x);
+    if (!finite) std::fill(staged, staged + p.k, 0.0f);  // the token is NaN whatever its products are
+    gather(staged);
     row->x = own;
     return finite;
   }
@@ -264,9 +281,11 @@ void Layer::load_rows(int64_t first, int64_t count) {
     float* row = x + r * w13.kp;
     kernel.to_float(call.type, static_cast<const uint8_t*>(call.hidden_states) + token * hidden * element, hidden, row);
     std::fill(row + hidden, row + w13.kp, 0.0f);
-    if (moe.apply_router_weight_on_input) kernel.scale(call.topk_weights[r], row, hidden);
+    // A pair that no expert here has is not computed: its weight may be anything, only the token itself counts.
+    const bool computed = !moe.apply_router_weight_on_input || is_local(r);
+    if (moe.apply_router_weight_on_input && computed) kernel.scale(call.topk_weights[r], row, hidden);
     bool finite;
-    if (is_expert_dependent(moe.w13)) {
+    if (is_expert_dependent(moe.w13) || !computed) {
       finite = kernel.all_finite(row, hidden);
     } else if (quantized13) {
       finite =
@@ -295,12 +314,19 @@ void Layer::plan_tasks() {
 }
 
 // Whether all columns are there to gather. Checked where it is read: at load it would touch a page of every expert.
-bool Layer::check_perm(const int32_t* perm, int32_t expert) {
+bool Layer::check_perm(const int32_t* perm, int64_t columns, int64_t expert) {
   uint32_t largest = 0;
-  for (int64_t k = 0; k < w13.k; ++k) largest = std::max(largest, static_cast<uint32_t>(perm[k]));
-  if (largest < static_cast<uint64_t>(w13.k)) return true;
+  for (int64_t k = 0; k < columns; ++k) largest = std::max(largest, static_cast<uint32_t>(perm[k]));
+  if (largest < static_cast<uint64_t>(columns)) return true;
   __atomic_store_n(&bad_perm, expert, __ATOMIC_RELAXED);
   return false;
+}
+
+int Layer::check_perms(const char* matrix, int64_t columns, char* err) const {
+  if (bad_perm < 0) return QM_OK;
+  return fail(err, QM_INVALID,
+              "%s's act-order of expert %lld has columns outside 0 to %lld: not the bytes of a packed tensor", matrix,
+              (long long)(bad_perm + moe.expert_offset), (long long)(columns - 1));
 }
 
 void Layer::gate_up(int lane, const Task& task) {
@@ -309,7 +335,7 @@ void Layer::gate_up(int lane, const Task& task) {
   Preparation how[2];
   for (int g = 0; g < gathers; ++g) {
     how[g] = preparation(moe.w13, parts13, weights, g, true);
-    if (how[g].perm && !check_perm(how[g].perm, task.expert)) return;
+    if (how[g].perm && !check_perm(how[g].perm, w13.k, task.expert)) return;
     if (moe.w13.activation_format == k_activation_format_fp8_tensor && how[g].stored == 0.0f)
       how[g].stored = tensor_step(how[g], w13.k, expert_begin[task.expert],
                                   expert_begin[task.expert + 1] - expert_begin[task.expert], false);
@@ -398,11 +424,15 @@ void Layer::gate_up(int lane, const Task& task) {
 void Layer::pack_h(int lane, int64_t expert, int64_t first_tile, int64_t last_tile) {
   const int64_t begin = expert_begin[expert], n = expert_begin[expert + 1] - begin, count = tile_count(n);
   if (n == 0) return;
-  const bool own = is_expert_dependent(moe.w2);
+  // h has the order of the packed columns, as packing reordered the rows of gate and up.
+  const bool regrouped = moe.w2.perm && is_groupwise(moe.w2.activation_format);
+  const bool own = is_expert_dependent(moe.w2) || regrouped;
   Preparation how{};
   if (own) {
     const uint8_t* weights = static_cast<const uint8_t*>(call.w2) + expert * w2_row_bytes(moe);
-    how = preparation(moe.w2, parts2, weights, 0, false);
+    how = preparation(moe.w2, parts2, weights, 0, regrouped);
+    how.packed = true;
+    if (regrouped && !check_perm(how.perm, w2.k, expert)) return;
     if (moe.w2.activation_format == k_activation_format_fp8_tensor && how.stored == 0.0f)
       how.stored = tensor_step(how, w2.k, begin, n, true);
   }
@@ -523,7 +553,7 @@ struct Linear : Adapted, Layer {
     if (!Layer::moe.w2.perm) return nullptr;
     return reinterpret_cast<const int32_t*>(static_cast<const uint8_t*>(Layer::call.w2) + parts2.perms);
   }
-  // Rows of these tiles to f32, in the order of the packed columns.
+  // Rows of these tiles to f32, in the order of the packed columns, as gate_up leaves h.
   void load(int lane, int64_t first_tile, int64_t last_tile) {
     const qm_moe& m = Layer::moe;
     const int64_t k = m.intermediate_size, n = Layer::call.tokens, count = tile_count(n);
@@ -574,10 +604,7 @@ int qm_moe_run(const qm_moe* moe, const qm_moe_call* call, char* err) {
 
   layer.plan_tasks();
   layer.for_each(layer.task_count, [&](int lane, int64_t i) { layer.gate_up(lane, layer.tasks[i]); });
-  if (layer.bad_perm >= 0)
-    return fail(err, QM_INVALID,
-                "w13's act-order of expert %d has columns outside 0 to %d: not the bytes of a packed tensor",
-                layer.bad_perm + moe->expert_offset, moe->hidden_size - 1);
+  if (int status = layer.check_perms("w13", moe->hidden_size, err)) return status;
 
   const auto pack_h = [&](int lane, int64_t e) {
     layer.pack_h(lane, e, 0, layer.tile_count(layer.expert_begin[e + 1] - layer.expert_begin[e]));
@@ -586,6 +613,7 @@ int qm_moe_run(const qm_moe* moe, const qm_moe_call* call, char* err) {
     for (int64_t e = 0; e < call->local_experts; ++e) pack_h(0, e);
   else
     layer.for_each(call->local_experts, pack_h);
+  if (int status = layer.check_perms("w2", moe->intermediate_size, err)) return status;
 
   layer.down();
   return QM_OK;
@@ -613,7 +641,7 @@ int qm_linear_run(const qm_linear* linear, const qm_linear_call* call, char* err
     layer.for_each(ceil_div(tiles, step),
                    [&](int lane, int64_t i) { body(lane, i * step, std::min(tiles, (i + 1) * step)); });
   };
-  if (const int32_t* perm = layer.column_order(); perm && !layer.check_perm(perm, 0))
+  if (const int32_t* perm = layer.column_order(); perm && !layer.check_perm(perm, linear->in_features, 0))
     return fail(err, QM_INVALID, "w's act-order has a column outside 0 to %d", linear->in_features - 1);
   // All rows before any is quantized: some formats take one scale from all of them.
   each([&](int lane, int64_t first, int64_t last) { layer.load(lane, first, last); });
