@@ -275,6 +275,29 @@ def route(
     return ids, weights
 
 
+def workspace(
+    spec: MoESpec | LinearSpec | RoutingSpec,
+    tokens: int,
+    lanes: int = 1,
+    dtype: np.dtype | type = np.float32,
+    top_k: int = 1,
+    local_experts: int = 1,
+) -> int:
+    """Bytes that a call of ``tokens`` rows of ``dtype`` needs beside its tensors; experts: of QuantMoE."""
+    lib, node = library(), ctypes.create_string_buffer(1024)
+    _set(node, spec)
+    kind = _TYPES[np.dtype(dtype)]
+    call: ctypes.Structure
+    if isinstance(spec, MoESpec):
+        call, size = _Call(kind, 4, tokens, top_k, local_experts), lib.qm_moe_workspace
+    elif isinstance(spec, LinearSpec):
+        call, size = _LinearCall(kind, tokens), lib.qm_linear_workspace
+    else:
+        call, size = _RoutingCall(kind, tokens), lib.qm_routing_workspace
+    call.lanes, call.parallel_for, _ = _threads(lanes)
+    return size(node, ctypes.byref(call))
+
+
 def _threads(lanes: int) -> tuple[int, object, None]:
     """lanes, parallel_for and parallel_context of a call."""
     return lanes, ctypes.cast(library().qm_parallel_threads, ctypes.c_void_p) if lanes > 1 else None, None

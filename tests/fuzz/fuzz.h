@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "core/panel.h"
+#include "cpu/kernel.h"
 #include "quantmoe/quant_moe.h"
 
 namespace {
@@ -108,7 +108,8 @@ struct Outcome {
   std::vector<uint8_t> bytes;
 };
 
-// Runs a call by each kernel that this machine has, with one to three lanes: all give one status and the same elements.
+// Runs a call by each kernel that this machine has, with one to three lanes, in slices or whole: all give one status
+// and the same elements.
 template <class Call, class Workspace, class Run>
 Outcome every_kernel(FuzzedDataProvider& data, Call& call, void* output, int64_t elements, Guarded& place, bool at_end,
                      const Workspace& workspace, const Run& run) {
@@ -120,6 +121,7 @@ Outcome every_kernel(FuzzedDataProvider& data, Call& call, void* output, int64_t
     if (!usable) continue;
     setenv("QUANTMOE_FORCE_KERNEL", name, 1);
     call.lanes = data.ConsumeIntegralInRange(1, 3);
+    qm_slice_bytes = data.ConsumeBool() ? 1 : 1 << 28;  // a token a slice, or all tokens in one
     call.workspace = place.place(workspace(), at_end);
     std::memset(output, 0xa5, bytes);
     const int status = run();

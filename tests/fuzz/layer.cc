@@ -283,7 +283,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
     return 0;
 
   static Guarded hidden_place, ids_place, weights_place, w13_place, w2_place, output_place, workspace_place;
-  const bool at_end = data.ConsumeBool(), packed = !exotic && data.ConsumeBool();
+  const bool at_end = data.ConsumeBool(), packed = !exotic && !wild && data.ConsumeBool();
   qm_moe_call call{};
   call.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
   call.id_bytes = data.ConsumeBool() ? 8 : 4;

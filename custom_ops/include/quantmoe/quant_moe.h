@@ -81,6 +81,9 @@ typedef struct {
   void* parallel_context;
 } qm_moe_call;
 
+// Long calls work in slices of tokens: whatever their number, at most 264 MiB (or one token's activations, where they
+// are more) and, for each lane, max(H, I) + 128 KiB, H and I rounded up to the group sizes. Lanes that the call cannot
+// use at one time count nothing; one token needs a row a lane.
 QM_API size_t qm_moe_workspace(const qm_moe*, const qm_moe_call*);
 // Fails (QM_INVALID) on an id outside [-1, num_experts), naming token, slot and id; the output is then unspecified.
 QM_API int qm_moe_run(const qm_moe*, const qm_moe_call*, char* err);
@@ -98,6 +101,7 @@ typedef struct {
   qm_parallel_for parallel_for;
   void* parallel_context;
 } qm_linear_call;
+// As qm_moe_workspace, I being K.
 QM_API size_t qm_linear_workspace(const qm_linear*, const qm_linear_call*);
 QM_API int qm_linear_run(const qm_linear*, const qm_linear_call*, char* err);
 

@@ -9,6 +9,9 @@
 
 #include "core/panel.h"
 
+// What the activations of a slice of tokens may take of a workspace. Not an option: only tests set it.
+extern "C" QM_API int64_t qm_slice_bytes;
+
 namespace quantmoe {
 
 // One activation row as a product reads it. For activation_format none x holds it; otherwise q, sums, step and

@@ -74,7 +74,11 @@ void route(const qm_routing& r, const float* bias, const Scratch& s, int32_t* id
   for (int j = 0; j < r.top_k; ++j) weights[j] *= r.routed_scaling_factor;
 }
 
-int lanes_of(const qm_routing_call& c) { return c.parallel_for && c.lanes > 1 ? c.lanes : 1; }
+int64_t tasks_of(const qm_routing_call& c) { return ceil_div(c.tokens, kTokensPerTask); }
+// No more than have something to do.
+int lanes_of(const qm_routing_call& c) {
+  return c.parallel_for && c.lanes > 1 ? static_cast<int>(std::clamp<int64_t>(tasks_of(c), 1, c.lanes)) : 1;
+}
 
 }  // namespace
 }  // namespace quantmoe
@@ -87,16 +91,14 @@ size_t qm_routing_workspace(const qm_routing* r, const qm_routing_call* call) {
 
 int qm_routing_run(const qm_routing* r, const qm_routing_call* call, char*) {
   const int64_t experts = r->num_experts, element = call->type == QM_F32 ? 4 : 2;
-  parallel(lanes_of(*call), call->parallel_for, call->parallel_context, ceil_div(call->tokens, kTokensPerTask),
-           [&](int lane, int64_t task) {
-             float* base = static_cast<float*>(call->workspace) + lane * scratch_floats(*r);
-             const Scratch s{base, base + experts, base + 2 * experts,
-                             reinterpret_cast<int32_t*>(base + 2 * experts + r->n_group)};
-             for (int64_t t = task * kTokensPerTask; t < std::min(call->tokens, (task + 1) * kTokensPerTask); ++t) {
-               to_float(call->type, static_cast<const uint8_t*>(call->logits) + t * experts * element, experts,
-                        s.scores);
-               route(*r, call->correction_bias, s, call->topk_ids + t * r->top_k, call->topk_weights + t * r->top_k);
-             }
-           });
+  parallel(lanes_of(*call), call->parallel_for, call->parallel_context, tasks_of(*call), [&](int lane, int64_t task) {
+    float* base = static_cast<float*>(call->workspace) + lane * scratch_floats(*r);
+    const Scratch s{base, base + experts, base + 2 * experts,
+                    reinterpret_cast<int32_t*>(base + 2 * experts + r->n_group)};
+    for (int64_t t = task * kTokensPerTask; t < std::min(call->tokens, (task + 1) * kTokensPerTask); ++t) {
+      to_float(call->type, static_cast<const uint8_t*>(call->logits) + t * experts * element, experts, s.scores);
+      route(*r, call->correction_bias, s, call->topk_ids + t * r->top_k, call->topk_weights + t * r->top_k);
+    }
+  });
   return QM_OK;
 }
