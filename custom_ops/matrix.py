@@ -66,6 +66,30 @@ class QuantizedMatrix:
         if self.zero_points is not None and self.zero_points.shape != want:
             raise ValueError(f"zero points have shape {list(self.zero_points.shape)}, expected {list(want)}")
 
+    def check_finite(self, what: str) -> None:
+        """Refuses what is no number: the one place that decides it, for every layout.
+
+        It reads all codes, so packing asks, not the constructor: a matrix that is only read may hold anything.
+
+        Raises:
+            ValueError: ``what`` and what of it is NaN or infinite, or a global or input scale that is not positive.
+        """
+        for name, values in (("scales", self.scales), ("pre-scales", self.pre_scale), ("biases", self.bias)):
+            if values is not None and not np.isfinite(values).all():
+                raise ValueError(f"{what}: {name} that are NaN or infinite")
+        for name, value in (("global", self.global_scale), ("input", self.input_scale)):
+            if value is not None and not 0 < value <= float(np.finfo(np.float32).max):
+                raise ValueError(f"{what}: the {name} scale {value}, expected a positive number")
+        if self.kind not in SCHEMES:
+            return  # a layout says what it carries
+        nan = np.flatnonzero(np.isnan(SCHEMES[self.kind].table))
+        # Floats of either sign are ordered as their bits are, and what is no number comes last.
+        if len(nan) and self.codes.size:
+            signed = self.codes.view(np.int8 if self.codes.dtype == np.uint8 else np.int16)
+            sign = 1 << (SCHEMES[self.kind].bits - 1)
+            if signed.max() >= nan[0] or self.codes.max() >= (nan[0] | sign):
+                raise ValueError(f"{what}: {self.kind} weights that are NaN or infinite")
+
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""

@@ -352,14 +352,8 @@ def _describe(m: QuantizedMatrix, activation_format: str, what: str) -> Projecti
 
 
 def _check(m: QuantizedMatrix, spec: MoESpec, projection: str, what: str) -> None:
+    m.check_finite(what)
     p, n, k, _ = _geometry(spec, projection)
-    if not np.isfinite(m.scales.astype(np.float32)).all():
-        raise ValueError(f"{what} has scales that are NaN or infinite")
-    for name, value in (("global", m.global_scale), ("input", m.input_scale)):
-        if value is not None and not (np.isfinite(np.float32(value)) and value > 0):
-            raise ValueError(f"{what} has the {name} scale {value}, expected a positive number")
-    if m.kind in COLUMNS and np.isnan(SCHEMES[m.kind].table)[m.codes].any():
-        raise ValueError(f"{what} has {m.kind} weights that are not finite")
     if m.shape != (n, k):
         raise ValueError(f"{what} has shape {list(m.shape)}, expected {[n, k]}")
     found = _describe(m, p.activation_format, what)

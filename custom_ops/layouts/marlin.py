@@ -279,6 +279,9 @@ def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray)
     Raises:
         ValueError: when the matrices are not what ``spec`` says, naming both.
     """
+    for name, m in (("gate", expert.gate), ("up", expert.up), ("down", expert.down)):
+        if m is not None:
+            m.check_finite(name)
     found = describe(expert, spec.w13.activation_format, spec.w2.activation_format)
     for name, have, want in zip(("w13", "w2"), found, (spec.w13, spec.w2), strict=True):
         _check(name, have, want)
@@ -293,6 +296,7 @@ def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray)
 
 def pack_down(m: QuantizedMatrix, spec: MoESpec, w2_row: np.ndarray) -> None:
     """Writes the matrix of a QuantLinear, ``spec`` being LinearSpec.moe, into uint8 [row_bytes]; errors as pack."""
+    m.check_finite("down")
     _check("down", describe_down(m, spec.w2.activation_format), spec.w2)
     _pack_projection([m], _Parts(spec, "w2"), w2_row)
 

@@ -171,21 +171,13 @@ class Format(ABC):
         """:meth:`matrix`, or the 16-bit weights as they are.
 
         Raises:
-            CheckpointError: see :meth:`matrix`; weights that are not finite.
+            CheckpointError: see :meth:`matrix`.
         """
         if self.is_quantized(module):
             return self.matrix(module)
         n, k = self.shape2d(f"{module}.weight")
         weight = self.take(module, [Tensor("weight", tuple(FLOAT_KINDS), (n, k))])["weight"]
-        return self.unrounded(weight, self.bias(module, n), f"{module}.weight")
-
-    def unrounded(self, weight: np.ndarray, bias: np.ndarray | None, where: str) -> QuantizedMatrix:
-        """A matrix [N, K] of 16-bit floats whose codes they are."""
-        if not np.isfinite(weight.astype(np.float32)).all():
-            raise CheckpointError(f"{self.ckpt.folder}: {where} has values that are NaN or infinite")
-        kind = "f16" if weight.dtype == np.float16 else "bf16"
-        codes = np.ascontiguousarray(weight).view(np.uint16)
-        return QuantizedMatrix(kind, codes, np.ones((len(codes), 1), np.float32), -1, bias=bias)
+        return unrounded(weight, self.bias(module, n))
 
     def kv_cache(self) -> str:
         """A remark when the checkpoint wants its KV cache quantized, which models have in float; else ""."""
@@ -307,6 +299,13 @@ def float_scheme(dtype: str) -> Scheme:
     """Of weights that a tool left in a type of FLOAT_KINDS."""
     kind = FLOAT_KINDS[dtype]
     return Scheme(kind, -1, "none", f"{kind}, not quantized")
+
+
+def unrounded(weight: np.ndarray, bias: np.ndarray | None) -> QuantizedMatrix:
+    """A matrix [N, K] of 16-bit floats whose codes they are."""
+    kind = "f16" if weight.dtype == np.float16 else "bf16"
+    codes = np.ascontiguousarray(weight).view(np.uint16)
+    return QuantizedMatrix(kind, codes, np.ones((len(codes), 1), np.float32), -1, bias=bias)
 
 
 def _cache_text(value: Any) -> str:

@@ -43,6 +43,7 @@ from quantmoe.exporter.formats.base import (
     Tensor,
     float_scheme,
     group_size_of,
+    unrounded,
 )
 from quantmoe.exporter.formats.bits import unpack_nibbles
 from quantmoe.exporter.formats.fp8 import row_scales
@@ -243,7 +244,7 @@ class ModelOpt(Format):
             weight = tensors[name][e].T[rows]
             bias = tensors[f"{name}_bias"][e, rows].astype(np.float32) if f"{name}_bias" in tensors else None
             if scheme.format in FLOAT_KINDS.values():
-                return self.unrounded(weight, bias, f"{layer.name}.{e}.{name}")
+                return unrounded(weight, bias)
             scale, inputs = tensors[f"{name}_weight_scale"], tensors.get(f"{name}_input_scale")
             scales = scale[e].T[rows] if nvfp4 else np.broadcast_to(scale[e] if each else scale, (len(weight), 1))
             return QuantizedMatrix(

@@ -15,7 +15,16 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.formats.base import FLOAT_KINDS, FLOATS, Format, MoELayer, Scheme, Tensor, float_scheme
+from quantmoe.exporter.formats.base import (
+    FLOAT_KINDS,
+    FLOATS,
+    Format,
+    MoELayer,
+    Scheme,
+    Tensor,
+    float_scheme,
+    unrounded,
+)
 
 #: kind -> the group sizes there are; () for any
 KINDS = {"int4": (), "int8": (), "mxfp4": (32,), "nvfp4": (16,), "none": (-1,)}
@@ -91,7 +100,7 @@ class Unquantized(Format):
 
     def _round(self, weight: np.ndarray, bias: np.ndarray | None, where: str) -> QuantizedMatrix:
         if self.kind == "none":
-            return self.unrounded(weight, bias, where)
+            return unrounded(weight, bias)
         w, scheme = weight.astype(np.float64), SCHEMES[self.kind]
         if not np.isfinite(w).all():
             raise CheckpointError(f"{self.ckpt.folder}: {where} has values that are NaN or infinite")

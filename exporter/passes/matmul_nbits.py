@@ -31,6 +31,10 @@ def why_not(m: QuantizedMatrix, activation_format: str, float_bytes: int) -> str
             return f"MatMulNBits has no {name}"
     if m.block_n != 1:
         return "MatMulNBits has one scale a row and group"
+    try:
+        m.check_finite("MatMulNBits")
+    except ValueError as error:  # packing, which then takes its place, refuses it by name
+        return str(error)
     if float_bytes == 2 and not np.array_equal(m.scales.astype(np.float16).astype(np.float64), m.scales.astype(float)):
         return "MatMulNBits in a float16 model has float16 scales, these are not exact in it"
     return None

@@ -569,8 +569,22 @@ def test_scales_that_are_no_numbers(projection: str, value: float, model: Path, 
     spec = MoESpec(4, layer.hidden_size, layer.intermediate_size, w13, w2)
     rows = [native.aligned(layout.row_bytes(spec, p)) for p in ("w13", "w2")]
     layout.pack(layer.expert(0), spec, *rows)
-    with pytest.raises(ValueError, match=r"NaN|finite"):
+    role = projection.removesuffix("_proj")
+    with pytest.raises(ValueError, match=f"{role}: scales that are NaN or infinite"):
         layout.pack(layer.expert(1), spec, *rows)
+
+
+@pytest.mark.parametrize("dense", ["quantmoe", "ort"])
+def test_a_linears_scales_that_are_no_numbers(dense: str, model: Path, tmp_path: Path) -> None:
+    """Also where ONNX Runtime's MatMulNBits would have taken them as they are."""
+    from quantmoe.exporter import convert
+
+    name = "model.layers.1.self_attn.k_proj.weight_scale"
+    folder = edited(model, tmp_path / "damaged", lambda c, t: t.update({name: flat(t[name], np.nan)}))
+    text = r"damaged: model\.layers\.1\.self_attn\.k_proj: scales that are NaN or infinite"
+    with pytest.raises(CheckpointError, match=text):
+        convert.export(folder, tmp_path / "out", dense=dense, activations="float")
+    assert not (tmp_path / "out").exists()
 
 
 def test_negative_scales_are_kept(model: Path, tmp_path: Path) -> None:

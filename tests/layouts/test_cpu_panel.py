@@ -99,17 +99,6 @@ def test_what_the_layout_cannot_carry_is_refused_by_name(change: dict, message: 
         cpu_panel.describe(bad, "none")
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_scales_that_are_not_numbers_are_refused(value: float) -> None:
-    layer = Case().build()
-    expert = layer.experts[0]
-    scales = expert.down.scales.copy()
-    scales[3, 1] = value
-    bad = dataclasses.replace(expert, down=dataclasses.replace(expert.down, scales=scales))
-    with pytest.raises(ValueError, match="down has scales that are NaN or infinite"):
-        cpu_panel.pack(bad, layer.spec, layer.w13[0].copy(), layer.w2[0].copy())
-
-
 def test_an_expert_unlike_its_layer_is_refused() -> None:
     layer = Case().build()
     w13, w2 = layer.w13[0].copy(), layer.w2[0].copy()

@@ -29,9 +29,12 @@ def random_matrix(rng, n, k, kind, group, scale_type, *, zero_points=False, bias
     block_n = fields.get("block_n", 1)
     shape = (-(-n // block_n), 1 if group == -1 else -(-k // group))
     dtype = SCALE_DTYPES[scale_type]
+    codes = rng.integers(0, 1 << BITS[kind], (n, k), np.uint8)
+    if kind == "fp8_e4m3":
+        codes[codes & 0x7F == 0x7F] -= 1  # NaN
     return QuantizedMatrix(
         kind=kind,
-        codes=rng.integers(0, 1 << BITS[kind], (n, k), np.uint8),
+        codes=codes,
         scales=rng.integers(0, 120, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0],
         group_size=group,
         zero_points=rng.integers(0, 1 << BITS[kind], shape, np.uint8) if zero_points else None,
