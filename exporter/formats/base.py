@@ -265,6 +265,23 @@ class Format(ABC):
         found = self.take(module, [Tensor("bias", FLOATS, (n,), required=False)])
         return found["bias"].astype(np.float32) if found else None
 
+    def no_zero_points(self, module: str) -> None:
+        """Refuses stored zero points of weights that have none by the configuration, unless they are zero.
+
+        Raises:
+            CheckpointError: naming file and tensor.
+        """
+        name = f"{module}.weight_zero_point"
+        if name in self.ckpt and (self.ckpt.tensor(name) != 0).any():
+            raise self.odd_zero_points(name)
+
+    def odd_zero_points(self, name: str) -> CheckpointError:
+        """For zero points that are not the middle of the codes, beside weights that have none."""
+        return CheckpointError(
+            f"{self.ckpt.where(name)} has zero points that are not the middle of the codes; expected none, the "
+            f"configuration describes weights without zero points ({self.name})"
+        )
+
     def shape2d(self, name: str) -> tuple[int, int]:
         """The shape of a tensor that must be a matrix."""
         shape = self.ckpt.shape(name)

@@ -54,6 +54,10 @@ ACTIVATIONS = {
 }
 
 
+#: last names of transformers' embeddings in decoders; what else has quantized tensors is a linear
+EMBEDDINGS = ("embed_tokens", "word_embeddings", "wte")
+
+
 @dataclass(frozen=True)
 class Args:
     """The fields of the library's QuantizationArgs that decide numerics."""
@@ -81,12 +85,14 @@ class Args:
             raise ValueError("strategy block without block_structure")
         if block is not None and not (len(block) == 2 and all(type(b) is int and b > 0 for b in block)):
             raise ValueError(f"block_structure {block!r}, expected two positive integers")
+        if type(symmetric := raw.get("symmetric", True)) is not bool:
+            raise ValueError(f"symmetric {symmetric!r}, expected true or false")
         if strategy is None:  # the library's own inference
             strategy = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
         return cls(
             num_bits=int(raw.get("num_bits", 8)),
             type=str(raw.get("type", "int")).lower(),
-            symmetric=bool(raw.get("symmetric", True)),
+            symmetric=symmetric,
             strategy=str(strategy).lower(),
             group_size=-1 if group_size is None else group_size_of(group_size),
             block=tuple(block) if block else None,
@@ -104,6 +110,7 @@ class Group:
     targets: tuple[str, ...]
     weights: Args
     inputs: Args | None
+    outputs: Args | None
 
     @property
     def text(self) -> str:
@@ -129,7 +136,13 @@ class CompressedTensors(Format):
             )
         if (sparsity := (raw.get("sparsity_config") or {}).get("format", "dense")) != "dense":
             raise CheckpointError(f"{config}: sparsity_config format {sparsity!r} is not supported; expected dense")
-        self.groups = [self._group(name, g) for name, g in (raw.get("config_groups") or {}).items()]
+        self.ignore = [_compiled(target) for target in _targets(raw.get("ignore") or [], "ignore")]
+        groups = [self._group(name, g) for name, g in (raw.get("config_groups") or {}).items()]
+        found = {target: group for group in groups for target in group.targets}  # of two groups the last has a target
+        in_order = sorted(found, key=lambda target: ("re:" in target, target))  # the library's, not the configuration's
+        self.targets = {_compiled(target): found[target] for target in in_order}
+        #: module -> what :meth:`group` found: it is asked several times, and patterns with a time limit take 8 us each
+        self._groups: dict[str, Group] = {}
 
     @staticmethod
     def claims(quantization: dict[str, Any]) -> bool:
@@ -138,31 +151,38 @@ class CompressedTensors(Format):
     def _group(self, name: str, raw: Any) -> Group:
         if not isinstance(raw, dict) or not isinstance(raw.get("weights"), dict):
             raise CheckpointError(f"{self.ckpt.folder / 'config.json'}: config group {name} describes no weights")
-        inputs = raw.get("input_activations")
-        targets = raw.get("targets")
-        if not isinstance(targets, list):
-            raise ValueError(f"targets {targets!r} of {name}, expected a list")
-        for target in targets:
-            regex.compile(target)
+        inputs, outputs = raw.get("input_activations"), raw.get("output_activations")
         return Group(
             name,
             str(raw.get("format") or self.ckpt.quantization.get("format")),
-            tuple(targets),
+            tuple(_targets(raw.get("targets"), f"targets of {name}")),
             Args.parse(raw["weights"]),
             Args.parse(inputs) if inputs else None,
+            Args.parse(outputs) if outputs else None,
         )
 
     def group(self, module: str) -> Group:
-        """The config group that targets a module: names, then patterns, then classes."""
-        ranked = [
-            (rank, group)
-            for group in self.groups
-            for target in group.targets
-            if (rank := _match(module, target)) is not None
-        ]
-        if not ranked:
+        """The config group of a quantized module, as ``apply_quantization_config`` finds it (the same in 0.13 to 0.20).
+
+        The module's name wins over patterns, these over classes; among patterns and among classes the alphabet decides.
+
+        Raises:
+            CheckpointError: ``ignore`` names the module, or no group targets it.
+        """
+        if module in self._groups:
+            return self._groups[module]
+        classes = "Embedding" if module.rpartition(".")[2] in EMBEDDINGS else "Linear", "Module"
+        if any(target in classes or _named(module, target) for target in self.ignore):
+            raise CheckpointError(
+                f"{self.ckpt.folder}: {module} has quantized tensors, but the configuration's ignore says that it is "
+                "not quantized"
+            )
+        named = (group for target, group in self.targets.items() if _named(module, target))
+        found = next(named, None) or next((self.targets[c] for c in classes if c in self.targets), None)
+        if found is None:
             raise CheckpointError(f"{self.ckpt.folder}: {module} has quantized tensors but no config group targets it")
-        return min(ranked, key=lambda pair: pair[0])[1]
+        self._groups[module] = found
+        return found
 
     def scheme(self, module: str) -> Scheme:
         group = self.group(module)
@@ -174,6 +194,11 @@ class CompressedTensors(Format):
         if kind is None:
             supported = ", ".join(f"{storage} {type}{bits}" for storage, type, bits in WEIGHTS)
             raise CheckpointError(f"{self.ckpt.folder}: {module} is {group.text}; supported: {supported}")
+        if a := group.outputs:
+            raise CheckpointError(
+                f"{self.ckpt.folder}: {module}: output_activations {a.type}{a.num_bits} per {a.strategy} are not "
+                "supported; expected none"
+            )
         return kind
 
     def _activations(self, module: str, group: Group) -> str:
@@ -193,6 +218,7 @@ class CompressedTensors(Format):
         kind = self._kind(module)
         if kind in ("int4", "int8"):
             return self._integer(module, kind)
+        self.no_zero_points(module)
         return self._fp8(module) if kind == "fp8_e4m3" else self._fp4(module, kind)
 
     def _integer(self, module: str, kind: str) -> QuantizedMatrix:
@@ -202,31 +228,36 @@ class CompressedTensors(Format):
         n, k = self._packed_shape(module) if packed else self.shape2d(f"{module}.weight")
         groups = 1 if g == -1 else -(-k // g)
         scales = (1,) if w.strategy == "tensor" else (n, groups)
-        asymmetric = not w.symmetric
-        stored = (
+        declared = (
             [
                 Tensor("weight_packed", ("I32",), (n, -(-k * bits // 32))),
-                Tensor("weight_zero_point", ("I32",), (-(-n * bits // 32), groups), required=asymmetric),
+                Tensor("weight_zero_point", ("I32",), (-(-n * bits // 32), groups), required=not w.symmetric),
             ]
             if packed
             else [
                 Tensor("weight", ("I8",), (n, k)),
-                Tensor("weight_zero_point", ("I8",), scales, required=asymmetric),
+                Tensor("weight_zero_point", ("I8",), scales, required=not w.symmetric),
             ]
         )
         tensors = self.take(
             module,
-            [*stored, Tensor("weight_scale", FLOATS, scales), Tensor("weight_g_idx", ("I32",), (k,), required=False)],
+            [*declared, Tensor("weight_scale", FLOATS, scales), Tensor("weight_g_idx", ("I32",), (k,), required=False)],
         )
         middle = np.uint8(1 << (bits - 1))
         codes = unpack_words(tensors["weight_packed"], bits, k) if packed else tensors["weight"].view(np.uint8) + middle
         if not packed and codes.max(initial=0) >> bits:
             raise CheckpointError(f"{self.ckpt.where(module + '.weight')} has values outside int{bits}")
         zero_points = None
-        if asymmetric and packed:
-            zero_points = np.ascontiguousarray(unpack_words(tensors["weight_zero_point"].T, bits, n).T)
-        elif asymmetric:
-            zero_points = np.broadcast_to(tensors["weight_zero_point"].view(np.uint8) + middle, (n, groups))
+        if (stored := tensors.get("weight_zero_point")) is not None:
+            zero_points = (
+                np.ascontiguousarray(unpack_words(stored.T, bits, n).T)
+                if packed
+                else np.broadcast_to(stored.view(np.uint8) + middle, (n, groups))
+            )
+        if w.symmetric and zero_points is not None:
+            if (zero_points != middle).any():
+                raise self.odd_zero_points(f"{module}.weight_zero_point")
+            zero_points = None
         perm = None
         if "weight_g_idx" in tensors and g != -1:
             perm = group_order(tensors["weight_g_idx"], g, self.ckpt.where(f"{module}.weight_g_idx"))
@@ -303,10 +334,15 @@ def _reciprocal(stored: np.ndarray | None) -> float | None:
     return None if stored is None else float(np.float32(1) / stored.item())
 
 
-def _match(module: str, target: str) -> int | None:
-    if target == module:
-        return 0
-    if target.startswith("re:"):
-        return 1 if matches(target[3:], module) else None
-    # "Linear" or another class name: classes are not in the checkpoint, but only linears have quantized tensors
-    return 2 if "." not in target else None
+def _targets(raw: Any, what: str) -> list[str]:
+    if not (isinstance(raw, list) and all(isinstance(target, str) for target in raw)):
+        raise ValueError(f"{what} {raw!r}, expected a list of names")
+    return raw
+
+
+def _compiled(target: str) -> str | regex.Pattern[str]:
+    return regex.compile(target[3:]) if target.startswith("re:") else target
+
+
+def _named(module: str, target: str | regex.Pattern[str]) -> bool:
+    return module == target if isinstance(target, str) else matches(target, module)

@@ -59,6 +59,7 @@ class FP8(Format):
 
     def matrix(self, module: str) -> QuantizedMatrix:
         n, k = self.shape2d(f"{module}.weight")
+        self.no_zero_points(module)
         weight = Tensor("weight", ("F8_E4M3",), (n, k))
         static = Tensor("input_scale", FLOATS, (), required=not (self.block or self.dynamic))
         if self.block and f"{module}.weight_scale_inv" in self.ckpt:

@@ -122,6 +122,7 @@ class ModelOpt(Format):
     def matrix(self, module: str) -> QuantizedMatrix:
         scheme = self.scheme(module)
         rows, columns = self.shape2d(f"{module}.weight")
+        self.no_zero_points(module)
         if scheme.format == "nvfp4":
             return self._nvfp4(module, scheme, rows, columns * 2)
         if scheme.format == "fp8_e4m3":

@@ -113,6 +113,8 @@ class Quark(Format):
         if kind == "int4":
             return self._int4(module, weight)
         rows, columns = self.shape2d(f"{module}.weight")
+        if kind != "int8":
+            self.no_zero_points(module)
         zeros = None
         if kind == "mxfp4":
             n, k = rows, columns * 2
@@ -127,9 +129,10 @@ class Quark(Format):
             static = not inputs.get("is_dynamic")
             declared = [
                 Tensor("weight", ("I8",) if kind == "int8" else ("F8_E4M3",), (n, k)),
-                Tensor("weight_zero_point", ("I8",), (n,), required=False),
                 Tensor("input_scale", FLOATS, (), required=static),
             ]
+            if kind == "int8":
+                declared.append(Tensor("weight_zero_point", ("I8",), (n,), required=False))
             tensors = self.take(module, declared)
             flip = np.uint8(128 if kind == "int8" else 0)  # two's complement -> offset 128
             codes, scales, g = (

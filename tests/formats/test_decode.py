@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import same_matrix, write_checkpoint
-from encoders import CASES, Case, gptq, random_matrix
+from encoders import CASES, Case, awq, bit_stream, gptq, random_matrix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,6 +79,91 @@ def test_short_last_group_in_act_order(tmp_path: Path) -> None:
     case = next(c for c in CASES if c.id == "gptq4-desc_act")
     want = random_matrix(case, 8, 104, 32, "f16", bias=False, seed=2)
     same_matrix(find_format(open_checkpoint(write(tmp_path, case, want))).matrix("m"), want)
+
+
+def middle_words(case: Case, n: int, groups: int) -> np.ndarray:
+    return np.ascontiguousarray(bit_stream(np.full((groups, n), 1 << (int(case.kind[3:]) - 1)), int(case.kind[3:])).T)
+
+
+#: symmetric weights -> zero points in the middle as their tool stores them, of n rows and so many groups
+MIDDLES: dict[str, Callable[[Case, int, int], np.ndarray]] = {
+    "ct-w4a16": middle_words,
+    "ct-w8a16": middle_words,
+    "ct-w4a16-g_idx": middle_words,
+    "ct-w8a8": lambda case, n, groups: np.zeros((n, groups), np.int8),
+    "ct-w4a8": lambda case, n, groups: np.zeros((n, groups), np.int8),
+    "fp8-128x128": lambda case, n, groups: np.zeros((n, 1), np.int8),
+    "modelopt-nvfp4": lambda case, n, groups: np.zeros((n, groups), ml_dtypes.float8_e4m3fn),
+    "modelopt-w4a16-awq": lambda case, n, groups: np.zeros((n, groups), np.float32),
+    "quark-mxfp4": lambda case, n, groups: np.zeros((n, groups), np.uint8),
+}
+
+
+@pytest.mark.parametrize("id", MIDDLES)
+def test_zero_points_beside_symmetric_weights(id: str, tmp_path: Path) -> None:
+    """The middle changes nothing; another one would change weights, so it is refused and never ignored."""
+    case = next(c for c in CASES if c.id == id)
+    want = random_matrix(case, 12, 256, min(g for g in case.group_sizes if g > 0), case.scales[0], bias=False, seed=9)
+    zeros = MIDDLES[id](case, 12, want.scales.shape[1])
+    same_matrix(
+        find_format(open_checkpoint(write(tmp_path / "a", case, want, {"weight_zero_point": zeros}))).matrix("m"), want
+    )
+    zeros = zeros.copy()
+    zeros.flat[-1] += 1
+    folder = write(tmp_path / "b", case, want, {"weight_zero_point": zeros})
+    with pytest.raises(
+        CheckpointError, match=r"b/model\.safetensors.*m\.weight_zero_point has zero points that are not"
+    ):
+        find_format(open_checkpoint(folder)).matrix("m")
+
+
+@pytest.mark.parametrize("storage", ["float-quantized", "mxfp8-quantized", "mxfp4-pack-quantized"])
+def test_zero_points_beside_floats_of_compressed_tensors(storage: str, tmp_path: Path) -> None:
+    packed = "pack" in storage
+    weights = {"num_bits": 4 if packed else 8, "type": "float", "strategy": "group", "group_size": 32}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": storage,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    scales = np.ones((8, 2), np.float32) if storage == "float-quantized" else np.full((8, 2), 127, np.uint8)
+    weight = {"m.weight_packed": np.zeros((8, 32), np.uint8)}
+    tensors = weight if packed else {"m.weight": np.zeros((8, 64), ml_dtypes.float8_e4m3fn)}
+    for value in (0, 1):
+        zeros = np.full((8, 2), value, ml_dtypes.float8_e4m3fn)
+        stored = tensors | {"m.weight_scale": scales, "m.weight_zero_point": zeros}
+        format = find_format(open_checkpoint(write_checkpoint(tmp_path / str(value), stored, quantization)))
+        if value == 0:
+            assert format.matrix("m").zero_points is None
+            continue
+        with pytest.raises(CheckpointError, match=r"m\.weight_zero_point has zero points that are not the middle"):
+            format.matrix("m")
+
+
+@pytest.mark.parametrize("id", ["gptq4", "gptq8", "gptq4-v2", "awq", "quark-int4"])
+def test_zero_points_of_weights_called_symmetric_are_used(id: str, tmp_path: Path) -> None:
+    """These tools' kernels read the stored zero points whatever the configuration says."""
+    case = next(c for c in CASES if c.id == id)
+    asymmetric = dataclasses.replace(case, zero_points=True)
+    want = random_matrix(asymmetric, 16, 64, 32, case.scales[0], bias=False, seed=10)
+    tensors = case.encode(want)
+    if id == "quark-int4":  # two's complement
+        flipped = dataclasses.replace(want, zero_points=want.zero_points ^ 8)
+        tensors["weight_zero_point"] = awq(flipped)["qzeros"]
+    config = case.config(32) | ({"zero_point": False} if id == "awq" else {})
+    folder = write_checkpoint(tmp_path, {f"m.{k}": v for k, v in tensors.items()}, config)
+    same_matrix(find_format(open_checkpoint(folder)).matrix("m"), want)
+
+
+def test_a_symmetry_that_is_no_boolean(tmp_path: Path) -> None:
+    """The library reads "false" as false; it was read as true."""
+    case = next(c for c in CASES if c.id == "ct-w4a16-asym")
+    matrix = random_matrix(case, 8, 64, 32, "bf16", bias=False, seed=11)
+    config = case.config(32)
+    config["config_groups"]["group_0"]["weights"]["symmetric"] = "false"
+    folder = write_checkpoint(tmp_path, {f"m.{k}": v for k, v in case.encode(matrix).items()}, config)
+    with pytest.raises(CheckpointError, match="symmetric 'false', expected true or false"):
+        find_format(open_checkpoint(folder))
 
 
 def test_int4_in_bytes_out_of_range(tmp_path: Path) -> None:
@@ -249,6 +336,29 @@ def test_kv_cache_stays_float(fields: dict, scale: str, text: str | None, tmp_pa
                 },
             },
             "per tensor, static, with weights per channel are not supported; supported: int8_token",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {
+                    "g": {
+                        "targets": ["Linear"],
+                        "weights": {"num_bits": 4, "group_size": 128},
+                        "output_activations": {"num_bits": 8, "type": "float"},
+                    }
+                },
+            },
+            "m: output_activations float8 per tensor are not supported; expected none",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 128}}},
+                "ignore": ["lm_head", "re:m"],
+            },
+            "m has quantized tensors, but the configuration's ignore says that it is not quantized",
         ),
     ],
 )
