@@ -142,8 +142,13 @@ QM_API int qm_pack_panels(const qm_pack_source*, void* dst, int lanes, qm_parall
 // 4 or 8 bits; rows and columns past n and k become `fill`.
 QM_API int qm_pack_marlin(const uint8_t* gate, const uint8_t* up, int64_t n, int64_t k, int bits, uint8_t fill,
                           void* dst, int lanes, qm_parallel_for, void* context, char* err);
-// A qm_parallel_for that starts std::threads; context is ignored. For hosts without a pool (packing, tests).
+// A qm_parallel_for that starts std::threads; context is ignored. For hosts without a pool (packing, tests). Where the
+// system has fewer threads, the calling one runs the other tasks.
 QM_API void qm_parallel_threads(void* context, qm_task task, void* arg, size_t count);
+// CPUs that the calling thread's affinity allows it, and no more than the CPU quota of its control groups (versions 1
+// and 2) is worth, rounded up; at least 1. For tests: `allowed` above 0 stands for the affinity, `root`, otherwise "",
+// is where proc and sys are.
+QM_API int qm_cpus(int allowed, const char* root);
 
 // Kernels in order of preference, best first; usable: this machine has its features. QUANTMOE_FORCE_KERNEL=name selects
 // one, an unknown or unusable name makes qm_moe_validate fail.

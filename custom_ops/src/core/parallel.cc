@@ -1,12 +1,99 @@
+// How many threads there may be, and a pool of none: threads for one call.
 #include "core/parallel.h"
 
+#include <algorithm>
+#include <cstdio>
+#include <exception>
+#include <string>
 #include <thread>
 #include <vector>
 
+#if defined(__linux__)
+#include <sched.h>
+
+#include <cerrno>
+#endif
+
+namespace {
+
+#if defined(__linux__)
+// CPUs of the calling thread's affinity mask; 0 when the system does not say.
+int64_t affinity() {
+  for (size_t size = 1; size <= 64; size *= 2) {  // EINVAL: the system's mask is longer
+    std::vector<cpu_set_t> mask(size);
+    if (sched_getaffinity(0, size * sizeof(cpu_set_t), mask.data()) == 0)
+      return CPU_COUNT_S(size * sizeof(cpu_set_t), mask.data());
+    if (errno != EINVAL) break;
+  }
+  return 0;
+}
+#endif
+
+// The number that a file holds, or the two; 0 for what is not there or is a word.
+void read_numbers(const std::string& path, long long* first, long long* second = nullptr) {
+  *first = 0;
+  if (second) *second = 0;
+  std::FILE* file = std::fopen(path.c_str(), "r");
+  if (!file) return;
+  const int found = std::fscanf(file, "%lld", first);
+  if (found == 1 && second && std::fscanf(file, "%lld", second) != 1) *second = 0;
+  std::fclose(file);
+}
+
+// `most`, or fewer: the CPUs that a control group's quota is worth, and those of the groups that it is in. Version 2
+// has "quota period" or "max period" in cpu.max; version 1 has a file each, and a quota of -1 is none. In a container
+// the group's own folder may be missing; the mount point is then the container's group.
+int64_t within_quota(int64_t most, const std::string& mount, std::string group, bool v2) {
+  for (;; group.erase(group.rfind('/'))) {
+    if (group == "/") group.clear();
+    const std::string folder = mount + group;
+    long long quota, period;
+    if (v2) {
+      read_numbers(folder + "/cpu.max", &quota, &period);
+    } else {
+      read_numbers(folder + "/cpu.cfs_quota_us", &quota);
+      read_numbers(folder + "/cpu.cfs_period_us", &period);
+    }
+    if (quota > 0 && period > 0) most = std::min<int64_t>(most, quota / period + (quota % period != 0));
+    if (group.find('/') == std::string::npos) return most;
+  }
+}
+
+}  // namespace
+
+int qm_cpus(int allowed, const char* root) {
+  int64_t cpus = allowed;
+#if defined(__linux__)
+  if (cpus <= 0) cpus = affinity();
+#endif
+  if (cpus <= 0) cpus = std::thread::hardware_concurrency();
+  const std::string mount = std::string(root) + "/sys/fs/cgroup";
+  if (std::FILE* file = std::fopen((std::string(root) + "/proc/self/cgroup").c_str(), "r")) {
+    char line[4200];  // hierarchy:controllers:path
+    while (std::fgets(line, sizeof line, file)) {
+      const std::string text(line, std::find_if(line, line + sizeof line, [](char c) { return c == '\n' || !c; }));
+      const size_t controllers = text.find(':') + 1, path = text.find(':', controllers) + 1;
+      if (!controllers || !path) continue;
+      const std::string names = "," + text.substr(controllers, path - 1 - controllers) + ",";
+      if (names == ",,") cpus = within_quota(cpus, mount, text.substr(path), true);
+      if (names.find(",cpu,") != std::string::npos) cpus = within_quota(cpus, mount + "/cpu", text.substr(path), false);
+    }
+    std::fclose(file);
+  }
+  return static_cast<int>(std::max<int64_t>(1, cpus));
+}
+
 void qm_parallel_threads(void*, qm_task task, void* arg, size_t count) {
-  std::vector<std::thread> threads;
-  threads.reserve(count);
-  for (size_t i = 1; i < count; ++i) threads.emplace_back(task, arg, i);
+  struct Threads : std::vector<std::thread> {
+    ~Threads() {
+      for (std::thread& thread : *this) thread.join();
+    }
+  } threads;
+  size_t next = 1;
+  try {
+    for (threads.reserve(count); next < count; ++next) threads.emplace_back(task, arg, next);
+  } catch (const std::exception&) {  // the system has no more threads, or no memory for one: this one does the rest
+  }
   if (count) task(arg, 0);
-  for (std::thread& thread : threads) thread.join();
+  for (; next < count; ++next) task(arg, next);
 }

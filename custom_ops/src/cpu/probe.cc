@@ -12,15 +12,16 @@
 namespace quantmoe {
 namespace {
 
-// Seconds from when all lanes have started to when the last one is done.
+// Seconds from when all lanes have threads, lane 0 being the last to start (qm_parallel_threads), to when the last one
+// is done.
 template <typename Body>
 double seconds(int64_t lanes, const Body& body) {
   using Clock = std::chrono::steady_clock;
-  std::atomic<int64_t> started{0};
+  std::atomic<bool> ready{false};
   std::vector<Clock::time_point> begin(lanes), end(lanes);
   const auto lane = [&](int64_t i) {
-    started.fetch_add(1);
-    while (started.load() < lanes) std::this_thread::yield();
+    if (i == 0) ready.store(true);
+    while (!ready.load()) std::this_thread::yield();
     begin[i] = Clock::now();
     body(i);
     end[i] = Clock::now();
