@@ -5,12 +5,16 @@
 #endif
 
 #include <cstdlib>
-#include <thread>
+#include <cstring>
 
 #include "adapter.h"
 
 namespace quantmoe {
 namespace {
+
+// What a session does with the packed weights when it is created: they stay in the file, mapped by ONNX Runtime, or are
+// read in there, or copied to memory that no change of the file reaches.
+enum class Weights { kMapped, kPrefaulted, kCopied };
 
 // Reads the mapped pages in now instead of at first use. The kernel populates the page table too (Linux 5.14);
 // elsewhere a byte of each page is touched.
@@ -31,28 +35,41 @@ class CpuKernel : public Kernel {
   ~CpuKernel() override { api_->ReleaseMemoryInfo(memory_); }
 
  protected:
-  CpuKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool prefault)
-      : Kernel(op, api, info), prefault_(prefault) {
+  CpuKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights)
+      : Kernel(op, api, info), weights_(weights) {
     Check(api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_));
   }
-  const void* Mapped(const OrtKernelInfo* info, size_t input, Shape& shape) const;
+  const void* Packed(const OrtKernelInfo* info, size_t input, Shape& shape);
   template <class Call, class Size, class Body>
   void WithPool(OrtKernelContext* context, Call& call, const Size& workspace, const Body& run) const;
 
  private:
-  bool prefault_;
-  // The session's pool may be smaller; a lane that gets no thread of its own finds no work left.
-  int lanes_ = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  struct alignas(64) Line {
+    char bytes[64];
+  };
+  Weights weights_;
+  std::vector<std::unique_ptr<Line[]>> copies_;
+  // The API does not tell how many threads the session has. A lane that gets none of its own finds no work left.
+  int lanes_ = qm_cpus(0, "");
   OrtMemoryInfo* memory_ = nullptr;
 };
 
-// Where ONNX Runtime keeps the packed tensor for the life of the session: its memory-mapped external data.
-const void* CpuKernel::Mapped(const OrtKernelInfo* info, size_t input, Shape& shape) const {
+// The packed tensor, for the life of the session: ONNX Runtime's memory-mapped external data, or a copy of it.
+const void* CpuKernel::Packed(const OrtKernelInfo* info, size_t input, Shape& shape) {
   const void* data = Data(Weight(info, input, shape));
+  const std::string name = op_.inputs.first[input].name;
+  const size_t bytes = static_cast<size_t>(shape[0] * shape[1]) * 4;
+  if (weights_ == Weights::kCopied) {
+    try {
+      copies_.emplace_back(new Line[(bytes + sizeof(Line) - 1) / sizeof(Line)]);  // not initialized
+    } catch (const std::bad_alloc&) {
+      Fail("no memory for a copy of " + name + ", " + std::to_string(bytes) + " bytes");
+    }
+    return std::memcpy(copies_.back().get(), data, bytes);
+  }
   if (reinterpret_cast<uintptr_t>(data) % 64)
-    Fail(std::string(op_.inputs.first[input].name) +
-         " is not 64-byte aligned in memory, expected external data at an offset that is a multiple of 64 KiB");
-  if (prefault_) Prefault(data, static_cast<size_t>(shape[0] * shape[1]) * 4);
+    Fail(name + " is not 64-byte aligned in memory, expected external data at an offset that is a multiple of 64 KiB");
+  if (weights_ == Weights::kPrefaulted) Prefault(data, bytes);
   return data;
 }
 
@@ -80,12 +97,15 @@ void CpuKernel::WithPool(OrtKernelContext* context, Call& call, const Size& work
   Check(api_->KernelContext_GetAllocator(context, memory_, &allocator));
   const std::unique_ptr<OrtAllocator, void (*)(OrtAllocator*)> owned(allocator, api_->ReleaseAllocator);
   size_t size = workspace() + 63;
-  const auto release = [allocator](void* p) { allocator->Free(allocator, p); };
-  const std::unique_ptr<void, decltype(release)> scratch(allocator->Alloc(allocator, size), release);
-  void* aligned = scratch.get();
-  if (!std::align(64, size - 63, aligned, size))
-    Fail("no memory for a workspace of " + std::to_string(size) + " bytes");
-  call.workspace = aligned;
+  const auto failed = [size] { return "no memory for a workspace of " + std::to_string(size) + " bytes"; };
+  void* allocated;  // by the call that returns a status: OrtAllocator::Alloc would throw through this library
+  if (OrtStatus* status = api_->AllocatorAlloc(allocator, size, &allocated)) Check(status, failed());
+  const auto release = [&](void* p) {
+    if (OrtStatus* status = api_->AllocatorFree(allocator, p)) api_->ReleaseStatus(status);
+  };
+  const std::unique_ptr<void, decltype(release)> scratch(allocated, release);
+  if (!std::align(64, size - 63, allocated, size)) Fail(failed());
+  call.workspace = allocated;
   char error[QM_ERROR_SIZE];
   const int status = run(error);
   Check(pool.status);
@@ -94,12 +114,12 @@ void CpuKernel::WithPool(OrtKernelContext* context, Call& call, const Size& work
 
 class MoEKernel : public CpuKernel {
  public:
-  MoEKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool prefault)
-      : CpuKernel(op, api, info, prefault) {
+  MoEKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights)
+      : CpuKernel(op, api, info, weights) {
     ReadAttributes(info, &moe_);
     Shape w13_shape, w2_shape;
-    w13_ = Mapped(info, QuantMoE_w13, w13_shape);
-    w2_ = Mapped(info, QuantMoE_w2, w2_shape);
+    w13_ = Packed(info, QuantMoE_w13, w13_shape);
+    w2_ = Packed(info, QuantMoE_w2, w2_shape);
     local_experts_ = w13_shape[0];
     char error[QM_ERROR_SIZE];
     if (qm_moe_validate(&moe_, w13_shape.data(), w2_shape.data(), error)) Fail(error);
@@ -135,11 +155,11 @@ void MoEKernel::Run(OrtKernelContext* context) const {
 
 class LinearKernel : public CpuKernel {
  public:
-  LinearKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool prefault)
-      : CpuKernel(op, api, info, prefault) {
+  LinearKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights)
+      : CpuKernel(op, api, info, weights) {
     ReadAttributes(info, &linear_);
     Shape shape;
-    w_ = Mapped(info, QuantLinear_w, shape);
+    w_ = Packed(info, QuantLinear_w, shape);
     char error[QM_ERROR_SIZE];
     if (qm_linear_validate(&linear_, shape.data(), error)) Fail(error);
   }
@@ -171,8 +191,8 @@ void LinearKernel::Run(OrtKernelContext* context) const {
 
 class RoutingKernel : public CpuKernel {
  public:
-  RoutingKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool prefault)
-      : CpuKernel(op, api, info, prefault) {
+  RoutingKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights)
+      : CpuKernel(op, api, info, weights) {
     ReadAttributes(info, &routing_);
     char error[QM_ERROR_SIZE];
     if (qm_routing_validate(&routing_, error)) Fail(error);
@@ -207,25 +227,25 @@ void RoutingKernel::Run(OrtKernelContext* context) const {
       [&](char* error) { return qm_routing_run(&routing_, &call, error); });
 }
 
-template <class T, bool prefault>
+template <class T, Weights weights>
 Kernel* Make(const Op& op, const OrtApi* api, const OrtKernelInfo* info) {
-  return new T(op, api, info, prefault);
+  return new T(op, api, info, weights);
 }
 
-template <bool prefault>
+template <Weights weights>
 void Operators(const OrtApi* api, std::deque<Op>& ops) {
   constexpr auto kId32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32, kId64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
   for (auto type : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
                     ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}) {
     for (auto id_type : {kId32, kId64})
-      ops.emplace_back(api, nullptr, "QuantMoE", type, id_type, Make<MoEKernel, prefault>);
-    ops.emplace_back(api, nullptr, "QuantLinear", type, kId32, Make<LinearKernel, prefault>);
-    ops.emplace_back(api, nullptr, "MoERouting", type, kId32, Make<RoutingKernel, prefault>);
+      ops.emplace_back(api, nullptr, "QuantMoE", type, id_type, Make<MoEKernel, weights>);
+    ops.emplace_back(api, nullptr, "QuantLinear", type, kId32, Make<LinearKernel, weights>);
+    ops.emplace_back(api, nullptr, "MoERouting", type, kId32, Make<RoutingKernel, weights>);
   }
 }
 
-// Sessions whose packed weights are read when they are created: with the configuration entry quantmoe.prefault = 1,
-// made before the library is registered, and all of them with QUANTMOE_PREFAULT=1 in the environment.
+// What the session's configuration entry quantmoe.prefault says, which is made before the library is registered, or for
+// all sessions QUANTMOE_PREFAULT in the environment.
 Fill Choose(const OrtApi* api, const OrtSessionOptions* options) {
   constexpr const char* kEntry = "quantmoe.prefault";
   const char* environment = std::getenv("QUANTMOE_PREFAULT");
@@ -244,10 +264,11 @@ Fill Choose(const OrtApi* api, const OrtSessionOptions* options) {
     api->ReleaseStatus(status);
     throw std::runtime_error(std::string("quantmoe: session entry ") + kEntry + ": " + message);
   }
-  if (wanted != "" && wanted != "0" && wanted != "1")
-    throw std::invalid_argument(std::string("quantmoe: ") + kEntry + " (or QUANTMOE_PREFAULT) is \"" + wanted +
-                                "\", expected 0 or 1");
-  return wanted == "1" ? Operators<true> : Operators<false>;
+  if (wanted == "" || wanted == "0") return Operators<Weights::kMapped>;
+  if (wanted == "1") return Operators<Weights::kPrefaulted>;
+  if (wanted == "copy") return Operators<Weights::kCopied>;
+  throw std::invalid_argument(std::string("quantmoe: ") + kEntry + " (or QUANTMOE_PREFAULT) is \"" + wanted +
+                              "\", expected 0, 1 or copy");
 }
 
 }  // namespace

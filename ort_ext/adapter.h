@@ -214,8 +214,7 @@ Kernel::Tokens Kernel::ReadTokens(const OrtKernelContext* context, int64_t hidde
 
 // Outputs have the shape of the first input, but for the size of QuantLinear's and MoERouting's last dimension; rank 0
 // stands for an unknown shape here.
-OrtStatus* InferShape(const OrtCustomOp* self, OrtShapeInferContext* context) {
-  const Op& op = Op::Of(self);
+OrtStatus* InferShape(const Op& op, OrtShapeInferContext* context) {
   const OrtApi* api = op.api;
   OrtTensorTypeAndShapeInfo* info;  // belongs to the context
   size_t rank = 0;
@@ -287,7 +286,11 @@ Op::Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElem
     return Guard(self.api(), [&] { self.Run(context); });
   };
   KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-  InferOutputShapeFn = InferShape;
+  InferOutputShapeFn = [](const OrtCustomOp* self, OrtShapeInferContext* context) {
+    OrtStatus* status = nullptr;
+    OrtStatus* failure = Guard(Of(self).api, [&] { status = InferShape(Of(self), context); });
+    return failure ? failure : status;
+  };
 }
 
 // Appends a library's operators.

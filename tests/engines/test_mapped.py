@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,21 @@ print("ready", flush=True)
 sys.stdin.read()
 """
 
+TRUNCATED = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from engines.one_layer import run, session
+model = Path(sys.argv[1])
+s = session(model, entries={"quantmoe.prefault": v for v in sys.argv[2:]})
+rng = np.random.default_rng(1)
+tokens = (rng.standard_normal((40, 1024), np.float32), rng.integers(0, 16, (40, 2)), np.ones((40, 2), np.float32))
+before = run(s, *tokens)
+os.truncate(model.with_suffix(".bin"), 0)
+np.testing.assert_array_equal(run(s, *tokens), before)
+assert before.any()
+"""
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -39,16 +55,19 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
+def environment(prefault: str = "") -> dict[str, str]:
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"PYTHONPATH": paths, "QUANTMOE_PREFAULT": prefault}
+
+
 def start(model: Path, prefault: str = "") -> subprocess.Popen[str]:
     """A process with a session, whose weights the environment or a session entry wants in memory."""
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": paths, "QUANTMOE_PREFAULT": str(int(prefault == "environment"))}
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(model), *(["1"] if prefault == "entry" else [])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=environment(str(int(prefault == "environment"))),
     )
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
@@ -89,6 +108,16 @@ def test_prefault_and_sharing(model: Path) -> None:
             child.communicate("")
 
 
-def test_a_prefault_that_is_neither(model: Path) -> None:
-    with pytest.raises(Exception, match=r'quantmoe\.prefault \(or QUANTMOE_PREFAULT\) is "yes", expected 0 or 1'):
+@pytest.mark.parametrize(("entry", "variable"), [("copy", ""), ("", "copy"), ("1", ""), ("", "")])
+def test_a_file_truncated_in_place(model: Path, entry: str, variable: str) -> None:
+    """Weights that were copied do not change; the system ends a process that reads mapped ones."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRUNCATED, str(model), *filter(None, [entry])],
+        capture_output=True, text=True, env=environment(variable),
+    )  # fmt: skip
+    assert done.returncode == (0 if "copy" in (entry, variable) else -signal.SIGBUS), done.stderr[-3000:]
+
+
+def test_a_prefault_that_is_none_of_them(model: Path) -> None:
+    with pytest.raises(Exception, match=r'quantmoe\.prefault \(or QUANTMOE_PREFAULT\) is "yes", expected 0, 1 or copy'):
         session(model, entries={"quantmoe.prefault": "yes"})
