@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
+import threading
 from collections.abc import Callable, Mapping
 from functools import cache
 
@@ -15,6 +15,7 @@ from quantmoe.custom_ops.op import LinearSpec, MoESpec, RoutingSpec, Spec, attri
 from quantmoe.ort_ext import library_path
 
 ERROR_SIZE = 512
+_share = threading.local()
 _TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
 
 
@@ -104,8 +105,23 @@ def library() -> ctypes.CDLL:
     return lib
 
 
+def cpus() -> int:
+    """CPUs that this process may use: those of its affinity, within the CPU quota of its control groups."""
+    return library().qm_cpus(0, b"")
+
+
+def share_threads(parts: int) -> None:
+    """From now on packing on the calling thread uses one of so many equal parts of the CPUs."""
+    _share.parts = parts
+
+
+def pack_threads() -> int:
+    """Threads that packing uses on the calling thread."""
+    return max(1, cpus() // getattr(_share, "parts", 1))
+
+
 def pack_panels(m: QuantizedMatrix, out: np.ndarray, row_order: np.ndarray | None = None, panel_step: int = 1) -> None:
-    """Packs ``m`` into ``out`` (uint8, starting at the matrix's first panel) with all cores.
+    """Packs ``m`` into ``out`` (uint8, starting at the matrix's first panel) with :func:`pack_threads`.
 
     Raises:
         ValueError: the layout does not carry the matrix.
@@ -132,18 +148,17 @@ def pack_panels(m: QuantizedMatrix, out: np.ndarray, row_order: np.ndarray | Non
         pointer(row_order, np.int32),
         panel_step,
     )
-    lanes = os.cpu_count() or 1
     err = ctypes.create_string_buffer(ERROR_SIZE)
     _check(
         lib.qm_pack_panels(
-            ctypes.byref(source), ctypes.c_void_p(out.ctypes.data), lanes, lib.qm_parallel_threads, None, err
+            ctypes.byref(source), ctypes.c_void_p(out.ctypes.data), pack_threads(), lib.qm_parallel_threads, None, err
         ),
         err,
     )
 
 
 def pack_marlin(halves: list[np.ndarray], bits: int, fill: int, out: np.ndarray) -> None:
-    """Packs the codes of gate and up, or of one matrix (uint8 [N, K] each), into ``out`` with all cores.
+    """Packs the codes of gate and up, or of one matrix (uint8 [N, K] each), into ``out`` with :func:`pack_threads`.
 
     Args:
         fill: code of the rows and columns that are added. out: uint8, the codes of layout marlin.
@@ -153,7 +168,7 @@ def pack_marlin(halves: list[np.ndarray], bits: int, fill: int, out: np.ndarray)
     gate, up = ([None] * (2 - len(halves))) + [ctypes.c_void_p(half.ctypes.data) for half in halves]
     sizes = [ctypes.c_int64(size) for size in halves[0].shape]
     to, threads = ctypes.c_void_p(out.ctypes.data), lib.qm_parallel_threads
-    _check(lib.qm_pack_marlin(gate, up, *sizes, bits, fill, to, os.cpu_count() or 1, threads, None, err), err)
+    _check(lib.qm_pack_marlin(gate, up, *sizes, bits, fill, to, pack_threads(), threads, None, err), err)
 
 
 class NativeMoE:

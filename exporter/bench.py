@@ -354,7 +354,7 @@ def bench(
             raise typer.BadParameter(f"{file}: no such folder", param_hint="--json or --plot")
     if plot and plot.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise typer.BadParameter(f"{plot}; expected .png, .pdf or .svg", param_hint="--plot")
-    threads, against = threads or len(os.sched_getaffinity(0)), list(dict.fromkeys(against or ()))
+    threads, against = threads or native.cpus(), list(dict.fromkeys(against or ()))
     layers = [
         (name, _shape(name), kind, group)
         for name in shape or (["qwen3-30b-a3b"] if session else ["qwen3-30b-a3b", "gpt-oss-20b"])

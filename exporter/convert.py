@@ -6,16 +6,13 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import shutil
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -26,12 +23,13 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
+from quantmoe.exporter.ahead import ahead, expert_size
 from quantmoe.exporter.checkpoint import CheckpointError, OptionError
 from quantmoe.exporter.explain import activation_format, consider, layer_spec, linear_spec
 from quantmoe.exporter.formats import Checkpoint, Format, MoELayer, Scheme, find_format, open_checkpoint
 from quantmoe.exporter.formats.unquantized import Unquantized
 from quantmoe.exporter.genai import genai_config
-from quantmoe.exporter.model import Skeleton, trace
+from quantmoe.exporter.model import BLOCK_MEMORY, Skeleton, trace
 from quantmoe.exporter.passes.external_data import INLINE, DataFiles, Region, byte_size, naming
 from quantmoe.exporter.passes.interface import name_interface
 from quantmoe.exporter.passes.matmul_nbits import to_matmul_nbits, why_not
@@ -43,7 +41,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-T = TypeVar("T")
 MODEL, DATA = "model.onnx", "model.onnx.data"
 #: the packed layout an engine reads
 LAYOUT = {"cpu": "cpu_panel", "cuda": "marlin"}
@@ -300,7 +297,7 @@ def _remark(scheme: Scheme, choice: str | None, report: Report) -> None:
 
 
 def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales: str, report: Report) -> Iterator[int]:
-    """Decodes and packs experts ahead of the writing, as many as there are cores; yields the bytes of each."""
+    """Decodes and packs experts ahead of the writing; yields the bytes of each."""
     layout = LAYOUTS[spec.w13.layout]
 
     def make(e: int) -> tuple[list[np.ndarray], float]:
@@ -312,7 +309,8 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
             raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.name}.{e}: {error}") from None
         return rows, error
 
-    with contextlib.closing(_ahead(functools.partial(make, e) for e in range(layer.num_experts))) as made:
+    calls = [functools.partial(make, e) for e in range(layer.num_experts)]
+    with contextlib.closing(ahead(calls, expert_size(spec))) as made:
         for rows, error in made:
             for region, row in zip(regions, rows, strict=True):
                 region.write(row)
@@ -324,17 +322,6 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
         metadata = {"module": layer.name, "format": layer.scheme.text, "layout": spec.w13.layout,
                     "layout_version": str(spec.w13.layout_version), "spec": json.dumps(spec.attributes())}  # fmt: skip
         region.finish(metadata)
-
-
-def _ahead(calls: Iterable[Callable[[], T]]) -> Generator[T, None, None]:
-    """The calls' results in order; as many calls run ahead of the caller as there are cores."""
-    cores, calls = os.cpu_count() or 1, iter(calls)
-    with ThreadPoolExecutor(cores) as pool:
-        waiting = deque(pool.submit(call) for call in itertools.islice(calls, cores))
-        while waiting:
-            result = waiting.popleft().result()
-            waiting.extend(pool.submit(call) for call in itertools.islice(calls, 1))
-            yield result
 
 
 def _linear(
@@ -388,7 +375,7 @@ def _dense(weight: Weight, skeleton: Skeleton, data: DataFiles, report: Report) 
         weight.value.const_value = ir.Tensor(array, name=weight.value.name, metadata_props=metadata)
     else:
         region = data.region(weight.value)
-        for block in _ahead(blocks):
+        for block in ahead(blocks, BLOCK_MEMORY):
             region.write(block)
         region.finish(metadata)
     report.dense_bytes += size

@@ -56,6 +56,8 @@ MAX_SIZE = 1 << 24
 WRAPPERS = {"language_model.": "", "model.language_model.": "model."}
 #: most bytes of a weight outside the experts that are converted at a time
 BLOCK = 1 << 26
+#: what that takes: float32, and whether each is finite
+BLOCK_MEMORY = BLOCK * 5 // 4
 
 
 class Skeleton:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from functools import partial
 from math import prod
@@ -12,11 +11,13 @@ from types import ModuleType
 
 import numpy as np
 
+from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.custom_ops.schemes import SCHEMES
+from quantmoe.exporter import ahead
 from quantmoe.exporter.checkpoint import DTYPES, CheckpointError
 from quantmoe.exporter.convert import (
     LAYOUT,
@@ -31,7 +32,7 @@ from quantmoe.exporter.convert import (
 from quantmoe.exporter.explain import consider, linear_spec, moe_spec
 from quantmoe.exporter.formats import Format, MoELayer, Scheme
 from quantmoe.exporter.formats.base import FLOATS, INPUT_SCALES
-from quantmoe.exporter.model import BLOCK, Skeleton
+from quantmoe.exporter.model import BLOCK, BLOCK_MEMORY, Skeleton
 
 #: measured by tests/export/test_large.py's export on one core of an Intel Xeon at 2.5 GHz: bytes written per CPU second
 #: of expert weights and of other weights, and seconds of tracing, whatever the number of layers
@@ -121,7 +122,7 @@ def plan(
     linears = {f"{name}.weight": n for name, n in sizes.items()}
     names = (name for name in skeleton.tensors if name in skeleton.sources and name not in linears)
     others = sum(prod(skeleton.tensors[name].shape) * itemsize for name in names) + sum(linears.values())
-    cores = os.cpu_count() or 1
+    cores = native.cpus()
     seconds = TRACING + (packed / PACKING + others / CONVERTING) / cores
     return Plan(
         found,
@@ -129,7 +130,7 @@ def plan(
         packed=packed,
         dense=others,
         seconds=seconds,
-        memory=BASE_MEMORY + _working_set(skeleton, cores),
+        memory=BASE_MEMORY + _working_set(skeleton, [spec for _, spec, _ in found.values()], sizes),
         rate=f"{cores} cores; on one {PACKING / 1e6:.0f} MB/s of experts and {CONVERTING / 1e6:.0f} MB/s of others, "
         f"{TRACING:.0f} s of tracing, as measured on an Intel Xeon at 2.5 GHz",
         free=shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free,
@@ -223,9 +224,12 @@ def _outline(format: Format, scheme: Scheme, module: str, n: int, k: int) -> Qua
     )
 
 
-def _working_set(skeleton: Skeleton, cores: int) -> float:
-    """Experts or blocks ahead of the writing, and the largest mapped tensor outside the experts."""
-    expert = max(3 * layer.hidden_size * layer.intermediate_size for layer in skeleton.experts.values())
+def _working_set(skeleton: Skeleton, specs: list[MoESpec], linears: dict[str, int]) -> int:
+    """Experts or blocks ahead of the writing, or a linear; and the largest mapped tensor outside the experts."""
+    experts = max(ahead.memory(ahead.expert_size(spec), spec.num_experts) for spec in specs)
+    modules = ((skeleton.model.get_submodule(name), packed) for name, packed in linears.items())
+    linear = max((m.out_features * m.in_features + 2 * packed for m, packed in modules), default=0)
     ckpt = skeleton.format.ckpt
-    mapped = (prod(ckpt.shape(name)) * 2 for name in skeleton.sources.values() if name in ckpt)
-    return max(3.0 * cores * expert, max(mapped, default=0) + (2 * cores + 1) * BLOCK)
+    largest = max((prod(ckpt.shape(name)) for name in skeleton.sources.values() if name in ckpt), default=0)
+    blocks = ahead.memory(BLOCK_MEMORY, -(-4 * largest // BLOCK))
+    return max(experts, linear, 2 * largest + blocks)

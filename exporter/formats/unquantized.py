@@ -28,6 +28,8 @@ from quantmoe.exporter.formats.base import (
 
 #: kind -> the group sizes there are; () for any
 KINDS = {"int4": (), "int8": (), "mxfp4": (32,), "nvfp4": (16,), "none": (-1,)}
+#: weights that are rounded at a time
+PIECE = 1 << 16
 _LINEAR = re.compile(r"(.+\.)?(\w+_proj\w*|w[123])")
 
 
@@ -101,14 +103,16 @@ class Unquantized(Format):
     def _round(self, weight: np.ndarray, bias: np.ndarray | None, where: str) -> QuantizedMatrix:
         if self.kind == "none":
             return unrounded(weight, bias)
-        w, scheme = weight.astype(np.float64), SCHEMES[self.kind]
-        if not np.isfinite(w).all():
+        scheme, global_scale = SCHEMES[self.kind], None
+        # by pieces of rows: float64 and what rounding makes of it take 50 bytes a weight
+        step = max(1, PIECE // max(1, weight.shape[1]))
+        pieces = [weight[at : at + step] for at in range(0, max(1, len(weight)), step)]
+        reach = float(np.max([np.abs(piece.astype(np.float32)).max(initial=0) for piece in pieces]))
+        if not np.isfinite(reach):
             raise CheckpointError(f"{self.ckpt.folder}: {where} has values that are NaN or infinite")
-        dtype, global_scale = SCALE_DTYPES[scheme.scale_type], None
-        if scheme.integer:
-            dtype = weight.dtype
+        dtype = weight.dtype if scheme.integer else SCALE_DTYPES[scheme.scale_type]
         if self.kind == "nvfp4":  # the largest scale becomes the largest e4m3
-            reach = float(np.abs(w).max(initial=0)) or 1.0
-            global_scale = float(np.float32(reach / (np.nanmax(scheme.table) * 448)))
-        codes, scales = scheme.quantize(w / (global_scale or 1), self.group_size, dtype)
+            global_scale = float(np.float32((reach or 1.0) / (np.nanmax(scheme.table) * 448)))
+        rounded = [scheme.quantize(p.astype(np.float64) / (global_scale or 1), self.group_size, dtype) for p in pieces]
+        codes, scales = (np.concatenate(parts) for parts in zip(*rounded, strict=True))
         return QuantizedMatrix(self.kind, codes, scales, self.group_size, global_scale=global_scale, bias=bias)

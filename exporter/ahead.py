@@ -1,0 +1,55 @@
+"""Work ahead of the writing: on as many threads as there are CPUs, in memory that does not grow with them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from quantmoe.custom_ops import native
+from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.op import MoESpec
+from quantmoe.exporter.formats.unquantized import PIECE
+
+T = TypeVar("T")
+#: bytes that decoded and packed weights take while they are made and written, unless a single expert takes more
+MEMORY = 2 * 10**9
+
+
+def in_flight(size: int, count: int) -> int:
+    """How many of ``count`` calls of ``size`` bytes run, or are done and wait, while one more's result is written."""
+    return max(1, min(native.cpus(), count, MEMORY // size - 1))
+
+
+def memory(size: int, count: int) -> int:
+    """Bytes that so many calls take with :func:`ahead`."""
+    return size * (in_flight(size, count) + 1)
+
+
+def ahead(calls: Iterable[Callable[[], T]], size: int) -> Generator[T, None, None]:
+    """The results in order of calls that take ``size`` bytes each and run ahead of the caller.
+
+    CPUs that calls in flight leave over are for the packing inside them.
+    """
+    calls = list(calls)
+    count = in_flight(size, len(calls))
+    with ThreadPoolExecutor(count, initializer=native.share_threads, initargs=(count,)) as pool:
+        rest = iter(calls)
+        waiting = deque(pool.submit(call) for call in itertools.islice(rest, count))
+        while waiting:
+            result = waiting.popleft().result()
+            waiting.extend(pool.submit(call) for call in itertools.islice(rest, 1))
+            yield result
+
+
+def expert_size(spec: MoESpec) -> int:
+    """Bytes that decoding and packing an expert takes at most.
+
+    Codes are a byte each, twice where act-order has rows moved; as many bytes as the packed rows have are scales on
+    their way, or mapped of the checkpoint; rounding goes by pieces (``--quantize``), whatever the size.
+    """
+    packed = sum(LAYOUTS[spec.w13.layout].row_bytes(spec, projection) for projection in ("w13", "w2"))
+    weights = (2 + spec.gated) * spec.hidden_size * spec.intermediate_size
+    return 2 * packed + weights * (1 + spec.w2.perm) + 50 * PIECE

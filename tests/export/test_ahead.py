@@ -1,0 +1,187 @@
+"""Threads and memory of an export, on machines with more CPUs than this one."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import write_checkpoint
+from encoders import CASES, Case, random_matrix
+
+from quantmoe.custom_ops import native
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.op import MoESpec
+from quantmoe.exporter import ahead
+from quantmoe.exporter.checkpoint import CheckpointError
+from quantmoe.exporter.convert import _scaled, export
+from quantmoe.exporter.formats import Format, find_format, open_checkpoint
+from quantmoe.exporter.formats.unquantized import KINDS, PIECE, Unquantized
+from quantmoe.exporter.plan import BASE_MEMORY, plan
+
+N = 512
+ROLES = ("gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture
+def cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """cpus(256): as many CPUs; cpus(256, "400000 100000"): with this quota of a control group."""
+
+    def fake(count: int, quota: str = "max 100000") -> None:
+        group, limit = tmp_path / "root/proc/self/cgroup", tmp_path / "root/sys/fs/cgroup/cpu.max"
+        for path, content in ((group, "0::/\n"), (limit, f"{quota}\n")):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        root = os.fsencode(tmp_path / "root")
+        monkeypatch.setattr(native, "cpus", lambda: native.library().qm_cpus(count, root))
+
+    return fake
+
+
+@pytest.mark.parametrize("size", [10**5, 10**7, 359 * 10**6, 10**9, 5 * 10**9])
+@pytest.mark.parametrize("count", [1, 8, 10**4])
+def test_memory_whatever_the_number_of_cpus(cpus: Callable[..., None], size: int, count: int) -> None:
+    """359 MB: an expert of Mixtral."""
+    cpus(256)
+    found = ahead.in_flight(size, count)
+    assert 1 <= found <= min(256, count)
+    assert ahead.memory(size, count) == (found + 1) * size
+    assert found == 1 or ahead.memory(size, count) <= 2 * 10**9
+    assert found in (256, count) or (found + 2) * size > 2 * 10**9  # no fewer than fit
+
+
+@pytest.mark.parametrize(
+    ("size", "quota", "running", "threads"),
+    [(1, "max 100000", 24, 10), (ahead.MEMORY // 5, "max 100000", 4, 64), (1, "350000 100000", 4, 1),
+     (ahead.MEMORY, "350000 100000", 1, 4)],
+)  # fmt: skip
+def test_calls_in_flight(cpus: Callable[..., None], size: int, quota: str, running: int, threads: int) -> None:
+    """24 calls: in order, as many at a time as there may be, and together as many threads as there are CPUs."""
+    cpus(256, quota)
+    lock, alive, most, shares = threading.Lock(), 0, 0, set()
+
+    def call(i: int) -> int:
+        nonlocal alive, most
+        with lock:
+            alive += 1
+            most = max(most, alive)
+            shares.add(native.pack_threads())
+        time.sleep(0.01)
+        return i
+
+    found = []
+    for i in ahead.ahead([lambda i=i: call(i) for i in range(24)], size):
+        found.append(i)
+        time.sleep(0.02)  # a slow disk
+        with lock:
+            alive -= 1
+    assert found == list(range(24))
+    assert shares == {threads}
+    assert most <= running + 1  # the one that is written
+    assert most >= running
+
+
+def test_an_error_ends_the_threads(cpus: Callable[..., None]) -> None:
+    cpus(256)
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError):
+        list(ahead.ahead([lambda i=i: 1 // (i % 3) for i in range(50)], 1))
+    assert threading.active_count() == before
+
+
+def peak(format: Format, layout: str, scales: str) -> tuple[int, int]:
+    """Bytes that decoding and packing an expert took, and what is reckoned with."""
+
+    def decode() -> Expert:
+        def matrix(module: str) -> object:
+            if format.is_quantized(module):
+                return format.matrix(module)
+            return format.unrounded(format.ckpt.tensor(f"{module}.weight"), None, module)
+
+        return _scaled(Expert(*map(matrix, ROLES)), scales)[0]
+
+    spec = MoESpec(1, N, N, *LAYOUTS[layout].describe(decode(), "none"))
+    native.library()
+    tracemalloc.start()
+    try:
+        expert = decode()
+        rows = [native.aligned(LAYOUTS[layout].row_bytes(spec, projection)) for projection in ("w13", "w2")]
+        LAYOUTS[layout].pack(expert, spec, *rows)
+        return tracemalloc.get_traced_memory()[1], ahead.expert_size(spec)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_what_an_expert_takes(case: Case, tmp_path: Path) -> None:
+    for group_size in {min(g for g in case.group_sizes if g > 0 or len(case.group_sizes) == 1), max(case.group_sizes)}:
+        m = random_matrix(case, N, N, group_size, case.scales[0], bias=True, seed=0)
+        if case.kind.startswith("fp8"):
+            m.codes[(m.codes & 0x7F) == 0x7F] = 0  # NaN, which is refused
+        tensors = {f"{role}.{name}": array for role in ROLES for name, array in case.encode(m).items()}
+        format = find_format(open_checkpoint(write_checkpoint(tmp_path, tensors, case.config(group_size))))
+        found = {}
+        for layout, scales in itertools.product(LAYOUTS, ("exact", "bf16")):
+            with contextlib.suppress(ValueError):  # a layout that does not carry it
+                found[layout, scales] = peak(format, layout, scales)
+        assert found
+        for taken, size in found.values():
+            assert taken <= size - 50 * PIECE, (group_size, found)  # nothing is rounded here
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_rounding_takes(kind: str, tmp_path: Path) -> None:
+    weight = np.random.default_rng(0).standard_normal((N, N)).astype(ml_dtypes.bfloat16)
+    write_checkpoint(tmp_path, {f"{role}.weight": weight for role in ROLES}, {})
+    (tmp_path / "config.json").write_text("{}")
+    for layout in ("cpu_panel", "marlin")[: 1 if kind == "none" else 2]:
+        taken, size = peak(Unquantized(open_checkpoint(tmp_path), kind), layout, "exact")
+        assert taken <= size
+    if kind != "none":
+        weight[-1, -1] = np.nan
+        write_checkpoint(tmp_path, {"up_proj.weight": weight}, {})
+        (tmp_path / "config.json").write_text("{}")
+        with pytest.raises(CheckpointError, match="up_proj has values that are NaN or infinite"):
+            Unquantized(open_checkpoint(tmp_path), kind).matrix("up_proj")
+
+
+def test_export_on_256_cpus(checkpoint, cpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same bytes, and no more memory than is said; the dry run says the same numbers."""
+    folder = checkpoint("qwen3_moe", num_experts=64, hidden_size=256, moe_intermediate_size=256, num_hidden_layers=1)
+    export(folder, tmp_path / "here")
+    monkeypatch.setattr(ahead, "MEMORY", 30 * 10**6)
+    cpus(256)
+    spec = next(iter(plan(folder, tmp_path / "out").layers.values()))[1]
+    size = ahead.expert_size(spec)
+    assert ahead.in_flight(size, spec.num_experts) == 30 * 10**6 // size - 1 < 10
+    planned = plan(folder, tmp_path / "out")
+    assert planned.rate.startswith("256 cores;")
+    assert 5 * size < planned.memory - BASE_MEMORY < 500e6
+    alive, most, lock, pack = 0, 0, threading.Lock(), LAYOUTS["cpu_panel"].pack
+
+    def counted(*arguments: object) -> None:
+        nonlocal alive, most
+        with lock:
+            alive += 1
+            most = max(most, alive)
+            assert alive * native.pack_threads() <= 256
+        time.sleep(0.005)
+        pack(*arguments)
+        with lock:
+            alive -= 1
+
+    monkeypatch.setattr(LAYOUTS["cpu_panel"], "pack", counted)
+    export(folder, tmp_path / "out")
+    assert 2 <= most <= ahead.in_flight(size, spec.num_experts)
+    assert (tmp_path / "out/model.onnx.data").read_bytes() == (tmp_path / "here/model.onnx.data").read_bytes()
+    cpus(256, "300000 100000")
+    assert plan(folder, tmp_path / "other").rate.startswith("3 cores;")
