@@ -31,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -296,7 +297,10 @@ class SessionCost:
 def session_cost(path: Path, shape: Shape, threads: int) -> SessionCost:
     """Creation time, and RssAnon growth after creation and one token: in a new process; the file was just written."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_session_cost, path, shape, threads).result()
+        try:
+            return pool.submit(_session_cost, path, shape, threads).result()
+        except BrokenProcessPool:
+            raise RuntimeError(f"{path}: the process that ran it was killed (out of memory?)") from None
 
 
 def _session_cost(path: Path, shape: Shape, threads: int) -> SessionCost:
@@ -567,6 +571,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments, prog_name="quantmoe bench")
     except (OSError, RuntimeError) as error:  # a kernel that is not there, sides that differ, a full disk
         sys.exit(f"quantmoe bench: {error}")
+    except MemoryError as error:
+        sys.exit(f"quantmoe bench: {str(error) or 'out of memory'}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 import ml_dtypes
 import numpy as np
 
+from quantmoe.exporter.memory import doing
+
 #: safetensors dtype name -> NumPy dtype
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype)
@@ -90,7 +92,9 @@ class Checkpoint:
         self._maps: dict[Path, mmap.mmap] = {}
         self._entries: dict[str, Entry] = {}
         for shard in self._shards():
-            for name, entry in read_header(shard).items():
+            with doing(str(shard)):
+                header = read_header(shard)
+            for name, entry in header.items():
                 if name in self._entries:
                     raise CheckpointError(f"{shard}: {name} is also in {self._entries[name].shard.name}")
                 self._entries[name] = entry
@@ -155,7 +159,7 @@ class Checkpoint:
         """A read-only view of the mapped file."""
         entry = self._entry(name)
         if entry.shard not in self._maps:
-            with open(entry.shard, "rb") as file:
+            with doing(self.where(name)), open(entry.shard, "rb") as file:
                 self._maps[entry.shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         dtype = DTYPES[entry.dtype]
         array = np.frombuffer(self._maps[entry.shard], np.uint8, prod(entry.shape) * dtype.itemsize, entry.begin)
@@ -190,7 +194,8 @@ class Checkpoint:
                 raise CheckpointError(f"{path}: {'not a file' if path.exists() else 'missing'}")
             if path.stat().st_size > MAX_CONFIG:
                 raise CheckpointError(f"{path}: larger than {MAX_CONFIG} bytes, not a configuration")
-            found = _parse(path.read_bytes())
+            with doing(str(path)):
+                found = _parse(path.read_bytes())
         except CheckpointError:
             raise
         except (OSError, ValueError, RecursionError) as error:

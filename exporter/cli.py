@@ -263,6 +263,18 @@ def bench(context: typer.Context) -> None:
 
 def main() -> None:
     """Entry point: errors a person can act on are one line and exit code 1."""
+    try:
+        _main()
+    except MemoryError as error:  # without words where the modules are imported
+        sys.exit(f"quantmoe: {_line(str(error) or ' '.join(sys.argv[1:3]) + ': out of memory')}")
+    except ModuleNotFoundError as error:
+        extra = "run" if error.name in ("onnxruntime", "tokenizers") else "export"
+        sys.exit(f"quantmoe: {error.name} is not installed; pip install 'quantmoe[{extra}]'")
+    except ImportError as error:  # a library that does not fit into memory, or not to this machine; the text names it
+        sys.exit(f"quantmoe: {_line(str(error))}")
+
+
+def _main() -> None:
     from quantmoe.exporter.checkpoint import CheckpointError, OptionError
     from quantmoe.exporter.inspect import ModelError
 
@@ -272,9 +284,6 @@ def main() -> None:
         app()
     except (CheckpointError, OptionError, ModelError, OSError) as error:
         sys.exit(f"quantmoe: {_line(str(error))}")
-    except ModuleNotFoundError as error:
-        extra = "run" if error.name in ("onnxruntime", "tokenizers") else "export"
-        sys.exit(f"quantmoe: {error.name} is not installed; pip install 'quantmoe[{extra}]'")
 
 
 def _line(text: str) -> str:

@@ -29,19 +29,15 @@ from quantmoe.exporter.explain import activation_format, consider, layer_spec, l
 from quantmoe.exporter.formats import Checkpoint, Format, MoELayer, Scheme, find_format, open_checkpoint
 from quantmoe.exporter.formats.unquantized import Unquantized
 from quantmoe.exporter.genai import genai_config
+from quantmoe.exporter.memory import doing
 from quantmoe.exporter.model import BLOCK_MEMORY, Skeleton, trace
+from quantmoe.exporter.output import DATA, FILES, MODEL, PRODUCER, check_folder, record, weight_files, writing
 from quantmoe.exporter.passes.external_data import INLINE, DataFiles, Region, byte_size, naming
-from quantmoe.exporter.passes.interface import name_interface
+from quantmoe.exporter.passes.interface import drop_traces, name_interface
 from quantmoe.exporter.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.passes.weights import Weight, place_weights
 from quantmoe.ort_ext import library_path
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-MODEL, DATA = "model.onnx", "model.onnx.data"
 #: the packed layout an engine reads
 LAYOUT = {"cpu": "cpu_panel", "cuda": "marlin"}
 #: types of the graph outside the experts, the default first
@@ -53,6 +49,9 @@ MAX_ELEMENTS = 2**31 - 1
 #: files of a checkpoint that clients of the model need
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
               "vocab.*", "merges.txt", "chat_template*", "*.model")  # fmt: skip
+#: how names of those begin, in any case, that say who may use it and how
+LICENSES = ("license", "licence", "notice", "use_policy", "copying")
+GENAI = "genai_config.json"
 
 
 @dataclasses.dataclass
@@ -124,24 +123,27 @@ def export(
         group_size: of ``quantize``, input features that share a scale, -1 for a row; None: what is usual.
         max_file_size: bytes of weights in a file; what comes after goes to model.onnx.data.1 and so on. The default is
             what the Hugging Face hub takes.
-        force: replace a model already in ``output``.
+        force: replace an earlier export in ``output``; what is there and no export wrote is kept or refused.
         progress: called with stage, bytes done, bytes in all.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or something in it is not supported; the message says what.
-        OSError: ``output`` cannot be written, is the checkpoint itself, or holds a model and ``force`` is False.
+        OSError: ``output`` cannot be written, holds this checkpoint or another, or a file that would be written over
+            and is not of an earlier export, or ``force`` is False.
         OptionError: an option that does not exist, or not with the others.
+        OutOfMemoryError: naming what did not fit.
     """
     chosen, graph_type = check_options(target, activations, scales, dtype, dense, quantize, group_size, max_file_size)
-    check_output(Path(checkpoint), Path(output), force)
-    with _writing(Path(output)) as partial:
+    check_output(Path(checkpoint), Path(output), target, force)
+    with writing(Path(output), force) as partial, doing(f"{checkpoint} to {output}"):
         progress("reading", 0, 1)
         format = open_format(checkpoint, quantize, group_size, chosen)
         skeleton = Skeleton(format, graph_type, layers)
         report = Report(format.name, {}, kv_cache=format.kv_cache())
         specs = {}
         for name, layer in skeleton.experts.items():
-            specs[name] = _spec(layer, LAYOUT[target], chosen, scales, report)
+            with doing(f"{format.ckpt.folder}: {layer.name}"):
+                specs[name] = _spec(layer, LAYOUT[target], chosen, scales, report)
             report.layers[layer.name] = (layer.scheme.text, specs[name])
             if target == "cuda":
                 check_size(layer, specs[name])
@@ -166,25 +168,27 @@ def export(
                     regions[module, projection] = data.region(weight.value)
                     continue
                 progress("writing other weights", done, total)
-                if module in linears:
-                    done += _linear(weight, skeleton, linears[module], scales, dense, data, report)
-                else:
-                    done += _dense(weight, skeleton, data, report)
+                source = skeleton.linears.get(module) or skeleton.sources[weight.parameter]
+                with doing(f"{format.ckpt.folder}: {source}"):
+                    if module in linears:
+                        done += _linear(weight, skeleton, linears[module], scales, dense, data, report)
+                    else:
+                        done += _dense(weight, skeleton, data, report)
             for name, layer in skeleton.experts.items():
                 pair = regions[name, "w13"], regions[name, "w2"]
                 for written in _pack(layer, specs[name], pair, scales, report):
                     done += written
                     progress("packing experts", done, total)
                 report.packed_bytes += pair[0].length + pair[1].length
-        _save(graph, weights, partial(MODEL), {"checkpoint": format.ckpt.folder.resolve().name, "target": target})
         _companions(format.ckpt, partial, layers)
         if target == "cpu":
             _genai(format.ckpt, partial, layers)
+        _save(graph, weights, partial(MODEL), {"checkpoint": format.ckpt.folder.resolve().name, "target": target})
     return report
 
 
-def check_output(checkpoint: Path, output: Path, force: bool) -> None:
-    """Refuses what must not be written to.
+def check_output(checkpoint: Path, output: Path, target: str, force: bool) -> None:
+    """Refuses what must not be written to, before any work is done.
 
     Raises:
         OSError: see :func:`export`.
@@ -193,8 +197,8 @@ def check_output(checkpoint: Path, output: Path, force: bool) -> None:
         raise FileExistsError(f"{output} is the checkpoint's own folder; export to another")
     if output.exists() and not output.is_dir():
         raise NotADirectoryError(f"{output} is a file, expected a folder to write to")
-    if (output / MODEL).exists() and not force:
-        raise FileExistsError(f"{output / MODEL} exists; --force replaces it")
+    names = {MODEL, DATA} | weight_files(output) | {path.name for path in _companion_files(checkpoint)}
+    check_folder(output, names | ({GENAI, Path(library_path()).name} if target == "cpu" else set()), force)
 
 
 def open_format(
@@ -301,6 +305,10 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
     layout = LAYOUTS[spec.w13.layout]
 
     def make(e: int) -> tuple[list[np.ndarray], float]:
+        with doing(f"{layer.format.ckpt.folder}: {layer.name}.{e}"):
+            return packed(e)
+
+    def packed(e: int) -> tuple[list[np.ndarray], float]:
         expert, error = _scaled(layer.expert(e), scales)
         rows = [native.aligned(layout.row_bytes(spec, projection)) for projection in ("w13", "w2")]
         try:
@@ -404,18 +412,24 @@ def _save(graph: ir.Model, weights: list[Weight], path: Path, metadata: dict[str
     for weight in weights:
         if weight.value.uses():
             graph.graph.register_initializer(weight.value)
-    graph.producer_name, graph.producer_version = "quantmoe", version("quantmoe")
-    graph.metadata_props.update(metadata)
+    drop_traces(graph)
+    graph.producer_name, graph.producer_version = PRODUCER, version("quantmoe")
+    graph.metadata_props.update(metadata | {FILES: record(path.parent)})
     if metadata["target"] == "cpu":
         library = Path(library_path()).name
         graph.doc_string = f"Register {library} of `pip install quantmoe` with ONNX Runtime to run this."
-    with naming(path):
+    with doing(str(path)), naming(path):
         ir.save(graph, path)
 
 
+def _companion_files(checkpoint: Path) -> list[Path]:
+    found = {path for pattern in COMPANIONS for path in checkpoint.glob(pattern)}
+    found |= {path for path in checkpoint.glob("*") if path.name.lower().startswith(LICENSES)}
+    return sorted(path for path in found if path.is_file())
+
+
 def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None) -> None:
-    folder = ckpt.folder
-    for path in sorted({path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}):
+    for path in _companion_files(ckpt.folder):
         ckpt.check_link(path)  # nobody's private file into a folder that is passed on
         shutil.copyfile(path, partial(path.name))
     if layers is not None:
@@ -434,42 +448,5 @@ def _genai(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None)
     library = Path(library_path())
     with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
         found = genai_config(_config(ckpt, layers), ckpt.generation_config, library.name)
-        partial("genai_config.json").write_text(json.dumps(found, indent=2))
+        partial(GENAI).write_text(json.dumps(found, indent=2))
     shutil.copyfile(library, partial(library.name))
-
-
-@contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[Callable[[str], Path]]:
-    """Files of ``folder`` under temporary names; renamed, the model last, when the block ends well, else deleted.
-
-    One export at a time writes to a folder: another's temporary names are the same.
-    """
-    made = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    names: list[str] = []
-    lock = os.open(folder, os.O_RDONLY) if fcntl else None
-
-    def partial(name: str) -> Path:
-        names.append(name)
-        return folder / f"{name}.partial"
-
-    try:
-        if lock is not None:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system frees it, also after kill -9
-            except BlockingIOError:
-                raise FileExistsError(f"{folder}: another export is writing there") from None
-        partial(MODEL).touch()  # a folder that cannot be written says so now
-        yield partial
-        (folder / MODEL).unlink(missing_ok=True)  # never a new data file beside an old model
-        for path in set(folder.glob(f"{DATA}.[0-9]*")) - {folder / f"{name}.partial" for name in names}:
-            path.unlink()  # nor an old one beside a new model
-        for name in sorted(set(names), key=lambda name: name == MODEL):
-            (folder / f"{name}.partial").replace(folder / name)
-    finally:
-        for name in names:
-            (folder / f"{name}.partial").unlink(missing_ok=True)
-        if made and folder.exists() and not any(folder.iterdir()):
-            folder.rmdir()
-        if lock is not None:
-            os.close(lock)

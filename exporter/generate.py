@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from quantmoe.exporter.inspect import ModelError, load, model_path
+from quantmoe.exporter.memory import doing
 from quantmoe.ort_ext import library_path
 
 
@@ -52,7 +53,10 @@ class Generator:
             options.add_session_config_entry("quantmoe.prefault", "1")  # before the library is registered
         options.register_custom_ops_library(library_path())
         try:
-            self.session = ort.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
+            with doing(str(self.path)):
+                self.session = ort.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
+        except MemoryError:
+            raise
         except Exception as error:  # onnxruntime's exceptions have no public base class
             model = load(self.path)  # says which file is at fault
             target = model.metadata_props.get("target", "cpu")
@@ -86,7 +90,7 @@ class Generator:
         try:
             return {name: np.zeros([batch, *shape[1:]], dtype) for name, (shape, dtype) in self.past.items()}
         except (MemoryError, ValueError) as error:
-            raise ModelError(f"{self.path}: past_key_values: {error}") from None
+            raise ModelError(f"{self.path}: past_key_values: {str(error) or 'out of memory'}") from None
 
     def step(self, ids: np.ndarray, past: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Runs new tokens.
@@ -110,7 +114,10 @@ class Generator:
             "position_ids": np.tile(np.arange(total - new, total), (batch, 1)),
         }
         try:
-            found = dict(zip(self.outputs, self.session.run(None, feed | past), strict=True))
+            with doing(f"{self.path}: {new} tokens after {total - new}"):
+                found = dict(zip(self.outputs, self.session.run(None, feed | past), strict=True))
+        except MemoryError:
+            raise
         except Exception as error:  # see above
             raise ModelError(f"{self.path}: {error}") from None
         return found["logits"], {name: found[name.replace("past_key_values", "present")] for name in past}
@@ -183,6 +190,9 @@ def load_tokenizer(folder: Path) -> Any:
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder / 'tokenizer.json'}: missing; give token ids instead of a prompt")
     try:
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+        with doing(str(folder / "tokenizer.json")):
+            return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except MemoryError:
+        raise
     except Exception as error:  # tokenizers raises nothing else
         raise ModelError(f"{folder / 'tokenizer.json'}: {error}") from None

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import DOMAIN, LinearSpec, MoESpec, RoutingSpec, Spec, op_version
+from quantmoe.exporter.memory import doing
 from quantmoe.exporter.passes.external_data import HASH, new_hash
 
 _CHUNK = 1 << 24
@@ -117,7 +118,10 @@ def load(path: Path) -> ir.Model:
     if (size := path.stat().st_size) >= 1 << 31:
         raise ModelError(f"{path}: {size} bytes, expected less than protobuf's 2 GiB")
     try:
-        model = ir.load(path)
+        with doing(str(path)):
+            model = ir.load(path)
+    except MemoryError:
+        raise
     except Exception as error:  # protobuf's own, by backend
         raise ModelError(f"{path}: not an ONNX model: {error}") from None
     for name, value in model.graph.initializers.items():
@@ -156,7 +160,7 @@ def resident(path: Path) -> int | None:
     if not size or not sys.platform.startswith("linux") or not os.access(path, os.W_OK):
         return None
     libc, page = ctypes.CDLL(None), mmap.PAGESIZE
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+    with doing(str(path)), open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         whole = np.frombuffer(mapped, np.uint8)
         pages = np.zeros(-(-size // page), np.uint8)
         status = libc.mincore(
@@ -271,13 +275,12 @@ def _verify(path: Path, name: str, tensor: ir.ExternalTensor) -> bool:
     if not isinstance(recorded, str) or not recorded.startswith(f"{HASH}:"):  # bytes where they are no text
         raise ModelError(f"{path}: {name} has a hash {recorded[:80]!r}, this release compares {HASH}")
     digest, left = new_hash(), tensor.length or tensor.nbytes
-    with open(path.parent / tensor.location, "rb") as file:
+    data = path.parent / tensor.location
+    with doing(f"{data}: {name}"), open(data, "rb") as file:
         file.seek(tensor.offset or 0)
         while left and (chunk := file.read(min(left, _CHUNK))):
             digest.update(chunk)
             left -= len(chunk)
     if recorded != f"{HASH}:{digest.hexdigest()}":
-        raise ModelError(
-            f"{path.parent / tensor.location}: {name} has hash {HASH}:{digest.hexdigest()}, {path.name} says {recorded}"
-        )
+        raise ModelError(f"{data}: {name} has hash {HASH}:{digest.hexdigest()}, {path.name} says {recorded}")
     return True

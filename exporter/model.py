@@ -44,6 +44,7 @@ from quantmoe.exporter.architectures import ARCHITECTURES
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import Format, MoELayer
 from quantmoe.exporter.formats.base import FLOATS
+from quantmoe.exporter.memory import doing
 from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
 from quantmoe.exporter.passes.routers import replace_routers
 
@@ -87,8 +88,10 @@ class Skeleton:
         if any(format.is_quantized(prefix + "lm_head") for prefix in ("", *WRAPPERS)):
             config.tie_word_embeddings = False
         try:
-            with init_empty_weights(), _LargeOnMeta(), _quiet():
+            with init_empty_weights(), _LargeOnMeta(), _quiet(), doing(f"{folder}: making the model without weights"):
                 model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
+        except MemoryError:
+            raise
         except Exception as error:  # of any kind, from the depths of an architecture
             reason = "" if "Unrecognized configuration class" in str(error) else f": {error!r}"  # lists hundreds
             raise CheckpointError(
@@ -340,10 +343,13 @@ def _trace(skeleton: Skeleton, target: str) -> ir.Model:
     placeholders = {name for name, _ in model.named_parameters()}
     placeholders |= model.state_dict().keys()
     try:
-        inputs, dynamic_shapes = _inputs(skeleton)
-        config = exporter_onnx.OnnxConfig(dynamic_shapes=dynamic_shapes)
-        with _quiet(), patch_attribute(onnxscript.optimizer, "optimize_ir", _keep(placeholders)):
-            graph = exporter_onnx.OnnxExporter().export(model, inputs, config).program
+        with doing(f"{skeleton.format.ckpt.folder}: tracing {type(model).__name__}"):
+            inputs, dynamic_shapes = _inputs(skeleton)
+            config = exporter_onnx.OnnxConfig(dynamic_shapes=dynamic_shapes)
+            with _quiet(), patch_attribute(onnxscript.optimizer, "optimize_ir", _keep(placeholders)):
+                graph = exporter_onnx.OnnxExporter().export(model, inputs, config).program
+    except MemoryError:
+        raise
     except Exception as error:
         raise CheckpointError(
             f"{skeleton.format.ckpt.folder}: {type(model).__name__} cannot be exported by transformers "
@@ -475,8 +481,11 @@ def _config(format: Format, layers: int | None) -> Any:
             _check_sizes(format, part)
     try:
         # never code out of the checkpoint's folder, nor a question whether to run it
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        config = config.get_text_config()
+        with doing(str(folder / "config.json")):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            config = config.get_text_config()
+    except MemoryError:
+        raise
     except Exception as error:  # the validators' exceptions have no common base class
         raise CheckpointError(f"{folder / 'config.json'}: not an architecture of transformers: {error}") from None
     if not isinstance(config, PreTrainedConfig):

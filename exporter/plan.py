@@ -97,7 +97,7 @@ def plan(
     activations, graph_type = check_options(
         target, activations, scales, dtype, dense, quantize, group_size, max_file_size
     )
-    check_output(Path(checkpoint), Path(output), force)
+    check_output(Path(checkpoint), Path(output), target, force)
     folder = Path(output).resolve()
     format = open_format(checkpoint, quantize, group_size, activations)
     skeleton = Skeleton(format, graph_type, layers, headers_only=True)

@@ -15,6 +15,8 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.checkpoint import write_safetensors
 from quantmoe.exporter.inspect import ModelError, inspect, model_path
+from quantmoe.exporter.memory import doing
+from quantmoe.exporter.output import replace
 from quantmoe.exporter.passes.external_data import naming
 
 #: fields of QuantizedMatrix that are stored, where a matrix has them
@@ -51,20 +53,21 @@ def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
         for node in nodes:
-            for module, matrix in _matrices(node, initializers):
-                modules[module] = None
-                for field in FIELDS:
-                    if (value := getattr(matrix, field)) is not None:
-                        yield (
-                            f"{module}.{field}",
-                            np.atleast_1d(np.asarray(value, None if isinstance(value, np.ndarray) else np.float32)),
-                        )
+            with doing(f"{path}: {node['module']}"):
+                for module, matrix in _matrices(node, initializers):
+                    modules[module] = None
+                    for field in FIELDS:
+                        if (value := getattr(matrix, field)) is not None:
+                            yield (
+                                f"{module}.{field}",
+                                np.atleast_1d(np.asarray(value, None if isinstance(value, np.ndarray) else np.float32)),
+                            )
 
     partial = Path(f"{output}.partial")
     try:
-        with naming(partial):
+        with doing(str(partial)), naming(partial):
             write_safetensors(partial, tensors)
-            partial.replace(output)
+            replace(partial, Path(output))
     finally:
         partial.unlink(missing_ok=True)
     return list(modules)

@@ -38,6 +38,11 @@ def new_hash() -> blake3:
     return blake3()
 
 
+def file_hash(path: Path) -> str:
+    """A file's hash as models record it."""
+    return f"{HASH}:{new_hash().update_mmap(path).hexdigest()}"
+
+
 class DataFiles:
     """External data of a model being written, in as many files as it takes.
 

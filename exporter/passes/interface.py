@@ -1,4 +1,5 @@
-"""Names the graph's inputs, outputs and sizes as onnxruntime-genai has them, so that its and our clients find them."""
+"""What clients see of the graph: inputs, outputs and sizes have onnxruntime-genai's names, so that its and our clients
+find them, and nothing of the machine that made it is left."""
 
 from __future__ import annotations
 
@@ -42,3 +43,15 @@ def name_interface(model: ir.Model) -> None:
         for value in node.outputs:
             if value not in ends and value.shape is not None and not value.shape.is_static():
                 value.shape = None
+
+
+def drop_traces(model: ir.Model) -> None:
+    """Removes what torch and onnxscript note of their own work: stack traces, with this machine's paths, among it.
+
+    Modules' names (metadata ``namespace``) stay: viewers group nodes by them.
+    """
+    graph = model.graph
+    values = [*graph.inputs, *graph.initializers.values(), *(v for node in graph.all_nodes() for v in node.outputs)]
+    for noted in (model, graph, *graph.all_nodes(), *values):
+        for key in [key for key in noted.metadata_props if key.startswith("pkg.")]:
+            del noted.metadata_props[key]

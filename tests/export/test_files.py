@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -30,6 +31,7 @@ from quantmoe.exporter.convert import export
 from quantmoe.exporter.formats import find_format, open_checkpoint
 from quantmoe.exporter.generate import Generator, load_tokenizer, stop_tokens
 from quantmoe.exporter.inspect import ModelError, inspect
+from quantmoe.exporter.output import writing
 from quantmoe.exporter.passes.external_data import ALIGNMENT
 
 
@@ -56,6 +58,10 @@ def quantmoe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     yield run
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_packed_bytes_are_the_checkpoints(exported, checkpoint):
@@ -89,8 +95,10 @@ def test_external_data_is_aligned_and_does_not_overlap(exported):
 
 def test_weights_may_take_several_files(exported, checkpoint, tmp_path):
     whole, limit = exported("qwen3_moe", activations="float"), 400_000
-    (tmp_path / "model.onnx.data.99").touch()  # of an older, larger export
-    export(checkpoint("qwen3_moe"), tmp_path, activations="float", max_file_size=limit)
+    export(checkpoint("qwen3_moe"), tmp_path, layers=1, max_file_size=1)
+    older = len(list(tmp_path.glob("model.onnx.data.*")))
+    export(checkpoint("qwen3_moe"), tmp_path, activations="float", max_file_size=limit, force=True)
+    assert older > len(list(tmp_path.glob("model.onnx.data.*")))
     initializers = ir.load(tmp_path / "model.onnx").graph.initializers.values()
     held = {}
     for tensor in (value.const_value for value in initializers if isinstance(value.const_value, ir.ExternalTensor)):
@@ -264,7 +272,7 @@ def test_token_ids_outside_the_vocabulary_are_named(exported):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("No space left on device")])
-def test_interruption_leaves_nothing(checkpoint, tmp_path, monkeypatch, error):
+def test_interruption_leaves_nothing(checkpoint, exported, tmp_path, monkeypatch, error):
     count = 0
     pack = LAYOUTS["cpu_panel"].pack
 
@@ -280,14 +288,13 @@ def test_interruption_leaves_nothing(checkpoint, tmp_path, monkeypatch, error):
         export(checkpoint("qwen3_moe"), tmp_path / "out", layers=1)
     assert not (tmp_path / "out").exists()
 
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "model.onnx").write_text("old")
+    old = shutil.copytree(exported("qwen3_moe", activations="float"), tmp_path / "old")
+    before = contents(old)
     with pytest.raises(FileExistsError, match="--force"):
-        export(checkpoint("qwen3_moe"), tmp_path / "old")
+        export(checkpoint("qwen3_moe"), old)
     with pytest.raises(error if isinstance(error, type) else OSError):
-        export(checkpoint("qwen3_moe"), tmp_path / "old", force=True, layers=1)
-    assert [path.name for path in (tmp_path / "old").iterdir()] == ["model.onnx"]
-    assert (tmp_path / "old" / "model.onnx").read_text() == "old"
+        export(checkpoint("qwen3_moe"), old, force=True, layers=1)
+    assert contents(old) == before
 
 
 def test_termination_leaves_nothing(quantmoe, checkpoint, tmp_path, monkeypatch):
@@ -297,7 +304,9 @@ def test_termination_leaves_nothing(quantmoe, checkpoint, tmp_path, monkeypatch)
 
 
 def test_one_export_at_a_time_writes_to_a_folder(checkpoint, tmp_path):
-    with pytest.raises(FileExistsError, match="another export is writing there"), convert._writing(tmp_path):
+    with contextlib.ExitStack() as first:
+        first.enter_context(pytest.raises(FileExistsError, match="another export is writing there"))
+        first.enter_context(writing(tmp_path, force=False))
         export(checkpoint("qwen3_moe"), tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -323,8 +332,7 @@ def test_a_killed_export_leaves_no_final_name_and_can_be_run_again(checkpoint, t
     )
     killed = subprocess.run([sys.executable, "-c", code, checkpoint("qwen3_moe"), tmp_path])
     assert killed.returncode == -signal.SIGKILL
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"model.onnx.partial", "model.onnx.data.partial"}
+    assert [path.name for path in tmp_path.iterdir()] == ["quantmoe.partial"]
     export(checkpoint("qwen3_moe"), tmp_path, layers=1)
     assert inspect(tmp_path, verify=True)["verified"] > 2
     assert not list(tmp_path.glob("*.partial"))
