@@ -1,0 +1,166 @@
+"""Too little memory is one line that says what for, exit code 1, and nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers.exporters import exporter_onnx
+
+from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.exporter import bench, cli, convert
+from quantmoe.exporter.model import Skeleton
+
+#: bytes of files that do not fit, and of what a process may take more than it has
+LARGE, ROOM = 8 << 30, 4 << 30
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The command's one line, in this process: importing torch anew takes seconds."""
+
+    def run(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["quantmoe", *map(str, arguments)])
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        assert isinstance(done.value.code, str), done.value.code  # Python prints it and exits with 1
+        assert "\n" not in done.value.code
+        assert "Traceback" not in capsys.readouterr().err
+        return done.value.code
+
+    return run
+
+
+def limited(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command in a process that can take ROOM bytes more than it has once everything is imported."""
+    code = (
+        "import re, resource, sys\n"
+        "from pathlib import Path\n"
+        f"import quantmoe.exporter.{'convert' if arguments[0] == 'export' else 'unpack'}\n"
+        "from quantmoe.exporter.cli import main\n"
+        "size = int(re.search(r'VmSize:\\s+(\\d+) kB', Path('/proc/self/status').read_text())[1]) * 1024\n"
+        f"resource.setrlimit(resource.RLIMIT_AS, (size + {ROOM}, size + {ROOM}))\n"
+        "main()"
+    )
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_shard_that_cannot_be_mapped(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "checkpoint")
+    (shard,) = folder.glob("*.safetensors")
+    text = shard.read_bytes()
+    (length,) = struct.unpack("<Q", text[:8])
+    header, data = json.loads(text[8 : 8 + length]), text[8 + length :]
+    span = [len(data), len(data) + LARGE]
+    header["model.rest"] = {"dtype": "U8", "shape": [LARGE], "data_offsets": span}
+    written = json.dumps(header).encode()
+    shard.write_bytes(struct.pack("<Q", len(written)) + written + data)
+    os.truncate(shard, 8 + len(written) + span[1])  # no byte of it on the disk
+    done = limited("export", folder, tmp_path / "out")
+    assert done.returncode == 1
+    line = done.stderr.strip()
+    assert line.startswith(f"quantmoe: {shard}: model.layers.0."), line
+    assert "out of memory" in line
+    assert "\n" not in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("unpack", "--layer", "0", "--output")])
+def test_weights_that_cannot_be_mapped(exported, tmp_path, command):
+    folder = shutil.copytree(exported("qwen3_moe", activations="float"), tmp_path / "model")
+    os.truncate(folder / "model.onnx.data", LARGE)
+    output = [tmp_path / "layer.safetensors"] if len(command) > 1 else []
+    done = limited(command[0], folder, *command[1:], *output)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"quantmoe: {folder / 'model.onnx.data'}: out of memory")
+    assert done.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def lacking(*_: object, **__: object) -> None:
+    raise MemoryError
+
+
+def torch_lacking(*_: object, **__: object) -> None:
+    """In the words of its CPU allocator, and wrapped as torch.onnx wraps what stops it."""
+    try:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory")
+    except RuntimeError as error:
+        raise RuntimeError("Failed to export the model") from error
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "raises", "what"),
+    [
+        (LAYOUTS["cpu_panel"], "pack", lacking, "model.layers.0.mlp.experts.0: out of memory"),
+        (LAYOUTS["cpu_panel"], "pack_down", lacking, "model.layers.0.self_attn.q_proj: out of memory"),
+        (Skeleton, "_converted", lacking, "model.embed_tokens.weight: out of memory"),
+        (exporter_onnx.OnnxExporter, "export", torch_lacking, "tracing Qwen3MoeForCausalLM: out of memory"),
+        (convert.ir, "save", lacking, "model.onnx: out of memory"),
+        (convert, "place_weights", lacking, "out of memory"),
+    ],
+)
+def test_export_names_what_did_not_fit(refused, checkpoint, tmp_path, monkeypatch, owner, name, raises, what):
+    monkeypatch.setattr(owner, name, raises)
+    line = refused("export", checkpoint("qwen3_moe"), tmp_path / "out", "--layers", 1)
+    assert str(checkpoint("qwen3_moe")) in line or str(tmp_path / "out") in line
+    assert what in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_unpack_and_generate_name_what_did_not_fit(refused, exported, tmp_path, monkeypatch):
+    folder = exported("qwen3_moe", activations="float")
+    with monkeypatch.context() as patch:
+        patch.setattr(LAYOUTS["cpu_panel"], "unpack", lacking)
+        line = refused("unpack", folder, "--layer", 1, "--output", tmp_path / "layer.safetensors")
+    assert line == f"quantmoe: {folder / 'model.onnx'}: model.layers.1.mlp.experts: out of memory"
+    assert not list(tmp_path.iterdir())
+
+    import onnxruntime
+
+    with monkeypatch.context() as patch:
+        patch.setattr(onnxruntime, "InferenceSession", lacking)
+        assert refused("generate", folder, "--ids", 1) == f"quantmoe: {folder / 'model.onnx'}: out of memory"
+    with monkeypatch.context() as patch:
+        patch.setattr(onnxruntime.InferenceSession, "run", lacking)
+        line = refused("generate", folder, "--ids", "1,2,3")
+    assert line == f"quantmoe: {folder / 'model.onnx'}: 3 tokens after 0: out of memory"
+
+
+def test_words_where_the_error_has_none(refused, exported, monkeypatch):
+    monkeypatch.setattr(cli, "app", lacking)
+    folder = exported("qwen3_moe", activations="float")
+    assert refused("inspect", folder) == f"quantmoe: inspect {folder}: out of memory"
+
+
+def test_other_errors_stay_what_they_are(refused, checkpoint, tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(LAYOUTS["cpu_panel"], "pack", full)
+    assert "No space left" in refused("export", checkpoint("qwen3_moe"), tmp_path / "out", "--layers", 1)
+
+
+def killed(*_: object) -> None:
+    """As the system does when memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_child_is_named(monkeypatch):
+    monkeypatch.setattr(bench, "_session_cost", killed)
+    with pytest.raises(RuntimeError, match=r"^layer\.onnx: the process that ran it was killed \(out of memory\?\)$"):
+        bench.session_cost(Path("layer.onnx"), bench.Shape(*np.full(4, 1)), 1)
