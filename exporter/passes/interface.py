@@ -4,6 +4,7 @@ find them, and nothing of the machine that made it is left."""
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import onnx_ir as ir
 
@@ -52,6 +53,7 @@ def drop_traces(model: ir.Model) -> None:
     """
     graph = model.graph
     values = [*graph.inputs, *graph.initializers.values(), *(v for node in graph.all_nodes() for v in node.outputs)]
-    for noted in (model, graph, *graph.all_nodes(), *values):
+    noting: list[Any] = [model, graph, *graph.all_nodes(), *values]
+    for noted in noting:
         for key in [key for key in noted.metadata_props if key.startswith("pkg.")]:
             del noted.metadata_props[key]
