@@ -40,8 +40,6 @@ def _project(matrices: list[QuantizedMatrix], names: list[str], activation_forma
         found = [getattr(m, attribute) for m in matrices]
         if len(set(found)) > 1:
             raise ValueError(f"{where} differ in {attribute}: {found}; layout marlin stores one")
-    if len({m.zero_points is None for m in matrices}) > 1:
-        raise ValueError(f"{where}: only one has zero points; layout marlin stores both or none")
     for m, name in zip(matrices, names, strict=True):
         if activation_format in _INPUT_SCALE and not m.input_scale:
             raise ValueError(
@@ -67,7 +65,7 @@ def _project(matrices: list[QuantizedMatrix], names: list[str], activation_forma
         layout=NAME,
         layout_version=VERSION,
         block_n=first.block_n,
-        zero_points=int(first.zero_points is not None),
+        zero_points=int(any(m.zero_points is not None for m in matrices)),
         bias=int(any(m.bias is not None for m in matrices)),
         perm=int(first.perm is not None),
         pre_scale=int(first.pre_scale is not None),
@@ -222,7 +220,9 @@ def _pack_projection(matrices: list[QuantizedMatrix], parts: _Parts, row: np.nda
     rows = np.arange(parts.N) // a.block_n
     put("scales", parts.group_panels([m.scales[rows] for m in matrices]))
     if a.zero_points:
-        put("zero_points", parts.group_panels([m.zero_points[rows] for m in matrices if m.zero_points is not None]))
+        middle = np.uint8(SCHEMES[a.format].zero)
+        zeros = [np.full(m.scales.shape, middle) if m.zero_points is None else m.zero_points for m in matrices]
+        put("zero_points", parts.group_panels([z[rows] for z in zeros]))
     if a.format == "nvfp4":
         if any((m.scales.view(np.uint8) & 0x80).any() for m in matrices):
             raise ValueError("nvfp4 scales are negative, expected e4m3 codes without a sign")
@@ -307,8 +307,9 @@ def unpack_down(spec: MoESpec, w2_row: np.ndarray) -> QuantizedMatrix:
 
 
 def _check(name: str, have: Projection, want: Projection) -> None:
-    # One node holds many experts: one without a bias, an act-order or pre-scales fits a node with them.
-    wide = {name: max(getattr(have, name), getattr(want, name)) for name in ("bias", "perm", "pre_scale")}
+    # One node holds many experts: one without a bias, an act-order, pre-scales or zero points fits a node with them.
+    optional = ("bias", "perm", "pre_scale", "zero_points")
+    wide = {name: max(getattr(have, name), getattr(want, name)) for name in optional}
     if replace(have, **wide) != want:
         raise ValueError(f"{name}: the expert has {have}, the node says {want}")
 

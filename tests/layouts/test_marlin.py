@@ -114,6 +114,22 @@ def test_block_scales_round_trip():
         assert_same(getattr(expert, name), getattr(found, name))
 
 
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_one_matrix_of_two_has_zero_points(kind):
+    """The other's are the middle, whether it is beside it or in another expert of the layer."""
+    rng = np.random.default_rng(1)
+    gate, up, down = (random_matrix(rng, n, k, kind, 32, "f16") for n, k in ((96, 64), (96, 64), (64, 96)))
+    other = random_matrix(rng, 96, 64, kind, 32, "f16", zero_points=True)
+    w13, w2 = marlin.describe(Expert(gate, other, down), "none")
+    spec = MoESpec(1, 64, 96, w13, w2)
+    for expert in (Expert(gate, other, down), Expert(other, gate, down), Expert(gate, up, down)):
+        rows = [np.zeros(marlin.row_bytes(spec, name), np.uint8) for name in ("w13", "w2")]
+        marlin.pack(expert, spec, *rows)
+        found = marlin.unpack(spec, *rows)
+        for name in ("gate", "up", "down"):
+            np.testing.assert_array_equal(getattr(found, name).dequantize(), getattr(expert, name).dequantize())
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_down_act_order_moves_to_rows_of_gate_and_up(gated):
     """The kernels read rows that need no order of down's; unpack gives back what was packed."""
