@@ -187,6 +187,27 @@ def _refusal(prefix: str, p: Projection) -> str:
     return ""
 
 
+def absence(spec: MoESpec | LinearSpec) -> str:
+    """Why the kernels do not run nodes with these attributes on this machine, which :func:`refusal` has none for: there
+    is no library, no GPU or one that they do not run on; "" when they do."""
+    try:
+        device = query()
+    except FileNotFoundError:
+        return "library not found"
+    except OSError as error:
+        return f"library cannot be loaded: {error}"
+    except ValueError as error:
+        return f"compiled, no GPU here ({error})"
+    try:
+        if isinstance(spec, LinearSpec):
+            plan(linear_problem(spec, "bf16", 1), device)
+        else:
+            plan(problem(spec, "bf16", 1, 1, spec.num_experts), device)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def query(ordinal: int = 0) -> Device:
     """The device as the plan sees it."""
     found, err = Device(), ctypes.create_string_buffer(ERROR_SIZE)

@@ -6,6 +6,7 @@ https://github.com/huggingface/safetensors#format) is read here, every field che
 
 from __future__ import annotations
 
+import copy
 import json
 import mmap
 import struct
@@ -90,6 +91,7 @@ class Checkpoint:
         generation = "generation_config.json"
         self.generation_config = self._json(generation) if (self.folder / generation).exists() else {}
         self._maps: dict[Path, mmap.mmap] = {}
+        self._headers_only = False
         self._entries: dict[str, Entry] = {}
         for shard in self._shards():
             with doing(str(shard)):
@@ -155,9 +157,22 @@ class Checkpoint:
         """The tensors ``<module>.<suffix>``: suffix -> (dtype, shape), from the headers alone."""
         return {suffix: (entry.dtype, entry.shape) for suffix, entry in self._modules.get(module, {}).items()}
 
-    def tensor(self, name: str) -> np.ndarray:
-        """A read-only view of the mapped file."""
+    @cached_property
+    def outline(self) -> Checkpoint:
+        """The same tensors, of whose data only vectors and what decides are read; see :meth:`tensor`."""
+        twin = copy.copy(self)
+        twin._headers_only = True
+        return twin
+
+    def tensor(self, name: str, decides: bool = False) -> np.ndarray:
+        """A read-only view of the mapped file; of an :attr:`outline` ones of that shape, without memory of their own.
+
+        Args:
+            decides: whether a matrix's numbers decide what is made of it. An outline reads those and all vectors.
+        """
         entry = self._entry(name)
+        if self._headers_only and len(entry.shape) > 1 and not decides:
+            return outline(entry.shape, DTYPES[entry.dtype])
         if entry.shard not in self._maps:
             with doing(self.where(name)), open(entry.shard, "rb") as file:
                 self._maps[entry.shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -255,6 +270,21 @@ class Checkpoint:
             if found is None or found.shard.name != shard:
                 where = "in no shard" if found is None else f"in {found.shard.name}"
                 raise CheckpointError(f"{self.folder / shard}: {name} is missing (the index names it; it is {where})")
+
+
+def outline(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
+    """Ones, which divide and round without a warning, in the memory of one."""
+    return np.broadcast_to(np.ones((), dtype), shape)
+
+
+def is_outline(array: np.ndarray) -> bool:
+    """Whether an array of codes or weights is an :func:`outline` or a part of one."""
+    return array.size > 1 and not any(array.strides)
+
+
+def unlike_rows(array: np.ndarray) -> np.ndarray:
+    """The rows of a matrix; of an outline, whose rows are all alike, the first."""
+    return array[:1] if is_outline(array) else array
 
 
 def read_header(path: Path) -> dict[str, Entry]:

@@ -313,11 +313,6 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
     _print_reasons(FLOAT_HERE, found.dequantized)
     if found.kv_cache:
         console.print(found.kv_cache, style="yellow")
-    if found.odd:
-        console.print(
-            f"{_and_more(found.odd)}: other tensors than the first expert of the layer; export may refuse that",
-            style="yellow",
-        )
     if total > found.free:
         console.print(f"only {_mb(found.free)} of disk are free there", style="red")
 

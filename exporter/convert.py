@@ -7,26 +7,22 @@ import copy
 import dataclasses
 import functools
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from quantmoe.custom_ops import native
-from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.ahead import ahead, expert_size
 from quantmoe.exporter.checkpoint import CheckpointError, OptionError
-from quantmoe.exporter.explain import activation_format, consider, layer_spec, linear_spec
-from quantmoe.exporter.formats import Checkpoint, Format, MoELayer, Scheme, find_format, open_checkpoint
+from quantmoe.exporter.choose import ACTIVATIONS, LAYOUT, Choice, activation_format, choose, rounded, scaled
+from quantmoe.exporter.formats import Checkpoint, Format, MoELayer, find_format, open_checkpoint
 from quantmoe.exporter.formats.unquantized import Unquantized
 from quantmoe.exporter.genai import genai_config
 from quantmoe.exporter.memory import doing
@@ -38,14 +34,10 @@ from quantmoe.exporter.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.passes.weights import Weight, place_weights
 from quantmoe.ort_ext import library_path
 
-#: the packed layout an engine reads
-LAYOUT = {"cpu": "cpu_panel", "cuda": "marlin"}
 #: types of the graph outside the experts, the default first
 GRAPH_TYPES = {"cpu": ("f32", "f16"), "cuda": ("bf16", "f16")}
 #: bytes of weights in a file
 MAX_FILE_SIZE = 50 * 10**9
-#: of one tensor in TensorRT
-MAX_ELEMENTS = 2**31 - 1
 #: files of a checkpoint that clients of the model need
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
               "vocab.*", "merges.txt", "chat_template*", "*.model")  # fmt: skip
@@ -133,21 +125,15 @@ def export(
         OptionError: an option that does not exist, or not with the others.
         OutOfMemoryError: naming what did not fit.
     """
-    chosen, graph_type = check_options(target, activations, scales, dtype, dense, quantize, group_size, max_file_size)
+    wanted, graph_type = check_options(target, activations, scales, dtype, dense, quantize, group_size, max_file_size)
     check_output(Path(checkpoint), Path(output), target, force)
     with writing(Path(output), force) as partial, doing(f"{checkpoint} to {output}"):
         progress("reading", 0, 1)
-        format = open_format(checkpoint, quantize, group_size, chosen)
+        format = open_format(checkpoint, quantize, group_size, wanted)
         skeleton = Skeleton(format, graph_type, layers)
-        report = Report(format.name, {}, kv_cache=format.kv_cache())
-        specs = {}
-        for name, layer in skeleton.experts.items():
-            with doing(f"{format.ckpt.folder}: {layer.name}"):
-                specs[name] = _spec(layer, LAYOUT[target], chosen, scales, report)
-            report.layers[layer.name] = (layer.scheme.text, specs[name])
-            if target == "cuda":
-                check_size(layer, specs[name])
-        linears = _linears(skeleton, LAYOUT[target], chosen, scales, report)
+        chosen = choose(skeleton, LAYOUT[target], wanted, scales)
+        specs, linears = chosen.layers, chosen.linears
+        report = _report(skeleton, chosen, wanted)
         used = {p.activation_format for s in specs.values() for p in (s.w13, s.w2)}
         if activations == "int8" and not any(name.startswith("int8") for name in used):
             report.activations = "no integer product of these weights is exact: activations are not int8 as asked"
@@ -239,65 +225,32 @@ def check_options(
         raise OptionError(f"group_size is {group_size}: an option of quantize; the checkpoint has its own")
     if max_file_size < 1:
         raise OptionError(f"max_file_size is {max_file_size}, expected a number of bytes")
-    return activations or ("int8" if target == "cpu" else None), dtype or GRAPH_TYPES[target][0]
+    return activations or ACTIVATIONS[LAYOUT[target]], dtype or GRAPH_TYPES[target][0]
 
 
-def _spec(layer: MoELayer, layout: str, activations: str | None, scales: str, report: Report) -> MoESpec:
-    for scheme in (layer.scheme, layer.down_scheme):
-        _remark(scheme, activations, report)
-    make = functools.partial(
-        layer_spec, layer, activations=activations, expert=lambda e: _scaled(layer.expert(e), scales)[0]
-    )
-    (candidate,) = consider(make, [layout])
-    if not isinstance(candidate.spec, MoESpec):
-        raise CheckpointError(f"{layer.format.ckpt.folder}: {candidate.reason}")
-    if candidate.reason:
-        raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.name}: {candidate.reason}")
-    return candidate.spec
-
-
-def check_size(layer: MoELayer, spec: MoESpec) -> None:
-    """Refuses tensors that TensorRT cannot hold."""
-    for projection in ("w13", "w2"):
-        words = LAYOUTS[spec.w13.layout].row_bytes(spec, projection) // 4
-        if words * spec.num_experts > MAX_ELEMENTS:
-            raise CheckpointError(
-                f"{layer.format.ckpt.folder}: {layer.name}: {projection} has {spec.num_experts} experts of {words} "
-                f"int32 words, more than TensorRT's 2^31 elements, in which {MAX_ELEMENTS // words} experts would fit"
+def _report(skeleton: Skeleton, chosen: Choice, activations: str | None) -> Report:
+    """What is known before the tracing."""
+    format = skeleton.format
+    report = Report(format.name, {}, dequantized=chosen.dequantized, kv_cache=format.kv_cache())
+    schemes = []
+    for name, spec in chosen.layers.items():
+        layer = skeleton.experts[name]
+        report.layers[layer.name] = layer.scheme.text, spec
+        schemes += [layer.scheme, layer.down_scheme]
+    for name, linear in chosen.linears.items():
+        source = skeleton.linears[name]
+        scheme = format.scheme(source)
+        report.linears[source] = scheme.text, linear
+        schemes.append(scheme)
+    for scheme in schemes:  # a remark where activations are not what the checkpoint says
+        wanted, used = scheme.activation_format, activation_format(scheme, activations)
+        if wanted == "none" != used:
+            report.activations = (
+                "weights-only checkpoint: activations are quantized to int8 per token (--activations float: not)"
             )
-
-
-def _linears(
-    skeleton: Skeleton, layout: str, activations: str | None, scales: str, report: Report
-) -> dict[str, LinearSpec]:
-    """Attributes of the linears outside the experts; those that the layout does not carry stay float, with a reason."""
-    format, specs = skeleton.format, {}
-    for name, source in skeleton.linears.items():
-        m, linear = _rounded(format.matrix(source), scales)[0], skeleton.model.get_submodule(name)
-        if m.shape != (linear.out_features, linear.in_features):
-            want = [linear.out_features, linear.in_features]
-            raise CheckpointError(f"{format.ckpt.folder}: {source} is {list(m.shape)}, expected {want} (config.json)")
-        scheme = format.scheme_of(source)
-        (candidate,) = consider(functools.partial(linear_spec, scheme, m, activations=activations), [layout])
-        if candidate.reason or not isinstance(candidate.spec, LinearSpec):
-            report.dequantized[f"{source}.weight"] = candidate.reason.removeprefix("down: ")
-            continue
-        _remark(scheme, activations, report)
-        specs[name] = candidate.spec
-        report.linears[source] = scheme.text, specs[name]
-        format.ckpt.release()
-    return specs
-
-
-def _remark(scheme: Scheme, choice: str | None, report: Report) -> None:
-    """Notes activations that are not what the checkpoint says."""
-    wanted, used = scheme.activation_format, activation_format(scheme, choice)
-    if wanted == "none" != used:
-        report.activations = (
-            "weights-only checkpoint: activations are quantized to int8 per token (--activations float: not)"
-        )
-    if wanted != "none" == used:
-        report.activations = f"the checkpoint says {wanted}: activations stay float as asked"
+        if wanted != "none" == used:
+            report.activations = f"the checkpoint says {wanted}: activations stay float as asked"
+    return report
 
 
 def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales: str, report: Report) -> Iterator[int]:
@@ -309,7 +262,7 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
             return packed(e)
 
     def packed(e: int) -> tuple[list[np.ndarray], float]:
-        expert, error = _scaled(layer.expert(e), scales)
+        expert, error = scaled(layer.expert(e), scales)
         rows = [native.aligned(layout.row_bytes(spec, projection)) for projection in ("w13", "w2")]
         try:
             layout.pack(expert, spec, *rows)
@@ -338,7 +291,7 @@ def _linear(
     """Writes a linear's packed weight, or makes its node a MatMulNBits; returns the bytes."""
     format, source = skeleton.format, skeleton.linears[weight.parameter.rpartition(".")[0]]
     scheme = format.scheme(source)
-    m, error = _rounded(format.matrix(source), scales)
+    m, error = rounded(format.matrix(source), scales)
     if scales == "bf16":
         report.scale_error = max(report.scale_error or 0.0, error)
     metadata = {"module": source, "format": scheme.text}
@@ -389,23 +342,6 @@ def _dense(weight: Weight, skeleton: Skeleton, data: DataFiles, report: Report) 
     report.dense_bytes += size
     format.ckpt.release()
     return size
-
-
-def _scaled(expert: Expert, scales: str) -> tuple[Expert, float]:
-    """The expert with its scales as asked for, and the largest relative error that this made."""
-    found = [None if m is None else _rounded(m, scales) for m in (expert.gate, expert.up, expert.down)]
-    return Expert(*(pair and pair[0] for pair in found)), max(pair[1] for pair in found if pair)  # type: ignore[arg-type]
-
-
-def _rounded(m: QuantizedMatrix, scales: str) -> tuple[QuantizedMatrix, float]:
-    """The same of one matrix."""
-    if scales == "exact" or m.scales.dtype.itemsize == 1:
-        return m, 0.0
-    exact = m.scales.astype(np.float64)
-    rounded = exact.astype(ml_dtypes.bfloat16)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        error = float(np.nan_to_num(np.abs(rounded.astype(np.float64) - exact) / np.abs(exact)).max())
-    return dataclasses.replace(m, scales=rounded), error
 
 
 def _save(graph: ir.Model, weights: list[Weight], path: Path, metadata: dict[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,19 +11,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from bounds import check
 
 from quantmoe.custom_ops import native
-from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.checkpoint import write_safetensors
-from quantmoe.exporter.convert import Report, _spec
+from quantmoe.exporter.choose import ACTIVATIONS, activation_format, choose_layer, layer_candidate
 from quantmoe.exporter.demo import add_quantization, make_checkpoint, make_float_checkpoint, rewrite_linears
 from quantmoe.exporter.formats import MoELayer
 
-__all__ = ["TINY", "check_layer", "make_checkpoint", "make_gptq_checkpoint", "same_matrix", "write_checkpoint",
-           "write_safetensors"]  # fmt: skip
+__all__ = ["TINY", "check_headers", "check_layer", "make_checkpoint", "make_float_checkpoint", "make_gptq_checkpoint",
+           "same_matrix", "write_checkpoint", "write_safetensors"]  # fmt: skip
 
 #: sizes for make_checkpoint that keep a test under a second
 TINY: dict[str, Any] = {
@@ -118,14 +120,29 @@ def same_matrix(found: QuantizedMatrix, want: QuantizedMatrix) -> None:
             assert a.tobytes() == b.tobytes(), field
 
 
+def check_headers(layer: MoELayer) -> None:
+    """Holds what is chosen from headers to what the layouts say of the decoded experts."""
+    for name, layout in LAYOUTS.items():
+        formats = [activation_format(scheme, ACTIVATIONS[name]) for scheme in (layer.scheme, layer.down_scheme)]
+        found = layer_candidate(layer, name, ACTIVATIONS[name])
+        if found.spec is None:
+            with pytest.raises(ValueError, match="layout") as refusal:
+                layout.describe(layer.expert(0), *formats)
+            assert found.reason == f"{layer.name}.0: {refusal.value}"
+            continue
+        want = functools.reduce(join, [layout.describe(expert, *formats) for expert in layer])
+        assert (found.spec.w13, found.spec.w2) == want
+
+
 def check_layer(layer: MoELayer, activations: str) -> None:
-    """Packs a checkpoint's layer, unpacks the same bits, and holds the kernel to the reference."""
-    layout, spec = LAYOUTS["cpu_panel"], _spec(layer, "cpu_panel", activations, "exact", Report("", {}))
+    """Packs a checkpoint's layer as its headers say, unpacks the same bits, and holds the kernel to the reference."""
+    layout, spec = LAYOUTS["cpu_panel"], choose_layer(layer, "cpu_panel", activations)
     rows = [
         native.aligned(layer.num_experts * layout.row_bytes(spec, p)).reshape(layer.num_experts, -1)
         for p in ("w13", "w2")
     ]
     experts = list(layer)
+    check_headers(layer)
     for expert, *row in zip(experts, *rows, strict=True):
         layout.pack(expert, spec, *row)
         back = layout.unpack(spec, *row)

@@ -89,7 +89,7 @@ def write(folder: Path, config: dict[str, Any], group_size: int, data: bool = Tr
     """Writes config.json, the index and all shards; returns their bytes.
 
     Args:
-        data: False leaves holes where the tensors would be: headers of any size of model in a few kilobytes of disk.
+        data: False leaves holes where matrices would be: headers of any size of model in a few kilobytes of disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size}
@@ -118,6 +118,7 @@ def write(folder: Path, config: dict[str, Any], group_size: int, data: bool = Tr
     weight_map, total, every = {}, 0, config["num_hidden_layers"] + 1
     for number, tensors in enumerate(shards(config, group_size)):
         name = f"model-{number + 1:05d}-of-{every:05d}.safetensors"
+        tensors = dict(sorted(tensors.items(), key=lambda item: len(item[1][1])))  # vectors next to the header
         header, offset = {}, 0
         for tensor, (dtype, shape, _) in tensors.items():
             end = offset + math.prod(shape) * BYTES[dtype]
@@ -127,8 +128,11 @@ def write(folder: Path, config: dict[str, Any], group_size: int, data: bool = Tr
         text += b" " * (-len(text) % 8)
         with open(folder / name, "wb", buffering=1 << 20) as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for dtype, shape, values in tensors.values() if data else ():
+            for dtype, shape, values in tensors.values():
                 left = math.prod(shape)
+                if not data and len(shape) > 1:
+                    file.seek(left * BYTES[dtype], 1)
+                    continue
                 while left:
                     count = min(left, 1 << 21)
                     file.write(content(values, dtype, count))

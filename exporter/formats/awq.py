@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
+from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError, is_outline, outline
 from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_size_of
 from quantmoe.exporter.formats.gptq import AUTOROUND, autoround_packing
 
@@ -50,7 +50,7 @@ class AWQ(Format):
             module,
             [
                 Tensor("qweight", ("I32",), (k, words)),
-                Tensor("qzeros", ("I32",), (groups, words), required=self.zero_point),
+                Tensor("qzeros", ("I32",), (groups, words), required=self.zero_point, decides=True),
                 Tensor("scales", FLOATS, (groups, n)),
             ],
         )
@@ -67,6 +67,8 @@ class AWQ(Format):
 
 def unpack_columns(words: np.ndarray) -> np.ndarray:
     """I32 [R, N/8] -> uint8 [N, R]."""
+    if is_outline(words):
+        return outline((words.shape[1] * 8, words.shape[0]), np.uint8)
     columns = np.ascontiguousarray(words.view(np.uint32).T)
     codes = np.empty((columns.shape[0], 8, columns.shape[1]), np.uint8)
     for j, nibble in enumerate(_NIBBLE):

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import regex
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
+from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError, unlike_rows
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor that a format expects beside a module: ``<module>.<suffix>``."""
+    """A tensor that a format expects beside a module: ``<module>.<suffix>``.
+
+    Attributes:
+        decides: whether :meth:`Format.matrix` looks at its numbers, as at zero points that may all be the middle:
+            outlines read it.
+    """
 
     suffix: str
     dtypes: tuple[str, ...]
     shape: tuple[int, ...]
     required: bool = True
+    decides: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class Scheme:
         format: what a weight code means.
         group_size: input features that share a scale, -1 for the whole row.
         activation_format: how the checkpoint says activations are quantized.
-        text: the tool's own words, for people.
+        text: the tool's own words, for people: nothing is read out of it.
     """
 
     format: str
@@ -77,6 +84,10 @@ class MoELayer:
         """Names, dtypes and shapes of expert ``e``'s tensors, from the headers; those of all experts when fused."""
         modules = [f"{self.name}.{e}.{projection}" for projection in self.projections] or [self.name]
         return [self.format.ckpt.beside(module) for module in modules]
+
+    def outline(self) -> MoELayer:
+        """The same layer, its experts outlines: see :meth:`Format.outline`."""
+        return replace(self, format=self.format.outline())
 
     def expert(self, e: int) -> Expert:
         """Decodes expert ``e``.
@@ -131,6 +142,16 @@ class Format(ABC):
         self.ckpt = ckpt
         #: whether stored scales of activations are read and must be numbers; models with float activations need none
         self.input_scales = True
+
+    def outline(self) -> Self:
+        """This format over headers: the same decoders give matrices and refusals, at no cost in time or memory.
+
+        What a matrix has (types, shapes, act-order, which scales and zero points) is as in the checkpoint. Its codes
+        and other numbers are ones, except vectors and what a decoder looks at.
+        """
+        twin = copy.copy(self)
+        twin.ckpt = self.ckpt.outline
+        return twin
 
     @staticmethod
     @abstractmethod
@@ -252,7 +273,7 @@ class Format(ABC):
                     f"{self.ckpt.where(name)} is {dtype} {list(shape)}, "
                     f"expected {'|'.join(want.dtypes)} {list(want.shape)} ({self.name})"
                 )
-            found[want.suffix] = self.ckpt.tensor(name).reshape(want.shape)
+            found[want.suffix] = self.ckpt.tensor(name, want.decides).reshape(want.shape)
             if scales_inputs and not 0 < (value := found[want.suffix].item()) < np.inf:
                 raise CheckpointError(
                     f"{self.ckpt.where(name)} is {value}, expected a positive number; an expert that no token reached "
@@ -272,7 +293,7 @@ class Format(ABC):
             CheckpointError: naming file and tensor.
         """
         name = f"{module}.weight_zero_point"
-        if name in self.ckpt and (self.ckpt.tensor(name) != 0).any():
+        if name in self.ckpt and (self.ckpt.tensor(name, decides=True) != 0).any():
             raise self.odd_zero_points(name)
 
     def odd_zero_points(self, name: str) -> CheckpointError:
@@ -321,7 +342,7 @@ def float_scheme(dtype: str) -> Scheme:
 def unrounded(weight: np.ndarray, bias: np.ndarray | None) -> QuantizedMatrix:
     """A matrix [N, K] of 16-bit floats whose codes they are."""
     kind = "f16" if weight.dtype == np.float16 else "bf16"
-    codes = np.ascontiguousarray(weight).view(np.uint16)
+    codes = np.broadcast_to(np.ascontiguousarray(unlike_rows(weight)).view(np.uint16), weight.shape)
     return QuantizedMatrix(kind, codes, np.ones((len(codes), 1), np.float32), -1, bias=bias)
 
 

@@ -1,8 +1,11 @@
-"""Unpacking integer codes. All functions take and give NumPy arrays, little-endian, least significant bits first."""
+"""Unpacking integer codes. All functions take and give NumPy arrays, little-endian, least significant bits first.
+Outlines (exporter/checkpoint.py) give outlines."""
 
 from __future__ import annotations
 
 import numpy as np
+
+from quantmoe.exporter.checkpoint import is_outline, outline
 
 
 def unpack_words(words: np.ndarray, bits: int, count: int) -> np.ndarray:
@@ -16,6 +19,8 @@ def unpack_words(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     Returns:
         uint8 [.., count], writable only where it had to be computed.
     """
+    if is_outline(words):
+        return outline((*words.shape[:-1], count), np.uint8)
     octets = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
         return octets[..., :count]
@@ -35,6 +40,8 @@ def unpack_words(words: np.ndarray, bits: int, count: int) -> np.ndarray:
 
 def unpack_nibbles(octets: np.ndarray) -> np.ndarray:
     """uint8 [.., B] -> uint8 [.., 2 B], low nibble first."""
+    if is_outline(octets):
+        return outline((*octets.shape[:-1], 2 * octets.shape[-1]), np.uint8)
     out = np.empty(octets.shape, "<u2")
     source, pairs = np.ascontiguousarray(octets).reshape(-1), out.reshape(-1)
     # by pieces that stay in the cache: three times as fast as whole matrices
@@ -46,3 +53,8 @@ def unpack_nibbles(octets: np.ndarray) -> np.ndarray:
         piece |= np.left_shift(piece, 4, out=shifted[: len(piece)])
         piece &= 0x0F0F
     return out.view(np.uint8)
+
+
+def in_order(codes: np.ndarray, perm: np.ndarray | None) -> np.ndarray:
+    """Codes [N, K] with their columns in the order ``perm``; None: as they are."""
+    return codes if perm is None or is_outline(codes) else np.take(codes, perm, axis=1)

@@ -24,7 +24,7 @@ import regex
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_order, group_size_of, matches
-from quantmoe.exporter.formats.bits import unpack_nibbles, unpack_words
+from quantmoe.exporter.formats.bits import in_order, unpack_nibbles, unpack_words
 
 #: (storage, type of number, bits) of weights -> op.def's format
 WEIGHTS = {
@@ -231,12 +231,12 @@ class CompressedTensors(Format):
         declared = (
             [
                 Tensor("weight_packed", ("I32",), (n, -(-k * bits // 32))),
-                Tensor("weight_zero_point", ("I32",), (-(-n * bits // 32), groups), required=not w.symmetric),
+                Tensor("weight_zero_point", ("I32",), (-(-n * bits // 32), groups), not w.symmetric, decides=True),
             ]
             if packed
             else [
                 Tensor("weight", ("I8",), (n, k)),
-                Tensor("weight_zero_point", ("I8",), scales, required=not w.symmetric),
+                Tensor("weight_zero_point", ("I8",), scales, not w.symmetric, decides=True),
             ]
         )
         tensors = self.take(
@@ -263,7 +263,7 @@ class CompressedTensors(Format):
             perm = group_order(tensors["weight_g_idx"], g, self.ckpt.where(f"{module}.weight_g_idx"))
         return QuantizedMatrix(
             kind=kind,
-            codes=codes if perm is None else np.take(codes, perm, axis=1),
+            codes=in_order(codes, perm),
             scales=np.broadcast_to(tensors["weight_scale"], (n, groups)),
             group_size=g,
             zero_points=zero_points,

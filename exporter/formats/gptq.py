@@ -19,7 +19,7 @@ import regex
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.formats.base import FLOATS, Format, Scheme, Tensor, group_order, group_size_of, matches
-from quantmoe.exporter.formats.bits import unpack_words
+from quantmoe.exporter.formats.bits import in_order, unpack_words
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
 #: AutoRound's quant_method
@@ -113,7 +113,7 @@ class GPTQ(Format):
             module,
             [
                 Tensor("qweight", ("I32",), (-(-k * bits // 32), n)),
-                Tensor("qzeros", ("I32",), (groups, -(-n * bits // 32))),
+                Tensor("qzeros", ("I32",), (groups, -(-n * bits // 32)), decides=True),
                 Tensor("scales", FLOATS, (groups, n)),
                 Tensor("g_idx", ("I32",), (k,), required=False),
             ],
@@ -126,7 +126,7 @@ class GPTQ(Format):
         perm = group_order(tensors["g_idx"], g, self.ckpt.where(f"{module}.g_idx")) if has_order else None
         return QuantizedMatrix(
             kind=scheme.format,
-            codes=codes if perm is None else np.take(codes, perm, axis=1),
+            codes=in_order(codes, perm),
             scales=np.ascontiguousarray(tensors["scales"].T),
             group_size=scheme.group_size,
             zero_points=None if config.sym and (zeros == 1 << (bits - 1)).all() else np.ascontiguousarray(zeros),

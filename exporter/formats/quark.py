@@ -168,7 +168,7 @@ class Quark(Format):
             [
                 Tensor("weight", ("I32",), (rows, words)),
                 Tensor("weight_scale", FLOATS, scales),
-                Tensor("weight_zero_point", ("I32",), zeros, required=weight["dtype"] == "uint4"),
+                Tensor("weight_zero_point", ("I32",), zeros, weight["dtype"] == "uint4", decides=True),
             ],
         )
         codes = unpack_columns(tensors["weight"])

@@ -14,7 +14,7 @@ import numpy as np
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
-from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
+from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError, unlike_rows
 from quantmoe.exporter.formats.base import (
     FLOAT_KINDS,
     FLOATS,
@@ -103,10 +103,10 @@ class Unquantized(Format):
     def _round(self, weight: np.ndarray, bias: np.ndarray | None, where: str) -> QuantizedMatrix:
         if self.kind == "none":
             return unrounded(weight, bias)
-        scheme, global_scale = SCHEMES[self.kind], None
+        scheme, global_scale, rows = SCHEMES[self.kind], None, unlike_rows(weight)
         # by pieces of rows: float64 and what rounding makes of it take 50 bytes a weight
         step = max(1, PIECE // max(1, weight.shape[1]))
-        pieces = [weight[at : at + step] for at in range(0, max(1, len(weight)), step)]
+        pieces = [rows[at : at + step] for at in range(0, max(1, len(rows)), step)]
         reach = float(np.max([np.abs(piece.astype(np.float32)).max(initial=0) for piece in pieces]))
         if not np.isfinite(reach):
             raise CheckpointError(f"{self.ckpt.folder}: {where} has values that are NaN or infinite")
@@ -115,4 +115,5 @@ class Unquantized(Format):
             global_scale = float(np.float32((reach or 1.0) / (np.nanmax(scheme.table) * 448)))
         rounded = [scheme.quantize(p.astype(np.float64) / (global_scale or 1), self.group_size, dtype) for p in pieces]
         codes, scales = (np.concatenate(parts) for parts in zip(*rounded, strict=True))
+        codes, scales = (np.broadcast_to(a, (len(weight), a.shape[1])) for a in (codes, scales))
         return QuantizedMatrix(self.kind, codes, scales, self.group_size, global_scale=global_scale, bias=bias)

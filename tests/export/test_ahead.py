@@ -23,7 +23,8 @@ from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter import ahead
 from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.convert import _scaled, export
+from quantmoe.exporter.choose import scaled
+from quantmoe.exporter.convert import export
 from quantmoe.exporter.formats import Format, find_format, open_checkpoint
 from quantmoe.exporter.formats.unquantized import KINDS, PIECE, Unquantized
 from quantmoe.exporter.plan import BASE_MEMORY, plan
@@ -107,7 +108,7 @@ def peak(format: Format, layout: str, scales: str) -> tuple[int, int]:
                 return format.matrix(module)
             return format.unrounded(format.ckpt.tensor(f"{module}.weight"), None, module)
 
-        return _scaled(Expert(*map(matrix, ROLES)), scales)[0]
+        return scaled(Expert(*map(matrix, ROLES)), scales)[0]
 
     spec = MoESpec(1, N, N, *LAYOUTS[layout].describe(decode(), "none"))
     native.library()

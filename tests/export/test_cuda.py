@@ -12,7 +12,7 @@ from onnx.reference.op_run import OpRun
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, RoutingSpec
 from quantmoe.custom_ops.reference import linear, quant_moe, route
-from quantmoe.exporter import convert
+from quantmoe.exporter import choose
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.plan import plan
@@ -126,7 +126,7 @@ def test_refusals(checkpoint, tmp_path, monkeypatch):
         export(folder, tmp_path / "a", dtype="bf16")
     with pytest.raises(ValueError, match="dense is 'ort', expected one of: quantmoe"):
         export(folder, tmp_path / "a", target="cuda", dense="ort")
-    monkeypatch.setattr(convert, "MAX_ELEMENTS", 70_000)
+    monkeypatch.setattr(choose, "MAX_ELEMENTS", 70_000)
     with pytest.raises(CheckpointError, match=r"w13 has 16 experts of \d+ int32 words.* in which 13 experts"):
         export(folder, tmp_path / "a", target="cuda")
     with pytest.raises(CheckpointError, match="in which 13 experts would fit"):

@@ -11,7 +11,7 @@ import pytest
 from checkpoints import check_layer, write_checkpoint
 
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.exporter.convert import Report, _spec
+from quantmoe.exporter.choose import choose_layer
 from quantmoe.exporter.formats import MoELayer, find_format, open_checkpoint
 
 HIDDEN, INTERMEDIATE, EXPERTS = 160, 96, 3  # 160: no multiple of 64 or 128
@@ -70,7 +70,7 @@ def test_gpt_oss(activations: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tensors, {"quant_method": "mxfp4"}, **config)
     layer = find_format(open_checkpoint(tmp_path)).moe_layers()[0]
     check_layer(layer, activations)
-    spec = _spec(layer, "cpu_panel", activations, "exact", Report("", {}))
+    spec = choose_layer(layer, "cpu_panel", activations)
     assert (spec.activation, spec.w13.format, spec.w13.bias, spec.w2.bias) == ("swiglu_oai", "mxfp4", 1, 1)
     bias = tensors[f"{prefix}gate_up_proj_bias"][1]
     expert: Expert = layer.expert(1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import Case
-from checkpoints import TINY, make_checkpoint, make_gptq_checkpoint, same_matrix, write_checkpoint
+from checkpoints import TINY, check_headers, make_checkpoint, make_gptq_checkpoint, same_matrix, write_checkpoint
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, QuantizationStrategy
@@ -188,6 +188,8 @@ def test_gpt_oss(tmp_path: Path) -> None:
     )
     (layer,) = find_format(open_checkpoint(tmp_path)).moe_layers()
     assert (layer.index, layer.activation, layer.swiglu_alpha, layer.swiglu_limit) == (4, "swiglu_oai", 1.702, 7.0)
+
+    check_headers(layer)
 
     def dequantized(projection: str) -> np.ndarray:  # transformers gives [E, K, N]
         blocks, scales = (torch.from_numpy(tensors[f"{name}.{projection}_{part}"]) for part in ("blocks", "scales"))

@@ -31,7 +31,7 @@ from hostile.test_exported import one_layer_model
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.exporter.convert import Report, _spec
+from quantmoe.exporter.choose import choose_layer
 from quantmoe.exporter.formats import CheckpointError, find_format, open_checkpoint
 from quantmoe.exporter.inspect import ModelError, inspect
 from quantmoe.exporter.model import Skeleton
@@ -82,7 +82,7 @@ def read(folder: Path) -> None:
     format = find_format(open_checkpoint(folder))
     layers = format.moe_layers()
     for layer in layers:
-        spec = _spec(layer, "cpu_panel", "int8", "exact", Report("", {}))
+        spec = choose_layer(layer, "cpu_panel", "int8")
         rows = [native.aligned(LAYOUTS["cpu_panel"].row_bytes(spec, p)) for p in ("w13", "w2")]
         for expert in layer:
             with suppress(ValueError):  # as convert does, which adds the expert's name

@@ -687,15 +687,17 @@ def test_damage_is_found_before_tracing(
     name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from quantmoe.exporter import convert
+    from quantmoe.exporter.plan import plan
 
     monkeypatch.setattr(convert, "trace", lambda *_, **__: pytest.fail("traced a damaged checkpoint"))
     edit, text = DAMAGE[name]
     folder = edited(model, tmp_path / "damaged", edit)
     if "generation_config" in name:
         (folder / "generation_config.json").write_text("[]")
-    with pytest.raises(CheckpointError) as error:
-        convert.export(folder, tmp_path / "out")
-    assert text in str(error.value)
+    for refuse in (convert.export, plan):
+        with pytest.raises(CheckpointError) as error:
+            refuse(folder, tmp_path / "out")
+        assert text in str(error.value)
     assert not (tmp_path / "out").exists()
 
 

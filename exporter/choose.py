@@ -1,0 +1,269 @@
+"""Which layout, node attributes and kernels an expert layer or a linear gets, and why not the others.
+
+Dry run, ``inspect --explain`` and export all ask here. What is asked is the checkpoint's own format over headers and
+the few tensors whose numbers decide (:meth:`quantmoe.exporter.formats.base.Format.outline`), so the answer is what the
+data will be packed as: ``pack`` refuses an expert that is not what its node says. Torch-free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+
+from quantmoe.custom_ops import cuda, native
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.layouts import LAYOUTS, OPTIONAL, join
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
+from quantmoe.exporter.checkpoint import CheckpointError
+from quantmoe.exporter.formats import Format, MoELayer, Scheme
+
+if TYPE_CHECKING:
+    from quantmoe.exporter.model import Skeleton
+
+#: the packed layout that a target's engines read
+LAYOUT = {"cpu": "cpu_panel", "cuda": "marlin"}
+#: activations of weights-only checkpoints where nobody asks for others; None: as the checkpoint says
+ACTIVATIONS = {"cpu_panel": "int8", "marlin": None}
+#: of one tensor in TensorRT
+MAX_ELEMENTS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout for a node.
+
+    Attributes:
+        spec: the node's attributes; None when the layout refuses.
+        reason: of the refusal, by the layout or by the kernels' library; "" when neither refuses.
+    """
+
+    layout: str
+    spec: MoESpec | LinearSpec | None
+    reason: str
+
+    @property
+    def kernels(self) -> list[tuple[str, str]]:
+        """(name, why not on this machine or "") in order of preference; the first without a reason is used."""
+        if self.spec is None:
+            return []
+        if self.layout == "marlin":
+            return [("cuda", self.reason or cuda.absence(self.spec))]
+        missing = "this machine lacks its instructions"
+        return [(name, self.reason or ("" if usable else missing)) for name, usable in native.kernels().items()]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a model is made of.
+
+    Attributes:
+        layers: experts module name -> its node's attributes.
+        linears: the same of the linears outside the experts.
+        dequantized: checkpoint tensor of a linear that stays float -> why.
+    """
+
+    layers: dict[str, MoESpec]
+    linears: dict[str, LinearSpec]
+    dequantized: dict[str, str]
+
+
+def choose(skeleton: Skeleton, layout: str, activations: str | None, scales: str) -> Choice:
+    """The nodes of a model in one layout.
+
+    Args:
+        activations, scales: see export; None: as the checkpoint says.
+
+    Raises:
+        CheckpointError: the layout does not carry a layer's experts, or no kernel takes them.
+    """
+    chosen = Choice({}, {}, {})
+    for name, layer in skeleton.experts.items():
+        chosen.layers[name] = choose_layer(layer, layout, activations, scales)
+    for name, source in skeleton.linears.items():
+        candidate = linear_candidate(skeleton.format, source, layout, activations, scales)
+        if candidate.reason or not isinstance(candidate.spec, LinearSpec):
+            chosen.dequantized[f"{source}.weight"] = candidate.reason
+        else:
+            chosen.linears[name] = candidate.spec
+    return chosen
+
+
+def choose_layer(layer: MoELayer, layout: str, activations: str | None, scales: str = "exact") -> MoESpec:
+    """Attributes of a layer's node; arguments and errors as :func:`choose`."""
+    candidate = layer_candidate(layer, layout, activations, scales)
+    if candidate.reason or not isinstance(candidate.spec, MoESpec):
+        raise CheckpointError(f"{layer.format.ckpt.folder}: {candidate.reason}")
+    return candidate.spec
+
+
+def layer_candidate(layer: MoELayer, layout: str, activations: str | None, scales: str = "exact") -> Candidate:
+    """A layout's verdict on a layer; its reasons name the layer.
+
+    Raises:
+        CheckpointError: the headers do not agree with the configuration, or a tensor that decides is damaged.
+    """
+    found = _candidate(layout, partial(layer_spec, layer, activations=activations, scales=scales))
+    if isinstance(found.spec, MoESpec) and (reason := found.reason or _too_large(found.spec)):
+        return replace(found, reason=f"{layer.name}: {reason}")
+    return found
+
+
+def linear_candidate(
+    format: Format, module: str, layout: str, activations: str | None, scales: str = "exact"
+) -> Candidate:
+    """The same of a quantized linear outside the experts."""
+    scheme, m = format.scheme_of(module), rounded(format.outline().matrix(module), scales)[0]
+    found = _candidate(layout, partial(linear_spec, scheme, m, activations=activations))
+    return replace(found, reason=found.reason.removeprefix("down: "))
+
+
+def _candidate(name: str, make: Callable[[ModuleType], MoESpec | LinearSpec]) -> Candidate:
+    try:
+        spec = make(LAYOUTS[name])
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        return Candidate(name, None, str(error))
+    return Candidate(name, spec, refusal(spec))
+
+
+def refusal(spec: MoESpec | LinearSpec) -> str:
+    """Why the library of a layout's kernels does not run nodes with these attributes; "" when it does."""
+    name = spec.w2.layout if isinstance(spec, MoESpec) else spec.w.layout
+    if name == "marlin":
+        return cuda.refusal(spec)
+    layout = LAYOUTS[name]
+    moe = spec if isinstance(spec, MoESpec) else spec.moe
+    names = {"w13": "w13", "w2": "w2"} if isinstance(spec, MoESpec) else {"w": "w2"}
+    words = {name: layout.row_bytes(moe, projection) // 4 for name, projection in names.items()}
+    return native.refusal(spec, words)
+
+
+def _too_large(spec: MoESpec) -> str:
+    """Why TensorRT cannot hold the layer's tensors, for layout marlin; else ""."""
+    for projection in ("w13", "w2") if spec.w13.layout == "marlin" else ():
+        words = LAYOUTS[spec.w13.layout].row_bytes(spec, projection) // 4
+        if words * spec.num_experts > MAX_ELEMENTS:
+            return (
+                f"{projection} has {spec.num_experts} experts of {words} int32 words, more than TensorRT's 2^31 "
+                f"elements, in which {MAX_ELEMENTS // words} experts would fit"
+            )
+    return ""
+
+
+def activation_format(scheme: Scheme, choice: str | None) -> str:
+    """The node's activation_format.
+
+    Args:
+        scheme: as the checkpoint says. choice: "int8" or "float", the user's for weights-only checkpoints;
+            None: as the checkpoint says.
+    """
+    wanted = scheme.activation_format
+    if choice == "float":
+        return "none"
+    whole = scheme.format in ("fp8_e4m3", "bf16", "f16")  # no integer product of these is exact
+    if wanted == "none" and choice == "int8" and not whole:
+        return "int8_token_asym"
+    return wanted
+
+
+def moe_spec(layer: MoELayer, expert: Expert, layout: ModuleType, activations: str | None) -> MoESpec:
+    """Attributes of the layer's node, if all its experts are like this one.
+
+    Raises:
+        ValueError: the layout does not carry the expert.
+    """
+    formats = (activation_format(scheme, activations) for scheme in (layer.scheme, layer.down_scheme))
+    w13, w2 = layout.describe(expert, *formats)
+    return MoESpec(
+        num_experts=layer.num_experts,
+        hidden_size=layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        w13=w13,
+        w2=w2,
+        activation=layer.activation,
+        gated=int(layer.gated),
+        swiglu_alpha=layer.swiglu_alpha,
+        swiglu_limit=layer.swiglu_limit,
+        apply_router_weight_on_input=int(layer.apply_router_weight_on_input),
+    )
+
+
+def layer_spec(layer: MoELayer, layout: ModuleType, activations: str | None, scales: str = "exact") -> MoESpec:
+    """Attributes of the layer's node, which carries all its experts.
+
+    Raises:
+        ValueError: the layout does not carry an expert, or experts differ in what a node has one of; names the modules.
+    """
+    outline, odd = layer.outline(), set(layer.odd())
+
+    def describe(e: int) -> MoESpec:
+        expert = scaled(outline.expert(e), scales)[0]
+        try:
+            return moe_spec(layer, expert, layout, activations)
+        except ValueError as error:
+            raise ValueError(f"{layer.name}.{e}: {error}") from None
+
+    spec = describe(0)
+    # Experts may differ in act-order: expert 0 may have none, nothing orders the inputs of one that no token reached.
+    # One whose tensors are not those of expert 0 is damaged or stored differently.
+    indexed = any("g_idx" in suffix for module in layer.tensors(0) for suffix in module)
+    for e in range(1, layer.num_experts):
+        if indexed or e in odd:
+            other = describe(e)
+            try:
+                w13, w2 = join((spec.w13, spec.w2), (other.w13, other.w2))
+            except ValueError:
+                raise ValueError(_difference(layer, e, spec, other)) from None
+            spec = replace(spec, w13=w13, w2=w2)
+    return spec
+
+
+def _difference(layer: MoELayer, e: int, first: MoESpec, other: MoESpec) -> str:
+    """What experts 0 and ``e`` differ in and must not."""
+
+    def unlike(a: Projection, b: Projection) -> list[str]:
+        pairs = {f.name: (getattr(b, f.name), getattr(a, f.name)) for f in fields(a) if f.name not in OPTIONAL}
+        return [f"{name} ({x} and {y})" for name, (x, y) in pairs.items() if x != y]
+
+    names, differences = layer.projections[:-1], unlike(first.w13, other.w13)
+    if not differences:
+        names, differences = layer.projections[-1:], unlike(first.w2, other.w2)
+    texts = [[f"{layer.name}.{i}.{name}", layer.format.scheme_of(f"{layer.name}.{i}.{name}").text]
+             for name in names for i in (e, 0)]  # fmt: skip
+    pairs = list(zip(texts[::2], texts[1::2], strict=True))
+    a, b = next((pair for pair in pairs if pair[0][1] != pair[1][1]), pairs[0])
+    return (
+        f"{a[0]} ({a[1]}) and {b[0]} ({b[1]}) differ in {', '.join(differences)}; "
+        "expected the same in all experts of a layer"
+    )
+
+
+def linear_spec(scheme: Scheme, m: QuantizedMatrix, layout: ModuleType, activations: str | None) -> LinearSpec:
+    """The same of a linear outside the experts."""
+    return LinearSpec(m.shape[1], m.shape[0], layout.describe_down(m, activation_format(scheme, activations)))
+
+
+def scaled(expert: Expert, scales: str) -> tuple[Expert, float]:
+    """The expert with its scales as asked for ("exact" or "bf16"), and the largest relative error that this made."""
+    found = [None if m is None else rounded(m, scales) for m in (expert.gate, expert.up, expert.down)]
+    return Expert(*(pair and pair[0] for pair in found)), max(pair[1] for pair in found if pair)  # type: ignore[arg-type]
+
+
+def rounded(m: QuantizedMatrix, scales: str) -> tuple[QuantizedMatrix, float]:
+    """The same of one matrix."""
+    if scales == "exact" or m.scales.dtype.itemsize == 1:
+        return m, 0.0
+    exact = m.scales.astype(np.float64)
+    rounded = exact.astype(ml_dtypes.bfloat16)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        error = float(np.nan_to_num(np.abs(rounded.astype(np.float64) - exact) / np.abs(exact)).max())
+    return dataclasses.replace(m, scales=rounded), error
