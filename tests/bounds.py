@@ -1,70 +1,62 @@
-"""How far a kernel may be from the float64 reference."""
+"""How far kernels and custom_ops/reference.py may be from tests/arithmetic.py, and so from each other."""
 
 from __future__ import annotations
 
-import dataclasses
+from typing import Any
 
-import ml_dtypes
 import numpy as np
-from cases import Layer
+from arithmetic import Weights, assert_within, exactly, quant_linear, quant_moe
 
 from quantmoe.custom_ops import reference
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.op import MoESpec, Projection
 
 
-def widest_step(activation_format: str) -> float:
-    """The largest distance of two values of the format over the largest of them."""
-    if activation_format.startswith("int8"):
-        return 1 / 127
-    return 32 / 448 if "fp8" in activation_format else 2 / 6
+def weights(m: QuantizedMatrix, p: Projection) -> Weights:
+    """The matrix of a node whose projection is ``p``."""
+    integer = m.kind in ("int4", "int8")
+    values, scales = m.values(), np.repeat(m.scales.astype(np.float64), m.block_n, axis=0)[: len(m.codes)]
+    multiplier = np.full(len(values), np.float32(m.global_scale or 1), np.float64)
+    if m.kind in ("mxfp4", "nvfp4"):
+        values, multiplier = values * 2, multiplier / 2
+    if m.kind == "fp8_e4m3":
+        values, multiplier = values / 256, multiplier * 256
+    if m.scale_type == "e4m3":
+        scales, multiplier = scales / 256, multiplier * 256
+    return Weights(
+        m.kind,
+        m.group_size,
+        bool(p.zero_points),
+        values,
+        scales,
+        None if integer else multiplier,
+        np.zeros(len(values)) if m.bias is None else m.bias.astype(np.float64),
+        perm=np.arange(values.shape[1]) if p.perm and m.perm is None else m.perm,
+        pre_scale=m.pre_scale,
+        stored=float(np.float32(m.input_scale or 0)),
+    )
 
 
-def tolerance(layer: Layer, hidden: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Bound [T, 1] on |kernel - reference|.
+def check(layer: Any, tokens: tuple[np.ndarray, np.ndarray, np.ndarray], got: np.ndarray) -> None:
+    """Kernel and reference.quant_moe are both where tests/arithmetic.py says that they may be.
 
-    f32 sums of K terms err by at most K * 2^-24 of the sum of magnitudes, and in the mean by its square root; 2^-18 of
-    the magnitudes covers the sizes here. A quantized h may also round the other way where f32 and f64 straddle a half
-    (probability about 1e-4 an element): three such steps are allowed a pair.
+    Args:
+        layer: has ``spec`` and ``experts``. tokens: hidden_states, topk_ids and topk_weights. got: [T, H].
     """
-    spec = layer.spec
-    out = np.zeros((len(hidden), 1))
-    for i, expert in enumerate(layer.experts):
-        for t, j in zip(*np.nonzero(ids == spec.expert_offset + i), strict=True):
-            x = hidden[t : t + 1].astype(np.float32) * (weights[t, j] if spec.apply_router_weight_on_input else 1)
-            w = 1.0 if spec.apply_router_weight_on_input else abs(weights[t, j])
-            if not np.isfinite(x).all():
-                continue
+    spec: MoESpec = layer.spec
 
-            def size(m, x=x):
-                return np.abs(x) @ np.abs(m.dequantize()).T + (0 if m.bias is None else np.abs(m.bias))
+    def matrices(e: Expert) -> tuple[Weights | None, Weights, Weights]:
+        gate = None if e.gate is None else weights(e.gate, spec.w13)
+        return gate, weights(e.up, spec.w13), weights(e.down, spec.w2)
 
-            up = size(expert.up)
-            gate = np.ones_like(up) if expert.gate is None else size(expert.gate)
-            bound = np.minimum(gate, 1e30) * (up + 1) if spec.activation != "relu2" else gate**2 * up + up**2
-            exact = reference.activate(
-                spec,
-                None if expert.gate is None else reference.linear(x, expert.gate, spec.w13.activation_format),
-                reference.linear(x, expert.up, spec.w13.activation_format),
-            )
-            w2 = np.abs(expert.down.dequantize())
-            error = 2.0**-18 * (bound @ w2.T + np.abs(exact) @ w2.T).max()
-            if spec.w2.activation_format != "none":
-                scaled = exact if expert.down.pre_scale is None else exact * expert.down.pre_scale
-                weight = np.abs(dataclasses.replace(expert.down, pre_scale=None).dequantize()).max()
-                error += 3 * np.ptp(np.append(scaled, 0)) * widest_step(spec.w2.activation_format) * weight
-            out[t] += w * (error + 2.0**-18 * (0 if expert.down.bias is None else np.abs(expert.down.bias).max()))
-    return out
+    want = quant_moe(spec, [matrices(e) for e in layer.experts], *tokens)
+    assert_within(reference.quant_moe(spec, layer.experts, *tokens), want)
+    assert_within(got, want)
 
 
-def check(layer: Layer, tokens: tuple, got: np.ndarray) -> None:
-    want = reference.quant_moe(layer.spec, layer.experts, *tokens)
-    finite = np.isfinite(want).all(1)
-    assert np.isnan(got[~finite].astype(np.float64)).all()
-    error = np.abs(got[finite].astype(np.float64) - want[finite])
-    bound = tolerance(layer, *tokens)[finite] + np.abs(want[finite]) * np.float64(
-        {np.dtype(np.float32): 2.0**-23, np.dtype(np.float16): 2.0**-11, np.dtype(ml_dtypes.bfloat16): 2.0**-8}[
-            got.dtype
-        ]
-    )
-    assert (error <= bound).all(), (
-        f"error {error.max():.3g}, {np.max(error / np.maximum(bound, 1e-30)):.3g} of the bound"
-    )
+def check_linear(x: np.ndarray, m: QuantizedMatrix, p: Projection, got: np.ndarray) -> None:
+    """The same for QuantLinear: x [T, K], got [T, N]."""
+    want = quant_linear(exactly(x), weights(m, p), p.activation_format)
+    assert_within(reference.linear(x, m, p.activation_format), want)
+    assert_within(got, want)

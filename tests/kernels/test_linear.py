@@ -7,13 +7,13 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
+from bounds import check_linear
 from cases import FLOAT_ACTIVATIONS, Case
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec
-from quantmoe.custom_ops.reference import linear
 
 LAYOUT = LAYOUTS["cpu_panel"]
 CASES = [
@@ -59,11 +59,8 @@ def build(case: Case) -> tuple[QuantizedMatrix, LinearSpec, np.ndarray]:
 def test_the_reference(case: Case, rows: int) -> None:
     m, spec, w = build(case)
     x = np.random.default_rng(1).normal(0, 1, (rows, case.intermediate)).astype(np.float32)
-    want = linear(x, m, case.activation_format)
     found = native.NativeLinear(spec, w)(x)
-    # K products, each rounded once to f32
-    bound = 2**-23 * (case.intermediate + 8) * (np.abs(x) @ np.abs(m.dequantize()).T).max()
-    np.testing.assert_allclose(found, want, rtol=0, atol=bound)
+    check_linear(x, m, spec.w, found)
     np.testing.assert_array_equal(native.NativeLinear(spec, w)(x, lanes=2), found)
 
 

@@ -1,0 +1,480 @@
+"""Section 4 of FORMAT.md in float64, with a bound on how far the float32 of a kernel may be from it.
+
+Written from FORMAT.md and op.def alone. Value and error go through a layer together. The error of every operation is
+counted where it is done (Higham, Accuracy and Stability of Numerical Algorithms, 3.3: a running error bound), so that
+cancellation and the size of the terms count and no factor is chosen. u = 2^-24 is half an ulp of 1 and TINY half the
+smallest subnormal number: one operation errs by at most u |result| + TINY. Bounds are of first order; SECOND is what
+products of errors add, for sums of up to 2^14 terms.
+
+Activations that are rounded again (h) are known up to an error, so where one lies next to the middle of two codes, or
+its group's largest value next to another scale, either is right. quantize() says which values each element may take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from quantmoe.custom_ops.op import MoESpec
+
+U, TINY, SECOND = 2.0**-24, 2.0**-150, 1 + 2.0**-10
+LARGEST = float(np.finfo(np.float32).max)
+
+#: float activations: bits after the point, smallest exponent, largest value, features of a group (0: the row)
+FLOATS = {
+    "fp8_token": (3, -6, 448.0, 0),
+    "fp8_tensor": (3, -6, 448.0, 0),
+    "fp8_group128": (3, -6, 448.0, 128),
+    "mxfp8": (3, -6, 448.0, 32),
+    "mxfp4": (1, 0, 6.0, 32),
+    "nvfp4": (1, 0, 6.0, 16),
+}
+
+# elementwise.h's exp is within 4u of the truth; so sigmoid, and z * sigmoid, within 4u, a sum and a quotient; 1 + erf
+# and 1 + tanh absolutely within 8u. Largest found on a grid of 2.5 million points: 3.9u, 5.0u, 7.0u and 3.7u.
+SIGMOID, ONE_PLUS = 6 * U, 8 * U
+#: exponents are clamped to 88, so a sigmoid is at least this
+SMALLEST_SIGMOID = math.exp(-88)
+#: where z * sigmoid(z), gelu and gelu_tanh are smallest
+TURNING = {"silu": -1.27846454, "swiglu_step": -1.27846454, "gelu": -0.75179159, "gelu_tanh": -0.75246137}
+
+
+class Span(NamedTuple):
+    """float64 values, and how far those of a kernel may be from them; infinite where nothing is known."""
+
+    value: np.ndarray
+    error: np.ndarray
+
+
+class Range(NamedTuple):
+    low: np.ndarray
+    high: np.ndarray
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One matrix in the units of FORMAT.md 2.3 to 2.8. N rows, K columns as packed, G groups of them.
+
+    Attributes:
+        format, group_size: the node's.
+        zero_points: whether some are stored.
+        values: float64 [N, K], what the codes are multiplied as.
+        scales: float64 [N, G]; channelwise int4's are not divided by 16.
+        multiplier: float64 [N]; None for integers.
+        bias: float64 [N].
+        perm: [K], column j takes feature perm[j]; None when the node has none.
+        pre_scale: float32 [K] by feature; or None.
+        stored: the input scale; 0 when there is none.
+    """
+
+    format: str
+    group_size: int
+    zero_points: bool
+    values: np.ndarray
+    scales: np.ndarray
+    multiplier: np.ndarray | None
+    bias: np.ndarray
+    perm: np.ndarray | None = None
+    pre_scale: np.ndarray | None = None
+    stored: float = 0.0
+
+    @property
+    def group(self) -> int:
+        return self.values.shape[1] if self.group_size == -1 else self.group_size
+
+    @property
+    def plain(self) -> bool:
+        """Panels of 2.1 to 2.5."""
+        return self.format in ("int4", "int8") and not self.zero_points and self.group_size != 16
+
+    @property
+    def channelwise(self) -> bool:
+        """One int32 sum a row (4.2)."""
+        return self.plain and self.group_size == -1
+
+    def dequantized(self) -> np.ndarray:
+        """float64 [N, K]."""
+        w = self.values * np.repeat(self.scales, self.group, axis=1)[:, : self.values.shape[1]]
+        return w if self.multiplier is None else w * self.multiplier[:, None]
+
+    def row_sums(self) -> Span:
+        """value * scale [N] added up as 2.4 and 2.7 say: exact where channelwise, else pieces in float32."""
+        if self.channelwise:
+            return Span(self.values.sum(1) * self.scales[:, 0], np.zeros(len(self.values)))
+        n, k = self.values.shape
+        padded = np.zeros((n, self.scales.shape[1] * self.group))
+        padded[:, :k] = self.values
+        if self.plain and self.format == "int4":
+            pieces = padded.reshape(n, -1, 2, 2, 8).sum((2, 4)).reshape(n, -1)
+        else:
+            pieces = padded.reshape(n, -1, 8 if self.plain else self.group).sum(2)
+        terms = pieces * np.repeat(self.scales, pieces.shape[1] // self.scales.shape[1], axis=1)
+        sums = terms.cumsum(1)
+        return Span(sums[:, -1], U * (np.abs(terms) + np.abs(sums)).sum(1) + 2 * TINY * pieces.shape[1])
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Activations as a product takes them: (value + shift) are the codes, or the rounded floats, each times ``step``.
+
+    Attributes:
+        value: float64 [P, K]; NaN in rows that are not finite.
+        spread: float64 [P, K], how far another rounding of the same activations may be, in units of ``step``.
+        shift, step: float64 [P, 1].
+        integers: products of a group are exact.
+    """
+
+    value: np.ndarray
+    spread: np.ndarray
+    shift: np.ndarray | float = 0.0
+    step: np.ndarray | float = 1.0
+    integers: bool = False
+
+
+def minifloat(x: np.ndarray, activation_format: str) -> np.ndarray:
+    """x to the nearest number of the format, ties to the even code, after clamping."""
+    bits, smallest, largest, _ = FLOATS[activation_format]
+    x = np.clip(x, -largest, largest)
+    spacing = np.ldexp(np.ones_like(x), np.maximum(np.frexp(x)[1] - 1, smallest) - bits)
+    return np.rint(x / spacing) * spacing
+
+
+def steps(m: np.ndarray, activation_format: str, stored: float) -> np.ndarray:
+    """4.1's step, in float32, of groups (or rows) whose largest magnitude is m."""
+    m, scale = m.astype(np.float32), np.float32(stored)
+    if activation_format == "fp8_tensor" and stored:
+        return np.full_like(m, scale)
+    if activation_format == "nvfp4":
+        return minifloat(m / np.float32(6) / scale, "fp8_token") * scale
+    if activation_format in ("mxfp8", "mxfp4"):
+        e = ((m.view(np.uint32) + np.uint32(1 << 21)) >> np.uint32(23)).astype(np.int32) - 127
+        return np.ldexp(np.float32(1), np.maximum(e - (8 if activation_format == "mxfp8" else 2), -127))
+    step = m / np.float32(127.5 if activation_format == "int8_token" else 448)
+    return np.where(step > 0, step, np.float32(1))
+
+
+def asymmetric(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int8_token_asym's s and zero point (not yet rounded), in the type of low and high: 4.1."""
+    one = low.dtype.type
+    s = np.where(high == low, one(1), one(255) / (high - low))
+    a, b = low * s, high * s
+    z = np.where((one(-128) + a) + (one(127) + b) > 0, one(-128) - a, one(127) - b)
+    return s, np.clip(z, one(-128), one(127))
+
+
+def _product_of_ranges(low: np.ndarray, high: np.ndarray, least: np.ndarray, most: np.ndarray) -> Range:
+    """[low, high] times the positive [least, most]."""
+    return Range(np.where(low < 0, low * most, low * least), np.where(high < 0, high * least, high * most))
+
+
+def quantize(x: Span, activation_format: str, stored: float, integer_products: bool = False) -> Rounded:
+    """x [P, K] in an activation format; its values are float32 (an error of zero) or stand for float32 near them.
+
+    Args:
+        integer_products: the nvfp4 product whose codes and steps stay apart (4.2).
+    """
+    nominal, exact = x.value.astype(np.float32), not x.error.any()
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        finite = np.isfinite(nominal).all(1, keepdims=True)
+        if activation_format == "int8_token_asym":
+            finite &= np.isfinite(np.ptp(nominal, axis=1, keepdims=True) if nominal.size else finite)
+        value, error = np.where(finite, x.value, 0), np.where(finite, x.error, 0)
+        # A row that may overflow is rounded nobody knows how; so are those that share its scale.
+        unknown = ~(np.abs(value).max(1, keepdims=True) + error.max(1, keepdims=True) < LARGEST / 2) & (not exact)
+        if activation_format == "fp8_tensor" and not stored:
+            unknown |= unknown.any()
+        known, nominal = Span(value, np.where(unknown, 0, error)), np.where(finite, nominal, np.float32(0))
+        if activation_format == "none" or not len(value):
+            found = Rounded(value, known.error)
+        elif activation_format.startswith("int8"):
+            found = _integers(nominal, known, activation_format, exact)
+        else:
+            found = _floats(nominal, known, activation_format, stored, integer_products, exact)
+    return dataclasses.replace(
+        found, value=np.where(finite, found.value, np.nan), spread=np.where(unknown, np.inf, found.spread)
+    )
+
+
+def _integers(nominal: np.ndarray, x: Span, activation_format: str, exact: bool) -> Rounded:
+    zero = np.zeros((len(nominal), 1))
+    begin, end = nominal.min(1, keepdims=True, initial=0), nominal.max(1, keepdims=True, initial=0)
+    if activation_format == "int8_token":
+        step = steps(np.maximum(-begin, end), activation_format, 0)
+        value = np.clip(np.rint(nominal / step), -128, 127).astype(np.float64)
+    else:
+        s, z = asymmetric(begin, end)
+        normal = np.isfinite(s)
+        s, zero = np.where(normal, s, np.float32(0)), np.where(normal, np.rint(z), 0).astype(np.float64)
+        step = np.where(normal, np.float32(1) / s, np.float32(1))
+        value = np.clip(np.rint(nominal * s) + zero, -128, 127).astype(np.float64) - zero
+    step = step.astype(np.float64)
+    if exact:
+        return Rounded(value, np.zeros_like(value), zero, step, integers=True)
+
+    low, high = x.value - x.error, x.value + x.error
+    zeros = zero, zero
+    if activation_format == "int8_token":
+        smallest = _down(_least_magnitude(x).max(1, keepdims=True))
+        largest = _up((np.abs(x.value) + x.error).max(1, keepdims=True))
+        least, most = (steps(m, activation_format, 0).astype(np.float64) for m in (smallest, largest))
+        lost = smallest == 0
+    else:
+        begins, ends = ([f(a, axis=1, keepdims=True, initial=0) for a in (low, high)] for f in (np.min, np.max))
+        s_at, z_at = (np.array(a) for a in zip(*(asymmetric(b, e) for b in begins for e in ends), strict=True))
+        # The numbers below 256 that make z are each rounded to 2^-17, and so is the product with s.
+        zeros = (np.minimum(np.rint(z_at.min(0) - 2.0**-14), zero), np.maximum(np.rint(z_at.max(0) + 2.0**-14), zero))
+        least, most = (1 - 4 * U) / s_at.max(0), (1 + 4 * U) / s_at.min(0)
+        lost = (begins[1] == ends[0]) | ~(s_at < LARGEST / 2).all(0)
+    least, most = (np.where(lost, 1, a) for a in (least, most))
+    codes = _product_of_ranges(low, high, (1 - 4 * U) / most, (1 + 4 * U) / least)
+    codes = Range(*(np.clip(np.rint(c), -128 - zeros[1], 127 - zeros[0]) for c in codes))
+    spread = _spread(value * step, x, _product_of_ranges(*codes, least, most), lost)
+    return Rounded(value, spread / step, zero, step, integers=True)
+
+
+def _floats(
+    nominal: np.ndarray, x: Span, activation_format: str, stored: float, integer_products: bool, exact: bool
+) -> Rounded:
+    p, k = nominal.shape
+    group = FLOATS[activation_format][3] or k
+
+    def largest_of_groups(magnitudes: np.ndarray) -> np.ndarray:
+        padded = np.zeros((p, -(-k // group), group), magnitudes.dtype)
+        padded.reshape(p, -1)[:, :k] = magnitudes
+        largest = padded.max(2)
+        return np.full_like(largest, largest.max()) if activation_format == "fp8_tensor" else largest
+
+    def step_of(m: np.ndarray) -> np.ndarray:
+        return np.repeat(steps(m, activation_format, stored), group, axis=1)[:, :k]
+
+    step = step_of(largest_of_groups(np.abs(nominal)))
+    codes = np.where(step == 0, 0, minifloat(nominal / step, activation_format))
+    value = (codes * step.astype(np.float64 if integer_products else np.float32)).astype(np.float64)
+    if exact:
+        return Rounded(value, np.zeros_like(value), integers=integer_products)
+
+    smallest = _down(largest_of_groups(_least_magnitude(x)))
+    least, most = step_of(smallest), step_of(_up(largest_of_groups(np.abs(x.value) + x.error)))
+    nothing = np.repeat(smallest == 0, group, axis=1)[:, :k]
+    lost = (least == 0) | (nothing & (least != most))
+    least, most = (np.where(lost, 1, a).astype(np.float64) for a in (least, most))
+    ratios = _product_of_ranges(x.value - x.error, x.value + x.error, (1 - 2 * U) / most, (1 + 2 * U) / least)
+    codes = Range(*(minifloat(r, activation_format) for r in ratios))
+    ends = _product_of_ranges(*codes, least * (1 - U), most * (1 + U))
+    return Rounded(value, _spread(value, x, ends, lost), integers=integer_products)
+
+
+def _spread(value: np.ndarray, x: Span, ends: Range, lost: np.ndarray) -> np.ndarray:
+    """How far what x rounds to may be from ``value``, when it is in ``ends``, or not known because the step is not.
+
+    Rounding to nearest never more than doubles a number.
+    """
+    reach = (2 + 2.0**-20) * (np.abs(x.value) + x.error)
+    low, high = (
+        np.where(lost, sign * reach, np.clip(end, -reach, reach)) for sign, end in zip((-1, 1), ends, strict=True)
+    )
+    return np.maximum(high - value, value - low).clip(0)
+
+
+def _least_magnitude(x: Span) -> np.ndarray:
+    return np.maximum(np.abs(x.value) - x.error, 0)
+
+
+def _up(x: np.ndarray) -> np.ndarray:
+    return np.nextafter(x.astype(np.float32), np.float32(np.inf))
+
+
+def _down(x: np.ndarray) -> np.ndarray:
+    return np.maximum(np.nextafter(x.astype(np.float32), np.float32(-np.inf)), np.float32(0))
+
+
+def product(x: Rounded, w: Weights) -> Span:
+    """x w^T + bias as 4.2 has it: [P, N]."""
+    p, (n, k) = len(x.value), w.values.shape
+    value, spread = (a if w.perm is None else a[:, w.perm] for a in (x.value, x.spread))
+    dense = np.abs(w.dequantized())
+    columns = value + x.shift
+    acc, error, largest = (np.zeros((p, n)) for _ in range(3))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for g, scale in enumerate(w.scales.T):
+            part = slice(g * w.group, (g + 1) * w.group)
+            dot, inner, reach = _dot(columns[:, part], w.values[:, part], x.integers)
+            acc = acc + dot * scale
+            error = error + np.abs(scale) * inner + U * np.abs(acc) + TINY
+            largest = np.maximum(np.maximum(largest, reach), np.abs(acc))
+        if np.any(x.shift):
+            sums = w.row_sums()
+            acc = acc - x.shift * sums.value
+            error = error + np.abs(x.shift) * sums.error + U * np.abs(acc) + TINY
+            largest = np.maximum(largest, np.abs(x.shift * sums.value))
+        exact = x.integers and w.channelwise  # one int32, then float()
+        if exact:
+            error = U * np.abs(acc)
+        if w.multiplier is not None:
+            acc = acc * w.multiplier
+            error = error * np.abs(w.multiplier) + U * np.abs(acc) + TINY
+        y = acc * x.step
+        if np.any(x.step != 1):
+            error = error * x.step + 2 * U * np.abs(y) + TINY * (1 + 16 * largest * exact)  # scale * step may underflow
+        y = y + w.bias
+        error = error + U * np.abs(y)
+        # The float64 sums here, and other roundings of x.
+        slack = 2.0**-53 * (k + 8) * np.abs(columns) + np.where(np.isfinite(spread), spread, 0)
+        error = (error + (slack * x.step) @ dense.T) * SECOND
+        lost = (
+            (~np.isfinite(spread)).any(1, keepdims=True) | (largest > LARGEST / 2) | (np.abs(y) + error > LARGEST / 2)
+        )
+        return Span(y, np.where(lost, np.inf, error))
+
+
+def _dot(x: np.ndarray, values: np.ndarray, integers: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x [P, g] times values [N, g]: the sums, the error of each in float32, and the largest number on the way."""
+    if integers or not len(x):
+        dot = x @ values.T
+        return dot, np.where(np.abs(dot) > 2.0**24, U, 0) * np.abs(dot), np.abs(dot)
+    parts = []
+    for rows in np.array_split(x, -(-len(x) // 16)):
+        partial = np.cumsum(rows.T[:, :, None] * values.T[:, None, :], axis=0)
+        last = partial[-1].copy()
+        np.abs(partial, out=partial)
+        parts.append((last, U * partial.sum(0) + TINY * len(partial), partial.max(0)))
+    return tuple(np.concatenate(part) for part in zip(*parts, strict=True))  # type: ignore[return-value]
+
+
+def activate(spec: MoESpec, gate: Span | None, up: Span) -> Span:
+    """h of op.def's activation function; its own rounding as elementwise.h computes it."""
+    z = up if gate is None else gate
+    limit, alpha = (float(np.float32(a)) for a in (spec.swiglu_limit, spec.swiglu_alpha))
+
+    def f(z: np.ndarray) -> np.ndarray:
+        match spec.activation:
+            case "silu":
+                return z * _sigmoid(z)
+            case "gelu":
+                return z / 2 * _ERFC(-z / math.sqrt(2)).astype(np.float64)
+            case "gelu_tanh":
+                return z / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+            case "relu2":
+                return np.maximum(z, 0) ** 2
+            case "swiglu_oai":
+                return np.minimum(z, limit) * _sigmoid(alpha * np.minimum(z, limit))
+            case "swiglu_step":
+                return np.minimum(z * _sigmoid(z), limit)
+        raise ValueError(spec.activation)
+
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        turning = TURNING["silu"] / alpha if spec.activation == "swiglu_oai" else TURNING.get(spec.activation, 0.0)
+        error = np.where(np.isfinite(z.error), z.error, 0)
+        ends = [z.value - error, z.value + error]
+        a = f(z.value)
+        around = np.max([np.abs(f(at) - a) for at in (*ends, np.clip(turning, *ends))], axis=0)
+        if spec.activation.startswith("gelu"):
+            around += np.abs(z.value) / 2 * ONE_PLUS + 2 * U * np.abs(a)
+        elif spec.activation == "relu2":
+            around += U * a
+        else:
+            z_limited = np.abs(np.minimum(z.value, limit)) if spec.activation == "swiglu_oai" else np.abs(z.value)
+            argument = abs(alpha) * z_limited * U if spec.activation == "swiglu_oai" else 0
+            around += (SIGMOID + argument + U) * np.abs(a) + z_limited * SMALLEST_SIGMOID
+        b, b_error = np.float64(1), np.float64(0)
+        if gate is not None:
+            b, b_error = up.value, np.where(np.isfinite(up.error), up.error, 0)
+            if spec.activation.startswith("swiglu"):
+                b = np.clip(b, -limit, limit)
+            if spec.activation == "swiglu_oai":
+                b = b + 1
+                b_error = b_error + U * np.abs(b)
+        h = a * b
+        error = (around * (np.abs(b) + b_error) + np.abs(a) * b_error + U * np.abs(h)) * SECOND + 4 * TINY
+        unknown = ~(np.isfinite(up.error) & np.isfinite(z.error))
+        near = np.abs(h) + error > LARGEST / 2
+        certain = np.abs(h) - error > LARGEST * 2
+        h = np.where(certain & ~unknown, np.inf, h)
+        return Span(h, np.where(unknown | (near & ~certain), np.inf, np.where(certain, 0, error)))
+
+
+_ERFC = np.frompyfunc(math.erfc, 1, 1)
+
+
+def _sigmoid(z: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-z))
+
+
+def quant_linear(x: Span, w: Weights, activation_format: str) -> Span:
+    """QuantLinear, or one matrix of a layer: x [P, K] by feature -> [P, N]."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if w.pre_scale is not None:
+            if x.error.any():
+                scaled = x.value * w.pre_scale
+                x = Span(scaled, x.error * np.abs(w.pre_scale) + U * np.abs(scaled) + TINY)
+            else:
+                x = Span((x.value.astype(np.float32) * w.pre_scale).astype(np.float64), x.error)
+    apart = activation_format == w.format == "nvfp4" and w.group_size == 16 and w.perm is None
+    return product(quantize(x, activation_format, w.stored, apart), w)
+
+
+def quant_moe(
+    spec: MoESpec,
+    experts: Sequence[tuple[Weights | None, Weights, Weights]],
+    hidden: np.ndarray,
+    topk_ids: np.ndarray,
+    topk_weights: np.ndarray,
+) -> Span:
+    """QuantMoE: [T, H]. experts: gate, up and down of id expert_offset, expert_offset + 1, ..."""
+    x = hidden.astype(np.float32)
+    weights = topk_weights.astype(np.float32)
+    out, error = np.zeros(x.shape), np.zeros(x.shape)
+    on_input = bool(spec.apply_router_weight_on_input)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for i, (gate, up, down) in enumerate(experts):
+            slots, tokens = np.nonzero(np.transpose(topk_ids) == spec.expert_offset + i)
+            if not len(tokens):
+                continue
+            w = weights[tokens, slots][:, None]
+            given = exactly(x[tokens] * w if on_input else x[tokens])
+            sides = [None if m is None else quant_linear(given, m, spec.w13.activation_format) for m in (gate, up)]
+            y = quant_linear(activate(spec, *sides), down, spec.w2.activation_format)
+            if not on_input:  # an infinite weight of what may be zero: nobody knows
+                y = Span(
+                    np.where(np.isinf(w), 0, y.value * w.astype(np.float64)),
+                    np.where(np.isinf(w), np.inf, np.abs(w) * y.error),
+                )
+            for slot in np.unique(slots):  # ascending; a token is there once in each
+                at, of = tokens[slots == slot], slots == slot
+                out[at] += y.value[of]
+                error[at] += y.error[of] + U * np.abs(out[at]) + TINY
+        error = np.where(np.abs(out) + error > LARGEST / 2, np.inf, error * SECOND)
+    out[~np.isfinite(x).all(1)] = np.nan
+    return Span(out, error)
+
+
+def outside(found: np.ndarray, want: Span) -> np.ndarray:
+    """Which of ``found``, in its float type, no value within the bound rounds to. NaN stands for itself."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        known = np.isfinite(want.error) & np.isfinite(want.value)
+        error = np.where(known, want.error, 0)
+        low = np.nextafter((want.value - error).astype(np.float32), np.float32(-np.inf)).astype(found.dtype)
+        high = np.nextafter((want.value + error).astype(np.float32), np.float32(np.inf)).astype(found.dtype)
+        got = found.astype(np.float64)
+        wrong = known & ~((low.astype(np.float64) <= got) & (got <= high.astype(np.float64)))
+        return wrong | (np.isnan(want.value) & ~np.isnan(got))
+
+
+def exactly(x: np.ndarray) -> Span:
+    """Inputs, of any float type."""
+    return Span(x.astype(np.float64), np.zeros(x.shape))
+
+
+def assert_within(found: np.ndarray, want: Span) -> None:
+    wrong = outside(found, want)
+    if wrong.any():
+        at = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise AssertionError(
+            f"{wrong.sum()} of {wrong.size} values out of bounds, the first at {at}: {found[at]}, expected "
+            f"{want.value[at]:.9g} +- {want.error[at]:.3g}"
+        )
