@@ -17,8 +17,8 @@ PYTEST := python -m pytest -n 2 --dist loadfile -m "not long"
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 export CXX := $(or $(CLANG),c++)
 
-.PHONY: venv clang build cuda demo test test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm bench lint format samples \
-  wheel clean
+.PHONY: venv clang build cuda demo test test-random test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm bench lint \
+  format samples wheel clean
 
 venv: $(VENV)/installed
 $(VENV)/installed: pyproject.toml
@@ -41,6 +41,14 @@ demo: venv
 
 test: build
 	$(PYTEST)
+
+# Random nodes for SECONDS on every CPU kernel of this machine, against a reference written from FORMAT.md alone; NODE=i runs one that
+# failed. NumPy in one thread, as the matrices are small.
+SECONDS ?= 30
+SEED ?= 0
+test-random: build
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PYTHONPATH=tests python tests/random/run.py --seconds $(SECONDS) --seed $(SEED) \
+	  $(if $(NODE),--node $(NODE))
 
 test-long: build
 	python -m pytest -m long

@@ -1,0 +1,87 @@
+"""`make test-random`, a stage of CI, notices what it is for: other weights, row sums that are wrong, other routes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import reference
+import run
+from arithmetic import Weights
+from cases import Case
+
+from quantmoe.custom_ops import native
+from quantmoe.custom_ops.op import RoutingSpec, enum
+
+ROUTERS = [
+    RoutingSpec(32, 4, method, renormalize, n_group, n_group // 2 or 1, 2.5)
+    for method in enum("routing_method")
+    for renormalize in (0, 1)
+    for n_group in (1, 4)
+]
+
+
+def larger(m: Weights) -> Weights:
+    return dataclasses.replace(m, values=m.values * (1 + 2.0**-10))
+
+
+def assert_noticed(kind: str) -> None:
+    """Most nodes fail; not those whose ids are all -1, or whose tokens are all NaN or zero."""
+    drawn = (run.draw_node(3, i) for i in range(100))
+    found = [n for n in drawn if n.label.startswith(kind) and n.text.endswith("float32") and "T 0" not in n.text]
+    unnoticed = []
+    for node in found:
+        try:
+            node.check()
+            unnoticed.append(node.text)
+        except AssertionError as error:
+            if "out of bounds" not in str(error):
+                raise
+    assert len(unnoticed) < len(found) / 4, unnoticed
+
+
+def test_linears_of_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = reference.linear
+    monkeypatch.setattr(reference, "linear", lambda spec, w: larger(decode(spec, w)))
+    assert_noticed("QuantLinear")
+
+
+def test_layers_of_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = reference.moe
+    monkeypatch.setattr(reference, "moe", lambda spec, *rows: [(g, u, larger(d)) for g, u, d in decode(spec, *rows)])
+    assert_noticed("QuantMoE")
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+@pytest.mark.parametrize("group_size", [-1, 32])
+def test_row_sums_that_are_not_those_of_the_codes(weights: str, group_size: int) -> None:
+    layer = Case(weights=(weights, "bf16", False), group_size=group_size).build()
+    reference.moe(layer.spec, layer.w13, layer.w2)
+    changed = layer.w2.copy()
+    changed[0, 2] ^= 0x40  # a code
+    with pytest.raises(AssertionError, match="row sums"):
+        reference.moe(layer.spec, layer.w13, changed)
+    with pytest.raises(AssertionError, match=r"FORMAT\.md gives"):
+        reference.moe(layer.spec, layer.w13, np.pad(layer.w2, ((0, 0), (0, 64))))
+
+
+@pytest.mark.parametrize("spec", ROUTERS, ids=str)
+def test_other_routes(spec: RoutingSpec) -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 1, (6, spec.num_experts)).astype(np.float32)
+    bias = rng.uniform(0, 0.1, spec.num_experts).astype(np.float32)
+    ids, weights = native.route(spec, logits, bias)
+    reference.check_routing(spec, logits, bias, ids, weights)
+
+    def refused(ids: np.ndarray, weights: np.ndarray, match: str) -> None:
+        with pytest.raises(AssertionError, match=match):
+            reference.check_routing(spec, logits, bias, ids, weights)
+
+    refused(ids, weights * np.float32(1 + 2.0**-18), "out of bounds")
+    refused(ids[:, [1, 0, 2, 3]], weights[:, [1, 0, 2, 3]], "descending")
+    refused(np.where(ids == ids[:, :1], ids[:, 1:2], ids), weights, "not different")
+    for other in set(range(spec.num_experts)) - set(ids[0].tolist()):
+        changed = ids.copy()
+        changed[0, -1] = other
+        refused(changed, weights, "lack better ones|groups that are not kept")
