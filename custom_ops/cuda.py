@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,7 +26,8 @@ SUPPORTED: dict[str, tuple[int | str, ...]] = {
     "zero_points": (0, 1),
     "activation_format": tuple(enum("activation_format")),
     "pre_scale": (0, 1),
-    "perm": (0, 1),
+    "perm": (0, 1),  # 2 as well of a gated w13
+    "bias": (0, 1),
 }
 ERROR_SIZE = 512
 PATHS = ("decode", "stream", "wgmma", "fp8")
@@ -147,13 +149,40 @@ def plan(problem: Problem | LinearProblem, device: Device = H200) -> Plan:
     return found
 
 
+def check_plan(problem: Problem | LinearProblem, plan: Plan) -> None:
+    """qm_cuda_check_plan and its like: pure, needs no GPU.
+
+    Raises:
+        ValueError: the plan names a kernel that the library does not have.
+    """
+    err = ctypes.create_string_buffer(ERROR_SIZE)
+    lib = library()
+    check = lib.qm_cuda_check_plan if isinstance(problem, Problem) else lib.qm_cuda_check_plan_linear
+    _check(check(ctypes.byref(problem), ctypes.byref(plan), err), err)
+
+
+def check_order(problem: Problem | LinearProblem, rows: torch.Tensor) -> None:
+    """qm_cuda_check_moe and its like: the act-orders in w13, or in a linear's w (CUDA tensors).
+
+    Raises:
+        ValueError: one does not have each feature once.
+    """
+    err = ctypes.create_string_buffer(ERROR_SIZE)
+    check = library().qm_cuda_check_moe if isinstance(problem, Problem) else library().qm_cuda_check_linear
+    _check(check(ctypes.byref(problem), _PTR(rows.data_ptr()), None, err), err)
+
+
 def refusal(spec: MoESpec | LinearSpec) -> str:
     """Why the kernels do not run nodes with these attributes; "" when they do. Needs neither the library nor a GPU."""
     if isinstance(spec, LinearSpec):
         if spec.in_features % 8:
             return f"in_features is {spec.in_features}; the CUDA kernels take multiples of 8"
         return _refusal("w", spec.w)
-    for prefix, projection in (("w13", spec.w13), ("w2", spec.w2)):
+    for name in ("gated", "apply_router_weight_on_input"):
+        if (value := getattr(spec, name)) not in (0, 1):
+            return f"{name} is {value}, expected 0 or 1"
+    w13 = replace(spec.w13, perm=1) if spec.gated and spec.w13.perm == 2 else spec.w13
+    for prefix, projection in (("w13", w13), ("w2", spec.w2)):
         if reason := _refusal(prefix, projection):
             return reason
     if spec.hidden_size % 8:

@@ -100,6 +100,9 @@ CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info) : C
   qm_cuda_plan plan;
   char error[QM_ERROR_SIZE];
   if (qm_cuda_plan_moe(&probe, &device_, &plan, error)) Fail(error);
+  Shape shape;
+  const void* w13 = Data(Weight(info, QuantMoE_w13, shape));
+  if (problem_.moe.w13.perm && qm_cuda_check_moe(&problem_, w13, nullptr, error)) Fail(error);
 }
 
 void CudaMoE::Run(OrtKernelContext* context) const {
@@ -136,6 +139,9 @@ class CudaLinear : public CudaKernel {
     qm_cuda_plan plan;
     char error[QM_ERROR_SIZE];
     if (qm_cuda_plan_linear(&probe, &device_, &plan, error)) Fail(error);
+    Shape shape;
+    const void* w = Data(Weight(info, QuantLinear_w, shape));
+    if (problem_.linear.w.perm && qm_cuda_check_linear(&problem_, w, nullptr, error)) Fail(error);
   }
   void Run(OrtKernelContext* context) const override;
 

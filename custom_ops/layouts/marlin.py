@@ -48,8 +48,6 @@ def _project(matrices: list[QuantizedMatrix], names: list[str], activation_forma
             )
         if (m.global_scale is not None) != (m.kind == "nvfp4"):
             raise ValueError(f"{name}: global_scale goes with nvfp4 and only with it, the format is {m.kind}")
-        if not same_order(m.perm, first.perm):
-            raise ValueError(f"{where} have different act-order permutations; layout marlin stores one for both")
         if activation_format in _INPUT_SCALE and m.input_scale != first.input_scale:
             raise ValueError(
                 f"{where} have different input scales, {first.input_scale} and {m.input_scale}; layout marlin "
@@ -67,9 +65,15 @@ def _project(matrices: list[QuantizedMatrix], names: list[str], activation_forma
         block_n=first.block_n,
         zero_points=int(any(m.zero_points is not None for m in matrices)),
         bias=int(any(m.bias is not None for m in matrices)),
-        perm=int(first.perm is not None),
+        perm=_orders(matrices),
         pre_scale=int(first.pre_scale is not None),
     )
+
+
+def _orders(matrices: list[QuantizedMatrix]) -> int:
+    """How many act-orders are stored: none, one, or gate's and up's."""
+    same = same_order(matrices[0].perm, matrices[-1].perm)
+    return 2 if not same else int(matrices[0].perm is not None)
 
 
 def describe(
@@ -113,15 +117,18 @@ class _Parts:
                 f"{projection}: layout {a.layout} version {a.layout_version}, expected {NAME} version {VERSION}: "
                 "export the model again"
             )
-        if a.format not in _BITS or not _supported_group(a.group_size) or not {a.perm, a.pre_scale} <= {0, 1}:
+        known = a.format in _BITS and _supported_group(a.group_size)
+        if not known or not 0 <= a.perm <= self.halves or a.pre_scale not in (0, 1):
             raise ValueError(
                 f"{projection}: format {a.format}, group_size {a.group_size}, perm {a.perm}, pre_scale {a.pre_scale}; "
-                f"layout marlin carries {', '.join(_BITS)}; -1, 16, 32 and multiples of 64; 0 and 1; 0 and 1"
+                f"layout marlin carries {', '.join(_BITS)}; -1, 16, 32 and multiples of 64; 0 to {self.halves}; 0 and 1"
             )
         self.bits = _BITS[a.format]
         self.panel_rows = 16 // self.halves
         self.panels = _ceil(self.N, self.panel_rows) // self.panel_rows
-        self.units = _ceil(self.K, _UNIT) // _UNIT
+        # Gate's columns, then up's, where each has an order of its own.
+        self.half = _ceil(self.K, max(a.group_size, _UNIT))
+        self.units = _ceil(2 * self.half if a.perm == 2 else self.K, _UNIT) // _UNIT
         block = self.units * _UNIT if a.group_size == -1 else max(a.group_size, _UNIT)
         self.blocks = -(-self.units * _UNIT // block)
         self.per_block = 1 if a.group_size == -1 else max(1, _UNIT // a.group_size)
@@ -132,7 +139,7 @@ class _Parts:
             "zero_points": scales * a.zero_points,
             "global_scale": 8 if a.format == "nvfp4" else 0,
             "bias": self.panels * 16 * 4 * a.bias,
-            "perm": self.K * 4 * a.perm,
+            "perm": self.K * 4 if a.perm == 1 else 2 * _ceil(self.K * 4, 64) * (a.perm == 2),
             "input_scale": 4 * (a.activation_format in _INPUT_SCALE),
             "pre_scale": self.K * 4 * a.pre_scale,
         }
@@ -169,8 +176,36 @@ class _Parts:
     def ungroup_panels(self, stored: np.ndarray) -> list[np.ndarray]:
         """Inverse of :meth:`group_panels`, [N, groups of K] each."""
         x = stored.reshape(self.panels, self.blocks, 8, self.per_block, 2).transpose(0, 4, 2, 1, 3)
-        groups = 1 if self.attributes.group_size == -1 else -(-self.K // self.attributes.group_size)
-        return [h[:, :groups] for h in self.from_panels(x.reshape(self.panels, 2, 8, -1))]
+        parts = self.from_panels(x.reshape(self.panels, 2, 8, -1))
+        return [part[:, self.groups(h)] for h, part in enumerate(parts)]
+
+    def columns(self, h: int) -> slice:
+        """Those of half ``h`` among the stored ones."""
+        at = h * self.half if self.attributes.perm == 2 else 0
+        return slice(at, at + self.K)
+
+    def groups(self, h: int) -> slice:
+        """The groups of :meth:`columns`."""
+        g, columns = self.attributes.group_size, self.columns(h)
+        return slice(0, 1) if g == -1 else slice(columns.start // g, -(-columns.stop // g))
+
+    def beside(self, m: QuantizedMatrix, h: int) -> QuantizedMatrix:
+        """Half ``h`` with as many columns as are stored, the other half's of value zero."""
+        groups = self.groups(h)
+        size = groups.stop if groups == slice(0, 1) else 2 * self.half // self.attributes.group_size
+
+        def wide(x: np.ndarray) -> np.ndarray:
+            out = np.zeros((len(x), size), x.dtype)
+            out[:, groups] = x
+            return out
+
+        zero_points = None if m.zero_points is None else wide(m.zero_points)
+        codes = np.full((self.N, 2 * self.half), SCHEMES[m.kind].zero, np.uint8)
+        found = replace(m, codes=codes, scales=wide(m.scales), zero_points=zero_points, perm=None, pre_scale=None)
+        if zero_points is not None:
+            codes[:] = found.expand(zero_points)
+        codes[:, self.columns(h)] = m.codes
+        return found
 
 
 def row_bytes(spec: MoESpec, projection: str) -> int:
@@ -211,6 +246,10 @@ def _pack_projection(matrices: list[QuantizedMatrix], parts: _Parts, row: np.nda
             raise ValueError(f"matrix is {list(m.shape)}, expected {[parts.N, parts.K]}")
     a = parts.attributes
     row[:] = 0
+    orders = [np.arange(parts.K) if m.perm is None else m.perm for m in matrices]
+    pre = matrices[0].pre_scale
+    if a.perm == 2:
+        matrices = [parts.beside(m, h) for h, m in enumerate(matrices)]
 
     def put(name: str, values: np.ndarray) -> None:
         row[parts.slices[name]] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
@@ -232,12 +271,12 @@ def _pack_projection(matrices: list[QuantizedMatrix], parts: _Parts, row: np.nda
         none = np.zeros(parts.N, np.float32)
         put("bias", parts.to_panels([none if m.bias is None else m.bias.astype(np.float32) for m in matrices]))
     if a.perm:
-        perm = matrices[0].perm
-        put("perm", np.arange(parts.K, dtype=np.int32) if perm is None else perm.astype(np.int32))
+        stored = np.zeros((a.perm, _ceil(parts.K, 16) if a.perm == 2 else parts.K), np.int32)
+        stored[:, : parts.K] = orders[: a.perm]
+        put("perm", stored)
     if a.activation_format in _INPUT_SCALE:
         put("input_scale", np.array([matrices[0].input_scale], np.float32))
     if a.pre_scale:
-        pre = matrices[0].pre_scale
         put("pre_scale", np.ones(parts.K, np.float32) if pre is None else pre.astype(np.float32))
 
 
@@ -252,18 +291,19 @@ def _unpack_projection(parts: _Parts, row: np.ndarray) -> list[QuantizedMatrix]:
     zeros: list[Any] = parts.ungroup_panels(get("zero_points")) if a.zero_points else [None] * parts.halves
     biases = parts.from_panels(get("bias", np.float32).reshape(-1, 2, 8)) if a.bias else [None] * parts.halves
     global_scales = get("global_scale", np.float32).tolist() if a.format == "nvfp4" else [None] * 2
-    perm = perm_or_none(get("perm", np.int32)) if a.perm else None
+    stored = get("perm", np.int32).reshape(max(a.perm, 1), -1)[:, : parts.K]
+    perms = [perm_or_none(p) for p in stored] if a.perm else [None]
     return [
         QuantizedMatrix(
             kind=a.format,
-            codes=np.ascontiguousarray(codes[h][:, : parts.K]),
+            codes=np.ascontiguousarray(codes[h][:, parts.columns(h)]),
             scales=scales[h][:: a.block_n],
             group_size=a.group_size,
             block_n=a.block_n,
             zero_points=None if zeros[h] is None else zeros[h][:: a.block_n],
             global_scale=global_scales[h],
             bias=biases[h],
-            perm=perm,
+            perm=perms[min(h, len(perms) - 1)],
             input_scale=get("input_scale", np.float32).item() if a.activation_format in _INPUT_SCALE else None,
             pre_scale=get("pre_scale", np.float32) if a.pre_scale else None,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import reduce
 
@@ -122,6 +123,8 @@ CASES = {
     "swiglu_step": replace(BASE, activation="swiglu_step"),
     "on-input": replace(BASE, on_input=True),
     "act-order": replace(BASE, act_order="shared", group_size=64),
+    "two-orders": replace(BASE, act_order="split", group_size=64),
+    "two-orders-odd": replace(BASE, act_order="split", group_size=128, hidden=360, intermediate=90, bias=True),
     "slice": replace(BASE, offset=8, total_experts=24, top_k=6),
     "many-experts": replace(BASE, experts=96, top_k=8, hidden=128, intermediate=64),
     "few-experts": replace(BASE, experts=2, top_k=2),
@@ -195,6 +198,7 @@ ROUNDED = {
     "split-k": (None, replace(FORMAT_SHAPES["split-k"], pre_scale=True)),
     "ungated": (None, FORMAT_SHAPES["ungated"]),
     "act-order": ("int4-zero", replace(BASE, act_order="shared", pre_scale=True, offset=2, total_experts=12)),
+    "two-orders": ("int4-zero", replace(BASE, act_order="split", pre_scale=True, offset=2, total_experts=12)),
     "int4": ("int4", replace(BASE, hidden=520, intermediate=264, top_k=3)),
 }
 
@@ -417,6 +421,42 @@ MIXED = {
 def test_weights_of_two_formats(name, tokens):
     for dtype in ("bf16", "f16"):
         check(MIXED[name], tokens, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [3, 12, 40, 300])
+@pytest.mark.parametrize("name", FORMATS)
+def test_two_orders(name, tokens):
+    """Gate's and up's columns in orders of their own: FORMAT.md 3.4."""
+    if FORMATS[name][2] != 1:
+        pytest.skip("rows that share scales are not reordered for down")
+    check(of_format(name, replace(BASE, hidden=360, intermediate=90, act_order="split", bias=True)), tokens, "bf16")
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [3, 40, 600])
+@pytest.mark.parametrize("act_order", ["shared", "split"])
+@pytest.mark.parametrize("bad", [-1, 2**30, 5], ids=["negative", "past the end", "repeated"])
+def test_bad_orders_are_named_and_read_nowhere_else(bad, act_order, tokens):
+    case = replace(BASE, act_order=act_order, group_size=64)
+    spec, _, w13, w2 = build(case)
+    layout = LAYOUTS["marlin"]
+    orders = w13[3, layout._Parts(spec, "w13").slices["perm"]].view(np.int32).reshape(spec.w13.perm, -1)
+    feature = int(orders[-1, 7]) if bad == 5 else bad
+    orders[-1, 5] = feature
+    bad_rows = torch.from_numpy(w13).cuda()
+    p = cuda.problem(spec, "bf16", tokens, case.top_k, case.experts)
+    how = "twice" if bad == 5 else "in it"
+    with pytest.raises(
+        ValueError, match=f"w13 of expert 3 has an act-order with feature {feature} {how}, expected each of 256"
+    ):
+        cuda.check_order(p, bad_rows)
+    hidden, ids, weights = (torch.from_numpy(x).cuda() for x in case.tokens(tokens))
+    layer = cuda.CudaMoE(spec, bad_rows, torch.from_numpy(w2).cuda())
+    layer(hidden.bfloat16(), ids, weights)
+    torch.cuda.synchronize()
+    good = torch.from_numpy(build(case)[2]).cuda()
+    cuda.check_order(p, good)
 
 
 @gpu
@@ -670,7 +710,9 @@ def test_fp8_plans(tokens):
     codes = replace(spec.w13, activation_format="fp8_group128")
 
     def path(w13, w2, device=cuda.H200, **changes):
-        plan = cuda.plan(cuda.problem(replace(spec, w13=w13, w2=w2, **changes), "bf16", tokens, 2, 4), device)
+        p = cuda.problem(replace(spec, w13=w13, w2=w2, **changes), "bf16", tokens, 2, 4)
+        plan = cuda.plan(p, device)
+        cuda.check_plan(p, plan)
         return cuda.PATHS[plan.path]
 
     many = tokens * 2 > 5 * 4
@@ -721,7 +763,9 @@ def test_packed_plans(tokens):
     codes = replace(spec.w13, activation_format="nvfp4")
 
     def packed(w13, w2, device=SM120):
-        plan = cuda.plan(cuda.problem(replace(spec, w13=w13, w2=w2), "bf16", tokens, 4, 16), device)
+        p = cuda.problem(replace(spec, w13=w13, w2=w2), "bf16", tokens, 4, 16)
+        plan = cuda.plan(p, device)
+        cuda.check_plan(p, plan)
         return plan.w13.packed, plan.w2.packed
 
     assert packed(codes, codes) == (1, 1)
@@ -750,7 +794,10 @@ def test_e4m3_plans(tokens, sm):
     wgmma = sm == 90 and tokens * 4 > 8 * 16
 
     def plan(w13, w2, **changes):
-        return cuda.plan(cuda.problem(replace(spec, w13=w13, w2=w2, **changes), "bf16", tokens, 4, 16), device)
+        p = cuda.problem(replace(spec, w13=w13, w2=w2, **changes), "bf16", tokens, 4, 16)
+        found = cuda.plan(p, device)
+        cuda.check_plan(p, found)
+        return found
 
     def packed(*a, **changes):
         found = plan(*a, **changes)
@@ -822,6 +869,41 @@ def test_plan_fits_the_device(shape, tokens, device, kind, group_size):
     assert all(o % 256 == 0 for o in offsets)
     assert plan.workspace_bytes >= tokens * top_k * intermediate * 2
     assert bytes(cuda.plan(p, device)) == bytes(plan)
+    cuda.check_plan(p, plan)
+
+
+@pytest.mark.parametrize("gemm", ["w13", "w2"])
+@pytest.mark.parametrize(
+    "change", [{"panels": 3}, {"panels": 8}, {"n_tiles": 5}, {"n_tiles": 0}, {"stages": 4}, {"packed": 1}]
+)
+@pytest.mark.parametrize("tokens", [4, 64, 4096])
+@pytest.mark.parametrize(("kind", "group_size"), [(INT4, 128), (INT4, 32), *((w, g) for w, g, _ in FORMATS.values())])
+def test_a_plan_of_kernels_that_are_not_compiled_is_refused(kind, group_size, tokens, change, gemm):
+    p = cuda.problem(spec_of(2048, 768, 16, group_size, kind), "bf16", tokens, 4, 16)
+    plan = cuda.plan(p)
+    cuda.check_plan(p, plan)
+    if cuda.PATHS[plan.path] == "wgmma" and "stages" in change:
+        return  # the ring of wgmma has as many as fit
+    for name, value in change.items():
+        setattr(getattr(plan, gemm), name, value)
+    with pytest.raises(ValueError, match=f"the plan names a kernel that is not compiled: {gemm} of path"):
+        cuda.check_plan(p, plan)
+    # A launch says so before anything reaches a GPU.
+    err, none = cuda.ctypes.create_string_buffer(cuda.ERROR_SIZE), cuda._Tensors()
+    ref = cuda.ctypes.byref
+    assert cuda.library().qm_cuda_launch(ref(p), ref(plan), ref(none), None, err)
+    assert b"not compiled" in err.value
+
+
+@pytest.mark.parametrize("path", [-1, 3, 4])
+def test_a_plan_of_a_path_that_a_problem_has_not_is_refused(path):
+    p = cuda.problem(spec_of(2048, 768, 16), "bf16", 64, 4, 16)
+    linear = cuda.linear_problem(LinearSpec(2048, 768, replace(spec_of(64, 64, 1).w2)), "bf16", 64)
+    for problem in (p, linear):
+        plan = cuda.plan(problem)
+        plan.path = path
+        with pytest.raises(ValueError, match="not compiled"):
+            cuda.check_plan(problem, plan)
 
 
 @pytest.mark.parametrize(
@@ -840,11 +922,16 @@ def test_plan_fits_the_device(shape, tokens, device, kind, group_size):
         ({"tokens": 2**61}, r"topk_ids is \[2305843009213693952, 8\], expected .* at most 1073741823 ids"),
         ({"intermediate": 2**31 - 1}, r"w13 has rows of \d+ bytes, the CUDA kernels take less than 2\^32"),
         ({"hidden": 2**31 - 8}, "less than 2"),
+        ({"gated": 2}, "gated is 2, expected 0 or 1"),
+        ({"gated": -1}, "gated is -1, expected 0 or 1"),
+        ({"apply_router_weight_on_input": 2}, "apply_router_weight_on_input is 2, expected 0 or 1"),
     ],
 )
 def test_refusals(change, message):
     sizes = change.get("hidden", 2048), change.get("intermediate", 768), 128, change.get("group_size", 128)
-    spec = spec_of(*sizes, op_version=change.get("op_version", 1))
+    flags = {n: change[n] for n in ("gated", "apply_router_weight_on_input") if n in change}
+    spec = spec_of(*sizes, op_version=change.get("op_version", 1), **flags)
+    assert not flags or re.search(message, cuda.refusal(spec))
     layout = {name: value for name, value in change.items() if name.startswith("layout")}
     spec = replace(spec, w2=replace(spec.w2, **layout))
     p = cuda.problem(spec, change.get("dtype", "bf16"), change.get("tokens", 4), 8, change.get("local", 128))
@@ -865,7 +952,9 @@ def test_refusals(change, message):
         ({"group_size": 64, "format": "fp8_e4m3", "scale_type": "e8m0"}, r"w\d+_group_size is 64"),
         ({"group_size": 32, "format": "nvfp4", "scale_type": "e4m3"}, r"w\d+_group_size is 32"),
         ({"pre_scale": 2}, r"w\d+_pre_scale is 2"),
-        ({"perm": 2}, r"w\d+_perm is 2"),
+        ({"perm": 3}, r"w\d+_perm is 3"),
+        ({"bias": 2}, r"w\d+_bias is 2"),
+        ({"bias": -1}, r"w\d+_bias is -1"),
     ],
 )
 @pytest.mark.parametrize("projection", ["w13", "w2"])
@@ -878,13 +967,25 @@ def test_the_exporter_knows_what_is_refused(projection, change, message):
     assert cuda.refusal(spec).startswith(f"{projection}_{next(iter(change))} is {next(iter(change.values()))}")
 
 
+def test_two_orders_are_of_a_gated_w13():
+    spec = spec_of(2048, 768, 8)
+    two = replace(spec.w13, perm=2)
+    assert cuda.refusal(replace(spec, w13=two)) == ""
+    cuda.plan(cuda.problem(replace(spec, w13=two), "bf16", 1, 1, 8))
+    for wrong in (replace(spec, w2=two), replace(spec, w13=two, gated=0, activation="relu2")):
+        assert "_perm is 2" in cuda.refusal(wrong)
+        with pytest.raises(ValueError, match="_perm is 2"):
+            cuda.plan(cuda.problem(wrong, "bf16", 1, 1, 8))
+
+
 @pytest.mark.parametrize("name", [*CASES, *FORMATS, *EXACT])
 def test_row_bytes_agree_with_the_layout(name):
     case = CASES[name] if name in CASES else FORMAT_SHAPES["odd"]
     if name in FORMATS:
         case = of_format(name, case)
     elif name in EXACT:
-        case = replace(case, activation_format=name, act_order="shared", pre_scale=True)
+        act_order = "split" if name == "nvfp4" else "shared"
+        case = replace(case, activation_format=name, act_order=act_order, pre_scale=True)
     spec, _, w13, w2 = build(replace(case, experts=1, top_k=1))
     assert cuda.refusal(spec) == ""
     moe = cuda.problem(spec, "bf16", 1, 1, 1).moe
@@ -978,6 +1079,7 @@ def test_linear_plans(name, rows):
     assert cuda.library().qm_cuda_linear_row_bytes(cuda.ctypes.byref(p.linear)) == w.shape[1]
     for device in (cuda.Device(80, 108, 167936), cuda.Device(89, 128, 102400), cuda.H200):
         plan = cuda.plan(p, device)
+        cuda.check_plan(p, plan)
         assert plan.w2.shared_bytes + (1 if cuda.PATHS[plan.path] == "stream" else 4) * 1024 <= device.shared_bytes
         fits = not name.startswith("int8-zero") or device.shared_bytes > 102400
         assert plan.path == 0 if rows <= 8 and fits else plan.path > 0
@@ -991,6 +1093,7 @@ def test_linear_plans(name, rows):
         ({"op_version": 2}, "op_version is 2"),
         ({"w": {"format": "bf16"}}, "w_format is 5"),
         ({"w": {"perm": 2}}, "w_perm is 2"),
+        ({"w": {"bias": 2}}, "w_bias is 2"),
     ],
 )
 def test_linear_refusals(change, message):

@@ -13,6 +13,7 @@ import pytest
 
 import quantmoe
 from quantmoe.custom_ops import reference
+from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec, RoutingSpec
 
 if "QUANTMOE_ORT_DRIVER" not in os.environ:
@@ -114,6 +115,43 @@ def test_old_runtime_is_refused(driver):
     assert driver.open(20) == -1
     assert driver.error == "quantmoe needs ONNX Runtime 1.21 or newer, found 1.99"
     assert driver.open(21) == 9
+
+
+@gpu
+@pytest.mark.parametrize("act_order", ["shared", "split"])
+@pytest.mark.parametrize("bad", [-1, 256, 5], ids=["negative", "past the end", "repeated"])
+def test_a_bad_act_order_ends_the_session(driver, act_order, bad):
+    made = build(replace(BASE, act_order=act_order, group_size=64))
+    spec, w13 = made[0], made[2]
+    order = w13[-1, LAYOUTS["marlin"]._Parts(spec, "w13").slices["perm"]].view(np.int32)
+
+    def create():
+        rows = [torch.from_numpy(w).cuda() for w in made[2:]]
+        constant = [value((len(w), w.shape[1] // 4), True, r.data_ptr()) for w, r in zip(made[2:], rows, strict=True)]
+        created = driver.create(driver.op("bf16", "i64"), spec.attributes(), [value(())] * 3 + constant)
+        if created:
+            driver.lib.driver_destroy(driver.op("bf16", "i64"), created)
+        return created
+
+    assert create(), driver.error
+    order[5] = feature = int(order[6]) if bad == 5 else bad
+    assert not create()
+    how = "twice" if bad == 5 else "in it"
+    assert driver.error.endswith(
+        f"w13 of expert {len(w13) - 1} has an act-order with feature {feature} {how}, expected each of 256 once"
+    )
+
+
+@gpu
+def test_a_bad_act_order_of_a_linear_ends_the_session(driver):
+    _, spec, w = build_linear(replace(BASE, act_order="shared"))
+    order = w[0, LAYOUTS["marlin"]._Parts(spec.moe, "w2").slices["perm"]].view(np.int32)
+    order[0] = -7
+    row = torch.from_numpy(w).cuda()
+    op = driver.op("bf16", name="QuantLinear")
+    values = [value(()), value((1, w.shape[1] // 4), True, row.data_ptr()), *[value(())] * 3]
+    assert not driver.create(op, spec.attributes(), values)
+    assert "w of expert 0 has an act-order with feature -7 in it" in driver.error
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def round_trip(expert: Expert, activation_format: str = "none") -> Expert:
     gated=st.booleans(),
     zero_points=st.booleans(),
     bias=st.booleans(),
-    act_order=st.booleans(),
+    act_order=st.sampled_from(["none", "shared", "split", "up"]),
     pre_scale=st.booleans(),
     activation_format=st.sampled_from(["none", "fp8_token", "fp8_tensor", "nvfp4"]),
 )
@@ -85,14 +85,15 @@ def test_round_trip(
 ):
     rng = np.random.default_rng(seed)
     kind, scale_type = kind
-    perm = rng.permutation(hidden).astype(np.int32) if act_order else None
+    orders = [rng.permutation(hidden).astype(np.int32) for _ in "ug"]
+    orders = {"none": [None, None], "shared": orders[:1] * 2, "split": orders, "up": [orders[0], None]}[act_order]
     options = {"zero_points": zero_points and kind in ("int4", "int8"), "bias": bias}
     if activation_format in ("fp8_tensor", "nvfp4"):
         options["input_scale"] = float(np.float32(rng.uniform(0.1, 1)))
     pre = rng.uniform(0.5, 2, hidden).astype(np.float32) if pre_scale else None
     up, gate = (
         random_matrix(rng, intermediate, hidden, kind, group, scale_type, perm=perm, pre_scale=pre, **options)
-        for _ in "ug"
+        for perm in (orders if gated else orders[:1] * 2)
     )
     pre = rng.uniform(0.5, 2, intermediate).astype(np.float32) if pre_scale else None
     down = random_matrix(rng, hidden, intermediate, kind, group, scale_type, pre_scale=pre, **options)
@@ -233,13 +234,58 @@ def test_refusals_name_what_is_wrong():
     with pytest.raises(ValueError, match=r"down has an act-order permutation, .* mxfp8 activations"):
         marlin.describe(Expert(up, up, ordered), "mxfp8")
     marlin.describe(Expert(up, up, ordered), "mxfp8", "fp8_token")
-    perm = np.arange(64, dtype=np.int32)[::-1].copy()
-    with pytest.raises(ValueError, match="different act-order"):
-        marlin.describe(Expert(dataclasses.replace(up, perm=perm), up, down), "none")
     w13, w2 = marlin.describe(Expert(up, up, down), "none")
     spec = MoESpec(1, 64, 32, w13, w2)
     with pytest.raises(ValueError, match=r"expected uint8 \["):
         marlin.pack(Expert(up, up, down), spec, np.zeros(64, np.uint8), np.zeros(64, np.uint8))
+
+
+@pytest.mark.parametrize("group", [-1, 16, 32, 64, 128])
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_two_orders_are_a_product_of_both(group, zero_points):
+    """FORMAT.md 3.4: the stored matrix, of K' columns without an order, times x in gate's and in up's order."""
+    rng = np.random.default_rng(5)
+    n, k = 24, 152
+    gate, up = (
+        random_matrix(
+            rng, n, k, "int4", group, "f16", zero_points=zero_points, perm=rng.permutation(k).astype(np.int32)
+        )
+        for _ in "gu"
+    )
+    w13, w2 = marlin.describe(Expert(gate, up, random_matrix(rng, k, n, "int4", group, "f16")), "none")
+    assert (w13.perm, w2.perm) == (2, 0)
+    row = np.full(marlin.row_bytes(spec := MoESpec(1, k, n, w13, w2), "w13"), 0xA5, np.uint8)
+    marlin.pack(
+        Expert(gate, up, random_matrix(rng, k, n, "int4", group, "f16")),
+        spec, row, np.zeros(marlin.row_bytes(spec, "w2"), np.uint8),
+    )  # fmt: skip
+    half = -(-k // max(group, 64)) * max(group, 64)
+    wide = MoESpec(1, 2 * half, n, dataclasses.replace(w13, perm=0), w2)
+    stored = marlin._unpack_projection(marlin._Parts(wide, "w13"), row[: marlin.row_bytes(wide, "w13")])
+    orders = row[marlin._Parts(spec, "w13").slices["perm"]].view(np.int32).reshape(2, -1)[:, :k]
+    x = rng.standard_normal(k)
+    gathered = np.zeros(2 * half)
+    for h, order in enumerate(orders):
+        gathered[h * half : h * half + k] = x[order]
+    for m, original in zip(stored, (gate, up), strict=True):
+        np.testing.assert_allclose(m.dequantize() @ gathered, original.dequantize() @ x, rtol=1e-9)
+
+
+def test_an_expert_with_one_order_among_experts_with_two():
+    rng = np.random.default_rng(6)
+    perms = [rng.permutation(64).astype(np.int32) for _ in range(2)]
+    up, gate = (random_matrix(rng, 16, 64, "int4", 32, "f16") for _ in "ug")
+    down = random_matrix(rng, 64, 16, "int4", 32, "f16")
+    two = marlin.describe(Expert(dataclasses.replace(gate, perm=perms[1]), up, down))[0]
+    assert two.perm == 2
+    for perm in (None, perms[0]):
+        expert = Expert(*(dataclasses.replace(m, perm=perm) for m in (gate, up)), down)
+        spec = MoESpec(1, 64, 16, two, marlin.describe(expert)[1])
+        rows = [np.zeros(marlin.row_bytes(spec, p), np.uint8) for p in ("w13", "w2")]
+        marlin.pack(expert, spec, *rows)
+        found = marlin.unpack(spec, *rows)
+        assert_same(found.gate, expert.gate)
+        assert_same(found.up, expert.up)
 
 
 @pytest.mark.parametrize(("kind", "scale_type"), KINDS)

@@ -1,6 +1,6 @@
-// C ABI of the CUDA kernels: problem -> plan -> launch, three plain structs. No engine, no allocation, no
-// synchronization, no global state; a launch is a fixed sequence of kernels for a plan, so it can be captured in a CUDA
-// graph.
+// C ABI of the CUDA kernels: problem -> plan -> launch, three plain structs. No engine, no global state;
+// no allocation and no synchronization but where a function says so; a launch is a fixed sequence of kernels for a
+// plan, so it can be captured in a CUDA graph.
 //
 // The plan is a pure function of problem and device (no CUDA call), so that an engine can make it when shapes become
 // known, keep it, and tests can make it without a GPU.
@@ -67,6 +67,12 @@ QM_API int qm_cuda_query(int ordinal, qm_cuda_device*, char* err);
 QM_API size_t qm_cuda_row_bytes(const qm_moe*, int projection);
 // QM_INVALID: attributes that contradict each other; QM_UNSUPPORTED: no kernel, naming what there is.
 QM_API int qm_cuda_plan_moe(const qm_cuda_problem*, const qm_cuda_device*, qm_cuda_plan*, char* err);
+// QM_INVALID: the plan names a kernel that is not compiled, which qm_cuda_launch refuses, too. No CUDA call.
+QM_API int qm_cuda_check_plan(const qm_cuda_problem*, const qm_cuda_plan*, char* err);
+// QM_INVALID: an act-order in w13 (device memory) does not have each feature once. Launches clamp what they read of it,
+// so that a wrong one is a wrong result and nothing else. Copies the orders to the host and waits: not for a stream
+// that is captured.
+QM_API int qm_cuda_check_moe(const qm_cuda_problem*, const void* w13, void* stream, char* err);
 // Enqueues on `stream` (a cudaStream_t). Ids outside [expert_offset, expert_offset + local_experts) contribute zero.
 QM_API int qm_cuda_launch(const qm_cuda_problem*, const qm_cuda_plan*, const qm_cuda_tensors*, void* stream, char* err);
 
@@ -84,6 +90,8 @@ typedef struct {
 } qm_cuda_linear_tensors;
 QM_API size_t qm_cuda_linear_row_bytes(const qm_linear*);
 QM_API int qm_cuda_plan_linear(const qm_cuda_linear_problem*, const qm_cuda_device*, qm_cuda_plan*, char* err);
+QM_API int qm_cuda_check_plan_linear(const qm_cuda_linear_problem*, const qm_cuda_plan*, char* err);
+QM_API int qm_cuda_check_linear(const qm_cuda_linear_problem*, const void* w, void* stream, char* err);
 QM_API int qm_cuda_launch_linear(const qm_cuda_linear_problem*, const qm_cuda_plan*, const qm_cuda_linear_tensors*,
                                  void* stream, char* err);
 

@@ -26,9 +26,12 @@ GemmKernel ForFormat(const qm_projection& w, int per_block, const Body& body) {
       return body(Format<WeightKind::kFp8>{});
     case WeightKind::kMxfp4:
       return body(Format<WeightKind::kMxfp4>{});
-    default:
+    case WeightKind::kNvfp4:
       return body(Format<WeightKind::kNvfp4>{});
+    case WeightKind::kInt4:
+      break;
   }
+  return nullptr;  // no default: the compiler names a format without a case (-Werror=switch, CMakeLists.txt)
 }
 // The same of symmetric int4.
 template <class Body>
@@ -37,7 +40,8 @@ GemmKernel ForInt4(const qm_projection& w, int per_block, const Body& body) {
   return per_block == 2 ? body(Int4<__half, 2>{}) : body(Int4<__half, 1>{});
 }
 
-// The kernel of a plan; T is the type of the activations, per_block the groups in 64 columns (2 or 1).
+// The kernel of a plan, null where none is compiled that is what it says; T is the type of the activations, per_block
+// the groups in 64 columns (2 or 1).
 template <typename T>
 GemmKernel GateUpKernel(int path, const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
 template <typename T>
@@ -53,11 +57,11 @@ template <typename T>
 GemmKernel PackedE4m3Kernel(bool down, int path, const qm_cuda_gemm& shape);
 // QM_CUDA_WGMMA only.
 template <typename T>
-GemmKernel WgmmaKernel(bool down, const qm_projection& w, int per_block, int tokens);
+GemmKernel WgmmaKernel(bool down, const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
 template <typename T>
-GemmKernel WgmmaKernelAny(bool down, const qm_projection& w, int per_block, int tokens);
+GemmKernel WgmmaKernelAny(bool down, const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
 // QM_CUDA_FP8 only.
 template <typename T>
-GemmKernel Fp8Kernel(bool down, const qm_projection& w);
+GemmKernel Fp8Kernel(bool down, const qm_projection& w, const qm_cuda_gemm& shape);
 
 }  // namespace quantmoe

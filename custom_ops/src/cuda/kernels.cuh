@@ -122,7 +122,7 @@ struct RoundParams {
   int max_tiles;
 };
 
-// x[pair] = hidden_states[token][perm of the pair's expert], for act-order.
+// x[pair] = hidden_states[token][perm of the pair's expert], for act-order; by gate's, then by up's where they differ.
 struct GatherParams {
   Routing routing;
   int x_divisor;
@@ -131,7 +131,8 @@ struct GatherParams {
   uint32_t perm_at;
   const uint16_t* x;
   uint16_t* out;
-  int columns;
+  int columns, out_columns;  // of x; of out, zero past the features of an order
+  int half, order_words;     // columns of out, words of the row from one order to the next
 };
 
 // What rounded activations were left without, and sums are to be multiplied by. Those for symmetric int4 have it,

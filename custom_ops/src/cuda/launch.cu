@@ -1,6 +1,8 @@
 // Plan to kernel launches.
 #include <algorithm>
 #include <cstdio>
+#include <exception>
+#include <vector>
 
 #include "cuda/instances.h"
 #include "cuda/layout.h"
@@ -66,10 +68,76 @@ Weights WeightsOf(const void* rows, const MarlinRow& row, const qm_projection& w
   return out;
 }
 
+int Report(cudaError_t e, char* err) {
+  if (e == cudaSuccess) return QM_OK;
+  std::snprintf(err, QM_ERROR_SIZE, "CUDA: %s", cudaGetErrorString(e));
+  return QM_INVALID;
+}
+
+// The products of a plan; null: none is compiled that is what it says.
+struct Products {
+  GemmKernel gate_up, down;
+};
 template <typename T>
-GemmKernel Down(const qm_cuda_plan& plan, const qm_projection& w, const MarlinRow& row) {
-  return plan.w2.packed ? PackedKernel<T>(true, plan.path, w, plan.w2)
-                        : DownKernel<T>(plan.path, w, row.per_block, plan.w2);
+GemmKernel Down(const qm_projection& w, const qm_cuda_plan& plan) {
+  const int per_block = GroupsInBlock(w);
+  return plan.path == QM_CUDA_FP8 ? Fp8Kernel<T>(true, w, plan.w2)
+         : plan.w2.packed         ? PackedKernel<T>(true, plan.path, w, plan.w2)
+                                  : DownKernel<T>(plan.path, w, per_block, plan.w2);
+}
+template <typename T>
+GemmKernel LinearKernel(const qm_projection& w, const qm_cuda_plan& plan) {
+  return plan.path == QM_CUDA_FP8 ? nullptr : Down<T>(w, plan);
+}
+template <typename T>
+Products ProductsOf(const qm_moe& m, const qm_cuda_plan& plan) {
+  const int per_block = GroupsInBlock(m.w13);
+  return {plan.path == QM_CUDA_FP8 ? Fp8Kernel<T>(false, m.w13, plan.w13)
+          : plan.w13.packed        ? PackedKernel<T>(false, plan.path, m.w13, plan.w13)
+                                   : GateUpKernel<T>(plan.path, m.w13, per_block, plan.w13),
+          Down<T>(m.w2, plan)};
+}
+// As an error of a launch.
+int Check(GemmKernel kernel, const char* name, const qm_cuda_plan& plan, const qm_cuda_gemm& g, char* err) {
+  if (kernel) return QM_OK;
+  std::snprintf(err, QM_ERROR_SIZE,
+                "the plan names a kernel that is not compiled: %s of path %d with %d panels, %d n_tiles, %d stages, "
+                "packed %d",
+                name, plan.path, g.panels, g.n_tiles, g.stages, g.packed);
+  return QM_INVALID;
+}
+int Check(const Products& products, const qm_cuda_plan& plan, char* err) {
+  const int status = Check(products.gate_up, "w13", plan, plan.w13, err);
+  return status ? status : Check(products.down, "w2", plan, plan.w2, err);
+}
+
+// Whether the orders that launches gather by have each of `features` once.
+int CheckOrders(const void* rows, const MarlinRow& row, int64_t experts, int features, const char* name,
+                cudaStream_t stream, char* err) try {
+  std::vector<int> order(features);
+  for (int64_t i = 0; i < experts * row.orders; ++i) {
+    const int64_t expert = i / row.orders;
+    const auto* from = static_cast<const uint8_t*>(rows) + expert * row.bytes + row.perm_at +
+                       i % row.orders * row.order_bytes;
+    cudaError_t e = cudaMemcpyAsync(order.data(), from, 4ull * features, cudaMemcpyDefault, stream);
+    if (e == cudaSuccess) e = cudaStreamSynchronize(stream);
+    if (int status = Report(e, err)) return status;
+    std::vector<bool> seen(features);
+    for (int feature : order) {
+      const bool there = feature >= 0 && feature < features;
+      if (there && !seen[feature]) {
+        seen[feature] = true;
+        continue;
+      }
+      std::snprintf(err, QM_ERROR_SIZE, "%s of expert %lld has an act-order with feature %d %s, expected each of %d once",
+                    name, static_cast<long long>(expert), feature, there ? "twice" : "in it", features);
+      return QM_INVALID;
+    }
+  }
+  return QM_OK;
+} catch (const std::exception& error) {
+  std::snprintf(err, QM_ERROR_SIZE, "%s: %s", name, error.what());
+  return QM_INVALID;
 }
 
 // Rounds activations of `rows` rows for w; p has what depends on whose they are.
@@ -122,8 +190,12 @@ void GatherX(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, c
   gather.x = static_cast<const uint16_t*>(gemm->x);
   gather.out = reinterpret_cast<uint16_t*>(workspace + plan.gathered);
   gather.columns = gemm->x_columns;
+  gather.out_columns = row.columns;
+  gather.half = row.columns / row.orders;
+  gather.order_words = static_cast<int>(row.order_bytes / 4);
   launcher.Run(MoeGather, gather, dim3(gemm->routing.tokens * gemm->routing.top_k), 256, 0, false);
   gemm->x = gather.out;
+  gemm->x_columns = row.columns;
   gemm->x_divisor = 1;
 }
 
@@ -219,8 +291,10 @@ void Combine(Launcher& launcher, const Routing& routing, const void* partial, in
 }
 
 template <typename T>
-cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_cuda_tensors& t, cudaStream_t stream) {
+int Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_cuda_tensors& t, cudaStream_t stream, char* err) {
   const qm_moe& m = p.moe;
+  const Products products = ProductsOf<T>(m, plan);
+  if (int status = Check(products, plan, err)) return status;
   MarlinRow row13{}, row2{};
   MarlinRowOf(m, 13, &row13);
   MarlinRowOf(m, 2, &row2);
@@ -286,15 +360,12 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
   }
   if (!decode) {
     Route(launcher, plan, workspace, 8 * plan.w13.n_tiles, gate_up.x_divisor == 1 ? pairs : routing.tokens,
-          m.hidden_size, !first, &gate_up, &down);
+          gate_up.x_columns, !first, &gate_up, &down);
     first = false;
   }
   if (fp8) Quantize<T>(launcher, plan, workspace, m.w13, false, &gate_up);
   const int threads = wgmma ? kWgmmaThreads : kThreads;
-  const auto gate_up_kernel = fp8               ? Fp8Kernel<T>(false, m.w13)
-                              : plan.w13.packed ? PackedKernel<T>(false, plan.path, m.w13, plan.w13)
-                                                : GateUpKernel<T>(plan.path, m.w13, row13.per_block, plan.w13);
-  launcher.Run(gate_up_kernel, gate_up, dim3(plan.w13.grid), threads, plan.w13.shared_bytes, !first);
+  launcher.Run(products.gate_up, gate_up, dim3(plan.w13.grid), threads, plan.w13.shared_bytes, !first);
   if (gate_up.h_scales) {
     down.x_scales = gate_up.h_scales;
     down.x_grouped = !gate_up.h_stored;
@@ -322,16 +393,17 @@ cudaError_t Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_
     }
     Round<T>(launcher, round, down.weights, m.w2, row2, pairs, true);
   }
-  launcher.Run(fp8 ? Fp8Kernel<T>(true, m.w2) : Down<T>(plan, m.w2, row2), down, dim3(plan.w2.grid), threads,
-               plan.w2.shared_bytes, true, plan.w2.cluster);
+  launcher.Run(products.down, down, dim3(plan.w2.grid), threads, plan.w2.shared_bytes, true, plan.w2.cluster);
   if (!decode) Combine<T>(launcher, routing, down.out, wgmma ? plan.w2.warps_k : 1, !wgmma, m.hidden_size, t.output);
-  return launcher.error;
+  return Report(launcher.error, err);
 }
 
 template <typename T>
-cudaError_t LaunchLinear(const qm_cuda_linear_problem& p, const qm_cuda_plan& plan, const qm_cuda_linear_tensors& t,
-                         cudaStream_t stream) {
+int LaunchLinear(const qm_cuda_linear_problem& p, const qm_cuda_plan& plan, const qm_cuda_linear_tensors& t,
+                 cudaStream_t stream, char* err) {
   const qm_linear& l = p.linear;
+  const GemmKernel kernel = LinearKernel<T>(l.w, plan);
+  if (int status = Check(kernel, "w", plan, plan.w2, err)) return status;
   MarlinRow row{};
   MarlinRowOf(MoeOf(l), 2, &row);
   Launcher launcher{stream};
@@ -367,16 +439,10 @@ cudaError_t LaunchLinear(const qm_cuda_linear_problem& p, const qm_cuda_plan& pl
     Route(launcher, plan, workspace, 8 * plan.w2.n_tiles, gemm.routing.tokens, l.in_features, !first, &gemm);
     first = false;
   }
-  launcher.Run(Down<T>(plan, l.w, row), gemm, dim3(plan.w2.grid), wgmma ? kWgmmaThreads : kThreads,
+  launcher.Run(kernel, gemm, dim3(plan.w2.grid), wgmma ? kWgmmaThreads : kThreads,
                plan.w2.shared_bytes, !first, plan.w2.cluster);
   if (combine) Combine<T>(launcher, gemm.routing, gemm.out, plan.w2.warps_k, false, l.out_features, t.y);
-  return launcher.error;
-}
-
-int Report(cudaError_t e, char* err) {
-  if (e == cudaSuccess) return QM_OK;
-  std::snprintf(err, QM_ERROR_SIZE, "CUDA: %s", cudaGetErrorString(e));
-  return QM_INVALID;
+  return Report(launcher.error, err);
 }
 
 }  // namespace
@@ -400,22 +466,45 @@ extern "C" int qm_cuda_query(int ordinal, qm_cuda_device* device, char* err) {
   return QM_OK;
 }
 
+extern "C" int qm_cuda_check_plan(const qm_cuda_problem* problem, const qm_cuda_plan* plan, char* err) {
+  const Products products = problem->type == QM_BF16 ? ProductsOf<__nv_bfloat16>(problem->moe, *plan)
+                                                     : ProductsOf<__half>(problem->moe, *plan);
+  return Check(products, *plan, err);
+}
+
+extern "C" int qm_cuda_check_moe(const qm_cuda_problem* problem, const void* w13, void* stream, char* err) {
+  MarlinRow row{};
+  MarlinRowOf(problem->moe, 13, &row);
+  return CheckOrders(w13, row, problem->local_experts, problem->moe.hidden_size, "w13",
+                     static_cast<cudaStream_t>(stream), err);
+}
+
+extern "C" int qm_cuda_check_linear(const qm_cuda_linear_problem* problem, const void* w, void* stream, char* err) {
+  MarlinRow row{};
+  MarlinRowOf(MoeOf(problem->linear), 2, &row);
+  return CheckOrders(w, row, 1, problem->linear.in_features, "w", static_cast<cudaStream_t>(stream), err);
+}
+
 extern "C" int qm_cuda_launch(const qm_cuda_problem* problem, const qm_cuda_plan* plan, const qm_cuda_tensors* tensors,
                               void* stream, char* err) {
   if (problem->tokens == 0) return QM_OK;
   cudaStream_t s = static_cast<cudaStream_t>(stream);
-  return Report(problem->type == QM_BF16 ? Launch<__nv_bfloat16>(*problem, *plan, *tensors, s)
-                                         : Launch<__half>(*problem, *plan, *tensors, s),
-                err);
+  return problem->type == QM_BF16 ? Launch<__nv_bfloat16>(*problem, *plan, *tensors, s, err)
+                                  : Launch<__half>(*problem, *plan, *tensors, s, err);
+}
+
+extern "C" int qm_cuda_check_plan_linear(const qm_cuda_linear_problem* problem, const qm_cuda_plan* plan, char* err) {
+  const qm_projection& w = problem->linear.w;
+  return Check(problem->type == QM_BF16 ? LinearKernel<__nv_bfloat16>(w, *plan) : LinearKernel<__half>(w, *plan), "w",
+               *plan, plan->w2, err);
 }
 
 extern "C" int qm_cuda_launch_linear(const qm_cuda_linear_problem* problem, const qm_cuda_plan* plan,
                                      const qm_cuda_linear_tensors* tensors, void* stream, char* err) {
   if (problem->rows == 0) return QM_OK;
   cudaStream_t s = static_cast<cudaStream_t>(stream);
-  return Report(problem->type == QM_BF16 ? LaunchLinear<__nv_bfloat16>(*problem, *plan, *tensors, s)
-                                         : LaunchLinear<__half>(*problem, *plan, *tensors, s),
-                err);
+  return problem->type == QM_BF16 ? LaunchLinear<__nv_bfloat16>(*problem, *plan, *tensors, s, err)
+                                  : LaunchLinear<__half>(*problem, *plan, *tensors, s, err);
 }
 
 extern "C" int qm_cuda_launch_routing(const qm_cuda_routing_problem* problem, const qm_cuda_routing_tensors* tensors,

@@ -10,8 +10,11 @@ namespace quantmoe {
 
 struct MarlinRow {
   int panels, units, blocks, per_block;  // 16-row panels, 64-column units, scale blocks, groups in a block
-  int block_shift;                       // unit >> block_shift is its block; 31 for one block a row
-  int scale_bytes;                       // of rows g and g + 8 in a block
+  int columns;         // that the product has: K, or gate's and up's where they have orders of their own
+  int orders;          // act-orders
+  int block_shift;     // unit >> block_shift is its block; 31 for one block a row
+  int scale_bytes;     // of rows g and g + 8 in a block
+  size_t order_bytes;  // from an order to the next
   size_t scales_at, zeros_at, globals_at, bias_at, perm_at, input_at, pre_at, bytes;
 };
 
@@ -50,13 +53,16 @@ inline bool TakesFp8(const qm_projection& w) {
          (a == k_activation_format_fp8_token || a == k_activation_format_fp8_tensor ||
           a == k_activation_format_fp8_group128);
 }
-// Whether a product of the mma.sync family takes both sides' codes: of e4m3, or block-scaled of e2m1, which of that
-// family sm_120a has alone.
-inline bool Packs(int sm, const qm_projection& w) {
-  if (KindOf(w) == WeightKind::kFp8) return sm >= 89 && TakesFp8(w);
-  return sm == 120 && w.format == 3 && w.group_size == 16 && w.activation_format == k_activation_format_nvfp4 &&
+// Groups of columns in a block of scales.
+inline int GroupsInBlock(const qm_projection& w) { return w.group_size == 16 ? 4 : w.group_size == 32 ? 2 : 1; }
+// With nvfp4 codes of activations.
+inline bool TakesNvfp4(const qm_projection& w) {
+  return KindOf(w) == WeightKind::kNvfp4 && w.group_size == 16 && w.activation_format == k_activation_format_nvfp4 &&
          !w.perm;
 }
+// Whether a product of the mma.sync family takes both sides' codes: of e4m3, or block-scaled of e2m1, which of that
+// family sm_120a has alone.
+inline bool Packs(int sm, const qm_projection& w) { return (sm >= 89 && TakesFp8(w)) || (sm == 120 && TakesNvfp4(w)); }
 // Of 64 columns of a token then, codes and scales: of nvfp4 PackNvfp4 (round.cuh), of e4m3 PackE4m3.
 constexpr int PackedUnitBytes(WeightKind kind) { return kind == WeightKind::kNvfp4 ? 64 : 80; }
 
@@ -139,17 +145,20 @@ inline bool MarlinRowOf(const qm_moe& m, int projection, MarlinRow* row) {
   const int g = w.group_size;
   if (w.format < 0 || w.format > 4 || w.scale_type < 0 || w.scale_type > 4 || m.hidden_size <= 0 ||
       m.intermediate_size <= 0 || !(g == -1 || g == 16 || g == 32 || (g > 0 && g % 64 == 0)) ||
-      ((w.zero_points | w.perm | w.pre_scale) & ~1))
+      ((w.zero_points | w.pre_scale) & ~1) || w.perm < 0 || w.perm > (projection == 13 && m.gated ? 2 : 1))
     return false;
   const int bits = w.format == 1 || w.format == 4 ? 8 : 4;
   const int n = projection == 13 ? m.intermediate_size : m.hidden_size;
   const int k = projection == 13 ? m.hidden_size : m.intermediate_size;
   const int rows = projection == 13 && m.gated ? 8 : 16;
   row->panels = static_cast<int>((static_cast<int64_t>(n) + rows - 1) / rows);
-  row->units = static_cast<int>((static_cast<int64_t>(k) + 63) / 64);
+  const int64_t block = g < 64 ? 64 : g, half = (k + block - 1) / block * block;
+  const int64_t columns = w.perm == 2 ? 2 * half : k;
+  row->columns = static_cast<int>(columns);
+  row->units = static_cast<int>((columns + 63) / 64);
   const int units_per_block = g == -1 ? row->units : g < 64 ? 1 : g / 64;
   row->blocks = (row->units + units_per_block - 1) / units_per_block;
-  row->per_block = g == 16 ? 4 : g == 32 ? 2 : 1;
+  row->per_block = GroupsInBlock(w);
   row->block_shift = 31;
   if (g != -1)
     for (row->block_shift = 0; 1 << row->block_shift < units_per_block;) ++row->block_shift;
@@ -161,7 +170,9 @@ inline bool MarlinRowOf(const qm_moe& m, int projection, MarlinRow* row) {
   row->globals_at = align(row->zeros_at + (w.zero_points ? scales : 0));
   row->bias_at = align(row->globals_at + (w.format == 3 ? 8 : 0));
   row->perm_at = align(row->bias_at + (w.bias ? static_cast<size_t>(row->panels) * 64 : 0));
-  row->input_at = align(row->perm_at + (w.perm ? static_cast<size_t>(k) * 4 : 0));
+  row->orders = w.perm;
+  row->order_bytes = align(static_cast<size_t>(k) * 4);
+  row->input_at = row->perm_at + row->orders * row->order_bytes;
   row->pre_at = align(row->input_at + (HasInputScale(w) ? 4 : 0));
   row->bytes = align(row->pre_at + (w.pre_scale ? static_cast<size_t>(k) * 4 : 0));
   return true;

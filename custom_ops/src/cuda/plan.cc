@@ -31,8 +31,13 @@ double Fill(int64_t count, int64_t slots) {
 }
 uint64_t Align(uint64_t a) { return (a + 255) / 256 * 256; }
 
-// name: of the projection, the prefix of its attributes.
-int ValidateWeights(const qm_projection& w, const char* name, char* err) {
+int ValidateFlag(int value, const char* prefix, const char* name, char* err) {
+  if (value == 0 || value == 1) return QM_OK;
+  return Fail(err, QM_INVALID, "%s%s is %d, expected 0 or 1", prefix, name, value);
+}
+
+// name: of the projection, the prefix of its attributes; most_orders: that its perm may say.
+int ValidateWeights(const qm_projection& w, const char* name, int most_orders, char* err) {
   enum { f32, f16, bf16, e8m0, e4m3 };
   if (w.layout != 1 || w.layout_version != 2)
     return Fail(err, QM_INVALID, "%s_layout is %d version %d, the CUDA kernels read marlin (1) version 2: %s", name,
@@ -77,9 +82,9 @@ int ValidateWeights(const qm_projection& w, const char* name, char* err) {
                 w.activation_format);
   if (w.pre_scale != 0 && w.pre_scale != 1)
     return Fail(err, QM_UNSUPPORTED, "%s_pre_scale is %d, the CUDA kernels take 0 and 1", name, w.pre_scale);
-  if (w.perm != 0 && w.perm != 1)
-    return Fail(err, QM_UNSUPPORTED, "%s_perm is %d, the CUDA kernels take 0 and 1", name, w.perm);
-  return QM_OK;
+  if (w.perm < 0 || w.perm > most_orders)
+    return Fail(err, QM_UNSUPPORTED, "%s_perm is %d, the CUDA kernels take 0 to %d", name, w.perm, most_orders);
+  return ValidateFlag(w.bias, name, "_bias", err);
 }
 
 // Parts of a row are found by 32-bit offsets.
@@ -120,12 +125,15 @@ int Validate(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) 
   if (p.tokens < 0 || p.top_k <= 0 || p.tokens > INT32_MAX / 2 / p.top_k)
     return Fail(err, QM_INVALID, "topk_ids is [%lld, %lld], expected at least [0, 1] and at most %d ids",
                 static_cast<long long>(p.tokens), static_cast<long long>(p.top_k), INT32_MAX / 2);
+  if (int status = ValidateFlag(m.gated, "", "gated", err)) return status;
+  if (int status = ValidateFlag(m.apply_router_weight_on_input, "", "apply_router_weight_on_input", err)) return status;
   if (m.activation < 0 || m.activation > 5 || (!m.gated && m.activation > 3))
     return Fail(err, QM_INVALID, "activation is %d with gated = %d, expected 0 to 3, or 4 and 5 with gated = 1",
                 m.activation, m.gated);
   for (int which : {13, 2}) {
     const char* name = which == 13 ? "w13" : "w2";
-    if (int status = ValidateWeights(which == 13 ? m.w13 : m.w2, name, err)) return status;
+    const int orders = which == 13 && m.gated ? 2 : 1;
+    if (int status = ValidateWeights(which == 13 ? m.w13 : m.w2, name, orders, err)) return status;
     if (int status = ValidateRow(m, which, name, err)) return status;
   }
   return QM_OK;
@@ -326,7 +334,7 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
 
   const bool many = !decode && device->sm == 90 && p.moe.gated && mean > 5;
   const bool fp8 = many && TakesFp8(p.moe.w13) && TakesFp8(p.moe.w2);
-  const bool wgmma = many && (fp8 || Addresses(pairs, std::max(p.moe.hidden_size, p.moe.intermediate_size)));
+  const bool wgmma = many && (fp8 || Addresses(pairs, std::max(w13.columns, p.moe.intermediate_size)));
   plan->path = decode ? QM_CUDA_DECODE : fp8 ? QM_CUDA_FP8 : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
 
   Work work{*device, decode, wgmma, fp8, most_experts, mean, 4};
@@ -350,7 +358,7 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
                          (plan->w13.packed ? w13.units * PackedUnitBytes(KindOf(p.moe.w13)) : p.moe.hidden_size * 2));
   if (plan->w2.packed)
     plan->packed_hidden = take(static_cast<uint64_t>(pairs) * w2.units * PackedUnitBytes(KindOf(p.moe.w2)));
-  if (p.moe.w13.perm) plan->gathered = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * 2);
+  if (p.moe.w13.perm) plan->gathered = take(static_cast<uint64_t>(pairs) * w13.columns * 2);
   if (!decode) {
     plan->max_tiles = MostTiles(pairs, p.local_experts, plan->w13.n_tiles);
     plan->partial = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * (wgmma ? 2 * plan->w2.warps_k : 4));
@@ -387,7 +395,7 @@ extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const 
   if (problem->rows < 0 || problem->rows > INT32_MAX / 2)
     return Fail(err, QM_INVALID, "x has %lld rows, expected 0 to %d", static_cast<long long>(problem->rows),
                 INT32_MAX / 2);
-  if (int status = ValidateWeights(l.w, "w", err)) return status;
+  if (int status = ValidateWeights(l.w, "w", 1, err)) return status;
   if (int status = ValidateRow(MoeOf(l), 2, "w", err)) return status;
   *plan = qm_cuda_plan{};
   MarlinRow w{};

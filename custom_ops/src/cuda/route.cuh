@@ -174,14 +174,19 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
   ClusterSync(cluster);  // no block ends while others read its counts
 }
 
-// One block a pair.
+// One block a pair. An order is the model's: one that names no feature makes a wrong result, not a read elsewhere.
 __global__ void MoeGather(const __grid_constant__ GatherParams p) {
   const int pair = blockIdx.x, expert = LocalExpert(p.routing, pair);
   if (expert < 0) return;
   const int* perm = reinterpret_cast<const int*>(p.rows + expert * p.row_bytes + p.perm_at);
   const uint16_t* x = p.x + static_cast<int64_t>(pair / p.x_divisor) * p.columns;
-  uint16_t* out = p.out + static_cast<int64_t>(pair) * p.columns;
-  for (int k = threadIdx.x; k < p.columns; k += blockDim.x) out[k] = x[perm[k]];
+  uint16_t* out = p.out + static_cast<int64_t>(pair) * p.out_columns;
+  for (int k = threadIdx.x; k < p.out_columns; k += blockDim.x) {
+    const int order = k >= p.half, column = order ? k - p.half : k;
+    out[k] = 0;
+    if (column < p.columns)
+      out[k] = x[min(static_cast<unsigned>(perm[order * p.order_words + column]), p.columns - 1u)];
+  }
 }
 
 // out[token] = sum over slots and parts of K of partial[pair][part], in f32, ascending. A thread has 8 columns and asks

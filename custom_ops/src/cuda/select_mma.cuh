@@ -1,4 +1,5 @@
-// Which instance of the mma.sync kernels a plan means: one selection for gate_up*.cu and down*.cu.
+// Which instance of the mma.sync kernels a plan means, null where there is none: one selection for gate_up*.cu and
+// down*.cu.
 #pragma once
 #include "cuda/instances.h"
 #include "cuda/moe_gemm_mma.cuh"
@@ -11,19 +12,24 @@ template <typename T, bool down, class F>
 GemmKernel SelectMma(F, int path, const qm_cuda_gemm& g) {
   constexpr int kMost = BitsOf(F::kKind) == 4 ? 4 : 2;
   constexpr int kUnits = F::kKind == WeightKind::kInt4 && F::kGroups == 1 ? 2 : 1;
-  const bool most = g.panels == kMost;
-  if (path == QM_CUDA_DECODE) {
-    if constexpr (down)
-      return most ? MoeDownDecode<T, F, kMost, kUnits> : MoeDownDecode<T, F, 2>;
-    else if (most && g.stages == StagesOf(2))
-      return MoeGemmMma<T, F, kMost, 1, false, true, kUnits>;
-    else
-      return most ? MoeGemmMma<T, F, kMost, 1, false, true> : MoeGemmMma<T, F, 2, 1, false, true>;
+  const bool one_unit = g.stages == StagesOf(1), two = g.panels == 2 && one_unit;
+  const bool most = g.panels == kMost && g.stages == StagesOf(kUnits);
+  if (path == QM_CUDA_DECODE && g.n_tiles == 1) {
+    if constexpr (down) {
+      return most ? MoeDownDecode<T, F, kMost, kUnits> : two ? MoeDownDecode<T, F, 2> : nullptr;
+    } else {
+      if (most) return MoeGemmMma<T, F, kMost, 1, false, true, kUnits>;
+      if (g.panels == kMost && one_unit) return MoeGemmMma<T, F, kMost, 1, false, true>;
+      return two ? MoeGemmMma<T, F, 2, 1, false, true> : nullptr;
+    }
   }
-  if (g.n_tiles > 1) return g.n_tiles == 2 ? MoeGemmMma<T, F, 2, 2, down, false> : MoeGemmMma<T, F, 2, 4, down, false>;
+  if (path != QM_CUDA_STREAM) return nullptr;
+  if (g.n_tiles == 4) return two ? MoeGemmMma<T, F, 2, 4, down, false> : nullptr;
+  if (g.n_tiles == 2) return two ? MoeGemmMma<T, F, 2, 2, down, false> : nullptr;
+  if (g.n_tiles != 1) return nullptr;
   if constexpr (down && kUnits == 2)
     if (most && g.warps_k == 1) return MoeGemmMma<T, F, kMost, 1, down, false, kUnits, false>;
-  return most ? MoeGemmMma<T, F, kMost, 1, down, false, kUnits> : MoeGemmMma<T, F, 2, 1, down, false>;
+  return most ? MoeGemmMma<T, F, kMost, 1, down, false, kUnits> : two ? MoeGemmMma<T, F, 2, 1, down, false> : nullptr;
 }
 
 }  // namespace quantmoe

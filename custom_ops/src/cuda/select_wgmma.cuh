@@ -1,4 +1,4 @@
-// Which instance of the wgmma kernels a plan means.
+// Which instance of the wgmma kernels a plan means, null where there is none.
 #pragma once
 #include "cuda/instances.h"
 #include "cuda/moe_gemm_wgmma.cuh"
@@ -6,11 +6,13 @@
 namespace quantmoe {
 
 template <typename T, class F>
-GemmKernel SelectWgmma(F, bool down, int tokens) {
+GemmKernel SelectWgmma(F, bool down, const qm_cuda_gemm& g) {
   if constexpr (BitsOf(F::kKind) == 4)
-    if (tokens == 24) return down ? MoeGemmWgmma<T, F, true, 24> : MoeGemmWgmma<T, F, false, 24>;
-  if (tokens == 48) return down ? MoeGemmWgmma<T, F, true, 48> : MoeGemmWgmma<T, F, false, 48>;
-  return down ? MoeGemmWgmma<T, F, true, 144> : MoeGemmWgmma<T, F, false, 144>;
+    if (g.n_tiles == 3 && g.panels == 32) return down ? MoeGemmWgmma<T, F, true, 24> : MoeGemmWgmma<T, F, false, 24>;
+  if (g.panels != 16) return nullptr;
+  if (g.n_tiles == 6) return down ? MoeGemmWgmma<T, F, true, 48> : MoeGemmWgmma<T, F, false, 48>;
+  if (g.n_tiles == 18) return down ? MoeGemmWgmma<T, F, true, 144> : MoeGemmWgmma<T, F, false, 144>;
+  return nullptr;
 }
 
 }  // namespace quantmoe
