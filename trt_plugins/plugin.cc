@@ -5,10 +5,13 @@
 // to TensorRT's logger and begin with the layer's name. Nothing here links to TensorRT.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
+#include <link.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -41,13 +44,43 @@ struct VersionedLogger : IVersionedInterface {
 struct VersionedLoggerFinder : IVersionedInterface {
   virtual VersionedLogger* findLogger() = 0;
 };
+// The same of IPluginRegistry: 10's has what it says of IPluginV2 before what follows, 11's has not.
+struct PlainRegistryHead {
+  virtual bool registerV2(void* creator, const char* name_space) noexcept = 0;
+  virtual void* const* creatorsV2(int32_t* count) const noexcept = 0;
+  virtual void* creatorV2(const char* name, const char* version, const char* name_space) noexcept = 0;
+  virtual ~PlainRegistryHead() = default;
+  virtual void setErrorRecorder(IErrorRecorder* recorder) noexcept = 0;
+  virtual IErrorRecorder* getErrorRecorder() const noexcept = 0;
+  virtual bool deregisterV2(const void* creator) noexcept = 0;
+};
+struct VersionedRegistryHead {
+  virtual ~VersionedRegistryHead() = default;
+  virtual void setErrorRecorder(IErrorRecorder* recorder) noexcept = 0;
+  virtual IErrorRecorder* getErrorRecorder() const noexcept = 0;
+};
+template <class Head>
+struct Registry : Head {
+  virtual bool isParentSearchEnabled() const = 0;
+  virtual void setParentSearchEnabled(bool enabled) = 0;
+  virtual void* loadLibrary(const char* path) noexcept = 0;
+  virtual void deregisterLibrary(void* library) noexcept = 0;
+  virtual bool registerCreator(IPluginCreatorInterface& creator, const char* name_space) noexcept = 0;
+  virtual IPluginCreatorInterface* const* getAllCreators(int32_t* count) const noexcept = 0;
+  virtual IPluginCreatorInterface* getCreator(const char* name, const char* version,
+                                              const char* name_space) noexcept = 0;
+  virtual bool deregisterCreator(const IPluginCreatorInterface& creator) noexcept = 0;
+};
 
 namespace {
 
 constexpr int32_t kMostInputs = Slots(kInputs, "QuantMoE").count;
 
+// Of the TensorRT that loads this library; without one, getLogger of the TensorRT that it found.
 PlainLoggerFinder* plain_finder = nullptr;
 VersionedLoggerFinder* versioned_finder = nullptr;
+PlainLogger* (*plain_logger)() = nullptr;
+VersionedLogger* (*versioned_logger)() = nullptr;
 
 // getInferLibVersion of the library whose code the object runs; 0 when it has none.
 int32_t LibraryVersion(const void* object) {
@@ -60,14 +93,35 @@ int32_t LibraryVersion(const void* object) {
   dlclose(library);
   return found;
 }
+// Whether a TensorRT of this version has the later tables. 10.6.0: 100600; TensorRT-RTX 1.7.1: 10701
+bool Versioned(int32_t version) { return version >= (version < 100000 ? 10500 : 110000); }
 
-void Log(Severity severity, const std::string& text) {
+void Log(Severity severity, const char* text) {
   if (versioned_finder) {
-    if (VersionedLogger* logger = versioned_finder->findLogger()) return logger->log(severity, text.c_str());
+    if (VersionedLogger* logger = versioned_finder->findLogger()) return logger->log(severity, text);
   } else if (plain_finder) {
-    if (PlainLogger* logger = plain_finder->findLogger()) return logger->log(severity, text.c_str());
+    if (PlainLogger* logger = plain_finder->findLogger()) return logger->log(severity, text);
+  } else if (versioned_logger) {
+    if (VersionedLogger* logger = versioned_logger()) return logger->log(severity, text);
+  } else if (plain_logger) {
+    if (PlainLogger* logger = plain_logger()) return logger->log(severity, text);
   }
-  std::fprintf(stderr, "%s\n", text.c_str());
+  std::fprintf(stderr, "%s\n", text);
+}
+void Log(Severity severity, const std::string& text) { Log(severity, text.c_str()); }
+
+// What TensorRT calls, as its result; `failed` where an exception, of memory most likely, ended it. Logs that without
+// taking memory.
+template <class Result, class Body>
+Result Guard(const char* layer, Result failed, const Body& body) noexcept {
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    char text[QM_ERROR_SIZE];
+    std::snprintf(text, sizeof(text), "%s %s", layer, error.what());
+    Log(Severity::kERROR, text);
+  }
+  return failed;
 }
 
 std::string Text(const Dims& dims) {
@@ -87,6 +141,20 @@ struct Value {
   PluginFieldType type;
   std::string bytes;  // of the number, or the text and its NUL
 };
+
+// What a plug-in and its clones have in common.
+struct Layer {
+  std::string name;  // operator and layer, the beginning of every message
+  std::vector<Value> values;
+  bool runs;  // of an engine that runs: its weights are the model's, not what the builder times with
+  // The most that getWorkspaceSize returned, in an engine's plan as a field of its own; 0: not known.
+  std::atomic<int64_t> workspace_bytes{0};
+
+  Layer(std::string name, std::vector<Value> values, bool runs, int64_t workspace_bytes)
+      : name(std::move(name)), values(std::move(values)), runs(runs), workspace_bytes(workspace_bytes) {}
+};
+using SharedLayer = std::shared_ptr<Layer>;
+constexpr const char* kWorkspaceBytes = "workspace_bytes";
 
 // Types and sizes of the inputs.
 struct Inputs {
@@ -143,34 +211,55 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
     return 0;
   }
   bool supportsFormatCombination(int32_t at, const DynamicPluginTensorDesc* tensors, int32_t inputs,
-                                 int32_t outputs) noexcept override;
+                                 int32_t outputs) noexcept override {
+    return Try(false, [&] { return Supports(at, tensors, inputs, outputs); });
+  }
   int32_t configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t, const DynamicPluginTensorDesc*,
                           int32_t) noexcept override {
-    const Inputs in(inputs, inputs_.count);
-    return CheckShapes(in.dims) && Configure(in) ? 0 : -1;
+    return Try(-1, [&] {
+      const Inputs in(inputs, inputs_.count);
+      return CheckShapes(in.dims) && Configure(in) ? 0 : -1;
+    });
   }
   int32_t onShapeChange(const PluginTensorDesc* inputs, int32_t, const PluginTensorDesc*, int32_t) noexcept override {
-    const Inputs in(inputs, inputs_.count);
-    return CheckShapes(in.dims) && Prepare(in) ? 0 : -1;
+    return Try(-1, [&] {
+      const Inputs in(inputs, inputs_.count);
+      return CheckShapes(in.dims) && Prepare(in) ? 0 : -1;
+    });
   }
   int32_t enqueue(const PluginTensorDesc* descs, const PluginTensorDesc*, const void* const* inputs,
                   void* const* outputs, void* workspace, cudaStream_t stream) noexcept override {
-    if (!Prepare(Inputs(descs, inputs_.count))) return -1;
-    char error[QM_ERROR_SIZE];
-    return Launch(inputs, outputs, workspace, stream, error) ? Fail(error) : 0;
+    return Try(-1, [&] {
+      if (!Prepare(Inputs(descs, inputs_.count)) || !CheckWeights(inputs, stream)) return -1;
+      char error[QM_ERROR_SIZE];
+      return Launch(inputs, outputs, workspace, stream, error) ? Fail(error) : 0;
+    });
+  }
+  IPluginV3* clone() noexcept override {
+    return Try<IPluginV3*>(nullptr, [&] { return Clone(); });
   }
   IPluginV3* attachToContext(IPluginResourceContext*) noexcept override { return clone(); }
   const PluginFieldCollection* getFieldsToSerialize() noexcept override;
 
  protected:
-  Plugin(const char* op, std::string layer, std::vector<Value> values)
-      : op_(op), inputs_(kInputs, op), outputs_(kOutputs, op), layer_(std::move(layer)), values_(std::move(values)) {}
+  Plugin(const char* op, SharedLayer layer)
+      : op_(op), inputs_(kInputs, op), outputs_(kOutputs, op), layer_(std::move(layer)) {
+    for (const Value& value : layer_->values)
+      fields_.emplace_back(value.name, value.bytes.data(), value.type,
+                           value.type == PluginFieldType::kCHAR ? static_cast<int32_t>(value.bytes.size()) : 1);
+    fields_.emplace_back(kWorkspaceBytes, &workspace_bytes_, PluginFieldType::kINT64, 1);
+  }
+  template <class Result, class Body>
+  Result Try(Result failed, const Body& body) const noexcept {
+    return Guard(layer_->name.c_str(), failed, body);
+  }
   int32_t Fail(const std::string& what) const {
-    Log(Severity::kERROR, layer_ + " " + what);
+    Log(Severity::kERROR, layer_->name + " " + what);
     return -1;
   }
   bool Wrong(const std::string& what) const { return Fail(what) == 0; }  // false
 
+  virtual IPluginV3* Clone() const = 0;
   // Reports what is wrong with shapes (a -1 is not known yet); true when nothing is.
   virtual bool CheckShapes(const Dims* in) const = 0;
   bool CheckPacked(const char* name, const Dims& dims, int64_t experts, size_t row_bytes) const;
@@ -178,25 +267,28 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   virtual bool TakesFloat() const { return false; }  // T may be float32
   virtual bool Configure(const Inputs& most) = 0;
   virtual bool Prepare(const Inputs& in) = 0;
+  virtual bool CheckWeights(const void* const*, cudaStream_t) { return true; }
   virtual int Launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
                      char* error) = 0;
 
   const char* op_;
   Slots inputs_, outputs_;
-  std::string layer_;
-  std::vector<Value> values_;
+  SharedLayer layer_;
 
  private:
-  int32_t Count(int32_t count) const {
-    return Fail("has " + std::to_string(count) + " inputs, expected " + std::to_string(inputs_.count));
+  bool Supports(int32_t at, const DynamicPluginTensorDesc* tensors, int32_t inputs, int32_t outputs);
+  int32_t Count(int32_t count) const noexcept {
+    return Try(-1, [&] {
+      return Fail("has " + std::to_string(count) + " inputs, expected " + std::to_string(inputs_.count));
+    });
   }
-  std::vector<PluginField> fields_;
+  std::vector<PluginField> fields_;  // to serialize, the last one only when it is known
+  int64_t workspace_bytes_ = 0;
   PluginFieldCollection collection_{};
   bool said_float_ = false;
 };
 
-bool Plugin::supportsFormatCombination(int32_t at, const DynamicPluginTensorDesc* tensors, int32_t inputs,
-                                       int32_t outputs) noexcept {
+bool Plugin::Supports(int32_t at, const DynamicPluginTensorDesc* tensors, int32_t inputs, int32_t outputs) {
   if (inputs != inputs_.count || outputs != outputs_.count) return false;
   const PluginTensorDesc& tensor = tensors[at].desc;
   if (tensor.format != TensorFormat::kLINEAR) return false;
@@ -205,8 +297,8 @@ bool Plugin::supportsFormatCombination(int32_t at, const DynamicPluginTensorDesc
       if (at != 0) return tensor.type == tensors[0].desc.type;
       if (tensor.type == DataType::kFLOAT && !TakesFloat() && !said_float_) {
         said_float_ = true;
-        Log(Severity::kWARNING,
-            layer_ + " does not run with float32 " + inputs_.first[0].name + ", the kernels take float16 and bfloat16");
+        Log(Severity::kWARNING, layer_->name + " does not run with float32 " + inputs_.first[0].name +
+                                    ", the kernels take float16 and bfloat16");
       }
       return tensor.type == DataType::kHALF || tensor.type == DataType::kBF16 ||
              (TakesFloat() && tensor.type == DataType::kFLOAT);
@@ -229,11 +321,8 @@ bool Plugin::CheckPacked(const char* name, const Dims& dims, int64_t experts, si
 }
 
 const PluginFieldCollection* Plugin::getFieldsToSerialize() noexcept {
-  fields_.clear();
-  for (const Value& value : values_)
-    fields_.emplace_back(value.name, value.bytes.data(), value.type,
-                         value.type == PluginFieldType::kCHAR ? static_cast<int32_t>(value.bytes.size()) : 1);
-  collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
+  workspace_bytes_ = layer_->workspace_bytes;
+  collection_ = {static_cast<int32_t>(fields_.size() - !workspace_bytes_), fields_.data()};
   return &collection_;
 }
 
@@ -241,11 +330,71 @@ const PluginFieldCollection* Plugin::getFieldsToSerialize() noexcept {
 template <class Problem, int (*kPlan)(const Problem*, const qm_cuda_device*, qm_cuda_plan*, char*)>
 class Planned : public Plugin {
  public:
+  // No memory: 0, which is less than a plan will need.
   size_t getWorkspaceSize(const DynamicPluginTensorDesc* inputs, int32_t, const DynamicPluginTensorDesc*,
                           int32_t) const noexcept override {
-    Problem problem = ProblemOf(Inputs(inputs, inputs_.count));
-    // Fewer tokens can take another path with a larger workspace, so each number counts: up to 0.3 s for 65536 tokens,
-    // but the layers of a model are alike.
+    return Try<size_t>(0, [&] {
+      const size_t bytes = Most(ProblemOf(Inputs(inputs, inputs_.count)));
+      std::atomic<int64_t>& most = layer_->workspace_bytes;
+      for (int64_t old = most; old < static_cast<int64_t>(bytes) && !most.compare_exchange_weak(old, bytes);) {
+      }
+      return bytes;
+    });
+  }
+
+ protected:
+  using Plugin::Plugin;
+  virtual Problem ProblemOf(const Inputs& in) const = 0;
+  // The tensor whose act-order the kernels read, null where there is none; what is wrong with it.
+  virtual const void* Ordered(const void* const* inputs) const = 0;
+  virtual int CheckOrder(const void* rows, cudaStream_t stream, char* error) const = 0;
+
+  // A call that is captured cannot wait for the answer; kernels clamp what they read of an order.
+  bool CheckWeights(const void* const* inputs, cudaStream_t stream) override {
+    const void* rows = layer_->runs ? Ordered(inputs) : nullptr;
+    if (!rows || rows == checked_) return true;
+    cudaStreamCaptureStatus capture;
+    if (cudaError_t e = cudaStreamIsCapturing(stream, &capture))
+      return Wrong(std::string("CUDA: ") + cudaGetErrorString(e));
+    if (capture != cudaStreamCaptureStatusNone) return true;
+    char error[QM_ERROR_SIZE];
+    if (CheckOrder(rows, stream, error)) return Wrong(error);
+    checked_ = rows;
+    return true;
+  }
+  bool Configure(const Inputs& most) override {
+    const Problem problem = ProblemOf(most);
+    qm_cuda_plan plan;
+    char error[QM_ERROR_SIZE];
+    return !kPlan(&problem, &kDevices[0], &plan, error) || Wrong(error);
+  }
+  // The plan for these inputs on the current device, made when they changed.
+  bool Prepare(const Inputs& in) override {
+    const Problem problem = ProblemOf(in);
+    if (!std::memcmp(&problem, &problem_, sizeof(problem))) return true;
+    char error[QM_ERROR_SIZE];
+    if (!device_.sm) {
+      int ordinal = 0;
+      if (cudaError_t e = cudaGetDevice(&ordinal)) return Wrong(std::string("CUDA: ") + cudaGetErrorString(e));
+      if (qm_cuda_query(ordinal, &device_, error)) return Wrong(error);
+    }
+    qm_cuda_plan plan;
+    if (kPlan(&problem, &device_, &plan, error)) return Wrong(error);
+    if (!CheckWorkspace(problem, plan)) return false;
+    problem_ = problem;
+    plan_ = plan;
+    return true;
+  }
+
+  qm_cuda_device device_{};  // sm 0: not asked for yet
+  Problem problem_{};
+  qm_cuda_plan plan_{};
+  const void* checked_ = nullptr;  // weights whose act-order is good
+
+ private:
+  // What every GPU can do with for as many rows or fewer. Fewer can take another path with a larger workspace, so each
+  // number counts: up to 0.3 s for 65536 tokens, but the layers of a model are alike.
+  static size_t Most(Problem problem) {
     static std::mutex mutex;
     static Problem last{};
     static size_t bytes = 0;
@@ -264,48 +413,32 @@ class Planned : public Plugin {
     }
     return bytes;
   }
-
- protected:
-  using Plugin::Plugin;
-  virtual Problem ProblemOf(const Inputs& in) const = 0;
-
-  bool Configure(const Inputs& most) override {
-    const Problem problem = ProblemOf(most);
-    qm_cuda_plan plan;
-    char error[QM_ERROR_SIZE];
-    return !kPlan(&problem, &kDevices[0], &plan, error) || Wrong(error);
+  // A GPU that kDevices has not, or an engine that another version of this library built, may need more than there is.
+  bool CheckWorkspace(const Problem& problem, const qm_cuda_plan& plan) const {
+    const auto known = [&](const qm_cuda_device& d) {
+      return d.sm == device_.sm && d.shared_bytes == device_.shared_bytes;
+    };
+    uint64_t least = UINT64_MAX;  // of the profiles with room for these rows
+    if (std::none_of(std::begin(kDevices), std::end(kDevices), known)) least = Most(problem);
+    if (const int64_t most = layer_->workspace_bytes) least = std::min<uint64_t>(least, static_cast<uint64_t>(most));
+    if (plan.workspace_bytes <= least) return true;
+    Problem rows = problem;
+    return Wrong("needs " + std::to_string(plan.workspace_bytes) + " bytes of workspace for " +
+                 std::to_string(RowsIn(rows)) + " rows on this GPU (compute capability " +
+                 std::to_string(device_.sm / 10) + "." + std::to_string(device_.sm % 10) + ", " +
+                 std::to_string(device_.shared_bytes) + " bytes of shared memory), the engine has " +
+                 std::to_string(least) + ": build it here, with this library");
   }
-  // The plan for these inputs on the current device, made when they changed.
-  bool Prepare(const Inputs& in) override {
-    const Problem problem = ProblemOf(in);
-    if (!std::memcmp(&problem, &problem_, sizeof(problem))) return true;
-    char error[QM_ERROR_SIZE];
-    if (!device_.sm) {
-      int ordinal = 0;
-      if (cudaError_t e = cudaGetDevice(&ordinal)) return Wrong(std::string("CUDA: ") + cudaGetErrorString(e));
-      if (qm_cuda_query(ordinal, &device_, error)) return Wrong(error);
-    }
-    if (kPlan(&problem, &device_, &plan_, error)) return Wrong(error);
-    problem_ = problem;
-    return true;
-  }
-
-  qm_cuda_device device_{};  // sm 0: not asked for yet
-  Problem problem_{};
-  qm_cuda_plan plan_{};
-
- private:
   static int64_t& RowsIn(qm_cuda_problem& problem) { return problem.tokens; }
   static int64_t& RowsIn(qm_cuda_linear_problem& problem) { return problem.rows; }
 };
 
 class MoE final : public Planned<qm_cuda_problem, qm_cuda_plan_moe> {
  public:
-  MoE(std::string layer, const qm_moe& moe, std::vector<Value> values)
-      : Planned("QuantMoE", std::move(layer), std::move(values)), moe_(moe) {}
-  IPluginV3* clone() noexcept override { return new MoE(layer_, moe_, values_); }
+  MoE(SharedLayer layer, const qm_moe& moe) : Planned("QuantMoE", std::move(layer)), moe_(moe) {}
 
  private:
+  IPluginV3* Clone() const override { return new MoE(layer_, moe_); }
   bool CheckShapes(const Dims* in) const override;
   qm_cuda_problem ProblemOf(const Inputs& in) const override {
     const Dims& ids = in.dims[QuantMoE_topk_ids];
@@ -317,6 +450,12 @@ class MoE final : public Planned<qm_cuda_problem, qm_cuda_plan_moe> {
     problem.top_k = ids.d[ids.nbDims - 1];
     problem.local_experts = in.dims[QuantMoE_w13].d[0];
     return problem;
+  }
+  const void* Ordered(const void* const* inputs) const override {
+    return moe_.w13.perm ? inputs[QuantMoE_w13] : nullptr;
+  }
+  int CheckOrder(const void* rows, cudaStream_t stream, char* error) const override {
+    return qm_cuda_check_moe(&problem_, rows, stream, error);
   }
   int Launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
              char* error) override {
@@ -354,11 +493,10 @@ bool MoE::CheckShapes(const Dims* in) const {
 
 class Linear final : public Planned<qm_cuda_linear_problem, qm_cuda_plan_linear> {
  public:
-  Linear(std::string layer, const qm_linear& linear, std::vector<Value> values)
-      : Planned("QuantLinear", std::move(layer), std::move(values)), linear_(linear) {}
-  IPluginV3* clone() noexcept override { return new Linear(layer_, linear_, values_); }
+  Linear(SharedLayer layer, const qm_linear& linear) : Planned("QuantLinear", std::move(layer)), linear_(linear) {}
 
  private:
+  IPluginV3* Clone() const override { return new Linear(layer_, linear_); }
   int64_t LastSize() const override { return linear_.out_features; }
   bool CheckShapes(const Dims* in) const override {
     const Dims& x = in[QuantLinear_x];
@@ -374,6 +512,12 @@ class Linear final : public Planned<qm_cuda_linear_problem, qm_cuda_plan_linear>
     problem.rows = RowsOf(in.dims[QuantLinear_x]);
     return problem;
   }
+  const void* Ordered(const void* const* inputs) const override {
+    return linear_.w.perm ? inputs[QuantLinear_w] : nullptr;
+  }
+  int CheckOrder(const void* rows, cudaStream_t stream, char* error) const override {
+    return qm_cuda_check_linear(&problem_, rows, stream, error);
+  }
   int Launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
              char* error) override {
     const qm_cuda_linear_tensors tensors{inputs[QuantLinear_x], inputs[QuantLinear_w], outputs[0], workspace};
@@ -385,15 +529,15 @@ class Linear final : public Planned<qm_cuda_linear_problem, qm_cuda_plan_linear>
 
 class Routing final : public Plugin {
  public:
-  Routing(std::string layer, const qm_routing& routing, std::vector<Value> values)
-      : Plugin("MoERouting", std::move(layer), std::move(values)), problem_{routing, QM_F32, 0} {}
-  IPluginV3* clone() noexcept override { return new Routing(layer_, problem_.routing, values_); }
+  Routing(SharedLayer layer, const qm_routing& routing)
+      : Plugin("MoERouting", std::move(layer)), problem_{routing, QM_F32, 0} {}
   size_t getWorkspaceSize(const DynamicPluginTensorDesc*, int32_t, const DynamicPluginTensorDesc*,
                           int32_t) const noexcept override {
     return 0;
   }
 
  private:
+  IPluginV3* Clone() const override { return new Routing(layer_, problem_.routing); }
   int64_t LastSize() const override { return problem_.routing.top_k; }
   bool TakesFloat() const override { return true; }
   bool CheckShapes(const Dims* in) const override {
@@ -441,9 +585,12 @@ class Creator final : public IPluginCreatorV3One {
   // TensorRT's parser looks for creators in the empty namespace, whatever the node's domain is.
   const char* getPluginNamespace() const noexcept override { return ""; }
   const PluginFieldCollection* getFieldNames() noexcept override { return &collection_; }
-  IPluginV3* createPlugin(const char* name, const PluginFieldCollection* given, TensorRTPhase) noexcept override;
+  IPluginV3* createPlugin(const char* name, const PluginFieldCollection* given, TensorRTPhase phase) noexcept override {
+    return Guard<IPluginV3*>(op_, nullptr, [&] { return Create(name, given, phase == TensorRTPhase::kRUNTIME); });
+  }
 
  private:
+  IPluginV3* Create(const char* name, const PluginFieldCollection* given, bool runs) const;
   static PluginFieldType FieldType(char kind) {
     return kind == 'i' ? PluginFieldType::kINT32 : kind == 'f' ? PluginFieldType::kFLOAT32 : PluginFieldType::kCHAR;
   }
@@ -482,7 +629,7 @@ bool Set(const char* op, Node* node, std::vector<Value>* values, const PluginFie
   return !qm_set_int(op, node, field.name, value, error);
 }
 
-IPluginV3* Creator::createPlugin(const char* name, const PluginFieldCollection* given, TensorRTPhase) noexcept {
+IPluginV3* Creator::Create(const char* name, const PluginFieldCollection* given, bool runs) const {
   const std::string layer = std::string(op_) + " layer \"" + (name ? name : "") + "\":";
   auto refuse = [&](const std::string& what) {
     Log(Severity::kERROR, layer + " " + what);
@@ -506,27 +653,125 @@ IPluginV3* Creator::createPlugin(const char* name, const PluginFieldCollection* 
       return refuse("op_version is " + std::to_string(node.op_version) + ", this library knows " +
                     std::to_string(version_));
   }
+  int64_t workspace_bytes = 0;
   for (const PluginField* field = given->fields; field != end; ++field) {
     if (!field->name) return refuse("an attribute has no name");
+    if (runs && !std::strcmp(field->name, kWorkspaceBytes) && field->type == PluginFieldType::kINT64 && field->data &&
+        field->length == 1) {
+      std::memcpy(&workspace_bytes, field->data, sizeof(workspace_bytes));
+      continue;
+    }
     if (std::none_of(fields_.begin(), fields_.end(),
                      [&](const PluginField& f) { return !std::strcmp(f.name, field->name); }))
       return refuse(std::string("unknown attribute ") + field->name);
   }
   // Attributes no kernel can have are refused here, where the layer is named; shapes come later.
+  const auto shared = std::make_shared<Layer>(layer, std::move(values), runs, workspace_bytes);
   qm_cuda_plan plan;
   if (op_ == std::string_view("QuantLinear")) {
     const qm_cuda_linear_problem problem{node.linear, QM_F16, 1};
     if (qm_cuda_plan_linear(&problem, &kDevices[0], &plan, error)) return refuse(error);
-    return new Linear(layer, node.linear, std::move(values));
+    return new Linear(shared, node.linear);
   }
   if (op_ == std::string_view("MoERouting")) {
     const qm_cuda_routing_problem problem{node.routing, QM_F32, 1};
     if (qm_cuda_validate_routing(&problem, error)) return refuse(error);
-    return new Routing(layer, node.routing, std::move(values));
+    return new Routing(shared, node.routing);
   }
   const qm_cuda_problem problem{node.moe, QM_F16, 4, 1, 1, std::max(1, node.moe.num_experts - node.moe.expert_offset)};
   if (qm_cuda_plan_moe(&problem, &kDevices[0], &plan, error)) return refuse(error);
-  return new MoE(layer, node.moe, std::move(values));
+  return new MoE(shared, node.moe);
+}
+
+// Never destroyed: TensorRT may ask for their names while the process exits.
+std::vector<IPluginCreatorInterface*>& Creators() {
+  static auto& creators = *new std::vector<IPluginCreatorInterface*>{new Creator("QuantMoE", k_version_QuantMoE),
+                                                                     new Creator("QuantLinear", k_version_QuantLinear),
+                                                                     new Creator("MoERouting", k_version_MoERouting)};
+  return creators;
+}
+
+// A TensorRT's global registry.
+struct Global {
+  void* registry;
+  bool versioned;
+
+  template <class Use>
+  bool With(const Use& use) const {
+    return versioned ? use(*static_cast<Registry<VersionedRegistryHead>*>(registry))
+                     : use(*static_cast<Registry<PlainRegistryHead>*>(registry));
+  }
+};
+// Those that hold the creators because this library was only opened: trtexec --staticPlugins, ONNX Runtime's
+// trt_extra_plugin_lib_paths, dlopen.
+std::mutex registered_mutex;
+std::vector<Global>& Registered() {
+  static auto& registered = *new std::vector<Global>;
+  return registered;
+}
+
+// Whether another copy of this library, an engine's for example, is registered. getCreator would log that it is not.
+template <class R>
+bool Holds(const R& registry) {
+  int32_t count = 0;
+  IPluginCreatorInterface* const* creators = registry.getAllCreators(&count);
+  return std::any_of(creators, creators + count, [](IPluginCreatorInterface* creator) {
+    return !std::strcmp(creator->getInterfaceInfo().kind, "PLUGIN CREATOR_V3ONE") &&
+           !std::strcmp(static_cast<IPluginCreatorV3One*>(creator)->getPluginName(), "QuantMoE");
+  });
+}
+
+// Every TensorRT in the process; this library links to none.
+void RegisterWhereLoaded() {
+  std::vector<std::string> names;  // of what is loaded; "" is the program
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, size_t, void* to) {
+        static_cast<std::vector<std::string>*>(to)->emplace_back(info->dlpi_name);
+        return 0;
+      },
+      &names);
+  for (const std::string& name : names) {
+    void* library = dlopen(name.empty() ? nullptr : name.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+    if (!library) continue;
+    auto* get = reinterpret_cast<void* (*)()>(dlsym(library, "getPluginRegistry"));
+    void* registry = get && dlsym(library, "getInferLibVersion") ? get() : nullptr;
+    const int32_t version = registry ? LibraryVersion(registry) : 0;
+    const Global global{registry, Versioned(version)};
+    const bool registers = version && global.With([](auto& r) {
+      if (Holds(r)) return false;
+      for (IPluginCreatorInterface* creator : Creators()) r.registerCreator(*creator, "");
+      return true;
+    });
+    if (registers) {
+      Registered().push_back(global);
+      void* logger = dlsym(library, "getLogger");
+      if (global.versioned) {
+        versioned_logger = reinterpret_cast<VersionedLogger* (*)()>(logger);
+      } else {
+        plain_logger = reinterpret_cast<PlainLogger* (*)()>(logger);
+      }
+    }
+    dlclose(library);
+  }
+}
+
+// A registry that loads the library registers what getCreators gives it, and refuses what is registered already.
+void Unregister() {
+  std::vector<Global> registered;
+  {
+    const std::lock_guard<std::mutex> lock(registered_mutex);
+    registered.swap(Registered());
+  }
+  for (const Global& global : registered)
+    for (IPluginCreatorInterface* creator : Creators())
+      global.With([&](auto& r) { return r.deregisterCreator(*creator); });
+}
+
+__attribute__((constructor)) void Opened() {
+  Guard("quantmoe:", 0, [] {
+    RegisterWhereLoaded();
+    return 0;
+  });
 }
 
 }  // namespace
@@ -534,11 +779,10 @@ IPluginV3* Creator::createPlugin(const char* name, const PluginFieldCollection* 
 
 extern "C" QM_API void setLoggerFinder(nvinfer1::ILoggerFinder* finder) {
   using namespace quantmoe;
-  const int32_t version = finder ? LibraryVersion(finder) : 0;  // 10.6.0: 100600; TensorRT-RTX 1.7.1: 10701
-  const bool rtx = version < 100000;
+  const int32_t version = finder ? LibraryVersion(finder) : 0;
   plain_finder = nullptr;
   versioned_finder = nullptr;
-  if (version >= (rtx ? 10500 : 110000)) {
+  if (Versioned(version)) {
     versioned_finder = reinterpret_cast<VersionedLoggerFinder*>(finder);
   } else if (version) {
     plain_finder = reinterpret_cast<PlainLoggerFinder*>(finder);
@@ -546,10 +790,11 @@ extern "C" QM_API void setLoggerFinder(nvinfer1::ILoggerFinder* finder) {
 }
 
 extern "C" QM_API nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count) {
-  using quantmoe::Creator;
-  static Creator moe("QuantMoE", quantmoe::k_version_QuantMoE), linear("QuantLinear", quantmoe::k_version_QuantLinear),
-      routing("MoERouting", quantmoe::k_version_MoERouting);
-  static nvinfer1::IPluginCreatorInterface* const creators[] = {&moe, &linear, &routing};
-  count = 3;
-  return creators;
+  using namespace quantmoe;
+  count = 0;
+  return Guard<IPluginCreatorInterface* const*>("quantmoe:", nullptr, [&] {
+    Unregister();
+    count = static_cast<int32_t>(Creators().size());
+    return Creators().data();
+  });
 }

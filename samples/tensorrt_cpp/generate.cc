@@ -49,7 +49,8 @@ int main(int argc, char** argv) {
 
   Logger logger;
   const std::unique_ptr<IBuilder> builder(createInferBuilder(logger));
-  Need(builder->getPluginRegistry().loadLibrary(argv[1]), "the plug-in library does not load");
+  // The global registry: the builder's own would leave the runtime below without the plug-ins.
+  Need(getPluginRegistry()->loadLibrary(argv[1]), "the plug-in library does not load");
   const auto typed = static_cast<uint32_t>(NetworkDefinitionCreationFlag::kSTRONGLY_TYPED);
   const std::unique_ptr<INetworkDefinition> network(builder->createNetworkV2(1U << typed));
   const std::unique_ptr<nvonnxparser::IParser> parser(nvonnxparser::createParser(*network, logger));

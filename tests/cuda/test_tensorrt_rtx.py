@@ -39,13 +39,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def build(model: Path, plan: Path, links: Path) -> subprocess.CompletedProcess[str]:
+def run(links: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     # The builder opens libtensorrt_rtx.so by that name, which the wheel does not have.
     library = Path(str(found.submodule_search_locations[0])) / "libtensorrt_rtx.so.1"
     (links / "libtensorrt_rtx.so").symlink_to(library)
     environment = os.environ | {"LD_LIBRARY_PATH": str(links)}
-    command = [sys.executable, SAMPLE, model, plan, "89", "120"]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=600)
+
+
+def build(model: Path, plan: Path, links: Path) -> subprocess.CompletedProcess[str]:
+    return run(links, SAMPLE, model, plan, "89", "120")
 
 
 @pytest.mark.parametrize("dtype", SCHEMES)
@@ -61,6 +64,40 @@ def test_engine(folder, tmp_path, dtype):
     assert b"w13_layout_version" in plan
     assert b"marlin\0" in plan
     assert (b"nvfp4\0" in plan) == (SCHEMES[dtype] == "NVFP4")
+    assert b"workspace_bytes" in plan, "what the engine's builder was told, to be held to where it runs"
+
+
+#: open: only dlopen, as trtexec --staticPlugins; load and builder: the global registry and the builder's;
+#: runtime: another one, as trtexec --dynamicPlugins has after the builder's
+@pytest.mark.parametrize(
+    "steps", ["open", "load", "open load", "builder runtime", "open builder runtime", "open load unload load"]
+)
+def test_registries(folder, tmp_path, steps):
+    """However the library comes into the process the model parses, and TensorRT has nothing to say about it."""
+    code = f"""
+import ctypes
+import tensorrt_rtx_bindings as trt
+import quantmoe
+path, log = quantmoe.trt_library_path(), trt.Logger(trt.Logger.WARNING)
+builder, registry = trt.Builder(log), trt.get_plugin_registry()
+for step in {steps.split()!r}:
+    if step == "open":
+        ctypes.CDLL(path)
+    elif step == "unload":
+        registry.deregister_library(library)
+    else:
+        of = {{"load": registry, "builder": builder.get_plugin_registry()}}.get(step)
+        library = (of or trt.Runtime(log).get_plugin_registry()).load_library(path)
+        assert library, step
+names = [c.name for c in builder.get_plugin_registry().all_creators_recursive]
+assert [names.count(n) for n in ("QuantMoE", "QuantLinear", "MoERouting")] == [1, 1, 1], names
+network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+parser = trt.OnnxParser(network, log)
+assert parser.parse_from_file({str(folder / "bf16/model.onnx")!r}), parser.get_error(0).desc()
+"""
+    done = run(tmp_path, "-c", code)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "egister" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

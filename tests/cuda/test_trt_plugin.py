@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import permutations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +23,18 @@ if "QUANTMOE_TRT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the driver", allow_module_level=True)
 torch = pytest.importorskip("torch")
 from cuda.test_cuda import BASE, TORCH, UNIT, build, build_linear  # noqa: E402
-from cuda.trt import BUILD, FIELD_TYPES, RUNTIME, TYPES, Attribute, Driver, Plugin, attributes_of, tensor  # noqa: E402
+from cuda.trt import (  # noqa: E402
+    BUILD,
+    FIELD_TYPES,
+    RUNTIME,
+    TYPES,
+    Attribute,
+    Driver,
+    Field,
+    Plugin,
+    attributes_of,
+    tensor,
+)  # fmt: skip
 
 W = Projection("int4", 128, "bf16", "none", layout="marlin", layout_version=LAYOUTS["marlin"].VERSION)
 SPEC = MoESpec(16, 2048, 768, W, replace(W, group_size=64, scale_type="f16"), activation="swiglu_oai", swiglu_limit=7.5)
@@ -140,6 +153,10 @@ def test_attribute_of_another_type(driver, name, kind):
         ("num_experts", 0, "num_experts = 0"),
         ("expert_offset", 16, "num_experts = 16"),
         ("w13_pre_scale", 2, "w13_pre_scale is 2"),
+        ("w2_perm", 2, "w2_perm is 2"),
+        ("w13_bias", 2, "w13_bias is 2, expected 0 or 1"),
+        ("gated", 2, "gated is 2, expected 0 or 1"),
+        ("apply_router_weight_on_input", -1, "apply_router_weight_on_input is -1, expected 0 or 1"),
     ],
 )  # fmt: skip
 def test_bad_attribute(driver, name, value, message):
@@ -180,16 +197,63 @@ def test_damaged_fields(driver):
 )
 def test_loggers_of_all_versions(version, plain):
     """TensorRT 10 and TensorRT-RTX before 1.5 have other tables of virtual functions; each in its own process."""
-    code = (
-        "from cuda.trt import Driver\n"
-        f"d = Driver({version}, {plain})\n"
-        "assert d.create({}) is None\n"
-        "print(d.log(), end='')"
-    )
+    code = f"d = Driver({version}, {plain})\nassert d.create({{}}) is None\nprint(d.log(), end='')"
+    assert run(code) == '1 QuantMoE layer "experts": attribute op_version is required\n'
+
+
+def run(code: str) -> str:
+    """What a process of its own prints."""
+    head = "import ctypes, quantmoe\nfrom cuda.trt import *\n"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=os.path.dirname(os.path.dirname(__file__))
+        [sys.executable, "-c", head + code], capture_output=True, text=True, cwd=Path(__file__).parents[1]
     )
-    assert done.stdout == '1 QuantMoE layer "experts": attribute op_version is required\n', done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+#: a TensorRT's version, whether its tables are those of 10
+VERSIONS = [(100600, True), (110400, False), (10400, True), (10701, False)]
+IN_REGISTRY = """
+lib = driver_library()
+lib.driver_registry({version}, {plain})
+path = quantmoe.trt_library_path().encode()
+def log():
+    text = lib.driver_log().decode()
+    lib.driver_clear()
+    return text
+"""
+
+
+@pytest.mark.parametrize(("version", "plain"), VERSIONS)
+def test_opening_the_library_registers_the_creators(version, plain):
+    """trtexec --staticPlugins and ONNX Runtime's trt_extra_plugin_lib_paths call nothing of a library."""
+    code = (
+        IN_REGISTRY
+        + "ctypes.CDLL(path.decode())\nprint(lib.driver_registered())\nlib.driver_log_something()\nprint(log())"
+    )
+    out = run(code.format(version=version, plain=plain)).splitlines()
+    assert out[:2] == ["3", '1 QuantMoE layer "experts": attribute op_version is required']
+
+
+@pytest.mark.parametrize(("version", "plain"), VERSIONS)
+@pytest.mark.parametrize("opened_before", [False, True])
+def test_a_registry_can_load_the_library(version, plain, opened_before):
+    """--dynamicPlugins; the library's own registration must not be in its way, nor complain."""
+    code = IN_REGISTRY + opened_before * "ctypes.CDLL(path.decode())\n"
+    code += "library = lib.driver_load(path)\nprint(bool(library), lib.driver_registered(), repr(log()))\n"
+    code += "lib.driver_unload(ctypes.c_void_p(library))\nprint(lib.driver_registered())\n"
+    code += "print(bool(lib.driver_load(path)), lib.driver_registered(), repr(log()))"
+    out = run(code.format(version=version, plain=plain)).splitlines()
+    assert out == ["True 3 ''", "0", "True 3 ''"]
+
+
+def test_a_second_copy_of_the_library_is_not_registered(tmp_path):
+    """An engine may hold one (trtexec --setPluginsToSerialize), which TensorRT writes to a file and loads."""
+    copy = tmp_path / "copy.so"
+    shutil.copy(quantmoe.trt_library_path(), copy)
+    code = IN_REGISTRY + f"ctypes.CDLL(path.decode())\nctypes.CDLL({str(copy)!r})\n"
+    code += "print(lib.driver_registered(), repr(log()))"
+    assert run(code.format(version=100600, plain=True)) == "3 ''\n"
 
 
 def test_without_a_known_tensorrt_messages_go_to_stderr():
@@ -275,6 +339,191 @@ def test_workspace_is_enough_for_every_batch_and_device(driver, name):
         for tokens in range(most, -1, -3 if name == "int4" else -13):
             for dtype in ("bf16", "f16"):
                 assert cuda.plan(cuda.problem(spec, dtype, tokens, 8, 16), device).workspace_bytes <= given
+
+
+@pytest.fixture
+def fake(driver: Driver):
+    """The plug-in with an H200 that is not there."""
+    made = Driver(fake=True)
+    made.lib.driver_device(90, 132, 233472)
+    made.lib.driver_order(1, 0)
+    yield made
+    Driver()  # what the other tests call
+
+
+def enqueue(plugin: Plugin, shapes, weights: int = 0x1000) -> int:
+    inputs = (ctypes.c_void_p * 5)(0, 0, 0, weights, 0)
+    return plugin.call("enqueue", shapes, inputs, (ctypes.c_void_p * 1)(), None, None)
+
+
+def test_no_memory_is_an_error_of_the_call(fake):
+    """Each allocation of each call fails in turn; an exception through a noexcept method would end the process."""
+    lib, fields = fake.lib, attributes_of(SPEC)
+    made = fake.create(fields)
+    wrong = tensors(hidden_states=(4, 2040))
+    given = [Field(a.name.encode(), ctypes.addressof(a.data), a.type, a.length) for a in fields.values()]
+    given = (Field * len(given))(*given)
+    calls = {
+        "create": lambda: bool(created.append(lib.driver_create(fake.creator, b"experts", given, len(given), 0))
+                               or created[-1]),
+        "attach": lambda: bool(created.append(lib.driver_attach(made.handle)) or created[-1]),
+        "configure": lambda: made.call("configure", wrong) == 0,
+        "shape_change": lambda: made.call("shape_change", wrong) == 0,
+        "supports": lambda: fresh.call("supports", tensors(dtype="f32"), 0) == 1,
+        "enqueue": lambda: enqueue(made, tensors(experts=17)) == 0,
+    }  # fmt: skip
+    succeed = ("create", "attach")
+    for name, call in calls.items():
+        for allocations in range(1000):
+            created: list = []
+            fresh = fake.create(fields)
+            fake.log()
+            failed = lib.driver_count(2)
+            lib.driver_memory(allocations)
+            good = call()
+            lib.driver_memory(-1)
+            enough = lib.driver_count(2) == failed
+            log = fake.log()
+            for handle in filter(None, created):
+                lib.driver_destroy(ctypes.c_void_p(handle))
+            if enough:
+                assert good == (name in succeed), (name, log)
+                break
+            assert not good
+            assert "std::bad_alloc" in log or name == "supports", (name, log)
+            assert log.startswith("1 QuantMoE") or name == "supports", (name, log)
+        assert allocations > 0, f"{name} allocates nothing: the test tests nothing"
+
+
+@pytest.mark.parametrize("device", [(87, 16, 167936), (121, 48, 102400), (103, 160, 233472), (90, 132, 233472)])
+def test_the_workspace_of_other_gpus(fake, device):
+    """Built anywhere, run on a GPU that may not have been known then."""
+    for name, spec in SPECS.items():
+        rows = {p: (16, LAYOUTS["marlin"].row_bytes(spec, p) // 4) for p in ("w13", "w2")}
+        built = fake.create(attributes_of(spec))
+        given = built.call("workspace", tensors((700,), **rows))
+        fields = built.serialize()
+        assert fields["workspace_bytes"].value == given
+        assert fields["workspace_bytes"].type == FIELD_TYPES["i64"]
+        fake.lib.driver_device(*device)
+        running = fake.create(fields, RUNTIME).attach()
+        for tokens in (1, 8, 40, 300, 700):
+            assert running.call("shape_change", tensors((tokens,), **rows)) == 0, (name, tokens, fake.log())
+        assert running.serialize()["workspace_bytes"].value == given
+
+
+def test_a_plan_that_needs_more_workspace_than_the_engine_has_is_an_error(fake):
+    fields = attributes_of(SPEC)
+    needs = cuda.plan(cuda.problem(SPEC, "bf16", 300, 8, 16), cuda.Device(90, 132, 233472)).workspace_bytes
+    for given, runs in ((needs, True), (needs - 1, False)):
+        said = fields | {"workspace_bytes": Attribute("workspace_bytes", FIELD_TYPES["i64"], given)}
+        running = fake.create(said, RUNTIME).attach()
+        fake.log()
+        launches = fake.lib.driver_count(1)
+        assert (running.call("shape_change", tensors((300,))) == 0) == runs
+        assert (enqueue(running, tensors((300,))) == 0) == runs
+        assert fake.lib.driver_count(1) == launches + runs
+        if not runs:
+            assert fake.log().splitlines()[0] == (
+                f'1 QuantMoE layer "experts": needs {needs} bytes of workspace for 300 rows on this GPU (compute '
+                f"capability 9.0, 233472 bytes of shared memory), the engine has {given}: build it here, "
+                "with this library"
+            )
+    assert fake.create(said, BUILD) is None
+    assert "unknown attribute workspace_bytes" in fake.log()
+
+
+def test_an_unknown_gpu_is_held_to_what_known_ones_need(fake):
+    """Without the field, which an engine may lack: shared memory that no GPU of the table has."""
+    spec = replace(SPEC, w13=replace(W, format="int8", zero_points=1), w2=W)
+    rows = {p: (16, LAYOUTS["marlin"].row_bytes(spec, p) // 4) for p in ("w13", "w2")}
+    most = fake.create(attributes_of(spec)).call("workspace", tensors((700,), **rows))
+    for shared in range(60_000, 240_000, 8_000):
+        fake.lib.driver_device(89, 16, shared)
+        running = fake.create(attributes_of(spec), RUNTIME)
+        for tokens in (1, 8, 40, 300, 700):
+            found = cuda.plan(cuda.problem(spec, "bf16", tokens, 8, 16), cuda.Device(89, 16, shared)).workspace_bytes
+            good = running.call("shape_change", tensors((tokens,), **rows)) == 0
+            assert found <= most if good else "bytes of workspace" in fake.log()
+
+
+@pytest.mark.parametrize("op", ["QuantMoE", "QuantLinear"])
+def test_act_order_is_checked_when_first_seen(fake, op):
+    spec = replace(SPEC, w13=replace(W, perm=1)) if op == "QuantMoE" else replace(LINEAR, w=replace(W, perm=1))
+    if op == "QuantMoE":
+        words = LAYOUTS["marlin"].row_bytes(spec, "w13") // 4
+        shapes = tensors(w13=(16, words))
+    else:
+        shapes = linear_tensors(w=(1, LAYOUTS["marlin"].row_bytes(spec.moe, "w2") // 4))
+    fake.select(op)
+
+    def checked(plugin, weights, result):
+        before = fake.lib.driver_count(0)
+        inputs = (ctypes.c_void_p * 5)(0, weights, 0, weights, 0)
+        assert plugin.call("enqueue", shapes, inputs, (ctypes.c_void_p * 1)(), None, None) == result
+        return fake.lib.driver_count(0) - before
+
+    running = fake.create(attributes_of(spec), RUNTIME)
+    assert checked(running, 0x1000, 0) == 1
+    assert checked(running, 0x1000, 0) == 0
+    fake.lib.driver_order(0, 0)
+    assert checked(running, 0x1000, 0) == 0
+    fake.log()
+    assert checked(running, 0x2000, -1) == 1
+    assert fake.log() == f'1 {op} layer "experts": an act-order that the test calls bad\n'
+    # A call that is captured cannot wait: the next one that is not is checked. The builder's weights are anything.
+    running = fake.create(attributes_of(spec), RUNTIME)
+    fake.lib.driver_order(0, 1)
+    assert checked(running, 0x1000, 0) == 0
+    fake.lib.driver_order(0, 0)
+    assert checked(running, 0x1000, -1) == 1
+    assert checked(fake.create(attributes_of(spec), BUILD), 0x1000, 0) == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("bad", [-1, 256, 5], ids=["negative", "past the end", "repeated"])
+@pytest.mark.parametrize("op", ["QuantMoE", "QuantLinear"])
+def test_a_bad_act_order_is_an_error(others, op, bad):
+    """The first call names it; the kernels never read elsewhere for it."""
+    others.select(op)
+    if op == "QuantMoE":
+        spec, _, *packed = build(replace(BASE, act_order="shared", group_size=64))
+        row, at = packed[0], LAYOUTS["marlin"]._Parts(spec, "w13").slices["perm"]
+        x, k, rows = (4, BASE.hidden), (4, BASE.top_k), [(len(w), w.shape[1] // 4) for w in packed]
+        types = ("bf16", "i64", "f32", "i32", "i32", "bf16")
+        shapes = [tensor(t, d) for t, d in zip(types, (x, k, k, *rows, x), strict=True)]
+    else:
+        _, spec, w = build_linear(replace(BASE, hidden=264, intermediate=256, act_order="shared"))
+        row, at, packed = w, LAYOUTS["marlin"]._Parts(spec.moe, "w2").slices["perm"], [w]
+        words = (1, w.shape[1] // 4)
+        shapes = [tensor("bf16", (4, 256)), tensor("i32", words), tensor("bf16", (4, 264))]
+    order = row[-1, at].view(np.int32)
+    feature = int(order[6]) if bad == 5 else bad
+    order[5] = feature
+    packed = [torch.from_numpy(w).cuda() for w in packed]
+    x = torch.ones(shapes[0].dims[0], shapes[0].dims[1], dtype=torch.bfloat16, device="cuda")
+    if op == "QuantMoE":
+        ids = torch.full((4, BASE.top_k), len(row) - 1, device="cuda")
+        inputs = [x, ids, torch.ones(4, BASE.top_k, device="cuda"), *packed]
+    else:
+        inputs = [x, *packed]
+    output = torch.empty(4, shapes[-1].dims[1], dtype=torch.bfloat16, device="cuda")
+    running = others.create(attributes_of(spec), RUNTIME)
+    workspace = torch.empty(max(1, running.call("workspace", shapes)), dtype=torch.uint8, device="cuda")
+    pointers = [(ctypes.c_void_p * len(t))(*(v.data_ptr() for v in t)) for t in (inputs, [output])]
+    torch.cuda.synchronize()
+    others.log()
+    assert running.call("enqueue", shapes, *pointers, ctypes.c_void_p(workspace.data_ptr()), None) == -1
+    name, expert = ("w13", len(row) - 1) if op == "QuantMoE" else ("w", 0)
+    how = "twice" if bad == 5 else "in it"
+    assert others.log() == (
+        f'1 {op} layer "experts": {name} of expert {expert} has an act-order with feature {feature} {how}, expected '
+        "each of 256 once\n"
+    )
+    # The builder's calls are not checked: any result, no fault.
+    built = others.create(attributes_of(spec), BUILD)
+    assert built.call("enqueue", shapes, *pointers, ctypes.c_void_p(workspace.data_ptr()), None) == 0, others.log()
+    torch.cuda.synchronize()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

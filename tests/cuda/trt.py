@@ -55,17 +55,28 @@ def attributes_of(spec: Spec) -> dict[str, Attribute]:
     return {n: Attribute(n, FIELD_TYPES[kinds[type(v)]], v) for n, v in spec.attributes().items()}
 
 
-class Driver:
-    """The library, opened as the TensorRT of a version would (100600: 10.6; 10701: TensorRT-RTX 1.7.1)."""
+def driver_library() -> ctypes.CDLL:
+    """tests/cuda/trt_driver.cc."""
+    lib = ctypes.CDLL(os.environ["QUANTMOE_TRT_DRIVER"])
+    for name in ("open", "select", "create", "attach", "load"):
+        getattr(lib, f"driver_{name}").restype = _PTR
+    for name in ("log", "name"):
+        getattr(lib, f"driver_{name}").restype = ctypes.c_char_p
+    lib.driver_workspace.restype = ctypes.c_size_t
+    return lib
 
-    def __init__(self, as_version: int = 10701, plain: bool = False) -> None:
-        self.lib = ctypes.CDLL(os.environ["QUANTMOE_TRT_DRIVER"])
-        for name in ("open", "select", "create", "attach"):
-            getattr(self.lib, f"driver_{name}").restype = _PTR
-        for name in ("log", "name"):
-            getattr(self.lib, f"driver_{name}").restype = ctypes.c_char_p
-        self.lib.driver_workspace.restype = ctypes.c_size_t
-        self.creator = _PTR(self.lib.driver_open(quantmoe.trt_library_path().encode(), as_version, plain))
+
+class Driver:
+    """The library, opened as the TensorRT of a version would (100600: 10.6; 10701: TensorRT-RTX 1.7.1).
+
+    fake: the copy in the driver, whose GPU and memory are the test's (fake_gpu.cc).
+    """
+
+    def __init__(self, as_version: int = 10701, plain: bool = False, fake: bool = False) -> None:
+        self.lib = driver_library()
+        self.creator = _PTR(
+            self.lib.driver_open(b"" if fake else quantmoe.trt_library_path().encode(), as_version, plain)
+        )
         assert self.creator, self.log()
         self.lib.driver_clear()
 
@@ -116,6 +127,6 @@ class Plugin:
                 assert text[-1] == 0, "the length counts the NUL"
                 value: Any = text[:-1].decode()
             else:
-                value = {1: ctypes.c_float, 5: ctypes.c_int32}[f.type].from_address(f.data).value
+                value = {1: ctypes.c_float, 5: ctypes.c_int32, 10: ctypes.c_int64}[f.type].from_address(f.data).value
             found[f.name.decode()] = Attribute(f.name.decode(), f.type, value, f.length)
         return found

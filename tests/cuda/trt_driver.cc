@@ -6,10 +6,14 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <type_traits>
+#include <vector>
 
 #include "NvInferRuntime.h"
 
 using namespace nvinfer1;
+
+extern "C" int32_t driver_memory(int32_t allocations);  // fake_gpu.cc
 
 namespace {
 
@@ -21,7 +25,9 @@ std::string log_text;
 int32_t version = 0;
 
 void Keep(ILogger::Severity severity, const char* text) {
+  const int32_t left = driver_memory(-1);
   log_text += std::to_string(static_cast<int>(severity)) + " " + text + "\n";
+  driver_memory(left);
 }
 struct Logger : ILogger {
   void log(Severity severity, const char* text) noexcept override { Keep(severity, text); }
@@ -36,6 +42,78 @@ struct PlainLogger {
 struct PlainFinder {
   virtual PlainLogger* findLogger() { return &plain_logger; }
 } plain_finder;
+
+// The global registry, if the test asks for one. Its tables are those of IPluginRegistry in NvInferRuntimeCommon.h
+// of 10.6 (plain) and 11; what it does is what 10.6.0 and TensorRT-RTX 1.7.1 were seen to do with the same calls.
+struct PlainHead {
+  virtual bool registerV2(void*, const char*) noexcept { return false; }
+  virtual void* const* creatorsV2(int32_t* count) const noexcept { return *count = 0, nullptr; }
+  virtual void* creatorV2(const char*, const char*, const char*) noexcept { return nullptr; }
+  virtual ~PlainHead() = default;
+  virtual void setErrorRecorder(IErrorRecorder*) noexcept {}
+  virtual IErrorRecorder* getErrorRecorder() const noexcept { return nullptr; }
+  virtual bool deregisterV2(const void*) noexcept { return false; }
+};
+struct VersionedHead {
+  virtual ~VersionedHead() = default;
+  virtual void setErrorRecorder(IErrorRecorder*) noexcept {}
+  virtual IErrorRecorder* getErrorRecorder() const noexcept { return nullptr; }
+};
+std::vector<IPluginCreatorInterface*> registered, of_libraries;
+const char* NameOf(const IPluginCreatorInterface* creator) {
+  return static_cast<IPluginCreatorV3One*>(const_cast<IPluginCreatorInterface*>(creator))->getPluginName();
+}
+template <class Head>
+struct Registry : Head {
+  virtual bool isParentSearchEnabled() const { return true; }
+  virtual void setParentSearchEnabled(bool) {}
+  virtual void* loadLibrary(const char* path) noexcept {
+    void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!library) return nullptr;
+    reinterpret_cast<void (*)(void*)>(dlsym(library, "setLoggerFinder"))(
+        std::is_same_v<Head, PlainHead> ? static_cast<void*>(&plain_finder) : &finder);
+    const auto creators =
+        reinterpret_cast<IPluginCreatorInterface* const* (*)(int32_t&)>(dlsym(library, "getCreators"));
+    int32_t count = 0;
+    IPluginCreatorInterface* const* found = creators(count);
+    if (!count) return nullptr;
+    for (int32_t i = 0; i < count; ++i)
+      if (getCreator(NameOf(found[i]), "1", "")) {
+        Keep(ILogger::Severity::kERROR, "Cannot register the library as a plugin creator exists already.");
+        return nullptr;
+      }
+    for (int32_t i = 0; i < count; ++i) registered.push_back(found[i]), of_libraries.push_back(found[i]);
+    return library;
+  }
+  virtual void deregisterLibrary(void*) noexcept { registered.clear(), of_libraries.clear(); }
+  virtual bool registerCreator(IPluginCreatorInterface& creator, const char*) noexcept {
+    if (getCreator(NameOf(&creator), "1", "")) {
+      Keep(ILogger::Severity::kERROR, "A plugin creator is registered already.");
+      return false;
+    }
+    registered.push_back(&creator);
+    return true;
+  }
+  virtual IPluginCreatorInterface* const* getAllCreators(int32_t* count) const noexcept {
+    *count = static_cast<int32_t>(registered.size());
+    return registered.data();
+  }
+  virtual IPluginCreatorInterface* getCreator(const char* name, const char*, const char*) noexcept {
+    for (IPluginCreatorInterface* creator : registered)
+      if (!std::strcmp(NameOf(creator), name)) return creator;
+    return nullptr;
+  }
+  virtual bool deregisterCreator(const IPluginCreatorInterface& creator) noexcept {
+    if (std::count(of_libraries.begin(), of_libraries.end(), &creator)) {
+      Keep(ILogger::Severity::kERROR, "A plugin creator was loaded from a library and cannot be deregistered.");
+      return false;
+    }
+    return std::erase(registered, &creator) == 1;
+  }
+};
+Registry<PlainHead> plain_registry;
+Registry<VersionedHead> versioned_registry;
+void* global_registry = nullptr;
 
 template <class T>
 T* Capability(void* plugin, PluginCapabilityType type) {
@@ -60,7 +138,29 @@ struct Tensor {
   int64_t dims[4], most[4];
 };
 
-int32_t getInferLibVersion() { return version; }  // what the plug-in asks of the library that the finder comes from
+// What the plug-in asks of the library that the finder and the registry come from.
+int32_t getInferLibVersion() { return version; }
+IPluginRegistry* getPluginRegistry() noexcept { return static_cast<IPluginRegistry*>(global_registry); }
+ILogger* getLogger() noexcept {
+  return global_registry == &plain_registry ? reinterpret_cast<ILogger*>(&plain_logger) : &logger;
+}
+
+// Has a global registry from now on; see driver_open.
+void driver_registry(int32_t as_version, int32_t plain) {
+  version = as_version;
+  global_registry = plain ? static_cast<void*>(&plain_registry) : &versioned_registry;
+}
+int32_t driver_registered() { return static_cast<int32_t>(registered.size()); }
+void* driver_load(const char* path) {
+  return global_registry == &plain_registry ? plain_registry.loadLibrary(path) : versioned_registry.loadLibrary(path);
+}
+void driver_unload(void* library) { versioned_registry.deregisterLibrary(library); }
+// Creates a plug-in without attributes by the registered creator, which logs.
+void driver_log_something() {
+  auto* creator = static_cast<IPluginCreatorV3One*>(versioned_registry.getCreator("QuantMoE", "1", ""));
+  const PluginFieldCollection none{};
+  creator->createPlugin("experts", &none, TensorRTPhase::kBUILD);
+}
 
 // The creator of op.def's operator `index`; the functions below then take as many tensors.
 void* driver_select(int32_t index, int32_t input_count, int32_t output_count) {
@@ -69,8 +169,11 @@ void* driver_select(int32_t index, int32_t input_count, int32_t output_count) {
 }
 // as_version: that of the TensorRT to play, 0 for none; plain: its loggers have TensorRT 10's tables. Returns the
 // creator.
+// path "": the plug-in in here.
 void* driver_open(const char* path, int32_t as_version, int32_t plain) {
-  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  Dl_info here{};
+  if (!*path) dladdr(reinterpret_cast<const void*>(&driver_memory), &here);
+  void* library = dlopen(*path ? path : here.dli_fname, RTLD_NOW | RTLD_LOCAL);
   if (!library) {
     log_text = dlerror();
     return nullptr;

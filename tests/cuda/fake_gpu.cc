@@ -1,0 +1,78 @@
+// The GPU and the memory of the plug-in that trt_driver.cc contains: a device that the test describes, kernels that
+// only say what they were asked for, allocations that fail on demand.
+#include <cuda_runtime_api.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <new>
+
+#include "quantmoe/quant_moe_cuda.h"
+
+namespace {
+
+qm_cuda_device device{};
+int allocations_left = -1;  // then they fail; -1: they do not
+bool capturing = false, order_is_good = true;
+int orders_checked = 0, launches = 0, allocations_failed = 0;
+
+int CheckOrder(char* err) {
+  ++orders_checked;
+  if (order_is_good) return QM_OK;
+  std::snprintf(err, QM_ERROR_SIZE, "an act-order that the test calls bad");
+  return QM_INVALID;
+}
+
+}  // namespace
+
+void* operator new(size_t size) {
+  if (allocations_left == 0) {
+    ++allocations_failed;
+    throw std::bad_alloc();
+  }
+  if (allocations_left > 0) --allocations_left;
+  if (void* memory = std::malloc(size)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+
+extern "C" {
+
+void driver_device(int32_t sm, int32_t multiprocessors, int32_t shared_bytes) {
+  device = {sm, multiprocessors, shared_bytes};
+}
+// Allocations that succeed from now on, -1: all; returns how many of the last number were left.
+int32_t driver_memory(int32_t allocations) {
+  const int32_t left = allocations_left;
+  allocations_left = allocations;
+  return left;
+}
+void driver_order(int32_t good, int32_t captured) { order_is_good = good, capturing = captured; }
+// What happened so far: orders checked, launches, failed allocations.
+int32_t driver_count(int32_t which) {
+  const int32_t counts[] = {orders_checked, launches, allocations_failed};
+  return counts[which];
+}
+
+cudaError_t cudaGetDevice(int* ordinal) { return *ordinal = 0, cudaSuccess; }
+const char* cudaGetErrorString(cudaError_t) { return "an error of the fake GPU"; }
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+int qm_cuda_query(int, qm_cuda_device* found, char*) { return *found = device, QM_OK; }
+int qm_cuda_check_moe(const qm_cuda_problem*, const void*, void*, char* err) { return CheckOrder(err); }
+int qm_cuda_check_linear(const qm_cuda_linear_problem*, const void*, void*, char* err) { return CheckOrder(err); }
+int qm_cuda_launch(const qm_cuda_problem*, const qm_cuda_plan*, const qm_cuda_tensors*, void*, char*) {
+  return ++launches, QM_OK;
+}
+int qm_cuda_launch_linear(const qm_cuda_linear_problem*, const qm_cuda_plan*, const qm_cuda_linear_tensors*, void*,
+                          char*) {
+  return ++launches, QM_OK;
+}
+int qm_cuda_launch_routing(const qm_cuda_routing_problem*, const qm_cuda_routing_tensors*, void*, char*) {
+  return ++launches, QM_OK;
+}
+
+}  // extern "C"
