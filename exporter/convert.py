@@ -28,6 +28,7 @@ from quantmoe.exporter.genai import genai_config
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.model import BLOCK_MEMORY, Skeleton, trace
 from quantmoe.exporter.output import DATA, FILES, MODEL, PRODUCER, check_folder, record, weight_files, writing
+from quantmoe.exporter.passes.defaults import drop_defaults
 from quantmoe.exporter.passes.external_data import INLINE, DataFiles, Region, byte_size, naming
 from quantmoe.exporter.passes.interface import drop_traces, name_interface
 from quantmoe.exporter.passes.matmul_nbits import to_matmul_nbits, why_not
@@ -144,6 +145,8 @@ def export(
         report.plain_routers = len(specs) - sum(node.op_type == "MoERouting" for node in graph.graph)
         weights = place_weights(graph)
         name_interface(graph)
+        if target == "cuda":
+            drop_defaults(graph)
 
         total, done = sum(byte_size(weight.value) for weight in weights), 0
         with DataFiles(partial, DATA, max_file_size) as data:

@@ -287,10 +287,7 @@ def trace(
             shape = (spec.num_experts, layout.row_bytes(spec, projection) // 4)
             module.register_buffer(projection, placeholder(shape, torch.int32), persistent=True)
     model.set_experts_implementation("quantmoe")
-    # TensorRT fuses the usual pattern. gpt-oss's, with sinks, has a ReduceMax: ONNX Runtime's CUDA provider has none of
-    # bf16.
-    if target == "cpu" or any(hasattr(module, "sinks") for module in model.modules()):
-        model.set_attn_implementation(attention.NAME)
+    model.set_attn_implementation(attention.NAME)
     for name, linear in (linears or {}).items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, PackedLinear(linear))
@@ -316,7 +313,8 @@ def _inputs(skeleton: Skeleton) -> tuple[dict[str, Any], dict[str, Any]]:
     """Example inputs of the model, and which of their sizes are dynamic."""
     batch, past, new = 2, 5, 3  # distinct, and neither 0 nor 1, which torch.export would take as fixed
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        ran = _decoder(skeleton.model)(torch.zeros(1, 1, dtype=torch.int64), use_cache=True).past_key_values
+        one = torch.ones(1, 1, dtype=torch.int64)
+        ran = _decoder(skeleton.model)(one, attention_mask=one, use_cache=True).past_key_values
         shapes = [[tuple(t.shape) for t in (layer.keys, layer.values)] for layer in ran.layers]
     cache = DynamicCache()  # of full length in every layer: sliding windows and chunks are in the masks
     for i, (key, value) in enumerate(shapes):

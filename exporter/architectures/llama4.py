@@ -1,18 +1,22 @@
-"""Llama-4's language model: experts that are fed every token, and rotary embeddings in complex numbers."""
+"""Llama-4's language model: experts that are fed every token, rotary embeddings in complex numbers, and masks whose
+chunks are counted with a cumulative sum."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import create_causal_mask
 from transformers.models.llama4 import modeling_llama4
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Gives the experts the interface that other architectures have, and makes the rotary embedding real."""
+    """Gives the experts the interface that other architectures have, makes the rotary embedding real, and masks chunks
+    without a cumulative sum, which TensorRT runs as a loop: no CUDA graph takes it."""
     for module in model.modules():
         if isinstance(module, modeling_llama4.Llama4TextMoe):
             experts: Any = module.experts
@@ -24,7 +28,11 @@ def prepare(model: PreTrainedModel) -> None:
         elif isinstance(module, modeling_llama4.Llama4TextRotaryEmbedding):
             module.forward = MethodType(_frequencies, module)  # type: ignore[method-assign]
         elif isinstance(module, modeling_llama4.Llama4TextAttention):
-            module.forward = MethodType(_attention, module)  # type: ignore[method-assign]
+            forward = _with("apply_rotary_emb", _rotate)
+            module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+        elif isinstance(module, modeling_llama4.Llama4TextModel):
+            forward = _with("create_chunked_causal_mask", _chunked_mask)
+            module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
 def _moe(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,13 +55,36 @@ def _frequencies(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> torc
     return torch.stack((angles.cos(), angles.sin())) * self.attention_scaling
 
 
-def _attention(self: Any, hidden_states: torch.Tensor, position_embeddings: torch.Tensor, *args: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
-    complex_ = modeling_llama4.apply_rotary_emb
-    modeling_llama4.apply_rotary_emb = _rotate
-    try:
-        return type(self).forward(self, hidden_states, position_embeddings, *args, **kwargs)
-    finally:
-        modeling_llama4.apply_rotary_emb = complex_
+def _with(name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """A module's forward, during which transformers' function ``name`` is another."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        original = getattr(modeling_llama4, name)
+        setattr(modeling_llama4, name, replacement)
+        try:
+            return type(self).forward(self, *args, **kwargs)
+        finally:
+            setattr(modeling_llama4, name, original)
+
+    return forward
+
+
+def _chunked_mask(config: Any, attention_mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """create_chunked_causal_mask: chunks are counted from a row's first token that is not padding.
+
+    Args:
+        attention_mask: [batch, L], of the cache and the new tokens.
+
+    Returns:
+        [batch, 1, S, L], 0 or the type's lowest number.
+    """
+    mask = create_causal_mask(config=config, attention_mask=attention_mask, **kwargs)
+    new, length = mask.shape[-2:]
+    keys = torch.arange(length, device=mask.device)
+    first = torch.where(attention_mask.bool(), keys, length).amin(-1)[:, None, None, None]
+    queries = (torch.arange(new, device=mask.device) + (length - new))[:, None]
+    start = queries - (queries - first) % config.attention_chunk_size
+    return torch.where(keys < start, torch.finfo(mask.dtype).min, mask)
 
 
 def _rotate(q: torch.Tensor, k: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
