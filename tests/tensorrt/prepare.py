@@ -1,0 +1,100 @@
+"""Small exported models and what PyTorch says of them, for run.py on a machine that has a GPU but not this package.
+
+usage: prepare.py FOLDER [NAME...]; a name is ARCHITECTURE-SCHEME, e.g. qwen3_moe-NVFP4A16; without names all of MODELS.
+
+FOLDER/<name>/ gets bf16 and f16, each an exported model; tokens.npy, int64 [ROWS, LENGTH]; logits.npy, float32 of the
+model with the same dequantized weights; padded-tokens.npy and padded-logits.npy, the same with a row that begins with
+padding (-1); and noise.json: how far PyTorch's own logits in bf16 and in f16 are from them, the worst token's relative
+distance. Of many random sequences those two are taken where that is least: a token whose experts are nearly tied takes
+others in every engine, which says nothing of the engine.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from quantmoe.exporter.convert import export
+from quantmoe.exporter.demo import SIZES, make_checkpoint
+from quantmoe.exporter.formats import find_format, open_checkpoint
+from quantmoe.exporter.model import DTYPES, Skeleton, dequantized
+
+SCHEMES = ("W4A16_ASYM", "W8A16", "NVFP4A16", "MXFP4A16", "FP8_BLOCK")
+MODELS = [f"{name}-W4A16" for name in SIZES] + [f"qwen3_moe-{scheme}" for scheme in SCHEMES]
+#: a megabyte or two each; widths as in real models' heads
+SMALL = {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 256}
+ROWS, LENGTH, DRAWS, PADDING = 2, 20, 24, 3
+
+
+def relative(found: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """[B, S]: each token's distance over its length, of logits [B, S, V]."""
+    return (found.float() - want).norm(dim=-1) / want.norm(dim=-1)
+
+
+def rounded(model: PreTrainedModel, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """The model in 16 bits, after the first in other last bits."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            half_ulps = torch.rand(parameter.shape, generator=generator) * 2 - 1
+            parameter *= 1 + half_ulps * torch.finfo(dtype).eps / 2 * (seed > 0)
+            parameter.data = parameter.data.to(dtype)
+    return other
+
+
+def reference(checkpoint: Path, folder: Path) -> dict[str, float]:
+    model = dequantized(Skeleton(find_format(open_checkpoint(checkpoint))))
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, model.config.vocab_size, (DRAWS, LENGTH)))
+    with torch.no_grad():
+        want = model(ids).logits
+        noise = {
+            name: torch.stack([relative(rounded(model, DTYPES[name], seed)(ids).logits, want) for seed in range(3)])
+            .amax(0)
+            .amax(-1)
+            for name in ("bf16", "f16")
+        }
+    rows = (noise["bf16"] + 8 * noise["f16"]).argsort()[:ROWS]
+    np.save(folder / "tokens.npy", ids[rows].numpy())
+    np.save(folder / "logits.npy", want[rows].numpy())
+    padded = ids[rows]
+    padded[1] = padded[1].roll(PADDING)
+    padded[1, :PADDING] = -1
+    mask = (padded >= 0).long()
+    with torch.no_grad():
+        want = model(padded.clamp(min=0), attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+    np.save(folder / "padded-tokens.npy", padded.numpy())
+    np.save(folder / "padded-logits.npy", want.numpy())
+    found = {name: float(values[rows].max()) for name, values in noise.items()}
+    (folder / "noise.json").write_text(json.dumps(found))
+    return found
+
+
+def prepare(name: str, folder: Path) -> None:
+    architecture, scheme = name.split("-")
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = dict(SMALL)
+    if "moe_intermediate_size" in SIZES[architecture]:
+        sizes["moe_intermediate_size"] = 128
+    if architecture != "deepseek_v3":
+        sizes["num_key_value_heads"] = 2
+    preset = scheme.removesuffix("_ASYM")
+    group_size = None if "FP" in scheme else 32
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint = make_checkpoint(scratch, architecture, preset, group_size, symmetric=preset == scheme, **sizes)
+        noise = reference(checkpoint, folder)
+        for dtype in ("bf16", "f16"):
+            export(checkpoint, folder / dtype, target="cuda", dtype=dtype, activations="float", force=True)
+    print(name, noise, flush=True)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:] or MODELS:
+        prepare(name, Path(sys.argv[1]) / name)

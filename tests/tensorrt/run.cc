@@ -1,0 +1,262 @@
+// Builds TensorRT engines of exported models and runs them, as tests/tensorrt/run.py asks.
+//
+// usage: run PLUGIN_LIBRARY < COMMANDS; one line is one command, and one line of output says how it went:
+//   engine NAME MODEL.onnx LEVEL PROFILE...  builds an engine; a profile is BATCH/NEW/PAST, each MIN:OPT:MAX tokens
+//   run TOKENS ROWS OUTPUT STEP...           feeds int64 [ROWS, T] in steps, the cache growing; a step is
+//                                            ENGINE/PROFILE/LENGTH; /graph replays it from a CUDA graph
+// A token below zero is padding. OUTPUT gets the logits of each step, [ROWS, LENGTH, V] in the model's 16 bits.
+#include <NvInfer.h>
+#include <NvOnnxParser.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <array>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+using namespace nvinfer1;
+
+namespace {
+
+struct Logger : ILogger {
+  void log(Severity severity, const char* text) noexcept override {
+    if (severity <= Severity::kERROR) std::cerr << text << std::endl;
+  }
+} logger;
+
+void Need(bool condition, const std::string& what) {
+  if (!condition) throw std::runtime_error(what);
+}
+void Check(cudaError_t error) { Need(error == cudaSuccess, cudaGetErrorString(error)); }
+
+std::vector<std::string> Split(const std::string& text, char mark) {
+  std::vector<std::string> parts;
+  std::stringstream stream(text);
+  for (std::string part; std::getline(stream, part, mark);) parts.push_back(part);
+  return parts;
+}
+
+struct Free {
+  void operator()(void* memory) const { cudaFree(memory); }
+};
+using Memory = std::unique_ptr<void, Free>;
+
+Memory Allocate(size_t bytes) {
+  void* memory = nullptr;
+  Check(cudaMalloc(&memory, bytes + 8));  // an empty cache, too, has an address
+  return Memory(memory);
+}
+
+struct Engine {
+  std::unique_ptr<ICudaEngine> engine;
+  std::map<int, std::unique_ptr<IExecutionContext>> contexts;  // by profile
+};
+
+class Session {
+ public:
+  explicit Session(const char* library) : builder_(createInferBuilder(logger)), runtime_(createInferRuntime(logger)) {
+    Need(builder_ && runtime_, "TensorRT does not start");
+    Need(getPluginRegistry()->loadLibrary(library), "the plug-in library does not load");
+    Check(cudaStreamCreate(&stream_));
+  }
+
+  std::string Build(std::istream& words) {
+    std::string name, model, profile;
+    int level = 3;
+    words >> name >> model >> level;
+    const auto typed = static_cast<uint32_t>(NetworkDefinitionCreationFlag::kSTRONGLY_TYPED);
+    const std::unique_ptr<INetworkDefinition> network(builder_->createNetworkV2(1U << typed));
+    const std::unique_ptr<nvonnxparser::IParser> parser(nvonnxparser::createParser(*network, logger));
+    Need(parser->parseFromFile(model.c_str(), 1), "the model does not parse");
+    const std::unique_ptr<IBuilderConfig> config(builder_->createBuilderConfig());
+    config->setBuilderOptimizationLevel(level);
+    while (words >> profile) config->addOptimizationProfile(Profile(*network, profile));
+    const std::unique_ptr<IHostMemory> plan(builder_->buildSerializedNetwork(*network, *config));
+    Need(plan != nullptr, "no engine is built");
+    Engine& built = engines_[name];
+    built.engine.reset(runtime_->deserializeCudaEngine(plan->data(), plan->size()));
+    Need(built.engine != nullptr, "the engine does not load");
+    return "plan " + std::to_string(plan->size()) + " memory " + std::to_string(built.engine->getDeviceMemorySizeV2());
+  }
+
+  std::string Run(std::istream& words) {
+    std::string file, output, step;
+    size_t rows = 0;
+    words >> file >> rows >> output;
+    std::ifstream input(file, std::ios::binary);
+    const std::string bytes((std::istreambuf_iterator<char>(input)), {});
+    Need(!bytes.empty() && bytes.size() % (8 * rows) == 0, file + " does not have " + std::to_string(rows) + " rows");
+    const auto* tokens = reinterpret_cast<const int64_t*>(bytes.data());
+    const size_t length = bytes.size() / 8 / rows;
+    std::ofstream logits(output, std::ios::binary);
+    caches_.clear();
+    size_t past = 0;
+    while (words >> step) {
+      const auto parts = Split(step, '/');
+      const size_t count = std::stoul(parts.at(2));
+      Need(past + count <= length, "more steps than tokens");
+      Feed feed;
+      for (size_t row = 0; row < rows; ++row) {
+        int64_t position = 0;
+        for (size_t i = 0; i < past + count; ++i) {
+          const int64_t token = tokens[row * length + i];
+          feed["attention_mask"].push_back(token >= 0);
+          if (i >= past) {
+            feed["input_ids"].push_back(std::max<int64_t>(token, 0));
+            feed["position_ids"].push_back(position);
+          }
+          position += token >= 0;
+        }
+      }
+      logits << Step(parts, feed, rows, past);
+      past += count;
+    }
+    return "steps to " + std::to_string(past);
+  }
+
+ private:
+  using Feed = std::map<std::string, std::vector<int64_t>>;
+
+  IOptimizationProfile* Profile(const INetworkDefinition& network, const std::string& text) {
+    std::vector<std::array<int64_t, 3>> ranges;
+    for (const auto& range : Split(text, '/')) {
+      const auto numbers = Split(range, ':');
+      ranges.push_back({std::stoll(numbers.at(0)), std::stoll(numbers.at(1)), std::stoll(numbers.at(2))});
+    }
+    IOptimizationProfile* profile = builder_->createOptimizationProfile();
+    for (int i = 0; i < network.getNbInputs(); ++i) {
+      const ITensor* input = network.getInput(i);
+      for (const auto select : {OptProfileSelector::kMIN, OptProfileSelector::kOPT, OptProfileSelector::kMAX}) {
+        const auto at = static_cast<size_t>(select);
+        Dims dims = input->getDimensions();
+        dims.d[0] = ranges.at(0)[at];
+        if (dims.nbDims == 4) {
+          dims.d[2] = ranges.at(2)[at];
+        } else {
+          const bool mask = std::string(input->getName()) == "attention_mask";
+          dims.d[1] = ranges.at(1)[at] + (mask ? ranges.at(2)[at] : 0);
+        }
+        Need(profile->setDimensions(input->getName(), select, dims), std::string("profile of ") + input->getName());
+      }
+    }
+    return profile;
+  }
+
+  IExecutionContext& Context(const std::string& name, int profile) {
+    Need(engines_.contains(name), "no engine " + name);
+    Engine& found = engines_[name];
+    auto& context = found.contexts[profile];
+    if (!context) {
+      context.reset(found.engine->createExecutionContext());
+      Need(context && context->setOptimizationProfileAsync(profile, stream_), "no context");
+      Check(cudaStreamSynchronize(stream_));
+    }
+    return *context;
+  }
+
+  // The logits' bytes; what is present becomes what is past.
+  std::string Step(const std::vector<std::string>& parts, const Feed& feed, size_t rows, size_t past) {
+    IExecutionContext& context = Context(parts.at(0), std::stoi(parts.at(1)));
+    const ICudaEngine& engine = context.getEngine();
+    std::map<std::string, Memory> inputs, outputs;
+    for (const auto mode : {TensorIOMode::kINPUT, TensorIOMode::kOUTPUT}) {  // outputs' shapes follow the inputs'
+      for (int i = 0; i < engine.getNbIOTensors(); ++i) {
+        const std::string name = engine.getIOTensorName(i);
+        if (engine.getTensorIOMode(name.c_str()) != mode) continue;
+        if (mode == TensorIOMode::kOUTPUT) {
+          outputs[name] = Allocate(Bytes(context, name));
+          context.setTensorAddress(name.c_str(), outputs[name].get());
+          continue;
+        }
+        Dims dims = engine.getTensorShape(name.c_str());
+        dims.d[0] = static_cast<int64_t>(rows);
+        dims.d[dims.nbDims == 4 ? 2 : 1] = static_cast<int64_t>(dims.nbDims == 4 ? past : feed.at(name).size() / rows);
+        Need(context.setInputShape(name.c_str(), dims), "shape of " + name);
+        Memory& memory = inputs[name] =
+            caches_.contains(name) ? std::move(caches_[name]) : Allocate(Bytes(context, name));
+        if (feed.contains(name)) {
+          const auto& values = feed.at(name);
+          Check(cudaMemcpy(memory.get(), values.data(), 8 * values.size(), cudaMemcpyHostToDevice));
+        }
+        context.setTensorAddress(name.c_str(), memory.get());
+      }
+    }
+    Need(context.enqueueV3(stream_), "the engine does not run");
+    Check(cudaStreamSynchronize(stream_));
+    std::string logits = Read(context, "logits", outputs);
+    if (parts.size() > 3) {
+      Replay(context, outputs);
+      Need(logits == Read(context, "logits", outputs), "the CUDA graph gives other logits");
+    }
+    for (auto& [name, memory] : outputs)
+      if (name.starts_with("present.")) caches_["past_key_values" + name.substr(7)] = std::move(memory);
+    return logits;
+  }
+
+  void Replay(IExecutionContext& context, const std::map<std::string, Memory>& outputs) {
+    for (const auto& [name, memory] : outputs) Check(cudaMemset(memory.get(), 0xff, Bytes(context, name)));
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t replay = nullptr;
+    Check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+    const bool enqueued = context.enqueueV3(stream_);
+    const cudaError_t ended = cudaStreamEndCapture(stream_, &graph);
+    if (!enqueued || ended != cudaSuccess) {
+      cudaGetLastError();
+      throw std::runtime_error("a CUDA graph cannot be captured");
+    }
+    Check(cudaGraphInstantiate(&replay, graph, 0));
+    Check(cudaGraphLaunch(replay, stream_));
+    Check(cudaStreamSynchronize(stream_));
+    Check(cudaGraphExecDestroy(replay));
+    Check(cudaGraphDestroy(graph));
+  }
+
+  static size_t Bytes(const IExecutionContext& context, const std::string& name) {
+    const Dims dims = context.getTensorShape(name.c_str());
+    size_t bytes = context.getEngine().getTensorDataType(name.c_str()) == DataType::kINT64 ? 8 : 2;
+    for (int i = 0; i < dims.nbDims; ++i) bytes *= dims.d[i];
+    return bytes;
+  }
+
+  static std::string Read(const IExecutionContext& context, const std::string& name,
+                          const std::map<std::string, Memory>& memory) {
+    std::string bytes(Bytes(context, name), '\0');
+    Check(cudaMemcpy(bytes.data(), memory.at(name).get(), bytes.size(), cudaMemcpyDeviceToHost));
+    return bytes;
+  }
+
+  std::unique_ptr<IBuilder> builder_;
+  std::unique_ptr<IRuntime> runtime_;
+  cudaStream_t stream_ = nullptr;
+  std::map<std::string, Engine> engines_;
+  std::map<std::string, Memory> caches_;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 2) return std::cerr << "usage: run PLUGIN_LIBRARY < COMMANDS\n", 2;
+  try {
+    Session session(argv[1]);
+    for (std::string line; std::getline(std::cin, line);) {
+      std::istringstream words(line);
+      std::string command;
+      words >> command;
+      try {
+        std::cout << "ok " << (command == "engine" ? session.Build(words) : session.Run(words)) << std::endl;
+      } catch (const std::exception& error) {
+        std::cout << "failed " << error.what() << std::endl;
+      }
+    }
+  } catch (const std::exception& error) {
+    std::cerr << "run: " << error.what() << std::endl;
+    return 1;
+  }
+}

@@ -1,0 +1,213 @@
+"""Every architecture in TensorRT on this machine's GPU, against what PyTorch said on another.
+
+usage: run.py FOLDER RUNNER LIBRARY [--jobs N] [--only REGEX]
+
+FOLDER is what prepare.py wrote. LIBRARY is libquantmoe_trt.so. RUNNER is run.cc, compiled: g++ -std=c++20 run.cc -I
+<TensorRT's and CUDA's include folders> -lnvinfer -lnvonnxparser -lcudart. Needs NumPy, not this package. Prints a table
+and ends with 1 when a case fails.
+
+An engine passes when no token's logits are further from float32's, relative to their length, than TOLERANCE times what
+PyTorch's own in the same type are at their worst token. Both round after each operation, in other places: their errors
+are draws of one distribution, of which noise.json has the largest of more than a hundred. A wrong engine is off by 15 %
+to 150 %, PyTorch in bf16 by 2 to 3 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import re
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+TOLERANCE = 3.0
+PREFILL, LENGTH = 12, 20
+PROMPT = [PREFILL] + [1] * (LENGTH - PREFILL)
+ALONE = [1] * LENGTH
+DECODE = "1:1:1/1:1:1/0:16:64"
+SERVER = "1:1:2/1:128:512/0:0:1024"
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine and what it is fed.
+
+    Attributes:
+        level: TensorRT's builder optimization level.
+        profiles: BATCH/NEW/PAST tokens, each MIN:OPT:MAX.
+        runs: name -> file of tokens, rows, lengths of steps, and whether steps of one token are replayed from a CUDA
+            graph, too. Steps of one token take the last profile.
+    """
+
+    level: int
+    profiles: list[str]
+    runs: dict[str, tuple[str, int, list[int], bool]]
+
+
+CASES = {
+    "S=1": Case(3, [DECODE], {"tokens": ("tokens", 1, ALONE, False), "graph": ("tokens", 1, ALONE, True)}),
+    "S=1 level 0": Case(0, [DECODE], {"tokens": ("tokens", 1, ALONE, True)}),
+    "prefill, decode": Case(3, ["1:1:1/1:8:64/0:0:64", DECODE], {"prompt": ("tokens", 1, PROMPT, True)}),
+    "prefill, decode level 0": Case(0, ["1:1:1/1:8:64/0:0:64", DECODE], {"prompt": ("tokens", 1, PROMPT, True)}),
+    "S=1..512 opt 128": Case(
+        3,
+        [SERVER],
+        {
+            "prompt": ("tokens", 1, PROMPT, False),
+            "alone": ("tokens", 1, ALONE, False),
+            "batch": ("tokens", 2, PROMPT, False),
+            "padded": ("padded-tokens", 2, PROMPT, False),
+            "graph": ("tokens", 1, PROMPT, True),
+        },
+    ),
+    "S=1..512 level 0": Case(0, [SERVER], {"prompt": ("tokens", 1, PROMPT, False)}),
+    "S=1..2": Case(3, ["1:1:1/1:1:2/0:16:64"], {"mixed": ("tokens", 1, [2, 1] * 6 + [1, 1], False)}),
+}
+#: of weight formats, whose graphs are alike
+BRIEF = ("prefill, decode", "S=1..512 opt 128")
+
+
+@dataclass
+class Result:
+    model: str
+    dtype: str
+    case: str
+    run: str
+    error: float = float("nan")
+    limit: float = float("nan")
+    message: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.message and self.error <= self.limit
+
+
+@dataclass
+class Work:
+    """What the threads share."""
+
+    folder: Path
+    runner: list[str]
+    tasks: queue.Queue[tuple[str, str, str]] = field(default_factory=queue.Queue)
+    results: list[Result] = field(default_factory=list)
+
+
+def widen(raw: np.ndarray, dtype: str) -> np.ndarray:
+    return raw.view(np.float16).astype(np.float32) if dtype == "f16" else (raw.astype(np.uint32) << 16).view(np.float32)
+
+
+def measure(folder: Path, dtype: str, run: tuple[str, int, list[int], bool], raw: np.ndarray) -> float:
+    """The worst token's relative distance from float32's logits."""
+    file, rows, steps, _ = run
+    tokens = np.load(folder / f"{file}.npy")[:rows]
+    want = np.load(folder / f"{file.replace('tokens', 'logits')}.npy")[:rows]
+    found, at = np.empty(want.shape, np.float32), 0
+    raw = widen(raw, dtype)
+    for step, start in zip(steps, np.cumsum([0, *steps]), strict=False):
+        size = rows * step * want.shape[-1]
+        found[:, start : start + step] = raw[at : at + size].reshape(rows, step, -1)
+        at += size
+    assert at == raw.size, f"{raw.size} logits, expected {at}"
+    found, want = found[tokens >= 0], want[tokens >= 0]
+    distance = np.linalg.norm(found - want, axis=-1) / np.linalg.norm(want, axis=-1)
+    return float(np.nan_to_num(distance, nan=np.inf).max())
+
+
+def ask(process: subprocess.Popen[str], *words: object) -> str:
+    """ "" or why not."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(" ".join(map(str, words)) + "\n")
+        process.stdin.flush()
+        answer = process.stdout.readline().strip()
+    except BrokenPipeError:
+        answer = ""
+    return "" if answer.startswith("ok") else answer or f"the runner ended with {process.wait()}"
+
+
+def try_case(process: subprocess.Popen[str], work: Work, model: str, dtype: str, name: str) -> None:
+    folder, case = work.folder / model, CASES[name]
+    refused = ask(process, "engine", "e", folder / dtype / "model.onnx", case.level, *case.profiles)
+    limit = TOLERANCE * json.loads((folder / "noise.json").read_text())[dtype]
+    for label, run in case.runs.items():
+        result = Result(model, dtype, name, label, limit=limit, message=refused)
+        work.results.append(result)
+        if refused:
+            continue
+        file, rows, steps, graph = run
+        key = re.sub(r"\W+", "_", f"{model}-{dtype}-{name}-{label}")
+        tokens, logits = folder / f"{key}.tokens", folder / f"{key}.logits"
+        np.load(folder / f"{file}.npy")[:rows].astype(np.int64).tofile(tokens)
+        last = len(case.profiles) - 1
+        words = [f"e/{last if step == 1 else 0}/{step}{'/graph' if graph and step == 1 else ''}" for step in steps]
+        result.message = ask(process, "run", tokens, rows, logits, *words)
+        if not result.message:
+            result.error = measure(folder, dtype, run, np.fromfile(logits, np.uint16))
+        tokens.unlink()
+        logits.unlink(missing_ok=True)
+
+
+def serve(work: Work) -> None:
+    """One runner after another: a crash loses the case it is in."""
+    process: subprocess.Popen[str] | None = None
+    while True:
+        try:
+            model, dtype, name = work.tasks.get_nowait()
+        except queue.Empty:
+            break
+        if process is None or process.poll() is not None:
+            process = subprocess.Popen(work.runner, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            try_case(process, work, model, dtype, name)
+        except Exception as error:
+            work.results.append(Result(model, dtype, name, "", message=repr(error)))
+    if process is not None:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+
+
+def table(results: list[Result]) -> str:
+    lines = ["| model | type | engine | fed | worst token's error | limit | |", "|---|---|---|---|---|---|---|"]
+    for r in sorted(results, key=lambda r: (r.model, r.dtype, list(CASES).index(r.case), r.run)):
+        verdict = "passed" if r.passed else f"FAILED {r.message}"
+        lines.append(f"| {r.model} | {r.dtype} | {r.case} | {r.run} | {r.error:.4f} | {r.limit:.4f} | {verdict} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("runner")
+    parser.add_argument("library")
+    parser.add_argument("--jobs", type=int, default=2, help="runners at once, 5 GB of host memory each")
+    parser.add_argument("--only", default="", help="of MODEL/TYPE/ENGINE")
+    given = parser.parse_args()
+    work = Work(given.folder, [given.runner, given.library])
+    for path in sorted(given.folder.iterdir()):
+        names = CASES if path.name.endswith("-W4A16") else BRIEF
+        for dtype in ("bf16", "f16"):
+            for name in names:
+                if (path / dtype).is_dir() and re.search(given.only, f"{path.name}/{dtype}/{name}"):
+                    work.tasks.put((path.name, dtype, name))
+    count = work.tasks.qsize()
+    threads = [threading.Thread(target=serve, args=(work,)) for _ in range(given.jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(table(work.results))
+    failed = sum(not result.passed for result in work.results)
+    print(f"{count} engines, {len(work.results)} runs, {failed} failed")
+    sys.exit(bool(failed or not count))
+
+
+if __name__ == "__main__":
+    main()
