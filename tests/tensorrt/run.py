@@ -15,6 +15,7 @@ to 150 %, PyTorch in bf16 by 2 to 3 %.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import queue
 import re
@@ -34,6 +35,9 @@ DECODE = "1:1:1/1:1:1/0:16:64"
 SERVER = "1:1:2/1:128:512/0:0:1024"
 
 
+Run = tuple[str, int, list[int], bool]
+
+
 @dataclass(frozen=True)
 class Case:
     """An engine and what it is fed.
@@ -47,7 +51,7 @@ class Case:
 
     level: int
     profiles: list[str]
-    runs: dict[str, tuple[str, int, list[int], bool]]
+    runs: dict[str, Run]
 
 
 CASES = {
@@ -87,6 +91,12 @@ class Result:
     def passed(self) -> bool:
         return not self.message and self.error <= self.limit
 
+    @property
+    def row(self) -> str:
+        verdict = "passed" if self.passed else f"FAILED {self.message}"
+        values = self.model, self.dtype, self.case, self.run, f"{self.error:.4f}", f"{self.limit:.4f}", verdict
+        return f"| {' | '.join(values)} |"
+
 
 @dataclass
 class Work:
@@ -102,7 +112,7 @@ def widen(raw: np.ndarray, dtype: str) -> np.ndarray:
     return raw.view(np.float16).astype(np.float32) if dtype == "f16" else (raw.astype(np.uint32) << 16).view(np.float32)
 
 
-def measure(folder: Path, dtype: str, run: tuple[str, int, list[int], bool], raw: np.ndarray) -> float:
+def measure(folder: Path, dtype: str, run: Run, raw: np.ndarray) -> float:
     """The worst token's relative distance from float32's logits."""
     file, rows, steps, _ = run
     tokens = np.load(folder / f"{file}.npy")[:rows]
@@ -138,20 +148,23 @@ def try_case(process: subprocess.Popen[str], work: Work, model: str, dtype: str,
     limit = TOLERANCE * json.loads((folder / "noise.json").read_text())[dtype]
     for label, run in case.runs.items():
         result = Result(model, dtype, name, label, limit=limit, message=refused)
+        if not refused:
+            try_run(process, folder, result, run, len(case.profiles) - 1)
         work.results.append(result)
-        if refused:
-            continue
-        file, rows, steps, graph = run
-        key = re.sub(r"\W+", "_", f"{model}-{dtype}-{name}-{label}")
-        tokens, logits = folder / f"{key}.tokens", folder / f"{key}.logits"
-        np.load(folder / f"{file}.npy")[:rows].astype(np.int64).tofile(tokens)
-        last = len(case.profiles) - 1
-        words = [f"e/{last if step == 1 else 0}/{step}{'/graph' if graph and step == 1 else ''}" for step in steps]
-        result.message = ask(process, "run", tokens, rows, logits, *words)
-        if not result.message:
-            result.error = measure(folder, dtype, run, np.fromfile(logits, np.uint16))
-        tokens.unlink()
-        logits.unlink(missing_ok=True)
+        print(result.row, file=sys.stderr, flush=True)
+
+
+def try_run(process: subprocess.Popen[str], folder: Path, result: Result, run: Run, last_profile: int) -> None:
+    file, rows, steps, graph = run
+    key = re.sub(r"\W+", "_", f"{result.model}-{result.dtype}-{result.case}-{result.run}")
+    tokens, logits = folder / f"{key}.tokens", folder / f"{key}.logits"
+    np.load(folder / f"{file}.npy")[:rows].astype(np.int64).tofile(tokens)
+    words = [f"e/{last_profile if step == 1 else 0}/{step}{'/graph' if graph and step == 1 else ''}" for step in steps]
+    result.message = ask(process, "run", tokens, rows, logits, *words)
+    if not result.message:
+        result.error = measure(folder, result.dtype, run, np.fromfile(logits, np.uint16))
+    tokens.unlink()
+    logits.unlink(missing_ok=True)
 
 
 def serve(work: Work) -> None:
@@ -176,10 +189,7 @@ def serve(work: Work) -> None:
 
 def table(results: list[Result]) -> str:
     lines = ["| model | type | engine | fed | worst token's error | limit | |", "|---|---|---|---|---|---|---|"]
-    for r in sorted(results, key=lambda r: (r.model, r.dtype, list(CASES).index(r.case), r.run)):
-        verdict = "passed" if r.passed else f"FAILED {r.message}"
-        lines.append(f"| {r.model} | {r.dtype} | {r.case} | {r.run} | {r.error:.4f} | {r.limit:.4f} | {verdict} |")
-    return "\n".join(lines)
+    return "\n".join(lines + [r.row for r in sorted(results, key=lambda r: (r.model, r.dtype, r.case, r.run))])
 
 
 def main() -> None:
@@ -191,12 +201,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="of MODEL/TYPE/ENGINE")
     given = parser.parse_args()
     work = Work(given.folder, [given.runner, given.library])
-    for path in sorted(given.folder.iterdir()):
-        names = CASES if path.name.endswith("-W4A16") else BRIEF
-        for dtype in ("bf16", "f16"):
-            for name in names:
-                if (path / dtype).is_dir() and re.search(given.only, f"{path.name}/{dtype}/{name}"):
-                    work.tasks.put((path.name, dtype, name))
+    models = sorted(path.parent for path in given.folder.glob("*/noise.json"))
+    for dtype, name, path in itertools.product(("bf16", "f16"), CASES, models):
+        wanted = path.name.endswith("-W4A16") or name in BRIEF
+        if wanted and (path / dtype).is_dir() and re.search(given.only, f"{path.name}/{dtype}/{name}"):
+            work.tasks.put((path.name, dtype, name))
     count = work.tasks.qsize()
     threads = [threading.Thread(target=serve, args=(work,)) for _ in range(given.jobs)]
     for thread in threads:
