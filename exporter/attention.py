@@ -1,7 +1,10 @@
 """Attention whose keys and values are not repeated for the heads that share them.
 
-transformers expands a group's keys and values to every head, which ONNX Runtime then copies and transposes for each
-token, longer with each. Here a group's heads are rows of one product with the cache as it is.
+transformers expands a group's keys and values to every head, which ONNX Runtime and TensorRT then copy for each token,
+longer with each. Here a group's heads are rows of one product with the cache as it is.
+
+Rows that see no key, which are padding, are not zeroed as transformers' ONNX export zeroes them: they are finite, and
+nothing that is not padding reads them. TensorRT 10.6 fuses that test wrongly where one token is new.
 """
 
 from __future__ import annotations

@@ -77,13 +77,14 @@ def test_operators_and_types(exported, architecture, dtype):
 def test_attention(exported, architecture):
     """What TensorRT 10.6 gets wrong or cannot capture, ONNX Runtime's CUDA provider lacks, and memory is wasted on."""
     graph = ir.load(exported(architecture, target="cuda") / "model.onnx").graph
-    # with one new token, TensorRT's fusion of transformers' test for rows that see no key zeroes all heads but the first
+    # with one new token, TensorRT's fusion of transformers' test for rows that see no key zeroes heads
     assert not {"ReduceSum", "ReduceMax", "CumSum"} & {node.op_type for node in graph}
     softmaxes = [node for node in graph if node.op_type == "Softmax"]
     assert len(softmaxes) == 2
     assert {node.inputs[0].dtype for node in softmaxes} == {ir.DataType.FLOAT}
-    for cache in graph.outputs[1:]:  # present.N.key and value, for groups of heads: read as they are
-        assert {user.op_type for user, _ in cache.uses()} <= {"MatMul", "Transpose"}
+    for cache in graph.outputs[1:]:  # keys and values of groups of heads, which are not repeated
+        if architecture != "deepseek_v3":  # whose cache is latent
+            assert {user.op_type for user, _ in cache.uses()} <= {"MatMul", "Transpose"}
 
 
 def test_default_attributes_are_left_out(exported):
