@@ -30,7 +30,7 @@ SCHEMES = ("W4A16_ASYM", "W8A16", "NVFP4A16", "MXFP4A16", "FP8_BLOCK")
 MODELS = [f"{name}-W4A16" for name in SIZES] + [f"qwen3_moe-{scheme}" for scheme in SCHEMES]
 #: a megabyte or two each; widths as in real models' heads
 SMALL = {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 256}
-ROWS, LENGTH, DRAWS, PADDING = 2, 20, 24, 3
+ROWS, LENGTH, DRAWS, PADDING = 2, 20, 64, 3
 
 
 def relative(found: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
