@@ -149,16 +149,16 @@ class Skeleton:
         """Shapes, from the headers."""
         quantized = self.format.outline()
         for name, source in self.sources.items():
-            module = source.rpartition(".")[0]
-            if not self.format.is_quantized(module):
-                self._check_shape(name, self.format.ckpt.shape(source))
-                if (dtype := self.format.ckpt.dtype(source)) not in FLOATS:
-                    raise CheckpointError(
-                        f"{self.format.ckpt.where(source)} is {dtype}, expected {', '.join(FLOATS)}: nothing says how "
-                        f"it is quantized"
-                    )
+            module, _, leaf = source.rpartition(".")
+            if leaf == "weight" and self.format.is_quantized(module):
+                self._check_shape(name, quantized.matrix(module).shape)
                 continue
-            self._check_shape(name, quantized.matrix(module).shape)
+            self._check_shape(name, self.format.ckpt.shape(source))
+            if (dtype := self.format.ckpt.dtype(source)) not in FLOATS:
+                raise CheckpointError(
+                    f"{self.format.ckpt.where(source)} is {dtype}, expected {', '.join(FLOATS)}: nothing says how "
+                    f"it is quantized"
+                )
 
     def blocks(self, name: str, transposed: bool = False) -> Iterator[Callable[[], np.ndarray]]:
         """A parameter or stored buffer of the model, or its transpose, in the graph's dtype, as calls that make

@@ -191,8 +191,8 @@ class _Parts:
 
     def beside(self, m: QuantizedMatrix, h: int) -> QuantizedMatrix:
         """Half ``h`` with as many columns as are stored, the other half's of value zero."""
-        groups = self.groups(h)
-        size = groups.stop if groups == slice(0, 1) else 2 * self.half // self.attributes.group_size
+        g, groups = self.attributes.group_size, self.groups(h)
+        size = 1 if g == -1 else 2 * self.half // g
 
         def wide(x: np.ndarray) -> np.ndarray:
             out = np.zeros((len(x), size), x.dtype)

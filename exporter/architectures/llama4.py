@@ -50,9 +50,10 @@ def _router(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _frequencies(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Cosines and sines [2, batch, sequence, head_dim / 2] in place of complex numbers."""
-    angles = position_ids[..., None].float() * self.inv_freq.float()
-    return torch.stack((angles.cos(), angles.sin())) * self.attention_scaling
+    """[batch, sequence, 1, 2 * head_dim] in place of complex numbers: cosines and sines, each for two neighbours."""
+    angles = (position_ids[..., None].float() * self.inv_freq.float().repeat_interleave(2))[:, :, None]
+    signs = torch.tensor([-1.0, 1.0]).repeat(len(self.inv_freq))
+    return torch.cat((angles.cos(), angles.sin() * signs), -1) * self.attention_scaling
 
 
 def _with(name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,10 +90,11 @@ def _chunked_mask(config: Any, attention_mask: torch.Tensor, **kwargs: Any) -> t
 
 def _rotate(q: torch.Tensor, k: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Pairs of neighbouring features as complex numbers, times e^(i angle)."""
-    cos, sin = frequencies[:, :, :, None, :]
+    cos, sin = frequencies.chunk(2, -1)
+    neighbours = torch.arange(q.shape[-1]) ^ 1
 
     def turn(x: torch.Tensor) -> torch.Tensor:
-        a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-        return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(3).type_as(x)
+        x32 = x.float()
+        return (x32 * cos + x32.index_select(-1, neighbours) * sin).type_as(x)
 
     return turn(q), turn(k)

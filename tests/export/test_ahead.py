@@ -26,6 +26,7 @@ from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.choose import scaled
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.formats import Format, find_format, open_checkpoint
+from quantmoe.exporter.formats.base import unrounded
 from quantmoe.exporter.formats.unquantized import KINDS, PIECE, Unquantized
 from quantmoe.exporter.plan import BASE_MEMORY, plan
 
@@ -106,7 +107,7 @@ def peak(format: Format, layout: str, scales: str) -> tuple[int, int]:
         def matrix(module: str) -> object:
             if format.is_quantized(module):
                 return format.matrix(module)
-            return format.unrounded(format.ckpt.tensor(f"{module}.weight"), None, module)
+            return unrounded(format.ckpt.tensor(f"{module}.weight"), None)
 
         return scaled(Expert(*map(matrix, ROLES)), scales)[0]
 

@@ -50,11 +50,24 @@ def test_quota(tmp_path: Path, group: str, files: dict[str, str], expected: int)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs sched_setaffinity")
 def test_affinity() -> None:
+    """Of all threads: one that OpenMP bound to a CPU, say, does not speak for an engine's pool."""
     code = """
-import os
+import os, threading
+every = os.sched_getaffinity(0)
+os.sched_setaffinity(0, [max(every)])
 from quantmoe.custom_ops import native
-os.sched_setaffinity(0, [max(os.sched_getaffinity(0))])
 assert native.library().qm_cpus(0, b"") == 1
+free, done = threading.Event(), threading.Event()
+def unbound():
+    os.sched_setaffinity(0, every)
+    free.set()
+    done.wait()
+thread = threading.Thread(target=unbound)
+thread.start()
+free.wait()
+assert native.library().qm_cpus(0, b"") == len(every)
+done.set()
+thread.join()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

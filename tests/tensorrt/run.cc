@@ -80,6 +80,7 @@ class Session {
     while (words >> profile) config->addOptimizationProfile(Profile(*network, profile));
     const std::unique_ptr<IHostMemory> plan(builder_->buildSerializedNetwork(*network, *config));
     Need(plan != nullptr, "no engine is built");
+    engines_.erase(name);  // with its contexts, which must not outlive it
     Engine& built = engines_[name];
     built.engine.reset(runtime_->deserializeCudaEngine(plan->data(), plan->size()));
     Need(built.engine != nullptr, "the engine does not load");

@@ -9,21 +9,34 @@
 #include <vector>
 
 #if defined(__linux__)
+#include <dirent.h>
 #include <sched.h>
 
 #include <cerrno>
+#include <cstdlib>
 #endif
 
 namespace {
 
 #if defined(__linux__)
-// CPUs of the calling thread's affinity mask; 0 when the system does not say.
+// CPUs in the affinity masks of this process's threads; 0 when the system does not say. Not of the calling one alone:
+// OpenMP's OMP_PROC_BIND binds a program's first thread to one CPU, while an engine's pool has all of them.
 int64_t affinity() {
-  for (size_t size = 1; size <= 64; size *= 2) {  // EINVAL: the system's mask is longer
-    std::vector<cpu_set_t> mask(size);
-    if (sched_getaffinity(0, size * sizeof(cpu_set_t), mask.data()) == 0)
-      return CPU_COUNT_S(size * sizeof(cpu_set_t), mask.data());
-    if (errno != EINVAL) break;
+  for (size_t size = sizeof(cpu_set_t); size <= 64 * sizeof(cpu_set_t); size *= 2) {  // EINVAL: the mask is longer
+    std::vector<cpu_set_t> mask(size / sizeof(cpu_set_t)), all(mask.size());
+    bool short_mask = false;
+    if (DIR* tasks = opendir("/proc/self/task")) {
+      while (const dirent* task = readdir(tasks)) {
+        const int id = std::atoi(task->d_name);
+        if (id <= 0) continue;  // "." and ".."
+        if (sched_getaffinity(id, size, mask.data()) == 0)
+          CPU_OR_S(size, all.data(), all.data(), mask.data());
+        else
+          short_mask |= errno == EINVAL;
+      }
+      closedir(tasks);
+    }
+    if (const int64_t found = CPU_COUNT_S(size, all.data()); found || !short_mask) return found;
   }
   return 0;
 }

@@ -31,8 +31,6 @@ constexpr int64_t kBlockRows = 96;       // token rows of a task: their tiles st
 constexpr int64_t kColumnsPerStep = 64;  // output columns between product and activation or combine; both stay in L1
 constexpr int64_t kSerialRows = 16;
 constexpr int64_t kRowsPerTask = 8;  // of the sections that take rows one by one
-// Sections that found a token's activations not finite.
-constexpr uint8_t kBadInput = 1, kBadScaled = 2, kBadH = 4;
 
 // Whether activations are prepared once for each expert: they depend on something that the expert's row holds.
 bool is_expert_dependent(const qm_projection& p) { return p.pre_scale || has_input_scales(p); }
@@ -118,6 +116,8 @@ struct Layer {
   uint32_t* largest2;     // [local experts]
   Pair* order;            // [pairs] by position
   uint8_t* bad;           // [tokens] where they are not finite
+  uint8_t* bad_row;       // [rows] of x, which are more than tokens when router weights apply to them
+  uint8_t* bad_h;         // [pairs] by position: h of such a row, or of one that scaling made so; for scales found here
   float* x;               // [rows, kp13]
   int8_t* q;              // [rows, kp13]
   int32_t* sums;          // [rows, blocks13]
@@ -192,6 +192,8 @@ struct Layer {
   void lay_out_tokens(Arena& a) {
     order = a.take<Pair>(pairs);
     bad = a.take<uint8_t>(tokens);
+    bad_row = a.take<uint8_t>(rows);
+    bad_h = a.take<uint8_t>(pairs);
     x = a.take<float>(rows * w13.kp);
     q = a.take<int8_t>(quantized13 ? rows * w13.kp : 0);
     sums = a.take<int32_t>(quantized13 ? rows * w13.groups() : 0);
@@ -226,6 +228,7 @@ struct Layer {
     first_token = slice * call.tokens / slices;
     set_tokens((slice + 1) * call.tokens / slices - first_token);
     std::fill(bad, bad + tokens, uint8_t{0});
+    std::fill(bad_h, bad_h + pairs, uint8_t{0});
     if (call.type == QM_F32) y = static_cast<float*>(call.output) + first_token * moe.hidden_size;
   }
 
@@ -259,6 +262,7 @@ struct Layer {
     return id(pair) >= 0 && local >= 0 && local < call.local_experts;
   }
   float weight(int64_t pair) const { return call.topk_weights[first_token * call.top_k + pair]; }
+  static void mark(uint8_t* flag) { __atomic_store_n(flag, uint8_t{1}, __ATOMIC_RELAXED); }  // from any lane
   int64_t row_of(Pair p) const { return moe.apply_router_weight_on_input ? p.token * call.top_k + p.slot : p.token; }
 
   // Tiles of `rows` rows, evenly filled: ceil(rows / tile_rows) of them, the first ones a row longer.
@@ -350,7 +354,7 @@ void Layer::find_largest(bool down) {
     int64_t e = 0;
     for (int64_t position = first; position < first + count; ++position) {
       while (position >= expert_begin[e + 1]) ++e;
-      if (bad[order[position].token]) continue;
+      if (down && bad_h[position]) continue;  // the product of a row that is not finite may be any number
       const float* row = down ? h + position * k : x + row_of(order[position]) * w13.kp;
       for (int side = 0; side < sides; ++side) {
         const Preparation how = preparation_of(down, e, side, false);
@@ -443,7 +447,8 @@ void Layer::load_rows(int64_t first, int64_t count) {
     } else {
       finite = kernel.round_row(moe.w13.activation_format, 0.0f, row, hidden, row);
     }
-    if (!finite) __atomic_fetch_or(bad + token, kBadInput, __ATOMIC_RELAXED);
+    bad_row[r] = !finite;
+    if (!finite) mark(bad + token);
   }
 }
 
@@ -505,10 +510,13 @@ void Layer::gate_up(int lane, const Task& task) {
       Row list[kMaxTileRows];
       for (int i = 0; i < m; ++i, ++position) {
         const int64_t r = row_of(order[position]);
+        if (bad_row[r]) mark(bad_h + position);
         Row row{x + r * w13.kp, q + r * w13.kp, sums + r * w13.groups(), step[r], zero_point[r], nullptr};
         if (is_expert_dependent(moe.w13)) {
-          if (!prepare(lane, i, moe.w13, w13, how[g], x + r * w13.kp, &row))
-            __atomic_fetch_or(bad + order[position].token, kBadScaled, __ATOMIC_RELAXED);
+          if (!prepare(lane, i, moe.w13, w13, how[g], x + r * w13.kp, &row)) {
+            mark(bad + order[position].token);
+            mark(bad_h + position);
+          }
         } else if (perm) {
           const int64_t slot = lane * tile_rows + i;
           if (quantized13) {
@@ -609,7 +617,7 @@ void Layer::pack_h(int lane, int64_t expert, int64_t first_tile, int64_t last_ti
         std::fill(padded + w2.k, padded + w2.kp, 0.0f);
         list[i].x = padded;
       }
-      if (!finite) __atomic_fetch_or(bad + order[position].token, kBadH, __ATOMIC_RELAXED);
+      if (!finite) mark(bad + order[position].token);
     }
     kernel.pack_tile(w2, quantized2, list, m, data);
     data += m * tile2_bytes;
