@@ -48,8 +48,14 @@ def expert_size(spec: MoESpec) -> int:
     """Bytes that decoding and packing an expert takes at most.
 
     Codes are a byte each, twice where act-order has rows moved; as many bytes as the packed rows have are scales on
-    their way, or mapped of the checkpoint; rounding goes by pieces (``--quantize``), whatever the size.
+    their way, or mapped of the checkpoint; rounding goes by pieces (``--quantize``), whatever the size. Layout marlin
+    puts gate and up of different act-orders beside each other: each has the columns of both (FORMAT.md 3.4), and so
+    have the zero points of one while they are spread over them.
     """
     packed = sum(LAYOUTS[spec.w13.layout].row_bytes(spec, projection) for projection in ("w13", "w2"))
     weights = (2 + spec.gated) * spec.hidden_size * spec.intermediate_size
-    return 2 * packed + weights * (1 + spec.w2.perm) + 50 * PIECE
+    beside = 0
+    if spec.w13.layout == "marlin" and spec.w13.perm == 2:
+        columns = 2 * -(-spec.hidden_size // (unit := max(spec.w13.group_size, 64))) * unit
+        beside = (2 + spec.w13.zero_points) * columns * spec.intermediate_size
+    return 2 * packed + weights * (1 + spec.w2.perm) + beside + 50 * PIECE

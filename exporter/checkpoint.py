@@ -182,7 +182,7 @@ class Checkpoint:
 
     def release(self) -> None:
         """Takes the pages read so far out of this process's memory; they stay in the file cache."""
-        for mapped in self._maps.values():
+        for mapped in tuple(self._maps.values()):  # other threads map shards meanwhile
             if hasattr(mapped, "madvise"):
                 mapped.madvise(mmap.MADV_DONTNEED)
 

@@ -57,8 +57,8 @@ MAX_SIZE = 1 << 24
 WRAPPERS = {"language_model.": "", "model.language_model.": "model."}
 #: most bytes of a weight outside the experts that are converted at a time
 BLOCK = 1 << 26
-#: what that takes: float32, and whether each is finite
-BLOCK_MEMORY = BLOCK * 5 // 4
+#: what that takes where it takes most, in a transpose of float32: the copy, what is made, and whether each is finite
+BLOCK_MEMORY = BLOCK * 9 // 4 + (1 << 20)
 
 
 class Skeleton:
@@ -180,13 +180,14 @@ class Skeleton:
         # by pieces of columns, so that the rows of a transpose stay in the cache
         for at in range(0, rows.shape[-1], 2048):
             piece = np.ascontiguousarray(rows[..., at : at + 2048])
-            if dtype == np.float16 and np.abs(piece.astype(np.float32)).max(initial=0) > np.finfo(np.float16).max:
-                raise CheckpointError(
-                    f"{self.format.ckpt.where(source)} has values that float16 cannot hold; use --dtype f32 or bf16"
-                )
-            out[..., at : at + 2048] = piece
-        if not np.isfinite(out).all():
-            raise CheckpointError(f"{self.format.ckpt.where(source)} has values that are not finite numbers")
+            made = out[..., at : at + 2048]
+            with np.errstate(over="ignore"):
+                made[...] = piece
+            if not np.isfinite(made).all():
+                reason = "float16 cannot hold; use --dtype f32 or bf16"
+                if not np.isfinite(piece).all():
+                    reason = "are not finite numbers"
+                raise CheckpointError(f"{self.format.ckpt.where(source)} has values that {reason}")
         return out
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,6 +10,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +29,7 @@ from quantmoe.exporter.convert import export
 from quantmoe.exporter.formats import Format, find_format, open_checkpoint
 from quantmoe.exporter.formats.base import unrounded
 from quantmoe.exporter.formats.unquantized import KINDS, PIECE, Unquantized
+from quantmoe.exporter.model import ARRAYS, BLOCK, BLOCK_MEMORY, Skeleton
 from quantmoe.exporter.plan import BASE_MEMORY, plan
 
 N = 512
@@ -126,10 +128,13 @@ def peak(format: Format, layout: str, scales: str) -> tuple[int, int]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_what_an_expert_takes(case: Case, tmp_path: Path) -> None:
     for group_size in {min(g for g in case.group_sizes if g > 0 or len(case.group_sizes) == 1), max(case.group_sizes)}:
-        m = random_matrix(case, N, N, group_size, case.scales[0], bias=True, seed=0)
-        if case.kind.startswith("fp8"):
-            m.codes[(m.codes & 0x7F) == 0x7F] = 0  # NaN, which is refused
-        tensors = {f"{role}.{name}": array for role in ROLES for name, array in case.encode(m).items()}
+        tensors = {}
+        for role in ROLES:  # an act-order of its own each
+            seed = ROLES.index(role) if case.perm else 0
+            m = random_matrix(case, N, N, group_size, case.scales[0], bias=True, seed=seed)
+            if case.kind.startswith("fp8"):
+                m.codes[(m.codes & 0x7F) == 0x7F] = 0  # NaN, which is refused
+            tensors |= {f"{role}.{name}": array for name, array in case.encode(m).items()}
         format = find_format(open_checkpoint(write_checkpoint(tmp_path, tensors, case.config(group_size))))
         found = {}
         for layout, scales in itertools.product(LAYOUTS, ("exact", "bf16")):
@@ -138,6 +143,31 @@ def test_what_an_expert_takes(case: Case, tmp_path: Path) -> None:
         assert found
         for taken, size in found.values():
             assert taken <= size - 50 * PIECE, (group_size, found)  # nothing is rounded here
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+def test_what_a_block_takes(dtype: type, transposed: bool) -> None:
+    """Of a weight outside the experts, 1024 columns of it: all of a block's rows are one piece."""
+    rows = np.ones((1024, BLOCK // 4096), dtype).T if transposed else np.ones((BLOCK // 4096, 1024), dtype)
+    for wanted in ARRAYS.values():
+        tracemalloc.start()
+        try:
+            Skeleton._converted(Mock(), "weight", np.dtype(wanted), rows)
+            assert tracemalloc.get_traced_memory()[1] <= BLOCK_MEMORY
+        finally:
+            tracemalloc.stop()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_what_float16_cannot_hold(dtype: type) -> None:
+    rows = np.ones((3, 5), dtype)
+    rows[1, 2] = 65504 if dtype == np.float32 else 65280
+    assert (Skeleton._converted(Mock(), "weight", np.dtype(np.float16), rows) == rows).all()
+    for value, message in ((1e6, "float16 cannot hold"), (np.inf, "not finite"), (np.nan, "not finite")):
+        rows[1, 2] = value
+        with pytest.raises(CheckpointError, match=message):
+            Skeleton._converted(Mock(), "weight", np.dtype(np.float16), rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -187,3 +217,19 @@ def test_export_on_256_cpus(checkpoint, cpus, monkeypatch: pytest.MonkeyPatch, t
     assert (tmp_path / "out/model.onnx.data").read_bytes() == (tmp_path / "here/model.onnx.data").read_bytes()
     cpus(256, "300000 100000")
     assert plan(folder, tmp_path / "other").rate.startswith("3 cores;")
+
+
+def test_pages_are_released_while_shards_are_mapped(tmp_path: Path) -> None:
+    """Packing threads map a shard when they first read of it."""
+    write_checkpoint(tmp_path, {"a.weight": np.zeros((2, 2), np.float32)}, {})
+    ckpt = open_checkpoint(tmp_path)
+
+    class Mapped:
+        def madvise(self, _: int) -> None:
+            thread = threading.Thread(target=ckpt.tensor, args=("a.weight",))
+            thread.start()
+            thread.join()
+
+    ckpt._maps = {Path(name): Mapped() for name in "bc"}  # type: ignore[misc]
+    ckpt.release()
+    assert len(ckpt._maps) == 3
