@@ -24,6 +24,7 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import Format, MoELayer, Scheme
+from quantmoe.exporter.formats.base import INPUT_SCALES
 
 if TYPE_CHECKING:
     from quantmoe.exporter.model import Skeleton
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 LAYOUT = {"cpu": "cpu_panel", "cuda": "marlin"}
 #: activations of weights-only checkpoints where nobody asks for others; None: as the checkpoint says
 ACTIVATIONS = {"cpu_panel": "int8", "marlin": None}
+#: ends of the names of tensors whose numbers decide what a node has
+DECIDING = ("g_idx", "zero_point", "qzeros", "pre_quant_scale")
 #: of one tensor in TensorRT
 MAX_ELEMENTS = 2**31 - 1
 
@@ -214,10 +217,12 @@ def layer_spec(layer: MoELayer, layout: ModuleType, activations: str | None, sca
 
     spec = describe(0)
     # Experts may differ in act-order: expert 0 may have none, nothing orders the inputs of one that no token reached.
-    # One whose tensors are not those of expert 0 is damaged or stored differently.
-    indexed = any("g_idx" in suffix for module in layer.tensors(0) for suffix in module)
+    # They may in zero points, which decode to none where all are the middle, and in whether gate's and up's inputs
+    # share scales, as some layouts want. One whose tensors are not those of expert 0 is damaged or stored differently.
+    ends = (*DECIDING, *(INPUT_SCALES if layer.format.input_scales else ()))
+    decided = any(suffix.endswith(ends) for module in layer.tensors(0) for suffix in module)
     for e in range(1, layer.num_experts):
-        if indexed or e in odd:
+        if decided or e in odd:
             other = describe(e)
             try:
                 w13, w2 = join((spec.w13, spec.w2), (other.w13, other.w2))

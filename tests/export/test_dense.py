@@ -17,7 +17,7 @@ from encoders import gptq
 from export.test_model import error, expected, run, tokens
 
 from quantmoe.custom_ops import native
-from quantmoe.custom_ops.layouts import cpu_panel
+from quantmoe.custom_ops.layouts import cpu_panel, marlin
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter import choose
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
@@ -142,6 +142,41 @@ def test_an_expert_that_no_token_reached_has_no_order(tmp_path):
     assert layer.expert(0).down.perm is None
     assert layer_spec(layer, cpu_panel, "float").w2.perm
     check_layer(layer, "float")
+
+
+@pytest.mark.parametrize("layout", [cpu_panel, marlin])
+def test_zero_points_of_one_expert_are_carried(tmp_path, layout):
+    def move(tensors, quantization):
+        for name in tensors:
+            if ".experts." in name and name.endswith("weight_zero_point"):
+                tensors[name] = np.full_like(tensors[name], ".experts.1.up_proj" in name)
+
+    folder = rewritten("quark-int8", tmp_path, move)
+    (layer,) = find_format(open_checkpoint(folder)).moe_layers()
+    spec = layer_spec(layer, layout, "float")
+    assert spec.w13.zero_points == 1
+    for expert in layer:
+        layout.pack(expert, spec, *(native.aligned(layout.row_bytes(spec, name)) for name in ("w13", "w2")))
+
+
+@pytest.mark.parametrize(
+    ("fixture", "suffix"), [("modelopt-fp8", "input_scale"), ("modelopt-w4a16_awq", "pre_quant_scale")]
+)
+def test_scales_of_gates_and_ups_inputs_differ_in_one_expert(tmp_path, fixture, suffix):
+    """The dry run refuses it as the packing would."""
+
+    def double(tensors, quantization):
+        name = f"model.layers.0.mlp.experts.1.up_proj.{suffix}"
+        tensors[name] = tensors[name] * 2
+
+    folder = rewritten(fixture, tmp_path / "checkpoint", double)
+    with pytest.raises(CheckpointError, match=r"experts\.1: gate and up have different (input|pre-)") as refused:
+        plan(folder, tmp_path / "model", target="cuda")
+    (layer,) = find_format(open_checkpoint(folder)).moe_layers()
+    spec = layer_spec(find_format(open_checkpoint(FIXTURES / fixture)).moe_layers()[0], marlin, None)
+    with pytest.raises(ValueError, match="gate and up have") as packing:
+        marlin.describe(layer.expert(1), spec.w13.activation_format)
+    assert str(refused.value) == f"{folder}: {layer.name}.1: {packing.value}"
 
 
 @pytest.mark.parametrize("value", [0.0, np.inf, np.nan, None])
