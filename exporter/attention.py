@@ -16,6 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 NAME = "quantmoe"
+#: arguments of transformers' attention functions that change the scores or which of them count, besides ours
+UNSUPPORTED = ("softcap", "position_bias", "attention_bias", "head_mask", "sinks", "indices", "block_indices")
 
 
 def grouped_attention(
@@ -26,7 +28,7 @@ def grouped_attention(
     attention_mask: torch.Tensor,
     scaling: float,
     s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers' interface.
 
@@ -36,9 +38,17 @@ def grouped_attention(
         scaling: of the scores.
         s_aux: gpt-oss's sinks, [heads]: a score of each row that has no value.
 
+        others: what the mask says already (sliding_window, is_causal) or what says nothing in inference (dropout).
+
     Returns:
         [batch, S, heads, V].
+
+    Raises:
+        ValueError: naming an argument of ``UNSUPPORTED`` that is not None.
     """
+    for name in UNSUPPORTED:
+        if others.get(name) is not None:
+            raise ValueError(f"{type(module).__name__}: attention with {name} is not supported")
     batch, heads, s, d = query.shape
     groups, length = key.shape[1:3]
     rows = (query * scaling).reshape(batch, groups, heads // groups * s, d)

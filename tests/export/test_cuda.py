@@ -13,7 +13,7 @@ from onnx.reference.op_run import OpRun
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, RoutingSpec
 from quantmoe.custom_ops.reference import linear, quant_moe, route
-from quantmoe.exporter import choose
+from quantmoe.exporter import attention, choose
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.plan import plan
@@ -85,6 +85,16 @@ def test_attention(exported, architecture):
     for cache in graph.outputs[1:]:  # keys and values of groups of heads, which are not repeated
         if architecture != "deepseek_v3":  # whose cache is latent
             assert {user.op_type for user, _ in cache.uses()} <= {"MatMul", "Transpose"}
+
+
+@pytest.mark.parametrize("name", attention.UNSUPPORTED)
+def test_attention_refuses_what_it_does_not_do(name):
+    query, mask = torch.zeros(1, 4, 3, 8), torch.zeros(1, 1, 3, 3)
+    usual = {"dropout": 0.0, "sliding_window": 2, "is_causal": True, name: None}
+    found, _ = attention.grouped_attention(torch.nn.Module(), query, query, query, mask, 1.0, **usual)
+    assert found.shape == (1, 3, 4, 8)
+    with pytest.raises(ValueError, match=f"Module: attention with {name} is not supported"):
+        attention.grouped_attention(torch.nn.Module(), query, query, query, mask, 1.0, **{name: 30.0})
 
 
 def test_default_attributes_are_left_out(exported):
