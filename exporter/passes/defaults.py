@@ -17,5 +17,5 @@ def drop_defaults(model: ir.Model) -> None:
         known = onnx.defs.get_schema(node.op_type, model.opset_imports[""]).attributes
         for name, attribute in list(node.attributes.items()):
             default = known[name].default_value
-            if default.type and ir.from_proto(default).value == attribute.value:
+            if default.type and ir.serde.deserialize_attribute(default).value == attribute.value:
                 del node.attributes[name]
