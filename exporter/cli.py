@@ -74,7 +74,9 @@ def export(
         float,
         typer.Option(min=0.001, max=1e9, help="of weights in a file; the rest goes to model.onnx.data.1 and so on"),
     ] = 50,
-    force: Annotated[bool, typer.Option("--force", help="replace an earlier export, and nothing else")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="replace an earlier export's files, edited or not, and nothing else")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what it would write and take")] = False,
 ) -> None:
     """Turn a quantized checkpoint into an ONNX model with packed experts."""

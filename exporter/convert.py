@@ -116,7 +116,8 @@ def export(
         group_size: of ``quantize``, input features that share a scale, -1 for a row; None: what is usual.
         max_file_size: bytes of weights in a file; what comes after goes to model.onnx.data.1 and so on. The default is
             what the Hugging Face hub takes.
-        force: replace an earlier export in ``output``; what is there and no export wrote is kept or refused.
+        force: replace an earlier export in ``output``, its files edited or not; what is there and no export wrote is
+            kept or refused.
         progress: called with stage, bytes done, bytes in all.
 
     Raises:
@@ -184,8 +185,9 @@ def check_output(checkpoint: Path, output: Path, target: str, force: bool) -> No
     """
     if output.resolve() == checkpoint.resolve():
         raise FileExistsError(f"{output} is the checkpoint's own folder; export to another")
-    if output.exists() and not output.is_dir():
-        raise NotADirectoryError(f"{output} is a file, expected a folder to write to")
+    there = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"{there} is a file, expected a folder to write to")
     names = {MODEL, DATA} | weight_files(output) | {path.name for path in _companion_files(checkpoint)}
     check_folder(output, names | ({GENAI, Path(library_path()).name} if target == "cpu" else set()), force)
 
@@ -193,8 +195,14 @@ def check_output(checkpoint: Path, output: Path, target: str, force: bool) -> No
 def open_format(
     checkpoint: str | Path, quantize: str | None, group_size: int | None, activations: str | None = None
 ) -> Format:
-    """The checkpoint in its own format, or as :func:`export` rounds it."""
+    """The checkpoint in its own format, or as :func:`export` rounds it.
+
+    Raises:
+        CheckpointError: see :func:`export`; a file that would go with the model links to elsewhere.
+    """
     ckpt = open_checkpoint(checkpoint)
+    for path in _companion_files(ckpt.folder):
+        ckpt.check_link(path)  # nobody's private file into a folder that is passed on
     format = find_format(ckpt) if quantize is None else Unquantized(ckpt, quantize, group_size)
     format.input_scales = activations != "float"
     return format
@@ -369,7 +377,6 @@ def _companion_files(checkpoint: Path) -> list[Path]:
 
 def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None) -> None:
     for path in _companion_files(ckpt.folder):
-        ckpt.check_link(path)  # nobody's private file into a folder that is passed on
         shutil.copyfile(path, partial(path.name))
     if layers is not None:
         partial("config.json").write_text(json.dumps(_config(ckpt, layers), indent=2))
@@ -378,7 +385,7 @@ def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | 
 def _config(ckpt: Checkpoint, layers: int | None) -> dict[str, Any]:
     config = copy.deepcopy(ckpt.config)
     if layers is not None:
-        config.get("text_config", config)["num_hidden_layers"] = layers
+        (config.get("text_config") or config)["num_hidden_layers"] = layers
     return config
 
 

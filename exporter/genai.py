@@ -19,7 +19,7 @@ def genai_config(config: Mapping[str, Any], generation: Mapping[str, Any], libra
     Raises:
         KeyError: a field that plain decoders have is not there.
     """
-    text = config.get("text_config", config)
+    text = config.get("text_config") or config
     if "kv_lora_rank" in text:
         raise KeyError("head_dim")  # latent attention: keys and values differ in width, onnxruntime-genai knows one
     tokens = {

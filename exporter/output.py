@@ -1,9 +1,11 @@
 """The folder that an export writes: a whole model is there at every moment, also after a kill or a power failure.
 
 New files grow in ``STAGE``, a folder inside, under their final names. They are on the disk before the first of them is
-renamed, and the model is renamed last. A model that is replaced reads its weights from a file of the same name; so the
-new one first reads them from ``<name>.partial``, a second name (hard link) of the same file. ONNX Runtime loads that,
-too. What an export wrote is recorded in its model: an earlier export is replaced, any other file never.
+renamed, and the model is renamed last. The configuration, the tokenizer and the like are renamed one by one before it:
+a kill in that moment leaves the old model, whole, beside some of the new of these. A model that is replaced reads its
+weights from a file of the same name; so the new one first reads them from ``<name>.partial``, a second name (hard link)
+of the same file. ONNX Runtime loads that, too. What an export wrote is recorded in its model: ``force`` replaces these
+files, also those edited since; any other file never.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ def check_folder(folder: Path, names: Iterable[str], force: bool) -> None:
     """Refuses a folder in which one of the names is taken, but by an earlier export when ``force`` is set.
 
     Raises:
-        FileExistsError: naming the file, and a folder that holds a checkpoint.
+        FileExistsError: naming the file, and a folder that holds a checkpoint; ``STAGE`` is a link or a file.
     """
+    _check_stage(folder)
     if shard := min(folder.glob("*.safetensors"), default=None):
         raise FileExistsError(f"{shard} exists: {folder} holds a checkpoint; export to another folder")
     ours, left = _recorded(folder / MODEL), _left(folder)
@@ -78,6 +81,7 @@ def writing(folder: Path, force: bool) -> Iterator[Callable[[str], Path]]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system frees it, also after kill -9
             except BlockingIOError:
                 raise FileExistsError(f"{folder}: another export is writing there") from None
+        _check_stage(folder)
         try:
             _sweep(folder)
             stage.mkdir()  # a folder that cannot be written says so now
@@ -173,6 +177,14 @@ def _save_interim(stage: Path) -> None:
                 metadata_props=tensor.metadata_props,
             )
     ir.save(model, stage / _INTERIM)
+
+
+def _check_stage(folder: Path) -> None:
+    """Refuses a ``STAGE`` that no export made: what is in a folder of that name is removed."""
+    stage = folder / STAGE
+    if stage.is_symlink() or (stage.exists() and not stage.is_dir()):
+        kind = "a link" if stage.is_symlink() else "a file"
+        raise FileExistsError(f"{stage} is {kind}, expected a folder that an export left, or nothing")
 
 
 def _check_links(folder: Path) -> None:

@@ -29,10 +29,12 @@ from quantmoe.exporter.checkpoint import CheckpointError, write_safetensors
 from quantmoe.exporter.cli import main
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.formats import find_format, open_checkpoint
+from quantmoe.exporter.genai import genai_config
 from quantmoe.exporter.generate import Generator, load_tokenizer, stop_tokens
 from quantmoe.exporter.inspect import ModelError, inspect
 from quantmoe.exporter.output import writing
 from quantmoe.exporter.passes.external_data import ALIGNMENT
+from quantmoe.exporter.plan import plan
 
 
 @dataclasses.dataclass
@@ -266,6 +268,17 @@ def test_token_ids_outside_the_vocabulary_are_named(exported):
     for id in (-1, generator.vocabulary, 10**30):
         with pytest.raises(ModelError, match=f"token id {id} is outside the vocabulary, 0 to"):
             generator.greedy([1, id])
+
+
+def test_a_text_config_that_is_null_is_absent(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "checkpoint")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"text_config": None}))
+    ckpt = open_checkpoint(folder)
+    cut = convert._config(ckpt, 1)
+    assert cut == config | {"text_config": None, "num_hidden_layers": 1}
+    assert genai_config(cut, {}, "library")["model"]["decoder"]["num_hidden_layers"] == 1
+    assert plan(folder, tmp_path / "out", layers=1).packed
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("No space left on device")])

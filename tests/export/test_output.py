@@ -16,7 +16,7 @@ import onnx_ir as ir
 import pytest
 
 import quantmoe
-from quantmoe.exporter import output
+from quantmoe.exporter import convert, output
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.generate import Generator
@@ -311,6 +311,33 @@ def test_licenses_travel_with_the_model(checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match=r"license\.private: links to .*, outside the checkpoint's folder"):
         export(folder, tmp_path / "private_out", layers=1)
     assert not (tmp_path / "private_out").exists()
+
+
+def test_what_stands_in_the_way_is_named_before_any_work(checkpoint, tmp_path, monkeypatch):
+    """By the dry run, too: a stage that no export made, a folder below a file, a companion from elsewhere."""
+    folder = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "checkpoint")
+    (tmp_path / "file").write_text("another's")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / output.STAGE).symlink_to(folder)
+    (tmp_path / "filed").mkdir()
+    (tmp_path / "filed" / output.STAGE).write_text("another's")
+    monkeypatch.setattr(convert, "trace", None)
+    for command in (export, plan):
+        with pytest.raises(NotADirectoryError, match=r"/file is a file, expected a folder"):
+            command(folder, tmp_path / "file" / "a" / "out")
+        with pytest.raises(FileExistsError, match=rf"linked/{output.STAGE} is a link"):
+            command(folder, tmp_path / "linked", force=True)
+        with pytest.raises(FileExistsError, match=rf"filed/{output.STAGE} is a file"):
+            command(folder, tmp_path / "filed", force=True)
+    for name in ("linked", "filed"):
+        with pytest.raises(FileExistsError, match=output.STAGE):
+            write(tmp_path / name, {}, force=True)
+        assert os.path.lexists(tmp_path / name / output.STAGE)
+    (folder / "license.private").symlink_to(tmp_path / "file")
+    for command in (export, plan):
+        with pytest.raises(CheckpointError, match=r"license\.private: links to .*, outside the checkpoint's folder"):
+            command(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_two_exports_have_the_same_bytes_and_no_path_of_the_machine(checkpoint, tmp_path):
