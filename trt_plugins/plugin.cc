@@ -94,6 +94,7 @@ int32_t LibraryVersion(const void* object) {
   return found;
 }
 // Whether a TensorRT of this version has the later tables. 10.6.0: 100600; TensorRT-RTX 1.7.1: 10701
+constexpr int32_t kOldest = 10000;  // TensorRT-RTX 1.0; 8 and 9 have no V3 creators: 8.6.1 is 8601
 bool Versioned(int32_t version) { return version >= (version < 100000 ? 10500 : 110000); }
 
 void Log(Severity severity, const char* text) {
@@ -204,6 +205,9 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   int32_t getOutputShapes(const DimsExprs* inputs, int32_t count, const DimsExprs*, int32_t, DimsExprs* outputs,
                           int32_t, IExprBuilder& builder) noexcept override {
     if (count != inputs_.count) return Count(count);
+    if (inputs[0].nbDims < 1)
+      return Try(-1,
+                 [&] { return Fail(std::string(inputs_.first[0].name) + " is a scalar, expected [.., features]"); });
     for (int32_t i = 0; i < outputs_.count; ++i) {
       outputs[i] = inputs[0];
       if (const int64_t size = LastSize()) outputs[i].d[inputs[0].nbDims - 1] = builder.constant(size);
@@ -737,7 +741,7 @@ void RegisterWhereLoaded() {
     void* registry = get && dlsym(library, "getInferLibVersion") ? get() : nullptr;
     const int32_t version = registry ? LibraryVersion(registry) : 0;
     const Global global{registry, Versioned(version)};
-    const bool registers = version && global.With([](auto& r) {
+    const bool registers = version >= kOldest && global.With([](auto& r) {
       if (Holds(r)) return false;
       for (IPluginCreatorInterface* creator : Creators()) r.registerCreator(*creator, "");
       return true;
@@ -750,6 +754,7 @@ void RegisterWhereLoaded() {
       } else {
         plain_logger = reinterpret_cast<PlainLogger* (*)()>(logger);
       }
+      continue;  // stays loaded: its registry and logger are used as long as this library is there
     }
     dlclose(library);
   }

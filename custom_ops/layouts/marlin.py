@@ -248,6 +248,11 @@ def _pack_projection(matrices: list[QuantizedMatrix], parts: _Parts, row: np.nda
     row[:] = 0
     orders = [np.arange(parts.K) if m.perm is None else m.perm for m in matrices]
     pre = matrices[0].pre_scale
+    if a.zero_points:
+        middle = np.uint8(SCHEMES[a.format].zero)
+        matrices = [
+            replace(m, zero_points=np.full(m.scales.shape, middle)) if m.zero_points is None else m for m in matrices
+        ]
     if a.perm == 2:
         matrices = [parts.beside(m, h) for h, m in enumerate(matrices)]
 
@@ -259,9 +264,7 @@ def _pack_projection(matrices: list[QuantizedMatrix], parts: _Parts, row: np.nda
     rows = np.arange(parts.N) // a.block_n
     put("scales", parts.group_panels([m.scales[rows] for m in matrices]))
     if a.zero_points:
-        middle = np.uint8(SCHEMES[a.format].zero)
-        zeros = [np.full(m.scales.shape, middle) if m.zero_points is None else m.zero_points for m in matrices]
-        put("zero_points", parts.group_panels([z[rows] for z in zeros]))
+        put("zero_points", parts.group_panels([m.zero_points[rows] for m in matrices]))  # type: ignore[index]
     if a.format == "nvfp4":
         if any((m.scales.view(np.uint8) & 0x80).any() for m in matrices):
             raise ValueError("nvfp4 scales are negative, expected e4m3 codes without a sign")

@@ -3,7 +3,6 @@ chunks are counted with a cumulative sum."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -12,6 +11,8 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama4 import modeling_llama4
+
+from quantmoe.exporter.attention import grouped_attention
 
 
 def prepare(model: PreTrainedModel) -> None:
@@ -28,11 +29,9 @@ def prepare(model: PreTrainedModel) -> None:
         elif isinstance(module, modeling_llama4.Llama4TextRotaryEmbedding):
             module.forward = MethodType(_frequencies, module)  # type: ignore[method-assign]
         elif isinstance(module, modeling_llama4.Llama4TextAttention):
-            forward = _with("apply_rotary_emb", _rotate)
-            module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+            module.forward = MethodType(_attention, module)  # type: ignore[method-assign]
         elif isinstance(module, modeling_llama4.Llama4TextModel):
-            forward = _with("create_chunked_causal_mask", _chunked_mask)
-            module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+            module.forward = MethodType(_model, module)  # type: ignore[method-assign]
 
 
 def _moe(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,24 +49,20 @@ def _router(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _frequencies(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """[batch, sequence, 1, 2 * head_dim] in place of complex numbers: cosines and sines, each for two neighbours."""
-    angles = (position_ids[..., None].float() * self.inv_freq.float().repeat_interleave(2))[:, :, None]
+    """[batch, 1, sequence, 2 * head_dim] in place of complex numbers: cosines and sines, each for two neighbours."""
+    angles = (position_ids[..., None].float() * self.inv_freq.float().repeat_interleave(2))[:, None]
     signs = torch.tensor([-1.0, 1.0]).repeat(len(self.inv_freq))
     return torch.cat((angles.cos(), angles.sin() * signs), -1) * self.attention_scaling
 
 
-def _with(name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """A module's forward, during which transformers' function ``name`` is another."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        original = getattr(modeling_llama4, name)
-        setattr(modeling_llama4, name, replacement)
-        try:
-            return type(self).forward(self, *args, **kwargs)
-        finally:
-            setattr(modeling_llama4, name, original)
-
-    return forward
+def _model(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Llama4TextModel.forward with other masks of chunks."""
+    original = modeling_llama4.create_chunked_causal_mask
+    modeling_llama4.create_chunked_causal_mask = _chunked_mask
+    try:
+        return type(self).forward(self, *args, **kwargs)
+    finally:
+        modeling_llama4.create_chunked_causal_mask = original
 
 
 def _chunked_mask(config: Any, attention_mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -86,6 +81,39 @@ def _chunked_mask(config: Any, attention_mask: torch.Tensor, **kwargs: Any) -> t
     queries = (torch.arange(new, device=mask.device) + (length - new))[:, None]
     start = queries - (queries - first) % config.attention_chunk_size
     return torch.where(keys < start, torch.finfo(mask.dtype).min, mask)
+
+
+def _attention(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: torch.Tensor,
+    attention_mask: torch.Tensor,
+    past_key_values: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Llama4TextAttention.forward, in the order [batch, heads, sequence, head_dim] from the projections on.
+
+    TensorRT 10.6 fuses a change of that order with the products beside it, and in engines for sequences of 1 to 512
+    heads but the first then get factors (of the norm) that are another's, without a message. docs/tensorrt.md says
+    where that remains.
+    """
+    batch, new = hidden_states.shape[:-1]
+
+    def heads(x: torch.Tensor) -> torch.Tensor:
+        return x.view(batch, new, -1, self.head_dim).transpose(1, 2)
+
+    q, k, v = (heads(project(hidden_states)) for project in (self.q_proj, self.k_proj, self.v_proj))
+    if self.use_rope:
+        q, k = _rotate(q, k, position_embeddings)
+    if hasattr(self, "qk_norm"):
+        q, k = self.qk_norm(q), self.qk_norm(k)
+    if self.attn_temperature_tuning and not self.use_rope:
+        positions = torch.arange(new) + past_key_values.get_seq_length(self.layer_idx)
+        factors = torch.log1p(torch.floor((positions.float() + 1.0) / self.floor_scale)) * self.attn_scale + 1.0
+        q = (q * factors[:, None]).to(q.dtype)
+    k, v = past_key_values.update(k, v, self.layer_idx)
+    found, _ = grouped_attention(self, q, k, v, attention_mask, scaling=self.scaling)
+    return self.o_proj(found.reshape(batch, new, -1)), None
 
 
 def _rotate(q: torch.Tensor, k: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ Tensors of a linear with N outputs and K inputs, groups of g, b bits (read from 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -341,7 +342,21 @@ def _targets(raw: Any, what: str) -> list[str]:
 
 
 def _compiled(target: str) -> str | regex.Pattern[str]:
-    return regex.compile(target[3:]) if target.startswith("re:") else target
+    """A target; patterns mean what Python's re makes of them, which the library uses.
+
+    Raises:
+        ValueError: it is no pattern, or regex, which has a time limit, would read it otherwise.
+    """
+    if not target.startswith("re:"):
+        return target
+    pattern = target[3:]
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"target {target!r}: {error}") from None
+    if re.search(r"\{(?!\d*,?\d*\})|\[\[|\[:", pattern):  # fuzzy matches and named classes
+        raise ValueError(f"target {target!r}: braces that are not a count, or [[ or [: , which re takes as they stand")
+    return regex.compile(pattern)
 
 
 def _named(module: str, target: str | regex.Pattern[str]) -> bool:

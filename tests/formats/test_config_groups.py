@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.demo import qparams
 from quantmoe.exporter.formats import find_format, open_checkpoint
-from quantmoe.exporter.formats.compressed_tensors import ACTIVATIONS, Args, CompressedTensors
+from quantmoe.exporter.formats.compressed_tensors import ACTIVATIONS, Args, CompressedTensors, _compiled
 
 EXPERT = "model.layers.0.mlp.experts.0"
 MODULES = [
@@ -182,3 +182,16 @@ def test_weights_and_activations_are_the_librarys(name: str, tmp_path: Path) -> 
         a = scheme.input_activations
         activations = ACTIVATIONS[(a.type, a.num_bits, a.strategy, -1, a.dynamic, a.symmetric)] if a else "none"
         assert format.scheme(module).activation_format == activations, module
+
+
+@pytest.mark.parametrize(
+    "target", ["re:(", "re:model.layers.{d}.*", r"re:.*\\.experts{e<=9}.*", "re:.*[[:alpha:]]_proj"]
+)
+def test_patterns_that_regex_reads_otherwise_than_re_are_refused(target: str) -> None:
+    """The library uses re; regex takes these for fuzzy matches and named classes, and so other modules."""
+    with pytest.raises(ValueError, match="target 're:"):
+        _compiled(target)
+
+
+def test_counts_are_patterns() -> None:
+    assert _compiled(r"re:model\.layers\.[0-9]{1,2}\..*") is not None

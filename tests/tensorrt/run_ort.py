@@ -59,7 +59,7 @@ def run(folder: Path, trt_library: str, ort_library: str) -> float:
         past = {name: found[name.replace("past_key_values", "present")] for name in past}
         logits.append(found["logits"].ravel())
         at += step
-    return measure(folder, "f16", ("tokens", 1, PROMPT, False), np.concatenate(logits).view(np.uint16))
+    return measure(folder, "f16", ("tokens", 1, PROMPT, False), np.concatenate(logits).view(np.uint16))[0]
 
 
 if __name__ == "__main__":

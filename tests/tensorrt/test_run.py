@@ -22,7 +22,7 @@ for line in sys.stdin:
         kind = "padded-" if np.fromfile(tokens, np.int64).min() < 0 else ""
         logits = np.load("{folder}/" + kind + "logits.npy")[: int(rows)]
         if sys.argv[1] == "wrong":
-            logits[:, 6] *= -1
+            logits[:, 6:10] *= -1
         with open(output, "wb") as file:
             at = 0
             for step in steps:

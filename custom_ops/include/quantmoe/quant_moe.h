@@ -1,4 +1,4 @@
-// C ABI of the quantmoe kernels: no engine, no allocation, no global state, no exceptions across it.
+// C ABI of the quantmoe kernels: no engine, no exceptions across it; kernels allocate nothing and have no state.
 //
 // A caller fills an operator's struct (attributes by name, from op.def), validates it once against its packed tensors,
 // and then for each call plans, provides a workspace and runs. Functions that can fail return 0 or a qm_status and
@@ -82,8 +82,8 @@ typedef struct {
 } qm_moe_call;
 
 // Long calls work in slices of tokens: whatever their number, at most 264 MiB (or one token's activations, where they
-// are more) and, for each lane, max(H, I) + 128 KiB, H and I rounded up to the group sizes. Lanes that the call cannot
-// use at one time count nothing; one token needs a row a lane.
+// are more) and, for each lane, (max(H, I) + 128) KiB, H and I rounded up to the group sizes. Lanes that the call
+// cannot use at one time count nothing; one token needs a row a lane.
 QM_API size_t qm_moe_workspace(const qm_moe*, const qm_moe_call*);
 // Fails (QM_INVALID) on an id outside [-1, num_experts), naming token, slot and id; the output is then unspecified.
 QM_API int qm_moe_run(const qm_moe*, const qm_moe_call*, char* err);
@@ -145,9 +145,9 @@ QM_API int qm_pack_marlin(const uint8_t* gate, const uint8_t* up, int64_t n, int
 // A qm_parallel_for that starts std::threads; context is ignored. For hosts without a pool (packing, tests). Where the
 // system has fewer threads, the calling one runs the other tasks.
 QM_API void qm_parallel_threads(void* context, qm_task task, void* arg, size_t count);
-// CPUs that the calling thread's affinity allows it, and no more than the CPU quota of its control groups (versions 1
-// and 2) is worth, rounded up; at least 1. For tests: `allowed` above 0 stands for the affinity, `root`, otherwise "",
-// is where proc and sys are.
+// CPUs that the affinity of the process's threads allows, of any of them, and no more than the CPU quota of its control
+// groups (versions 1 and 2) is worth, rounded up; at least 1. For tests: `allowed` above 0 stands for the affinity,
+// `root`, otherwise "", is where proc and sys are.
 QM_API int qm_cpus(int allowed, const char* root);
 
 // Kernels in order of preference, best first; usable: this machine has its features. QUANTMOE_FORCE_KERNEL=name selects

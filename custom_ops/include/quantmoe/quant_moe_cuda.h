@@ -69,9 +69,9 @@ QM_API size_t qm_cuda_row_bytes(const qm_moe*, int projection);
 QM_API int qm_cuda_plan_moe(const qm_cuda_problem*, const qm_cuda_device*, qm_cuda_plan*, char* err);
 // QM_INVALID: the plan names a kernel that is not compiled, which qm_cuda_launch refuses, too. No CUDA call.
 QM_API int qm_cuda_check_plan(const qm_cuda_problem*, const qm_cuda_plan*, char* err);
-// QM_INVALID: an act-order in w13 (device memory) does not have each feature once. Launches clamp what they read of it,
-// so that a wrong one is a wrong result and nothing else. Copies the orders to the host and waits: not for a stream
-// that is captured.
+// QM_INVALID: an act-order in w13 (device memory) does not have each feature once, or CUDA or memory fails. Launches
+// clamp what they read of it, so that a wrong one is a wrong result and nothing else. Copies the orders to the host and
+// waits: not for a stream that is captured.
 QM_API int qm_cuda_check_moe(const qm_cuda_problem*, const void* w13, void* stream, char* err);
 // Enqueues on `stream` (a cudaStream_t). Ids outside [expert_offset, expert_offset + local_experts) contribute zero.
 QM_API int qm_cuda_launch(const qm_cuda_problem*, const qm_cuda_plan*, const qm_cuda_tensors*, void* stream, char* err);

@@ -74,7 +74,7 @@ int64_t within_quota(int64_t most, const std::string& mount, std::string group, 
 
 }  // namespace
 
-int qm_cpus(int allowed, const char* root) {
+int qm_cpus(int allowed, const char* root) try {
   int64_t cpus = allowed;
 #if defined(__linux__)
   if (cpus <= 0) cpus = affinity();
@@ -94,6 +94,8 @@ int qm_cpus(int allowed, const char* root) {
     std::fclose(file);
   }
   return static_cast<int>(std::max<int64_t>(1, cpus));
+} catch (const std::exception&) {  // of memory
+  return 1;
 }
 
 void qm_parallel_threads(void*, qm_task task, void* arg, size_t count) {
