@@ -37,7 +37,6 @@ def grouped_attention(
         attention_mask: [batch, 1, S, L], 0 or the type's lowest number, added to the scores.
         scaling: of the scores.
         s_aux: gpt-oss's sinks, [heads]: a score of each row that has no value.
-
         others: what the mask says already (sliding_window, is_causal) or what says nothing in inference (dropout).
 
     Returns:

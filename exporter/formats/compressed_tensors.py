@@ -350,12 +350,12 @@ def _compiled(target: str) -> str | regex.Pattern[str]:
     if not target.startswith("re:"):
         return target
     pattern = target[3:]
+    if re.search(r"\{(?!\d*,?\d*\})|\[\[|\[:", pattern):  # fuzzy matches and named classes
+        raise ValueError(f"target {target!r}: braces that are not a count, or [[ or [: , which re takes as they stand")
     try:
         re.compile(pattern)
     except re.error as error:
         raise ValueError(f"target {target!r}: {error}") from None
-    if re.search(r"\{(?!\d*,?\d*\})|\[\[|\[:", pattern):  # fuzzy matches and named classes
-        raise ValueError(f"target {target!r}: braces that are not a count, or [[ or [: , which re takes as they stand")
     return regex.compile(pattern)
 
 
