@@ -125,12 +125,14 @@ class Rounded:
     Attributes:
         value: float64 [P, K]; NaN in rows that are not finite.
         spread: float64 [P, K], how far another rounding of the same activations may be, in units of ``step``.
+        others: float64 [P, K], how far its codes may be, which another step multiplies; 0 but for integers.
         shift, step: float64 [P, 1].
         integers: products of a group are exact.
     """
 
     value: np.ndarray
     spread: np.ndarray
+    others: np.ndarray
     shift: np.ndarray | float = 0.0
     step: np.ndarray | float = 1.0
     integers: bool = False
@@ -145,7 +147,12 @@ def minifloat(x: np.ndarray, activation_format: str) -> np.ndarray:
 
 
 def steps(m: np.ndarray, activation_format: str, stored: float) -> np.ndarray:
-    """4.1's step, in float32, of groups (or rows) whose largest magnitude is m."""
+    """4.1's step, in float32, of groups (or rows) whose largest magnitude is m: never less for a larger m.
+
+    So it is 0 where m / 448 or m / 127.5 is, at m up to 224 or 63 times the smallest subnormal number. 4.1 says 1
+    there, which rounds such an x to 0 as well. Were it 1 here, the steps of all m in a range would not be between those
+    of its ends.
+    """
     m, scale = m.astype(np.float32), np.float32(stored)
     if activation_format == "fp8_tensor" and stored:
         return np.full_like(m, scale)
@@ -154,8 +161,7 @@ def steps(m: np.ndarray, activation_format: str, stored: float) -> np.ndarray:
     if activation_format in ("mxfp8", "mxfp4"):
         e = ((m.view(np.uint32) + np.uint32(1 << 21)) >> np.uint32(23)).astype(np.int32) - 127
         return np.ldexp(np.float32(1), np.maximum(e - (8 if activation_format == "mxfp8" else 2), -127))
-    step = m / np.float32(127.5 if activation_format == "int8_token" else 448)
-    return np.where(step > 0, step, np.float32(1))
+    return m / np.float32(127.5 if activation_format == "int8_token" else 448)
 
 
 def asymmetric(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -190,7 +196,7 @@ def quantize(x: Span, activation_format: str, stored: float, integer_products: b
             unknown |= unknown.any()
         known, nominal = Span(value, np.where(unknown, 0, error)), np.where(finite, nominal, np.float32(0))
         if activation_format == "none" or not len(value):
-            found = Rounded(value, known.error)
+            found = Rounded(value, known.error, np.zeros_like(value))
         elif activation_format.startswith("int8"):
             found = _integers(nominal, known, activation_format, exact)
         else:
@@ -202,9 +208,14 @@ def quantize(x: Span, activation_format: str, stored: float, integer_products: b
 
 def _integers(nominal: np.ndarray, x: Span, activation_format: str, exact: bool) -> Rounded:
     zero = np.zeros((len(nominal), 1))
+    low, high = x.value - x.error, x.value + x.error
+    # A row of zeros has step 1 and zero point 127, whose product with a rounded row sum cancels but for an error.
+    perhaps_zero = ((low <= 0) & (high >= 0)).all(1, keepdims=True)
+    nominal = np.where(perhaps_zero, np.float32(0), nominal)
     begin, end = nominal.min(1, keepdims=True, initial=0), nominal.max(1, keepdims=True, initial=0)
     if activation_format == "int8_token":
         step = steps(np.maximum(-begin, end), activation_format, 0)
+        step = np.where(step > 0, step, np.float32(1))
         value = np.clip(np.rint(nominal / step), -128, 127).astype(np.float64)
     else:
         s, z = asymmetric(begin, end)
@@ -214,27 +225,29 @@ def _integers(nominal: np.ndarray, x: Span, activation_format: str, exact: bool)
         value = np.clip(np.rint(nominal * s) + zero, -128, 127).astype(np.float64) - zero
     step = step.astype(np.float64)
     if exact:
-        return Rounded(value, np.zeros_like(value), zero, step, integers=True)
+        return Rounded(value, *[np.zeros_like(value)] * 2, zero, step, integers=True)
 
-    low, high = x.value - x.error, x.value + x.error
     zeros = zero, zero
     if activation_format == "int8_token":
         smallest = _down(_least_magnitude(x).max(1, keepdims=True))
         largest = _up((np.abs(x.value) + x.error).max(1, keepdims=True))
         least, most = (steps(m, activation_format, 0).astype(np.float64) for m in (smallest, largest))
-        lost = smallest == 0
+        nothing, lost = most == 0, least == 0
     else:
         begins, ends = ([f(a, axis=1, keepdims=True, initial=0) for a in (low, high)] for f in (np.min, np.max))
         s_at, z_at = (np.array(a) for a in zip(*(asymmetric(b, e) for b in begins for e in ends), strict=True))
         # The numbers below 256 that make z are each rounded to 2^-17, and so is the product with s.
         zeros = (np.minimum(np.rint(z_at.min(0) - 2.0**-14), zero), np.maximum(np.rint(z_at.max(0) + 2.0**-14), zero))
-        least, most = (1 - 4 * U) / s_at.max(0), (1 + 4 * U) / s_at.min(0)
-        lost = (begins[1] == ends[0]) | ~(s_at < LARGEST / 2).all(0)
+        # 1 / s may be subnormal: s is up to LARGEST.
+        least, most = (1 - 4 * U) / s_at.max(0) - TINY, (1 + 4 * U) / s_at.min(0) + TINY
+        lost = perhaps_zero | ~(s_at < LARGEST / 2).all(0)
+        nothing = np.zeros_like(lost)
     least, most = (np.where(lost, 1, a) for a in (least, most))
     codes = _product_of_ranges(low, high, (1 - 4 * U) / most, (1 + 4 * U) / least)
     codes = Range(*(np.clip(np.rint(c), -128 - zeros[1], 127 - zeros[0]) for c in codes))
-    spread = _spread(value * step, x, _product_of_ranges(*codes, least, most), lost)
-    return Rounded(value, spread / step, zero, step, integers=True)
+    spread = np.where(nothing, 0, _spread(value * step, x, _product_of_ranges(*codes, least, most), lost))
+    others = np.where(lost, 255, np.maximum(codes.high - value, value - codes.low).clip(0))
+    return Rounded(value, spread / step, np.where(nothing, 0, others), zero, step, integers=True)
 
 
 def _floats(
@@ -256,17 +269,17 @@ def _floats(
     codes = np.where(step == 0, 0, minifloat(nominal / step, activation_format))
     value = (codes * step.astype(np.float64 if integer_products else np.float32)).astype(np.float64)
     if exact:
-        return Rounded(value, np.zeros_like(value), integers=integer_products)
+        return Rounded(value, *[np.zeros_like(value)] * 2, integers=integer_products)
 
-    smallest = _down(largest_of_groups(_least_magnitude(x)))
-    least, most = step_of(smallest), step_of(_up(largest_of_groups(np.abs(x.value) + x.error)))
-    nothing = np.repeat(smallest == 0, group, axis=1)[:, :k]
-    lost = (least == 0) | (nothing & (least != most))
+    least = step_of(_down(largest_of_groups(_least_magnitude(x))))
+    most = step_of(_up(largest_of_groups(np.abs(x.value) + x.error)))
+    nothing, lost = most == 0, least == 0
     least, most = (np.where(lost, 1, a).astype(np.float64) for a in (least, most))
     ratios = _product_of_ranges(x.value - x.error, x.value + x.error, (1 - 2 * U) / most, (1 + 2 * U) / least)
     codes = Range(*(minifloat(r, activation_format) for r in ratios))
     ends = _product_of_ranges(*codes, least * (1 - U), most * (1 + U))
-    return Rounded(value, _spread(value, x, ends, lost), integers=integer_products)
+    spread = _spread(value, x, Range(ends.low - TINY, ends.high + TINY), lost)
+    return Rounded(value, np.where(nothing, 0, spread), np.zeros_like(value), integers=integer_products)
 
 
 def _spread(value: np.ndarray, x: Span, ends: Range, lost: np.ndarray) -> np.ndarray:
@@ -296,7 +309,7 @@ def _down(x: np.ndarray) -> np.ndarray:
 def product(x: Rounded, w: Weights) -> Span:
     """x w^T + bias as 4.2 has it: [P, N]."""
     p, (n, k) = len(x.value), w.values.shape
-    value, spread = (a if w.perm is None else a[:, w.perm] for a in (x.value, x.spread))
+    value, spread, others = (a if w.perm is None else a[:, w.perm] for a in (x.value, x.spread, x.others))
     dense = np.abs(w.dequantized())
     columns = value + x.shift
     acc, error, largest = (np.zeros((p, n)) for _ in range(3))
@@ -319,8 +332,11 @@ def product(x: Rounded, w: Weights) -> Span:
             acc = acc * w.multiplier
             error = error * np.abs(w.multiplier) + U * np.abs(acc) + TINY
         y = acc * x.step
-        if np.any(x.step != 1):
-            error = error * x.step + 2 * U * np.abs(y) + TINY * (1 + 16 * largest * exact)  # scale * step may underflow
+        if np.ndim(x.step):
+            error = error * x.step + 2 * U * np.abs(y) + TINY
+        if exact:  # scale * step may underflow, and multiplies the int32 of these or of other codes
+            integer = np.abs(value @ w.values.T) + others @ np.abs(w.values).T
+            error = error + TINY * (16 if w.format == "int4" else 1) * integer
         y = y + w.bias
         error = error + U * np.abs(y)
         # The float64 sums here, and other roundings of x.
@@ -390,7 +406,8 @@ def activate(spec: MoESpec, gate: Span | None, up: Span) -> Span:
                 b = b + 1
                 b_error = b_error + U * np.abs(b)
         h = a * b
-        error = (around * (np.abs(b) + b_error) + np.abs(a) * b_error + U * np.abs(h)) * SECOND + 4 * TINY
+        around += 3 * TINY  # z / 2, times 1 + erf, which is up to 2; the others lose less
+        error = (around * (np.abs(b) + b_error) + np.abs(a) * b_error + U * np.abs(h)) * SECOND + TINY
         unknown = ~(np.isfinite(up.error) & np.isfinite(z.error))
         near = np.abs(h) + error > LARGEST / 2
         certain = np.abs(h) - error > LARGEST * 2

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from arithmetic import activate, assert_within, exactly
 from bounds import check, check_linear
 from cases import FLOAT_ACTIVATIONS, INT4, NVFP4, ONE_OF_EACH, WEIGHTS, Case, Layer
 
@@ -158,3 +159,11 @@ def test_rules_of_rounding(
         patch.setattr(reference, function, changed[function])
         got = result(layer, tokens)
     assert_noticed(layer, tokens, got)
+
+
+def test_what_an_activation_function_loses_of_subnormal_numbers() -> None:
+    """gelu halves them, and up multiplies what was rounded."""
+    spec = Case(activation="gelu").build().spec
+    z = np.arange(1, 10, dtype=np.uint32).view(np.float32)[None]
+    up = np.full_like(z, 1000)
+    assert_within(np.float32(0.5) * z * up, activate(spec, exactly(z), exactly(up)))

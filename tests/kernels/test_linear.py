@@ -7,8 +7,9 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
-from bounds import check_linear
-from cases import FLOAT_ACTIVATIONS, Case
+from arithmetic import Span, assert_within, quant_linear
+from bounds import check_linear, weights
+from cases import FLOAT_ACTIVATIONS, INT4, INT8, NVFP4, Case
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
@@ -121,3 +122,33 @@ def test_bad_attributes_are_named(change: dict, message: str) -> None:
         change = {"w": dataclasses.replace(spec.w, **change["w"])}
     with pytest.raises(ValueError, match=message):
         native.NativeLinear(dataclasses.replace(spec, **change), w)
+
+
+@pytest.mark.parametrize("activation_format", ["none", "int8_token", "int8_token_asym", *FLOAT_ACTIVATIONS])
+@pytest.mark.parametrize(
+    "magnitude", [1.0, 2.0**-120, *(units * 2.0**-149 for units in (0.5, 30, 100, 300, 1500, 10**6))]
+)
+@pytest.mark.parametrize("weights_and_group", [(INT4, 32), (INT4, -1), (INT8, 32), (INT8, -1), (NVFP4, 16)], ids=str)
+def test_activations_known_up_to_an_error(
+    weights_and_group: tuple[tuple[str, str, bool], int], magnitude: float, activation_format: str
+) -> None:
+    """As h is: whatever it is within its error, its product is within the bound. Steps that underflow, too."""
+    of_weights, group_size = weights_and_group
+    case = Case(
+        hidden=24,
+        intermediate=64,
+        weights=of_weights,
+        group_size=group_size,
+        activation_format=activation_format,
+        static=False,
+    )
+    m, spec, w = build(case)
+    rng = np.random.default_rng(0)
+    x = rng.normal(0, magnitude, (200, 64))
+    error = np.full(x.shape, 2.0**-149 + magnitude * np.exp2(-rng.integers(1, 20, (200, 1))))
+    want = quant_linear(Span(x, error), weights(m, spec.w), activation_format)
+    for _ in range(5):
+        near = (x + error * rng.uniform(-1, 1, x.shape)).astype(np.float32)
+        near = np.where(np.abs(near - x) <= error, near, x.astype(np.float32))
+        assert_within(native.NativeLinear(spec, w)(near), want)
+    assert_within(native.NativeLinear(spec, w)(np.where(np.abs(x) <= error, np.float32(0), near)), want)
