@@ -82,10 +82,17 @@ VersionedLoggerFinder* versioned_finder = nullptr;
 PlainLogger* (*plain_logger)() = nullptr;
 VersionedLogger* (*versioned_logger)() = nullptr;
 
+// Where the library with this code or data is; nullptr when none has it.
+const void* LibraryOf(const void* address) {
+  Dl_info where;
+  return dladdr(address, &where) ? where.dli_fbase : nullptr;
+}
+const void* TableOf(const void* object) { return *static_cast<void* const*>(object); }
+
 // getInferLibVersion of the library whose code the object runs; 0 when it has none.
 int32_t LibraryVersion(const void* object) {
   Dl_info where;
-  if (!dladdr(*static_cast<void* const*>(object), &where) || !where.dli_fname) return 0;
+  if (!dladdr(TableOf(object), &where) || !where.dli_fname) return 0;
   void* library = dlopen(where.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
   if (!library) return 0;
   auto* version = reinterpret_cast<int32_t (*)()>(dlsym(library, "getInferLibVersion"));
@@ -682,7 +689,8 @@ IPluginV3* Creator::Create(const char* name, const PluginFieldCollection* given,
     if (qm_cuda_validate_routing(&problem, error)) return refuse(error);
     return new Routing(shared, node.routing);
   }
-  const qm_cuda_problem problem{node.moe, QM_F16, 4, 1, 1, std::max(1, node.moe.num_experts - node.moe.expert_offset)};
+  const int64_t experts = int64_t{node.moe.num_experts} - std::max(0, node.moe.expert_offset);
+  const qm_cuda_problem problem{node.moe, QM_F16, 4, 1, 1, std::max<int64_t>(1, experts)};
   if (qm_cuda_plan_moe(&problem, &kDevices[0], &plan, error)) return refuse(error);
   return new MoE(shared, node.moe);
 }
@@ -760,14 +768,19 @@ void RegisterWhereLoaded() {
   }
 }
 
-// A registry that loads the library registers what getCreators gives it, and refuses what is registered already.
-void Unregister() {
-  std::vector<Global> registered;
+// A registry that loads the library registers what getCreators gives it, and refuses what is registered already: takes
+// the creators from the TensorRT in this library, from no other. When that one deregisters the library it has none.
+void Unregister(const void* tensorrt) {
+  std::vector<Global> calling;
   {
     const std::lock_guard<std::mutex> lock(registered_mutex);
-    registered.swap(Registered());
+    std::vector<Global>& all = Registered();
+    const auto others = std::partition(
+        all.begin(), all.end(), [&](const Global& global) { return LibraryOf(TableOf(global.registry)) != tensorrt; });
+    calling.assign(others, all.end());
+    all.erase(others, all.end());
   }
-  for (const Global& global : registered)
+  for (const Global& global : calling)
     for (IPluginCreatorInterface* creator : Creators())
       global.With([&](auto& r) { return r.deregisterCreator(*creator); });
 }
@@ -797,8 +810,9 @@ extern "C" QM_API void setLoggerFinder(nvinfer1::ILoggerFinder* finder) {
 extern "C" QM_API nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count) {
   using namespace quantmoe;
   count = 0;
+  const void* caller = LibraryOf(__builtin_return_address(0));
   return Guard<IPluginCreatorInterface* const*>("quantmoe:", nullptr, [&] {
-    Unregister();
+    Unregister(caller);
     count = static_cast<int32_t>(Creators().size());
     return Creators().data();
   });

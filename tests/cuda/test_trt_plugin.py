@@ -152,6 +152,8 @@ def test_attribute_of_another_type(driver, name, kind):
         ("intermediate_size", 0, "intermediate_size is 0"),
         ("num_experts", 0, "num_experts = 0"),
         ("expert_offset", 16, "num_experts = 16"),
+        ("expert_offset", -(2**31), "experts [-2147483648, -2147483632) are not inside num_experts = 16"),
+        ("num_experts", -(2**31), "num_experts = -2147483648"),
         ("w13_pre_scale", 2, "w13_pre_scale is 2"),
         ("w2_perm", 2, "w2_perm is 2"),
         ("w13_bias", 2, "w13_bias is 2, expected 0 or 1"),
@@ -245,6 +247,19 @@ def test_a_registry_can_load_the_library(version, plain, opened_before):
     code += "print(bool(lib.driver_load(path)), lib.driver_registered(), repr(log()))"
     out = run(code.format(version=version, plain=plain)).splitlines()
     assert out == ["True 3 ''", "0", "True 3 ''"]
+
+
+def test_a_registry_that_loads_the_library_takes_it_from_no_other(tmp_path):
+    """A process may have TensorRT and TensorRT-RTX; one driver plays each."""
+    copy = tmp_path / "driver.so"
+    shutil.copy(os.environ["QUANTMOE_TRT_DRIVER"], copy)
+    code = f"other = ctypes.CDLL({str(copy)!r})\n" + IN_REGISTRY + "other.driver_registry(10701, 0)\n"
+    code += "ctypes.CDLL(path.decode())\nprint(lib.driver_registered(), other.driver_registered())\n"
+    code += "lib.driver_load.restype = ctypes.c_void_p\nlibrary = lib.driver_load(path)\n"
+    code += "print(bool(library), lib.driver_registered(), other.driver_registered(), repr(log()))\n"
+    code += "lib.driver_unload(ctypes.c_void_p(library))\nprint(lib.driver_registered(), other.driver_registered())"
+    out = run(code.format(version=100600, plain=True)).splitlines()
+    assert out == ["3 3", "True 3 3 ''", "0 3"]
 
 
 def test_a_second_copy_of_the_library_is_not_registered(tmp_path):
