@@ -8,6 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 from quantmoe.custom_ops import library_file
+from quantmoe.custom_ops.layouts.marlin import GROUPED
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, RoutingSpec, Spec, attribute_kinds, enum
 
 if TYPE_CHECKING:
@@ -185,6 +186,11 @@ def refusal(spec: MoESpec | LinearSpec) -> str:
     for prefix, projection in (("w13", w13), ("w2", spec.w2)):
         if reason := _refusal(prefix, projection):
             return reason
+    if spec.w2.perm and spec.w2.activation_format in GROUPED:
+        return (
+            f"w2_perm is 1 with w2_activation_format {spec.w2.activation_format}, whose groups are of the features "
+            "before the act-order, which the CUDA kernels do not apply to w2: export with --activations float"
+        )
     if spec.hidden_size % 8:
         return f"hidden_size is {spec.hidden_size}; the CUDA kernels take multiples of 8"
     return ""

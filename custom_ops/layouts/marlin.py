@@ -18,7 +18,7 @@ _BITS = {"int4": 4, "int8": 8, "mxfp4": 4, "nvfp4": 4, "fp8_e4m3": 8}
 _UNIT = 64  # columns
 #: activation formats with a stored scale; with scales of groups of features
 _INPUT_SCALE = ("fp8_tensor", "nvfp4")
-_GROUPED = ("fp8_group128", "nvfp4", "mxfp8", "mxfp4")
+GROUPED = ("fp8_group128", "nvfp4", "mxfp8", "mxfp4")
 
 
 def _ceil(a: int, b: int) -> int:
@@ -91,7 +91,7 @@ def describe(
     if expert.down.perm is not None and expert.up.block_n != 1:
         raise ValueError(f"down has an act-order permutation, which block_n {expert.up.block_n} of up cannot follow")
     w2 = describe_down(expert.down, down_activation_format or activation_format)
-    if expert.down.perm is not None and w2.activation_format in _GROUPED:
+    if expert.down.perm is not None and w2.activation_format in GROUPED:
         raise ValueError(
             f"down has an act-order permutation, which the CUDA kernels do not apply and {w2.activation_format} "
             "activations, whose groups are of the features before it, need: export with --activations float"

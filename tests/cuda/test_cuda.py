@@ -12,7 +12,7 @@ from cases import INT4, ROUTERS, Case, assert_routed
 
 from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.layouts import LAYOUTS, join
+from quantmoe.custom_ops.layouts import LAYOUTS, join, marlin
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, enum
 from quantmoe.custom_ops.reference import FLOAT_FORMATS
 
@@ -809,9 +809,10 @@ def test_e4m3_plans(tokens, sm):
     assert packed(codes, codes, gated=0, activation="relu2") == (int(sm >= 89),) * 2
     for other in (spec.w13, replace(codes, group_size=64), replace(codes, group_size=32, scale_type="e8m0"),
                   replace(codes, pre_scale=1), replace(codes, activation_format="mxfp8"),
-                  replace(codes, format="int8"), replace(codes, perm=1)):  # fmt: skip
+                  replace(codes, format="int8")):  # fmt: skip
         assert packed(codes, other) == (yes, 0)
         assert packed(other, codes) == (0, yes)
+    assert packed(replace(codes, perm=1), codes) == (0, yes)
     if tokens and yes:  # 80 bytes for 64 columns, of x a row a token, and h not in place
         a, b = plan(spec.w13, spec.w2), plan(codes, codes)
         grows = tokens * 2048 // 64 * 80 + tokens * 4 * 768 // 64 * 80
@@ -976,6 +977,20 @@ def test_two_orders_are_of_a_gated_w13():
         assert "_perm is 2" in cuda.refusal(wrong)
         with pytest.raises(ValueError, match="_perm is 2"):
             cuda.plan(cuda.problem(wrong, "bf16", 1, 1, 8))
+
+
+@pytest.mark.parametrize("activation_format", enum("activation_format"))
+def test_an_act_order_of_w2_is_refused_where_marlin_refuses_it(activation_format):
+    spec = spec_of(2048, 768, 8)
+    ordered = replace(spec.w2, perm=1, activation_format=activation_format)
+    spec, message = replace(spec, w2=ordered), "w2_perm is 1 with w2_activation_format .* --activations float"
+    if activation_format not in marlin.GROUPED:
+        assert cuda.refusal(spec) == ""
+        cuda.plan(cuda.problem(spec, "bf16", 1, 1, 8))
+        return
+    assert re.match(message, cuda.refusal(spec))
+    with pytest.raises(ValueError, match=message):
+        cuda.plan(cuda.problem(spec, "bf16", 1, 1, 8))
 
 
 @pytest.mark.parametrize("name", [*CASES, *FORMATS, *EXACT])

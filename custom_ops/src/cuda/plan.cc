@@ -36,6 +36,12 @@ int ValidateFlag(int value, const char* prefix, const char* name, char* err) {
   return Fail(err, QM_INVALID, "%s%s is %d, expected 0 or 1", prefix, name, value);
 }
 
+// Whether activations are rounded in groups of features.
+bool RoundsGroups(const qm_projection& w) {
+  return w.activation_format == k_activation_format_fp8_group128 || w.activation_format == k_activation_format_nvfp4 ||
+         w.activation_format == k_activation_format_mxfp8 || w.activation_format == k_activation_format_mxfp4;
+}
+
 // name: of the projection, the prefix of its attributes; most_orders: that its perm may say.
 int ValidateWeights(const qm_projection& w, const char* name, int most_orders, char* err) {
   enum { f32, f16, bf16, e8m0, e4m3 };
@@ -136,6 +142,12 @@ int Validate(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) 
     if (int status = ValidateWeights(which == 13 ? m.w13 : m.w2, name, orders, err)) return status;
     if (int status = ValidateRow(m, which, name, err)) return status;
   }
+  if (m.w2.perm && RoundsGroups(m.w2))  // FORMAT.md 3: h comes in packed order, its groups are of the original one
+    return Fail(
+        err, QM_UNSUPPORTED,
+        "w2_perm is 1 with w2_activation_format %d, whose groups are of the features before the act-order, which "
+        "the CUDA kernels do not apply to w2: export with --activations float",
+        m.w2.activation_format);
   return QM_OK;
 }
 
