@@ -26,8 +26,8 @@ inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 constexpr float kRoundMagic = 12582912.0f;
 inline float round_half_even(float x) { return (x + kRoundMagic) - kRoundMagic; }
 
-// e^x, relative error below 2e-7 for x in [-87, 88]; arguments are clamped to that range, NaN stays NaN.
-// x = n ln 2 + r (Cody and Waite), degree-6 Taylor-like polynomial in r fitted on [-ln2/2, ln2/2].
+// e^x, relative error below 2.31e-7 for x in [-87, 88] (every float measured); arguments are clamped to that range, NaN
+// stays NaN. x = n ln 2 + r (Cody and Waite), degree-6 Taylor-like polynomial in r fitted on [-ln2/2, ln2/2].
 inline float exp_f32(float x) {
   x = x < -87.0f ? -87.0f : x;
   x = x > 88.0f ? 88.0f : x;
