@@ -3,6 +3,11 @@
 transformers expands a group's keys and values to every head, which ONNX Runtime and TensorRT then copy for each token,
 longer with each. Here a group's heads are rows of one product with the cache as it is.
 
+The scale is a tensor, of which only the mask's values say that it is one number. TensorRT 10.6 moves a number past the
+reshape that puts heads below each other, and the change of order before it; it then multiplies the queries as they lie
+in memory, where those rows have no common distance: heads but a group's first are wrong, without a message. It does so
+in engines for sequences of 1 to 512 of layers that have no positions: a rotary embedding in between keeps it from it.
+
 Rows that see no key, which are padding, are not zeroed as transformers' ONNX export zeroes them: they are finite, and
 nothing that is not padding reads them. TensorRT 10.6 fuses that test wrongly where one token is new.
 """
@@ -50,7 +55,9 @@ def grouped_attention(
             raise ValueError(f"{type(module).__name__}: attention with {name} is not supported")
     batch, heads, s, d = query.shape
     groups, length = key.shape[1:3]
-    rows = (query * scaling).reshape(batch, groups, heads // groups * s, d)
+    # [batch, 1, S, 1], no element of a mask being above 0
+    scale = (attention_mask[..., :1] <= 0).to(query.dtype) * scaling
+    rows = query.reshape(batch, groups, heads // groups * s, d) * scale.repeat(1, 1, heads // groups, 1)
     scores = torch.matmul(rows, key.transpose(2, 3)).reshape(batch, groups, heads // groups, s, length)
     # in f32: the lowest f16 and a score below it would be -inf, and a row of nothing else NaN
     scores = scores.float() + attention_mask.unsqueeze(2)

@@ -45,6 +45,7 @@ from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import Format, MoELayer
 from quantmoe.exporter.formats.base import FLOATS
 from quantmoe.exporter.memory import doing
+from quantmoe.exporter.passes.latent import concatenate_keys
 from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
 from quantmoe.exporter.passes.routers import replace_routers
 
@@ -293,6 +294,7 @@ def trace(
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, PackedLinear(linear))
     replace_routers(model)
+    concatenate_keys(model)
     stack = _decoder(model).layers
     prefix = next(name for name, module in model.named_modules() if module is stack)
     kept = _representatives(model.config, stack)
