@@ -1,6 +1,7 @@
 """Small exported models and what PyTorch says of them, for run.py on a machine that has a GPU but not this package.
 
-usage: prepare.py FOLDER [NAME...]; a name is ARCHITECTURE-SCHEME, e.g. qwen3_moe-NVFP4A16; without names all of MODELS.
+usage: prepare.py FOLDER [NAME...]; a name is ARCHITECTURE-SCHEME or VARIANT-SCHEME, e.g. qwen3_moe-NVFP4A16; without
+names all of MODELS.
 
 FOLDER/<name>/ gets bf16 and f16, each an exported model; tokens.npy, int64 [ROWS, LENGTH]; logits.npy, float32 of the
 model with the same dequantized weights; padded-tokens.npy and padded-logits.npy, the same with a row that begins with
@@ -16,6 +17,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +29,14 @@ from quantmoe.exporter.formats import find_format, open_checkpoint
 from quantmoe.exporter.model import DTYPES, Skeleton, dequantized
 
 SCHEMES = ("W4A16_ASYM", "W8A16", "NVFP4A16", "MXFP4A16", "FP8_BLOCK")
-MODELS = [f"{name}-W4A16" for name in SIZES] + [f"qwen3_moe-{scheme}" for scheme in SCHEMES]
+#: Llama-4 whose layers without positions have no temperature, that has only such layers, and both
+NOPE = {"no_rope_layers": [0, 0]}
+VARIANTS = {
+    "llama4_text_notemp": {"attn_temperature_tuning": False},
+    "llama4_text_norope": NOPE,
+    "llama4_text_plain": NOPE | {"attn_temperature_tuning": False},
+}
+MODELS = [f"{name}-W4A16" for name in (*SIZES, *VARIANTS)] + [f"qwen3_moe-{scheme}" for scheme in SCHEMES]
 #: a megabyte or two each; widths as in real models' heads
 SMALL = {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 256}
 ROWS, LENGTH, DRAWS, PADDING = 2, 20, 64, 3
@@ -36,6 +45,13 @@ ROWS, LENGTH, DRAWS, PADDING = 2, 20, 64, 3
 def relative(found: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     """[B, S]: each token's distance over its length, of logits [B, S, V]."""
     return (found.float() - want).norm(dim=-1) / want.norm(dim=-1)
+
+
+def logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """[B, S, V] of tokens [B, S], -1 being padding."""
+    mask = (tokens >= 0).long()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    return model(tokens.clamp(min=0), attention_mask=mask, position_ids=positions).logits
 
 
 def rounded(model: PreTrainedModel, dtype: torch.dtype, seed: int) -> PreTrainedModel:
@@ -53,34 +69,32 @@ def rounded(model: PreTrainedModel, dtype: torch.dtype, seed: int) -> PreTrained
 def reference(checkpoint: Path, folder: Path) -> dict[str, float]:
     model = dequantized(Skeleton(find_format(open_checkpoint(checkpoint))))
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, model.config.vocab_size, (DRAWS, LENGTH)))
+    padded = ids.roll(PADDING, -1)
+    padded[:, :PADDING] = -1
+    noise = {name: torch.zeros(DRAWS) for name in ("bf16", "f16")}
     with torch.no_grad():
-        want = model(ids).logits
-        noise = {
-            name: torch.stack([relative(rounded(model, DTYPES[name], seed)(ids).logits, want) for seed in range(3)])
-            .amax(0)
-            .amax(-1)
-            for name in ("bf16", "f16")
-        }
+        for tokens in (ids, padded):  # Llama-4's temperature counts padding: ties are elsewhere
+            want = logits(model, tokens)
+            for name, worst in noise.items():
+                for seed in range(3):
+                    distance = relative(logits(rounded(model, DTYPES[name], seed), tokens), want)
+                    noise[name] = worst = torch.maximum(worst, (distance * (tokens >= 0)).amax(-1))
     rows = (noise["bf16"] + 8 * noise["f16"]).argsort()[:ROWS]
-    np.save(folder / "tokens.npy", ids[rows].numpy())
-    np.save(folder / "logits.npy", want[rows].numpy())
-    padded = ids[rows]
-    padded[1] = padded[1].roll(PADDING)
-    padded[1, :PADDING] = -1
-    mask = (padded >= 0).long()
-    with torch.no_grad():
-        want = model(padded.clamp(min=0), attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
-    np.save(folder / "padded-tokens.npy", padded.numpy())
-    np.save(folder / "padded-logits.npy", want.numpy())
+    first, second = rows
+    for name, tokens in (("", ids[rows]), ("padded-", torch.stack((ids[first], padded[second])))):
+        np.save(folder / f"{name}tokens.npy", tokens.numpy())
+        with torch.no_grad():
+            np.save(folder / f"{name}logits.npy", logits(model, tokens).numpy())
     found = {name: float(values[rows].max()) for name, values in noise.items()}
     (folder / "noise.json").write_text(json.dumps(found))
     return found
 
 
 def prepare(name: str, folder: Path) -> None:
-    architecture, scheme = name.split("-")
+    model, scheme = name.split("-")
+    architecture = "llama4_text" if model in VARIANTS else model
     folder.mkdir(parents=True, exist_ok=True)
-    sizes = dict(SMALL)
+    sizes: dict[str, Any] = SMALL | VARIANTS.get(model, {})
     if "moe_intermediate_size" in SIZES[architecture]:
         sizes["moe_intermediate_size"] = 128
     if architecture != "deepseek_v3":
