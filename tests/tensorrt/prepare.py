@@ -78,7 +78,7 @@ def reference(checkpoint: Path, folder: Path) -> dict[str, float]:
             for name, worst in noise.items():
                 for seed in range(3):
                     distance = relative(logits(rounded(model, DTYPES[name], seed), tokens), want)
-                    noise[name] = worst = torch.maximum(worst, (distance * (tokens >= 0)).amax(-1))
+                    noise[name] = worst = torch.maximum(worst, distance.masked_fill(tokens < 0, 0).amax(-1))
     rows = (noise["bf16"] + 8 * noise["f16"]).argsort()[:ROWS]
     first, second = rows
     for name, tokens in (("", ids[rows]), ("padded-", torch.stack((ids[first], padded[second])))):
