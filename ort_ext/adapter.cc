@@ -68,7 +68,10 @@ const void* CpuKernel::Packed(const OrtKernelInfo* info, size_t input, Shape& sh
     return std::memcpy(copies_.back().get(), data, bytes);
   }
   if (reinterpret_cast<uintptr_t>(data) % 64)
-    Fail(name + " is not 64-byte aligned in memory, expected external data at an offset that is a multiple of 64 KiB");
+    Fail(name +
+         " is not 64-byte aligned in memory: external data MUST begin at a multiple of 64 in its file, and a buffer of "
+         "yours at such an address; where that is not in your hands, as in a .ort file, set the session entry "
+         "quantmoe.prefault to copy");
   if (weights_ == Weights::kPrefaulted) Prefault(data, bytes);
   return data;
 }
@@ -248,22 +251,9 @@ void Operators(const OrtApi* api, std::deque<Op>& ops) {
 // all sessions QUANTMOE_PREFAULT in the environment.
 Fill Choose(const OrtApi* api, const OrtSessionOptions* options) {
   constexpr const char* kEntry = "quantmoe.prefault";
+  std::string wanted = Entry(api, options, kEntry);
   const char* environment = std::getenv("QUANTMOE_PREFAULT");
-  std::string wanted = environment ? environment : "";
-  int has = 0;
-  OrtStatus* status = api->HasSessionConfigEntry(options, kEntry, &has);
-  size_t size = 0;
-  if (!status && has) status = api->GetSessionConfigEntry(options, kEntry, nullptr, &size);
-  if (!status && has) {
-    wanted.resize(size);
-    status = api->GetSessionConfigEntry(options, kEntry, wanted.data(), &size);
-    wanted.resize(size - 1);  // its NUL
-  }
-  if (status) {
-    const std::string message = api->GetErrorMessage(status);
-    api->ReleaseStatus(status);
-    throw std::runtime_error(std::string("quantmoe: session entry ") + kEntry + ": " + message);
-  }
+  if (wanted == "" && environment) wanted = environment;
   if (wanted == "" || wanted == "0") return Operators<Weights::kMapped>;
   if (wanted == "1") return Operators<Weights::kPrefaulted>;
   if (wanted == "copy") return Operators<Weights::kCopied>;
@@ -275,5 +265,5 @@ Fill Choose(const OrtApi* api, const OrtSessionOptions* options) {
 }  // namespace quantmoe
 
 extern "C" QM_API OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
-  return quantmoe::Register(options, base, quantmoe::Choose);
+  return quantmoe::Register(options, base, "CPU", quantmoe::Choose);
 }

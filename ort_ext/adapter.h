@@ -293,6 +293,27 @@ Op::Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElem
   };
 }
 
+// A session's configuration entry, "" where there is none.
+std::string Entry(const OrtApi* api, const OrtSessionOptions* options, const char* key) {
+  int has = 0;
+  size_t size = 0;
+  std::string value;
+  OrtStatus* status = api->HasSessionConfigEntry(options, key, &has);
+  if (!status && has) status = api->GetSessionConfigEntry(options, key, nullptr, &size);
+  if (!status && has) {
+    value.resize(size);
+    status = api->GetSessionConfigEntry(options, key, value.data(), &size);
+    value.resize(size - 1);  // its NUL
+  }
+  if (!status) return value;
+  const std::string message = api->GetErrorMessage(status);
+  api->ReleaseStatus(status);
+  throw std::runtime_error(std::string("quantmoe: session entry ") + key + ": " + message);
+}
+
+// Which library these options have.
+constexpr const char* kRegistered = "quantmoe.registered";
+
 // Appends a library's operators.
 using Fill = void (*)(const OrtApi* api, std::deque<Op>& ops);
 
@@ -315,9 +336,12 @@ struct Registration {
   }
 };
 
-// RegisterCustomOps of a library; choose(api, options) says which operators the session gets.
+// RegisterCustomOps of the library for a provider; choose(api, options) says which operators the session gets. Options
+// that have them stay as they are: ONNX Runtime would refuse the domain a second time. The entry says so to other
+// copies of the library, too, and goes with the options when they are cloned.
 template <class Choose>
-OrtStatus* Register(OrtSessionOptions* options, const OrtApiBase* base, const Choose& choose) {
+OrtStatus* Register(OrtSessionOptions* options, const OrtApiBase* base, const std::string& provider,
+                    const Choose& choose) {
   const OrtApi* api = base->GetApi(kOrtApi);
   if (!api) {
     const std::string message =
@@ -329,11 +353,17 @@ OrtStatus* Register(OrtSessionOptions* options, const OrtApiBase* base, const Ch
     static std::mutex mutex;
     static auto& all = *new std::list<Registration>;
     const std::lock_guard lock(mutex);
+    if (const std::string found = Entry(api, options, kRegistered); found != "") {
+      if (found == provider) return;
+      throw std::invalid_argument("quantmoe: these session options have the " + found +
+                                  "'s library, expected that or the " + provider + "'s, not both");
+    }
     const Fill fill = choose(api, options);
     auto r =
         std::find_if(all.begin(), all.end(), [&](const Registration& r) { return r.api == api && r.fill == fill; });
     if (r == all.end()) r = all.emplace(all.end(), api, fill);
     status = api->AddCustomOpDomain(options, r->domain);
+    if (!status) status = api->AddSessionConfigEntry(options, kRegistered, provider.c_str());
   });
   return failure ? failure : status;
 }

@@ -223,5 +223,6 @@ void Operators(const OrtApi* api, std::deque<Op>& ops) {
 }  // namespace quantmoe
 
 extern "C" QM_API OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
-  return quantmoe::Register(options, base, [](const OrtApi*, const OrtSessionOptions*) { return quantmoe::Operators; });
+  return quantmoe::Register(options, base, "CUDA provider",
+                            [](const OrtApi*, const OrtSessionOptions*) { return quantmoe::Operators; });
 }

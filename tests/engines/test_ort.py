@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from cases import CASES, Case, Layer
@@ -187,6 +189,42 @@ def test_wrong_input_shapes(tmp_path: Path, small: Layer) -> None:
 def test_without_the_library(tmp_path: Path, small: Layer) -> None:
     with pytest.raises(Exception, match="quantmoe"):
         ort.InferenceSession(str(write(tmp_path, small)), providers=["CPUExecutionProvider"])
+
+
+def test_registered_twice(tmp_path: Path, small: Layer) -> None:
+    """The second time does nothing, also from another copy of the file; ONNX Runtime would refuse the domain."""
+    other = Path(shutil.copy(quantmoe.ort_library_path(), tmp_path / "libother.so"))
+    options = ort.SessionOptions()
+    for library in (quantmoe.ort_library_path(), quantmoe.ort_library_path(), str(other)):
+        options.register_custom_ops_library(library)
+    path, tokens = write(tmp_path, small), SMALL.tokens(5)
+    twice = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    np.testing.assert_array_equal(run(twice, *tokens), run(session(path), *tokens))
+
+
+def test_two_libraries() -> None:
+    options = ort.SessionOptions()
+    options.add_session_config_entry("quantmoe.registered", "CUDA provider")  # what the other library leaves there
+    with pytest.raises(Exception, match="have the CUDA provider's library, expected that or the CPU's, not both"):
+        options.register_custom_ops_library(quantmoe.ort_library_path())
+
+
+def test_not_aligned(tmp_path: Path, small: Layer) -> None:
+    """An app's own buffer, and a file that somebody wrote anew: the message says what helps, and that does."""
+    path, tokens = write(tmp_path, small), SMALL.tokens(5)
+    expected = run(session(path), *tokens)
+    data = path.with_suffix(".bin")
+    data.write_bytes(b"\0" * 16 + data.read_bytes())
+    model = ir.load(path)
+    for value in model.graph.initializers.values():
+        t = value.const_value
+        value.const_value = ir.ExternalTensor(
+            t.location, t.offset + 16, t.length, t.dtype, shape=t.shape, name=t.name, base_dir=tmp_path
+        )
+    ir.save(model, path)
+    with pytest.raises(Exception, match=rf'"{NODE}": w13 is not 64-byte aligned .* entry quantmoe.prefault to copy'):
+        session(path)
+    np.testing.assert_array_equal(run(session(path, entries={"quantmoe.prefault": "copy"}), *tokens), expected)
 
 
 def test_exported_symbols() -> None:
