@@ -1,18 +1,37 @@
 #!/bin/bash
-# usage: compare.sh MODEL_FOLDER: runs every sample on the folder and fails unless all print the same tokens.
+# usage: compare.sh MODEL_FOLDER: builds the samples, runs each on the folder and fails unless all print the same tokens.
+# build/samples-* are the programs. C# runs where dotnet stands.
 set -euo pipefail
 model=$(realpath "$1") && cd "$(dirname "$0")"
+build=$(realpath ..)/build
 prompt=(16 1 2 3 4 5)
-library=$(python -c 'import quantmoe; print(quantmoe.ort_library_path())')
-runtime=$(python -c 'import onnxruntime; print(onnxruntime.__path__[0])')/capi
-cmake -S cpp -B ../build/samples-cpp -DORT_LIBRARY_DIR="$runtime" >/dev/null
-cmake --build ../build/samples-cpp >/dev/null
+failed=0 expected=
 
-python_tokens=$(python python/generate.py "$model" "${prompt[@]}")
-genai_tokens=$(python genai/generate.py "$model" "${prompt[@]}")
-cpp_tokens=$(../build/samples-cpp/generate "$library" "$model" "${prompt[@]}")
-# Maven colours its output even when nothing is printed by itself.
-java_tokens=$(mvn -q -B -f java/pom.xml compile exec:java -Dexec.args="$library $model ${prompt[*]}" |
-  sed 's/\x1b\[[0-9;]*m//g' | grep .)
-printf 'python %s\ngenai  %s\ncpp    %s\njava   %s\n' "$python_tokens" "$genai_tokens" "$cpp_tokens" "$java_tokens"
-[ "$python_tokens" = "$genai_tokens" ] && [ "$python_tokens" = "$cpp_tokens" ] && [ "$python_tokens" = "$java_tokens" ]
+same() { # NAME COMMAND...: the tokens it prints
+  local tokens
+  tokens=$("${@:2}" "$model" "${prompt[@]}") || tokens="exit code $?"
+  tokens=${tokens%% } expected=${expected:-$tokens}
+  printf '%-6s %s\n' "$1" "$tokens"
+  [ "$tokens" = "$expected" ] || failed=1
+}
+
+same python python python/generate.py
+same genai python genai/generate.py
+
+# The headers that the library was built with, Python's ONNX Runtime.
+headers=$(sed -n 's/^ORT_INCLUDE_DIR:[^=]*=//p' "$build"/py3-*/CMakeCache.txt)
+cmake -S cpp -B "$build/samples-cpp" -DORT_INCLUDE_DIR="$headers" \
+  -DORT_LIBRARY_DIR="$(python -c 'import onnxruntime; print(onnxruntime.__path__[0])')/capi" >/dev/null
+cmake --build "$build/samples-cpp" >/dev/null
+same cpp "$build/samples-cpp/generate"
+
+mvn -q -B -Dstyle.color=never -f java/pom.xml package
+same java java -jar java/target/generate.jar
+
+if command -v dotnet >/dev/null; then
+  dotnet build -v q --artifacts-path "$build/samples-csharp" csharp >/dev/null
+  same csharp dotnet "$build/samples-csharp/bin/Generate/debug/Generate.dll"
+else
+  echo 'csharp not run: no dotnet here'
+fi
+exit $failed

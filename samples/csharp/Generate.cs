@@ -1,63 +1,105 @@
 using System;
 using System.Collections.Generic;
+using System.Globalization;
 using System.Linq;
 using Microsoft.ML.OnnxRuntime;
-using Microsoft.ML.OnnxRuntime.Tensors;
 
-/// Greedy decoding of an exported f32 folder: Generate LIBRARY FOLDER COUNT ID... prints COUNT token ids.
+/// Greedy decoding of an exported f32 folder: Generate FOLDER COUNT ID... prints up to COUNT token ids.
 static class Generate
 {
     static int Main(string[] args)
     {
-        if (args.Length < 4)
+        try
         {
-            Console.Error.WriteLine("usage: Generate LIBRARY FOLDER COUNT ID...");
-            return 2;
+            if (args.Length < 3) throw new ArgumentException("usage: Generate FOLDER COUNT ID...");
+            long[] numbers = args.Skip(1).Select(Number).ToArray();
+            var quiet = new EnvironmentCreationOptions { logId = "Generate", logLevel = OrtLoggingLevel.ORT_LOGGING_LEVEL_ERROR };
+            OrtEnv.CreateInstanceWithOptions(ref quiet);
+            using var options = new SessionOptions();
+            options.LogSeverityLevel = OrtLoggingLevel.ORT_LOGGING_LEVEL_FATAL; // what it logs is in its exceptions
+            options.RegisterCustomOpLibrary(args[0] + "/libquantmoe_ort.so");
+            using var session = new InferenceSession(args[0] + "/model.onnx", options);
+            Console.WriteLine(string.Join(" ", Tokens(session, numbers[0], numbers[1..])));
+            return 0;
         }
-        long[] ids = args.Skip(3).Select(long.Parse).ToArray();
-        using var options = new SessionOptions();
-        options.RegisterCustomOpLibrary(args[0]);
-        using var session = new InferenceSession(args[1] + "/model.onnx", options);
-
-        // Batch 1, no past: every dynamic dimension of a cache input after the first is the past length.
-        var cache = new Dictionary<string, Tensor<float>>();
-        foreach (var input in session.InputMetadata.Where(i => i.Key.StartsWith("past_key_values")))
+        catch (Exception error)
         {
-            int[] shape = input.Value.Dimensions.Select((d, n) => d >= 0 ? d : n == 0 ? 1 : 0).ToArray();
-            cache[input.Key] = new DenseTensor<float>(shape);
+            Console.Error.WriteLine(error.GetBaseException().Message);
+            return 1;
         }
-        var generated = new List<long>();
-        int past = 0;
-        while (generated.Count < int.Parse(args[2]))
-        {
-            int total = past + ids.Length;
-            var feed = cache.Select(c => NamedOnnxValue.CreateFromTensor(c.Key, c.Value)).ToList();
-            feed.Add(Row("input_ids", ids));
-            feed.Add(Row("attention_mask", Enumerable.Repeat(1L, total)));
-            feed.Add(Row("position_ids", Enumerable.Range(past, ids.Length).Select(i => (long)i)));
-            using var results = session.Run(feed);
-            foreach (var result in results.Where(r => r.Name.StartsWith("present")))
-                cache[result.Name.Replace("present", "past_key_values")] = result.AsTensor<float>().Clone();
-            past = total;
-            ids = new[] { Last(results.First(r => r.Name == "logits").AsTensor<float>()) };
-            generated.AddRange(ids);
-        }
-        Console.WriteLine(string.Join(" ", generated));
-        return 0;
     }
 
-    static NamedOnnxValue Row(string name, IEnumerable<long> values)
+    static List<long> Tokens(InferenceSession session, long count, long[] ids)
+    {
+        var metadata = session.ModelMetadata.CustomMetadataMap;
+        string[] stop = metadata.GetValueOrDefault("eos_token_id", "").Split(',');
+        long context = long.Parse(metadata.GetValueOrDefault("context_length", $"{long.MaxValue}"));
+        if (ids.Length >= context)
+            throw new ArgumentException($"a prompt of {ids.Length} tokens leaves no room in the model's context of {context}");
+        count = Math.Min(count, context - ids.Length);
+
+        // Batch 1, no past: every dynamic dimension of a cache input after the first is the past length.
+        string[] cacheNames = session.InputNames.Where(name => name.StartsWith("past_key_values")).ToArray();
+        string[] inputs = cacheNames.Concat(new[] { "input_ids", "attention_mask", "position_ids" }).ToArray();
+        string[] outputs = cacheNames.Select(name => name.Replace("past_key_values", "present")).Append("logits").ToArray();
+        OrtValue[] empty = cacheNames.Select(name => Empty(session.InputMetadata[name])).ToArray();
+        IReadOnlyList<OrtValue> cache = empty;
+        IDisposableReadOnlyCollection<OrtValue>? last = null; // owns the cache after the first step
+        try
+        {
+            var generated = new List<long>();
+            using var run = new RunOptions();
+            for (int past = 0; count-- > 0;)
+            {
+                int total = past + ids.Length;
+                using OrtValue tokens = Row(ids), mask = Row(Enumerable.Repeat(1L, total));
+                using OrtValue positions = Row(Enumerable.Range(past, ids.Length).Select(i => (long)i));
+                OrtValue[] values = cache.Take(cacheNames.Length).Concat(new[] { tokens, mask, positions }).ToArray();
+                var results = session.Run(run, inputs, values, outputs);
+                last?.Dispose();
+                cache = last = results;
+                past = total;
+                ids = new[] { Best(last[cacheNames.Length]) };
+                generated.AddRange(ids);
+                if (stop.Contains($"{ids[0]}")) break;
+            }
+            return generated;
+        }
+        finally
+        {
+            last?.Dispose();
+            foreach (var value in empty) value.Dispose();
+        }
+    }
+
+    static OrtValue Empty(NodeMetadata input)
+    {
+        long[] shape = input.Dimensions.Select((d, n) => d >= 0 ? d : n == 0 ? 1L : 0L).ToArray();
+        return OrtValue.CreateAllocatedTensorValue(OrtAllocator.DefaultInstance, input.ElementDataType, shape);
+    }
+
+    static OrtValue Row(IEnumerable<long> values)
     {
         long[] row = values.ToArray();
-        return NamedOnnxValue.CreateFromTensor(name, new DenseTensor<long>(row, new[] { 1, row.Length }));
+        return OrtValue.CreateTensorValueFromMemory(row, new long[] { 1, row.Length });
     }
 
     /// The best token at the last position of logits [1, sequence, vocabulary].
-    static long Last(Tensor<float> logits)
+    static long Best(OrtValue logits)
     {
-        int last = logits.Dimensions[1] - 1, best = 0;
-        for (int i = 1; i < logits.Dimensions[2]; i++)
-            if (logits[0, last, i] > logits[0, last, best]) best = i;
+        var all = logits.GetTensorDataAsSpan<float>();
+        var last = all[^(int)logits.GetTensorTypeAndShape().Shape[2]..];
+        int best = 0;
+        for (int i = 0; i < last.Length; i++)
+        {
+            if (!float.IsFinite(last[i])) throw new InvalidOperationException("logits are not finite");
+            if (last[i] > last[best]) best = i;
+        }
         return best;
     }
+
+    static long Number(string text) =>
+        long.TryParse(text, NumberStyles.None, CultureInfo.InvariantCulture, out long number)
+            ? number
+            : throw new ArgumentException($"\"{text}\": expected a number from 0");
 }

@@ -1,17 +1,36 @@
-"""Greedy decoding of an exported folder by onnxruntime-genai: generate.py FOLDER COUNT ID... prints COUNT token ids."""
+"""Greedy decoding by onnxruntime-genai: generate.py FOLDER COUNT ID... prints up to COUNT token ids."""
 
+import json
 import sys
+from pathlib import Path
 
 import onnxruntime_genai as og
 
-if len(sys.argv) < 4:
-    sys.exit("usage: generate.py FOLDER COUNT ID...")
-folder, count, ids = sys.argv[1], int(sys.argv[2]), [int(i) for i in sys.argv[3:]]
-model = og.Model(folder)
-params = og.GeneratorParams(model)
-params.set_search_options(max_length=len(ids) + count)
-generator = og.Generator(model, params)
-generator.append_tokens(ids)
-while not generator.is_done():
-    generator.generate_next_token()
-print(*generator.get_sequence(0)[len(ids) :])
+
+def generate(folder, count, ids):
+    context = json.loads(Path(folder, "genai_config.json").read_text())["model"]["context_length"]
+    if len(ids) >= context:
+        raise ValueError(f"a prompt of {len(ids)} tokens leaves no room in the model's context of {context}")
+    model = og.Model(folder)
+    params = og.GeneratorParams(model)
+    params.set_search_options(max_length=min(len(ids) + count, context))
+    generator = og.Generator(model, params)
+    generator.append_tokens(ids)
+    while not generator.is_done():
+        generator.generate_next_token()
+    return generator.get_sequence(0)[len(ids) :]
+
+
+def number(text):
+    if not text.isdecimal():
+        raise ValueError(f'"{text}": expected a number from 0')
+    return int(text)
+
+
+try:
+    if len(sys.argv) < 4:
+        raise ValueError("usage: generate.py FOLDER COUNT ID...")
+    count, *ids = map(number, sys.argv[2:])
+    print(*generate(sys.argv[1], count, ids))
+except Exception as error:  # onnxruntime-genai's exceptions have no base class of their own
+    sys.exit(str(error))

@@ -3,61 +3,99 @@ import java.nio.*;
 import java.util.*;
 import java.util.stream.LongStream;
 
-/** Greedy decoding of an exported folder: Generate LIBRARY FOLDER COUNT ID... prints COUNT token ids. */
+/** Greedy decoding of an exported folder: Generate FOLDER COUNT ID... prints up to COUNT token ids. */
 public class Generate {
-  public static void main(String[] args) throws OrtException {
-    if (args.length < 4) {
-      System.err.println("usage: Generate LIBRARY FOLDER COUNT ID...");
-      System.exit(2);
-    }
-    long[] ids = Arrays.stream(args).skip(3).mapToLong(Long::parseLong).toArray();
-    OrtEnvironment env = OrtEnvironment.getEnvironment();
-    OrtSession.SessionOptions options = new OrtSession.SessionOptions();
-    options.registerCustomOpLibrary(args[0]);
-    try (OrtSession session = env.createSession(args[1] + "/model.onnx", options)) {
-      StringJoiner generated = new StringJoiner(" ");
-      OrtSession.Result last = null;  // its present.* are the next step's past_key_values.*
-      long past = 0;
-      for (int step = 0; step < Integer.parseInt(args[2]); step++) {
-        long total = past + ids.length;
-        Map<String, OnnxTensor> inputs = new HashMap<>();
-        for (NodeInfo input : session.getInputInfo().values()) {
-          TensorInfo info = (TensorInfo) input.getInfo();
-          inputs.put(input.getName(), switch (input.getName()) {
-            case "input_ids" -> row(env, ids);
-            case "position_ids" -> row(env, LongStream.range(past, total).toArray());
-            case "attention_mask" -> row(env, LongStream.range(0, total).map(i -> 1).toArray());
-            default -> last == null ? emptyCache(env, info)
-                : (OnnxTensor) last.get(input.getName().replace("past_key_values", "present")).get();
-          });
+  public static void main(String[] args) {
+    try {
+      if (args.length < 3) throw new IllegalArgumentException("usage: Generate FOLDER COUNT ID...");
+      long[] numbers = Arrays.stream(args).skip(1).mapToLong(Generate::number).toArray();
+      OrtEnvironment env = OrtEnvironment.getEnvironment(OrtLoggingLevel.ORT_LOGGING_LEVEL_ERROR);
+      try (OrtSession.SessionOptions options = new OrtSession.SessionOptions()) {
+        options.setSessionLogLevel(OrtLoggingLevel.ORT_LOGGING_LEVEL_FATAL);  // what it logs is in its exceptions
+        options.registerCustomOpLibrary(args[0] + "/libquantmoe_ort.so");
+        try (OrtSession session = env.createSession(args[0] + "/model.onnx", options)) {
+          System.out.println(generate(env, session, numbers[0], Arrays.copyOfRange(numbers, 1, numbers.length)));
         }
-        OrtSession.Result result = session.run(inputs);
-        if (last != null) last.close();
-        last = result;
-        past = total;
-        ids = new long[] {argmax((OnnxTensor) result.get("logits").get())};
-        generated.add(Long.toString(ids[0]));
       }
-      System.out.println(generated);
+    } catch (OrtException | IllegalArgumentException error) {
+      System.err.println(error.getMessage());
+      System.exit(1);
     }
   }
 
-  static OnnxTensor row(OrtEnvironment env, long[] values) throws OrtException {
-    return OnnxTensor.createTensor(env, LongBuffer.wrap(values), new long[] {1, values.length});
+  /** Tensors and results are native memory that Java does not count: a server that leaves them open leaks it. */
+  static String generate(OrtEnvironment env, OrtSession session, long count, long[] ids) throws OrtException {
+    Map<String, String> metadata = session.getMetadata().getCustomMetadata();
+    List<String> stop = List.of(metadata.getOrDefault("eos_token_id", "").split(","));
+    long context = Long.parseLong(metadata.getOrDefault("context_length", "" + Long.MAX_VALUE));
+    if (ids.length >= context)
+      throw new IllegalArgumentException(
+          "a prompt of " + ids.length + " tokens leaves no room in the model's context of " + context);
+    count = Math.min(count, context - ids.length);
+
+    StringJoiner generated = new StringJoiner(" ");
+    Map<String, OnnxTensor> cache = emptyCache(env, session);
+    OrtSession.Result last = null;  // owns the cache after the first step
+    try {
+      for (long past = 0; count-- > 0; ) {
+        long total = past + ids.length;
+        try (OnnxTensor inputIds = row(env, LongStream.of(ids));
+            OnnxTensor mask = row(env, LongStream.range(0, total).map(i -> 1));
+            OnnxTensor positions = row(env, LongStream.range(past, total))) {
+          Map<String, OnnxTensor> inputs = new HashMap<>(cache);
+          inputs.putAll(Map.of("input_ids", inputIds, "attention_mask", mask, "position_ids", positions));
+          OrtSession.Result result = session.run(inputs);
+          close(last, cache);
+          last = result;
+        }
+        for (var entry : cache.entrySet())
+          entry.setValue((OnnxTensor) last.get(entry.getKey().replace("past_key_values", "present")).get());
+        past = total;
+        ids = new long[] {best((OnnxTensor) last.get("logits").get())};
+        generated.add(Long.toString(ids[0]));
+        if (stop.contains(Long.toString(ids[0]))) break;
+      }
+    } finally {
+      close(last, cache);
+    }
+    return generated.toString();
   }
 
-  /** Batch 1, no past: every dynamic dimension after the first is the past length. */
-  static OnnxTensor emptyCache(OrtEnvironment env, TensorInfo info) throws OrtException {
-    long[] shape = info.getShape();
-    for (int i = 0; i < shape.length; i++) shape[i] = shape[i] < 0 ? (i == 0 ? 1 : 0) : shape[i];
-    return OnnxTensor.createTensor(env, ByteBuffer.allocateDirect(0), shape, info.type);
+  static void close(OrtSession.Result last, Map<String, OnnxTensor> cache) {
+    if (last == null) OnnxValue.close(cache);
+    else last.close();
+  }
+
+  static OnnxTensor row(OrtEnvironment env, LongStream values) throws OrtException {
+    return OnnxTensor.createTensor(env, new long[][] {values.toArray()});
+  }
+
+  /** Batch 1, no past: every dynamic dimension of a cache input after the first is the past length. */
+  static Map<String, OnnxTensor> emptyCache(OrtEnvironment env, OrtSession session) throws OrtException {
+    Map<String, OnnxTensor> cache = new HashMap<>();
+    for (NodeInfo input : session.getInputInfo().values()) {
+      if (!input.getName().startsWith("past_key_values")) continue;
+      TensorInfo info = (TensorInfo) input.getInfo();
+      long[] shape = info.getShape();
+      for (int i = 0; i < shape.length; i++) shape[i] = shape[i] < 0 ? (i == 0 ? 1 : 0) : shape[i];
+      cache.put(input.getName(), OnnxTensor.createTensor(env, ByteBuffer.allocateDirect(0), shape, info.type));
+    }
+    return cache;
   }
 
   /** The best token at the last position of logits [1, sequence, vocabulary]. */
-  static int argmax(OnnxTensor logits) {
+  static int best(OnnxTensor logits) {
     FloatBuffer values = logits.getFloatBuffer();
     int vocabulary = (int) logits.getInfo().getShape()[2], offset = values.limit() - vocabulary, best = 0;
-    for (int i = 1; i < vocabulary; i++) if (values.get(offset + i) > values.get(offset + best)) best = i;
+    for (int i = 0; i < vocabulary; i++) {
+      if (!Float.isFinite(values.get(offset + i))) throw new IllegalArgumentException("logits are not finite");
+      if (values.get(offset + i) > values.get(offset + best)) best = i;
+    }
     return best;
+  }
+
+  static long number(String text) {
+    if (!text.matches("[0-9]{1,18}")) throw new IllegalArgumentException('"' + text + "\": expected a number from 0");
+    return Long.parseLong(text);
   }
 }
