@@ -18,7 +18,7 @@ CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))
 export CXX := $(or $(CLANG),c++)
 
 .PHONY: venv clang build cuda demo test test-random test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm bench lint \
-  format samples wheel clean
+  format samples first-minutes wheel clean
 
 venv: $(VENV)/installed
 $(VENV)/installed: pyproject.toml
@@ -148,9 +148,13 @@ build/sample-model: | build
 	python -c "import quantmoe; from quantmoe.exporter.demo import make_checkpoint; \
 	  quantmoe.export(make_checkpoint('build/sample-checkpoint'), '$@', activations='float')"
 
-# The three samples on one exported folder must print the same tokens.
+# The samples on one exported folder must print the same tokens; C# where dotnet stands.
 samples: build | $(MODEL)
 	samples/compare.sh $(MODEL)
+
+# README's commands and the samples with good and bad input, and the wheel where `make wheel` has left one.
+first-minutes: build | $(MODEL)
+	tests/first_minutes.sh $(MODEL) $(wildcard dist/*_$(ARCH).whl)
 
 clean:
 	rm -rf build dist $(VENV) samples/java/target

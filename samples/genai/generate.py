@@ -22,7 +22,7 @@ def generate(folder, count, ids):
 
 
 def number(text):
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > 18:
         raise ValueError(f'"{text}": expected a number from 0')
     return int(text)
 

@@ -1,0 +1,196 @@
+#!/bin/bash
+# usage: first_minutes.sh MODEL_FOLDER [WHEEL]: a new user's first minutes, with good and bad input. What README says is typed, in this
+# checkout and, with WHEEL, in environments that hold nothing else; every exit code and every line is looked at. MODEL_FOLDER is
+# an export with float activations, as `make samples` has one. For a fresh clone: clone, then `make first-minutes` there.
+set -uo pipefail
+model=$(realpath "$1") wheel=${2:+$(realpath "$2")}
+cd "$(dirname "$0")/.."
+work=$PWD/build/first-minutes failed=0 ran=0
+rm -rf "$work" && mkdir -p "$work"
+
+run() { # COMMAND...: sets code; its output in $work/out and $work/err
+  code=0
+  "$@" >"$work/out" 2>"$work/err" </dev/null || code=$?
+  ran=$((ran + 1))
+}
+complain() { # WHAT COMMAND...
+  printf 'FAILED: %s\n  %s\n  exit code %s\n' "$1" "${*:2}" "$code"
+  sed 's/^/  | /' "$work/out" "$work/err"
+  failed=1
+}
+good() { # PATTERN COMMAND...: succeeds, and the pattern is in what it prints
+  run "${@:2}"
+  { [ $code = 0 ] && { [ ! "$1" ] || grep -qE -- "$1" "$work/out"; }; } || complain "expected exit code 0 and \"$1\"" "${@:2}"
+}
+bad() { # PATTERN COMMAND...: ends with exit code 1, prints nothing but one line on standard error, and that matches
+  run "${@:2}"
+  { [ $code = 1 ] && [ ! -s "$work/out" ] && [ "$(wc -l <"$work/err")" = 1 ] && grep -qE -- "$1" "$work/err"; } ||
+    complain "expected exit code 1 and only one line, \"$1\"" "${@:2}"
+}
+section() { echo "$SECONDS s: $*"; }
+
+section "models that an application may meet"
+python - "$model" "$work" <<'PYTHON' || exit 1
+import json, shutil, subprocess, sys
+from pathlib import Path
+import numpy as np
+import onnx
+
+model, work = map(Path, sys.argv[1:])
+plain = subprocess.check_output([sys.executable, "samples/python/generate.py", str(model), "6", "1", "2", "3"], text=True).split()
+stop = plain[-1]
+(work / "plain").write_text(" ".join(plain[: plain.index(stop) + 1]))
+
+def variant(name, metadata={}, nan=False):
+    folder = Path(shutil.copytree(model, work / name))
+    proto = onnx.load(folder / "model.onnx", load_external_data=False)
+    for prop in list(proto.metadata_props):
+        if prop.key in ("eos_token_id", "context_length"):
+            proto.metadata_props.remove(prop)
+    onnx.helper.set_model_props(proto, {p.key: p.value for p in proto.metadata_props} | metadata)
+    if nan:
+        norm = next(t for t in proto.graph.initializer if t.name == "model.norm.weight")
+        norm.CopyFrom(onnx.numpy_helper.from_array(np.full(tuple(norm.dims), np.nan, np.float32), norm.name))
+    onnx.save(proto, folder / "model.onnx")
+    return folder
+
+variant("stops at ends", {"eos_token_id": f"1000000,{stop}", "context_length": "4096"})
+variant("context", {"eos_token_id": "1000000", "context_length": "8"})
+variant("old")
+variant("nan", nan=True)
+(variant("no_model") / "model.onnx").unlink()
+(variant("no_data") / "model.onnx.data").unlink()
+(variant("no_library") / "libquantmoe_ort.so").write_text("not a library\n")
+PYTHON
+
+section "samples, all on one folder"
+good "^cpp +[0-9 ]+$" samples/compare.sh "$model"
+cat "$work/out"
+
+sample() { # COMMAND...: a sample, with good and bad input
+  local tokens; tokens=$(cat "$work/plain")
+  good "^$tokens *$" "$@" "$work/stops at ends" 16 1 2 3
+  good '^[0-9]+ [0-9]+ [0-9]+ *$' "$@" "$work/context" 16 1 2 3 4 5
+  good '^[0-9]+( [0-9]+){11} *$' "$@" "$work/old" 12 1 2 3
+  while IFS='|' read -r pattern arguments; do
+    eval "bad \"\$pattern\" \"\$@\" $arguments"
+  done <<'TABLE'
+^usage: .* FOLDER COUNT ID\.\.\.$|"$model" 4
+^"four": expected a number from 0$|"$model" four 1
+^"-1": expected a number from 0$|"$model" 4 -1
+^"99999999999999999999": expected|"$model" 4 1 99999999999999999999
+idx=999999 must be within|"$model" 4 999999
+^a prompt of 8 tokens leaves no room in the model's context of 8$|"$work/context" 4 1 2 3 4 5 6 7 8
+^logits are not finite$|"$work/nan" 4 1
+nowhere/libquantmoe_ort.so: cannot open shared object file|nowhere 4 1
+libquantmoe_ort.so: file too short|"$work/no_library" 4 1
+model.onnx|"$work/no_model" 4 1
+model.onnx.data|"$work/no_data" 4 1
+TABLE
+}
+section "samples/python"
+sample python samples/python/generate.py
+section "samples/cpp"
+sample build/samples-cpp/generate
+section "samples/java"
+sample java -jar samples/java/target/generate.jar
+# A server: what is not closed grows, 2 MB a time.
+cat >"$work/Many.java" <<'JAVA'
+import ai.onnxruntime.*;
+import java.nio.file.*;
+public class Many {
+  public static void main(String[] args) throws Exception {
+    OrtEnvironment env = OrtEnvironment.getEnvironment();
+    try (OrtSession.SessionOptions options = new OrtSession.SessionOptions()) {
+      options.registerCustomOpLibrary(args[0] + "/libquantmoe_ort.so");
+      try (OrtSession session = env.createSession(args[0] + "/model.onnx", options)) {
+        long before = 0;
+        for (int i = 0; i < 60; i++) {
+          if (i == 20) before = megabytes();
+          Generate.generate(env, session, 2, new long[200]);
+        }
+        System.out.println("grown by " + (megabytes() - before) + " MB");
+      }
+    }
+  }
+  static long megabytes() throws Exception {
+    String line = Files.readAllLines(Path.of("/proc/self/status")).stream().filter(l -> l.startsWith("RssAnon")).findFirst().get();
+    return Long.parseLong(line.replaceAll("[^0-9]", "")) / 1024;
+  }
+}
+JAVA
+classes=samples/java/target/generate.jar:$(echo samples/java/target/onnxruntime-*.jar)
+good '' javac -cp "$classes" -d "$work" "$work/Many.java"
+good '^grown by -?[0-9]{1,2} MB$' java -Xmx64m -cp "$classes:$work" Many "$model"
+cat "$work/out"
+if command -v dotnet >/dev/null; then
+  section "samples/csharp"
+  sample dotnet build/samples-csharp/bin/Generate/debug/Generate.dll
+fi
+
+section "samples/cpp with ONNX Runtime as others lay it out"
+headers=$(sed -n 's/^ORT_INCLUDE_DIR:[^=]*=//p' build/samples-cpp/CMakeCache.txt)
+library=$(realpath build/samples-cpp/libonnxruntime.so.1)
+cp -r samples/cpp "$work/copied"
+mkdir -p "$work"/archive/{include,lib} "$work"/nuget/{build/native/include,runtimes/linux-x64/native} "$work/wheel"
+cp "$headers"/*.h "$work/archive/include" && cp "$headers"/*.h "$work/nuget/build/native/include"
+cp "$library" "$work/archive/lib/libonnxruntime.so.1.31.1"
+ln -s libonnxruntime.so.1.31.1 "$work/archive/lib/libonnxruntime.so.1" && ln -s libonnxruntime.so.1 "$work/archive/lib/libonnxruntime.so"
+cp "$library" "$work/nuget/runtimes/linux-x64/native/libonnxruntime.so"
+cp "$library" "$work/wheel/libonnxruntime.so.1.31.1"
+built() { # NAME CMAKE_OPTION...: the sample copied out of the repository, from a folder beside it; it runs
+  local name=$1
+  shift
+  cd "$work" || exit
+  good 'Build files have been written' cmake -S copied -B "build-$name" "$@"
+  good 'Built target generate' cmake --build "build-$name"
+  good '^[0-9]+ [0-9]+ *$' "build-$name/generate" "$model" 2 1
+  cd - >/dev/null || exit
+}
+built archive -DORT_ROOT=archive
+built nuget -DORT_ROOT="$work/nuget"
+built wheel -DORT_INCLUDE_DIR="$headers" -DORT_LIBRARY_DIR=wheel
+run cmake -S samples/cpp -B "$work/build-nothing" -DORT_ROOT="$work/nowhere" -DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=OFF
+{ [ $code = 1 ] && grep -q 'Set ORT_ROOT to' "$work/err"; } || complain "expected advice" cmake -DORT_ROOT=nowhere
+
+section "README's commands"
+fixture=tests/fixtures/llmcompressor-w4a16-asym
+while IFS='|' read -r pattern command; do
+  eval "good \"\$pattern\" $command"
+done <<TABLE
+^quantmoe .*[0-9]|quantmoe --version
+peak memory|quantmoe export $fixture "$work/new" --dry-run
+have the recorded hash|quantmoe inspect "$model" --verify
+kernel|quantmoe inspect $fixture --explain
+52 matrices|quantmoe unpack "$model" --layer 3 --output "$work/layer.safetensors"
+[0-9]|quantmoe generate "$model" --ids 1,2,3 --max-new-tokens 4
+TABLE
+
+section "bad input"
+while IFS='|' read -r pattern command; do
+  eval "bad \"\$pattern\" $command"
+done <<TABLE
+tests|quantmoe inspect tests
+tests|quantmoe generate tests --ids 1
+outside the vocabulary|quantmoe generate "$model" --ids 1,999999
+TABLE
+
+if [ "$wheel" ]; then
+  section "the wheel alone"
+  clean() { # NAME PACKAGE...: an environment of these packages and nothing else; its programs come first on PATH
+    uv venv --quiet --python "$(command -v python)" "$work/$1" && uv pip install --quiet --python "$work/$1/bin/python" "${@:2}"
+  }
+  within() { # NAME COMMAND...
+    env -u PYTHONPATH -u VIRTUAL_ENV PATH="$work/$1/bin:/usr/bin:/bin" "${@:2}"
+  }
+  clean runtime onnxruntime numpy
+  sample within runtime python samples/python/generate.py # without quantmoe: the folder has its library
+  clean bare "$wheel"
+  good '^quantmoe .*[0-9]' within bare quantmoe --version
+  good cpu_panel within bare quantmoe inspect "$model"
+  good '52 matrices' within bare quantmoe unpack "$model" --layer 3 --output "$work/layer.safetensors"
+  clean run "$wheel[run]"
+  good '[0-9]' within run quantmoe generate "$model" --ids 1,2,3 --max-new-tokens 4
+fi
+section "$ran commands"
+exit $failed
