@@ -69,8 +69,8 @@ const void* CpuKernel::Packed(const OrtKernelInfo* info, size_t input, Shape& sh
   }
   if (reinterpret_cast<uintptr_t>(data) % 64)
     Fail(name +
-         " is not 64-byte aligned in memory: external data MUST begin at a multiple of 64 in its file, and a buffer of "
-         "yours at such an address; where that is not in your hands, as in a .ort file, set the session entry "
+         " is not 64-byte aligned in memory, expected external data at a multiple of 64 in its file and buffers of "
+         "yours at such an address; with others, as .ort bytes used in place, set the session entry "
          "quantmoe.prefault to copy");
   if (weights_ == Weights::kPrefaulted) Prefault(data, bytes);
   return data;
