@@ -128,6 +128,67 @@ if command -v dotnet >/dev/null; then
   sample dotnet build/samples-csharp/bin/Generate/debug/Generate.dll
 fi
 
+section "messages of docs/shipping.md"
+cat >"$work/messages.py" <<'PYTHON'
+import sys
+from pathlib import Path
+import numpy as np
+import onnxruntime as ort
+
+folder, table = Path(sys.argv[1]).resolve(), Path("docs/shipping.md").read_text()
+
+def session(model, library="libquantmoe_ort.so", entries={}):
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    for key, value in entries.items():
+        options.add_session_config_entry(key, value)
+    if library:
+        options.register_custom_ops_library(str(folder / library))
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+s = session(folder / "model.onnx")
+
+def run(past=2, cached=2, missing=None, dtype=np.int64, mask=None, positions=None, ids=(1, 2, 3)):
+    new = len(ids)
+    feed = {
+        "input_ids": np.array([ids], dtype),
+        "attention_mask": np.ones((1, past + new if mask is None else mask), np.int64),
+        "position_ids": np.arange(past, past + (new if positions is None else positions))[None],
+    }
+    for i in s.get_inputs():
+        if i.name.startswith("past_key_values"):
+            feed[i.name] = np.zeros((1, i.shape[1], cached if i.name.endswith("0.key") else past, i.shape[3]), np.float32)
+    s.run(None, {name: value for name, value in feed.items() if name != missing})
+
+run()
+model = (folder / "model.onnx").read_bytes()
+found = {
+    "Failed to load library|cannot open shared object file": lambda: session(model, "nowhere.so"),
+    "these session options have the CUDA provider's library": lambda: session(
+        model, entries={"quantmoe.registered": "CUDA provider"}
+    ),
+    "is not a registered function/op": lambda: session(folder / "model.onnx", library=None),
+    "External data path|does not exist": lambda: session(model),
+    "GatherND|invalid index found": lambda: run(mask=4),
+    "RotaryEmbedding|Updating cos_cache and sin_cache|is not currently supported": lambda: run(positions=2),
+    "Gather|indices element out of data bounds": lambda: run(ids=(1, 999999)),
+    "Reshape|cannot be reshaped to the requested shape": lambda: run(cached=0),
+    "Required inputs|are missing": lambda: run(missing="past_key_values.0.key"),
+    "Unexpected input data type": lambda: run(dtype=np.int32),
+}
+for fragments, call in found.items():
+    try:
+        call()
+        sys.exit(f"no error: {fragments}")
+    except Exception as error:
+        for fragment in fragments.split("|"):
+            assert fragment in str(error), f"{fragment} in {error}"
+            assert fragment in table, f"{fragment} in docs/shipping.md"
+session(model, entries={"session.model_external_initializers_file_folder_path": str(folder)})
+print(len(found), "messages")
+PYTHON
+good '^10 messages$' python "$work/messages.py" "$model"
+
 section "samples/cpp with ONNX Runtime as others lay it out"
 headers=$(sed -n 's/^ORT_INCLUDE_DIR:[^=]*=//p' build/samples-cpp/CMakeCache.txt)
 library=$(realpath build/samples-cpp/libonnxruntime.so.1)
