@@ -25,7 +25,7 @@ cmake -S cpp -B "$build/samples-cpp" -DORT_INCLUDE_DIR="$headers" \
 cmake --build "$build/samples-cpp" >/dev/null
 same cpp "$build/samples-cpp/generate"
 
-mvn -q -B -Dstyle.color=never -f java/pom.xml package
+log=$(mvn -q -B -f java/pom.xml package) || { echo "$log" && exit 1; } # it colours its output even when nothing is printed
 same java java -jar java/target/generate.jar
 
 if command -v dotnet >/dev/null; then
