@@ -218,7 +218,7 @@ def layer_spec(layer: MoELayer, layout: ModuleType, activations: str | None, sca
     spec = describe(0)
     # Experts may differ in act-order: expert 0 may have none, nothing orders the inputs of one that no token reached.
     # They may in zero points, which decode to none where all are the middle, and in whether gate's and up's inputs
-    # share scales, as some layouts want. One whose tensors are not those of expert 0 is damaged or stored differently.
+    # share scales, as some layouts want. One whose tensors or scheme are not those of expert 0 is damaged or differs.
     ends = (*DECIDING, *(INPUT_SCALES if layer.format.input_scales else ()))
     decided = any(suffix.endswith(ends) for module in layer.tensors(0) for suffix in module)
     for e in range(1, layer.num_experts):

@@ -113,9 +113,14 @@ class MoELayer:
         return Expert(found.get("gate"), found["up"], found["down"])
 
     def odd(self) -> list[int]:
-        """Experts whose tensors are not named, typed or shaped as those of expert 0."""
-        usual = self.tensors(0)
-        return [e for e in range(1, self.num_experts) if self.tensors(e) != usual]
+        """Experts whose tensors are not named, typed or shaped as those of expert 0, or configured otherwise."""
+
+        def stored(e: int) -> tuple[object, ...]:
+            schemes = [self.format.scheme_of(f"{self.name}.{e}.{projection}") for projection in self.projections]
+            return self.tensors(e), schemes
+
+        usual = stored(0)
+        return [e for e in range(1, self.num_experts) if stored(e) != usual]
 
     @property
     def halves(self) -> tuple[slice, slice]:

@@ -159,6 +159,44 @@ def test_zero_points_of_one_expert_are_carried(tmp_path, layout):
         layout.pack(expert, spec, *(native.aligned(layout.row_bytes(spec, name)) for name in ("w13", "w2")))
 
 
+def expert_group(number: int, **weights):
+    """An edit for :func:`rewritten`: an expert of the layer has a config group of its own, with these fields."""
+
+    def edit(tensors, quantization):
+        first = quantization["config_groups"]["group_0"]
+        own = {"targets": [rf"re:.*experts\.{number}\..*"], "weights": first["weights"] | weights}
+        quantization["config_groups"] = {"group_0": first, "group_1": first | own}
+        for name in tensors:
+            if f".experts.{number}." in name and name.endswith("_proj.weight"):
+                tensors[name] = tensors[name].clip(-8, 7)  # what four bits hold
+            if f".experts.{number}." in name and name.endswith("weight_zero_point"):
+                tensors[name] = np.full_like(tensors[name], -0x77777778)  # the middle, eight times
+
+    return edit
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_an_expert_configured_otherwise_is_refused_from_its_headers(tmp_path, target):
+    """Its tensors have the names, types and shapes of the others'."""
+    folder = rewritten("llmcompressor-w8a8", tmp_path / "checkpoint", expert_group(1, num_bits=4))
+    with pytest.raises(CheckpointError, match=r"experts\.1\.gate_proj \(.* int4 .*differ in format") as planned:
+        plan(folder, tmp_path / "model", target=target)
+    with pytest.raises(CheckpointError) as refused:
+        export(folder, tmp_path / "model", target=target)
+    assert str(refused.value) == str(planned.value)
+
+
+@pytest.mark.parametrize("layout", [cpu_panel, marlin])
+def test_a_symmetric_expert_beside_asymmetric_ones_is_carried(tmp_path, layout):
+    folder = rewritten("llmcompressor-w4a16-asym", tmp_path, expert_group(0, symmetric=True))
+    (layer,) = find_format(open_checkpoint(folder)).moe_layers()
+    assert layer.expert(0).up.zero_points is None
+    spec = layer_spec(layer, layout, "float")
+    assert spec.w13.zero_points == spec.w2.zero_points == 1
+    for expert in layer:
+        layout.pack(expert, spec, *(native.aligned(layout.row_bytes(spec, name)) for name in ("w13", "w2")))
+
+
 @pytest.mark.parametrize(
     ("fixture", "suffix"), [("modelopt-fp8", "input_scale"), ("modelopt-w4a16_awq", "pre_quant_scale")]
 )
