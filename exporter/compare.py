@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,12 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
+from quantmoe.custom_ops.layouts import cpu_panel
+from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.formats import find_format, open_checkpoint
 from quantmoe.exporter.generate import Generator
-from quantmoe.exporter.inspect import model_path
+from quantmoe.exporter.inspect import inspect, model_path
+from quantmoe.exporter.passes.external_data import DataFiles
 
 #: above this many bytes of float32 parameters the model is not dequantized
 LIMIT = 8 << 30
@@ -98,19 +102,36 @@ def divergence(found: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _float_activations(model: Path) -> Iterator[Path | None]:
-    """The model on the same data file with float activations, while the block runs; None when it has them itself."""
-    graph, changed = ir.load(model), False
-    for node in graph.graph:
-        for name in ("w13_activation_format", "w2_activation_format", "w_activation_format"):
-            if name in node.attributes and node.attributes[name].as_string() != "none":
-                node.attributes[name] = ir.AttrString(name, "none")
-                changed = True
-    if not changed:
-        yield None
-        return
-    path = model.with_name("float-activations.onnx.partial")
+    """The model with float activations, while the block runs; None when it has them itself.
+
+    It reads the same data file but for weights that stand beside the scales of their inputs.
+    """
+    found, graph = inspect(model), ir.load(model)
+    nodes, changed = {node.name: node for node in graph.graph}, False
+    path, data = (model.with_name(f"float-activations.onnx{end}.partial") for end in ("", ".data"))
     try:
-        ir.save(graph, path)
-        yield path
+        with DataFiles(model.with_name, data.name, sys.maxsize) as files:
+            for described in found["layers"] + found["linears"]:
+                node, linear = nodes[described["node"]], "w" in described
+                kind = LinearSpec if linear else MoESpec
+                spec = kind.from_attributes(described["attributes"])
+                moe = spec.moe if isinstance(spec, LinearSpec) else spec
+                for name, projection in {"w": "w2"}.items() if linear else {"w13": "w13", "w2": "w2"}.items():
+                    if getattr(spec, name).activation_format == "none":
+                        continue
+                    changed = True
+                    node.attributes[f"{name}_activation_format"] = ir.AttrString(f"{name}_activation_format", "none")
+                    value = graph.graph.initializers[described[name]["tensor"]]
+                    rows = np.asarray(value.const_value.numpy()).view(np.uint8)  # type: ignore[union-attr]
+                    floats = cpu_panel.without_input_scales(moe, projection, rows)
+                    if floats is not rows:
+                        value.shape = ir.Shape((len(floats), floats.shape[1] // 4))
+                        region = files.region(value)
+                        region.write(floats)
+                        region.finish({})
+        if changed:
+            ir.save(graph, path)
+        yield path if changed else None
     finally:
-        path.unlink(missing_ok=True)
+        for file in (path, data):
+            file.unlink(missing_ok=True)

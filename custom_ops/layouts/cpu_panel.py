@@ -139,6 +139,14 @@ def unpack_down(spec: MoESpec, w2_row: np.ndarray) -> QuantizedMatrix:
     return dataclasses.replace(m, perm=perm_or_none(_perm_view(spec, "w2", w2_row, 0).copy())) if spec.w2.perm else m
 
 
+def without_input_scales(spec: MoESpec, projection: str, rows: np.ndarray) -> np.ndarray:
+    """Packed rows [experts, row_bytes] as they are with float activations; the same array where they hold no scales."""
+    if getattr(spec, projection).activation_format not in STORED_SCALE:
+        return rows
+    at = _parts(spec, projection)[0]
+    return np.delete(rows, slice(at, at + ALIGNMENT), axis=1)
+
+
 def panel_stride(p: Projection, k: int) -> int:
     """Bytes of one panel of a matrix with K input features."""
     nr, kp = ROWS[p.format], _padded(p.format, k, p.group_size)
