@@ -37,7 +37,8 @@ build: venv
 	$(UV) --no-deps --editable .
 
 demo: venv
-	quantmoe demo $(if $(CHECKPOINT),--checkpoint "$(CHECKPOINT)")
+	@test -n "$(FORCE)" || test ! -e demo-model/model.onnx || { echo "demo-model/model.onnx exists; make demo FORCE=1 replaces it"; exit 1; }
+	quantmoe demo $(if $(CHECKPOINT),--checkpoint "$(CHECKPOINT)") $(if $(FORCE),--force)
 
 test: build
 	$(PYTEST)

@@ -24,8 +24,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console(width=None if sys.stdout.isatty() else 150, markup=False)  # names come from files
-#: what `quantmoe demo` writes anew each time
-DEMO = Path("demo-model")
 FLOAT_HERE = "quantized in the checkpoint, float here"
 Checkpoint = Annotated[Path, typer.Argument(help="Hugging Face folder", exists=True, file_okay=False)]
 Model = Annotated[Path, typer.Argument(help="exported model or its folder", exists=True)]
@@ -216,10 +214,14 @@ def generate(
 @app.command()
 def demo(
     checkpoint: Annotated[Path | None, typer.Option(help="your own folder instead of a made one", exists=True)] = None,
-    output: Annotated[Path, typer.Option(help="where the model goes")] = DEMO,
+    output: Annotated[Path, typer.Option(help="where the model goes")] = Path("demo-model"),
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 16,
+    force: Annotated[bool, typer.Option("--force", help="replace an earlier export there")] = False,
 ) -> None:
     """Make a small real checkpoint, export it, run it, and compare with PyTorch."""
+    from quantmoe.exporter.output import MODEL, check_folder
+
+    check_folder(output, [MODEL], force)
     from quantmoe.exporter.compare import compare
 
     with tempfile.TemporaryDirectory() as made:
@@ -230,7 +232,7 @@ def demo(
 
             transformers.utils.logging.disable_progress_bar()
             checkpoint = make_checkpoint(Path(made) / "qwen3_moe-W4A16")
-        report = _export(checkpoint, output, force=output == DEMO)
+        report = _export(checkpoint, output, force=force)
         found = compare(checkpoint, output, max_new_tokens)
     table = Table("", "", title=f"{checkpoint.name} -> {output / 'model.onnx'}", show_header=False)
     for row, count in _grouped(report).items():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+from export.test_output import contents
 from typer.testing import CliRunner
 
-from quantmoe.exporter import compare
+from quantmoe.exporter import cli, compare
 from quantmoe.exporter.cli import app
+from quantmoe.exporter.convert import export
 from quantmoe.exporter.formats import find_format, open_checkpoint
+from quantmoe.exporter.inspect import inspect
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 
@@ -48,3 +52,20 @@ def test_every_fixture_is_exported_run_and_compared(folder, tmp_path, monkeypatc
     exact = compared.difference if compared.float_difference is None else compared.float_difference
     assert exact < 1e-4
     assert not list(out.glob("*.partial"))
+
+
+def test_an_earlier_export_is_replaced_when_asked_only(exported, tmp_path, monkeypatch):
+    """In the words of export, before any work."""
+    out = shutil.copytree(exported("qwen3_moe", activations="float"), tmp_path / "demo-model")
+    before = contents(out)
+    with pytest.raises(FileExistsError, match=r"model\.onnx exists; --force replaces an earlier export") as refused:
+        export(FIXTURES / "quark-int4", out)
+    monkeypatch.chdir(tmp_path)
+    demo = ["demo", "--checkpoint", str(FIXTURES / "quark-int4"), "--max-new-tokens", "2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(cli, "_export", None)
+        done = CliRunner().invoke(app, demo)
+    assert str(done.exception) == str(refused.value).replace(f"{tmp_path}/", "")
+    assert contents(out) == before
+    assert CliRunner().invoke(app, [*demo, "--force"], catch_exceptions=False).exit_code == 0
+    assert inspect(out)["metadata"]["checkpoint"] == "quark-int4"
