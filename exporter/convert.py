@@ -25,6 +25,7 @@ from quantmoe.exporter.choose import ACTIVATIONS, LAYOUT, Choice, activation_for
 from quantmoe.exporter.formats import Checkpoint, Format, MoELayer, find_format, open_checkpoint
 from quantmoe.exporter.formats.unquantized import Unquantized
 from quantmoe.exporter.genai import genai_config
+from quantmoe.exporter.generate import eos_tokens
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.model import BLOCK_MEMORY, Skeleton, trace
 from quantmoe.exporter.output import DATA, FILES, MODEL, PRODUCER, check_folder, record, weight_files, writing
@@ -133,6 +134,7 @@ def export(
         progress("reading", 0, 1)
         format = open_format(checkpoint, quantize, group_size, wanted)
         skeleton = Skeleton(format, graph_type, layers)
+        ends = stops(skeleton)
         chosen = choose(skeleton, LAYOUT[target], wanted, scales)
         specs, linears = chosen.layers, chosen.linears
         report = _report(skeleton, chosen, wanted)
@@ -173,7 +175,8 @@ def export(
         _companions(format.ckpt, partial, layers)
         if target == "cpu":
             _genai(format.ckpt, partial, layers)
-        _save(graph, weights, partial(MODEL), {"checkpoint": format.ckpt.folder.resolve().name, "target": target})
+        metadata = {"checkpoint": format.ckpt.folder.resolve().name, "target": target} | ends
+        _save(graph, weights, partial(MODEL), metadata)
     return report
 
 
@@ -237,6 +240,26 @@ def check_options(
     if max_file_size < 1:
         raise OptionError(f"max_file_size is {max_file_size}, expected a number of bytes")
     return activations or ACTIVATIONS[LAYOUT[target]], dtype or GRAPH_TYPES[target][0]
+
+
+def stops(skeleton: Skeleton) -> dict[str, str]:
+    """What a program that has only the model must know to stop, as metadata of it: ``eos_token_id``, numbers with
+    commas between, and ``context_length``; what the checkpoint does not say is left out.
+
+    Raises:
+        CheckpointError: eos_token_id is of another type.
+    """
+    ckpt, found = skeleton.format.ckpt, {}
+    for name, config in (("generation_config.json", ckpt.generation_config), ("config.json", ckpt.config)):
+        try:
+            if eos := eos_tokens(config):
+                found["eos_token_id"] = ",".join(map(str, eos))
+                break
+        except ValueError as error:
+            raise CheckpointError(f"{ckpt.folder / name}: {error}") from None
+    if type(length := getattr(skeleton.model.config, "max_position_embeddings", None)) is int:
+        found["context_length"] = str(length)
+    return found
 
 
 def _report(skeleton: Skeleton, chosen: Choice, activations: str | None) -> Report:

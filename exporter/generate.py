@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,15 +168,29 @@ def stop_tokens(folder: Path) -> list[int]:
         if not path.is_file():
             continue
         try:
-            found: Any = json.loads(path.read_text()).get("eos_token_id")
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise ModelError(f"{path}: expected a JSON object: {error}") from None
-        if found is not None:
+            if (stop := eos_tokens(json.loads(path.read_text()))) is not None:
+                return stop
+        except AttributeError:
+            raise ModelError(f"{path}: expected a JSON object") from None
+        except (ValueError, RecursionError) as error:
+            raise ModelError(f"{path}: {error}") from None
+    return []
+
+
+def eos_tokens(config: Mapping[str, Any]) -> list[int] | None:
+    """A configuration's eos_token_id, or its text_config's; None where it has none.
+
+    Raises:
+        ValueError: neither a token id nor a list of them.
+    """
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        if (found := part.get("eos_token_id")) is not None:
             stop = found if isinstance(found, list) else [found]
             if not all(type(id) is int for id in stop):
-                raise ModelError(f"{path}: eos_token_id is {found!r}, expected a token id or a list of them")
+                raise ValueError(f"eos_token_id is {found!r}, expected a token id or a list of them")
             return stop
-    return []
+    return None
 
 
 def load_tokenizer(folder: Path) -> Any:

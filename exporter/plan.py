@@ -13,7 +13,7 @@ from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter import ahead
 from quantmoe.exporter.choose import LAYOUT, choose
-from quantmoe.exporter.convert import MAX_FILE_SIZE, check_options, check_output, open_format
+from quantmoe.exporter.convert import MAX_FILE_SIZE, check_options, check_output, open_format, stops
 from quantmoe.exporter.model import BLOCK, BLOCK_MEMORY, Skeleton
 
 #: measured by tests/export/test_large.py's export on one core of an Intel Xeon at 2.5 GHz: bytes written per CPU second
@@ -83,6 +83,7 @@ def plan(
     folder = Path(output).resolve()
     format = open_format(checkpoint, quantize, group_size, activations)
     skeleton = Skeleton(format, graph_type, layers)
+    stops(skeleton)
     chosen, layout = choose(skeleton, LAYOUT[target], activations, scales), LAYOUTS[LAYOUT[target]]
     found = {}
     for name, spec in chosen.layers.items():

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx_ir as ir
@@ -27,7 +28,7 @@ from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter import convert
 from quantmoe.exporter.checkpoint import CheckpointError, write_safetensors
 from quantmoe.exporter.cli import main
-from quantmoe.exporter.convert import export
+from quantmoe.exporter.convert import export, stops
 from quantmoe.exporter.formats import find_format, open_checkpoint
 from quantmoe.exporter.genai import genai_config
 from quantmoe.exporter.generate import Generator, load_tokenizer, stop_tokens
@@ -386,6 +387,44 @@ def test_missing_dense_tensor_is_named(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(Format, "parameters", lambda self: [n for n in names(self) if n != "model.norm.weight"])
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight of Qwen3MoeForCausalLM is missing"):
         export(checkpoint("qwen3_moe"), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "eos"),
+    [
+        ({"eos_token_id": [1, 2]}, {"eos_token_id": 7}, "1,2"),
+        ({"eos_token_id": None}, {"eos_token_id": 7}, "7"),
+        (None, {"eos_token_id": None, "text_config": {"eos_token_id": 3}}, "3"),
+        ({"eos_token_id": []}, {}, None),
+    ],
+)
+def test_a_model_says_where_to_stop(checkpoint, tmp_path, generation, config, eos):
+    """As the files beside it do."""
+    folder = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "checkpoint")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    (folder / "config.json").write_text(json.dumps(config))
+    ckpt, model = open_checkpoint(checkpoint("qwen3_moe")), SimpleNamespace(config=SimpleNamespace())
+    ckpt.config, ckpt.generation_config, model.config.max_position_embeddings = config, generation or {}, 4096
+    found = stops(SimpleNamespace(format=SimpleNamespace(ckpt=ckpt), model=model))
+    assert found == {"context_length": "4096"} | ({"eos_token_id": eos} if eos else {})
+    assert ",".join(map(str, stop_tokens(folder))) == (eos or "")
+
+
+def test_samples_find_where_to_stop(exported, checkpoint):
+    folder = exported("qwen3_moe", activations="float")
+    found = Generator(folder).session.get_modelmeta().custom_metadata_map
+    assert found["eos_token_id"] == ",".join(map(str, stop_tokens(folder)))
+    assert found["context_length"] == str(open_checkpoint(checkpoint("qwen3_moe")).config["max_position_embeddings"])
+
+
+def test_stops_that_are_none_are_refused_by_the_dry_run_too(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "checkpoint")
+    (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    for command in (export, plan):
+        with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is '</s>', expected"):
+            command(folder, tmp_path / "model")
 
 
 def test_expert_unlike_the_others_is_named(checkpoint, tmp_path, monkeypatch):
