@@ -61,7 +61,7 @@ cuda: venv
 	cmake -S . -B $(CUDA_BUILD) -G Ninja -DQUANTMOE_CUDA=ON \
 	  -DCMAKE_CUDA_COMPILER="$$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13/bin/nvcc"
 	cmake --build $(CUDA_BUILD) --parallel 2 --target quantmoe_cuda quantmoe_trt quantmoe_trt_driver quantmoe_trt_sample \
-	  quantmoe_ort_cuda quantmoe_ort_driver
+	  quantmoe_ort_cuda quantmoe_ort_driver quantmoe_ort_fake
 
 # Plans, plug-in and custom op without a GPU, engines for GPUs that are not here; with a GPU also the kernels.
 test-cuda: export QUANTMOE_CUDA_LIBRARY = $(CUDA_BUILD)/custom_ops/libquantmoe_cuda.so

@@ -55,6 +55,11 @@ def attribute_kinds(op: str = "QuantMoE") -> dict[str, str]:
     return kinds
 
 
+def optional_attributes(op: str) -> set[str]:
+    """Names of the attributes that nodes may lack."""
+    return {f"{prefix}_{name}" for prefix in _prefixes(op) for _, name in _lines()["PROJECTION_OPTIONAL"]}
+
+
 def _prefixes(op: str) -> list[str]:
     return [prefix for o, prefix in _lines()["PROJECTION"] if o == op]
 
@@ -90,12 +95,13 @@ class Spec:
 
     @classmethod
     def from_attributes(cls, attributes: Mapping[str, Any]) -> Self:
-        """Inverse of :meth:`attributes`.
+        """Inverse of :meth:`attributes`, for which it takes no optional ones.
 
         Raises:
             ValueError: naming a missing or unknown attribute, or an enum value that op.def does not list.
         """
-        kinds, own = attribute_kinds(cls.OP), dict(attributes)
+        kinds, optional = attribute_kinds(cls.OP), optional_attributes(cls.OP)
+        own = {name: value for name, value in attributes.items() if name not in optional}
         if missing := kinds.keys() - own.keys():
             raise ValueError(f"{cls.OP} node lacks the attributes {sorted(missing)}")
         if unknown := own.keys() - kinds.keys():

@@ -125,6 +125,7 @@ def _float_activations(model: Path) -> Iterator[Path | None]:
                     rows = np.asarray(value.const_value.numpy()).view(np.uint8)  # type: ignore[union-attr]
                     floats = cpu_panel.without_input_scales(moe, projection, rows)
                     if floats is not rows:
+                        node.attributes.pop(f"{name}_identity", None)
                         value.shape = ir.Shape((len(floats), floats.shape[1] // 4))
                         region = files.region(value)
                         region.write(floats)

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import LinearSpec, MoESpec
+from quantmoe.custom_ops.op import LinearSpec, MoESpec, inputs
 from quantmoe.exporter.ahead import ahead, expert_size
 from quantmoe.exporter.checkpoint import CheckpointError, OptionError
 from quantmoe.exporter.choose import ACTIVATIONS, LAYOUT, Choice, activation_format, choose, rounded, scaled
@@ -314,6 +314,7 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
             layer.format.ckpt.release()
             yield sum(map(len, rows))
     for region in regions:
+        _identify(region, layer.format)
         metadata = {"module": layer.name, "format": layer.scheme.text, "layout": spec.w13.layout,
                     "layout_version": str(spec.w13.layout_version), "spec": json.dumps(spec.attributes())}  # fmt: skip
         region.finish(metadata)
@@ -349,11 +350,19 @@ def _linear(
         raise CheckpointError(f"{format.ckpt.folder}: {source}: {str(problem).removeprefix('down: ')}") from None
     region = data.region(weight.value)
     region.write(row)
+    _identify(region, format)
     region.finish(metadata | {"layout": spec.w.layout, "layout_version": str(spec.w.layout_version),
                               "spec": json.dumps(spec.attributes())})  # fmt: skip
     report.dense_bytes += row.nbytes
     format.ckpt.release()
     return row.nbytes
+
+
+def _identify(region: Region, format: Format) -> None:
+    """Tells the nodes that read a packed weight which bytes it has."""
+    for node, at in region.value.uses():
+        name = f"{inputs(node.op_type)[at][0]}_identity"
+        node.attributes[name] = ir.AttrString(name, region.identity(format.ckpt.folder.resolve().name))
 
 
 def _dense(weight: Weight, skeleton: Skeleton, data: DataFiles, report: Report) -> int:

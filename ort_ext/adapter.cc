@@ -16,10 +16,11 @@ namespace {
 // read in there, or copied to memory that no change of the file reaches.
 enum class Weights { kMapped, kPrefaulted, kCopied };
 
+constexpr uintptr_t kPage = 4096;
+
 // Reads the mapped pages in now instead of at first use. The kernel populates the page table too (Linux 5.14);
 // elsewhere a byte of each page is touched.
 void Prefault(const void* data, size_t bytes) {
-  constexpr uintptr_t kPage = 4096;
 #if defined(__linux__)
   constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ, newer than some headers
   const uintptr_t begin = reinterpret_cast<uintptr_t>(data) / kPage * kPage;
@@ -35,11 +36,12 @@ class CpuKernel : public Kernel {
   ~CpuKernel() override { api_->ReleaseMemoryInfo(memory_); }
 
  protected:
-  CpuKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights)
-      : Kernel(op, api, info), weights_(weights) {
+  CpuKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
+      : Kernel(op, api, info), weights_(weights), verify_(verify) {
     Check(api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_));
   }
   const void* Packed(const OrtKernelInfo* info, size_t input, Shape& shape);
+  void CheckPacked(const OrtKernelInfo* info, size_t input, const void* data, const Shape& shape) const;
   template <class Call, class Size, class Body>
   void WithPool(OrtKernelContext* context, Call& call, const Size& workspace, const Body& run) const;
 
@@ -48,6 +50,7 @@ class CpuKernel : public Kernel {
     char bytes[64];
   };
   Weights weights_;
+  bool verify_;
   std::vector<std::unique_ptr<Line[]>> copies_;
   // The API does not tell how many threads the session has. A lane that gets none of its own finds no work left.
   int lanes_ = qm_cpus(0, "");
@@ -74,6 +77,18 @@ const void* CpuKernel::Packed(const OrtKernelInfo* info, size_t input, Shape& sh
          "quantmoe.prefault to copy");
   if (weights_ == Weights::kPrefaulted) Prefault(data, bytes);
   return data;
+}
+
+// What can be checked of a packed tensor whose shape is right.
+void CpuKernel::CheckPacked(const OrtKernelInfo* info, size_t input, const void* data, const Shape& shape) const {
+#if defined(__linux__)
+  // The pages of the samples at once, and only these: one after the other each would wait for the disk, and for the
+  // pages around it.
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
+  for (const size_t at : Samples(static_cast<size_t>(shape[0] * shape[1]) * 4))
+    (void)madvise(reinterpret_cast<void*>((begin + at) / kPage * kPage), kPage, MADV_WILLNEED);
+#endif
+  CheckIdentity(info, input, verify_, [data](size_t at, size_t) { return static_cast<const char*>(data) + at; });
 }
 
 // The session's own threads. A batch count of 0 hands out single indices dynamically; the calling thread takes part.
@@ -117,8 +132,8 @@ void CpuKernel::WithPool(OrtKernelContext* context, Call& call, const Size& work
 
 class MoEKernel : public CpuKernel {
  public:
-  MoEKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights)
-      : CpuKernel(op, api, info, weights) {
+  MoEKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
+      : CpuKernel(op, api, info, weights, verify) {
     ReadAttributes(info, &moe_);
     Shape w13_shape, w2_shape;
     w13_ = Packed(info, QuantMoE_w13, w13_shape);
@@ -126,6 +141,8 @@ class MoEKernel : public CpuKernel {
     local_experts_ = w13_shape[0];
     char error[QM_ERROR_SIZE];
     if (qm_moe_validate(&moe_, w13_shape.data(), w2_shape.data(), error)) Fail(error);
+    CheckPacked(info, QuantMoE_w13, w13_, w13_shape);
+    CheckPacked(info, QuantMoE_w2, w2_, w2_shape);
   }
   void Run(OrtKernelContext* context) const override;
 
@@ -158,13 +175,14 @@ void MoEKernel::Run(OrtKernelContext* context) const {
 
 class LinearKernel : public CpuKernel {
  public:
-  LinearKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights)
-      : CpuKernel(op, api, info, weights) {
+  LinearKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
+      : CpuKernel(op, api, info, weights, verify) {
     ReadAttributes(info, &linear_);
     Shape shape;
     w_ = Packed(info, QuantLinear_w, shape);
     char error[QM_ERROR_SIZE];
     if (qm_linear_validate(&linear_, shape.data(), error)) Fail(error);
+    CheckPacked(info, QuantLinear_w, w_, shape);
   }
   void Run(OrtKernelContext* context) const override;
 
@@ -194,8 +212,8 @@ void LinearKernel::Run(OrtKernelContext* context) const {
 
 class RoutingKernel : public CpuKernel {
  public:
-  RoutingKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights)
-      : CpuKernel(op, api, info, weights) {
+  RoutingKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
+      : CpuKernel(op, api, info, weights, verify) {
     ReadAttributes(info, &routing_);
     char error[QM_ERROR_SIZE];
     if (qm_routing_validate(&routing_, error)) Fail(error);
@@ -230,21 +248,26 @@ void RoutingKernel::Run(OrtKernelContext* context) const {
       [&](char* error) { return qm_routing_run(&routing_, &call, error); });
 }
 
-template <class T, Weights weights>
+template <class T, Weights weights, bool verify>
 Kernel* Make(const Op& op, const OrtApi* api, const OrtKernelInfo* info) {
-  return new T(op, api, info, weights);
+  return new T(op, api, info, weights, verify);
 }
 
-template <Weights weights>
+template <Weights weights, bool verify>
 void Operators(const OrtApi* api, std::deque<Op>& ops) {
   constexpr auto kId32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32, kId64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
   for (auto type : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
                     ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}) {
     for (auto id_type : {kId32, kId64})
-      ops.emplace_back(api, nullptr, "QuantMoE", type, id_type, Make<MoEKernel, weights>);
-    ops.emplace_back(api, nullptr, "QuantLinear", type, kId32, Make<LinearKernel, weights>);
-    ops.emplace_back(api, nullptr, "MoERouting", type, kId32, Make<RoutingKernel, weights>);
+      ops.emplace_back(api, nullptr, "QuantMoE", type, id_type, Make<MoEKernel, weights, verify>);
+    ops.emplace_back(api, nullptr, "QuantLinear", type, kId32, Make<LinearKernel, weights, verify>);
+    ops.emplace_back(api, nullptr, "MoERouting", type, kId32, Make<RoutingKernel, weights, verify>);
   }
+}
+
+template <Weights weights>
+Fill Operators(bool verify) {
+  return verify ? Operators<weights, true> : Operators<weights, false>;
 }
 
 // What the session's configuration entry quantmoe.prefault says, which is made before the library is registered, or for
@@ -254,9 +277,10 @@ Fill Choose(const OrtApi* api, const OrtSessionOptions* options) {
   std::string wanted = Entry(api, options, kEntry);
   const char* environment = std::getenv("QUANTMOE_PREFAULT");
   if (wanted == "" && environment) wanted = environment;
-  if (wanted == "" || wanted == "0") return Operators<Weights::kMapped>;
-  if (wanted == "1") return Operators<Weights::kPrefaulted>;
-  if (wanted == "copy") return Operators<Weights::kCopied>;
+  const bool verify = Verify(api, options);
+  if (wanted == "" || wanted == "0") return Operators<Weights::kMapped>(verify);
+  if (wanted == "1") return Operators<Weights::kPrefaulted>(verify);
+  if (wanted == "copy") return Operators<Weights::kCopied>(verify);
   throw std::invalid_argument(std::string("quantmoe: ") + kEntry + " (or QUANTMOE_PREFAULT) is \"" + wanted +
                               "\", expected 0, 1 or copy");
 }

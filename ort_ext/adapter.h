@@ -6,6 +6,7 @@
 // the library.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <deque>
 #include <list>
 #include <memory>
@@ -16,6 +17,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/blake3.h"
 #include "core/slots.h"
 #include "onnxruntime_c_api.h"
 #include "quantmoe/quant_moe.h"
@@ -97,6 +99,8 @@ class Kernel {
   OrtValue* Output(OrtKernelContext* context, size_t index, const Shape& shape) const;
   void ReadAttributes(const OrtKernelInfo* info, void* attributes) const;
   const OrtValue* Weight(const OrtKernelInfo* info, size_t input, Shape& shape) const;
+  template <class Read>
+  void CheckIdentity(const OrtKernelInfo* info, size_t input, bool verify, const Read& read) const;
 
   // QuantMoE's inputs of a run; throws unless their shapes agree.
   struct Tokens {
@@ -192,6 +196,46 @@ const OrtValue* Kernel::Weight(const OrtKernelInfo* info, size_t input, Shape& s
   if (shape.size() != 2)
     Fail(name + " has shape " + Text(shape) + ", expected [experts, int32 words of a packed expert]");
   return value;
+}
+
+// The lines of a packed tensor that its identity has a sum of: their offsets (FORMAT.md 1.1).
+constexpr size_t kLine = 64;
+std::array<size_t, 8> Samples(size_t bytes) {
+  std::array<size_t, 8> at;
+  for (size_t i = 0; i < at.size(); ++i) at[i] = i * (std::max(bytes, kLine) / kLine - 1) / (at.size() - 1) * kLine;
+  return at;
+}
+
+// Compares a packed tensor with the one that the model was exported with (FORMAT.md 1.1), where the node says which
+// that is: some samples, or all bytes too. read(at, size) gives bytes of the tensor, until the next call.
+template <class Read>
+void Kernel::CheckIdentity(const OrtKernelInfo* info, size_t input, bool verify, const Read& read) const {
+  constexpr size_t kAll = 64, kSome = 32, kPiece = 1 << 24;
+  const std::string name = op_.inputs.first[input].name, attribute = name + "_identity";
+  size_t length = 0;
+  if (OrtStatus* status = api_->KernelInfoGetAttribute_string(info, attribute.c_str(), nullptr, &length))
+    return api_->ReleaseStatus(status);  // an export before there were any
+  std::string wanted(length, '\0');
+  Check(api_->KernelInfoGetAttribute_string(info, attribute.c_str(), wanted.data(), &length), attribute);
+  wanted.resize(length - 1);  // its NUL
+  if (wanted.size() < kAll + kSome + 2)
+    Fail(attribute + " is \"" + wanted + "\", expected two BLAKE3 sums and the data's name");
+  const auto compare = [&](const std::string& found, size_t at, const char* what) {
+    if (wanted.compare(at, found.size(), found) != 0)
+      Fail(name + " is not the data that this model was exported with: the BLAKE3 of its " + what + " is " + found +
+           ", expected " + wanted.substr(at, found.size()) + ", of " + wanted.substr(kAll + kSome + 2) +
+           "; put the data file of the same export beside the model");
+  };
+  Shape shape;
+  Weight(info, input, shape);
+  const size_t bytes = static_cast<size_t>(shape[0] * shape[1]) * 4;
+  Blake3 some, all;
+  for (const size_t at : Samples(bytes)) some.Update(read(at, kLine), kLine);
+  compare(some.Hex().substr(0, kSome), kAll + 1, "samples");
+  if (!verify) return;
+  for (size_t at = 0; at < bytes; at += kPiece)
+    all.Update(read(at, std::min(kPiece, bytes - at)), std::min(kPiece, bytes - at));
+  compare(all.Hex(), 0, "bytes");
 }
 
 Kernel::Tokens Kernel::ReadTokens(const OrtKernelContext* context, int64_t hidden_size) const {
@@ -309,6 +353,14 @@ std::string Entry(const OrtApi* api, const OrtSessionOptions* options, const cha
   const std::string message = api->GetErrorMessage(status);
   api->ReleaseStatus(status);
   throw std::runtime_error(std::string("quantmoe: session entry ") + key + ": " + message);
+}
+
+// Whether sessions with these options compare all bytes of the packed weights when they are created.
+bool Verify(const OrtApi* api, const OrtSessionOptions* options) {
+  const std::string wanted = Entry(api, options, "quantmoe.verify");
+  if (wanted != "" && wanted != "0" && wanted != "1")
+    throw std::invalid_argument("quantmoe: quantmoe.verify is \"" + wanted + "\", expected 0 or 1");
+  return wanted == "1";
 }
 
 // Which library these options have.

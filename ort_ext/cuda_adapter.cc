@@ -5,6 +5,8 @@
 // second library for a domain). ONNX Runtime copies the packed weights, initializers of a CUDA node, to the device
 // once, when the session is created; the kernels read them there. Launches go to ONNX Runtime's stream, with a
 // workspace of its allocator for that stream. What can be checked is checked when a session is created.
+#include <cuda_runtime_api.h>
+
 #include "adapter.h"
 #include "quantmoe/quant_moe_cuda.h"
 
@@ -15,6 +17,7 @@ namespace {
 class CudaKernel : public Kernel {
  protected:
   CudaKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info);
+  void CheckPacked(const OrtKernelInfo* info, size_t input, bool verify) const;
   int64_t Experts(const OrtKernelInfo* info, size_t input, size_t row_bytes) const;
   void Query();  // asks for the device: after what needs none is checked
   void* Stream(OrtKernelContext* context) const;
@@ -47,6 +50,20 @@ int64_t CudaKernel::Experts(const OrtKernelInfo* info, size_t input, size_t row_
          std::to_string(words) + " int32 words] for these attributes");
   return shape[0];
 }
+
+// Compares a packed tensor, which is on the device, with the node's identity of it.
+void CudaKernel::CheckPacked(const OrtKernelInfo* info, size_t input, bool verify) const {
+  Shape shape;
+  const char* data = static_cast<const char*>(Data(Weight(info, input, shape)));
+  std::vector<char> copy;
+  CheckIdentity(info, input, verify, [&](size_t at, size_t size) {
+    copy.resize(size);
+    if (const cudaError_t e = cudaMemcpy(copy.data(), data + at, size, cudaMemcpyDefault))
+      throw std::runtime_error(node_ + ": CUDA: " + cudaGetErrorString(e));
+    return copy.data();
+  });
+}
+
 void CudaKernel::Query() {
   int ordinal = 0;
   Check(api_->MemoryInfoGetId(memory_, &ordinal));
@@ -78,14 +95,14 @@ void CudaKernel::Execute(OrtKernelContext* context, const Problem& problem, cons
 
 class CudaMoE : public CudaKernel {
  public:
-  CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info);
+  CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool verify);
   void Run(OrtKernelContext* context) const override;
 
  private:
   qm_cuda_problem problem_{};  // but for tokens and top_k
 };
 
-CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info) : CudaKernel(op, api, info) {
+CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool verify) : CudaKernel(op, api, info) {
   ReadAttributes(info, &problem_.moe);
   problem_.type = op.type();
   problem_.id_bytes = op.id_bytes();
@@ -100,6 +117,8 @@ CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info) : C
   qm_cuda_plan plan;
   char error[QM_ERROR_SIZE];
   if (qm_cuda_plan_moe(&probe, &device_, &plan, error)) Fail(error);
+  CheckPacked(info, QuantMoE_w13, verify);
+  CheckPacked(info, QuantMoE_w2, verify);
   Shape shape;
   const void* w13 = Data(Weight(info, QuantMoE_w13, shape));
   if (problem_.moe.w13.perm && qm_cuda_check_moe(&problem_, w13, nullptr, error)) Fail(error);
@@ -128,7 +147,7 @@ void CudaMoE::Run(OrtKernelContext* context) const {
 
 class CudaLinear : public CudaKernel {
  public:
-  CudaLinear(const Op& op, const OrtApi* api, const OrtKernelInfo* info) : CudaKernel(op, api, info) {
+  CudaLinear(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool verify) : CudaKernel(op, api, info) {
     ReadAttributes(info, &problem_.linear);
     problem_.type = op.type();
     if (const int64_t rows = Experts(info, QuantLinear_w, qm_cuda_linear_row_bytes(&problem_.linear)); rows != 1)
@@ -139,6 +158,7 @@ class CudaLinear : public CudaKernel {
     qm_cuda_plan plan;
     char error[QM_ERROR_SIZE];
     if (qm_cuda_plan_linear(&probe, &device_, &plan, error)) Fail(error);
+    CheckPacked(info, QuantLinear_w, verify);
     Shape shape;
     const void* w = Data(Weight(info, QuantLinear_w, shape));
     if (problem_.linear.w.perm && qm_cuda_check_linear(&problem_, w, nullptr, error)) Fail(error);
@@ -169,7 +189,7 @@ void CudaLinear::Run(OrtKernelContext* context) const {
 
 class CudaRouting : public CudaKernel {
  public:
-  CudaRouting(const Op& op, const OrtApi* api, const OrtKernelInfo* info) : CudaKernel(op, api, info) {
+  CudaRouting(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaKernel(op, api, info) {
     ReadAttributes(info, &problem_.routing);
     problem_.type = op.type();
     char error[QM_ERROR_SIZE];
@@ -202,27 +222,30 @@ void CudaRouting::Run(OrtKernelContext* context) const {
     throw std::runtime_error(node_ + ": " + error);
 }
 
-template <class T>
+template <class T, bool verify>
 Kernel* Make(const Op& op, const OrtApi* api, const OrtKernelInfo* info) {
-  return new T(op, api, info);
+  return new T(op, api, info, verify);
 }
 
+template <bool verify>
 void Operators(const OrtApi* api, std::deque<Op>& ops) {
   constexpr auto kId32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32, kId64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
   constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
   constexpr const char* kProvider = "CUDAExecutionProvider";
   for (auto type : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}) {
-    for (auto id_type : {kId32, kId64}) ops.emplace_back(api, kProvider, "QuantMoE", type, id_type, Make<CudaMoE>);
-    ops.emplace_back(api, kProvider, "QuantLinear", type, kId32, Make<CudaLinear>);
-    ops.emplace_back(api, kProvider, "MoERouting", type, kId32, Make<CudaRouting>);
+    for (auto id_type : {kId32, kId64})
+      ops.emplace_back(api, kProvider, "QuantMoE", type, id_type, Make<CudaMoE, verify>);
+    ops.emplace_back(api, kProvider, "QuantLinear", type, kId32, Make<CudaLinear, verify>);
+    ops.emplace_back(api, kProvider, "MoERouting", type, kId32, Make<CudaRouting, verify>);
   }
-  ops.emplace_back(api, kProvider, "MoERouting", kFloat, kId32, Make<CudaRouting>);
+  ops.emplace_back(api, kProvider, "MoERouting", kFloat, kId32, Make<CudaRouting, verify>);
 }
 
 }  // namespace
 }  // namespace quantmoe
 
 extern "C" QM_API OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
-  return quantmoe::Register(options, base, "CUDA provider",
-                            [](const OrtApi*, const OrtSessionOptions*) { return quantmoe::Operators; });
+  return quantmoe::Register(options, base, "CUDA provider", [](const OrtApi* api, const OrtSessionOptions* options) {
+    return quantmoe::Verify(api, options) ? quantmoe::Operators<true> : quantmoe::Operators<false>;
+  });
 }

@@ -14,6 +14,8 @@ from blake3 import blake3
 #: Windows maps files at multiples of 64 KiB, Linux of a page
 ALIGNMENT = 65536
 HASH = "blake3"
+#: lines of 64 bytes of a packed weight that engines always compare (FORMAT.md 1.1)
+SAMPLES, LINE = 8, 64
 #: tensors of up to this many bytes stay in the model file
 INLINE = 65536
 
@@ -98,6 +100,8 @@ class Region:
     def __init__(self, data: DataFile, value: ir.Value, offset: int, length: int):
         self.value, self.offset, self.length = value, offset, length
         self._data, self._at, self._hash = data, 0, new_hash()
+        self._lines = [i * (length // LINE - 1) // (SAMPLES - 1) * LINE for i in range(SAMPLES)]
+        self._samples = bytearray(SAMPLES * LINE)
 
     def write(self, array: np.ndarray) -> None:
         """Appends an array's bytes.
@@ -107,6 +111,11 @@ class Region:
         """
         data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
         self._hash.update(data)
+        for i, line in enumerate(self._lines):
+            begin, end = max(line, self._at), min(line + LINE, self._at + len(data))
+            if begin < end:
+                at = i * LINE - line
+                self._samples[at + begin : at + end] = data[begin - self._at : end - self._at]
         with naming(self._data.path):
             self._data.file.seek(self.offset + self._at)
             self._data.file.write(data)
@@ -127,3 +136,8 @@ class Region:
             name=self.value.name or "",
             metadata_props={"hash": f"{HASH}:{self._hash.hexdigest()}"} | dict(metadata),
         )
+
+    def identity(self, checkpoint: str) -> str:
+        """Of the bytes written, as a node's attribute (FORMAT.md 1.1)."""
+        samples = new_hash().update(self._samples).hexdigest()[:32]
+        return f"{self._hash.hexdigest()} {samples} {self._data.location} of {checkpoint}"

@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 
 #include "quantmoe/quant_moe_cuda.h"
@@ -56,6 +57,9 @@ int32_t driver_count(int32_t which) {
 
 cudaError_t cudaGetDevice(int* ordinal) { return *ordinal = 0, cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "an error of the fake GPU"; }
+cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind) {
+  return std::memcpy(to, from, size), cudaSuccess;
+}
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
   *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;

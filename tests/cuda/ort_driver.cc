@@ -23,6 +23,7 @@ struct OrtCustomOpDomain {
 };
 struct OrtSessionOptions {
   std::vector<OrtCustomOpDomain*> domains;
+  std::map<std::string, std::string> entries;
 };
 struct OrtValue {
   int64_t dims[4];
@@ -87,6 +88,17 @@ void Fill() {
   };
   api.AddCustomOpDomain = [](OrtSessionOptions* o, OrtCustomOpDomain* d) noexcept -> OrtStatus* {
     o->domains.push_back(d);
+    return nullptr;
+  };
+  api.HasSessionConfigEntry = [](const OrtSessionOptions* o, const char* key, int* out) noexcept -> OrtStatus* {
+    *out = o->entries.count(key);
+    return nullptr;
+  };
+  api.GetSessionConfigEntry = [](const OrtSessionOptions* o, const char* key, char* out, size_t* size) noexcept {
+    return Text(o->entries.at(key), out, size);
+  };
+  api.AddSessionConfigEntry = [](OrtSessionOptions* o, const char* key, const char* value) noexcept -> OrtStatus* {
+    o->entries[key] = value;
     return nullptr;
   };
   api.KernelInfo_GetNodeName = [](const OrtKernelInfo*, char* out, size_t* size) noexcept {
@@ -174,9 +186,9 @@ static bool Took(OrtStatus* status) {
 }
 int32_t driver_live_scratch() { return live_scratch; }
 
-// Registers the library as a runtime would whose newest API is api_version; returns the number of operators, -1 on
-// failure.
-int32_t driver_open(const char* path, uint32_t api_version) {
+// Registers the library as a runtime would whose newest API is api_version, with quantmoe.verify where it is not null;
+// returns the number of operators, -1 on failure.
+int32_t driver_open(const char* path, uint32_t api_version, const char* verify) {
   Fill();
   static uint32_t newest;
   newest = api_version;
@@ -189,6 +201,8 @@ int32_t driver_open(const char* path, uint32_t api_version) {
       [](uint32_t version) noexcept -> const OrtApi* { return version <= newest ? &api : nullptr; },
       []() noexcept { return "1.99"; }};
   options.domains.clear();
+  options.entries.clear();
+  if (verify) options.entries["quantmoe.verify"] = verify;
   auto* entry =
       reinterpret_cast<OrtStatus* (*)(OrtSessionOptions*, const OrtApiBase*)>(dlsym(library, "RegisterCustomOps"));
   if (!Took(entry(&options, &base))) return -1;

@@ -20,6 +20,7 @@ if "QUANTMOE_ORT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the driver", allow_module_level=True)
 torch = pytest.importorskip("torch")
 from cuda.test_cuda import BASE, TORCH, UNIT, build, build_linear  # noqa: E402
+from engines.test_identity import identity  # noqa: E402
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 TYPES = {"f16": 10, "bf16": 16, "i32": 6, "i64": 7, "f32": 1}  # ONNXTensorElementDataType
@@ -43,8 +44,9 @@ class Driver:
             getattr(self.lib, f"driver_{name}").restype = _PTR
         self.count = self.open(21)
 
-    def open(self, api_version: int) -> int:
-        return self.lib.driver_open(quantmoe.ort_cuda_library_path().encode(), api_version)
+    def open(self, api_version: int, path: str | None = None, verify: str | None = None) -> int:
+        path = path or quantmoe.ort_cuda_library_path()
+        return self.lib.driver_open(path.encode(), api_version, verify and verify.encode())
 
     @property
     def error(self) -> str:
@@ -115,6 +117,61 @@ def test_old_runtime_is_refused(driver):
     assert driver.open(20) == -1
     assert driver.error == "quantmoe needs ONNX Runtime 1.21 or newer, found 1.99"
     assert driver.open(21) == 9
+
+
+@pytest.fixture
+def fake(driver):
+    """Opens the adapter whose GPU is the test's, with or without quantmoe.verify."""
+    path = str(Path(os.environ["QUANTMOE_ORT_DRIVER"]).with_name("libquantmoe_ort_fake.so"))
+    ctypes.CDLL(path).driver_device(90, 132, 233472)
+    yield lambda verify: driver.open(21, path, verify)
+    driver.open(21)
+
+
+def packed_values(packed: list[np.ndarray]) -> list[Value]:
+    return [value((len(w), w.shape[1] // 4), True, w.ctypes.data) for w in packed]
+
+
+@pytest.mark.parametrize("name", ["w13", "w2"])
+def test_other_weights_are_refused(driver, fake, layer, name):
+    """FORMAT.md 1.1, of what is on the device."""
+    packed = {"w13": layer[2].copy(), "w2": layer[3].copy()}
+    attributes = layer[0].attributes() | {f"{n}_identity": identity(rows) for n, rows in packed.items()}
+
+    def create(verify=None) -> str:
+        fake(verify)
+        op = driver.op("bf16", "i64")
+        if made := driver.create(op, attributes, [value(())] * 3 + packed_values(list(packed.values()))):
+            driver.lib.driver_destroy(op, made)
+        return driver.error
+
+    assert (create(), create("1")) == ("", "")
+    packed[name].reshape(-1, 64)[1, 5] ^= 1
+    assert create() == create("0") == ""
+    assert f"{name} is not the data that this model was exported with: the BLAKE3 of its bytes is " in create("1")
+    packed[name][-1, -1] ^= 1
+    assert create().endswith("of model.onnx.data of Tiny-8x; put the data file of the same export beside the model")
+    del attributes[f"{name}_identity"]  # an export before there were any
+    assert create("1") == ""
+
+
+def test_other_weights_of_a_linear_are_refused(driver, fake):
+    _, spec, w = build_linear(BASE)
+    attributes = spec.attributes() | {"w_identity": identity(w)}
+    for changed in ("", "w is not the data"):
+        fake(None)
+        op = driver.op("bf16", name="QuantLinear")
+        made = driver.create(op, attributes, [value(()), *packed_values([w]), *[value(())] * 3])
+        assert bool(made) == (not changed)
+        assert changed in driver.error
+        if made:
+            driver.lib.driver_destroy(op, made)
+        w[0, 0] ^= 1
+
+
+def test_a_verify_that_is_none(driver, fake):
+    assert fake("yes") == -1
+    assert driver.error == 'quantmoe: quantmoe.verify is "yes", expected 0 or 1'
 
 
 @gpu

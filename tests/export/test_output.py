@@ -12,15 +12,19 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
 import pytest
+from blake3 import blake3
 
 import quantmoe
+from quantmoe.custom_ops.op import inputs
 from quantmoe.exporter import convert, output
-from quantmoe.exporter.checkpoint import CheckpointError
+from quantmoe.exporter.checkpoint import CheckpointError, write_safetensors
 from quantmoe.exporter.convert import export
+from quantmoe.exporter.formats import open_checkpoint
 from quantmoe.exporter.generate import Generator
-from quantmoe.exporter.inspect import inspect
+from quantmoe.exporter.inspect import ModelError, inspect
 from quantmoe.exporter.plan import plan
 
 #: what changes a folder, and what makes that last
@@ -295,6 +299,43 @@ def test_replacing_says_when_it_cannot_be_done_safely(checkpoint, models, tmp_pa
     with pytest.raises(OSError, match="replacing a model takes hard links; export to another folder"):
         export(checkpoint("qwen3_moe"), tmp_path, force=True)
     assert contents(tmp_path) == models[0]
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_a_model_knows_its_data(models, target):
+    """FORMAT.md 1.1, of every packed weight."""
+    files = models[("cpu", "cuda").index(target)]
+    model, found = ir.from_proto(onnx.load_from_string(files["model.onnx"])), 0
+    for node in model.graph:
+        for i, value in enumerate(node.inputs if node.op_type in ("QuantMoE", "QuantLinear") else ()):
+            if not isinstance(tensor := value.const_value, ir.ExternalTensor):
+                continue
+            data = files[str(tensor.location)][tensor.offset : tensor.offset + tensor.length]
+            line = [64 * (j * (len(data) // 64 - 1) // 7) for j in range(8)]
+            samples = blake3(b"".join(data[at : at + 64] for at in line)).hexdigest()[:32]
+            name = f"{inputs(node.op_type)[i][0]}_identity"
+            want = f"{blake3(data).hexdigest()} {samples} {tensor.location} of it"
+            assert node.attributes[name].as_string() == want
+            found += 1
+    assert found == 2 + 4
+
+
+def test_the_data_of_another_export_is_refused(models, checkpoint, tmp_path):
+    """Of the same names and sizes: half of an app's update."""
+    write(tmp_path / "ours", models[0], force=False)
+    ckpt = open_checkpoint(checkpoint("qwen3_moe"))
+    other = shutil.copytree(ckpt.folder, tmp_path / "it")
+    tensors = {name: ckpt.tensor(name) for name in ckpt.names()}
+    tensors |= {name: tensor[::-1].copy() for name, tensor in tensors.items() if name.endswith("weight_packed")}
+    write_safetensors(other / "model.safetensors", tensors)
+    export(other, tmp_path / "another", layers=1, max_file_size=1)
+    last = sorted(path.name for path in (tmp_path / "ours").glob("model.onnx.data*"))[-1]
+    Generator(tmp_path / "ours")
+    shutil.copyfile(tmp_path / "another" / last, tmp_path / "ours" / last)
+    with pytest.raises(
+        ModelError, match=rf"is not the data that .* of {last} of it; put the data file of the same export"
+    ):
+        Generator(tmp_path / "ours")
 
 
 def test_licenses_travel_with_the_model(checkpoint, tmp_path):
