@@ -488,6 +488,7 @@ def _config(format: Format, layers: int | None) -> Any:
         raise CheckpointError(f"{folder / 'config.json'}: text_config is {config!r}, expected a configuration")
     _check_sizes(format, vars(config))
     _check_layers(format, config.num_hidden_layers)
+    _check_rope(format, config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     if layers is not None:
@@ -516,6 +517,18 @@ def _check_layers(format: Format, count: int) -> None:
             f"{format.ckpt.folder / 'config.json'}: num_hidden_layers is {count}, the checkpoint has tensors of "
             f"{len(found)} layers"
         )
+
+
+def _check_rope(format: Format, config: PreTrainedConfig) -> None:
+    """Refuses rotary embeddings whose frequencies follow the sequence's length: a graph has them once."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):  # of the model, or of each type of layer
+        kind = part.get("rope_type") if isinstance(part, dict) else None
+        if kind == "longrope" or "dynamic" in str(kind):
+            raise CheckpointError(
+                f"{format.ckpt.folder / 'config.json'}: rope_type {kind} is not supported: its frequencies change with "
+                "the length of the sequence"
+            )
 
 
 def _check_experts(module: Any, layer: MoELayer, where: str) -> None:
