@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import ml_dtypes
 import numpy as np
 
+from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.memory import doing
 
 #: safetensors dtype name -> NumPy dtype
@@ -53,14 +54,6 @@ MAX_CONFIG = 64_000_000
 MAX_VALUES = 4_000_000
 #: of all shards
 MAX_TENSORS = 2_000_000
-
-
-class OptionError(ValueError):
-    """An option that does not exist, or not with the others."""
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read as what it says it is; the message names file, tensor, found and expected."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 from rich.table import Table
 
+from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
+
 app = typer.Typer(
     help="Quantized mixture-of-experts checkpoints as ONNX models.",
     no_args_is_help=True,
@@ -279,9 +281,6 @@ def main() -> None:
 
 
 def _main() -> None:
-    from quantmoe.exporter.checkpoint import CheckpointError, OptionError
-    from quantmoe.exporter.inspect import ModelError
-
     for signal_ in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_, lambda number, frame: sys.exit(128 + number))  # as Ctrl-C: what was begun is removed
     try:

@@ -20,8 +20,8 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, inputs
 from quantmoe.exporter.ahead import ahead, expert_size
-from quantmoe.exporter.checkpoint import CheckpointError, OptionError
 from quantmoe.exporter.choose import ACTIVATIONS, LAYOUT, Choice, activation_format, choose, rounded, scaled
+from quantmoe.exporter.errors import CheckpointError, OptionError
 from quantmoe.exporter.formats import Checkpoint, Format, MoELayer, find_format, open_checkpoint
 from quantmoe.exporter.formats.unquantized import Unquantized
 from quantmoe.exporter.genai import genai_config

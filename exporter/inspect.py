@@ -17,15 +17,12 @@ import onnx_ir as ir
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import DOMAIN, LinearSpec, MoESpec, RoutingSpec, Spec, op_version
+from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.passes.external_data import HASH, new_hash
 
 _CHUNK = 1 << 24
 SpecType = TypeVar("SpecType", bound=Spec)
-
-
-class ModelError(ValueError):
-    """An exported model that is not what it says it is; the message names file, tensor, found and expected."""
 
 
 def model_path(path: str | Path) -> Path:
