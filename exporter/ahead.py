@@ -16,6 +16,10 @@ from quantmoe.exporter.formats.unquantized import PIECE
 T = TypeVar("T")
 #: bytes that decoded and packed weights take while they are made and written, unless a single expert takes more
 MEMORY = 2 * 10**9
+#: most bytes of a weight outside the experts that are converted at a time
+BLOCK = 1 << 26
+#: what that takes where it takes most, in a transpose of float32: the copy, what is made, and whether each is finite
+BLOCK_MEMORY = BLOCK * 9 // 4 + (1 << 20)
 
 
 def in_flight(size: int, count: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import mmap
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -56,6 +57,18 @@ MAX_VALUES = 4_000_000
 MAX_TENSORS = 2_000_000
 
 
+#: what is in folders that have no safetensors file -> what that is, and what to do
+OTHERS = {
+    "*.gguf": "a GGUF file, which is not read; expected the safetensors checkpoint that it was made from",
+    "*.onnx": "an exported model; expected the checkpoint that it was made from",
+    "snapshots": "a folder of the Hugging Face cache; expected the checkpoint's, which is a folder in this one",
+    "pytorch_model*.bin": "PyTorch's pickle, which is not read; expected *.safetensors, as save_pretrained writes them",
+}
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+#: of a model on the hub, or its page as Path has it
+_HUB_NAME = re.compile(r"(https?:/huggingface\.co/)?([\w-][\w.-]*/[\w-][\w.-]*)(/.*)?")
+
+
 @dataclass(frozen=True)
 class Entry:
     """Where a tensor lies."""
@@ -79,7 +92,10 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise CheckpointError(f"{self.folder}: not a folder; expected one with config.json and *.safetensors")
+            raise CheckpointError(f"{self.folder}: {_no_folder(self.folder)}")
+        for pattern, text in OTHERS.items():
+            if not any(self.folder.glob("*.safetensors")) and (other := min(self.folder.glob(pattern), default=None)):
+                raise CheckpointError(f"{other}: {text}")
         self.config = self._json("config.json")
         generation = "generation_config.json"
         self.generation_config = self._json(generation) if (self.folder / generation).exists() else {}
@@ -196,10 +212,11 @@ class Checkpoint:
 
     def _json(self, name: str) -> dict[str, Any]:
         path = self.folder / name
-        self.check_link(path)
+        self.check_file(path)
         try:
             if not path.is_file():  # a pipe would never end
-                raise CheckpointError(f"{path}: {'not a file' if path.exists() else 'missing'}")
+                what = "not a file" if path.exists() else "missing; expected a Hugging Face checkpoint's folder"
+                raise CheckpointError(f"{path}: {what}")
             if path.stat().st_size > MAX_CONFIG:
                 raise CheckpointError(f"{path}: larger than {MAX_CONFIG} bytes, not a configuration")
             with doing(str(path)):
@@ -240,14 +257,15 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: the index names the shard {name!r}; expected a plain file name")
         if not path.is_file():
             raise CheckpointError(f"{path}: missing shard")
-        self.check_link(path)
+        self.check_file(path)
         return path
 
-    def check_link(self, path: Path) -> None:
-        """Refuses a link to anywhere but the folder itself and the Hugging Face cache that it is in.
+    def check_file(self, path: Path) -> None:
+        """Refuses a link to anywhere but the folder itself and the Hugging Face cache that it is in, and what Git LFS
+        leaves in a file's place (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md).
 
         Raises:
-            CheckpointError: naming the link and where it leads.
+            CheckpointError: naming the link and where it leads, or the file.
         """
         folder = self.folder.resolve()
         try:
@@ -256,6 +274,11 @@ class Checkpoint:
             raise CheckpointError(f"{path}: {error}") from None
         if target.parent not in (folder, folder.parent.parent / "blobs"):
             raise CheckpointError(f"{path}: links to {target}, outside the checkpoint's folder")
+        if not path.is_file():
+            return
+        with open(path, "rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise CheckpointError(f"{path}: a Git LFS pointer, not the file; to fetch it: git -C {folder} lfs pull")
 
     def _check_index(self) -> None:
         for name, shard in self._index.items():
@@ -263,6 +286,19 @@ class Checkpoint:
             if found is None or found.shard.name != shard:
                 where = "in no shard" if found is None else f"in {found.shard.name}"
                 raise CheckpointError(f"{self.folder / shard}: {name} is missing (the index names it; it is {where})")
+
+
+def _no_folder(path: Path) -> str:
+    """What may have been meant by a path that is no folder."""
+    expected = "expected the folder of a Hugging Face checkpoint, with config.json and *.safetensors"
+    if path.suffix == ".gguf":
+        return OTHERS["*.gguf"]
+    if path.exists():
+        return f"not a folder; {expected}"
+    if (name := _HUB_NAME.fullmatch(str(path))) and (name[1] or not path.parent.exists()):
+        model, folder = name[2], name[2].partition("/")[2]
+        return f"no such folder; to fetch it from the Hugging Face hub: hf download {model} --local-dir {folder}"
+    return f"no such folder; {expected}"
 
 
 def outline(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:

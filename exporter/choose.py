@@ -8,7 +8,7 @@ data will be packed as: ``pack`` refuses an expert that is not what its node say
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import ModuleType
@@ -78,18 +78,36 @@ class Choice:
     dequantized: dict[str, str]
 
 
-def choose(skeleton: Skeleton, layout: str, activations: str | None, scales: str) -> Choice:
-    """The nodes of a model in one layout.
+def choose_experts(
+    format: Format, layout: str, activations: str | None, scales: str, layers: int | None = None
+) -> dict[str, MoESpec]:
+    """Attributes of the nodes of the first so many decoder layers, by the experts' names in the checkpoint.
+
+    What headers decide, before torch is imported to make a model of them.
 
     Args:
         activations, scales: see export; None: as the checkpoint says.
 
     Raises:
-        CheckpointError: the layout does not carry a layer's experts, or no kernel takes them.
+        CheckpointError: fewer layers than that; the layout does not carry a layer's experts, or no kernel takes them.
     """
-    chosen = Choice({}, {}, {})
-    for name, layer in skeleton.experts.items():
-        chosen.layers[name] = choose_layer(layer, layout, activations, scales)
+    found = format.moe_layers()
+    last = format.ckpt.text_config.get("num_hidden_layers") or found[-1].index + 1
+    if layers is not None and not 1 <= layers <= last:
+        raise CheckpointError(f"{format.ckpt.folder}: --layers {layers}; the model has 1 to {last}")
+    wanted = (layer for layer in found if layers is None or layer.index < layers)
+    return {layer.name: choose_layer(layer, layout, activations, scales) for layer in wanted}
+
+
+def choose(
+    skeleton: Skeleton, experts: Mapping[str, MoESpec], layout: str, activations: str | None, scales: str
+) -> Choice:
+    """The nodes of a model in one layout.
+
+    Args:
+        experts: of :func:`choose_experts` with the same arguments.
+    """
+    chosen = Choice({name: experts[layer.name] for name, layer in skeleton.experts.items()}, {}, {})
     for name, source in skeleton.linears.items():
         candidate = linear_candidate(skeleton.format, source, layout, activations, scales)
         if candidate.reason or not isinstance(candidate.spec, LinearSpec):
@@ -100,7 +118,7 @@ def choose(skeleton: Skeleton, layout: str, activations: str | None, scales: str
 
 
 def choose_layer(layer: MoELayer, layout: str, activations: str | None, scales: str = "exact") -> MoESpec:
-    """Attributes of a layer's node; arguments and errors as :func:`choose`."""
+    """Attributes of a layer's node; arguments and errors as :func:`choose_experts`."""
     candidate = layer_candidate(layer, layout, activations, scales)
     if candidate.reason or not isinstance(candidate.spec, MoESpec):
         raise CheckpointError(f"{layer.format.ckpt.folder}: {candidate.reason}")

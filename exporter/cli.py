@@ -27,8 +27,8 @@ app = typer.Typer(
 )
 console = Console(width=None if sys.stdout.isatty() else 150, markup=False)  # names come from files
 FLOAT_HERE = "quantized in the checkpoint, float here"
-Checkpoint = Annotated[Path, typer.Argument(help="Hugging Face folder", exists=True, file_okay=False)]
-Model = Annotated[Path, typer.Argument(help="exported model or its folder", exists=True)]
+Checkpoint = Annotated[Path, typer.Argument(help="Hugging Face folder")]
+Model = Annotated[Path, typer.Argument(help="exported model or its folder")]
 
 
 def _version(wanted: bool) -> None:
@@ -59,7 +59,7 @@ def export(
     ] = "exact",
     dtype: Annotated[
         Literal["f32", "f16", "bf16"] | None,
-        typer.Option(help="of everything outside the experts; default: f32 on cpu, bf16 on cuda"),
+        typer.Option(help="of what is outside the experts: f32 (default) or f16 on cpu, bf16 (default) or f16 on cuda"),
     ] = None,
     dense: Annotated[
         Literal["quantmoe", "ort"], typer.Option(help="other quantized linears: QuantLinear, or MatMulNBits")
@@ -322,8 +322,9 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
 
 def _export(checkpoint: Path, outdir: Path, **options: Any) -> Any:
     columns = (TextColumn("{task.description}"), BarColumn(), TransferSpeedColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("loading torch and transformers", total=None)
+    stderr = Console(stderr=True)
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        task = bar.add_task("reading", total=None)
         from quantmoe.exporter.convert import export as convert
 
         def progress(stage: str, done: int, total: int) -> None:

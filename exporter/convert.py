@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -19,15 +19,23 @@ import onnx_ir as ir
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, inputs
-from quantmoe.exporter.ahead import ahead, expert_size
-from quantmoe.exporter.choose import ACTIVATIONS, LAYOUT, Choice, activation_format, choose, rounded, scaled
+from quantmoe.exporter.ahead import BLOCK_MEMORY, ahead, expert_size
+from quantmoe.exporter.choose import (
+    ACTIVATIONS,
+    LAYOUT,
+    Choice,
+    activation_format,
+    choose,
+    choose_experts,
+    rounded,
+    scaled,
+)
 from quantmoe.exporter.errors import CheckpointError, OptionError
 from quantmoe.exporter.formats import Checkpoint, Format, MoELayer, find_format, open_checkpoint
 from quantmoe.exporter.formats.unquantized import Unquantized
 from quantmoe.exporter.genai import genai_config
 from quantmoe.exporter.generate import eos_tokens
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.model import BLOCK_MEMORY, Skeleton, trace
 from quantmoe.exporter.output import DATA, FILES, MODEL, PRODUCER, check_folder, record, weight_files, writing
 from quantmoe.exporter.passes.defaults import drop_defaults
 from quantmoe.exporter.passes.external_data import INLINE, DataFiles, Region, byte_size, naming
@@ -35,6 +43,9 @@ from quantmoe.exporter.passes.interface import drop_traces, name_interface
 from quantmoe.exporter.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.passes.weights import Weight, place_weights
 from quantmoe.ort_ext import library_path
+
+if TYPE_CHECKING:
+    from quantmoe.exporter.model import Skeleton
 
 #: types of the graph outside the experts, the default first
 GRAPH_TYPES = {"cpu": ("f32", "f16"), "cuda": ("bf16", "f16")}
@@ -133,9 +144,14 @@ def export(
     with writing(Path(output), force) as partial, doing(f"{checkpoint} to {output}"):
         progress("reading", 0, 1)
         format = open_format(checkpoint, quantize, group_size, wanted)
+        experts = choose_experts(format, LAYOUT[target], wanted, scales, layers)
+
+        progress("loading torch and transformers", 0, 1)
+        from quantmoe.exporter.model import Skeleton, trace  # seconds, and what headers decide has been said
+
         skeleton = Skeleton(format, graph_type, layers)
         ends = stops(skeleton)
-        chosen = choose(skeleton, LAYOUT[target], wanted, scales)
+        chosen = choose(skeleton, experts, LAYOUT[target], wanted, scales)
         specs, linears = chosen.layers, chosen.linears
         report = _report(skeleton, chosen, wanted)
         used = {p.activation_format for s in specs.values() for p in (s.w13, s.w2)}
@@ -205,7 +221,7 @@ def open_format(
     """
     ckpt = open_checkpoint(checkpoint)
     for path in _companion_files(ckpt.folder):
-        ckpt.check_link(path)  # nobody's private file into a folder that is passed on
+        ckpt.check_file(path)  # nobody's private file into a folder that is passed on
     format = find_format(ckpt) if quantize is None else Unquantized(ckpt, quantize, group_size)
     format.input_scales = activations != "float"
     return format
@@ -234,7 +250,8 @@ def check_options(
         ("dense", dense, ("quantmoe", "ort") if target == "cpu" else ("quantmoe",)),
     ):
         if value not in known:
-            raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}")
+            of = f" (target {target})" if name in ("dtype", "dense") else ""
+            raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}{of}")
     if group_size is not None and quantize is None:
         raise OptionError(f"group_size is {group_size}: an option of quantize; the checkpoint has its own")
     if max_file_size < 1:

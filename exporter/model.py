@@ -40,10 +40,12 @@ from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.custom_ops.torch_op import onnx_moe_routing, onnx_quant_linear, onnx_quant_moe
 from quantmoe.exporter import attention
+from quantmoe.exporter.ahead import BLOCK
 from quantmoe.exporter.architectures import ARCHITECTURES
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import Format, MoELayer
 from quantmoe.exporter.formats.base import FLOATS
+from quantmoe.exporter.formats.experts import check_sizes
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.passes.latent import concatenate_keys
 from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
@@ -52,14 +54,8 @@ from quantmoe.exporter.passes.routers import replace_routers
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 #: the same in numpy
 ARRAYS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
-#: of anything that config.json counts
-MAX_SIZE = 1 << 24
 #: where models of several modalities keep their language model -> where it is on its own
 WRAPPERS = {"language_model.": "", "model.language_model.": "model."}
-#: most bytes of a weight outside the experts that are converted at a time
-BLOCK = 1 << 26
-#: what that takes where it takes most, in a transpose of float32: the copy, what is made, and whether each is finite
-BLOCK_MEMORY = BLOCK * 9 // 4 + (1 << 20)
 
 
 class Skeleton:
@@ -474,7 +470,7 @@ def _config(format: Format, layers: int | None) -> Any:
     folder, raw = format.ckpt.folder, format.ckpt.config
     for part in (raw, raw.get("text_config")):
         if isinstance(part, dict):
-            _check_sizes(format, part)
+            check_sizes(format.ckpt, part)
     try:
         # never code out of the checkpoint's folder, nor a question whether to run it
         with doing(str(folder / "config.json")):
@@ -486,27 +482,16 @@ def _config(format: Format, layers: int | None) -> Any:
         raise CheckpointError(f"{folder / 'config.json'}: not an architecture of transformers: {error}") from None
     if not isinstance(config, PreTrainedConfig):
         raise CheckpointError(f"{folder / 'config.json'}: text_config is {config!r}, expected a configuration")
-    _check_sizes(format, vars(config))
+    check_sizes(format.ckpt, vars(config))
     _check_layers(format, config.num_hidden_layers)
     _check_rope(format, config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     if layers is not None:
-        if not 1 <= layers <= config.num_hidden_layers:
-            raise CheckpointError(f"{folder}: --layers {layers}; the model has 1 to {config.num_hidden_layers}")
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
     return config
-
-
-def _check_sizes(format: Format, config: dict[str, Any]) -> None:
-    """Refuses sizes that would take hours or terabytes to build a model of."""
-    path = format.ckpt.folder / "config.json"
-    for key, value in config.items():
-        limit = 1 << 16 if key == "num_labels" else MAX_SIZE  # transformers names every label
-        if re.search("(size|dim|heads|experts|layers|rank|labels)$", key) and type(value) is int and value > limit:
-            raise CheckpointError(f"{path}: {key} is {value}, expected at most {limit}")
 
 
 def _check_layers(format: Format, count: int) -> None:

@@ -7,14 +7,17 @@ import shutil
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter import ahead
-from quantmoe.exporter.choose import LAYOUT, choose
+from quantmoe.exporter.choose import LAYOUT, choose, choose_experts
 from quantmoe.exporter.convert import MAX_FILE_SIZE, check_options, check_output, open_format, stops
-from quantmoe.exporter.model import BLOCK, BLOCK_MEMORY, Skeleton
+
+if TYPE_CHECKING:
+    from quantmoe.exporter.model import Skeleton
 
 #: measured by tests/export/test_large.py's export on one core of an Intel Xeon at 2.5 GHz: bytes written per CPU second
 #: of expert weights and of other weights, and seconds of tracing, whatever the number of layers
@@ -82,9 +85,13 @@ def plan(
     check_output(Path(checkpoint), Path(output), target, force)
     folder = Path(output).resolve()
     format = open_format(checkpoint, quantize, group_size, activations)
+    experts = choose_experts(format, LAYOUT[target], activations, scales, layers)
+
+    from quantmoe.exporter.model import Skeleton  # see export
+
     skeleton = Skeleton(format, graph_type, layers)
     stops(skeleton)
-    chosen, layout = choose(skeleton, LAYOUT[target], activations, scales), LAYOUTS[LAYOUT[target]]
+    chosen, layout = choose(skeleton, experts, LAYOUT[target], activations, scales), LAYOUTS[LAYOUT[target]]
     found = {}
     for name, spec in chosen.layers.items():
         layer = skeleton.experts[name]
@@ -125,5 +132,5 @@ def _working_set(skeleton: Skeleton, specs: Iterable[MoESpec], linears: Iterable
     linear = max((spec.out_features * spec.in_features + 2 * packed for spec, packed in linears), default=0)
     ckpt = skeleton.format.ckpt
     largest = max((prod(ckpt.shape(name)) for name in skeleton.sources.values() if name in ckpt), default=0)
-    blocks = ahead.memory(BLOCK_MEMORY, -(-4 * largest // BLOCK))
+    blocks = ahead.memory(ahead.BLOCK_MEMORY, -(-4 * largest // ahead.BLOCK))
     return max(experts, linear, 2 * largest + blocks)

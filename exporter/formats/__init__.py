@@ -11,11 +11,13 @@ from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.formats.awq import AWQ
 from quantmoe.exporter.formats.base import Format, MoELayer, Scheme, reading
 from quantmoe.exporter.formats.compressed_tensors import CompressedTensors
+from quantmoe.exporter.formats.experts import named_experts
 from quantmoe.exporter.formats.fp8 import FP8
 from quantmoe.exporter.formats.gpt_oss import GptOss
 from quantmoe.exporter.formats.gptq import GPTQ
 from quantmoe.exporter.formats.modelopt import ModelOpt
 from quantmoe.exporter.formats.quark import Quark
+from quantmoe.exporter.formats.unquantized import Unquantized
 
 FORMATS: tuple[type[Format], ...] = (CompressedTensors, GPTQ, AWQ, FP8, ModelOpt, Quark, GptOss)
 
@@ -35,6 +37,7 @@ def find_format(ckpt: Checkpoint) -> Format:
     """
     supported = ", ".join(format.name for format in FORMATS)
     if not ckpt.quantization:
+        named_experts(ckpt, Unquantized.fused)  # says so of a dense model, which no --quantize helps
         raise CheckpointError(
             f"{ckpt.folder}: no quantization configuration; supported formats: {supported}; a checkpoint in "
             "floating point is rounded with --quantize int4, int8, mxfp4 or nvfp4, or left as it is with none"

@@ -10,6 +10,7 @@ from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats.base import FLOAT_KINDS, MoELayer, Scheme
 
 if TYPE_CHECKING:
+    from quantmoe.exporter.checkpoint import Checkpoint
     from quantmoe.exporter.formats.base import Format
 
 #: the names of an expert's children: gate, up, down; or up, down where there is no gate
@@ -18,7 +19,11 @@ NAMINGS = (
     ("w1", "w3", "w2"),  # Mixtral, MiniMax
     ("up_proj", "down_proj"),  # Nemotron
 )
+#: of anything that config.json counts
+MAX_SIZE = 1 << 24
 _EXPERT = re.compile(r"(.+\.experts)\.([0-9]{1,6})\.([^.]+)\.[^.]+")
+#: fields of config.json that count them
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 #: transformers' hidden_act -> op.def's activation
 ACTIVATIONS = {
     "silu": "silu",
@@ -38,17 +43,36 @@ def moe_layers(format: Format) -> list[MoELayer]:
     Raises:
         CheckpointError: naming a missing expert, an unknown naming, a layer of another type or a config field.
     """
-    found: dict[str, dict[int, set[str]]] = {}
-    for name in format.ckpt.names():
-        if match := _EXPERT.fullmatch(name):
-            found.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
-        elif name.endswith(format.fused):
-            found.setdefault(name.rpartition(".")[0], {})
-    if not found:
-        raise CheckpointError(f"{format.ckpt.folder}: no experts; {_expected(format)}")
+    check_sizes(format.ckpt, format.ckpt.text_config)
+    found = named_experts(format.ckpt, format.fused)
     last = format.ckpt.text_config.get("num_hidden_layers")
     layers = {name: experts for name, experts in found.items() if type(last) is not int or _index(name) < last}
     return sorted((_layer(format, name, experts) for name, experts in layers.items()), key=lambda layer: layer.index)
+
+
+def named_experts(ckpt: Checkpoint, fused: tuple[str, ...]) -> dict[str, dict[int, set[str]]]:
+    """What tensor names show: experts' module -> number -> the children of each; {} where they are fused.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    found: dict[str, dict[int, set[str]]] = {}
+    for name in ckpt.names():
+        if match := _EXPERT.fullmatch(name):
+            found.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
+        elif name.endswith(fused):
+            found.setdefault(name.rpartition(".")[0], {})
+    if not found:
+        raise CheckpointError(f"{ckpt.folder}: {_absence(ckpt, fused)}")
+    return found
+
+
+def check_sizes(ckpt: Checkpoint, config: dict[str, Any]) -> None:
+    """Refuses sizes that would take hours or terabytes to build a model of."""
+    for key, value in config.items():
+        limit = 1 << 16 if key == "num_labels" else MAX_SIZE  # transformers names every label
+        if re.search("(size|dim|heads|experts|layers|rank|labels)$", key) and type(value) is int and value > limit:
+            raise CheckpointError(f"{ckpt.folder / 'config.json'}: {key} is {value}, expected at most {limit}")
 
 
 def _index(name: str) -> int:
@@ -56,13 +80,20 @@ def _index(name: str) -> int:
     return int(number[-1]) if number else 0
 
 
-def _expected(format: Format) -> str:
-    """The names that there are none of, and the first tensor that may be experts' by its name or three dimensions."""
-    ckpt, names = format.ckpt, " or ".join(f"<layer>{end}" for end in (".experts.<number>.*", *format.fused))
+def _absence(ckpt: Checkpoint, fused: tuple[str, ...]) -> str:
+    """That it is a dense model; or which names there are none of, and the first tensor that may be experts' by its
+    name or three dimensions."""
     some = [name for name in ckpt.names() if re.search(r"\bexpert", name)]
     some += [name for name in ckpt.names() if len(ckpt.shape(name)) == 3]
+    counted = [key for key in _COUNTS if ckpt.text_config.get(key)]
+    if not some and not counted:
+        return (
+            f"a dense model ({ckpt.text_config.get('model_type')}): no experts; expected a mixture of experts; "
+            "optimum-onnx (optimum-cli export onnx) and onnxruntime-genai's model builder export dense ones"
+        )
+    names = " or ".join(f"<layer>{end}" for end in (".experts.<number>.*", *fused))
     found = f", found {ckpt.where(some[0])} {ckpt.dtype(some[0])} {list(ckpt.shape(some[0]))}" if some else ""
-    return f"expected tensors named {names}{found}"
+    return f"no experts; expected tensors named {names}{found}"
 
 
 def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
@@ -83,7 +114,7 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
             raise CheckpointError(f"{path}: {key} is {found!r}, expected a number")
         return float(found)
 
-    num_experts = setting(int, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    num_experts = setting(int, *_COUNTS)
     projections = _projections(format, name, experts, num_experts) if experts else ()
     scheme, down_scheme = _schemes(format, name, projections, num_experts)
     oai = config.get("model_type") == "gpt_oss"

@@ -29,7 +29,7 @@ from quantmoe.exporter.convert import export
 from quantmoe.exporter.formats import Format, find_format, open_checkpoint
 from quantmoe.exporter.formats.base import unrounded
 from quantmoe.exporter.formats.unquantized import KINDS, PIECE, Unquantized
-from quantmoe.exporter.model import ARRAYS, BLOCK, BLOCK_MEMORY, Skeleton
+from quantmoe.exporter.model import ARRAYS, Skeleton
 from quantmoe.exporter.plan import BASE_MEMORY, plan
 
 N = 512
@@ -149,12 +149,12 @@ def test_what_an_expert_takes(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
 def test_what_a_block_takes(dtype: type, transposed: bool) -> None:
     """Of a weight outside the experts, 1024 columns of it: all of a block's rows are one piece."""
-    rows = np.ones((1024, BLOCK // 4096), dtype).T if transposed else np.ones((BLOCK // 4096, 1024), dtype)
+    rows = np.ones((1024, ahead.BLOCK // 4096), dtype).T if transposed else np.ones((ahead.BLOCK // 4096, 1024), dtype)
     for wanted in ARRAYS.values():
         tracemalloc.start()
         try:
             Skeleton._converted(Mock(), "weight", np.dtype(wanted), rows)
-            assert tracemalloc.get_traced_memory()[1] <= BLOCK_MEMORY
+            assert tracemalloc.get_traced_memory()[1] <= ahead.BLOCK_MEMORY
         finally:
             tracemalloc.stop()
 

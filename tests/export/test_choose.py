@@ -18,7 +18,7 @@ from export.test_layers import layer_of
 from quantmoe.custom_ops import cuda, native
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
-from quantmoe.exporter import convert, formats
+from quantmoe.exporter import formats, model
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.choose import ACTIVATIONS, LAYOUT, Candidate, layer_candidate
 from quantmoe.exporter.convert import export
@@ -43,7 +43,7 @@ def chosen(folder: Path, out: Path, target: str, monkeypatch: pytest.MonkeyPatch
         raise Traced(found, {skeleton.linears[name]: spec for name, spec in linears.items()})
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "trace", trace)
+        patch.setattr(model, "trace", trace)
         try:
             export(folder, out, target=target)
         except Traced as traced:

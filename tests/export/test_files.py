@@ -25,7 +25,7 @@ import torch
 
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
-from quantmoe.exporter import convert
+from quantmoe.exporter import convert, model
 from quantmoe.exporter.checkpoint import CheckpointError, write_safetensors
 from quantmoe.exporter.cli import main
 from quantmoe.exporter.convert import export, stops
@@ -309,7 +309,7 @@ def test_interruption_leaves_nothing(checkpoint, exported, tmp_path, monkeypatch
 
 
 def test_termination_leaves_nothing(quantmoe, checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert, "trace", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(model, "trace", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
     assert quantmoe("export", checkpoint("qwen3_moe"), tmp_path / "out").returncode == 128 + signal.SIGTERM
     assert not (tmp_path / "out").exists()
 

@@ -20,6 +20,7 @@ from blake3 import blake3
 import quantmoe
 from quantmoe.custom_ops.op import inputs
 from quantmoe.exporter import convert, output
+from quantmoe.exporter import model as exporter_model
 from quantmoe.exporter.checkpoint import CheckpointError, write_safetensors
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.formats import open_checkpoint
@@ -362,7 +363,7 @@ def test_what_stands_in_the_way_is_named_before_any_work(checkpoint, tmp_path, m
     (tmp_path / "linked" / output.STAGE).symlink_to(folder)
     (tmp_path / "filed").mkdir()
     (tmp_path / "filed" / output.STAGE).write_text("another's")
-    monkeypatch.setattr(convert, "trace", None)
+    monkeypatch.setattr(exporter_model, "trace", None)
     for command in (export, plan):
         with pytest.raises(NotADirectoryError, match=r"/file is a file, expected a folder"):
             command(folder, tmp_path / "file" / "a" / "out")

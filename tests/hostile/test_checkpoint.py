@@ -109,7 +109,7 @@ def test_config(name: str, tmp_path: Path) -> None:
 
 
 def test_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="not a folder"):
+    with pytest.raises(CheckpointError, match="no such folder"):
         open_checkpoint(tmp_path / "absent")
 
 
@@ -303,7 +303,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], Any], s
     "another hidden size": (lambda c, t: c.update(hidden_size=96), "is [64, 128], expected [64, 96] (config.json)"),
     "a trillion experts": (
         lambda c, t: c.update(num_experts=10**12),
-        "lacks the experts [4, 5, 6, 7, 8, 9, 10, 11]; config.json says 1000000000000",
+        "num_experts is 1000000000000, expected at most 16777216",
     ),
     "an expert's number of 5000 digits": (
         lambda c, t: t.update({f"model.layers.1.mlp.experts.{'9' * 5000}.x.y": np.zeros(1)}),
@@ -687,9 +687,10 @@ def test_damage_is_found_before_tracing(
     name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from quantmoe.exporter import convert
+    from quantmoe.exporter import model as exporter_model
     from quantmoe.exporter.plan import plan
 
-    monkeypatch.setattr(convert, "trace", lambda *_, **__: pytest.fail("traced a damaged checkpoint"))
+    monkeypatch.setattr(exporter_model, "trace", lambda *_, **__: pytest.fail("traced a damaged checkpoint"))
     edit, text = DAMAGE[name]
     folder = edited(model, tmp_path / "damaged", edit)
     if "generation_config" in name:
