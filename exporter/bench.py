@@ -47,7 +47,11 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.shapes import SHAPES, Shape
 from quantmoe.exporter.bench_ggml import Ggml
+from quantmoe.exporter.bench_ggml import library as ggml_library
 from quantmoe.exporter.bench_layer import FORMATS, Layer
+from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.generate import runtime
+from quantmoe.exporter.options import listed, missing, need, run, terminal
 from quantmoe.ort_ext import library_path
 
 #: --against
@@ -321,16 +325,21 @@ def _session_cost(path: Path, shape: Shape, threads: int) -> SessionCost:
 
 
 def bench(
-    shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SHAPES)}, or H/I/E/k.")] = None,
-    format: Annotated[list[str] | None, typer.Option(help=f"{', '.join(FORMATS)}.")] = None,
-    group_size: Annotated[list[int] | None, typer.Option(help="16, a multiple of 32, or -1: a row.")] = None,
-    tokens: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a call; default 1, 4, .. 1024.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SHAPES)}, or H/I/E/k.", **listed())] = None,
+    format: Annotated[list[str] | None, typer.Option(help=f"{', '.join(FORMATS)}.", **listed())] = None,
+    group_size: Annotated[
+        list[int] | None, typer.Option(help="16, a multiple of 32, or -1: a row.", **listed(int))
+    ] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Tokens of a call; default 1,4,16,64,256,1024.", **listed(int, least=1))
+    ] = None,
     threads: Annotated[int, typer.Option(min=0, help="0: one a CPU.")] = 0,
     repeat: Annotated[
         int, typer.Option(min=1, help=f"Calls a side; past {CELL_SECONDS:g} s it stops at {MIN_PAIRS}.")
     ] = 30,
     against: Annotated[
-        list[str] | None, typer.Option(help="ort-qmoe: com.microsoft::QMoE, accuracy_level 4; ggml.")
+        list[str] | None,
+        typer.Option(help="ort-qmoe: com.microsoft::QMoE, accuracy_level 4; ggml: llama.cpp's kernels.", **listed()),
     ] = None,
     skew: Annotated[bool, typer.Option("--skew", help="Route by Zipf 1.0 instead of uniformly.")] = False,
     session: Annotated[bool, typer.Option("--session", help="Only session creation: time and memory.")] = False,
@@ -340,8 +349,8 @@ def bench(
 ) -> list[Cell]:
     """Times one MoE layer in ONNX Runtime against the machine's limits and, with --against, another implementation.
 
-    Lists are given by repeating an option. The default layers take about 5 minutes on 2 cores; with --session the
-    default is qwen3-30b-a3b int4 with groups of 128, 315 MB packed.
+    Lists are given as a,b,c or by repeating an option. The default layers take about 5 minutes on 2 cores; with
+    --session the default is qwen3-30b-a3b int4 with groups of 128, 315 MB packed.
     """
     for chosen, allowed, option in (
         (format, FORMATS, "--format"),
@@ -359,16 +368,21 @@ def bench(
     if plot and plot.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise typer.BadParameter(f"{plot}; expected .png, .pdf or .svg", param_hint="--plot")
     threads, against = threads or native.cpus(), list(dict.fromkeys(against or ()))
+    if plot:
+        need("matplotlib")
     layers = [
         (name, _shape(name), kind, group)
         for name in shape or (["qwen3-30b-a3b"] if session else ["qwen3-30b-a3b", "gpt-oss-20b"])
         for kind in format or (["int4"] if session else ["int4", "int8"])
         for group in group_size or ([128] if session else [32, 128])
     ]
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = terminal(markup=True)
     if packing:
         _packing(console, layers)
         return []
+    runtime()  # said now
+    if "ggml" in against:
+        ggml_library()
     with tempfile.TemporaryDirectory(prefix="quantmoe-bench-") as folder:
         if session:
             _sessions(console, layers, threads, against, Path(folder))
@@ -568,11 +582,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(bench)
     try:
-        app(arguments, prog_name="quantmoe bench")
-    except (OSError, RuntimeError) as error:  # a kernel that is not there, sides that differ, a full disk
+        run(app, sys.argv[1:] if arguments is None else arguments, "quantmoe bench")
+    except (ModelError, OSError, RuntimeError) as error:  # a kernel that is not there, sides that differ, a full disk
         sys.exit(f"quantmoe bench: {error}")
     except MemoryError as error:
         sys.exit(f"quantmoe bench: {str(error) or 'out of memory'}")
+    except ModuleNotFoundError as error:
+        sys.exit(f"quantmoe bench: {missing(error, 'bench')}")
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ def library() -> Any:
             lib = ctypes.CDLL(os.path.join(folder, name), mode=ctypes.RTLD_GLOBAL)
         except OSError as error:
             raise OSError(
-                f"{error}: --against ggml needs the folder of libggml-base.so and libggml-cpu.so in QUANTMOE_GGML "
-                f"(Debian's libggml, or ggml built with -DBUILD_SHARED_LIBS=ON)"
+                f"{error}: --against ggml needs the folder of libggml-base.so and libggml-cpu.so in QUANTMOE_GGML: "
+                f"llama_cpp/lib of PyPI's llama-cpp-python, Debian's libggml, or ggml built with -DBUILD_SHARED_LIBS=ON"
             ) from None
         for function, (result, *arguments) in functions.items():
             getattr(lib, function).restype, getattr(lib, function).argtypes = result, arguments

@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Tr
 from rich.table import Table
 
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
+from quantmoe.exporter.options import listed, missing, need, run, terminal
 
 app = typer.Typer(
     help="Quantized mixture-of-experts checkpoints as ONNX models.",
@@ -25,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console(width=None if sys.stdout.isatty() else 150, markup=False)  # names come from files
+console = terminal()
 FLOAT_HERE = "quantized in the checkpoint, float here"
 Checkpoint = Annotated[Path, typer.Argument(help="Hugging Face folder")]
 Model = Annotated[Path, typer.Argument(help="exported model or its folder")]
@@ -184,7 +186,7 @@ def unpack(
 def generate(
     outdir: Model,
     prompt: Annotated[str | None, typer.Option(help="text; needs tokenizer.json beside the model")] = None,
-    ids: Annotated[str | None, typer.Option(help="token ids, e.g. 1,2,3")] = None,
+    ids: Annotated[list[int] | None, typer.Option(help="token ids, e.g. 1,2,3", **listed(int))] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 32,
     threads: Annotated[int, typer.Option(min=0, max=1024, help="0: ONNX Runtime's choice")] = 0,
     prefault: Annotated[bool, typer.Option("--prefault", help="read the packed weights into memory first")] = False,
@@ -200,13 +202,9 @@ def generate(
         tokenizer = load_tokenizer(folder)
         if prompt.encode(errors="ignore").decode() != prompt:  # bytes of the command line that are no text
             raise typer.BadParameter("--prompt: expected text in UTF-8")
-        numbers = tokenizer.encode(prompt).ids
-    else:
-        try:
-            numbers = [int(number) for number in str(ids).replace(",", " ").split()]
-        except ValueError:
-            raise typer.BadParameter(f"--ids {ids!r}: expected numbers separated by commas") from None
-    found = Generator(outdir, threads, prefault).greedy(numbers, max_new_tokens, stop_tokens(folder))
+        ids = tokenizer.encode(prompt).ids
+    assert ids is not None
+    found = Generator(outdir, threads, prefault).greedy(ids, max_new_tokens, stop_tokens(folder))
     print(",".join(map(str, found.tokens)))
     if tokenizer is not None:
         print(tokenizer.decode(found.tokens))
@@ -221,6 +219,7 @@ def demo(
     force: Annotated[bool, typer.Option("--force", help="replace an earlier export there")] = False,
 ) -> None:
     """Make a small real checkpoint, export it, run it, and compare with PyTorch."""
+    need("torch", "transformers", "onnxscript", "onnxruntime", *(() if checkpoint else ("compressed_tensors",)))
     from quantmoe.exporter.output import MODEL, check_folder
 
     check_folder(output, [MODEL], force)
@@ -269,22 +268,22 @@ def bench(context: typer.Context) -> None:
 
 def main() -> None:
     """Entry point: errors a person can act on are one line and exit code 1."""
+    arguments = sys.argv[1:] or ["--help"]
     try:
-        _main()
+        _main(arguments)
     except MemoryError as error:  # without words where the modules are imported
-        sys.exit(f"quantmoe: {_line(str(error) or ' '.join(sys.argv[1:3]) + ': out of memory')}")
+        sys.exit(f"quantmoe: {_line(str(error) or ' '.join(arguments[:2]) + ': out of memory')}")
     except ModuleNotFoundError as error:
-        extra = "run" if error.name in ("onnxruntime", "tokenizers") else "export"
-        sys.exit(f"quantmoe: {error.name} is not installed; pip install 'quantmoe[{extra}]'")
+        sys.exit(f"quantmoe: {missing(error, arguments[0])}")
     except ImportError as error:  # a library that does not fit into memory, or not to this machine; the text names it
         sys.exit(f"quantmoe: {_line(str(error))}")
 
 
-def _main() -> None:
+def _main(arguments: Sequence[str]) -> None:
     for signal_ in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_, lambda number, frame: sys.exit(128 + number))  # as Ctrl-C: what was begun is removed
     try:
-        app()
+        run(app, arguments, "quantmoe")
     except (CheckpointError, OptionError, ModelError, OSError) as error:
         sys.exit(f"quantmoe: {_line(str(error))}")
 

@@ -15,6 +15,9 @@ from quantmoe.exporter.inspect import ModelError, load, model_path
 from quantmoe.exporter.memory import doing
 from quantmoe.ort_ext import library_path
 
+#: ONNX Runtime whose API ort_ext/adapter.h asks for
+OLDEST = (1, 21)
+
 
 @dataclass(frozen=True)
 class Generated:
@@ -40,13 +43,11 @@ class Generator:
         prefault: read all packed weights into memory now, not when a token first needs them.
 
     Raises:
-        ModelError: the model or the session cannot be created; ONNX Runtime's words are in the message.
+        ModelError: the model or the session cannot be created, ONNX Runtime's words are in the message; it is too old.
     """
 
     def __init__(self, path: str | Path, threads: int = 0, prefault: bool = False):
-        import onnxruntime as ort
-
-        self.path = model_path(path)
+        self.path, ort = model_path(path), runtime()
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         if prefault:
@@ -150,6 +151,22 @@ class Generator:
             if len(tokens) == 1:
                 first = time.perf_counter()
         return Generated(tokens, np.array(logits), first - begin, time.perf_counter() - first)
+
+
+def runtime() -> Any:
+    """The onnxruntime package.
+
+    Raises:
+        ModelError: it is older than the library needs. It would say so itself, but also print a line of its own.
+    """
+    import onnxruntime as ort
+
+    if tuple(int(part) for part in ort.__version__.split(".")[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ModelError(
+            f"onnxruntime is {ort.__version__}, expected {oldest} or newer; pip install 'onnxruntime>={oldest}'"
+        )
+    return ort
 
 
 def past_length(past: dict[str, np.ndarray]) -> int:

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import onnx_ir as ir
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from quantmoe.exporter.checkpoint import write_safetensors
+from quantmoe.exporter.cli import app
+from quantmoe.exporter.options import EXTRAS, listed
 
 #: the command, and then the names of the packages that it imported as the last line of stdout
 COMMAND = """
-import sys
+import os, sys
+sys.modules |= dict.fromkeys(os.environ.get("ABSENT", "").split())  # what is None there is not found
 from quantmoe.exporter.cli import main
 try:
     main()
 finally:
     sys.stdout.flush()
-    print(*sorted({name.partition(".")[0] for name in sys.modules}))
+    print(*sorted({name.partition(".")[0] for name, module in sys.modules.items() if module}))
 """
 
 
@@ -205,3 +214,160 @@ def test_a_model_that_is_there_is_named_before_torch_is_imported(dry: bool, tmp_
     assert done.line == f"quantmoe: {out}/model.onnx exists; --force replaces an earlier export"
     assert not done.imported & {"torch", "transformers"}
     assert [path.name for path in out.iterdir()] == ["model.onnx"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("export", "quantmoe export: missing argument 'checkpoint'"),
+        ("export a", "quantmoe export: missing argument 'outdir'"),
+        ("export a b --target gpu", "quantmoe export: invalid value for '--target': "),
+        ("export a b --bogus", "quantmoe export: no such option: --bogus"),
+        ("export a b --layers 0", "quantmoe export: invalid value for '--layers': "),
+        ("export a b --group-size x", "quantmoe export: invalid value for '--group-size': "),
+        ("export a b --max-file-gb 0", "quantmoe export: invalid value for '--max-file-gb': "),
+        ("exprot a b", "quantmoe: no such command 'exprot'"),
+        ("generate a", "quantmoe generate: give either --prompt or --ids"),
+        ("generate a --ids 1,x", "quantmoe generate: invalid value for '--ids': '1,x'; expected numbers separated by"),
+        ("generate a --ids 1 --max-new-tokens 0", "quantmoe generate: invalid value for '--max-new-tokens': "),
+        ("unpack a", "quantmoe unpack: missing option '--layer'"),
+        ("bench --tokens 1,0", "quantmoe bench: invalid value for '--tokens': 0; expected numbers greater than"),
+        ("bench --shape 1/2/3", "quantmoe bench: invalid value for --shape: 1/2/3; expected one of qwen3-30b-a3b"),
+        ("bench --bogus", "quantmoe bench: no such option: --bogus"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(arguments: str, line: str, tmp_path: Path) -> None:
+    done = quantmoe(*arguments.split(), cwd=tmp_path)
+    assert done.code == 2
+    assert done.line.startswith(line)
+    assert done.line.endswith(" --help lists what there is")
+    assert not done.imported & {"torch", "transformers", "onnxruntime"}
+
+
+def test_no_argument_is_help() -> None:
+    done = quantmoe()
+    assert (done.code, done.err) == (0, "")
+    assert "export" in done.out
+
+
+def test_lists_are_separated_by_commas_or_repeated(tmp_path: Path) -> None:
+    sizes = ["--shape", "64/64/4/2,128/64/4/2", "--group-size", "32,64", "--group-size", "-1"]
+    sizes += ["--format", "int4,int8", "--format", "fp8"]
+    done = quantmoe("bench", "--packing", *sizes)
+    assert (done.code, done.err) == (0, "")
+    shown = [f"{shape} {kind} group {group} " for shape in ("64/64/4/2", "128/64/4/2")
+             for kind in ("int4", "int8", "fp8") for group in (32, 64, -1)]  # fmt: skip
+    assert all(f" {name}" in done.out for name in shown)
+    given: list[list[int] | None] = []
+    other = typer.Typer()
+
+    @other.command()
+    def command(tokens: Annotated[list[int] | None, typer.Option(**listed(int))] = None) -> None:
+        given.append(tokens)
+
+    for arguments in ("", "--tokens 1", "--tokens 1,16,256", "--tokens 1 --tokens 16,256", "--tokens -1,"):
+        assert CliRunner().invoke(other, arguments.split()).exit_code == 0
+    assert given == [None, [1], [1, 16, 256], [1, 16, 256], [-1]]
+
+
+#: what a command that needs packages of an extra says where one of them is missing
+LACKING = {
+    "export": (["export", QWEN, "out"], "torch"),
+    "export --dry-run": (["export", QWEN, "out", "--dry-run"], "torch"),
+    "generate": (["generate", "model", "--ids", "1"], "onnxruntime"),
+    "generate --prompt": (["generate", "model", "--prompt", "a"], "tokenizers"),
+    "demo": (["demo"], "compressed_tensors"),
+    "demo --checkpoint": (["demo", "--checkpoint", QWEN], "onnxruntime"),
+    "bench": (["bench"], "onnxruntime"),
+    "bench --plot": (["bench", "--plot", "cells.png"], "matplotlib"),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_a_missing_package_is_one_line_and_said_first(name: str, tmp_path: Path) -> None:
+    exported_before(tmp_path / "model")
+    (command, *arguments), package = LACKING[name]
+    done = quantmoe(command, *arguments, cwd=tmp_path, ABSENT=package)
+    assert done.code == 1
+    who = "quantmoe bench" if command == "bench" else "quantmoe"
+    assert done.line == f"{who}: {package} is not installed; pip install 'quantmoe[{EXTRAS[str(command)]}]'"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_older_onnx_runtime_is_one_line(tmp_path: Path) -> None:
+    """A package with its version only: nothing else of it is asked for."""
+    exported_before(tmp_path / "model")
+    (tmp_path / "onnxruntime.py").write_text("__version__ = '1.20.1'")
+    for arguments in (["generate", "model", "--ids", "1"], ["bench"]):
+        done = quantmoe(*arguments, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+        assert done.code == 1
+        expected = "onnxruntime is 1.20.1, expected 1.21 or newer; pip install 'onnxruntime>=1.21'"
+        assert done.line.partition(": ")[2] == expected
+
+
+def test_ggml_that_is_not_there_is_said_first(tmp_path: Path) -> None:
+    done = quantmoe("bench", "--against", "ggml", QUANTMOE_GGML=str(tmp_path))
+    assert done.code == 1
+    assert f"{tmp_path}/libggml-base.so: cannot open shared object file" in done.line
+    assert "llama_cpp/lib of PyPI's llama-cpp-python" in done.line
+
+
+#: command -> modules of exporter that it runs
+MODULES = {
+    "export": ["convert", "plan"],
+    "inspect": ["inspect", "explain"],
+    "unpack": ["unpack"],
+    "generate": ["generate"],
+    "demo": ["demo", "convert", "compare"],
+    "bench": ["bench"],
+}
+
+
+def packages(extra: str) -> set[str]:
+    """What a wheel installs with an extra, of what pyproject.toml names, as it is imported."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    extras, names = project["optional-dependencies"], set()
+    left = [*project["dependencies"], *extras.get(extra, ())]
+    while left:
+        name, more = re.fullmatch(r"([\w-]+)(?:\[([\w,-]+)\])?.*", left.pop()).groups()
+        if name == "quantmoe":
+            left += [line for part in more.split(",") for line in extras[part]]
+        names.add(name.replace("-", "_"))
+    return names
+
+
+def imported(path: Path, found: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Names that a module of ours and those of ours below it import anywhere, but for type checkers: by file."""
+    nodes: list[ast.AST] = [ast.parse(path.read_text())]
+    found[str(path)] = names = set()
+    while nodes:
+        node = nodes.pop()
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            nodes += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            names.update({str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)})
+    root = Path(__file__).parents[1]
+    for name in names:
+        below = root.joinpath(*name.split(".")[1:]) if name.startswith("quantmoe.") else root
+        for file in (below.with_suffix(".py"), below / "__init__.py"):
+            if below != root and file.is_file() and str(file) not in found:
+                imported(file, found)
+    return found
+
+
+@pytest.mark.parametrize("command", MODULES)
+def test_an_extra_has_what_its_command_imports(command: str) -> None:
+    found: dict[str, set[str]] = {}
+    for module in MODULES[command]:
+        imported(Path(__file__).parents[1] / "exporter" / f"{module}.py", found)
+    found.get(str(Path(__file__).parents[1] / "custom_ops" / "cuda.py"), set()).discard("torch")  # to launch kernels
+    names = {name.partition(".")[0] for name in set.union(*found.values())} - sys.stdlib_module_names - {"quantmoe"}
+    assert names >= {"numpy"}
+    assert names <= packages(EXTRAS.get(command, ""))
+
+
+def test_every_command_has_its_modules() -> None:
+    assert {command.name or command.callback.__name__ for command in app.registered_commands} == MODULES.keys()
+    assert EXTRAS.keys() <= MODULES.keys()

@@ -1,0 +1,72 @@
+"""How the commands take their arguments: lists, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import typer
+from rich.console import Console
+
+#: command -> the extra of pyproject.toml with the packages that it needs beyond the package's own
+EXTRAS = {"export": "export", "generate": "run", "demo": "demo", "bench": "bench"}
+#: of a wrong argument; typer exports only some of the classes below it
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+def terminal(markup: bool = False) -> Console:
+    """Of the terminal's width, or COLUMNS; wide in a file. No markup where names come from files."""
+    wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=150 if wide else None, markup=markup)
+
+
+def need(*modules: str) -> None:
+    """Says at once what would be missing after minutes.
+
+    Raises:
+        ModuleNotFoundError: naming the first that is not installed.
+    """
+    for module in modules:
+        if find_spec(module) is None:
+            raise ModuleNotFoundError(name=module)
+
+
+def missing(error: ModuleNotFoundError, command: str) -> str:
+    """What to install."""
+    package = (error.name or str(error)).partition(".")[0]
+    extra = f"[{EXTRAS[command]}]" if command in EXTRAS else ""
+    return f"{package} is not installed; pip install 'quantmoe{extra}'"
+
+
+def listed(kind: type = str, least: int | None = None) -> dict[str, Any]:
+    """Settings of an option of list[kind] that takes a,b,c and is repeated; numbers are not below ``least``."""
+
+    def parse(text: str) -> list[Any]:
+        try:
+            found = [kind(item) for item in re.split(r"[,\s]+", text.strip(" ,"))]
+        except ValueError:
+            raise typer.BadParameter(f"{text!r}; expected numbers separated by commas") from None
+        if least is not None and min(found) < least:
+            raise typer.BadParameter(f"{min(found)}; expected numbers greater than or equal to {least}")
+        return found
+
+    def joined(values: Sequence[Sequence[Any]] | None) -> list[Any] | None:
+        return [item for value in values for item in value] if values else None
+
+    return {"parser": parse, "callback": joined, "metavar": "A,B,.."}
+
+
+def run(app: typer.Typer, arguments: Sequence[str], name: str) -> None:
+    """A command: a wrong argument is one line and exit code 2."""
+    try:
+        code = app(arguments, prog_name=name, standalone_mode=False)
+    except UsageError as error:
+        command = context.command_path if (context := getattr(error, "ctx", None)) else name
+        text = " ".join(error.format_message().split()).rstrip(".").removeprefix("Invalid value: ")  # type: ignore[attr-defined]
+        print(f"{command}: {text[0].lower()}{text[1:]}; {command} --help lists what there is", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(code if isinstance(code, int) else 0)
