@@ -8,7 +8,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Tr
 from rich.table import Table
 
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
-from quantmoe.exporter.options import listed, missing, need, run, terminal
+from quantmoe.exporter.options import UsageError, listed, missing, need, run, terminal
 
 app = typer.Typer(
     help="Quantized mixture-of-experts checkpoints as ONNX models.",
@@ -90,10 +91,8 @@ def export(
         return _plan(checkpoint, outdir, **options)
     report = _export(checkpoint, outdir, **options)
     seconds = time.perf_counter() - begin
-    table = Table("layers", "scheme", "experts", "hidden x intermediate", "activations", "scales", title=str(outdir))
-    for row, count in _grouped(report).items():
-        table.add_row(str(count), *row)
-    console.print(table)
+    console.print(str(outdir), highlight=False)
+    _print_layers((scheme, spec, None) for scheme, spec in report.layers.values())
     for remark in filter(None, (report.activations, report.kv_cache)):
         console.print(remark, style="yellow")
     if report.scale_error is not None:
@@ -121,7 +120,18 @@ def inspect(
         bool, typer.Option("--explain", help="every layout and kernel considered; for a checkpoint too")
     ] = False,
 ) -> None:
-    """Show what an exported model holds."""
+    """Show what an exported model holds, or a checkpoint and what an export of it would refuse."""
+    from quantmoe.exporter.survey import is_model, survey
+
+    if not is_model(model):
+        if verify:
+            raise UsageError(f"--verify compares the hashes of an exported model; {model} is none")
+        found = survey(model)
+        if why and found.get("layers"):
+            _explain(model, as_json)
+        else:
+            print(json.dumps(found, indent=1)) if as_json else _print_survey(found)
+        return
     if why:
         _explain(model, as_json)
         return
@@ -131,27 +141,9 @@ def inspect(
     if as_json:
         print(json.dumps(found, indent=1))
         return
-    table = Table("layer", "w13", "w2", "activations", "layout", "bytes", "bits/weight", title=found["model"])
-    for layer in found["layers"]:
-        a = layer["attributes"]
-        weights = (
-            f"{a[f'{p}_format']} group {a[f'{p}_group_size']} {a[f'{p}_scale_type']}\n{layer[p]['shape']}"
-            for p in ("w13", "w2")
-        )
-        layout = f"{a['w13_layout']} v{a['w13_layout_version']}"
-        table.add_row(f"{layer['module']}\n{layer['format']}", *weights, a["w13_activation_format"], layout,
-                      f"{layer['bytes']:,}", f"{layer['bits_per_weight']:.2f}")  # fmt: skip
-    console.print(table)
-    linears: dict[str, int] = {}
-    for linear in found["linears"]:
-        a = linear["attributes"]
-        text = (
-            f"{linear['format']}: {a['w_format']} group {a['w_group_size']} {a['w_scale_type']}, "
-            f"{a['w_activation_format']}, {a['w_layout']} v{a['w_layout_version']}"
-        )
-        linears[text] = linears.get(text, 0) + 1
-    for text, count in linears.items():
-        console.print(f"{count} QuantLinear, {text}")
+    console.print(found["model"], highlight=False)
+    _print_nodes("layer", found["layers"], ("w13", "w2"))
+    _print_nodes("QuantLinear", found["linears"], ("w",))
     experts, dense = (sum(item["bytes"] for item in found[part]) for part in ("layers", "dense"))
     console.print(
         f"experts {_mb(experts)}; linears {_mb(sum(item['bytes'] for item in found['linears']))}; "
@@ -236,8 +228,13 @@ def demo(
         report = _export(checkpoint, output, force=force)
         found = compare(checkpoint, output, max_new_tokens)
     table = Table("", "", title=f"{checkpoint.name} -> {output / 'model.onnx'}", show_header=False)
-    for row, count in _grouped(report).items():
-        table.add_row(f"{count} MoE layers", "; ".join(row))
+    layers = Counter(
+        f"{scheme}; {spec.num_experts} experts of {spec.hidden_size} x {spec.intermediate_size}; "
+        f"{spec.w13.activation_format} activations, {spec.w13.scale_type} scales"
+        for scheme, spec in report.layers.values()
+    )
+    for text, count in layers.items():
+        table.add_row(f"{count} MoE {_plural('layer', count)}", text)
     for file in sorted(output.glob("model.onnx*")):
         table.add_row(file.name, _mb(file.stat().st_size))
     table.add_row("tokens, ONNX Runtime", str(found.tokens))
@@ -298,17 +295,11 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
     from quantmoe.exporter.plan import plan
 
     found = plan(checkpoint, outdir, **options)
-    rows: dict[tuple[str, ...], int] = {}
-    for scheme, spec, size in found.layers.values():
-        row = (scheme, str(spec.num_experts), f"{spec.hidden_size} x {spec.intermediate_size}", _mb(size))
-        rows[row] = rows.get(row, 0) + 1
-    table = Table("layers", "scheme", "experts", "hidden x intermediate", "a layer", title=f"{outdir} (dry run)")
-    for described, count in rows.items():
-        table.add_row(str(count), *described)
-    console.print(table)
+    console.print(f"{outdir} (dry run)", highlight=False)
+    _print_layers(found.layers.values())
     total = found.packed + found.dense
     console.print(
-        f"reads {_mb(found.read)}; writes {_mb(total)}: experts of {len(found.layers)} layers {_mb(found.packed)}, "
+        f"reads {_mb(found.read)}; writes {_mb(total)}: experts {_mb(found.packed)}, "
         f"other weights {_mb(found.dense)}{f', in {found.files} files' if found.files > 1 else ''}\n"
         f"about {_minutes(found.seconds)} ({found.rate}), peak memory about {_mb(round(found.memory))}"
     )
@@ -355,19 +346,80 @@ def _explain(path: Path, as_json: bool) -> None:
                 console.print(f"    kernel {kernel}: {verdict}")
 
 
-def _grouped(report: Any) -> dict[tuple[str, ...], int]:
-    """Layers of the same description, counted."""
-    rows: dict[tuple[str, ...], int] = {}
-    for scheme, spec in report.layers.values():
-        row = (
-            scheme,
-            str(spec.num_experts),
-            f"{spec.hidden_size} x {spec.intermediate_size}",
-            spec.w13.activation_format,
-            spec.w13.scale_type,
+def _print_survey(found: dict[str, Any]) -> None:
+    console.print(found["checkpoint"], highlight=False)
+    for part in ("files", "tensors"):
+        kinds = (f"{kind} {size['count']} ({_mb(size['bytes'])})" for kind, size in found.get(part, {}).items())
+        if text := ", ".join(kinds):
+            console.print(f"{part}: {text}")
+    if "format" in found:
+        console.print(f"architecture {found['model_type']}, format {found['format'] or 'floats, not quantized'}")
+    rows = (
+        (x["scheme"], x["experts"], f"{x['hidden_size']} x {x['intermediate_size']}") for x in found.get("layers", ())
+    )
+    for (scheme, experts, size), count in Counter(rows).items():
+        _print_block(f"{count} {_plural('layer', count)}", {"scheme": scheme, "experts": f"{experts} of {size}"})
+    for text, count in found.get("linears", {}).items():
+        console.print(f"{count} quantized {_plural('linear', count)} outside the experts: {text}")
+    if found.get("kv_cache"):
+        console.print(found["kv_cache"], style="yellow")
+    reasons = found["refused"]
+    for reason in dict.fromkeys(filter(None, reasons.values())):
+        targets = " and ".join(target for target, text in reasons.items() if text == reason)
+        console.print(f"export --target {targets} refuses it: {reason}", style="yellow", highlight=False)
+    if fine := [target for target, reason in reasons.items() if not reason]:
+        console.print(
+            f"export --target {' and '.join(fine)}: nothing in headers and config.json is in the way; "
+            "export --dry-run also asks transformers for the architecture",
+            highlight=False,
         )
-        rows[row] = rows.get(row, 0) + 1
-    return rows
+
+
+def _print_layers(layers: Iterable[tuple[str, Any, int | None]]) -> None:
+    """Layers of the same description together: (scheme, attributes, packed bytes or None)."""
+    described = (
+        (scheme, f"{spec.num_experts} of {spec.hidden_size} x {spec.intermediate_size}", spec.w13.activation_format,
+         spec.w13.scale_type, size) for scheme, spec, size in layers
+    )  # fmt: skip
+    for (scheme, experts, activations, scales, size), count in Counter(described).items():
+        rows = {"scheme": scheme, "experts": experts, "activations": activations, "scales": scales}
+        _print_block(f"{count} {_plural('layer', count)}", rows | ({"bytes": f"{size:,} each"} if size else {}))
+
+
+def _print_nodes(kind: str, nodes: list[dict[str, Any]], projections: tuple[str, ...]) -> None:
+    """Nodes of the same description together; linears of one may have any size."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for node in nodes:
+        described = {k: v for k, v in node["attributes"].items() if k not in ("in_features", "out_features")}
+        groups.setdefault(str((node["format"], described)), []).append(node)
+    for group in groups.values():
+        a, first = group[0]["attributes"], projections[0]
+        rows = {"scheme": group[0]["format"]}
+        if "num_experts" in a:
+            rows["experts"] = f"{a['num_experts']} of {a['hidden_size']} x {a['intermediate_size']}"
+        for p in projections:
+            rows[p] = f"{a[f'{p}_format']} group {a[f'{p}_group_size']} {a[f'{p}_scale_type']}"
+        rows["activations"] = a[f"{first}_activation_format"]
+        rows["layout"] = f"{a[f'{first}_layout']} v{a[f'{first}_layout_version']}"
+        sizes, bits = ([node[key] for node in group] for key in ("bytes", "bits_per_weight"))
+        rows["bytes"] = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
+        rows["bits a weight"] = " to ".join(sorted({f"{min(bits):.2f}", f"{max(bits):.2f}"}))
+        _print_block(f"{len(group)} {_plural(kind, len(group))}: {_and_more([str(n['module']) for n in group])}", rows)
+
+
+def _print_block(heading: str, rows: dict[str, Any]) -> None:
+    """A description that fits any width: cells wrap, and are not cut."""
+    console.print(heading, style="bold", highlight=False)
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(f"  {name}", str(value))
+    console.print(table)
+
+
+def _plural(noun: str, count: int) -> str:
+    return noun if count == 1 else f"{noun}s"
 
 
 def _print_reasons(heading: str, reasons: dict[str, str]) -> None:

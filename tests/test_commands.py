@@ -21,7 +21,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from quantmoe.exporter.checkpoint import write_safetensors
+from quantmoe.exporter.checkpoint import Checkpoint, write_safetensors
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.options import EXTRAS, listed
 
@@ -315,7 +315,7 @@ def test_ggml_that_is_not_there_is_said_first(tmp_path: Path) -> None:
 #: command -> modules of exporter that it runs
 MODULES = {
     "export": ["convert", "plan"],
-    "inspect": ["inspect", "explain"],
+    "inspect": ["inspect", "explain", "survey"],
     "unpack": ["unpack"],
     "generate": ["generate"],
     "demo": ["demo", "convert", "compare"],
@@ -371,3 +371,77 @@ def test_an_extra_has_what_its_command_imports(command: str) -> None:
 def test_every_command_has_its_modules() -> None:
     assert {command.name or command.callback.__name__ for command in app.registered_commands} == MODULES.keys()
     assert EXTRAS.keys() <= MODULES.keys()
+
+
+def equal_layers(folder: Path, count: int) -> Path:
+    """QWEN with its layer several times."""
+    ckpt = Checkpoint(QWEN)
+    names = {name: [name.replace(".layers.0.", f".layers.{i}.") for i in range(count)] for name in ckpt.names()}
+    edited(folder, num_hidden_layers=count)
+    write_safetensors(folder / "model.safetensors", {n: ckpt.tensor(name) for name, new in names.items() for n in new})
+    return folder
+
+
+@pytest.mark.parametrize("name", ["dense", "gguf", "lfs", "empty", "cache", "method", "float", "size", "gguf-file"])
+def test_inspect_explains_what_export_refuses(name: str, tmp_path: Path) -> None:
+    make, _, text = REFUSED[name]
+    path = make(tmp_path / name)
+    done = quantmoe("inspect", path, COLUMNS="1000")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith(f"{path}\n")
+    assert text in done.out
+    assert "export --target cpu and cuda refuses it: " in done.out
+    assert not done.imported & {"torch", "transformers", "onnx_ir"}
+
+
+def test_inspect_of_a_checkpoint_as_json(tmp_path: Path) -> None:
+    found = json.loads(quantmoe("inspect", equal_layers(tmp_path / "three", 3), "--json").out)
+    assert found["refused"] == {"cpu": "", "cuda": ""}
+    assert [layer["module"] for layer in found["layers"]] == [f"model.layers.{i}.mlp.experts" for i in range(3)]
+    assert list(found["linears"].values()) == [12]
+    assert found["tensors"]["I32"]["count"] == 30
+    assert found["format"] == "compressed-tensors"
+    refused = json.loads(quantmoe("inspect", holding(tmp_path / "gguf", "a.gguf"), "--json").out)
+    assert set(refused["refused"]) == {"cpu", "cuda"}
+    assert refused["files"] == {".gguf": {"count": 1, "bytes": 2}}
+    for arguments in (["inspect", "Qwen/Qwen3-30B-A3B"], ["inspect", QWEN, "--verify"]):
+        assert quantmoe(*arguments, cwd=tmp_path).line
+
+
+#: the commands on each line of stdin, in one process: torch is imported once
+SEVERAL = """
+import sys
+from quantmoe.exporter.cli import main
+for line in sys.stdin.read().splitlines():
+    sys.argv = line.split()
+    try:
+        main()
+    except SystemExit as done:
+        assert not done.code, done.code
+"""
+
+
+def test_eighty_columns_hold_everything(tmp_path: Path) -> None:
+    """No cell is cut, no line is longer, equal layers are one entry; names of any length in paths."""
+    names = ("modelopt-nvfp4-llama4", "gptqmodel-gptq-dynamic", "quark-fp8-kv", "modelopt-w4a8_nvfp4_fp8")
+    folders = [equal_layers(tmp_path / "three", 3), *(FIXTURES / name for name in names)]
+    commands = []
+    for i, folder in enumerate(folders):
+        out = tmp_path / f"out{i}"
+        commands += [f"inspect {folder}", f"inspect {folder} --explain", f"export {folder} {out} --dry-run",
+                     f"export {folder} {out}", f"inspect {out} --verify", f"inspect {out} --explain"]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL],
+        input="\n".join(f"quantmoe {command}" for command in commands),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "80"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "…" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    words = " ".join(done.stdout.split())
+    assert words.count("3 layers scheme compressed-tensors pack-quantized int4 A16 group 32, actorder weight") == 3
+    assert words.count("3 layers: model.layers.0.mlp.experts and 2 more scheme compressed-tensors") == 1
+    assert words.count("12 QuantLinears: model.layers.0.self_attn.q_proj and 11 more") == 1
+    assert "int8_token_asym" in words
