@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 from rich.table import Table
 
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
@@ -311,6 +310,8 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
 
 
 def _export(checkpoint: Path, outdir: Path, **options: Any) -> Any:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), TransferSpeedColumn(), TimeElapsedColumn())
     stderr = Console(stderr=True)
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:

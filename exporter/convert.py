@@ -253,7 +253,7 @@ def check_options(
             of = f" (target {target})" if name in ("dtype", "dense") else ""
             raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}{of}")
     if group_size is not None and quantize is None:
-        raise OptionError(f"group_size is {group_size}: an option of quantize; the checkpoint has its own")
+        raise OptionError(f"group_size is {group_size}: an option of quantize; a quantized checkpoint has its own")
     if max_file_size < 1:
         raise OptionError(f"max_file_size is {max_file_size}, expected a number of bytes")
     return activations or ACTIVATIONS[LAYOUT[target]], dtype or GRAPH_TYPES[target][0]

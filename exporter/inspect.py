@@ -17,6 +17,7 @@ import onnx_ir as ir
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import DOMAIN, LinearSpec, MoESpec, RoutingSpec, Spec, op_version
+from quantmoe.exporter.checkpoint import LFS_POINTER
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.passes.external_data import HASH, new_hash
@@ -120,7 +121,12 @@ def load(path: Path) -> ir.Model:
     except MemoryError:
         raise
     except Exception as error:  # protobuf's own, by backend
-        raise ModelError(f"{path}: not an ONNX model: {error}") from None
+        with open(path, "rb") as file:
+            pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+        reason = f"a Git LFS pointer; to fetch the file: git -C {path.parent} lfs pull" if pointer else error
+        raise ModelError(f"{path}: not an ONNX model: {reason}") from None
+    if not model.ir_version:  # an empty file is a message without fields
+        raise ModelError(f"{path}: not an ONNX model: it has no ir_version")
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         if not isinstance(tensor, ir.ExternalTensor):

@@ -66,7 +66,8 @@ def run(app: typer.Typer, arguments: Sequence[str], name: str) -> None:
         code = app(arguments, prog_name=name, standalone_mode=False)
     except UsageError as error:
         command = context.command_path if (context := getattr(error, "ctx", None)) else name
-        text = " ".join(error.format_message().split()).rstrip(".").removeprefix("Invalid value: ")  # type: ignore[attr-defined]
+        text = " ".join(error.format_message().split()).rstrip(".")  # type: ignore[attr-defined]
+        text = text.removeprefix("Invalid value: ").replace("Value error, ", "")  # pydantic's
         print(f"{command}: {text[0].lower()}{text[1:]}; {command} --help lists what there is", file=sys.stderr)
         sys.exit(2)
     sys.exit(code if isinstance(code, int) else 0)

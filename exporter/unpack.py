@@ -48,6 +48,9 @@ def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
     weights = [path.parent / file["name"] for file in found["files"]]
     if (written := Path(output).resolve()) in [file.resolve() for file in (path, *weights)]:
         raise FileExistsError(f"{written} is the model's own file; unpack to another")
+    if written.is_dir() or not written.parent.is_dir():
+        what = f"{written} is a folder" if written.is_dir() else f"{written.parent} is no folder"
+        raise FileNotFoundError(f"{what}, expected a file to write to")
     initializers = ir.load(path).graph.initializers
     modules: dict[str, None] = {}
 

@@ -21,7 +21,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from quantmoe.exporter.checkpoint import Checkpoint, write_safetensors
+from quantmoe.exporter.checkpoint import LFS_POINTER, Checkpoint, write_safetensors
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.options import EXTRAS, listed
 
@@ -231,6 +231,7 @@ def test_a_model_that_is_there_is_named_before_torch_is_imported(dry: bool, tmp_
         ("generate a --ids 1,x", "quantmoe generate: invalid value for '--ids': '1,x'; expected numbers separated by"),
         ("generate a --ids 1 --max-new-tokens 0", "quantmoe generate: invalid value for '--max-new-tokens': "),
         ("unpack a", "quantmoe unpack: missing option '--layer'"),
+        ("unpack a --layer 0 --to npz", "quantmoe unpack: invalid value for '--to': 'npz' is not one of 'safetensors'"),
         ("bench --tokens 1,0", "quantmoe bench: invalid value for '--tokens': 0; expected numbers greater than"),
         ("bench --shape 1/2/3", "quantmoe bench: invalid value for --shape: 1/2/3; expected one of qwen3-30b-a3b"),
         ("bench --bogus", "quantmoe bench: no such option: --bogus"),
@@ -445,3 +446,12 @@ def test_eighty_columns_hold_everything(tmp_path: Path) -> None:
     assert words.count("3 layers: model.layers.0.mlp.experts and 2 more scheme compressed-tensors") == 1
     assert words.count("12 QuantLinears: model.layers.0.self_attn.q_proj and 11 more") == 1
     assert "int8_token_asym" in words
+
+
+def test_what_is_no_model_is_named(tmp_path: Path) -> None:
+    for name, text in (("empty.onnx", ""), ("text.onnx", "hello"), ("pointer.onnx", LFS_POINTER.decode() + "v1\n")):
+        (tmp_path / name).write_text(text)
+        done = quantmoe("inspect", tmp_path / name)
+        assert done.code == 1
+        assert done.line.startswith(f"quantmoe: {tmp_path / name}: not an ONNX model: ")
+        assert ("lfs pull" in done.line) == (name == "pointer.onnx")

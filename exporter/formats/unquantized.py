@@ -44,7 +44,7 @@ class Unquantized(Format):
             raise CheckpointError(f"{ckpt.folder}: cannot quantize to {kind!r}; supported: {', '.join(KINDS)}")
         if ckpt.quantization:
             method = ckpt.quantization.get("quant_method")
-            raise CheckpointError(f"{ckpt.folder}: already quantized ({method}); export it without quantize")
+            raise CheckpointError(f"{ckpt.folder}: already quantized ({method}); export it without --quantize")
         self.kind = kind
         usual = -1 if kind == "none" else SCHEMES[kind].group_size
         self.group_size = usual if group_size is None else group_size

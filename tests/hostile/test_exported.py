@@ -174,3 +174,11 @@ def test_an_act_order_that_is_none(model: Path) -> None:
         with pytest.raises(Exception, match=f'"{NODE}": w13\'s act-order of expert 1 has columns outside 0 to 63'):
             run(s, x, ids, weights)
         assert np.isfinite(run(s, x, np.full_like(ids, 0), weights)).all()  # an expert that is whole
+
+
+def test_unpack_names_a_file_that_cannot_be(tmp_path: Path) -> None:
+    model = one_layer_model(tmp_path / "model")
+    layer = int(NODE.split(".")[2])
+    for output, text in ((tmp_path, f"{tmp_path} is a folder"), (tmp_path / "a" / "b", f"{tmp_path}/a is no folder")):
+        with pytest.raises(FileNotFoundError, match=f"{text}, expected a file to write to"):
+            unpack(model, layer, output)
