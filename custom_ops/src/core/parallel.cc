@@ -87,7 +87,7 @@ int qm_cpus(int allowed, const char* root) try {
       const std::string text(line, std::find_if(line, line + sizeof line, [](char c) { return c == '\n' || !c; }));
       const size_t controllers = text.find(':') + 1, path = text.find(':', controllers) + 1;
       if (!controllers || !path) continue;
-      const std::string names = "," + text.substr(controllers, path - 1 - controllers) + ",";
+      const std::string names = std::string(",").append(text, controllers, path - 1 - controllers).append(",");
       if (names == ",,") cpus = within_quota(cpus, mount, text.substr(path), true);
       if (names.find(",cpu,") != std::string::npos) cpus = within_quota(cpus, mount + "/cpu", text.substr(path), false);
     }
