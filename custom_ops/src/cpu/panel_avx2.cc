@@ -10,12 +10,12 @@
 // byte. Two vectors of nibbles share each broadcast: two panels of 4-bit codes, or the low and high nibbles of 8 rows
 // of 8-bit codes. Codes are offset by 8 or 128; accumulators start at -offset * sum(x), which pack_tile has put into
 // the tile.
-#include <cpuid.h>
 #include <immintrin.h>
 
 #include <utility>
 
 #include "cpu/elementwise.h"
+#include "cpu/x86.h"
 
 namespace quantmoe {
 namespace {
@@ -286,12 +286,7 @@ void multiply(const Product& product) {
   }
 }
 
-bool usable() {
-  __builtin_cpu_init();
-  unsigned a, b, c, d;  // clang has no name for f16c
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) &&
-         (c & bit_F16C);
-}
+bool usable() { return x86_has(kSavesYmm, bit_AVX | bit_FMA | bit_F16C, bit_AVX2, 0); }
 
 }  // namespace
 

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "cpu/elementwise.h"
+#include "cpu/x86.h"
 
 namespace quantmoe {
 namespace {
@@ -326,10 +327,8 @@ void multiply(const Product& product) {
 }
 
 bool usable() {
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vnni");
+  return x86_has(kSavesZmm, bit_AVX | bit_FMA | bit_F16C, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ,
+                 bit_AVX512VNNI);
 }
 
 }  // namespace
