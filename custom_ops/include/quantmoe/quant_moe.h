@@ -155,6 +155,7 @@ QM_API int qm_cpus(int allowed, const char* root);
 QM_API const char* qm_kernel_name(size_t index, int* usable);  // NULL past the end
 QM_API const char* qm_kernel_selected(const qm_moe*, char* err);
 QM_API const char* qm_version(void);
+QM_API const char* qm_compiler(void);  // of this library: "clang 22.1.8"
 
 // Probes for the bench, on `lanes` threads: bytes/s of one pass over `data` (larger than the caches), and operations/s
 // (two a multiply-add) of the int8 instructions of the selected kernel; 0 when there is no kernel.
