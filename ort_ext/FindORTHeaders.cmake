@@ -1,6 +1,7 @@
 # ORT_INCLUDE_DIR: the folder of onnxruntime_c_api.h, API 21 (ONNX Runtime 1.21) or newer. Only headers are needed: the
 # library gets every function from the runtime that loads it. In this order: ORT_ROOT (variable or environment), the system's
-# libonnxruntime-dev, the same package unpacked into the build tree from a newer release of the distribution.
+# libonnxruntime-dev, the same package unpacked into this repository's build folder from a newer release of the distribution.
+# Also runs by itself (cmake -P), before a build whose output is not seen.
 set(ORT_MINIMUM_API 21)
 
 function(ort_find)
@@ -17,16 +18,14 @@ function(ort_find)
   endif()
 endfunction()
 
-set(ort_sysroot ${CMAKE_BINARY_DIR}/ort_sysroot)
+get_filename_component(ort_fetched ${CMAKE_CURRENT_LIST_DIR}/../build/onnxruntime_headers ABSOLUTE)
 if(ORT_ROOT OR DEFINED ENV{ORT_ROOT})
   ort_find(HINTS ${ORT_ROOT} $ENV{ORT_ROOT} NO_DEFAULT_PATH)
 else()
-  ort_find(HINTS ${ort_sysroot}/usr)
+  ort_find(HINTS ${ort_fetched} PATHS /usr/local /usr)
   if(NOT ORT_INCLUDE_DIR)
-    message(STATUS "Unpacking libonnxruntime-dev into ${ort_sysroot}")
-    execute_process(COMMAND sh ${CMAKE_CURRENT_LIST_DIR}/distribution_package.sh libonnxruntime-dev ${ort_sysroot}
-      OUTPUT_VARIABLE ort_log ERROR_VARIABLE ort_log)
-    ort_find(HINTS ${ort_sysroot}/usr)
+    execute_process(COMMAND sh ${CMAKE_CURRENT_LIST_DIR}/onnxruntime_headers.sh ${ort_fetched} ERROR_VARIABLE ort_log)
+    ort_find(HINTS ${ort_fetched})
   endif()
 endif()
 if(NOT ORT_INCLUDE_DIR)
