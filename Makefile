@@ -1,46 +1,58 @@
 # The first target makes the virtual environment that everything else runs in. The machine needs Python 3.11 or newer with
-# venv and a C++20 compiler; the samples also a JDK with Maven.
+# venv; CUDA, the sanitizers and the C++ sample a C++20 compiler; the samples also a JDK with Maven.
 VENV ?= .venv
 BIN := $(CURDIR)/$(VENV)/bin
 # Bytecode now: machines that set PYTHONDONTWRITEBYTECODE would compile torch and transformers at every start.
-UV = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python
+INSTALL = $(BIN)/uv pip install --compile-bytecode --python $(BIN)/python
+UV = $(INSTALL) --quiet
 ARCH := $(shell uname -m)
 # Oldest and newest; samples/java runs Maven's.
-ORT_VERSIONS := 1.21 1.31
+ORT_VERSIONS := 1.21 1.32
 MODEL ?= build/sample-model
 # The machine's certificates, which a proxy may need.
 export UV_SYSTEM_CERTS := true
 export PATH := $(BIN):$(PATH)
+# As many processes as the machine has cores, and 2 GB for each: torch and transformers in a test, or nvcc.
+JOBS := $(shell awk -v cpus=$$(nproc) '/MemAvailable/ { jobs = int($$2 / 2e6) } END { print jobs < 1 ? 1 : jobs < cpus ? jobs : cpus }' /proc/meminfo)
 # A file's tests stay together: they share models that take seconds to make.
-PYTEST := python -m pytest -n 2 --dist loadfile -m "not long"
-# The AVX512 kernels keep 30 of 32 registers busy: clang does that; gcc 12 spills and gives the same bytes, slower.
+PYTEST := python -m pytest -n $(JOBS) --dist loadfile -m "not long"
+# What fuzzing needs.
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
-export CXX := $(or $(CLANG),c++)
 
 .PHONY: venv clang build cuda demo test test-random test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm bench lint \
   format samples first-minutes wheel clean
 
+# PyTorch's build for the CPU where its index can be reached, else PyPI's, to which on x86-64 belong 4 GB of CUDA libraries.
+# UV_TORCH_BACKEND names another build (cu130, say).
 venv: $(VENV)/installed
 $(VENV)/installed: pyproject.toml
-	@command -v c++ >/dev/null || { echo "No C++ compiler; on Debian and Ubuntu: apt-get install g++"; exit 1; }
 	@test -x $(BIN)/python || python3 -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "No Python with venv; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	python -m pip install --quiet --disable-pip-version-check uv
-	$(UV) --editable '.[export,run,bench,test]'
+	@torch=$${UV_TORCH_BACKEND:-cpu}; \
+	if UV_HTTP_RETRIES=0 UV_HTTP_TIMEOUT=10 UV_TORCH_BACKEND=$$torch $(UV) --dry-run --reinstall --no-deps torch 2>/dev/null; \
+	  then echo "PyTorch: its build for $$torch"; export UV_TORCH_BACKEND=$$torch; \
+	  else echo "PyTorch: PyPI's build; the index of those for $$torch cannot be reached"; unset UV_TORCH_BACKEND; fi; \
+	$(INSTALL) --requirements pyproject.toml --extra demo --extra bench
 	touch $@
 
 clang:
 	@echo $(CLANG)
 
-# The native library and quantmoe/__init__.py; other Python files are used where they are.
+# The native library and the package's links to the sources (CMakeLists.txt), with PyPI's clang or what CXX names.
 build: venv
-	$(UV) --no-deps --editable .
+	@$(UV) --group build
+	@$(UV) --group build $$(python -c 'import scikit_build_core.build as build; print(*build.get_requires_for_build_editable())')
+	@cmake -P ort_ext/FindORTHeaders.cmake
+	@echo "Building with $${CXX:-PyPI's clang}: a minute the first time"
+	$(UV) --no-build-isolation --no-deps --editable .
 
-demo: venv
+demo: build
 	@test -n "$(FORCE)" || test ! -e demo-model/model.onnx || { echo "demo-model/model.onnx exists; make demo FORCE=1 replaces it"; exit 1; }
 	quantmoe demo $(if $(CHECKPOINT),--checkpoint "$(CHECKPOINT)") $(if $(FORCE),--force)
 
 test: build
+	$(UV) --group test
 	$(PYTEST)
 
 # Random nodes for SECONDS on every CPU kernel of this machine, against a reference written from FORMAT.md alone; NODE=i runs one that
@@ -48,19 +60,22 @@ test: build
 SECONDS ?= 30
 SEED ?= 0
 test-random: build
+	$(UV) --group test
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PYTHONPATH=tests python tests/random/run.py --seconds $(SECONDS) --seed $(SEED) \
 	  $(if $(NODE),--node $(NODE))
 
 test-long: build
+	$(UV) --group test
 	python -m pytest -m long
 
 # The CUDA kernels and the libraries around them, compiled for every architecture by PyPI's nvcc; needs no GPU.
 CUDA_BUILD := $(CURDIR)/build/cuda
 cuda: venv
-	$(UV) --requirements pyproject.toml --extra cuda
+	@command -v c++ >/dev/null || { echo "No C++ compiler; on Debian and Ubuntu: apt-get install g++"; exit 1; }
+	$(UV) --group cuda
 	cmake -S . -B $(CUDA_BUILD) -G Ninja -DQUANTMOE_CUDA=ON \
 	  -DCMAKE_CUDA_COMPILER="$$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13/bin/nvcc"
-	cmake --build $(CUDA_BUILD) --parallel 2 --target quantmoe_cuda quantmoe_trt quantmoe_trt_driver quantmoe_trt_sample \
+	cmake --build $(CUDA_BUILD) --parallel $(JOBS) --target quantmoe_cuda quantmoe_trt quantmoe_trt_driver quantmoe_trt_sample \
 	  quantmoe_ort_cuda quantmoe_ort_driver quantmoe_ort_fake
 
 # Plans, plug-in and custom op without a GPU, engines for GPUs that are not here; with a GPU also the kernels.
@@ -70,25 +85,27 @@ test-cuda: export QUANTMOE_TRT_DRIVER = $(CUDA_BUILD)/trt_plugins/libquantmoe_tr
 test-cuda: export QUANTMOE_ORT_CUDA_LIBRARY = $(CUDA_BUILD)/ort_ext/libquantmoe_ort_cuda.so
 test-cuda: export QUANTMOE_ORT_DRIVER = $(CUDA_BUILD)/ort_ext/libquantmoe_ort_driver.so
 test-cuda: build cuda
-	$(UV) --requirements pyproject.toml --extra tensorrt-rtx
+	$(UV) --group test --requirements pyproject.toml --extra tensorrt-rtx
 	$(PYTEST) tests/cuda
 
 # Kernels, packer and custom ops under AddressSanitizer and UndefinedBehaviorSanitizer; tiles of at most 3 rows, as the templates of
 # 16 take gcc minutes there (CMakeLists.txt). Guard pages are for the full ones, in make test, as is too little memory, which ends
 # AddressSanitizer itself.
-test-sanitize: venv
+test-sanitize: build
+	$(UV) --group test
 	cmake -S . -B build/sanitize -DCMAKE_CXX_COMPILER=c++ -DCMAKE_CXX_FLAGS=-O1 -DCMAKE_BUILD_TYPE=None \
 	  -DQUANTMOE_SANITIZE=address,undefined
-	cmake --build build/sanitize --parallel 2
+	cmake --build build/sanitize --parallel $(JOBS)
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	  QUANTMOE_LIBRARY=$(CURDIR)/build/sanitize/ort_ext/libquantmoe_ort.so \
 	  $(PYTEST) tests/kernels tests/layouts tests/engines -k "not mapped and not guard and not no_memory"
 
 # Many threads on one session, the library under ThreadSanitizer. ONNX Runtime is not instrumented, and what orders the threads of its
 # pool is not seen: the session has none of its own.
-test-tsan: venv
+test-tsan: build
+	$(UV) --group test
 	cmake -S . -B build/tsan -DCMAKE_CXX_COMPILER=c++ -DCMAKE_CXX_FLAGS=-O1 -DCMAKE_BUILD_TYPE=None -DQUANTMOE_SANITIZE=thread
-	cmake --build build/tsan --parallel 2
+	cmake --build build/tsan --parallel $(JOBS)
 	LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)" QUANTMOE_LIBRARY=$(CURDIR)/build/tsan/ort_ext/libquantmoe_ort.so \
 	  QUANTMOE_RUNS=400 TSAN_OPTIONS=exitcode=66 setarch -R python -m pytest "tests/engines/test_concurrency.py::test_one_session_in_eight_threads[1]"
 
@@ -98,16 +115,14 @@ FUZZ_SEED ?= 0
 fuzz: build
 	cmake -S . -B build/fuzz -DCMAKE_CXX_COMPILER=$(or $(CLANG),clang++) -DCMAKE_CXX_FLAGS=-O1 -DCMAKE_BUILD_TYPE=None \
 	  -DQUANTMOE_ORT=OFF -DQUANTMOE_FUZZ=ON -DQUANTMOE_SANITIZE=fuzzer-no-link,address,undefined
-	cmake --build build/fuzz --parallel 2
+	cmake --build build/fuzz --parallel $(JOBS)
 	tests/fuzz/run.sh build/fuzz/tests/fuzz $(FUZZ_SECONDS) $(FUZZ_SEED)
 
-# One wheel for every Python and for glibc 2.28 or newer, whose symbols ziglang's clang links against; and the sdist.
-# ziglang's compiler runtime lacks the variables behind __builtin_cpu_supports; libgcc has them.
+# One wheel for every Python and for glibc 2.28 or newer; and the sdist.
 wheel: venv
-	$(UV) --requirements pyproject.toml --extra wheel
+	$(UV) --group wheel
 	rm -rf dist build/raw
-	CXX="$(BIN)/python -m ziglang c++ -target $(ARCH)-linux-gnu.2.28" LDFLAGS="$$(c++ -print-libgcc-file-name)" \
-	  uv build --quiet --wheel --out-dir build/raw --config-setting build-dir=build/wheel
+	env -u CXX uv build --quiet --wheel --out-dir build/raw --config-setting build-dir=build/wheel
 	auditwheel repair --only-plat --plat manylinux_2_28_$(ARCH) --wheel-dir dist build/raw/*.whl
 	uv build --quiet --sdist --out-dir dist
 
@@ -122,23 +137,23 @@ test-wheel: wheel
 # The library cross-built for aarch64, under qemu-user: a part of tests/arm/run.sh. Needs Debian and g++-aarch64-linux-gnu.
 # Leaves the wheel in dist, tagged for the glibc that this Debian's cross compiler links (2.36 on Debian 12).
 test-arm: build | $(MODEL)
-	$(UV) --requirements pyproject.toml --extra wheel
+	$(UV) --group test --group wheel
 	MODEL=$(MODEL) PYTHON=$(BIN)/python KLEIDIAI_CASES=20 tests/arm/run.sh tests/layouts/test_golden.py
 	auditwheel repair --plat auto --wheel-dir dist build/arm/wheel/*.whl
 
 bench: build
 	quantmoe bench --against ort-qmoe
 
-lint: venv
+lint: build
+	$(UV) --group lint
 	ruff check .
 	ruff format --check .
 	clang-format --dry-run -Werror $$(git ls-files '*.cc' '*.h')
-	mkdir -p build/typing/quantmoe
-	cd build/typing/quantmoe && ln -sfn ../../../exporter/quantmoe_init.py __init__.py && \
-	  for folder in exporter custom_ops ort_ext trt_plugins; do ln -sfn ../../../$$folder $$folder; done
 	mypy
+	cd / && mypy --config-file= --cache-dir=/dev/null --python-executable $(BIN)/python -c 'from quantmoe.exporter.output import MODEL; MODEL.upper()'
 
 format: venv
+	$(UV) --group lint
 	clang-format -i $$(git ls-files '*.cc' '*.h')
 	ruff format .
 	ruff check --fix .
@@ -151,6 +166,7 @@ build/sample-model: | build
 
 # The samples on one exported folder must print the same tokens; C# where dotnet stands.
 samples: build | $(MODEL)
+	$(UV) --group test
 	samples/compare.sh $(MODEL)
 
 # README's commands and the samples with good and bad input, and the wheel where `make wheel` has left one.

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
 from quantmoe.exporter.options import UsageError, listed, missing, need, run, terminal
+from quantmoe.ort_ext import build_info
 
 app = typer.Typer(
     help="Quantized mixture-of-experts checkpoints as ONNX models.",
@@ -35,7 +36,7 @@ Model = Annotated[Path, typer.Argument(help="exported model or its folder")]
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"quantmoe {version('quantmoe')}")
+        print(f"quantmoe {version('quantmoe')} ({build_info()})")
         raise typer.Exit
 
 
@@ -92,7 +93,7 @@ def export(
     seconds = time.perf_counter() - begin
     console.print(str(outdir), highlight=False)
     _print_layers((scheme, spec, None) for scheme, spec in report.layers.values())
-    for remark in filter(None, (report.activations, report.kv_cache)):
+    for remark in filter(None, (report.activations, report.kv_cache, report.library)):
         console.print(remark, style="yellow")
     if report.scale_error is not None:
         console.print(f"scales rounded to bf16: largest relative error {report.scale_error:.2e}", style="yellow")

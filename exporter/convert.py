@@ -42,7 +42,7 @@ from quantmoe.exporter.passes.external_data import INLINE, DataFiles, Region, by
 from quantmoe.exporter.passes.interface import drop_traces, name_interface
 from quantmoe.exporter.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.passes.weights import Weight, place_weights
-from quantmoe.ort_ext import library_path
+from quantmoe.ort_ext import OLDEST_GLIBC, glibc_of, library_path
 
 if TYPE_CHECKING:
     from quantmoe.exporter.model import Skeleton
@@ -75,6 +75,7 @@ class Report:
         plain_routers: layers whose router is not a MoERouting node but many of ONNX's: none of its methods is theirs.
         untraced: why every layer was traced although some are alike, else "".
         kv_cache: remark when the checkpoint wants its KV cache quantized, which stays float, else "".
+        library: remark when the library beside the model asks for a glibc newer than OLDEST_GLIBC, else "".
     """
 
     format: str
@@ -89,6 +90,7 @@ class Report:
     plain_routers: int = 0
     untraced: str = ""
     kv_cache: str = ""
+    library: str = ""
 
 
 def export(
@@ -191,6 +193,7 @@ def export(
         _companions(format.ckpt, partial, layers)
         if target == "cpu":
             _genai(format.ckpt, partial, layers)
+            report.library = _library(partial)
         metadata = {"checkpoint": format.ckpt.folder.resolve().name, "target": target} | ends
         _save(graph, weights, partial(MODEL), metadata)
     return report
@@ -439,9 +442,17 @@ def _config(ckpt: Checkpoint, layers: int | None) -> dict[str, Any]:
 
 
 def _genai(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None) -> None:
-    """What onnxruntime-genai reads beside the model: its configuration and the operator's library."""
-    library = Path(library_path())
+    """What onnxruntime-genai reads beside the model."""
     with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
-        found = genai_config(_config(ckpt, layers), ckpt.generation_config, library.name)
+        found = genai_config(_config(ckpt, layers), ckpt.generation_config, Path(library_path()).name)
         partial(GENAI).write_text(json.dumps(found, indent=2))
+
+
+def _library(partial: Callable[[str], Path]) -> str:
+    """The operator's library; returns a remark when it does not load wherever OLDEST_GLIBC does."""
+    library = Path(library_path())
     shutil.copyfile(library, partial(library.name))
+    major, minor = glibc_of(library)
+    if (major, minor) <= OLDEST_GLIBC:
+        return ""
+    return f"{library.name} asks for glibc {major}.{minor} or newer (without CXX, `make build` makes one for 2.28)"

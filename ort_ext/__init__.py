@@ -1,6 +1,13 @@
 """The ONNX Runtime custom-op libraries."""
 
+import ctypes
+import re
+from pathlib import Path
+
 from quantmoe.custom_ops import library_file
+
+#: newest glibc whose symbols the library that `make build` and `make wheel` make may ask for
+OLDEST_GLIBC = (2, 28)
 
 
 def library_path() -> str:
@@ -23,3 +30,21 @@ def cuda_library_path() -> str:
         FileNotFoundError: this installation was made without CUDA.
     """
     return library_file(__name__, "libquantmoe_ort_cuda.so", "QUANTMOE_ORT_CUDA_LIBRARY")
+
+
+def build_info() -> str:
+    """The compiler of ``libquantmoe_ort.so`` and the kernel that this machine runs: "clang 22.1.8, panel_avx2".
+
+    Raises:
+        OSError: the library cannot be loaded.
+    """
+    library, error = ctypes.CDLL(library_path()), ctypes.create_string_buffer(512)
+    library.qm_compiler.restype = library.qm_kernel_selected.restype = ctypes.c_char_p
+    kernel = library.qm_kernel_selected(None, error) or error.value
+    return f"{library.qm_compiler().decode()}, {kernel.decode()}"
+
+
+def glibc_of(library: str | Path) -> tuple[int, int]:
+    """The glibc that a library asks for: its newest symbol version, by the names in the dynamic string table."""
+    names = re.findall(rb"(?<=\0)GLIBC_(\d+)\.(\d+)(?:\.\d+)?(?=\0)", Path(library).read_bytes())
+    return max((int(major), int(minor)) for major, minor in names)

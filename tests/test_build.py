@@ -1,0 +1,149 @@
+"""What `make build` and `pip install` make: the library, the package as editors see it; what the Makefile decides."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+import pytest
+from elftools.elf.elffile import ELFFile
+
+from quantmoe.custom_ops import native
+from quantmoe.exporter import convert
+from quantmoe.ort_ext import OLDEST_GLIBC, build_info, glibc_of, library_path
+
+ROOT = Path(__file__).parents[1]
+
+
+def newest_symbol(library: str) -> tuple[int, int]:
+    with open(library, "rb") as file:
+        needs = ELFFile(file).get_section_by_name(".gnu.version_r").iter_versions()
+        names = [aux.name for _, wanted in needs for aux in wanted if aux.name.startswith("GLIBC_2")]
+    return max(tuple(int(n) for n in name[6:].split("."))[:2] for name in names)
+
+
+def test_glibc() -> None:
+    """What `export` copies: it loads on glibc 2.28, unless CXX chose a compiler that links this machine's."""
+    assert glibc_of(library_path()) == newest_symbol(library_path())
+    if "CXX" not in os.environ:
+        assert newest_symbol(library_path()) <= OLDEST_GLIBC
+
+
+def test_glibc_remark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that asks for a newer glibc than is promised: `export` says so."""
+    newer = tmp_path / Path(library_path()).name
+    newer.write_bytes(Path(library_path()).read_bytes() + b"\0GLIBC_2.99\0")
+    monkeypatch.setenv("QUANTMOE_LIBRARY", str(newer))
+    (tmp_path / "model").mkdir()
+    assert "asks for glibc 2.99" in convert._library(lambda name: tmp_path / "model" / name)
+    assert (tmp_path / "model" / newer.name).read_bytes() == newer.read_bytes()
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="reads Linux's list of processor features")
+def test_build_info() -> None:
+    """The compiler is one that this library can have, the kernel the best by the system's own list of features."""
+    flags = Path("/proc/cpuinfo").read_text().split("\nflags")[-1].split("\n")[0].split()
+    wanted = {
+        "panel_avx512vnni": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"},
+        "panel_avx2": {"avx2", "fma", "f16c"},
+    }
+    for name, usable in native.kernels().items():
+        assert usable == wanted.get(name, set()).issubset(flags) or "neon" in name or "kleidiai" in name, name
+    compiler, _, kernel = build_info().partition(", ")
+    assert compiler.split()[0] in ("clang", "gcc")
+    if "QUANTMOE_FORCE_KERNEL" not in os.environ:
+        assert kernel == next(name for name, usable in native.kernels().items() if usable)
+
+
+def test_paths_alone() -> None:
+    """Folders and .pth files lead to every module: editors and type checkers follow these and run no import hooks."""
+    paths, name = sys.path, "quantmoe"
+    for part in ("", ".exporter", ".convert"):
+        name += part
+        spec = PathFinder.find_spec(name, paths)
+        assert spec, name
+        paths = spec.submodule_search_locations
+    assert Path(spec.origin).samefile(ROOT / "exporter/convert.py")
+
+
+needs_make = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+
+
+def program(folder: Path, name: str, body: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).chmod(stat.S_IRWXU)
+
+
+@needs_make
+@pytest.mark.parametrize("chosen", ["", "cu130"])
+@pytest.mark.parametrize("reached", [True, False])
+def test_torch_backend(tmp_path: Path, reached: bool, chosen: str) -> None:
+    """The index of PyTorch's CPU builds where it answers, else PyPI's; what somebody chose comes first."""
+    program(tmp_path / "bin", "python", "")
+    program(
+        tmp_path / "bin",
+        "uv",
+        f'case "$*" in *--dry-run*) exit {int(not reached)};; esac; echo "$*; backend=$UV_TORCH_BACKEND"',
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("UV_TORCH_BACKEND", "MAKEFLAGS")}
+    environment |= {"UV_TORCH_BACKEND": chosen} if chosen else {}
+    command = ["make", "--silent", "-C", str(ROOT), "venv", f"VENV={tmp_path}", f"BIN={tmp_path}/bin"]
+    said, install = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    backend = chosen or "cpu"
+    assert install.endswith(f"; backend={backend if reached else ''}")
+    assert said == ("PyTorch: its build for " if reached else "PyTorch: PyPI's build; the index of those for ") + (
+        backend + ("" if reached else " cannot be reached")
+    )
+
+
+@needs_make
+def test_jobs() -> None:
+    """As many test processes as cores, which is what nproc says."""
+    command = ["make", "-n", "-C", str(ROOT), "test"]
+    said = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True
+    )
+    assert "pytest -n 1 " in said.stdout
+
+
+DEBIAN = any(f"ID={name}\n" in Path("/etc/os-release").read_text() for name in ("debian", "ubuntu"))
+
+
+@pytest.mark.skipif(not DEBIAN, reason="fetches from Debian's or Ubuntu's archive")
+@pytest.mark.parametrize(
+    ("archive", "message"),
+    [
+        pytest.param("exit 100", "package sources have no libonnxruntime-dev 1.", id="version-gone"),
+        pytest.param(
+            "echo \\'address/x.deb\\' x.deb 1", "have SHA-256 afd4[0-9a-f]{60}, expected [0-9a-f]{64}", id="other-bytes"
+        ),
+    ],
+)
+def test_headers_are_pinned(tmp_path: Path, archive: str, message: str) -> None:
+    """apt-get and dpkg that give something else than the version and the hash in the script."""
+    program(
+        tmp_path / "bin",
+        "apt-get",
+        f'case "$*" in *--print-uris*) {archive};; *download*) :> libonnxruntime-dev_1.deb;; esac',
+    )
+    program(tmp_path / "bin", "dpkg", "mkdir -p root/usr/include; echo others > root/usr/include/onnxruntime_c_api.h")
+    run = subprocess.run(
+        ["sh", ROOT / "ort_ext/onnxruntime_headers.sh", tmp_path / "headers"],
+        env=os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode
+    assert re.search(message, run.stderr), run.stderr
+    assert not (tmp_path / "headers").exists()
+    assert archive.startswith("exit") or run.stdout == "Fetching ONNX Runtime's headers: address/x.deb\n"
