@@ -19,7 +19,7 @@ PYTEST := python -m pytest -n $(JOBS) --dist loadfile -m "not long"
 # What fuzzing needs.
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 
-.PHONY: venv clang build cuda demo test test-random test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm bench lint \
+.PHONY: venv clang build cuda demo test test-random test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint \
   format samples first-minutes wheel clean
 
 # PyTorch's build for the CPU where its index can be reached, else PyPI's, to which on x86-64 belong 4 GB of CUDA libraries.
@@ -143,6 +143,14 @@ test-arm: build | $(MODEL)
 
 bench: build
 	quantmoe bench --against ort-qmoe
+
+# The library by CMake alone, with this machine's compilers: no Python, no warning (docs/shipping.md).
+test-cmake: build
+	for compiler in c++ $(CLANG); do \
+	  cmake -S . -B build/cmake-$$(basename $$compiler) -DCMAKE_CXX_COMPILER=$$compiler -DCMAKE_COMPILE_WARNING_AS_ERROR=ON && \
+	  cmake --build build/cmake-$$(basename $$compiler) --parallel $(JOBS) && \
+	  QUANTMOE_LIBRARY=build/cmake-$$(basename $$compiler)/ort_ext/libquantmoe_ort.so python -c 'from quantmoe import ort_ext; print(ort_ext.build_info())' || exit 1; \
+	done
 
 lint: build
 	$(UV) --group lint
