@@ -33,7 +33,7 @@ def enum(kind: str) -> dict[str, int]:
 
 @cache
 def op_version(op: str) -> int:
-    return next(int(version) for name, version in _lines()["OP"] if name == op)
+    return next(int(version) for name, _, version in _lines()["OP"] if name == op)
 
 
 def inputs(op: str) -> list[tuple[str, str]]:

@@ -162,13 +162,17 @@ OrtValue* Kernel::Output(OrtKernelContext* context, size_t index, const Shape& s
 
 void Kernel::ReadAttributes(const OrtKernelInfo* info, void* attributes) const {
   char error[QM_ERROR_SIZE];
+  int64_t version = 0;  // op_version, the first attribute
   for (size_t i = 0; const qm_attribute* a = qm_attribute_at(op_.name, i); ++i) {
+    if (i > 0 && a->since > version) continue;
     const std::string missing = std::string("attribute ") + a->name + " of kind " + a->kind + " is required";
     int status;
     if (a->kind == 'i') {
       int64_t value;
       Check(api_->KernelInfoGetAttribute_int64(info, a->name, &value), missing);
-      status = qm_set_int(op_.name, attributes, a->name, value, error);
+      if (i == 0) version = value;
+      status = i == 0 ? qm_set_version(op_.name, attributes, value, error)
+                      : qm_set_int(op_.name, attributes, a->name, value, error);
     } else if (a->kind == 'f') {
       float value;
       Check(api_->KernelInfoGetAttribute_float(info, a->name, &value), missing);

@@ -579,14 +579,13 @@ class Routing final : public Plugin {
 // The attributes of any operator; the version is the first of each.
 union Node {
   int32_t op_version;
-  qm_moe moe;
-  qm_linear linear;
-  qm_routing routing;
+#define QM_OP(op, name, version) qm_##name name;
+#include "op.def"
 };
 
 class Creator final : public IPluginCreatorV3One {
  public:
-  Creator(const char* op, int32_t version) : op_(op), version_(version) {
+  explicit Creator(const char* op) : op_(op) {
     const qm_attribute* a;
     for (size_t i = 0; (a = qm_attribute_at(op, i)); ++i) fields_.emplace_back(a->name, nullptr, FieldType(a->kind), 1);
     collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
@@ -606,7 +605,6 @@ class Creator final : public IPluginCreatorV3One {
     return kind == 'i' ? PluginFieldType::kINT32 : kind == 'f' ? PluginFieldType::kFLOAT32 : PluginFieldType::kCHAR;
   }
   const char* op_;
-  int32_t version_;
   std::vector<PluginField> fields_;
   PluginFieldCollection collection_{};
 };
@@ -655,14 +653,14 @@ IPluginV3* Creator::Create(const char* name, const PluginFieldCollection* given,
   Node node{};
   std::vector<Value> values;
   char error[QM_ERROR_SIZE];
-  // op_version, the first: a file of another version may have other attributes.
-  for (const PluginField& expected : fields_) {
-    const PluginField* field = find(expected.name);
-    if (field == end) return refuse(std::string("attribute ") + expected.name + " is required");
-    if (!Set(op_, &node, &values, expected, *field, error)) return refuse(error);
-    if (node.op_version != version_)
-      return refuse("op_version is " + std::to_string(node.op_version) + ", this library knows " +
-                    std::to_string(version_));
+  // op_version is the first: a file of an earlier one lacks the attributes that came later.
+  const auto later = [&](size_t i) { return i > 0 && qm_attribute_at(op_, i)->since > node.op_version; };
+  for (size_t i = 0; i < fields_.size(); ++i) {
+    if (later(i)) continue;
+    const PluginField* field = find(fields_[i].name);
+    if (field == end) return refuse(std::string("attribute ") + fields_[i].name + " is required");
+    if (!Set(op_, &node, &values, fields_[i], *field, error)) return refuse(error);
+    if (i == 0 && qm_set_version(op_, &node, node.op_version, error)) return refuse(error);
   }
   int64_t workspace_bytes = 0;
   for (const PluginField* field = given->fields; field != end; ++field) {
@@ -672,9 +670,9 @@ IPluginV3* Creator::Create(const char* name, const PluginFieldCollection* given,
       std::memcpy(&workspace_bytes, field->data, sizeof(workspace_bytes));
       continue;
     }
-    if (std::none_of(fields_.begin(), fields_.end(),
-                     [&](const PluginField& f) { return !std::strcmp(f.name, field->name); }))
-      return refuse(std::string("unknown attribute ") + field->name);
+    size_t i = 0;
+    while (i < fields_.size() && std::strcmp(fields_[i].name, field->name)) ++i;
+    if (i == fields_.size() || later(i)) return refuse(std::string("unknown attribute ") + field->name);
   }
   // Attributes no kernel can have are refused here, where the layer is named; shapes come later.
   const auto shared = std::make_shared<Layer>(layer, std::move(values), runs, workspace_bytes);
@@ -697,9 +695,10 @@ IPluginV3* Creator::Create(const char* name, const PluginFieldCollection* given,
 
 // Never destroyed: TensorRT may ask for their names while the process exits.
 std::vector<IPluginCreatorInterface*>& Creators() {
-  static auto& creators = *new std::vector<IPluginCreatorInterface*>{new Creator("QuantMoE", k_version_QuantMoE),
-                                                                     new Creator("QuantLinear", k_version_QuantLinear),
-                                                                     new Creator("MoERouting", k_version_MoERouting)};
+  static auto& creators = *new std::vector<IPluginCreatorInterface*>{
+#define QM_OP(op, name, version) new Creator(#op),
+#include "op.def"
+  };
   return creators;
 }
 

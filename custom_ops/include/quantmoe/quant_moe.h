@@ -21,35 +21,39 @@ enum { QM_ERROR_SIZE = 512 };
 typedef enum { QM_OK = 0, QM_INVALID = 1, QM_UNSUPPORTED = 2 } qm_status;
 typedef enum { QM_F32 = 0, QM_F16 = 1, QM_BF16 = 2 } qm_type;
 
+// The operators' attributes, expanded from op.def; enums as their codes.
+typedef int32_t qm_kind_i;
+typedef float qm_kind_f;
+#define QM_ENUM(kind) typedef int32_t qm_kind_##kind;
+#include "op.def"
+#define QM_FIELD(kind, name) qm_kind_##kind name;
 typedef struct {
-  int32_t format, group_size, block_n, scale_type, zero_points, bias, perm, pre_scale, activation_format, layout,
-      layout_version;
+#define QM_PROJECTION_ATTR(kind, name) QM_FIELD(kind, name)
+#include "op.def"
 } qm_projection;
+// qm_moe, qm_linear and qm_routing.
+#define QM_OP(op, name, version) typedef struct {
+#define QM_ATTR(op, kind, name) QM_FIELD(kind, name)
+#define QM_PROJECTION(op, prefix) qm_projection prefix;
+#define QM_END(op, name) \
+  }                      \
+  qm_##name;
+#include "op.def"
+#undef QM_FIELD
 
+// The attributes of an operator ("QuantMoE", "QuantLinear", "MoERouting"), op_version first. `node` is the operator's
+// struct above; a file of an op_version before `since` lacks the attribute.
 typedef struct {
-  int32_t op_version, num_experts, expert_offset, hidden_size, intermediate_size, activation, gated;
-  float swiglu_alpha, swiglu_limit;
-  int32_t apply_router_weight_on_input;
-  qm_projection w13, w2;
-} qm_moe;
-
-typedef struct {
-  int32_t op_version, in_features, out_features;
-  qm_projection w;
-} qm_linear;
-
-typedef struct {
-  int32_t op_version, num_experts, top_k, method, renormalize, n_group, topk_group;
-  float routed_scaling_factor;
-} qm_routing;
-
-// The attributes of an operator ("QuantMoE", "QuantLinear", "MoERouting"); kind: 'i' int32, 'f' float, 's' the name of
-// an enum value. `node` is the operator's struct above.
-typedef struct {
-  const char* name;
-  char kind;
+  char name[32];
+  char kind;       // 'i' int32, 'f' float, 's' the name of an enum value
+  int32_t since;   // op_version
+  int32_t offset;  // of its 4 bytes in the node
 } qm_attribute;
 QM_API const qm_attribute* qm_attribute_at(const char* op, size_t index);  // NULL past the end
+QM_API size_t qm_node_size(const char* op);                                // 0: no such operator
+// Sets op_version, first, and each later attribute to what its absence means. QM_UNSUPPORTED: a version that this
+// library does not know.
+QM_API int qm_set_version(const char* op, void* node, int64_t op_version, char* err);
 QM_API int qm_set_int(const char* op, void* node, const char* name, int64_t value, char* err);
 QM_API int qm_set_float(const char* op, void* node, const char* name, float value, char* err);
 QM_API int qm_set_string(const char* op, void* node, const char* name, const char* value, char* err);

@@ -1,10 +1,13 @@
 // The node attributes, expanded from op.def: names, kinds, setters and enum tables.
 #include "core/attributes.h"
 
+#include <array>
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <string>
+#include <string_view>
 
 namespace quantmoe {
 
@@ -18,37 +21,92 @@ int fail(char* err, int status, const char* format, ...) {
 
 namespace {
 
-struct EnumValue {
-  const char* kind;
+// A member of a struct: an attribute, or a projection, which has no kind.
+struct Member {
+  const char* op;
+  const char* kind;  // "i", "f" or an enum of op.def
   const char* name;
-  int32_t code;
+  size_t offset;
+  int32_t since = 1;
+  const char* absent = nullptr;  // what a file before `since` means
 };
-constexpr EnumValue kEnumValues[] = {
-#define QM_VALUE(kind, name, code) {#kind, #name, code},
+#define QM_OP(op, name, version) using op = qm_##name;
+#include "op.def"
+constexpr Member kMembers[] = {
+#define QM_ATTR(op, kind, name) {#op, #kind, #name, offsetof(op, name)},
+#define QM_ATTR_SINCE(op, version, kind, name, absent) {#op, #kind, #name, offsetof(op, name), version, #absent},
+#define QM_PROJECTION(op, prefix) {#op, nullptr, #prefix, offsetof(op, prefix)},
+#include "op.def"
+};
+constexpr Member kProjectionMembers[] = {
+#define QM_PROJECTION_ATTR(kind, name) {nullptr, #kind, #name, offsetof(qm_projection, name)},
+#include "op.def"
+};
+struct Operator {
+  const char* name;
+  int32_t version;
+  size_t size;
+};
+constexpr Operator kOperators[] = {
+#define QM_OP(op, name, version) {#op, version, sizeof(qm_##name)},
 #include "op.def"
 };
 
 struct Field {
   const char* op;
+  const char* kind;
+  const char* absent;
   qm_attribute attribute;
-  const char* kind;  // "i", "f" or an enum of op.def
-  size_t offset;     // in the operator's struct
 };
-using QuantMoE = qm_moe;  // the struct of an operator, by its name in op.def
-using QuantLinear = qm_linear;
-using MoERouting = qm_routing;
-constexpr char kind_letter(const char* kind) { return kind[1] ? 's' : kind[0]; }
-#define QM_FIELD(op, kind, name, member) {#op, {name, kind_letter(#kind)}, #kind, offsetof(op, member)},
-constexpr Field kFields[] = {
-#define QM_ATTR(op, kind, name) QM_FIELD(op, kind, #name, name)
-#include "op.def"
-#define QM_PROJECTION_ATTR(kind, name) QM_FIELD(QuantMoE, kind, "w13_" #name, w13.name)
-#include "op.def"
-#define QM_PROJECTION_ATTR(kind, name) QM_FIELD(QuantMoE, kind, "w2_" #name, w2.name)
-#include "op.def"
-#define QM_PROJECTION_ATTR(kind, name) QM_FIELD(QuantLinear, kind, "w_" #name, w.name)
-#include "op.def"
-};
+constexpr size_t fields() {
+  size_t count = 0;
+  for (const Member& m : kMembers) count += m.kind ? 1 : std::size(kProjectionMembers);
+  return count;
+}
+constexpr Field field(const Member& m, const Member* projection) {
+  Field f{m.op, m.kind, m.absent, {"", m.kind[1] ? 's' : m.kind[0], m.since, static_cast<int32_t>(m.offset)}};
+  char* to = f.attribute.name;  // too long a name does not compile
+  if (projection) {
+    f.op = projection->op;
+    f.attribute.offset += static_cast<int32_t>(projection->offset);
+    for (const char* c = projection->name; *c; ++c) *to++ = *c;
+    *to++ = '_';
+  }
+  for (const char* c = m.name; *c; ++c) *to++ = *c;
+  *to = 0;
+  return f;
+}
+constexpr auto kFields = [] {
+  std::array<Field, fields()> all{};
+  size_t count = 0;
+  for (const Member& m : kMembers) {
+    if (m.kind) all[count++] = field(m, nullptr);
+    for (const Member& p : kProjectionMembers)
+      if (!m.kind) all[count++] = field(p, &m);
+  }
+  return all;
+}();
+// Every member is of 4 bytes, without gaps, op_version first.
+constexpr bool packed() {
+  for (const Operator& op : kOperators) {
+    size_t end = 0;
+    for (const Field& f : kFields) {
+      if (std::string_view(f.op) != op.name) continue;
+      if ((end == 0) != (std::string_view(f.attribute.name) == "op_version")) return false;
+      if (f.attribute.offset != static_cast<int32_t>(end)) return false;
+      end += 4;
+    }
+    if (end != op.size) return false;
+  }
+  return true;
+}
+static_assert(packed());
+
+const Operator* find_operator(std::string_view name) {
+  for (const Operator& op : kOperators)
+    if (name == op.name) return &op;
+  return nullptr;
+}
 
 const Field* find(const char* op, const char* name, char kind, char* err) {
   for (const Field& field : kFields) {
@@ -63,10 +121,39 @@ const Field* find(const char* op, const char* name, char kind, char* err) {
 
 template <typename T>
 void store(void* node, const Field& field, T value) {
-  std::memcpy(static_cast<char*>(node) + field.offset, &value, sizeof(T));
+  std::memcpy(static_cast<char*>(node) + field.attribute.offset, &value, sizeof(T));
+}
+
+std::string names(const char* kind) {
+  std::string known;
+  for (const EnumValue& value : kEnumValues)
+    if (std::strcmp(value.kind, kind) == 0) known += (known.empty() ? "" : ", ") + std::string(value.name);
+  return known;
+}
+
+int check_version(const char* op, int64_t version, char* err) {
+  const Operator* known = find_operator(op);
+  if (!known) return fail(err, QM_INVALID, "unknown operator %s", op);
+  if (version >= 1 && version <= known->version) return QM_OK;
+  return fail(err, QM_UNSUPPORTED, "op_version is %lld, this library knows %s%d", (long long)version,
+              known->version > 1 ? "1 to " : "", known->version);
 }
 
 }  // namespace
+
+int check_node(const char* op, const void* node, char* err) {
+  for (const Field& field : kFields) {
+    if (std::strcmp(field.op, op) != 0) continue;
+    const qm_attribute& a = field.attribute;
+    int32_t value;
+    std::memcpy(&value, static_cast<const char*>(node) + a.offset, sizeof(value));
+    if (a.offset == 0)
+      if (int status = check_version(op, value, err)) return status;
+    if (a.kind == 's' && *enum_name(field.kind, value) == '?')
+      return fail(err, QM_INVALID, "%s is %d, no code of the operator's: %s", a.name, value, names(field.kind).c_str());
+  }
+  return QM_OK;
+}
 
 const char* enum_name(const char* kind, int32_t code) {
   for (const EnumValue& value : kEnumValues)
@@ -82,6 +169,24 @@ const qm_attribute* qm_attribute_at(const char* op, size_t index) {
   for (const Field& field : kFields)
     if (std::strcmp(field.op, op) == 0 && index-- == 0) return &field.attribute;
   return nullptr;
+}
+
+size_t qm_node_size(const char* op) {
+  const Operator* found = find_operator(op);
+  return found ? found->size : 0;
+}
+
+int qm_set_version(const char* op, void* node, int64_t op_version, char* err) {
+  if (int status = check_version(op, op_version, err)) return status;
+  for (const Field& field : kFields) {
+    const qm_attribute& a = field.attribute;
+    if (std::strcmp(field.op, op) != 0 || a.since <= op_version) continue;
+    const int status = a.kind == 's'   ? qm_set_string(op, node, a.name, field.absent, err)
+                       : a.kind == 'f' ? qm_set_float(op, node, a.name, std::strtof(field.absent, nullptr), err)
+                                       : qm_set_int(op, node, a.name, std::strtoll(field.absent, nullptr, 10), err);
+    if (status) return status;
+  }
+  return qm_set_int(op, node, "op_version", op_version, err);
 }
 
 int qm_set_int(const char* op, void* node, const char* name, int64_t value, char* err) {
@@ -103,15 +208,10 @@ int qm_set_float(const char* op, void* node, const char* name, float value, char
 int qm_set_string(const char* op, void* node, const char* name, const char* value, char* err) {
   const Field* field = find(op, name, 's', err);
   if (!field) return QM_INVALID;
-  std::string known;
   for (const EnumValue& candidate : kEnumValues) {
-    if (std::strcmp(candidate.kind, field->kind) != 0) continue;
-    if (std::strcmp(candidate.name, value) == 0) {
-      store(node, *field, candidate.code);
-      return QM_OK;
-    }
-    known += known.empty() ? "" : ", ";
-    known += candidate.name;
+    if (std::strcmp(candidate.kind, field->kind) != 0 || std::strcmp(candidate.name, value) != 0) continue;
+    store(node, *field, candidate.code);
+    return QM_OK;
   }
-  return fail(err, QM_INVALID, "%s is \"%.64s\", the operator defines: %s", name, value, known.c_str());
+  return fail(err, QM_INVALID, "%s is \"%.64s\", the operator defines: %s", name, value, names(field->kind).c_str());
 }

@@ -1,16 +1,35 @@
-// Enum codes of op.def as C++ constants, and the one way to fail.
+// Enums of op.def as C++ constants and a table, checks that follow from it, and the one way to fail.
 #pragma once
+#include <string_view>
+
 #include "quantmoe/quant_moe.h"
 
 namespace quantmoe {
 
 #define QM_VALUE(kind, name, code) constexpr int32_t k_##kind##_##name = code;
 #include "op.def"
-#define QM_OP(op, version) constexpr int32_t k_version_##op = version;
+
+struct EnumValue {
+  const char* kind;
+  const char* name;
+  int32_t code;
+};
+constexpr EnumValue kEnumValues[] = {
+#define QM_VALUE(kind, name, code) {#kind, #name, code},
 #include "op.def"
+};
+// How many values an enum has: for a switch over all of them, which a new one must not compile past.
+constexpr int count_values(std::string_view kind) {
+  int count = 0;
+  for (const EnumValue& value : kEnumValues) count += kind == value.kind;
+  return count;
+}
 
 // Name of an enum's code in op.def, "?" for a code it does not have.
 const char* enum_name(const char* kind, int32_t code);
+
+// Refuses an op_version that this library does not know, and codes that op.def's enums do not have.
+int check_node(const char* op, const void* node, char* err);
 
 // Writes the sentence to err (QM_ERROR_SIZE bytes) and returns status.
 [[gnu::format(printf, 3, 4)]] int fail(char* err, int status, const char* format, ...);

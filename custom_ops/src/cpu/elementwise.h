@@ -213,6 +213,7 @@ template <bool kGated>
 void activate_as(const qm_moe& moe, const float* gate, const float* up, int64_t n, float* h) {
   const float alpha = moe.swiglu_alpha, limit = moe.swiglu_limit;
   const auto times = [](float a, float u) { return kGated ? a * u : a; };
+  static_assert(count_values("activation") == 6, "a case for each");
   switch (moe.activation) {
     case k_activation_silu:
       return map(gate, up, n, h, [=](float g, float u) { return times(silu_f32(g), u); });

@@ -41,6 +41,7 @@ struct Scratch {  // of a lane
 int64_t scratch_floats(const qm_routing& r) { return 2LL * r.num_experts + 2LL * r.n_group; }
 
 void route(const qm_routing& r, const float* bias, const Scratch& s, int32_t* ids, float* weights) {
+  static_assert(count_values("routing_method") == 5, "the ifs below");
   const int experts = r.num_experts, size = experts / r.n_group;
   for (int e = 0; e < experts; ++e)
     if (std::isnan(s.scores[e])) {  // comparisons would be meaningless; the token's output is NaN

@@ -114,7 +114,7 @@ int ValidateMachine(int type, const char* what, const qm_cuda_device& device, ch
 
 int Validate(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) {
   const qm_moe& m = p.moe;
-  if (m.op_version != 1) return Fail(err, QM_UNSUPPORTED, "op_version is %d, this library knows 1", m.op_version);
+  if (int status = check_node("QuantMoE", &m, err)) return status;
   if (int status = ValidateMachine(p.type, "hidden_states are", device, err)) return status;
   if (p.id_bytes != 4 && p.id_bytes != 8)
     return Fail(err, QM_INVALID, "topk_ids are %d bytes wide, expected 4 or 8", p.id_bytes);
@@ -398,7 +398,7 @@ extern "C" size_t qm_cuda_linear_row_bytes(const qm_linear* linear) {
 extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const qm_cuda_device* device,
                                    qm_cuda_plan* plan, char* err) {
   const qm_linear& l = problem->linear;
-  if (l.op_version != 1) return Fail(err, QM_UNSUPPORTED, "op_version is %d, this library knows 1", l.op_version);
+  if (int status = check_node("QuantLinear", &l, err)) return status;
   if (int status = ValidateMachine(problem->type, "x is", *device, err)) return status;
   if (l.in_features <= 0 || l.in_features % 8)
     return Fail(err, QM_UNSUPPORTED, "in_features is %d, the CUDA kernels take positive multiples of 8", l.in_features);
@@ -440,11 +440,11 @@ extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const 
 
 extern "C" int qm_cuda_validate_routing(const qm_cuda_routing_problem* problem, char* err) {
   const qm_routing& r = problem->routing;
+  if (int status = check_node("MoERouting", &r, err)) return status;
   const struct {
     const char* name;
     int value, least, most;
-  } ranges[] = {{"op_version", r.op_version, 1, 1},
-                {"num_experts", r.num_experts, 1, kMaxRoutedExperts},
+  } ranges[] = {{"num_experts", r.num_experts, 1, kMaxRoutedExperts},
                 {"method", r.method, 0, 4},
                 {"renormalize", r.renormalize, 0, 1},
                 {"n_group", r.n_group, 1, r.num_experts},
