@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from quantmoe.custom_ops import library_file
 from quantmoe.custom_ops.layouts.marlin import GROUPED
-from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, RoutingSpec, Spec, attribute_kinds, enum
+from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, RoutingSpec, enum
+from quantmoe.custom_ops.structs import ERROR_SIZE, STRUCTS, check_status, check_structs, node
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +31,9 @@ SUPPORTED: dict[str, tuple[int | str, ...]] = {
     "perm": (0, 1),  # 2 as well of a gated w13
     "bias": (0, 1),
 }
-ERROR_SIZE = 512
 PATHS = ("decode", "stream", "wgmma", "fp8")
 _I32, _I64, _U64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
 _TYPES = {"f32": 0, "f16": 1, "bf16": 2}
-_S = TypeVar("_S", bound=ctypes.Structure)
 
 
 class Device(ctypes.Structure):
@@ -46,37 +45,29 @@ class Device(ctypes.Structure):
 H200 = Device(90, 132, 233472)
 
 
-class _MoE(ctypes.Structure):
-    # qm_moe: op.def's attributes in op.def's order.
-    _fields_ = [(n, ctypes.c_float if kind == "f" else _I32) for n, kind in attribute_kinds().items()]
-
-
-class _Linear(ctypes.Structure):
-    _fields_ = [(n, _I32) for n in attribute_kinds("QuantLinear")]
-
-
-class _Routing(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_float if kind == "f" else _I32) for n, kind in attribute_kinds("MoERouting").items()]
-
-
 class Problem(ctypes.Structure):
     """qm_cuda_problem."""
 
-    _fields_ = [("moe", _MoE), ("type", _I32), ("id_bytes", _I32)] + [
-        (n, _I64) for n in ("tokens", "top_k", "local_experts")
+    _fields_ = [
+        ("moe", STRUCTS["QuantMoE"]),
+        ("type", _I32),
+        ("id_bytes", _I32),
+        ("tokens", _I64),
+        ("top_k", _I64),
+        ("local_experts", _I64),
     ]
 
 
 class LinearProblem(ctypes.Structure):
     """qm_cuda_linear_problem."""
 
-    _fields_ = [("linear", _Linear), ("type", _I32), ("rows", _I64)]
+    _fields_ = [("linear", STRUCTS["QuantLinear"]), ("type", _I32), ("rows", _I64)]
 
 
 class RoutingProblem(ctypes.Structure):
     """qm_cuda_routing_problem."""
 
-    _fields_ = [("routing", _Routing), ("type", _I32), ("tokens", _I64)]
+    _fields_ = [("routing", STRUCTS["MoERouting"]), ("type", _I32), ("tokens", _I64)]
 
 
 class Gemm(ctypes.Structure):
@@ -109,33 +100,22 @@ def library() -> ctypes.CDLL:
 
     Raises:
         FileNotFoundError: neither is there.
+        OSError: it was built from another op.def.
     """
     lib = ctypes.CDLL(library_file("quantmoe.custom_ops", "libquantmoe_cuda.so", "QUANTMOE_CUDA_LIBRARY"))
+    check_structs(lib)
     lib.qm_cuda_row_bytes.restype = lib.qm_cuda_linear_row_bytes.restype = ctypes.c_size_t
     return lib
 
 
-def _check(status: int, err: ctypes.Array[ctypes.c_char]) -> None:
-    if status:
-        raise ValueError(err.value.decode())
-
-
 def problem(spec: MoESpec, dtype: str, tokens: int, top_k: int, local_experts: int, id_bytes: int = 8) -> Problem:
     """qm_cuda_problem of a node and a batch; dtype "f16" or "bf16" (or "f32", which plan() refuses)."""
-    return Problem(_node(_MoE, spec), _TYPES[dtype], id_bytes, tokens, top_k, local_experts)
+    return Problem(node(library(), spec), _TYPES[dtype], id_bytes, tokens, top_k, local_experts)
 
 
 def linear_problem(spec: LinearSpec, dtype: str, rows: int) -> LinearProblem:
     """qm_cuda_linear_problem of a node and a batch."""
-    return LinearProblem(_node(_Linear, spec), _TYPES[dtype], rows)
-
-
-def _node(struct: type[_S], spec: Spec) -> _S:
-    node = struct()
-    for name, value in spec.attributes().items():
-        kind = attribute_kinds(spec.OP)[name]
-        setattr(node, name, value if kind in ("i", "f") else enum(kind)[str(value)])
-    return node
+    return LinearProblem(node(library(), spec), _TYPES[dtype], rows)
 
 
 def plan(problem: Problem | LinearProblem, device: Device = H200) -> Plan:
@@ -146,7 +126,7 @@ def plan(problem: Problem | LinearProblem, device: Device = H200) -> Plan:
     """
     found, err = Plan(), ctypes.create_string_buffer(ERROR_SIZE)
     make = library().qm_cuda_plan_moe if isinstance(problem, Problem) else library().qm_cuda_plan_linear
-    _check(make(ctypes.byref(problem), ctypes.byref(device), ctypes.byref(found), err), err)
+    check_status(make(ctypes.byref(problem), ctypes.byref(device), ctypes.byref(found), err), err)
     return found
 
 
@@ -159,7 +139,7 @@ def check_plan(problem: Problem | LinearProblem, plan: Plan) -> None:
     err = ctypes.create_string_buffer(ERROR_SIZE)
     lib = library()
     check = lib.qm_cuda_check_plan if isinstance(problem, Problem) else lib.qm_cuda_check_plan_linear
-    _check(check(ctypes.byref(problem), ctypes.byref(plan), err), err)
+    check_status(check(ctypes.byref(problem), ctypes.byref(plan), err), err)
 
 
 def check_order(problem: Problem | LinearProblem, rows: torch.Tensor) -> None:
@@ -170,7 +150,7 @@ def check_order(problem: Problem | LinearProblem, rows: torch.Tensor) -> None:
     """
     err = ctypes.create_string_buffer(ERROR_SIZE)
     check = library().qm_cuda_check_moe if isinstance(problem, Problem) else library().qm_cuda_check_linear
-    _check(check(ctypes.byref(problem), _PTR(rows.data_ptr()), None, err), err)
+    check_status(check(ctypes.byref(problem), _PTR(rows.data_ptr()), None, err), err)
 
 
 def refusal(spec: MoESpec | LinearSpec) -> str:
@@ -246,7 +226,7 @@ def absence(spec: MoESpec | LinearSpec) -> str:
 def query(ordinal: int = 0) -> Device:
     """The device as the plan sees it."""
     found, err = Device(), ctypes.create_string_buffer(ERROR_SIZE)
-    _check(library().qm_cuda_query(ordinal, ctypes.byref(found), err), err)
+    check_status(library().qm_cuda_query(ordinal, ctypes.byref(found), err), err)
     return found
 
 
@@ -293,7 +273,9 @@ class CudaMoE:
         err = ctypes.create_string_buffer(ERROR_SIZE)
         stream = _PTR(torch.cuda.current_stream().cuda_stream)
         p, chosen = prepared
-        _check(library().qm_cuda_launch(ctypes.byref(p), ctypes.byref(chosen), ctypes.byref(tensors), stream, err), err)
+        check_status(
+            library().qm_cuda_launch(ctypes.byref(p), ctypes.byref(chosen), ctypes.byref(tensors), stream, err), err
+        )
 
     def __call__(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """hidden f16 or bf16 [T, H], topk_ids int32 or int64 [T, k], topk_weights f32 [T, k] -> [T, H]."""
@@ -335,7 +317,7 @@ class CudaLinear:
         err = ctypes.create_string_buffer(ERROR_SIZE)
         stream = _PTR(torch.cuda.current_stream().cuda_stream)
         launch = library().qm_cuda_launch_linear
-        _check(launch(ctypes.byref(p), ctypes.byref(chosen), tensors, stream, err), err)
+        check_status(launch(ctypes.byref(p), ctypes.byref(chosen), tensors, stream, err), err)
 
 
 def check_routing(spec: RoutingSpec) -> None:
@@ -345,8 +327,8 @@ def check_routing(spec: RoutingSpec) -> None:
         ValueError: the library's sentence about an attribute.
     """
     err = ctypes.create_string_buffer(ERROR_SIZE)
-    found = RoutingProblem(_node(_Routing, spec), _TYPES["f32"], 1)
-    _check(library().qm_cuda_validate_routing(ctypes.byref(found), err), err)
+    found = RoutingProblem(node(library(), spec), _TYPES["f32"], 1)
+    check_status(library().qm_cuda_validate_routing(ctypes.byref(found), err), err)
 
 
 def route(spec: RoutingSpec, logits: torch.Tensor, correction_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -359,9 +341,9 @@ def route(spec: RoutingSpec, logits: torch.Tensor, correction_bias: torch.Tensor
 
     ids = torch.full((len(logits), spec.top_k), -1, dtype=torch.int32, device=logits.device)
     weights = torch.full(ids.shape, float("nan"), device=logits.device)
-    problem = RoutingProblem(_node(_Routing, spec), _TYPES[_dtype(logits)], len(logits))
+    problem = RoutingProblem(node(library(), spec), _TYPES[_dtype(logits)], len(logits))
     tensors = (_PTR * 4)(*(t.data_ptr() for t in (logits, correction_bias, ids, weights)))
     err = ctypes.create_string_buffer(ERROR_SIZE)
     stream = _PTR(torch.cuda.current_stream().cuda_stream)
-    _check(library().qm_cuda_launch_routing(ctypes.byref(problem), tensors, stream, err), err)
+    check_status(library().qm_cuda_launch_routing(ctypes.byref(problem), tensors, stream, err), err)
     return ids, weights

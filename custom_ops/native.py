@@ -11,10 +11,10 @@ import ml_dtypes
 import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.op import LinearSpec, MoESpec, RoutingSpec, Spec, attribute_kinds, enum
+from quantmoe.custom_ops.op import LinearSpec, MoESpec, RoutingSpec, Spec, enum
+from quantmoe.custom_ops.structs import ERROR_SIZE, check_status, check_structs, node
 from quantmoe.ort_ext import library_path
 
-ERROR_SIZE = 512
 _share = threading.local()
 _TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
 
@@ -88,8 +88,13 @@ class _RoutingCall(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL:
-    """The kernels, which are in the ONNX Runtime library."""
+    """The kernels, which are in the ONNX Runtime library.
+
+    Raises:
+        OSError: it was built from another op.def.
+    """
     lib = ctypes.CDLL(library_path())
+    check_structs(lib)
     for name, restype in {
         "qm_row_bytes": ctypes.c_size_t,
         "qm_moe_workspace": ctypes.c_size_t,
@@ -149,7 +154,7 @@ def pack_panels(m: QuantizedMatrix, out: np.ndarray, row_order: np.ndarray | Non
         panel_step,
     )
     err = ctypes.create_string_buffer(ERROR_SIZE)
-    _check(
+    check_status(
         lib.qm_pack_panels(
             ctypes.byref(source), ctypes.c_void_p(out.ctypes.data), pack_threads(), lib.qm_parallel_threads, None, err
         ),
@@ -168,7 +173,7 @@ def pack_marlin(halves: list[np.ndarray], bits: int, fill: int, out: np.ndarray)
     gate, up = ([None] * (2 - len(halves))) + [ctypes.c_void_p(half.ctypes.data) for half in halves]
     sizes = [ctypes.c_int64(size) for size in halves[0].shape]
     to, threads = ctypes.c_void_p(out.ctypes.data), lib.qm_parallel_threads
-    _check(lib.qm_pack_marlin(gate, up, *sizes, bits, fill, to, pack_threads(), threads, None, err), err)
+    check_status(lib.qm_pack_marlin(gate, up, *sizes, bits, fill, to, pack_threads(), threads, None, err), err)
 
 
 class NativeMoE:
@@ -185,11 +190,10 @@ class NativeMoE:
     def __init__(self, spec: MoESpec, w13: np.ndarray, w2: np.ndarray):
         self.w13, self.w2, self.spec = w13, w2, spec
         self._lib = library()
-        self._moe = ctypes.create_string_buffer(1024)
-        _set(self._moe, spec)
+        self._moe = ctypes.byref(node(self._lib, spec))
         err = ctypes.create_string_buffer(ERROR_SIZE)
         shapes = [(ctypes.c_int64 * 2)(len(w), w.shape[1] // 4) for w in (w13, w2)]
-        _check(self._lib.qm_moe_validate(self._moe, *shapes, err), err)
+        check_status(self._lib.qm_moe_validate(self._moe, *shapes, err), err)
 
     @property
     def kernel(self) -> str:
@@ -230,7 +234,7 @@ class NativeMoE:
         workspace = buffer(self._lib.qm_moe_workspace(self._moe, ctypes.byref(call)))
         call.workspace = workspace.ctypes.data
         err = ctypes.create_string_buffer(ERROR_SIZE)
-        _check(self._lib.qm_moe_run(self._moe, ctypes.byref(call), err), err)
+        check_status(self._lib.qm_moe_run(self._moe, ctypes.byref(call), err), err)
         return output
 
 
@@ -247,11 +251,11 @@ class NativeLinear:
 
     def __init__(self, spec: LinearSpec, w: np.ndarray):
         self.w, self.spec = w, spec
-        self._lib, self._linear = library(), ctypes.create_string_buffer(1024)
-        _set(self._linear, spec)
+        self._lib = library()
+        self._linear = ctypes.byref(node(self._lib, spec))
         err = ctypes.create_string_buffer(ERROR_SIZE)
         shape = (ctypes.c_int64 * 2)(len(w), w.shape[1] // 4)
-        _check(self._lib.qm_linear_validate(self._linear, shape, err), err)
+        check_status(self._lib.qm_linear_validate(self._linear, shape, err), err)
 
     def __call__(self, x: np.ndarray, lanes: int = 1) -> np.ndarray:
         """x [T, K] f32, f16 or bf16 -> [T, N]."""
@@ -263,7 +267,7 @@ class NativeLinear:
         workspace = aligned(self._lib.qm_linear_workspace(self._linear, ctypes.byref(call)))
         call.workspace = workspace.ctypes.data
         err = ctypes.create_string_buffer(ERROR_SIZE)
-        _check(self._lib.qm_linear_run(self._linear, ctypes.byref(call), err), err)
+        check_status(self._lib.qm_linear_run(self._linear, ctypes.byref(call), err), err)
         return y
 
 
@@ -275,18 +279,17 @@ def route(
     Raises:
         ValueError: with the C ABI's message.
     """
-    lib, node = library(), ctypes.create_string_buffer(1024)
-    err = ctypes.create_string_buffer(ERROR_SIZE)
-    _set(node, spec)
-    _check(lib.qm_routing_validate(node, err), err)
+    lib, err = library(), ctypes.create_string_buffer(ERROR_SIZE)
+    routing = ctypes.byref(node(lib, spec))
+    check_status(lib.qm_routing_validate(routing, err), err)
     logits = np.ascontiguousarray(logits)
     bias = np.zeros(spec.num_experts, np.float32) if correction_bias is None else correction_bias.astype(np.float32)
     ids, weights = (np.empty((len(logits), spec.top_k), dtype) for dtype in (np.int32, np.float32))
     pointers = (a.ctypes.data for a in (logits, bias, ids, weights))
     call = _RoutingCall(_TYPES[logits.dtype], len(logits), *pointers, None, *_threads(lanes))
-    workspace = aligned(lib.qm_routing_workspace(node, ctypes.byref(call)))
+    workspace = aligned(lib.qm_routing_workspace(routing, ctypes.byref(call)))
     call.workspace = workspace.ctypes.data
-    _check(lib.qm_routing_run(node, ctypes.byref(call), err), err)
+    check_status(lib.qm_routing_run(routing, ctypes.byref(call), err), err)
     return ids, weights
 
 
@@ -299,8 +302,7 @@ def workspace(
     local_experts: int = 1,
 ) -> int:
     """Bytes that a call of ``tokens`` rows of ``dtype`` needs beside its tensors; experts: of QuantMoE."""
-    lib, node = library(), ctypes.create_string_buffer(1024)
-    _set(node, spec)
+    lib = library()
     kind = _TYPES[np.dtype(dtype)]
     call: ctypes.Structure
     if isinstance(spec, MoESpec):
@@ -310,25 +312,12 @@ def workspace(
     else:
         call, size = _RoutingCall(kind, tokens), lib.qm_routing_workspace
     call.lanes, call.parallel_for, _ = _threads(lanes)
-    return size(node, ctypes.byref(call))
+    return size(ctypes.byref(node(lib, spec)), ctypes.byref(call))
 
 
 def _threads(lanes: int) -> tuple[int, object, None]:
     """lanes, parallel_for and parallel_context of a call."""
     return lanes, ctypes.cast(library().qm_parallel_threads, ctypes.c_void_p) if lanes > 1 else None, None
-
-
-def _set(node: ctypes.Array[ctypes.c_char], spec: Spec) -> None:
-    lib, op, err = library(), spec.OP.encode(), ctypes.create_string_buffer(ERROR_SIZE)
-    for name, value in spec.attributes().items():
-        kind = attribute_kinds(spec.OP)[name]
-        if kind == "i":
-            status = lib.qm_set_int(op, node, name.encode(), ctypes.c_int64(int(value)), err)
-        elif kind == "f":
-            status = lib.qm_set_float(op, node, name.encode(), ctypes.c_float(float(value)), err)
-        else:
-            status = lib.qm_set_string(op, node, name.encode(), str(value).encode(), err)
-        _check(status, err)
 
 
 def aligned(size: int, alignment: int = 64) -> np.ndarray:
@@ -344,16 +333,15 @@ def refusal(spec: Spec, words: Mapping[str, int]) -> str:
     Args:
         words: int32 words of a packed row by input, {"w13": .., "w2": ..}, {"w": ..} or none.
     """
-    lib, node, err = library(), ctypes.create_string_buffer(1024), ctypes.create_string_buffer(ERROR_SIZE)
+    lib, err = library(), ctypes.create_string_buffer(ERROR_SIZE)
     shapes = [(ctypes.c_int64 * 2)(1, count) for count in words.values()]
     try:
-        _set(node, spec)
         validate = {
             "QuantMoE": lib.qm_moe_validate,
             "QuantLinear": lib.qm_linear_validate,
             "MoERouting": lib.qm_routing_validate,
         }[spec.OP]
-        _check(validate(node, *shapes, err), err)
+        check_status(validate(ctypes.byref(node(lib, spec)), *shapes, err), err)
     except ValueError as error:
         return str(error)
     return ""
@@ -366,8 +354,3 @@ def kernels() -> dict[str, bool]:
         found[name.decode()] = bool(usable.value)
         index += 1
     return found
-
-
-def _check(status: int, err: ctypes.Array[ctypes.c_char]) -> None:
-    if status:
-        raise ValueError(err.value.decode())

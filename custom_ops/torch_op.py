@@ -126,7 +126,7 @@ def onnx_op(op: str) -> Op:
     types = {"T": ("T", ["float", "float16", "bfloat16"]), "I": ("I", ["int32", "int64"])}
     kinds = {"i": OpSchema.AttrType.INT, "f": OpSchema.AttrType.FLOAT}
 
-    def formal(values: list[tuple[str, str]]) -> list[OpSchema.FormalParameter]:
+    def formal(values: tuple[tuple[str, str], ...]) -> list[OpSchema.FormalParameter]:
         return [OpSchema.FormalParameter(n, t if t in types else f"tensor({t})") for n, t in values]
 
     used = {t for _, t in [*inputs(op), *outputs(op)]}

@@ -79,13 +79,16 @@ class Layer:
         oai = s.activation == "swiglu_oai"
         return MoESpec(
             num_experts=s.experts,
+            expert_offset=0,
             hidden_size=s.hidden,
             intermediate_size=s.intermediate,
             w13=w13,
             w2=w2,
             activation=s.activation,
+            gated=1,
             swiglu_alpha=1.702 if oai else 0.0,
             swiglu_limit=7.0 if oai else 0.0,
+            apply_router_weight_on_input=0,
         )
 
     @property

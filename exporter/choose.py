@@ -206,6 +206,7 @@ def moe_spec(layer: MoELayer, expert: Expert, layout: ModuleType, activations: s
     w13, w2 = layout.describe(expert, *formats)
     return MoESpec(
         num_experts=layer.num_experts,
+        expert_offset=0,
         hidden_size=layer.hidden_size,
         intermediate_size=layer.intermediate_size,
         w13=w13,
@@ -272,7 +273,8 @@ def _difference(layer: MoELayer, e: int, first: MoESpec, other: MoESpec) -> str:
 
 def linear_spec(scheme: Scheme, m: QuantizedMatrix, layout: ModuleType, activations: str | None) -> LinearSpec:
     """The same of a linear outside the experts."""
-    return LinearSpec(m.shape[1], m.shape[0], layout.describe_down(m, activation_format(scheme, activations)))
+    w = layout.describe_down(m, activation_format(scheme, activations))
+    return LinearSpec(in_features=m.shape[1], out_features=m.shape[0], w=w)
 
 
 def scaled(expert: Expert, scales: str) -> tuple[Expert, float]:

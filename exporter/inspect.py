@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import DOMAIN, LinearSpec, MoESpec, RoutingSpec, Spec, op_version
+from quantmoe.custom_ops.op import DOMAIN, LinearSpec, MoESpec, RoutingSpec, Spec
 from quantmoe.exporter.checkpoint import LFS_POINTER
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
@@ -190,15 +190,9 @@ def _linear(path: Path, node: ir.Node) -> dict[str, Any]:
 
 def _spec(path: Path, node: ir.Node, kind: type[SpecType]) -> SpecType:
     try:
-        spec = kind.from_attributes({name: _attribute(attribute) for name, attribute in node.attributes.items()})
+        return kind.from_attributes({name: _attribute(attribute) for name, attribute in node.attributes.items()})
     except ValueError as error:
         raise ModelError(f"{path}: node {node.name}: {error}") from None
-    if spec.attributes()["op_version"] != op_version(kind.OP):
-        raise ModelError(
-            f"{path}: node {node.name}: op_version is {spec.attributes()['op_version']}, this release knows "
-            f"{op_version(kind.OP)}"
-        )
-    return spec
 
 
 def _check_runs(path: Path, node: ir.Node, spec: Spec, words: Mapping[str, int]) -> None:

@@ -7,12 +7,13 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
+from specs import moe_spec, routing_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
-from quantmoe.custom_ops.op import MoESpec, RoutingSpec
+from quantmoe.custom_ops.op import MoESpec
 from quantmoe.custom_ops.schemes import SCHEMES
 
 
@@ -113,7 +114,7 @@ class Case:
         experts = [self.expert(rng) for _ in range(self.experts)]
         layout = LAYOUTS["cpu_panel"]
         w13, w2 = reduce(join, (layout.describe(e, self.activation_format) for e in experts))
-        spec = MoESpec(
+        spec = moe_spec(
             num_experts=self.total_experts or self.experts,
             expert_offset=self.offset,
             hidden_size=self.hidden,
@@ -226,19 +227,19 @@ CASES = [
 
 #: every routing method, as vLLM's RoutingMethodType has them: Default, Renormalize, RenormalizeNaive, DeepSeekV3 ...
 ROUTERS = {
-    "softmax": RoutingSpec(64, 8, "softmax_topk"),
-    "topk-softmax": RoutingSpec(32, 4, "topk_softmax"),
-    "renormalized": RoutingSpec(128, 8, "softmax_topk", renormalize=1),
-    "groups": RoutingSpec(256, 8, "sigmoid_topk", 1, n_group=8, topk_group=4, routed_scaling_factor=2.5),
-    "few-groups": RoutingSpec(64, 6, "sigmoid_topk", 1, n_group=8, topk_group=3, routed_scaling_factor=2.5),
-    "one-group": RoutingSpec(160, 8, "sigmoid_topk", 1, routed_scaling_factor=1.5),
-    "all": RoutingSpec(160, 160, "sigmoid_topk", 1, routed_scaling_factor=1.5),
-    "llama4": RoutingSpec(16, 1, "topk_sigmoid"),
-    "topk": RoutingSpec(60, 5, "topk"),
-    "one": RoutingSpec(1, 1, "softmax_topk"),
-    "groups-of-one": RoutingSpec(7, 3, "sigmoid_topk", n_group=7, topk_group=5),
-    "all-groups-of-one": RoutingSpec(7, 7, "sigmoid_topk", n_group=7, topk_group=7),
-    "most": RoutingSpec(2048, 40, "softmax_topk"),
+    "softmax": routing_spec(64, 8, "softmax_topk"),
+    "topk-softmax": routing_spec(32, 4, "topk_softmax"),
+    "renormalized": routing_spec(128, 8, "softmax_topk", renormalize=1),
+    "groups": routing_spec(256, 8, "sigmoid_topk", 1, n_group=8, topk_group=4, routed_scaling_factor=2.5),
+    "few-groups": routing_spec(64, 6, "sigmoid_topk", 1, n_group=8, topk_group=3, routed_scaling_factor=2.5),
+    "one-group": routing_spec(160, 8, "sigmoid_topk", 1, routed_scaling_factor=1.5),
+    "all": routing_spec(160, 160, "sigmoid_topk", 1, routed_scaling_factor=1.5),
+    "llama4": routing_spec(16, 1, "topk_sigmoid"),
+    "topk": routing_spec(60, 5, "topk"),
+    "one": routing_spec(1, 1, "softmax_topk"),
+    "groups-of-one": routing_spec(7, 3, "sigmoid_topk", n_group=7, topk_group=5),
+    "all-groups-of-one": routing_spec(7, 7, "sigmoid_topk", n_group=7, topk_group=7),
+    "most": routing_spec(2048, 40, "softmax_topk"),
 }
 
 

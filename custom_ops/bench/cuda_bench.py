@@ -65,16 +65,31 @@ FORMATS = {
 def spec_of(s: Shape, name: str) -> MoESpec:
     kind, group_size, block_n, scale_type, zero_points, activations = FORMATS[name]
     w = Projection(
-        kind,
-        group_size,
-        scale_type,
-        activations,
+        format=kind,
+        group_size=group_size,
+        block_n=block_n,
+        scale_type=scale_type,
+        zero_points=zero_points,
+        bias=0,
+        perm=0,
+        pre_scale=0,
+        activation_format=activations,
         layout="marlin",
         layout_version=marlin.VERSION,
-        block_n=block_n,
-        zero_points=zero_points,
     )
-    return MoESpec(s.experts, s.hidden, s.intermediate, w, w)
+    return MoESpec(
+        num_experts=s.experts,
+        expert_offset=0,
+        hidden_size=s.hidden,
+        intermediate_size=s.intermediate,
+        activation="silu",
+        gated=1,
+        swiglu_alpha=0.0,
+        swiglu_limit=0.0,
+        apply_router_weight_on_input=0,
+        w13=w,
+        w2=w,
+    )
 
 
 def random_rows(spec: MoESpec, projection: str, generator: torch.Generator) -> torch.Tensor:

@@ -62,7 +62,13 @@ def recognise(router: Any) -> RoutingSpec | None:
     methods = sorted(enum("routing_method"), key=lambda method: not method.startswith("topk_"))
     for method, renormalize, (n_group, topk_group) in itertools.product(methods, (0, 1), sorted(groups, reverse=True)):
         spec = RoutingSpec(
-            logits.shape[1], ids.shape[1], method, renormalize, n_group, topk_group, float(np.float32(scaling))
+            num_experts=logits.shape[1],
+            top_k=ids.shape[1],
+            method=method,
+            renormalize=renormalize,
+            n_group=n_group,
+            topk_group=topk_group,
+            routed_scaling_factor=float(np.float32(scaling)),
         )
         want_ids, want = route(spec, logits, None if bias is None else bias.numpy())
         a, b = np.argsort(ids, axis=1), np.argsort(want_ids, axis=1)

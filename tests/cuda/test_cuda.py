@@ -9,11 +9,12 @@ from functools import reduce
 import numpy as np
 import pytest
 from cases import INT4, ROUTERS, Case, assert_routed
+from specs import linear_spec, moe_spec, projection
 
 from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, join, marlin
-from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, enum
+from quantmoe.custom_ops.op import Projection, enum
 from quantmoe.custom_ops.reference import FLOAT_FORMATS
 
 torch = pytest.importorskip("torch")
@@ -37,7 +38,7 @@ def build(case: Case, experts: list[Expert] | None = None):
     experts = experts or [one_input(case.expert(rng)) for _ in range(case.experts)]
     layout = LAYOUTS["marlin"]
     w13, w2 = experts_describe(experts, case)
-    spec = MoESpec(
+    spec = moe_spec(
         num_experts=case.total_experts or case.experts,
         expert_offset=case.offset,
         hidden_size=case.hidden,
@@ -817,7 +818,7 @@ def test_e4m3_plans(tokens, sm):
         a, b = plan(spec.w13, spec.w2), plan(codes, codes)
         grows = tokens * 2048 // 64 * 80 + tokens * 4 * 768 // 64 * 80
         assert 0 <= b.workspace_bytes - a.workspace_bytes - grows < 512
-    linear = cuda.plan(cuda.linear_problem(LinearSpec(2048, 768, codes), "bf16", tokens), device)
+    linear = cuda.plan(cuda.linear_problem(linear_spec(2048, 768, codes), "bf16", tokens), device)
     assert linear.w2.packed == int(sm >= 89 and not (sm == 90 and tokens > 64))
 
 
@@ -841,8 +842,8 @@ def test_rounding_takes_workspace(activation_format, tokens):
 def spec_of(hidden, intermediate, experts, group_size=128, weights=INT4, **changes):
     kind, scale_type, zero_points = weights
     layout = {"layout": "marlin", "layout_version": LAYOUTS["marlin"].VERSION}
-    w = Projection(kind, group_size, scale_type, "none", **layout, zero_points=int(zero_points))
-    return MoESpec(experts, hidden, intermediate, w, w, **changes)
+    w = projection(kind, group_size, scale_type, "none", **layout, zero_points=int(zero_points))
+    return moe_spec(experts, hidden, intermediate, w, w, **changes)
 
 
 @pytest.mark.parametrize(
@@ -899,7 +900,7 @@ def test_a_plan_of_kernels_that_are_not_compiled_is_refused(kind, group_size, to
 @pytest.mark.parametrize("path", [-1, 3, 4])
 def test_a_plan_of_a_path_that_a_problem_has_not_is_refused(path):
     p = cuda.problem(spec_of(2048, 768, 16), "bf16", 64, 4, 16)
-    linear = cuda.linear_problem(LinearSpec(2048, 768, replace(spec_of(64, 64, 1).w2)), "bf16", 64)
+    linear = cuda.linear_problem(linear_spec(2048, 768, replace(spec_of(64, 64, 1).w2)), "bf16", 64)
     for problem in (p, linear):
         plan = cuda.plan(problem)
         plan.path = path
@@ -931,12 +932,13 @@ def test_a_plan_of_a_path_that_a_problem_has_not_is_refused(path):
 def test_refusals(change, message):
     sizes = change.get("hidden", 2048), change.get("intermediate", 768), 128, change.get("group_size", 128)
     flags = {n: change[n] for n in ("gated", "apply_router_weight_on_input") if n in change}
-    spec = spec_of(*sizes, op_version=change.get("op_version", 1), **flags)
+    spec = spec_of(*sizes, **flags)
     assert not flags or re.search(message, cuda.refusal(spec))
     layout = {name: value for name, value in change.items() if name.startswith("layout")}
     spec = replace(spec, w2=replace(spec.w2, **layout))
     p = cuda.problem(spec, change.get("dtype", "bf16"), change.get("tokens", 4), 8, change.get("local", 128))
     p.id_bytes = change.get("id_bytes", 8)
+    p.moe.op_version = change.get("op_version", 1)
     with pytest.raises(ValueError, match=message):
         cuda.plan(p, change.get("device", cuda.H200))
 
@@ -1004,8 +1006,8 @@ def test_row_bytes_agree_with_the_layout(name):
     spec, _, w13, w2 = build(replace(case, experts=1, top_k=1))
     assert cuda.refusal(spec) == ""
     moe = cuda.problem(spec, "bf16", 1, 1, 1).moe
-    for projection, rows in ((13, w13), (2, w2)):
-        assert cuda.library().qm_cuda_row_bytes(cuda.ctypes.byref(moe), projection) == rows.shape[1]
+    for which, rows in ((13, w13), (2, w2)):
+        assert cuda.library().qm_cuda_row_bytes(cuda.ctypes.byref(moe), which) == rows.shape[1]
 
 
 def build_linear(case: Case):
@@ -1014,7 +1016,7 @@ def build_linear(case: Case):
     perm = rng.permutation(case.intermediate).astype(np.int32) if case.act_order != "none" else None
     m = case.matrix(rng, case.hidden, case.intermediate, perm)
     layout = LAYOUTS["marlin"]
-    spec = LinearSpec(case.intermediate, case.hidden, layout.describe_down(m, case.activation_format))
+    spec = linear_spec(case.intermediate, case.hidden, layout.describe_down(m, case.activation_format))
     row = np.zeros(layout.row_bytes(spec.moe, "w2"), np.uint8)
     layout.pack_down(m, spec.moe, row)
     assert np.array_equal(layout.unpack_down(spec.moe, row).codes, m.codes)
@@ -1112,7 +1114,7 @@ def test_linear_plans(name, rows):
     ],
 )
 def test_linear_refusals(change, message):
-    spec = LinearSpec(1024, 512, spec_of(64, 64, 1).w2)
+    spec = linear_spec(1024, 512, spec_of(64, 64, 1).w2)
     spec = replace(spec, **change) if "w" not in change else replace(spec, w=replace(spec.w, **change["w"]))
     with pytest.raises(ValueError, match=message):
         cuda.plan(cuda.linear_problem(spec, "bf16", 4))
@@ -1155,7 +1157,7 @@ def test_workspace_for_any_number_of_multiprocessors(name):
             p = cuda.problem(spec, "bf16", tokens, top_k, experts)
         else:
             features = (4096, 4096) if name == "linear" else (2048, 151936)
-            p = cuda.linear_problem(LinearSpec(*features, spec_of(64, 64, 1).w2), "bf16", tokens)
+            p = cuda.linear_problem(linear_spec(*features, spec_of(64, 64, 1).w2), "bf16", tokens)
         bound = cuda.plan(p, cuda.Device(90, 0, 233472)).workspace_bytes
         found = [cuda.plan(p, cuda.Device(90, n, 233472)).workspace_bytes for n in range(1, 145)]
         assert max(found) <= bound <= 1.2 * max(found)

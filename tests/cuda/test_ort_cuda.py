@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from specs import routing_spec
 
 import quantmoe
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import MoESpec, RoutingSpec
+from quantmoe.custom_ops.op import MoESpec
 
 if "QUANTMOE_ORT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the driver", allow_module_level=True)
@@ -316,7 +317,7 @@ def test_run(driver, layer, dtype, id_type):
 
 
 LINEAR_CASE = replace(BASE, hidden=264, intermediate=512, bias=True)
-ROUTING = RoutingSpec(64, 6, "sigmoid_topk", 1, n_group=8, topk_group=3, routed_scaling_factor=2.5)
+ROUTING = routing_spec(64, 6, "sigmoid_topk", 1, n_group=8, topk_group=3, routed_scaling_factor=2.5)
 
 
 def run(driver, op, kernel, inputs, shapes, outputs) -> int:

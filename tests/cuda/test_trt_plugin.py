@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from specs import linear_spec, moe_spec, projection, routing_spec
 
 import quantmoe
 from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, RoutingSpec, attribute_kinds
+from quantmoe.custom_ops.op import attribute_kinds
 
 if "QUANTMOE_TRT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the driver", allow_module_level=True)
@@ -36,8 +37,9 @@ from cuda.trt import (  # noqa: E402
     tensor,
 )  # fmt: skip
 
-W = Projection("int4", 128, "bf16", "none", layout="marlin", layout_version=LAYOUTS["marlin"].VERSION)
-SPEC = MoESpec(16, 2048, 768, W, replace(W, group_size=64, scale_type="f16"), activation="swiglu_oai", swiglu_limit=7.5)
+W = projection("int4", 128, "bf16", "none", layout="marlin", layout_version=LAYOUTS["marlin"].VERSION)
+W2 = replace(W, group_size=64, scale_type="f16")
+SPEC = moe_spec(16, 2048, 768, W, W2, activation="swiglu_oai", swiglu_limit=7.5)
 ROWS = {p: LAYOUTS["marlin"].row_bytes(SPEC, p) // 4 for p in ("w13", "w2")}
 
 
@@ -587,9 +589,9 @@ def test_enqueue(driver, dtype, id_type):
         assert error < 2 * UNIT[dtype], (tokens, error)
 
 
-LINEAR = LinearSpec(512, 264, W)
+LINEAR = linear_spec(512, 264, W)
 LINEAR_WORDS = LAYOUTS["marlin"].row_bytes(LINEAR.moe, "w2") // 4
-ROUTING = RoutingSpec(64, 6, "sigmoid_topk", 1, n_group=8, topk_group=3, routed_scaling_factor=2.5)
+ROUTING = routing_spec(64, 6, "sigmoid_topk", 1, n_group=8, topk_group=3, routed_scaling_factor=2.5)
 
 
 def linear_tensors(rows=(4,), dtype="bf16", **changes):

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engines.one_layer import session, write_model
+from specs import moe_spec, projection
 
 from quantmoe.custom_ops.layouts import cpu_panel
-from quantmoe.custom_ops.op import MoESpec, Projection
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
 
@@ -46,8 +46,8 @@ assert before.any()
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """17 MB of weights."""
-    projection = Projection("int4", 128, "bf16", "int8_token_asym")
-    spec = MoESpec(16, 1024, 512, projection, projection)
+    packed = projection("int4", 128, "bf16", "int8_token_asym")
+    spec = moe_spec(16, 1024, 512, packed, packed)
     rows = [cpu_panel.row_bytes(spec, p) // 4 for p in ("w13", "w2")]
     path = write_model(tmp_path / "m.onnx", spec, (16, rows[0]), (16, rows[1]))
     with path.with_suffix(".bin").open("r+b") as file:

@@ -18,10 +18,10 @@ import onnxruntime as ort
 import pytest
 from cases import CASES, Case, Layer
 from engines.one_layer import NODE, run, session, write_model
+from specs import moe_spec, projection
 
 import quantmoe
 from quantmoe.custom_ops.layouts import cpu_panel
-from quantmoe.custom_ops.op import MoESpec, Projection
 
 FLOATS = {"FLOAT": np.float32, "FLOAT16": np.float16, "BFLOAT16": ml_dtypes.bfloat16}
 SMALL = Case(hidden=64, intermediate=96, experts=4, top_k=2)
@@ -100,7 +100,7 @@ def test_slice_of_experts(tmp_path: Path) -> None:
     ids[0, 0] = -1
     parts = []
     for offset in (0, 2):
-        spec = MoESpec(**{**vars(layer.spec), "expert_offset": offset})
+        spec = dataclasses.replace(layer.spec, expert_offset=offset)
         rows = slice(offset, offset + 2)
         path = write_model(tmp_path / f"{offset}.onnx", spec, layer.w13[rows], layer.w2[rows])
         parts.append(run(session(path), x, ids, weights))
@@ -266,8 +266,8 @@ print(created, anonymous() - before, seconds)
 )
 def test_weights_are_mapped(tmp_path: Path, small: Layer, experts: int, hidden: int, intermediate: int) -> None:
     """Nothing is copied, at creation or later: anonymous memory grows by under 5 % of the packed bytes."""
-    projection = Projection("int4", 128, "bf16", "int8_token_asym")
-    spec = MoESpec(experts, hidden, intermediate, projection, projection)
+    packed = projection("int4", 128, "bf16", "int8_token_asym")
+    spec = moe_spec(experts, hidden, intermediate, packed, packed)
     row13, row2 = (cpu_panel.row_bytes(spec, p) for p in ("w13", "w2"))
     packed = experts * (row13 + row2)
     path = write_model(tmp_path / "m.onnx", spec, (experts, row13 // 4), (experts, row2 // 4))

@@ -12,13 +12,14 @@ import onnx_ir as ir
 import pytest
 from cases import Case
 from engines.one_layer import session
+from specs import linear_spec, routing_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import DOMAIN, LinearSpec, RoutingSpec, Spec, outputs
+from quantmoe.custom_ops.op import DOMAIN, LinearSpec, Spec, outputs
 
 FLOATS = {"FLOAT": np.float32, "FLOAT16": np.float16, "BFLOAT16": ml_dtypes.bfloat16}
-ROUTING = RoutingSpec(16, 4, "sigmoid_topk", 1, 4, 2, 2.5)
+ROUTING = routing_spec(16, 4, "sigmoid_topk", 1, 4, 2, 2.5)
 
 
 def write(path: Path, spec: Spec, last: int, constant: np.ndarray, float_type: str = "FLOAT", **changed: Any) -> Path:
@@ -55,7 +56,7 @@ def write(path: Path, spec: Spec, last: int, constant: np.ndarray, float_type: s
 def linear() -> tuple[LinearSpec, np.ndarray]:
     layout, case = LAYOUTS["cpu_panel"], Case(bias=True)
     m = case.matrix(np.random.default_rng(0), 80, 96)
-    spec = LinearSpec(96, 80, layout.describe_down(m, "int8_token_asym"))
+    spec = linear_spec(96, 80, layout.describe_down(m, "int8_token_asym"))
     row = native.aligned(layout.row_bytes(spec.moe, "w2"))
     layout.pack_down(m, spec.moe, row)
     return spec, row[None]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from engines.one_layer import NODE, write_model
+from specs import moe_spec, projection
 
 from quantmoe.custom_ops.layouts import cpu_panel
-from quantmoe.custom_ops.op import MoESpec, Projection
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 
@@ -41,8 +41,8 @@ else:
 
 @pytest.mark.parametrize("what", ["workspace", "copy"])
 def test_no_memory(tmp_path: Path, what: str) -> None:
-    projection = Projection("int4", 128, "bf16", "none")
-    spec = MoESpec(8, 64, 65536, projection, projection)
+    packed = projection("int4", 128, "bf16", "none")
+    spec = moe_spec(8, 64, 65536, packed, packed)
     words = [cpu_panel.row_bytes(spec, p) // 4 for p in ("w13", "w2")]
     path = write_model(tmp_path / "m.onnx", spec, (8, words[0]), (8, words[1]))
     os.truncate(path.with_suffix(".bin"), 32 * sum(words) + 2 * 65536)

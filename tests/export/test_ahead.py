@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from checkpoints import write_checkpoint
 from encoders import CASES, Case, random_matrix
+from specs import moe_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter import ahead
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.choose import scaled
@@ -113,7 +113,7 @@ def peak(format: Format, layout: str, scales: str) -> tuple[int, int]:
 
         return scaled(Expert(*map(matrix, ROLES)), scales)[0]
 
-    spec = MoESpec(1, N, N, *LAYOUTS[layout].describe(decode(), "none"))
+    spec = moe_spec(1, N, N, *LAYOUTS[layout].describe(decode(), "none"))
     native.library()
     tracemalloc.start()
     try:

@@ -14,6 +14,7 @@ import pytest
 from checkpoints import TINY, check_headers, make_float_checkpoint, make_gptq_checkpoint, write_safetensors
 from encoders import CASES, Case, nibbles, with_bias
 from export.test_layers import layer_of
+from specs import moe_spec, projection
 
 from quantmoe.custom_ops import cuda, native
 from quantmoe.custom_ops.layouts import LAYOUTS, join
@@ -226,11 +227,11 @@ def test_headers_take_no_memory(tmp_path):
         np.testing.assert_array_equal(a.perm, b.perm)
 
 
-CARRIED = MoESpec(
+CARRIED = moe_spec(
     num_experts=4,
     hidden_size=64,
     intermediate_size=64,
-    **{w: cuda.Projection("int4", 32, "bf16", "none", "marlin", 2) for w in ("w13", "w2")},
+    **{w: projection("int4", 32, "bf16", "none", layout="marlin", layout_version=2) for w in ("w13", "w2")},
 )
 
 
@@ -254,6 +255,7 @@ def test_explain_says_where_the_cuda_kernels_are(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda, "query", raised(ValueError("CUDA device 0: no CUDA-capable device is detected")))
     assert verdict() == "compiled, no GPU here (CUDA device 0: no CUDA-capable device is detected)"
     monkeypatch.setattr(cuda, "query", lambda: cuda.H200)
+    monkeypatch.setattr(cuda, "problem", lambda *_: None)
     monkeypatch.setattr(cuda, "plan", raised(ValueError("compute capability 7.5, the kernels need 8.0 or later")))
     assert verdict() == "compute capability 7.5, the kernels need 8.0 or later"
     monkeypatch.setattr(cuda, "plan", lambda problem, device: device)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from specs import routing_spec
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantmoe.custom_ops import native
-from quantmoe.custom_ops.op import RoutingSpec
 from quantmoe.exporter.demo import COMMON, SIZES
 from quantmoe.exporter.passes.routers import recognise
 
 EXPECTED = {
-    "qwen3_moe": RoutingSpec(16, 4, "topk_softmax"),
-    "mixtral": RoutingSpec(8, 2, "topk_softmax"),
-    "olmoe": RoutingSpec(16, 4, "softmax_topk", 0),
-    "gpt_oss": RoutingSpec(8, 2, "topk_softmax"),
-    "deepseek_v3": RoutingSpec(16, 4, "sigmoid_topk", 1, 4, 2, 2.5),
-    "glm4_moe": RoutingSpec(16, 4, "sigmoid_topk", 1),
+    "qwen3_moe": routing_spec(16, 4, "topk_softmax"),
+    "mixtral": routing_spec(8, 2, "topk_softmax"),
+    "olmoe": routing_spec(16, 4, "softmax_topk", 0),
+    "gpt_oss": routing_spec(8, 2, "topk_softmax"),
+    "deepseek_v3": routing_spec(16, 4, "sigmoid_topk", 1, 4, 2, 2.5),
+    "glm4_moe": routing_spec(16, 4, "sigmoid_topk", 1),
 }
 
 
@@ -53,7 +53,7 @@ def test_llama4():
     with torch.no_grad():
         router.weight.normal_()
         scores, logits = router(torch.randn(300, 64))
-    ids, weights = native.route(RoutingSpec(8, 1, "topk_sigmoid"), logits.numpy())
+    ids, weights = native.route(routing_spec(8, 1, "topk_sigmoid"), logits.numpy())
     np.testing.assert_array_equal(ids[:, 0], scores.argmax(1).numpy())
     assert np.abs(weights[:, 0] - scores.max(1).values.numpy()).max() < 1e-6
 

@@ -16,10 +16,10 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationStat
 from compressed_tensors.quantization.lifecycle.forward import dequantize, set_forward_quantized
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from safetensors.torch import save_file
+from specs import linear_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import cpu_panel
-from quantmoe.custom_ops.op import LinearSpec
 from quantmoe.exporter.demo import make_float_checkpoint, make_scheme, qparams
 from quantmoe.exporter.formats import find_format, open_checkpoint
 
@@ -215,7 +215,7 @@ def test_act_order_of_compressed_tensors(preset: str) -> None:
     case = Case(hidden=64, intermediate=256, act_order="shared")
     rng = np.random.default_rng(0)
     m = case.matrix(rng, 64, 256, rng.permutation(256).astype(np.int32))
-    spec = LinearSpec(256, 64, cpu_panel.describe_down(m, formats[preset]))
+    spec = linear_spec(256, 64, cpu_panel.describe_down(m, formats[preset]))
     row = native.aligned(cpu_panel.row_bytes(spec.moe, "w2"))
     cpu_panel.pack_down(m, spec.moe, row)
     x = rng.normal(0, 1, (9, 256)).astype(np.float32)

@@ -18,10 +18,10 @@ from checkpoints import TINY, make_checkpoint, write_checkpoint, write_safetenso
 from encoders import CASES, Case, random_matrix
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from specs import moe_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.formats import CheckpointError, find_format, open_checkpoint
 
 
@@ -566,7 +566,7 @@ def test_scales_that_are_no_numbers(projection: str, value: float, model: Path, 
     layer = find_format(open_checkpoint(folder)).moe_layers()[1]
     layout = LAYOUTS["cpu_panel"]
     w13, w2 = layout.describe(layer.expert(0), "none")
-    spec = MoESpec(4, layer.hidden_size, layer.intermediate_size, w13, w2)
+    spec = moe_spec(4, layer.hidden_size, layer.intermediate_size, w13, w2)
     rows = [native.aligned(layout.row_bytes(spec, p)) for p in ("w13", "w2")]
     layout.pack(layer.expert(0), spec, *rows)
     role = projection.removesuffix("_proj")

@@ -10,6 +10,7 @@ import pytest
 from arithmetic import Span, assert_within, quant_linear
 from bounds import check_linear, weights
 from cases import FLOAT_ACTIVATIONS, INT4, INT8, NVFP4, Case
+from specs import linear_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
@@ -49,7 +50,7 @@ def build(case: Case) -> tuple[QuantizedMatrix, LinearSpec, np.ndarray]:
     rng = np.random.default_rng(case.seed)
     perm = rng.permutation(case.intermediate).astype(np.int32) if case.act_order != "none" else None
     m = case.matrix(rng, case.hidden, case.intermediate, perm)
-    spec = LinearSpec(case.intermediate, case.hidden, LAYOUT.describe_down(m, case.activation_format))
+    spec = linear_spec(case.intermediate, case.hidden, LAYOUT.describe_down(m, case.activation_format))
     row = native.aligned(LAYOUT.row_bytes(spec.moe, "w2"))
     LAYOUT.pack_down(m, spec.moe, row)
     return m, spec, row[None]

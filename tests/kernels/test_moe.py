@@ -235,7 +235,6 @@ def test_slices_add_up_to_the_layer() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("op_version", 2, "op_version is 2, this library knows 1"),
         ("w13_layout_version", 2, "w13_layout_version is 2, expected 1 to 1"),
         ("w2_layout", "marlin", 'w2_layout is "marlin", this library supports: cpu_panel'),
         ("w2_format", "nvfp4", 'w2_format is "nvfp4", .*: nvfp4 has e4m3 scales'),
@@ -254,6 +253,12 @@ def test_invalid_attributes_are_named(name: str, value: object, message: str) ->
     spec = type(layer.spec).from_attributes(layer.spec.attributes() | {name: value})
     with pytest.raises(ValueError, match=message):
         native.NativeMoE(spec, layer.w13, layer.w2)
+
+
+def test_an_op_version_that_the_library_does_not_know() -> None:
+    layer = Case().build()
+    with pytest.raises(ValueError, match="op_version is 2, this library knows 1"):
+        native.NativeMoE(dataclasses.replace(layer.spec, op_version=2), layer.w13, layer.w2)
 
 
 def test_an_unknown_forced_kernel_lists_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

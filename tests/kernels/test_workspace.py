@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from cases import FLOAT_ACTIVATIONS, FP8, INT4, NVFP4, ROUTERS, Case
+from specs import linear_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import cpu_panel
-from quantmoe.custom_ops.op import LinearSpec, MoESpec
+from quantmoe.custom_ops.op import MoESpec
 
 ACTIVATIONS = ("none", "int8_token", "int8_token_asym", *FLOAT_ACTIVATIONS)
 
@@ -30,7 +31,7 @@ def linear(case: Case) -> native.NativeLinear:
     rng = np.random.default_rng(case.seed)
     perm = rng.permutation(case.intermediate).astype(np.int32) if case.act_order != "none" else None
     m = case.matrix(rng, case.hidden, case.intermediate, perm)
-    spec = LinearSpec(case.intermediate, case.hidden, cpu_panel.describe_down(m, case.activation_format))
+    spec = linear_spec(case.intermediate, case.hidden, cpu_panel.describe_down(m, case.activation_format))
     row = native.aligned(cpu_panel.row_bytes(spec.moe, "w2"))
     cpu_panel.pack_down(m, spec.moe, row)
     return native.NativeLinear(spec, row[None])
@@ -121,7 +122,7 @@ def test_a_call_of_any_length_needs_the_stated_amount(case: Case, dtype: type) -
             stated = 264 * MIB + lanes * 1024 * (features + 128)
             size = native.workspace(spec, tokens, lanes, dtype, top_k, experts)
             assert size <= stated
-            one = LinearSpec(intermediate, hidden, spec.w2)
+            one = linear_spec(intermediate, hidden, spec.w2)
             assert native.workspace(one, tokens, lanes, dtype) <= stated
 
 
@@ -132,7 +133,7 @@ def test_one_token_needs_a_row_a_lane(case: Case) -> None:
     rows = 256 * 7168 * (4 + 4 + 1 + 1 + 2 * 4)
     assert native.workspace(spec, 1, 256, np.float32, 8, 256) < rows + 2 * MIB
     # Which a linear needs once: its lanes share the rows.
-    assert native.workspace(LinearSpec(7168, 2048, spec.w2), 1, 256) < 1 * MIB
+    assert native.workspace(linear_spec(7168, 2048, spec.w2), 1, 256) < 1 * MIB
 
 
 def test_lanes_of_the_usual_formats_share_rows() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import Case
+from specs import linear_spec, moe_spec
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.op import LinearSpec, MoESpec
 
 SCALES, CODES = "scales that are NaN or infinite", "weights that are NaN or infinite"
 NAN, INF = np.nan, np.inf
@@ -102,7 +102,7 @@ def test_refused_in_the_same_words(weights: Any, change: Any, words: str, layout
     c, module = case(weights), LAYOUTS[layout]
     expert = same_inputs(c.expert(np.random.default_rng(0)))
     w13, w2 = module.describe(expert, c.activation_format)
-    spec = MoESpec(1, expert.hidden_size, expert.intermediate_size, w13, w2, gated=1)
+    spec = moe_spec(1, expert.hidden_size, expert.intermediate_size, w13, w2, gated=1)
     rows = [np.zeros(module.row_bytes(spec, p), np.uint8) for p in ("w13", "w2")]
     module.pack(expert, spec, *rows)
     changed = change(getattr(expert, role))
@@ -120,7 +120,7 @@ def test_a_linear_too(weights: Any, change: Any, words: str, layout: str) -> Non
         pytest.skip("not a format of this layout")
     c, module = case(weights), LAYOUTS[layout]
     m = c.matrix(np.random.default_rng(0), 24, 64)
-    spec = LinearSpec(64, 24, module.describe_down(m, c.activation_format))
+    spec = linear_spec(64, 24, module.describe_down(m, c.activation_format))
     row = np.zeros(module.row_bytes(spec.moe, "w2"), np.uint8)
     module.pack_down(m, spec.moe, row)
     with pytest.raises(ValueError, match=f"^down: {re.escape(words)}"):

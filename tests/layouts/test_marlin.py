@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from specs import linear_spec, moe_spec
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
-from quantmoe.custom_ops.op import LinearSpec, MoESpec
 
 KINDS = [
     ("int4", "f16"),
@@ -57,7 +57,7 @@ def assert_same(a: QuantizedMatrix, b: QuantizedMatrix) -> None:
 def round_trip(expert: Expert, activation_format: str = "none") -> Expert:
     w13, w2 = marlin.describe(expert, activation_format)
     gated = int(expert.gate is not None)
-    spec = MoESpec(1, expert.hidden_size, expert.intermediate_size, w13, w2, gated=gated)
+    spec = moe_spec(1, expert.hidden_size, expert.intermediate_size, w13, w2, gated=gated)
     rows = [np.full(marlin.row_bytes(spec, p), 0xA5, np.uint8) for p in ("w13", "w2")]
     assert all(len(r) % 64 == 0 for r in rows)
     marlin.pack(expert, spec, *rows)
@@ -122,7 +122,7 @@ def test_one_matrix_of_two_has_zero_points(kind):
     gate, up, down = (random_matrix(rng, n, k, kind, 32, "f16") for n, k in ((96, 64), (96, 64), (64, 96)))
     other = random_matrix(rng, 96, 64, kind, 32, "f16", zero_points=True)
     w13, w2 = marlin.describe(Expert(gate, other, down), "none")
-    spec = MoESpec(1, 64, 96, w13, w2)
+    spec = moe_spec(1, 64, 96, w13, w2)
     for expert in (Expert(gate, other, down), Expert(other, gate, down), Expert(gate, up, down)):
         rows = [np.zeros(marlin.row_bytes(spec, name), np.uint8) for name in ("w13", "w2")]
         marlin.pack(expert, spec, *rows)
@@ -145,7 +145,7 @@ def test_down_act_order_moves_to_rows_of_gate_and_up(gated):
         assert_same(getattr(expert, name), getattr(found, name))
     # As the kernels read the rows, without down's order.
     w13, w2 = marlin.describe(expert, "none")
-    spec = MoESpec(1, 64, 96, w13, w2, gated=int(gated))
+    spec = moe_spec(1, 64, 96, w13, w2, gated=int(gated))
     rows = [np.zeros(marlin.row_bytes(spec, name), np.uint8) for name in ("w13", "w2")]
     marlin.pack(expert, spec, *rows)
     stored = marlin._unpack_projection(marlin._Parts(spec, "w13"), rows[0])[-1]
@@ -163,7 +163,7 @@ def test_bytes_are_the_documented_ones():
     gate, up = (random_matrix(rng, I, H, "int4", 32, "bf16") for _ in "gu")
     expert = Expert(gate, up, random_matrix(rng, H, I, "int8", -1, "f16"))
     w13, w2 = marlin.describe(expert, "none")
-    spec = MoESpec(1, H, I, w13, w2)
+    spec = moe_spec(1, H, I, w13, w2)
     a, b = (np.zeros(marlin.row_bytes(spec, p), np.uint8) for p in ("w13", "w2"))
     marlin.pack(expert, spec, a, b)
     nibble = {(0, 0): 0, (0, 2): 1, (8, 0): 2, (8, 2): 3, (0, 1): 4, (0, 3): 5, (8, 1): 6, (8, 3): 7}
@@ -201,7 +201,7 @@ def test_bytes_of_input_scales_and_pre_scales():
     rng = np.random.default_rng(5)
     perm, pre = rng.permutation(72).astype(np.int32), rng.uniform(0.5, 2, 72).astype(np.float32)
     m = random_matrix(rng, 16, 72, "int4", -1, "bf16", perm=perm, pre_scale=pre, input_scale=0.375)
-    spec = LinearSpec(72, 16, marlin.describe_down(m, "nvfp4"))
+    spec = linear_spec(72, 16, marlin.describe_down(m, "nvfp4"))
     row = np.zeros(marlin.row_bytes(spec.moe, "w2"), np.uint8)
     marlin.pack_down(m, spec.moe, row)
     # 1 panel of 2 units of 512 bytes, 16 scales, 72 columns' permutation and pre-scales, each at a multiple of 64.
@@ -235,7 +235,7 @@ def test_refusals_name_what_is_wrong():
         marlin.describe(Expert(up, up, ordered), "mxfp8")
     marlin.describe(Expert(up, up, ordered), "mxfp8", "fp8_token")
     w13, w2 = marlin.describe(Expert(up, up, down), "none")
-    spec = MoESpec(1, 64, 32, w13, w2)
+    spec = moe_spec(1, 64, 32, w13, w2)
     with pytest.raises(ValueError, match=r"expected uint8 \["):
         marlin.pack(Expert(up, up, down), spec, np.zeros(64, np.uint8), np.zeros(64, np.uint8))
 
@@ -254,13 +254,13 @@ def test_two_orders_are_a_product_of_both(group, zero_points):
     )
     w13, w2 = marlin.describe(Expert(gate, up, random_matrix(rng, k, n, "int4", group, "f16")), "none")
     assert (w13.perm, w2.perm) == (2, 0)
-    row = np.full(marlin.row_bytes(spec := MoESpec(1, k, n, w13, w2), "w13"), 0xA5, np.uint8)
+    row = np.full(marlin.row_bytes(spec := moe_spec(1, k, n, w13, w2), "w13"), 0xA5, np.uint8)
     marlin.pack(
         Expert(gate, up, random_matrix(rng, k, n, "int4", group, "f16")),
         spec, row, np.zeros(marlin.row_bytes(spec, "w2"), np.uint8),
     )  # fmt: skip
     half = -(-k // max(group, 64)) * max(group, 64)
-    wide = MoESpec(1, 2 * half, n, dataclasses.replace(w13, perm=0), w2)
+    wide = moe_spec(1, 2 * half, n, dataclasses.replace(w13, perm=0), w2)
     stored = marlin._unpack_projection(marlin._Parts(wide, "w13"), row[: marlin.row_bytes(wide, "w13")])
     orders = row[marlin._Parts(spec, "w13").slices["perm"]].view(np.int32).reshape(2, -1)[:, :k]
     x = rng.standard_normal(k)
@@ -280,7 +280,7 @@ def test_an_expert_with_one_order_among_experts_with_two():
     assert two.perm == 2
     for perm in (None, perms[0]):
         expert = Expert(*(dataclasses.replace(m, perm=perm) for m in (gate, up)), down)
-        spec = MoESpec(1, 64, 16, two, marlin.describe(expert)[1])
+        spec = moe_spec(1, 64, 16, two, marlin.describe(expert)[1])
         rows = [np.zeros(marlin.row_bytes(spec, p), np.uint8) for p in ("w13", "w2")]
         marlin.pack(expert, spec, *rows)
         found = marlin.unpack(spec, *rows)
@@ -292,7 +292,7 @@ def test_an_expert_with_one_order_among_experts_with_two():
 def test_a_linear_keeps_its_act_order(kind, scale_type):
     rng = np.random.default_rng(0)
     m = random_matrix(rng, 40, 72, kind, 32, scale_type, bias=True, perm=rng.permutation(72).astype(np.int32))
-    spec = LinearSpec(72, 40, marlin.describe_down(m, "none"))
+    spec = linear_spec(72, 40, marlin.describe_down(m, "none"))
     row = np.full(marlin.row_bytes(spec.moe, "w2"), 0xA5, np.uint8)
     marlin.pack_down(m, spec.moe, row)
     assert_same(m, marlin.unpack_down(spec.moe, row))
@@ -305,6 +305,6 @@ def test_a_linear_keeps_its_act_order(kind, scale_type):
 def test_negative_scales_of_nvfp4_are_refused():
     m = random_matrix(np.random.default_rng(0), 16, 64, "nvfp4", 16, "e4m3")
     m.scales.view(np.uint8)[0, 0] |= 0x80
-    spec = LinearSpec(64, 16, marlin.describe_down(m, "none"))
+    spec = linear_spec(64, 16, marlin.describe_down(m, "none"))
     with pytest.raises(ValueError, match="nvfp4 scales are negative"):
         marlin.pack_down(m, spec.moe, np.empty(marlin.row_bytes(spec.moe, "w2"), np.uint8))

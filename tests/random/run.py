@@ -18,12 +18,13 @@ import ml_dtypes
 import numpy as np
 import reference
 from arithmetic import Span, assert_within, exactly, quant_linear, quant_moe
+from specs import linear_spec, moe_spec, routing_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import cpu_panel, join
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
-from quantmoe.custom_ops.op import LinearSpec, MoESpec, RoutingSpec, enum
+from quantmoe.custom_ops.op import enum
 
 KERNELS = [name for name, usable in native.kernels().items() if usable]
 #: input types and their quiet NaNs (FORMAT.md 4.3)
@@ -261,18 +262,18 @@ def moe(draw: Draw) -> Node:
     if pre_scales == 1 and gated and all((e.gate.pre_scale is None) == (e.up.pre_scale is None) for e in experts):
         w13 = replace(w13, pre_scale=min(w13.pre_scale, 1))
     offset = draw.one_of(0, draw.int(0, 5))
-    spec = MoESpec(
+    spec = moe_spec(
         local + offset + draw.one_of(0, draw.int(0, 5)),
         h,
         i,
         w13,
         w2,
-        activation,
-        int(gated),
-        offset,
-        draw.one_of(1.702, 1.0, 0.5),
-        draw.one_of(7.0, 1.5, 0.25),
-        int(draw.chance(0.25)),
+        activation=activation,
+        gated=int(gated),
+        expert_offset=offset,
+        swiglu_alpha=draw.one_of(1.702, 1.0, 0.5),
+        swiglu_limit=draw.one_of(7.0, 1.5, 0.25),
+        apply_router_weight_on_input=int(draw.chance(0.25)),
     )
     rows = [native.aligned(local * cpu_panel.row_bytes(spec, p)).reshape(local, -1) for p in ("w13", "w2")]
     for e, *row in zip(experts, *rows, strict=True):
@@ -295,7 +296,7 @@ def dense(draw: Draw) -> Node:
     m = draw.matrix(
         kind, n, k, draw.order(k) if draw.chance(0.4) else None, draw.factors(k) if draw.chance(0.25) else None
     )
-    spec = LinearSpec(k, n, cpu_panel.describe_down(m, kind.activation_format))
+    spec = linear_spec(k, n, cpu_panel.describe_down(m, kind.activation_format))
     w = native.aligned(cpu_panel.row_bytes(spec.moe, "w2"))
     cpu_panel.pack_down(m, spec.moe, w)
     t = draw.rows()
@@ -313,7 +314,7 @@ def routing(draw: Draw) -> Node:
     experts = groups * draw.int(1, draw.one_of(8, 40, 300 // groups))
     kept = draw.int(1, groups)
     method = draw.one_of(*enum("routing_method"))
-    spec = RoutingSpec(
+    spec = routing_spec(
         experts,
         draw.int(1, min(experts // groups * kept, draw.one_of(8, 64))),
         method,

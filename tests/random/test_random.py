@@ -10,12 +10,13 @@ import reference
 import run
 from arithmetic import Weights
 from cases import Case
+from specs import routing_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.op import RoutingSpec, enum
 
 ROUTERS = [
-    RoutingSpec(32, 4, method, renormalize, n_group, n_group // 2 or 1, 2.5)
+    routing_spec(32, 4, method, renormalize, n_group, n_group // 2 or 1, 2.5)
     for method in enum("routing_method")
     for renormalize in (0, 1)
     for n_group in (1, 4)

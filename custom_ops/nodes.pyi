@@ -1,0 +1,50 @@
+from dataclasses import dataclass
+
+from quantmoe.custom_ops.schema import Spec
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    format: str
+    group_size: int  # input features that share a scale; -1: one scale a row
+    block_n: int  # rows that share a scale (1 but for 2-D blocks)
+    scale_type: str
+    zero_points: int  # 1: zero-point codes are stored
+    bias: int  # 1: the bias in the panels is not all zero
+    perm: int  # act-order gathers stored: 0 none, 1 one, 2 gate's and up's
+    pre_scale: int  # factors on the activations stored: 0 none, 1 one, 2 gate's and up's
+    activation_format: str
+    layout: str
+    layout_version: int
+
+@dataclass(frozen=True, kw_only=True)
+class QuantMoE(Spec):
+    op_version: int = ...
+    num_experts: int  # of the whole layer; w13.shape[0] of them are in this node
+    expert_offset: int  # id of row 0
+    hidden_size: int  # H
+    intermediate_size: int  # I
+    activation: str
+    gated: int  # 1: w13 is gate and up [2I, H]; 0: w13 is up [I, H]
+    swiglu_alpha: float
+    swiglu_limit: float
+    apply_router_weight_on_input: int
+    w13: Projection
+    w2: Projection
+
+@dataclass(frozen=True, kw_only=True)
+class QuantLinear(Spec):
+    op_version: int = ...
+    in_features: int  # K
+    out_features: int  # N
+    w: Projection
+
+@dataclass(frozen=True, kw_only=True)
+class MoERouting(Spec):
+    op_version: int = ...
+    num_experts: int  # E
+    top_k: int
+    method: str
+    renormalize: int  # 1: the weights are divided by their sum
+    n_group: int  # groups of E / n_group experts; 1: one group, all of them
+    topk_group: int  # groups that are kept, by the sum of the two best scores of each
+    routed_scaling_factor: float

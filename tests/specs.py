@@ -1,0 +1,58 @@
+"""Attributes of nodes for tests: defaults for what a test does not say. The product has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, RoutingSpec
+
+
+def projection(format: str, group_size: int, scale_type: str, activation_format: str, **others: Any) -> Projection:
+    unsaid = {"block_n": 1, "layout": "cpu_panel", "layout_version": 1}
+    unsaid |= dict.fromkeys(("zero_points", "bias", "perm", "pre_scale"), 0)
+    return Projection(
+        format=format,
+        group_size=group_size,
+        scale_type=scale_type,
+        activation_format=activation_format,
+        **(unsaid | others),
+    )
+
+
+def moe_spec(
+    num_experts: int, hidden_size: int, intermediate_size: int, w13: Projection, w2: Projection, **others: Any
+) -> MoESpec:
+    unsaid = {"activation": "silu", "gated": 1, "expert_offset": 0, "swiglu_alpha": 0.0, "swiglu_limit": 0.0}
+    unsaid |= {"apply_router_weight_on_input": 0}
+    return MoESpec(
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        w13=w13,
+        w2=w2,
+        **(unsaid | others),
+    )
+
+
+def linear_spec(in_features: int, out_features: int, w: Projection) -> LinearSpec:
+    return LinearSpec(in_features=in_features, out_features=out_features, w=w)
+
+
+def routing_spec(
+    num_experts: int,
+    top_k: int,
+    method: str,
+    renormalize: int = 0,
+    n_group: int = 1,
+    topk_group: int = 1,
+    routed_scaling_factor: float = 1.0,
+) -> RoutingSpec:
+    return RoutingSpec(
+        num_experts=num_experts,
+        top_k=top_k,
+        method=method,
+        renormalize=renormalize,
+        n_group=n_group,
+        topk_group=topk_group,
+        routed_scaling_factor=routed_scaling_factor,
+    )
