@@ -160,8 +160,9 @@ lint: build
 	mypy
 	cd / && mypy --config-file= --cache-dir=/dev/null --python-executable $(BIN)/python -c 'from quantmoe.exporter.output import MODEL; MODEL.upper()'
 
-format: venv
+format: build
 	$(UV) --group lint
+	python -m quantmoe.custom_ops.schema > custom_ops/nodes.pyi
 	clang-format -i $$(git ls-files '*.cc' '*.h')
 	ruff format .
 	ruff check --fix .

@@ -1,6 +1,6 @@
 """Reads ``op.def``, and makes of it the dataclasses of nodes.py and the ctypes structs of structs.py.
 
-``python -m quantmoe.custom_ops.schema`` prints nodes.pyi, nodes.py as type checkers and editors see it.
+``python -m quantmoe.custom_ops.schema``, of ``make format``, writes nodes.pyi: nodes.py as type checkers see it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 Number = int | float | str
@@ -205,4 +206,4 @@ def stub(schema: Schema) -> str:
 
 
 if __name__ == "__main__":
-    print(stub(schema()), end="")
+    Path(__file__).with_name("nodes.pyi").write_text(stub(schema()))

@@ -41,7 +41,7 @@ def routing_of(later: Schema) -> type:
 
 
 def test_the_stub_is_what_op_def_says() -> None:
-    """python -m quantmoe.custom_ops.schema > custom_ops/nodes.pyi"""
+    """make format"""
     assert (SOURCES / "nodes.pyi").read_text() == stub(schema())
 
 
