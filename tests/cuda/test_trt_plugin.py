@@ -142,7 +142,7 @@ def test_attribute_of_another_type(driver, name, kind):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("op_version", 2, "op_version is 2, this library knows 1"),
+        ("op_version", 99, "op_version is 99, this library knows 1"),
         ("w13_layout_version", 1, "marlin (1) version 2: export the model again"),
         ("w2_layout", "cpu_panel", "marlin (1) version 2"),
         ("w13_format", "int3", 'w13_format is "int3", the operator defines: int4, int8'),
@@ -622,11 +622,11 @@ def test_others_serialize_and_name_what_is_missing(others, spec):
 @pytest.mark.parametrize(
     ("spec", "name", "value", "message"),
     [
-        (LINEAR, "op_version", 2, "op_version is 2, this library knows 1"),
+        (LINEAR, "op_version", 99, "op_version is 99, this library knows 1"),
         (LINEAR, "in_features", 500, "in_features is 500"),
         (LINEAR, "w_format", "f16", "w_format is 6"),
         (LINEAR, "w_layout", "cpu_panel", "w_layout is 0"),
-        (ROUTING, "op_version", 2, "op_version is 2, this library knows 1"),
+        (ROUTING, "op_version", 99, "op_version is 99, this library knows 1"),
         (ROUTING, "method", "hash", 'method is "hash", the operator defines: softmax_topk'),
         (ROUTING, "top_k", 25, "top_k is 25, the CUDA kernel takes 1 to 24"),
         (ROUTING, "n_group", 0, "n_group is 0"),

@@ -121,7 +121,7 @@ def test_not_finite_row(tmp_path: Path, small: Layer) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("op_version", 2, "op_version is 2, this library knows 1"),
+        ("op_version", 99, "op_version is 99, this library knows 1"),
         ("w13_layout_version", 2, "w13_layout_version is 2, expected 1"),
         ("w2_layout", "marlin", 'w2_layout is "marlin", this library supports: cpu_panel'),
         ("w13_format", "int3", 'w13_format is "int3", the operator defines: int4, int8'),

@@ -157,7 +157,7 @@ def test_inspect_refuses_changed_attributes(exported, tmp_path):
     for name, value, message in (
         ("w13_group_size", 64, "w13 has shape"),
         ("w13_scale_type", "f16", r"w13_scale_type is 'f16', .* was packed with 'bf16'"),
-        ("op_version", 2, r"op_version is 2, this release knows 1"),
+        ("op_version", 99, r"op_version is 99, this release knows 1"),
         ("w13_layout_version", 2, r"w13_layout_version is 2, this release knows 1"),
         ("w13_format", "nvfp4", r"w13_format is 'nvfp4', .* was packed with 'int4'|w13 has shape"),
         ("activation", "tanh", "activation is 'tanh'; supported: silu"),

@@ -112,7 +112,7 @@ def test_round_trip(case: Case) -> None:
     [
         ({"out_features": 65}, "w has .* words a row, expected"),
         ({"in_features": 0}, "in_features is 0, expected 1 to"),
-        ({"op_version": 2}, "op_version is 2"),
+        ({"op_version": 99}, "op_version is 99"),
         ({"w": {"layout": "marlin"}}, 'w_layout is "marlin"'),
         ({"w": {"perm": 2}}, "w_perm is 2, expected 0 to 1"),
     ],

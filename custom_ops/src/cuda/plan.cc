@@ -445,7 +445,7 @@ extern "C" int qm_cuda_validate_routing(const qm_cuda_routing_problem* problem, 
     const char* name;
     int value, least, most;
   } ranges[] = {{"num_experts", r.num_experts, 1, kMaxRoutedExperts},
-                {"method", r.method, 0, 4},
+                {"method", r.method, 0, k_routing_method_topk},
                 {"renormalize", r.renormalize, 0, 1},
                 {"n_group", r.n_group, 1, r.num_experts},
                 {"topk_group", r.topk_group, 1, r.n_group},
