@@ -162,7 +162,7 @@ lint: build
 
 format: build
 	$(UV) --group lint
-	python -m quantmoe.custom_ops.schema > custom_ops/nodes.pyi
+	python -m quantmoe.custom_ops.schema
 	clang-format -i $$(git ls-files '*.cc' '*.h')
 	ruff format .
 	ruff check --fix .

@@ -69,7 +69,7 @@ class Choice:
 
     Attributes:
         layers: experts module name -> its node's attributes.
-        linears: the same of the linears outside the experts.
+        linears: the same of the linears outside the experts: what the layout carries of Skeleton.linears.
         dequantized: checkpoint tensor of a linear that stays float -> why.
     """
 
@@ -110,10 +110,10 @@ def choose(
     chosen = Choice({name: experts[layer.name] for name, layer in skeleton.experts.items()}, {}, {})
     for name, source in skeleton.linears.items():
         candidate = linear_candidate(skeleton.format, source, layout, activations, scales)
-        if candidate.reason or not isinstance(candidate.spec, LinearSpec):
-            chosen.dequantized[f"{source}.weight"] = candidate.reason
-        else:
+        if not candidate.reason and isinstance(candidate.spec, LinearSpec):
             chosen.linears[name] = candidate.spec
+        elif skeleton.format.is_quantized(source):
+            chosen.dequantized[f"{source}.weight"] = candidate.reason
     return chosen
 
 
@@ -140,8 +140,8 @@ def layer_candidate(layer: MoELayer, layout: str, activations: str | None, scale
 def linear_candidate(
     format: Format, module: str, layout: str, activations: str | None, scales: str = "exact"
 ) -> Candidate:
-    """The same of a quantized linear outside the experts."""
-    scheme, m = format.scheme_of(module), rounded(format.outline().matrix(module), scales)[0]
+    """The same of a linear outside the experts, quantized or of 16-bit floats."""
+    scheme, m = format.scheme_of(module), rounded(format.outline().matrix_of(module), scales)[0]
     found = _candidate(layout, partial(linear_spec, scheme, m, activations=activations))
     return replace(found, reason=found.reason.removeprefix("down: "))
 

@@ -70,7 +70,7 @@ def compare(checkpoint: str | Path, model: str | Path, new_tokens: int = 16, pro
         logits = reference(torch.tensor([expected])).logits[0].numpy()
 
     def difference(generator: Generator) -> tuple[float, np.ndarray]:
-        ours = generator.step(np.array([expected], np.int64), generator.start())[0][0].astype(np.float32)
+        ours = generator.scores(expected)
         return float(np.abs(ours - logits).max() / np.abs(logits).max()), ours
 
     with _float_activations(model_path(model)) as other:

@@ -38,8 +38,10 @@ from quantmoe.exporter.generate import eos_tokens
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.output import DATA, FILES, MODEL, PRODUCER, check_folder, record, weight_files, writing
 from quantmoe.exporter.passes.defaults import drop_defaults
+from quantmoe.exporter.passes.embeddings import keep_tables
 from quantmoe.exporter.passes.external_data import INLINE, DataFiles, Region, byte_size, naming
 from quantmoe.exporter.passes.interface import drop_traces, name_interface
+from quantmoe.exporter.passes.last_logits import keep_last_logits
 from quantmoe.exporter.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.passes.weights import Weight, place_weights
 from quantmoe.ort_ext import OLDEST_GLIBC, glibc_of, library_path
@@ -102,6 +104,7 @@ def export(
     scales: Literal["exact", "bf16"] = "exact",
     dtype: Literal["f32", "f16", "bf16"] | None = None,
     dense: Literal["quantmoe", "ort"] = "quantmoe",
+    logits: Literal["last", "all"] = "last",
     layers: int | None = None,
     quantize: str | None = None,
     group_size: int | None = None,
@@ -123,7 +126,9 @@ def export(
         dtype: of the graph outside the experts: for the CPU "f32" (default) or "f16", for CUDA "bf16" (default) or
             "f16".
         dense: quantized linears outside the experts become QuantLinear, or with "ort" com.microsoft::MatMulNBits where
-            it means the same; see Report.not_ort. For CUDA only "quantmoe".
+            it means the same; see Report.not_ort. For CUDA only "quantmoe". On the CPU linears of 16-bit floats are
+            QuantLinear, too, whose weights stay as they are.
+        logits: of each row's last token, [B, 1, V], or of all tokens, to measure perplexity.
         layers: only the first so many decoder layers.
         quantize: "int4", "int8", "mxfp4" or "nvfp4" for a checkpoint that is not quantized: its experts and other
             ``*_proj`` linears are rounded to nearest; "none": its experts stay as they are, bf16 or f16.
@@ -141,7 +146,9 @@ def export(
         OptionError: an option that does not exist, or not with the others.
         OutOfMemoryError: naming what did not fit.
     """
-    wanted, graph_type = check_options(target, activations, scales, dtype, dense, quantize, group_size, max_file_size)
+    wanted, graph_type = check_options(
+        target, activations, scales, dtype, dense, logits, quantize, group_size, max_file_size
+    )
     check_output(Path(checkpoint), Path(output), target, force)
     with writing(Path(output), force) as partial, doing(f"{checkpoint} to {output}"):
         progress("reading", 0, 1)
@@ -165,7 +172,10 @@ def export(
         report.untraced = graph.meta.pop("untraced", "")
         report.plain_routers = len(specs) - sum(node.op_type == "MoERouting" for node in graph.graph)
         weights = place_weights(graph)
+        keep_tables(weights, skeleton.stored_type)
         name_interface(graph)
+        if logits == "last":
+            keep_last_logits(graph)
         if target == "cuda":
             drop_defaults(graph)
 
@@ -236,6 +246,7 @@ def check_options(
     scales: str,
     dtype: str | None,
     dense: str,
+    logits: str,
     quantize: str | None,
     group_size: int | None,
     max_file_size: int,
@@ -251,6 +262,7 @@ def check_options(
         ("scales", scales, ("exact", "bf16")),
         ("dtype", dtype, (None, *GRAPH_TYPES.get(target, ()))),
         ("dense", dense, ("quantmoe", "ort") if target == "cpu" else ("quantmoe",)),
+        ("logits", logits, ("last", "all")),
     ):
         if value not in known:
             of = f" (target {target})" if name in ("dtype", "dense") else ""
@@ -293,7 +305,7 @@ def _report(skeleton: Skeleton, chosen: Choice, activations: str | None) -> Repo
         schemes += [layer.scheme, layer.down_scheme]
     for name, linear in chosen.linears.items():
         source = skeleton.linears[name]
-        scheme = format.scheme(source)
+        scheme = format.scheme_of(source)
         report.linears[source] = scheme.text, linear
         schemes.append(scheme)
     for scheme in schemes:  # a remark where activations are not what the checkpoint says
@@ -345,12 +357,12 @@ def _linear(
 ) -> int:
     """Writes a linear's packed weight, or makes its node a MatMulNBits; returns the bytes."""
     format, source = skeleton.format, skeleton.linears[weight.parameter.rpartition(".")[0]]
-    scheme = format.scheme(source)
-    m, error = rounded(format.matrix(source), scales)
+    scheme = format.scheme_of(source)
+    m, error = rounded(format.matrix_of(source), scales)
     if scales == "bf16":
         report.scale_error = max(report.scale_error or 0.0, error)
     metadata = {"module": source, "format": scheme.text}
-    if dense == "ort":
+    if dense == "ort" and format.is_quantized(source):
         reason = why_not(m, scheme.activation_format, skeleton.dtype.itemsize)
         if reason is None:
             size = 0
@@ -393,7 +405,9 @@ def _dense(weight: Weight, skeleton: Skeleton, data: DataFiles, report: Report) 
         owner = type(skeleton.model.get_submodule(weight.parameter.rpartition(".")[0])).__name__
         reason = report.dequantized.setdefault(source, f"{owner} is not a linear layer")
         metadata |= {"dequantized_from": format.scheme(module).text, "dequantized_because": reason}
-    blocks, size = skeleton.blocks(weight.parameter, weight.transposed), byte_size(weight.value)
+    assert weight.value.dtype is not None
+    blocks = skeleton.blocks(weight.parameter, weight.transposed, weight.value.dtype.numpy())
+    size = byte_size(weight.value)
     if size <= INLINE:
         array = np.concatenate([block() for block in blocks])
         weight.value.const_value = ir.Tensor(array, name=weight.value.name, metadata_props=metadata)

@@ -77,6 +77,7 @@ class Generator:
                 f"{self.path}: expected the output logits [batch, sequence, vocabulary], the inputs past_key_values.* "
                 f"[batch, heads, length, width] of {' or '.join(floats)}, and their outputs present.*"
             )
+        self.last_only = logits[0][1] == 1
         self.vocabulary = logits[0][-1] if isinstance(logits[0][-1], int) else None
         self.past = {
             name: ([s if isinstance(s, int) else 0 for s in i.shape], floats[i.type]) for name, i in past.items()
@@ -100,7 +101,8 @@ class Generator:
             ids: int64 [B, S]. past: from :meth:`start` or the step before.
 
         Returns:
-            logits [B, S, vocabulary] and the longer cache.
+            logits [B, S, vocabulary], or [B, 1, vocabulary] of models that give each row's last (``last_only``); and
+            the longer cache.
 
         Raises:
             ModelError: B or S is 0, which the graph's Reshape nodes do not take; ONNX Runtime's words otherwise.
@@ -122,6 +124,14 @@ class Generator:
         except Exception as error:  # see above
             raise ModelError(f"{self.path}: {error}") from None
         return found["logits"], {name: found[name.replace("past_key_values", "present")] for name in past}
+
+    def scores(self, ids: Sequence[int]) -> np.ndarray:
+        """Logits after each of the tokens, f32 [tokens, vocabulary]: one by one where a step gives its last only."""
+        past, found, size = self.start(), [], 1 if self.last_only else len(ids)
+        for at in range(0, len(ids), size):
+            logits, past = self.step(np.array([ids[at : at + size]], np.int64), past)
+            found.append(logits[0].astype(np.float32))
+        return np.concatenate(found)
 
     def greedy(self, ids: Sequence[int], max_new_tokens: int = 32, stop: Sequence[int] = ()) -> Generated:
         """The likeliest next token, again and again, until one of ``stop``.

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import onnxscript.optimizer
@@ -42,9 +41,10 @@ from quantmoe.custom_ops.torch_op import onnx_moe_routing, onnx_quant_linear, on
 from quantmoe.exporter import attention
 from quantmoe.exporter.ahead import BLOCK
 from quantmoe.exporter.architectures import ARCHITECTURES
+from quantmoe.exporter.checkpoint import DTYPES as STORED
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import Format, MoELayer
-from quantmoe.exporter.formats.base import FLOATS
+from quantmoe.exporter.formats.base import FLOAT_KINDS, FLOATS
 from quantmoe.exporter.formats.experts import check_sizes
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.passes.latent import concatenate_keys
@@ -52,8 +52,6 @@ from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
 from quantmoe.exporter.passes.routers import replace_routers
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-#: the same in numpy
-ARRAYS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
 #: where models of several modalities keep their language model -> where it is on its own
 WRAPPERS = {"language_model.": "", "model.language_model.": "model."}
 
@@ -70,7 +68,8 @@ class Skeleton:
         model: parameters are placeholders; experts modules have none.
         sources: parameter name -> its name in the checkpoint, for ``format.parameter``.
         experts: experts module name -> MoELayer, in the model's order.
-        linears: linear module name -> its name in the checkpoint, of those that the checkpoint quantizes.
+        linears: linear module name -> its name in the checkpoint, of those that the checkpoint quantizes or has in a
+            16-bit type of their own; a head that shares the embedding's weight has the embedding's name.
         tied: parameter name -> the first of the names of the same parameter.
 
     Raises:
@@ -134,13 +133,16 @@ class Skeleton:
         self.tied = {name: first.setdefault(id(parameter), name) for name, parameter in names}
         self.tensors = {name: tensor for name, tensor in self._tensors() if name in self.sources}
         self.sources = {name: source for name, source in self.sources.items() if name in self.tensors}
-        modules_of = {name.rpartition(".")[0]: s.rpartition(".")[0] for name, s in self.sources.items()}
-        self.linears = {
-            name: source
-            for name, source in modules_of.items()
-            if type(model.get_submodule(name)) is torch.nn.Linear and format.is_quantized(source)
-        }
         self._check_parameters()
+        self.linears = dict(self._linears())
+
+    def _linears(self) -> Iterator[tuple[str, str]]:
+        for name, module in self.model.named_modules():
+            weight = self.tied.get(f"{name}.weight")
+            if type(module) is torch.nn.Linear and weight in self.sources:
+                source = self.sources[weight].removesuffix(".weight")
+                if self.format.is_quantized(source) or self.format.ckpt.dtype(f"{source}.weight") in FLOAT_KINDS:
+                    yield name, source
 
     def _check_parameters(self) -> None:
         """Shapes, from the headers."""
@@ -157,9 +159,22 @@ class Skeleton:
                     f"it is quantized"
                 )
 
-    def blocks(self, name: str, transposed: bool = False) -> Iterator[Callable[[], np.ndarray]]:
-        """A parameter or stored buffer of the model, or its transpose, in the graph's dtype, as calls that make
-        the next rows each.
+    def stored_type(self, name: str) -> ir.DataType | None:
+        """The type of a parameter's tensor in the checkpoint; None when it is packed or quantized there."""
+        source = self.sources.get(name)  # packed weights have none
+        if source is None or self.format.is_quantized(source.rpartition(".")[0]):
+            return None
+        return ir.DataType.from_numpy(STORED[self.format.ckpt.dtype(source)])
+
+    def itemsize(self, name: str) -> int:
+        """Bytes of an element of a parameter that is not packed: the graph's, or the checkpoint's if fewer in a table that
+        is only looked up (passes/embeddings.py)."""
+        own, stored = self.tensors[name].element_size(), self.stored_type(name)
+        module = self.model.get_submodule(name.rpartition(".")[0])
+        return min(own, int(stored.itemsize)) if stored is not None and isinstance(module, torch.nn.Embedding) else own
+
+    def blocks(self, name: str, transposed: bool, dtype: np.dtype) -> Iterator[Callable[[], np.ndarray]]:
+        """A parameter or stored buffer of the model, or its transpose, as calls that make the next rows each.
 
         Raises:
             CheckpointError: another shape than the model's, here or from a function: values that float16 cannot hold.
@@ -167,7 +182,6 @@ class Skeleton:
         source = self.sources[name]
         found = self.format.stored(source)
         self._check_shape(name, found.shape)
-        dtype = np.dtype(ARRAYS[self.tensors[name].dtype])
         rows = np.atleast_1d(found.T if transposed else found)
         step = max(1, BLOCK // max(1, 4 * math.prod(rows.shape[1:])))
         return (partial(self._converted, source, dtype, rows[at : at + step]) for at in range(0, len(rows), step))

@@ -64,6 +64,7 @@ def plan(
     scales: str = "exact",
     dtype: str | None = None,
     dense: str = "quantmoe",
+    logits: str = "last",
     layers: int | None = None,
     quantize: str | None = None,
     group_size: int | None = None,
@@ -80,7 +81,7 @@ def plan(
             config.json show it.
     """
     activations, graph_type = check_options(
-        target, activations, scales, dtype, dense, quantize, group_size, max_file_size
+        target, activations, scales, dtype, dense, logits, quantize, group_size, max_file_size
     )
     check_output(Path(checkpoint), Path(output), target, force)
     folder = Path(output).resolve()
@@ -101,10 +102,9 @@ def plan(
     linears = {}
     for name, linear in chosen.linears.items():
         source = skeleton.linears[name]
-        linears[source] = format.scheme(source).text, linear, layout.row_bytes(linear.moe, "w2")
-    itemsize = 4 if graph_type == "f32" else 2
+        linears[source] = format.scheme_of(source).text, linear, layout.row_bytes(linear.moe, "w2")
     left = (n for n in skeleton.tensors if n in skeleton.sources and n.rpartition(".")[0] not in chosen.linears)
-    others = sum(prod(skeleton.tensors[name].shape) * itemsize for name in left)
+    others = sum(prod(skeleton.tensors[name].shape) * skeleton.itemsize(name) for name in left)
     others += sum(size for _, _, size in linears.values())
     cores = native.cpus()
     seconds = TRACING + (packed / PACKING + others / CONVERTING) / cores
