@@ -32,6 +32,7 @@ from quantmoe.exporter.choose import (
 )
 from quantmoe.exporter.errors import CheckpointError, OptionError
 from quantmoe.exporter.formats import Checkpoint, Format, MoELayer, find_format, open_checkpoint
+from quantmoe.exporter.formats.rounding import HEAD_GROUPS, distance
 from quantmoe.exporter.formats.unquantized import Unquantized
 from quantmoe.exporter.genai import genai_config
 from quantmoe.exporter.generate import eos_tokens
@@ -69,6 +70,7 @@ class Report:
         format: name of the checkpoint format.
         layers: checkpoint module name -> (scheme in the tool's words, node attributes).
         activations: remark when they are not what the checkpoint says, else "".
+        head_error: of ``lm_head``: root of the mean square error of its weights, relative to theirs.
         scale_error: largest relative error of a scale rounded to bf16; None when scales are exact.
         packed_bytes, dense_bytes: of the experts and of everything else.
         linears: checkpoint module name -> (scheme in the tool's words, node attributes), outside the experts.
@@ -84,6 +86,7 @@ class Report:
     layers: dict[str, tuple[str, MoESpec]]
     activations: str = ""
     scale_error: float | None = None
+    head_error: float | None = None
     packed_bytes: int = 0
     dense_bytes: int = 0
     linears: dict[str, tuple[str, LinearSpec]] = dataclasses.field(default_factory=dict)
@@ -105,6 +108,7 @@ def export(
     dtype: Literal["f32", "f16", "bf16"] | None = None,
     dense: Literal["quantmoe", "ort"] = "quantmoe",
     logits: Literal["last", "all"] = "last",
+    lm_head: Literal["int4", "int8"] | None = None,
     layers: int | None = None,
     quantize: str | None = None,
     group_size: int | None = None,
@@ -129,6 +133,7 @@ def export(
             it means the same; see Report.not_ort. For CUDA only "quantmoe". On the CPU linears of 16-bit floats are
             QuantLinear, too, whose weights stay as they are.
         logits: of each row's last token, [B, 1, V], or of all tokens, to measure perplexity.
+        lm_head: rounds the head to nearest; see Report.head_error. None: it stays as it is.
         layers: only the first so many decoder layers.
         quantize: "int4", "int8", "mxfp4" or "nvfp4" for a checkpoint that is not quantized: its experts and other
             ``*_proj`` linears are rounded to nearest; "none": its experts stay as they are, bf16 or f16.
@@ -147,7 +152,7 @@ def export(
         OutOfMemoryError: naming what did not fit.
     """
     wanted, graph_type = check_options(
-        target, activations, scales, dtype, dense, logits, quantize, group_size, max_file_size
+        target, activations, scales, dtype, dense, logits, lm_head, quantize, group_size, max_file_size
     )
     check_output(Path(checkpoint), Path(output), target, force)
     with writing(Path(output), force) as partial, doing(f"{checkpoint} to {output}"):
@@ -158,7 +163,7 @@ def export(
         progress("loading torch and transformers", 0, 1)
         from quantmoe.exporter.model import Skeleton, trace  # seconds, and what headers decide has been said
 
-        skeleton = Skeleton(format, graph_type, layers)
+        skeleton = Skeleton(format, graph_type, layers, lm_head)
         ends = stops(skeleton)
         chosen = choose(skeleton, experts, LAYOUT[target], wanted, scales)
         specs, linears = chosen.layers, chosen.linears
@@ -247,6 +252,7 @@ def check_options(
     dtype: str | None,
     dense: str,
     logits: str,
+    lm_head: str | None,
     quantize: str | None,
     group_size: int | None,
     max_file_size: int,
@@ -263,6 +269,7 @@ def check_options(
         ("dtype", dtype, (None, *GRAPH_TYPES.get(target, ()))),
         ("dense", dense, ("quantmoe", "ort") if target == "cpu" else ("quantmoe",)),
         ("logits", logits, ("last", "all")),
+        ("lm_head", lm_head, (None, *HEAD_GROUPS)),
     ):
         if value not in known:
             of = f" (target {target})" if name in ("dtype", "dense") else ""
@@ -359,6 +366,8 @@ def _linear(
     format, source = skeleton.format, skeleton.linears[weight.parameter.rpartition(".")[0]]
     scheme = format.scheme_of(source)
     m, error = rounded(format.matrix_of(source), scales)
+    if source == skeleton.head:
+        report.head_error = distance(m, format.stored(f"{source}.weight"))
     if scales == "bf16":
         report.scale_error = max(report.scale_error or 0.0, error)
     metadata = {"module": source, "format": scheme.text}

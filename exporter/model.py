@@ -46,6 +46,7 @@ from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import Format, MoELayer
 from quantmoe.exporter.formats.base import FLOAT_KINDS, FLOATS
 from quantmoe.exporter.formats.experts import check_sizes
+from quantmoe.exporter.formats.rounding import HEAD_GROUPS
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.passes.latent import concatenate_keys
 from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
@@ -63,6 +64,7 @@ class Skeleton:
         format: the opened checkpoint.
         dtype: "f32", "f16" or "bf16", of the graph.
         layers: keep only the first so many decoder layers.
+        lm_head: "int4" or "int8" rounds the head, see ``head``; None leaves it as it is.
 
     Attributes:
         model: parameters are placeholders; experts modules have none.
@@ -70,13 +72,14 @@ class Skeleton:
         experts: experts module name -> MoELayer, in the model's order.
         linears: linear module name -> its name in the checkpoint, of those that the checkpoint quantizes or has in a
             16-bit type of their own; a head that shares the embedding's weight has the embedding's name.
+        head: name in the checkpoint of the linear that makes the logits, when ``lm_head`` rounds it.
         tied: parameter name -> the first of the names of the same parameter.
 
     Raises:
         CheckpointError: the architecture is not supported, or a parameter has no tensor.
     """
 
-    def __init__(self, format: Format, dtype: str = "f32", layers: int | None = None):
+    def __init__(self, format: Format, dtype: str = "f32", layers: int | None = None, lm_head: str | None = None):
         self.format, self.dtype = format, DTYPES[dtype]
         folder = format.ckpt.folder
         config = _config(format, layers)
@@ -134,14 +137,34 @@ class Skeleton:
         self.tensors = {name: tensor for name, tensor in self._tensors() if name in self.sources}
         self.sources = {name: source for name, source in self.sources.items() if name in self.tensors}
         self._check_parameters()
+        self.head = self._round_head(lm_head) if lm_head else None
         self.linears = dict(self._linears())
+
+    def _round_head(self, kind: str) -> str:
+        weight = next(
+            (n for n, _ in self.model.named_parameters(remove_duplicate=False) if n == "lm_head.weight"), None
+        )
+        if weight is None:
+            raise CheckpointError(f"{self.format.ckpt.folder}: {type(self.model).__name__} has no lm_head to round")
+        source = self.sources[self.tied[weight]].removesuffix(".weight")
+        if self.format.is_quantized(source):
+            text = self.format.scheme(source).text
+            raise CheckpointError(
+                f"{self.format.ckpt.folder}: {source} is quantized already ({text}); leave lm_head out"
+            )
+        self.format.rounding[source] = kind, HEAD_GROUPS[kind]
+        return source
 
     def _linears(self) -> Iterator[tuple[str, str]]:
         for name, module in self.model.named_modules():
             weight = self.tied.get(f"{name}.weight")
             if type(module) is torch.nn.Linear and weight in self.sources:
                 source = self.sources[weight].removesuffix(".weight")
-                if self.format.is_quantized(source) or self.format.ckpt.dtype(f"{source}.weight") in FLOAT_KINDS:
+                if (
+                    self.format.is_quantized(source)
+                    or source == self.head
+                    or self.format.ckpt.dtype(f"{source}.weight") in FLOAT_KINDS
+                ):
                     yield name, source
 
     def _check_parameters(self) -> None:
@@ -167,8 +190,8 @@ class Skeleton:
         return ir.DataType.from_numpy(STORED[self.format.ckpt.dtype(source)])
 
     def itemsize(self, name: str) -> int:
-        """Bytes of an element of a parameter that is not packed: the graph's, or the checkpoint's if fewer in a table that
-        is only looked up (passes/embeddings.py)."""
+        """Bytes of an element of a parameter that is not packed: the graph's, or the checkpoint's if fewer in a table
+        that is only looked up (passes/embeddings.py)."""
         own, stored = self.tensors[name].element_size(), self.stored_type(name)
         module = self.model.get_submodule(name.rpartition(".")[0])
         return min(own, int(stored.itemsize)) if stored is not None and isinstance(module, torch.nn.Embedding) else own

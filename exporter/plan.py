@@ -65,6 +65,7 @@ def plan(
     dtype: str | None = None,
     dense: str = "quantmoe",
     logits: str = "last",
+    lm_head: str | None = None,
     layers: int | None = None,
     quantize: str | None = None,
     group_size: int | None = None,
@@ -81,7 +82,7 @@ def plan(
             config.json show it.
     """
     activations, graph_type = check_options(
-        target, activations, scales, dtype, dense, logits, quantize, group_size, max_file_size
+        target, activations, scales, dtype, dense, logits, lm_head, quantize, group_size, max_file_size
     )
     check_output(Path(checkpoint), Path(output), target, force)
     folder = Path(output).resolve()
@@ -90,7 +91,7 @@ def plan(
 
     from quantmoe.exporter.model import Skeleton  # see export
 
-    skeleton = Skeleton(format, graph_type, layers)
+    skeleton = Skeleton(format, graph_type, layers, lm_head)
     stops(skeleton)
     chosen, layout = choose(skeleton, experts, LAYOUT[target], activations, scales), LAYOUTS[LAYOUT[target]]
     found = {}

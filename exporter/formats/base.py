@@ -17,6 +17,7 @@ import regex
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError, unlike_rows
+from quantmoe.exporter.formats.rounding import rounded_to_nearest
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,8 @@ class Format(ABC):
         self.ckpt = ckpt
         #: whether stored scales of activations are read and must be numbers; models with float activations need none
         self.input_scales = True
+        #: module that the checkpoint has in floats -> (kind, group size) that it is rounded to as asked
+        self.rounding: dict[str, tuple[str, int]] = {}
 
     def outline(self) -> Self:
         """This format over headers: the same decoders give matrices and refusals, at no cost in time or memory.
@@ -187,14 +190,16 @@ class Format(ABC):
         return any(f"{module}.{mark}" in self.ckpt for mark in self.marks)
 
     def scheme_of(self, module: str) -> Scheme:
-        """:meth:`scheme`, or of a module that the tool left alone: its 16-bit type."""
+        """:meth:`scheme`, or of a module that the tool left alone: what it is rounded to, or its 16-bit type."""
         if self.is_quantized(module):
             with reading(f"{self.ckpt.folder}: the configuration of {module} cannot be read as {self.name}'s"):
                 return self.scheme(module)
+        if module in self.rounding:
+            return rounded_scheme(*self.rounding[module])
         return float_scheme(self.ckpt.dtype(f"{module}.weight"))
 
     def matrix_of(self, module: str) -> QuantizedMatrix:
-        """:meth:`matrix`, or the 16-bit weights as they are.
+        """:meth:`matrix`, or the floats rounded as asked, or the 16-bit weights as they are.
 
         Raises:
             CheckpointError: see :meth:`matrix`.
@@ -202,6 +207,10 @@ class Format(ABC):
         if self.is_quantized(module):
             return self.matrix(module)
         n, k = self.shape2d(f"{module}.weight")
+        if module in self.rounding:
+            weight = self.take(module, [Tensor("weight", FLOATS, (n, k))])["weight"]
+            where = f"{self.ckpt.folder}: {module}"
+            return rounded_to_nearest(weight, self.bias(module, n), *self.rounding[module], where)
         weight = self.take(module, [Tensor("weight", tuple(FLOAT_KINDS), (n, k))])["weight"]
         return unrounded(weight, self.bias(module, n))
 
@@ -342,6 +351,12 @@ def float_scheme(dtype: str) -> Scheme:
     """Of weights that a tool left in a type of FLOAT_KINDS."""
     kind = FLOAT_KINDS[dtype]
     return Scheme(kind, -1, "none", f"{kind}, not quantized")
+
+
+def rounded_scheme(kind: str, group_size: int) -> Scheme:
+    """Of weights that are rounded while they are read."""
+    group = "a row" if group_size == -1 else f"group {group_size}"
+    return Scheme(kind, group_size, "none", f"rounded to nearest {kind} {group}")
 
 
 def unrounded(weight: np.ndarray, bias: np.ndarray | None) -> QuantizedMatrix:

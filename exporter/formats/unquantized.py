@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
+from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
-from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError, unlike_rows
+from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.formats.base import (
     FLOAT_KINDS,
     FLOATS,
@@ -23,13 +23,13 @@ from quantmoe.exporter.formats.base import (
     Scheme,
     Tensor,
     float_scheme,
+    rounded_scheme,
     unrounded,
 )
+from quantmoe.exporter.formats.rounding import rounded_to_nearest
 
 #: kind -> the group sizes there are; () for any
 KINDS = {"int4": (), "int8": (), "mxfp4": (32,), "nvfp4": (16,), "none": (-1,)}
-#: weights that are rounded at a time
-PIECE = 1 << 16
 _LINEAR = re.compile(r"(.+\.)?(\w+_proj\w*|w[123])")
 
 
@@ -71,8 +71,7 @@ class Unquantized(Format):
                     f"{self.ckpt.where(name)} is {self.ckpt.dtype(name)}, expected {' or '.join(FLOAT_KINDS)}"
                 )
             return float_scheme(self.ckpt.dtype(name))
-        group = "a row" if self.group_size == -1 else f"group {self.group_size}"
-        return Scheme(self.kind, self.group_size, "none", f"rounded to nearest {self.kind} {group}")
+        return rounded_scheme(self.kind, self.group_size)
 
     def matrix(self, module: str) -> QuantizedMatrix:
         n, k = self.shape2d(f"{module}.weight")
@@ -103,17 +102,4 @@ class Unquantized(Format):
     def _round(self, weight: np.ndarray, bias: np.ndarray | None, where: str) -> QuantizedMatrix:
         if self.kind == "none":
             return unrounded(weight, bias)
-        scheme, global_scale, rows = SCHEMES[self.kind], None, unlike_rows(weight)
-        # by pieces of rows: float64 and what rounding makes of it take 50 bytes a weight
-        step = max(1, PIECE // max(1, weight.shape[1]))
-        pieces = [rows[at : at + step] for at in range(0, max(1, len(rows)), step)]
-        reach = float(np.max([np.abs(piece.astype(np.float32)).max(initial=0) for piece in pieces]))
-        if not np.isfinite(reach):
-            raise CheckpointError(f"{self.ckpt.folder}: {where} has values that are NaN or infinite")
-        dtype = weight.dtype if scheme.integer else SCALE_DTYPES[scheme.scale_type]
-        if self.kind == "nvfp4":  # the largest scale becomes the largest e4m3
-            global_scale = float(np.float32((reach or 1.0) / (np.nanmax(scheme.table) * 448)))
-        rounded = [scheme.quantize(p.astype(np.float64) / (global_scale or 1), self.group_size, dtype) for p in pieces]
-        codes, scales = (np.concatenate(parts) for parts in zip(*rounded, strict=True))
-        codes, scales = (np.broadcast_to(a, (len(weight), a.shape[1])) for a in (codes, scales))
-        return QuantizedMatrix(self.kind, codes, scales, self.group_size, global_scale=global_scale, bias=bias)
+        return rounded_to_nearest(weight, bias, self.kind, self.group_size, f"{self.ckpt.folder}: {where}")

@@ -19,8 +19,8 @@ PROMPT, NEW = [5, 17, 42, 99, 7, 1, 64, 200], 16
 def run(folder: str) -> dict[str, object]:
     generator = Generator(folder, threads=2)
     tokens = generator.greedy(PROMPT, NEW).tokens
-    ids = np.random.default_rng(0).integers(0, generator.vocabulary, (1, 32))
-    logits = generator.step(ids, generator.start())[0][0].astype(np.float64)
+    ids = np.random.default_rng(0).integers(0, generator.vocabulary, 32)
+    logits = generator.scores(ids.tolist()).astype(np.float64)
     return {"ort": onnxruntime.__version__, "tokens": tokens, "logits": logits.tolist()}
 
 

@@ -28,7 +28,8 @@ from quantmoe.exporter.choose import scaled
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.formats import Format, find_format, open_checkpoint
 from quantmoe.exporter.formats.base import unrounded
-from quantmoe.exporter.formats.unquantized import KINDS, PIECE, Unquantized
+from quantmoe.exporter.formats.rounding import PIECE
+from quantmoe.exporter.formats.unquantized import KINDS, Unquantized
 from quantmoe.exporter.model import Skeleton
 from quantmoe.exporter.plan import BASE_MEMORY, plan
 

@@ -1,17 +1,21 @@
-"""What is around the layers: the head in the checkpoint's bytes, tables that are looked up, logits of the last token."""
+"""What is around the layers: the head in the checkpoint's bytes, tables that are looked up, the last token's logits."""
 
 from __future__ import annotations
+
+import re
 
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 from checkpoints import TINY
 from export.test_model import error, expected, run, tokens
 
+from quantmoe.exporter.checkpoint import CheckpointError, OptionError
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.demo import make_float_checkpoint
-from quantmoe.exporter.formats import open_checkpoint
+from quantmoe.exporter.formats import open_checkpoint, unquantized
 from quantmoe.exporter.formats.unquantized import Unquantized
 from quantmoe.exporter.generate import Generator
 from quantmoe.exporter.inspect import inspect
@@ -46,6 +50,39 @@ def test_16_bit_linears_are_packed_as_they_are(tmp_path, tied):
     want = dequantized(Skeleton(Unquantized(open_checkpoint(folder), "none")))
     ids = tokens(2, 5)
     assert error(run(Generator(tmp_path / "model"), ids, (4, 1)), expected(want, ids)) < 2e-5
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("int8", 0.02), ("int4", 0.2)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rounded_head(tmp_path, kind, bound, tied):
+    sizes = TINY | {"num_hidden_layers": 1, "num_experts": 4, "tie_word_embeddings": tied}
+    folder = make_float_checkpoint(tmp_path / "float", "qwen3_moe", **sizes)
+    options = {"activations": "float", "quantize": "none", "lm_head": kind}
+    planned = plan(folder, tmp_path / "model", **options)
+    report = export(folder, tmp_path / "model", **options)
+    assert planned.dense == pytest.approx(report.dense_bytes, rel=0.01)
+    format = Unquantized(open_checkpoint(folder), "none")
+    skeleton = Skeleton(format, lm_head=kind)
+    head = "model.embed_tokens" if tied else "lm_head"
+    assert skeleton.head == head
+    weight, found = format.parameter(f"{head}.weight"), format.matrix_of(head).dequantize()
+    assert report.head_error == pytest.approx(np.linalg.norm(found - weight) / np.linalg.norm(weight), rel=1e-4)
+    assert 0 < report.head_error < bound
+    want = dequantized(Skeleton(Unquantized(open_checkpoint(folder), "none")))
+    want.lm_head.weight = torch.nn.Parameter(torch.from_numpy(found.astype(np.float32)))
+    ids = tokens(1, 5)
+    found = Generator(tmp_path / "model").scores(ids[0].tolist())
+    assert error(found[None], expected(want, ids)) < 2e-5
+
+
+def test_heads_that_are_not_rounded(tmp_path, monkeypatch):
+    folder = make_float_checkpoint(tmp_path / "float", "qwen3_moe", **TINY | {"num_hidden_layers": 1})
+    with pytest.raises(OptionError, match="lm_head is 'int3', expected one of: int4, int8"):
+        export(folder, tmp_path / "model", quantize="int4", lm_head="int3")
+    monkeypatch.setattr(unquantized, "_LINEAR", re.compile(".*"))
+    with pytest.raises(CheckpointError, match=r"lm_head is quantized already \(rounded to nearest int4 group 128\)"):
+        export(folder, tmp_path / "model", quantize="int4", lm_head="int4")
+    assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.parametrize("padding", ["left", "right", "none"])

@@ -105,7 +105,9 @@ def prepare(name: str, folder: Path) -> None:
         checkpoint = make_checkpoint(scratch, architecture, preset, group_size, symmetric=preset == scheme, **sizes)
         noise = reference(checkpoint, folder)
         for dtype in ("bf16", "f16"):
-            export(checkpoint, folder / dtype, target="cuda", dtype=dtype, activations="float", force=True)
+            export(
+                checkpoint, folder / dtype, target="cuda", dtype=dtype, activations="float", logits="all", force=True
+            )
     print(name, noise, flush=True)
 
 
