@@ -67,6 +67,12 @@ def export(
     dense: Annotated[
         Literal["quantmoe", "ort"], typer.Option(help="other quantized linears: QuantLinear, or MatMulNBits")
     ] = "quantmoe",
+    logits: Annotated[
+        Literal["last", "all"], typer.Option(help="of each row's last token, or of every token for perplexity")
+    ] = "last",
+    lm_head: Annotated[
+        Literal["int4", "int8"] | None, typer.Option(help="round the head to nearest; default: as it is")
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="only the first N decoder layers")] = None,
     quantize: Annotated[
         Literal["int4", "int8", "mxfp4", "nvfp4", "none"] | None,
@@ -85,7 +91,7 @@ def export(
     """Turn a quantized checkpoint into an ONNX model with packed experts."""
     begin = time.perf_counter()
     options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype, "dense": dense,
-               "quantize": quantize, "group_size": group_size, "layers": layers, "force": force,
+               "logits": logits, "lm_head": lm_head, "quantize": quantize, "group_size": group_size, "layers": layers, "force": force,
                "max_file_size": int(max_file_gb * 1e9)}  # fmt: skip
     if dry_run:
         return _plan(checkpoint, outdir, **options)
@@ -97,6 +103,8 @@ def export(
         console.print(remark, style="yellow")
     if report.scale_error is not None:
         console.print(f"scales rounded to bf16: largest relative error {report.scale_error:.2e}", style="yellow")
+    if report.head_error is not None:
+        console.print(f"lm_head rounded to {lm_head}: root mean square error {report.head_error:.2%}", style="yellow")
     _print_reasons(FLOAT_HERE, report.dequantized)
     _print_reasons("QuantLinear in spite of --dense ort", report.not_ort)
     if report.plain_routers:

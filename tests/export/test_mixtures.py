@@ -77,7 +77,7 @@ def test_a_checkpoint_of_floats_as_it_is(tmp_path, architecture):
     folder = make_float_checkpoint(tmp_path / "c", architecture, num_hidden_layers=1)
     report = check(folder, tmp_path / "o", quantize="none")
     assert [spec.w2.format for _, spec in report.layers.values()] == ["bf16"]
-    assert not report.linears
+    assert {text for text, _ in report.linears.values()} == {"bf16, not quantized"}
 
 
 def test_a_language_model_within_another(checkpoint, tmp_path):
