@@ -18,7 +18,7 @@ from quantmoe.exporter.formats.unquantized import Unquantized
 
 def is_model(path: Path) -> bool:
     """Whether a path is meant as an exported model, not as a checkpoint."""
-    return (path / "model.onnx").exists() or (path.is_file() and path.suffix not in (".gguf", ".safetensors", ".json"))
+    return (path / "model.onnx").exists() or (path.is_file() and path.suffix not in (".gguf", ".safetensors"))
 
 
 def survey(path: str | Path) -> dict[str, Any]:

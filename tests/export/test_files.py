@@ -455,10 +455,7 @@ def test_command_line(quantmoe, checkpoint, exported, tmp_path):
     planned = quantmoe("export", checkpoint("qwen3_moe"), tmp_path / "planned", "--dry-run")
     assert planned.returncode == 0, planned.stderr
     assert not (tmp_path / "planned").exists()
-    assert (
-        f"experts of 2 layers {sum(layer['bytes'] for layer in inspect(folder)['layers']) / 1e6:,.1f} MB"
-        in planned.stdout
-    )
+    assert f"experts {sum(layer['bytes'] for layer in inspect(folder)['layers']) / 1e6:,.1f} MB" in planned.stdout
     assert quantmoe("generate", folder, "--ids", "5", "--max-new-tokens", 1, "--prefault").returncode == 0
 
     done = quantmoe("generate", folder, "--ids", "5,6,7", "--max-new-tokens", 4)
@@ -472,7 +469,7 @@ def test_command_line(quantmoe, checkpoint, exported, tmp_path):
         (("generate", folder, "--ids", "a"), 2, "expected numbers"),
         (("generate", tmp_path, "--ids", "1"), 1, "missing; expected an exported model"),
         (("inspect", checkpoint("qwen3_moe") / "config.json"), 1, "not an ONNX model"),
-        (("export", tmp_path / "nowhere", tmp_path / "out"), 2, "does not exist"),
+        (("export", tmp_path / "nowhere", tmp_path / "out"), 1, "no such folder"),
         (("export", tmp_path, tmp_path / "out"), 1, "config.json: missing"),
         (("export", checkpoint("qwen3_moe"), folder), 1, "--force"),
         (("export", checkpoint("qwen3_moe"), "/proc/out"), 1, "/proc/out"),
@@ -507,7 +504,7 @@ def test_errors_are_one_line(quantmoe, tmp_path):
     assert "quantization method" in done.stderr
     assert len(done.stderr) < 2100
     assert "\x1b" not in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert "\n" not in done.stderr
 
 
 def test_import_needs_no_torch_and_no_typer():
