@@ -121,8 +121,8 @@ def load(path: Path) -> ir.Model:
     except MemoryError:
         raise
     except Exception as error:  # protobuf's own, by backend
-        with open(path, "rb") as file:
-            pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+        with open(path, "rb") as start:
+            pointer = start.read(len(LFS_POINTER)) == LFS_POINTER
         reason = f"a Git LFS pointer; to fetch the file: git -C {path.parent} lfs pull" if pointer else error
         raise ModelError(f"{path}: not an ONNX model: {reason}") from None
     if not model.ir_version:  # an empty file is a message without fields
