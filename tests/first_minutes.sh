@@ -60,6 +60,8 @@ variant("old")
 variant("nan", nan=True)
 (variant("no_model") / "model.onnx").unlink()
 (variant("no_data") / "model.onnx.data").unlink()
+data = variant("other_data") / "model.onnx.data"
+data.write_bytes(bytes(byte ^ 1 for byte in data.read_bytes()))
 (variant("no_library") / "libquantmoe_ort.so").write_text("not a library\n")
 PYTHON
 
@@ -86,6 +88,7 @@ nowhere/libquantmoe_ort.so: cannot open shared object file|nowhere 4 1
 libquantmoe_ort.so: file too short|"$work/no_library" 4 1
 model.onnx|"$work/no_model" 4 1
 model.onnx.data|"$work/no_data" 4 1
+not the data that this model was exported with.* of model.onnx.data of |"$work/other_data" 4 1
 TABLE
 }
 section "samples/python"
