@@ -22,10 +22,10 @@ good() { # PATTERN COMMAND...: succeeds, and the pattern is in what it prints
   run "${@:2}"
   { [ $code = 0 ] && { [ ! "$1" ] || grep -qE -- "$1" "$work/out"; }; } || complain "expected exit code 0 and \"$1\"" "${@:2}"
 }
-bad() { # PATTERN COMMAND...: ends with exit code 1, prints nothing but one line on standard error, and that matches
-  run "${@:2}"
-  { [ $code = 1 ] && [ ! -s "$work/out" ] && [ "$(wc -l <"$work/err")" = 1 ] && grep -qE -- "$1" "$work/err"; } ||
-    complain "expected exit code 1 and only one line, \"$1\"" "${@:2}"
+bad() { # CODE PATTERN COMMAND...: ends with that exit code, prints nothing but one line on standard error, and that matches
+  run "${@:3}"
+  { [ $code = "$1" ] && [ ! -s "$work/out" ] && [ "$(wc -l <"$work/err")" = 1 ] && grep -qE -- "$2" "$work/err"; } ||
+    complain "expected exit code $1 and only one line, \"$2\"" "${@:3}"
 }
 section() { echo "$SECONDS s: $*"; }
 
@@ -75,7 +75,7 @@ sample() { # COMMAND...: a sample, with good and bad input
   good '^[0-9]+ [0-9]+ [0-9]+ *$' "$@" "$work/context" 16 1 2 3 4 5
   good '^[0-9]+( [0-9]+){11} *$' "$@" "$work/old" 12 1 2 3
   while IFS='|' read -r pattern arguments; do
-    eval "bad \"\$pattern\" \"\$@\" $arguments"
+    eval "bad 1 \"\$pattern\" \"\$@\" $arguments"
   done <<'TABLE'
 ^usage: .* FOLDER COUNT ID\.\.\.$|"$model" 4
 ^"four": expected a number from 0$|"$model" four 1
@@ -231,12 +231,29 @@ kernel|quantmoe inspect $fixture --explain
 TABLE
 
 section "bad input"
-while IFS='|' read -r pattern command; do
-  eval "bad \"\$pattern\" $command"
+mkdir "$work/gguf" "$work/dense" && printf GGUF >"$work/gguf/model.gguf"
+cp -r $fixture "$work/lfs"
+printf 'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n' >"$work/lfs/model.safetensors"
+echo '{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}' >"$work/dense/config.json"
+python -c "import numpy as np, safetensors.numpy as s; s.save_file({'model.layers.0.mlp.up_proj.weight': np.zeros((8, 8), np.float16)}, '$work/dense/model.safetensors')"
+# CODE|PATTERN|COMMAND
+while IFS='|' read -r status pattern command; do
+  eval "bad $status \"\$pattern\" $command"
 done <<TABLE
-tests|quantmoe inspect tests
-tests|quantmoe generate tests --ids 1
-outside the vocabulary|quantmoe generate "$model" --ids 1,999999
+1|hf download Qwen/Qwen3-30B-A3B|quantmoe export Qwen/Qwen3-30B-A3B "$work/new"
+1|a GGUF file|quantmoe export "$work/gguf" "$work/new"
+1|a Git LFS pointer|quantmoe export "$work/lfs" "$work/new"
+1|no experts|quantmoe export "$work/dense" "$work/new"
+1|expected one of: f32, f16|quantmoe export $fixture "$work/new" --dtype bf16
+1|model.onnx exists; --force|quantmoe export $fixture "$model"
+1|model.onnx exists; --force|quantmoe export $fixture "$model" --dry-run
+2|invalid value for '--group-size'|quantmoe export $fixture "$work/new" --group-size many
+1|nowhere: no such folder|quantmoe inspect nowhere
+1|expected an exported model|quantmoe generate nowhere --ids 1
+2|give either --prompt or --ids|quantmoe generate "$model"
+2|expected numbers separated by commas|quantmoe generate "$model" --ids one
+1|outside the vocabulary|quantmoe generate "$model" --ids 1,999999
+2|expected numbers separated by commas|quantmoe bench --tokens 1,x
 TABLE
 
 if [ "$wheel" ]; then
@@ -253,8 +270,12 @@ if [ "$wheel" ]; then
   good '^quantmoe .*[0-9]' within bare quantmoe --version
   good cpu_panel within bare quantmoe inspect "$model"
   good '52 matrices' within bare quantmoe unpack "$model" --layer 3 --output "$work/layer.safetensors"
+  bad 1 'pip install' within bare quantmoe generate "$model" --ids 1
+  bad 1 'pip install' within bare quantmoe export $fixture "$work/new"
   clean run "$wheel[run]"
   good '[0-9]' within run quantmoe generate "$model" --ids 1,2,3 --max-new-tokens 4
+  clean older "$wheel" onnxruntime==1.20.* tokenizers
+  bad 1 '1.21 or newer' within older quantmoe generate "$model" --ids 1
 fi
 section "$ran commands"
 exit $failed
