@@ -91,7 +91,8 @@ def export(
     """Turn a quantized checkpoint into an ONNX model with packed experts."""
     begin = time.perf_counter()
     options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype, "dense": dense,
-               "logits": logits, "lm_head": lm_head, "quantize": quantize, "group_size": group_size, "layers": layers, "force": force,
+               "logits": logits, "lm_head": lm_head, "quantize": quantize, "group_size": group_size,
+               "layers": layers, "force": force,
                "max_file_size": int(max_file_gb * 1e9)}  # fmt: skip
     if dry_run:
         return _plan(checkpoint, outdir, **options)

@@ -19,8 +19,8 @@ from blake3 import blake3
 
 import quantmoe
 from quantmoe.custom_ops.op import inputs
-from quantmoe.exporter import output
 from quantmoe.exporter import model as exporter_model
+from quantmoe.exporter import output
 from quantmoe.exporter.checkpoint import CheckpointError, write_safetensors
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.formats import open_checkpoint
