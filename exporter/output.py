@@ -4,8 +4,8 @@ New files grow in ``STAGE``, a folder inside, under their final names. They are 
 renamed, and the model is renamed last. The configuration, the tokenizer and the like are renamed one by one before it:
 a kill in that moment leaves the old model, whole, beside some of the new of these. A model that is replaced reads its
 weights from a file of the same name; so the new one first reads them from ``<name>.partial``, a second name (hard link)
-of the same file. ONNX Runtime loads that, too. What an export wrote is recorded in its model: ``force`` replaces these
-files, also those edited since; any other file never.
+of the same file. ONNX Runtime loads that, too. ``STAGE`` lists its files, and only these are removed from it. What an
+export wrote is recorded in its model: ``force`` replaces these files, also those edited since; any other file never.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from quantmoe.exporter.passes.external_data import file_hash
+from quantmoe.exporter.passes.external_data import file_hash, naming
 
 try:
     import fcntl
@@ -35,6 +35,8 @@ PRODUCER = "quantmoe"
 STAGE = "quantmoe.partial"
 #: in ``STAGE``: the new model with its weights under second names, and the record of the model that it replaces
 _INTERIM, _REPLACED = "interim.onnx", "replaced.onnx"
+#: in ``STAGE``: names of what an export wrote there, each followed by a NUL; its own is the first
+_NAMES = "names"
 _SECOND = ".partial"
 _WEIGHTS = re.compile(r"model\.onnx\.data(\.\d+)?(\.partial)?")
 
@@ -51,6 +53,10 @@ def check_folder(folder: Path, names: Iterable[str], force: bool) -> None:
         FileExistsError: naming the file, and a folder that holds a checkpoint; ``STAGE`` is a link or a file.
     """
     _check_stage(folder)
+    _check_names(folder, names, force)
+
+
+def _check_names(folder: Path, names: Iterable[str], force: bool) -> None:
     if shard := min(folder.glob("*.safetensors"), default=None):
         raise FileExistsError(f"{shard} exists: {folder} holds a checkpoint; export to another folder")
     ours, left = _recorded(folder / MODEL), _left(folder)
@@ -87,7 +93,7 @@ def writing(folder: Path, force: bool) -> Iterator[Callable[[str], Path]]:
             stage.mkdir()  # a folder that cannot be written says so now
             if (folder / MODEL).exists():
                 _check_links(folder)
-            yield lambda name: stage / name
+            yield lambda name: _own(stage, name)
             _commit(folder, force)
             for path in made:
                 sync(path.parent)
@@ -103,8 +109,8 @@ def writing(folder: Path, force: bool) -> Iterator[Callable[[str], Path]]:
 
 def record(stage: Path) -> str:
     """``FILES`` of a model whose other files are all in the folder."""
-    names = sorted(path.name for path in stage.iterdir() if not _WEIGHTS.fullmatch(path.name))
-    return json.dumps({name: file_hash(stage / name) for name in names if name != MODEL})
+    names = [path.name for path in _files(stage) if not _WEIGHTS.fullmatch(path.name)]
+    return json.dumps({name: file_hash(stage / name) for name in names if name not in (MODEL, _NAMES)})
 
 
 def sync(path: Path) -> None:
@@ -135,13 +141,13 @@ def replace(source: Path, target: Path) -> None:
 def _commit(folder: Path, force: bool) -> None:
     """Gives the files of the stage their final names. Every ``sync`` divides what must be durable before the next."""
     stage = folder / STAGE
-    names = sorted(path.name for path in stage.iterdir())
-    check_folder(folder, names, force)
+    names = [path.name for path in _files(stage) if path.name != _NAMES]
+    _check_names(folder, names, force)
     before = _recorded(folder / MODEL)
     data = [name for name in names if _WEIGHTS.fullmatch(name)]
     taken = not before.keys().isdisjoint(data)
     if before:
-        shutil.copyfile(folder / MODEL, stage / _REPLACED)
+        shutil.copyfile(folder / MODEL, _own(stage, _REPLACED))
     if taken:
         _save_interim(stage)
     for path in (*stage.iterdir(), stage, folder):
@@ -176,19 +182,37 @@ def _save_interim(stage: Path) -> None:
                 name=tensor.name,
                 metadata_props=tensor.metadata_props,
             )
-    ir.save(model, stage / _INTERIM)
+    ir.save(model, _own(stage, _INTERIM))
+
+
+def _own(stage: Path, name: str) -> Path:
+    """Where to write a file of the stage, whose list it is on from now on."""
+    names = stage / _NAMES
+    with naming(names), names.open("ab") as file:
+        file.write(b"".join(os.fsencode(own) + b"\0" for own in ([] if file.tell() else [_NAMES]) + [name]))
+    return stage / name
+
+
+def _files(stage: Path) -> list[Path]:
+    """What an export wrote to its stage and is still there, the list itself among it."""
+    names = stage / _NAMES
+    listed = names.read_bytes().split(b"\0") if names.is_file() else []
+    there = sorted(stage.iterdir()) if stage.is_dir() else []
+    return [path for path in there if os.fsencode(path.name) in listed and not path.is_dir()]
 
 
 def _check_stage(folder: Path) -> None:
-    """Refuses a ``STAGE`` that no export made: what is in a folder of that name is removed."""
+    """Refuses a ``STAGE`` that no export made, and one in which somebody has a file."""
     stage = folder / STAGE
     if stage.is_symlink() or (stage.exists() and not stage.is_dir()):
         kind = "a link" if stage.is_symlink() else "a file"
         raise FileExistsError(f"{stage} is {kind}, expected a folder that an export left, or nothing")
+    if stage.is_dir() and (others := set(stage.iterdir()) - set(_files(stage))):
+        raise FileExistsError(f"{min(others)} exists and no export is known to have written it; move it elsewhere")
 
 
 def _check_links(folder: Path) -> None:
-    second = folder / STAGE / _REPLACED
+    second = _own(folder / STAGE, _REPLACED)
     try:
         os.link(folder / MODEL, second)
     except OSError as error:
@@ -241,5 +265,8 @@ def _sweep(folder: Path) -> None:
         path.unlink()
     if left:
         sync(folder)
-    if (folder / STAGE).exists():
-        shutil.rmtree(folder / STAGE)
+    stage = folder / STAGE
+    for path in sorted(_files(stage), key=lambda path: path.name == _NAMES):  # the list last
+        path.unlink()
+    if stage.exists() and not any(stage.iterdir()):
+        stage.rmdir()

@@ -382,6 +382,44 @@ def test_what_stands_in_the_way_is_named_before_any_work(checkpoint, tmp_path, m
     assert not (tmp_path / "out").exists()
 
 
+def test_a_stage_with_somebodys_files_is_refused(checkpoint, models, tmp_path, unsynced, monkeypatch):
+    """What a killed export left there is removed, and nothing else."""
+    stage = tmp_path / output.STAGE
+    with pytest.MonkeyPatch.context() as patch:
+        die_at(patch, 2)
+        with pytest.raises(Killed):
+            write(tmp_path, models[0], force=False)
+    left = set(contents(stage))
+    assert left >= {"model.onnx", "config.json", "LICENSE"}
+    (stage / "thesis.txt").write_text("t")
+    (stage / "model.onnx.data.9").write_text("somebody's")
+    (stage / "notes").mkdir()
+    monkeypatch.setattr(convert, "trace", None)
+    for command in (export, plan):
+        with pytest.raises(
+            FileExistsError, match=rf"{output.STAGE}/model\.onnx\.data\.9 exists and no export is known"
+        ):
+            command(checkpoint("qwen3_moe"), tmp_path, force=True)
+    with pytest.raises(FileExistsError, match=output.STAGE):
+        write(tmp_path, models[1], force=True)
+    assert {path.name for path in stage.iterdir()} == left | {"thesis.txt", "model.onnx.data.9", "notes"}
+    for name in ("thesis.txt", "model.onnx.data.9"):
+        (stage / name).rename(tmp_path / f"moved-{name}")
+    (stage / "notes").rmdir()
+    write(tmp_path, models[1], force=False)
+    assert not stage.exists()
+    assert contents(tmp_path).items() >= models[1].items()
+
+
+def test_a_file_put_into_the_stage_meanwhile_stays(models, tmp_path):
+    with output.writing(tmp_path, False) as partial:
+        for name, data in models[1].items():
+            partial(name).write_bytes(data)
+        (tmp_path / output.STAGE / "thesis.txt").write_text("t")
+    assert contents(tmp_path / output.STAGE) == {"thesis.txt": b"t"}
+    assert inspect(tmp_path, verify=True)["verified"] > 2
+
+
 def test_two_exports_have_the_same_bytes_and_no_path_of_the_machine(checkpoint, tmp_path):
     """Other hash seeds, numbers of threads and output folders; both targets."""
     code = (
