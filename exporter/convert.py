@@ -58,7 +58,7 @@ MAX_FILE_SIZE = 50 * 10**9
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
               "vocab.*", "merges.txt", "chat_template*", "*.model")  # fmt: skip
 #: how names of those begin, in any case, that say who may use it and how
-LICENSES = ("license", "licence", "notice", "use_policy", "copying")
+LICENSES = ("license", "licence", "notice", "use_policy", "copying", "third_party", "third-party", "thirdparty")
 GENAI = "genai_config.json"
 
 

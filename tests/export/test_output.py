@@ -341,7 +341,8 @@ def test_the_data_of_another_export_is_refused(models, checkpoint, tmp_path):
 
 def test_licenses_travel_with_the_model(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "checkpoint")
-    names = ("LICENSE", "License.txt", "LICENCE.md", "NOTICE", "USE_POLICY.md", "copying", "LICENSE-MODEL")
+    names = ("LICENSE", "License.txt", "LICENCE.md", "NOTICE", "USE_POLICY.md", "copying", "LICENSE-MODEL",
+             "THIRD_PARTY_LICENSES.txt", "Third-Party-Notices", "ThirdPartyNotices.md")  # fmt: skip
     for name in names:
         (folder / name).write_text(name)
     (folder / "NOTICES").mkdir()
