@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter import ahead
 from quantmoe.exporter.choose import LAYOUT, choose, choose_experts
@@ -104,6 +105,7 @@ def plan(
     for name, linear in chosen.linears.items():
         source = skeleton.linears[name]
         linears[source] = format.scheme_of(source).text, linear, layout.row_bytes(linear.moe, "w2")
+    sizes = {name: (linear, linears[skeleton.linears[name]][2]) for name, linear in chosen.linears.items()}
     left = (n for n in skeleton.tensors if n in skeleton.sources and n.rpartition(".")[0] not in chosen.linears)
     others = sum(prod(skeleton.tensors[name].shape) * skeleton.itemsize(name) for name in left)
     others += sum(size for _, _, size in linears.values())
@@ -116,8 +118,7 @@ def plan(
         packed=packed,
         dense=others,
         seconds=seconds,
-        memory=BASE_MEMORY
-        + _working_set(skeleton, chosen.layers.values(), [(spec, size) for _, spec, size in linears.values()]),
+        memory=BASE_MEMORY + _working_set(skeleton, chosen.layers.values(), sizes),
         rate=f"{cores} cores; on one {PACKING / 1e6:.0f} MB/s of experts and {CONVERTING / 1e6:.0f} MB/s of others, "
         f"{TRACING:.0f} s of tracing, as measured on an Intel Xeon at 2.5 GHz",
         free=shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free,
@@ -127,11 +128,30 @@ def plan(
     )
 
 
-def _working_set(skeleton: Skeleton, specs: Iterable[MoESpec], linears: Iterable[tuple[LinearSpec, int]]) -> int:
-    """Experts or blocks ahead of the writing, or a linear; and the largest mapped tensor outside the experts."""
+def _working_set(skeleton: Skeleton, specs: Iterable[MoESpec], linears: Mapping[str, tuple[LinearSpec, int]]) -> int:
+    """Experts or blocks ahead of the writing, a linear, or a tensor that is quantized and stays float; and the largest
+    mapped tensor outside the experts."""
     experts = max(ahead.memory(ahead.expert_size(spec), spec.num_experts) for spec in specs)
-    linear = max((spec.out_features * spec.in_features + 2 * packed for spec, packed in linears), default=0)
+    format = skeleton.format.outline()
+    float_here = [
+        format.matrix(module)
+        for name, source in skeleton.sources.items()
+        for module, _, leaf in [source.rpartition(".")]
+        if leaf == "weight" and format.is_quantized(module) and name.rpartition(".")[0] not in linears
+    ]
+    decoded = max((dequantizing(m) for m in float_here), default=0)
+    whole = 4 * max((m.codes.size for m in float_here), default=0)
+    linear = max((spec.out_features * spec.in_features + 2 * packed for spec, packed in linears.values()), default=0)
     ckpt = skeleton.format.ckpt
     largest = max((prod(ckpt.shape(name)) for name in skeleton.sources.values() if name in ckpt), default=0)
-    blocks = ahead.memory(ahead.BLOCK_MEMORY, -(-4 * largest // ahead.BLOCK))
-    return max(experts, linear, 2 * largest + blocks)
+    blocks = ahead.memory(ahead.BLOCK_MEMORY, -(-max(4 * largest, whole) // ahead.BLOCK))
+    return max(experts, linear, decoded, max(2 * largest, whole) + blocks)
+
+
+def dequantizing(m: QuantizedMatrix) -> int:
+    """Bytes that decoding a matrix to float32 takes.
+
+    Codes on their way are two bytes each; beside the values stand their scales or zero points, spread over the groups.
+    """
+    floats = 8 if m.global_scale is not None or m.pre_scale is not None else 4
+    return m.codes.size * (2 + floats * (2 if m.zero_points is None else 3)) + floats * m.scales.size

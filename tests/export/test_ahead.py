@@ -27,11 +27,11 @@ from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.choose import scaled
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.formats import Format, find_format, open_checkpoint
-from quantmoe.exporter.formats.base import unrounded
+from quantmoe.exporter.formats.base import FLOAT_KINDS, unrounded
 from quantmoe.exporter.formats.rounding import PIECE
 from quantmoe.exporter.formats.unquantized import KINDS, Unquantized
 from quantmoe.exporter.model import Skeleton
-from quantmoe.exporter.plan import BASE_MEMORY, plan
+from quantmoe.exporter.plan import BASE_MEMORY, dequantizing, plan
 
 N = 512
 ROLES = ("gate_proj", "up_proj", "down_proj")
@@ -144,6 +144,34 @@ def test_what_an_expert_takes(case: Case, tmp_path: Path) -> None:
         assert found
         for taken, size in found.values():
             assert taken <= size - 50 * PIECE, (group_size, found)  # nothing is rounded here
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.kind not in FLOAT_KINDS.values()], ids=lambda c: c.id)
+def test_what_a_matrix_that_stays_float_takes(case: Case, tmp_path: Path) -> None:
+    for group_size in {min(case.group_sizes), max(case.group_sizes)}:
+        m = random_matrix(case, N, N, group_size, case.scales[0], bias=False, seed=0)
+        tensors = {f"up.{name}": array for name, array in case.encode(m).items()}
+        format = find_format(open_checkpoint(write_checkpoint(tmp_path, tensors, case.config(group_size))))
+        reckoned = dequantizing(format.outline().matrix("up"))
+        tracemalloc.start()
+        try:
+            format.stored("up.weight")
+            taken = tracemalloc.get_traced_memory()[1] / N**2
+            assert 0.3 * reckoned / N**2 < taken <= reckoned / N**2
+        finally:
+            tracemalloc.stop()
+
+
+def test_a_quantized_embedding_is_reckoned_with(checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Alone it takes more than anything else of the export."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("stays float")
+
+    before = plan(checkpoint("qwen3_moe"), tmp_path / "model").memory
+    monkeypatch.setattr("quantmoe.exporter.choose.linear_spec", refuse)
+    monkeypatch.setattr("quantmoe.exporter.plan.dequantizing", lambda m: 10**12)
+    assert plan(checkpoint("qwen3_moe"), tmp_path / "model").memory == BASE_MEMORY + 10**12 > before
 
 
 @pytest.mark.parametrize("transposed", [False, True])
