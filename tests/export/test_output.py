@@ -395,7 +395,7 @@ def test_a_stage_with_somebodys_files_is_refused(checkpoint, models, tmp_path, u
     (stage / "thesis.txt").write_text("t")
     (stage / "model.onnx.data.9").write_text("somebody's")
     (stage / "notes").mkdir()
-    monkeypatch.setattr(convert, "trace", None)
+    monkeypatch.setattr(exporter_model, "trace", None)
     for command in (export, plan):
         with pytest.raises(
             FileExistsError, match=rf"{output.STAGE}/model\.onnx\.data\.9 exists and no export is known"
