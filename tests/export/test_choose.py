@@ -91,7 +91,7 @@ def test_a_fixture_is_packed_as_its_headers_say(name, target, tmp_path, monkeypa
     for layer in format.moe_layers():
         assert packed(layer, layers[layer.name]) == planned.layers[layer.name][2]
     for module, spec in linears.items():
-        m, layout = format.matrix(module), LAYOUTS[spec.w.layout]
+        m, layout = format.matrix_of(module), LAYOUTS[spec.w.layout]
         assert layout.describe_down(m, spec.w.activation_format) == spec.w
         row = native.aligned(layout.row_bytes(spec.moe, "w2"))
         layout.pack_down(m, spec.moe, row)

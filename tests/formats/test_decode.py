@@ -264,7 +264,7 @@ def test_autoround_packing_unsaid(kind: str, said: dict[str, str], tmp_path: Pat
     ],
 )
 def test_unsupported_is_named(quantization: dict, text: str, tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, {"m.weight": np.zeros(1, np.float32)}, quantization)
+    folder = write_checkpoint(tmp_path, {"m.experts.0.up_proj.weight": np.zeros(1, np.float32)}, quantization)
     with pytest.raises(CheckpointError) as error:
         find_format(open_checkpoint(folder))
     assert text in str(error.value)
