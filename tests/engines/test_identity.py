@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from blake3 import blake3
 from engines.one_layer import NODE, session, write_model
+from specs import moe_spec, projection
 
 from quantmoe.custom_ops.layouts import cpu_panel
-from quantmoe.custom_ops.op import MoESpec, Projection
 
 VERIFY = {"quantmoe.verify": "1"}
-PROJECTION = Projection("int4", 32, "bf16", "int8_token_asym")
-SPEC = MoESpec(3, 64, 96, PROJECTION, PROJECTION)
+INT4 = projection("int4", 32, "bf16", "int8_token_asym")
+SPEC = moe_spec(3, 64, 96, INT4, INT4)
 
 
 def identity(rows: np.ndarray) -> str:
@@ -90,8 +90,8 @@ def test_a_verify_that_is_none(tmp_path, weights):
 @pytest.mark.parametrize(("experts", "hidden"), [(1, 8), (2, 64), (5, 96), (70, 256)])
 def test_sums_of_every_size(tmp_path, experts, hidden):
     """BLAKE3's trees are of other shapes; the last is read in pieces."""
-    projection = Projection("int8", -1, "f32", "none")
-    spec, rng = MoESpec(experts, hidden, 2 * hidden, projection, projection), np.random.default_rng(0)
+    int8 = projection("int8", -1, "f32", "none")
+    spec, rng = moe_spec(experts, hidden, 2 * hidden, int8, int8), np.random.default_rng(0)
     rows = [rng.integers(0, 256, (experts, cpu_panel.row_bytes(spec, name)), np.uint8) for name in ("w13", "w2")]
     attributes = {f"{name}_identity": identity(row) for name, row in zip(("w13", "w2"), rows, strict=True)}
     session(write_model(tmp_path / "m.onnx", spec, *rows, attributes=attributes), entries=VERIFY)
