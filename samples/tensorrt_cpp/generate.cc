@@ -105,9 +105,10 @@ int main(int argc, char** argv) {
     }
     Need(context->enqueueV3(stream), "the engine does not run");
     Check(cudaStreamSynchronize(stream));
-    const int64_t vocabulary = context->getTensorShape("logits").d[2];
+    const Dims shape = context->getTensorShape("logits");  // of the last token, or of all
+    const int64_t vocabulary = shape.d[2];
     std::vector<uint16_t> last(vocabulary);
-    const auto* logits = static_cast<const uint16_t*>(buffers["logits"]) + (length - 1) * vocabulary;
+    const auto* logits = static_cast<const uint16_t*>(buffers["logits"]) + (shape.d[1] - 1) * vocabulary;
     Check(cudaMemcpy(last.data(), logits, 2 * vocabulary, cudaMemcpyDeviceToHost));
     const auto best = std::max_element(last.begin(), last.end(),
                                        [&](uint16_t a, uint16_t b) { return Widen(a, bf16) < Widen(b, bf16); });
