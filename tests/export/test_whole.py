@@ -12,9 +12,9 @@ import torch
 from checkpoints import TINY
 from export.test_model import error, expected, run, tokens
 
-from quantmoe.exporter.checkpoint import CheckpointError, OptionError
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.demo import make_float_checkpoint
+from quantmoe.exporter.errors import CheckpointError, OptionError
 from quantmoe.exporter.formats import open_checkpoint, unquantized
 from quantmoe.exporter.formats.unquantized import Unquantized
 from quantmoe.exporter.generate import Generator
