@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class Generator:
         self.path, ort = model_path(path), runtime()
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
+        options.log_severity_level = 4  # what it logs is in its exceptions
         if prefault:
             options.add_session_config_entry("quantmoe.prefault", "1")  # before the library is registered
         options.register_custom_ops_library(library_path())
@@ -63,6 +65,10 @@ class Generator:
             target = model.metadata_props.get("target", "cpu")
             hint = f"exported with --target {target}, which this provider does not run: " if target != "cpu" else ""
             raise ModelError(f"{self.path}: {hint}{error}") from None
+        context = self.session.get_modelmeta().custom_metadata_map.get("context_length", str(sys.maxsize))
+        if not context.isdecimal():
+            raise ModelError(f"{self.path}: context_length is {context!r}, expected a number of tokens")
+        self.context = int(context)
         self.outputs = [output.name for output in self.session.get_outputs()]
         logits = [o.shape for o in self.session.get_outputs() if o.name == "logits"]
         past = {i.name: i for i in self.session.get_inputs() if i.name.startswith("past_key_values.")}
@@ -134,16 +140,21 @@ class Generator:
         return np.concatenate(found)
 
     def greedy(self, ids: Sequence[int], max_new_tokens: int = 32, stop: Sequence[int] = ()) -> Generated:
-        """The likeliest next token, again and again, until one of ``stop``.
+        """The likeliest next token, again and again, until one of ``stop`` or the end of the model's context.
 
         Raises:
-            ModelError: no prompt, an id outside the vocabulary, or logits that are not finite.
+            ModelError: no prompt, one as long as the context, an id outside the vocabulary, logits that are not finite.
         """
         if not len(ids):
             raise ModelError("the prompt has no tokens")
         for id in ids:
             if id < 0 or (self.vocabulary is not None and id >= self.vocabulary):
                 raise ModelError(f"token id {id} is outside the vocabulary, 0 to {(self.vocabulary or 2**63) - 1}")
+        if len(ids) >= self.context:
+            raise ModelError(
+                f"{self.path}: a prompt of {len(ids)} tokens leaves no room in the model's context of {self.context}"
+            )
+        max_new_tokens = min(max_new_tokens, self.context - len(ids))
         past, step = self.start(), np.array([ids], np.int64)
         tokens: list[int] = []
         logits: list[np.ndarray] = []

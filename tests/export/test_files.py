@@ -271,6 +271,20 @@ def test_token_ids_outside_the_vocabulary_are_named(exported):
             generator.greedy([1, id])
 
 
+def test_generation_ends_at_the_models_context(exported, tmp_path):
+    folder = shutil.copytree(exported("qwen3_moe", activations="float"), tmp_path / "model")
+    model = ir.load(folder / "model.onnx")
+    model.metadata_props["context_length"] = "8"
+    ir.save(model, folder / "model.onnx")
+    assert len(Generator(folder).greedy([1, 2, 3, 4, 5], 16).tokens) == 3
+    with pytest.raises(ModelError, match="a prompt of 8 tokens leaves no room in the model's context of 8"):
+        Generator(folder).greedy([1] * 8, 1)
+    model.metadata_props["context_length"] = "many"
+    ir.save(model, folder / "model.onnx")
+    with pytest.raises(ModelError, match="context_length is 'many', expected a number of tokens"):
+        Generator(folder)
+
+
 def test_a_text_config_that_is_null_is_absent(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "checkpoint")
     config = json.loads((folder / "config.json").read_text())
