@@ -214,7 +214,7 @@ def generate(
 
 @app.command()
 def demo(
-    checkpoint: Annotated[Path | None, typer.Option(help="your own folder instead of a made one", exists=True)] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="your own folder instead of a made one")] = None,
     output: Annotated[Path, typer.Option(help="where the model goes")] = Path("demo-model"),
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 16,
     force: Annotated[bool, typer.Option("--force", help="replace an earlier export there")] = False,

@@ -206,6 +206,13 @@ def test_what_headers_decide_is_said_before_torch_is_imported(case: str, tmp_pat
     assert not out.exists()
 
 
+def test_the_demo_says_of_a_checkpoint_what_export_does(tmp_path: Path) -> None:
+    done = quantmoe("demo", "--checkpoint", "Qwen/Qwen3-30B-A3B", cwd=tmp_path)
+    assert done.code == 1
+    assert "hf download Qwen/Qwen3-30B-A3B" in done.line
+    assert not done.imported & {"torch", "transformers"}
+
+
 @pytest.mark.parametrize("dry", [False, True])
 def test_a_model_that_is_there_is_named_before_torch_is_imported(dry: bool, tmp_path: Path) -> None:
     out = exported_before(tmp_path / "out")
