@@ -173,6 +173,7 @@ found = {
     "is not a registered function/op": lambda: session(folder / "model.onnx", library=None),
     "External data path|does not exist": lambda: session(model),
     "GatherND|invalid index found": lambda: run(mask=4),
+    "Mul|Attempting to broadcast an axis": lambda: run(past=0, cached=0, mask=2),
     "RotaryEmbedding|Updating cos_cache and sin_cache|is not currently supported": lambda: run(positions=2),
     "Gather|indices element out of data bounds": lambda: run(ids=(1, 999999)),
     "Reshape|cannot be reshaped to the requested shape": lambda: run(cached=0),
@@ -190,7 +191,7 @@ for fragments, call in found.items():
 session(model, entries={"session.model_external_initializers_file_folder_path": str(folder)})
 print(len(found), "messages")
 PYTHON
-good '^10 messages$' python "$work/messages.py" "$model"
+good '^11 messages$' python "$work/messages.py" "$model"
 
 section "samples/cpp with ONNX Runtime as others lay it out"
 headers=$(sed -n 's/^ORT_INCLUDE_DIR:[^=]*=//p' build/samples-cpp/CMakeCache.txt)
@@ -228,6 +229,7 @@ have the recorded hash|quantmoe inspect "$model" --verify
 kernel|quantmoe inspect $fixture --explain
 52 matrices|quantmoe unpack "$model" --layer 3 --output "$work/layer.safetensors"
 [0-9]|quantmoe generate "$model" --ids 1,2,3 --max-new-tokens 4
+^[0-9]+,[0-9]+,[0-9]+$|quantmoe generate "$work/context" --ids 1,2,3,4,5 --max-new-tokens 16
 TABLE
 
 section "bad input"
@@ -253,6 +255,9 @@ done <<TABLE
 2|give either --prompt or --ids|quantmoe generate "$model"
 2|expected numbers separated by commas|quantmoe generate "$model" --ids one
 1|outside the vocabulary|quantmoe generate "$model" --ids 1,999999
+1|leaves no room in the model's context of 8$|quantmoe generate "$work/context" --ids 1,2,3,4,5,6,7,8
+1|not the data that this model was exported with|quantmoe generate "$work/other_data" --ids 1
+1|hf download Qwen/Qwen3-30B-A3B|quantmoe demo --checkpoint Qwen/Qwen3-30B-A3B --output "$work/new"
 2|expected numbers separated by commas|quantmoe bench --tokens 1,x
 TABLE
 
