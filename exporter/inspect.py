@@ -121,10 +121,7 @@ def load(path: Path) -> ir.Model:
     except MemoryError:
         raise
     except Exception as error:  # protobuf's own, by backend
-        with open(path, "rb") as start:
-            pointer = start.read(len(LFS_POINTER)) == LFS_POINTER
-        reason = f"a Git LFS pointer; to fetch the file: git -C {path.parent} lfs pull" if pointer else error
-        raise ModelError(f"{path}: not an ONNX model: {reason}") from None
+        raise ModelError(f"{path}: not an ONNX model: {_pointer(path) or error}") from None
     if not model.ir_version:  # an empty file is a message without fields
         raise ModelError(f"{path}: not an ONNX model: it has no ir_version")
     for name, value in model.graph.initializers.items():
@@ -150,8 +147,16 @@ def load(path: Path) -> ir.Model:
                 f"{file}: a link to {file.resolve()}, expected a file beside the model: ONNX Runtime follows no other"
             )
         if file.stat().st_size < end:
-            raise ModelError(f"{file}: {file.stat().st_size} bytes; {name} ends at byte {end} (truncated?)")
+            reason = _pointer(file) or "truncated?"
+            raise ModelError(f"{file}: {file.stat().st_size} bytes; {name} ends at byte {end} ({reason})")
     return model
+
+
+def _pointer(path: Path) -> str:
+    """What to do about a file that is Git LFS's pointer to it; nothing of others."""
+    with open(path, "rb") as start:
+        pointer = start.read(len(LFS_POINTER)) == LFS_POINTER
+    return f"a Git LFS pointer; to fetch the file: git -C {path.parent} lfs pull" if pointer else ""
 
 
 def resident(path: Path) -> int | None:

@@ -26,7 +26,7 @@ import torch
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter import convert, model
-from quantmoe.exporter.checkpoint import CheckpointError, write_safetensors
+from quantmoe.exporter.checkpoint import LFS_POINTER, CheckpointError, write_safetensors
 from quantmoe.exporter.cli import main
 from quantmoe.exporter.convert import export, stops
 from quantmoe.exporter.formats import find_format, open_checkpoint
@@ -222,6 +222,9 @@ def test_generation_says_what_is_wrong(exported, tmp_path):
     with (folder / "model.onnx.data").open("r+b") as file:
         file.truncate(1000)
     with pytest.raises(ModelError, match=r"model\.onnx\.data: 1000 bytes; .* ends at byte \d+ \(truncated\?\)"):
+        Generator(folder)
+    (folder / "model.onnx.data").write_bytes(LFS_POINTER + b"v1\n")
+    with pytest.raises(ModelError, match=r"model\.onnx\.data: 43 bytes; .* \(a Git LFS pointer; to fetch"):
         Generator(folder)
     model = ir.load(exported("qwen3_moe", activations="float") / "model.onnx")
     model.metadata_props["target"] = "cuda"
