@@ -34,8 +34,7 @@ from quantmoe.exporter.errors import CheckpointError, OptionError
 from quantmoe.exporter.formats import Checkpoint, Format, MoELayer, find_format, open_checkpoint
 from quantmoe.exporter.formats.rounding import HEAD_GROUPS, distance
 from quantmoe.exporter.formats.unquantized import Unquantized
-from quantmoe.exporter.genai import genai_config
-from quantmoe.exporter.generate import eos_tokens
+from quantmoe.exporter.genai import eos_tokens, genai_config
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.output import DATA, FILES, MODEL, PRODUCER, check_folder, record, weight_files, writing
 from quantmoe.exporter.passes.defaults import drop_defaults

@@ -1,4 +1,4 @@
-"""``genai_config.json``: what onnxruntime-genai needs to know of an exported folder."""
+"""What clients need to know of an exported folder: onnxruntime-genai's ``genai_config.json``, and where to stop."""
 
 from __future__ import annotations
 
@@ -57,3 +57,19 @@ def genai_config(config: Mapping[str, Any], generation: Mapping[str, Any], libra
             "past_present_share_buffer": False,
         },
     }
+
+
+def eos_tokens(config: Mapping[str, Any]) -> list[int] | None:
+    """A configuration's eos_token_id, or its text_config's; None where it has none.
+
+    Raises:
+        ValueError: neither a token id nor a list of them.
+    """
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        if (found := part.get("eos_token_id")) is not None:
+            stop = found if isinstance(found, list) else [found]
+            if not all(type(id) is int for id in stop):
+                raise ValueError(f"eos_token_id is {found!r}, expected a token id or a list of them")
+            return stop
+    return None

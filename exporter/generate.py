@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from quantmoe.exporter.genai import eos_tokens
 from quantmoe.exporter.inspect import ModelError, load, model_path
 from quantmoe.exporter.memory import doing
 from quantmoe.ort_ext import library_path
@@ -213,22 +214,6 @@ def stop_tokens(folder: Path) -> list[int]:
         except (ValueError, RecursionError) as error:
             raise ModelError(f"{path}: {error}") from None
     return []
-
-
-def eos_tokens(config: Mapping[str, Any]) -> list[int] | None:
-    """A configuration's eos_token_id, or its text_config's; None where it has none.
-
-    Raises:
-        ValueError: neither a token id nor a list of them.
-    """
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
-        if (found := part.get("eos_token_id")) is not None:
-            stop = found if isinstance(found, list) else [found]
-            if not all(type(id) is int for id in stop):
-                raise ValueError(f"eos_token_id is {found!r}, expected a token id or a list of them")
-            return stop
-    return None
 
 
 def load_tokenizer(folder: Path) -> Any:

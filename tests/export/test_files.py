@@ -36,6 +36,7 @@ from quantmoe.exporter.inspect import ModelError, inspect
 from quantmoe.exporter.output import writing
 from quantmoe.exporter.passes.external_data import ALIGNMENT
 from quantmoe.exporter.plan import plan
+from quantmoe.ort_ext import build_info
 
 
 @dataclasses.dataclass
@@ -479,7 +480,7 @@ def test_command_line(quantmoe, checkpoint, exported, tmp_path):
     assert done.returncode == 0
     assert len(done.stdout.strip().split(",")) <= 4
     assert quantmoe("generate", folder, "--prompt", "A mixture", "--max-new-tokens", 2).returncode == 0
-    assert quantmoe("--version").stdout == f"quantmoe {version('quantmoe')}\n"
+    assert quantmoe("--version").stdout == f"quantmoe {version('quantmoe')} ({build_info()})\n"
 
     for arguments, code, message in (
         (("generate", folder), 2, "--prompt or --ids"),
