@@ -194,12 +194,14 @@ def generate(
 ) -> None:
     """Generate greedily on ONNX Runtime."""
     from quantmoe.exporter.generate import Generator, load_tokenizer, stop_tokens
+    from quantmoe.exporter.inspect import model_path
 
     if (prompt is None) == (ids is None):
         raise typer.BadParameter("give either --prompt or --ids")
     folder = outdir if outdir.is_dir() else outdir.parent
     tokenizer = None
     if prompt is not None:
+        model_path(outdir)  # before the tokenizer: a checkpoint has one, too
         tokenizer = load_tokenizer(folder)
         if prompt.encode(errors="ignore").decode() != prompt:  # bytes of the command line that are no text
             raise typer.BadParameter("--prompt: expected text in UTF-8")

@@ -225,7 +225,7 @@ def load_tokenizer(folder: Path) -> Any:
     from tokenizers import Tokenizer
 
     if not (folder / "tokenizer.json").is_file():
-        raise ModelError(f"{folder / 'tokenizer.json'}: missing; give token ids instead of a prompt")
+        raise ModelError(f"{folder / 'tokenizer.json'}: missing; give token ids (--ids 1,2,3) instead of a prompt")
     try:
         with doing(str(folder / "tokenizer.json")):
             return Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -480,12 +480,17 @@ def test_command_line(quantmoe, checkpoint, exported, tmp_path):
     assert done.returncode == 0
     assert len(done.stdout.strip().split(",")) <= 4
     assert quantmoe("generate", folder, "--prompt", "A mixture", "--max-new-tokens", 2).returncode == 0
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copyfile(folder / "model.onnx", bare / "model.onnx")
     assert quantmoe("--version").stdout == f"quantmoe {version('quantmoe')} ({build_info()})\n"
 
     for arguments, code, message in (
         (("generate", folder), 2, "--prompt or --ids"),
         (("generate", folder, "--ids", "a"), 2, "expected numbers"),
         (("generate", tmp_path, "--ids", "1"), 1, "missing; expected an exported model"),
+        (("generate", checkpoint("qwen3_moe"), "--prompt", "A"), 1, "missing; expected an exported model"),
+        (("generate", bare, "--prompt", "A"), 1, "tokenizer.json: missing; give token ids (--ids 1,2,3)"),
         (("inspect", checkpoint("qwen3_moe") / "config.json"), 1, "not an ONNX model"),
         (("export", tmp_path / "nowhere", tmp_path / "out"), 1, "no such folder"),
         (("export", tmp_path, tmp_path / "out"), 1, "config.json: missing"),
