@@ -411,13 +411,19 @@ def _print_nodes(kind: str, nodes: list[dict[str, Any]], projections: tuple[str,
         if "num_experts" in a:
             rows["experts"] = f"{a['num_experts']} of {a['hidden_size']} x {a['intermediate_size']}"
         for p in projections:
-            rows[p] = f"{a[f'{p}_format']} group {a[f'{p}_group_size']} {a[f'{p}_scale_type']}"
+            rows[p] = _weights(*(a[f"{p}_{part}"] for part in ("format", "group_size", "scale_type")))
         rows["activations"] = a[f"{first}_activation_format"]
         rows["layout"] = f"{a[f'{first}_layout']} v{a[f'{first}_layout_version']}"
         sizes, bits = ([node[key] for node in group] for key in ("bytes", "bits_per_weight"))
         rows["bytes"] = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
         rows["bits a weight"] = " to ".join(sorted({f"{min(bits):.2f}", f"{max(bits):.2f}"}))
         _print_block(f"{len(group)} {_plural(kind, len(group))}: {_and_more([str(n['module']) for n in group])}", rows)
+
+
+def _weights(format_: str, group_size: int, scale_type: str) -> str:
+    if format_ in ("bf16", "f16"):
+        return format_  # their scales are ones
+    return f"{format_} {f'group {group_size}' if group_size > 0 else 'row'} {scale_type}"
 
 
 def _print_block(heading: str, rows: dict[str, Any]) -> None:

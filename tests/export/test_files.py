@@ -469,6 +469,7 @@ def test_command_line(quantmoe, checkpoint, exported, tmp_path):
     assert len(json.loads(done.stdout)["layers"]) == 2
     shown = quantmoe("inspect", folder).stdout
     assert "cpu_panel" in shown
+    assert re.search(r"\bw +bf16 *\n", shown)
     assert re.search(r"model\.onnx\.data: [\d.,]+ MB of [\d.,]+ MB in memory", shown)
     planned = quantmoe("export", checkpoint("qwen3_moe"), tmp_path / "planned", "--dry-run")
     assert planned.returncode == 0, planned.stderr
