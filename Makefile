@@ -48,7 +48,7 @@ build: venv
 	$(UV) --no-build-isolation --no-deps --editable .
 
 demo: build
-	@test -n "$(FORCE)" || test ! -e demo-model/model.onnx || { echo "demo-model/model.onnx exists; make demo FORCE=1 replaces it"; exit 1; }
+	@test -n "$(FORCE)" || test ! -e demo-model/model.onnx || { echo "demo-model/model.onnx exists; with FORCE=1 it is replaced"; exit 1; }
 	quantmoe demo $(if $(CHECKPOINT),--checkpoint "$(CHECKPOINT)") $(if $(FORCE),--force)
 
 test: build
