@@ -225,10 +225,13 @@ while IFS='|' read -r pattern command; do
 done <<TABLE
 ^quantmoe .*[0-9]|quantmoe --version
 peak memory|quantmoe export $fixture "$work/new" --dry-run
+lm_head rounded to int4: .*%|quantmoe export $fixture "$work/exported" --lm-head int4 --logits all
+peak memory|quantmoe export $fixture "$work/exported" --force
 have the recorded hash|quantmoe inspect "$model" --verify
 kernel|quantmoe inspect $fixture --explain
 52 matrices|quantmoe unpack "$model" --layer 3 --output "$work/layer.safetensors"
 [0-9]|quantmoe generate "$model" --ids 1,2,3 --max-new-tokens 4
+.|quantmoe generate "$model" --prompt "A mixture" --prefault --max-new-tokens 2
 ^[0-9]+,[0-9]+,[0-9]+$|quantmoe generate "$work/context" --ids 1,2,3,4,5 --max-new-tokens 16
 TABLE
 
@@ -258,6 +261,7 @@ done <<TABLE
 1|leaves no room in the model's context of 8$|quantmoe generate "$work/context" --ids 1,2,3,4,5,6,7,8
 1|not the data that this model was exported with|quantmoe generate "$work/other_data" --ids 1
 1|hf download Qwen/Qwen3-30B-A3B|quantmoe demo --checkpoint Qwen/Qwen3-30B-A3B --output "$work/new"
+1|llama-cpp-python|quantmoe bench --against ggml --tokens 1,16
 2|expected numbers separated by commas|quantmoe bench --tokens 1,x
 TABLE
 
