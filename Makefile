@@ -180,6 +180,7 @@ samples: build | $(MODEL)
 
 # README's commands and the samples with good and bad input, and the wheel where `make wheel` has left one.
 first-minutes: build | $(MODEL)
+	$(UV) --group test
 	tests/first_minutes.sh $(MODEL) $(wildcard dist/*_$(ARCH).whl)
 
 clean:
