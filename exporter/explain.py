@@ -37,10 +37,7 @@ def explain(path: str | Path) -> list[dict[str, Any]]:
         entry["modules"].append(module)
 
     for layer in format.moe_layers():
-        text = layer.scheme.text
-        if layer.down_scheme != layer.scheme:
-            text += f"; down: {layer.down_scheme.text}"
-        add(MoESpec, text, layer.name, partial(layer_candidate, layer))
+        add(MoESpec, layer.scheme_text, layer.name, partial(layer_candidate, layer))
     for name in format.parameters():
         module = name.removesuffix(".weight")
         if module != name and format.is_quantized(module):

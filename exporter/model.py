@@ -141,12 +141,10 @@ class Skeleton:
         self.linears = dict(self._linears())
 
     def _round_head(self, kind: str) -> str:
-        weight = next(
-            (n for n, _ in self.model.named_parameters(remove_duplicate=False) if n == "lm_head.weight"), None
-        )
+        weight = self.tied.get("lm_head.weight")
         if weight is None:
             raise CheckpointError(f"{self.format.ckpt.folder}: {type(self.model).__name__} has no lm_head to round")
-        source = self.sources[self.tied[weight]].removesuffix(".weight")
+        source = self.sources[weight].removesuffix(".weight")
         if self.format.is_quantized(source):
             text = self.format.scheme(source).text
             raise CheckpointError(

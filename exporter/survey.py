@@ -83,11 +83,8 @@ def _tensors(ckpt: Checkpoint) -> dict[str, dict[str, int]]:
 def _quantized(format: Format) -> dict[str, Any]:
     layers = []
     for layer in format.moe_layers():
-        text = layer.scheme.text
-        if layer.down_scheme != layer.scheme:
-            text += f"; down: {layer.down_scheme.text}"
         sizes = {name: getattr(layer, name) for name in ("hidden_size", "intermediate_size")}
-        layers.append({"module": layer.name, "scheme": text, "experts": layer.num_experts, **sizes})
+        layers.append({"module": layer.name, "scheme": layer.scheme_text, "experts": layer.num_experts, **sizes})
     linears: dict[str, int] = {}
     for name in format.parameters():
         module = name.removesuffix(".weight")

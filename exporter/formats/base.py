@@ -81,6 +81,12 @@ class MoELayer:
     projections: tuple[str, ...]
     """Names of gate (when gated), up and down; () when the tool fuses experts into 3-D tensors."""
 
+    @property
+    def scheme_text(self) -> str:
+        """The scheme in the tool's words, and down's where it is another."""
+        same = self.down_scheme == self.scheme
+        return self.scheme.text if same else f"{self.scheme.text}; down: {self.down_scheme.text}"
+
     def tensors(self, e: int) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
         """Names, dtypes and shapes of expert ``e``'s tensors, from the headers; those of all experts when fused."""
         modules = [f"{self.name}.{e}.{projection}" for projection in self.projections] or [self.name]
