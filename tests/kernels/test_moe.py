@@ -207,6 +207,23 @@ def test_ids_outside_the_slice_contribute_zero(kernel: str, monkeypatch: pytest.
     assert got[[1, 3]].all()
 
 
+@pytest.mark.parametrize("kernel", USABLE)
+def test_a_product_and_a_sum_are_rounded_once(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Case(experts=2, top_k=2).build()
+    hidden, _, _ = layer.case.tokens(5)
+
+    def outputs(ids: list[int], weights: list[float]) -> np.ndarray:
+        rows = np.tile(np.array(ids, np.int64), (5, 1)), np.tile(np.array(weights, np.float32), (5, 1))
+        return run(layer, (hidden, *rows), kernel, monkeypatch)
+
+    first, second = outputs([0, -1], [1, 0]), outputs([-1, 1], [0, 1])
+    exact = -1.5 * second.astype(np.float64)
+    assert (exact != exact.astype(np.float32)).any(), "nothing lies halfway between two floats"
+    # What the first expert adds is far below any last bit: it only says to which side a value halfway goes.
+    want = np.nextafter(exact, np.copysign(np.inf, first)).astype(np.float32)
+    assert outputs([0, 1], [1e-40, -1.5]).tobytes() == want.tobytes()
+
+
 @pytest.mark.parametrize("bad", [-2, 8, 2**31, -(2**40)])
 def test_an_id_out_of_range_names_token_slot_and_id(bad: int) -> None:
     case = Case(total_experts=8)

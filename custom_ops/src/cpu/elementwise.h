@@ -20,7 +20,21 @@ inline To bit_cast(From from) {
   return to;
 }
 
-inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+// fma(a, b, c), rounded once. Without the instruction a compiler calls fmaf, and that of PyPI's clang (Zig's
+// compiler_rt) rounds twice. Here the product is exact in double and its sum with c is rounded to odd, after which
+// rounding to float is right: 53 bits are more than twice 24 and two (Boldo and Melquiond, "Emulation of FMA and
+// correctly rounded sums").
+inline float fma(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return __builtin_fmaf(a, b, c);
+#else
+  const double product = static_cast<double>(a) * b, sum = product + c, added = sum - product;
+  const double error = (product - (sum - added)) + (c - added);  // NaN where the sum is infinite or NaN: neither branch
+  int64_t bits = bit_cast<int64_t>(sum);
+  if ((error > 0.0 || error < 0.0) && bits % 2 == 0) bits += (error > 0.0) == (sum > 0.0) ? 1 : -1;
+  return static_cast<float>(bit_cast<double>(bits));
+#endif
+}
 
 // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, halves to even, for |x| < 2^22.
 constexpr float kRoundMagic = 12582912.0f;
