@@ -41,6 +41,8 @@ def replace_routers(model: torch.nn.Module) -> dict[str, RoutingSpec]:
 
 def recognise(router: Any) -> RoutingSpec | None:
     """The MoERouting with a router's ids and, to 1e-6, weights on random tokens; None when there is none."""
+    if not isinstance(getattr(router, "weight", None), torch.Tensor):
+        return None
     probe, generator = copy.deepcopy(router).float(), torch.Generator().manual_seed(0)
     for tensors, spread in ((probe._parameters, 1.0), (probe._buffers, 0.2)):
         for name, old in tensors.items():

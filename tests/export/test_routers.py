@@ -23,7 +23,7 @@ EXPECTED = {
 
 
 def routers(architecture: str, **sizes: object) -> list[torch.nn.Module]:
-    fields = COMMON | SIZES[architecture] | {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2} | sizes
+    fields = COMMON | SIZES.get(architecture, {}) | {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2} | sizes
     config = AutoConfig.for_model(architecture, **fields, pad_token_id=None)
     model = AutoModelForCausalLM.from_config(config)
     return [m for m in model.modules() if type(m).__name__.endswith("Router")]
@@ -69,3 +69,8 @@ def test_others_are_left_alone():
     router.__class__ = StrangeRouter
     assert recognise(router) is None
     assert recognise(torch.nn.Linear(4, 4)) is None
+
+
+def test_a_router_whose_weight_is_a_linear_of_its_own_is_left_alone():
+    (router, *_) = routers("afmoe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, num_dense_layers=1)
+    assert recognise(router) is None
