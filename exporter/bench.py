@@ -433,6 +433,8 @@ def _cells(
             operations = n * size.top_k * layer.operations
             work = (touched * layer.expert_bytes, operations)
             timings.append(Timing(name, kind, group, n, *work, ms[0], dict(zip(peers, ms[1:], strict=True))))
+            if not console.is_terminal:  # which would show what is being measured
+                typer.echo(f"{title}: {n} tokens in {ms[0]:.3g} ms", err=True)
         del sides, found, peers
         for file in folder.iterdir():
             file.unlink()
@@ -442,9 +444,15 @@ def _cells(
     cells = [cell for t in timings for cell in t.cells(threads, max(reads), max(peaks))]
     _print(console, cells)
     limits = [f"{a / 1e9:.1f} and {b / 1e9:.1f} {unit}" for (a, b), unit in ((reads, "GB/s"), (peaks, "GOP/s int8"))]
+    shares = [peak_share(t.weight_format, t.group_size) for t in timings]
     routing = "Zipf 1.0" if skew else "uniform"
     what = f"{_kernel()}, ONNX Runtime {ort.__version__}, {threads} threads, {routing} routing"
     console.print(f"{what}; before and after: {', '.join(limits)}", highlight=False)
+    console.print(
+        f"floor: packed bytes at that bandwidth or products at that peak, whichever takes longer; target: at "
+        f"{READ_SHARE:.0%} of the one and, by format, {min(shares):.0%} to {max(shares):.0%} of the other",
+        highlight=False,
+    )
     if max(reads) > 1.1 * min(reads) or max(peaks) > 1.1 * min(peaks):
         console.print("this machine was not quiet: its limits moved by more than 10 %", style="yellow")
     return cells

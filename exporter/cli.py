@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
@@ -115,7 +116,7 @@ def export(
     if report.untraced:
         console.print(f"all layers were traced one by one, layers do not match: {report.untraced}", style="yellow")
     console.print(
-        f"experts {_mb(report.packed_bytes)}, other weights {_mb(report.dense_bytes)}, "
+        f"experts {decimal(report.packed_bytes)}, other weights {decimal(report.dense_bytes)}, "
         f"{seconds:.1f} s, peak memory {_peak_memory()}"
     )
 
@@ -155,14 +156,14 @@ def inspect(
     _print_nodes("QuantLinear", found["linears"], ("w",))
     experts, dense = (sum(item["bytes"] for item in found[part]) for part in ("layers", "dense"))
     console.print(
-        f"experts {_mb(experts)}; linears {_mb(sum(item['bytes'] for item in found['linears']))}; "
-        f"other weights {_mb(dense)}: {len(found['dense'])} tensors"
+        f"experts {decimal(experts)}; linears {decimal(sum(item['bytes'] for item in found['linears']))}; "
+        f"other weights {decimal(dense)}: {len(found['dense'])} tensors"
     )
     kept = {t["name"]: t["dequantized_because"] or "" for t in found["dense"] if t["dequantized_from"] is not None}
     _print_reasons(FLOAT_HERE, kept)
     for file in found["files"]:
         if file["resident"] is not None:
-            console.print(f"{file['name']}: {_mb(file['resident'])} of {_mb(file['bytes'])} in memory")
+            console.print(f"{file['name']}: {decimal(file['resident'])} of {decimal(file['bytes'])} in memory")
     if verify:
         tensors, same = len(found["linears"]) + len(found["dense"]) + 2 * len(found["layers"]), found["verified"]
         rest = f"; {tensors - same} have none" if same < tensors else ""
@@ -247,7 +248,7 @@ def demo(
     for text, count in layers.items():
         table.add_row(f"{count} MoE {_plural('layer', count)}", text)
     for file in sorted(output.glob("model.onnx*")):
-        table.add_row(file.name, _mb(file.stat().st_size))
+        table.add_row(file.name, decimal(file.stat().st_size))
     table.add_row("tokens, ONNX Runtime", str(found.tokens))
     table.add_row("tokens, PyTorch", str(found.expected_tokens or "(too large to dequantize here)"))
     if found.difference is not None:
@@ -310,15 +311,15 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
     _print_layers(found.layers.values())
     total = found.packed + found.dense
     console.print(
-        f"reads {_mb(found.read)}; writes {_mb(total)}: experts {_mb(found.packed)}, "
-        f"other weights {_mb(found.dense)}{f', in {found.files} files' if found.files > 1 else ''}\n"
-        f"about {_minutes(found.seconds)} ({found.rate}), peak memory about {_mb(round(found.memory))}"
+        f"reads {decimal(found.read)}; writes {decimal(total)}: experts {decimal(found.packed)}, "
+        f"other weights {decimal(found.dense)}{f', in {found.files} files' if found.files > 1 else ''}\n"
+        f"about {_minutes(found.seconds)} ({found.rate}), peak memory about {decimal(round(found.memory))}"
     )
     _print_reasons(FLOAT_HERE, found.dequantized)
     if found.kv_cache:
         console.print(found.kv_cache, style="yellow")
     if total > found.free:
-        console.print(f"only {_mb(found.free)} of disk are free there", style="red")
+        console.print(f"only {decimal(found.free)} of disk are free there", style="red")
 
 
 def _export(checkpoint: Path, outdir: Path, **options: Any) -> Any:
@@ -362,7 +363,7 @@ def _explain(path: Path, as_json: bool) -> None:
 def _print_survey(found: dict[str, Any]) -> None:
     console.print(found["checkpoint"], highlight=False)
     for part in ("files", "tensors"):
-        kinds = (f"{kind} {size['count']} ({_mb(size['bytes'])})" for kind, size in found.get(part, {}).items())
+        kinds = (f"{kind} {size['count']} ({decimal(size['bytes'])})" for kind, size in found.get(part, {}).items())
         if text := ", ".join(kinds):
             console.print(f"{part}: {text}")
     if "format" in found:
@@ -458,15 +459,11 @@ def _minutes(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
 
 
-def _mb(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB"
-
-
 def _peak_memory() -> str:
     """Linux only; getrusage's ru_maxrss would count the parent process's memory before exec."""
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
-    return _mb(int(found[1]) * 1024) if found else "unknown"
+    return decimal(int(found[1]) * 1024) if found else "unknown"
 
 
 if __name__ == "__main__":

@@ -23,8 +23,10 @@ EXPECTED = {
 
 
 def routers(architecture: str, **sizes: object) -> list[torch.nn.Module]:
-    fields = COMMON | SIZES.get(architecture, {}) | {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2} | sizes
-    config = AutoConfig.for_model(architecture, **fields, pad_token_id=None)
+    fields = (
+        COMMON | SIZES.get(architecture, {}) | {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2} | sizes
+    )
+    config = AutoConfig.for_model(architecture, **fields | sizes, pad_token_id=None)
     model = AutoModelForCausalLM.from_config(config)
     return [m for m in model.modules() if type(m).__name__.endswith("Router")]
 
