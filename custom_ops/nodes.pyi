@@ -48,3 +48,19 @@ class MoERouting(Spec):
     n_group: int  # groups of E / n_group experts; 1: one group, all of them
     topk_group: int  # groups that are kept, by the sum of the two best scores of each
     routed_scaling_factor: float
+
+@dataclass(frozen=True, kw_only=True)
+class CachedAttention(Spec):
+    op_version: int = ...
+    num_heads: int  # of queries
+    kv_num_heads: int  # a divisor of num_heads
+    head_size: int  # D, of queries and keys
+    v_head_size: int  # V, of values
+    scale: float  # of the products of queries and keys
+    sliding_window: int  # slots that a token sees, its own included; 0: all before it
+    chunk_size: int  # a token in slot p sees slots from p / n * n; 0: from 0
+    softcap: float  # score = c tanh(score / c), after the scale; 0: none
+    rotary_size: int  # features that turn, the first ones; even; 0: none
+    rotary_interleaved: int  # 0: feature i turns with i + rotary_size / 2; 1: 2i with 2i + 1
+    qk_norm: str
+    norm_epsilon: float

@@ -64,3 +64,7 @@ class LinearSpec(nodes.QuantLinear):
 
 class RoutingSpec(nodes.MoERouting):
     """All attributes of a MoERouting node."""
+
+
+class AttentionSpec(nodes.CachedAttention):
+    """All attributes of a CachedAttention node."""

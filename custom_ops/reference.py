@@ -1,4 +1,4 @@
-"""The slow, obvious truth: one QuantMoE layer, one linear, one router in NumPy float64.
+"""The slow, obvious truth: one QuantMoE layer, one linear, one router, one attention in NumPy float64.
 
 Only the activation quantizers are computed in float32, because their roundings are part of the format (FORMAT.md 4.1);
 everything after them is exact arithmetic rounded to float64.
@@ -14,7 +14,7 @@ import numpy as np
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.op import MoESpec, RoutingSpec
+from quantmoe.custom_ops.op import AttentionSpec, MoESpec, RoutingSpec
 
 #: activation formats of floats: their values, features that share a scale (None: the row), exponent of the largest one
 FLOAT_FORMATS: dict[str, tuple[np.dtype, int | None, int]] = {
@@ -208,3 +208,84 @@ def quant_moe(
         np.add.at(out, tokens, y if on_input else y * w[:, None].astype(np.float64))
     out[~np.isfinite(x).all(1)] = np.nan
     return out
+
+
+def rms_norm(spec: AttentionSpec, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """qk_norm of queries or keys, [B, S, heads, D]; weights as the operator's input."""
+    if spec.qk_norm == "none":
+        return x
+    over = (-1,) if spec.qk_norm == "head" else (-2, -1)
+    norm = np.sqrt((x * x).mean(over, keepdims=True) + np.float32(spec.norm_epsilon))
+    return x / norm * weights.astype(np.float64).reshape(-1, x.shape[-1])
+
+
+def rotate(spec: AttentionSpec, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """Rotary embedding of queries or keys, [B, S, heads, D]; cos, sin: [B, S, rotary_size / 2]."""
+    size = spec.rotary_size
+    half = size // 2
+    a, b = (slice(0, size, 2), slice(1, size, 2)) if spec.rotary_interleaved else (slice(half), slice(half, size))
+    c, s = (turn[:, :, None].astype(np.float64) for turn in (cos, sin))
+    y = x.copy()
+    y[..., a] = x[..., a] * c - x[..., b] * s
+    y[..., b] = x[..., b] * c + x[..., a] * s
+    return y
+
+
+def attention(
+    spec: AttentionSpec,
+    qkv: np.ndarray,
+    past_key: np.ndarray,
+    past_value: np.ndarray,
+    rows: np.ndarray,
+    length: int,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    q_norm: np.ndarray,
+    k_norm: np.ndarray,
+    sinks: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """CachedAttention.
+
+    Args:
+        spec: the node's attributes. length: L, attention_mask's. The others: inputs of op.def's shapes, any float type.
+
+    Returns:
+        output float64 [B, S, num_heads * V], zero for tokens that do not count; present_key and present_value of past's
+        types, [B, kv_num_heads, max(P, L), D or V], zero after the last token.
+
+    Raises:
+        ValueError: ``rows`` asks for tokens or slots that are not there.
+    """
+    batch, tokens, _ = qkv.shape
+    heads, groups, d = spec.num_heads, spec.kv_num_heads, spec.head_size
+    capacity = max(past_key.shape[2], length)
+    q, k, v = np.split(qkv.astype(np.float64), [heads * d, (heads + groups) * d], axis=2)
+    q, k, v = (x.reshape(batch, tokens, n, -1) for x, n in ((q, heads), (k, groups), (v, groups)))
+    q = rotate(spec, rms_norm(spec, q, q_norm), cos, sin)
+    k = rotate(spec, rms_norm(spec, k, k_norm), cos, sin)
+    output = np.zeros((batch, tokens, heads, spec.v_head_size))
+    present = [np.zeros((batch, groups, capacity, past.shape[3]), past.dtype) for past in (past_key, past_value)]
+    for b, (begin, count, past) in enumerate(rows.tolist()):
+        if min(begin, count, past) < 0 or begin + count > tokens or past > past_key.shape[2] or past + count > capacity:
+            raise ValueError(
+                f"rows[{b}] is {begin}, {count}, {past} (begin, count, past): {tokens} new tokens, {past_key.shape[2]} "
+                f"slots before and {capacity} after"
+            )
+        for into, before, new in zip(present, (past_key, past_value), (k, v), strict=True):
+            with np.errstate(over="ignore"):  # float16 ends at 65504
+                into[b, :, past : past + count] = new[b, begin : begin + count].swapaxes(0, 1)
+            into[b, :, :past] = before[b, :, :past]
+        for i in range(count):
+            p = past + i
+            low = max(p - spec.sliding_window + 1 if spec.sliding_window else 0, 0)
+            low = max(low, p // spec.chunk_size * spec.chunk_size if spec.chunk_size else 0)
+            keys, values = (np.repeat(x[b, :, low : p + 1].astype(np.float64), heads // groups, 0) for x in present)
+            with np.errstate(invalid="ignore", over="ignore"):
+                score = np.einsum("hd,hkd->hk", q[b, begin + i], keys) * np.float32(spec.scale)
+                if spec.softcap:
+                    score = np.tanh(score / np.float32(spec.softcap)) * np.float32(spec.softcap)
+                score = np.concatenate([score, sinks.astype(np.float64)[:, None]], 1)
+                weight = np.exp(score - score.max(1, keepdims=True))
+                weight /= weight.sum(1, keepdims=True)
+                output[b, begin + i] = np.einsum("hk,hkv->hv", weight[:, :-1], values)
+    return output.reshape(batch, tokens, -1), *present

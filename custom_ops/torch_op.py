@@ -6,6 +6,7 @@ import json
 from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 from onnx.defs import OpSchema
@@ -14,6 +15,7 @@ from onnxscript.values import Op, Opset
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import (
     DOMAIN,
+    AttentionSpec,
     LinearSpec,
     MoESpec,
     RoutingSpec,
@@ -22,6 +24,7 @@ from quantmoe.custom_ops.op import (
     op_version,
     outputs,
 )
+from quantmoe.custom_ops.reference import attention as reference_attention
 from quantmoe.custom_ops.reference import linear as reference_linear
 from quantmoe.custom_ops.reference import quant_moe as reference
 from quantmoe.custom_ops.reference import route as reference_route
@@ -120,10 +123,71 @@ def _(logits: torch.Tensor, correction_bias: torch.Tensor, attributes: str) -> t
     return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
 
 
+@torch.library.custom_op("quantmoe::cached_attention", mutates_args=())
+def cached_attention(
+    qkv: torch.Tensor,
+    past_key: torch.Tensor,
+    past_value: torch.Tensor,
+    rows: torch.Tensor,
+    attention_mask: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    sinks: torch.Tensor,
+    attributes: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of new tokens over a cache and themselves, by the float64 reference.
+
+    Args:
+        qkv: [B, S, (num_heads + kv_num_heads) * D + kv_num_heads * V].
+        past_key, past_value: [B, kv_num_heads, P, D] and [.., V], one type.
+        rows: int32 [B, 3]: the first new token that counts, how many do, tokens in the cache before them.
+        attention_mask: int64 [B, L], of which only L is read.
+        cos, sin: f32 [B, S, rotary_size / 2].
+        q_norm, k_norm: f32, [0], [D] or [heads * D], by qk_norm.
+        sinks: f32 [num_heads], -infinity for none.
+        attributes: JSON of AttentionSpec.attributes().
+
+    Returns:
+        output [B, S, num_heads * V] of qkv's dtype; present_key and present_value, past's with max(P, L) slots.
+    """
+    spec = AttentionSpec.from_attributes(json.loads(attributes))
+    x, *caches = (t.float().numpy() for t in (qkv, past_key, past_value))
+    # NumPy has no bfloat16: what the reference stores, it rounds as the cache's type does
+    dtype = ml_dtypes.bfloat16 if past_key.dtype == torch.bfloat16 else past_key.new_empty(0).numpy().dtype
+    key, value = (cache.astype(dtype) for cache in caches)
+    others = (t.numpy() for t in (cos, sin, q_norm, k_norm, sinks))
+    output, *present = reference_attention(spec, x, key, value, rows.numpy(), attention_mask.shape[1], *others)
+    new_key, new_value = (torch.from_numpy(cache.astype(np.float32)).to(past_key.dtype) for cache in present)
+    return torch.from_numpy(output).to(qkv.dtype), new_key, new_value
+
+
+@cached_attention.register_fake
+def _(
+    qkv: torch.Tensor,
+    past_key: torch.Tensor,
+    past_value: torch.Tensor,
+    rows: torch.Tensor,
+    attention_mask: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    sinks: torch.Tensor,
+    attributes: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    spec = json.loads(attributes)
+    slots = torch.sym_max(past_key.shape[2], attention_mask.shape[1])
+    key, value = (past.new_empty((*past.shape[:2], slots, past.shape[3])) for past in (past_key, past_value))
+    return qkv.new_empty((*qkv.shape[:2], spec["num_heads"] * spec["v_head_size"])), key, value
+
+
 @cache
 def onnx_op(op: str) -> Op:
     """An ONNX operator as onnxscript calls it, its schema built from op.def."""
-    types = {"T": ("T", ["float", "float16", "bfloat16"]), "I": ("I", ["int32", "int64"])}
+    floats = ["float", "float16", "bfloat16"]
+    types = {"T": ("T", floats), "C": ("C", floats), "I": ("I", ["int32", "int64"])}
     kinds = {"i": OpSchema.AttrType.INT, "f": OpSchema.AttrType.FLOAT}
 
     def formal(values: tuple[tuple[str, str], ...]) -> list[OpSchema.FormalParameter]:
@@ -158,3 +222,21 @@ def onnx_quant_linear(x: Any, w: Any, attributes: str) -> Any:
 def onnx_moe_routing(logits: Any, correction_bias: Any, attributes: str) -> Any:
     """The entry of the exporter's translation table for ``moe_routing``."""
     return onnx_op("MoERouting")(logits, correction_bias, **json.loads(attributes))
+
+
+def onnx_cached_attention(
+    qkv: Any,
+    past_key: Any,
+    past_value: Any,
+    rows: Any,
+    attention_mask: Any,
+    cos: Any,
+    sin: Any,
+    q_norm: Any,
+    k_norm: Any,
+    sinks: Any,
+    attributes: str,
+) -> Any:
+    """The entry of the exporter's translation table for ``cached_attention``."""
+    given = (qkv, past_key, past_value, rows, attention_mask, cos, sin, q_norm, k_norm, sinks)
+    return onnx_op("CachedAttention")(*given, **json.loads(attributes))

@@ -1,9 +1,9 @@
 // What the two ONNX Runtime libraries, the CPU's and the CUDA provider's, have in common: op.def as OrtCustomOps, the
 // reading of a node's attributes and tensors, errors, registration. Each library is one file that includes this.
 //
-// One explicitly typed OrtCustomOp per operator, T and (QuantMoE) I, all of an operator's under one name; inputs and
-// attributes come from op.def. Failures are exceptions in here; Guard turns them into an OrtStatus, so that none leaves
-// the library.
+// One explicitly typed OrtCustomOp per operator, T and (QuantMoE) I or (CachedAttention) C, all of an operator's under
+// one name; inputs and attributes come from op.def. Failures are exceptions in here; Guard turns them into an
+// OrtStatus, so that none leaves the library.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -38,24 +38,38 @@ struct Op : OrtCustomOp {
   const char* provider;  // null: the CPU
   const char* name;
   Slots inputs, outputs;
-  ONNXTensorElementDataType float_type, id_type;
+  ONNXTensorElementDataType float_type, other_type;  // T; I or C
   Make make;
 
   Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElementDataType float_type,
-     ONNXTensorElementDataType id_type, Make make);
+     ONNXTensorElementDataType other_type, Make make);
   static const Op& Of(const OrtCustomOp* op) { return *static_cast<const Op*>(op); }
   ONNXTensorElementDataType Resolve(Type type) const {
-    return type == Type::T         ? float_type
-           : type == Type::I       ? id_type
-           : type == Type::float32 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
-                                   : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+    switch (type) {
+      case Type::T:
+        return float_type;
+      case Type::I:
+      case Type::C:
+        return other_type;
+      case Type::float32:
+        return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+      case Type::int32:
+        return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+      case Type::int64:
+        break;
+    }
+    return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
   }
-  qm_type type() const {
-    return float_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT     ? QM_F32
-           : float_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 ? QM_F16
-                                                                 : QM_BF16;
+  qm_type type() const { return Floats(float_type); }
+  qm_type cache_type() const { return Floats(other_type); }
+  int id_bytes() const { return other_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64 ? 8 : 4; }
+
+ private:
+  static qm_type Floats(ONNXTensorElementDataType type) {
+    return type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT     ? QM_F32
+           : type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 ? QM_F16
+                                                           : QM_BF16;
   }
-  int id_bytes() const { return id_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64 ? 8 : 4; }
 };
 
 template <class F>
@@ -305,7 +319,7 @@ OrtStatus* InferShape(const Op& op, OrtShapeInferContext* context) {
 }
 
 Op::Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElementDataType float_type,
-       ONNXTensorElementDataType id_type, Make make)
+       ONNXTensorElementDataType other_type, Make make)
     : OrtCustomOp{},
       api(api),
       provider(provider),
@@ -313,7 +327,7 @@ Op::Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElem
       inputs(kInputs, name),
       outputs(kOutputs, name),
       float_type(float_type),
-      id_type(id_type),
+      other_type(other_type),
       make(make) {
   version = kOrtApi;
   GetName = [](const OrtCustomOp* self) { return Of(self).name; };

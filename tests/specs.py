@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, RoutingSpec
+from quantmoe.custom_ops.op import AttentionSpec, LinearSpec, MoESpec, Projection, RoutingSpec
 
 
 def projection(format: str, group_size: int, scale_type: str, activation_format: str, **others: Any) -> Projection:
@@ -56,3 +56,10 @@ def routing_spec(
         topk_group=topk_group,
         routed_scaling_factor=routed_scaling_factor,
     )
+
+
+def attention_spec(num_heads: int, kv_num_heads: int, head_size: int, **others: Any) -> AttentionSpec:
+    unsaid: dict[str, Any] = {"v_head_size": head_size, "scale": head_size**-0.5, "qk_norm": "none", "softcap": 0.0}
+    unsaid |= dict.fromkeys(("sliding_window", "chunk_size", "rotary_size", "rotary_interleaved"), 0)
+    unsaid |= {"norm_epsilon": 1e-6}
+    return AttentionSpec(num_heads=num_heads, kv_num_heads=kv_num_heads, head_size=head_size, **(unsaid | others))

@@ -315,10 +315,14 @@ bool Plugin::Supports(int32_t at, const DynamicPluginTensorDesc* tensors, int32_
              (TakesFloat() && tensor.type == DataType::kFLOAT);
     case Type::I:
       return tensor.type == DataType::kINT32 || tensor.type == DataType::kINT64;
+    case Type::C:
+      return false;
     case Type::float32:
       return tensor.type == DataType::kFLOAT;
     case Type::int32:
       return tensor.type == DataType::kINT32;
+    case Type::int64:
+      return tensor.type == DataType::kINT64;
   }
   return false;
 }
@@ -687,6 +691,7 @@ IPluginV3* Creator::Create(const char* name, const PluginFieldCollection* given,
     if (qm_cuda_validate_routing(&problem, error)) return refuse(error);
     return new Routing(shared, node.routing);
   }
+  if (op_ == std::string_view("CachedAttention")) return refuse("has no plug-in in this release");
   const int64_t experts = int64_t{node.moe.num_experts} - std::max(0, node.moe.expert_offset);
   const qm_cuda_problem problem{node.moe, QM_F16, 4, 1, 1, std::max<int64_t>(1, experts)};
   if (qm_cuda_plan_moe(&problem, &kDevices[0], &plan, error)) return refuse(error);

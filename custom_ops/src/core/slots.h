@@ -5,8 +5,9 @@
 
 namespace quantmoe {
 
-enum class Type { T, I, float32, int32 };
-constexpr Type type_T = Type::T, type_I = Type::I, type_float = Type::float32, type_int32 = Type::int32;
+enum class Type { T, I, C, float32, int32, int64 };
+constexpr Type type_T = Type::T, type_I = Type::I, type_C = Type::C, type_float = Type::float32,
+               type_int32 = Type::int32, type_int64 = Type::int64;
 struct Slot {
   const char* op;
   const char* name;
