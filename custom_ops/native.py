@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -11,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.op import LinearSpec, MoESpec, RoutingSpec, Spec, enum
+from quantmoe.custom_ops.op import AttentionSpec, LinearSpec, MoESpec, RoutingSpec, Spec, enum
 from quantmoe.custom_ops.structs import ERROR_SIZE, check_status, check_structs, node
 from quantmoe.ort_ext import library_path
 
@@ -86,6 +87,20 @@ class _RoutingCall(ctypes.Structure):
     ]
 
 
+class _AttentionCall(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("cache_type", ctypes.c_int),
+        *((name, ctypes.c_int64) for name in ("batch", "tokens", "past_slots", "slots")),
+        *((name, ctypes.c_void_p) for name in ("qkv", "past_key", "past_value", "rows", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("output", "present_key", "present_value", "workspace")),
+        ("lanes", ctypes.c_int),
+        ("parallel_for", ctypes.c_void_p),
+        ("parallel_context", ctypes.c_void_p),
+    ]
+
+
 @cache
 def library() -> ctypes.CDLL:
     """The kernels, which are in the ONNX Runtime library.
@@ -100,6 +115,7 @@ def library() -> ctypes.CDLL:
         "qm_moe_workspace": ctypes.c_size_t,
         "qm_linear_workspace": ctypes.c_size_t,
         "qm_routing_workspace": ctypes.c_size_t,
+        "qm_attention_workspace": ctypes.c_size_t,
         "qm_kernel_name": ctypes.c_char_p,
         "qm_kernel_selected": ctypes.c_char_p,
         "qm_version": ctypes.c_char_p,
@@ -293,6 +309,65 @@ def route(
     return ids, weights
 
 
+def attention(
+    spec: AttentionSpec,
+    qkv: np.ndarray,
+    past: tuple[np.ndarray, np.ndarray],
+    rows: np.ndarray,
+    length: int,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    q_norm: np.ndarray,
+    k_norm: np.ndarray,
+    sinks: np.ndarray,
+    lanes: int = 1,
+    present: tuple[np.ndarray, np.ndarray] | None = None,
+    buffer: Callable[[int], np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """CachedAttention through the C ABI.
+
+    Args:
+        qkv: [B, S, ..] f32, f16 or bf16. length: L, attention_mask's.
+        past: keys and values [B, kv_num_heads, P, ..], f32 or f16.
+        present: where keys and values go, of max(P, L) slots; past itself: in place. buffer: as NativeMoE's.
+
+    Returns:
+        output of qkv's type, present_key and present_value of past's.
+
+    Raises:
+        ValueError: with the C ABI's message.
+    """
+    lib, err = library(), ctypes.create_string_buffer(ERROR_SIZE)
+    buffer = buffer or aligned
+    attention = ctypes.byref(node(lib, spec))
+    check_status(lib.qm_attention_validate(attention, err), err)
+    batch, tokens, _ = qkv.shape
+    slots = max(past[0].shape[2], length)
+
+    def empty(like: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        return buffer(math.prod(shape) * like.itemsize).view(like.dtype).reshape(shape)
+
+    output = empty(qkv, (batch, tokens, spec.num_heads * spec.v_head_size))
+    key, value = present or (empty(c, (*c.shape[:2], slots, c.shape[3])) for c in past)
+    floats = (np.ascontiguousarray(a, np.float32) for a in (cos, sin, q_norm, k_norm, sinks))
+    given = [*(np.ascontiguousarray(a) for a in (qkv, *past)), np.ascontiguousarray(rows, np.int32), *floats]
+    call = _AttentionCall(
+        _TYPES[qkv.dtype],
+        _TYPES[past[0].dtype],
+        batch,
+        tokens,
+        past[0].shape[2],
+        slots,
+        *(a.ctypes.data for a in [*given, output, key, value]),
+        None,
+        *_threads(lanes),
+    )
+    workspace = buffer(lib.qm_attention_workspace(attention, ctypes.byref(call)))
+    call.workspace = workspace.ctypes.data
+    check_status(lib.qm_attention_run(attention, ctypes.byref(call), err), err)
+    return output, key, value
+
+
 def workspace(
     spec: MoESpec | LinearSpec | RoutingSpec,
     tokens: int,
@@ -340,6 +415,7 @@ def refusal(spec: Spec, words: Mapping[str, int]) -> str:
             "QuantMoE": lib.qm_moe_validate,
             "QuantLinear": lib.qm_linear_validate,
             "MoERouting": lib.qm_routing_validate,
+            "CachedAttention": lib.qm_attention_validate,
         }[spec.OP]
         check_status(validate(ctypes.byref(node(lib, spec)), *shapes, err), err)
     except ValueError as error:

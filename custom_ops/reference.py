@@ -260,7 +260,8 @@ def attention(
     heads, groups, d = spec.num_heads, spec.kv_num_heads, spec.head_size
     capacity = max(past_key.shape[2], length)
     q, k, v = np.split(qkv.astype(np.float64), [heads * d, (heads + groups) * d], axis=2)
-    q, k, v = (x.reshape(batch, tokens, n, -1) for x, n in ((q, heads), (k, groups), (v, groups)))
+    sizes = ((heads, d), (groups, d), (groups, spec.v_head_size))
+    q, k, v = (x.reshape(batch, tokens, *size) for x, size in zip((q, k, v), sizes, strict=True))
     q = rotate(spec, rms_norm(spec, q, q_norm), cos, sin)
     k = rotate(spec, rms_norm(spec, k, k_norm), cos, sin)
     output = np.zeros((batch, tokens, heads, spec.v_head_size))
@@ -288,4 +289,4 @@ def attention(
                 weight = np.exp(score - score.max(1, keepdims=True))
                 weight /= weight.sum(1, keepdims=True)
                 output[b, begin + i] = np.einsum("hk,hkv->hv", weight[:, :-1], values)
-    return output.reshape(batch, tokens, -1), *present
+    return output.reshape(batch, tokens, heads * spec.v_head_size), *present

@@ -248,6 +248,47 @@ void RoutingKernel::Run(OrtKernelContext* context) const {
       [&](char* error) { return qm_routing_run(&routing_, &call, error); });
 }
 
+class AttentionNode : public CpuKernel {
+ public:
+  AttentionNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
+      : CpuKernel(op, api, info, weights, verify) {
+    ReadAttributes(info, &attention_);
+    char error[QM_ERROR_SIZE];
+    if (qm_attention_validate(&attention_, error)) Fail(error);
+  }
+  void Run(OrtKernelContext* context) const override;
+
+ private:
+  qm_attention attention_{};
+};
+
+void AttentionNode::Run(OrtKernelContext* context) const {
+  const AttentionShapes shapes = ReadAttention(context, attention_);
+  const auto input = [&](int32_t index) { return Data(Input(context, static_cast<size_t>(index))); };
+  qm_attention_call call{};
+  call.type = op_.type();
+  call.cache_type = op_.cache_type();
+  call.batch = shapes.batch;
+  call.tokens = shapes.tokens;
+  call.past_slots = shapes.past_slots;
+  call.slots = shapes.slots;
+  call.qkv = input(CachedAttention_qkv);
+  call.past_key = input(CachedAttention_past_key);
+  call.past_value = input(CachedAttention_past_value);
+  call.rows = static_cast<const int32_t*>(input(CachedAttention_rows));
+  call.cos = static_cast<const float*>(input(CachedAttention_cos));
+  call.sin = static_cast<const float*>(input(CachedAttention_sin));
+  call.q_norm = static_cast<const float*>(input(CachedAttention_q_norm));
+  call.k_norm = static_cast<const float*>(input(CachedAttention_k_norm));
+  call.sinks = static_cast<const float*>(input(CachedAttention_sinks));
+  call.output = Data(Output(context, 0, shapes.output));
+  call.present_key = Data(Output(context, 1, shapes.key));
+  call.present_value = Data(Output(context, 2, shapes.value));
+  WithPool(
+      context, call, [&] { return qm_attention_workspace(&attention_, &call); },
+      [&](char* error) { return qm_attention_run(&attention_, &call, error); });
+}
+
 template <class T, Weights weights, bool verify>
 Kernel* Make(const Op& op, const OrtApi* api, const OrtKernelInfo* info) {
   return new T(op, api, info, weights, verify);
@@ -262,6 +303,8 @@ void Operators(const OrtApi* api, std::deque<Op>& ops) {
       ops.emplace_back(api, nullptr, "QuantMoE", type, id_type, Make<MoEKernel, weights, verify>);
     ops.emplace_back(api, nullptr, "QuantLinear", type, kId32, Make<LinearKernel, weights, verify>);
     ops.emplace_back(api, nullptr, "MoERouting", type, kId32, Make<RoutingKernel, weights, verify>);
+    for (auto cache : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16})
+      ops.emplace_back(api, nullptr, "CachedAttention", type, cache, Make<AttentionNode, weights, verify>);
   }
 }
 

@@ -17,6 +17,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/attributes.h"
 #include "core/blake3.h"
 #include "core/slots.h"
 #include "onnxruntime_c_api.h"
@@ -123,6 +124,13 @@ class Kernel {
     int64_t top_k;
   };
   Tokens ReadTokens(const OrtKernelContext* context, int64_t hidden_size) const;
+
+  // Sizes of a run of CachedAttention; throws unless its inputs' shapes agree.
+  struct AttentionShapes {
+    int64_t batch, tokens, past_slots, slots;
+    Shape output, key, value;
+  };
+  AttentionShapes ReadAttention(const OrtKernelContext* context, const qm_attention& attention) const;
 
   const Op& op_;
   const OrtApi* api_;
@@ -274,49 +282,141 @@ Kernel::Tokens Kernel::ReadTokens(const OrtKernelContext* context, int64_t hidde
   return t;
 }
 
-// Outputs have the shape of the first input, but for the size of QuantLinear's and MoERouting's last dimension; rank 0
-// stands for an unknown shape here.
-OrtStatus* InferShape(const Op& op, OrtShapeInferContext* context) {
-  const OrtApi* api = op.api;
-  OrtTensorTypeAndShapeInfo* info;  // belongs to the context
-  size_t rank = 0;
-  OrtStatus* status = api->ShapeInferContext_GetInputTypeShape(context, 0, &info);
-  if (!status) status = api->GetDimensionsCount(info, &rank);
-  if (status || !rank) return status;
-  const char* last = op.name == std::string_view("QuantLinear")  ? "out_features"
-                     : op.name == std::string_view("MoERouting") ? "top_k"
-                                                                 : nullptr;
-  if (last) {
-    const OrtOpAttr* attribute;
-    int64_t size;
-    size_t length;
-    status = api->ShapeInferContext_GetAttribute(context, last, &attribute);
-    if (!status) status = api->ReadOpAttr(attribute, ORT_OP_ATTR_INT, &size, sizeof size, &length);
-    std::vector<int64_t> shape(rank);
-    std::vector<const char*> symbols(rank);
-    if (!status) status = api->GetDimensions(info, shape.data(), rank);
-    if (!status) status = api->GetSymbolicDimensions(info, symbols.data(), rank);
-    if (status) return status;
-    for (size_t i = 0; i + 1 < rank; ++i)
-      if (shape[i] < 0 && !*symbols[i]) return nullptr;  // a size without a name would be taken for the number -1
-    shape.back() = size;
-    symbols.back() = "";
-    OrtTensorTypeAndShapeInfo* changed;
-    if (OrtStatus* failed = api->CreateTensorTypeAndShapeInfo(&changed)) return failed;
-    status = api->SetDimensions(changed, shape.data(), rank);
-    if (!status) status = api->SetSymbolicDimensions(changed, symbols.data(), rank);
-    ONNXTensorElementDataType input_type;  // ONNX Runtime asks the first of an operator's variants for all of them
-    if (!status) status = api->GetTensorElementType(info, &input_type);
-    for (int32_t i = 0; i < op.outputs.count && !status; ++i) {
-      const Type type = op.outputs.first[i].type;
-      status = api->SetTensorElementType(changed, type == Type::T ? input_type : op.Resolve(type));
-      if (!status) status = api->ShapeInferContext_SetOutputTypeShape(context, i, changed);
-    }
-    api->ReleaseTensorTypeAndShapeInfo(changed);
-    return status;
-  }
-  return api->ShapeInferContext_SetOutputTypeShape(context, 0, info);
+Kernel::AttentionShapes Kernel::ReadAttention(const OrtKernelContext* context, const qm_attention& a) const {
+  AttentionShapes s{};
+  const Shape qkv = ShapeOf(Input(context, CachedAttention_qkv));
+  const Shape past = ShapeOf(Input(context, CachedAttention_past_key));
+  const Shape mask = ShapeOf(Input(context, CachedAttention_attention_mask));
+  const auto check = [&](int32_t input, const Shape& expected) {
+    const Shape found = ShapeOf(Input(context, static_cast<size_t>(input)));
+    bool same = found.size() == expected.size();
+    for (size_t i = 0; same && i < found.size(); ++i) same = expected[i] < 0 || found[i] == expected[i];
+    if (!same)
+      Fail(std::string(op_.inputs.first[input].name) + " has shape " + Text(found) + ", expected " + Text(expected) +
+           " (-1: any size)");
+  };
+  const int64_t heads = a.num_heads, groups = a.kv_num_heads, d = a.head_size, v = a.v_head_size;
+  check(CachedAttention_qkv, {-1, -1, (heads + groups) * d + groups * v});
+  s.batch = qkv[0];
+  s.tokens = qkv[1];
+  check(CachedAttention_past_key, {s.batch, groups, -1, d});
+  check(CachedAttention_past_value, {s.batch, groups, past[2], v});
+  check(CachedAttention_rows, {s.batch, 3});
+  check(CachedAttention_attention_mask, {s.batch, -1});
+  for (const int32_t table : {CachedAttention_cos, CachedAttention_sin})
+    check(table, {s.batch, s.tokens, a.rotary_size / 2});
+  const auto weights = [&](int64_t all) {
+    return a.qk_norm == k_qk_norm_none ? 0 : a.qk_norm == k_qk_norm_head ? d : all * d;
+  };
+  check(CachedAttention_q_norm, {weights(heads)});
+  check(CachedAttention_k_norm, {weights(groups)});
+  check(CachedAttention_sinks, {heads});
+  s.past_slots = past[2];
+  s.slots = std::max(past[2], mask[1]);
+  s.output = {s.batch, s.tokens, heads * v};
+  s.key = {s.batch, groups, s.slots, d};
+  s.value = {s.batch, groups, s.slots, v};
+  return s;
 }
+
+// What a graph says of a tensor: its type, sizes, and the names of those that are not numbers (-1). No sizes: unknown.
+struct Inferred {
+  ONNXTensorElementDataType type;
+  Shape sizes;
+  std::vector<const char*> names;
+
+  void Set(size_t at, int64_t size, const char* name = "") {
+    sizes[at] = size;
+    names[at] = name;
+  }
+};
+
+// Shapes of a node's outputs from those of its inputs.
+class Inference {
+ public:
+  Inference(const Op& op, OrtShapeInferContext* context) : op_(op), context_(context) {}
+
+  // Outputs have the shape of the first input, but for the size of the last dimension; CachedAttention's caches that of
+  // past with slots enough for the mask.
+  void Run() const {
+    const std::string_view name = op_.name;
+    Inferred first = Input(0);
+    if (first.sizes.empty()) return;
+    const size_t last = first.sizes.size() - 1;
+    if (name == "QuantLinear") first.Set(last, Attribute("out_features"));
+    if (name == "MoERouting") first.Set(last, Attribute("top_k"));
+    if (name == "CachedAttention") first.Set(last, Attribute("num_heads") * Attribute("v_head_size"));
+    const int32_t alike = name == "CachedAttention" ? 1 : op_.outputs.count;
+    for (int32_t i = 0; i < alike; ++i) {
+      Inferred output = first;
+      if (const Type type = op_.outputs.first[i].type; type != Type::T) output.type = op_.Resolve(type);
+      Output(i, output);
+    }
+    if (name == "CachedAttention") Caches();
+  }
+
+ private:
+  void Caches() const {
+    const Inferred mask = Input(CachedAttention_attention_mask);
+    for (const int32_t i : {0, 1}) {
+      Inferred cache = Input(CachedAttention_past_key + i);
+      if (cache.sizes.size() != 4 || mask.sizes.size() != 2) continue;
+      const int64_t past = cache.sizes[2], all = mask.sizes[1];
+      const bool same = past < 0 && all < 0 && std::string_view(cache.names[2]) == mask.names[1];
+      if (past >= 0 && all >= 0)
+        cache.Set(2, std::max(past, all));
+      else if (past == 0)
+        cache.Set(2, all, mask.names[1]);
+      else if (!same)
+        continue;  // the larger of two sizes has no name
+      Output(1 + i, cache);
+    }
+  }
+  void Check(OrtStatus* status) const {
+    if (!status) return;
+    const std::string message = op_.api->GetErrorMessage(status);
+    op_.api->ReleaseStatus(status);
+    throw std::runtime_error(message);
+  }
+  Inferred Input(int32_t index) const {
+    OrtTensorTypeAndShapeInfo* info;  // belongs to the context
+    Inferred found{};
+    size_t rank = 0;
+    Check(op_.api->ShapeInferContext_GetInputTypeShape(context_, static_cast<size_t>(index), &info));
+    Check(op_.api->GetTensorElementType(info, &found.type));
+    Check(op_.api->GetDimensionsCount(info, &rank));
+    found.sizes.resize(rank);
+    found.names.resize(rank);
+    Check(op_.api->GetDimensions(info, found.sizes.data(), rank));
+    Check(op_.api->GetSymbolicDimensions(info, found.names.data(), rank));
+    return found;
+  }
+  int64_t Attribute(const char* name) const {
+    const OrtOpAttr* attribute;
+    int64_t value;
+    size_t length;
+    Check(op_.api->ShapeInferContext_GetAttribute(context_, name, &attribute));
+    Check(op_.api->ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value, sizeof value, &length));
+    return value;
+  }
+  // The type is said too: ONNX Runtime asks the first of an operator's variants for all of them.
+  void Output(int32_t index, Inferred output) const {
+    const size_t rank = output.sizes.size();
+    for (size_t i = 0; i < rank; ++i)
+      if (output.sizes[i] < 0 && !*output.names[i]) return;  // it would be taken for the number -1
+    OrtTensorTypeAndShapeInfo* info;
+    Check(op_.api->CreateTensorTypeAndShapeInfo(&info));
+    const std::unique_ptr<OrtTensorTypeAndShapeInfo, void (*)(OrtTensorTypeAndShapeInfo*)> owned(
+        info, op_.api->ReleaseTensorTypeAndShapeInfo);
+    Check(op_.api->SetDimensions(info, output.sizes.data(), rank));
+    Check(op_.api->SetSymbolicDimensions(info, output.names.data(), rank));
+    Check(op_.api->SetTensorElementType(info, output.type));
+    Check(op_.api->ShapeInferContext_SetOutputTypeShape(context_, static_cast<size_t>(index), info));
+  }
+
+  const Op& op_;
+  OrtShapeInferContext* context_;
+};
 
 Op::Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElementDataType float_type,
        ONNXTensorElementDataType other_type, Make make)
@@ -349,9 +449,7 @@ Op::Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElem
   };
   KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
   InferOutputShapeFn = [](const OrtCustomOp* self, OrtShapeInferContext* context) {
-    OrtStatus* status = nullptr;
-    OrtStatus* failure = Guard(Of(self).api, [&] { status = InferShape(Of(self), context); });
-    return failure ? failure : status;
+    return Guard(Of(self).api, [&] { Inference(Of(self), context).Run(); });
   };
 }
 

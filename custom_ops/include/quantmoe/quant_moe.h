@@ -31,7 +31,7 @@ typedef struct {
 #define QM_PROJECTION_ATTR(kind, name) QM_FIELD(kind, name)
 #include "op.def"
 } qm_projection;
-// qm_moe, qm_linear and qm_routing.
+// qm_moe, qm_linear, qm_routing and qm_attention.
 #define QM_OP(op, name, version) typedef struct {
 #define QM_ATTR(op, kind, name) QM_FIELD(kind, name)
 #define QM_PROJECTION(op, prefix) qm_projection prefix;
@@ -41,7 +41,7 @@ typedef struct {
 #include "op.def"
 #undef QM_FIELD
 
-// The attributes of an operator ("QuantMoE", "QuantLinear", "MoERouting"), op_version first. `node` is the operator's
+// The attributes of an operator ("QuantMoE", say), op_version first. `node` is the operator's
 // struct above; a file of an op_version before `since` lacks the attribute.
 typedef struct {
   char name[32];
@@ -125,6 +125,34 @@ typedef struct {
 } qm_routing_call;
 QM_API size_t qm_routing_workspace(const qm_routing*, const qm_routing_call*);
 QM_API int qm_routing_run(const qm_routing*, const qm_routing_call*, char* err);
+
+// CachedAttention. D: head_size, V: v_head_size.
+QM_API int qm_attention_validate(const qm_attention*, char* err);
+typedef struct {
+  qm_type type;                  // of qkv and output
+  qm_type cache_type;            // QM_F32 or QM_F16
+  int64_t batch, tokens;         // B, S
+  int64_t past_slots, slots;     // P, and those of present, at least P
+  const void* qkv;               // [B, S, (num_heads + kv_num_heads) D + kv_num_heads V]
+  const void* past_key;          // [B, kv_num_heads, past_slots, D]
+  const void* past_value;        // [B, kv_num_heads, past_slots, V]
+  const int32_t* rows;           // [B, 3]: first new token that counts, how many do, tokens in the cache before them
+  const float *cos, *sin;        // [B, S, rotary_size / 2]
+  const float *q_norm, *k_norm;  // by qk_norm
+  const float* sinks;            // [num_heads]
+  void* output;                  // [B, S, num_heads V]
+  void *present_key, *present_value;  // [B, kv_num_heads, slots, D or V]; past's memory: appended to in place
+  void* workspace;                    // qm_attention_workspace bytes, 64-byte aligned
+  int lanes;
+  qm_parallel_for parallel_for;
+  void* parallel_context;
+} qm_attention_call;
+// At most 64 MiB, 4 bytes a token, and for each lane, with R = max(64, num_heads / kv_num_heads) queries,
+// 4 (R D + 64 D + 256 V + R (272 + 2 V + 32)) bytes, V rounded up to 16: 332 KB for D = V = 128.
+QM_API size_t qm_attention_workspace(const qm_attention*, const qm_attention_call*);
+// Fails (QM_INVALID), and writes nothing, when `rows` asks for tokens or slots that are not there, naming the row, or
+// when present is past's memory but has more slots.
+QM_API int qm_attention_run(const qm_attention*, const qm_attention_call*, char* err);
 
 // Packs one matrix [n, k] (codes in the unpacked form of QuantizedMatrix: one byte a code) into panels, FORMAT.md
 // section 2. row_order (optional): source row of each packed row. `dst` starts at panel 0 of this matrix; consecutive

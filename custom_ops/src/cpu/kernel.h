@@ -54,6 +54,61 @@ struct Product {
   int halves;
 };
 
+// CachedAttention: what its kernels see of a call (attention.cc), and their arithmetic (attention.h, FORMAT.md 5).
+constexpr int64_t kAttentionBlock = 256;                // slots whose softmax is one, counted from slot 0
+constexpr int64_t kAttentionStep = 32;                  // keys that are transposed at a time
+constexpr int64_t kScoreStride = kAttentionBlock + 16;  // of a query's scores: rows of a tile in different sets of L1
+
+struct Attention {
+  const qm_attention& node;
+  const qm_attention_call& call;
+  float* q_scales;  // [batch, tokens]: 1 / norm of a token's queries, where qk_norm is row
+
+  int64_t heads() const { return node.num_heads / node.kv_num_heads; }  // that share keys and values
+  int64_t qkv_width() const {
+    return (int64_t{node.num_heads} + node.kv_num_heads) * node.head_size +
+           int64_t{node.kv_num_heads} * node.v_head_size;
+  }
+  // A tile is some tokens' queries of the heads of one group: its rows, the heads of a token side by side.
+  int64_t tile_tokens() const { return heads() < 64 ? 64 / heads() : 1; }
+  int64_t tile_rows() const { return heads() * tile_tokens(); }
+  int64_t padded_values() const { return align_up(node.v_head_size, 16); }
+  int64_t part_floats() const { return 16 + padded_values(); }  // of a row: largest score, sum, 14 unused, values
+  // Scratch of a lane, in floats; each piece is a multiple of a cache line.
+  int64_t queries_at() const { return 0; }
+  int64_t keys_at() const { return align_up(tile_rows() * node.head_size, 16); }
+  int64_t values_at() const { return keys_at() + kAttentionStep * node.head_size; }
+  int64_t scores_at() const { return values_at() + kAttentionBlock * padded_values(); }
+  int64_t parts_at() const { return scores_at() + tile_rows() * kScoreStride; }
+  int64_t scratch_floats() const { return parts_at() + 2 * tile_rows() * part_floats(); }
+
+  int64_t slot(int64_t b, int64_t token) const { return call.rows[3 * b + 2] + token; }  // of its token-th that counts
+  // The first slot that the token in slot p sees.
+  int64_t first_slot(int64_t p) const {
+    const int64_t chunk = node.chunk_size ? p / node.chunk_size * node.chunk_size : 0;
+    const int64_t window = node.sliding_window ? p - node.sliding_window + 1 : 0;
+    return chunk > window ? chunk : window > 0 ? window : 0;
+  }
+};
+
+struct AttentionTile {
+  int64_t b, group, token, tokens;  // token: the first, counted from the row's first that counts
+};
+
+struct AttentionKernel {
+  // Stores the keys and values of a token, and its q_scales.
+  void (*append)(const Attention& a, int64_t b, int64_t token, float* scratch);
+  // Norms and turns the tile's queries, into scratch.
+  void (*queries)(const Attention& a, const AttentionTile& tile, float* scratch);
+  // The softmax over a block's slots, a part for each row.
+  void (*block)(const Attention& a, const AttentionTile& tile, int64_t block, float* scratch, float* parts);
+  void (*begin)(const Attention& a, const AttentionTile& tile, float* parts);  // no slot yet: the sinks
+  // Adds a block's parts to those of what is before it.
+  void (*merge)(const Attention& a, const AttentionTile& tile, int64_t block, const float* parts, float* into);
+  void (*finish)(const Attention& a, const AttentionTile& tile, float* parts);  // writes the output
+};
+extern const AttentionKernel attention_portable, attention_avx2, attention_avx512vnni, attention_neon_dotprod;
+
 struct CpuKernel {
   const char* name;
   bool (*usable)();
@@ -79,6 +134,7 @@ struct CpuKernel {
   void (*multiply)(const Product& product);
   // The instructions of this kernel's int8 products on registers alone; returns the multiply-adds done. probe_<isa>.cc
   int64_t (*int8_peak)(int64_t rounds);
+  const AttentionKernel* attention;
 };
 
 int64_t int8_peak_portable(int64_t rounds);

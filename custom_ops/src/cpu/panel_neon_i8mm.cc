@@ -15,7 +15,12 @@ void multiply_rows(const Product& product) {
 
 }  // namespace
 
-const CpuKernel panel_neon_i8mm = {
-    "panel_neon_i8mm", [] { return cpu_has(AT_HWCAP2, 13); }, 16, QM_ELEMENTWISE(pack_rows), multiply_rows, int8_peak};
+const CpuKernel panel_neon_i8mm = {"panel_neon_i8mm",
+                                   [] { return cpu_has(AT_HWCAP2, 13); },
+                                   16,
+                                   QM_ELEMENTWISE(pack_rows),
+                                   multiply_rows,
+                                   int8_peak,
+                                   &attention_neon_dotprod};
 
 }  // namespace quantmoe

@@ -1,0 +1,166 @@
+"""CachedAttention beside onnxruntime's GroupQueryAttention (f32): one layer, both caches in place, alternating runs.
+
+python custom_ops/bench/attention.py --threads 2 --context 2048 16384 --prefill 512 2048
+
+Bytes are those of the keys and values that a token reads; the read bandwidth is qm_probe_read's of the same threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import time
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from quantmoe.custom_ops import native
+from quantmoe.custom_ops.op import AttentionSpec, inputs, outputs
+from quantmoe.ort_ext import library_path
+
+FLOATS = {"float32": "FLOAT", "float16": "FLOAT16"}
+
+
+def session(node: ir.Node, shapes: dict[str, tuple[str, list[int | str]]], threads: int) -> ort.InferenceSession:
+    """A model of one node; shapes: type and shape of each input and output."""
+    for value in [*node.inputs, *node.outputs]:
+        dtype, shape = shapes[value.name]
+        value.type, value.shape = ir.TensorType(ir.DataType[dtype]), ir.Shape(shape)
+    opsets = {"": 18, "quantmoe": 1, "com.microsoft": 1}
+    graph = ir.Graph(list(node.inputs), list(node.outputs), nodes=[node], opset_imports=opsets, name="attention")
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.register_custom_ops_library(library_path())
+    model = ir.serde.serialize_model(ir.Model(graph, ir_version=9)).SerializeToString()
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+class Layer:
+    """A session whose present is bound to past."""
+
+    def __init__(self, op: str, domain: str, attributes: dict[str, Any], given: dict[str, np.ndarray], threads: int):
+        past = {"present_key": "past_key", "present_value": "past_value"}
+        names = [name for name, _ in outputs("CachedAttention")]
+        result = [
+            given["past_key"].shape[0],
+            given["tokens"].size,
+            attributes["num_heads"] * given["past_value"].shape[3],
+        ]
+        given = {name: a for name, a in given.items() if name != "tokens"}
+        types = {"float32": "FLOAT", "float16": "FLOAT16", "int32": "INT32", "int64": "INT64"}
+        shapes: dict[str, Any] = {name: (types[str(a.dtype)], list(a.shape)) for name, a in given.items()}
+        shapes |= {new: shapes[old] for new, old in past.items()} | {"output": ("FLOAT", result)}
+        node = ir.node(
+            op, [ir.Value(name=n) for n in given], attributes, domain=domain, outputs=[ir.Value(name=n) for n in names]
+        )
+        self.session = session(node, shapes, threads)
+        self.values = {name: ort.OrtValue.ortvalue_from_numpy(a) for name, a in given.items()}
+        self.binding = self.session.io_binding()
+        for name, value in self.values.items():
+            self.binding.bind_ortvalue_input(name, value)
+        self.output = ort.OrtValue.ortvalue_from_shape_and_type(result, np.float32)
+        self.binding.bind_ortvalue_output("output", self.output)
+        for new, old in past.items():
+            self.binding.bind_ortvalue_output(new, self.values[old])
+
+    def __call__(self) -> float:
+        """Seconds of a run."""
+        start = time.perf_counter()
+        self.session.run_with_iobinding(self.binding)
+        return time.perf_counter() - start
+
+
+def ours(spec: AttentionSpec, past: int, tokens: int, dtype: str, threads: int) -> Layer:
+    rng = np.random.default_rng(0)
+    heads, groups, d, slots = spec.num_heads, spec.kv_num_heads, spec.head_size, past + tokens
+    half = spec.rotary_size // 2
+    shapes = {
+        "qkv": (1, tokens, (heads + 2 * groups) * d),
+        "past_key": (1, groups, slots, d),
+        "past_value": (1, groups, slots, d),
+        "cos": (1, tokens, half),
+        "sin": (1, tokens, half),
+        "q_norm": (0,),
+        "k_norm": (0,),
+    }
+    given = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    given |= {name: given[name].astype(dtype) for name in ("past_key", "past_value")}
+    given |= {"rows": np.array([[0, tokens, past]], np.int32), "attention_mask": np.ones((1, slots), np.int64)}
+    given |= {"sinks": np.full(heads, -np.inf, np.float32)}
+    order = {name: given[name] for name, _ in inputs("CachedAttention")} | {"tokens": np.empty(tokens)}
+    return Layer("CachedAttention", "quantmoe", spec.attributes(), order, threads)
+
+
+def theirs(spec: AttentionSpec, past: int, tokens: int, threads: int) -> Layer:
+    rng = np.random.default_rng(0)
+    heads, groups, d, slots = spec.num_heads, spec.kv_num_heads, spec.head_size, past + tokens
+    shapes = {
+        "query": (1, tokens, heads * d),
+        "key": (1, tokens, groups * d),
+        "value": (1, tokens, groups * d),
+        "past_key": (1, groups, slots, d),
+        "past_value": (1, groups, slots, d),
+    }
+    given = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    given |= {"seqlens_k": np.array([slots - 1], np.int32), "total_sequence_length": np.array(slots, np.int32)}
+    given |= {
+        name: rng.standard_normal((slots, spec.rotary_size // 2), np.float32) for name in ("cos_cache", "sin_cache")
+    }
+    attributes = {"num_heads": heads, "kv_num_heads": groups, "do_rotary": 1, "scale": spec.scale}
+    return Layer("GroupQueryAttention", "com.microsoft", attributes, given | {"tokens": np.empty(tokens)}, threads)
+
+
+def bandwidth(threads: int) -> float:
+    data = np.ones(1 << 28, np.uint8)
+    pointer, size = ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.nbytes)
+    return max(native.library().qm_probe_read(pointer, size, threads) for _ in range(3))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, nargs=3, default=(32, 4, 128), help="of queries, of keys; width")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--context", type=int, nargs="*", default=(2048, 16384), help="tokens before a decoded one")
+    parser.add_argument("--prefill", type=int, nargs="*", default=(512, 2048))
+    parser.add_argument("--cache", nargs="*", choices=FLOATS, default=tuple(FLOATS))
+    args = parser.parse_args()
+    heads, groups, d = args.heads
+    spec = AttentionSpec(
+        num_heads=heads,
+        kv_num_heads=groups,
+        head_size=d,
+        v_head_size=d,
+        scale=d**-0.5,
+        sliding_window=0,
+        chunk_size=0,
+        softcap=0.0,
+        rotary_size=d,
+        rotary_interleaved=0,
+        qk_norm="none",
+        norm_epsilon=0.0,
+    )
+    for past, tokens in [*((n, 1) for n in args.context), *((0, n) for n in args.prefill)]:
+        layers = {dtype: ours(spec, past, tokens, dtype, args.threads) for dtype in args.cache}
+        layers["GroupQueryAttention"] = theirs(spec, past, tokens, args.threads)
+        times: dict[str, list[float]] = {name: [] for name in layers}
+        for _ in range(args.runs):
+            for name, layer in layers.items():
+                times[name].append(layer())
+        peer = float(np.median(times["GroupQueryAttention"]))
+        for name, found in times.items():
+            best, middle = min(found), float(np.median(found))
+            line = f"{past:6} + {tokens:4}  {name:20} {middle * 1e3:8.3f} ms (best {best * 1e3:.3f})"
+            line += f"  {peer / middle:5.2f}x"
+            if tokens == 1 and name in FLOATS:
+                size = 2 * groups * d * (past + 1) * np.dtype(name).itemsize
+                line += f"  {size / best / 1e9:5.1f} GB/s of {bandwidth(args.threads) / 1e9:.1f}"
+            if tokens > 1:
+                line += f"  {2 * heads * d * tokens * (tokens + 1) / best / 1e9:6.1f} GFLOP/s"
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+// CachedAttention on the CPU: new keys and values into the cache, then tiles of queries over it.
+//
+// A tile is done by one lane, block after block of the cache, where there are tiles enough for all lanes; otherwise,
+// as in decode, each block is a task of its own, and the lane that finishes a tile's last block merges them in order.
+// Both give the same bytes: blocks begin at the same slots, whoever computes them.
+#include <algorithm>
+#include <cstring>
+
+#include "core/parallel.h"
+#include "cpu/kernel.h"
+
+namespace quantmoe {
+namespace {
+
+constexpr int64_t kMaxPartBytes = int64_t{64} << 20;
+constexpr int64_t kTokensPerTask = 8;  // of the section that stores keys and values
+
+struct Plan {
+  int64_t tiles;                                     // of a row and group, with all tokens counting
+  int64_t blocks;                                    // most of a tile
+  bool split;                                        // blocks are tasks
+  int64_t counters_at, parts_at, scratch_at, bytes;  // q_scales are at 0
+};
+
+int64_t element_size(qm_type type) { return type == QM_F32 ? 4 : 2; }
+bool in_place(const qm_attention_call& call, const void* past, const void* present) {
+  return past == present && call.past_slots;
+}
+int lanes_of(const qm_attention_call& call) { return call.parallel_for && call.lanes > 1 ? call.lanes : 1; }
+
+Plan plan_of(const Attention& a) {
+  Plan plan{};
+  const int64_t lanes = lanes_of(a.call), groups = a.call.batch * a.node.kv_num_heads;
+  plan.tiles = ceil_div(a.call.tokens, a.tile_tokens());
+  const int64_t limit = a.node.sliding_window ? a.node.sliding_window + a.tile_tokens()
+                        : a.node.chunk_size   ? a.node.chunk_size + a.tile_tokens()
+                                              : a.call.slots;
+  plan.blocks = std::min(ceil_div(a.call.slots, kAttentionBlock), ceil_div(limit, kAttentionBlock) + 1);
+  const int64_t rows = a.heads() * std::min(a.tile_tokens(), a.call.tokens);
+  const int64_t parts = groups * plan.tiles * plan.blocks * rows * a.part_floats() * 4;
+  plan.split = lanes > 1 && groups * plan.tiles < 2 * lanes && parts <= kMaxPartBytes;
+  plan.counters_at = a.node.qk_norm == k_qk_norm_row ? align_up(a.call.batch * a.call.tokens * 4, 64) : 0;
+  plan.parts_at = plan.counters_at + (plan.split ? align_up(groups * plan.tiles * 4, 64) : 0);
+  plan.scratch_at = plan.parts_at + (plan.split ? parts : 0);
+  plan.bytes = plan.scratch_at + lanes * a.scratch_floats() * 4;
+  return plan;
+}
+
+// One call.
+class Run {
+ public:
+  Run(const qm_attention& node, const qm_attention_call& call, const AttentionKernel& kernel)
+      : base_(static_cast<uint8_t*>(call.workspace)),
+        a_{node, call, reinterpret_cast<float*>(base_)},
+        plan_(plan_of(a_)),
+        kernel_(kernel) {}
+
+  void Store() const;
+  void Attend() const;
+
+ private:
+  template <class Body>
+  void Parallel(int64_t count, const Body& body) const {
+    parallel(lanes_of(a_.call), a_.call.parallel_for, a_.call.parallel_context, count, [&](int lane, int64_t index) {
+      body(reinterpret_cast<float*>(base_ + plan_.scratch_at) + lane * a_.scratch_floats(), index);
+    });
+  }
+  int64_t Count(int64_t b) const { return a_.call.rows[3 * b + 1]; }
+  void Copy(const void* past, void* present, int64_t width, int64_t task) const;
+  void Tokens(int64_t b, int64_t first, float* scratch) const;
+  AttentionTile Tile(int64_t index) const;
+  void Whole(const AttentionTile& tile, float* scratch) const;
+  void Block(const AttentionTile& tile, int64_t index, int64_t block, float* scratch) const;
+  int64_t FirstBlock(const AttentionTile& tile) const {
+    return a_.first_slot(a_.slot(tile.b, tile.token)) / kAttentionBlock;
+  }
+  int64_t LastBlock(const AttentionTile& tile) const {
+    return a_.slot(tile.b, tile.token + tile.tokens - 1) / kAttentionBlock;
+  }
+
+  uint8_t* const base_;
+  const Attention a_;
+  const Plan plan_;
+  const AttentionKernel& kernel_;
+};
+
+// One group's slots of a cache that is not in place: what was in it, and zeros after the new tokens.
+void Run::Copy(const void* past, void* present, int64_t width, int64_t task) const {
+  const int64_t b = task / a_.node.kv_num_heads, before = a_.slot(b, 0), used = before + Count(b);
+  const int64_t slot = width * element_size(a_.call.cache_type);
+  uint8_t* const to = static_cast<uint8_t*>(present) + task * a_.call.slots * slot;
+  if (before)
+    std::memcpy(to, static_cast<const uint8_t*>(past) + task * a_.call.past_slots * slot,
+                static_cast<size_t>(before * slot));
+  std::memset(to + used * slot, 0, static_cast<size_t>((a_.call.slots - used) * slot));
+}
+
+// New tokens first .. of row b into the cache; zeros are the output of those that do not count.
+void Run::Tokens(int64_t b, int64_t first, float* scratch) const {
+  const int64_t width = int64_t{a_.node.num_heads} * a_.node.v_head_size * element_size(a_.call.type);
+  for (int64_t s = first; s < std::min(first + kTokensPerTask, a_.call.tokens); ++s) {
+    const int64_t token = s - a_.call.rows[3 * b];
+    if (token >= 0 && token < Count(b))
+      kernel_.append(a_, b, token, scratch);
+    else
+      std::memset(static_cast<uint8_t*>(a_.call.output) + (b * a_.call.tokens + s) * width, 0,
+                  static_cast<size_t>(width));
+  }
+}
+
+void Run::Store() const {
+  const qm_attention_call& call = a_.call;
+  const int64_t groups = call.batch * a_.node.kv_num_heads, pieces = ceil_div(call.tokens, kTokensPerTask);
+  const int64_t keys = in_place(call, call.past_key, call.present_key) ? 0 : groups;
+  const int64_t values = in_place(call, call.past_value, call.present_value) ? 0 : groups;
+  Parallel(keys + values + call.batch * pieces, [&](float* scratch, int64_t task) {
+    if (task < keys) return Copy(call.past_key, call.present_key, a_.node.head_size, task);
+    task -= keys;
+    if (task < values) return Copy(call.past_value, call.present_value, a_.node.v_head_size, task);
+    task -= values;
+    Tokens(task / pieces, task % pieces * kTokensPerTask, scratch);
+  });
+}
+
+// The last tiles of a row first: they take longest. No tokens: there is none of that index.
+AttentionTile Run::Tile(int64_t index) const {
+  const int64_t of = index / plan_.tiles, b = of / a_.node.kv_num_heads;
+  const int64_t token = (plan_.tiles - 1 - index % plan_.tiles) * a_.tile_tokens();
+  return {b, of % a_.node.kv_num_heads, token, std::clamp<int64_t>(Count(b) - token, 0, a_.tile_tokens())};
+}
+
+void Run::Whole(const AttentionTile& tile, float* scratch) const {
+  float* const parts = scratch + a_.parts_at();
+  float* const sum = parts + a_.tile_rows() * a_.part_floats();
+  kernel_.queries(a_, tile, scratch);
+  kernel_.begin(a_, tile, sum);
+  for (int64_t block = FirstBlock(tile); block <= LastBlock(tile); ++block) {
+    kernel_.block(a_, tile, block, scratch, parts);
+    kernel_.merge(a_, tile, block, parts, sum);
+  }
+  kernel_.finish(a_, tile, sum);
+}
+
+void Run::Block(const AttentionTile& tile, int64_t index, int64_t block, float* scratch) const {
+  const int64_t first = FirstBlock(tile), count = LastBlock(tile) - first + 1;
+  if (block >= count) return;
+  const int64_t floats = a_.heads() * std::min(a_.tile_tokens(), a_.call.tokens) * a_.part_floats();
+  float* const parts = reinterpret_cast<float*>(base_ + plan_.parts_at) + index * plan_.blocks * floats;
+  kernel_.queries(a_, tile, scratch);
+  kernel_.block(a_, tile, first + block, scratch, parts + block * floats);
+  int32_t* const done = reinterpret_cast<int32_t*>(base_ + plan_.counters_at) + index;
+  if (__atomic_add_fetch(done, 1, __ATOMIC_ACQ_REL) < count) return;
+  float* const sum = scratch + a_.parts_at();
+  kernel_.begin(a_, tile, sum);
+  for (int64_t i = 0; i < count; ++i) kernel_.merge(a_, tile, first + i, parts + i * floats, sum);
+  kernel_.finish(a_, tile, sum);
+}
+
+void Run::Attend() const {
+  const int64_t tiles = a_.call.batch * a_.node.kv_num_heads * plan_.tiles;
+  if (!plan_.split) {
+    return Parallel(tiles, [&](float* scratch, int64_t index) {
+      if (const AttentionTile tile = Tile(index); tile.tokens) Whole(tile, scratch);
+    });
+  }
+  std::fill_n(reinterpret_cast<int32_t*>(base_ + plan_.counters_at), tiles, 0);
+  Parallel(tiles * plan_.blocks, [&](float* scratch, int64_t task) {
+    const int64_t index = task / plan_.blocks;
+    if (const AttentionTile tile = Tile(index); tile.tokens) Block(tile, index, task % plan_.blocks, scratch);
+  });
+}
+
+int check_rows(const qm_attention_call& call, char* err) {
+  for (int64_t b = 0; b < call.batch; ++b) {
+    const int64_t begin = call.rows[3 * b], count = call.rows[3 * b + 1], past = call.rows[3 * b + 2];
+    const auto refuse = [&](const char* what, int64_t limit) {
+      return fail(err, QM_INVALID, "rows[%lld] is [%lld, %lld, %lld] (first token, tokens, tokens before): %s %lld",
+                  (long long)b, (long long)begin, (long long)count, (long long)past, what, (long long)limit);
+    };
+    if (begin < 0 || count < 0 || past < 0) return refuse("expected numbers of at least", 0);
+    if (begin + count > call.tokens) return refuse("the call's tokens are", call.tokens);
+    if (past > call.past_slots) return refuse("the cache before the call has slots", call.past_slots);
+    if (past + count > call.slots) return refuse("the cache has slots", call.slots);
+  }
+  return QM_OK;
+}
+
+}  // namespace
+}  // namespace quantmoe
+
+using namespace quantmoe;
+
+size_t qm_attention_workspace(const qm_attention* node, const qm_attention_call* call) {
+  return static_cast<size_t>(plan_of(Attention{*node, *call, nullptr}).bytes);
+}
+
+int qm_attention_run(const qm_attention* node, const qm_attention_call* call, char* err) {
+  const CpuKernel* kernel = select_kernel(err);
+  if (!kernel) return QM_UNSUPPORTED;
+  if (call->cache_type != QM_F32 && call->cache_type != QM_F16)
+    return fail(err, QM_UNSUPPORTED, "the cache's type is bfloat16, the CPU kernels take float and float16");
+  if (int status = check_rows(*call, err)) return status;
+  const bool appends =
+      in_place(*call, call->past_key, call->present_key) || in_place(*call, call->past_value, call->present_value);
+  if (appends && call->slots != call->past_slots)
+    return fail(err, QM_INVALID, "present is past's memory, which has %lld slots, and is to have %lld",
+                (long long)call->past_slots, (long long)call->slots);
+  const Run run(*node, *call, *kernel->attention);
+  run.Store();
+  run.Attend();
+  return QM_OK;
+}

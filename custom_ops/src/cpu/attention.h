@@ -1,0 +1,330 @@
+// CachedAttention on vectors of 16 floats: FORMAT.md section 5, operation by operation. An instruction set's file
+// (attention_<isa>.cc) includes this once, after it has defined in an unnamed namespace
+//   kRows                       most queries whose products are computed at a time
+//   Vector                      16 floats, with zero(), load(float* or uint16_t* of float16), store(float*, Vector) and
+//   multiply_add(a, x, sum)     a * x + sum, rounded once, a float
+//   transpose(rows, at, out)    features at .. at + 15 of 16 keys to out [16 features][16 keys]
+// Everything else is plain loops, compiled for its instruction set.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
+#include "cpu/kernel.h"
+
+namespace quantmoe {
+namespace {
+
+#define QM_EACH(i, n) _Pragma("GCC unroll 16") for (int i = 0; i < n; ++i)
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+inline float widen(float x) { return x; }
+inline float widen(uint16_t x) { return half_to_float(x); }
+
+// Calls f with the number of rows as a constant.
+template <int R = kRows, class F>
+inline void with_rows(int64_t rows, const F& f) {
+  if (rows == R) return f(std::integral_constant<int, R>());
+  if constexpr (R > 1) with_rows<R - 1>(rows, f);
+}
+
+// Panels of a tile: no more than kRows rows each, and equally many but for one.
+inline int64_t panel_count(int64_t rows) { return ceil_div(rows, kRows); }
+inline int64_t panel_row(int64_t rows, int64_t panel) { return rows * panel / panel_count(rows); }
+
+// Sums of 16 lanes, element i in lane i mod 16, in a fixed order.
+inline float sum_lanes(float (&lanes)[16]) {
+  for (int width = 8; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+// 1 / sqrt(mean of squares + epsilon) of n numbers.
+float inverse_norm(const qm_attention& node, qm_type type, const uint8_t* x, int64_t n) {
+  constexpr int64_t kPiece = 256;
+  float lanes[16] = {}, piece[kPiece];
+  const int64_t element = type == QM_F32 ? 4 : 2;
+  for (int64_t at = 0; at < n; at += kPiece) {
+    const int64_t count = std::min(kPiece, n - at);
+    to_float(type, x + at * element, count, piece);
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16)
+      for (int j = 0; j < 16; ++j) lanes[j] = fma(piece[i + j], piece[i + j], lanes[j]);
+    for (int j = 0; i < count; ++i, ++j) lanes[j] = fma(piece[i], piece[i], lanes[j]);
+  }
+  return 1.0f / std::sqrt(sum_lanes(lanes) / static_cast<float>(n) + node.norm_epsilon);
+}
+
+// One head's query or key, normed and turned, to y [D]. row_scale: of qk_norm row; weights: of this head.
+void turn(const Attention& a, const uint8_t* x, int64_t token, const float* weights, float row_scale, float* y) {
+  const qm_attention& node = a.node;
+  static_assert(count_values("qk_norm") == 3, "the ifs below");
+  to_float(a.call.type, x, node.head_size, y);
+  if (node.qk_norm != k_qk_norm_none) {
+    const float scale = node.qk_norm == k_qk_norm_row ? row_scale : inverse_norm(node, a.call.type, x, node.head_size);
+    for (int64_t i = 0; i < node.head_size; ++i) y[i] = y[i] * scale * weights[i];
+  }
+  const int64_t half = node.rotary_size / 2, step = node.rotary_interleaved ? 2 : 1;
+  const int64_t other = node.rotary_interleaved ? 1 : half;
+  const float *cos = a.call.cos + token * half, *sin = a.call.sin + token * half;
+  for (int64_t i = 0; i < half; ++i) {
+    const float first = y[i * step], second = y[i * step + other];
+    y[i * step] = first * cos[i] - second * sin[i];
+    y[i * step + other] = second * cos[i] + first * sin[i];
+  }
+}
+
+// The norm's weights of a head.
+inline const float* weights_of(const qm_attention& node, const float* weights, int64_t head) {
+  return weights + (node.qk_norm == k_qk_norm_row ? head * node.head_size : 0);
+}
+
+void append(const Attention& a, int64_t b, int64_t token, float* y) {
+  const qm_attention& node = a.node;
+  const qm_attention_call& call = a.call;
+  const int64_t d = node.head_size, v = node.v_head_size, groups = node.kv_num_heads;
+  const int64_t element = call.type == QM_F32 ? 4 : 2, stored = call.cache_type == QM_F32 ? 4 : 2;
+  const int64_t at = b * call.tokens + call.rows[3 * b] + token, slot = a.slot(b, token);
+  const uint8_t* const q = static_cast<const uint8_t*>(call.qkv) + at * a.qkv_width() * element;
+  const uint8_t *const k = q + node.num_heads * d * element, *const values = k + groups * d * element;
+  float row_scale = 1.0f;
+  if (node.qk_norm == k_qk_norm_row) {
+    a.q_scales[at] = inverse_norm(node, call.type, q, node.num_heads * d);
+    row_scale = inverse_norm(node, call.type, k, groups * d);
+  }
+  for (int64_t g = 0; g < groups; ++g) {
+    turn(a, k + g * d * element, at, weights_of(node, call.k_norm, g), row_scale, y);
+    const int64_t to = (b * groups + g) * call.slots + slot;
+    from_float(call.cache_type, y, d, static_cast<uint8_t*>(call.present_key) + to * d * stored);
+    to_float(call.type, values + g * v * element, v, y);
+    from_float(call.cache_type, y, v, static_cast<uint8_t*>(call.present_value) + to * v * stored);
+  }
+}
+
+void queries(const Attention& a, const AttentionTile& tile, float* scratch) {
+  const qm_attention& node = a.node;
+  const int64_t d = node.head_size, rows = tile.tokens * a.heads(), element = a.call.type == QM_F32 ? 4 : 2;
+  float* const y = scratch + a.keys_at();
+  for (int64_t panel = 0; panel < panel_count(rows); ++panel) {
+    const int64_t first = panel_row(rows, panel), count = panel_row(rows, panel + 1) - first;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t head = tile.group * a.heads() + (first + i) % a.heads();
+      const int64_t token = tile.token + (first + i) / a.heads();
+      const int64_t at = tile.b * a.call.tokens + a.call.rows[3 * tile.b] + token;
+      const uint8_t* const x = static_cast<const uint8_t*>(a.call.qkv) + (at * a.qkv_width() + head * d) * element;
+      const float row_scale = node.qk_norm == k_qk_norm_row ? a.q_scales[at] : 1.0f;
+      turn(a, x, at, weights_of(node, a.call.q_norm, head), row_scale, y);
+      float* const panels = scratch + a.queries_at() + first * d;
+      for (int64_t f = 0; f < d; ++f) panels[f * count + i] = y[f];
+    }
+  }
+}
+
+// Lines of memory to be read soon, some for each feature of a product.
+struct Ahead {
+  const char *keys, *values;
+};
+
+// out[r][k] = q[r] . key k, 16 K keys of [K][D][16]; brings kLines of keys and values for each feature into L2.
+template <int R, int K, int kLines>
+void products(const float* q, const float* keys, int64_t d, float* out, Ahead ahead) {
+  Vector sum[R][K];
+  QM_EACH(r, R) QM_EACH(k, K) sum[r][k] = zero();
+  for (int64_t f = 0; f < d; ++f, q += R, keys += 16) {
+    Vector x[K];
+    QM_EACH(line, kLines) {
+      __builtin_prefetch(ahead.keys + (f * kLines + line) * 64, 0, 2);
+      __builtin_prefetch(ahead.values + (f * kLines + line) * 64, 0, 2);
+    }
+    QM_EACH(k, K) x[k] = load(keys + k * d * 16);
+    QM_EACH(r, R) QM_EACH(k, K) sum[r][k] = multiply_add(q[r], x[k], sum[r][k]);
+  }
+  QM_EACH(r, R) QM_EACH(k, K) store(out + r * kScoreStride + k * 16, sum[r][k]);
+}
+
+// acc[r][v] += p[r][slot] * values[slot][v] for slots ascending, 16 V values.
+template <int R, int V, class C>
+void add_values(const float* p, const C* values, int64_t stride, int64_t slots, float* acc, int64_t acc_stride) {
+  Vector sum[R][V];
+  QM_EACH(r, R) QM_EACH(v, V) sum[r][v] = load(acc + r * acc_stride + v * 16);
+  for (int64_t slot = 0; slot < slots; ++slot, values += stride) {
+    Vector x[V];
+    QM_EACH(v, V) x[v] = load(values + v * 16);
+    QM_EACH(r, R) QM_EACH(v, V) sum[r][v] = multiply_add(p[r * kScoreStride + slot], x[v], sum[r][v]);
+  }
+  QM_EACH(r, R) QM_EACH(v, V) store(acc + r * acc_stride + v * 16, sum[r][v]);
+}
+template <class C>
+void add_values(int64_t rows, const float* p, const C* values, int64_t stride, int64_t width, int64_t slots, float* acc,
+                int64_t acc_stride) {
+  with_rows(rows, [&](auto r) {
+    constexpr int R = decltype(r)::value, V = R <= 2 ? 4 : 2;
+    int64_t v = 0;
+    for (; v + 16 * V <= width; v += 16 * V) add_values<R, V>(p, values + v, stride, slots, acc + v, acc_stride);
+    for (; v < width; v += 16) add_values<R, 1>(p, values + v, stride, slots, acc + v, acc_stride);
+  });
+}
+
+struct Range {  // of slots
+  int64_t begin, end;
+};
+// What the tile's token sees of a block, counted from the block's first slot; begin >= end: nothing.
+inline Range seen(const Attention& a, const AttentionTile& tile, int64_t token, int64_t block) {
+  const int64_t p = a.slot(tile.b, tile.token + token), first = block * kAttentionBlock;
+  return {std::max<int64_t>(0, a.first_slot(p) - first), std::min(kAttentionBlock, p + 1 - first)};
+}
+
+// Scores to weights; the largest score to part[0], the sum of the weights to part[1].
+void soften(const qm_attention& node, Range range, float* s, float* part) {
+  const int64_t first = range.begin / 16 * 16, last = align_up(range.end, 16);
+  for (int64_t i = first; i < last; ++i) s[i] *= node.scale;
+  if (node.softcap != 0.0f)
+    for (int64_t i = first; i < last; ++i) s[i] = node.softcap * tanh_f32(s[i] / node.softcap);
+  std::fill(s + first, s + range.begin, -kInfinity);
+  std::fill(s + range.end, s + last, -kInfinity);
+  float tops[16], sums[16] = {};
+  std::fill(tops, tops + 16, -kInfinity);
+  for (int64_t i = first; i < last; i += 16)
+    for (int j = 0; j < 16; ++j) tops[j] = s[i + j] > tops[j] ? s[i + j] : tops[j];
+  const float top = *std::max_element(tops, tops + 16);
+  for (int64_t i = first; i < last; ++i) s[i] = exp_f32(s[i] - top);
+  std::fill(s + first, s + range.begin, 0.0f);
+  std::fill(s + range.end, s + last, 0.0f);
+  for (int64_t i = first; i < last; i += 16)
+    for (int j = 0; j < 16; ++j) sums[j] += s[i + j];
+  part[0] = top;
+  part[1] = sum_lanes(sums);
+}
+
+// Products of the tile's queries and the block's keys.
+template <class C>
+void score(const Attention& a, Range all, const C* keys, const C* values, int64_t rows, float* scratch) {
+  const int64_t d = a.node.head_size;
+  float *const turned = scratch + a.keys_at(), *const scores = scratch + a.scores_at();
+  for (int64_t step = all.begin / 16 * 16; step < all.end; step += kAttentionStep) {
+    const int64_t sixteens = std::min(kAttentionStep, align_up(all.end, 16) - step) / 16;
+    for (int64_t i = 0; i < sixteens; ++i) {
+      const C* key[16];  // past the last slot the last one again: its score is not used
+      for (int j = 0; j < 16; ++j) key[j] = keys + std::min(step + i * 16 + j, all.end - 1) * d;
+      float* const out = turned + i * d * 16;
+      int64_t f = 0;
+      for (; f + 16 <= d; f += 16) transpose(key, f, out + f * 16);
+      for (; f < d; ++f)
+        for (int j = 0; j < 16; ++j) out[f * 16 + j] = widen(key[j][f]);
+    }
+    for (int64_t panel = 0; panel < panel_count(rows); ++panel) {
+      const int64_t row = panel_row(rows, panel);
+      with_rows(panel_row(rows, panel + 1) - row, [&](auto r) {
+        constexpr int R = decltype(r)::value, K = kAttentionStep / 16, kLines = kAttentionStep * sizeof(C) / 64;
+        const float* const q = scratch + a.queries_at() + row * d;
+        float* const out = scores + row * kScoreStride + step;
+        const Ahead ahead{reinterpret_cast<const char*>(keys + (step + kAttentionStep) * d),
+                          reinterpret_cast<const char*>(values + step * a.node.v_head_size)};
+        static_assert(K == 2, "or one vector");
+        if (sixteens < K)
+          products<R, 1, 0>(q, turned, d, out, ahead);
+        else if (panel == 0)
+          products<R, K, kLines>(q, turned, d, out, ahead);
+        else
+          products<R, K, 0>(q, turned, d, out, ahead);
+      });
+    }
+  }
+}
+
+// Adds the values of the block's slots, a panel of rows at once where all of them see a slot.
+template <class C>
+void add_block(const Attention& a, const AttentionTile& tile, int64_t block, const C* values, int64_t stride,
+               const float* scores, float* parts) {
+  const int64_t rows = tile.tokens * a.heads(), width = a.padded_values(), part = a.part_floats();
+  for (int64_t panel = 0; panel < panel_count(rows); ++panel) {
+    const int64_t row = panel_row(rows, panel), end = panel_row(rows, panel + 1);
+    const auto add = [&](int64_t first, int64_t count, int64_t begin, int64_t until) {
+      if (begin < until)
+        add_values(count, scores + first * kScoreStride + begin, values + begin * stride, stride, width, until - begin,
+                   parts + first * part + 16, part);
+    };
+    Range common{0, kAttentionBlock};
+    for (int64_t r = row; r < end; ++r) {
+      const Range range = seen(a, tile, r / a.heads(), block);
+      common = {std::max(common.begin, range.begin), std::min(common.end, range.end)};
+    }
+    if (common.begin >= common.end) common = {kAttentionBlock, kAttentionBlock};
+    for (int64_t r = row; r < end; ++r) {
+      const Range range = seen(a, tile, r / a.heads(), block);
+      add(r, 1, range.begin, std::min(range.end, common.begin));
+    }
+    add(row, end - row, common.begin, common.end);
+    for (int64_t r = row; r < end; ++r) add(r, 1, common.end, seen(a, tile, r / a.heads(), block).end);
+  }
+}
+
+template <class C>
+void block_of(const Attention& a, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {
+  const int64_t rows = tile.tokens * a.heads(), d = a.node.head_size, v = a.node.v_head_size;
+  const int64_t width = a.padded_values(), part = a.part_floats();
+  const int64_t at = (tile.b * a.node.kv_num_heads + tile.group) * a.call.slots + block * kAttentionBlock;
+  const C* const keys = static_cast<const C*>(a.call.present_key) + at * d;
+  const C* const values = static_cast<const C*>(a.call.present_value) + at * v;
+  float *const scores = scratch + a.scores_at(), *const wide = scratch + a.values_at();
+  Range all{kAttentionBlock, 0};
+  for (int64_t token = 0; token < tile.tokens; ++token) {
+    const Range range = seen(a, tile, token, block);
+    if (range.begin < range.end) all = {std::min(all.begin, range.begin), std::max(all.end, range.end)};
+  }
+  if (all.begin >= all.end) return;
+  score(a, all, keys, values, rows, scratch);
+  for (int64_t r = 0; r < rows; ++r) {
+    const Range range = seen(a, tile, r / a.heads(), block);
+    std::fill(parts + r * part + 16, parts + (r + 1) * part, 0.0f);
+    if (range.begin < range.end) soften(a.node, range, scores + r * kScoreStride, parts + r * part);
+  }
+  if (v == width && panel_count(rows) == 1) return add_block(a, tile, block, values, v, scores, parts);
+  for (int64_t slot = all.begin; slot < all.end; ++slot) {
+    for (int64_t i = 0; i < v; ++i) wide[slot * width + i] = widen(values[slot * v + i]);
+    std::fill(wide + slot * width + v, wide + (slot + 1) * width, 0.0f);
+  }
+  add_block(a, tile, block, static_cast<const float*>(wide), width, scores, parts);
+}
+void block(const Attention& a, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {
+  a.call.cache_type == QM_F32 ? block_of<float>(a, tile, block, scratch, parts)
+                              : block_of<uint16_t>(a, tile, block, scratch, parts);
+}
+
+void begin(const Attention& a, const AttentionTile& tile, float* parts) {
+  for (int64_t r = 0; r < tile.tokens * a.heads(); ++r, parts += a.part_floats()) {
+    parts[0] = a.call.sinks[tile.group * a.heads() + r % a.heads()];
+    parts[1] = 1.0f;
+    std::fill(parts + 16, parts + a.part_floats(), 0.0f);
+  }
+}
+
+void merge(const Attention& a, const AttentionTile& tile, int64_t block, const float* parts, float* into) {
+  const int64_t part = a.part_floats();
+  for (int64_t r = 0; r < tile.tokens * a.heads(); ++r, parts += part, into += part) {
+    const Range range = seen(a, tile, r / a.heads(), block);
+    if (range.begin >= range.end) continue;
+    const float top = parts[0] > into[0] ? parts[0] : into[0];
+    const float before = exp_f32(into[0] - top), here = exp_f32(parts[0] - top);
+    into[0] = top;
+    into[1] = fma(into[1], before, parts[1] * here);
+    for (int64_t v = 16; v < part; ++v) into[v] = fma(into[v], before, parts[v] * here);
+  }
+}
+
+void finish(const Attention& a, const AttentionTile& tile, float* parts) {
+  const int64_t v = a.node.v_head_size, element = a.call.type == QM_F32 ? 4 : 2;
+  for (int64_t r = 0; r < tile.tokens * a.heads(); ++r, parts += a.part_floats()) {
+    scale(1.0f / parts[1], parts + 16, v);
+    const int64_t token = tile.b * a.call.tokens + a.call.rows[3 * tile.b] + tile.token + r / a.heads();
+    const int64_t head = tile.group * a.heads() + r % a.heads();
+    from_float(a.call.type, parts + 16, v,
+               static_cast<uint8_t*>(a.call.output) + (token * a.node.num_heads + head) * v * element);
+  }
+}
+
+#define QM_ATTENTION append, queries, block, begin, merge, finish
+
+}  // namespace
+}  // namespace quantmoe

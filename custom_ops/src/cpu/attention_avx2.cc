@@ -1,0 +1,71 @@
+// CachedAttention with AVX2, FMA and F16C: a vector is two ymm.
+#include <immintrin.h>
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"
+#include "cpu/elementwise.h"
+#pragma GCC diagnostic pop
+
+namespace quantmoe {
+namespace {
+
+constexpr int kRows = 4;
+
+struct Vector {
+  __m256 low, high;
+};
+inline __m256 load_half(const float* x) { return _mm256_loadu_ps(x); }
+inline __m256 load_half(const uint16_t* x) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+}
+inline Vector zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+template <class C>
+inline Vector load(const C* x) {
+  return {load_half(x), load_half(x + 8)};
+}
+inline void store(float* out, const Vector& x) {
+  _mm256_storeu_ps(out, x.low);
+  _mm256_storeu_ps(out + 8, x.high);
+}
+inline Vector multiply_add(float a, const Vector& x, const Vector& sum) {
+  const __m256 all = _mm256_set1_ps(a);
+  return {_mm256_fmadd_ps(all, x.low, sum.low), _mm256_fmadd_ps(all, x.high, sum.high)};
+}
+
+// 8 features of 8 keys, to columns of 16.
+template <class C>
+inline void transpose_eight(const C* const* rows, int64_t at, float* out) {
+  __m256 x[8], y[8];
+  for (int i = 0; i < 8; ++i) x[i] = load_half(rows[i] + at);
+  for (int i = 0; i < 8; i += 2) {
+    y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    x[i] = _mm256_shuffle_ps(y[i], y[i + 2], 0x44);
+    x[i + 1] = _mm256_shuffle_ps(y[i], y[i + 2], 0xee);
+    x[i + 2] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0x44);
+    x[i + 3] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(out + i * 16, _mm256_permute2f128_ps(x[i], x[i + 4], 0x20));
+    _mm256_storeu_ps(out + (i + 4) * 16, _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
+  }
+}
+template <class C>
+inline void transpose(const C* const* rows, int64_t at, float* out) {
+  for (int key = 0; key < 16; key += 8)
+    for (int feature = 0; feature < 16; feature += 8)
+      transpose_eight(rows + key, at + feature, out + feature * 16 + key);
+}
+
+}  // namespace
+}  // namespace quantmoe
+
+#include "cpu/attention.h"
+
+namespace quantmoe {
+
+const AttentionKernel attention_avx2 = {QM_ATTENTION};
+
+}  // namespace quantmoe

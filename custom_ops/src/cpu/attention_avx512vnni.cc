@@ -1,0 +1,84 @@
+// CachedAttention with AVX-512: a vector is a zmm.
+#include <immintrin.h>
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"
+#include "cpu/elementwise.h"
+#pragma GCC diagnostic pop
+
+namespace quantmoe {
+namespace {
+
+constexpr int kRows = 8;  // times two vectors: 16 sums
+
+using Vector = __m512;
+inline Vector zero() { return _mm512_setzero_ps(); }
+inline Vector load(const float* x) { return _mm512_loadu_ps(x); }
+inline Vector load(const uint16_t* x) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+}
+inline void store(float* out, Vector x) { _mm512_storeu_ps(out, x); }
+inline Vector multiply_add(float a, Vector x, Vector sum) { return _mm512_fmadd_ps(_mm512_set1_ps(a), x, sum); }
+
+// In each 128 bits: 4 x 4 numbers of 4 rows.
+inline void transpose_quarters(const __m512& a, const __m512& b, const __m512& c, const __m512& d, __m512* out) {
+  const __m512d ab = _mm512_castps_pd(_mm512_unpacklo_ps(a, b)), cd = _mm512_castps_pd(_mm512_unpacklo_ps(c, d));
+  const __m512d high_ab = _mm512_castps_pd(_mm512_unpackhi_ps(a, b)),
+                high_cd = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
+  out[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
+  out[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+  out[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(high_ab, high_cd));
+  out[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(high_ab, high_cd));
+}
+
+// 4 x 4 blocks of 4 x 4 numbers: the blocks' insides, then the blocks.
+inline void transpose(const float* const* rows, int64_t at, float* out) {
+  __m512 x[16];
+  for (int i = 0; i < 16; i += 4)
+    transpose_quarters(load(rows[i] + at), load(rows[i + 1] + at), load(rows[i + 2] + at), load(rows[i + 3] + at),
+                       x + i);
+  for (int i = 0; i < 4; ++i) {  // quarter q of x[4 j + i]: column 4 q + i of rows 4 j ..
+    const __m512 even = _mm512_shuffle_f32x4(x[i], x[4 + i], 0x88), odd = _mm512_shuffle_f32x4(x[i], x[4 + i], 0xdd);
+    const __m512 more = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0x88),
+                 last = _mm512_shuffle_f32x4(x[8 + i], x[12 + i], 0xdd);
+    store(out + i * 16, _mm512_shuffle_f32x4(even, more, 0x88));
+    store(out + (8 + i) * 16, _mm512_shuffle_f32x4(even, more, 0xdd));
+    store(out + (4 + i) * 16, _mm512_shuffle_f32x4(odd, last, 0x88));
+    store(out + (12 + i) * 16, _mm512_shuffle_f32x4(odd, last, 0xdd));
+  }
+}
+
+// As 16-bit numbers, half as many vectors: row i and row i + 8 are the halves of one. Each 128 bits are 8 x 8 of them.
+inline void transpose(const uint16_t* const* rows, int64_t at, float* out) {
+  const auto half = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + at)); };
+  __m512i x[8], y[8];
+  for (int i = 0; i < 8; ++i) x[i] = _mm512_inserti64x4(_mm512_castsi256_si512(half(i)), half(i + 8), 1);
+  for (int i = 0; i < 4; ++i) {
+    y[2 * i] = _mm512_unpacklo_epi16(x[i], x[i + 4]);
+    y[2 * i + 1] = _mm512_unpackhi_epi16(x[i], x[i + 4]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    x[2 * i] = _mm512_unpacklo_epi16(y[i], y[i + 4]);
+    x[2 * i + 1] = _mm512_unpackhi_epi16(y[i], y[i + 4]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    y[2 * i] = _mm512_unpacklo_epi16(x[i], x[i + 4]);
+    y[2 * i + 1] = _mm512_unpackhi_epi16(x[i], x[i + 4]);
+  }
+  for (int i = 0; i < 8; ++i) {  // quarters: column i of rows 0 .. 7, column 8 + i of them, and of rows 8 .. 15
+    const __m512i columns = _mm512_shuffle_i64x2(y[i], y[i], 0xd8);
+    store(out + i * 16, _mm512_cvtph_ps(_mm512_castsi512_si256(columns)));
+    store(out + (8 + i) * 16, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(columns, 1)));
+  }
+}
+
+}  // namespace
+}  // namespace quantmoe
+
+#include "cpu/attention.h"
+
+namespace quantmoe {
+
+const AttentionKernel attention_avx512vnni = {QM_ATTENTION};
+
+}  // namespace quantmoe

@@ -1,0 +1,58 @@
+// CachedAttention with NEON: a vector is four registers.
+#include <arm_neon.h>
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"
+#include "cpu/elementwise.h"
+#pragma GCC diagnostic pop
+
+namespace quantmoe {
+namespace {
+
+constexpr int kRows = 3;  // times two vectors: 24 registers of sums
+
+struct Vector {
+  float32x4_t parts[4];
+};
+inline float32x4_t load_four(const float* x) { return vld1q_f32(x); }
+inline float32x4_t load_four(const uint16_t* x) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x))); }
+inline Vector zero() { return {{vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0)}}; }
+template <class C>
+inline Vector load(const C* x) {
+  return {{load_four(x), load_four(x + 4), load_four(x + 8), load_four(x + 12)}};
+}
+inline void store(float* out, const Vector& x) {
+  for (int i = 0; i < 4; ++i) vst1q_f32(out + 4 * i, x.parts[i]);
+}
+inline Vector multiply_add(float a, const Vector& x, const Vector& sum) {
+  return {{vfmaq_n_f32(sum.parts[0], x.parts[0], a), vfmaq_n_f32(sum.parts[1], x.parts[1], a),
+           vfmaq_n_f32(sum.parts[2], x.parts[2], a), vfmaq_n_f32(sum.parts[3], x.parts[3], a)}};
+}
+
+// 4 features of 4 keys, to columns of 16.
+template <class C>
+inline void transpose_four(const C* const* rows, int64_t at, float* out) {
+  const float32x4x2_t a = vtrnq_f32(load_four(rows[0] + at), load_four(rows[1] + at));
+  const float32x4x2_t b = vtrnq_f32(load_four(rows[2] + at), load_four(rows[3] + at));
+  for (int i = 0; i < 2; ++i) {
+    vst1q_f32(out + i * 16, vcombine_f32(vget_low_f32(a.val[i]), vget_low_f32(b.val[i])));
+    vst1q_f32(out + (i + 2) * 16, vcombine_f32(vget_high_f32(a.val[i]), vget_high_f32(b.val[i])));
+  }
+}
+template <class C>
+inline void transpose(const C* const* rows, int64_t at, float* out) {
+  for (int key = 0; key < 16; key += 4)
+    for (int feature = 0; feature < 16; feature += 4)
+      transpose_four(rows + key, at + feature, out + feature * 16 + key);
+}
+
+}  // namespace
+}  // namespace quantmoe
+
+#include "cpu/attention.h"
+
+namespace quantmoe {
+
+const AttentionKernel attention_neon_dotprod = {QM_ATTENTION};
+
+}  // namespace quantmoe

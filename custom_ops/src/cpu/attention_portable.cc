@@ -1,0 +1,49 @@
+// CachedAttention in standard C++.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"
+#include "cpu/elementwise.h"
+#pragma GCC diagnostic pop
+
+namespace quantmoe {
+namespace {
+
+constexpr int kRows = 2;
+
+struct Vector {
+  float lanes[16];
+};
+inline Vector zero() { return {}; }
+inline Vector load(const float* x) {
+  Vector out;
+  std::memcpy(out.lanes, x, sizeof out);
+  return out;
+}
+inline Vector load(const uint16_t* x) {
+  Vector out;
+  for (int i = 0; i < 16; ++i) out.lanes[i] = half_to_float(x[i]);
+  return out;
+}
+inline void store(float* out, const Vector& x) { std::memcpy(out, x.lanes, sizeof x); }
+inline Vector multiply_add(float a, const Vector& x, const Vector& sum) {
+  Vector out;
+  for (int i = 0; i < 16; ++i) out.lanes[i] = fma(a, x.lanes[i], sum.lanes[i]);
+  return out;
+}
+template <class C>
+inline void transpose(const C* const* rows, int64_t at, float* out) {
+  for (int j = 0; j < 16; ++j) {
+    const Vector x = load(rows[j] + at);
+    for (int i = 0; i < 16; ++i) out[i * 16 + j] = x.lanes[i];
+  }
+}
+
+}  // namespace
+}  // namespace quantmoe
+
+#include "cpu/attention.h"
+
+namespace quantmoe {
+
+const AttentionKernel attention_portable = {QM_ATTENTION};
+
+}  // namespace quantmoe

@@ -1,0 +1,190 @@
+"""CachedAttention in float64, with a bound on how far a kernel may be from it; FORMAT.md 5, as in tests/arithmetic.py.
+
+Every operation's error is counted where it is done. What a kernel has stored is checked by itself; outputs are then
+held to what follows from the stored keys and values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from arithmetic import ONE_PLUS, SECOND, TINY, Span, U, assert_within
+
+from quantmoe.custom_ops import native, reference
+from quantmoe.custom_ops.op import AttentionSpec
+
+BLOCK = 256
+#: exp is within 4u of the truth, and not below e^-87
+EXP, SMALLEST = 4 * U, np.exp(-87.0)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Those of a call."""
+
+    spec: AttentionSpec
+    qkv: np.ndarray
+    past: tuple[np.ndarray, np.ndarray]
+    rows: np.ndarray
+    length: int
+    cos: np.ndarray
+    sin: np.ndarray
+    q_norm: np.ndarray
+    k_norm: np.ndarray
+    sinks: np.ndarray
+
+    @property
+    def others(self) -> tuple[np.ndarray, ...]:
+        return self.cos, self.sin, self.q_norm, self.k_norm, self.sinks
+
+    def run(self, **options: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return native.attention(self.spec, self.qkv, self.past, self.rows, self.length, *self.others, **options)
+
+    def reference(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return reference.attention(self.spec, self.qkv, *self.past, self.rows, self.length, *self.others)
+
+    def tokens(self, at: slice, rows: list[list[int]]) -> Inputs:
+        """Only some of the new tokens."""
+        cut = {name: getattr(self, name)[:, at] for name in ("qkv", "cos", "sin")}
+        return replace(self, rows=np.array(rows, np.int32), **cut)
+
+    def row(self, b: int) -> Inputs:
+        """Row b alone, without padding: its tokens that count."""
+        begin, count, past = self.rows[b].tolist()
+        alone = {name: getattr(self, name)[b : b + 1] for name in ("qkv", "cos", "sin")}
+        key, value = (cache[b : b + 1, :, :past] for cache in self.past)
+        return replace(self, past=(key, value), length=past + count, **alone).tokens(
+            slice(begin, begin + count), [[0, count, past]]
+        )
+
+
+def inputs(
+    spec: AttentionSpec,
+    rows: list[list[int]],
+    tokens: int,
+    past: int,
+    length: int,
+    dtype: Any = np.float32,
+    cache: Any = np.float32,
+    seed: int = 0,
+) -> Inputs:
+    """Random ones. Scores have a spread of about 2."""
+    rng, batch = np.random.default_rng(seed), len(rows)
+    heads, groups, d, v = spec.num_heads, spec.kv_num_heads, spec.head_size, spec.v_head_size
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    widths = {"none": (0, 0), "head": (d, d), "row": (heads * d, groups * d)}[spec.qk_norm]
+    return Inputs(
+        spec,
+        (draw(batch, tokens, (heads + groups) * d + groups * v) * 1.4).astype(dtype),
+        (draw(batch, groups, past, d).astype(cache), draw(batch, groups, past, v).astype(cache)),
+        np.array(rows, np.int32).reshape(batch, 3),
+        length,
+        *(draw(batch, tokens, spec.rotary_size // 2) for _ in range(2)),
+        *(1 + draw(width) / 4 for width in widths),
+        draw(heads),
+    )
+
+
+def turned(spec: AttentionSpec, x: np.ndarray, weights: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> Span:
+    """Queries or keys [B, S, heads, D], normed and rotated."""
+    value = reference.rms_norm(spec, x, weights)
+    error = np.zeros(x.shape)
+    if spec.qk_norm != "none":
+        n = x.shape[-1] * (x.shape[-2] if spec.qk_norm == "row" else 1)
+        squares = (-(-n // 16) + 4) * U  # positive terms: 16 lanes, then four levels of a tree
+        # mean and epsilon; the root, which halves a relative error; its inverse; two products
+        error = np.abs(value) * ((squares + 2 * U) / 2 + 4 * U)
+    bare = replace(spec, qk_norm="none")
+    y = reference.rotate(bare, value, cos, sin)
+    turning = np.zeros(x.shape[-1], bool)
+    turning[: spec.rotary_size] = True
+    # both products and their sum; |a c| + |b s| is the rotation of magnitudes with -|sin|
+    first = np.arange(x.shape[-1]) < spec.rotary_size // 2
+    if spec.rotary_interleaved:
+        first = np.arange(x.shape[-1]) % 2 == 0
+    sides = [reference.rotate(bare, a, np.abs(cos), s * np.abs(sin)) for a in (np.abs(value), error) for s in (-1, 1)]
+    size, spread = (np.where(first, *sides[i : i + 2]) for i in (0, 2))
+    return Span(y, np.where(turning, spread + U * size + U * np.abs(y) + 3 * TINY, error) * SECOND)
+
+
+def stored(a: Inputs) -> tuple[Span, Span, Span]:
+    """Queries, keys and values of the new tokens, [B, S, heads, width]."""
+    spec, x = a.spec, a.qkv.astype(np.float64)
+    heads, groups, d = spec.num_heads, spec.kv_num_heads, spec.head_size
+    parts = np.split(x, [heads * d, (heads + groups) * d], axis=2)
+    sizes = (heads, d), (groups, d), (groups, spec.v_head_size)
+    q, k, v = (p.reshape(*x.shape[:2], *size) for p, size in zip(parts, sizes, strict=True))
+    queries, keys = (turned(spec, p, w, a.cos, a.sin) for p, w in ((q, a.q_norm), (k, a.k_norm)))
+    return queries, keys, Span(v, np.zeros(v.shape))
+
+
+def attend(spec: AttentionSpec, q: Span, keys: np.ndarray, values: np.ndarray, low: int, sinks: np.ndarray) -> Span:
+    """One token: q [heads, D], keys and values [heads, slots from low on, ..] -> [heads, V]."""
+    terms = q.value[:, None] * keys
+    partial = np.abs(terms.cumsum(2))
+    scale, softcap = float(np.float32(spec.scale)), float(np.float32(spec.softcap))
+    score = terms.sum(2) * scale
+    error = (U * partial.sum(2) + (q.error[:, None] * np.abs(keys)).sum(2)) * abs(scale) + U * np.abs(score)
+    if softcap:
+        inside, error = score / softcap, error / softcap
+        error += U * np.abs(inside) + ONE_PLUS
+        score = softcap * np.tanh(inside)
+        error = softcap * error + U * np.abs(score)
+    top = np.maximum(score.max(1), sinks)[:, None]
+    weight, sink = np.exp(score - top), np.exp(sinks - top[:, 0])
+    # A weight is the exponential of what its score is below its block's largest, times one for each merge; their
+    # arguments add up to score - top, and each is rounded, as is each product.
+    blocks = (low + score.shape[1] - 1) // BLOCK - low // BLOCK + 1
+    each = (EXP + 2 * U) * (blocks + 1)
+    wrong = weight * np.expm1(error + U * np.abs(score - top) + each) + SMALLEST
+    with np.errstate(invalid="ignore"):
+        sink_wrong = np.where(sink > 0, sink * (U * np.abs(sinks - top[:, 0]) + each), 0) + SMALLEST
+    total, total_error = weight.sum(1) + sink, wrong.sum(1) + sink_wrong
+    total_error += (16 + 4 + 2 * blocks) * U * total
+    products = weight[:, :, None] * values
+    out, out_error = products.sum(1), (wrong[:, :, None] * np.abs(values)).sum(1)
+    for begin in range(low // BLOCK * BLOCK, low + score.shape[1], BLOCK):
+        of = products[:, max(begin - low, 0) : begin + BLOCK - low]
+        out_error += U * np.abs(of.cumsum(1)).sum(1)
+    out_error += 2 * blocks * U * np.abs(products).sum(1)
+    y = out / total[:, None]
+    y_error = (out_error + np.abs(y) * total_error[:, None]) / total[:, None] + 2 * U * np.abs(y)
+    return Span(y, y_error * SECOND + 4 * TINY)
+
+
+def check(a: Inputs, got: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    """A kernel's output, keys and values, against what they have to be."""
+    spec, (output, *present) = a.spec, got
+    queries, *new = stored(a)
+    want, heads = np.zeros((*a.qkv.shape[:2], spec.num_heads, spec.v_head_size)), spec.num_heads // spec.kv_num_heads
+    error = np.zeros(want.shape)
+    for b, (begin, count, past) in enumerate(a.rows.tolist()):
+        for cache, before, of in zip(present, a.past, new, strict=True):
+            assert cache.shape[2] == max(before.shape[2], a.length)
+            np.testing.assert_array_equal(cache[b, :, :past], before[b, :, :past])
+            counting = slice(begin, begin + count)
+            here = Span(of.value[b, counting].swapaxes(0, 1), of.error[b, counting].swapaxes(0, 1))
+            assert_within(cache[b, :, past : past + count], here)
+        for i in range(count):
+            p = past + i
+            low = max(p - spec.sliding_window + 1 if spec.sliding_window else 0, 0)
+            low = max(low, p // spec.chunk_size * spec.chunk_size if spec.chunk_size else 0)
+            keys, values = (np.repeat(c[b, :, low : p + 1].astype(np.float64), heads, 0) for c in present)
+            q = Span(queries.value[b, begin + i], queries.error[b, begin + i])
+            want[b, begin + i], error[b, begin + i] = attend(spec, q, keys, values, low, a.sinks.astype(np.float64))
+    span = Span(want.reshape(output.shape), error.reshape(output.shape))
+    assert_within(output, span)
+    other, *stored_too = a.reference()
+    counts = [np.s_[b, :, : past + count] for b, (_, count, past) in enumerate(a.rows.tolist())]
+    if all((x[at] == y[at]).all() for at in counts for x, y in zip(present, stored_too, strict=True)):
+        assert_within(other, span)
+
+
+def assert_bytes(a: tuple[np.ndarray, ...], b: tuple[np.ndarray, ...]) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert x.tobytes() == y.tobytes()

@@ -1,0 +1,174 @@
+"""CachedAttention in ONNX Runtime: the C ABI's bytes, caches in place and grown, shapes, errors that name the node."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from attention import Inputs, assert_bytes, inputs
+from engines.one_layer import session
+from specs import attention_spec
+
+from quantmoe.custom_ops.op import DOMAIN
+from quantmoe.custom_ops.op import inputs as inputs_of
+from quantmoe.custom_ops.op import outputs as outputs_of
+
+NODE = "model.layers.0.self_attn"
+SPEC = attention_spec(6, 2, 24, v_head_size=16, rotary_size=8, qk_norm="head", sliding_window=40)
+NAMES = [name for name, _ in inputs_of("CachedAttention")]
+TYPES = {np.float32: "FLOAT", np.float16: "FLOAT16", ml_dtypes.bfloat16: "BFLOAT16"}
+
+
+def feeds(a: Inputs) -> dict[str, np.ndarray]:
+    mask = np.ones((len(a.rows), a.length), np.int64)
+    return dict(zip(NAMES, (a.qkv, *a.past, a.rows, mask, *a.others), strict=True))
+
+
+def write(
+    path: Path, dtype: Any = np.float32, cache: Any = np.float16, past: int | str = "P", length: int | str = "L"
+) -> Path:
+    """One node; qkv and output are float32, cast to and from ``dtype``: ONNX Runtime takes no bfloat16 from NumPy."""
+    shapes: dict[str, list[int | str]] = {
+        "qkv": ["B", "S", 8 * 24 + 2 * 16],
+        "past_key": ["B", 2, past, 24],
+        "past_value": ["B", 2, past, 16],
+        "rows": ["B", 3],
+        "attention_mask": ["B", length],
+        "cos": ["B", "S", 4],
+        "sin": ["B", "S", 4],
+        "q_norm": [24],
+        "k_norm": [24],
+        "sinks": [6],
+    }
+    kinds = {"T": "FLOAT", "C": TYPES[cache], "float": "FLOAT", "int32": "INT32", "int64": "INT64"}
+
+    def value(name: str, kind: str) -> ir.Value:
+        shape = ir.Shape(shapes[name]) if name in shapes else None
+        return ir.Value(name=name, type=ir.TensorType(ir.DataType[kinds[kind]]), shape=shape)
+
+    given = [value(name, kind) for name, kind in inputs_of("CachedAttention")]
+    typed = ir.node("Cast", [given[0]], {"to": int(ir.DataType[TYPES[dtype]])})
+    results = [value(name, kind) for name, kind in outputs_of("CachedAttention")]
+    node = ir.node(
+        "CachedAttention", [*typed.outputs, *given[1:]], SPEC.attributes(), domain=DOMAIN, name=NODE, num_outputs=3
+    )
+    node.outputs[1].name, node.outputs[2].name = "present_key", "present_value"
+    for output, result in zip(node.outputs[1:], results[1:], strict=True):
+        output.type = result.type
+    back = ir.node("Cast", node.outputs[:1], {"to": int(ir.DataType.FLOAT)}, outputs=results[:1])
+    graph = ir.Graph(
+        given,
+        [*back.outputs, *node.outputs[1:]],
+        nodes=[typed, node, back],
+        opset_imports={"": 20, DOMAIN: 1},
+        name="attention",
+    )
+    ir.save(ir.Model(graph, ir_version=10), path / "model.onnx")
+    return path / "model.onnx"
+
+
+@pytest.mark.parametrize("cache", [np.float32, np.float16])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_types(tmp_path: Path, dtype: Any, cache: Any) -> None:
+    """Every (T, C) gives the C ABI's bytes, on one thread and on two."""
+    a = inputs(SPEC, [[0, 3, 50], [1, 2, 3]], tokens=3, past=60, length=70, cache=cache)
+    output, *present = dataclasses.replace(a, qkv=a.qkv.astype(dtype)).run()
+    for threads in (1, 2):
+        got = session(write(tmp_path, dtype, cache), threads).run(None, feeds(a))
+        assert_bytes(got, (output.astype(np.float32), *present))
+
+
+def test_a_cache_that_grows_from_nothing(tmp_path: Path) -> None:
+    """present is fed as past, one slot longer each time, as of a plain run()."""
+    s = session(write(tmp_path))
+    a = inputs(SPEC, [[0, 8, 0]], tokens=8, past=0, length=8, cache=np.float16)
+    want, pieces, past = a.run(), [], a.past
+    for i in range(8):
+        step = dataclasses.replace(a, past=past, length=i + 1).tokens(slice(i, i + 1), [[0, 1, i]])
+        output, *past = s.run(None, feeds(step))
+        assert past[0].shape[2] == i + 1
+        pieces.append(output)
+    assert_bytes((np.concatenate(pieces, 1), *past), want)
+
+
+def test_a_cache_in_place(tmp_path: Path) -> None:
+    """Past and present bound to one OrtValue: every step has one shape, and nothing is copied or cleared."""
+    s = session(write(tmp_path), threads=2)
+    a = inputs(SPEC, [[0, 8, 0]], tokens=8, past=0, length=8, cache=np.float16)
+    want, *present = a.run()
+    memory = [np.full((1, 2, 20, width), -1, np.float16) for width in (24, 16)]
+    values = [ort.OrtValue.ortvalue_from_numpy(x) for x in memory]
+    for i in range(8):
+        binding = s.io_binding()
+        step = dataclasses.replace(a, past=tuple(memory)).tokens(slice(i, i + 1), [[0, 1, i]])
+        for name, array in feeds(step).items():
+            if not name.startswith("past"):
+                binding.bind_cpu_input(name, array)
+        for name, value in zip(("key", "value"), values, strict=True):
+            binding.bind_ortvalue_input(f"past_{name}", value)
+            binding.bind_ortvalue_output(f"present_{name}", value)
+        binding.bind_output("output")
+        s.run_with_iobinding(binding)
+        assert_bytes((binding.get_outputs()[-1].numpy(),), (want[:, i : i + 1],))
+    for value, cache in zip(values, present, strict=True):
+        assert_bytes((value.numpy()[:, :, :8],), (cache,))
+        assert (value.numpy()[:, :, 8:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("past", "length", "slots"), [("P", "L", None), (5, 9, 9), (9, 5, 9), (0, "L", "L"), ("L", "L", "L")]
+)
+def test_shapes_are_inferred(tmp_path: Path, past: int | str, length: int | str, slots: int | str | None) -> None:
+    found = {o.name: o.shape for o in session(write(tmp_path, past=past, length=length)).get_outputs()}
+    assert found["output"] == ["B", "S", 96]
+    assert found["present_key"] == ([] if slots is None else ["B", 2, slots, 24])
+    assert found["present_value"] == ([] if slots is None else ["B", 2, slots, 16])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("qkv", (2, 3, 100), r"qkv has shape \[2, 3, 100\], expected \[-1, -1, 224\]"),
+        ("past_key", (2, 2, 60, 23), r"past_key has shape .*, expected \[2, 2, -1, 24\]"),
+        ("past_value", (2, 2, 59, 16), r"past_value has shape .*, expected \[2, 2, 60, 16\]"),
+        ("rows", (3, 3), r"rows has shape \[3, 3\], expected \[2, 3\]"),
+        ("attention_mask", (1, 9), r"attention_mask has shape \[1, 9\], expected \[2, -1\]"),
+        ("cos", (2, 3, 5), r"cos has shape \[2, 3, 5\], expected \[2, 3, 4\]"),
+        ("sin", (2, 2, 4), r"sin has shape \[2, 2, 4\], expected \[2, 3, 4\]"),
+        ("q_norm", (0,), r"q_norm has shape \[0\], expected \[24\]"),
+        ("k_norm", (48,), r"k_norm has shape \[48\], expected \[24\]"),
+        ("sinks", (5,), r"sinks has shape \[5\], expected \[6\]"),
+    ],
+)
+def test_wrong_shapes_are_named(tmp_path: Path, name: str, shape: tuple[int, ...], message: str) -> None:
+    a = feeds(inputs(SPEC, [[0, 3, 50], [1, 2, 3]], tokens=3, past=60, length=70, cache=np.float16))
+    path = write(tmp_path)
+    model = ir.load(path)
+    for value in model.graph.inputs:
+        value.shape = None  # ONNX Runtime would refuse it itself
+    ir.save(model, path)
+    a[name] = np.zeros(shape, a[name].dtype)
+    with pytest.raises(Exception, match=f'CachedAttention node "{NODE}": {message}'):
+        session(path).run(None, a)
+
+
+def test_rows_that_cannot_be_are_named(tmp_path: Path) -> None:
+    a = inputs(SPEC, [[0, 3, 50], [1, 2, 59]], tokens=3, past=60, length=60, cache=np.float16)
+    with pytest.raises(Exception, match=rf'"{NODE}": rows\[1\] is \[1, 2, 59\] .*: the cache has slots 60'):
+        session(write(tmp_path)).run(None, feeds(a))
+
+
+def test_bad_attributes_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    model = ir.load(path)
+    node = next(n for n in model.graph if n.domain == DOMAIN)
+    node.attributes["rotary_size"] = ir.AttrInt64("rotary_size", 7)
+    ir.save(model, path)
+    with pytest.raises(Exception, match=f'"{NODE}": rotary_size is 7, expected an even number'):
+        session(path)
