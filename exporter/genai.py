@@ -8,6 +8,9 @@ from typing import Any
 #: transformers' model_type -> onnxruntime-genai's name of the same plain decoder
 TYPES = {"qwen3_moe": "qwen3", "mixtral": "mistral", "olmoe": "olmo"}
 
+#: metadata of a model whose cache may be written in place: past and present are one buffer; onnxruntime-genai's word
+SHARE_BUFFER = "past_present_share_buffer"
+
 
 def genai_config(config: Mapping[str, Any], generation: Mapping[str, Any], library: str) -> dict[str, Any]:
     """The contents of genai_config.json.

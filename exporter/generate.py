@@ -1,35 +1,58 @@
-"""Greedy generation with an exported model on ONNX Runtime (no torch)."""
+"""Generation with an exported model on ONNX Runtime (no torch)."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from quantmoe.exporter.genai import eos_tokens
+from quantmoe.exporter.cache import Cache, SharedCache
+from quantmoe.exporter.genai import SHARE_BUFFER, eos_tokens
 from quantmoe.exporter.inspect import ModelError, load, model_path
 from quantmoe.exporter.memory import doing
-from quantmoe.ort_ext import library_path
+from quantmoe.exporter.sampling import Sampler, Sampling
+from quantmoe.ort_ext import cuda_library_path, library_path
 
 #: ONNX Runtime whose API ort_ext/adapter.h asks for
 OLDEST = (1, 21)
 
 
-@dataclass(frozen=True)
-class Generated:
-    """Greedy tokens and how long they took: ``prefill`` for the prompt, ``decode`` for every token after the first."""
+class Generated(Iterator[int]):
+    """New tokens, one by one as they are asked for, and how long they took so far.
 
-    tokens: list[int]
-    logits: np.ndarray
-    """f32 [tokens, vocabulary]: what each token was chosen from."""
-    prefill: float
-    decode: float
+    Attributes:
+        tokens: those that came. prompt: how many were run before the first.
+        prefill: seconds for the prompt and the first token. decode: seconds for every token after the first.
+        logits: f32 [tokens, vocabulary], what each token was chosen from; [0, 0] unless they were asked for.
+    """
+
+    def __init__(self, steps: Iterator[tuple[int, np.ndarray]], prompt: int, logits: bool = False):
+        self.tokens: list[int] = []
+        self.prompt, self.prefill, self.decode = prompt, 0.0, 0.0
+        self._steps = steps
+        self._logits: list[np.ndarray] | None = [] if logits else None
+
+    def __next__(self) -> int:
+        begin = time.perf_counter()
+        token, logits = next(self._steps)
+        if self.tokens:
+            self.decode += time.perf_counter() - begin
+        else:
+            self.prefill = time.perf_counter() - begin
+        self.tokens.append(token)
+        if self._logits is not None:
+            self._logits.append(logits)
+        return token
+
+    @property
+    def logits(self) -> np.ndarray:
+        return np.array(self._logits) if self._logits else np.zeros((0, 0), np.float32)
 
     @property
     def tokens_per_second(self) -> float:
@@ -43,33 +66,55 @@ class Generator:
         path: the model or its folder.
         threads: of the session; 0 is ONNX Runtime's choice.
         prefault: read all packed weights into memory now, not when a token first needs them.
+        chunk: tokens of a prompt that are run at once: memory beside the cache grows with them, not with the prompt.
+        capacity: tokens that a cache is allocated for, where the model writes it in place; None: it grows by doubling.
+        device: "cuda" for ONNX Runtime's CUDA provider and models exported with --target cuda.
 
     Raises:
-        ModelError: the model or the session cannot be created, ONNX Runtime's words are in the message; it is too old.
+        ModelError: the model or the session cannot be created, ONNX Runtime's words are in the message; it is too old
+            or has no such provider; a capacity of a model whose cache grows by runs.
+        FileNotFoundError: this installation has no library for the device.
     """
 
-    def __init__(self, path: str | Path, threads: int = 0, prefault: bool = False):
+    def __init__(
+        self,
+        path: str | Path,
+        threads: int = 0,
+        prefault: bool = False,
+        chunk: int = 512,
+        capacity: int | None = None,
+        device: Literal["cpu", "cuda"] = "cpu",
+    ):
         self.path, ort = model_path(path), runtime()
+        self.chunk, self.capacity, self.device = chunk, capacity, device
+        for name, value in (("chunk", chunk), ("capacity", capacity)):
+            if value is not None and value < 1:
+                raise ModelError(f"{name} is {value}, expected at least 1")
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4  # what it logs is in its exceptions
         if prefault:
             options.add_session_config_entry("quantmoe.prefault", "1")  # before the library is registered
-        options.register_custom_ops_library(library_path())
+        options.register_custom_ops_library(library_path() if device == "cpu" else _cuda(ort))
+        providers = ["CPUExecutionProvider" if device == "cpu" else "CUDAExecutionProvider"]
         try:
             with doing(str(self.path)):
-                self.session = ort.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
+                self.session = ort.InferenceSession(str(self.path), options, providers=providers)
         except MemoryError:
             raise
         except Exception as error:  # onnxruntime's exceptions have no public base class
             model = load(self.path)  # says which file is at fault
             target = model.metadata_props.get("target", "cpu")
-            hint = f"exported with --target {target}, which this provider does not run: " if target != "cpu" else ""
+            hint = f"exported with --target {target}, which this provider does not run: " if target != device else ""
             raise ModelError(f"{self.path}: {hint}{error}") from None
-        context = self.session.get_modelmeta().custom_metadata_map.get("context_length", str(sys.maxsize))
+        metadata = self.session.get_modelmeta().custom_metadata_map
+        context = metadata.get("context_length", str(sys.maxsize))
         if not context.isdecimal():
             raise ModelError(f"{self.path}: context_length is {context!r}, expected a number of tokens")
         self.context = int(context)
+        self.shares_buffer = metadata.get(SHARE_BUFFER) == "true"
+        if capacity is not None and not self.shares_buffer:
+            raise ModelError(f"{self.path}: no capacity can be set, this model's cache grows with each run")
         self.outputs = [output.name for output in self.session.get_outputs()]
         logits = [o.shape for o in self.session.get_outputs() if o.name == "logits"]
         past = {i.name: i for i in self.session.get_inputs() if i.name.startswith("past_key_values.")}
@@ -91,7 +136,7 @@ class Generator:
         }
 
     def start(self, batch: int = 1) -> dict[str, np.ndarray]:
-        """An empty KV cache.
+        """An empty KV cache of arrays, for :meth:`step`.
 
         Raises:
             ModelError: the model's is of a size that no memory holds.
@@ -100,6 +145,30 @@ class Generator:
             return {name: np.zeros([batch, *shape[1:]], dtype) for name, (shape, dtype) in self.past.items()}
         except (MemoryError, ValueError) as error:
             raise ModelError(f"{self.path}: past_key_values: {str(error) or 'out of memory'}") from None
+
+    def cache(self) -> Cache:
+        """An empty KV cache of a sequence, for :meth:`stream`; each conversation has its own."""
+        return SharedCache(self) if self.shares_buffer else Cache(self)
+
+    def feed(self, ids: np.ndarray, past: int) -> dict[str, np.ndarray]:
+        """The inputs beside the cache, for new tokens [B, S] after ``past`` of each row."""
+        batch, total = len(ids), past + ids.shape[1]
+        return {
+            "input_ids": ids,
+            "attention_mask": np.ones((batch, total), np.int64),
+            "position_ids": np.tile(np.arange(past, total), (batch, 1)),
+        }
+
+    @contextlib.contextmanager
+    def running(self, new: int, past: int) -> Iterator[None]:
+        """ONNX Runtime's errors as ModelError and OutOfMemoryError, which name the model."""
+        try:
+            with doing(f"{self.path}: {new} tokens after {past}"):
+                yield
+        except MemoryError:
+            raise
+        except Exception as error:  # see above
+            raise ModelError(f"{self.path}: {error}") from None
 
     def step(self, ids: np.ndarray, past: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Runs new tokens.
@@ -114,65 +183,99 @@ class Generator:
         Raises:
             ModelError: B or S is 0, which the graph's Reshape nodes do not take; ONNX Runtime's words otherwise.
         """
-        batch, new = ids.shape
         if not ids.size:
             raise ModelError(f"input_ids has shape {list(ids.shape)}, expected at least one row and one token")
-        total = new + past_length(past)
-        feed = {
-            "input_ids": ids,
-            "attention_mask": np.ones((batch, total), np.int64),
-            "position_ids": np.tile(np.arange(total - new, total), (batch, 1)),
-        }
-        try:
-            with doing(f"{self.path}: {new} tokens after {total - new}"):
-                found = dict(zip(self.outputs, self.session.run(None, feed | past), strict=True))
-        except MemoryError:
-            raise
-        except Exception as error:  # see above
-            raise ModelError(f"{self.path}: {error}") from None
+        length = past_length(past)
+        with self.running(ids.shape[1], length):
+            run = self.session.run(None, self.feed(ids, length) | past)
+        found = dict(zip(self.outputs, run, strict=True))
         return found["logits"], {name: found[name.replace("past_key_values", "present")] for name in past}
 
     def scores(self, ids: Sequence[int]) -> np.ndarray:
         """Logits after each of the tokens, f32 [tokens, vocabulary]: one by one where a step gives its last only."""
-        past, found, size = self.start(), [], 1 if self.last_only else len(ids)
+        past, found, size = self.start(), [], 1 if self.last_only else self.chunk
         for at in range(0, len(ids), size):
             logits, past = self.step(np.array([ids[at : at + size]], np.int64), past)
             found.append(logits[0].astype(np.float32))
         return np.concatenate(found)
 
-    def greedy(self, ids: Sequence[int], max_new_tokens: int = 32, stop: Sequence[int] = ()) -> Generated:
-        """The likeliest next token, again and again, until one of ``stop`` or the end of the model's context.
+    def stream(
+        self,
+        ids: Sequence[int],
+        max_new_tokens: int = 512,
+        stop: Sequence[int] = (),
+        sampling: Sampling | None = None,
+        cache: Cache | None = None,
+        logits: bool = False,
+    ) -> Generated:
+        """New tokens after a prompt, each as it is asked for, until one of ``stop`` or the end of the model's context.
+
+        Args:
+            ids: the prompt, or of a cache that has tokens what follows them.
+            max_new_tokens: at most so many.
+            stop: token ids after which it ends; the one that ended it is given, too.
+            sampling: None takes the likeliest.
+            cache: of a conversation, from :meth:`cache`: it has the prompt and all new tokens but the last afterwards,
+                which was not run. None: one of its own.
+            logits: keep those that each token was chosen from.
 
         Raises:
             ModelError: no prompt, one as long as the context, an id outside the vocabulary, logits that are not finite.
+        """
+        cache = self.cache() if cache is None else cache
+        self.check(ids, len(cache.tokens), room=1)
+        count = min(max_new_tokens, self.context - len(cache.tokens) - len(ids))
+        return Generated(self._steps(list(ids), count, stop, Sampler(sampling), cache), len(ids), logits)
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        max_new_tokens: int = 512,
+        stop: Sequence[int] = (),
+        sampling: Sampling | None = None,
+        cache: Cache | None = None,
+        logits: bool = False,
+    ) -> Generated:
+        """:meth:`stream` to its end."""
+        found = self.stream(ids, max_new_tokens, stop, sampling, cache, logits)
+        for _ in found:
+            pass
+        return found
+
+    def greedy(self, ids: Sequence[int], max_new_tokens: int = 32, stop: Sequence[int] = ()) -> Generated:
+        """The likeliest next token, again and again, with the logits of each: :meth:`generate`."""
+        return self.generate(ids, max_new_tokens, stop, logits=True)
+
+    def check(self, ids: Sequence[int], past: int = 0, room: int = 0) -> None:
+        """That tokens can follow ``past`` others, and leave room for so many.
+
+        Raises:
+            ModelError: they cannot.
         """
         if not len(ids):
             raise ModelError("the prompt has no tokens")
         for id in ids:
             if id < 0 or (self.vocabulary is not None and id >= self.vocabulary):
                 raise ModelError(f"token id {id} is outside the vocabulary, 0 to {(self.vocabulary or 2**63) - 1}")
-        if len(ids) >= self.context:
+        if (total := past + len(ids)) + room > self.context:
             raise ModelError(
-                f"{self.path}: a prompt of {len(ids)} tokens leaves no room in the model's context of {self.context}"
+                f"{self.path}: a prompt of {total} tokens leaves no room in the model's context of {self.context}"
             )
-        max_new_tokens = min(max_new_tokens, self.context - len(ids))
-        past, step = self.start(), np.array([ids], np.int64)
-        tokens: list[int] = []
-        logits: list[np.ndarray] = []
-        begin = first = time.perf_counter()
-        while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in stop):
-            scores, past = self.step(step, past)
-            logits.append(scores[0, -1].astype(np.float32))
-            if not np.isfinite(logits[-1]).all():
+
+    def _steps(
+        self, ids: list[int], count: int, stop: Sequence[int], sample: Sampler, cache: Cache
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        for _ in range(count):
+            logits = cache.append(ids)
+            if not np.isfinite(logits).all():
                 raise ModelError(
-                    f"{self.path}: logits after {past_length(past)} tokens are not finite: a weight is not, or "
+                    f"{self.path}: logits after {len(cache.tokens)} tokens are not finite: a weight is not, or "
                     f"activations overflow (--dtype f32 has the widest range)"
                 )
-            tokens.append(int(logits[-1].argmax()))
-            step = np.array([[tokens[-1]]], np.int64)
-            if len(tokens) == 1:
-                first = time.perf_counter()
-        return Generated(tokens, np.array(logits), first - begin, time.perf_counter() - first)
+            ids = [sample(logits)]
+            yield ids[0], logits
+            if ids[0] in stop:
+                return
 
 
 def runtime() -> Any:
@@ -189,6 +292,21 @@ def runtime() -> Any:
             f"onnxruntime is {ort.__version__}, expected {oldest} or newer; pip install 'onnxruntime>={oldest}'"
         )
     return ort
+
+
+def _cuda(ort: Any) -> str:
+    """The library for the CUDA provider, whose own libraries are loaded from the packages that have them.
+
+    Raises:
+        ModelError: ONNX Runtime has no such provider. FileNotFoundError: quantmoe was built without CUDA.
+    """
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        raise ModelError(
+            "this onnxruntime has no CUDA provider; pip uninstall onnxruntime, then pip install "
+            "'onnxruntime-gpu[cuda,cudnn]'"
+        )
+    ort.preload_dlls()
+    return cuda_library_path()
 
 
 def past_length(past: dict[str, np.ndarray]) -> int:

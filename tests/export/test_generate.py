@@ -1,0 +1,130 @@
+"""Long prompts, going back, and streaming: the same tokens whatever way a prompt was run."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from test_model import error, tokens
+
+from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.generate import Generator
+from quantmoe.exporter.sampling import Sampling
+
+ARCHITECTURES = ["qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text"]  # full, sliding, latent and chunked attention
+PROMPT = tokens(1, 23, seed=4)[0].tolist()
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def folder(exported, request):
+    return exported(request.param, activations="float", logits="last")
+
+
+def test_chunks_of_any_size_give_the_tokens_of_one_run(folder, exported):
+    whole = Generator(folder, chunk=1000).greedy(PROMPT, 12)
+    for chunk in (1, 5, 22, 23):
+        found = Generator(folder, chunk=chunk).greedy(PROMPT, 12)
+        assert found.tokens == whole.tokens
+        assert error(found.logits, whole.logits) < 2e-5
+    every = Generator(exported(folder.name, activations="float"), chunk=5)
+    assert every.greedy(PROMPT, 12).tokens == whole.tokens
+    assert error(every.scores(PROMPT)[-1:], whole.logits[:1]) < 2e-5
+
+
+def test_going_back_gives_the_tokens_of_one_prompt(folder):
+    generator = Generator(folder, chunk=4)
+    cache = generator.cache()
+    first = generator.generate(PROMPT, 6, cache=cache)
+    assert cache.tokens == PROMPT + first.tokens[:-1]
+    for length, more in ((23, [5, 6, 7]), (28, [8, 9]), (3, [8]), (0, PROMPT)):
+        cache.rewind(length)
+        prompt = cache.tokens + more
+        found = generator.generate(more, 6, cache=cache)
+        assert cache.tokens == prompt + found.tokens[:-1]
+        assert found.tokens == generator.greedy(prompt, 6).tokens
+    assert cache.keep([*PROMPT[:9], 1, 2]) == 9
+    assert cache.keep(PROMPT[:9]) == 8  # the last is run again
+    with pytest.raises(ModelError, match="the cache has 8 tokens, there is no going back to 9"):
+        cache.rewind(9)
+
+
+def test_the_cache_holds_what_was_run_when_a_run_is_interrupted(exported, monkeypatch):
+    generator = Generator(exported("qwen3_moe", activations="float"), chunk=4)
+    cache, calls, step = generator.cache(), itertools.count(), generator.step
+
+    def interrupted(*arguments):
+        found = step(*arguments)
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(generator, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generator.generate(PROMPT, 4, cache=cache)
+    assert cache.tokens == PROMPT[:8]
+    found = generator.generate(PROMPT[8:], 4, cache=cache)
+    assert found.tokens == Generator(generator.path).greedy(PROMPT, 4).tokens
+
+
+def test_tokens_come_as_they_are_asked_for(exported):
+    generator = Generator(exported("qwen3_moe", activations="float"))
+    whole = generator.greedy(PROMPT, 8)
+    assert whole.logits.argmax(-1).tolist() == whole.tokens
+    found = generator.stream(PROMPT, 8)
+    assert (found.tokens, found.prompt, found.prefill) == ([], 23, 0)
+    assert next(found) == whole.tokens[0]
+    assert found.prefill > 0
+    assert found.decode == 0
+    assert list(itertools.islice(found, 2)) == whole.tokens[1:3]
+    assert found.tokens == whole.tokens[:3]
+    assert found.logits.size == 0
+    last = max(map(whole.tokens.index, whole.tokens))  # where a token comes for the first time
+    assert generator.generate(PROMPT, 8, stop=[1000, whole.tokens[last]]).tokens == whole.tokens[: last + 1]
+
+
+def test_sampling_repeats_with_its_seed(exported):
+    generator = Generator(exported("qwen3_moe", activations="float"))
+    a, b, c = (generator.generate(PROMPT, 12, sampling=Sampling(2.0, 0, 1.0, seed)).tokens for seed in (1, 1, 2))
+    assert a == b != c
+    assert generator.generate(PROMPT, 12, sampling=Sampling(5.0, 1)).tokens == generator.greedy(PROMPT, 12).tokens
+
+
+def test_a_prompt_longer_than_the_context_is_refused_before_it_runs(exported, tmp_path, monkeypatch):
+    folder = shutil.copytree(exported("qwen3_moe", activations="float"), tmp_path / "model")
+    model = ir.load(folder / "model.onnx")
+    model.metadata_props["context_length"] = "20"
+    ir.save(model, folder / "model.onnx")
+    generator = Generator(folder, chunk=8)
+    cache = generator.cache()
+    assert len(generator.generate(PROMPT[:12], 100, cache=cache).tokens) == 8
+    with pytest.raises(ModelError, match="a prompt of 20 tokens leaves no room in the model's context of 20"):
+        generator.stream([5], cache=cache)
+    monkeypatch.setattr(generator, "step", None)
+    with pytest.raises(ModelError, match="a prompt of 23 tokens leaves no room in the model's context of 20"):
+        generator.stream(PROMPT)
+    with pytest.raises(ModelError, match="a prompt of 42 tokens leaves no room"):
+        cache.append(PROMPT)
+
+
+def test_options_that_the_model_does_not_take_are_named(exported):
+    folder = exported("qwen3_moe", activations="float")
+    with pytest.raises(ModelError, match=r"no capacity can be set, this model's cache grows with each run"):
+        Generator(folder, capacity=100)
+    with pytest.raises(ModelError, match="chunk is 0, expected at least 1"):
+        Generator(folder, chunk=0)
+    with pytest.raises(ModelError, match=r"this onnxruntime has no CUDA provider; .*onnxruntime-gpu\[cuda,cudnn\]"):
+        Generator(folder, device="cuda")
+
+
+def test_f16_caches_are_kept_and_cut(exported):
+    generator = Generator(exported("qwen3_moe", activations="float", dtype="f16"), chunk=8)
+    cache = generator.cache()
+    generator.generate(PROMPT, 5, cache=cache)
+    assert {array.dtype for array in cache._past.values()} == {np.dtype(np.float16)}
+    cache.rewind(10)
+    again = cache.append(PROMPT[10:])
+    # float16 has 11 significant bits: chunks may round otherwise, some tens of times in a row
+    assert error(again, Generator(generator.path).greedy(PROMPT, 1).logits[0]) < 2e-2
