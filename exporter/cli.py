@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -10,6 +11,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -189,30 +191,92 @@ def generate(
     outdir: Model,
     prompt: Annotated[str | None, typer.Option(help="text; needs tokenizer.json beside the model")] = None,
     ids: Annotated[list[int] | None, typer.Option(help="token ids, e.g. 1,2,3", **listed(int))] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="turn after turn, a line each; in a terminal what happens without a prompt")
+    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="text as it is, without the folder's chat template")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0: the likeliest token; default: as generation_config.json says")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="of so many likeliest tokens; 0: of all")] = None,
+    top_p: Annotated[float | None, typer.Option(help="of the fewest of this probability together")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="of sampling; the same one gives the same text")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="text before which to end; may be repeated")] = None,
+    chunk: Annotated[int, typer.Option(min=1, help="tokens of a prompt that are run at once")] = 512,
     threads: Annotated[int, typer.Option(min=0, max=1024, help="0: ONNX Runtime's choice")] = 0,
     prefault: Annotated[bool, typer.Option("--prefault", help="read the packed weights into memory first")] = False,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cuda: of models exported with --target cuda")] = "cpu",
 ) -> None:
-    """Generate greedily on ONNX Runtime."""
-    from quantmoe.exporter.generate import Generator, load_tokenizer, stop_tokens
+    """Generate text on ONNX Runtime, as it comes; tokens a second on standard error."""
+    from quantmoe.exporter.generate import Generator, stop_tokens
     from quantmoe.exporter.inspect import model_path
+    from quantmoe.exporter.sampling import folder_sampling
 
-    if (prompt is None) == (ids is None):
-        raise typer.BadParameter("give either --prompt or --ids")
-    folder = outdir if outdir.is_dir() else outdir.parent
-    tokenizer = None
-    if prompt is not None:
-        model_path(outdir)  # before the tokenizer: a checkpoint has one, too
-        tokenizer = load_tokenizer(folder)
-        if prompt.encode(errors="ignore").decode() != prompt:  # bytes of the command line that are no text
-            raise typer.BadParameter("--prompt: expected text in UTF-8")
-        ids = tokenizer.encode(prompt).ids
-    assert ids is not None
-    found = Generator(outdir, threads, prefault).greedy(ids, max_new_tokens, stop_tokens(folder))
-    print(",".join(map(str, found.tokens)))
-    if tokenizer is not None:
-        print(tokenizer.decode(found.tokens))
-    print(f"prefill {found.prefill:.3f} s, decode {found.tokens_per_second:.1f} tokens/s", file=sys.stderr)
+    chat = chat or (prompt is None and ids is None and sys.stdin.isatty())
+    if (ids is None) == (prompt is None and not chat):
+        raise typer.BadParameter("give either --prompt or --ids, or --chat")
+    if ids is not None and (raw or stop):
+        raise typer.BadParameter("--raw and --stop are of text; --ids has none")
+    folder = model_path(outdir).parent  # before the tokenizer: a checkpoint has one, too
+    sampling = folder_sampling(folder, temperature, top_k, top_p, seed)
+    make = partial(Generator, outdir, threads, prefault, chunk, device=device)
+    if ids is not None:
+        found = make().generate(ids, max_new_tokens, stop_tokens(folder), sampling)
+        print(",".join(map(str, found.tokens)))
+        print(_speed(found), file=sys.stderr)
+        return
+    from quantmoe.exporter.chat import Chat, Text
+
+    text = Text(folder, raw)
+    reply = partial(_reply, max_new_tokens=max_new_tokens, stop=stop or (), sampling=sampling)
+    if chat:
+        _converse(Chat(make(), text), prompt, reply)
+    elif prompt is not None:
+        reply(Chat(make(), text), prompt)
+
+
+def _reply(chat: Any, message: str, **options: Any) -> None:
+    """Prints an answer as it comes."""
+    if message.encode(errors="ignore").decode() != message:  # bytes of a command line that are no text
+        raise typer.BadParameter("the prompt: expected text in UTF-8")
+    try:
+        with contextlib.closing(chat.reply(message, **options)) as pieces:
+            for piece in pieces:
+                print(piece, end="", flush=True)
+    finally:
+        print(flush=True)
+    print(_speed(chat.last), file=sys.stderr)
+
+
+def _converse(chat: Any, message: str | None, reply: Any) -> None:
+    """Turn after turn until standard input ends. Ctrl-C ends a reply, and it is part of the conversation so far."""
+    typed = sys.stdin.isatty()
+    if typed:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  input() takes its editing of lines
+        print("Ctrl-C ends a reply, Ctrl-D the conversation", file=sys.stderr)
+    while True:
+        try:
+            message = message or input("> " if typed else "")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if not typed:
+                raise
+            print()
+            continue
+        if message.strip():
+            with contextlib.suppress(KeyboardInterrupt) if typed else contextlib.nullcontext():
+                reply(chat, message)
+        message = None
+
+
+def _speed(found: Any) -> str:
+    return (
+        f"prompt: {found.prompt} tokens, {found.prompt / found.prefill:.1f} tokens/s ({found.prefill:.3f} s); "
+        f"decode: {len(found.tokens)} tokens, {found.tokens_per_second:.1f} tokens/s"
+    )
 
 
 @app.command()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from quantmoe.exporter.cache import Cache, SharedCache
 from quantmoe.exporter.genai import SHARE_BUFFER, eos_tokens
 from quantmoe.exporter.inspect import ModelError, load, model_path
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.sampling import Sampler, Sampling
+from quantmoe.exporter.sampling import Sampler, Sampling, read_object
 from quantmoe.ort_ext import cuda_library_path, library_path
 
 #: ONNX Runtime whose API ort_ext/adapter.h asks for
@@ -320,16 +319,13 @@ def stop_tokens(folder: Path) -> list[int]:
     Raises:
         ModelError: a file is not what it should be.
     """
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if not path.is_file():
-            continue
+    for path in (folder / "generation_config.json", folder / "config.json"):
         try:
-            if (stop := eos_tokens(json.loads(path.read_text()))) is not None:
+            if (stop := eos_tokens(read_object(path))) is not None:
                 return stop
-        except AttributeError:
-            raise ModelError(f"{path}: expected a JSON object") from None
-        except (ValueError, RecursionError) as error:
+        except ModelError:
+            raise
+        except ValueError as error:
             raise ModelError(f"{path}: {error}") from None
     return []
 

@@ -10,16 +10,19 @@ from quantmoe.trt_plugins import library_path as trt_library_path
 
 if TYPE_CHECKING:
     from quantmoe.exporter.bench import bench
+    from quantmoe.exporter.chat import Chat
     from quantmoe.exporter.convert import export
     from quantmoe.exporter.generate import Generator
     from quantmoe.exporter.inspect import inspect
+    from quantmoe.exporter.sampling import Sampling
     from quantmoe.exporter.unpack import unpack
 
-__all__ = ["Generator", "bench", "export", "inspect", "ort_cuda_library_path", "ort_library_path", "trt_library_path",
-           "unpack"]  # fmt: skip
+__all__ = ["Chat", "Generator", "Sampling", "bench", "export", "inspect", "ort_cuda_library_path", "ort_library_path",
+           "trt_library_path", "unpack"]  # fmt: skip
 __version__ = version("quantmoe")
 #: imported when asked for: each command needs other packages
-_LAZY = {"Generator": "generate", "bench": "bench", "export": "convert", "inspect": "inspect", "unpack": "unpack"}
+_LAZY = {"Chat": "chat", "Generator": "generate", "Sampling": "sampling", "bench": "bench", "export": "convert",
+         "inspect": "inspect", "unpack": "unpack"}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

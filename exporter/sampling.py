@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,22 +77,36 @@ class Sampler:
         return int(np.searchsorted(total, self._random.random() * total[-1], side="right"))
 
 
-def folder_sampling(folder: Path) -> Sampling | None:
-    """What the folder's generation_config.json asks for, None for greedy decoding: ``do_sample`` decides, as in
-    transformers.
+def folder_sampling(
+    folder: Path,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+) -> Sampling | None:
+    """How to choose tokens: what is asked for, else what generation_config.json says, else transformers' defaults.
+
+    Tokens are sampled if that file says ``do_sample``, as in transformers, or a number is asked for; a temperature of 0
+    takes the likeliest.
+
+    Returns:
+        None for the likeliest.
 
     Raises:
         ModelError: the file is not what it should be.
+        OptionError: a number outside its range.
     """
     path = folder / "generation_config.json"
     config = read_object(path)
-    if not config.get("do_sample"):
+    numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    asked: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
+    if temperature == 0 or not (asked or config.get("do_sample")):
         return None
-    given = {f.name: config[f.name] for f in fields(Sampling)[:3] if config.get(f.name) is not None}
     try:
-        return Sampling(**given)
+        found = Sampling(**{name: config[name] for name in numbers if config.get(name) is not None})
     except (OptionError, TypeError) as error:
         raise ModelError(f"{path}: {error}") from None
+    return replace(found, **asked, seed=seed)
 
 
 def read_object(path: Path) -> dict[str, Any]:

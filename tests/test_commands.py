@@ -325,7 +325,7 @@ MODULES = {
     "export": ["convert", "plan"],
     "inspect": ["inspect", "explain", "survey"],
     "unpack": ["unpack"],
-    "generate": ["generate"],
+    "generate": ["generate", "chat"],
     "demo": ["demo", "convert", "compare"],
     "bench": ["bench"],
 }

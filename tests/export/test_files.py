@@ -515,8 +515,7 @@ def test_the_api_mirrors_the_commands():
 
     assert quantmoe.__version__ == version("quantmoe")
     assert (quantmoe.export, quantmoe.inspect, quantmoe.Generator) == (export, inspect, Generator)
-    assert callable(quantmoe.bench)
-    assert callable(quantmoe.unpack)
+    assert all(callable(getattr(quantmoe, name)) for name in quantmoe.__all__)
 
 
 def test_errors_are_one_line(quantmoe, tmp_path):

@@ -1,0 +1,294 @@
+"""Text as it comes, chat templates as transformers renders them, and turns that keep their cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer
+
+from quantmoe.exporter.chat import Chat, Text, TextStream, load_template
+from quantmoe.exporter.demo import make_tokenizer
+from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.generate import Generator
+from quantmoe.exporter.options import missing
+from quantmoe.exporter.sampling import Sampling
+
+WORDS = ["héllo wörld", "你好世界 👩‍👩‍👧 ок", "a mixture of experts\n\tand  more", "日本語のテキスト🎉🎉"]
+#: blocks with spaces before and lines after, functions and tags that templates of checkpoints use
+TEMPLATE = """\
+{{- bos_token }}
+{%- set ns = namespace(last=-1) %}
+{%- if messages[0]['role'] == 'assistant' %}{{ raise_exception('the first message is the assistant') }}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{% for message in messages %}
+    {% if message.content == 'skip' %}{% continue %}{% endif %}
+<|{{ message['role'] }}|>
+    {% if message.role == 'assistant' and loop.index0 < ns.last %}
+{% generation %}{{ message.content.split('e')[-1] | trim }}{% endgeneration %}
+    {% else %}
+{{ message | tojson }} {{ '<&>' | tojson(indent=2) }}
+    {% endif %}
+{{ eos_token }}
+{% endfor %}
+{% if add_generation_prompt %}<|assistant|> {{ strftime_now('%Y') }}
+{% endif %}
+{% if tools %}tools{% endif %}"""
+
+
+def byte_level() -> Tokenizer:
+    return make_tokenizer().backend_tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """A tokenizer of words with bytes for what it does not know, and a decoder that strips the first space."""
+    known = [("<unk>", 0.0), ("▁", -2.0), ("▁mixture", -3.0), ("▁of", -3.0), ("▁experts", -3.0), ("or", -3.0)]
+    known += [(letter, -5.0) for letter in "abcdefghijklmnopqrstuvwxyz"] + [(f"<0x{i:02X}>", -8.0) for i in range(256)]
+    tokenizer = Tokenizer(models.Unigram(known, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@pytest.mark.parametrize("text", WORDS)
+def test_text_comes_in_whole_characters(make: Callable[[], Tokenizer], text: str) -> None:
+    tokenizer = make()
+    ids, stream = tokenizer.encode(text).ids, TextStream(tokenizer)
+    pieces = [stream.push(id) for id in ids]
+    whole = tokenizer.decode(ids)
+    assert "\ufffd" not in "".join(pieces)
+    assert stream.end() == ""
+    assert "".join(pieces) == whole
+    given = ""
+    for end, piece in enumerate(pieces, 1):  # as soon as a character is whole
+        given += piece
+        whole = tokenizer.decode(ids[:end])
+        assert given == whole or whole.endswith("\ufffd")
+
+
+def test_bytes_that_are_no_text() -> None:
+    """Tokens at random: what streams is what they decode to, and what may have become a character comes at the end."""
+    tokenizer, rng = byte_level(), random.Random(0)
+    for _ in range(500):
+        ids = [rng.randrange(tokenizer.get_vocab_size()) for _ in range(rng.randrange(30))]
+        assert "".join(TextStream(tokenizer).pieces(ids)) == tokenizer.decode(ids)
+
+
+def test_text_goes_on_after_the_prompt() -> None:
+    tokenizer = byte_fallback()
+    *before, last = tokenizer.encode("mixture of experts").ids
+    assert TextStream(tokenizer, after=before).push(last) == " experts"
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_stop_strings(make: Callable[[], Tokenizer]) -> None:
+    tokenizer, text = make(), "a mixture of 日本 experts or 日本語"
+    for stops in (
+        ["xtu"],
+        ["日本語"],
+        ["本 e", "語"],
+        ["nowhere"],
+        ["or", "of"],
+        ["語"],
+        ["日本語!", ""],
+        ["a"],
+        ["  "],
+    ):
+        ids = iter(tokenizer.encode(text).ids)
+        stream = TextStream(tokenizer, stops)
+        found = "".join(stream.pieces(ids))
+        at = min((text.find(stop) for stop in stops if stop and stop in text), default=None)
+        assert found == text[:at]
+        assert stream.stopped == (at is not None)
+        assert at is None or tokenizer.decode(list(ids)) in text[at:]  # nothing more was asked for
+
+
+@pytest.fixture(scope="module")
+def talking(exported, tmp_path_factory) -> Path:
+    """An export with a chat template."""
+    folder = shutil.copytree(
+        exported("qwen3_moe", activations="float", logits="last"), tmp_path_factory.mktemp("chat") / "m"
+    )
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.mark.parametrize("where", ["file", "configuration", "by name"])
+def test_templates_are_rendered_as_transformers_does(talking: Path, tmp_path: Path, where: str) -> None:
+    folder = shutil.copytree(talking, tmp_path / "model")
+    if where != "file":
+        (folder / "chat_template.jinja").unlink()
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": TEMPLATE}]
+        config["chat_template"] = TEMPLATE if where == "configuration" else named
+        config["bos_token"] = {"__type": "AddedToken", "content": "<s>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer, template = AutoTokenizer.from_pretrained(folder), load_template(folder)
+    messages = [{"role": "user", "content": '<tag> & "quotes" 你好'}]
+    for role, content in (
+        ("assistant", "think, the end"),
+        ("user", "skip"),
+        ("user", "more\n\n"),
+        ("assistant", "ends"),
+    ):
+        expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert template.render(messages) == expected
+        messages.append({"role": role, "content": content})
+    assert expected.startswith("<s>")
+    with pytest.raises(ModelError, match=f"{template.path.name}: the first message is the assistant"):
+        template.render(messages[1:])
+
+
+def test_what_is_wrong_with_a_template_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_template(tmp_path) is None
+    for name, text, message in (
+        ("tokenizer_config.json", '{"chat_template": 5}', "chat_template is int, expected text"),
+        ("tokenizer_config.json", "[]", "expected a JSON object"),
+        ("chat_template.jinja", "{% for %}", "Expected an expression"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ModelError, match=rf"{name}: {message}"):
+            load_template(tmp_path)
+        (tmp_path / name).unlink()
+    for text in ("{{ ''.__class__.mro() }}", "{{ messages.append(1) }}", "{{ 1 / 0 }}"):  # a sandbox
+        (tmp_path / "chat_template.jinja").write_text(text)
+        with pytest.raises(ModelError, match=r"chat_template\.jinja: "):
+            load_template(tmp_path).render([{"role": "user", "content": "a"}])
+    monkeypatch.setattr("jinja2.__version__", "3.1.5")
+    with pytest.raises(ModelError, match=r"jinja2 is 3\.1\.5, expected 3\.1\.6 or newer"):
+        load_template(tmp_path)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ModuleNotFoundError) as missing_package:
+        load_template(tmp_path)
+    assert missing(missing_package.value, "generate") == "jinja2 is not installed; pip install 'quantmoe[run]'"
+
+
+def test_turns_run_what_is_new(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = Generator(talking)
+    chat, run, step = Chat(generator), [], generator.step
+    monkeypatch.setattr(generator, "step", lambda ids, past: run.append(ids.shape[1]) or step(ids, past))
+    for turn, message in enumerate(["hello", "and then?", "more"]):
+        reply = "".join(chat.reply(message, 8))
+        assert chat.messages[-1] == {"role": "assistant", "content": reply}
+        again = Chat(Generator(talking))
+        again.messages = chat.messages[:-2]
+        assert "".join(again.reply(message, 8)) == reply  # the same as if all were run
+        # the template renders an answer otherwise once another follows: back to where it began
+        assert turn == 0 or run[0] == chat.last.prompt < again.last.prompt
+        run.clear()
+
+
+def test_turns_without_a_template_go_on(exported) -> None:
+    generator = Generator(exported("qwen3_moe", activations="float"))
+    chat, tokenizer = Chat(generator), Text(generator.path.parent).tokenizer
+    first = "".join(chat.reply("A mixture", 5))
+    ids = tokenizer.encode("A mixture").ids + chat.last.tokens
+    "".join(chat.reply(" of", 5))
+    more = tokenizer.encode(" of").ids
+    assert chat.last.prompt == 1 + len(more)  # the last token of the reply had not been run
+    assert chat.last.tokens == generator.greedy(ids + more, 5).tokens
+    assert chat.messages[1]["content"] == first
+
+
+def test_a_reply_that_is_left_is_in_the_conversation(talking: Path) -> None:
+    whole = Chat(Generator(talking))
+    text = "".join(whole.reply("hello", 12))
+    chat = Chat(whole.model)
+    pieces = chat.reply("hello", 12)
+    said = next(pieces) + next(pieces)
+    pieces.close()
+    assert text.startswith(said)
+    assert chat.messages[-1] == {"role": "assistant", "content": said}
+    assert "".join(chat.reply("hello", 3, stop=["\n"], sampling=Sampling(seed=1))) is not None
+    assert len(chat.messages) == 4
+
+
+def generate(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess:
+    command = [Path(sys.executable).with_name("quantmoe"), "generate", *map(str, arguments)]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True)
+
+
+def test_command_line(talking: Path, exported) -> None:
+    expected = "".join(Chat(Generator(talking)).reply("hello", 9))
+    done = generate(talking, "--prompt", "hello", "--max-new-tokens", 9)
+    assert (done.returncode, done.stdout) == (0, expected + "\n")
+    assert "prompt: " in done.stderr
+    assert "decode: 9 tokens" in done.stderr
+    raw = generate(talking, "--prompt", "hello", "--raw", "--max-new-tokens", 9, "--chunk", 1).stdout
+    assert (
+        raw == generate(exported("qwen3_moe", activations="float"), "--prompt", "hello", "--max-new-tokens", 9).stdout
+    )
+    turns = generate(talking, "--chat", "--max-new-tokens", 9, stdin="hello\n\nmore\n")
+    assert turns.stdout.startswith(expected + "\n")
+    assert turns.stderr.count("prompt: ") == 2
+    stopped = generate(talking, "--prompt", "hello", "--stop", expected[3:5], "--stop", "nowhere").stdout
+    assert stopped == expected[: expected.index(expected[3:5])] + "\n"
+    sampled = [
+        generate(talking, "--ids", "5,6", "--temperature", 3, "--top-k", 0, "--seed", s).stdout for s in (1, 1, 2)
+    ]
+    assert sampled[0] == sampled[1] != sampled[2]
+    for arguments, code, message in (
+        (("--ids", "5", "--stop", "x"), 2, "--raw and --stop are of text"),
+        (("--ids", "5", "--chat"), 2, "give either --prompt or --ids, or --chat"),
+        (("--prompt", "a", "--top-p", 2), 1, "top_p is 2.0, expected a number above 0, at most 1"),
+        (("--prompt", "a", "--device", "cuda"), 1, "this onnxruntime has no CUDA provider; pip uninstall onnxruntime"),
+        (("--prompt", b"\xff"), 2, "expected text in UTF-8"),
+    ):
+        done = generate(talking, *(os.fsdecode(a) if isinstance(a, bytes) else a for a in arguments))
+        assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
+        assert message in done.stderr
+
+
+def test_interrupts_end_a_reply_and_not_the_conversation(talking: Path) -> None:
+    """In a terminal: a reply is left with Ctrl-C, the next message is answered, Ctrl-D ends."""
+    master, slave = pty.openpty()
+    command = [Path(sys.executable).with_name("quantmoe"), "generate", talking, "--max-new-tokens", "100000"]
+    program = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+    os.close(slave)
+    shown = bytearray()
+
+    def read() -> None:
+        try:
+            while data := os.read(master, 4096):
+                shown.extend(data)
+        except OSError:  # the terminal is gone
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+
+    def until(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < end, shown.decode(errors="replace")
+            time.sleep(0.01)
+
+    for turn, message in enumerate((b"hello\n", b"more\n"), 1):
+        until(lambda: shown.count(b"> ") == turn)  # noqa: B023
+        length = len(shown)
+        os.write(master, message)
+        until(lambda: len(shown) > length + 40)  # noqa: B023  it answers
+        program.send_signal(signal.SIGINT)
+    until(lambda: shown.count(b"> ") == 3)
+    os.write(master, b"\x04")
+    assert program.wait(60) == 0
+    reader.join()
+    os.close(master)
+    assert shown.startswith(b"Ctrl-C ends a reply")
