@@ -34,7 +34,7 @@ from quantmoe.exporter.errors import CheckpointError, OptionError
 from quantmoe.exporter.formats import Checkpoint, Format, MoELayer, find_format, open_checkpoint
 from quantmoe.exporter.formats.rounding import HEAD_GROUPS, distance
 from quantmoe.exporter.formats.unquantized import Unquantized
-from quantmoe.exporter.genai import eos_tokens, genai_config
+from quantmoe.exporter.genai import SHARE_BUFFER, eos_tokens, genai_config, shares_buffer
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.output import DATA, FILES, MODEL, PRODUCER, check_folder, record, weight_files, writing
 from quantmoe.exporter.passes.defaults import drop_defaults
@@ -206,7 +206,7 @@ def export(
                 report.packed_bytes += pair[0].length + pair[1].length
         _companions(format.ckpt, partial, layers)
         if target == "cpu":
-            _genai(format.ckpt, partial, layers)
+            _genai(format.ckpt, partial, layers, shares_buffer(graph.graph))
             report.library = _library(partial)
         metadata = {"checkpoint": format.ckpt.folder.resolve().name, "target": target} | ends
         _save(graph, weights, partial(MODEL), metadata)
@@ -436,6 +436,8 @@ def _save(graph: ir.Model, weights: list[Weight], path: Path, metadata: dict[str
     drop_traces(graph)
     graph.producer_name, graph.producer_version = PRODUCER, version("quantmoe")
     graph.metadata_props.update(metadata | {FILES: record(path.parent)})
+    if shares_buffer(graph.graph):
+        graph.metadata_props[SHARE_BUFFER] = "true"
     if metadata["target"] == "cpu":
         library = Path(library_path()).name
         graph.doc_string = f"Register {library} of `pip install quantmoe` with ONNX Runtime to run this."
@@ -463,10 +465,10 @@ def _config(ckpt: Checkpoint, layers: int | None) -> dict[str, Any]:
     return config
 
 
-def _genai(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None) -> None:
+def _genai(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None, shares: bool) -> None:
     """What onnxruntime-genai reads beside the model."""
     with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
-        found = genai_config(_config(ckpt, layers), ckpt.generation_config, Path(library_path()).name)
+        found = genai_config(_config(ckpt, layers), ckpt.generation_config, Path(library_path()).name, shares)
         partial(GENAI).write_text(json.dumps(found, indent=2))
 
 

@@ -5,19 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import onnx_ir as ir
+
+from quantmoe.exporter.sampling import Sampling
+
 #: transformers' model_type -> onnxruntime-genai's name of the same plain decoder
 TYPES = {"qwen3_moe": "qwen3", "mixtral": "mistral", "olmoe": "olmo"}
 
 #: metadata of a model whose cache may be written in place: past and present are one buffer; onnxruntime-genai's word
 SHARE_BUFFER = "past_present_share_buffer"
+#: tokens of a prompt that onnxruntime-genai runs at once: memory beside the cache grows with them, not with the prompt
+CHUNK = 512
+#: tokens that onnxruntime-genai allocates a shared cache for unless the caller sets max_length: of a model's whole
+#: context it may be tens of gigabytes
+MAX_LENGTH = 4096
 
 
-def genai_config(config: Mapping[str, Any], generation: Mapping[str, Any], library: str) -> dict[str, Any]:
+def shares_buffer(graph: ir.Graph) -> bool:
+    """Whether past and present may be one buffer: all that reads a cache is CachedAttention, which writes in place."""
+    past = [value for value in graph.inputs if str(value.name).startswith("past_key_values.")]
+    readers = [{(use.node.domain, use.node.op_type) for use in value.uses()} for value in past]
+    return bool(past) and all(found == {("quantmoe", "CachedAttention")} for found in readers)
+
+
+def genai_config(
+    config: Mapping[str, Any], generation: Mapping[str, Any], library: str, shares: bool = False
+) -> dict[str, Any]:
     """The contents of genai_config.json.
 
     Args:
         config: config.json. generation: generation_config.json, {} when there is none.
         library: file name of the custom operators; onnxruntime-genai loads it from the model's own folder only.
+        shares: whether past and present may be one buffer.
 
     Raises:
         KeyError: a field that plain decoders have is not there.
@@ -30,7 +49,7 @@ def genai_config(config: Mapping[str, Any], generation: Mapping[str, Any], libra
         for name in ("bos_token_id", "eos_token_id", "pad_token_id")
         if (value := generation.get(name, text.get(name))) is not None
     }
-    heads = text["num_attention_heads"]
+    heads, context = text["num_attention_heads"], text["max_position_embeddings"]
     cache = {f"{way}_{kind}_names": f"{prefix}.%d.{kind}"
              for way, prefix in (("past", "past_key_values"), ("present", "present"))
              for kind in ("key", "value")}  # fmt: skip
@@ -39,7 +58,7 @@ def genai_config(config: Mapping[str, Any], generation: Mapping[str, Any], libra
         | {
             "type": TYPES.get(text["model_type"], "llama"),
             "vocab_size": text["vocab_size"],
-            "context_length": text["max_position_embeddings"],
+            "context_length": context,
             "decoder": {
                 "filename": "model.onnx",
                 "session_options": {"custom_ops_library": library},
@@ -54,12 +73,22 @@ def genai_config(config: Mapping[str, Any], generation: Mapping[str, Any], libra
                 | {key: value for key, value in cache.items() if key.startswith("present")},
             },
         },
-        "search": {
-            "do_sample": False,
-            "max_length": text["max_position_embeddings"],
-            "past_present_share_buffer": False,
+        "search": _search(generation)
+        | {
+            "max_length": min(context, MAX_LENGTH) if shares else context,
+            SHARE_BUFFER: shares,
+            "chunk_size": CHUNK,
         },
     }
+
+
+def _search(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """How tokens are chosen: as transformers does with the same file."""
+    if not generation.get("do_sample"):
+        return {"do_sample": False}
+    usual = Sampling()
+    numbers = {"temperature": usual.temperature, "top_k": usual.top_k, "top_p": usual.top_p}
+    return {"do_sample": True} | {name: generation.get(name) or value for name, value in numbers.items()}
 
 
 def eos_tokens(config: Mapping[str, Any]) -> list[int] | None:

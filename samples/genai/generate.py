@@ -13,7 +13,7 @@ def generate(folder, count, ids):
         raise ValueError(f"a prompt of {len(ids)} tokens leaves no room in the model's context of {context}")
     model = og.Model(folder)
     params = og.GeneratorParams(model)
-    params.set_search_options(max_length=min(len(ids) + count, context))
+    params.set_search_options(do_sample=False, max_length=min(len(ids) + count, context))
     generator = og.Generator(model, params)
     generator.append_tokens(ids)
     while not generator.is_done():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from test_model import error, tokens
 
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.genai import SHARE_BUFFER, genai_config, shares_buffer
 from quantmoe.exporter.generate import Generator
 from quantmoe.exporter.sampling import Sampling
 
@@ -128,3 +130,60 @@ def test_f16_caches_are_kept_and_cut(exported):
     again = cache.append(PROMPT[10:])
     # float16 has 11 significant bits: chunks may round otherwise, some tens of times in a row
     assert error(again, Generator(generator.path).greedy(PROMPT, 1).logits[0]) < 2e-2
+
+
+def cache_graph(readers):
+    """A graph of caches and the nodes that read each: (domain, type) of one node for each cache."""
+    past = [ir.val(f"past_key_values.{i}.key") for i in range(len(readers))]
+    nodes = [ir.Node(domain, op, [value]) for value, (domain, op) in zip(past, readers, strict=True)]
+    return ir.Graph([ir.val("input_ids"), *past], [], nodes=nodes)
+
+
+def test_past_and_present_are_one_buffer_where_all_caches_are_cached_attentions(exported):
+    ours, concat = ("quantmoe", "CachedAttention"), ("", "Concat")
+    assert shares_buffer(cache_graph([ours, ours]))
+    for readers in ([ours, concat], [concat], [("", "CachedAttention")], []):
+        assert not shares_buffer(cache_graph(readers))
+    model = ir.load(exported("deepseek_v3", activations="float", logits="last") / "model.onnx")
+    assert not shares_buffer(model.graph)  # of standard nodes
+    assert SHARE_BUFFER not in model.metadata_props
+
+
+def test_what_onnxruntime_genai_is_told(checkpoint):
+    config = json.loads((checkpoint("qwen3_moe") / "config.json").read_text())
+    long, short = (config | {"max_position_embeddings": length} for length in (40960, 77))
+    found = genai_config(long, {}, "library")["search"]
+    assert found == {"do_sample": False, "max_length": 40960, "past_present_share_buffer": False, "chunk_size": 512}
+    sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
+    found = genai_config(long, sampling, "library", shares=True)["search"]
+    assert found == sampling | {"top_k": 50, "max_length": 4096, "past_present_share_buffer": True, "chunk_size": 512}
+    assert genai_config(short, {}, "library", shares=True)["search"]["max_length"] == 77
+
+
+def test_onnxruntime_genai_goes_on_after_going_back(exported):
+    """A cache that grows: onnxruntime-genai does not run the last token of a reply, and appending after it fails in the
+    graph; two tokens back, appended again, are the same as one prompt."""
+    import onnxruntime_genai as og
+
+    model = og.Model(str(exported("qwen3_moe", activations="float", logits="last")))
+
+    def generator() -> og.Generator:
+        params = og.GeneratorParams(model)
+        params.set_search_options(max_length=80)
+        return og.Generator(model, params)
+
+    def take(generator: og.Generator, ids: list[int], count: int) -> list[int]:
+        generator.append_tokens(ids)
+        for _ in range(count):
+            generator.generate_next_token()
+        return generator.get_sequence(0).tolist()
+
+    turns, new = generator(), [5, 6, 7]
+    said = take(turns, PROMPT, 6)
+    expected = take(generator(), said + new, 6)
+    turns.rewind_to(len(said) - 2)
+    assert take(turns, said[-2:] + new, 6) == expected
+    turns.rewind_to(9)
+    assert take(turns, said[9:] + new, 6) == expected
+    turns.rewind_to(0)
+    assert take(turns, said + new, 6) == expected
