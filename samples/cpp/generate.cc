@@ -23,11 +23,16 @@ static int64_t Number(const std::string& text) {
   return value;
 }
 
-// What the export wrote into the model: numbers with commas between, none in folders of older exports.
-static Ids Metadata(const Ort::Session& session, const char* key) {
+// What the export wrote into the model, nothing in folders of older exports.
+static std::string Text(const Ort::Session& session, const char* key) {
   Ort::AllocatorWithDefaultOptions allocator;
   const auto text = session.GetModelMetadata().LookupCustomMetadataMapAllocated(key, allocator);
-  std::istringstream stream(text ? text.get() : "");
+  return text ? text.get() : "";
+}
+
+// Numbers with commas between.
+static Ids Metadata(const Ort::Session& session, const char* key) {
+  std::istringstream stream(Text(session, key));
   Ids numbers;
   for (std::string number; std::getline(stream, number, ',');) numbers.push_back(Number(number));
   return numbers;
@@ -53,26 +58,26 @@ static Ids Generate(Ort::Session& session, int64_t count, Ids ids) {
     throw std::invalid_argument("a prompt of " + std::to_string(ids.size()) +
                                 " tokens leaves no room in the model's context of " + std::to_string(context));
 
+  count = std::min(count, room);
+
+  // Batch 1; every dynamic dimension of a cache input after the first is its length. Past and present are one buffer
+  // that each run writes in place, if the model takes that. Otherwise present is the longer past of the next run.
   Ort::AllocatorWithDefaultOptions allocator;
-  std::vector<std::string> inputs{"input_ids", "attention_mask", "position_ids"}, outputs{"logits"};
+  const bool shares = Text(session, "past_present_share_buffer") == "true";
+  const int64_t slots = shares ? static_cast<int64_t>(ids.size()) + count : 0;
+  std::vector<std::string> pasts, presents;
   std::vector<Ort::Value> cache;
   for (size_t i = 0; i < session.GetInputCount(); ++i) {
     const std::string name = session.GetInputNameAllocated(i, allocator).get(), prefix = "past_key_values";
     if (name.rfind(prefix, 0) != 0) continue;
-    inputs.push_back(name);
-    outputs.push_back("present" + name.substr(prefix.size()));
+    pasts.push_back(name);
+    presents.push_back("present" + name.substr(prefix.size()));
     const Ort::TypeInfo type = session.GetInputTypeInfo(i);
     const auto info = type.GetTensorTypeAndShapeInfo();
-    Ids shape = info.GetShape();  // batch 1, past length 0
-    for (int64_t& dim : shape) dim = dim < 0 ? &dim == &shape[0] : dim;
+    Ids shape = info.GetShape();
+    for (int64_t& dim : shape) dim = dim >= 0 ? dim : &dim == &shape[0] ? 1 : slots;
     cache.push_back(Ort::Value::CreateTensor(allocator, shape.data(), shape.size(), info.GetElementType()));
   }
-  const auto pointers = [](const std::vector<std::string>& names) {
-    std::vector<const char*> found;
-    for (const auto& name : names) found.push_back(name.c_str());
-    return found;
-  };
-  const auto input_names = pointers(inputs), output_names = pointers(outputs);
   const auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
   const auto row = [&](Ids& values) {
     const int64_t shape[] = {1, static_cast<int64_t>(values.size())};
@@ -80,19 +85,28 @@ static Ids Generate(Ort::Session& session, int64_t count, Ids ids) {
   };
 
   Ids generated, mask;
-  for (count = std::min(count, room); count > 0; --count) {
+  Ort::IoBinding binding(session);
+  for (; count > 0; --count) {
     Ids positions(ids.size());
     std::iota(positions.begin(), positions.end(), mask.size());
     mask.resize(mask.size() + ids.size(), 1);
-    std::vector<Ort::Value> values;
-    for (Ids* numbers : {&ids, &mask, &positions}) values.push_back(row(*numbers));
-    std::move(cache.begin(), cache.end(), std::back_inserter(values));
-    auto results =
-        session.Run({}, input_names.data(), values.data(), values.size(), output_names.data(), output_names.size());
-    ids = {Best(results[0])};
+    binding.BindInput("input_ids", row(ids));
+    binding.BindInput("attention_mask", row(mask));
+    binding.BindInput("position_ids", row(positions));
+    binding.BindOutput("logits", memory);
+    for (size_t i = 0; i < cache.size(); ++i) {
+      binding.BindInput(pasts[i].c_str(), cache[i]);
+      if (shares)
+        binding.BindOutput(presents[i].c_str(), cache[i]);
+      else
+        binding.BindOutput(presents[i].c_str(), memory);
+    }
+    session.Run({}, binding);
+    cache = binding.GetOutputValues();
+    ids = {Best(cache[0])};
+    cache.erase(cache.begin());
     generated.push_back(ids[0]);
     if (std::find(stop.begin(), stop.end(), ids[0]) != stop.end()) break;
-    std::move(results.begin() + 1, results.end(), cache.begin());
   }
   return generated;
 }

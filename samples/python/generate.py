@@ -21,33 +21,44 @@ def create_session(folder, cuda):
     return ort.InferenceSession(f"{folder}/model.onnx", options, providers=[provider])
 
 
-def generate(session, count, ids):
+def generate(session, count, ids, device):
     metadata = session.get_modelmeta().custom_metadata_map
     stop = metadata.get("eos_token_id", "").split(",")
     context = int(metadata.get("context_length", sys.maxsize))
     if len(ids) >= context:
         raise ValueError(f"a prompt of {len(ids)} tokens leaves no room in the model's context of {context}")
+    count = min(count, context - len(ids))
 
-    # Batch 1, no past: every dynamic dimension of a cache input after the first is the past length.
-    cache = {
-        i.name: np.zeros([1] + [d if isinstance(d, int) else 0 for d in i.shape[1:]], TYPES[i.type])
-        for i in session.get_inputs()
-        if i.name.startswith("past_key_values")
-    }
-    names = ["logits", *(name.replace("past_key_values", "present") for name in cache)]
-    past, generated = 0, []
-    for _ in range(min(count, context - len(ids))):
+    # Batch 1; every dynamic dimension of a cache input after the first is its length. Past and present are one buffer
+    # that each run writes in place, if the model takes that. Otherwise present is the longer past of the next run.
+    shares = metadata.get("past_present_share_buffer") == "true"
+    length = len(ids) + count if shares else 0
+    cache = {}
+    for i in session.get_inputs():
+        if i.name.startswith("past_key_values"):
+            shape = [1] + [d if isinstance(d, int) else length for d in i.shape[1:]]
+            cache[i.name] = ort.OrtValue.ortvalue_from_shape_and_type(shape, TYPES[i.type], device)
+    binding, past, generated = session.io_binding(), 0, []
+    for _ in range(count):
         total = past + len(ids)
-        feed = {
-            "input_ids": np.array([ids]),
-            "attention_mask": np.ones((1, total), np.int64),
-            "position_ids": np.arange(past, total)[None],
-        }
-        logits, *present = session.run(names, feed | cache)
+        binding.bind_cpu_input("input_ids", np.array([ids]))
+        binding.bind_cpu_input("attention_mask", np.ones((1, total), np.int64))
+        binding.bind_cpu_input("position_ids", np.arange(past, total)[None])
+        binding.bind_output("logits")
+        for name, value in cache.items():
+            binding.bind_ortvalue_input(name, value)
+            present = name.replace("past_key_values", "present")
+            if shares:
+                binding.bind_ortvalue_output(present, value)
+            else:
+                binding.bind_output(present, device)
+        session.run_with_iobinding(binding)
+        logits, *present = binding.get_outputs()
         cache, past = dict(zip(cache, present, strict=True)), total
-        if not np.isfinite(logits[0, -1]).all():
+        logits = logits.numpy()[0, -1]
+        if not np.isfinite(logits).all():
             raise ValueError("logits are not finite")
-        ids = [int(logits[0, -1].argmax())]
+        ids = [int(logits.argmax())]
         generated += ids
         if str(ids[0]) in stop:
             break
@@ -66,6 +77,6 @@ try:
     if len(arguments) < 3:
         raise ValueError("usage: generate.py [--cuda] FOLDER COUNT ID...")
     folder, (count, *ids) = arguments[0], map(number, arguments[1:])
-    print(*generate(create_session(folder, cuda), count, ids))
+    print(*generate(create_session(folder, cuda), count, ids, "cuda" if cuda else "cpu"))
 except Exception as error:  # ONNX Runtime's exceptions have no base class of their own
     sys.exit(str(error))

@@ -33,52 +33,61 @@ public class Generate {
           "a prompt of " + ids.length + " tokens leaves no room in the model's context of " + context);
     count = Math.min(count, context - ids.length);
 
+    // Past and present are one buffer that each run writes in place, if the model takes that. Otherwise present is the
+    // longer past of the next run.
+    boolean shares = "true".equals(metadata.get("past_present_share_buffer"));
     StringJoiner generated = new StringJoiner(" ");
-    Map<String, OnnxTensor> cache = emptyCache(env, session);
-    OrtSession.Result last = null;  // owns the cache after the first step
+    Map<String, OnnxTensor> cache = cache(env, session, shares ? ids.length + count : 0);
+    OrtSession.Result last = null;  // owns a cache that grows after the first step
     try {
       for (long past = 0; count-- > 0; ) {
         long total = past + ids.length;
         try (OnnxTensor inputIds = row(env, LongStream.of(ids));
             OnnxTensor mask = row(env, LongStream.range(0, total).map(i -> 1));
             OnnxTensor positions = row(env, LongStream.range(past, total))) {
-          Map<String, OnnxTensor> inputs = new HashMap<>(cache);
+          Map<String, OnnxTensor> inputs = new HashMap<>(cache), pinned = new HashMap<>();
           inputs.putAll(Map.of("input_ids", inputIds, "attention_mask", mask, "position_ids", positions));
-          OrtSession.Result result = session.run(inputs);
-          close(last, cache);
+          if (shares) cache.forEach((name, tensor) -> pinned.put(present(name), tensor));
+          Set<String> outputs = new HashSet<>(session.getOutputNames());
+          outputs.removeAll(pinned.keySet());
+          OrtSession.Result result = session.run(inputs, outputs, pinned);
+          if (last != null) last.close();
+          else if (!shares) OnnxValue.close(cache);
           last = result;
         }
-        for (var entry : cache.entrySet())
-          entry.setValue((OnnxTensor) last.get(entry.getKey().replace("past_key_values", "present")).get());
+        if (!shares)
+          for (var entry : cache.entrySet()) entry.setValue((OnnxTensor) last.get(present(entry.getKey())).get());
         past = total;
         ids = new long[] {best((OnnxTensor) last.get("logits").get())};
         generated.add(Long.toString(ids[0]));
         if (stop.contains(Long.toString(ids[0]))) break;
       }
     } finally {
-      close(last, cache);
+      if (last != null) last.close();
+      if (last == null || shares) OnnxValue.close(cache);
     }
     return generated.toString();
   }
 
-  static void close(OrtSession.Result last, Map<String, OnnxTensor> cache) {
-    if (last == null) OnnxValue.close(cache);
-    else last.close();
+  static String present(String past) {
+    return past.replace("past_key_values", "present");
   }
 
   static OnnxTensor row(OrtEnvironment env, LongStream values) throws OrtException {
     return OnnxTensor.createTensor(env, new long[][] {values.toArray()});
   }
 
-  /** Batch 1, no past: every dynamic dimension of a cache input after the first is the past length. */
-  static Map<String, OnnxTensor> emptyCache(OrtEnvironment env, OrtSession session) throws OrtException {
+  /** Batch 1; every dynamic dimension of a cache input after the first is its length. */
+  static Map<String, OnnxTensor> cache(OrtEnvironment env, OrtSession session, long length) throws OrtException {
     Map<String, OnnxTensor> cache = new HashMap<>();
     for (NodeInfo input : session.getInputInfo().values()) {
       if (!input.getName().startsWith("past_key_values")) continue;
       TensorInfo info = (TensorInfo) input.getInfo();
       long[] shape = info.getShape();
-      for (int i = 0; i < shape.length; i++) shape[i] = shape[i] < 0 ? (i == 0 ? 1 : 0) : shape[i];
-      cache.put(input.getName(), OnnxTensor.createTensor(env, ByteBuffer.allocateDirect(0), shape, info.type));
+      for (int i = 0; i < shape.length; i++) shape[i] = shape[i] < 0 ? (i == 0 ? 1 : length) : shape[i];
+      long bytes = LongStream.of(shape).reduce(info.type.size, Math::multiplyExact);
+      ByteBuffer buffer = ByteBuffer.allocateDirect(Math.toIntExact(bytes)).order(ByteOrder.nativeOrder());
+      cache.put(input.getName(), OnnxTensor.createTensor(env, buffer, shape, info.type));
     }
     return cache;
   }
