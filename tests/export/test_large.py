@@ -14,7 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-import large
 import numpy as np
 import pytest
 
@@ -22,10 +21,12 @@ from quantmoe.exporter.checkpoint import write_safetensors
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.formats import CheckpointError, open_checkpoint
 from quantmoe.exporter.plan import plan
+from quantmoe.exporter.random_checkpoint import CONFIGS, cut, write
 
 LAYERS = int(os.environ.get("QUANTMOE_LARGE_LAYERS", "48"))
 GROUP_SIZE = 32
 MEMORY = 2e9
+CONFIG = CONFIGS["qwen3-30b-a3b"]
 
 EXPORT = """
 import resource, sys, time
@@ -86,7 +87,7 @@ def test_export_and_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     checkpoint, model = tmp_path / "checkpoint", tmp_path / "model"
     try:
         begin = time.perf_counter()
-        read = large.write(checkpoint, large.CONFIG | {"num_hidden_layers": LAYERS}, GROUP_SIZE)
+        read = write(checkpoint, cut(CONFIG, LAYERS), GROUP_SIZE)
         made = time.perf_counter() - begin
         export = child(EXPORT, checkpoint, model)
         shutil.rmtree(checkpoint)
@@ -100,7 +101,7 @@ def test_export_and_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             shutil.rmtree(folder, ignore_errors=True)
     dense = sum(t["bytes"] for t in found["dense"] if "embed_tokens" not in t["name"])
     experts = sum(layer["bytes"] for layer in found["layers"])
-    token = dense + experts * large.CONFIG["num_experts_per_tok"] / large.CONFIG["num_experts"]
+    token = dense + experts * CONFIG["num_experts_per_tok"] / CONFIG["num_experts"]
     stages = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in export["stages"].items())
     with capsys.disabled():
         print(
@@ -124,7 +125,7 @@ def test_export_and_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_headers_alone_are_enough_to_plan(tmp_path: Path) -> None:
     """--dry-run of a 671B-class checkpoint: DeepSeek-V3's sizes, Qwen3's architecture, only headers in its shards."""
-    config = large.CONFIG | {
+    config = CONFIG | {
         "hidden_size": 7168,
         "moe_intermediate_size": 2048,
         "num_experts": 256,
@@ -133,7 +134,7 @@ def test_headers_alone_are_enough_to_plan(tmp_path: Path) -> None:
         "num_key_value_heads": 128,
         "vocab_size": 129280,
     }
-    size = large.write(tmp_path, config, 128, data=False)
+    size = write(tmp_path, config, 128, data=False)
     assert size > 350e9
     assert sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir()) < 100e6
     code = "from quantmoe.exporter.cli import main; main()"
