@@ -49,7 +49,7 @@ from quantmoe.custom_ops.shapes import SHAPES, Shape
 from quantmoe.exporter.bench_ggml import Ggml
 from quantmoe.exporter.bench_ggml import library as ggml_library
 from quantmoe.exporter.bench_layer import FORMATS, Layer
-from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.errors import CheckpointError, ModelError
 from quantmoe.exporter.generate import runtime
 from quantmoe.exporter.options import listed, missing, need, run, terminal
 from quantmoe.ort_ext import library_path
@@ -349,6 +349,8 @@ def bench(
 ) -> list[Cell]:
     """Times one MoE layer in ONNX Runtime against the machine's limits and, with --against, another implementation.
 
+    Of whole models: quantmoe bench MODEL --help.
+
     Lists are given as a,b,c or by repeating an option. The default layers take about 5 minutes on 2 cores; with
     --session the default is qwen3-30b-a3b int4 with groups of 128, 315 MB packed.
     """
@@ -362,14 +364,8 @@ def bench(
         raise typer.BadParameter(f"{sizes[0]}; expected -1, 16 or a multiple of 32", param_hint="--group-size")
     if (session or packing) and (json_file or plot):
         raise typer.BadParameter("has no cells to write", param_hint="--session" if session else "--packing")
-    for file in filter(None, (json_file, plot)):  # said now, not after minutes
-        if not file.resolve().parent.is_dir():
-            raise typer.BadParameter(f"{file}: no such folder", param_hint="--json or --plot")
-    if plot and plot.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise typer.BadParameter(f"{plot}; expected .png, .pdf or .svg", param_hint="--plot")
+    check_files(json_file, plot)
     threads, against = threads or native.cpus(), list(dict.fromkeys(against or ()))
-    if plot:
-        need("matplotlib")
     layers = [
         (name, _shape(name), kind, group)
         for name in shape or (["qwen3-30b-a3b"] if session else ["qwen3-30b-a3b", "gpt-oss-20b"])
@@ -394,6 +390,21 @@ def bench(
     if plot:
         draw(cells, plot)
     return cells
+
+
+def check_files(json_file: Path | None, plot: Path | None) -> None:
+    """Says now, not after minutes, what could not be written.
+
+    Raises:
+        typer.BadParameter: no folder, or no type of picture. ModuleNotFoundError: matplotlib, to plot.
+    """
+    for file in filter(None, (json_file, plot)):
+        if not file.resolve().parent.is_dir():
+            raise typer.BadParameter(f"{file}: no such folder", param_hint="--json or --plot")
+    if plot:
+        if plot.suffix.lower() not in (".png", ".pdf", ".svg"):
+            raise typer.BadParameter(f"{plot}; expected .png, .pdf or .svg", param_hint="--plot")
+        need("matplotlib")
 
 
 Chosen = tuple[str, Shape, str, int]  # a layer: name, shape, weight format, group size
@@ -586,12 +597,17 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command on ``arguments``, default the process's."""
+    """The command on ``arguments``, default the process's: of a whole model if the first names one."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command: Callable[..., object] = bench
+    if given and not given[0].startswith("-"):
+        from quantmoe.exporter.bench_model import bench_model as command
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(bench)
+    app.command()(command)
     try:
-        run(app, sys.argv[1:] if arguments is None else arguments, "quantmoe bench")
-    except (ModelError, OSError, RuntimeError) as error:  # a kernel that is not there, sides that differ, a full disk
+        run(app, given, "quantmoe bench")
+    except (CheckpointError, ModelError, OSError, RuntimeError) as error:
+        # a kernel that is not there, sides that differ, a full disk
         sys.exit(f"quantmoe bench: {error}")
     except MemoryError as error:
         sys.exit(f"quantmoe bench: {str(error) or 'out of memory'}")

@@ -333,7 +333,7 @@ def demo(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context) -> None:
-    """Measure kernels against other engines; `quantmoe bench --help` lists its options."""
+    """Measure one layer, or a whole model (bench MODEL), against other engines; options: bench [MODEL] --help."""
     from quantmoe.exporter.bench import main as bench_main
 
     bench_main(context.args)
