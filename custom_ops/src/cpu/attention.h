@@ -1,7 +1,8 @@
 // CachedAttention on vectors of 16 floats: FORMAT.md section 5, operation by operation. An instruction set's file
 // (attention_<isa>.cc) includes this once, after it has defined in an unnamed namespace
-//   kRows                       most queries whose products are computed at a time
+//   kRows, kVectors             queries and vectors of keys, or of values, whose sums fit the registers
 //   Vector                      16 floats, with zero(), load(float* or uint16_t* of float16), store(float*, Vector) and
+//   multiply(a, x)              a * x, a float
 //   multiply_add(a, x, sum)     a * x + sum, rounded once, a float
 //   transpose(rows, at, out)    features at .. at + 15 of 16 keys to out [16 features][16 keys]
 // Everything else is plain loops, compiled for its instruction set.
@@ -126,21 +127,22 @@ struct Ahead {
   const char *keys, *values;
 };
 
-// out[r][k] = q[r] . key k, 16 K keys of [K][D][16]; brings kLines of keys and values for each feature into L2.
+// out[r][k] = (q[r] . key k) scale, 16 K keys of [K][D][16]; brings kLines of keys and values for each feature into L2.
 template <int R, int K, int kLines>
-void products(const float* q, const float* keys, int64_t d, float* out, Ahead ahead) {
+void products(const float* q, const float* keys, int64_t d, float scale, float* out, Ahead ahead) {
   Vector sum[R][K];
   QM_EACH(r, R) QM_EACH(k, K) sum[r][k] = zero();
   for (int64_t f = 0; f < d; ++f, q += R, keys += 16) {
-    Vector x[K];
     QM_EACH(line, kLines) {
       __builtin_prefetch(ahead.keys + (f * kLines + line) * 64, 0, 2);
       __builtin_prefetch(ahead.values + (f * kLines + line) * 64, 0, 2);
     }
-    QM_EACH(k, K) x[k] = load(keys + k * d * 16);
-    QM_EACH(r, R) QM_EACH(k, K) sum[r][k] = multiply_add(q[r], x[k], sum[r][k]);
+    QM_EACH(k, K) {
+      const Vector x = load(keys + k * d * 16);
+      QM_EACH(r, R) sum[r][k] = multiply_add(q[r], x, sum[r][k]);
+    }
   }
-  QM_EACH(r, R) QM_EACH(k, K) store(out + r * kScoreStride + k * 16, sum[r][k]);
+  QM_EACH(r, R) QM_EACH(k, K) store(out + r * kScoreStride + k * 16, multiply(scale, sum[r][k]));
 }
 
 // acc[r][v] += p[r][slot] * values[slot][v] for slots ascending, 16 V values.
@@ -149,9 +151,10 @@ void add_values(const float* p, const C* values, int64_t stride, int64_t slots, 
   Vector sum[R][V];
   QM_EACH(r, R) QM_EACH(v, V) sum[r][v] = load(acc + r * acc_stride + v * 16);
   for (int64_t slot = 0; slot < slots; ++slot, values += stride) {
-    Vector x[V];
-    QM_EACH(v, V) x[v] = load(values + v * 16);
-    QM_EACH(r, R) QM_EACH(v, V) sum[r][v] = multiply_add(p[r * kScoreStride + slot], x[v], sum[r][v]);
+    QM_EACH(v, V) {
+      const Vector x = load(values + v * 16);
+      QM_EACH(r, R) sum[r][v] = multiply_add(p[r * kScoreStride + slot], x, sum[r][v]);
+    }
   }
   QM_EACH(r, R) QM_EACH(v, V) store(acc + r * acc_stride + v * 16, sum[r][v]);
 }
@@ -159,7 +162,7 @@ template <class C>
 void add_values(int64_t rows, const float* p, const C* values, int64_t stride, int64_t width, int64_t slots, float* acc,
                 int64_t acc_stride) {
   with_rows(rows, [&](auto r) {
-    constexpr int R = decltype(r)::value, V = R <= 2 ? 4 : 2;
+    constexpr int R = decltype(r)::value, V = R == 1 ? 4 : R == 2 ? 2 * kVectors : kVectors;
     int64_t v = 0;
     for (; v + 16 * V <= width; v += 16 * V) add_values<R, V>(p, values + v, stride, slots, acc + v, acc_stride);
     for (; v < width; v += 16) add_values<R, 1>(p, values + v, stride, slots, acc + v, acc_stride);
@@ -176,11 +179,10 @@ inline Range seen(const Attention& a, const AttentionTile& tile, int64_t token, 
 }
 
 // Scores to weights; the largest score to part[0], the sum of the weights to part[1].
-void soften(const qm_attention& node, Range range, float* s, float* part) {
+void soften(float softcap, Range range, float* s, float* part) {
   const int64_t first = range.begin / 16 * 16, last = align_up(range.end, 16);
-  for (int64_t i = first; i < last; ++i) s[i] *= node.scale;
-  if (node.softcap != 0.0f)
-    for (int64_t i = first; i < last; ++i) s[i] = node.softcap * tanh_f32(s[i] / node.softcap);
+  if (softcap != 0.0f)
+    for (int64_t i = first; i < last; ++i) s[i] = softcap * tanh_f32(s[i] / softcap);
   std::fill(s + first, s + range.begin, -kInfinity);
   std::fill(s + range.end, s + last, -kInfinity);
   float tops[16], sums[16] = {};
@@ -188,11 +190,13 @@ void soften(const qm_attention& node, Range range, float* s, float* part) {
   for (int64_t i = first; i < last; i += 16)
     for (int j = 0; j < 16; ++j) tops[j] = s[i + j] > tops[j] ? s[i + j] : tops[j];
   const float top = *std::max_element(tops, tops + 16);
-  for (int64_t i = first; i < last; ++i) s[i] = exp_f32(s[i] - top);
-  std::fill(s + first, s + range.begin, 0.0f);
-  std::fill(s + range.end, s + last, 0.0f);
-  for (int64_t i = first; i < last; i += 16)
-    for (int j = 0; j < 16; ++j) sums[j] += s[i + j];
+  for (int64_t i = first; i < last; i += 16) {
+    for (int j = 0; j < 16; ++j) {
+      const float weight = exp_f32(s[i + j] - top);
+      s[i + j] = s[i + j] == -kInfinity ? 0.0f : weight;
+      sums[j] += s[i + j];
+    }
+  }
   part[0] = top;
   part[1] = sum_lanes(sums);
 }
@@ -216,18 +220,19 @@ void score(const Attention& a, Range all, const C* keys, const C* values, int64_
     for (int64_t panel = 0; panel < panel_count(rows); ++panel) {
       const int64_t row = panel_row(rows, panel);
       with_rows(panel_row(rows, panel + 1) - row, [&](auto r) {
-        constexpr int R = decltype(r)::value, K = kAttentionStep / 16, kLines = kAttentionStep * sizeof(C) / 64;
+        constexpr int R = decltype(r)::value, K = kVectors, kLines = kAttentionStep * sizeof(C) / 64;
         const float* const q = scratch + a.queries_at() + row * d;
         float* const out = scores + row * kScoreStride + step;
         const Ahead ahead{reinterpret_cast<const char*>(keys + (step + kAttentionStep) * d),
                           reinterpret_cast<const char*>(values + step * a.node.v_head_size)};
-        static_assert(K == 2, "or one vector");
-        if (sixteens < K)
-          products<R, 1, 0>(q, turned, d, out, ahead);
-        else if (panel == 0)
-          products<R, K, kLines>(q, turned, d, out, ahead);
-        else
-          products<R, K, 0>(q, turned, d, out, ahead);
+        int64_t i = 0;
+        if (panel == 0 && sixteens >= K) {
+          products<R, K, kLines>(q, turned, d, a.node.scale, out, ahead);
+          i += K;
+        }
+        for (; i + K <= sixteens; i += K)
+          products<R, K, 0>(q, turned + i * d * 16, d, a.node.scale, out + i * 16, ahead);
+        for (; i < sixteens; ++i) products<R, 1, 0>(q, turned + i * d * 16, d, a.node.scale, out + i * 16, ahead);
       });
     }
   }
@@ -278,9 +283,9 @@ void block_of(const Attention& a, const AttentionTile& tile, int64_t block, floa
   for (int64_t r = 0; r < rows; ++r) {
     const Range range = seen(a, tile, r / a.heads(), block);
     std::fill(parts + r * part + 16, parts + (r + 1) * part, 0.0f);
-    if (range.begin < range.end) soften(a.node, range, scores + r * kScoreStride, parts + r * part);
+    if (range.begin < range.end) soften(a.node.softcap, range, scores + r * kScoreStride, parts + r * part);
   }
-  if (v == width && panel_count(rows) == 1) return add_block(a, tile, block, values, v, scores, parts);
+  if (v == width && panel_count(rows) <= 2) return add_block(a, tile, block, values, v, scores, parts);
   for (int64_t slot = all.begin; slot < all.end; ++slot) {
     for (int64_t i = 0; i < v; ++i) wide[slot * width + i] = widen(values[slot * v + i]);
     std::fill(wide + slot * width + v, wide + (slot + 1) * width, 0.0f);

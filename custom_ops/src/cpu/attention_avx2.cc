@@ -9,7 +9,7 @@
 namespace quantmoe {
 namespace {
 
-constexpr int kRows = 4;
+constexpr int kRows = 6, kVectors = 1;  // 12 registers of sums
 
 struct Vector {
   __m256 low, high;
@@ -26,6 +26,10 @@ inline Vector load(const C* x) {
 inline void store(float* out, const Vector& x) {
   _mm256_storeu_ps(out, x.low);
   _mm256_storeu_ps(out + 8, x.high);
+}
+inline Vector multiply(float a, const Vector& x) {
+  const __m256 all = _mm256_set1_ps(a);
+  return {_mm256_mul_ps(all, x.low), _mm256_mul_ps(all, x.high)};
 }
 inline Vector multiply_add(float a, const Vector& x, const Vector& sum) {
   const __m256 all = _mm256_set1_ps(a);

@@ -9,7 +9,7 @@
 namespace quantmoe {
 namespace {
 
-constexpr int kRows = 8;  // times two vectors: 16 sums
+constexpr int kRows = 8, kVectors = 2;  // 16 registers of sums
 
 using Vector = __m512;
 inline Vector zero() { return _mm512_setzero_ps(); }
@@ -18,6 +18,7 @@ inline Vector load(const uint16_t* x) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
 }
 inline void store(float* out, Vector x) { _mm512_storeu_ps(out, x); }
+inline Vector multiply(float a, Vector x) { return _mm512_mul_ps(_mm512_set1_ps(a), x); }
 inline Vector multiply_add(float a, Vector x, Vector sum) { return _mm512_fmadd_ps(_mm512_set1_ps(a), x, sum); }
 
 // In each 128 bits: 4 x 4 numbers of 4 rows.

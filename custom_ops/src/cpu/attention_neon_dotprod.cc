@@ -9,7 +9,7 @@
 namespace quantmoe {
 namespace {
 
-constexpr int kRows = 3;  // times two vectors: 24 registers of sums
+constexpr int kRows = 6, kVectors = 1;  // 24 registers of sums
 
 struct Vector {
   float32x4_t parts[4];
@@ -23,6 +23,10 @@ inline Vector load(const C* x) {
 }
 inline void store(float* out, const Vector& x) {
   for (int i = 0; i < 4; ++i) vst1q_f32(out + 4 * i, x.parts[i]);
+}
+inline Vector multiply(float a, const Vector& x) {
+  return {
+      {vmulq_n_f32(x.parts[0], a), vmulq_n_f32(x.parts[1], a), vmulq_n_f32(x.parts[2], a), vmulq_n_f32(x.parts[3], a)}};
 }
 inline Vector multiply_add(float a, const Vector& x, const Vector& sum) {
   return {{vfmaq_n_f32(sum.parts[0], x.parts[0], a), vfmaq_n_f32(sum.parts[1], x.parts[1], a),

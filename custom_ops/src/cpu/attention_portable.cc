@@ -7,7 +7,7 @@
 namespace quantmoe {
 namespace {
 
-constexpr int kRows = 2;
+constexpr int kRows = 2, kVectors = 1;
 
 struct Vector {
   float lanes[16];
@@ -24,6 +24,11 @@ inline Vector load(const uint16_t* x) {
   return out;
 }
 inline void store(float* out, const Vector& x) { std::memcpy(out, x.lanes, sizeof x); }
+inline Vector multiply(float a, const Vector& x) {
+  Vector out;
+  for (int i = 0; i < 16; ++i) out.lanes[i] = a * x.lanes[i];
+  return out;
+}
 inline Vector multiply_add(float a, const Vector& x, const Vector& sum) {
   Vector out;
   for (int i = 0; i < 16; ++i) out.lanes[i] = fma(a, x.lanes[i], sum.lanes[i]);
