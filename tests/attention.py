@@ -11,11 +11,34 @@ from typing import Any
 
 import numpy as np
 from arithmetic import ONE_PLUS, SECOND, TINY, Span, U, assert_within
+from specs import attention_spec
 
 from quantmoe.custom_ops import native, reference
 from quantmoe.custom_ops.op import AttentionSpec
 
 BLOCK = 256
+#: of a batch: right padding, left padding, nothing new, a block's border, everything
+RAGGED = [[0, 5, 250], [3, 6, 0], [4, 0, 17], [8, 1, 255], [0, 9, 256]]
+SPECS = {
+    "plain": attention_spec(4, 2, 32),
+    "one-head": attention_spec(3, 3, 16),
+    "nine-heads": attention_spec(9, 1, 32),
+    "seventy-heads": attention_spec(70, 1, 16),
+    "odd-widths": attention_spec(6, 2, 19, v_head_size=37),
+    "wide-keys": attention_spec(4, 2, 48, v_head_size=32),
+    "rotary": attention_spec(4, 2, 32, rotary_size=32),
+    "partial-rotary": attention_spec(4, 2, 32, rotary_size=10),
+    "interleaved": attention_spec(4, 2, 32, rotary_size=12, rotary_interleaved=1),
+    "norm-head": attention_spec(4, 2, 32, qk_norm="head", rotary_size=32),
+    "norm-row": attention_spec(4, 2, 24, qk_norm="row", rotary_size=8),
+    "softcap": attention_spec(4, 2, 32, softcap=3.0),
+    "window": attention_spec(4, 2, 32, sliding_window=100),
+    "window-1": attention_spec(4, 2, 32, sliding_window=1),
+    "window-257": attention_spec(4, 2, 32, sliding_window=257),
+    "chunks": attention_spec(4, 2, 32, chunk_size=7),
+    "chunks-of-blocks": attention_spec(4, 2, 32, chunk_size=256),
+    "window-in-chunks": attention_spec(4, 2, 32, sliding_window=5, chunk_size=64),
+}
 #: exp is within 4u of the truth, and not below e^-87
 EXP, SMALLEST = 4 * U, np.exp(-87.0)
 
@@ -88,6 +111,10 @@ def inputs(
         *(1 + draw(width) / 4 for width in widths),
         draw(heads),
     )
+
+
+def ragged(spec: AttentionSpec, **types: Any) -> Inputs:
+    return inputs(spec, RAGGED, tokens=9, past=260, length=265, **types)
 
 
 def turned(spec: AttentionSpec, x: np.ndarray, weights: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> Span:

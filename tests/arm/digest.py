@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from attention import SPECS, ragged
 from cases import CASES
 
 from quantmoe.custom_ops import native
@@ -33,4 +34,10 @@ for case in CASES:
         run = layer.native()
         outputs.add(digest(*(run(*t) for t in tokens)))
     print(digest(layer.w13, layer.w2, *(array for t in tokens for array in t)), *sorted(outputs), case)
+for name, spec in SPECS.items():
+    a, outputs = ragged(spec, cache=np.float16), set()
+    for kernel in kernels:
+        os.environ["QUANTMOE_FORCE_KERNEL"] = kernel
+        outputs.add(digest(*a.run()))
+    print(digest(a.qkv, *a.past, a.rows, *a.others), *sorted(outputs), "attention", name)
 print(f"digest.py: {', '.join(kernels)}", file=sys.stderr)
