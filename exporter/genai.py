@@ -22,10 +22,10 @@ MAX_LENGTH = 4096
 
 
 def shares_buffer(graph: ir.Graph) -> bool:
-    """Whether past and present may be one buffer: all that reads a cache is CachedAttention, which writes in place."""
+    """Whether past and present may be one buffer: no node reads a cache but CachedAttention, which writes in place."""
     past = [value for value in graph.inputs if str(value.name).startswith("past_key_values.")]
-    readers = [{(use.node.domain, use.node.op_type) for use in value.uses()} for value in past]
-    return bool(past) and all(found == {("quantmoe", "CachedAttention")} for found in readers)
+    nodes = [{(use.node.domain, use.node.op_type) for use in value.uses()} - {("", "Shape")} for value in past]
+    return bool(past) and all(found == {("quantmoe", "CachedAttention")} for found in nodes)
 
 
 def genai_config(

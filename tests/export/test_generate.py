@@ -133,9 +133,10 @@ def test_f16_caches_are_kept_and_cut(exported):
 
 
 def cache_graph(readers):
-    """A graph of caches and the nodes that read each: (domain, type) of one node for each cache."""
+    """A graph of caches and the nodes that read each: (domain, type) of one node for each cache, and Shape."""
     past = [ir.val(f"past_key_values.{i}.key") for i in range(len(readers))]
     nodes = [ir.Node(domain, op, [value]) for value, (domain, op) in zip(past, readers, strict=True)]
+    nodes += [ir.Node("", "Shape", [value]) for value in past]
     return ir.Graph([ir.val("input_ids"), *past], [], nodes=nodes)
 
 
