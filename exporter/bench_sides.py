@@ -28,6 +28,8 @@ from quantmoe.ort_ext import library_path
 
 #: onnxruntime's names of types -> NumPy's
 TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
+SHARE_BUFFER = "past_present_share_buffer"  # in a model's metadata
+CHUNK = 512  # as generate's
 FIRST_ID, IDS = 3, 200  # ids of prompts, in every vocabulary and no end of a text
 
 
@@ -37,7 +39,8 @@ def token_ids(batch: int, tokens: int) -> np.ndarray:
 
 
 class Ours:
-    """An exported model in ONNX Runtime with I/O binding: a step's present is the next one's past, without a copy.
+    """An exported model in ONNX Runtime with I/O binding: a step's present is the next one's past, without a copy; of
+    models that write the cache in place, both are one buffer, and a prompt is run in parts of CHUNK tokens.
 
     Args:
         path: of the model or its folder.
@@ -56,6 +59,7 @@ class Ours:
         self.session = self._ort.InferenceSession(str(model_path(path)), options, providers=["CPUExecutionProvider"])
         self._inputs = {i.name: i for i in self.session.get_inputs()}
         self._past = [name for name in self._inputs if name.startswith("past_key_values.")]
+        self._in_place = self.session.get_modelmeta().custom_metadata_map.get(SHARE_BUFFER) == "true"
         self._runs = 0
 
     def _run(self, ids: np.ndarray, past: dict[str, Any], length: int) -> tuple[float, dict[str, Any]]:
@@ -72,8 +76,9 @@ class Ours:
         for name, value in past.items():
             binding.bind_ortvalue_input(name, value)
         binding.bind_output("logits")
-        for name in past:
-            binding.bind_output(name.replace("past_key_values", "present"))
+        for name, value in past.items():
+            present = name.replace("past_key_values", "present")
+            binding.bind_ortvalue_output(present, value) if self._in_place else binding.bind_output(present)
         start = time.perf_counter()
         self.session.run_with_iobinding(binding)
         seconds = time.perf_counter() - start
@@ -82,7 +87,8 @@ class Ours:
         self.logits = logits.numpy()
         return seconds, dict(zip(past, present, strict=True))
 
-    def _empty(self, batch: int, length: int) -> dict[str, Any]:
+    def _cache(self, batch: int, length: int) -> dict[str, Any]:
+        """Random keys and values of so many tokens a row."""
         normal, cache = np.random.default_rng(0).normal(size=1 << 20), {}
         for name in self._past:
             shape = [batch, *self._inputs[name].shape[1:]]
@@ -92,12 +98,17 @@ class Ours:
         return cache
 
     def prefill(self, tokens: int) -> float:
-        return self._run(token_ids(1, tokens), self._empty(1, 0), 0)[0]
+        ids, past, total = token_ids(1, tokens), self._cache(1, tokens if self._in_place else 0), 0.0
+        chunk = CHUNK if self._in_place else tokens
+        for at in range(0, tokens, chunk):
+            seconds, past = self._run(ids[:, at : at + chunk], past, at)
+            total += seconds
+        return total
 
     def fill(self, depth: int, batch: int, length: int) -> None:
         self._depth, self._batch = depth, batch
         self._filled = None  # frees it first
-        self._filled = self._empty(batch, depth)
+        self._filled = self._cache(batch, length if self._in_place else depth)
 
     def decode(self, steps: int) -> float:
         past, total, ids = self._filled, 0.0, token_ids(self._batch, steps)
