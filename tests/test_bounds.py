@@ -9,11 +9,13 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 
+import attention
 import numpy as np
 import pytest
 from arithmetic import activate, assert_within, exactly
 from bounds import check, check_linear
 from cases import FLOAT_ACTIVATIONS, INT4, NVFP4, ONE_OF_EACH, WEIGHTS, Case, Layer
+from specs import attention_spec
 
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.expert import Expert
@@ -167,3 +169,42 @@ def test_what_an_activation_function_loses_of_subnormal_numbers() -> None:
     z = np.arange(1, 10, dtype=np.uint32).view(np.float32)[None]
     up = np.full_like(z, 1000)
     assert_within(np.float32(0.5) * z * up, activate(spec, exactly(z), exactly(up)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"scale": 32**-0.5 * (1 + 2.0**-10)},
+        {"softcap": 5 * (1 + 2.0**-10)},
+        {"sliding_window": 99},
+        {"chunk_size": 129},
+        {"rotary_size": 14},
+        {"rotary_interleaved": 1},
+        {"qk_norm": "none"},
+        {"norm_epsilon": 2e-3},
+        {"sinks": 1 + 2.0**-10},
+        {"k_norm": 1 + 2.0**-10},
+        {"sin": -1},
+    ],
+    ids=str,
+)
+def test_attention(change: dict) -> None:
+    """Keys and values of the changed operator are checked as well as its output."""
+    features = {"softcap": 5.0, "sliding_window": 100, "chunk_size": 130, "rotary_size": 16, "qk_norm": "head"}
+    a = attention.ragged(attention_spec(4, 2, 32, norm_epsilon=1e-3, **features))
+    arrays = {
+        name: (getattr(a, name) * factor).astype(np.float32) for name, factor in change.items() if hasattr(a, name)
+    }
+    spec = dataclasses.replace(a.spec, **{name: value for name, value in change.items() if name not in arrays})
+    wrong = dataclasses.replace(a, spec=spec, **arrays)
+    if change.get("qk_norm") == "none":
+        wrong = dataclasses.replace(wrong, q_norm=a.q_norm[:0], k_norm=a.k_norm[:0])
+    if "rotary_size" in change:
+        wrong = dataclasses.replace(wrong, cos=a.cos[:, :, :7], sin=a.sin[:, :, :7])
+    output, *present = wrong.reference()
+    got = output.astype(np.float32), *present
+    if not change:
+        return attention.check(a, got)
+    with pytest.raises(AssertionError, match="out of bounds"):
+        attention.check(a, got)

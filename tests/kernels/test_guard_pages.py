@@ -18,6 +18,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from attention import SPECS, assert_bytes, ragged
 from cases import CASES, Case
 
 from quantmoe.custom_ops import native
@@ -80,6 +81,15 @@ def sweep(kernel: str) -> None:
                 for lanes in (1, 2):
                     got = moe(*map(guarded.copy, inputs), lanes=lanes, buffer=guarded)
                     assert got.tobytes() == want.tobytes()
+    for name, spec in SPECS.items():
+        for at_end, cache in ((True, np.float16), (False, np.float32)):
+            print(kernel, "attention", name, "end" if at_end else "beginning", flush=True)
+            a, guarded = ragged(spec, cache=cache), Guarded(at_end)
+            past = tuple(map(guarded.copy, a.past))
+            names = ("qkv", "rows", "cos", "sin", "q_norm", "k_norm", "sinks")
+            inside = dataclasses.replace(a, past=past, **{n: guarded.copy(getattr(a, n)) for n in names})
+            for lanes in (1, 20):
+                assert_bytes(inside.run(lanes=lanes, buffer=guarded), a.run())
     guarded = Guarded(True)
     guarded(10)
     print("now past the end", flush=True)
