@@ -289,4 +289,4 @@ def attention(
                 weight = np.exp(score - score.max(1, keepdims=True))
                 weight /= weight.sum(1, keepdims=True)
                 output[b, begin + i] = np.einsum("hk,hkv->hv", weight[:, :-1], values)
-    return output.reshape(batch, tokens, heads * spec.v_head_size), *present
+    return output.reshape(batch, tokens, heads * spec.v_head_size), present[0], present[1]

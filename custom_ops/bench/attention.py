@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,19 +18,20 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from quantmoe.custom_ops import native
-from quantmoe.custom_ops.op import AttentionSpec, inputs, outputs
+from quantmoe.custom_ops.op import AttentionSpec
+from quantmoe.custom_ops.op import inputs as inputs_of
 from quantmoe.ort_ext import library_path
 
-FLOATS = {"float32": "FLOAT", "float16": "FLOAT16"}
+FLOATS = ("float32", "float16")
 
 
-def session(node: ir.Node, shapes: dict[str, tuple[str, list[int | str]]], threads: int) -> ort.InferenceSession:
-    """A model of one node; shapes: type and shape of each input and output."""
-    for value in [*node.inputs, *node.outputs]:
-        dtype, shape = shapes[value.name]
-        value.type, value.shape = ir.TensorType(ir.DataType[dtype]), ir.Shape(shape)
+def session(
+    op: str, domain: str, attributes: dict[str, Any], given: list[ir.Value], results: list[ir.Value], threads: int
+) -> ort.InferenceSession:
+    """A model of one node."""
+    node = ir.node(op, given, attributes, domain=domain, outputs=results)
     opsets = {"": 18, "quantmoe": 1, "com.microsoft": 1}
-    graph = ir.Graph(list(node.inputs), list(node.outputs), nodes=[node], opset_imports=opsets, name="attention")
+    graph = ir.Graph(given, results, nodes=[node], opset_imports=opsets, name="attention")
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.register_custom_ops_library(library_path())
@@ -42,20 +44,18 @@ class Layer:
 
     def __init__(self, op: str, domain: str, attributes: dict[str, Any], given: dict[str, np.ndarray], threads: int):
         past = {"present_key": "past_key", "present_value": "past_value"}
-        names = [name for name, _ in outputs("CachedAttention")]
-        result = [
-            given["past_key"].shape[0],
-            given["tokens"].size,
-            attributes["num_heads"] * given["past_value"].shape[3],
-        ]
+        width = attributes["num_heads"] * given["past_value"].shape[3]
+        result = [given["past_key"].shape[0], given["tokens"].size, width]
         given = {name: a for name, a in given.items() if name != "tokens"}
         types = {"float32": "FLOAT", "float16": "FLOAT16", "int32": "INT32", "int64": "INT64"}
-        shapes: dict[str, Any] = {name: (types[str(a.dtype)], list(a.shape)) for name, a in given.items()}
-        shapes |= {new: shapes[old] for new, old in past.items()} | {"output": ("FLOAT", result)}
-        node = ir.node(
-            op, [ir.Value(name=n) for n in given], attributes, domain=domain, outputs=[ir.Value(name=n) for n in names]
-        )
-        self.session = session(node, shapes, threads)
+
+        def value(name: str, dtype: str, shape: Sequence[int]) -> ir.Value:
+            return ir.Value(name=name, type=ir.TensorType(ir.DataType[types[dtype]]), shape=ir.Shape(shape))
+
+        inputs = [value(name, str(a.dtype), a.shape) for name, a in given.items()]
+        results = [value("output", "float32", result)]
+        results += [value(new, str(given[old].dtype), given[old].shape) for new, old in past.items()]
+        self.session = session(op, domain, attributes, inputs, results, threads)
         self.values = {name: ort.OrtValue.ortvalue_from_numpy(a) for name, a in given.items()}
         self.binding = self.session.io_binding()
         for name, value in self.values.items():
@@ -89,7 +89,7 @@ def ours(spec: AttentionSpec, past: int, tokens: int, dtype: str, threads: int) 
     given |= {name: given[name].astype(dtype) for name in ("past_key", "past_value")}
     given |= {"rows": np.array([[0, tokens, past]], np.int32), "attention_mask": np.ones((1, slots), np.int64)}
     given |= {"sinks": np.full(heads, -np.inf, np.float32)}
-    order = {name: given[name] for name, _ in inputs("CachedAttention")} | {"tokens": np.empty(tokens)}
+    order = {name: given[name] for name, _ in inputs_of("CachedAttention")} | {"tokens": np.empty(tokens)}
     return Layer("CachedAttention", "quantmoe", spec.attributes(), order, threads)
 
 
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--context", type=int, nargs="*", default=(2048, 16384), help="tokens before a decoded one")
     parser.add_argument("--prefill", type=int, nargs="*", default=(512, 2048))
-    parser.add_argument("--cache", nargs="*", choices=FLOATS, default=tuple(FLOATS))
+    parser.add_argument("--cache", nargs="*", choices=FLOATS, default=FLOATS)
     args = parser.parse_args()
     heads, groups, d = args.heads
     spec = AttentionSpec(
