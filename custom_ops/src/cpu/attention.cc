@@ -1,7 +1,7 @@
 // CachedAttention on the CPU: new keys and values into the cache, then tiles of queries over it.
 //
 // A tile is done by one lane, block after block of the cache, where there are tiles enough for all lanes; otherwise,
-// as in decode, each block is a task of its own, and the lane that finishes a tile's last block merges them in order.
+// as in decode, a few blocks are a task, and the lane that finishes a tile's last one merges them in order.
 // Both give the same bytes: blocks begin at the same slots, whoever computes them.
 #include <algorithm>
 #include <cstring>
@@ -13,12 +13,13 @@ namespace quantmoe {
 namespace {
 
 constexpr int64_t kMaxPartBytes = int64_t{64} << 20;
+constexpr int64_t kTasksPerLane = 8;   // of blocks: a task prepares its queries
 constexpr int64_t kTokensPerTask = 8;  // of the section that stores keys and values
 
 struct Plan {
   int64_t tiles;                                     // of a row and group, with all tokens counting
   int64_t blocks;                                    // most of a tile
-  bool split;                                        // blocks are tasks
+  bool split;                                        // a tile's blocks may be several tasks
   int64_t counters_at, parts_at, scratch_at, bytes;  // q_scales are at 0
 };
 
@@ -70,12 +71,12 @@ class Run {
   void Tokens(int64_t b, int64_t first, float* scratch) const;
   AttentionTile Tile(int64_t index) const;
   void Whole(const AttentionTile& tile, float* scratch) const;
-  void Block(const AttentionTile& tile, int64_t index, int64_t block, float* scratch) const;
+  void Blocks(const AttentionTile& tile, int64_t index, int64_t block, int64_t span, float* scratch) const;
   int64_t FirstBlock(const AttentionTile& tile) const {
     return a_.first_slot(a_.slot(tile.b, tile.token)) / kAttentionBlock;
   }
-  int64_t LastBlock(const AttentionTile& tile) const {
-    return a_.slot(tile.b, tile.token + tile.tokens - 1) / kAttentionBlock;
+  int64_t BlockCount(const AttentionTile& tile) const {
+    return tile.tokens ? a_.slot(tile.b, tile.token + tile.tokens - 1) / kAttentionBlock - FirstBlock(tile) + 1 : 0;
   }
 
   uint8_t* const base_;
@@ -134,22 +135,23 @@ void Run::Whole(const AttentionTile& tile, float* scratch) const {
   float* const sum = parts + a_.tile_rows() * a_.part_floats();
   kernel_.queries(a_, tile, scratch);
   kernel_.begin(a_, tile, sum);
-  for (int64_t block = FirstBlock(tile); block <= LastBlock(tile); ++block) {
-    kernel_.block(a_, tile, block, scratch, parts);
-    kernel_.merge(a_, tile, block, parts, sum);
+  for (int64_t i = 0, first = FirstBlock(tile); i < BlockCount(tile); ++i) {
+    kernel_.block(a_, tile, first + i, scratch, parts);
+    kernel_.merge(a_, tile, first + i, parts, sum);
   }
   kernel_.finish(a_, tile, sum);
 }
 
-void Run::Block(const AttentionTile& tile, int64_t index, int64_t block, float* scratch) const {
-  const int64_t first = FirstBlock(tile), count = LastBlock(tile) - first + 1;
-  if (block >= count) return;
+// `span` blocks of the tile of that index, from its block-th on.
+void Run::Blocks(const AttentionTile& tile, int64_t index, int64_t block, int64_t span, float* scratch) const {
+  const int64_t first = FirstBlock(tile), count = BlockCount(tile), mine = std::min(span, count - block);
+  if (mine <= 0) return;
   const int64_t floats = a_.heads() * std::min(a_.tile_tokens(), a_.call.tokens) * a_.part_floats();
   float* const parts = reinterpret_cast<float*>(base_ + plan_.parts_at) + index * plan_.blocks * floats;
   kernel_.queries(a_, tile, scratch);
-  kernel_.block(a_, tile, first + block, scratch, parts + block * floats);
+  for (int64_t i = block; i < block + mine; ++i) kernel_.block(a_, tile, first + i, scratch, parts + i * floats);
   int32_t* const done = reinterpret_cast<int32_t*>(base_ + plan_.counters_at) + index;
-  if (__atomic_add_fetch(done, 1, __ATOMIC_ACQ_REL) < count) return;
+  if (__atomic_add_fetch(done, static_cast<int32_t>(mine), __ATOMIC_ACQ_REL) < count) return;
   float* const sum = scratch + a_.parts_at();
   kernel_.begin(a_, tile, sum);
   for (int64_t i = 0; i < count; ++i) kernel_.merge(a_, tile, first + i, parts + i * floats, sum);
@@ -163,10 +165,16 @@ void Run::Attend() const {
       if (const AttentionTile tile = Tile(index); tile.tokens) Whole(tile, scratch);
     });
   }
+  int64_t all = 0, most = 0;
+  for (int64_t i = 0; i < tiles; ++i) {
+    const int64_t count = BlockCount(Tile(i));
+    all += count;
+    most = std::max(most, count);
+  }
+  const int64_t span = std::max<int64_t>(1, all / (kTasksPerLane * lanes_of(a_.call))), pieces = ceil_div(most, span);
   std::fill_n(reinterpret_cast<int32_t*>(base_ + plan_.counters_at), tiles, 0);
-  Parallel(tiles * plan_.blocks, [&](float* scratch, int64_t task) {
-    const int64_t index = task / plan_.blocks;
-    if (const AttentionTile tile = Tile(index); tile.tokens) Block(tile, index, task % plan_.blocks, scratch);
+  Parallel(tiles * pieces, [&](float* scratch, int64_t task) {
+    Blocks(Tile(task / pieces), task / pieces, task % pieces * span, span, scratch);
   });
 }
 
