@@ -18,7 +18,9 @@ import ml_dtypes
 import numpy as np
 import reference
 from arithmetic import Span, assert_within, exactly, quant_linear, quant_moe
-from specs import linear_spec, moe_spec, routing_spec
+from attention import check as check_attention
+from attention import inputs
+from specs import attention_spec, linear_spec, moe_spec, routing_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
@@ -342,6 +344,55 @@ def routing(draw: Draw) -> Node:
     return Node(f"MoERouting {method}", f"{spec}, T {t}, {logits.dtype}", check)
 
 
+def attending(draw: Draw) -> Node:
+    groups, shared, d = draw.int(1, 4), draw.one_of(1, 2, 4, 8, draw.int(1, 20)), draw.one_of(16, 32, draw.int(1, 80))
+    half = draw.int(0, d // 2)
+    spec = attention_spec(
+        groups * shared,
+        groups,
+        d,
+        v_head_size=draw.one_of(d, d, draw.int(1, 80)),
+        scale=draw.one_of(d**-0.5, d**-0.5, -0.1, 0.0),
+        sliding_window=draw.one_of(0, 0, draw.int(1, 600)),
+        chunk_size=draw.one_of(0, 0, 0, draw.int(1, 600)),
+        softcap=draw.one_of(0.0, 0.0, 0.5, 30.0),
+        rotary_size=draw.one_of(0, 2 * half),
+        rotary_interleaved=draw.int(0, 1),
+        qk_norm=draw.one_of(*enum("qk_norm")),
+        norm_epsilon=draw.one_of(1e-6, 0.1),
+    )
+    tokens, past = (
+        draw.one_of(1, 1, draw.int(0, 20), draw.int(0, 90)),
+        draw.one_of(0, draw.int(0, 20), draw.int(0, 700)),
+    )
+    rows = []
+    for _ in range(draw.int(0, 4)):
+        count = draw.one_of(tokens, draw.int(0, tokens))
+        rows.append([draw.int(0, tokens - count), count, draw.one_of(past, draw.int(0, past))])
+    types = {"dtype": draw.one_of(*TYPES), "cache": draw.one_of(np.float32, np.float16)}
+    needed = max([count + before for _, count, before in rows], default=0)
+    a = inputs(
+        spec, rows, tokens, past, needed + draw.one_of(0, 0, draw.int(0, 40)), **types, seed=draw.int(0, 1 << 30)
+    )
+    a = replace(a, sinks=draw.one_of(np.full_like(a.sinks, -np.inf), a.sinks, 50 * a.sinks))
+    lanes = draw.int(2, 40)
+
+    def check() -> None:
+        first = None
+        for kernel in KERNELS:
+            os.environ["QUANTMOE_FORCE_KERNEL"] = kernel
+            for n in (1, lanes):
+                found = a.run(lanes=n, buffer=dirty)
+                first = first or found
+                for x, y in zip(found, first, strict=True):
+                    assert x.tobytes() == y.tobytes(), (
+                        f"{kernel} in {n} lanes gives other bytes than {KERNELS[0]} in one"
+                    )
+        check_attention(a, found)
+
+    return Node("CachedAttention", f"{spec}, rows {rows}, S {tokens}, P {past}, L {a.length}, {types}", check)
+
+
 def dirty(size: int) -> np.ndarray:
     """Memory in which what is read before it is written is not a number."""
     memory = native.aligned(size)
@@ -366,7 +417,7 @@ def check_kernels(run: Callable[[int], np.ndarray], lanes: int, want: Span) -> N
 
 def draw_node(seed: int, index: int) -> Node:
     draw = Draw(seed, index)
-    return draw.one_of(moe, moe, moe, moe, moe, moe, dense, dense, dense, routing)(draw)
+    return draw.one_of(moe, moe, moe, moe, moe, moe, dense, dense, dense, routing, attending)(draw)
 
 
 def main() -> None:
