@@ -38,28 +38,39 @@ static class Generate
             throw new ArgumentException($"a prompt of {ids.Length} tokens leaves no room in the model's context of {context}");
         count = Math.Min(count, context - ids.Length);
 
-        // Batch 1, no past: every dynamic dimension of a cache input after the first is the past length.
-        string[] cacheNames = session.InputNames.Where(name => name.StartsWith("past_key_values")).ToArray();
-        string[] inputs = cacheNames.Concat(new[] { "input_ids", "attention_mask", "position_ids" }).ToArray();
-        string[] outputs = cacheNames.Select(name => name.Replace("past_key_values", "present")).Append("logits").ToArray();
-        OrtValue[] empty = cacheNames.Select(name => Empty(session.InputMetadata[name])).ToArray();
-        IReadOnlyList<OrtValue> cache = empty;
-        IDisposableReadOnlyCollection<OrtValue>? last = null; // owns the cache after the first step
+        // Batch 1; every dynamic dimension of a cache input after the first is its length. Past and present are one buffer
+        // that each run writes in place, if the model takes that. Otherwise present is the longer past of the next run.
+        bool shares = metadata.GetValueOrDefault("past_present_share_buffer") == "true";
+        string[] pasts = session.InputNames.Where(name => name.StartsWith("past_key_values")).ToArray();
+        OrtValue[] first = pasts.Select(name => Cache(session.InputMetadata[name], shares ? ids.Length + count : 0)).ToArray();
+        IReadOnlyList<OrtValue> cache = first;
+        IDisposableReadOnlyCollection<OrtValue>? last = null; // has the cache after the first step
         try
         {
             var generated = new List<long>();
             using var run = new RunOptions();
+            using OrtIoBinding binding = session.CreateIoBinding();
             for (int past = 0; count-- > 0;)
             {
                 int total = past + ids.Length;
                 using OrtValue tokens = Row(ids), mask = Row(Enumerable.Repeat(1L, total));
                 using OrtValue positions = Row(Enumerable.Range(past, ids.Length).Select(i => (long)i));
-                OrtValue[] values = cache.Take(cacheNames.Length).Concat(new[] { tokens, mask, positions }).ToArray();
-                var results = session.Run(run, inputs, values, outputs);
+                binding.BindInput("input_ids", tokens);
+                binding.BindInput("attention_mask", mask);
+                binding.BindInput("position_ids", positions);
+                for (int i = 0; i < pasts.Length; i++)
+                {
+                    string present = pasts[i].Replace("past_key_values", "present");
+                    binding.BindInput(pasts[i], cache[i]);
+                    if (shares) binding.BindOutput(present, cache[i]);
+                    else binding.BindOutputToDevice(present, OrtMemoryInfo.DefaultInstance);
+                }
+                binding.BindOutputToDevice("logits", OrtMemoryInfo.DefaultInstance);
+                var results = session.RunWithBoundResults(run, binding);
                 last?.Dispose();
                 cache = last = results;
                 past = total;
-                ids = new[] { Best(last[cacheNames.Length]) };
+                ids = new[] { Best(last[pasts.Length]) };
                 generated.AddRange(ids);
                 if (stop.Contains($"{ids[0]}")) break;
             }
@@ -68,13 +79,13 @@ static class Generate
         finally
         {
             last?.Dispose();
-            foreach (var value in empty) value.Dispose();
+            foreach (var value in first) value.Dispose();
         }
     }
 
-    static OrtValue Empty(NodeMetadata input)
+    static OrtValue Cache(NodeMetadata input, long length)
     {
-        long[] shape = input.Dimensions.Select((d, n) => d >= 0 ? d : n == 0 ? 1L : 0L).ToArray();
+        long[] shape = input.Dimensions.Select((d, n) => d >= 0 ? d : n == 0 ? 1L : length).ToArray();
         return OrtValue.CreateAllocatedTensorValue(OrtAllocator.DefaultInstance, input.ElementDataType, shape);
     }
 
