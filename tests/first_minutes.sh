@@ -57,6 +57,9 @@ def variant(name, metadata={}, nan=False):
 variant("stops at ends", {"eos_token_id": f"1000000,{stop}", "context_length": "4096"})
 variant("context", {"eos_token_id": "1000000", "context_length": "8"})
 variant("old")
+template = variant("talking") / "chat_template.jinja"
+template.write_text("{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}{{ eos_token }}<assistant> ")
+(variant("mistaken") / "chat_template.jinja").write_text("{% form %}")
 variant("nan", nan=True)
 (variant("no_model") / "model.onnx").unlink()
 (variant("no_data") / "model.onnx.data").unlink()
@@ -232,6 +235,10 @@ kernel|quantmoe inspect $fixture --explain
 52 matrices|quantmoe unpack "$model" --layer 3 --output "$work/layer.safetensors"
 [0-9]|quantmoe generate "$model" --ids 1,2,3 --max-new-tokens 4
 .|quantmoe generate "$model" --prompt "A mixture" --prefault --max-new-tokens 2
+.|quantmoe generate "$model" --prompt "A mixture" --temperature 0.8 --top-p 0.9 --top-k 40 --seed 1 --stop "###" --max-new-tokens 8
+.|quantmoe generate "$work/talking" --prompt "Hello" --chunk 4 --max-new-tokens 8
+.|quantmoe generate "$work/talking" --prompt "Hello" --raw --max-new-tokens 8
+|quantmoe generate "$work/talking" --chat
 ^[0-9]+,[0-9]+,[0-9]+$|quantmoe generate "$work/context" --ids 1,2,3,4,5 --max-new-tokens 16
 TABLE
 
@@ -256,6 +263,10 @@ done <<TABLE
 1|nowhere: no such folder|quantmoe inspect nowhere
 1|expected an exported model|quantmoe generate nowhere --ids 1
 2|give either --prompt or --ids|quantmoe generate "$model"
+2|--raw and --stop are of text|quantmoe generate "$model" --ids 1 --stop x
+1|top_p is 2.0, expected a number above 0|quantmoe generate "$model" --prompt a --top-p 2
+1|onnxruntime has no CUDA provider; pip uninstall|quantmoe generate "$model" --ids 1 --device cuda
+1|chat_template.jinja: Encountered unknown tag|quantmoe generate "$work/mistaken" --prompt a
 2|expected numbers separated by commas|quantmoe generate "$model" --ids one
 1|outside the vocabulary|quantmoe generate "$model" --ids 1,999999
 1|leaves no room in the model's context of 8$|quantmoe generate "$work/context" --ids 1,2,3,4,5,6,7,8
@@ -283,6 +294,7 @@ if [ "$wheel" ]; then
   bad 1 'pip install' within bare quantmoe export $fixture "$work/new"
   clean run "$wheel[run]"
   good '[0-9]' within run quantmoe generate "$model" --ids 1,2,3 --max-new-tokens 4
+  good . within run quantmoe generate "$work/talking" --prompt Hello --max-new-tokens 4
   clean older "$wheel" onnxruntime==1.20.* tokenizers
   bad 1 '1.21 or newer' within older quantmoe generate "$model" --ids 1
 fi
