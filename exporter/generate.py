@@ -221,10 +221,11 @@ class Generator:
         Raises:
             ModelError: no prompt, one as long as the context, an id outside the vocabulary, logits that are not finite.
         """
-        cache = self.cache() if cache is None else cache
-        self.check(ids, len(cache.tokens), room=1)
-        count = min(max_new_tokens, self.context - len(cache.tokens) - len(ids))
-        return Generated(self._steps(list(ids), count, stop, Sampler(sampling), cache), len(ids), logits)
+        past = len(cache.tokens) if cache else 0
+        self.check(ids, past, room=1)
+        count = min(max_new_tokens, self.context - past - len(ids))
+        steps = self._steps(list(ids), count, stop, Sampler(sampling), cache or self.cache())
+        return Generated(steps, len(ids), logits)
 
     def generate(
         self,

@@ -182,8 +182,9 @@ def test_what_is_wrong_with_a_template_is_named(tmp_path: Path, monkeypatch: pyt
 
 def test_turns_run_what_is_new(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = Generator(talking)
-    chat, run, step = Chat(generator), [], generator.step
-    monkeypatch.setattr(generator, "step", lambda ids, past: run.append(ids.shape[1]) or step(ids, past))
+    chat, run = Chat(generator), []
+    step = chat.cache._run
+    monkeypatch.setattr(chat.cache, "_run", lambda ids: run.append(ids.shape[1]) or step(ids))
     for turn, message in enumerate(["hello", "and then?", "more"]):
         reply = "".join(chat.reply(message, 8))
         assert chat.messages[-1] == {"role": "assistant", "content": reply}

@@ -55,15 +55,16 @@ def test_going_back_gives_the_tokens_of_one_prompt(folder):
 
 def test_the_cache_holds_what_was_run_when_a_run_is_interrupted(exported, monkeypatch):
     generator = Generator(exported("qwen3_moe", activations="float"), chunk=4)
-    cache, calls, step = generator.cache(), itertools.count(), generator.step
+    cache, calls = generator.cache(), itertools.count()
+    run = cache._run
 
-    def interrupted(*arguments):
-        found = step(*arguments)
+    def interrupted(ids):
+        found = run(ids)
         if next(calls) == 2:
             raise KeyboardInterrupt
         return found
 
-    monkeypatch.setattr(generator, "step", interrupted)
+    monkeypatch.setattr(cache, "_run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         generator.generate(PROMPT, 4, cache=cache)
     assert cache.tokens == PROMPT[:8]
@@ -104,7 +105,7 @@ def test_a_prompt_longer_than_the_context_is_refused_before_it_runs(exported, tm
     assert len(generator.generate(PROMPT[:12], 100, cache=cache).tokens) == 8
     with pytest.raises(ModelError, match="a prompt of 20 tokens leaves no room in the model's context of 20"):
         generator.stream([5], cache=cache)
-    monkeypatch.setattr(generator, "step", None)
+    monkeypatch.setattr(generator, "cache", None)
     with pytest.raises(ModelError, match="a prompt of 23 tokens leaves no room in the model's context of 20"):
         generator.stream(PROMPT)
     with pytest.raises(ModelError, match="a prompt of 42 tokens leaves no room"):
@@ -112,7 +113,7 @@ def test_a_prompt_longer_than_the_context_is_refused_before_it_runs(exported, tm
 
 
 def test_options_that_the_model_does_not_take_are_named(exported):
-    folder = exported("qwen3_moe", activations="float")
+    folder = exported("deepseek_v3", activations="float", logits="last")  # its attention is standard nodes
     with pytest.raises(ModelError, match=r"no capacity can be set, this model's cache grows with each run"):
         Generator(folder, capacity=100)
     with pytest.raises(ModelError, match="chunk is 0, expected at least 1"):
@@ -125,7 +126,7 @@ def test_f16_caches_are_kept_and_cut(exported):
     generator = Generator(exported("qwen3_moe", activations="float", dtype="f16"), chunk=8)
     cache = generator.cache()
     generator.generate(PROMPT, 5, cache=cache)
-    assert {array.dtype for array in cache._past.values()} == {np.dtype(np.float16)}
+    assert {dtype for _, dtype in generator.past.values()} == {np.float16}
     cache.rewind(10)
     again = cache.append(PROMPT[10:])
     # float16 has 11 significant bits: chunks may round otherwise, some tens of times in a row
