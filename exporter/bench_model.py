@@ -4,7 +4,8 @@ Method:
 
 - Each side runs in a process of its own, where no pool's spinning threads meet another's; they alternate run by run
   (A B A B). A run is a prompt, or a few decode steps from the same depth. The ratio is the median of the runs' own
-  ratios, as neighbours in time see the same machine.
+  ratios, as neighbours in time see the same machine. Where other work runs, too, threads that wait for each other wait
+  for that: --cpu-time with one thread compares the work alone.
 - A depth's cache is random numbers for us (no time depends on them), computed tokens for llama.cpp and genai.
 - A shape's weights are random, int4 with groups of 32, and exported by our exporter. llama.cpp gets a file of the same
   sizes in Q4_0; lm_head and embeddings have the same bits on both sides. Routing is by random routers, near uniform.
@@ -283,6 +284,9 @@ def bench_model(
         int, typer.Option(min=1, help=f"Runs a side; past {CELL_SECONDS:g} s it stops at {MIN_RUNS}.")
     ] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps of a run.")] = 8,
+    cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="Times are CPU seconds: with --threads 1, where other work runs, too.")
+    ] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Our time by node type, from ONNX Runtime.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Writes the cells.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draws the cells (needs matplotlib).")] = None,
@@ -319,10 +323,10 @@ def bench_model(
         folder = _shape(console, model, layers, lm_head, against, keep or Path(temporary)) if shape else Path(model)
         found = inspect(folder)
         config = _config(folder)
-        sides = {"ours": Process("ours", Ours, str(folder), threads)}
+        sides = {"ours": Process("ours", Ours, str(folder), threads, cpu=cpu_time)}
         stack.callback(sides["ours"].close)
         for name in against:
-            if peer := _peer(console, name, folder, found, config, threads, keep or Path(temporary)):
+            if peer := _peer(console, name, folder, found, config, threads, cpu_time, keep or Path(temporary)):
                 sides[name] = peer
                 stack.callback(peer.close)
         cache = sides["ours"].cache_bytes()
@@ -345,11 +349,16 @@ def bench_model(
         "model": model,
         "layers": config.get("num_hidden_layers", len(found["layers"])),
         "threads": threads,
+        "cpu_time": cpu_time,
         "read_gbps": max(reads) / 1e9,
         "peak_bytes": peaks,
         "cells": [asdict(cell) for cell in done],
     }
-    _print(console, done, f"{Path(model).name}, {result['layers']} layers, {threads} threads")
+    _print(
+        console,
+        done,
+        f"{Path(model).name}, {result['layers']} layers, {threads} threads{', CPU time' if cpu_time else ''}",
+    )
     _limits(console, reads, peaks)
     if profile:
         result["profile"] = _profile(console, folder, threads, [step for step in wanted if step.batch == 1])
@@ -396,19 +405,20 @@ def _peer(
     found: Mapping[str, Any],
     config: Mapping[str, Any],
     threads: int,
+    cpu: bool,
     root: Path,
 ) -> Process | None:
     """None, said in a line, where it cannot run this model."""
     try:
         if name == "genai":
-            return Process(name, Genai, str(folder), threads)
+            return Process(name, Genai, str(folder), threads, cpu=cpu)
         weights, head = gguf_types(found)
         path = root / f"{folder.resolve().name}-{weights}-{head}.gguf"
         if not path.is_file():
             with console.status(f"writing {path.name}"):
                 in_process(write_gguf, path, config, weights, head)
         console.print(f"llama.cpp: weights {weights}, lm_head and embeddings {head}", highlight=False)
-        return Process(name, LlamaCpp, str(path), threads)
+        return Process(name, LlamaCpp, str(path), threads, cpu=cpu)
     except (ModelError, ValueError, KeyError) as error:
         console.print(f"{name}: no peer: {error}", style="yellow", highlight=False)
         return None

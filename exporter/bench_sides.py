@@ -30,6 +30,8 @@ from quantmoe.ort_ext import library_path
 TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
 SHARE_BUFFER = "past_present_share_buffer"  # in a model's metadata
 CHUNK = 512  # as generate's
+#: of a side's process: time.process_time counts the CPU's seconds of all its threads
+clock: Callable[[], float] = time.perf_counter
 FIRST_ID, IDS = 3, 200  # ids of prompts, in every vocabulary and no end of a text
 
 
@@ -79,9 +81,9 @@ class Ours:
         for name, value in past.items():
             present = name.replace("past_key_values", "present")
             binding.bind_ortvalue_output(present, value) if self._in_place else binding.bind_output(present)
-        start = time.perf_counter()
+        start = clock()
         self.session.run_with_iobinding(binding)
-        seconds = time.perf_counter() - start
+        seconds = clock() - start
         self._runs += 1
         logits, *present = binding.get_outputs()
         self.logits = logits.numpy()
@@ -170,9 +172,9 @@ class Genai:
     def prefill(self, tokens: int) -> float:
         self._generating = None
         generating = self._generator(1, tokens + 1)
-        start = time.perf_counter()
+        start = clock()
         generating.append_tokens(token_ids(1, tokens).astype(np.int32))
-        return time.perf_counter() - start
+        return clock() - start
 
     def fill(self, depth: int, batch: int, length: int) -> None:
         self._generating = None
@@ -181,10 +183,10 @@ class Genai:
         self._generating.generate_next_token()  # of the prompt's logits, which are there
 
     def decode(self, steps: int) -> float:
-        start = time.perf_counter()
+        start = clock()
         for _ in range(steps):
             self._generating.generate_next_token()
-        return (time.perf_counter() - start) / steps
+        return (clock() - start) / steps
 
 
 class LlamaCpp:
@@ -239,10 +241,10 @@ class LlamaCpp:
             r, s = divmod(at, tokens)
             batch.token[at], batch.pos[at], batch.n_seq_id[at] = int(ids[r, s]), first + s, 1
             batch.seq_id[at][0], batch.logits[at] = r if row is None else row, s == tokens - 1
-        start = time.perf_counter()
+        start = clock()
         status = api.llama_decode(self._context, batch)
         api.llama_synchronize(self._context)
-        seconds = time.perf_counter() - start
+        seconds = clock() - start
         api.llama_batch_free(batch)
         if status:
             raise RuntimeError(f"llama_decode of {rows} x {tokens} tokens at {first}: {status} {self._said[-1]}")
@@ -284,14 +286,17 @@ class LlamaCpp:
 class Process:
     """A side in a new process. Attributes are its methods.
 
+    Args:
+        name: for errors. side, arguments: the class and what it is made of. cpu: times are the CPU's, not the clock's.
+
     Raises:
         ModelError: the side's own words when it raises; that it was killed when it was.
     """
 
-    def __init__(self, name: str, side: type, *arguments: Any):
+    def __init__(self, name: str, side: type, *arguments: Any, cpu: bool = False):
         context = multiprocessing.get_context("spawn")
         self._name, (self._pipe, end) = name, context.Pipe()
-        self._process = context.Process(target=_serve, args=(end, side, arguments), daemon=True)
+        self._process = context.Process(target=_serve, args=(end, side, arguments, cpu), daemon=True)
         self._process.start()
         end.close()
         self._receive()
@@ -326,7 +331,10 @@ class Process:
         self._process.join()
 
 
-def _serve(pipe: Any, side: type, arguments: tuple[Any, ...]) -> None:
+def _serve(pipe: Any, side: type, arguments: tuple[Any, ...], cpu: bool) -> None:
+    global clock
+    clock = time.process_time if cpu else time.perf_counter
+
     def answer(work: Callable[..., Any], *given: Any) -> Any:
         try:
             value = work(*given)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from quantmoe.exporter import bench_model
+from quantmoe.exporter import bench_model, bench_sides
 from quantmoe.exporter.bench_model import Cell, Step, alternate, cells, gguf_types, layers_that_fit, touched_bytes
 from quantmoe.exporter.bench_sides import LlamaCpp, Ours, Process, by_operator, token_ids
 from quantmoe.exporter.convert import export
@@ -63,7 +64,7 @@ def run(*arguments: object) -> str:
 
 def test_a_folder(folder: Path, tmp_path: Path) -> None:
     files = ["--json", tmp_path / "cells.json", "--plot", tmp_path / "cells.png"]
-    lists = "--depths 0,40,300 --prefill 9,300 --batch 1,2 --repeat 2 --steps 3 --threads 2"
+    lists = "--depths 0,40,300 --prefill 9,300 --batch 1,2 --repeat 2 --steps 3 --threads 2 --cpu-time"
     out = " ".join(run(folder, *lists.split(), *files, "--profile").split())
     found = json.loads((tmp_path / "cells.json").read_text())
     assert [Step(c["step"], c["tokens"], c["depth"], c["batch"]) for c in found["cells"]] == [
@@ -276,11 +277,25 @@ def test_a_side_that_dies_is_named() -> None:
     assert not side.alive
 
 
+def test_cpu_time_does_not_count_waiting() -> None:
+    for cpu in (False, True):
+        side = Process("side", Waits, cpu=cpu)
+        assert (side.prefill(1) < 0.1) == cpu
+        side.close()
+
+
 class Dies:
     def __init__(self) -> None:
         import os
 
         os._exit(3)
+
+
+class Waits:
+    def prefill(self, tokens: int) -> float:
+        start = bench_sides.clock()
+        time.sleep(0.2)
+        return bench_sides.clock() - start
 
 
 class Sometimes:
