@@ -470,19 +470,23 @@ def _timings(
 
         with console.status(str(step)):
             if step.step == "prefill":
-                found.append((step, alternate(sides, lambda side: side.prefill(step.tokens), repeat, drop)))  # noqa: B023
-                continue
-            most = max(other.depth for other in wanted if other.batch == step.batch)
-            length, ready = most + max(ROOM, (repeat + 2) * steps), dict(sides)
-            for name, side in sides.copy().items():
-                try:
-                    side.fill(step.depth, step.batch, length)
-                except ModelError as error:
-                    if name == "ours":
-                        raise
-                    del ready[name]
-                    drop(name, error)
-            found.append((step, alternate(ready, lambda side: side.decode(steps), repeat, drop)))
+                times = alternate(sides, lambda side: side.prefill(step.tokens), repeat, drop)  # noqa: B023
+            else:
+                most = max(other.depth for other in wanted if other.batch == step.batch)
+                length, ready = most + max(ROOM, (repeat + 2) * steps), dict(sides)
+                for name in list(ready):
+                    try:
+                        ready[name].fill(step.depth, step.batch, length)
+                    except ModelError as error:
+                        if name == "ours":
+                            raise
+                        del ready[name]
+                        drop(name, error)
+                times = alternate(ready, lambda side: side.decode(steps), repeat, drop)
+        found.append((step, times))
+        if not console.is_terminal:  # which would show what is being measured
+            each = ", ".join(f"{name} {1e3 * statistics.median(t):.4g} ms" for name, t in times.items())
+            typer.echo(f"{step}: {each}", err=True)
     return found
 
 
