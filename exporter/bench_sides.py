@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.genai import SHARE_BUFFER
 from quantmoe.exporter.generate import runtime
 from quantmoe.exporter.inspect import model_path
 from quantmoe.ort_ext import library_path
 
 #: onnxruntime's names of types -> NumPy's
 TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
-SHARE_BUFFER = "past_present_share_buffer"  # in a model's metadata
 CHUNK = 512  # as generate's
 #: of a side's process: time.process_time counts the CPU's seconds of all its threads
 clock: Callable[[], float] = time.perf_counter
