@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from quantmoe.custom_ops import library_file
 from quantmoe.custom_ops.layouts.marlin import GROUPED
-from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, RoutingSpec, enum
+from quantmoe.custom_ops.op import AttentionSpec, LinearSpec, MoESpec, Projection, RoutingSpec, enum
 from quantmoe.custom_ops.structs import ERROR_SIZE, STRUCTS, check_status, check_structs, node
 
 if TYPE_CHECKING:
@@ -68,6 +68,22 @@ class RoutingProblem(ctypes.Structure):
     """qm_cuda_routing_problem."""
 
     _fields_ = [("routing", STRUCTS["MoERouting"]), ("type", _I32), ("tokens", _I64)]
+
+
+class AttentionProblem(ctypes.Structure):
+    """qm_cuda_attention_problem."""
+
+    _fields_ = [("attention", STRUCTS["CachedAttention"]), ("type", _I32)] + [
+        (n, _I64) for n in ("batch", "tokens", "past_slots", "slots")
+    ]
+
+
+class AttentionPlan(ctypes.Structure):
+    """qm_cuda_attention_plan."""
+
+    _fields_ = [("tile_rows", _I32), ("splits", _I32)] + [
+        (n, _U64) for n in ("queries", "sums", "partial", "workspace_bytes")
+    ]
 
 
 class Gemm(ctypes.Structure):
@@ -347,3 +363,76 @@ def route(spec: RoutingSpec, logits: torch.Tensor, correction_bias: torch.Tensor
     stream = _PTR(torch.cuda.current_stream().cuda_stream)
     check_status(library().qm_cuda_launch_routing(ctypes.byref(problem), tensors, stream, err), err)
     return ids, weights
+
+
+def attention_problem(
+    spec: AttentionSpec, dtype: str, batch: int, tokens: int, past_slots: int, slots: int
+) -> AttentionProblem:
+    """qm_cuda_attention_problem of a node and its shapes; dtype "f16" or "bf16" (or "f32", which is refused)."""
+    return AttentionProblem(node(library(), spec), _TYPES[dtype], batch, tokens, past_slots, slots)
+
+
+def plan_attention(problem: AttentionProblem, device: Device = H200) -> AttentionPlan:
+    """qm_cuda_plan_attention: pure, needs no GPU.
+
+    Raises:
+        ValueError: the library's sentence about an attribute or a shape.
+    """
+    found, err = AttentionPlan(), ctypes.create_string_buffer(ERROR_SIZE)
+    plan = library().qm_cuda_plan_attention
+    check_status(plan(ctypes.byref(problem), ctypes.byref(device), ctypes.byref(found), err), err)
+    return found
+
+
+def launch_attention(problem: AttentionProblem, plan: AttentionPlan, *tensors: torch.Tensor) -> None:
+    """Enqueues on torch's current stream.
+
+    Args:
+        tensors: qkv, past_key, past_value, rows, cos, sin, q_norm, k_norm, sinks, output, present_key, present_value,
+            workspace (uint8 of plan.workspace_bytes), contiguous.
+
+    Raises:
+        ValueError: present is past's memory, but has more slots.
+    """
+    import torch
+
+    pointers = (_PTR * 13)(*(t.data_ptr() for t in tensors))
+    err = ctypes.create_string_buffer(ERROR_SIZE)
+    stream = _PTR(torch.cuda.current_stream().cuda_stream)
+    launch = library().qm_cuda_launch_attention
+    check_status(launch(ctypes.byref(problem), ctypes.byref(plan), pointers, stream, err), err)
+
+
+def attention(
+    spec: AttentionSpec,
+    qkv: torch.Tensor,
+    past_key: torch.Tensor,
+    past_value: torch.Tensor,
+    rows: torch.Tensor,
+    length: int,
+    *tables: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """CachedAttention on the current CUDA device: op.def's inputs, attention_mask as its length.
+
+    Args:
+        tables: cos, sin, q_norm, k_norm, sinks.
+
+    Returns:
+        output, present_key and present_value: past's memory where that has the slots, else new memory.
+
+    Raises:
+        ValueError: the library's sentence about an attribute or a shape.
+    """
+    import torch
+
+    batch, tokens, _ = qkv.shape
+    slots = max(past_key.shape[2], length)
+    p = attention_problem(spec, _dtype(qkv), batch, tokens, past_key.shape[2], slots)
+    chosen = plan_attention(p, query(qkv.device.index or 0))
+    output = qkv.new_full((batch, tokens, spec.num_heads * spec.v_head_size), float("nan"))
+    present = [past_key, past_value]
+    if slots > past_key.shape[2]:
+        present = [past.new_full((*past.shape[:2], slots, past.shape[3]), float("nan")) for past in present]
+    workspace = torch.full((max(1, chosen.workspace_bytes),), 0xFF, dtype=torch.uint8, device=qkv.device)
+    launch_attention(p, chosen, qkv, past_key, past_value, rows, *tables, output, *present, workspace)
+    return output, present[0], present[1]

@@ -111,6 +111,33 @@ QM_API int qm_cuda_validate_routing(const qm_cuda_routing_problem*, char* err);
 QM_API int qm_cuda_launch_routing(const qm_cuda_routing_problem*, const qm_cuda_routing_tensors*, void* stream,
                                   char* err);
 
+// CachedAttention. `rows` stays on the device, so a plan depends on shapes alone, and a launch that was captured in a
+// CUDA graph serves every position. A batch row of `rows` that asks for tokens or slots that are not there stores
+// nothing, and its output is NaN.
+typedef struct {
+  qm_attention attention;
+  int32_t type;                              // qm_type of qkv, output and the caches: QM_F16 or QM_BF16
+  int64_t batch, tokens, past_slots, slots;  // B, S, P and max(P, L)
+} qm_cuda_attention_problem;
+typedef struct {
+  int32_t tile_rows;  // of queries, heads of tokens that share their keys, in a block
+  int32_t splits;     // blocks that share a tile's slots, whose results another kernel adds up if there are several
+  uint64_t queries, sums, partial, workspace_bytes;  // byte offsets into the workspace
+} qm_cuda_attention_plan;
+typedef struct {
+  const void *qkv, *past_key, *past_value;  // 16-byte aligned
+  const int32_t* rows;
+  const float *cos, *sin, *q_norm, *k_norm, *sinks;
+  void* output;
+  void *present_key, *present_value;  // 16-byte aligned; past's memory where slots are past_slots, or other memory
+  void* workspace;
+} qm_cuda_attention_tensors;
+// Head sizes 64, 96 and 128, of keys and values the same; QM_UNSUPPORTED for others.
+QM_API int qm_cuda_plan_attention(const qm_cuda_attention_problem*, const qm_cuda_device*, qm_cuda_attention_plan*,
+                                  char* err);
+QM_API int qm_cuda_launch_attention(const qm_cuda_attention_problem*, const qm_cuda_attention_plan*,
+                                    const qm_cuda_attention_tensors*, void* stream, char* err);
+
 #ifdef __cplusplus
 }
 #endif

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cuda/instances.h"
+#include "cuda/launcher.h"
 #include "cuda/layout.h"
 #include "cuda/quantize.cuh"
 #include "cuda/round.cuh"
@@ -13,40 +14,6 @@
 
 namespace quantmoe {
 namespace {
-
-struct Launcher {
-  cudaStream_t stream;
-  cudaError_t error = cudaSuccess;
-
-  // dependent: may start while the kernel before it in this call still runs.
-  template <typename Params>
-  void Run(void (*kernel)(Params), const Params& params, dim3 grid, dim3 threads, int shared_bytes, bool dependent,
-           int cluster = 1) {
-    if (error != cudaSuccess) return;
-    if (shared_bytes > 48 * 1024) {
-      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-      if (error != cudaSuccess) return;
-    }
-    cudaLaunchAttribute attributes[2];
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid;
-    config.blockDim = threads;
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
-    config.attrs = attributes;
-    if (dependent) {
-      attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (cluster > 1) {
-      attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-      attributes[config.numAttrs].val.clusterDim.x = cluster;
-      attributes[config.numAttrs].val.clusterDim.y = attributes[config.numAttrs].val.clusterDim.z = 1;
-      ++config.numAttrs;
-    }
-    error = cudaLaunchKernelEx(&config, kernel, params);
-  }
-};
 
 Weights WeightsOf(const void* rows, const MarlinRow& row, const qm_projection& w) {
   Weights out{};
@@ -66,12 +33,6 @@ Weights WeightsOf(const void* rows, const MarlinRow& row, const qm_projection& w
   out.zero_bytes = 16 * row.per_block;
   out.two_groups = row.per_block == 2;
   return out;
-}
-
-int Report(cudaError_t e, char* err) {
-  if (e == cudaSuccess) return QM_OK;
-  std::snprintf(err, QM_ERROR_SIZE, "CUDA: %s", cudaGetErrorString(e));
-  return QM_INVALID;
 }
 
 // The products of a plan; null: none is compiled that is what it says.

@@ -17,6 +17,11 @@ __device__ inline void CopyAsync16Once(uint32_t shared, const void* global, uint
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(policy)
                : "memory");
 }
+// CopyAsync16 past L1: what is read once by a block.
+__device__ inline void CopyAsync16Past(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
+               : "memory");
+}
 __device__ inline void CopyAsync4(uint32_t shared, const void* global, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0)
                : "memory");
@@ -61,6 +66,20 @@ __device__ inline uint4 Load16(uint32_t at) {
                : "r"(at)
                : "memory");
   return v;
+}
+// Four 8 x 8 matrices of 16-bit values, whose rows' addresses lanes 0 to 7, 8 to 15, .. have: a lane gets the values
+// 2t and 2t + 1 of row g, or, transposed, of column g.
+__device__ inline void LoadMatrices(uint32_t (&m)[4], uint32_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(at)
+               : "memory");
+}
+__device__ inline void LoadTransposed(uint32_t (&m)[4], uint32_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(at)
+               : "memory");
 }
 
 // 2^x and 1 / x, within 2 ulp; what is below 2^-126 is zero.

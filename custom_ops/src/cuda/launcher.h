@@ -1,0 +1,51 @@
+// Kernels enqueued one after the other.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdio>
+
+#include "quantmoe/quant_moe.h"
+
+namespace quantmoe {
+
+struct Launcher {
+  cudaStream_t stream;
+  cudaError_t error = cudaSuccess;
+
+  // dependent: may start while the kernel before it in this call still runs.
+  template <typename Params>
+  void Run(void (*kernel)(Params), const Params& params, dim3 grid, dim3 threads, int shared_bytes, bool dependent,
+           int cluster = 1) {
+    if (error != cudaSuccess) return;
+    if (shared_bytes > 48 * 1024) {
+      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+      if (error != cudaSuccess) return;
+    }
+    cudaLaunchAttribute attributes[2];
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    if (dependent) {
+      attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+      attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+      attributes[config.numAttrs].val.clusterDim.x = cluster;
+      attributes[config.numAttrs].val.clusterDim.y = attributes[config.numAttrs].val.clusterDim.z = 1;
+      ++config.numAttrs;
+    }
+    error = cudaLaunchKernelEx(&config, kernel, params);
+  }
+};
+
+inline int Report(cudaError_t e, char* err) {
+  if (e == cudaSuccess) return QM_OK;
+  std::snprintf(err, QM_ERROR_SIZE, "CUDA: %s", cudaGetErrorString(e));
+  return QM_INVALID;
+}
+
+}  // namespace quantmoe

@@ -1,0 +1,321 @@
+"""CachedAttention on CUDA against reference.py, through the C ABI. Launches are skipped where no GPU is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from specs import attention_spec
+
+from quantmoe.custom_ops import cuda, reference
+from quantmoe.custom_ops.op import AttentionSpec
+
+torch = pytest.importorskip("torch")
+try:
+    cuda.library()
+except FileNotFoundError:
+    pytest.skip("no CUDA library was built (QUANTMOE_CUDA)", allow_module_level=True)
+import ml_dtypes  # noqa: E402
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICE = "cuda"
+TORCH = {"f16": torch.float16, "bf16": torch.bfloat16}
+NUMPY = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+UNIT = {"f16": 2.0**-11, "bf16": 2.0**-8}  # half an ulp
+# The kernels round queries, weights and the output to 16 bits, each uniform in half an ulp: at most u / sqrt(3) of the
+# norm where scores differ by about 1 and values are independent, as here; together u. Sums are of f32.
+ALL, EACH = 1.5, 4.0  # units, of all values and of one head of a token, of whose norm cancellation may leave half
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """CachedAttention's, random; slots that no token has, and tokens that do not count, are NaN."""
+
+    spec: AttentionSpec
+    dtype: str
+    tensors: tuple[np.ndarray, ...]  # qkv, past_key, past_value, rows, cos, sin, q_norm, k_norm, sinks
+    length: int
+
+    @classmethod
+    def make(
+        cls, spec: AttentionSpec, dtype: str, rows: list[tuple[int, int, int]], tokens: int, slots: int, length: int = 0
+    ) -> Inputs:
+        rng = np.random.default_rng(7)
+        batch, heads, groups, d = len(rows), spec.num_heads, spec.kv_num_heads, spec.head_size
+
+        def values(*shape: int) -> np.ndarray:
+            return rng.normal(0, 1, shape).astype(np.float32).astype(NUMPY[dtype])
+
+        qkv = values(batch, tokens, (heads + 2 * groups) * d)
+        past = [values(batch, groups, slots, d) for _ in range(2)]
+        for b, (begin, count, before) in enumerate(rows):
+            qkv[b, :begin] = qkv[b, begin + count :] = np.nan
+            for cache in past:
+                cache[b, :, before:] = np.nan
+        angles = rng.uniform(-np.pi, np.pi, (batch, tokens, spec.rotary_size // 2))
+        sizes = {"none": (0, 0), "head": (d, d), "row": (heads * d, groups * d)}[spec.qk_norm]
+        norms = [rng.uniform(0.5, 1.5, n).astype(np.float32) for n in sizes]
+        sinks = np.where(rng.uniform(size=heads) < 0.5, rng.normal(0, 2, heads), -np.inf).astype(np.float32)
+        turn = [f(angles).astype(np.float32) for f in (np.cos, np.sin)]
+        return cls(spec, dtype, (qkv, *past, np.array(rows, np.int32), *turn, *norms, sinks), length)
+
+    def on_device(self) -> list[Any]:
+        def tensor(x: np.ndarray):
+            if x.dtype.itemsize == 2:
+                return torch.from_numpy(x.view(np.int16).copy()).view(TORCH[self.dtype]).to(DEVICE)
+            return torch.from_numpy(x.copy()).to(DEVICE)
+
+        return [tensor(x) for x in self.tensors]
+
+    def run(self) -> list[np.ndarray]:
+        """output, present_key and present_value as float64; twice, with the same bytes."""
+        found = []
+        for _ in range(2):
+            inputs = self.on_device()
+            results = cuda.attention(self.spec, *inputs[:4], self.length, *inputs[4:])
+            found.append([r.cpu() for r in results])
+        for one, two in zip(*found, strict=True):
+            assert torch.equal(one.view(torch.int16), two.view(torch.int16)), "two runs differ"
+        return [r.float().numpy().astype(np.float64) for r in found[0]]
+
+    def want(self) -> list[np.ndarray]:
+        """What the reference says; of slots that hold nothing NaN if the cache stays where it is, else 0."""
+        qkv, key, value, rows = self.tensors[:4]
+        found = reference.attention(self.spec, qkv, key, value, rows, self.length, *self.tensors[4:])
+        output, *present = (x.astype(np.float64) for x in found)
+        if self.length <= key.shape[2]:
+            for b, (_, count, past) in enumerate(rows):
+                for cache in present:
+                    cache[b, :, past + count :] = np.nan
+        return [output, *present]
+
+
+def close(got: np.ndarray, want: np.ndarray, unit: float, heads: int) -> None:
+    assert got.shape == want.shape
+    assert np.isfinite(got).all()
+    assert (got[want.any(2) == 0] == 0).all()  # tokens that do not count
+    size = max(np.linalg.norm(want), 1e-30)
+    assert np.linalg.norm(got - want) < ALL * unit * size, f"{np.linalg.norm(got - want) / size / unit:.2f} units"
+    got, want = (x.reshape(-1, x.shape[2] // heads) for x in (got, want))
+    rows = np.linalg.norm(got - want, axis=1) / np.maximum(np.linalg.norm(want, axis=1), 1e-30)
+    assert rows.max() < EACH * unit, f"row {rows.argmax()}: {rows.max() / unit:.2f} units"
+
+
+def check(inputs: Inputs) -> None:
+    with np.errstate(invalid="ignore"):
+        output, *present = inputs.want()
+    got, *caches = inputs.run()
+    unit = UNIT[inputs.dtype]
+    close(got, output, unit, inputs.spec.num_heads)
+    for cache, want in zip(caches, present, strict=True):  # f32 before it is rounded: rarely the next value
+        np.testing.assert_allclose(cache, want, rtol=2 * unit, atol=unit * 2**-10)
+        assert (cache == want)[np.isfinite(want)].mean() > 0.999
+
+
+SPEC = attention_spec(8, 2, 64, rotary_size=64)
+HEADS = {
+    "qwen3": attention_spec(32, 4, 128, rotary_size=128, qk_norm="head"),
+    "each its own": attention_spec(4, 4, 64, rotary_size=64),
+    "three of 96": attention_spec(6, 2, 96, rotary_size=96),
+    "five": attention_spec(20, 4, 128, rotary_size=64),
+    "sixteen": attention_spec(16, 1, 64, rotary_size=64),
+    "twenty": attention_spec(20, 1, 128, rotary_size=128),
+    "interleaved": replace(SPEC, rotary_interleaved=1),
+    "partial": replace(SPEC, rotary_size=24),
+    "partial-interleaved": replace(SPEC, rotary_size=24, rotary_interleaved=1),
+    "no rotary": replace(SPEC, rotary_size=0),
+    "norm-row": replace(SPEC, qk_norm="row"),
+    "softcap": replace(SPEC, softcap=2.0),
+    "window": replace(SPEC, sliding_window=37),
+    "window-1": replace(SPEC, sliding_window=1),
+    "window-128": replace(SPEC, sliding_window=128),
+    "chunk": replace(SPEC, chunk_size=80),
+    "window-chunk": replace(SPEC, sliding_window=50, chunk_size=128),
+    "scale": replace(SPEC, scale=0.3),
+}
+# rows, tokens, slots of past
+CALLS = {
+    "decode": ([(0, 1, 150)], 1, 160),
+    "decode at 0": ([(0, 1, 0)], 1, 64),
+    "decode, the last slot": ([(0, 1, 127)], 1, 128),
+    "prefill": ([(0, 75, 0)], 75, 80),
+    "prefill after": ([(0, 40, 130)], 40, 170),
+    "ragged decode": ([(0, 1, 63), (0, 1, 64), (0, 0, 9), (0, 1, 0), (0, 1, 199)], 1, 200),
+    "ragged prefill": ([(0, 20, 0), (7, 13, 100), (0, 0, 5), (2, 9, 64)], 20, 130),
+}
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", HEADS)
+def test_against_the_reference(name: str, call: str, dtype: str) -> None:
+    check(Inputs.make(HEADS[name], dtype, *CALLS[call]))
+
+
+@gpu
+@pytest.mark.parametrize("slots", [0, 70])
+@pytest.mark.parametrize("call", ["decode at 0", "prefill", "ragged prefill"])
+def test_a_cache_that_grows(call: str, slots: int) -> None:
+    """present is other memory, in which what past has is copied."""
+    rows, tokens, _ = CALLS[call]
+    rows = [(begin, count, min(past, slots)) for begin, count, past in rows]
+    check(Inputs.make(SPEC, "bf16", rows, tokens, slots, slots + 100))
+
+
+@gpu
+@pytest.mark.parametrize(("slots", "tokens"), [(5000, 1), (5000, 3), (2100, 300)])
+@pytest.mark.parametrize("name", ["qwen3", "window-128"])
+def test_long(name: str, slots: int, tokens: int) -> None:
+    """Many splits, and more splits than there are stages in a window."""
+    check(Inputs.make(HEADS[name], "f16", [(0, tokens, slots - tokens - 7)], tokens, slots))
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_batch_of_64(tokens: int) -> None:
+    rows = [(b % tokens, tokens - b % tokens, 37 * b % 500) for b in range(64)]
+    check(Inputs.make(HEADS["five"], "bf16", rows, tokens, 512))
+
+
+@gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_a_value_that_is_no_number(tokens: int, bad: float) -> None:
+    """It reaches the tokens that see it and no others."""
+    spec, at = replace(SPEC, sliding_window=30), tokens // 2
+    inputs = Inputs.make(spec, "bf16", [(0, tokens, 100)], tokens, 200)
+    inputs.tensors[0][0, at, -3] = bad  # of the last head's values
+    inputs.tensors[2][0, 0, 95, 5] = bad
+    with np.errstate(invalid="ignore"):
+        want, *_ = inputs.want()
+    got, *_ = inputs.run()
+    assert not np.isfinite(want).all()
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+    got, want = got[np.isfinite(want)], want[np.isfinite(want)]
+    assert np.linalg.norm(got - want) < ALL * UNIT["bf16"] * np.linalg.norm(want)
+
+
+@gpu
+def test_a_query_that_is_no_number() -> None:
+    """Its head of its token is NaN, and nothing else."""
+    inputs = Inputs.make(SPEC, "f16", [(0, 20, 60)], 20, 80)
+    inputs.tensors[0][0, 4, 3 * 64] = np.nan
+    got, *_ = inputs.run()
+    lost = np.zeros(got.shape, bool)
+    lost[0, 4, 3 * 64 : 4 * 64] = True
+    np.testing.assert_array_equal(np.isnan(got), lost)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "bad", [(-1, 1, 5), (0, -1, 5), (0, 1, -1), (1, 2, 5), (0, 1, 64), (0, 2, 63), (0, 1, 2**31 - 1)]
+)
+def test_rows_that_are_not_there(bad: tuple[int, int, int]) -> None:
+    """The row's output is NaN, its cache and the other rows are untouched."""
+    good = Inputs.make(SPEC, "f16", [(0, 2, 30), (0, 2, 40)], 2, 64)
+    want = good.run()
+    good.tensors[3][0] = bad
+    got = good.run()
+    assert np.isnan(got[0][0]).all()
+    np.testing.assert_array_equal(got[0][1], want[0][1])
+    for found, before in zip(got[1:], good.tensors[1:3], strict=True):
+        np.testing.assert_array_equal(found[0], before[0].astype(np.float64))
+
+
+@gpu
+def test_a_graph_serves_every_position() -> None:
+    """One capture, replayed with other tokens and lengths, gives the bytes of calls without it."""
+    spec = HEADS["qwen3"]
+    made = [Inputs.make(spec, "bf16", [(0, 1, past), (0, 1, past // 3)], 1, 700) for past in (5, 300, 699)]
+    wanted = []
+    for inputs in made:
+        t = inputs.on_device()
+        wanted.append([r.clone() for r in cuda.attention(spec, *t[:4], 0, *t[4:])])
+    fixed = made[0].on_device()
+    p = cuda.attention_problem(spec, "bf16", 2, 1, 700, 700)
+    chosen = cuda.plan_attention(p, cuda.query())
+    output = torch.empty_like(wanted[0][0])
+    workspace = torch.empty(chosen.workspace_bytes, dtype=torch.uint8, device=DEVICE)
+
+    def launch() -> None:
+        cuda.launch_attention(p, chosen, *fixed, output, fixed[1], fixed[2], workspace)
+
+    launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for inputs, want in zip(made, wanted, strict=True):
+        for to, x in zip(fixed, inputs.on_device(), strict=True):
+            to.copy_(x)
+        graph.replay()
+        torch.cuda.synchronize()
+        for found, x in zip((output, fixed[1], fixed[2]), want, strict=True):
+            assert torch.equal(found.view(torch.int16), x.view(torch.int16))
+
+
+def plan(spec: AttentionSpec, *shape: int, dtype: str = "f16", device: cuda.Device = cuda.H200) -> cuda.AttentionPlan:
+    return cuda.plan_attention(cuda.attention_problem(spec, dtype, *shape), device)
+
+
+def test_plans() -> None:
+    qwen3 = HEADS["qwen3"]
+    assert (plan(qwen3, 1, 1, 2048, 2048).tile_rows, plan(qwen3, 1, 1, 2048, 2048).splits) == (16, 32)
+    assert plan(qwen3, 1, 1, 40960, 40960).splits == 64
+    assert plan(qwen3, 64, 1, 4096, 4096).splits == 1
+    assert (plan(qwen3, 1, 2048, 2048, 2048).tile_rows, plan(qwen3, 1, 2048, 2048, 2048).splits) == (128, 1)
+    assert plan(qwen3, 1, 16, 4096, 4096).splits == 16  # of 4 tiles
+    assert plan(qwen3, 1, 0, 64, 64).workspace_bytes == plan(qwen3, 0, 1, 64, 64).workspace_bytes == 0
+    # With any number of multiprocessors at most what a plan for none says.
+    for sms in (1, 28, 132, 188):
+        for shape in ((1, 1, 2048, 2048), (2, 16, 0, 300), (1, 700, 0, 700)):
+            of_none = plan(qwen3, *shape, device=cuda.Device(90, 0, 233472))
+            assert plan(qwen3, *shape, device=cuda.Device(90, sms, 233472)).workspace_bytes <= of_none.workspace_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_size": 80, "v_head_size": 80}, "head_size is 80, the CUDA kernels take 64, 96 and 128"),
+        ({"v_head_size": 128}, "v_head_size is 128, the CUDA kernels take head_size 64"),
+        ({"kv_num_heads": 3}, "kv_num_heads is 3, expected a divisor of num_heads 8"),
+        ({"kv_num_heads": 0}, "kv_num_heads is 0, expected 1 to 8"),
+        ({"rotary_size": 66}, "rotary_size is 66, expected 0 to 64"),
+        ({"rotary_size": 7}, "rotary_size is 7, expected an even number"),
+        ({"sliding_window": -1}, "sliding_window is -1"),
+        ({"chunk_size": -1}, "chunk_size is -1"),
+        ({"rotary_interleaved": 2}, "rotary_interleaved is 2, expected 0 to 1"),
+        ({"softcap": -1.0}, "softcap is -1, expected 0 or a positive number"),
+        ({"scale": float("nan")}, "scale is nan, expected a number"),
+        ({"op_version": 9}, "op_version is 9"),
+    ],
+)
+def test_attributes_that_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(replace(SPEC, **change), 1, 1, 64, 64)
+
+
+def test_shapes_that_are_refused() -> None:
+    for shape, message in (
+        ((1, 1, 64, 63), "the cache has 64 slots before and 63 after"),
+        ((65536, 1, 64, 64), "batch 65536 of 2 kv_num_heads"),
+        ((1, 2**30, 64, 64), "1073741824 tokens of a batch of 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan(SPEC, *shape)
+    with pytest.raises(ValueError, match="qkv is of type 0"):
+        plan(SPEC, 1, 1, 64, 64, dtype="f32")
+    with pytest.raises(ValueError, match=r"compute capability 7\.5"):
+        plan(SPEC, 1, 1, 64, 64, device=cuda.Device(75, 40, 65536))
+
+
+def test_present_in_pasts_memory_cannot_grow() -> None:
+    p = cuda.attention_problem(SPEC, "f16", 1, 1, 64, 65)
+    tensors = [torch.zeros(1) for _ in range(13)]
+    tensors[10], tensors[11] = tensors[1], tensors[2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 0}))
+        with pytest.raises(ValueError, match="present is past's memory, whose 64 slots are to become 65"):
+            cuda.launch_attention(p, cuda.plan_attention(p), *tensors)
