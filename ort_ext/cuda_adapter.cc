@@ -21,7 +21,7 @@ class CudaKernel : public Kernel {
   int64_t Experts(const OrtKernelInfo* info, size_t input, size_t row_bytes) const;
   void Query();  // asks for the device: after what needs none is checked
   void* Stream(OrtKernelContext* context) const;
-  template <class Problem, class Make, class Launch>
+  template <class Plan, class Problem, class Make, class Launch>
   void Execute(OrtKernelContext* context, const Problem& problem, const Make& make, const Launch& launch) const;
 
   qm_cuda_device device_{};
@@ -78,10 +78,10 @@ void* CudaKernel::Stream(OrtKernelContext* context) const {
 }
 
 // Plans a call, and makes it with a workspace.
-template <class Problem, class Make, class Launch>
+template <class Plan, class Problem, class Make, class Launch>
 void CudaKernel::Execute(OrtKernelContext* context, const Problem& problem, const Make& make,
                          const Launch& launch) const {
-  qm_cuda_plan plan;
+  Plan plan;
   char error[QM_ERROR_SIZE];
   if (make(&problem, &device_, &plan, error)) Fail(error);
   // Freed when the launch is enqueued; the allocator keeps it for this stream, where later work comes after.
@@ -131,18 +131,18 @@ void CudaMoE::Run(OrtKernelContext* context) const {
   problem.tokens = Rows(tokens.shape);
   problem.top_k = tokens.top_k;
   if (problem.tokens == 0) return;
-  Execute(context, problem, qm_cuda_plan_moe,
-          [&](const qm_cuda_plan& plan, void* workspace, void* stream, char* error) {
-            qm_cuda_tensors tensors{};
-            tensors.hidden_states = Data(tokens.hidden_states);
-            tensors.topk_ids = Data(tokens.topk_ids);
-            tensors.topk_weights = static_cast<const float*>(Data(tokens.topk_weights));
-            tensors.w13 = Data(Input(context, QuantMoE_w13));
-            tensors.w2 = Data(Input(context, QuantMoE_w2));
-            tensors.output = Data(output);
-            tensors.workspace = workspace;
-            return qm_cuda_launch(&problem, &plan, &tensors, stream, error);
-          });
+  Execute<qm_cuda_plan>(context, problem, qm_cuda_plan_moe,
+                        [&](const qm_cuda_plan& plan, void* workspace, void* stream, char* error) {
+                          qm_cuda_tensors tensors{};
+                          tensors.hidden_states = Data(tokens.hidden_states);
+                          tensors.topk_ids = Data(tokens.topk_ids);
+                          tensors.topk_weights = static_cast<const float*>(Data(tokens.topk_weights));
+                          tensors.w13 = Data(Input(context, QuantMoE_w13));
+                          tensors.w2 = Data(Input(context, QuantMoE_w2));
+                          tensors.output = Data(output);
+                          tensors.workspace = workspace;
+                          return qm_cuda_launch(&problem, &plan, &tensors, stream, error);
+                        });
 }
 
 class CudaLinear : public CudaKernel {
@@ -180,11 +180,11 @@ void CudaLinear::Run(OrtKernelContext* context) const {
   shape.back() = problem_.linear.out_features;
   OrtValue* y = Output(context, 0, shape);
   if (problem.rows == 0) return;
-  Execute(context, problem, qm_cuda_plan_linear,
-          [&](const qm_cuda_plan& plan, void* workspace, void* stream, char* error) {
-            const qm_cuda_linear_tensors tensors{Data(x), Data(Input(context, QuantLinear_w)), Data(y), workspace};
-            return qm_cuda_launch_linear(&problem, &plan, &tensors, stream, error);
-          });
+  Execute<qm_cuda_plan>(
+      context, problem, qm_cuda_plan_linear, [&](const qm_cuda_plan& plan, void* workspace, void* stream, char* error) {
+        const qm_cuda_linear_tensors tensors{Data(x), Data(Input(context, QuantLinear_w)), Data(y), workspace};
+        return qm_cuda_launch_linear(&problem, &plan, &tensors, stream, error);
+      });
 }
 
 class CudaRouting : public CudaKernel {
@@ -222,6 +222,51 @@ void CudaRouting::Run(OrtKernelContext* context) const {
     throw std::runtime_error(node_ + ": " + error);
 }
 
+class CudaAttention : public CudaKernel {
+ public:
+  CudaAttention(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaKernel(op, api, info) {
+    ReadAttributes(info, &problem_.attention);
+    problem_.type = op.type();
+    Query();
+    qm_cuda_attention_plan plan;
+    char error[QM_ERROR_SIZE];
+    if (qm_cuda_plan_attention(&problem_, &device_, &plan, error)) Fail(error);
+  }
+  void Run(OrtKernelContext* context) const override;
+
+ private:
+  qm_cuda_attention_problem problem_{};  // but for the shapes
+};
+
+void CudaAttention::Run(OrtKernelContext* context) const {
+  const AttentionShapes shapes = ReadAttention(context, problem_.attention);
+  const auto input = [&](int32_t index) { return Data(Input(context, static_cast<size_t>(index))); };
+  const auto floats = [&](int32_t index) { return static_cast<const float*>(input(index)); };
+  qm_cuda_attention_problem problem = problem_;
+  problem.batch = shapes.batch;
+  problem.tokens = shapes.tokens;
+  problem.past_slots = shapes.past_slots;
+  problem.slots = shapes.slots;
+  qm_cuda_attention_tensors tensors{};
+  tensors.qkv = input(CachedAttention_qkv);
+  tensors.past_key = input(CachedAttention_past_key);
+  tensors.past_value = input(CachedAttention_past_value);
+  tensors.rows = static_cast<const int32_t*>(input(CachedAttention_rows));
+  tensors.cos = floats(CachedAttention_cos);
+  tensors.sin = floats(CachedAttention_sin);
+  tensors.q_norm = floats(CachedAttention_q_norm);
+  tensors.k_norm = floats(CachedAttention_k_norm);
+  tensors.sinks = floats(CachedAttention_sinks);
+  tensors.output = Data(Output(context, 0, shapes.output));
+  tensors.present_key = Data(Output(context, 1, shapes.key));
+  tensors.present_value = Data(Output(context, 2, shapes.value));
+  Execute<qm_cuda_attention_plan>(context, problem, qm_cuda_plan_attention,
+                                  [&](const qm_cuda_attention_plan& plan, void* workspace, void* stream, char* error) {
+                                    tensors.workspace = workspace;
+                                    return qm_cuda_launch_attention(&problem, &plan, &tensors, stream, error);
+                                  });
+}
+
 template <class T, bool verify>
 Kernel* Make(const Op& op, const OrtApi* api, const OrtKernelInfo* info) {
   return new T(op, api, info, verify);
@@ -237,6 +282,7 @@ void Operators(const OrtApi* api, std::deque<Op>& ops) {
       ops.emplace_back(api, kProvider, "QuantMoE", type, id_type, Make<CudaMoE, verify>);
     ops.emplace_back(api, kProvider, "QuantLinear", type, kId32, Make<CudaLinear, verify>);
     ops.emplace_back(api, kProvider, "MoERouting", type, kId32, Make<CudaRouting, verify>);
+    ops.emplace_back(api, kProvider, "CachedAttention", type, type, Make<CudaAttention, verify>);
   }
   ops.emplace_back(api, kProvider, "MoERouting", kFloat, kId32, Make<CudaRouting, verify>);
 }

@@ -78,5 +78,9 @@ int qm_cuda_launch_linear(const qm_cuda_linear_problem*, const qm_cuda_plan*, co
 int qm_cuda_launch_routing(const qm_cuda_routing_problem*, const qm_cuda_routing_tensors*, void*, char*) {
   return ++launches, QM_OK;
 }
+int qm_cuda_launch_attention(const qm_cuda_attention_problem*, const qm_cuda_attention_plan*,
+                             const qm_cuda_attention_tensors*, void*, char*) {
+  return ++launches, QM_OK;
+}
 
 }  // extern "C"

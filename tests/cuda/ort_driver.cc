@@ -30,14 +30,15 @@ struct OrtValue {
   int32_t rank, constant;
   void* data;
 };
+constexpr int kInputs = 10, kOutputs = 3;  // of the operator that has most
 struct OrtKernelInfo {
   std::map<std::string, int64_t> ints;
   std::map<std::string, float> floats;
   std::map<std::string, std::string> strings;
-  OrtValue inputs[5];
+  OrtValue inputs[kInputs];
 };
 struct OrtKernelContext {
-  OrtValue inputs[5], outputs[2];
+  OrtValue inputs[kInputs], outputs[kOutputs];
   void* stream;
 };
 
@@ -229,11 +230,11 @@ void* driver_create(int32_t op, OrtKernelInfo* info, const OrtValue* inputs) {
   delete info;
   return took ? kernel : nullptr;
 }
-// tensors: room for five inputs, then for two outputs.
+// tensors: room for kInputs inputs, then for kOutputs outputs.
 int32_t driver_run(int32_t op, void* kernel, const OrtValue* tensors, void* stream) {
   OrtKernelContext context{};
   std::memcpy(context.inputs, tensors, sizeof(context.inputs));
-  std::memcpy(context.outputs, tensors + 5, sizeof(context.outputs));
+  std::memcpy(context.outputs, tensors + kInputs, sizeof(context.outputs));
   context.stream = stream;
   return Took(At(op)->KernelComputeV2(kernel, &context)) ? 0 : -1;
 }

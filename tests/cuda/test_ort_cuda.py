@@ -10,21 +10,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specs import routing_spec
+from specs import attention_spec, routing_spec
 
 import quantmoe
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import MoESpec
+from quantmoe.custom_ops.op import AttentionSpec, MoESpec
 
 if "QUANTMOE_ORT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the driver", allow_module_level=True)
 torch = pytest.importorskip("torch")
+from cuda.test_attention import Inputs  # noqa: E402
 from cuda.test_cuda import BASE, TORCH, UNIT, build, build_linear  # noqa: E402
 from engines.test_identity import identity  # noqa: E402
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 TYPES = {"f16": 10, "bf16": 16, "i32": 6, "i64": 7, "f32": 1}  # ONNXTensorElementDataType
+INPUTS, OUTPUTS = 10, 3  # ort_driver.cc has room for
 _PTR = ctypes.c_void_p
 
 
@@ -73,8 +75,13 @@ class Driver:
                 self.lib.driver_set_float(info, name.encode(), ctypes.c_float(v))
             else:
                 self.lib.driver_set_string(info, name.encode(), v.encode())
-        made = self.lib.driver_create(op, info, (Value * 5)(*values))
+        made = self.lib.driver_create(op, info, (Value * INPUTS)(*values))
         return _PTR(made) if made else None
+
+    def run(self, op: int, kernel: _PTR, inputs: list[Value], outputs: list[Value], stream: torch.cuda.Stream) -> int:
+        none = [value(())] * (INPUTS - len(inputs))
+        values = (Value * (INPUTS + OUTPUTS))(*inputs, *none, *outputs)
+        return self.lib.driver_run(op, kernel, values, _PTR(stream.cuda_stream))
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +100,16 @@ def constants(layer) -> list[Value]:
 
 
 def test_operators(driver):
-    assert driver.count == 9
+    assert driver.count == 11
     for dtype in ("f32", "f16", "bf16"):
         op = driver.op(dtype, name="MoERouting")
         assert [driver.lib.driver_type(op, i) for i in (1, -1)] == [1, 6]
     for dtype in ("f16", "bf16"):
         op = driver.op(dtype, name="QuantLinear")
         assert [driver.lib.driver_type(op, i) for i in (1, -1)] == [6, TYPES[dtype]]
+    for dtype in ("f16", "bf16"):
+        op = driver.op(dtype, dtype, dtype, "i32", "i64", "f32", name="CachedAttention")
+        assert [driver.lib.driver_type(op, i) for i in (9, -1)] == [1, TYPES[dtype]]
     for dtype in ("f16", "bf16"):
         for ids in ("i32", "i64"):
             op = driver.op(dtype, ids)
@@ -117,7 +127,7 @@ def test_exported_symbols_and_libraries():
 def test_old_runtime_is_refused(driver):
     assert driver.open(20) == -1
     assert driver.error == "quantmoe needs ONNX Runtime 1.21 or newer, found 1.99"
-    assert driver.open(21) == 9
+    assert driver.open(21) == 11
 
 
 @pytest.fixture
@@ -302,7 +312,7 @@ def test_run(driver, layer, dtype, id_type):
         shapes = [x, k, k, *((len(w), w.shape[1] // 4) for w in packed), x]
         values = [value(s, data=t.data_ptr()) for s, t in zip(shapes, [*inputs, output], strict=True)]
         torch.cuda.synchronize()
-        status = driver.lib.driver_run(op, kernel, (Value * 7)(*values), _PTR(stream.cuda_stream))
+        status = driver.run(op, kernel, values[:5], values[5:], stream)
         assert status == 0, driver.error
         torch.cuda.synchronize()
         assert driver.lib.driver_live_scratch() == 0
@@ -311,22 +321,20 @@ def test_run(driver, layer, dtype, id_type):
             error = np.linalg.norm(output.double().cpu().numpy() - want) / np.linalg.norm(want)
             assert error < 2 * UNIT[dtype], (leading, error)
     values[0] = value((5, BASE.hidden - 1))
-    assert driver.lib.driver_run(op, kernel, (Value * 7)(*values), _PTR(stream.cuda_stream)) != 0
+    assert driver.run(op, kernel, values[:5], values[5:], stream) != 0
     assert "hidden_states has shape [5, 255], expected [.., hidden_size 256]" in driver.error
     driver.lib.driver_destroy(op, kernel)
 
 
 LINEAR_CASE = replace(BASE, hidden=264, intermediate=512, bias=True)
 ROUTING = routing_spec(64, 6, "sigmoid_topk", 1, n_group=8, topk_group=3, routed_scaling_factor=2.5)
+ATTENTION = attention_spec(8, 2, 64, rotary_size=64)
 
 
 def run(driver, op, kernel, inputs, shapes, outputs) -> int:
-    values = [value(s, data=t.data_ptr()) for s, t in zip(shapes, inputs, strict=False)]
-    values += [value(())] * (5 - len(values))
-    values += [value(s, data=t.data_ptr()) for s, t in zip(shapes[len(inputs) :], outputs, strict=True)]
+    values = [value(s, data=t.data_ptr()) for s, t in zip(shapes, [*inputs, *outputs], strict=True)]
     torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    status = driver.lib.driver_run(op, kernel, (Value * 7)(*values), _PTR(stream.cuda_stream))
+    status = driver.run(op, kernel, values[: len(inputs)], values[len(inputs) :], torch.cuda.Stream())
     torch.cuda.synchronize()
     return status
 
@@ -392,4 +400,86 @@ def test_run_routing(driver):
     shapes[1] = (63,)
     assert run(driver, op, kernel, [logits.cuda(), bias.cuda()], shapes, [ids, weights]) != 0
     assert driver.error == 'MoERouting node "moe": correction_bias has shape [63], expected [num_experts 64]'
+    driver.lib.driver_destroy(op, kernel)
+
+
+def attention_shapes(spec: AttentionSpec, batch: int, tokens: int, past: int, length: int) -> list[tuple[int, ...]]:
+    """Of CachedAttention's inputs, then outputs; no norm."""
+    heads, groups, d = spec.num_heads, spec.kv_num_heads, spec.head_size
+    cache, present = (batch, groups, past, d), (batch, groups, max(past, length), d)
+    turn = (batch, tokens, spec.rotary_size // 2)
+    inputs = [(batch, tokens, (heads + 2 * groups) * d), cache, cache, (batch, 3), (batch, length), turn, turn]
+    return [*inputs, (0,), (0,), (heads,), (batch, tokens, heads * d), present, present]
+
+
+@pytest.mark.parametrize(
+    ("name", "new", "message"),
+    [
+        ("softcap", None, "attribute softcap of kind f is required"),
+        ("qk_norm", "all", 'qk_norm is "all", the operator defines: none, head, row'),
+        ("head_size", 80, "head_size is 80, the CUDA kernels take 64, 96 and 128"),
+        ("num_heads", 7, "kv_num_heads is 2, expected a divisor of num_heads 7"),
+    ],
+)
+def test_wrong_attention(driver, fake, name, new, message):
+    fake(None)
+    attributes = {k: v for k, v in (ATTENTION.attributes() | {name: new}).items() if v is not None}
+    assert driver.create(driver.op("f16", name="CachedAttention"), attributes, []) is None
+    assert driver.error.startswith('CachedAttention node "moe": ')
+    assert message in driver.error
+
+
+@pytest.mark.parametrize(
+    ("at", "shape", "message"),
+    [
+        (0, (2, 3, 700), "qkv has shape [2, 3, 700], expected [-1, -1, 768]"),
+        (2, (2, 2, 63, 64), "past_value has shape [2, 2, 63, 64], expected [2, 2, 64, 64]"),
+        (3, (2, 2), "rows has shape [2, 2], expected [2, 3]"),
+        (4, (64,), "attention_mask has shape [64], expected [2, -1]"),
+        (6, (2, 3, 64), "sin has shape [2, 3, 64], expected [2, 3, 32]"),
+        (7, (64,), "q_norm has shape [64], expected [0]"),
+        (9, (2,), "sinks has shape [2], expected [8]"),
+    ],
+)
+def test_wrong_attention_inputs(driver, fake, at, shape, message):
+    fake(None)
+    op = driver.op("bf16", name="CachedAttention")
+    kernel = driver.create(op, ATTENTION.attributes(), [])
+    assert kernel is not None, driver.error
+    shapes = attention_shapes(ATTENTION, 2, 3, 64, 60)
+    shapes[at] = shape
+    values = [value(s) for s in shapes]
+    stream = type("Stream", (), {"cuda_stream": 0})
+    assert driver.run(op, kernel, values[:10], values[10:], stream) != 0
+    assert driver.error.startswith('CachedAttention node "moe": ')
+    assert message in driver.error
+    driver.lib.driver_destroy(op, kernel)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_run_attention(driver, dtype):
+    """In place, and into other memory with more slots."""
+    op = driver.op(dtype, name="CachedAttention")
+    kernel = driver.create(op, ATTENTION.attributes(), [])
+    assert kernel is not None, driver.error
+    for rows, tokens, past, length in (
+        ([(0, 1, 40), (0, 1, 99)], 1, 100, 0),
+        ([(0, 30, 0), (5, 20, 0)], 30, 0, 30),
+        ([(0, 3, 40), (1, 2, 41)], 3, 50, 60),
+    ):
+        made = Inputs.make(ATTENTION, dtype, rows, tokens, past, length)
+        inputs = made.on_device()
+        inputs.insert(4, torch.empty(0))  # the mask, of which nothing is read
+        shapes = attention_shapes(ATTENTION, len(rows), tokens, past, length)
+        output, *present = (torch.full(s, float("nan"), dtype=TORCH[dtype], device="cuda") for s in shapes[10:])
+        if length <= past:
+            present = inputs[1:3]
+        assert run(driver, op, kernel, inputs, shapes, [output, *present]) == 0, driver.error
+        assert driver.lib.driver_live_scratch() == 0
+        for got, want in zip((output, *present), made.want(), strict=True):
+            got = got.double().cpu().numpy()
+            np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+            got, want = got[np.isfinite(want)], want[np.isfinite(want)]
+            assert np.linalg.norm(got - want) < 1.5 * UNIT[dtype] * np.linalg.norm(want)
     driver.lib.driver_destroy(op, kernel)

@@ -1,6 +1,7 @@
 // The plan of CachedAttention: tiles, splits, workspace. Pure; runs without a GPU.
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "core/attributes.h"
 #include "cuda/attention.h"
@@ -28,7 +29,9 @@ int ValidateAttributes(const qm_attention& a, char* err) {
   if (a.num_heads % a.kv_num_heads)
     return fail(err, QM_INVALID, "kv_num_heads is %d, expected a divisor of num_heads %d", a.kv_num_heads, a.num_heads);
   if (a.rotary_size % 2) return fail(err, QM_INVALID, "rotary_size is %d, expected an even number", a.rotary_size);
-  if (!(a.softcap >= 0)) return fail(err, QM_INVALID, "softcap is %g, expected 0 or a positive number", a.softcap);
+  for (const auto& [name, value] : {std::pair{"softcap", a.softcap}, {"norm_epsilon", a.norm_epsilon}})
+    if (!(value >= 0) || std::isinf(value))
+      return fail(err, QM_INVALID, "%s is %g, expected 0 or a positive number", name, value);
   if (!std::isfinite(a.scale)) return fail(err, QM_INVALID, "scale is %g, expected a number", a.scale);
   if (a.head_size != 64 && a.head_size != 96 && a.head_size != 128)
     return fail(err, QM_UNSUPPORTED, "head_size is %d, the CUDA kernels take 64, 96 and 128", a.head_size);
