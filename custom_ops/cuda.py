@@ -81,7 +81,7 @@ class AttentionProblem(ctypes.Structure):
 class AttentionPlan(ctypes.Structure):
     """qm_cuda_attention_plan."""
 
-    _fields_ = [("tile_rows", _I32), ("splits", _I32)] + [
+    _fields_ = [("tile_rows", _I32), ("splits", _I32), ("wgmma", _I32)] + [
         (n, _U64) for n in ("queries", "sums", "partial", "workspace_bytes")
     ]
 

@@ -21,6 +21,7 @@ import ml_dtypes  # noqa: E402
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DEVICE = "cuda"
+SM80 = cuda.Device(80, 108, 167936)
 TORCH = {"f16": torch.float16, "bf16": torch.bfloat16}
 NUMPY = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 UNIT = {"f16": 2.0**-11, "bf16": 2.0**-8}  # half an ulp
@@ -111,7 +112,7 @@ def check(inputs: Inputs) -> None:
     close(got, output, unit, inputs.spec.num_heads)
     for cache, want in zip(caches, present, strict=True):  # f32 before it is rounded: rarely the next value
         np.testing.assert_allclose(cache, want, rtol=2 * unit, atol=unit * 2**-10)
-        assert (cache == want)[np.isfinite(want)].mean() > 0.999
+        assert (cache != want)[np.isfinite(want)].sum() <= 2 + want.size // 1000
 
 
 SPEC = attention_spec(8, 2, 64, rotary_size=64)
@@ -156,6 +157,15 @@ def test_against_the_reference(name: str, call: str, dtype: str) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("call", ["prefill", "prefill after", "ragged prefill"])
+@pytest.mark.parametrize("name", ["qwen3", "norm-row", "window-chunk", "softcap"])
+def test_on_mma_sync(monkeypatch: pytest.MonkeyPatch, name: str, call: str) -> None:
+    """What a GPU without wgmma runs."""
+    monkeypatch.setattr(cuda, "query", lambda _: SM80)
+    check(Inputs.make(HEADS[name], "bf16", *CALLS[call]))
+
+
+@gpu
 @pytest.mark.parametrize("slots", [0, 70])
 @pytest.mark.parametrize("call", ["decode at 0", "prefill", "ragged prefill"])
 def test_a_cache_that_grows(call: str, slots: int) -> None:
@@ -182,9 +192,13 @@ def test_batch_of_64(tokens: int) -> None:
 
 @gpu
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("device", [cuda.H200, SM80], ids=["wgmma", "mma"])
 @pytest.mark.parametrize("tokens", [2, 40])
-def test_a_value_that_is_no_number(tokens: int, bad: float) -> None:
+def test_a_value_that_is_no_number(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, device: cuda.Device, bad: float
+) -> None:
     """It reaches the tokens that see it and no others."""
+    monkeypatch.setattr(cuda, "query", lambda _: device)
     spec, at = replace(SPEC, sliding_window=30), tokens // 2
     inputs = Inputs.make(spec, "bf16", [(0, tokens, 100)], tokens, 200)
     inputs.tensors[0][0, at, -3] = bad  # of the last head's values
@@ -262,11 +276,14 @@ def plan(spec: AttentionSpec, *shape: int, dtype: str = "f16", device: cuda.Devi
 
 def test_plans() -> None:
     qwen3 = HEADS["qwen3"]
-    assert (plan(qwen3, 1, 1, 2048, 2048).tile_rows, plan(qwen3, 1, 1, 2048, 2048).splits) == (16, 32)
+    assert (plan(qwen3, 1, 1, 2048, 2048).tile_rows, plan(qwen3, 1, 1, 2048, 2048).splits) == (16, 16)
     assert plan(qwen3, 1, 1, 40960, 40960).splits == 64
     assert plan(qwen3, 64, 1, 4096, 4096).splits == 1
     assert (plan(qwen3, 1, 2048, 2048, 2048).tile_rows, plan(qwen3, 1, 2048, 2048, 2048).splits) == (128, 1)
     assert plan(qwen3, 1, 16, 4096, 4096).splits == 16  # of 4 tiles
+    assert [plan(qwen3, 1, n, 4096, 4096).wgmma for n in (1, 2, 3, 300)] == [0, 0, 1, 1]
+    assert plan(HEADS["three of 96"], 1, 300, 4096, 4096).wgmma == 0
+    assert plan(qwen3, 1, 300, 4096, 4096, device=SM80).wgmma == 0
     assert plan(qwen3, 1, 0, 64, 64).workspace_bytes == plan(qwen3, 0, 1, 64, 64).workspace_bytes == 0
     # With any number of multiprocessors at most what a plan for none says.
     for sms in (1, 28, 132, 188):
@@ -301,8 +318,10 @@ def test_attributes_that_are_refused(change: dict[str, Any], message: str) -> No
 def test_shapes_that_are_refused() -> None:
     for shape, message in (
         ((1, 1, 64, 63), "the cache has 64 slots before and 63 after"),
-        ((65536, 1, 64, 64), "batch 65536 of 2 kv_num_heads"),
-        ((1, 2**30, 64, 64), "1073741824 tokens of a batch of 1"),
+        (
+            (2, 2**26, 64, 64),
+            "a batch of 2 with 67108864 tokens and 64 slots each, the CUDA kernels take up to 67108863",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             plan(SPEC, *shape)

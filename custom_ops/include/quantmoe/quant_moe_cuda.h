@@ -122,6 +122,7 @@ typedef struct {
 typedef struct {
   int32_t tile_rows;  // of queries, heads of tokens that share their keys, in a block
   int32_t splits;     // blocks that share a tile's slots, whose results another kernel adds up if there are several
+  int32_t wgmma;      // 1: on wgmma (sm_90a), of many rows; 0: on mma.sync
   uint64_t queries, sums, partial, workspace_bytes;  // byte offsets into the workspace
 } qm_cuda_attention_plan;
 typedef struct {

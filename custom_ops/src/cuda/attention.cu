@@ -1,5 +1,6 @@
 // CachedAttention's plan to kernel launches.
 #include "cuda/attention.cuh"
+#include "cuda/attention_wgmma.cuh"
 #include "cuda/launcher.h"
 
 namespace quantmoe {
@@ -12,6 +13,10 @@ AttendKernel AttendOf(const qm_cuda_attention_plan& plan) {
   return plan.tile_rows == kFewRows ? Attend<T, D, 1, 1> : Attend<T, D, 2, 4>;
 }
 template <typename T>
+AttendKernel WideOf(int head_size) {
+  return head_size == 64 ? AttendWide<T, 64> : AttendWide<T, 128>;
+}
+template <typename T>
 AttendKernel AttendOf(int head_size, const qm_cuda_attention_plan& plan) {
   return head_size == 64 ? AttendOf<T, 64>(plan) : head_size == 96 ? AttendOf<T, 96>(plan) : AttendOf<T, 128>(plan);
 }
@@ -20,7 +25,6 @@ template <typename T>
 int Launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& plan, const qm_cuda_attention_tensors& t,
            cudaStream_t stream, char* err) {
   const qm_attention& a = p.attention;
-  constexpr int kHeadsOfBlock = kAppendThreads / 32;
   const int batch = static_cast<int>(p.batch), tokens = static_cast<int>(p.tokens), slots = static_cast<int>(p.slots);
   const bool key_in_place = t.present_key == t.past_key, value_in_place = t.present_value == t.past_value;
   if (p.slots > p.past_slots && p.past_slots > 0 && (key_in_place || value_in_place)) {
@@ -39,7 +43,7 @@ int Launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& pla
   append.cos = t.cos, append.sin = t.sin, append.q_norm = t.q_norm, append.k_norm = t.k_norm;
   append.queries = workspace + plan.queries, append.output = t.output;
   append.key = t.present_key, append.value = t.present_value;
-  append.blocks_per_token = (a.num_heads + 2 * a.kv_num_heads + kHeadsOfBlock - 1) / kHeadsOfBlock;
+  append.blocks_per_token = (a.num_heads + 2 * a.kv_num_heads + kAppendHeads - 1) / kAppendHeads;
   append.token_blocks = batch * tokens * append.blocks_per_token;
   const int copies = key_in_place && value_in_place ? 0 : batch * a.kv_num_heads * ((slots + 63) / 64);
   Launcher launcher{stream};
@@ -55,12 +59,18 @@ int Launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& pla
   attend.tokens = tokens, attend.kv_heads = a.kv_num_heads, attend.group = a.num_heads / a.kv_num_heads;
   attend.head_size = a.head_size;
   attend.past_slots = append.past_slots, attend.slots = slots;
-  attend.window = a.sliding_window, attend.chunk = a.chunk_size, attend.splits = plan.splits;
+  attend.window = a.sliding_window, attend.chunk = a.chunk_size;
+  attend.splits = plan.splits;
   attend.in_place = key_in_place && value_in_place;
   attend.softcap = a.softcap;
-  const int tiles = (tokens * attend.group + plan.tile_rows - 1) / plan.tile_rows;
-  launcher.Run(AttendOf<T>(a.head_size, plan), attend, dim3(tiles, batch * a.kv_num_heads, plan.splits), kAttendThreads,
-               AttendSharedBytes(plan.tile_rows, a.head_size), true);
+  attend.tile_rows = plan.tile_rows, attend.tiles = (tokens * attend.group + plan.tile_rows - 1) / plan.tile_rows;
+  attend.pairs = batch * a.kv_num_heads;
+  const dim3 grid(attend.tiles * attend.pairs, plan.splits);
+  if (plan.wgmma)
+    launcher.Run(WideOf<T>(a.head_size), attend, grid, kWideThreads, WideSharedBytes(a.head_size), true);
+  else
+    launcher.Run(AttendOf<T>(a.head_size, plan), attend, grid, kAttendThreads,
+                 AttendSharedBytes(plan.tile_rows, a.head_size), true);
   if (plan.splits > 1)
     launcher.Run(AttendMerge<T>, attend, dim3(batch * tokens * a.num_heads), kAttendThreads, 0, true);
   return Report(launcher.error, err);

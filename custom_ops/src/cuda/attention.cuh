@@ -34,7 +34,8 @@ struct AttendParams {
   void* output;    // T [batch, tokens, kv_heads * group, D]
   float* partial;  // [batch, tokens, kv_heads * group, splits, D]
   float2* sums;    // of the same rows: largest score, sum of weights; sum 0: no slot, partial is not written
-  int tokens, kv_heads, group, head_size, past_slots, slots, window, chunk, splits;
+  int tokens, kv_heads, group, head_size, past_slots, slots, window, chunk;
+  int tile_rows, tiles, pairs, splits;  // pairs: batch * kv_heads
   bool in_place;
   float softcap;  // 0: none
 };
@@ -55,6 +56,23 @@ __device__ inline BatchRow ReadRow(const int* rows, int b, int tokens, int past_
 __device__ inline int FirstSlot(const AttendParams& p, int slot) {
   int low = p.window ? max(slot - p.window + 1, 0) : 0;
   return p.chunk ? max(low, slot / p.chunk * p.chunk) : low;
+}
+
+// What a tile of query rows sees, in stages of slots, and how many splits share them.
+struct Span {
+  int first_slot, last_slot;  // of the first token, of the last
+  int low, full_low;          // the first slot that any token sees, that all see
+  int first_stage, stages, splits;
+};
+__device__ inline Span SpanOf(const AttendParams& p, const BatchRow& batch, int first_row, int tile_rows) {
+  Span s;
+  s.first_slot = batch.past + first_row / p.group;
+  s.last_slot = batch.past + (min(first_row + tile_rows, batch.count * p.group) - 1) / p.group;
+  s.low = FirstSlot(p, s.first_slot), s.full_low = FirstSlot(p, s.last_slot);
+  s.first_stage = s.low / kAttendKeys, s.stages = s.last_slot / kAttendKeys + 1 - s.first_stage;
+  const int least = tile_rows == kFewRows ? kLeastOfFew : kLeastOfMany;
+  s.splits = min(p.splits, (s.stages + least - 1) / least);
+  return s;
 }
 
 // Sum over the block; every thread calls it.
@@ -86,81 +104,134 @@ __device__ inline void CopySlots(const AppendParams& p, int block) {
   }
 }
 
-// A warp a head of a token; lanes have two features at a time.
+// The compiler moves no load from before this past it, to where its value is used.
+__device__ inline void IssueLoads() { asm volatile("" ::: "memory"); }
+__device__ inline void LoadEight(float (&to)[8], const float* from) {
+  const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
+  to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
+}
+
+// Sixteen lanes a head of a token; a lane has eight features. What `rows` does not decide is asked for before it is
+// there.
 template <typename T>
 __global__ void __launch_bounds__(kAppendThreads) AttentionAppend(const __grid_constant__ AppendParams p) {
-  constexpr int kWarps = kAppendThreads / 32, kMostFeatures = 256;
-  __shared__ float features[kWarps][kMostFeatures], scratch[kWarps];
+  constexpr int kLanes = 16, kMostFeatures = 8 * kLanes;
+  __shared__ float features[kAppendHeads][kMostFeatures], scratch[kAppendThreads / 32];
   LaunchDependents();
   const int block = static_cast<int>(blockIdx.x);
   if (block >= p.token_blocks) return CopySlots(p, block - p.token_blocks);
   const qm_attention& a = p.attention;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int heads = a.num_heads, kv_heads = a.kv_num_heads, size = a.head_size, width = (heads + 2 * kv_heads) * size;
-  const int token = block / p.blocks_per_token, b = token / p.tokens, s = token % p.tokens;
-  const int head = block % p.blocks_per_token * kWarps + warp;  // of queries, then keys, then values
-  const BatchRow row = ReadRow(p.rows, b, p.tokens, p.past_slots, p.slots);
-  const int index = s - row.begin;
+  const int heads = a.num_heads, kv_heads = a.kv_num_heads, size = a.head_size;
+  const int token = block / p.blocks_per_token, b = token / p.tokens;
+  const int local = threadIdx.x / kLanes, d = threadIdx.x % kLanes * 8;
+  const int head = block % p.blocks_per_token * kAppendHeads + local;  // of queries, then keys, then values
   const bool query = head < heads, key = !query && head < heads + kv_heads;
+  const bool there = head < heads + 2 * kv_heads && d < size;
+
+  const uint4* qkv =
+      static_cast<const uint4*>(p.qkv) + static_cast<int64_t>(token) * (heads + 2 * kv_heads) * (size / 8);
+  const uint4 loaded = there ? qkv[(head * size + d) / 8] : uint4{};
+  float weights[8] = {1, 1, 1, 1, 1, 1, 1, 1}, cos[8], sin[8];
+  const bool by_row = a.qk_norm == k_qk_norm_row;
+  if (a.qk_norm && there && (query || key))
+    LoadEight(weights, (query ? p.q_norm : p.k_norm) + (by_row ? (query ? head : head - heads) * size : 0) + d);
+  const int half = a.rotary_size / 2;
+  const bool turns = there && (query || key) && d < 2 * half, apart = !a.rotary_interleaved;
+  const bool whole = apart && half % 8 == 0;  // all eight features are of one half
+  if (turns) {
+    const int64_t at = static_cast<int64_t>(token) * half;
+    if (whole) {
+      const int from = d < half ? d : d - half;
+      LoadEight(cos, p.cos + at + from);
+      LoadEight(sin, p.sin + at + from);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int i = apart ? (d + j < half ? d + j : d + j - half) : (d + j) / 2;
+        cos[j] = i < half ? p.cos[at + i] : 1.f;
+        sin[j] = i < half ? p.sin[at + i] : 0.f;
+      }
+    }
+  }
+
+  IssueLoads();
+  const BatchRow row = ReadRow(p.rows, b, p.tokens, p.past_slots, p.slots);
+  const int index = token % p.tokens - row.begin;
   if (index < 0 || index >= row.count) {
-    const float outside = row.valid ? 0.f : NAN;
-    uint32_t* out = static_cast<uint32_t*>(p.output) + (static_cast<int64_t>(token) * heads + head) * (size / 2);
-    for (int i = lane; query && i < size / 2; i += 32) out[i] = Half<T>::Pack(outside, outside);
+    const uint32_t outside = row.valid ? 0 : Half<T>::Pack(NAN, NAN);
+    if (query && there)
+      static_cast<uint4*>(p.output)[(static_cast<int64_t>(token) * heads + head) * (size / 8) + d / 8] = {
+          outside, outside, outside, outside};
     return;
   }
-  const uint32_t* qkv = static_cast<const uint32_t*>(p.qkv) + static_cast<int64_t>(token) * (width / 2);
 
   float squares = 0;  // of all heads
-  if (a.qk_norm == k_qk_norm_row) {
+  if (by_row) {
     float sums[2] = {0, 0};
-    for (int i = threadIdx.x; i < (heads + kv_heads) * (size / 2); i += kAppendThreads) {
-      const float low = Half<T>::Low(qkv[i]), high = Half<T>::High(qkv[i]);
-      float& sum = sums[i >= heads * (size / 2)];
-      sum = fmaf(low, low, fmaf(high, high, sum));
+    for (int i = threadIdx.x; i < (heads + kv_heads) * (size / 8); i += kAppendThreads) {
+      const uint4 v = qkv[i];
+      float sum = 0;
+      for (uint32_t pair : {v.x, v.y, v.z, v.w})
+        sum = fmaf(Half<T>::Low(pair), Half<T>::Low(pair), fmaf(Half<T>::High(pair), Half<T>::High(pair), sum));
+      sums[i >= heads * (size / 8)] += sum;
     }
     const float q = BlockSum(sums[0], scratch), k = BlockSum(sums[1], scratch);
     squares = query ? q : k;
   }
-  if (head >= heads + 2 * kv_heads) return;
 
-  float* x = features[warp];
-  const uint32_t* from = qkv + static_cast<int64_t>(head) * (size / 2);
-  float own = 0;
-  for (int i = lane; i < size / 2; i += 32) {
-    const float low = Half<T>::Low(from[i]), high = Half<T>::High(from[i]);
-    x[2 * i] = low, x[2 * i + 1] = high;
-    own = fmaf(low, low, fmaf(high, high, own));
+  float x[8] = {Half<T>::Low(loaded.x), Half<T>::High(loaded.x), Half<T>::Low(loaded.y), Half<T>::High(loaded.y),
+                Half<T>::Low(loaded.z), Half<T>::High(loaded.z), Half<T>::Low(loaded.w), Half<T>::High(loaded.w)};
+  if (a.qk_norm) {
+    if (!by_row) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) squares = fmaf(x[j], x[j], squares);
+      for (int i = kLanes / 2; i > 0; i /= 2) squares += __shfl_xor_sync(~0u, squares, i);
+    }
+    const int count = by_row ? (query ? heads : kv_heads) * size : size;
+    const float inverse = 1.f / sqrtf(squares / static_cast<float>(count) + a.norm_epsilon);
+    if (query || key)
+#pragma unroll
+      for (int j = 0; j < 8; ++j) x[j] = x[j] * inverse * weights[j];
   }
-  if (a.qk_norm && (query || key)) {
-    const bool by_row = a.qk_norm == k_qk_norm_row;
-    for (int d = 16; d > 0; d /= 2) own += __shfl_xor_sync(~0u, own, d);
-    const int of_row = by_row ? (query ? heads : kv_heads) * size : size;
-    const float inverse = 1.f / sqrtf((by_row ? squares : own) / static_cast<float>(of_row) + a.norm_epsilon);
-    const float* weights = (query ? p.q_norm : p.k_norm) + (by_row ? (query ? head : head - heads) * size : 0);
-    for (int i = lane; i < size / 2; i += 32) {
-      x[2 * i] = x[2 * i] * inverse * weights[2 * i];
-      x[2 * i + 1] = x[2 * i + 1] * inverse * weights[2 * i + 1];
+  if (apart && half) {
+    float* of_head = features[local];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) of_head[d + j] = x[j];
+    __syncwarp();
+  }
+  if (turns) {
+    float other[8];
+    const float* of_head = features[local];
+    if (whole) {
+      LoadEight(other, of_head + (d < half ? d + half : d - half));
+    } else if (apart) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        other[j] = d + j >= 2 * half ? 0.f : of_head[d + j < half ? d + j + half : d + j - half];
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) other[j] = x[j ^ 1];
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const bool second = apart ? d + j >= half : j % 2;
+      const float across = other[j] * sin[j];
+      x[j] = fmaf(x[j], cos[j], second ? across : -across);
     }
   }
-  __syncwarp();
 
-  const int half = query || key ? a.rotary_size / 2 : 0;
-  const float* cos = p.cos + static_cast<int64_t>(token) * half;
-  const float* sin = p.sin + static_cast<int64_t>(token) * half;
-  auto turned = [&](int d) {
-    if (d >= 2 * half) return x[d];
-    const bool second = a.rotary_interleaved ? d % 2 : d >= half;
-    const int step = a.rotary_interleaved ? 1 : half, i = a.rotary_interleaved ? d / 2 : d % half;
-    const float other = second ? x[d - step] * sin[i] : -(x[d + step] * sin[i]);
-    return fmaf(x[d], cos[i], other);
-  };
   const int group = heads / kv_heads, kv = query ? head / group : (head - heads) % kv_heads;
   const int64_t pair = static_cast<int64_t>(b) * kv_heads + kv;
   const int64_t at = query ? pair * p.tokens * group + static_cast<int64_t>(index) * group + head % group
                            : pair * p.slots + row.past + index;
-  uint32_t* out = static_cast<uint32_t*>(query ? p.queries : key ? p.key : p.value) + at * (size / 2);
   const float scale = query ? (a.softcap != 0 ? a.scale : a.scale * kLog2e) : 1.f;
-  for (int i = lane; i < size / 2; i += 32) out[i] = Half<T>::Pack(turned(2 * i) * scale, turned(2 * i + 1) * scale);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) x[j] *= scale;
+  if (there)
+    static_cast<uint4*>(query ? p.queries
+                        : key ? p.key
+                              : p.value)[at * (size / 8) + d / 8] = {
+        Half<T>::Pack(x[0], x[1]), Half<T>::Pack(x[2], x[3]), Half<T>::Pack(x[4], x[5]), Half<T>::Pack(x[6], x[7])};
 }
 
 // Where 16 bytes of a row of D values lie in shared memory: eight rows' same chunk in eight different groups of banks.
@@ -180,6 +251,96 @@ __device__ inline uint32_t OnlyOdd(uint32_t pair, uint32_t exponent) {
          ((pair >> 16 & exponent) == exponent ? pair & 0xffff0000 : 0);
 }
 
+// A lane has two rows of a tile of 16, g and g + 8 (h), and of eight columns two: [n][2 h + i] is column 8 n + 2 t + i.
+template <int N>
+__device__ inline void Softcap(const AttendParams& p, float (&s)[N][4]) {
+  if (p.softcap == 0) return;
+  const float inner = 2 * kLog2e / p.softcap, outer = p.softcap * kLog2e;
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)  // tanh x = 1 - 2 / (1 + e^2x)
+      s[n][i] = outer * (1.f - 2 * Reciprocal(1.f + Exp2(s[n][i] * inner)));
+}
+// Scores of slots, from `first` on, that the rows do not see: none.
+template <int N>
+__device__ inline void Mask(const AttendParams& p, float (&s)[N][4], const int (&slot_of)[2], int first) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int from = FirstSlot(p, slot_of[h]) - first, to = slot_of[h] - first;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int key = n * 8 + threadIdx.x % 4 * 2 + i;
+        if (key < from || key > to) s[n][2 * h + i] = -INFINITY;
+      }
+  }
+}
+// Scores become weights, relative to the largest so far; what was summed before is scaled to that. A lane's sum is of
+// its own columns.
+template <int N, int M>
+__device__ inline void Weigh(float (&s)[N][4], float (&acc)[M][4], float (&most)[2], float (&sum)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float largest = most[h];
+#pragma unroll
+    for (int n = 0; n < N; ++n) largest = fmaxf(largest, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    const float base = largest == -INFINITY ? 0.f : largest;  // nothing seen yet
+    const float factor = Exp2(most[h] - base);
+    most[h] = largest;
+    float added = 0;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) added += s[n][2 * h + i] = Exp2(s[n][2 * h + i] - base);
+    sum[h] = fmaf(sum[h], factor, added);
+#pragma unroll
+    for (int n = 0; n < M; ++n) acc[n][2 * h] *= factor, acc[n][2 * h + 1] *= factor;
+  }
+}
+// Weights of 16 columns from n * 8 on, as the first operand of a product.
+template <typename T, int N>
+__device__ inline void PackWeights(uint32_t (&a)[4], const float (&s)[N][4], int n) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) a[i] = Half<T>::Pack(s[n + i / 2][i % 2 * 2], s[n + i / 2][i % 2 * 2 + 1]);
+}
+// Sums of the four lanes of a row.
+__device__ inline void AddQuads(float (&sum)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    for (int d = 1; d < 4; d *= 2) sum[h] += __shfl_xor_sync(~0u, sum[h], d);
+}
+// Of a query row: its place in [batch, tokens, heads]; of a place: its sink.
+__device__ inline int64_t PlaceOf(const AttendParams& p, const BatchRow& batch, int b, int kv, int row) {
+  const int64_t token = static_cast<int64_t>(b) * p.tokens + batch.begin + row / p.group;
+  return (token * p.kv_heads + kv) * p.group + row % p.group;
+}
+__device__ inline float SinkOf(const AttendParams& p, int64_t place) {
+  return p.sinks[place % (p.kv_heads * p.group)] * kLog2e;
+}
+// Row h of what a lane has summed: to the output, or as a part of it.
+template <typename T, int M>
+__device__ inline void StoreRow(const AttendParams& p, const float (&acc)[M][4], int h, float most, float sum,
+                                int64_t place, int split) {
+  const int t = threadIdx.x % 4;
+  if (p.splits > 1) {
+    const int64_t part = place * p.splits + split;
+    if (t == 0) p.sums[part] = {most, sum};
+#pragma unroll
+    for (int n = 0; n < M; ++n)
+      *reinterpret_cast<float2*>(p.partial + (part * M + n) * 8 + 2 * t) = {acc[n][2 * h], acc[n][2 * h + 1]};
+    return;
+  }
+  const float sink = SinkOf(p, place), largest = fmaxf(most, sink), factor = Exp2(most - largest);
+  const float inverse = factor / fmaf(sum, factor, Exp2(sink - largest));
+  uint32_t* out = static_cast<uint32_t*>(p.output) + place * (M * 4) + t;
+#pragma unroll
+  for (int n = 0; n < M; ++n) out[n * 4] = Half<T>::Pack(acc[n][2 * h] * inverse, acc[n][2 * h + 1] * inverse);
+}
+
 // MT: tiles of 16 rows a warp has; RW: warps that share rows out, the others share out a stage's slots.
 template <typename T, int D, int MT, int RW>
 __global__ void __launch_bounds__(kAttendThreads, RW == 1 ? 3 : 2) Attend(const __grid_constant__ AttendParams p) {
@@ -192,28 +353,28 @@ __global__ void __launch_bounds__(kAttendThreads, RW == 1 ? 3 : 2) Attend(const 
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int row_warp = warp % RW, key_warp = warp / RW;
-  const int pair = blockIdx.y, b = pair / p.kv_heads, kv = pair % p.kv_heads, split = blockIdx.z;
-  const int first_row = static_cast<int>(gridDim.x - 1 - blockIdx.x) * kRows;  // those with most slots start first
+  const int tile = p.tiles - 1 - static_cast<int>(blockIdx.x) / p.pairs;  // those with most slots first
+  const int pair = static_cast<int>(blockIdx.x) % p.pairs;
+  const int b = pair / p.kv_heads, kv = pair % p.kv_heads, split = blockIdx.y, first_row = tile * kRows;
   const BatchRow batch = ReadRow(p.rows, b, p.tokens, p.past_slots, p.slots);
   const int rows = batch.count * p.group;
   if (first_row >= rows) return WaitForPrevious();
-  const int first_slot = batch.past + first_row / p.group;  // of the first token here, and of the last
-  const int last_slot = batch.past + (min(first_row + kRows, rows) - 1) / p.group;
-  const int low = FirstSlot(p, first_slot), full_low = FirstSlot(p, last_slot);
-  const int first_tile = low / kKeys, tiles = last_slot / kKeys + 1 - first_tile;
-  const int begin = first_tile + static_cast<int>(static_cast<int64_t>(tiles) * split / p.splits);
-  const int end = first_tile + static_cast<int>(static_cast<int64_t>(tiles) * (split + 1) / p.splits);
+  const auto [first_slot, last_slot, low, full_low, first_stage, stages, splits] = SpanOf(p, batch, first_row, kRows);
+  if (split >= splits) return WaitForPrevious();
+  const int begin = first_stage + static_cast<int>(static_cast<int64_t>(stages) * split / splits);
+  const int end = first_stage + static_cast<int>(static_cast<int64_t>(stages) * (split + 1) / splits);
 
   const T* keys = static_cast<const T*>(p.key) + static_cast<int64_t>(pair) * p.slots * D;
   const T* values = static_cast<const T*>(p.value) + static_cast<int64_t>(pair) * p.slots * D;
-  auto load = [&](int tile) {
-    const uint32_t to = kv_at + (tile & 1) * 2 * kStage;
+  const int first = low, last = last_slot;  // a lambda does not capture structured bindings
+  auto load = [&](int stage) {
+    const uint32_t to = kv_at + (stage & 1) * 2 * kStage;
 #pragma unroll
     for (int i = 0; i < kKeys * D / 8 / kAttendThreads; ++i) {
       const int at = static_cast<int>(threadIdx.x) + i * kAttendThreads, key = at / (D / 8), chunk = at % (D / 8);
-      const int slot = tile * kKeys + key;
-      const bool there = slot >= low && slot <= last_slot;
-      const int64_t from = static_cast<int64_t>(there ? slot : last_slot) * D + chunk * 8;
+      const int slot = stage * kKeys + key;
+      const bool there = slot >= first && slot <= last;
+      const int64_t from = static_cast<int64_t>(there ? slot : last) * D + chunk * 8;
       CopyAsync16Past(to + Swizzled<D>(key, chunk), keys + from, there);
       CopyAsync16Past(to + kStage + Swizzled<D>(key, chunk), values + from, there);
     }
@@ -221,10 +382,10 @@ __global__ void __launch_bounds__(kAttendThreads, RW == 1 ? 3 : 2) Attend(const 
   // What the append does not write may be read while it runs.
   const bool early = p.in_place && (begin + 1) * kKeys <= batch.past;
   if (!early) WaitForPrevious();
-  if (begin < end) load(begin);
+  load(begin);
   if (early) WaitForPrevious();
   const T* queries = static_cast<const T*>(p.queries) + static_cast<int64_t>(pair) * p.tokens * p.group * D;
-  for (int at = threadIdx.x; begin < end && at < kRows * D / 8; at += kAttendThreads) {
+  for (int at = threadIdx.x; at < kRows * D / 8; at += kAttendThreads) {
     const int row = at / (D / 8), chunk = at % (D / 8);
     const bool there = first_row + row < rows;
     CopyAsync16Past(q_at + Swizzled<D>(row, chunk),
@@ -246,11 +407,11 @@ __global__ void __launch_bounds__(kAttendThreads, RW == 1 ? 3 : 2) Attend(const 
     }
   }
 
-  for (int tile = begin; tile < end; ++tile) {
+  for (int stage = begin; stage < end; ++stage) {
     CopyAsyncWaitAll();
     __syncthreads();
-    if (tile + 1 < end) load(tile + 1);
-    const uint32_t k_at = kv_at + (tile & 1) * 2 * kStage, v_at = k_at + kStage;
+    if (stage + 1 < end) load(stage + 1);
+    const uint32_t k_at = kv_at + (stage & 1) * 2 * kStage, v_at = k_at + kStage;
     const int first_key = key_warp * kWarpKeys;  // of the warp, in the stage
 
     float s[MT][NT][4];
@@ -278,60 +439,19 @@ __global__ void __launch_bounds__(kAttendThreads, RW == 1 ? 3 : 2) Attend(const 
       }
     }
 
-    if (p.softcap != 0) {
-      const float inner = 2 * kLog2e / p.softcap, outer = p.softcap * kLog2e;
 #pragma unroll
-      for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i)  // tanh x = 1 - 2 / (1 + e^2x)
-            s[m][n][i] = outer * (1.f - 2 * Reciprocal(1.f + Exp2(s[m][n][i] * inner)));
-    }
-    const int stage_slot = tile * kKeys;
+    for (int m = 0; m < MT; ++m) Softcap(p, s[m]);
+    const int stage_slot = stage * kKeys;
     const bool masked = stage_slot < full_low || stage_slot + kKeys - 1 > first_slot;  // for some row
     auto sees = [&](int m, int h, int key) {                                           // key: of the warp's
       const int slot = stage_slot + first_key + key;
       return slot <= slot_of[m][h] && slot >= FirstSlot(p, slot_of[m][h]);
     };
-    if (masked) {
 #pragma unroll
-      for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int from = FirstSlot(p, slot_of[m][h]) - stage_slot - first_key;
-          const int to = slot_of[m][h] - stage_slot - first_key;
-#pragma unroll
-          for (int n = 0; n < NT; ++n)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const int key = n * 8 + 2 * t + i;
-              if (key < from || key > to) s[m][n][2 * h + i] = -INFINITY;
-            }
-        }
+    for (int m = 0; m < MT; ++m) {
+      if (masked) Mask(p, s[m], slot_of[m], stage_slot + first_key);
+      Weigh(s[m], acc[m], most[m], sum[m]);
     }
-
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float largest = most[m][h];
-#pragma unroll
-        for (int n = 0; n < NT; ++n) largest = fmaxf(largest, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        const float base = largest == -INFINITY ? 0.f : largest;  // nothing seen yet
-        const float factor = Exp2(most[m][h] - base);
-        most[m][h] = largest;
-        float added = 0;
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-          for (int i = 0; i < 2; ++i) added += s[m][n][2 * h + i] = Exp2(s[m][n][2 * h + i] - base);
-        sum[m][h] = fmaf(sum[m][h], factor, added);
-#pragma unroll
-        for (int n = 0; n < D / 8; ++n) acc[m][n][2 * h] *= factor, acc[m][n][2 * h + 1] *= factor;
-      }
 
     // Where not every row sees a stage's slots, a value that is not finite is added, not multiplied by zero.
     bool odd = false;
@@ -357,10 +477,7 @@ __global__ void __launch_bounds__(kAttendThreads, RW == 1 ? 3 : 2) Attend(const 
     for (int k = 0; k < NT; k += 2) {
       uint32_t weight[MT][4];
 #pragma unroll
-      for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          weight[m][i] = Half<T>::Pack(s[m][k + i / 2][i % 2 * 2], s[m][k + i / 2][i % 2 * 2 + 1]);
+      for (int m = 0; m < MT; ++m) PackWeights<T>(weight[m], s[m], k);
 #pragma unroll
       for (int n = 0; n < D / 8; n += 2) {
         uint32_t v[4];
@@ -377,41 +494,16 @@ __global__ void __launch_bounds__(kAttendThreads, RW == 1 ? 3 : 2) Attend(const 
     }
   }
 #pragma unroll
-  for (int m = 0; m < MT; ++m)
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      for (int d = 1; d < 4; d *= 2) sum[m][h] += __shfl_xor_sync(~0u, sum[m][h], d);
+  for (int m = 0; m < MT; ++m) AddQuads(sum[m]);
 
-  const int heads = p.kv_heads * p.group;
-  // Of a row of the tile: its place in [batch, tokens, heads].
-  auto place = [&](int row) {
-    const int at = first_row + row;
-    return (static_cast<int64_t>(b) * p.tokens + batch.begin + at / p.group) * heads + kv * p.group + at % p.group;
-  };
-  auto sink = [&](int row) { return p.sinks[kv * p.group + (first_row + row) % p.group] * kLog2e; };
   if constexpr (KW == 1) {
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = (row_warp * MT + m) * 16 + h * 8 + g;
-        if (first_row + row >= rows) continue;
-        const int64_t to = place(row);
-        if (p.splits > 1) {
-          const int64_t part = to * p.splits + split;
-          if (t == 0) p.sums[part] = {most[m][h], sum[m][h]};
-          if (begin == end) continue;
-#pragma unroll
-          for (int n = 0; n < D / 8; ++n)
-            *reinterpret_cast<float2*>(p.partial + part * D + n * 8 + 2 * t) = {acc[m][n][2 * h], acc[m][n][2 * h + 1]};
-          continue;
-        }
-        const float own = sink(row), largest = fmaxf(most[m][h], own), factor = Exp2(most[m][h] - largest);
-        const float inverse = factor / fmaf(sum[m][h], factor, Exp2(own - largest));
-        uint32_t* out = static_cast<uint32_t*>(p.output) + to * (D / 2) + t;
-#pragma unroll
-        for (int n = 0; n < D / 8; ++n)
-          out[n * 4] = Half<T>::Pack(acc[m][n][2 * h] * inverse, acc[m][n][2 * h + 1] * inverse);
+        if (first_row + row < rows)
+          StoreRow<T>(p, acc[m], h, most[m][h], sum[m][h], PlaceOf(p, batch, b, kv, first_row + row), split);
       }
   } else {
     static_assert(MT == 1 && RW == 1, "a warp's rows are the block's");
@@ -432,8 +524,8 @@ __global__ void __launch_bounds__(kAttendThreads, RW == 1 ? 3 : 2) Attend(const 
     for (int i = threadIdx.x; i < 16 * (D / 2); i += kAttendThreads) {
       const int row = i / (D / 2), column = i % (D / 2) * 2;
       if (first_row + row >= rows) break;
-      const int64_t to = place(row);
-      float largest = p.splits > 1 ? -INFINITY : sink(row);
+      const int64_t to = PlaceOf(p, batch, b, kv, first_row + row);
+      float largest = p.splits > 1 ? -INFINITY : SinkOf(p, to);
       const float own = largest;
 #pragma unroll
       for (int w = 0; w < KW; ++w) largest = fmaxf(largest, sums[w * 16 + row].x);
@@ -450,7 +542,7 @@ __global__ void __launch_bounds__(kAttendThreads, RW == 1 ? 3 : 2) Attend(const 
       if (p.splits > 1) {
         const int64_t part = to * p.splits + split;
         if (column == 0) p.sums[part] = {largest, all};
-        if (begin < end) *reinterpret_cast<float2*>(p.partial + part * D + column) = y;
+        *reinterpret_cast<float2*>(p.partial + part * D + column) = y;
       } else {
         const float inverse = 1.f / all;
         static_cast<uint32_t*>(p.output)[(to * D + column) / 2] = Half<T>::Pack(y.x * inverse, y.y * inverse);
@@ -472,25 +564,29 @@ __global__ void __launch_bounds__(kAttendThreads) AttendMerge(const __grid_const
   const float sink = p.sinks[head] * kLog2e;
   WaitForPrevious();
   if (index < 0 || index >= row.count) return;
+  const int first_row = (index * p.group + head % p.group) / p.tile_rows * p.tile_rows;
+  const int splits = SpanOf(p, row, first_row, p.tile_rows).splits;
 
   const int64_t first = static_cast<int64_t>(place) * p.splits;
   float2 sums[2];
-  float largest = sink;
+  float4 parts[2][32 / kWarps];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    sums[i] = lane + 32 * i < p.splits ? p.sums[first + lane + 32 * i] : float2{-INFINITY, 0};
-    largest = fmaxf(largest, sums[i].x);
+    sums[i] = lane + 32 * i < splits ? p.sums[first + lane + 32 * i] : float2{-INFINITY, 0};
+#pragma unroll
+    for (int j = 0; j < 32 / kWarps; ++j) {
+      const int split = 32 * i + j * kWarps + warp;
+      parts[i][j] = float4{0, 0, 0, 0};
+      if (split < splits && lane < features)
+        parts[i][j] = reinterpret_cast<const float4*>(p.partial)[(first + split) * features + lane];
+    }
   }
+  IssueLoads();
+  float largest = fmaxf(sink, fmaxf(sums[0].x, sums[1].x));
   for (int d = 16; d > 0; d /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
   const float base = largest == -INFINITY ? 0.f : largest;
-  float weights[2], all = 0;
-  unsigned used[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    used[i] = __ballot_sync(~0u, sums[i].y != 0);
-    weights[i] = Exp2(sums[i].x - base);
-    all = fmaf(sums[i].y, weights[i], all);
-  }
+  const float weights[2] = {Exp2(sums[0].x - base), Exp2(sums[1].x - base)};
+  float all = fmaf(sums[0].y, weights[0], sums[1].y * weights[1]);
   for (int d = 16; d > 0; d /= 2) all += __shfl_xor_sync(~0u, all, d);
   all += Exp2(sink - base);
 
@@ -499,11 +595,8 @@ __global__ void __launch_bounds__(kAttendThreads) AttendMerge(const __grid_const
   for (int i = 0; i < 2; ++i)
 #pragma unroll
     for (int j = 0; j < 32 / kWarps; ++j) {
-      const int split = j * kWarps + warp;
-      const float weight = __shfl_sync(~0u, weights[i], split);
-      float4 x{0, 0, 0, 0};
-      if (used[i] >> split & 1 && lane < features)
-        x = reinterpret_cast<const float4*>(p.partial)[(first + 32 * i + split) * features + lane];
+      const float4 x = parts[i][j];
+      const float weight = __shfl_sync(~0u, weights[i], j * kWarps + warp);
       y.x = fmaf(x.x, weight, y.x), y.y = fmaf(x.y, weight, y.y);
       y.z = fmaf(x.z, weight, y.z), y.w = fmaf(x.w, weight, y.w);
     }

@@ -42,16 +42,19 @@ int ValidateAttributes(const qm_attention& a, char* err) {
 }
 
 int ValidateShapes(const qm_cuda_attention_problem& p, char* err) {
-  const qm_attention& a = p.attention;
-  if (p.batch < 0 || p.batch * a.kv_num_heads > UINT16_MAX)  // grid.y
-    return fail(err, QM_UNSUPPORTED, "batch %lld of %d kv_num_heads, the CUDA kernels take up to %d of both",
-                static_cast<long long>(p.batch), a.kv_num_heads, UINT16_MAX);
-  if (p.tokens < 0 || p.tokens * std::max<int64_t>(1, p.batch) > INT32_MAX / 4 / a.num_heads)
-    return fail(err, QM_UNSUPPORTED, "%lld tokens of a batch of %lld, the CUDA kernels take up to %d in all",
-                static_cast<long long>(p.tokens), static_cast<long long>(p.batch), INT32_MAX / 4 / a.num_heads);
-  if (p.past_slots < 0 || p.slots < p.past_slots || p.slots > INT32_MAX / 4)
-    return fail(err, QM_INVALID, "the cache has %lld slots before and %lld after, expected at least as many, up to %d",
-                static_cast<long long>(p.past_slots), static_cast<long long>(p.slots), INT32_MAX / 4);
+  const int64_t most = INT32_MAX / 4, heads = p.attention.num_heads;
+  if (p.past_slots < 0 || p.slots < p.past_slots || p.slots > most)
+    return fail(err, QM_INVALID,
+                "the cache has %lld slots before and %lld after, expected at least as many, up to %lld",
+                static_cast<long long>(p.past_slots), static_cast<long long>(p.slots), static_cast<long long>(most));
+  // Blocks are counted in 32 bits.
+  if (p.batch < 0 || p.tokens < 0 || p.batch > most || p.tokens > most || p.batch * p.tokens > most / heads ||
+      p.batch * (p.slots / 64 + 1) > most / heads)
+    return fail(err, QM_UNSUPPORTED,
+                "a batch of %lld with %lld tokens and %lld slots each, the CUDA kernels take up to %lld tokens, and 64 "
+                "times as many slots, in all",
+                static_cast<long long>(p.batch), static_cast<long long>(p.tokens), static_cast<long long>(p.slots),
+                static_cast<long long>(most / heads));
   return QM_OK;
 }
 
@@ -60,7 +63,7 @@ int ValidateShapes(const qm_cuda_attention_problem& p, char* err) {
 int Splits(const qm_cuda_attention_problem& p, int multiprocessors, int tile_rows, int64_t tiles) {
   const bool few = tile_rows == kFewRows;
   const int64_t blocks = few ? 2 * multiprocessors : multiprocessors;
-  const int64_t most = CeilDiv(p.slots, few ? kAttendKeys : 4 * kAttendKeys);
+  const int64_t most = CeilDiv(p.slots, (few ? kLeastOfFew : kLeastOfMany) * kAttendKeys);
   return static_cast<int>(
       std::max<int64_t>(1, std::min({blocks / std::max<int64_t>(1, tiles), most, int64_t{kMostSplits}})));
 }
@@ -85,6 +88,7 @@ extern "C" int qm_cuda_plan_attention(const qm_cuda_attention_problem* problem, 
   constexpr int kMostMultiprocessors = 192;
   *plan = qm_cuda_attention_plan{};
   plan->tile_rows = rows <= kFewRows ? kFewRows : kManyRows;
+  plan->wgmma = device->sm == 90 && plan->tile_rows == kManyRows && p.attention.head_size % 64 == 0;
   plan->splits = Splits(p, device->multiprocessors ? device->multiprocessors : kMostMultiprocessors, plan->tile_rows,
                         CeilDiv(rows, plan->tile_rows) * p.batch * p.attention.kv_num_heads);
   auto take = [&](int64_t bytes) {

@@ -54,6 +54,9 @@ __device__ inline uint32_t Load4(uint32_t at) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
   return v;
 }
+__device__ inline void Store4(uint32_t at, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
 __device__ inline uint2 Load8(uint32_t at) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");

@@ -91,21 +91,31 @@ __device__ inline uint64_t Descriptor(uint32_t low) {
 template <typename T, int N>
 __device__ void Wgmma(float* d, const uint32_t (&a)[4], uint64_t b, bool add);
 
+// The same of b[16 x N] whose rows (K) are contiguous: rows of 64 values, 128-byte swizzle, 8-row groups 1024 bytes
+// apart, the next 64 values of N `step` bytes further. A k16 step is 2048 bytes.
+__device__ inline uint64_t RowsDescriptor(uint32_t shared, uint32_t step) {
+  return Descriptor(shared >> 4 | step >> 4 << 16);
+}
+template <typename T, int N>
+__device__ void WgmmaRows(float* d, const uint32_t (&a)[4], uint64_t b, bool add);
+
 #define QM_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define QM_F8(i) QM_F4(i), QM_F4(i + 4)
 #define QM_F16(i) QM_F8(i), QM_F8(i + 8)
 #define QM_F32(i) QM_F16(i), QM_F16(i + 16)
-#define QM_WGMMA1(N, T, type, registers, a, add_, outputs)                                                             \
+#define QM_WGMMA1(name, rows, N, T, type, registers, a, add_, outputs)                                                 \
   template <>                                                                                                          \
-  __device__ inline void Wgmma<T, N>(float* d, const uint32_t(&a_)[4], uint64_t b, bool add) {                         \
+  __device__ inline void name<T, N>(float* d, const uint32_t(&a_)[4], uint64_t b, bool add) {                          \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add_ ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type \
-                 "." type " {" registers "}, " a ", p, 1, 1, 0;\n}"                                                    \
+                 "." type " {" registers "}, " a ", p, 1, 1, " #rows ";\n}"                                           \
                  : outputs                                                                                             \
                  : "r"(a_[0]), "r"(a_[1]), "r"(a_[2]), "r"(a_[3]), "l"(b), "r"(static_cast<int>(add)));                \
   }
-#define QM_WGMMA(N, registers, a, add, ...)                                    \
-  QM_WGMMA1(N, __nv_bfloat16, "bf16", registers, a, add, QM_PASS(__VA_ARGS__)) \
-  QM_WGMMA1(N, __half, "f16", registers, a, add, QM_PASS(__VA_ARGS__))
+#define QM_WGMMA2(name, rows, N, registers, a, add, ...)                                    \
+  QM_WGMMA1(name, rows, N, __nv_bfloat16, "bf16", registers, a, add, QM_PASS(__VA_ARGS__)) \
+  QM_WGMMA1(name, rows, N, __half, "f16", registers, a, add, QM_PASS(__VA_ARGS__))
+#define QM_WGMMA(...) QM_WGMMA2(Wgmma, 0, __VA_ARGS__)
+#define QM_WGMMA_ROWS(...) QM_WGMMA2(WgmmaRows, 1, __VA_ARGS__)
 #define QM_PASS(...) __VA_ARGS__
 #define QM_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define QM_R1 "%8, %9, %10, %11, %12, %13, %14, %15"
@@ -132,8 +142,13 @@ QM_WGMMA(128, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " 
          "{%64, %65, %66, %67}, %68", "%69", QM_F32(0), QM_F32(32))
 QM_WGMMA(144, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6 ", " QM_R7 ", " QM_R8,
          "{%72, %73, %74, %75}, %76", "%77", QM_F32(0), QM_F32(32), QM_F8(64))
+QM_WGMMA_ROWS(64, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3, "{%32, %33, %34, %35}, %36", "%37", QM_F32(0))
+QM_WGMMA_ROWS(128, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6 ", " QM_R7,
+              "{%64, %65, %66, %67}, %68", "%69", QM_F32(0), QM_F32(32))
 #undef QM_WGMMA
+#undef QM_WGMMA_ROWS
 #undef QM_WGMMA1
+#undef QM_WGMMA2
 #undef QM_PASS
 #undef QM_F4
 #undef QM_F8
