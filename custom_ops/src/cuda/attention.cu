@@ -1,4 +1,6 @@
 // CachedAttention's plan to kernel launches.
+#include <algorithm>
+
 #include "cuda/attention.cuh"
 #include "cuda/attention_wgmma.cuh"
 #include "cuda/launcher.h"
@@ -44,7 +46,9 @@ int Launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& pla
   append.queries = workspace + plan.queries, append.output = t.output;
   append.key = t.present_key, append.value = t.present_value;
   append.blocks_per_token = (a.num_heads + 2 * a.kv_num_heads + kAppendHeads - 1) / kAppendHeads;
-  append.token_blocks = batch * tokens * append.blocks_per_token;
+  // Of many tokens a block has several, one after the other.
+  const int blocks = batch * tokens / std::clamp(batch * tokens / 512, 1, 8);
+  append.token_blocks = blocks * append.blocks_per_token;
   const int copies = key_in_place && value_in_place ? 0 : batch * a.kv_num_heads * ((slots + 63) / 64);
   Launcher launcher{stream};
   if (append.token_blocks + copies == 0) return QM_OK;

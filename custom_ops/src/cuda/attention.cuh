@@ -111,127 +111,135 @@ __device__ inline void LoadEight(float (&to)[8], const float* from) {
   to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
 }
 
-// Sixteen lanes a head of a token; a lane has eight features. What `rows` does not decide is asked for before it is
-// there.
+// Sixteen lanes a head of a token; a lane has eight features. A block has the same heads of some tokens; what `rows`
+// does not decide is asked for before it is there.
 template <typename T>
-__global__ void __launch_bounds__(kAppendThreads) AttentionAppend(const __grid_constant__ AppendParams p) {
+__global__ void __launch_bounds__(kAppendThreads, 4) AttentionAppend(const __grid_constant__ AppendParams p) {
   constexpr int kLanes = 16, kMostFeatures = 8 * kLanes;
-  __shared__ float features[kAppendHeads][kMostFeatures], scratch[kAppendThreads / 32];
+  __shared__ float4 features[kAppendHeads][kMostFeatures / 4];
+  __shared__ float scratch[kAppendThreads / 32];
   LaunchDependents();
   const int block = static_cast<int>(blockIdx.x);
   if (block >= p.token_blocks) return CopySlots(p, block - p.token_blocks);
   const qm_attention& a = p.attention;
   const int heads = a.num_heads, kv_heads = a.kv_num_heads, size = a.head_size;
-  const int token = block / p.blocks_per_token, b = token / p.tokens;
   const int local = threadIdx.x / kLanes, d = threadIdx.x % kLanes * 8;
   const int head = block % p.blocks_per_token * kAppendHeads + local;  // of queries, then keys, then values
   const bool query = head < heads, key = !query && head < heads + kv_heads;
-  const bool there = head < heads + 2 * kv_heads && d < size;
+  const bool there = head < heads + 2 * kv_heads && d < size, normed = a.qk_norm && (query || key);
+  const int group = heads / kv_heads, kv = query ? head / group : (head - heads) % kv_heads;
+  float* of_head = reinterpret_cast<float*>(features[local]);
 
-  const uint4* qkv =
-      static_cast<const uint4*>(p.qkv) + static_cast<int64_t>(token) * (heads + 2 * kv_heads) * (size / 8);
-  const uint4 loaded = there ? qkv[(head * size + d) / 8] : uint4{};
-  float weights[8] = {1, 1, 1, 1, 1, 1, 1, 1}, cos[8], sin[8];
+  const int64_t row_chunks = static_cast<int64_t>(heads + 2 * kv_heads) * (size / 8);
+  const int steps = p.token_blocks / p.blocks_per_token;
+  int token = block / p.blocks_per_token;
+  auto load = [&](int token) {
+    const uint4* qkv = static_cast<const uint4*>(p.qkv) + token * row_chunks;
+    return there && token < p.batch * p.tokens ? qkv[(head * size + d) / 8] : uint4{};
+  };
+  uint4 next = load(token);
+  float weights[8] = {1, 1, 1, 1, 1, 1, 1, 1};
   const bool by_row = a.qk_norm == k_qk_norm_row;
-  if (a.qk_norm && there && (query || key))
+  if (normed && there)
     LoadEight(weights, (query ? p.q_norm : p.k_norm) + (by_row ? (query ? head : head - heads) * size : 0) + d);
+  const float per_feature = 1.f / static_cast<float>(by_row ? (query ? heads : kv_heads) * size : size);
   const int half = a.rotary_size / 2;
   const bool turns = there && (query || key) && d < 2 * half, apart = !a.rotary_interleaved;
   const bool whole = apart && half % 8 == 0;  // all eight features are of one half
-  if (turns) {
-    const int64_t at = static_cast<int64_t>(token) * half;
-    if (whole) {
+  const float scale = query ? (a.softcap != 0 ? a.scale : a.scale * kLog2e) : 1.f;
+
+  for (; token < p.batch * p.tokens; token += steps) {
+    float cos[8], sin[8];
+    const int64_t turn = static_cast<int64_t>(token) * half;
+    if (turns && whole) {
       const int from = d < half ? d : d - half;
-      LoadEight(cos, p.cos + at + from);
-      LoadEight(sin, p.sin + at + from);
-    } else {
+      LoadEight(cos, p.cos + turn + from);
+      LoadEight(sin, p.sin + turn + from);
+    } else if (turns) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int i = apart ? (d + j < half ? d + j : d + j - half) : (d + j) / 2;
-        cos[j] = i < half ? p.cos[at + i] : 1.f;
-        sin[j] = i < half ? p.sin[at + i] : 0.f;
+        cos[j] = i < half ? p.cos[turn + i] : 1.f;
+        sin[j] = i < half ? p.sin[turn + i] : 0.f;
       }
     }
-  }
+    const uint4 loaded = next;
+    next = load(token + steps);
+    IssueLoads();
 
-  IssueLoads();
-  const BatchRow row = ReadRow(p.rows, b, p.tokens, p.past_slots, p.slots);
-  const int index = token % p.tokens - row.begin;
-  if (index < 0 || index >= row.count) {
-    const uint32_t outside = row.valid ? 0 : Half<T>::Pack(NAN, NAN);
-    if (query && there)
-      static_cast<uint4*>(p.output)[(static_cast<int64_t>(token) * heads + head) * (size / 8) + d / 8] = {
-          outside, outside, outside, outside};
-    return;
-  }
-
-  float squares = 0;  // of all heads
-  if (by_row) {
-    float sums[2] = {0, 0};
-    for (int i = threadIdx.x; i < (heads + kv_heads) * (size / 8); i += kAppendThreads) {
-      const uint4 v = qkv[i];
-      float sum = 0;
-      for (uint32_t pair : {v.x, v.y, v.z, v.w})
-        sum = fmaf(Half<T>::Low(pair), Half<T>::Low(pair), fmaf(Half<T>::High(pair), Half<T>::High(pair), sum));
-      sums[i >= heads * (size / 8)] += sum;
+    const int b = token / p.tokens;
+    const BatchRow row = ReadRow(p.rows, b, p.tokens, p.past_slots, p.slots);
+    const int index = token % p.tokens - row.begin;
+    if (index < 0 || index >= row.count) {
+      const uint32_t outside = row.valid ? 0 : Half<T>::Pack(NAN, NAN);
+      if (query && there)
+        static_cast<uint4*>(p.output)[(static_cast<int64_t>(token) * heads + head) * (size / 8) + d / 8] = {
+            outside, outside, outside, outside};
+      continue;
     }
-    const float q = BlockSum(sums[0], scratch), k = BlockSum(sums[1], scratch);
-    squares = query ? q : k;
-  }
 
-  float x[8] = {Half<T>::Low(loaded.x), Half<T>::High(loaded.x), Half<T>::Low(loaded.y), Half<T>::High(loaded.y),
-                Half<T>::Low(loaded.z), Half<T>::High(loaded.z), Half<T>::Low(loaded.w), Half<T>::High(loaded.w)};
-  if (a.qk_norm) {
-    if (!by_row) {
+    float x[8] = {Half<T>::Low(loaded.x), Half<T>::High(loaded.x), Half<T>::Low(loaded.y), Half<T>::High(loaded.y),
+                  Half<T>::Low(loaded.z), Half<T>::High(loaded.z), Half<T>::Low(loaded.w), Half<T>::High(loaded.w)};
+    float squares = 0;
+    if (by_row) {  // of all heads
+      const uint4* qkv = static_cast<const uint4*>(p.qkv) + token * row_chunks;
+      float sums[2] = {0, 0};
+      for (int i = threadIdx.x; i < (heads + kv_heads) * (size / 8); i += kAppendThreads) {
+        const uint4 v = qkv[i];
+        float sum = 0;
+        for (uint32_t pair : {v.x, v.y, v.z, v.w})
+          sum = fmaf(Half<T>::Low(pair), Half<T>::Low(pair), fmaf(Half<T>::High(pair), Half<T>::High(pair), sum));
+        sums[i >= heads * (size / 8)] += sum;
+      }
+      const float q = BlockSum(sums[0], scratch), k = BlockSum(sums[1], scratch);
+      squares = query ? q : k;
+    } else if (a.qk_norm) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) squares = fmaf(x[j], x[j], squares);
       for (int i = kLanes / 2; i > 0; i /= 2) squares += __shfl_xor_sync(~0u, squares, i);
     }
-    const int count = by_row ? (query ? heads : kv_heads) * size : size;
-    const float inverse = 1.f / sqrtf(squares / static_cast<float>(count) + a.norm_epsilon);
-    if (query || key)
+    if (normed) {
+      const float inverse = 1.f / sqrtf(fmaf(squares, per_feature, a.norm_epsilon));
 #pragma unroll
       for (int j = 0; j < 8; ++j) x[j] = x[j] * inverse * weights[j];
-  }
-  if (apart && half) {
-    float* of_head = features[local];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) of_head[d + j] = x[j];
-    __syncwarp();
-  }
-  if (turns) {
-    float other[8];
-    const float* of_head = features[local];
-    if (whole) {
-      LoadEight(other, of_head + (d < half ? d + half : d - half));
-    } else if (apart) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-        other[j] = d + j >= 2 * half ? 0.f : of_head[d + j < half ? d + j + half : d + j - half];
-    } else {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) other[j] = x[j ^ 1];
     }
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const bool second = apart ? d + j >= half : j % 2;
-      const float across = other[j] * sin[j];
-      x[j] = fmaf(x[j], cos[j], second ? across : -across);
+    if (apart && half) {
+      __syncwarp();  // the last token's are read
+      features[local][d / 4] = {x[0], x[1], x[2], x[3]};
+      features[local][d / 4 + 1] = {x[4], x[5], x[6], x[7]};
+      __syncwarp();
     }
-  }
+    if (turns) {
+      float other[8];
+      if (whole) {
+        LoadEight(other, of_head + (d < half ? d + half : d - half));
+      } else if (apart) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          other[j] = d + j >= 2 * half ? 0.f : of_head[d + j < half ? d + j + half : d + j - half];
+      } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) other[j] = x[j ^ 1];
+      }
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const bool second = apart ? d + j >= half : j % 2;
+        const float across = other[j] * sin[j];
+        x[j] = fmaf(x[j], cos[j], second ? across : -across);
+      }
+    }
 
-  const int group = heads / kv_heads, kv = query ? head / group : (head - heads) % kv_heads;
-  const int64_t pair = static_cast<int64_t>(b) * kv_heads + kv;
-  const int64_t at = query ? pair * p.tokens * group + static_cast<int64_t>(index) * group + head % group
-                           : pair * p.slots + row.past + index;
-  const float scale = query ? (a.softcap != 0 ? a.scale : a.scale * kLog2e) : 1.f;
+    const int64_t pair = static_cast<int64_t>(b) * kv_heads + kv;
+    const int64_t at = query ? pair * p.tokens * group + static_cast<int64_t>(index) * group + head % group
+                             : pair * p.slots + row.past + index;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) x[j] *= scale;
-  if (there)
-    static_cast<uint4*>(query ? p.queries
-                        : key ? p.key
-                              : p.value)[at * (size / 8) + d / 8] = {
-        Half<T>::Pack(x[0], x[1]), Half<T>::Pack(x[2], x[3]), Half<T>::Pack(x[4], x[5]), Half<T>::Pack(x[6], x[7])};
+    for (int j = 0; j < 8; ++j) x[j] *= scale;
+    if (there)
+      static_cast<uint4*>(query ? p.queries
+                          : key ? p.key
+                                : p.value)[at * (size / 8) + d / 8] = {
+          Half<T>::Pack(x[0], x[1]), Half<T>::Pack(x[2], x[3]), Half<T>::Pack(x[4], x[5]), Half<T>::Pack(x[6], x[7])};
+  }
 }
 
 // Where 16 bytes of a row of D values lie in shared memory: eight rows' same chunk in eight different groups of banks.
@@ -343,12 +351,13 @@ __device__ inline void StoreRow(const AttendParams& p, const float (&acc)[M][4],
 
 // MT: tiles of 16 rows a warp has; RW: warps that share rows out, the others share out a stage's slots.
 template <typename T, int D, int MT, int RW>
-__global__ void __launch_bounds__(kAttendThreads, RW == 1 ? 3 : 2) Attend(const __grid_constant__ AttendParams p) {
+__global__ void __launch_bounds__(kAttendThreads, 2) Attend(const __grid_constant__ AttendParams p) {
   constexpr int KW = kAttendThreads / 32 / RW, kKeys = kAttendKeys, kWarpKeys = kKeys / KW, NT = kWarpKeys / 8;
   constexpr int kRows = 16 * MT * RW, kStage = kKeys * D * 2;  // bytes of keys, or values
+  constexpr int kStages = RW == 1 ? kFewStages : kManyStages;
   constexpr uint32_t kExponent = Half<T>::kOne == 0x3c003c00 ? 0x7c00 : 0x7f80;
   extern __shared__ uint4 shared[];
-  const uint32_t q_at = SharedAddress(shared), kv_at = q_at + kRows * D * 2;
+  const uint32_t q_at = SharedAddress(shared), kv_at = q_at + (RW == 1 ? 0 : kRows * D * 2);
   LaunchDependents();
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -367,29 +376,44 @@ __global__ void __launch_bounds__(kAttendThreads, RW == 1 ? 3 : 2) Attend(const 
   const T* keys = static_cast<const T*>(p.key) + static_cast<int64_t>(pair) * p.slots * D;
   const T* values = static_cast<const T*>(p.value) + static_cast<int64_t>(pair) * p.slots * D;
   const int first = low, last = last_slot;  // a lambda does not capture structured bindings
-  auto load = [&](int stage) {
-    const uint32_t to = kv_at + (stage & 1) * 2 * kStage;
+  auto at_stage = [&](int stage) { return kv_at + stage % kStages * 2 * kStage; };
+  auto load = [&](int stage) {  // a group of copies, which may be empty
+    constexpr int kCopies = kKeys * D / 8 / kAttendThreads;
 #pragma unroll
-    for (int i = 0; i < kKeys * D / 8 / kAttendThreads; ++i) {
+    for (int i = 0; i < kCopies && stage < end; ++i) {
       const int at = static_cast<int>(threadIdx.x) + i * kAttendThreads, key = at / (D / 8), chunk = at % (D / 8);
       const int slot = stage * kKeys + key;
       const bool there = slot >= first && slot <= last;
-      const int64_t from = static_cast<int64_t>(there ? slot : last) * D + chunk * 8;
-      CopyAsync16Past(to + Swizzled<D>(key, chunk), keys + from, there);
-      CopyAsync16Past(to + kStage + Swizzled<D>(key, chunk), values + from, there);
+      const uint32_t to = at_stage(stage) + Swizzled<D>(key, chunk);
+      const int64_t from = static_cast<int64_t>(stage) * (kKeys * D) + at * 8;
+      CopyAsync16Past(to, keys + from, there);
+      CopyAsync16Past(to + kStage, values + from, there);
     }
+    CopyAsyncCommit();
   };
-  // What the append does not write may be read while it runs.
-  const bool early = p.in_place && (begin + 1) * kKeys <= batch.past;
-  if (!early) WaitForPrevious();
-  load(begin);
-  if (early) WaitForPrevious();
   const T* queries = static_cast<const T*>(p.queries) + static_cast<int64_t>(pair) * p.tokens * p.group * D;
-  for (int at = threadIdx.x; at < kRows * D / 8; at += kAttendThreads) {
-    const int row = at / (D / 8), chunk = at % (D / 8);
-    const bool there = first_row + row < rows;
-    CopyAsync16Past(q_at + Swizzled<D>(row, chunk),
-                    queries + static_cast<int64_t>(there ? first_row + row : 0) * D + chunk * 8, there);
+  uint32_t own[RW == 1 ? D / 16 : 1][4];  // queries, where all warps have the same rows
+  if constexpr (RW == 1) {
+    for (int i = 0; i < kStages - 1; ++i) {
+      // What the append does not write may be read while it runs.
+      if (!p.in_place || (begin + i + 1) * kKeys > batch.past) WaitForPrevious();
+      load(begin + i);
+    }
+    WaitForPrevious();
+#pragma unroll
+    for (int d = 0; d < D / 16; ++d)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = first_row + i % 2 * 8 + g;
+        const uint32_t* of_row = reinterpret_cast<const uint32_t*>(queries + static_cast<int64_t>(row) * D);
+        own[d][i] = row < rows ? of_row[d * 8 + i / 2 * 4 + t] : 0;
+      }
+  } else {
+    WaitForPrevious();
+    for (int at = threadIdx.x; at < kRows * D / 8; at += kAttendThreads)
+      CopyAsync16Past(q_at + Swizzled<D>(at / (D / 8), at % (D / 8)),
+                      queries + static_cast<int64_t>(first_row) * D + at * 8, first_row + at / (D / 8) < rows);
+    for (int i = 0; i < kStages - 1; ++i) load(begin + i);
   }
 
   float acc[MT][D / 8][4], most[MT][2], sum[MT][2];
@@ -408,10 +432,10 @@ __global__ void __launch_bounds__(kAttendThreads, RW == 1 ? 3 : 2) Attend(const 
   }
 
   for (int stage = begin; stage < end; ++stage) {
-    CopyAsyncWaitAll();
+    CopyAsyncWait<kStages - 2>();
     __syncthreads();
-    if (stage + 1 < end) load(stage + 1);
-    const uint32_t k_at = kv_at + (stage & 1) * 2 * kStage, v_at = k_at + kStage;
+    load(stage + kStages - 1);
+    const uint32_t k_at = at_stage(stage), v_at = k_at + kStage;
     const int first_key = key_warp * kWarpKeys;  // of the warp, in the stage
 
     float s[MT][NT][4];
@@ -425,8 +449,12 @@ __global__ void __launch_bounds__(kAttendThreads, RW == 1 ? 3 : 2) Attend(const 
     for (int d = 0; d < D / 16; ++d) {
       uint32_t q[MT][4];
 #pragma unroll
-      for (int m = 0; m < MT; ++m)
-        LoadMatrices(q[m], q_at + Swizzled<D>((row_warp * MT + m) * 16 + lane % 16, 2 * d + lane / 16));
+      for (int m = 0; m < MT; ++m) {
+        if constexpr (RW == 1)
+          for (int i = 0; i < 4; ++i) q[m][i] = own[d][i];
+        else
+          LoadMatrices(q[m], q_at + Swizzled<D>((row_warp * MT + m) * 16 + lane % 16, 2 * d + lane / 16));
+      }
 #pragma unroll
       for (int n = 0; n < NT; n += 2) {
         uint32_t k[4];
@@ -509,7 +537,7 @@ __global__ void __launch_bounds__(kAttendThreads, RW == 1 ? 3 : 2) Attend(const 
     static_assert(MT == 1 && RW == 1, "a warp's rows are the block's");
     constexpr int kStride = D + 4;
     static_assert(KW * 16 * (kStride + 2) * 4 <= 4 * kStage, "fits in the stages");
-    float* of_warps = reinterpret_cast<float*>(shared) + kRows * D / 2;  // [KW][16][kStride], then [KW][16] pairs
+    float* of_warps = reinterpret_cast<float*>(shared);  // [KW][16][kStride], then [KW][16] pairs
     float2* sums = reinterpret_cast<float2*>(of_warps + KW * 16 * kStride);
     __syncthreads();
 #pragma unroll

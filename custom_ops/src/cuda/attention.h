@@ -10,9 +10,16 @@ constexpr int kMostSplits = 64;
 constexpr int kFewRows = 16, kManyRows = 128;  // query rows of a block; of few, the warps share the slots
 // Stages that a split has at least, where there are as many: fewer splits are quicker to add up.
 constexpr int kLeastOfFew = 2, kLeastOfMany = 4;
-// Queries and two stages of keys and values. The warps' results lie over the stages.
-constexpr int AttendSharedBytes(int rows, int head_size) { return 2 * head_size * (rows + 2 * 2 * kAttendKeys); }
-constexpr int kWideThreads = 256, kWideStages = 4;  // attention_wgmma.cuh
-constexpr int WideSharedBytes(int head_size) { return 1024 + kWideStages * 4 * kAttendKeys * head_size; }
+// Stages of keys and values; of many rows also the queries. The warps' results lie over the stages.
+constexpr int kFewStages = 3, kManyStages = 2;
+constexpr int AttendStageBytes(int head_size) { return 2 * 2 * kAttendKeys * head_size; }
+constexpr int AttendSharedBytes(int rows, int head_size) {
+  return rows == kFewRows ? kFewStages * AttendStageBytes(head_size)
+                          : 2 * rows * head_size + kManyStages * AttendStageBytes(head_size);
+}
+constexpr int kWideThreads = 256, kWideStages = 2;  // attention_wgmma.cuh; 1024: to align the queries
+constexpr int WideSharedBytes(int head_size) {
+  return 1024 + 2 * kManyRows * head_size + kWideStages * AttendStageBytes(head_size);
+}
 
 }  // namespace quantmoe

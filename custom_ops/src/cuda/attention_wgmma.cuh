@@ -1,23 +1,24 @@
-// Attend on wgmma (sm_90a), for many query rows: two warpgroups of 64 rows, queries and weights from registers, keys
-// and values from shared memory. A stage's scores are multiplied while those before become weights.
+// Attend on wgmma (sm_90a), for many query rows: two warpgroups of 64 rows a block, two blocks a multiprocessor, whose
+// products run while the other's scores become weights. Weights come from registers, all else from shared memory.
 #pragma once
 #include "cuda/attention.cuh"
 #include "cuda/wgmma.cuh"
 
 namespace quantmoe {
 
-// Where 16 bytes of a row of D values lie in a stage as wgmma reads it: tiles of 64 values, 128-byte swizzle.
+// Where 16 bytes of one of `rows` rows of D values lie as wgmma reads them: tiles of 64 values, 128-byte swizzle.
+template <int rows>
 __device__ inline uint32_t SwizzledTile(int row, int chunk) {
-  return static_cast<uint32_t>((chunk / 8 * kAttendKeys + row) * 128 + ((chunk ^ row) & 7) * 16);
+  return static_cast<uint32_t>((chunk / 8 * rows + row) * 128 + ((chunk ^ row) & 7) * 16);
 }
 
 template <typename T, int D>
-__global__ void __launch_bounds__(kWideThreads, 1) AttendWide(const __grid_constant__ AttendParams p) {
+__global__ void __launch_bounds__(kWideThreads, 2) AttendWide(const __grid_constant__ AttendParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kKeys = kAttendKeys, kStage = kKeys * D * 2, kTile = kKeys * 128, NT = kKeys / 8;
   constexpr uint32_t kExponent = Half<T>::kOne == 0x3c003c00 ? 0x7c00 : 0x7f80;
   extern __shared__ uint4 shared[];
-  const uint32_t kv_at = (SharedAddress(shared) + 1023) / 1024 * 1024;
+  const uint32_t q_at = (SharedAddress(shared) + 1023) / 1024 * 1024, kv_at = q_at + kManyRows * D * 2;
   LaunchDependents();
 
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row_of = threadIdx.x / 32 * 16 + g;
@@ -36,32 +37,25 @@ __global__ void __launch_bounds__(kWideThreads, 1) AttendWide(const __grid_const
   const T* keys = static_cast<const T*>(p.key) + static_cast<int64_t>(pair) * p.slots * D;
   const T* values = static_cast<const T*>(p.value) + static_cast<int64_t>(pair) * p.slots * D;
   auto at_stage = [&](int stage) { return kv_at + (stage % kWideStages) * 2 * kStage; };
-  auto load = [&](int stage) {  // a group of copies, which may be empty
-    const uint32_t to = at_stage(stage);
+  auto load = [&](int stage) {
 #pragma unroll
-    for (int i = 0; i < kKeys * D / 8 / kWideThreads; ++i) {
+    for (int i = 0; i < kKeys * D / 8 / kWideThreads && stage < end; ++i) {
       const int at = static_cast<int>(threadIdx.x) + i * kWideThreads, key = at / (D / 8), chunk = at % (D / 8);
       const int slot = stage * kKeys + key;
       const bool there = slot >= span.low && slot <= span.last_slot;
-      const int64_t from = static_cast<int64_t>(there ? slot : span.last_slot) * D + chunk * 8;
-      if (stage >= end) break;
-      CopyAsync16Past(to + SwizzledTile(key, chunk), keys + from, there);
-      CopyAsync16Past(to + kStage + SwizzledTile(key, chunk), values + from, there);
+      const uint32_t to = at_stage(stage) + SwizzledTile<kKeys>(key, chunk);
+      const int64_t from = static_cast<int64_t>(stage) * (kKeys * D) + at * 8;
+      CopyAsync16Past(to, keys + from, there);
+      CopyAsync16Past(to + kStage, values + from, there);
     }
-    CopyAsyncCommit();
   };
-  for (int i = 0; i < kWideStages - 1; ++i) load(begin + i);
+  const T* queries =
+      static_cast<const T*>(p.queries) + (static_cast<int64_t>(pair) * p.tokens * p.group + first_row) * D;
+  for (int at = threadIdx.x; at < kManyRows * D / 8; at += kWideThreads)
+    CopyAsync16Past(q_at + SwizzledTile<kManyRows>(at / (D / 8), at % (D / 8)), queries + at * 8,
+                    first_row + at / (D / 8) < rows);
+  load(begin);
 
-  uint32_t q[D / 16][4];
-  const uint32_t* queries =
-      static_cast<const uint32_t*>(p.queries) + static_cast<int64_t>(pair) * p.tokens * p.group * (D / 2);
-#pragma unroll
-  for (int d = 0; d < D / 16; ++d)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = first_row + row_of + i % 2 * 8;
-      q[d][i] = row < rows ? queries[static_cast<int64_t>(row) * (D / 2) + d * 8 + i / 2 * 4 + t] : 0;
-    }
   float acc[D / 8][4], most[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
 #pragma unroll
   for (int n = 0; n < D / 8; ++n)
@@ -69,28 +63,20 @@ __global__ void __launch_bounds__(kWideThreads, 1) AttendWide(const __grid_const
     for (int i = 0; i < 4; ++i) acc[n][i] = 0;
   const int slot_of[2] = {batch.past + (first_row + row_of) / p.group, batch.past + (first_row + row_of + 8) / p.group};
 
-  auto multiply_keys = [&](float(&s)[NT][4], int stage) {
+  const uint32_t own_at = q_at + threadIdx.x / 128 * 64 * 128;  // of the warpgroup's rows
+  for (int stage = begin; stage < end; ++stage) {
+    CopyAsyncWaitAll();
+    FenceAsyncProxy();
+    __syncthreads();  // the stage is there for all threads, and the last one is read
+    load(stage + 1);
+    float s[NT][4];
     WgmmaFence();
 #pragma unroll
     for (int d = 0; d < D / 16; ++d)
-      Wgmma<T, kKeys>(s[0], q[d], Descriptor(DescriptorLow(at_stage(stage) + d / 4 * kTile + d % 4 * 32)), d > 0);
+      WgmmaShared<T, kKeys>(s[0], Descriptor(DescriptorLow(own_at + d / 4 * kManyRows * 128 + d % 4 * 32)),
+                            Descriptor(DescriptorLow(at_stage(stage) + d / 4 * kTile + d % 4 * 32)), d > 0);
     WgmmaCommit();
-  };
-  // The next stage is there for all threads, and the last one is read.
-  auto arrive = [&] {
-    CopyAsyncWait<kWideStages - 3>();
-    FenceAsyncProxy();
-    __syncthreads();
-  };
-
-  float s[NT][4], next[NT][4];
-  arrive();
-  multiply_keys(s, begin);
-  WgmmaWait<0>();
-  for (int stage = begin; stage < end; ++stage) {
-    arrive();
-    load(stage + kWideStages - 1);
-    if (stage + 1 < end) multiply_keys(next, stage + 1);
+    WgmmaWait<0>();
     Softcap(p, s);
     const int stage_slot = stage * kKeys;
     const bool masked = stage_slot < span.full_low || stage_slot + kKeys - 1 > span.first_slot;  // for some row
@@ -110,7 +96,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) AttendWide(const __grid_const
         for (int key = 0; key < kKeys; ++key)
 #pragma unroll
           for (int n = 0; n < D / 8; ++n) {
-            const uint32_t v = OnlyOdd(Load4(v_at + SwizzledTile(key, n) + 4 * t), kExponent);
+            const uint32_t v = OnlyOdd(Load4(v_at + SwizzledTile<kKeys>(key, n) + 4 * t), kExponent);
 #pragma unroll
             for (int h = 0; v && h < 2; ++h)
               if (stage_slot + key <= slot_of[h] && stage_slot + key >= FirstSlot(p, slot_of[h]))
@@ -131,12 +117,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) AttendWide(const __grid_const
     for (int k = 0; k < NT / 2; ++k) WgmmaRows<T, D>(acc[0], weights[k], RowsDescriptor(v_at + k * 2048, kTile), true);
     WgmmaCommit();
     WgmmaWait<0>();
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[n][i] = next[n][i];
   }
-  CopyAsyncWaitAll();
   AddQuads(sum);
 #pragma unroll
   for (int h = 0; h < 2; ++h)

@@ -99,6 +99,10 @@ __device__ inline uint64_t RowsDescriptor(uint32_t shared, uint32_t step) {
 template <typename T, int N>
 __device__ void WgmmaRows(float* d, const uint32_t (&a)[4], uint64_t b, bool add);
 
+// d[64 x N] = or, if add, += a[64 x 16] * b[16 x N], both K-major in shared memory.
+template <typename T, int N>
+__device__ void WgmmaShared(float* d, uint64_t a, uint64_t b, bool add);
+
 #define QM_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define QM_F8(i) QM_F4(i), QM_F4(i + 4)
 #define QM_F16(i) QM_F8(i), QM_F8(i + 8)
@@ -116,6 +120,14 @@ __device__ void WgmmaRows(float* d, const uint32_t (&a)[4], uint64_t b, bool add
   QM_WGMMA1(name, rows, N, __half, "f16", registers, a, add, QM_PASS(__VA_ARGS__))
 #define QM_WGMMA(...) QM_WGMMA2(Wgmma, 0, __VA_ARGS__)
 #define QM_WGMMA_ROWS(...) QM_WGMMA2(WgmmaRows, 1, __VA_ARGS__)
+#define QM_WGMMA_SHARED(N, T, type, registers, a, b_, add_, ...)                                                       \
+  template <>                                                                                                          \
+  __device__ inline void WgmmaShared<T, N>(float* d, uint64_t a_, uint64_t b, bool add) {                              \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add_ ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type \
+                 "." type " {" registers "}, " a ", " b_ ", p, 1, 1, 0, 0;\n}"                                         \
+                 : __VA_ARGS__                                                                                         \
+                 : "l"(a_), "l"(b), "r"(static_cast<int>(add)));                                                       \
+  }
 #define QM_PASS(...) __VA_ARGS__
 #define QM_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define QM_R1 "%8, %9, %10, %11, %12, %13, %14, %15"
@@ -145,6 +157,9 @@ QM_WGMMA(144, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " 
 QM_WGMMA_ROWS(64, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3, "{%32, %33, %34, %35}, %36", "%37", QM_F32(0))
 QM_WGMMA_ROWS(128, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6 ", " QM_R7,
               "{%64, %65, %66, %67}, %68", "%69", QM_F32(0), QM_F32(32))
+QM_WGMMA_SHARED(64, __nv_bfloat16, "bf16", QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3, "%32", "%33", "%34", QM_F32(0))
+QM_WGMMA_SHARED(64, __half, "f16", QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3, "%32", "%33", "%34", QM_F32(0))
+#undef QM_WGMMA_SHARED
 #undef QM_WGMMA
 #undef QM_WGMMA_ROWS
 #undef QM_WGMMA1

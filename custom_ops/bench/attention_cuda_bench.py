@@ -1,0 +1,150 @@
+"""CachedAttention on CUDA, torch's scaled_dot_product_attention beside it.
+
+    python custom_ops/bench/attention_cuda_bench.py [--repeats 10]
+
+A call is all of it: norm, rotary, append to the cache in place, attention. torch's is attention alone, of queries, keys
+and values that are ready. Times are of CUDA graphs of several calls, each with a cache of its own, so that decode finds
+none of them in L2 where they are larger than that together; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from quantmoe.custom_ops import cuda
+from quantmoe.custom_ops.op import AttentionSpec
+
+HEADS = {"qwen3-30b-a3b": (32, 4, 128), "mixtral-8x7b": (32, 8, 128), "gpt-oss-20b": (64, 8, 64)}
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+Call = Callable[[], object]
+
+
+def spec_of(name: str) -> AttentionSpec:
+    """The node of a shape; with norms of heads where the model has them."""
+    heads, groups, d = HEADS[name]
+    norm = "head" if name.startswith("qwen3") else "none"
+    return AttentionSpec(
+        num_heads=heads,
+        kv_num_heads=groups,
+        head_size=d,
+        v_head_size=d,
+        scale=d**-0.5,
+        sliding_window=0,
+        chunk_size=0,
+        softcap=0.0,
+        rotary_size=d,
+        rotary_interleaved=0,
+        qk_norm=norm,
+        norm_epsilon=1e-6,
+    )
+
+
+def ours(spec: AttentionSpec, batch: int, tokens: int, past: int, slots: int) -> Call:
+    """A call on random inputs, bf16, with a cache of its own."""
+    heads, groups, d = spec.num_heads, spec.kv_num_heads, spec.head_size
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    qkv, key, value = random(batch, tokens, (heads + 2 * groups) * d), *(random(batch, groups, slots, d) for _ in "kv")
+    rows = torch.tensor([[0, tokens, past]] * batch, dtype=torch.int32, device="cuda")
+    angles = torch.rand(batch, tokens, d // 2, device="cuda")
+    norm = torch.ones(d if spec.qk_norm == "head" else 0, device="cuda")
+    tables = [angles.cos(), angles.sin(), norm, norm, torch.full((heads,), float("-inf"), device="cuda")]
+    p = cuda.attention_problem(spec, "bf16", batch, tokens, slots, slots)
+    plan = cuda.plan_attention(p, cuda.query())
+    output = random(batch, tokens, heads * d)
+    workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device="cuda")
+    return lambda: cuda.launch_attention(p, plan, qkv, key, value, rows, *tables, output, key, value, workspace)
+
+
+def theirs(spec: AttentionSpec, batch: int, tokens: int, length: int, backend: SDPBackend | None) -> Call:
+    """torch's, of its own choice if backend is None."""
+    d = spec.head_size
+    q = torch.randn(batch, spec.num_heads, tokens, d, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(batch, spec.kv_num_heads, length, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def call() -> object:
+        if backend is None:
+            return scaled_dot_product_attention(q, k, v, is_causal=tokens > 1, enable_gqa=True)
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, is_causal=tokens > 1, enable_gqa=True)
+
+    return call
+
+
+def microseconds(calls: list[Call], repeats: int) -> float:
+    """Of one of the calls, in a graph of all."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for i in range(repeats + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times += [start.elapsed_time(end) * 1000 / len(calls)] if i >= 2 else []
+    return statistics.median(times)
+
+
+def layers_of(cache_bytes: int) -> int:
+    return max(4, min(48, 400_000_000 // cache_bytes + 1))
+
+
+def decode(name: str, batch: int, past: int, slots: int, repeats: int) -> None:
+    spec = spec_of(name)
+    cache = batch * spec.kv_num_heads * (past + 1) * spec.head_size * 4
+    layers = layers_of(cache)
+    us = microseconds([ours(spec, batch, 1, past, slots) for _ in range(layers)], repeats)
+    torchs = microseconds([theirs(spec, batch, 1, past + 1, None) for _ in range(layers)], repeats)
+    print(
+        f"| {name} | {batch} | {past + 1} of {slots} | {us:.1f} | {torchs:.1f} | {cache / us / 1e6:.2f} |", flush=True
+    )
+
+
+def prefill(name: str, tokens: int, repeats: int) -> None:
+    spec = spec_of(name)
+    us = microseconds([ours(spec, 1, tokens, 0, tokens) for _ in range(4)], repeats)
+    rate = 2 * spec.num_heads * spec.head_size * tokens * (tokens + 1) / us / 1e6
+    row = f"| {name} | {tokens} | {us:.1f} | {rate:.0f} |"
+    for backend in (None, *BACKENDS.values()):
+        torchs = microseconds([theirs(spec, 1, tokens, tokens, backend)] * 4, repeats)
+        row += f" {torchs:.1f} ({torchs / us:.2f}) |"
+    print(row, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=10)
+    repeats = parser.parse_args().repeats
+    torch.manual_seed(0)
+    print("| shape | batch | slots | us | torch us | TB/s |\n|---|---|---|---|---|---|")
+    for past, slots in ((0, 64), (511, 512), (2047, 2048), (2047, 40960), (16383, 16384)):
+        decode("qwen3-30b-a3b", 1, past, slots, repeats)
+    for name in ("mixtral-8x7b", "gpt-oss-20b"):
+        decode(name, 1, 2047, 2048, repeats)
+    for batch in (8, 32):
+        decode("qwen3-30b-a3b", batch, 2047, 2048, repeats)
+    print(
+        f"| shape | tokens | us | TFLOP/s | torch us (ratio) | {' | '.join(BACKENDS)} |\n|---|---|---|---|---|---|---|"
+    )
+    for tokens in (128, 512, 2048, 8192):
+        prefill("qwen3-30b-a3b", tokens, repeats)
+    for name in ("mixtral-8x7b", "gpt-oss-20b"):
+        prefill(name, 2048, repeats)
+
+
+if __name__ == "__main__":
+    main()
