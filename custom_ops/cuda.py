@@ -73,8 +73,13 @@ class RoutingProblem(ctypes.Structure):
 class AttentionProblem(ctypes.Structure):
     """qm_cuda_attention_problem."""
 
-    _fields_ = [("attention", STRUCTS["CachedAttention"]), ("type", _I32)] + [
-        (n, _I64) for n in ("batch", "tokens", "past_slots", "slots")
+    _fields_ = [
+        ("attention", STRUCTS["CachedAttention"]),
+        ("type", _I32),
+        ("batch", _I64),
+        ("tokens", _I64),
+        ("past_slots", _I64),
+        ("slots", _I64),
     ]
 
 

@@ -58,14 +58,11 @@ int ValidateShapes(const qm_cuda_attention_problem& p, char* err) {
   return QM_OK;
 }
 
-// Blocks that share a tile's slots. Few query rows: a block's time is reading keys and values, so there are as many as
-// run at once. Many: only where tiles leave multiprocessors empty.
+// Blocks that share a tile's slots: where tiles leave multiprocessors empty.
 int Splits(const qm_cuda_attention_problem& p, int multiprocessors, int tile_rows, int64_t tiles) {
-  const bool few = tile_rows == kFewRows;
-  const int64_t blocks = few ? 2 * multiprocessors : multiprocessors;
-  const int64_t most = CeilDiv(p.slots, (few ? kLeastOfFew : kLeastOfMany) * kAttendKeys);
-  return static_cast<int>(
-      std::max<int64_t>(1, std::min({blocks / std::max<int64_t>(1, tiles), most, int64_t{kMostSplits}})));
+  const int64_t most = CeilDiv(p.slots, (tile_rows == kFewRows ? kLeastOfFew : kLeastOfMany) * kAttendKeys);
+  const int64_t wanted = multiprocessors / std::max<int64_t>(1, tiles);
+  return static_cast<int>(std::max<int64_t>(1, std::min({wanted, most, int64_t{kMostSplits}})));
 }
 
 }  // namespace

@@ -111,11 +111,11 @@ __device__ void WgmmaShared(float* d, uint64_t a, uint64_t b, bool add);
   template <>                                                                                                          \
   __device__ inline void name<T, N>(float* d, const uint32_t(&a_)[4], uint64_t b, bool add) {                          \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add_ ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type \
-                 "." type " {" registers "}, " a ", p, 1, 1, " #rows ";\n}"                                           \
+                 "." type " {" registers "}, " a ", p, 1, 1, " #rows ";\n}"                                            \
                  : outputs                                                                                             \
                  : "r"(a_[0]), "r"(a_[1]), "r"(a_[2]), "r"(a_[3]), "l"(b), "r"(static_cast<int>(add)));                \
   }
-#define QM_WGMMA2(name, rows, N, registers, a, add, ...)                                    \
+#define QM_WGMMA2(name, rows, N, registers, a, add, ...)                                   \
   QM_WGMMA1(name, rows, N, __nv_bfloat16, "bf16", registers, a, add, QM_PASS(__VA_ARGS__)) \
   QM_WGMMA1(name, rows, N, __half, "f16", registers, a, add, QM_PASS(__VA_ARGS__))
 #define QM_WGMMA(...) QM_WGMMA2(Wgmma, 0, __VA_ARGS__)
