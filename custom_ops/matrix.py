@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -130,6 +131,58 @@ class QuantizedMatrix:
         if self.pre_scale is not None:
             w = w * self.pre_scale.astype(np.float64)
         return w
+
+
+def joined(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """The rows of matrices that multiply the same input, below each other.
+
+    Every row keeps its bytes. Where only some parts have zero points or biases the others get what theirs mean.
+
+    Raises:
+        ValueError: the parts differ in what a matrix has one of; says in what.
+    """
+    first = parts[0]
+    for name in ("kind", "group_size", "block_n", "scale_type", "global_scale", "input_scale"):
+        if len(values := {getattr(m, name) for m in parts}) > 1:
+            raise ValueError(f"{name} differs ({', '.join(sorted(map(str, values)))})")
+    for name in ("perm", "pre_scale"):
+        if not all(same_order(getattr(m, name), getattr(first, name)) for m in parts):
+            raise ValueError(f"{name} differs")
+    if any(m.shape[0] % m.block_n for m in parts[:-1]):
+        raise ValueError(f"a block of {first.block_n} rows would have rows of two")
+    zero_points = bias = None
+    if any(m.zero_points is not None for m in parts):
+        middle = np.uint8(SCHEMES[first.kind].zero)
+        zero_points = _below([np.full_like(m.scales, middle, np.uint8) if m.zero_points is None else m.zero_points
+                              for m in parts])  # fmt: skip
+    if any(m.bias is not None for m in parts):
+        bias = np.concatenate([np.zeros(m.shape[0], np.float32) if m.bias is None else m.bias for m in parts])
+    codes, scales = (_below([getattr(m, name) for m in parts]) for name in ("codes", "scales"))
+    return replace(first, codes=codes, scales=scales, zero_points=zero_points, bias=bias)
+
+
+def parted(m: QuantizedMatrix, rows: Sequence[int]) -> list[QuantizedMatrix]:
+    """The matrices with so many rows each that :func:`joined` made one of.
+
+    Zero points that are all the middle, and biases that are all zero, are none.
+    """
+    found, ends = [], np.cumsum(rows)
+    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+        blocks = slice(begin // m.block_n, -(-end // m.block_n))
+        zero_points = None if m.zero_points is None else m.zero_points[blocks]
+        if zero_points is not None and (zero_points == SCHEMES[m.kind].zero).all():
+            zero_points = None
+        bias = None if m.bias is None or not m.bias[begin:end].any() else m.bias[begin:end]
+        found.append(replace(m, codes=m.codes[begin:end], scales=m.scales[blocks], zero_points=zero_points, bias=bias))
+    return found
+
+
+def _below(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Arrays below each other; without memory where they are one number that none of them keeps in memory twice."""
+    first = arrays[0][:1, :1]
+    if all(not any(array.strides) and array[:1, :1].tobytes() == first.tobytes() for array in arrays):
+        return np.broadcast_to(first, (sum(map(len, arrays)), arrays[0].shape[1]))
+    return np.concatenate(arrays)
 
 
 def same_order(a: np.ndarray | None, b: np.ndarray | None) -> bool:

@@ -8,7 +8,7 @@ data will be packed as: ``pack`` refuses an expert that is not what its node say
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import ModuleType
@@ -20,7 +20,7 @@ import numpy as np
 from quantmoe.custom_ops import cuda, native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS, OPTIONAL, join
-from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.matrix import QuantizedMatrix, joined
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import Format, MoELayer, Scheme
@@ -35,6 +35,10 @@ LAYOUT = {"cpu": "cpu_panel", "cuda": "marlin"}
 ACTIVATIONS = {"cpu_panel": "int8", "marlin": None}
 #: ends of the names of tensors whose numbers decide what a node has
 DECIDING = ("g_idx", "zero_point", "qzeros", "pre_quant_scale")
+#: linears of one input, whose rows become one matrix: names of the parts -> of the whole
+JOINED = {("q_proj", "k_proj", "v_proj"): "qkv_proj", ("gate_proj", "up_proj"): "gate_up_proj"}
+#: layouts of the engines that get such matrices
+JOINING = ("cpu_panel",)
 #: of one tensor in TensorRT
 MAX_ELEMENTS = 2**31 - 1
 
@@ -69,13 +73,21 @@ class Choice:
 
     Attributes:
         layers: experts module name -> its node's attributes.
-        linears: the same of the linears outside the experts: what the layout carries of Skeleton.linears.
+        linears: the same of the linears outside the experts: what the layout carries of Skeleton.linears; some of them
+            together as one, ``qkv_proj`` beside where ``q_proj`` was.
+        parts: name of a linear -> the model's modules whose rows it has, in this order, and their checkpoint modules.
         dequantized: checkpoint tensor of a linear that stays float -> why.
     """
 
     layers: dict[str, MoESpec]
     linears: dict[str, LinearSpec]
+    parts: dict[str, dict[str, str]]
     dequantized: dict[str, str]
+
+    def source(self, name: str) -> str:
+        """What a linear is called beside the checkpoint's modules: a group's is where they are."""
+        first, *more = self.parts[name].values()
+        return f"{first.rpartition('.')[0]}.{name.rpartition('.')[2]}" if more else first
 
 
 def choose_experts(
@@ -107,14 +119,51 @@ def choose(
     Args:
         experts: of :func:`choose_experts` with the same arguments.
     """
-    chosen = Choice({name: experts[layer.name] for name, layer in skeleton.experts.items()}, {}, {})
-    for name, source in skeleton.linears.items():
-        candidate = linear_candidate(skeleton.format, source, layout, activations, scales)
+    chosen = Choice({name: experts[layer.name] for name, layer in skeleton.experts.items()}, {}, {}, {})
+    for whole, parts in groups(skeleton.format, skeleton.linears, layout).items():
+        sources = {part: skeleton.linears[part] for part in parts}
+        candidate = linear_candidate(skeleton.format, [*sources.values()], layout, activations, scales)
         if not candidate.reason and isinstance(candidate.spec, LinearSpec):
-            chosen.linears[name] = candidate.spec
-        elif skeleton.format.is_quantized(source):
+            chosen.linears[whole], chosen.parts[whole] = candidate.spec, sources
+            continue
+        for source in filter(skeleton.format.is_quantized, sources.values()):
             chosen.dequantized[f"{source}.weight"] = candidate.reason
     return chosen
+
+
+def groups(format: Format, linears: Mapping[str, str], layout: str) -> dict[str, tuple[str, ...]]:
+    """Linears that one node multiplies: its name -> theirs, in the order of their rows; most are alone.
+
+    Args:
+        linears: name -> in the checkpoint.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    taken: set[str] = set()
+    for name in linears:
+        parent, _, leaf = name.rpartition(".")
+        for leaves, whole in JOINED.items() if layout in JOINING else ():
+            parts = tuple(f"{parent}.{part}" for part in leaves)
+            if leaf in leaves and not taken & set(parts) and why_apart(format, [linears.get(p) for p in parts]) is None:
+                found[f"{parent}.{whole}"] = parts
+                taken.update(parts)
+        if name not in taken:
+            found[name] = (name,)
+    return found
+
+
+def why_apart(format: Format, sources: Sequence[str | None]) -> str | None:
+    """Why linears that multiply the same input do not become one; None: they do."""
+    modules = [source for source in sources if source is not None]
+    if len(modules) < len(sources):
+        return "not all are packed"
+    if len({replace(format.scheme_of(module), text="") for module in modules}) > 1:
+        return "their schemes differ"
+    matrices = [format.outline().matrix_of(module) for module in modules]
+    try:
+        joined(matrices)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def choose_layer(layer: MoELayer, layout: str, activations: str | None, scales: str = "exact") -> MoESpec:
@@ -138,12 +187,18 @@ def layer_candidate(layer: MoELayer, layout: str, activations: str | None, scale
 
 
 def linear_candidate(
-    format: Format, module: str, layout: str, activations: str | None, scales: str = "exact"
+    format: Format, modules: Sequence[str], layout: str, activations: str | None, scales: str = "exact"
 ) -> Candidate:
-    """The same of a linear outside the experts, quantized or of 16-bit floats."""
-    scheme, m = format.scheme_of(module), rounded(format.outline().matrix_of(module), scales)[0]
+    """The same of a linear outside the experts, quantized or of 16-bit floats, or of those of a group."""
+    scheme, m = format.scheme_of(modules[0]), linear_matrix(format.outline(), modules, scales)[0]
     found = _candidate(layout, partial(linear_spec, scheme, m, activations=activations))
     return replace(found, reason=found.reason.removeprefix("down: "))
+
+
+def linear_matrix(format: Format, modules: Sequence[str], scales: str) -> tuple[QuantizedMatrix, float]:
+    """The rows of a group's linears, and see :func:`rounded`."""
+    found = [rounded(format.matrix_of(module), scales) for module in modules]
+    return found[0][0] if len(found) == 1 else joined([m for m, _ in found]), max(error for _, error in found)
 
 
 def _candidate(name: str, make: Callable[[ModuleType], MoESpec | LinearSpec]) -> Candidate:

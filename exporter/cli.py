@@ -33,6 +33,7 @@ app = typer.Typer(
 )
 console = terminal()
 FLOAT_HERE = "quantized in the checkpoint, float here"
+PLAIN_ATTENTION = "attention of standard nodes"
 Checkpoint = Annotated[Path, typer.Argument(help="Hugging Face folder")]
 Model = Annotated[Path, typer.Argument(help="exported model or its folder")]
 
@@ -76,6 +77,9 @@ def export(
     lm_head: Annotated[
         Literal["int4", "int8"] | None, typer.Option(help="round the head to nearest; default: as it is")
     ] = None,
+    cache: Annotated[
+        Literal["f32", "f16"] | None, typer.Option(help="type of the KV cache on cpu; default: f16")
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="only the first N decoder layers")] = None,
     quantize: Annotated[
         Literal["int4", "int8", "mxfp4", "nvfp4", "none"] | None,
@@ -94,7 +98,7 @@ def export(
     """Turn a quantized checkpoint into an ONNX model with packed experts."""
     begin = time.perf_counter()
     options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype, "dense": dense,
-               "logits": logits, "lm_head": lm_head, "quantize": quantize, "group_size": group_size,
+               "logits": logits, "lm_head": lm_head, "cache": cache, "quantize": quantize, "group_size": group_size,
                "layers": layers, "force": force,
                "max_file_size": int(max_file_gb * 1e9)}  # fmt: skip
     if dry_run:
@@ -111,6 +115,7 @@ def export(
         console.print(f"lm_head rounded to {lm_head}: root mean square error {report.head_error:.2%}", style="yellow")
     _print_reasons(FLOAT_HERE, report.dequantized)
     _print_reasons("QuantLinear in spite of --dense ort", report.not_ort)
+    _print_reasons(PLAIN_ATTENTION, report.plain_attention)
     if report.plain_routers:
         console.print(
             f"routers of {report.plain_routers} layers are plain ONNX nodes: not MoERouting's", style="yellow"
@@ -163,6 +168,8 @@ def inspect(
     )
     kept = {t["name"]: t["dequantized_because"] or "" for t in found["dense"] if t["dequantized_from"] is not None}
     _print_reasons(FLOAT_HERE, kept)
+    _print_attention(found["attention"])
+    _print_reasons(PLAIN_ATTENTION, found["plain_attention"])
     for file in found["files"]:
         if file["resident"] is not None:
             console.print(f"{file['name']}: {decimal(file['resident'])} of {decimal(file['bytes'])} in memory")
@@ -320,7 +327,7 @@ def demo(
     if found.float_difference is not None:
         table.add_row(
             "with float activations",
-            f"{found.float_difference:.2e}: ours; the rest is the rounding of activations, PyTorch's are float",
+            f"{found.float_difference:.2e} and a float32 cache: ours; the rest is what rounding both loses",
         )
     if found.divergence is not None:
         table.add_row("distribution", f"KL {found.divergence:.2e} nats, same likeliest token {found.agreement:.0%}")
@@ -483,6 +490,21 @@ def _print_nodes(kind: str, nodes: list[dict[str, Any]], projections: tuple[str,
         rows["bytes"] = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
         rows["bits a weight"] = " to ".join(sorted({f"{min(bits):.2f}", f"{max(bits):.2f}"}))
         _print_block(f"{len(group)} {_plural(kind, len(group))}: {_and_more([str(n['module']) for n in group])}", rows)
+
+
+def _print_attention(nodes: list[dict[str, Any]]) -> None:
+    """CachedAttention nodes of the same description together."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for node in nodes:
+        groups.setdefault(str((node["cache"], node["attributes"])), []).append(node)
+    for group in groups.values():
+        a, cache = group[0]["attributes"], group[0]["cache"]
+        rows = {"heads": f"{a['num_heads']} of {a['head_size']}, {a['kv_num_heads']} of keys and values"}
+        rows["norm, rotary"] = f"{a['qk_norm']}, {a['rotary_size']} features"
+        if a["sliding_window"]:
+            rows["sliding window"] = str(a["sliding_window"])
+        rows["cache"] = f"{cache}, {sum(node['bytes_per_token'] for node in group):,} bytes a token"
+        _print_block(f"{len(group)} CachedAttention: {_and_more([node['node'] for node in group])}", rows)
 
 
 def _weights(format_: str, group_size: int, scale_type: str) -> str:

@@ -17,6 +17,7 @@ from quantmoe.exporter.formats import find_format, open_checkpoint
 from quantmoe.exporter.generate import Generator
 from quantmoe.exporter.inspect import inspect, model_path
 from quantmoe.exporter.passes.external_data import DataFiles
+from quantmoe.exporter.passes.interface import set_cache_type
 
 #: above this many bytes of float32 parameters the model is not dequantized
 LIMIT = 8 << 30
@@ -28,8 +29,8 @@ class Comparison:
 
     Attributes:
         difference: largest, relative to the largest logit. PyTorch's activations are float.
-        float_difference: that of the same packed weights with float activations too, None when the model has them
-            anyway.
+        float_difference: that of the same packed weights with float activations and a float32 cache too, None when the
+            model has them anyway.
         divergence: mean over positions of KL(PyTorch's distribution || ours), in nats.
         agreement: share of positions whose likeliest token is the same.
     """
@@ -73,7 +74,7 @@ def compare(checkpoint: str | Path, model: str | Path, new_tokens: int = 16, pro
         ours = generator.scores(expected)
         return float(np.abs(ours - logits).max() / np.abs(logits).max()), ours
 
-    with _float_activations(model_path(model)) as other:
+    with _float_twin(model_path(model)) as other:
         exact = None if other is None else difference(Generator(other))[0]
     own, ours = difference(generator)
     return Comparison(
@@ -101,13 +102,14 @@ def divergence(found: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
 
 
 @contextlib.contextmanager
-def _float_activations(model: Path) -> Iterator[Path | None]:
-    """The model with float activations, while the block runs; None when it has them itself.
+def _float_twin(model: Path) -> Iterator[Path | None]:
+    """The model with float activations and a float32 cache, while the block runs; None when it has them itself.
 
     It reads the same data file but for weights that stand beside the scales of their inputs.
     """
     found, graph = inspect(model), ir.load(model)
-    nodes, changed = {node.name: node for node in graph.graph}, False
+    nodes, changed = {node.name: node for node in graph.graph}, any(n["cache"] != "float" for n in found["attention"])
+    set_cache_type(graph, ir.DataType.FLOAT)
     path, data = (model.with_name(f"float-activations.onnx{end}.partial") for end in ("", ".data"))
     try:
         with DataFiles(model.with_name, data.name, sys.maxsize) as files:

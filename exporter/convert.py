@@ -27,7 +27,7 @@ from quantmoe.exporter.choose import (
     activation_format,
     choose,
     choose_experts,
-    rounded,
+    linear_matrix,
     scaled,
 )
 from quantmoe.exporter.errors import CheckpointError, OptionError
@@ -75,6 +75,7 @@ class Report:
         linears: checkpoint module name -> (scheme in the tool's words, node attributes), outside the experts.
         dequantized: checkpoint tensor outside the experts, quantized there and float in the model -> why.
         not_ort: linears that ``dense="ort"`` left as QuantLinear -> why.
+        plain_attention: attention module that is standard nodes, not CachedAttention -> why; empty for CUDA.
         plain_routers: layers whose router is not a MoERouting node but many of ONNX's: none of its methods is theirs.
         untraced: why every layer was traced although some are alike, else "".
         kv_cache: remark when the checkpoint wants its KV cache quantized, which stays float, else "".
@@ -91,6 +92,7 @@ class Report:
     linears: dict[str, tuple[str, LinearSpec]] = dataclasses.field(default_factory=dict)
     dequantized: dict[str, str] = dataclasses.field(default_factory=dict)
     not_ort: dict[str, str] = dataclasses.field(default_factory=dict)
+    plain_attention: dict[str, str] = dataclasses.field(default_factory=dict)
     plain_routers: int = 0
     untraced: str = ""
     kv_cache: str = ""
@@ -108,6 +110,7 @@ def export(
     dense: Literal["quantmoe", "ort"] = "quantmoe",
     logits: Literal["last", "all"] = "last",
     lm_head: Literal["int4", "int8"] | None = None,
+    cache: Literal["f32", "f16"] | None = None,
     layers: int | None = None,
     quantize: str | None = None,
     group_size: int | None = None,
@@ -133,6 +136,8 @@ def export(
             QuantLinear, too, whose weights stay as they are.
         logits: of each row's last token, [B, 1, V], or of all tokens, to measure perplexity.
         lm_head: rounds the head to nearest; see Report.head_error. None: it stays as it is.
+        cache: type of the KV cache on the CPU: "f16" (default) or "f32". Where some attention is standard nodes
+            (Report.plain_attention), and for CUDA, it is the graph's.
         layers: only the first so many decoder layers.
         quantize: "int4", "int8", "mxfp4" or "nvfp4" for a checkpoint that is not quantized: its experts and other
             ``*_proj`` linears are rounded to nearest; "none": its experts stay as they are, bf16 or f16.
@@ -151,7 +156,7 @@ def export(
         OutOfMemoryError: naming what did not fit.
     """
     wanted, graph_type = check_options(
-        target, activations, scales, dtype, dense, logits, lm_head, quantize, group_size, max_file_size
+        target, activations, scales, dtype, dense, logits, lm_head, cache, quantize, group_size, max_file_size
     )
     check_output(Path(checkpoint), Path(output), target, force)
     with writing(Path(output), force) as partial, doing(f"{checkpoint} to {output}"):
@@ -172,8 +177,9 @@ def export(
             report.activations = "no integer product of these weights is exact: activations are not int8 as asked"
 
         progress("tracing", 0, 1)
-        graph = trace(skeleton, specs, linears, target)
+        graph = trace(skeleton, chosen, target, cache or "f16")
         report.untraced = graph.meta.pop("untraced", "")
+        report.plain_attention = graph.meta.pop("plain_attention")
         report.plain_routers = len(specs) - sum(node.op_type == "MoERouting" for node in graph.graph)
         weights = place_weights(graph)
         keep_tables(weights, skeleton.stored_type)
@@ -192,10 +198,10 @@ def export(
                     regions[module, projection] = data.region(weight.value)
                     continue
                 progress("writing other weights", done, total)
-                source = skeleton.linears.get(module) or skeleton.sources[weight.parameter]
+                source = chosen.source(module) if module in linears else skeleton.sources[weight.parameter]
                 with doing(f"{format.ckpt.folder}: {source}"):
                     if module in linears:
-                        done += _linear(weight, skeleton, linears[module], scales, dense, data, report)
+                        done += _linear(weight, skeleton, chosen, scales, dense, data, report)
                     else:
                         done += _dense(weight, skeleton, data, report)
             for name, layer in skeleton.experts.items():
@@ -209,6 +215,8 @@ def export(
             _genai(format.ckpt, partial, layers, shares_buffer(graph.graph))
             report.library = _library(partial)
         metadata = {"checkpoint": format.ckpt.folder.resolve().name, "target": target} | ends
+        if report.plain_attention:
+            metadata["plain_attention"] = json.dumps(report.plain_attention)
         _save(graph, weights, partial(MODEL), metadata)
     return report
 
@@ -252,6 +260,7 @@ def check_options(
     dense: str,
     logits: str,
     lm_head: str | None,
+    cache: str | None,
     quantize: str | None,
     group_size: int | None,
     max_file_size: int,
@@ -269,12 +278,15 @@ def check_options(
         ("dense", dense, ("quantmoe", "ort") if target == "cpu" else ("quantmoe",)),
         ("logits", logits, ("last", "all")),
         ("lm_head", lm_head, (None, *HEAD_GROUPS)),
+        ("cache", cache, (None, "f16", "f32")),
     ):
         if value not in known:
             of = f" (target {target})" if name in ("dtype", "dense") else ""
             raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}{of}")
     if group_size is not None and quantize is None:
         raise OptionError(f"group_size is {group_size}: an option of quantize; a quantized checkpoint has its own")
+    if cache is not None and target != "cpu":
+        raise OptionError(f"cache is {cache}: an option of target cpu; for {target} it has the graph's type")
     if max_file_size < 1:
         raise OptionError(f"max_file_size is {max_file_size}, expected a number of bytes")
     return activations or ACTIVATIONS[LAYOUT[target]], dtype or GRAPH_TYPES[target][0]
@@ -310,9 +322,8 @@ def _report(skeleton: Skeleton, chosen: Choice, activations: str | None) -> Repo
         report.layers[layer.name] = layer.scheme.text, spec
         schemes += [layer.scheme, layer.down_scheme]
     for name, linear in chosen.linears.items():
-        source = skeleton.linears[name]
-        scheme = format.scheme_of(source)
-        report.linears[source] = scheme.text, linear
+        scheme = format.scheme_of(next(iter(chosen.parts[name].values())))
+        report.linears[chosen.source(name)] = scheme.text, linear
         schemes.append(scheme)
     for scheme in schemes:  # a remark where activations are not what the checkpoint says
         wanted, used = scheme.activation_format, activation_format(scheme, activations)
@@ -359,18 +370,21 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
 
 
 def _linear(
-    weight: Weight, skeleton: Skeleton, spec: LinearSpec, scales: str, dense: str, data: DataFiles, report: Report
+    weight: Weight, skeleton: Skeleton, chosen: Choice, scales: str, dense: str, data: DataFiles, report: Report
 ) -> int:
     """Writes a linear's packed weight, or makes its node a MatMulNBits; returns the bytes."""
-    format, source = skeleton.format, skeleton.linears[weight.parameter.rpartition(".")[0]]
-    scheme = format.scheme_of(source)
-    m, error = rounded(format.matrix_of(source), scales)
+    format, name = skeleton.format, weight.parameter.rpartition(".")[0]
+    spec, source, parts = chosen.linears[name], chosen.source(name), [*chosen.parts[name].values()]
+    scheme = format.scheme_of(parts[0])
+    m, error = linear_matrix(format, parts, scales)
     if source == skeleton.head:
         report.head_error = distance(m, format.stored(f"{source}.weight"))
     if scales == "bf16":
         report.scale_error = max(report.scale_error or 0.0, error)
     metadata = {"module": source, "format": scheme.text}
-    if dense == "ort" and format.is_quantized(source):
+    if len(parts) > 1:
+        metadata["rows"] = json.dumps(skeleton.rows(chosen.parts[name]))
+    if dense == "ort" and format.is_quantized(parts[0]):
         reason = why_not(m, scheme.activation_format, skeleton.dtype.itemsize)
         if reason is None:
             size = 0
@@ -387,6 +401,8 @@ def _linear(
     try:
         layout.pack_down(m, spec.moe, row)
     except ValueError as problem:
+        for part in parts:  # one of them is to blame, if one is
+            _check_finite(format, part)
         raise CheckpointError(f"{format.ckpt.folder}: {source}: {str(problem).removeprefix('down: ')}") from None
     region = data.region(weight.value)
     region.write(row)
@@ -396,6 +412,15 @@ def _linear(
     report.dense_bytes += row.nbytes
     format.ckpt.release()
     return row.nbytes
+
+
+def _check_finite(format: Format, module: str) -> None:
+    try:
+        format.matrix_of(module).check_finite(module)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{format.ckpt.folder}: {error}") from None
 
 
 def _identify(region: Region, format: Format) -> None:

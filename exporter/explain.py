@@ -9,7 +9,7 @@ from typing import Any
 
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
-from quantmoe.exporter.choose import ACTIVATIONS, Candidate, layer_candidate, linear_candidate, refusal
+from quantmoe.exporter.choose import ACTIVATIONS, Candidate, groups, layer_candidate, linear_candidate, refusal
 from quantmoe.exporter.formats import find_format, open_checkpoint
 from quantmoe.exporter.inspect import inspect
 
@@ -38,10 +38,16 @@ def explain(path: str | Path) -> list[dict[str, Any]]:
 
     for layer in format.moe_layers():
         add(MoESpec, layer.scheme_text, layer.name, partial(layer_candidate, layer))
-    for name in format.parameters():
-        module = name.removesuffix(".weight")
-        if module != name and format.is_quantized(module):
-            add(LinearSpec, format.scheme_of(module).text, module, partial(linear_candidate, format, module))
+    names = (name.removesuffix(".weight") for name in format.parameters() if name.endswith(".weight"))
+    quantized = {name: name for name in names if format.is_quantized(name)}
+    nodes = {layout: [*groups(format, quantized, layout).values()] for layout in LAYOUTS}
+    of = {layout: {part: parts for parts in found for part in parts} for layout, found in nodes.items()}
+    for module in quantized:
+
+        def consider(layout: str, activations: str | None, module: str = module) -> Candidate:
+            return linear_candidate(format, of[layout][module], layout, activations)
+
+        add(LinearSpec, format.scheme_of(module).text, module, consider)
     if remark := format.kv_cache():
         found["KV cache"] = {"scheme": "KV cache", "modules": [], "candidates": [], "remark": remark}
     return list(found.values())

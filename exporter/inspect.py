@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import DOMAIN, LinearSpec, MoESpec, RoutingSpec, Spec
+from quantmoe.custom_ops.op import DOMAIN, AttentionSpec, LinearSpec, MoESpec, RoutingSpec, Spec
 from quantmoe.exporter.checkpoint import LFS_POINTER
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
@@ -43,8 +43,11 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         verify: read all weights and compare their hashes.
 
     Returns:
-        ``layers`` and ``linears`` (one dict a node: name, module, format, attributes, sizes, bytes, bits_per_weight),
+        ``layers`` and ``linears`` (one dict a node: name, module, format, attributes, sizes, bytes, bits_per_weight;
+        of linears ``rows``: where a node has those of several modules, how many of each),
         ``routers`` (MoERouting nodes: name, attributes),
+        ``attention`` (CachedAttention nodes: name, attributes, type of the cache, its bytes a token),
+        ``plain_attention`` (attention module that is standard nodes -> why, as its export says),
         ``dense`` (other large tensors, and those that the checkpoint quantizes and the model does not, with
         ``dequantized_because``), ``files`` (of weights: bytes, and how many are in memory), ``metadata`` and, with
         ``verify``, ``verified``: how many hashes were right.
@@ -56,7 +59,7 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
     model = load(path)
     tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
     external = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
-    layers, linears, routers, packed = [], [], [], set()
+    layers, linears, routers, attention, packed = [], [], [], [], set()
     for node in model.graph:
         if node.domain != DOMAIN:
             continue
@@ -71,6 +74,8 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
                 routing = _spec(path, node, RoutingSpec)
                 _check_runs(path, node, routing, {})
                 routers.append({"node": node.name, "attributes": routing.attributes()})
+            elif node.op_type == "CachedAttention":
+                attention.append(_attention(path, node))
         except ModelError:
             raise
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -96,6 +101,8 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         "layers": layers,
         "linears": linears,
         "routers": routers,
+        "attention": attention,
+        "plain_attention": _reasons(path, model.metadata_props.get("plain_attention", "{}")),
         "dense": dense,
     }
     found["files"] = [
@@ -190,7 +197,36 @@ def _layer(path: Path, node: ir.Node) -> dict[str, Any]:
 def _linear(path: Path, node: ir.Node) -> dict[str, Any]:
     spec = _spec(path, node, LinearSpec)
     sizes, metadata = _sizes(path, node, spec, spec.moe, {"w": node.inputs[1]}, 1)
-    return _description(node, spec, sizes, metadata, spec.in_features * spec.out_features)
+    rows = json.loads(metadata.get("rows", "{}"))
+    if not isinstance(rows, dict) or (rows and sum(rows.values()) != spec.out_features):
+        raise ModelError(f"{path}: node {node.name}: rows are {rows}, expected {spec.out_features} in all")
+    return _description(node, spec, sizes, metadata, spec.in_features * spec.out_features) | {"rows": rows}
+
+
+def _attention(path: Path, node: ir.Node) -> dict[str, Any]:
+    spec = _spec(path, node, AttentionSpec)
+    _check_runs(path, node, spec, {})
+    past = node.inputs[1]
+    if past is None or past.dtype is None:
+        raise ModelError(f"{path}: node {node.name}: past_key has no type")
+    width = spec.kv_num_heads * (spec.head_size + spec.v_head_size)
+    return {
+        "node": node.name,
+        "attributes": spec.attributes(),
+        "cache": past.dtype.name.lower(),
+        "bytes_per_token": int(width * past.dtype.itemsize),
+    }
+
+
+def _reasons(path: Path, text: str) -> dict[str, str]:
+    """What an export wrote of modules and reasons."""
+    try:
+        found = json.loads(text)
+        if isinstance(found, dict) and all(isinstance(value, str) for value in found.values()):
+            return found
+    except (ValueError, RecursionError):
+        pass
+    raise ModelError(f"{path}: plain_attention is {text[:80]!r}, expected reasons by module")
 
 
 def _spec(path: Path, node: ir.Node, kind: type[SpecType]) -> SpecType:

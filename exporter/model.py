@@ -15,7 +15,7 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,23 +36,33 @@ from transformers.exporters.utils import patch_attribute
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import LinearSpec, MoESpec
-from quantmoe.custom_ops.torch_op import onnx_moe_routing, onnx_quant_linear, onnx_quant_moe
+from quantmoe.custom_ops.op import LinearSpec
+from quantmoe.custom_ops.torch_op import onnx_cached_attention, onnx_moe_routing, onnx_quant_linear, onnx_quant_moe
 from quantmoe.exporter import attention
 from quantmoe.exporter.ahead import BLOCK
 from quantmoe.exporter.architectures import ARCHITECTURES
 from quantmoe.exporter.checkpoint import DTYPES as STORED
 from quantmoe.exporter.checkpoint import CheckpointError
+from quantmoe.exporter.choose import Choice
 from quantmoe.exporter.formats import Format, MoELayer
 from quantmoe.exporter.formats.base import FLOAT_KINDS, FLOATS
 from quantmoe.exporter.formats.experts import check_sizes
 from quantmoe.exporter.formats.rounding import HEAD_GROUPS
 from quantmoe.exporter.memory import doing
+from quantmoe.exporter.passes.attention import (
+    MASKLESS,
+    attach,
+    recognise,
+    signature,
+    widen_tables,
+)
+from quantmoe.exporter.passes.interface import set_cache_type
 from quantmoe.exporter.passes.latent import concatenate_keys
 from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
 from quantmoe.exporter.passes.routers import replace_routers
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+CACHES = {"f32": ir.DataType.FLOAT, "f16": ir.DataType.FLOAT16}
 #: where models of several modalities keep their language model -> where it is on its own
 WRAPPERS = {"language_model.": "", "model.language_model.": "model."}
 
@@ -180,6 +190,10 @@ class Skeleton:
                     f"it is quantized"
                 )
 
+    def rows(self, linears: Mapping[str, str]) -> dict[str, int]:
+        """Output features of linears (name -> in the checkpoint), by their checkpoint names."""
+        return {source: self.tensors[f"{name}.weight"].shape[0] for name, source in linears.items()}
+
     def stored_type(self, name: str) -> ir.DataType | None:
         """The type of a parameter's tensor in the checkpoint; None when it is packed or quantized there."""
         source = self.sources.get(name)  # packed weights have none
@@ -293,27 +307,36 @@ class PackedLinear(torch.nn.Module):
         return torch.ops.quantmoe.quant_linear(x, self.w, self.attributes)
 
 
-def trace(
-    skeleton: Skeleton,
-    specs: Mapping[str, MoESpec],
-    linears: Mapping[str, LinearSpec] | None = None,
-    target: str = "cpu",
-) -> ir.Model:
+class PartOfLinear(torch.nn.Module):
+    """Some of a packed linear's outputs. Parts of one input are one product: the exporter merges equal nodes."""
+
+    def __init__(self, whole: PackedLinear, sizes: Sequence[int], index: int):
+        super().__init__()
+        self.whole = (whole,)  # no module of this one, too
+        self.sizes, self.index = list(sizes), index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.whole[0](x).split(self.sizes, -1)[self.index]
+
+
+def trace(skeleton: Skeleton, chosen: Choice, target: str = "cpu", cache: str = "f32") -> ir.Model:
     """The ONNX graph, with KV cache, dynamic in batch and sequence.
 
     passes/interface.py names its inputs and outputs. When layers that look alike cannot be copied, all are traced and
     meta["untraced"] says why.
 
     Args:
-        specs: experts module name -> its node's attributes.
-        linears: the same of linears; those that are not here are float MatMuls.
-        target: "cpu": with MoERouting and the operators that ONNX Runtime fuses; "cuda": ai.onnx and quantmoe's only.
+        chosen: the nodes' attributes; linears that it lacks are float MatMuls.
+        target: "cpu": with CachedAttention and the operators that ONNX Runtime fuses; "cuda": ai.onnx and quantmoe's
+            QuantMoE, QuantLinear and MoERouting only. meta["plain_attention"] says why an attention module is standard
+            nodes: module name -> reason.
+        cache: type of the KV cache where all attention is CachedAttention, "f32" or "f16"; otherwise the graph's.
 
     Raises:
         CheckpointError: transformers or torch cannot export the architecture.
     """
     model = skeleton.model
-    for name, spec in specs.items():
+    for name, spec in chosen.layers.items():
         module, layout = model.get_submodule(name), LAYOUTS[spec.w13.layout]
         module.attributes = json.dumps(spec.attributes())
         for projection in ("w13", "w2"):
@@ -321,11 +344,37 @@ def trace(
             module.register_buffer(projection, placeholder(shape, torch.int32), persistent=True)
     model.set_experts_implementation("quantmoe")
     model.set_attn_implementation(attention.NAME)
-    for name, linear in (linears or {}).items():
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, PackedLinear(linear))
+    plain = _attend(skeleton) if target == "cpu" else {}
+    for name, linear in chosen.linears.items():
+        sizes, whole = [*skeleton.rows(chosen.parts[name]).values()], PackedLinear(linear)
+        if len(sizes) > 1:
+            for i, part in enumerate(chosen.parts[name]):
+                model.set_submodule(part, PartOfLinear(whole, sizes, i))
+        model.set_submodule(name, whole)
     replace_routers(model)
     concatenate_keys(model)
+    graph = _trace_layers(skeleton, target)
+    if target == "cpu" and not plain:
+        set_cache_type(graph, CACHES[cache])
+    graph.meta["plain_attention"] = plain
+    return graph
+
+
+def _attend(skeleton: Skeleton) -> dict[str, str]:
+    """Replaces attention by CachedAttention; returns why some is left."""
+    model, decoder = skeleton.model, _decoder(skeleton.model)
+    with doing(f"{skeleton.format.ckpt.folder}: recognising attention"):
+        found, left = recognise(model, decoder)
+    attach(model, decoder, found)
+    if not left:
+        model.set_attn_implementation(MASKLESS)
+        widen_tables(decoder)
+    return left
+
+
+def _trace_layers(skeleton: Skeleton, target: str) -> ir.Model:
+    """See :func:`trace`."""
+    model = skeleton.model
     stack = _decoder(model).layers
     prefix = next(name for name, module in model.named_modules() if module is stack)
     kept = _representatives(model.config, stack)
@@ -409,18 +458,7 @@ def _representatives(config: Any, stack: torch.nn.ModuleList) -> list[int]:
     per_layer = [v for v in config.to_dict().values() if isinstance(v, list) and len(v) == len(stack)]
 
     def describe(i: int) -> list[Any]:
-        found: list[Any] = [values[i] for values in per_layer]
-        for name, module in stack[i].named_modules():
-            plain = {
-                k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str) and k != "layer_idx"
-            }
-            tensors = {
-                k: (v.shape, v.dtype)
-                for k, v in [*module._parameters.items(), *module._buffers.items()]
-                if v is not None
-            }
-            found.append((name, type(module), plain, tensors))
-        return found
+        return [*(values[i] for values in per_layer), signature(stack[i])]
 
     kept: list[int] = []
     for _, run in itertools.groupby(range(len(stack)), describe):
@@ -498,6 +536,7 @@ def _experts_forward(
 ALL_EXPERTS_FUNCTIONS.register("quantmoe", _experts_forward)
 exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.quant_moe.default] = onnx_quant_moe
 exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.quant_linear.default] = onnx_quant_linear
+exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.cached_attention.default] = onnx_cached_attention
 exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.moe_routing.default] = onnx_moe_routing
 
 

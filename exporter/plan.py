@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from quantmoe.custom_ops import native
@@ -14,7 +15,7 @@ from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter import ahead
-from quantmoe.exporter.choose import LAYOUT, choose, choose_experts
+from quantmoe.exporter.choose import LAYOUT, Choice, choose, choose_experts
 from quantmoe.exporter.convert import MAX_FILE_SIZE, check_options, check_output, open_format, stops
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def plan(
     dense: str = "quantmoe",
     logits: str = "last",
     lm_head: str | None = None,
+    cache: str | None = None,
     layers: int | None = None,
     quantize: str | None = None,
     group_size: int | None = None,
@@ -83,7 +85,7 @@ def plan(
             config.json show it.
     """
     activations, graph_type = check_options(
-        target, activations, scales, dtype, dense, logits, lm_head, quantize, group_size, max_file_size
+        target, activations, scales, dtype, dense, logits, lm_head, cache, quantize, group_size, max_file_size
     )
     check_output(Path(checkpoint), Path(output), target, force)
     folder = Path(output).resolve()
@@ -101,12 +103,11 @@ def plan(
         size = layer.num_experts * sum(layout.row_bytes(spec, projection) for projection in ("w13", "w2"))
         found[layer.name] = layer.scheme.text, spec, size
     packed = sum(size for _, _, size in found.values())
-    linears = {}
+    linears, parted = {}, {part for parts in chosen.parts.values() for part in parts}
     for name, linear in chosen.linears.items():
-        source = skeleton.linears[name]
-        linears[source] = format.scheme_of(source).text, linear, layout.row_bytes(linear.moe, "w2")
-    sizes = {name: (linear, linears[skeleton.linears[name]][2]) for name, linear in chosen.linears.items()}
-    left = (n for n in skeleton.tensors if n in skeleton.sources and n.rpartition(".")[0] not in chosen.linears)
+        (scheme, *_) = map(format.scheme_of, chosen.parts[name].values())
+        linears[chosen.source(name)] = scheme.text, linear, layout.row_bytes(linear.moe, "w2")
+    left = [n for n in skeleton.tensors if n in skeleton.sources and n.rpartition(".")[0] not in parted]
     others = sum(prod(skeleton.tensors[name].shape) * skeleton.itemsize(name) for name in left)
     others += sum(size for _, _, size in linears.values())
     cores = native.cpus()
@@ -118,7 +119,7 @@ def plan(
         packed=packed,
         dense=others,
         seconds=seconds,
-        memory=BASE_MEMORY + _working_set(skeleton, chosen.layers.values(), sizes),
+        memory=BASE_MEMORY + _working_set(skeleton, chosen, left, layout),
         rate=f"{cores} cores; on one {PACKING / 1e6:.0f} MB/s of experts and {CONVERTING / 1e6:.0f} MB/s of others, "
         f"{TRACING:.0f} s of tracing, as measured on an Intel Xeon at 2.5 GHz",
         free=shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free,
@@ -128,20 +129,30 @@ def plan(
     )
 
 
-def _working_set(skeleton: Skeleton, specs: Iterable[MoESpec], linears: Mapping[str, tuple[LinearSpec, int]]) -> int:
+def _working_set(skeleton: Skeleton, chosen: Choice, left: Iterable[str], layout: ModuleType) -> int:
     """Experts or blocks ahead of the writing, a linear, or a tensor that is quantized and stays float; and the largest
-    mapped tensor outside the experts."""
-    experts = max(ahead.memory(ahead.expert_size(spec), spec.num_experts) for spec in specs)
+    mapped tensor outside the experts.
+
+    Args:
+        left: names of parameters that no linear has.
+    """
+    experts = max(ahead.memory(ahead.expert_size(spec), spec.num_experts) for spec in chosen.layers.values())
     format = skeleton.format.outline()
     float_here = [
         format.matrix(module)
-        for name, source in skeleton.sources.items()
-        for module, _, leaf in [source.rpartition(".")]
-        if leaf == "weight" and format.is_quantized(module) and name.rpartition(".")[0] not in linears
+        for module, _, leaf in (skeleton.sources[name].rpartition(".") for name in left)
+        if leaf == "weight" and format.is_quantized(module)
     ]
     decoded = max((dequantizing(m) for m in float_here), default=0)
     whole = 4 * max((m.codes.size for m in float_here), default=0)
-    linear = max((spec.out_features * spec.in_features + 2 * packed for spec, packed in linears.values()), default=0)
+    linear = max(
+        (
+            spec.out_features * spec.in_features * min(2, len(chosen.parts[name]))  # the parts, and they as one
+            + 2 * layout.row_bytes(spec.moe, "w2")
+            for name, spec in chosen.linears.items()
+        ),
+        default=0,
+    )
     ckpt = skeleton.format.ckpt
     largest = max((prod(ckpt.shape(name)) for name in skeleton.sources.values() if name in ckpt), default=0)
     blocks = ahead.memory(ahead.BLOCK_MEMORY, -(-max(4 * largest, whole) // ahead.BLOCK))

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.matrix import QuantizedMatrix, parted
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.checkpoint import write_safetensors
 from quantmoe.exporter.inspect import ModelError, inspect, model_path
@@ -85,7 +85,9 @@ def _matrices(node: dict[str, Any], initializers: Any) -> Iterator[tuple[str, Qu
 
     if "w" in node:
         linear = LinearSpec.from_attributes(node["attributes"])
-        yield node["module"], LAYOUTS[linear.w.layout].unpack_down(linear.moe, rows("w")[0])
+        matrix = LAYOUTS[linear.w.layout].unpack_down(linear.moe, rows("w")[0])
+        parts = node["rows"] or {node["module"]: linear.out_features}
+        yield from zip(parts, parted(matrix, [*parts.values()]) if len(parts) > 1 else [matrix], strict=True)
         return
     spec = MoESpec.from_attributes(node["attributes"])
     w13, w2 = rows("w13"), rows("w2")

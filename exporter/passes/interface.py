@@ -46,6 +46,18 @@ def name_interface(model: ir.Model) -> None:
                 value.shape = None
 
 
+def set_cache_type(model: ir.Model, dtype: ir.DataType) -> None:
+    """Gives keys and values of all CachedAttention nodes a type; the tracing knows one type of floats only.
+
+    Requires:
+        no other node but Shape reads them.
+    """
+    for node in model.graph:
+        for value in [*node.inputs[1:3], *node.outputs[1:3]] if node.op_type == "CachedAttention" else ():
+            assert value is not None
+            value.type = ir.TensorType(dtype)
+
+
 def drop_traces(model: ir.Model) -> None:
     """Removes what torch and onnxscript note of their own work: stack traces, with this machine's paths, among it.
 

@@ -27,21 +27,34 @@ def keep_last_logits(model: ir.Model) -> bool:
     hidden = node.inputs[0]
     assert hidden is not None
     ops = tape.Tape()
-    ids, mask = (next(i for i in graph.inputs if i.name == name) for name in ("input_ids", "attention_mask"))
-
-    def constant(*numbers: int) -> ir.Value:
-        return ops.op("Constant", [], {"value": ir.tensor(list(numbers), ir.DataType.INT64)})
-
-    new = ops.op("Shape", [ids], {"start": 1, "end": 2})
-    seen = ops.op("Slice", [mask, ops.op("Neg", [new]), constant(2**31 - 1), constant(1)])
-    count = ops.op("Squeeze", [new, constant(0)])
-    zero, one = (ops.op("Constant", [], {"value_int": number}) for number in (0, 1))
-    order = ops.op("Mul", [seen, ops.op("Range", [zero, count, one])])
-    last = ops.op("ReduceMax", [order, constant(1)], {"keepdims": 1})
-    picked = ops.op("GatherND", [hidden, ops.op("Unsqueeze", [last, constant(2)])], {"batch_dims": 1})
+    rows = next((node.inputs[3] for node in graph if node.op_type == "CachedAttention"), None)
+    last = _from_mask(graph, ops) if rows is None else _from_rows(rows, ops)
+    picked = ops.op("GatherND", [hidden, ops.op("Unsqueeze", [last, _constant(ops, 2)])], {"batch_dims": 1})
     graph.insert_before(node, ops.nodes)
     node.replace_input_with(0, picked)
     for output in (*chain, value):
         if output.shape is not None:
             output.shape = ir.Shape([output.shape[0], 1, *output.shape[2:]])
     return True
+
+
+def _from_rows(rows: ir.Value, ops: tape.Tape) -> ir.Value:
+    """Index of each row's last token that counts, int64 [B, 1], from CachedAttention's rows: begin + count - 1."""
+    two = ops.op("Slice", [rows, _constant(ops, 0), _constant(ops, 2), _constant(ops, 1)])
+    end = ops.op("ReduceSum", [ops.op("Cast", [two], {"to": ir.DataType.INT64}), _constant(ops, 1)], {"keepdims": 1})
+    return ops.op("Sub", [end, _constant(ops, 1)])
+
+
+def _from_mask(graph: ir.Graph, ops: tape.Tape) -> ir.Value:
+    """The same from the last columns of the mask."""
+    ids, mask = (next(i for i in graph.inputs if i.name == name) for name in ("input_ids", "attention_mask"))
+    new = ops.op("Shape", [ids], {"start": 1, "end": 2})
+    seen = ops.op("Slice", [mask, ops.op("Neg", [new]), _constant(ops, 2**31 - 1), _constant(ops, 1)])
+    count = ops.op("Squeeze", [new, _constant(ops, 0)])
+    zero, one = (ops.op("Constant", [], {"value_int": number}) for number in (0, 1))
+    order = ops.op("Mul", [seen, ops.op("Range", [zero, count, one])])
+    return ops.op("ReduceMax", [order, _constant(ops, 1)], {"keepdims": 1})
+
+
+def _constant(ops: tape.Tape, number: int) -> ir.Value:
+    return ops.op("Constant", [], {"value": ir.tensor([number], ir.DataType.INT64)})

@@ -42,12 +42,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def exported(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """exported(architecture, scheme="W4A16", **options of export) -> folder; with the logits of all tokens."""
+    """exported(architecture, scheme="W4A16", **options of export) -> folder; with the logits of all tokens and a
+    cache of float32."""
 
     @cache
     def make(architecture: str = "qwen3_moe", scheme: str = "W4A16", **options: object) -> Path:
         out = tmp_path_factory.mktemp("exported") / architecture
-        export(checkpoint(architecture, scheme), out, **{"logits": "all"} | options)
+        export(checkpoint(architecture, scheme), out, **{"logits": "all", "cache": "f32"} | options)
         return out
 
     return make

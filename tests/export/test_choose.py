@@ -8,20 +8,29 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import TINY, check_headers, make_float_checkpoint, make_gptq_checkpoint, write_safetensors
+from checkpoints import (
+    TINY,
+    check_headers,
+    make_float_checkpoint,
+    make_gptq_checkpoint,
+    same_matrix,
+    write_safetensors,
+)
 from encoders import CASES, Case, nibbles, with_bias
 from export.test_layers import layer_of
 from specs import moe_spec, projection
 
 from quantmoe.custom_ops import cuda, native
 from quantmoe.custom_ops.layouts import LAYOUTS, join
+from quantmoe.custom_ops.matrix import parted
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter import formats, model
 from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.choose import ACTIVATIONS, LAYOUT, Candidate, layer_candidate
+from quantmoe.exporter.choose import ACTIVATIONS, LAYOUT, Candidate, layer_candidate, linear_matrix
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.explain import explain
 from quantmoe.exporter.formats import MoELayer, find_format, open_checkpoint
@@ -36,12 +45,14 @@ class Traced(Exception):  # noqa: N818
     """In the place of the tracing."""
 
 
-def chosen(folder: Path, out: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Specs, Specs] | str:
-    """What an export would trace with: attributes of layers and of linears by checkpoint module; or its refusal."""
+def chosen(folder: Path, out: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...] | str:
+    """What an export would trace with: attributes of layers and of linears by checkpoint module, and the modules of
+    each linear; or its refusal."""
 
-    def trace(skeleton, specs, linears, target):
-        found = {skeleton.experts[name].name: spec for name, spec in specs.items()}
-        raise Traced(found, {skeleton.linears[name]: spec for name, spec in linears.items()})
+    def trace(skeleton, chosen, target):
+        found = {skeleton.experts[name].name: spec for name, spec in chosen.layers.items()}
+        parts = {chosen.source(name): [*parts.values()] for name, parts in chosen.parts.items()}
+        raise Traced(found, {chosen.source(name): spec for name, spec in chosen.linears.items()}, parts)
 
     with monkeypatch.context() as patch:
         patch.setattr(model, "trace", trace)
@@ -83,7 +94,7 @@ def test_a_fixture_is_packed_as_its_headers_say(name, target, tmp_path, monkeypa
         assert refused(plan, folder, tmp_path / "model", target=target) == found
         assert found.removeprefix(f"{folder}: ") in reasons or "k_proj.bias has shape" in found  # of no linear layer
         return
-    layers, linears = found
+    layers, linears, parts = found
     planned = plan(folder, tmp_path / "model", target=target)
     assert {module: spec for module, (_, spec, _) in planned.layers.items()} == layers
     assert {module: spec for module, (_, spec, _) in planned.linears.items()} == linears
@@ -91,11 +102,14 @@ def test_a_fixture_is_packed_as_its_headers_say(name, target, tmp_path, monkeypa
     for layer in format.moe_layers():
         assert packed(layer, layers[layer.name]) == planned.layers[layer.name][2]
     for module, spec in linears.items():
-        m, layout = format.matrix_of(module), LAYOUTS[spec.w.layout]
+        m, layout = linear_matrix(format, parts[module], "exact")[0], LAYOUTS[spec.w.layout]
         assert layout.describe_down(m, spec.w.activation_format) == spec.w
         row = native.aligned(layout.row_bytes(spec.moe, "w2"))
         layout.pack_down(m, spec.moe, row)
         assert len(row) == planned.linears[module][2]
+        apart = [format.matrix_of(part) for part in parts[module]]
+        for a, b in zip(apart, parted(m, [len(part.codes) for part in apart]), strict=True):
+            same_matrix(a, b)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +224,7 @@ def test_zero_points_and_orders_are_read_and_not_guessed(target, tmp_path, monke
     zeros[0, 0] ^= 1
     tensors = {f"{name}.qzeros": zeros, f"{name}.g_idx": ckpt.tensor(f"{name}.g_idx")[::-1].copy()}
     folder = damage(sound, tmp_path / "odd", tensors)
-    layers, _ = chosen(folder, tmp_path / "model", target, monkeypatch)
+    layers, _, _ = chosen(folder, tmp_path / "model", target, monkeypatch)
     assert (layers[EXPERTS].w2.perm, layers[EXPERTS].w2.zero_points) == (1, 1)
     (layer,) = find_format(open_checkpoint(folder)).moe_layers()
     assert packed(layer, layers[EXPERTS]) == plan(folder, tmp_path / "model", target=target).layers[EXPERTS][2]

@@ -34,7 +34,7 @@ def rewritten(source: Path, folder: Path, change: Callable[[Format], Tensors], c
 
 def check(folder: Path, out: Path, quantize: str | None = None) -> Report:
     """Exports with float activations; the logits are those of PyTorch with the dequantized weights."""
-    report = export(folder, out, activations="float", quantize=quantize, logits="all")
+    report = export(folder, out, activations="float", quantize=quantize, logits="all", cache="f32")
     ckpt = open_checkpoint(folder)
     format = Unquantized(ckpt, quantize) if quantize else find_format(ckpt)
     ids = tokens(2, 7)

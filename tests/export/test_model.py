@@ -21,7 +21,7 @@ from quantmoe.exporter.convert import Report, export
 from quantmoe.exporter.formats import find_format, open_checkpoint
 from quantmoe.exporter.generate import Generator
 from quantmoe.exporter.inspect import ModelError, inspect
-from quantmoe.exporter.model import PackedLinear, Skeleton, _experts_forward, dequantized
+from quantmoe.exporter.model import PackedLinear, PartOfLinear, Skeleton, _experts_forward, dequantized
 from quantmoe.exporter.passes.repeat import RepeatError
 from quantmoe.exporter.plan import plan
 
@@ -126,8 +126,10 @@ def bind_packed(torch_model: PreTrainedModel, folder: Path, monkeypatch: pytest.
             tensor = node.inputs[1].const_value
             linear = PackedLinear(LinearSpec.from_attributes(json.loads(tensor.metadata_props["spec"])))
             linear.w = torch.from_numpy(np.array(tensor.numpy()))
-            module = torch_model.get_submodule(tensor.metadata_props["module"])
-            monkeypatch.setattr(module, "forward", linear.forward)
+            rows = json.loads(tensor.metadata_props.get("rows", "{}"))
+            for i, name in enumerate(rows or [tensor.metadata_props["module"]]):
+                found = PartOfLinear(linear, [*rows.values()], i) if rows else linear
+                monkeypatch.setattr(torch_model.get_submodule(name), "forward", found.forward)
     return len(modules)
 
 
@@ -159,7 +161,7 @@ def test_layers_that_cannot_be_copied_are_traced(checkpoint, tmp_path, monkeypat
 
 def check_layers(folder: Path, out: Path) -> Report:
     want = expected(dequantized(Skeleton(find_format(open_checkpoint(folder)))), tokens(2, 6))
-    report = export(folder, out, activations="float", logits="all")
+    report = export(folder, out, activations="float", logits="all", cache="f32")
     assert error(run(Generator(out), tokens(2, 6), (5, 1)), want) < 2e-5
     modules = [layer["module"] for layer in inspect(out)["layers"]]
     assert modules == [f"model.layers.{i}.mlp.experts" for i in range(len(modules))]

@@ -39,11 +39,11 @@ def test_head_and_embedding_keep_the_checkpoints_bytes(exported, checkpoint):
 def test_16_bit_linears_are_packed_as_they_are(tmp_path, tied):
     sizes = TINY | {"num_hidden_layers": 1, "num_experts": 4, "tie_word_embeddings": tied}
     folder = make_float_checkpoint(tmp_path / "float", "qwen3_moe", **sizes)
-    options = {"activations": "float", "quantize": "none", "logits": "all"}
+    options = {"activations": "float", "quantize": "none", "logits": "all", "cache": "f32"}
     planned = plan(folder, tmp_path / "model", **options)
     report = export(folder, tmp_path / "model", **options)
     assert set(report.linears) == {
-        *(f"model.layers.0.self_attn.{x}_proj" for x in "qkvo"),
+        *(f"model.layers.0.self_attn.{x}_proj" for x in ("qkv", "o")),
         "model.embed_tokens" if tied else "lm_head",
     }
     assert planned.dense == pytest.approx(report.dense_bytes, rel=0.01)
@@ -57,7 +57,7 @@ def test_16_bit_linears_are_packed_as_they_are(tmp_path, tied):
 def test_a_rounded_head(tmp_path, kind, bound, tied):
     sizes = TINY | {"num_hidden_layers": 1, "num_experts": 4, "tie_word_embeddings": tied}
     folder = make_float_checkpoint(tmp_path / "float", "qwen3_moe", **sizes)
-    options = {"activations": "float", "quantize": "none", "lm_head": kind}
+    options = {"activations": "float", "quantize": "none", "lm_head": kind, "cache": "f32"}
     planned = plan(folder, tmp_path / "model", **options)
     report = export(folder, tmp_path / "model", **options)
     assert planned.dense == pytest.approx(report.dense_bytes, rel=0.01)
