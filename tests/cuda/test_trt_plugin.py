@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specs import linear_spec, moe_spec, projection, routing_spec
+from specs import attention_spec, linear_spec, moe_spec, projection, routing_spec
 
 import quantmoe
 from quantmoe.custom_ops import cuda, reference
@@ -236,7 +236,7 @@ def test_opening_the_library_registers_the_creators(version, plain):
         + "ctypes.CDLL(path.decode())\nprint(lib.driver_registered())\nlib.driver_log_something()\nprint(log())"
     )
     out = run(code.format(version=version, plain=plain)).splitlines()
-    assert out[:2] == ["3", '1 QuantMoE layer "experts": attribute op_version is required']
+    assert out[:2] == ["4", '1 QuantMoE layer "experts": attribute op_version is required']
 
 
 @pytest.mark.parametrize(("version", "plain"), VERSIONS)
@@ -248,7 +248,7 @@ def test_a_registry_can_load_the_library(version, plain, opened_before):
     code += "lib.driver_unload(ctypes.c_void_p(library))\nprint(lib.driver_registered())\n"
     code += "print(bool(lib.driver_load(path)), lib.driver_registered(), repr(log()))"
     out = run(code.format(version=version, plain=plain)).splitlines()
-    assert out == ["True 3 ''", "0", "True 3 ''"]
+    assert out == ["True 4 ''", "0", "True 4 ''"]
 
 
 def test_a_registry_that_loads_the_library_takes_it_from_no_other(tmp_path):
@@ -261,7 +261,7 @@ def test_a_registry_that_loads_the_library_takes_it_from_no_other(tmp_path):
     code += "print(bool(library), lib.driver_registered(), other.driver_registered(), repr(log()))\n"
     code += "lib.driver_unload(ctypes.c_void_p(library))\nprint(lib.driver_registered(), other.driver_registered())"
     out = run(code.format(version=100600, plain=True)).splitlines()
-    assert out == ["3 3", "True 3 3 ''", "0 3"]
+    assert out == ["4 4", "True 4 4 ''", "0 4"]
 
 
 def test_a_second_copy_of_the_library_is_not_registered(tmp_path):
@@ -270,7 +270,7 @@ def test_a_second_copy_of_the_library_is_not_registered(tmp_path):
     shutil.copy(quantmoe.trt_library_path(), copy)
     code = IN_REGISTRY + f"ctypes.CDLL(path.decode())\nctypes.CDLL({str(copy)!r})\n"
     code += "print(lib.driver_registered(), repr(log()))"
-    assert run(code.format(version=100600, plain=True)) == "3 ''\n"
+    assert run(code.format(version=100600, plain=True)) == "4 ''\n"
 
 
 def test_without_a_known_tensorrt_messages_go_to_stderr():
@@ -602,6 +602,12 @@ def linear_tensors(rows=(4,), dtype="bf16", **changes):
 def routing_tensors(rows=(4,), dtype="bf16", **changes):
     dims = {"logits": (*rows, 64), "bias": (64,), "ids": (*rows, 6), "weights": (*rows, 6)} | changes
     return [tensor(t, d) for t, d in zip((dtype, "f32", "i32", "f32"), dims.values(), strict=True)]
+
+
+def test_attention_has_no_plug_in(others):
+    others.select("CachedAttention")
+    assert others.create(attributes_of(attention_spec(8, 2, 64))) is None
+    assert others.log() == '1 CachedAttention layer "experts": has no plug-in in this release\n'
 
 
 @pytest.mark.parametrize("spec", [LINEAR, ROUTING], ids=lambda spec: spec.OP)

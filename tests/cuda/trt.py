@@ -82,7 +82,7 @@ class Driver:
 
     def select(self, op: str) -> None:
         """Further calls are about this operator."""
-        index = ("QuantMoE", "QuantLinear", "MoERouting").index(op)
+        index = ("QuantMoE", "QuantLinear", "MoERouting", "CachedAttention").index(op)
         self.op = op
         self.creator = _PTR(self.lib.driver_select(index, len(inputs(op)), len(outputs(op))))
 

@@ -185,7 +185,7 @@ void* driver_open(const char* path, int32_t as_version, int32_t plain) {
   creators = reinterpret_cast<IPluginCreatorInterface* const* (*)(int32_t&)>(dlsym(library, "getCreators"))(count);
   for (int32_t i = 0; i < count; ++i)
     if (std::strcmp(creators[i]->getInterfaceInfo().kind, "PLUGIN CREATOR_V3ONE")) return nullptr;
-  return count == 3 ? driver_select(0, 5, 1) : nullptr;
+  return count == 4 ? driver_select(0, 5, 1) : nullptr;
 }
 const char* driver_log() { return log_text.c_str(); }
 void driver_clear() { log_text.clear(); }
