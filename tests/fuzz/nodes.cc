@@ -1,10 +1,11 @@
-// libFuzzer target: one QuantLinear or MoERouting node through the C ABI, from any bytes.
+// libFuzzer target: one QuantLinear, MoERouting or CachedAttention node through the C ABI, from any bytes.
 //
 // The input chooses attributes (mostly valid ones, sometimes any), sizes and a seed. Checked:
 //   - nothing is read or written outside the buffers: each ends, or begins, at an inaccessible page
 //   - QuantLinear: all kernels, with any number of lanes, give the same bytes, those of each row alone
 //   - MoERouting: ids are distinct experts, best first; weights are those of each token alone, and not negative where
 //     the method makes them so
+//   - CachedAttention: as QuantLinear; caches apart or in place, `rows` now and then with any numbers
 #include <set>
 #include <vector>
 
@@ -168,11 +169,102 @@ void routing(FuzzedDataProvider& data, bool wild) {
   check_equal(QM_F32, alone.data(), weights + last * r.top_k, r.top_k, "one token", "the batch");
 }
 
+// Places the call's arrays, filled; in place where present has past's slots and the input says so.
+void place_attention(FuzzedDataProvider& data, const qm_attention& a, qm_attention_call& call, bool at_end) {
+  static Guarded places[13];
+  Rng rng(data.ConsumeIntegral<uint32_t>());
+  const bool tame = data.ConsumeBool(), in_place = call.slots == call.past_slots && data.ConsumeBool();
+  int next = 0;
+  const auto take = [&](qm_type type, int64_t count) {
+    const int64_t bytes = count * (type == QM_F32 ? 4 : 2);
+    void* const at = places[next++].place(bytes, at_end);
+    if (tame)
+      fill(rng, type, -2, 2, at, count);
+    else
+      random_bytes(rng, at, bytes);
+    return at;
+  };
+  const auto floats = [&](int64_t count) { return static_cast<float*>(take(QM_F32, count)); };
+  const int64_t tokens = call.batch * call.tokens, groups = a.kv_num_heads, caches = call.batch * groups;
+  const int64_t d = a.head_size, v = a.v_head_size;
+  const auto weights = [&](int64_t heads) { return floats(a.qk_norm == 0 ? 0 : a.qk_norm == 1 ? d : heads * d); };
+  call.qkv = take(call.type, tokens * ((a.num_heads + groups) * d + groups * v));
+  call.past_key = take(call.cache_type, caches * call.past_slots * d);
+  call.past_value = take(call.cache_type, caches * call.past_slots * v);
+  call.cos = floats(tokens * a.rotary_size / 2);
+  call.sin = floats(tokens * a.rotary_size / 2);
+  call.q_norm = weights(a.num_heads);
+  call.k_norm = weights(groups);
+  call.sinks = floats(a.num_heads);
+  call.output = take(call.type, tokens * a.num_heads * v);
+  void* const key = take(call.cache_type, caches * call.slots * d);
+  void* const value = take(call.cache_type, caches * call.slots * v);
+  call.present_key = in_place ? const_cast<void*>(call.past_key) : key;
+  call.present_value = in_place ? const_cast<void*>(call.past_value) : value;
+  int32_t* const rows = static_cast<int32_t*>(places[next].place(call.batch * 12, at_end));
+  call.rows = rows;
+  for (int64_t b = 0; b < call.batch; ++b) {
+    rows[3 * b + 1] = data.ConsumeIntegralInRange<int32_t>(0, std::min(call.tokens, call.slots));
+    rows[3 * b] = data.ConsumeIntegralInRange<int32_t>(0, call.tokens - rows[3 * b + 1]);
+    rows[3 * b + 2] = data.ConsumeIntegralInRange<int32_t>(0, std::min(call.past_slots, call.slots - rows[3 * b + 1]));
+  }
+  if (call.batch && data.ConsumeIntegralInRange(0, 15) == 0)
+    rows[data.ConsumeIntegralInRange<int64_t>(0, 3 * call.batch - 1)] = data.ConsumeIntegral<int32_t>();
+}
+
+void attention(FuzzedDataProvider& data, bool wild) {
+  char err[QM_ERROR_SIZE];
+  qm_attention a{};
+  a.op_version = 1;
+  a.kv_num_heads = data.ConsumeIntegralInRange(1, 3);
+  a.num_heads = a.kv_num_heads * data.ConsumeIntegralInRange(1, 10);
+  a.head_size = data.ConsumeIntegralInRange(1, 40);
+  a.v_head_size = data.ConsumeIntegralInRange(1, 40);
+  a.scale = 0.25f;
+  a.sliding_window = data.ConsumeBool() ? data.ConsumeIntegralInRange(0, 300) : 0;
+  a.chunk_size = data.ConsumeBool() ? data.ConsumeIntegralInRange(0, 300) : 0;
+  a.softcap = data.ConsumeBool() ? 3.0f : 0.0f;
+  a.rotary_size = 2 * data.ConsumeIntegralInRange(0, a.head_size / 2);
+  a.rotary_interleaved = data.ConsumeBool();
+  a.qk_norm = data.ConsumeIntegralInRange(0, 2);
+  a.norm_epsilon = 1e-6f;
+  if (wild) set_any(data, "CachedAttention", &a);
+  if (qm_attention_validate(&a, err)) {
+    CHECK(wild, "refused: %s", err);
+    return check_reason(err);
+  }
+  const int64_t features = int64_t{a.head_size} + a.v_head_size;
+  if (a.num_heads * features > 4096 || a.kv_num_heads * features > 1500) return;
+
+  static Guarded workspace_place;
+  const bool at_end = data.ConsumeBool();
+  qm_attention_call call{};
+  call.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
+  call.cache_type = data.ConsumeBool() ? QM_F32 : QM_F16;
+  call.batch = data.ConsumeIntegralInRange(0, 3);
+  call.tokens = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 7) ? 6 : 40);
+  call.past_slots = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 3) ? 40 : 300);
+  call.slots = call.past_slots + (data.ConsumeBool() ? 0 : data.ConsumeIntegralInRange(0, 40));
+  place_attention(data, a, call, at_end);
+  const int64_t width = int64_t{a.num_heads} * a.v_head_size, element = call.type == QM_F32 ? 4 : 2;
+  const Outcome first = every_kernel(
+      data, call, call.output, call.batch * call.tokens * width, workspace_place, at_end,
+      [&] { return qm_attention_workspace(&a, &call); }, [&] { return qm_attention_run(&a, &call, err); });
+  if (first.status) return check_reason(err);
+  if (!call.batch) return;
+  // The first row without the others, and with one lane.
+  call.batch = call.lanes = 1;
+  call.workspace = workspace_place.place(qm_attention_workspace(&a, &call), at_end);
+  std::memset(call.output, 0xa5, call.tokens * width * element);
+  CHECK(qm_attention_run(&a, &call, err) == QM_OK, "%s", err);
+  check_equal(call.type, call.output, first.bytes.data(), call.tokens * width, "one row", "the batch");
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   FuzzedDataProvider data(bytes, size);
   const bool wild = data.ConsumeIntegralInRange(0, 15) == 0;
-  (data.ConsumeBool() ? linear : routing)(data, wild);
+  (data.ConsumeBool() ? linear : data.ConsumeBool() ? routing : attention)(data, wild);
   return 0;
 }
