@@ -103,6 +103,20 @@ def test_a_long_cache() -> None:
     assert_bytes(a.run(), got)
 
 
+@pytest.mark.parametrize("lanes", [1, 2, 64])
+@pytest.mark.parametrize(("tokens", "past"), [(1, 0), (1, 32767), (300, 5000)])
+def test_the_workspace_is_what_the_header_states(tokens: int, past: int, lanes: int) -> None:
+    spec, sizes = attention_spec(32, 2, 16, v_head_size=24, qk_norm="row"), []
+
+    def buffer(size: int) -> np.ndarray:
+        sizes.append(size)
+        return native.aligned(size)
+
+    inputs(spec, [[0, tokens, past]], tokens, past, past + tokens, cache=np.float16).run(lanes=lanes, buffer=buffer)
+    parts, lane = 64 << 20, 4 * (64 * 16 + 32 * 16 + 256 * 32 + 64 * (2 * 32 + 304))
+    assert lanes * lane <= sizes[-1] <= lanes * lane + 4 * tokens + 64 + (parts if lanes > 1 else 0)
+
+
 @pytest.mark.parametrize("sink", [-np.inf, -1000.0, 1000.0])
 def test_sinks(kernel: str, sink: float) -> None:
     a = ragged(SPECS["plain"])
