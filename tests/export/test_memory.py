@@ -136,7 +136,8 @@ def test_unpack_and_generate_name_what_did_not_fit(refused, exported, tmp_path, 
         patch.setattr(onnxruntime, "InferenceSession", lacking)
         assert refused("generate", folder, "--ids", 1) == f"quantmoe: {folder / 'model.onnx'}: out of memory"
     with monkeypatch.context() as patch:
-        patch.setattr(onnxruntime.InferenceSession, "run", lacking)
+        for run in ("run", "run_with_iobinding"):
+            patch.setattr(onnxruntime.InferenceSession, run, lacking)
         line = refused("generate", folder, "--ids", "1,2,3")
     assert line == f"quantmoe: {folder / 'model.onnx'}: 3 tokens after 0: out of memory"
 
