@@ -1,0 +1,130 @@
+"""Caches of a fixed capacity, bound in place: the same bytes as caches that grow, whatever else the memory holds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from test_generate import PROMPT
+
+from quantmoe.exporter.cache import ROOM, Cache, SharedCache
+from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.genai import SHARE_BUFFER
+from quantmoe.exporter.generate import Generator
+
+ARCHITECTURES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe"]
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def folder(exported, request):
+    return exported(request.param, activations="float", logits="last")
+
+
+@pytest.fixture
+def nan(monkeypatch):
+    """What is not written is NaN, so that it shows if it is read."""
+    monkeypatch.setattr(np, "empty", lambda shape, dtype=float: np.full(shape, np.nan, dtype))
+
+
+def test_in_place_gives_the_bytes_of_growing(folder, nan):
+    generator = Generator(folder, chunk=7)
+    shared, growing = generator.cache(), Cache(generator)
+    assert isinstance(shared, SharedCache)
+    found, expected = (generator.generate(PROMPT, 12, cache=cache, logits=True) for cache in (shared, growing))
+    assert np.array_equal(found.logits, expected.logits)
+    for length, more in ((23, [5, 6, 7]), (28, [8, 9]), (3, [8]), (0, PROMPT)):
+        for cache in (shared, growing):
+            cache.rewind(length)
+        prompt = shared.tokens + more
+        found, expected = (generator.generate(more, 6, cache=cache).tokens for cache in (shared, growing))
+        assert found == expected == generator.greedy(prompt, 6).tokens
+
+
+def test_a_full_cache_is_copied_to_a_larger_one(exported, nan):
+    generator = Generator(exported("qwen3_moe", activations="float", logits="last"), chunk=100)
+    generator.context = 1 << 20
+    cache, growing, capacities = generator.cache(), Cache(generator), []
+    tokens = (PROMPT * 109)[:2500]
+    for at in range(0, 2500, 250):
+        part = tokens[at : at + 250]
+        assert np.array_equal(cache.append(part), growing.append(part))
+        capacities.append(cache.capacity)
+    assert sorted(set(capacities)) == [250 + ROOM, 2 * (250 + ROOM)]
+    addresses = [value.data_ptr() for value in cache._buffers.values()]
+    cache.append(PROMPT)
+    assert addresses == [value.data_ptr() for value in cache._buffers.values()]
+
+
+def test_a_capacity_that_is_asked_for_is_kept(exported):
+    folder = exported("qwen3_moe", activations="float", logits="last")
+    generator = Generator(folder, capacity=30)
+    cache = generator.cache()
+    assert cache.capacity == 30
+    assert generator.generate(PROMPT, 8, cache=cache).tokens == Generator(folder).greedy(PROMPT, 8).tokens
+    assert len(cache.tokens) == 30
+    with pytest.raises(ModelError, match="31 tokens, the cache has a capacity of 30"):
+        cache.append([1])
+    cache.rewind(29)
+    cache.append([1])
+    assert cache.capacity == 30
+
+
+def test_a_capacity_beyond_memory_is_named(exported):
+    generator = Generator(exported("qwen3_moe", activations="float", logits="last"), capacity=1 << 50)
+    with pytest.raises(
+        MemoryError, match=r"model\.onnx: past_key_values\.0\.key of 1125899906842624 tokens: out of mem"
+    ):
+        generator.cache()
+
+
+def test_folders_say_that_their_cache_is_written_in_place(folder):
+    search = json.loads((folder / "genai_config.json").read_text())["search"]
+    assert search["past_present_share_buffer"] is True
+    assert search["max_length"] <= 4096
+    assert ir.load(folder / "model.onnx").metadata_props[SHARE_BUFFER] == "true"
+    assert Generator(folder).shares_buffer
+
+
+def test_a_folder_that_does_not_say_so_has_a_cache_that_grows(exported, tmp_path):
+    folder = exported("qwen3_moe", activations="float", logits="last")
+    other = shutil.copytree(folder, tmp_path / "model")
+    model = ir.load(other / "model.onnx")
+    del model.metadata_props[SHARE_BUFFER]
+    ir.save(model, other / "model.onnx")
+    generator = Generator(other)
+    assert type(generator.cache()) is Cache
+    assert generator.greedy(PROMPT, 8).tokens == Generator(folder).greedy(PROMPT, 8).tokens
+
+
+def test_onnxruntime_genai_turn_after_turn(exported):
+    """With a shared buffer: onnxruntime-genai does not run the last token of a reply, so a turn goes back over it."""
+    import onnxruntime_genai as og
+
+    model = og.Model(str(exported("qwen3_moe", activations="float", logits="last")))
+
+    def take(generator, ids):
+        generator.append_tokens(ids)
+        for _ in range(6):
+            generator.generate_next_token()
+        return generator.get_sequence(0).tolist()
+
+    def one_prompt(ids):
+        params = og.GeneratorParams(model)
+        params.set_search_options(max_length=80)
+        generator = og.Generator(model, params)
+        return generator, take(generator, ids)
+
+    generator, said = one_prompt(PROMPT)
+    for new in ([5, 6, 7], [8], [9, 10]):  # three turns
+        prompt = said + new
+        generator.rewind_to(len(said) - 1)
+        said = take(generator, said[-1:] + new)
+        assert said == one_prompt(prompt)[1]
+    for length in (30, 9, 1, 0):
+        prompt = [*said[:length], 11, 12]
+        generator.rewind_to(length)
+        said = take(generator, [11, 12])
+        assert said == one_prompt(prompt)[1]
