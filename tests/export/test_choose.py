@@ -49,7 +49,7 @@ def chosen(folder: Path, out: Path, target: str, monkeypatch: pytest.MonkeyPatch
     """What an export would trace with: attributes of layers and of linears by checkpoint module, and the modules of
     each linear; or its refusal."""
 
-    def trace(skeleton, chosen, target):
+    def trace(skeleton, chosen, target, cache):
         found = {skeleton.experts[name].name: spec for name, spec in chosen.layers.items()}
         parts = {chosen.source(name): [*parts.values()] for name, parts in chosen.parts.items()}
         raise Traced(found, {chosen.source(name): spec for name, spec in chosen.linears.items()}, parts)

@@ -325,7 +325,7 @@ def test_quantize(tmp_path, kind, group_size):
     folder = make_float_checkpoint(tmp_path / "float", "qwen3_moe", **TINY | {"num_hidden_layers": 1, "num_experts": 4})
     with pytest.raises(CheckpointError, match="no quantization configuration"):
         export(folder, tmp_path / "none")
-    options = {"activations": "float", "quantize": kind, "group_size": group_size, "logits": "all"}
+    options = {"activations": "float", "quantize": kind, "group_size": group_size, "logits": "all", "cache": "f32"}
     planned = plan(folder, tmp_path / "model", **options)
     report = export(folder, tmp_path / "model", **options)
     assert (planned.packed, planned.dense) == (report.packed_bytes, pytest.approx(report.dense_bytes, rel=0.01))
