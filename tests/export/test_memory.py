@@ -107,7 +107,7 @@ def torch_lacking(*_: object, **__: object) -> None:
     ("owner", "name", "raises", "what"),
     [
         (LAYOUTS["cpu_panel"], "pack", lacking, "model.layers.0.mlp.experts.0: out of memory"),
-        (LAYOUTS["cpu_panel"], "pack_down", lacking, "model.layers.0.self_attn.q_proj: out of memory"),
+        (LAYOUTS["cpu_panel"], "pack_down", lacking, "model.layers.0.self_attn.o_proj: out of memory"),
         (Skeleton, "_converted", lacking, "model.embed_tokens.weight: out of memory"),
         (exporter_onnx.OnnxExporter, "export", torch_lacking, "tracing Qwen3MoeForCausalLM: out of memory"),
         (convert.ir, "save", lacking, "model.onnx: out of memory"),
