@@ -192,7 +192,8 @@ class Skeleton:
 
     def rows(self, linears: Mapping[str, str]) -> dict[str, int]:
         """Output features of linears (name -> in the checkpoint), by their checkpoint names."""
-        return {source: self.tensors[f"{name}.weight"].shape[0] for name, source in linears.items()}
+        weights = {source: self.tied[f"{name}.weight"] for name, source in linears.items()}
+        return {source: self.tensors[weight].shape[0] for source, weight in weights.items()}
 
     def stored_type(self, name: str) -> ir.DataType | None:
         """The type of a parameter's tensor in the checkpoint; None when it is packed or quantized there."""

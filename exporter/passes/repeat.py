@@ -100,7 +100,7 @@ def _carried(
     for value, at_ in level.items():
         if at_ == at and value.producer() is None:
             name = _renumbered(value, number, at + 1)
-            if name not in by_name or by_name[name].shape != value.shape:
+            if name not in by_name or _sizes(by_name[name]) != _sizes(value):
                 raise RepeatError(f"{value.name} has no counterpart {name}")
             learn(value, by_name[name])
     waiting, taken = list(block.get(at, [])), set()
@@ -154,6 +154,11 @@ def _alike(a: ir.Node, b: ir.Node, match: dict[ir.Value, ir.Value], level: dict[
         if mine in match and match[mine] is not other:
             return False
     return True
+
+
+def _sizes(value: ir.Value) -> list[int | None] | None:
+    """A value's static sizes; those that the tracing found by itself have another symbol in each layer."""
+    return None if value.shape is None else [size if isinstance(size, int) else None for size in value.shape]
 
 
 def _renumbered(value: ir.Value, number: re.Pattern[str], layer: int) -> str:

@@ -42,13 +42,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def exported(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """exported(architecture, scheme="W4A16", **options of export) -> folder; with the logits of all tokens and a
-    cache of float32."""
+    """exported(architecture, scheme="W4A16", **options of export) -> folder; with the logits of all tokens and, on
+    the CPU, a cache of float32."""
 
     @cache
     def make(architecture: str = "qwen3_moe", scheme: str = "W4A16", **options: object) -> Path:
         out = tmp_path_factory.mktemp("exported") / architecture
-        export(checkpoint(architecture, scheme), out, **{"logits": "all", "cache": "f32"} | options)
+        cache = {"cache": "f32"} if options.get("target") != "cuda" else {}
+        export(checkpoint(architecture, scheme), out, **{"logits": "all"} | cache | options)
         return out
 
     return make

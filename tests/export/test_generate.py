@@ -123,7 +123,7 @@ def test_options_that_the_model_does_not_take_are_named(exported):
 
 
 def test_f16_caches_are_kept_and_cut(exported):
-    generator = Generator(exported("qwen3_moe", activations="float", dtype="f16"), chunk=8)
+    generator = Generator(exported("qwen3_moe", activations="float", dtype="f16", cache="f16"), chunk=8)
     cache = generator.cache()
     generator.generate(PROMPT, 5, cache=cache)
     assert {dtype for _, dtype in generator.past.values()} == {np.float16}

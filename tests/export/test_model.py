@@ -255,7 +255,7 @@ def test_padded_prompts(exported):
 
 def test_f16(exported, reference):
     # float16 has 11 significant bits: 5e-4 a rounding, some tens of them in a row
-    folder = exported("qwen3_moe", activations="float", dtype="f16")
+    folder = exported("qwen3_moe", activations="float", dtype="f16", cache="f16")
     generator, ids = Generator(folder), tokens(2, 6)
     assert generator.start()["past_key_values.0.key"].dtype == np.float16
     assert error(run(generator, ids, (5, 1)), expected(reference("qwen3_moe"), ids)) < 2e-2

@@ -318,7 +318,7 @@ def test_a_model_knows_its_data(models, target):
             want = f"{blake3(data).hexdigest()} {samples} {tensor.location} of it"
             assert node.attributes[name].as_string() == want
             found += 1
-    assert found == {"cpu": 2 + 4 + 1, "cuda": 2 + 4}[target]  # the CPU's head is packed, too
+    assert found == {"cpu": 2 + 2 + 1, "cuda": 2 + 4}[target]  # for the CPU q, k and v are one, and the head is packed
 
 
 def test_the_data_of_another_export_is_refused(models, checkpoint, tmp_path):
