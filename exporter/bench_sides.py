@@ -25,11 +25,11 @@ from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.genai import SHARE_BUFFER
 from quantmoe.exporter.generate import runtime
 from quantmoe.exporter.inspect import model_path
+from quantmoe.exporter.memory import CHUNK
 from quantmoe.ort_ext import library_path
 
 #: onnxruntime's names of types -> NumPy's
 TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
-CHUNK = 512  # as generate's
 #: of a side's process: time.process_time counts the CPU's seconds of all its threads
 clock: Callable[[], float] = time.perf_counter
 FIRST_ID, IDS = 3, 200  # ids of prompts, in every vocabulary and no end of a text

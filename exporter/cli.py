@@ -22,6 +22,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
+from quantmoe.exporter.memory import CHUNK
 from quantmoe.exporter.options import UsageError, listed, missing, need, run, terminal
 from quantmoe.ort_ext import build_info
 
@@ -210,7 +211,7 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="of the fewest of this probability together")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="of sampling; the same one gives the same text")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="text before which to end; may be repeated")] = None,
-    chunk: Annotated[int, typer.Option(min=1, help="tokens of a prompt that are run at once")] = 512,
+    chunk: Annotated[int, typer.Option(min=1, help="tokens of a prompt that are run at once")] = CHUNK,
     threads: Annotated[int, typer.Option(min=0, max=1024, help="0: ONNX Runtime's choice")] = 0,
     prefault: Annotated[bool, typer.Option("--prefault", help="read the packed weights into memory first")] = False,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cuda: of models exported with --target cuda")] = "cpu",

@@ -7,6 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from quantmoe.exporter.memory import CHUNK
 from quantmoe.exporter.sampling import Sampling
 
 #: transformers' model_type -> onnxruntime-genai's name of the same plain decoder
@@ -14,8 +15,6 @@ TYPES = {"qwen3_moe": "qwen3", "mixtral": "mistral", "olmoe": "olmo"}
 
 #: metadata of a model whose cache may be written in place: past and present are one buffer; onnxruntime-genai's word
 SHARE_BUFFER = "past_present_share_buffer"
-#: tokens of a prompt that onnxruntime-genai runs at once: memory beside the cache grows with them, not with the prompt
-CHUNK = 512
 #: tokens that onnxruntime-genai allocates a shared cache for unless the caller sets max_length: of a model's whole
 #: context it may be tens of gigabytes
 MAX_LENGTH = 4096

@@ -14,7 +14,7 @@ import numpy as np
 from quantmoe.exporter.cache import Cache, SharedCache
 from quantmoe.exporter.genai import SHARE_BUFFER, eos_tokens
 from quantmoe.exporter.inspect import ModelError, load, model_path
-from quantmoe.exporter.memory import doing
+from quantmoe.exporter.memory import CHUNK, doing
 from quantmoe.exporter.sampling import Sampler, Sampling, read_object
 from quantmoe.ort_ext import cuda_library_path, library_path
 
@@ -80,7 +80,7 @@ class Generator:
         path: str | Path,
         threads: int = 0,
         prefault: bool = False,
-        chunk: int = 512,
+        chunk: int = CHUNK,
         capacity: int | None = None,
         device: Literal["cpu", "cuda"] = "cpu",
     ):

@@ -6,6 +6,9 @@ import contextlib
 import errno
 from collections.abc import Iterator
 
+#: tokens of a prompt that are run at once: memory beside the cache grows with them, not with the prompt
+CHUNK = 512
+
 
 class OutOfMemoryError(MemoryError):
     """The message names what was being done."""

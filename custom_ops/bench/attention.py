@@ -18,6 +18,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from quantmoe.custom_ops import native
+from quantmoe.custom_ops.bench.attention_spec import spec_of
 from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.custom_ops.op import inputs as inputs_of
 from quantmoe.ort_ext import library_path
@@ -130,20 +131,7 @@ def main() -> None:
     parser.add_argument("--cache", nargs="*", choices=FLOATS, default=FLOATS)
     args = parser.parse_args()
     heads, groups, d = args.heads
-    spec = AttentionSpec(
-        num_heads=heads,
-        kv_num_heads=groups,
-        head_size=d,
-        v_head_size=d,
-        scale=d**-0.5,
-        sliding_window=0,
-        chunk_size=0,
-        softcap=0.0,
-        rotary_size=d,
-        rotary_interleaved=0,
-        qk_norm="none",
-        norm_epsilon=0.0,
-    )
+    spec = spec_of(heads, groups, d)
     for past, tokens in [*((n, 1) for n in args.context), *((0, n) for n in args.prefill)]:
         layers = {dtype: ours(spec, past, tokens, dtype, args.threads) for dtype in args.cache}
         layers["GroupQueryAttention"] = theirs(spec, past, tokens, args.threads)

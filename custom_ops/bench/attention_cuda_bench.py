@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from quantmoe.custom_ops import cuda
+from quantmoe.custom_ops.bench.attention_spec import spec_of
 from quantmoe.custom_ops.op import AttentionSpec
 
 HEADS = {"qwen3-30b-a3b": (32, 4, 128), "mixtral-8x7b": (32, 8, 128), "gpt-oss-20b": (64, 8, 64)}
@@ -25,24 +26,9 @@ BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTEN
 Call = Callable[[], object]
 
 
-def spec_of(name: str) -> AttentionSpec:
+def shape_of(name: str) -> AttentionSpec:
     """The node of a shape; with norms of heads where the model has them."""
-    heads, groups, d = HEADS[name]
-    norm = "head" if name.startswith("qwen3") else "none"
-    return AttentionSpec(
-        num_heads=heads,
-        kv_num_heads=groups,
-        head_size=d,
-        v_head_size=d,
-        scale=d**-0.5,
-        sliding_window=0,
-        chunk_size=0,
-        softcap=0.0,
-        rotary_size=d,
-        rotary_interleaved=0,
-        qk_norm=norm,
-        norm_epsilon=1e-6,
-    )
+    return spec_of(*HEADS[name], "head" if name.startswith("qwen3") else "none")
 
 
 def ours(spec: AttentionSpec, batch: int, tokens: int, past: int, slots: int) -> Call:
@@ -104,7 +90,7 @@ def layers_of(cache_bytes: int) -> int:
 
 
 def decode(name: str, batch: int, past: int, slots: int, repeats: int) -> None:
-    spec = spec_of(name)
+    spec = shape_of(name)
     cache = batch * spec.kv_num_heads * (past + 1) * spec.head_size * 4
     layers = layers_of(cache)
     us = microseconds([ours(spec, batch, 1, past, slots) for _ in range(layers)], repeats)
@@ -115,7 +101,7 @@ def decode(name: str, batch: int, past: int, slots: int, repeats: int) -> None:
 
 
 def prefill(name: str, tokens: int, repeats: int) -> None:
-    spec = spec_of(name)
+    spec = shape_of(name)
     us = microseconds([ours(spec, 1, tokens, 0, tokens) for _ in range(4)], repeats)
     rate = 2 * spec.num_heads * spec.head_size * tokens * (tokens + 1) / us / 1e6
     row = f"| {name} | {tokens} | {us:.1f} | {rate:.0f} |"

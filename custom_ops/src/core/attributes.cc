@@ -2,12 +2,15 @@
 #include "core/attributes.h"
 
 #include <array>
+#include <cmath>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace quantmoe {
 
@@ -152,6 +155,32 @@ int check_node(const char* op, const void* node, char* err) {
     if (a.kind == 's' && *enum_name(field.kind, value) == '?')
       return fail(err, QM_INVALID, "%s is %d, no code of the operator's: %s", a.name, value, names(field.kind).c_str());
   }
+  return QM_OK;
+}
+
+int check_range(const char* name, int32_t value, int32_t low, int32_t high, char* err) {
+  if (value >= low && value <= high) return QM_OK;
+  return fail(err, QM_INVALID, "%s is %d, expected %d to %d", name, value, low, high);
+}
+
+int check_attention(const qm_attention& a, char* err) {
+  constexpr int32_t kMaxSize = 1 << 16, kMaxSlots = std::numeric_limits<int32_t>::max();
+  QM_TRY(check_node("CachedAttention", &a, err));
+  QM_TRY(check_range("num_heads", a.num_heads, 1, kMaxSize, err));
+  QM_TRY(check_range("kv_num_heads", a.kv_num_heads, 1, a.num_heads, err));
+  if (a.num_heads % a.kv_num_heads)
+    return fail(err, QM_INVALID, "kv_num_heads is %d, expected a divisor of num_heads %d", a.kv_num_heads, a.num_heads);
+  QM_TRY(check_range("head_size", a.head_size, 1, kMaxSize, err));
+  QM_TRY(check_range("v_head_size", a.v_head_size, 1, kMaxSize, err));
+  QM_TRY(check_range("sliding_window", a.sliding_window, 0, kMaxSlots, err));
+  QM_TRY(check_range("chunk_size", a.chunk_size, 0, kMaxSlots, err));
+  QM_TRY(check_range("rotary_size", a.rotary_size, 0, a.head_size, err));
+  if (a.rotary_size % 2) return fail(err, QM_INVALID, "rotary_size is %d, expected an even number", a.rotary_size);
+  QM_TRY(check_range("rotary_interleaved", a.rotary_interleaved, 0, 1, err));
+  for (const auto& [name, value] : {std::pair{"softcap", a.softcap}, {"norm_epsilon", a.norm_epsilon}})
+    if (!(value >= 0.0f) || std::isinf(value))
+      return fail(err, QM_INVALID, "%s is %g, expected 0 or a positive number", name, value);
+  if (!std::isfinite(a.scale)) return fail(err, QM_INVALID, "scale is %g, expected a number", a.scale);
   return QM_OK;
 }
 

@@ -31,7 +31,16 @@ const char* enum_name(const char* kind, int32_t code);
 // Refuses an op_version that this library does not know, and codes that op.def's enums do not have.
 int check_node(const char* op, const void* node, char* err);
 
+// Refuses a number outside low to high.
+int check_range(const char* name, int32_t value, int32_t low, int32_t high, char* err);
+
+// Refuses what no engine's CachedAttention takes.
+int check_attention(const qm_attention& a, char* err);
+
 // Writes the sentence to err (QM_ERROR_SIZE bytes) and returns status.
 [[gnu::format(printf, 3, 4)]] int fail(char* err, int status, const char* format, ...);
+
+#define QM_TRY(expression) \
+  if (int status = (expression)) return status
 
 }  // namespace quantmoe

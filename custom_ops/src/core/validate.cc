@@ -1,8 +1,5 @@
 // Every check that does not depend on the call, so that a bad node fails when the session or engine is created.
-#include <cmath>
-#include <limits>
 #include <string>
-#include <utility>
 
 #include "core/panel.h"
 #include "cpu/kernel.h"
@@ -16,14 +13,6 @@ constexpr int32_t kMaxExperts = 65536;
 constexpr int32_t kMaxOutputs = 1 << 24;  // of a linear: vocabularies
 // Activation sums of a block times a zero point are two 16-bit products (FORMAT.md 4.2 only asks for the exact sum).
 constexpr int32_t kMaxZeroPointBlock = 32768;
-
-int check_range(const char* name, int32_t value, int32_t low, int32_t high, char* err) {
-  if (value >= low && value <= high) return QM_OK;
-  return fail(err, QM_INVALID, "%s is %d, expected %d to %d", name, value, low, high);
-}
-
-#define QM_TRY(expression) \
-  if (int status = (expression)) return status
 
 int check_projection(const char* prefix, const qm_projection& p, int32_t max_perm, int32_t features, char* err) {
   const std::string at = prefix;
@@ -120,23 +109,6 @@ int qm_routing_validate(const qm_routing* r, char* err) {
 }
 
 int qm_attention_validate(const qm_attention* a, char* err) {
-  constexpr int32_t kMaxSize = 1 << 16, kMaxSlots = std::numeric_limits<int32_t>::max();
-  QM_TRY(check_node("CachedAttention", a, err));
-  QM_TRY(check_range("num_heads", a->num_heads, 1, kMaxSize, err));
-  QM_TRY(check_range("kv_num_heads", a->kv_num_heads, 1, a->num_heads, err));
-  if (a->num_heads % a->kv_num_heads)
-    return fail(err, QM_INVALID, "kv_num_heads is %d, expected a divisor of num_heads %d", a->kv_num_heads,
-                a->num_heads);
-  QM_TRY(check_range("head_size", a->head_size, 1, kMaxSize, err));
-  QM_TRY(check_range("v_head_size", a->v_head_size, 1, kMaxSize, err));
-  QM_TRY(check_range("sliding_window", a->sliding_window, 0, kMaxSlots, err));
-  QM_TRY(check_range("chunk_size", a->chunk_size, 0, kMaxSlots, err));
-  QM_TRY(check_range("rotary_size", a->rotary_size, 0, a->head_size, err));
-  if (a->rotary_size % 2) return fail(err, QM_INVALID, "rotary_size is %d, expected an even number", a->rotary_size);
-  QM_TRY(check_range("rotary_interleaved", a->rotary_interleaved, 0, 1, err));
-  for (const auto& [name, value] : {std::pair{"softcap", a->softcap}, {"norm_epsilon", a->norm_epsilon}})
-    if (!(value >= 0.0f) || std::isinf(value))
-      return fail(err, QM_INVALID, "%s is %g, expected 0 or a positive number", name, value);
-  if (!std::isfinite(a->scale)) return fail(err, QM_INVALID, "scale is %g, expected a number", a->scale);
+  QM_TRY(check_attention(*a, err));
   return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
 }

@@ -1,7 +1,5 @@
 // The plan of CachedAttention: tiles, splits, workspace. Pure; runs without a GPU.
 #include <algorithm>
-#include <cmath>
-#include <utility>
 
 #include "core/attributes.h"
 #include "cuda/attention.h"
@@ -10,29 +8,14 @@
 namespace quantmoe {
 namespace {
 
+constexpr int kMostHeads = 4096;
+
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int ValidateAttributes(const qm_attention& a, char* err) {
-  if (int status = check_node("CachedAttention", &a, err)) return status;
-  const struct {
-    const char* name;
-    int value, least, most;
-  } ranges[] = {{"num_heads", a.num_heads, 1, 4096},
-                {"kv_num_heads", a.kv_num_heads, 1, a.num_heads},
-                {"sliding_window", a.sliding_window, 0, INT32_MAX},
-                {"chunk_size", a.chunk_size, 0, INT32_MAX},
-                {"rotary_size", a.rotary_size, 0, a.head_size},
-                {"rotary_interleaved", a.rotary_interleaved, 0, 1}};
-  for (const auto& range : ranges)
-    if (range.value < range.least || range.value > range.most)
-      return fail(err, QM_INVALID, "%s is %d, expected %d to %d", range.name, range.value, range.least, range.most);
-  if (a.num_heads % a.kv_num_heads)
-    return fail(err, QM_INVALID, "kv_num_heads is %d, expected a divisor of num_heads %d", a.kv_num_heads, a.num_heads);
-  if (a.rotary_size % 2) return fail(err, QM_INVALID, "rotary_size is %d, expected an even number", a.rotary_size);
-  for (const auto& [name, value] : {std::pair{"softcap", a.softcap}, {"norm_epsilon", a.norm_epsilon}})
-    if (!(value >= 0) || std::isinf(value))
-      return fail(err, QM_INVALID, "%s is %g, expected 0 or a positive number", name, value);
-  if (!std::isfinite(a.scale)) return fail(err, QM_INVALID, "scale is %g, expected a number", a.scale);
+  QM_TRY(check_attention(a, err));
+  if (a.num_heads > kMostHeads)
+    return fail(err, QM_UNSUPPORTED, "num_heads is %d, the CUDA kernels take up to %d", a.num_heads, kMostHeads);
   if (a.head_size != 64 && a.head_size != 96 && a.head_size != 128)
     return fail(err, QM_UNSUPPORTED, "head_size is %d, the CUDA kernels take 64, 96 and 128", a.head_size);
   if (a.v_head_size != a.head_size)
@@ -73,13 +56,13 @@ using namespace quantmoe;
 extern "C" int qm_cuda_plan_attention(const qm_cuda_attention_problem* problem, const qm_cuda_device* device,
                                       qm_cuda_attention_plan* plan, char* err) {
   const qm_cuda_attention_problem& p = *problem;
-  if (int status = ValidateAttributes(p.attention, err)) return status;
+  QM_TRY(ValidateAttributes(p.attention, err));
   if (p.type != QM_F16 && p.type != QM_BF16)
     return fail(err, QM_UNSUPPORTED, "qkv is of type %d, the CUDA kernels take float16 (1) and bfloat16 (2)", p.type);
   if (device->sm < 80)
     return fail(err, QM_UNSUPPORTED, "compute capability %d.%d, the kernels need 8.0 or later", device->sm / 10,
                 device->sm % 10);
-  if (int status = ValidateShapes(p, err)) return status;
+  QM_TRY(ValidateShapes(p, err));
   const int64_t rows = p.tokens * (p.attention.num_heads / p.attention.kv_num_heads);
   const int64_t heads = p.batch * p.tokens * p.attention.num_heads;
   constexpr int kMostMultiprocessors = 192;
