@@ -19,7 +19,7 @@ PYTEST := python -m pytest -n $(JOBS) --dist loadfile -m "not long"
 # What fuzzing needs.
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 
-.PHONY: venv clang build cuda demo test test-random test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint \
+.PHONY: venv clang build cuda demo test test-random test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
   format samples first-minutes wheel clean
 
 # PyTorch's build for the CPU where its index can be reached, else PyPI's, to which on x86-64 belong 4 GB of CUDA libraries.
@@ -159,6 +159,11 @@ lint: build
 	clang-format --dry-run -Werror $$(git ls-files '*.cc' '*.h')
 	mypy
 	cd / && mypy --config-file= --cache-dir=/dev/null --python-executable $(BIN)/python -c 'from quantmoe.exporter.output import MODEL; MODEL.upper()'
+
+# The pages of docs/ as HTML; every link between the repository's pages is checked.
+docs: venv
+	$(UV) --group docs
+	sphinx-build -q -W --keep-going -c docs . build/docs
 
 format: build
 	$(UV) --group lint
