@@ -1,4 +1,4 @@
-// QuantMoE, QuantLinear and MoERouting as TensorRT plug-ins: a thin adapter over the C ABI of quant_moe_cuda.h.
+// The operators of op.def as TensorRT plug-ins: a thin adapter over the C ABI of quant_moe_cuda.h.
 //
 // IPluginV3 with its core, build and runtime capabilities in one object; inputs and attributes come from op.def. What
 // can be checked is checked when the plug-in is created (parsing, deserializing) or configured (building); messages go
@@ -74,7 +74,10 @@ struct Registry : Head {
 
 namespace {
 
-constexpr int32_t kMostInputs = Slots(kInputs, "QuantMoE").count;
+constexpr int32_t kMostInputs = std::max({
+#define QM_OP(op, name, version) Slots(kInputs, #op).count,
+#include "op.def"
+});
 
 // Of the TensorRT that loads this library; without one, getLogger of the TensorRT that it found.
 PlainLoggerFinder* plain_finder = nullptr;
@@ -205,21 +208,17 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
     if (count != inputs_.count) return Count(count);
     for (int32_t i = 0; i < outputs_.count; ++i) {
       const Type type = outputs_.first[i].type;
-      outputs[i] = type == Type::T ? inputs[0] : type == Type::int32 ? DataType::kINT32 : DataType::kFLOAT;
+      outputs[i] = type == Type::T       ? inputs[0]
+                   : type == Type::C     ? inputs[CachedAttention_past_key]
+                   : type == Type::int32 ? DataType::kINT32
+                                         : DataType::kFLOAT;
     }
     return 0;
   }
   int32_t getOutputShapes(const DimsExprs* inputs, int32_t count, const DimsExprs*, int32_t, DimsExprs* outputs,
                           int32_t, IExprBuilder& builder) noexcept override {
     if (count != inputs_.count) return Count(count);
-    if (inputs[0].nbDims < 1)
-      return Try(-1,
-                 [&] { return Fail(std::string(inputs_.first[0].name) + " is a scalar, expected [.., features]"); });
-    for (int32_t i = 0; i < outputs_.count; ++i) {
-      outputs[i] = inputs[0];
-      if (const int64_t size = LastSize()) outputs[i].d[inputs[0].nbDims - 1] = builder.constant(size);
-    }
-    return 0;
+    return Try(-1, [&] { return SetShapes(inputs, outputs, builder) ? 0 : -1; });
   }
   bool supportsFormatCombination(int32_t at, const DynamicPluginTensorDesc* tensors, int32_t inputs,
                                  int32_t outputs) noexcept override {
@@ -274,6 +273,7 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   // Reports what is wrong with shapes (a -1 is not known yet); true when nothing is.
   virtual bool CheckShapes(const Dims* in) const = 0;
   bool CheckPacked(const char* name, const Dims& dims, int64_t experts, size_t row_bytes) const;
+  virtual bool SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const;
   virtual int64_t LastSize() const { return 0; }     // of the outputs' last dimension; 0: that of the first input
   virtual bool TakesFloat() const { return false; }  // T may be float32
   virtual bool Configure(const Inputs& most) = 0;
@@ -296,26 +296,38 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   std::vector<PluginField> fields_;  // to serialize, the last one only when it is known
   int64_t workspace_bytes_ = 0;
   PluginFieldCollection collection_{};
-  bool said_float_ = false;
+  bool said_type_ = false;
 };
+
+bool Plugin::SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const {
+  if (inputs[0].nbDims < 1) return Wrong(std::string(inputs_.first[0].name) + " is a scalar, expected [.., features]");
+  for (int32_t i = 0; i < outputs_.count; ++i) {
+    outputs[i] = inputs[0];
+    if (const int64_t size = LastSize()) outputs[i].d[inputs[0].nbDims - 1] = builder.constant(size);
+  }
+  return true;
+}
 
 bool Plugin::Supports(int32_t at, const DynamicPluginTensorDesc* tensors, int32_t inputs, int32_t outputs) {
   if (inputs != inputs_.count || outputs != outputs_.count) return false;
   const PluginTensorDesc& tensor = tensors[at].desc;
   if (tensor.format != TensorFormat::kLINEAR) return false;
+  const auto warn = [&](const std::string& what) {
+    if (!std::exchange(said_type_, true)) Log(Severity::kWARNING, layer_->name + " " + what);
+  };
   switch (at < inputs ? inputs_.first[at].type : outputs_.first[at - inputs].type) {
     case Type::T:
       if (at != 0) return tensor.type == tensors[0].desc.type;
-      if (tensor.type == DataType::kFLOAT && !TakesFloat() && !said_float_) {
-        said_float_ = true;
-        Log(Severity::kWARNING, layer_->name + " does not run with float32 " + inputs_.first[0].name +
-                                    ", the kernels take float16 and bfloat16");
-      }
+      if (tensor.type == DataType::kFLOAT && !TakesFloat())
+        warn(std::string("does not run with float32 ") + inputs_.first[0].name +
+             ", the kernels take float16 and bfloat16");
       return tensor.type == DataType::kHALF || tensor.type == DataType::kBF16 ||
              (TakesFloat() && tensor.type == DataType::kFLOAT);
     case Type::I:
       return tensor.type == DataType::kINT32 || tensor.type == DataType::kINT64;
     case Type::C:
+      if (tensor.type == tensors[0].desc.type) return true;
+      warn("does not run with a cache that is not of qkv's type");
       return false;
     case Type::float32:
       return tensor.type == DataType::kFLOAT;
@@ -341,8 +353,8 @@ const PluginFieldCollection* Plugin::getFieldsToSerialize() noexcept {
   return &collection_;
 }
 
-// An operator with packed weights, which has plans.
-template <class Problem, int (*kPlan)(const Problem*, const qm_cuda_device*, qm_cuda_plan*, char*)>
+// An operator that has plans.
+template <class Problem, class Plan, int (*kPlan)(const Problem*, const qm_cuda_device*, Plan*, char*)>
 class Planned : public Plugin {
  public:
   // No memory: 0, which is less than a plan will need.
@@ -361,8 +373,8 @@ class Planned : public Plugin {
   using Plugin::Plugin;
   virtual Problem ProblemOf(const Inputs& in) const = 0;
   // The tensor whose act-order the kernels read, null where there is none; what is wrong with it.
-  virtual const void* Ordered(const void* const* inputs) const = 0;
-  virtual int CheckOrder(const void* rows, cudaStream_t stream, char* error) const = 0;
+  virtual const void* Ordered(const void* const*) const { return nullptr; }
+  virtual int CheckOrder(const void*, cudaStream_t, char*) const { return QM_OK; }
 
   // A call that is captured cannot wait for the answer; kernels clamp what they read of an order.
   bool CheckWeights(const void* const* inputs, cudaStream_t stream) override {
@@ -379,7 +391,7 @@ class Planned : public Plugin {
   }
   bool Configure(const Inputs& most) override {
     const Problem problem = ProblemOf(most);
-    qm_cuda_plan plan;
+    Plan plan;
     char error[QM_ERROR_SIZE];
     return !kPlan(&problem, &kDevices[0], &plan, error) || Wrong(error);
   }
@@ -393,7 +405,7 @@ class Planned : public Plugin {
       if (cudaError_t e = cudaGetDevice(&ordinal)) return Wrong(std::string("CUDA: ") + cudaGetErrorString(e));
       if (qm_cuda_query(ordinal, &device_, error)) return Wrong(error);
     }
-    qm_cuda_plan plan;
+    Plan plan;
     if (kPlan(&problem, &device_, &plan, error)) return Wrong(error);
     if (!CheckWorkspace(problem, plan)) return false;
     problem_ = problem;
@@ -403,12 +415,13 @@ class Planned : public Plugin {
 
   qm_cuda_device device_{};  // sm 0: not asked for yet
   Problem problem_{};
-  qm_cuda_plan plan_{};
+  Plan plan_{};
   const void* checked_ = nullptr;  // weights whose act-order is good
 
  private:
   // What every GPU can do with for as many rows or fewer. Fewer can take another path with a larger workspace, so each
-  // number counts: up to 0.3 s for 65536 tokens, but the layers of a model are alike.
+  // number counts: up to 0.3 s for 65536 tokens, but the layers of a model are alike. Attention: each batch with each
+  // number of tokens; of slots the most.
   static size_t Most(Problem problem) {
     static std::mutex mutex;
     static Problem last{};
@@ -417,19 +430,20 @@ class Planned : public Plugin {
     if (!std::memcmp(&problem, &last, sizeof(problem))) return bytes;
     last = problem;
     bytes = 0;
-    int64_t& rows = RowsIn(problem);
     char error[QM_ERROR_SIZE];
-    for (const int64_t most = rows; rows > 0; --rows) {
-      if (most - rows > (1 << 16) && rows % 1024 != 0) continue;
-      for (const qm_cuda_device& device : kDevices) {
-        qm_cuda_plan plan{};
-        if (!kPlan(&problem, &device, &plan, error)) bytes = std::max<size_t>(bytes, plan.workspace_bytes);
+    int64_t one = 1, &batch = BatchIn(problem, one), &rows = RowsIn(problem);
+    for (const int64_t most = rows; batch > 0; --batch)
+      for (rows = most; rows > 0; --rows) {
+        if (most - rows > (1 << 16) && rows % 1024 != 0) continue;
+        for (const qm_cuda_device& device : kDevices) {
+          Plan plan{};
+          if (!kPlan(&problem, &device, &plan, error)) bytes = std::max<size_t>(bytes, plan.workspace_bytes);
+        }
       }
-    }
     return bytes;
   }
   // A GPU that kDevices has not, or an engine that another version of this library built, may need more than there is.
-  bool CheckWorkspace(const Problem& problem, const qm_cuda_plan& plan) const {
+  bool CheckWorkspace(const Problem& problem, const Plan& plan) const {
     const auto known = [&](const qm_cuda_device& d) {
       return d.sm == device_.sm && d.shared_bytes == device_.shared_bytes;
     };
@@ -437,18 +451,25 @@ class Planned : public Plugin {
     if (std::none_of(std::begin(kDevices), std::end(kDevices), known)) least = Most(problem);
     if (const int64_t most = layer_->workspace_bytes) least = std::min<uint64_t>(least, static_cast<uint64_t>(most));
     if (plan.workspace_bytes <= least) return true;
-    Problem rows = problem;
+    Problem copy = problem;
+    int64_t one = 1;
     return Wrong("needs " + std::to_string(plan.workspace_bytes) + " bytes of workspace for " +
-                 std::to_string(RowsIn(rows)) + " rows on this GPU (compute capability " +
+                 std::to_string(BatchIn(copy, one) * RowsIn(copy)) + " rows on this GPU (compute capability " +
                  std::to_string(device_.sm / 10) + "." + std::to_string(device_.sm % 10) + ", " +
                  std::to_string(device_.shared_bytes) + " bytes of shared memory), the engine has " +
                  std::to_string(least) + ": build it here, with this library");
   }
   static int64_t& RowsIn(qm_cuda_problem& problem) { return problem.tokens; }
   static int64_t& RowsIn(qm_cuda_linear_problem& problem) { return problem.rows; }
+  static int64_t& RowsIn(qm_cuda_attention_problem& problem) { return problem.tokens; }
+  template <class Any>
+  static int64_t& BatchIn(Any&, int64_t& one) {
+    return one;
+  }
+  static int64_t& BatchIn(qm_cuda_attention_problem& problem, int64_t&) { return problem.batch; }
 };
 
-class MoE final : public Planned<qm_cuda_problem, qm_cuda_plan_moe> {
+class MoE final : public Planned<qm_cuda_problem, qm_cuda_plan, qm_cuda_plan_moe> {
  public:
   MoE(SharedLayer layer, const qm_moe& moe) : Planned("QuantMoE", std::move(layer)), moe_(moe) {}
 
@@ -506,7 +527,7 @@ bool MoE::CheckShapes(const Dims* in) const {
          CheckPacked("w2", in[QuantMoE_w2], w13.d[0], qm_cuda_row_bytes(&moe_, 2));
 }
 
-class Linear final : public Planned<qm_cuda_linear_problem, qm_cuda_plan_linear> {
+class Linear final : public Planned<qm_cuda_linear_problem, qm_cuda_plan, qm_cuda_plan_linear> {
  public:
   Linear(SharedLayer layer, const qm_linear& linear) : Planned("QuantLinear", std::move(layer)), linear_(linear) {}
 
@@ -579,6 +600,96 @@ class Routing final : public Plugin {
 
   qm_cuda_routing_problem problem_;
 };
+
+// A cache stays where it is when past and present are bound to the same memory: past is an input of the network,
+// present an output, and TensorRT copies neither. Nothing says so to it (getAliasedInput of IPluginV3OneBuildV2), since
+// the present of an engine whose cache grows is larger than past.
+class Attention final : public Planned<qm_cuda_attention_problem, qm_cuda_attention_plan, qm_cuda_plan_attention> {
+ public:
+  Attention(SharedLayer layer, const qm_attention& attention)
+      : Planned("CachedAttention", std::move(layer)), attention_(attention) {}
+
+ private:
+  IPluginV3* Clone() const override { return new Attention(layer_, attention_); }
+  bool SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override;
+  bool CheckShapes(const Dims* in) const override;
+  qm_cuda_attention_problem ProblemOf(const Inputs& in) const override {
+    const Dims& qkv = in.dims[CachedAttention_qkv];
+    qm_cuda_attention_problem problem{};
+    problem.attention = attention_;
+    problem.type = QmType(in.types[CachedAttention_qkv]);
+    problem.batch = qkv.d[0];
+    problem.tokens = qkv.d[1];
+    problem.past_slots = in.dims[CachedAttention_past_key].d[2];
+    problem.slots = std::max(problem.past_slots, in.dims[CachedAttention_attention_mask].d[1]);
+    return problem;
+  }
+  int Launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
+             char* error) override {
+    const auto floats = [&](int32_t input) { return static_cast<const float*>(inputs[input]); };
+    qm_cuda_attention_tensors tensors{};
+    tensors.qkv = inputs[CachedAttention_qkv];
+    tensors.past_key = inputs[CachedAttention_past_key];
+    tensors.past_value = inputs[CachedAttention_past_value];
+    tensors.rows = static_cast<const int32_t*>(inputs[CachedAttention_rows]);
+    tensors.cos = floats(CachedAttention_cos);
+    tensors.sin = floats(CachedAttention_sin);
+    tensors.q_norm = floats(CachedAttention_q_norm);
+    tensors.k_norm = floats(CachedAttention_k_norm);
+    tensors.sinks = floats(CachedAttention_sinks);
+    tensors.output = outputs[0];
+    tensors.present_key = outputs[1];
+    tensors.present_value = outputs[2];
+    tensors.workspace = workspace;
+    return qm_cuda_launch_attention(&problem_, &plan_, &tensors, stream, error);
+  }
+
+  qm_attention attention_;
+};
+
+bool Attention::SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const {
+  const DimsExprs &qkv = inputs[CachedAttention_qkv], &mask = inputs[CachedAttention_attention_mask];
+  for (const auto& [input, rank] : {std::pair{CachedAttention_qkv, 3},
+                                    {CachedAttention_past_key, 4},
+                                    {CachedAttention_past_value, 4},
+                                    {CachedAttention_attention_mask, 2}})
+    if (inputs[input].nbDims != rank)
+      return Wrong(std::string(inputs_.first[input].name) + " has " + std::to_string(inputs[input].nbDims) +
+                   " dimensions, expected " + std::to_string(rank));
+  outputs[0] = qkv;
+  outputs[0].d[2] = builder.constant(int64_t{attention_.num_heads} * attention_.v_head_size);
+  for (const int32_t i : {0, 1}) {
+    outputs[1 + i] = inputs[CachedAttention_past_key + i];
+    IDimensionExpr const*& slots = outputs[1 + i].d[2];
+    slots = builder.operation(DimensionOperation::kMAX, *slots, *mask.d[1]);
+  }
+  return true;
+}
+
+bool Attention::CheckShapes(const Dims* in) const {
+  const qm_attention& a = attention_;
+  const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) {
+    Dims expected{static_cast<int32_t>(sizes.size()), {}};
+    std::copy(sizes.begin(), sizes.end(), expected.d);
+    bool same = in[input].nbDims == expected.nbDims;
+    for (int32_t i = 0; same && i < expected.nbDims; ++i) same = !Differ(in[input].d[i], expected.d[i]);
+    return same || Wrong(std::string(inputs_.first[input].name) + " has shape " + Text(in[input]) + ", expected " +
+                         Text(expected) + " (-1: any size)");
+  };
+  const int64_t heads = a.num_heads, groups = a.kv_num_heads, d = a.head_size, v = a.v_head_size;
+  const auto weights = [&](int64_t all) {
+    return a.qk_norm == k_qk_norm_none ? 0 : a.qk_norm == k_qk_norm_head ? d : all * d;
+  };
+  const Dims &qkv = in[CachedAttention_qkv], &past = in[CachedAttention_past_key];
+  return check(CachedAttention_qkv, {-1, -1, (heads + groups) * d + groups * v}) &&
+         check(CachedAttention_past_key, {qkv.d[0], groups, -1, d}) &&
+         check(CachedAttention_past_value, {qkv.d[0], groups, past.d[2], v}) &&
+         check(CachedAttention_rows, {qkv.d[0], 3}) && check(CachedAttention_attention_mask, {qkv.d[0], -1}) &&
+         check(CachedAttention_cos, {qkv.d[0], qkv.d[1], a.rotary_size / 2}) &&
+         check(CachedAttention_sin, {qkv.d[0], qkv.d[1], a.rotary_size / 2}) &&
+         check(CachedAttention_q_norm, {weights(heads)}) && check(CachedAttention_k_norm, {weights(groups)}) &&
+         check(CachedAttention_sinks, {heads});
+}
 
 // The attributes of any operator; the version is the first of each.
 union Node {
@@ -691,7 +802,12 @@ IPluginV3* Creator::Create(const char* name, const PluginFieldCollection* given,
     if (qm_cuda_validate_routing(&problem, error)) return refuse(error);
     return new Routing(shared, node.routing);
   }
-  if (op_ == std::string_view("CachedAttention")) return refuse("has no plug-in in this release");
+  if (op_ == std::string_view("CachedAttention")) {
+    const qm_cuda_attention_problem problem{node.attention, QM_F16, 1, 1, 0, 1};
+    qm_cuda_attention_plan tiles;
+    if (qm_cuda_plan_attention(&problem, &kDevices[0], &tiles, error)) return refuse(error);
+    return new Attention(shared, node.attention);
+  }
   const int64_t experts = int64_t{node.moe.num_experts} - std::max(0, node.moe.expert_offset);
   const qm_cuda_problem problem{node.moe, QM_F16, 4, 1, 1, std::max<int64_t>(1, experts)};
   if (qm_cuda_plan_moe(&problem, &kDevices[0], &plan, error)) return refuse(error);

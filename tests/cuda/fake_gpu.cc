@@ -15,6 +15,8 @@ qm_cuda_device device{};
 int allocations_left = -1;  // then they fail; -1: they do not
 bool capturing = false, order_is_good = true;
 int orders_checked = 0, launches = 0, allocations_failed = 0;
+qm_cuda_attention_problem attention{};
+qm_cuda_attention_tensors attended{};
 
 int CheckOrder(char* err) {
   ++orders_checked;
@@ -55,6 +57,11 @@ int32_t driver_count(int32_t which) {
   return counts[which];
 }
 
+// What the last CachedAttention was launched with.
+void driver_attended(qm_cuda_attention_problem* problem, qm_cuda_attention_tensors* tensors) {
+  *problem = attention, *tensors = attended;
+}
+
 cudaError_t cudaGetDevice(int* ordinal) { return *ordinal = 0, cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "an error of the fake GPU"; }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind) {
@@ -78,8 +85,9 @@ int qm_cuda_launch_linear(const qm_cuda_linear_problem*, const qm_cuda_plan*, co
 int qm_cuda_launch_routing(const qm_cuda_routing_problem*, const qm_cuda_routing_tensors*, void*, char*) {
   return ++launches, QM_OK;
 }
-int qm_cuda_launch_attention(const qm_cuda_attention_problem*, const qm_cuda_attention_plan*,
-                             const qm_cuda_attention_tensors*, void*, char*) {
+int qm_cuda_launch_attention(const qm_cuda_attention_problem* problem, const qm_cuda_attention_plan*,
+                             const qm_cuda_attention_tensors* tensors, void*, char*) {
+  attention = *problem, attended = *tensors;
   return ++launches, QM_OK;
 }
 

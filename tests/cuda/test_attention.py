@@ -105,9 +105,13 @@ def close(got: np.ndarray, want: np.ndarray, unit: float, heads: int) -> None:
 
 
 def check(inputs: Inputs) -> None:
+    check_results(inputs, inputs.run())
+
+
+def check_results(inputs: Inputs, results: list[np.ndarray]) -> None:
     with np.errstate(invalid="ignore"):
         output, *present = inputs.want()
-    got, *caches = inputs.run()
+    got, *caches = results
     unit = UNIT[inputs.dtype]
     close(got, output, unit, inputs.spec.num_heads)
     for cache, want in zip(caches, present, strict=True):  # f32 before it is rounded: rarely the next value

@@ -23,6 +23,7 @@ from quantmoe.custom_ops.op import attribute_kinds
 if "QUANTMOE_TRT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the driver", allow_module_level=True)
 torch = pytest.importorskip("torch")
+from cuda.test_attention import Inputs, check_results  # noqa: E402
 from cuda.test_cuda import BASE, TORCH, UNIT, build, build_linear  # noqa: E402
 from cuda.trt import (  # noqa: E402
     BUILD,
@@ -92,7 +93,7 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("op", ["QuantMoE", "QuantLinear", "MoERouting"])
+@pytest.mark.parametrize("op", ["QuantMoE", "QuantLinear", "MoERouting", "CachedAttention"])
 def test_creator(others, op):
     others.select(op)
     assert [others.lib.driver_name(others.creator, i) for i in range(3)] == [op.encode(), b"1", b""]
@@ -310,9 +311,10 @@ def test_float32_is_refused_with_a_reason(driver, plugin):
 
 def test_output_type_and_shape(driver, plugin):
     for name in ("f16", "bf16"):
-        types = (ctypes.c_int32 * 5)(TYPES[name], TYPES["i64"], TYPES["f32"], TYPES["i32"], TYPES["i32"])
-        assert driver.lib.driver_output_type(plugin.handle, types) == TYPES[name]
-    assert driver.lib.driver_output_shape(plugin.handle)
+        assert plugin.outputs(tensors((3, 5), dtype=name)) == [(name, (3, 5, 2048))]
+    driver.log()
+    assert plugin.outputs(tensors(hidden_states=())) is None
+    assert "hidden_states is a scalar, expected [.., features]" in driver.log()
 
 
 @pytest.mark.parametrize("tokens", [(1,), (0,), (3, 5), (1, 4096)], ids=str)
@@ -594,6 +596,27 @@ LINEAR_WORDS = LAYOUTS["marlin"].row_bytes(LINEAR.moe, "w2") // 4
 ROUTING = routing_spec(64, 6, "sigmoid_topk", 1, n_group=8, topk_group=3, routed_scaling_factor=2.5)
 
 
+# numbers that f32 has
+ATTENTION = attention_spec(32, 4, 128, rotary_size=128, qk_norm="head", scale=0.125, norm_epsilon=2.0**-20)
+
+
+def attention_tensors(batch=2, tokens=1, past=64, length=64, dtype="bf16", cache=None, spec=ATTENTION, **changes):
+    heads, groups, d = spec.num_heads, spec.kv_num_heads, spec.head_size
+    slots, table = max(past, length), (batch, tokens, spec.rotary_size // 2)
+    norms = {"none": (0, 0), "head": (d, d), "row": (heads * d, groups * d)}[spec.qk_norm]
+    cache = cache or dtype
+    found = {
+        "qkv": (dtype, (batch, tokens, (heads + 2 * groups) * d)),
+        "past_key": (cache, (batch, groups, past, d)), "past_value": (cache, (batch, groups, past, d)),
+        "rows": ("i32", (batch, 3)), "attention_mask": ("i64", (batch, length)),
+        "cos": ("f32", table), "sin": ("f32", table),
+        "q_norm": ("f32", norms[:1]), "k_norm": ("f32", norms[1:]), "sinks": ("f32", (heads,)),
+        "output": (dtype, (batch, tokens, heads * d)),
+        "present_key": (cache, (batch, groups, slots, d)), "present_value": (cache, (batch, groups, slots, d)),
+    }  # fmt: skip
+    return [tensor(t, changes.get(n, dims)) for n, (t, dims) in found.items()]
+
+
 def linear_tensors(rows=(4,), dtype="bf16", **changes):
     dims = {"x": (*rows, 512), "w": (1, LINEAR_WORDS), "y": (*rows, 264)} | changes
     return [tensor(t, d) for t, d in zip((dtype, "i32", dtype), dims.values(), strict=True)]
@@ -604,13 +627,7 @@ def routing_tensors(rows=(4,), dtype="bf16", **changes):
     return [tensor(t, d) for t, d in zip((dtype, "f32", "i32", "f32"), dims.values(), strict=True)]
 
 
-def test_attention_has_no_plug_in(others):
-    others.select("CachedAttention")
-    assert others.create(attributes_of(attention_spec(8, 2, 64))) is None
-    assert others.log() == '1 CachedAttention layer "experts": has no plug-in in this release\n'
-
-
-@pytest.mark.parametrize("spec", [LINEAR, ROUTING], ids=lambda spec: spec.OP)
+@pytest.mark.parametrize("spec", [LINEAR, ROUTING, ATTENTION], ids=lambda spec: spec.OP)
 def test_others_serialize_and_name_what_is_missing(others, spec):
     others.select(spec.OP)
     made = others.create(attributes_of(spec))
@@ -636,6 +653,11 @@ def test_others_serialize_and_name_what_is_missing(others, spec):
         (ROUTING, "method", "hash", 'method is "hash", the operator defines: softmax_topk'),
         (ROUTING, "top_k", 25, "top_k is 25, the CUDA kernel takes 1 to 24"),
         (ROUTING, "n_group", 0, "n_group is 0"),
+        (ATTENTION, "op_version", 99, "op_version is 99, this library knows 1"),
+        (ATTENTION, "qk_norm", "rms", 'qk_norm is "rms", the operator defines: none, head, row'),
+        (ATTENTION, "head_size", 192, "head_size is 192, the CUDA kernels take 64, 96 and 128"),
+        (ATTENTION, "v_head_size", 64, "v_head_size is 64, the CUDA kernels take head_size 128"),
+        (ATTENTION, "kv_num_heads", 3, "kv_num_heads is 3, expected a divisor of num_heads 32"),
     ],
 )
 def test_bad_attribute_of_others(others, spec, name, value, message):
@@ -684,6 +706,136 @@ def test_routing_shapes(others):
     ):
         assert made.call("configure", routing_tensors(**change)) != 0
         assert message in others.log()
+
+
+def test_attention_types(others):
+    others.select("CachedAttention")
+    made = others.create(attributes_of(ATTENTION))
+    others.log()
+    for x in TYPES:
+        for cache in TYPES:
+            supported = [made.call("supports", attention_tensors(dtype=x, cache=cache), at) for at in range(13)]
+            assert all(supported) == (x == cache and x in ("f16", "bf16")), (x, cache)
+    assert others.log() == (
+        '2 CachedAttention layer "experts": does not run with float32 qkv, the kernels take float16 and bfloat16\n'
+    )
+    fresh = others.create(attributes_of(ATTENTION))
+    assert not fresh.call("supports", attention_tensors(dtype="bf16", cache="f16"), 1)
+    assert others.log() == '2 CachedAttention layer "experts": does not run with a cache that is not of qkv\'s type\n'
+    for at, good in {3: "i32", 4: "i64", 5: "f32", 6: "f32", 7: "f32", 8: "f32", 9: "f32"}.items():
+        for name in TYPES:
+            given = attention_tensors()
+            given[at].type = TYPES[name]
+            assert made.call("supports", given, at) == (name == good)
+
+
+@pytest.mark.parametrize("past", [0, 5, 64])
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_attention_outputs(others, dtype, past):
+    """The cache grows where the mask is longer than it, and stays where it is not."""
+    others.select("CachedAttention")
+    made = others.create(attributes_of(ATTENTION))
+    cache = (dtype, (2, 4, max(past, 12), 128))
+    given = attention_tensors(tokens=7, past=past, length=12, dtype=dtype)
+    assert made.outputs(given) == [(dtype, (2, 7, 4096)), cache, cache]
+    for name in ("qkv", "past_key", "past_value", "attention_mask"):
+        assert made.outputs(attention_tensors(**{name: (2,)})) is None
+        assert f'1 CachedAttention layer "experts": {name} has 1 dimensions, expected ' in others.log()
+
+
+def test_attention_shapes(others):
+    others.select("CachedAttention")
+    made = others.create(attributes_of(ATTENTION))
+    for given in ((1, 1, 0, 1), (3, 5, 64, 10), (1, 2048, 0, 2048), (64, 1, 4096, 4096), (0, 1, 0, 1)):
+        assert made.call("configure", attention_tensors(*given)) == 0, others.log()
+    for change, message in (
+        ({"qkv": (2, 1, 5000)}, "qkv has shape [2, 1, 5000], expected [-1, -1, 5120] (-1: any size)"),
+        ({"qkv": (2, 5120)}, "qkv has shape [2, 5120], expected"),
+        ({"past_key": (2, 8, 64, 128)}, "past_key has shape [2, 8, 64, 128], expected [2, 4, -1, 128]"),
+        ({"past_key": (1, 4, 64, 128)}, "past_key has shape [1, 4, 64, 128], expected [2, 4, -1, 128]"),
+        ({"past_value": (2, 4, 63, 128)}, "past_value has shape [2, 4, 63, 128], expected [2, 4, 64, 128]"),
+        ({"rows": (2, 2)}, "rows has shape [2, 2], expected [2, 3]"),
+        ({"attention_mask": (3, 64)}, "attention_mask has shape [3, 64], expected [2, -1]"),
+        ({"cos": (2, 1, 32)}, "cos has shape [2, 1, 32], expected [2, 1, 64]"),
+        ({"sin": (1, 1, 64)}, "sin has shape [1, 1, 64], expected [2, 1, 64]"),
+        ({"q_norm": (0,)}, "q_norm has shape [0], expected [128]"),
+        ({"k_norm": (512,)}, "k_norm has shape [512], expected [128]"),
+        ({"sinks": (4,)}, "sinks has shape [4], expected [32]"),
+    ):
+        for call in ("configure", "shape_change"):
+            assert made.call(call, attention_tensors(**change)) != 0
+            assert f'1 CachedAttention layer "experts": {message}' in others.log()
+
+
+def test_attention_workspace(others):
+    """Of the profile's maxima, and enough for fewer tokens, rows and slots, which have more splits."""
+    others.select("CachedAttention")
+    made = others.create(attributes_of(ATTENTION))
+    given = made.call("workspace", attention_tensors(4, 300, 5000, 5300))
+    needed = 0
+    for device in DEVICES:
+        for batch in range(1, 5):
+            for tokens in range(1, 301):
+                for slots in (1, 700, 5000, 5300):
+                    problem = cuda.attention_problem(ATTENTION, "bf16", batch, tokens, 0, slots)
+                    needed = max(needed, cuda.plan_attention(problem, device).workspace_bytes)
+    most = cuda.plan_attention(cuda.attention_problem(ATTENTION, "bf16", 4, 300, 0, 5300)).workspace_bytes
+    assert most < needed <= given
+
+
+@pytest.mark.parametrize("spec", [ATTENTION, attention_spec(4, 4, 64)], ids=["qwen3", "plain"])
+@pytest.mark.parametrize(("past", "length"), [(64, 64), (64, 9), (0, 7), (20, 64)])
+def test_attention_is_launched_with_what_it_is_given(fake, spec, past, length):
+    """Each tensor where the kernels look for it; present is past's memory where the caller binds them so."""
+    fake.select("CachedAttention")
+    running = fake.create(fake.create(attributes_of(spec)).serialize(), RUNTIME).attach()
+    shapes = attention_tensors(3, 2, past, length, "f16", spec=spec)
+    assert running.call("shape_change", shapes) == 0, fake.log()
+    given = [0x1000 * (i + 1) for i in range(10)]
+    results = [0xA0000, given[1], given[2]] if past == max(past, length) else [0xA0000, 0xB0000, 0xC0000]
+    pointers = [(ctypes.c_void_p * len(p))(*p) for p in (given, results)]
+    before = fake.lib.driver_count(1)
+    assert running.call("enqueue", shapes, *pointers, ctypes.c_void_p(0xD0000), None) == 0, fake.log()
+    assert fake.lib.driver_count(1) == before + 1
+    problem, tensors_ = cuda.AttentionProblem(), (ctypes.c_uint64 * 13)()
+    fake.lib.driver_attended(ctypes.byref(problem), tensors_)
+    want = cuda.attention_problem(spec, "f16", 3, 2, past, max(past, length))
+    assert bytes(problem) == bytes(want)
+    inputs = [p for i, p in enumerate(given) if i != 4]  # attention_mask has only a length
+    assert list(tensors_) == [*inputs, *results, 0xD0000]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_enqueue_attention(others, dtype):
+    """In place and growing, with one plug-in, against the reference."""
+    others.select("CachedAttention")
+    built = others.create(attributes_of(ATTENTION))
+    size = built.call("workspace", attention_tensors(2, 40, 200, 240, dtype))
+    running = others.create(built.serialize(), RUNTIME).attach()
+    workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+    for rows, tokens, past, length in (
+        ([(0, 40, 0), (5, 30, 0)], 40, 200, 0),
+        ([(0, 1, 40), (0, 1, 199)], 1, 200, 200),
+        ([(0, 1, 40), (0, 1, 200)], 1, 200, 201),
+        ([(0, 40, 0), (0, 40, 0)], 40, 0, 40),
+    ):
+        made = Inputs.make(ATTENTION, dtype, rows, tokens, past, length)
+        shapes = attention_tensors(2, tokens, past, length, dtype)
+        on_device = made.on_device()
+        mask = torch.zeros(2, max(1, length), dtype=torch.int64, device="cuda")
+        tensors_ = [*on_device[:4], mask, *on_device[4:]]
+        output = torch.full((2, tokens, 4096), float("nan"), dtype=TORCH[dtype], device="cuda")
+        present = on_device[1:3]
+        if length > past:
+            present = [output.new_full((2, 4, length, 128), float("nan")) for _ in range(2)]
+        workspace.fill_(0xFF)
+        torch.cuda.synchronize()
+        assert running.call("shape_change", shapes) == 0, others.log()
+        pointers = [(ctypes.c_void_p * len(t))(*(x.data_ptr() for x in t)) for t in (tensors_, [output, *present])]
+        assert running.call("enqueue", shapes, *pointers, ctypes.c_void_p(workspace.data_ptr()), None) == 0
+        torch.cuda.synchronize()
+        check_results(made, [x.cpu().double().numpy() for x in (output, *present)])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

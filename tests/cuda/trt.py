@@ -78,6 +78,7 @@ class Driver:
             self.lib.driver_open(b"" if fake else quantmoe.trt_library_path().encode(), as_version, plain)
         )
         assert self.creator, self.log()
+        self.op = "QuantMoE"
         self.lib.driver_clear()
 
     def select(self, op: str) -> None:
@@ -114,7 +115,17 @@ class Plugin:
         self.driver.lib.driver_destroy(self.handle)
 
     def call(self, function: str, tensors: list[Tensor], *arguments: Any) -> int:
-        return getattr(self.driver.lib, f"driver_{function}")(self.handle, (Tensor * 6)(*tensors), *arguments)
+        return getattr(self.driver.lib, f"driver_{function}")(
+            self.handle, (Tensor * len(tensors))(*tensors), *arguments
+        )
+
+    def outputs(self, tensors: list[Tensor]) -> list[tuple[str, tuple[int, ...]]] | None:
+        """Type and dimensions of each output as the plug-in says from the inputs', None where it refuses them."""
+        found = (Tensor * len(tensors))(*tensors)
+        if self.driver.lib.driver_outputs(self.handle, found):
+            return None
+        names = {code: name for name, code in TYPES.items()}
+        return [(names[t.type], tuple(t.dims[: t.rank])) for t in found[len(inputs(self.driver.op)) :]]
 
     def attach(self) -> Plugin:
         return Plugin(self.driver, _PTR(self.driver.lib.driver_attach(self.handle)))

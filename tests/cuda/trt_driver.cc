@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -17,7 +18,7 @@ extern "C" int32_t driver_memory(int32_t allocations);  // fake_gpu.cc
 
 namespace {
 
-constexpr int kTensors = 6;  // the most that an operator has
+constexpr int kTensors = 13;  // the most that an operator has
 int32_t inputs = 5, outputs = 1;
 IPluginCreatorInterface* const* creators = nullptr;
 
@@ -119,6 +120,28 @@ template <class T>
 T* Capability(void* plugin, PluginCapabilityType type) {
   return static_cast<T*>(static_cast<IPluginV3*>(plugin)->getCapabilityInterface(type));
 }
+// Sizes as TensorRT has them while it builds, here all known.
+struct Size : apiv::VDimensionExpr, IDimensionExpr {
+  explicit Size(int64_t value) : value(value) { mImpl = this; }
+  bool isConstant() const override { return true; }
+  int64_t getConstantValue() const override { return value; }
+  bool isSizeTensor() const override { return false; }
+  int64_t value;
+};
+struct Expressions : apiv::VExprBuilder {
+  const IDimensionExpr* constant(int64_t value) override { return &sizes.emplace_back(value); }
+  const IDimensionExpr* operation(DimensionOperation op, const IDimensionExpr& a, const IDimensionExpr& b) override {
+    if (op != DimensionOperation::kMAX) return nullptr;
+    return constant(std::max(a.getConstantValue(), b.getConstantValue()));
+  }
+  const IDimensionExpr* declareSizeTensor(int32_t, const IDimensionExpr&, const IDimensionExpr&) override {
+    return nullptr;
+  }
+  struct Builder : IExprBuilder {
+    explicit Builder(apiv::VExprBuilder* to) { mImpl = to; }
+  } builder{this};
+  std::deque<Size> sizes;
+};
 IPluginV3OneBuild* Build(void* plugin) { return Capability<IPluginV3OneBuild>(plugin, PluginCapabilityType::kBUILD); }
 IPluginV3OneRuntime* Runtime(void* plugin) {
   return Capability<IPluginV3OneRuntime>(plugin, PluginCapabilityType::kRUNTIME);
@@ -223,7 +246,7 @@ struct Tensors {
   PluginTensorDesc now[kTensors]{};
   DynamicPluginTensorDesc range[kTensors]{};
   explicit Tensors(const Tensor* from) {
-    for (int i = 0; i < kTensors; ++i) {
+    for (int i = 0; i < inputs + outputs; ++i) {
       now[i].type = static_cast<DataType>(from[i].type);
       now[i].format = static_cast<TensorFormat>(from[i].format);
       now[i].dims.nbDims = from[i].rank;
@@ -245,24 +268,27 @@ size_t driver_workspace(void* plugin, const Tensor* tensors) {
   const Tensors t(tensors);
   return Build(plugin)->getWorkspaceSize(t.range, inputs, t.range + inputs, outputs);
 }
-int32_t driver_output_type(void* plugin, const int32_t* types) {
-  DataType in[kTensors], out[2];
-  for (int i = 0; i < inputs; ++i) in[i] = static_cast<DataType>(types[i]);
-  return Build(plugin)->getOutputDataTypes(out, outputs, in, inputs) ? -1 : static_cast<int32_t>(out[0]);
-}
-// 1: the output has the dimensions of hidden_states.
-int32_t driver_output_shape(void* plugin) {
-  DimsExprs in[kTensors]{}, out[1]{};
+// The outputs' types and sizes by the plug-in, from those of the inputs in `tensors`, to what follows these there.
+int32_t driver_outputs(void* plugin, Tensor* tensors) {
+  if (Build(plugin)->getNbOutputs() != outputs) return -1;
+  Expressions expressions;
+  DataType types[kTensors], of_outputs[kTensors];
+  DimsExprs in[kTensors]{}, out[kTensors]{};
   for (int i = 0; i < inputs; ++i) {
-    in[i].nbDims = 3;
-    for (int d = 0; d < 3; ++d)
-      in[i].d[d] = reinterpret_cast<const IDimensionExpr*>(uintptr_t(0x1000 * (i + 1) + 16 * d));
+    types[i] = static_cast<DataType>(tensors[i].type);
+    in[i].nbDims = tensors[i].rank;
+    for (int d = 0; d < tensors[i].rank; ++d) in[i].d[d] = expressions.constant(tensors[i].dims[d]);
   }
-  alignas(16) static char nothing[64];
-  auto& builder = *reinterpret_cast<IExprBuilder*>(nothing);  // the plug-in has no expression to build
-  return Build(plugin)->getNbOutputs() == 1 &&
-         !Build(plugin)->getOutputShapes(in, inputs, nullptr, 0, out, 1, builder) && out[0].nbDims == 3 &&
-         std::equal(out[0].d, out[0].d + 3, in[0].d);
+  if (Build(plugin)->getOutputDataTypes(of_outputs, outputs, types, inputs) ||
+      Build(plugin)->getOutputShapes(in, inputs, nullptr, 0, out, outputs, expressions.builder))
+    return -1;
+  for (int i = 0; i < outputs; ++i) {
+    Tensor& to = tensors[inputs + i];
+    to.type = static_cast<int32_t>(of_outputs[i]);
+    to.rank = out[i].nbDims;
+    for (int d = 0; d < to.rank; ++d) to.dims[d] = out[i].d[d]->getConstantValue();
+  }
+  return 0;
 }
 int32_t driver_shape_change(void* plugin, const Tensor* tensors) {
   const Tensors t(tensors);
