@@ -6,8 +6,9 @@ names all of MODELS.
 FOLDER/<name>/ gets bf16 and f16, each an exported model; tokens.npy, int64 [ROWS, LENGTH]; logits.npy, float32 of the
 model with the same dequantized weights; padded-tokens.npy and padded-logits.npy, the same with a row that begins with
 padding (-1); and noise.json: how far PyTorch's own logits in bf16 and in f16 are from them, the worst token's relative
-distance. Of many random sequences those two are taken where that is least: a token whose experts are nearly tied takes
-others in every engine, which says nothing of the engine.
+distance, and whether past and present of the exported model may be the same memory. Of many random sequences those two
+are taken where the distance is least: a token whose experts are nearly tied takes others in every engine, which says
+nothing of the engine.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from transformers import PreTrainedModel
 
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.demo import SIZES, make_checkpoint
 from quantmoe.exporter.formats import find_format, open_checkpoint
+from quantmoe.exporter.genai import SHARE_BUFFER
 from quantmoe.exporter.model import DTYPES, Skeleton, dequantized
 
 SCHEMES = ("W4A16_ASYM", "W8A16", "NVFP4A16", "MXFP4A16", "FP8_BLOCK")
@@ -86,8 +89,12 @@ def reference(checkpoint: Path, folder: Path) -> dict[str, float]:
         with torch.no_grad():
             np.save(folder / f"{name}logits.npy", logits(model, tokens).numpy())
     found = {name: float(values[rows].max()) for name, values in noise.items()}
-    (folder / "noise.json").write_text(json.dumps(found))
     return found
+
+
+def in_place(exported: Path) -> bool:
+    """Whether past and present may be the same memory."""
+    return ir.load(exported / "model.onnx").metadata_props.get(SHARE_BUFFER) == "true"
 
 
 def prepare(name: str, folder: Path) -> None:
@@ -108,6 +115,7 @@ def prepare(name: str, folder: Path) -> None:
             export(
                 checkpoint, folder / dtype, target="cuda", dtype=dtype, activations="float", logits="all", force=True
             )
+    (folder / "noise.json").write_text(json.dumps(noise | {"in_place": in_place(folder / "bf16")}))
     print(name, noise, flush=True)
 
 

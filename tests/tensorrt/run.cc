@@ -1,9 +1,12 @@
 // Builds TensorRT engines of exported models and runs them, as tests/tensorrt/run.py asks.
 //
 // usage: run PLUGIN_LIBRARY < COMMANDS; one line is one command, and one line of output says how it went:
-//   engine NAME MODEL.onnx LEVEL PROFILE...  builds an engine; a profile is BATCH/NEW/PAST, each MIN:OPT:MAX tokens
-//   run TOKENS ROWS OUTPUT STEP...           feeds int64 [ROWS, T] in steps, the cache growing; a step is
-//                                            ENGINE/PROFILE/LENGTH; /graph replays it from a CUDA graph
+//   engine NAME MODEL.onnx LEVEL PROFILE...  builds an engine; a profile is BATCH/NEW/PAST, each MIN:OPT:MAX tokens;
+//                                            /fixed: PAST is the cache's capacity
+//   run TOKENS ROWS CAPACITY OUTPUT STEP...  feeds int64 [ROWS, T] in steps; a step is ENGINE/PROFILE/LENGTH; /graph
+//                                            replays it from a CUDA graph. CAPACITY 0: the cache grows, and each step
+//                                            has a graph of its own; else past and present are the same memory for so
+//                                            many tokens, and the first such step's graph serves the later ones
 // A token below zero is padding. OUTPUT gets the logits of each step, [ROWS, LENGTH, V] in the model's 16 bits.
 #include <NvInfer.h>
 #include <NvOnnxParser.h>
@@ -47,6 +50,11 @@ struct Free {
   void operator()(void* memory) const { cudaFree(memory); }
 };
 using Memory = std::unique_ptr<void, Free>;
+using Buffers = std::map<std::string, Memory>;
+struct Destroy {
+  void operator()(cudaGraphExec_t graph) const { cudaGraphExecDestroy(graph); }
+};
+using Graph = std::unique_ptr<CUgraphExec_st, Destroy>;
 
 Memory Allocate(size_t bytes) {
   void* memory = nullptr;
@@ -90,19 +98,22 @@ class Session {
   std::string Run(std::istream& words) {
     std::string file, output, step;
     size_t rows = 0;
-    words >> file >> rows >> output;
+    words >> file >> rows >> capacity_ >> output;
     std::ifstream input(file, std::ios::binary);
     const std::string bytes((std::istreambuf_iterator<char>(input)), {});
     Need(!bytes.empty() && bytes.size() % (8 * rows) == 0, file + " does not have " + std::to_string(rows) + " rows");
     const auto* tokens = reinterpret_cast<const int64_t*>(bytes.data());
     const size_t length = bytes.size() / 8 / rows;
     std::ofstream logits(output, std::ios::binary);
+    graphs_.clear();
+    kept_.clear();
     caches_.clear();
     size_t past = 0;
     while (words >> step) {
       const auto parts = Split(step, '/');
       const size_t count = std::stoul(parts.at(2));
       Need(past + count <= length, "more steps than tokens");
+      Need(!capacity_ || length <= capacity_, "more tokens than the cache has room for");
       Feed feed;
       for (size_t row = 0; row < rows; ++row) {
         int64_t position = 0;
@@ -115,6 +126,7 @@ class Session {
           }
           position += token >= 0;
         }
+        if (capacity_) feed["attention_mask"].resize((row + 1) * capacity_);
       }
       logits << Step(parts, feed, rows, past);
       past += count;
@@ -127,8 +139,10 @@ class Session {
 
   IOptimizationProfile* Profile(const INetworkDefinition& network, const std::string& text) {
     std::vector<std::array<int64_t, 3>> ranges;
+    const bool fixed = text.ends_with("/fixed");
     for (const auto& range : Split(text, '/')) {
       const auto numbers = Split(range, ':');
+      if (numbers.size() != 3) break;
       ranges.push_back({std::stoll(numbers.at(0)), std::stoll(numbers.at(1)), std::stoll(numbers.at(2))});
     }
     IOptimizationProfile* profile = builder_->createOptimizationProfile();
@@ -142,7 +156,7 @@ class Session {
           dims.d[2] = ranges.at(2)[at];
         } else {
           const bool mask = std::string(input->getName()) == "attention_mask";
-          dims.d[1] = ranges.at(1)[at] + (mask ? ranges.at(2)[at] : 0);
+          dims.d[1] = (mask && fixed ? 0 : ranges.at(1)[at]) + (mask ? ranges.at(2)[at] : 0);
         }
         Need(profile->setDimensions(input->getName(), select, dims), std::string("profile of ") + input->getName());
       }
@@ -162,47 +176,68 @@ class Session {
     return *context;
   }
 
-  // The logits' bytes; what is present becomes what is past.
+  // The logits' bytes. A cache that grows: what is present becomes what is past.
   std::string Step(const std::vector<std::string>& parts, const Feed& feed, size_t rows, size_t past) {
     IExecutionContext& context = Context(parts.at(0), std::stoi(parts.at(1)));
+    const std::string key = parts.at(0) + "/" + parts.at(1) + "/" + parts.at(2);
+    Buffers own;
+    Buffers& buffers = capacity_ ? kept_[key] : own;
+    const std::vector<std::string> outputs = Bind(context, buffers, feed, rows, past);
+    std::string replayed;
+    if (graphs_.contains(key)) replayed = Replay(graphs_[key], context, buffers);
+    Need(context.enqueueV3(stream_), "the engine does not run");
+    Check(cudaStreamSynchronize(stream_));
+    std::string logits = Read(context, "logits", buffers);
+    if (parts.size() > 3 && replayed.empty()) {
+      for (const auto& name : outputs)
+        if (!capacity_ && name != "logits") Check(cudaMemset(buffers[name].get(), 0xff, Bytes(context, name)));
+      Graph graph = Capture(context);
+      replayed = Replay(graph, context, buffers);
+      if (capacity_) graphs_[key] = std::move(graph);
+    }
+    Need(replayed.empty() || logits == replayed, "the CUDA graph gives other logits");
+    for (const auto& name : outputs)
+      if (!capacity_ && name != "logits") caches_[Past(name)] = std::move(buffers[name]);
+    return logits;
+  }
+
+  // Shapes, values and addresses; the outputs' names. In place a buffer stays where it is, for graphs.
+  std::vector<std::string> Bind(IExecutionContext& context, Buffers& buffers, const Feed& feed, size_t rows,
+                                size_t past) {
     const ICudaEngine& engine = context.getEngine();
-    std::map<std::string, Memory> inputs, outputs;
+    const auto buffer = [&](Buffers& of, const std::string& name, size_t bytes) {
+      if (of.contains(name)) return of[name].get();
+      Check(cudaMemset((of[name] = Allocate(bytes)).get(), 0xff, bytes));
+      return of[name].get();
+    };
+    std::vector<std::string> outputs;
     for (const auto mode : {TensorIOMode::kINPUT, TensorIOMode::kOUTPUT}) {  // outputs' shapes follow the inputs'
       for (int i = 0; i < engine.getNbIOTensors(); ++i) {
         const std::string name = engine.getIOTensorName(i);
         if (engine.getTensorIOMode(name.c_str()) != mode) continue;
         if (mode == TensorIOMode::kOUTPUT) {
-          outputs[name] = Allocate(Bytes(context, name));
-          context.setTensorAddress(name.c_str(), outputs[name].get());
+          outputs.push_back(name);
+          const bool shared = capacity_ && name != "logits";
+          context.setTensorAddress(name.c_str(),
+                                   shared ? caches_.at(Past(name)).get() : buffer(buffers, name, Bytes(context, name)));
           continue;
         }
         Dims dims = engine.getTensorShape(name.c_str());
+        const bool cache = dims.nbDims == 4;
         dims.d[0] = static_cast<int64_t>(rows);
-        dims.d[dims.nbDims == 4 ? 2 : 1] = static_cast<int64_t>(dims.nbDims == 4 ? past : feed.at(name).size() / rows);
+        dims.d[cache ? 2 : 1] =
+            static_cast<int64_t>(cache ? capacity_ ? capacity_ : past : feed.at(name).size() / rows);
         Need(context.setInputShape(name.c_str(), dims), "shape of " + name);
-        Memory& memory = inputs[name] =
-            caches_.contains(name) ? std::move(caches_[name]) : Allocate(Bytes(context, name));
-        if (feed.contains(name)) {
-          const auto& values = feed.at(name);
-          Check(cudaMemcpy(memory.get(), values.data(), 8 * values.size(), cudaMemcpyHostToDevice));
-        }
-        context.setTensorAddress(name.c_str(), memory.get());
+        void* memory = buffer(cache ? caches_ : buffers, name, Bytes(context, name));
+        if (!cache) Check(cudaMemcpy(memory, feed.at(name).data(), 8 * feed.at(name).size(), cudaMemcpyHostToDevice));
+        context.setTensorAddress(name.c_str(), memory);
       }
     }
-    Need(context.enqueueV3(stream_), "the engine does not run");
-    Check(cudaStreamSynchronize(stream_));
-    std::string logits = Read(context, "logits", outputs);
-    if (parts.size() > 3) {
-      Replay(context, outputs);
-      Need(logits == Read(context, "logits", outputs), "the CUDA graph gives other logits");
-    }
-    for (auto& [name, memory] : outputs)
-      if (name.starts_with("present.")) caches_["past_key_values" + name.substr(7)] = std::move(memory);
-    return logits;
+    return outputs;
   }
+  static std::string Past(const std::string& present) { return "past_key_values" + present.substr(7); }
 
-  void Replay(IExecutionContext& context, const std::map<std::string, Memory>& outputs) {
-    for (const auto& [name, memory] : outputs) Check(cudaMemset(memory.get(), 0xff, Bytes(context, name)));
+  Graph Capture(IExecutionContext& context) {
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t replay = nullptr;
     Check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
@@ -213,10 +248,14 @@ class Session {
       throw std::runtime_error("a CUDA graph cannot be captured");
     }
     Check(cudaGraphInstantiate(&replay, graph, 0));
-    Check(cudaGraphLaunch(replay, stream_));
-    Check(cudaStreamSynchronize(stream_));
-    Check(cudaGraphExecDestroy(replay));
     Check(cudaGraphDestroy(graph));
+    return Graph(replay);
+  }
+  std::string Replay(const Graph& graph, IExecutionContext& context, Buffers& buffers) {
+    Check(cudaMemset(buffers["logits"].get(), 0xff, Bytes(context, "logits")));
+    Check(cudaGraphLaunch(graph.get(), stream_));
+    Check(cudaStreamSynchronize(stream_));
+    return Read(context, "logits", buffers);
   }
 
   static size_t Bytes(const IExecutionContext& context, const std::string& name) {
@@ -226,8 +265,7 @@ class Session {
     return bytes;
   }
 
-  static std::string Read(const IExecutionContext& context, const std::string& name,
-                          const std::map<std::string, Memory>& memory) {
+  static std::string Read(const IExecutionContext& context, const std::string& name, const Buffers& memory) {
     std::string bytes(Bytes(context, name), '\0');
     Check(cudaMemcpy(bytes.data(), memory.at(name).get(), bytes.size(), cudaMemcpyDeviceToHost));
     return bytes;
@@ -237,7 +275,10 @@ class Session {
   std::unique_ptr<IRuntime> runtime_;
   cudaStream_t stream_ = nullptr;
   std::map<std::string, Engine> engines_;
-  std::map<std::string, Memory> caches_;
+  size_t capacity_ = 0;
+  Buffers caches_;                       // past's
+  std::map<std::string, Buffers> kept_;  // in place: by engine, profile and length
+  std::map<std::string, Graph> graphs_;
 };
 
 }  // namespace

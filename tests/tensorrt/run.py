@@ -33,6 +33,7 @@ PREFILL, LENGTH = 12, 20
 PROMPT = [PREFILL] + [1] * (LENGTH - PREFILL)
 ALONE = [1] * LENGTH
 DECODE = "1:1:1/1:1:1/0:16:64"
+CAPACITY = 64
 SERVER = "1:1:2/1:128:512/0:0:1024"
 
 
@@ -45,7 +46,8 @@ class Case:
 
     Attributes:
         level: TensorRT's builder optimization level.
-        profiles: BATCH/NEW/PAST tokens, each MIN:OPT:MAX.
+        profiles: BATCH/NEW/PAST tokens, each MIN:OPT:MAX; /fixed: PAST is the cache's capacity.
+        capacity: 0, or of the cache that past and present share; a CUDA graph then serves all steps of one token.
         runs: name -> file of tokens, rows, lengths of steps, and whether steps of one token are replayed from a CUDA
             graph, too. Steps of one token take the last profile.
     """
@@ -53,6 +55,7 @@ class Case:
     level: int
     profiles: list[str]
     runs: dict[str, Run]
+    capacity: int = 0
 
 
 CASES = {
@@ -72,10 +75,21 @@ CASES = {
         },
     ),
     "S=1..512 level 0": Case(0, [SERVER], {"prompt": ("tokens", 1, PROMPT, False)}),
+    "in place": Case(
+        3,
+        [f"1:1:2/1:8:64/{CAPACITY}:{CAPACITY}:{CAPACITY}/fixed", f"1:1:2/1:1:1/{CAPACITY}:{CAPACITY}:{CAPACITY}/fixed"],
+        {
+            "prompt": ("tokens", 1, PROMPT, True),
+            "parts": ("tokens", 1, [8, *PROMPT[1:], 4], True),
+            "batch": ("tokens", 2, PROMPT, True),
+            "padded": ("padded-tokens", 2, PROMPT, True),
+        },
+        CAPACITY,
+    ),
     "S=1..2": Case(3, ["1:1:1/1:1:2/0:16:64"], {"mixed": ("tokens", 1, [2, 1] * 6 + [1, 1], False)}),
 }
 #: of weight formats, whose graphs are alike
-BRIEF = ("prefill, decode", "S=1..512 opt 128")
+BRIEF = ("prefill, decode", "S=1..512 opt 128", "in place")
 
 
 @dataclass
@@ -153,18 +167,19 @@ def try_case(process: subprocess.Popen[str], work: Work, model: str, dtype: str,
     for label, run in case.runs.items():
         result = Result(model, dtype, name, label, limit=limit, message=refused)
         if not refused:
-            try_run(process, folder, result, run, len(case.profiles) - 1)
+            try_run(process, folder, result, run, case)
         work.results.append(result)
         print(result.row, file=sys.stderr, flush=True)
 
 
-def try_run(process: subprocess.Popen[str], folder: Path, result: Result, run: Run, last_profile: int) -> None:
+def try_run(process: subprocess.Popen[str], folder: Path, result: Result, run: Run, case: Case) -> None:
     file, rows, steps, graph = run
+    last_profile = len(case.profiles) - 1
     key = re.sub(r"\W+", "_", f"{result.model}-{result.dtype}-{result.case}-{result.run}")
     tokens, logits = folder / f"{key}.tokens", folder / f"{key}.logits"
     np.load(folder / f"{file}.npy")[:rows].astype(np.int64).tofile(tokens)
     words = [f"e/{last_profile if step == 1 else 0}/{step}{'/graph' if graph and step == 1 else ''}" for step in steps]
-    result.message = ask(process, "run", tokens, rows, logits, *words)
+    result.message = ask(process, "run", tokens, rows, case.capacity, logits, *words)
     if not result.message:
         result.worst, result.error = measure(folder, result.dtype, run, np.fromfile(logits, np.uint16))
     tokens.unlink()
@@ -209,8 +224,9 @@ def main() -> None:
     given = parser.parse_args()
     work = Work(given.folder, [given.runner, given.library])
     models = sorted(path.parent for path in given.folder.glob("*/noise.json"))
+    shared = {path for path in models if json.loads((path / "noise.json").read_text())["in_place"]}
     for dtype, name, path in itertools.product(("bf16", "f16"), CASES, models):
-        wanted = path.name.endswith("-W4A16") or name in BRIEF
+        wanted = (path.name.endswith("-W4A16") or name in BRIEF) and (path in shared or not CASES[name].capacity)
         if wanted and (path / dtype).is_dir() and re.search(given.only, f"{path.name}/{dtype}/{name}"):
             work.tasks.put((path.name, dtype, name))
     count = work.tasks.qsize()

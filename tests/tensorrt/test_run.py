@@ -18,7 +18,7 @@ if sys.argv[1] == "crash":
 for line in sys.stdin:
     command, *words = line.split()
     if command == "run":
-        tokens, rows, output, *steps = words
+        tokens, rows, _, output, *steps = words
         kind = "padded-" if np.fromfile(tokens, np.int64).min() < 0 else ""
         logits = np.load("{folder}/" + kind + "logits.npy")[: int(rows)]
         if sys.argv[1] == "wrong":
@@ -35,7 +35,7 @@ for line in sys.stdin:
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "failed"), [("right", "0 failed"), ("wrong", "12 failed"), ("crash", "12 failed")]
+    ("behaviour", "failed"), [("right", "0 failed"), ("wrong", "16 failed"), ("crash", "16 failed")]
 )
 def test_run(tmp_path, behaviour, failed):
     folder = tmp_path / "models" / "any-W4A16"
@@ -46,12 +46,12 @@ def test_run(tmp_path, behaviour, failed):
             tokens[1, :3] = -1
         np.save(folder / f"{name}tokens.npy", tokens)
         np.save(folder / f"{name}logits.npy", random.standard_normal((2, 20, 32), np.float32))
-    (folder / "noise.json").write_text(json.dumps({"bf16": 0.01, "f16": 0.001}))
+    (folder / "noise.json").write_text(json.dumps({"bf16": 0.01, "f16": 0.001, "in_place": True}))
     runner = tmp_path / "runner"
     runner.write_text(RUNNER.format(python=sys.executable, folder=folder))
     runner.chmod(0o755)
     found = subprocess.run(
         [sys.executable, RUN, tmp_path / "models", runner, behaviour], capture_output=True, text=True, check=False
     )
-    assert found.stdout.splitlines()[-1] == f"7 engines, 12 runs, {failed}", found.stdout + found.stderr
+    assert found.stdout.splitlines()[-1] == f"8 engines, 16 runs, {failed}", found.stdout + found.stderr
     assert found.returncode == (behaviour != "right")
