@@ -8,10 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
+from onnx import TensorProto, helper, numpy_helper
+from specs import attention_spec
 
 import quantmoe
+from quantmoe.custom_ops.op import AttentionSpec
 
 if "QUANTMOE_TRT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the plug-in", allow_module_level=True)
@@ -90,7 +95,7 @@ for step in {steps.split()!r}:
         library = (of or trt.Runtime(log).get_plugin_registry()).load_library(path)
         assert library, step
 names = [c.name for c in builder.get_plugin_registry().all_creators_recursive]
-assert [names.count(n) for n in ("QuantMoE", "QuantLinear", "MoERouting")] == [1, 1, 1], names
+assert [names.count(n) for n in ("QuantMoE", "QuantLinear", "MoERouting", "CachedAttention")] == [1] * 4, names
 network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
 parser = trt.OnnxParser(network, log)
 assert parser.parse_from_file({str(folder / "bf16/model.onnx")!r}), parser.get_error(0).desc()
@@ -120,3 +125,71 @@ def test_bad_node(folder, tmp_path, name, new, message):
     assert done.returncode != 0
     assert message in done.stdout  # where TensorRT's logger writes
     assert not (tmp_path / "plan").exists()
+
+
+def attention_model(spec: AttentionSpec, kind: int) -> onnx.ModelProto:
+    """A model of the one node; its norms, if it has them, and sinks are constants."""
+    heads, groups, d = spec.num_heads, spec.kv_num_heads, spec.head_size
+    cache, table = ["batch", groups, "past", d], ["batch", "new", spec.rotary_size // 2]
+    inputs = {
+        "qkv": (kind, ["batch", "new", (heads + 2 * groups) * d]), "past_key": (kind, cache),
+        "past_value": (kind, cache), "rows": (TensorProto.INT32, ["batch", 3]),
+        "attention_mask": (TensorProto.INT64, ["batch", "total"]),
+        "cos": (TensorProto.FLOAT, table), "sin": (TensorProto.FLOAT, table),
+    }  # fmt: skip
+    norm = d if spec.qk_norm == "head" else 0
+    constants = {"q_norm": np.ones(norm), "k_norm": np.ones(norm), "sinks": np.full(heads, -np.inf)}
+    outputs = {"output": ["batch", "new", heads * d], "present_key": cache, "present_value": cache}
+    node = helper.make_node(
+        "CachedAttention", [*inputs, *constants], list(outputs), "attention", domain="quantmoe", **spec.attributes()
+    )
+    graph = helper.make_graph(
+        [node],
+        "attention",
+        [helper.make_tensor_value_info(n, *value) for n, value in inputs.items()],
+        [
+            helper.make_tensor_value_info(n, kind, [d if d != "past" else "present" for d in dims])
+            for n, dims in outputs.items()
+        ],
+        [numpy_helper.from_array(values.astype(np.float32), n) for n, values in constants.items()],
+    )
+    imports = [helper.make_opsetid("", 20), helper.make_opsetid("quantmoe", 1)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+@pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16], ids=["f16", "bf16"])
+@pytest.mark.parametrize("norm", ["head", "none"])
+def test_attention(tmp_path, norm, kind, fixed):
+    """A cache that grows from nothing or has one size; without norms and rotary, too, whose inputs are empty."""
+    spec = attention_spec(32, 4, 128, qk_norm=norm, rotary_size=128 if norm == "head" else 0)
+    onnx.save(attention_model(spec, kind), tmp_path / "model.onnx")
+    code = f"""
+import tensorrt_rtx_bindings as trt
+import quantmoe
+log = trt.Logger(trt.Logger.WARNING)
+builder = trt.Builder(log)
+assert builder.get_plugin_registry().load_library(quantmoe.trt_library_path())
+network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+parser = trt.OnnxParser(network, log)
+assert parser.parse_from_file({str(tmp_path / "model.onnx")!r}), parser.get_error(0).desc()
+assert [tuple(network.get_output(i).shape) for i in range(3)] == [(-1, -1, 4096)] + [(-1, 4, -1, 128)] * 2
+profile = builder.create_optimization_profile()
+for i in range(network.num_inputs):
+    tensor = network.get_input(i)
+    ranges = []
+    for batch, new, past in ((1, 1, 0), (1, 1, 32), (2, 1 if {fixed} else 16, 64)):
+        past, total = (64, 64) if {fixed} else (past, past + new)
+        known = {{"past_key": {{2: past}}, "past_value": {{2: past}}, "rows": {{}}, "attention_mask": {{1: total}}}}
+        sizes = {{0: batch}} | known.get(tensor.name, {{1: new}})
+        ranges.append([sizes.get(d, size) for d, size in enumerate(tensor.shape)])
+    profile.set_shape(tensor.name, *ranges)
+config = builder.create_builder_config()
+config.add_optimization_profile(profile)
+config.num_compute_capabilities = 1
+config.set_compute_capability(trt.ComputeCapability.SM89, 0)
+plan = bytes(builder.build_serialized_network(network, config))
+assert b"qk_norm" in plan and b"{norm}\\0" in plan
+"""
+    done = run(tmp_path, "-c", code)
+    assert done.returncode == 0, done.stdout + done.stderr
