@@ -64,3 +64,24 @@ class CachedAttention(Spec):
     rotary_interleaved: int  # 0: feature i turns with i + rotary_size / 2; 1: 2i with 2i + 1
     qk_norm: str
     norm_epsilon: float
+
+@dataclass(frozen=True, kw_only=True)
+class CausalConv(Spec):
+    op_version: int = ...
+    channels: int  # C
+    width: int  # W
+    activation: str
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDelta(Spec):
+    op_version: int = ...
+    num_k_heads: int  # G, of queries and keys
+    num_v_heads: int  # H, a multiple of num_k_heads
+    k_head_size: int  # K
+    v_head_size: int  # V
+    scale: float  # of the queries, after their norm
+    l2_epsilon: float  # x / sqrt(sum(x^2) + l2_epsilon)
+    decay_per_key: int  # 1: a decay for each row of a head's state (Kimi-Linear); 0: one for all
+    beta_scale: float  # 1, or 2 for transitions of negative eigenvalues (OLMo-hybrid)
+    gate: str
+    norm_epsilon: float

@@ -68,3 +68,11 @@ class RoutingSpec(nodes.MoERouting):
 
 class AttentionSpec(nodes.CachedAttention):
     """All attributes of a CachedAttention node."""
+
+
+class ConvSpec(nodes.CausalConv):
+    """All attributes of a CausalConv node."""
+
+
+class DeltaSpec(nodes.GatedDelta):
+    """All attributes of a GatedDelta node."""

@@ -1,4 +1,4 @@
-"""The slow, obvious truth: one QuantMoE layer, one linear, one router, one attention in NumPy float64.
+"""The slow, obvious truth: QuantMoE, linear, router, attention, convolution and delta rule in NumPy float64.
 
 Only the activation quantizers are computed in float32, because their roundings are part of the format (FORMAT.md 4.1);
 everything after them is exact arithmetic rounded to float64.
@@ -14,7 +14,7 @@ import numpy as np
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.op import AttentionSpec, MoESpec, RoutingSpec
+from quantmoe.custom_ops.op import AttentionSpec, ConvSpec, DeltaSpec, MoESpec, RoutingSpec
 
 #: activation formats of floats: their values, features that share a scale (None: the row), exponent of the largest one
 FLOAT_FORMATS: dict[str, tuple[np.dtype, int | None, int]] = {
@@ -290,3 +290,93 @@ def attention(
                 weight /= weight.sum(1, keepdims=True)
                 output[b, begin + i] = np.einsum("hk,hkv->hv", weight[:, :-1], values)
     return output.reshape(batch, tokens, heads * spec.v_head_size), present[0], present[1]
+
+
+def check_rows(rows: np.ndarray, tokens: int) -> None:
+    """Raises ValueError where ``rows`` of CausalConv or GatedDelta asks for tokens that are not there."""
+    for b, (begin, count, past) in enumerate(rows.tolist()):
+        if min(begin, count, past) < 0 or begin + count > tokens:
+            raise ValueError(f"rows[{b}] is {begin}, {count}, {past} (begin, count, past): {tokens} new tokens")
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-x))
+
+
+def conv(
+    spec: ConvSpec, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, past_conv: np.ndarray, rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """CausalConv.
+
+    Args:
+        spec: the node's attributes. The others: inputs of op.def's shapes, any float type.
+
+    Returns:
+        y float64 [B, S, C], zero for tokens that do not count; present_conv of past_conv's shape and type.
+
+    Raises:
+        ValueError: ``rows`` asks for tokens that are not there.
+    """
+    check_rows(rows, x.shape[1])
+    before = spec.width - 1
+    y, present = np.zeros(x.shape), past_conv.copy()
+    for b, (begin, count, past) in enumerate(rows.tolist()):
+        if not count:
+            continue
+        state = past_conv[b] if past else np.zeros_like(past_conv[b])
+        seen = np.concatenate([state, x[b, begin : begin + count].T.astype(state.dtype)], 1)  # [C, W - 1 + count]
+        present[b] = seen[:, count:]
+        windows = np.lib.stride_tricks.sliding_window_view(seen.astype(np.float64), before + 1, axis=1)
+        out = np.einsum("ctw,cw->tc", windows, weight.astype(np.float64)) + (bias if bias.size else 0)
+        y[b, begin : begin + count] = out * sigmoid(out) if spec.activation == "silu" else out
+    return y, present
+
+
+def delta(
+    spec: DeltaSpec,
+    qkv: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    z: np.ndarray,
+    a_log: np.ndarray,
+    dt_bias: np.ndarray,
+    norm: np.ndarray,
+    past_state: np.ndarray,
+    rows: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """GatedDelta, token after token.
+
+    Args:
+        spec: the node's attributes. The others: inputs of op.def's shapes, any float type.
+
+    Returns:
+        y [B, S, H V], zero for tokens that do not count, and present_state [B, H, K, V], both float64.
+
+    Raises:
+        ValueError: ``rows`` asks for tokens that are not there.
+    """
+    check_rows(rows, qkv.shape[1])
+    batch, tokens, _ = qkv.shape
+    groups, heads, key, value = spec.num_k_heads, spec.num_v_heads, spec.k_head_size, spec.v_head_size
+    q, k, v = np.split(qkv.astype(np.float64), [groups * key, 2 * groups * key], axis=2)
+    q, k = (x.reshape(batch, tokens, groups, key) for x in (q, k))
+    q, k = (x / np.sqrt((x * x).sum(3, keepdims=True) + np.float32(spec.l2_epsilon)) for x in (q, k))
+    q, k = (np.repeat(x, heads // groups, 2) for x in (q * np.float32(spec.scale), k))
+    v = v.reshape(batch, tokens, heads, value)
+    step = np.logaddexp(0, a.astype(np.float64) + dt_bias).reshape(batch, tokens, heads, -1)
+    decay = np.exp(-np.exp(a_log.astype(np.float64))[:, None] * step)
+    beta = np.float32(spec.beta_scale) * sigmoid(b.astype(np.float64))
+    y, present = np.zeros((batch, tokens, heads, value)), past_state.astype(np.float64)
+    for i, (begin, count, past) in enumerate(rows.tolist()):
+        state = present[i] if past or not count else np.zeros(present[i].shape)
+        for t in range(begin, begin + count):
+            state = state * decay[i, t][:, :, None]
+            new = (v[i, t] - np.einsum("hk,hkv->hv", k[i, t], state)) * beta[i, t][:, None]
+            state = state + k[i, t][:, :, None] * new[:, None]
+            y[i, t] = np.einsum("hk,hkv->hv", q[i, t], state)
+        present[i] = state
+    y = y / np.sqrt((y * y).mean(3, keepdims=True) + np.float32(spec.norm_epsilon)) * norm.astype(np.float64)
+    gate = sigmoid(z.astype(np.float64))
+    gate = (gate * z if spec.gate == "silu" else gate).reshape(y.shape)
+    return (y * gate).reshape(batch, tokens, heads * value), present

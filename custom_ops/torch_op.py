@@ -16,6 +16,8 @@ from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import (
     DOMAIN,
     AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
     LinearSpec,
     MoESpec,
     RoutingSpec,
@@ -25,6 +27,8 @@ from quantmoe.custom_ops.op import (
     outputs,
 )
 from quantmoe.custom_ops.reference import attention as reference_attention
+from quantmoe.custom_ops.reference import conv as reference_conv
+from quantmoe.custom_ops.reference import delta as reference_delta
 from quantmoe.custom_ops.reference import linear as reference_linear
 from quantmoe.custom_ops.reference import quant_moe as reference
 from quantmoe.custom_ops.reference import route as reference_route
@@ -183,6 +187,89 @@ def _(
     return qkv.new_empty((*qkv.shape[:2], spec["num_heads"] * spec["v_head_size"])), key, value
 
 
+@torch.library.custom_op("quantmoe::causal_conv", mutates_args=())
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    past_conv: torch.Tensor,
+    rows: torch.Tensor,
+    attributes: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A causal depthwise convolution with state, by the float64 reference.
+
+    Args:
+        x: [B, S, C]. weight: f32 [C, W]. bias: f32 [C] or [0]. past_conv: [B, C, W - 1] of x's dtype.
+        rows: int32 [B, 3]: the first new token that counts, how many do, tokens before them.
+        attributes: JSON of ConvSpec.attributes().
+
+    Returns:
+        y [B, S, C] and present_conv [B, C, W - 1], of x's dtype.
+    """
+    spec = ConvSpec.from_attributes(json.loads(attributes))
+    floats = (t.float().numpy() for t in (x, weight, bias, past_conv))
+    y, present = (torch.from_numpy(out).to(x.dtype) for out in reference_conv(spec, *floats, rows.numpy()))
+    return y, present
+
+
+@causal_conv.register_fake
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    past_conv: torch.Tensor,
+    rows: torch.Tensor,
+    attributes: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(past_conv)
+
+
+@torch.library.custom_op("quantmoe::gated_delta", mutates_args=())
+def gated_delta(
+    qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    z: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    norm: torch.Tensor,
+    past_state: torch.Tensor,
+    rows: torch.Tensor,
+    attributes: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gated delta rule and its gated norm, by the float64 reference.
+
+    Args:
+        qkv: [B, S, 2 G K + H V]. a: [B, S, H] or [B, S, H K]. b: [B, S, H]. z: [B, S, H V].
+        a_log: f32 [H]. dt_bias: f32 [H] or [H K]. norm: f32 [V]. past_state: f32 [B, H, K, V].
+        rows: as causal_conv's.
+        attributes: JSON of DeltaSpec.attributes().
+
+    Returns:
+        y [B, S, H V] of qkv's dtype and present_state f32 [B, H, K, V].
+    """
+    spec = DeltaSpec.from_attributes(json.loads(attributes))
+    floats = (t.float().numpy() for t in (qkv, a, b, z, a_log, dt_bias, norm, past_state))
+    y, present = reference_delta(spec, *floats, rows.numpy())
+    return torch.from_numpy(y).to(qkv.dtype), torch.from_numpy(present).float()
+
+
+@gated_delta.register_fake
+def _(
+    qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    z: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    norm: torch.Tensor,
+    past_state: torch.Tensor,
+    rows: torch.Tensor,
+    attributes: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(z), torch.empty_like(past_state)
+
+
 @cache
 def onnx_op(op: str) -> Op:
     """An ONNX operator as onnxscript calls it, its schema built from op.def."""
@@ -240,3 +327,16 @@ def onnx_cached_attention(
     """The entry of the exporter's translation table for ``cached_attention``."""
     given = (qkv, past_key, past_value, rows, attention_mask, cos, sin, q_norm, k_norm, sinks)
     return onnx_op("CachedAttention")(*given, **json.loads(attributes))
+
+
+def onnx_causal_conv(x: Any, weight: Any, bias: Any, past_conv: Any, rows: Any, attributes: str) -> Any:
+    """The entry of the exporter's translation table for ``causal_conv``."""
+    return onnx_op("CausalConv")(x, weight, bias, past_conv, rows, **json.loads(attributes))
+
+
+def onnx_gated_delta(
+    qkv: Any, a: Any, b: Any, z: Any, a_log: Any, dt_bias: Any, norm: Any, past_state: Any, rows: Any, attributes: str
+) -> Any:
+    """The entry of the exporter's translation table for ``gated_delta``."""
+    given = (qkv, a, b, z, a_log, dt_bias, norm, past_state, rows)
+    return onnx_op("GatedDelta")(*given, **json.loads(attributes))

@@ -37,7 +37,14 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import LinearSpec
-from quantmoe.custom_ops.torch_op import onnx_cached_attention, onnx_moe_routing, onnx_quant_linear, onnx_quant_moe
+from quantmoe.custom_ops.torch_op import (
+    onnx_cached_attention,
+    onnx_causal_conv,
+    onnx_gated_delta,
+    onnx_moe_routing,
+    onnx_quant_linear,
+    onnx_quant_moe,
+)
 from quantmoe.exporter import attention
 from quantmoe.exporter.ahead import BLOCK
 from quantmoe.exporter.architectures import ARCHITECTURES
@@ -538,6 +545,8 @@ ALL_EXPERTS_FUNCTIONS.register("quantmoe", _experts_forward)
 exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.quant_moe.default] = onnx_quant_moe
 exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.quant_linear.default] = onnx_quant_linear
 exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.cached_attention.default] = onnx_cached_attention
+exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.causal_conv.default] = onnx_causal_conv
+exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.gated_delta.default] = onnx_gated_delta
 exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.moe_routing.default] = onnx_moe_routing
 
 

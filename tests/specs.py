@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantmoe.custom_ops.op import AttentionSpec, LinearSpec, MoESpec, Projection, RoutingSpec
+from quantmoe.custom_ops.op import AttentionSpec, ConvSpec, DeltaSpec, LinearSpec, MoESpec, Projection, RoutingSpec
 
 
 def projection(format: str, group_size: int, scale_type: str, activation_format: str, **others: Any) -> Projection:
@@ -63,3 +63,13 @@ def attention_spec(num_heads: int, kv_num_heads: int, head_size: int, **others: 
     unsaid |= dict.fromkeys(("sliding_window", "chunk_size", "rotary_size", "rotary_interleaved"), 0)
     unsaid |= {"norm_epsilon": 1e-6}
     return AttentionSpec(num_heads=num_heads, kv_num_heads=kv_num_heads, head_size=head_size, **(unsaid | others))
+
+
+def conv_spec(channels: int, width: int = 4, activation: str = "silu") -> ConvSpec:
+    return ConvSpec(channels=channels, width=width, activation=activation)
+
+
+def delta_spec(num_k_heads: int, num_v_heads: int, k_head_size: int, **others: Any) -> DeltaSpec:
+    unsaid: dict[str, Any] = {"v_head_size": k_head_size, "scale": k_head_size**-0.5, "l2_epsilon": 1e-6}
+    unsaid |= {"decay_per_key": 0, "beta_scale": 1.0, "gate": "silu", "norm_epsilon": 1e-6}
+    return DeltaSpec(num_k_heads=num_k_heads, num_v_heads=num_v_heads, k_head_size=k_head_size, **(unsaid | others))

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from quantmoe.custom_ops import native
-from quantmoe.custom_ops.op import AttentionSpec, LinearSpec, MoESpec, RoutingSpec
+from quantmoe.custom_ops.op import AttentionSpec, ConvSpec, DeltaSpec, LinearSpec, MoESpec, RoutingSpec
 from quantmoe.custom_ops.schema import Schema, make_projection, make_spec, parse, schema, stub
 from quantmoe.custom_ops.structs import ERROR_SIZE, STRUCTS, check_structs, make_struct
 
 SOURCES = Path(__file__).parents[1] / "custom_ops"
+SPECS = (MoESpec, LinearSpec, RoutingSpec, AttentionSpec, ConvSpec, DeltaSpec)
 #: MoERouting with attributes of each kind that a later op_version brings
 LATER = """QM_ATTR(MoERouting, f, routed_scaling_factor)
 QM_ATTR_SINCE(MoERouting, 2, i, n_shared, -3)          // experts that every token has
@@ -45,7 +46,7 @@ def test_the_stub_is_what_op_def_says() -> None:
     assert (SOURCES / "nodes.pyi").read_text() == stub(schema())
 
 
-@pytest.mark.parametrize("spec", [MoESpec, LinearSpec, RoutingSpec, AttentionSpec])
+@pytest.mark.parametrize("spec", SPECS)
 def test_no_attribute_has_a_default(spec: type) -> None:
     given = dict.fromkeys(spec.OPERATOR.attributes, 0) | dict.fromkeys(spec.OPERATOR.projections, None)
     fields = {name: given[name] for name in spec.__dataclass_fields__ if name != "op_version"}
@@ -56,7 +57,7 @@ def test_no_attribute_has_a_default(spec: type) -> None:
 
 
 def test_every_operator_has_a_class() -> None:
-    assert {spec.OP for spec in (MoESpec, LinearSpec, RoutingSpec, AttentionSpec)} == schema().operators.keys()
+    assert {spec.OP for spec in SPECS} == schema().operators.keys()
 
 
 def test_a_later_attribute(later: Schema) -> None:

@@ -808,6 +808,8 @@ IPluginV3* Creator::Create(const char* name, const PluginFieldCollection* given,
     if (qm_cuda_plan_attention(&problem, &kDevices[0], &tiles, error)) return refuse(error);
     return new Attention(shared, node.attention);
   }
+  for (const std::string_view other : {"CausalConv", "GatedDelta"})
+    if (op_ == other) return refuse("has no plug-in in this release");
   const int64_t experts = int64_t{node.moe.num_experts} - std::max(0, node.moe.expert_offset);
   const qm_cuda_problem problem{node.moe, QM_F16, 4, 1, 1, std::max<int64_t>(1, experts)};
   if (qm_cuda_plan_moe(&problem, &kDevices[0], &plan, error)) return refuse(error);

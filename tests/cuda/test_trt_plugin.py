@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specs import attention_spec, linear_spec, moe_spec, projection, routing_spec
+from specs import attention_spec, conv_spec, delta_spec, linear_spec, moe_spec, projection, routing_spec
 
 import quantmoe
 from quantmoe.custom_ops import cuda, reference
@@ -625,6 +625,13 @@ def linear_tensors(rows=(4,), dtype="bf16", **changes):
 def routing_tensors(rows=(4,), dtype="bf16", **changes):
     dims = {"logits": (*rows, 64), "bias": (64,), "ids": (*rows, 6), "weights": (*rows, 6)} | changes
     return [tensor(t, d) for t, d in zip((dtype, "f32", "i32", "f32"), dims.values(), strict=True)]
+
+
+@pytest.mark.parametrize("spec", [conv_spec(64), delta_spec(2, 4, 64)], ids=lambda spec: spec.OP)
+def test_others_have_no_plug_in(others, spec):
+    others.select(spec.OP)
+    assert others.create(attributes_of(spec)) is None
+    assert others.log() == f'1 {spec.OP} layer "experts": has no plug-in in this release\n'
 
 
 @pytest.mark.parametrize("spec", [LINEAR, ROUTING, ATTENTION], ids=lambda spec: spec.OP)

@@ -9,6 +9,7 @@ from typing import Any
 
 import quantmoe
 from quantmoe.custom_ops.op import Spec, inputs, outputs
+from quantmoe.custom_ops.schema import schema
 
 TYPES = {"f32": 0, "f16": 1, "i8": 2, "i32": 3, "bf16": 7, "i64": 8}  # nvinfer1::DataType
 FIELD_TYPES = {"f": 1, "i": 5, "s": 6, "i64": 10}  # nvinfer1::PluginFieldType
@@ -83,7 +84,7 @@ class Driver:
 
     def select(self, op: str) -> None:
         """Further calls are about this operator."""
-        index = ("QuantMoE", "QuantLinear", "MoERouting", "CachedAttention").index(op)
+        index = list(schema().operators).index(op)
         self.op = op
         self.creator = _PTR(self.lib.driver_select(index, len(inputs(op)), len(outputs(op))))
 
