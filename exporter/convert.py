@@ -44,7 +44,7 @@ from quantmoe.exporter.passes.interface import drop_traces, name_interface
 from quantmoe.exporter.passes.last_logits import keep_last_logits
 from quantmoe.exporter.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.passes.weights import Weight, place_weights
-from quantmoe.ort_ext import OLDEST_GLIBC, glibc_of, library_path
+from quantmoe.ort_ext import OLDEST, OLDEST_GLIBC, glibc_of, library_path
 
 if TYPE_CHECKING:
     from quantmoe.exporter.model import Skeleton
@@ -215,6 +215,7 @@ def export(
             _genai(format.ckpt, partial, layers, shares_buffer(graph.graph))
             report.library = _library(partial)
         metadata = {"checkpoint": format.ckpt.folder.resolve().name, "target": target} | ends
+        metadata["onnxruntime"] = ".".join(map(str, OLDEST))
         if report.plain_attention:
             metadata["plain_attention"] = json.dumps(report.plain_attention)
         _save(graph, weights, partial(MODEL), metadata)

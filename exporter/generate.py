@@ -16,10 +16,7 @@ from quantmoe.exporter.genai import SHARE_BUFFER, eos_tokens
 from quantmoe.exporter.inspect import ModelError, load, model_path
 from quantmoe.exporter.memory import CHUNK, doing
 from quantmoe.exporter.sampling import Sampler, Sampling, read_object
-from quantmoe.ort_ext import cuda_library_path, library_path
-
-#: ONNX Runtime whose API ort_ext/adapter.h asks for
-OLDEST = (1, 21)
+from quantmoe.ort_ext import OLDEST, cuda_library_path, library_path
 
 
 class Generated(Iterator[int]):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from quantmoe.custom_ops import library_file
 
+#: the ONNX Runtime whose API the libraries are written to, and every operator of exported models is in
+OLDEST = (1, 21)
 #: newest glibc whose symbols the library that `make build` and `make wheel` make may ask for
 OLDEST_GLIBC = (2, 28)
 

@@ -36,7 +36,7 @@ from quantmoe.exporter.inspect import ModelError, inspect
 from quantmoe.exporter.output import writing
 from quantmoe.exporter.passes.external_data import ALIGNMENT
 from quantmoe.exporter.plan import plan
-from quantmoe.ort_ext import build_info
+from quantmoe.ort_ext import build_info, library_path
 
 
 @dataclasses.dataclass
@@ -562,3 +562,8 @@ def test_memory_stays_bounded(checkpoint, tmp_path):
     added, peak = (b - a for a, b in zip(*found, strict=True))
     assert added > 100e6
     assert peak < added / 2, (added, peak)
+
+
+def test_the_oldest_onnxruntime_is_the_library_s(exported):
+    oldest = ir.load(exported("qwen3_moe", activations="float") / "model.onnx").metadata_props["onnxruntime"]
+    assert f"needs ONNX Runtime {oldest} or newer".encode() in Path(library_path()).read_bytes()
