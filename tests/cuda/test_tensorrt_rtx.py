@@ -127,8 +127,8 @@ def test_bad_node(folder, tmp_path, name, new, message):
     assert not (tmp_path / "plan").exists()
 
 
-def attention_model(spec: AttentionSpec, kind: int) -> onnx.ModelProto:
-    """A model of the one node; its norms, if it has them, and sinks are constants."""
+def attention_model(spec: AttentionSpec, kind: int, given: bool = False) -> onnx.ModelProto:
+    """A model of the one node; its norms and sinks are constants, or inputs where they are given and not empty."""
     heads, groups, d = spec.num_heads, spec.kv_num_heads, spec.head_size
     cache, table = ["batch", groups, "past", d], ["batch", "new", spec.rotary_size // 2]
     inputs = {
@@ -137,11 +137,14 @@ def attention_model(spec: AttentionSpec, kind: int) -> onnx.ModelProto:
         "attention_mask": (TensorProto.INT64, ["batch", "total"]),
         "cos": (TensorProto.FLOAT, table), "sin": (TensorProto.FLOAT, table),
     }  # fmt: skip
-    norm = d if spec.qk_norm == "head" else 0
-    constants = {"q_norm": np.ones(norm), "k_norm": np.ones(norm), "sinks": np.full(heads, -np.inf)}
+    norms = {"none": (0, 0), "head": (d, d), "row": (heads * d, groups * d)}[spec.qk_norm]
+    constants = {"q_norm": np.ones(norms[0]), "k_norm": np.ones(norms[1]), "sinks": np.full(heads, -np.inf)}
+    names = [*inputs, *constants]
+    if given:
+        inputs |= {n: (TensorProto.FLOAT, list(values.shape)) for n, values in constants.items() if values.size}
     outputs = {"output": ["batch", "new", heads * d], "present_key": cache, "present_value": cache}
     node = helper.make_node(
-        "CachedAttention", [*inputs, *constants], list(outputs), "attention", domain="quantmoe", **spec.attributes()
+        "CachedAttention", names, list(outputs), "attention", domain="quantmoe", **spec.attributes()
     )
     graph = helper.make_graph(
         [node],
@@ -151,7 +154,7 @@ def attention_model(spec: AttentionSpec, kind: int) -> onnx.ModelProto:
             helper.make_tensor_value_info(n, kind, [d if d != "past" else "present" for d in dims])
             for n, dims in outputs.items()
         ],
-        [numpy_helper.from_array(values.astype(np.float32), n) for n, values in constants.items()],
+        [numpy_helper.from_array(values.astype(np.float32), n) for n, values in constants.items() if n not in inputs],
     )
     imports = [helper.make_opsetid("", 20), helper.make_opsetid("quantmoe", 1)]
     return helper.make_model(graph, opset_imports=imports, ir_version=10)
