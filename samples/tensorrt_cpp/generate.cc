@@ -1,4 +1,7 @@
 // Greedy decoding of an exported folder: generate LIBRARY FOLDER COUNT ID... [-- EXPECTED...] prints COUNT token ids.
+//
+// The cache has room for all of them and stays where it is: past and present are bound to the same memory. So every
+// token after the prompt has the same shapes, and one CUDA graph serves them all.
 #include <NvInfer.h>
 #include <NvOnnxParser.h>
 #include <cuda_runtime_api.h>
@@ -9,7 +12,6 @@
 #include <iostream>
 #include <map>
 #include <memory>
-#include <numeric>
 #include <string>
 #include <vector>
 
@@ -45,7 +47,7 @@ int main(int argc, char** argv) {
   if (split != arguments.end())
     std::transform(split + 1, arguments.end(), std::back_inserter(expected),
                    [](const auto& a) { return std::stoll(a); });
-  const int64_t most = static_cast<int64_t>(ids.size()) + std::stoll(argv[3]);
+  const int64_t prompt = std::ssize(ids), capacity = prompt + std::stoll(argv[3]);
 
   Logger logger;
   const std::unique_ptr<IBuilder> builder(createInferBuilder(logger));
@@ -56,65 +58,89 @@ int main(int argc, char** argv) {
   const std::unique_ptr<nvonnxparser::IParser> parser(nvonnxparser::createParser(*network, logger));
   Need(parser->parseFromFile((std::string(argv[2]) + "/model.onnx").c_str(), 2), "the model does not parse");
 
-  IOptimizationProfile* profile = builder->createOptimizationProfile();  // batch 1, nothing cached, 1 to `most` tokens
-  for (int i = 0; i < network->getNbInputs(); ++i) {
-    const ITensor* input = network->getInput(i);
-    for (const auto select : {OptProfileSelector::kMIN, OptProfileSelector::kOPT, OptProfileSelector::kMAX}) {
+  const std::unique_ptr<IBuilderConfig> config(builder->createBuilderConfig());
+  for (const int64_t length : {prompt, int64_t{1}}) {  // a profile for the prompt, one for a token
+    IOptimizationProfile* profile = builder->createOptimizationProfile();
+    for (int i = 0; i < network->getNbInputs(); ++i) {
+      const ITensor* input = network->getInput(i);
       Dims dims = input->getDimensions();
       dims.d[0] = 1;
       if (dims.nbDims == 4) {
-        dims.d[2] = 0;
+        dims.d[2] = capacity;
       } else {
-        dims.d[1] = select == OptProfileSelector::kMIN ? 1 : most;
+        dims.d[1] = input->getName() == std::string("attention_mask") ? capacity : length;
       }
-      profile->setDimensions(input->getName(), select, dims);
+      for (const auto select : {OptProfileSelector::kMIN, OptProfileSelector::kOPT, OptProfileSelector::kMAX})
+        Need(profile->setDimensions(input->getName(), select, dims), "no profile");
     }
+    config->addOptimizationProfile(profile);
   }
-  const std::unique_ptr<IBuilderConfig> config(builder->createBuilderConfig());
-  config->addOptimizationProfile(profile);
   const std::unique_ptr<IHostMemory> plan(Need(builder->buildSerializedNetwork(*network, *config), "no engine"));
   const std::unique_ptr<IRuntime> runtime(createInferRuntime(logger));
   const std::unique_ptr<ICudaEngine> engine(
       Need(runtime->deserializeCudaEngine(plan->data(), plan->size()), "no engine"));
-  const std::unique_ptr<IExecutionContext> context(engine->createExecutionContext());
-
-  // One buffer a tensor, for the longest sequence.
-  std::map<std::string, void*> buffers;
-  for (int i = 0; i < engine->getNbIOTensors(); ++i) {
-    const char* name = engine->getIOTensorName(i);
-    const Dims dims = engine->getTensorShape(name);
-    int64_t bytes = 8;
-    for (int d = 0; d < dims.nbDims; ++d) bytes *= dims.d[d] > 0 ? dims.d[d] : d ? most : 1;
-    Check(cudaMalloc(&buffers[name], bytes));
-    context->setTensorAddress(name, buffers[name]);
-    if (engine->getTensorIOMode(name) == TensorIOMode::kINPUT && dims.nbDims == 4)
-      context->setInputShape(name, Dims4(1, dims.d[1], 0, dims.d[3]));
-  }
-  const bool bf16 = engine->getTensorDataType("logits") == DataType::kBF16;
   cudaStream_t stream;
   Check(cudaStreamCreate(&stream));
-  while (generated.size() < std::stoul(argv[3])) {
-    const auto length = static_cast<int64_t>(ids.size());
-    std::vector<int64_t> mask(length, 1), positions(length);
-    std::iota(positions.begin(), positions.end(), 0);
-    for (const auto& [name, values] :
-         {std::pair("input_ids", &ids), {"attention_mask", &mask}, {"position_ids", &positions}}) {
-      if (!buffers.contains(name)) continue;
-      Check(cudaMemcpy(buffers[name], values->data(), 8 * length, cudaMemcpyHostToDevice));
-      context->setInputShape(name, Dims2(1, length));
+
+  // One buffer a tensor; a present has its past's.
+  std::map<std::string, void*> buffers;
+  const auto context_of = [&](int profile) {
+    IExecutionContext* context = Need(engine->createExecutionContext(), "no context");
+    Need(context->setOptimizationProfileAsync(profile, stream), "no profile");
+    for (int i = 0; i < engine->getNbIOTensors(); ++i) {
+      const std::string name = engine->getIOTensorName(i);
+      const bool input = engine->getTensorIOMode(name.c_str()) == TensorIOMode::kINPUT;
+      const Dims dims = input ? engine->getProfileShape(name.c_str(), profile, OptProfileSelector::kMAX)
+                              : engine->getTensorShape(name.c_str());
+      if (input) Need(context->setInputShape(name.c_str(), dims), "no shape");
+      const std::string of = name.starts_with("present") ? "past_key_values" + name.substr(7) : name;
+      if (!buffers.contains(of)) {
+        int64_t bytes = 8;
+        for (int d = 0; d < dims.nbDims; ++d) bytes *= dims.d[d] > 0 ? dims.d[d] : d ? prompt : 1;
+        Check(cudaMalloc(&buffers[of], bytes));
+        Check(cudaMemset(buffers[of], 0, bytes));
+      }
+      Need(context->setTensorAddress(name.c_str(), buffers[of]), "no address");
     }
-    Need(context->enqueueV3(stream), "the engine does not run");
+    return std::unique_ptr<IExecutionContext>(context);
+  };
+  const auto of_prompt = context_of(0), of_token = context_of(1);
+  const auto set = [&](const char* name, int64_t at, int64_t value) {
+    if (buffers.contains(name))
+      Check(cudaMemcpy(static_cast<int64_t*>(buffers[name]) + at, &value, 8, cudaMemcpyHostToDevice));
+  };
+  const bool bf16 = engine->getTensorDataType("logits") == DataType::kBF16;
+  const int64_t vocabulary = engine->getTensorShape("logits").d[2];
+  const auto take_best = [&](int64_t row) {
     Check(cudaStreamSynchronize(stream));
-    const Dims shape = context->getTensorShape("logits");  // of the last token, or of all
-    const int64_t vocabulary = shape.d[2];
-    std::vector<uint16_t> last(vocabulary);
-    const auto* logits = static_cast<const uint16_t*>(buffers["logits"]) + (shape.d[1] - 1) * vocabulary;
-    Check(cudaMemcpy(last.data(), logits, 2 * vocabulary, cudaMemcpyDeviceToHost));
-    const auto best = std::max_element(last.begin(), last.end(),
+    std::vector<uint16_t> logits(vocabulary);
+    const auto* from = static_cast<const uint16_t*>(buffers["logits"]) + row * vocabulary;
+    Check(cudaMemcpy(logits.data(), from, 2 * vocabulary, cudaMemcpyDeviceToHost));
+    const auto best = std::max_element(logits.begin(), logits.end(),
                                        [&](uint16_t a, uint16_t b) { return Widen(a, bf16) < Widen(b, bf16); });
-    ids.push_back(best - last.begin());
-    generated.push_back(ids.back());
-    std::cout << (generated.size() > 1 ? " " : "") << ids.back() << std::flush;
+    generated.push_back(best - logits.begin());
+    std::cout << (generated.size() > 1 ? " " : "") << generated.back() << std::flush;
+  };
+
+  for (int64_t i = 0; i < prompt; ++i)
+    set("input_ids", i, ids[i]), set("position_ids", i, i), set("attention_mask", i, 1);
+  Need(of_prompt->enqueueV3(stream), "the engine does not run");
+  take_best(of_prompt->getTensorShape("logits").d[1] - 1);  // of the last token, or of all
+  cudaGraphExec_t step = nullptr;
+  for (int64_t at = prompt; at < capacity - 1; ++at) {
+    set("input_ids", 0, generated.back()), set("position_ids", 0, at), set("attention_mask", at, 1);
+    if (step) {
+      Check(cudaGraphLaunch(step, stream));
+    } else {  // TensorRT settles shapes in a call of its own
+      Need(of_token->enqueueV3(stream), "the engine does not run");
+      cudaGraph_t graph;
+      Check(cudaStreamSynchronize(stream));
+      Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+      Need(of_token->enqueueV3(stream), "the engine does not run");
+      Check(cudaStreamEndCapture(stream, &graph));
+      Check(cudaGraphInstantiate(&step, graph, 0));
+    }
+    take_best(0);
   }
   std::cout << "\n";
   return expected.empty() || expected == generated ? 0 : (std::cerr << "not the expected tokens\n", 1);
