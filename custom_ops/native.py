@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.op import AttentionSpec, LinearSpec, MoESpec, RoutingSpec, Spec, enum
+from quantmoe.custom_ops.op import AttentionSpec, ConvSpec, DeltaSpec, LinearSpec, MoESpec, RoutingSpec, Spec, enum
 from quantmoe.custom_ops.structs import ERROR_SIZE, check_status, check_structs, node
 from quantmoe.ort_ext import library_path
 
@@ -101,6 +101,30 @@ class _AttentionCall(ctypes.Structure):
     ]
 
 
+class _ConvCall(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        *((name, ctypes.c_int64) for name in ("batch", "tokens")),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "past_conv", "rows", "y", "present_conv")),
+        ("workspace", ctypes.c_void_p),
+        ("lanes", ctypes.c_int),
+        ("parallel_for", ctypes.c_void_p),
+        ("parallel_context", ctypes.c_void_p),
+    ]
+
+
+class _DeltaCall(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        *((name, ctypes.c_int64) for name in ("batch", "tokens")),
+        *((name, ctypes.c_void_p) for name in ("qkv", "a", "b", "z", "a_log", "dt_bias", "norm")),
+        *((name, ctypes.c_void_p) for name in ("past_state", "rows", "y", "present_state", "workspace")),
+        ("lanes", ctypes.c_int),
+        ("parallel_for", ctypes.c_void_p),
+        ("parallel_context", ctypes.c_void_p),
+    ]
+
+
 @cache
 def library() -> ctypes.CDLL:
     """The kernels, which are in the ONNX Runtime library.
@@ -116,6 +140,8 @@ def library() -> ctypes.CDLL:
         "qm_linear_workspace": ctypes.c_size_t,
         "qm_routing_workspace": ctypes.c_size_t,
         "qm_attention_workspace": ctypes.c_size_t,
+        "qm_conv_workspace": ctypes.c_size_t,
+        "qm_delta_workspace": ctypes.c_size_t,
         "qm_kernel_name": ctypes.c_char_p,
         "qm_kernel_selected": ctypes.c_char_p,
         "qm_version": ctypes.c_char_p,
@@ -368,6 +394,95 @@ def attention(
     return output, key, value
 
 
+def conv(
+    spec: ConvSpec,
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray,
+    past: np.ndarray,
+    rows: np.ndarray,
+    lanes: int = 1,
+    present: np.ndarray | None = None,
+    buffer: Callable[[int], np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """CausalConv through the C ABI.
+
+    Args:
+        x: [B, S, C] f32, f16 or bf16. past: [B, C, W - 1] of x's type.
+        present: where the state goes; past itself: in place. buffer: as NativeMoE's.
+
+    Returns:
+        y and present_conv, of x's type.
+
+    Raises:
+        ValueError: with the C ABI's message.
+    """
+    floats = [np.ascontiguousarray(a, np.float32) for a in (weight, bias)]
+    given = [np.ascontiguousarray(x), *floats, np.ascontiguousarray(past), np.ascontiguousarray(rows, np.int32)]
+    return _stateful("conv", _ConvCall, spec, given, x.shape, present, lanes, buffer)
+
+
+def delta(
+    spec: DeltaSpec,
+    qkv: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    z: np.ndarray,
+    a_log: np.ndarray,
+    dt_bias: np.ndarray,
+    norm: np.ndarray,
+    past: np.ndarray,
+    rows: np.ndarray,
+    lanes: int = 1,
+    present: np.ndarray | None = None,
+    buffer: Callable[[int], np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """GatedDelta through the C ABI.
+
+    Args:
+        qkv: [B, S, 2 G K + H V], a, b, z: of one type, f32, f16 or bf16. past: f32 [B, H, K, V].
+        present, buffer: as :func:`conv`'s.
+
+    Returns:
+        y of qkv's type and present_state f32.
+
+    Raises:
+        ValueError: with the C ABI's message.
+    """
+    floats = [np.ascontiguousarray(t, np.float32) for t in (a_log, dt_bias, norm)]
+    given = [*(np.ascontiguousarray(t) for t in (qkv, a, b, z)), *floats, np.ascontiguousarray(past)]
+    given.append(np.ascontiguousarray(rows, np.int32))
+    shape = (*qkv.shape[:2], spec.num_v_heads * spec.v_head_size)
+    return _stateful("delta", _DeltaCall, spec, given, shape, present, lanes, buffer)
+
+
+def _stateful(
+    name: str,
+    call_type: type[ctypes.Structure],
+    spec: Spec,
+    given: list[np.ndarray],
+    shape: tuple[int, ...],
+    present: np.ndarray | None,
+    lanes: int,
+    buffer: Callable[[int], np.ndarray] | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """A call whose inputs end with a state and ``rows``: output of ``shape`` and the first input's type, and state."""
+    lib, err = library(), ctypes.create_string_buffer(ERROR_SIZE)
+    buffer = buffer or aligned
+    spec_node = ctypes.byref(node(lib, spec))
+    check_status(getattr(lib, f"qm_{name}_validate")(spec_node, err), err)
+    x, past = given[0], given[-2]
+    y = buffer(math.prod(shape) * x.itemsize).view(x.dtype).reshape(shape)
+    if present is None:
+        present = buffer(past.nbytes).view(past.dtype).reshape(past.shape)
+    pointers = [array.ctypes.data if array.size else None for array in [*given, y, present]]
+    call = call_type(_TYPES[x.dtype], *shape[:2], *pointers, None, *_threads(lanes))
+    workspace = buffer(getattr(lib, f"qm_{name}_workspace")(spec_node, ctypes.byref(call)))
+    call.workspace = workspace.ctypes.data  # type: ignore[attr-defined]
+    check_status(getattr(lib, f"qm_{name}_run")(spec_node, ctypes.byref(call), err), err)
+    return y, present
+
+
 def workspace(
     spec: MoESpec | LinearSpec | RoutingSpec,
     tokens: int,
@@ -416,6 +531,8 @@ def refusal(spec: Spec, words: Mapping[str, int]) -> str:
             "QuantLinear": lib.qm_linear_validate,
             "MoERouting": lib.qm_routing_validate,
             "CachedAttention": lib.qm_attention_validate,
+            "CausalConv": lib.qm_conv_validate,
+            "GatedDelta": lib.qm_delta_validate,
         }[spec.OP]
         check_status(validate(ctypes.byref(node(lib, spec)), *shapes, err), err)
     except ValueError as error:

@@ -31,7 +31,7 @@ typedef struct {
 #define QM_PROJECTION_ATTR(kind, name) QM_FIELD(kind, name)
 #include "op.def"
 } qm_projection;
-// qm_moe, qm_linear, qm_routing and qm_attention.
+// qm_moe, qm_linear, qm_routing, qm_attention, qm_conv and qm_delta.
 #define QM_OP(op, name, version) typedef struct {
 #define QM_ATTR(op, kind, name) QM_FIELD(kind, name)
 #define QM_PROJECTION(op, prefix) qm_projection prefix;
@@ -153,6 +153,52 @@ QM_API size_t qm_attention_workspace(const qm_attention*, const qm_attention_cal
 // Fails (QM_INVALID), and writes nothing, when `rows` asks for tokens or slots that are not there, naming the row, or
 // when present is past's memory but has more slots.
 QM_API int qm_attention_run(const qm_attention*, const qm_attention_call*, char* err);
+
+// CausalConv. C: channels, W: width.
+QM_API int qm_conv_validate(const qm_conv*, char* err);
+typedef struct {
+  qm_type type;           // of x, y and the state
+  int64_t batch, tokens;  // B, S
+  const void* x;          // [B, S, C]
+  const float* weight;    // [C, W]
+  const float* bias;      // [C], or NULL
+  const void* past_conv;  // [B, C, W - 1]
+  const int32_t* rows;    // [B, 3]: first token that counts, how many do, tokens before; 0: past is not read
+  void* y;                // [B, S, C]
+  void* present_conv;     // as past_conv, or its memory
+  void* workspace;        // qm_conv_workspace bytes, 64-byte aligned
+  int lanes;
+  qm_parallel_for parallel_for;
+  void* parallel_context;
+} qm_conv_call;
+// W + 1 KiB a lane.
+QM_API size_t qm_conv_workspace(const qm_conv*, const qm_conv_call*);
+// Fails (QM_INVALID), and writes nothing, when `rows` asks for tokens that are not there, naming the row.
+QM_API int qm_conv_run(const qm_conv*, const qm_conv_call*, char* err);
+
+// GatedDelta. G: num_k_heads, H: num_v_heads, K: k_head_size, V: v_head_size.
+QM_API int qm_delta_validate(const qm_delta*, char* err);
+typedef struct {
+  qm_type type;             // of qkv, a, b, z and y
+  int64_t batch, tokens;    // B, S
+  const void* qkv;          // [B, S, 2 G K + H V]
+  const void *a, *b, *z;    // [B, S, H] (decay_per_key: [B, S, H K]), [B, S, H], [B, S, H V]
+  const float* a_log;       // [H]
+  const float* dt_bias;     // [H]; decay_per_key: [H K]
+  const float* norm;        // [V]
+  const float* past_state;  // [B, H, K, V]
+  const int32_t* rows;      // as qm_conv_call's
+  void* y;                  // [B, S, H V]
+  float* present_state;     // as past_state, or its memory
+  void* workspace;          // qm_delta_workspace bytes, 64-byte aligned
+  int lanes;
+  qm_parallel_for parallel_for;
+  void* parallel_context;
+} qm_delta_call;
+// A lane's: 4 (K V + 32 (4 K + 2 V + 16)) bytes, K and V rounded up to 16: 167 KB for K = V = 128.
+QM_API size_t qm_delta_workspace(const qm_delta*, const qm_delta_call*);
+// As qm_conv_run.
+QM_API int qm_delta_run(const qm_delta*, const qm_delta_call*, char* err);
 
 // Packs one matrix [n, k] (codes in the unpacked form of QuantizedMatrix: one byte a code) into panels, FORMAT.md
 // section 2. row_order (optional): source row of each packed row. `dst` starts at panel 0 of this matrix; consecutive

@@ -10,7 +10,6 @@
 #include <limits>
 #include <string>
 #include <string_view>
-#include <utility>
 
 namespace quantmoe {
 
@@ -163,6 +162,11 @@ int check_range(const char* name, int32_t value, int32_t low, int32_t high, char
   return fail(err, QM_INVALID, "%s is %d, expected %d to %d", name, value, low, high);
 }
 
+int check_not_negative(const char* name, float value, char* err) {
+  if (value >= 0.0f && std::isfinite(value)) return QM_OK;
+  return fail(err, QM_INVALID, "%s is %g, expected 0 or a positive number", name, value);
+}
+
 int check_attention(const qm_attention& a, char* err) {
   constexpr int32_t kMaxSize = 1 << 16, kMaxSlots = std::numeric_limits<int32_t>::max();
   QM_TRY(check_node("CachedAttention", &a, err));
@@ -177,9 +181,8 @@ int check_attention(const qm_attention& a, char* err) {
   QM_TRY(check_range("rotary_size", a.rotary_size, 0, a.head_size, err));
   if (a.rotary_size % 2) return fail(err, QM_INVALID, "rotary_size is %d, expected an even number", a.rotary_size);
   QM_TRY(check_range("rotary_interleaved", a.rotary_interleaved, 0, 1, err));
-  for (const auto& [name, value] : {std::pair{"softcap", a.softcap}, {"norm_epsilon", a.norm_epsilon}})
-    if (!(value >= 0.0f) || std::isinf(value))
-      return fail(err, QM_INVALID, "%s is %g, expected 0 or a positive number", name, value);
+  QM_TRY(check_not_negative("softcap", a.softcap, err));
+  QM_TRY(check_not_negative("norm_epsilon", a.norm_epsilon, err));
   if (!std::isfinite(a.scale)) return fail(err, QM_INVALID, "scale is %g, expected a number", a.scale);
   return QM_OK;
 }

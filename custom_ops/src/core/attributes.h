@@ -34,6 +34,9 @@ int check_node(const char* op, const void* node, char* err);
 // Refuses a number outside low to high.
 int check_range(const char* name, int32_t value, int32_t low, int32_t high, char* err);
 
+// Refuses a number below 0, an infinity, NaN.
+int check_not_negative(const char* name, float value, char* err);
+
 // Refuses what no engine's CachedAttention takes.
 int check_attention(const qm_attention& a, char* err);
 

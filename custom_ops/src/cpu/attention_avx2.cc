@@ -1,4 +1,4 @@
-// CachedAttention with AVX2, FMA and F16C: a vector is two ymm.
+// CachedAttention, CausalConv and GatedDelta with AVX2, FMA and F16C: a vector is two ymm.
 #include <immintrin.h>
 
 #pragma GCC diagnostic push
@@ -10,6 +10,7 @@ namespace quantmoe {
 namespace {
 
 constexpr int kRows = 6, kVectors = 1;  // 12 registers of sums
+constexpr int kSlab = 2;
 
 struct Vector {
   __m256 low, high;
@@ -62,14 +63,19 @@ inline void transpose(const C* const* rows, int64_t at, float* out) {
     for (int feature = 0; feature < 16; feature += 8)
       transpose_eight(rows + key, at + feature, out + feature * 16 + key);
 }
+inline __m256 without_payload(__m256 x) {
+  return _mm256_blendv_ps(x, _mm256_set1_ps(bit_cast<float>(0x7fc00000u)), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+}
+inline Vector without_payload(const Vector& x) { return {without_payload(x.low), without_payload(x.high)}; }
 
 }  // namespace
 }  // namespace quantmoe
 
-#include "cpu/attention.h"
+#include "cpu/linear_attention.h"
 
 namespace quantmoe {
 
 const AttentionKernel attention_avx2 = {QM_ATTENTION};
+const LinearAttentionKernel linear_attention_avx2 = {QM_LINEAR_ATTENTION};
 
 }  // namespace quantmoe

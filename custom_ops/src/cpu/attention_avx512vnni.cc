@@ -1,4 +1,4 @@
-// CachedAttention with AVX-512: a vector is a zmm.
+// CachedAttention, CausalConv and GatedDelta with AVX-512: a vector is a zmm.
 #include <immintrin.h>
 
 #pragma GCC diagnostic push
@@ -10,6 +10,7 @@ namespace quantmoe {
 namespace {
 
 constexpr int kRows = 8, kVectors = 2;  // 16 registers of sums
+constexpr int kSlab = 4;
 
 using Vector = __m512;
 inline Vector zero() { return _mm512_setzero_ps(); }
@@ -72,14 +73,18 @@ inline void transpose(const uint16_t* const* rows, int64_t at, float* out) {
     store(out + (8 + i) * 16, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(columns, 1)));
   }
 }
+inline Vector without_payload(Vector x) {
+  return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_ps(bit_cast<float>(0x7fc00000u)));
+}
 
 }  // namespace
 }  // namespace quantmoe
 
-#include "cpu/attention.h"
+#include "cpu/linear_attention.h"
 
 namespace quantmoe {
 
 const AttentionKernel attention_avx512vnni = {QM_ATTENTION};
+const LinearAttentionKernel linear_attention_avx512vnni = {QM_LINEAR_ATTENTION};
 
 }  // namespace quantmoe

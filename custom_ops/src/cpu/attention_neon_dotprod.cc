@@ -1,4 +1,4 @@
-// CachedAttention with NEON: a vector is four registers.
+// CachedAttention, CausalConv and GatedDelta with NEON: a vector is four registers.
 #include <arm_neon.h>
 
 #pragma GCC diagnostic push
@@ -10,6 +10,7 @@ namespace quantmoe {
 namespace {
 
 constexpr int kRows = 6, kVectors = 1;  // 24 registers of sums
+constexpr int kSlab = 2;
 
 struct Vector {
   float32x4_t parts[4];
@@ -49,14 +50,20 @@ inline void transpose(const C* const* rows, int64_t at, float* out) {
     for (int feature = 0; feature < 16; feature += 4)
       transpose_four(rows + key, at + feature, out + feature * 16 + key);
 }
+inline Vector without_payload(Vector x) {
+  for (float32x4_t& part : x.parts)
+    part = vbslq_f32(vceqq_f32(part, part), part, vdupq_n_f32(bit_cast<float>(0x7fc00000u)));
+  return x;
+}
 
 }  // namespace
 }  // namespace quantmoe
 
-#include "cpu/attention.h"
+#include "cpu/linear_attention.h"
 
 namespace quantmoe {
 
 const AttentionKernel attention_neon_dotprod = {QM_ATTENTION};
+const LinearAttentionKernel linear_attention_neon_dotprod = {QM_LINEAR_ATTENTION};
 
 }  // namespace quantmoe

@@ -1,4 +1,4 @@
-// CachedAttention in standard C++.
+// CachedAttention, CausalConv and GatedDelta in standard C++.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
 #include "cpu/elementwise.h"
@@ -8,6 +8,7 @@ namespace quantmoe {
 namespace {
 
 constexpr int kRows = 2, kVectors = 1;
+constexpr int kSlab = 2;
 
 struct Vector {
   float lanes[16];
@@ -41,14 +42,19 @@ inline void transpose(const C* const* rows, int64_t at, float* out) {
     for (int i = 0; i < 16; ++i) out[i * 16 + j] = x.lanes[i];
   }
 }
+inline Vector without_payload(Vector x) {
+  for (float& lane : x.lanes) lane = lane != lane ? bit_cast<float>(0x7fc00000u) : lane;
+  return x;
+}
 
 }  // namespace
 }  // namespace quantmoe
 
-#include "cpu/attention.h"
+#include "cpu/linear_attention.h"
 
 namespace quantmoe {
 
 const AttentionKernel attention_portable = {QM_ATTENTION};
+const LinearAttentionKernel linear_attention_portable = {QM_LINEAR_ATTENTION};
 
 }  // namespace quantmoe

@@ -109,6 +109,49 @@ struct AttentionKernel {
 };
 extern const AttentionKernel attention_portable, attention_avx2, attention_avx512vnni, attention_neon_dotprod;
 
+// CausalConv and GatedDelta: what their kernels see of a call (linear_attention.cc), and their arithmetic
+// (linear_attention.h, FORMAT.md 6).
+constexpr int64_t kConvChannels = 128;  // of a task
+constexpr int64_t kMaxConvWidth = 64;
+constexpr int64_t kDeltaTokens = 32;  // whose operands are prepared together
+constexpr int64_t kDeltaHere = 8;     // most tokens that work on the state where it is
+
+struct Conv {
+  const qm_conv& node;
+  const qm_conv_call& call;
+
+  // Weights, bias, output, and the inputs of W tokens.
+  int64_t scratch_floats() const { return (2 * int64_t{node.width} + 2) * kConvChannels; }
+};
+
+struct Delta {
+  const qm_delta& node;
+  const qm_delta_call& call;
+
+  int64_t qkv_width() const {
+    return 2 * int64_t{node.num_k_heads} * node.k_head_size + int64_t{node.num_v_heads} * node.v_head_size;
+  }
+  int64_t padded_keys() const { return align_up(node.k_head_size, 16); }
+  int64_t padded_values() const { return align_up(node.v_head_size, 16); }
+  int64_t operand_floats() const { return 4 * padded_keys() + 16; }  // of a token
+  // Scratch of a lane, in floats; each piece is a multiple of a cache line. The state's columns are in slabs, one after
+  // the other, each [k_head_size][its columns].
+  int64_t state_at() const { return 0; }
+  int64_t operands_at() const { return node.k_head_size * padded_values(); }
+  int64_t values_at() const { return operands_at() + kDeltaTokens * operand_floats(); }
+  int64_t outputs_at() const { return values_at() + kDeltaTokens * padded_values(); }
+  int64_t scratch_floats() const { return outputs_at() + kDeltaTokens * padded_values(); }
+};
+
+struct LinearAttentionKernel {
+  // Row b's tokens, in channels first .. first + kConvChannels - 1.
+  void (*conv)(const Conv& conv, int64_t b, int64_t first, float* scratch);
+  // Row b's tokens, of a value head.
+  void (*delta)(const Delta& delta, int64_t b, int64_t head, float* scratch);
+};
+extern const LinearAttentionKernel linear_attention_portable, linear_attention_avx2, linear_attention_avx512vnni,
+    linear_attention_neon_dotprod;
+
 struct CpuKernel {
   const char* name;
   bool (*usable)();
@@ -135,6 +178,7 @@ struct CpuKernel {
   // The instructions of this kernel's int8 products on registers alone; returns the multiply-adds done. probe_<isa>.cc
   int64_t (*int8_peak)(int64_t rounds);
   const AttentionKernel* attention;
+  const LinearAttentionKernel* linear_attention;
 };
 
 int64_t int8_peak_portable(int64_t rounds);

@@ -290,7 +290,7 @@ bool usable() { return x86_has(kSavesYmm, bit_AVX | bit_FMA | bit_F16C, bit_AVX2
 
 }  // namespace
 
-const CpuKernel panel_avx2 = {"panel_avx2", usable,         kTileRows,      QM_ELEMENTWISE(pack_tile_offset),
-                              multiply,     int8_peak_avx2, &attention_avx2};
+const CpuKernel panel_avx2 = {"panel_avx2", usable,         kTileRows,       QM_ELEMENTWISE(pack_tile_offset),
+                              multiply,     int8_peak_avx2, &attention_avx2, &linear_attention_avx2};
 
 }  // namespace quantmoe

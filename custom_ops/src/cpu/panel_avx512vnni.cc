@@ -333,8 +333,13 @@ bool usable() {
 
 }  // namespace
 
-const CpuKernel panel_avx512vnni = {
-    "panel_avx512vnni",   usable, kTileRows, QM_ELEMENTWISE(pack_tile_offset), multiply, int8_peak_avx512vnni,
-    &attention_avx512vnni};
+const CpuKernel panel_avx512vnni = {"panel_avx512vnni",
+                                    usable,
+                                    kTileRows,
+                                    QM_ELEMENTWISE(pack_tile_offset),
+                                    multiply,
+                                    int8_peak_avx512vnni,
+                                    &attention_avx512vnni,
+                                    &linear_attention_avx512vnni};
 
 }  // namespace quantmoe

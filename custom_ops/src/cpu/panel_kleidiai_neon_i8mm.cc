@@ -119,9 +119,13 @@ bool usable() {
 
 }  // namespace
 
-const CpuKernel panel_kleidiai = {
-    "panel_kleidiai",           usable,         16,
-    QM_ELEMENTWISE(pack_fours), multiply_fours, [](int64_t rounds) { return panel_neon_i8mm.int8_peak(rounds); },
-    &attention_neon_dotprod};
+const CpuKernel panel_kleidiai = {"panel_kleidiai",
+                                  usable,
+                                  16,
+                                  QM_ELEMENTWISE(pack_fours),
+                                  multiply_fours,
+                                  [](int64_t rounds) { return panel_neon_i8mm.int8_peak(rounds); },
+                                  &attention_neon_dotprod,
+                                  &linear_attention_neon_dotprod};
 
 }  // namespace quantmoe

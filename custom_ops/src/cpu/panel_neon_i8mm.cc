@@ -21,6 +21,7 @@ const CpuKernel panel_neon_i8mm = {"panel_neon_i8mm",
                                    QM_ELEMENTWISE(pack_rows),
                                    multiply_rows,
                                    int8_peak,
-                                   &attention_neon_dotprod};
+                                   &attention_neon_dotprod,
+                                   &linear_attention_neon_dotprod};
 
 }  // namespace quantmoe

@@ -117,7 +117,8 @@ void multiply(const Product& product) {
 
 }  // namespace
 
-const CpuKernel panel_portable = {"panel_portable",   [] { return true; }, 4, QM_ELEMENTWISE(pack_tile), multiply,
-                                  int8_peak_portable, &attention_portable};
+const CpuKernel panel_portable = {
+    "panel_portable",    [] { return true; },       4, QM_ELEMENTWISE(pack_tile), multiply, int8_peak_portable,
+    &attention_portable, &linear_attention_portable};
 
 }  // namespace quantmoe

@@ -1,0 +1,71 @@
+// CausalConv and GatedDelta on the CPU. A task is all tokens of a row and some channels, or of a row and a value head:
+// it alone reads and writes its part of the state, which may be in place.
+#include <algorithm>
+
+#include "core/parallel.h"
+#include "cpu/kernel.h"
+
+namespace quantmoe {
+namespace {
+
+template <class Call>
+int lanes_of(const Call& call) {
+  return call.parallel_for && call.lanes > 1 ? call.lanes : 1;
+}
+
+template <class Call>
+int check_rows(const Call& call, char* err) {
+  for (int64_t b = 0; b < call.batch; ++b) {
+    const int64_t begin = call.rows[3 * b], count = call.rows[3 * b + 1], past = call.rows[3 * b + 2];
+    const bool negative = begin < 0 || count < 0 || past < 0;
+    if (negative || begin + count > call.tokens)
+      return fail(err, QM_INVALID, "rows[%lld] is [%lld, %lld, %lld] (first token, tokens, tokens before): %s %lld",
+                  (long long)b, (long long)begin, (long long)count, (long long)past,
+                  negative ? "expected numbers of at least" : "the call's tokens are",
+                  negative ? 0ll : (long long)call.tokens);
+  }
+  return QM_OK;
+}
+
+// Runs body(b, i, scratch) for each row b and i < count.
+template <class Call, class Body>
+void each(const Call& call, int64_t count, int64_t floats, const Body& body) {
+  parallel(lanes_of(call), call.parallel_for, call.parallel_context, call.batch * count, [&](int lane, int64_t task) {
+    body(task / count, task % count, static_cast<float*>(call.workspace) + lane * floats);
+  });
+}
+
+}  // namespace
+}  // namespace quantmoe
+
+using namespace quantmoe;
+
+size_t qm_conv_workspace(const qm_conv* node, const qm_conv_call* call) {
+  return static_cast<size_t>(lanes_of(*call) * Conv{*node, *call}.scratch_floats() * 4);
+}
+
+int qm_conv_run(const qm_conv* node, const qm_conv_call* call, char* err) {
+  const CpuKernel* kernel = select_kernel(err);
+  if (!kernel) return QM_UNSUPPORTED;
+  if (int status = check_rows(*call, err)) return status;
+  const Conv conv{*node, *call};
+  each(*call, ceil_div(node->channels, kConvChannels), conv.scratch_floats(),
+       [&](int64_t b, int64_t i, float* scratch) {
+         kernel->linear_attention->conv(conv, b, i * kConvChannels, scratch);
+       });
+  return QM_OK;
+}
+
+size_t qm_delta_workspace(const qm_delta* node, const qm_delta_call* call) {
+  return static_cast<size_t>(lanes_of(*call) * Delta{*node, *call}.scratch_floats() * 4);
+}
+
+int qm_delta_run(const qm_delta* node, const qm_delta_call* call, char* err) {
+  const CpuKernel* kernel = select_kernel(err);
+  if (!kernel) return QM_UNSUPPORTED;
+  if (int status = check_rows(*call, err)) return status;
+  const Delta delta{*node, *call};
+  each(*call, node->num_v_heads, delta.scratch_floats(),
+       [&](int64_t b, int64_t head, float* scratch) { kernel->linear_attention->delta(delta, b, head, scratch); });
+  return QM_OK;
+}

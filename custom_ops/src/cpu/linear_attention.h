@@ -1,0 +1,286 @@
+// CausalConv and GatedDelta on attention.h's vectors: FORMAT.md section 6, operation by operation. An instruction set's
+// file includes this after attention.h, and defines before it in an unnamed namespace
+//   kSlab                  vectors of a state's columns that are worked on at a time: their sums fit the registers, K
+//   rows of
+//                          them L1
+//   without_payload(x)     x with the quiet NaN for each NaN
+#pragma once
+#include "cpu/attention.h"
+
+namespace quantmoe {
+namespace {
+
+// The sum of a[i] b[i], n numbers, in 16 lanes.
+inline float dot_lanes(const float* a, const float* b, int64_t n) {
+  float lanes[16] = {};
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    for (int j = 0; j < 16; ++j) lanes[j] = fma(a[i + j], b[i + j], lanes[j]);
+  for (int j = 0; i < n; ++i, ++j) lanes[j] = fma(a[i], b[i], lanes[j]);
+  return sum_lanes(lanes);
+}
+
+// log(1 + e^x), within a few roundings: log(1 + u) = 2 artanh(u / (2 + u)), u in (0, 1], by the first seven terms of
+// the series, which leave out 2e-8 of it.
+inline float softplus_f32(float x) {
+  const float u = exp_f32(x < 0.0f ? x : -x), s = u / (2.0f + u), z = s * s;
+  float p = 1.0f / 13.0f;
+  p = fma(p, z, 1.0f / 11.0f);
+  p = fma(p, z, 1.0f / 9.0f);
+  p = fma(p, z, 1.0f / 7.0f);
+  p = fma(p, z, 0.2f);
+  p = fma(p, z, 1.0f / 3.0f);
+  p = fma(p, z, 1.0f);
+  return (x < 0.0f ? 0.0f : x) + (s + s) * p;
+}
+
+// What a token's decay is of a state; so small a one is 0, as products with it would be subnormal, which are slow.
+inline float decay_f32(float rate, float x) {
+  const float g = rate * softplus_f32(x);
+  return g > 60.0f ? 0.0f : exp_f32(-g);
+}
+
+// One token of n channels. rows: W inputs [n] each, the oldest first. weights: [W][n].
+template <int W>
+void convolve(const float* const* rows, const float* weights, const float* bias, int64_t n, float* __restrict out) {
+  for (int64_t c = 0; c < n; ++c) {
+    float sum = bias[c];
+    QM_EACH(j, W) sum = fma(weights[j * kConvChannels + c], rows[j][c], sum);
+    out[c] = sum;
+  }
+}
+void convolve(int64_t width, const float* const* rows, const float* weights, const float* bias, int64_t n,
+              float* __restrict out) {
+  if (width == 4) return convolve<4>(rows, weights, bias, n, out);
+  std::copy_n(bias, n, out);
+  for (int64_t j = 0; j < width; ++j)
+    for (int64_t c = 0; c < n; ++c) out[c] = fma(weights[j * kConvChannels + c], rows[j][c], out[c]);
+}
+
+// Channels c .. c + n - 1 of an input between memory, [.., C] or a state's [C, W - 1], and rows of floats.
+template <class Bits>
+void convolution(const Conv& conv, int64_t b, int64_t first, float* scratch) {
+  const qm_conv_call& call = conv.call;
+  const int64_t width = conv.node.width, before = width - 1, channels = conv.node.channels, tokens = call.tokens;
+  const int64_t n = std::min(kConvChannels, channels - first);
+  const int64_t begin = call.rows[3 * b], count = call.rows[3 * b + 1];
+  const Bits* const past = static_cast<const Bits*>(call.past_conv) + (b * channels + first) * before;
+  Bits* const present = static_cast<Bits*>(call.present_conv) + (b * channels + first) * before;
+  const Bits* const x = static_cast<const Bits*>(call.x) + b * tokens * channels + first;
+  Bits* const y = static_cast<Bits*>(call.y) + b * tokens * channels + first;
+  for (int64_t t = 0; t < tokens; ++t)
+    if (t < begin || t >= begin + count) std::fill_n(y + t * channels, n, Bits{});
+  if (!count) {
+    if (past != present) std::copy_n(past, n * before, present);
+    return;
+  }
+  float *const weights = scratch, *const bias = weights + width * kConvChannels, *const out = bias + kConvChannels;
+  float* const ring = out + kConvChannels;  // the input of a token, counted from the first in the state, mod W
+  Bits bits[kConvChannels];
+  for (int64_t j = 0; j < width; ++j)
+    for (int64_t c = 0; c < n; ++c) weights[j * kConvChannels + c] = call.weight[(first + c) * width + j];
+  for (int64_t c = 0; c < n; ++c) bias[c] = call.bias ? call.bias[first + c] : 0.0f;
+  for (int64_t j = 0; j < before; ++j) {
+    for (int64_t c = 0; c < n; ++c) bits[c] = call.rows[3 * b + 2] ? past[c * before + j] : Bits{};
+    to_float(call.type, bits, n, ring + j * kConvChannels);
+  }
+  for (int64_t t = 0; t < count; ++t) {
+    const float* rows[kMaxConvWidth];
+    for (int64_t j = 0; j < width; ++j) rows[j] = ring + (t + j) % width * kConvChannels;
+    to_float(call.type, x + (begin + t) * channels, n, ring + (t + before) % width * kConvChannels);
+    convolve(width, rows, weights, bias, n, out);
+    static_assert(count_values("conv_activation") == 2, "the if below");
+    if (conv.node.activation == k_conv_activation_silu)
+      for (int64_t c = 0; c < n; ++c) out[c] = silu_f32(out[c]);
+    from_float(call.type, out, n, y + (begin + t) * channels);
+  }
+  // The bits of the last inputs: of those before the call first, which may be present's memory.
+  const int64_t kept = std::max<int64_t>(0, before - count);
+  for (int64_t c = 0; c < n; ++c) {
+    for (int64_t j = 0; j < kept; ++j)
+      present[c * before + j] = call.rows[3 * b + 2] ? past[c * before + count + j] : Bits{};
+    for (int64_t j = kept; j < before; ++j) present[c * before + j] = x[(begin + count - before + j) * channels + c];
+  }
+}
+void conv(const Conv& conv, int64_t b, int64_t first, float* scratch) {
+  conv.call.type == QM_F32 ? convolution<uint32_t>(conv, b, first, scratch)
+                           : convolution<uint16_t>(conv, b, first, scratch);
+}
+
+// A token's operands, each K numbers but for the last.
+struct Operands {
+  const float *key, *decay;                  // what the state's update takes
+  const float *decayed_key, *decayed_query;  // what the state before it is multiplied by
+  float beta, product;                       // of key and query
+};
+inline Operands operands(const Delta& d, const float* scratch, int64_t token) {
+  const float* const at = scratch + d.operands_at() + token * d.operand_floats();
+  const int64_t k = d.padded_keys();
+  return {at, at + k, at + 2 * k, at + 3 * k, at[4 * k], at[4 * k + 1]};
+}
+
+// Operands and values of n tokens, from `first` on of those that count.
+void prepare(const Delta& d, int64_t b, int64_t head, int64_t first, int64_t n, float* scratch) {
+  const qm_delta& node = d.node;
+  const qm_delta_call& call = d.call;
+  const int64_t k = node.k_head_size, v = node.v_head_size, keys = int64_t{node.num_k_heads} * k;
+  const int64_t element = call.type == QM_F32 ? 4 : 2, group = head / (node.num_v_heads / node.num_k_heads);
+  const int64_t decays = node.decay_per_key ? k : 1;
+  const float rate = exp_f32(call.a_log[head]);
+  const auto input = [&](const void* x, int64_t token, int64_t width, int64_t at) {
+    return static_cast<const uint8_t*>(x) + (token * width + at) * element;
+  };
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t token = b * call.tokens + call.rows[3 * b] + first + i, width = d.qkv_width();
+    float* const key = scratch + d.operands_at() + i * d.operand_floats();
+    float *const decay = key + d.padded_keys(), *const decayed_key = decay + d.padded_keys();
+    float *const query = decayed_key + d.padded_keys(), *const scalars = query + d.padded_keys();
+    to_float(call.type, input(call.qkv, token, width, group * k), k, query);
+    to_float(call.type, input(call.qkv, token, width, keys + group * k), k, key);
+    to_float(call.type, input(call.qkv, token, width, 2 * keys + head * v), v,
+             scratch + d.values_at() + i * d.padded_values());
+    const float q_norm = 1.0f / std::sqrt(dot_lanes(query, query, k) + node.l2_epsilon);
+    const float k_norm = 1.0f / std::sqrt(dot_lanes(key, key, k) + node.l2_epsilon);
+    for (int64_t j = 0; j < k; ++j) query[j] = query[j] * q_norm * node.scale;
+    for (int64_t j = 0; j < k; ++j) key[j] = key[j] * k_norm;
+    scalars[1] = dot_lanes(query, key, k);
+    to_float(call.type, input(call.b, token, node.num_v_heads, head), 1, scalars);
+    scalars[0] = node.beta_scale * sigmoid_f32(scalars[0]);
+    to_float(call.type, input(call.a, token, node.num_v_heads * decays, head * decays), decays, decay);
+    for (int64_t j = 0; j < decays; ++j) decay[j] = decay_f32(rate, decay[j] + call.dt_bias[head * decays + j]);
+    if (decays == 1) std::fill(decay, decay + k, decay[0]);
+    for (int64_t j = 0; j < k; ++j) decayed_key[j] = key[j] * decay[j];
+    for (int64_t j = 0; j < k; ++j) query[j] = query[j] * decay[j];
+  }
+}
+
+// K rows of 16 V columns of a head's state: updated with a token's delta, where there is one, then multiplied by the
+// next token's operands, where there is one. kLast: no NaN has a payload.
+template <int V, bool kUpdate, bool kMultiply, bool kLast>
+inline void pass(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t k, const Operands& token,
+                 const Vector (&delta)[V], const Operands& next, Vector (&m)[V], Vector (&o)[V]) {
+  if (kMultiply) QM_EACH(v, V) m[v] = o[v] = zero();
+  for (int64_t i = 0; i < k; ++i, from += from_stride, to += to_stride) {
+    Vector s[V];
+    QM_EACH(v, V) s[v] = load(from + v * 16);
+    if (kUpdate) {
+      QM_EACH(v, V) s[v] = multiply_add(token.key[i], delta[v], multiply(token.decay[i], s[v]));
+      QM_EACH(v, V) store(to + v * 16, kLast ? without_payload(s[v]) : s[v]);
+    }
+    if (kMultiply) {
+      QM_EACH(v, V) m[v] = multiply_add(next.decayed_key[i], s[v], m[v]);
+      QM_EACH(v, V) o[v] = multiply_add(next.decayed_query[i], s[v], o[v]);
+    }
+  }
+}
+
+// n tokens over 16 V columns of a state, from column c on: values to outputs.
+template <int V>
+void slab(const Delta& d, const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t c, int64_t n,
+          bool last, float* scratch) {
+  const int64_t k = d.node.k_head_size;
+  Vector m[V], o[V], delta[V];
+  Operands token = operands(d, scratch, 0);
+  pass<V, false, true, false>(from, from_stride, nullptr, 0, k, token, delta, token, m, o);
+  for (int64_t i = 0; i < n; ++i) {
+    const float* const values = scratch + d.values_at() + i * d.padded_values() + c;
+    float* const outputs = scratch + d.outputs_at() + i * d.padded_values() + c;
+    QM_EACH(v, V) delta[v] = multiply(token.beta, multiply_add(-1.0f, m[v], load(values + v * 16)));
+    QM_EACH(v, V) store(outputs + v * 16, multiply_add(token.product, delta[v], o[v]));
+    if (i + 1 < n) {
+      const Operands next = operands(d, scratch, i + 1);
+      pass<V, true, true, false>(from, from_stride, to, to_stride, k, token, delta, next, m, o);
+      token = next;
+    } else if (last) {
+      pass<V, true, false, true>(from, from_stride, to, to_stride, k, token, delta, token, m, o);
+    } else {
+      pass<V, true, false, false>(from, from_stride, to, to_stride, k, token, delta, token, m, o);
+    }
+    from = to;
+    from_stride = to_stride;
+  }
+}
+template <int V = kSlab>
+void slab(int64_t vectors, const Delta& d, const float* from, int64_t from_stride, float* to, int64_t to_stride,
+          int64_t c, int64_t n, bool last, float* scratch) {
+  if (vectors >= V) return slab<V>(d, from, from_stride, to, to_stride, c, n, last, scratch);
+  if constexpr (V > 1) slab<V - 1>(vectors, d, from, from_stride, to, to_stride, c, n, last, scratch);
+}
+
+// Outputs of n tokens, normed and gated, to y.
+void gate(const Delta& d, int64_t b, int64_t head, int64_t first, int64_t n, float* scratch) {
+  const qm_delta& node = d.node;
+  const qm_delta_call& call = d.call;
+  const int64_t v = node.v_head_size, element = call.type == QM_F32 ? 4 : 2;
+  float* const z = scratch + d.values_at();
+  static_assert(count_values("output_gate") == 2, "the if below");
+  for (int64_t i = 0; i < n; ++i) {
+    float* const o = scratch + d.outputs_at() + i * d.padded_values();
+    const int64_t token = b * call.tokens + call.rows[3 * b] + first + i, at = (token * node.num_v_heads + head) * v;
+    const float r = 1.0f / std::sqrt(dot_lanes(o, o, v) / static_cast<float>(v) + node.norm_epsilon);
+    to_float(call.type, static_cast<const uint8_t*>(call.z) + at * element, v, z);
+    if (node.gate == k_output_gate_silu)
+      for (int64_t j = 0; j < v; ++j) z[j] = silu_f32(z[j]);
+    else
+      for (int64_t j = 0; j < v; ++j) z[j] = sigmoid_f32(z[j]);
+    for (int64_t j = 0; j < v; ++j) o[j] = o[j] * r * call.norm[j] * z[j];
+    from_float(call.type, o, v, static_cast<uint8_t*>(call.y) + at * element);
+  }
+}
+
+// All tokens of a row and value head.
+void delta(const Delta& d, int64_t b, int64_t head, float* scratch) {
+  const qm_delta& node = d.node;
+  const qm_delta_call& call = d.call;
+  const int64_t k = node.k_head_size, v = node.v_head_size, width = v * (call.type == QM_F32 ? 4 : 2);
+  const int64_t begin = call.rows[3 * b], count = call.rows[3 * b + 1], at = (b * node.num_v_heads + head) * k * v;
+  const float* const past = call.past_state + at;
+  float *const present = call.present_state + at, *const state = scratch + d.state_at();
+  for (int64_t t = 0; t < call.tokens; ++t)
+    if (t < begin || t >= begin + count)
+      std::memset(static_cast<uint8_t*>(call.y) + ((b * call.tokens + t) * node.num_v_heads + head) * width, 0,
+                  static_cast<size_t>(width));
+  if (!count) {
+    if (past != present) std::memcpy(present, past, static_cast<size_t>(k * v) * 4);
+    return;
+  }
+  // A few tokens read and write the state where it is; for more, slabs of it lie together, in other sets of L1.
+  const bool here = count <= kDeltaHere && v % 16 == 0, zeros = call.rows[3 * b + 2] == 0;
+  if (zeros) std::fill_n(here ? present : state, k * (here ? v : d.padded_values()), 0.0f);
+  const auto each_slab = [&](const auto& body) {
+    for (int64_t c = 0; c < d.padded_values(); c += 16 * kSlab)
+      body(c, std::min<int64_t>(kSlab, (d.padded_values() - c) / 16));
+  };
+  const auto copy = [&](bool in) {
+    each_slab([&](int64_t c, int64_t vectors) {
+      const int64_t n = std::min(16 * vectors, v - c);
+      for (int64_t i = 0; i < k; ++i) {
+        float *const inside = state + k * c + i * 16 * vectors, *const outside = present + i * v + c;
+        if (!in) {
+          std::copy_n(inside, n, outside);
+        } else {
+          std::copy_n(past + i * v + c, n, inside);
+          std::fill(inside + n, inside + 16 * vectors, 0.0f);
+        }
+      }
+    });
+  };
+  if (!here && !zeros) copy(true);
+  for (int64_t first = 0; first < count; first += kDeltaTokens) {
+    const int64_t n = std::min(kDeltaTokens, count - first);
+    const bool last = first + n == count;
+    prepare(d, b, head, first, n, scratch);
+    each_slab([&](int64_t c, int64_t vectors) {
+      float* const to = here ? present + c : state + k * c;
+      const int64_t stride = here ? v : 16 * vectors;
+      slab(vectors, d, here && !zeros ? past + c : to, stride, to, stride, c, n, last, scratch);
+    });
+    gate(d, b, head, first, n, scratch);
+  }
+  if (!here) copy(false);
+}
+
+#define QM_LINEAR_ATTENTION conv, delta
+
+}  // namespace
+}  // namespace quantmoe
