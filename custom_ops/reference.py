@@ -364,7 +364,7 @@ def delta(
     q, k = (x / np.sqrt((x * x).sum(3, keepdims=True) + np.float32(spec.l2_epsilon)) for x in (q, k))
     q, k = (np.repeat(x, heads // groups, 2) for x in (q * np.float32(spec.scale), k))
     v = v.reshape(batch, tokens, heads, value)
-    step = np.logaddexp(0, a.astype(np.float64) + dt_bias).reshape(batch, tokens, heads, -1)
+    step = np.logaddexp(0, a.astype(np.float64) + dt_bias).reshape(batch, tokens, heads, dt_bias.size // heads)
     decay = np.exp(-np.exp(a_log.astype(np.float64))[:, None] * step)
     beta = np.float32(spec.beta_scale) * sigmoid(b.astype(np.float64))
     y, present = np.zeros((batch, tokens, heads, value)), past_state.astype(np.float64)

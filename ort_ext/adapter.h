@@ -132,6 +132,9 @@ class Kernel {
   };
   AttentionShapes ReadAttention(const OrtKernelContext* context, const qm_attention& attention) const;
 
+  // Throws unless an input has the shape; -1: any size.
+  void CheckShape(const OrtKernelContext* context, int32_t input, const Shape& expected) const;
+
   const Op& op_;
   const OrtApi* api_;
   std::string node_;  // the operator and the node's name, the beginning of every message
@@ -282,19 +285,21 @@ Kernel::Tokens Kernel::ReadTokens(const OrtKernelContext* context, int64_t hidde
   return t;
 }
 
+void Kernel::CheckShape(const OrtKernelContext* context, int32_t input, const Shape& expected) const {
+  const Shape found = ShapeOf(Input(context, static_cast<size_t>(input)));
+  bool same = found.size() == expected.size();
+  for (size_t i = 0; same && i < found.size(); ++i) same = expected[i] < 0 || found[i] == expected[i];
+  if (!same)
+    Fail(std::string(op_.inputs.first[input].name) + " has shape " + Text(found) + ", expected " + Text(expected) +
+         " (-1: any size)");
+}
+
 Kernel::AttentionShapes Kernel::ReadAttention(const OrtKernelContext* context, const qm_attention& a) const {
   AttentionShapes s{};
   const Shape qkv = ShapeOf(Input(context, CachedAttention_qkv));
   const Shape past = ShapeOf(Input(context, CachedAttention_past_key));
   const Shape mask = ShapeOf(Input(context, CachedAttention_attention_mask));
-  const auto check = [&](int32_t input, const Shape& expected) {
-    const Shape found = ShapeOf(Input(context, static_cast<size_t>(input)));
-    bool same = found.size() == expected.size();
-    for (size_t i = 0; same && i < found.size(); ++i) same = expected[i] < 0 || found[i] == expected[i];
-    if (!same)
-      Fail(std::string(op_.inputs.first[input].name) + " has shape " + Text(found) + ", expected " + Text(expected) +
-           " (-1: any size)");
-  };
+  const auto check = [&](int32_t input, const Shape& expected) { CheckShape(context, input, expected); };
   const int64_t heads = a.num_heads, groups = a.kv_num_heads, d = a.head_size, v = a.v_head_size;
   check(CachedAttention_qkv, {-1, -1, (heads + groups) * d + groups * v});
   s.batch = qkv[0];
@@ -337,7 +342,7 @@ class Inference {
   Inference(const Op& op, OrtShapeInferContext* context) : op_(op), context_(context) {}
 
   // Outputs have the shape of the first input, but for the size of the last dimension; CachedAttention's caches that of
-  // past with slots enough for the mask.
+  // past with slots enough for the mask, other states that of past.
   void Run() const {
     const std::string_view name = op_.name;
     Inferred first = Input(0);
@@ -346,13 +351,17 @@ class Inference {
     if (name == "QuantLinear") first.Set(last, Attribute("out_features"));
     if (name == "MoERouting") first.Set(last, Attribute("top_k"));
     if (name == "CachedAttention") first.Set(last, Attribute("num_heads") * Attribute("v_head_size"));
-    const int32_t alike = name == "CachedAttention" ? 1 : op_.outputs.count;
+    if (name == "GatedDelta") first.Set(last, Attribute("num_v_heads") * Attribute("v_head_size"));
+    const bool stateful = name == "CachedAttention" || name == "CausalConv" || name == "GatedDelta";
+    const int32_t alike = stateful ? 1 : op_.outputs.count;
     for (int32_t i = 0; i < alike; ++i) {
       Inferred output = first;
       if (const Type type = op_.outputs.first[i].type; type != Type::T) output.type = op_.Resolve(type);
       Output(i, output);
     }
     if (name == "CachedAttention") Caches();
+    if (name == "CausalConv") Output(1, Input(CausalConv_past_conv));
+    if (name == "GatedDelta") Output(1, Input(GatedDelta_past_state));
   }
 
  private:

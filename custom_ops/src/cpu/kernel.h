@@ -128,15 +128,13 @@ struct Delta {
   const qm_delta& node;
   const qm_delta_call& call;
 
-  int64_t qkv_width() const {
-    return 2 * int64_t{node.num_k_heads} * node.k_head_size + int64_t{node.num_v_heads} * node.v_head_size;
-  }
+  int64_t qkv_width() const { return 2 * int64_t{node.num_k_heads} * node.k_head_size + width(); }
+  int64_t width() const { return int64_t{node.num_v_heads} * node.v_head_size; }  // of z and y
   int64_t padded_keys() const { return align_up(node.k_head_size, 16); }
   int64_t padded_values() const { return align_up(node.v_head_size, 16); }
   int64_t operand_floats() const { return 4 * padded_keys() + 16; }  // of a token
   // Scratch of a lane, in floats; each piece is a multiple of a cache line. The state's columns are in slabs, one after
   // the other, each [k_head_size][its columns].
-  int64_t state_at() const { return 0; }
   int64_t operands_at() const { return node.k_head_size * padded_values(); }
   int64_t values_at() const { return operands_at() + kDeltaTokens * operand_floats(); }
   int64_t outputs_at() const { return values_at() + kDeltaTokens * padded_values(); }
@@ -146,8 +144,8 @@ struct Delta {
 struct LinearAttentionKernel {
   // Row b's tokens, in channels first .. first + kConvChannels - 1.
   void (*conv)(const Conv& conv, int64_t b, int64_t first, float* scratch);
-  // Row b's tokens, of a value head.
-  void (*delta)(const Delta& delta, int64_t b, int64_t head, float* scratch);
+  // Row b's tokens, of a value head; `ahead`, a state like that head's, is read soon.
+  void (*delta)(const Delta& delta, int64_t b, int64_t head, const float* ahead, float* scratch);
 };
 extern const LinearAttentionKernel linear_attention_portable, linear_attention_avx2, linear_attention_avx512vnni,
     linear_attention_neon_dotprod;

@@ -107,65 +107,98 @@ void conv(const Conv& conv, int64_t b, int64_t first, float* scratch) {
                            : convolution<uint16_t>(conv, b, first, scratch);
 }
 
-// A token's operands, each K numbers but for the last.
+// A token's operands, each K numbers but for the last two.
 struct Operands {
   const float *key, *decay;                  // what the state's update takes
   const float *decayed_key, *decayed_query;  // what the state before it is multiplied by
   float beta, product;                       // of key and query
 };
-inline Operands operands(const Delta& d, const float* scratch, int64_t token) {
-  const float* const at = scratch + d.operands_at() + token * d.operand_floats();
-  const int64_t k = d.padded_keys();
-  return {at, at + k, at + 2 * k, at + 3 * k, at[4 * k], at[4 * k + 1]};
-}
 
-// Operands and values of n tokens, from `first` on of those that count.
-void prepare(const Delta& d, int64_t b, int64_t head, int64_t first, int64_t n, float* scratch) {
-  const qm_delta& node = d.node;
-  const qm_delta_call& call = d.call;
-  const int64_t k = node.k_head_size, v = node.v_head_size, keys = int64_t{node.num_k_heads} * k;
-  const int64_t element = call.type == QM_F32 ? 4 : 2, group = head / (node.num_v_heads / node.num_k_heads);
-  const int64_t decays = node.decay_per_key ? k : 1;
-  const float rate = exp_f32(call.a_log[head]);
-  const auto input = [&](const void* x, int64_t token, int64_t width, int64_t at) {
-    return static_cast<const uint8_t*>(x) + (token * width + at) * element;
-  };
+// What a task of GatedDelta works on: row b's tokens that count, of a value head.
+struct Head {
+  const Delta& d;
+  int64_t b, head;
+  float* scratch;
+
+  int64_t token(int64_t i) const { return b * d.call.tokens + d.call.rows[3 * b] + i; }  // of its i-th, in the call
+  // What an input or output of `width` numbers a token has of its i-th, from number `at` on.
+  template <class Bytes>
+  Bytes* of(Bytes* tensor, int64_t i, int64_t width, int64_t at) const {
+    return tensor + (token(i) * width + at) * (d.call.type == QM_F32 ? 4 : 2);
+  }
+  const uint8_t* of(const void* tensor, int64_t i, int64_t width, int64_t at) const {
+    return of(static_cast<const uint8_t*>(tensor), i, width, at);
+  }
+  const uint8_t* query(int64_t i) const { return of(d.call.qkv, i, d.qkv_width(), group() * d.node.k_head_size); }
+  const uint8_t* key(int64_t i) const {
+    return of(d.call.qkv, i, d.qkv_width(), (d.node.num_k_heads + group()) * d.node.k_head_size);
+  }
+  const uint8_t* value(int64_t i) const {
+    return of(d.call.qkv, i, d.qkv_width(), d.qkv_width() - (d.node.num_v_heads - head) * d.node.v_head_size);
+  }
+  const uint8_t* z(int64_t i) const { return of(d.call.z, i, d.width(), head * d.node.v_head_size); }
+  uint8_t* y(int64_t i) const { return of(static_cast<uint8_t*>(d.call.y), i, d.width(), head * d.node.v_head_size); }
+  int64_t group() const { return head / (d.node.num_v_heads / d.node.num_k_heads); }
+
+  float* state() const { return scratch; }
+  float* operands(int64_t i) const { return scratch + d.operands_at() + i * d.operand_floats(); }
+  float* values(int64_t i) const { return scratch + d.values_at() + i * d.padded_values(); }
+  float* outputs(int64_t i) const { return scratch + d.outputs_at() + i * d.padded_values(); }
+  Operands read(int64_t i) const {
+    const float* const at = operands(i);
+    const int64_t k = d.padded_keys();
+    return {at, at + k, at + 2 * k, at + 3 * k, at[4 * k], at[4 * k + 1]};
+  }
+};
+
+// Operands and values of n tokens, from the first-th on.
+void prepare(const Head& h, int64_t first, int64_t n) {
+  const qm_delta& node = h.d.node;
+  const qm_delta_call& call = h.d.call;
+  const int64_t k = node.k_head_size, v = node.v_head_size, decays = node.decay_per_key ? k : 1;
+  const float rate = exp_f32(call.a_log[h.head]);
   for (int64_t i = 0; i < n; ++i) {
-    const int64_t token = b * call.tokens + call.rows[3 * b] + first + i, width = d.qkv_width();
-    float* const key = scratch + d.operands_at() + i * d.operand_floats();
-    float *const decay = key + d.padded_keys(), *const decayed_key = decay + d.padded_keys();
-    float *const query = decayed_key + d.padded_keys(), *const scalars = query + d.padded_keys();
-    to_float(call.type, input(call.qkv, token, width, group * k), k, query);
-    to_float(call.type, input(call.qkv, token, width, keys + group * k), k, key);
-    to_float(call.type, input(call.qkv, token, width, 2 * keys + head * v), v,
-             scratch + d.values_at() + i * d.padded_values());
+    float* const key = h.operands(i);
+    float *const decay = key + h.d.padded_keys(), *const decayed_key = decay + h.d.padded_keys();
+    float *const query = decayed_key + h.d.padded_keys(), *const scalars = query + h.d.padded_keys();
+    to_float(call.type, h.query(first + i), k, query);
+    to_float(call.type, h.key(first + i), k, key);
+    to_float(call.type, h.value(first + i), v, h.values(i));
     const float q_norm = 1.0f / std::sqrt(dot_lanes(query, query, k) + node.l2_epsilon);
     const float k_norm = 1.0f / std::sqrt(dot_lanes(key, key, k) + node.l2_epsilon);
     for (int64_t j = 0; j < k; ++j) query[j] = query[j] * q_norm * node.scale;
     for (int64_t j = 0; j < k; ++j) key[j] = key[j] * k_norm;
     scalars[1] = dot_lanes(query, key, k);
-    to_float(call.type, input(call.b, token, node.num_v_heads, head), 1, scalars);
+    to_float(call.type, h.of(call.b, first + i, node.num_v_heads, h.head), 1, scalars);
     scalars[0] = node.beta_scale * sigmoid_f32(scalars[0]);
-    to_float(call.type, input(call.a, token, node.num_v_heads * decays, head * decays), decays, decay);
-    for (int64_t j = 0; j < decays; ++j) decay[j] = decay_f32(rate, decay[j] + call.dt_bias[head * decays + j]);
+    to_float(call.type, h.of(call.a, first + i, node.num_v_heads * decays, h.head * decays), decays, decay);
+    for (int64_t j = 0; j < decays; ++j) decay[j] = decay_f32(rate, decay[j] + call.dt_bias[h.head * decays + j]);
     if (decays == 1) std::fill(decay, decay + k, decay[0]);
     for (int64_t j = 0; j < k; ++j) decayed_key[j] = key[j] * decay[j];
     for (int64_t j = 0; j < k; ++j) query[j] = query[j] * decay[j];
   }
 }
 
+// A state, or what it becomes: rows of columns.
+struct State {
+  float* at;
+  int64_t stride;
+};
+
 // K rows of 16 V columns of a head's state: updated with a token's delta, where there is one, then multiplied by the
-// next token's operands, where there is one. kLast: no NaN has a payload.
+// next token's operands, where there is one. kLast: no NaN has a payload, and rows from `ahead` on come into L2.
 template <int V, bool kUpdate, bool kMultiply, bool kLast>
-inline void pass(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t k, const Operands& token,
-                 const Vector (&delta)[V], const Operands& next, Vector (&m)[V], Vector (&o)[V]) {
+inline void pass(const float* from, int64_t from_stride, State to, int64_t k, const Operands& token,
+                 const Vector (&delta)[V], const Operands& next, Vector (&m)[V], Vector (&o)[V],
+                 const float* ahead = nullptr) {
   if (kMultiply) QM_EACH(v, V) m[v] = o[v] = zero();
-  for (int64_t i = 0; i < k; ++i, from += from_stride, to += to_stride) {
+  for (int64_t i = 0; i < k; ++i, from += from_stride, to.at += to.stride) {
     Vector s[V];
     QM_EACH(v, V) s[v] = load(from + v * 16);
+    if (kLast) QM_EACH(v, V) __builtin_prefetch(ahead + i * to.stride + v * 16, 0, 2);
     if (kUpdate) {
       QM_EACH(v, V) s[v] = multiply_add(token.key[i], delta[v], multiply(token.decay[i], s[v]));
-      QM_EACH(v, V) store(to + v * 16, kLast ? without_payload(s[v]) : s[v]);
+      QM_EACH(v, V) store(to.at + v * 16, kLast ? without_payload(s[v]) : s[v]);
     }
     if (kMultiply) {
       QM_EACH(v, V) m[v] = multiply_add(next.decayed_key[i], s[v], m[v]);
@@ -174,79 +207,76 @@ inline void pass(const float* from, int64_t from_stride, float* to, int64_t to_s
   }
 }
 
-// n tokens over 16 V columns of a state, from column c on: values to outputs.
+// n tokens over 16 V columns of a state, from column c on: values to outputs. ahead: null, or
+// the tokens are the last, and what pass brings into L2.
 template <int V>
-void slab(const Delta& d, const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t c, int64_t n,
-          bool last, float* scratch) {
-  const int64_t k = d.node.k_head_size;
+void slab(const Head& h, const float* from, int64_t from_stride, State to, int64_t c, int64_t n, const float* ahead) {
+  const int64_t k = h.d.node.k_head_size;
   Vector m[V], o[V], delta[V];
-  Operands token = operands(d, scratch, 0);
-  pass<V, false, true, false>(from, from_stride, nullptr, 0, k, token, delta, token, m, o);
+  Operands token = h.read(0);
+  pass<V, false, true, false>(from, from_stride, {}, k, token, delta, token, m, o);
   for (int64_t i = 0; i < n; ++i) {
-    const float* const values = scratch + d.values_at() + i * d.padded_values() + c;
-    float* const outputs = scratch + d.outputs_at() + i * d.padded_values() + c;
-    QM_EACH(v, V) delta[v] = multiply(token.beta, multiply_add(-1.0f, m[v], load(values + v * 16)));
-    QM_EACH(v, V) store(outputs + v * 16, multiply_add(token.product, delta[v], o[v]));
-    if (i + 1 < n) {
-      const Operands next = operands(d, scratch, i + 1);
-      pass<V, true, true, false>(from, from_stride, to, to_stride, k, token, delta, next, m, o);
-      token = next;
-    } else if (last) {
-      pass<V, true, false, true>(from, from_stride, to, to_stride, k, token, delta, token, m, o);
-    } else {
-      pass<V, true, false, false>(from, from_stride, to, to_stride, k, token, delta, token, m, o);
+    QM_EACH(v, V) {
+      delta[v] = multiply(token.beta, multiply_add(-1.0f, m[v], load(h.values(i) + c + v * 16)));
+      store(h.outputs(i) + c + v * 16, multiply_add(token.product, delta[v], o[v]));
     }
-    from = to;
-    from_stride = to_stride;
+    if (i + 1 < n) {
+      const Operands next = h.read(i + 1);
+      pass<V, true, true, false>(from, from_stride, to, k, token, delta, next, m, o);
+      token = next;
+    } else if (ahead) {
+      pass<V, true, false, true>(from, from_stride, to, k, token, delta, token, m, o, ahead);
+    } else {
+      pass<V, true, false, false>(from, from_stride, to, k, token, delta, token, m, o);
+    }
+    from = to.at;
+    from_stride = to.stride;
   }
 }
 template <int V = kSlab>
-void slab(int64_t vectors, const Delta& d, const float* from, int64_t from_stride, float* to, int64_t to_stride,
-          int64_t c, int64_t n, bool last, float* scratch) {
-  if (vectors >= V) return slab<V>(d, from, from_stride, to, to_stride, c, n, last, scratch);
-  if constexpr (V > 1) slab<V - 1>(vectors, d, from, from_stride, to, to_stride, c, n, last, scratch);
+void slab(int64_t vectors, const Head& h, const float* from, int64_t from_stride, State to, int64_t c, int64_t n,
+          const float* ahead) {
+  if (vectors >= V) return slab<V>(h, from, from_stride, to, c, n, ahead);
+  if constexpr (V > 1) slab<V - 1>(vectors, h, from, from_stride, to, c, n, ahead);
 }
 
-// Outputs of n tokens, normed and gated, to y.
-void gate(const Delta& d, int64_t b, int64_t head, int64_t first, int64_t n, float* scratch) {
-  const qm_delta& node = d.node;
-  const qm_delta_call& call = d.call;
-  const int64_t v = node.v_head_size, element = call.type == QM_F32 ? 4 : 2;
-  float* const z = scratch + d.values_at();
+// Outputs of n tokens, from the first-th on, normed and gated, to y.
+void gate(const Head& h, int64_t first, int64_t n) {
+  const qm_delta& node = h.d.node;
+  const int64_t v = node.v_head_size;
+  float* const z = h.values(0);
   static_assert(count_values("output_gate") == 2, "the if below");
   for (int64_t i = 0; i < n; ++i) {
-    float* const o = scratch + d.outputs_at() + i * d.padded_values();
-    const int64_t token = b * call.tokens + call.rows[3 * b] + first + i, at = (token * node.num_v_heads + head) * v;
+    float* const o = h.outputs(i);
     const float r = 1.0f / std::sqrt(dot_lanes(o, o, v) / static_cast<float>(v) + node.norm_epsilon);
-    to_float(call.type, static_cast<const uint8_t*>(call.z) + at * element, v, z);
+    to_float(h.d.call.type, h.z(first + i), v, z);
     if (node.gate == k_output_gate_silu)
       for (int64_t j = 0; j < v; ++j) z[j] = silu_f32(z[j]);
     else
       for (int64_t j = 0; j < v; ++j) z[j] = sigmoid_f32(z[j]);
-    for (int64_t j = 0; j < v; ++j) o[j] = o[j] * r * call.norm[j] * z[j];
-    from_float(call.type, o, v, static_cast<uint8_t*>(call.y) + at * element);
+    for (int64_t j = 0; j < v; ++j) o[j] = o[j] * r * h.d.call.norm[j] * z[j];
+    from_float(h.d.call.type, o, v, h.y(first + i));
   }
 }
 
-// All tokens of a row and value head.
-void delta(const Delta& d, int64_t b, int64_t head, float* scratch) {
+// All tokens of a row and value head. ahead: a state that this lane probably takes next.
+void delta(const Delta& d, int64_t b, int64_t head, const float* ahead, float* scratch) {
   const qm_delta& node = d.node;
   const qm_delta_call& call = d.call;
+  const Head h{d, b, head, scratch};
   const int64_t k = node.k_head_size, v = node.v_head_size, width = v * (call.type == QM_F32 ? 4 : 2);
   const int64_t begin = call.rows[3 * b], count = call.rows[3 * b + 1], at = (b * node.num_v_heads + head) * k * v;
   const float* const past = call.past_state + at;
-  float *const present = call.present_state + at, *const state = scratch + d.state_at();
-  for (int64_t t = 0; t < call.tokens; ++t)
-    if (t < begin || t >= begin + count)
-      std::memset(static_cast<uint8_t*>(call.y) + ((b * call.tokens + t) * node.num_v_heads + head) * width, 0,
-                  static_cast<size_t>(width));
+  float* const present = call.present_state + at;
+  for (int64_t t = -begin; t < call.tokens - begin; ++t)
+    if (t < 0 || t >= count) std::memset(h.y(t), 0, static_cast<size_t>(width));
   if (!count) {
     if (past != present) std::memcpy(present, past, static_cast<size_t>(k * v) * 4);
     return;
   }
   // A few tokens read and write the state where it is; for more, slabs of it lie together, in other sets of L1.
   const bool here = count <= kDeltaHere && v % 16 == 0, zeros = call.rows[3 * b + 2] == 0;
-  if (zeros) std::fill_n(here ? present : state, k * (here ? v : d.padded_values()), 0.0f);
+  if (zeros) std::fill_n(here ? present : h.state(), k * (here ? v : d.padded_values()), 0.0f);
   const auto each_slab = [&](const auto& body) {
     for (int64_t c = 0; c < d.padded_values(); c += 16 * kSlab)
       body(c, std::min<int64_t>(kSlab, (d.padded_values() - c) / 16));
@@ -255,9 +285,9 @@ void delta(const Delta& d, int64_t b, int64_t head, float* scratch) {
     each_slab([&](int64_t c, int64_t vectors) {
       const int64_t n = std::min(16 * vectors, v - c);
       for (int64_t i = 0; i < k; ++i) {
-        float *const inside = state + k * c + i * 16 * vectors, *const outside = present + i * v + c;
+        float* const inside = h.state() + k * c + i * 16 * vectors;
         if (!in) {
-          std::copy_n(inside, n, outside);
+          std::copy_n(inside, n, present + i * v + c);
         } else {
           std::copy_n(past + i * v + c, n, inside);
           std::fill(inside + n, inside + 16 * vectors, 0.0f);
@@ -269,13 +299,13 @@ void delta(const Delta& d, int64_t b, int64_t head, float* scratch) {
   for (int64_t first = 0; first < count; first += kDeltaTokens) {
     const int64_t n = std::min(kDeltaTokens, count - first);
     const bool last = first + n == count;
-    prepare(d, b, head, first, n, scratch);
+    prepare(h, first, n);
     each_slab([&](int64_t c, int64_t vectors) {
-      float* const to = here ? present + c : state + k * c;
-      const int64_t stride = here ? v : 16 * vectors;
-      slab(vectors, d, here && !zeros ? past + c : to, stride, to, stride, c, n, last, scratch);
+      const State to = here ? State{present + c, v} : State{h.state() + k * c, 16 * vectors};
+      const float* const from = here && !zeros ? past + c : to.at;
+      slab(vectors, h, from, to.stride, to, c, n, !last ? nullptr : here ? ahead + c : from);
     });
-    gate(d, b, head, first, n, scratch);
+    gate(h, first, n);
   }
   if (!here) copy(false);
 }

@@ -1,0 +1,314 @@
+"""CausalConv and GatedDelta in float64, with a bound on how far a kernel may be from it; FORMAT.md 6, as in
+tests/arithmetic.py.
+
+A state's error is bounded for each of its columns as a whole (2-norm over the K rows): a token takes an error e to
+(1 - beta k k^T) D e, whose norm is no larger than max(D) times that of e, as |k| <= 1 and 0 <= beta <= 2, and adds what
+its own operations err.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from arithmetic import SECOND, SIGMOID, TINY, Span, U, assert_within
+from specs import conv_spec, delta_spec
+
+from quantmoe.custom_ops import native, reference
+from quantmoe.custom_ops.op import ConvSpec, DeltaSpec
+
+#: of a batch: right padding, left padding, nothing new, from nothing, everything
+RAGGED = [[0, 5, 7], [3, 6, 2], [4, 0, 17], [1, 8, 0], [0, 9, 300]]
+CONVS = {
+    "4": conv_spec(40),
+    "4-none": conv_spec(300, activation="none"),
+    "2": conv_spec(129, width=2),
+    "3": conv_spec(128, width=3),
+    "12": conv_spec(7, width=12),
+}
+DELTAS = {
+    "plain": delta_spec(2, 4, 32),
+    "one-head": delta_spec(1, 1, 16),
+    "three-a-key": delta_spec(2, 6, 16),
+    "wide-values": delta_spec(1, 2, 16, v_head_size=144),
+    "odd-widths": delta_spec(2, 4, 19, v_head_size=37),
+    "narrow": delta_spec(1, 2, 1, v_head_size=1),
+    "decay-per-key": delta_spec(2, 2, 24, decay_per_key=1, gate="sigmoid"),
+    "negative": delta_spec(2, 4, 32, beta_scale=2.0),
+}
+#: exp is within 4u; log(1 + u) is a quotient, a square, fused operations, a product and what the series lacks: 14u
+EXP, SOFTPLUS = 4 * U, 14 * U
+#: exponents are clamped to -87, and a decay below e^-60 is 0
+SMALLEST, NO_DECAY = np.exp(-87.0), np.exp(-60.0)
+
+
+@dataclass(frozen=True)
+class Conv:
+    """A call's inputs."""
+
+    spec: ConvSpec
+    x: np.ndarray
+    weight: np.ndarray
+    bias: np.ndarray
+    past: np.ndarray
+    rows: np.ndarray
+
+    def run(self, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+        return native.conv(self.spec, self.x, self.weight, self.bias, self.past, self.rows, **options)
+
+    def reference(self) -> tuple[np.ndarray, np.ndarray]:
+        return reference.conv(self.spec, self.x, self.weight, self.bias, self.past, self.rows)
+
+    def tokens(self, at: slice, rows: list[list[int]]) -> Conv:
+        """Only some of the new tokens."""
+        return replace(self, x=self.x[:, at], rows=np.array(rows, np.int32).reshape(-1, 3))
+
+    def row(self, b: int) -> Conv:
+        """Row b alone, without padding."""
+        begin, count, past = self.rows[b].tolist()
+        alone = replace(self, x=self.x[b : b + 1], past=self.past[b : b + 1])
+        return alone.tokens(slice(begin, begin + count), [[0, count, past]])
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A call's inputs."""
+
+    spec: DeltaSpec
+    qkv: np.ndarray
+    a: np.ndarray
+    b: np.ndarray
+    z: np.ndarray
+    a_log: np.ndarray
+    dt_bias: np.ndarray
+    norm: np.ndarray
+    past: np.ndarray
+    rows: np.ndarray
+
+    @property
+    def tensors(self) -> tuple[np.ndarray, ...]:
+        return self.qkv, self.a, self.b, self.z, self.a_log, self.dt_bias, self.norm, self.past, self.rows
+
+    def run(self, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+        return native.delta(self.spec, *self.tensors, **options)
+
+    def reference(self) -> tuple[np.ndarray, np.ndarray]:
+        return reference.delta(self.spec, *self.tensors)
+
+    def tokens(self, at: slice, rows: list[list[int]]) -> Delta:
+        """Only some of the new tokens."""
+        cut = {name: getattr(self, name)[:, at] for name in ("qkv", "a", "b", "z")}
+        return replace(self, rows=np.array(rows, np.int32).reshape(-1, 3), **cut)
+
+    def row(self, b: int) -> Delta:
+        """Row b alone, without padding."""
+        begin, count, past = self.rows[b].tolist()
+        alone = replace(self, **{name: getattr(self, name)[b : b + 1] for name in ("qkv", "a", "b", "z", "past")})
+        return alone.tokens(slice(begin, begin + count), [[0, count, past]])
+
+
+def conv_inputs(
+    spec: ConvSpec, rows: list[list[int]], tokens: int, dtype: Any = np.float32, bias: bool = True, seed: int = 0
+) -> Conv:
+    """Random ones."""
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    return Conv(
+        spec,
+        draw(len(rows), tokens, spec.channels).astype(dtype),
+        draw(spec.channels, spec.width) / 2,
+        draw(spec.channels if bias else 0),
+        draw(len(rows), spec.channels, spec.width - 1).astype(dtype),
+        np.array(rows, np.int32).reshape(-1, 3),
+    )
+
+
+def delta_inputs(
+    spec: DeltaSpec,
+    rows: list[list[int]],
+    tokens: int,
+    dtype: Any = np.float32,
+    decay: tuple[float, float] = (0.01, 16.0),
+    seed: int = 0,
+) -> Delta:
+    """Random ones. decay: the range of exp(a_log), transformers' initial one unless told."""
+    rng, batch, heads = np.random.default_rng(seed), len(rows), spec.num_v_heads
+    decays = heads * (spec.k_head_size if spec.decay_per_key else 1)
+    width = 2 * spec.num_k_heads * spec.k_head_size + heads * spec.v_head_size
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    return Delta(
+        spec,
+        *(draw(batch, tokens, n).astype(dtype) for n in (width, decays, heads, heads * spec.v_head_size)),
+        np.log(rng.uniform(*decay, heads)).astype(np.float32),
+        draw(decays),
+        1 + draw(spec.v_head_size) / 4,
+        draw(batch, heads, spec.k_head_size, spec.v_head_size) / 4,
+        np.array(rows, np.int32).reshape(-1, 3),
+    )
+
+
+def conv_span(a: Conv) -> Span:
+    """What y may be."""
+    y, error = np.zeros(a.x.shape), np.zeros(a.x.shape)
+    for b, (begin, count, past) in enumerate(a.rows.tolist()):
+        before = a.past[b] if past else np.zeros_like(a.past[b])
+        seen = np.concatenate([before.T, a.x[b, begin : begin + count]]).astype(np.float64)  # [W - 1 + count, C]
+        total = np.zeros((count, a.spec.channels)) + (a.bias.astype(np.float64) if a.bias.size else 0)
+        wrong = np.zeros(total.shape)
+        for j in range(a.spec.width):
+            total = total + seen[j : j + count] * a.weight[:, j].astype(np.float64)
+            wrong += U * np.abs(total) + TINY
+        at = np.s_[b, begin : begin + count]
+        y[at], error[at] = total, wrong
+    if a.spec.activation == "silu":  # whose slope is at most 1.1
+        silu = y * reference.sigmoid(y)
+        error = 1.1 * error + (SIGMOID + U) * np.abs(silu) + np.abs(y) * SMALLEST
+        y = silu
+    return Span(y, error * SECOND)
+
+
+@dataclass
+class Token:
+    """A token's operands by value head: [H, ..] of row b, with their errors."""
+
+    q: Span
+    k: Span
+    v: np.ndarray
+    decay: Span
+    beta: Span
+
+
+def prepared(a: Delta, b: int, t: int) -> Token:
+    spec, heads, key = a.spec, a.spec.num_v_heads, a.spec.k_head_size
+    x = a.qkv[b, t].astype(np.float64)
+    q, k, v = np.split(x, [spec.num_k_heads * key, 2 * spec.num_k_heads * key])
+    q, k = (np.repeat(x.reshape(spec.num_k_heads, key), heads // spec.num_k_heads, 0) for x in (q, k))
+    squares = (-(-key // 16) + 4) * U  # positive terms: 16 lanes, then four levels of a tree
+
+    def unit(x: np.ndarray, scale: float, products: int) -> Span:
+        y = x / np.sqrt((x * x).sum(1, keepdims=True) + np.float32(spec.l2_epsilon)) * scale
+        return Span(y, np.abs(y) * ((squares + U) / 2 + (2 + products) * U) + TINY)
+
+    step = a.a[b, t].astype(np.float64) + a.dt_bias
+    soft = np.logaddexp(0, step)
+    soft_error = SOFTPLUS * soft + U * np.abs(step) + SMALLEST
+    rate = np.repeat(np.exp(a.a_log.astype(np.float64)), len(step) // heads)
+    g = rate * soft
+    g_error = rate * soft_error + (EXP + U) * g
+    decay = np.exp(-g)
+    decay_error = decay * np.expm1(g_error + EXP) + np.where(g + g_error > 60, NO_DECAY, 0)
+    decay, decay_error = (np.broadcast_to(x.reshape(heads, -1), (heads, key)) for x in (decay, decay_error))
+    beta = np.float32(spec.beta_scale) * reference.sigmoid(a.b[b, t].astype(np.float64))
+    return Token(
+        unit(q, float(np.float32(spec.scale)), 2),
+        unit(k, 1.0, 1),
+        v.reshape(heads, -1),
+        Span(decay, decay_error),
+        Span(beta, (SIGMOID + U) * beta + SMALLEST),
+    )
+
+
+def product(x: Span, y: Span) -> Span:
+    """Elementwise, rounded once."""
+    value = x.value * y.value
+    return Span(value, np.abs(x.value) * y.error + x.error * np.abs(y.value) + U * np.abs(value) + TINY)
+
+
+def delta_span(a: Delta) -> tuple[Span, Span]:
+    """What y and present_state may be."""
+    spec, heads, value = a.spec, a.spec.num_v_heads, a.spec.v_head_size
+    y = np.zeros((*a.qkv.shape[:2], heads, value))
+    error = np.zeros(y.shape)
+    states, state_errors = a.past.astype(np.float64), np.zeros(a.past.shape)
+    for row, (begin, count, past) in enumerate(a.rows.tolist()):
+        if not count:
+            continue
+        state = states[row] if past else np.zeros(states[row].shape)
+        column = np.zeros((heads, value))  # the 2-norm of a column's error
+        for t in range(begin, begin + count):
+            token = prepared(a, row, t)
+            kd, qd = product(token.k, token.decay), product(token.q, token.decay)
+            kq = (token.k.value * token.q.value).sum(1)
+            kq_error = (token.k.error * np.abs(token.q.value) + np.abs(token.k.value) * token.q.error).sum(1)
+            kq_error += (-(-spec.k_head_size // 16) + 4) * U * np.abs(token.k.value * token.q.value).sum(1)
+            size = np.abs(state)
+
+            def summed(x: Span, state: np.ndarray = state, size: np.ndarray = size) -> Span:
+                terms = (x.value[:, :, None] * state).cumsum(1)
+                return Span(terms[:, -1], U * np.abs(terms).sum(1) + (x.error[:, :, None] * size).sum(1))
+
+            m, o = summed(kd), summed(qd)
+            gap = token.v - m.value
+            gap_error = m.error + U * np.abs(gap)
+            beta, beta_error = token.beta.value[:, None], token.beta.error[:, None]
+            new = beta * gap
+            new_error = beta * gap_error + beta_error * np.abs(gap) + U * np.abs(new) + TINY
+            out = o.value + kq[:, None] * new
+            out_error = o.error + kq_error[:, None] * np.abs(new) + np.abs(kq)[:, None] * new_error + U * np.abs(out)
+            most = token.decay.value.max(1)[:, None]
+            out_error += np.sqrt((token.q.value**2).sum(1))[:, None] * most * column
+            decayed = token.decay.value[:, :, None] * state
+            state = decayed + token.k.value[:, :, None] * new[:, None]
+            local = token.decay.error[:, :, None] * size + U * np.abs(decayed) + U * np.abs(state) + 2 * TINY
+            local += token.k.error[:, :, None] * np.abs(new)[:, None]
+            local += np.abs(token.k.value)[:, :, None] * new_error[:, None]
+            column = most * column + np.sqrt((local**2).sum(1))
+            y[row, t], error[row, t] = out, out_error * SECOND
+        states[row], state_errors[row] = state, np.broadcast_to(column[:, None], state.shape) * SECOND
+    out = Span(y, error)
+    return Span(gated(a, out), gated_error(a, out)), Span(states, state_errors)
+
+
+def scales(a: Delta) -> tuple[np.ndarray, np.ndarray]:
+    """The norm's weights times the gate, by token and value head, and the gate's relative error."""
+    z = a.z.astype(np.float64).reshape(*a.z.shape[:2], a.spec.num_v_heads, a.spec.v_head_size)
+    gate = reference.sigmoid(z) * (z if a.spec.gate == "silu" else 1)
+    return gate * a.norm, (SIGMOID + U) * np.abs(gate * a.norm) + np.abs(a.norm) * (1 + np.abs(z)) * SMALLEST
+
+
+def gated(a: Delta, o: Span) -> np.ndarray:
+    scale, _ = scales(a)
+    y = o.value / np.sqrt((o.value**2).mean(3, keepdims=True) + np.float32(a.spec.norm_epsilon)) * scale
+    return y.reshape(a.z.shape)
+
+
+def gated_error(a: Delta, o: Span) -> np.ndarray:
+    scale, scale_error = scales(a)
+    size, epsilon = np.abs(o.value), float(np.float32(a.spec.norm_epsilon))
+    mean, n = (o.value**2).mean(3, keepdims=True), o.value.shape[3]
+    spread = ((2 * size + o.error) * o.error).mean(3, keepdims=True)
+    spread += (-(-n // 16) + 4 + 2) * U * (mean + spread) + U * epsilon
+    r = 1 / np.sqrt(mean + epsilon)
+    r_error = 1 / np.sqrt(np.maximum(mean + epsilon - spread, 0) + TINY) - r + 2 * U * r
+    error = np.abs(scale) * (o.error * (r + r_error) + size * r_error) + scale_error * size * r
+    error += 3 * U * np.abs(scale) * size * r + 3 * TINY
+    return (error * SECOND).reshape(a.z.shape)
+
+
+def check_conv(a: Conv, got: tuple[np.ndarray, np.ndarray]) -> None:
+    """A kernel's y and state against what they have to be; the reference's, too."""
+    want = conv_span(a)
+    other, state = a.reference()
+    assert_within(got[0], want)
+    np.testing.assert_allclose(other, want.value, rtol=1e-13, atol=1e-13)
+    np.testing.assert_array_equal(got[1], state)
+
+
+def check_delta(a: Delta, got: tuple[np.ndarray, np.ndarray]) -> None:
+    y, state = delta_span(a)
+    assert_within(got[0], y)
+    assert_within(got[1], state)
+    for found, want in zip(a.reference(), (y, state), strict=True):
+        np.testing.assert_allclose(found, want.value, rtol=1e-9, atol=1e-11)
+
+
+def assert_bytes(a: tuple[np.ndarray, ...], b: tuple[np.ndarray, ...]) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert x.tobytes() == y.tobytes()
