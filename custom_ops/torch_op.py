@@ -207,7 +207,7 @@ def causal_conv(
         y [B, S, C] and present_conv [B, C, W - 1], of x's dtype.
     """
     spec = ConvSpec.from_attributes(json.loads(attributes))
-    floats = (t.float().numpy() for t in (x, weight, bias, past_conv))
+    floats = [t.float().numpy() for t in (x, weight, bias, past_conv)]
     y, present = (torch.from_numpy(out).to(x.dtype) for out in reference_conv(spec, *floats, rows.numpy()))
     return y, present
 
@@ -249,7 +249,7 @@ def gated_delta(
         y [B, S, H V] of qkv's dtype and present_state f32 [B, H, K, V].
     """
     spec = DeltaSpec.from_attributes(json.loads(attributes))
-    floats = (t.float().numpy() for t in (qkv, a, b, z, a_log, dt_bias, norm, past_state))
+    floats = [t.float().numpy() for t in (qkv, a, b, z, a_log, dt_bias, norm, past_state)]
     y, present = reference_delta(spec, *floats, rows.numpy())
     return torch.from_numpy(y).to(qkv.dtype), torch.from_numpy(present).float()
 
