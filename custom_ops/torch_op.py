@@ -207,8 +207,8 @@ def causal_conv(
         y [B, S, C] and present_conv [B, C, W - 1], of x's dtype.
     """
     spec = ConvSpec.from_attributes(json.loads(attributes))
-    floats = [t.float().numpy() for t in (x, weight, bias, past_conv)]
-    y, present = (torch.from_numpy(out).to(x.dtype) for out in reference_conv(spec, *floats, rows.numpy()))
+    given = [t.float().numpy() for t in (x, weight, bias, past_conv)] + [rows.numpy()]
+    y, present = (torch.from_numpy(out).to(x.dtype) for out in reference_conv(spec, *given))
     return y, present
 
 
@@ -249,8 +249,8 @@ def gated_delta(
         y [B, S, H V] of qkv's dtype and present_state f32 [B, H, K, V].
     """
     spec = DeltaSpec.from_attributes(json.loads(attributes))
-    floats = [t.float().numpy() for t in (qkv, a, b, z, a_log, dt_bias, norm, past_state)]
-    y, present = reference_delta(spec, *floats, rows.numpy())
+    given = [t.float().numpy() for t in (qkv, a, b, z, a_log, dt_bias, norm, past_state)] + [rows.numpy()]
+    y, present = reference_delta(spec, *given)
     return torch.from_numpy(y).to(qkv.dtype), torch.from_numpy(present).float()
 
 

@@ -54,11 +54,15 @@ class Conv:
     past: np.ndarray
     rows: np.ndarray
 
+    @property
+    def tensors(self) -> tuple[np.ndarray, ...]:
+        return self.x, self.weight, self.bias, self.past, self.rows
+
     def run(self, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-        return native.conv(self.spec, self.x, self.weight, self.bias, self.past, self.rows, **options)
+        return native.conv(self.spec, *self.tensors, **options)
 
     def reference(self) -> tuple[np.ndarray, np.ndarray]:
-        return reference.conv(self.spec, self.x, self.weight, self.bias, self.past, self.rows)
+        return reference.conv(self.spec, *self.tensors)
 
     def tokens(self, at: slice, rows: list[list[int]]) -> Conv:
         """Only some of the new tokens."""

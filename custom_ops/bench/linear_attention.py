@@ -40,9 +40,11 @@ class Layer:
         inputs = [value(n, array) if array.size or domain == "quantmoe" else None for n, array in given.items()]
         results = [ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT)) for name in ("y", "present")]
         made = ir.node(op, inputs, attributes, domain=domain, outputs=results)
-        graph_inputs = [v for v in inputs if v is not None]
+        names = [n for n, v in zip(given, inputs, strict=True) if v is not None]
         opsets = {"": 18, "quantmoe": 1, "com.microsoft": 1}
-        graph = ir.Graph(graph_inputs, results, nodes=[made], opset_imports=opsets, name="layer")
+        graph = ir.Graph(
+            [v for v in inputs if v is not None], results, nodes=[made], opset_imports=opsets, name="layer"
+        )
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.register_custom_ops_library(library_path())
@@ -52,8 +54,8 @@ class Layer:
         shared = {n: ort.OrtValue.ortvalue_from_numpy(given[n]) for n in given if n != state}
         for _ in range(layers):
             binding, past = self.session.io_binding(), ort.OrtValue.ortvalue_from_numpy(given[state].copy())
-            for v in graph_inputs:
-                binding.bind_ortvalue_input(v.name, past if v.name == state else shared[v.name])
+            for name in names:
+                binding.bind_ortvalue_input(name, past if name == state else shared[name])
             binding.bind_ortvalue_output("present", past)
             binding.bind_output("y")
             self.bindings.append(binding)
@@ -92,10 +94,10 @@ def deltas(spec: DeltaSpec, tokens: int, layers: int, threads: int) -> dict[str,
     none, state = np.zeros(0, np.float32), draw(1, heads, k, v) / 8
     ours = {"qkv": qkv, "a": a, "b": b, "z": draw(1, tokens, heads * v), **head, "norm": draw(v)}
     ours |= {"past_state": state, "rows": np.array([[0, tokens, 1000]], np.int32)}
-    q, key = (x.reshape(1, tokens, groups, k) for x in np.split(qkv[:, :, : 2 * groups * k], 2, axis=2))
-    q, key = ((x / np.linalg.norm(x, axis=3, keepdims=True)).reshape(1, tokens, -1) for x in (q, key))
-    # Inverse grouping is not on its CPU: keys and queries once a value head.
-    q, key = (np.repeat(x.reshape(1, tokens, groups, k), heads // groups, 2).reshape(1, tokens, -1) for x in (q, key))
+    # Its CPU has no inverse grouping: queries and keys, of length 1, once a value head.
+    both = qkv[:, :, : 2 * groups * k].reshape(1, tokens, 2, groups, k)
+    both = np.repeat(both / np.linalg.norm(both, axis=4, keepdims=True), heads // groups, 3)
+    q, key = (np.ascontiguousarray(both[:, :, i]).reshape(1, tokens, heads * k) for i in (0, 1))
     linear = {"query": q, "key": key, "value": np.ascontiguousarray(qkv[:, :, 2 * groups * k :]), "past_state": state}
     linear |= {"decay": -np.abs(a), "beta": 1 / (1 + np.exp(-b))}
     net = {"query": qkv[0], "key": none, "value": none, "cu_seqlens": none, "decay": a[0], "beta": b[0]}

@@ -13,6 +13,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from attention import SPECS, ragged
 from cases import CASES
+from linear_attention import CONVS, DELTAS, RAGGED, conv_inputs, delta_inputs
 
 from quantmoe.custom_ops import native
 
@@ -40,4 +41,12 @@ for name, spec in SPECS.items():
         os.environ["QUANTMOE_FORCE_KERNEL"] = kernel
         outputs.add(digest(*a.run()))
     print(digest(a.qkv, *a.past, a.rows, *a.others), *sorted(outputs), "attention", name)
+states = [(name, conv_inputs(spec, RAGGED, 9)) for name, spec in CONVS.items()]
+states += [(name, delta_inputs(spec, [[2, 40, 3], [0, 45, 0]], 45)) for name, spec in DELTAS.items()]
+for name, call in states:
+    outputs = set()
+    for kernel in kernels:
+        os.environ["QUANTMOE_FORCE_KERNEL"] = kernel
+        outputs.add(digest(*call.run()))
+    print(digest(*call.tensors), *sorted(outputs), call.spec.OP, name)
 print(f"digest.py: {', '.join(kernels)}", file=sys.stderr)

@@ -25,14 +25,10 @@ TYPES = {np.float32: "FLOAT", np.float16: "FLOAT16", ml_dtypes.bfloat16: "BFLOAT
 ROWS = [[0, 3, 50], [1, 2, 0]]
 
 
-def tensors(a: Conv | Delta) -> tuple[np.ndarray, ...]:
-    return a.tensors if isinstance(a, Delta) else (a.x, a.weight, a.bias, a.past, a.rows)
-
-
 def feeds(a: Conv | Delta) -> dict[str, np.ndarray]:
     """float32 where the node has T."""
     names = inputs_of(a.spec.OP)
-    return {n: t if k == "int32" else t.astype(np.float32) for (n, k), t in zip(names, tensors(a), strict=True)}
+    return {n: t if k == "int32" else t.astype(np.float32) for (n, k), t in zip(names, a.tensors, strict=True)}
 
 
 def write(path: Path, a: Conv | Delta, dtype: Any = np.float32, shapes: bool = True) -> Path:
@@ -48,7 +44,7 @@ def write(path: Path, a: Conv | Delta, dtype: Any = np.float32, shapes: bool = T
         ]
         return ir.Value(name=name, type=type_, shape=ir.Shape([*dims, *array.shape[len(dims) :]]) if shapes else None)
 
-    given = [value(name, kind, array) for (name, kind), array in zip(inputs_of(op), tensors(a), strict=True)]
+    given = [value(name, kind, array) for (name, kind), array in zip(inputs_of(op), a.tensors, strict=True)]
     casts, used = [], []
     for (_, kind), v in zip(inputs_of(op), given, strict=True):
         if kind == "T":

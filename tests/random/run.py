@@ -20,7 +20,8 @@ import reference
 from arithmetic import Span, assert_within, exactly, quant_linear, quant_moe
 from attention import check as check_attention
 from attention import inputs
-from specs import attention_spec, linear_spec, moe_spec, routing_spec
+from linear_attention import Conv, Delta, check_conv, check_delta, conv_inputs, delta_inputs
+from specs import attention_spec, conv_spec, delta_spec, linear_spec, moe_spec, routing_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
@@ -393,6 +394,68 @@ def attending(draw: Draw) -> Node:
     return Node("CachedAttention", f"{spec}, rows {rows}, S {tokens}, P {past}, L {a.length}, {types}", check)
 
 
+def convolving(draw: Draw) -> Node:
+    spec = conv_spec(draw.one_of(128, draw.int(1, 300)), draw.one_of(4, draw.int(2, 9)), draw.one_of("none", "silu"))
+    tokens, rows = draw_rows(draw)
+    a = conv_inputs(spec, rows, tokens, draw.one_of(*TYPES), draw.chance(0.5), draw.int(0, 1 << 30))
+    check = stateful_check(a, lambda got: check_conv(a, got), draw.int(2, 40))
+    return Node("CausalConv", f"{spec}, rows {rows}, S {tokens}, {a.x.dtype}", check)
+
+
+def recurring(draw: Draw) -> Node:
+    groups, shared, per_key = draw.int(1, 3), draw.one_of(1, 2, 3), draw.int(0, 1)
+    spec = delta_spec(
+        groups,
+        groups * shared,
+        draw.one_of(16, 32, draw.int(1, 80)),
+        v_head_size=draw.one_of(16, 64, 128, draw.int(1, 200)),
+        scale=draw.one_of(0.25, -1.0, 0.0),
+        l2_epsilon=draw.one_of(1e-6, 0.1),
+        decay_per_key=per_key,
+        beta_scale=draw.one_of(1.0, 2.0),
+        gate=draw.one_of(*enum("output_gate")),
+        norm_epsilon=draw.one_of(1e-6, 0.1),
+    )
+    tokens, rows = draw_rows(draw)
+    decay = draw.one_of((0.01, 16.0), (0.01, 16.0), (1e-6, 1e-3), (10.0, 1000.0))
+    a = delta_inputs(spec, rows, tokens, draw.one_of(*TYPES), decay, draw.int(0, 1 << 30))
+    check = stateful_check(a, lambda got: check_delta(a, got), draw.int(2, 40))
+    return Node("GatedDelta", f"{spec}, rows {rows}, S {tokens}, decay {decay}, {a.qkv.dtype}", check)
+
+
+def draw_rows(draw: Draw) -> tuple[int, list[list[int]]]:
+    """New tokens, and rows of CausalConv or GatedDelta."""
+    tokens, rows = draw.one_of(1, 1, draw.int(0, 12), draw.int(0, 90)), []
+    for _ in range(draw.int(0, 4)):
+        count = draw.one_of(tokens, draw.int(0, tokens))
+        rows.append([draw.int(0, tokens - count), count, draw.one_of(0, draw.int(0, 300))])
+    return tokens, rows
+
+
+def stateful_check(
+    a: Conv | Delta, within: Callable[[tuple[np.ndarray, np.ndarray]], None], lanes: int
+) -> Callable[[], None]:
+    """Every kernel, number of lanes and place of the state gives the same bytes, within the bound."""
+
+    def check() -> None:
+        first = None
+        for kernel in KERNELS:
+            os.environ["QUANTMOE_FORCE_KERNEL"] = kernel
+            past = a.past.copy()
+            for found in (
+                a.run(buffer=dirty),
+                a.run(lanes=lanes, buffer=dirty),
+                replace(a, past=past).run(present=past),
+            ):
+                first = first or found
+                for x, y in zip(found, first, strict=True):
+                    assert x.tobytes() == y.tobytes(), f"{kernel} gives other bytes than {KERNELS[0]} in one lane"
+        assert first is not None
+        within(first)
+
+    return check
+
+
 def dirty(size: int) -> np.ndarray:
     """Memory in which what is read before it is written is not a number."""
     memory = native.aligned(size)
@@ -417,7 +480,9 @@ def check_kernels(run: Callable[[int], np.ndarray], lanes: int, want: Span) -> N
 
 def draw_node(seed: int, index: int) -> Node:
     draw = Draw(seed, index)
-    return draw.one_of(moe, moe, moe, moe, moe, moe, dense, dense, dense, routing, attending)(draw)
+    return draw.one_of(moe, moe, moe, moe, moe, moe, dense, dense, dense, routing, attending, convolving, recurring)(
+        draw
+    )
 
 
 def main() -> None:
