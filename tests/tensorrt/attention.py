@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import torch
+from cuda.attention_model import attention_model
 from cuda.test_attention import CALLS, HEADS, TORCH, Inputs, check_results
-from cuda.test_tensorrt_rtx import attention_model
 
 from quantmoe.custom_ops.bench.tensorrt_bench import TYPES, Context, TensorRT
 from quantmoe.custom_ops.op import AttentionSpec
