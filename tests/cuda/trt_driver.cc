@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "NvInferRuntime.h"
+#include "core/slots.h"
 
 using namespace nvinfer1;
 
@@ -18,7 +19,16 @@ extern "C" int32_t driver_memory(int32_t allocations);  // fake_gpu.cc
 
 namespace {
 
-constexpr int kTensors = 13;  // the most that an operator has
+constexpr int kOperators = 0
+#define QM_OP(op, name, version) +1
+#include "op.def"
+    ;
+constexpr int kTensors = std::max({
+    // the most that an operator has
+#define QM_OP(op, name, version) \
+  quantmoe::Slots(quantmoe::kInputs, #op).count + quantmoe::Slots(quantmoe::kOutputs, #op).count,
+#include "op.def"
+});
 int32_t inputs = 5, outputs = 1;
 IPluginCreatorInterface* const* creators = nullptr;
 
@@ -208,7 +218,7 @@ void* driver_open(const char* path, int32_t as_version, int32_t plain) {
   creators = reinterpret_cast<IPluginCreatorInterface* const* (*)(int32_t&)>(dlsym(library, "getCreators"))(count);
   for (int32_t i = 0; i < count; ++i)
     if (std::strcmp(creators[i]->getInterfaceInfo().kind, "PLUGIN CREATOR_V3ONE")) return nullptr;
-  return count == 4 ? driver_select(0, 5, 1) : nullptr;
+  return count == kOperators ? driver_select(0, 5, 1) : nullptr;
 }
 const char* driver_log() { return log_text.c_str(); }
 void driver_clear() { log_text.clear(); }
