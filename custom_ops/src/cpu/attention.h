@@ -122,21 +122,20 @@ void queries(const Attention& a, const AttentionTile& tile, float* scratch) {
   }
 }
 
-// Lines of memory to be read soon, some for each feature of a product.
-struct Ahead {
-  const char *keys, *values;
-};
+// The next block comes from memory into L2 while this one is worked on, a few lines at each step of the products and of
+// the values: asked for at once it would fill the buffers that all loads wait for. Past the cache's end nothing happens.
+template <int kLines>
+inline void fetch(const void* at) {
+  QM_EACH(line, kLines) __builtin_prefetch(static_cast<const char*>(at) + line * 64, 0, 2);
+}
 
-// out[r][k] = (q[r] . key k) scale, 16 K keys of [K][D][16]; brings kLines of keys and values for each feature into L2.
+// out[r][k] = (q[r] . key k) scale, 16 K keys of [K][D][16]; fetches kLines from `ahead` on for each feature.
 template <int R, int K, int kLines>
-void products(const float* q, const float* keys, int64_t d, float scale, float* out, Ahead ahead) {
+void products(const float* q, const float* keys, int64_t d, float scale, float* out, const char* ahead) {
   Vector sum[R][K];
   QM_EACH(r, R) QM_EACH(k, K) sum[r][k] = zero();
   for (int64_t f = 0; f < d; ++f, q += R, keys += 16) {
-    QM_EACH(line, kLines) {
-      __builtin_prefetch(ahead.keys + (f * kLines + line) * 64, 0, 2);
-      __builtin_prefetch(ahead.values + (f * kLines + line) * 64, 0, 2);
-    }
+    fetch<kLines>(ahead + f * kLines * 64);
     QM_EACH(k, K) {
       const Vector x = load(keys + k * d * 16);
       QM_EACH(r, R) sum[r][k] = multiply_add(q[r], x, sum[r][k]);
@@ -145,12 +144,15 @@ void products(const float* q, const float* keys, int64_t d, float scale, float* 
   QM_EACH(r, R) QM_EACH(k, K) store(out + r * kScoreStride + k * 16, multiply(scale, sum[r][k]));
 }
 
-// acc[r][v] += p[r][slot] * values[slot][v] for slots ascending, 16 V values.
-template <int R, int V, class C>
-void add_values(const float* p, const C* values, int64_t stride, int64_t slots, float* acc, int64_t acc_stride) {
+// acc[r][v] += p[r][slot] * values[slot][v] for slots ascending, 16 V values; fetches as many from `ahead` on where the
+// values are the cache.
+template <int R, int V, bool kCache, class C>
+void add_values(const float* p, const C* values, int64_t stride, int64_t slots, float* acc, int64_t acc_stride,
+                const C* ahead) {
   Vector sum[R][V];
   QM_EACH(r, R) QM_EACH(v, V) sum[r][v] = load(acc + r * acc_stride + v * 16);
   for (int64_t slot = 0; slot < slots; ++slot, values += stride) {
+    if constexpr (kCache) fetch<(V * 16 * sizeof(C) + 63) / 64>(ahead + slot * V * 16);
     QM_EACH(v, V) {
       const Vector x = load(values + v * 16);
       QM_EACH(r, R) sum[r][v] = multiply_add(p[r * kScoreStride + slot], x, sum[r][v]);
@@ -158,14 +160,16 @@ void add_values(const float* p, const C* values, int64_t stride, int64_t slots, 
   }
   QM_EACH(r, R) QM_EACH(v, V) store(acc + r * acc_stride + v * 16, sum[r][v]);
 }
-template <class C>
+template <bool kCache, class C>
 void add_values(int64_t rows, const float* p, const C* values, int64_t stride, int64_t width, int64_t slots, float* acc,
                 int64_t acc_stride) {
   with_rows(rows, [&](auto r) {
     constexpr int R = decltype(r)::value, V = R == 1 ? 4 : R == 2 ? 2 * kVectors : kVectors;
     int64_t v = 0;
-    for (; v + 16 * V <= width; v += 16 * V) add_values<R, V>(p, values + v, stride, slots, acc + v, acc_stride);
-    for (; v < width; v += 16) add_values<R, 1>(p, values + v, stride, slots, acc + v, acc_stride);
+    for (; v + 16 * V <= width; v += 16 * V)
+      add_values<R, V, kCache>(p, values + v, stride, slots, acc + v, acc_stride, values + kAttentionBlock * (stride + v));
+    for (; v < width; v += 16)
+      add_values<R, 1, kCache>(p, values + v, stride, slots, acc + v, acc_stride, values + kAttentionBlock * (stride + v));
   });
 }
 
@@ -203,7 +207,7 @@ void soften(float softcap, Range range, float* s, float* part) {
 
 // Products of the tile's queries and the block's keys.
 template <class C>
-void score(const Attention& a, Range all, const C* keys, const C* values, int64_t rows, float* scratch) {
+void score(const Attention& a, Range all, const C* keys, int64_t rows, float* scratch) {
   const int64_t d = a.node.head_size;
   float *const turned = scratch + a.keys_at(), *const scores = scratch + a.scores_at();
   for (int64_t step = all.begin / 16 * 16; step < all.end; step += kAttentionStep) {
@@ -223,8 +227,7 @@ void score(const Attention& a, Range all, const C* keys, const C* values, int64_
         constexpr int R = decltype(r)::value, K = kVectors, kLines = kAttentionStep * sizeof(C) / 64;
         const float* const q = scratch + a.queries_at() + row * d;
         float* const out = scores + row * kScoreStride + step;
-        const Ahead ahead{reinterpret_cast<const char*>(keys + (step + kAttentionStep) * d),
-                          reinterpret_cast<const char*>(values + step * a.node.v_head_size)};
+        const char* const ahead = reinterpret_cast<const char*>(keys + (step + kAttentionBlock) * d);
         int64_t i = 0;
         if (panel == 0 && sixteens >= K) {
           products<R, K, kLines>(q, turned, d, a.node.scale, out, ahead);
@@ -239,7 +242,7 @@ void score(const Attention& a, Range all, const C* keys, const C* values, int64_
 }
 
 // Adds the values of the block's slots, a panel of rows at once where all of them see a slot.
-template <class C>
+template <bool kCache, class C>
 void add_block(const Attention& a, const AttentionTile& tile, int64_t block, const C* values, int64_t stride,
                const float* scores, float* parts) {
   const int64_t rows = tile.tokens * a.heads(), width = a.padded_values(), part = a.part_floats();
@@ -247,7 +250,7 @@ void add_block(const Attention& a, const AttentionTile& tile, int64_t block, con
     const int64_t row = panel_row(rows, panel), end = panel_row(rows, panel + 1);
     const auto add = [&](int64_t first, int64_t count, int64_t begin, int64_t until) {
       if (begin < until)
-        add_values(count, scores + first * kScoreStride + begin, values + begin * stride, stride, width, until - begin,
+        add_values<kCache>(count, scores + first * kScoreStride + begin, values + begin * stride, stride, width, until - begin,
                    parts + first * part + 16, part);
     };
     Range common{0, kAttentionBlock};
@@ -279,18 +282,18 @@ void block_of(const Attention& a, const AttentionTile& tile, int64_t block, floa
     if (range.begin < range.end) all = {std::min(all.begin, range.begin), std::max(all.end, range.end)};
   }
   if (all.begin >= all.end) return;
-  score(a, all, keys, values, rows, scratch);
+  score(a, all, keys, rows, scratch);
   for (int64_t r = 0; r < rows; ++r) {
     const Range range = seen(a, tile, r / a.heads(), block);
     std::fill(parts + r * part + 16, parts + (r + 1) * part, 0.0f);
     if (range.begin < range.end) soften(a.node.softcap, range, scores + r * kScoreStride, parts + r * part);
   }
-  if (v == width && panel_count(rows) <= 2) return add_block(a, tile, block, values, v, scores, parts);
+  if (v == width && panel_count(rows) <= 2) return add_block<true>(a, tile, block, values, v, scores, parts);
   for (int64_t slot = all.begin; slot < all.end; ++slot) {
     for (int64_t i = 0; i < v; ++i) wide[slot * width + i] = widen(values[slot * v + i]);
     std::fill(wide + slot * width + v, wide + (slot + 1) * width, 0.0f);
   }
-  add_block(a, tile, block, static_cast<const float*>(wide), width, scores, parts);
+  add_block<false>(a, tile, block, static_cast<const float*>(wide), width, scores, parts);
 }
 void block(const Attention& a, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {
   a.call.cache_type == QM_F32 ? block_of<float>(a, tile, block, scratch, parts)

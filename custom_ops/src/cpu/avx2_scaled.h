@@ -231,6 +231,7 @@ void column_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, cons
       QM_EACH_ROW QM_EACH_VECTOR partial[i][v] = _mm256_setzero_ps();
       for (const uint8_t* const end = at + p.codes_bytes; at != end; at += 16 * kBytes, x += M) {
         __m256 value[V];
+        _mm_prefetch(reinterpret_cast<const char*>(at + kNear), _MM_HINT_T0);
         QM_EACH_VECTOR value[v] = load_number(kFormat, at, 8 * v);
         QM_EACH_ROW {
           const __m256 x1 = _mm256_broadcast_ss(x + i);

@@ -35,7 +35,7 @@ double seconds(int64_t lanes, const Body& body) {
 }
 
 // Reads [begin, begin + bytes) once, as kStreams sequential streams: one stream leaves some cores' prefetchers short of
-// work.
+// work, and these stop at the end of a page.
 void read_slice(const uint8_t* begin, int64_t bytes) {
   constexpr int64_t kStreams = 4, kStep = 64;
   const int64_t part = bytes / kStreams / kStep * kStep;
@@ -43,6 +43,7 @@ void read_slice(const uint8_t* begin, int64_t bytes) {
   for (int64_t at = 0; at < part; at += kStep)
     for (int64_t s = 0; s < kStreams; ++s) {
       uint64_t words[kStep / 8];
+      __builtin_prefetch(begin + s * part + at + 1024);
       std::memcpy(words, begin + s * part + at, kStep);
       for (int64_t i = 0; i < kStep / 8; ++i) sums[i] ^= words[i];
     }
