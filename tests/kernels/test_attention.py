@@ -113,7 +113,7 @@ def test_the_workspace_is_what_the_header_states(tokens: int, past: int, lanes: 
         return native.aligned(size)
 
     inputs(spec, [[0, tokens, past]], tokens, past, past + tokens, cache=np.float16).run(lanes=lanes, buffer=buffer)
-    parts, lane = 64 << 20, 4 * (64 * 16 + 32 * 16 + 256 * 32 + 64 * (2 * 32 + 304))
+    parts, lane = 64 << 20, 4 * (128 * 16 + 32 * 16 + 256 * 32 + 128 * (2 * 32 + 304))
     assert lanes * lane <= sizes[-1] <= lanes * lane + 4 * tokens + 64 + (parts if lanes > 1 else 0)
 
 

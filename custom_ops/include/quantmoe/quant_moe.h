@@ -147,8 +147,8 @@ typedef struct {
   qm_parallel_for parallel_for;
   void* parallel_context;
 } qm_attention_call;
-// At most 64 MiB, 4 bytes a token, and for each lane, with R = max(64, num_heads / kv_num_heads) queries,
-// 4 (R D + 32 D + 256 V + R (2 V + 304)) bytes, V rounded up to 16: 316 KB for D = V = 128.
+// At most 64 MiB, 4 bytes a token, and for each lane, with R = max(128, num_heads / kv_num_heads) queries,
+// 4 (R D + 32 D + 256 V + R (2 V + 304)) bytes, V rounded up to 16: 488 KB for D = V = 128.
 QM_API size_t qm_attention_workspace(const qm_attention*, const qm_attention_call*);
 // Fails (QM_INVALID), and writes nothing, when `rows` asks for tokens or slots that are not there, naming the row, or
 // when present is past's memory but has more slots.

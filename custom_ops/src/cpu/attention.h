@@ -66,14 +66,17 @@ void turn(const Attention& a, const uint8_t* x, int64_t token, const float* weig
     const float scale = node.qk_norm == k_qk_norm_row ? row_scale : inverse_norm(node, a.call.type, x, node.head_size);
     for (int64_t i = 0; i < node.head_size; ++i) y[i] = y[i] * scale * weights[i];
   }
-  const int64_t half = node.rotary_size / 2, step = node.rotary_interleaved ? 2 : 1;
-  const int64_t other = node.rotary_interleaved ? 1 : half;
+  const int64_t half = node.rotary_size / 2;
   const float *cos = a.call.cos + token * half, *sin = a.call.sin + token * half;
-  for (int64_t i = 0; i < half; ++i) {
-    const float first = y[i * step], second = y[i * step + other];
-    y[i * step] = first * cos[i] - second * sin[i];
-    y[i * step + other] = second * cos[i] + first * sin[i];
-  }
+  const auto rotate = [&](float& x, float& other, int64_t i) {
+    const float first = x, second = other;
+    x = first * cos[i] - second * sin[i];
+    other = second * cos[i] + first * sin[i];
+  };
+  if (node.rotary_interleaved)
+    for (int64_t i = 0; i < half; ++i) rotate(y[2 * i], y[2 * i + 1], i);
+  else
+    for (int64_t i = 0; i < half; ++i) rotate(y[i], y[i + half], i);
 }
 
 // The norm's weights of a head.
@@ -123,7 +126,8 @@ void queries(const Attention& a, const AttentionTile& tile, float* scratch) {
 }
 
 // The next block comes from memory into L2 while this one is worked on, a few lines at each step of the products and of
-// the values: asked for at once it would fill the buffers that all loads wait for. Past the cache's end nothing happens.
+// the values: asked for at once it would fill the buffers that all loads wait for. Past the cache's end nothing
+// happens.
 template <int kLines>
 inline void fetch(const void* at) {
   QM_EACH(line, kLines) __builtin_prefetch(static_cast<const char*>(at) + line * 64, 0, 2);
@@ -167,9 +171,11 @@ void add_values(int64_t rows, const float* p, const C* values, int64_t stride, i
     constexpr int R = decltype(r)::value, V = R == 1 ? 4 : R == 2 ? 2 * kVectors : kVectors;
     int64_t v = 0;
     for (; v + 16 * V <= width; v += 16 * V)
-      add_values<R, V, kCache>(p, values + v, stride, slots, acc + v, acc_stride, values + kAttentionBlock * (stride + v));
+      add_values<R, V, kCache>(p, values + v, stride, slots, acc + v, acc_stride,
+                               values + kAttentionBlock * (stride + v));
     for (; v < width; v += 16)
-      add_values<R, 1, kCache>(p, values + v, stride, slots, acc + v, acc_stride, values + kAttentionBlock * (stride + v));
+      add_values<R, 1, kCache>(p, values + v, stride, slots, acc + v, acc_stride,
+                               values + kAttentionBlock * (stride + v));
   });
 }
 
@@ -189,11 +195,18 @@ void soften(float softcap, Range range, float* s, float* part) {
     for (int64_t i = first; i < last; ++i) s[i] = softcap * tanh_f32(s[i] / softcap);
   std::fill(s + first, s + range.begin, -kInfinity);
   std::fill(s + range.end, s + last, -kInfinity);
-  float tops[16], sums[16] = {};
-  std::fill(tops, tops + 16, -kInfinity);
-  for (int64_t i = first; i < last; i += 16)
-    for (int j = 0; j < 16; ++j) tops[j] = s[i + j] > tops[j] ? s[i + j] : tops[j];
-  const float top = *std::max_element(tops, tops + 16);
+  constexpr int kTops = 64;  // vectors that do not wait for each other
+  float tops[kTops], sums[16] = {};
+  std::fill(tops, tops + kTops, -kInfinity);
+  const auto larger = [](float a, float b) { return a > b ? a : b; };
+  int64_t at = first;
+  for (; at + kTops <= last; at += kTops)
+    for (int j = 0; j < kTops; ++j) tops[j] = larger(s[at + j], tops[j]);
+  for (; at < last; at += 16)
+    for (int j = 0; j < 16; ++j) tops[j] = larger(s[at + j], tops[j]);
+  for (int width = kTops / 2; width > 0; width /= 2)
+    for (int j = 0; j < width; ++j) tops[j] = larger(tops[j + width], tops[j]);
+  const float top = tops[0];
   for (int64_t i = first; i < last; i += 16) {
     for (int j = 0; j < 16; ++j) {
       const float weight = exp_f32(s[i + j] - top);
@@ -250,8 +263,8 @@ void add_block(const Attention& a, const AttentionTile& tile, int64_t block, con
     const int64_t row = panel_row(rows, panel), end = panel_row(rows, panel + 1);
     const auto add = [&](int64_t first, int64_t count, int64_t begin, int64_t until) {
       if (begin < until)
-        add_values<kCache>(count, scores + first * kScoreStride + begin, values + begin * stride, stride, width, until - begin,
-                   parts + first * part + 16, part);
+        add_values<kCache>(count, scores + first * kScoreStride + begin, values + begin * stride, stride, width,
+                           until - begin, parts + first * part + 16, part);
     };
     Range common{0, kAttentionBlock};
     for (int64_t r = row; r < end; ++r) {
@@ -290,7 +303,9 @@ void block_of(const Attention& a, const AttentionTile& tile, int64_t block, floa
   }
   if (v == width && panel_count(rows) <= 2) return add_block<true>(a, tile, block, values, v, scores, parts);
   for (int64_t slot = all.begin; slot < all.end; ++slot) {
-    for (int64_t i = 0; i < v; ++i) wide[slot * width + i] = widen(values[slot * v + i]);
+    int64_t i = 0;
+    for (; i + 16 <= v; i += 16) store(wide + slot * width + i, load(values + slot * v + i));
+    for (; i < v; ++i) wide[slot * width + i] = widen(values[slot * v + i]);
     std::fill(wide + slot * width + v, wide + (slot + 1) * width, 0.0f);
   }
   add_block<false>(a, tile, block, static_cast<const float*>(wide), width, scores, parts);

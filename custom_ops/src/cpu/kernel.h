@@ -56,6 +56,7 @@ struct Product {
 
 // CachedAttention: what its kernels see of a call (attention.cc), and their arithmetic (attention.h, FORMAT.md 5).
 constexpr int64_t kAttentionBlock = 256;                // slots whose softmax is one, counted from slot 0
+constexpr int64_t kTileQueries = 128;                   // of a tile in prefill, which share the turned keys and values
 constexpr int64_t kAttentionStep = 32;                  // keys that are transposed at a time
 constexpr int64_t kScoreStride = kAttentionBlock + 16;  // of a query's scores: rows of a tile in different sets of L1
 
@@ -70,7 +71,7 @@ struct Attention {
            int64_t{node.kv_num_heads} * node.v_head_size;
   }
   // A tile is some tokens' queries of the heads of one group: its rows, the heads of a token side by side.
-  int64_t tile_tokens() const { return heads() < 64 ? 64 / heads() : 1; }
+  int64_t tile_tokens() const { return heads() < kTileQueries ? kTileQueries / heads() : 1; }
   int64_t tile_rows() const { return heads() * tile_tokens(); }
   int64_t padded_values() const { return align_up(node.v_head_size, 16); }
   int64_t part_floats() const { return 16 + padded_values(); }  // of a row: largest score, sum, 14 unused, values
