@@ -49,7 +49,7 @@ build: venv
 
 demo: build
 	@test -n "$(FORCE)" || test ! -e demo-model/model.onnx || { echo "demo-model/model.onnx exists; with FORCE=1 it is replaced"; exit 1; }
-	quantmoe demo $(if $(CHECKPOINT),--checkpoint "$(CHECKPOINT)") $(if $(FORCE),--force)
+	quantmoe demo --checkpoint "$(or $(CHECKPOINT),samples/demo_model/checkpoint)" $(if $(FORCE),--force)
 
 test: build
 	$(UV) --group test
@@ -172,11 +172,9 @@ format: build
 	ruff format .
 	ruff check --fix .
 
-# Float activations: versions of ONNX Runtime differ in the last bits outside the experts, and the rounding of activations makes
-# other tokens of that in a model of random weights (1.29 and 1.31 do).
+# Float activations: versions of ONNX Runtime differ in the last bits outside the experts, which decide how activations are rounded.
 build/sample-model: | build
-	python -c "import quantmoe; from quantmoe.exporter.demo import make_checkpoint; \
-	  quantmoe.export(make_checkpoint('build/sample-checkpoint'), '$@', activations='float')"
+	quantmoe export samples/demo_model/checkpoint $@ --activations float
 
 # The samples on one exported folder must print the same tokens; C# where dotnet stands.
 samples: build | $(MODEL)

@@ -7,7 +7,6 @@ import json
 import re
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -35,6 +34,8 @@ app = typer.Typer(
 console = terminal()
 FLOAT_HERE = "quantized in the checkpoint, float here"
 PLAIN_ATTENTION = "attention of standard nodes"
+#: of the demo: its own model knows the English of the King James Bible
+PROMPT = "Then said the captain of the host,"
 Checkpoint = Annotated[Path, typer.Argument(help="Hugging Face folder")]
 Model = Annotated[Path, typer.Argument(help="exported model or its folder")]
 
@@ -289,28 +290,28 @@ def _speed(found: Any) -> str:
 
 @app.command()
 def demo(
-    checkpoint: Annotated[Path | None, typer.Option(help="your own folder instead of a made one")] = None,
+    checkpoint: Annotated[Path, typer.Option(help="Hugging Face folder; make demo has samples/demo_model/checkpoint")],
     output: Annotated[Path, typer.Option(help="where the model goes")] = Path("demo-model"),
-    max_new_tokens: Annotated[int, typer.Option(min=2)] = 16,
+    prompt: Annotated[str, typer.Option(help="text to go on from, where the checkpoint has a tokenizer")] = PROMPT,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 32,
     force: Annotated[bool, typer.Option("--force", help="replace an earlier export there")] = False,
 ) -> None:
-    """Make a small real checkpoint, export it, run it, and compare with PyTorch."""
-    need("torch", "transformers", "onnxscript", "onnxruntime", *(() if checkpoint else ("compressed_tensors",)))
+    """Export a checkpoint, run it, and compare with PyTorch."""
+    need("torch", "transformers", "onnxscript", "onnxruntime", "tokenizers")
     from quantmoe.exporter.output import MODEL, check_folder
 
     check_folder(output, [MODEL], force)
     from quantmoe.exporter.compare import compare
+    from quantmoe.exporter.generate import load_tokenizer
 
-    with tempfile.TemporaryDirectory() as made:
-        if checkpoint is None:
-            import transformers
+    report = _export(checkpoint, output, force=force)
+    tokenizer = load_tokenizer(output) if (output / "tokenizer.json").exists() else None
+    ids = tokenizer.encode(prompt).ids if tokenizer else None
+    found = compare(checkpoint, output, max_new_tokens, ids)
 
-            from quantmoe.exporter.demo import make_checkpoint
+    def shown(tokens: list[int]) -> str:
+        return tokenizer.decode([*ids, *tokens]) if tokenizer and ids else str(tokens)
 
-            transformers.utils.logging.disable_progress_bar()
-            checkpoint = make_checkpoint(Path(made) / "qwen3_moe-W4A16")
-        report = _export(checkpoint, output, force=force)
-        found = compare(checkpoint, output, max_new_tokens)
     table = Table("", "", title=f"{checkpoint.name} -> {output / 'model.onnx'}", show_header=False)
     layers = Counter(
         f"{scheme}; {spec.num_experts} experts of {spec.hidden_size} x {spec.intermediate_size}; "
@@ -321,8 +322,10 @@ def demo(
         table.add_row(f"{count} MoE {_plural('layer', count)}", text)
     for file in sorted(output.glob("model.onnx*")):
         table.add_row(file.name, decimal(file.stat().st_size))
-    table.add_row("tokens, ONNX Runtime", str(found.tokens))
-    table.add_row("tokens, PyTorch", str(found.expected_tokens or "(too large to dequantize here)"))
+    table.add_row("ONNX Runtime", shown(found.tokens))
+    table.add_row(
+        "PyTorch", shown(found.expected_tokens) if found.expected_tokens else "(too large to dequantize here)"
+    )
     if found.difference is not None:
         table.add_row("largest logit difference", f"{found.difference:.2e} of the largest logit, fed the same tokens")
     if found.float_difference is not None:

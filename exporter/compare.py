@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,8 +46,10 @@ class Comparison:
     agreement: float | None = None
 
 
-def compare(checkpoint: str | Path, model: str | Path, new_tokens: int = 16, prompt: int = 16) -> Comparison:
-    """Runs both on one random prompt; logits are compared on PyTorch's greedy tokens fed to both."""
+def compare(
+    checkpoint: str | Path, model: str | Path, new_tokens: int = 16, prompt: Sequence[int] | None = None
+) -> Comparison:
+    """Runs both on one prompt, 16 random tokens if None; logits are compared on PyTorch's greedy tokens fed to both."""
     import torch
 
     from quantmoe.exporter.model import Skeleton, dequantized
@@ -56,13 +58,13 @@ def compare(checkpoint: str | Path, model: str | Path, new_tokens: int = 16, pro
     format.input_scales = False  # PyTorch's activations are float
     skeleton = Skeleton(format)
     vocabulary = skeleton.model.config.vocab_size
-    ids = np.random.default_rng(0).integers(0, vocabulary, prompt).tolist()
+    ids = list(prompt or np.random.default_rng(0).integers(0, vocabulary, 16).tolist())
     generator = Generator(model)
     generator.greedy(ids, 2)  # first runs allocate
     found = generator.greedy(ids, new_tokens)
     experts = sum(x.num_experts * x.hidden_size * x.intermediate_size * 3 for x in skeleton.experts.values())
     if 4 * (experts + sum(p.numel() for p in skeleton.model.parameters())) > LIMIT:
-        return Comparison(found.tokens, [], None, None, prompt, found.prefill, found.tokens_per_second)
+        return Comparison(found.tokens, [], None, None, len(ids), found.prefill, found.tokens_per_second)
     reference, expected = dequantized(skeleton), list(ids)
     with torch.no_grad():
         for _ in range(new_tokens):
@@ -79,10 +81,10 @@ def compare(checkpoint: str | Path, model: str | Path, new_tokens: int = 16, pro
     own, ours = difference(generator)
     return Comparison(
         found.tokens,
-        expected[prompt:],
+        expected[len(ids) :],
         own,
         exact,
-        prompt,
+        len(ids),
         found.prefill,
         found.tokens_per_second,
         *divergence(ours, logits),

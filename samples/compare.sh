@@ -1,10 +1,15 @@
 #!/bin/bash
-# usage: compare.sh MODEL_FOLDER: builds the samples, runs each on the folder and fails unless all print the same tokens.
+# usage: compare.sh MODEL_FOLDER [TEXT]: builds the samples, lets each go on from TEXT and fails unless all print the same tokens.
 # build/samples-* are the programs. C# runs where dotnet stands.
 set -euo pipefail
 model=$(realpath "$1") && cd "$(dirname "$0")"
 build=$(realpath ..)/build
-prompt=(16 1 2 3 4 5)
+text=${2:-Then said the captain of the host,}
+tokenizer() { # EXPRESSION ARGUMENT...: of the folder's tokenizer t and the arguments a
+  python -c 'import sys; from tokenizers import Tokenizer; a = sys.argv[3:]; t = Tokenizer.from_file(sys.argv[1]); print(*eval(sys.argv[2]))' \
+    "$model/tokenizer.json" "$@"
+}
+read -ra prompt <<<"32 $(tokenizer 't.encode(a[0]).ids' "$text")"
 failed=0 expected=
 
 same() { # NAME COMMAND...: the tokens it prints
@@ -34,4 +39,5 @@ if command -v dotnet >/dev/null; then
 else
   echo 'csharp not run: no dotnet here'
 fi
+tokenizer '[a.pop(0) + t.decode([int(i) for i in a])]' "$text" $expected
 exit $failed

@@ -284,8 +284,7 @@ LACKING = {
     "export --dry-run": (["export", QWEN, "out", "--dry-run"], "torch"),
     "generate": (["generate", "model", "--ids", "1"], "onnxruntime"),
     "generate --prompt": (["generate", "model", "--prompt", "a"], "tokenizers"),
-    "demo": (["demo"], "compressed_tensors"),
-    "demo --checkpoint": (["demo", "--checkpoint", QWEN], "onnxruntime"),
+    "demo": (["demo", "--checkpoint", QWEN], "onnxruntime"),
     "bench": (["bench"], "onnxruntime"),
     "bench --plot": (["bench", "--plot", "cells.png"], "matplotlib"),
 }
@@ -326,7 +325,7 @@ MODULES = {
     "inspect": ["inspect", "explain", "survey"],
     "unpack": ["unpack"],
     "generate": ["generate", "chat"],
-    "demo": ["demo", "convert", "compare"],
+    "demo": ["convert", "compare"],
     "bench": ["bench"],
 }
 

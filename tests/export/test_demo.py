@@ -1,11 +1,14 @@
-"""`quantmoe demo` with checkpoints that the tools themselves wrote."""
+"""`quantmoe demo` with checkpoints that the tools themselves wrote, and the model that was trained for it."""
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from export.test_output import contents
 from typer.testing import CliRunner
 
@@ -13,9 +16,12 @@ from quantmoe.exporter import cli, compare
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.formats import find_format, open_checkpoint
+from quantmoe.exporter.generate import Generator, load_tokenizer
 from quantmoe.exporter.inspect import inspect
+from quantmoe.exporter.model import Skeleton, dequantized
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
+TRAINED = Path(__file__).parents[2] / "samples" / "demo_model"
 
 
 def fixtures() -> list[object]:
@@ -69,3 +75,56 @@ def test_an_earlier_export_is_replaced_when_asked_only(exported, tmp_path, monke
     assert contents(out) == before
     assert CliRunner().invoke(app, [*demo, "--force"], catch_exceptions=False).exit_code == 0
     assert inspect(out)["metadata"]["checkpoint"] == "quark-int4"
+
+
+def test_the_trained_model_writes_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    demo = [
+        "demo",
+        "--checkpoint",
+        str(TRAINED / "checkpoint"),
+        "--prompt",
+        "And the king said unto",
+        "--max-new-tokens",
+        "24",
+    ]
+    done = CliRunner().invoke(app, demo, catch_exceptions=False)
+    assert done.exit_code == 0
+    tokenizer = load_tokenizer(tmp_path / "demo-model")
+    prompt = tokenizer.encode("And the king said unto").ids
+    text = tokenizer.decode(prompt + Generator("demo-model").greedy(prompt, 24).tokens)
+    assert text.startswith("And the king said unto ")
+    assert " ".join(text.split()[:8]) in " ".join(done.output.replace("\u2502", " ").split())
+    known = set((TRAINED / "heldout.txt").read_text().split())
+    words = text.split()[:-1]  # the last may be cut
+    assert sum(word in known for word in words) > 0.8 * len(words)
+
+
+def test_perplexity_of_the_trained_model(tmp_path):
+    """What README says of its accuracy, on a part of the text.
+
+    Float activations and a float32 cache differ from PyTorch by 1e-4 of the largest logit, as elsewhere here; a token's
+    loss by twice that, as it is a difference of logits and their log-sum-exp.
+    """
+    spec = importlib.util.spec_from_file_location("perplexity", TRAINED / "perplexity.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    tokens = load_tokenizer(TRAINED / "checkpoint").encode((TRAINED / "heldout.txt").read_text()).ids[: script.WINDOW]
+    reference = dequantized(Skeleton(find_format(open_checkpoint(TRAINED / "checkpoint"))))
+    largest = 0.0
+
+    def expected(ids):
+        nonlocal largest
+        with torch.no_grad():
+            logits = reference(torch.tensor([ids])).logits[0].numpy()
+        largest = max(largest, float(np.abs(logits).max()))
+        return logits
+
+    found = {"torch": script.perplexity(expected, tokens)}
+    for activations, cache in (("float", "f32"), ("int8", None)):
+        out = tmp_path / activations
+        export(TRAINED / "checkpoint", out, activations=activations, cache=cache, logits="all")
+        found[activations] = script.perplexity(Generator(out).scores, tokens)
+    assert found["torch"] < 40
+    assert abs(np.log(found["float"] / found["torch"])) < 2e-4 * largest
+    assert found["int8"] < 1.05 * found["torch"]
