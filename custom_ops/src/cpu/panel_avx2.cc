@@ -297,10 +297,7 @@ void multiply(const Product& product) {
   }
 }
 
-bool usable() {  // asked in every call: cpuid leaves a virtual machine
-  static const bool has = x86_has(kSavesYmm, bit_AVX | bit_FMA | bit_F16C, bit_AVX2, 0);
-  return has;
-}
+bool usable() { return x86_has(kSavesYmm, bit_AVX | bit_FMA | bit_F16C, bit_AVX2, 0); }
 
 }  // namespace
 

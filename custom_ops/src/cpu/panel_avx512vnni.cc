@@ -326,10 +326,9 @@ void multiply(const Product& product) {
   }
 }
 
-bool usable() {  // asked in every call: cpuid leaves a virtual machine
-  static const bool has = x86_has(kSavesZmm, bit_AVX | bit_FMA | bit_F16C,
-                                  bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ, bit_AVX512VNNI);
-  return has;
+bool usable() {
+  return x86_has(kSavesZmm, bit_AVX | bit_FMA | bit_F16C, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ,
+                 bit_AVX512VNNI);
 }
 
 }  // namespace
