@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+from quantmoe.exporter.cache import TAIL
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.generate import Generated, Generator, load_tokenizer, stop_tokens
 from quantmoe.exporter.sampling import Sampling, read_object
@@ -56,6 +57,7 @@ class Chat:
     def __init__(self, model: Generator, text: Text | None = None):
         self.model, self.cache = model, model.cache()
         self.text = text or Text(model.path.parent)
+        self.cache.tail = TAIL
         self.messages: list[dict[str, str]] = []
         self.last: Generated | None = None
         self._ids: list[int] = []

@@ -36,9 +36,18 @@ ACTIVATIONS = {"cpu_panel": "int8", "marlin": None}
 #: ends of the names of tensors whose numbers decide what a node has
 DECIDING = ("g_idx", "zero_point", "qzeros", "pre_quant_scale")
 #: linears of one input, whose rows become one matrix: names of the parts -> of the whole
-JOINED = {("q_proj", "k_proj", "v_proj"): "qkv_proj", ("gate_proj", "up_proj"): "gate_up_proj"}
+JOINED = {
+    ("q_proj", "k_proj", "v_proj"): "qkv_proj",
+    ("gate_proj", "up_proj"): "gate_up_proj",
+    ("in_proj_qkvz", "in_proj_ba"): "in_proj",  # linear attention: all of them, else what is alike
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"): "in_proj",
+    ("in_proj_qkv", "in_proj_z"): "in_proj_qkvz",
+    ("in_proj_b", "in_proj_a"): "in_proj_ba",
+}
 #: layouts of the engines that get such matrices
 JOINING = ("cpu_panel",)
+#: why --target cuda refuses hybrid models
+CPU_ONLY = "linear attention: CausalConv and GatedDelta have kernels for the CPU only, not for --target cuda"
 #: of one tensor in TensorRT
 MAX_ELEMENTS = 2**31 - 1
 

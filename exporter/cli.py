@@ -109,7 +109,7 @@ def export(
     seconds = time.perf_counter() - begin
     console.print(str(outdir), highlight=False)
     _print_layers((scheme, spec, None) for scheme, spec in report.layers.values())
-    for remark in filter(None, (report.activations, report.kv_cache, report.library)):
+    for remark in filter(None, (report.left_out, report.activations, report.kv_cache, report.library)):
         console.print(remark, style="yellow")
     if report.scale_error is not None:
         console.print(f"scales rounded to bf16: largest relative error {report.scale_error:.2e}", style="yellow")
@@ -171,6 +171,7 @@ def inspect(
     kept = {t["name"]: t["dequantized_because"] or "" for t in found["dense"] if t["dequantized_from"] is not None}
     _print_reasons(FLOAT_HERE, kept)
     _print_attention(found["attention"])
+    _print_linear_attention(found["linear_attention"])
     _print_reasons(PLAIN_ATTENTION, found["plain_attention"])
     for file in found["files"]:
         if file["resident"] is not None:
@@ -384,6 +385,8 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
     found = plan(checkpoint, outdir, **options)
     console.print(f"{outdir} (dry run)", highlight=False)
     _print_layers(found.layers.values())
+    if found.attention:
+        console.print(found.attention)
     total = found.packed + found.dense
     console.print(
         f"reads {decimal(found.read)}; writes {decimal(total)}: experts {decimal(found.packed)}, "
@@ -391,8 +394,8 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
         f"about {_minutes(found.seconds)} ({found.rate}), peak memory about {decimal(round(found.memory))}"
     )
     _print_reasons(FLOAT_HERE, found.dequantized)
-    if found.kv_cache:
-        console.print(found.kv_cache, style="yellow")
+    for remark in filter(None, (found.left_out, found.kv_cache)):
+        console.print(remark, style="yellow")
     if total > found.free:
         console.print(f"only {decimal(found.free)} of disk are free there", style="red")
 
@@ -450,8 +453,10 @@ def _print_survey(found: dict[str, Any]) -> None:
         _print_block(f"{count} {_plural('layer', count)}", {"scheme": scheme, "experts": f"{experts} of {size}"})
     for text, count in found.get("linears", {}).items():
         console.print(f"{count} quantized {_plural('linear', count)} outside the experts: {text}")
-    if found.get("kv_cache"):
-        console.print(found["kv_cache"], style="yellow")
+    if found.get("attention"):
+        console.print(found["attention"])
+    for remark in filter(None, (found.get("left_out"), found.get("kv_cache"))):
+        console.print(remark, style="yellow")
     reasons = found["refused"]
     for reason in dict.fromkeys(filter(None, reasons.values())):
         targets = " and ".join(target for target, text in reasons.items() if text == reason)
@@ -509,6 +514,19 @@ def _print_attention(nodes: list[dict[str, Any]]) -> None:
             rows["sliding window"] = str(a["sliding_window"])
         rows["cache"] = f"{cache}, {sum(node['bytes_per_token'] for node in group):,} bytes a token"
         _print_block(f"{len(group)} CachedAttention: {_and_more([node['node'] for node in group])}", rows)
+
+
+def _print_linear_attention(nodes: list[dict[str, Any]]) -> None:
+    """GatedDelta nodes, each with its CausalConv, of the same description together."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for node in nodes:
+        groups.setdefault(str((node["attributes"], node["width"])), []).append(node)
+    for group in groups.values():
+        a = group[0]["attributes"]
+        rows = {"heads": f"{a['num_v_heads']} of {a['v_head_size']}, {a['num_k_heads']} keys of {a['k_head_size']}"}
+        rows["convolution"] = f"{group[0]['width']} tokens"
+        rows["states"] = f"{sum(node['state_bytes'] for node in group):,} bytes, however many tokens"
+        _print_block(f"{len(group)} CausalConv and GatedDelta: {_and_more([node['node'] for node in group])}", rows)
 
 
 def _weights(format_: str, group_size: int, scale_type: str) -> str:

@@ -78,6 +78,7 @@ class Report:
         plain_attention: attention module that is standard nodes, not CachedAttention -> why; empty for CUDA.
         plain_routers: layers whose router is not a MoERouting node but many of ONNX's: none of its methods is theirs.
         untraced: why every layer was traced although some are alike, else "".
+        left_out: remark when the checkpoint has more than its text model, which alone is exported, else "".
         kv_cache: remark when the checkpoint wants its KV cache quantized, which stays float, else "".
         library: remark when the library beside the model asks for a glibc newer than OLDEST_GLIBC, else "".
     """
@@ -96,6 +97,7 @@ class Report:
     plain_routers: int = 0
     untraced: str = ""
     kv_cache: str = ""
+    left_out: str = ""
     library: str = ""
 
 
@@ -167,7 +169,7 @@ def export(
         progress("loading torch and transformers", 0, 1)
         from quantmoe.exporter.model import Skeleton, trace  # seconds, and what headers decide has been said
 
-        skeleton = Skeleton(format, graph_type, layers, lm_head)
+        skeleton = Skeleton(format, graph_type, layers, lm_head, target)
         ends = stops(skeleton)
         chosen = choose(skeleton, experts, LAYOUT[target], wanted, scales)
         specs, linears = chosen.layers, chosen.linears
@@ -317,6 +319,7 @@ def _report(skeleton: Skeleton, chosen: Choice, activations: str | None) -> Repo
     """What is known before the tracing."""
     format = skeleton.format
     report = Report(format.name, {}, dequantized=chosen.dequantized, kv_cache=format.kv_cache())
+    report.left_out = format.left_out()
     schemes = []
     for name, spec in chosen.layers.items():
         layer = skeleton.experts[name]

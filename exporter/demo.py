@@ -63,6 +63,19 @@ SIZES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
     },
 }
+#: hybrid models: three layers of linear attention, one of full attention
+_HYBRID = {
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+SIZES |= {"qwen3_next": _HYBRID, "qwen3_5_moe_text": _HYBRID}
 COMMON = {
     "hidden_size": 512,
     "intermediate_size": 512,
@@ -73,7 +86,7 @@ COMMON = {
     "tie_word_embeddings": False,
 }
 #: linears that quantizers leave alone
-IGNORE = ("lm_head", "mlp.gate", "block_sparse_moe.gate", "mlp.router", "feed_forward.router")
+IGNORE = ("lm_head", "mlp.gate", "shared_expert_gate", "block_sparse_moe.gate", "mlp.router", "feed_forward.router")
 
 
 def make_checkpoint(

@@ -19,7 +19,8 @@ def explain(path: str | Path) -> list[dict[str, Any]]:
 
     Returns:
         One dict a scheme and verdict: ``scheme`` (in the tool's words), ``modules`` (names), ``candidates`` (list of
-        Candidate, those of the first module). Last, of a quantized KV cache, one without modules and with ``remark``.
+        Candidate, those of the first module). Last, ones without modules and with ``remark``: which
+        layers have which attention, what is left out, a quantized KV cache.
 
     Raises:
         CheckpointError, ModelError: the folder or file cannot be read.
@@ -48,8 +49,10 @@ def explain(path: str | Path) -> list[dict[str, Any]]:
             return linear_candidate(format, of[layout][module], layout, activations)
 
         add(LinearSpec, format.scheme_of(module).text, module, consider)
-    if remark := format.kv_cache():
-        found["KV cache"] = {"scheme": "KV cache", "modules": [], "candidates": [], "remark": remark}
+    remarks = {"attention": format.attention(), "left out": format.left_out(), "KV cache": format.kv_cache()}
+    for scheme, remark in remarks.items():
+        if remark:
+            found[scheme] = {"scheme": scheme, "modules": [], "candidates": [], "remark": remark}
     return list(found.values())
 
 

@@ -13,6 +13,8 @@ from quantmoe.exporter.sampling import Sampling
 #: transformers' model_type -> onnxruntime-genai's name of the same plain decoder
 TYPES = {"qwen3_moe": "qwen3", "mixtral": "mistral", "olmoe": "olmo"}
 
+#: operators that write a cache in place
+IN_PLACE = {("quantmoe", op) for op in ("CachedAttention", "CausalConv", "GatedDelta")}
 #: metadata of a model whose cache may be written in place: past and present are one buffer; onnxruntime-genai's word
 SHARE_BUFFER = "past_present_share_buffer"
 #: tokens that onnxruntime-genai allocates a shared cache for unless the caller sets max_length: of a model's whole
@@ -21,10 +23,10 @@ MAX_LENGTH = 4096
 
 
 def shares_buffer(graph: ir.Graph) -> bool:
-    """Whether past and present may be one buffer: no node reads a cache but CachedAttention, which writes in place."""
+    """Whether past and present may be one buffer: no node reads a cache but one of IN_PLACE."""
     past = [value for value in graph.inputs if str(value.name).startswith("past_key_values.")]
     nodes = [{(use.node.domain, use.node.op_type) for use in value.uses()} - {("", "Shape")} for value in past]
-    return bool(past) and all(found == {("quantmoe", "CachedAttention")} for found in nodes)
+    return bool(past) and all(len(found) == 1 and found <= IN_PLACE for found in nodes)
 
 
 def genai_config(

@@ -18,6 +18,9 @@ from quantmoe.exporter.memory import CHUNK, doing
 from quantmoe.exporter.sampling import Sampler, Sampling, read_object
 from quantmoe.ort_ext import OLDEST, cuda_library_path, library_path
 
+#: ends of the names of what a cache has of linear attention: of one size however many tokens there were
+STATES = (".conv_state", ".recurrent_state")
+
 
 class Generated(Iterator[int]):
     """New tokens, one by one as they are asked for, and how long they took so far.
@@ -117,19 +120,21 @@ class Generator:
         floats = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
         if (
             [len(shape) for shape in logits] != [3]
-            or not past
-            or not all(i.type in floats and len(i.shape) == 4 for i in past.values())
+            or not any(name.endswith(".key") for name in past)
+            or not all(i.type in floats and len(i.shape) == _ranks(name) for name, i in past.items())
             or not all(name.replace("past_key_values", "present") in self.outputs for name in past)
         ):
             raise ModelError(
                 f"{self.path}: expected the output logits [batch, sequence, vocabulary], the inputs past_key_values.* "
-                f"[batch, heads, length, width] of {' or '.join(floats)}, and their outputs present.*"
+                f"[batch, heads, length, width], or of linear attention *.conv_state [batch, channels, width] and "
+                f"*.recurrent_state [batch, heads, key, value], of {' or '.join(floats)}, and their outputs present.*"
             )
         self.last_only = logits[0][1] == 1
         self.vocabulary = logits[0][-1] if isinstance(logits[0][-1], int) else None
         self.past = {
             name: ([s if isinstance(s, int) else 0 for s in i.shape], floats[i.type]) for name, i in past.items()
         }
+        self.states = [name for name in past if name.endswith(STATES)]
 
     def start(self, batch: int = 1) -> dict[str, np.ndarray]:
         """An empty KV cache of arrays, for :meth:`step`.
@@ -306,9 +311,14 @@ def _cuda(ort: Any) -> str:
     return cuda_library_path()
 
 
+def _ranks(name: str) -> int:
+    """Dimensions of an input of the cache."""
+    return 3 if name.endswith(".conv_state") else 4
+
+
 def past_length(past: dict[str, np.ndarray]) -> int:
     """Tokens in a KV cache."""
-    return int(next(iter(past.values())).shape[2])
+    return int(next(value for name, value in past.items() if name.endswith(".key")).shape[2])
 
 
 def stop_tokens(folder: Path) -> list[int]:

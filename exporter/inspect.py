@@ -16,7 +16,16 @@ import onnx_ir as ir
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import DOMAIN, AttentionSpec, LinearSpec, MoESpec, RoutingSpec, Spec
+from quantmoe.custom_ops.op import (
+    DOMAIN,
+    AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
+    LinearSpec,
+    MoESpec,
+    RoutingSpec,
+    Spec,
+)
 from quantmoe.exporter.checkpoint import LFS_POINTER
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
@@ -47,6 +56,8 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         of linears ``rows``: where a node has those of several modules, how many of each),
         ``routers`` (MoERouting nodes: name, attributes),
         ``attention`` (CachedAttention nodes: name, attributes, type of the cache, its bytes a token),
+        ``linear_attention`` (GatedDelta nodes: name, attributes, ``width`` of the convolution before it, and
+        ``state_bytes`` of both),
         ``plain_attention`` (attention module that is standard nodes -> why, as its export says),
         ``dense`` (other large tensors, and those that the checkpoint quantizes and the model does not, with
         ``dequantized_because``), ``files`` (of weights: bytes, and how many are in memory), ``metadata`` and, with
@@ -59,7 +70,7 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
     model = load(path)
     tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
     external = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
-    layers, linears, routers, attention, packed = [], [], [], [], set()
+    layers, linears, routers, attention, linear_attention, packed = [], [], [], [], [], set()
     for node in model.graph:
         if node.domain != DOMAIN:
             continue
@@ -76,6 +87,8 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
                 routers.append({"node": node.name, "attributes": routing.attributes()})
             elif node.op_type == "CachedAttention":
                 attention.append(_attention(path, node))
+            elif node.op_type == "GatedDelta":
+                linear_attention.append(_linear_attention(path, node))
         except ModelError:
             raise
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -102,6 +115,7 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         "linears": linears,
         "routers": routers,
         "attention": attention,
+        "linear_attention": linear_attention,
         "plain_attention": _reasons(path, model.metadata_props.get("plain_attention", "{}")),
         "dense": dense,
     }
@@ -215,6 +229,26 @@ def _attention(path: Path, node: ir.Node) -> dict[str, Any]:
         "attributes": spec.attributes(),
         "cache": past.dtype.name.lower(),
         "bytes_per_token": int(width * past.dtype.itemsize),
+    }
+
+
+def _linear_attention(path: Path, node: ir.Node) -> dict[str, Any]:
+    spec = _spec(path, node, DeltaSpec)
+    _check_runs(path, node, spec, {})
+    before = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if before is None or before.op_type != "CausalConv":
+        raise ModelError(f"{path}: node {node.name}: qkv is not of a CausalConv")
+    conv = _spec(path, before, ConvSpec)
+    _check_runs(path, before, conv, {})
+    past = before.inputs[3]
+    if past is None or past.dtype is None:
+        raise ModelError(f"{path}: node {before.name}: past_conv has no type")
+    state = 4 * spec.num_v_heads * spec.k_head_size * spec.v_head_size
+    return {
+        "node": node.name,
+        "attributes": spec.attributes(),
+        "width": conv.width,
+        "state_bytes": int(state + conv.channels * (conv.width - 1) * past.dtype.itemsize),
     }
 
 

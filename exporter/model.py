@@ -28,6 +28,7 @@ from accelerate import init_empty_weights
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.exporters import exporter_onnx
@@ -50,14 +51,16 @@ from quantmoe.exporter.ahead import BLOCK
 from quantmoe.exporter.architectures import ARCHITECTURES
 from quantmoe.exporter.checkpoint import DTYPES as STORED
 from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.choose import Choice
+from quantmoe.exporter.choose import CPU_ONLY, Choice
 from quantmoe.exporter.formats import Format, MoELayer
 from quantmoe.exporter.formats.base import FLOAT_KINDS, FLOATS
 from quantmoe.exporter.formats.experts import check_sizes
 from quantmoe.exporter.formats.rounding import HEAD_GROUPS
 from quantmoe.exporter.memory import doing
+from quantmoe.exporter.passes import linear_attention
 from quantmoe.exporter.passes.attention import (
     MASKLESS,
+    Rows,
     attach,
     recognise,
     signature,
@@ -65,11 +68,14 @@ from quantmoe.exporter.passes.attention import (
 )
 from quantmoe.exporter.passes.interface import set_cache_type
 from quantmoe.exporter.passes.latent import concatenate_keys
+from quantmoe.exporter.passes.norms import plain_norms
 from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
 from quantmoe.exporter.passes.routers import replace_routers
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 CACHES = {"f32": ir.DataType.FLOAT, "f16": ir.DataType.FLOAT16}
+#: layers after which others like them may follow in turn: hybrid models have four, one of them of full attention
+LONGEST = 8
 #: where models of several modalities keep their language model -> where it is on its own
 WRAPPERS = {"language_model.": "", "model.language_model.": "model."}
 
@@ -82,6 +88,7 @@ class Skeleton:
         dtype: "f32", "f16" or "bf16", of the graph.
         layers: keep only the first so many decoder layers.
         lm_head: "int4" or "int8" rounds the head, see ``head``; None leaves it as it is.
+        target: see :func:`trace`.
 
     Attributes:
         model: parameters are placeholders; experts modules have none.
@@ -91,12 +98,21 @@ class Skeleton:
             16-bit type of their own; a head that shares the embedding's weight has the embedding's name.
         head: name in the checkpoint of the linear that makes the logits, when ``lm_head`` rounds it.
         tied: parameter name -> the first of the names of the same parameter.
+        linear_attention: module name -> what it computes.
+        derived: parameter name -> what the graph has instead of its tensor, a function of that.
 
     Raises:
         CheckpointError: the architecture is not supported, or a parameter has no tensor.
     """
 
-    def __init__(self, format: Format, dtype: str = "f32", layers: int | None = None, lm_head: str | None = None):
+    def __init__(
+        self,
+        format: Format,
+        dtype: str = "f32",
+        layers: int | None = None,
+        lm_head: str | None = None,
+        target: str = "cpu",
+    ):
         self.format, self.dtype = format, DTYPES[dtype]
         folder = format.ckpt.folder
         config = _config(format, layers)
@@ -116,6 +132,8 @@ class Skeleton:
         self.model = model.eval().requires_grad_(False)
         if config.model_type in ARCHITECTURES:
             ARCHITECTURES[config.model_type].prepare(model)
+        self.linear_attention = self._linear_attention(target)
+        self.derived: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
 
         modules = {name: m for name, m in model.named_modules() if hasattr(m, "_is_expert_parallel")}
         if not modules and layers is not None:
@@ -156,6 +174,27 @@ class Skeleton:
         self._check_parameters()
         self.head = self._round_head(lm_head) if lm_head else None
         self.linears = dict(self._linears())
+
+    def _linear_attention(self, target: str) -> dict[str, linear_attention.Recognised]:
+        folder, stack = self.format.ckpt.folder, _decoder(self.model).layers
+        with doing(f"{folder}: recognising linear attention"), _quiet():
+            found, left = linear_attention.recognise(self.model, stack)
+        for name, reason in left.items():
+            raise CheckpointError(f"{folder}: {name}: {reason}")
+        if found and target != "cpu":
+            raise CheckpointError(f"{folder}: {next(iter(found))}: {CPU_ONLY}")
+        if found and not any(hasattr(layer, "self_attn") for layer in stack):
+            raise CheckpointError(
+                f"{folder}: {len(stack)} layers of linear attention alone; expected one of full attention among them, "
+                "whose cache says how many tokens there are"
+            )
+        return found
+
+    def derive(self, names: Mapping[str, Sequence[int]], function: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Notes parameters (name -> shape) that are f32 in the graph and functions of their tensors."""
+        for name, shape in names.items():
+            self.tensors[name] = torch.empty(*shape, dtype=torch.float32, device="meta")
+            self.derived[name] = function
 
     def _round_head(self, kind: str) -> str:
         weight = self.tied.get("lm_head.weight")
@@ -224,6 +263,8 @@ class Skeleton:
         """
         source = self.sources[name]
         found = self.format.stored(source)
+        if name in self.derived:
+            found = self.derived[name](found)
         self._check_shape(name, found.shape)
         rows = np.atleast_1d(found.T if transposed else found)
         step = max(1, BLOCK // max(1, 4 * math.prod(rows.shape[1:])))
@@ -352,6 +393,10 @@ def trace(skeleton: Skeleton, chosen: Choice, target: str = "cpu", cache: str = 
             module.register_buffer(projection, placeholder(shape, torch.int32), persistent=True)
     model.set_experts_implementation("quantmoe")
     model.set_attn_implementation(attention.NAME)
+    norms = plain_norms(model)
+    skeleton.derive(
+        {name: model.get_parameter(name).shape for name in norms}, lambda array: array.astype(np.float32) + 1
+    )
     plain = _attend(skeleton) if target == "cpu" else {}
     for name, linear in chosen.linears.items():
         sizes, whole = [*skeleton.rows(chosen.parts[name]).values()], PackedLinear(linear)
@@ -371,9 +416,12 @@ def trace(skeleton: Skeleton, chosen: Choice, target: str = "cpu", cache: str = 
 def _attend(skeleton: Skeleton) -> dict[str, str]:
     """Replaces attention by CachedAttention; returns why some is left."""
     model, decoder = skeleton.model, _decoder(skeleton.model)
+    rows = Rows(decoder)
+    changed = linear_attention.attach(model, skeleton.linear_attention, rows)
+    skeleton.derive(changed, lambda w: w[:, 0] if w.ndim == 3 else w)
     with doing(f"{skeleton.format.ckpt.folder}: recognising attention"):
         found, left = recognise(model, decoder)
-    attach(model, decoder, found)
+    attach(model, found, rows)
     if not left:
         model.set_attn_implementation(MASKLESS)
         widen_tables(decoder)
@@ -385,12 +433,12 @@ def _trace_layers(skeleton: Skeleton, target: str) -> ir.Model:
     model = skeleton.model
     stack = _decoder(model).layers
     prefix = next(name for name, module in model.named_modules() if module is stack)
-    kept = _representatives(model.config, stack)
-    if len(kept) < len(stack):
-        with _only(model, kept):
+    groups = _representatives(model.config, stack)
+    if sum(map(len, groups)) < len(stack):
+        with _only(model, [layer for group in groups for layer in group]):
             graph = _trace(skeleton, target)
             try:
-                repeat_layers(graph, prefix, kept)
+                repeat_layers(graph, prefix, groups)
                 return graph
             except RepeatError as error:
                 reason = str(error)
@@ -406,19 +454,25 @@ def _inputs(skeleton: Skeleton) -> tuple[dict[str, Any], dict[str, Any]]:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         one = torch.ones(1, 1, dtype=torch.int64)
         ran = _decoder(skeleton.model)(one, attention_mask=one, use_cache=True).past_key_values
-        shapes = [[tuple(t.shape) for t in (layer.keys, layer.values)] for layer in ran.layers]
     cache = DynamicCache()  # of full length in every layer: sliding windows and chunks are in the masks
-    for i, (key, value) in enumerate(shapes):
-        cache.update(*(torch.zeros(batch, s[1], past, s[3], dtype=skeleton.dtype) for s in (key, value)), i)
+    dynamic = torch.export.Dim.DYNAMIC
+    sizes: list[dict[int, Any]] = []
+    for i, layer in enumerate(ran.layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            cache.layers.append(linear_attention.cache_layer(layer, batch))
+            sizes += [{0: dynamic}] * 2
+        else:
+            shapes = [(batch, t.shape[1], past, t.shape[3]) for t in (layer.keys, layer.values)]
+            cache.update(*(torch.zeros(shape, dtype=skeleton.dtype) for shape in shapes), i)
+            sizes += [{0: dynamic, 2: dynamic}] * 2
     inputs = {
         "input_ids": torch.zeros(batch, new, dtype=torch.int64),
         "attention_mask": torch.ones(batch, past + new, dtype=torch.int64),
         "position_ids": torch.arange(past, past + new).repeat(batch, 1),
         "past_key_values": cache,
     }
-    dynamic = torch.export.Dim.DYNAMIC
     dynamic_shapes: dict[str, Any] = {name: {0: dynamic, 1: dynamic} for name in list(inputs)[:3]}
-    dynamic_shapes["past_key_values"] = [{0: dynamic, 2: dynamic}] * (2 * len(shapes))
+    dynamic_shapes["past_key_values"] = sizes
     return inputs, dynamic_shapes
 
 
@@ -461,17 +515,23 @@ def _decoder(model: PreTrainedModel) -> Any:
     return decoder if hasattr(decoder, "layers") else model.model
 
 
-def _representatives(config: Any, stack: torch.nn.ModuleList) -> list[int]:
-    """Layers to trace: of each run of more than three equal ones the first two and the last."""
+def _representatives(config: Any, stack: torch.nn.ModuleList) -> list[list[int]]:
+    """Layers to trace, in groups: where a group comes more than three times in a row the first two and the last."""
     per_layer = [v for v in config.to_dict().values() if isinstance(v, list) and len(v) == len(stack)]
-
-    def describe(i: int) -> list[Any]:
-        return [*(values[i] for values in per_layer), signature(stack[i])]
-
-    kept: list[int] = []
-    for _, run in itertools.groupby(range(len(stack)), describe):
-        layers = list(run)
-        kept += layers if len(layers) <= 3 else [layers[0], layers[1], layers[-1]]
+    found = [repr([*(values[i] for values in per_layer), signature(layer)]) for i, layer in enumerate(stack)]
+    kept: list[list[int]] = []
+    at = 0
+    while at < len(found):
+        for size in range(1, LONGEST + 1):
+            same = (found[i] == found[at + (i - at) % size] for i in range(at, len(found)))
+            count = sum(1 for _ in itertools.takewhile(bool, same)) // size
+            if count > 3:
+                kept += [list(range(at + size * n, at + size * (n + 1))) for n in (0, 1, count - 1)]
+                at += size * count
+                break
+        else:
+            kept.append([at])
+            at += 1
     return kept
 
 

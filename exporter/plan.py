@@ -40,7 +40,7 @@ class Plan:
         free: bytes of disk where the model would go.
         files: of weights, at least: a tensor is in one.
         dequantized: tensors outside the experts that the checkpoint quantizes and the model would not -> why.
-        kv_cache: see Report.
+        kv_cache, left_out: see Report. attention: how many layers are of which type, "" of models that have one.
     """
 
     layers: dict[str, tuple[str, MoESpec, int]]
@@ -55,6 +55,8 @@ class Plan:
     files: int
     dequantized: dict[str, str]
     kv_cache: str
+    left_out: str
+    attention: str
 
 
 def plan(
@@ -94,7 +96,7 @@ def plan(
 
     from quantmoe.exporter.model import Skeleton  # see export
 
-    skeleton = Skeleton(format, graph_type, layers, lm_head)
+    skeleton = Skeleton(format, graph_type, layers, lm_head, target)
     stops(skeleton)
     chosen, layout = choose(skeleton, experts, LAYOUT[target], activations, scales), LAYOUTS[LAYOUT[target]]
     found = {}
@@ -126,6 +128,8 @@ def plan(
         files=-(-(packed + others) // max_file_size),
         dequantized=chosen.dequantized,
         kv_cache=format.kv_cache(),
+        left_out=format.left_out(),
+        attention=format.attention(),
     )
 
 

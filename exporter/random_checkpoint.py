@@ -94,6 +94,54 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "vocab_size": 129280,
     },
+    "qwen3.6-35b-a3b": {
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "partial_rotary_factor": 0.25,
+        "max_position_embeddings": 262144,
+        "rope_theta": 1e7,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 248320,
+    },
+    "qwen3-next-80b-a3b": {
+        "model_type": "qwen3_next",
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "partial_rotary_factor": 0.25,
+        "max_position_embeddings": 262144,
+        "rope_theta": 1e7,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 151936,
+    },
     "glm-4.5-air": {
         "model_type": "glm4_moe",
         "hidden_size": 4096,
@@ -171,8 +219,8 @@ def parameters(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def quantized(name: str) -> bool:
-    """What quantizers round: all linears but routers, the head and embeddings."""
-    return "_proj" in name and name.endswith(".weight")
+    """What quantizers round: all linears but routers, the head, embeddings, and the gates of a delta rule."""
+    return "_proj" in name and name.endswith(".weight") and not re.search(r"\.in_proj_(a|b|ba)\.", name)
 
 
 def linear(name: str, n: int, k: int, group_size: int) -> dict[str, Declared]:
@@ -195,7 +243,8 @@ def shards(config: Mapping[str, Any], group_size: int) -> Iterator[dict[str, Dec
             if quantized(name):
                 tensors |= linear(at, size[0], size[1], group_size)
             elif len(size) == 1 and leaf == "weight":
-                tensors[f"{at}.{leaf}"] = ("BF16", size, np.ones(size))
+                from_one = config["model_type"].startswith(("qwen3_next", "qwen3_5")) and "linear_attn" not in name
+                tensors[f"{at}.{leaf}"] = ("BF16", size, np.zeros(size) if from_one else np.ones(size))
             else:
                 deviation = 1.0 if "embed" in name else 0.1 if len(size) == 1 else size[-1] ** -0.5
                 tensors[f"{at}.{leaf}"] = ("BF16", size, deviation)

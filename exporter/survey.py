@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quantmoe.exporter.checkpoint import DTYPES, Checkpoint
-from quantmoe.exporter.choose import ACTIVATIONS, LAYOUT, choose_experts
+from quantmoe.exporter.choose import ACTIVATIONS, CPU_ONLY, LAYOUT, choose_experts
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.formats import Format, find_format, open_checkpoint
 from quantmoe.exporter.formats.unquantized import Unquantized
@@ -28,7 +28,8 @@ def survey(path: str | Path) -> dict[str, Any]:
         ``checkpoint`` (path), ``files`` (of a folder, by ending: count, bytes), ``refused`` (target -> why an export
         would be, as far as headers show it, else ""); where it can be read ``model_type``, ``tensors`` (by dtype:
         count, bytes), ``format`` (None: of floats), ``layers`` (one dict each: module, scheme, experts, hidden_size,
-        intermediate_size), ``linears`` (scheme -> how many outside the experts), ``kv_cache`` (see Report).
+        intermediate_size), ``linears`` (scheme -> how many outside the experts), ``attention`` (how
+        many layers are of which type, where config.json says), ``kv_cache`` and ``left_out`` (see Report).
 
     Raises:
         CheckpointError: there is nothing of that name.
@@ -58,6 +59,8 @@ def survey(path: str | Path) -> dict[str, Any]:
             choose_experts(format, layout, ACTIVATIONS[layout], "exact")
         except CheckpointError as error:
             found["refused"][target] = str(error)
+    if not reason and "linear attention" in found["attention"]:
+        found["refused"]["cuda"] = found["refused"]["cuda"] or f"{path}: {CPU_ONLY}"
     return found
 
 
@@ -91,4 +94,5 @@ def _quantized(format: Format) -> dict[str, Any]:
         if module != name and format.is_quantized(module):
             text = format.scheme_of(module).text
             linears[text] = linears.get(text, 0) + 1
-    return {"layers": layers, "linears": linears, "kv_cache": format.kv_cache()}
+    remarks = {"attention": format.attention(), "kv_cache": format.kv_cache(), "left_out": format.left_out()}
+    return {"layers": layers, "linears": linears, **remarks}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from quantmoe.exporter.architectures import llama4
+from quantmoe.exporter.architectures import llama4, qwen3_5_moe
 
 #: config.model_type -> module
-ARCHITECTURES: dict[str, ModuleType] = {"llama4_text": llama4}
+ARCHITECTURES: dict[str, ModuleType] = {"llama4_text": llama4, "qwen3_5_moe_text": qwen3_5_moe}

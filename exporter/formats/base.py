@@ -6,6 +6,7 @@ import contextlib
 import copy
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -16,7 +17,7 @@ import regex
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError, unlike_rows
+from quantmoe.exporter.checkpoint import DTYPES, Checkpoint, CheckpointError, unlike_rows
 from quantmoe.exporter.formats.rounding import rounded_to_nearest
 
 
@@ -234,6 +235,27 @@ class Format(ABC):
         unused = f"; not used: {scales[0]}{more}" if scales else ""
         return f"the KV cache stays float, the checkpoint wants it quantized ({said or 'it has scales'}{unused})"
 
+    def attention(self) -> str:
+        """How many layers have attention of which type, as config.json says; "" of models that have one."""
+        config = self.ckpt.text_config
+        types = config.get("layer_types")
+        every, count = config.get("full_attention_interval"), config.get("num_hidden_layers")
+        if types is None and type(every) is int and every > 0 and type(count) is int:
+            types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(min(count, 1 << 16))]
+        if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types) or len(set(types)) < 2:
+            return ""
+        return ", ".join(f"{n} layers of {kind.replace('_', ' ')}" for kind, n in Counter(types).items())
+
+    def left_out(self) -> str:
+        """A remark naming the parts of the checkpoint beside its text model, which alone is exported; else ""."""
+        parts = []
+        for part, prefixes in BESIDE.items():
+            names = [name for name in self.ckpt.names() if name.startswith(prefixes)]
+            if names:
+                size = sum(DTYPES[self.ckpt.dtype(n)].itemsize * prod(self.ckpt.shape(n)) for n in names)
+                parts.append(f"{part} ({names[0]} and {len(names) - 1} more tensors, {size / 1e9:.2f} GB)")
+        return f"the text model alone; left out: {', '.join(parts)}" if parts else ""
+
     def moe_layers(self) -> list[MoELayer]:
         """The MoE layers, in the model's order; some of them may be 16-bit floats."""
         from quantmoe.exporter.formats.experts import moe_layers
@@ -241,11 +263,11 @@ class Format(ABC):
         return moe_layers(self)
 
     def parameters(self) -> list[str]:
-        """Parameter names outside the experts, a quantized module's tensors counted as its one ``weight``."""
+        """The text model's parameters outside the experts, a quantized module's tensors being its one ``weight``."""
         names: dict[str, None] = {}
         for name in self.ckpt.names():
             module, _, leaf = name.rpartition(".")
-            if re.search(r"\.experts(\.\d+\.\w+)?$", module):
+            if name.startswith(ALL_BESIDE) or re.search(r"\.experts(\.\d+\.\w+)?$", module):
                 continue
             quantized = leaf != "bias" and self.is_quantized(module)
             names[f"{module}.weight" if quantized else name] = None
@@ -332,6 +354,16 @@ class Format(ABC):
 
 
 FLOATS = ("BF16", "F16", "F32")
+#: parts of a checkpoint that a text model lacks -> how the names of their tensors begin
+BESIDE = {
+    "a vision tower": tuple(
+        f"{wrapper}{tower}."
+        for wrapper in ("", "model.")
+        for tower in ("visual", "vision_tower", "vision_model", "multi_modal_projector")
+    ),
+    "multi-token prediction": ("mtp.", "model.mtp."),
+}
+ALL_BESIDE = tuple(prefix for prefixes in BESIDE.values() for prefix in prefixes)
 #: of experts that a tool left alone: safetensors dtype -> op.def's format
 FLOAT_KINDS = {"BF16": "bf16", "F16": "f16"}
 #: ends of the names of the scales of static activations

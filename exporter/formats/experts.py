@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.formats.base import FLOAT_KINDS, MoELayer, Scheme
+from quantmoe.exporter.formats.base import ALL_BESIDE, FLOAT_KINDS, MoELayer, Scheme
 
 if TYPE_CHECKING:
     from quantmoe.exporter.checkpoint import Checkpoint
@@ -58,6 +58,8 @@ def named_experts(ckpt: Checkpoint, fused: tuple[str, ...]) -> dict[str, dict[in
     """
     found: dict[str, dict[int, set[str]]] = {}
     for name in ckpt.names():
+        if name.startswith(ALL_BESIDE):
+            continue
         if match := _EXPERT.fullmatch(name):
             found.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
         elif name.endswith(fused):

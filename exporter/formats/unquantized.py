@@ -1,7 +1,8 @@
 """A checkpoint of floats, quantized while it is read: round to nearest, nothing calibrated; or its experts as they are.
 
-Experts one by one, or fused as gpt-oss and Llama-4 store them: gate_up_proj [E, H, 2 I] and down_proj [E, I, H];
-gpt-oss' columns alternate between gate and up, and it has gate_up_proj_bias [E, 2 I] and down_proj_bias [E, H].
+Experts one by one, or fused: gate_up_proj [E, 2 I, H] and down_proj [E, H, I], as Qwen3.5 stores them; gpt-oss and
+Llama-4 store the transposes, [E, H, 2 I] and [E, I, H]. gpt-oss' columns alternate between gate and up, and it has
+gate_up_proj_bias [E, 2 I] and down_proj_bias [E, H].
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from quantmoe.exporter.formats.rounding import rounded_to_nearest
 
 #: kind -> the group sizes there are; () for any
 KINDS = {"int4": (), "int8": (), "mxfp4": (32,), "nvfp4": (16,), "none": (-1,)}
-_LINEAR = re.compile(r"(.+\.)?(\w+_proj\w*|w[123])")
+#: model_type whose fused experts are [E, in, out]
+TRANSPOSED = ("gpt_oss", "llama4", "llama4_text")
+_LINEAR = re.compile(r"(.+\.)?(?!in_proj_(?:a|b|ba)$)(\w+_proj\w*|w[123])")  # decays and betas stay as they are
 
 
 class Unquantized(Format):
@@ -81,12 +84,13 @@ class Unquantized(Format):
     def fused_expert(self, layer: MoELayer, e: int) -> Expert:
         num, h, i = layer.num_experts, layer.hidden_size, layer.intermediate_size
         dtypes = tuple(FLOAT_KINDS) if self.kind == "none" else FLOATS
+        transposed = self.ckpt.text_config.get("model_type") in TRANSPOSED
         tensors = self.take(
             layer.name,
             [
-                Tensor("gate_up_proj", dtypes, (num, h, 2 * i)),
+                Tensor("gate_up_proj", dtypes, (num, h, 2 * i) if transposed else (num, 2 * i, h)),
                 Tensor("gate_up_proj_bias", FLOATS, (num, 2 * i), required=False),
-                Tensor("down_proj", dtypes, (num, i, h)),
+                Tensor("down_proj", dtypes, (num, i, h) if transposed else (num, h, i)),
                 Tensor("down_proj_bias", FLOATS, (num, h), required=False),
             ],
         )
@@ -95,7 +99,8 @@ class Unquantized(Format):
         def matrix(name: str, rows: slice) -> QuantizedMatrix:
             bias = tensors.get(f"{name}_bias")
             own = None if bias is None else bias[e, rows].astype(np.float32)
-            return self._round(tensors[name][e].T[rows], own, f"{layer.name}.{e}.{name}")
+            weight = tensors[name][e].T if transposed else tensors[name][e]
+            return self._round(weight[rows], own, f"{layer.name}.{e}.{name}")
 
         return Expert(matrix("gate_up_proj", gate), matrix("gate_up_proj", up), matrix("down_proj", slice(None)))
 

@@ -14,6 +14,7 @@ import inspect
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -38,7 +39,7 @@ REACH = 1 << 20
 #: outputs are sums in f32 in another order, some tens of roundings of 6e-8; scores a hundred times as large as those
 #: of the first tokens lose as much more
 _TOLERANCE = {1.0: 1e-5, 10.0: 1e-3}
-_FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, LookupError)
+FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, LookupError)
 
 
 AttentionInterface.register(MASKLESS, grouped_attention)
@@ -54,12 +55,14 @@ class Recognised:
             or side by side, "once" has them as they are.
         sinks: name of the parameter, "" for none.
         outputs: how many values its forward returns, the output first.
+        gated: q_proj has after each head's queries as many features, whose sigmoid multiplies the head's output.
     """
 
     spec: AttentionSpec
     table: str
     sinks: str
     outputs: int
+    gated: bool = False
 
 
 @dataclasses.dataclass
@@ -87,8 +90,8 @@ def recognise(model: torch.nn.Module, decoder: torch.nn.Module) -> tuple[dict[st
     left = {name: "it has other projections than q, k, v and o" for name, m in modules.items() if m not in fitting}
     try:
         run, kinds = _watch(decoder, list(fitting)), {}
-    except _FAILURES as error:  # the trace says it, too
-        return {}, left | dict.fromkeys(fitting.values(), f"the model does not run: {_line(error)}")
+    except FAILURES as error:  # the trace says it, too
+        return {}, left | dict.fromkeys(fitting.values(), f"the model does not run: {line(error)}")
     for module, name in fitting.items():
         try:
             window, table = _window(run, module), _table(run, module)
@@ -113,7 +116,7 @@ def signature(module: torch.nn.Module) -> list[Any]:
     return found
 
 
-def _line(error: Exception) -> str:
+def line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
@@ -190,7 +193,7 @@ def _window(run: Run, module: torch.nn.Module) -> int:
             want = (slots <= slot) & (slots > slot - (window or slot + 1))
             if not torch.equal(visible(slot), want):
                 raise Unlike("its mask is not that of a sliding window")
-    except _FAILURES as error:
+    except FAILURES as error:
         raise Unlike(f"its mask cannot be evaluated: {error}") from None
     return window
 
@@ -205,7 +208,7 @@ def _table(run: Run, module: torch.nn.Module) -> str:
     positions = {"x": torch.zeros(1, 1, 1), "position_ids": torch.tensor([[0, 1, 7, 1000, 30_011]])}
     try:
         tables = maker(**{name: positions.get(name, value) for name, value in arguments.items()})
-    except _FAILURES as error:
+    except FAILURES as error:
         raise Unlike(f"its rotary module does not run alone: {error}") from None
     for name, part in _TABLES.items():
         if name == "once" or all(torch.equal(_REPEAT[name](part(table)), table) for table in tables):
@@ -229,7 +232,7 @@ _REPEAT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class _Given(torch.nn.Module):
+class Given(torch.nn.Module):
     """In the place of a projection."""
 
     def __init__(self, values: torch.Tensor):
@@ -262,8 +265,8 @@ def _compare(module: Any, arguments: dict[str, Any], window: int, table: str) ->
     for batch, new, past, spread in ((2, 5, 7, 1.0), (1, 1, 9, 1.0), (2, 6, 0, 1.0), (2, 5, 7, 10.0)):
         try:
             trial = _try(probe, arguments, table, window, (batch, new, past), spread, generator)
-        except _FAILURES as error:
-            raise Unlike(f"its forward does more than attend: {_line(error)}") from None
+        except FAILURES as error:
+            raise Unlike(f"its forward does more than attend: {line(error)}") from None
         candidates = [found for found in candidates or _candidates(probe, trial, window, table) if trial.gives(found)]
         if not candidates:
             raise Unlike("it computes something else than CachedAttention")
@@ -303,9 +306,12 @@ class Trial:
         tables = [table[..., : spec.rotary_size // 2] for table in self.tables]
         rows = np.tile(np.array([0, new, length - new], np.int32), (batch, 1))
         near = dataclasses.replace(spec, sliding_window=NEAR if spec.sliding_window else 0)
-        qkv, key, value = (t.numpy() for t in (self.qkv, *self.past))
+        given, gate = parted(self.qkv, spec) if found.gated else (self.qkv, None)
+        qkv, key, value = (t.numpy() for t in (given, *self.past))
         cos, sin, q_norm, k_norm, own = (t.numpy() for t in (*tables, *norms, sinks))
         want = reference(near, qkv, key, value, rows, length, cos, sin, q_norm, k_norm, own)
+        if gate is not None:
+            want = want[0] * gate.double().sigmoid().numpy(), *want[1:]
         pairs = zip((self.output, *self.present), want, strict=True)
         return all(
             a.shape == b.shape and np.abs(a.numpy() - b).max() <= _TOLERANCE[self.spread] * np.abs(b).max()
@@ -367,7 +373,7 @@ def _try(
 
     qkv = [spread * draw(batch, new, features) for features in probe.features]
     for name, values in zip(PROJECTIONS[:3], qkv, strict=True):
-        probe._modules[name] = _Given(values)
+        probe._modules[name] = Given(values)
     width = arguments["position_embeddings"][0].shape[-1]
     tables = [draw(batch, new, width if table == "once" else width // 2) for _ in range(2)]
     positions = torch.arange(REACH, REACH + new)
@@ -400,6 +406,7 @@ def _candidates(probe: Any, trial: Trial, window: int, table: str) -> Iterator[R
             if widths == want:
                 norms = {norm: epsilon} | norms
     turning = 2 * trial.tables[0].shape[-1]
+    gated = probe.features[0] == 2 * seen.heads * seen.sizes[0] and len(set(seen.sizes)) == 1
     for (norm, epsilon), rotary in itertools.product(norms.items(), ((turning, 0), (turning, 1), (0, 0))):
         spec = AttentionSpec(
             num_heads=seen.heads,
@@ -415,7 +422,15 @@ def _candidates(probe: Any, trial: Trial, window: int, table: str) -> Iterator[R
             qk_norm=norm,
             norm_epsilon=float(np.float32(epsilon)),
         )
-        yield Recognised(spec, table, sinks, trial.returned)
+        yield Recognised(spec, table, sinks, trial.returned, gated)
+
+
+def parted(qkv: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """The projections of a gated module, [.., 2 heads D + ..], as the node's qkv and the gates [.., heads D]."""
+    size = spec.num_heads * spec.head_size
+    queries, rest = qkv.split([2 * size, qkv.shape[-1] - 2 * size], -1)
+    queries, gates = queries.unflatten(-1, (spec.num_heads, 2, spec.head_size)).unbind(-2)
+    return torch.cat((queries.flatten(-2), rest), -1), gates.flatten(-2)
 
 
 class Rows:
@@ -432,7 +447,7 @@ class Rows:
         new = (given["inputs_embeds"] if ids is None else ids).shape[1]
         cache = given.get("past_key_values")
         layers = cache.layers if cache is not None else []
-        past = layers[0].keys.shape[2] if layers and layers[0].is_initialized else 0
+        past = next((layer.keys.shape[2] for layer in layers if getattr(layer, "is_initialized", False)), 0)
         self.mask, self._tables = given["attention_mask"], []
         self.rows = rows_of(self.mask, new, past)
 
@@ -474,17 +489,16 @@ def rows_of(mask: torch.Tensor, new: int, past: int) -> torch.Tensor:
 def widen_tables(decoder: torch.nn.Module) -> None:
     """Rotary modules give their tables in their input's type: here f32, as the nodes take them, whatever the graph."""
 
-    def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return type(self).forward(self, x.float(), *args, **kwargs)
+    def wide(forward: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(x.float(), *args, **kwargs)
 
     for module in decoder.modules():
         if type(module).__name__.endswith("RotaryEmbedding"):
-            module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+            module.forward = partial(wide, module.forward)  # type: ignore[method-assign]
 
 
-def attach(model: torch.nn.Module, decoder: torch.nn.Module, found: dict[str, Recognised]) -> None:
+def attach(model: torch.nn.Module, found: dict[str, Recognised], rows: Rows) -> None:
     """Makes the forward of recognised modules their projections and one node between them."""
-    rows = Rows(decoder) if found else None
     for path, recognised in found.items():
         module: Any = model.get_submodule(path)
         module.found, module.rows, module.attention = recognised, rows, json.dumps(recognised.spec.attributes())
@@ -503,6 +517,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         qkv = self.qkv_proj(x)
     else:
         qkv = torch.cat([getattr(self, name)(x) for name in PROJECTIONS[:3]], -1)
+    qkv, gate = parted(qkv, spec) if self.found.gated else (qkv, None)
     none = torch.zeros(0)
     norms = [self.q_norm.weight, self.k_norm.weight] if spec.qk_norm != "none" else [none, none]
     sinks = getattr(self, self.found.sinks) if self.found.sinks else torch.full((spec.num_heads,), -torch.inf)
@@ -520,4 +535,6 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         layer.keys, layer.values = present
     else:
         cache.update(*present, self.layer_idx)
+    if gate is not None:
+        output = output * gate.sigmoid()
     return (self.o_proj(output), *[None] * (self.found.outputs - 1))

@@ -8,11 +8,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-_KV = re.compile(r"(?:input|output)\.past_key_values\.layers\.(\d+)\.(key|value)s")
+_KV = re.compile(r"(?:input|output)\.past_key_values\.layers\.(\d+)\.(key|value|conv_state|recurrent_state)s(?:\.0)?")
 
 
 def name_interface(model: ir.Model) -> None:
-    """past_key_values.N.key, present.N.key; batch_size, sequence_length, past_sequence_length, total_sequence_length.
+    """past_key_values.N.key, present.N.key, of linear attention conv_state and recurrent_state; batch_size,
+    sequence_length, past_sequence_length, total_sequence_length.
 
     Ensures:
         every dynamic size of an input has one of these names; no other value keeps a symbolic shape of its own (engines
@@ -35,7 +36,9 @@ def name_interface(model: ir.Model) -> None:
             shape: list[int | ir.SymbolicDim | str] = list(value.shape)
             if match := _KV.fullmatch(value.name):
                 value.name = f"{prefix}.{match[1]}.{match[2]}"
-                shape[0], shape[2] = "batch_size", length
+                shape[0] = "batch_size"
+                if match[2] in ("key", "value"):
+                    shape[2] = length
             else:
                 shape[:2] = sizes[value.name]
             value.shape = ir.Shape(shape)

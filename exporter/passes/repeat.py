@@ -1,4 +1,5 @@
-"""Deep models from shallow traces: copies of one decoder layer's nodes for the layers that were left out of the trace.
+"""Deep models from shallow traces: copies of the nodes of a decoder layer, or of a group of different ones that comes
+again and again, for the layers that were left out of the trace.
 
 Tracing, optimizing and fusing 48 equal layers takes minutes, growing faster than their number; three take seconds.
 """
@@ -16,29 +17,34 @@ class RepeatError(Exception):
     """The graph is not a chain of equal layers; trace all of them."""
 
 
-def repeat_layers(model: ir.Model, prefix: str, kept: Sequence[int]) -> None:
-    """Inserts the layers missing in ``kept``, each a copy of the traced layer before the gap, and numbers all of them.
+def repeat_layers(model: ir.Model, prefix: str, groups: Sequence[Sequence[int]]) -> None:
+    """Inserts the layers missing between ``groups`` of layers, copies of the traced group before, and numbers all.
 
     Requires:
-        the parameters in model.meta["placeholders"], as ``<prefix>.<position>.*``; KV inputs and outputs as
-        ``*.layers.<position>.*``, position i being the model's layer kept[i]; the two layers before a gap, those in it
-        and the one after it are alike.
+        the parameters in model.meta["placeholders"], as ``<prefix>.<position>.*``; inputs and outputs of the cache as
+        ``*.layers.<position>.*``, position i being the i-th layer of all groups; the two groups before a gap, those in
+        it and the one after it are alike, layer by layer.
     Ensures:
         names have the model's own layer numbers; new parameters are among the placeholders; graph inputs and outputs
         are in the order of layers, nodes in topological order.
 
     Raises:
-        RepeatError: a layer's counterpart in the next one is not found, before anything is changed.
+        RepeatError: a group's counterpart in the next one is not found, before anything is changed.
     """
     graph = model.graph
     number = re.compile(rf"(?:{re.escape(prefix)}|(?:input|output)\.past_key_values\.layers)\.(\d+)\.")
     parameters: list[ir.Value] = model.meta["placeholders"]
+    kept = [layer for group in groups for layer in group]
+    group_of = [at for at, group in enumerate(groups) for _ in group]
 
     def position(value: ir.Value) -> int:
         match = number.match(value.name or "")
         return int(match[1]) if match else -1
 
-    level = {value: position(value) for value in [*parameters, *graph.inputs]}
+    def group_at(value: ir.Value) -> int:
+        return group_of[at] if (at := position(value)) >= 0 else -1
+
+    level = {value: group_at(value) for value in [*parameters, *graph.inputs]}
     block: dict[int, list[ir.Node]] = {}
     for node in graph:
         at = max((level.get(value, -1) for value in node.inputs if value is not None), default=-1)
@@ -48,28 +54,29 @@ def repeat_layers(model: ir.Model, prefix: str, kept: Sequence[int]) -> None:
         level |= dict.fromkeys(node.outputs, at)
 
     plans = []
-    if missing := set(range(len(kept))) - block.keys():
-        raise RepeatError(f"no nodes of layers {sorted(missing)}")
-    for at, (layer, following) in enumerate(itertools.pairwise(kept)):
-        if following > layer + 1:
-            plans.append((at, range(layer + 1, following), _carried(graph, block, level, at, number)))
+    if missing := set(range(len(groups))) - block.keys():
+        raise RepeatError(f"no nodes of layers {[groups[at] for at in sorted(missing)]}")
+    for at, (group, following) in enumerate(itertools.pairwise(groups)):
+        if following[0] > group[-1] + 1:
+            shifts = range(len(group), following[0] - group[0], len(group))
+            plans.append((at, shifts, _carried(graph, block, level, at, number, len(group))))
 
-    rename = {value: kept[level[value]] for value in [*parameters, *graph.inputs] if level[value] >= 0}
-    rename |= {value: kept[level[value]] for value in graph.outputs if position(value) >= 0}
-    for at, layers, carried in plans:
-        later = [node for i in range(at + 1, len(kept)) for node in block[i]]
+    named = [value for value in [*parameters, *graph.inputs, *graph.outputs] if position(value) >= 0]
+    rename = {value: kept[position(value)] for value in named}
+    for at, shifts, carried in plans:
+        later = [node for i in range(at + 1, len(groups)) for node in block[i]]
         previous: dict[ir.Value, ir.Value] = {value: value for node in block[at] for value in node.outputs}
-        for layer in layers:
+        for shift in shifts:
             copy = {source: previous[target] for source, target in carried.items()}
             for value in [v for v in [*parameters, *graph.inputs] if level.get(v, -1) == at]:
                 copy[value] = ir.Value(name=value.name, shape=value.shape, type=value.type)
-                rename[copy[value]] = layer
+                rename[copy[value]] = rename[value] + shift
                 (graph.inputs if value.is_graph_input() else parameters).append(copy[value])
             for node in block[at]:
-                graph.append(_copy(node, copy, layer))
-            for value in [v for v in graph.outputs if level.get(v, -1) == at and position(v) == at]:
+                graph.append(_copy(node, copy, groups[at][0] + shift))
+            for value in [v for v in graph.outputs if level.get(v, -1) == at == group_at(v)]:
                 copy[value].name = value.name
-                rename[copy[value]] = layer
+                rename[copy[value]] = rename[value] + shift
                 graph.outputs.append(copy[value])
             previous = {value: copy[value] for node in block[at] for value in node.outputs}
         for node in later:
@@ -85,9 +92,14 @@ def repeat_layers(model: ir.Model, prefix: str, kept: Sequence[int]) -> None:
 
 
 def _carried(
-    graph: ir.Graph, block: dict[int, list[ir.Node]], level: dict[ir.Value, int], at: int, number: re.Pattern[str]
+    graph: ir.Graph,
+    block: dict[int, list[ir.Node]],
+    level: dict[ir.Value, int],
+    at: int,
+    number: re.Pattern[str],
+    layers: int,
 ) -> dict[ir.Value, ir.Value]:
-    """What layer ``at`` reads of the layer before -> what the next reads of layer ``at``, by matching their nodes."""
+    """What group ``at`` of so many layers reads of the one before -> what the next reads of it: their nodes match."""
     by_name = {value.name: value for value in level if value.producer() is None}
     match: dict[ir.Value, ir.Value] = {}
 
@@ -99,7 +111,9 @@ def _carried(
 
     for value, at_ in level.items():
         if at_ == at and value.producer() is None:
-            name = _renumbered(value, number, at + 1)
+            match_ = number.match(value.name or "")
+            assert match_ is not None
+            name = _renumbered(value, number, int(match_[1]) + layers)
             if name not in by_name or _sizes(by_name[name]) != _sizes(value):
                 raise RepeatError(f"{value.name} has no counterpart {name}")
             learn(value, by_name[name])
