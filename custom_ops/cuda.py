@@ -31,6 +31,8 @@ SUPPORTED: dict[str, tuple[int | str, ...]] = {
     "perm": (0, 1),  # 2 as well of a gated w13
     "bias": (0, 1),
 }
+#: what attention_plan.cc takes of head_size, of keys and values alike
+HEAD_SIZES = (64, 96, 128)
 PATHS = ("decode", "stream", "wgmma", "fp8")
 _I32, _I64, _U64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
 _TYPES = {"f32": 0, "f16": 1, "bf16": 2}
@@ -174,8 +176,10 @@ def check_order(problem: Problem | LinearProblem, rows: torch.Tensor) -> None:
     check_status(check(ctypes.byref(problem), _PTR(rows.data_ptr()), None, err), err)
 
 
-def refusal(spec: MoESpec | LinearSpec) -> str:
+def refusal(spec: MoESpec | LinearSpec | AttentionSpec) -> str:
     """Why the kernels do not run nodes with these attributes; "" when they do. Needs neither the library nor a GPU."""
+    if isinstance(spec, AttentionSpec):
+        return _attention_refusal(spec)
     if isinstance(spec, LinearSpec):
         if spec.in_features % 8:
             return f"in_features is {spec.in_features}; the CUDA kernels take multiples of 8"
@@ -194,6 +198,16 @@ def refusal(spec: MoESpec | LinearSpec) -> str:
         )
     if spec.hidden_size % 8:
         return f"hidden_size is {spec.hidden_size}; the CUDA kernels take multiples of 8"
+    return ""
+
+
+def _attention_refusal(spec: AttentionSpec) -> str:
+    """attention_plan.cc's ValidateAttributes, as far as the operator allows more."""
+    *most, last = map(str, HEAD_SIZES)
+    if spec.head_size not in HEAD_SIZES:
+        return f"head_size is {spec.head_size}, the CUDA kernels take {', '.join(most)} and {last}"
+    if spec.v_head_size != spec.head_size:
+        return f"v_head_size is {spec.v_head_size}, the CUDA kernels take head_size {spec.head_size}"
     return ""
 
 

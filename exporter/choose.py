@@ -44,8 +44,6 @@ JOINED = {
     ("in_proj_qkv", "in_proj_z"): "in_proj_qkvz",
     ("in_proj_b", "in_proj_a"): "in_proj_ba",
 }
-#: layouts of the engines that get such matrices
-JOINING = ("cpu_panel",)
 #: why --target cuda refuses hybrid models
 CPU_ONLY = "linear attention: CausalConv and GatedDelta have kernels for the CPU only, not for --target cuda"
 #: of one tensor in TensorRT
@@ -129,7 +127,7 @@ def choose(
         experts: of :func:`choose_experts` with the same arguments.
     """
     chosen = Choice({name: experts[layer.name] for name, layer in skeleton.experts.items()}, {}, {}, {})
-    for whole, parts in groups(skeleton.format, skeleton.linears, layout).items():
+    for whole, parts in groups(skeleton.format, skeleton.linears).items():
         sources = {part: skeleton.linears[part] for part in parts}
         candidate = linear_candidate(skeleton.format, [*sources.values()], layout, activations, scales)
         if not candidate.reason and isinstance(candidate.spec, LinearSpec):
@@ -140,7 +138,7 @@ def choose(
     return chosen
 
 
-def groups(format: Format, linears: Mapping[str, str], layout: str) -> dict[str, tuple[str, ...]]:
+def groups(format: Format, linears: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Linears that one node multiplies: its name -> theirs, in the order of their rows; most are alone.
 
     Args:
@@ -150,7 +148,7 @@ def groups(format: Format, linears: Mapping[str, str], layout: str) -> dict[str,
     taken: set[str] = set()
     for name in linears:
         parent, _, leaf = name.rpartition(".")
-        for leaves, whole in JOINED.items() if layout in JOINING else ():
+        for leaves, whole in JOINED.items():
             parts = tuple(f"{parent}.{part}" for part in leaves)
             if leaf in leaves and not taken & set(parts) and why_apart(format, [linears.get(p) for p in parts]) is None:
                 found[f"{parent}.{whole}"] = parts

@@ -217,6 +217,7 @@ def generate(
     threads: Annotated[int, typer.Option(min=0, max=1024, help="0: ONNX Runtime's choice")] = 0,
     prefault: Annotated[bool, typer.Option("--prefault", help="read the packed weights into memory first")] = False,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cuda: of models exported with --target cuda")] = "cpu",
+    cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="replay a token's launches (--device cuda)")] = False,
 ) -> None:
     """Generate text on ONNX Runtime, as it comes; tokens a second on standard error."""
     from quantmoe.exporter.generate import Generator, stop_tokens
@@ -230,7 +231,7 @@ def generate(
         raise typer.BadParameter("--raw and --stop are of text; --ids has none")
     folder = model_path(outdir).parent  # before the tokenizer: a checkpoint has one, too
     sampling = folder_sampling(folder, temperature, top_k, top_p, seed)
-    make = partial(Generator, outdir, threads, prefault, chunk, device=device)
+    make = partial(Generator, outdir, threads, prefault, chunk, device=device, cuda_graph=cuda_graph)
     if ids is not None:
         found = make().generate(ids, max_new_tokens, stop_tokens(folder), sampling)
         print(",".join(map(str, found.tokens)))
@@ -394,6 +395,7 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
         f"about {_minutes(found.seconds)} ({found.rate}), peak memory about {decimal(round(found.memory))}"
     )
     _print_reasons(FLOAT_HERE, found.dequantized)
+    _print_reasons(PLAIN_ATTENTION, found.plain_attention)
     for remark in filter(None, (found.left_out, found.kv_cache)):
         console.print(remark, style="yellow")
     if total > found.free:

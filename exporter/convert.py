@@ -44,7 +44,7 @@ from quantmoe.exporter.passes.interface import drop_traces, name_interface
 from quantmoe.exporter.passes.last_logits import keep_last_logits
 from quantmoe.exporter.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.passes.weights import Weight, place_weights
-from quantmoe.ort_ext import OLDEST, OLDEST_GLIBC, glibc_of, library_path
+from quantmoe.ort_ext import LIBRARIES, OLDEST, OLDEST_GLIBC, cuda_library_path, glibc_of, library_path
 
 if TYPE_CHECKING:
     from quantmoe.exporter.model import Skeleton
@@ -75,7 +75,7 @@ class Report:
         linears: checkpoint module name -> (scheme in the tool's words, node attributes), outside the experts.
         dequantized: checkpoint tensor outside the experts, quantized there and float in the model -> why.
         not_ort: linears that ``dense="ort"`` left as QuantLinear -> why.
-        plain_attention: attention module that is standard nodes, not CachedAttention -> why; empty for CUDA.
+        plain_attention: attention module that is standard nodes, not CachedAttention -> why.
         plain_routers: layers whose router is not a MoERouting node but many of ONNX's: none of its methods is theirs.
         untraced: why every layer was traced although some are alike, else "".
         left_out: remark when the checkpoint has more than its text model, which alone is exported, else "".
@@ -124,8 +124,8 @@ def export(
 
     Args:
         checkpoint: Hugging Face folder.
-        output: folder for model.onnx, model.onnx.data, configuration, tokenizer, and for onnxruntime-genai on the CPU
-            its genai_config.json and the library; created if missing.
+        output: folder for model.onnx, model.onnx.data, configuration, tokenizer, and for onnxruntime-genai its
+            genai_config.json and the target's library; created if missing.
         target: "cpu": ONNX Runtime on x86-64 and Arm; "cuda": TensorRT and ONNX Runtime on NVIDIA GPUs, only of the
             operators of ai.onnx and quantmoe.
         activations: of weight-only checkpoints: "int8" quantizes each token (int8_token_asym), "float" does not. The
@@ -213,9 +213,8 @@ def export(
                     progress("packing experts", done, total)
                 report.packed_bytes += pair[0].length + pair[1].length
         _companions(format.ckpt, partial, layers)
-        if target == "cpu":
-            _genai(format.ckpt, partial, layers, shares_buffer(graph.graph))
-            report.library = _library(partial)
+        _genai(format.ckpt, partial, layers, target, shares_buffer(graph.graph))
+        report.library = _library(partial, target)
         metadata = {"checkpoint": format.ckpt.folder.resolve().name, "target": target} | ends
         metadata["onnxruntime"] = ".".join(map(str, OLDEST))
         if report.plain_attention:
@@ -236,7 +235,7 @@ def check_output(checkpoint: Path, output: Path, target: str, force: bool) -> No
     if not there.is_dir():
         raise NotADirectoryError(f"{there} is a file, expected a folder to write to")
     names = {MODEL, DATA} | weight_files(output) | {path.name for path in _companion_files(checkpoint)}
-    check_folder(output, names | ({GENAI, Path(library_path()).name} if target == "cpu" else set()), force)
+    check_folder(output, names | {GENAI, LIBRARIES[target]}, force)
 
 
 def open_format(
@@ -468,8 +467,7 @@ def _save(graph: ir.Model, weights: list[Weight], path: Path, metadata: dict[str
     if shares_buffer(graph.graph):
         graph.metadata_props[SHARE_BUFFER] = "true"
     if metadata["target"] == "cpu":
-        library = Path(library_path()).name
-        graph.doc_string = f"Register {library} of `pip install quantmoe` with ONNX Runtime to run this."
+        graph.doc_string = f"Register {LIBRARIES['cpu']} of `pip install quantmoe` with ONNX Runtime to run this."
     with doing(str(path)), naming(path):
         ir.save(graph, path)
 
@@ -494,17 +492,20 @@ def _config(ckpt: Checkpoint, layers: int | None) -> dict[str, Any]:
     return config
 
 
-def _genai(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None, shares: bool) -> None:
+def _genai(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None, target: str, shares: bool) -> None:
     """What onnxruntime-genai reads beside the model."""
     with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
-        found = genai_config(_config(ckpt, layers), ckpt.generation_config, Path(library_path()).name, shares)
+        found = genai_config(_config(ckpt, layers), ckpt.generation_config, LIBRARIES[target], shares, target == "cuda")
         partial(GENAI).write_text(json.dumps(found, indent=2))
 
 
-def _library(partial: Callable[[str], Path]) -> str:
-    """The operator's library; returns a remark when it does not load wherever OLDEST_GLIBC does."""
-    library = Path(library_path())
-    shutil.copyfile(library, partial(library.name))
+def _library(partial: Callable[[str], Path], target: str) -> str:
+    """The operators' library; returns a remark when there is none, or it does not load wherever OLDEST_GLIBC does."""
+    try:
+        library = Path(library_path() if target == "cpu" else cuda_library_path())
+    except FileNotFoundError:
+        return f"{LIBRARIES[target]} is not in this installation: put it beside the model for onnxruntime-genai"
+    shutil.copyfile(library, partial(LIBRARIES[target]))
     major, minor = glibc_of(library)
     if (major, minor) <= OLDEST_GLIBC:
         return ""

@@ -41,12 +41,11 @@ def explain(path: str | Path) -> list[dict[str, Any]]:
         add(MoESpec, layer.scheme_text, layer.name, partial(layer_candidate, layer))
     names = (name.removesuffix(".weight") for name in format.parameters() if name.endswith(".weight"))
     quantized = {name: name for name in names if format.is_quantized(name)}
-    nodes = {layout: [*groups(format, quantized, layout).values()] for layout in LAYOUTS}
-    of = {layout: {part: parts for parts in found for part in parts} for layout, found in nodes.items()}
+    of = {part: parts for parts in groups(format, quantized).values() for part in parts}
     for module in quantized:
 
         def consider(layout: str, activations: str | None, module: str = module) -> Candidate:
-            return linear_candidate(format, of[layout][module], layout, activations)
+            return linear_candidate(format, of[module], layout, activations)
 
         add(LinearSpec, format.scheme_of(module).text, module, consider)
     remarks = {"attention": format.attention(), "left out": format.left_out(), "KV cache": format.kv_cache()}

@@ -30,7 +30,7 @@ def shares_buffer(graph: ir.Graph) -> bool:
 
 
 def genai_config(
-    config: Mapping[str, Any], generation: Mapping[str, Any], library: str, shares: bool = False
+    config: Mapping[str, Any], generation: Mapping[str, Any], library: str, shares: bool = False, cuda: bool = False
 ) -> dict[str, Any]:
     """The contents of genai_config.json.
 
@@ -38,6 +38,7 @@ def genai_config(
         config: config.json. generation: generation_config.json, {} when there is none.
         library: file name of the custom operators; onnxruntime-genai loads it from the model's own folder only.
         shares: whether past and present may be one buffer.
+        cuda: for ONNX Runtime's CUDA provider, with a CUDA graph of a decode step where a cache is one buffer.
 
     Raises:
         KeyError: a field that plain decoders have is not there.
@@ -62,7 +63,8 @@ def genai_config(
             "context_length": context,
             "decoder": {
                 "filename": "model.onnx",
-                "session_options": {"custom_ops_library": library},
+                "session_options": {"custom_ops_library": library}
+                | ({"provider_options": [{"cuda": {"enable_cuda_graph": "1" if shares else "0"}}]} if cuda else {}),
                 "hidden_size": text["hidden_size"],
                 "head_size": text.get("head_dim") or text["hidden_size"] // heads,
                 "num_attention_heads": heads,

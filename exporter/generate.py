@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 
 from quantmoe.exporter.cache import Cache, SharedCache
@@ -68,10 +70,12 @@ class Generator:
         chunk: tokens of a prompt that are run at once: memory beside the cache grows with them, not with the prompt.
         capacity: tokens that a cache is allocated for, where the model writes it in place; None: it grows by doubling.
         device: "cuda" for ONNX Runtime's CUDA provider and models exported with --target cuda.
+        cuda_graph: a token's launches are captured once for each cache and then replayed; with device "cuda", of models
+            that write the cache in place.
 
     Raises:
         ModelError: the model or the session cannot be created, ONNX Runtime's words are in the message; it is too old
-            or has no such provider; a capacity of a model whose cache grows by runs.
+            or has no such provider; a capacity or a CUDA graph of a model whose cache grows by runs.
         FileNotFoundError: this installation has no library for the device.
     """
 
@@ -83,9 +87,14 @@ class Generator:
         chunk: int = CHUNK,
         capacity: int | None = None,
         device: Literal["cpu", "cuda"] = "cpu",
+        cuda_graph: bool = False,
     ):
         self.path, ort = model_path(path), runtime()
-        self.chunk, self.capacity, self.device = chunk, capacity, device
+        self.chunk, self.capacity, self.device, self.cuda_graph = chunk, capacity, device, cuda_graph
+        #: names of CUDA graphs in the session; -1 is of runs that have none
+        self.graphs = itertools.count(1)
+        if cuda_graph and device != "cuda":
+            raise ModelError(f"cuda_graph is of device cuda, not {device}")
         for name, value in (("chunk", chunk), ("capacity", capacity)):
             if value is not None and value < 1:
                 raise ModelError(f"{name} is {value}, expected at least 1")
@@ -95,7 +104,8 @@ class Generator:
         if prefault:
             options.add_session_config_entry("quantmoe.prefault", "1")  # before the library is registered
         options.register_custom_ops_library(library_path() if device == "cpu" else _cuda(ort))
-        providers = ["CPUExecutionProvider" if device == "cpu" else "CUDAExecutionProvider"]
+        cuda = ("CUDAExecutionProvider", {"enable_cuda_graph": str(int(cuda_graph))})
+        providers = ["CPUExecutionProvider" if device == "cpu" else cuda]
         try:
             with doing(str(self.path)):
                 self.session = ort.InferenceSession(str(self.path), options, providers=providers)
@@ -114,14 +124,21 @@ class Generator:
         self.shares_buffer = metadata.get(SHARE_BUFFER) == "true"
         if capacity is not None and not self.shares_buffer:
             raise ModelError(f"{self.path}: no capacity can be set, this model's cache grows with each run")
+        if cuda_graph and not self.shares_buffer:
+            raise ModelError(f"{self.path}: no CUDA graph can be had, this model's cache grows with each run")
         self.outputs = [output.name for output in self.session.get_outputs()]
-        logits = [o.shape for o in self.session.get_outputs() if o.name == "logits"]
+        logits = [o for o in self.session.get_outputs() if o.name == "logits"]
         past = {i.name: i for i in self.session.get_inputs() if i.name.startswith("past_key_values.")}
-        floats = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+        floats = {
+            "tensor(float)": np.dtype(np.float32),
+            "tensor(float16)": np.dtype(np.float16),
+            "tensor(bfloat16)": np.dtype(ml_dtypes.bfloat16),
+        }
         if (
-            [len(shape) for shape in logits] != [3]
+            [len(o.shape) for o in logits] != [3]
             or not any(name.endswith(".key") for name in past)
-            or not all(i.type in floats and len(i.shape) == _ranks(name) for name, i in past.items())
+            or not all(i.type in floats for i in (*past.values(), *logits))
+            or not all(len(i.shape) == _ranks(name) for name, i in past.items())
             or not all(name.replace("past_key_values", "present") in self.outputs for name in past)
         ):
             raise ModelError(
@@ -129,8 +146,9 @@ class Generator:
                 f"[batch, heads, length, width], or of linear attention *.conv_state [batch, channels, width] and "
                 f"*.recurrent_state [batch, heads, key, value], of {' or '.join(floats)}, and their outputs present.*"
             )
-        self.last_only = logits[0][1] == 1
-        self.vocabulary = logits[0][-1] if isinstance(logits[0][-1], int) else None
+        self.last_only = logits[0].shape[1] == 1
+        self.vocabulary = logits[0].shape[2] if isinstance(logits[0].shape[2], int) else None
+        self.logits = floats[logits[0].type]
         self.past = {
             name: ([s if isinstance(s, int) else 0 for s in i.shape], floats[i.type]) for name, i in past.items()
         }
@@ -140,8 +158,10 @@ class Generator:
         """An empty KV cache of arrays, for :meth:`step`.
 
         Raises:
-            ModelError: the model's is of a size that no memory holds.
+            ModelError: the model's is of a size that no memory holds, or of a type that NumPy lacks.
         """
+        if any(dtype == ml_dtypes.bfloat16 for _, dtype in self.past.values()):
+            raise ModelError(f"{self.path}: a cache of arrays cannot be bfloat16, which NumPy lacks; use --dtype f16")
         try:
             return {name: np.zeros([batch, *shape[1:]], dtype) for name, (shape, dtype) in self.past.items()}
         except (MemoryError, ValueError) as error:
@@ -150,6 +170,16 @@ class Generator:
     def cache(self) -> Cache:
         """An empty KV cache of a sequence, for :meth:`stream`; each conversation has its own."""
         return SharedCache(self) if self.shares_buffer else Cache(self)
+
+    def run_options(self, graph: int) -> Any:
+        """ONNX Runtime's options of a run in a CUDA graph, or with -1 in none; None where there are no graphs."""
+        if not self.cuda_graph:
+            return None
+        import onnxruntime as ort
+
+        options = ort.RunOptions()
+        options.add_run_config_entry("gpu_graph_id", str(graph))
+        return options
 
     def feed(self, ids: np.ndarray, past: int) -> dict[str, np.ndarray]:
         """The inputs beside the cache, for new tokens [B, S] after ``past`` of each row."""

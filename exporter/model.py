@@ -36,6 +36,7 @@ from transformers.exporters.onnxruntime_fusions import fuse_for_onnxruntime
 from transformers.exporters.utils import patch_attribute
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
+from quantmoe.custom_ops import cuda, native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import LinearSpec
 from quantmoe.custom_ops.torch_op import (
@@ -60,12 +61,14 @@ from quantmoe.exporter.memory import doing
 from quantmoe.exporter.passes import linear_attention
 from quantmoe.exporter.passes.attention import (
     MASKLESS,
+    Recognised,
     Rows,
     attach,
     recognise,
     signature,
     widen_tables,
 )
+from quantmoe.exporter.passes.divided_norms import divide_by_roots
 from quantmoe.exporter.passes.interface import set_cache_type
 from quantmoe.exporter.passes.latent import concatenate_keys
 from quantmoe.exporter.passes.norms import plain_norms
@@ -392,12 +395,11 @@ def trace(skeleton: Skeleton, chosen: Choice, target: str = "cpu", cache: str = 
             shape = (spec.num_experts, layout.row_bytes(spec, projection) // 4)
             module.register_buffer(projection, placeholder(shape, torch.int32), persistent=True)
     model.set_experts_implementation("quantmoe")
-    model.set_attn_implementation(attention.NAME)
-    norms = plain_norms(model)
-    skeleton.derive(
-        {name: model.get_parameter(name).shape for name in norms}, lambda array: array.astype(np.float32) + 1
-    )
-    plain = _attend(skeleton) if target == "cpu" else {}
+    found, plain, rows = recognised(skeleton, target)
+    attach(model, found, rows)
+    if not plain:
+        model.set_attn_implementation(MASKLESS)
+        widen_tables(_decoder(model))
     for name, linear in chosen.linears.items():
         sizes, whole = [*skeleton.rows(chosen.parts[name]).values()], PackedLinear(linear)
         if len(sizes) > 1:
@@ -413,19 +415,22 @@ def trace(skeleton: Skeleton, chosen: Choice, target: str = "cpu", cache: str = 
     return graph
 
 
-def _attend(skeleton: Skeleton) -> dict[str, str]:
-    """Replaces attention by CachedAttention; returns why some is left."""
+def recognised(skeleton: Skeleton, target: str) -> tuple[dict[str, Recognised], dict[str, str], Rows]:
+    """Attention modules that become CachedAttention, why the others stay standard nodes, and what the nodes share.
+
+    Norms and linear attention are what they will be in the graph afterwards.
+    """
     model, decoder = skeleton.model, _decoder(skeleton.model)
+    model.set_attn_implementation(attention.NAME)
+    shapes = {name: model.get_parameter(name).shape for name in plain_norms(model)}
+    skeleton.derive(shapes, lambda array: array.astype(np.float32) + 1)
     rows = Rows(decoder)
     changed = linear_attention.attach(model, skeleton.linear_attention, rows)
     skeleton.derive(changed, lambda w: w[:, 0] if w.ndim == 3 else w)
+    refusal = cuda.refusal if target == "cuda" else lambda spec: native.refusal(spec, {})
     with doing(f"{skeleton.format.ckpt.folder}: recognising attention"):
-        found, left = recognise(model, decoder)
-    attach(model, found, rows)
-    if not left:
-        model.set_attn_implementation(MASKLESS)
-        widen_tables(decoder)
-    return left
+        found, left = recognise(model, decoder, refusal)
+    return found, left, rows
 
 
 def _trace_layers(skeleton: Skeleton, target: str) -> ir.Model:
@@ -503,6 +508,8 @@ def _trace(skeleton: Skeleton, target: str) -> ir.Model:
     if target == "cpu":
         with _quiet():
             fuse_for_onnxruntime(graph, target)
+    else:
+        divide_by_roots(graph)
     for value in hidden:
         graph.graph.inputs.remove(value)
     graph.meta["placeholders"] = hidden

@@ -40,6 +40,7 @@ class Plan:
         free: bytes of disk where the model would go.
         files: of weights, at least: a tensor is in one.
         dequantized: tensors outside the experts that the checkpoint quantizes and the model would not -> why.
+        plain_attention: attention modules that would be standard nodes, not CachedAttention -> why.
         kv_cache, left_out: see Report. attention: how many layers are of which type, "" of models that have one.
     """
 
@@ -54,6 +55,7 @@ class Plan:
     free: int
     files: int
     dequantized: dict[str, str]
+    plain_attention: dict[str, str]
     kv_cache: str
     left_out: str
     attention: str
@@ -94,7 +96,7 @@ def plan(
     format = open_format(checkpoint, quantize, group_size, activations)
     experts = choose_experts(format, LAYOUT[target], activations, scales, layers)
 
-    from quantmoe.exporter.model import Skeleton  # see export
+    from quantmoe.exporter.model import Skeleton, recognised  # see export
 
     skeleton = Skeleton(format, graph_type, layers, lm_head, target)
     stops(skeleton)
@@ -127,6 +129,7 @@ def plan(
         free=shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free,
         files=-(-(packed + others) // max_file_size),
         dequantized=chosen.dequantized,
+        plain_attention=recognised(skeleton, target)[1],
         kv_cache=format.kv_cache(),
         left_out=format.left_out(),
         attention=format.attention(),

@@ -8,6 +8,8 @@ from quantmoe.custom_ops import library_file
 
 #: the ONNX Runtime whose API the libraries are written to, and every operator of exported models is in
 OLDEST = (1, 21)
+#: the file name of a target's library
+LIBRARIES = {"cpu": "libquantmoe_ort.so", "cuda": "libquantmoe_ort_cuda.so"}
 #: newest glibc whose symbols the library that `make build` and `make wheel` make may ask for
 OLDEST_GLIBC = (2, 28)
 
@@ -20,7 +22,7 @@ def library_path() -> str:
     Raises:
         FileNotFoundError: it is not there.
     """
-    return library_file(__name__, "libquantmoe_ort.so", "QUANTMOE_LIBRARY")
+    return library_file(__name__, LIBRARIES["cpu"], "QUANTMOE_LIBRARY")
 
 
 def cuda_library_path() -> str:
@@ -31,7 +33,7 @@ def cuda_library_path() -> str:
     Raises:
         FileNotFoundError: this installation was made without CUDA.
     """
-    return library_file(__name__, "libquantmoe_ort_cuda.so", "QUANTMOE_ORT_CUDA_LIBRARY")
+    return library_file(__name__, LIBRARIES["cuda"], "QUANTMOE_ORT_CUDA_LIBRARY")
 
 
 def build_info() -> str:

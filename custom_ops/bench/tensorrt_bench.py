@@ -30,7 +30,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from quantmoe.custom_ops.bench.attention_cuda_bench import spec_of as attention_spec_of
+from quantmoe.custom_ops.bench.attention_cuda_bench import shape_of as attention_spec_of
 from quantmoe.custom_ops.bench.cuda_bench import random_rows
 from quantmoe.custom_ops.bench.cuda_bench import spec_of as moe_spec_of
 from quantmoe.custom_ops.layouts import LAYOUTS

@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.masking_utils import causal_mask_function, eager_mask
 
-from quantmoe.custom_ops import native
 from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.custom_ops.reference import attention as reference
 from quantmoe.exporter.attention import NAME, grouped_attention
@@ -78,11 +77,14 @@ class Unlike(Exception):  # noqa: N818
     """Why a module is not CachedAttention."""
 
 
-def recognise(model: torch.nn.Module, decoder: torch.nn.Module) -> tuple[dict[str, Recognised], dict[str, str]]:
+def recognise(
+    model: torch.nn.Module, decoder: torch.nn.Module, refusal: Callable[[AttentionSpec], str]
+) -> tuple[dict[str, Recognised], dict[str, str]]:
     """What every attention module computes that is CachedAttention; and why the others are not. By module name.
 
     Args:
         decoder: the part of ``model`` that has the layers.
+        refusal: why the target's kernels do not run a node; "" when they do.
     """
     modules = {name: m for name, m in model.named_modules() if type(m).__name__.endswith("Attention")}
     fitting = {m: name for name, m in modules.items() if _projects(m)}
@@ -98,6 +100,8 @@ def recognise(model: torch.nn.Module, decoder: torch.nn.Module) -> tuple[dict[st
             kind = repr((signature(module), window, table))
             if kind not in kinds:
                 kinds[kind] = _compare(module, run.arguments[module], window, table)
+            if reason := refusal(kinds[kind].spec):
+                raise Unlike(reason)
             found[name] = kinds[kind]
         except Unlike as reason:
             left[name] = str(reason)
@@ -270,8 +274,6 @@ def _compare(module: Any, arguments: dict[str, Any], window: int, table: str) ->
         candidates = [found for found in candidates or _candidates(probe, trial, window, table) if trial.gives(found)]
         if not candidates:
             raise Unlike("it computes something else than CachedAttention")
-    if reason := native.refusal(candidates[0].spec, {}):
-        raise Unlike(reason)
     return candidates[0]
 
 
@@ -472,18 +474,18 @@ def rows_of(mask: torch.Tensor, new: int, past: int) -> torch.Tensor:
     Returns:
         int32 [B, 3].
     """
-    seen, length = mask.ne(0), mask.shape[1]
-    slots, tokens = torch.arange(length, device=mask.device), torch.arange(new, device=mask.device)
-    end = torch.where(seen, slots + 1, 0).amax((0, 1))
-    lengths = [torch.full((), size, dtype=torch.int64, device=mask.device) for size in (length, new, past)]
-    grows = lengths[0] > lengths[2]
-    first = torch.where(grows, lengths[0] - lengths[1], (end - lengths[1]).clamp(min=0))
+    seen, length = mask.bool(), mask.shape[1]
+    grows = torch.sym_min(torch.sym_max(length - past, 0), 1)
+    # Sizes become tensors by arange alone: its bounds ONNX Runtime's CUDA provider takes from the host, where it keeps
+    # sizes. Elsewhere a size would be copied to the device, and with a copy no CUDA graph can be captured.
+    least = new + torch.sym_max(length - new, 0) * grows
+    end = torch.where(seen, torch.arange(1, length + 1), torch.tensor(0)).amax((0, 1))
+    end = end.maximum(torch.arange(least, least + 1))
     # more tokens than the mask has columns: the node refuses them by name
-    own = seen.index_select(1, (first + tokens).clamp(min=0).minimum(lengths[0] - 1))
-    begin = torch.where(own, tokens, lengths[1]).amin(1)
-    before = (seen & (slots < first)).sum(1)
-    count = own.sum(1)
-    return torch.stack((begin.minimum(lengths[1] - count), count, before), 1).int()
+    own = seen.index_select(1, (end + torch.arange(-new, 0)).minimum(torch.arange(length - 1, length)))
+    before = (seen & (torch.arange(new, length + new) < end)).sum(1)
+    begin = torch.where(own, torch.arange(new), torch.tensor(REACH)).amin(1)
+    return torch.stack((begin.minimum(own.logical_not().sum(1)), own.sum(1), before), 1).int()
 
 
 def widen_tables(decoder: torch.nn.Module) -> None:

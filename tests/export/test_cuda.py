@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +17,16 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from quantmoe.custom_ops.layouts import marlin
-from quantmoe.custom_ops.op import LinearSpec, MoESpec, RoutingSpec
+from quantmoe.custom_ops.op import AttentionSpec, LinearSpec, MoESpec, RoutingSpec
+from quantmoe.custom_ops.reference import attention as attend
 from quantmoe.custom_ops.reference import linear, quant_moe, route
 from quantmoe.exporter import attention, choose
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.demo import SIZES
+from quantmoe.exporter.formats import find_format, open_checkpoint
+from quantmoe.exporter.inspect import inspect
+from quantmoe.exporter.model import Skeleton, dequantized
 from quantmoe.exporter.plan import plan
 
 # The oldest TensorRT that has IPluginV3 parsers for bf16 models, 10.0, reads opset 20.
@@ -49,6 +56,15 @@ class QuantLinear(OpRun):
         return (y.astype(x.dtype).reshape(*x.shape[:-1], -1),)
 
 
+class CachedAttention(OpRun):
+    op_domain = "quantmoe"
+
+    def _run(self, qkv, key, value, rows, mask, *tables, **attributes):
+        spec = AttentionSpec.from_attributes(attributes)
+        output, *present = attend(spec, qkv.astype(np.float64), key, value, rows, mask.shape[1], *tables)
+        return tuple(array.astype(qkv.dtype) for array in (output, *present))
+
+
 class MoERouting(OpRun):
     op_domain = "quantmoe"
 
@@ -70,11 +86,117 @@ def test_operators_and_types(exported, architecture, dtype):
     assert [value.dtype for value in model.graph.inputs if value.name.startswith("past")] == [want] * 4
     assert model.graph.outputs[0].dtype == want
     assert {p.name for p in folder.iterdir()} >= {"config.json", "tokenizer.json"}
-    assert not (folder / "genai_config.json").exists()
     for node in nodes:
         for prefix in {"QuantMoE": ("w13", "w2"), "QuantLinear": ("w",), "MoERouting": ()}[node.op_type]:
             assert node.attributes[f"{prefix}_layout"].value == "marlin"
             assert node.attributes[f"{prefix}_activation_format"].value == "none"
+
+
+@pytest.fixture(scope="module")
+def cached(checkpoint, tmp_path_factory):
+    """cached(architecture, **options of export) -> folder, with heads that the CUDA kernels take."""
+
+    @cache
+    def make(architecture: str, **options: object) -> Path:
+        folder = tmp_path_factory.mktemp("cached") / architecture
+        export(checkpoint(architecture, hidden_size=256, head_dim=64), folder, target="cuda",
+               **{"dtype": "f16", "logits": "all"} | options)  # fmt: skip
+        return folder
+
+    return make
+
+
+CACHED = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe"]
+
+
+def test_nodes_of_a_layer(cached):
+    """Of a norm TensorRT gets nine, which ONNX Runtime makes one: test_norms_are_as_onnx_runtime_fuses_them."""
+    nodes = [ir.load(cached("qwen3_moe", layers=n) / "model.onnx").graph for n in (1, 2)]
+    counts = [Counter(node.op_type for node in graph) for graph in nodes]
+    norm = dict.fromkeys(["Cast", "Cast", "Pow", "ReduceMean", "Add", "Sqrt", "Div", "Mul"], 2) | {"Cast": 4}
+    own = {"QuantLinear": 2, "CachedAttention": 1, "Reshape": 3, "Gemm": 1, "MoERouting": 1, "QuantMoE": 1}
+    assert counts[1] - counts[0] == Counter(norm) + Counter(own | {"Add": 2})
+    assert {node.domain for node in nodes[1]} == {"", "quantmoe"}
+
+
+@pytest.mark.parametrize("architecture", CACHED)
+def test_attention_is_one_node(cached, architecture):
+    found = inspect(cached(architecture))
+    assert found["plain_attention"] == {}
+    assert [node["cache"] for node in found["attention"]] == ["float16"] * 2
+    assert found["metadata"]["past_present_share_buffer"] == "true"
+
+
+def test_what_the_kernels_do_not_take_stays_plain(exported, checkpoint, tmp_path):
+    found = inspect(exported("qwen3_moe", target="cuda"))
+    reason = "head_size is 48, the CUDA kernels take 64, 96 and 128"
+    assert found["plain_attention"] == {f"model.layers.{i}.self_attn": reason for i in range(2)}
+    assert plan(checkpoint("qwen3_moe"), tmp_path / "a", target="cuda").plain_attention == found["plain_attention"]
+    assert plan(checkpoint("qwen3_moe"), tmp_path / "a").plain_attention == {}
+
+
+#: what ONNX Runtime's CUDA provider reads from the host: op type -> inputs
+FROM_HOST = {"Range": (0, 1, 2), "Reshape": (1,), "Expand": (1,), "Slice": (1, 2, 3, 4), "Squeeze": (1,), "Unsqueeze": (1,)}
+
+
+@pytest.mark.parametrize("architecture", CACHED)
+def test_no_size_is_copied_to_the_device(cached, architecture):
+    """ONNX Runtime keeps sizes on the host, and captures no CUDA graph of a model with a copy of one to the device."""
+    graph = ir.load(cached(architecture, logits="last") / "model.onnx").graph
+    host: set[ir.Value] = set()
+    constants = {*graph.initializers.values()}
+    for node in graph:
+        sizes = [(i, value) for i, value in enumerate(node.inputs) if value in host]
+        if node.op_type == "Constant":
+            constants.update(node.outputs)
+        elif node.op_type == "Shape":
+            host.update(node.outputs)
+        elif sizes and all(i in FROM_HOST.get(node.op_type, ()) for i, _ in sizes):
+            if node.op_type in ("Squeeze", "Unsqueeze") and node.inputs[0] in host:
+                host.update(node.outputs)
+        elif sizes:
+            assert all(value in host or value in constants for value in node.inputs), node
+            host.update(node.outputs)
+
+
+@pytest.mark.parametrize("architecture", CACHED)
+def test_norms_are_as_onnx_runtime_fuses_them(cached, architecture):
+    """x -> Cast -> Pow -> ReduceMean -> Add -> Sqrt -> Div of the same Cast -> Cast back -> Mul by the weight."""
+    graph = ir.load(cached(architecture) / "model.onnx").graph
+    roots = [node for node in graph if node.op_type == "Sqrt"]
+    assert len(roots) == 5
+    for root in roots:
+        (divided,) = (use.node for use in root.outputs[0].uses())
+        wide = divided.inputs[0]
+        assert (divided.op_type, wide.producer().op_type) == ("Div", "Cast")
+        assert {use.node.op_type for use in wide.uses()} == {"Div", "Pow"}
+        (narrow,) = (use.node for use in divided.outputs[0].uses())
+        (weighted,) = (use.node for use in narrow.outputs[0].uses())
+        assert (narrow.op_type, weighted.op_type) == ("Cast", "Mul")
+        (weight,) = (value for value in weighted.inputs if value is not narrow.outputs[0])
+        assert weight.dtype == narrow.outputs[0].dtype == ir.DataType.FLOAT16
+        assert weight.is_initializer()
+
+
+@pytest.mark.parametrize("architecture", CACHED)
+def test_logits_of_cached_attention_equal_pytorch(cached, checkpoint, architecture):
+    """As test_logits_equal_pytorch and test_padding."""
+    model = dequantized(Skeleton(find_format(open_checkpoint(checkpoint(architecture, hidden_size=256, head_dim=64)))))
+    ids = np.random.default_rng(4).integers(1, 384, (2, 11))
+    mask = np.ones_like(ids)
+    mask[1, :3] = 0
+    found, want = logits(cached(architecture), ids, mask), torch_logits(model, ids, mask)
+    assert np.isfinite(found).all()
+    assert np.abs(found - want)[mask > 0].max() / np.abs(want[mask > 0]).max() < 1e-2
+
+
+def test_genai_config(cached, tmp_path):
+    found = json.loads((cached("qwen3_moe") / "genai_config.json").read_text())
+    assert found["model"]["decoder"]["session_options"] == {
+        "custom_ops_library": "libquantmoe_ort_cuda.so",
+        "provider_options": [{"cuda": {"enable_cuda_graph": "1"}}],
+    }
+    assert found["search"]["past_present_share_buffer"] is True
 
 
 def ancestor(value, op_type):
@@ -185,7 +307,7 @@ def positions(mask):
 
 
 def logits(folder, ids, mask):
-    evaluator = ReferenceEvaluator(str(folder / "model.onnx"), new_ops=[QuantMoE, QuantLinear, MoERouting])
+    evaluator = ReferenceEvaluator(str(folder / "model.onnx"), new_ops=[QuantMoE, QuantLinear, MoERouting, CachedAttention])
     feed = {"input_ids": ids, "attention_mask": mask, "position_ids": positions(mask)}
     for value in evaluator.proto_.graph.input:
         if value.name not in feed and value.name.startswith("past"):
