@@ -23,8 +23,8 @@ RAGGED = [[0, 5, 7], [3, 6, 2], [4, 0, 17], [1, 8, 0], [0, 9, 300]]
 CONVS = {
     "4": conv_spec(40),
     "4-none": conv_spec(300, activation="none"),
-    "2": conv_spec(129, width=2),
-    "3": conv_spec(128, width=3),
+    "2": conv_spec(257, width=2),
+    "3": conv_spec(256, width=3),
     "12": conv_spec(7, width=12),
 }
 DELTAS = {

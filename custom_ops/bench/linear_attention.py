@@ -58,6 +58,8 @@ class Layer:
                 binding.bind_ortvalue_input(name, past if name == state else shared[name])
             binding.bind_ortvalue_output("present", past)
             binding.bind_output("y")
+            self.session.run_with_iobinding(binding)
+            binding.bind_ortvalue_output("y", binding.get_outputs()[-1])  # in the same memory from now on
             self.bindings.append(binding)
 
     def __call__(self) -> float:

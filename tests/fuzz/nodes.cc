@@ -1,4 +1,4 @@
-// libFuzzer target: one QuantLinear, MoERouting or CachedAttention node through the C ABI, from any bytes.
+// libFuzzer target: one node of any operator but QuantMoE through the C ABI, from any bytes.
 //
 // The input chooses attributes (mostly valid ones, sometimes any), sizes and a seed. Checked:
 //   - nothing is read or written outside the buffers: each ends, or begins, at an inaccessible page
@@ -6,6 +6,7 @@
 //   - MoERouting: ids are distinct experts, best first; weights are those of each token alone, and not negative where
 //     the method makes them so
 //   - CachedAttention: as QuantLinear; caches apart or in place, `rows` now and then with any numbers
+//   - CausalConv, GatedDelta: as CachedAttention; the state in place is the one apart
 #include <set>
 #include <vector>
 
@@ -260,11 +261,140 @@ void attention(FuzzedDataProvider& data, bool wild) {
   check_equal(call.type, call.output, first.bytes.data(), call.tokens * width, "one row", "the batch");
 }
 
+// Places arrays of a call, filled.
+class Arrays {
+ public:
+  Arrays(FuzzedDataProvider& data, bool at_end)
+      : rng_(data.ConsumeIntegral<uint32_t>()), tame_(data.ConsumeBool()), at_end_(at_end) {}
+  void* take(qm_type type, int64_t count) {
+    static Guarded places[12];
+    const int64_t bytes = count * (type == QM_F32 ? 4 : 2);
+    void* const at = places[next_++].place(bytes, at_end_);
+    if (tame_)
+      fill(rng_, type, -2, 2, at, count);
+    else
+      random_bytes(rng_, at, bytes);
+    return at;
+  }
+  float* floats(int64_t count) { return static_cast<float*>(take(QM_F32, count)); }
+  const int32_t* rows(FuzzedDataProvider& data, int64_t batch, int64_t tokens) {
+    int32_t* const rows = reinterpret_cast<int32_t*>(floats(3 * batch));
+    for (int64_t b = 0; b < batch; ++b) {
+      rows[3 * b + 1] = data.ConsumeIntegralInRange<int32_t>(0, tokens);
+      rows[3 * b] = data.ConsumeIntegralInRange<int32_t>(0, tokens - rows[3 * b + 1]);
+      rows[3 * b + 2] = data.ConsumeIntegralInRange<int32_t>(0, 3);
+    }
+    if (batch && data.ConsumeIntegralInRange(0, 15) == 0)
+      rows[data.ConsumeIntegralInRange<int64_t>(0, 3 * batch - 1)] = data.ConsumeIntegral<int32_t>();
+    return rows;
+  }
+
+ private:
+  Rng rng_;
+  bool tame_, at_end_;
+  int next_ = 0;
+};
+
+// A call with a state: with every kernel, then in place. past and present: the call's; the state has `states` numbers.
+template <class Call, class Past, class Present, class Size, class Run>
+void stateful(FuzzedDataProvider& data, Call& call, int64_t outputs, int state_type, Past& past, Present present,
+              int64_t states, bool at_end, const Size& size, const Run& run) {
+  static Guarded workspace_place;
+  char err[QM_ERROR_SIZE] = {};
+  const auto checked = [&] { return run(err); };
+  const Outcome first = every_kernel(data, call, call.y, outputs, workspace_place, at_end, size, checked);
+  if (first.status) return check_reason(err);
+  const int64_t bytes = states * (state_type == QM_F32 ? 4 : 2);
+  const uint8_t* const after = reinterpret_cast<const uint8_t*>(present);
+  const std::vector<uint8_t> apart(after, after + bytes);
+  std::memcpy(present, past, bytes);
+  past = present;
+  CHECK(checked() == QM_OK, "%s", err);
+  check_equal(call.type, call.y, first.bytes.data(), outputs, "in place", "apart");
+  check_equal(state_type, present, apart.data(), states, "the state in place", "apart");
+}
+
+void convolution(FuzzedDataProvider& data, bool wild) {
+  char err[QM_ERROR_SIZE];
+  qm_conv c{};
+  c.op_version = 1;
+  c.channels = data.ConsumeIntegralInRange(1, 300);
+  c.width = data.ConsumeIntegralInRange(2, 8);
+  c.activation = data.ConsumeBool();
+  if (wild) set_any(data, "CausalConv", &c);
+  if (qm_conv_validate(&c, err)) {
+    CHECK(wild, "refused: %s", err);
+    return check_reason(err);
+  }
+  if (c.channels > 4096) return;
+  const bool at_end = data.ConsumeBool();
+  qm_conv_call call{};
+  call.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
+  call.batch = data.ConsumeIntegralInRange(0, 3);
+  call.tokens = data.ConsumeIntegralInRange(0, 12);
+  Arrays arrays(data, at_end);
+  const int64_t x = call.batch * call.tokens * c.channels, state = call.batch * c.channels * (c.width - 1);
+  call.x = arrays.take(call.type, x);
+  call.weight = arrays.floats(int64_t{c.channels} * c.width);
+  call.bias = data.ConsumeBool() ? arrays.floats(c.channels) : nullptr;
+  call.past_conv = arrays.take(call.type, state);
+  call.y = arrays.take(call.type, x);
+  call.present_conv = arrays.take(call.type, state);
+  call.rows = arrays.rows(data, call.batch, call.tokens);
+  stateful(
+      data, call, x, call.type, call.past_conv, call.present_conv, state, at_end,
+      [&] { return qm_conv_workspace(&c, &call); }, [&](char* error) { return qm_conv_run(&c, &call, error); });
+}
+
+void delta(FuzzedDataProvider& data, bool wild) {
+  char err[QM_ERROR_SIZE];
+  qm_delta d{};
+  d.op_version = 1;
+  d.num_k_heads = data.ConsumeIntegralInRange(1, 3);
+  d.num_v_heads = d.num_k_heads * data.ConsumeIntegralInRange(1, 3);
+  d.k_head_size = data.ConsumeIntegralInRange(1, 40);
+  d.v_head_size = data.ConsumeBool() ? 16 * data.ConsumeIntegralInRange(1, 9) : data.ConsumeIntegralInRange(1, 90);
+  d.scale = 0.25f;
+  d.l2_epsilon = d.norm_epsilon = 1e-6f;
+  d.decay_per_key = data.ConsumeBool();
+  d.beta_scale = data.ConsumeBool() ? 1.0f : 2.0f;
+  d.gate = data.ConsumeBool();
+  if (wild) set_any(data, "GatedDelta", &d);
+  if (qm_delta_validate(&d, err)) {
+    CHECK(wild, "refused: %s", err);
+    return check_reason(err);
+  }
+  const int64_t heads = d.num_v_heads, k = d.k_head_size, v = d.v_head_size;
+  if (heads * k * v > 1 << 17) return;
+  const bool at_end = data.ConsumeBool();
+  qm_delta_call call{};
+  call.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
+  call.batch = data.ConsumeIntegralInRange(0, 3);
+  call.tokens = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 7) ? 10 : 40);
+  Arrays arrays(data, at_end);
+  const int64_t tokens = call.batch * call.tokens, decays = heads * (d.decay_per_key ? k : 1);
+  const int64_t state = call.batch * heads * k * v;
+  call.qkv = arrays.take(call.type, tokens * (2 * d.num_k_heads * k + heads * v));
+  call.a = arrays.take(call.type, tokens * decays);
+  call.b = arrays.take(call.type, tokens * heads);
+  call.z = arrays.take(call.type, tokens * heads * v);
+  call.a_log = arrays.floats(heads);
+  call.dt_bias = arrays.floats(decays);
+  call.norm = arrays.floats(v);
+  call.past_state = arrays.floats(state);
+  call.y = arrays.take(call.type, tokens * heads * v);
+  call.present_state = arrays.floats(state);
+  call.rows = arrays.rows(data, call.batch, call.tokens);
+  stateful(
+      data, call, tokens * heads * v, QM_F32, call.past_state, call.present_state, state, at_end,
+      [&] { return qm_delta_workspace(&d, &call); }, [&](char* error) { return qm_delta_run(&d, &call, error); });
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   FuzzedDataProvider data(bytes, size);
   const bool wild = data.ConsumeIntegralInRange(0, 15) == 0;
-  (data.ConsumeBool() ? linear : data.ConsumeBool() ? routing : attention)(data, wild);
+  data.PickValueInArray({linear, linear, routing, attention, convolution, delta})(data, wild);
   return 0;
 }

@@ -185,7 +185,7 @@ def test_the_workspace_is_what_the_header_states(lanes: int) -> None:
         return native.aligned(size)
 
     conv_inputs(conv_spec(300, width=5), [[0, 3, 2]], 3).run(lanes=lanes, buffer=buffer)
-    assert sizes[-1] == lanes * 6 * 1024
+    assert sizes[-1] == lanes * 2 * 6 * 1024
     delta_inputs(delta_spec(1, 2, 24, v_head_size=40), [[0, 3, 2]], 3).run(lanes=lanes, buffer=buffer)
     assert sizes[-1] <= lanes * 4 * (32 * 48 + 32 * (4 * 32 + 2 * 48 + 16))
 

@@ -395,7 +395,7 @@ def attending(draw: Draw) -> Node:
 
 
 def convolving(draw: Draw) -> Node:
-    spec = conv_spec(draw.one_of(128, draw.int(1, 300)), draw.one_of(4, draw.int(2, 9)), draw.one_of("none", "silu"))
+    spec = conv_spec(draw.one_of(256, draw.int(1, 600)), draw.one_of(4, draw.int(2, 9)), draw.one_of("none", "silu"))
     tokens, rows = draw_rows(draw)
     a = conv_inputs(spec, rows, tokens, draw.one_of(*TYPES), draw.chance(0.5), draw.int(0, 1 << 30))
     check = stateful_check(a, lambda got: check_conv(a, got), draw.int(2, 40))

@@ -171,7 +171,7 @@ typedef struct {
   qm_parallel_for parallel_for;
   void* parallel_context;
 } qm_conv_call;
-// W + 1 KiB a lane.
+// 2 (W + 1) KiB a lane.
 QM_API size_t qm_conv_workspace(const qm_conv*, const qm_conv_call*);
 // Fails (QM_INVALID), and writes nothing, when `rows` asks for tokens that are not there, naming the row.
 QM_API int qm_conv_run(const qm_conv*, const qm_conv_call*, char* err);
