@@ -4,14 +4,12 @@ python custom_ops/bench/linear_attention.py --threads 1 --tokens 1 64 512
 
 One layer of Qwen3.6-35B-A3B's sizes unless told, states in place, alternating runs; a run goes through --layers
 states, so that they come from where a model's come from. Ours has the gates' functions and the gated norm inside,
-LinearAttention neither these nor the L2 norm, GatedDeltaNet all but the norm. Bytes are the state's, read and written;
-the read bandwidth is qm_probe_read's of the same threads.
+LinearAttention neither these nor the L2 norm, GatedDeltaNet all but the norm. Bytes are the state's, read and written.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import time
 from typing import Any
 
@@ -19,7 +17,6 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from quantmoe.custom_ops import native
 from quantmoe.custom_ops.op import ConvSpec, DeltaSpec
 from quantmoe.ort_ext import library_path
 
@@ -113,10 +110,15 @@ def deltas(spec: DeltaSpec, tokens: int, layers: int, threads: int) -> dict[str,
     }
 
 
-def bandwidth(threads: int) -> float:
-    data = np.ones(1 << 28, np.uint8)
-    pointer, size = ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.nbytes)
-    return max(native.library().qm_probe_read(pointer, size, threads) for _ in range(3))
+def scaling(layers: int, count: int) -> float:
+    """Bytes/s, read and written, at which NumPy scales as many states of ``count`` numbers in place, on one thread."""
+    states, seconds = [np.ones(count, np.float32) for _ in range(layers)], []
+    for _ in range(5):
+        start = time.thread_time()
+        for state in states:
+            np.multiply(state, np.float32(0.99), out=state)
+        seconds.append(time.thread_time() - start)
+    return 2 * layers * count * 4 / min(seconds)
 
 
 def main() -> None:
@@ -154,8 +156,8 @@ def main() -> None:
                 line = f"{tokens:5} tokens  {name:20} {middle * 1e3:9.3f} ms (best {best * 1e3:.3f})"
                 line += f"  {middle / first:6.2f}x"
                 if tokens == 1 and name == "GatedDelta":
-                    moved = 2 * heads * d * d * 4 / best
-                    line += f"  {moved / 1e9:.1f} GB/s, read bandwidth {bandwidth(args.threads) / 1e9:.1f}"
+                    size = heads * d * d
+                    line += f"  {8 * size / best / 1e9:.1f} GB/s; NumPy, scaling: {scaling(layers, size) / 1e9:.1f}"
                 print(line, flush=True)
 
 

@@ -136,7 +136,14 @@ def test_what_the_kernels_do_not_take_stays_plain(exported, checkpoint, tmp_path
 
 
 #: what ONNX Runtime's CUDA provider reads from the host: op type -> inputs
-FROM_HOST = {"Range": (0, 1, 2), "Reshape": (1,), "Expand": (1,), "Slice": (1, 2, 3, 4), "Squeeze": (1,), "Unsqueeze": (1,)}
+FROM_HOST = {
+    "Range": (0, 1, 2),
+    "Reshape": (1,),
+    "Expand": (1,),
+    "Slice": (1, 2, 3, 4),
+    "Squeeze": (1,),
+    "Unsqueeze": (1,),
+}
 
 
 @pytest.mark.parametrize("architecture", CACHED)
@@ -307,7 +314,9 @@ def positions(mask):
 
 
 def logits(folder, ids, mask):
-    evaluator = ReferenceEvaluator(str(folder / "model.onnx"), new_ops=[QuantMoE, QuantLinear, MoERouting, CachedAttention])
+    evaluator = ReferenceEvaluator(
+        str(folder / "model.onnx"), new_ops=[QuantMoE, QuantLinear, MoERouting, CachedAttention]
+    )
     feed = {"input_ids": ids, "attention_mask": mask, "position_ids": positions(mask)}
     for value in evaluator.proto_.graph.input:
         if value.name not in feed and value.name.startswith("past"):
