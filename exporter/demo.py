@@ -1,5 +1,6 @@
-"""Makes a small but real checkpoint: a transformers architecture with random weights, a tokenizer, and weights that the
-compressed-tensors library's own compressor quantizes and stores. Needs torch, transformers and compressed-tensors."""
+"""Makes a small but real checkpoint for tests: a transformers architecture with random weights, a tokenizer, and
+weights that the compressed-tensors library's own compressor quantizes and stores. In no wheel.
+"""
 
 from __future__ import annotations
 
