@@ -11,7 +11,7 @@ from quantmoe.exporter.memory import CHUNK
 from quantmoe.exporter.sampling import Sampling
 
 #: transformers' model_type -> onnxruntime-genai's name of the same plain decoder
-TYPES = {"qwen3_moe": "qwen3", "mixtral": "mistral", "olmoe": "olmo"}
+TYPES = {"qwen3_moe": "qwen3", "mixtral": "mistral", "olmoe": "olmo", "qwen3_5_moe_text": "qwen3_5_moe_text"}
 
 #: operators that write a cache in place
 IN_PLACE = {("quantmoe", op) for op in ("CachedAttention", "CausalConv", "GatedDelta")}

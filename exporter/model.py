@@ -15,7 +15,7 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -69,7 +69,7 @@ from quantmoe.exporter.passes.attention import (
     widen_tables,
 )
 from quantmoe.exporter.passes.divided_norms import divide_by_roots
-from quantmoe.exporter.passes.interface import set_cache_type
+from quantmoe.exporter.passes.interface import set_cache_type, set_state_type
 from quantmoe.exporter.passes.latent import concatenate_keys
 from quantmoe.exporter.passes.norms import plain_norms
 from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
@@ -193,11 +193,10 @@ class Skeleton:
             )
         return found
 
-    def derive(self, names: Mapping[str, Sequence[int]], function: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Notes parameters (name -> shape) that are f32 in the graph and functions of their tensors."""
-        for name, shape in names.items():
-            self.tensors[name] = torch.empty(*shape, dtype=torch.float32, device="meta")
-            self.derived[name] = function
+    def derive(self, names: Iterable[str], function: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Notes parameters that were changed to be functions of their tensors."""
+        for name in names:
+            self.tensors[name], self.derived[name] = self.model.get_parameter(name), function
 
     def _round_head(self, kind: str) -> str:
         weight = self.tied.get("lm_head.weight")
@@ -411,6 +410,7 @@ def trace(skeleton: Skeleton, chosen: Choice, target: str = "cpu", cache: str = 
     graph = _trace_layers(skeleton, target)
     if target == "cpu" and not plain:
         set_cache_type(graph, CACHES[cache])
+    set_state_type(graph)
     graph.meta["plain_attention"] = plain
     return graph
 
@@ -422,8 +422,7 @@ def recognised(skeleton: Skeleton, target: str) -> tuple[dict[str, Recognised], 
     """
     model, decoder = skeleton.model, _decoder(skeleton.model)
     model.set_attn_implementation(attention.NAME)
-    shapes = {name: model.get_parameter(name).shape for name in plain_norms(model)}
-    skeleton.derive(shapes, lambda array: array.astype(np.float32) + 1)
+    skeleton.derive(plain_norms(model), lambda array: array.astype(np.float32) + 1)
     rows = Rows(decoder)
     changed = linear_attention.attach(model, skeleton.linear_attention, rows)
     skeleton.derive(changed, lambda w: w[:, 0] if w.ndim == 3 else w)

@@ -21,6 +21,17 @@ NAMINGS = (
 )
 #: of anything that config.json counts
 MAX_SIZE = 1 << 24
+#: model_type of families whose layers keep a state from token to token -> what no operator computes of it
+RECURRENT = {
+    "kimi_linear": "Kimi delta attention, of low-rank gates and a decay of each key feature,",
+    "bailing_hybrid": "delta attention of low-rank gates and a decay of each key feature",
+    "glm5_next": "delta attention of low-rank gates and a decay of each key feature",
+    "minimax": "lightning attention",
+    "granitemoehybrid": "Mamba-2's state space",
+    "nemotron_h": "Mamba-2's state space",
+    "jamba": "Mamba's selective scan",
+    "lfm2_moe": "a gated short convolution",
+}
 _EXPERT = re.compile(r"(.+\.experts)\.([0-9]{1,6})\.([^.]+)\.[^.]+")
 #: fields of config.json that count them
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -54,8 +65,14 @@ def named_experts(ckpt: Checkpoint, fused: tuple[str, ...]) -> dict[str, dict[in
     """What tensor names show: experts' module -> number -> the children of each; {} where they are fused.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: there are none, or the family is one of RECURRENT.
     """
+    kind = ckpt.text_config.get("model_type")
+    if isinstance(kind, str) and (missing := RECURRENT.get(kind.removesuffix("_text"))):
+        raise CheckpointError(
+            f"{ckpt.folder / 'config.json'}: {kind}: {missing} is not supported; of layers with a state those of "
+            "Qwen3-Next and Qwen3.5 are"
+        )
     found: dict[str, dict[int, set[str]]] = {}
     for name in ckpt.names():
         if name.startswith(ALL_BESIDE):

@@ -61,6 +61,14 @@ def set_cache_type(model: ir.Model, dtype: ir.DataType) -> None:
             value.type = ir.TensorType(dtype)
 
 
+def set_state_type(model: ir.Model) -> None:
+    """Gives the states of all GatedDelta nodes their type, f32 in any graph; see :func:`set_cache_type`."""
+    for node in model.graph:
+        for value in (node.inputs[7], node.outputs[1]) if node.op_type == "GatedDelta" else ():
+            assert value is not None
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+
+
 def drop_traces(model: ir.Model) -> None:
     """Removes what torch and onnxscript note of their own work: stack traces, with this machine's paths, among it.
 

@@ -30,15 +30,6 @@ from quantmoe.exporter.passes.attention import FAILURES, Given, Rows, Unlike, li
 TOGETHER = ("in_proj_qkvz", "in_proj_ba")
 #: .. or apart (Qwen3.5), heads in order
 APART = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-#: part of the name of a class that keeps a state from token to token -> what no operator computes of it
-MISSING = {
-    "DeltaAttention": "the delta rule with low-rank gates and a decay of each key feature",
-    "Glm5NextTextLinearAttention": "the delta rule with low-rank gates and a decay of each key feature",
-    "LightningAttention": "lightning attention",
-    "Mamba": "a state space model (Mamba)",
-    "ShortConv": "a gated short convolution",
-    "RecurrentGemma": "a gated linear recurrence",
-}
 #: outputs are sums in f32 in another order, of chunks of 64 tokens: some hundreds of roundings of 6e-8
 _TOLERANCE = 1e-4
 
@@ -68,9 +59,6 @@ def recognise(model: torch.nn.Module, stack: torch.nn.ModuleList) -> tuple[dict[
     left: dict[str, str] = {}
     kinds: dict[str, Recognised] = {}
     for name, module in model.named_modules():
-        missing = next((text for part, text in MISSING.items() if part in type(module).__name__), None)
-        if missing and not hasattr(module, "layers"):  # the whole model is called so, too
-            left[name] = f"{type(module).__name__}: {missing} is not supported"
         if (together := _projected(module)) is None:
             continue
         try:
@@ -87,7 +75,7 @@ def recognise(model: torch.nn.Module, stack: torch.nn.ModuleList) -> tuple[dict[
     for i, (layer, cache) in enumerate(zip(stack, caches, strict=False)):
         known = [m for m, _ in layer.named_modules() if any(n.endswith(f".{i}.{m}") for n in (*found, *left))]
         if isinstance(cache, LinearAttentionCacheLayerMixin) and not known:
-            left[f"layer {i}"] = f"{type(layer).__name__}: its state from token to token is of no operator"
+            left[f"layer {i}"] = f"{type(layer).__name__}: it keeps a state from token to token that no operator has"
     return found, left
 
 
@@ -216,13 +204,13 @@ def apart(spec: DeltaSpec, qkvz: torch.Tensor, ba: torch.Tensor) -> tuple[torch.
     return torch.cat((q, k, v), -1), z, b, a
 
 
-def attach(model: torch.nn.Module, found: dict[str, Recognised], rows: Rows) -> dict[str, tuple[int, ...]]:
+def attach(model: torch.nn.Module, found: dict[str, Recognised], rows: Rows) -> list[str]:
     """Makes the forward of recognised modules their projections and two nodes between them.
 
     Returns:
-        Names of the parameters that are f32 now, as the nodes take them, and their shapes.
+        Names of the parameters that are f32 now, as the nodes take them; of a convolution's weight [C, 1, W] as [C, W].
     """
-    changed = {}
+    changed = []
     for path, recognised in found.items():
         module: Any = model.get_submodule(path)
         module.found, module.rows = recognised, rows
@@ -237,7 +225,7 @@ def attach(model: torch.nn.Module, found: dict[str, Recognised], rows: Rows) -> 
             )  # a placeholder as it was
             part._parameters[name] = torch.nn.Parameter(wide, requires_grad=False)
             leaf = {id(module.conv1d): "conv1d.", id(module.norm): "norm."}.get(id(part), "")
-            changed[f"{path}.{leaf}{name}"] = tuple(wide.shape)
+            changed.append(f"{path}.{leaf}{name}")
         module.forward = MethodType(_forward, module)
     return changed
 

@@ -1,7 +1,7 @@
 """RMS norms that store their weights' distance from one -> plain ones, recognised by what they compute.
 
-Gemma, Qwen3-Next and Qwen3.5 multiply by 1 + weight. The sum, in f32, is what the graph has for a weight: every norm is
-then of the form that engines fuse and CachedAttention has inside.
+Gemma, Qwen3-Next and Qwen3.5 multiply by 1 + weight. The sum, made in f32, is what the graph has for a weight, in the
+graph's type: every norm is then of the form that engines fuse and CachedAttention, in f32, has inside.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class RMSNorm(torch.nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in f32, of x's type."""
+    """x / sqrt(mean(x^2) + eps) over the last dimension, in f32, then in x's type times weight."""
 
     def __init__(self, weight: torch.Tensor, eps: float):
         super().__init__()
@@ -21,17 +21,16 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight).type_as(x)
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
 
 
 def plain_norms(model: torch.nn.Module) -> list[str]:
-    """Replaces every norm by 1 + weight; the names of their weights, which are now f32 and to be one more."""
+    """Replaces every norm by 1 + weight; the names of their weights, which are now to be one more."""
     found = []
     for name, module in list(model.named_modules()):
         if (eps := _epsilon(module)) is not None:
             weight: Any = module.weight
-            wide = weight.data.flatten()[:1].float().expand(weight.shape)  # a placeholder as it was
-            model.set_submodule(name, RMSNorm(wide, eps))
+            model.set_submodule(name, RMSNorm(weight.data, eps))
             found.append(f"{name}.weight")
     return found
 

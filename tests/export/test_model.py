@@ -25,7 +25,17 @@ from quantmoe.exporter.model import PackedLinear, PartOfLinear, Skeleton, _exper
 from quantmoe.exporter.passes.repeat import RepeatError
 from quantmoe.exporter.plan import plan
 
-ARCHITECTURES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3", "glm4_moe", "llama4_text")
+ARCHITECTURES = (
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "gpt_oss",
+    "deepseek_v3",
+    "glm4_moe",
+    "llama4_text",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+)
 VOCABULARY = 384
 
 
