@@ -6,8 +6,7 @@ where they were copied, at the ends of prompts.
 
 from __future__ import annotations
 
-import ctypes
-import math
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +19,12 @@ from quantmoe.exporter.memory import doing
 if TYPE_CHECKING:
     from quantmoe.exporter.generate import Generator
 
+#: ONNX's code of the type that NumPy lacks, and with it ONNX Runtime's arrays
+BFLOAT16 = 16
 #: copies of states that are kept to go back to
 SNAPSHOTS = 4
 #: tokens at the end of a prompt that chat templates render otherwise once there is an answer, like <think>
 TAIL = 8
-#: ONNX's code of the type that NumPy lacks
-BFLOAT16 = 16
 #: slots beyond those that are asked for, so that a reply follows its prompt without a copy
 ROOM = 1024
 
@@ -134,48 +133,44 @@ class Cache:
         return logits
 
 
-def allocate(shape: Sequence[int], dtype: np.dtype, device: str) -> Any:
-    """An OrtValue of memory that is not cleared."""
-    import onnxruntime as ort
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """Memory that runs are bound to: an OrtValue, of bfloat16 one of uint16, which has the bits.
 
-    element = BFLOAT16 if dtype == ml_dtypes.bfloat16 else dtype.type
-    return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), element, device, 0)
+    Attributes:
+        dtype: NumPy's or ml_dtypes'.
+    """
+
+    value: Any
+    dtype: np.dtype
+
+    @classmethod
+    def of(cls, array: np.ndarray, device: str) -> Buffer:
+        """An array's numbers there; of the host's memory perhaps that memory."""
+        import onnxruntime as ort
+
+        return cls(ort.OrtValue.ortvalue_from_numpy(_stored(array), device, 0), array.dtype)
+
+    def numpy(self) -> np.ndarray:
+        """A copy."""
+        return np.array(self.value.numpy()).view(self.dtype)
+
+    def write(self, array: np.ndarray) -> None:
+        """Copies all of an array of the same shape and type here."""
+        self.value.update_inplace(_stored(array))
+
+    def bind(self, binding: Any, name: str = "", output: str = "") -> None:
+        """As an input and as an output of a session, by their names."""
+        element = BFLOAT16 if self.dtype == ml_dtypes.bfloat16 else self.dtype.type
+        device, place = (self.value.device_name(), 0), (element, self.value.shape(), self.value.data_ptr())
+        if name:
+            binding.bind_input(name, *device, *place)
+        if output:
+            binding.bind_output(output, *device, *place)
 
 
-def to_host(value: Any) -> np.ndarray:
-    """An OrtValue's numbers as an array of NumPy's or ml_dtypes' type."""
-    if value.data_type() != "tensor(bfloat16)":
-        return np.asarray(value.numpy())
-    if value.device_name() != "cpu":
-        value = _copied(value, "cpu")
-    return _bits(value).copy().view(ml_dtypes.bfloat16)
-
-
-def to_device(array: np.ndarray, device: str) -> Any:
-    """An OrtValue of an array that :func:`to_host` made."""
-    import onnxruntime as ort
-
-    if array.dtype != ml_dtypes.bfloat16:
-        return ort.OrtValue.ortvalue_from_numpy(array, device, 0)
-    value = allocate(array.shape, array.dtype, "cpu")
-    _bits(value)[...] = array.view(np.uint16)
-    return value if device == "cpu" else _copied(value, device)
-
-
-def _bits(value: Any) -> np.ndarray:
-    """The memory of a bfloat16 OrtValue of the host, as long as that lives."""
-    shape = value.shape()
-    return np.ctypeslib.as_array((ctypes.c_uint16 * math.prod(shape)).from_address(value.data_ptr())).reshape(shape)
-
-
-def _copied(value: Any, device: str) -> Any:
-    import onnxruntime as ort
-
-    if not hasattr(ort, "copy_tensors"):
-        raise ModelError(f"onnxruntime {ort.__version__} does not copy bfloat16, 1.23 does; or export with --dtype f16")
-    copy = allocate(value.shape(), np.dtype(ml_dtypes.bfloat16), device)
-    ort.copy_tensors([value], [copy])
-    return copy
+def _stored(array: np.ndarray) -> np.ndarray:
+    return array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
 
 
 class SharedCache(Cache):
@@ -184,13 +179,11 @@ class SharedCache(Cache):
 
     def _begin(self) -> None:
         self.capacity = 0
-        self._buffers: dict[str, Any] = {}
+        self._buffers: dict[str, Buffer] = {}
         self._binding = self.model.session.io_binding()
-        self._binding.bind_output("logits", "cpu")  # the first of the binding's outputs
         self._step: Step | None = None
         for name in self.model.states:
-            array = np.zeros([1, *self.model.past[name][0][1:]], self.model.past[name][1])
-            self._bind(name, to_device(array, self.model.device))
+            self._bind(name, np.zeros([1, *self.model.past[name][0][1:]], self.model.past[name][1]))
         if self.model.capacity is not None:
             self._allocate(self.model.capacity)
 
@@ -212,71 +205,64 @@ class SharedCache(Cache):
             if name in self.model.states:
                 continue
             with doing(f"{self.model.path}: {name} of {capacity} tokens"):
-                size = [1, shape[1], capacity, shape[3]]
-                if length:
-                    array = np.empty(size, dtype)  # what is not written is not read
-                    array[:, :, :length] = to_host(self._buffers[name])[:, :, :length]
-                    self._bind(name, to_device(array, self.model.device))
-                else:
-                    self._bind(name, allocate(size, dtype, self.model.device))
+                array = np.empty([1, shape[1], capacity, shape[3]], dtype)  # what is not written is not read
+            if length:
+                array[:, :, :length] = self._buffers[name].numpy()[:, :, :length]
+            self._bind(name, array)
         self.capacity = capacity
         self._step = Step(self.model, self._buffers, capacity) if self.model.cuda_graph else None
 
-    def _bind(self, name: str, value: Any) -> None:
-        self._buffers[name] = value
-        bind(self._binding, name, value)
+    def _bind(self, name: str, array: np.ndarray) -> None:
+        self._buffers[name] = Buffer.of(array, self.model.device)
+        self._buffers[name].bind(self._binding, name, present(name))
 
     def _states(self) -> dict[str, np.ndarray]:
-        return {name: to_host(self._buffers[name]).copy() for name in self.model.states}
+        return {name: self._buffers[name].numpy() for name in self.model.states}
 
     def _restore(self, states: dict[str, np.ndarray]) -> None:
         for name, array in states.items():
-            self._bind(name, to_device(array.copy(), self.model.device))  # the snapshot stays
+            self._buffers[name].write(array)
 
     def _run(self, ids: np.ndarray) -> np.ndarray:
         if self._step is not None and ids.shape[1] == 1:
             return self._step.run(ids, len(self.tokens))
         for name, value in self.model.feed(ids, len(self.tokens)).items():
             self._binding.bind_cpu_input(name, value)
-        self._binding.bind_output("logits", "cpu")  # anew: of another length than the last
+        logits = self.model.logits_of(ids.shape[1], "cpu")
+        logits.bind(self._binding, output="logits")
         with self.model.running(ids.shape[1], len(self.tokens)):
             self.model.session.run_with_iobinding(self._binding, self.model.run_options(-1))
-        return to_host(self._binding.get_outputs()[0])
+        return logits.numpy()
 
 
 class Step:
     """A decode step whose shapes and addresses never change, as a CUDA graph wants it: one token, a mask of the whole
     capacity. ONNX Runtime captures the first and replays it; each cache has a graph of its own in the session."""
 
-    def __init__(self, model: Generator, buffers: dict[str, Any], capacity: int):
-        import onnxruntime as ort
-
+    def __init__(self, model: Generator, buffers: dict[str, Buffer], capacity: int):
         self.model = model
         self._options = model.run_options(next(model.graphs))
         self._mask = np.zeros((1, capacity), np.int64)
         arrays = model.feed(np.zeros((1, 1), np.int64), 0) | {"attention_mask": self._mask}
-        self._inputs = {
-            name: ort.OrtValue.ortvalue_from_numpy(array, model.device, 0) for name, array in arrays.items()
-        }
-        self._logits = allocate((1, 1, model.vocabulary or 0), model.logits, model.device)
+        self._inputs = {name: Buffer.of(array, model.device) for name, array in arrays.items()}
+        self._logits = model.logits_of(1, model.device)
         self._binding = model.session.io_binding()
-        self._binding.bind_ortvalue_output("logits", self._logits)
-        for name, value in self._inputs.items():
-            self._binding.bind_ortvalue_input(name, value)
-        for name, value in buffers.items():
-            bind(self._binding, name, value)
+        self._logits.bind(self._binding, output="logits")
+        for name, buffer in self._inputs.items():
+            buffer.bind(self._binding, name)
+        for name, buffer in buffers.items():
+            buffer.bind(self._binding, name, present(name))
 
     def run(self, ids: np.ndarray, length: int) -> np.ndarray:
         """Logits [1, 1, vocabulary] of a token [1, 1] after ``length`` others."""
         self._mask[:, : length + 1], self._mask[:, length + 1 :] = 1, 0
         for name, array in (self.model.feed(ids, length) | {"attention_mask": self._mask}).items():
-            self._inputs[name].update_inplace(array)
+            self._inputs[name].write(array)
         with self.model.running(1, length):
             self.model.session.run_with_iobinding(self._binding, self._options)
-        return to_host(self._logits)
+        return self._logits.numpy()
 
 
-def bind(binding: Any, name: str, value: Any) -> None:
-    """One buffer as past and present."""
-    binding.bind_ortvalue_input(name, value)
-    binding.bind_ortvalue_output(name.replace("past_key_values", "present"), value)
+def present(name: str) -> str:
+    """The output of a cache's input."""
+    return name.replace("past_key_values", "present")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from quantmoe.exporter.cache import Cache, SharedCache
+from quantmoe.exporter.cache import Buffer, Cache, SharedCache
 from quantmoe.exporter.genai import SHARE_BUFFER, eos_tokens
 from quantmoe.exporter.inspect import ModelError, load, model_path
 from quantmoe.exporter.memory import CHUNK, doing
@@ -121,11 +121,6 @@ class Generator:
         if not context.isdecimal():
             raise ModelError(f"{self.path}: context_length is {context!r}, expected a number of tokens")
         self.context = int(context)
-        self.shares_buffer = metadata.get(SHARE_BUFFER) == "true"
-        if capacity is not None and not self.shares_buffer:
-            raise ModelError(f"{self.path}: no capacity can be set, this model's cache grows with each run")
-        if cuda_graph and not self.shares_buffer:
-            raise ModelError(f"{self.path}: no CUDA graph can be had, this model's cache grows with each run")
         self.outputs = [output.name for output in self.session.get_outputs()]
         logits = [o for o in self.session.get_outputs() if o.name == "logits"]
         past = {i.name: i for i in self.session.get_inputs() if i.name.startswith("past_key_values.")}
@@ -148,7 +143,12 @@ class Generator:
             )
         self.last_only = logits[0].shape[1] == 1
         self.vocabulary = logits[0].shape[2] if isinstance(logits[0].shape[2], int) else None
-        self.logits = floats[logits[0].type]
+        self._logits = floats[logits[0].type]
+        self.shares_buffer = metadata.get(SHARE_BUFFER) == "true" and self.vocabulary is not None
+        if capacity is not None and not self.shares_buffer:
+            raise ModelError(f"{self.path}: no capacity can be set, this model's cache grows with each run")
+        if cuda_graph and not self.shares_buffer:
+            raise ModelError(f"{self.path}: no CUDA graph can be had, this model's cache grows with each run")
         self.past = {
             name: ([s if isinstance(s, int) else 0 for s in i.shape], floats[i.type]) for name, i in past.items()
         }
@@ -172,7 +172,7 @@ class Generator:
         return SharedCache(self) if self.shares_buffer else Cache(self)
 
     def run_options(self, graph: int) -> Any:
-        """ONNX Runtime's options of a run in a CUDA graph, or with -1 in none; None where there are no graphs."""
+        """ONNX Runtime's options of a run that is in a CUDA graph, or with -1 in none; None where there are no graphs."""
         if not self.cuda_graph:
             return None
         import onnxruntime as ort
@@ -180,6 +180,11 @@ class Generator:
         options = ort.RunOptions()
         options.add_run_config_entry("gpu_graph_id", str(graph))
         return options
+
+    def logits_of(self, new: int, device: str) -> Buffer:
+        """Memory for the logits of a run of so many new tokens of one row."""
+        assert self.vocabulary is not None  # where caches are shared
+        return Buffer.of(np.empty([1, 1 if self.last_only else new, self.vocabulary], self._logits), device)
 
     def feed(self, ids: np.ndarray, past: int) -> dict[str, np.ndarray]:
         """The inputs beside the cache, for new tokens [B, S] after ``past`` of each row."""

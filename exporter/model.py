@@ -378,23 +378,16 @@ def trace(skeleton: Skeleton, chosen: Choice, target: str = "cpu", cache: str = 
 
     Args:
         chosen: the nodes' attributes; linears that it lacks are float MatMuls.
-        target: "cpu": with CachedAttention and the operators that ONNX Runtime fuses; "cuda": ai.onnx and quantmoe's
-            QuantMoE, QuantLinear and MoERouting only. meta["plain_attention"] says why an attention module is standard
-            nodes: module name -> reason.
-        cache: type of the KV cache where all attention is CachedAttention, "f32" or "f16"; otherwise the graph's.
+        target: "cpu": with the operators that ONNX Runtime fuses; "cuda": ai.onnx and quantmoe's only.
+            meta["plain_attention"] says why an attention module is standard nodes: module name -> reason.
+        cache: type of the KV cache where all attention is CachedAttention, "f32" or "f16", for the CPU; otherwise the
+            graph's.
 
     Raises:
         CheckpointError: transformers or torch cannot export the architecture.
     """
     model = skeleton.model
-    for name, spec in chosen.layers.items():
-        module, layout = model.get_submodule(name), LAYOUTS[spec.w13.layout]
-        module.attributes = json.dumps(spec.attributes())
-        for projection in ("w13", "w2"):
-            shape = (spec.num_experts, layout.row_bytes(spec, projection) // 4)
-            module.register_buffer(projection, placeholder(shape, torch.int32), persistent=True)
-    model.set_experts_implementation("quantmoe")
-    found, plain, rows = recognised(skeleton, target)
+    found, plain, rows = recognised(skeleton, chosen, target)
     attach(model, found, rows)
     if not plain:
         model.set_attn_implementation(MASKLESS)
@@ -415,12 +408,19 @@ def trace(skeleton: Skeleton, chosen: Choice, target: str = "cpu", cache: str = 
     return graph
 
 
-def recognised(skeleton: Skeleton, target: str) -> tuple[dict[str, Recognised], dict[str, str], Rows]:
+def recognised(skeleton: Skeleton, chosen: Choice, target: str) -> tuple[dict[str, Recognised], dict[str, str], Rows]:
     """Attention modules that become CachedAttention, why the others stay standard nodes, and what the nodes share.
 
-    Norms and linear attention are what they will be in the graph afterwards.
+    Experts, norms and linear attention are what they will be in the graph afterwards.
     """
     model, decoder = skeleton.model, _decoder(skeleton.model)
+    for name, spec in chosen.layers.items():
+        module, layout = model.get_submodule(name), LAYOUTS[spec.w13.layout]
+        module.attributes = json.dumps(spec.attributes())
+        for projection in ("w13", "w2"):
+            shape = (spec.num_experts, layout.row_bytes(spec, projection) // 4)
+            module.register_buffer(projection, placeholder(shape, torch.int32), persistent=True)
+    model.set_experts_implementation("quantmoe")
     model.set_attn_implementation(attention.NAME)
     skeleton.derive(plain_norms(model), lambda array: array.astype(np.float32) + 1)
     rows = Rows(decoder)

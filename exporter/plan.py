@@ -129,7 +129,7 @@ def plan(
         free=shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free,
         files=-(-(packed + others) // max_file_size),
         dequantized=chosen.dequantized,
-        plain_attention=recognised(skeleton, target)[1],
+        plain_attention=recognised(skeleton, chosen, target)[1],
         kv_cache=format.kv_cache(),
         left_out=format.left_out(),
         attention=format.attention(),

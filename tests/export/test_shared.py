@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 from test_generate import PROMPT
 
-from quantmoe.exporter.cache import ROOM, Cache, SharedCache
+from quantmoe.exporter.cache import ROOM, Buffer, Cache, SharedCache
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.genai import SHARE_BUFFER
 from quantmoe.exporter.generate import Generator
@@ -53,9 +55,42 @@ def test_a_full_cache_is_copied_to_a_larger_one(exported, nan):
         assert np.array_equal(cache.append(part), growing.append(part))
         capacities.append(cache.capacity)
     assert sorted(set(capacities)) == [250 + ROOM, 2 * (250 + ROOM)]
-    addresses = [value.data_ptr() for value in cache._buffers.values()]
+    addresses = [buffer.value.data_ptr() for buffer in cache._buffers.values()]
     cache.append(PROMPT)
-    assert addresses == [value.data_ptr() for value in cache._buffers.values()]
+    assert addresses == [buffer.value.data_ptr() for buffer in cache._buffers.values()]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_a_step_of_unchanging_shapes_and_addresses(exported, architecture, nan):
+    """What a CUDA graph is made of, on the CPU: other shapes of the mask, the same bytes; and its cache may grow."""
+    folder = exported(architecture, activations="float", logits="last")
+    usual, steps = Generator(folder), Generator(folder)
+    steps.cuda_graph, steps.run_options = True, lambda graph: None
+    found, cache = [], steps.cache()
+    for generator, one in ((usual, usual.cache()), (steps, cache)):
+        tokens = generator.generate(PROMPT, 12, cache=one, logits=True)
+        one.reserve(one.capacity + 1)
+        found.append(np.concatenate([tokens.logits, generator.generate([3], 5, cache=one, logits=True).logits]))
+    assert cache._step is not None
+    assert np.array_equal(*found)
+
+
+def test_bfloat16_is_bound_as_it_is():
+    """NumPy lacks it, and so do ONNX Runtime's arrays."""
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.BFLOAT16), shape=ir.Shape([3]))
+    node = ir.node("Identity", [x])
+    node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = "y", x.type, x.shape
+    graph = ir.Graph([x], node.outputs, nodes=[node], opset_imports={"": 20})
+    session = ort.InferenceSession(ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString())
+    given, binding = np.array([1.5, -2.0, np.inf], ml_dtypes.bfloat16), session.io_binding()
+    read, written = Buffer.of(given, "cpu"), Buffer.of(np.zeros(3, ml_dtypes.bfloat16), "cpu")
+    read.bind(binding, "x")
+    written.bind(binding, output="y")
+    session.run_with_iobinding(binding)
+    assert np.array_equal(written.numpy(), given)
+    read.write(np.array([0.0, 3.0, -4.0], ml_dtypes.bfloat16))
+    session.run_with_iobinding(binding)
+    assert written.numpy().tolist() == [0, 3, -4]
 
 
 def test_a_capacity_that_is_asked_for_is_kept(exported):
