@@ -4,6 +4,10 @@
 //
 // The plan is a pure function of problem and device (no CUDA call), so that an engine can make it when shapes become
 // known, keep it, and tests can make it without a GPU.
+//
+// A launch's first kernel may start while the kernel before it in the stream ends (programmatic dependent launch). It
+// waits for it before it reads or writes anything but packed weights: these are constants, which no kernel before it
+// still writes.
 #pragma once
 #include "quantmoe/quant_moe.h"
 

@@ -52,7 +52,7 @@ int Launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& pla
   const int copies = key_in_place && value_in_place ? 0 : batch * a.kv_num_heads * ((slots + 63) / 64);
   Launcher launcher{stream};
   if (append.token_blocks + copies == 0) return QM_OK;
-  launcher.Run(AttentionAppend<T>, append, dim3(append.token_blocks + copies), kAppendThreads, 0, false);
+  launcher.Run(AttentionAppend<T>, append, dim3(append.token_blocks + copies), kAppendThreads, 0, true);
   if (batch * tokens == 0) return Report(launcher.error, err);
 
   AttendParams attend{};

@@ -118,6 +118,7 @@ __global__ void __launch_bounds__(kAppendThreads, 4) AttentionAppend(const __gri
   constexpr int kLanes = 16, kMostFeatures = 8 * kLanes;
   __shared__ float4 features[kAppendHeads][kMostFeatures / 4];
   __shared__ float scratch[kAppendThreads / 32];
+  WaitForPrevious();
   LaunchDependents();
   const int block = static_cast<int>(blockIdx.x);
   if (block >= p.token_blocks) return CopySlots(p, block - p.token_blocks);
@@ -590,10 +591,10 @@ __global__ void __launch_bounds__(kAttendThreads) AttendMerge(const __grid_const
   const BatchRow row = ReadRow(p.rows, token / p.tokens, p.tokens, p.past_slots, p.slots);
   const int index = token % p.tokens - row.begin;
   const float sink = p.sinks[head] * kLog2e;
-  WaitForPrevious();
-  if (index < 0 || index >= row.count) return;
+  if (index < 0 || index >= row.count) return WaitForPrevious();
   const int first_row = (index * p.group + head % p.group) / p.tile_rows * p.tile_rows;
   const int splits = SpanOf(p, row, first_row, p.tile_rows).splits;
+  WaitForPrevious();
 
   const int64_t first = static_cast<int64_t>(place) * p.splits;
   float2 sums[2];

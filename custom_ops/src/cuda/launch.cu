@@ -310,7 +310,7 @@ int Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_cuda_ten
   down.weight_here = !m.apply_router_weight_on_input;
   down.shape = plan.w2;
 
-  bool first = true;  // the first kernel of the call does not overlap what came before it
+  bool first = true;  // these do not overlap what came before the call
   if (Rounds(m.w13) && !fp8) {
     RoundX<T>(launcher, plan, plan.w13.packed, workspace, m.w13, row13, RoundsPairs(m), &gate_up);
     first = false;
@@ -322,11 +322,10 @@ int Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_cuda_ten
   if (!decode) {
     Route(launcher, plan, workspace, 8 * plan.w13.n_tiles, gate_up.x_divisor == 1 ? pairs : routing.tokens,
           gate_up.x_columns, !first, &gate_up, &down);
-    first = false;
   }
   if (fp8) Quantize<T>(launcher, plan, workspace, m.w13, false, &gate_up);
   const int threads = wgmma ? kWgmmaThreads : kThreads;
-  launcher.Run(products.gate_up, gate_up, dim3(plan.w13.grid), threads, plan.w13.shared_bytes, !first);
+  launcher.Run(products.gate_up, gate_up, dim3(plan.w13.grid), threads, plan.w13.shared_bytes, true);
   if (gate_up.h_scales) {
     down.x_scales = gate_up.h_scales;
     down.x_grouped = !gate_up.h_stored;
@@ -396,12 +395,9 @@ int LaunchLinear(const qm_cuda_linear_problem& p, const qm_cuda_plan& plan, cons
     GatherX(launcher, plan, workspace, row, &gemm);
     first = false;
   }
-  if (!decode) {
-    Route(launcher, plan, workspace, 8 * plan.w2.n_tiles, gemm.routing.tokens, l.in_features, !first, &gemm);
-    first = false;
-  }
+  if (!decode) Route(launcher, plan, workspace, 8 * plan.w2.n_tiles, gemm.routing.tokens, l.in_features, !first, &gemm);
   launcher.Run(kernel, gemm, dim3(plan.w2.grid), wgmma ? kWgmmaThreads : kThreads,
-               plan.w2.shared_bytes, !first, plan.w2.cluster);
+               plan.w2.shared_bytes, true, plan.w2.cluster);
   if (combine) Combine<T>(launcher, gemm.routing, gemm.out, plan.w2.warps_k, false, l.out_features, t.y);
   return Report(launcher.error, err);
 }
@@ -479,6 +475,6 @@ extern "C" int qm_cuda_launch_routing(const qm_cuda_routing_problem* problem, co
                : problem->type == QM_BF16 ? MoeSelect<__nv_bfloat16>
                                           : MoeSelect<__half>,
                params, dim3(static_cast<unsigned>(problem->tokens)), 32, 4 * (2 * r.num_experts + r.n_group + r.top_k),
-               false);
+               true);
   return Report(launcher.error, err);
 }

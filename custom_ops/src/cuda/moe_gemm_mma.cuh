@@ -92,13 +92,14 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ std::conditional_t<decode, DecodeRouting, int> routing_storage;
   [[maybe_unused]] auto* routing = &routing_storage;
-  LaunchDependents();
   int n_tiles;
   if constexpr (decode) {
+    WaitForPrevious();  // for x and ids
+    LaunchDependents();
     routing->Make(p.routing);
-    WaitForPrevious();  // for x, where it is not the call's
     n_tiles = routing->tiles;
   } else {
+    LaunchDependents();
     PrefetchCodes<down ? 1 << 16 : 1 << 17>(p);
     WaitForPrevious();
     n_tiles = p.tiles[p.max_tiles].count;
@@ -350,6 +351,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, 1)) MoeDownDecode(cons
     seek = ahead.Advance(k_units);
   }
   WaitForPrevious();
+  LaunchDependents();
   ahead = start;
   bool seek_first = true;
 #pragma unroll 1

@@ -37,6 +37,8 @@ __device__ inline int WarpLargest(const unsigned* key, int count) {
 template <typename Logit>
 __global__ void __launch_bounds__(32) MoeSelect(const __grid_constant__ SelectParams p) {
   extern __shared__ unsigned words[];
+  WaitForPrevious();
+  LaunchDependents();
   const qm_routing& r = p.routing;
   const int experts = r.num_experts, lane = threadIdx.x;
   float* score = reinterpret_cast<float*>(words);
