@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 from quantmoe.custom_ops import library_file
 from quantmoe.custom_ops.layouts.marlin import GROUPED
-from quantmoe.custom_ops.op import AttentionSpec, LinearSpec, MoESpec, Projection, RoutingSpec, enum
+from quantmoe.custom_ops.op import (
+    AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
+    LinearSpec,
+    MoESpec,
+    Projection,
+    RoutingSpec,
+    enum,
+)
 from quantmoe.custom_ops.structs import ERROR_SIZE, STRUCTS, check_status, check_structs, node
 
 if TYPE_CHECKING:
@@ -91,6 +100,24 @@ class AttentionPlan(ctypes.Structure):
     _fields_ = [("tile_rows", _I32), ("splits", _I32), ("wgmma", _I32)] + [
         (n, _U64) for n in ("queries", "sums", "partial", "workspace_bytes")
     ]
+
+
+class ConvProblem(ctypes.Structure):
+    """qm_cuda_conv_problem."""
+
+    _fields_ = [("conv", STRUCTS["CausalConv"]), ("type", _I32), ("batch", _I64), ("tokens", _I64)]
+
+
+class DeltaProblem(ctypes.Structure):
+    """qm_cuda_delta_problem."""
+
+    _fields_ = [("delta", STRUCTS["GatedDelta"]), ("type", _I32), ("batch", _I64), ("tokens", _I64)]
+
+
+class DeltaPlan(ctypes.Structure):
+    """qm_cuda_delta_plan."""
+
+    _fields_ = [("columns", _I32), ("cluster", _I32), ("workspace_bytes", _U64)]
 
 
 class Gemm(ctypes.Structure):
@@ -455,3 +482,101 @@ def attention(
     workspace = torch.full((max(1, chosen.workspace_bytes),), 0xFF, dtype=torch.uint8, device=qkv.device)
     launch_attention(p, chosen, qkv, past_key, past_value, rows, *tables, output, *present, workspace)
     return output, present[0], present[1]
+
+
+def conv_problem(spec: ConvSpec, dtype: str, batch: int, tokens: int) -> ConvProblem:
+    """qm_cuda_conv_problem of a node and its shapes; dtype "f16" or "bf16" (or "f32", which is refused)."""
+    return ConvProblem(node(library(), spec), _TYPES[dtype], batch, tokens)
+
+
+def check_conv(problem: ConvProblem) -> None:
+    """qm_cuda_validate_conv: pure, needs no GPU.
+
+    Raises:
+        ValueError: the library's sentence about an attribute or a shape.
+    """
+    err = ctypes.create_string_buffer(ERROR_SIZE)
+    check_status(library().qm_cuda_validate_conv(ctypes.byref(problem), err), err)
+
+
+def launch_conv(problem: ConvProblem, *tensors: torch.Tensor) -> None:
+    """Enqueues on torch's current stream.
+
+    Args:
+        tensors: x, weight, bias, past_conv, rows, y, present_conv, contiguous.
+
+    Raises:
+        ValueError: the library's sentence about an attribute or a shape.
+    """
+    import torch
+
+    pointers = (_PTR * 7)(*(t.data_ptr() if t.numel() else None for t in tensors))
+    err = ctypes.create_string_buffer(ERROR_SIZE)
+    stream = _PTR(torch.cuda.current_stream().cuda_stream)
+    check_status(library().qm_cuda_launch_conv(ctypes.byref(problem), pointers, stream, err), err)
+
+
+def conv(spec: ConvSpec, *inputs: torch.Tensor, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """CausalConv on the current CUDA device: op.def's inputs and outputs; present_conv is past_conv if ``in_place``.
+
+    Raises:
+        ValueError: the library's sentence about an attribute or a shape.
+    """
+    import torch
+
+    x, past_conv = inputs[0], inputs[3]
+    y = torch.full_like(x, float("nan"))
+    present = past_conv if in_place else torch.full_like(past_conv, float("nan"))
+    launch_conv(conv_problem(spec, _dtype(x), *x.shape[:2]), *inputs, y, present)
+    return y, present
+
+
+def delta_problem(spec: DeltaSpec, dtype: str, batch: int, tokens: int) -> DeltaProblem:
+    """qm_cuda_delta_problem of a node and its shapes; dtype "f16" or "bf16" (or "f32", which is refused)."""
+    return DeltaProblem(node(library(), spec), _TYPES[dtype], batch, tokens)
+
+
+def plan_delta(problem: DeltaProblem, device: Device = H200) -> DeltaPlan:
+    """qm_cuda_plan_delta: pure, needs no GPU.
+
+    Raises:
+        ValueError: the library's sentence about an attribute or a shape.
+    """
+    found, err = DeltaPlan(), ctypes.create_string_buffer(ERROR_SIZE)
+    plan = library().qm_cuda_plan_delta
+    check_status(plan(ctypes.byref(problem), ctypes.byref(device), ctypes.byref(found), err), err)
+    return found
+
+
+def launch_delta(problem: DeltaProblem, plan: DeltaPlan, *tensors: torch.Tensor) -> None:
+    """Enqueues on torch's current stream.
+
+    Args:
+        tensors: qkv, a, b, z, a_log, dt_bias, norm, past_state, rows, y, present_state, workspace (uint8 of
+            plan.workspace_bytes), contiguous.
+    """
+    import torch
+
+    pointers = (_PTR * 12)(*(t.data_ptr() for t in tensors))
+    err = ctypes.create_string_buffer(ERROR_SIZE)
+    stream = _PTR(torch.cuda.current_stream().cuda_stream)
+    launch = library().qm_cuda_launch_delta
+    check_status(launch(ctypes.byref(problem), ctypes.byref(plan), pointers, stream, err), err)
+
+
+def delta(spec: DeltaSpec, *inputs: torch.Tensor, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """GatedDelta on the current CUDA device: op.def's inputs and outputs; present_state is past_state if ``in_place``.
+
+    Raises:
+        ValueError: the library's sentence about an attribute or a shape.
+    """
+    import torch
+
+    qkv, z, past_state = inputs[0], inputs[3], inputs[7]
+    y = torch.full_like(z, float("nan"))
+    present = past_state if in_place else torch.full_like(past_state, float("nan"))
+    problem = delta_problem(spec, _dtype(qkv), *qkv.shape[:2])
+    plan = plan_delta(problem, query(qkv.device.index or 0))
+    workspace = torch.full((max(1, plan.workspace_bytes),), 0xFF, dtype=torch.uint8, device=qkv.device)
+    launch_delta(problem, plan, *inputs, y, present, workspace)
+    return y, present

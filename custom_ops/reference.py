@@ -379,4 +379,6 @@ def delta(
     y = y / np.sqrt((y * y).mean(3, keepdims=True) + np.float32(spec.norm_epsilon)) * norm.astype(np.float64)
     gate = sigmoid(z.astype(np.float64))
     gate = (gate * z if spec.gate == "silu" else gate).reshape(y.shape)
-    return (y * gate).reshape(batch, tokens, heads * value), present
+    for i, (begin, count, _) in enumerate(rows.tolist()):
+        y[i, begin : begin + count] *= gate[i, begin : begin + count]
+    return y.reshape(batch, tokens, heads * value), present

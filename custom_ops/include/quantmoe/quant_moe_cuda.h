@@ -143,6 +143,48 @@ QM_API int qm_cuda_plan_attention(const qm_cuda_attention_problem*, const qm_cud
 QM_API int qm_cuda_launch_attention(const qm_cuda_attention_problem*, const qm_cuda_attention_plan*,
                                     const qm_cuda_attention_tensors*, void* stream, char* err);
 
+// CausalConv: one kernel, no plan, no workspace. As CachedAttention's, `rows` stays on the device: a batch row that
+// asks for tokens that are not there stores nothing, and its output is NaN.
+typedef struct {
+  qm_conv conv;
+  int32_t type;  // qm_type of x, y and the states: QM_F16 or QM_BF16
+  int64_t batch, tokens;
+} qm_cuda_conv_problem;
+typedef struct {
+  const void* x;
+  const float *weight, *bias;  // bias: NULL for none
+  const void* past_conv;
+  const int32_t* rows;
+  void *y, *present_conv;  // present_conv: past_conv's memory, or other
+} qm_cuda_conv_tensors;
+// An even number of channels, width 2 to 4; QM_UNSUPPORTED for others.
+QM_API int qm_cuda_validate_conv(const qm_cuda_conv_problem*, char* err);
+QM_API int qm_cuda_launch_conv(const qm_cuda_conv_problem*, const qm_cuda_conv_tensors*, void* stream, char* err);
+
+// GatedDelta; `rows` as CausalConv's.
+typedef struct {
+  qm_delta delta;
+  int32_t type;  // qm_type of qkv, a, b, z and y: QM_F16 or QM_BF16
+  int64_t batch, tokens;
+} qm_cuda_delta_problem;
+typedef struct {
+  int32_t columns;  // of a head's state that a block has
+  int32_t cluster;  // blocks that share a head, and norm its output together; 1: a block that has all of it does, or
+  uint64_t workspace_bytes;  // where this is not 0, another kernel
+} qm_cuda_delta_plan;
+typedef struct {
+  const void *qkv, *a, *b, *z;
+  const float *a_log, *dt_bias, *norm, *past_state;
+  const int32_t* rows;
+  void* y;
+  float* present_state;  // past_state's memory, or other
+  void* workspace;
+} qm_cuda_delta_tensors;
+// Head sizes 64 and 128; QM_UNSUPPORTED for others.
+QM_API int qm_cuda_plan_delta(const qm_cuda_delta_problem*, const qm_cuda_device*, qm_cuda_delta_plan*, char* err);
+QM_API int qm_cuda_launch_delta(const qm_cuda_delta_problem*, const qm_cuda_delta_plan*, const qm_cuda_delta_tensors*,
+                                void* stream, char* err);
+
 #ifdef __cplusplus
 }
 #endif

@@ -167,6 +167,10 @@ int check_not_negative(const char* name, float value, char* err) {
   return fail(err, QM_INVALID, "%s is %g, expected 0 or a positive number", name, value);
 }
 
+int check_finite(const char* name, float value, char* err) {
+  return std::isfinite(value) ? QM_OK : fail(err, QM_INVALID, "%s is %g, expected a number", name, value);
+}
+
 int check_attention(const qm_attention& a, char* err) {
   constexpr int32_t kMaxSize = 1 << 16, kMaxSlots = std::numeric_limits<int32_t>::max();
   QM_TRY(check_node("CachedAttention", &a, err));
@@ -183,8 +187,24 @@ int check_attention(const qm_attention& a, char* err) {
   QM_TRY(check_range("rotary_interleaved", a.rotary_interleaved, 0, 1, err));
   QM_TRY(check_not_negative("softcap", a.softcap, err));
   QM_TRY(check_not_negative("norm_epsilon", a.norm_epsilon, err));
-  if (!std::isfinite(a.scale)) return fail(err, QM_INVALID, "scale is %g, expected a number", a.scale);
-  return QM_OK;
+  return check_finite("scale", a.scale, err);
+}
+
+int check_delta(const qm_delta& d, char* err) {
+  constexpr int32_t kMaxHeads = 1 << 16, kMaxSize = 1024;  // the CPU has a head's state in a lane's workspace
+  QM_TRY(check_node("GatedDelta", &d, err));
+  QM_TRY(check_range("num_k_heads", d.num_k_heads, 1, kMaxHeads, err));
+  QM_TRY(check_range("num_v_heads", d.num_v_heads, 1, kMaxHeads, err));
+  if (d.num_v_heads % d.num_k_heads)
+    return fail(err, QM_INVALID, "num_v_heads is %d, expected a multiple of num_k_heads %d", d.num_v_heads,
+                d.num_k_heads);
+  QM_TRY(check_range("k_head_size", d.k_head_size, 1, kMaxSize, err));
+  QM_TRY(check_range("v_head_size", d.v_head_size, 1, kMaxSize, err));
+  QM_TRY(check_range("decay_per_key", d.decay_per_key, 0, 1, err));
+  QM_TRY(check_not_negative("l2_epsilon", d.l2_epsilon, err));
+  QM_TRY(check_not_negative("norm_epsilon", d.norm_epsilon, err));
+  QM_TRY(check_finite("scale", d.scale, err));
+  return check_finite("beta_scale", d.beta_scale, err);
 }
 
 const char* enum_name(const char* kind, int32_t code) {

@@ -36,9 +36,11 @@ int check_range(const char* name, int32_t value, int32_t low, int32_t high, char
 
 // Refuses a number below 0, an infinity, NaN.
 int check_not_negative(const char* name, float value, char* err);
+int check_finite(const char* name, float value, char* err);  // the same of an infinity and NaN alone
 
-// Refuses what no engine's CachedAttention takes.
+// Refuses what no engine's CachedAttention takes, or GatedDelta.
 int check_attention(const qm_attention& a, char* err);
+int check_delta(const qm_delta& d, char* err);
 
 // Writes the sentence to err (QM_ERROR_SIZE bytes) and returns status.
 [[gnu::format(printf, 3, 4)]] int fail(char* err, int status, const char* format, ...);

@@ -1,7 +1,5 @@
 // Every check that does not depend on the call, so that a bad node fails when the session or engine is created.
-#include <cmath>
 #include <string>
-#include <utility>
 
 #include "core/panel.h"
 #include "cpu/kernel.h"
@@ -123,19 +121,6 @@ int qm_conv_validate(const qm_conv* c, char* err) {
 }
 
 int qm_delta_validate(const qm_delta* d, char* err) {
-  constexpr int32_t kMaxHeads = 1 << 16, kMaxSize = 1024;  // a head's state is in a lane's workspace
-  QM_TRY(check_node("GatedDelta", d, err));
-  QM_TRY(check_range("num_k_heads", d->num_k_heads, 1, kMaxHeads, err));
-  QM_TRY(check_range("num_v_heads", d->num_v_heads, 1, kMaxHeads, err));
-  if (d->num_v_heads % d->num_k_heads)
-    return fail(err, QM_INVALID, "num_v_heads is %d, expected a multiple of num_k_heads %d", d->num_v_heads,
-                d->num_k_heads);
-  QM_TRY(check_range("k_head_size", d->k_head_size, 1, kMaxSize, err));
-  QM_TRY(check_range("v_head_size", d->v_head_size, 1, kMaxSize, err));
-  QM_TRY(check_range("decay_per_key", d->decay_per_key, 0, 1, err));
-  for (const auto& [name, value] : {std::pair{"l2_epsilon", d->l2_epsilon}, {"norm_epsilon", d->norm_epsilon}})
-    QM_TRY(check_not_negative(name, value, err));
-  for (const auto& [name, value] : {std::pair{"scale", d->scale}, {"beta_scale", d->beta_scale}})
-    if (!std::isfinite(value)) return fail(err, QM_INVALID, "%s is %g, expected a number", name, value);
+  QM_TRY(check_delta(*d, err));
   return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
 }

@@ -1,0 +1,387 @@
+// CausalConv and GatedDelta.
+//
+// A state's column meets no other column of it, but for the norm of the output. So a block has some columns of a head's
+// state, a warp eight, for all tokens of the call, and four lanes share a column, a quarter of its rows each in
+// registers:
+//
+//             columns 0 .. 7
+//   rows 0 .. K/4 - 1         lanes 0 .. 7      m, o: what each quarter of S gives with a key and a query; shuffles
+//   rows K/4 .. K/2 - 1       lanes 8 .. 15     add up the four
+//   ..                        ..
+//
+// S stands for the state after its decay. A token is then delta = beta (v - m), S += key delta, output = o + (query
+// key) delta: the state is read and written once, whatever the number of tokens, and no warp waits for another but
+// where a chunk of tokens ends, whose operands the warps prepare together.
+#pragma once
+#include "core/attributes.h"
+#include "cuda/linear_attention.h"
+#include "cuda/ptx.cuh"
+#include "quantmoe/quant_moe_cuda.h"
+
+namespace quantmoe {
+
+struct ConvParams {
+  qm_conv conv;
+  int tokens;
+  const void* x;
+  const float *weight, *bias;
+  const void* past;
+  const int* rows;
+  void *y, *present;
+};
+
+struct DeltaParams {
+  qm_delta delta;
+  int batch, tokens;
+  const void *qkv, *a, *b, *z;
+  const float *a_log, *dt_bias, *norm, *past_state;
+  const int* rows;
+  void* y;
+  float* present_state;
+  float* outputs;  // [batch, tokens, H, V] before the norm, where blocks have parts of heads
+};
+
+// What a batch row says. One that asks for tokens that are not there counts nothing, and its output is NaN.
+struct TokenRow {
+  int begin, count;
+  bool from_past, valid;
+  __device__ bool Has(int token) const { return token >= begin && token < begin + count; }
+};
+__device__ inline TokenRow ReadTokenRow(const int* rows, int b, int tokens) {
+  TokenRow r{rows[3 * b], rows[3 * b + 1], rows[3 * b + 2] != 0, true};
+  r.valid = r.begin >= 0 && r.count >= 0 && rows[3 * b + 2] >= 0 && r.begin <= tokens - r.count;
+  if (!r.valid) r.begin = r.count = 0;
+  return r;
+}
+__device__ inline float NotANumber() { return __int_as_float(0x7fffffff); }
+__device__ inline float SigmoidOf(float x) { return 1.f / (1.f + expf(-x)); }
+// log(1 + e^x)
+__device__ inline float Softplus(float x) { return (x > 0.f ? x : 0.f) + log1pf(expf(-fabsf(x))); }
+__device__ inline float WarpSum(float x) {
+  for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
+  return x;
+}
+
+// Of the blocks of a cluster.
+__device__ inline void ClusterArrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ inline void ClusterWait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// Stores where block `rank` has this address of its shared memory.
+__device__ inline void ClusterStore(const float* shared, int rank, float value) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t at;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(SharedAddress(shared)), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(value) : "memory");
+#endif
+}
+
+// Two channels a thread, kConvTokens tokens of a row a block, counted from the first that counts. Only the first block
+// reads the state, and it writes it: so present may be past's memory.
+template <typename T, int W>
+__global__ void __launch_bounds__(kConvThreads) CausalConv(const __grid_constant__ ConvParams p) {
+  LaunchDependents();
+  WaitForPrevious();
+  const int channels = p.conv.channels, c = (blockIdx.x * kConvThreads + threadIdx.x) * 2, b = blockIdx.z;
+  if (c >= channels) return;
+  const TokenRow row = ReadTokenRow(p.rows, b, p.tokens);
+  const int first = blockIdx.y * kConvTokens;
+  const auto word = [&](int token) { return (static_cast<int64_t>(b) * p.tokens + token) * channels / 2 + c / 2; };
+  const uint32_t* x = static_cast<const uint32_t*>(p.x);
+  uint32_t* y = static_cast<uint32_t*>(p.y);
+  const uint32_t none = row.valid ? 0 : Half<T>::Pack(NotANumber(), NotANumber());
+  for (int t = first; t < min(first + kConvTokens, p.tokens); ++t)
+    if (!row.Has(t)) y[word(t)] = none;
+  if (!row.valid) return;
+
+  const int64_t state = (static_cast<int64_t>(b) * channels + c) * (W - 1);
+  const uint16_t* past = static_cast<const uint16_t*>(p.past) + state;
+  uint16_t* present = static_cast<uint16_t*>(p.present) + state;
+  // Of both channels the input of a token, counted from the first that counts; before it is the state.
+  const auto input = [&](int token) -> uint32_t {
+    if (token >= 0) return x[word(row.begin + token)];
+    const int j = token + W - 1;
+    return row.from_past ? past[j] | static_cast<uint32_t>(past[W - 1 + j]) << 16 : 0;
+  };
+  uint32_t kept[W - 1];
+  if (blockIdx.y == 0)
+#pragma unroll
+    for (int j = 0; j < W - 1; ++j)
+      kept[j] = row.count ? input(row.count - (W - 1) + j) : past[j] | static_cast<uint32_t>(past[W - 1 + j]) << 16;
+  if (first < row.count) {
+    float2 weight[W], window[W];
+#pragma unroll
+    for (int j = 0; j < W; ++j) weight[j] = make_float2(p.weight[c * W + j], p.weight[(c + 1) * W + j]);
+    const float2 bias = p.bias ? make_float2(p.bias[c], p.bias[c + 1]) : float2{};
+#pragma unroll
+    for (int j = 0; j < W - 1; ++j) {
+      const uint32_t v = input(first - (W - 1) + j);
+      window[j] = make_float2(Half<T>::Low(v), Half<T>::High(v));
+    }
+#pragma unroll 4
+    for (int t = first; t < min(first + kConvTokens, row.count); ++t) {
+      const uint32_t v = input(t);
+      window[W - 1] = make_float2(Half<T>::Low(v), Half<T>::High(v));
+      float2 sum = bias;
+#pragma unroll
+      for (int j = 0; j < W; ++j)
+        sum = make_float2(fmaf(weight[j].x, window[j].x, sum.x), fmaf(weight[j].y, window[j].y, sum.y));
+      if (p.conv.activation == k_conv_activation_silu)
+        sum = make_float2(sum.x * SigmoidOf(sum.x), sum.y * SigmoidOf(sum.y));
+      y[word(row.begin + t)] = Half<T>::Pack(sum.x, sum.y);
+#pragma unroll
+      for (int j = 0; j < W - 1; ++j) window[j] = window[j + 1];
+    }
+  }
+  if (blockIdx.y == 0)
+#pragma unroll
+    for (int j = 0; j < W - 1; ++j) present[j] = kept[j] & 0xffff, present[W - 1 + j] = kept[j] >> 16;
+}
+
+// A token's operands as all columns read them.
+template <int K, bool kPerKey>
+struct alignas(16) DeltaOperands {
+  // A part's rows; four more, so that the parts' are in other banks.
+  static constexpr int kRows = K / kDeltaParts, kStride = kRows + 4;
+  float key[kDeltaParts * kStride], query[kDeltaParts * kStride], decay[kPerKey ? kDeltaParts * kStride : 4];
+  float beta, product;  // of key and query
+};
+// What a lane has of them before the norms, as it is read: nothing waits for it until it is used.
+template <typename T, int K, bool kPerKey>
+struct DeltaInput {
+  static constexpr int kEach = K / 32;
+  struct alignas(2 * kEach) Values {
+    T x[kEach];
+  };
+  Values q, k, a;  // a: of each key; else the first
+  T b;
+};
+
+template <typename T, int K, bool kPerKey>
+__device__ inline DeltaInput<T, K, kPerKey> ReadInput(const DeltaParams& p, int64_t token, int head) {
+  using Input = DeltaInput<T, K, kPerKey>;
+  using Values = typename Input::Values;
+  const qm_delta& d = p.delta;
+  const int lane = threadIdx.x % 32, group = head / (d.num_v_heads / d.num_k_heads);
+  const T* qkv = static_cast<const T*>(p.qkv) + token * (2 * d.num_k_heads * K + d.num_v_heads * d.v_head_size);
+  const int64_t of_head = token * d.num_v_heads + head;
+  Input in;
+  in.q = reinterpret_cast<const Values*>(qkv + group * K)[lane];
+  in.k = reinterpret_cast<const Values*>(qkv + (d.num_k_heads + group) * K)[lane];
+  if (kPerKey)
+    in.a = reinterpret_cast<const Values*>(static_cast<const T*>(p.a) + of_head * K)[lane];
+  else
+    in.a.x[0] = static_cast<const T*>(p.a)[of_head];
+  in.b = static_cast<const T*>(p.b)[of_head];
+  return in;
+}
+// By a warp.
+template <typename T, int K, bool kPerKey>
+__device__ inline void Prepare(const DeltaParams& p, int head, float rate, const DeltaInput<T, K, kPerKey>& in,
+                               DeltaOperands<K, kPerKey>* to) {
+  constexpr int kEach = K / 32;
+  const int lane = threadIdx.x % 32;
+  float q[kEach], k[kEach], q_squares = 0, k_squares = 0, product = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    q[i] = static_cast<float>(in.q.x[i]), k[i] = static_cast<float>(in.k.x[i]);
+    q_squares = fmaf(q[i], q[i], q_squares), k_squares = fmaf(k[i], k[i], k_squares);
+    product = fmaf(q[i], k[i], product);
+  }
+  q_squares = WarpSum(q_squares), k_squares = WarpSum(k_squares), product = WarpSum(product);
+  const float by_q = rsqrtf(q_squares + p.delta.l2_epsilon) * p.delta.scale;
+  const float by_k = rsqrtf(k_squares + p.delta.l2_epsilon);
+  const int at = lane * kEach / to->kRows * to->kStride + lane * kEach % to->kRows;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    to->query[at + i] = q[i] * by_q, to->key[at + i] = k[i] * by_k;
+    if (kPerKey)
+      to->decay[at + i] =
+          expf(-rate * Softplus(static_cast<float>(in.a.x[i]) + p.dt_bias[head * K + lane * kEach + i]));
+  }
+  if (lane == 0) {
+    if (!kPerKey) to->decay[0] = expf(-rate * Softplus(static_cast<float>(in.a.x[0]) + p.dt_bias[head]));
+    to->beta = p.delta.beta_scale * SigmoidOf(static_cast<float>(in.b)), to->product = product * by_q * by_k;
+  }
+}
+
+// A value of the output, of a head whose squares' sum is given.
+template <typename T>
+__device__ inline T GateValue(const DeltaParams& p, float o, float squares, T z, int c) {
+  const float r = rsqrtf(squares / p.delta.v_head_size + p.delta.norm_epsilon), x = static_cast<float>(z);
+  return Half<T>::From(o * r * p.norm[c] * (p.delta.gate == k_output_gate_silu ? x * SigmoidOf(x) : SigmoidOf(x)));
+}
+// A head of a token, by a warp: o [V] to y.
+template <typename T>
+__device__ inline void Gate(const DeltaParams& p, const float* o, int64_t token, int head) {
+  const int v = p.delta.v_head_size;
+  const int64_t at = (token * p.delta.num_v_heads + head) * v;
+  float sum = 0;
+  for (int c = threadIdx.x % 32; c < v; c += 32) sum = fmaf(o[c], o[c], sum);
+  sum = WarpSum(sum);
+  for (int c = threadIdx.x % 32; c < v; c += 32)
+    static_cast<T*>(p.y)[at + c] = GateValue<T>(p, o[c], sum, static_cast<const T*>(p.z)[at + c], c);
+}
+template <typename T>
+__device__ inline void GateNone(const DeltaParams& p, const TokenRow& row, int64_t token, int head) {
+  const int v = p.delta.v_head_size;
+  T* y = static_cast<T*>(p.y) + (token * p.delta.num_v_heads + head) * v;
+  for (int c = threadIdx.x % 32; c < v; c += 32) y[c] = Half<T>::From(row.valid ? 0.f : NotANumber());
+}
+
+// Blocks: columns of a head, heads, rows. The output of a head is normed and gated by the block that has all of it
+// (kWhole), by the blocks of a cluster, which tell each other the sums of their squares (kCluster), or by DeltaGate.
+template <typename T, int K, int C, DeltaNorm kNorm, bool kPerKey>
+__global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_constant__ DeltaParams p) {
+  constexpr int kRows = K / kDeltaParts, kChunk = kDeltaChunk<kNorm>, kWarps = kDeltaParts * C / 32;
+  constexpr int kOfWarp = (kChunk + kWarps - 1) / kWarps;  // tokens of a chunk that a warp prepares
+  constexpr int kValues = kChunk / kDeltaParts;            // of a chunk that a thread reads
+  constexpr bool kHere = kNorm != DeltaNorm::kLater, kCluster = kNorm == DeltaNorm::kCluster;
+  constexpr int kMostBlocks = 128 / C;  // of a head
+  __shared__ DeltaOperands<K, kPerKey> operands[kOfWarp * kWarps];
+  __shared__ float values[kChunk][C], outputs[kHere ? kChunk : 1][C];
+  __shared__ float squares[kCluster ? kChunk : 1][kMostBlocks];
+  if (kCluster) ClusterArrive();  // its wait tells that all blocks run
+  LaunchDependents();
+  WaitForPrevious();
+  const qm_delta& d = p.delta;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int column = warp * (32 / kDeltaParts) + lane % (32 / kDeltaParts), part = lane / (32 / kDeltaParts);
+  const int first_column = blockIdx.x * C, c = first_column + column, v = d.v_head_size;
+  const int head = blockIdx.y, b = blockIdx.z;
+
+  // What `rows` does not decide is asked for before it is there.
+  const int64_t at = ((static_cast<int64_t>(b) * d.num_v_heads + head) * K + part * kRows) * v + c;
+  float s[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) s[i] = p.past_state[at + static_cast<int64_t>(i) * v];
+  const float rate = expf(p.a_log[head]);
+  const TokenRow row = ReadTokenRow(p.rows, b, p.tokens);
+  const int64_t first_token = static_cast<int64_t>(b) * p.tokens;
+  if (kHere && blockIdx.x == 0)
+    for (int t = warp; t < p.tokens; t += kWarps)
+      if (!row.Has(t)) GateNone<T>(p, row, first_token + t, head);
+  if (kCluster) ClusterWait();
+  if (!row.valid) return;
+  if (!row.from_past && row.count)
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) s[i] = 0;
+
+  DeltaInput<T, K, kPerKey> in[kOfWarp];
+  T value[kValues], z[kCluster ? kOfWarp : 1];
+  // Asks for what a chunk has; beyond the last token for the last one's again.
+  const auto read = [&](int first) {
+    const int width = 2 * d.num_k_heads * K + d.num_v_heads * v;
+    const auto token = [&](int t) { return first_token + row.begin + min(first + t, row.count - 1); };
+#pragma unroll
+    for (int i = 0; i < kOfWarp; ++i) in[i] = ReadInput<T, K, kPerKey>(p, token(i * kWarps + warp), head);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i)
+      value[i] = static_cast<const T*>(p.qkv)[token(i * kDeltaParts + threadIdx.x / C) * width + 2 * d.num_k_heads * K +
+                                              head * v + first_column + threadIdx.x % C];
+    if (kCluster)
+#pragma unroll
+      for (int i = 0; i < kOfWarp; ++i)
+        z[i] = static_cast<const T*>(p.z)[(token(i * kWarps + warp) * d.num_v_heads + head) * v + first_column + lane];
+  };
+  if (row.count) read(0);
+  for (int first = 0; first < row.count; first += kChunk) {
+    const int n = min(kChunk, row.count - first);
+#pragma unroll
+    for (int i = 0; i < kOfWarp; ++i) Prepare<T, K, kPerKey>(p, head, rate, in[i], operands + i * kWarps + warp);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i)
+      values[i * kDeltaParts + threadIdx.x / C][threadIdx.x % C] = static_cast<float>(value[i]);
+    __syncthreads();
+    if (first + kChunk < row.count) read(first + kChunk);
+#pragma unroll 2
+    for (int t = 0; t < n; ++t) {
+      const DeltaOperands<K, kPerKey>& token = operands[t];
+      const auto rows = [&](const float* of) { return reinterpret_cast<const float4*>(of + part * token.kStride); };
+      float m[4] = {}, o[4] = {};
+#pragma unroll
+      for (int i = 0; i < kRows; i += 4) {
+        const float4 k4 = rows(token.key)[i / 4], q4 = rows(token.query)[i / 4];
+        const float4 d4 = kPerKey ? rows(token.decay)[i / 4] : float4{};
+        const float k[4] = {k4.x, k4.y, k4.z, k4.w}, q[4] = {q4.x, q4.y, q4.z, q4.w};
+        const float decay[4] = {d4.x, d4.y, d4.z, d4.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          s[i + j] *= kPerKey ? decay[j] : token.decay[0];
+          m[j] = fmaf(k[j], s[i + j], m[j]);
+          o[j] = fmaf(q[j], s[i + j], o[j]);
+        }
+      }
+      float all = (m[0] + m[1]) + (m[2] + m[3]), output = (o[0] + o[1]) + (o[2] + o[3]);
+#pragma unroll
+      for (int lanes = 32 / kDeltaParts; lanes < 32; lanes *= 2) {
+        all += __shfl_xor_sync(~0u, all, lanes);
+        output += __shfl_xor_sync(~0u, output, lanes);
+      }
+      const float delta = token.beta * (values[t][column] - all);
+#pragma unroll
+      for (int i = 0; i < kRows; i += 4) {
+        const float4 k4 = rows(token.key)[i / 4];
+        const float k[4] = {k4.x, k4.y, k4.z, k4.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) s[i + j] = fmaf(k[j], delta, s[i + j]);
+      }
+      if (part == 0) {
+        output = fmaf(token.product, delta, output);
+        if (kHere)
+          outputs[t][column] = output;
+        else
+          p.outputs[((first_token + row.begin + first + t) * d.num_v_heads + head) * v + c] = output;
+      }
+    }
+    __syncthreads();
+    const int64_t token = first_token + row.begin + first;
+    if (kNorm == DeltaNorm::kWhole)
+      for (int t = warp; t < n; t += kWarps) Gate<T>(p, outputs[t], token + t, head);
+    if (kCluster) {  // all tokens are of one chunk
+      const int blocks = gridDim.x;
+      for (int t = warp; t < n; t += kWarps) {
+        const float sum = WarpSum(outputs[t][lane] * outputs[t][lane]);
+        if (lane < blocks) ClusterStore(&squares[t][blockIdx.x], lane, sum);
+      }
+      ClusterArrive();
+      ClusterWait();
+#pragma unroll
+      for (int i = 0; i < kOfWarp; ++i) {
+        const int t = i * kWarps + warp;
+        if (t >= n) break;
+        float sum = 0;
+        for (int block = 0; block < blocks; ++block) sum += squares[t][block];
+        const int from = first_column + lane;
+        static_cast<T*>(p.y)[((token + t) * d.num_v_heads + head) * v + from] =
+            GateValue<T>(p, outputs[t][lane], sum, z[i], from);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) p.present_state[at + static_cast<int64_t>(i) * v] = s[i];
+}
+
+// What GatedDelta left in outputs: a warp a head of a token.
+template <typename T>
+__global__ void __launch_bounds__(kGateThreads) DeltaGate(const __grid_constant__ DeltaParams p) {
+  LaunchDependents();
+  WaitForPrevious();
+  const int64_t item = static_cast<int64_t>(blockIdx.x) * (kGateThreads / 32) + threadIdx.x / 32;
+  const int heads = p.delta.num_v_heads;
+  const int64_t token = item / heads;
+  if (token >= static_cast<int64_t>(p.batch) * p.tokens) return;
+  const TokenRow row = ReadTokenRow(p.rows, static_cast<int>(token / p.tokens), p.tokens);
+  if (row.Has(static_cast<int>(token % p.tokens)))
+    Gate<T>(p, p.outputs + item * p.delta.v_head_size, token, static_cast<int>(item % heads));
+  else
+    GateNone<T>(p, row, token, static_cast<int>(item % heads));
+}
+
+}  // namespace quantmoe

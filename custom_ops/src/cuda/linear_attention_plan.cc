@@ -1,0 +1,56 @@
+// CausalConv and GatedDelta: what the kernels take, and the plan. Pure; runs without a GPU.
+#include <algorithm>
+
+#include "core/attributes.h"
+#include "cuda/linear_attention.h"
+#include "quantmoe/quant_moe_cuda.h"
+
+namespace quantmoe {
+namespace {
+
+int ValidateCall(const char* input, int32_t type, int64_t batch, int64_t tokens, int64_t blocks, char* err) {
+  if (type != QM_F16 && type != QM_BF16)
+    return fail(err, QM_UNSUPPORTED, "%s is of type %d, the CUDA kernels take float16 (1) and bfloat16 (2)", input,
+                type);
+  constexpr int64_t kMost = 65535;  // of the grid's last two dimensions
+  if (batch < 0 || tokens < 0 || batch > kMost || blocks > kMost || tokens > INT32_MAX / 2)
+    return fail(err, QM_UNSUPPORTED,
+                "a batch of %lld with %lld tokens each, the CUDA kernels take a batch of up to %lld",
+                static_cast<long long>(batch), static_cast<long long>(tokens), static_cast<long long>(kMost));
+  return QM_OK;
+}
+
+}  // namespace
+}  // namespace quantmoe
+
+using namespace quantmoe;
+
+extern "C" int qm_cuda_validate_conv(const qm_cuda_conv_problem* problem, char* err) {
+  const qm_conv& c = problem->conv;
+  QM_TRY(check_node("CausalConv", &c, err));
+  QM_TRY(check_range("channels", c.channels, 1, INT32_MAX / 2, err));
+  if (c.channels % 2)
+    return fail(err, QM_UNSUPPORTED, "channels is %d, the CUDA kernel takes even numbers", c.channels);
+  if (c.width < kLeastConvWidth || c.width > kMostConvWidth)
+    return fail(err, QM_UNSUPPORTED, "width is %d, the CUDA kernel takes %d to %d", c.width, kLeastConvWidth,
+                kMostConvWidth);
+  return ValidateCall("x", problem->type, problem->batch, problem->tokens, problem->tokens / kConvTokens, err);
+}
+
+extern "C" int qm_cuda_plan_delta(const qm_cuda_delta_problem* problem, const qm_cuda_device* device,
+                                  qm_cuda_delta_plan* plan, char* err) {
+  const qm_delta& d = problem->delta;
+  QM_TRY(check_delta(d, err));
+  for (const int size : {d.k_head_size, d.v_head_size})
+    if (size != 64 && size != 128)
+      return fail(err, QM_UNSUPPORTED, "k_head_size is %d and v_head_size %d, the CUDA kernels take 64 and 128",
+                  d.k_head_size, d.v_head_size);
+  QM_TRY(ValidateCall("qkv", problem->type, problem->batch, problem->tokens, d.num_v_heads, err));
+  const bool few = problem->tokens <= kFewDeltaTokens;
+  *plan = qm_cuda_delta_plan{};
+  plan->columns = few && device->sm < 90 ? d.v_head_size : kFewDeltaColumns;
+  plan->cluster = few ? d.v_head_size / plan->columns : 1;
+  if (!few)
+    plan->workspace_bytes = static_cast<uint64_t>(problem->batch * problem->tokens * d.num_v_heads * d.v_head_size) * 4;
+  return QM_OK;
+}

@@ -1,0 +1,253 @@
+"""CausalConv and GatedDelta on CUDA against reference.py, through the C ABI. Launches are skipped where no GPU is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from specs import conv_spec, delta_spec
+
+from quantmoe.custom_ops import cuda, reference
+from quantmoe.custom_ops.op import ConvSpec, DeltaSpec
+
+torch = pytest.importorskip("torch")
+try:
+    cuda.library()
+except FileNotFoundError:
+    pytest.skip("no CUDA library was built (QUANTMOE_CUDA)", allow_module_level=True)
+import ml_dtypes  # noqa: E402
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+SM80 = cuda.Device(80, 108, 167936)
+TORCH = {"f16": torch.float16, "bf16": torch.bfloat16}
+NUMPY = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+UNIT = {"f16": 2.0**-11, "bf16": 2.0**-8}  # half an ulp
+# Only the output is rounded to 16 bits, at most half an ulp of each value. Sums, decays and norms are of f32: a token
+# adds some roundings of 2^-24 to the state, of which decay forgets; over 300 tokens they stay far below a unit of f16.
+STATE = 2.0**-24 * 64  # of the largest value of a head's state
+# begin, count, past of each row; tokens
+CALLS = {
+    "one token": ([(0, 1, 9)], 1),
+    "the first": ([(0, 1, 0)], 1),
+    "seven": ([(0, 7, 3)], 7),
+    "eight": ([(0, 8, 0)], 8),
+    "nine": ([(0, 9, 1)], 9),
+    "65": ([(0, 65, 2)], 65),
+    "300": ([(0, 300, 0)], 300),
+    "ragged few": ([(0, 1, 4), (0, 0, 7), (2, 3, 0), (4, 1, 1), (0, 5, 2)], 5),
+    "ragged many": ([(0, 40, 4), (0, 0, 7), (31, 9, 0), (39, 1, 1), (5, 20, 2), (0, 0, 0)], 40),
+}
+DELTAS = {
+    "qwen3.6": delta_spec(16, 32, 128),
+    "qwen3-next": delta_spec(2, 6, 128),
+    "kimi": delta_spec(4, 4, 128, decay_per_key=1, gate="sigmoid"),
+    "small": delta_spec(2, 2, 64),
+    "per key of 64": delta_spec(1, 3, 64, decay_per_key=1),
+    "wide values": delta_spec(2, 4, 64, v_head_size=128, beta_scale=2.0, scale=0.3),
+    "wide keys": delta_spec(2, 4, 128, v_head_size=64, norm_epsilon=1e-3, l2_epsilon=1e-2),
+}
+
+
+def tensor(x: np.ndarray, dtype: str) -> Any:
+    if x.dtype.itemsize == 2:
+        return torch.from_numpy(x.view(np.int16).copy()).view(TORCH[dtype]).cuda()
+    return torch.from_numpy(x.copy()).cuda()
+
+
+def numbers(x: Any) -> np.ndarray:
+    return x.cpu().float().numpy().astype(np.float64)
+
+
+def mask(x: np.ndarray, rows: list[tuple[int, int, int]]) -> np.ndarray:
+    """x with NaN in tokens that do not count."""
+    for b, (begin, count, _) in enumerate(rows):
+        x[b, :begin] = x[b, begin + count :] = np.nan
+    return x
+
+
+def twice(run: Any) -> list[Any]:
+    one, two = run(), run()
+    for a, b in zip(one, two, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), "two runs differ"
+    return one
+
+
+def conv_inputs(spec: ConvSpec, dtype: str, call: str, bias: bool = True) -> list[np.ndarray]:
+    rng, (rows, tokens) = np.random.default_rng(3), CALLS[call]
+    x = mask(rng.normal(size=(len(rows), tokens, spec.channels)).astype(NUMPY[dtype]), rows)
+    past = rng.normal(size=(len(rows), spec.channels, spec.width - 1)).astype(NUMPY[dtype])
+    for b, (_, count, before) in enumerate(rows):
+        if count and not before:
+            past[b] = np.nan  # is not read
+    weight = rng.normal(size=(spec.channels, spec.width)).astype(np.float32)
+    add = rng.normal(size=spec.channels if bias else 0).astype(np.float32)
+    return [x, weight, add, past, np.array(rows, np.int32)]
+
+
+@gpu
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("spec", [conv_spec(512), conv_spec(70, 3, "none"), conv_spec(8192), conv_spec(2, 2)], ids=str)
+def test_conv(spec: ConvSpec, call: str, dtype: str, in_place: bool) -> None:
+    inputs = conv_inputs(spec, dtype, call, bias=spec.channels != 512)
+    y, present = twice(lambda: cuda.conv(spec, *(tensor(x, dtype) for x in inputs), in_place=in_place))
+    want, state = reference.conv(spec, *inputs)
+    # one rounding; silu loses what exp, within 2 ulp, and a reciprocal do
+    np.testing.assert_allclose(numbers(y), want, rtol=UNIT[dtype] * 1.01, atol=1e-6)
+    assert present.cpu().view(torch.int16).numpy().tobytes() == state.view(np.int16).tobytes()
+
+
+def delta_inputs(spec: DeltaSpec, dtype: str, call: str, decay: str = "") -> list[np.ndarray]:
+    rng, (rows, tokens) = np.random.default_rng(5), CALLS[call]
+    heads, keys, batch = spec.num_v_heads, spec.k_head_size, len(rows)
+    width = 2 * spec.num_k_heads * keys + heads * spec.v_head_size
+    decays = heads * keys if spec.decay_per_key else heads
+
+    def values(*shape: int) -> np.ndarray:
+        return mask(rng.normal(size=(batch, tokens, *shape)).astype(NUMPY[dtype]), rows)
+
+    a_log = {"": rng.normal(0, 1, heads), "one": np.full(heads, -20.0), "zero": np.full(heads, 6.0)}[decay]
+    past = rng.normal(size=(batch, heads, keys, spec.v_head_size)).astype(np.float32)
+    for b, (_, count, before) in enumerate(rows):
+        if count and not before:
+            past[b] = np.nan  # is not read
+    others = [a_log, rng.normal(size=decays), rng.uniform(0.5, 1.5, spec.v_head_size)]
+    tensors = [values(width), values(decays), values(heads), values(heads * spec.v_head_size)]
+    return [*tensors, *(x.astype(np.float32) for x in others), past, np.array(rows, np.int32)]
+
+
+def check_delta(spec: DeltaSpec, dtype: str, inputs: list[np.ndarray], in_place: bool = False) -> None:
+    y, present = twice(lambda: cuda.delta(spec, *(tensor(x, dtype) for x in inputs), in_place=in_place))
+    want, state = reference.delta(spec, *inputs)
+    got, unit = numbers(y), UNIT[dtype]
+    heads = (*want.shape[:2], spec.num_v_heads, spec.v_head_size)
+    sizes = np.linalg.norm(want.reshape(heads), axis=3, keepdims=True)  # what cancels loses by a head's norm
+    assert (np.abs(got - want).reshape(heads) <= unit * np.abs(want).reshape(heads) + unit / 8 * sizes).all()
+    assert (got[want.any(2) == 0] == 0).all()
+    largest = np.abs(state).max((2, 3), keepdims=True)
+    assert (np.abs(numbers(present) - state) <= STATE * np.maximum(largest, 1)).all()
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", DELTAS)
+def test_delta(name: str, call: str, dtype: str) -> None:
+    check_delta(DELTAS[name], dtype, delta_inputs(DELTAS[name], dtype, call), in_place=len(call) % 2 == 0)
+
+
+@gpu
+@pytest.mark.parametrize("decay", ["one", "zero"])
+@pytest.mark.parametrize("call", ["eight", "300"])
+def test_decays_near_one_and_zero(call: str, decay: str) -> None:
+    check_delta(DELTAS["small"], "bf16", delta_inputs(DELTAS["small"], "bf16", call, decay))
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_batch_of_40(tokens: int) -> None:
+    CALLS["large batch"] = ([(b % 2, tokens - b % 2, b % 3) for b in range(40)], tokens)
+    check_delta(DELTAS["qwen3.6"], "bf16", delta_inputs(DELTAS["qwen3.6"], "bf16", "large batch"))
+
+
+@gpu
+@pytest.mark.parametrize("name", ["small", "kimi"])
+def test_delta_in_parts(name: str) -> None:
+    """States handed on between calls of 1, 7, 64, 65 tokens: one call's, but for the roundings of f32."""
+    spec = DELTAS[name]
+    inputs = delta_inputs(spec, "bf16", "300")
+    want, state = (numbers(x) for x in cuda.delta(spec, *(tensor(x, "bf16") for x in inputs)))
+    past, found, at = inputs[7], [], 0
+    for count in (1, 7, 64, 65, 1, 1, 161):
+        part = [x[:, at : at + count] for x in inputs[:4]]
+        rows = np.array([[0, count, at]], np.int32)
+        y, present = cuda.delta(spec, *(tensor(x, "bf16") for x in (*part, *inputs[4:7], past, rows)))
+        found.append(numbers(y))
+        past, at = present.cpu().numpy(), at + count
+    np.testing.assert_allclose(np.concatenate(found, 1), want, rtol=2 * UNIT["bf16"], atol=UNIT["bf16"] * 2**-6)
+    assert np.abs(past - state).max() <= STATE * max(1, np.abs(state).max())
+
+
+@gpu
+@pytest.mark.parametrize("bad", [(0, 9, 0), (-1, 2, 0), (3, 6, 1), (0, 2, -5)], ids=str)
+def test_rows_that_are_not_there(bad: tuple[int, int, int]) -> None:
+    """NaN for the row, whose state stays; the others are what they are."""
+    for spec, make, run in (
+        (conv_spec(64), conv_inputs, cuda.conv),
+        (DELTAS["small"], delta_inputs, cuda.delta),
+    ):
+        CALLS["two"] = ([(0, 8, 1), (0, 8, 1)], 8)
+        inputs = make(spec, "f16", "two")
+        good = run(spec, *(tensor(x, "f16") for x in inputs))
+        inputs[-1][1] = bad
+        y, present = run(spec, *(tensor(x, "f16") for x in inputs), in_place=True)
+        assert torch.equal(y[0], good[0][0])
+        assert torch.equal(present[0], good[1][0])
+        assert torch.isnan(y[1]).all()
+        assert torch.equal(present[1].cpu(), torch.from_numpy(inputs[-2][1]))
+
+
+@gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_a_number_stays_in_its_head(bad: float) -> None:
+    spec = DELTAS["small"]
+    clean = delta_inputs(spec, "bf16", "nine")
+    inputs = [x.copy() for x in clean]
+    inputs[0][0, 4, 2 * 2 * 64 + 5] = bad  # a value of head 0
+    y, present = cuda.delta(spec, *(tensor(x, "bf16") for x in inputs))
+    want, state = cuda.delta(spec, *(tensor(x, "bf16") for x in clean))
+    assert torch.equal(y[:, :4], want[:, :4])
+    assert torch.equal(y[:, :, 64:], want[:, :, 64:])
+    assert torch.isnan(y[:, 4:, 5]).all()
+    assert torch.equal(present[:, 1], state[:, 1])
+
+
+def test_plans() -> None:
+    spec = delta_spec(16, 48, 128)
+    for tokens, batch, device, columns, cluster in (
+        (1, 1, cuda.H200, 32, 4),
+        (8, 32, cuda.H200, 32, 4),
+        (8, 1, SM80, 128, 1),
+        (9, 1, cuda.H200, 32, 1),
+        (1024, 2, SM80, 32, 1),
+    ):
+        plan = cuda.plan_delta(cuda.delta_problem(spec, "bf16", batch, tokens), device)
+        assert (plan.columns, plan.cluster) == (columns, cluster)
+        assert plan.workspace_bytes == (0 if tokens <= 8 else batch * tokens * 48 * 128 * 4)
+
+
+@gpu
+@pytest.mark.parametrize("call", ["one token", "eight", "ragged few"])
+def test_without_clusters(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """What a GPU before sm_90 runs."""
+    monkeypatch.setattr(cuda, "query", lambda _: SM80)
+    for name in ("qwen3.6", "kimi", "small", "wide values"):
+        check_delta(DELTAS[name], "bf16", delta_inputs(DELTAS[name], "bf16", call))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (delta_spec(2, 4, 96), "k_head_size is 96 and v_head_size 96, the CUDA kernels take 64 and 128"),
+        (delta_spec(2, 4, 64, v_head_size=32), "k_head_size is 64 and v_head_size 32, the CUDA kernels take 64"),
+        (delta_spec(3, 4, 64), "num_v_heads is 4, expected a multiple of num_k_heads 3"),
+        (delta_spec(2, 4, 64, l2_epsilon=-1.0), "l2_epsilon is -1, expected 0 or a positive number"),
+        (conv_spec(63), "channels is 63, the CUDA kernel takes even numbers"),
+        (conv_spec(64, 5), "width is 5, the CUDA kernel takes 2 to 4"),
+    ],
+    ids=str,
+)
+def test_refusals(spec: ConvSpec | DeltaSpec, message: str) -> None:
+    delta = isinstance(spec, DeltaSpec)
+    problem = (cuda.delta_problem if delta else cuda.conv_problem)(spec, "f16", 1, 1)
+    with pytest.raises(ValueError, match=message):
+        (cuda.plan_delta if delta else cuda.check_conv)(problem)
+
+
+def test_f32_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"x is of type 0, the CUDA kernels take float16 \(1\) and bfloat16 \(2\)"):
+        cuda.check_conv(cuda.conv_problem(conv_spec(64), "f32", 1, 1))
+    with pytest.raises(ValueError, match="qkv is of type 0"):
+        cuda.plan_delta(cuda.delta_problem(delta_spec(2, 4, 64), "f32", 1, 1))
