@@ -172,7 +172,7 @@ class Generator:
         return SharedCache(self) if self.shares_buffer else Cache(self)
 
     def run_options(self, graph: int) -> Any:
-        """ONNX Runtime's options of a run that is in a CUDA graph, or with -1 in none; None where there are no graphs."""
+        """ONNX Runtime's options of a run in a CUDA graph, or with -1 in none; None where there are no graphs."""
         if not self.cuda_graph:
             return None
         import onnxruntime as ort

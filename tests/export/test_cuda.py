@@ -232,10 +232,10 @@ def test_attention(exported, architecture):
     softmaxes = [node for node in graph if node.op_type == "Softmax"]
     assert len(softmaxes) == 2
     assert {node.inputs[0].dtype for node in softmaxes} == {ir.DataType.FLOAT}
-    for cache in graph.outputs[1:]:  # keys and values of groups of heads, which are not repeated
+    for present in graph.outputs[1:]:  # keys and values of groups of heads, which are not repeated
         if architecture != "deepseek_v3":  # whose cache is latent, and whose heads share nothing
             assert all(scaled_where_multiplied(node) for node in softmaxes)
-            assert {user.op_type for user, _ in cache.uses()} <= {"MatMul", "Transpose"}
+            assert {user.op_type for user, _ in present.uses()} <= {"MatMul", "Transpose"}
 
 
 @pytest.mark.parametrize("name", attention.UNSUPPORTED)

@@ -12,9 +12,9 @@ struct Launcher {
   cudaStream_t stream;
   cudaError_t error = cudaSuccess;
 
-  // dependent: may start while the kernel before it in the stream still runs, of this call or not. The first kernel of a
-  // call lets the next one start when it has itself waited, so what came before the call is there for all but the first,
-  // which reads nothing but weights before it waits.
+  // dependent: may start while the kernel before it in the stream still runs, of this call or not. The first kernel of
+  // a call lets the next one start when it has itself waited, so what came before the call is there for all but the
+  // first, which reads nothing but weights before it waits.
   template <typename Params>
   void Run(void (*kernel)(Params), const Params& params, dim3 grid, dim3 threads, int shared_bytes, bool dependent,
            int cluster = 1) {
