@@ -171,6 +171,7 @@ def touched_bytes(
         total += layer["bytes"] * (1 - others**batch)
     total += sum(linear["bytes"] for linear in found["linears"])
     total += sum(tensor["bytes"] for tensor in found["dense"] if "embed_tokens" not in tensor["name"])
+    total += batch * sum(node["state_bytes"] for node in found["linear_attention"])
     for name, size in cache.items():
         layer = int(name.split(".")[1])
         windowed = layer < len(kinds) and kinds[layer] == "sliding_attention"

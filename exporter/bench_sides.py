@@ -23,7 +23,7 @@ import numpy as np
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.genai import SHARE_BUFFER
-from quantmoe.exporter.generate import runtime
+from quantmoe.exporter.generate import STATES, runtime
 from quantmoe.exporter.inspect import model_path
 from quantmoe.exporter.memory import CHUNK
 from quantmoe.ort_ext import library_path
@@ -91,11 +91,12 @@ class Ours:
         return seconds, past if self._in_place else dict(zip(past, present, strict=True))
 
     def _cache(self, batch: int, length: int) -> dict[str, Any]:
-        """Random keys and values of so many tokens a row."""
+        """Random keys and values of so many tokens a row, and states."""
         normal, cache = np.random.default_rng(0).normal(size=1 << 20), {}
         for name in self._past:
             shape = [batch, *self._inputs[name].shape[1:]]
-            shape[2] = length
+            if not name.endswith(STATES):
+                shape[2] = length
             array = np.resize(normal, shape).astype(TYPES[self._inputs[name].type])
             cache[name] = self._ort.OrtValue.ortvalue_from_numpy(array)
         return cache
@@ -122,9 +123,9 @@ class Ours:
         return total / steps
 
     def cache_bytes(self) -> dict[str, int]:
-        """Of a token in a row: by input."""
+        """Of a token in a row: by input, of keys and values."""
         sizes = {}
-        for name in self._past:
+        for name in (name for name in self._past if not name.endswith(STATES)):
             shape = self._inputs[name].shape
             sizes[name] = shape[1] * shape[3] * np.dtype(TYPES[self._inputs[name].type]).itemsize
         return sizes

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_model import error, expected, run, tokens
 
+from quantmoe.exporter.bench_model import touched_bytes
+from quantmoe.exporter.bench_sides import Ours
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.demo import make_float_checkpoint
@@ -84,18 +86,18 @@ def test_ragged_prompts(exported, side):
         at = slice(7 - n, 7) if side == "left" else slice(0, n)
         ids[row, at], mask[row, at] = own[row, :n], 1
 
-    def step(ids, mask, past, counts):
+    def step(ids, mask, past):
         feed = {"input_ids": ids, "attention_mask": mask}
         feed["position_ids"] = np.maximum(mask.cumsum(1)[:, -ids.shape[1] :] - 1, 0)
         found = dict(zip(generator.outputs, generator.session.run(None, feed | past), strict=True))
         return found["logits"], {name: found[name.replace("past_key_values", "present")] for name in past}
 
-    logits, past = step(ids, mask, generator.start(3), lengths)
+    logits, past = step(ids, mask, generator.start(3))
     found = [[logits[row, -1 if side == "left" else n - 1]] for row, n in enumerate(lengths)]
     for more in range(2):
         mask = np.concatenate([mask, np.ones((3, 1), np.int64)], 1)
         new = np.array([[own[row, n + more]] for row, n in enumerate(lengths)])
-        logits, past = step(new, mask, past, lengths)
+        logits, past = step(new, mask, past)
         for row in range(3):
             found[row].append(logits[row, -1])
     for row, n in enumerate(lengths):
@@ -341,3 +343,16 @@ def test_other_recurrences_are_refused_by_name(floats, tmp_path, architecture, m
         with pytest.raises(CheckpointError, match=message):
             plan(folder, tmp_path / "model", quantize=quantize)
     assert missing in survey(folder)["refused"]["cpu"]
+
+
+def test_bench_holds_states(exported):
+    """A cache's bytes a token are of keys and values; a step's are of the states, too."""
+    folder = exported("qwen3_5_moe_text", activations="float", logits="last")
+    ours, found = Ours(folder, 1), inspect(folder)
+    assert ours.cache_bytes() == {f"past_key_values.1.{kind}": 2 * 48 * 4 for kind in ("key", "value")}
+    ours.prefill(9)
+    ours.fill(5, 2, 9)
+    assert ours.decode(2) > 0
+    config = json.loads((folder / "config.json").read_text())
+    more = touched_bytes(found, {}, config, 0, 3) - touched_bytes(found | {"linear_attention": []}, {}, config, 0, 3)
+    assert more == 3 * 4 * (4 * 64 * 64 + 512 * 3)
