@@ -23,8 +23,8 @@ constexpr int kOperators = 0
 #define QM_OP(op, name, version) +1
 #include "op.def"
     ;
+// The most that an operator has.
 constexpr int kTensors = std::max({
-    // the most that an operator has
 #define QM_OP(op, name, version) \
   quantmoe::Slots(quantmoe::kInputs, #op).count + quantmoe::Slots(quantmoe::kOutputs, #op).count,
 #include "op.def"
