@@ -230,7 +230,7 @@ def test_layers_that_fit() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("qwen3-30b", "expected one, or one of qwen3-30b-a3b, gpt-oss-20b, mixtral-8x7b, deepseek-v3, glm-4.5-air"),
+        ("qwen3-30b", "expected one, or one of qwen3-30b-a3b, gpt-oss-20b, mixtral-8x7b, deepseek-v3, qwen3.6"),
         ("qwen3-30b-a3b --against vllm", "expected llama.cpp or genai"),
         (". --layers 2", "of a shape"),
         ("qwen3-30b-a3b --depths=-1", "greater than or equal to 0"),
