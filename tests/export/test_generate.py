@@ -126,7 +126,7 @@ def test_f16_caches_are_kept_and_cut(exported):
     generator = Generator(exported("qwen3_moe", activations="float", dtype="f16", cache="f16"), chunk=8)
     cache = generator.cache()
     generator.generate(PROMPT, 5, cache=cache)
-    assert {dtype for _, dtype in generator.past.values()} == {np.float16}
+    assert {dtype for _, dtype in generator.past.values()} == {np.dtype(np.float16)}
     cache.rewind(10)
     again = cache.append(PROMPT[10:])
     # float16 has 11 significant bits: chunks may round otherwise, some tens of times in a row
