@@ -72,7 +72,7 @@ def set_state_type(model: ir.Model) -> None:
 def drop_traces(model: ir.Model) -> None:
     """Removes what torch and onnxscript note of their own work: stack traces, with this machine's paths, among it.
 
-    Modules' names (metadata ``namespace``) stay: viewers group nodes by them.
+    Modules' names (metadata ``namespace``) stay, without addresses of functions: viewers group nodes by them.
     """
     graph = model.graph
     values = [*graph.inputs, *graph.initializers.values(), *(v for node in graph.all_nodes() for v in node.outputs)]
@@ -80,3 +80,5 @@ def drop_traces(model: ir.Model) -> None:
     for noted in noting:
         for key in [key for key in noted.metadata_props if key.startswith("pkg.")]:
             del noted.metadata_props[key]
+        if (names := noted.metadata_props.get("namespace")) is not None:
+            noted.metadata_props["namespace"] = re.sub(r" at 0x[0-9a-f]+", "", names)

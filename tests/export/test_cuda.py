@@ -222,7 +222,7 @@ def scaled_where_multiplied(softmax):
     return tensor and scaled.inputs[0].producer().op_type == "Reshape"
 
 
-@pytest.mark.parametrize("architecture", SIZES)
+@pytest.mark.parametrize("architecture", sorted(SIZES.keys() - {"qwen3_next", "qwen3_5_moe_text"}))
 def test_attention(exported, architecture):
     """What TensorRT 10.6 gets wrong or cannot capture, ONNX Runtime's CUDA provider lacks, and memory is wasted on."""
     graph = ir.load(exported(architecture, target="cuda") / "model.onnx").graph

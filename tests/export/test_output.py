@@ -266,9 +266,9 @@ def test_force_replaces_what_earlier_exports_wrote_and_nothing_else(models, tmp_
         write(tmp_path, models[1], force=True)
     assert contents(tmp_path).items() >= models[0].items()
     (tmp_path / "chat_template.jinja").unlink()
-    (tmp_path / "genai_config.json").write_text("edited")  # not as the export left it: somebody's work
+    (tmp_path / "libquantmoe_ort.so").write_text("edited")  # not as the export left it: somebody's work
     write(tmp_path, models[1], force=True)
-    kept = {"genai_config.json": b"edited", "model.onnx.data.77": b"another's"}
+    kept = {"libquantmoe_ort.so": b"edited", "model.onnx.data.77": b"another's"}
     assert contents(tmp_path) == models[1] | kept
 
 
