@@ -1,6 +1,6 @@
-"""The node of the attention benches: whole context, rotary on all of a head, heads of one size."""
+"""The nodes of the attention benches: whole context, rotary on all of a head, heads of one size."""
 
-from quantmoe.custom_ops.op import AttentionSpec
+from quantmoe.custom_ops.op import AttentionSpec, DeltaSpec
 
 
 def spec_of(heads: int, groups: int, head_size: int, qk_norm: str = "none") -> AttentionSpec:
@@ -16,5 +16,21 @@ def spec_of(heads: int, groups: int, head_size: int, qk_norm: str = "none") -> A
         rotary_size=head_size,
         rotary_interleaved=0,
         qk_norm=qk_norm,
+        norm_epsilon=1e-6,
+    )
+
+
+def delta_spec_of(groups: int, heads: int, head_size: int) -> DeltaSpec:
+    """Qwen3-Next's and Qwen3.5's."""
+    return DeltaSpec(
+        num_k_heads=groups,
+        num_v_heads=heads,
+        k_head_size=head_size,
+        v_head_size=head_size,
+        scale=head_size**-0.5,
+        l2_epsilon=1e-6,
+        decay_per_key=0,
+        beta_scale=1.0,
+        gate="silu",
         norm_epsilon=1e-6,
     )

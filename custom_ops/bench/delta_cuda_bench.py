@@ -9,16 +9,15 @@ of several calls, each with tensors of its own, larger than L2 together where on
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable
 
 import torch
 
 from quantmoe.custom_ops import cuda
-from quantmoe.custom_ops.op import ConvSpec, DeltaSpec
+from quantmoe.custom_ops.bench.attention_cuda_bench import Call, microseconds
+from quantmoe.custom_ops.bench.attention_spec import delta_spec_of
+from quantmoe.custom_ops.op import ConvSpec
 
 KEY_HEADS, SIZE, WIDTH = 16, 128, 4
-Call = Callable[[], object]
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -27,18 +26,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def delta(heads: int, batch: int, tokens: int) -> Call:
     """A call of GatedDelta on random inputs."""
-    spec = DeltaSpec(
-        num_k_heads=KEY_HEADS,
-        num_v_heads=heads,
-        k_head_size=SIZE,
-        v_head_size=SIZE,
-        scale=SIZE**-0.5,
-        l2_epsilon=1e-6,
-        decay_per_key=0,
-        beta_scale=1.0,
-        gate="silu",
-        norm_epsilon=1e-6,
-    )
+    spec = delta_spec_of(KEY_HEADS, heads, SIZE)
     width = (2 * KEY_HEADS + heads) * SIZE
     inputs = [random(batch, tokens, n) for n in (width, heads, heads, heads * SIZE)]
     inputs += [random(n, dtype=torch.float32) for n in (heads, heads, SIZE)]
@@ -62,28 +50,6 @@ def conv(heads: int, batch: int, tokens: int) -> Call:
     return lambda: cuda.launch_conv(problem, x, weight, bias, state, rows, y, state)
 
 
-def microseconds(make: Callable[[int, int, int], Call], shape: tuple[int, int, int], repeats: int) -> float:
-    """Of one call, in a graph of several."""
-    calls = 24 if shape[1] * shape[2] <= 64 else 4
-    each = [make(*shape) for _ in range(calls)]
-    for call in each:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in each:
-            call()
-    times = []
-    for i in range(repeats + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times += [start.elapsed_time(end) * 1000 / calls] if i >= 2 else []
-    return statistics.median(times)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10)
@@ -93,7 +59,8 @@ def main() -> None:
     sizes = ((1, 1), (1, 4), (1, 8), (1, 64), (1, 256), (1, 1024), (1, 8192), (8, 1), (32, 1), (8, 256))
     for heads in (32, 48):
         for batch, tokens in sizes:
-            us = [microseconds(make, (heads, batch, tokens), repeats) for make in (delta, conv)]
+            calls = 24 if batch * tokens <= 64 else 4
+            us = [microseconds([make(heads, batch, tokens) for _ in range(calls)], repeats) for make in (delta, conv)]
             print(f"| {heads} | {batch} | {tokens} | {us[0]:.1f} | {us[1]:.1f} |", flush=True)
 
 

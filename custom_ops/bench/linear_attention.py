@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
+from quantmoe.custom_ops.bench.attention_spec import delta_spec_of
 from quantmoe.custom_ops.op import ConvSpec, DeltaSpec
 from quantmoe.ort_ext import library_path
 
@@ -131,18 +132,7 @@ def main() -> None:
     args = parser.parse_args()
     groups, heads, d = args.heads
     conv = ConvSpec(channels=(2 * groups + heads) * d, width=4, activation="silu")
-    delta = DeltaSpec(
-        num_k_heads=groups,
-        num_v_heads=heads,
-        k_head_size=d,
-        v_head_size=d,
-        scale=d**-0.5,
-        l2_epsilon=1e-6,
-        decay_per_key=0,
-        beta_scale=1.0,
-        gate="silu",
-        norm_epsilon=1e-6,
-    )
+    delta = delta_spec_of(groups, heads, d)
     for tokens in args.tokens:
         layers = args.layers if tokens < 64 else 1
         for found in (convolutions(conv, tokens, layers, args.threads), deltas(delta, tokens, layers, args.threads)):
