@@ -343,3 +343,15 @@ def test_present_in_pasts_memory_cannot_grow() -> None:
         patch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 0}))
         with pytest.raises(ValueError, match="present is past's memory, whose 64 slots are to become 65"):
             cuda.launch_attention(p, cuda.plan_attention(p), *tensors)
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (96, 96), (128, 128), (48, 48), (192, 128), (256, 256), (128, 64)])
+def test_the_exporter_knows_what_the_plan_takes(sizes: tuple[int, int]) -> None:
+    """cuda.refusal, which needs no library, says what the plan says."""
+    spec = replace(SPEC, head_size=sizes[0], v_head_size=sizes[1], rotary_size=32)
+    found = ""
+    try:
+        plan(spec, 1, 1, 64, 64)
+    except ValueError as error:
+        found = str(error)
+    assert cuda.refusal(spec) == found
