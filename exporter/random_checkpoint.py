@@ -16,6 +16,24 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+#: of hybrid models: three layers of linear attention, one of full attention
+_HYBRID: dict[str, Any] = {
+    "hidden_size": 2048,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "partial_rotary_factor": 0.25,
+    "max_position_embeddings": 262144,
+    "rope_theta": 1e7,
+    "rms_norm_eps": 1e-6,
+}
 #: config.json of each model's Hugging Face repository, without what no size depends on
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {
@@ -94,52 +112,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "vocab_size": 129280,
     },
-    "qwen3.6-35b-a3b": {
+    "qwen3.6-35b-a3b": _HYBRID
+    | {
         "model_type": "qwen3_5_moe_text",
-        "hidden_size": 2048,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
         "num_experts": 256,
         "num_experts_per_tok": 8,
         "num_hidden_layers": 40,
         "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_conv_kernel_dim": 4,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "partial_rotary_factor": 0.25,
-        "max_position_embeddings": 262144,
-        "rope_theta": 1e7,
-        "rms_norm_eps": 1e-6,
         "vocab_size": 248320,
     },
-    "qwen3-next-80b-a3b": {
+    "qwen3-next-80b-a3b": _HYBRID
+    | {
         "model_type": "qwen3_next",
-        "hidden_size": 2048,
         "intermediate_size": 5120,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
         "num_experts": 512,
         "num_experts_per_tok": 10,
         "norm_topk_prob": True,
         "num_hidden_layers": 48,
         "layer_types": [*["linear_attention"] * 3, "full_attention"] * 12,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_conv_kernel_dim": 4,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "partial_rotary_factor": 0.25,
-        "max_position_embeddings": 262144,
-        "rope_theta": 1e7,
-        "rms_norm_eps": 1e-6,
         "vocab_size": 151936,
     },
     "glm-4.5-air": {
