@@ -17,7 +17,7 @@ import torch
 from quantmoe.custom_ops.op import RoutingSpec, enum
 from quantmoe.custom_ops.reference import route
 
-#: buffers that are added to the scores for the selection only
+#: what is added to the scores for the selection only: a router's own buffer, or ERNIE's parameter a module deeper
 CORRECTION_BIAS = "e_score_correction_bias"
 _TOKENS, _TOLERANCE = 64, 1e-6
 
@@ -44,18 +44,19 @@ def recognise(router: Any) -> RoutingSpec | None:
     if not isinstance(getattr(router, "weight", None), torch.Tensor):
         return None
     probe, generator = copy.deepcopy(router).float(), torch.Generator().manual_seed(0)
-    for tensors, spread in ((probe._parameters, 1.0), (probe._buffers, 0.2)):
-        for name, old in tensors.items():
-            if old is not None:
-                new = torch.randn(old.shape, generator=generator) * spread
-                tensors[name] = torch.nn.Parameter(new, requires_grad=False) if spread == 1.0 else new
+    for part in probe.modules():  # all of them: a tensor left at zero could be one that MoERouting lacks
+        for tensors in (part._parameters, part._buffers):
+            for name, old in tensors.items():
+                if old is not None:
+                    new = torch.randn(old.shape, generator=generator) * (0.2 if name == CORRECTION_BIAS else 1.0)
+                    tensors[name] = torch.nn.Parameter(new, requires_grad=False) if tensors is part._parameters else new
     x = torch.randn(_TOKENS, probe.weight.shape[1], generator=generator) * 2 / probe.weight.shape[1] ** 0.5
     with torch.no_grad():
         try:
             logits, weights, ids = (part.numpy() for part in probe(x))
         except (TypeError, ValueError, AttributeError):  # not three tensors
             return None
-    bias = getattr(probe, CORRECTION_BIAS, None)
+    bias = _correction_bias(probe)
     groups = {(1, 1), (getattr(router, "num_group", 1), getattr(router, "topk_group", 1))}
     scaling = getattr(router, "routed_scaling_factor", 1.0)
     if ids.ndim != 2 or ids.dtype.kind != "i" or logits.shape != (_TOKENS, len(probe.weight)):
@@ -82,6 +83,12 @@ def recognise(router: Any) -> RoutingSpec | None:
     return None
 
 
+def _correction_bias(router: torch.nn.Module) -> torch.Tensor | None:
+    """[E]; ERNIE's is [1, E]."""
+    tensors = itertools.chain(router.named_parameters(), router.named_buffers())
+    return next((t.reshape(-1) for name, t in tensors if name.rpartition(".")[2] == CORRECTION_BIAS), None)
+
+
 def attach(router: Any, spec: RoutingSpec) -> None:
     """Makes the router's forward one node after its logits; what it computed from them is dead code to the exporter."""
     router.routing = json.dumps(spec.attributes())
@@ -91,7 +98,7 @@ def attach(router: Any, spec: RoutingSpec) -> None:
 def _forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     computed = type(self).forward(self, hidden_states)
     logits = computed[-1] if len(computed) == 2 else computed[0]  # Llama-4's: scores, logits
-    bias = getattr(self, CORRECTION_BIAS, None)
+    bias = _correction_bias(self)
     bias = torch.zeros(logits.shape[-1]) if bias is None else bias.float()
     ids, weights = torch.ops.quantmoe.moe_routing(logits, bias, self.routing)
     return logits, weights, ids

@@ -19,6 +19,7 @@ EXPECTED = {
     "gpt_oss": routing_spec(8, 2, "topk_softmax"),
     "deepseek_v3": routing_spec(16, 4, "sigmoid_topk", 1, 4, 2, 2.5),
     "glm4_moe": routing_spec(16, 4, "sigmoid_topk", 1),
+    "ernie4_5_moe": routing_spec(64, 6, "softmax_topk", 1),
 }
 
 
@@ -39,9 +40,10 @@ def test_recognised_and_equal(architecture):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         router.weight.copy_(torch.randn(router.weight.shape, generator=generator))
-        bias = getattr(router, "e_score_correction_bias", None)
-        if bias is not None:
-            bias.copy_(torch.randn(bias.shape, generator=generator) * 0.3)
+        bias = None
+        for name, tensor in (*router.named_parameters(), *router.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                bias = tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3).flatten()
         logits, weights, ids = router(torch.randn(500, 64, generator=generator) / 4)
     found_ids, found = native.route(spec, logits.numpy(), None if bias is None else bias.numpy())
     a, b = np.argsort(ids.numpy(), 1), np.argsort(found_ids, 1)
