@@ -57,7 +57,7 @@ def recognise(router: Any) -> RoutingSpec | None:
         except (TypeError, ValueError, AttributeError):  # not three tensors
             return None
     bias = _correction_bias(probe)
-    groups = {(1, 1), (getattr(router, "num_group", 1), getattr(router, "topk_group", 1))}
+    groups = {(1, 1), (getattr(router, "num_group", 1) or 1, getattr(router, "topk_group", 1) or 1)}  # None: no groups
     scaling = getattr(router, "routed_scaling_factor", 1.0)
     if ids.ndim != 2 or ids.dtype.kind != "i" or logits.shape != (_TOKENS, len(probe.weight)):
         return None

@@ -52,6 +52,13 @@ def test_recognised_and_equal(architecture):
     assert np.abs(difference).max() < 1e-6
 
 
+def test_a_router_without_groups():
+    """DeepSeek-V2-Lite's configuration has null for them."""
+    sizes = {"n_group": None, "topk_group": None, "topk_method": "greedy", "n_routed_experts": 16}
+    (router, *_) = routers("deepseek_v2", **sizes, num_experts_per_tok=4, moe_intermediate_size=32)
+    assert recognise(router) == routing_spec(16, 4, "softmax_topk", 0)
+
+
 def test_llama4():
     router = routers("llama4_text")[0]
     with torch.no_grad():
