@@ -304,27 +304,9 @@ class ConvNode : public CpuKernel {
 };
 
 void ConvNode::Run(OrtKernelContext* context) const {
-  const int64_t channels = conv_.channels;
-  CheckShape(context, CausalConv_x, {-1, -1, channels});
-  const Shape x = ShapeOf(Input(context, CausalConv_x)), bias = ShapeOf(Input(context, CausalConv_bias));
-  const Shape state{x[0], channels, conv_.width - 1};
-  CheckShape(context, CausalConv_weight, {channels, conv_.width});
-  if (bias != Shape{0} && bias != Shape{channels})
-    Fail("bias has shape " + Text(bias) + ", expected " + Text({channels}) + " or, for none, [0]");
-  CheckShape(context, CausalConv_past_conv, state);
-  CheckShape(context, CausalConv_rows, {x[0], 3});
-  const auto input = [&](int32_t index) { return Data(Input(context, static_cast<size_t>(index))); };
   qm_conv_call call{};
   call.type = op_.type();
-  call.batch = x[0];
-  call.tokens = x[1];
-  call.x = input(CausalConv_x);
-  call.weight = static_cast<const float*>(input(CausalConv_weight));
-  if (bias[0]) call.bias = static_cast<const float*>(input(CausalConv_bias));
-  call.past_conv = input(CausalConv_past_conv);
-  call.rows = static_cast<const int32_t*>(input(CausalConv_rows));
-  call.y = Data(Output(context, 0, x));
-  call.present_conv = Data(Output(context, 1, state));
+  ReadConv(context, conv_, call, call);
   WithPool(
       context, call, [&] { return qm_conv_workspace(&conv_, &call); },
       [&](char* error) { return qm_conv_run(&conv_, &call, error); });
@@ -345,35 +327,9 @@ class DeltaNode : public CpuKernel {
 };
 
 void DeltaNode::Run(OrtKernelContext* context) const {
-  const int64_t heads = delta_.num_v_heads, k = delta_.k_head_size, v = delta_.v_head_size;
-  const int64_t decays = heads * (delta_.decay_per_key ? k : 1);
-  CheckShape(context, GatedDelta_qkv, {-1, -1, 2 * delta_.num_k_heads * k + heads * v});
-  const Shape qkv = ShapeOf(Input(context, GatedDelta_qkv));
-  const Shape output{qkv[0], qkv[1], heads * v}, state{qkv[0], heads, k, v};
-  CheckShape(context, GatedDelta_a, {qkv[0], qkv[1], decays});
-  CheckShape(context, GatedDelta_b, {qkv[0], qkv[1], heads});
-  CheckShape(context, GatedDelta_z, output);
-  CheckShape(context, GatedDelta_a_log, {heads});
-  CheckShape(context, GatedDelta_dt_bias, {decays});
-  CheckShape(context, GatedDelta_norm, {v});
-  CheckShape(context, GatedDelta_past_state, state);
-  CheckShape(context, GatedDelta_rows, {qkv[0], 3});
-  const auto input = [&](int32_t index) { return Data(Input(context, static_cast<size_t>(index))); };
   qm_delta_call call{};
   call.type = op_.type();
-  call.batch = qkv[0];
-  call.tokens = qkv[1];
-  call.qkv = input(GatedDelta_qkv);
-  call.a = input(GatedDelta_a);
-  call.b = input(GatedDelta_b);
-  call.z = input(GatedDelta_z);
-  call.a_log = static_cast<const float*>(input(GatedDelta_a_log));
-  call.dt_bias = static_cast<const float*>(input(GatedDelta_dt_bias));
-  call.norm = static_cast<const float*>(input(GatedDelta_norm));
-  call.past_state = static_cast<const float*>(input(GatedDelta_past_state));
-  call.rows = static_cast<const int32_t*>(input(GatedDelta_rows));
-  call.y = Data(Output(context, 0, output));
-  call.present_state = static_cast<float*>(Data(Output(context, 1, state)));
+  ReadDelta(context, delta_, call, call);
   WithPool(
       context, call, [&] { return qm_delta_workspace(&delta_, &call); },
       [&](char* error) { return qm_delta_run(&delta_, &call, error); });

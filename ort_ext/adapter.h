@@ -132,6 +132,13 @@ class Kernel {
   };
   AttentionShapes ReadAttention(const OrtKernelContext* context, const qm_attention& attention) const;
 
+  // Sizes and tensors of a run of CausalConv or GatedDelta, into the C ABI's structs, which on the CPU are one; throws
+  // unless its inputs' shapes agree.
+  template <class Sizes, class Tensors>
+  void ReadConv(OrtKernelContext* context, const qm_conv& conv, Sizes& sizes, Tensors& tensors) const;
+  template <class Sizes, class Tensors>
+  void ReadDelta(OrtKernelContext* context, const qm_delta& delta, Sizes& sizes, Tensors& tensors) const;
+
   // Throws unless an input has the shape; -1: any size.
   void CheckShape(const OrtKernelContext* context, int32_t input, const Shape& expected) const;
 
@@ -322,6 +329,61 @@ Kernel::AttentionShapes Kernel::ReadAttention(const OrtKernelContext* context, c
   s.key = {s.batch, groups, s.slots, d};
   s.value = {s.batch, groups, s.slots, v};
   return s;
+}
+
+template <class Sizes, class Tensors>
+void Kernel::ReadConv(OrtKernelContext* context, const qm_conv& conv, Sizes& sizes, Tensors& tensors) const {
+  const int64_t channels = conv.channels;
+  CheckShape(context, CausalConv_x, {-1, -1, channels});
+  const Shape x = ShapeOf(Input(context, CausalConv_x)), bias = ShapeOf(Input(context, CausalConv_bias));
+  const Shape state{x[0], channels, conv.width - 1};
+  CheckShape(context, CausalConv_weight, {channels, conv.width});
+  if (bias != Shape{0} && bias != Shape{channels})
+    Fail("bias has shape " + Text(bias) + ", expected " + Text({channels}) + " or, for none, [0]");
+  CheckShape(context, CausalConv_past_conv, state);
+  CheckShape(context, CausalConv_rows, {x[0], 3});
+  const auto input = [&](int32_t index) { return Data(Input(context, static_cast<size_t>(index))); };
+  sizes.batch = x[0];
+  sizes.tokens = x[1];
+  tensors.x = input(CausalConv_x);
+  tensors.weight = static_cast<const float*>(input(CausalConv_weight));
+  tensors.bias = bias[0] ? static_cast<const float*>(input(CausalConv_bias)) : nullptr;
+  tensors.past_conv = input(CausalConv_past_conv);
+  tensors.rows = static_cast<const int32_t*>(input(CausalConv_rows));
+  tensors.y = Data(Output(context, 0, x));
+  tensors.present_conv = Data(Output(context, 1, state));
+}
+
+template <class Sizes, class Tensors>
+void Kernel::ReadDelta(OrtKernelContext* context, const qm_delta& delta, Sizes& sizes, Tensors& tensors) const {
+  const int64_t heads = delta.num_v_heads, k = delta.k_head_size, v = delta.v_head_size;
+  const int64_t decays = heads * (delta.decay_per_key ? k : 1);
+  CheckShape(context, GatedDelta_qkv, {-1, -1, 2 * delta.num_k_heads * k + heads * v});
+  const Shape qkv = ShapeOf(Input(context, GatedDelta_qkv));
+  const Shape output{qkv[0], qkv[1], heads * v}, state{qkv[0], heads, k, v};
+  CheckShape(context, GatedDelta_a, {qkv[0], qkv[1], decays});
+  CheckShape(context, GatedDelta_b, {qkv[0], qkv[1], heads});
+  CheckShape(context, GatedDelta_z, output);
+  CheckShape(context, GatedDelta_a_log, {heads});
+  CheckShape(context, GatedDelta_dt_bias, {decays});
+  CheckShape(context, GatedDelta_norm, {v});
+  CheckShape(context, GatedDelta_past_state, state);
+  CheckShape(context, GatedDelta_rows, {qkv[0], 3});
+  const auto input = [&](int32_t index) { return Data(Input(context, static_cast<size_t>(index))); };
+  const auto floats = [&](int32_t index) { return static_cast<const float*>(input(index)); };
+  sizes.batch = qkv[0];
+  sizes.tokens = qkv[1];
+  tensors.qkv = input(GatedDelta_qkv);
+  tensors.a = input(GatedDelta_a);
+  tensors.b = input(GatedDelta_b);
+  tensors.z = input(GatedDelta_z);
+  tensors.a_log = floats(GatedDelta_a_log);
+  tensors.dt_bias = floats(GatedDelta_dt_bias);
+  tensors.norm = floats(GatedDelta_norm);
+  tensors.past_state = floats(GatedDelta_past_state);
+  tensors.rows = static_cast<const int32_t*>(input(GatedDelta_rows));
+  tensors.y = Data(Output(context, 0, output));
+  tensors.present_state = static_cast<float*>(Data(Output(context, 1, state)));
 }
 
 // What a graph says of a tensor: its type, sizes, and the names of those that are not numbers (-1). No sizes: unknown.

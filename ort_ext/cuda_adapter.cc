@@ -267,6 +267,55 @@ void CudaAttention::Run(OrtKernelContext* context) const {
                                   });
 }
 
+class CudaConv : public CudaKernel {
+ public:
+  CudaConv(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaKernel(op, api, info) {
+    ReadAttributes(info, &problem_.conv);
+    problem_.type = op.type();
+    char error[QM_ERROR_SIZE];
+    if (qm_cuda_validate_conv(&problem_, error)) Fail(error);
+  }
+  void Run(OrtKernelContext* context) const override;
+
+ private:
+  qm_cuda_conv_problem problem_{};  // but for the sizes
+};
+
+void CudaConv::Run(OrtKernelContext* context) const {
+  qm_cuda_conv_problem problem = problem_;
+  qm_cuda_conv_tensors tensors{};
+  ReadConv(context, problem.conv, problem, tensors);
+  char error[QM_ERROR_SIZE];
+  if (qm_cuda_launch_conv(&problem, &tensors, Stream(context), error)) throw std::runtime_error(node_ + ": " + error);
+}
+
+class CudaDelta : public CudaKernel {
+ public:
+  CudaDelta(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaKernel(op, api, info) {
+    ReadAttributes(info, &problem_.delta);
+    problem_.type = op.type();
+    Query();
+    qm_cuda_delta_plan plan;
+    char error[QM_ERROR_SIZE];
+    if (qm_cuda_plan_delta(&problem_, &device_, &plan, error)) Fail(error);
+  }
+  void Run(OrtKernelContext* context) const override;
+
+ private:
+  qm_cuda_delta_problem problem_{};  // but for the sizes
+};
+
+void CudaDelta::Run(OrtKernelContext* context) const {
+  qm_cuda_delta_problem problem = problem_;
+  qm_cuda_delta_tensors tensors{};
+  ReadDelta(context, problem.delta, problem, tensors);
+  Execute<qm_cuda_delta_plan>(context, problem, qm_cuda_plan_delta,
+                              [&](const qm_cuda_delta_plan& plan, void* workspace, void* stream, char* error) {
+                                tensors.workspace = workspace;
+                                return qm_cuda_launch_delta(&problem, &plan, &tensors, stream, error);
+                              });
+}
+
 template <class T, bool verify>
 Kernel* Make(const Op& op, const OrtApi* api, const OrtKernelInfo* info) {
   return new T(op, api, info, verify);
@@ -283,6 +332,8 @@ void Operators(const OrtApi* api, std::deque<Op>& ops) {
     ops.emplace_back(api, kProvider, "QuantLinear", type, kId32, Make<CudaLinear, verify>);
     ops.emplace_back(api, kProvider, "MoERouting", type, kId32, Make<CudaRouting, verify>);
     ops.emplace_back(api, kProvider, "CachedAttention", type, type, Make<CudaAttention, verify>);
+    ops.emplace_back(api, kProvider, "CausalConv", type, kId32, Make<CudaConv, verify>);
+    ops.emplace_back(api, kProvider, "GatedDelta", type, kId32, Make<CudaDelta, verify>);
   }
   ops.emplace_back(api, kProvider, "MoERouting", kFloat, kId32, Make<CudaRouting, verify>);
 }

@@ -17,6 +17,10 @@ bool capturing = false, order_is_good = true;
 int orders_checked = 0, launches = 0, allocations_failed = 0;
 qm_cuda_attention_problem attention{};
 qm_cuda_attention_tensors attended{};
+qm_cuda_conv_problem conv{};
+qm_cuda_conv_tensors convolved{};
+qm_cuda_delta_problem delta{};
+qm_cuda_delta_tensors stepped{};
 
 int CheckOrder(char* err) {
   ++orders_checked;
@@ -61,6 +65,13 @@ int32_t driver_count(int32_t which) {
 void driver_attended(qm_cuda_attention_problem* problem, qm_cuda_attention_tensors* tensors) {
   *problem = attention, *tensors = attended;
 }
+// The same of CausalConv and of GatedDelta.
+void driver_convolved(qm_cuda_conv_problem* problem, qm_cuda_conv_tensors* tensors) {
+  *problem = conv, *tensors = convolved;
+}
+void driver_stepped(qm_cuda_delta_problem* problem, qm_cuda_delta_tensors* tensors) {
+  *problem = delta, *tensors = stepped;
+}
 
 cudaError_t cudaGetDevice(int* ordinal) { return *ordinal = 0, cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "an error of the fake GPU"; }
@@ -88,6 +99,15 @@ int qm_cuda_launch_routing(const qm_cuda_routing_problem*, const qm_cuda_routing
 int qm_cuda_launch_attention(const qm_cuda_attention_problem* problem, const qm_cuda_attention_plan*,
                              const qm_cuda_attention_tensors* tensors, void*, char*) {
   attention = *problem, attended = *tensors;
+  return ++launches, QM_OK;
+}
+int qm_cuda_launch_conv(const qm_cuda_conv_problem* problem, const qm_cuda_conv_tensors* tensors, void*, char*) {
+  conv = *problem, convolved = *tensors;
+  return ++launches, QM_OK;
+}
+int qm_cuda_launch_delta(const qm_cuda_delta_problem* problem, const qm_cuda_delta_plan*,
+                         const qm_cuda_delta_tensors* tensors, void*, char*) {
+  delta = *problem, stepped = *tensors;
   return ++launches, QM_OK;
 }
 

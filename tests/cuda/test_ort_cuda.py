@@ -10,18 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specs import attention_spec, routing_spec
+from specs import attention_spec, conv_spec, delta_spec, routing_spec
 
 import quantmoe
-from quantmoe.custom_ops import reference
+from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import AttentionSpec, MoESpec
+from quantmoe.custom_ops.op import AttentionSpec, ConvSpec, DeltaSpec, MoESpec
 
 if "QUANTMOE_ORT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the driver", allow_module_level=True)
 torch = pytest.importorskip("torch")
 from cuda.test_attention import Inputs  # noqa: E402
 from cuda.test_cuda import BASE, TORCH, UNIT, build, build_linear  # noqa: E402
+from cuda.test_linear_attention import conv_inputs, delta_inputs, tensor  # noqa: E402
 from engines.test_identity import identity  # noqa: E402
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -100,7 +101,7 @@ def constants(layer) -> list[Value]:
 
 
 def test_operators(driver):
-    assert driver.count == 11
+    assert driver.count == 15
     for dtype in ("f32", "f16", "bf16"):
         op = driver.op(dtype, name="MoERouting")
         assert [driver.lib.driver_type(op, i) for i in (1, -1)] == [1, 6]
@@ -110,6 +111,11 @@ def test_operators(driver):
     for dtype in ("f16", "bf16"):
         op = driver.op(dtype, dtype, dtype, "i32", "i64", "f32", name="CachedAttention")
         assert [driver.lib.driver_type(op, i) for i in (9, -1)] == [1, TYPES[dtype]]
+    for name, at, state in (("CausalConv", 3, "T"), ("GatedDelta", 7, "f32")):
+        for dtype in ("f16", "bf16"):
+            op = driver.op(dtype, name=name)
+            types = [driver.lib.driver_type(op, i) for i in (at, at + 1, -1)]
+            assert types == [TYPES.get(state, TYPES[dtype]), TYPES["i32"], TYPES[dtype]]
     for dtype in ("f16", "bf16"):
         for ids in ("i32", "i64"):
             op = driver.op(dtype, ids)
@@ -127,7 +133,7 @@ def test_exported_symbols_and_libraries():
 def test_old_runtime_is_refused(driver):
     assert driver.open(20) == -1
     assert driver.error == "quantmoe needs ONNX Runtime 1.21 or newer, found 1.99"
-    assert driver.open(21) == 11
+    assert driver.open(21) == 15
 
 
 @pytest.fixture
@@ -483,3 +489,124 @@ def test_run_attention(driver, dtype):
             got, want = got[np.isfinite(want)], want[np.isfinite(want)]
             assert np.linalg.norm(got - want) < 1.5 * UNIT[dtype] * np.linalg.norm(want)
     driver.lib.driver_destroy(op, kernel)
+
+
+CONV, DELTA = conv_spec(512), delta_spec(2, 4, 64)
+
+
+def state_shapes(spec: ConvSpec | DeltaSpec, batch: int, tokens: int) -> list[tuple[int, ...]]:
+    """Of CausalConv's or GatedDelta's inputs, then outputs."""
+    x = (batch, tokens)
+    if isinstance(spec, ConvSpec):
+        state = (batch, spec.channels, spec.width - 1)
+        weights = [(spec.channels, spec.width), (spec.channels,)]
+        return [(*x, spec.channels), *weights, state, (batch, 3), (*x, spec.channels), state]
+    heads, k, v = spec.num_v_heads, spec.k_head_size, spec.v_head_size
+    decays, state, y = heads * (k if spec.decay_per_key else 1), (batch, heads, k, v), (*x, heads * v)
+    qkv = (*x, 2 * spec.num_k_heads * k + heads * v)
+    return [qkv, (*x, decays), (*x, heads), y, (heads,), (decays,), (v,), state, (batch, 3), y, state]
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "new", "message"),
+    [
+        (CONV, "width", None, "attribute width of kind i is required"),
+        (CONV, "width", 5, "width is 5, the CUDA kernel takes 2 to 4"),
+        (CONV, "channels", 63, "channels is 63, the CUDA kernel takes even numbers"),
+        (CONV, "activation", "tanh", 'activation is "tanh", the operator defines: none, silu'),
+        (DELTA, "norm_epsilon", None, "attribute norm_epsilon of kind f is required"),
+        (DELTA, "k_head_size", 96, "k_head_size is 96 and v_head_size 64, the CUDA kernels take 64 and 128"),
+        (DELTA, "num_k_heads", 3, "num_v_heads is 4, expected a multiple of num_k_heads 3"),
+    ],
+)
+def test_wrong_states(driver, fake, spec, name, new, message):
+    fake(None)
+    op = type(spec).__bases__[0].__name__
+    attributes = {k: v for k, v in (spec.attributes() | {name: new}).items() if v is not None}
+    assert driver.create(driver.op("f16", name=op), attributes, []) is None
+    assert driver.error.startswith(f'{op} node "moe": ')
+    assert message in driver.error
+
+
+@pytest.mark.parametrize(
+    ("spec", "at", "shape", "message"),
+    [
+        (CONV, 0, (2, 512), "x has shape [2, 512], expected [-1, -1, 512]"),
+        (CONV, 1, (512, 1, 4), "weight has shape [512, 1, 4], expected [512, 4]"),
+        (CONV, 2, (4,), "bias has shape [4], expected [512] or, for none, [0]"),
+        (CONV, 3, (2, 512, 4), "past_conv has shape [2, 512, 4], expected [2, 512, 3]"),
+        (CONV, 4, (1, 3), "rows has shape [1, 3], expected [2, 3]"),
+        (DELTA, 0, (2, 3, 500), "qkv has shape [2, 3, 500], expected [-1, -1, 512]"),
+        (DELTA, 1, (2, 3, 256), "a has shape [2, 3, 256], expected [2, 3, 4]"),
+        (DELTA, 3, (2, 3, 4), "z has shape [2, 3, 4], expected [2, 3, 256]"),
+        (DELTA, 6, (256,), "norm has shape [256], expected [64]"),
+        (DELTA, 7, (1, 4, 64, 64), "past_state has shape [1, 4, 64, 64], expected [2, 4, 64, 64]"),
+    ],
+)
+def test_wrong_state_inputs(driver, fake, spec, at, shape, message):
+    fake(None)
+    name = type(spec).__bases__[0].__name__
+    op = driver.op("bf16", name=name)
+    kernel = driver.create(op, spec.attributes(), [])
+    assert kernel is not None, driver.error
+    shapes = state_shapes(spec, 2, 3)
+    shapes[at] = shape
+    stream = type("Stream", (), {"cuda_stream": 0})
+    values = [value(s) for s in shapes]
+    assert driver.run(op, kernel, values[:-2], values[-2:], stream) != 0
+    assert driver.error.startswith(f'{name} node "moe": ')
+    assert message in driver.error
+    driver.lib.driver_destroy(op, kernel)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_states_are_launched_as_they_are_bound(driver, fake, bias):
+    """Sizes and addresses of a call; present is past's memory."""
+    fake(None)
+    lib = ctypes.CDLL(str(Path(os.environ["QUANTMOE_ORT_DRIVER"]).with_name("libquantmoe_ort_fake.so")))
+    for spec, problem, past, said in (
+        (CONV, cuda.ConvProblem(), 3, lib.driver_convolved),
+        (DELTA, cuda.DeltaProblem(), 7, lib.driver_stepped),
+    ):
+        op = driver.op("f16", name=type(spec).__bases__[0].__name__)
+        kernel = driver.create(op, spec.attributes(), [])
+        assert kernel is not None, driver.error
+        shapes, addresses = state_shapes(spec, 2, 8), [4096 * (i + 1) for i in range(12)]
+        addresses = addresses[: len(shapes)]
+        addresses[-1] = addresses[past]
+        if spec is CONV and not bias:
+            shapes[2] = (0,)
+        values = [value(s, data=at) for s, at in zip(shapes, addresses, strict=True)]
+        stream = type("Stream", (), {"cuda_stream": 0})
+        assert driver.run(op, kernel, values[:-2], values[-2:], stream) == 0, driver.error
+        driver.lib.driver_destroy(op, kernel)
+        tensors = (ctypes.c_uint64 * 12)()
+        said(ctypes.byref(problem), tensors)
+        assert (problem.type, problem.batch, problem.tokens) == (1, 2, 8)
+        if spec is CONV and not bias:
+            addresses[2] = 0
+        assert list(tensors)[: len(addresses)] == addresses
+
+
+@gpu
+@pytest.mark.parametrize("call", ["one token", "ragged few", "65"])
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_run_states(driver, dtype, call):
+    """In place, and into other memory: the bytes of the kernels, which test_linear_attention.py checks."""
+    for spec, make, launch in ((CONV, conv_inputs, cuda.conv), (DELTA, delta_inputs, cuda.delta)):
+        op = driver.op(dtype, name=type(spec).__bases__[0].__name__)
+        kernel = driver.create(op, spec.attributes(), [])
+        assert kernel is not None, driver.error
+        made = make(spec, dtype, call)
+        want = launch(spec, *(tensor(x, dtype) for x in made))
+        for in_place in (False, True):
+            inputs = [tensor(x, dtype) for x in made]
+            outputs = [torch.full_like(x, float("nan")) for x in want]
+            if in_place:
+                outputs[1] = inputs[-2]
+            shapes = [tuple(x.shape) for x in (*inputs, *outputs)]
+            assert run(driver, op, kernel, inputs, shapes, outputs) == 0, driver.error
+            assert driver.lib.driver_live_scratch() == 0
+            for found, expected in zip(outputs, want, strict=True):
+                assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+        driver.lib.driver_destroy(op, kernel)
