@@ -66,15 +66,35 @@ class Cache:
         copied = {len(ids), len(ids) - self.tail} if self.model.states and len(ids) > 1 else set()
         at = 0
         for end in sorted(ends | {end for end in copied if end > 0}):
-            part = [int(id) for id in ids[at:end]]
-            self._whole = False
-            logits = self._run(np.array([part], np.int64))
-            self.tokens += part  # after the run: whatever interrupts it, what is in tokens is in the cache
-            self._whole, at = True, end
+            logits, at = self._advance(ids[at:end]), end
             if end in copied:
                 self._snapshots[len(self.tokens)] = self._states()
         self._snapshots = dict(sorted(self._snapshots.items())[-SNAPSHOTS:])
-        return np.asarray(logits[0, -1], np.float32)
+        return logits[-1]
+
+    def verify(self, ids: Sequence[int]) -> np.ndarray:
+        """Runs a token and the drafts of those after it, in one call.
+
+        Returns:
+            Logits f32 [len(ids), vocabulary] after each.
+
+        Raises:
+            ModelError: as :meth:`append`.
+        """
+        assert len(ids) <= self.model.rows
+        self.model.check(ids, len(self.tokens))
+        self._check_end(len(self.tokens))
+        self.reserve(len(self.tokens) + len(ids))
+        return self._advance(ids)
+
+    def _advance(self, ids: Sequence[int]) -> np.ndarray:
+        """Logits f32 of a call's last tokens, as many as it gives, [.., vocabulary]."""
+        part = [int(id) for id in ids]
+        self._whole = False
+        logits = self._run(np.array([part], np.int64))
+        self.tokens += part  # after the run: whatever interrupts it, what is in tokens is in the cache
+        self._whole = True
+        return np.asarray(logits[0], np.float32)
 
     def rewind(self, length: int) -> None:
         """Goes back to the first ``length`` tokens.
@@ -121,11 +141,16 @@ class Cache:
     def _restore(self, states: dict[str, np.ndarray]) -> None:
         self._past |= states
 
+    @property
+    def room(self) -> int:
+        """Tokens that can follow those that are there."""
+        return self.model.context - len(self.tokens)
+
     def reserve(self, slots: int) -> None:
         """Makes room for so many tokens at once."""
 
     def _run(self, ids: np.ndarray) -> np.ndarray:
-        """Logits [1, S or 1, vocabulary] of new tokens [1, S]."""
+        """Logits [1, min(S, model.rows), vocabulary] of new tokens [1, S]."""
         length = len(self.tokens)
         states = self.model.states
         past = {n: value if n in states else value[:, :, :length] for n, value in self._past.items()}  # longer: rewind
@@ -186,6 +211,10 @@ class SharedCache(Cache):
             self._bind(name, np.zeros([1, *self.model.past[name][0][1:]], self.model.past[name][1]))
         if self.model.capacity is not None:
             self._allocate(self.model.capacity)
+
+    @property
+    def room(self) -> int:
+        return min(self.model.context, self.model.capacity or self.model.context) - len(self.tokens)
 
     def reserve(self, slots: int) -> None:
         """Makes room for so many tokens.

@@ -23,6 +23,7 @@ from rich.table import Table
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
 from quantmoe.exporter.memory import CHUNK
 from quantmoe.exporter.options import UsageError, listed, missing, need, run, terminal
+from quantmoe.exporter.speculate import DRAFTS
 from quantmoe.ort_ext import build_info
 
 app = typer.Typer(
@@ -44,6 +45,10 @@ def _version(wanted: bool) -> None:
     if wanted:
         print(f"quantmoe {version('quantmoe')} ({build_info()})")
         raise typer.Exit
+
+
+def _logits(text: str) -> str | int:
+    return int(text) if text.isdecimal() else text
 
 
 @app.callback()
@@ -74,7 +79,10 @@ def export(
         Literal["quantmoe", "ort"], typer.Option(help="other quantized linears: QuantLinear, or MatMulNBits")
     ] = "quantmoe",
     logits: Annotated[
-        Literal["last", "all"], typer.Option(help="of each row's last token, or of every token for perplexity")
+        Any,
+        typer.Option(
+            parser=_logits, metavar="last|all|N", help="of each row's last token, of every one, or of its last N"
+        ),
     ] = "last",
     lm_head: Annotated[
         Literal["int4", "int8"] | None, typer.Option(help="round the head to nearest; default: as it is")
@@ -218,6 +226,10 @@ def generate(
     prefault: Annotated[bool, typer.Option("--prefault", help="read the packed weights into memory first")] = False,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cuda: of models exported with --target cuda")] = "cpu",
     cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="replay a token's launches (--device cuda)")] = False,
+    speculate: Annotated[
+        Literal["ngram"] | None, typer.Option(help="verify several tokens a run; ngram: those that came before")
+    ] = None,
+    drafts: Annotated[int, typer.Option(min=1, help="tokens that --speculate drafts a run, at most")] = DRAFTS,
 ) -> None:
     """Generate text on ONNX Runtime, as it comes; tokens a second on standard error."""
     from quantmoe.exporter.generate import Generator, stop_tokens
@@ -231,7 +243,8 @@ def generate(
         raise typer.BadParameter("--raw and --stop are of text; --ids has none")
     folder = model_path(outdir).parent  # before the tokenizer: a checkpoint has one, too
     sampling = folder_sampling(folder, temperature, top_k, top_p, seed)
-    make = partial(Generator, outdir, threads, prefault, chunk, device=device, cuda_graph=cuda_graph)
+    make = partial(Generator, outdir, threads, prefault, chunk, device=device, cuda_graph=cuda_graph,
+                   speculate=speculate, drafts=drafts)  # fmt: skip
     if ids is not None:
         found = make().generate(ids, max_new_tokens, stop_tokens(folder), sampling)
         print(",".join(map(str, found.tokens)))
@@ -284,10 +297,13 @@ def _converse(chat: Any, message: str | None, reply: Any) -> None:
 
 
 def _speed(found: Any) -> str:
-    return (
+    speed = (
         f"prompt: {found.prompt} tokens, {found.prompt / found.prefill:.1f} tokens/s ({found.prefill:.3f} s); "
         f"decode: {len(found.tokens)} tokens, {found.tokens_per_second:.1f} tokens/s"
     )
+    if (drafts := found.speculation) is None:
+        return speed
+    return f"{speed}; {drafts.accepted} of {drafts.drafted} drafts accepted, {drafts.runs} runs"
 
 
 @app.command()

@@ -34,7 +34,7 @@ from quantmoe.exporter.errors import CheckpointError, OptionError
 from quantmoe.exporter.formats import Checkpoint, Format, MoELayer, find_format, open_checkpoint
 from quantmoe.exporter.formats.rounding import HEAD_GROUPS, distance
 from quantmoe.exporter.formats.unquantized import Unquantized
-from quantmoe.exporter.genai import SHARE_BUFFER, eos_tokens, genai_config, shares_buffer
+from quantmoe.exporter.genai import LOGITS, SHARE_BUFFER, eos_tokens, genai_config, shares_buffer
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.output import DATA, FILES, MODEL, PRODUCER, check_folder, record, weight_files, writing
 from quantmoe.exporter.passes.defaults import drop_defaults
@@ -110,7 +110,7 @@ def export(
     scales: Literal["exact", "bf16"] = "exact",
     dtype: Literal["f32", "f16", "bf16"] | None = None,
     dense: Literal["quantmoe", "ort"] = "quantmoe",
-    logits: Literal["last", "all"] = "last",
+    logits: Literal["last", "all"] | int = "last",
     lm_head: Literal["int4", "int8"] | None = None,
     cache: Literal["f32", "f16"] | None = None,
     layers: int | None = None,
@@ -136,7 +136,8 @@ def export(
         dense: quantized linears outside the experts become QuantLinear, or with "ort" com.microsoft::MatMulNBits where
             it means the same; see Report.not_ort. For CUDA only "quantmoe". On the CPU linears of 16-bit floats are
             QuantLinear, too, whose weights stay as they are.
-        logits: of each row's last token, [B, 1, V], or of all tokens, to measure perplexity.
+        logits: of each row's last token, [B, 1, V]; of its last N tokens, [B, min(S, N), V], so that speculation can
+            verify N - 1 drafts; or of all tokens, for perplexity and for onnxruntime-genai's speculation.
         lm_head: rounds the head to nearest; see Report.head_error. None: it stays as it is.
         cache: type of the KV cache on the CPU: "f16" (default) or "f32". Where some attention is standard nodes
             (Report.plain_attention), and for CUDA, it is the graph's.
@@ -186,8 +187,10 @@ def export(
         weights = place_weights(graph)
         keep_tables(weights, skeleton.stored_type)
         name_interface(graph)
-        if logits == "last":
-            keep_last_logits(graph)
+        if logits != "all":
+            kept = 1 if logits == "last" else logits
+            if keep_last_logits(graph, kept) and kept > 1:
+                ends[LOGITS] = str(kept)
         if target == "cuda":
             drop_defaults(graph)
 
@@ -213,7 +216,8 @@ def export(
                     progress("packing experts", done, total)
                 report.packed_bytes += pair[0].length + pair[1].length
         _companions(format.ckpt, partial, layers)
-        _genai(format.ckpt, partial, layers, target, shares_buffer(graph.graph))
+        if LOGITS not in ends:  # onnxruntime-genai takes those of all tokens or of the last
+            _genai(format.ckpt, partial, layers, target, shares_buffer(graph.graph))
         report.library = _library(partial, target)
         metadata = {"checkpoint": format.ckpt.folder.resolve().name, "target": target} | ends
         metadata["onnxruntime"] = ".".join(map(str, OLDEST))
@@ -260,7 +264,7 @@ def check_options(
     scales: str,
     dtype: str | None,
     dense: str,
-    logits: str,
+    logits: str | int,
     lm_head: str | None,
     cache: str | None,
     quantize: str | None,
@@ -278,13 +282,14 @@ def check_options(
         ("scales", scales, ("exact", "bf16")),
         ("dtype", dtype, (None, *GRAPH_TYPES.get(target, ()))),
         ("dense", dense, ("quantmoe", "ort") if target == "cpu" else ("quantmoe",)),
-        ("logits", logits, ("last", "all")),
         ("lm_head", lm_head, (None, *HEAD_GROUPS)),
         ("cache", cache, (None, "f16", "f32")),
     ):
         if value not in known:
             of = f" (target {target})" if name in ("dtype", "dense") else ""
             raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}{of}")
+    if logits not in ("last", "all") and not (type(logits) is int and logits > 0):
+        raise OptionError(f"logits is {logits!r}, expected last, all or a number of tokens from 1")
     if group_size is not None and quantize is None:
         raise OptionError(f"group_size is {group_size}: an option of quantize; a quantized checkpoint has its own")
     if cache is not None and target != "cpu":

@@ -14,10 +14,11 @@ import ml_dtypes
 import numpy as np
 
 from quantmoe.exporter.cache import Buffer, Cache, SharedCache
-from quantmoe.exporter.genai import SHARE_BUFFER, eos_tokens
+from quantmoe.exporter.genai import LOGITS, SHARE_BUFFER, eos_tokens
 from quantmoe.exporter.inspect import ModelError, load, model_path
 from quantmoe.exporter.memory import CHUNK, doing
 from quantmoe.exporter.sampling import Sampler, Sampling, read_object
+from quantmoe.exporter.speculate import DRAFTS, Lookup, Speculation
 from quantmoe.ort_ext import OLDEST, cuda_library_path, library_path
 
 #: ends of the names of what a cache has of linear attention: of one size however many tokens there were
@@ -31,10 +32,18 @@ class Generated(Iterator[int]):
         tokens: those that came. prompt: how many were run before the first.
         prefill: seconds for the prompt and the first token. decode: seconds for every token after the first.
         logits: f32 [tokens, vocabulary], what each token was chosen from; [0, 0] unless they were asked for.
+        speculation: how its drafts fared; None without any.
     """
 
-    def __init__(self, steps: Iterator[tuple[int, np.ndarray]], prompt: int, logits: bool = False):
+    def __init__(
+        self,
+        steps: Iterator[tuple[int, np.ndarray]],
+        prompt: int,
+        logits: bool = False,
+        speculation: Speculation | None = None,
+    ):
         self.tokens: list[int] = []
+        self.speculation = speculation
         self.prompt, self.prefill, self.decode = prompt, 0.0, 0.0
         self._steps = steps
         self._logits: list[np.ndarray] | None = [] if logits else None
@@ -72,10 +81,14 @@ class Generator:
         device: "cuda" for ONNX Runtime's CUDA provider and models exported with --target cuda.
         cuda_graph: a token's launches are captured once for each cache and then replayed; with device "cuda", of models
             that write the cache in place.
+        speculate: "ngram" drafts what followed the last tokens before in the same text, and verifies a token and its
+            drafts in one run: the same tokens in fewer runs. Of models exported with the logits of more than the last.
+        drafts: at most so many a run.
 
     Raises:
         ModelError: the model or the session cannot be created, ONNX Runtime's words are in the message; it is too old
-            or has no such provider; a capacity or a CUDA graph of a model whose cache grows by runs.
+            or has no such provider; a capacity or a CUDA graph of a model whose cache grows by runs; it cannot verify
+            so many drafts.
         FileNotFoundError: this installation has no library for the device.
     """
 
@@ -88,6 +101,8 @@ class Generator:
         capacity: int | None = None,
         device: Literal["cpu", "cuda"] = "cpu",
         cuda_graph: bool = False,
+        speculate: Literal["ngram"] | None = None,
+        drafts: int = DRAFTS,
     ):
         self.path, ort = model_path(path), runtime()
         self.chunk, self.capacity, self.device, self.cuda_graph = chunk, capacity, device, cuda_graph
@@ -95,7 +110,8 @@ class Generator:
         self.graphs = itertools.count(1)
         if cuda_graph and device != "cuda":
             raise ModelError(f"cuda_graph is of device cuda, not {device}")
-        for name, value in (("chunk", chunk), ("capacity", capacity)):
+        self.speculate, self.drafts = speculate, drafts
+        for name, value in (("chunk", chunk), ("capacity", capacity), ("drafts", drafts)):
             if value is not None and value < 1:
                 raise ModelError(f"{name} is {value}, expected at least 1")
         options = ort.SessionOptions()
@@ -141,7 +157,11 @@ class Generator:
                 f"[batch, heads, length, width], or of linear attention *.conv_state [batch, channels, width] and "
                 f"*.recurrent_state [batch, heads, key, value], of {' or '.join(floats)}, and their outputs present.*"
             )
-        self.last_only = logits[0].shape[1] == 1
+        kept = metadata.get(LOGITS, str(sys.maxsize))
+        if not kept.isdecimal():
+            raise ModelError(f"{self.path}: {LOGITS} is {kept!r}, expected a number of tokens")
+        #: tokens at the end of a run whose logits it gives, at most
+        self.rows = 1 if logits[0].shape[1] == 1 else int(kept)
         self.vocabulary = logits[0].shape[2] if isinstance(logits[0].shape[2], int) else None
         self._logits = floats[logits[0].type]
         self.shares_buffer = metadata.get(SHARE_BUFFER) == "true" and self.vocabulary is not None
@@ -153,6 +173,17 @@ class Generator:
             name: ([s if isinstance(s, int) else 0 for s in i.shape], floats[i.type]) for name, i in past.items()
         }
         self.states = [name for name in past if name.endswith(STATES)]
+        if speculate is not None:
+            self._check_drafts()
+
+    def _check_drafts(self) -> None:
+        if self.states:
+            raise ModelError(f"{self.path}: no drafts: states of linear attention do not go back token by token")
+        if self.drafts >= self.rows:
+            raise ModelError(
+                f"{self.path}: {self.drafts} drafts take the logits of {self.drafts + 1} tokens of a run, this model "
+                f"gives those of its last {self.rows}: export it with --logits {self.drafts + 1}"
+            )
 
     def start(self, batch: int = 1) -> dict[str, np.ndarray]:
         """An empty KV cache of arrays, for :meth:`step`.
@@ -182,9 +213,9 @@ class Generator:
         return options
 
     def logits_of(self, new: int, device: str) -> Buffer:
-        """Memory for the logits of a run of so many new tokens of one row."""
+        """Memory for the logits of a run of so many new tokens of one sequence."""
         assert self.vocabulary is not None  # where caches are shared
-        return Buffer.of(np.empty([1, 1 if self.last_only else new, self.vocabulary], self._logits), device)
+        return Buffer.of(np.empty([1, min(new, self.rows), self.vocabulary], self._logits), device)
 
     def feed(self, ids: np.ndarray, past: int) -> dict[str, np.ndarray]:
         """The inputs beside the cache, for new tokens [B, S] after ``past`` of each row."""
@@ -213,8 +244,7 @@ class Generator:
             ids: int64 [B, S]. past: from :meth:`start` or the step before.
 
         Returns:
-            logits [B, S, vocabulary], or [B, 1, vocabulary] of models that give each row's last (``last_only``); and
-            the longer cache.
+            logits [B, min(S, ``rows``), vocabulary], of each row's last tokens; and the longer cache.
 
         Raises:
             ModelError: B or S is 0, which the graph's Reshape nodes do not take; ONNX Runtime's words otherwise.
@@ -228,8 +258,8 @@ class Generator:
         return found["logits"], {name: found[name.replace("past_key_values", "present")] for name in past}
 
     def scores(self, ids: Sequence[int]) -> np.ndarray:
-        """Logits after each of the tokens, f32 [tokens, vocabulary]: one by one where a step gives its last only."""
-        past, found, size = self.start(), [], 1 if self.last_only else self.chunk
+        """Logits after each of the tokens, f32 [tokens, vocabulary]: as many at once as a step gives those of."""
+        past, found, size = self.start(), [], min(self.rows, self.chunk)
         for at in range(0, len(ids), size):
             logits, past = self.step(np.array([ids[at : at + size]], np.int64), past)
             found.append(logits[0].astype(np.float32))
@@ -261,8 +291,11 @@ class Generator:
         past = len(cache.tokens) if cache else 0
         self.check(ids, past, room=1)
         count = min(max_new_tokens, self.context - past - len(ids))
-        steps = self._steps(list(ids), count, stop, Sampler(sampling), cache or self.cache())
-        return Generated(steps, len(ids), logits)
+        cache, sample = cache or self.cache(), Sampler(sampling)
+        if self.speculate is None:
+            return Generated(self._steps(list(ids), count, stop, sample, cache), len(ids), logits)
+        speculation = Speculation(Lookup(), self.drafts)
+        return Generated(speculation.steps(cache, list(ids), count, stop, sample), len(ids), logits, speculation)
 
     def generate(
         self,
@@ -303,16 +336,24 @@ class Generator:
         self, ids: list[int], count: int, stop: Sequence[int], sample: Sampler, cache: Cache
     ) -> Iterator[tuple[int, np.ndarray]]:
         for _ in range(count):
-            logits = cache.append(ids)
-            if not np.isfinite(logits).all():
-                raise ModelError(
-                    f"{self.path}: logits after {len(cache.tokens)} tokens are not finite: a weight is not, or "
-                    f"activations overflow (--dtype f32 has the widest range)"
-                )
+            logits = self.finite(cache.append(ids), len(cache.tokens))
             ids = [sample(logits)]
             yield ids[0], logits
             if ids[0] in stop:
                 return
+
+    def finite(self, logits: np.ndarray, length: int) -> np.ndarray:
+        """Logits after so many tokens.
+
+        Raises:
+            ModelError: they are not numbers to choose from.
+        """
+        if not np.isfinite(logits).all():
+            raise ModelError(
+                f"{self.path}: logits after {length} tokens are not finite: a weight is not, or "
+                f"activations overflow (--dtype f32 has the widest range)"
+            )
+        return logits
 
 
 def runtime() -> Any:

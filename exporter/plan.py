@@ -70,7 +70,7 @@ def plan(
     scales: str = "exact",
     dtype: str | None = None,
     dense: str = "quantmoe",
-    logits: str = "last",
+    logits: str | int = "last",
     lm_head: str | None = None,
     cache: str | None = None,
     layers: int | None = None,

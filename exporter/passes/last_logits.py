@@ -1,4 +1,5 @@
-"""Logits of each row's last token only: of a prompt, generation needs no others."""
+"""Logits of each row's last tokens only: of a prompt, generation needs one's, of a run that verifies drafts
+speculation needs all."""
 
 from __future__ import annotations
 
@@ -9,9 +10,13 @@ from onnx_ir import tape
 _ELEMENTWISE = {"Add", "Cast", "Clip", "Div", "Identity", "Mul", "Tanh"}
 
 
-def keep_last_logits(model: ir.Model) -> bool:
-    """Selects what the last product reads: [B, S, H] becomes [B, 1, H] at each row's last token that the mask shows, so
-    that prompts may be padded on either side. Logits become [B, 1, V].
+def keep_last_logits(model: ir.Model, count: int = 1) -> bool:
+    """Selects what the last product reads: [B, S, H] becomes [B, n, H], n = min(S, count), of each row's last token
+    that the mask shows, so that prompts may be padded on either side, and of the n - 1 before it. Logits become
+    [B, n, V].
+
+    Args:
+        count: 1 makes n a fixed size. A row of fewer tokens has logits of padding in front, or its first ones again.
 
     Returns:
         False, and nothing is changed, when what makes the logits is not a product with a weight and then elementwise.
@@ -29,13 +34,24 @@ def keep_last_logits(model: ir.Model) -> bool:
     ops = tape.Tape()
     rows = next((node.inputs[3] for node in graph if node.op_type == "CachedAttention"), None)
     last = _from_mask(graph, ops) if rows is None else _from_rows(rows, ops)
+    if count > 1:
+        last = _and_before(graph, last, count, ops)
     picked = ops.op("GatherND", [hidden, ops.op("Unsqueeze", [last, _constant(ops, 2)])], {"batch_dims": 1})
     graph.insert_before(node, ops.nodes)
     node.replace_input_with(0, picked)
     for output in (*chain, value):
         if output.shape is not None:
-            output.shape = ir.Shape([output.shape[0], 1, *output.shape[2:]])
+            output.shape = ir.Shape([output.shape[0], 1 if count == 1 else "logits_length", *output.shape[2:]])
     return True
+
+
+def _and_before(graph: ir.Graph, last: ir.Value, count: int, ops: tape.Tape) -> ir.Value:
+    """Indices of the last n tokens, int64 [B, n], from that of the last, [B, 1]; never below 0."""
+    ids = next(i for i in graph.inputs if i.name == "input_ids")
+    kept = ops.op("Min", [ops.op("Shape", [ids], {"start": 1, "end": 2}), _constant(ops, count)])
+    one = ops.op("Constant", [], {"value_int": 1})
+    first = ops.op("Sub", [one, ops.op("Squeeze", [kept, _constant(ops, 0)])])
+    return ops.op("Max", [ops.op("Add", [last, ops.op("Range", [first, one, one])]), _constant(ops, 0)])
 
 
 def _from_rows(rows: ir.Value, ops: tape.Tape) -> ir.Value:

@@ -1,0 +1,193 @@
+"""Speculation: the tokens, and on the CPU the bytes, of generation without it, in fewer runs."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from test_generate import PROMPT
+from test_model import error, run, tokens
+
+from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.generate import Generator
+from quantmoe.exporter.sampling import Sampler, Sampling
+from quantmoe.exporter.speculate import Lookup, Speculation
+
+ARCHITECTURES = ["qwen3_moe", "gpt_oss", "glm4_moe"]
+REPEATING = (PROMPT[:7] * 4)[:25]
+
+
+class Guess:
+    """Drafts of which some are what comes, and some are not."""
+
+    def __init__(self, coming: list[int], prompt: int):
+        self.coming, self.prompt, self.random = coming, prompt, np.random.default_rng(0)
+
+    def __call__(self, tokens, count):
+        at = len(tokens) - self.prompt
+        return [id if self.random.random() < 0.7 else 1 for id in self.coming[at : at + count]]
+
+
+def guided(generator: Generator, prompt: list[int], count: int, sampling: Sampling | None = None, **options):
+    """Generation whose drafts are :class:`Guess`, and what it should give."""
+    generator.speculate = None
+    want = generator.generate(prompt, count, sampling=sampling, logits=True)
+    generator.speculate, generator.drafts = "ngram", 4
+    found = generator.stream(prompt, count, sampling=sampling, logits=True, **options)
+    found.speculation.draft = Guess(want.tokens, len(prompt))
+    return found, want
+
+
+@pytest.fixture(params=["4 tokens' logits", "all"])
+def kept(request):
+    return {"4 tokens' logits": 5, "all": "all"}[request.param]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tokens_and_bytes_are_those_of_generation_without(exported, architecture, kept):
+    generator = Generator(exported(architecture, logits=kept), chunk=8)  # int8 activations
+    found, want = guided(generator, PROMPT, 40)
+    assert list(found) == want.tokens
+    assert found.logits.tobytes() == want.logits.tobytes()
+    drafts = found.speculation
+    assert drafts.runs + drafts.accepted == 39
+    assert 10 < drafts.accepted < drafts.drafted
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "llama4_text"])
+def test_caches_that_grow(exported, architecture):
+    """Attention of standard nodes: ONNX Runtime sums a row's products in another order where there are several."""
+    found, want = guided(Generator(exported(architecture, activations="float")), PROMPT, 30)
+    assert list(found) == want.tokens
+    assert error(found.logits, want.logits) < 2e-5
+    assert found.speculation.accepted
+
+
+def test_sampling_with_the_same_seed(exported):
+    generator = Generator(exported("qwen3_moe"))
+    found, want = guided(generator, PROMPT, 40, Sampling(1.5, 0, 0.9, seed=3))
+    assert list(found) == want.tokens
+    assert found.speculation.accepted
+
+
+def test_what_was_before_is_drafted(exported):
+    folder = exported("qwen3_moe")
+    plain, generator = Generator(folder), Generator(folder, speculate="ngram")
+    assert generator.greedy(REPEATING, 60).tokens == plain.greedy(REPEATING, 60).tokens
+    lookup = Lookup()
+    assert lookup([1, 2, 3, 4, 1, 2], 9) == [3, 4, 1, 2]
+    assert lookup([1, 2, 3, 4, 1, 2, 5, 1, 2], 2) == [5, 1]  # the latest place
+    assert lookup([1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4], 1) == [1]  # the longest match
+    assert lookup([1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 7], 4) == []
+    assert Lookup()([5], 4) == []
+
+
+@pytest.mark.parametrize("ends", ["stop", "left", "count"])
+def test_the_cache_has_all_tokens_but_the_last(exported, ends):
+    generator = Generator(exported("qwen3_moe"))
+    for n in range(1, 25):
+        cache = generator.cache()
+        found, want = guided(generator, PROMPT, n if ends == "count" else 25, cache=cache)
+        if ends == "stop":
+            if want.tokens[n] in want.tokens[:n]:
+                continue
+            found = generator.stream(PROMPT, 25, [want.tokens[n]], cache=cache)
+            found.speculation.draft = Guess(want.tokens, len(PROMPT))
+            n += 1
+        got = list(itertools.islice(found, n))
+        found._steps.close()
+        assert got == want.tokens[:n]
+        assert cache.tokens == PROMPT + got[:-1]
+        more = generator.generate([5, 6], 5, cache=cache).tokens
+        assert more == generator.generate([*PROMPT, *got[:-1], 5, 6], 5).tokens
+
+
+def test_a_capacity_is_enough_for_what_it_is_without_drafts(exported):
+    generator = Generator(exported("qwen3_moe"), capacity=23 + 12)
+    found, want = guided(generator, PROMPT, 13)
+    assert list(found) == want.tokens
+    found = Generator(exported("qwen3_moe"), capacity=28, speculate="ngram").stream(REPEATING, 10)
+    with pytest.raises(ModelError, match="29 tokens, the cache has a capacity of 28"):
+        list(found)
+    assert len(found.tokens) == 4
+
+
+def test_interrupted_runs(exported, monkeypatch):
+    generator = Generator(exported("qwen3_moe"))
+    cache = generator.cache()
+    found, want = guided(generator, PROMPT, 20, cache=cache)
+    calls, run_ = itertools.count(), cache._run
+
+    def interrupted(ids):
+        made = run_(ids)
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return made
+
+    monkeypatch.setattr(cache, "_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(found)
+    assert cache.tokens == PROMPT + found.tokens[:-1]
+    assert found.tokens == want.tokens[: len(found.tokens)]
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_logits_of_the_last_tokens(exported, padding):
+    every = Generator(exported("qwen3_moe", activations="float"))
+    last = Generator(exported("qwen3_moe", activations="float", logits=3))
+    assert (every.rows > 1 << 30, last.rows) == (True, 3)
+    assert not (last.path.parent / "genai_config.json").exists()  # it takes those of all tokens or of the last
+    lengths, ids, want = (5, 6), tokens(2, 6), []
+    mask, positions = np.zeros_like(ids), np.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        at = slice(6 - length, 6) if padding == "left" else slice(length)
+        mask[row, at], positions[row, at] = 1, np.arange(length)
+        want.append(run(every, ids[row : row + 1, at], (length,))[:, -3:])
+    feed = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    found = last.session.run(["logits"], feed | last.start(2))[0]
+    assert error(found, np.concatenate(want)) < 2e-5
+    ids = PROMPT[:10]
+    assert error(last.scores(ids), every.scores(ids)) < 2e-5
+
+
+def test_what_cannot_speculate_is_named(exported):
+    folder = exported("qwen3_moe", activations="float", logits="last")
+    message = "4 drafts take the logits of 5 tokens of a run, this model gives those of its last 1: .* --logits 5"
+    with pytest.raises(ModelError, match=message):
+        Generator(folder, speculate="ngram")
+    with pytest.raises(ModelError, match="last 3: export it with --logits 4"):
+        Generator(exported("qwen3_moe", activations="float", logits=3), speculate="ngram", drafts=3)
+    with pytest.raises(ModelError, match="drafts is 0, expected at least 1"):
+        Generator(folder, speculate="ngram", drafts=0)
+
+
+class Zeros:
+    """A cache of a model that always gives 0."""
+
+    def __init__(self):
+        self.tokens, self.room, self.model = [], 100, self
+
+    def append(self, ids):
+        return self.verify(ids)[-1]
+
+    def verify(self, ids):
+        self.tokens += ids
+        return np.zeros((len(ids), 1))
+
+    def rewind(self, length):
+        del self.tokens[length:]
+
+    def finite(self, row, length):
+        return row
+
+
+def test_there_are_more_drafts_where_they_are_accepted():
+    asked, next_ = [], iter([9, 9, 0, 0, 0, 0, 9, 0])
+
+    def draft(tokens, count):
+        asked.append(count)
+        return [next(next_)] * count
+
+    list(itertools.islice(Speculation(draft, 4).steps(Zeros(), [0], 99, (), Sampler()), 20))
+    assert asked == [4, 1, 1, 2, 4, 4, 4, 1]
