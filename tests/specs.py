@@ -73,3 +73,16 @@ def delta_spec(num_k_heads: int, num_v_heads: int, k_head_size: int, **others: A
     unsaid: dict[str, Any] = {"v_head_size": k_head_size, "scale": k_head_size**-0.5, "l2_epsilon": 1e-6}
     unsaid |= {"decay_per_key": 0, "beta_scale": 1.0, "gate": "silu", "norm_epsilon": 1e-6}
     return DeltaSpec(num_k_heads=num_k_heads, num_v_heads=num_v_heads, k_head_size=k_head_size, **(unsaid | others))
+
+
+def state_shapes(spec: ConvSpec | DeltaSpec, batch: int, tokens: int) -> list[tuple[int, ...]]:
+    """Of CausalConv's or GatedDelta's inputs, then outputs."""
+    x = (batch, tokens)
+    if isinstance(spec, ConvSpec):
+        state = (batch, spec.channels, spec.width - 1)
+        weights = [(spec.channels, spec.width), (spec.channels,)]
+        return [(*x, spec.channels), *weights, state, (batch, 3), (*x, spec.channels), state]
+    heads, k, v = spec.num_v_heads, spec.k_head_size, spec.v_head_size
+    decays, state, y = heads * (k if spec.decay_per_key else 1), (batch, heads, k, v), (*x, heads * v)
+    qkv = (*x, 2 * spec.num_k_heads * k + heads * v)
+    return [qkv, (*x, decays), (*x, heads), y, (heads,), (decays,), (v,), state, (batch, 3), y, state]

@@ -273,6 +273,8 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   // Reports what is wrong with shapes (a -1 is not known yet); true when nothing is.
   virtual bool CheckShapes(const Dims* in) const = 0;
   bool CheckPacked(const char* name, const Dims& dims, int64_t experts, size_t row_bytes) const;
+  bool CheckShape(const Dims* in, int32_t input, const std::vector<int64_t>& sizes) const;  // -1: any size
+  bool CheckRank(const DimsExprs* inputs, int32_t input, int32_t rank) const;
   virtual bool SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const;
   virtual int64_t LastSize() const { return 0; }     // of the outputs' last dimension; 0: that of the first input
   virtual bool TakesFloat() const { return false; }  // T may be float32
@@ -345,6 +347,21 @@ bool Plugin::CheckPacked(const char* name, const Dims& dims, int64_t experts, si
   const std::string count = experts < 0 ? "experts" : std::to_string(experts);
   return Wrong(std::string(name) + " has shape " + Text(dims) + ", expected [" + count + ", " + std::to_string(words) +
                " int32 words] for these attributes");
+}
+
+bool Plugin::CheckShape(const Dims* in, int32_t input, const std::vector<int64_t>& sizes) const {
+  Dims expected{static_cast<int32_t>(sizes.size()), {}};
+  std::copy(sizes.begin(), sizes.end(), expected.d);
+  bool same = in[input].nbDims == expected.nbDims;
+  for (int32_t i = 0; same && i < expected.nbDims; ++i) same = !Differ(in[input].d[i], expected.d[i]);
+  return same || Wrong(std::string(inputs_.first[input].name) + " has shape " + Text(in[input]) + ", expected " +
+                       Text(expected) + " (-1: any size)");
+}
+
+bool Plugin::CheckRank(const DimsExprs* inputs, int32_t input, int32_t rank) const {
+  return inputs[input].nbDims == rank ||
+         Wrong(std::string(inputs_.first[input].name) + " has " + std::to_string(inputs[input].nbDims) +
+               " dimensions, expected " + std::to_string(rank));
 }
 
 const PluginFieldCollection* Plugin::getFieldsToSerialize() noexcept {
@@ -420,8 +437,8 @@ class Planned : public Plugin {
 
  private:
   // What every GPU can do with for as many rows or fewer. Fewer can take another path with a larger workspace, so each
-  // number counts: up to 0.3 s for 65536 tokens, but the layers of a model are alike. Attention: each batch with each
-  // number of tokens; of slots the most.
+  // number counts: up to 0.3 s for 65536 tokens, but the layers of a model are alike. Attention, linear too: each batch
+  // with each number of tokens; of slots the most.
   static size_t Most(Problem problem) {
     static std::mutex mutex;
     static Problem last{};
@@ -462,11 +479,13 @@ class Planned : public Plugin {
   static int64_t& RowsIn(qm_cuda_problem& problem) { return problem.tokens; }
   static int64_t& RowsIn(qm_cuda_linear_problem& problem) { return problem.rows; }
   static int64_t& RowsIn(qm_cuda_attention_problem& problem) { return problem.tokens; }
+  static int64_t& RowsIn(qm_cuda_delta_problem& problem) { return problem.tokens; }
   template <class Any>
   static int64_t& BatchIn(Any&, int64_t& one) {
     return one;
   }
   static int64_t& BatchIn(qm_cuda_attention_problem& problem, int64_t&) { return problem.batch; }
+  static int64_t& BatchIn(qm_cuda_delta_problem& problem, int64_t&) { return problem.batch; }
 };
 
 class MoE final : public Planned<qm_cuda_problem, qm_cuda_plan, qm_cuda_plan_moe> {
@@ -653,9 +672,7 @@ bool Attention::SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuil
                                     {CachedAttention_past_key, 4},
                                     {CachedAttention_past_value, 4},
                                     {CachedAttention_attention_mask, 2}})
-    if (inputs[input].nbDims != rank)
-      return Wrong(std::string(inputs_.first[input].name) + " has " + std::to_string(inputs[input].nbDims) +
-                   " dimensions, expected " + std::to_string(rank));
+    if (!CheckRank(inputs, input, rank)) return false;
   outputs[0] = qkv;
   outputs[0].d[2] = builder.constant(int64_t{attention_.num_heads} * attention_.v_head_size);
   for (const int32_t i : {0, 1}) {
@@ -668,14 +685,7 @@ bool Attention::SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuil
 
 bool Attention::CheckShapes(const Dims* in) const {
   const qm_attention& a = attention_;
-  const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) {
-    Dims expected{static_cast<int32_t>(sizes.size()), {}};
-    std::copy(sizes.begin(), sizes.end(), expected.d);
-    bool same = in[input].nbDims == expected.nbDims;
-    for (int32_t i = 0; same && i < expected.nbDims; ++i) same = !Differ(in[input].d[i], expected.d[i]);
-    return same || Wrong(std::string(inputs_.first[input].name) + " has shape " + Text(in[input]) + ", expected " +
-                         Text(expected) + " (-1: any size)");
-  };
+  const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return CheckShape(in, input, sizes); };
   const int64_t heads = a.num_heads, groups = a.kv_num_heads, d = a.head_size, v = a.v_head_size;
   const auto weights = [&](int64_t all) {
     return a.qk_norm == k_qk_norm_none ? 0 : a.qk_norm == k_qk_norm_head ? d : all * d;
@@ -690,6 +700,115 @@ bool Attention::CheckShapes(const Dims* in) const {
          check(CachedAttention_q_norm, {weights(heads)}) && check(CachedAttention_k_norm, {weights(groups)}) &&
          check(CachedAttention_sinks, {heads});
 }
+
+// A state stays where it is as a cache does: past and present are bound to the same memory.
+class Conv final : public Plugin {
+ public:
+  Conv(SharedLayer layer, const qm_conv& conv)
+      : Plugin("CausalConv", std::move(layer)), problem_{conv, QM_F32, 0, 0}, bias_(false) {}
+  size_t getWorkspaceSize(const DynamicPluginTensorDesc*, int32_t, const DynamicPluginTensorDesc*,
+                          int32_t) const noexcept override {
+    return 0;
+  }
+
+ private:
+  IPluginV3* Clone() const override { return new Conv(layer_, problem_.conv); }
+  bool SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder&) const override {
+    if (!CheckRank(inputs, CausalConv_x, 3) || !CheckRank(inputs, CausalConv_past_conv, 3)) return false;
+    outputs[0] = inputs[CausalConv_x];
+    outputs[1] = inputs[CausalConv_past_conv];
+    return true;
+  }
+  bool CheckShapes(const Dims* in) const override {
+    const int64_t channels = problem_.conv.channels, width = problem_.conv.width;
+    const Dims &x = in[CausalConv_x], &bias = in[CausalConv_bias];
+    const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return CheckShape(in, input, sizes); };
+    return check(CausalConv_x, {-1, -1, channels}) && check(CausalConv_weight, {channels, width}) &&
+           check(CausalConv_bias, {bias.nbDims == 1 && bias.d[0] == 0 ? 0 : channels}) &&
+           check(CausalConv_past_conv, {x.d[0], channels, width - 1}) && check(CausalConv_rows, {x.d[0], 3});
+  }
+  bool Read(const Inputs& in) {
+    const Dims& x = in.dims[CausalConv_x];
+    problem_.type = QmType(in.types[CausalConv_x]);
+    problem_.batch = x.d[0];
+    problem_.tokens = x.d[1];
+    bias_ = in.dims[CausalConv_bias].d[0] > 0;
+    char error[QM_ERROR_SIZE];
+    return !qm_cuda_validate_conv(&problem_, error) || Wrong(error);
+  }
+  bool Configure(const Inputs& most) override { return Read(most); }
+  bool Prepare(const Inputs& in) override { return Read(in); }
+  int Launch(const void* const* inputs, void* const* outputs, void*, cudaStream_t stream, char* error) override {
+    const auto floats = [&](int32_t input) { return static_cast<const float*>(inputs[input]); };
+    qm_cuda_conv_tensors tensors{};
+    tensors.x = inputs[CausalConv_x];
+    tensors.weight = floats(CausalConv_weight);
+    tensors.bias = bias_ ? floats(CausalConv_bias) : nullptr;
+    tensors.past_conv = inputs[CausalConv_past_conv];
+    tensors.rows = static_cast<const int32_t*>(inputs[CausalConv_rows]);
+    tensors.y = outputs[0];
+    tensors.present_conv = outputs[1];
+    return qm_cuda_launch_conv(&problem_, &tensors, stream, error);
+  }
+
+  qm_cuda_conv_problem problem_;
+  bool bias_;
+};
+
+class Delta final : public Planned<qm_cuda_delta_problem, qm_cuda_delta_plan, qm_cuda_plan_delta> {
+ public:
+  Delta(SharedLayer layer, const qm_delta& delta) : Planned("GatedDelta", std::move(layer)), delta_(delta) {}
+
+ private:
+  IPluginV3* Clone() const override { return new Delta(layer_, delta_); }
+  bool SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
+    if (!CheckRank(inputs, GatedDelta_qkv, 3) || !CheckRank(inputs, GatedDelta_past_state, 4)) return false;
+    outputs[0] = inputs[GatedDelta_qkv];
+    outputs[0].d[2] = builder.constant(int64_t{delta_.num_v_heads} * delta_.v_head_size);
+    outputs[1] = inputs[GatedDelta_past_state];
+    return true;
+  }
+  bool CheckShapes(const Dims* in) const override {
+    const int64_t heads = delta_.num_v_heads, k = delta_.k_head_size, v = delta_.v_head_size;
+    const int64_t decays = heads * (delta_.decay_per_key ? k : 1);
+    const Dims& qkv = in[GatedDelta_qkv];
+    const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return CheckShape(in, input, sizes); };
+    return check(GatedDelta_qkv, {-1, -1, 2 * delta_.num_k_heads * k + heads * v}) &&
+           check(GatedDelta_a, {qkv.d[0], qkv.d[1], decays}) && check(GatedDelta_b, {qkv.d[0], qkv.d[1], heads}) &&
+           check(GatedDelta_z, {qkv.d[0], qkv.d[1], heads * v}) && check(GatedDelta_a_log, {heads}) &&
+           check(GatedDelta_dt_bias, {decays}) && check(GatedDelta_norm, {v}) &&
+           check(GatedDelta_past_state, {qkv.d[0], heads, k, v}) && check(GatedDelta_rows, {qkv.d[0], 3});
+  }
+  qm_cuda_delta_problem ProblemOf(const Inputs& in) const override {
+    const Dims& qkv = in.dims[GatedDelta_qkv];
+    qm_cuda_delta_problem problem{};
+    problem.delta = delta_;
+    problem.type = QmType(in.types[GatedDelta_qkv]);
+    problem.batch = qkv.d[0];
+    problem.tokens = qkv.d[1];
+    return problem;
+  }
+  int Launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
+             char* error) override {
+    const auto floats = [&](int32_t input) { return static_cast<const float*>(inputs[input]); };
+    qm_cuda_delta_tensors tensors{};
+    tensors.qkv = inputs[GatedDelta_qkv];
+    tensors.a = inputs[GatedDelta_a];
+    tensors.b = inputs[GatedDelta_b];
+    tensors.z = inputs[GatedDelta_z];
+    tensors.a_log = floats(GatedDelta_a_log);
+    tensors.dt_bias = floats(GatedDelta_dt_bias);
+    tensors.norm = floats(GatedDelta_norm);
+    tensors.past_state = floats(GatedDelta_past_state);
+    tensors.rows = static_cast<const int32_t*>(inputs[GatedDelta_rows]);
+    tensors.y = outputs[0];
+    tensors.present_state = static_cast<float*>(outputs[1]);
+    tensors.workspace = workspace;
+    return qm_cuda_launch_delta(&problem_, &plan_, &tensors, stream, error);
+  }
+
+  qm_delta delta_;
+};
 
 // The attributes of any operator; the version is the first of each.
 union Node {
@@ -808,8 +927,17 @@ IPluginV3* Creator::Create(const char* name, const PluginFieldCollection* given,
     if (qm_cuda_plan_attention(&problem, &kDevices[0], &tiles, error)) return refuse(error);
     return new Attention(shared, node.attention);
   }
-  for (const std::string_view other : {"CausalConv", "GatedDelta"})
-    if (op_ == other) return refuse("has no plug-in in this release");
+  if (op_ == std::string_view("CausalConv")) {
+    const qm_cuda_conv_problem problem{node.conv, QM_F16, 1, 1};
+    if (qm_cuda_validate_conv(&problem, error)) return refuse(error);
+    return new Conv(shared, node.conv);
+  }
+  if (op_ == std::string_view("GatedDelta")) {
+    const qm_cuda_delta_problem problem{node.delta, QM_F16, 1, 1};
+    qm_cuda_delta_plan blocks;
+    if (qm_cuda_plan_delta(&problem, &kDevices[0], &blocks, error)) return refuse(error);
+    return new Delta(shared, node.delta);
+  }
   const int64_t experts = int64_t{node.moe.num_experts} - std::max(0, node.moe.expert_offset);
   const qm_cuda_problem problem{node.moe, QM_F16, 4, 1, 1, std::max<int64_t>(1, experts)};
   if (qm_cuda_plan_moe(&problem, &kDevices[0], &plan, error)) return refuse(error);

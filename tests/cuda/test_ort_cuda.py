@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specs import attention_spec, conv_spec, delta_spec, routing_spec
+from specs import attention_spec, conv_spec, delta_spec, routing_spec, state_shapes
 
 import quantmoe
 from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import AttentionSpec, ConvSpec, DeltaSpec, MoESpec
+from quantmoe.custom_ops.op import AttentionSpec, MoESpec
 
 if "QUANTMOE_ORT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the driver", allow_module_level=True)
@@ -494,19 +494,6 @@ def test_run_attention(driver, dtype):
 CONV, DELTA = conv_spec(512), delta_spec(2, 4, 64)
 
 
-def state_shapes(spec: ConvSpec | DeltaSpec, batch: int, tokens: int) -> list[tuple[int, ...]]:
-    """Of CausalConv's or GatedDelta's inputs, then outputs."""
-    x = (batch, tokens)
-    if isinstance(spec, ConvSpec):
-        state = (batch, spec.channels, spec.width - 1)
-        weights = [(spec.channels, spec.width), (spec.channels,)]
-        return [(*x, spec.channels), *weights, state, (batch, 3), (*x, spec.channels), state]
-    heads, k, v = spec.num_v_heads, spec.k_head_size, spec.v_head_size
-    decays, state, y = heads * (k if spec.decay_per_key else 1), (batch, heads, k, v), (*x, heads * v)
-    qkv = (*x, 2 * spec.num_k_heads * k + heads * v)
-    return [qkv, (*x, decays), (*x, heads), y, (heads,), (decays,), (v,), state, (batch, 3), y, state]
-
-
 @pytest.mark.parametrize(
     ("spec", "name", "new", "message"),
     [
@@ -521,7 +508,7 @@ def state_shapes(spec: ConvSpec | DeltaSpec, batch: int, tokens: int) -> list[tu
 )
 def test_wrong_states(driver, fake, spec, name, new, message):
     fake(None)
-    op = type(spec).__bases__[0].__name__
+    op = spec.OP
     attributes = {k: v for k, v in (spec.attributes() | {name: new}).items() if v is not None}
     assert driver.create(driver.op("f16", name=op), attributes, []) is None
     assert driver.error.startswith(f'{op} node "moe": ')
@@ -545,7 +532,7 @@ def test_wrong_states(driver, fake, spec, name, new, message):
 )
 def test_wrong_state_inputs(driver, fake, spec, at, shape, message):
     fake(None)
-    name = type(spec).__bases__[0].__name__
+    name = spec.OP
     op = driver.op("bf16", name=name)
     kernel = driver.create(op, spec.attributes(), [])
     assert kernel is not None, driver.error
@@ -568,7 +555,7 @@ def test_states_are_launched_as_they_are_bound(driver, fake, bias):
         (CONV, cuda.ConvProblem(), 3, lib.driver_convolved),
         (DELTA, cuda.DeltaProblem(), 7, lib.driver_stepped),
     ):
-        op = driver.op("f16", name=type(spec).__bases__[0].__name__)
+        op = driver.op("f16", name=spec.OP)
         kernel = driver.create(op, spec.attributes(), [])
         assert kernel is not None, driver.error
         shapes, addresses = state_shapes(spec, 2, 8), [4096 * (i + 1) for i in range(12)]
@@ -594,7 +581,7 @@ def test_states_are_launched_as_they_are_bound(driver, fake, bias):
 def test_run_states(driver, dtype, call):
     """In place, and into other memory: the bytes of the kernels, which test_linear_attention.py checks."""
     for spec, make, launch in ((CONV, conv_inputs, cuda.conv), (DELTA, delta_inputs, cuda.delta)):
-        op = driver.op(dtype, name=type(spec).__bases__[0].__name__)
+        op = driver.op(dtype, name=spec.OP)
         kernel = driver.create(op, spec.attributes(), [])
         assert kernel is not None, driver.error
         made = make(spec, dtype, call)

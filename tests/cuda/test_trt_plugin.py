@@ -13,12 +13,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specs import attention_spec, conv_spec, delta_spec, linear_spec, moe_spec, projection, routing_spec
+from specs import (
+    attention_spec,
+    conv_spec,
+    delta_spec,
+    linear_spec,
+    moe_spec,
+    projection,
+    routing_spec,
+    state_shapes,
+)
 
 import quantmoe
 from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import attribute_kinds
+from quantmoe.custom_ops.op import attribute_kinds, inputs, outputs
 from quantmoe.custom_ops.schema import schema
 
 if "QUANTMOE_TRT_DRIVER" not in os.environ:
@@ -26,6 +35,8 @@ if "QUANTMOE_TRT_DRIVER" not in os.environ:
 torch = pytest.importorskip("torch")
 from cuda.test_attention import Inputs, check_results  # noqa: E402
 from cuda.test_cuda import BASE, TORCH, UNIT, build, build_linear  # noqa: E402
+from cuda.test_linear_attention import conv_inputs, delta_inputs  # noqa: E402
+from cuda.test_linear_attention import tensor as on_device  # noqa: E402
 from cuda.trt import (  # noqa: E402
     BUILD,
     FIELD_TYPES,
@@ -95,7 +106,7 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("op", ["QuantMoE", "QuantLinear", "MoERouting", "CachedAttention"])
+@pytest.mark.parametrize("op", list(schema().operators))
 def test_creator(others, op):
     others.select(op)
     assert [others.lib.driver_name(others.creator, i) for i in range(3)] == [op.encode(), b"1", b""]
@@ -629,14 +640,20 @@ def routing_tensors(rows=(4,), dtype="bf16", **changes):
     return [tensor(t, d) for t, d in zip((dtype, "f32", "i32", "f32"), dims.values(), strict=True)]
 
 
-@pytest.mark.parametrize("spec", [conv_spec(64), delta_spec(2, 4, 64)], ids=lambda spec: spec.OP)
-def test_others_have_no_plug_in(others, spec):
-    others.select(spec.OP)
-    assert others.create(attributes_of(spec)) is None
-    assert others.log() == f'1 {spec.OP} layer "experts": has no plug-in in this release\n'
+# numbers that f32 has, as above
+CONV = conv_spec(512)
+DELTA = delta_spec(2, 4, 64, l2_epsilon=2.0**-20, norm_epsilon=2.0**-20)
 
 
-@pytest.mark.parametrize("spec", [LINEAR, ROUTING, ATTENTION], ids=lambda spec: spec.OP)
+def state_tensors(spec, batch=2, tokens=3, dtype="bf16", **changes):
+    """Of CausalConv or GatedDelta; a change replaces the dimensions of one."""
+    slots = {name: kind for name, kind in [*inputs(spec.OP), *outputs(spec.OP)]}
+    types = [{"T": dtype, "float": "f32", "int32": "i32"}[kind] for kind in slots.values()]
+    shapes = zip(slots, types, state_shapes(spec, batch, tokens), strict=True)
+    return [tensor(type_, changes.get(name, dims)) for name, type_, dims in shapes]
+
+
+@pytest.mark.parametrize("spec", [LINEAR, ROUTING, ATTENTION, CONV, DELTA], ids=lambda spec: spec.OP)
 def test_others_serialize_and_name_what_is_missing(others, spec):
     others.select(spec.OP)
     made = others.create(attributes_of(spec))
@@ -656,6 +673,9 @@ def test_others_serialize_and_name_what_is_missing(others, spec):
     [
         (LINEAR, "op_version", 99, "op_version is 99, this library knows 1"),
         (LINEAR, "in_features", 500, "in_features is 500"),
+        (CONV, "width", 5, "width is 5, the CUDA kernel takes 2 to 4"),
+        (DELTA, "k_head_size", 96, "k_head_size is 96 and v_head_size 64, the CUDA kernels take 64 and 128"),
+        (DELTA, "gate", "tanh", 'gate is "tanh", the operator defines: silu, sigmoid'),
         (LINEAR, "w_format", "f16", "w_format is 6"),
         (LINEAR, "w_layout", "cpu_panel", "w_layout is 0"),
         (ROUTING, "op_version", 99, "op_version is 99, this library knows 1"),
@@ -845,6 +865,126 @@ def test_enqueue_attention(others, dtype):
         assert running.call("enqueue", shapes, *pointers, ctypes.c_void_p(workspace.data_ptr()), None) == 0
         torch.cuda.synchronize()
         check_results(made, [x.cpu().double().numpy() for x in (output, *present)])
+
+
+@pytest.mark.parametrize("spec", [CONV, DELTA], ids=lambda spec: spec.OP)
+def test_types_of_states(others, spec):
+    others.select(spec.OP)
+    made = others.create(attributes_of(spec))
+    count = len(state_tensors(spec))
+    for x in TYPES:
+        supported = [made.call("supports", state_tensors(spec, dtype=x), at) for at in range(count)]
+        assert all(supported) == (x in ("f16", "bf16")), x
+    for at, good in {i: t.type for i, t in enumerate(state_tensors(spec))}.items():
+        for code in TYPES.values():
+            given = state_tensors(spec)
+            given[at].type = code
+            assert at == 0 or made.call("supports", given, at) == (code == good)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("spec", [CONV, DELTA], ids=lambda spec: spec.OP)
+def test_outputs_of_states(others, spec, dtype):
+    others.select(spec.OP)
+    made = others.create(attributes_of(spec))
+    y, state = state_shapes(spec, 2, 7)[-2:]
+    given = state_tensors(spec, 2, 7, dtype)
+    assert made.outputs(given) == [(dtype, y), ("f32" if spec is DELTA else dtype, state)]
+    for name in ("qkv", "past_state") if spec is DELTA else ("x", "past_conv"):
+        assert made.outputs(state_tensors(spec, **{name: (2,)})) is None
+        assert f'1 {spec.OP} layer "experts": {name} has 1 dimensions, expected ' in others.log()
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "dims", "message"),
+    [
+        (CONV, "x", (2, 3, 511), "x has shape [2, 3, 511], expected [-1, -1, 512] (-1: any size)"),
+        (CONV, "weight", (512, 3), "weight has shape [512, 3], expected [512, 4]"),
+        (CONV, "bias", (4,), "bias has shape [4], expected [512]"),
+        (CONV, "past_conv", (1, 512, 3), "past_conv has shape [1, 512, 3], expected [2, 512, 3]"),
+        (CONV, "rows", (2, 2), "rows has shape [2, 2], expected [2, 3]"),
+        (DELTA, "qkv", (2, 512), "qkv has shape [2, 512], expected [-1, -1, 512]"),
+        (DELTA, "a", (2, 3, 256), "a has shape [2, 3, 256], expected [2, 3, 4]"),
+        (DELTA, "b", (2, 2, 4), "b has shape [2, 2, 4], expected [2, 3, 4]"),
+        (DELTA, "z", (1, 3, 256), "z has shape [1, 3, 256], expected [2, 3, 256]"),
+        (DELTA, "a_log", (2,), "a_log has shape [2], expected [4]"),
+        (DELTA, "dt_bias", (256,), "dt_bias has shape [256], expected [4]"),
+        (DELTA, "norm", (256,), "norm has shape [256], expected [64]"),
+        (DELTA, "past_state", (2, 4, 64, 32), "past_state has shape [2, 4, 64, 32], expected [2, 4, 64, 64]"),
+    ],
+)
+def test_shapes_of_states(others, spec, name, dims, message):
+    others.select(spec.OP)
+    made = others.create(attributes_of(spec))
+    for batch, tokens in ((1, 1), (3, 300), (0, 1), (40, 0)):
+        assert made.call("configure", state_tensors(spec, batch, tokens)) == 0, others.log()
+    for call in ("configure", "shape_change"):
+        assert made.call(call, state_tensors(spec, **{name: dims})) != 0
+        assert f'1 {spec.OP} layer "experts": {message}' in others.log()
+
+
+def test_workspace_of_states(others):
+    """The convolution needs none; of the profile's maxima, and enough for fewer tokens and rows."""
+    others.select("CausalConv")
+    assert others.create(attributes_of(CONV)).call("workspace", state_tensors(CONV, 4, 300)) == 0
+    others.select("GatedDelta")
+    given = others.create(attributes_of(DELTA)).call("workspace", state_tensors(DELTA, 4, 300))
+    problems = [cuda.delta_problem(DELTA, "bf16", b, t) for b in range(1, 5) for t in range(1, 301)]
+    assert 0 < max(cuda.plan_delta(p, device).workspace_bytes for p in problems for device in DEVICES) <= given
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("spec", [CONV, DELTA], ids=lambda spec: spec.OP)
+def test_states_are_launched_with_what_they_are_given(fake, spec, in_place, bias):
+    """As test_attention_is_launched_with_what_it_is_given."""
+    fake.select(spec.OP)
+    running = fake.create(fake.create(attributes_of(spec)).serialize(), RUNTIME).attach()
+    shapes = state_tensors(spec, 3, 20, "f16", **({} if bias else {"bias": (0,)}))
+    assert running.call("shape_change", shapes) == 0, fake.log()
+    count, past = len(inputs(spec.OP)), -2
+    given = [0x1000 * (i + 1) for i in range(count)]
+    results = [0xA0000, given[past] if in_place else 0xB0000]
+    pointers = [(ctypes.c_void_p * len(p))(*p) for p in (given, results)]
+    before = fake.lib.driver_count(1)
+    assert running.call("enqueue", shapes, *pointers, ctypes.c_void_p(0xD0000), None) == 0, fake.log()
+    assert fake.lib.driver_count(1) == before + 1
+    made, found = (cuda.delta_problem if spec is DELTA else cuda.conv_problem), (ctypes.c_uint64 * 12)()
+    want = made(spec, "f16", 3, 20)
+    problem = type(want)()
+    getattr(fake.lib, "driver_stepped" if spec is DELTA else "driver_convolved")(ctypes.byref(problem), found)
+    for name, _ in want._fields_:  # what is between them is not said
+        got, expected = getattr(problem, name), getattr(want, name)
+        assert got == expected if isinstance(expected, int) else bytes(got) == bytes(expected)
+    if spec is CONV and not bias:
+        given[2] = 0
+    assert list(found)[: count + 2] == [*given, *results]
+    assert found[11] == (0xD0000 if spec is DELTA else 0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("call", ["one token", "ragged few", "65"])
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_enqueue_states(others, dtype, call):
+    """In place, with one plug-in: the bytes of the kernels, which test_linear_attention.py checks."""
+    for spec, make, launch in ((CONV, conv_inputs, cuda.conv), (DELTA, delta_inputs, cuda.delta)):
+        others.select(spec.OP)
+        made = make(spec, dtype, call)
+        described = state_tensors(spec, *made[0].shape[:2], dtype)
+        built = others.create(attributes_of(spec))
+        size = built.call("workspace", described)
+        running = others.create(built.serialize(), RUNTIME).attach()
+        want = launch(spec, *(on_device(x, dtype) for x in made))
+        given = [on_device(x, dtype) for x in made]
+        results = [torch.full_like(want[0], float("nan")), given[-2]]
+        workspace = torch.full((max(1, size),), 0xFF, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        assert running.call("shape_change", described) == 0, others.log()
+        pointers = [(ctypes.c_void_p * len(t))(*(x.data_ptr() for x in t)) for t in (given, results)]
+        assert running.call("enqueue", described, *pointers, ctypes.c_void_p(workspace.data_ptr()), None) == 0
+        torch.cuda.synchronize()
+        for found, expected in zip(results, want, strict=True):
+            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
