@@ -203,10 +203,12 @@ def check_order(problem: Problem | LinearProblem, rows: torch.Tensor) -> None:
     check_status(check(ctypes.byref(problem), _PTR(rows.data_ptr()), None, err), err)
 
 
-def refusal(spec: MoESpec | LinearSpec | AttentionSpec) -> str:
+def refusal(spec: MoESpec | LinearSpec | AttentionSpec | ConvSpec | DeltaSpec) -> str:
     """Why the kernels do not run nodes with these attributes; "" when they do. Needs neither the library nor a GPU."""
     if isinstance(spec, AttentionSpec):
         return _attention_refusal(spec)
+    if isinstance(spec, ConvSpec | DeltaSpec):
+        return _state_refusal(spec)
     if isinstance(spec, LinearSpec):
         if spec.in_features % 8:
             return f"in_features is {spec.in_features}; the CUDA kernels take multiples of 8"
@@ -235,6 +237,20 @@ def _attention_refusal(spec: AttentionSpec) -> str:
         return f"head_size is {spec.head_size}, the CUDA kernels take {', '.join(most)} and {last}"
     if spec.v_head_size != spec.head_size:
         return f"v_head_size is {spec.v_head_size}, the CUDA kernels take head_size {spec.head_size}"
+    return ""
+
+
+def _state_refusal(spec: ConvSpec | DeltaSpec) -> str:
+    """linear_attention_plan.cc's, as far as the operators allow more."""
+    if isinstance(spec, DeltaSpec):
+        if {spec.k_head_size, spec.v_head_size} <= {64, 128}:
+            return ""
+        sizes = f"k_head_size is {spec.k_head_size} and v_head_size {spec.v_head_size}"
+        return f"{sizes}, the CUDA kernels take 64 and 128"
+    if spec.channels % 2:
+        return f"channels is {spec.channels}, the CUDA kernel takes even numbers"
+    if not 2 <= spec.width <= 4:
+        return f"width is {spec.width}, the CUDA kernel takes 2 to 4"
     return ""
 
 

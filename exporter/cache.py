@@ -266,7 +266,10 @@ class SharedCache(Cache):
 
 class Step:
     """A decode step whose shapes and addresses never change, as a CUDA graph wants it: one token, a mask of the whole
-    capacity. ONNX Runtime captures the first and replays it; each cache has a graph of its own in the session."""
+    capacity. ONNX Runtime captures the first and replays it; each cache has a graph of its own in the session.
+
+    The call that captures runs several times (microsoft/onnxruntime 32243), and a state goes on with each: states are
+    put back after it, and the token is run again. Keys and values are only written again."""
 
     def __init__(self, model: Generator, buffers: dict[str, Buffer], capacity: int):
         self.model = model
@@ -275,6 +278,8 @@ class Step:
         arrays = model.feed(np.zeros((1, 1), np.int64), 0) | {"attention_mask": self._mask}
         self._inputs = {name: Buffer.of(array, model.device) for name, array in arrays.items()}
         self._logits = model.logits_of(1, model.device)
+        self._states = [buffers[name] for name in model.states]
+        self._captured = False
         self._binding = model.session.io_binding()
         self._logits.bind(self._binding, output="logits")
         for name, buffer in self._inputs.items():
@@ -288,6 +293,12 @@ class Step:
         for name, array in (self.model.feed(ids, length) | {"attention_mask": self._mask}).items():
             self._inputs[name].write(array)
         with self.model.running(1, length):
+            if self._states and not self._captured:
+                before = [state.numpy() for state in self._states]
+                self.model.session.run_with_iobinding(self._binding, self._options)
+                for state, array in zip(self._states, before, strict=True):
+                    state.write(array)
+            self._captured = True
             self.model.session.run_with_iobinding(self._binding, self._options)
         return self._logits.numpy()
 

@@ -44,8 +44,6 @@ JOINED = {
     ("in_proj_qkv", "in_proj_z"): "in_proj_qkvz",
     ("in_proj_b", "in_proj_a"): "in_proj_ba",
 }
-#: why --target cuda refuses hybrid models
-CPU_ONLY = "linear attention: CausalConv and GatedDelta have kernels for the CPU only, not for --target cuda"
 #: of one tensor in TensorRT
 MAX_ELEMENTS = 2**31 - 1
 

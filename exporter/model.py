@@ -52,7 +52,7 @@ from quantmoe.exporter.ahead import BLOCK
 from quantmoe.exporter.architectures import ARCHITECTURES
 from quantmoe.exporter.checkpoint import DTYPES as STORED
 from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.choose import CPU_ONLY, Choice
+from quantmoe.exporter.choose import Choice
 from quantmoe.exporter.formats import Format, MoELayer
 from quantmoe.exporter.formats.base import FLOAT_KINDS, FLOATS
 from quantmoe.exporter.formats.experts import check_sizes
@@ -181,11 +181,9 @@ class Skeleton:
     def _linear_attention(self, target: str) -> dict[str, linear_attention.Recognised]:
         folder, stack = self.format.ckpt.folder, _decoder(self.model).layers
         with doing(f"{folder}: recognising linear attention"), _quiet():
-            found, left = linear_attention.recognise(self.model, stack)
+            found, left = linear_attention.recognise(self.model, stack, _refusal(target))
         for name, reason in left.items():
             raise CheckpointError(f"{folder}: {name}: {reason}")
-        if found and target != "cpu":
-            raise CheckpointError(f"{folder}: {next(iter(found))}: {CPU_ONLY}")
         if found and not any(hasattr(layer, "self_attn") for layer in stack):
             raise CheckpointError(
                 f"{folder}: {len(stack)} layers of linear attention alone; expected one of full attention among them, "
@@ -426,10 +424,14 @@ def recognised(skeleton: Skeleton, chosen: Choice, target: str) -> tuple[dict[st
     rows = Rows(decoder)
     changed = linear_attention.attach(model, skeleton.linear_attention, rows)
     skeleton.derive(changed, lambda w: w[:, 0] if w.ndim == 3 else w)
-    refusal = cuda.refusal if target == "cuda" else lambda spec: native.refusal(spec, {})
     with doing(f"{skeleton.format.ckpt.folder}: recognising attention"):
-        found, left = recognise(model, decoder, refusal)
+        found, left = recognise(model, decoder, _refusal(target))
     return found, left, rows
+
+
+def _refusal(target: str) -> Callable[[Any], str]:
+    """Why a target's kernels do not run a node of attention with such attributes; "" when they do."""
+    return cuda.refusal if target == "cuda" else lambda spec: native.refusal(spec, {})
 
 
 def _trace_layers(skeleton: Skeleton, target: str) -> ir.Model:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quantmoe.exporter.checkpoint import DTYPES, Checkpoint
-from quantmoe.exporter.choose import ACTIVATIONS, CPU_ONLY, LAYOUT, choose_experts
+from quantmoe.exporter.choose import ACTIVATIONS, LAYOUT, choose_experts
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.formats import Format, find_format, open_checkpoint
 from quantmoe.exporter.formats.unquantized import Unquantized
@@ -59,8 +59,6 @@ def survey(path: str | Path) -> dict[str, Any]:
             choose_experts(format, layout, ACTIVATIONS[layout], "exact")
         except CheckpointError as error:
             found["refused"][target] = str(error)
-    if not reason and "linear attention" in found["attention"]:
-        found["refused"]["cuda"] = found["refused"]["cuda"] or f"{path}: {CPU_ONLY}"
     return found
 
 

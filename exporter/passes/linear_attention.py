@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from quantmoe.custom_ops import native
 from quantmoe.custom_ops.op import ConvSpec, DeltaSpec
 from quantmoe.custom_ops.reference import conv as reference_conv
 from quantmoe.custom_ops.reference import delta as reference_delta
@@ -48,12 +47,15 @@ class Recognised:
     together: bool
 
 
-def recognise(model: torch.nn.Module, stack: torch.nn.ModuleList) -> tuple[dict[str, Recognised], dict[str, str]]:
+def recognise(
+    model: torch.nn.Module, stack: torch.nn.ModuleList, refusal: Callable[[ConvSpec | DeltaSpec], str]
+) -> tuple[dict[str, Recognised], dict[str, str]]:
     """What every module that keeps a state computes, if CausalConv and GatedDelta do; and why the others are not. By
     module name.
 
     Args:
         stack: the model's decoder layers.
+        refusal: why the target's kernels do not run a node; "" when they do.
     """
     found: dict[str, Recognised] = {}
     left: dict[str, str] = {}
@@ -64,6 +66,9 @@ def recognise(model: torch.nn.Module, stack: torch.nn.ModuleList) -> tuple[dict[
         try:
             if (kind := repr(signature(module))) not in kinds:
                 kinds[kind] = _compare(module, together)
+            for spec in (kinds[kind].conv, kinds[kind].delta):
+                if reason := refusal(spec):
+                    raise Unlike(reason)
             found[name] = kinds[kind]
         except Unlike as reason:
             left[name] = f"{type(module).__name__}: {reason}"
@@ -128,9 +133,6 @@ def _compare(module: Any, together: bool) -> Recognised:
         raise Unlike(f"its forward does not run alone: {line(error)}") from None
     if not candidates:
         raise Unlike("it computes something else than CausalConv and GatedDelta")
-    for spec in candidates[0]:
-        if reason := native.refusal(spec, {}):
-            raise Unlike(reason)
     return Recognised(*candidates[0], together)
 
 

@@ -244,6 +244,8 @@ def test_refusals(spec: ConvSpec | DeltaSpec, message: str) -> None:
     problem = (cuda.delta_problem if delta else cuda.conv_problem)(spec, "f16", 1, 1)
     with pytest.raises(ValueError, match=message):
         (cuda.plan_delta if delta else cuda.check_conv)(problem)
+    if "CUDA" in message:  # what needs no library says so, too
+        assert cuda.refusal(spec).startswith(message)
 
 
 def test_f32_is_refused() -> None:

@@ -17,9 +17,9 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from quantmoe.custom_ops.layouts import marlin
-from quantmoe.custom_ops.op import AttentionSpec, LinearSpec, MoESpec, RoutingSpec
+from quantmoe.custom_ops.op import AttentionSpec, ConvSpec, DeltaSpec, LinearSpec, MoESpec, RoutingSpec
 from quantmoe.custom_ops.reference import attention as attend
-from quantmoe.custom_ops.reference import linear, quant_moe, route
+from quantmoe.custom_ops.reference import conv, delta, linear, quant_moe, route
 from quantmoe.exporter import attention, choose
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.convert import export
@@ -65,6 +65,22 @@ class CachedAttention(OpRun):
         return tuple(array.astype(qkv.dtype) for array in (output, *present))
 
 
+class CausalConv(OpRun):
+    op_domain = "quantmoe"
+
+    def _run(self, x, weight, bias, past, rows, **attributes):
+        y, present = conv(ConvSpec.from_attributes(attributes), x, weight, bias, past, rows)
+        return y.astype(x.dtype), present.astype(x.dtype)
+
+
+class GatedDelta(OpRun):
+    op_domain = "quantmoe"
+
+    def _run(self, qkv, *others, **attributes):
+        y, present = delta(DeltaSpec.from_attributes(attributes), qkv, *others)
+        return y.astype(qkv.dtype), present.astype(np.float32)
+
+
 class MoERouting(OpRun):
     op_domain = "quantmoe"
 
@@ -106,7 +122,8 @@ def cached(checkpoint, tmp_path_factory):
     return make
 
 
-CACHED = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe"]
+HYBRID = ["qwen3_next", "qwen3_5_moe_text"]
+CACHED = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe", *HYBRID]
 
 
 def test_nodes_of_a_layer(cached):
@@ -123,8 +140,24 @@ def test_nodes_of_a_layer(cached):
 def test_attention_is_one_node(cached, architecture):
     found = inspect(cached(architecture))
     assert found["plain_attention"] == {}
-    assert [node["cache"] for node in found["attention"]] == ["float16"] * 2
+    assert [node["cache"] for node in found["attention"]] == ["float16"] * (1 if architecture in HYBRID else 2)
+    assert len(found["linear_attention"]) == (architecture in HYBRID)
     assert found["metadata"]["past_present_share_buffer"] == "true"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("architecture", HYBRID)
+def test_types_of_states(cached, architecture, dtype):
+    """Of a convolution the graph's, of the delta rule f32."""
+    folder = cached(architecture, dtype=dtype)
+    graph = ir.load(folder / "model.onnx").graph
+    own = ir.DataType.FLOAT16 if dtype == "f16" else ir.DataType.BFLOAT16
+    for values, prefix in ((graph.inputs, "past_key_values"), (graph.outputs, "present")):
+        types = {value.name: value.dtype for value in values}
+        assert types[f"{prefix}.0.conv_state"] == types[f"{prefix}.1.key"] == own
+        assert types[f"{prefix}.0.recurrent_state"] == ir.DataType.FLOAT
+    genai = json.loads((folder / "genai_config.json").read_text())["model"]["decoder"]
+    assert genai["session_options"]["provider_options"] == [{"cuda": {"enable_cuda_graph": "1"}}]
 
 
 def test_what_the_kernels_do_not_take_stays_plain(exported, checkpoint, tmp_path):
@@ -222,7 +255,7 @@ def scaled_where_multiplied(softmax):
     return tensor and scaled.inputs[0].producer().op_type == "Reshape"
 
 
-@pytest.mark.parametrize("architecture", sorted(SIZES.keys() - {"qwen3_next", "qwen3_5_moe_text"}))
+@pytest.mark.parametrize("architecture", sorted(SIZES.keys() - set(HYBRID)))
 def test_attention(exported, architecture):
     """What TensorRT 10.6 gets wrong or cannot capture, ONNX Runtime's CUDA provider lacks, and memory is wasted on."""
     graph = ir.load(exported(architecture, target="cuda") / "model.onnx").graph
@@ -314,14 +347,14 @@ def positions(mask):
 
 
 def logits(folder, ids, mask):
-    evaluator = ReferenceEvaluator(
-        str(folder / "model.onnx"), new_ops=[QuantMoE, QuantLinear, MoERouting, CachedAttention]
-    )
+    own = [QuantMoE, QuantLinear, MoERouting, CachedAttention, CausalConv, GatedDelta]
+    evaluator = ReferenceEvaluator(str(folder / "model.onnx"), new_ops=own)
     feed = {"input_ids": ids, "attention_mask": mask, "position_ids": positions(mask)}
     for value in evaluator.proto_.graph.input:
         if value.name not in feed and value.name.startswith("past"):
-            dims = [d.dim_value for d in value.type.tensor_type.shape.dim]
-            feed[value.name] = np.zeros((len(ids), dims[1], 0, dims[3]), np.float16)
+            dims = [d.dim_value for d in value.type.tensor_type.shape.dim]  # 0: dynamic
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+            feed[value.name] = np.zeros((len(ids), *dims[1:]), dtype)
     return evaluator.run(["logits"], {n: feed[n] for n in evaluator.input_names})[0].astype(np.float64)
 
 
@@ -346,3 +379,13 @@ def test_refusals(checkpoint, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="in which 13 experts would fit"):
         plan(folder, tmp_path / "a", target="cuda")
     assert not (tmp_path / "a").exists()
+
+
+def test_states_that_no_kernel_takes_are_refused(checkpoint, tmp_path):
+    odd = checkpoint("qwen3_next", linear_key_head_dim=96)
+    for command in (export, plan):
+        with pytest.raises(
+            CheckpointError, match=r"0\.linear_attn: .*: k_head_size is 96 and v_head_size 64, the CUDA"
+        ):
+            command(odd, tmp_path / "a", target="cuda")
+    assert plan(odd, tmp_path / "a").plain_attention == {}

@@ -75,6 +75,38 @@ def test_a_step_of_unchanging_shapes_and_addresses(exported, architecture, nan):
     assert np.array_equal(*found)
 
 
+def test_a_call_that_captures_runs_several_times(exported):
+    """As ONNX Runtime's CUDA provider does it: the states of linear attention are of one run, in the first token, after
+    the cache has grown, and in another cache."""
+
+    class Capturing:
+        """A session that runs each binding's first call three times, but of those whose graph is -1."""
+
+        def __init__(self, session: ort.InferenceSession):
+            self.session, self.captured = session, []
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.session, name)
+
+        def run_with_iobinding(self, binding: ort.IOBinding, graph: int) -> None:
+            for _ in range(3 if graph != -1 and binding not in self.captured else 1):
+                self.session.run_with_iobinding(binding)
+            self.captured += [binding]
+
+    folder = exported("qwen3_next", activations="float", logits="last")
+    usual, steps = Generator(folder), Generator(folder)
+    steps.session = Capturing(steps.session)
+    steps.cuda_graph, steps.run_options = True, lambda graph: graph
+    for _ in range(2):
+        found = []
+        for generator in (usual, steps):
+            cache = generator.cache()
+            logits = [generator.generate(PROMPT, 6, cache=cache, logits=True).logits]
+            cache.reserve(cache.capacity + 1)
+            found.append(np.concatenate([*logits, generator.generate([3], 5, cache=cache, logits=True).logits]))
+        assert np.array_equal(*found)
+
+
 def test_bfloat16_is_bound_as_it_is():
     """NumPy lacks it, and so do ONNX Runtime's arrays."""
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.BFLOAT16), shape=ir.Shape([3]))
