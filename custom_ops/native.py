@@ -408,7 +408,7 @@ def conv(
     """CausalConv through the C ABI.
 
     Args:
-        x: [B, S, C] f32, f16 or bf16. past: [B, C, W - 1] of x's type.
+        x: [B, S, C] f32, f16 or bf16. past: [B, C, W - 1] of x's type, with a state_window of N > 1 [N, B, C, W - 1].
         present: where the state goes; past itself: in place. buffer: as NativeMoE's.
 
     Returns:
@@ -440,7 +440,8 @@ def delta(
     """GatedDelta through the C ABI.
 
     Args:
-        qkv: [B, S, 2 G K + H V], a, b, z: of one type, f32, f16 or bf16. past: f32 [B, H, K, V].
+        qkv: [B, S, 2 G K + H V], a, b, z: of one type, f32, f16 or bf16. past: f32 [B, H, K, V] or
+            [N, B, H, K, V].
         present, buffer: as :func:`conv`'s.
 
     Returns:

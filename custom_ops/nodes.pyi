@@ -71,6 +71,7 @@ class CausalConv(Spec):
     channels: int  # C
     width: int  # W
     activation: str
+    state_window: int = ...  # states after each of the last so many tokens; 1: after the last
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDelta(Spec):
@@ -85,3 +86,4 @@ class GatedDelta(Spec):
     beta_scale: float  # 1, or 2 for transitions of negative eigenvalues (OLMo-hybrid)
     gate: str
     norm_epsilon: float
+    state_window: int = ...  # as CausalConv's

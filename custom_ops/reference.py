@@ -299,6 +299,11 @@ def check_rows(rows: np.ndarray, tokens: int) -> None:
             raise ValueError(f"rows[{b}] is {begin}, {count}, {past} (begin, count, past): {tokens} new tokens")
 
 
+def windowed(spec: ConvSpec | DeltaSpec, state: np.ndarray) -> np.ndarray:
+    """A view of CausalConv's or GatedDelta's state as [state_window, B, ..]."""
+    return state if spec.state_window > 1 else state[None]
+
+
 def sigmoid(x: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         return 1 / (1 + np.exp(-x))
@@ -313,20 +318,24 @@ def conv(
         spec: the node's attributes. The others: inputs of op.def's shapes, any float type.
 
     Returns:
-        y float64 [B, S, C], zero for tokens that do not count; present_conv of past_conv's shape and type.
+        y float64 [B, S, C], zero for tokens that do not count; present_conv of past_conv's shape and type, zeros in
+        slots of no token.
 
     Raises:
         ValueError: ``rows`` asks for tokens that are not there.
     """
     check_rows(rows, x.shape[1])
     before = spec.width - 1
-    y, present = np.zeros(x.shape), past_conv.copy()
+    y, present = np.zeros(x.shape), np.zeros_like(past_conv)
+    slots, live = windowed(spec, present), windowed(spec, past_conv)[-1]
     for b, (begin, count, past) in enumerate(rows.tolist()):
         if not count:
+            slots[-1, b] = live[b]
             continue
-        state = past_conv[b] if past else np.zeros_like(past_conv[b])
+        state = live[b] if past else np.zeros_like(live[b])
         seen = np.concatenate([state, x[b, begin : begin + count].T.astype(state.dtype)], 1)  # [C, W - 1 + count]
-        present[b] = seen[:, count:]
+        for back in range(min(count, len(slots))):
+            slots[-1 - back, b] = seen[:, count - back : count - back + before]
         windows = np.lib.stride_tricks.sliding_window_view(seen.astype(np.float64), before + 1, axis=1)
         out = np.einsum("ctw,cw->tc", windows, weight.astype(np.float64)) + (bias if bias.size else 0)
         y[b, begin : begin + count] = out * sigmoid(out) if spec.activation == "silu" else out
@@ -351,7 +360,8 @@ def delta(
         spec: the node's attributes. The others: inputs of op.def's shapes, any float type.
 
     Returns:
-        y [B, S, H V], zero for tokens that do not count, and present_state [B, H, K, V], both float64.
+        y [B, S, H V], zero for tokens that do not count, and present_state of past_state's shape, zeros in slots of no
+        token, both float64.
 
     Raises:
         ValueError: ``rows`` asks for tokens that are not there.
@@ -367,15 +377,18 @@ def delta(
     step = np.logaddexp(0, a.astype(np.float64) + dt_bias).reshape(batch, tokens, heads, dt_bias.size // heads)
     decay = np.exp(-np.exp(a_log.astype(np.float64))[:, None] * step)
     beta = np.float32(spec.beta_scale) * sigmoid(b.astype(np.float64))
-    y, present = np.zeros((batch, tokens, heads, value)), past_state.astype(np.float64)
+    y, present = np.zeros((batch, tokens, heads, value)), np.zeros(past_state.shape)
+    slots, live = windowed(spec, present), windowed(spec, past_state.astype(np.float64))[-1]
     for i, (begin, count, past) in enumerate(rows.tolist()):
-        state = present[i] if past or not count else np.zeros(present[i].shape)
+        state = live[i] if past or not count else np.zeros(live[i].shape)
         for t in range(begin, begin + count):
             state = state * decay[i, t][:, :, None]
             new = (v[i, t] - np.einsum("hk,hkv->hv", k[i, t], state)) * beta[i, t][:, None]
             state = state + k[i, t][:, :, None] * new[:, None]
             y[i, t] = np.einsum("hk,hkv->hv", q[i, t], state)
-        present[i] = state
+            if (slot := len(slots) - begin - count + t) >= 0:
+                slots[slot, i] = state
+        slots[-1, i] = state
     y = y / np.sqrt((y * y).mean(3, keepdims=True) + np.float32(spec.norm_epsilon)) * norm.astype(np.float64)
     gate = sigmoid(z.astype(np.float64))
     gate = (gate * z if spec.gate == "silu" else gate).reshape(y.shape)

@@ -199,12 +199,13 @@ def causal_conv(
     """A causal depthwise convolution with state, by the float64 reference.
 
     Args:
-        x: [B, S, C]. weight: f32 [C, W]. bias: f32 [C] or [0]. past_conv: [B, C, W - 1] of x's dtype.
+        x: [B, S, C]. weight: f32 [C, W]. bias: f32 [C] or [0]. past_conv: [B, C, W - 1] of x's dtype, with a
+            state_window of N > 1 [N, B, C, W - 1].
         rows: int32 [B, 3]: the first new token that counts, how many do, tokens before them.
         attributes: JSON of ConvSpec.attributes().
 
     Returns:
-        y [B, S, C] and present_conv [B, C, W - 1], of x's dtype.
+        y [B, S, C] and present_conv of past_conv's shape, of x's dtype.
     """
     spec = ConvSpec.from_attributes(json.loads(attributes))
     given = [t.float().numpy() for t in (x, weight, bias, past_conv)] + [rows.numpy()]
@@ -241,12 +242,13 @@ def gated_delta(
 
     Args:
         qkv: [B, S, 2 G K + H V]. a: [B, S, H] or [B, S, H K]. b: [B, S, H]. z: [B, S, H V].
-        a_log: f32 [H]. dt_bias: f32 [H] or [H K]. norm: f32 [V]. past_state: f32 [B, H, K, V].
+        a_log: f32 [H]. dt_bias: f32 [H] or [H K]. norm: f32 [V]. past_state: f32 [B, H, K, V], with a state_window of
+            N > 1 [N, B, H, K, V].
         rows: as causal_conv's.
         attributes: JSON of DeltaSpec.attributes().
 
     Returns:
-        y [B, S, H V] of qkv's dtype and present_state f32 [B, H, K, V].
+        y [B, S, H V] of qkv's dtype and present_state f32 of past_state's shape.
     """
     spec = DeltaSpec.from_attributes(json.loads(attributes))
     given = [t.float().numpy() for t in (qkv, a, b, z, a_log, dt_bias, norm, past_state)] + [rows.numpy()]

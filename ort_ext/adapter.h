@@ -139,6 +139,12 @@ class Kernel {
   template <class Sizes, class Tensors>
   void ReadDelta(OrtKernelContext* context, const qm_delta& delta, Sizes& sizes, Tensors& tensors) const;
 
+  // A state's shape, with the window's size in front where there is one.
+  static Shape Windowed(int32_t window, Shape state) {
+    if (window > 1) state.insert(state.begin(), window);
+    return state;
+  }
+
   // Throws unless an input has the shape; -1: any size.
   void CheckShape(const OrtKernelContext* context, int32_t input, const Shape& expected) const;
 
@@ -336,7 +342,7 @@ void Kernel::ReadConv(OrtKernelContext* context, const qm_conv& conv, Sizes& siz
   const int64_t channels = conv.channels;
   CheckShape(context, CausalConv_x, {-1, -1, channels});
   const Shape x = ShapeOf(Input(context, CausalConv_x)), bias = ShapeOf(Input(context, CausalConv_bias));
-  const Shape state{x[0], channels, conv.width - 1};
+  const Shape state = Windowed(conv.state_window, {x[0], channels, conv.width - 1});
   CheckShape(context, CausalConv_weight, {channels, conv.width});
   if (bias != Shape{0} && bias != Shape{channels})
     Fail("bias has shape " + Text(bias) + ", expected " + Text({channels}) + " or, for none, [0]");
@@ -360,7 +366,7 @@ void Kernel::ReadDelta(OrtKernelContext* context, const qm_delta& delta, Sizes& 
   const int64_t decays = heads * (delta.decay_per_key ? k : 1);
   CheckShape(context, GatedDelta_qkv, {-1, -1, 2 * delta.num_k_heads * k + heads * v});
   const Shape qkv = ShapeOf(Input(context, GatedDelta_qkv));
-  const Shape output{qkv[0], qkv[1], heads * v}, state{qkv[0], heads, k, v};
+  const Shape output{qkv[0], qkv[1], heads * v}, state = Windowed(delta.state_window, {qkv[0], heads, k, v});
   CheckShape(context, GatedDelta_a, {qkv[0], qkv[1], decays});
   CheckShape(context, GatedDelta_b, {qkv[0], qkv[1], heads});
   CheckShape(context, GatedDelta_z, output);

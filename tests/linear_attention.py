@@ -316,3 +316,32 @@ def check_delta(a: Delta, got: tuple[np.ndarray, np.ndarray]) -> None:
 def assert_bytes(a: tuple[np.ndarray, ...], b: tuple[np.ndarray, ...]) -> None:
     for x, y in zip(a, b, strict=True):
         assert x.tobytes() == y.tobytes()
+
+
+def check_window(a: Conv | Delta, window: int, lanes: int = 3) -> None:
+    """A node with a window of states: slots have the bytes of calls that end there, the others are zeros, or in place
+    what they were; the last one is all that is read.
+
+    Args:
+        a: without a window.
+    """
+    spec = replace(a.spec, state_window=window)
+    past = np.full((window, *a.past.shape), np.nan, a.past.dtype)
+    past[-1] = a.past
+    want, kept = np.zeros_like(past), past.copy()
+    for b, (_, count, before) in enumerate(a.rows.tolist()):
+        for slot in range(window - min(count, window), window):
+            made = count - window + 1 + slot
+            _, state = a.row(b).tokens(slice(0, made), [[0, made, before]]).run()
+            want[slot, b] = kept[slot, b] = state[0]
+        if not count:
+            want[-1, b] = a.past[b]
+    y, _ = a.run()
+    whole: Any = replace(a, spec=spec, past=past)
+    assert_bytes(whole.run(lanes=lanes), (y, want))
+    memory = past.copy()
+    assert_bytes(replace(whole, past=memory).run(present=memory), (y, kept))
+    other, state = whole.reference()
+    plain, last = a.reference()
+    assert_bytes((other, state[-1]), (plain, last))
+    np.testing.assert_allclose(state, want, rtol=1e-3, atol=1e-3)

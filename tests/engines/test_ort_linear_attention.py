@@ -39,9 +39,10 @@ def write(path: Path, a: Conv | Delta, dtype: Any = np.float32, shapes: bool = T
     def value(name: str, kind: str, array: np.ndarray) -> ir.Value:
         type_ = ir.TensorType(ir.DataType.INT32) if kind == "int32" else float_type
         batched = kind == "T" or name in ("past_state", "rows")
-        dims: list[Any] = [
-            *("BS" if kind == "T" and array.ndim == 3 and name != "past_conv" else "B" if batched else "")
-        ]
+        state = name in ("past_conv", "past_state")
+        dims: list[Any] = [*("BS" if kind == "T" and array.ndim == 3 and not state else "B" if batched else "")]
+        if state and a.spec.state_window > 1:
+            dims = [a.spec.state_window, *dims]
         return ir.Value(name=name, type=type_, shape=ir.Shape([*dims, *array.shape[len(dims) :]]) if shapes else None)
 
     given = [value(name, kind, array) for (name, kind), array in zip(inputs_of(op), a.tensors, strict=True)]
@@ -103,6 +104,20 @@ def test_a_state_in_place(tmp_path: Path, op: str) -> None:
         s.run_with_iobinding(binding)
         assert_bytes((binding.get_outputs()[-1].numpy(),), (want[:, i : i + 1],))
     assert_bytes((memory.numpy(),), (state,))
+
+
+@pytest.mark.parametrize("op", ["conv", "delta"])
+def test_a_window_of_states(tmp_path: Path, op: str) -> None:
+    a = make(op)
+    past = np.stack([np.full_like(a.past, np.nan), a.past])
+    windowed = dataclasses.replace(a, spec=dataclasses.replace(a.spec, state_window=2), past=past)
+    s = session(write(tmp_path, windowed))
+    assert s.get_outputs()[1].shape == [2, "B", *a.past.shape[1:]]
+    got = s.run(None, feeds(windowed))
+    assert_bytes(got, windowed.run())
+    assert_bytes((got[0], got[1][-1]), a.run())
+    with pytest.raises(Exception, match=rf'"{NODE}": past_.* has shape .*, expected \[2, 2, '):
+        session(write(tmp_path, windowed, shapes=False)).run(None, feeds(a))
 
 
 @pytest.mark.parametrize("op", ["conv", "delta"])

@@ -317,10 +317,11 @@ void stateful(FuzzedDataProvider& data, Call& call, int64_t outputs, int state_t
 void convolution(FuzzedDataProvider& data, bool wild) {
   char err[QM_ERROR_SIZE];
   qm_conv c{};
-  c.op_version = 1;
+  c.op_version = 2;
   c.channels = data.ConsumeIntegralInRange(1, 300);
   c.width = data.ConsumeIntegralInRange(2, 8);
   c.activation = data.ConsumeBool();
+  c.state_window = data.ConsumeBool() ? 1 : data.ConsumeIntegralInRange(2, 5);
   if (wild) set_any(data, "CausalConv", &c);
   if (qm_conv_validate(&c, err)) {
     CHECK(wild, "refused: %s", err);
@@ -333,11 +334,15 @@ void convolution(FuzzedDataProvider& data, bool wild) {
   call.batch = data.ConsumeIntegralInRange(0, 3);
   call.tokens = data.ConsumeIntegralInRange(0, 12);
   Arrays arrays(data, at_end);
-  const int64_t x = call.batch * call.tokens * c.channels, state = call.batch * c.channels * (c.width - 1);
+  const int64_t x = call.batch * call.tokens * c.channels;
+  const int64_t slot = call.batch * c.channels * (c.width - 1), state = slot * c.state_window;
   call.x = arrays.take(call.type, x);
   call.weight = arrays.floats(int64_t{c.channels} * c.width);
   call.bias = data.ConsumeBool() ? arrays.floats(c.channels) : nullptr;
-  call.past_conv = arrays.take(call.type, state);
+  void* const past = arrays.take(call.type, state);
+  call.past_conv = past;
+  std::memset(past, 0,
+              static_cast<size_t>((state - slot) * (call.type == QM_F32 ? 4 : 2)));  // as those slots are apart
   call.y = arrays.take(call.type, x);
   call.present_conv = arrays.take(call.type, state);
   call.rows = arrays.rows(data, call.batch, call.tokens);
@@ -349,7 +354,7 @@ void convolution(FuzzedDataProvider& data, bool wild) {
 void delta(FuzzedDataProvider& data, bool wild) {
   char err[QM_ERROR_SIZE];
   qm_delta d{};
-  d.op_version = 1;
+  d.op_version = 2;
   d.num_k_heads = data.ConsumeIntegralInRange(1, 3);
   d.num_v_heads = d.num_k_heads * data.ConsumeIntegralInRange(1, 3);
   d.k_head_size = data.ConsumeIntegralInRange(1, 40);
@@ -359,13 +364,14 @@ void delta(FuzzedDataProvider& data, bool wild) {
   d.decay_per_key = data.ConsumeBool();
   d.beta_scale = data.ConsumeBool() ? 1.0f : 2.0f;
   d.gate = data.ConsumeBool();
+  d.state_window = data.ConsumeBool() ? 1 : data.ConsumeIntegralInRange(2, 5);
   if (wild) set_any(data, "GatedDelta", &d);
   if (qm_delta_validate(&d, err)) {
     CHECK(wild, "refused: %s", err);
     return check_reason(err);
   }
   const int64_t heads = d.num_v_heads, k = d.k_head_size, v = d.v_head_size;
-  if (heads * k * v > 1 << 17) return;
+  if (heads * k * v * d.state_window > 1 << 17) return;
   const bool at_end = data.ConsumeBool();
   qm_delta_call call{};
   call.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
@@ -373,7 +379,7 @@ void delta(FuzzedDataProvider& data, bool wild) {
   call.tokens = data.ConsumeIntegralInRange(0, data.ConsumeIntegralInRange(0, 7) ? 10 : 40);
   Arrays arrays(data, at_end);
   const int64_t tokens = call.batch * call.tokens, decays = heads * (d.decay_per_key ? k : 1);
-  const int64_t state = call.batch * heads * k * v;
+  const int64_t slot = call.batch * heads * k * v, state = slot * d.state_window;
   call.qkv = arrays.take(call.type, tokens * (2 * d.num_k_heads * k + heads * v));
   call.a = arrays.take(call.type, tokens * decays);
   call.b = arrays.take(call.type, tokens * heads);
@@ -381,7 +387,9 @@ void delta(FuzzedDataProvider& data, bool wild) {
   call.a_log = arrays.floats(heads);
   call.dt_bias = arrays.floats(decays);
   call.norm = arrays.floats(v);
-  call.past_state = arrays.floats(state);
+  float* const past = arrays.floats(state);
+  call.past_state = past;
+  std::fill_n(past, state - slot, 0.0f);
   call.y = arrays.take(call.type, tokens * heads * v);
   call.present_state = arrays.floats(state);
   call.rows = arrays.rows(data, call.batch, call.tokens);

@@ -18,6 +18,7 @@ from linear_attention import (
     assert_bytes,
     check_conv,
     check_delta,
+    check_window,
     conv_inputs,
     delta_inputs,
     delta_span,
@@ -102,6 +103,21 @@ def test_a_prompt_in_chunks_has_the_bytes_of_one_at_once(spec: Any, sizes: tuple
         pieces.append(part.run(present=past, lanes=1 + len(pieces) % 3)[0])
         at += count
     assert_bytes((np.concatenate(pieces, 1), past), want)
+
+
+@pytest.mark.parametrize("window", [2, 4, 9])
+@pytest.mark.parametrize("a", cases())
+def test_slots_of_a_window_are_the_states_of_fewer_tokens(kernel: str, a: Any, window: int) -> None:
+    """More tokens than slots, as many, and fewer."""
+    check_window(a, window)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 8, 9, 33, 70])
+def test_a_window_of_a_prompt(tokens: int) -> None:
+    """States in place and in slabs, groups of 32 tokens; NaN with a payload."""
+    a = delta_inputs(delta_spec(1, 2, 32, v_head_size=48), [[0, tokens, 4]], tokens)
+    a.past.view(np.uint32)[0, 0, 3, 7] = 0xFFC12345
+    check_window(a, 5)
 
 
 @pytest.mark.parametrize("a", cases())
@@ -217,6 +233,8 @@ def test_rows_that_cannot_be(make: Any, row: list[int], message: str) -> None:
         ("conv", {"channels": 0}, "channels is 0, expected 1 to"),
         ("conv", {"width": 1}, "width is 1, expected 2 to 64"),
         ("conv", {"width": 65}, "width is 65, expected 2 to 64"),
+        ("conv", {"state_window": 0}, "state_window is 0, expected 1 to 64"),
+        ("delta", {"state_window": 65}, "state_window is 65, expected 1 to 64"),
         ("conv", {"activation": "gelu"}, 'activation is "gelu", the operator defines: none, silu'),
         ("delta", {"num_k_heads": 0}, "num_k_heads is 0, expected 1 to"),
         ("delta", {"num_v_heads": 3}, "num_v_heads is 3, expected a multiple of num_k_heads 2"),

@@ -20,7 +20,7 @@ import reference
 from arithmetic import Span, assert_within, exactly, quant_linear, quant_moe
 from attention import check as check_attention
 from attention import inputs
-from linear_attention import Conv, Delta, check_conv, check_delta, conv_inputs, delta_inputs
+from linear_attention import Conv, Delta, check_conv, check_delta, check_window, conv_inputs, delta_inputs
 from specs import attention_spec, conv_spec, delta_spec, linear_spec, moe_spec, routing_spec
 
 from quantmoe.custom_ops import native
@@ -398,7 +398,7 @@ def convolving(draw: Draw) -> Node:
     spec = conv_spec(draw.one_of(256, draw.int(1, 600)), draw.one_of(4, draw.int(2, 9)), draw.one_of("none", "silu"))
     tokens, rows = draw_rows(draw)
     a = conv_inputs(spec, rows, tokens, draw.one_of(*TYPES), draw.chance(0.5), draw.int(0, 1 << 30))
-    check = stateful_check(a, lambda got: check_conv(a, got), draw.int(2, 40))
+    check = stateful_check(a, lambda got: check_conv(a, got), draw.int(2, 40), draw.int(2, 9))
     return Node("CausalConv", f"{spec}, rows {rows}, S {tokens}, {a.x.dtype}", check)
 
 
@@ -419,7 +419,7 @@ def recurring(draw: Draw) -> Node:
     tokens, rows = draw_rows(draw)
     decay = draw.one_of((0.01, 16.0), (0.01, 16.0), (1e-6, 1e-3), (10.0, 1000.0))
     a = delta_inputs(spec, rows, tokens, draw.one_of(*TYPES), decay, draw.int(0, 1 << 30))
-    check = stateful_check(a, lambda got: check_delta(a, got), draw.int(2, 40))
+    check = stateful_check(a, lambda got: check_delta(a, got), draw.int(2, 40), draw.int(2, 9))
     return Node("GatedDelta", f"{spec}, rows {rows}, S {tokens}, decay {decay}, {a.qkv.dtype}", check)
 
 
@@ -433,9 +433,10 @@ def draw_rows(draw: Draw) -> tuple[int, list[list[int]]]:
 
 
 def stateful_check(
-    a: Conv | Delta, within: Callable[[tuple[np.ndarray, np.ndarray]], None], lanes: int
+    a: Conv | Delta, within: Callable[[tuple[np.ndarray, np.ndarray]], None], lanes: int, window: int
 ) -> Callable[[], None]:
-    """Every kernel, number of lanes and place of the state gives the same bytes, within the bound."""
+    """Every kernel, number of lanes and place of the state gives the same bytes, within the bound; a window of states
+    has those of fewer tokens."""
 
     def check() -> None:
         first = None
@@ -450,6 +451,7 @@ def stateful_check(
                 first = first or found
                 for x, y in zip(found, first, strict=True):
                     assert x.tobytes() == y.tobytes(), f"{kernel} gives other bytes than {KERNELS[0]} in one lane"
+            check_window(a, window, lanes)
         assert first is not None
         within(first)
 

@@ -154,7 +154,7 @@ QM_API size_t qm_attention_workspace(const qm_attention*, const qm_attention_cal
 // when present is past's memory but has more slots.
 QM_API int qm_attention_run(const qm_attention*, const qm_attention_call*, char* err);
 
-// CausalConv. C: channels, W: width.
+// CausalConv. C: channels, W: width. With a state_window of N > 1 its states are [N, B, C, W - 1] (FORMAT.md 6).
 QM_API int qm_conv_validate(const qm_conv*, char* err);
 typedef struct {
   qm_type type;           // of x, y and the state
@@ -176,7 +176,8 @@ QM_API size_t qm_conv_workspace(const qm_conv*, const qm_conv_call*);
 // Fails (QM_INVALID), and writes nothing, when `rows` asks for tokens that are not there, naming the row.
 QM_API int qm_conv_run(const qm_conv*, const qm_conv_call*, char* err);
 
-// GatedDelta. G: num_k_heads, H: num_v_heads, K: k_head_size, V: v_head_size.
+// GatedDelta. G: num_k_heads, H: num_v_heads, K: k_head_size, V: v_head_size. With a state_window of N > 1 its states
+// are [N, B, H, K, V].
 QM_API int qm_delta_validate(const qm_delta*, char* err);
 typedef struct {
   qm_type type;             // of qkv, a, b, z and y

@@ -190,6 +190,8 @@ int check_attention(const qm_attention& a, char* err) {
   return check_finite("scale", a.scale, err);
 }
 
+int check_state_window(int32_t window, char* err) { return check_range("state_window", window, 1, 64, err); }
+
 int check_delta(const qm_delta& d, char* err) {
   constexpr int32_t kMaxHeads = 1 << 16, kMaxSize = 1024;  // the CPU has a head's state in a lane's workspace
   QM_TRY(check_node("GatedDelta", &d, err));
@@ -204,7 +206,8 @@ int check_delta(const qm_delta& d, char* err) {
   QM_TRY(check_not_negative("l2_epsilon", d.l2_epsilon, err));
   QM_TRY(check_not_negative("norm_epsilon", d.norm_epsilon, err));
   QM_TRY(check_finite("scale", d.scale, err));
-  return check_finite("beta_scale", d.beta_scale, err);
+  QM_TRY(check_finite("beta_scale", d.beta_scale, err));
+  return check_state_window(d.state_window, err);
 }
 
 const char* enum_name(const char* kind, int32_t code) {

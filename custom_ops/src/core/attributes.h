@@ -41,6 +41,8 @@ int check_finite(const char* name, float value, char* err);  // the same of an i
 // Refuses what no engine's CachedAttention takes, or GatedDelta.
 int check_attention(const qm_attention& a, char* err);
 int check_delta(const qm_delta& d, char* err);
+// Refuses a state_window that no engine takes.
+int check_state_window(int32_t window, char* err);
 
 // Writes the sentence to err (QM_ERROR_SIZE bytes) and returns status.
 [[gnu::format(printf, 3, 4)]] int fail(char* err, int status, const char* format, ...);

@@ -121,6 +121,9 @@ struct Conv {
   const qm_conv& node;
   const qm_conv_call& call;
 
+  int64_t state_size() const { return int64_t{node.channels} * (node.width - 1); }  // of a row
+  int64_t slot(int64_t i) const { return i * call.batch * state_size(); }           // of the window, in numbers
+  int64_t live() const { return slot(node.state_window - 1); }
   // Weights, bias, output, and the inputs of W tokens.
   int64_t scratch_floats() const { return (2 * int64_t{node.width} + 2) * kConvChannels; }
 };
@@ -129,6 +132,9 @@ struct Delta {
   const qm_delta& node;
   const qm_delta_call& call;
 
+  int64_t head_state() const { return int64_t{node.k_head_size} * node.v_head_size; }
+  int64_t slot(int64_t i) const { return i * call.batch * node.num_v_heads * head_state(); }  // of the window
+  int64_t live() const { return slot(node.state_window - 1); }
   int64_t qkv_width() const { return 2 * int64_t{node.num_k_heads} * node.k_head_size + width(); }
   int64_t width() const { return int64_t{node.num_v_heads} * node.v_head_size; }  // of z and y
   int64_t padded_keys() const { return align_up(node.k_head_size, 16); }

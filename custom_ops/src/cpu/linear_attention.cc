@@ -65,10 +65,11 @@ int qm_delta_run(const qm_delta* node, const qm_delta_call* call, char* err) {
   if (!kernel) return QM_UNSUPPORTED;
   if (int status = check_rows(*call, err)) return status;
   const Delta delta{*node, *call};
-  const int64_t heads = node->num_v_heads, state = int64_t{node->k_head_size} * node->v_head_size;
+  const int64_t heads = node->num_v_heads;
   each(*call, heads, delta.scratch_floats(), [&](int64_t b, int64_t head, float* scratch) {
     const int64_t next = std::min(b * heads + head + lanes_of(*call), call->batch * heads - 1);
-    kernel->linear_attention->delta(delta, b, head, call->past_state + next * state, scratch);
+    kernel->linear_attention->delta(delta, b, head, call->past_state + delta.live() + next * delta.head_state(),
+                                    scratch);
   });
   return QM_OK;
 }

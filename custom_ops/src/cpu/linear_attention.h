@@ -64,12 +64,17 @@ void convolution(const Conv& conv, int64_t b, int64_t first, float* scratch) {
   const int64_t width = conv.node.width, before = width - 1, channels = conv.node.channels, tokens = call.tokens;
   const int64_t n = std::min(kConvChannels, channels - first);
   const int64_t begin = call.rows[3 * b], count = call.rows[3 * b + 1];
-  const Bits* const past = static_cast<const Bits*>(call.past_conv) + (b * channels + first) * before;
-  Bits* const present = static_cast<Bits*>(call.present_conv) + (b * channels + first) * before;
+  const int64_t at = (b * channels + first) * before, window = conv.node.state_window;
+  const Bits* const past = static_cast<const Bits*>(call.past_conv) + conv.live() + at;
+  Bits* const slots = static_cast<Bits*>(call.present_conv) + at;
+  Bits* const present = slots + conv.live();
   const Bits* const x = static_cast<const Bits*>(call.x) + b * tokens * channels + first;
   Bits* const y = static_cast<Bits*>(call.y) + b * tokens * channels + first;
   for (int64_t t = 0; t < tokens; ++t)
     if (t < begin || t >= begin + count) std::fill_n(y + t * channels, n, Bits{});
+  if (past != present)
+    for (int64_t i = 0; i < window - std::max<int64_t>(1, count); ++i)
+      std::fill_n(slots + conv.slot(i), n * before, Bits{});
   if (!count) {
     if (past != present) std::copy_n(past, n * before, present);
     return;
@@ -94,12 +99,16 @@ void convolution(const Conv& conv, int64_t b, int64_t first, float* scratch) {
       for (int64_t c = 0; c < n; ++c) out[c] = silu_f32(out[c]);
     from_float(call.type, out, n, y + (begin + t) * channels);
   }
-  // The bits of the last inputs: of those before the call first, which may be present's memory.
-  const int64_t kept = std::max<int64_t>(0, before - count);
-  for (int64_t c = 0; c < n; ++c) {
-    for (int64_t j = 0; j < kept; ++j)
-      present[c * before + j] = call.rows[3 * b + 2] ? past[c * before + count + j] : Bits{};
-    for (int64_t j = kept; j < before; ++j) present[c * before + j] = x[(begin + count - before + j) * channels + c];
+  // The bits of the last inputs, after each of the window's tokens; past, which may be present's memory, is read until
+  // the last.
+  for (int64_t made = std::max<int64_t>(1, count - window + 1); made <= count; ++made) {
+    Bits* const state = slots + conv.slot(window - 1 - count + made);
+    const int64_t kept = std::max<int64_t>(0, before - made);
+    for (int64_t c = 0; c < n; ++c) {
+      for (int64_t j = 0; j < kept; ++j)
+        state[c * before + j] = call.rows[3 * b + 2] ? past[c * before + made + j] : Bits{};
+      for (int64_t j = kept; j < before; ++j) state[c * before + j] = x[(begin + made - before + j) * channels + c];
+    }
   }
 }
 void conv(const Conv& conv, int64_t b, int64_t first, float* scratch) {
@@ -140,6 +149,12 @@ struct Head {
   uint8_t* y(int64_t i) const { return of(static_cast<uint8_t*>(d.call.y), i, d.width(), head * d.node.v_head_size); }
   int64_t group() const { return head / (d.node.num_v_heads / d.node.num_k_heads); }
 
+  // Where the state after the i-th token goes, but for the last; null: nowhere.
+  float* slot(int64_t i) const {
+    const int64_t count = d.call.rows[3 * b + 1], at = d.node.state_window - count + i;
+    if (at < 0 || i == count - 1) return nullptr;
+    return d.call.present_state + d.slot(at) + (b * d.node.num_v_heads + head) * d.head_state();
+  }
   float* state() const { return scratch; }
   float* operands(int64_t i) const { return scratch + d.operands_at() + i * d.operand_floats(); }
   float* values(int64_t i) const { return scratch + d.values_at() + i * d.padded_values(); }
@@ -207,10 +222,22 @@ inline void pass(const float* from, int64_t from_stride, State to, int64_t k, co
   }
 }
 
-// n tokens over 16 V columns of a state, from column c on: values to outputs. ahead: null, or
+// Columns from c on, 16 V of them, of a state as it is between two tokens.
+template <int V>
+void save(const Head& h, State state, int64_t c, float* slot) {
+  const int64_t v = h.d.node.v_head_size, n = std::min<int64_t>(16 * V, v - c);
+  for (int64_t i = 0; i < h.d.node.k_head_size; ++i, state.at += state.stride) {
+    float columns[16 * V];
+    QM_EACH(j, V) store(columns + j * 16, without_payload(load(state.at + j * 16)));
+    std::copy_n(columns, n, slot + i * v + c);
+  }
+}
+
+// n tokens, from the first-th on, over 16 V columns of a state, from column c on: values to outputs. ahead: null, or
 // the tokens are the last, and what pass brings into L2.
 template <int V>
-void slab(const Head& h, const float* from, int64_t from_stride, State to, int64_t c, int64_t n, const float* ahead) {
+void slab(const Head& h, const float* from, int64_t from_stride, State to, int64_t c, int64_t first, int64_t n,
+          const float* ahead) {
   const int64_t k = h.d.node.k_head_size;
   Vector m[V], o[V], delta[V];
   Operands token = h.read(0);
@@ -229,15 +256,16 @@ void slab(const Head& h, const float* from, int64_t from_stride, State to, int64
     } else {
       pass<V, true, false, false>(from, from_stride, to, k, token, delta, token, m, o);
     }
+    if (float* const slot = h.slot(first + i)) save<V>(h, to, c, slot);
     from = to.at;
     from_stride = to.stride;
   }
 }
 template <int V = kSlab>
-void slab(int64_t vectors, const Head& h, const float* from, int64_t from_stride, State to, int64_t c, int64_t n,
-          const float* ahead) {
-  if (vectors >= V) return slab<V>(h, from, from_stride, to, c, n, ahead);
-  if constexpr (V > 1) slab<V - 1>(vectors, h, from, from_stride, to, c, n, ahead);
+void slab(int64_t vectors, const Head& h, const float* from, int64_t from_stride, State to, int64_t c, int64_t first,
+          int64_t n, const float* ahead) {
+  if (vectors >= V) return slab<V>(h, from, from_stride, to, c, first, n, ahead);
+  if constexpr (V > 1) slab<V - 1>(vectors, h, from, from_stride, to, c, first, n, ahead);
 }
 
 // Outputs of n tokens, from the first-th on, normed and gated, to y.
@@ -266,10 +294,13 @@ void delta(const Delta& d, int64_t b, int64_t head, const float* ahead, float* s
   const Head h{d, b, head, scratch};
   const int64_t k = node.k_head_size, v = node.v_head_size, width = v * (call.type == QM_F32 ? 4 : 2);
   const int64_t begin = call.rows[3 * b], count = call.rows[3 * b + 1], at = (b * node.num_v_heads + head) * k * v;
-  const float* const past = call.past_state + at;
-  float* const present = call.present_state + at;
+  const float* const past = call.past_state + d.live() + at;
+  float* const present = call.present_state + d.live() + at;
   for (int64_t t = -begin; t < call.tokens - begin; ++t)
     if (t < 0 || t >= count) std::memset(h.y(t), 0, static_cast<size_t>(width));
+  if (past != present)
+    for (int64_t i = 0; i < node.state_window - std::max<int64_t>(1, count); ++i)
+      std::fill_n(call.present_state + d.slot(i) + at, k * v, 0.0f);
   if (!count) {
     if (past != present) std::memcpy(present, past, static_cast<size_t>(k * v) * 4);
     return;
@@ -303,7 +334,7 @@ void delta(const Delta& d, int64_t b, int64_t head, const float* ahead, float* s
     each_slab([&](int64_t c, int64_t vectors) {
       const State to = here ? State{present + c, v} : State{h.state() + k * c, 16 * vectors};
       const float* const from = here && !zeros ? past + c : to.at;
-      slab(vectors, h, from, to.stride, to, c, n, !last ? nullptr : here ? ahead + c : from);
+      slab(vectors, h, from, to.stride, to, c, first, n, !last ? nullptr : here ? ahead + c : from);
     });
     gate(h, first, n);
   }
