@@ -267,9 +267,10 @@ class Format(ABC):
         names: dict[str, None] = {}
         for name in self.ckpt.names():
             module, _, leaf = name.rpartition(".")
-            if name.startswith(ALL_BESIDE) or re.search(r"\.experts(\.\d+\.\w+)?$", module):
+            router = leaf == CORRECTION_BIAS  # which Laguna stores among the experts
+            if name.startswith(ALL_BESIDE) or (not router and re.search(r"\.experts(\.\d+\.\w+)?$", module)):
                 continue
-            quantized = leaf != "bias" and self.is_quantized(module)
+            quantized = leaf != "bias" and not router and self.is_quantized(module)
             names[f"{module}.weight" if quantized else name] = None
         return list(names)
 
@@ -368,6 +369,8 @@ ALL_BESIDE = tuple(prefix for prefixes in BESIDE.values() for prefix in prefixes
 FLOAT_KINDS = {"BF16": "bf16", "F16": "f16"}
 #: ends of the names of the scales of static activations
 INPUT_SCALES = ("input_scale", "input_global_scale")
+#: what routers add to the scores for the selection only; most in their module, ERNIE 4.5 in one below
+CORRECTION_BIAS = "e_score_correction_bias"
 #: what asks for a quantized KV cache: compressed-tensors' and ModelOpt's in config.json, ModelOpt's, Quark's
 _CACHE_FIELDS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
 #: compressed-tensors' and ModelOpt's, Quark's

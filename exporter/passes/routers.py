@@ -16,9 +16,8 @@ import torch
 
 from quantmoe.custom_ops.op import RoutingSpec, enum
 from quantmoe.custom_ops.reference import route
+from quantmoe.exporter.formats.base import CORRECTION_BIAS
 
-#: what is added to the scores for the selection only: a router's own buffer, or ERNIE's parameter a module deeper
-CORRECTION_BIAS = "e_score_correction_bias"
 _TOKENS, _TOLERANCE = 64, 1e-6
 
 
