@@ -94,7 +94,7 @@ class Ours:
         """Random keys and values of so many tokens a row, and states."""
         normal, cache = np.random.default_rng(0).normal(size=1 << 20), {}
         for name in self._past:
-            shape = [batch, *self._inputs[name].shape[1:]]
+            shape = [size if isinstance(size, int) else batch for size in self._inputs[name].shape]
             if not name.endswith(STATES):
                 shape[2] = length
             array = np.resize(normal, shape).astype(TYPES[self._inputs[name].type])

@@ -1,13 +1,15 @@
 """The cache of one sequence: one that grows with each run, and one of a capacity that is bound in place.
 
 Linear attention has states instead of keys and values. They are of all tokens so far: there is no going back but to
-where they were copied, at the ends of prompts.
+where they were copied, at the ends of prompts, and in models with a window of states over the last run's tokens.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -31,7 +33,7 @@ ROOM = 1024
 
 class Cache:
     """A sequence of tokens and their keys and values. It may go back, and on from there: where the model has states, to
-    0 and to the ends of the last calls of :meth:`append` of several tokens only.
+    0, to the ends of the last calls of :meth:`append` of several tokens and within the window of the last run only.
 
     Attributes:
         tokens: ids of those whose keys and values are there.
@@ -42,6 +44,7 @@ class Cache:
         self.model, self.tail = model, 0
         self.tokens: list[int] = []
         self._whole = True  # states are of self.tokens, and not of a run that was interrupted
+        self._slots = 0  # tokens before the last one whose states are in the window
         self._snapshots: dict[int, dict[str, np.ndarray]] = {}
         self._begin()
 
@@ -93,7 +96,7 @@ class Cache:
         self._whole = False
         logits = self._run(np.array([part], np.int64))
         self.tokens += part  # after the run: whatever interrupts it, what is in tokens is in the cache
-        self._whole = True
+        self._whole, self._slots = True, min(self.model.window, len(part)) - 1
         return np.asarray(logits[0], np.float32)
 
     def rewind(self, length: int) -> None:
@@ -105,9 +108,13 @@ class Cache:
         if not 0 <= length <= len(self.tokens):
             raise ModelError(f"the cache has {len(self.tokens)} tokens, there is no going back to {length}")
         self._check_end(length)
-        if length in self._snapshots and (length < len(self.tokens) or not self._whole):
+        back = len(self.tokens) - length
+        if self._whole and 0 < back <= self._slots:
+            self._crop(back)
+        elif length in self._snapshots and (back or not self._whole):
             self._restore(self._snapshots[length])
         del self.tokens[length:]
+        self._slots = 0 if back else self._slots
         self._whole = True
         self._snapshots = {at: states for at, states in self._snapshots.items() if at <= length}
 
@@ -124,7 +131,13 @@ class Cache:
         """Lengths that the cache can go back to."""
         if not self.model.states:
             return range(len(self.tokens) + 1)
-        return sorted({0, *self._snapshots, *([len(self.tokens)] if self._whole else [])})
+        now = range(len(self.tokens) - self._slots, len(self.tokens) + 1) if self._whole else ()
+        return sorted({0, *self._snapshots, *now})
+
+    @property
+    def whole(self) -> bool:
+        """Whether it can go on as it is: no run was interrupted that changed a state."""
+        return self._whole or not self.model.states
 
     def _check_end(self, length: int) -> None:
         if length not in (ends := self._ends()):
@@ -135,11 +148,20 @@ class Cache:
             )
 
     def _states(self) -> dict[str, np.ndarray]:
-        """Copies of the states as they are."""
-        return {name: self._past[name].copy() for name in self.model.states}
+        """Copies of the states after the last token."""
+        return {name: self._live(self._past[name]).copy() for name in self.model.states}
 
     def _restore(self, states: dict[str, np.ndarray]) -> None:
-        self._past |= states
+        for name, array in states.items():
+            self._past[name] = self._past[name].copy()  # a run's output may be read-only
+            self._live(self._past[name])[...] = array
+
+    def _crop(self, back: int) -> None:
+        """Makes the states so many tokens before the last, which are in the window, those that are read."""
+        self._restore({name: self._past[name][-1 - back] for name in self.model.states})
+
+    def _live(self, states: np.ndarray) -> np.ndarray:
+        return states[-1] if self.model.window > 1 else states
 
     @property
     def room(self) -> int:
@@ -180,6 +202,15 @@ class Buffer:
         """A copy."""
         return np.array(self.value.numpy()).view(self.dtype)
 
+    def here(self) -> np.ndarray | None:
+        """The memory itself; None of a device's."""
+        if self.value.device_name() != "cpu":
+            return None
+        shape = self.value.shape()
+        size = math.prod(shape) * self.dtype.itemsize
+        memory = (ctypes.c_uint8 * size).from_address(self.value.data_ptr())
+        return np.frombuffer(memory, self.dtype).reshape(shape)
+
     def write(self, array: np.ndarray) -> None:
         """Copies all of an array of the same shape and type here."""
         self.value.update_inplace(_stored(array))
@@ -208,7 +239,7 @@ class SharedCache(Cache):
         self._binding = self.model.session.io_binding()
         self._step: Step | None = None
         for name in self.model.states:
-            self._bind(name, np.zeros([1, *self.model.past[name][0][1:]], self.model.past[name][1]))
+            self._bind(name, np.zeros(self.model.shape(name), self.model.past[name][1]))
         if self.model.capacity is not None:
             self._allocate(self.model.capacity)
 
@@ -246,11 +277,26 @@ class SharedCache(Cache):
         self._buffers[name].bind(self._binding, name, present(name))
 
     def _states(self) -> dict[str, np.ndarray]:
-        return {name: self._buffers[name].numpy() for name in self.model.states}
+        return {name: self._live(array).copy() for name, array in self._windows(change=False)}
 
     def _restore(self, states: dict[str, np.ndarray]) -> None:
-        for name, array in states.items():
-            self._buffers[name].write(array)
+        for name, array in self._windows():
+            self._live(array)[...] = states[name]
+
+    def _crop(self, back: int) -> None:
+        for _, array in self._windows():
+            array[-1] = array[-1 - back]
+
+    def _windows(self, change: bool = True) -> Iterator[tuple[str, np.ndarray]]:
+        """Every state by its name, where it is or, on a device, a copy that is written back."""
+        for name in self.model.states:
+            if (array := self._buffers[name].here()) is not None:
+                yield name, array
+                continue
+            array = self._buffers[name].numpy()
+            yield name, array
+            if change:
+                self._buffers[name].write(array)
 
     def _run(self, ids: np.ndarray) -> np.ndarray:
         if self._step is not None and ids.shape[1] == 1:

@@ -90,6 +90,9 @@ def export(
     cache: Annotated[
         Literal["f32", "f16"] | None, typer.Option(help="type of the KV cache on cpu; default: f16")
     ] = None,
+    state_window: Annotated[
+        int, typer.Option(help="states of linear attention after each of a run's last N tokens, for N - 1 drafts")
+    ] = 1,
     layers: Annotated[int | None, typer.Option(min=1, help="only the first N decoder layers")] = None,
     quantize: Annotated[
         Literal["int4", "int8", "mxfp4", "nvfp4", "none"] | None,
@@ -109,7 +112,7 @@ def export(
     begin = time.perf_counter()
     options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype, "dense": dense,
                "logits": logits, "lm_head": lm_head, "cache": cache, "quantize": quantize, "group_size": group_size,
-               "layers": layers, "force": force,
+               "state_window": state_window, "layers": layers, "force": force,
                "max_file_size": int(max_file_gb * 1e9)}  # fmt: skip
     if dry_run:
         return _plan(checkpoint, outdir, **options)
@@ -544,6 +547,8 @@ def _print_linear_attention(nodes: list[dict[str, Any]]) -> None:
         rows = {"heads": f"{a['num_v_heads']} of {a['v_head_size']}, {a['num_k_heads']} keys of {a['k_head_size']}"}
         rows["convolution"] = f"{group[0]['width']} tokens"
         rows["states"] = f"{sum(node['state_bytes'] for node in group):,} bytes, however many tokens"
+        if (window := a["state_window"]) > 1:
+            rows["states"] += f"; {window} of them, after each of a run's last tokens"
         _print_block(f"{len(group)} CausalConv and GatedDelta: {_and_more([node['node'] for node in group])}", rows)
 
 

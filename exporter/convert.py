@@ -113,6 +113,7 @@ def export(
     logits: Literal["last", "all"] | int = "last",
     lm_head: Literal["int4", "int8"] | None = None,
     cache: Literal["f32", "f16"] | None = None,
+    state_window: int = 1,
     layers: int | None = None,
     quantize: str | None = None,
     group_size: int | None = None,
@@ -141,6 +142,8 @@ def export(
         lm_head: rounds the head to nearest; see Report.head_error. None: it stays as it is.
         cache: type of the KV cache on the CPU: "f16" (default) or "f32". Where some attention is standard nodes
             (Report.plain_attention), and for CUDA, it is the graph's.
+        state_window: of linear attention the states after each of the last so many tokens of a run, 1 to 64, so that
+            speculation can verify one draft less; for the CPU.
         layers: only the first so many decoder layers.
         quantize: "int4", "int8", "mxfp4" or "nvfp4" for a checkpoint that is not quantized: its experts and other
             ``*_proj`` linears are rounded to nearest; "none": its experts stay as they are, bf16 or f16.
@@ -159,7 +162,18 @@ def export(
         OutOfMemoryError: naming what did not fit.
     """
     wanted, graph_type = check_options(
-        target, activations, scales, dtype, dense, logits, lm_head, cache, quantize, group_size, max_file_size
+        target,
+        activations,
+        scales,
+        dtype,
+        dense,
+        logits,
+        lm_head,
+        cache,
+        state_window,
+        quantize,
+        group_size,
+        max_file_size,
     )
     check_output(Path(checkpoint), Path(output), target, force)
     with writing(Path(output), force) as partial, doing(f"{checkpoint} to {output}"):
@@ -170,7 +184,7 @@ def export(
         progress("loading torch and transformers", 0, 1)
         from quantmoe.exporter.model import Skeleton, trace  # seconds, and what headers decide has been said
 
-        skeleton = Skeleton(format, graph_type, layers, lm_head, target)
+        skeleton = Skeleton(format, graph_type, layers, lm_head, target, state_window)
         ends = stops(skeleton)
         chosen = choose(skeleton, experts, LAYOUT[target], wanted, scales)
         specs, linears = chosen.layers, chosen.linears
@@ -267,6 +281,7 @@ def check_options(
     logits: str | int,
     lm_head: str | None,
     cache: str | None,
+    state_window: int,
     quantize: str | None,
     group_size: int | None,
     max_file_size: int,
@@ -290,6 +305,8 @@ def check_options(
             raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}{of}")
     if logits not in ("last", "all") and not (type(logits) is int and logits > 0):
         raise OptionError(f"logits is {logits!r}, expected last, all or a number of tokens from 1")
+    if not 1 <= state_window <= 64:
+        raise OptionError(f"state_window is {state_window}, expected 1 to 64")
     if group_size is not None and quantize is None:
         raise OptionError(f"group_size is {group_size}: an option of quantize; a quantized checkpoint has its own")
     if cache is not None and target != "cpu":

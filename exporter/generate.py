@@ -17,6 +17,7 @@ from quantmoe.exporter.cache import Buffer, Cache, SharedCache
 from quantmoe.exporter.genai import LOGITS, SHARE_BUFFER, eos_tokens
 from quantmoe.exporter.inspect import ModelError, load, model_path
 from quantmoe.exporter.memory import CHUNK, doing
+from quantmoe.exporter.passes.interface import RANKS
 from quantmoe.exporter.sampling import Sampler, Sampling, read_object
 from quantmoe.exporter.speculate import DRAFTS, Lookup, Speculation
 from quantmoe.ort_ext import OLDEST, cuda_library_path, library_path
@@ -149,13 +150,14 @@ class Generator:
             [len(o.shape) for o in logits] != [3]
             or not any(name.endswith(".key") for name in past)
             or not all(i.type in floats for i in (*past.values(), *logits))
-            or not all(len(i.shape) == _ranks(name) for name, i in past.items())
+            or not all(len(i.shape) - _rank(name) in (0, name.endswith(STATES)) for name, i in past.items())
             or not all(name.replace("past_key_values", "present") in self.outputs for name in past)
         ):
             raise ModelError(
                 f"{self.path}: expected the output logits [batch, sequence, vocabulary], the inputs past_key_values.* "
                 f"[batch, heads, length, width], or of linear attention *.conv_state [batch, channels, width] and "
-                f"*.recurrent_state [batch, heads, key, value], of {' or '.join(floats)}, and their outputs present.*"
+                f"*.recurrent_state [batch, heads, key, value] or a window of them in front, of "
+                f"{' or '.join(floats)}, and their outputs present.*"
             )
         kept = metadata.get(LOGITS, str(sys.maxsize))
         if not kept.isdecimal():
@@ -173,12 +175,18 @@ class Generator:
             name: ([s if isinstance(s, int) else 0 for s in i.shape], floats[i.type]) for name, i in past.items()
         }
         self.states = [name for name in past if name.endswith(STATES)]
+        #: states of linear attention after each of the last so many tokens of a run; of more than 1 they have a first
+        #: dimension of it
+        self.window = next((self.past[n][0][0] for n in self.states if len(self.past[n][0]) > _rank(n)), 1)
         if speculate is not None:
             self._check_drafts()
 
     def _check_drafts(self) -> None:
-        if self.states:
-            raise ModelError(f"{self.path}: no drafts: states of linear attention do not go back token by token")
+        if self.states and self.drafts >= self.window:
+            raise ModelError(
+                f"{self.path}: {self.drafts} drafts take a window of {self.drafts + 1} states of linear attention, "
+                f"this model's is of {self.window}: export it with --state-window {self.drafts + 1}"
+            )
         if self.drafts >= self.rows:
             raise ModelError(
                 f"{self.path}: {self.drafts} drafts take the logits of {self.drafts + 1} tokens of a run, this model "
@@ -194,9 +202,15 @@ class Generator:
         if any(dtype == ml_dtypes.bfloat16 for _, dtype in self.past.values()):
             raise ModelError(f"{self.path}: a cache of arrays cannot be bfloat16, which NumPy lacks; use --dtype f16")
         try:
-            return {name: np.zeros([batch, *shape[1:]], dtype) for name, (shape, dtype) in self.past.items()}
+            return {name: np.zeros(self.shape(name, batch), dtype) for name, (_, dtype) in self.past.items()}
         except (MemoryError, ValueError) as error:
             raise ModelError(f"{self.path}: past_key_values: {str(error) or 'out of memory'}") from None
+
+    def shape(self, name: str, batch: int = 1) -> list[int]:
+        """Of an empty cache's tensor for so many rows."""
+        shape = list(self.past[name][0])
+        shape[len(shape) - _rank(name)] = batch
+        return shape
 
     def cache(self) -> Cache:
         """An empty KV cache of a sequence, for :meth:`stream`; each conversation has its own."""
@@ -387,9 +401,9 @@ def _cuda(ort: Any) -> str:
     return cuda_library_path()
 
 
-def _ranks(name: str) -> int:
-    """Dimensions of an input of the cache."""
-    return 3 if name.endswith(".conv_state") else 4
+def _rank(name: str) -> int:
+    """Dimensions of an input of the cache, without a window of states."""
+    return RANKS.get(name.rpartition(".")[2], 4)
 
 
 def past_length(past: dict[str, np.ndarray]) -> int:

@@ -57,7 +57,7 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         ``routers`` (MoERouting nodes: name, attributes),
         ``attention`` (CachedAttention nodes: name, attributes, type of the cache, its bytes a token),
         ``linear_attention`` (GatedDelta nodes: name, attributes, ``width`` of the convolution before it, and
-        ``state_bytes`` of both),
+        ``state_bytes`` of both, after one token),
         ``plain_attention`` (attention module that is standard nodes -> why, as its export says),
         ``dense`` (other large tensors, and those that the checkpoint quantizes and the model does not, with
         ``dequantized_because``), ``files`` (of weights: bytes, and how many are in memory), ``metadata`` and, with

@@ -53,6 +53,7 @@ from quantmoe.exporter.architectures import ARCHITECTURES
 from quantmoe.exporter.checkpoint import DTYPES as STORED
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.choose import Choice
+from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.formats import Format, MoELayer
 from quantmoe.exporter.formats.base import FLOAT_KINDS, FLOATS
 from quantmoe.exporter.formats.experts import check_sizes
@@ -92,6 +93,7 @@ class Skeleton:
         layers: keep only the first so many decoder layers.
         lm_head: "int4" or "int8" rounds the head, see ``head``; None leaves it as it is.
         target: see :func:`trace`.
+        state_window: states of linear attention after each of the last so many tokens.
 
     Attributes:
         model: parameters are placeholders; experts modules have none.
@@ -115,6 +117,7 @@ class Skeleton:
         layers: int | None = None,
         lm_head: str | None = None,
         target: str = "cpu",
+        state_window: int = 1,
     ):
         self.format, self.dtype = format, DTYPES[dtype]
         folder = format.ckpt.folder
@@ -135,7 +138,9 @@ class Skeleton:
         self.model = model.eval().requires_grad_(False)
         if config.model_type in ARCHITECTURES:
             ARCHITECTURES[config.model_type].prepare(model)
-        self.linear_attention = self._linear_attention(target)
+        self.linear_attention = self._linear_attention(target, state_window)
+        if state_window > 1 and not self.linear_attention:
+            raise OptionError(f"state_window is {state_window}: {folder} has no linear attention")
         self.derived: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
 
         modules = {name: m for name, m in model.named_modules() if hasattr(m, "_is_expert_parallel")}
@@ -178,10 +183,10 @@ class Skeleton:
         self.head = self._round_head(lm_head) if lm_head else None
         self.linears = dict(self._linears())
 
-    def _linear_attention(self, target: str) -> dict[str, linear_attention.Recognised]:
+    def _linear_attention(self, target: str, window: int) -> dict[str, linear_attention.Recognised]:
         folder, stack = self.format.ckpt.folder, _decoder(self.model).layers
         with doing(f"{folder}: recognising linear attention"), _quiet():
-            found, left = linear_attention.recognise(self.model, stack, _refusal(target))
+            found, left = linear_attention.recognise(self.model, stack, _refusal(target), window)
         for name, reason in left.items():
             raise CheckpointError(f"{folder}: {name}: {reason}")
         if found and not any(hasattr(layer, "self_attn") for layer in stack):
@@ -465,8 +470,9 @@ def _inputs(skeleton: Skeleton) -> tuple[dict[str, Any], dict[str, Any]]:
     sizes: list[dict[int, Any]] = []
     for i, layer in enumerate(ran.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
-            cache.layers.append(linear_attention.cache_layer(layer, batch))
-            sizes += [{0: dynamic}] * 2
+            made = linear_attention.cache_layer(layer, batch)
+            cache.layers.append(made)
+            sizes += [{made.conv_states[0].ndim - 3: dynamic}] * 2  # behind the window
         else:
             shapes = [(batch, t.shape[1], past, t.shape[3]) for t in (layer.keys, layer.values)]
             cache.update(*(torch.zeros(shape, dtype=skeleton.dtype) for shape in shapes), i)

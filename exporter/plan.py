@@ -73,6 +73,7 @@ def plan(
     logits: str | int = "last",
     lm_head: str | None = None,
     cache: str | None = None,
+    state_window: int = 1,
     layers: int | None = None,
     quantize: str | None = None,
     group_size: int | None = None,
@@ -89,7 +90,18 @@ def plan(
             config.json show it.
     """
     activations, graph_type = check_options(
-        target, activations, scales, dtype, dense, logits, lm_head, cache, quantize, group_size, max_file_size
+        target,
+        activations,
+        scales,
+        dtype,
+        dense,
+        logits,
+        lm_head,
+        cache,
+        state_window,
+        quantize,
+        group_size,
+        max_file_size,
     )
     check_output(Path(checkpoint), Path(output), target, force)
     folder = Path(output).resolve()
@@ -98,7 +110,7 @@ def plan(
 
     from quantmoe.exporter.model import Skeleton, recognised  # see export
 
-    skeleton = Skeleton(format, graph_type, layers, lm_head, target)
+    skeleton = Skeleton(format, graph_type, layers, lm_head, target, state_window)
     stops(skeleton)
     chosen, layout = choose(skeleton, experts, LAYOUT[target], activations, scales), LAYOUTS[LAYOUT[target]]
     found = {}

@@ -95,4 +95,5 @@ class Speculation:
                 rows = cache.verify([token, *drafts])
                 given, self.drafted, self.runs = given + 1, self.drafted + len(drafts), self.runs + 1
         finally:
-            cache.rewind(given)
+            if cache.whole:
+                cache.rewind(given)

@@ -8,6 +8,8 @@ from typing import Any
 
 import onnx_ir as ir
 
+#: dimensions of a cache's tensors of one token
+RANKS = {"key": 4, "value": 4, "conv_state": 3, "recurrent_state": 4}
 _KV = re.compile(r"(?:input|output)\.past_key_values\.layers\.(\d+)\.(key|value|conv_state|recurrent_state)s(?:\.0)?")
 
 
@@ -36,7 +38,7 @@ def name_interface(model: ir.Model) -> None:
             shape: list[int | ir.SymbolicDim | str] = list(value.shape)
             if match := _KV.fullmatch(value.name):
                 value.name = f"{prefix}.{match[1]}.{match[2]}"
-                shape[0] = "batch_size"
+                shape[len(shape) - RANKS[match[2]]] = "batch_size"  # behind the window of states, where there is one
                 if match[2] in ("key", "value"):
                     shape[2] = length
             else:

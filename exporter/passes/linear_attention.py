@@ -47,8 +47,17 @@ class Recognised:
     together: bool
 
 
+def windowed(found: Recognised, window: int) -> Recognised:
+    """The same with the states after each of the last ``window`` tokens."""
+    conv = dataclasses.replace(found.conv, state_window=window)
+    return dataclasses.replace(found, conv=conv, delta=dataclasses.replace(found.delta, state_window=window))
+
+
 def recognise(
-    model: torch.nn.Module, stack: torch.nn.ModuleList, refusal: Callable[[ConvSpec | DeltaSpec], str]
+    model: torch.nn.Module,
+    stack: torch.nn.ModuleList,
+    refusal: Callable[[ConvSpec | DeltaSpec], str],
+    window: int = 1,
 ) -> tuple[dict[str, Recognised], dict[str, str]]:
     """What every module that keeps a state computes, if CausalConv and GatedDelta do; and why the others are not. By
     module name.
@@ -56,6 +65,7 @@ def recognise(
     Args:
         stack: the model's decoder layers.
         refusal: why the target's kernels do not run a node; "" when they do.
+        window: of states, of every node.
     """
     found: dict[str, Recognised] = {}
     left: dict[str, str] = {}
@@ -65,7 +75,7 @@ def recognise(
             continue
         try:
             if (kind := repr(signature(module))) not in kinds:
-                kinds[kind] = _compare(module, together)
+                kinds[kind] = windowed(_compare(module, together), window)
             for spec in (kinds[kind].conv, kinds[kind].delta):
                 if reason := refusal(spec):
                     raise Unlike(reason)
@@ -235,8 +245,10 @@ def attach(model: torch.nn.Module, found: dict[str, Recognised], rows: Rows) -> 
 def cache_layer(layer: Any, batch: int) -> LinearAttentionLayer:
     """States of zeros as another cache's layer has them, for so many rows."""
     made = LinearAttentionLayer()
-    for own, states in ((made.conv_states, layer.conv_states), (made.recurrent_states, layer.recurrent_states)):
-        own[0] = torch.zeros((batch, *states[0].shape[1:]), dtype=states[0].dtype)  # theirs may be without memory
+    of = (made.conv_states, layer.conv_states, 3), (made.recurrent_states, layer.recurrent_states, 4)
+    for own, states, rank in of:
+        shape = *states[0].shape[:-rank], batch, *states[0].shape[1 - rank :]
+        own[0] = torch.zeros(shape, dtype=states[0].dtype)  # theirs may be without memory
     made.has_previous_state[0] = True
     return made
 
@@ -251,8 +263,9 @@ def _forward(self: Any, hidden_states: torch.Tensor, cache_params: Any, *_: Any,
     if layer.has_previous_state[0]:
         conv, state = layer.conv_states[0], layer.recurrent_states[0]
     else:
-        conv = x.new_zeros((x.shape[0], self.found.conv.channels, self.found.conv.width - 1))
-        sizes = x.shape[0], spec.num_v_heads, spec.k_head_size, spec.v_head_size
+        window = [spec.state_window] * (spec.state_window > 1)
+        conv = x.new_zeros((*window, x.shape[0], self.found.conv.channels, self.found.conv.width - 1))
+        sizes = *window, x.shape[0], spec.num_v_heads, spec.k_head_size, spec.v_head_size
         state = x.new_zeros(sizes, dtype=torch.float32)
     bias = self.conv1d.bias if self.conv1d.bias is not None else torch.zeros(0)
     rows, (of_conv, of_delta) = self.rows.rows, self.specs

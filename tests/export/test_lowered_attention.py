@@ -229,7 +229,7 @@ def test_where_some_attention_is_plain_the_cache_has_the_graphs_type(exported):
 
 def test_cache_is_an_option_of_the_cpu():
     with pytest.raises(OptionError, match="cache is f16: an option of target cpu; for cuda it has the graph's type"):
-        check_options("cuda", None, "exact", None, "quantmoe", "last", None, "f16", None, None, 1)
+        check_options("cuda", None, "exact", None, "quantmoe", "last", None, "f16", 1, None, None, 1)
 
 
 def test_a_short_cache_is_named(exported):

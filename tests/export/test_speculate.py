@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 from test_generate import PROMPT
+from test_hybrid import grown
 from test_model import error, run, tokens
 
-from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.convert import export
+from quantmoe.exporter.errors import ModelError, OptionError
 from quantmoe.exporter.generate import Generator
 from quantmoe.exporter.sampling import Sampler, Sampling
 from quantmoe.exporter.speculate import Lookup, Speculation
@@ -81,6 +84,75 @@ def test_what_was_before_is_drafted(exported):
     assert lookup([1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4], 1) == [1]  # the longest match
     assert lookup([1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 7], 4) == []
     assert Lookup()([5], 4) == []
+
+
+@pytest.fixture(params=["qwen3_next", "qwen3_5_moe_text"])
+def hybrid(exported, request):
+    return exported(request.param, logits=5, state_window=5)
+
+
+@pytest.mark.parametrize("kind", [lambda generator: generator, grown], ids=["in place", "grown"])
+def test_states_of_linear_attention(hybrid, kind):
+    """The window has the state after each token that may be the last one accepted."""
+    generator = kind(Generator(hybrid, chunk=8))
+    cache = generator.cache()
+    found, want = guided(generator, PROMPT, 40, cache=cache)
+    assert list(found) == want.tokens
+    assert found.logits.tobytes() == want.logits.tobytes()
+    assert cache.tokens == PROMPT + want.tokens[:-1]
+    assert 10 < found.speculation.accepted < found.speculation.drafted
+    more = generator.generate([5, 6], 5, cache=cache).tokens
+    assert more == generator.generate([*PROMPT, *want.tokens[:-1], 5, 6], 5).tokens
+
+
+@pytest.mark.parametrize("kind", [lambda generator: generator, grown], ids=["in place", "grown"])
+def test_going_back_in_the_window(hybrid, kind):
+    generator = kind(Generator(hybrid))
+    cache = generator.cache()
+    cache.append(PROMPT[:20])
+    cache.rewind(18)
+    assert cache.keep([*PROMPT[:18], 7]) == 18
+    assert np.array_equal(cache.append([7]), generator.greedy([*PROMPT[:18], 7], 1).logits[0])
+    with pytest.raises(ModelError, match="only of 0, 19 tokens"):
+        cache.rewind(17)
+    cache.verify(PROMPT[:3])
+    cache.rewind(20)
+    again = cache.append([9])
+    assert np.array_equal(again, generator.greedy([*PROMPT[:18], 7, PROMPT[0], 9], 1).logits[0])
+
+
+def test_an_interrupted_run_of_states(hybrid, monkeypatch):
+    generator = Generator(hybrid)
+    cache = generator.cache()
+    found, _ = guided(generator, PROMPT, 20, cache=cache)
+    list(itertools.islice(found, 6))
+    run_ = cache._run
+
+    def interrupted(ids):
+        run_(ids)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache, "_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(found)
+    monkeypatch.undo()
+    assert cache.keep([*PROMPT, 7]) == 23
+    assert generator.generate([7], 4, cache=cache).tokens == generator.generate([*PROMPT, 7], 4).tokens
+
+
+def test_windows_as_onnxruntime_genai_reads_them(hybrid):
+    shapes = {v.name: [str(size) for size in v.shape] for v in ir.load(hybrid / "model.onnx").graph.inputs}
+    assert shapes["past_key_values.0.conv_state"] == ["5", "batch_size", "512", "3"]
+    assert shapes["past_key_values.0.recurrent_state"] == ["5", "batch_size", "4", "64", "64"]
+
+
+def test_a_window_is_of_states(checkpoint, exported, tmp_path):
+    with pytest.raises(OptionError, match=r"state_window is 2: .* has no linear attention"):
+        export(checkpoint("qwen3_moe"), tmp_path / "model", state_window=2)
+    with pytest.raises(OptionError, match="state_window is 65, expected 1 to 64"):
+        export(checkpoint("qwen3_next"), tmp_path / "model", state_window=65)
+    with pytest.raises(ModelError, match=r"4 drafts take a window of 5 states .* is of 1: .* --state-window 5"):
+        Generator(exported("qwen3_5_moe_text", activations="float"), speculate="ngram")
 
 
 @pytest.mark.parametrize("ends", ["stop", "left", "count"])
@@ -166,7 +238,7 @@ class Zeros:
     """A cache of a model that always gives 0."""
 
     def __init__(self):
-        self.tokens, self.room, self.model = [], 100, self
+        self.tokens, self.room, self.model, self.whole = [], 100, self, True
 
     def append(self, ids):
         return self.verify(ids)[-1]
