@@ -40,8 +40,8 @@ SUPPORTED: dict[str, tuple[int | str, ...]] = {
     "perm": (0, 1),  # 2 as well of a gated w13
     "bias": (0, 1),
 }
-#: what attention_plan.cc takes of head_size, of keys and values alike
-HEAD_SIZES = (64, 96, 128)
+#: head_size and v_head_size of attention.h
+HEAD_SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 PATHS = ("decode", "stream", "wgmma", "fp8")
 _I32, _I64, _U64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
 _TYPES = {"f32": 0, "f16": 1, "bf16": 2}
@@ -97,7 +97,7 @@ class AttentionProblem(ctypes.Structure):
 class AttentionPlan(ctypes.Structure):
     """qm_cuda_attention_plan."""
 
-    _fields_ = [("tile_rows", _I32), ("splits", _I32), ("wgmma", _I32)] + [
+    _fields_ = [(n, _I32) for n in ("tile_rows", "splits", "cluster", "wgmma")] + [
         (n, _U64) for n in ("queries", "sums", "partial", "workspace_bytes")
     ]
 
@@ -232,11 +232,11 @@ def refusal(spec: MoESpec | LinearSpec | AttentionSpec | ConvSpec | DeltaSpec) -
 
 def _attention_refusal(spec: AttentionSpec) -> str:
     """attention_plan.cc's ValidateAttributes, as far as the operator allows more."""
-    *most, last = map(str, HEAD_SIZES)
-    if spec.head_size not in HEAD_SIZES:
-        return f"head_size is {spec.head_size}, the CUDA kernels take {', '.join(most)} and {last}"
-    if spec.v_head_size != spec.head_size:
-        return f"v_head_size is {spec.v_head_size}, the CUDA kernels take head_size {spec.head_size}"
+    if (spec.head_size, spec.v_head_size) not in HEAD_SIZES:
+        return (
+            f"head_size is {spec.head_size} and v_head_size {spec.v_head_size}, the CUDA kernels take 64, 96, 128, 192 "
+            "and 256 of both, or 192 and 128"
+        )
     return ""
 
 

@@ -45,12 +45,13 @@ class Inputs:
     ) -> Inputs:
         rng = np.random.default_rng(7)
         batch, heads, groups, d = len(rows), spec.num_heads, spec.kv_num_heads, spec.head_size
+        v = spec.v_head_size
 
         def values(*shape: int) -> np.ndarray:
             return rng.normal(0, 1, shape).astype(np.float32).astype(NUMPY[dtype])
 
-        qkv = values(batch, tokens, (heads + 2 * groups) * d)
-        past = [values(batch, groups, slots, d) for _ in range(2)]
+        qkv = values(batch, tokens, (heads + groups) * d + groups * v)
+        past = [values(batch, groups, slots, width) for width in (d, v)]
         for b, (begin, count, before) in enumerate(rows):
             qkv[b, :begin] = qkv[b, begin + count :] = np.nan
             for cache in past:
@@ -127,6 +128,11 @@ HEADS = {
     "five": attention_spec(20, 4, 128, rotary_size=64),
     "sixteen": attention_spec(16, 1, 64, rotary_size=64),
     "twenty": attention_spec(20, 1, 128, rotary_size=128),
+    "qwen3.5": attention_spec(16, 2, 256, rotary_size=64, qk_norm="head"),
+    "192": attention_spec(12, 2, 192, rotary_size=128, rotary_interleaved=1, sliding_window=70),
+    "deepseek": attention_spec(8, 8, 192, v_head_size=128, rotary_size=64, rotary_interleaved=1),
+    "mimo": attention_spec(32, 4, 192, v_head_size=128, rotary_size=64, sliding_window=128),
+    "norm-row of 256": attention_spec(6, 3, 256, rotary_size=256, qk_norm="row"),
     "interleaved": replace(SPEC, rotary_interleaved=1),
     "partial": replace(SPEC, rotary_size=24),
     "partial-interleaved": replace(SPEC, rotary_size=24, rotary_interleaved=1),
@@ -161,8 +167,8 @@ def test_against_the_reference(name: str, call: str, dtype: str) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("call", ["prefill", "prefill after", "ragged prefill"])
-@pytest.mark.parametrize("name", ["qwen3", "norm-row", "window-chunk", "softcap"])
+@pytest.mark.parametrize("call", ["decode", "ragged decode", "prefill", "prefill after", "ragged prefill"])
+@pytest.mark.parametrize("name", ["qwen3", "norm-row", "window-chunk", "softcap", "qwen3.5", "192", "deepseek"])
 def test_on_mma_sync(monkeypatch: pytest.MonkeyPatch, name: str, call: str) -> None:
     """What a GPU without wgmma runs."""
     monkeypatch.setattr(cuda, "query", lambda _: SM80)
@@ -171,17 +177,18 @@ def test_on_mma_sync(monkeypatch: pytest.MonkeyPatch, name: str, call: str) -> N
 
 @gpu
 @pytest.mark.parametrize("slots", [0, 70])
-@pytest.mark.parametrize("call", ["decode at 0", "prefill", "ragged prefill"])
-def test_a_cache_that_grows(call: str, slots: int) -> None:
+@pytest.mark.parametrize("call", ["decode at 0", "decode", "prefill", "ragged prefill"])
+@pytest.mark.parametrize("name", ["interleaved", "mimo"])
+def test_a_cache_that_grows(name: str, call: str, slots: int) -> None:
     """present is other memory, in which what past has is copied."""
     rows, tokens, _ = CALLS[call]
     rows = [(begin, count, min(past, slots)) for begin, count, past in rows]
-    check(Inputs.make(SPEC, "bf16", rows, tokens, slots, slots + 100))
+    check(Inputs.make(HEADS[name], "bf16", rows, tokens, slots, slots + 100))
 
 
 @gpu
 @pytest.mark.parametrize(("slots", "tokens"), [(5000, 1), (5000, 3), (1500, 60)])
-@pytest.mark.parametrize("name", ["qwen3", "window-128"])
+@pytest.mark.parametrize("name", ["qwen3", "window-128", "qwen3.5", "mimo"])
 def test_long(name: str, slots: int, tokens: int) -> None:
     """Many splits, and more splits than there are stages in a window."""
     check(Inputs.make(HEADS[name], "f16", [(0, tokens, slots - tokens - 7)], tokens, slots))
@@ -198,12 +205,13 @@ def test_batch_of_64(tokens: int) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("device", [cuda.H200, SM80], ids=["wgmma", "mma"])
 @pytest.mark.parametrize("tokens", [2, 40])
+@pytest.mark.parametrize("size", [64, 256])
 def test_a_value_that_is_no_number(
-    monkeypatch: pytest.MonkeyPatch, tokens: int, device: cuda.Device, bad: float
+    monkeypatch: pytest.MonkeyPatch, size: int, tokens: int, device: cuda.Device, bad: float
 ) -> None:
     """It reaches the tokens that see it and no others."""
     monkeypatch.setattr(cuda, "query", lambda _: device)
-    spec, at = replace(SPEC, sliding_window=30), tokens // 2
+    spec, at = attention_spec(8, 2, size, rotary_size=64, sliding_window=30), tokens // 2
     inputs = Inputs.make(spec, "bf16", [(0, tokens, 100)], tokens, 200)
     inputs.tensors[0][0, at, -3] = bad  # of the last head's values
     inputs.tensors[2][0, 0, 95, 5] = bad
@@ -280,14 +288,25 @@ def plan(spec: AttentionSpec, *shape: int, dtype: str = "f16", device: cuda.Devi
 
 def test_plans() -> None:
     qwen3 = HEADS["qwen3"]
-    assert (plan(qwen3, 1, 1, 2048, 2048).tile_rows, plan(qwen3, 1, 1, 2048, 2048).splits) == (16, 16)
-    assert plan(qwen3, 1, 1, 40960, 40960).splits == 33
-    assert plan(qwen3, 64, 1, 4096, 4096).splits == 1
+
+    def few(*shape: int, spec: AttentionSpec = qwen3, device: cuda.Device = cuda.H200) -> tuple[int, int, int]:
+        found = plan(spec, *shape, device=device)
+        return found.tile_rows, found.splits, found.cluster
+
+    assert few(1, 1, 2048, 2048) == (16, 16, 16)
+    assert few(1, 1, 300, 300) == (16, 4, 4)
+    assert few(1, 1, 40960, 40960) == (16, 33, 1)  # more than a cluster has
+    assert few(8, 1, 40960, 40960) == (16, 4, 4)
+    assert few(64, 1, 4096, 4096) == (16, 1, 1)
+    assert few(1, 1, 2048, 2048, device=SM80) == (16, 16, 1)
+    assert few(1, 1, 2048, 2048, device=cuda.Device(120, 170, 102400)) == (16, 8, 8)
+    assert few(1, 1, 2048, 2048, spec=HEADS["qwen3.5"]) == (16, 16, 16)
     assert (plan(qwen3, 1, 2048, 2048, 2048).tile_rows, plan(qwen3, 1, 2048, 2048, 2048).splits) == (128, 1)
     assert plan(qwen3, 1, 16, 4096, 4096).splits == 16  # of 4 tiles
     assert [plan(qwen3, 1, n, 4096, 4096).wgmma for n in (1, 2, 3, 300)] == [0, 0, 1, 1]
     assert plan(HEADS["three of 96"], 1, 300, 4096, 4096).wgmma == 0
     assert plan(qwen3, 1, 300, 4096, 4096, device=SM80).wgmma == 0
+    assert [plan(HEADS[name], 1, 300, 300, 300, device=SM80).tile_rows for name in ("qwen3", "mimo")] == [128, 64]
     assert plan(qwen3, 1, 0, 64, 64).workspace_bytes == plan(qwen3, 0, 1, 64, 64).workspace_bytes == 0
     # With any number of multiprocessors at most what a plan for none says.
     for sms in (1, 28, 132, 188):
@@ -299,8 +318,8 @@ def test_plans() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"head_size": 80, "v_head_size": 80}, "head_size is 80, the CUDA kernels take 64, 96 and 128"),
-        ({"v_head_size": 128}, "v_head_size is 128, the CUDA kernels take head_size 64"),
+        ({"head_size": 80, "v_head_size": 80}, "head_size is 80 and v_head_size 80, the CUDA kernels take 64, 96, 128"),
+        ({"v_head_size": 128}, "head_size is 64 and v_head_size 128, the CUDA kernels take 64, 96, 128"),
         ({"kv_num_heads": 3}, "kv_num_heads is 3, expected a divisor of num_heads 8"),
         ({"kv_num_heads": 0}, "kv_num_heads is 0, expected 1 to 8"),
         ({"rotary_size": 66}, "rotary_size is 66, expected 0 to 64"),
@@ -345,7 +364,7 @@ def test_present_in_pasts_memory_cannot_grow() -> None:
             cuda.launch_attention(p, cuda.plan_attention(p), *tensors)
 
 
-@pytest.mark.parametrize("sizes", [(64, 64), (96, 96), (128, 128), (48, 48), (192, 128), (256, 256), (128, 64)])
+@pytest.mark.parametrize("sizes", [(64, 64), (96, 96), (128, 128), (48, 48), (192, 128), (256, 256), (128, 192)])
 def test_the_exporter_knows_what_the_plan_takes(sizes: tuple[int, int]) -> None:
     """cuda.refusal, which needs no library, says what the plan says."""
     spec = replace(SPEC, head_size=sizes[0], v_head_size=sizes[1], rotary_size=32)

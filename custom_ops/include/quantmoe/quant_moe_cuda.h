@@ -125,7 +125,8 @@ typedef struct {
 } qm_cuda_attention_problem;
 typedef struct {
   int32_t tile_rows;  // of queries, heads of tokens that share their keys, in a block
-  int32_t splits;     // blocks that share a tile's slots, whose results another kernel adds up if there are several
+  int32_t splits;     // blocks that share a tile's slots
+  int32_t cluster;    // splits, where they are a cluster, which adds up what they find; 1: another kernel does, if any
   int32_t wgmma;      // 1: on wgmma (sm_90a), of many rows; 0: on mma.sync
   uint64_t queries, sums, partial, workspace_bytes;  // byte offsets into the workspace
 } qm_cuda_attention_plan;
@@ -137,7 +138,8 @@ typedef struct {
   void *present_key, *present_value;  // 16-byte aligned; past's memory where slots are past_slots, or other memory
   void* workspace;
 } qm_cuda_attention_tensors;
-// Head sizes 64, 96 and 128, of keys and values the same; QM_UNSUPPORTED for others.
+// Head sizes 64, 96, 128, 192 and 256, of keys and values the same, and 192 with values of 128; QM_UNSUPPORTED for
+// others.
 QM_API int qm_cuda_plan_attention(const qm_cuda_attention_problem*, const qm_cuda_device*, qm_cuda_attention_plan*,
                                   char* err);
 QM_API int qm_cuda_launch_attention(const qm_cuda_attention_problem*, const qm_cuda_attention_plan*,

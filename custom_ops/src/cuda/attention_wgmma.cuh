@@ -1,5 +1,6 @@
-// Attend on wgmma (sm_90a), for many query rows: two warpgroups of 64 rows a block, two blocks a multiprocessor, whose
-// products run while the other's scores become weights. Weights come from registers, all else from shared memory.
+// Attend on wgmma (sm_90a), for many query rows: two warpgroups of 64 rows a block, of narrow heads two blocks a
+// multiprocessor, whose products run while the other's scores become weights. Weights come from registers, all else
+// from shared memory.
 #pragma once
 #include "cuda/attention.cuh"
 #include "cuda/wgmma.cuh"
@@ -12,53 +13,66 @@ __device__ inline uint32_t SwizzledTile(int row, int chunk) {
   return static_cast<uint32_t>((chunk / 8 * rows + row) * 128 + ((chunk ^ row) & 7) * 16);
 }
 
-template <typename T, int D>
-__global__ void __launch_bounds__(kWideThreads, 2) AttendWide(const __grid_constant__ AttendParams p) {
+// Adds weights times a stage's values, whose 64-column tiles are `tile` bytes apart: N columns from v_at on.
+template <typename T, int N>
+__device__ __forceinline__ void AddValues(float* acc, const uint32_t (&weights)[4], uint32_t v_at, uint32_t tile) {
+  constexpr int kColumns = N < 128 ? 64 : 128;
+  WgmmaRows<T, kColumns>(acc, weights, RowsDescriptor(v_at, tile), true);
+  if constexpr (N > kColumns)
+    AddValues<T, N - kColumns>(acc + kColumns / 2, weights, v_at + kColumns / 64 * tile, tile);
+}
+
+template <typename T, int DK, int DV>
+__global__ void __launch_bounds__(kWideThreads, WideBlocks(DK, DV))
+    AttendWide(const __grid_constant__ AttentionParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kKeys = kAttendKeys, kStage = kKeys * D * 2, kTile = kKeys * 128, NT = kKeys / 8;
-  constexpr uint32_t kExponent = Half<T>::kOne == 0x3c003c00 ? 0x7c00 : 0x7f80;
+  constexpr int kKeys = kWideKeys, kKeyBytes = kKeys * DK * 2, kValueBytes = kKeys * DV * 2;
+  constexpr int kStage = kKeyBytes + kValueBytes, kTile = kKeys * 128, NT = kKeys / 8;
   extern __shared__ uint4 shared[];
-  const uint32_t q_at = (SharedAddress(shared) + 1023) / 1024 * 1024, kv_at = q_at + kManyRows * D * 2;
+  const uint32_t q_at = (SharedAddress(shared) + 1023) / 1024 * 1024, kv_at = q_at + kWideRows * DK * 2;
   LaunchDependents();
 
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row_of = threadIdx.x / 32 * 16 + g;
   const int tile = p.tiles - 1 - static_cast<int>(blockIdx.x) / p.pairs;  // those with most slots first
   const int pair = static_cast<int>(blockIdx.x) % p.pairs;
-  const int b = pair / p.kv_heads, kv = pair % p.kv_heads, split = blockIdx.y, first_row = tile * kManyRows;
-  const BatchRow batch = ReadRow(p.rows, b, p.tokens, p.past_slots, p.slots);
+  const int kv_heads = p.attention.kv_num_heads, b = pair / kv_heads, kv = pair % kv_heads;
+  const int split = blockIdx.y, first_row = tile * kWideRows;
+  const BatchRow batch = ReadRow(p, p.rows, b);
   const int rows = batch.count * p.group;
   WaitForPrevious();
   if (first_row >= rows) return;
-  const Span span = SpanOf(p, batch, first_row, kManyRows);
+  const Span span = SpanOf(p, batch, first_row);
   if (split >= span.splits) return;
-  const int begin = span.first_stage + static_cast<int>(static_cast<int64_t>(span.stages) * split / span.splits);
-  const int end = span.first_stage + static_cast<int>(static_cast<int64_t>(span.stages) * (split + 1) / span.splits);
+  const int begin = span.Begin(split), end = span.Begin(split + 1);
 
-  const T* keys = static_cast<const T*>(p.key) + static_cast<int64_t>(pair) * p.slots * D;
-  const T* values = static_cast<const T*>(p.value) + static_cast<int64_t>(pair) * p.slots * D;
-  auto at_stage = [&](int stage) { return kv_at + (stage % kWideStages) * 2 * kStage; };
+  const T* keys = static_cast<const T*>(p.key) + static_cast<int64_t>(pair) * p.slots * DK;
+  const T* values = static_cast<const T*>(p.value) + static_cast<int64_t>(pair) * p.slots * DV;
+  auto at_stage = [&](int stage) { return kv_at + stage % kWideStages * kStage; };
   auto load = [&](int stage) {
+    auto rows_of = [&](auto width, const T* from, uint32_t to) {
+      constexpr int D = decltype(width)::value;
 #pragma unroll
-    for (int i = 0; i < kKeys * D / 8 / kWideThreads && stage < end; ++i) {
-      const int at = static_cast<int>(threadIdx.x) + i * kWideThreads, key = at / (D / 8), chunk = at % (D / 8);
-      const int slot = stage * kKeys + key;
-      const bool there = slot >= span.low && slot <= span.last_slot;
-      const uint32_t to = at_stage(stage) + SwizzledTile<kKeys>(key, chunk);
-      const int64_t from = static_cast<int64_t>(stage) * (kKeys * D) + at * 8;
-      CopyAsync16Past(to, keys + from, there);
-      CopyAsync16Past(to + kStage, values + from, there);
-    }
+      for (int i = 0; i < kKeys * D / 8 / kWideThreads; ++i) {
+        const int at = static_cast<int>(threadIdx.x) + i * kWideThreads, key = at / (D / 8), chunk = at % (D / 8);
+        const int slot = stage * kKeys + key;
+        CopyAsync16Past(to + SwizzledTile<kKeys>(key, chunk), from + static_cast<int64_t>(stage) * (kKeys * D) + at * 8,
+                        slot >= span.low && slot <= span.last_slot);
+      }
+    };
+    if (stage >= end) return;
+    rows_of(Width<DK>{}, keys, at_stage(stage));
+    rows_of(Width<DV>{}, values, at_stage(stage) + kKeyBytes);
   };
   const T* queries =
-      static_cast<const T*>(p.queries) + (static_cast<int64_t>(pair) * p.tokens * p.group + first_row) * D;
-  for (int at = threadIdx.x; at < kManyRows * D / 8; at += kWideThreads)
-    CopyAsync16Past(q_at + SwizzledTile<kManyRows>(at / (D / 8), at % (D / 8)), queries + at * 8,
-                    first_row + at / (D / 8) < rows);
+      static_cast<const T*>(p.queries) + (static_cast<int64_t>(pair) * p.tokens * p.group + first_row) * DK;
+  for (int at = threadIdx.x; at < kWideRows * DK / 8; at += kWideThreads)
+    CopyAsync16Past(q_at + SwizzledTile<kWideRows>(at / (DK / 8), at % (DK / 8)), queries + at * 8,
+                    first_row + at / (DK / 8) < rows);
   load(begin);
 
-  float acc[D / 8][4], most[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+  float acc[DV / 8][4], most[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
 #pragma unroll
-  for (int n = 0; n < D / 8; ++n)
+  for (int n = 0; n < DV / 8; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[n][i] = 0;
   const int slot_of[2] = {batch.past + (first_row + row_of) / p.group, batch.past + (first_row + row_of + 8) / p.group};
@@ -72,39 +86,37 @@ __global__ void __launch_bounds__(kWideThreads, 2) AttendWide(const __grid_const
     float s[NT][4];
     WgmmaFence();
 #pragma unroll
-    for (int d = 0; d < D / 16; ++d)
-      WgmmaShared<T, kKeys>(s[0], Descriptor(DescriptorLow(own_at + d / 4 * kManyRows * 128 + d % 4 * 32)),
+    for (int d = 0; d < DK / 16; ++d)
+      WgmmaShared<T, kKeys>(s[0], Descriptor(DescriptorLow(own_at + d / 4 * kWideRows * 128 + d % 4 * 32)),
                             Descriptor(DescriptorLow(at_stage(stage) + d / 4 * kTile + d % 4 * 32)), d > 0);
     WgmmaCommit();
     WgmmaWait<0>();
     Softcap(p, s);
     const int stage_slot = stage * kKeys;
-    const bool masked = stage_slot < span.full_low || stage_slot + kKeys - 1 > span.first_slot;  // for some row
+    const bool masked = IsMasked(span, stage_slot, kKeys);
     if (masked) Mask(p, s, slot_of, stage_slot);
     Weigh(s, acc, most, sum);
 
-    const uint32_t v_at = at_stage(stage) + kStage;
+    const uint32_t v_at = at_stage(stage) + kKeyBytes;
     if (masked) {
       // Where not every row sees a stage's slots, a value that is not finite is added, not multiplied by zero.
       bool odd = false;
-      for (int at = threadIdx.x; at < kStage / 16; at += kWideThreads) {
-        const uint4 v = Load16(v_at + at * 16);
-        odd |= IsOdd(v.x, kExponent) || IsOdd(v.y, kExponent) || IsOdd(v.z, kExponent) || IsOdd(v.w, kExponent);
-      }
+      for (int at = threadIdx.x; at < kValueBytes / 16; at += kWideThreads)
+        odd |= IsOdd(Load16(v_at + at * 16), kExponent<T>);
       if (__syncthreads_or(odd)) {
 #pragma unroll 1
         for (int key = 0; key < kKeys; ++key)
 #pragma unroll
-          for (int n = 0; n < D / 8; ++n) {
-            const uint32_t v = OnlyOdd(Load4(v_at + SwizzledTile<kKeys>(key, n) + 4 * t), kExponent);
+          for (int n = 0; n < DV / 8; ++n) {
+            const uint32_t v = OnlyOdd(Load4(v_at + SwizzledTile<kKeys>(key, n) + 4 * t), kExponent<T>);
 #pragma unroll
             for (int h = 0; v && h < 2; ++h)
               if (stage_slot + key <= slot_of[h] && stage_slot + key >= FirstSlot(p, slot_of[h]))
                 acc[n][2 * h] += Half<T>::Low(v), acc[n][2 * h + 1] += Half<T>::High(v);
           }
         __syncthreads();
-        for (int at = threadIdx.x; at < kStage / 4; at += kWideThreads)
-          Store4(v_at + at * 4, Load4(v_at + at * 4) ^ OnlyOdd(Load4(v_at + at * 4), kExponent));
+        for (int at = threadIdx.x; at < kValueBytes / 4; at += kWideThreads)
+          Store4(v_at + at * 4, Load4(v_at + at * 4) ^ OnlyOdd(Load4(v_at + at * 4), kExponent<T>));
         FenceAsyncProxy();
         __syncthreads();
       }
@@ -114,7 +126,7 @@ __global__ void __launch_bounds__(kWideThreads, 2) AttendWide(const __grid_const
     for (int k = 0; k < NT / 2; ++k) PackWeights<T>(weights[k], s, 2 * k);
     WgmmaFence();
 #pragma unroll
-    for (int k = 0; k < NT / 2; ++k) WgmmaRows<T, D>(acc[0], weights[k], RowsDescriptor(v_at + k * 2048, kTile), true);
+    for (int k = 0; k < NT / 2; ++k) AddValues<T, DV>(acc[0], weights[k], v_at + k * 2048, kTile);
     WgmmaCommit();
     WgmmaWait<0>();
   }

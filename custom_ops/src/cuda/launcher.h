@@ -23,6 +23,10 @@ struct Launcher {
       error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
       if (error != cudaSuccess) return;
     }
+    if (cluster > 8) {  // more than every GPU with clusters has
+      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+      if (error != cudaSuccess) return;
+    }
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config{};
     config.gridDim = grid;

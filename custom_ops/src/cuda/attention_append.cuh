@@ -1,0 +1,146 @@
+// The kernels before and after Attend and AttendWide: new keys and values to the cache, and the sum of the splits.
+#pragma once
+#include "cuda/attention.cuh"
+
+namespace quantmoe {
+
+// Sum over the block; every thread calls it.
+__device__ inline float BlockSum(float x, float* scratch) {
+  for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = 0;
+  for (int i = 0; i < kAppendThreads / 32; ++i) x += scratch[i];
+  return x;
+}
+
+// kLanes lanes a head of a token. A block has the same heads of some tokens; what `rows` does not decide is asked for
+// before it is there.
+template <typename T, int kLanes>
+__global__ void __launch_bounds__(kAppendThreads, 4) AttentionAppend(const __grid_constant__ AttentionParams p) {
+  constexpr int kHeads = kAppendThreads / kLanes;
+  __shared__ float4 features[kHeads][2 * kLanes];
+  __shared__ float scratch[kAppendThreads / 32];
+  WaitForPrevious();
+  LaunchDependents();
+  const int block = static_cast<int>(blockIdx.x);
+  if (block >= p.token_blocks) return CopySlots(p, block - p.token_blocks);
+  const qm_attention& a = p.attention;
+  const int heads = a.num_heads, kv_heads = a.kv_num_heads;
+  const int local = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const int64_t row_chunks = RowChunks(a);
+  const int steps = p.token_blocks / p.blocks_per_token;
+  int token = block / p.blocks_per_token;
+  const uint4* qkv = static_cast<const uint4*>(p.qkv);
+  HeadPart<T, kLanes> part(p, block % p.blocks_per_token * kHeads + local, lane);
+  auto load = [&](int token) {
+    return part.there && token < p.batch * p.tokens ? qkv[token * row_chunks + part.chunk] : uint4{};
+  };
+  uint4 next = load(token);
+
+  for (; token < p.batch * p.tokens; token += steps) {
+    part.LoadTurn(p, token);
+    const uint4 loaded = next;
+    next = load(token + steps);
+    IssueLoads();
+
+    const int b = token / p.tokens;
+    const BatchRow row = ReadRow(p, p.rows, b);
+    const int index = token % p.tokens - row.begin;
+    if (index < 0 || index >= row.count) {
+      const uint32_t outside = row.valid ? 0 : Half<T>::Pack(NAN, NAN);
+      if (part.query && part.d < a.v_head_size)
+        static_cast<uint4*>(
+            p.output)[((static_cast<int64_t>(token) * heads + part.head) * a.v_head_size + part.d) / 8] = {
+            outside, outside, outside, outside};
+      continue;
+    }
+
+    float squares = 0;
+    if (part.by_row) {  // of all heads
+      const int queries = heads * (a.head_size / 8), keys = kv_heads * (a.head_size / 8);
+      float sums[2] = {0, 0};
+      for (int i = threadIdx.x; i < queries + keys; i += kAppendThreads) {
+        const float sum = AddSquares<T>(qkv[token * row_chunks + i], 0);
+        sums[i >= queries] += sum;
+      }
+      const float q = BlockSum(sums[0], scratch), k = BlockSum(sums[1], scratch);
+      squares = part.query ? q : k;
+    }
+    float x[8];
+    Widen<T>(x, loaded);
+    part.Apply(p, squares, features[local], x);
+    if (!part.there) continue;
+    const int64_t pair = static_cast<int64_t>(b) * kv_heads + (part.query ? part.head / p.group : part.head);
+    const int64_t at =
+        part.query ? (pair * p.tokens + index) * p.group + part.head % p.group : pair * p.slots + row.past + index;
+    void* to = part.query ? p.queries : part.key ? p.key : p.value;
+    static_cast<uint4*>(to)[(at * part.size + part.d) / 8] = Narrow<T>(x);
+  }
+}
+
+// Adds up the splits of 128 features of a head of a token: a block, whose warps take splits in turn; lanes have four
+// features.
+template <typename T>
+__global__ void __launch_bounds__(kAttendThreads) AttendMerge(const __grid_constant__ AttentionParams p) {
+  constexpr int kWarps = kAttendThreads / 32;
+  __shared__ float4 results[kWarps][32];
+  LaunchDependents();
+  const int heads = p.attention.num_heads, place = blockIdx.x, head = place % heads, token = place / heads;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, features = p.attention.v_head_size / 4;
+  const int column = static_cast<int>(blockIdx.y) * 32 + lane;
+  const BatchRow row = ReadRow(p, p.rows, token / p.tokens);
+  const int index = token % p.tokens - row.begin;
+  const float sink = p.sinks[head] * kLog2e;
+  if (index < 0 || index >= row.count) return WaitForPrevious();
+  const int first_row = (index * p.group + head % p.group) / p.tile_rows * p.tile_rows;
+  const int splits = SpanOf(p, row, first_row).splits;
+  WaitForPrevious();
+
+  const int64_t first = static_cast<int64_t>(place) * p.splits;
+  float2 sums[2];
+  float4 parts[2][32 / kWarps];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    sums[i] = lane + 32 * i < splits ? p.sums[first + lane + 32 * i] : float2{-INFINITY, 0};
+#pragma unroll
+    for (int j = 0; j < 32 / kWarps; ++j) {
+      const int split = 32 * i + j * kWarps + warp;
+      parts[i][j] = float4{0, 0, 0, 0};
+      if (split < splits && column < features)
+        parts[i][j] = reinterpret_cast<const float4*>(p.partial)[(first + split) * features + column];
+    }
+  }
+  IssueLoads();
+  float largest = fmaxf(sink, fmaxf(sums[0].x, sums[1].x));
+  for (int d = 16; d > 0; d /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
+  const float base = largest == -INFINITY ? 0.f : largest;
+  const float weights[2] = {Exp2(sums[0].x - base), Exp2(sums[1].x - base)};
+  float all = fmaf(sums[0].y, weights[0], sums[1].y * weights[1]);
+  for (int d = 16; d > 0; d /= 2) all += __shfl_xor_sync(~0u, all, d);
+  all += Exp2(sink - base);
+
+  float4 y{0, 0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int j = 0; j < 32 / kWarps; ++j) {
+      const float4 x = parts[i][j];
+      const float weight = __shfl_sync(~0u, weights[i], j * kWarps + warp);
+      y.x = fmaf(x.x, weight, y.x), y.y = fmaf(x.y, weight, y.y);
+      y.z = fmaf(x.z, weight, y.z), y.w = fmaf(x.w, weight, y.w);
+    }
+  results[warp][lane] = y;
+  __syncthreads();
+  if (warp || column >= features) return;
+  for (int w = 1; w < kWarps; ++w) {
+    const float4 x = results[w][lane];
+    y.x += x.x, y.y += x.y, y.z += x.z, y.w += x.w;
+  }
+  const float inverse = 1.f / all;
+  static_cast<uint2*>(p.output)[static_cast<int64_t>(place) * features + column] = {
+      Half<T>::Pack(y.x * inverse, y.y * inverse), Half<T>::Pack(y.z * inverse, y.w * inverse)};
+}
+
+}  // namespace quantmoe

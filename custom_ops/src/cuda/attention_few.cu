@@ -1,0 +1,12 @@
+#include "cuda/attention_few.cuh"
+#include "cuda/attention_kernels.h"
+
+namespace quantmoe {
+
+AttentionKernel FewKernel(int32_t type, int keys, int values) {
+#define QM_INSTANCE(DK, DV) QM_ATTENTION_INSTANCE(AttendFew, DK, DV)
+  QM_ATTENTION_SIZES(QM_INSTANCE)
+  return nullptr;
+}
+
+}  // namespace quantmoe

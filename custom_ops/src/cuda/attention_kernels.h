@@ -1,0 +1,21 @@
+// The attention kernels, which files of their own compile: by type of the activations and widths of keys and values,
+// null where there are none.
+#pragma once
+#include <cstdint>
+
+#include "cuda/attention.h"
+
+namespace quantmoe {
+
+struct AttentionParams;
+using AttentionKernel = void (*)(AttentionParams);
+
+AttentionKernel FewKernel(int32_t type, int keys, int values);
+AttentionKernel ManyKernel(int32_t type, int keys, int values);
+AttentionKernel WideKernel(int32_t type, int keys, int values);
+
+// The instance of a kernel's template <typename T, int DK, int DV>.
+#define QM_ATTENTION_INSTANCE(kernel, DK, DV) \
+  if (keys == DK && values == DV) return type == QM_BF16 ? kernel<__nv_bfloat16, DK, DV> : kernel<__half, DK, DV>;
+
+}  // namespace quantmoe

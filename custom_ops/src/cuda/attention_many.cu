@@ -1,0 +1,12 @@
+#include "cuda/attention_kernels.h"
+#include "cuda/attention_many.cuh"
+
+namespace quantmoe {
+
+AttentionKernel ManyKernel(int32_t type, int keys, int values) {
+#define QM_INSTANCE(DK, DV) QM_ATTENTION_INSTANCE(Attend, DK, DV)
+  QM_ATTENTION_SIZES(QM_INSTANCE)
+  return nullptr;
+}
+
+}  // namespace quantmoe
