@@ -16,7 +16,10 @@ from quantmoe.custom_ops.op import (
     LinearSpec,
     MoESpec,
     Projection,
+    NormSpec,
+    RouterSpec,
     RoutingSpec,
+    RowsSpec,
     enum,
 )
 from quantmoe.custom_ops.structs import ERROR_SIZE, STRUCTS, check_status, check_structs, node
@@ -79,6 +82,30 @@ class RoutingProblem(ctypes.Structure):
     """qm_cuda_routing_problem."""
 
     _fields_ = [("routing", STRUCTS["MoERouting"]), ("type", _I32), ("tokens", _I64)]
+
+
+class RouterProblem(ctypes.Structure):
+    """qm_cuda_router_problem."""
+
+    _fields_ = [("router", STRUCTS["MoERouter"]), ("type", _I32), ("tokens", _I64)]
+
+
+class RouterPlan(ctypes.Structure):
+    """qm_cuda_router_plan."""
+
+    _fields_ = [("path", _I32), ("workspace_bytes", _U64)]
+
+
+class NormProblem(ctypes.Structure):
+    """qm_cuda_norm_problem."""
+
+    _fields_ = [("norm", STRUCTS["AddRMSNorm"]), ("type", _I32), ("rows", _I64), ("columns", _I64)]
+
+
+class RowsProblem(ctypes.Structure):
+    """qm_cuda_rows_problem."""
+
+    _fields_ = [("node", STRUCTS["TokenRows"])] + [(n, _I64) for n in ("batch", "tokens", "past_slots", "length")]
 
 
 class AttentionProblem(ctypes.Structure):
@@ -425,6 +452,123 @@ def route(spec: RoutingSpec, logits: torch.Tensor, correction_bias: torch.Tensor
     stream = _PTR(torch.cuda.current_stream().cuda_stream)
     check_status(library().qm_cuda_launch_routing(ctypes.byref(problem), tensors, stream, err), err)
     return ids, weights
+
+
+def router_problem(spec: RouterSpec, dtype: str, tokens: int) -> RouterProblem:
+    """qm_cuda_router_problem of a node and its tokens; dtype "f16" or "bf16" (or "f32", which is refused)."""
+    return RouterProblem(node(library(), spec), _TYPES[dtype], tokens)
+
+
+def plan_router(problem: RouterProblem, device: Device = H200) -> RouterPlan:
+    """qm_cuda_plan_router: pure, needs no GPU.
+
+    Raises:
+        ValueError: the library's sentence about an attribute or a size.
+    """
+    found, err = RouterPlan(), ctypes.create_string_buffer(ERROR_SIZE)
+    plan = library().qm_cuda_plan_router
+    check_status(plan(ctypes.byref(problem), ctypes.byref(device), ctypes.byref(found), err), err)
+    return found
+
+
+def launch_router(problem: RouterProblem, plan: RouterPlan, *tensors: torch.Tensor) -> None:
+    """Enqueues on torch's current stream.
+
+    Args:
+        tensors: hidden_states, weight, bias, correction_bias ([0]: none), topk_ids, topk_weights, workspace (uint8 of
+            plan.workspace_bytes), contiguous.
+    """
+    import torch
+
+    pointers = (_PTR * 7)(*(t.data_ptr() if t.numel() else None for t in tensors))
+    err = ctypes.create_string_buffer(ERROR_SIZE)
+    stream = _PTR(torch.cuda.current_stream().cuda_stream)
+    launch = library().qm_cuda_launch_router
+    check_status(launch(ctypes.byref(problem), ctypes.byref(plan), pointers, stream, err), err)
+
+
+def router(spec: RouterSpec, *inputs: torch.Tensor, device: Device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """MoERouter on the current CUDA device, as planned for ``device``: op.def's inputs, hidden_states [T, H].
+
+    Raises:
+        ValueError: the library's sentence about an attribute or a size.
+    """
+    import torch
+
+    hidden = inputs[0]
+    ids = torch.full((len(hidden), spec.top_k), -1, dtype=torch.int32, device=hidden.device)
+    weights = torch.full(ids.shape, float("nan"), device=hidden.device)
+    problem = router_problem(spec, _dtype(hidden), len(hidden))
+    plan = plan_router(problem, device or query(hidden.device.index or 0))
+    workspace = torch.full((max(1, plan.workspace_bytes),), 0xFF, dtype=torch.uint8, device=hidden.device)
+    launch_router(problem, plan, *inputs, ids, weights, workspace)
+    return ids, weights
+
+
+def norm_problem(spec: NormSpec, dtype: str, rows: int, columns: int) -> NormProblem:
+    """qm_cuda_norm_problem of a node and its sizes; dtype "f16" or "bf16" (or "f32", which is refused)."""
+    return NormProblem(node(library(), spec), _TYPES[dtype], rows, columns)
+
+
+def check_norm(problem: NormProblem) -> None:
+    """qm_cuda_validate_norm: pure, needs no GPU.
+
+    Raises:
+        ValueError: the library's sentence about an attribute or a size.
+    """
+    err = ctypes.create_string_buffer(ERROR_SIZE)
+    check_status(library().qm_cuda_validate_norm(ctypes.byref(problem), err), err)
+
+
+def launch_norm(problem: NormProblem, *tensors: torch.Tensor) -> None:
+    """Enqueues on torch's current stream.
+
+    Args:
+        tensors: x, residual, weight, y, sum, contiguous.
+
+    Raises:
+        ValueError: the library's sentence about an attribute or a size.
+    """
+    import torch
+
+    pointers, err = (_PTR * 5)(*(t.data_ptr() for t in tensors)), ctypes.create_string_buffer(ERROR_SIZE)
+    stream = _PTR(torch.cuda.current_stream().cuda_stream)
+    check_status(library().qm_cuda_launch_norm(ctypes.byref(problem), pointers, stream, err), err)
+
+
+def add_norm(spec: NormSpec, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """AddRMSNorm on the current CUDA device: op.def's inputs and outputs, x [T, H].
+
+    Raises:
+        ValueError: the library's sentence about an attribute or a size.
+    """
+    import torch
+
+    y, total = (torch.full_like(inputs[0], float("nan")) for _ in range(2))
+    launch_norm(norm_problem(spec, _dtype(y), *y.shape), *inputs, y, total)
+    return y, total
+
+
+def rows_problem(spec: RowsSpec, batch: int, tokens: int, past_slots: int, length: int) -> RowsProblem:
+    """qm_cuda_rows_problem of a node's sizes."""
+    return RowsProblem(node(library(), spec), batch, tokens, past_slots, length)
+
+
+def token_rows(spec: RowsSpec, mask: torch.Tensor, new: int, past: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """TokenRows on the current CUDA device: mask int64 [B, L], S and P -> op.def's outputs.
+
+    Raises:
+        ValueError: the library's sentence about a size.
+    """
+    import torch
+
+    rows = torch.full((len(mask), 3), -1, dtype=torch.int32, device=mask.device)
+    last = torch.full((len(mask), 1, 1), -9, dtype=torch.int64, device=mask.device)
+    problem, err = rows_problem(spec, len(mask), new, past, mask.shape[1]), ctypes.create_string_buffer(ERROR_SIZE)
+    tensors = (_PTR * 3)(*(t.data_ptr() for t in (mask, rows, last)))
+    stream = _PTR(torch.cuda.current_stream().cuda_stream)
+    check_status(library().qm_cuda_launch_rows(ctypes.byref(problem), tensors, stream, err), err)
+    return rows, last
 
 
 def attention_problem(

@@ -50,6 +50,27 @@ class MoERouting(Spec):
     routed_scaling_factor: float
 
 @dataclass(frozen=True, kw_only=True)
+class MoERouter(Spec):
+    op_version: int = ...
+    hidden_size: int  # H
+    num_experts: int  # E; this and the following are MoERouting's
+    top_k: int
+    method: str
+    renormalize: int
+    n_group: int
+    topk_group: int
+    routed_scaling_factor: float
+
+@dataclass(frozen=True, kw_only=True)
+class AddRMSNorm(Spec):
+    op_version: int = ...
+    norm_epsilon: float
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRows(Spec):
+    op_version: int = ...
+
+@dataclass(frozen=True, kw_only=True)
 class CachedAttention(Spec):
     op_version: int = ...
     num_heads: int  # of queries

@@ -66,6 +66,24 @@ class RoutingSpec(nodes.MoERouting):
     """All attributes of a MoERouting node."""
 
 
+class RouterSpec(nodes.MoERouter):
+    """All attributes of a MoERouter node."""
+
+    @property
+    def routing(self) -> RoutingSpec:
+        """The MoERouting of its logits."""
+        own = {name: value for name, value in self.attributes().items() if name not in ("op_version", "hidden_size")}
+        return RoutingSpec(**own)
+
+
+class NormSpec(nodes.AddRMSNorm):
+    """All attributes of an AddRMSNorm node."""
+
+
+class RowsSpec(nodes.TokenRows):
+    """All attributes of a TokenRows node."""
+
+
 class AttentionSpec(nodes.CachedAttention):
     """All attributes of a CachedAttention node."""
 

@@ -1,4 +1,4 @@
-"""The slow, obvious truth: QuantMoE, linear, router, attention, convolution and delta rule in NumPy float64.
+"""The slow, obvious truth: QuantMoE, linear, router, norm, attention, convolution and delta rule in NumPy float64.
 
 Only the activation quantizers are computed in float32, because their roundings are part of the format (FORMAT.md 4.1);
 everything after them is exact arithmetic rounded to float64.
@@ -14,7 +14,7 @@ import numpy as np
 
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.op import AttentionSpec, ConvSpec, DeltaSpec, MoESpec, RoutingSpec
+from quantmoe.custom_ops.op import AttentionSpec, ConvSpec, DeltaSpec, MoESpec, NormSpec, RouterSpec, RoutingSpec
 
 #: activation formats of floats: their values, features that share a scale (None: the row), exponent of the largest one
 FLOAT_FORMATS: dict[str, tuple[np.dtype, int | None, int]] = {
@@ -162,6 +162,48 @@ def route(
     if spec.renormalize:
         weights = weights / (weights.sum(1, keepdims=True) + 1e-20)
     return ids.astype(np.int32), weights * spec.routed_scaling_factor
+
+
+def router(
+    spec: RouterSpec, hidden: np.ndarray, weight: np.ndarray, bias: np.ndarray, correction_bias: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """MoERouter: as :func:`route` of hidden [T, H] times weight [E, H] plus bias [E]; biases [0]: none."""
+    logits = hidden.astype(np.float64) @ weight.astype(np.float64).T
+    if len(bias):
+        logits = logits + bias.astype(np.float64)
+    return route(spec.routing, logits, correction_bias if len(correction_bias) else None)
+
+
+def add_norm(
+    spec: NormSpec, x: np.ndarray, residual: np.ndarray, weight: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """AddRMSNorm: y, float64, and the sum, in x's type; x and residual [.., H], weight [H]."""
+    total = (x.astype(np.float64) + residual.astype(np.float64)).astype(x.dtype)
+    wide = total.astype(np.float64)
+    mean = (wide * wide).mean(-1, keepdims=True)
+    return wide / np.sqrt(mean + spec.norm_epsilon) * weight.astype(np.float64), total
+
+
+def token_rows(mask: np.ndarray, new: int, past: int) -> tuple[np.ndarray, np.ndarray]:
+    """TokenRows: rows int32 [B, 3], last int64 [B, 1, 1].
+
+    The new tokens' columns of the mask are its last ones where it is longer than the cache, which then grows. Otherwise
+    the cache has room for them, and they end with the last column that any row has set.
+
+    Args:
+        mask: [B, L], not 0 for tokens that count. new: S. past: slots of the cache, P.
+    """
+    seen, (batch, length) = mask != 0, mask.shape
+    end = max(new, length) if length > past else new
+    end = max(end, *(np.nonzero(seen.any(0))[0] + 1), 0)
+    columns = np.arange(end - new, end)
+    own = np.zeros((batch, new), bool)
+    if length:
+        own = seen[:, np.minimum(columns, length - 1)]
+    before = seen[:, : end - new].sum(1)
+    first = np.where(own.any(1), own.argmax(1) if new else 0, new)
+    rows = np.stack((np.minimum(first, new - own.sum(1)), own.sum(1), before), 1).astype(np.int32)
+    return rows, (rows[:, :1] + rows[:, 1:2] - 1).astype(np.int64)[:, None]
 
 
 def linear(x: np.ndarray, m: QuantizedMatrix, activation_format: str) -> np.ndarray:

@@ -20,7 +20,9 @@ from quantmoe.custom_ops.op import (
     DeltaSpec,
     LinearSpec,
     MoESpec,
+    RouterSpec,
     RoutingSpec,
+    RowsSpec,
     attribute_kinds,
     inputs,
     op_version,
@@ -32,6 +34,8 @@ from quantmoe.custom_ops.reference import delta as reference_delta
 from quantmoe.custom_ops.reference import linear as reference_linear
 from quantmoe.custom_ops.reference import quant_moe as reference
 from quantmoe.custom_ops.reference import route as reference_route
+from quantmoe.custom_ops.reference import router as reference_router
+from quantmoe.custom_ops.reference import token_rows as reference_rows
 
 
 @torch.library.custom_op("quantmoe::quant_moe", mutates_args=())
@@ -125,6 +129,65 @@ def moe_routing(
 def _(logits: torch.Tensor, correction_bias: torch.Tensor, attributes: str) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (*logits.shape[:-1], json.loads(attributes)["top_k"])
     return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("quantmoe::moe_router", mutates_args=())
+def moe_router(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    correction_bias: torch.Tensor,
+    attributes: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each token from its hidden state, by the float64 reference.
+
+    Args:
+        hidden_states: [T, H]. weight: [E, H]. bias, correction_bias: f32 [E], or [0] for none.
+        attributes: JSON of RouterSpec.attributes().
+
+    Returns:
+        ids int32 and weights f32, [T, top_k].
+    """
+    spec = RouterSpec.from_attributes(json.loads(attributes))
+    given = (t.float().numpy() for t in (hidden_states, weight, bias, correction_bias))
+    ids, weights = reference_router(spec, *given)
+    return torch.from_numpy(ids), torch.from_numpy(weights).float()
+
+
+@moe_router.register_fake
+def _(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    correction_bias: torch.Tensor,
+    attributes: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (*hidden_states.shape[:-1], json.loads(attributes)["top_k"])
+    return hidden_states.new_empty(shape, dtype=torch.int32), hidden_states.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("quantmoe::token_rows", mutates_args=())
+def token_rows(
+    past_key: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """CachedAttention's rows and each row's last token, by the reference.
+
+    Args:
+        past_key: [B, heads, P, D]. input_ids: [B, S]. attention_mask: int64 [B, L].
+
+    Returns:
+        rows int32 [B, 3], last int64 [B, 1, 1].
+    """
+    rows, last = reference_rows(attention_mask.numpy(), input_ids.shape[1], past_key.shape[2])
+    return torch.from_numpy(rows), torch.from_numpy(last)
+
+
+@token_rows.register_fake
+def _(
+    past_key: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = attention_mask.shape[0]
+    return attention_mask.new_empty((batch, 3), dtype=torch.int32), attention_mask.new_empty((batch, 1, 1))
 
 
 @torch.library.custom_op("quantmoe::cached_attention", mutates_args=())
@@ -311,6 +374,16 @@ def onnx_quant_linear(x: Any, w: Any, attributes: str) -> Any:
 def onnx_moe_routing(logits: Any, correction_bias: Any, attributes: str) -> Any:
     """The entry of the exporter's translation table for ``moe_routing``."""
     return onnx_op("MoERouting")(logits, correction_bias, **json.loads(attributes))
+
+
+def onnx_moe_router(hidden_states: Any, weight: Any, bias: Any, correction_bias: Any, attributes: str) -> Any:
+    """The entry of the exporter's translation table for ``moe_router``."""
+    return onnx_op("MoERouter")(hidden_states, weight, bias, correction_bias, **json.loads(attributes))
+
+
+def onnx_token_rows(past_key: Any, input_ids: Any, attention_mask: Any) -> Any:
+    """The entry of the exporter's translation table for ``token_rows``."""
+    return onnx_op("TokenRows")(past_key, input_ids, attention_mask, **RowsSpec().attributes())
 
 
 def onnx_cached_attention(

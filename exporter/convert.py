@@ -197,7 +197,7 @@ def export(
         graph = trace(skeleton, chosen, target, cache or "f16")
         report.untraced = graph.meta.pop("untraced", "")
         report.plain_attention = graph.meta.pop("plain_attention")
-        report.plain_routers = len(specs) - sum(node.op_type == "MoERouting" for node in graph.graph)
+        report.plain_routers = len(specs) - sum(node.op_type in ("MoERouting", "MoERouter") for node in graph.graph)
         weights = place_weights(graph)
         keep_tables(weights, skeleton.stored_type)
         name_interface(graph)

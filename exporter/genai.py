@@ -25,9 +25,10 @@ MAX_LENGTH = 4096
 
 
 def shares_buffer(graph: ir.Graph) -> bool:
-    """Whether past and present may be one buffer: no node reads a cache but one of IN_PLACE."""
+    """Whether past and present may be one buffer: no node reads a cache but one of IN_PLACE; others read its shape."""
     past = [value for value in graph.inputs if str(value.name).startswith("past_key_values.")]
-    nodes = [{(use.node.domain, use.node.op_type) for use in value.uses()} - {("", "Shape")} for value in past]
+    shape = {("", "Shape"), ("quantmoe", "TokenRows")}
+    nodes = [{(use.node.domain, use.node.op_type) for use in value.uses()} - shape for value in past]
     return bool(past) and all(len(found) == 1 and found <= IN_PLACE for found in nodes)
 
 

@@ -23,6 +23,7 @@ from quantmoe.custom_ops.op import (
     DeltaSpec,
     LinearSpec,
     MoESpec,
+    RouterSpec,
     RoutingSpec,
     Spec,
 )
@@ -54,7 +55,7 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
     Returns:
         ``layers`` and ``linears`` (one dict a node: name, module, format, attributes, sizes, bytes, bits_per_weight;
         of linears ``rows``: where a node has those of several modules, how many of each),
-        ``routers`` (MoERouting nodes: name, attributes),
+        ``routers`` (MoERouting and MoERouter nodes: name, attributes),
         ``attention`` (CachedAttention nodes: name, attributes, type of the cache, its bytes a token),
         ``linear_attention`` (GatedDelta nodes: name, attributes, ``width`` of the convolution before it, and
         ``state_bytes`` of both, after one token),
@@ -85,6 +86,10 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
                 routing = _spec(path, node, RoutingSpec)
                 _check_runs(path, node, routing, {})
                 routers.append({"node": node.name, "attributes": routing.attributes()})
+            elif node.op_type == "MoERouter":
+                router = _spec(path, node, RouterSpec)
+                _check_runs(path, node, router.routing, {})
+                routers.append({"node": node.name, "attributes": router.attributes()})
             elif node.op_type == "CachedAttention":
                 attention.append(_attention(path, node))
             elif node.op_type == "GatedDelta":

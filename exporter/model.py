@@ -43,9 +43,11 @@ from quantmoe.custom_ops.torch_op import (
     onnx_cached_attention,
     onnx_causal_conv,
     onnx_gated_delta,
+    onnx_moe_router,
     onnx_moe_routing,
     onnx_quant_linear,
     onnx_quant_moe,
+    onnx_token_rows,
 )
 from quantmoe.exporter import attention
 from quantmoe.exporter.ahead import BLOCK
@@ -60,6 +62,7 @@ from quantmoe.exporter.formats.experts import check_sizes
 from quantmoe.exporter.formats.rounding import HEAD_GROUPS
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.passes import linear_attention
+from quantmoe.exporter.passes.add_norms import add_norms
 from quantmoe.exporter.passes.attention import (
     MASKLESS,
     Recognised,
@@ -401,7 +404,7 @@ def trace(skeleton: Skeleton, chosen: Choice, target: str = "cpu", cache: str = 
             for i, part in enumerate(chosen.parts[name]):
                 model.set_submodule(part, PartOfLinear(whole, sizes, i))
         model.set_submodule(name, whole)
-    replace_routers(model)
+    replace_routers(model, target)
     concatenate_keys(model)
     graph = _trace_layers(skeleton, target)
     if target == "cpu" and not plain:
@@ -426,7 +429,7 @@ def recognised(skeleton: Skeleton, chosen: Choice, target: str) -> tuple[dict[st
     model.set_experts_implementation("quantmoe")
     model.set_attn_implementation(attention.NAME)
     skeleton.derive(plain_norms(model), lambda array: array.astype(np.float32) + 1)
-    rows = Rows(decoder)
+    rows = Rows(decoder, target)
     changed = linear_attention.attach(model, skeleton.linear_attention, rows)
     skeleton.derive(changed, lambda w: w[:, 0] if w.ndim == 3 else w)
     with doing(f"{skeleton.format.ckpt.folder}: recognising attention"):
@@ -517,6 +520,7 @@ def _trace(skeleton: Skeleton, target: str) -> ir.Model:
             fuse_for_onnxruntime(graph, target)
     else:
         divide_by_roots(graph)
+        add_norms(graph)
     for value in hidden:
         graph.graph.inputs.remove(value)
     graph.meta["placeholders"] = hidden
@@ -622,6 +626,8 @@ exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.cached_attention.defaul
 exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.causal_conv.default] = onnx_causal_conv
 exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.gated_delta.default] = onnx_gated_delta
 exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.moe_routing.default] = onnx_moe_routing
+exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.moe_router.default] = onnx_moe_router
+exporter_onnx._ONNX_TRANSLATION_TABLE[torch.ops.quantmoe.token_rows.default] = onnx_token_rows
 
 
 def _config(format: Format, layers: int | None) -> Any:

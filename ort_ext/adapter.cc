@@ -335,6 +335,15 @@ void DeltaNode::Run(OrtKernelContext* context) const {
       [&](char* error) { return qm_delta_run(&delta_, &call, error); });
 }
 
+// A node of a file for NVIDIA GPUs.
+class OfAnotherTarget : public Kernel {
+ public:
+  OfAnotherTarget(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights, bool) : Kernel(op, api, info) {
+    Fail("the model is exported for NVIDIA GPUs: register libquantmoe_ort_cuda.so, or export it with --target cpu");
+  }
+  void Run(OrtKernelContext*) const override {}
+};
+
 template <class T, Weights weights, bool verify>
 Kernel* Make(const Op& op, const OrtApi* api, const OrtKernelInfo* info) {
   return new T(op, api, info, weights, verify);
@@ -351,6 +360,8 @@ void Operators(const OrtApi* api, std::deque<Op>& ops) {
     ops.emplace_back(api, nullptr, "MoERouting", type, kId32, Make<RoutingKernel, weights, verify>);
     for (auto cache : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16})
       ops.emplace_back(api, nullptr, "CachedAttention", type, cache, Make<AttentionNode, weights, verify>);
+    for (const char* other : {"MoERouter", "AddRMSNorm", "TokenRows"})
+      ops.emplace_back(api, nullptr, other, type, kId32, Make<OfAnotherTarget, weights, verify>);
     ops.emplace_back(api, nullptr, "CausalConv", type, kId32, Make<ConvNode, weights, verify>);
     ops.emplace_back(api, nullptr, "GatedDelta", type, kId32, Make<DeltaNode, weights, verify>);
   }

@@ -113,6 +113,7 @@ class Kernel {
   const OrtValue* Input(const OrtKernelContext* context, size_t index) const;
   OrtValue* Output(OrtKernelContext* context, size_t index, const Shape& shape) const;
   void ReadAttributes(const OrtKernelInfo* info, void* attributes) const;
+  const OrtValue* Constant(const OrtKernelInfo* info, size_t input) const;
   const OrtValue* Weight(const OrtKernelInfo* info, size_t input, Shape& shape) const;
   template <class Read>
   void CheckIdentity(const OrtKernelInfo* info, size_t input, bool verify, const Read& read) const;
@@ -226,17 +227,24 @@ void Kernel::ReadAttributes(const OrtKernelInfo* info, void* attributes) const {
   }
 }
 
-// A packed tensor, which must be an initializer.
-const OrtValue* Kernel::Weight(const OrtKernelInfo* info, size_t input, Shape& shape) const {
+// An input that must be an initializer.
+const OrtValue* Kernel::Constant(const OrtKernelInfo* info, size_t input) const {
   const std::string name = op_.inputs.first[input].name;
   int constant = 0;
   const OrtValue* value = nullptr;
   Check(api_->KernelInfoGetConstantInput_tensor(info, input, &constant, &value), name);
   if (!constant || !value)
     Fail(name + " is computed or fed at run time, expected an initializer that is not a graph input");
+  return value;
+}
+
+// A packed tensor.
+const OrtValue* Kernel::Weight(const OrtKernelInfo* info, size_t input, Shape& shape) const {
+  const OrtValue* value = Constant(info, input);
   shape = ShapeOf(value);
   if (shape.size() != 2)
-    Fail(name + " has shape " + Text(shape) + ", expected [experts, int32 words of a packed expert]");
+    Fail(std::string(op_.inputs.first[input].name) + " has shape " + Text(shape) +
+         ", expected [experts, int32 words of a packed expert]");
   return value;
 }
 
@@ -410,14 +418,15 @@ class Inference {
   Inference(const Op& op, OrtShapeInferContext* context) : op_(op), context_(context) {}
 
   // Outputs have the shape of the first input, but for the size of the last dimension; CachedAttention's caches that of
-  // past with slots enough for the mask, other states that of past.
+  // past with slots enough for the mask, other states that of past; TokenRows' are [B, 3] and [B, 1, 1].
   void Run() const {
     const std::string_view name = op_.name;
     Inferred first = Input(0);
     if (first.sizes.empty()) return;
+    if (name == "TokenRows") return TokenRows(first);
     const size_t last = first.sizes.size() - 1;
     if (name == "QuantLinear") first.Set(last, Attribute("out_features"));
-    if (name == "MoERouting") first.Set(last, Attribute("top_k"));
+    if (name == "MoERouting" || name == "MoERouter") first.Set(last, Attribute("top_k"));
     if (name == "CachedAttention") first.Set(last, Attribute("num_heads") * Attribute("v_head_size"));
     if (name == "GatedDelta") first.Set(last, Attribute("num_v_heads") * Attribute("v_head_size"));
     const bool stateful = name == "CachedAttention" || name == "CausalConv" || name == "GatedDelta";
@@ -433,6 +442,18 @@ class Inference {
   }
 
  private:
+  void TokenRows(Inferred rows) const {
+    rows.sizes.resize(2);
+    rows.names.resize(2);
+    rows.type = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+    rows.Set(1, 3);
+    Output(0, rows);
+    rows.type = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+    rows.Set(1, 1);
+    rows.sizes.push_back(1);
+    rows.names.push_back("");
+    Output(1, rows);
+  }
   void Caches() const {
     const Inferred mask = Input(CachedAttention_attention_mask);
     for (const int32_t i : {0, 1}) {

@@ -222,6 +222,118 @@ void CudaRouting::Run(OrtKernelContext* context) const {
     throw std::runtime_error(node_ + ": " + error);
 }
 
+class CudaRouter : public CudaKernel {
+ public:
+  CudaRouter(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaKernel(op, api, info) {
+    ReadAttributes(info, &problem_.router);
+    problem_.type = op.type();
+    Query();
+    qm_cuda_router_plan plan;
+    char error[QM_ERROR_SIZE];
+    if (qm_cuda_plan_router(&problem_, &device_, &plan, error)) Fail(error);
+    const Shape wanted{problem_.router.num_experts, problem_.router.hidden_size};
+    if (const Shape found = ShapeOf(Constant(info, MoERouter_weight)); found != wanted)
+      Fail("weight has shape " + Text(found) + ", expected [num_experts, hidden_size] " + Text(wanted));
+  }
+  void Run(OrtKernelContext* context) const override;
+
+ private:
+  qm_cuda_router_problem problem_{};  // but for tokens
+};
+
+void CudaRouter::Run(OrtKernelContext* context) const {
+  const qm_router& router = problem_.router;
+  const OrtValue* x = Input(context, MoERouter_hidden_states);
+  Shape shape = ShapeOf(x);
+  if (shape.empty() || shape.back() != router.hidden_size)
+    Fail("hidden_states has shape " + Text(shape) + ", expected [.., hidden_size " +
+         std::to_string(router.hidden_size) + "]");
+  const auto bias = [&](int32_t input) {
+    const OrtValue* value = Input(context, static_cast<size_t>(input));
+    if (ShapeOf(value) == Shape{0}) return static_cast<const float*>(nullptr);
+    CheckShape(context, input, {router.num_experts});
+    return static_cast<const float*>(Data(value));
+  };
+  qm_cuda_router_problem problem = problem_;
+  problem.tokens = Rows(shape);
+  shape.back() = router.top_k;
+  qm_cuda_router_tensors tensors{};
+  tensors.hidden_states = Data(x);
+  tensors.weight = Data(Input(context, MoERouter_weight));
+  tensors.bias = bias(MoERouter_bias);
+  tensors.correction_bias = bias(MoERouter_correction_bias);
+  tensors.topk_ids = static_cast<int32_t*>(Data(Output(context, 0, shape)));
+  tensors.topk_weights = static_cast<float*>(Data(Output(context, 1, shape)));
+  Execute<qm_cuda_router_plan>(context, problem, qm_cuda_plan_router,
+                               [&](const qm_cuda_router_plan& plan, void* workspace, void* stream, char* error) {
+                                 tensors.workspace = workspace;
+                                 return qm_cuda_launch_router(&problem, &plan, &tensors, stream, error);
+                               });
+}
+
+class CudaNorm : public CudaKernel {
+ public:
+  CudaNorm(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaKernel(op, api, info) {
+    ReadAttributes(info, &problem_.norm);
+    problem_.type = op.type();
+    const Shape weight = ShapeOf(Constant(info, AddRMSNorm_weight));
+    if (weight.size() != 1) Fail("weight has shape " + Text(weight) + ", expected [features]");
+    problem_.columns = weight[0];
+    char error[QM_ERROR_SIZE];
+    if (qm_cuda_validate_norm(&problem_, error)) Fail(error);
+  }
+  void Run(OrtKernelContext* context) const override;
+
+ private:
+  qm_cuda_norm_problem problem_{};  // but for rows
+};
+
+void CudaNorm::Run(OrtKernelContext* context) const {
+  const OrtValue* x = Input(context, AddRMSNorm_x);
+  const Shape shape = ShapeOf(x);
+  if (shape.empty() || shape.back() != problem_.columns)
+    Fail("x has shape " + Text(shape) + ", expected [.., " + std::to_string(problem_.columns) + "] as weight has");
+  CheckShape(context, AddRMSNorm_residual, shape);
+  qm_cuda_norm_problem problem = problem_;
+  problem.rows = Rows(shape);
+  OrtValue *y = Output(context, 0, shape), *sum = Output(context, 1, shape);
+  const qm_cuda_norm_tensors tensors{Data(x), Data(Input(context, AddRMSNorm_residual)),
+                                     Data(Input(context, AddRMSNorm_weight)), Data(y), Data(sum)};
+  char error[QM_ERROR_SIZE];
+  if (qm_cuda_launch_norm(&problem, &tensors, Stream(context), error)) throw std::runtime_error(node_ + ": " + error);
+}
+
+class CudaRows : public CudaKernel {
+ public:
+  CudaRows(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaKernel(op, api, info) {
+    ReadAttributes(info, &problem_.node);
+    char error[QM_ERROR_SIZE];
+    if (qm_cuda_validate_rows(&problem_, error)) Fail(error);
+  }
+  void Run(OrtKernelContext* context) const override;
+
+ private:
+  qm_cuda_rows_problem problem_{};  // but for the sizes
+};
+
+void CudaRows::Run(OrtKernelContext* context) const {
+  const OrtValue* mask = Input(context, TokenRows_attention_mask);
+  CheckShape(context, TokenRows_attention_mask, {-1, -1});
+  const Shape shape = ShapeOf(mask);
+  CheckShape(context, TokenRows_past_key, {shape[0], -1, -1, -1});
+  CheckShape(context, TokenRows_input_ids, {shape[0], -1});
+  qm_cuda_rows_problem problem = problem_;
+  problem.batch = shape[0];
+  problem.tokens = ShapeOf(Input(context, TokenRows_input_ids))[1];
+  problem.past_slots = ShapeOf(Input(context, TokenRows_past_key))[2];
+  problem.length = shape[1];
+  const qm_cuda_rows_tensors tensors{static_cast<const int64_t*>(Data(mask)),
+                                     static_cast<int32_t*>(Data(Output(context, 0, {shape[0], 3}))),
+                                     static_cast<int64_t*>(Data(Output(context, 1, {shape[0], 1, 1})))};
+  char error[QM_ERROR_SIZE];
+  if (qm_cuda_launch_rows(&problem, &tensors, Stream(context), error)) throw std::runtime_error(node_ + ": " + error);
+}
+
 class CudaAttention : public CudaKernel {
  public:
   CudaAttention(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaKernel(op, api, info) {
@@ -331,6 +443,9 @@ void Operators(const OrtApi* api, std::deque<Op>& ops) {
       ops.emplace_back(api, kProvider, "QuantMoE", type, id_type, Make<CudaMoE, verify>);
     ops.emplace_back(api, kProvider, "QuantLinear", type, kId32, Make<CudaLinear, verify>);
     ops.emplace_back(api, kProvider, "MoERouting", type, kId32, Make<CudaRouting, verify>);
+    ops.emplace_back(api, kProvider, "MoERouter", type, kId32, Make<CudaRouter, verify>);
+    ops.emplace_back(api, kProvider, "AddRMSNorm", type, kId32, Make<CudaNorm, verify>);
+    ops.emplace_back(api, kProvider, "TokenRows", type, kId32, Make<CudaRows, verify>);
     ops.emplace_back(api, kProvider, "CachedAttention", type, type, Make<CudaAttention, verify>);
     ops.emplace_back(api, kProvider, "CausalConv", type, kId32, Make<CudaConv, verify>);
     ops.emplace_back(api, kProvider, "GatedDelta", type, kId32, Make<CudaDelta, verify>);

@@ -9,12 +9,22 @@ from pathlib import Path
 import pytest
 
 from quantmoe.custom_ops import native
-from quantmoe.custom_ops.op import AttentionSpec, ConvSpec, DeltaSpec, LinearSpec, MoESpec, RoutingSpec
+from quantmoe.custom_ops.op import (
+    AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
+    LinearSpec,
+    MoESpec,
+    NormSpec,
+    RouterSpec,
+    RoutingSpec,
+    RowsSpec,
+)
 from quantmoe.custom_ops.schema import Schema, make_projection, make_spec, parse, schema, stub
 from quantmoe.custom_ops.structs import ERROR_SIZE, STRUCTS, check_structs, make_struct
 
 SOURCES = Path(__file__).parents[1] / "custom_ops"
-SPECS = (MoESpec, LinearSpec, RoutingSpec, AttentionSpec, ConvSpec, DeltaSpec)
+SPECS = (MoESpec, LinearSpec, RoutingSpec, RouterSpec, NormSpec, RowsSpec, AttentionSpec, ConvSpec, DeltaSpec)
 #: MoERouting with attributes of each kind that a later op_version brings
 LATER = """QM_ATTR(MoERouting, f, routed_scaling_factor)
 QM_ATTR_SINCE(MoERouting, 2, i, n_shared, -3)          // experts that every token has

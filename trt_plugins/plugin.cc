@@ -211,6 +211,7 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
       outputs[i] = type == Type::T       ? inputs[0]
                    : type == Type::C     ? inputs[CachedAttention_past_key]
                    : type == Type::int32 ? DataType::kINT32
+                   : type == Type::int64 ? DataType::kINT64
                                          : DataType::kFLOAT;
     }
     return 0;
@@ -272,6 +273,7 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   virtual IPluginV3* Clone() const = 0;
   // Reports what is wrong with shapes (a -1 is not known yet); true when nothing is.
   virtual bool CheckShapes(const Dims* in) const = 0;
+  bool CheckShape(const Dims* in, int32_t input, const std::vector<int64_t>& sizes) const;
   bool CheckPacked(const char* name, const Dims& dims, int64_t experts, size_t row_bytes) const;
   bool CheckShape(const Dims* in, int32_t input, const std::vector<int64_t>& sizes) const;  // -1: any size
   bool CheckRank(const DimsExprs* inputs, int32_t input, int32_t rank) const;
@@ -339,6 +341,16 @@ bool Plugin::Supports(int32_t at, const DynamicPluginTensorDesc* tensors, int32_
       return tensor.type == DataType::kINT64;
   }
   return false;
+}
+
+// Sizes: -1 is any.
+bool Plugin::CheckShape(const Dims* in, int32_t input, const std::vector<int64_t>& sizes) const {
+  Dims expected{static_cast<int32_t>(sizes.size()), {}};
+  std::copy(sizes.begin(), sizes.end(), expected.d);
+  bool same = in[input].nbDims == expected.nbDims;
+  for (int32_t i = 0; same && i < expected.nbDims; ++i) same = !Differ(in[input].d[i], expected.d[i]);
+  return same || Wrong(std::string(inputs_.first[input].name) + " has shape " + Text(in[input]) + ", expected " +
+                       Text(expected) + " (-1: any size)");
 }
 
 bool Plugin::CheckPacked(const char* name, const Dims& dims, int64_t experts, size_t row_bytes) const {
@@ -480,6 +492,7 @@ class Planned : public Plugin {
   static int64_t& RowsIn(qm_cuda_linear_problem& problem) { return problem.rows; }
   static int64_t& RowsIn(qm_cuda_attention_problem& problem) { return problem.tokens; }
   static int64_t& RowsIn(qm_cuda_delta_problem& problem) { return problem.tokens; }
+  static int64_t& RowsIn(qm_cuda_router_problem& problem) { return problem.tokens; }
   template <class Any>
   static int64_t& BatchIn(Any&, int64_t& one) {
     return one;
@@ -618,6 +631,129 @@ class Routing final : public Plugin {
   }
 
   qm_cuda_routing_problem problem_;
+};
+
+class Router final : public Planned<qm_cuda_router_problem, qm_cuda_router_plan, qm_cuda_plan_router> {
+ public:
+  Router(SharedLayer layer, const qm_router& router) : Planned("MoERouter", std::move(layer)), router_(router) {}
+
+ private:
+  IPluginV3* Clone() const override { return new Router(layer_, router_); }
+  int64_t LastSize() const override { return router_.top_k; }
+  bool CheckShapes(const Dims* in) const override {
+    const Dims& x = in[MoERouter_hidden_states];
+    if (x.nbDims < 1 || Differ(x.d[x.nbDims - 1], router_.hidden_size))
+      return Wrong("hidden_states has shape " + Text(x) + ", expected [.., hidden_size " +
+                   std::to_string(router_.hidden_size) + "]");
+    const int64_t experts = router_.num_experts;
+    return CheckShape(in, MoERouter_weight, {experts, router_.hidden_size}) &&
+           (in[MoERouter_bias].nbDims == 1 && in[MoERouter_bias].d[0] == 0 || CheckShape(in, MoERouter_bias, {experts})) &&
+           (in[MoERouter_correction_bias].nbDims == 1 && in[MoERouter_correction_bias].d[0] == 0 ||
+            CheckShape(in, MoERouter_correction_bias, {experts}));
+  }
+  qm_cuda_router_problem ProblemOf(const Inputs& in) const override {
+    qm_cuda_router_problem problem{};
+    problem.router = router_;
+    problem.type = QmType(in.types[MoERouter_hidden_states]);
+    problem.tokens = RowsOf(in.dims[MoERouter_hidden_states]);
+    return problem;
+  }
+  bool Prepare(const Inputs& in) override {
+    none_[0] = in.dims[MoERouter_bias].d[0] == 0;
+    none_[1] = in.dims[MoERouter_correction_bias].d[0] == 0;
+    return Planned::Prepare(in);
+  }
+  int Launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
+             char* error) override {
+    const auto bias = [&](int32_t input, bool none) {
+      return none ? nullptr : static_cast<const float*>(inputs[input]);
+    };
+    qm_cuda_router_tensors tensors{};
+    tensors.hidden_states = inputs[MoERouter_hidden_states];
+    tensors.weight = inputs[MoERouter_weight];
+    tensors.bias = bias(MoERouter_bias, none_[0]);
+    tensors.correction_bias = bias(MoERouter_correction_bias, none_[1]);
+    tensors.topk_ids = static_cast<int32_t*>(outputs[0]);
+    tensors.topk_weights = static_cast<float*>(outputs[1]);
+    tensors.workspace = workspace;
+    return qm_cuda_launch_router(&problem_, &plan_, &tensors, stream, error);
+  }
+
+  qm_router router_;
+  bool none_[2] = {};  // which biases are empty
+};
+
+class Norm final : public Plugin {
+ public:
+  Norm(SharedLayer layer, const qm_norm& norm) : Plugin("AddRMSNorm", std::move(layer)) { problem_.norm = norm; }
+  size_t getWorkspaceSize(const DynamicPluginTensorDesc*, int32_t, const DynamicPluginTensorDesc*,
+                          int32_t) const noexcept override {
+    return 0;
+  }
+
+ private:
+  IPluginV3* Clone() const override { return new Norm(layer_, problem_.norm); }
+  bool CheckShapes(const Dims* in) const override {
+    const Dims &x = in[AddRMSNorm_x], &weight = in[AddRMSNorm_weight];
+    if (weight.nbDims != 1 || x.nbDims < 1 || Differ(x.d[x.nbDims - 1], weight.d[0]))
+      return Wrong("x has shape " + Text(x) + " and weight " + Text(weight) + ", expected [.., H] and [H]");
+    return CheckShape(in, AddRMSNorm_residual, std::vector<int64_t>(x.d, x.d + x.nbDims));
+  }
+  bool Configure(const Inputs&) override { return true; }
+  bool Prepare(const Inputs& in) override {
+    problem_.type = QmType(in.types[AddRMSNorm_x]);
+    problem_.rows = RowsOf(in.dims[AddRMSNorm_x]);
+    problem_.columns = in.dims[AddRMSNorm_weight].d[0];
+    return true;
+  }
+  int Launch(const void* const* inputs, void* const* outputs, void*, cudaStream_t stream, char* error) override {
+    const qm_cuda_norm_tensors tensors{inputs[AddRMSNorm_x], inputs[AddRMSNorm_residual], inputs[AddRMSNorm_weight],
+                                       outputs[0], outputs[1]};
+    return qm_cuda_launch_norm(&problem_, &tensors, stream, error);
+  }
+
+  qm_cuda_norm_problem problem_{};
+};
+
+class TokenRows final : public Plugin {
+ public:
+  TokenRows(SharedLayer layer, const qm_rows& node) : Plugin("TokenRows", std::move(layer)) { problem_.node = node; }
+  size_t getWorkspaceSize(const DynamicPluginTensorDesc*, int32_t, const DynamicPluginTensorDesc*,
+                          int32_t) const noexcept override {
+    return 0;
+  }
+
+ private:
+  IPluginV3* Clone() const override { return new TokenRows(layer_, problem_.node); }
+  bool SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
+    outputs[0].nbDims = 2;
+    outputs[1].nbDims = 3;
+    outputs[0].d[0] = outputs[1].d[0] = inputs[TokenRows_attention_mask].d[0];
+    outputs[0].d[1] = builder.constant(3);
+    outputs[1].d[1] = outputs[1].d[2] = builder.constant(1);
+    return true;
+  }
+  bool CheckShapes(const Dims* in) const override {
+    const int64_t batch = in[TokenRows_attention_mask].d[0];
+    return CheckShape(in, TokenRows_attention_mask, {-1, -1}) &&
+           CheckShape(in, TokenRows_past_key, {batch, -1, -1, -1}) && CheckShape(in, TokenRows_input_ids, {batch, -1});
+  }
+  bool Configure(const Inputs&) override { return true; }
+  bool Prepare(const Inputs& in) override {
+    const Dims& mask = in.dims[TokenRows_attention_mask];
+    problem_.batch = mask.d[0];
+    problem_.tokens = in.dims[TokenRows_input_ids].d[1];
+    problem_.past_slots = in.dims[TokenRows_past_key].d[2];
+    problem_.length = mask.d[1];
+    return true;
+  }
+  int Launch(const void* const* inputs, void* const* outputs, void*, cudaStream_t stream, char* error) override {
+    const qm_cuda_rows_tensors tensors{static_cast<const int64_t*>(inputs[TokenRows_attention_mask]),
+                                       static_cast<int32_t*>(outputs[0]), static_cast<int64_t*>(outputs[1])};
+    return qm_cuda_launch_rows(&problem_, &tensors, stream, error);
+  }
+
+  qm_cuda_rows_problem problem_{};
 };
 
 // A cache stays where it is when past and present are bound to the same memory: past is an input of the network,
@@ -921,6 +1057,18 @@ IPluginV3* Creator::Create(const char* name, const PluginFieldCollection* given,
     if (qm_cuda_validate_routing(&problem, error)) return refuse(error);
     return new Routing(shared, node.routing);
   }
+  if (op_ == std::string_view("MoERouter")) {
+    const qm_cuda_router_problem problem{node.router, QM_F16, 1};
+    qm_cuda_router_plan path;
+    if (qm_cuda_plan_router(&problem, &kDevices[0], &path, error)) return refuse(error);
+    return new Router(shared, node.router);
+  }
+  if (op_ == std::string_view("AddRMSNorm")) {
+    const qm_cuda_norm_problem problem{node.norm, QM_F16, 1, 1};
+    if (qm_cuda_validate_norm(&problem, error)) return refuse(error);
+    return new Norm(shared, node.norm);
+  }
+  if (op_ == std::string_view("TokenRows")) return new TokenRows(shared, node.rows);
   if (op_ == std::string_view("CachedAttention")) {
     const qm_cuda_attention_problem problem{node.attention, QM_F16, 1, 1, 0, 1};
     qm_cuda_attention_plan tiles;

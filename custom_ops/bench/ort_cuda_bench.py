@@ -187,8 +187,9 @@ class Bound:
             times += [time.perf_counter() - begin] if at >= 3 else []
         return float(np.median(times)) * 1e3
 
-    def kernels(self, runs: int = 5, most: int = 12) -> None:
-        """Prints what took the GPU's time, microseconds a run."""
+    def kernels(self, runs: int = 5, most: int = 24) -> None:
+        """Prints what took the GPU's time, microseconds a run: until the kernel before had ended, what a kernel ran is
+        no time of its own, as kernels begin before that and wait."""
         import torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -197,8 +198,14 @@ class Bound:
                 self.run()
             torch.cuda.synchronize()
         found: dict[str, list[float]] = collections.defaultdict(list)
-        for event in seen.events():
-            found[event.name].append(event.device_time)
+        on_device = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA and e.device_time]
+        ended = 0.0
+        for event in sorted(on_device, key=lambda event: event.time_range.end):
+            begin, end = event.time_range.start, event.time_range.end
+            found[event.name].append(end - max(begin, ended))
+            ended = end
+        own = [time for times in found.values() for time in times]
+        print(f"  {len(own) / runs:.0f} kernels and copies, {sum(own) / runs:.0f} us of their own")
         for name, times in sorted(found.items(), key=lambda item: -sum(item[1]))[:most]:
             print(f"  {sum(times) / runs:9.1f} us, {len(times) / runs:6.1f} of {np.mean(times):7.2f}: {name[:90]}")
 

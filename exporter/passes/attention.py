@@ -438,8 +438,9 @@ def parted(qkv: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.
 class Rows:
     """What all nodes of a model share, made once in a trace: the mask, where each row's tokens are, and the tables."""
 
-    def __init__(self, decoder: torch.nn.Module):
+    def __init__(self, decoder: torch.nn.Module, target: str):
         self.mask = self.rows = torch.empty(0)
+        self._target = target
         self._tables: list[tuple[torch.Tensor, str, torch.Tensor]] = []
         decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
 
@@ -449,9 +450,12 @@ class Rows:
         new = (given["inputs_embeds"] if ids is None else ids).shape[1]
         cache = given.get("past_key_values")
         layers = cache.layers if cache is not None else []
-        past = next((layer.keys.shape[2] for layer in layers if getattr(layer, "is_initialized", False)), 0)
+        past = next((layer.keys for layer in layers if getattr(layer, "is_initialized", False)), None)
         self.mask, self._tables = given["attention_mask"], []
-        self.rows = rows_of(self.mask, new, past)
+        if self._target == "cuda" and past is not None:
+            self.rows, _ = torch.ops.quantmoe.token_rows(past, ids, self.mask)
+        else:
+            self.rows = rows_of(self.mask, new, 0 if past is None else past.shape[2])
 
     def table(self, table: torch.Tensor, kind: str) -> torch.Tensor:
         """The node's part of a model's table, f32."""
@@ -463,7 +467,7 @@ class Rows:
 
 
 def rows_of(mask: torch.Tensor, new: int, past: int) -> torch.Tensor:
-    """The node's ``rows``: of each row of a batch the first new token that counts, how many do, and those before.
+    """The node's ``rows``, which the CUDA graph has of TokenRows: of each row of a batch the first new token that counts, how many do, and those before.
 
     The new tokens' columns of the mask are its last ones where it is longer than the cache, which then grows. Otherwise
     the cache has room for them, and they end with the last column that any row has set.

@@ -33,10 +33,15 @@ def keep_last_logits(model: ir.Model, count: int = 1) -> bool:
     assert hidden is not None
     ops = tape.Tape()
     rows = next((node.inputs[3] for node in graph if node.op_type == "CachedAttention"), None)
-    last = _from_mask(graph, ops) if rows is None else _from_rows(rows, ops)
-    if count > 1:
-        last = _and_before(graph, last, count, ops)
-    picked = ops.op("GatherND", [hidden, ops.op("Unsqueeze", [last, _constant(ops, 2)])], {"batch_dims": 1})
+    made = rows.producer() if rows is not None else None
+    if made is not None and made.op_type == "TokenRows" and count == 1:
+        index = made.outputs[1]
+    else:
+        last = _from_mask(graph, ops) if rows is None else _from_rows(rows, ops)
+        if count > 1:
+            last = _and_before(graph, last, count, ops)
+        index = ops.op("Unsqueeze", [last, _constant(ops, 2)])
+    picked = ops.op("GatherND", [hidden, index], {"batch_dims": 1})
     graph.insert_before(node, ops.nodes)
     node.replace_input_with(0, picked)
     for output in (*chain, value):

@@ -48,7 +48,7 @@ def repeat_layers(model: ir.Model, prefix: str, groups: Sequence[Sequence[int]])
     block: dict[int, list[ir.Node]] = {}
     for node in graph:
         at = max((level.get(value, -1) for value in node.inputs if value is not None), default=-1)
-        if node.op_type == "Shape" and node.inputs[0] in graph.inputs:
+        if node.op_type in ("Shape", "TokenRows") and node.inputs[0] in graph.inputs:
             at = -1  # all layers' caches have one shape
         block.setdefault(at, []).append(node)
         level |= dict.fromkeys(node.outputs, at)

@@ -96,6 +96,16 @@ int qm_cuda_launch_linear(const qm_cuda_linear_problem*, const qm_cuda_plan*, co
 int qm_cuda_launch_routing(const qm_cuda_routing_problem*, const qm_cuda_routing_tensors*, void*, char*) {
   return ++launches, QM_OK;
 }
+int qm_cuda_launch_router(const qm_cuda_router_problem*, const qm_cuda_router_plan*, const qm_cuda_router_tensors*,
+                          void*, char*) {
+  return ++launches, QM_OK;
+}
+int qm_cuda_launch_norm(const qm_cuda_norm_problem*, const qm_cuda_norm_tensors*, void*, char*) {
+  return ++launches, QM_OK;
+}
+int qm_cuda_launch_rows(const qm_cuda_rows_problem*, const qm_cuda_rows_tensors*, void*, char*) {
+  return ++launches, QM_OK;
+}
 int qm_cuda_launch_attention(const qm_cuda_attention_problem* problem, const qm_cuda_attention_plan*,
                              const qm_cuda_attention_tensors* tensors, void*, char*) {
   attention = *problem, attended = *tensors;

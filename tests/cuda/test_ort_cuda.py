@@ -15,7 +15,7 @@ from specs import attention_spec, conv_spec, delta_spec, routing_spec, state_sha
 import quantmoe
 from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import AttentionSpec, MoESpec
+from quantmoe.custom_ops.op import AttentionSpec, MoESpec, NormSpec, RouterSpec, RowsSpec
 
 if "QUANTMOE_ORT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the driver", allow_module_level=True)
@@ -101,13 +101,20 @@ def constants(layer) -> list[Value]:
 
 
 def test_operators(driver):
-    assert driver.count == 15
+    assert driver.count == 21
     for dtype in ("f32", "f16", "bf16"):
         op = driver.op(dtype, name="MoERouting")
         assert [driver.lib.driver_type(op, i) for i in (1, -1)] == [1, 6]
     for dtype in ("f16", "bf16"):
         op = driver.op(dtype, name="QuantLinear")
         assert [driver.lib.driver_type(op, i) for i in (1, -1)] == [6, TYPES[dtype]]
+    for dtype in ("f16", "bf16"):
+        op = driver.op(dtype, dtype, "f32", "f32", name="MoERouter")
+        assert driver.lib.driver_type(op, -1) == TYPES["i32"]
+        op = driver.op(dtype, dtype, dtype, name="AddRMSNorm")
+        assert driver.lib.driver_type(op, -1) == TYPES[dtype]
+        op = driver.op(dtype, "i64", "i64", name="TokenRows")
+        assert driver.lib.driver_type(op, -1) == TYPES["i32"]
     for dtype in ("f16", "bf16"):
         op = driver.op(dtype, dtype, dtype, "i32", "i64", "f32", name="CachedAttention")
         assert [driver.lib.driver_type(op, i) for i in (9, -1)] == [1, TYPES[dtype]]
@@ -133,7 +140,7 @@ def test_exported_symbols_and_libraries():
 def test_old_runtime_is_refused(driver):
     assert driver.open(20) == -1
     assert driver.error == "quantmoe needs ONNX Runtime 1.21 or newer, found 1.99"
-    assert driver.open(21) == 15
+    assert driver.open(21) == 21
 
 
 @pytest.fixture
@@ -406,6 +413,124 @@ def test_run_routing(driver):
     shapes[1] = (63,)
     assert run(driver, op, kernel, [logits.cuda(), bias.cuda()], shapes, [ids, weights]) != 0
     assert driver.error == 'MoERouting node "moe": correction_bias has shape [63], expected [num_experts 64]'
+    driver.lib.driver_destroy(op, kernel)
+
+
+def fails(driver: Driver, op: int, kernel: _PTR, shapes: list[tuple[int, ...]], inputs: int) -> str:
+    """The error of a run of tensors that are not there."""
+    values, stream = [value(s) for s in shapes], type("Stream", (), {"cuda_stream": 0})
+    assert driver.run(op, kernel, values[:inputs], values[inputs:], stream) != 0
+    return driver.error
+
+
+ROUTER = RouterSpec(hidden_size=96, **{n: v for n, v in ROUTING.attributes().items() if n != "op_version"})
+ROUTER_SHAPES = [(2, 9, 96), (64, 96), (0,), (64,), (2, 9, 6), (2, 9, 6)]
+NORM = NormSpec(norm_epsilon=2.0**-20)
+
+
+@pytest.mark.parametrize(
+    ("change", "weight", "message"),
+    [
+        ({"top_k": 25}, value((64, 96), True), "top_k is 25, the CUDA kernel takes 1 to 24"),
+        ({"hidden_size": 0}, value((64, 96), True), "hidden_size is 0, the CUDA kernels take 1 to 16777216"),
+        ({}, value((96, 64), True), "weight has shape [96, 64], expected [num_experts, hidden_size] [64, 96]"),
+        ({}, value((64, 96)), "weight is computed or fed at run time, expected an initializer"),
+    ],
+)
+def test_wrong_router(driver, fake, change, weight, message):
+    fake(None)
+    attributes = replace(ROUTER, **change).attributes()
+    assert driver.create(driver.op("f16", name="MoERouter"), attributes, [value(()), weight]) is None
+    assert driver.error.startswith('MoERouter node "moe": ')
+    assert message in driver.error
+
+
+@pytest.mark.parametrize(
+    ("at", "shape", "message"),
+    [
+        (0, (2, 9, 95), "hidden_states has shape [2, 9, 95], expected [.., hidden_size 96]"),
+        (2, (63,), "bias has shape [63], expected [64]"),
+        (3, (1, 64), "correction_bias has shape [1, 64], expected [64]"),
+    ],
+)
+def test_wrong_router_inputs(driver, fake, at, shape, message):
+    fake(None)
+    op = driver.op("bf16", name="MoERouter")
+    kernel = driver.create(op, ROUTER.attributes(), [value(()), value((64, 96), True)])
+    shapes = [*ROUTER_SHAPES[:at], shape, *ROUTER_SHAPES[at + 1 :]]
+    assert message in fails(driver, op, kernel, shapes, 4)
+    driver.lib.driver_destroy(op, kernel)
+
+
+def test_wrong_norm(driver, fake):
+    fake(None)
+    op = driver.op("f16", name="AddRMSNorm")
+    for weight, message in (
+        (value((64, 1), True), "weight has shape [64, 1], expected [features]"),
+        (value((64,)), "weight is computed or fed at run time, expected an initializer"),
+    ):
+        assert driver.create(op, NORM.attributes(), [value(()), value(()), weight]) is None
+        assert message in driver.error
+    kernel = driver.create(op, NORM.attributes(), [value(()), value(()), value((64,), True)])
+    same = (3, 64)
+    for shapes, message in (
+        ([(3, 63), same], "x has shape [3, 63], expected [.., 64] as weight has"),
+        ([same, (1, 64)], "residual has shape [1, 64], expected [3, 64]"),
+    ):
+        assert message in fails(driver, op, kernel, [*shapes, (64,), same, same], 3)
+    driver.lib.driver_destroy(op, kernel)
+
+
+def test_wrong_rows(driver, fake):
+    fake(None)
+    op = driver.op("f16", name="TokenRows")
+    kernel = driver.create(op, RowsSpec().attributes(), [])
+    good = [(2, 4, 8, 64), (2, 1), (2, 8), (2, 3), (2, 1, 1)]
+    for at, shape, message in (
+        (0, (3, 4, 8, 64), "past_key has shape [3, 4, 8, 64], expected [2, -1, -1, -1]"),
+        (1, (2,), "input_ids has shape [2], expected [2, -1]"),
+        (2, (8,), "attention_mask has shape [8], expected [-1, -1]"),
+    ):
+        assert message in fails(driver, op, kernel, [*good[:at], shape, *good[at + 1 :]], 3)
+    driver.lib.driver_destroy(op, kernel)
+
+
+@gpu
+def test_run_router_norm_and_rows(driver):
+    rng, dtype = np.random.default_rng(0), torch.float16
+    x, residual, weight = (torch.from_numpy(rng.normal(0, 1, s)).to(dtype) for s in ((2, 9, 96), (2, 9, 96), (64, 96)))
+    correction = torch.from_numpy(rng.uniform(0, 1, 64).astype(np.float32))
+    ids, weights = torch.full((18, 6), -1, dtype=torch.int32).cuda(), torch.full((18, 6), float("nan")).cuda()
+    op = driver.op("f16", name="MoERouter")
+    kernel = driver.create(op, ROUTER.attributes(), [value(()), value((64, 96), True)])
+    inputs = [x.cuda(), weight.cuda(), torch.zeros(1).cuda(), correction.cuda()]
+    assert run(driver, op, kernel, inputs, ROUTER_SHAPES, [ids, weights]) == 0, driver.error
+    flat = (t.double().numpy() for t in (x.reshape(18, 96), weight, torch.zeros(0), correction))
+    want_ids, want = reference.router(ROUTER, *flat)
+    np.testing.assert_array_equal(ids.cpu().numpy(), want_ids)
+    np.testing.assert_allclose(weights.cpu().numpy(), want, rtol=1e-5)
+    driver.lib.driver_destroy(op, kernel)
+
+    op = driver.op("f16", name="AddRMSNorm")
+    kernel = driver.create(op, NORM.attributes(), [value(()), value(()), value((96,), True)])
+    y, total = (torch.full((2, 9, 96), float("nan"), dtype=dtype).cuda() for _ in range(2))
+    inputs = [x.cuda(), residual.cuda(), weight[0].cuda()]
+    shapes = [x.shape, x.shape, (96,), x.shape, x.shape]
+    assert run(driver, op, kernel, inputs, shapes, [y, total]) == 0, driver.error
+    want, sums = reference.add_norm(NORM, x.numpy(), residual.numpy(), weight[0].numpy())
+    np.testing.assert_array_equal(total.cpu().numpy(), sums)
+    np.testing.assert_allclose(y.double().cpu().numpy(), want, rtol=2.0**-10, atol=2.0**-24)
+    driver.lib.driver_destroy(op, kernel)
+
+    op = driver.op("f16", name="TokenRows")
+    kernel = driver.create(op, RowsSpec().attributes(), [])
+    mask = torch.tensor([[0, 1, 1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 1, 0, 0, 0]])
+    rows, last = torch.full((2, 3), -1, dtype=torch.int32).cuda(), torch.full((2, 1, 1), -9).cuda()
+    shapes = [(2, 4, 8, 64), (2, 1), (2, 8), (2, 3), (2, 1, 1)]
+    inputs = [torch.zeros(1).cuda(), torch.zeros(1).cuda(), mask.cuda()]
+    assert run(driver, op, kernel, inputs, shapes, [rows, last]) == 0, driver.error
+    assert rows.tolist() == [[0, 1, 3], [0, 1, 2]]
+    assert last.flatten().tolist() == [0, 0]
     driver.lib.driver_destroy(op, kernel)
 
 

@@ -27,7 +27,7 @@ from specs import (
 import quantmoe
 from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import attribute_kinds, inputs, outputs
+from quantmoe.custom_ops.op import NormSpec, RouterSpec, RowsSpec, attribute_kinds, inputs, outputs
 from quantmoe.custom_ops.schema import schema
 
 if "QUANTMOE_TRT_DRIVER" not in os.environ:
@@ -607,9 +607,12 @@ def test_enqueue(driver, dtype, id_type):
 LINEAR = linear_spec(512, 264, W)
 LINEAR_WORDS = LAYOUTS["marlin"].row_bytes(LINEAR.moe, "w2") // 4
 ROUTING = routing_spec(64, 6, "sigmoid_topk", 1, n_group=8, topk_group=3, routed_scaling_factor=2.5)
+ROUTER = RouterSpec(hidden_size=96, **{n: v for n, v in ROUTING.attributes().items() if n != "op_version"})
+TOKEN_ROWS = RowsSpec()
 
 
 # numbers that f32 has
+NORM = NormSpec(norm_epsilon=2.0**-20)
 ATTENTION = attention_spec(32, 4, 128, rotary_size=128, qk_norm="head", scale=0.125, norm_epsilon=2.0**-20)
 
 
@@ -653,7 +656,7 @@ def state_tensors(spec, batch=2, tokens=3, dtype="bf16", **changes):
     return [tensor(type_, changes.get(name, dims)) for name, type_, dims in shapes]
 
 
-@pytest.mark.parametrize("spec", [LINEAR, ROUTING, ATTENTION, CONV, DELTA], ids=lambda spec: spec.OP)
+@pytest.mark.parametrize("spec", [LINEAR, ROUTING, ROUTER, NORM, TOKEN_ROWS, ATTENTION, CONV, DELTA], ids=lambda spec: spec.OP)
 def test_others_serialize_and_name_what_is_missing(others, spec):
     others.select(spec.OP)
     made = others.create(attributes_of(spec))
@@ -682,6 +685,10 @@ def test_others_serialize_and_name_what_is_missing(others, spec):
         (ROUTING, "method", "hash", 'method is "hash", the operator defines: softmax_topk'),
         (ROUTING, "top_k", 25, "top_k is 25, the CUDA kernel takes 1 to 24"),
         (ROUTING, "n_group", 0, "n_group is 0"),
+        (ROUTER, "hidden_size", 0, "hidden_size is 0, the CUDA kernels take 1 to 16777216"),
+        (ROUTER, "top_k", 25, "top_k is 25, the CUDA kernel takes 1 to 24"),
+        (NORM, "op_version", 99, "op_version is 99, this library knows 1"),
+        (NORM, "norm_epsilon", -1.0, "norm_epsilon is -1"),
         (ATTENTION, "op_version", 99, "op_version is 99, this library knows 1"),
         (ATTENTION, "qk_norm", "rms", 'qk_norm is "rms", the operator defines: none, head, row'),
         (ATTENTION, "head_size", 80, "head_size is 80 and v_head_size 128, the CUDA kernels take 64, 96, 128"),
@@ -734,6 +741,79 @@ def test_routing_shapes(others):
         ({"bias": (4, 64)}, "correction_bias has shape [4, 64], expected [num_experts 64]"),
     ):
         assert made.call("configure", routing_tensors(**change)) != 0
+        assert message in others.log()
+
+
+def router_tensors(rows=(4,), dtype="bf16", **changes):
+    dims = {"hidden": (*rows, 96), "weight": (64, 96), "bias": (0,), "correction": (64,)}
+    dims |= {"ids": (*rows, 6), "weights": (*rows, 6)} | changes
+    return [tensor(t, d) for t, d in zip((dtype, dtype, "f32", "f32", "i32", "f32"), dims.values(), strict=True)]
+
+
+def test_router_shapes_and_workspace(others):
+    others.select("MoERouter")
+    made = others.create(attributes_of(ROUTER))
+    for dtype in TYPES:
+        supported = [made.call("supports", router_tensors(dtype=dtype), at) for at in range(6)]
+        assert all(supported) == (dtype in ("f16", "bf16"))
+    others.log()
+    assert made.outputs(router_tensors((3, 5))) == [("i32", (3, 5, 6)), ("f32", (3, 5, 6))]
+    for good in ({}, {"bias": (64,)}, {"correction": (0,)}):
+        assert made.call("configure", router_tensors((3, 5), **good)) == 0, others.log()
+    for change, message in (
+        ({"hidden": (4, 95)}, "hidden_states has shape [4, 95], expected [.., hidden_size 96]"),
+        ({"weight": (96, 64)}, "weight has shape [96, 64], expected [64, 96]"),
+        ({"bias": (63,)}, "bias has shape [63], expected [64]"),
+        ({"correction": (1, 64)}, "correction_bias has shape [1, 64], expected [64]"),
+    ):
+        assert made.call("configure", router_tensors(**change)) != 0
+        assert message in others.log()
+    given = made.call("workspace", router_tensors((70,)))
+    for rows in range(71):
+        for device in DEVICES:
+            assert cuda.plan_router(cuda.router_problem(ROUTER, "bf16", rows), device).workspace_bytes <= given
+
+
+def norm_tensors(x=(3, 5, 64), residual=(3, 5, 64), weight=(64,), dtype="bf16"):
+    return [tensor(dtype, dims) for dims in (x, residual, weight, x, x)]
+
+
+def test_norm_shapes(others):
+    others.select("AddRMSNorm")
+    made = others.create(attributes_of(NORM))
+    for dtype in TYPES:
+        supported = [made.call("supports", norm_tensors(dtype=dtype), at) for at in range(5)]
+        assert all(supported) == (dtype in ("f16", "bf16"))
+    others.log()
+    assert made.outputs(norm_tensors()) == [("bf16", (3, 5, 64))] * 2
+    assert made.call("configure", norm_tensors()) == 0, others.log()
+    assert made.call("workspace", norm_tensors()) == 0
+    for change, message in (
+        ({"weight": (63,)}, "x has shape [3, 5, 64] and weight [63], expected [.., H] and [H]"),
+        ({"residual": (5, 64)}, "residual has shape [5, 64], expected [3, 5, 64]"),
+    ):
+        assert made.call("configure", norm_tensors(**change)) != 0
+        assert message in others.log()
+
+
+def rows_tensors(past=(2, 4, 8, 64), ids=(2, 1), mask=(2, 8), types=("f16", "i64", "i64", "i32", "i64")):
+    return [tensor(t, dims) for t, dims in zip(types, (past, ids, mask, (2, 3), (2, 1, 1)), strict=True)]
+
+
+def test_rows_shapes(others):
+    others.select("TokenRows")
+    made = others.create(attributes_of(TOKEN_ROWS))
+    assert all(made.call("supports", rows_tensors(), at) for at in range(5))
+    assert not made.call("supports", rows_tensors(types=("f16", "i32", "i64", "i32", "i64")), 1)
+    assert not made.call("supports", rows_tensors(types=("f16", "i64", "i64", "i32", "i32")), 4)
+    assert made.outputs(rows_tensors()) == [("i32", (2, 3)), ("i64", (2, 1, 1))]
+    assert made.call("configure", rows_tensors()) == 0, others.log()
+    for change, message in (
+        ({"past": (3, 4, 8, 64)}, "past_key has shape [3, 4, 8, 64], expected [2, -1, -1, -1]"),
+        ({"ids": (2,)}, "input_ids has shape [2], expected [2, -1]"),
+        ({"mask": (8,)}, "attention_mask has shape [8], expected [-1, -1]"),
+    ):
+        assert made.call("configure", rows_tensors(**change)) != 0
         assert message in others.log()
 
 

@@ -16,6 +16,7 @@ from export.test_model import error, expected, run, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, apply_rotary_pos_emb
 
+from quantmoe.custom_ops.reference import token_rows
 from quantmoe.exporter import attention
 from quantmoe.exporter.convert import check_options, export
 from quantmoe.exporter.errors import OptionError
@@ -104,6 +105,18 @@ def test_rows(mask, new, past, want):
     found = rows_of(torch.tensor(mask), new, past)
     assert found.dtype == torch.int32
     assert found.tolist() == want
+    rows, last = token_rows(np.array(mask), new, past)  # of the CUDA file's node
+    assert (rows.dtype, rows.tolist()) == (np.int32, want)
+    assert last.tolist() == [[[begin + count - 1]] for begin, count, _ in want]
+
+
+def test_rows_of_random_masks():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        batch, new, past = rng.integers(1, (4, 6, 9))
+        mask = (rng.random((batch, rng.integers(new, past + new + 2))) < rng.choice([0.2, 0.8, 1.0])).astype(np.int64)
+        rows, _ = token_rows(mask, int(new), int(past))
+        assert rows.tolist() == rows_of(torch.tensor(mask), int(new), int(past)).tolist(), (mask, new, past)
 
 
 def feed(ids: np.ndarray, mask: np.ndarray, past: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

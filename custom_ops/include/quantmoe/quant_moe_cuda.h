@@ -115,6 +115,55 @@ QM_API int qm_cuda_validate_routing(const qm_cuda_routing_problem*, char* err);
 QM_API int qm_cuda_launch_routing(const qm_cuda_routing_problem*, const qm_cuda_routing_tensors*, void* stream,
                                   char* err);
 
+// MoERouter. Logits are f32 sums of exact products in an order that the number of tokens decides.
+typedef struct {
+  qm_router router;
+  int32_t type;  // qm_type of hidden_states and weight: QM_F16 or QM_BF16
+  int64_t tokens;
+} qm_cuda_router_problem;
+typedef struct {
+  int32_t path;  // src/cuda/between.h
+  uint64_t workspace_bytes;
+} qm_cuda_router_plan;
+typedef struct {
+  const void* hidden_states;            // [tokens, hidden_size], 16-byte aligned
+  const void* weight;                   // [num_experts, hidden_size], 16-byte aligned; as packed weights a constant
+  const float *bias, *correction_bias;  // [num_experts], NULL: none
+  int32_t* topk_ids;                    // [tokens, top_k]
+  float* topk_weights;                  // [tokens, top_k]
+  void* workspace;
+} qm_cuda_router_tensors;
+QM_API int qm_cuda_plan_router(const qm_cuda_router_problem*, const qm_cuda_device*, qm_cuda_router_plan*, char* err);
+QM_API int qm_cuda_launch_router(const qm_cuda_router_problem*, const qm_cuda_router_plan*,
+                                 const qm_cuda_router_tensors*, void* stream, char* err);
+
+// AddRMSNorm: one kernel, no plan, no workspace.
+typedef struct {
+  qm_norm norm;
+  int32_t type;  // qm_type of all tensors: QM_F16 or QM_BF16
+  int64_t rows, columns;
+} qm_cuda_norm_problem;
+typedef struct {
+  const void *x, *residual;  // [rows, columns], 16-byte aligned
+  const void* weight;        // [columns], 16-byte aligned; as packed weights a constant
+  void *y, *sum;             // as x
+} qm_cuda_norm_tensors;
+QM_API int qm_cuda_validate_norm(const qm_cuda_norm_problem*, char* err);
+QM_API int qm_cuda_launch_norm(const qm_cuda_norm_problem*, const qm_cuda_norm_tensors*, void* stream, char* err);
+
+// TokenRows: one kernel, no plan, no workspace.
+typedef struct {
+  qm_rows node;
+  int64_t batch, tokens, past_slots, length;  // B, S, P, L
+} qm_cuda_rows_problem;
+typedef struct {
+  const int64_t* attention_mask;  // [batch, length]
+  int32_t* rows;                  // [batch, 3]
+  int64_t* last;                  // [batch]
+} qm_cuda_rows_tensors;
+QM_API int qm_cuda_validate_rows(const qm_cuda_rows_problem*, char* err);
+QM_API int qm_cuda_launch_rows(const qm_cuda_rows_problem*, const qm_cuda_rows_tensors*, void* stream, char* err);
+
 // CachedAttention. `rows` stays on the device, so a plan depends on shapes alone, and a launch that was captured in a
 // CUDA graph serves every position. A batch row of `rows` that asks for tokens or slots that are not there stores
 // nothing, and its output is NaN.

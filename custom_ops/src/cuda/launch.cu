@@ -474,7 +474,6 @@ extern "C" int qm_cuda_launch_routing(const qm_cuda_routing_problem* problem, co
   launcher.Run(problem->type == QM_F32    ? MoeSelect<float>
                : problem->type == QM_BF16 ? MoeSelect<__nv_bfloat16>
                                           : MoeSelect<__half>,
-               params, dim3(static_cast<unsigned>(problem->tokens)), 32, 4 * (2 * r.num_experts + r.n_group + r.top_k),
-               true);
+               params, dim3(static_cast<unsigned>(problem->tokens)), 32, 4 * SelectWords(r), true);
   return Report(launcher.error, err);
 }

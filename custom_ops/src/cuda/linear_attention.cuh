@@ -57,30 +57,6 @@ __device__ inline float NotANumber() { return __int_as_float(0x7fffffff); }
 __device__ inline float SigmoidOf(float x) { return 1.f / (1.f + expf(-x)); }
 // log(1 + e^x)
 __device__ inline float Softplus(float x) { return (x > 0.f ? x : 0.f) + log1pf(expf(-fabsf(x))); }
-__device__ inline float WarpSum(float x) {
-  for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
-  return x;
-}
-
-// Of the blocks of a cluster.
-__device__ inline void ClusterArrive() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-__device__ inline void ClusterWait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-// Stores where block `rank` has this address of its shared memory.
-__device__ inline void ClusterStore(const float* shared, int rank, float value) {
-#if __CUDA_ARCH__ >= 900
-  uint32_t at;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(SharedAddress(shared)), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(value) : "memory");
-#endif
-}
 
 // Two channels a thread, kConvTokens tokens of a row a block, counted from the first that counts. Only the first block
 // reads the state, and it writes it: so present may be past's memory.

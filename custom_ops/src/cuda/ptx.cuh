@@ -107,6 +107,31 @@ __device__ inline void WaitForPrevious() {
 #endif
 }
 
+__device__ inline float WarpSum(float x) {
+  for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
+  return x;
+}
+
+// Of the blocks of a cluster.
+__device__ inline void ClusterArrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ inline void ClusterWait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// Stores where block `rank` has this address of its shared memory.
+__device__ inline void ClusterStore(const float* shared, int rank, float value) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t at;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(SharedAddress(shared)), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(value) : "memory");
+#endif
+}
+
 #if __CUDA_ARCH__ == 900
 // MmaNvfp4 from shuffles. No plan for this architecture takes it: it is for tests of the kernels around it.
 static __device__ __noinline__ void SlowMmaNvfp4(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,

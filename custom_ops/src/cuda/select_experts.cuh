@@ -1,5 +1,6 @@
-// MoERouting: a warp a token.
+// MoERouting's scores, groups, selection and weights, by a warp of a token.
 #pragma once
+#include "cuda/between.h"
 #include "cuda/kernels.cuh"
 #include "cuda/ptx.cuh"
 
@@ -18,10 +19,6 @@ __device__ inline unsigned Ordered(float x) {
   const unsigned bits = __float_as_uint(x + 0.f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
-__device__ inline float WarpSum(float x) {
-  for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
-  return x;
-}
 
 // The largest of key[0, count), the first of equal ones; all lanes get it. 0 is the key of what is out.
 __device__ inline int WarpLargest(const unsigned* key, int count) {
@@ -33,27 +30,20 @@ __device__ inline int WarpLargest(const unsigned* key, int count) {
   return static_cast<int>(__reduce_min_sync(~0u, best == largest ? static_cast<unsigned>(at) : ~0u));
 }
 
-// Methods are op.def's. Dynamic shared memory: 2 words an expert, 1 a group, 1 a slot.
-template <typename Logit>
-__global__ void __launch_bounds__(32) MoeSelect(const __grid_constant__ SelectParams p) {
-  extern __shared__ unsigned words[];
-  WaitForPrevious();
-  LaunchDependents();
-  const qm_routing& r = p.routing;
+// A warp selects from the f32 logits, the first of SelectWords words in shared memory; all lanes see them. Methods are op.def's; correction_bias: null for none.
+__device__ inline void Select(const qm_routing& r, unsigned* words, const float* correction_bias, int* ids,
+                              float* weights) {
   const int experts = r.num_experts, lane = threadIdx.x;
   float* score = reinterpret_cast<float*>(words);
   unsigned* key = words + experts;
   unsigned* group_key = key + experts;
   float* weight = reinterpret_cast<float*>(group_key + r.n_group);
-  int* ids = p.topk_ids + static_cast<int64_t>(blockIdx.x) * r.top_k;
-  float* weights = p.topk_weights + static_cast<int64_t>(blockIdx.x) * r.top_k;
+  const auto bias = [&](int e) { return correction_bias ? correction_bias[e] : 0.f; };
 
-  const Logit* logits = static_cast<const Logit*>(p.logits) + static_cast<int64_t>(blockIdx.x) * experts;
   float most = -INFINITY;
   bool nan = false;
   for (int e = lane; e < experts; e += 32) {
-    const float x = static_cast<float>(logits[e]);
-    score[e] = x;
+    const float x = score[e];
     nan |= x != x;
     most = fmaxf(most, x);
   }
@@ -71,14 +61,14 @@ __global__ void __launch_bounds__(32) MoeSelect(const __grid_constant__ SelectPa
   } else if (r.method == sigmoid_topk) {
     for (int e = lane; e < experts; e += 32) score[e] = 1.f / (1.f + expf(-score[e]));
   }
-  for (int e = lane; e < experts; e += 32) key[e] = max(Ordered(score[e] + p.correction_bias[e]), 1u);
+  for (int e = lane; e < experts; e += 32) key[e] = max(Ordered(score[e] + bias(e)), 1u);
   if (r.topk_group < r.n_group) {
     __syncwarp();
     const int size = experts / r.n_group;
     for (int i = lane; i < r.n_group; i += 32) {
       float best = -INFINITY, second = -INFINITY;
       for (int e = i * size; e < (i + 1) * size; ++e) {
-        const float x = score[e] + p.correction_bias[e];
+        const float x = score[e] + bias(e);
         if (x > best) {
           second = best, best = x;
         } else {
@@ -127,6 +117,21 @@ __global__ void __launch_bounds__(32) MoeSelect(const __grid_constant__ SelectPa
     for (int j = 0; j < r.top_k; ++j) sum += weight[j];
   }
   for (int j = lane; j < r.top_k; j += 32) weights[j] = weight[j] / sum * r.routed_scaling_factor;
+}
+
+// Dynamic shared memory: SelectWords.
+template <typename Logit>
+__global__ void __launch_bounds__(32) MoeSelect(const __grid_constant__ SelectParams p) {
+  extern __shared__ unsigned words[];
+  LaunchDependents();
+  WaitForPrevious();
+  const qm_routing& r = p.routing;
+  const int64_t token = blockIdx.x;
+  const Logit* logits = static_cast<const Logit*>(p.logits) + token * r.num_experts;
+  for (int e = threadIdx.x; e < r.num_experts; e += 32)
+    reinterpret_cast<float*>(words)[e] = static_cast<float>(logits[e]);
+  __syncwarp();
+  Select(r, words, p.correction_bias, p.topk_ids + token * r.top_k, p.topk_weights + token * r.top_k);
 }
 
 }  // namespace quantmoe

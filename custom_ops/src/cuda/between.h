@@ -1,0 +1,35 @@
+// What plan and kernels of the nodes between the products share: MoERouter, AddRMSNorm, TokenRows.
+#pragma once
+#include "quantmoe/quant_moe_cuda.h"
+
+namespace quantmoe {
+
+// Shared memory that a warp selects a token's experts in: 2 words an expert, 1 a group, 1 a slot.
+constexpr int SelectWords(const qm_routing& r) { return 2 * r.num_experts + r.n_group + r.top_k; }
+
+// MoERouter's kernels.
+enum RouterPath {
+  kRouterCluster = 0,  // a cluster a token: a block has the weights of some experts, the first one selects
+  kRouterRows = 1,     // a warp an expert of a token, then MoeSelect
+  kRouterTiles = 2,    // mma.sync on tiles of tokens and experts, then MoeSelect
+};
+constexpr int kRouterBlocks = 8;         // of a cluster, which every GPU with clusters runs
+constexpr int kRouterThreads = 512;      // of one of them
+constexpr int kRouterFew = 32;           // tokens up to which weights are read again for each
+constexpr int kRouterRowsThreads = 128;
+constexpr int kRouterTileTokens = 32, kRouterTileExperts = 64, kRouterTileColumns = 64, kRouterStages = 4;
+constexpr int kRouterTileThreads = 128;
+constexpr int kRouterTileBytes = kRouterStages * (kRouterTileTokens + kRouterTileExperts) * kRouterTileColumns * 2;
+// Shared memory of a block of a cluster.
+constexpr int64_t RouterShared(const qm_router& r, const qm_routing& routing) {
+  return int64_t{2} * r.hidden_size * ((r.num_experts + kRouterBlocks - 1) / kRouterBlocks) + 4 * SelectWords(routing);
+}
+// MoERouter's attributes but for the first: MoERouting's.
+constexpr qm_routing RoutingOf(const qm_router& r) {
+  return {1, r.num_experts, r.top_k, r.method, r.renormalize, r.n_group, r.topk_group, r.routed_scaling_factor};
+}
+
+constexpr int kMostNormThreads = 1024;
+constexpr int kRowsThreads = 1024;
+
+}  // namespace quantmoe
