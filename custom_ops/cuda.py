@@ -144,7 +144,7 @@ class DeltaProblem(ctypes.Structure):
 class DeltaPlan(ctypes.Structure):
     """qm_cuda_delta_plan."""
 
-    _fields_ = [("columns", _I32), ("cluster", _I32), ("workspace_bytes", _U64)]
+    _fields_ = [("columns", _I32), ("cluster", _I32), ("chunked", _I32), ("workspace_bytes", _U64)]
 
 
 class Gemm(ctypes.Structure):

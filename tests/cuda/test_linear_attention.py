@@ -26,6 +26,9 @@ UNIT = {"f16": 2.0**-11, "bf16": 2.0**-8}  # half an ulp
 # Only the output is rounded to 16 bits, at most half an ulp of each value. Sums, decays and norms are of f32: a token
 # adds some roundings of 2^-24 to the state, of which decay forgets; over 300 tokens they stay far below a unit of f16.
 STATE = 2.0**-24 * 64  # of the largest value of a head's state
+# The chunked kernels: a state goes through three products a chunk. Of each the operands are within 2^-20, and each of
+# its at most 40 additions on tensor cores cuts off less than 2^-24 of the largest: 3 (2^-20 + 40 2^-24) < 2^-16.
+CHUNK = 2.0**-16
 # begin, count, past of each row; tokens
 CALLS = {
     "one token": ([(0, 1, 9)], 1),
@@ -35,6 +38,7 @@ CALLS = {
     "nine": ([(0, 9, 1)], 9),
     "65": ([(0, 65, 2)], 65),
     "300": ([(0, 300, 0)], 300),
+    "2100": ([(3, 2095, 7)], 2100),  # more chunks than are made at once
     "ragged few": ([(0, 1, 4), (0, 0, 7), (2, 3, 0), (4, 1, 1), (0, 5, 2)], 5),
     "ragged many": ([(0, 40, 4), (0, 0, 7), (31, 9, 0), (39, 1, 1), (5, 20, 2), (0, 0, 0)], 40),
 }
@@ -127,7 +131,8 @@ def check_delta(spec: DeltaSpec, dtype: str, inputs: list[np.ndarray], in_place:
     assert (np.abs(got - want).reshape(heads) <= unit * np.abs(want).reshape(heads) + unit / 8 * sizes).all()
     assert (got[want.any(2) == 0] == 0).all()
     largest = np.abs(state).max((2, 3), keepdims=True)
-    assert (np.abs(numbers(present) - state) <= STATE * np.maximum(largest, 1)).all()
+    chunks = -(-want.shape[1] // 64)
+    assert (np.abs(numbers(present) - state) <= (STATE + chunks * CHUNK) * np.maximum(largest, 1)).all()
 
 
 @gpu
@@ -146,7 +151,16 @@ def test_decays_near_one_and_zero(call: str, decay: str) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("tokens", [2, 20])
+@pytest.mark.parametrize("decay", ["", "one", "zero"])
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_no_chunks(monkeypatch: pytest.MonkeyPatch, dtype: str, decay: str) -> None:
+    """What a GPU of little shared memory runs."""
+    monkeypatch.setattr(cuda, "query", lambda _: cuda.Device(89, 128, 102400))
+    check_delta(DELTAS["qwen3-next"], dtype, delta_inputs(DELTAS["qwen3-next"], dtype, "300", decay))
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [2, 20, 70])
 def test_batch_of_40(tokens: int) -> None:
     CALLS["large batch"] = ([(b % 2, tokens - b % 2, b % 3) for b in range(40)], tokens)
     check_delta(DELTAS["qwen3.6"], "bf16", delta_inputs(DELTAS["qwen3.6"], "bf16", "large batch"))
@@ -167,7 +181,7 @@ def test_delta_in_parts(name: str) -> None:
         found.append(numbers(y))
         past, at = present.cpu().numpy(), at + count
     np.testing.assert_allclose(np.concatenate(found, 1), want, rtol=2 * UNIT["bf16"], atol=UNIT["bf16"] * 2**-6)
-    assert np.abs(past - state).max() <= STATE * max(1, np.abs(state).max())
+    assert np.abs(past - state).max() <= (STATE + 5 * CHUNK) * max(1, np.abs(state).max())
 
 
 @gpu
@@ -206,16 +220,22 @@ def test_what_is_not_a_number_stays_in_its_head(bad: float) -> None:
 
 def test_plans() -> None:
     spec = delta_spec(16, 48, 128)
-    for tokens, batch, device, columns, cluster in (
-        (1, 1, cuda.H200, 32, 4),
-        (8, 32, cuda.H200, 32, 4),
-        (8, 1, SM80, 128, 1),
-        (9, 1, cuda.H200, 32, 1),
-        (1024, 2, SM80, 32, 1),
+    small, chunk = cuda.Device(89, 128, 102400), 48 * (2 * 64 * 64 + 3 * 64 + 4) * 4
+    for tokens, batch, device, columns, cluster, chunks in (
+        (1, 1, cuda.H200, 32, 4, 0),
+        (8, 32, cuda.H200, 32, 4, 0),
+        (8, 1, SM80, 128, 1, 0),
+        (9, 1, cuda.H200, 32, 1, 0),
+        (1024, 2, small, 32, 1, 0),
+        (1000, 2, SM80, 64, 1, 16),
+        (8192, 1, cuda.H200, 64, 1, 32),  # at once
     ):
         plan = cuda.plan_delta(cuda.delta_problem(spec, "bf16", batch, tokens), device)
-        assert (plan.columns, plan.cluster) == (columns, cluster)
-        assert plan.workspace_bytes == (0 if tokens <= 8 else batch * tokens * 48 * 128 * 4)
+        assert (plan.columns, plan.cluster, plan.chunked) == (columns, cluster, int(chunks > 0))
+        outputs = 0 if tokens <= 8 else tokens * 48 * 128 * 4
+        assert plan.workspace_bytes == batch * (outputs + chunks * chunk)
+    kimi = cuda.delta_problem(DELTAS["kimi"], "bf16", 1, 1024)
+    assert not cuda.plan_delta(kimi).chunked  # a decay of each key
 
 
 @gpu

@@ -221,10 +221,11 @@ typedef struct {
 typedef struct {
   int32_t columns;  // of a head's state that a block has
   int32_t cluster;  // blocks that share a head, and norm its output together; 1: a block that has all of it does, or
-  uint64_t workspace_bytes;  // where this is not 0, another kernel
+  int32_t chunked;  // 1: on tensor cores, 64 tokens at a time
+  uint64_t workspace_bytes;  // where this is not 0, another kernel norms
 } qm_cuda_delta_plan;
 typedef struct {
-  const void *qkv, *a, *b, *z;
+  const void *qkv, *a, *b, *z;  // qkv 16-byte aligned
   const float *a_log, *dt_bias, *norm, *past_state;
   const int32_t* rows;
   void* y;

@@ -58,9 +58,12 @@ int LaunchDelta(const qm_cuda_delta_problem& p, const qm_cuda_delta_plan& plan, 
                            t.present_state,
                            static_cast<float*>(t.workspace)};
   Launcher launcher{stream};
-  launcher.Run(KernelOf<T>(d, plan), params,
-               dim3(d.v_head_size / plan.columns, d.num_v_heads, static_cast<unsigned>(p.batch)),
-               kDeltaParts * plan.columns, 0, false, plan.cluster);
+  if (plan.chunked)
+    LaunchDeltaChunks(params, p.type, launcher);
+  else
+    launcher.Run(KernelOf<T>(d, plan), params,
+                 dim3(d.v_head_size / plan.columns, d.num_v_heads, static_cast<unsigned>(p.batch)),
+                 kDeltaParts * plan.columns, 0, false, plan.cluster);
   const int64_t warps = kGateThreads / 32, items = p.batch * p.tokens * d.num_v_heads;
   if (plan.workspace_bytes)
     launcher.Run(DeltaGate<T>, params, dim3(static_cast<unsigned>((items + warps - 1) / warps)), kGateThreads, 0, true);

@@ -360,4 +360,9 @@ __global__ void __launch_bounds__(kGateThreads) DeltaGate(const __grid_constant_
     GateNone<T>(p, row, token, static_cast<int>(item % heads));
 }
 
+struct Launcher;
+// All tokens of a call by the chunked kernels (linear_attention_chunked.cuh), without the norm; workspace: that of the
+// plan, of which p.outputs is the beginning.
+void LaunchDeltaChunks(const DeltaParams& p, int32_t type, Launcher& launcher);
+
 }  // namespace quantmoe

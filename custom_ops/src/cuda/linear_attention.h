@@ -16,4 +16,13 @@ template <DeltaNorm norm>
 constexpr int kDeltaChunk = norm == DeltaNorm::kLater ? 16 : kFewDeltaTokens;  // tokens that are read ahead
 constexpr int kGateThreads = 256;                                              // a warp has a head of a token
 
+// The chunked kernels, linear_attention_chunked.cuh.
+constexpr int kDeltaTokens = 64;         // of a chunk
+constexpr int kDeltaChunkThreads = 128;  // of a block
+constexpr int kDeltaScanColumns = 64;    // of a block
+constexpr int kLeastChunkedTokens = 32;  // from which on a call takes them
+constexpr int kMostDeltaChunks = 32;     // of a row that a launch has: their operands, 1 MB a head, stay in L2
+constexpr int kDeltaMade = 2 * kDeltaTokens * kDeltaTokens + 3 * kDeltaTokens + 4;  // floats of a chunk's operands
+constexpr int kDeltaScanShared = 157216;  // bytes of a block of K = 128: two stages
+
 }  // namespace quantmoe

@@ -57,7 +57,14 @@ extern "C" int qm_cuda_plan_delta(const qm_cuda_delta_problem* problem, const qm
   *plan = qm_cuda_delta_plan{};
   plan->columns = few && device->sm < 90 ? d.v_head_size : kFewDeltaColumns;
   plan->cluster = few ? d.v_head_size / plan->columns : 1;
-  if (!few)
-    plan->workspace_bytes = static_cast<uint64_t>(problem->batch * problem->tokens * d.num_v_heads * d.v_head_size) * 4;
+  plan->chunked =
+      problem->tokens >= kLeastChunkedTokens && !d.decay_per_key && device->shared_bytes > kDeltaScanShared + 1024;
+  int64_t floats = few ? 0 : problem->batch * problem->tokens * d.num_v_heads * d.v_head_size;
+  if (plan->chunked) {
+    plan->columns = kDeltaScanColumns;
+    const int64_t chunks = std::min<int64_t>(kMostDeltaChunks, (problem->tokens + kDeltaTokens - 1) / kDeltaTokens);
+    floats += problem->batch * chunks * d.num_v_heads * kDeltaMade;
+  }
+  plan->workspace_bytes = static_cast<uint64_t>(floats) * 4;
   return QM_OK;
 }

@@ -1,0 +1,394 @@
+// GatedDelta of many tokens: 64 at a time, on tensor cores (the WY form of Yang et al., arXiv 2412.06464).
+//
+// Of a chunk, with S the state before it, c_i the decay of all its tokens up to i, k and q normed, q scaled:
+//
+//   A_ij = beta_i c_i / c_j k_i . k_j (j < i)        U = (I + A)^-1 diag(beta) (V - diag(c) K S)
+//   P_ij = c_i / c_j q_i . k_j (j <= i)              O = diag(c) Q S + P U,  S = c_last S + sum_j c_last / c_j k_j U_j^T
+//
+// DeltaChunks makes W = (I + A)^-1 diag(beta), P and the factors of each token, of all chunks at once; DeltaScan has a
+// head's columns in registers and goes from chunk to chunk. There the state is transposed: a warp has 16 columns, whose
+// values of a key feature, and of a token, are accumulators that are the next product's left operand as they are.
+//
+// No operand is rounded: what T holds (q, k, v) is exact in tf32, whose mantissa has 11 bits, and what is f32 (S, R, U,
+// W, P) is the sum of two tf32 numbers but for 2^-21 of it. The norms' factors are f32, and multiply sums. Decays are
+// differences of sums of logarithms, in f64: in f32 those of a chunk that decays to nothing would lose what is near.
+#pragma once
+#include "cuda/linear_attention.cuh"
+
+namespace quantmoe {
+
+struct DeltaChunkParams {
+  DeltaParams delta;
+  int first, chunks;  // of the chunks of each row: that of this launch, and how many it has at most
+  float* made;        // [batch, chunks, H, kDeltaMade]
+};
+
+// c += a * b, 16 x 8 times 8 x 8. Of the fragments (PTX ISA, mma.m16n8k8) lanes have a's columns t and t + 4 and b's
+// rows t and t + 4; here these are 2t and 2t + 1, as c has them, which changes nothing but the order of the sum.
+__device__ inline void MmaTf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+constexpr uint32_t kTf32 = 0xffffe000;
+__device__ inline void SplitTf32(float x, uint32_t& high, uint32_t& low) {
+  high = __float_as_uint(x) & kTf32;
+  low = __float_as_uint(x - __uint_as_float(high)) & kTf32;
+}
+// An accumulator as the left operand of the next product.
+__device__ inline void SplitTf32(const float (&c)[4], uint32_t (&high)[4], uint32_t (&low)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) SplitTf32(c[(i % 2) * 2 + i / 2], high[i], low[i]);
+}
+
+// Bytes from the beginning of rows of `width` 16-bit values to eight of them; which eight lie where differs by row, so
+// that eight rows' are in other banks.
+template <int width>
+__device__ inline uint32_t EightAt(int row, int eight) {
+  return row * width * 2 + (eight ^ (row & 7)) * 16;
+}
+// Asks for [64, width] values; rows from n on are zero.
+template <typename T, int width>
+__device__ inline void CopyTokens(uint32_t to, const T* from, int64_t stride, int n) {
+  for (int i = threadIdx.x; i < kDeltaTokens * width / 8; i += kDeltaChunkThreads) {
+    const int row = i / (width / 8), eight = i % (width / 8);
+    CopyAsync16(to + EightAt<width>(row, eight), from + (row < n ? row * stride + eight * 8 : 0), row < n);
+  }
+}
+
+template <int K>
+struct DeltaChunkShared {
+  static constexpr int kStride = kDeltaTokens + 4;
+  struct Read {
+    uint16_t key[kDeltaTokens * K], query[kDeltaTokens * K];
+  };
+  struct Inverted {
+    float w[kDeltaTokens][kStride], half[kDeltaTokens / 2][kStride];
+  };
+  union {
+    Read read;
+    Inverted inverted;  // when what was read has been multiplied
+  };
+  float a[kDeltaTokens][kStride];
+  double logs[kDeltaTokens];  // of the decays, summed
+  float beta[kDeltaTokens], by_key[kDeltaTokens], by_query[kDeltaTokens];
+};
+
+// Blocks: chunks, heads, rows.
+template <typename T, int K>
+__global__ void __launch_bounds__(kDeltaChunkThreads) DeltaChunks(const __grid_constant__ DeltaChunkParams c) {
+  constexpr int C = kDeltaTokens, kHalf = C / 2;
+  extern __shared__ __align__(128) unsigned char memory[];
+  DeltaChunkShared<K>& s = *reinterpret_cast<DeltaChunkShared<K>*>(memory);
+  typename DeltaChunkShared<K>::Inverted& inverted = s.inverted;
+  LaunchDependents();
+  WaitForPrevious();
+  const DeltaParams& p = c.delta;
+  const qm_delta& d = p.delta;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int head = blockIdx.y, b = blockIdx.z, group = head / (d.num_v_heads / d.num_k_heads);
+  const TokenRow row = ReadTokenRow(p.rows, b, p.tokens);
+  const int first = (c.first + blockIdx.x) * C, n = min(C, row.count - first);
+  if (n <= 0) return;
+  const int64_t token = static_cast<int64_t>(b) * p.tokens + row.begin + first;
+  const int64_t width = 2 * d.num_k_heads * K + d.num_v_heads * d.v_head_size;
+  const T* q = static_cast<const T*>(p.qkv) + token * width + group * K;
+  CopyTokens<T, K>(SharedAddress(s.read.key), q + d.num_k_heads * K, width, n);
+  CopyTokens<T, K>(SharedAddress(s.read.query), q, width, n);
+  CopyAsyncCommit();
+
+  double log = 0;
+  if (threadIdx.x < C) {
+    const int i = threadIdx.x;
+    const int64_t at = (token + i) * d.num_v_heads + head;
+    if (i < n)
+      log = -expf(p.a_log[head]) * Softplus(static_cast<float>(static_cast<const T*>(p.a)[at]) + p.dt_bias[head]);
+    s.beta[i] = i < n ? d.beta_scale * SigmoidOf(static_cast<float>(static_cast<const T*>(p.b)[at])) : 0.f;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+      const double before = __shfl_up_sync(~0u, log, by);
+      if (lane >= by) log += before;
+    }
+    s.logs[i] = log;
+  }
+  CopyAsyncWait<0>();
+  __syncthreads();
+  if (warp == 1) s.logs[threadIdx.x] += s.logs[31];
+  for (int i = warp; i < C; i += kDeltaChunkThreads / 32) {
+    constexpr int kEach = K / 32;
+    const uint32_t at = EightAt<K>(i, lane * kEach / 8) / 2 + lane * kEach % 8;
+    float keys = 0, queries = 0;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const float k = static_cast<float>(reinterpret_cast<const T*>(s.read.key)[at + j]);
+      const float q = static_cast<float>(reinterpret_cast<const T*>(s.read.query)[at + j]);
+      keys = fmaf(k, k, keys), queries = fmaf(q, q, queries);
+    }
+    keys = WarpSum(keys), queries = WarpSum(queries);
+    if (lane == 0) s.by_key[i] = rsqrtf(keys + d.l2_epsilon), s.by_query[i] = rsqrtf(queries + d.l2_epsilon) * d.scale;
+  }
+
+  // A warp's 16 tokens with those up to them.
+  float keys[C / 8][4] = {}, queries[C / 8][4] = {};
+  const uint32_t key_at = SharedAddress(s.read.key), query_at = SharedAddress(s.read.query);
+#pragma unroll
+  for (int k = 0; k < K / 16; ++k) {
+    uint32_t ak[4], aq[4];
+    const int own = warp * 16 + lane % 16, own_eight = 2 * k + lane / 16;
+    LoadMatrices(ak, key_at + EightAt<K>(own, own_eight));
+    LoadMatrices(aq, query_at + EightAt<K>(own, own_eight));
+#pragma unroll
+    for (int j = 0; j < C / 16; ++j) {
+      if (j > warp) break;
+      uint32_t other[4];  // of eight tokens two eights, of the next eight two
+      LoadMatrices(other, key_at + EightAt<K>(j * 16 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Half<T>::Mma(keys[2 * j + half], ak, other[2 * half], other[2 * half + 1]);
+        Half<T>::Mma(queries[2 * j + half], aq, other[2 * half], other[2 * half + 1]);
+      }
+    }
+  }
+  __syncthreads();
+  float* made = c.made + ((static_cast<int64_t>(b) * c.chunks + blockIdx.x) * d.num_v_heads + head) * kDeltaMade;
+  float* products = made + C * C;
+#pragma unroll
+  for (int j = 0; j < C / 8; ++j) {
+    if (j > 2 * warp + 1) break;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = warp * 16 + g + 8 * half, at = 8 * j + 2 * t;
+      float2 p_of{}, a_of{};
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float decay = at + e <= i ? expf(static_cast<float>(s.logs[i] - s.logs[at + e])) : 0.f;
+        const float by = decay * s.by_key[at + e];
+        const float product = at + e <= i ? queries[j][2 * half + e] * s.by_query[i] * by : 0.f;
+        const float a = at + e < i ? keys[j][2 * half + e] * s.by_key[i] * by * s.beta[i] : 0.f;
+        (e ? p_of.y : p_of.x) = product, (e ? a_of.y : a_of.x) = a;
+      }
+      *reinterpret_cast<float2*>(products + i * C + at) = p_of;
+      *reinterpret_cast<float2*>(&s.a[i][at]) = a_of;
+    }
+  }
+  if (threadIdx.x < C) {
+    const int i = threadIdx.x;
+    const float decay = expf(static_cast<float>(s.logs[i])), left = expf(static_cast<float>(s.logs[C - 1] - s.logs[i]));
+    float* factors = made + 2 * C * C;
+    factors[i] = decay * s.by_key[i], factors[C + i] = decay * s.by_query[i], factors[2 * C + i] = left * s.by_key[i];
+    if (i == C - 1) factors[3 * C] = decay;
+  }
+  __syncthreads();
+
+  // The inverse: of each half by columns, a thread each, then what joins them.
+  if (threadIdx.x < C) {
+    float column[kHalf];
+    const int from = warp * kHalf;
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      float sum[2] = {i == lane ? 1.f : 0.f, 0.f};
+#pragma unroll
+      for (int j = 0; j < i; j += 4) {
+        const float4 a = *reinterpret_cast<const float4*>(&s.a[from + i][from + j]);
+        const float row_a[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (j + e < i) sum[e % 2] = fmaf(-row_a[e], column[j + e], sum[e % 2]);
+      }
+      column[i] = sum[0] + sum[1];
+      inverted.w[from + i][from + lane] = column[i];
+    }
+  }
+  __syncthreads();
+  const int i = threadIdx.x / 4, from = threadIdx.x % 4 * 8;
+  float sum[8] = {};
+  for (int j = 0; j < kHalf; ++j)
+#pragma unroll
+    for (int e = 0; e < 8; ++e) sum[e] = fmaf(s.a[kHalf + i][j], inverted.w[j][from + e], sum[e]);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) inverted.half[i][from + e] = sum[e], sum[e] = 0;
+  __syncthreads();
+  for (int j = 0; j <= i; ++j)
+#pragma unroll
+    for (int e = 0; e < 8; ++e) sum[e] = fmaf(-inverted.w[kHalf + i][kHalf + j], inverted.half[j][from + e], sum[e]);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) inverted.w[kHalf + i][from + e] = sum[e];
+  __syncthreads();
+  for (int at = threadIdx.x; at < C * C; at += kDeltaChunkThreads) {
+    const int r = at / C, j = at % C;
+    if (j <= (r | 7)) made[at] = j <= r ? inverted.w[r][j] * s.beta[j] : 0.f;
+  }
+}
+
+template <int K>
+struct DeltaScanStage {
+  static constexpr int kStride = kDeltaTokens + 8;
+  uint16_t key[kDeltaTokens * K], query[kDeltaTokens * K], value[kDeltaTokens * kDeltaScanColumns];
+  float w[kDeltaTokens][kStride], p[kDeltaTokens][kStride];
+  float factors[kDeltaMade - 2 * kDeltaTokens * kDeltaTokens];
+};
+
+// Blocks: columns of a head, heads, rows.
+template <typename T, int K>
+__global__ void __launch_bounds__(kDeltaChunkThreads) DeltaScan(const __grid_constant__ DeltaChunkParams c) {
+  constexpr int C = kDeltaTokens, kTiles = C / 8;
+  extern __shared__ __align__(128) unsigned char memory[];
+  using Stage = DeltaScanStage<K>;
+  Stage* const stages = reinterpret_cast<Stage*>(memory);
+  LaunchDependents();
+  WaitForPrevious();
+  const DeltaParams& p = c.delta;
+  const qm_delta& d = p.delta;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int head = blockIdx.y, b = blockIdx.z, group = head / (d.num_v_heads / d.num_k_heads), v = d.v_head_size;
+  const int column = blockIdx.x * kDeltaScanColumns + warp * 16 + g;  // and eight further
+  const TokenRow row = ReadTokenRow(p.rows, b, p.tokens);
+  if (!row.valid) return;
+  const int chunks = min(c.chunks, (row.count + C - 1) / C - c.first);
+  if (chunks <= 0 && c.first) return;
+
+  // [8 m + 2t + e % 2, column + e / 2 * 8] of the state.
+  float s[K / 8][4];
+  const int64_t state = (static_cast<int64_t>(b) * d.num_v_heads + head) * K * v + column;
+  const auto at = [&](int m, int e) { return state + static_cast<int64_t>(8 * m + 2 * t + e % 2) * v + e / 2 * 8; };
+  const float* past = c.first ? p.present_state : p.past_state;
+  const bool from_past = c.first || row.from_past || !row.count;
+#pragma unroll
+  for (int m = 0; m < K / 8; ++m)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[m][e] = from_past ? past[at(m, e)] : 0.f;
+
+  const int64_t token = static_cast<int64_t>(b) * p.tokens + row.begin + c.first * C;
+  const int64_t width = 2 * d.num_k_heads * K + d.num_v_heads * v;
+  const auto read = [&](int chunk) {
+    Stage& to = stages[chunk % 2];
+    const int n = min(C, row.count - (c.first + chunk) * C);
+    const T* q = static_cast<const T*>(p.qkv) + (token + chunk * C) * width;
+    CopyTokens<T, K>(SharedAddress(to.key), q + (d.num_k_heads + group) * K, width, n);
+    CopyTokens<T, K>(SharedAddress(to.query), q + group * K, width, n);
+    const T* values = q + 2 * d.num_k_heads * K + head * v + blockIdx.x * kDeltaScanColumns;
+    CopyTokens<T, kDeltaScanColumns>(SharedAddress(to.value), values, width, n);
+    const float* made = c.made + ((static_cast<int64_t>(b) * c.chunks + chunk) * d.num_v_heads + head) * kDeltaMade;
+    for (int i = threadIdx.x; i < C * C / 4; i += kDeltaChunkThreads) {
+      const int r = i / (C / 4), j = i % (C / 4) * 4;
+      if (j > (r | 7)) continue;
+      CopyAsync16(SharedAddress(&to.w[r][j]), made + i * 4, true);
+      CopyAsync16(SharedAddress(&to.p[r][j]), made + C * C + i * 4, true);
+    }
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(to.factors) / 16); i += kDeltaChunkThreads)
+      CopyAsync16(SharedAddress(to.factors + 4 * i), made + 2 * C * C + 4 * i, true);
+    CopyAsyncCommit();
+  };
+  if (chunks > 0) read(0);
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    if (chunk + 1 < chunks) {
+      read(chunk + 1);
+      CopyAsyncWait<1>();
+    } else {
+      CopyAsyncWait<0>();
+    }
+    __syncthreads();
+    const Stage& of = stages[chunk % 2];
+    const uint32_t key_at = SharedAddress(of.key), query_at = SharedAddress(of.query);
+    const uint32_t value_at = SharedAddress(of.value);
+    const auto factor = [&](int which, int tile) {
+      return *reinterpret_cast<const float2*>(of.factors + which * C + 8 * tile + 2 * t);
+    };
+
+    // Keys and queries with the state: r, o of tokens 8 i + 2t + e % 2, columns as the state's.
+    float r[kTiles][4] = {}, o[kTiles][4] = {}, u[kTiles][4] = {};
+#pragma unroll
+    for (int m = 0; m < K / 8; ++m) {
+      uint32_t high[4], low[4];
+      SplitTf32(s[m], high, low);
+#pragma unroll
+      for (int i = 0; i < kTiles; i += 4) {
+        uint32_t keys[4], queries[4];
+        LoadMatrices(keys, key_at + EightAt<K>(i * 8 + lane, m));
+        LoadMatrices(queries, query_at + EightAt<K>(i * 8 + lane, m));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const uint32_t k0 = __float_as_uint(Half<T>::Low(keys[e])), k1 = __float_as_uint(Half<T>::High(keys[e]));
+          const uint32_t q0 = __float_as_uint(Half<T>::Low(queries[e])), q1 = __float_as_uint(Half<T>::High(queries[e]));
+          MmaTf32(r[i + e], high, k0, k1);
+          MmaTf32(o[i + e], high, q0, q1);
+          MmaTf32(r[i + e], low, k0, k1);
+          MmaTf32(o[i + e], low, q0, q1);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTiles; i += 2) {
+      uint32_t values[4];
+      LoadTransposed(values, value_at + EightAt<kDeltaScanColumns>((i + lane / 16) * 8 + lane % 8,
+                                                                   2 * warp + lane / 8 % 2));
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float2 by_key = factor(0, i + e), by_query = factor(1, i + e);
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          const uint32_t value = values[2 * e + side];
+          float(&to)[4] = r[i + e], (&out)[4] = o[i + e];
+          to[2 * side] = fmaf(-by_key.x, to[2 * side], Half<T>::Low(value));
+          to[2 * side + 1] = fmaf(-by_key.y, to[2 * side + 1], Half<T>::High(value));
+          out[2 * side] *= by_query.x, out[2 * side + 1] *= by_query.y;
+        }
+      }
+    }
+
+    const float decay = of.factors[3 * C];
+#pragma unroll
+    for (int m = 0; m < K / 8; ++m)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[m][e] *= decay;
+    // u of eight tokens is whole when r of those up to them has been added.
+    const auto add = [&](float(&to)[4], const uint32_t(&high)[4], const uint32_t(&low)[4], const float* with) {
+      const float2 pair = *reinterpret_cast<const float2*>(with);
+      uint32_t b0, b1, low0, low1;
+      SplitTf32(pair.x, b0, low0), SplitTf32(pair.y, b1, low1);
+      MmaTf32(to, high, b0, b1);
+      MmaTf32(to, low, b0, b1);
+      MmaTf32(to, high, low0, low1);
+    };
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      uint32_t high[4], low[4];
+      SplitTf32(r[j], high, low);
+#pragma unroll
+      for (int i = j; i < kTiles; ++i) add(u[i], high, low, &of.w[8 * i + g][8 * j + 2 * t]);
+      SplitTf32(u[j], high, low);
+#pragma unroll
+      for (int i = j; i < kTiles; ++i) add(o[i], high, low, &of.p[8 * i + g][8 * j + 2 * t]);
+      const float2 left = factor(2, j);
+      const float scaled[4] = {u[j][0] * left.x, u[j][1] * left.y, u[j][2] * left.x, u[j][3] * left.y};
+      SplitTf32(scaled, high, low);
+#pragma unroll
+      for (int m = 0; m < K / 8; m += 4) {
+        uint32_t keys[4];
+        LoadTransposed(keys, key_at + EightAt<K>(j * 8 + lane % 8, m + lane / 8));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const uint32_t k0 = __float_as_uint(Half<T>::Low(keys[e])), k1 = __float_as_uint(Half<T>::High(keys[e]));
+          MmaTf32(s[m + e], high, k0, k1);
+          MmaTf32(s[m + e], low, k0, k1);
+        }
+      }
+    }
+    const int n = min(C, row.count - (c.first + chunk) * C);
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int own = 8 * i + 2 * t + e % 2;
+        if (own < n)
+          p.outputs[((token + chunk * C + own) * d.num_v_heads + head) * v + column + e / 2 * 8] = o[i][e];
+      }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int m = 0; m < K / 8; ++m)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) p.present_state[at(m, e)] = s[m][e];
+}
+
+}  // namespace quantmoe
