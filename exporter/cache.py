@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -38,11 +38,15 @@ class Cache:
     Attributes:
         tokens: ids of those whose keys and values are there.
         tail: states are copied so many tokens before the end of such a call, too; 0: not.
+        hidden: of a model that gives them, the hidden states [S, H] of the last run's tokens; None of others.
+        given: inputs of the next runs beside the tokens.
     """
 
     def __init__(self, model: Generator):
         self.model, self.tail = model, 0
         self.tokens: list[int] = []
+        self.hidden: np.ndarray | None = None
+        self.given: dict[str, np.ndarray] = {}
         self._whole = True  # states are of self.tokens, and not of a run that was interrupted
         self._slots = 0  # tokens before the last one whose states are in the window
         self._snapshots: dict[int, dict[str, np.ndarray]] = {}
@@ -52,8 +56,13 @@ class Cache:
         """Allocates what an empty cache needs."""
         self._past = self.model.start()
 
-    def append(self, ids: Sequence[int]) -> np.ndarray:
+    def append(
+        self, ids: Sequence[int], heard: Callable[[Sequence[int], np.ndarray | None], None] = lambda ids, hidden: None
+    ) -> np.ndarray:
         """Runs tokens after those that are there, ``model.chunk`` at a time.
+
+        Args:
+            heard: called after each of these runs with its tokens and ``hidden``.
 
         Returns:
             Logits f32 [vocabulary] after the last of them.
@@ -69,7 +78,9 @@ class Cache:
         copied = {len(ids), len(ids) - self.tail} if self.model.states and len(ids) > 1 else set()
         at = 0
         for end in sorted(ends | {end for end in copied if end > 0}):
-            logits, at = self._advance(ids[at:end]), end
+            logits = self._advance(ids[at:end])
+            heard(ids[at:end], self.hidden)
+            at = end
             if end in copied:
                 self._snapshots[len(self.tokens)] = self._states()
         self._snapshots = dict(sorted(self._snapshots.items())[-SNAPSHOTS:])
@@ -79,12 +90,11 @@ class Cache:
         """Runs a token and the drafts of those after it, in one call.
 
         Returns:
-            Logits f32 [len(ids), vocabulary] after each.
+            Logits f32 [.., vocabulary] after each, or after the last ones that a run gives those of.
 
         Raises:
             ModelError: as :meth:`append`.
         """
-        assert len(ids) <= self.model.rows
         self.model.check(ids, len(self.tokens))
         self._check_end(len(self.tokens))
         self.reserve(len(self.tokens) + len(ids))
@@ -176,8 +186,10 @@ class Cache:
         length = len(self.tokens)
         states = self.model.states
         past = {n: value if n in states else value[:, :, :length] for n, value in self._past.items()}  # longer: rewind
-        logits, self._past = self.model.step(ids, past)
-        return logits
+        found = self.model.run(self.model.feed(ids, length) | past | self.given, ids.shape[1], length)
+        self._past = {name: found[present(name)] for name in past}
+        self.hidden = found[self.model.hidden][0] if self.model.hidden else None
+        return found["logits"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,14 +311,21 @@ class SharedCache(Cache):
                 self._buffers[name].write(array)
 
     def _run(self, ids: np.ndarray) -> np.ndarray:
-        if self._step is not None and ids.shape[1] == 1:
+        if self._step is not None and ids.shape[1] == 1 and not self.model.hidden:
             return self._step.run(ids, len(self.tokens))
         for name, value in self.model.feed(ids, len(self.tokens)).items():
             self._binding.bind_cpu_input(name, value)
+        given = {name: Buffer.of(value, "cpu") for name, value in self.given.items()}
+        for name, buffer in given.items():
+            buffer.bind(self._binding, name)
         logits = self.model.logits_of(ids.shape[1], "cpu")
         logits.bind(self._binding, output="logits")
+        hidden = self.model.hidden_of(ids.shape[1])
+        if hidden is not None:
+            hidden.bind(self._binding, output=self.model.hidden)
         with self.model.running(ids.shape[1], len(self.tokens)):
             self.model.session.run_with_iobinding(self._binding, self.model.run_options(-1))
+        self.hidden = None if hidden is None else hidden.numpy()[0]
         return logits.numpy()
 
 

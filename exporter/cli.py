@@ -21,9 +21,8 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
-from quantmoe.exporter.memory import CHUNK
+from quantmoe.exporter.memory import CHUNK, DRAFTS
 from quantmoe.exporter.options import UsageError, listed, missing, need, run, terminal
-from quantmoe.exporter.speculate import DRAFTS
 from quantmoe.ort_ext import build_info
 
 app = typer.Typer(
@@ -93,6 +92,7 @@ def export(
     state_window: Annotated[
         int, typer.Option(help="states of linear attention after each of a run's last N tokens, for N - 1 drafts")
     ] = 1,
+    mtp: Annotated[bool, typer.Option("--mtp", help="also the layer of multi-token prediction, which drafts")] = False,
     layers: Annotated[int | None, typer.Option(min=1, help="only the first N decoder layers")] = None,
     quantize: Annotated[
         Literal["int4", "int8", "mxfp4", "nvfp4", "none"] | None,
@@ -112,7 +112,7 @@ def export(
     begin = time.perf_counter()
     options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype, "dense": dense,
                "logits": logits, "lm_head": lm_head, "cache": cache, "quantize": quantize, "group_size": group_size,
-               "state_window": state_window, "layers": layers, "force": force,
+               "state_window": state_window, "mtp": mtp, "layers": layers, "force": force,
                "max_file_size": int(max_file_gb * 1e9)}  # fmt: skip
     if dry_run:
         return _plan(checkpoint, outdir, **options)
@@ -230,7 +230,8 @@ def generate(
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cuda: of models exported with --target cuda")] = "cpu",
     cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="replay a token's launches (--device cuda)")] = False,
     speculate: Annotated[
-        Literal["ngram"] | None, typer.Option(help="verify several tokens a run; ngram: those that came before")
+        Literal["ngram", "mtp"] | None,
+        typer.Option(help="verify several tokens a run: ngram, those that came before; mtp, the model's own drafts"),
     ] = None,
     drafts: Annotated[int, typer.Option(min=1, help="tokens that --speculate drafts a run, at most")] = DRAFTS,
 ) -> None:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,16 +32,35 @@ from quantmoe.exporter.choose import (
 )
 from quantmoe.exporter.errors import CheckpointError, OptionError
 from quantmoe.exporter.formats import Checkpoint, Format, MoELayer, find_format, open_checkpoint
+from quantmoe.exporter.formats.base import BESIDE, MTP
 from quantmoe.exporter.formats.rounding import HEAD_GROUPS, distance
 from quantmoe.exporter.formats.unquantized import Unquantized
-from quantmoe.exporter.genai import LOGITS, SHARE_BUFFER, eos_tokens, genai_config, shares_buffer
+from quantmoe.exporter.genai import (
+    LOGITS,
+    SHARE_BUFFER,
+    add_mtp,
+    eos_tokens,
+    genai_config,
+    shared_tensors,
+    shares_buffer,
+)
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.output import DATA, FILES, MODEL, PRODUCER, check_folder, record, weight_files, writing
+from quantmoe.exporter.output import (
+    DATA,
+    FILES,
+    MODEL,
+    MTP_MODEL,
+    PRODUCER,
+    check_folder,
+    record,
+    weight_files,
+    writing,
+)
 from quantmoe.exporter.passes.defaults import drop_defaults
 from quantmoe.exporter.passes.embeddings import keep_tables
 from quantmoe.exporter.passes.external_data import INLINE, DataFiles, Region, byte_size, naming
 from quantmoe.exporter.passes.interface import drop_traces, name_interface
-from quantmoe.exporter.passes.last_logits import keep_last_logits
+from quantmoe.exporter.passes.last_logits import HIDDEN, HIDDEN_OUT, keep_last_logits, output_hidden
 from quantmoe.exporter.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.passes.weights import Weight, place_weights
 from quantmoe.ort_ext import LIBRARIES, OLDEST, OLDEST_GLIBC, cuda_library_path, glibc_of, library_path
@@ -114,6 +133,7 @@ def export(
     lm_head: Literal["int4", "int8"] | None = None,
     cache: Literal["f32", "f16"] | None = None,
     state_window: int = 1,
+    mtp: bool = False,
     layers: int | None = None,
     quantize: str | None = None,
     group_size: int | None = None,
@@ -144,6 +164,8 @@ def export(
             (Report.plain_attention), and for CUDA, it is the graph's.
         state_window: of linear attention the states after each of the last so many tokens of a run, 1 to 64, so that
             speculation can verify one draft less; for the CPU.
+        mtp: also the layer that drafts (multi-token prediction), mtp.onnx; its weights are in the same files,
+            embeddings and head once. The model has an output hidden_states [B, S, H].
         layers: only the first so many decoder layers.
         quantize: "int4", "int8", "mxfp4" or "nvfp4" for a checkpoint that is not quantized: its experts and other
             ``*_proj`` linears are rounded to nearest; "none": its experts stay as they are, bf16 or f16.
@@ -179,66 +201,150 @@ def export(
     with writing(Path(output), force) as partial, doing(f"{checkpoint} to {output}"):
         progress("reading", 0, 1)
         format = open_format(checkpoint, quantize, group_size, wanted)
-        experts = choose_experts(format, LAYOUT[target], wanted, scales, layers)
+        formats = [format, *([beside(format)] if mtp else [])]
+        experts = [choose_experts(part, LAYOUT[target], wanted, scales, layers) for part in formats]
 
         progress("loading torch and transformers", 0, 1)
         from quantmoe.exporter.model import Skeleton, trace  # seconds, and what headers decide has been said
 
-        skeleton = Skeleton(format, graph_type, layers, lm_head, target, state_window)
-        ends = stops(skeleton)
-        chosen = choose(skeleton, experts, LAYOUT[target], wanted, scales)
-        specs, linears = chosen.layers, chosen.linears
-        report = _report(skeleton, chosen, wanted)
-        used = {p.activation_format for s in specs.values() for p in (s.w13, s.w2)}
+        windows = state_window, 1
+        skeletons = [
+            Skeleton(part, graph_type, None if part.part else layers, lm_head, target, window)
+            for part, window in zip(formats, windows, strict=False)
+        ]
+        ends = stops(skeletons[0])
+        parts = [
+            Part(skeleton, choose(skeleton, nodes, LAYOUT[target], wanted, scales))
+            for skeleton, nodes in zip(skeletons, experts, strict=True)
+        ]
+        report = _report(parts, wanted)
+        used = {p.activation_format for part in parts for s in part.chosen.layers.values() for p in (s.w13, s.w2)}
         if activations == "int8" and not any(name.startswith("int8") for name in used):
             report.activations = "no integer product of these weights is exact: activations are not int8 as asked"
 
-        progress("tracing", 0, 1)
-        graph = trace(skeleton, chosen, target, cache or "f16")
-        report.untraced = graph.meta.pop("untraced", "")
-        report.plain_attention = graph.meta.pop("plain_attention")
-        report.plain_routers = len(specs) - sum(node.op_type in ("MoERouting", "MoERouter") for node in graph.graph)
-        weights = place_weights(graph)
-        keep_tables(weights, skeleton.stored_type)
-        name_interface(graph)
-        if logits != "all":
-            kept = 1 if logits == "last" else logits
-            if keep_last_logits(graph, kept) and kept > 1:
+        for part in parts:
+            progress("tracing", 0, 1)
+            part.graph = graph = trace(part.skeleton, part.chosen, target, cache or "f16")
+            report.untraced = graph.meta.pop("untraced", "") or report.untraced
+            report.plain_attention |= graph.meta.pop("plain_attention")
+            routers = sum(node.op_type in ("MoERouting", "MoERouter") for node in graph.graph)
+            report.plain_routers += len(part.chosen.layers) - routers
+            part.weights = place_weights(graph)
+            keep_tables(part.weights, part.skeleton.stored_type)
+            name_interface(graph)
+            head = bool(part.skeleton.format.part)
+            size = part.skeleton.model.config.hidden_size
+            if mtp and not output_hidden(graph, HIDDEN_OUT if head else HIDDEN, size):
+                raise CheckpointError(f"{format.ckpt.folder}: no product with a weight makes the logits: no {MTP}")
+            kept = 1 if head or logits == "last" else logits
+            if kept != "all" and keep_last_logits(graph, kept) and kept > 1:
                 ends[LOGITS] = str(kept)
-        if target == "cuda":
-            drop_defaults(graph)
+            if target == "cuda":
+                drop_defaults(graph)
 
-        total, done = sum(byte_size(weight.value) for weight in weights), 0
+        total = sum(byte_size(weight.value) for part in parts for weight in part.weights)
         with DataFiles(partial, DATA, max_file_size) as data:
-            regions = {}
-            for weight in weights:
-                module, _, projection = weight.parameter.rpartition(".")
-                if module in specs:
-                    regions[module, projection] = data.region(weight.value)
-                    continue
-                progress("writing other weights", done, total)
-                source = chosen.source(module) if module in linears else skeleton.sources[weight.parameter]
-                with doing(f"{format.ckpt.folder}: {source}"):
-                    if module in linears:
-                        done += _linear(weight, skeleton, chosen, scales, dense, data, report)
-                    else:
-                        done += _dense(weight, skeleton, data, report)
-            for name, layer in skeleton.experts.items():
-                pair = regions[name, "w13"], regions[name, "w2"]
-                for written in _pack(layer, specs[name], pair, scales, report):
+            done = 0
+            for part in parts:
+                for stage, written in _weights(part, parts[0], scales, dense, data, report):
                     done += written
-                    progress("packing experts", done, total)
-                report.packed_bytes += pair[0].length + pair[1].length
+                    progress(stage, done, total)
         _companions(format.ckpt, partial, layers)
         if LOGITS not in ends:  # onnxruntime-genai takes those of all tokens or of the last
-            _genai(format.ckpt, partial, layers, target, shares_buffer(graph.graph))
+            _genai(format.ckpt, partial, layers, target, parts, logits == "all")
         report.library = _library(partial, target)
         metadata = {"checkpoint": format.ckpt.folder.resolve().name, "target": target} | ends
         metadata["onnxruntime"] = ".".join(map(str, OLDEST))
         if report.plain_attention:
             metadata["plain_attention"] = json.dumps(report.plain_attention)
-        _save(graph, weights, partial(MODEL), metadata)
+        for part in parts[1:]:
+            _save(part, partial(MTP_MODEL), metadata)
+        _save(parts[0], partial(MODEL), metadata, record(partial(MODEL).parent))
     return report
+
+
+@dataclasses.dataclass
+class Part:
+    """One graph of an export: the model, or what drafts for it.
+
+    Attributes:
+        graph, weights: once it is traced.
+    """
+
+    skeleton: Skeleton
+    chosen: Choice
+    graph: ir.Model = dataclasses.field(init=False)
+    weights: list[Weight] = dataclasses.field(init=False)
+
+    def key(self, weight: Weight) -> tuple[object, ...]:
+        """Equal for weights of two parts with the same bytes."""
+        module = weight.parameter.rpartition(".")[0]
+        if module in self.chosen.linears:
+            return self.chosen.source(module), json.dumps(self.chosen.linears[module].attributes())
+        return self.skeleton.sources.get(weight.parameter), weight.transposed, weight.value.dtype
+
+
+def beside(format: Format) -> Format:
+    """The multi-token prediction of a checkpoint.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    if (found := format.beside(MTP)) is None:
+        raise CheckpointError(
+            f"{format.ckpt.folder}: no tensors of {MTP} ({' or '.join(f'{name}*' for name in BESIDE[MTP])}); many "
+            "quantizers leave them out"
+        )
+    return found
+
+
+def _weights(
+    part: Part, first: Part, scales: str, dense: str, data: DataFiles, report: Report
+) -> Iterator[tuple[str, int]]:
+    """Writes a part's weights, or takes those that the first part has; yields what it does and how many bytes."""
+    skeleton, chosen = part.skeleton, part.chosen
+    specs, linears, ckpt = chosen.layers, chosen.linears, skeleton.format.ckpt
+    there = {} if part is first else {first.key(weight): weight.value for weight in first.weights}
+    regions = {}
+    for weight in part.weights:
+        module, _, projection = weight.parameter.rpartition(".")
+        if module in specs:
+            regions[module, projection] = data.region(weight.value)
+            continue
+        if isinstance(getattr(shared := there.get(part.key(weight)), "const_value", None), ir.ExternalTensor):
+            assert shared is not None
+            _share(weight.value, shared)
+            yield "writing other weights", byte_size(weight.value)
+            continue
+        source = chosen.source(module) if module in linears else skeleton.sources[weight.parameter]
+        with doing(f"{ckpt.folder}: {source}"):
+            if module in linears:
+                written = _linear(weight, skeleton, chosen, scales, dense, data, report)
+            else:
+                written = _dense(weight, skeleton, data, report)
+        yield "writing other weights", written
+    for name, layer in skeleton.experts.items():
+        pair = regions[name, "w13"], regions[name, "w2"]
+        for written in _pack(layer, specs[name], pair, scales, report):
+            yield "packing experts", written
+        report.packed_bytes += pair[0].length + pair[1].length
+
+
+def _share(value: ir.Value, written: ir.Value) -> None:
+    """Gives a value the bytes of another graph's, and its nodes what they say of them."""
+    tensor = written.const_value
+    assert isinstance(tensor, ir.ExternalTensor)
+    value.const_value = ir.ExternalTensor(
+        tensor.location,
+        tensor.offset,
+        tensor.length,
+        tensor.dtype,
+        shape=tensor.shape,
+        name=value.name or "",
+        metadata_props=tensor.metadata_props,
+    )
+    for (node, _), (other, _) in zip(value.uses(), written.uses(), strict=False):
+        node.attributes.update({name: a for name, a in other.attributes.items() if name.endswith("_identity")})
 
 
 def check_output(checkpoint: Path, output: Path, target: str, force: bool) -> None:
@@ -252,7 +358,7 @@ def check_output(checkpoint: Path, output: Path, target: str, force: bool) -> No
     there = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
     if not there.is_dir():
         raise NotADirectoryError(f"{there} is a file, expected a folder to write to")
-    names = {MODEL, DATA} | weight_files(output) | {path.name for path in _companion_files(checkpoint)}
+    names = {MODEL, MTP_MODEL, DATA} | weight_files(output) | {path.name for path in _companion_files(checkpoint)}
     check_folder(output, names | {GENAI, LIBRARIES[target]}, force)
 
 
@@ -336,20 +442,23 @@ def stops(skeleton: Skeleton) -> dict[str, str]:
     return found
 
 
-def _report(skeleton: Skeleton, chosen: Choice, activations: str | None) -> Report:
+def _report(parts: Sequence[Part], activations: str | None) -> Report:
     """What is known before the tracing."""
-    format = skeleton.format
-    report = Report(format.name, {}, dequantized=chosen.dequantized, kv_cache=format.kv_cache())
-    report.left_out = format.left_out()
+    format = parts[0].skeleton.format
+    report = Report(format.name, {}, kv_cache=format.kv_cache())
+    report.left_out = format.left_out(parts[-1].skeleton.format.part)
     schemes = []
-    for name, spec in chosen.layers.items():
-        layer = skeleton.experts[name]
-        report.layers[layer.name] = layer.scheme.text, spec
-        schemes += [layer.scheme, layer.down_scheme]
-    for name, linear in chosen.linears.items():
-        scheme = format.scheme_of(next(iter(chosen.parts[name].values())))
-        report.linears[chosen.source(name)] = scheme.text, linear
-        schemes.append(scheme)
+    for part in parts:
+        skeleton, chosen = part.skeleton, part.chosen
+        report.dequantized |= chosen.dequantized
+        for name, spec in chosen.layers.items():
+            layer = skeleton.experts[name]
+            report.layers[layer.name] = layer.scheme.text, spec
+            schemes += [layer.scheme, layer.down_scheme]
+        for name, linear in chosen.linears.items():
+            scheme = skeleton.format.scheme_of(next(iter(chosen.parts[name].values())))
+            report.linears[chosen.source(name)] = scheme.text, linear
+            schemes.append(scheme)
     for scheme in schemes:  # a remark where activations are not what the checkpoint says
         wanted, used = scheme.activation_format, activation_format(scheme, activations)
         if wanted == "none" != used:
@@ -479,13 +588,15 @@ def _dense(weight: Weight, skeleton: Skeleton, data: DataFiles, report: Report) 
     return size
 
 
-def _save(graph: ir.Model, weights: list[Weight], path: Path, metadata: dict[str, str]) -> None:
-    for weight in weights:
+def _save(part: Part, path: Path, metadata: dict[str, str], files: str = "") -> None:
+    """files: FILES, of the model that is renamed last."""
+    graph = part.graph
+    for weight in part.weights:
         if weight.value.uses():
             graph.graph.register_initializer(weight.value)
     drop_traces(graph)
     graph.producer_name, graph.producer_version = PRODUCER, version("quantmoe")
-    graph.metadata_props.update(metadata | {FILES: record(path.parent)})
+    graph.metadata_props.update(metadata | ({FILES: files} if files else {}))
     if shares_buffer(graph.graph):
         graph.metadata_props[SHARE_BUFFER] = "true"
     if metadata["target"] == "cpu":
@@ -514,10 +625,21 @@ def _config(ckpt: Checkpoint, layers: int | None) -> dict[str, Any]:
     return config
 
 
-def _genai(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None, target: str, shares: bool) -> None:
-    """What onnxruntime-genai reads beside the model."""
+def _genai(
+    ckpt: Checkpoint,
+    partial: Callable[[str], Path],
+    layers: int | None,
+    target: str,
+    parts: Sequence[Part],
+    every: bool,
+) -> None:
+    """What onnxruntime-genai reads beside the model. every: it gives the logits of all tokens, which drafts take."""
+    config, shares = _config(ckpt, layers), shares_buffer(parts[0].graph.graph)
     with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
-        found = genai_config(_config(ckpt, layers), ckpt.generation_config, LIBRARIES[target], shares, target == "cuda")
+        found = genai_config(config, ckpt.generation_config, LIBRARIES[target], shares, target == "cuda")
+        if len(parts) > 1 and every:
+            graphs = [part.graph.graph for part in parts]
+            add_mtp(found, MTP_MODEL, shared_tensors(*graphs) if target == "cuda" else [])
         partial(GENAI).write_text(json.dumps(found, indent=2))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 from quantmoe.exporter.memory import CHUNK
+from quantmoe.exporter.passes.last_logits import HIDDEN, HIDDEN_OUT
 from quantmoe.exporter.sampling import Sampling
 
 #: transformers' model_type -> onnxruntime-genai's name of the same plain decoder
@@ -86,6 +87,50 @@ def genai_config(
             "chunk_size": CHUNK,
         },
     }
+
+
+def shared_tensors(graph: ir.Graph, other: ir.Graph) -> list[dict[str, Any]]:
+    """The initializers of two graphs with the same names and the same bytes of a file, as onnxruntime-genai loads them
+    once for both."""
+    found = []
+    for name, value in graph.initializers.items():
+        tensor, twin = value.const_value, getattr(other.initializers.get(name), "const_value", None)
+        if not isinstance(tensor, ir.ExternalTensor) or not isinstance(twin, ir.ExternalTensor):
+            continue
+        if (tensor.location, tensor.offset, tensor.length) == (twin.location, twin.offset, twin.length):
+            found.append(
+                {
+                    "name": name,
+                    "data_file": str(tensor.location),
+                    "offset": str(tensor.offset),
+                    "length": str(tensor.length),
+                    "data_type": int(tensor.dtype),
+                    "shape": tensor.shape.numpy(),
+                }
+            )
+    return found
+
+
+def add_mtp(config: dict[str, Any], filename: str, shared: list[dict[str, Any]]) -> None:
+    """Adds multi-token prediction to genai_config.json as onnxruntime-genai 0.18 has it.
+
+    Args:
+        filename: of the model that drafts. shared: of :func:`shared_tensors`, where a device would hold them twice.
+    """
+    model, decoder = config["model"], config["model"]["decoder"]
+    names = {way: {key: value for key, value in decoder[way].items() if key != HIDDEN} for way in ("inputs", "outputs")}
+    decoder["outputs"][HIDDEN] = HIDDEN
+    model["mtp"] = {
+        "filename": filename,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": decoder["num_key_value_heads"],
+        "head_size": decoder["head_size"],
+        "main_hidden_states": HIDDEN,
+        "inputs": names["inputs"] | {HIDDEN: HIDDEN},
+        "outputs": names["outputs"] | {HIDDEN: HIDDEN_OUT},
+    }
+    if shared:
+        decoder["shared_initializers"] = model["mtp"]["shared_initializers"] = shared
 
 
 def _search(generation: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,10 +16,12 @@ import numpy as np
 from quantmoe.exporter.cache import Buffer, Cache, SharedCache
 from quantmoe.exporter.genai import LOGITS, SHARE_BUFFER, eos_tokens
 from quantmoe.exporter.inspect import ModelError, load, model_path
-from quantmoe.exporter.memory import CHUNK, doing
+from quantmoe.exporter.memory import CHUNK, DRAFTS, doing
+from quantmoe.exporter.output import MTP_MODEL
 from quantmoe.exporter.passes.interface import RANKS
+from quantmoe.exporter.passes.last_logits import HIDDEN, HIDDEN_OUT
 from quantmoe.exporter.sampling import Sampler, Sampling, read_object
-from quantmoe.exporter.speculate import DRAFTS, Lookup, Speculation
+from quantmoe.exporter.speculate import Head, Lookup, Speculation
 from quantmoe.ort_ext import OLDEST, cuda_library_path, library_path
 
 #: ends of the names of what a cache has of linear attention: of one size however many tokens there were
@@ -82,8 +84,9 @@ class Generator:
         device: "cuda" for ONNX Runtime's CUDA provider and models exported with --target cuda.
         cuda_graph: a token's launches are captured once for each cache and then replayed; with device "cuda", of models
             that write the cache in place.
-        speculate: "ngram" drafts what followed the last tokens before in the same text, and verifies a token and its
-            drafts in one run: the same tokens in fewer runs. Of models exported with the logits of more than the last.
+        speculate: "ngram" drafts what followed the last tokens before in the same text, "mtp" with the layer of
+            multi-token prediction beside the model. A run verifies a token and its drafts: the same tokens in fewer
+            runs. Of models exported with the logits of more than the last.
         drafts: at most so many a run.
 
     Raises:
@@ -102,7 +105,7 @@ class Generator:
         capacity: int | None = None,
         device: Literal["cpu", "cuda"] = "cpu",
         cuda_graph: bool = False,
-        speculate: Literal["ngram"] | None = None,
+        speculate: Literal["ngram", "mtp"] | None = None,
         drafts: int = DRAFTS,
     ):
         self.path, ort = model_path(path), runtime()
@@ -178,8 +181,19 @@ class Generator:
         #: states of linear attention after each of the last so many tokens of a run; of more than 1 they have a first
         #: dimension of it
         self.window = next((self.past[n][0][0] for n in self.states if len(self.past[n][0]) > _rank(n)), 1)
+        hidden = [o for o in self.session.get_outputs() if o.name in (HIDDEN, HIDDEN_OUT)]
+        #: output of the hidden states after the last norm, where somebody drafts from them; "": none
+        self.hidden = next((o.name for o in hidden if o.name == HIDDEN_OUT or speculate == "mtp"), "")
+        self._hidden = next(((o.shape[2], floats[o.type]) for o in hidden), (0, self._logits))
+        #: what drafts with multi-token prediction
+        self.head: Generator | None = None
         if speculate is not None:
             self._check_drafts()
+        if speculate == "mtp":
+            path = self.path.with_name(MTP_MODEL)
+            if not (self.hidden and path.is_file()):
+                raise ModelError(f"{self.path}: no {MTP_MODEL} beside it; export the model with --mtp")
+            self.head = Generator(path, threads, prefault, chunk, device=device)
 
     def _check_drafts(self) -> None:
         if self.states and self.drafts >= self.window:
@@ -231,6 +245,11 @@ class Generator:
         assert self.vocabulary is not None  # where caches are shared
         return Buffer.of(np.empty([1, min(new, self.rows), self.vocabulary], self._logits), device)
 
+    def hidden_of(self, new: int) -> Buffer | None:
+        """Memory for the hidden states of a run of so many new tokens of one sequence; None where nobody wants them."""
+        size, dtype = self._hidden
+        return Buffer.of(np.empty([1, new, size], dtype), "cpu") if self.hidden else None
+
     def feed(self, ids: np.ndarray, past: int) -> dict[str, np.ndarray]:
         """The inputs beside the cache, for new tokens [B, S] after ``past`` of each row."""
         batch, total = len(ids), past + ids.shape[1]
@@ -266,10 +285,17 @@ class Generator:
         if not ids.size:
             raise ModelError(f"input_ids has shape {list(ids.shape)}, expected at least one row and one token")
         length = past_length(past)
-        with self.running(ids.shape[1], length):
-            run = self.session.run(None, self.feed(ids, length) | past)
-        found = dict(zip(self.outputs, run, strict=True))
+        found = self.run(self.feed(ids, length) | past, ids.shape[1], length)
         return found["logits"], {name: found[name.replace("past_key_values", "present")] for name in past}
+
+    def run(self, feed: dict[str, np.ndarray], new: int, past: int) -> dict[str, np.ndarray]:
+        """All outputs by name, of new tokens after ``past`` of each row.
+
+        Raises:
+            ModelError: ONNX Runtime's words.
+        """
+        with self.running(new, past):
+            return dict(zip(self.outputs, self.session.run(None, feed), strict=True))
 
     def scores(self, ids: Sequence[int]) -> np.ndarray:
         """Logits after each of the tokens, f32 [tokens, vocabulary]: as many at once as a step gives those of."""
@@ -308,7 +334,7 @@ class Generator:
         cache, sample = cache or self.cache(), Sampler(sampling)
         if self.speculate is None:
             return Generated(self._steps(list(ids), count, stop, sample, cache), len(ids), logits)
-        speculation = Speculation(Lookup(), self.drafts)
+        speculation = Speculation(Lookup() if self.head is None else Head(self.head), self.drafts)
         return Generated(speculation.steps(cache, list(ids), count, stop, sample), len(ids), logits, speculation)
 
     def generate(

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 #: tokens of a prompt that are run at once: memory beside the cache grows with them, not with the prompt
 CHUNK = 512
+#: drafts of a run that speculation verifies, at most, unless the caller says
+DRAFTS = 4
 
 
 class OutOfMemoryError(MemoryError):

@@ -49,7 +49,7 @@ from quantmoe.custom_ops.torch_op import (
     onnx_quant_moe,
     onnx_token_rows,
 )
-from quantmoe.exporter import attention
+from quantmoe.exporter import attention, mtp
 from quantmoe.exporter.ahead import BLOCK
 from quantmoe.exporter.architectures import ARCHITECTURES
 from quantmoe.exporter.checkpoint import DTYPES as STORED
@@ -91,7 +91,7 @@ class Skeleton:
     """A transformers model without its weights, and where in the checkpoint each of them is.
 
     Args:
-        format: the opened checkpoint.
+        format: the opened checkpoint, or :meth:`Format.beside` of its multi-token prediction.
         dtype: "f32", "f16" or "bf16", of the graph.
         layers: keep only the first so many decoder layers.
         lm_head: "int4" or "int8" rounds the head, see ``head``; None leaves it as it is.
@@ -127,6 +127,8 @@ class Skeleton:
         config = _config(format, layers)
         if any(format.is_quantized(prefix + "lm_head") for prefix in ("", *WRAPPERS)):
             config.tie_word_embeddings = False
+        if format.part:
+            config = mtp.one_layer(config)
         try:
             with init_empty_weights(), _LargeOnMeta(), _quiet(), doing(f"{folder}: making the model without weights"):
                 model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
@@ -141,6 +143,9 @@ class Skeleton:
         self.model = model.eval().requires_grad_(False)
         if config.model_type in ARCHITECTURES:
             ARCHITECTURES[config.model_type].prepare(model)
+        if format.part:
+            with init_empty_weights(), _LargeOnMeta():
+                mtp.prepare(model)
         self.linear_attention = self._linear_attention(target, state_window)
         if state_window > 1 and not self.linear_attention:
             raise OptionError(f"state_window is {state_window}: {folder} has no linear attention")
@@ -171,9 +176,9 @@ class Skeleton:
         self.sources = {name: source for name, source in renamed.items() if name in known}
         tied = set(getattr(model, "all_tied_weights_keys", None) or {})
         if missing := known - self.sources.keys() - tied:
-            raise CheckpointError(
-                f"{folder}: {sorted(missing)[0]} of {type(model).__name__} is missing in the checkpoint"
-            )
+            first_missing = sorted(missing)[0]
+            of = f"{format.part} ({type(model).__name__})" if format.part else type(model).__name__
+            raise CheckpointError(f"{folder}: {self._unrename(first_missing)} of {of} is missing in the checkpoint")
         for name in self.sources:
             self._hollow(name)
         model.tie_weights()
@@ -312,6 +317,10 @@ class Skeleton:
     def _rename(self, name: str) -> str:
         """A checkpoint's name as the model has it now: without what wraps a language model that also sees pictures, and
         as this version of transformers names modules."""
+        if self.format.part:
+            for prefix, own in mtp.NAMES.items():
+                if name.startswith(prefix):
+                    return own + name.removeprefix(prefix)
         for prefix, own in WRAPPERS.items():
             if name.startswith(prefix):
                 name = own + name.removeprefix(prefix)
@@ -322,6 +331,13 @@ class Skeleton:
             ]
             self._state = dict.fromkeys(self._names(), True)
         return rename_source_key(name, self._renamings, [], self.model.base_model_prefix, self._state)[0]
+
+    def _unrename(self, name: str) -> str:
+        """What a missing tensor of this part would be called in the checkpoint."""
+        for prefix, own in mtp.NAMES.items() if self.format.part else ():
+            if name.startswith(own) and "embed_tokens" not in name:
+                return prefix + name.removeprefix(own)
+        return name
 
     def _hollow(self, name: str) -> None:
         module_name, _, leaf = name.rpartition(".")
@@ -486,7 +502,10 @@ def _inputs(skeleton: Skeleton) -> tuple[dict[str, Any], dict[str, Any]]:
         "position_ids": torch.arange(past, past + new).repeat(batch, 1),
         "past_key_values": cache,
     }
-    dynamic_shapes: dict[str, Any] = {name: {0: dynamic, 1: dynamic} for name in list(inputs)[:3]}
+    if skeleton.format.part:
+        size = skeleton.model.config.hidden_size
+        inputs = {"hidden_states": torch.zeros(batch, new, size, dtype=skeleton.dtype)} | inputs
+    dynamic_shapes: dict[str, Any] = {name: {0: dynamic, 1: dynamic} for name in list(inputs)[:-1]}
     dynamic_shapes["past_key_values"] = sizes
     return inputs, dynamic_shapes
 
@@ -585,6 +604,8 @@ def dequantized(skeleton: Skeleton) -> PreTrainedModel:
     """The same model in PyTorch with every weight dequantized, to compare exports with. For small models."""
     format = skeleton.format
     model = AutoModelForCausalLM.from_config(skeleton.model.config, dtype=torch.float32).eval()
+    if format.part:
+        mtp.prepare(model)
     state = {name: torch.from_numpy(format.parameter(source)) for name, source in skeleton.sources.items()}
     for name, layer in skeleton.experts.items():
         module = skeleton.model.get_submodule(name)

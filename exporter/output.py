@@ -29,6 +29,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 MODEL, DATA = "model.onnx", "model.onnx.data"
+#: what drafts for it, with weights in the same files
+MTP_MODEL = "mtp.onnx"
 #: name in the model's metadata of the other files that an export wrote: a JSON object of name -> hash
 FILES = "files"
 PRODUCER = "quantmoe"

@@ -157,6 +157,16 @@ class Format(ABC):
         self.input_scales = True
         #: module that the checkpoint has in floats -> (kind, group size) that it is rounded to as asked
         self.rounding: dict[str, tuple[str, int]] = {}
+        #: a key of BESIDE: that part and what it shares with the text model; "": the text model
+        self.part = ""
+
+    def beside(self, part: str) -> Format | None:
+        """This format of a part beside the text model; None where the checkpoint has none."""
+        if not any(name.startswith(BESIDE[part]) for name in self.ckpt.names()):
+            return None
+        twin = copy.copy(self)
+        twin.part = part
+        return twin
 
     def outline(self) -> Self:
         """This format over headers: the same decoders give matrices and refusals, at no cost in time or memory.
@@ -246,15 +256,27 @@ class Format(ABC):
             return ""
         return ", ".join(f"{n} layers of {kind.replace('_', ' ')}" for kind, n in Counter(types).items())
 
-    def left_out(self) -> str:
-        """A remark naming the parts of the checkpoint beside its text model, which alone is exported; else ""."""
+    def left_out(self, exported: str = "") -> str:
+        """A remark naming the parts of the checkpoint beside its text model, which alone is exported; else "".
+
+        Args:
+            exported: another part.
+        """
         parts = []
         for part, prefixes in BESIDE.items():
+            if part == exported:
+                continue
             names = [name for name in self.ckpt.names() if name.startswith(prefixes)]
             if names:
                 size = sum(DTYPES[self.ckpt.dtype(n)].itemsize * prod(self.ckpt.shape(n)) for n in names)
                 parts.append(f"{part} ({names[0]} and {len(names) - 1} more tensors, {size / 1e9:.2f} GB)")
         return f"the text model alone; left out: {', '.join(parts)}" if parts else ""
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor is of the part that this is, or shared with it."""
+        if not self.part:
+            return not name.startswith(ALL_BESIDE)
+        return name.startswith(BESIDE[self.part]) or re.search(r"(^|\.)(embed_tokens|lm_head)\.", name) is not None
 
     def moe_layers(self) -> list[MoELayer]:
         """The MoE layers, in the model's order; some of them may be 16-bit floats."""
@@ -268,7 +290,7 @@ class Format(ABC):
         for name in self.ckpt.names():
             module, _, leaf = name.rpartition(".")
             router = leaf == CORRECTION_BIAS  # which Laguna stores among the experts
-            if name.startswith(ALL_BESIDE) or (not router and re.search(r"\.experts(\.\d+\.\w+)?$", module)):
+            if not self.has(name) or (not router and re.search(r"\.experts(\.\d+\.\w+)?$", module)):
                 continue
             quantized = leaf != "bias" and not router and self.is_quantized(module)
             names[f"{module}.weight" if quantized else name] = None
@@ -355,6 +377,7 @@ class Format(ABC):
 
 
 FLOATS = ("BF16", "F16", "F32")
+MTP = "multi-token prediction"
 #: parts of a checkpoint that a text model lacks -> how the names of their tensors begin
 BESIDE = {
     "a vision tower": tuple(
@@ -362,7 +385,7 @@ BESIDE = {
         for wrapper in ("", "model.")
         for tower in ("visual", "vision_tower", "vision_model", "multi_modal_projector")
     ),
-    "multi-token prediction": ("mtp.", "model.mtp."),
+    MTP: ("mtp.", "model.mtp."),
 }
 ALL_BESIDE = tuple(prefix for prefixes in BESIDE.values() for prefix in prefixes)
 #: of experts that a tool left alone: safetensors dtype -> op.def's format

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from quantmoe.exporter.checkpoint import CheckpointError
@@ -55,14 +56,28 @@ def moe_layers(format: Format) -> list[MoELayer]:
         CheckpointError: naming a missing expert, an unknown naming, a layer of another type or a config field.
     """
     check_sizes(format.ckpt, format.ckpt.text_config)
-    found = named_experts(format.ckpt, format.fused)
+    from quantmoe.exporter.formats.unquantized import Unquantized
+
+    # quantizers that store experts one by one leave those of a part that they do not know fused, in floats
+    left = bool(format.part) and not format.fused
+    found = named_experts(format.ckpt, Unquantized.fused if left else format.fused, format.has)
     last = format.ckpt.text_config.get("num_hidden_layers")
     layers = {name: experts for name, experts in found.items() if type(last) is not int or _index(name) < last}
-    return sorted((_layer(format, name, experts) for name, experts in layers.items()), key=lambda layer: layer.index)
+    made = []
+    for name, experts in layers.items():
+        made.append(_layer(Unquantized.rest(format.ckpt) if left and not experts else format, name, experts))
+    return sorted(made, key=lambda layer: layer.index)
 
 
-def named_experts(ckpt: Checkpoint, fused: tuple[str, ...]) -> dict[str, dict[int, set[str]]]:
+def named_experts(
+    ckpt: Checkpoint,
+    fused: tuple[str, ...],
+    has: Callable[[str], bool] = lambda name: not name.startswith(ALL_BESIDE),
+) -> dict[str, dict[int, set[str]]]:
     """What tensor names show: experts' module -> number -> the children of each; {} where they are fused.
+
+    Args:
+        fused: ends of the names of tensors of all experts. has: which tensors count.
 
     Raises:
         CheckpointError: there are none, or the family is one of RECURRENT.
@@ -75,7 +90,7 @@ def named_experts(ckpt: Checkpoint, fused: tuple[str, ...]) -> dict[str, dict[in
         )
     found: dict[str, dict[int, set[str]]] = {}
     for name in ckpt.names():
-        if name.startswith(ALL_BESIDE):
+        if not has(name):
             continue
         if match := _EXPERT.fullmatch(name):
             found.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])

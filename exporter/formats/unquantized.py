@@ -56,6 +56,14 @@ class Unquantized(Format):
         if self.group_size != -1 and self.group_size < 1:
             raise CheckpointError(f"{ckpt.folder}: group size {self.group_size}, expected -1 or a positive integer")
 
+    @classmethod
+    def rest(cls, ckpt: Checkpoint) -> Unquantized:
+        """What the tool that quantized a checkpoint left as it was."""
+        made = cls.__new__(cls)
+        Format.__init__(made, ckpt)
+        made.kind, made.group_size = "none", -1
+        return made
+
     @staticmethod
     def claims(quantization: dict[str, Any]) -> bool:
         return not quantization

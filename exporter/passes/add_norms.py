@@ -19,7 +19,9 @@ def add_norms(model: ir.Model) -> None:
         if node.op_type == "Div" and (found := _match(node)) is not None:
             add, product, weight, epsilon = found
             attributes = NormSpec(norm_epsilon=epsilon).attributes()
-            made = ir.node("AddRMSNorm", [*add.inputs, weight], attributes, domain=DOMAIN, num_outputs=2, name=product.name)
+            made = ir.node(
+                "AddRMSNorm", [*add.inputs, weight], attributes, domain=DOMAIN, num_outputs=2, name=product.name
+            )
             (total,), (normed,) = add.outputs, product.outputs
             for value, old in zip(made.outputs, (normed, total), strict=True):
                 value.type, value.shape = old.type, old.shape

@@ -26,6 +26,7 @@ def name_interface(model: ir.Model) -> None:
         "input_ids": ("batch_size", "sequence_length"),
         "attention_mask": ("batch_size", "total_sequence_length"),
         "position_ids": ("batch_size", "sequence_length"),
+        "hidden_states": ("batch_size", "sequence_length"),
         "logits": ("batch_size", "sequence_length"),
     }
     for values, prefix, length in (

@@ -6,6 +6,8 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir import tape
 
+#: what goes from the main model to the one that drafts, and out of that to draft once more; onnxruntime-genai's words
+HIDDEN, HIDDEN_OUT = "hidden_states", "hidden_states_out"
 #: between the vocabulary's matrix and the logits: each element on its own
 _ELEMENTWISE = {"Add", "Cast", "Clip", "Div", "Identity", "Mul", "Tanh"}
 
@@ -22,15 +24,9 @@ def keep_last_logits(model: ir.Model, count: int = 1) -> bool:
         False, and nothing is changed, when what makes the logits is not a product with a weight and then elementwise.
     """
     graph = model.graph
-    value = next(output for output in graph.outputs if output.name == "logits")
-    chain: list[ir.Value] = []
-    while (node := value.producer()) is not None and node.op_type in _ELEMENTWISE:
-        chain.append(value)
-        value = next(i for i in node.inputs if i is not None and i.producer() is not None)
-    if node is None or node.op_type not in ("MatMul", "QuantLinear", "MatMulNBits"):
+    if (found := _head(graph)) is None:
         return False
-    hidden = node.inputs[0]
-    assert hidden is not None
+    node, hidden, between = found
     ops = tape.Tape()
     rows = next((node.inputs[3] for node in graph if node.op_type == "CachedAttention"), None)
     made = rows.producer() if rows is not None else None
@@ -44,10 +40,44 @@ def keep_last_logits(model: ir.Model, count: int = 1) -> bool:
     picked = ops.op("GatherND", [hidden, index], {"batch_dims": 1})
     graph.insert_before(node, ops.nodes)
     node.replace_input_with(0, picked)
-    for output in (*chain, value):
+    for output in between:
         if output.shape is not None:
             output.shape = ir.Shape([output.shape[0], 1 if count == 1 else "logits_length", *output.shape[2:]])
     return True
+
+
+def output_hidden(model: ir.Model, name: str, size: int) -> bool:
+    """Gives what the last product reads as an output [B, S, size]: the hidden states after the last norm.
+
+    Returns:
+        False, and nothing is changed, as keep_last_logits.
+    """
+    graph = model.graph
+    if (found := _head(graph)) is None:
+        return False
+    node, hidden, _ = found
+    ops = tape.Tape()
+    output = ops.op("Identity", [hidden])
+    graph.insert_before(node, ops.nodes)
+    logits = next(output for output in graph.outputs if output.name == "logits")
+    assert logits.shape is not None
+    output.name, output.type = name, hidden.type
+    output.shape = ir.Shape([*list(logits.shape)[:2], size])
+    graph.outputs.insert(1, output)
+    return True
+
+
+def _head(graph: ir.Graph) -> tuple[ir.Node, ir.Value, list[ir.Value]] | None:
+    """The product with a weight that makes the logits, what it reads, and its output and what elementwise follows; None
+    where there is no such."""
+    value = next(output for output in graph.outputs if output.name == "logits")
+    chain: list[ir.Value] = []
+    while (node := value.producer()) is not None and node.op_type in _ELEMENTWISE:
+        chain.append(value)
+        value = next(i for i in node.inputs if i is not None and i.producer() is not None)
+    if node is None or node.op_type not in ("MatMul", "QuantLinear", "MatMulNBits") or node.inputs[0] is None:
+        return None
+    return node, node.inputs[0], [*chain, value]
 
 
 def _and_before(graph: ir.Graph, last: ir.Value, count: int, ops: tape.Tape) -> ir.Value:

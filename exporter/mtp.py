@@ -1,0 +1,70 @@
+"""Multi-token prediction of Qwen: a layer that drafts, ``mtp.*`` of the checkpoint, which transformers leaves out.
+
+From the hidden state h_i that the main model's last norm gives and the embedding of the next token, t_(i + 1), it makes
+h'_i = layer(fc([norm(embedding), norm(h_i)])), and from that with a norm of its own and the main model's head the
+logits of t_(i + 2). Its normed h'_i is the h_(i + 1) of a draft after that. As vLLM's qwen3_next_mtp and
+onnxruntime-genai's Qwen builder have it.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+#: where checkpoints keep it -> its own names, those of a model of one layer
+NAMES = {
+    f"{wrapper}mtp.{part}": own
+    for wrapper in ("", "model.")
+    for part, own in (("layers.", "model.layers."), ("norm.", "model.norm."), ("", "mtp."))
+}
+
+
+class Input(torch.nn.Module):
+    """What the layer reads: the embedding of a token and the hidden state before it, each normed, in one projection."""
+
+    def __init__(self, size: int, norm: torch.nn.Module, dtype: torch.dtype):
+        super().__init__()
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = copy.deepcopy(norm), copy.deepcopy(norm)
+        self.fc = torch.nn.Linear(2 * size, size, bias=False, dtype=dtype)
+
+    def forward(self, embeddings: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """All [B, S, H]."""
+        normed = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden_states)
+        return self.fc(torch.cat(normed, -1))
+
+
+def one_layer(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The main model's configuration with the one layer, of full attention and experts."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = 1
+    for name, value in (("layer_types", ["full_attention"]), ("mlp_only_layers", []), ("decoder_sparse_step", 1)):
+        if hasattr(config, name):
+            setattr(config, name, value)
+    return config
+
+
+def prepare(model: PreTrainedModel) -> None:
+    """Makes a model of one layer take hidden states, too."""
+    decoder: Any = model.get_decoder()
+    model.mtp = Input(model.config.hidden_size, decoder.norm, model.dtype)
+    model.forward = MethodType(_forward, model)  # type: ignore[method-assign]
+
+
+def _forward(
+    self: Any,
+    input_ids: torch.Tensor,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor,
+    position_ids: torch.Tensor,
+    past_key_values: Any,
+    **_: Any,
+) -> CausalLMOutputWithPast:
+    embeddings = self.mtp(self.get_input_embeddings()(input_ids), hidden_states)
+    given = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
+    made = self.get_decoder()(inputs_embeds=embeddings, use_cache=True, **given)
+    return CausalLMOutputWithPast(logits=self.lm_head(made.last_hidden_state), past_key_values=made.past_key_values)
