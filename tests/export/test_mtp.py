@@ -1,0 +1,246 @@
+"""Multi-token prediction: mtp.onnx against transformers, its drafts, weights that are stored once, onnxruntime-genai.
+
+Weights are random: no draft is right but by chance, and what acceptance does is tested with drafts that are told.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_generate import PROMPT
+from test_hybrid import multimodal, rewritten
+from test_model import error
+from test_speculate import Guess
+from transformers.modeling_layers import MtpModel
+
+from quantmoe.exporter.checkpoint import CheckpointError
+from quantmoe.exporter.convert import beside, export
+from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.formats import find_format, open_checkpoint
+from quantmoe.exporter.generate import Generator
+from quantmoe.exporter.inspect import inspect
+from quantmoe.exporter.model import Skeleton, dequantized
+from quantmoe.exporter.speculate import Head
+
+KINDS = ["qwen3_next", "qwen3_5_moe_text"]
+OPTIONS = {"activations": "float", "cache": "f32", "mtp": True, "state_window": 5}
+
+
+def drafting(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A checkpoint's tensors and mtp.*: its layer of full attention and other norms."""
+    generator = torch.Generator().manual_seed(0)
+    yield name, tensor
+    if name.startswith("model.layers.1."):
+        yield name.replace("model.layers.1.", "mtp.layers.0."), tensor.clone()
+    if name == "model.norm.weight":
+        for own in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+            yield f"mtp.{own}.weight", (torch.randn(tensor.shape, generator=generator) / 8).to(tensor.dtype)
+        h = len(tensor)
+        yield "mtp.fc.weight", (torch.randn(h, 2 * h, generator=generator) * (2 * h) ** -0.5).to(tensor.dtype)
+
+
+@pytest.fixture(scope="module")
+def sources(checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints with the layer, quantized as the others."""
+    folder = tmp_path_factory.mktemp("drafting")
+    return {kind: rewritten(checkpoint(kind), folder / kind, drafting, lambda config: config) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def models(sources, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    for kind, source in sources.items():
+        export(source, folder / kind, logits=5, **OPTIONS)
+    return {kind: folder / kind for kind in sources}
+
+
+def reference(source: Path) -> tuple[Callable[[np.ndarray, np.ndarray], np.ndarray], int]:
+    """transformers' MtpModel: hidden states [S, H] and the tokens [S] after them to the layer's own and the logits."""
+    whole = dequantized(Skeleton(beside(find_format(open_checkpoint(source)))))
+    config = whole.config
+    config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
+    model = MtpModel(whole, 1).eval()
+    layer, own = model.layers[0], whole.mtp
+    layer.mtp_block.load_state_dict(whole.model.layers[0].state_dict())
+    layer.mtp_block.mlp.experts = whole.model.layers[0].mlp.experts
+    for name, module in (("eh_proj", own.fc), ("enorm", own.pre_fc_norm_embedding), ("hnorm", own.pre_fc_norm_hidden),
+                         ("post_norm", whole.model.norm)):  # fmt: skip
+        getattr(layer, name).load_state_dict(module.state_dict())
+
+    def run(hidden: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        with torch.no_grad():
+            given = torch.from_numpy(hidden)[None], torch.arange(len(ids))[None]
+            made = model.forward_layer(0, *given, None, input_ids=torch.from_numpy(ids)[None])
+            return made[0].numpy(), model.shared_head(made)[0].numpy()
+
+    return run, config.hidden_size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_layer_is_transformers(sources, models, kind):
+    run, size = reference(sources[kind])
+    rng = np.random.default_rng(0)
+    hidden, ids = rng.standard_normal((9, size)).astype(np.float32), rng.integers(0, 300, 9)
+    want, logits = run(hidden, ids)
+    cache = Generator(models[kind] / "mtp.onnx").cache()
+    for part in (slice(0, 6), slice(6, 7), slice(7, 9)):
+        cache.given = {"hidden_states": hidden[None, part]}
+        last = cache.verify(ids[part])[-1]
+        assert error(cache.hidden, want[part]) < 2e-5
+        assert error(last, logits[part][-1]) < 2e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_and_bytes_are_those_of_generation_without(models, kind):
+    want = Generator(models[kind]).greedy(PROMPT, 30)
+    found = Generator(models[kind], speculate="mtp").greedy(PROMPT, 30)
+    assert found.tokens == want.tokens
+    assert found.logits.tobytes() == want.logits.tobytes()
+    assert found.speculation.drafted > 20
+
+
+def test_drafts_follow_what_was_accepted(sources, models, monkeypatch):
+    """Each first draft is from all hidden states and tokens so far, whatever was drafted and rejected between."""
+    generator = Generator(models["qwen3_next"], chunk=9, speculate="mtp")
+    want = Generator(models["qwen3_next"]).greedy(PROMPT, 25)
+    found = generator.stream(PROMPT, 25)
+    head, guess, firsts = found.speculation.draft, Guess(want.tokens, len(PROMPT)), []
+    run_, calls = Head._run, []
+
+    class Told:
+        hear = staticmethod(head.hear)
+
+        def __call__(self, tokens, count):
+            calls.clear()
+            if head(tokens, count):
+                firsts.append((len(tokens), calls[0]))
+            return guess(tokens, count)
+
+    monkeypatch.setattr(Head, "_run", lambda self, *given: calls.append(run_(self, *given)) or calls[-1])
+    found.speculation.draft = Told()
+    assert list(found) == want.tokens
+    assert 5 < found.speculation.accepted < found.speculation.drafted
+    tokens = np.array(PROMPT + want.tokens)
+    whole = Generator(models["qwen3_next"], speculate="mtp").cache()
+    whole.append(tokens[:-1])
+    run, _ = reference(sources["qwen3_next"])
+    _, logits = run(whole.hidden, tokens[1:])
+    assert len(firsts) > 5
+    for length, row in firsts:
+        assert error(row, logits[length - 2]) < 2e-5
+
+
+def test_embedding_and_head_are_stored_once(models):
+    tensors = []
+    for name in ("model.onnx", "mtp.onnx"):
+        values = ir.load(models["qwen3_next"] / name).graph.initializers
+        tensors.append({n: v.const_value for n, v in values.items() if isinstance(v.const_value, ir.ExternalTensor)})
+    main, head = tensors
+    for name in ("model.embed_tokens.weight", "lm_head.w"):
+        assert (main[name].offset, main[name].length) == (head[name].offset, head[name].length)
+    regions = sorted({(t.offset, t.length) for part in tensors for t in part.values()})
+    assert len(regions) == len(main) + len(head) - 2
+    assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(regions))
+    assert sum(regions[-1]) == os.path.getsize(models["qwen3_next"] / "model.onnx.data")
+    assert not list(models["qwen3_next"].glob("mtp.onnx.data*"))
+
+
+def test_an_mtp_that_its_quantizer_left_fused_in_floats(sources, tmp_path):
+    """As compressed-tensors' checkpoints of Qwen3.5 have it: nothing of mtp.* is quantized."""
+    source = tmp_path / "checkpoint"
+    rewritten(sources["qwen3_5_moe_text"], source, lambda *named: [named], lambda config: config)
+    path = source / "model.safetensors"
+    head = beside(find_format(open_checkpoint(source)))
+    experts = head.moe_layers()[0]
+    tensors = {
+        name: tensor for name, tensor in load_file(path).items() if not name.startswith("mtp.layers.0.mlp.experts")
+    }
+    for module in {name.rpartition(".")[0] for name in tensors if name.startswith("mtp.layers.0.")}:
+        if head.is_quantized(module):
+            weight = torch.from_numpy(head.parameter(f"{module}.weight")).bfloat16()
+            tensors = {n: t for n, t in tensors.items() if not n.startswith(f"{module}.")} | {
+                f"{module}.weight": weight
+            }
+    stacked = [(torch.from_numpy(np.concatenate([e.gate.dequantize(), e.up.dequantize()])), e.down) for e in experts]
+    tensors["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.stack([up for up, _ in stacked]).bfloat16()
+    downs = [torch.from_numpy(down.dequantize()) for _, down in stacked]
+    tensors["mtp.layers.0.mlp.experts.down_proj"] = torch.stack(downs).bfloat16()
+    save_file(tensors, path, metadata={"format": "pt"})
+    report = export(source, tmp_path / "model", logits=5, **OPTIONS)
+    assert report.layers["mtp.layers.0.mlp.experts"][0] == "bf16, not quantized"
+    run, size = reference(source)
+    rng = np.random.default_rng(0)
+    hidden, ids = rng.standard_normal((4, size)).astype(np.float32), rng.integers(0, 300, 4)
+    cache = Generator(tmp_path / "model" / "mtp.onnx").cache()
+    cache.given = {"hidden_states": hidden[None]}
+    assert error(cache.verify(ids)[-1], run(hidden, ids)[1][-1]) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        ("mtp.fc.weight", r"mtp\.fc\.weight of multi-token prediction \(Qwen3_5MoeForCausalLM\) is missing"),
+        ("mtp.norm.weight", r"mtp\.norm\.weight of multi-token prediction"),
+        ("self_attn.k_norm.weight", r"mtp\.layers\.0\.self_attn\.k_norm\.weight of multi-token prediction"),
+        ("experts.3.up_proj.weight_packed", r"mtp\.layers\.0\.mlp\.experts\.3\.up_proj"),
+        ("", r"no tensors of multi-token prediction \(mtp\.\* or model\.mtp\.\*\); many quantizers leave them out"),
+    ],
+)
+def test_half_of_the_tensors(sources, tmp_path, leaf, message):
+    def half(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        if not (name.startswith("mtp.") and name.endswith(leaf)):
+            yield name, tensor
+
+    folder = rewritten(sources["qwen3_5_moe_text"], tmp_path / "checkpoint", half, lambda config: config)
+    with pytest.raises(CheckpointError, match=message):
+        export(folder, tmp_path / "model", **OPTIONS)
+
+
+def test_a_published_checkpoint_and_onnxruntime_genai(sources, tmp_path):
+    """Multimodal names; MtpGenerator with one draft a run and three gives the tokens of a Generator without. In f16:
+    0.18 casts a CPU's logits to f32 and fails where they are."""
+    import onnxruntime_genai as og
+
+    def named(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        yield re.sub(r"^model\.", "model.language_model.", name), tensor
+
+    source = rewritten(sources["qwen3_5_moe_text"], tmp_path / "checkpoint", named, multimodal)
+    folder = tmp_path / "model"
+    report = export(source, folder, logits="all", dtype="f16", **OPTIONS | {"cache": "f16"})
+    assert "multi-token" not in report.left_out
+    prompt = list(range(5, 28))  # 20 tokens come after it, and none of them ends
+    want = Generator(folder).greedy(prompt, 20, stop=[2]).tokens
+    assert len(want) == 20
+    main, config = og.Model(str(folder)), og.Config(str(folder))
+    decoder = {"filename": "mtp.onnx", "num_hidden_layers": 1, "inputs": {"hidden_states": "hidden_states"},
+               "outputs": {"hidden_states": "hidden_states_out"}}  # fmt: skip
+    config.overlay(json.dumps({"model": {"decoder": decoder}}))
+    head = og.Model(config)
+    for drafts in (1, 3):
+        params = og.GeneratorParams(main)
+        params.set_search_options(max_length=len(prompt) + 20, do_sample=False)
+        params.set_speculative_options(max_draft_tokens=drafts)
+        generator = og.MtpGenerator(main, head, params)
+        generator.append_tokens(np.array(prompt, np.int32))
+        while not generator.is_done():
+            generator.generate_next_token()
+        assert generator.get_sequence().tolist()[len(prompt) :] == want
+        assert generator.get_stats()["draft_tokens_proposed"] >= 19 * drafts - 3
+
+
+def test_what_cannot_speculate_is_named(models, exported):
+    with pytest.raises(ModelError, match=r"model\.onnx: no mtp\.onnx beside it; export the model with --mtp"):
+        Generator(exported("qwen3_moe", activations="float"), speculate="mtp")
+    with pytest.raises(ModelError, match="5 drafts take a window of 6 states"):
+        Generator(models["qwen3_next"], speculate="mtp", drafts=5)
+    assert inspect(models["qwen3_next"] / "mtp.onnx")["layers"][0]["module"] == "mtp.layers.0.mlp.experts"
