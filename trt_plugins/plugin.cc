@@ -182,6 +182,7 @@ struct Inputs {
 
 // True when both are known (a -1 is not yet) and are not the same.
 bool Differ(int64_t a, int64_t b) { return a >= 0 && b >= 0 && a != b; }
+bool None(const Dims& dims) { return dims.nbDims == 1 && dims.d[0] == 0; }  // of an input that may have no values
 int64_t RowsOf(const Dims& dims) {
   int64_t rows = 1;
   for (int32_t i = 0; i + 1 < dims.nbDims; ++i) rows *= dims.d[i];
@@ -273,7 +274,6 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   virtual IPluginV3* Clone() const = 0;
   // Reports what is wrong with shapes (a -1 is not known yet); true when nothing is.
   virtual bool CheckShapes(const Dims* in) const = 0;
-  bool CheckShape(const Dims* in, int32_t input, const std::vector<int64_t>& sizes) const;
   bool CheckPacked(const char* name, const Dims& dims, int64_t experts, size_t row_bytes) const;
   bool CheckShape(const Dims* in, int32_t input, const std::vector<int64_t>& sizes) const;  // -1: any size
   bool CheckRank(const DimsExprs* inputs, int32_t input, int32_t rank) const;
@@ -341,16 +341,6 @@ bool Plugin::Supports(int32_t at, const DynamicPluginTensorDesc* tensors, int32_
       return tensor.type == DataType::kINT64;
   }
   return false;
-}
-
-// Sizes: -1 is any.
-bool Plugin::CheckShape(const Dims* in, int32_t input, const std::vector<int64_t>& sizes) const {
-  Dims expected{static_cast<int32_t>(sizes.size()), {}};
-  std::copy(sizes.begin(), sizes.end(), expected.d);
-  bool same = in[input].nbDims == expected.nbDims;
-  for (int32_t i = 0; same && i < expected.nbDims; ++i) same = !Differ(in[input].d[i], expected.d[i]);
-  return same || Wrong(std::string(inputs_.first[input].name) + " has shape " + Text(in[input]) + ", expected " +
-                       Text(expected) + " (-1: any size)");
 }
 
 bool Plugin::CheckPacked(const char* name, const Dims& dims, int64_t experts, size_t row_bytes) const {
@@ -647,9 +637,8 @@ class Router final : public Planned<qm_cuda_router_problem, qm_cuda_router_plan,
                    std::to_string(router_.hidden_size) + "]");
     const int64_t experts = router_.num_experts;
     return CheckShape(in, MoERouter_weight, {experts, router_.hidden_size}) &&
-           (in[MoERouter_bias].nbDims == 1 && in[MoERouter_bias].d[0] == 0 || CheckShape(in, MoERouter_bias, {experts})) &&
-           (in[MoERouter_correction_bias].nbDims == 1 && in[MoERouter_correction_bias].d[0] == 0 ||
-            CheckShape(in, MoERouter_correction_bias, {experts}));
+           (None(in[MoERouter_bias]) || CheckShape(in, MoERouter_bias, {experts})) &&
+           (None(in[MoERouter_correction_bias]) || CheckShape(in, MoERouter_correction_bias, {experts}));
   }
   qm_cuda_router_problem ProblemOf(const Inputs& in) const override {
     qm_cuda_router_problem problem{};
@@ -860,7 +849,7 @@ class Conv final : public Plugin {
     const Dims &x = in[CausalConv_x], &bias = in[CausalConv_bias];
     const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return CheckShape(in, input, sizes); };
     return check(CausalConv_x, {-1, -1, channels}) && check(CausalConv_weight, {channels, width}) &&
-           check(CausalConv_bias, {bias.nbDims == 1 && bias.d[0] == 0 ? 0 : channels}) &&
+           (None(bias) || check(CausalConv_bias, {channels})) &&
            check(CausalConv_past_conv, {x.d[0], channels, width - 1}) && check(CausalConv_rows, {x.d[0], 3});
   }
   bool Read(const Inputs& in) {
