@@ -49,7 +49,66 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-LATENT = {"num_key_value_heads": 4}
 #: model_type -> fields of its own
 ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "ernie4_5_moe": {},
+    "laguna": {},
+    "afmoe": {},
+    "cohere2_moe": {},
+    "exaone_moe": {},
+    "flex_olmo": {},
+    "flint": {},
+    "granitemoe_swa": {},
+    "hy_v3": {},
+    "kolibri1": {},
 }
+#: the rest takes minutes
+BRIEF = ("ernie4_5_moe", "laguna")
+
+
+def fields(model_type: str) -> dict[str, Any]:
+    """Small sizes, each kind of layer once."""
+    usual = CONFIG_MAPPING[model_type]()
+    names = usual.to_dict().keys() | (usual.attribute_map or {}).keys()
+    found = {name: value for name, value in SIZES.items() if name in names and getattr(usual, name) is not None}
+    if kinds := list(dict.fromkeys(getattr(usual, "layer_types", None) or ())):
+        found["layer_types"] = (kinds * 4)[:4]
+    if getattr(usual, "mlp_layer_types", None):
+        found["mlp_layer_types"] = ["dense", *["sparse"] * 3]
+    return found | ARCHITECTURES[model_type]
+
+
+def make_checkpoint(folder: Path, model_type: str) -> None:
+    config = CONFIG_MAPPING[model_type](**fields(model_type))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("bias"))
+        for name, tensor in (*model.named_parameters(), *biases):
+            own = torch.randn_like(tensor)
+            if "norm" in name:
+                tensor += own / 10
+            else:
+                tensor.copy_(own * (0.1 if "bias" in name else tensor.shape[-1] ** -0.5))
+    model.bfloat16().save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[] if name in BRIEF else pytest.mark.long) for name in ARCHITECTURES]
+)
+def test_architecture(model_type: str, tmp_path: Path) -> None:
+    """Prefill and decode against transformers in float32: sums in another order, as in test_model.py."""
+    make_checkpoint(tmp_path / "checkpoint", model_type)
+    options: dict[str, Any] = {"quantize": "none", "activations": "float", "logits": "all", "cache": "f32"}
+    export(tmp_path / "checkpoint", tmp_path / "onnx", **options)
+    torch_model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32).eval()
+    ids = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (2, 14))
+    with torch.no_grad():
+        want = torch_model(torch.from_numpy(ids)).logits.numpy()
+    generator, found, at = Generator(tmp_path / "onnx"), [], 0
+    past = generator.start(len(ids))
+    for piece in (10, 1, 1, 2):  # past the window of 8
+        logits, past = generator.step(ids[:, at : at + piece], past)
+        found.append(logits)
+        at += piece
+    assert np.abs(np.concatenate(found, axis=1) - want).max() < 2e-5 * np.abs(want).max()
