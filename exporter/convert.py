@@ -201,22 +201,15 @@ def export(
     with writing(Path(output), force) as partial, doing(f"{checkpoint} to {output}"):
         progress("reading", 0, 1)
         format = open_format(checkpoint, quantize, group_size, wanted)
-        formats = [format, *([beside(format)] if mtp else [])]
-        experts = [choose_experts(part, LAYOUT[target], wanted, scales, layers) for part in formats]
+        experts = [choose_experts(part, LAYOUT[target], wanted, scales, layers) for part in formats_of(format, mtp)]
 
         progress("loading torch and transformers", 0, 1)
-        from quantmoe.exporter.model import Skeleton, trace  # seconds, and what headers decide has been said
+        from quantmoe.exporter.model import trace  # seconds, and what headers decide has been said
 
-        windows = state_window, 1
-        skeletons = [
-            Skeleton(part, graph_type, None if part.part else layers, lm_head, target, window)
-            for part, window in zip(formats, windows, strict=False)
-        ]
-        ends = stops(skeletons[0])
-        parts = [
-            Part(skeleton, choose(skeleton, nodes, LAYOUT[target], wanted, scales))
-            for skeleton, nodes in zip(skeletons, experts, strict=True)
-        ]
+        parts = open_parts(
+            formats_of(format, mtp), experts, target, wanted, scales, graph_type, lm_head, layers, state_window
+        )
+        ends = stops(parts[0].skeleton)
         report = _report(parts, wanted)
         used = {p.activation_format for part in parts for s in part.chosen.layers.values() for p in (s.w13, s.w2)}
         if activations == "int8" and not any(name.startswith("int8") for name in used):
@@ -258,7 +251,7 @@ def export(
         if report.plain_attention:
             metadata["plain_attention"] = json.dumps(report.plain_attention)
         for part in parts[1:]:
-            _save(part, partial(MTP_MODEL), metadata)
+            _save(part, partial(MTP_MODEL), {name: text for name, text in metadata.items() if name != LOGITS})
         _save(parts[0], partial(MODEL), metadata, record(partial(MODEL).parent))
     return report
 
@@ -284,18 +277,46 @@ class Part:
         return self.skeleton.sources.get(weight.parameter), weight.transposed, weight.value.dtype
 
 
-def beside(format: Format) -> Format:
-    """The multi-token prediction of a checkpoint.
+def formats_of(format: Format, mtp: bool) -> list[Format]:
+    """Of the graphs of an export: the checkpoint's text model, and if asked for its multi-token prediction.
 
     Raises:
         CheckpointError: it has none.
     """
+    if not mtp:
+        return [format]
     if (found := format.beside(MTP)) is None:
         raise CheckpointError(
             f"{format.ckpt.folder}: no tensors of {MTP} ({' or '.join(f'{name}*' for name in BESIDE[MTP])}); many "
             "quantizers leave them out"
         )
-    return found
+    return [format, found]
+
+
+def open_parts(
+    formats: Sequence[Format],
+    experts: Sequence[dict[str, MoESpec]],
+    target: str,
+    activations: str | None,
+    scales: str,
+    graph_type: str,
+    lm_head: str | None,
+    layers: int | None,
+    state_window: int,
+) -> list[Part]:
+    """The graphs of an export; arguments and errors as :func:`export`.
+
+    Args:
+        experts: of choose_experts, of each format.
+    """
+    from quantmoe.exporter.model import Skeleton
+
+    parts = []
+    for format, nodes in zip(formats, experts, strict=True):
+        own = (1, 1) if format.part else (layers, state_window)
+        skeleton = Skeleton(format, graph_type, own[0], lm_head, target, own[1])
+        parts.append(Part(skeleton, choose(skeleton, nodes, LAYOUT[target], activations, scales)))
+    return parts
 
 
 def _weights(

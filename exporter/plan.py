@@ -15,8 +15,16 @@ from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter import ahead
-from quantmoe.exporter.choose import LAYOUT, Choice, choose, choose_experts
-from quantmoe.exporter.convert import MAX_FILE_SIZE, check_options, check_output, open_format, stops
+from quantmoe.exporter.choose import LAYOUT, Choice, choose_experts
+from quantmoe.exporter.convert import (
+    MAX_FILE_SIZE,
+    check_options,
+    check_output,
+    formats_of,
+    open_format,
+    open_parts,
+    stops,
+)
 
 if TYPE_CHECKING:
     from quantmoe.exporter.model import Skeleton
@@ -74,6 +82,7 @@ def plan(
     lm_head: str | None = None,
     cache: str | None = None,
     state_window: int = 1,
+    mtp: bool = False,
     layers: int | None = None,
     quantize: str | None = None,
     group_size: int | None = None,
@@ -106,25 +115,31 @@ def plan(
     check_output(Path(checkpoint), Path(output), target, force)
     folder = Path(output).resolve()
     format = open_format(checkpoint, quantize, group_size, activations)
-    experts = choose_experts(format, LAYOUT[target], activations, scales, layers)
+    formats, layout = formats_of(format, mtp), LAYOUTS[LAYOUT[target]]
+    experts = [choose_experts(part, LAYOUT[target], activations, scales, layers) for part in formats]
 
-    from quantmoe.exporter.model import Skeleton, recognised  # see export
+    from quantmoe.exporter.model import recognised  # see export
 
-    skeleton = Skeleton(format, graph_type, layers, lm_head, target, state_window)
-    stops(skeleton)
-    chosen, layout = choose(skeleton, experts, LAYOUT[target], activations, scales), LAYOUTS[LAYOUT[target]]
-    found = {}
-    for name, spec in chosen.layers.items():
-        layer = skeleton.experts[name]
-        size = layer.num_experts * sum(layout.row_bytes(spec, projection) for projection in ("w13", "w2"))
-        found[layer.name] = layer.scheme.text, spec, size
+    parts = open_parts(formats, experts, target, activations, scales, graph_type, lm_head, layers, state_window)
+    stops(parts[0].skeleton)
+    found, linears, others, memory = {}, {}, 0, 0
+    written: set[str] = set()
+    for part in parts:
+        skeleton, chosen = part.skeleton, part.chosen
+        for name, spec in chosen.layers.items():
+            layer = skeleton.experts[name]
+            size = layer.num_experts * sum(layout.row_bytes(spec, projection) for projection in ("w13", "w2"))
+            found[layer.name] = layer.scheme.text, spec, size
+        parted = {part for parts in chosen.parts.values() for part in parts}
+        for name, linear in chosen.linears.items():
+            (scheme, *_) = map(skeleton.format.scheme_of, chosen.parts[name].values())
+            linears[chosen.source(name)] = scheme.text, linear, layout.row_bytes(linear.moe, "w2")
+        left = [n for n in skeleton.tensors if n in skeleton.sources and n.rpartition(".")[0] not in parted]
+        mine = {skeleton.sources[name]: name for name in left if skeleton.sources[name] not in written}
+        written |= mine.keys()
+        others += sum(prod(skeleton.tensors[name].shape) * skeleton.itemsize(name) for name in mine.values())
+        memory = max(memory, _working_set(skeleton, chosen, left, layout))
     packed = sum(size for _, _, size in found.values())
-    linears, parted = {}, {part for parts in chosen.parts.values() for part in parts}
-    for name, linear in chosen.linears.items():
-        (scheme, *_) = map(format.scheme_of, chosen.parts[name].values())
-        linears[chosen.source(name)] = scheme.text, linear, layout.row_bytes(linear.moe, "w2")
-    left = [n for n in skeleton.tensors if n in skeleton.sources and n.rpartition(".")[0] not in parted]
-    others = sum(prod(skeleton.tensors[name].shape) * skeleton.itemsize(name) for name in left)
     others += sum(size for _, _, size in linears.values())
     cores = native.cpus()
     seconds = TRACING + (packed / PACKING + others / CONVERTING) / cores
@@ -135,15 +150,15 @@ def plan(
         packed=packed,
         dense=others,
         seconds=seconds,
-        memory=BASE_MEMORY + _working_set(skeleton, chosen, left, layout),
+        memory=BASE_MEMORY + memory,
         rate=f"{cores} cores; on one {PACKING / 1e6:.0f} MB/s of experts and {CONVERTING / 1e6:.0f} MB/s of others, "
         f"{TRACING:.0f} s of tracing, as measured on an Intel Xeon at 2.5 GHz",
         free=shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free,
         files=-(-(packed + others) // max_file_size),
-        dequantized=chosen.dequantized,
-        plain_attention=recognised(skeleton, chosen, target)[1],
+        dequantized={name: reason for part in parts for name, reason in part.chosen.dequantized.items()},
+        plain_attention={k: v for part in parts for k, v in recognised(part.skeleton, part.chosen, target)[1].items()},
         kv_cache=format.kv_cache(),
-        left_out=format.left_out(),
+        left_out=format.left_out(formats[-1].part),
         attention=format.attention(),
     )
 

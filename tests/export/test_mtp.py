@@ -24,12 +24,13 @@ from test_speculate import Guess
 from transformers.modeling_layers import MtpModel
 
 from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.convert import beside, export
+from quantmoe.exporter.convert import export, formats_of
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.formats import find_format, open_checkpoint
 from quantmoe.exporter.generate import Generator
 from quantmoe.exporter.inspect import inspect
 from quantmoe.exporter.model import Skeleton, dequantized
+from quantmoe.exporter.plan import plan
 from quantmoe.exporter.speculate import Head
 
 KINDS = ["qwen3_next", "qwen3_5_moe_text"]
@@ -66,7 +67,7 @@ def models(sources, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 
 def reference(source: Path) -> tuple[Callable[[np.ndarray, np.ndarray], np.ndarray], int]:
     """transformers' MtpModel: hidden states [S, H] and the tokens [S] after them to the layer's own and the logits."""
-    whole = dequantized(Skeleton(beside(find_format(open_checkpoint(source)))))
+    whole = dequantized(Skeleton(formats_of(find_format(open_checkpoint(source)), True)[1]))
     config = whole.config
     config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
     model = MtpModel(whole, 1).eval()
@@ -155,12 +156,21 @@ def test_embedding_and_head_are_stored_once(models):
     assert not list(models["qwen3_next"].glob("mtp.onnx.data*"))
 
 
+def test_a_plan_counts_it_once(sources, models, tmp_path):
+    found = plan(sources["qwen3_next"], tmp_path, logits=5, **OPTIONS)
+    size = os.path.getsize(models["qwen3_next"] / "model.onnx.data")
+    regions = len(found.linears) + 2 * len(found.layers)
+    assert 0 <= size - found.packed - found.dense < 65536 * (regions + 2)  # where tensors begin
+    assert found.packed + found.dense > 0.5 * size
+    assert "multi-token" not in found.left_out
+
+
 def test_an_mtp_that_its_quantizer_left_fused_in_floats(sources, tmp_path):
     """As compressed-tensors' checkpoints of Qwen3.5 have it: nothing of mtp.* is quantized."""
     source = tmp_path / "checkpoint"
     rewritten(sources["qwen3_5_moe_text"], source, lambda *named: [named], lambda config: config)
     path = source / "model.safetensors"
-    head = beside(find_format(open_checkpoint(source)))
+    head = formats_of(find_format(open_checkpoint(source)), True)[1]
     experts = head.moe_layers()[0]
     tensors = {
         name: tensor for name, tensor in load_file(path).items() if not name.startswith("mtp.layers.0.mlp.experts")
@@ -202,8 +212,9 @@ def test_half_of_the_tensors(sources, tmp_path, leaf, message):
             yield name, tensor
 
     folder = rewritten(sources["qwen3_5_moe_text"], tmp_path / "checkpoint", half, lambda config: config)
-    with pytest.raises(CheckpointError, match=message):
-        export(folder, tmp_path / "model", **OPTIONS)
+    for command in (export, plan):
+        with pytest.raises(CheckpointError, match=message):
+            command(folder, tmp_path / "model", **OPTIONS)
 
 
 def test_a_published_checkpoint_and_onnxruntime_genai(sources, tmp_path):
