@@ -173,6 +173,35 @@ class Cache:
     def _live(self, states: np.ndarray) -> np.ndarray:
         return states[-1] if self.model.window > 1 else states
 
+    def contents(self) -> tuple[dict[str, np.ndarray], dict[int, dict[str, np.ndarray]]]:
+        """Keys and values of the tokens [1, heads, tokens, width] by name; and by how many tokens they are of, states,
+        those after the last one among them.
+
+        Raises:
+            ModelError: a run was interrupted, see :meth:`append`.
+        """
+        self._check_end(len(self.tokens))
+        now = {len(self.tokens): self._states()} if self.model.states else {}
+        return {name: array[:, :, : len(self.tokens)] for name, array in self._keys()}, self._snapshots | now
+
+    def become(
+        self, tokens: Sequence[int], keys: dict[str, np.ndarray], states: dict[int, dict[str, np.ndarray]]
+    ) -> None:
+        """Takes the place of what is there: tokens and the :meth:`contents` of a cache that has them."""
+        self.tokens = []
+        self.reserve(len(tokens))
+        self._set_keys(keys)
+        if states:
+            self._restore(states[len(tokens)])
+        self.tokens, self._snapshots, self._whole, self._slots = list(tokens), dict(states), True, 0
+
+    def _keys(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Keys and values of at least the tokens, by name."""
+        return ((name, array) for name, array in self._past.items() if name not in self.model.states)
+
+    def _set_keys(self, keys: dict[str, np.ndarray]) -> None:
+        self._past |= keys
+
     @property
     def room(self) -> int:
         """Tokens that can follow those that are there."""
@@ -283,6 +312,15 @@ class SharedCache(Cache):
             self._bind(name, array)
         self.capacity = capacity
         self._step = Step(self.model, self._buffers, capacity) if self.model.cuda_graph else None
+
+    def _keys(self) -> Iterator[tuple[str, np.ndarray]]:
+        return ((name, b.numpy()) for name, b in self._buffers.items() if name not in self.model.states)
+
+    def _set_keys(self, keys: dict[str, np.ndarray]) -> None:
+        for name, array in keys.items():
+            whole = self._buffers[name].numpy()
+            whole[:, :, : array.shape[2]] = array
+            self._buffers[name].write(whole)
 
     def _bind(self, name: str, array: np.ndarray) -> None:
         self._buffers[name] = Buffer.of(array, self.model.device)

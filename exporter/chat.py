@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quantmoe.exporter.cache import TAIL
+from quantmoe.exporter.cache import TAIL, Cache
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.generate import Generated, Generator, load_tokenizer, stop_tokens
 from quantmoe.exporter.sampling import Sampling, read_object
@@ -45,6 +45,7 @@ class Chat:
     Args:
         model: what generates.
         text: None is that of the model's folder.
+        cache: from Generator.cache or load_cache, of which messages take what they begin with; None: an empty one.
 
     Attributes:
         messages: of the conversation so far, as a chat template takes them.
@@ -54,8 +55,8 @@ class Chat:
         ModelError: as Text.
     """
 
-    def __init__(self, model: Generator, text: Text | None = None):
-        self.model, self.cache = model, model.cache()
+    def __init__(self, model: Generator, text: Text | None = None, cache: Cache | None = None):
+        self.model, self.cache = model, cache or model.cache()
         self.text = text or Text(model.path.parent)
         self.cache.tail = TAIL
         self.messages: list[dict[str, str]] = []

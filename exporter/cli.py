@@ -233,6 +233,12 @@ def generate(
         Literal["ngram", "mtp"] | None,
         typer.Option(help="verify several tokens a run: ngram, those that came before; mtp, the model's own drafts"),
     ] = None,
+    save_state: Annotated[
+        Path | None, typer.Option(help="write what was read and said, for --load-state; safetensors")
+    ] = None,
+    load_state: Annotated[
+        Path | None, typer.Option(help="begin with that: what the prompt has in common with it is not run again")
+    ] = None,
     drafts: Annotated[int, typer.Option(min=1, help="tokens that --speculate drafts a run, at most")] = DRAFTS,
 ) -> None:
     """Generate text on ONNX Runtime, as it comes; tokens a second on standard error."""
@@ -249,19 +255,34 @@ def generate(
     sampling = folder_sampling(folder, temperature, top_k, top_p, seed)
     make = partial(Generator, outdir, threads, prefault, chunk, device=device, cuda_graph=cuda_graph,
                    speculate=speculate, drafts=drafts)  # fmt: skip
+
+    def begin() -> tuple[Generator, Any]:
+        model = make()
+        return model, model.cache() if load_state is None else model.load_cache(load_state)
+
+    def end(model: Generator, cache: Any) -> None:
+        if save_state is not None:
+            model.save_cache(cache, save_state)
+
     if ids is not None:
-        found = make().generate(ids, max_new_tokens, stop_tokens(folder), sampling)
+        model, cache = begin()
+        new = ids[cache.keep(ids) :]
+        found = model.generate(new, max_new_tokens, stop_tokens(folder), sampling, cache)
         print(",".join(map(str, found.tokens)))
         print(_speed(found), file=sys.stderr)
+        end(model, cache)
         return
     from quantmoe.exporter.chat import Chat, Text
 
     text = Text(folder, raw)
     reply = partial(_reply, max_new_tokens=max_new_tokens, stop=stop or (), sampling=sampling)
+    model, cache = begin()
+    talk = Chat(model, text, cache)
     if chat:
-        _converse(Chat(make(), text), prompt, reply)
+        _converse(talk, prompt, reply)
     elif prompt is not None:
-        reply(Chat(make(), text), prompt)
+        reply(talk, prompt)
+    end(model, cache)
 
 
 def _reply(chat: Any, message: str, **options: Any) -> None:

@@ -22,6 +22,8 @@ from quantmoe.exporter.passes.interface import RANKS
 from quantmoe.exporter.passes.last_logits import HIDDEN, HIDDEN_OUT
 from quantmoe.exporter.sampling import Sampler, Sampling, read_object
 from quantmoe.exporter.speculate import Head, Lookup, Speculation
+from quantmoe.exporter.states import load as load_states
+from quantmoe.exporter.states import save as save_states
 from quantmoe.ort_ext import OLDEST, cuda_library_path, library_path
 
 #: ends of the names of what a cache has of linear attention: of one size however many tokens there were
@@ -229,6 +231,24 @@ class Generator:
     def cache(self) -> Cache:
         """An empty KV cache of a sequence, for :meth:`stream`; each conversation has its own."""
         return SharedCache(self) if self.shares_buffer else Cache(self)
+
+    def load_cache(self, path: str | Path) -> Cache:
+        """A cache that :meth:`save_cache` wrote, with its tokens; ``cache.keep(ids)`` goes back to what a prompt has.
+
+        Raises:
+            ModelError: the file is damaged, of another model, or has more tokens than the context or a cache holds.
+        """
+        cache = self.cache()
+        load_states(cache, path)
+        return cache
+
+    def save_cache(self, cache: Cache, path: str | Path) -> None:
+        """Writes a cache's tokens, keys, values and states (exporter/states.py).
+
+        Raises:
+            ModelError: it has no tokens, or a run was interrupted that changed its states.
+        """
+        save_states(cache, path)
 
     def run_options(self, graph: int) -> Any:
         """ONNX Runtime's options of a run in a CUDA graph, or with -1 in none; None where there are no graphs."""

@@ -1,0 +1,130 @@
+"""Caches on disk: generation goes on from them as if the prompt had just been run; another model refuses them."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from safetensors.numpy import load_file, save_file
+from test_generate import PROMPT
+from test_hybrid import grown
+from typer.testing import CliRunner
+
+from quantmoe.exporter.cli import app
+from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.generate import Generator
+
+FLOAT = {"activations": "float", "logits": "last"}
+
+
+@pytest.fixture(params=["qwen3_moe", "deepseek_v3", "qwen3_5_moe_text", "window"])
+def folder(exported, request):
+    if request.param == "window":
+        return exported("qwen3_next", logits=5, state_window=5)
+    return exported(request.param, **FLOAT)
+
+
+@pytest.mark.parametrize("kind", [lambda generator: generator, grown], ids=["in place", "grown"])
+def test_generation_goes_on(folder, tmp_path, kind):
+    generator = kind(Generator(folder, chunk=8))
+    cache = generator.cache()
+    cache.tail = 3
+    said = generator.generate(PROMPT, 6, cache=cache).tokens
+    generator.save_cache(cache, tmp_path / "state")
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    other = kind(Generator(folder))
+    again = other.load_cache(tmp_path / "state")
+    assert again.tokens == PROMPT + said[:-1]
+    for length, more in ((28, said[-1:]), (23, [5, 6]), (20, [9])):
+        for each in (cache, again):
+            each.rewind(length)
+        want = generator.generate(more, 5, cache=cache, logits=True)
+        found = other.generate(more, 5, cache=again, logits=True)
+        assert found.tokens == want.tokens
+        assert found.logits.tobytes() == want.logits.tobytes()
+        generator.save_cache(cache, tmp_path / "state")
+        again = other.load_cache(tmp_path / "state")
+    assert again.keep([*PROMPT[:20], 11, 7]) == 20
+
+
+@pytest.fixture
+def saved(exported, tmp_path):
+    generator = Generator(exported("qwen3_moe", **FLOAT))
+    cache = generator.cache()
+    cache.append(PROMPT)
+    generator.save_cache(cache, tmp_path / "state")
+    return generator, tmp_path / "state"
+
+
+def test_another_model_is_refused(saved, exported, tmp_path):
+    generator, path = saved
+    shutil.copytree(generator.path.parent, tmp_path / "model")
+    assert Generator(tmp_path / "model").load_cache(path).tokens == PROMPT
+    model = ir.load(tmp_path / "model" / "model.onnx")
+    model.metadata_props["checkpoint"] = "another"
+    ir.save(model, tmp_path / "model" / "model.onnx")
+    with pytest.raises(ModelError, match=r"state: saved with another model than .*: the BLAKE3 of its model\.onnx"):
+        Generator(tmp_path / "model").load_cache(path)
+    with pytest.raises(ModelError, match="saved with another model"):
+        Generator(exported("qwen3_5_moe_text", **FLOAT)).load_cache(path)
+
+
+def test_damaged_files_are_named(saved, tmp_path):
+    generator, path = saved
+    whole = path.read_bytes()
+    for size in (0, 5, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ModelError, match=f"^{path}: "):
+            generator.load_cache(path)
+    path.write_bytes(whole)
+    tensors = load_file(path)
+    key = "past_key_values.1.key"
+
+    def refused(message: str, change: dict) -> None:
+        save_file({name: array for name, array in (tensors | change).items() if array is not None}, path)
+        with pytest.raises(ModelError, match=message):
+            generator.load_cache(path)
+
+    refused(rf"{key} is missing", {key: None})
+    refused(rf"{key} is F32 \[1, 2, 22, 48\], expected float32 \[1, 2, 23, 48\]", {key: tensors[key][:, :, 1:].copy()})
+    refused(rf"{key} is F16 ", {key: tensors[key].astype(np.float16)})
+    refused("model is missing", {"model": None})
+    refused("tokens is I64 ", {"tokens": tensors["tokens"][None]})
+    refused("more is not of this model's cache", {"more": np.zeros(1, np.float32)})
+    refused("token id 99999 is outside the vocabulary", {"tokens": np.full(23, 99999)})
+    refused(r"past_key_values\.0\.key@4 is not of this model", {"past_key_values.0.key@4": np.zeros(1, np.float32)})
+
+
+def test_states_must_be_of_the_last_token(exported, tmp_path):
+    generator = Generator(exported("qwen3_5_moe_text", **FLOAT))
+    cache = generator.cache()
+    cache.append(PROMPT)
+    generator.save_cache(cache, tmp_path / "state")
+    tensors = {name.replace("@23", "@22"): array for name, array in load_file(tmp_path / "state").items()}
+    save_file(tensors, tmp_path / "state")
+    with pytest.raises(ModelError, match=r"expected states after its 23 tokens, found those after \[22\]"):
+        generator.load_cache(tmp_path / "state")
+    with pytest.raises(ModelError, match="the cache has no tokens to save"):
+        generator.save_cache(generator.cache(), tmp_path / "state")
+
+
+def test_more_than_a_cache_holds(saved):
+    generator, path = saved
+    with pytest.raises(ModelError, match="23 tokens, the cache has a capacity of 20"):
+        Generator(generator.path, capacity=20).load_cache(path)
+
+
+def test_the_command(exported, tmp_path):
+    folder, ids = str(exported("qwen3_moe", **FLOAT)), ",".join(map(str, PROMPT))
+    count = ["--max-new-tokens", "6", "--temperature", "0"]
+    run = CliRunner().invoke
+    first = run(app, ["generate", folder, "--ids", ids, *count, "--save-state", str(tmp_path / "state")])
+    assert first.exit_code == 0, first.output
+    said = first.stdout.splitlines()[0]
+    again = run(app, ["generate", folder, "--ids", f"{ids},{said}", *count, "--load-state", str(tmp_path / "state")])
+    want = run(app, ["generate", folder, "--ids", f"{ids},{said}", *count])
+    assert again.stdout.splitlines()[0] == want.stdout.splitlines()[0]
+    assert "prompt: 1 tokens" in again.stderr
+    assert "prompt: 29 tokens" in want.stderr
