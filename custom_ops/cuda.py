@@ -124,7 +124,7 @@ class AttentionProblem(ctypes.Structure):
 class AttentionPlan(ctypes.Structure):
     """qm_cuda_attention_plan."""
 
-    _fields_ = [(n, _I32) for n in ("tile_rows", "splits", "cluster", "wgmma")] + [
+    _fields_ = [(n, _I32) for n in ("tile_rows", "splits", "cluster", "stages", "wgmma")] + [
         (n, _U64) for n in ("queries", "sums", "partial", "workspace_bytes")
     ]
 

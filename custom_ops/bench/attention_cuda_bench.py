@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,40 +22,48 @@ from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.bench.attention_spec import spec_of
 from quantmoe.custom_ops.op import AttentionSpec
 
-HEADS = {"qwen3-30b-a3b": (32, 4, 128), "mixtral-8x7b": (32, 8, 128), "gpt-oss-20b": (64, 8, 64)}
+GPT_OSS = spec_of(64, 8, 64)
+SHAPES = {
+    "qwen3-30b-a3b": spec_of(32, 4, 128, "head"),
+    "mixtral-8x7b": spec_of(32, 8, 128),
+    "gpt-oss-20b": GPT_OSS,
+    "gpt-oss-20b, window": replace(GPT_OSS, sliding_window=128),
+    "qwen3.5-35b-a3b": replace(spec_of(16, 2, 256, "head"), rotary_size=64),
+    "mimo-v2-flash": replace(spec_of(64, 4, 192), v_head_size=128, rotary_size=64),
+}
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 Call = Callable[[], object]
 
 
-def shape_of(name: str) -> AttentionSpec:
-    """The node of a shape; with norms of heads where the model has them."""
-    return spec_of(*HEADS[name], "head" if name.startswith("qwen3") else "none")
-
-
 def ours(spec: AttentionSpec, batch: int, tokens: int, past: int, slots: int) -> Call:
     """A call on random inputs, bf16, with a cache of its own."""
-    heads, groups, d = spec.num_heads, spec.kv_num_heads, spec.head_size
+    heads, groups, d, v = spec.num_heads, spec.kv_num_heads, spec.head_size, spec.v_head_size
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
-    qkv, key, value = random(batch, tokens, (heads + 2 * groups) * d), *(random(batch, groups, slots, d) for _ in "kv")
+    qkv = random(batch, tokens, (heads + groups) * d + groups * v)
+    key, value = (random(batch, groups, slots, width) for width in (d, v))
     rows = torch.tensor([[0, tokens, past]] * batch, dtype=torch.int32, device="cuda")
-    angles = torch.rand(batch, tokens, d // 2, device="cuda")
+    angles = torch.rand(batch, tokens, spec.rotary_size // 2, device="cuda")
     norm = torch.ones(d if spec.qk_norm == "head" else 0, device="cuda")
     tables = [angles.cos(), angles.sin(), norm, norm, torch.full((heads,), float("-inf"), device="cuda")]
     p = cuda.attention_problem(spec, "bf16", batch, tokens, slots, slots)
     plan = cuda.plan_attention(p, cuda.query())
-    output = random(batch, tokens, heads * d)
+    output = random(batch, tokens, heads * v)
     workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device="cuda")
     return lambda: cuda.launch_attention(p, plan, qkv, key, value, rows, *tables, output, key, value, workspace)
 
 
 def theirs(spec: AttentionSpec, batch: int, tokens: int, length: int, backend: SDPBackend | None) -> Call:
-    """torch's, of its own choice if backend is None."""
-    d = spec.head_size
-    q = torch.randn(batch, spec.num_heads, tokens, d, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(batch, spec.kv_num_heads, length, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    """torch's, of its own choice if backend is None; of a window the slots that it has."""
+
+    def random(heads: int, rows: int, width: int) -> torch.Tensor:
+        return torch.randn(batch, heads, rows, width, device="cuda", dtype=torch.bfloat16)
+
+    d, seen = spec.head_size, min(length, spec.sliding_window or length)
+    q = random(spec.num_heads, tokens, d)
+    k, v = (random(spec.kv_num_heads, seen, width) for width in (d, spec.v_head_size))
 
     def call() -> object:
         if backend is None:
@@ -90,8 +99,9 @@ def layers_of(cache_bytes: int) -> int:
 
 
 def decode(name: str, batch: int, past: int, slots: int, repeats: int) -> None:
-    spec = shape_of(name)
-    cache = batch * spec.kv_num_heads * (past + 1) * spec.head_size * 4
+    spec = SHAPES[name]
+    seen = min(past + 1, spec.sliding_window or past + 1)
+    cache = batch * spec.kv_num_heads * seen * (spec.head_size + spec.v_head_size) * 2
     layers = layers_of(cache)
     us = microseconds([ours(spec, batch, 1, past, slots) for _ in range(layers)], repeats)
     torchs = microseconds([theirs(spec, batch, 1, past + 1, None) for _ in range(layers)], repeats)
@@ -101,13 +111,16 @@ def decode(name: str, batch: int, past: int, slots: int, repeats: int) -> None:
 
 
 def prefill(name: str, tokens: int, repeats: int) -> None:
-    spec = shape_of(name)
+    spec = SHAPES[name]
     us = microseconds([ours(spec, 1, tokens, 0, tokens) for _ in range(4)], repeats)
-    rate = 2 * spec.num_heads * spec.head_size * tokens * (tokens + 1) / us / 1e6
+    rate = spec.num_heads * (spec.head_size + spec.v_head_size) * tokens * (tokens + 1) / us / 1e6
     row = f"| {name} | {tokens} | {us:.1f} | {rate:.0f} |"
     for backend in (None, *BACKENDS.values()):
-        torchs = microseconds([theirs(spec, 1, tokens, tokens, backend)] * 4, repeats)
-        row += f" {torchs:.1f} ({torchs / us:.2f}) |"
+        try:
+            torchs = microseconds([theirs(spec, 1, tokens, tokens, backend)] * 4, repeats)
+            row += f" {torchs:.1f} ({torchs / us:.2f}) |"
+        except RuntimeError:  # it does not take these heads
+            row += " |"
     print(row, flush=True)
 
 
@@ -117,19 +130,22 @@ def main() -> None:
     repeats = parser.parse_args().repeats
     torch.manual_seed(0)
     print("| shape | batch | slots | us | torch us | TB/s |\n|---|---|---|---|---|---|")
-    for past, slots in ((0, 64), (511, 512), (2047, 2048), (2047, 40960), (16383, 16384)):
+    for past, slots in ((0, 64), (511, 512), (2047, 2048), (2047, 4096), (2047, 40960), (16383, 16384)):
         decode("qwen3-30b-a3b", 1, past, slots, repeats)
-    for name in ("mixtral-8x7b", "gpt-oss-20b"):
+    for name in [*SHAPES][1:]:
         decode(name, 1, 2047, 2048, repeats)
+    decode("qwen3.5-35b-a3b", 1, 16383, 16384, repeats)
     for batch in (8, 32):
-        decode("qwen3-30b-a3b", batch, 2047, 2048, repeats)
+        for name in ("qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-20b, window", "qwen3.5-35b-a3b"):
+            decode(name, batch, 2047, 2560, repeats)
     print(
         f"| shape | tokens | us | TFLOP/s | torch us (ratio) | {' | '.join(BACKENDS)} |\n|---|---|---|---|---|---|---|"
     )
-    for tokens in (128, 512, 2048, 8192):
+    for tokens in (128, 256, 512, 1024, 2048, 8192):
         prefill("qwen3-30b-a3b", tokens, repeats)
-    for name in ("mixtral-8x7b", "gpt-oss-20b"):
-        prefill(name, 2048, repeats)
+    for name in ("mixtral-8x7b", "gpt-oss-20b", "qwen3.5-35b-a3b", "mimo-v2-flash"):
+        for tokens in (512, 2048):
+            prefill(name, tokens, repeats)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from quantmoe.custom_ops.bench.attention_cuda_bench import shape_of as attention_spec_of
+from quantmoe.custom_ops.bench.attention_cuda_bench import SHAPES as ATTENTION
 from quantmoe.custom_ops.bench.cuda_bench import random_rows
 from quantmoe.custom_ops.bench.cuda_bench import spec_of as moe_spec_of
 from quantmoe.custom_ops.layouts import LAYOUTS
@@ -52,7 +52,7 @@ class Specs:
 
     @classmethod
     def make(cls) -> Specs:
-        moe, attention, shape = moe_spec_of(SHAPES[NAME], "int4"), attention_spec_of(NAME), SHAPES[NAME]
+        moe, attention, shape = moe_spec_of(SHAPES[NAME], "int4"), ATTENTION[NAME], SHAPES[NAME]
         heads, groups, d = attention.num_heads, attention.kv_num_heads, attention.head_size
         qkv = LinearSpec(in_features=shape.hidden, out_features=(heads + 2 * groups) * d, w=moe.w2)
         o = LinearSpec(in_features=heads * d, out_features=shape.hidden, w=moe.w2)

@@ -295,14 +295,27 @@ def test_plans() -> None:
 
     assert few(1, 1, 2048, 2048) == (16, 16, 16)
     assert few(1, 1, 300, 300) == (16, 4, 4)
+    assert few(1, 1, 190, 190) == few(1, 1, 4096, 4096, spec=HEADS["window-128"]) == (16, 1, 1)
+    assert few(2, 1, 2048, 2048) == (16, 8, 8)
+    assert few(2, 1, 4096, 4096) == (16, 8, 8)
+    assert few(2, 1, 8192, 8192) == (16, 16, 1)  # a block of a cluster would read too much
+    assert [plan(qwen3, 1, 1, n, n).stages for n in (2048, 16384, 40960)] == [3, 6, 6]
+    assert plan(qwen3, 1, 1, 12288, 12288).stages == plan(HEADS["qwen3.5"], 8, 1, 4096, 4096).stages == 6
+    assert plan(qwen3, 32, 1, 4096, 4096).stages == 6  # 128 blocks
+    assert plan(qwen3, 64, 1, 4096, 4096).stages == 3
     assert few(1, 1, 40960, 40960) == (16, 33, 1)  # more than a cluster has
-    assert few(8, 1, 40960, 40960) == (16, 4, 4)
+    assert few(8, 1, 512, 512) == (16, 4, 4)
+    assert few(8, 1, 40960, 40960) == (16, 4, 4)  # no more splits than that
+    assert plan(qwen3, 8, 1, 40960, 40960).stages == 3
     assert few(64, 1, 4096, 4096) == (16, 1, 1)
     assert few(1, 1, 2048, 2048, device=SM80) == (16, 16, 1)
-    assert few(1, 1, 2048, 2048, device=cuda.Device(120, 170, 102400)) == (16, 8, 8)
+    sm120 = cuda.Device(120, 170, 102400)  # too little shared memory to have a cluster of these heads
+    assert few(1, 1, 2048, 2048, device=sm120) == (16, 16, 1)
+    assert few(1, 1, 1024, 1024, spec=HEADS["sixteen"], device=sm120) == (16, 8, 8)
     assert few(1, 1, 2048, 2048, spec=HEADS["qwen3.5"]) == (16, 16, 16)
     assert (plan(qwen3, 1, 2048, 2048, 2048).tile_rows, plan(qwen3, 1, 2048, 2048, 2048).splits) == (128, 1)
-    assert plan(qwen3, 1, 16, 4096, 4096).splits == 16  # of 4 tiles
+    assert [plan(qwen3, 1, n, n, n).tile_rows for n in (512, 600)] == [64, 128]
+    assert plan(qwen3, 1, 16, 4096, 4096).splits == 16  # of 8 tiles
     assert [plan(qwen3, 1, n, 4096, 4096).wgmma for n in (1, 2, 3, 300)] == [0, 0, 1, 1]
     assert plan(HEADS["three of 96"], 1, 300, 4096, 4096).wgmma == 0
     assert plan(qwen3, 1, 300, 4096, 4096, device=SM80).wgmma == 0

@@ -198,7 +198,9 @@ def test_types_of_states(cached, architecture, dtype):
 
 def test_what_the_kernels_do_not_take_stays_plain(exported, checkpoint, tmp_path):
     found = inspect(exported("qwen3_moe", target="cuda"))
-    reason = "head_size is 48 and v_head_size 48, the CUDA kernels take 64, 96, 128, 192 and 256 of both, or 192 and 128"
+    reason = (
+        "head_size is 48 and v_head_size 48, the CUDA kernels take 64, 96, 128, 192 and 256 of both, or 192 and 128"
+    )
     assert found["plain_attention"] == {f"model.layers.{i}.self_attn": reason for i in range(2)}
     assert plan(checkpoint("qwen3_moe"), tmp_path / "a", target="cuda").plain_attention == found["plain_attention"]
     assert plan(checkpoint("qwen3_moe"), tmp_path / "a").plain_attention == {}

@@ -176,6 +176,7 @@ typedef struct {
   int32_t tile_rows;  // of queries, heads of tokens that share their keys, in a block
   int32_t splits;     // blocks that share a tile's slots
   int32_t cluster;    // splits, where they are a cluster, which adds up what they find; 1: another kernel does, if any
+  int32_t stages;     // of few rows: of the ring in shared memory
   int32_t wgmma;      // 1: on wgmma (sm_90a), of many rows; 0: on mma.sync
   uint64_t queries, sums, partial, workspace_bytes;  // byte offsets into the workspace
 } qm_cuda_attention_plan;

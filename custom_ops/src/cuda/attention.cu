@@ -37,8 +37,9 @@ int Launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& pla
   params.tiles = (params.tokens * params.group + plan.tile_rows - 1) / plan.tile_rows;
   params.pairs = params.batch * a.kv_num_heads;
   params.splits = plan.splits, params.cluster = plan.cluster > 1;
-  params.stage = plan.wgmma ? kWideKeys : AttendKeys(width, value_width);
-  params.least = plan.tile_rows != kFewRows ? kLeastOfMany : params.cluster ? kLeastOfCluster : kLeastOfFew;
+  params.stage_log = plan.wgmma || !IsWide(width, value_width) ? 6 : 5;
+  params.deep = plan.stages == kDeepStages;
+  params.least_log = LeastOf(plan.tile_rows, params.cluster);
   const int all = params.batch * params.tokens, copies = in_place ? 0 : params.pairs * ((params.slots + 63) / 64);
   Launcher launcher{stream};
 
@@ -46,8 +47,8 @@ int Launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& pla
     const int blocks = (all ? params.pairs : 0) + (copies + plan.splits - 1) / plan.splits;
     if (blocks == 0) return QM_OK;
     if (!all) params.pairs = 0;
-    launcher.Run(FewKernel(p.type, width, value_width), params, dim3(blocks * plan.splits), kAttendThreads,
-                 FewSharedBytes(width, value_width), true, plan.cluster);
+    launcher.Run(FewKernel(p.type, width, value_width), params, dim3(blocks * plan.splits), kFewThreads,
+                 FewSharedBytes(width, value_width, plan.stages, params.cluster), true, plan.cluster);
   } else {
     constexpr int kNarrow = 16, kBroad = 32;  // lanes of a head
     const int lanes = IsWide(width, value_width) ? kBroad : kNarrow, heads = kAppendThreads / lanes;
@@ -58,8 +59,8 @@ int Launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& pla
                  dim3(params.token_blocks + copies), kAppendThreads, 0, true);
     const dim3 grid(params.tiles * params.pairs, plan.splits);
     if (plan.wgmma)
-      launcher.Run(WideKernel(p.type, width, value_width), params, grid, kWideThreads,
-                   WideSharedBytes(width, value_width), true);
+      launcher.Run(WideKernel(p.type, width, value_width, plan.tile_rows), params, grid, 2 * plan.tile_rows,
+                   WideSharedBytes(plan.tile_rows, width, value_width), true);
     else
       launcher.Run(ManyKernel(p.type, width, value_width), params, grid, kAttendThreads,
                    ManySharedBytes(width, value_width), true);

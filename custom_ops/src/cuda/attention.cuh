@@ -27,9 +27,10 @@ struct AttentionParams {
   void* queries;               // T [batch, kv_heads, tokens * group, D], rows from the first token that counts
   float* partial;              // [batch, tokens, kv_heads * group, splits, V]
   float2* sums;  // of the same rows: largest score, sum of weights; sum 0: no slot, partial is not written
-  int tile_rows, tiles, pairs, splits, stage, least;  // pairs: batch * kv_heads; stage: slots of one; least: of a split
-  int token_blocks, blocks_per_token;                 // of AttentionAppend, before those that copy past
-  bool cluster;                                       // the splits of a tile are one
+  int tile_rows, tiles, pairs, splits;  // pairs: batch * kv_heads
+  int stage_log, least_log;             // logarithms of 2: slots of a stage, stages that a split has at least
+  int token_blocks, blocks_per_token;   // of AttentionAppend, before those that copy past
+  bool cluster, deep;                   // the splits of a tile are one; kDeepStages of them
 };
 
 // What a batch row says. One that asks for tokens or slots that are not there counts nothing, and its output is NaN.
@@ -37,13 +38,15 @@ struct BatchRow {
   int begin, count, past;
   bool valid;
 };
-template <typename Int>
-__device__ inline BatchRow ReadRow(const AttentionParams& p, const Int* rows, int b) {
-  BatchRow r{rows[3 * b], rows[3 * b + 1], rows[3 * b + 2], true};
+__device__ inline BatchRow CheckRow(const AttentionParams& p, int begin, int count, int past) {
+  BatchRow r{begin, count, past, true};
   r.valid = r.begin >= 0 && r.count >= 0 && r.past >= 0 && r.begin <= p.tokens - r.count && r.past <= p.past_slots &&
             r.past <= p.slots - r.count;
   if (!r.valid) r.begin = r.count = r.past = 0;
   return r;
+}
+__device__ inline BatchRow ReadRow(const AttentionParams& p, int b) {
+  return CheckRow(p, p.rows[3 * b], p.rows[3 * b + 1], p.rows[3 * b + 2]);
 }
 // The first slot that the token in slot p sees.
 __device__ inline int FirstSlot(const AttentionParams& p, int slot) {
@@ -57,26 +60,32 @@ struct Span {
   int first_slot, last_slot;  // of the first token, of the last
   int low, full_low;          // the first slot that any token sees, that all see
   int first_stage, stages, splits;
-  // The first stage of a split; the next one's is its end.
+  // The first stage of a split; the next one's is its end. Stages and splits are below 2^24 and 2^7.
   __device__ int Begin(int split) const {
-    return first_stage + static_cast<int>(static_cast<int64_t>(stages) * split / splits);
+    return first_stage + static_cast<int>(static_cast<uint32_t>(stages) * static_cast<uint32_t>(split) /
+                                          static_cast<uint32_t>(splits));
   }
 };
-__device__ inline Span SpanOf(const AttentionParams& p, const BatchRow& batch, int first_row) {
+// first, last: tokens of those that count.
+__device__ inline Span SpanOf(const AttentionParams& p, const BatchRow& batch, int first, int last) {
   Span s;
-  s.first_slot = batch.past + first_row / p.group;
-  s.last_slot = batch.past + (min(first_row + p.tile_rows, batch.count * p.group) - 1) / p.group;
+  s.first_slot = batch.past + first, s.last_slot = batch.past + last;
   s.low = FirstSlot(p, s.first_slot), s.full_low = FirstSlot(p, s.last_slot);
-  s.first_stage = s.low / p.stage, s.stages = s.last_slot / p.stage + 1 - s.first_stage;
-  s.splits = min(p.splits, (s.stages + p.least - 1) / p.least);
+  s.first_stage = s.low >> p.stage_log, s.stages = (s.last_slot >> p.stage_log) + 1 - s.first_stage;
+  s.splits = min(p.splits, (s.stages + (1 << p.least_log) - 1) >> p.least_log);
   return s;
+}
+// The same of a tile of rows.
+__device__ inline Span SpanOf(const AttentionParams& p, const BatchRow& batch, int first_row) {
+  const int end = min(first_row + p.tile_rows, batch.count * p.group);
+  return SpanOf(p, batch, first_row / p.group, (end - 1) / p.group);
 }
 
 // Copies what past has of 64 slots of a head, and zeros what comes after the new tokens.
 __device__ inline void CopySlots(const AttentionParams& p, int block) {
   const int parts = (p.slots + 63) / 64, pair = block / parts, first = block % parts * 64;
   if (pair >= p.batch * p.attention.kv_num_heads) return;
-  const BatchRow row = ReadRow(p, p.rows, pair / p.attention.kv_num_heads);
+  const BatchRow row = ReadRow(p, pair / p.attention.kv_num_heads);
   auto copy = [&](void* present, const void* past, int chunks) {
     for (int i = threadIdx.x; present != past && i < 64 * chunks; i += static_cast<int>(blockDim.x)) {
       const int slot = first + i / chunks, chunk = i % chunks;
@@ -118,6 +127,10 @@ __device__ inline int64_t RowChunks(const qm_attention& a) {
          8;
 }
 
+// The angles of a token that a lane's eight features turn by.
+struct Turn {
+  float cos[8], sin[8];
+};
 // A lane's part of a head: eight features from d on. kLanes lanes of a warp have it all.
 template <typename T, int kLanes>
 struct HeadPart {
@@ -125,7 +138,8 @@ struct HeadPart {
   bool query, key, there, normed, turns;
   bool by_row, apart, whole;  // whole: all eight features are of one half
   int half;
-  float weights[8], cos[8], sin[8];
+  float per_feature, scale;  // 1 / features that are normed together
+  float weights[8];
 
   // index: heads of queries, then keys, then values
   __device__ HeadPart(const AttentionParams& p, int index, int lane) {
@@ -140,29 +154,34 @@ struct HeadPart {
     normed = a.qk_norm && (query || key);
     by_row = a.qk_norm == k_qk_norm_row, apart = !a.rotary_interleaved, half = a.rotary_size / 2;
     turns = there && (query || key) && d < 2 * half, whole = apart && half % 8 == 0;
+    per_feature = 1.f / static_cast<float>(by_row ? (query ? heads : groups) * size : size);
+    scale = !query ? 1.f : a.softcap != 0 ? a.scale : a.scale * kLog2e;
+  }
+  __device__ void LoadWeights(const AttentionParams& p) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) weights[j] = 1;
     if (normed && there) LoadEight(weights, (query ? p.q_norm : p.k_norm) + (by_row ? head * size : 0) + d);
   }
   // The angles of a token, counted through the batch.
-  __device__ void LoadTurn(const AttentionParams& p, int token) {
-    const int64_t turn = static_cast<int64_t>(token) * half;
+  __device__ void LoadTurn(const AttentionParams& p, int token, Turn& turn) const {
+    const int64_t at = static_cast<int64_t>(token) * half;
     if (turns && whole) {
       const int from = d < half ? d : d - half;
-      LoadEight(cos, p.cos + turn + from);
-      LoadEight(sin, p.sin + turn + from);
+      LoadEight(turn.cos, p.cos + at + from);
+      LoadEight(turn.sin, p.sin + at + from);
     } else if (turns) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int i = apart ? (d + j < half ? d + j : d + j - half) : (d + j) / 2;
-        cos[j] = i < half ? p.cos[turn + i] : 1.f;
-        sin[j] = i < half ? p.sin[turn + i] : 0.f;
+        turn.cos[j] = i < half ? p.cos[at + i] : 1.f;
+        turn.sin[j] = i < half ? p.sin[at + i] : 0.f;
       }
     }
   }
   // Norms, turns and scales. squares: of the token's row, where norms are of that. of_head: shared, 2 kLanes of them,
   // the head's own.
-  __device__ void Apply(const AttentionParams& p, float squares, float4* of_head, float (&x)[8]) const {
+  __device__ void Apply(const AttentionParams& p, const Turn& turn, float squares, float4* of_head,
+                        float (&x)[8]) const {
     const qm_attention& a = p.attention;
     if (a.qk_norm && !by_row) {
       squares = 0;
@@ -171,8 +190,7 @@ struct HeadPart {
       for (int i = kLanes / 2; i > 0; i /= 2) squares += __shfl_xor_sync(~0u, squares, i);
     }
     if (normed) {
-      const float features = static_cast<float>(by_row ? (query ? a.num_heads : a.kv_num_heads) * size : size);
-      const float inverse = 1.f / sqrtf(fmaf(squares, 1.f / features, a.norm_epsilon));
+      const float inverse = rsqrtf(fmaf(squares, per_feature, a.norm_epsilon));
 #pragma unroll
       for (int j = 0; j < 8; ++j) x[j] = x[j] * inverse * weights[j];
     }
@@ -198,15 +216,12 @@ struct HeadPart {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const bool second = apart ? d + j >= half : j % 2;
-        const float across = other[j] * sin[j];
-        x[j] = fmaf(x[j], cos[j], second ? across : -across);
+        const float across = other[j] * turn.sin[j];
+        x[j] = fmaf(x[j], turn.cos[j], second ? across : -across);
       }
     }
-    if (query) {
-      const float scale = a.softcap != 0 ? a.scale : a.scale * kLog2e;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) x[j] *= scale;
-    }
+    for (int j = 0; j < 8; ++j) x[j] *= scale;
   }
 };
 
@@ -352,10 +367,11 @@ struct Sums {
 
 // Adds NT tiles of eight slots of a stage in shared memory, from first_key on, whose slot is `slot`; of the values the
 // columns from tile first_n on. query(d, m, q) loads features 16 d on of the queries of tile m. masked: some row does
-// not see one of the stage's slots.
+// not see one of the stage's slots; mixed: and another may.
 template <typename T, int DK, int DV, int NT, int MT, int M, class Query>
 __device__ __forceinline__ void AttendStage(const AttentionParams& p, uint32_t k_at, uint32_t v_at, int first_key,
-                                            int slot, int first_n, bool masked, const Query& query, Sums<MT, M>& to) {
+                                            int slot, int first_n, bool masked, bool mixed, const Query& query,
+                                            Sums<MT, M>& to) {
   const int lane = threadIdx.x % 32, t = lane % 4;
   float s[MT][NT][4];
 #pragma unroll
@@ -394,7 +410,7 @@ __device__ __forceinline__ void AttendStage(const AttentionParams& p, uint32_t k
 
   // Where not every row sees a stage's slots, a value that is not finite is added, not multiplied by zero.
   bool odd = false;
-  if (masked)
+  if (masked && mixed)
     for (int at = lane; at < NT * 8 * M; at += 32)
       odd |= IsOdd(Load16(v_at + Swizzled<DV>(first_key + at / M, first_n + at % M)), kExponent<T>);
   odd = __any_sync(~0u, odd);

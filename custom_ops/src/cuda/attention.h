@@ -10,32 +10,38 @@
 
 namespace quantmoe {
 
-// Widths of keys and of values that there are kernels for; on wgmma all but 96.
-#define QM_ATTENTION_WGMMA_SIZES(X) X(64, 64) X(128, 128) X(192, 128) X(192, 192) X(256, 256)
-#define QM_ATTENTION_SIZES(X) QM_ATTENTION_WGMMA_SIZES(X) X(96, 96)
+// Widths of keys and of values that there are kernels for; those with wgmma in tiles of 64 rows, too.
+#define QM_ATTENTION_LARGE_SIZES(X) X(128, 128) X(192, 128) X(192, 192) X(256, 256)
+#define QM_ATTENTION_SIZES(X) X(64, 64) X(96, 96) QM_ATTENTION_LARGE_SIZES(X)
 
-constexpr int kAttendThreads = 128, kAppendThreads = 256;
+constexpr int kAttendThreads = 128, kAppendThreads = 256, kFewThreads = 256;
 constexpr int kMostSplits = 64, kMostCluster = 16;
 constexpr int kFewRows = 16;  // query rows of a block of few
 QM_CONSTEXPR bool IsWide(int keys, int values) { return keys + values > 256; }
 // Slots of a stage of mma.sync; of few rows, warps share out 16 each, and of wide heads the values' columns.
 QM_CONSTEXPR int AttendKeys(int keys, int values) { return IsWide(keys, values) ? 32 : 64; }
 QM_CONSTEXPR int ManyRows(int keys, int values) { return IsWide(keys, values) ? 64 : 128; }
-constexpr int kFewStages = 3, kManyStages = 2;
-QM_CONSTEXPR int FewSharedBytes(int keys, int values) {
-  return kFewStages * AttendKeys(keys, values) * (keys + values) * 2;
+constexpr int kFewStages = 3, kDeepStages = 6, kManyStages = 2;  // deep: where a block has many and room for them
+// Sums of 16 rows from each block of a cluster, and of their values the columns that a block adds up, four at a time.
+QM_CONSTEXPR int FewReceivedBytes(int values) { return kMostCluster * kFewRows * (8 + (values + 63) / 64 * 16); }
+QM_CONSTEXPR int FewSharedBytes(int keys, int values, int stages, bool cluster) {
+  return stages * AttendKeys(keys, values) * (keys + values) * 2 + (cluster ? FewReceivedBytes(values) : 0);
 }
 QM_CONSTEXPR int ManySharedBytes(int keys, int values) {
   return (ManyRows(keys, values) * keys + kManyStages * AttendKeys(keys, values) * (keys + values)) * 2;
 }
 // attention_wgmma.cuh; 1024: to align the queries
-constexpr int kWideThreads = 256, kWideRows = 128, kWideKeys = 64, kWideStages = 2;
-QM_CONSTEXPR int WideSharedBytes(int keys, int values) {
-  return 1024 + (kWideRows * keys + kWideStages * kWideKeys * (keys + values)) * 2;
+constexpr int kWideKeys = 64, kWideStages = 2;
+QM_CONSTEXPR int WideSharedBytes(int rows, int keys, int values) {
+  return 1024 + (rows * keys + kWideStages * kWideKeys * (keys + values)) * 2;
 }
 QM_CONSTEXPR int WideBlocks(int keys, int values) { return IsWide(keys, values) ? 1 : 2; }  // of a multiprocessor
 
 // Stages that a split has at least, where there are as many: fewer splits are quicker to add up.
-constexpr int kLeastOfFew = 2, kLeastOfMany = 4, kLeastOfCluster = 1;
+// Logarithms of 2.
+constexpr int kLeastOfFew = 1, kLeastOfMany = 2, kLeastOfCluster = 0;
+constexpr int LeastOf(int tile_rows, bool cluster) {
+  return tile_rows != kFewRows ? kLeastOfMany : cluster ? kLeastOfCluster : kLeastOfFew;
+}
 
 }  // namespace quantmoe

@@ -34,19 +34,21 @@ __global__ void __launch_bounds__(kAppendThreads, 4) AttentionAppend(const __gri
   int token = block / p.blocks_per_token;
   const uint4* qkv = static_cast<const uint4*>(p.qkv);
   HeadPart<T, kLanes> part(p, block % p.blocks_per_token * kHeads + local, lane);
+  part.LoadWeights(p);
   auto load = [&](int token) {
     return part.there && token < p.batch * p.tokens ? qkv[token * row_chunks + part.chunk] : uint4{};
   };
   uint4 next = load(token);
 
   for (; token < p.batch * p.tokens; token += steps) {
-    part.LoadTurn(p, token);
+    Turn turn;
+    part.LoadTurn(p, token, turn);
     const uint4 loaded = next;
     next = load(token + steps);
     IssueLoads();
 
     const int b = token / p.tokens;
-    const BatchRow row = ReadRow(p, p.rows, b);
+    const BatchRow row = ReadRow(p, b);
     const int index = token % p.tokens - row.begin;
     if (index < 0 || index >= row.count) {
       const uint32_t outside = row.valid ? 0 : Half<T>::Pack(NAN, NAN);
@@ -70,7 +72,7 @@ __global__ void __launch_bounds__(kAppendThreads, 4) AttentionAppend(const __gri
     }
     float x[8];
     Widen<T>(x, loaded);
-    part.Apply(p, squares, features[local], x);
+    part.Apply(p, turn, squares, features[local], x);
     if (!part.there) continue;
     const int64_t pair = static_cast<int64_t>(b) * kv_heads + (part.query ? part.head / p.group : part.head);
     const int64_t at =
@@ -90,7 +92,7 @@ __global__ void __launch_bounds__(kAttendThreads) AttendMerge(const __grid_const
   const int heads = p.attention.num_heads, place = blockIdx.x, head = place % heads, token = place / heads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, features = p.attention.v_head_size / 4;
   const int column = static_cast<int>(blockIdx.y) * 32 + lane;
-  const BatchRow row = ReadRow(p, p.rows, token / p.tokens);
+  const BatchRow row = ReadRow(p, token / p.tokens);
   const int index = token % p.tokens - row.begin;
   const float sink = p.sinks[head] * kLog2e;
   if (index < 0 || index >= row.count) return WaitForPrevious();

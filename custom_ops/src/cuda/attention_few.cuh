@@ -1,98 +1,159 @@
 // Attention of few query rows, all of it: a block prepares the queries, stores the new keys and values of its slots,
-// and attends to these. Its warps share a stage's slots, 16 each, and of wide heads the values' columns. Where the
-// splits are a cluster, its blocks leave what they found in shared memory, and each adds up a part of the output.
+// and attends to these. Its warps share a stage's slots, 16 each, and the values' columns. Where the splits are a
+// cluster, its blocks send what they found to each other's shared memory, and each adds up some columns of the output.
+//
+// What the block needs comes in the order of the waits for it, and before the kernel before has ended all that does not
+// depend on inputs is done: a step of decode is latency.
 #pragma once
 #include "cuda/attention.cuh"
 
 namespace quantmoe {
 
 // Of the blocks of a cluster.
-__device__ inline void SyncCluster() {
+__device__ inline void ArriveAtCluster() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
-// What block `rank` has at this address of its shared memory.
-__device__ inline float2 LoadRemote(uint32_t shared, int rank) {
-  float2 value{0, 0};
+__device__ inline void WaitForCluster() {
 #if __CUDA_ARCH__ >= 900
-  uint32_t at;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared), "r"(rank));
-  asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(at) : "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
-  return value;
+}
+// This address of shared memory in block `rank`; stores there.
+__device__ inline uint32_t Remote(uint32_t shared, int rank) {
+  uint32_t at = shared;
+#if __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared), "r"(rank));
+#endif
+  return at;
+}
+__device__ inline void StoreRemote(uint32_t at, const float2& v) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(at), "f"(v.x), "f"(v.y) : "memory");
+#endif
+}
+__device__ inline void StoreRemote(uint32_t at, const float4& v) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+#endif
 }
 __device__ inline void Store16(uint32_t at, const uint4& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// A head of a token that a block has: all query rows, then the tokens' keys, then their values.
+struct FewItem {
+  bool query, key;
+  int index, head;  // of the tokens that count; of HeadPart
+  __device__ FewItem(const AttentionParams& p, int kv, int item) {
+    const int more = item - p.tokens * p.group;
+    query = more < 0, key = !query && more < p.tokens;
+    index = query ? item / p.group : key ? more : more - p.tokens;
+    head = query ? kv * p.group + item % p.group : p.attention.num_heads + (key ? 0 : p.attention.kv_num_heads) + kv;
+  }
+};
+
 template <typename T, int DK, int DV>
-__global__ void __launch_bounds__(kAttendThreads, 2) AttendFew(const __grid_constant__ AttentionParams p) {
-  constexpr int kKeys = AttendKeys(DK, DV), kStages = kFewStages, kWarpKeys = 16, kWarps = kAttendThreads / 32;
+__global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
+    AttendFew(const __grid_constant__ AttentionParams p) {
+  constexpr int kKeys = AttendKeys(DK, DV), kWarpKeys = 16, kWarps = kFewThreads / 32;
   constexpr int KW = kKeys / kWarpKeys, VW = kWarps / KW, M = DV / 8 / VW;  // warps that share slots, columns
   constexpr int kKeyBytes = kKeys * DK * 2, kStage = kKeys * (DK + DV) * 2;
-  constexpr int kLanes = IsWide(DK, DV) ? 32 : 16, kAtOnce = kAttendThreads / kLanes;
+  constexpr int kLanes = IsWide(DK, DV) ? 32 : 16, kAtOnce = kFewThreads / kLanes;
   extern __shared__ uint4 shared[];
   const uint32_t kv_at = SharedAddress(shared);
   // Queries, what heads turn in and sums of squares lie where the last stage will.
-  constexpr int kQueries = (kStages - 1) * kStage, kTurning = kQueries + kFewRows * DK * 2;
-  constexpr int kSquares = kTurning + kAttendThreads * 32;
-  static_assert(kSquares + 2 * kFewRows * 4 <= kStages * kStage, "fits in a stage");
+  constexpr int kTurning = kFewRows * DK * 2, kSquares = kTurning + kFewThreads * 32;
+  static_assert(kSquares + 2 * kFewRows * 4 <= kStage, "fits in a stage");
+  const int stages = p.deep ? kDeepStages : kFewStages;
+  uint4* last_stage = shared + (stages - 1) * (kStage / 16);
+  const uint32_t queries_at = SharedAddress(last_stage);
+  float4* of_head = reinterpret_cast<float4*>(last_stage) + kTurning / 16 + threadIdx.x / kLanes * 2 * kLanes;
+  float* squares = reinterpret_cast<float*>(last_stage) + kSquares / 4;  // of each token's row: all queries; all keys
 
   const qm_attention& a = p.attention;
   const int split = static_cast<int>(blockIdx.x) % p.splits, pair = static_cast<int>(blockIdx.x) / p.splits;
   const int b = pair / a.kv_num_heads, kv = pair % a.kv_num_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const T* old_keys = static_cast<const T*>(p.past_key) + static_cast<int64_t>(pair) * p.past_slots * DK;
   const T* old_values = static_cast<const T*>(p.past_value) + static_cast<int64_t>(pair) * p.past_slots * DV;
-  // A hint: what the cache has if `rows` is there already, which must not be known before the kernel before has ended.
-  if (pair < p.pairs && threadIdx.x == 0) {
-    const BatchRow early = ReadRow(p, static_cast<const volatile int*>(p.rows), b);
-    if (early.count > 0) {
-      const Span span = SpanOf(p, early, 0);
-      const int first = max(span.Begin(split) * kKeys, span.low);
-      const int slots = min(min(span.Begin(split + 1), span.Begin(split) + kStages) * kKeys, early.past) - first;
-      if (split < span.splits && slots > 0) {
-        Prefetch(old_keys + static_cast<int64_t>(first) * DK, slots * DK * 2);
-        Prefetch(old_values + static_cast<int64_t>(first) * DV, slots * DV * 2);
-      }
-    }
-  }
+  T* keys = static_cast<T*>(p.key) + static_cast<int64_t>(pair) * p.slots * DK;
+  T* values = static_cast<T*>(p.value) + static_cast<int64_t>(pair) * p.slots * DV;
+  const volatile int* rows_at = p.rows + 3 * b;
+  const bool attends = pair < p.pairs;
+  if (p.cluster && attends) ArriveAtCluster();
+  const int all_rows = p.tokens * p.group, all_items = all_rows + 2 * p.tokens;
+  for (int i = all_rows * (DK / 8) + threadIdx.x; i < kFewRows * (DK / 8); i += kFewThreads)
+    Store16(queries_at + Swizzled<DK>(i / (DK / 8), i % (DK / 8)), uint4{});
+  const int64_t row_chunks = RowChunks(a);
+  FewItem item(p, kv, threadIdx.x / kLanes);
+  HeadPart<T, kLanes> part(p, item.head, threadIdx.x % kLanes);
+  int head_of[2];  // of the rows that the warp adds up: warp, warp + 8
+  for (int k = 0; k < 2; ++k) head_of[k] = kv * p.group + (warp + k * kWarps) % p.group;
+  const int columns = (DV / 4 + p.splits - 1) / p.splits;  // fours of them that a block of a cluster adds up
   WaitForPrevious();
   LaunchDependents();
-  if (pair >= p.pairs) return CopySlots(p, static_cast<int>(blockIdx.x) - p.pairs * p.splits);
+  if (!attends) return CopySlots(p, static_cast<int>(blockIdx.x) - p.pairs * p.splits);
 
-  const BatchRow batch = ReadRow(p, p.rows, b);
+  const int said[] = {rows_at[0], rows_at[1], rows_at[2]};
+  uint4 loaded;
+  Turn turn;
+  auto ask = [&](int first) {  // first: token that counts
+    const int token = b * p.tokens + min(first + item.index, p.tokens - 1);
+    loaded = part.there ? static_cast<const uint4*>(p.qkv)[token * row_chunks + part.chunk] : uint4{};
+    part.LoadTurn(p, token, turn);
+    part.LoadWeights(p);
+  };
+  if (p.tokens == 1)
+    ask(0);  // does not wait for `rows`
+  else
+    ask(min(max(said[0], 0), p.tokens - 1));
+  float sinks[2];
+  for (int k = 0; k < 2; ++k) sinks[k] = p.sinks[head_of[k]];
+  IssueLoads();
+
+  const BatchRow batch = CheckRow(p, said[0], said[1], said[2]);
   const int rows = batch.count * p.group;
-  if (split == 0) {  // the output of tokens that do not count
+  if (split == 0 && batch.count < p.tokens) {  // the output of tokens that do not count
     const uint32_t outside = batch.valid ? 0 : Half<T>::Pack(NAN, NAN);
-    for (int i = threadIdx.x; i < p.tokens * p.group * (DV / 8); i += kAttendThreads) {
+    for (int i = threadIdx.x; i < all_rows * (DV / 8); i += kFewThreads) {
       const int row = i / (DV / 8), token = row / p.group;
       if (token >= batch.begin && token < batch.begin + batch.count) continue;
       const int64_t place = (static_cast<int64_t>(b) * p.tokens + token) * a.num_heads + kv * p.group + row % p.group;
       static_cast<uint4*>(p.output)[place * (DV / 8) + i % (DV / 8)] = {outside, outside, outside, outside};
     }
   }
-  if (rows == 0) return;
-  const Span span = SpanOf(p, batch, 0);
+  if (rows == 0) {
+    if (p.cluster) WaitForCluster();
+    return;
+  }
+  const Span span = SpanOf(p, batch, 0, batch.count - 1);
   const bool active = split < span.splits;
   if (!active && !p.cluster) return;
   const int begin = active ? span.Begin(split) : 0, end = active ? span.Begin(split + 1) : 0;
 
-  T* keys = static_cast<T*>(p.key) + static_cast<int64_t>(pair) * p.slots * DK;
-  T* values = static_cast<T*>(p.value) + static_cast<int64_t>(pair) * p.slots * DV;
-  auto at_stage = [&](int stage) { return kv_at + (stage - begin) % kStages * kStage; };
+  auto at_stage = [&](int stage) {
+    const uint32_t place = stage - begin;
+    return kv_at + (p.deep ? place % kDeepStages : place % kFewStages) * kStage;
+  };
   // A group of copies, which may be empty; at first without the new slots, which this block is about to have.
   auto load = [&](int stage, bool at_first) {
+    const int first = stage * kKeys;
+    const bool old_only = first >= span.low && first + kKeys <= batch.past;
     auto rows_of = [&](auto width, const T* old, const T* present, uint32_t to) {
       constexpr int D = decltype(width)::value;
+      const int64_t from = static_cast<int64_t>(first) * D + threadIdx.x * 8;
 #pragma unroll
-      for (int i = 0; i < kKeys * D / 8 / kAttendThreads; ++i) {
-        const int at = static_cast<int>(threadIdx.x) + i * kAttendThreads, key = at / (D / 8), chunk = at % (D / 8);
-        const int slot = stage * kKeys + key;
-        if (at_first && slot >= batch.past && slot <= span.last_slot) continue;
-        CopyAsync16Past(to + Swizzled<D>(key, chunk),
-                        (slot < batch.past ? old : present) + static_cast<int64_t>(stage) * (kKeys * D) + at * 8,
-                        slot >= span.low && slot <= span.last_slot);
+      for (int i = 0; i < kKeys * D / 8 / kFewThreads; ++i) {
+        const uint32_t at = threadIdx.x + i * kFewThreads, key = at / (D / 8), chunk = at % (D / 8);
+        const uint32_t there = to + Swizzled<D>(key, chunk);
+        const int slot = first + key;
+        if (old_only)
+          CopyAsync16Past(there, old + from + i * kFewThreads * 8, true);
+        else if (!at_first || slot < batch.past || slot > span.last_slot)
+          CopyAsync16Past(there, (slot < batch.past ? old : present) + from + i * kFewThreads * 8,
+                          slot >= span.low && slot <= span.last_slot);
       }
     };
     if (stage < end) {
@@ -101,61 +162,53 @@ __global__ void __launch_bounds__(kAttendThreads, 2) AttendFew(const __grid_cons
     }
     CopyAsyncCommit();
   };
-  for (int i = 0; i < kStages - 1; ++i) load(begin + i, true);
+  for (int i = 0; i < stages - 1; ++i) load(begin + i, true);
 
-  // Queries of all rows, then keys, then values of the new tokens whose slots are the block's.
-  const int new_begin = max(batch.past, begin * kKeys), new_end = min(batch.past + batch.count, end * kKeys);
-  const int appended = max(new_end - new_begin, 0);
-  const uint4* qkv = static_cast<const uint4*>(p.qkv);
-  const int64_t row_chunks = RowChunks(a);
-  float* squares = reinterpret_cast<float*>(shared) + kSquares / 4;  // of each token's row: all queries; all keys
   if (a.qk_norm == k_qk_norm_row) {
     for (int i = warp; i < 2 * batch.count; i += kWarps) {
-      const int index = i / 2, first = i % 2 ? a.num_heads * (DK / 8) : 0;
-      const int chunks = (i % 2 ? a.kv_num_heads : a.num_heads) * (DK / 8);
+      const int index = i / 2, chunks = (i % 2 ? a.kv_num_heads : a.num_heads) * (DK / 8);
       const int64_t token = static_cast<int64_t>(b) * p.tokens + batch.begin + index;
+      const uint4* from = static_cast<const uint4*>(p.qkv) + token * row_chunks + (i % 2 ? a.num_heads * (DK / 8) : 0);
       float sum = 0;
-      for (int at = lane; at < chunks; at += 32) sum = AddSquares<T>(qkv[token * row_chunks + first + at], sum);
+      for (int at = lane; at < chunks; at += 32) sum = AddSquares<T>(from[at], sum);
       for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
       if (lane == 0) squares[i % 2 * kFewRows + index] = sum;
     }
     __syncthreads();
   }
-  float4* of_head = reinterpret_cast<float4*>(shared) + kTurning / 16 + threadIdx.x / kLanes * 2 * kLanes;
-  for (int first = 0; first < rows + 2 * appended; first += kAtOnce) {
-    const int item = first + static_cast<int>(threadIdx.x) / kLanes, appending = item - rows;
-    const bool query = appending < 0, key = !query && appending < appended, there = appending < 2 * appended;
-    const int slot = new_begin + (key ? appending : appending - appended);  // unless it is a query's
-    const int index = !there ? 0 : query ? item / p.group : slot - batch.past;
-    const int token = b * p.tokens + batch.begin + index;
-    const int head = query ? kv * p.group + item % p.group : a.num_heads + (key ? 0 : a.kv_num_heads) + kv;
-    HeadPart<T, kLanes> part(p, head, threadIdx.x % kLanes);
-    part.LoadTurn(p, token);
-    const uint4 loaded = part.there ? qkv[token * row_chunks + part.chunk] : uint4{};
-    IssueLoads();
+  const bool appends = max(batch.past, begin * kKeys) < min(batch.past + batch.count, end * kKeys);
+  const int items = !active ? 0 : appends ? all_items : all_rows;
+  for (int first = 0; first < items;) {
     float x[8];
     Widen<T>(x, loaded);
-    part.Apply(p, a.qk_norm == k_qk_norm_row ? squares[(query ? 0 : kFewRows) + index] : 0.f, of_head, x);
-    if (!there || !part.there) continue;
-    const uint4 stored = Narrow<T>(x);
-    if (query) {
-      Store16(kv_at + kQueries + Swizzled<DK>(item, part.d / 8), stored);
-      continue;
+    part.Apply(p, turn, part.by_row ? squares[(item.query ? 0 : kFewRows) + min(item.index, kFewRows - 1)] : 0.f,
+               of_head, x);
+    const int number = first + static_cast<int>(threadIdx.x) / kLanes;
+    const bool counts = item.index < batch.count;
+    if (part.there && item.query) {
+      Store16(queries_at + Swizzled<DK>(number, part.d / 8), counts ? Narrow<T>(x) : uint4{});
+    } else if (part.there && number < all_items && counts) {
+      const int slot = batch.past + item.index, stage = slot / kKeys;
+      if (stage >= begin && stage < end) {
+        const uint4 stored = Narrow<T>(x);
+        *reinterpret_cast<uint4*>((item.key ? keys : values) + static_cast<int64_t>(slot) * part.size + part.d) =
+            stored;
+        const uint32_t at =
+            item.key ? Swizzled<DK>(slot % kKeys, part.d / 8) : kKeyBytes + Swizzled<DV>(slot % kKeys, part.d / 8);
+        if (stage < begin + stages - 1) Store16(at_stage(stage) + at, stored);
+      }
     }
-    T* to = key ? keys : values;
-    *reinterpret_cast<uint4*>(to + static_cast<int64_t>(slot) * part.size + part.d) = stored;
-    const int stage = slot / kKeys;
-    if (stage < begin + kStages - 1)
-      Store16(at_stage(stage) +
-                  (key ? Swizzled<DK>(slot % kKeys, part.d / 8) : kKeyBytes + Swizzled<DV>(slot % kKeys, part.d / 8)),
-              stored);
+    first += kAtOnce;
+    if (first >= items) break;
+    item = FewItem(p, kv, first + static_cast<int>(threadIdx.x) / kLanes);
+    part = HeadPart<T, kLanes>(p, item.head, threadIdx.x % kLanes);
+    ask(batch.begin);
+    IssueLoads();
   }
-  for (int i = rows * (DK / 8) + threadIdx.x; i < kFewRows * (DK / 8); i += kAttendThreads)
-    Store16(kv_at + kQueries + Swizzled<DK>(i / (DK / 8), i % (DK / 8)), uint4{});
   __syncthreads();
   uint32_t own[DK / 16][4];
 #pragma unroll
-  for (int d = 0; d < DK / 16; ++d) LoadMatrices(own[d], kv_at + kQueries + Swizzled<DK>(lane % 16, 2 * d + lane / 16));
+  for (int d = 0; d < DK / 16; ++d) LoadMatrices(own[d], queries_at + Swizzled<DK>(lane % 16, 2 * d + lane / 16));
 
   Sums<1, M> found(p, batch, 0);
   auto query = [&](int d, int, uint32_t(&q)[4]) {
@@ -163,22 +216,28 @@ __global__ void __launch_bounds__(kAttendThreads, 2) AttendFew(const __grid_cons
     for (int i = 0; i < 4; ++i) q[i] = own[d][i];
   };
   const int key_warp = warp % KW, value_warp = warp / KW;
+  const bool mixed = span.first_slot != span.last_slot;
   for (int stage = begin; stage < end; ++stage) {
-    CopyAsyncWait<kStages - 2>();
+    if (p.deep)
+      CopyAsyncWait<kDeepStages - 2>();
+    else
+      CopyAsyncWait<kFewStages - 2>();
     __syncthreads();
-    load(stage + kStages - 1, false);
+    load(stage + stages - 1, false);
     const uint32_t k_at = at_stage(stage);
     AttendStage<T, DK, DV, kWarpKeys / 8>(p, k_at, k_at + kKeyBytes, key_warp * kWarpKeys,
                                           stage * kKeys + key_warp * kWarpKeys, value_warp * M,
-                                          IsMasked(span, stage * kKeys, kKeys), query, found);
+                                          IsMasked(span, stage * kKeys, kKeys), mixed, query, found);
   }
   AddQuads(found.sum[0]);
 
-  // The warps' results, over the stages: [KW][16][kStride], then pairs of largest score and sum, the last of the block.
+  // The warps' results, over the stages: [KW][16][kStride], then pairs of largest score and sum.
   constexpr int kStride = DV + 4;
-  static_assert((KW * kFewRows * (kStride + 2) + 2 * kFewRows) * 4 <= kStages * kStage, "fits in the stages");
+  static_assert(KW * kFewRows * (kStride + 2) * 4 <= kFewStages * kStage, "fits in the stages");
   float* of_warps = reinterpret_cast<float*>(shared);
   float2* sums = reinterpret_cast<float2*>(of_warps + KW * kFewRows * kStride);
+  // Of a cluster, after the stages: pairs [16 blocks][16 rows], then fours of columns [blocks][16 rows][columns].
+  const uint32_t received = kv_at + stages * kStage, received_columns = received + kMostCluster * kFewRows * 8;
   __syncthreads();
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -190,69 +249,80 @@ __global__ void __launch_bounds__(kAttendThreads, 2) AttendFew(const __grid_cons
           found.acc[0][n][2 * h], found.acc[0][n][2 * h + 1]};
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < rows * (DV / 2); i += kAttendThreads) {
-    const int row = i / (DV / 2), column = i % (DV / 2) * 2;
-    const int64_t to = PlaceOf(p, batch, b, kv, row);
-    const float own_score = p.splits > 1 ? -INFINITY : SinkOf(p, to);
-    float largest = own_score;
+  if (p.cluster) WaitForCluster();  // all its blocks have begun
+  int64_t place_of[2];
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const int row = warp + k * kWarps;
+    if (row >= rows) break;
+    place_of[k] = (static_cast<int64_t>(b) * p.tokens + batch.begin + row / p.group) * a.num_heads + head_of[k];
+    if (!active) continue;
+    const float own_score = p.splits > 1 ? -INFINITY : sinks[k] * kLog2e;
+    float largest = own_score, factors[KW];
 #pragma unroll
     for (int w = 0; w < KW; ++w) largest = fmaxf(largest, sums[w * kFewRows + row].x);
     const float base = largest == -INFINITY ? 0.f : largest;
     float all = Exp2(own_score - base);
-    float2 y{0, 0};
 #pragma unroll
     for (int w = 0; w < KW; ++w) {
-      const float factor = Exp2(sums[w * kFewRows + row].x - base);
-      const float2 x = *reinterpret_cast<const float2*>(of_warps + (w * kFewRows + row) * kStride + column);
-      all = fmaf(sums[w * kFewRows + row].y, factor, all);
-      y.x = fmaf(x.x, factor, y.x), y.y = fmaf(x.y, factor, y.y);
+      factors[w] = Exp2(sums[w * kFewRows + row].x - base);
+      all = fmaf(sums[w * kFewRows + row].y, factors[w], all);
     }
-    if (p.cluster) {  // where the first warp's was, which no other thread reads
-      if (column == 0) sums[KW * kFewRows + row] = {largest, all};
-      *reinterpret_cast<float2*>(of_warps + row * kStride + column) = y;
-    } else if (p.splits > 1) {
-      const int64_t part = to * p.splits + split;
-      if (column == 0) p.sums[part] = {largest, all};
-      *reinterpret_cast<float2*>(p.partial + part * DV + column) = y;
-    } else {
-      const float inverse = 1.f / all;
-      static_cast<uint32_t*>(p.output)[(to * DV + column) / 2] = Half<T>::Pack(y.x * inverse, y.y * inverse);
+    const float inverse = 1.f / all;
+    const int64_t part_of = place_of[k] * p.splits + split;
+    if (p.cluster && lane < p.splits)
+      StoreRemote(Remote(received + (split * kFewRows + row) * 8, lane), float2{largest, all});
+    else if (p.splits > 1 && !p.cluster && lane == 0)
+      p.sums[part_of] = {largest, all};
+#pragma unroll
+    for (int c = lane; c < DV / 4; c += 32) {
+      float4 y{0, 0, 0, 0};
+#pragma unroll
+      for (int w = 0; w < KW; ++w) {
+        const float4 x = *reinterpret_cast<const float4*>(of_warps + (w * kFewRows + row) * kStride + c * 4);
+        y.x = fmaf(x.x, factors[w], y.x), y.y = fmaf(x.y, factors[w], y.y);
+        y.z = fmaf(x.z, factors[w], y.z), y.w = fmaf(x.w, factors[w], y.w);
+      }
+      if (p.cluster)
+        StoreRemote(Remote(received_columns + ((split * kFewRows + row) * columns + c % columns) * 16, c / columns), y);
+      else if (p.splits > 1)
+        reinterpret_cast<float4*>(p.partial)[part_of * (DV / 4) + c] = y;
+      else
+        static_cast<uint2*>(p.output)[place_of[k] * (DV / 4) + c] = {Half<T>::Pack(y.x * inverse, y.y * inverse),
+                                                                     Half<T>::Pack(y.z * inverse, y.w * inverse)};
     }
   }
   if (!p.cluster) return;
 
-  SyncCluster();
-  const int units = rows * (DV / 2), share = (units + p.splits - 1) / p.splits;
-  const uint32_t sums_at = SharedAddress(sums + KW * kFewRows);
-  for (int i = split * share + threadIdx.x; i < min(units, (split + 1) * share); i += kAttendThreads) {
-    const int row = i / (DV / 2), column = i % (DV / 2) * 2;
-    const int64_t to = PlaceOf(p, batch, b, kv, row);
-    const float sink = SinkOf(p, to);
-    float2 of[kMostCluster], x[kMostCluster];
+  ArriveAtCluster();
+  WaitForCluster();
+  const float2* of_blocks = reinterpret_cast<const float2*>(shared + stages * (kStage / 16));
+  const float* columns_of = reinterpret_cast<const float*>(of_blocks + kMostCluster * kFewRows);
 #pragma unroll
-    for (int r = 0; r < kMostCluster; ++r) {
-      of[r] = {-INFINITY, 0}, x[r] = {0, 0};
-      if (r < span.splits) {
-        of[r] = LoadRemote(sums_at + row * 8, r);
-        x[r] = LoadRemote(kv_at + (row * kStride + column) * 4, r);
+  for (int k = 0; k < 2; ++k) {
+    const int row = warp + k * kWarps;
+    if (row >= rows) break;
+    const float2 s = lane < span.splits ? of_blocks[lane * kFewRows + row] : float2{-INFINITY, 0};
+    const float sink = sinks[k] * kLog2e;
+    float largest = fmaxf(sink, s.x);
+    for (int d = kMostCluster / 2; d > 0; d /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
+    largest = __shfl_sync(~0u, largest, 0);
+    const float base = largest == -INFINITY ? 0.f : largest, weight = Exp2(s.x - base);
+    float all = s.y * weight;
+    for (int d = kMostCluster / 2; d > 0; d /= 2) all += __shfl_xor_sync(~0u, all, d);
+    const float inverse = 1.f / (__shfl_sync(~0u, all, 0) + Exp2(sink - base));
+    for (int first = 0; first < columns * 4; first += 32) {
+      const int column = first + lane, to = split * columns * 4 + column;
+      const bool there = column < columns * 4 && to < DV;
+      float y = 0;
+#pragma unroll 8
+      for (int r = 0; r < span.splits; ++r) {
+        const float of_block = __shfl_sync(~0u, weight, r);
+        if (there) y = fmaf(columns_of[(r * kFewRows + row) * columns * 4 + column], of_block, y);
       }
+      if (there) static_cast<T*>(p.output)[place_of[k] * DV + to] = Half<T>::From(y * inverse);
     }
-    float largest = sink;
-#pragma unroll
-    for (int r = 0; r < kMostCluster; ++r) largest = fmaxf(largest, of[r].x);
-    const float base = largest == -INFINITY ? 0.f : largest;
-    float all = Exp2(sink - base);
-    float2 y{0, 0};
-#pragma unroll
-    for (int r = 0; r < kMostCluster; ++r) {
-      const float factor = Exp2(of[r].x - base);
-      all = fmaf(of[r].y, factor, all);
-      y.x = fmaf(x[r].x, factor, y.x), y.y = fmaf(x[r].y, factor, y.y);
-    }
-    const float inverse = 1.f / all;
-    static_cast<uint32_t*>(p.output)[(to * DV + column) / 2] = Half<T>::Pack(y.x * inverse, y.y * inverse);
   }
-  SyncCluster();  // no block ends while others read what it found
 }
 
 }  // namespace quantmoe

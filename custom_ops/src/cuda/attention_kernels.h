@@ -12,10 +12,10 @@ using AttentionKernel = void (*)(AttentionParams);
 
 AttentionKernel FewKernel(int32_t type, int keys, int values);
 AttentionKernel ManyKernel(int32_t type, int keys, int values);
-AttentionKernel WideKernel(int32_t type, int keys, int values);
+AttentionKernel WideKernel(int32_t type, int keys, int values, int rows);
 
-// The instance of a kernel's template <typename T, int DK, int DV>.
-#define QM_ATTENTION_INSTANCE(kernel, DK, DV) \
-  if (keys == DK && values == DV) return type == QM_BF16 ? kernel<__nv_bfloat16, DK, DV> : kernel<__half, DK, DV>;
+// The instance of a kernel's template <typename T, int DK, int DV, ..>.
+#define QM_ATTENTION_INSTANCE(kernel, ...) \
+  return type == QM_BF16 ? kernel<__nv_bfloat16, __VA_ARGS__> : kernel<__half, __VA_ARGS__>
 
 }  // namespace quantmoe

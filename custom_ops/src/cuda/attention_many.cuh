@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kAttendThreads, 2) Attend(const __grid_constan
   const int pair = static_cast<int>(blockIdx.x) % p.pairs;
   const int kv_heads = p.attention.kv_num_heads, b = pair / kv_heads, kv = pair % kv_heads;
   const int split = blockIdx.y, first_row = tile * kRows;
-  const BatchRow batch = ReadRow(p, p.rows, b);
+  const BatchRow batch = ReadRow(p, b);
   const int rows = batch.count * p.group;
   if (first_row >= rows) return WaitForPrevious();
   const Span span = SpanOf(p, batch, first_row);
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kAttendThreads, 2) Attend(const __grid_constan
     load(stage + kManyStages - 1);
     const uint32_t k_at = at_stage(stage);
     AttendStage<T, DK, DV, kKeys / 8>(p, k_at, k_at + kKeyBytes, 0, stage * kKeys, 0,
-                                      IsMasked(span, stage * kKeys, kKeys), query, sums);
+                                      IsMasked(span, stage * kKeys, kKeys), true, query, sums);
   }
 #pragma unroll
   for (int m = 0; m < MT; ++m) {

@@ -9,8 +9,6 @@ namespace quantmoe {
 namespace {
 
 constexpr int kMostHeads = 4096;
-constexpr int kBlocksOfCluster = 1;         // of clusters, that a multiprocessor is to have
-constexpr int kMostSlotsOfCluster = 16384;  // more have more splits than a cluster, where these are to be had
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -46,13 +44,52 @@ int ValidateShapes(const qm_cuda_attention_problem& p, char* err) {
 }
 
 // Blocks that share a tile's slots: where tiles leave multiprocessors empty.
-int Splits(const qm_cuda_attention_problem& p, int multiprocessors, int least, int stage, int64_t tiles) {
-  const int64_t most = CeilDiv(p.slots, least * stage), wanted = multiprocessors / std::max<int64_t>(1, tiles);
+int Splits(const qm_cuda_attention_problem& p, int multiprocessors, int least_log, int stage, int64_t tiles) {
+  const int64_t most = CeilDiv(p.slots, static_cast<int64_t>(stage) << least_log);
+  const int64_t wanted = multiprocessors / std::max<int64_t>(1, tiles);
   return static_cast<int>(std::max<int64_t>(1, std::min({wanted, most, int64_t{kMostSplits}})));
 }
 
-// Blocks that a cluster may have, if all of a GPU's multiprocessors are to have some.
-int MostOfCluster(int sm) { return sm == 90 || sm == 100 || sm == 103 ? kMostCluster : sm >= 90 ? 8 : 1; }
+// Whether a block of few rows has the shared memory; kReserved bytes of a multiprocessor's are the system's.
+bool Fits(const qm_cuda_device& device, const qm_attention& a, int stages, bool cluster) {
+  constexpr int kReserved = 1024;
+  return FewSharedBytes(a.head_size, a.v_head_size, stages, cluster) + kReserved <= device.shared_bytes;
+}
+
+// Blocks of a cluster that share what a row of few queries sees; 1: none. As measured on an H200: clusters of more than
+// two blocks that have a multiprocessor each, and those of 8 and more, are to fill half of the multiprocessors at most;
+// others than powers of two leave some empty; what three stages have one block reads more quickly.
+int ClusterOf(const qm_cuda_device& device, const qm_attention& a, int multiprocessors, int64_t pairs, int64_t stages) {
+  if (device.sm < 90 || !Fits(device, a, kFewStages, true) || stages <= 3) return 1;
+  const bool large = device.sm == 90 || device.sm == 100 || device.sm == 103;  // GPUs whose clusters may have 16
+  const int most = IsWide(a.head_size, a.v_head_size) ? 2 : 4;
+  for (int blocks = large ? kMostCluster : 8; blocks > 1; blocks /= 2)
+    if (blocks <= stages && blocks * pairs <= (blocks <= most ? multiprocessors : multiprocessors / 2)) return blocks;
+  return 1;
+}
+
+void PlanFew(const qm_cuda_attention_problem& p, const qm_cuda_device& device, int multiprocessors,
+             qm_cuda_attention_plan* plan) {
+  const qm_attention& a = p.attention;
+  const int stage = AttendKeys(a.head_size, a.v_head_size);
+  const int64_t pairs = p.batch * a.kv_num_heads;
+  const int64_t seen = a.sliding_window ? std::min(p.slots, a.sliding_window + p.tokens - 1 + stage) : p.slots;
+  const int64_t stages = CeilDiv(seen, stage);
+  // A plan for any number of multiprocessors has the most workspace: that of no cluster.
+  const int cluster = device.multiprocessors ? ClusterOf(device, a, multiprocessors, pairs, stages) : 1;
+  plan->tile_rows = kFewRows;
+  plan->splits = stages <= 3 ? 1 : Splits(p, multiprocessors, kLeastOfFew, stage, pairs);
+  // Where a block of a cluster would read more than kMostOfBlock, more splits are quicker, though another kernel adds
+  // them up.
+  constexpr int64_t kMostOfBlock = 256 * 1024;
+  const int64_t bytes = pairs * seen * (a.head_size + a.v_head_size) * 2;
+  if (cluster > 1 && (plan->splits <= cluster || bytes <= pairs * cluster * kMostOfBlock))
+    plan->splits = plan->cluster = cluster;
+  const int64_t blocks = pairs * plan->splits;
+  const bool alone = blocks <= (plan->cluster <= 2 ? multiprocessors : multiprocessors / 2);
+  const bool deep = alone && stages > plan->splits * 4 && Fits(device, a, kDeepStages, plan->cluster > 1);
+  plan->stages = deep ? kDeepStages : kFewStages;
+}
 
 }  // namespace
 }  // namespace quantmoe
@@ -78,17 +115,12 @@ extern "C" int qm_cuda_plan_attention(const qm_cuda_attention_problem* problem, 
   *plan = qm_cuda_attention_plan{};
   plan->cluster = 1;
   if (rows <= kFewRows) {
-    const int stage = AttendKeys(keys, values), most = MostOfCluster(device->sm);
-    plan->tile_rows = kFewRows;
-    plan->splits = Splits(p, multiprocessors, kLeastOfFew, stage, pairs);
-    if (most > 1 && (plan->splits <= most || p.slots <= kMostSlotsOfCluster)) {
-      const int splits = std::min(most, Splits(p, kBlocksOfCluster * multiprocessors, kLeastOfCluster, stage, pairs));
-      for (plan->splits = 1; 2 * plan->splits <= splits;) plan->splits *= 2;  // others leave multiprocessors empty
-      plan->cluster = plan->splits;
-    }
+    PlanFew(p, *device, multiprocessors, plan);
   } else {
     plan->wgmma = device->sm == 90 && keys % 64 == 0;
-    plan->tile_rows = plan->wgmma ? kWideRows : ManyRows(keys, values);
+    // Smaller tiles where larger ones leave multiprocessors empty; of heads of 64 they were slower.
+    const int wide_rows = keys > 64 && CeilDiv(rows, 128) * pairs <= multiprocessors ? 64 : 128;
+    plan->tile_rows = plan->wgmma ? wide_rows : ManyRows(keys, values);
     plan->splits = Splits(p, multiprocessors, kLeastOfMany, plan->wgmma ? kWideKeys : AttendKeys(keys, values),
                           CeilDiv(rows, plan->tile_rows) * pairs);
   }

@@ -1,5 +1,5 @@
-// Attend on wgmma (sm_90a), for many query rows: two warpgroups of 64 rows a block, of narrow heads two blocks a
-// multiprocessor, whose products run while the other's scores become weights. Weights come from registers, all else
+// Attend on wgmma (sm_90a), for many query rows: a warpgroup for each 64 rows of a block, of narrow heads two blocks
+// a multiprocessor, whose products run while the other's scores become weights. Weights come from registers, all else
 // from shared memory.
 #pragma once
 #include "cuda/attention.cuh"
@@ -22,22 +22,21 @@ __device__ __forceinline__ void AddValues(float* acc, const uint32_t (&weights)[
     AddValues<T, N - kColumns>(acc + kColumns / 2, weights, v_at + kColumns / 64 * tile, tile);
 }
 
-template <typename T, int DK, int DV>
-__global__ void __launch_bounds__(kWideThreads, WideBlocks(DK, DV))
-    AttendWide(const __grid_constant__ AttentionParams p) {
+template <typename T, int DK, int DV, int kRows>
+__global__ void __launch_bounds__(2 * kRows, WideBlocks(DK, DV)) AttendWide(const __grid_constant__ AttentionParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kKeys = kWideKeys, kKeyBytes = kKeys * DK * 2, kValueBytes = kKeys * DV * 2;
+  constexpr int kThreads = 2 * kRows, kKeys = kWideKeys, kKeyBytes = kKeys * DK * 2, kValueBytes = kKeys * DV * 2;
   constexpr int kStage = kKeyBytes + kValueBytes, kTile = kKeys * 128, NT = kKeys / 8;
   extern __shared__ uint4 shared[];
-  const uint32_t q_at = (SharedAddress(shared) + 1023) / 1024 * 1024, kv_at = q_at + kWideRows * DK * 2;
+  const uint32_t q_at = (SharedAddress(shared) + 1023) / 1024 * 1024, kv_at = q_at + kRows * DK * 2;
   LaunchDependents();
 
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row_of = threadIdx.x / 32 * 16 + g;
   const int tile = p.tiles - 1 - static_cast<int>(blockIdx.x) / p.pairs;  // those with most slots first
   const int pair = static_cast<int>(blockIdx.x) % p.pairs;
   const int kv_heads = p.attention.kv_num_heads, b = pair / kv_heads, kv = pair % kv_heads;
-  const int split = blockIdx.y, first_row = tile * kWideRows;
-  const BatchRow batch = ReadRow(p, p.rows, b);
+  const int split = blockIdx.y, first_row = tile * kRows;
+  const BatchRow batch = ReadRow(p, b);
   const int rows = batch.count * p.group;
   WaitForPrevious();
   if (first_row >= rows) return;
@@ -49,24 +48,27 @@ __global__ void __launch_bounds__(kWideThreads, WideBlocks(DK, DV))
   const T* values = static_cast<const T*>(p.value) + static_cast<int64_t>(pair) * p.slots * DV;
   auto at_stage = [&](int stage) { return kv_at + stage % kWideStages * kStage; };
   auto load = [&](int stage) {
-    auto rows_of = [&](auto width, const T* from, uint32_t to) {
+    auto copy = [&](uint32_t to, const T* from, auto width, int i) {
       constexpr int D = decltype(width)::value;
-#pragma unroll
-      for (int i = 0; i < kKeys * D / 8 / kWideThreads; ++i) {
-        const int at = static_cast<int>(threadIdx.x) + i * kWideThreads, key = at / (D / 8), chunk = at % (D / 8);
-        const int slot = stage * kKeys + key;
-        CopyAsync16Past(to + SwizzledTile<kKeys>(key, chunk), from + static_cast<int64_t>(stage) * (kKeys * D) + at * 8,
-                        slot >= span.low && slot <= span.last_slot);
-      }
+      const int at = static_cast<int>(threadIdx.x) + i * kThreads, key = at / (D / 8), chunk = at % (D / 8);
+      const int slot = stage * kKeys + key;
+      const bool there = slot >= span.low && slot <= span.last_slot;
+      const uint32_t place = to + SwizzledTile<kKeys>(key, chunk);
+      const int64_t offset = static_cast<int64_t>(stage) * (kKeys * D) + at * 8;
+      CopyAsync16Past(place, from + offset, there);
+      if constexpr (DK == DV) CopyAsync16Past(place + kKeyBytes, values + offset, there);
     };
     if (stage >= end) return;
-    rows_of(Width<DK>{}, keys, at_stage(stage));
-    rows_of(Width<DV>{}, values, at_stage(stage) + kKeyBytes);
+#pragma unroll
+    for (int i = 0; i < kKeys * DK / 8 / kThreads; ++i) copy(at_stage(stage), keys, Width<DK>{}, i);
+    if constexpr (DK != DV)
+#pragma unroll
+      for (int i = 0; i < kKeys * DV / 8 / kThreads; ++i) copy(at_stage(stage) + kKeyBytes, values, Width<DV>{}, i);
   };
   const T* queries =
       static_cast<const T*>(p.queries) + (static_cast<int64_t>(pair) * p.tokens * p.group + first_row) * DK;
-  for (int at = threadIdx.x; at < kWideRows * DK / 8; at += kWideThreads)
-    CopyAsync16Past(q_at + SwizzledTile<kWideRows>(at / (DK / 8), at % (DK / 8)), queries + at * 8,
+  for (int at = threadIdx.x; at < kRows * DK / 8; at += kThreads)
+    CopyAsync16Past(q_at + SwizzledTile<kRows>(at / (DK / 8), at % (DK / 8)), queries + at * 8,
                     first_row + at / (DK / 8) < rows);
   load(begin);
 
@@ -87,7 +89,7 @@ __global__ void __launch_bounds__(kWideThreads, WideBlocks(DK, DV))
     WgmmaFence();
 #pragma unroll
     for (int d = 0; d < DK / 16; ++d)
-      WgmmaShared<T, kKeys>(s[0], Descriptor(DescriptorLow(own_at + d / 4 * kWideRows * 128 + d % 4 * 32)),
+      WgmmaShared<T, kKeys>(s[0], Descriptor(DescriptorLow(own_at + d / 4 * kRows * 128 + d % 4 * 32)),
                             Descriptor(DescriptorLow(at_stage(stage) + d / 4 * kTile + d % 4 * 32)), d > 0);
     WgmmaCommit();
     WgmmaWait<0>();
@@ -101,7 +103,7 @@ __global__ void __launch_bounds__(kWideThreads, WideBlocks(DK, DV))
     if (masked) {
       // Where not every row sees a stage's slots, a value that is not finite is added, not multiplied by zero.
       bool odd = false;
-      for (int at = threadIdx.x; at < kValueBytes / 16; at += kWideThreads)
+      for (int at = threadIdx.x; at < kValueBytes / 16; at += kThreads)
         odd |= IsOdd(Load16(v_at + at * 16), kExponent<T>);
       if (__syncthreads_or(odd)) {
 #pragma unroll 1
@@ -115,7 +117,7 @@ __global__ void __launch_bounds__(kWideThreads, WideBlocks(DK, DV))
                 acc[n][2 * h] += Half<T>::Low(v), acc[n][2 * h + 1] += Half<T>::High(v);
           }
         __syncthreads();
-        for (int at = threadIdx.x; at < kValueBytes / 4; at += kWideThreads)
+        for (int at = threadIdx.x; at < kValueBytes / 4; at += kThreads)
           Store4(v_at + at * 4, Load4(v_at + at * 4) ^ OnlyOdd(Load4(v_at + at * 4), kExponent<T>));
         FenceAsyncProxy();
         __syncthreads();

@@ -3,9 +3,14 @@
 
 namespace quantmoe {
 
-AttentionKernel WideKernel(int32_t type, int keys, int values) {
-#define QM_INSTANCE(DK, DV) QM_ATTENTION_INSTANCE(AttendWide, DK, DV)
-  QM_ATTENTION_WGMMA_SIZES(QM_INSTANCE)
+AttentionKernel WideKernel(int32_t type, int keys, int values, int rows) {
+#define QM_TILE(DK, DV) \
+  if (keys == DK && values == DV && rows == 128) QM_ATTENTION_INSTANCE(AttendWide, DK, DV, 128);
+#define QM_SMALL_TILE(DK, DV) \
+  if (keys == DK && values == DV && rows == 64) QM_ATTENTION_INSTANCE(AttendWide, DK, DV, 64);
+  QM_TILE(64, 64)
+  QM_ATTENTION_LARGE_SIZES(QM_TILE)
+  QM_ATTENTION_LARGE_SIZES(QM_SMALL_TILE)
   return nullptr;
 }
 
