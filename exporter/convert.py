@@ -589,6 +589,8 @@ def _dense(weight: Weight, skeleton: Skeleton, data: DataFiles, report: Report) 
     """Writes a weight outside the experts; returns its bytes."""
     format, source = skeleton.format, skeleton.sources[weight.parameter]
     metadata, module = {"module": source}, source.rpartition(".")[0]
+    if weight.parameter in skeleton.joined:
+        metadata["module"] = ", ".join(skeleton.joined[weight.parameter])
     if source == f"{module}.weight" and format.is_quantized(module):
         owner = type(skeleton.model.get_submodule(weight.parameter.rpartition(".")[0])).__name__
         reason = report.dequantized.setdefault(source, f"{owner} is not a linear layer")

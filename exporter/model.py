@@ -65,6 +65,7 @@ from quantmoe.exporter.passes import linear_attention
 from quantmoe.exporter.passes.add_norms import add_norms
 from quantmoe.exporter.passes.attention import (
     MASKLESS,
+    PROJECTIONS,
     Recognised,
     Rows,
     attach,
@@ -108,6 +109,7 @@ class Skeleton:
         tied: parameter name -> the first of the names of the same parameter.
         linear_attention: module name -> what it computes.
         derived: parameter name -> what the graph has instead of its tensor, a function of that.
+        joined: parameter name -> the checkpoint's tensors whose rows it has, see ``join``.
 
     Raises:
         CheckpointError: the architecture is not supported, or a parameter has no tensor.
@@ -150,6 +152,7 @@ class Skeleton:
         if state_window > 1 and not self.linear_attention:
             raise OptionError(f"state_window is {state_window}: {folder} has no linear attention")
         self.derived: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
+        self.joined: dict[str, list[str]] = {}
 
         modules = {name: m for name, m in model.named_modules() if hasattr(m, "_is_expert_parallel")}
         if not modules and layers is not None:
@@ -208,6 +211,25 @@ class Skeleton:
         """Notes parameters that were changed to be functions of their tensors."""
         for name in names:
             self.tensors[name], self.derived[name] = self.model.get_parameter(name), function
+
+    def join(self, path: str, parts: Sequence[str], whole: str) -> None:
+        """Makes float linears of a module that read one input one linear, whose rows are theirs in this order; where
+        one of them is of another kind, nothing."""
+        module = self.model.get_submodule(path)
+        linears: list[Any] = [getattr(module, part, None) for part in parts]
+        kinds = {(type(part), getattr(part, "in_features", 0), getattr(part, "bias", None) is None) for part in linears}
+        if len(kinds) > 1 or type(linears[0]) is not torch.nn.Linear:
+            return
+        joined = torch.nn.Linear(1, 1, bias=linears[0].bias is not None)
+        for leaf in joined._parameters:
+            tensors = [part._parameters[leaf] for part in linears]
+            shape = (sum(len(tensor) for tensor in tensors), *tensors[0].shape[1:])
+            made = torch.nn.Parameter(placeholder(shape, tensors[0].dtype), requires_grad=False)
+            joined._parameters[leaf] = made
+            name, names = f"{path}.{whole}.{leaf}", [self.tied[f"{path}.{part}.{leaf}"] for part in parts]
+            self.tensors[name], self.joined[name] = made, [self.sources[part] for part in names]
+            self.sources[name] = self.joined[name][0]
+        module.add_module(whole, joined)
 
     def _round_head(self, kind: str) -> str:
         weight = self.tied.get("lm_head.weight")
@@ -275,7 +297,7 @@ class Skeleton:
             CheckpointError: another shape than the model's, here or from a function: values that float16 cannot hold.
         """
         source = self.sources[name]
-        found = self.format.stored(source)
+        found = np.concatenate([self.format.stored(part) for part in self.joined.get(name, [source])])
         if name in self.derived:
             found = self.derived[name](found)
         self._check_shape(name, found.shape)
@@ -420,6 +442,9 @@ def trace(skeleton: Skeleton, chosen: Choice, target: str = "cpu", cache: str = 
             for i, part in enumerate(chosen.parts[name]):
                 model.set_submodule(part, PartOfLinear(whole, sizes, i))
         model.set_submodule(name, whole)
+    if target == "cuda":
+        for path in found:
+            skeleton.join(path, PROJECTIONS[:3], "qkv_proj")
     replace_routers(model, target)
     concatenate_keys(model)
     graph = _trace_layers(skeleton, target)

@@ -29,7 +29,7 @@ from quantmoe.custom_ops.op import (
 )
 from quantmoe.custom_ops.reference import add_norm, conv, delta, linear, quant_moe, route, router, token_rows
 from quantmoe.custom_ops.reference import attention as attend
-from quantmoe.exporter import attention, choose
+from quantmoe.exporter import attention, choose, demo
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.demo import SIZES
@@ -170,6 +170,20 @@ def test_nodes_of_a_layer(cached):
     own = {"QuantLinear": 2, "CachedAttention": 1, "Reshape": 2, "MoERouter": 1, "QuantMoE": 1, "AddRMSNorm": 2}
     assert counts[1] - counts[0] == Counter(own)
     assert {node.domain for node in nodes[1]} == {"", "quantmoe"}
+
+
+def test_float_linears_of_one_input_are_one(tmp_path, monkeypatch):
+    """gpt-oss's experts alone are quantized; biases and all."""
+    monkeypatch.setattr(demo, "IGNORE", (*demo.IGNORE, *(f"self_attn.{name}_proj" for name in "qkvo")))
+    sizes = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    checkpoint = demo.make_checkpoint(tmp_path / "a", "gpt_oss", **sizes, intermediate_size=96, num_hidden_layers=2)
+    export(checkpoint, tmp_path / "b", target="cuda", dtype="f16", logits="all")
+    counts = Counter(node.op_type for node in ir.load(tmp_path / "b" / "model.onnx").graph)
+    assert (counts["MatMul"], counts["QuantLinear"]) == (2 * 2 + 1, 0)
+    ids = np.random.default_rng(4).integers(1, 384, (2, 11))
+    model = dequantized(Skeleton(find_format(open_checkpoint(checkpoint))))
+    found, want = logits(tmp_path / "b", ids, np.ones_like(ids)), torch_logits(model, ids, np.ones_like(ids))
+    assert np.abs(found - want).max() / np.abs(want).max() < 1e-2
 
 
 @pytest.mark.parametrize("architecture", CACHED)
