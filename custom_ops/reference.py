@@ -174,9 +174,7 @@ def router(
     return route(spec.routing, logits, correction_bias if len(correction_bias) else None)
 
 
-def add_norm(
-    spec: NormSpec, x: np.ndarray, residual: np.ndarray, weight: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def add_norm(spec: NormSpec, x: np.ndarray, residual: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """AddRMSNorm: y, float64, and the sum, in x's type; x and residual [.., H], weight [H]."""
     total = (x.astype(np.float64) + residual.astype(np.float64)).astype(x.dtype)
     wide = total.astype(np.float64)

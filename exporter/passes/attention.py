@@ -467,7 +467,8 @@ class Rows:
 
 
 def rows_of(mask: torch.Tensor, new: int, past: int) -> torch.Tensor:
-    """The node's ``rows``, which the CUDA graph has of TokenRows: of each row of a batch the first new token that counts, how many do, and those before.
+    """The node's ``rows``, which the CUDA graph has of TokenRows: of each row of a batch the first new token that
+    counts, how many do, and those before.
 
     The new tokens' columns of the mask are its last ones where it is longer than the cache, which then grows. Otherwise
     the cache has room for them, and they end with the last column that any row has set.

@@ -1,4 +1,5 @@
-"""Routers of transformers -> MoERouting, in CUDA files MoERouter: recognised by what they compute, replaced before the trace.
+"""Routers of transformers -> MoERouting, in CUDA files MoERouter: recognised by what they compute, replaced before the
+trace.
 
 Not on the ONNX graph: the scatter in DeepSeek's and GLM's routers loses its batch dimension when it is exported.
 """

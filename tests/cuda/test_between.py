@@ -1,4 +1,5 @@
-"""MoERouter, AddRMSNorm and TokenRows on CUDA against reference.py, through the C ABI. Launches are skipped where no GPU is."""
+"""MoERouter, AddRMSNorm and TokenRows on CUDA against reference.py, through the C ABI. Launches are skipped where no
+GPU is."""
 
 from __future__ import annotations
 
@@ -189,10 +190,16 @@ def test_norm_of_extremes() -> None:
 
 def masks() -> list[tuple[np.ndarray, int, int]]:
     rng, found = np.random.default_rng(2), []
-    for batch, new, past, length in [(1, 1, 4096, 4096), (3, 1, 8, 8), (2, 5, 0, 5), (4, 7, 9, 16), (5, 1, 30, 31)] + [
-        (2, 3, 8, 3), (1, 2048, 0, 2048), (1, 1500, 4096, 4096), (33, 1, 2560, 2560), (2, 40, 64, 64), (0, 1, 4, 4),
-        (2, 4, 8, 2), (1, 1, 1, 0),
-    ]:  # fmt: skip
+    sizes = [(1, 1, 4096, 4096), (3, 1, 8, 8), (2, 5, 0, 5), (4, 7, 9, 16), (5, 1, 30, 31), (2, 3, 8, 3), (0, 1, 4, 4)]
+    sizes += [
+        (1, 2048, 0, 2048),
+        (1, 1500, 4096, 4096),
+        (33, 1, 2560, 2560),
+        (2, 40, 64, 64),
+        (2, 4, 8, 2),
+        (1, 1, 1, 0),
+    ]
+    for batch, new, past, length in sizes:
         for density in (1.0, 0.7, 0.0):
             mask = (rng.random((batch, length)) < density).astype(np.int64)
             mask[:, length - length // 3 :] *= past < length

@@ -656,7 +656,9 @@ def state_tensors(spec, batch=2, tokens=3, dtype="bf16", **changes):
     return [tensor(type_, changes.get(name, dims)) for name, type_, dims in shapes]
 
 
-@pytest.mark.parametrize("spec", [LINEAR, ROUTING, ROUTER, NORM, TOKEN_ROWS, ATTENTION, CONV, DELTA], ids=lambda spec: spec.OP)
+@pytest.mark.parametrize(
+    "spec", [LINEAR, ROUTING, ROUTER, NORM, TOKEN_ROWS, ATTENTION, CONV, DELTA], ids=lambda spec: spec.OP
+)
 def test_others_serialize_and_name_what_is_missing(others, spec):
     others.select(spec.OP)
     made = others.create(attributes_of(spec))

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantmoe.custom_ops import native
 from quantmoe.exporter.demo import COMMON, SIZES
-from quantmoe.exporter.passes.routers import recognise
+from quantmoe.exporter.passes.routers import is_product, recognise
 
 EXPECTED = {
     "qwen3_moe": routing_spec(16, 4, "topk_softmax"),
@@ -57,6 +57,19 @@ def test_a_router_without_groups():
     sizes = {"n_group": None, "topk_group": None, "topk_method": "greedy", "n_routed_experts": 16}
     (router, *_) = routers("deepseek_v2", **sizes, num_experts_per_tok=4, moe_intermediate_size=32)
     assert recognise(router) == routing_spec(16, 4, "softmax_topk", 0)
+
+
+@pytest.mark.parametrize("architecture", EXPECTED)
+def test_logits_are_a_product(architecture):
+    router = routers(architecture)[-1]
+    assert is_product(router)
+
+    class Scaled(type(router)):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states * 2)
+
+    router.__class__ = Scaled
+    assert not is_product(router)
 
 
 def test_llama4():

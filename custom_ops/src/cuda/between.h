@@ -14,15 +14,16 @@ enum RouterPath {
   kRouterTiles = 2,    // mma.sync on tiles of tokens and experts, then MoeSelect
 };
 constexpr int kRouterBlocks = 8;         // of a cluster, which every GPU with clusters runs
-constexpr int kRouterThreads = 512;      // of one of them
+constexpr int kRouterThreads = 256;      // of one of them
 constexpr int kRouterFew = 32;           // tokens up to which weights are read again for each
 constexpr int kRouterRowsThreads = 128;
-constexpr int kRouterTileTokens = 32, kRouterTileExperts = 64, kRouterTileColumns = 64, kRouterStages = 4;
+constexpr int kRouterTileTokens = 32, kRouterTileExperts = 64, kRouterTileColumns = 64, kRouterStages = 8;
 constexpr int kRouterTileThreads = 128;
 constexpr int kRouterTileBytes = kRouterStages * (kRouterTileTokens + kRouterTileExperts) * kRouterTileColumns * 2;
 // Shared memory of a block of a cluster.
 constexpr int64_t RouterShared(const qm_router& r, const qm_routing& routing) {
-  return int64_t{2} * r.hidden_size * ((r.num_experts + kRouterBlocks - 1) / kRouterBlocks) + 4 * SelectWords(routing);
+  return int64_t{2} * r.hidden_size * ((r.num_experts + kRouterBlocks - 1) / kRouterBlocks + 1) +
+         4 * SelectWords(routing);
 }
 // MoERouter's attributes but for the first: MoERouting's.
 constexpr qm_routing RoutingOf(const qm_router& r) {

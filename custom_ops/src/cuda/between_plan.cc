@@ -34,8 +34,8 @@ extern "C" int qm_cuda_plan_router(const qm_cuda_router_problem* problem, const 
   QM_TRY(ValidateSize("rows of hidden_states", problem->tokens, 0, kMostRows, err));
   const bool words = r.hidden_size % 8 == 0, few = problem->tokens <= kRouterFew;
   const int64_t bytes = RouterShared(r, routing.routing);
-  // Of 512 threads each; 1 KiB of a block's shared memory is the system's.
-  const int64_t blocks = std::min<int64_t>(device->shared_bytes / (bytes + 1024), 4);
+  // 1 KiB of a block's shared memory is the system's.
+  const int64_t blocks = std::min<int64_t>(device->shared_bytes / (bytes + 1024), 2048 / kRouterThreads);
   *plan = qm_cuda_router_plan{};
   plan->path = words && few && device->sm >= 90 && kRouterBlocks * problem->tokens <= blocks * device->multiprocessors
                    ? kRouterCluster

@@ -28,8 +28,9 @@ __device__ inline void Dot8(float& sum, const uint4& a, const uint4& b) {
   }
 }
 
-// columns: a multiple of 8. Dynamic shared memory: the block's rows of weights, SelectWords. The weights come before
-// the kernel waits for x, and each block's logits go to the first block's words.
+// columns: a multiple of 8. Dynamic shared memory: the block's rows of weights, x, SelectWords. The weights come before
+// the kernel waits for x, and each block's logits go to the first block's words. A warp has two experts at a time, which
+// share what it reads of x: shared memory's bandwidth binds.
 template <typename T>
 __global__ void __launch_bounds__(kRouterThreads) RouterCluster(const __grid_constant__ RouterParams p) {
 #if __CUDA_ARCH__ >= 900
@@ -38,24 +39,36 @@ __global__ void __launch_bounds__(kRouterThreads) RouterCluster(const __grid_con
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = blockIdx.x;
   const int experts = p.routing.num_experts, each = (experts + kRouterBlocks - 1) / kRouterBlocks;
   const int first = min(rank * each, experts), count = min(each, experts - first), words = p.columns / 8;
-  float* logits = reinterpret_cast<float*>(shared + 2 * each * p.columns);
+  const uint4* weights = reinterpret_cast<const uint4*>(shared);
+  uint4* x = reinterpret_cast<uint4*>(shared) + each * words;
+  float* logits = reinterpret_cast<float*>(x + words);
   const uint4* from = static_cast<const uint4*>(p.weight) + static_cast<int64_t>(first) * words;
   for (int i = threadIdx.x; i < count * words; i += kRouterThreads)
     CopyAsync16Past(SharedAddress(shared) + 16 * i, from + i, true);
   CopyAsyncCommit();
   ClusterArrive();  // all blocks are there before one stores to another
   WaitForPrevious();
-  const uint4* x = static_cast<const uint4*>(p.x) + static_cast<int64_t>(blockIdx.y) * words;
+  for (int i = threadIdx.x; i < words; i += kRouterThreads)
+    x[i] = static_cast<const uint4*>(p.x)[static_cast<int64_t>(blockIdx.y) * words + i];
   CopyAsyncWaitAll();
   __syncthreads();
   ClusterWait();
-  for (int e = warp; e < count; e += kRouterThreads / 32) {
-    const uint4* w = reinterpret_cast<const uint4*>(shared) + e * words;
-    float sum = 0.f;
+  for (int e = 2 * warp; e < count; e += kRouterThreads / 16) {
+    const bool two = e + 1 < count;
+    const uint4 *one = weights + e * words, *other = two ? one + words : one;
+    float sums[2] = {};
 #pragma unroll 4
-    for (int i = lane; i < words; i += 32) Dot8<T>(sum, x[i], w[i]);
-    sum = WarpSum(sum);
-    if (lane == 0) ClusterStore(logits + first + e, 0, p.bias ? sum + p.bias[first + e] : sum);
+    for (int i = lane; i < words; i += 32) {
+      const uint4 v = x[i];
+      Dot8<T>(sums[0], v, one[i]);
+      Dot8<T>(sums[1], v, other[i]);
+    }
+    for (float& sum : sums) sum = WarpSum(sum);
+    if (lane < 1 + two) {
+      const int expert = first + e + lane;
+      const float sum = lane ? sums[1] : sums[0];
+      ClusterStore(logits + expert, 0, p.bias ? sum + p.bias[expert] : sum);
+    }
   }
   __syncwarp();
   ClusterArrive();
@@ -106,29 +119,39 @@ __global__ void __launch_bounds__(kRouterTileThreads) RouterTiles(const __grid_c
   const auto at = [&](int stage, int row, int word) {
     return base + ((stage * kRows + row) * kWords + (word ^ row % 8)) * 16;
   };
-  const auto load = [&](int step, int from, int to) {
-    for (int i = from * kWords + threadIdx.x; i < to * kWords; i += kRouterTileThreads) {
-      const int row = i / kWords, word = step * kWords + i % kWords;
-      const bool token = row < kTokens;
-      const int number = token ? token0 + row : expert0 + row - kTokens;
-      const bool valid = word < words && number < (token ? p.tokens : experts);
-      const uint4* rows = static_cast<const uint4*>(token ? p.x : p.weight);
-      const uint4* source = valid ? rows + static_cast<int64_t>(number) * words + word : rows;
-      CopyAsync16Past(at(step % kRouterStages, row, i % kWords), source, valid);
-    }
+  // A thread copies a word of every kEach-th row: tokens' first, then experts'.
+  constexpr int kEach = kRouterTileThreads / kWords, kCopies = kRows / kEach, kTokenCopies = kTokens / kEach;
+  static_assert(kRows % kEach == 0 && kTokens % kEach == 0 && kEach % 8 == 0);
+  const int own_row = threadIdx.x / kWords, own_word = threadIdx.x % kWords;
+  const uint4* source[kCopies];
+  bool there[kCopies];
+#pragma unroll
+  for (int i = 0; i < kCopies; ++i) {
+    const bool token = i < kTokenCopies;
+    const int row = token ? token0 + own_row + i * kEach : expert0 + own_row + (i - kTokenCopies) * kEach;
+    source[i] = static_cast<const uint4*>(token ? p.x : p.weight) + static_cast<int64_t>(row) * words + own_word;
+    there[i] = row < (token ? p.tokens : experts);
+  }
+  const auto load = [&](int step, bool tokens, bool weights) {
+    const uint32_t to = at(step % kRouterStages, own_row, own_word);
+    const bool inside = step * kWords + own_word < words;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i)
+      if (i < kTokenCopies ? tokens : weights)
+        CopyAsync16Past(to + i * kEach * kWords * 16, source[i] + step * kWords, inside && there[i]);
   };
   // Weights of the first stages, then, after the wait, the tokens'.
-  for (int step = 0; step < min(kRouterStages - 1, steps); ++step) load(step, kTokens, kRows);
+  for (int step = 0; step < min(kRouterStages - 1, steps); ++step) load(step, false, true);
   WaitForPrevious();
   for (int step = 0; step < kRouterStages - 1; ++step) {
-    if (step < steps) load(step, 0, kTokens);
+    if (step < steps) load(step, true, false);
     CopyAsyncCommit();
   }
   float sums[2][2][4] = {};
   for (int step = 0; step < steps; ++step) {
     CopyAsyncWait<kRouterStages - 2>();
     __syncthreads();
-    if (step + kRouterStages - 1 < steps) load(step + kRouterStages - 1, 0, kRows);
+    if (step + kRouterStages - 1 < steps) load(step + kRouterStages - 1, true, true);
     CopyAsyncCommit();
     const int stage = step % kRouterStages;
 #pragma unroll

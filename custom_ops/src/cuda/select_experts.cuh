@@ -20,6 +20,11 @@ __device__ inline unsigned Ordered(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+__device__ inline float WarpMost(float x) {
+  for (int d = 16; d > 0; d /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
+  return x;
+}
+
 // The largest of key[0, count), the first of equal ones; all lanes get it. 0 is the key of what is out.
 __device__ inline int WarpLargest(const unsigned* key, int count) {
   unsigned best = 0;
@@ -28,6 +33,32 @@ __device__ inline int WarpLargest(const unsigned* key, int count) {
     if (key[i] > best) best = key[i], at = i;
   const unsigned largest = __reduce_max_sync(~0u, best);
   return static_cast<int>(__reduce_min_sync(~0u, best == largest ? static_cast<unsigned>(at) : ~0u));
+}
+
+// The top_k largest of key[0, experts), the best first, of equal ones the first, by a warp that has them in registers:
+// their ids, and their scores in weight. experts: at most 32 N.
+template <int N>
+__device__ inline void TakeLargest(const unsigned* key, const float* score, int experts, int top_k, int* ids,
+                                   float* weight) {
+  const int lane = threadIdx.x;
+  unsigned own[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) own[i] = lane + 32 * i < experts ? key[lane + 32 * i] : 0;
+  for (int j = 0; j < top_k; ++j) {
+    unsigned best = own[0];
+#pragma unroll
+    for (int i = 1; i < N; ++i) best = max(best, own[i]);
+    const unsigned largest = __reduce_max_sync(~0u, best), lanes = __ballot_sync(~0u, best == largest);
+    int at = experts;
+#pragma unroll
+    for (int i = N - 1; i >= 0; --i) at = own[i] == largest ? lane + 32 * i : at;
+    bool mine = best == largest;
+    if (lanes & (lanes - 1)) mine = __reduce_min_sync(~0u, at) == at && mine;
+    if (!mine) continue;
+    ids[j] = at, weight[j] = score[at];
+#pragma unroll
+    for (int i = 0; i < N; ++i) own[i] = lane + 32 * i == at ? 0 : own[i];
+  }
 }
 
 // A warp selects from the f32 logits, the first of SelectWords words in shared memory; all lanes see them. Methods are op.def's; correction_bias: null for none.
@@ -53,7 +84,7 @@ __device__ inline void Select(const qm_routing& r, unsigned* words, const float*
   }
   enum { softmax_topk, topk_softmax, sigmoid_topk, topk_sigmoid, topk };
   if (r.method == softmax_topk) {
-    for (int d = 16; d > 0; d /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
+    most = WarpMost(most);
     float sum = 0.f;
     for (int e = lane; e < experts; e += 32) sum += score[e] = expf(score[e] - most);
     sum = WarpSum(sum);
@@ -88,35 +119,36 @@ __device__ inline void Select(const qm_routing& r, unsigned* words, const float*
       if (group_key[e / size]) key[e] = 0;  // not kept
   }
   __syncwarp();
-  for (int j = 0; j < r.top_k; ++j) {
-    const int e = WarpLargest(key, experts);
-    __syncwarp();
-    if (lane == 0) {
-      key[e] = 0;
-      ids[j] = e;
-      weight[j] = score[e];
+  if (experts <= 128) {
+    TakeLargest<4>(key, score, experts, r.top_k, ids, weight);
+  } else if (experts <= 256) {
+    TakeLargest<8>(key, score, experts, r.top_k, ids, weight);
+  } else {
+    for (int j = 0; j < r.top_k; ++j) {
+      const int e = WarpLargest(key, experts);
+      __syncwarp();
+      if (lane == 0) key[e] = 0, ids[j] = e, weight[j] = score[e];
+      __syncwarp();
     }
-    __syncwarp();
   }
-  if (r.method == topk_softmax) {
-    float sum = 0.f, largest = weight[0];
-    for (int j = 1; j < r.top_k; ++j) largest = fmaxf(largest, weight[j]);
-    __syncwarp();
-    for (int j = lane; j < r.top_k; j += 32) weight[j] = expf(weight[j] - largest);
-    __syncwarp();
-    for (int j = 0; j < r.top_k; ++j) sum += weight[j];
-    __syncwarp();
+  __syncwarp();
+  const auto divide = [&](float least) {  // by their sum
+    float sum = 0.f;
+    for (int j = lane; j < r.top_k; j += 32) sum += weight[j];
+    sum = WarpSum(sum) + least;
     for (int j = lane; j < r.top_k; j += 32) weight[j] /= sum;
+  };
+  if (r.method == topk_softmax) {
+    float largest = -INFINITY;
+    for (int j = lane; j < r.top_k; j += 32) largest = fmaxf(largest, weight[j]);
+    largest = WarpMost(largest);
+    for (int j = lane; j < r.top_k; j += 32) weight[j] = expf(weight[j] - largest);
+    divide(0.f);
   } else if (r.method == topk_sigmoid) {
     for (int j = lane; j < r.top_k; j += 32) weight[j] = 1.f / (1.f + expf(-weight[j]));
   }
-  __syncwarp();
-  float sum = 1.f;
-  if (r.renormalize) {
-    sum = 1e-20f;
-    for (int j = 0; j < r.top_k; ++j) sum += weight[j];
-  }
-  for (int j = lane; j < r.top_k; j += 32) weights[j] = weight[j] / sum * r.routed_scaling_factor;
+  if (r.renormalize) divide(1e-20f);
+  for (int j = lane; j < r.top_k; j += 32) weights[j] = weight[j] * r.routed_scaling_factor;
 }
 
 // Dynamic shared memory: SelectWords.
