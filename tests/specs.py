@@ -65,8 +65,8 @@ def attention_spec(num_heads: int, kv_num_heads: int, head_size: int, **others: 
     return AttentionSpec(num_heads=num_heads, kv_num_heads=kv_num_heads, head_size=head_size, **(unsaid | others))
 
 
-def conv_spec(channels: int, width: int = 4, activation: str = "silu") -> ConvSpec:
-    return ConvSpec(channels=channels, width=width, activation=activation)
+def conv_spec(channels: int, width: int = 4, activation: str = "silu", state_window: int = 1) -> ConvSpec:
+    return ConvSpec(channels=channels, width=width, activation=activation, state_window=state_window)
 
 
 def delta_spec(num_k_heads: int, num_v_heads: int, k_head_size: int, **others: Any) -> DeltaSpec:
@@ -78,11 +78,12 @@ def delta_spec(num_k_heads: int, num_v_heads: int, k_head_size: int, **others: A
 def state_shapes(spec: ConvSpec | DeltaSpec, batch: int, tokens: int) -> list[tuple[int, ...]]:
     """Of CausalConv's or GatedDelta's inputs, then outputs."""
     x = (batch, tokens)
+    states = (*[spec.state_window] * (spec.state_window > 1), batch)
     if isinstance(spec, ConvSpec):
-        state = (batch, spec.channels, spec.width - 1)
+        state: tuple[int, ...] = (*states, spec.channels, spec.width - 1)
         weights = [(spec.channels, spec.width), (spec.channels,)]
         return [(*x, spec.channels), *weights, state, (batch, 3), (*x, spec.channels), state]
     heads, k, v = spec.num_v_heads, spec.k_head_size, spec.v_head_size
-    decays, state, y = heads * (k if spec.decay_per_key else 1), (batch, heads, k, v), (*x, heads * v)
+    decays, state, y = heads * (k if spec.decay_per_key else 1), (*states, heads, k, v), (*x, heads * v)
     qkv = (*x, 2 * spec.num_k_heads * k + heads * v)
     return [qkv, (*x, decays), (*x, heads), y, (heads,), (decays,), (v,), state, (batch, 3), y, state]

@@ -826,6 +826,12 @@ bool Attention::CheckShapes(const Dims* in) const {
          check(CachedAttention_sinks, {heads});
 }
 
+// A state's shape, with the window's size in front where there is one.
+std::vector<int64_t> Windowed(int32_t window, std::vector<int64_t> state) {
+  if (window > 1) state.insert(state.begin(), window);
+  return state;
+}
+
 // A state stays where it is as a cache does: past and present are bound to the same memory.
 class Conv final : public Plugin {
  public:
@@ -839,7 +845,8 @@ class Conv final : public Plugin {
  private:
   IPluginV3* Clone() const override { return new Conv(layer_, problem_.conv); }
   bool SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder&) const override {
-    if (!CheckRank(inputs, CausalConv_x, 3) || !CheckRank(inputs, CausalConv_past_conv, 3)) return false;
+    const int32_t rank = problem_.conv.state_window > 1 ? 4 : 3;
+    if (!CheckRank(inputs, CausalConv_x, 3) || !CheckRank(inputs, CausalConv_past_conv, rank)) return false;
     outputs[0] = inputs[CausalConv_x];
     outputs[1] = inputs[CausalConv_past_conv];
     return true;
@@ -850,7 +857,8 @@ class Conv final : public Plugin {
     const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return CheckShape(in, input, sizes); };
     return check(CausalConv_x, {-1, -1, channels}) && check(CausalConv_weight, {channels, width}) &&
            (None(bias) || check(CausalConv_bias, {channels})) &&
-           check(CausalConv_past_conv, {x.d[0], channels, width - 1}) && check(CausalConv_rows, {x.d[0], 3});
+           check(CausalConv_past_conv, Windowed(problem_.conv.state_window, {x.d[0], channels, width - 1})) &&
+           check(CausalConv_rows, {x.d[0], 3});
   }
   bool Read(const Inputs& in) {
     const Dims& x = in.dims[CausalConv_x];
@@ -887,7 +895,8 @@ class Delta final : public Planned<qm_cuda_delta_problem, qm_cuda_delta_plan, qm
  private:
   IPluginV3* Clone() const override { return new Delta(layer_, delta_); }
   bool SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
-    if (!CheckRank(inputs, GatedDelta_qkv, 3) || !CheckRank(inputs, GatedDelta_past_state, 4)) return false;
+    const int32_t rank = delta_.state_window > 1 ? 5 : 4;
+    if (!CheckRank(inputs, GatedDelta_qkv, 3) || !CheckRank(inputs, GatedDelta_past_state, rank)) return false;
     outputs[0] = inputs[GatedDelta_qkv];
     outputs[0].d[2] = builder.constant(int64_t{delta_.num_v_heads} * delta_.v_head_size);
     outputs[1] = inputs[GatedDelta_past_state];
@@ -902,7 +911,8 @@ class Delta final : public Planned<qm_cuda_delta_problem, qm_cuda_delta_plan, qm
            check(GatedDelta_a, {qkv.d[0], qkv.d[1], decays}) && check(GatedDelta_b, {qkv.d[0], qkv.d[1], heads}) &&
            check(GatedDelta_z, {qkv.d[0], qkv.d[1], heads * v}) && check(GatedDelta_a_log, {heads}) &&
            check(GatedDelta_dt_bias, {decays}) && check(GatedDelta_norm, {v}) &&
-           check(GatedDelta_past_state, {qkv.d[0], heads, k, v}) && check(GatedDelta_rows, {qkv.d[0], 3});
+           check(GatedDelta_past_state, Windowed(delta_.state_window, {qkv.d[0], heads, k, v})) &&
+           check(GatedDelta_rows, {qkv.d[0], 3});
   }
   qm_cuda_delta_problem ProblemOf(const Inputs& in) const override {
     const Dims& qkv = in.dims[GatedDelta_qkv];

@@ -5,7 +5,7 @@ The graph is made where transformers is, on any machine; weights are random, and
     python -m quantmoe.custom_ops.bench.ort_cuda_bench graph qwen.onnx --model qwen3-30b-a3b --group-size 128
     python -m quantmoe.custom_ops.bench.ort_cuda_bench run qwen.onnx    # with onnxruntime-gpu, PyTorch and a GPU
 
-The cache is bound in place. Times are medians of whole runs on the host's clock, kernels are those that CUPTI saw.
+--steps names other runs, as BATCH:PAST:NEW, and --prompts other lengths. The cache is bound in place. Times are medians of whole runs on the host's clock, kernels are those that CUPTI saw.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ TYPES = {1: np.float32, 6: np.int32, 10: np.float16}
 SCALES: dict[str, Any] = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}
 
 
-def make_graph(path: Path, model: str, group_size: int, mxfp4: bool, scratch: Path) -> None:
+def make_graph(path: Path, model: str, group_size: int, mxfp4: bool, lm_head: str | None, scratch: Path) -> None:
     """Writes a graph in f16 whose weights are named and not there.
 
     Args:
         mxfp4: experts as gpt-oss has them, and linears in f16, instead of int4.
+        lm_head: "int4" or "int8"; None: f16.
         scratch: folder for the headers of a checkpoint.
     """
     import onnx_ir as ir
@@ -55,7 +56,7 @@ def make_graph(path: Path, model: str, group_size: int, mxfp4: bool, scratch: Pa
 
     random_checkpoint.write(scratch, random_checkpoint.CONFIGS[model], group_size, data=False)
     format = open_format(scratch, None, None)
-    skeleton = Skeleton(format, "f16", target="cuda")
+    skeleton = Skeleton(format, "f16", lm_head=lm_head, target="cuda")
     chosen = choose(skeleton, choose_experts(format, "marlin", None, "exact"), "marlin", None, "exact")
     if mxfp4:
         for name, spec in chosen.layers.items():
@@ -159,14 +160,15 @@ class Bound:
 
         self.session, self.binding, self.options = session, session.io_binding(), ort.RunOptions()
         self.options.add_run_config_entry("gpu_graph_id", str(graph))
-        caches = {i.name: i.shape for i in session.get_inputs() if i.name.startswith("past")}
-        shapes = {name: (batch, shape[1], capacity, shape[3]) for name, shape in caches.items()}
+        caches = {i.name: i for i in session.get_inputs() if i.name.startswith("past")}
+        sizes = {name: [capacity if isinstance(n, str) else n for n in i.shape[1:]] for name, i in caches.items()}
+        types = {name: torch.float16 if i.type == "tensor(float16)" else torch.float32 for name, i in caches.items()}
         vocabulary = session.get_outputs()[0].shape[2]
         self.mask = torch.zeros(batch, capacity, dtype=torch.int64, device="cuda")
         self.mask[:, : past + new] = 1
         self.positions = torch.arange(past, past + new, device="cuda").repeat(batch, 1)
         self.logits = torch.empty(batch, 1, vocabulary, dtype=torch.float16, device="cuda")
-        self.caches = {n: torch.randn(shape, dtype=torch.float16, device="cuda") for n, shape in shapes.items()}
+        self.caches = {n: torch.randn((batch, *sizes[n]), dtype=types[n], device="cuda") for n in caches}
         ids = torch.randint(1, vocabulary, (batch, new), device="cuda")
         self.inputs = {"input_ids": ids, "attention_mask": self.mask, "position_ids": self.positions}
         for name, tensor in (self.inputs | self.caches).items():
@@ -211,12 +213,16 @@ class Bound:
 
 
 def _place(tensor: Any) -> tuple[Any, ...]:
-    dtype = {"torch.int64": np.int64, "torch.float16": np.float16}[str(tensor.dtype)]
+    dtype = getattr(np, str(tensor.dtype).removeprefix("torch."))
     return "cuda", 0, dtype, list(tensor.shape), tensor.data_ptr()
 
 
-def bench(folder: Path, library: str) -> None:
-    """Prints a line for each measurement, and the kernels of some."""
+def bench(folder: Path, library: str, steps: list[str], prompts: list[int]) -> None:
+    """Prints a line for each measurement, and the kernels of some.
+
+    Args:
+        steps: BATCH:PAST:NEW.
+    """
     import onnxruntime as ort
     import torch
 
@@ -228,26 +234,30 @@ def bench(folder: Path, library: str) -> None:
     session = ort.InferenceSession(str(folder / "model.onnx"), options, [("CUDAExecutionProvider", settings)])
     loaded = time.perf_counter() - begin
     print(f"{torch.cuda.get_device_name()}, ONNX Runtime {ort.__version__}: {loaded:.1f} s to load")
-    sizes = ((1, 512, 4096), (1, 2048, 4096), (8, 2048, 2560), (32, 2048, 2560))
-    for graph, (batch, past, capacity) in enumerate(sizes, 1):
-        replayed, launched = (Bound(session, batch, 1, past, capacity, i) for i in (graph, -1))
+    for graph, (batch, past, new) in enumerate((map(int, step.split(":")) for step in steps), 1):
+        capacity = 4096 if batch == 1 else past + 512
+        replayed, launched = (Bound(session, batch, new, past, capacity, i) for i in (graph, -1))
         for name, tensor in (launched.inputs | launched.caches).items():
             tensor.copy_((replayed.inputs | replayed.caches)[name])
+        replayed.run()  # captures, in several runs: states are put back
+        for name, tensor in replayed.caches.items():
+            tensor.copy_(launched.caches[name])
         same = torch.equal(replayed.run(), launched.run()) and all(
             torch.equal(tensor, launched.caches[name]) for name, tensor in replayed.caches.items()
         )
         times = [bound.milliseconds(50) for bound in (replayed, launched)]
         print(
-            f"one token, batch {batch}, {past} of {capacity} slots: {times[0]:.3f} ms with a CUDA graph "
-            f"({1e3 * batch / times[0]:.0f} tokens/s), {times[1]:.3f} without; the same bytes: {same}"
+            f"{new} tokens, batch {batch}, after {past} of {capacity} slots: {times[0]:.3f} ms with a CUDA graph "
+            f"({1e3 * batch * new / times[0]:.0f} tokens/s), {times[1]:.3f} without; the same bytes: {same}"
         )
-        if past == 2048:
+        if past >= 1024:
             replayed.kernels()
         del replayed, launched
-    prompt = Bound(session, 1, 2048, 0, 4096, -1)
-    ms = prompt.milliseconds(8)
-    print(f"prompt of 2048: {ms:.2f} ms ({2048e3 / ms:.0f} tokens/s)")
-    prompt.kernels()
+    for tokens in prompts:
+        prompt = Bound(session, 1, tokens, 0, 4096, -1)
+        ms = prompt.milliseconds(8)
+        print(f"prompt of {tokens}: {ms:.2f} ms ({1e3 * tokens / ms:.0f} tokens/s)")
+        prompt.kernels()
     print(f"GPU memory: {(free - torch.cuda.mem_get_info()[0]) / 1e9:.2f} GB")
 
 
@@ -258,13 +268,16 @@ if __name__ == "__main__":
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--mxfp4", action="store_true", help="experts in MXFP4, linears in f16")
+    parser.add_argument("--lm-head", choices=["int4", "int8"], help="rounded, as export does it")
+    parser.add_argument("--steps", nargs="+", default=["1:512:1", "1:2048:1", "8:2048:1", "32:2048:1"])
+    parser.add_argument("--prompts", nargs="+", type=int, default=[2048])
     parser.add_argument("--folder", type=Path, default=Path("ort-cuda-bench"), help="scratch")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.what == "graph":
-        make_graph(given.graph, given.model, given.group_size, given.mxfp4, given.folder / "headers")
+        make_graph(given.graph, given.model, given.group_size, given.mxfp4, given.lm_head, given.folder / "headers")
     else:
         from quantmoe.ort_ext import cuda_library_path
 
         fill(given.graph, given.folder)
-        bench(given.folder, cuda_library_path())
+        bench(given.folder, cuda_library_path(), given.steps, given.prompts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -130,7 +131,7 @@ def check_delta(spec: DeltaSpec, dtype: str, inputs: list[np.ndarray], in_place:
     sizes = np.linalg.norm(want.reshape(heads), axis=3, keepdims=True)  # what cancels loses by a head's norm
     assert (np.abs(got - want).reshape(heads) <= unit * np.abs(want).reshape(heads) + unit / 8 * sizes).all()
     assert (got[want.any(2) == 0] == 0).all()
-    largest = np.abs(state).max((2, 3), keepdims=True)
+    largest = np.abs(state).max((-2, -1), keepdims=True)
     chunks = -(-want.shape[1] // 64)
     assert (np.abs(numbers(present) - state) <= (STATE + chunks * CHUNK) * np.maximum(largest, 1)).all()
 
@@ -182,6 +183,48 @@ def test_delta_in_parts(name: str) -> None:
         past, at = present.cpu().numpy(), at + count
     np.testing.assert_allclose(np.concatenate(found, 1), want, rtol=2 * UNIT["bf16"], atol=UNIT["bf16"] * 2**-6)
     assert np.abs(past - state).max() <= (STATE + 5 * CHUNK) * max(1, np.abs(state).max())
+
+
+def window_of(made: list[np.ndarray], window: int) -> list[np.ndarray]:
+    """Inputs whose past is the last of a window's slots; the others are not read."""
+    past = np.full((window, *made[-2].shape), np.nan, made[-2].dtype)
+    past[-1] = made[-2]
+    return [*made[:-2], past, made[-1]]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("window", [2, 5])
+@pytest.mark.parametrize("call", [call for call in CALLS if call != "2100"])
+def test_windows_of_states(call: str, window: int, dtype: str) -> None:
+    conv = conv_spec(70, 3, state_window=window)
+    inputs = window_of(conv_inputs(conv, dtype, call), window)
+    y, present = twice(lambda: cuda.conv(conv, *(tensor(x, dtype) for x in inputs)))
+    want, state = reference.conv(conv, *inputs)
+    np.testing.assert_allclose(numbers(y), want, rtol=UNIT[dtype] * 1.01, atol=1e-6)
+    assert present.cpu().view(torch.int16).numpy().tobytes() == state.view(np.int16).tobytes()
+    for name in ("qwen3-next", "kimi", "small"):
+        spec = replace(DELTAS[name], state_window=window)
+        check_delta(spec, dtype, window_of(delta_inputs(spec, dtype, call), window))
+
+
+@gpu
+@pytest.mark.parametrize("call", ["one token", "seven", "ragged few", "300", "ragged many"])
+def test_windows_in_place_keep_what_is_of_no_token(call: str) -> None:
+    for spec, make, run in (
+        (conv_spec(64, state_window=6), conv_inputs, cuda.conv),
+        (replace(DELTAS["small"], state_window=6), delta_inputs, cuda.delta),
+    ):
+        inputs = window_of(make(spec, "bf16", call), 6)
+        inputs[-2][:-1] = 7
+        y, apart = run(spec, *(tensor(x, "bf16") for x in inputs))
+        again, present = run(spec, *(tensor(x, "bf16") for x in inputs), in_place=True)
+        assert torch.equal(torch.nan_to_num(y), torch.nan_to_num(again))
+        for b, (_, count, _) in enumerate(CALLS[call][0]):
+            kept = 6 - min(max(count, 1), 6)
+            assert (present[:kept, b] == 7).all()
+            assert (apart[:kept, b] == 0).all()
+            assert torch.equal(present[kept:, b], apart[kept:, b])
 
 
 @gpu

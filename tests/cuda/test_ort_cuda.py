@@ -617,12 +617,14 @@ def test_run_attention(driver, dtype):
 
 
 CONV, DELTA = conv_spec(512), delta_spec(2, 4, 64)
+WINDOW = conv_spec(512, state_window=3)
 
 
 @pytest.mark.parametrize(
     ("spec", "name", "new", "message"),
     [
         (CONV, "width", None, "attribute width of kind i is required"),
+        (CONV, "state_window", 65, "state_window is 65, expected 1 to 64"),
         (CONV, "width", 5, "width is 5, the CUDA kernel takes 2 to 4"),
         (CONV, "channels", 63, "channels is 63, the CUDA kernel takes even numbers"),
         (CONV, "activation", "tanh", 'activation is "tanh", the operator defines: none, silu'),
@@ -647,6 +649,7 @@ def test_wrong_states(driver, fake, spec, name, new, message):
         (CONV, 1, (512, 1, 4), "weight has shape [512, 1, 4], expected [512, 4]"),
         (CONV, 2, (4,), "bias has shape [4], expected [512] or, for none, [0]"),
         (CONV, 3, (2, 512, 4), "past_conv has shape [2, 512, 4], expected [2, 512, 3]"),
+        (WINDOW, 3, (2, 512, 3), "past_conv has shape [2, 512, 3], expected [3, 2, 512, 3]"),
         (CONV, 4, (1, 3), "rows has shape [1, 3], expected [2, 3]"),
         (DELTA, 0, (2, 3, 500), "qkv has shape [2, 3, 500], expected [-1, -1, 512]"),
         (DELTA, 1, (2, 3, 256), "a has shape [2, 3, 256], expected [2, 3, 4]"),

@@ -645,6 +645,7 @@ def routing_tensors(rows=(4,), dtype="bf16", **changes):
 
 # numbers that f32 has, as above
 CONV = conv_spec(512)
+WINDOW = conv_spec(512, state_window=3)
 DELTA = delta_spec(2, 4, 64, l2_epsilon=2.0**-20, norm_epsilon=2.0**-20)
 
 
@@ -965,7 +966,7 @@ def test_types_of_states(others, spec):
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
-@pytest.mark.parametrize("spec", [CONV, DELTA], ids=lambda spec: spec.OP)
+@pytest.mark.parametrize("spec", [CONV, WINDOW, DELTA], ids=lambda spec: f"{spec.OP}-{spec.state_window}")
 def test_outputs_of_states(others, spec, dtype):
     others.select(spec.OP)
     made = others.create(attributes_of(spec))
@@ -984,6 +985,7 @@ def test_outputs_of_states(others, spec, dtype):
         (CONV, "weight", (512, 3), "weight has shape [512, 3], expected [512, 4]"),
         (CONV, "bias", (4,), "bias has shape [4], expected [512]"),
         (CONV, "past_conv", (1, 512, 3), "past_conv has shape [1, 512, 3], expected [2, 512, 3]"),
+        (WINDOW, "past_conv", (2, 512, 3), "past_conv has shape [2, 512, 3], expected [3, 2, 512, 3]"),
         (CONV, "rows", (2, 2), "rows has shape [2, 2], expected [2, 3]"),
         (DELTA, "qkv", (2, 512), "qkv has shape [2, 512], expected [-1, -1, 512]"),
         (DELTA, "a", (2, 3, 256), "a has shape [2, 3, 256], expected [2, 3, 4]"),

@@ -13,8 +13,18 @@ using DeltaKernel = void (*)(DeltaParams);
 template <typename T>
 int LaunchConv(const qm_cuda_conv_problem& p, const qm_cuda_conv_tensors& t, cudaStream_t stream, char* err) {
   constexpr ConvKernel kernels[] = {CausalConv<T, 2>, CausalConv<T, 3>, CausalConv<T, 4>};
-  const ConvParams params{p.conv,        static_cast<int>(p.tokens), t.x, t.weight, t.bias, t.past_conv, t.rows, t.y,
-                          t.present_conv};
+  const int64_t slot = p.batch * p.conv.channels * (p.conv.width - 1), live = (p.conv.state_window - 1) * slot;
+  const ConvParams params{p.conv,
+                          static_cast<int>(p.tokens),
+                          t.x,
+                          t.weight,
+                          t.bias,
+                          static_cast<const T*>(t.past_conv) + live,
+                          t.rows,
+                          t.y,
+                          static_cast<T*>(t.present_conv) + live,
+                          slot,
+                          t.present_conv != t.past_conv};
   const int pairs = p.conv.channels / 2;
   const auto blocks = [](int64_t all, int each) { return static_cast<unsigned>((all + each - 1) / each); };
   Launcher launcher{stream};
@@ -39,31 +49,46 @@ DeltaKernel KernelOf(const qm_delta& d, const qm_cuda_delta_plan& plan) {
 }
 
 template <typename T>
+DeltaKernel LaterOf(const qm_delta& d) {
+  return d.k_head_size == 64 ? GatedDelta<T, 64, kFewDeltaColumns, DeltaNorm::kLater, false>
+                             : GatedDelta<T, 128, kFewDeltaColumns, DeltaNorm::kLater, false>;
+}
+
+template <typename T>
 int LaunchDelta(const qm_cuda_delta_problem& p, const qm_cuda_delta_plan& plan, const qm_cuda_delta_tensors& t,
                 cudaStream_t stream, char* err) {
   const qm_delta& d = p.delta;
-  const DeltaParams params{d,
-                           static_cast<int>(p.batch),
-                           static_cast<int>(p.tokens),
-                           t.qkv,
-                           t.a,
-                           t.b,
-                           t.z,
-                           t.a_log,
-                           t.dt_bias,
-                           t.norm,
-                           t.past_state,
-                           t.rows,
-                           t.y,
-                           t.present_state,
-                           static_cast<float*>(t.workspace)};
+  const int64_t slot = p.batch * d.num_v_heads * d.k_head_size * d.v_head_size, live = (d.state_window - 1) * slot;
+  DeltaParams params{d,
+                     static_cast<int>(p.batch),
+                     static_cast<int>(p.tokens),
+                     t.qkv,
+                     t.a,
+                     t.b,
+                     t.z,
+                     t.a_log,
+                     t.dt_bias,
+                     t.norm,
+                     t.past_state + live,
+                     t.rows,
+                     t.y,
+                     t.present_state + live,
+                     static_cast<float*>(t.workspace),
+                     slot,
+                     t.present_state != t.past_state,
+                     0};
+  const auto grid = [&](int columns) { return dim3(d.v_head_size / columns, d.num_v_heads, params.batch); };
   Launcher launcher{stream};
-  if (plan.chunked)
+  if (plan.chunked) {
+    // A window's tokens one by one: chunks have no state after each.
+    params.tail = d.state_window > 1 ? d.state_window : 0;
     LaunchDeltaChunks(params, p.type, launcher);
-  else
-    launcher.Run(KernelOf<T>(d, plan), params,
-                 dim3(d.v_head_size / plan.columns, d.num_v_heads, static_cast<unsigned>(p.batch)),
-                 kDeltaParts * plan.columns, 0, false, plan.cluster);
+    params.past_state = params.present_state;
+    if (params.tail)
+      launcher.Run(LaterOf<T>(d), params, grid(kFewDeltaColumns), kDeltaParts * kFewDeltaColumns, 0, true);
+  } else {
+    launcher.Run(KernelOf<T>(d, plan), params, grid(plan.columns), kDeltaParts * plan.columns, 0, false, plan.cluster);
+  }
   const int64_t warps = kGateThreads / 32, items = p.batch * p.tokens * d.num_v_heads;
   if (plan.workspace_bytes)
     launcher.Run(DeltaGate<T>, params, dim3(static_cast<unsigned>((items + warps - 1) / warps)), kGateThreads, 0, true);

@@ -20,6 +20,8 @@
 
 namespace quantmoe {
 
+// Of a window of states past and present are the last slots; what is `back` tokens before is `back` times `slot` values
+// before it. apart: present is not past's memory, so what is of no token becomes zero.
 struct ConvParams {
   qm_conv conv;
   int tokens;
@@ -28,6 +30,8 @@ struct ConvParams {
   const void* past;
   const int* rows;
   void *y, *present;
+  int64_t slot;
+  bool apart;
 };
 
 struct DeltaParams {
@@ -39,6 +43,9 @@ struct DeltaParams {
   void* y;
   float* present_state;
   float* outputs;  // [batch, tokens, H, V] before the norm, where blocks have parts of heads
+  int64_t slot;
+  bool apart;
+  int tail;  // so many tokens at the end of a row are a launch's own, whose past is what the launches before it made
 };
 
 // What a batch row says. One that asks for tokens that are not there counts nothing, and its output is NaN.
@@ -87,6 +94,16 @@ __global__ void __launch_bounds__(kConvThreads) CausalConv(const __grid_constant
   };
   uint32_t kept[W - 1];
   if (blockIdx.y == 0)
+    for (int back = 1; back < p.conv.state_window; ++back) {
+      if (back >= row.count && !p.apart) break;
+      uint16_t* to = present - back * p.slot;
+#pragma unroll
+      for (int j = 0; j < W - 1; ++j) {
+        const uint32_t of = back < row.count ? input(row.count - back - (W - 1) + j) : 0;
+        to[j] = of & 0xffff, to[W - 1 + j] = of >> 16;
+      }
+    }
+  if (blockIdx.y == 0)
 #pragma unroll
     for (int j = 0; j < W - 1; ++j)
       kept[j] = row.count ? input(row.count - (W - 1) + j) : past[j] | static_cast<uint32_t>(past[W - 1 + j]) << 16;
@@ -100,7 +117,7 @@ __global__ void __launch_bounds__(kConvThreads) CausalConv(const __grid_constant
       const uint32_t v = input(first - (W - 1) + j);
       window[j] = make_float2(Half<T>::Low(v), Half<T>::High(v));
     }
-#pragma unroll 4
+#pragma unroll 8
     for (int t = first; t < min(first + kConvTokens, row.count); ++t) {
       const uint32_t v = input(t);
       window[W - 1] = make_float2(Half<T>::Low(v), Half<T>::High(v));
@@ -238,7 +255,16 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
 #pragma unroll
   for (int i = 0; i < kRows; ++i) s[i] = p.past_state[at + static_cast<int64_t>(i) * v];
   const float rate = expf(p.a_log[head]);
-  const TokenRow row = ReadTokenRow(p.rows, b, p.tokens);
+  TokenRow row = ReadTokenRow(p.rows, b, p.tokens);
+  if (p.tail) {
+    const int own = min(row.count, p.tail);
+    row.begin += row.count - own, row.count = own, row.from_past = true;
+  }
+  const auto store = [&](int back, bool zero) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      p.present_state[at - back * p.slot + static_cast<int64_t>(i) * v] = zero ? 0.f : s[i];
+  };
   const int64_t first_token = static_cast<int64_t>(b) * p.tokens;
   if (kHere && blockIdx.x == 0)
     for (int t = warp; t < p.tokens; t += kWarps)
@@ -315,6 +341,7 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
         else
           p.outputs[((first_token + row.begin + first + t) * d.num_v_heads + head) * v + c] = output;
       }
+      if (const int back = row.count - 1 - first - t; back > 0 && back < d.state_window) store(back, false);
     }
     __syncthreads();
     const int64_t token = first_token + row.begin + first;
@@ -340,8 +367,9 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
       }
     }
   }
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) p.present_state[at + static_cast<int64_t>(i) * v] = s[i];
+  store(0, false);
+  if (p.apart)
+    for (int back = max(row.count, 1); back < d.state_window; ++back) store(back, true);
 }
 
 // What GatedDelta left in outputs: a warp a head of a token.

@@ -1,9 +1,8 @@
 // GatedDelta of many tokens: its launches.
-#include "cuda/linear_attention_chunked.cuh"
-
 #include <algorithm>
 
 #include "cuda/launcher.h"
+#include "cuda/linear_attention_chunked.cuh"
 
 namespace quantmoe {
 namespace {

@@ -3,7 +3,8 @@
 // Of a chunk, with S the state before it, c_i the decay of all its tokens up to i, k and q normed, q scaled:
 //
 //   A_ij = beta_i c_i / c_j k_i . k_j (j < i)        U = (I + A)^-1 diag(beta) (V - diag(c) K S)
-//   P_ij = c_i / c_j q_i . k_j (j <= i)              O = diag(c) Q S + P U,  S = c_last S + sum_j c_last / c_j k_j U_j^T
+//   P_ij = c_i / c_j q_i . k_j (j <= i)              O = diag(c) Q S + P U
+//                                                    S = c_last S + sum_j c_last / c_j k_j U_j^T
 //
 // DeltaChunks makes W = (I + A)^-1 diag(beta), P and the factors of each token, of all chunks at once; DeltaScan has a
 // head's columns in registers and goes from chunk to chunk. There the state is transposed: a warp has 16 columns, whose
@@ -25,10 +26,14 @@ struct DeltaChunkParams {
 
 // c += a * b, 16 x 8 times 8 x 8. Of the fragments (PTX ISA, mma.m16n8k8) lanes have a's columns t and t + 4 and b's
 // rows t and t + 4; here these are 2t and 2t + 1, as c has them, which changes nothing but the order of the sum.
-__device__ inline void MmaTf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ inline void MmaTf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+template <typename T>
+__device__ inline void Widen(uint32_t pair, uint32_t (&to)[2]) {
+  to[0] = __float_as_uint(Half<T>::Low(pair)), to[1] = __float_as_uint(Half<T>::High(pair));
 }
 constexpr uint32_t kTf32 = 0xffffe000;
 __device__ inline void SplitTf32(float x, uint32_t& high, uint32_t& low) {
@@ -88,7 +93,7 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaChunks(const __grid_c
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int head = blockIdx.y, b = blockIdx.z, group = head / (d.num_v_heads / d.num_k_heads);
   const TokenRow row = ReadTokenRow(p.rows, b, p.tokens);
-  const int first = (c.first + blockIdx.x) * C, n = min(C, row.count - first);
+  const int first = (c.first + blockIdx.x) * C, n = min(C, row.count - p.tail - first);
   if (n <= 0) return;
   const int64_t token = static_cast<int64_t>(b) * p.tokens + row.begin + first;
   const int64_t width = 2 * d.num_k_heads * K + d.num_v_heads * d.v_head_size;
@@ -244,7 +249,7 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaScan(const __grid_con
   const int column = blockIdx.x * kDeltaScanColumns + warp * 16 + g;  // and eight further
   const TokenRow row = ReadTokenRow(p.rows, b, p.tokens);
   if (!row.valid) return;
-  const int chunks = min(c.chunks, (row.count + C - 1) / C - c.first);
+  const int count = max(0, row.count - p.tail), chunks = min(c.chunks, (count + C - 1) / C - c.first);
   if (chunks <= 0 && c.first) return;
 
   // [8 m + 2t + e % 2, column + e / 2 * 8] of the state.
@@ -262,7 +267,7 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaScan(const __grid_con
   const int64_t width = 2 * d.num_k_heads * K + d.num_v_heads * v;
   const auto read = [&](int chunk) {
     Stage& to = stages[chunk % 2];
-    const int n = min(C, row.count - (c.first + chunk) * C);
+    const int n = min(C, count - (c.first + chunk) * C);
     const T* q = static_cast<const T*>(p.qkv) + (token + chunk * C) * width;
     CopyTokens<T, K>(SharedAddress(to.key), q + (d.num_k_heads + group) * K, width, n);
     CopyTokens<T, K>(SharedAddress(to.query), q + group * K, width, n);
@@ -306,22 +311,24 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaScan(const __grid_con
         uint32_t keys[4], queries[4];
         LoadMatrices(keys, key_at + EightAt<K>(i * 8 + lane, m));
         LoadMatrices(queries, query_at + EightAt<K>(i * 8 + lane, m));
+        // A sum's next product comes seven others later: a warp is alone on its tensor core.
+        uint32_t k[4][2], q[4][2];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const uint32_t k0 = __float_as_uint(Half<T>::Low(keys[e])), k1 = __float_as_uint(Half<T>::High(keys[e]));
-          const uint32_t q0 = __float_as_uint(Half<T>::Low(queries[e])), q1 = __float_as_uint(Half<T>::High(queries[e]));
-          MmaTf32(r[i + e], high, k0, k1);
-          MmaTf32(o[i + e], high, q0, q1);
-          MmaTf32(r[i + e], low, k0, k1);
-          MmaTf32(o[i + e], low, q0, q1);
-        }
+        for (int e = 0; e < 4; ++e) Widen<T>(keys[e], k[e]), Widen<T>(queries[e], q[e]);
+#pragma unroll
+        for (int part = 0; part < 2; ++part)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            MmaTf32(r[i + e], part ? low : high, k[e]);
+            MmaTf32(o[i + e], part ? low : high, q[e]);
+          }
       }
     }
 #pragma unroll
     for (int i = 0; i < kTiles; i += 2) {
       uint32_t values[4];
-      LoadTransposed(values, value_at + EightAt<kDeltaScanColumns>((i + lane / 16) * 8 + lane % 8,
-                                                                   2 * warp + lane / 8 % 2));
+      LoadTransposed(values,
+                     value_at + EightAt<kDeltaScanColumns>((i + lane / 16) * 8 + lane % 8, 2 * warp + lane / 8 % 2));
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const float2 by_key = factor(0, i + e), by_query = factor(1, i + e);
@@ -341,47 +348,54 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaScan(const __grid_con
     for (int m = 0; m < K / 8; ++m)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[m][e] *= decay;
-    // u of eight tokens is whole when r of those up to them has been added.
-    const auto add = [&](float(&to)[4], const uint32_t(&high)[4], const uint32_t(&low)[4], const float* with) {
-      const float2 pair = *reinterpret_cast<const float2*>(with);
-      uint32_t b0, b1, low0, low1;
-      SplitTf32(pair.x, b0, low0), SplitTf32(pair.y, b1, low1);
-      MmaTf32(to, high, b0, b1);
-      MmaTf32(to, low, b0, b1);
-      MmaTf32(to, high, low0, low1);
+    // Adds products of eight tokens, the j-th, to all from these on.
+    const auto add = [&](float(&to)[kTiles][4], const float(&tokens)[4], const float(*with)[Stage::kStride], int j) {
+      uint32_t high[4], low[4], factors[kTiles][2], small[kTiles][2];
+      SplitTf32(tokens, high, low);
+#pragma unroll
+      for (int i = j; i < kTiles; ++i) {
+        const float2 pair = *reinterpret_cast<const float2*>(&with[8 * i + g][8 * j + 2 * t]);
+        SplitTf32(pair.x, factors[i][0], small[i][0]), SplitTf32(pair.y, factors[i][1], small[i][1]);
+      }
+#pragma unroll
+      for (int i = j; i < kTiles; ++i) MmaTf32(to[i], high, factors[i]);
+#pragma unroll
+      for (int i = j; i < kTiles; ++i) MmaTf32(to[i], low, factors[i]);
+#pragma unroll
+      for (int i = j; i < kTiles; ++i) MmaTf32(to[i], high, small[i]);
     };
+    // u of eight tokens is whole when r of those up to them has been added.
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      uint32_t high[4], low[4];
-      SplitTf32(r[j], high, low);
-#pragma unroll
-      for (int i = j; i < kTiles; ++i) add(u[i], high, low, &of.w[8 * i + g][8 * j + 2 * t]);
-      SplitTf32(u[j], high, low);
-#pragma unroll
-      for (int i = j; i < kTiles; ++i) add(o[i], high, low, &of.p[8 * i + g][8 * j + 2 * t]);
+      add(u, r[j], of.w, j);
+      add(o, u[j], of.p, j);
       const float2 left = factor(2, j);
       const float scaled[4] = {u[j][0] * left.x, u[j][1] * left.y, u[j][2] * left.x, u[j][3] * left.y};
+      uint32_t high[4], low[4];
       SplitTf32(scaled, high, low);
 #pragma unroll
-      for (int m = 0; m < K / 8; m += 4) {
-        uint32_t keys[4];
-        LoadTransposed(keys, key_at + EightAt<K>(j * 8 + lane % 8, m + lane / 8));
+      for (int m = 0; m < K / 8; m += 8) {
+        uint32_t keys[8][2];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const uint32_t k0 = __float_as_uint(Half<T>::Low(keys[e])), k1 = __float_as_uint(Half<T>::High(keys[e]));
-          MmaTf32(s[m + e], high, k0, k1);
-          MmaTf32(s[m + e], low, k0, k1);
+        for (int half = 0; half < 8; half += 4) {
+          uint32_t four[4];
+          LoadTransposed(four, key_at + EightAt<K>(j * 8 + lane % 8, m + half + lane / 8));
+#pragma unroll
+          for (int e = 0; e < 4; ++e) Widen<T>(four[e], keys[half + e]);
         }
+#pragma unroll
+        for (int part = 0; part < 2; ++part)
+#pragma unroll
+          for (int e = 0; e < 8; ++e) MmaTf32(s[m + e], part ? low : high, keys[e]);
       }
     }
-    const int n = min(C, row.count - (c.first + chunk) * C);
+    const int n = min(C, count - (c.first + chunk) * C);
 #pragma unroll
     for (int i = 0; i < kTiles; ++i)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int own = 8 * i + 2 * t + e % 2;
-        if (own < n)
-          p.outputs[((token + chunk * C + own) * d.num_v_heads + head) * v + column + e / 2 * 8] = o[i][e];
+        if (own < n) p.outputs[((token + chunk * C + own) * d.num_v_heads + head) * v + column + e / 2 * 8] = o[i][e];
       }
     __syncthreads();
   }

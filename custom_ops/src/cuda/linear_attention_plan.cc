@@ -8,11 +8,6 @@
 namespace quantmoe {
 namespace {
 
-int ValidateWindow(int32_t window, char* err) {
-  if (window == 1) return QM_OK;
-  return fail(err, QM_UNSUPPORTED, "state_window is %d, the CUDA kernels take 1", window);
-}
-
 int ValidateCall(const char* input, int32_t type, int64_t batch, int64_t tokens, int64_t blocks, char* err) {
   if (type != QM_F16 && type != QM_BF16)
     return fail(err, QM_UNSUPPORTED, "%s is of type %d, the CUDA kernels take float16 (1) and bfloat16 (2)", input,
@@ -34,12 +29,12 @@ extern "C" int qm_cuda_validate_conv(const qm_cuda_conv_problem* problem, char* 
   const qm_conv& c = problem->conv;
   QM_TRY(check_node("CausalConv", &c, err));
   QM_TRY(check_range("channels", c.channels, 1, INT32_MAX / 2, err));
+  QM_TRY(check_state_window(c.state_window, err));
   if (c.channels % 2)
     return fail(err, QM_UNSUPPORTED, "channels is %d, the CUDA kernel takes even numbers", c.channels);
   if (c.width < kLeastConvWidth || c.width > kMostConvWidth)
     return fail(err, QM_UNSUPPORTED, "width is %d, the CUDA kernel takes %d to %d", c.width, kLeastConvWidth,
                 kMostConvWidth);
-  QM_TRY(ValidateWindow(c.state_window, err));
   return ValidateCall("x", problem->type, problem->batch, problem->tokens, problem->tokens / kConvTokens, err);
 }
 
@@ -51,7 +46,6 @@ extern "C" int qm_cuda_plan_delta(const qm_cuda_delta_problem* problem, const qm
     if (size != 64 && size != 128)
       return fail(err, QM_UNSUPPORTED, "k_head_size is %d and v_head_size %d, the CUDA kernels take 64 and 128",
                   d.k_head_size, d.v_head_size);
-  QM_TRY(ValidateWindow(d.state_window, err));
   QM_TRY(ValidateCall("qkv", problem->type, problem->batch, problem->tokens, d.num_v_heads, err));
   const bool few = problem->tokens <= kFewDeltaTokens;
   *plan = qm_cuda_delta_plan{};
