@@ -548,7 +548,7 @@ def attention_shapes(spec: AttentionSpec, batch: int, tokens: int, past: int, le
     [
         ("softcap", None, "attribute softcap of kind f is required"),
         ("qk_norm", "all", 'qk_norm is "all", the operator defines: none, head, row'),
-        ("head_size", 80, "head_size is 80 and v_head_size 128, the CUDA kernels take 64, 96, 128"),
+        ("head_size", 80, "head_size is 80 and v_head_size 64, the CUDA kernels take 64, 96, 128"),
         ("num_heads", 7, "kv_num_heads is 2, expected a divisor of num_heads 7"),
     ],
 )

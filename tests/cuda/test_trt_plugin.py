@@ -694,7 +694,7 @@ def test_others_serialize_and_name_what_is_missing(others, spec):
         (NORM, "norm_epsilon", -1.0, "norm_epsilon is -1"),
         (ATTENTION, "op_version", 99, "op_version is 99, this library knows 1"),
         (ATTENTION, "qk_norm", "rms", 'qk_norm is "rms", the operator defines: none, head, row'),
-        (ATTENTION, "head_size", 80, "head_size is 80 and v_head_size 128, the CUDA kernels take 64, 96, 128"),
+        (ATTENTION, "head_size", 160, "head_size is 160 and v_head_size 128, the CUDA kernels take 64, 96, 128"),
         (ATTENTION, "v_head_size", 64, "head_size is 128 and v_head_size 64, the CUDA kernels take 64, 96, 128"),
         (ATTENTION, "kv_num_heads", 3, "kv_num_heads is 3, expected a divisor of num_heads 32"),
     ],
