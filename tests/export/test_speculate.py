@@ -21,7 +21,7 @@ ARCHITECTURES = ["qwen3_moe", "gpt_oss", "glm4_moe"]
 REPEATING = (PROMPT[:7] * 4)[:25]
 
 
-class Guess:
+class Guess(Lookup):
     """Drafts of which some are what comes, and some are not."""
 
     def __init__(self, coming: list[int], prompt: int):
