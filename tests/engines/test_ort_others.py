@@ -16,7 +16,7 @@ from specs import linear_spec, routing_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import DOMAIN, LinearSpec, Spec, outputs
+from quantmoe.custom_ops.op import DOMAIN, LinearSpec, NormSpec, Spec, outputs
 
 FLOATS = {"FLOAT": np.float32, "FLOAT16": np.float16, "BFLOAT16": ml_dtypes.bfloat16}
 ROUTING = routing_spec(16, 4, "sigmoid_topk", 1, 4, 2, 2.5)
@@ -101,3 +101,19 @@ def test_errors_name_the_node(tmp_path: Path, linear: tuple[LinearSpec, np.ndarr
         session(write(tmp_path / "m.onnx", ROUTING, 8, bias)).run(None, {"x": np.zeros((1, 1, 8), np.float32)})
     with pytest.raises(Exception, match=r'"the.node": x has shape \[1, 1, 8\], expected \[.., in_features 96\]'):
         session(write(tmp_path / "m.onnx", spec, 8, words)).run(None, {"x": np.zeros((1, 1, 8), np.float32)})
+
+
+def test_nodes_of_a_file_for_gpus_say_so(tmp_path: Path) -> None:
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT16), shape=ir.Shape([2, 8]))
+    weight = ir.Value(
+        name="w", type=x.type, shape=ir.Shape([8]), const_value=ir.tensor(np.ones(8, np.float16), name="w")
+    )
+    attributes = NormSpec(norm_epsilon=1e-6).attributes()
+    node = ir.node("AddRMSNorm", [x, x, weight], attributes, domain=DOMAIN, name="the.node", num_outputs=2)
+    for i, value in enumerate(node.outputs):
+        value.name, value.type = f"y{i}", x.type
+    opsets = {"": 20, DOMAIN: 1}
+    graph = ir.Graph([x], node.outputs, nodes=[node], initializers=[weight], opset_imports=opsets, name="one")
+    ir.save(ir.Model(graph, ir_version=10), tmp_path / "m.onnx")
+    with pytest.raises(Exception, match=r'AddRMSNorm node "the.node": the model is exported for NVIDIA GPUs: register'):
+        session(tmp_path / "m.onnx")

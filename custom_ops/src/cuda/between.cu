@@ -16,9 +16,15 @@ int LaunchRouter(const qm_cuda_router_problem& p, const qm_cuda_router_plan& pla
                  cudaStream_t stream, char* err) {
   const qm_router& r = p.router;
   const unsigned tokens = static_cast<unsigned>(p.tokens);
-  RouterParams params{t.hidden_states, t.weight,       t.bias,
-                      t.correction_bias, t.topk_ids,   t.topk_weights,
-                      static_cast<float*>(t.workspace), static_cast<int>(p.tokens), r.hidden_size,
+  RouterParams params{t.hidden_states,
+                      t.weight,
+                      t.bias,
+                      t.correction_bias,
+                      t.topk_ids,
+                      t.topk_weights,
+                      static_cast<float*>(t.workspace),
+                      static_cast<int>(p.tokens),
+                      r.hidden_size,
                       RoutingOf(r)};
   Launcher launcher{stream};
   if (plan.path == kRouterCluster) {
@@ -44,7 +50,8 @@ int LaunchNorm(const qm_cuda_norm_problem& p, const qm_cuda_norm_tensors& t, cud
   const int each = p.columns % 8 ? 1 : 8;
   const int threads = std::min(kMostNormThreads, static_cast<int>((p.columns / each + 31) / 32 * 32));
   Launcher launcher{stream};
-  launcher.Run(each == 1 ? AddNorm<T, 1> : AddNorm<T, 8>, params, dim3(static_cast<unsigned>(p.rows)), threads, 0, true);
+  launcher.Run(each == 1 ? AddNorm<T, 1> : AddNorm<T, 8>, params, dim3(static_cast<unsigned>(p.rows)), threads, 0,
+               true);
   return Report(launcher.error, err);
 }
 

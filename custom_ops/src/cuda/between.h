@@ -13,9 +13,9 @@ enum RouterPath {
   kRouterRows = 1,     // a warp an expert of a token, then MoeSelect
   kRouterTiles = 2,    // mma.sync on tiles of tokens and experts, then MoeSelect
 };
-constexpr int kRouterBlocks = 8;         // of a cluster, which every GPU with clusters runs
-constexpr int kRouterThreads = 256;      // of one of them
-constexpr int kRouterFew = 32;           // tokens up to which weights are read again for each
+constexpr int kRouterBlocks = 8;     // of a cluster, which every GPU with clusters runs
+constexpr int kRouterThreads = 256;  // of one of them
+constexpr int kRouterFew = 32;       // tokens up to which weights are read again for each
 constexpr int kRouterRowsThreads = 128;
 constexpr int kRouterTileTokens = 32, kRouterTileExperts = 64, kRouterTileColumns = 64, kRouterStages = 8;
 constexpr int kRouterTileThreads = 128;
