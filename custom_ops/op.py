@@ -73,7 +73,7 @@ class RouterSpec(nodes.MoERouter):
     def routing(self) -> RoutingSpec:
         """The MoERouting of its logits."""
         own = {name: value for name, value in self.attributes().items() if name not in ("op_version", "hidden_size")}
-        return RoutingSpec(**own)
+        return RoutingSpec.from_attributes(own | {"op_version": RoutingSpec.OPERATOR.version})
 
 
 class NormSpec(nodes.AddRMSNorm):

@@ -110,13 +110,14 @@ def _correction_bias(router: torch.nn.Module) -> torch.Tensor | None:
 def attach(router: Any, spec: RoutingSpec, product: bool = False) -> None:
     """Makes the router's forward one node after its logits, or with their product; what it computed is dead code to the
     exporter."""
+    attributes = spec.attributes()
     if product:
-        own = {name: value for name, value in spec.attributes().items() if name != "op_version"}
-        spec = RouterSpec(hidden_size=router.weight.shape[1], **own)
+        own = attributes | {"hidden_size": router.weight.shape[1], "op_version": RouterSpec.OPERATOR.version}
+        attributes = RouterSpec.from_attributes(own).attributes()
         if (bias := router._parameters.get("bias")) is not None:
             wide = bias.data.flatten()[:1].float().expand(bias.shape)  # a placeholder as it was; the node takes f32
             router._parameters["bias"] = torch.nn.Parameter(wide, requires_grad=False)
-    router.routing = json.dumps(spec.attributes())
+    router.routing = json.dumps(attributes)
     router.forward = MethodType(_product_forward if product else _forward, router)
 
 
