@@ -5,7 +5,8 @@ The graph is made where transformers is, on any machine; weights are random, and
     python -m quantmoe.custom_ops.bench.ort_cuda_bench graph qwen.onnx --model qwen3-30b-a3b --group-size 128
     python -m quantmoe.custom_ops.bench.ort_cuda_bench run qwen.onnx    # with onnxruntime-gpu, PyTorch and a GPU
 
---steps names other runs, as BATCH:PAST:NEW, and --prompts other lengths. The cache is bound in place. Times are medians of whole runs on the host's clock, kernels are those that CUPTI saw.
+--steps names other runs, as BATCH:PAST:NEW, and --prompts other lengths. The cache is bound in place. Times are medians
+of whole runs on the host's clock, kernels are those that CUPTI saw.
 """
 
 from __future__ import annotations
