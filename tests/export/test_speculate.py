@@ -237,10 +237,12 @@ def test_what_cannot_speculate_is_named(exported):
 class Zeros:
     """A cache of a model that always gives 0."""
 
+    hidden = None
+
     def __init__(self):
         self.tokens, self.room, self.model, self.whole = [], 100, self, True
 
-    def append(self, ids):
+    def append(self, ids, heard):
         return self.verify(ids)[-1]
 
     def verify(self, ids):
@@ -257,9 +259,10 @@ class Zeros:
 def test_there_are_more_drafts_where_they_are_accepted():
     asked, next_ = [], iter([9, 9, 0, 0, 0, 0, 9, 0])
 
-    def draft(tokens, count):
-        asked.append(count)
-        return [next(next_)] * count
+    class Told(Lookup):
+        def __call__(self, tokens, count):
+            asked.append(count)
+            return [next(next_)] * count
 
-    list(itertools.islice(Speculation(draft, 4).steps(Zeros(), [0], 99, (), Sampler()), 20))
+    list(itertools.islice(Speculation(Told(), 4).steps(Zeros(), [0], 99, (), Sampler()), 20))
     assert asked == [4, 1, 1, 2, 4, 4, 4, 1]
