@@ -24,8 +24,9 @@ profile = builder.create_optimization_profile()
 for i in range(network.num_inputs):
     tensor = network.get_input(i)
     if tensor.name.startswith("past_key_values"):
-        _, heads, _, size = tensor.shape
-        shapes = [(1, heads, past, size) for past in (0, 511, 3584)]
+        # dynamic are the batch and, of keys and values, the length
+        known = [iter((1, past)) for past in (0, 511, 3584)]
+        shapes = [tuple(next(sizes) if size < 0 else size for size in tuple(tensor.shape)) for sizes in known]
     else:
         shapes = list(lengths[tensor.name])
     profile.set_shape(tensor.name, *shapes)

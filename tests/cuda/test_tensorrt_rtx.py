@@ -74,6 +74,21 @@ def test_engine(folder, tmp_path, dtype):
     assert b"workspace_bytes" in plan, "what the engine's builder was told, to be held to where it runs"
 
 
+@pytest.mark.parametrize("window", [1, 3])
+def test_engine_of_a_hybrid_model(tmp_path_factory, tmp_path, window):
+    from quantmoe.exporter.demo import make_checkpoint
+
+    sizes = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    sizes |= {"num_hidden_layers": 2, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}
+    made = make_checkpoint(tmp_path_factory.mktemp("made"), "qwen3_next", full_attention_interval=2, **sizes)
+    quantmoe.export(made, tmp_path / "model", target="cuda", state_window=window)
+    done = build(tmp_path / "model", tmp_path / "plan", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    nodes = [node.op_type for node in ir.load(tmp_path / "model/model.onnx").graph if node.domain == "quantmoe"]
+    assert nodes.count("CausalConv") == nodes.count("GatedDelta") == nodes.count("CachedAttention") == 1
+    assert f"{len(nodes)} quantmoe layers" in done.stdout
+
+
 #: open: only dlopen, as trtexec --staticPlugins; load and builder: the global registry and the builder's;
 #: runtime: another one, as trtexec --dynamicPlugins has after the builder's
 @pytest.mark.parametrize(
