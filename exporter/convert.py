@@ -201,7 +201,10 @@ def export(
     with writing(Path(output), force) as partial, doing(f"{checkpoint} to {output}"):
         progress("reading", 0, 1)
         format = open_format(checkpoint, quantize, group_size, wanted)
-        experts = [choose_experts(part, LAYOUT[target], wanted, scales, layers) for part in formats_of(format, mtp)]
+        experts = [
+            choose_experts(part, LAYOUT[target], wanted, scales, None if part.part else layers)
+            for part in formats_of(format, mtp)
+        ]
 
         progress("loading torch and transformers", 0, 1)
         from quantmoe.exporter.model import trace  # seconds, and what headers decide has been said
@@ -287,8 +290,8 @@ def formats_of(format: Format, mtp: bool) -> list[Format]:
         return [format]
     if (found := format.beside(MTP)) is None:
         raise CheckpointError(
-            f"{format.ckpt.folder}: no tensors of {MTP} ({' or '.join(f'{name}*' for name in BESIDE[MTP])}); many "
-            "quantizers leave them out"
+            f"{format.ckpt.folder}: no tensors of {MTP} ({' or '.join(f'{name}*' for name in BESIDE[MTP])}, or a "
+            "layer after the last one); many quantizers leave them out"
         )
     return [format, found]
 

@@ -340,9 +340,10 @@ class Skeleton:
         """A checkpoint's name as the model has it now: without what wraps a language model that also sees pictures, and
         as this version of transformers names modules."""
         if self.format.part:
-            for prefix, own in mtp.NAMES.items():
+            for prefix, own in mtp.names(self.format.next_layer).items():
                 if name.startswith(prefix):
-                    return own + name.removeprefix(prefix)
+                    name = own + name.removeprefix(prefix) if own else name
+                    break
         for prefix, own in WRAPPERS.items():
             if name.startswith(prefix):
                 name = own + name.removeprefix(prefix)
@@ -356,8 +357,8 @@ class Skeleton:
 
     def _unrename(self, name: str) -> str:
         """What a missing tensor of this part would be called in the checkpoint."""
-        for prefix, own in mtp.NAMES.items() if self.format.part else ():
-            if name.startswith(own) and "embed_tokens" not in name:
+        for prefix, own in mtp.names(self.format.next_layer).items() if self.format.part else ():
+            if own and name.startswith(own) and "embed_tokens" not in name:
                 return prefix + name.removeprefix(own)
         return name
 

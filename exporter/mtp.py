@@ -1,9 +1,10 @@
-"""Multi-token prediction of Qwen: a layer that drafts, ``mtp.*`` of the checkpoint, which transformers leaves out.
+"""Multi-token prediction: a layer that drafts, which transformers leaves out when it loads a model. Qwen's checkpoints
+have it as ``mtp.*``, DeepSeek-V3's and GLM-4.5's as the layer after the last one.
 
 From the hidden state h_i that the main model's last norm gives and the embedding of the next token, t_(i + 1), it makes
 h'_i = layer(fc([norm(embedding), norm(h_i)])), and from that with a norm of its own and the main model's head the
-logits of t_(i + 2). Its normed h'_i is the h_(i + 1) of a draft after that. As vLLM's qwen3_next_mtp and
-onnxruntime-genai's Qwen builder have it.
+logits of t_(i + 2). Its normed h'_i is the h_(i + 1) of a draft after that. As transformers' MtpLayer,
+onnxruntime-genai's Qwen builder and vLLM's qwen3_next_mtp have it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,31 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-#: where checkpoints keep it -> its own names, those of a model of one layer
-NAMES = {
+#: names of Qwen's -> those of a model of one layer
+_QWEN = {
     f"{wrapper}mtp.{part}": own
     for wrapper in ("", "model.")
     for part, own in (("layers.", "model.layers."), ("norm.", "model.norm."), ("", "mtp."))
 }
+#: the same of what a layer after the last one has; "": a copy of what the main model has
+_NEXT = {
+    "enorm.": "mtp.pre_fc_norm_embedding.",
+    "hnorm.": "mtp.pre_fc_norm_hidden.",
+    "eh_proj.": "mtp.fc.",
+    "shared_head.norm.": "model.norm.",
+    "shared_head.head.": "",
+    "embed_tokens.": "",
+    "": "model.layers.0.",
+}
+
+
+def names(layer: str) -> dict[str, str]:
+    """How names of its tensors begin -> those of a model of one layer.
+
+    Args:
+        layer: of the layer after the last one; "": Qwen's.
+    """
+    return {f"{layer}{name}": own for name, own in _NEXT.items()} if layer else _QWEN
 
 
 class Input(torch.nn.Module):
@@ -42,8 +62,14 @@ def one_layer(config: PreTrainedConfig) -> PreTrainedConfig:
     """The main model's configuration with the one layer, of full attention and experts."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = 1
-    for name, value in (("layer_types", ["full_attention"]), ("mlp_only_layers", []), ("decoder_sparse_step", 1)):
-        if hasattr(config, name):
+    for name, value in {
+        "layer_types": ["full_attention"],
+        "mlp_layer_types": ["sparse"],
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+        "first_k_dense_replace": 0,
+    }.items():
+        if getattr(config, name, None) is not None:
             setattr(config, name, value)
     return config
 

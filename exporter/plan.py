@@ -116,7 +116,9 @@ def plan(
     folder = Path(output).resolve()
     format = open_format(checkpoint, quantize, group_size, activations)
     formats, layout = formats_of(format, mtp), LAYOUTS[LAYOUT[target]]
-    experts = [choose_experts(part, LAYOUT[target], activations, scales, layers) for part in formats]
+    experts = [
+        choose_experts(part, LAYOUT[target], activations, scales, None if part.part else layers) for part in formats
+    ]
 
     from quantmoe.exporter.model import recognised  # see export
 

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any, ClassVar, Self
 
@@ -162,11 +163,22 @@ class Format(ABC):
 
     def beside(self, part: str) -> Format | None:
         """This format of a part beside the text model; None where the checkpoint has none."""
-        if not any(name.startswith(BESIDE[part]) for name in self.ckpt.names()):
+        if not any(name.startswith(self.prefixes(part)) for name in self.ckpt.names()):
             return None
         twin = copy.copy(self)
         twin.part = part
         return twin
+
+    def prefixes(self, part: str) -> tuple[str, ...]:
+        """How the names of the tensors of a part beside the text model begin."""
+        return BESIDE[part] + ((self.next_layer,) if part == MTP and self.next_layer else ())
+
+    @cached_property
+    def next_layer(self) -> str:
+        """The prefix of a layer after the last one that drafts, as DeepSeek-V3 and GLM-4.5 have it; "": none."""
+        prefix = f"model.layers.{self.ckpt.text_config.get('num_hidden_layers')}."
+        own = tuple(f"{prefix}{name}." for name in ("eh_proj", "enorm", "hnorm"))
+        return prefix if any(name.startswith(own) for name in self.ckpt.names()) else ""
 
     def outline(self) -> Self:
         """This format over headers: the same decoders give matrices and refusals, at no cost in time or memory.
@@ -263,10 +275,10 @@ class Format(ABC):
             exported: another part.
         """
         parts = []
-        for part, prefixes in BESIDE.items():
+        for part in BESIDE:
             if part == exported:
                 continue
-            names = [name for name in self.ckpt.names() if name.startswith(prefixes)]
+            names = [name for name in self.ckpt.names() if name.startswith(self.prefixes(part))]
             if names:
                 size = sum(DTYPES[self.ckpt.dtype(n)].itemsize * prod(self.ckpt.shape(n)) for n in names)
                 parts.append(f"{part} ({names[0]} and {len(names) - 1} more tensors, {size / 1e9:.2f} GB)")
@@ -276,7 +288,9 @@ class Format(ABC):
         """Whether a tensor is of the part that this is, or shared with it."""
         if not self.part:
             return not name.startswith(ALL_BESIDE)
-        return name.startswith(BESIDE[self.part]) or re.search(r"(^|\.)(embed_tokens|lm_head)\.", name) is not None
+        return (
+            name.startswith(self.prefixes(self.part)) or re.search(r"(^|\.)(embed_tokens|lm_head)\.", name) is not None
+        )
 
     def moe_layers(self) -> list[MoELayer]:
         """The MoE layers, in the model's order; some of them may be 16-bit floats."""
