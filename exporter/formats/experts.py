@@ -62,8 +62,8 @@ def moe_layers(format: Format) -> list[MoELayer]:
     left = bool(format.part) and not format.fused
     found = named_experts(format.ckpt, Unquantized.fused if left else format.fused, format.has)
     last = format.ckpt.text_config.get("num_hidden_layers")
-    own = format.part or type(last) is not int
-    layers = {name: experts for name, experts in found.items() if own or _index(name) < last}
+    limit = last if type(last) is int and not format.part else MAX_SIZE
+    layers = {name: experts for name, experts in found.items() if _index(name) < limit}
     made = []
     for name, experts in layers.items():
         made.append(_layer(Unquantized.rest(format.ckpt) if left and not experts else format, name, experts))
