@@ -664,8 +664,9 @@ def _genai(
     with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
         found = genai_config(config, ckpt.generation_config, LIBRARIES[target], shares, target == "cuda")
         if len(parts) > 1 and every:
-            graphs = [part.graph.graph for part in parts]
-            add_mtp(found, MTP_MODEL, shared_tensors(*graphs) if target == "cuda" else [])
+            values = ([weight.value for weight in part.weights] for part in parts)
+            # a CPU maps the file: one copy, however many sessions
+            add_mtp(found, MTP_MODEL, shared_tensors(*values) if target == "cuda" else [])
         partial(GENAI).write_text(json.dumps(found, indent=2))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -89,18 +89,18 @@ def genai_config(
     }
 
 
-def shared_tensors(graph: ir.Graph, other: ir.Graph) -> list[dict[str, Any]]:
+def shared_tensors(values: Iterable[ir.Value], others: Iterable[ir.Value]) -> list[dict[str, Any]]:
     """The initializers of two graphs with the same names and the same bytes of a file, as onnxruntime-genai loads them
     once for both."""
-    found = []
-    for name, value in graph.initializers.items():
-        tensor, twin = value.const_value, getattr(other.initializers.get(name), "const_value", None)
+    found, twins = [], {value.name: value.const_value for value in others}
+    for value in values:
+        tensor, twin = value.const_value, twins.get(value.name)
         if not isinstance(tensor, ir.ExternalTensor) or not isinstance(twin, ir.ExternalTensor):
             continue
         if (tensor.location, tensor.offset, tensor.length) == (twin.location, twin.offset, twin.length):
             found.append(
                 {
-                    "name": name,
+                    "name": value.name,
                     "data_file": str(tensor.location),
                     "offset": str(tensor.offset),
                     "length": str(tensor.length),

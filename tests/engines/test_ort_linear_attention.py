@@ -107,6 +107,19 @@ def test_a_state_in_place(tmp_path: Path, op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["conv", "delta"])
+def test_a_file_of_op_version_1(tmp_path: Path, op: str) -> None:
+    """As exports before windows wrote them."""
+    a = make(op)
+    path = write(tmp_path, a)
+    model = ir.load(path)
+    node = next(n for n in model.graph if n.domain == DOMAIN)
+    del node.attributes["state_window"]
+    node.attributes["op_version"] = ir.AttrInt64("op_version", 1)
+    ir.save(model, path)
+    assert_bytes(session(path).run(None, feeds(a)), a.run())
+
+
+@pytest.mark.parametrize("op", ["conv", "delta"])
 def test_a_window_of_states(tmp_path: Path, op: str) -> None:
     a = make(op)
     past = np.stack([np.full_like(a.past, np.nan), a.past])

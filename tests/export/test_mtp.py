@@ -181,6 +181,22 @@ def test_embedding_and_head_are_stored_once(models):
     assert not list(models["qwen3_next"].glob("mtp.onnx.data*"))
 
 
+def test_a_device_holds_them_once(sources, tmp_path):
+    """What onnxruntime-genai loads for both models; the CPU maps the file."""
+    export(sources["qwen3_next"], tmp_path, target="cuda", mtp=True, logits="all")
+    model = json.loads((tmp_path / "genai_config.json").read_text())["model"]
+    shared = model["decoder"]["shared_initializers"]
+    assert model["mtp"]["shared_initializers"] == shared
+    assert {entry["name"] for entry in shared} == {"model.embed_tokens.weight", "lm_head.weight.T"}
+    for name in ("model.onnx", "mtp.onnx"):
+        values = ir.load(tmp_path / name).graph.initializers
+        for entry in shared:
+            tensor = values[entry["name"]].const_value
+            assert (str(tensor.offset), str(tensor.length)) == (entry["offset"], entry["length"])
+            assert (list(tensor.shape), int(tensor.dtype)) == (entry["shape"], entry["data_type"])
+            assert entry["data_file"] == tensor.location
+
+
 def test_a_plan_counts_it_once(sources, models, tmp_path):
     found = plan(sources["qwen3_next"], tmp_path, logits=5, **HYBRID)
     size = os.path.getsize(models["qwen3_next"] / "model.onnx.data")
