@@ -102,9 +102,10 @@ def _try(router: Any) -> tuple[Any, torch.Tensor, np.ndarray, np.ndarray, np.nda
 
 
 def _correction_bias(router: torch.nn.Module) -> torch.Tensor | None:
-    """[E]; ERNIE's is [1, E]."""
+    """[E]; ERNIE's is [1, E], which costs a node."""
     tensors = itertools.chain(router.named_parameters(), router.named_buffers())
-    return next((t.reshape(-1) for name, t in tensors if name.rpartition(".")[2] == CORRECTION_BIAS), None)
+    found = next((tensor for name, tensor in tensors if name.rpartition(".")[2] == CORRECTION_BIAS), None)
+    return found if found is None or found.ndim == 1 else found.reshape(-1)
 
 
 def attach(router: Any, spec: RoutingSpec, product: bool = False) -> None:
