@@ -9,25 +9,7 @@
 
 namespace quantmoe {
 
-// Of the blocks of a cluster.
-__device__ inline void ArriveAtCluster() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-__device__ inline void WaitForCluster() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-// This address of shared memory in block `rank`; stores there.
-__device__ inline uint32_t Remote(uint32_t shared, int rank) {
-  uint32_t at = shared;
-#if __CUDA_ARCH__ >= 900
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared), "r"(rank));
-#endif
-  return at;
-}
+// Stores at an address of ClusterAddress.
 __device__ inline void StoreRemote(uint32_t at, const float2& v) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(at), "f"(v.x), "f"(v.y) : "memory");
@@ -82,7 +64,7 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
   T* values = static_cast<T*>(p.value) + static_cast<int64_t>(pair) * p.slots * DV;
   const volatile int* rows_at = p.rows + 3 * b;
   const bool attends = pair < p.pairs;
-  if (p.cluster && attends) ArriveAtCluster();
+  if (p.cluster && attends) ClusterArrive();
   const int all_rows = p.tokens * p.group, all_items = all_rows + 2 * p.tokens;
   for (int i = all_rows * (DK / 8) + threadIdx.x; i < kFewRows * (DK / 8); i += kFewThreads)
     Store16(queries_at + Swizzled<DK>(i / (DK / 8), i % (DK / 8)), uint4{});
@@ -125,7 +107,7 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
     }
   }
   if (rows == 0) {
-    if (p.cluster) WaitForCluster();
+    if (p.cluster) ClusterWait();
     return;
   }
   const Span span = SpanOf(p, batch, 0, batch.count - 1);
@@ -249,7 +231,7 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
           found.acc[0][n][2 * h], found.acc[0][n][2 * h + 1]};
   }
   __syncthreads();
-  if (p.cluster) WaitForCluster();  // all its blocks have begun
+  if (p.cluster) ClusterWait();  // all its blocks have begun
   int64_t place_of[2];
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
@@ -271,7 +253,7 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
     const float inverse = 1.f / all;
     const int64_t part_of = place_of[k] * p.splits + split;
     if (p.cluster && lane < p.splits)
-      StoreRemote(Remote(received + (split * kFewRows + row) * 8, lane), float2{largest, all});
+      StoreRemote(ClusterAddress(received + (split * kFewRows + row) * 8, lane), float2{largest, all});
     else if (p.splits > 1 && !p.cluster && lane == 0)
       p.sums[part_of] = {largest, all};
 #pragma unroll
@@ -284,7 +266,8 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
         y.z = fmaf(x.z, factors[w], y.z), y.w = fmaf(x.w, factors[w], y.w);
       }
       if (p.cluster)
-        StoreRemote(Remote(received_columns + ((split * kFewRows + row) * columns + c % columns) * 16, c / columns), y);
+        StoreRemote(
+            ClusterAddress(received_columns + ((split * kFewRows + row) * columns + c % columns) * 16, c / columns), y);
       else if (p.splits > 1)
         reinterpret_cast<float4*>(p.partial)[part_of * (DV / 4) + c] = y;
       else
@@ -294,8 +277,8 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
   }
   if (!p.cluster) return;
 
-  ArriveAtCluster();
-  WaitForCluster();
+  ClusterArrive();
+  ClusterWait();
   const float2* of_blocks = reinterpret_cast<const float2*>(shared + stages * (kStage / 16));
   const float* columns_of = reinterpret_cast<const float*>(of_blocks + kMostCluster * kFewRows);
 #pragma unroll

@@ -123,11 +123,17 @@ __device__ inline void ClusterWait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
-// Stores where block `rank` has this address of its shared memory.
+// Where block `rank` has this address of its shared memory; and a store there.
+__device__ inline uint32_t ClusterAddress(uint32_t shared, int rank) {
+  uint32_t at = shared;
+#if __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared), "r"(rank));
+#endif
+  return at;
+}
 __device__ inline void ClusterStore(const float* shared, int rank, float value) {
 #if __CUDA_ARCH__ >= 900
-  uint32_t at;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(SharedAddress(shared)), "r"(rank));
+  const uint32_t at = ClusterAddress(SharedAddress(shared), rank);
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(value) : "memory");
 #endif
 }
