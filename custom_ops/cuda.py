@@ -45,7 +45,7 @@ SUPPORTED: dict[str, tuple[int | str, ...]] = {
 }
 #: head_size and v_head_size of attention.h
 HEAD_SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-PATHS = ("decode", "stream", "wgmma", "fp8")
+PATHS = ("decode", "stream", "wgmma", "fp8", "dense")
 _I32, _I64, _U64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
 _TYPES = {"f32": 0, "f16": 1, "bf16": 2}
 

@@ -35,14 +35,15 @@ typedef enum {
   QM_CUDA_WGMMA = 2,   // route, gate_up, down, combine on wgmma (sm_90a)
   // e4m3 times e4m3 (sm_90a): route, quantize, gate_up, which quantizes h or is followed by a quantize, down, combine
   QM_CUDA_FP8 = 3,
+  QM_CUDA_DENSE = 4,  // a linear of more than a few rows on wgmma (sm_90a): one kernel
 } qm_cuda_path;
 
 typedef struct {
-  int32_t panels;   // 16-row panels a warp holds at once; wgmma: a block
-  int32_t n_tiles;  // 8-token tiles a warp holds at once
+  int32_t panels;   // 16-row panels a warp holds at once; wgmma and dense: a block
+  int32_t n_tiles;  // 8-token tiles a warp holds at once; dense: of a tile
   int32_t warps_k;  // warps that split K; the others take other panels. wgmma: parts of K that blocks share
   int32_t stages;   // of a warp's ring of weights, where there are 2 of two units of K each
-  int32_t cluster;  // blocks that share one output tile
+  int32_t cluster;  // blocks that share one output tile, each with a part of K
   int32_t packed;   // mma.sync: tokens are codes and scales, of e4m3 (sm_89 and later) or nvfp4 (sm_120a)
   int32_t grid, shared_bytes;
 } qm_cuda_gemm;
@@ -80,7 +81,8 @@ QM_API int qm_cuda_check_moe(const qm_cuda_problem*, const void* w13, void* stre
 // Enqueues on `stream` (a cudaStream_t). Ids outside [expert_offset, expert_offset + local_experts) contribute zero.
 QM_API int qm_cuda_launch(const qm_cuda_problem*, const qm_cuda_plan*, const qm_cuda_tensors*, void* stream, char* err);
 
-// QuantLinear: the down projection of one expert that every row of x has, with weight 1. Of the plan w2 is used.
+// QuantLinear: one kernel, before which activations are rounded or brought into act-order where the weights ask for it.
+// Of the plan w2 is used. x and y: 16-byte aligned.
 typedef struct {
   qm_linear linear;
   int32_t type;  // qm_type of x and y: QM_F16 or QM_BF16

@@ -224,6 +224,39 @@ __device__ inline uint32_t Nvfp4Factor(uint32_t scales, uint32_t selector) {
   return Half<T>::Mul(twice << 7, 0x74007400);                                                    // 2^14
 }
 
+// On wgmma codes are multiplied by scales before the product. What products are to be multiplied by then; nvfp4's also
+// by the global scale.
+template <typename T>
+__host__ __device__ constexpr float ProductFactor(WeightKind kind) {
+  switch (kind) {
+    case WeightKind::kInt4:
+    case WeightKind::kInt8:
+      return 1 / kInt4Result<T>;
+    case WeightKind::kInt4Zero:
+    case WeightKind::kInt8Zero:
+      return 1 / kInt8Result<T>;
+    case WeightKind::kFp8:
+      return kBf16<T> ? 0x1p56f : 1.f;
+    case WeightKind::kMxfp4:
+      return 1 / kMxfp4Result<T>;
+    default:
+      return 1 / kNvfp4Result<T>;
+  }
+}
+template <typename T, WeightKind kind>
+constexpr float kProductFactor = ProductFactor<T>(kind);
+// A scale as what codes are multiplied by, twice in a word; from T, and from f32.
+template <typename T, WeightKind kind>
+__device__ inline uint32_t ScaledFactor(uint32_t twice) {
+  if constexpr (kind == WeightKind::kInt4 || kind == WeightKind::kInt8) return Int4Scale<T>(twice);
+  return twice;
+}
+template <typename T, WeightKind kind>
+__device__ inline uint32_t CodeFactor(float s) {
+  if constexpr (kind == WeightKind::kFp8) s *= 1 / (kProductFactor<T, kind> * kFp8Bits<T>);
+  return ScaledFactor<T, kind>(Half<T>::Pack(s, s));
+}
+
 // Formats as the kernels' template argument.
 template <typename Scale_, int GS>
 struct Int4 {

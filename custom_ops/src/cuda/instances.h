@@ -60,6 +60,16 @@ template <typename T>
 GemmKernel WgmmaKernel(bool down, const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
 template <typename T>
 GemmKernel WgmmaKernelAny(bool down, const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
+// A linear's: QM_CUDA_DECODE where nothing is packed, and QM_CUDA_DENSE.
+template <typename T>
+GemmKernel LinearDecodeKernel(const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
+template <typename T>
+GemmKernel LinearDecodeKernelAny(const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
+using LinearKernel = void (*)(LinearParams);
+template <typename T>
+LinearKernel DenseKernel(const qm_projection& w, const qm_cuda_gemm& shape);
+template <typename T>
+LinearKernel DenseKernelAny(const qm_projection& w, const qm_cuda_gemm& shape);
 // QM_CUDA_FP8 only.
 template <typename T>
 GemmKernel Fp8Kernel(bool down, const qm_projection& w, const qm_cuda_gemm& shape);

@@ -1,5 +1,6 @@
 // What the kernels and the launcher share.
 #pragma once
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include "cuda/layout.h"
@@ -56,9 +57,10 @@ struct GemmParams {
   bool out_float;  // down on mma.sync: f32
   int out_columns;
   bool weight_here;  // multiply by the router's weight
-  // Device list; tiles[max_tiles] has its length as count, the end of sorted_pairs as first. Unused by decode.
+  // Device list; tiles[max_tiles] has its length as count, the end of sorted_pairs as first. Unused by decode. Null: a
+  // linear's max_tiles tiles of tile_pairs rows.
   const Tile* tiles;
-  int max_tiles;
+  int max_tiles, tile_pairs;
   const SortedPair* sorted_pairs;
   qm_cuda_gemm shape;
   // fp8: x is codes, [groups of 128 columns, x_rows, 128]
@@ -70,6 +72,16 @@ struct GemmParams {
   float* h_scales;
   const uint8_t* h_stored;  // null: none
   uint64_t h_row_bytes;
+};
+
+// QuantLinear on wgmma.
+struct LinearParams {
+  CUtensorMap tokens, codes, scales, zeros;
+  Weights weights;
+  void* out;  // T [rows, out_columns]
+  int rows, out_columns;
+  int width, parts;      // tokens of a tile; blocks of a cluster, which have a part of K each
+  int row_tiles, tiles;  // of weights; of the result, those of the same tokens side by side. One a cluster if parts > 1
 };
 
 // x for wgmma: columns permuted within 32 (moe_gemm_wgmma.cuh) and padded with zeros to whole units.
@@ -150,6 +162,15 @@ __device__ inline int LocalExpert(const Routing& r, int64_t pair) {
       r.id_bytes == 8 ? static_cast<const int64_t*>(r.topk_ids)[pair] : static_cast<const int32_t*>(r.topk_ids)[pair];
   id -= r.expert_offset;
   return id >= 0 && id < r.local_experts ? static_cast<int>(id) : -1;
+}
+
+__device__ inline Tile TileAt(const GemmParams& p, int i) {
+  if (p.tiles) return p.tiles[i];
+  const int first = i * p.tile_pairs;
+  return Tile{0, first, min(p.tile_pairs, p.routing.tokens - first)};
+}
+__device__ inline SortedPair PairAt(const GemmParams& p, int i) {
+  return p.tiles ? p.sorted_pairs[i] : SortedPair{i, 1.f};
 }
 
 }  // namespace quantmoe

@@ -11,6 +11,7 @@
 #include "cuda/round.cuh"
 #include "cuda/route.cuh"
 #include "cuda/select_experts.cuh"
+#include "cuda/tensor_map.h"
 
 namespace quantmoe {
 namespace {
@@ -46,9 +47,12 @@ GemmKernel Down(const qm_projection& w, const qm_cuda_plan& plan) {
          : plan.w2.packed         ? PackedKernel<T>(true, plan.path, w, plan.w2)
                                   : DownKernel<T>(plan.path, w, per_block, plan.w2);
 }
+// But for QM_CUDA_DENSE.
 template <typename T>
-GemmKernel LinearKernel(const qm_projection& w, const qm_cuda_plan& plan) {
-  return plan.path == QM_CUDA_FP8 ? nullptr : Down<T>(w, plan);
+GemmKernel LinearGemm(const qm_projection& w, const qm_cuda_plan& plan) {
+  if (plan.path == QM_CUDA_DECODE && !plan.w2.packed)
+    if (const GemmKernel kernel = LinearDecodeKernel<T>(w, GroupsInBlock(w), plan.w2)) return kernel;
+  return plan.path <= QM_CUDA_STREAM ? Down<T>(w, plan) : nullptr;
 }
 template <typename T>
 Products ProductsOf(const qm_moe& m, const qm_cuda_plan& plan) {
@@ -59,7 +63,7 @@ Products ProductsOf(const qm_moe& m, const qm_cuda_plan& plan) {
           Down<T>(m.w2, plan)};
 }
 // As an error of a launch.
-int Check(GemmKernel kernel, const char* name, const qm_cuda_plan& plan, const qm_cuda_gemm& g, char* err) {
+int Check(bool kernel, const char* name, const qm_cuda_plan& plan, const qm_cuda_gemm& g, char* err) {
   if (kernel) return QM_OK;
   std::snprintf(err, QM_ERROR_SIZE,
                 "the plan names a kernel that is not compiled: %s of path %d with %d panels, %d n_tiles, %d stages, "
@@ -78,8 +82,8 @@ int CheckOrders(const void* rows, const MarlinRow& row, int64_t experts, int fea
   std::vector<int> order(features);
   for (int64_t i = 0; i < experts * row.orders; ++i) {
     const int64_t expert = i / row.orders;
-    const auto* from = static_cast<const uint8_t*>(rows) + expert * row.bytes + row.perm_at +
-                       i % row.orders * row.order_bytes;
+    const auto* from =
+        static_cast<const uint8_t*>(rows) + expert * row.bytes + row.perm_at + i % row.orders * row.order_bytes;
     cudaError_t e = cudaMemcpyAsync(order.data(), from, 4ull * features, cudaMemcpyDefault, stream);
     if (e == cudaSuccess) e = cudaStreamSynchronize(stream);
     if (int status = Report(e, err)) return status;
@@ -90,8 +94,9 @@ int CheckOrders(const void* rows, const MarlinRow& row, int64_t experts, int fea
         seen[feature] = true;
         continue;
       }
-      std::snprintf(err, QM_ERROR_SIZE, "%s of expert %lld has an act-order with feature %d %s, expected each of %d once",
-                    name, static_cast<long long>(expert), feature, there ? "twice" : "in it", features);
+      std::snprintf(err, QM_ERROR_SIZE,
+                    "%s of expert %lld has an act-order with feature %d %s, expected each of %d once", name,
+                    static_cast<long long>(expert), feature, there ? "twice" : "in it", features);
       return QM_INVALID;
     }
   }
@@ -252,7 +257,8 @@ void Combine(Launcher& launcher, const Routing& routing, const void* partial, in
 }
 
 template <typename T>
-int Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_cuda_tensors& t, cudaStream_t stream, char* err) {
+int Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_cuda_tensors& t, cudaStream_t stream,
+           char* err) {
   const qm_moe& m = p.moe;
   const Products products = ProductsOf<T>(m, plan);
   if (int status = Check(products, plan, err)) return status;
@@ -359,16 +365,55 @@ int Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_cuda_ten
 }
 
 template <typename T>
+int CheckLinear(const qm_projection& w, const qm_cuda_plan& plan, char* err) {
+  const bool there =
+      plan.path == QM_CUDA_DENSE ? DenseKernel<T>(w, plan.w2) != nullptr : LinearGemm<T>(w, plan) != nullptr;
+  return Check(there, "w", plan, plan.w2, err);
+}
+
+// Multiplies x, rows of x_columns values, on wgmma.
+template <typename T>
+int RunDense(Launcher& launcher, const GemmParams& gemm, const qm_projection& w, char* err) {
+  const qm_cuda_gemm& shape = gemm.shape;
+  LinearParams p{};
+  p.weights = gemm.weights;
+  p.out = gemm.out;
+  p.rows = gemm.routing.tokens;
+  p.out_columns = gemm.out_columns;
+  p.width = 8 * shape.n_tiles;
+  p.parts = shape.cluster;
+  p.row_tiles = (p.weights.panels + shape.panels - 1) / shape.panels;
+  p.tiles = p.row_tiles * ((p.rows + p.width - 1) / p.width);
+  const uint8_t* rows = p.weights.rows;
+  const uint32_t box = shape.panels, width = p.width, lines = BitsOf(KindOf(w));  // 128 bytes of a unit's codes
+  const uint32_t scales = 8 * p.weights.scale_bytes, zeros = p.weights.zero_bytes;
+  const uint64_t columns = gemm.x_columns, x_rows = p.rows, panels = p.weights.panels, units = p.weights.units,
+                 blocks = p.weights.blocks;
+  int status = MakeTensorMap(&p.tokens, gemm.x, 2, {columns, x_rows}, {2 * columns}, {kUnit, width}, true, err);
+  if (!status)  // codes of 8 bits are swizzled already
+    status = MakeTensorMap(&p.codes, rows, 1, {128, units * lines, panels}, {128, units * lines * 128},
+                           {128, lines, box}, lines == 4, err);
+  if (!status)
+    status = MakeTensorMap(&p.scales, rows + p.weights.scales_at, 1, {scales, blocks, panels},
+                           {scales, blocks * scales}, {scales, 1, box}, false, err);
+  if (!status && p.weights.zeros_at)
+    status = MakeTensorMap(&p.zeros, rows + p.weights.zeros_at, 1, {zeros, blocks, panels}, {zeros, blocks * zeros},
+                           {zeros, 1, box}, false, err);
+  if (!status)
+    launcher.Run(DenseKernel<T>(w, shape), p, dim3(shape.grid), LinearThreads(shape.panels), shape.shared_bytes, true,
+                 shape.cluster);
+  return status;
+}
+
+template <typename T>
 int LaunchLinear(const qm_cuda_linear_problem& p, const qm_cuda_plan& plan, const qm_cuda_linear_tensors& t,
                  cudaStream_t stream, char* err) {
   const qm_linear& l = p.linear;
-  const GemmKernel kernel = LinearKernel<T>(l.w, plan);
-  if (int status = Check(kernel, "w", plan, plan.w2, err)) return status;
+  if (int status = CheckLinear<T>(l.w, plan, err)) return status;
   MarlinRow row{};
   MarlinRowOf(MoeOf(l), 2, &row);
   Launcher launcher{stream};
   uint8_t* workspace = static_cast<uint8_t*>(t.workspace);
-  const bool decode = plan.path == QM_CUDA_DECODE, wgmma = plan.path == QM_CUDA_WGMMA;
 
   GemmParams gemm{};
   gemm.weights = WeightsOf(t.w, row, l.w);
@@ -377,28 +422,20 @@ int LaunchLinear(const qm_cuda_linear_problem& p, const qm_cuda_plan& plan, cons
   gemm.x = t.x;
   gemm.x_columns = l.in_features;
   gemm.x_divisor = 1;
-  // The parts of K are added up by a second kernel.
-  const bool combine = wgmma && plan.w2.warps_k > 1;
-  gemm.out = combine ? workspace + plan.partial : t.y;
+  gemm.out = t.y;
   gemm.out_columns = l.out_features;
-  gemm.tiles = reinterpret_cast<const Tile*>(workspace + plan.tiles);
   gemm.max_tiles = plan.max_tiles;
-  gemm.sorted_pairs = reinterpret_cast<const SortedPair*>(workspace + plan.sorted_pairs);
+  gemm.tile_pairs = 8 * plan.w2.n_tiles;
   gemm.shape = plan.w2;
 
-  bool first = true;
-  if (Rounds(l.w)) {
-    RoundX<T>(launcher, plan, plan.w2.packed, workspace, l.w, row, true, &gemm);
-    first = false;
+  if (Rounds(l.w)) RoundX<T>(launcher, plan, plan.w2.packed, workspace, l.w, row, true, &gemm);
+  if (l.w.perm) GatherX(launcher, plan, workspace, row, &gemm);
+  if (plan.path == QM_CUDA_DENSE) {
+    if (int status = RunDense<T>(launcher, gemm, l.w, err)) return status;
+  } else {
+    launcher.Run(LinearGemm<T>(l.w, plan), gemm, dim3(plan.w2.grid), kThreads, plan.w2.shared_bytes, true,
+                 plan.w2.cluster);
   }
-  if (l.w.perm) {
-    GatherX(launcher, plan, workspace, row, &gemm);
-    first = false;
-  }
-  if (!decode) Route(launcher, plan, workspace, 8 * plan.w2.n_tiles, gemm.routing.tokens, l.in_features, !first, &gemm);
-  launcher.Run(kernel, gemm, dim3(plan.w2.grid), wgmma ? kWgmmaThreads : kThreads,
-               plan.w2.shared_bytes, true, plan.w2.cluster);
-  if (combine) Combine<T>(launcher, gemm.routing, gemm.out, plan.w2.warps_k, false, l.out_features, t.y);
   return Report(launcher.error, err);
 }
 
@@ -452,8 +489,7 @@ extern "C" int qm_cuda_launch(const qm_cuda_problem* problem, const qm_cuda_plan
 
 extern "C" int qm_cuda_check_plan_linear(const qm_cuda_linear_problem* problem, const qm_cuda_plan* plan, char* err) {
   const qm_projection& w = problem->linear.w;
-  return Check(problem->type == QM_BF16 ? LinearKernel<__nv_bfloat16>(w, *plan) : LinearKernel<__half>(w, *plan), "w",
-               *plan, plan->w2, err);
+  return problem->type == QM_BF16 ? CheckLinear<__nv_bfloat16>(w, *plan, err) : CheckLinear<__half>(w, *plan, err);
 }
 
 extern "C" int qm_cuda_launch_linear(const qm_cuda_linear_problem* problem, const qm_cuda_plan* plan,

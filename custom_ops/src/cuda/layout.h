@@ -113,6 +113,32 @@ constexpr WgmmaSizes WgmmaSizesOf(int tokens, int bits, int lane_bytes, bool dow
   return s;
 }
 
+// Of linear_wgmma.cuh, for tiles of up to 64, 128 or 256 tokens: panels of a block; blocks a multiprocessor; stages of
+// 64 columns; what it takes.
+struct LinearSizes {
+  int panels, blocks, stages, shared_bytes;
+};
+constexpr int kLinearScaleBytes = 64, kLinearZeroBytes = 32;  // of a panel, at most
+// Tokens whose results are in shared memory at a time.
+constexpr int LinearResultTokens(int tokens) { return tokens == 64 ? 64 : 128; }
+constexpr LinearSizes LinearSizesOf(int tokens, WeightKind kind) {
+  LinearSizes s{};
+  s.panels = tokens == 128 ? 16 : 8;
+  s.blocks = tokens == 64 ? 2 : 1;
+  const int panel = 128 * BitsOf(kind) + kLinearScaleBytes + (ZeroBytes(kind) > 0 ? kLinearZeroBytes : 0);
+  const int stage = tokens * 128 + s.panels * panel;
+  const int rest = 1024 + s.panels * 32 * LinearResultTokens(tokens);  // 1024: to align
+  s.stages = ((s.blocks == 2 ? 115712 : 230400) - 1024 - rest) / stage;
+  while (s.stages * stage % 1024) --s.stages;  // results are aligned, too
+  s.shared_bytes = rest + s.stages * stage;
+  return s;
+}
+// Tokens of a product are a multiple of 16, at least this.
+constexpr int LinearLeast(int tokens) { return tokens == 64 ? 16 : tokens == 128 ? 80 : 144; }
+template <int tokens>
+constexpr int kLinearLeast = LinearLeast(tokens);
+constexpr int LinearThreads(int panels) { return 32 * panels + 128; }  // a panel a warp, and a warpgroup that copies
+
 // Of moe_gemm_fp8.cuh: stages, units of work, magnitudes of h; what it takes.
 constexpr int kFp8SharedBytes = 1024 + 4 * 51200 + 128 + 2 * 2 * 64 * 4;
 // Rows of its activations: those of an expert start at a multiple of 8.

@@ -99,10 +99,12 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
     routing->Make(p.routing);
     n_tiles = routing->tiles;
   } else {
-    LaunchDependents();
+    const bool linear = !p.tiles;  // then this is the first kernel of its call: launcher.h
+    if (!linear) LaunchDependents();
     PrefetchCodes<down ? 1 << 16 : 1 << 17>(p);
     WaitForPrevious();
-    n_tiles = p.tiles[p.max_tiles].count;
+    if (linear) LaunchDependents();
+    n_tiles = linear ? p.max_tiles : p.tiles[p.max_tiles].count;
   }
   S stream(shared, p.weights);
   // Sums of the warps, where they are added: after the rings, or, in 2 units of K a stage, the stage read last.
@@ -141,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
             rows[0] = pair < 0 ? nullptr : static_cast<const T*>(p.x) + (pair / p.x_divisor) * p.x_columns;
             copy_n = 1;
           } else {
-            const Tile found = p.tiles[tile];
+            const Tile found = TileAt(p, tile);
             expert = found.expert;
             copy_n = (found.count + 7) / 8;
 #pragma unroll
@@ -149,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
               const int c = 8 * n + g;
               rows[n] = nullptr;
               if (c < found.count) {
-                const int pair = p.sorted_pairs[found.first + c].pair;
+                const int pair = PairAt(p, found.first + c).pair;
                 rows[n] = static_cast<const T*>(p.x) + static_cast<int64_t>(pair / p.x_divisor) * p.x_columns;
               }
             }
@@ -175,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
   for (int turn = 0; unit < end; ++turn) {
     if (turn >= kStages - 1) {
       if (k == k_begin) {
-        if constexpr (!decode) now = p.tiles[unit / groups];
+        if constexpr (!decode) now = TileAt(p, unit / groups);
         n_active = (now.count + 7) / 8;
       }
       CopyAsyncWait<kStages - 2>();
@@ -211,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
         } else {
           pair[i] = -1;
           if (column + i < now.count) {
-            const SortedPair found = p.sorted_pairs[now.first + column + i];
+            const SortedPair found = PairAt(p, now.first + column + i);
             pair[i] = found.pair;
             if (p.weight_here) weight[i] = found.weight;
           }
@@ -300,14 +302,31 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
 // GEMM2 of a small batch: a cluster of blocks owns MT panels of the output for all tokens. The (tile, unit of K) list
 // is cut into equal parts, one a warp; a warp adds weight * (product + bias) of each tile to its registers, and at the
 // end the warps' sums are added in a fixed order. No atomics, no second pass, the same result every time.
-template <typename T, typename F, int MT, int kUnits = 1>
+// kLinear: there is one expert, which all tokens have; more stages, as little else is in flight.
+template <typename T, typename F, int MT, int kUnits = 1, bool kLinear = false, int kStages_ = StagesOf(kUnits)>
 __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, 1)) MoeDownDecode(const __grid_constant__ GemmParams p) {
-  using S = Stream<T, F, MT, 1, kUnits>;
+  using S = Stream<T, F, MT, 1, kUnits, kStages_>;
   constexpr int kStages = S::kStages;
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ DecodeRouting routing;
-  routing.Make(p.routing);
+  __shared__ std::conditional_t<kLinear, int, DecodeRouting> routing_storage;
+  [[maybe_unused]] auto* routing = &routing_storage;
+  if constexpr (!kLinear) routing->Make(p.routing);
   const int columns = p.routing.tokens, cluster = p.shape.cluster;
+  // -1: none.
+  auto pair_of = [&](int tile, int token) {
+    if constexpr (kLinear) {
+      return token < columns ? token : -1;
+    } else {
+      return routing->Pair(tile, token);
+    }
+  };
+  auto tiles = [&] {
+    if constexpr (kLinear) {
+      return 1;
+    } else {
+      return routing->tiles;
+    }
+  };
   S stream(shared, p.weights);
   auto sums_of = [&](int warp) {  // after the rings, or, in 2 units of K a stage, over them
     const int at = kUnits == 1 ? kWarps * kStages * S::kStageBytes + warp * MT * 512 : warp * kStages * S::kStageBytes;
@@ -316,11 +335,17 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, 1)) MoeDownDecode(cons
 
   const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g, t = stream.t;
   const int panel = blockIdx.x / cluster * MT, rank = blockIdx.x % cluster;
-  const int k_units = (p.weights.units + kUnits - 1) / kUnits, total = routing.tiles * k_units;
+  const int k_units = (p.weights.units + kUnits - 1) / kUnits, total = tiles() * k_units;
   const int parts = cluster * kWarps;
   const int part = rank * kWarps + warp;
 
-  auto expert_row = [&](int tile) { return p.weights.rows + routing.expert[tile] * p.weights.row_bytes; };
+  auto expert_row = [&](int tile) {
+    if constexpr (kLinear) {
+      return p.weights.rows;
+    } else {
+      return p.weights.rows + routing->expert[tile] * p.weights.row_bytes;
+    }
+  };
   struct Place {  // in the list
     int at, tile, k;
     __device__ bool Advance(int k_units) {  // true when the tile changed
@@ -338,7 +363,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, 1)) MoeDownDecode(cons
   };
   auto seek_tokens = [&](const Place& at) {
     stream.k = at.k * kUnits;
-    const int pair = routing.Pair(at.tile, g);
+    const int pair = pair_of(at.tile, g);
     stream.SeekTokens(0, pair < 0 ? nullptr : static_cast<const T*>(p.x) + pair * p.x_columns, p.x_columns);
   };
   // Weights do not depend on the kernel before this one: fill the ring, then wait for it, then ask for its output.
@@ -372,8 +397,10 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, 1)) MoeDownDecode(cons
     if (enter) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {  // a token that has not this expert is a column of zeros
-        const int pair = routing.Pair(place.tile, 2 * t + i);
-        weight[i] = pair < 0 ? 0.f : p.weight_here ? routing.weight[pair] : 1.f;
+        const int pair = pair_of(place.tile, 2 * t + i);
+        weight[i] = pair < 0 ? 0.f : 1.f;
+        if constexpr (!kLinear)
+          if (pair >= 0 && p.weight_here) weight[i] = routing->weight[pair];
         factor[i] = weight[i] * SumFactors<T, F>(p.weights, expert_row(place.tile)).x;
       }
       if (p.weights.bias_at && place.k == 0) {  // whoever starts a tile adds its bias

@@ -52,25 +52,6 @@ struct Work {
 // Where column c of a 32-column block of tokens is stored.
 __device__ inline int StoredColumn(int c) { return (c & ~31) | (c & 4) << 2 | (c & 2) << 2 | (c & 24) >> 2 | (c & 1); }
 
-// What products are to be multiplied by; nvfp4's also by the global scale.
-template <typename T, typename F>
-__host__ __device__ constexpr float ProductFactor() {
-  switch (F::kKind) {
-    case WeightKind::kInt4:
-    case WeightKind::kInt8:
-      return 1 / kInt4Result<T>;
-    case WeightKind::kInt4Zero:
-    case WeightKind::kInt8Zero:
-      return 1 / kInt8Result<T>;
-    case WeightKind::kFp8:
-      return kBf16<T> ? 0x1p56f : 1.f;
-    case WeightKind::kMxfp4:
-      return 1 / kMxfp4Result<T>;
-    default:
-      return 1 / kNvfp4Result<T>;
-  }
-}
-
 template <typename T, typename F, bool down, int kTokens>
 struct WgmmaConsumer {
   using Shape = WgmmaTile<F, down, kTokens>;
@@ -144,8 +125,8 @@ struct WgmmaConsumer {
         const uint32_t first = words[0], second = words[1];  // no index that is known at run time only
         const uint32_t word = half && groups == 2 ? second : first;
         if constexpr (std::is_same_v<T, Scale> && kKind != WeightKind::kFp8)
-          return Scaled(__byte_perm(word, 0, row ? 0x3232 : 0x1010));
-        return Factor(row ? Half<Scale>::High(word) : Half<Scale>::Low(word));
+          return ScaledFactor<T, kKind>(__byte_perm(word, 0, row ? 0x3232 : 0x1010));
+        return CodeFactor<T, kKind>(row ? Half<Scale>::High(word) : Half<Scale>::Low(word));
       });
     };
     const Weights& w = p.weights;
@@ -164,22 +145,14 @@ struct WgmmaConsumer {
       } else if (kKind == WeightKind::kInt4Zero || w.scale_type == 1) {
         halves(__half(), groups);
       } else if (kKind == WeightKind::kInt8 || kKind == WeightKind::kInt8Zero || w.scale_type == 0) {
-        each([](const uint32_t* words, int, int row) { return Factor(__uint_as_float(words[row])); });
+        each([](const uint32_t* words, int, int row) { return CodeFactor<T, kKind>(__uint_as_float(words[row])); });
       } else {
-        each([](const uint32_t* words, int half, int row) { return Factor(E8m0(words[0], 2 * half + row)); });
+        each([](const uint32_t* words, int half, int row) {
+          return CodeFactor<T, kKind>(E8m0(words[0], 2 * half + row));
+        });
       }
     }
   }
-  // A scale as what codes are multiplied by, twice in a word.
-  static __device__ uint32_t Scaled(uint32_t twice) {
-    if constexpr (kKind == WeightKind::kInt4 || kKind == WeightKind::kInt8) return Int4Scale<T>(twice);
-    return twice;
-  }
-  static __device__ uint32_t Factor(float s) {
-    if constexpr (kKind == WeightKind::kFp8) s *= 1 / (ProductFactor<T, F>() * kFp8Bits<T>);
-    return Scaled(Half<T>::Pack(s, s));
-  }
-
   // One panel and 64 columns, a[half][k16], or two from `panel` on and 32, a[panel][k16]. `tokens`: DescriptorLow;
   // wide: count is more than kTokens - 16.
   template <int N>
@@ -337,7 +310,7 @@ struct WgmmaConsumer {
     uint8_t* stage = results + group * kTokens * Shape::kResultRowBytes;
     const Work work = *now;
     float bias[kPanels][2] = {};
-    const float one_factor = ProductFactor<T, F>() * InputScale<F>(w, Expert(work.expert));
+    const float one_factor = kProductFactor<T, F::kKind> * InputScale<F>(w, Expert(work.expert));
     float2 factor = make_float2(one_factor, one_factor);
     if constexpr (kKind == WeightKind::kNvfp4) {
       const float2 global = *reinterpret_cast<const float2*>(Expert(work.expert) + w.globals_at);

@@ -158,9 +158,9 @@ int RegisterBlocks(WeightKind kind, int panels, int n_tiles) {
 }
 constexpr int kRoutingBytes = 4 * 1024;  // static DecodeRouting, rounded up
 // As in moe_gemm_mma.cuh: rings and sums, which lie over the ring where a stage has two units of K.
-int MmaSharedBytes(int panels, int n_tiles, int bits, int lane_bytes, int units = 1) {
+int MmaSharedBytes(int panels, int n_tiles, int bits, int lane_bytes, int units = 1, int stages = 0) {
   const int sums = units == 2 ? 0 : panels * n_tiles * 512;
-  return kWarps * (StagesOf(units) * StageBytes(panels, n_tiles, bits, lane_bytes, units) + sums);
+  return kWarps * ((stages ? stages : StagesOf(units)) * StageBytes(panels, n_tiles, bits, lane_bytes, units) + sums);
 }
 int LaneBytes(WeightKind kind, const MarlinRow& w) { return ScaleBytes(kind, w.per_block) + ZeroBytes(kind); }
 // Not int8 with zero points where a multiprocessor has 100 KiB: those take stream.
@@ -308,6 +308,68 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
   return g;
 }
 
+// A linear of a few rows; shared_bytes 0: the GPU has too little for the kernels that keep many stages in flight.
+qm_cuda_gemm PlanLinearDecode(const qm_cuda_device& device, const qm_projection& weights, const MarlinRow& w) {
+  const WeightKind kind = KindOf(weights);
+  // Measured: warps of four panels, and two blocks for them where that still is one round; one panel of 8-bit codes, or
+  // two where a warp's part of a row is long.
+  const bool int4 = kind == WeightKind::kInt4 && w.per_block == 1, bytes = BitsOf(kind) == 8;
+  const int64_t fours = CeilDiv(w.panels, 4);
+  const bool four = !bytes && !(int4 && w.block_shift == 0) && fours <= 2 * device.multiprocessors;
+  qm_cuda_gemm g{};
+  g.panels = four ? 4 : bytes && w.units < 24 * kWarps ? 1 : 2;
+  g.stages = four ? 3 : g.panels == 1 ? 6 : 5;
+  g.n_tiles = g.warps_k = 1;
+  g.cluster = four && device.sm >= 90 && 2 * fours <= device.multiprocessors ? 2 : 1;
+  const int bytes_shared =
+      MmaSharedBytes(g.panels, 1, BitsOf(kind), LaneBytes(kind, w), four && int4 ? 2 : 1, g.stages);
+  if (bytes_shared + 1024 <= device.shared_bytes) g.shared_bytes = bytes_shared;
+  g.grid = static_cast<int32_t>(CeilDiv(w.panels, g.panels) * g.cluster);
+  return g;
+}
+
+// A linear of more rows on wgmma: the tile and the parts of K that take the least time, by what was measured (H200;
+// us).
+qm_cuda_gemm PlanDense(const qm_cuda_device& device, WeightKind kind, const MarlinRow& w, int64_t rows) {
+  // Clusters of 1 to 8 blocks that 132 multiprocessors hold at a time (cudaOccupancyMaxActiveClusters).
+  static constexpr int kClusters[] = {132, 66, 39, 30, 22, 17, 15, 15};
+  static constexpr struct {
+    int tokens;
+    double least, unit, token;  // of a unit of K: at least, and as the tokens make it
+    double bytes, tile;         // 8-bit codes' factor; of a tile
+  } kCosts[] = {{64, .38, .30, .0023, 1.3, 1.2}, {128, .58, .54, .0013, 1.26, 2.7}, {256, .51, .01, .0025, 1.2, 1.1}};
+  qm_cuda_gemm g{};
+  double best = INFINITY;
+  for (const auto& c : kCosts) {
+    const LinearSizes sizes = LinearSizesOf(c.tokens, kind);
+    const double bytes = BitsOf(kind) == 8 ? c.bytes : 1;
+    for (int width = LinearLeast(c.tokens); width <= c.tokens; width += 16)
+      for (int parts = 1; parts <= std::min(8, w.units); ++parts) {
+        const int64_t tiles = CeilDiv(w.panels, sizes.panels) * CeilDiv(rows, width);
+        const int64_t slots = std::max<int64_t>(
+            1, static_cast<int64_t>(std::max(device.multiprocessors, 1)) * sizes.blocks * kClusters[parts - 1] / 132);
+        const double rounds = static_cast<double>(std::max<int64_t>(CeilDiv(tiles, slots), 1));
+        double unit = std::max(c.least * bytes, c.unit * bytes + c.token * width);
+        if (sizes.blocks == 2)  // that share a multiprocessor
+          unit *= 1 + .52 * std::clamp(
+                                static_cast<double>(tiles * parts) / rounds / std::max(device.multiprocessors, 1) - 1,
+                                0., 1.);
+        double cost = static_cast<double>(CeilDiv(w.units, parts)) * unit + c.tile + .0068 * width;
+        if (parts > 1) cost += 1.1 + .0012 * width * sizes.panels;
+        cost *= rounds;
+        if (cost >= best) continue;
+        best = cost;
+        g.panels = sizes.panels;
+        g.n_tiles = width / 8;
+        g.warps_k = g.cluster = parts;
+        g.stages = sizes.stages;
+        g.shared_bytes = sizes.shared_bytes;
+        g.grid = static_cast<int32_t>(parts > 1 ? tiles * parts : std::min(tiles, slots));
+      }
+  }
+  return g;
+}
+
 // Hands out parts of the workspace.
 struct Workspace {
   uint64_t end = 0;
@@ -413,27 +475,23 @@ extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const 
   MarlinRow w{};
   MarlinRowOf(MoeOf(l), 2, &w);
   const int64_t rows = problem->rows;
-  const bool decode = rows <= kDecodeTokens && DecodeFits(*device, l.w, w);
-  const bool wgmma =
-      !decode && device->sm == 90 && l.out_features % 8 == 0 && rows > 64 && Addresses(rows, l.in_features);
-  plan->path = decode ? QM_CUDA_DECODE : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
-  plan->w2 = PlanGemm({*device, decode, wgmma, false, 1, static_cast<double>(rows), 4}, l.w, w, decode || wgmma);
+  const bool decode = rows <= kDecodeTokens && DecodeFits(*device, l.w, w), packs = Packs(device->sm, l.w);
+  const bool dense = !decode && device->sm == 90 && (!packs || rows > 64);
+  plan->path = decode ? QM_CUDA_DECODE : dense ? QM_CUDA_DENSE : QM_CUDA_STREAM;
+  if (dense) {
+    plan->w2 = PlanDense(*device, KindOf(l.w), w, rows);
+  } else {
+    if (decode && !packs) plan->w2 = PlanLinearDecode(*device, l.w, w);
+    if (!plan->w2.shared_bytes)
+      plan->w2 = PlanGemm({*device, decode, false, false, 1, static_cast<double>(rows), 4}, l.w, w, decode);
+    if (!decode) plan->max_tiles = static_cast<int32_t>(CeilDiv(rows, 8 * plan->w2.n_tiles));
+  }
 
   Workspace workspace;
-  if (Rounds(l.w) && (l.w.perm || !wgmma))
+  if (Rounds(l.w))
     plan->rounded = workspace.Take(static_cast<uint64_t>(rows) *
                                    (plan->w2.packed ? w.units * PackedUnitBytes(KindOf(l.w)) : l.in_features * 2));
   if (l.w.perm) plan->gathered = workspace.Take(static_cast<uint64_t>(rows) * l.in_features * 2);
-  if (!decode) {
-    plan->max_tiles = static_cast<int32_t>(rows / (8 * plan->w2.n_tiles) + 1);
-    plan->tiles = workspace.Take(16 * (static_cast<uint64_t>(plan->max_tiles) + 1));
-    plan->sorted_pairs = workspace.Take(8 * static_cast<uint64_t>(rows));
-    if (wgmma) {
-      plan->prepared = workspace.Take(static_cast<uint64_t>(rows) * w.units * 128);
-      if (plan->w2.warps_k > 1)
-        plan->partial = workspace.Take(static_cast<uint64_t>(rows) * l.out_features * 2 * plan->w2.warps_k);
-    }
-  }
   plan->workspace_bytes = workspace.end;
   return QM_OK;
 }

@@ -35,6 +35,11 @@ __device__ inline uint64_t EvictFirstPolicy() {
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
+__device__ inline uint64_t EvictNormalPolicy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
 // Asks L2 for bytes, a multiple of 16, from an address that is one.
 __device__ inline void Prefetch(const void* global, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900

@@ -68,18 +68,6 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
     Prepare(p.prepare, blockIdx.x - cluster, gridDim.x - cluster);
     return;
   }
-  if (!p.routing.topk_ids) {
-    const RouteParams::List& list = p.lists[0];
-    const int tiles = (pairs + list.tile_pairs - 1) / list.tile_pairs, even = ((pairs + tiles - 1) / tiles + 7) / 8 * 8;
-    const int thread = rank * kRouteThreads + threadIdx.x, threads = cluster * kRouteThreads;
-    for (int i = thread; i < pairs; i += threads) p.sorted_pairs[i] = SortedPair{i, 1.f};
-    for (int i = thread; i < tiles; i += threads) {
-      const int at = min(i * even, pairs), group = i / kTileGroup * kTileGroup;
-      list.tiles[i] = Tile{0, at, min(even, pairs - at), group, min(kTileGroup, tiles - group)};
-    }
-    if (thread == 0) list.tiles[list.max_tiles] = Tile{0, pairs, tiles};
-    return;
-  }
   for (int i = threadIdx.x; i < experts; i += kRouteThreads) counts[i] = 0;
   if (warp < 2) places[warp][lane] = 0;
   __syncthreads();

@@ -38,7 +38,7 @@ __host__ __device__ constexpr float SumFactor() {
 }
 
 // MT 16-row panels, NT 8-token tiles, weights of format F; kUnits of K a stage: 1, or 2 that share their scales.
-template <typename T, typename F, int MT, int NT, int kUnits = 1>
+template <typename T, typename F, int MT, int NT, int kUnits = 1, int kStages_ = StagesOf(kUnits)>
 struct Stream {
   using Size = Sizes<F>;
   static constexpr WeightKind kKind = F::kKind;
@@ -46,7 +46,7 @@ struct Stream {
   // Scales, then zero points, of MT panels.
   static constexpr int kScalesAt = kUnits * MT * kUnitBytes, kZerosAt = kScalesAt + MT * 32 * Size::kScaleBytes,
                        kTokensAt = kZerosAt + MT * 32 * Size::kZeroBytes;
-  static constexpr int kStages = StagesOf(kUnits);
+  static constexpr int kStages = kStages_;
   static constexpr int kStageBytes = StageBytes(MT, NT, Size::kBits, Size::kLaneBytes, kUnits);
   static constexpr int kTokenUnit = F::kPacked ? PackedUnitBytes(kKind) / 2 : kUnit;  // of T: values, or what is packed
   static constexpr bool kCodes = F::kPacked && kKind == WeightKind::kFp8;

@@ -1,5 +1,7 @@
 // wgmma, mbarriers and proxies of sm_90a, one function an instruction.
 #pragma once
+#include <cuda.h>
+
 #include "cuda/ptx.cuh"
 
 namespace quantmoe {
@@ -57,11 +59,67 @@ __device__ inline void BulkCopyOnce(uint32_t shared, const void* global, int byt
       "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
+// A box of a tensor, coordinates of the innermost dimension first.
+__device__ inline void TensorCopy(uint32_t shared, const CUtensorMap& map, int c0, int c1, uint32_t barrier,
+                                  uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
+      "%3}], [%4], %5;" ::"r"(shared),
+      "l"(&map), "r"(c0), "r"(c1), "r"(barrier), "l"(policy)
+      : "memory");
+}
+__device__ inline void TensorCopy(uint32_t shared, const CUtensorMap& map, int c0, int c1, int c2, uint32_t barrier,
+                                  uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
+      "%3, %4}], [%5], %6;" ::"r"(shared),
+      "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "l"(policy)
+      : "memory");
+}
+__device__ inline void PrefetchMap(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+// All threads of the cluster that have not ended, before any goes on.
+__device__ inline void ClusterBarrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// 16 bytes of what block `rank` of the cluster has at this address of its shared memory.
+__device__ inline float4 LoadRemote16(uint32_t shared, int rank) {
+  uint32_t at;
+  float4 v;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(at)
+               : "memory");
+  return v;
+}
+// Two or four 8 x 8 matrices of 16-bit values, of which a lane has two neighbours of row lane / 4 in a word of each,
+// written column by column: lane l has the address of column l % 8 of matrix l / 8.
+__device__ inline void StoreTransposed(uint32_t at, const uint32_t (&m)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(at), "r"(m[0]), "r"(m[1])
+               : "memory");
+}
+__device__ inline void StoreTransposed(uint32_t at, const uint32_t (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(m[0]), "r"(m[1]),
+               "r"(m[2]), "r"(m[3])
+               : "memory");
+}
 // What was written to shared memory with ordinary stores or cp.async, by this thread or before a barrier that it has
 // waited for, becomes visible to wgmma.
 __device__ inline void FenceAsyncProxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Registers of each of the warpgroup's threads from here on.
+template <bool more, int registers>
+__device__ inline void SetRegisters() {
+  if constexpr (more) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+  }
 }
 
 // A block's units of work: blocks take turns, every second time from the last to the first. Units come by size
@@ -138,6 +196,13 @@ __device__ void WgmmaShared(float* d, uint64_t a, uint64_t b, bool add);
 #define QM_R6 "%48, %49, %50, %51, %52, %53, %54, %55"
 #define QM_R7 "%56, %57, %58, %59, %60, %61, %62, %63"
 #define QM_R8 "%64, %65, %66, %67, %68, %69, %70, %71"
+#define QM_R9 "%72, %73, %74, %75, %76, %77, %78, %79"
+#define QM_R10 "%80, %81, %82, %83, %84, %85, %86, %87"
+#define QM_R11 "%88, %89, %90, %91, %92, %93, %94, %95"
+#define QM_R12 "%96, %97, %98, %99, %100, %101, %102, %103"
+#define QM_R13 "%104, %105, %106, %107, %108, %109, %110, %111"
+#define QM_R14 "%112, %113, %114, %115, %116, %117, %118, %119"
+#define QM_R15 "%120, %121, %122, %123, %124, %125, %126, %127"
 QM_WGMMA(8, "%0, %1, %2, %3", "{%4, %5, %6, %7}, %8", "%9", QM_F4(0))
 QM_WGMMA(16, QM_R0, "{%8, %9, %10, %11}, %12", "%13", QM_F8(0))
 QM_WGMMA(24, QM_R0 ", %8, %9, %10, %11", "{%12, %13, %14, %15}, %16", "%17", QM_F8(0), QM_F4(8))
@@ -154,6 +219,32 @@ QM_WGMMA(128, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " 
          "{%64, %65, %66, %67}, %68", "%69", QM_F32(0), QM_F32(32))
 QM_WGMMA(144, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6 ", " QM_R7 ", " QM_R8,
          "{%72, %73, %74, %75}, %76", "%77", QM_F32(0), QM_F32(32), QM_F8(64))
+QM_WGMMA(160, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6 ", " QM_R7 ", " QM_R8 ", " QM_R9,
+         "{%80, %81, %82, %83}, %84", "%85", QM_F32(0), QM_F32(32), QM_F16(64))
+QM_WGMMA(176,
+         QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6 ", " QM_R7 ", " QM_R8 ", " QM_R9
+               ", " QM_R10,
+         "{%88, %89, %90, %91}, %92", "%93", QM_F32(0), QM_F32(32), QM_F16(64), QM_F8(80))
+QM_WGMMA(192,
+         QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6 ", " QM_R7 ", " QM_R8 ", " QM_R9
+               ", " QM_R10 ", " QM_R11,
+         "{%96, %97, %98, %99}, %100", "%101", QM_F32(0), QM_F32(32), QM_F32(64))
+QM_WGMMA(208,
+         QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6 ", " QM_R7 ", " QM_R8 ", " QM_R9
+               ", " QM_R10 ", " QM_R11 ", " QM_R12,
+         "{%104, %105, %106, %107}, %108", "%109", QM_F32(0), QM_F32(32), QM_F32(64), QM_F8(96))
+QM_WGMMA(224,
+         QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6 ", " QM_R7 ", " QM_R8 ", " QM_R9
+               ", " QM_R10 ", " QM_R11 ", " QM_R12 ", " QM_R13,
+         "{%112, %113, %114, %115}, %116", "%117", QM_F32(0), QM_F32(32), QM_F32(64), QM_F16(96))
+QM_WGMMA(240,
+         QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6 ", " QM_R7 ", " QM_R8 ", " QM_R9
+               ", " QM_R10 ", " QM_R11 ", " QM_R12 ", " QM_R13 ", " QM_R14,
+         "{%120, %121, %122, %123}, %124", "%125", QM_F32(0), QM_F32(32), QM_F32(64), QM_F16(96), QM_F8(112))
+QM_WGMMA(256,
+         QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6 ", " QM_R7 ", " QM_R8 ", " QM_R9
+               ", " QM_R10 ", " QM_R11 ", " QM_R12 ", " QM_R13 ", " QM_R14 ", " QM_R15,
+         "{%128, %129, %130, %131}, %132", "%133", QM_F32(0), QM_F32(32), QM_F32(64), QM_F32(96))
 QM_WGMMA_ROWS(64, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3, "{%32, %33, %34, %35}, %36", "%37", QM_F32(0))
 QM_WGMMA_ROWS(128, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6 ", " QM_R7,
               "{%64, %65, %66, %67}, %68", "%69", QM_F32(0), QM_F32(32))
@@ -178,5 +269,12 @@ QM_WGMMA_SHARED(64, __half, "f16", QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3, "%32"
 #undef QM_R6
 #undef QM_R7
 #undef QM_R8
+#undef QM_R9
+#undef QM_R10
+#undef QM_R11
+#undef QM_R12
+#undef QM_R13
+#undef QM_R14
+#undef QM_R15
 
 }  // namespace quantmoe
