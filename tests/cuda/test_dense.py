@@ -13,6 +13,7 @@ from specs import linear_spec  # noqa: E402
 from test_cuda import BASE, FORMATS, LINEARS, TORCH, UNIT, build_linear, gpu, of_format, spec_of  # noqa: E402
 
 from quantmoe.custom_ops import cuda, reference  # noqa: E402
+from quantmoe.custom_ops.matrix import QuantizedMatrix  # noqa: E402
 
 #: of tiles of up to so many tokens, the least a product has (layout.h); panels
 LEAST, PANELS = {64: 16, 128: 80, 256: 144}, {64: 8, 128: 16, 256: 8}
@@ -51,11 +52,17 @@ def inputs(rows: int, columns: int, dtype: str, seed: int = 1) -> torch.Tensor:
     )
 
 
-def assert_close(y: torch.Tensor, want: np.ndarray, dtype: str) -> None:
-    got = y.double().cpu().numpy()
+def assert_close(y: torch.Tensor, x: torch.Tensor, m: QuantizedMatrix, dtype: str) -> None:
+    """Rows of results: y is rounded once, and so is each weight, at random. Rows of few: no rounding errs by more."""
+    x = x.double().cpu().numpy()
+    got, want = y.double().cpu().numpy(), reference.linear(x.astype(np.float32), m, "none")
     assert np.isfinite(got).all()
-    error, size = np.linalg.norm(got - want, axis=1), np.linalg.norm(want, axis=1)
-    assert (error <= 1.3 * UNIT[dtype] * size).all()
+    error = np.abs(got - want)
+    if want.shape[1] >= 64:
+        assert (np.linalg.norm(error, axis=1) <= 1.3 * UNIT[dtype] * np.linalg.norm(want, axis=1)).all()
+    else:  # a scale, a weight, y; f32 sums
+        terms = np.abs(x) @ np.abs(m.dequantize()).T
+        assert (error <= UNIT[dtype] * (2.02 * terms + np.abs(want))).all()
 
 
 def plan_of(spec, rows: int, width: int, parts: int) -> cuda.Plan:
@@ -114,7 +121,7 @@ def test_rows_and_shapes(rows, shape):
     case = replace(BASE, hidden=shape[0], intermediate=shape[1], group_size=32, bias=True)
     m, spec, w = build_linear(case)
     x = inputs(rows, spec.in_features, "bf16")
-    assert_close(launch(spec, w, x), reference.linear(x.float().numpy(), m, "none"), "bf16")
+    assert_close(launch(spec, w, x), x, m, "bf16")
 
 
 @gpu
@@ -126,7 +133,7 @@ def test_tiles_and_parts(width, parts):
     m, spec, w = build_linear(case)
     x = inputs(width + 7, spec.in_features, "bf16")
     y = launch(spec, w, x, plan_of(spec, len(x), width, parts))
-    assert_close(y, reference.linear(x.float().numpy(), m, "none"), "bf16")
+    assert_close(y, x, m, "bf16")
 
 
 @gpu
@@ -139,7 +146,7 @@ def test_few_rows(shape, group_size, rows):
     m, spec, w = build_linear(case)
     x = inputs(rows, spec.in_features, "bf16")
     assert cuda.plan(cuda.linear_problem(spec, "bf16", rows), cuda.H200).path == 0
-    assert_close(launch(spec, w, x), reference.linear(x.float().numpy(), m, "none"), "bf16")
+    assert_close(launch(spec, w, x), x, m, "bf16")
 
 
 @gpu
@@ -149,7 +156,7 @@ def test_few_rows(shape, group_size, rows):
 def test_formats(name, rows, dtype):
     m, spec, w = build_linear(of_format(name, replace(BASE, hidden=456, intermediate=1352, bias=True)))
     x = inputs(rows, spec.in_features, dtype)
-    assert_close(launch(spec, w, x), reference.linear(x.float().numpy(), m, "none"), dtype)
+    assert_close(launch(spec, w, x), x, m, dtype)
 
 
 @gpu
@@ -162,7 +169,7 @@ def test_what_is_not_finite_stays_in_its_row(rows):
     bad = [2, 4, rows - 1]
     assert not y[bad].isfinite().any()
     keep = np.setdiff1d(np.arange(rows), bad)
-    assert_close(y[keep], reference.linear(x[keep].float().numpy(), m, "none"), "bf16")
+    assert_close(y[keep], x[keep], m, "bf16")
 
 
 @gpu
