@@ -437,14 +437,14 @@ def check_routing(spec: RoutingSpec) -> None:
 
 
 def route(spec: RoutingSpec, logits: torch.Tensor, correction_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """MoERouting: logits f32, f16 or bf16 [T, E], correction_bias f32 [E] -> ids int32 and weights f32 [T, top_k].
+    """MoERouting: logits f32, f16 or bf16 [T, logits], correction_bias f32 [E] -> ids int32, weights f32 [T, slots].
 
     Raises:
         ValueError: the library's sentence about an attribute.
     """
     import torch
 
-    ids = torch.full((len(logits), spec.top_k), -1, dtype=torch.int32, device=logits.device)
+    ids = torch.full((len(logits), spec.slots), -1, dtype=torch.int32, device=logits.device)
     weights = torch.full(ids.shape, float("nan"), device=logits.device)
     problem = RoutingProblem(node(library(), spec), _TYPES[_dtype(logits)], len(logits))
     tensors = (_PTR * 4)(*(t.data_ptr() for t in (logits, correction_bias, ids, weights)))
@@ -496,7 +496,7 @@ def router(spec: RouterSpec, *inputs: torch.Tensor, device: Device | None = None
     import torch
 
     hidden = inputs[0]
-    ids = torch.full((len(hidden), spec.top_k), -1, dtype=torch.int32, device=hidden.device)
+    ids = torch.full((len(hidden), spec.routing.slots), -1, dtype=torch.int32, device=hidden.device)
     weights = torch.full(ids.shape, float("nan"), device=hidden.device)
     problem = router_problem(spec, _dtype(hidden), len(hidden))
     plan = plan_router(problem, device or query(hidden.device.index or 0))

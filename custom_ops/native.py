@@ -316,7 +316,7 @@ class NativeLinear:
 def route(
     spec: RoutingSpec, logits: np.ndarray, correction_bias: np.ndarray | None = None, lanes: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """MoERouting through the C ABI: logits [T, E] f32, f16 or bf16 -> ids int32 [T, top_k], weights f32 [T, top_k].
+    """MoERouting through the C ABI: logits [T, logits] f32, f16 or bf16 -> ids int32, weights f32, [T, slots].
 
     Raises:
         ValueError: with the C ABI's message.
@@ -326,7 +326,7 @@ def route(
     check_status(lib.qm_routing_validate(routing, err), err)
     logits = np.ascontiguousarray(logits)
     bias = np.zeros(spec.num_experts, np.float32) if correction_bias is None else correction_bias.astype(np.float32)
-    ids, weights = (np.empty((len(logits), spec.top_k), dtype) for dtype in (np.int32, np.float32))
+    ids, weights = (np.empty((len(logits), spec.slots), dtype) for dtype in (np.int32, np.float32))
     pointers = (a.ctypes.data for a in (logits, bias, ids, weights))
     call = _RoutingCall(_TYPES[logits.dtype], len(logits), *pointers, None, *_threads(lanes))
     workspace = aligned(lib.qm_routing_workspace(routing, ctypes.byref(call)))

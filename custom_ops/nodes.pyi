@@ -47,7 +47,9 @@ class MoERouting(Spec):
     renormalize: int  # 1: the weights are divided by their sum
     n_group: int  # groups of E / n_group experts; 1: one group, all of them
     topk_group: int  # groups that are kept, by the sum of the two best scores of each
-    routed_scaling_factor: float
+    routed_scaling_factor: float  # not of the shared experts' weights
+    shared_experts: int = ...
+    shared_gate: int = ...  # 1: the shared experts' weight is the sigmoid of logit E; 0: it is 1
 
 @dataclass(frozen=True, kw_only=True)
 class MoERouter(Spec):
@@ -60,6 +62,8 @@ class MoERouter(Spec):
     n_group: int
     topk_group: int
     routed_scaling_factor: float
+    shared_experts: int = ...
+    shared_gate: int = ...
 
 @dataclass(frozen=True, kw_only=True)
 class AddRMSNorm(Spec):

@@ -65,6 +65,16 @@ class LinearSpec(nodes.QuantLinear):
 class RoutingSpec(nodes.MoERouting):
     """All attributes of a MoERouting node."""
 
+    @property
+    def logits(self) -> int:
+        """Of a token: the experts' and the shared experts' one."""
+        return self.num_experts + self.shared_gate
+
+    @property
+    def slots(self) -> int:
+        """Ids and weights of a token."""
+        return self.top_k + self.shared_experts
+
 
 class RouterSpec(nodes.MoERouter):
     """All attributes of a MoERouter node."""

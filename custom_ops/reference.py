@@ -134,12 +134,13 @@ def activate(spec: MoESpec, gate: np.ndarray | None, up: np.ndarray) -> np.ndarr
 def route(
     spec: RoutingSpec, logits: np.ndarray, correction_bias: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """MoERouting: ids int32 [T, top_k], best first, equal scores the lower id first; weights float64 [T, top_k].
+    """MoERouting: ids int32 and weights float64, [T, top_k + shared_experts]: of the selected, best first, equal scores
+    the lower id first, then of the shared.
 
     Args:
-        logits: [T, E], any float type. correction_bias: [E].
+        logits: [T, E + shared_gate], any float type. correction_bias: [E].
     """
-    x = logits.astype(np.float64)
+    x, gate = np.split(logits.astype(np.float64), [spec.num_experts], axis=1)
     with np.errstate(over="ignore"):
         sigmoid = 1 / (1 + np.exp(-x))
     exp = np.exp(x - x.max(1, keepdims=True))
@@ -161,13 +162,17 @@ def route(
         weights = np.take_along_axis(sigmoid, ids, axis=1)
     if spec.renormalize:
         weights = weights / (weights.sum(1, keepdims=True) + 1e-20)
-    return ids.astype(np.int32), weights * spec.routed_scaling_factor
+    shared = np.broadcast_to(np.arange(spec.shared_experts) + spec.num_experts, (len(x), spec.shared_experts))
+    with np.errstate(over="ignore"):
+        full = 1 / (1 + np.exp(-gate)) if spec.shared_gate else np.ones((len(x), 1))
+    every = np.concatenate((ids, shared), 1).astype(np.int32)
+    return every, np.concatenate((weights * spec.routed_scaling_factor, np.broadcast_to(full, shared.shape)), 1)
 
 
 def router(
     spec: RouterSpec, hidden: np.ndarray, weight: np.ndarray, bias: np.ndarray, correction_bias: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """MoERouter: as :func:`route` of hidden [T, H] times weight [E, H] plus bias [E]; biases [0]: none."""
+    """MoERouter: as :func:`route` of hidden [T, H] times weight [E + shared_gate, H] plus bias; biases [0]: none."""
     logits = hidden.astype(np.float64) @ weight.astype(np.float64).T
     if len(bias):
         logits = logits + bias.astype(np.float64)

@@ -115,10 +115,10 @@ def moe_routing(
     """The experts of each token, by the float64 reference.
 
     Args:
-        logits: [T, E]. correction_bias: f32 [E]. attributes: JSON of RoutingSpec.attributes().
+        logits: [T, spec.logits]. correction_bias: f32 [E]. attributes: JSON of RoutingSpec.attributes().
 
     Returns:
-        ids int32 and weights f32, [T, top_k].
+        ids int32 and weights f32, [T, spec.slots].
     """
     spec = RoutingSpec.from_attributes(json.loads(attributes))
     ids, weights = reference_route(spec, logits.float().numpy(), correction_bias.numpy())
@@ -127,7 +127,7 @@ def moe_routing(
 
 @moe_routing.register_fake
 def _(logits: torch.Tensor, correction_bias: torch.Tensor, attributes: str) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (*logits.shape[:-1], json.loads(attributes)["top_k"])
+    shape = (*logits.shape[:-1], RoutingSpec.from_attributes(json.loads(attributes)).slots)
     return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
 
 
@@ -142,11 +142,11 @@ def moe_router(
     """The experts of each token from its hidden state, by the float64 reference.
 
     Args:
-        hidden_states: [T, H]. weight: [E, H]. bias, correction_bias: f32 [E], or [0] for none.
+        hidden_states: [T, H]. weight: [E + shared_gate, H]. bias, correction_bias: f32 as op.def's, or [0] for none.
         attributes: JSON of RouterSpec.attributes().
 
     Returns:
-        ids int32 and weights f32, [T, top_k].
+        ids int32 and weights f32, [T, routing.slots].
     """
     spec = RouterSpec.from_attributes(json.loads(attributes))
     given = (t.float().numpy() for t in (hidden_states, weight, bias, correction_bias))
@@ -162,7 +162,7 @@ def _(
     correction_bias: torch.Tensor,
     attributes: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (*hidden_states.shape[:-1], json.loads(attributes)["top_k"])
+    shape = (*hidden_states.shape[:-1], RouterSpec.from_attributes(json.loads(attributes)).routing.slots)
     return hidden_states.new_empty(shape, dtype=torch.int32), hidden_states.new_empty(shape, dtype=torch.float32)
 
 

@@ -228,14 +228,14 @@ void RoutingKernel::Run(OrtKernelContext* context) const {
   const OrtValue* logits = Input(context, MoERouting_logits);
   const OrtValue* bias = Input(context, MoERouting_correction_bias);
   Shape shape = ShapeOf(logits);
-  const std::string experts = "num_experts " + std::to_string(routing_.num_experts) + "]";
-  if (shape.empty() || shape.back() != routing_.num_experts)
-    Fail("logits has shape " + Text(shape) + ", expected [.., " + experts);
+  const std::string experts = "num_experts " + std::to_string(routing_.num_experts);
+  if (shape.empty() || shape.back() != routing_.num_experts + routing_.shared_gate)
+    Fail("logits has shape " + Text(shape) + ", expected [.., " + experts + (routing_.shared_gate ? " + 1]" : "]"));
   if (const Shape found = ShapeOf(bias); found != Shape{routing_.num_experts})
-    Fail("correction_bias has shape " + Text(found) + ", expected [" + experts);
+    Fail("correction_bias has shape " + Text(found) + ", expected [" + experts + "]");
   qm_routing_call call{};
   call.tokens = Rows(shape);
-  shape.back() = routing_.top_k;
+  shape.back() = routing_.top_k + routing_.shared_experts;
   OrtValue *ids = Output(context, 0, shape), *weights = Output(context, 1, shape);
   if (call.tokens == 0) return;
   call.type = op_.type();

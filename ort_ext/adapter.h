@@ -426,7 +426,8 @@ class Inference {
     if (name == "TokenRows") return TokenRows(first);
     const size_t last = first.sizes.size() - 1;
     if (name == "QuantLinear") first.Set(last, Attribute("out_features"));
-    if (name == "MoERouting" || name == "MoERouter") first.Set(last, Attribute("top_k"));
+    if (name == "MoERouting" || name == "MoERouter")
+      first.Set(last, Attribute("top_k") + (Attribute("op_version") > 1 ? Attribute("shared_experts") : 0));
     if (name == "CachedAttention") first.Set(last, Attribute("num_heads") * Attribute("v_head_size"));
     if (name == "GatedDelta") first.Set(last, Attribute("num_v_heads") * Attribute("v_head_size"));
     const bool stateful = name == "CachedAttention" || name == "CausalConv" || name == "GatedDelta";

@@ -206,14 +206,14 @@ void CudaRouting::Run(OrtKernelContext* context) const {
   const OrtValue* bias = Input(context, MoERouting_correction_bias);
   const qm_routing& routing = problem_.routing;
   Shape shape = ShapeOf(logits);
-  const std::string experts = "num_experts " + std::to_string(routing.num_experts) + "]";
-  if (shape.empty() || shape.back() != routing.num_experts)
-    Fail("logits has shape " + Text(shape) + ", expected [.., " + experts);
+  const std::string experts = "num_experts " + std::to_string(routing.num_experts);
+  if (shape.empty() || shape.back() != routing.num_experts + routing.shared_gate)
+    Fail("logits has shape " + Text(shape) + ", expected [.., " + experts + (routing.shared_gate ? " + 1]" : "]"));
   if (const Shape found = ShapeOf(bias); found != Shape{routing.num_experts})
-    Fail("correction_bias has shape " + Text(found) + ", expected [" + experts);
+    Fail("correction_bias has shape " + Text(found) + ", expected [" + experts + "]");
   qm_cuda_routing_problem problem = problem_;
   problem.tokens = Rows(shape);
-  shape.back() = routing.top_k;
+  shape.back() = routing.top_k + routing.shared_experts;
   OrtValue *ids = Output(context, 0, shape), *weights = Output(context, 1, shape);
   const qm_cuda_routing_tensors tensors{Data(logits), static_cast<const float*>(Data(bias)),
                                         static_cast<int32_t*>(Data(ids)), static_cast<float*>(Data(weights))};
@@ -231,9 +231,10 @@ class CudaRouter : public CudaKernel {
     qm_cuda_router_plan plan;
     char error[QM_ERROR_SIZE];
     if (qm_cuda_plan_router(&problem_, &device_, &plan, error)) Fail(error);
-    const Shape wanted{problem_.router.num_experts, problem_.router.hidden_size};
+    const qm_router& router = problem_.router;
+    const Shape wanted{router.num_experts + router.shared_gate, router.hidden_size};
     if (const Shape found = ShapeOf(Constant(info, MoERouter_weight)); found != wanted)
-      Fail("weight has shape " + Text(found) + ", expected [num_experts, hidden_size] " + Text(wanted));
+      Fail("weight has shape " + Text(found) + ", expected [num_experts + shared_gate, hidden_size] " + Text(wanted));
   }
   void Run(OrtKernelContext* context) const override;
 
@@ -248,20 +249,20 @@ void CudaRouter::Run(OrtKernelContext* context) const {
   if (shape.empty() || shape.back() != router.hidden_size)
     Fail("hidden_states has shape " + Text(shape) + ", expected [.., hidden_size " +
          std::to_string(router.hidden_size) + "]");
-  const auto bias = [&](int32_t input) {
+  const auto bias = [&](int32_t input, int64_t size) {
     const OrtValue* value = Input(context, static_cast<size_t>(input));
     if (ShapeOf(value) == Shape{0}) return static_cast<const float*>(nullptr);
-    CheckShape(context, input, {router.num_experts});
+    CheckShape(context, input, {size});
     return static_cast<const float*>(Data(value));
   };
   qm_cuda_router_problem problem = problem_;
   problem.tokens = Rows(shape);
-  shape.back() = router.top_k;
+  shape.back() = router.top_k + router.shared_experts;
   qm_cuda_router_tensors tensors{};
   tensors.hidden_states = Data(x);
   tensors.weight = Data(Input(context, MoERouter_weight));
-  tensors.bias = bias(MoERouter_bias);
-  tensors.correction_bias = bias(MoERouter_correction_bias);
+  tensors.bias = bias(MoERouter_bias, router.num_experts + router.shared_gate);
+  tensors.correction_bias = bias(MoERouter_correction_bias, router.num_experts);
   tensors.topk_ids = static_cast<int32_t*>(Data(Output(context, 0, shape)));
   tensors.topk_weights = static_cast<float*>(Data(Output(context, 1, shape)));
   Execute<qm_cuda_router_plan>(context, problem, qm_cuda_plan_router,

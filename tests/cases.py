@@ -240,6 +240,9 @@ ROUTERS = {
     "groups-of-one": routing_spec(7, 3, "sigmoid_topk", n_group=7, topk_group=5),
     "all-groups-of-one": routing_spec(7, 7, "sigmoid_topk", n_group=7, topk_group=7),
     "most": routing_spec(2048, 40, "softmax_topk"),
+    "shared": routing_spec(64, 6, "sigmoid_topk", 1, 8, 3, routed_scaling_factor=2.5, shared_experts=2),
+    "shared-gate": routing_spec(256, 8, "topk_softmax", shared_experts=1, shared_gate=1),
+    "shared-gate-of-many": routing_spec(60, 4, "softmax_topk", shared_experts=40, shared_gate=1),
 }
 
 

@@ -46,6 +46,8 @@ def routing_spec(
     n_group: int = 1,
     topk_group: int = 1,
     routed_scaling_factor: float = 1.0,
+    shared_experts: int = 0,
+    shared_gate: int = 0,
 ) -> RoutingSpec:
     return RoutingSpec(
         num_experts=num_experts,
@@ -55,6 +57,8 @@ def routing_spec(
         n_group=n_group,
         topk_group=topk_group,
         routed_scaling_factor=routed_scaling_factor,
+        shared_experts=shared_experts,
+        shared_gate=shared_gate,
     )
 
 

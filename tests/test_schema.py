@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 from pathlib import Path
 
@@ -25,9 +26,8 @@ from quantmoe.custom_ops.structs import ERROR_SIZE, STRUCTS, check_structs, make
 
 SOURCES = Path(__file__).parents[1] / "custom_ops"
 SPECS = (MoESpec, LinearSpec, RoutingSpec, RouterSpec, NormSpec, RowsSpec, AttentionSpec, ConvSpec, DeltaSpec)
-#: MoERouting with attributes of each kind that a later op_version brings
-LATER = """QM_ATTR(MoERouting, f, routed_scaling_factor)
-QM_ATTR_SINCE(MoERouting, 2, i, n_shared, -3)          // experts that every token has
+#: MoERouting's first version with attributes of each kind that a later op_version brings
+LATER = """QM_ATTR_SINCE(MoERouting, 2, i, n_shared, -3)          // experts that every token has
 QM_ATTR_SINCE(MoERouting, 2, f, softcap, 2.5)
 QM_ATTR_SINCE(MoERouting, 3, routing_method, second, topk)
 """
@@ -37,9 +37,10 @@ ATTRIBUTES |= {"routed_scaling_factor": 1.5}
 
 def later_text() -> str:
     text = (SOURCES / "op.def").read_text()
-    assert "QM_OP(MoERouting, routing, 1)" in text
-    text = text.replace("QM_OP(MoERouting, routing, 1)", "QM_OP(MoERouting, routing, 3)")
-    return text.replace("QM_ATTR(MoERouting, f, routed_scaling_factor)\n", LATER)
+    assert "QM_OP(MoERouting, routing, 2)" in text
+    text = text.replace("QM_OP(MoERouting, routing, 2)", "QM_OP(MoERouting, routing, 3)")
+    text = re.sub(r"QM_ATTR_SINCE\(MoERouting.*\n", "", text)
+    return text.replace("QM_END(MoERouting", LATER + "QM_END(MoERouting")
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def test_what_an_older_version_cannot_say_is_refused(later: Schema) -> None:
     ("line", "message"),
     [
         ("QM_ATTR(MoERouting, u, x)", "x is of kind u, expected i, f or an enum: activation"),
-        ("QM_ATTR_SINCE(MoERouting, 2, i, x, 0)", "x is of op_version 2, MoERouting is of 1"),
+        ("QM_ATTR_SINCE(MoERouting, 3, i, x, 0)", "x is of op_version 3, MoERouting is of 2"),
         ("QM_ATTR_SINCE(MoERouting, 1, format, x, int3)", "absent means int3, expected one of: int4"),
     ],
 )
@@ -142,10 +143,11 @@ def later_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def test_an_attribute_of_the_c_structs_is_one_line(later: Schema, later_library: ctypes.CDLL) -> None:
     check_structs(later_library, later.operators.values())
     with pytest.raises(
-        OSError, match=r"another op.def.*: qm_routing has 44 bytes, expected 32; .*n_shared, second, soft"
+        OSError,
+        match=r"another op.def.*: qm_routing has 44 bytes, expected 40; .*n_shared, second, shared_.*soft",
     ):
         check_structs(later_library)
-    with pytest.raises(OSError, match=r"qm_routing has 32 bytes, expected 44; .*n_shared"):
+    with pytest.raises(OSError, match=r"qm_routing has 40 bytes, expected 44; .*n_shared"):
         check_structs(native.library(), later.operators.values())
 
 

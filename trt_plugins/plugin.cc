@@ -596,15 +596,16 @@ class Routing final : public Plugin {
 
  private:
   IPluginV3* Clone() const override { return new Routing(layer_, problem_.routing); }
-  int64_t LastSize() const override { return problem_.routing.top_k; }
+  int64_t LastSize() const override { return problem_.routing.top_k + problem_.routing.shared_experts; }
   bool TakesFloat() const override { return true; }
   bool CheckShapes(const Dims* in) const override {
     const Dims &logits = in[MoERouting_logits], &bias = in[MoERouting_correction_bias];
-    const std::string experts = "num_experts " + std::to_string(problem_.routing.num_experts) + "]";
-    if (logits.nbDims < 1 || Differ(logits.d[logits.nbDims - 1], problem_.routing.num_experts))
-      return Wrong("logits has shape " + Text(logits) + ", expected [.., " + experts);
-    if (bias.nbDims != 1 || Differ(bias.d[0], problem_.routing.num_experts))
-      return Wrong("correction_bias has shape " + Text(bias) + ", expected [" + experts);
+    const qm_routing& r = problem_.routing;
+    const std::string experts = "num_experts " + std::to_string(r.num_experts);
+    if (logits.nbDims < 1 || Differ(logits.d[logits.nbDims - 1], r.num_experts + r.shared_gate))
+      return Wrong("logits has shape " + Text(logits) + ", expected [.., " + experts + (r.shared_gate ? " + 1]" : "]"));
+    if (bias.nbDims != 1 || Differ(bias.d[0], r.num_experts))
+      return Wrong("correction_bias has shape " + Text(bias) + ", expected [" + experts + "]");
     return true;
   }
   bool Configure(const Inputs&) override { return true; }
@@ -629,15 +630,15 @@ class Router final : public Planned<qm_cuda_router_problem, qm_cuda_router_plan,
 
  private:
   IPluginV3* Clone() const override { return new Router(layer_, router_); }
-  int64_t LastSize() const override { return router_.top_k; }
+  int64_t LastSize() const override { return router_.top_k + router_.shared_experts; }
   bool CheckShapes(const Dims* in) const override {
     const Dims& x = in[MoERouter_hidden_states];
     if (x.nbDims < 1 || Differ(x.d[x.nbDims - 1], router_.hidden_size))
       return Wrong("hidden_states has shape " + Text(x) + ", expected [.., hidden_size " +
                    std::to_string(router_.hidden_size) + "]");
-    const int64_t experts = router_.num_experts;
-    return CheckShape(in, MoERouter_weight, {experts, router_.hidden_size}) &&
-           (None(in[MoERouter_bias]) || CheckShape(in, MoERouter_bias, {experts})) &&
+    const int64_t experts = router_.num_experts, rows = experts + router_.shared_gate;
+    return CheckShape(in, MoERouter_weight, {rows, router_.hidden_size}) &&
+           (None(in[MoERouter_bias]) || CheckShape(in, MoERouter_bias, {rows})) &&
            (None(in[MoERouter_correction_bias]) || CheckShape(in, MoERouter_correction_bias, {experts}));
   }
   qm_cuda_router_problem ProblemOf(const Inputs& in) const override {

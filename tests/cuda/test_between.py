@@ -32,6 +32,7 @@ def router_spec(routing: RoutingSpec, hidden_size: int) -> RouterSpec:
 
 
 QWEN3 = router_spec(ROUTERS["renormalized"], 2048)
+QWEN3_5 = router_spec(ROUTERS["shared-gate"], 2048)
 GPT_OSS = router_spec(ROUTERS["topk-softmax"], 2880)
 DEEPSEEK = router_spec(ROUTERS["groups"], 7168)
 
@@ -39,10 +40,10 @@ DEEPSEEK = router_spec(ROUTERS["groups"], 7168)
 def test_the_plan() -> None:
     def path(spec: RouterSpec, tokens: int, device: cuda.Device = cuda.H200) -> str:
         plan = cuda.plan_router(cuda.router_problem(spec, "f16", tokens), device)
-        assert plan.workspace_bytes == (0 if plan.path == 0 else 4 * tokens * spec.num_experts)
+        assert plan.workspace_bytes == (0 if plan.path == 0 else 4 * tokens * spec.routing.logits)
         return PATHS[plan.path]
 
-    for spec in (QWEN3, GPT_OSS):
+    for spec in (QWEN3, QWEN3_5, GPT_OSS):
         assert [path(spec, tokens) for tokens in (1, 8, 32, 33, 2048)] == ["cluster"] * 3 + ["tiles"] * 2
         assert [path(spec, tokens, SM80) for tokens in (1, 32, 33)] == ["rows", "rows", "tiles"]
         odd = dataclasses.replace(spec, hidden_size=spec.hidden_size + 3)
@@ -58,6 +59,8 @@ def test_the_plan() -> None:
         ({"hidden_size": 0}, "hidden_size is 0, the CUDA kernels take 1 to 16777216"),
         ({"num_experts": 4096}, "num_experts is 4096, the CUDA kernel takes 1 to 2048"),
         ({"top_k": 129}, "top_k is 129, the CUDA kernel takes 1 to 128"),
+        ({"shared_experts": 4096}, "shared_experts is 4096, the CUDA kernel takes 0 to 2048"),
+        ({"shared_gate": 1}, "shared_gate is 1, the CUDA kernel takes 0 to 0"),
         ({"op_version": 99}, "op_version is 99"),
     ],
 )
@@ -95,9 +98,8 @@ def twice(run: Any) -> list[Any]:
 def router_inputs(spec: RouterSpec, tokens: int, dtype: str, biases: bool) -> list[Any]:
     rng = np.random.default_rng(tokens)
     x = tensor(rng.normal(0, 1, (tokens, spec.hidden_size)), dtype)
-    weight = tensor(rng.normal(0, 2 / spec.hidden_size**0.5, (spec.num_experts, spec.hidden_size)), dtype)
-    count = spec.num_experts if biases else 0
-    own = (rng.normal(0, 1, count), rng.uniform(0, 1, count))
+    weight = tensor(rng.normal(0, 2 / spec.hidden_size**0.5, (spec.routing.logits, spec.hidden_size)), dtype)
+    own = (rng.normal(0, 1, spec.routing.logits * biases), rng.uniform(0, 1, spec.num_experts * biases))
     return [x, weight, *(torch.from_numpy(bias.astype(np.float32)).cuda() for bias in own)]
 
 
@@ -114,7 +116,9 @@ def check_router(spec: RouterSpec, inputs: list[Any], device: cuda.Device | None
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 @pytest.mark.parametrize("tokens", [1, 2, 7, 32, 33, 100, 1000])
 @pytest.mark.parametrize("hidden", [8, 64, 72, 264, 2048, 61, 1])
-@pytest.mark.parametrize("name", ["renormalized", "few-groups", "one", "groups-of-one", "topk", "llama4"])
+@pytest.mark.parametrize(
+    "name", ["renormalized", "few-groups", "one", "groups-of-one", "topk", "llama4", "shared", "shared-gate"]
+)
 def test_router(name: str, hidden: int, tokens: int, dtype: str) -> None:
     spec = router_spec(ROUTERS[name], hidden)
     inputs = router_inputs(spec, tokens, dtype, biases=tokens % 2 == 1)
@@ -123,7 +127,7 @@ def test_router(name: str, hidden: int, tokens: int, dtype: str) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("spec", [QWEN3, GPT_OSS, DEEPSEEK, router_spec(ROUTERS["most"], 1024)], ids=str)
+@pytest.mark.parametrize("spec", [QWEN3, QWEN3_5, GPT_OSS, DEEPSEEK, router_spec(ROUTERS["most"], 1024)], ids=str)
 @pytest.mark.parametrize("tokens", [0, 1, 5, 16, 32, 64, 2048])
 def test_routers_of_models(spec: RouterSpec, tokens: int) -> None:
     for dtype in ("f16", "bf16"):

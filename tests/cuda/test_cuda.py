@@ -1183,11 +1183,11 @@ def test_formats_that_differ_take_the_same_tiles():
 def test_routing(name, tokens, dtype):
     spec = ROUTERS[name]
     rng = np.random.default_rng(0)
-    logits = torch.from_numpy(rng.normal(0, 2, (tokens, spec.num_experts)).astype(np.float32))
+    logits = torch.from_numpy(rng.normal(0, 2, (tokens, spec.logits)).astype(np.float32))
     logits = logits.to(TORCH.get(dtype, torch.float32))
     for bias in (np.zeros(spec.num_experts, np.float32), rng.uniform(0, 1, spec.num_experts).astype(np.float32)):
         ids, weights = (t.cpu().numpy() for t in cuda.route(spec, logits.cuda(), torch.from_numpy(bias).cuda()))
-        assert ids.shape == weights.shape == (tokens, spec.top_k)
+        assert ids.shape == weights.shape == (tokens, spec.slots)
         if not tokens:
             continue
         assert_routed((ids, weights), reference.route(spec, logits.float().numpy(), bias), 4e-6, 1e-6)
@@ -1197,13 +1197,15 @@ def test_routing(name, tokens, dtype):
 def test_routing_ties_and_logits_that_are_not_numbers():
     for spec in ROUTERS.values():
         bias = torch.zeros(spec.num_experts).cuda()
-        logits = torch.zeros((3, spec.num_experts))
-        logits[1, -1] = float("nan")
+        logits = torch.zeros((3, spec.logits))
+        logits[1, spec.num_experts - 1] = float("nan")
         ids, weights = cuda.route(spec, logits.cuda(), bias)
-        assert torch.equal(ids.cpu(), torch.arange(spec.top_k, dtype=torch.int32).expand(3, -1))
-        assert weights[1].isnan().all()
+        shared = range(spec.num_experts, spec.num_experts + spec.shared_experts)
+        assert torch.equal(ids.cpu(), torch.tensor([*range(spec.top_k), *shared], dtype=torch.int32).expand(3, -1))
+        assert weights[1, : spec.top_k].isnan().all()
+        assert (weights[:, spec.top_k :] == (0.5 if spec.shared_gate else 1)).all()
         assert weights[[0, 2]].isfinite().all()
-        levels = np.random.default_rng(0).integers(0, 3, (50, spec.num_experts)).astype(np.float32)
+        levels = np.random.default_rng(0).integers(0, 3, (50, spec.logits)).astype(np.float32)
         ids, _ = cuda.route(spec, torch.from_numpy(levels).cuda(), bias)
         np.testing.assert_array_equal(ids.cpu().numpy(), reference.route(spec, levels)[0])
 

@@ -340,7 +340,7 @@ def test_run(driver, layer, dtype, id_type):
 
 
 LINEAR_CASE = replace(BASE, hidden=264, intermediate=512, bias=True)
-ROUTING = routing_spec(64, 6, "sigmoid_topk", 1, n_group=8, topk_group=3, routed_scaling_factor=2.5)
+ROUTING = routing_spec(64, 6, "sigmoid_topk", 1, 8, 3, routed_scaling_factor=2.5, shared_experts=2, shared_gate=1)
 ATTENTION = attention_spec(8, 2, 64, rotary_size=64)
 
 
@@ -402,10 +402,10 @@ def test_run_routing(driver):
     kernel = driver.create(op, ROUTING.attributes(), [])
     assert kernel is not None, driver.error
     rng = np.random.default_rng(0)
-    logits = torch.from_numpy(rng.normal(0, 2, (18, 64)).astype(np.float32))
+    logits = torch.from_numpy(rng.normal(0, 2, (18, 65)).astype(np.float32))
     bias = torch.from_numpy(rng.uniform(0, 1, 64).astype(np.float32))
-    ids, weights = torch.full((18, 6), -1, dtype=torch.int32).cuda(), torch.full((18, 6), float("nan")).cuda()
-    shapes = [(2, 9, 64), (64,), (2, 9, 6), (2, 9, 6)]
+    ids, weights = torch.full((18, 8), -1, dtype=torch.int32).cuda(), torch.full((18, 8), float("nan")).cuda()
+    shapes = [(2, 9, 65), (64,), (2, 9, 8), (2, 9, 8)]
     assert run(driver, op, kernel, [logits.cuda(), bias.cuda()], shapes, [ids, weights]) == 0, driver.error
     want_ids, want = reference.route(ROUTING, logits.numpy(), bias.numpy())
     np.testing.assert_array_equal(ids.cpu().numpy(), want_ids)
@@ -424,17 +424,21 @@ def fails(driver: Driver, op: int, kernel: _PTR, shapes: list[tuple[int, ...]], 
 
 
 ROUTER = RouterSpec(hidden_size=96, **{n: v for n, v in ROUTING.attributes().items() if n != "op_version"})
-ROUTER_SHAPES = [(2, 9, 96), (64, 96), (0,), (64,), (2, 9, 6), (2, 9, 6)]
+ROUTER_SHAPES = [(2, 9, 96), (65, 96), (0,), (64,), (2, 9, 8), (2, 9, 8)]
 NORM = NormSpec(norm_epsilon=2.0**-20)
 
 
 @pytest.mark.parametrize(
     ("change", "weight", "message"),
     [
-        ({"top_k": 25}, value((64, 96), True), "top_k is 25, the CUDA kernel takes 1 to 24"),
-        ({"hidden_size": 0}, value((64, 96), True), "hidden_size is 0, the CUDA kernels take 1 to 16777216"),
-        ({}, value((96, 64), True), "weight has shape [96, 64], expected [num_experts, hidden_size] [64, 96]"),
-        ({}, value((64, 96)), "weight is computed or fed at run time, expected an initializer"),
+        ({"top_k": 25}, value((65, 96), True), "top_k is 25, the CUDA kernel takes 1 to 24"),
+        ({"hidden_size": 0}, value((65, 96), True), "hidden_size is 0, the CUDA kernels take 1 to 16777216"),
+        (
+            {},
+            value((96, 64), True),
+            "weight has shape [96, 64], expected [num_experts + shared_gate, hidden_size] [65, 96]",
+        ),
+        ({}, value((65, 96)), "weight is computed or fed at run time, expected an initializer"),
     ],
 )
 def test_wrong_router(driver, fake, change, weight, message):
@@ -449,14 +453,14 @@ def test_wrong_router(driver, fake, change, weight, message):
     ("at", "shape", "message"),
     [
         (0, (2, 9, 95), "hidden_states has shape [2, 9, 95], expected [.., hidden_size 96]"),
-        (2, (63,), "bias has shape [63], expected [64]"),
+        (2, (64,), "bias has shape [64], expected [65]"),
         (3, (1, 64), "correction_bias has shape [1, 64], expected [64]"),
     ],
 )
 def test_wrong_router_inputs(driver, fake, at, shape, message):
     fake(None)
     op = driver.op("bf16", name="MoERouter")
-    kernel = driver.create(op, ROUTER.attributes(), [value(()), value((64, 96), True)])
+    kernel = driver.create(op, ROUTER.attributes(), [value(()), value((65, 96), True)])
     shapes = [*ROUTER_SHAPES[:at], shape, *ROUTER_SHAPES[at + 1 :]]
     assert message in fails(driver, op, kernel, shapes, 4)
     driver.lib.driver_destroy(op, kernel)
@@ -498,11 +502,11 @@ def test_wrong_rows(driver, fake):
 @gpu
 def test_run_router_norm_and_rows(driver):
     rng, dtype = np.random.default_rng(0), torch.float16
-    x, residual, weight = (torch.from_numpy(rng.normal(0, 1, s)).to(dtype) for s in ((2, 9, 96), (2, 9, 96), (64, 96)))
+    x, residual, weight = (torch.from_numpy(rng.normal(0, 1, s)).to(dtype) for s in ((2, 9, 96), (2, 9, 96), (65, 96)))
     correction = torch.from_numpy(rng.uniform(0, 1, 64).astype(np.float32))
-    ids, weights = torch.full((18, 6), -1, dtype=torch.int32).cuda(), torch.full((18, 6), float("nan")).cuda()
+    ids, weights = torch.full((18, 8), -1, dtype=torch.int32).cuda(), torch.full((18, 8), float("nan")).cuda()
     op = driver.op("f16", name="MoERouter")
-    kernel = driver.create(op, ROUTER.attributes(), [value(()), value((64, 96), True)])
+    kernel = driver.create(op, ROUTER.attributes(), [value(()), value((65, 96), True)])
     inputs = [x.cuda(), weight.cuda(), torch.zeros(1).cuda(), correction.cuda()]
     assert run(driver, op, kernel, inputs, ROUTER_SHAPES, [ids, weights]) == 0, driver.error
     flat = (t.double().numpy() for t in (x.reshape(18, 96), weight, torch.zeros(0), correction))

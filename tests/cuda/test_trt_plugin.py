@@ -606,7 +606,7 @@ def test_enqueue(driver, dtype, id_type):
 
 LINEAR = linear_spec(512, 264, W)
 LINEAR_WORDS = LAYOUTS["marlin"].row_bytes(LINEAR.moe, "w2") // 4
-ROUTING = routing_spec(64, 6, "sigmoid_topk", 1, n_group=8, topk_group=3, routed_scaling_factor=2.5)
+ROUTING = routing_spec(64, 6, "sigmoid_topk", 1, 8, 3, routed_scaling_factor=2.5, shared_experts=2, shared_gate=1)
 ROUTER = RouterSpec(hidden_size=96, **{n: v for n, v in ROUTING.attributes().items() if n != "op_version"})
 TOKEN_ROWS = RowsSpec()
 
@@ -639,7 +639,7 @@ def linear_tensors(rows=(4,), dtype="bf16", **changes):
 
 
 def routing_tensors(rows=(4,), dtype="bf16", **changes):
-    dims = {"logits": (*rows, 64), "bias": (64,), "ids": (*rows, 6), "weights": (*rows, 6)} | changes
+    dims = {"logits": (*rows, 65), "bias": (64,), "ids": (*rows, 8), "weights": (*rows, 8)} | changes
     return [tensor(t, d) for t, d in zip((dtype, "f32", "i32", "f32"), dims.values(), strict=True)]
 
 
@@ -740,7 +740,7 @@ def test_routing_shapes(others):
     assert made.call("configure", routing_tensors((3, 5))) == 0
     assert made.call("workspace", routing_tensors()) == 0
     for change, message in (
-        ({"logits": (4, 63)}, "logits has shape [4, 63], expected [.., num_experts 64]"),
+        ({"logits": (4, 64)}, "logits has shape [4, 64], expected [.., num_experts 64 + 1]"),
         ({"bias": (4, 64)}, "correction_bias has shape [4, 64], expected [num_experts 64]"),
     ):
         assert made.call("configure", routing_tensors(**change)) != 0
@@ -748,8 +748,8 @@ def test_routing_shapes(others):
 
 
 def router_tensors(rows=(4,), dtype="bf16", **changes):
-    dims = {"hidden": (*rows, 96), "weight": (64, 96), "bias": (0,), "correction": (64,)}
-    dims |= {"ids": (*rows, 6), "weights": (*rows, 6)} | changes
+    dims = {"hidden": (*rows, 96), "weight": (65, 96), "bias": (0,), "correction": (64,)}
+    dims |= {"ids": (*rows, 8), "weights": (*rows, 8)} | changes
     return [tensor(t, d) for t, d in zip((dtype, dtype, "f32", "f32", "i32", "f32"), dims.values(), strict=True)]
 
 
@@ -760,13 +760,13 @@ def test_router_shapes_and_workspace(others):
         supported = [made.call("supports", router_tensors(dtype=dtype), at) for at in range(6)]
         assert all(supported) == (dtype in ("f16", "bf16"))
     others.log()
-    assert made.outputs(router_tensors((3, 5))) == [("i32", (3, 5, 6)), ("f32", (3, 5, 6))]
-    for good in ({}, {"bias": (64,)}, {"correction": (0,)}):
+    assert made.outputs(router_tensors((3, 5))) == [("i32", (3, 5, 8)), ("f32", (3, 5, 8))]
+    for good in ({}, {"bias": (65,)}, {"correction": (0,)}):
         assert made.call("configure", router_tensors((3, 5), **good)) == 0, others.log()
     for change, message in (
         ({"hidden": (4, 95)}, "hidden_states has shape [4, 95], expected [.., hidden_size 96]"),
-        ({"weight": (96, 64)}, "weight has shape [96, 64], expected [64, 96]"),
-        ({"bias": (63,)}, "bias has shape [63], expected [64]"),
+        ({"weight": (96, 64)}, "weight has shape [96, 64], expected [65, 96]"),
+        ({"bias": (64,)}, "bias has shape [64], expected [65]"),
         ({"correction": (1, 64)}, "correction_bias has shape [1, 64], expected [64]"),
     ):
         assert made.call("configure", router_tensors(**change)) != 0
@@ -1097,10 +1097,10 @@ def test_enqueue_others(others):
         want = reference.linear(x.float().numpy(), m, "none")
         assert np.linalg.norm(y.double().cpu().numpy() - want) < 1.2 * UNIT["bf16"] * np.linalg.norm(want)
 
-    logits = torch.from_numpy(rng.normal(0, 2, (9, 64)).astype(np.float32))
+    logits = torch.from_numpy(rng.normal(0, 2, (9, 65)).astype(np.float32))
     bias = torch.from_numpy(rng.uniform(0, 1, 64).astype(np.float32))
-    ids = torch.full((9, 6), -1, dtype=torch.int32, device="cuda")
-    weights = torch.full((9, 6), float("nan"), device="cuda")
+    ids = torch.full((9, 8), -1, dtype=torch.int32, device="cuda")
+    weights = torch.full((9, 8), float("nan"), device="cuda")
     enqueue(ROUTING, routing_tensors((9,), "f32"), [logits.cuda(), bias.cuda()], [ids, weights])
     want_ids, want = reference.route(ROUTING, logits.numpy(), bias.numpy())
     np.testing.assert_array_equal(ids.cpu().numpy(), want_ids)

@@ -16,10 +16,11 @@ from specs import linear_spec, routing_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import DOMAIN, LinearSpec, NormSpec, Spec, outputs
+from quantmoe.custom_ops.op import DOMAIN, LinearSpec, NormSpec, RoutingSpec, Spec, outputs
 
 FLOATS = {"FLOAT": np.float32, "FLOAT16": np.float16, "BFLOAT16": ml_dtypes.bfloat16}
 ROUTING = routing_spec(16, 4, "sigmoid_topk", 1, 4, 2, 2.5)
+SHARED = routing_spec(16, 4, "sigmoid_topk", 1, 4, 2, 2.5, shared_experts=3, shared_gate=1)
 
 
 def write(path: Path, spec: Spec, last: int, constant: np.ndarray, float_type: str = "FLOAT", **changed: Any) -> Path:
@@ -73,16 +74,18 @@ def test_linear(tmp_path: Path, linear: tuple[LinearSpec, np.ndarray], float_typ
         np.testing.assert_array_equal(s.run(None, {"x": x})[0], want.reshape(*shape, 80))
 
 
+@pytest.mark.parametrize("spec", [ROUTING, SHARED], ids=["routed", "shared"])
 @pytest.mark.parametrize("float_type", FLOATS)
-def test_routing(tmp_path: Path, float_type: str) -> None:
+def test_routing(tmp_path: Path, float_type: str, spec: RoutingSpec) -> None:
     bias = np.random.default_rng(0).uniform(-0.2, 0.2, 16).astype(np.float32)
-    s = session(write(tmp_path / "m.onnx", ROUTING, 16, bias, float_type), threads=2)
-    assert [output.shape for output in s.get_outputs()] == [["batch", "rows", 4]] * 2
+    s = session(write(tmp_path / "m.onnx", spec, spec.logits, bias, float_type), threads=2)
+    assert [output.shape for output in s.get_outputs()] == [["batch", "rows", spec.slots]] * 2
     for shape in ((1, 1), (3, 50), (0, 2)):
-        x = np.random.default_rng(1).normal(0, 2, (*shape, 16)).astype(np.float32)
+        x = np.random.default_rng(1).normal(0, 2, (*shape, spec.logits)).astype(np.float32)
         found = s.run(None, {"x": x})
-        for a, b in zip(found, native.route(ROUTING, x.reshape(-1, 16).astype(FLOATS[float_type]), bias), strict=True):
-            np.testing.assert_array_equal(a.reshape(-1, 4), b)
+        rows = x.reshape(-1, spec.logits).astype(FLOATS[float_type])
+        for a, b in zip(found, native.route(spec, rows, bias), strict=True):
+            np.testing.assert_array_equal(a.reshape(-1, spec.slots), b)
 
 
 def test_errors_name_the_node(tmp_path: Path, linear: tuple[LinearSpec, np.ndarray]) -> None:
@@ -99,6 +102,8 @@ def test_errors_name_the_node(tmp_path: Path, linear: tuple[LinearSpec, np.ndarr
         session(write(tmp_path / "m.onnx", ROUTING, 16, bias, top_k=9))
     with pytest.raises(Exception, match=r'"the.node": logits has shape \[1, 1, 8\], expected \[.., num_experts 16\]'):
         session(write(tmp_path / "m.onnx", ROUTING, 8, bias)).run(None, {"x": np.zeros((1, 1, 8), np.float32)})
+    with pytest.raises(Exception, match=r'"the.node": logits has shape .*, expected \[.., num_experts 16 \+ 1\]'):
+        session(write(tmp_path / "m.onnx", SHARED, 16, bias)).run(None, {"x": np.zeros((1, 1, 16), np.float32)})
     with pytest.raises(Exception, match=r'"the.node": x has shape \[1, 1, 8\], expected \[.., in_features 96\]'):
         session(write(tmp_path / "m.onnx", spec, 8, words)).run(None, {"x": np.zeros((1, 1, 8), np.float32)})
 

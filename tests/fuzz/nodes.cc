@@ -101,7 +101,7 @@ void linear(FuzzedDataProvider& data, bool wild) {
 void routing(FuzzedDataProvider& data, bool wild) {
   char err[QM_ERROR_SIZE];
   qm_routing r{};
-  r.op_version = 1;
+  r.op_version = 2;
   r.n_group = data.ConsumeIntegralInRange(1, 8);
   r.topk_group = data.ConsumeIntegralInRange(1, r.n_group);
   const int size = data.ConsumeIntegralInRange(1, 40);
@@ -110,12 +110,15 @@ void routing(FuzzedDataProvider& data, bool wild) {
   r.method = data.ConsumeIntegralInRange(0, 4);
   r.renormalize = data.ConsumeBool();
   r.routed_scaling_factor = data.ConsumeBool() ? 1.0f : 2.5f;
+  r.shared_experts = data.ConsumeIntegralInRange(0, 3);
+  r.shared_gate = r.shared_experts > 0 && data.ConsumeBool();
   if (wild) set_any(data, "MoERouting", &r);
   if (qm_routing_validate(&r, err)) {
     CHECK(wild, "refused: %s", err);
     return check_reason(err);
   }
-  if (r.num_experts > 4096 || r.n_group > 4096) return;
+  if (r.num_experts > 4096 || r.n_group > 4096 || r.shared_experts > 4096) return;
+  const int64_t columns = r.num_experts + r.shared_gate, slots = r.top_k + r.shared_experts;
 
   static Guarded logits_place, bias_place, ids_place, weights_place, workspace_place;
   const bool at_end = data.ConsumeBool(), tame = data.ConsumeBool();
@@ -123,8 +126,7 @@ void routing(FuzzedDataProvider& data, bool wild) {
   call.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
   call.tokens = data.ConsumeIntegralInRange(0, 70);
   Rng rng(data.ConsumeIntegral<uint32_t>());
-  const int64_t element = call.type == QM_F32 ? 4 : 2, logits = call.tokens * r.num_experts,
-                pairs = call.tokens * r.top_k;
+  const int64_t element = call.type == QM_F32 ? 4 : 2, logits = call.tokens * columns, pairs = call.tokens * slots;
   void* values = logits_place.place(logits * element, at_end);
   float* bias = static_cast<float*>(bias_place.place(r.num_experts * 4, at_end));
   int32_t* ids = static_cast<int32_t*>(ids_place.place(pairs * 4, at_end));
@@ -146,28 +148,33 @@ void routing(FuzzedDataProvider& data, bool wild) {
   call.workspace = workspace_place.place(qm_routing_workspace(&r, &call), at_end);
   CHECK(qm_routing_run(&r, &call, err) == QM_OK, "%s", err);
   for (int64_t t = 0; t < call.tokens; ++t) {
-    const int32_t* own = ids + t * r.top_k;
+    const int32_t* own = ids + t * slots;
     CHECK(std::set<int32_t>(own, own + r.top_k).size() == static_cast<size_t>(r.top_k), "token %lld repeats an expert",
           (long long)t);
     for (int j = 0; j < r.top_k; ++j) {
       CHECK(own[j] >= 0 && own[j] < r.num_experts, "token %lld has expert %d", (long long)t, own[j]);
       if (tame && r.method != k_routing_method_topk && !wild) {
-        const float weight = weights[t * r.top_k + j];
+        const float weight = weights[t * slots + j];
         CHECK(weight >= 0 && weight <= r.routed_scaling_factor * 1.00001f, "weight %g", weight);
       }
+    }
+    for (int64_t j = r.top_k; j < slots; ++j) {
+      const float weight = weights[t * slots + j];
+      CHECK(own[j] == r.num_experts + j - r.top_k, "token %lld has shared expert %d", (long long)t, own[j]);
+      CHECK(r.shared_gate ? !(weight < 0 || weight > 1) : weight == 1, "shared weight %g", weight);
     }
   }
   if (!call.tokens) return;
   const int64_t last = call.tokens - 1;
-  std::vector<int32_t> alone_ids(r.top_k);
-  std::vector<float> alone(r.top_k);
+  std::vector<int32_t> alone_ids(slots);
+  std::vector<float> alone(slots);
   call.tokens = 1;
-  call.logits = static_cast<uint8_t*>(values) + last * r.num_experts * element;
+  call.logits = static_cast<uint8_t*>(values) + last * columns * element;
   call.topk_ids = alone_ids.data();
   call.topk_weights = alone.data();
   CHECK(qm_routing_run(&r, &call, err) == QM_OK, "%s", err);
-  CHECK(std::equal(alone_ids.begin(), alone_ids.end(), ids + last * r.top_k), "other experts alone");
-  check_equal(QM_F32, alone.data(), weights + last * r.top_k, r.top_k, "one token", "the batch");
+  CHECK(std::equal(alone_ids.begin(), alone_ids.end(), ids + last * slots), "other experts alone");
+  check_equal(QM_F32, alone.data(), weights + last * slots, slots, "one token", "the batch");
 }
 
 // Places the call's arrays, filled; in place where present has past's slots and the input says so.

@@ -218,16 +218,27 @@ def check_routing(
     """MoERouting's outputs are some that 4.5 allows: where float32 may tie or exchange two scores, either order is.
 
     Args:
-        logits: [T, E]. bias: float32 [E]. ids, weights: [T, top_k], as found.
+        logits: [T, E + shared_gate]. bias: float32 [E]. ids, weights: [T, top_k + shared_experts], as found.
     """
-    for t, x in enumerate(logits.astype(np.float64)):
-        if np.isnan(x).any():
+    x, gate = np.split(logits.astype(np.float64), [spec.num_experts], axis=1)
+    ids, shared_ids = np.split(ids, [spec.top_k], axis=1)
+    weights, shared = np.split(weights, [spec.top_k], axis=1)
+    assert (shared_ids == np.arange(spec.num_experts, spec.num_experts + spec.shared_experts)).all(), (
+        f"shared: ids {shared_ids}"
+    )
+    if spec.shared_gate:
+        full = sigmoid(gate)
+        assert_within(shared, Span(*(np.broadcast_to(part, shared.shape) for part in full)))
+    else:
+        assert (shared == 1).all(), f"shared: weights {shared}"
+    for t, row in enumerate(x):
+        if np.isnan(row).any():
             assert (ids[t] == np.arange(spec.top_k)).all(), f"token {t}: ids {ids[t]} of a logit that is not a number"
             assert np.isnan(weights[t]).all(), f"token {t}: weights {weights[t]} of a logit that is not a number"
             continue
-        s, error = scores(spec, x)
+        s, error = scores(spec, row)
         _check_selection(spec, s, error, bias.astype(np.float64), ids[t], f"token {t}")
-        assert_within(weights[t], routed_weights(spec, x[ids[t]], Span(s[ids[t]], error[ids[t]])))
+        assert_within(weights[t], routed_weights(spec, row[ids[t]], Span(s[ids[t]], error[ids[t]])))
 
 
 def precedes(value: np.ndarray, error: np.ndarray, same: np.ndarray) -> np.ndarray:

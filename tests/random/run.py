@@ -325,13 +325,15 @@ def routing(draw: Draw) -> Node:
         groups,
         kept,
         draw.one_of(1.0, 2.5, float(draw.rng.uniform(0.1, 16))),
+        shared_experts=(shared := draw.one_of(0, 0, 1, draw.int(1, 20))),
+        shared_gate=int(shared > 0 and draw.chance(0.5)),
     )
     t, lanes = draw.rows(), draw.int(2, 6)
-    logits = draw.rng.normal(0, draw.one_of(0.1, 2, 30), (t, experts)).astype(np.float32)
+    logits = draw.rng.normal(0, draw.one_of(0.1, 2, 30), (t, spec.logits)).astype(np.float32)
     if draw.chance(0.3):
         logits = np.rint(logits)  # ties
     if draw.chance(0.2):
-        logits[draw.rng.random(t) < 0.3, draw.int(0, experts - 1)] = draw.one_of(np.nan, -np.inf, 6e4, -6e4, 200.0)
+        logits[draw.rng.random(t) < 0.3, draw.int(0, spec.logits - 1)] = draw.one_of(np.nan, -np.inf, 6e4, -6e4, 200.0)
     logits = logits.astype(draw.one_of(*TYPES))
     bias = draw.rng.uniform(0, 1, experts).astype(np.float32) * draw.one_of(0, 1, 100)
 

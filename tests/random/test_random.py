@@ -20,7 +20,7 @@ ROUTERS = [
     for method in enum("routing_method")
     for renormalize in (0, 1)
     for n_group in (1, 4)
-]
+] + [routing_spec(32, 4, "topk_softmax", shared_experts=2, shared_gate=gate) for gate in (0, 1)]
 
 
 def larger(m: Weights) -> Weights:
@@ -70,7 +70,7 @@ def test_row_sums_that_are_not_those_of_the_codes(weights: str, group_size: int)
 @pytest.mark.parametrize("spec", ROUTERS, ids=str)
 def test_other_routes(spec: RoutingSpec) -> None:
     rng = np.random.default_rng(0)
-    logits = rng.normal(0, 1, (6, spec.num_experts)).astype(np.float32)
+    logits = rng.normal(0, 1, (6, spec.logits)).astype(np.float32)
     bias = rng.uniform(0, 0.1, spec.num_experts).astype(np.float32)
     ids, weights = native.route(spec, logits, bias)
     reference.check_routing(spec, logits, bias, ids, weights)
@@ -79,10 +79,17 @@ def test_other_routes(spec: RoutingSpec) -> None:
         with pytest.raises(AssertionError, match=match):
             reference.check_routing(spec, logits, bias, ids, weights)
 
-    refused(ids, weights * np.float32(1 + 2.0**-18), "out of bounds")
-    refused(ids[:, [1, 0, 2, 3]], weights[:, [1, 0, 2, 3]], "descending")
+    order = [1, 0, *range(2, spec.slots)]
+    refused(ids, weights * np.float32(1 + 2.0**-18), "out of bounds|shared")
+    refused(ids[:, order], weights[:, order], "descending")
     refused(np.where(ids == ids[:, :1], ids[:, 1:2], ids), weights, "not different")
+    for at in range(spec.top_k, spec.slots):
+        changed, of = ids.copy(), weights.copy()
+        changed[0, at] -= 1
+        refused(changed, weights, "shared")
+        of[0, at] *= np.float32(1 + 2.0**-18)
+        refused(ids, of, "out of bounds|shared")
     for other in set(range(spec.num_experts)) - set(ids[0].tolist()):
         changed = ids.copy()
-        changed[0, -1] = other
+        changed[0, spec.top_k - 1] = other
         refused(changed, weights, "lack better ones|groups that are not kept")

@@ -109,15 +109,16 @@ typedef struct {
 QM_API size_t qm_linear_workspace(const qm_linear*, const qm_linear_call*);
 QM_API int qm_linear_run(const qm_linear*, const qm_linear_call*, char* err);
 
-// MoERouting. A token with a logit that is not a number gets the ids 0..top_k-1 and weights that are not numbers.
+// MoERouting. A token with an expert's logit that is not a number gets the ids 0..top_k-1 and weights that are not
+// numbers, before its shared experts.
 QM_API int qm_routing_validate(const qm_routing*, char* err);
 typedef struct {
   qm_type type;  // of logits
   int64_t tokens;
-  const void* logits;            // [tokens, E]
+  const void* logits;            // [tokens, E + shared_gate]
   const float* correction_bias;  // [E]
-  int32_t* topk_ids;             // [tokens, top_k]
-  float* topk_weights;           // [tokens, top_k]
+  int32_t* topk_ids;             // [tokens, top_k + shared_experts]
+  float* topk_weights;           // [tokens, top_k + shared_experts]
   void* workspace;               // qm_routing_workspace bytes
   int lanes;
   qm_parallel_for parallel_for;

@@ -108,10 +108,10 @@ typedef struct {
   int64_t tokens;
 } qm_cuda_routing_problem;
 typedef struct {
-  const void* logits;            // [tokens, num_experts]
+  const void* logits;            // [tokens, num_experts + shared_gate]
   const float* correction_bias;  // [num_experts]
-  int32_t* topk_ids;             // [tokens, top_k]
-  float* topk_weights;           // [tokens, top_k]
+  int32_t* topk_ids;             // [tokens, top_k + shared_experts]
+  float* topk_weights;           // [tokens, top_k + shared_experts]
 } qm_cuda_routing_tensors;
 QM_API int qm_cuda_validate_routing(const qm_cuda_routing_problem*, char* err);
 QM_API int qm_cuda_launch_routing(const qm_cuda_routing_problem*, const qm_cuda_routing_tensors*, void* stream,
@@ -129,10 +129,10 @@ typedef struct {
 } qm_cuda_router_plan;
 typedef struct {
   const void* hidden_states;            // [tokens, hidden_size], 16-byte aligned
-  const void* weight;                   // [num_experts, hidden_size], 16-byte aligned; as packed weights a constant
-  const float *bias, *correction_bias;  // [num_experts], NULL: none
-  int32_t* topk_ids;                    // [tokens, top_k]
-  float* topk_weights;                  // [tokens, top_k]
+  const void* weight;                   // [num_experts + shared_gate, hidden_size], 16-byte aligned; a constant
+  const float *bias, *correction_bias;  // [num_experts + shared_gate], [num_experts]; NULL: none
+  int32_t* topk_ids;                    // [tokens, top_k + shared_experts]
+  float* topk_weights;                  // [tokens, top_k + shared_experts]
   void* workspace;
 } qm_cuda_router_tensors;
 QM_API int qm_cuda_plan_router(const qm_cuda_router_problem*, const qm_cuda_device*, qm_cuda_router_plan*, char* err);

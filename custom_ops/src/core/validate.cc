@@ -1,4 +1,5 @@
 // Every check that does not depend on the call, so that a bad node fails when the session or engine is created.
+#include <algorithm>
 #include <string>
 
 #include "core/panel.h"
@@ -105,7 +106,9 @@ int qm_routing_validate(const qm_routing* r, char* err) {
   if (r->num_experts % r->n_group)
     return fail(err, QM_INVALID, "n_group is %d, expected a divisor of num_experts %d", r->n_group, r->num_experts);
   QM_TRY(check_range("topk_group", r->topk_group, 1, r->n_group, err));
-  return check_range("top_k", r->top_k, 1, r->num_experts / r->n_group * r->topk_group, err);
+  QM_TRY(check_range("top_k", r->top_k, 1, r->num_experts / r->n_group * r->topk_group, err));
+  QM_TRY(check_range("shared_experts", r->shared_experts, 0, kMaxExperts - r->num_experts, err));
+  return check_range("shared_gate", r->shared_gate, 0, std::min(1, r->shared_experts), err);
 }
 
 int qm_attention_validate(const qm_attention* a, char* err) {

@@ -33,16 +33,20 @@ void softmax(float* x, int n) {
 }
 
 struct Scratch {  // of a lane
-  float* scores;  // [E]
+  float* scores;  // [E + shared_gate]
   float* choice;  // [E]
   float* groups;  // [n_group]
   int32_t* kept;  // [n_group]
 };
-int64_t scratch_floats(const qm_routing& r) { return 2LL * r.num_experts + 2LL * r.n_group; }
+int64_t scratch_floats(const qm_routing& r) { return 2LL * r.num_experts + r.shared_gate + 2LL * r.n_group; }
 
 void route(const qm_routing& r, const float* bias, const Scratch& s, int32_t* ids, float* weights) {
   static_assert(count_values("routing_method") == 5, "the ifs below");
   const int experts = r.num_experts, size = experts / r.n_group;
+  for (int j = 0; j < r.shared_experts; ++j) {
+    ids[r.top_k + j] = experts + j;
+    weights[r.top_k + j] = r.shared_gate ? sigmoid_f32(s.scores[experts]) : 1.0f;
+  }
   for (int e = 0; e < experts; ++e)
     if (std::isnan(s.scores[e])) {  // comparisons would be meaningless; the token's output is NaN
       for (int j = 0; j < r.top_k; ++j) ids[j] = j, weights[j] = NAN;
@@ -91,14 +95,15 @@ size_t qm_routing_workspace(const qm_routing* r, const qm_routing_call* call) {
 }
 
 int qm_routing_run(const qm_routing* r, const qm_routing_call* call, char*) {
-  const int64_t experts = r->num_experts, element = call->type == QM_F32 ? 4 : 2;
+  const int64_t experts = r->num_experts, logits = experts + r->shared_gate, slots = r->top_k + r->shared_experts;
+  const int64_t element = call->type == QM_F32 ? 4 : 2;
   parallel(lanes_of(*call), call->parallel_for, call->parallel_context, tasks_of(*call), [&](int lane, int64_t task) {
     float* base = static_cast<float*>(call->workspace) + lane * scratch_floats(*r);
-    const Scratch s{base, base + experts, base + 2 * experts,
-                    reinterpret_cast<int32_t*>(base + 2 * experts + r->n_group)};
+    float* groups = base + logits + experts;
+    const Scratch s{base, base + logits, groups, reinterpret_cast<int32_t*>(groups + r->n_group)};
     for (int64_t t = task * kTokensPerTask; t < std::min(call->tokens, (task + 1) * kTokensPerTask); ++t) {
-      to_float(call->type, static_cast<const uint8_t*>(call->logits) + t * experts * element, experts, s.scores);
-      route(*r, call->correction_bias, s, call->topk_ids + t * r->top_k, call->topk_weights + t * r->top_k);
+      to_float(call->type, static_cast<const uint8_t*>(call->logits) + t * logits * element, logits, s.scores);
+      route(*r, call->correction_bias, s, call->topk_ids + t * slots, call->topk_weights + t * slots);
     }
   });
   return QM_OK;

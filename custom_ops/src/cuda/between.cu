@@ -34,11 +34,11 @@ int LaunchRouter(const qm_cuda_router_problem& p, const qm_cuda_router_plan& pla
   }
   if (plan.path == kRouterTiles)
     launcher.Run(RouterTiles<T>, params,
-                 dim3(Blocks(p.tokens, kRouterTileTokens), Blocks(r.num_experts, kRouterTileExperts)),
+                 dim3(Blocks(p.tokens, kRouterTileTokens), Blocks(LogitsOf(params.routing), kRouterTileExperts)),
                  kRouterTileThreads, kRouterTileBytes, true);
   else
     launcher.Run(r.hidden_size % 8 ? RouterRows<T, false> : RouterRows<T, true>, params,
-                 dim3(tokens, Blocks(r.num_experts, kRouterRowsThreads / 32)), kRouterRowsThreads, 0, true);
+                 dim3(tokens, Blocks(LogitsOf(params.routing), kRouterRowsThreads / 32)), kRouterRowsThreads, 0, true);
   const SelectParams select{params.logits, t.correction_bias, t.topk_ids, t.topk_weights, params.routing};
   launcher.Run(MoeSelect<float>, select, dim3(tokens), 32, 4 * SelectWords(params.routing), true);
   return Report(launcher.error, err);

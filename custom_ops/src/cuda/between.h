@@ -4,8 +4,10 @@
 
 namespace quantmoe {
 
-// Shared memory that a warp selects a token's experts in: 2 words an expert, 1 a group, 1 a slot.
-constexpr int SelectWords(const qm_routing& r) { return 2 * r.num_experts + r.n_group + r.top_k; }
+constexpr int LogitsOf(const qm_routing& r) { return r.num_experts + r.shared_gate; }
+constexpr int SlotsOf(const qm_routing& r) { return r.top_k + r.shared_experts; }
+// Shared memory that a warp selects a token's experts in: a word a logit, 1 an expert, 1 a group, 1 a selected one.
+constexpr int SelectWords(const qm_routing& r) { return LogitsOf(r) + r.num_experts + r.n_group + r.top_k; }
 
 // MoERouter's kernels.
 enum RouterPath {
@@ -22,12 +24,13 @@ constexpr int kRouterTileThreads = 128;
 constexpr int kRouterTileBytes = kRouterStages * (kRouterTileTokens + kRouterTileExperts) * kRouterTileColumns * 2;
 // Shared memory of a block of a cluster.
 constexpr int64_t RouterShared(const qm_router& r, const qm_routing& routing) {
-  return int64_t{2} * r.hidden_size * ((r.num_experts + kRouterBlocks - 1) / kRouterBlocks + 1) +
+  return int64_t{2} * r.hidden_size * ((LogitsOf(routing) + kRouterBlocks - 1) / kRouterBlocks + 1) +
          4 * SelectWords(routing);
 }
 // MoERouter's attributes but for the first: MoERouting's.
 constexpr qm_routing RoutingOf(const qm_router& r) {
-  return {1, r.num_experts, r.top_k, r.method, r.renormalize, r.n_group, r.topk_group, r.routed_scaling_factor};
+  return {r.op_version, r.num_experts,           r.top_k,          r.method,     r.renormalize, r.n_group,
+          r.topk_group, r.routed_scaling_factor, r.shared_experts, r.shared_gate};
 }
 
 constexpr int kMostNormThreads = 1024;

@@ -42,7 +42,8 @@ extern "C" int qm_cuda_plan_router(const qm_cuda_router_problem* problem, const 
                : words && !few ? kRouterTiles
                                : kRouterRows;
   if (plan->path != kRouterCluster)
-    plan->workspace_bytes = static_cast<uint64_t>(problem->tokens) * static_cast<uint64_t>(r.num_experts) * 4;
+    plan->workspace_bytes =
+        static_cast<uint64_t>(problem->tokens) * static_cast<uint64_t>(LogitsOf(routing.routing)) * 4;
   return QM_OK;
 }
 

@@ -510,6 +510,8 @@ extern "C" int qm_cuda_validate_routing(const qm_cuda_routing_problem* problem, 
                 {"n_group", r.n_group, 1, r.num_experts},
                 {"topk_group", r.topk_group, 1, r.n_group},
                 {"top_k", r.top_k, 1, r.n_group > 0 ? r.num_experts / r.n_group * r.topk_group : 0},
+                {"shared_experts", r.shared_experts, 0, kMaxRoutedExperts},
+                {"shared_gate", r.shared_gate, 0, std::min(1, r.shared_experts)},
                 {"type", problem->type, QM_F32, QM_BF16}};
   for (const auto& range : ranges)
     if (range.value < range.least || range.value > range.most)

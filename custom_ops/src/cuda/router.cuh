@@ -7,12 +7,12 @@ namespace quantmoe {
 
 struct RouterParams {
   const void* x;            // T [tokens, columns]
-  const void* weight;       // T [experts, columns]
-  const float* bias;        // [experts], null: none
+  const void* weight;       // T [logits, columns]
+  const float* bias;        // [logits], null: none
   const float* correction;  // [experts], null: none
   int* topk_ids;
   float* topk_weights;
-  float* logits;  // [tokens, experts] for MoeSelect
+  float* logits;  // [tokens, logits] for MoeSelect
   int tokens, columns;
   qm_routing routing;
 };
@@ -37,8 +37,8 @@ __global__ void __launch_bounds__(kRouterThreads) RouterCluster(const __grid_con
   extern __shared__ __align__(128) uint8_t shared[];
   LaunchDependents();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = blockIdx.x;
-  const int experts = p.routing.num_experts, each = (experts + kRouterBlocks - 1) / kRouterBlocks;
-  const int first = min(rank * each, experts), count = min(each, experts - first), words = p.columns / 8;
+  const int rows = LogitsOf(p.routing), each = (rows + kRouterBlocks - 1) / kRouterBlocks;
+  const int first = min(rank * each, rows), count = min(each, rows - first), words = p.columns / 8;
   const uint4* weights = reinterpret_cast<const uint4*>(shared);
   uint4* x = reinterpret_cast<uint4*>(shared) + each * words;
   float* logits = reinterpret_cast<float*>(x + words);
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kRouterThreads) RouterCluster(const __grid_con
   ClusterArrive();
   ClusterWait();
   if (rank == 0 && warp == 0) {
-    const int64_t at = static_cast<int64_t>(blockIdx.y) * p.routing.top_k;
+    const int64_t at = static_cast<int64_t>(blockIdx.y) * SlotsOf(p.routing);
     Select(p.routing, reinterpret_cast<unsigned*>(logits), p.correction, p.topk_ids + at, p.topk_weights + at);
   }
 #endif
@@ -85,7 +85,7 @@ template <typename T, bool kWords>
 __global__ void __launch_bounds__(kRouterRowsThreads) RouterRows(const __grid_constant__ RouterParams p) {
   LaunchDependents();
   const int lane = threadIdx.x % 32, e = blockIdx.y * (kRouterRowsThreads / 32) + threadIdx.x / 32;
-  const bool there = e < p.routing.num_experts;
+  const bool there = e < LogitsOf(p.routing);
   const int64_t token = blockIdx.x, row = static_cast<int64_t>(e) * p.columns;
   if (kWords && there && lane == 0 && token == 0) Prefetch(static_cast<const T*>(p.weight) + row, 2 * p.columns);
   WaitForPrevious();
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kRouterRowsThreads) RouterRows(const __grid_co
     for (int i = lane; i < p.columns; i += 32) sum = fmaf(static_cast<float>(x[i]), static_cast<float>(w[i]), sum);
   }
   sum = WarpSum(sum);
-  if (lane == 0) p.logits[token * p.routing.num_experts + e] = p.bias ? sum + p.bias[e] : sum;
+  if (lane == 0) p.logits[token * LogitsOf(p.routing) + e] = p.bias ? sum + p.bias[e] : sum;
 }
 
 // columns: a multiple of 8. A warp has all tokens of the tile and 16 experts. A row of a stage is 128 bytes, whose
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kRouterTileThreads) RouterTiles(const __grid_c
   LaunchDependents();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int token0 = blockIdx.x * kTokens, expert0 = blockIdx.y * kRouterTileExperts;
-  const int experts = p.routing.num_experts, words = p.columns / 8, steps = (words + kWords - 1) / kWords;
+  const int experts = LogitsOf(p.routing), words = p.columns / 8, steps = (words + kWords - 1) / kWords;
   const uint32_t base = SharedAddress(shared);
   const auto at = [&](int stage, int row, int word) {
     return base + ((stage * kRows + row) * kWords + (word ^ row % 8)) * 16;

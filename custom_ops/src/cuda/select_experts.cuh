@@ -7,7 +7,7 @@
 namespace quantmoe {
 
 struct SelectParams {
-  const void* logits;  // [tokens, experts]
+  const void* logits;  // [tokens, LogitsOf]
   const float* correction_bias;
   int* topk_ids;
   float* topk_weights;
@@ -66,11 +66,15 @@ __device__ inline void Select(const qm_routing& r, unsigned* words, const float*
                               float* weights) {
   const int experts = r.num_experts, lane = threadIdx.x;
   float* score = reinterpret_cast<float*>(words);
-  unsigned* key = words + experts;
+  unsigned* key = words + LogitsOf(r);
   unsigned* group_key = key + experts;
   float* weight = reinterpret_cast<float*>(group_key + r.n_group);
   const auto bias = [&](int e) { return correction_bias ? correction_bias[e] : 0.f; };
 
+  for (int s = lane; s < r.shared_experts; s += 32) {
+    ids[r.top_k + s] = experts + s;
+    weights[r.top_k + s] = r.shared_gate ? 1.f / (1.f + expf(-score[experts])) : 1.f;
+  }
   float most = -INFINITY;
   bool nan = false;
   for (int e = lane; e < experts; e += 32) {
@@ -159,11 +163,11 @@ __global__ void __launch_bounds__(32) MoeSelect(const __grid_constant__ SelectPa
   WaitForPrevious();
   const qm_routing& r = p.routing;
   const int64_t token = blockIdx.x;
-  const Logit* logits = static_cast<const Logit*>(p.logits) + token * r.num_experts;
-  for (int e = threadIdx.x; e < r.num_experts; e += 32)
+  const Logit* logits = static_cast<const Logit*>(p.logits) + token * LogitsOf(r);
+  for (int e = threadIdx.x; e < LogitsOf(r); e += 32)
     reinterpret_cast<float*>(words)[e] = static_cast<float>(logits[e]);
   __syncwarp();
-  Select(r, words, p.correction_bias, p.topk_ids + token * r.top_k, p.topk_weights + token * r.top_k);
+  Select(r, words, p.correction_bias, p.topk_ids + token * SlotsOf(r), p.topk_weights + token * SlotsOf(r));
 }
 
 }  // namespace quantmoe
