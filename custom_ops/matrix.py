@@ -177,6 +177,39 @@ def parted(m: QuantizedMatrix, rows: Sequence[int]) -> list[QuantizedMatrix]:
     return found
 
 
+def portion(m: QuantizedMatrix, i: int, count: int, axis: int) -> QuantizedMatrix:
+    """One of ``count`` equal parts of a matrix: rows (axis 0), or columns (axis 1), whose products' sum is the whole's.
+
+    Raises:
+        ValueError: rows or columns that share a scale, a bias or an act-order would be divided.
+    """
+    if count == 1:
+        return m
+    size, rest = divmod(m.shape[axis], count)
+    together = m.group_size if axis else m.block_n
+    if together == -1:
+        together = size  # a row's scale is that of all its parts
+    if rest or size % together:
+        raise ValueError(f"{m.shape[axis]} {('rows', 'columns')[axis]} in blocks of {together} are not {count} parts")
+    if axis and (m.perm is not None or m.bias is not None):
+        raise ValueError("columns in act-order, or with a bias, are not divided")
+
+    def own(array: np.ndarray, axis: int = axis, each: int = 1) -> np.ndarray:
+        if array.shape[axis] == 1 and axis and m.group_size == -1:
+            return array
+        at = slice(i * size // each, (i + 1) * size // each)
+        return array[:, at] if axis else array[at]
+
+    return replace(
+        m,
+        codes=own(m.codes),
+        scales=own(m.scales, each=together),
+        zero_points=None if m.zero_points is None else own(m.zero_points, each=together),
+        pre_scale=own(m.pre_scale, 0) if axis and m.pre_scale is not None else m.pre_scale,
+        bias=None if m.bias is None else own(m.bias, 0),
+    )
+
+
 def _below(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Arrays below each other; without memory where they are one number that none of them keeps in memory twice."""
     first = arrays[0][:1, :1]

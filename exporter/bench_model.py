@@ -167,8 +167,9 @@ def touched_bytes(
     kinds, window = config.get("layer_types") or [], config.get("sliding_window") or 0
     total = 0.0
     for layer in found["layers"]:
-        others = 1 - config["num_experts_per_tok"] / layer["attributes"]["num_experts"]
-        total += layer["bytes"] * (1 - others**batch)
+        every, shared = layer["attributes"]["num_experts"], len(layer["shared"])
+        others = 1 - config["num_experts_per_tok"] / (every - shared)
+        total += layer["bytes"] / every * ((every - shared) * (1 - others**batch) + shared)
     total += sum(linear["bytes"] for linear in found["linears"])
     total += sum(tensor["bytes"] for tensor in found["dense"] if "embed_tokens" not in tensor["name"])
     total += batch * sum(node["state_bytes"] for node in found["linear_attention"])

@@ -24,10 +24,11 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix, joined
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.formats import Format, MoELayer, Scheme
-from quantmoe.exporter.formats.base import INPUT_SCALES
+from quantmoe.exporter.formats.base import INPUT_SCALES, SharedExpert
 
 if TYPE_CHECKING:
     from quantmoe.exporter.model import Skeleton
+    from quantmoe.exporter.passes.shared import Shared
 
 #: the packed layout that a target's engines read
 LAYOUT = {"cpu": "cpu_panel", "cuda": "marlin"}
@@ -44,6 +45,8 @@ JOINED = {
     ("in_proj_qkv", "in_proj_z"): "in_proj_qkvz",
     ("in_proj_b", "in_proj_a"): "in_proj_ba",
 }
+#: activation_format whose scales are those of all features of a token, which the parts of an expert do not know
+WHOLE_ROWS = ("int8_token", "int8_token_asym", "fp8_token", "fp8_tensor")
 #: of one tensor in TensorRT
 MAX_ELEMENTS = 2**31 - 1
 
@@ -82,12 +85,18 @@ class Choice:
             together as one, ``qkv_proj`` beside where ``q_proj`` was.
         parts: name of a linear -> the model's modules whose rows it has, in this order, and their checkpoint modules.
         dequantized: checkpoint tensor of a linear that stays float -> why.
+        experts: experts module name -> what its node has, a shared expert included where it is one of them.
+        shared: experts module name -> that shared expert in the model.
+        apart: checkpoint module of a shared expert that stays a module of its own -> why.
     """
 
     layers: dict[str, MoESpec]
     linears: dict[str, LinearSpec]
     parts: dict[str, dict[str, str]]
     dequantized: dict[str, str]
+    experts: dict[str, MoELayer]
+    shared: dict[str, Shared]
+    apart: dict[str, str]
 
     def source(self, name: str) -> str:
         """What a linear is called beside the checkpoint's modules: a group's is where they are."""
@@ -124,8 +133,22 @@ def choose(
     Args:
         experts: of :func:`choose_experts` with the same arguments.
     """
-    chosen = Choice({name: experts[layer.name] for name, layer in skeleton.experts.items()}, {}, {}, {})
-    for whole, parts in groups(skeleton.format, skeleton.linears).items():
+    layers = {name: experts[layer.name] for name, layer in skeleton.experts.items()}
+    chosen = Choice(layers, {}, {}, {}, dict(skeleton.experts), {}, {})
+    for name, shared in skeleton.shared(layers).items():
+        try:
+            chosen.experts[name], layers[name] = with_shared(skeleton, name, shared, layers[name], activations, scales)
+        except ValueError as reason:
+            first = shared.projections[0]
+            chosen.apart[skeleton.linears.get(first, first).rpartition(".")[0]] = str(reason)
+            continue
+        chosen.shared[name] = shared
+        gate = skeleton.linears.get(shared.gate)
+        if gate is not None and skeleton.format.is_quantized(gate):
+            chosen.dequantized[f"{gate}.weight"] = "it is a row of the router's"
+    merged = {path for shared in chosen.shared.values() for path in (*shared.projections, shared.gate)}
+    linears = {name: source for name, source in skeleton.linears.items() if name not in merged}
+    for whole, parts in groups(skeleton.format, linears).items():
         sources = {part: skeleton.linears[part] for part in parts}
         candidate = linear_candidate(skeleton.format, [*sources.values()], layout, activations, scales)
         if not candidate.reason and isinstance(candidate.spec, LinearSpec):
@@ -134,6 +157,45 @@ def choose(
         for source in filter(skeleton.format.is_quantized, sources.values()):
             chosen.dequantized[f"{source}.weight"] = candidate.reason
     return chosen
+
+
+def with_shared(
+    skeleton: Skeleton, name: str, shared: Shared, spec: MoESpec, activations: str | None, scales: str
+) -> tuple[MoELayer, MoESpec]:
+    """A layer with its shared expert among its experts, and its node's attributes.
+
+    Args:
+        name: of the experts in the model. spec: of the node without it.
+
+    Raises:
+        ValueError: the node's experts are of another kind than the shared expert.
+    """
+    layer, layout = skeleton.experts[name], LAYOUTS[spec.w13.layout]
+    sources = [skeleton.linears.get(path) for path in shared.projections]
+    modules = tuple(source for source in sources if source is not None)
+    if len(modules) < len(sources):
+        raise ValueError("not all of its linears are packed")
+    for module, wanted in zip(modules, [*[layer.scheme] * len(modules[1:]), layer.down_scheme], strict=True):
+        found = skeleton.format.scheme_of(module)
+        if found.activation_format != wanted.activation_format:
+            raise ValueError(f"its activations are {found.activation_format}, the experts' {wanted.activation_format}")
+    if shared.count > 1 and layer.down_scheme.activation_format in WHOLE_ROWS:
+        raise ValueError(f"{layer.down_scheme.activation_format} rounds rows of it, not of {shared.count} experts")
+    layer = replace(layer, shared=SharedExpert(modules, shared.count, skeleton.format))
+    outline = layer.outline()
+    for e in range(layer.num_experts, layer.every):
+        own = moe_spec(layer, scaled(outline.expert(e), scales)[0], layout, activations)
+        try:
+            same = join((spec.w13, spec.w2), (own.w13, own.w2)) == (spec.w13, spec.w2)
+        except ValueError:
+            same = False
+        if not same:
+            unlike = ", ".join(differences(spec.w13, own.w13) or differences(spec.w2, own.w2))
+            raise ValueError(f"it and the routed experts differ in {unlike}")
+    spec = replace(spec, num_experts=layer.every)
+    if reason := refusal(spec) or _too_large(spec):
+        raise ValueError(reason)
+    return layer, spec
 
 
 def groups(format: Format, linears: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -265,7 +327,7 @@ def moe_spec(layer: MoELayer, expert: Expert, layout: ModuleType, activations: s
     formats = (activation_format(scheme, activations) for scheme in (layer.scheme, layer.down_scheme))
     w13, w2 = layout.describe(expert, *formats)
     return MoESpec(
-        num_experts=layer.num_experts,
+        num_experts=layer.every,
         expert_offset=0,
         hidden_size=layer.hidden_size,
         intermediate_size=layer.intermediate_size,
@@ -311,23 +373,24 @@ def layer_spec(layer: MoELayer, layout: ModuleType, activations: str | None, sca
     return spec
 
 
+def differences(a: Projection, b: Projection) -> list[str]:
+    """What two projections differ in, b's value first."""
+    pairs = {f.name: (getattr(b, f.name), getattr(a, f.name)) for f in fields(a) if f.name not in OPTIONAL}
+    return [f"{name} ({x} and {y})" for name, (x, y) in pairs.items() if x != y]
+
+
 def _difference(layer: MoELayer, e: int, first: MoESpec, other: MoESpec) -> str:
     """What experts 0 and ``e`` differ in and must not."""
 
-    def unlike(a: Projection, b: Projection) -> list[str]:
-        pairs = {f.name: (getattr(b, f.name), getattr(a, f.name)) for f in fields(a) if f.name not in OPTIONAL}
-        return [f"{name} ({x} and {y})" for name, (x, y) in pairs.items() if x != y]
-
-    names, differences = layer.projections[:-1], unlike(first.w13, other.w13)
-    if not differences:
-        names, differences = layer.projections[-1:], unlike(first.w2, other.w2)
+    names, found = layer.projections[:-1], differences(first.w13, other.w13)
+    if not found:
+        names, found = layer.projections[-1:], differences(first.w2, other.w2)
     texts = [[f"{layer.name}.{i}.{name}", layer.format.scheme_of(f"{layer.name}.{i}.{name}").text]
              for name in names for i in (e, 0)]  # fmt: skip
     pairs = list(zip(texts[::2], texts[1::2], strict=True))
     a, b = next((pair for pair in pairs if pair[0][1] != pair[1][1]), pairs[0])
     return (
-        f"{a[0]} ({a[1]}) and {b[0]} ({b[1]}) differ in {', '.join(differences)}; "
-        "expected the same in all experts of a layer"
+        f"{a[0]} ({a[1]}) and {b[0]} ({b[1]}) differ in {', '.join(found)}; expected the same in all experts of a layer"
     )
 
 

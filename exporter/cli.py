@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +34,7 @@ app = typer.Typer(
 console = terminal()
 FLOAT_HERE = "quantized in the checkpoint, float here"
 PLAIN_ATTENTION = "attention of standard nodes"
+APART = "shared experts that are modules of their own"
 #: of the demo: its own model knows the English of the King James Bible
 PROMPT = "Then said the captain of the host,"
 Checkpoint = Annotated[Path, typer.Argument(help="Hugging Face folder")]
@@ -119,7 +120,7 @@ def export(
     report = _export(checkpoint, outdir, **options)
     seconds = time.perf_counter() - begin
     console.print(str(outdir), highlight=False)
-    _print_layers((scheme, spec, None) for scheme, spec in report.layers.values())
+    _print_layers((scheme, spec, report.shared[name], None) for name, (scheme, spec) in report.layers.items())
     for remark in filter(None, (report.left_out, report.activations, report.kv_cache, report.library)):
         console.print(remark, style="yellow")
     if report.scale_error is not None:
@@ -127,6 +128,7 @@ def export(
     if report.head_error is not None:
         console.print(f"lm_head rounded to {lm_head}: root mean square error {report.head_error:.2%}", style="yellow")
     _print_reasons(FLOAT_HERE, report.dequantized)
+    _print_reasons(APART, report.apart)
     _print_reasons("QuantLinear in spite of --dense ort", report.not_ort)
     _print_reasons(PLAIN_ATTENTION, report.plain_attention)
     if report.plain_routers:
@@ -357,9 +359,9 @@ def demo(
 
     table = Table("", "", title=f"{checkpoint.name} -> {output / 'model.onnx'}", show_header=False)
     layers = Counter(
-        f"{scheme}; {spec.num_experts} experts of {spec.hidden_size} x {spec.intermediate_size}; "
+        f"{scheme}; experts: {_experts(spec.attributes(), report.shared[name])}; "
         f"{spec.w13.activation_format} activations, {spec.w13.scale_type} scales"
-        for scheme, spec in report.layers.values()
+        for name, (scheme, spec) in report.layers.items()
     )
     for text, count in layers.items():
         table.add_row(f"{count} MoE {_plural('layer', count)}", text)
@@ -426,7 +428,7 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
 
     found = plan(checkpoint, outdir, **options)
     console.print(f"{outdir} (dry run)", highlight=False)
-    _print_layers(found.layers.values())
+    _print_layers((scheme, spec, found.shared[name], size) for name, (scheme, spec, size) in found.layers.items())
     if found.attention:
         console.print(found.attention)
     total = found.packed + found.dense
@@ -436,6 +438,7 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
         f"about {_minutes(found.seconds)} ({found.rate}), peak memory about {decimal(round(found.memory))}"
     )
     _print_reasons(FLOAT_HERE, found.dequantized)
+    _print_reasons(APART, found.apart)
     _print_reasons(PLAIN_ATTENTION, found.plain_attention)
     for remark in filter(None, (found.left_out, found.kv_cache)):
         console.print(remark, style="yellow")
@@ -512,12 +515,18 @@ def _print_survey(found: dict[str, Any]) -> None:
         )
 
 
-def _print_layers(layers: Iterable[tuple[str, Any, int | None]]) -> None:
-    """Layers of the same description together: (scheme, attributes, packed bytes or None)."""
+def _experts(attributes: Mapping[str, Any], shared: int) -> str:
+    """A node's experts, and how many of them are a shared one: "256 and 1 shared of 2048 x 512"."""
+    count = f"{attributes['num_experts'] - shared}{f' and {shared} shared' if shared else ''}"
+    return f"{count} of {attributes['hidden_size']} x {attributes['intermediate_size']}"
+
+
+def _print_layers(layers: Iterable[tuple[str, Any, int, int | None]]) -> None:
+    """Layers of the same description together: (scheme, attributes, shared experts, packed bytes or None)."""
     described = (
-        (scheme, f"{spec.num_experts} of {spec.hidden_size} x {spec.intermediate_size}", spec.w13.activation_format,
-         spec.w13.scale_type, size) for scheme, spec, size in layers
-    )  # fmt: skip
+        (scheme, _experts(spec.attributes(), shared), spec.w13.activation_format, spec.w13.scale_type, size)
+        for scheme, spec, shared, size in layers
+    )
     for (scheme, experts, activations, scales, size), count in Counter(described).items():
         rows = {"scheme": scheme, "experts": experts, "activations": activations, "scales": scales}
         _print_block(f"{count} {_plural('layer', count)}", rows | ({"bytes": f"{size:,} each"} if size else {}))
@@ -528,12 +537,12 @@ def _print_nodes(kind: str, nodes: list[dict[str, Any]], projections: tuple[str,
     groups: dict[str, list[dict[str, Any]]] = {}
     for node in nodes:
         described = {k: v for k, v in node["attributes"].items() if k not in ("in_features", "out_features")}
-        groups.setdefault(str((node["format"], described)), []).append(node)
+        groups.setdefault(str((node["format"], described, len(node.get("shared", ())))), []).append(node)
     for group in groups.values():
         a, first = group[0]["attributes"], projections[0]
         rows = {"scheme": group[0]["format"]}
         if "num_experts" in a:
-            rows["experts"] = f"{a['num_experts']} of {a['hidden_size']} x {a['intermediate_size']}"
+            rows["experts"] = _experts(a, len(group[0]["shared"]))
         for p in projections:
             rows[p] = _weights(*(a[f"{p}_{part}"] for part in ("format", "group_size", "scale_type")))
         rows["activations"] = a[f"{first}_activation_format"]

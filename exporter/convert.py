@@ -87,6 +87,8 @@ class Report:
     Attributes:
         format: name of the checkpoint format.
         layers: checkpoint module name -> (scheme in the tool's words, node attributes).
+        shared: checkpoint module name -> how many of that node's experts are a shared expert.
+        apart: checkpoint module of a shared expert that is no expert of its layer's node -> why.
         activations: remark when they are not what the checkpoint says, else "".
         head_error: of ``lm_head``: root of the mean square error of its weights, relative to theirs.
         scale_error: largest relative error of a scale rounded to bf16; None when scales are exact.
@@ -112,6 +114,8 @@ class Report:
     linears: dict[str, tuple[str, LinearSpec]] = dataclasses.field(default_factory=dict)
     dequantized: dict[str, str] = dataclasses.field(default_factory=dict)
     not_ort: dict[str, str] = dataclasses.field(default_factory=dict)
+    shared: dict[str, int] = dataclasses.field(default_factory=dict)
+    apart: dict[str, str] = dataclasses.field(default_factory=dict)
     plain_attention: dict[str, str] = dataclasses.field(default_factory=dict)
     plain_routers: int = 0
     untraced: str = ""
@@ -347,7 +351,7 @@ def _weights(
             else:
                 written = _dense(weight, skeleton, data, report)
         yield "writing other weights", written
-    for name, layer in skeleton.experts.items():
+    for name, layer in chosen.experts.items():
         pair = regions[name, "w13"], regions[name, "w2"]
         for written in _pack(layer, specs[name], pair, scales, report):
             yield "packing experts", written
@@ -475,9 +479,11 @@ def _report(parts: Sequence[Part], activations: str | None) -> Report:
     for part in parts:
         skeleton, chosen = part.skeleton, part.chosen
         report.dequantized |= chosen.dequantized
+        report.apart |= chosen.apart
         for name, spec in chosen.layers.items():
-            layer = skeleton.experts[name]
+            layer = chosen.experts[name]
             report.layers[layer.name] = layer.scheme.text, spec
+            report.shared[layer.name] = layer.every - layer.num_experts
             schemes += [layer.scheme, layer.down_scheme]
         for name, linear in chosen.linears.items():
             scheme = skeleton.format.scheme_of(next(iter(chosen.parts[name].values())))
@@ -499,7 +505,7 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
     layout = LAYOUTS[spec.w13.layout]
 
     def make(e: int) -> tuple[list[np.ndarray], float]:
-        with doing(f"{layer.format.ckpt.folder}: {layer.name}.{e}"):
+        with doing(f"{layer.format.ckpt.folder}: {layer.label(e)}"):
             return packed(e)
 
     def packed(e: int) -> tuple[list[np.ndarray], float]:
@@ -508,10 +514,10 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
         try:
             layout.pack(expert, spec, *rows)
         except ValueError as error:
-            raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.name}.{e}: {error}") from None
+            raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.label(e)}: {error}") from None
         return rows, error
 
-    calls = [functools.partial(make, e) for e in range(layer.num_experts)]
+    calls = [functools.partial(make, e) for e in range(layer.every)]
     with contextlib.closing(ahead(calls, expert_size(spec))) as made:
         for rows, error in made:
             for region, row in zip(regions, rows, strict=True):
@@ -524,6 +530,8 @@ def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales
         _identify(region, layer.format)
         metadata = {"module": layer.name, "format": layer.scheme.text, "layout": spec.w13.layout,
                     "layout_version": str(spec.w13.layout_version), "spec": json.dumps(spec.attributes())}  # fmt: skip
+        if layer.shared:
+            metadata["shared"] = json.dumps(layer.shared.names())
         region.finish(metadata)
 
 

@@ -54,7 +54,8 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
 
     Returns:
         ``layers`` and ``linears`` (one dict a node: name, module, format, attributes, sizes, bytes, bits_per_weight;
-        of linears ``rows``: where a node has those of several modules, how many of each),
+        of layers ``shared``: names of the last experts where they are a shared one; of linears ``rows``: where a node
+        has those of several modules, how many of each),
         ``routers`` (MoERouting and MoERouter nodes: name, attributes),
         ``attention`` (CachedAttention nodes: name, attributes, type of the cache, its bytes a token),
         ``linear_attention`` (GatedDelta nodes: name, attributes, ``width`` of the convolution before it, and
@@ -210,7 +211,10 @@ def _layer(path: Path, node: ir.Node) -> dict[str, Any]:
     most = spec.num_experts - spec.expert_offset
     sizes, metadata = _sizes(path, node, spec, spec, names, most)
     per_expert = spec.hidden_size * spec.intermediate_size * (2 + spec.gated)
-    return _description(node, spec, sizes, metadata, sizes["w13"]["shape"][0] * per_expert)
+    shared = json.loads(metadata.get("shared", "[]"))
+    if not isinstance(shared, list) or len(shared) > spec.num_experts:
+        raise ModelError(f"{path}: node {node.name}: shared is {shared}, expected the names of its last experts")
+    return _description(node, spec, sizes, metadata, sizes["w13"]["shape"][0] * per_expert) | {"shared": shared}
 
 
 def _linear(path: Path, node: ir.Node) -> dict[str, Any]:

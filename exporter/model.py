@@ -38,7 +38,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 from quantmoe.custom_ops import cuda, native
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import LinearSpec
+from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.custom_ops.torch_op import (
     onnx_cached_attention,
     onnx_causal_conv,
@@ -79,6 +79,9 @@ from quantmoe.exporter.passes.latent import concatenate_keys
 from quantmoe.exporter.passes.norms import plain_norms
 from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
 from quantmoe.exporter.passes.routers import replace_routers
+from quantmoe.exporter.passes.shared import Shared
+from quantmoe.exporter.passes.shared import attach as attach_shared
+from quantmoe.exporter.passes.shared import recognise as recognise_shared
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 CACHES = {"f32": ir.DataType.FLOAT, "f16": ir.DataType.FLOAT16}
@@ -207,6 +210,15 @@ class Skeleton:
             )
         return found
 
+    def shared(self, specs: Mapping[str, MoESpec]) -> dict[str, Shared]:
+        """Shared experts that the routed ones' nodes compute alike, by the name of those.
+
+        Args:
+            specs: experts module name -> its node's attributes.
+        """
+        with doing(f"{self.format.ckpt.folder}: recognising shared experts"), _quiet():
+            return recognise_shared(self.model, specs)
+
     def derive(self, names: Iterable[str], function: Callable[[np.ndarray], np.ndarray]) -> None:
         """Notes parameters that were changed to be functions of their tensors."""
         for name in names:
@@ -220,16 +232,20 @@ class Skeleton:
         kinds = {(type(part), getattr(part, "in_features", 0), getattr(part, "bias", None) is None) for part in linears}
         if len(kinds) > 1 or type(linears[0]) is not torch.nn.Linear:
             return
-        joined = torch.nn.Linear(1, 1, bias=linears[0].bias is not None)
+        module.add_module(whole, joined := torch.nn.Linear(1, 1, bias=linears[0].bias is not None))
         for leaf in joined._parameters:
-            tensors = [part._parameters[leaf] for part in linears]
-            shape = (sum(len(tensor) for tensor in tensors), *tensors[0].shape[1:])
-            made = torch.nn.Parameter(placeholder(shape, tensors[0].dtype), requires_grad=False)
-            joined._parameters[leaf] = made
-            name, names = f"{path}.{whole}.{leaf}", [self.tied[f"{path}.{part}.{leaf}"] for part in parts]
-            self.tensors[name], self.joined[name] = made, [self.sources[part] for part in names]
-            self.sources[name] = self.joined[name][0]
-        module.add_module(whole, joined)
+            self.stack(f"{path}.{whole}.{leaf}", [f"{path}.{part}.{leaf}" for part in parts])
+
+    def stack(self, name: str, parts: Sequence[str]) -> None:
+        """Makes a parameter the rows of others, which it may be one of."""
+        path, _, leaf = name.rpartition(".")
+        module, names = self.model.get_submodule(path), [self.tied[part] for part in parts]
+        tensors = [self.tensors[part] for part in names]
+        shape = (sum(len(tensor) for tensor in tensors), *tensors[0].shape[1:])
+        made = torch.nn.Parameter(placeholder(shape, tensors[0].dtype), requires_grad=False)
+        module._parameters[leaf] = made
+        self.joined[name] = [self.sources[part] for part in names]
+        self.tensors[name], self.sources[name] = made, self.joined[name][0]
 
     def _round_head(self, kind: str) -> str:
         weight = self.tied.get("lm_head.weight")
@@ -446,7 +462,12 @@ def trace(skeleton: Skeleton, chosen: Choice, target: str = "cpu", cache: str = 
     if target == "cuda":
         for path in found:
             skeleton.join(path, PROJECTIONS[:3], "qkv_proj")
-    replace_routers(model, target)
+    every = chosen.shared.values()
+    replace_routers(model, target, {shared.router: (shared.count, int(bool(shared.gate))) for shared in every})
+    for shared in every:
+        if shared.gate:
+            skeleton.stack(f"{shared.router}.weight", [f"{shared.router}.weight", f"{shared.gate}.weight"])
+    attach_shared(model, every)
     concatenate_keys(model)
     graph = _trace_layers(skeleton, target)
     if target == "cpu" and not plain:

@@ -42,6 +42,7 @@ class Plan:
 
     Attributes:
         layers: checkpoint module name -> (scheme in the tool's words, node attributes, packed bytes).
+        shared, apart: see Report.
         linears: the same of linears outside the experts; the bytes of a MatMulNBits are close to these.
         read, packed, dense: bytes of the checkpoint, of the experts and of everything else in the model.
         seconds, memory: estimates; ``rate`` says from what.
@@ -53,6 +54,8 @@ class Plan:
     """
 
     layers: dict[str, tuple[str, MoESpec, int]]
+    shared: dict[str, int]
+    apart: dict[str, str]
     linears: dict[str, tuple[str, LinearSpec, int]]
     read: int
     packed: int
@@ -125,14 +128,17 @@ def plan(
     parts = open_parts(formats, experts, target, activations, scales, graph_type, lm_head, layers, state_window)
     stops(parts[0].skeleton)
     found, linears, others, memory = {}, {}, 0, 0
+    shared: dict[str, int] = {}
     written: set[str] = set()
     for part in parts:
         skeleton, chosen = part.skeleton, part.chosen
         for name, spec in chosen.layers.items():
-            layer = skeleton.experts[name]
-            size = layer.num_experts * sum(layout.row_bytes(spec, projection) for projection in ("w13", "w2"))
+            layer = chosen.experts[name]
+            shared[layer.name] = layer.every - layer.num_experts
+            size = layer.every * sum(layout.row_bytes(spec, projection) for projection in ("w13", "w2"))
             found[layer.name] = layer.scheme.text, spec, size
         parted = {part for parts in chosen.parts.values() for part in parts}
+        parted |= {part for merged in chosen.shared.values() for part in merged.projections}
         for name, linear in chosen.linears.items():
             (scheme, *_) = map(skeleton.format.scheme_of, chosen.parts[name].values())
             linears[chosen.source(name)] = scheme.text, linear, layout.row_bytes(linear.moe, "w2")
@@ -147,6 +153,8 @@ def plan(
     seconds = TRACING + (packed / PACKING + others / CONVERTING) / cores
     return Plan(
         found,
+        shared,
+        {name: reason for part in parts for name, reason in part.chosen.apart.items()},
         linears,
         read=sum(path.stat().st_size for path in format.ckpt.folder.glob("*.safetensors")),
         packed=packed,

@@ -27,7 +27,8 @@ def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
     """Writes a decoder layer's packed matrices to a safetensors file.
 
     Tensors are ``<module>.<field>``, module as in the checkpoint, experts as ``<experts>.<number>.gate``, ``up`` and
-    ``down``; fields as in QuantizedMatrix.
+    ``down``, a shared expert among them as ``<shared expert>.gate`` (``<shared expert>.<number>.gate`` where it is
+    several); fields as in QuantizedMatrix.
 
     Returns:
         The modules written.
@@ -91,11 +92,14 @@ def _matrices(node: dict[str, Any], initializers: Any) -> Iterator[tuple[str, Qu
         return
     spec = MoESpec.from_attributes(node["attributes"])
     w13, w2 = rows("w13"), rows("w2")
+    routed = spec.num_experts - len(node["shared"])
     for e in range(len(w13)):
         expert = LAYOUTS[spec.w13.layout].unpack(spec, w13[e], w2[e])
+        number = spec.expert_offset + e
+        name = f"{node['module']}.{number}" if number < routed else node["shared"][number - routed]
         for role in ("gate", "up", "down"):
             if (matrix := getattr(expert, role)) is not None:
-                yield f"{node['module']}.{spec.expert_offset + e}.{role}", matrix
+                yield f"{name}.{role}", matrix
 
 
 def _layer(module: str | None) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 import regex
 
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.matrix import QuantizedMatrix, portion
 from quantmoe.exporter.checkpoint import DTYPES, Checkpoint, CheckpointError, unlike_rows
 from quantmoe.exporter.formats.rounding import rounded_to_nearest
 
@@ -56,6 +56,40 @@ class Scheme:
 
 
 @dataclass(frozen=True, eq=False)
+class SharedExpert:
+    """A shared expert, read as some experts of the routed ones' width.
+
+    Attributes:
+        modules: of gate (when gated), up and down, as :class:`MoELayer` has them.
+        count: of those experts; each has the next rows of gate and up, and the next columns of down.
+    """
+
+    modules: tuple[str, ...]
+    count: int
+    format: Format
+
+    @property
+    def name(self) -> str:
+        """Path of it in the checkpoint, e.g. ``model.layers.0.mlp.shared_expert``."""
+        return self.modules[0].rpartition(".")[0]
+
+    def names(self) -> list[str]:
+        """Of the experts, as ``unpack`` calls them."""
+        return [self.name] if self.count == 1 else [f"{self.name}.{i}" for i in range(self.count)]
+
+    def expert(self, i: int) -> Expert:
+        """Decodes one of them.
+
+        Raises:
+            CheckpointError: see :meth:`MoELayer.expert`.
+            ValueError: a projection cannot be divided.
+        """
+        *inputs, down = (self.format.matrix_of(module) for module in self.modules)
+        rows = [portion(m, i, self.count, axis=0) for m in inputs]
+        return Expert(rows[0] if len(rows) == 2 else None, rows[-1], portion(down, i, self.count, axis=1))
+
+
+@dataclass(frozen=True, eq=False)
 class MoELayer:
     """The experts of one layer, read one at a time.
 
@@ -64,6 +98,8 @@ class MoELayer:
         index: the layer's number in the model.
         scheme: of gate and up. Experts share the activation_format, but may differ in width, group size and order.
         down_scheme: of down.
+        num_experts: routed ones.
+        shared: which are the experts from ``num_experts`` on.
     """
 
     name: str
@@ -82,12 +118,23 @@ class MoELayer:
     format: Format
     projections: tuple[str, ...]
     """Names of gate (when gated), up and down; () when the tool fuses experts into 3-D tensors."""
+    shared: SharedExpert | None = None
+
+    @property
+    def every(self) -> int:
+        """Routed and shared experts."""
+        return self.num_experts + (self.shared.count if self.shared else 0)
 
     @property
     def scheme_text(self) -> str:
         """The scheme in the tool's words, and down's where it is another."""
         same = self.down_scheme == self.scheme
         return self.scheme.text if same else f"{self.scheme.text}; down: {self.down_scheme.text}"
+
+    def label(self, e: int) -> str:
+        """What ``unpack`` and errors call expert ``e``."""
+        shared = e - self.num_experts
+        return f"{self.name}.{e}" if shared < 0 or self.shared is None else self.shared.names()[shared]
 
     def tensors(self, e: int) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
         """Names, dtypes and shapes of expert ``e``'s tensors, from the headers; those of all experts when fused."""
@@ -96,7 +143,8 @@ class MoELayer:
 
     def outline(self) -> MoELayer:
         """The same layer, its experts outlines: see :meth:`Format.outline`."""
-        return replace(self, format=self.format.outline())
+        shared = self.shared and replace(self.shared, format=self.shared.format.outline())
+        return replace(self, format=self.format.outline(), shared=shared)
 
     def expert(self, e: int) -> Expert:
         """Decodes expert ``e``.
@@ -104,8 +152,10 @@ class MoELayer:
         Raises:
             CheckpointError: naming file, tensor, found and expected.
         """
-        if not 0 <= e < self.num_experts:
-            raise IndexError(f"{self.name} has {self.num_experts} experts, asked for {e}")
+        if not 0 <= e < self.every:
+            raise IndexError(f"{self.name} has {self.every} experts, asked for {e}")
+        if self.shared and e >= self.num_experts:
+            return self.shared.expert(e - self.num_experts)
         if not self.projections:
             return self.format.fused_expert(self, e)
         sizes = {"down": (self.hidden_size, self.intermediate_size)}
@@ -139,7 +189,7 @@ class MoELayer:
         return (slice(0, None, 2), slice(1, None, 2)) if alternate else (slice(0, i), slice(i, None))
 
     def __iter__(self) -> Iterator[Expert]:
-        return (self.expert(e) for e in range(self.num_experts))
+        return (self.expert(e) for e in range(self.every))
 
 
 class Format(ABC):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -22,9 +24,14 @@ from quantmoe.exporter.formats.base import CORRECTION_BIAS
 _TOKENS, _TOLERANCE = 64, 1e-6
 
 
-def replace_routers(model: torch.nn.Module, target: str = "cpu") -> dict[str, RoutingSpec]:
+def replace_routers(
+    model: torch.nn.Module, target: str = "cpu", shared: Mapping[str, tuple[int, int]] | None = None
+) -> dict[str, RoutingSpec]:
     """Makes every router that equals a MoERouting one, for target "cuda" a MoERouter where its logits are a product;
     others stay as they are.
+
+    Args:
+        shared: router -> its shared experts, and 1 where their gate's row follows those of its weight.
 
     A router is a module of a class named ``*Router`` with ``weight`` [E, H] whose forward returns (logits [T, E],
     weights [T, k], ids [T, k]), as transformers' are.
@@ -35,7 +42,11 @@ def replace_routers(model: torch.nn.Module, target: str = "cpu") -> dict[str, Ro
     found = {}
     for name, module in model.named_modules():
         if type(module).__name__.endswith("Router") and (spec := recognise(module)) is not None:
-            attach(module, spec, target == "cuda" and is_product(module))
+            product = is_product(module)
+            if shared and name in shared:
+                count, gate = shared[name]
+                spec = replace(spec, shared_experts=count, shared_gate=gate)
+            attach(module, spec, target == "cuda" and product)
             found[name] = spec
     return found
 
@@ -118,6 +129,7 @@ def attach(router: Any, spec: RoutingSpec, product: bool = False) -> None:
         if (bias := router._parameters.get("bias")) is not None:
             wide = bias.data.flatten()[:1].float().expand(bias.shape)  # a placeholder as it was; the node takes f32
             router._parameters["bias"] = torch.nn.Parameter(wide, requires_grad=False)
+    router.gated = bool(spec.shared_gate)
     router.routing = json.dumps(attributes)
     router.forward = MethodType(_product_forward if product else _forward, router)
 
@@ -131,9 +143,12 @@ def _product_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tens
 
 
 def _forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    computed = type(self).forward(self, hidden_states)
-    logits = computed[-1] if len(computed) == 2 else computed[0]  # Llama-4's: scores, logits
+    if self.gated:
+        logits = torch.nn.functional.linear(hidden_states, self.weight)
+    else:
+        computed = type(self).forward(self, hidden_states)
+        logits = computed[-1] if len(computed) == 2 else computed[0]  # Llama-4's: scores, logits
     bias = _correction_bias(self)
-    bias = torch.zeros(logits.shape[-1]) if bias is None else bias.float()
+    bias = torch.zeros(logits.shape[-1] - self.gated) if bias is None else bias.float()
     ids, weights = torch.ops.quantmoe.moe_routing(logits, bias, self.routing)
     return logits, weights, ids

@@ -2,11 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define QM_CONSTEXPR __host__ __device__ constexpr
-#else
-#define QM_CONSTEXPR constexpr
-#endif
+#include "cuda/host_device.h"
 
 namespace quantmoe {
 

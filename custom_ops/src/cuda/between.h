@@ -1,11 +1,12 @@
 // What plan and kernels of the nodes between the products share: MoERouter, AddRMSNorm, TokenRows.
 #pragma once
+#include "cuda/host_device.h"
 #include "quantmoe/quant_moe_cuda.h"
 
 namespace quantmoe {
 
-constexpr int LogitsOf(const qm_routing& r) { return r.num_experts + r.shared_gate; }
-constexpr int SlotsOf(const qm_routing& r) { return r.top_k + r.shared_experts; }
+QM_CONSTEXPR int LogitsOf(const qm_routing& r) { return r.num_experts + r.shared_gate; }
+QM_CONSTEXPR int SlotsOf(const qm_routing& r) { return r.top_k + r.shared_experts; }
 // Shared memory that a warp selects a token's experts in: a word a logit, 1 an expert, 1 a group, 1 a selected one.
 constexpr int SelectWords(const qm_routing& r) { return LogitsOf(r) + r.num_experts + r.n_group + r.top_k; }
 
