@@ -136,7 +136,7 @@ def test_routers_of_models(spec: RouterSpec, tokens: int) -> None:
         if tokens:
             check_router(spec, inputs)
         else:
-            assert [t.shape for t in cuda.router(spec, *inputs)] == [(0, spec.top_k)] * 2
+            assert [t.shape for t in cuda.router(spec, *inputs)] == [(0, spec.routing.slots)] * 2
 
 
 @gpu
@@ -146,7 +146,7 @@ def test_router_ties_and_logits_that_are_not_numbers(hidden: int, tokens: int) -
     """Small integers: exact sums, so that equal scores are."""
     for routing in ROUTERS.values():
         spec, rng = router_spec(routing, hidden), np.random.default_rng(1)
-        x, weight = rng.integers(-1, 2, (tokens, hidden)), rng.integers(0, 2, (spec.num_experts, hidden)) * 0.25
+        x, weight = rng.integers(-1, 2, (tokens, hidden)), rng.integers(0, 2, (routing.logits, hidden)) * 0.25
         none = torch.zeros(0).cuda()
         ids, weights = cuda.router(spec, tensor(x, "f16"), tensor(weight, "f16"), none, none)
         want, _ = reference.router(spec, x, weight, np.zeros(0), np.zeros(0))
@@ -157,10 +157,10 @@ def test_router_ties_and_logits_that_are_not_numbers(hidden: int, tokens: int) -
             wrong[1] = bad
             weight[-1] = -1.0, *[1.0] * (hidden - 1)  # infinities less infinities
             ids, weights = cuda.router(spec, tensor(wrong, "f16"), tensor(weight, "f16"), none, none)
-            assert torch.equal(ids[1].cpu(), torch.arange(spec.top_k, dtype=torch.int32))
-            assert weights[1].isnan().all()
+            assert torch.equal(ids[1, : spec.top_k].cpu(), torch.arange(spec.top_k, dtype=torch.int32))
+            assert weights[1, : spec.top_k].isnan().all()
             assert weights[[0, 2]].isfinite().all()
-            assert ((ids >= 0) & (ids < spec.num_experts)).all()
+            assert ((ids >= 0) & (ids < spec.num_experts + spec.shared_experts)).all()
 
 
 @gpu

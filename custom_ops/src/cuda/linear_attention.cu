@@ -31,7 +31,7 @@ int LaunchConv(const qm_cuda_conv_problem& p, const qm_cuda_conv_tensors& t, cud
   launcher.Run(
       kernels[p.conv.width - kLeastConvWidth], params,
       dim3(blocks(pairs, kConvThreads), std::max(1u, blocks(p.tokens, kConvTokens)), static_cast<unsigned>(p.batch)),
-      kConvThreads, 0, false);
+      kConvThreads, 0, true);
   return Report(launcher.error, err);
 }
 
@@ -87,7 +87,7 @@ int LaunchDelta(const qm_cuda_delta_problem& p, const qm_cuda_delta_plan& plan, 
     if (params.tail)
       launcher.Run(LaterOf<T>(d), params, grid(kFewDeltaColumns), kDeltaParts * kFewDeltaColumns, 0, true);
   } else {
-    launcher.Run(KernelOf<T>(d, plan), params, grid(plan.columns), kDeltaParts * plan.columns, 0, false, plan.cluster);
+    launcher.Run(KernelOf<T>(d, plan), params, grid(plan.columns), kDeltaParts * plan.columns, 0, true, plan.cluster);
   }
   const int64_t warps = kGateThreads / 32, items = p.batch * p.tokens * d.num_v_heads;
   if (plan.workspace_bytes)

@@ -242,8 +242,13 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
   __shared__ float squares[kCluster ? kChunk : 1][kMostBlocks];
   if (kCluster) ClusterArrive();  // its wait tells that all blocks run
   LaunchDependents();
-  WaitForPrevious();
   const qm_delta& d = p.delta;
+  if (kCluster)  // L2 is asked for the block's part of the state, which may still change, before that is read
+    for (int i = threadIdx.x; i < K; i += kDeltaParts * C)
+      Prefetch(p.past_state + ((static_cast<int64_t>(blockIdx.z) * d.num_v_heads + blockIdx.y) * K + i) * d.v_head_size +
+                   blockIdx.x * C,
+               C * 4);
+  WaitForPrevious();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int column = warp * (32 / kDeltaParts) + lane % (32 / kDeltaParts), part = lane / (32 / kDeltaParts);
   const int first_column = blockIdx.x * C, c = first_column + column, v = d.v_head_size;
