@@ -64,6 +64,19 @@ OTHERS = {
     "snapshots": "a folder of the Hugging Face cache; expected the checkpoint's, which is a folder in this one",
     "pytorch_model*.bin": "PyTorch's pickle, which is not read; expected *.safetensors, as save_pretrained writes them",
 }
+_GRANITE = {
+    ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
+    ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
+}
+#: model_type without _text -> ends of names that are the family's own, and what every other family calls these tensors
+OWN_NAMES = {
+    "aria": {
+        ".mlp.experts.fc1.weight": ".mlp.experts.gate_up_proj",
+        ".mlp.experts.fc2.weight": ".mlp.experts.down_proj",
+    },
+    "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE,
+}
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 #: of a model on the hub, or its page as Path has it
 _HUB_NAME = re.compile(r"(https?:/huggingface\.co/)?([\w-][\w.-]*/[\w-][\w.-]*)(/.*)?")
@@ -78,6 +91,8 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
     """Absolute offset in the shard."""
+    name: str
+    """What the shard calls it."""
 
 
 class Checkpoint:
@@ -102,10 +117,13 @@ class Checkpoint:
         self._maps: dict[Path, mmap.mmap] = {}
         self._headers_only = False
         self._entries: dict[str, Entry] = {}
+        family = self.text_config.get("model_type")
+        own = OWN_NAMES.get(family.removesuffix("_text"), {}) if isinstance(family, str) else {}
         for shard in self._shards():
             with doing(str(shard)):
                 header = read_header(shard)
-            for name, entry in header.items():
+            for entry in header.values():
+                name = _renamed(entry.name, own)
                 if name in self._entries:
                     raise CheckpointError(f"{shard}: {name} is also in {self._entries[name].shard.name}")
                 self._entries[name] = entry
@@ -153,7 +171,8 @@ class Checkpoint:
 
     def where(self, name: str) -> str:
         """``file: tensor``, for messages."""
-        return f"{self._entries[name].shard if name in self._entries else self.folder}: {name}"
+        entry = self._entries.get(name)
+        return f"{entry.shard}: {entry.name}" if entry else f"{self.folder}: {name}"
 
     def dtype(self, name: str) -> str:
         """The safetensors dtype name, e.g. BF16."""
@@ -281,11 +300,17 @@ class Checkpoint:
                 raise CheckpointError(f"{path}: a Git LFS pointer, not the file; to fetch it: git -C {folder} lfs pull")
 
     def _check_index(self) -> None:
+        stored = {entry.name: entry for entry in self._entries.values()}
         for name, shard in self._index.items():
-            found = self._entries.get(name)
+            found = stored.get(name)
             if found is None or found.shard.name != shard:
                 where = "in no shard" if found is None else f"in {found.shard.name}"
                 raise CheckpointError(f"{self.folder / shard}: {name} is missing (the index names it; it is {where})")
+
+
+def _renamed(name: str, ends: dict[str, str]) -> str:
+    end = next((end for end in ends if name.endswith(end)), "")
+    return name.removesuffix(end) + ends[end] if end else name
 
 
 def _no_folder(path: Path) -> str:
@@ -362,7 +387,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         want = prod(shape) * DTYPES[dtype].itemsize
         if end - begin != want:
             fail(f"{name}: data_offsets {offsets} span {end - begin} bytes; {dtype} {shape} takes {want}")
-        entries[name] = Entry(path, dtype, tuple(shape), data + begin)
+        entries[name] = Entry(path, dtype, tuple(shape), data + begin, name)
         spans.append((begin, end, name))
     covered = 0
     for begin, end, name in sorted(spans):

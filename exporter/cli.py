@@ -569,18 +569,21 @@ def _print_attention(nodes: list[dict[str, Any]]) -> None:
 
 
 def _print_linear_attention(nodes: list[dict[str, Any]]) -> None:
-    """GatedDelta nodes, each with its CausalConv, of the same description together."""
+    """GatedDelta nodes, each with its CausalConv, and CausalConv nodes alone, of the same description together."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for node in nodes:
         groups.setdefault(str((node["attributes"], node["width"])), []).append(node)
     for group in groups.values():
-        a = group[0]["attributes"]
-        rows = {"heads": f"{a['num_v_heads']} of {a['v_head_size']}, {a['num_k_heads']} keys of {a['k_head_size']}"}
+        a, kind = group[0]["attributes"], "CausalConv and GatedDelta"
+        if "num_v_heads" in a:
+            rows = {"heads": f"{a['num_v_heads']} of {a['v_head_size']}, {a['num_k_heads']} keys of {a['k_head_size']}"}
+        else:
+            rows, kind = {"channels": str(a["channels"])}, "CausalConv"
         rows["convolution"] = f"{group[0]['width']} tokens"
         rows["states"] = f"{sum(node['state_bytes'] for node in group):,} bytes, however many tokens"
         if (window := a["state_window"]) > 1:
             rows["states"] += f"; {window} of them, after each of a run's last tokens"
-        _print_block(f"{len(group)} CausalConv and GatedDelta: {_and_more([node['node'] for node in group])}", rows)
+        _print_block(f"{len(group)} {kind}: {_and_more([node['node'] for node in group])}", rows)
 
 
 def _weights(format_: str, group_size: int, scale_type: str) -> str:

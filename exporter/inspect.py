@@ -59,7 +59,7 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         ``routers`` (MoERouting and MoERouter nodes: name, attributes),
         ``attention`` (CachedAttention nodes: name, attributes, type of the cache, its bytes a token),
         ``linear_attention`` (GatedDelta nodes: name, attributes, ``width`` of the convolution before it, and
-        ``state_bytes`` of both, after one token),
+        ``state_bytes`` of both, after one token; CausalConv nodes without one alike),
         ``plain_attention`` (attention module that is standard nodes -> why, as its export says),
         ``dense`` (other large tensors, and those that the checkpoint quantizes and the model does not, with
         ``dequantized_because``), ``files`` (of weights: bytes, and how many are in memory), ``metadata`` and, with
@@ -95,6 +95,10 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
                 attention.append(_attention(path, node))
             elif node.op_type == "GatedDelta":
                 linear_attention.append(_linear_attention(path, node))
+            elif node.op_type == "CausalConv" and not any(
+                u.node.op_type == "GatedDelta" for u in node.outputs[0].uses()
+            ):
+                linear_attention.append(_short_convolution(path, node))
         except ModelError:
             raise
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -247,17 +251,26 @@ def _linear_attention(path: Path, node: ir.Node) -> dict[str, Any]:
     before = node.inputs[0].producer() if node.inputs[0] is not None else None
     if before is None or before.op_type != "CausalConv":
         raise ModelError(f"{path}: node {node.name}: qkv is not of a CausalConv")
-    conv = _spec(path, before, ConvSpec)
-    _check_runs(path, before, conv, {})
-    past = before.inputs[3]
-    if past is None or past.dtype is None:
-        raise ModelError(f"{path}: node {before.name}: past_conv has no type")
+    found = _short_convolution(path, before)
     state = 4 * spec.num_v_heads * spec.k_head_size * spec.v_head_size
-    return {
+    return found | {
         "node": node.name,
         "attributes": spec.attributes(),
+        "state_bytes": state + found["state_bytes"],
+    }
+
+
+def _short_convolution(path: Path, node: ir.Node) -> dict[str, Any]:
+    conv = _spec(path, node, ConvSpec)
+    _check_runs(path, node, conv, {})
+    past = node.inputs[3]
+    if past is None or past.dtype is None:
+        raise ModelError(f"{path}: node {node.name}: past_conv has no type")
+    return {
+        "node": node.name,
+        "attributes": conv.attributes(),
         "width": conv.width,
-        "state_bytes": int(state + conv.channels * (conv.width - 1) * past.dtype.itemsize),
+        "state_bytes": int(conv.channels * (conv.width - 1) * past.dtype.itemsize),
     }
 
 

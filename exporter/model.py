@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
 from transformers.exporters import exporter_onnx
 from transformers.exporters.onnxruntime_fusions import fuse_for_onnxruntime
 from transformers.exporters.utils import patch_attribute
@@ -39,6 +39,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 from quantmoe.custom_ops import cuda, native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
+from quantmoe.custom_ops.reference import activate
 from quantmoe.custom_ops.torch_op import (
     onnx_cached_attention,
     onnx_causal_conv,
@@ -180,6 +181,9 @@ class Skeleton:
         known = set(self._names())
         renamed = {self._rename(name): name for name in format.parameters()}
         self.sources = {name: source for name, source in renamed.items() if name in known}
+        for name in known - self.sources.keys():
+            if parts := [renamed[part] for part in self._parts(name) if part in renamed]:
+                self.sources[name], self.joined[name] = parts[0], parts
         tied = set(getattr(model, "all_tied_weights_keys", None) or {})
         if missing := known - self.sources.keys() - tied:
             first_missing = sorted(missing)[0]
@@ -280,7 +284,9 @@ class Skeleton:
             if leaf == "weight" and self.format.is_quantized(module):
                 self._check_shape(name, quantized.matrix(module).shape)
                 continue
-            self._check_shape(name, self.format.ckpt.shape(source))
+            shapes = [self.format.ckpt.shape(part) for part in self.joined.get(name, [source])]
+            rows = sum(shape[0] for shape in shapes) if len(shapes) > 1 else 0
+            self._check_shape(name, (rows, *shapes[0][1:]) if rows else shapes[0])
             if (dtype := self.format.ckpt.dtype(source)) not in FLOATS:
                 raise CheckpointError(
                     f"{self.format.ckpt.where(source)} is {dtype}, expected {', '.join(FLOATS)}: nothing says how "
@@ -371,6 +377,16 @@ class Skeleton:
             self._state = dict.fromkeys(self._names(), True)
         return rename_source_key(name, self._renamings, [], self.model.base_model_prefix, self._state)[0]
 
+    def _parts(self, name: str) -> list[str]:
+        """Tensors whose rows one parameter has in this version of transformers: Kimi-Linear's three convolutions."""
+        for transform in get_model_conversion_mapping(self.model):
+            if not isinstance(transform, WeightConverter) or [type(o) for o in transform.operations] != [Concatenate]:
+                continue
+            (end,) = transform.target_patterns
+            if name.endswith(f".{end}") and transform.operations[0].dim == 0:
+                return [name.removesuffix(end) + part for part in transform.source_patterns]
+        return []
+
     def _unrename(self, name: str) -> str:
         """What a missing tensor of this part would be called in the checkpoint."""
         for prefix, own in mtp.names(self.format.next_layer).items() if self.format.part else ():
@@ -409,8 +425,9 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, _count: Iterator[int
 class PackedLinear(torch.nn.Module):
     """A linear whose weight and bias are packed: one QuantLinear node."""
 
-    def __init__(self, spec: LinearSpec):
+    def __init__(self, spec: LinearSpec, dtype: torch.dtype):
         super().__init__()
+        self.weight = torch.empty(0, dtype=dtype)  # routers ask for its type; nothing can be multiplied by it
         self.attributes = json.dumps(spec.attributes())
         words = LAYOUTS[spec.w.layout].row_bytes(spec.moe, "w2") // 4
         self.register_buffer("w", placeholder((1, words), torch.int32), persistent=True)
@@ -454,7 +471,7 @@ def trace(skeleton: Skeleton, chosen: Choice, target: str = "cpu", cache: str = 
         model.set_attn_implementation(MASKLESS)
         widen_tables(_decoder(model))
     for name, linear in chosen.linears.items():
-        sizes, whole = [*skeleton.rows(chosen.parts[name]).values()], PackedLinear(linear)
+        sizes, whole = [*skeleton.rows(chosen.parts[name]).values()], PackedLinear(linear, skeleton.dtype)
         if len(sizes) > 1:
             for i, part in enumerate(chosen.parts[name]):
                 model.set_submodule(part, PartOfLinear(whole, sizes, i))
@@ -494,9 +511,9 @@ def recognised(skeleton: Skeleton, chosen: Choice, target: str) -> tuple[dict[st
     skeleton.derive(plain_norms(model), lambda array: array.astype(np.float32) + 1)
     rows = Rows(decoder, target)
     changed = linear_attention.attach(model, skeleton.linear_attention, rows)
-    skeleton.derive(changed, lambda w: w[:, 0] if w.ndim == 3 else w)
+    skeleton.derive(changed, linear_attention.as_taken)
     with doing(f"{skeleton.format.ckpt.folder}: recognising attention"):
-        found, left = recognise(model, decoder, _refusal(target))
+        found, left = recognise(model, decoder, _refusal(target), skeleton.linear_attention)
     return found, left, rows
 
 
@@ -538,7 +555,8 @@ def _inputs(skeleton: Skeleton) -> tuple[dict[str, Any], dict[str, Any]]:
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             made = linear_attention.cache_layer(layer, batch)
             cache.layers.append(made)
-            sizes += [{made.conv_states[0].ndim - 3: dynamic}] * 2  # behind the window
+            states = 2 if made.recurrent_states[0] is not None else 1
+            sizes += [{made.conv_states[0].ndim - 3: dynamic}] * states  # behind the window
         else:
             shapes = [(batch, t.shape[1], past, t.shape[3]) for t in (layer.keys, layer.values)]
             cache.update(*(torch.zeros(shape, dtype=skeleton.dtype) for shape in shapes), i)
@@ -653,7 +671,10 @@ def dequantized(skeleton: Skeleton) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(skeleton.model.config, dtype=torch.float32).eval()
     if format.part:
         mtp.prepare(model)
-    state = {name: torch.from_numpy(format.parameter(source)) for name, source in skeleton.sources.items()}
+    state = {
+        name: torch.from_numpy(np.concatenate([format.parameter(part) for part in skeleton.joined.get(name, [source])]))
+        for name, source in skeleton.sources.items()
+    }
     for name, layer in skeleton.experts.items():
         module = skeleton.model.get_submodule(name)
         experts = [layer.expert(e) for e in range(layer.num_experts)]
@@ -752,14 +773,23 @@ def _check_experts(module: Any, layer: MoELayer, where: str) -> None:
     """Refuses experts whose arithmetic the node does not have."""
     if module.has_post_expert_norm:
         raise CheckpointError(f"{where}: a norm after each expert is not supported yet")
-    if getattr(type(module), "_apply_gate", _default_apply_gate) is not _default_apply_gate and (
-        layer.activation not in ("swiglu_oai", "swiglu_step")
-    ):
-        raise CheckpointError(f"{where}: its own gating is not supported yet")
+    if getattr(type(module), "_apply_gate", _default_apply_gate) is not _default_apply_gate:
+        _check_gate(module, layer, where)
     first = layer.outline().expert(0)
     if module.has_bias != (first.up.bias is not None and first.down.bias is not None):
         has = "biases" if module.has_bias else "no biases"
         raise CheckpointError(f"{where} has {has}, the checkpoint's {layer.name}.0 does not agree")
+
+
+def _check_gate(module: Any, layer: MoELayer, where: str) -> None:
+    """Refuses a gate of an architecture's own that is not the layer's activation, on numbers beyond every limit."""
+    pair = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0)) * 8
+    halves = pair.transpose(0, 1)
+    given = halves.flatten(1) if module.is_concatenated else halves.transpose(1, 2).flatten(1)
+    found = module._apply_gate(given).double().numpy()
+    want = activate(layer, *pair.double().numpy())  # type: ignore[arg-type]  # it has the fields that are read
+    if found.shape != want.shape or np.abs(found - want).max() > 1e-5 * np.abs(want).max():
+        raise CheckpointError(f"{where}: its own gating is not {layer.activation} and not supported yet")
 
 
 def _keep(placeholders: set[str]) -> Any:

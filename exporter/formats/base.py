@@ -185,7 +185,7 @@ class MoELayer:
     def halves(self) -> tuple[slice, slice]:
         """Rows of gate and of up where the model keeps the two in one tensor: gpt-oss's alternate."""
         i = self.intermediate_size
-        alternate = self.activation == "swiglu_oai"
+        alternate = self.format.ckpt.text_config.get("model_type") == "gpt_oss"
         return (slice(0, None, 2), slice(1, None, 2)) if alternate else (slice(0, i), slice(i, None))
 
     def __iter__(self) -> Iterator[Expert]:

@@ -24,14 +24,12 @@ NAMINGS = (
 MAX_SIZE = 1 << 24
 #: model_type of families whose layers keep a state from token to token -> what no operator computes of it
 RECURRENT = {
-    "kimi_linear": "Kimi delta attention, of low-rank gates and a decay of each key feature,",
-    "bailing_hybrid": "delta attention of low-rank gates and a decay of each key feature",
-    "glm5_next": "delta attention of low-rank gates and a decay of each key feature",
+    "bailing_hybrid": "delta attention of a bounded decay",
+    "glm5_next": "delta attention of a bounded decay",
     "minimax": "lightning attention",
     "granitemoehybrid": "Mamba-2's state space",
     "nemotron_h": "Mamba-2's state space",
     "jamba": "Mamba's selective scan",
-    "lfm2_moe": "a gated short convolution",
 }
 _EXPERT = re.compile(r"(.+\.experts)\.([0-9]{1,6})\.([^.]+)\.[^.]+")
 #: fields of config.json that count them
@@ -45,6 +43,10 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "relu2": "relu2",
 }
+#: model_type of families with gpt-oss' gate, whatever their configuration calls it
+SWIGLU_OAI = ("gpt_oss", "minimax_m3_vl_text")
+#: model_type of families with SiLU, whose configuration does not name it
+SILU = ("lfm2_moe",)
 
 
 def moe_layers(format: Format) -> list[MoELayer]:
@@ -87,7 +89,7 @@ def named_experts(
     if isinstance(kind, str) and (missing := RECURRENT.get(kind.removesuffix("_text"))):
         raise CheckpointError(
             f"{ckpt.folder / 'config.json'}: {kind}: {missing} is not supported; of layers with a state those of "
-            "Qwen3-Next and Qwen3.5 are"
+            "Kimi-Linear, LFM2, Qwen3-Next and Qwen3.5 are"
         )
     found: dict[str, dict[int, set[str]]] = {}
     for name in ckpt.names():
@@ -152,11 +154,12 @@ def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
     num_experts = setting(int, *_COUNTS)
     projections = _projections(format, name, experts, num_experts) if experts else ()
     scheme, down_scheme = _schemes(format, name, projections, num_experts)
-    oai = config.get("model_type") == "gpt_oss"
-    activation = setting(str, "hidden_act", "mlp_hidden_act", "hidden_activation")
+    oai = config.get("model_type") in SWIGLU_OAI
+    unnamed = config.get("model_type") in SILU
+    activation = "silu" if unnamed else setting(str, "hidden_act", "mlp_hidden_act", "hidden_activation")
     if not oai and activation not in ACTIVATIONS:
         raise CheckpointError(f"{path}: activation {activation!r}; supported: {', '.join(ACTIVATIONS)}")
-    top_k = setting(int, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+    top_k = setting(int, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
     if top_k > num_experts:
         raise CheckpointError(f"{path}: {top_k} experts a token, expected at most {num_experts}, the number of experts")
     return MoELayer(

@@ -1,7 +1,7 @@
 """A checkpoint of floats, quantized while it is read: round to nearest, nothing calibrated; or its experts as they are.
 
-Experts one by one, or fused: gate_up_proj [E, 2 I, H] and down_proj [E, H, I], as Qwen3.5 stores them; gpt-oss and
-Llama-4 store the transposes, [E, H, 2 I] and [E, I, H]. gpt-oss' columns alternate between gate and up, and it has
+Experts one by one, or fused: gate_up_proj [E, 2 I, H] and down_proj [E, H, I], as Qwen3.5 stores them; gpt-oss, Llama-4
+and Aria store the transposes, [E, H, 2 I] and [E, I, H]. gpt-oss' columns alternate between gate and up, and it has
 gate_up_proj_bias [E, 2 I] and down_proj_bias [E, H].
 """
 
@@ -32,7 +32,7 @@ from quantmoe.exporter.formats.rounding import rounded_to_nearest
 #: kind -> the group sizes there are; () for any
 KINDS = {"int4": (), "int8": (), "mxfp4": (32,), "nvfp4": (16,), "none": (-1,)}
 #: model_type whose fused experts are [E, in, out]
-TRANSPOSED = ("gpt_oss", "llama4", "llama4_text")
+TRANSPOSED = ("gpt_oss", "llama4", "llama4_text", "aria_text")
 _LINEAR = re.compile(r"(.+\.)?(?!in_proj_(?:a|b|ba)$)(\w+_proj\w*|w[123])")  # decays and betas stay as they are
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import inspect
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -78,15 +78,20 @@ class Unlike(Exception):  # noqa: N818
 
 
 def recognise(
-    model: torch.nn.Module, decoder: torch.nn.Module, refusal: Callable[[AttentionSpec], str]
+    model: torch.nn.Module,
+    decoder: torch.nn.Module,
+    refusal: Callable[[AttentionSpec], str],
+    known: Container[str] = (),
 ) -> tuple[dict[str, Recognised], dict[str, str]]:
     """What every attention module computes that is CachedAttention; and why the others are not. By module name.
 
     Args:
         decoder: the part of ``model`` that has the layers.
         refusal: why the target's kernels do not run a node; "" when they do.
+        known: names of modules that are something else.
     """
-    modules = {name: m for name, m in model.named_modules() if type(m).__name__.endswith("Attention")}
+    named = ((name, m) for name, m in model.named_modules() if name not in known)
+    modules = {name: m for name, m in named if type(m).__name__.endswith("Attention")}
     fitting = {m: name for name, m in modules.items() if _projects(m)}
     found: dict[str, Recognised] = {}
     left = {name: "it has other projections than q, k, v and o" for name, m in modules.items() if m not in fitting}

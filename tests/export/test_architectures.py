@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.generate import Generator
+from quantmoe.exporter.plan import plan
 
 #: of the fields that a configuration has
 SIZES: dict[str, Any] = {
@@ -49,6 +52,17 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+#: all fields of a family whose layers differ in sizes that the others have once
+GEMMA4: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 32}},
+    "enable_moe_block": True,
+    "top_k_experts": 2,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 128,
+} | {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers")}
+GEMMA4 |= {name: SIZES[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")}
+GEMMA4 |= {name: SIZES[name] for name in ("num_experts", "sliding_window", "max_position_embeddings")}
 #: model_type -> fields of its own
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {},
@@ -61,13 +75,37 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granitemoe_swa": {},
     "hy_v3": {},
     "kolibri1": {},
+    "aria_text": {},
+    "beam": {},
+    "axk1": {"num_key_value_heads": 4},
+    "deepseek_v2": {"num_key_value_heads": 4, "topk_method": "greedy", "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "gemma4_text": GEMMA4,
+    "glm4_moe_lite": {"num_key_value_heads": 4},
+    "granitemoe": {},
+    "granitemoeshared": {},
+    "hunyuan_v1_moe": {"moe_topk": 2, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "kimi_linear": {"num_key_value_heads": 4, "linear_num_heads": 2, "linear_head_dim": 16},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"] * 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "mellum": {},
+    "mimo_v2_flash": {"swa_head_dim": 16, "swa_num_key_value_heads": 2},
+    "minimax_m2": {},
+    "minimax_m3_vl_text": {},
+    "phimoe": {},
+    "qwen2_moe": {},
+    "solar_open": {},
 }
 #: the rest takes minutes
-BRIEF = ("ernie4_5_moe", "laguna")
+BRIEF = ("aria_text", "ernie4_5_moe", "kimi_linear", "laguna", "lfm2_moe", "minimax_m3_vl_text")
 
 
 def fields(model_type: str) -> dict[str, Any]:
     """Small sizes, each kind of layer once."""
+    if model_type == "gemma4_text":
+        return GEMMA4
     usual = CONFIG_MAPPING[model_type]()
     names = usual.to_dict().keys() | (usual.attribute_map or {}).keys()
     found = {name: value for name, value in SIZES.items() if name in names and getattr(usual, name) is not None}
@@ -112,3 +150,13 @@ def test_architecture(model_type: str, tmp_path: Path) -> None:
         found.append(logits)
         at += piece
     assert np.abs(np.concatenate(found, axis=1) - want).max() < 2e-5 * np.abs(want).max()
+
+
+def test_messages_name_the_tensors_of_the_file(tmp_path: Path) -> None:
+    """Granite's experts have other names than every other family's, which the exporter uses."""
+    make_checkpoint(tmp_path, "granitemoe")
+    stored = "model.layers.3.block_sparse_moe.output_linear.weight"
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {stored: tensors[stored][:, :, 1:].contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {stored} is BF16 \[8, 64, 63\], expected"):
+        plan(tmp_path, tmp_path / "onnx", quantize="none")

@@ -325,16 +325,18 @@ def test_layers_without_attention_are_refused(floats, tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "missing"),
     [
-        ("kimi_linear", "Kimi delta attention"),
         ("minimax", "lightning attention"),
         ("granitemoehybrid", "Mamba-2's state space"),
         ("jamba", "Mamba's selective scan"),
-        ("lfm2_moe", "a gated short convolution"),
+        ("bailing_hybrid", "delta attention of a bounded decay"),
+        ("nemotron_h", "Mamba-2's state space"),
     ],
 )
 def test_other_recurrences_are_refused_by_name(floats, tmp_path, architecture, missing):
     folder = rewritten(floats, tmp_path / "checkpoint", lambda *named: [named], lambda c: {"model_type": architecture})
-    message = rf"config\.json: {architecture}: {missing}.* is not supported; of layers with a state those of Qwen3-Next"
+    message = (
+        rf"config\.json: {architecture}: {missing}.* is not supported; of layers with a state those of Kimi-Linear"
+    )
     for quantize in (None, "none"):
         with pytest.raises(CheckpointError, match=message):
             plan(folder, tmp_path / "model", quantize=quantize)

@@ -134,7 +134,7 @@ def bind_packed(torch_model: PreTrainedModel, folder: Path, monkeypatch: pytest.
     for node in graph:
         if node.op_type == "QuantLinear":
             tensor = node.inputs[1].const_value
-            linear = PackedLinear(LinearSpec.from_attributes(json.loads(tensor.metadata_props["spec"])))
+            linear = PackedLinear(LinearSpec.from_attributes(json.loads(tensor.metadata_props["spec"])), torch.float32)
             linear.w = torch.from_numpy(np.array(tensor.numpy()))
             rows = json.loads(tensor.metadata_props.get("rows", "{}"))
             for i, name in enumerate(rows or [tensor.metadata_props["module"]]):
