@@ -89,6 +89,9 @@ class CachedAttention(Spec):
     rotary_interleaved: int  # 0: feature i turns with i + rotary_size / 2; 1: 2i with 2i + 1
     qk_norm: str
     norm_epsilon: float
+    cache_format: str = ...
+    k_scale: float = ...  # of the keys' codes; 1 where cache_format has none
+    v_scale: float = ...  # of the values'
 
 @dataclass(frozen=True, kw_only=True)
 class CausalConv(Spec):

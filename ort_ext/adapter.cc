@@ -361,7 +361,7 @@ void Operators(const OrtApi* api, std::deque<Op>& ops) {
     for (auto cache : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16})
       ops.emplace_back(api, nullptr, "CachedAttention", type, cache, Make<AttentionNode, weights, verify>);
     for (const char* other : {"MoERouter", "AddRMSNorm", "TokenRows"})
-      ops.emplace_back(api, nullptr, other, type, kId32, Make<OfAnotherTarget, weights, verify>);
+      ops.emplace_back(api, nullptr, other, type, type, Make<OfAnotherTarget, weights, verify>);
     ops.emplace_back(api, nullptr, "CausalConv", type, kId32, Make<ConvNode, weights, verify>);
     ops.emplace_back(api, nullptr, "GatedDelta", type, kId32, Make<DeltaNode, weights, verify>);
   }

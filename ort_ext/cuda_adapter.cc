@@ -446,7 +446,7 @@ void Operators(const OrtApi* api, std::deque<Op>& ops) {
     ops.emplace_back(api, kProvider, "MoERouting", type, kId32, Make<CudaRouting, verify>);
     ops.emplace_back(api, kProvider, "MoERouter", type, kId32, Make<CudaRouter, verify>);
     ops.emplace_back(api, kProvider, "AddRMSNorm", type, kId32, Make<CudaNorm, verify>);
-    ops.emplace_back(api, kProvider, "TokenRows", type, kId32, Make<CudaRows, verify>);
+    ops.emplace_back(api, kProvider, "TokenRows", type, type, Make<CudaRows, verify>);
     ops.emplace_back(api, kProvider, "CachedAttention", type, type, Make<CudaAttention, verify>);
     ops.emplace_back(api, kProvider, "CausalConv", type, kId32, Make<CudaConv, verify>);
     ops.emplace_back(api, kProvider, "GatedDelta", type, kId32, Make<CudaDelta, verify>);

@@ -10,6 +10,7 @@
 #include <limits>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace quantmoe {
 
@@ -187,7 +188,15 @@ int check_attention(const qm_attention& a, char* err) {
   QM_TRY(check_range("rotary_interleaved", a.rotary_interleaved, 0, 1, err));
   QM_TRY(check_not_negative("softcap", a.softcap, err));
   QM_TRY(check_not_negative("norm_epsilon", a.norm_epsilon, err));
-  return check_finite("scale", a.scale, err);
+  QM_TRY(check_finite("scale", a.scale, err));
+  for (const auto& [name, value] : {std::pair{"k_scale", a.k_scale}, std::pair{"v_scale", a.v_scale}}) {
+    if (!(value >= 0x1p-64f && value <= 0x1p64f))
+      return fail(err, QM_INVALID, "%s is %g, expected a number from 2^-64 to 2^64", name, value);
+    if (value != 1.0f && !has_cache_scales(a))
+      return fail(err, QM_INVALID, "%s is %g, expected 1 where cache_format is %s", name, value,
+                  enum_name("cache_format", a.cache_format));
+  }
+  return QM_OK;
 }
 
 int check_state_window(int32_t window, char* err) { return check_range("state_window", window, 1, 64, err); }

@@ -41,6 +41,12 @@ int check_finite(const char* name, float value, char* err);  // the same of an i
 // Refuses what no engine's CachedAttention takes, or GatedDelta.
 int check_attention(const qm_attention& a, char* err);
 int check_delta(const qm_delta& d, char* err);
+// Of CachedAttention's caches: whether k_scale and v_scale multiply their codes; bytes after the codes of a token and
+// head.
+inline bool has_cache_scales(const qm_attention& a) {
+  return a.cache_format == k_cache_format_int8 || a.cache_format == k_cache_format_fp8_e4m3;
+}
+inline int32_t cache_tail(const qm_attention& a) { return a.cache_format == k_cache_format_int8_token ? 4 : 0; }
 // Refuses a state_window that no engine takes.
 int check_state_window(int32_t window, char* err);
 

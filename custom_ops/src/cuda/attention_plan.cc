@@ -14,6 +14,9 @@ int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int ValidateAttributes(const qm_attention& a, char* err) {
   QM_TRY(check_attention(a, err));
+  if (a.cache_format != k_cache_format_none)
+    return fail(err, QM_UNSUPPORTED, "cache_format is \"%s\", the CUDA kernels take none",
+                enum_name("cache_format", a.cache_format));
   if (a.num_heads > kMostHeads)
     return fail(err, QM_UNSUPPORTED, "num_heads is %d, the CUDA kernels take up to %d", a.num_heads, kMostHeads);
 #define QM_SIZES(keys, values) \
