@@ -354,7 +354,7 @@ def attention(
 
     Args:
         qkv: [B, S, ..] f32, f16 or bf16. length: L, attention_mask's.
-        past: keys and values [B, kv_num_heads, P, ..], f32 or f16.
+        past: keys and values [B, kv_num_heads, P, ..], f32 or f16, or codes by the spec's cache_format.
         present: where keys and values go, of max(P, L) slots; past itself: in place. buffer: as NativeMoE's.
 
     Returns:
@@ -379,7 +379,7 @@ def attention(
     given = [*(np.ascontiguousarray(a) for a in (qkv, *past)), np.ascontiguousarray(rows, np.int32), *floats]
     call = _AttentionCall(
         _TYPES[qkv.dtype],
-        _TYPES[past[0].dtype],
+        _TYPES.get(past[0].dtype, 0),
         batch,
         tokens,
         past[0].shape[2],

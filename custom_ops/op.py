@@ -97,6 +97,17 @@ class RowsSpec(nodes.TokenRows):
 class AttentionSpec(nodes.CachedAttention):
     """All attributes of a CachedAttention node."""
 
+    @property
+    def cache_dtype(self) -> str | None:
+        """NumPy's name of the type of the caches' codes; None where they are floats."""
+        return {"none": None, "fp8_e4m3": "uint8"}.get(self.cache_format, "int8")
+
+    @property
+    def cache_widths(self) -> tuple[int, int]:
+        """Elements of a token and head in the caches of keys and of values."""
+        tail = 4 if self.cache_format == "int8_token" else 0
+        return self.head_size + tail, self.v_head_size + tail
+
 
 class ConvSpec(nodes.CausalConv):
     """All attributes of a CausalConv node."""

@@ -276,6 +276,35 @@ def rotate(spec: AttentionSpec, x: np.ndarray, cos: np.ndarray, sin: np.ndarray)
     return y
 
 
+def encode_cache(spec: AttentionSpec, x: np.ndarray, scale: float, dtype: np.dtype) -> np.ndarray:
+    """Keys or values [.., n] as a cache has them, FORMAT.md 5.1: numbers of ``dtype``, or codes by ``scale``, which is
+    k_scale or v_scale, [.., n + 4] with their own scale."""
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        if spec.cache_format == "none":
+            return x.astype(dtype)
+        if spec.cache_format == "fp8_e4m3":
+            clamped = np.clip(x / np.float32(scale), -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+            return np.where(np.isnan(x), np.uint8(0x7F), clamped)
+        if spec.cache_format == "int8":
+            return np.nan_to_num(np.clip(np.rint(x / np.float32(scale)), -128, 127)).astype(np.int8)
+        own = (np.abs(x).max(-1, keepdims=True) / np.float32(127)).astype(np.float32)
+        own = np.where(np.isfinite(x).all(-1, keepdims=True), own, np.float32(np.nan))
+        codes = np.nan_to_num(np.clip(np.rint(x / own), -127, 127), posinf=0, neginf=0).astype(np.int8)
+    return np.concatenate([codes, np.ascontiguousarray(own).view(np.int8)], -1)
+
+
+def decode_cache(spec: AttentionSpec, stored: np.ndarray, scale: float) -> np.ndarray:
+    """The float64 numbers [.., n] that :func:`encode_cache`'s stand for."""
+    if spec.cache_format == "none":
+        return stored.astype(np.float64)
+    if spec.cache_format == "fp8_e4m3":
+        return stored.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * np.float32(scale)
+    if spec.cache_format == "int8":
+        return stored.astype(np.float64) * np.float32(scale)
+    own = np.ascontiguousarray(stored[..., -4:]).view(np.float32)
+    return stored[..., :-4].astype(np.float64) * own
+
+
 def attention(
     spec: AttentionSpec,
     qkv: np.ndarray,
@@ -292,11 +321,12 @@ def attention(
     """CachedAttention.
 
     Args:
-        spec: the node's attributes. length: L, attention_mask's. The others: inputs of op.def's shapes, any float type.
+        spec: the node's attributes. length: L, attention_mask's. The others: inputs of op.def's shapes, any float type;
+            caches of codes int8 or uint8.
 
     Returns:
         output float64 [B, S, num_heads * V], zero for tokens that do not count; present_key and present_value of past's
-        types, [B, kv_num_heads, max(P, L), D or V], zero after the last token.
+        types and widths, with max(P, L) slots, zero after the last token.
 
     Raises:
         ValueError: ``rows`` asks for tokens or slots that are not there.
@@ -309,7 +339,7 @@ def attention(
     q, k, v = (x.reshape(batch, tokens, *size) for x, size in zip((q, k, v), sizes, strict=True))
     q = rotate(spec, rms_norm(spec, q, q_norm), cos, sin)
     k = rotate(spec, rms_norm(spec, k, k_norm), cos, sin)
-    output = np.zeros((batch, tokens, heads, spec.v_head_size))
+    output, scales = np.zeros((batch, tokens, heads, spec.v_head_size)), (spec.k_scale, spec.v_scale)
     present = [np.zeros((batch, groups, capacity, past.shape[3]), past.dtype) for past in (past_key, past_value)]
     for b, (begin, count, past) in enumerate(rows.tolist()):
         if min(begin, count, past) < 0 or begin + count > tokens or past > past_key.shape[2] or past + count > capacity:
@@ -317,15 +347,18 @@ def attention(
                 f"rows[{b}] is {begin}, {count}, {past} (begin, count, past): {tokens} new tokens, {past_key.shape[2]} "
                 f"slots before and {capacity} after"
             )
-        for into, before, new in zip(present, (past_key, past_value), (k, v), strict=True):
-            with np.errstate(over="ignore"):  # float16 ends at 65504
-                into[b, :, past : past + count] = new[b, begin : begin + count].swapaxes(0, 1)
+        for into, before, new, scale in zip(present, (past_key, past_value), (k, v), scales, strict=True):
+            here = new[b, begin : begin + count].swapaxes(0, 1)
+            into[b, :, past : past + count] = encode_cache(spec, here, scale, into.dtype)
             into[b, :, :past] = before[b, :, :past]
         for i in range(count):
             p = past + i
             low = max(p - spec.sliding_window + 1 if spec.sliding_window else 0, 0)
             low = max(low, p // spec.chunk_size * spec.chunk_size if spec.chunk_size else 0)
-            keys, values = (np.repeat(x[b, :, low : p + 1].astype(np.float64), heads // groups, 0) for x in present)
+            keys, values = (
+                np.repeat(decode_cache(spec, x[b, :, low : p + 1], scale), heads // groups, 0)
+                for x, scale in zip(present, scales, strict=True)
+            )
             with np.errstate(invalid="ignore", over="ignore"):
                 score = np.einsum("hd,hkd->hk", q[b, begin + i], keys) * np.float32(spec.scale)
                 if spec.softcap:

@@ -255,6 +255,7 @@ class AttentionNode : public CpuKernel {
     ReadAttributes(info, &attention_);
     char error[QM_ERROR_SIZE];
     if (qm_attention_validate(&attention_, error)) Fail(error);
+    CheckCaches(attention_);
   }
   void Run(OrtKernelContext* context) const override;
 
@@ -358,7 +359,8 @@ void Operators(const OrtApi* api, std::deque<Op>& ops) {
       ops.emplace_back(api, nullptr, "QuantMoE", type, id_type, Make<MoEKernel, weights, verify>);
     ops.emplace_back(api, nullptr, "QuantLinear", type, kId32, Make<LinearKernel, weights, verify>);
     ops.emplace_back(api, nullptr, "MoERouting", type, kId32, Make<RoutingKernel, weights, verify>);
-    for (auto cache : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16})
+    for (auto cache : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
+                       ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8})
       ops.emplace_back(api, nullptr, "CachedAttention", type, cache, Make<AttentionNode, weights, verify>);
     for (const char* other : {"MoERouter", "AddRMSNorm", "TokenRows"})
       ops.emplace_back(api, nullptr, other, type, type, Make<OfAnotherTarget, weights, verify>);

@@ -132,6 +132,8 @@ class Kernel {
     Shape output, key, value;
   };
   AttentionShapes ReadAttention(const OrtKernelContext* context, const qm_attention& attention) const;
+  // Throws unless the caches' type is that of cache_format.
+  void CheckCaches(const qm_attention& attention) const;
 
   // Sizes and tensors of a run of CausalConv or GatedDelta, into the C ABI's structs, which on the CPU are one; throws
   // unless its inputs' shapes agree.
@@ -325,8 +327,9 @@ Kernel::AttentionShapes Kernel::ReadAttention(const OrtKernelContext* context, c
   check(CachedAttention_qkv, {-1, -1, (heads + groups) * d + groups * v});
   s.batch = qkv[0];
   s.tokens = qkv[1];
-  check(CachedAttention_past_key, {s.batch, groups, -1, d});
-  check(CachedAttention_past_value, {s.batch, groups, past[2], v});
+  const int64_t tail = cache_tail(a);
+  check(CachedAttention_past_key, {s.batch, groups, -1, d + tail});
+  check(CachedAttention_past_value, {s.batch, groups, past[2], v + tail});
   check(CachedAttention_rows, {s.batch, 3});
   check(CachedAttention_attention_mask, {s.batch, -1});
   for (const int32_t table : {CachedAttention_cos, CachedAttention_sin})
@@ -340,9 +343,21 @@ Kernel::AttentionShapes Kernel::ReadAttention(const OrtKernelContext* context, c
   s.past_slots = past[2];
   s.slots = std::max(past[2], mask[1]);
   s.output = {s.batch, s.tokens, heads * v};
-  s.key = {s.batch, groups, s.slots, d};
-  s.value = {s.batch, groups, s.slots, v};
+  s.key = {s.batch, groups, s.slots, d + tail};
+  s.value = {s.batch, groups, s.slots, v + tail};
   return s;
+}
+
+void Kernel::CheckCaches(const qm_attention& a) const {
+  constexpr auto kInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, kUint8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+  const auto type = op_.other_type;
+  const auto text = [](auto type) { return type == kInt8 ? "int8" : type == kUint8 ? "uint8" : "floats"; };
+  const auto wanted = a.cache_format == k_cache_format_none       ? ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED
+                      : a.cache_format == k_cache_format_fp8_e4m3 ? kUint8
+                                                                  : kInt8;
+  if (text(type) != text(wanted))
+    Fail(std::string("past_key is of ") + text(type) + ", caches of cache_format " +
+         enum_name("cache_format", a.cache_format) + " are of " + text(wanted));
 }
 
 template <class Sizes, class Tensors>

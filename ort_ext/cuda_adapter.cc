@@ -344,6 +344,7 @@ class CudaAttention : public CudaKernel {
     qm_cuda_attention_plan plan;
     char error[QM_ERROR_SIZE];
     if (qm_cuda_plan_attention(&problem_, &device_, &plan, error)) Fail(error);
+    CheckCaches(problem_.attention);
   }
   void Run(OrtKernelContext* context) const override;
 
@@ -446,8 +447,10 @@ void Operators(const OrtApi* api, std::deque<Op>& ops) {
     ops.emplace_back(api, kProvider, "MoERouting", type, kId32, Make<CudaRouting, verify>);
     ops.emplace_back(api, kProvider, "MoERouter", type, kId32, Make<CudaRouter, verify>);
     ops.emplace_back(api, kProvider, "AddRMSNorm", type, kId32, Make<CudaNorm, verify>);
-    ops.emplace_back(api, kProvider, "TokenRows", type, type, Make<CudaRows, verify>);
-    ops.emplace_back(api, kProvider, "CachedAttention", type, type, Make<CudaAttention, verify>);
+    for (auto cache : {type, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8}) {
+      ops.emplace_back(api, kProvider, "TokenRows", type, cache, Make<CudaRows, verify>);
+      ops.emplace_back(api, kProvider, "CachedAttention", type, cache, Make<CudaAttention, verify>);
+    }
     ops.emplace_back(api, kProvider, "CausalConv", type, kId32, Make<CudaConv, verify>);
     ops.emplace_back(api, kProvider, "GatedDelta", type, kId32, Make<CudaDelta, verify>);
   }

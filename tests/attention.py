@@ -39,6 +39,9 @@ SPECS = {
     "chunks-of-blocks": attention_spec(4, 2, 32, chunk_size=256),
     "window-in-chunks": attention_spec(4, 2, 32, sliding_window=5, chunk_size=64),
 }
+#: types of caches, or the cache_format of their codes
+CACHES = [np.float32, np.float16, "int8", "fp8_e4m3", "int8_token"]
+CODES = CACHES[2:]
 #: exp is within 4u of the truth, and not below e^-87
 EXP, SMALLEST = 4 * U, np.exp(-87.0)
 
@@ -93,18 +96,25 @@ def inputs(
     cache: Any = np.float32,
     seed: int = 0,
 ) -> Inputs:
-    """Random ones. Scores have a spread of about 2."""
+    """Random ones. Scores have a spread of about 2. cache: one of CACHES; codes get scales that no power of two is, by
+    which large numbers saturate, unless the spec has them."""
     rng, batch = np.random.default_rng(seed), len(rows)
+    if cache in CODES and spec.cache_format == "none":
+        own = {"int8": (0.021, 0.017), "fp8_e4m3": (0.007, 0.0061), "int8_token": (1.0, 1.0)}[cache]
+        spec = replace(spec, cache_format=cache, k_scale=own[0], v_scale=own[1])
     heads, groups, d, v = spec.num_heads, spec.kv_num_heads, spec.head_size, spec.v_head_size
 
     def draw(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
 
+    def encoded(x: np.ndarray, scale: float) -> np.ndarray:
+        return reference.encode_cache(spec, x, scale, cache if spec.cache_format == "none" else None)
+
     widths = {"none": (0, 0), "head": (d, d), "row": (heads * d, groups * d)}[spec.qk_norm]
     return Inputs(
         spec,
         (draw(batch, tokens, (heads + groups) * d + groups * v) * 1.4).astype(dtype),
-        (draw(batch, groups, past, d).astype(cache), draw(batch, groups, past, v).astype(cache)),
+        (encoded(draw(batch, groups, past, d), spec.k_scale), encoded(draw(batch, groups, past, v), spec.v_scale)),
         np.array(rows, np.int32).reshape(batch, 3),
         length,
         *(draw(batch, tokens, spec.rotary_size // 2) for _ in range(2)),
@@ -150,13 +160,40 @@ def stored(a: Inputs) -> tuple[Span, Span, Span]:
     return queries, keys, Span(v, np.zeros(v.shape))
 
 
-def attend(spec: AttentionSpec, q: Span, keys: np.ndarray, values: np.ndarray, low: int, sinks: np.ndarray) -> Span:
-    """One token: q [heads, D], keys and values [heads, slots from low on, ..] -> [heads, V]."""
+def numbers(spec: AttentionSpec, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What a kernel reads of a cache [.., n]: numbers float64, and scales [..] of a token and head, 1 where there are
+    none."""
+    ones = replace(spec, cache_format="int8" if spec.cache_format == "int8_token" else spec.cache_format)
+    if spec.cache_format == "int8_token":
+        own = np.ascontiguousarray(stored[..., -4:]).view(np.float32)[..., 0]
+        return reference.decode_cache(ones, stored[..., :-4], 1.0), own.astype(np.float64)
+    number = 2.0**-8 if spec.cache_format == "fp8_e4m3" else 1.0
+    return reference.decode_cache(ones, stored, number), np.ones(stored.shape[:-1])
+
+
+def factors(spec: AttentionSpec) -> tuple[float, float]:
+    """What scores and values are multiplied by, in f32: scale and k_scale, v_scale."""
+    number = np.float32(256 if spec.cache_format == "fp8_e4m3" else 1)
+    return float(np.float32(spec.scale) * np.float32(spec.k_scale) * number), float(np.float32(spec.v_scale) * number)
+
+
+def attend(
+    spec: AttentionSpec,
+    q: Span,
+    caches: tuple[np.ndarray, np.ndarray],
+    low: int,
+    sinks: np.ndarray,
+) -> Span:
+    """One token: q [heads, D], stored keys and values [heads, slots from low on, ..] -> [heads, V]."""
+    (keys, key_scales), (values, value_scales) = (numbers(spec, cache) for cache in caches)
     terms = q.value[:, None] * keys
     partial = np.abs(terms.cumsum(2))
-    scale, softcap = float(np.float32(spec.scale)), float(np.float32(spec.softcap))
+    (scale, factor), softcap = factors(spec), float(np.float32(spec.softcap))
     score = terms.sum(2) * scale
     error = (U * partial.sum(2) + (q.error[:, None] * np.abs(keys)).sum(2)) * abs(scale) + U * np.abs(score)
+    error += TINY * terms.shape[2] * abs(scale)
+    once = U if spec.cache_format == "int8_token" else 0.0  # one more product with a scale
+    score, error = score * key_scales, (error + once * np.abs(score)) * np.abs(key_scales) + TINY
     if softcap:
         inside, error = score / softcap, error / softcap
         error += U * np.abs(inside) + ONE_PLUS
@@ -173,15 +210,41 @@ def attend(spec: AttentionSpec, q: Span, keys: np.ndarray, values: np.ndarray, l
         sink_wrong = np.where(sink > 0, sink * (U * np.abs(sinks - top[:, 0]) + each), 0) + SMALLEST
     total, total_error = weight.sum(1) + sink, wrong.sum(1) + sink_wrong
     total_error += (16 + 4 + 2 * blocks) * U * total
-    products = weight[:, :, None] * values
-    out, out_error = products.sum(1), (wrong[:, :, None] * np.abs(values)).sum(1)
+    wrong = (wrong + once * weight) * np.abs(value_scales) + TINY
+    products = (weight * value_scales)[:, :, None] * values
+    out, out_error = products.sum(1), (wrong[:, :, None] * np.abs(values)).sum(1) + TINY * weight.shape[1]
     for begin in range(low // BLOCK * BLOCK, low + score.shape[1], BLOCK):
         of = products[:, max(begin - low, 0) : begin + BLOCK - low]
         out_error += U * np.abs(of.cumsum(1)).sum(1)
     out_error += 2 * blocks * U * np.abs(products).sum(1)
     y = out / total[:, None]
-    y_error = (out_error + np.abs(y) * total_error[:, None]) / total[:, None] + 2 * U * np.abs(y)
-    return Span(y, y_error * SECOND + 4 * TINY)
+    y_error = (out_error + np.abs(y) * total_error[:, None]) / total[:, None] + (2 + (factor != 1)) * U * np.abs(y)
+    return Span(y * factor, (y_error * SECOND + 4 * TINY) * factor + TINY)
+
+
+def assert_stored(spec: AttentionSpec, found: np.ndarray, want: Span, scale: float) -> None:
+    """Keys or values that a kernel has stored, [.., n]."""
+    if spec.cache_format == "none":
+        return assert_within(found, want)
+    error = want.error + U * np.abs(want.value)  # a quotient
+    if spec.cache_format == "int8_token":
+        own = np.ascontiguousarray(found[..., -4:]).view(np.float32)
+        largest = np.abs(want.value).max(-1, keepdims=True)
+        most = (np.abs(want.value) + want.error).max(-1, keepdims=True)
+        assert_within(own, Span(largest / 127, ((most - largest) / 127 + U * most / 127) * SECOND + TINY))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            low, high = (np.clip(np.rint((want.value + s * error) / own), -127, 127) for s in (-1, 1))
+        codes = found[..., :-4].astype(np.float64)
+        assert ((codes >= np.nan_to_num(low)) & (codes <= np.nan_to_num(high))).all()
+        return None
+    # rounding is monotone: what the least and the most that x may be are rounded to
+    low, high = (
+        reference.decode_cache(spec, reference.encode_cache(spec, want.value + s * error, scale, found.dtype), 1.0)
+        for s in (-1, 1)
+    )
+    codes = reference.decode_cache(spec, found, 1.0)
+    assert ((codes >= low) & (codes <= high)).all()
+    return None
 
 
 def check(a: Inputs, got: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
@@ -191,19 +254,19 @@ def check(a: Inputs, got: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     want, heads = np.zeros((*a.qkv.shape[:2], spec.num_heads, spec.v_head_size)), spec.num_heads // spec.kv_num_heads
     error = np.zeros(want.shape)
     for b, (begin, count, past) in enumerate(a.rows.tolist()):
-        for cache, before, of in zip(present, a.past, new, strict=True):
+        for cache, before, of, scale in zip(present, a.past, new, (spec.k_scale, spec.v_scale), strict=True):
             assert cache.shape[2] == max(before.shape[2], a.length)
             np.testing.assert_array_equal(cache[b, :, :past], before[b, :, :past])
             counting = slice(begin, begin + count)
             here = Span(of.value[b, counting].swapaxes(0, 1), of.error[b, counting].swapaxes(0, 1))
-            assert_within(cache[b, :, past : past + count], here)
+            assert_stored(spec, cache[b, :, past : past + count], here, scale)
         for i in range(count):
             p = past + i
             low = max(p - spec.sliding_window + 1 if spec.sliding_window else 0, 0)
             low = max(low, p // spec.chunk_size * spec.chunk_size if spec.chunk_size else 0)
-            keys, values = (np.repeat(c[b, :, low : p + 1].astype(np.float64), heads, 0) for c in present)
+            caches = tuple(np.repeat(c[b, :, low : p + 1], heads, 0) for c in present)
             q = Span(queries.value[b, begin + i], queries.error[b, begin + i])
-            want[b, begin + i], error[b, begin + i] = attend(spec, q, keys, values, low, a.sinks.astype(np.float64))
+            want[b, begin + i], error[b, begin + i] = attend(spec, q, caches, low, a.sinks.astype(np.float64))
     span = Span(want.reshape(output.shape), error.reshape(output.shape))
     assert_within(output, span)
     other, *stored_too = a.reference()

@@ -11,6 +11,7 @@ import argparse
 import ctypes
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,12 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.bench.attention_spec import spec_of
 from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.custom_ops.op import inputs as inputs_of
+from quantmoe.custom_ops.reference import encode_cache
 from quantmoe.ort_ext import library_path
 
 FLOATS = ("float32", "float16")
+#: cache_format, which needs no scales
+CODES = ("int8_token", "fp8_e4m3")
 
 
 def session(
@@ -45,10 +49,17 @@ class Layer:
 
     def __init__(self, op: str, domain: str, attributes: dict[str, Any], given: dict[str, np.ndarray], threads: int):
         past = {"present_key": "past_key", "present_value": "past_value"}
-        width = attributes["num_heads"] * given["past_value"].shape[3]
+        width = attributes["num_heads"] * attributes.get("v_head_size", given["past_value"].shape[3])
         result = [given["past_key"].shape[0], given["tokens"].size, width]
         given = {name: a for name, a in given.items() if name != "tokens"}
-        types = {"float32": "FLOAT", "float16": "FLOAT16", "int32": "INT32", "int64": "INT64"}
+        types = {
+            "float32": "FLOAT",
+            "float16": "FLOAT16",
+            "int8": "INT8",
+            "uint8": "UINT8",
+            "int32": "INT32",
+            "int64": "INT64",
+        }
 
         def value(name: str, dtype: str, shape: Sequence[int]) -> ir.Value:
             return ir.Value(name=name, type=ir.TensorType(ir.DataType[types[dtype]]), shape=ir.Shape(shape))
@@ -75,8 +86,10 @@ class Layer:
         return clock() - start
 
 
-def ours(spec: AttentionSpec, past: int, tokens: int, dtype: str, threads: int) -> Layer:
+def ours(spec: AttentionSpec, past: int, tokens: int, cache: str, threads: int) -> Layer:
+    """cache: of FLOATS or CODES."""
     rng = np.random.default_rng(0)
+    spec = replace(spec, cache_format=cache) if cache in CODES else spec
     heads, groups, d, slots = spec.num_heads, spec.kv_num_heads, spec.head_size, past + tokens
     half = spec.rotary_size // 2
     shapes = {
@@ -89,7 +102,10 @@ def ours(spec: AttentionSpec, past: int, tokens: int, dtype: str, threads: int) 
         "k_norm": (0,),
     }
     given = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-    given |= {name: given[name].astype(dtype) for name in ("past_key", "past_value")}
+    given |= {
+        name: encode_cache(spec, given[name], 1.0, np.dtype(given[name].dtype if cache in CODES else cache))
+        for name in ("past_key", "past_value")
+    }
     given |= {"rows": np.array([[0, tokens, past]], np.int32), "attention_mask": np.ones((1, slots), np.int64)}
     given |= {"sinks": np.full(heads, -np.inf, np.float32)}
     order = {name: given[name] for name, _ in inputs_of("CachedAttention")} | {"tokens": np.empty(tokens)}
@@ -128,24 +144,25 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--context", type=int, nargs="*", default=(2048, 16384), help="tokens before a decoded one")
     parser.add_argument("--prefill", type=int, nargs="*", default=(512, 2048))
-    parser.add_argument("--cache", nargs="*", choices=FLOATS, default=FLOATS)
+    parser.add_argument("--cache", nargs="*", choices=(*FLOATS, *CODES), default=(*FLOATS, *CODES))
     args = parser.parse_args()
     heads, groups, d = args.heads
     spec = spec_of(heads, groups, d)
     for past, tokens in [*((n, 1) for n in args.context), *((0, n) for n in args.prefill)]:
-        layers = {dtype: ours(spec, past, tokens, dtype, args.threads) for dtype in args.cache}
+        layers = {cache: ours(spec, past, tokens, cache, args.threads) for cache in args.cache}
         layers["GroupQueryAttention"] = theirs(spec, past, tokens, args.threads)
         times: dict[str, list[float]] = {name: [] for name in layers}
         for _ in range(args.runs):
             for name, layer in layers.items():
                 times[name].append(layer())
         peer = float(np.median(times["GroupQueryAttention"]))
-        for name, found in times.items():
+        for name, layer in layers.items():
+            found = times[name]
             best, middle = min(found), float(np.median(found))
             line = f"{past:6} + {tokens:4}  {name:20} {middle * 1e3:8.3f} ms (best {best * 1e3:.3f})"
             line += f"  {peer / middle:5.2f}x"
-            if tokens == 1 and name in FLOATS:
-                size = 2 * groups * d * (past + 1) * np.dtype(name).itemsize
+            if tokens == 1 and name in args.cache:
+                size = sum(layer.values[cache].numpy().nbytes for cache in ("past_key", "past_value"))
                 line += f"  {size / best / 1e9:5.1f} GB/s of {bandwidth(args.threads) / 1e9:.1f}"
             if tokens > 1:
                 line += f"  {2 * heads * d * tokens * (tokens + 1) / best / 1e9:6.1f} GFLOP/s"

@@ -6,12 +6,13 @@ All usable kernels when none is named; a line that has two output digests is two
 import hashlib
 import os
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from attention import SPECS, ragged
+from attention import CACHES, CODES, SPECS, ragged
 from cases import CASES
 from linear_attention import CONVS, DELTAS, RAGGED, conv_inputs, delta_inputs
 
@@ -35,12 +36,18 @@ for case in CASES:
         run = layer.native()
         outputs.add(digest(*(run(*t) for t in tokens)))
     print(digest(layer.w13, layer.w2, *(array for t in tokens for array in t)), *sorted(outputs), case)
-for name, spec in SPECS.items():
-    a, outputs = ragged(spec, cache=np.float16), set()
+for (name, spec), cache in [*product(SPECS.items(), CACHES[1:2]), *product([*SPECS.items()][::4], CODES)]:
+    a, outputs = ragged(spec, cache=cache), set()
     for kernel in kernels:
         os.environ["QUANTMOE_FORCE_KERNEL"] = kernel
         outputs.add(digest(*a.run()))
-    print(digest(a.qkv, *a.past, a.rows, *a.others), *sorted(outputs), "attention", name)
+    print(
+        digest(a.qkv, *a.past, a.rows, *a.others),
+        *sorted(outputs),
+        "attention",
+        name,
+        cache if cache in CODES else np.dtype(cache),
+    )
 states = [(name, conv_inputs(spec, RAGGED, 9)) for name, spec in CONVS.items()]
 states += [(name, delta_inputs(spec, [[2, 40, 3], [0, 45, 0]], 45)) for name, spec in DELTAS.items()]
 for name, call in states:

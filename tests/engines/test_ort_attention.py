@@ -11,11 +11,11 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from attention import Inputs, assert_bytes, inputs
+from attention import CACHES, CODES, Inputs, assert_bytes, inputs
 from engines.one_layer import session
 from specs import attention_spec
 
-from quantmoe.custom_ops.op import DOMAIN
+from quantmoe.custom_ops.op import DOMAIN, AttentionSpec
 from quantmoe.custom_ops.op import inputs as inputs_of
 from quantmoe.custom_ops.op import outputs as outputs_of
 
@@ -23,6 +23,8 @@ NODE = "model.layers.0.self_attn"
 SPEC = attention_spec(6, 2, 24, v_head_size=16, rotary_size=8, qk_norm="head", sliding_window=40)
 NAMES = [name for name, _ in inputs_of("CachedAttention")]
 TYPES = {np.float32: "FLOAT", np.float16: "FLOAT16", ml_dtypes.bfloat16: "BFLOAT16"}
+#: what inputs() makes of SPEC for a type of caches
+SPECS = {cache: inputs(SPEC, [], 0, 0, 0, cache=cache).spec for cache in CACHES}
 
 
 def feeds(a: Inputs) -> dict[str, np.ndarray]:
@@ -31,13 +33,20 @@ def feeds(a: Inputs) -> dict[str, np.ndarray]:
 
 
 def write(
-    path: Path, dtype: Any = np.float32, cache: Any = np.float16, past: int | str = "P", length: int | str = "L"
+    path: Path,
+    dtype: Any = np.float32,
+    cache: Any = np.float16,
+    past: int | str = "P",
+    length: int | str = "L",
+    spec: AttentionSpec | None = None,
 ) -> Path:
-    """One node; qkv and output are float32, cast to and from ``dtype``: ONNX Runtime takes no bfloat16 from NumPy."""
+    """One node, of SPECS[cache] or another spec; qkv and output are float32, cast to and from ``dtype``: ONNX Runtime
+    takes no bfloat16 from NumPy."""
+    spec = spec or SPECS[cache]
     shapes: dict[str, list[int | str]] = {
         "qkv": ["B", "S", 8 * 24 + 2 * 16],
-        "past_key": ["B", 2, past, 24],
-        "past_value": ["B", 2, past, 16],
+        "past_key": ["B", 2, past, SPECS[cache].cache_widths[0]],
+        "past_value": ["B", 2, past, SPECS[cache].cache_widths[1]],
         "rows": ["B", 3],
         "attention_mask": ["B", length],
         "cos": ["B", "S", 4],
@@ -46,7 +55,13 @@ def write(
         "k_norm": [24],
         "sinks": [6],
     }
-    kinds = {"T": "FLOAT", "C": TYPES[cache], "float": "FLOAT", "int32": "INT32", "int64": "INT64"}
+    kinds = {
+        "T": "FLOAT",
+        "C": (SPECS[cache].cache_dtype or TYPES.get(cache)).upper(),
+        "float": "FLOAT",
+        "int32": "INT32",
+        "int64": "INT64",
+    }
 
     def value(name: str, kind: str) -> ir.Value:
         shape = ir.Shape(shapes[name]) if name in shapes else None
@@ -56,7 +71,7 @@ def write(
     typed = ir.node("Cast", [given[0]], {"to": int(ir.DataType[TYPES[dtype]])})
     results = [value(name, kind) for name, kind in outputs_of("CachedAttention")]
     node = ir.node(
-        "CachedAttention", [*typed.outputs, *given[1:]], SPEC.attributes(), domain=DOMAIN, name=NODE, num_outputs=3
+        "CachedAttention", [*typed.outputs, *given[1:]], spec.attributes(), domain=DOMAIN, name=NODE, num_outputs=3
     )
     node.outputs[1].name, node.outputs[2].name = "present_key", "present_value"
     for output, result in zip(node.outputs[1:], results[1:], strict=True):
@@ -73,7 +88,7 @@ def write(
     return path / "model.onnx"
 
 
-@pytest.mark.parametrize("cache", [np.float32, np.float16])
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_types(tmp_path: Path, dtype: Any, cache: Any) -> None:
     """Every (T, C) gives the C ABI's bytes, on one thread and on two."""
@@ -84,10 +99,11 @@ def test_types(tmp_path: Path, dtype: Any, cache: Any) -> None:
         assert_bytes(got, (output.astype(np.float32), *present))
 
 
-def test_a_cache_that_grows_from_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache", CACHES[1:])
+def test_a_cache_that_grows_from_nothing(tmp_path: Path, cache: Any) -> None:
     """present is fed as past, one slot longer each time, as of a plain run()."""
-    s = session(write(tmp_path))
-    a = inputs(SPEC, [[0, 8, 0]], tokens=8, past=0, length=8, cache=np.float16)
+    s = session(write(tmp_path, cache=cache))
+    a = inputs(SPEC, [[0, 8, 0]], tokens=8, past=0, length=8, cache=cache)
     want, pieces, past = a.run(), [], a.past
     for i in range(8):
         step = dataclasses.replace(a, past=past, length=i + 1).tokens(slice(i, i + 1), [[0, 1, i]])
@@ -97,12 +113,13 @@ def test_a_cache_that_grows_from_nothing(tmp_path: Path) -> None:
     assert_bytes((np.concatenate(pieces, 1), *past), want)
 
 
-def test_a_cache_in_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache", CACHES[1:])
+def test_a_cache_in_place(tmp_path: Path, cache: Any) -> None:
     """Past and present bound to one OrtValue: every step has one shape, and nothing is copied or cleared."""
-    s = session(write(tmp_path), threads=2)
-    a = inputs(SPEC, [[0, 8, 0]], tokens=8, past=0, length=8, cache=np.float16)
+    s = session(write(tmp_path, cache=cache), threads=2)
+    a = inputs(SPEC, [[0, 8, 0]], tokens=8, past=0, length=8, cache=cache)
     want, *present = a.run()
-    memory = [np.full((1, 2, 20, width), -1, np.float16) for width in (24, 16)]
+    memory = [np.full((1, 2, 20, x.shape[3]), 7, x.dtype) for x in present]
     values = [ort.OrtValue.ortvalue_from_numpy(x) for x in memory]
     for i in range(8):
         binding = s.io_binding()
@@ -116,9 +133,9 @@ def test_a_cache_in_place(tmp_path: Path) -> None:
         binding.bind_output("output")
         s.run_with_iobinding(binding)
         assert_bytes((binding.get_outputs()[-1].numpy(),), (want[:, i : i + 1],))
-    for value, cache in zip(values, present, strict=True):
-        assert_bytes((value.numpy()[:, :, :8],), (cache,))
-        assert (value.numpy()[:, :, 8:] == -1).all()
+    for value, stored in zip(values, present, strict=True):
+        assert_bytes((value.numpy()[:, :, :8],), (stored,))
+        assert (value.numpy()[:, :, 8:] == 7).all()
 
 
 @pytest.mark.parametrize(
@@ -156,6 +173,30 @@ def test_wrong_shapes_are_named(tmp_path: Path, name: str, shape: tuple[int, ...
     a[name] = np.zeros(shape, a[name].dtype)
     with pytest.raises(Exception, match=f'CachedAttention node "{NODE}": {message}'):
         session(path).run(None, a)
+
+
+@pytest.mark.parametrize(
+    ("cache", "format", "message"),
+    [
+        (np.float16, "int8", "past_key is of floats, caches of cache_format int8 are of int8"),
+        ("int8", "none", "past_key is of int8, caches of cache_format none are of floats"),
+        ("int8", "fp8_e4m3", "past_key is of int8, caches of cache_format fp8_e4m3 are of uint8"),
+        ("fp8_e4m3", "int8_token", "past_key is of uint8, caches of cache_format int8_token are of int8"),
+    ],
+)
+def test_caches_of_another_type_than_their_format_are_named(
+    tmp_path: Path, cache: Any, format: str, message: str
+) -> None:
+    path = write(tmp_path, cache=cache, spec=dataclasses.replace(SPEC, cache_format=format))
+    with pytest.raises(Exception, match=f'CachedAttention node "{NODE}": {message}'):
+        session(path)
+
+
+@pytest.mark.parametrize("cache", CODES)
+def test_widths_of_codes_are_inferred(tmp_path: Path, cache: Any) -> None:
+    found = {o.name: (o.shape, o.type) for o in session(write(tmp_path, cache=cache, past="L")).get_outputs()}
+    for name, width in zip(("present_key", "present_value"), SPECS[cache].cache_widths, strict=True):
+        assert found[name] == (["B", 2, "L", width], f"tensor({SPECS[cache].cache_dtype})")
 
 
 def test_rows_that_cannot_be_are_named(tmp_path: Path) -> None:

@@ -183,10 +183,10 @@ void place_attention(FuzzedDataProvider& data, const qm_attention& a, qm_attenti
   Rng rng(data.ConsumeIntegral<uint32_t>());
   const bool tame = data.ConsumeBool(), in_place = call.slots == call.past_slots && data.ConsumeBool();
   int next = 0;
-  const auto take = [&](qm_type type, int64_t count) {
-    const int64_t bytes = count * (type == QM_F32 ? 4 : 2);
+  const auto take = [&](qm_type type, int64_t count, bool codes = false) {
+    const int64_t bytes = count * (codes ? 1 : type == QM_F32 ? 4 : 2);
     void* const at = places[next++].place(bytes, at_end);
-    if (tame)
+    if (tame && !codes)
       fill(rng, type, -2, 2, at, count);
     else
       random_bytes(rng, at, bytes);
@@ -194,19 +194,22 @@ void place_attention(FuzzedDataProvider& data, const qm_attention& a, qm_attenti
   };
   const auto floats = [&](int64_t count) { return static_cast<float*>(take(QM_F32, count)); };
   const int64_t tokens = call.batch * call.tokens, groups = a.kv_num_heads, caches = call.batch * groups;
-  const int64_t d = a.head_size, v = a.v_head_size;
+  const int64_t d = a.head_size, v = a.v_head_size, tail = a.cache_format == 3 ? 4 : 0;
+  const auto cache = [&](int64_t slots, int64_t width) {
+    return take(call.cache_type, caches * slots * (width + tail), a.cache_format != 0);
+  };
   const auto weights = [&](int64_t heads) { return floats(a.qk_norm == 0 ? 0 : a.qk_norm == 1 ? d : heads * d); };
   call.qkv = take(call.type, tokens * ((a.num_heads + groups) * d + groups * v));
-  call.past_key = take(call.cache_type, caches * call.past_slots * d);
-  call.past_value = take(call.cache_type, caches * call.past_slots * v);
+  call.past_key = cache(call.past_slots, d);
+  call.past_value = cache(call.past_slots, v);
   call.cos = floats(tokens * a.rotary_size / 2);
   call.sin = floats(tokens * a.rotary_size / 2);
   call.q_norm = weights(a.num_heads);
   call.k_norm = weights(groups);
   call.sinks = floats(a.num_heads);
   call.output = take(call.type, tokens * a.num_heads * v);
-  void* const key = take(call.cache_type, caches * call.slots * d);
-  void* const value = take(call.cache_type, caches * call.slots * v);
+  void* const key = cache(call.slots, d);
+  void* const value = cache(call.slots, v);
   call.present_key = in_place ? const_cast<void*>(call.past_key) : key;
   call.present_value = in_place ? const_cast<void*>(call.past_value) : value;
   int32_t* const rows = static_cast<int32_t*>(places[next].place(call.batch * 12, at_end));
@@ -223,7 +226,7 @@ void place_attention(FuzzedDataProvider& data, const qm_attention& a, qm_attenti
 void attention(FuzzedDataProvider& data, bool wild) {
   char err[QM_ERROR_SIZE];
   qm_attention a{};
-  a.op_version = 1;
+  a.op_version = 2;
   a.kv_num_heads = data.ConsumeIntegralInRange(1, 3);
   a.num_heads = a.kv_num_heads * data.ConsumeIntegralInRange(1, 10);
   a.head_size = data.ConsumeIntegralInRange(1, 40);
@@ -236,6 +239,9 @@ void attention(FuzzedDataProvider& data, bool wild) {
   a.rotary_interleaved = data.ConsumeBool();
   a.qk_norm = data.ConsumeIntegralInRange(0, 2);
   a.norm_epsilon = 1e-6f;
+  a.cache_format = data.ConsumeIntegralInRange(0, 3);
+  a.k_scale = a.cache_format == 1 || a.cache_format == 2 ? 0.02f : 1.0f;
+  a.v_scale = a.k_scale;
   if (wild) set_any(data, "CachedAttention", &a);
   if (qm_attention_validate(&a, err)) {
     CHECK(wild, "refused: %s", err);

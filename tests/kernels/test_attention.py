@@ -8,7 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from attention import SPECS, assert_bytes, check, inputs, ragged
+import torch
+from attention import CACHES, CODES, SPECS, assert_bytes, check, inputs, ragged
 from specs import attention_spec
 
 from quantmoe.custom_ops import native
@@ -23,22 +24,23 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return request.param
 
 
+@pytest.mark.parametrize("cache", CACHES[1:], ids=str)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_every_kernel_is_within_its_bound(kernel: str, spec: AttentionSpec) -> None:
-    a = ragged(spec, cache=np.float16)
+def test_every_kernel_is_within_its_bound(kernel: str, spec: AttentionSpec, cache: Any) -> None:
+    a = ragged(spec, cache=cache)
     check(a, a.run())
 
 
-@pytest.mark.parametrize("cache", [np.float32, np.float16])
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_types(kernel: str, dtype: Any, cache: Any) -> None:
     a = ragged(SPECS["norm-head"], dtype=dtype, cache=cache)
     got = a.run()
-    assert [x.dtype for x in got] == [dtype, cache, cache]
+    assert [x.dtype for x in got] == [dtype, *(x.dtype for x in a.past)]
     check(a, got)
 
 
-@pytest.mark.parametrize("cache", [np.float32, np.float16])
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_kernels_lanes_and_memory_give_the_same_bytes(
     spec: AttentionSpec, cache: Any, monkeypatch: pytest.MonkeyPatch
@@ -60,9 +62,10 @@ def test_kernels_lanes_and_memory_give_the_same_bytes(
         assert_bytes([x[b, :, : before + count] for x in past], [x[b, :, : before + count] for x in present])
 
 
+@pytest.mark.parametrize("cache", CACHES[1:])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_a_row_has_the_bytes_that_it_has_alone(spec: AttentionSpec) -> None:
-    a = ragged(spec, cache=np.float16)
+def test_a_row_has_the_bytes_that_it_has_alone(spec: AttentionSpec, cache: Any) -> None:
+    a = ragged(spec, cache=cache)
     output, *present = a.run(lanes=2)
     for b, (begin, count, past) in enumerate(a.rows.tolist()):
         alone, *caches = a.row(b).run()
@@ -72,12 +75,21 @@ def test_a_row_has_the_bytes_that_it_has_alone(spec: AttentionSpec) -> None:
         assert not any(x[b, :, past + count :].any() for x in present)
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def ones(like: np.ndarray) -> np.ndarray:
+    """An array of bytes 0xff: a NaN of every type but int8."""
+    return np.full(like.nbytes, 0xFF, np.uint8).view(like.dtype).reshape(like.shape)
+
+
+@pytest.mark.parametrize(
+    ("spec", "cache"), [*((s, np.float16) for s in SPECS.values()), *((SPECS["odd-widths"], c) for c in CODES)]
+)
 @pytest.mark.parametrize("sizes", [(1,), (7,), (255, 1, 1), (64, 200)], ids=str)
-def test_prefill_in_chunks_has_the_bytes_of_prefill_at_once(spec: AttentionSpec, sizes: tuple[int, ...]) -> None:
-    a = inputs(spec, [[0, 262, 0]], tokens=262, past=0, length=262, cache=np.float16)
+def test_prefill_in_chunks_has_the_bytes_of_prefill_at_once(
+    spec: AttentionSpec, cache: Any, sizes: tuple[int, ...]
+) -> None:
+    a = inputs(spec, [[0, 262, 0]], tokens=262, past=0, length=262, cache=cache)
     output, *present = a.run()
-    past = tuple(np.full(x.shape, np.nan, np.float16) for x in present)
+    past = tuple(map(ones, present))
     at, pieces = 0, []
     while at < 262:
         count = min(sizes[len(pieces) % len(sizes)], 262 - at)
@@ -95,9 +107,10 @@ def test_borders_of_blocks(kernel: str, window: int) -> None:
         check(a, a.run(lanes=2))
 
 
-def test_a_long_cache() -> None:
-    """32,768 slots, in float16, split over lanes."""
-    a = inputs(attention_spec(8, 2, 64), [[0, 2, 32766]], tokens=2, past=32768, length=32768, cache=np.float16)
+@pytest.mark.parametrize("cache", CACHES[1:])
+def test_a_long_cache(cache: Any) -> None:
+    """32,768 slots, split over lanes."""
+    a = inputs(attention_spec(8, 2, 64), [[0, 2, 32766]], tokens=2, past=32768, length=32768, cache=cache)
     got = a.run(lanes=3)
     check(a, got)
     assert_bytes(a.run(), got)
@@ -158,14 +171,14 @@ def test_what_is_not_a_number_stays_in_its_reach(kernel: str, bad: float, lanes:
             assert {x.tobytes() for x in found[np.isnan(found)]} == {np.float32(np.nan).tobytes()}
 
 
-def test_what_lies_beyond_the_tokens_is_not_read(kernel: str) -> None:
+@pytest.mark.parametrize("type_", CACHES[1:])
+def test_what_lies_beyond_the_tokens_is_not_read(kernel: str, type_: Any) -> None:
     """Slots after the last token, before the window and in other rows may hold anything, as 0xff, a NaN."""
     for spec in (SPECS["plain"], SPECS["window"], SPECS["chunks"]):
-        a = ragged(spec, cache=np.float16)
+        a = ragged(spec, cache=type_)
         want, *_ = a.run()
-        past = tuple(np.full((5, 2, 300, 32), np.nan, np.float16) for _ in range(2))
+        past = tuple(ones(np.empty((5, 2, 300, x.shape[3]), x.dtype)) for x in a.past)
         for cache, from_ in zip(past, a.past, strict=True):
-            cache.view(np.uint16)[:] = 0xFFFF
             for b, (_, _, before) in enumerate(a.rows.tolist()):
                 low = before - spec.sliding_window + 1 if spec.sliding_window else 0
                 low = before // spec.chunk_size * spec.chunk_size if spec.chunk_size else max(low, 0)
@@ -179,6 +192,75 @@ def test_float16_ends_at_65504(kernel: str) -> None:
     a.qkv[0, 1, 32:48] = 65519.99, 65520, -1e6, *[1] * 13
     _, key, _ = a.run()
     np.testing.assert_array_equal(key[0, 0, 1, :4], np.array([65504, np.inf, -np.inf, 1], np.float16))
+
+
+def stored_keys(spec: AttentionSpec, keys: np.ndarray) -> np.ndarray:
+    """What one head's cache has of keys [S, D]."""
+    count, d = keys.shape
+    a = inputs(spec, [[0, count, 0]], tokens=count, past=0, length=count, cache=spec.cache_format)
+    a.qkv[0, :, d : 2 * d] = keys
+    return a.run()[1][0, 0]
+
+
+HALVES = np.arange(-1.5, 2, 0.5)
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.013, 2.0**-64, 2.0**64])
+def test_int8_codes(kernel: str, scale: float) -> None:
+    """Ties are to even, the rest saturates."""
+    at = (np.array([-128, -127, 0, 126, 127])[:, None] + HALVES).ravel()
+    spec = attention_spec(1, 1, at.size + 5, cache_format="int8", k_scale=np.float32(scale))
+    odd = [np.inf, -np.inf, np.nan, 3e38, 1e-44]
+    with np.errstate(over="ignore"):
+        x = np.float32(at) * np.float32(scale)
+        want = np.rint(x / np.float32(scale)).clip(-128, 127)
+        ends = [127, -128, 0, *np.rint(np.float32(odd[3:]) / np.float32(scale)).clip(-128, 127)]
+    codes = stored_keys(spec, np.float32([*x, *odd])[None])
+    assert codes.tolist() == [[*want, *ends]]
+    assert set(want[at == 126.5]) == {126} or scale == 0.013  # of powers of two quotients are exact
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.013, 2.0**-64, 2.0**64])
+def test_e4m3_codes(kernel: str, scale: float) -> None:
+    """Every number, between two of them, and what saturates; as torch rounds."""
+    table = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    at = np.concatenate([table, (table[1:] + table[:-1]) / 2, [449, 1000, 3e38, 1e-44]])
+    at = np.concatenate([at, -at, [np.inf, -np.inf, np.nan]])
+    with np.errstate(over="ignore"):
+        x = at.astype(np.float32) * np.float32(scale)
+    spec = attention_spec(1, 1, x.size, cache_format="fp8_e4m3", k_scale=np.float32(scale))
+    want = (torch.from_numpy(x) / np.float32(scale)).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert stored_keys(spec, x[None])[0].tolist() == want.tolist()
+
+
+def test_int8_token_codes(kernel: str) -> None:
+    spec = attention_spec(1, 1, 6, cache_format="int8_token")
+    x = [[0, 0, -0.0, 0, 0, 0], [1, -2, 0.5, 254, -254, 3], [1, np.nan, 2, 3, 4, 5], [1, -np.inf, 2, 3, 4, 5]]
+    x += [[1e-44, -1e-44, 0, 0, 0, 0], [3e38, -3.4e38, 1e38, 0, 0, 1]]
+    found = stored_keys(spec, np.float32(x))
+    codes, scales = found[:, :6].tolist(), np.ascontiguousarray(found[:, 6:]).view(np.float32)[:, 0]
+    np.testing.assert_array_equal(scales, np.float32([0, 2, np.nan, np.nan, 0, np.float32(3.4e38) / np.float32(127)]))
+    assert codes[0] == codes[2] == codes[3] == codes[4] == [0] * 6
+    assert codes[1] == [0, -1, 0, 127, -127, 2]  # 0.5 and 1.5 to even
+    assert codes[5] == [112, -127, 37, 0, 0, 0]
+
+
+@pytest.mark.parametrize("cache", ["fp8_e4m3", "int8_token"])
+def test_a_code_that_is_not_a_number_reaches_those_that_see_it(kernel: str, cache: str) -> None:
+    spec = attention_spec(4, 2, 16, sliding_window=5)
+    a = inputs(spec, [[0, 40, 250]], tokens=40, past=300, length=300, cache=cache)
+    want, *_ = a.run()
+    for at in (4 * 16 + 3, 6 * 16 + 7):  # in the first group's key, in its value
+        qkv = a.qkv.copy()
+        qkv[0, 10, at] = np.nan
+        got, *_ = dataclasses.replace(a, qkv=qkv).run()
+        reached = np.zeros(got.shape, bool)
+        reached[0, 10:15, : 2 * 16] = True
+        if at > 6 * 16 and cache == "fp8_e4m3":
+            reached &= np.arange(64) % 16 == 7
+        assert np.isnan(got[reached]).all()
+        assert {x.tobytes() for x in got[reached]} == {np.float32(np.nan).tobytes()}
+        assert_bytes((got[~reached],), (want[~reached],))
 
 
 @pytest.mark.parametrize(
@@ -223,6 +305,13 @@ def test_present_in_pasts_memory_cannot_have_more_slots() -> None:
         ({"softcap": -1.0}, "softcap is -1, expected 0 or a positive number"),
         ({"norm_epsilon": float("nan")}, "norm_epsilon is nan"),
         ({"scale": float("inf")}, "scale is inf, expected a number"),
+        ({"cache_format": "int4"}, 'cache_format is "int4", the operator defines: none, int8, fp8_e4m3, int8_token'),
+        ({"cache_format": "int8", "k_scale": 0.0}, "k_scale is 0, expected a number from 2^-64 to 2^64"),
+        ({"cache_format": "int8", "v_scale": -1.0}, "v_scale is -1, expected a number"),
+        ({"cache_format": "fp8_e4m3", "v_scale": float("nan")}, "v_scale is nan, expected a number"),
+        ({"cache_format": "fp8_e4m3", "k_scale": float("inf")}, "k_scale is inf, expected a number"),
+        ({"k_scale": 0.5}, "k_scale is 0.5, expected 1 where cache_format is none"),
+        ({"cache_format": "int8_token", "v_scale": 2.0}, "v_scale is 2, expected 1 where cache_format is int8_token"),
         ({"qk_norm": "layer"}, 'qk_norm is "layer", the operator defines: none, head, row'),
     ],
 )

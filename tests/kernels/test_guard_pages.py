@@ -82,7 +82,7 @@ def sweep(kernel: str) -> None:
                     got = moe(*map(guarded.copy, inputs), lanes=lanes, buffer=guarded)
                     assert got.tobytes() == want.tobytes()
     for name, spec in SPECS.items():
-        for at_end, cache in ((True, np.float16), (False, np.float32)):
+        for at_end, cache in ((True, np.float16), (False, np.float32), (True, "fp8_e4m3"), (False, "int8_token")):
             print(kernel, "attention", name, "end" if at_end else "beginning", flush=True)
             a, guarded = ragged(spec, cache=cache), Guarded(at_end)
             past = tuple(map(guarded.copy, a.past))

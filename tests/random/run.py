@@ -18,8 +18,8 @@ import ml_dtypes
 import numpy as np
 import reference
 from arithmetic import Span, assert_within, exactly, quant_linear, quant_moe
+from attention import CACHES, inputs
 from attention import check as check_attention
-from attention import inputs
 from linear_attention import Conv, Delta, check_conv, check_delta, check_window, conv_inputs, delta_inputs
 from specs import attention_spec, conv_spec, delta_spec, linear_spec, moe_spec, routing_spec
 
@@ -372,7 +372,7 @@ def attending(draw: Draw) -> Node:
     for _ in range(draw.int(0, 4)):
         count = draw.one_of(tokens, draw.int(0, tokens))
         rows.append([draw.int(0, tokens - count), count, draw.one_of(past, draw.int(0, past))])
-    types = {"dtype": draw.one_of(*TYPES), "cache": draw.one_of(np.float32, np.float16)}
+    types = {"dtype": draw.one_of(*TYPES), "cache": draw.one_of(*CACHES)}
     needed = max([count + before for _, count, before in rows], default=0)
     a = inputs(
         spec, rows, tokens, past, needed + draw.one_of(0, 0, draw.int(0, 40)), **types, seed=draw.int(0, 1 << 30)

@@ -113,9 +113,6 @@ int qm_routing_validate(const qm_routing* r, char* err) {
 
 int qm_attention_validate(const qm_attention* a, char* err) {
   QM_TRY(check_attention(*a, err));
-  if (a->cache_format != k_cache_format_none)
-    return fail(err, QM_UNSUPPORTED, "cache_format is \"%s\", the CPU kernels take none",
-                enum_name("cache_format", a->cache_format));
   return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
 }
 

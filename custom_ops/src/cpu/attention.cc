@@ -23,7 +23,7 @@ struct Plan {
   int64_t counters_at, parts_at, scratch_at, bytes;  // q_scales are at 0
 };
 
-int64_t element_size(qm_type type) { return type == QM_F32 ? 4 : 2; }
+int64_t element_size(qm_type type) { return type == QM_F32 ? 4 : 2; }  // of qkv and output
 bool in_place(const qm_attention_call& call, const void* past, const void* present) {
   return past == present && call.past_slots;
 }
@@ -88,7 +88,7 @@ class Run {
 // One group's slots of a cache that is not in place: what was in it, and zeros after the new tokens.
 void Run::Copy(const void* past, void* present, int64_t width, int64_t task) const {
   const int64_t b = task / a_.node.kv_num_heads, before = a_.slot(b, 0), used = before + Count(b);
-  const int64_t slot = width * element_size(a_.call.cache_type);
+  const int64_t slot = a_.slot_bytes(width);
   uint8_t* const to = static_cast<uint8_t*>(present) + task * a_.call.slots * slot;
   if (before)
     std::memcpy(to, static_cast<const uint8_t*>(past) + task * a_.call.past_slots * slot,
@@ -205,7 +205,7 @@ size_t qm_attention_workspace(const qm_attention* node, const qm_attention_call*
 int qm_attention_run(const qm_attention* node, const qm_attention_call* call, char* err) {
   const CpuKernel* kernel = select_kernel(err);
   if (!kernel) return QM_UNSUPPORTED;
-  if (call->cache_type != QM_F32 && call->cache_type != QM_F16)
+  if (node->cache_format == k_cache_format_none && call->cache_type != QM_F32 && call->cache_type != QM_F16)
     return fail(err, QM_UNSUPPORTED, "the cache's type is bfloat16, the CPU kernels take float and float16");
   if (int status = check_rows(*call, err)) return status;
   const bool appends =

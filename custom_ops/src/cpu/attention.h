@@ -1,11 +1,12 @@
 // CachedAttention on vectors of 16 floats: FORMAT.md section 5, operation by operation. An instruction set's file
 // (attention_<isa>.cc) includes this once, after it has defined in an unnamed namespace
 //   kRows, kVectors             queries and vectors of keys, or of values, whose sums fit the registers
-//   Vector                      16 floats, with zero(), load(float* or uint16_t* of float16), store(float*, Vector) and
+//   Vector                      16 floats, with zero(), load(elements of a cache), store(float*, Vector) and
 //   multiply(a, x)              a * x, a float
 //   multiply_add(a, x, sum)     a * x + sum, rounded once, a float
 //   transpose(rows, at, out)    features at .. at + 15 of 16 keys to out [16 features][16 keys]
-// Everything else is plain loops, compiled for its instruction set.
+// Everything else is plain loops, compiled for its instruction set. Elements of a cache are float, uint16_t of float16,
+// int8_t and E4m3.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -19,9 +20,6 @@ namespace {
 
 #define QM_EACH(i, n) _Pragma("GCC unroll 16") for (int i = 0; i < n; ++i)
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-inline float widen(float x) { return x; }
-inline float widen(uint16_t x) { return half_to_float(x); }
 
 // Calls f with the number of rows as a constant.
 template <int R = kRows, class F>
@@ -84,11 +82,48 @@ inline const float* weights_of(const qm_attention& node, const float* weights, i
   return weights + (node.qk_norm == k_qk_norm_row ? head * node.head_size : 0);
 }
 
+// What codes are multiplied by, with what `widen` left out: the scores' own scale, too; values.
+inline float widened(const qm_attention& node) { return node.cache_format == k_cache_format_fp8_e4m3 ? 256.0f : 1.0f; }
+inline float score_factor(const qm_attention& node) { return node.scale * node.k_scale * widened(node); }
+inline float value_factor(const qm_attention& node) { return node.v_scale * widened(node); }
+
+// A head's key or value [n] into the cache.
+void store_head(const Attention& a, float scale, const float* x, int64_t n, uint8_t* to) {
+  static_assert(count_values("cache_format") == 4, "the cases below");
+  const auto code = [](float x, float least, float most) {
+    const float clamped = x < least ? least : x > most ? most : x;
+    return static_cast<uint8_t>(static_cast<int32_t>(x != x ? 0.0f : round_half_even(clamped)));
+  };
+  switch (a.node.cache_format) {
+    case k_cache_format_int8:
+      for (int64_t i = 0; i < n; ++i) to[i] = code(x[i] / scale, -128.0f, 127.0f);
+      return;
+    case k_cache_format_fp8_e4m3:
+      for (int64_t i = 0; i < n; ++i) {
+        const float number = x[i] / scale;
+        const int magnitude = float_to_half(round_e4m3(number) * 0x1p-8f) >> 7 & 0x7f;
+        const int sign = static_cast<int>(bit_cast<uint32_t>(number) >> 24 & 0x80);  // rounding loses that of a zero
+        to[i] = static_cast<uint8_t>(number != number ? 0x7f : magnitude | sign);
+      }
+      return;
+    case k_cache_format_int8_token: {
+      const float most = largest_magnitude(x, n),
+                  own = bit_cast<uint32_t>(most) < 0x7f800000u ? most / 127.0f : bit_cast<float>(0x7fc00000u);
+      const float divisor = own > 0.0f ? own : kInfinity;
+      for (int64_t i = 0; i < n; ++i) to[i] = code(own > 0.0f ? x[i] / divisor : 0.0f, -127.0f, 127.0f);
+      std::memcpy(to + n, &own, 4);
+      return;
+    }
+    default:
+      return from_float(a.call.cache_type, x, n, to);
+  }
+}
+
 void append(const Attention& a, int64_t b, int64_t token, float* y) {
   const qm_attention& node = a.node;
   const qm_attention_call& call = a.call;
   const int64_t d = node.head_size, v = node.v_head_size, groups = node.kv_num_heads;
-  const int64_t element = call.type == QM_F32 ? 4 : 2, stored = call.cache_type == QM_F32 ? 4 : 2;
+  const int64_t element = call.type == QM_F32 ? 4 : 2;
   const int64_t at = b * call.tokens + call.rows[3 * b] + token, slot = a.slot(b, token);
   const uint8_t* const q = static_cast<const uint8_t*>(call.qkv) + at * a.qkv_width() * element;
   const uint8_t *const k = q + node.num_heads * d * element, *const values = k + groups * d * element;
@@ -100,9 +135,9 @@ void append(const Attention& a, int64_t b, int64_t token, float* y) {
   for (int64_t g = 0; g < groups; ++g) {
     turn(a, k + g * d * element, at, weights_of(node, call.k_norm, g), row_scale, y);
     const int64_t to = (b * groups + g) * call.slots + slot;
-    from_float(call.cache_type, y, d, static_cast<uint8_t*>(call.present_key) + to * d * stored);
+    store_head(a, node.k_scale, y, d, static_cast<uint8_t*>(call.present_key) + to * a.slot_bytes(d));
     to_float(call.type, values + g * v * element, v, y);
-    from_float(call.cache_type, y, v, static_cast<uint8_t*>(call.present_value) + to * v * stored);
+    store_head(a, node.v_scale, y, v, static_cast<uint8_t*>(call.present_value) + to * a.slot_bytes(v));
   }
 }
 
@@ -128,18 +163,18 @@ void queries(const Attention& a, const AttentionTile& tile, float* scratch) {
 // The next block comes from memory into L2 while this one is worked on, a few lines at each step of the products and of
 // the values: asked for at once it would fill the buffers that all loads wait for. Past the cache's end nothing
 // happens.
-template <int kLines>
+template <int kBytes>
 inline void fetch(const void* at) {
-  QM_EACH(line, kLines) __builtin_prefetch(static_cast<const char*>(at) + line * 64, 0, 2);
+  QM_EACH(line, (kBytes + 63) / 64) __builtin_prefetch(static_cast<const char*>(at) + line * 64, 0, 2);
 }
 
-// out[r][k] = (q[r] . key k) scale, 16 K keys of [K][D][16]; fetches kLines from `ahead` on for each feature.
-template <int R, int K, int kLines>
+// out[r][k] = (q[r] . key k) scale, 16 K keys of [K][D][16]; fetches kBytes from `ahead` on for each feature.
+template <int R, int K, int kBytes>
 void products(const float* q, const float* keys, int64_t d, float scale, float* out, const char* ahead) {
   Vector sum[R][K];
   QM_EACH(r, R) QM_EACH(k, K) sum[r][k] = zero();
   for (int64_t f = 0; f < d; ++f, q += R, keys += 16) {
-    fetch<kLines>(ahead + f * kLines * 64);
+    fetch<kBytes>(ahead + f * kBytes);
     QM_EACH(k, K) {
       const Vector x = load(keys + k * d * 16);
       QM_EACH(r, R) sum[r][k] = multiply_add(q[r], x, sum[r][k]);
@@ -156,7 +191,7 @@ void add_values(const float* p, const C* values, int64_t stride, int64_t slots, 
   Vector sum[R][V];
   QM_EACH(r, R) QM_EACH(v, V) sum[r][v] = load(acc + r * acc_stride + v * 16);
   for (int64_t slot = 0; slot < slots; ++slot, values += stride) {
-    if constexpr (kCache) fetch<(V * 16 * sizeof(C) + 63) / 64>(ahead + slot * V * 16);
+    if constexpr (kCache) fetch<V * 16 * sizeof(C)>(ahead + slot * V * 16);
     QM_EACH(v, V) {
       const Vector x = load(values + v * 16);
       QM_EACH(r, R) sum[r][v] = multiply_add(p[r * kScoreStride + slot], x, sum[r][v]);
@@ -220,14 +255,15 @@ void soften(float softcap, Range range, float* s, float* part) {
 
 // Products of the tile's queries and the block's keys.
 template <class C>
-void score(const Attention& a, Range all, const C* keys, int64_t rows, float* scratch) {
+void score(const Attention& a, Range all, const C* keys, int64_t pitch, int64_t rows, float* scratch) {
   const int64_t d = a.node.head_size;
+  const float scale = score_factor(a.node);
   float *const turned = scratch + a.keys_at(), *const scores = scratch + a.scores_at();
   for (int64_t step = all.begin / 16 * 16; step < all.end; step += kAttentionStep) {
     const int64_t sixteens = std::min(kAttentionStep, align_up(all.end, 16) - step) / 16;
     for (int64_t i = 0; i < sixteens; ++i) {
       const C* key[16];  // past the last slot the last one again: its score is not used
-      for (int j = 0; j < 16; ++j) key[j] = keys + std::min(step + i * 16 + j, all.end - 1) * d;
+      for (int j = 0; j < 16; ++j) key[j] = keys + std::min(step + i * 16 + j, all.end - 1) * pitch;
       float* const out = turned + i * d * 16;
       int64_t f = 0;
       for (; f + 16 <= d; f += 16) transpose(key, f, out + f * 16);
@@ -237,18 +273,17 @@ void score(const Attention& a, Range all, const C* keys, int64_t rows, float* sc
     for (int64_t panel = 0; panel < panel_count(rows); ++panel) {
       const int64_t row = panel_row(rows, panel);
       with_rows(panel_row(rows, panel + 1) - row, [&](auto r) {
-        constexpr int R = decltype(r)::value, K = kVectors, kLines = kAttentionStep * sizeof(C) / 64;
+        constexpr int R = decltype(r)::value, K = kVectors, kBytes = kAttentionStep * sizeof(C);
         const float* const q = scratch + a.queries_at() + row * d;
         float* const out = scores + row * kScoreStride + step;
-        const char* const ahead = reinterpret_cast<const char*>(keys + (step + kAttentionBlock) * d);
+        const char* const ahead = reinterpret_cast<const char*>(keys + (step + kAttentionBlock) * pitch);
         int64_t i = 0;
         if (panel == 0 && sixteens >= K) {
-          products<R, K, kLines>(q, turned, d, a.node.scale, out, ahead);
+          products<R, K, kBytes>(q, turned, d, scale, out, ahead);
           i += K;
         }
-        for (; i + K <= sixteens; i += K)
-          products<R, K, 0>(q, turned + i * d * 16, d, a.node.scale, out + i * 16, ahead);
-        for (; i < sixteens; ++i) products<R, 1, 0>(q, turned + i * d * 16, d, a.node.scale, out + i * 16, ahead);
+        for (; i + K <= sixteens; i += K) products<R, K, 0>(q, turned + i * d * 16, d, scale, out + i * 16, ahead);
+        for (; i < sixteens; ++i) products<R, 1, 0>(q, turned + i * d * 16, d, scale, out + i * 16, ahead);
       });
     }
   }
@@ -281,13 +316,24 @@ void add_block(const Attention& a, const AttentionTile& tile, int64_t block, con
   }
 }
 
+// Multiplies scores or weights of slots by the scales that int8_token has after their codes.
+void scale_slots(const uint8_t* rows, int64_t pitch, int64_t width, Range range, float* s) {
+  for (int64_t i = range.begin; i < range.end; ++i) {
+    float own;
+    std::memcpy(&own, rows + i * pitch + width, 4);
+    s[i] = s[i] * own;
+  }
+}
+
 template <class C>
 void block_of(const Attention& a, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {
   const int64_t rows = tile.tokens * a.heads(), d = a.node.head_size, v = a.node.v_head_size;
   const int64_t width = a.padded_values(), part = a.part_floats();
   const int64_t at = (tile.b * a.node.kv_num_heads + tile.group) * a.call.slots + block * kAttentionBlock;
-  const C* const keys = static_cast<const C*>(a.call.present_key) + at * d;
-  const C* const values = static_cast<const C*>(a.call.present_value) + at * v;
+  const int64_t element = sizeof(C), key_pitch = a.slot_bytes(d) / element, pitch = a.slot_bytes(v) / element;
+  const C* const keys = static_cast<const C*>(a.call.present_key) + at * key_pitch;
+  const C* const values = static_cast<const C*>(a.call.present_value) + at * pitch;
+  const bool tails = cache_tail(a.node);
   float *const scores = scratch + a.scores_at(), *const wide = scratch + a.values_at();
   Range all{kAttentionBlock, 0};
   for (int64_t token = 0; token < tile.tokens; ++token) {
@@ -295,24 +341,31 @@ void block_of(const Attention& a, const AttentionTile& tile, int64_t block, floa
     if (range.begin < range.end) all = {std::min(all.begin, range.begin), std::max(all.end, range.end)};
   }
   if (all.begin >= all.end) return;
-  score(a, all, keys, rows, scratch);
+  score(a, all, keys, key_pitch, rows, scratch);
   for (int64_t r = 0; r < rows; ++r) {
     const Range range = seen(a, tile, r / a.heads(), block);
     std::fill(parts + r * part + 16, parts + (r + 1) * part, 0.0f);
-    if (range.begin < range.end) soften(a.node.softcap, range, scores + r * kScoreStride, parts + r * part);
+    if (range.begin >= range.end) continue;
+    float* const s = scores + r * kScoreStride;
+    if (tails) scale_slots(reinterpret_cast<const uint8_t*>(keys), key_pitch, d, range, s);
+    soften(a.node.softcap, range, s, parts + r * part);
+    if (tails) scale_slots(reinterpret_cast<const uint8_t*>(values), pitch, v, range, s);
   }
-  if (v == width && panel_count(rows) <= 2) return add_block<true>(a, tile, block, values, v, scores, parts);
+  if (v == width && panel_count(rows) <= 2) return add_block<true>(a, tile, block, values, pitch, scores, parts);
   for (int64_t slot = all.begin; slot < all.end; ++slot) {
     int64_t i = 0;
-    for (; i + 16 <= v; i += 16) store(wide + slot * width + i, load(values + slot * v + i));
-    for (; i < v; ++i) wide[slot * width + i] = widen(values[slot * v + i]);
+    for (; i + 16 <= v; i += 16) store(wide + slot * width + i, load(values + slot * pitch + i));
+    for (; i < v; ++i) wide[slot * width + i] = widen(values[slot * pitch + i]);
     std::fill(wide + slot * width + v, wide + (slot + 1) * width, 0.0f);
   }
   add_block<false>(a, tile, block, static_cast<const float*>(wide), width, scores, parts);
 }
 void block(const Attention& a, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {
-  a.call.cache_type == QM_F32 ? block_of<float>(a, tile, block, scratch, parts)
-                              : block_of<uint16_t>(a, tile, block, scratch, parts);
+  static_assert(count_values("cache_format") == 4, "the ifs below");
+  if (a.node.cache_format == k_cache_format_fp8_e4m3) return block_of<E4m3>(a, tile, block, scratch, parts);
+  if (a.node.cache_format != k_cache_format_none) return block_of<int8_t>(a, tile, block, scratch, parts);
+  if (a.call.cache_type == QM_F32) return block_of<float>(a, tile, block, scratch, parts);
+  block_of<uint16_t>(a, tile, block, scratch, parts);
 }
 
 void begin(const Attention& a, const AttentionTile& tile, float* parts) {
@@ -338,8 +391,9 @@ void merge(const Attention& a, const AttentionTile& tile, int64_t block, const f
 
 void finish(const Attention& a, const AttentionTile& tile, float* parts) {
   const int64_t v = a.node.v_head_size, element = a.call.type == QM_F32 ? 4 : 2;
+  const float factor = value_factor(a.node);
   for (int64_t r = 0; r < tile.tokens * a.heads(); ++r, parts += a.part_floats()) {
-    scale(1.0f / parts[1], parts + 16, v);
+    scale(1.0f / parts[1] * factor, parts + 16, v);
     const int64_t token = tile.b * a.call.tokens + a.call.rows[3 * tile.b] + tile.token + r / a.heads();
     const int64_t head = tile.group * a.heads() + r % a.heads();
     from_float(a.call.type, parts + 16, v,

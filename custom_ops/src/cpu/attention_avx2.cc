@@ -19,6 +19,16 @@ inline __m256 load_half(const float* x) { return _mm256_loadu_ps(x); }
 inline __m256 load_half(const uint16_t* x) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
 }
+inline __m256 load_half(const int8_t* x) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
+}
+inline __m256 load_half(const E4m3* x) {  // e4m3_half
+  const __m128i code = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
+  const __m128i ones = _mm_set1_epi16(0x7f), magnitude = _mm_and_si128(code, ones);
+  const __m128i sign = _mm_slli_epi16(_mm_andnot_si128(ones, code), 8);
+  const __m128i half = _mm_or_si128(_mm_slli_epi16(magnitude, 7), sign);
+  return _mm256_cvtph_ps(_mm_blendv_epi8(half, _mm_set1_epi16(0x7e00), _mm_cmpeq_epi16(magnitude, ones)));
+}
 inline Vector zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 template <class C>
 inline Vector load(const C* x) {

@@ -15,9 +15,25 @@ constexpr int kSlab = 4;
 using Vector = __m512;
 inline Vector zero() { return _mm512_setzero_ps(); }
 inline Vector load(const float* x) { return _mm512_loadu_ps(x); }
-inline Vector load(const uint16_t* x) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+// 16 elements of a cache as 16-bit numbers, and what these are.
+inline __m128i load_bytes(const void* x) { return _mm_loadu_si128(static_cast<const __m128i*>(x)); }
+inline __m256i load_short(const uint16_t* x) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)); }
+inline __m256i load_short(const int8_t* x) { return _mm256_cvtepi8_epi16(load_bytes(x)); }
+inline __m256i load_short(const E4m3* x) {  // e4m3_half
+  const __m256i code = _mm256_cvtepu8_epi16(load_bytes(x)), ones = _mm256_set1_epi16(0x7f);
+  const __m256i magnitude = _mm256_and_si256(code, ones);
+  const __m256i sign = _mm256_slli_epi16(_mm256_andnot_si256(ones, code), 8);
+  const __m256i half = _mm256_or_si256(_mm256_slli_epi16(magnitude, 7), sign);
+  return _mm256_mask_mov_epi16(half, _mm256_cmpeq_epi16_mask(magnitude, ones), _mm256_set1_epi16(0x7e00));
 }
+template <class C>
+inline Vector numbers(__m256i x) {
+  if constexpr (std::is_same_v<C, int8_t>) return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(x));
+  return _mm512_cvtph_ps(x);
+}
+inline Vector load(const uint16_t* x) { return numbers<uint16_t>(load_short(x)); }
+inline Vector load(const int8_t* x) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bytes(x))); }
+inline Vector load(const E4m3* x) { return numbers<E4m3>(load_short(x)); }
 inline void store(float* out, Vector x) { _mm512_storeu_ps(out, x); }
 inline Vector multiply(float a, Vector x) { return _mm512_mul_ps(_mm512_set1_ps(a), x); }
 inline Vector multiply_add(float a, Vector x, Vector sum) { return _mm512_fmadd_ps(_mm512_set1_ps(a), x, sum); }
@@ -51,8 +67,9 @@ inline void transpose(const float* const* rows, int64_t at, float* out) {
 }
 
 // As 16-bit numbers, half as many vectors: row i and row i + 8 are the halves of one. Each 128 bits are 8 x 8 of them.
-inline void transpose(const uint16_t* const* rows, int64_t at, float* out) {
-  const auto half = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + at)); };
+template <class C>
+inline void transpose(const C* const* rows, int64_t at, float* out) {
+  const auto half = [&](int i) { return load_short(rows[i] + at); };
   __m512i x[8], y[8];
   for (int i = 0; i < 8; ++i) x[i] = _mm512_inserti64x4(_mm512_castsi256_si512(half(i)), half(i + 8), 1);
   for (int i = 0; i < 4; ++i) {
@@ -69,8 +86,8 @@ inline void transpose(const uint16_t* const* rows, int64_t at, float* out) {
   }
   for (int i = 0; i < 8; ++i) {  // quarters: column i of rows 0 .. 7, column 8 + i of them, and of rows 8 .. 15
     const __m512i columns = _mm512_shuffle_i64x2(y[i], y[i], 0xd8);
-    store(out + i * 16, _mm512_cvtph_ps(_mm512_castsi512_si256(columns)));
-    store(out + (8 + i) * 16, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(columns, 1)));
+    store(out + i * 16, numbers<C>(_mm512_castsi512_si256(columns)));
+    store(out + (8 + i) * 16, numbers<C>(_mm512_extracti64x4_epi64(columns, 1)));
   }
 }
 inline Vector without_payload(Vector x) {

@@ -17,6 +17,21 @@ struct Vector {
 };
 inline float32x4_t load_four(const float* x) { return vld1q_f32(x); }
 inline float32x4_t load_four(const uint16_t* x) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x))); }
+inline uint8x8_t load_bytes(const void* x) {
+  uint32_t four;
+  std::memcpy(&four, x, 4);
+  return vreinterpret_u8_u32(vdup_n_u32(four));
+}
+inline float32x4_t load_four(const int8_t* x) {
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_bytes(x))))));
+}
+inline float32x4_t load_four(const E4m3* x) {  // e4m3_half
+  const uint16x4_t code = vget_low_u16(vmovl_u8(load_bytes(x))), ones = vdup_n_u16(0x7f);
+  const uint16x4_t magnitude = vand_u16(code, ones), sign = vshl_n_u16(vbic_u16(code, ones), 8);
+  const uint16x4_t half = vorr_u16(vshl_n_u16(magnitude, 7), sign);
+  const uint16x4_t number = vbsl_u16(vceq_u16(magnitude, ones), vdup_n_u16(0x7e00), half);
+  return vcvt_f32_f16(vreinterpret_f16_u16(number));
+}
 inline Vector zero() { return {{vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0)}}; }
 template <class C>
 inline Vector load(const C* x) {

@@ -14,14 +14,10 @@ struct Vector {
   float lanes[16];
 };
 inline Vector zero() { return {}; }
-inline Vector load(const float* x) {
+template <class C>
+inline Vector load(const C* x) {
   Vector out;
-  std::memcpy(out.lanes, x, sizeof out);
-  return out;
-}
-inline Vector load(const uint16_t* x) {
-  Vector out;
-  for (int i = 0; i < 16; ++i) out.lanes[i] = half_to_float(x[i]);
+  for (int i = 0; i < 16; ++i) out.lanes[i] = widen(x[i]);
   return out;
 }
 inline void store(float* out, const Vector& x) { std::memcpy(out, x.lanes, sizeof x); }

@@ -116,6 +116,17 @@ inline uint16_t float_to_bfloat(float x) {
   return x != x ? uint16_t{0x7fc0} : rounded;
 }
 
+// The float16 of an e4m3 code's number times 2^-8; 0x7f and 0xff are NaN.
+inline uint16_t e4m3_half(uint8_t code) {
+  const int magnitude = code & 0x7f;
+  return static_cast<uint16_t>(magnitude == 0x7f ? 0x7e00 : magnitude << 7 | (code & 0x80) << 8);
+}
+// An element of a cache.
+inline float widen(float x) { return x; }
+inline float widen(uint16_t x) { return half_to_float(x); }
+inline float widen(int8_t x) { return x; }
+inline float widen(E4m3 x) { return half_to_float(e4m3_half(x.code)); }
+
 void to_float(qm_type type, const void* source, int64_t n, float* out) {
   const uint16_t* bits = static_cast<const uint16_t*>(source);
   if (type == QM_F32) {

@@ -60,6 +60,10 @@ constexpr int64_t kTileQueries = 128;                   // of a tile in prefill,
 constexpr int64_t kAttentionStep = 32;                  // keys that are transposed at a time
 constexpr int64_t kScoreStride = kAttentionBlock + 16;  // of a query's scores: rows of a tile in different sets of L1
 
+struct E4m3 {  // an element of a cache; read as its number times 2^-8
+  uint8_t code;
+};
+
 struct Attention {
   const qm_attention& node;
   const qm_attention_call& call;
@@ -69,6 +73,11 @@ struct Attention {
   int64_t qkv_width() const {
     return (int64_t{node.num_heads} + node.kv_num_heads) * node.head_size +
            int64_t{node.kv_num_heads} * node.v_head_size;
+  }
+  // Of a head of keys or values in the cache, `width` numbers.
+  int64_t slot_bytes(int64_t width) const {
+    const int64_t element = node.cache_format != k_cache_format_none ? 1 : call.cache_type == QM_F32 ? 4 : 2;
+    return width * element + cache_tail(node);
   }
   // A tile is some tokens' queries of the heads of one group: its rows, the heads of a token side by side.
   int64_t tile_tokens() const { return heads() < kTileQueries ? kTileQueries / heads() : 1; }
