@@ -30,6 +30,7 @@ from quantmoe.ort_ext import library_path
 
 #: onnxruntime's names of types -> NumPy's
 TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
+TYPES |= {"tensor(int8)": np.int8, "tensor(uint8)": np.uint8}  # codes of caches
 #: of a side's process: time.process_time counts the CPU's seconds of all its threads
 clock: Callable[[], float] = time.perf_counter
 FIRST_ID, IDS = 3, 200  # ids of prompts, in every vocabulary and no end of a text

@@ -88,8 +88,11 @@ def export(
         Literal["int4", "int8"] | None, typer.Option(help="round the head to nearest; default: as it is")
     ] = None,
     cache: Annotated[
-        Literal["f32", "f16"] | None, typer.Option(help="type of the KV cache on cpu; default: f16")
-    ] = None,
+        Literal["auto", "f16", "f32", "int8", "fp8"],
+        typer.Option(
+            help="what the KV cache holds; auto: codes where the checkpoint has their scales, else f16 on cpu"
+        ),
+    ] = "auto",
     state_window: Annotated[
         int, typer.Option(help="states of linear attention after each of a run's last N tokens, for N - 1 drafts")
     ] = 1,

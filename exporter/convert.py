@@ -20,6 +20,7 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, inputs
 from quantmoe.exporter.ahead import BLOCK_MEMORY, ahead, expert_size
+from quantmoe.exporter.caches import KINDS
 from quantmoe.exporter.choose import (
     ACTIVATIONS,
     LAYOUT,
@@ -100,7 +101,7 @@ class Report:
         plain_routers: layers whose router is not a MoERouting node but many of ONNX's: none of its methods is theirs.
         untraced: why every layer was traced although some are alike, else "".
         left_out: remark when the checkpoint has more than its text model, which alone is exported, else "".
-        kv_cache: remark when the checkpoint wants its KV cache quantized, which stays float, else "".
+        kv_cache: remark when the KV cache is quantized, or stays float although the checkpoint wants it, else "".
         library: remark when the library beside the model asks for a glibc newer than OLDEST_GLIBC, else "".
     """
 
@@ -135,7 +136,7 @@ def export(
     dense: Literal["quantmoe", "ort"] = "quantmoe",
     logits: Literal["last", "all"] | int = "last",
     lm_head: Literal["int4", "int8"] | None = None,
-    cache: Literal["f32", "f16"] | None = None,
+    cache: Literal["auto", "f16", "f32", "int8", "fp8"] = "auto",
     state_window: int = 1,
     mtp: bool = False,
     layers: int | None = None,
@@ -164,8 +165,10 @@ def export(
         logits: of each row's last token, [B, 1, V]; of its last N tokens, [B, min(S, N), V], so that speculation can
             verify N - 1 drafts; or of all tokens, for perplexity and for onnxruntime-genai's speculation.
         lm_head: rounds the head to nearest; see Report.head_error. None: it stays as it is.
-        cache: type of the KV cache on the CPU: "f16" (default) or "f32". Where some attention is standard nodes
-            (Report.plain_attention), and for CUDA, it is the graph's.
+        cache: what the KV cache holds. "auto": int8 or e4m3 codes where the checkpoint says so and has scales, else
+            f16, for CUDA floats of the graph's type. "f16", "f32": floats, on the CPU. "fp8": e4m3 codes, by the
+            checkpoint's scales or 1. "int8": codes, by the checkpoint's scales or, on the CPU, one of each token and
+            head. Where some attention is standard nodes (Report.plain_attention), it is floats of the graph's type.
         state_window: of linear attention the states after each of the last so many tokens of a run, 1 to 64, so that
             speculation can verify one draft less; for the CPU.
         mtp: also the layer that drafts (multi-token prediction), mtp.onnx; its weights are in the same files,
@@ -224,9 +227,11 @@ def export(
 
         for part in parts:
             progress("tracing", 0, 1)
-            part.graph = graph = trace(part.skeleton, part.chosen, target, cache or "f16")
+            part.graph = graph = trace(part.skeleton, part.chosen, target, cache)
             report.untraced = graph.meta.pop("untraced", "") or report.untraced
             report.plain_attention |= graph.meta.pop("plain_attention")
+            report.kv_cache = report.kv_cache or graph.meta["kv_cache"]
+            del graph.meta["kv_cache"]
             routers = sum(node.op_type in ("MoERouting", "MoERouter") for node in graph.graph)
             report.plain_routers += len(part.chosen.layers) - routers
             part.weights = place_weights(graph)
@@ -414,7 +419,7 @@ def check_options(
     dense: str,
     logits: str | int,
     lm_head: str | None,
-    cache: str | None,
+    cache: str,
     state_window: int,
     quantize: str | None,
     group_size: int | None,
@@ -432,7 +437,7 @@ def check_options(
         ("dtype", dtype, (None, *GRAPH_TYPES.get(target, ()))),
         ("dense", dense, ("quantmoe", "ort") if target == "cpu" else ("quantmoe",)),
         ("lm_head", lm_head, (None, *HEAD_GROUPS)),
-        ("cache", cache, (None, "f16", "f32")),
+        ("cache", cache, sorted({kind for kinds in KINDS.values() for kind in kinds})),
     ):
         if value not in known:
             of = f" (target {target})" if name in ("dtype", "dense") else ""
@@ -443,7 +448,7 @@ def check_options(
         raise OptionError(f"state_window is {state_window}, expected 1 to 64")
     if group_size is not None and quantize is None:
         raise OptionError(f"group_size is {group_size}: an option of quantize; a quantized checkpoint has its own")
-    if cache is not None and target != "cpu":
+    if cache not in KINDS[target]:
         raise OptionError(f"cache is {cache}: an option of target cpu; for {target} it has the graph's type")
     if max_file_size < 1:
         raise OptionError(f"max_file_size is {max_file_size}, expected a number of bytes")
@@ -473,7 +478,7 @@ def stops(skeleton: Skeleton) -> dict[str, str]:
 def _report(parts: Sequence[Part], activations: str | None) -> Report:
     """What is known before the tracing."""
     format = parts[0].skeleton.format
-    report = Report(format.name, {}, kv_cache=format.kv_cache())
+    report = Report(format.name, {})
     report.left_out = format.left_out(parts[-1].skeleton.format.part)
     schemes = []
     for part in parts:
@@ -671,6 +676,10 @@ def _genai(
     config, shares = _config(ckpt, layers), shares_buffer(parts[0].graph.graph)
     with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
         found = genai_config(config, ckpt.generation_config, LIBRARIES[target], shares, target == "cuda")
+        keys = (v.shape for v in parts[0].graph.graph.inputs if str(v.name).endswith(".key") and v.shape is not None)
+        widths = {shape[3] for shape in keys if isinstance(shape[3], int)}
+        if len(widths) == 1:  # codes may have their scales behind them
+            found["model"]["decoder"]["head_size"] = widths.pop()
         if len(parts) > 1 and every:
             values = ([weight.value for weight in part.weights] for part in parts)
             # a CPU maps the file: one copy, however many sessions

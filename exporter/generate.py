@@ -151,10 +151,13 @@ class Generator:
             "tensor(float16)": np.dtype(np.float16),
             "tensor(bfloat16)": np.dtype(ml_dtypes.bfloat16),
         }
+        codes = {"tensor(int8)": np.dtype(np.int8), "tensor(uint8)": np.dtype(np.uint8)}
+        caches = floats | codes
         if (
             [len(o.shape) for o in logits] != [3]
             or not any(name.endswith(".key") for name in past)
-            or not all(i.type in floats for i in (*past.values(), *logits))
+            or not all(i.type in caches for i in past.values())
+            or not all(i.type in floats for i in logits)
             or not all(len(i.shape) - _rank(name) in (0, name.endswith(STATES)) for name, i in past.items())
             or not all(name.replace("past_key_values", "present") in self.outputs for name in past)
         ):
@@ -162,7 +165,7 @@ class Generator:
                 f"{self.path}: expected the output logits [batch, sequence, vocabulary], the inputs past_key_values.* "
                 f"[batch, heads, length, width], or of linear attention *.conv_state [batch, channels, width] and "
                 f"*.recurrent_state [batch, heads, key, value] or a window of them in front, of "
-                f"{' or '.join(floats)}, and their outputs present.*"
+                f"{' or '.join(floats)}, or of codes {' or '.join(codes)}, and their outputs present.*"
             )
         kept = metadata.get(LOGITS, str(sys.maxsize))
         if not kept.isdecimal():
@@ -177,7 +180,7 @@ class Generator:
         if cuda_graph and not self.shares_buffer:
             raise ModelError(f"{self.path}: no CUDA graph can be had, this model's cache grows with each run")
         self.past = {
-            name: ([s if isinstance(s, int) else 0 for s in i.shape], floats[i.type]) for name, i in past.items()
+            name: ([s if isinstance(s, int) else 0 for s in i.shape], caches[i.type]) for name, i in past.items()
         }
         self.states = [name for name in past if name.endswith(STATES)]
         #: states of linear attention after each of the last so many tokens of a run; of more than 1 they have a first

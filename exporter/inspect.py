@@ -236,11 +236,11 @@ def _attention(path: Path, node: ir.Node) -> dict[str, Any]:
     past = node.inputs[1]
     if past is None or past.dtype is None:
         raise ModelError(f"{path}: node {node.name}: past_key has no type")
-    width = spec.kv_num_heads * (spec.head_size + spec.v_head_size)
+    width = spec.kv_num_heads * sum(spec.cache_widths)
     return {
         "node": node.name,
         "attributes": spec.attributes(),
-        "cache": past.dtype.name.lower(),
+        "cache": past.dtype.name.lower() if spec.cache_format == "none" else spec.cache_format,
         "bytes_per_token": int(width * past.dtype.itemsize),
     }
 

@@ -53,6 +53,7 @@ from quantmoe.custom_ops.torch_op import (
 from quantmoe.exporter import attention, mtp
 from quantmoe.exporter.ahead import BLOCK
 from quantmoe.exporter.architectures import ARCHITECTURES
+from quantmoe.exporter.caches import Caches, choose_caches
 from quantmoe.exporter.checkpoint import DTYPES as STORED
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.choose import Choice
@@ -85,7 +86,7 @@ from quantmoe.exporter.passes.shared import attach as attach_shared
 from quantmoe.exporter.passes.shared import recognise as recognise_shared
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-CACHES = {"f32": ir.DataType.FLOAT, "f16": ir.DataType.FLOAT16}
+CACHES = {"f32": ir.DataType.FLOAT, "f16": ir.DataType.FLOAT16, "auto": ir.DataType.FLOAT16}
 #: layers after which others like them may follow in turn: hybrid models have four, one of them of full attention
 LONGEST = 8
 #: where models of several modalities keep their language model -> where it is on its own
@@ -458,14 +459,15 @@ def trace(skeleton: Skeleton, chosen: Choice, target: str = "cpu", cache: str = 
         chosen: the nodes' attributes; linears that it lacks are float MatMuls.
         target: "cpu": with the operators that ONNX Runtime fuses; "cuda": ai.onnx and quantmoe's only.
             meta["plain_attention"] says why an attention module is standard nodes: module name -> reason.
-        cache: type of the KV cache where all attention is CachedAttention, "f32" or "f16", for the CPU; otherwise the
-            graph's.
+        cache: see :func:`export`. meta["kv_cache"] is a remark on it, or "".
 
     Raises:
-        CheckpointError: transformers or torch cannot export the architecture.
+        CheckpointError: transformers or torch cannot export the architecture, or scales of the KV cache are damaged.
+        OptionError: there is no such cache.
     """
     model = skeleton.model
     found, plain, rows = recognised(skeleton, chosen, target)
+    caches = caches_of(skeleton, found, plain, target, cache)
     attach(model, found, rows)
     if not plain:
         model.set_attn_implementation(MASKLESS)
@@ -487,9 +489,11 @@ def trace(skeleton: Skeleton, chosen: Choice, target: str = "cpu", cache: str = 
     attach_shared(model, every)
     concatenate_keys(model)
     graph = _trace_layers(skeleton, target)
-    if target == "cpu" and not plain:
-        set_cache_type(graph, CACHES[cache])
+    if not plain:
+        layers = {model.get_submodule(path).layer_idx: codes for path, codes in caches.codes.items()}
+        set_cache_type(graph, CACHES.get(cache) if target == "cpu" else None, layers)
     set_state_type(graph)
+    graph.meta["kv_cache"] = caches.remark
     graph.meta["plain_attention"] = plain
     return graph
 
@@ -515,6 +519,15 @@ def recognised(skeleton: Skeleton, chosen: Choice, target: str) -> tuple[dict[st
     with doing(f"{skeleton.format.ckpt.folder}: recognising attention"):
         found, left = recognise(model, decoder, _refusal(target), skeleton.linear_attention)
     return found, left, rows
+
+
+def caches_of(
+    skeleton: Skeleton, found: Mapping[str, Recognised], plain: Mapping[str, str], target: str, cache: str
+) -> Caches:
+    """What the caches of :func:`recognised` modules hold; see :func:`choose_caches`."""
+    sources = {path: skeleton.sources[f"{path}.k_proj.weight"].removesuffix(".k_proj.weight") for path in found}
+    specs = {path: module.spec for path, module in found.items()}
+    return choose_caches(skeleton.format.ckpt, cache, specs, plain, sources, _refusal(target))
 
 
 def _refusal(target: str) -> Callable[[Any], str]:

@@ -83,7 +83,7 @@ def plan(
     dense: str = "quantmoe",
     logits: str | int = "last",
     lm_head: str | None = None,
-    cache: str | None = None,
+    cache: str = "auto",
     state_window: int = 1,
     mtp: bool = False,
     layers: int | None = None,
@@ -123,7 +123,7 @@ def plan(
         choose_experts(part, LAYOUT[target], activations, scales, None if part.part else layers) for part in formats
     ]
 
-    from quantmoe.exporter.model import recognised  # see export
+    from quantmoe.exporter.model import caches_of, recognised  # see export
 
     parts = open_parts(formats, experts, target, activations, scales, graph_type, lm_head, layers, state_window)
     stops(parts[0].skeleton)
@@ -147,6 +147,12 @@ def plan(
         written |= mine.keys()
         others += sum(prod(skeleton.tensors[name].shape) * skeleton.itemsize(name) for name in mine.values())
         memory = max(memory, _working_set(skeleton, chosen, left, layout))
+    plain: dict[str, str] = {}
+    remarks = []
+    for part in parts:
+        attention, others_of, _ = recognised(part.skeleton, part.chosen, target)
+        plain |= others_of
+        remarks.append(caches_of(part.skeleton, attention, others_of, target, cache).remark)
     packed = sum(size for _, _, size in found.values())
     others += sum(size for _, _, size in linears.values())
     cores = native.cpus()
@@ -166,8 +172,8 @@ def plan(
         free=shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free,
         files=-(-(packed + others) // max_file_size),
         dequantized={name: reason for part in parts for name, reason in part.chosen.dequantized.items()},
-        plain_attention={k: v for part in parts for k, v in recognised(part.skeleton, part.chosen, target)[1].items()},
-        kv_cache=format.kv_cache(),
+        plain_attention=plain,
+        kv_cache=next(filter(None, remarks), ""),
         left_out=format.left_out(formats[-1].part),
         attention=format.attention(),
     )

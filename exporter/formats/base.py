@@ -19,6 +19,7 @@ import regex
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import QuantizedMatrix, portion
 from quantmoe.exporter.checkpoint import DTYPES, Checkpoint, CheckpointError, unlike_rows
+from quantmoe.exporter.formats import kv_cache
 from quantmoe.exporter.formats.rounding import rounded_to_nearest
 
 
@@ -294,18 +295,9 @@ class Format(ABC):
         return unrounded(weight, self.bias(module, n))
 
     def kv_cache(self) -> str:
-        """A remark when the checkpoint wants its KV cache quantized, which models have in float; else ""."""
-        scales = [name for name in self.ckpt.names() if name.endswith(_CACHE_SCALES)]
-        raw = self.ckpt.quantization
-        inner = raw.get("quantization")  # ModelOpt's hf_quant_config.json
-        both = raw | (inner if isinstance(inner, dict) else {})
-        fields = [(field, both.get(field)) for field in _CACHE_FIELDS]
-        said = next((f"{field}: {_cache_text(value)}" for field, value in fields if value), "")
-        if not (said or scales):
-            return ""
-        more = f" and {len(scales) - 1} more" if len(scales) > 1 else ""
-        unused = f"; not used: {scales[0]}{more}" if scales else ""
-        return f"the KV cache stays float, the checkpoint wants it quantized ({said or 'it has scales'}{unused})"
+        """A remark when the checkpoint wants its KV cache quantized; else ""."""
+        found = kv_cache.find(self.ckpt)
+        return found.remark if found else ""
 
     def attention(self) -> str:
         """How many layers have attention of which type, as config.json says; "" of models that have one."""
@@ -458,10 +450,6 @@ FLOAT_KINDS = {"BF16": "bf16", "F16": "f16"}
 INPUT_SCALES = ("input_scale", "input_global_scale")
 #: what routers add to the scores for the selection only; most in their module, ERNIE 4.5 in one below
 CORRECTION_BIAS = "e_score_correction_bias"
-#: what asks for a quantized KV cache: compressed-tensors' and ModelOpt's in config.json, ModelOpt's, Quark's
-_CACHE_FIELDS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
-#: compressed-tensors' and ModelOpt's, Quark's
-_CACHE_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 
 
 @contextlib.contextmanager
@@ -492,15 +480,6 @@ def unrounded(weight: np.ndarray, bias: np.ndarray | None) -> QuantizedMatrix:
     kind = "f16" if weight.dtype == np.float16 else "bf16"
     codes = np.broadcast_to(np.ascontiguousarray(unlike_rows(weight)).view(np.uint16), weight.shape)
     return QuantizedMatrix(kind, codes, np.ones((len(codes), 1), np.float32), -1, bias=bias)
-
-
-def _cache_text(value: Any) -> str:
-    """A KV cache's scheme in few words: "float8 per tensor", "FP8", "*k_proj, *v_proj"."""
-    if not isinstance(value, dict):
-        return str(value)
-    if "num_bits" in value:
-        return f"{value.get('type', 'int')}{value['num_bits']} per {value.get('strategy', 'tensor')}"
-    return ", ".join(value)
 
 
 def group_size_of(value: object) -> int:

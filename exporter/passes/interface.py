@@ -4,9 +4,13 @@ find them, and nothing of the machine that made it is left."""
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import onnx_ir as ir
+
+from quantmoe.custom_ops.op import AttentionSpec
 
 #: dimensions of a cache's tensors of one token
 RANKS = {"key": 4, "value": 4, "conv_state": 3, "recurrent_state": 4}
@@ -52,16 +56,37 @@ def name_interface(model: ir.Model) -> None:
                 value.shape = None
 
 
-def set_cache_type(model: ir.Model, dtype: ir.DataType) -> None:
+def set_cache_type(
+    model: ir.Model, dtype: ir.DataType | None, codes: Mapping[int, tuple[str, float, float]] | None = None
+) -> None:
     """Gives keys and values of all CachedAttention nodes a type; the tracing knows one type of floats only.
 
+    Args:
+        dtype: of floats; None: as they are.
+        codes: layer -> cache_format, k_scale and v_scale; layers that are not in it have floats.
+
     Requires:
-        no other node but Shape reads them.
+        no other node but Shape and TokenRows reads them.
     """
     for node in model.graph:
-        for value in [*node.inputs[1:3], *node.outputs[1:3]] if node.op_type == "CachedAttention" else ():
-            assert value is not None
-            value.type = ir.TensorType(dtype)
+        if node.op_type != "CachedAttention":
+            continue
+        past = node.inputs[1]
+        assert past is not None
+        layer = re.search(r"\.(\d+)\.", past.name or "")
+        format, k_scale, v_scale = (codes or {}).get(int(layer[1]) if layer else -1, ("none", 1.0, 1.0))
+        spec = AttentionSpec.from_attributes({name: a.value for name, a in node.attributes.items()})
+        spec = replace(spec, cache_format=format, k_scale=k_scale, v_scale=v_scale)
+        for name, value in spec.attributes().items():
+            node.attributes[name] = ir.convenience.convert_attribute(name, value)
+        own = ir.DataType[spec.cache_dtype.upper()] if spec.cache_dtype else dtype
+        caches = zip([*node.inputs[1:3], *node.outputs[1:3]], spec.cache_widths * 2, strict=True)
+        for cache, width in caches:
+            assert cache is not None
+            if own is not None:
+                cache.type = ir.TensorType(own)
+            if cache.shape is not None:
+                cache.shape = ir.Shape([*list(cache.shape)[:3], width])
 
 
 def set_state_type(model: ir.Model) -> None:

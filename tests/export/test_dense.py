@@ -258,18 +258,19 @@ def test_an_expert_that_no_token_reached_has_no_input_scale(tmp_path, fixture, s
 
 
 @pytest.mark.parametrize(
-    ("tool", "field"),
+    ("tool", "remark"),
     [
-        ("llmcompressor", "kv_cache_scheme: float8 per tensor; not used: model.layers.0.self_attn.k_scale"),
+        ("llmcompressor", "the KV cache is fp8_e4m3 (kv_cache_scheme: float8 per tensor)"),
         (
             "quark",
-            "kv_cache_quant_config: *k_proj, *v_proj; not used: model.layers.0.self_attn.k_proj.output_scale",
+            "the KV cache stays float: its scales are of what k_proj and v_proj give, before the norm and the rotary "
+            "embedding; the checkpoint wants it quantized (kv_cache_quant_config: *k_proj, *v_proj; not used: "
+            "model.layers.0.self_attn.k_proj.output_scale and 1 more)",
         ),
     ],
 )
-def test_a_quantized_kv_cache_stays_float_and_says_so(tmp_path, tool, field):
+def test_a_quantized_kv_cache_is_said(tmp_path, tool, remark):
     folder = FIXTURES / f"{tool}-fp8-kv"
-    remark = f"the KV cache stays float, the checkpoint wants it quantized ({field} and 1 more)"
     assert explain(folder)[-1]["remark"] == plan(folder, tmp_path / "model").kv_cache == remark
     if tool == "quark":
         assert export(folder, tmp_path / "model").kv_cache == remark
