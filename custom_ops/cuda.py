@@ -259,6 +259,8 @@ def refusal(spec: MoESpec | LinearSpec | AttentionSpec | ConvSpec | DeltaSpec) -
 
 def _attention_refusal(spec: AttentionSpec) -> str:
     """attention_plan.cc's ValidateAttributes, as far as the operator allows more."""
+    if spec.cache_format == "int8_token":
+        return "cache_format is int8_token, the CUDA kernels take none, int8 and fp8_e4m3"
     if (spec.head_size, spec.v_head_size) not in HEAD_SIZES:
         return (
             f"head_size is {spec.head_size} and v_head_size {spec.v_head_size}, the CUDA kernels take 64, 96, 128, 192 "
@@ -638,7 +640,8 @@ def attention(
     output = qkv.new_full((batch, tokens, spec.num_heads * spec.v_head_size), float("nan"))
     present = [past_key, past_value]
     if slots > past_key.shape[2]:
-        present = [past.new_full((*past.shape[:2], slots, past.shape[3]), float("nan")) for past in present]
+        other = float("nan") if spec.cache_format == "none" else 0x7F
+        present = [past.new_full((*past.shape[:2], slots, past.shape[3]), other) for past in present]
     workspace = torch.full((max(1, chosen.workspace_bytes),), 0xFF, dtype=torch.uint8, device=qkv.device)
     launch_attention(p, chosen, qkv, past_key, past_value, rows, *tables, output, *present, workspace)
     return output, present[0], present[1]

@@ -10,10 +10,9 @@ from quantmoe.exporter.checkpoint import Checkpoint
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.formats import kv_cache
 
-#: values of export's ``cache``, by target
-KINDS = {"cpu": ("auto", "f16", "f32", "int8", "fp8"), "cuda": ("auto", "int8", "fp8")}
-#: those of floats; elsewhere a cache that is not quantized has the graph's type
-FLOATS = ("f16", "f32")
+#: values of export's ``cache``
+KINDS = ("auto", "f16", "f32", "bf16", "int8", "fp8")
+FLOATS = KINDS[1:4]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +39,7 @@ def choose_caches(
     """Decides them.
 
     Args:
-        wanted: of KINDS. Without scales of the checkpoint, "int8" has those of each token, "fp8" the scale 1.
+        wanted: of KINDS, of floats any. Without scales of the checkpoint, "int8" has those of each token, "fp8" the scale 1.
         specs: CachedAttention nodes by module. plain: modules that are standard nodes, and why.
         sources: module -> its name in the checkpoint.
         refusal: why the target does not run a node; "" when it does.

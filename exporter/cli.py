@@ -88,7 +88,7 @@ def export(
         Literal["int4", "int8"] | None, typer.Option(help="round the head to nearest; default: as it is")
     ] = None,
     cache: Annotated[
-        Literal["auto", "f16", "f32", "int8", "fp8"],
+        Literal["auto", "f16", "f32", "bf16", "int8", "fp8"],
         typer.Option(
             help="what the KV cache holds; auto: codes where the checkpoint has their scales, else f16 on cpu"
         ),

@@ -20,7 +20,7 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, inputs
 from quantmoe.exporter.ahead import BLOCK_MEMORY, ahead, expert_size
-from quantmoe.exporter.caches import KINDS
+from quantmoe.exporter.caches import FLOATS, KINDS
 from quantmoe.exporter.choose import (
     ACTIVATIONS,
     LAYOUT,
@@ -136,7 +136,7 @@ def export(
     dense: Literal["quantmoe", "ort"] = "quantmoe",
     logits: Literal["last", "all"] | int = "last",
     lm_head: Literal["int4", "int8"] | None = None,
-    cache: Literal["auto", "f16", "f32", "int8", "fp8"] = "auto",
+    cache: Literal["auto", "f16", "f32", "bf16", "int8", "fp8"] = "auto",
     state_window: int = 1,
     mtp: bool = False,
     layers: int | None = None,
@@ -166,7 +166,7 @@ def export(
             verify N - 1 drafts; or of all tokens, for perplexity and for onnxruntime-genai's speculation.
         lm_head: rounds the head to nearest; see Report.head_error. None: it stays as it is.
         cache: what the KV cache holds. "auto": int8 or e4m3 codes where the checkpoint says so and has scales, else
-            f16, for CUDA floats of the graph's type. "f16", "f32": floats, on the CPU. "fp8": e4m3 codes, by the
+            f16, for CUDA floats of the graph's type. "f16", "f32" (CPU), "bf16": floats. "fp8": e4m3 codes, by the
             checkpoint's scales or 1. "int8": codes, by the checkpoint's scales or, on the CPU, one of each token and
             head. Where some attention is standard nodes (Report.plain_attention), it is floats of the graph's type.
         state_window: of linear attention the states after each of the last so many tokens of a run, 1 to 64, so that
@@ -437,7 +437,7 @@ def check_options(
         ("dtype", dtype, (None, *GRAPH_TYPES.get(target, ()))),
         ("dense", dense, ("quantmoe", "ort") if target == "cpu" else ("quantmoe",)),
         ("lm_head", lm_head, (None, *HEAD_GROUPS)),
-        ("cache", cache, sorted({kind for kinds in KINDS.values() for kind in kinds})),
+        ("cache", cache, KINDS),
     ):
         if value not in known:
             of = f" (target {target})" if name in ("dtype", "dense") else ""
@@ -448,11 +448,14 @@ def check_options(
         raise OptionError(f"state_window is {state_window}, expected 1 to 64")
     if group_size is not None and quantize is None:
         raise OptionError(f"group_size is {group_size}: an option of quantize; a quantized checkpoint has its own")
-    if cache not in KINDS[target]:
-        raise OptionError(f"cache is {cache}: an option of target cpu; for {target} it has the graph's type")
     if max_file_size < 1:
         raise OptionError(f"max_file_size is {max_file_size}, expected a number of bytes")
-    return activations or ACTIVATIONS[LAYOUT[target]], dtype or GRAPH_TYPES[target][0]
+    graph_type = dtype or GRAPH_TYPES[target][0]
+    floats = ("f16", "f32") if target == "cpu" else (graph_type,)
+    if cache in FLOATS and cache not in floats:
+        why = "the kernels take f16 and f32" if target == "cpu" else f"floats have the graph's type, {graph_type}"
+        raise OptionError(f"cache is {cache}: for target {target} {why}")
+    return activations or ACTIVATIONS[LAYOUT[target]], graph_type
 
 
 def stops(skeleton: Skeleton) -> dict[str, str]:

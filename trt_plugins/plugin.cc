@@ -1070,6 +1070,9 @@ IPluginV3* Creator::Create(const char* name, const PluginFieldCollection* given,
   }
   if (op_ == std::string_view("TokenRows")) return new TokenRows(shared, node.rows);
   if (op_ == std::string_view("CachedAttention")) {
+    if (const int32_t format = node.attention.cache_format; format != k_cache_format_none)
+      return refuse(std::string("cache_format is \"") + enum_name("cache_format", format) +
+                    "\", the plug-in's caches have qkv's type: export with --cache bf16 (or f16, as --dtype)");
     const qm_cuda_attention_problem problem{node.attention, QM_F16, 1, 1, 0, 1};
     qm_cuda_attention_plan tiles;
     if (qm_cuda_plan_attention(&problem, &kDevices[0], &tiles, error)) return refuse(error);

@@ -1,10 +1,11 @@
 """CachedAttention on CUDA, torch's scaled_dot_product_attention beside it.
 
-    python custom_ops/bench/attention_cuda_bench.py [--repeats 10]
+    python custom_ops/bench/attention_cuda_bench.py [--repeats 10] [--codes fp8_e4m3 int8]
 
 A call is all of it: norm, rotary, append to the cache in place, attention. torch's is attention alone, of queries, keys
 and values that are ready. Times are of CUDA graphs of several calls, each with a cache of its own, so that decode finds
-none of them in L2 where they are larger than that together; medians.
+none of them in L2 where they are larger than that together; medians. Ratios are the time of a bf16 cache by that of the
+codes.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTEN
 Call = Callable[[], object]
 
 
-def ours(spec: AttentionSpec, batch: int, tokens: int, past: int, slots: int) -> Call:
-    """A call on random inputs, bf16, with a cache of its own."""
+def ours(spec: AttentionSpec, batch: int, tokens: int, past: int, slots: int, codes: str = "none") -> Call:
+    """A call on random inputs, bf16, with a cache of its own, of bf16 or of codes."""
+    spec = replace(spec, cache_format=codes)
     heads, groups, d, v = spec.num_heads, spec.kv_num_heads, spec.head_size, spec.v_head_size
 
     def random(*shape: int) -> torch.Tensor:
@@ -44,6 +46,8 @@ def ours(spec: AttentionSpec, batch: int, tokens: int, past: int, slots: int) ->
 
     qkv = random(batch, tokens, (heads + groups) * d + groups * v)
     key, value = (random(batch, groups, slots, width) for width in (d, v))
+    if codes != "none":
+        key, value = ((cache.abs() * 8).to(torch.uint8) for cache in (key, value))  # e4m3's below 1
     rows = torch.tensor([[0, tokens, past]] * batch, dtype=torch.int32, device="cuda")
     angles = torch.rand(batch, tokens, spec.rotary_size // 2, device="cuda")
     norm = torch.ones(d if spec.qk_norm == "head" else 0, device="cuda")
@@ -98,19 +102,21 @@ def layers_of(cache_bytes: int) -> int:
     return max(4, min(48, 400_000_000 // cache_bytes + 1))
 
 
-def decode(name: str, batch: int, past: int, slots: int, repeats: int) -> None:
+def decode(name: str, batch: int, past: int, slots: int, repeats: int, codes: list[str]) -> None:
     spec = SHAPES[name]
     seen = min(past + 1, spec.sliding_window or past + 1)
     cache = batch * spec.kv_num_heads * seen * (spec.head_size + spec.v_head_size) * 2
     layers = layers_of(cache)
     us = microseconds([ours(spec, batch, 1, past, slots) for _ in range(layers)], repeats)
     torchs = microseconds([theirs(spec, batch, 1, past + 1, None) for _ in range(layers)], repeats)
-    print(
-        f"| {name} | {batch} | {past + 1} of {slots} | {us:.1f} | {torchs:.1f} | {cache / us / 1e6:.2f} |", flush=True
-    )
+    row = f"| {name} | {batch} | {past + 1} of {slots} | {us:.1f} | {torchs:.1f} | {cache / us / 1e6:.2f} |"
+    for kind in codes:
+        calls = [ours(spec, batch, 1, past, slots, kind) for _ in range(layers_of(cache // 2))]
+        row += f" {(took := microseconds(calls, repeats)):.1f} ({us / took:.2f}) |"
+    print(row, flush=True)
 
 
-def prefill(name: str, tokens: int, repeats: int) -> None:
+def prefill(name: str, tokens: int, repeats: int, codes: list[str]) -> None:
     spec = SHAPES[name]
     us = microseconds([ours(spec, 1, tokens, 0, tokens) for _ in range(4)], repeats)
     rate = spec.num_heads * (spec.head_size + spec.v_head_size) * tokens * (tokens + 1) / us / 1e6
@@ -121,31 +127,38 @@ def prefill(name: str, tokens: int, repeats: int) -> None:
             row += f" {torchs:.1f} ({torchs / us:.2f}) |"
         except RuntimeError:  # it does not take these heads
             row += " |"
+    for kind in codes:
+        took = microseconds([ours(spec, 1, tokens, 0, tokens, kind) for _ in range(4)], repeats)
+        row += f" {took:.1f} ({us / took:.2f}) |"
     print(row, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=10)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--codes", nargs="*", default=[], choices=["fp8_e4m3", "int8"], help="of caches, beside bf16's")
+    args = parser.parse_args()
+    repeats, codes = args.repeats, args.codes
+    columns, lines = "".join(f" {kind} us (ratio) |" for kind in codes), "---|" * len(codes)
     torch.manual_seed(0)
-    print("| shape | batch | slots | us | torch us | TB/s |\n|---|---|---|---|---|---|")
+    print(f"| shape | batch | slots | us | torch us | TB/s |{columns}\n|---|---|---|---|---|---|{lines}")
     for past, slots in ((0, 64), (511, 512), (2047, 2048), (2047, 4096), (2047, 40960), (16383, 16384)):
-        decode("qwen3-30b-a3b", 1, past, slots, repeats)
+        decode("qwen3-30b-a3b", 1, past, slots, repeats, codes)
     for name in [*SHAPES][1:]:
-        decode(name, 1, 2047, 2048, repeats)
-    decode("qwen3.5-35b-a3b", 1, 16383, 16384, repeats)
+        decode(name, 1, 2047, 2048, repeats, codes)
+    decode("qwen3.5-35b-a3b", 1, 16383, 16384, repeats, codes)
     for batch in (8, 32):
         for name in ("qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-20b, window", "qwen3.5-35b-a3b"):
-            decode(name, batch, 2047, 2560, repeats)
+            decode(name, batch, 2047, 2560, repeats, codes)
     print(
-        f"| shape | tokens | us | TFLOP/s | torch us (ratio) | {' | '.join(BACKENDS)} |\n|---|---|---|---|---|---|---|"
+        f"| shape | tokens | us | TFLOP/s | torch us (ratio) | {' | '.join(BACKENDS)} |{columns}\n"
+        f"|---|---|---|---|---|---|---|{lines}"
     )
     for tokens in (128, 256, 512, 1024, 2048, 8192):
-        prefill("qwen3-30b-a3b", tokens, repeats)
+        prefill("qwen3-30b-a3b", tokens, repeats, codes)
     for name in ("mixtral-8x7b", "gpt-oss-20b", "qwen3.5-35b-a3b", "mimo-v2-flash"):
         for tokens in (512, 2048):
-            prefill(name, tokens, repeats)
+            prefill(name, tokens, repeats, codes)
 
 
 if __name__ == "__main__":

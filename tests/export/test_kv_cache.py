@@ -230,8 +230,9 @@ def test_standard_nodes_have_no_codes(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("target", "cache", "message"),
     [
-        ("cpu", "int4", "cache is 'int4', expected one of: auto, f16, f32, fp8, int8"),
-        ("cuda", "f32", "cache is f32: an option of target cpu; for cuda it has the graph's type"),
+        ("cpu", "int4", "cache is 'int4', expected one of: auto, f16, f32, bf16, int8, fp8"),
+        ("cpu", "bf16", "cache is bf16: for target cpu the kernels take f16 and f32"),
+        ("cuda", "f32", "cache is f32: for target cuda floats have the graph's type, bf16"),
     ],
 )
 def test_options(target, cache, message):

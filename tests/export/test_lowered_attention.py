@@ -241,7 +241,7 @@ def test_where_some_attention_is_plain_the_cache_has_the_graphs_type(exported):
 
 
 def test_cache_is_an_option_of_the_cpu():
-    with pytest.raises(OptionError, match="cache is f16: an option of target cpu; for cuda it has the graph's type"):
+    with pytest.raises(OptionError, match="cache is f16: for target cuda floats have the graph's type, bf16"):
         check_options("cuda", None, "exact", None, "quantmoe", "last", None, "f16", 1, None, None, 1)
 
 

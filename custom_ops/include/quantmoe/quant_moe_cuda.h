@@ -171,7 +171,7 @@ QM_API int qm_cuda_launch_rows(const qm_cuda_rows_problem*, const qm_cuda_rows_t
 // nothing, and its output is NaN.
 typedef struct {
   qm_attention attention;
-  int32_t type;                              // qm_type of qkv, output and the caches: QM_F16 or QM_BF16
+  int32_t type;  // qm_type of qkv, output and, where cache_format is none, the caches: QM_F16 or QM_BF16
   int64_t batch, tokens, past_slots, slots;  // B, S, P and max(P, L)
 } qm_cuda_attention_problem;
 typedef struct {
@@ -190,8 +190,8 @@ typedef struct {
   void *present_key, *present_value;  // 16-byte aligned; past's memory where slots are past_slots, or other memory
   void* workspace;
 } qm_cuda_attention_tensors;
-// Head sizes 64, 96, 128, 192 and 256, of keys and values the same, and 192 with values of 128; QM_UNSUPPORTED for
-// others.
+// Head sizes 64, 96, 128, 192 and 256, of keys and values the same, and 192 with values of 128; cache_format none, int8
+// and (from compute capability 9.0 on) fp8_e4m3; QM_UNSUPPORTED for others.
 QM_API int qm_cuda_plan_attention(const qm_cuda_attention_problem*, const qm_cuda_device*, qm_cuda_attention_plan*,
                                   char* err);
 QM_API int qm_cuda_launch_attention(const qm_cuda_attention_problem*, const qm_cuda_attention_plan*,

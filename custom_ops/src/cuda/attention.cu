@@ -19,6 +19,7 @@ int Launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& pla
     return QM_INVALID;
   }
   const int width = a.head_size, value_width = a.v_head_size;
+  const bool codes = a.cache_format != k_cache_format_none;
   uint8_t* workspace = static_cast<uint8_t*>(t.workspace);
 
   AttentionParams params{};
@@ -29,6 +30,7 @@ int Launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& pla
   params.qkv = t.qkv, params.past_key = t.past_key, params.past_value = t.past_value;
   params.rows = t.rows;
   params.cos = t.cos, params.sin = t.sin, params.q_norm = t.q_norm, params.k_norm = t.k_norm, params.sinks = t.sinks;
+  params.score_factor = a.scale * a.k_scale * (a.softcap != 0 ? 1.f : kLog2e);
   params.output = t.output, params.key = t.present_key, params.value = t.present_value;
   params.queries = workspace + plan.queries;
   params.partial = reinterpret_cast<float*>(workspace + plan.partial);
@@ -47,23 +49,26 @@ int Launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& pla
     const int blocks = (all ? params.pairs : 0) + (copies + plan.splits - 1) / plan.splits;
     if (blocks == 0) return QM_OK;
     if (!all) params.pairs = 0;
-    launcher.Run(FewKernel(p.type, width, value_width), params, dim3(blocks * plan.splits), kFewThreads,
-                 FewSharedBytes(width, value_width, plan.stages, params.cluster), true, plan.cluster);
+    launcher.Run((codes ? FewCodesKernel : FewKernel)(p.type, width, value_width), params, dim3(blocks * plan.splits),
+                 kFewThreads, FewSharedBytes(width, value_width, plan.stages, params.cluster, codes), true,
+                 plan.cluster);
   } else {
     constexpr int kNarrow = 16, kBroad = 32;  // lanes of a head
     const int lanes = IsWide(width, value_width) ? kBroad : kNarrow, heads = kAppendThreads / lanes;
     params.blocks_per_token = (a.num_heads + 2 * a.kv_num_heads + heads - 1) / heads;
     // Of many tokens a block has several, one after the other.
     params.token_blocks = all / std::clamp(all / 512, 1, 8) * params.blocks_per_token;
-    launcher.Run(lanes == kBroad ? AttentionAppend<T, kBroad> : AttentionAppend<T, kNarrow>, params,
-                 dim3(params.token_blocks + copies), kAppendThreads, 0, true);
+    const auto append =
+        codes ? (lanes == kBroad ? AttentionAppend<T, kBroad, true> : AttentionAppend<T, kNarrow, true>)
+              : (lanes == kBroad ? AttentionAppend<T, kBroad, false> : AttentionAppend<T, kNarrow, false>);
+    launcher.Run(append, params, dim3(params.token_blocks + copies), kAppendThreads, 0, true);
     const dim3 grid(params.tiles * params.pairs, plan.splits);
     if (plan.wgmma)
-      launcher.Run(WideKernel(p.type, width, value_width, plan.tile_rows), params, grid, 2 * plan.tile_rows,
-                   WideSharedBytes(plan.tile_rows, width, value_width), true);
+      launcher.Run((codes ? WideCodesKernel : WideKernel)(p.type, width, value_width, plan.tile_rows), params, grid,
+                   2 * plan.tile_rows, WideSharedBytes(plan.tile_rows, width, value_width, codes), true);
     else
-      launcher.Run(ManyKernel(p.type, width, value_width), params, grid, kAttendThreads,
-                   ManySharedBytes(width, value_width), true);
+      launcher.Run((codes ? ManyCodesKernel : ManyKernel)(p.type, width, value_width), params, grid, kAttendThreads,
+                   ManySharedBytes(width, value_width, codes), true);
   }
   if (plan.splits > 1 && !params.cluster && all)
     launcher.Run(AttendMerge<T>, params, dim3(all * a.num_heads, (value_width + 127) / 128), kAttendThreads, 0, true);

@@ -6,8 +6,14 @@
 // workspace, and Attend or AttendWide in tiles. Where splits of a tile's slots are no cluster, AttendMerge adds up.
 // Tokens' ranges of slots are read on the device, so a launch has one shape at every position.
 //
-// Scores are in units of log2(e): the queries' scale has it.
+// Scores are in units of log2(e): score_factor has it.
+//
+// A cache of codes (kCodes) goes through shared memory as bytes. A stage of it is widened to float16, which has all of
+// int8's and e4m3's numbers, before it is multiplied; queries and weights are float16, too, whatever T is. Scores and
+// sums are multiplied by the scales.
 #pragma once
+#include <type_traits>
+
 #include "core/attributes.h"
 #include "cuda/attention.h"
 #include "cuda/ptx.cuh"
@@ -23,8 +29,10 @@ struct AttentionParams {
   const void *qkv, *past_key, *past_value;
   const int* rows;
   const float *cos, *sin, *q_norm, *k_norm, *sinks;
-  void *output, *key, *value;  // key, value: T [batch, kv_heads, slots, ..]
-  void* queries;               // T [batch, kv_heads, tokens * group, D], rows from the first token that counts
+  float score_factor;  // of products of queries and keys
+  void *output, *key, *value;  // key, value: T or codes [batch, kv_heads, slots, ..]
+  void* queries;               // T or, of codes, float16 [batch, kv_heads, tokens * group, D], rows from the first
+                               // token that counts
   float* partial;              // [batch, tokens, kv_heads * group, splits, V]
   float2* sums;  // of the same rows: largest score, sum of weights; sum 0: no slot, partial is not written
   int tile_rows, tiles, pairs, splits;  // pairs: batch * kv_heads
@@ -95,16 +103,11 @@ __device__ inline void CopySlots(const AttentionParams& p, int block) {
       static_cast<uint4*>(present)[to] = slot < row.past ? static_cast<const uint4*>(past)[from] : uint4{};
     }
   };
-  copy(p.key, p.past_key, p.attention.head_size / 8);
-  copy(p.value, p.past_value, p.attention.v_head_size / 8);
+  const int elements = p.attention.cache_format == k_cache_format_none ? 8 : 16;  // of 16 bytes
+  copy(p.key, p.past_key, p.attention.head_size / elements);
+  copy(p.value, p.past_value, p.attention.v_head_size / elements);
 }
 
-// The compiler moves no load from before this past it, to where its value is used.
-__device__ inline void IssueLoads() { asm volatile("" ::: "memory"); }
-__device__ inline void LoadEight(float (&to)[8], const float* from) {
-  const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
-  to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
-}
 template <typename T>
 __device__ inline void Widen(float (&x)[8], const uint4& v) {
   x[0] = Half<T>::Low(v.x), x[1] = Half<T>::High(v.x), x[2] = Half<T>::Low(v.y), x[3] = Half<T>::High(v.y);
@@ -113,6 +116,88 @@ __device__ inline void Widen(float (&x)[8], const uint4& v) {
 template <typename T>
 __device__ inline uint4 Narrow(const float (&x)[8]) {
   return {Half<T>::Pack(x[0], x[1]), Half<T>::Pack(x[2], x[3]), Half<T>::Pack(x[4], x[5]), Half<T>::Pack(x[6], x[7])};
+}
+
+// What keys, values, queries and weights are multiplied as, and an element of the cache.
+template <typename T, bool kCodes>
+struct Cached {
+  using Number = std::conditional_t<kCodes, __half, T>;
+  using Element = std::conditional_t<kCodes, uint8_t, T>;
+  static constexpr int kChunk = 16 / sizeof(Element);  // of 16 bytes
+};
+
+// The code of x / scale: FORMAT.md 5.1.
+__device__ inline uint32_t Int8Code(float x, float scale) {
+  const float number = fminf(fmaxf(__fdiv_rn(x, scale), -128.f), 127.f);
+  return static_cast<uint32_t>(__float2int_rn(x != x ? 0.f : number)) & 0xff;
+}
+__device__ inline uint32_t E4m3Codes(float first, float second, float scale) {
+  uint16_t codes = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+      : "=h"(codes)
+      : "f"(__fdiv_rn(second, scale)), "f"(__fdiv_rn(first, scale)));
+#endif
+  return codes;
+}
+// Eight numbers as the cache has them: T, or codes.
+template <typename T, bool kCodes>
+__device__ inline void StoreEight(const qm_attention& a, bool key, const float (&x)[8], void* to) {
+  if constexpr (kCodes) {
+    const float scale = key ? a.k_scale : a.v_scale;
+    uint32_t codes[2] = {0, 0};
+    if (a.cache_format == k_cache_format_fp8_e4m3) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) codes[i / 2] |= E4m3Codes(x[2 * i], x[2 * i + 1], scale) << i % 2 * 16;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) codes[i / 4] |= Int8Code(x[i], scale) << i % 4 * 8;
+    }
+    *static_cast<uint2*>(to) = {codes[0], codes[1]};
+  } else {
+    *static_cast<uint4*>(to) = Narrow<T>(x);
+  }
+}
+
+// Four codes as float16.
+__device__ inline uint2 WidenInt8(uint32_t codes) {
+  const uint32_t biased = codes ^ 0x80808080;  // 1024 + code + 128
+  uint32_t low, high;
+  asm("prmt.b32 %0, %1, %2, 0x5150;" : "=r"(low) : "r"(biased), "r"(0x64646464));
+  asm("prmt.b32 %0, %1, %2, 0x5352;" : "=r"(high) : "r"(biased), "r"(0x64646464));
+  return {Half<__half>::Sub(low, 0x64806480), Half<__half>::Sub(high, 0x64806480)};
+}
+__device__ inline uint2 WidenE4m3(uint32_t codes) {
+  uint2 numbers{0, 0};
+#if __CUDA_ARCH__ >= 900
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(numbers.x) : "h"(static_cast<uint16_t>(codes)));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(numbers.y) : "h"(static_cast<uint16_t>(codes >> 16)));
+#endif
+  return numbers;
+}
+// kRows rows of D codes, one after the other, as float16 where place(row, chunk of eight) says; by kThreads threads.
+template <int D, int kRows, int kThreads, class Place>
+__device__ __forceinline__ void WidenRows(bool e4m3, uint32_t from, const Place& place) {
+  constexpr int kChunks = kRows * D / 16;
+#pragma unroll
+  for (int i = 0; i < (kChunks + kThreads - 1) / kThreads; ++i) {
+    const int at = static_cast<int>(threadIdx.x) + i * kThreads, row = at / (D / 16), chunk = at % (D / 16);
+    if (kChunks % kThreads && at >= kChunks) break;
+    const uint4 v = Load16(from + at * 16);
+    const uint32_t codes[4] = {v.x, v.y, v.z, v.w};
+    uint2 numbers[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) numbers[j] = e4m3 ? WidenE4m3(codes[j]) : WidenInt8(codes[j]);
+    Store16(place(row, 2 * chunk), {numbers[0].x, numbers[0].y, numbers[1].x, numbers[1].y});
+    Store16(place(row, 2 * chunk + 1), {numbers[2].x, numbers[2].y, numbers[3].x, numbers[3].y});
+  }
+}
+
+// The compiler moves no load from before this past it, to where its value is used.
+__device__ inline void IssueLoads() { asm volatile("" ::: "memory"); }
+__device__ inline void LoadEight(float (&to)[8], const float* from) {
+  const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
+  to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
 }
 template <typename T>
 __device__ inline float AddSquares(const uint4& v, float sum) {
@@ -155,7 +240,7 @@ struct HeadPart {
     by_row = a.qk_norm == k_qk_norm_row, apart = !a.rotary_interleaved, half = a.rotary_size / 2;
     turns = there && (query || key) && d < 2 * half, whole = apart && half % 8 == 0;
     per_feature = 1.f / static_cast<float>(by_row ? (query ? heads : groups) * size : size);
-    scale = !query ? 1.f : a.softcap != 0 ? a.scale : a.scale * kLog2e;
+    scale = query && a.cache_format == k_cache_format_none ? p.score_factor : 1.f;
   }
   __device__ void LoadWeights(const AttentionParams& p) {
 #pragma unroll
@@ -263,6 +348,14 @@ __device__ inline void Softcap(const AttentionParams& p, float (&s)[N][4]) {
     for (int i = 0; i < 4; ++i)  // tanh x = 1 - 2 / (1 + e^2x)
       s[n][i] = outer * (1.f - 2 * Reciprocal(1.f + Exp2(s[n][i] * inner)));
 }
+// Of codes; others have it in the queries, which float16 has not the range for.
+template <int N>
+__device__ inline void ScaleScores(const AttentionParams& p, float (&s)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] *= p.score_factor;
+}
 // Scores of slots, from `first` on, that the rows do not see: none.
 template <int N>
 __device__ inline void Mask(const AttentionParams& p, float (&s)[N][4], const int (&slot_of)[2], int first) {
@@ -336,7 +429,7 @@ __device__ inline void StoreRow(const AttentionParams& p, const float (&acc)[M][
     return;
   }
   const float sink = SinkOf(p, place), largest = fmaxf(most, sink), factor = Exp2(most - largest);
-  const float inverse = factor / fmaf(sum, factor, Exp2(sink - largest));
+  const float inverse = factor / fmaf(sum, factor, Exp2(sink - largest)) * p.attention.v_scale;
   uint32_t* out = static_cast<uint32_t*>(p.output) + place * (M * 4) + t;
 #pragma unroll
   for (int n = 0; n < M; ++n) out[n * 4] = Half<T>::Pack(acc[n][2 * h] * inverse, acc[n][2 * h + 1] * inverse);
@@ -368,7 +461,7 @@ struct Sums {
 // Adds NT tiles of eight slots of a stage in shared memory, from first_key on, whose slot is `slot`; of the values the
 // columns from tile first_n on. query(d, m, q) loads features 16 d on of the queries of tile m. masked: some row does
 // not see one of the stage's slots; mixed: and another may.
-template <typename T, int DK, int DV, int NT, int MT, int M, class Query>
+template <typename T, int DK, int DV, int NT, bool kCodes, int MT, int M, class Query>
 __device__ __forceinline__ void AttendStage(const AttentionParams& p, uint32_t k_at, uint32_t v_at, int first_key,
                                             int slot, int first_n, bool masked, bool mixed, const Query& query,
                                             Sums<MT, M>& to) {
@@ -398,7 +491,10 @@ __device__ __forceinline__ void AttendStage(const AttentionParams& p, uint32_t k
   }
 
 #pragma unroll
-  for (int m = 0; m < MT; ++m) Softcap(p, s[m]);
+  for (int m = 0; m < MT; ++m) {
+    if constexpr (kCodes) ScaleScores(p, s[m]);
+    Softcap(p, s[m]);
+  }
   auto sees = [&](int m, int h, int key) {
     return slot + key <= to.slot_of[m][h] && slot + key >= FirstSlot(p, to.slot_of[m][h]);
   };

@@ -20,16 +20,20 @@ QM_CONSTEXPR int ManyRows(int keys, int values) { return IsWide(keys, values) ? 
 constexpr int kFewStages = 3, kDeepStages = 6, kManyStages = 2;  // deep: where a block has many and room for them
 // Sums of 16 rows from each block of a cluster, and of their values the columns that a block adds up, four at a time.
 QM_CONSTEXPR int FewReceivedBytes(int values) { return kMostCluster * kFewRows * (8 + (values + 63) / 64 * 16); }
-QM_CONSTEXPR int FewSharedBytes(int keys, int values, int stages, bool cluster) {
-  return stages * AttendKeys(keys, values) * (keys + values) * 2 + (cluster ? FewReceivedBytes(values) : 0);
+// The ring of stages; one of a cache of codes has bytes, and before it is a stage of the numbers that they stand for.
+QM_CONSTEXPR int RingBytes(int stage_keys, int keys, int values, int stages, bool codes) {
+  return stage_keys * (keys + values) * (codes ? 2 + stages : 2 * stages);
 }
-QM_CONSTEXPR int ManySharedBytes(int keys, int values) {
-  return (ManyRows(keys, values) * keys + kManyStages * AttendKeys(keys, values) * (keys + values)) * 2;
+QM_CONSTEXPR int FewSharedBytes(int keys, int values, int stages, bool cluster, bool codes) {
+  return RingBytes(AttendKeys(keys, values), keys, values, stages, codes) + (cluster ? FewReceivedBytes(values) : 0);
+}
+QM_CONSTEXPR int ManySharedBytes(int keys, int values, bool codes) {
+  return ManyRows(keys, values) * keys * 2 + RingBytes(AttendKeys(keys, values), keys, values, kManyStages, codes);
 }
 // attention_wgmma.cuh; 1024: to align the queries
 constexpr int kWideKeys = 64, kWideStages = 2;
-QM_CONSTEXPR int WideSharedBytes(int rows, int keys, int values) {
-  return 1024 + (rows * keys + kWideStages * kWideKeys * (keys + values)) * 2;
+QM_CONSTEXPR int WideSharedBytes(int rows, int keys, int values, bool codes) {
+  return 1024 + rows * keys * 2 + RingBytes(kWideKeys, keys, values, kWideStages, codes);
 }
 QM_CONSTEXPR int WideBlocks(int keys, int values) { return IsWide(keys, values) ? 1 : 2; }  // of a multiprocessor
 

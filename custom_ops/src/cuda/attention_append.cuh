@@ -17,7 +17,7 @@ __device__ inline float BlockSum(float x, float* scratch) {
 
 // kLanes lanes a head of a token. A block has the same heads of some tokens; what `rows` does not decide is asked for
 // before it is there.
-template <typename T, int kLanes>
+template <typename T, int kLanes, bool kCodes>
 __global__ void __launch_bounds__(kAppendThreads, 4) AttentionAppend(const __grid_constant__ AttentionParams p) {
   constexpr int kHeads = kAppendThreads / kLanes;
   __shared__ float4 features[kHeads][2 * kLanes];
@@ -77,8 +77,13 @@ __global__ void __launch_bounds__(kAppendThreads, 4) AttentionAppend(const __gri
     const int64_t pair = static_cast<int64_t>(b) * kv_heads + (part.query ? part.head / p.group : part.head);
     const int64_t at =
         part.query ? (pair * p.tokens + index) * p.group + part.head % p.group : pair * p.slots + row.past + index;
-    void* to = part.query ? p.queries : part.key ? p.key : p.value;
-    static_cast<uint4*>(to)[(at * part.size + part.d) / 8] = Narrow<T>(x);
+    const int64_t place = at * part.size + part.d;
+    if (part.query) {
+      static_cast<uint4*>(p.queries)[place / 8] = Narrow<typename Cached<T, kCodes>::Number>(x);
+    } else {
+      using Element = typename Cached<T, kCodes>::Element;
+      StoreEight<T, kCodes>(a, part.key, x, static_cast<Element*>(part.key ? p.key : p.value) + place);
+    }
   }
 }
 
@@ -140,7 +145,7 @@ __global__ void __launch_bounds__(kAttendThreads) AttendMerge(const __grid_const
     const float4 x = results[w][lane];
     y.x += x.x, y.y += x.y, y.z += x.z, y.w += x.w;
   }
-  const float inverse = 1.f / all;
+  const float inverse = 1.f / all * p.attention.v_scale;
   static_cast<uint2*>(p.output)[static_cast<int64_t>(place) * features + column] = {
       Half<T>::Pack(y.x * inverse, y.y * inverse), Half<T>::Pack(y.z * inverse, y.w * inverse)};
 }

@@ -21,9 +21,6 @@ __device__ inline void StoreRemote(uint32_t at, const float4& v) {
                : "memory");
 #endif
 }
-__device__ inline void Store16(uint32_t at, const uint4& v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
 
 // A head of a token that a block has: all query rows, then the tokens' keys, then their values.
 struct FewItem {
@@ -37,20 +34,25 @@ struct FewItem {
   }
 };
 
-template <typename T, int DK, int DV>
+template <typename T, int DK, int DV, bool kCodes>
 __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
     AttendFew(const __grid_constant__ AttentionParams p) {
+  using Number = typename Cached<T, kCodes>::Number;
+  using Element = typename Cached<T, kCodes>::Element;
+  constexpr int kChunk = Cached<T, kCodes>::kChunk;
   constexpr int kKeys = AttendKeys(DK, DV), kWarpKeys = 16, kWarps = kFewThreads / 32;
-  constexpr int KW = kKeys / kWarpKeys, VW = kWarps / KW, M = DV / 8 / VW;  // warps that share slots, columns
-  constexpr int kKeyBytes = kKeys * DK * 2, kStage = kKeys * (DK + DV) * 2;
+  constexpr int KW = kKeys / kWarpKeys, VW = kWarps / KW, M = DV / 8 / VW;   // warps that share slots, columns
+  constexpr int kKeyBytes = kKeys * DK * 2, kStage = kKeys * (DK + DV) * 2;  // of numbers
+  constexpr int kRingKeys = kKeys * DK * sizeof(Element), kRingStage = kKeys * (DK + DV) * sizeof(Element);
   constexpr int kLanes = IsWide(DK, DV) ? 32 : 16, kAtOnce = kFewThreads / kLanes;
   extern __shared__ uint4 shared[];
   const uint32_t kv_at = SharedAddress(shared);
-  // Queries, what heads turn in and sums of squares lie where the last stage will.
+  // Queries, what heads turn in and sums of squares lie where the last stage will, or the one of numbers.
   constexpr int kTurning = kFewRows * DK * 2, kSquares = kTurning + kFewThreads * 32;
   static_assert(kSquares + 2 * kFewRows * 4 <= kStage, "fits in a stage");
   const int stages = p.deep ? kDeepStages : kFewStages;
-  uint4* last_stage = shared + (stages - 1) * (kStage / 16);
+  uint4* last_stage = shared + (kCodes ? 0 : (stages - 1) * (kStage / 16));
+  const uint32_t ring_at = kv_at + (kCodes ? kStage : 0);
   const uint32_t queries_at = SharedAddress(last_stage);
   float4* of_head = reinterpret_cast<float4*>(last_stage) + kTurning / 16 + threadIdx.x / kLanes * 2 * kLanes;
   float* squares = reinterpret_cast<float*>(last_stage) + kSquares / 4;  // of each token's row: all queries; all keys
@@ -58,10 +60,11 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
   const qm_attention& a = p.attention;
   const int split = static_cast<int>(blockIdx.x) % p.splits, pair = static_cast<int>(blockIdx.x) / p.splits;
   const int b = pair / a.kv_num_heads, kv = pair % a.kv_num_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const T* old_keys = static_cast<const T*>(p.past_key) + static_cast<int64_t>(pair) * p.past_slots * DK;
-  const T* old_values = static_cast<const T*>(p.past_value) + static_cast<int64_t>(pair) * p.past_slots * DV;
-  T* keys = static_cast<T*>(p.key) + static_cast<int64_t>(pair) * p.slots * DK;
-  T* values = static_cast<T*>(p.value) + static_cast<int64_t>(pair) * p.slots * DV;
+  const Element* old_keys = static_cast<const Element*>(p.past_key) + static_cast<int64_t>(pair) * p.past_slots * DK;
+  const Element* old_values =
+      static_cast<const Element*>(p.past_value) + static_cast<int64_t>(pair) * p.past_slots * DV;
+  Element* keys = static_cast<Element*>(p.key) + static_cast<int64_t>(pair) * p.slots * DK;
+  Element* values = static_cast<Element*>(p.value) + static_cast<int64_t>(pair) * p.slots * DV;
   const volatile int* rows_at = p.rows + 3 * b;
   const bool attends = pair < p.pairs;
   if (p.cluster && attends) ClusterArrive();
@@ -117,30 +120,31 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
 
   auto at_stage = [&](int stage) {
     const uint32_t place = stage - begin;
-    return kv_at + (p.deep ? place % kDeepStages : place % kFewStages) * kStage;
+    return ring_at + (p.deep ? place % kDeepStages : place % kFewStages) * kRingStage;
   };
   // A group of copies, which may be empty; at first without the new slots, which this block is about to have.
   auto load = [&](int stage, bool at_first) {
     const int first = stage * kKeys;
     const bool old_only = first >= span.low && first + kKeys <= batch.past;
-    auto rows_of = [&](auto width, const T* old, const T* present, uint32_t to) {
-      constexpr int D = decltype(width)::value;
-      const int64_t from = static_cast<int64_t>(first) * D + threadIdx.x * 8;
+    auto rows_of = [&](auto width, const Element* old, const Element* present, uint32_t to) {
+      constexpr int D = decltype(width)::value, kChunks = kKeys * D / kChunk;
+      const int64_t from = static_cast<int64_t>(first) * D + threadIdx.x * kChunk;
 #pragma unroll
-      for (int i = 0; i < kKeys * D / 8 / kFewThreads; ++i) {
-        const uint32_t at = threadIdx.x + i * kFewThreads, key = at / (D / 8), chunk = at % (D / 8);
-        const uint32_t there = to + Swizzled<D>(key, chunk);
+      for (int i = 0; i < (kChunks + kFewThreads - 1) / kFewThreads; ++i) {
+        const uint32_t at = threadIdx.x + i * kFewThreads, key = at / (D / kChunk), chunk = at % (D / kChunk);
+        if (kChunks % kFewThreads && at >= kChunks) break;
+        const uint32_t there = to + (kCodes ? at * 16 : Swizzled<D>(key, chunk));
         const int slot = first + key;
         if (old_only)
-          CopyAsync16Past(there, old + from + i * kFewThreads * 8, true);
+          CopyAsync16Past(there, old + from + i * kFewThreads * kChunk, true);
         else if (!at_first || slot < batch.past || slot > span.last_slot)
-          CopyAsync16Past(there, (slot < batch.past ? old : present) + from + i * kFewThreads * 8,
+          CopyAsync16Past(there, (slot < batch.past ? old : present) + from + i * kFewThreads * kChunk,
                           slot >= span.low && slot <= span.last_slot);
       }
     };
     if (stage < end) {
       rows_of(Width<DK>{}, old_keys, keys, at_stage(stage));
-      rows_of(Width<DV>{}, old_values, values, at_stage(stage) + kKeyBytes);
+      rows_of(Width<DV>{}, old_values, values, at_stage(stage) + kRingKeys);
     }
     CopyAsyncCommit();
   };
@@ -168,16 +172,22 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
     const int number = first + static_cast<int>(threadIdx.x) / kLanes;
     const bool counts = item.index < batch.count;
     if (part.there && item.query) {
-      Store16(queries_at + Swizzled<DK>(number, part.d / 8), counts ? Narrow<T>(x) : uint4{});
+      Store16(queries_at + Swizzled<DK>(number, part.d / 8), counts ? Narrow<Number>(x) : uint4{});
     } else if (part.there && number < all_items && counts) {
       const int slot = batch.past + item.index, stage = slot / kKeys;
       if (stage >= begin && stage < end) {
-        const uint4 stored = Narrow<T>(x);
-        *reinterpret_cast<uint4*>((item.key ? keys : values) + static_cast<int64_t>(slot) * part.size + part.d) =
-            stored;
-        const uint32_t at =
-            item.key ? Swizzled<DK>(slot % kKeys, part.d / 8) : kKeyBytes + Swizzled<DV>(slot % kKeys, part.d / 8);
-        if (stage < begin + stages - 1) Store16(at_stage(stage) + at, stored);
+        void* to = (item.key ? keys : values) + static_cast<int64_t>(slot) * part.size + part.d;
+        StoreEight<T, kCodes>(a, item.key, x, to);
+        const bool soon = stage < begin + stages - 1;
+        if constexpr (kCodes) {
+          const int at = (item.key ? 0 : kRingKeys) + slot % kKeys * part.size + part.d;
+          uint8_t* there = reinterpret_cast<uint8_t*>(shared) + (at_stage(stage) - kv_at) + at;
+          if (soon) StoreEight<T, kCodes>(a, item.key, x, there);
+        } else {
+          const uint32_t at =
+              item.key ? Swizzled<DK>(slot % kKeys, part.d / 8) : kKeyBytes + Swizzled<DV>(slot % kKeys, part.d / 8);
+          if (soon) Store16(at_stage(stage) + at, Narrow<T>(x));
+        }
       }
     }
     first += kAtOnce;
@@ -206,20 +216,30 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
       CopyAsyncWait<kFewStages - 2>();
     __syncthreads();
     load(stage + stages - 1, false);
-    const uint32_t k_at = at_stage(stage);
-    AttendStage<T, DK, DV, kWarpKeys / 8>(p, k_at, k_at + kKeyBytes, key_warp * kWarpKeys,
-                                          stage * kKeys + key_warp * kWarpKeys, value_warp * M,
-                                          IsMasked(span, stage * kKeys, kKeys), mixed, query, found);
+    const uint32_t k_at = kCodes ? kv_at : at_stage(stage);
+    if constexpr (kCodes) {
+      const bool e4m3 = a.cache_format == k_cache_format_fp8_e4m3;
+      WidenRows<DK, kKeys, kFewThreads>(e4m3, at_stage(stage),
+                                        [&](int row, int chunk) { return k_at + Swizzled<DK>(row, chunk); });
+      WidenRows<DV, kKeys, kFewThreads>(e4m3, at_stage(stage) + kRingKeys, [&](int row, int chunk) {
+        return k_at + kKeyBytes + Swizzled<DV>(row, chunk);
+      });
+      __syncthreads();
+    }
+    AttendStage<Number, DK, DV, kWarpKeys / 8, kCodes>(p, k_at, k_at + kKeyBytes, key_warp * kWarpKeys,
+                                                       stage * kKeys + key_warp * kWarpKeys, value_warp * M,
+                                                       IsMasked(span, stage * kKeys, kKeys), mixed, query, found);
   }
   AddQuads(found.sum[0]);
 
   // The warps' results, over the stages: [KW][16][kStride], then pairs of largest score and sum.
   constexpr int kStride = DV + 4;
-  static_assert(KW * kFewRows * (kStride + 2) * 4 <= kFewStages * kStage, "fits in the stages");
+  static_assert(KW * kFewRows * (kStride + 2) * 4 <= RingBytes(kKeys, DK, DV, kFewStages, kCodes),
+                "fits in the stages");
   float* of_warps = reinterpret_cast<float*>(shared);
   float2* sums = reinterpret_cast<float2*>(of_warps + KW * kFewRows * kStride);
   // Of a cluster, after the stages: pairs [16 blocks][16 rows], then fours of columns [blocks][16 rows][columns].
-  const uint32_t received = kv_at + stages * kStage, received_columns = received + kMostCluster * kFewRows * 8;
+  const uint32_t received = ring_at + stages * kRingStage, received_columns = received + kMostCluster * kFewRows * 8;
   __syncthreads();
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -250,7 +270,7 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
       factors[w] = Exp2(sums[w * kFewRows + row].x - base);
       all = fmaf(sums[w * kFewRows + row].y, factors[w], all);
     }
-    const float inverse = 1.f / all;
+    const float inverse = 1.f / all * a.v_scale;
     const int64_t part_of = place_of[k] * p.splits + split;
     if (p.cluster && lane < p.splits)
       StoreRemote(ClusterAddress(received + (split * kFewRows + row) * 8, lane), float2{largest, all});
@@ -279,7 +299,7 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
 
   ClusterArrive();
   ClusterWait();
-  const float2* of_blocks = reinterpret_cast<const float2*>(shared + stages * (kStage / 16));
+  const float2* of_blocks = reinterpret_cast<const float2*>(shared + (received - kv_at) / 16);
   const float* columns_of = reinterpret_cast<const float*>(of_blocks + kMostCluster * kFewRows);
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
@@ -293,7 +313,7 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
     const float base = largest == -INFINITY ? 0.f : largest, weight = Exp2(s.x - base);
     float all = s.y * weight;
     for (int d = kMostCluster / 2; d > 0; d /= 2) all += __shfl_xor_sync(~0u, all, d);
-    const float inverse = 1.f / (__shfl_sync(~0u, all, 0) + Exp2(sink - base));
+    const float inverse = 1.f / (__shfl_sync(~0u, all, 0) + Exp2(sink - base)) * a.v_scale;
     for (int first = 0; first < columns * 4; first += 32) {
       const int column = first + lane, to = split * columns * 4 + column;
       const bool there = column < columns * 4 && to < DV;

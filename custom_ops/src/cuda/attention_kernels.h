@@ -13,8 +13,12 @@ using AttentionKernel = void (*)(AttentionParams);
 AttentionKernel FewKernel(int32_t type, int keys, int values);
 AttentionKernel ManyKernel(int32_t type, int keys, int values);
 AttentionKernel WideKernel(int32_t type, int keys, int values, int rows);
+// The same over caches of codes.
+AttentionKernel FewCodesKernel(int32_t type, int keys, int values);
+AttentionKernel ManyCodesKernel(int32_t type, int keys, int values);
+AttentionKernel WideCodesKernel(int32_t type, int keys, int values, int rows);
 
-// The instance of a kernel's template <typename T, int DK, int DV, ..>.
+// The instance of a kernel's template <typename T, int DK, int DV, ..>; the last argument is kCodes.
 #define QM_ATTENTION_INSTANCE(kernel, ...) \
   return type == QM_BF16 ? kernel<__nv_bfloat16, __VA_ARGS__> : kernel<__half, __VA_ARGS__>
 

@@ -4,12 +4,16 @@
 
 namespace quantmoe {
 
-template <typename T, int DK, int DV>
+template <typename T, int DK, int DV, bool kCodes>
 __global__ void __launch_bounds__(kAttendThreads, 2) Attend(const __grid_constant__ AttentionParams p) {
+  using Number = typename Cached<T, kCodes>::Number;
+  using Element = typename Cached<T, kCodes>::Element;
+  constexpr int kChunk = Cached<T, kCodes>::kChunk;
   constexpr int kKeys = AttendKeys(DK, DV), kRows = ManyRows(DK, DV), MT = kRows / 64, kWarpRows = 16 * MT;
-  constexpr int kKeyBytes = kKeys * DK * 2, kStage = kKeys * (DK + DV) * 2;
+  constexpr int kKeyBytes = kKeys * DK * 2, kStage = kKeys * (DK + DV) * 2;  // of numbers
+  constexpr int kRingKeys = kKeys * DK * sizeof(Element), kRingStage = kKeys * (DK + DV) * sizeof(Element);
   extern __shared__ uint4 shared[];
-  const uint32_t q_at = SharedAddress(shared), kv_at = q_at + kRows * DK * 2;
+  const uint32_t q_at = SharedAddress(shared), kv_at = q_at + kRows * DK * 2, ring_at = kv_at + (kCodes ? kStage : 0);
   LaunchDependents();
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
@@ -24,28 +28,30 @@ __global__ void __launch_bounds__(kAttendThreads, 2) Attend(const __grid_constan
   if (split >= span.splits) return WaitForPrevious();
   const int begin = span.Begin(split), end = span.Begin(split + 1);
 
-  const T* keys = static_cast<const T*>(p.key) + static_cast<int64_t>(pair) * p.slots * DK;
-  const T* values = static_cast<const T*>(p.value) + static_cast<int64_t>(pair) * p.slots * DV;
-  auto at_stage = [&](int stage) { return kv_at + stage % kManyStages * kStage; };
+  const Element* keys = static_cast<const Element*>(p.key) + static_cast<int64_t>(pair) * p.slots * DK;
+  const Element* values = static_cast<const Element*>(p.value) + static_cast<int64_t>(pair) * p.slots * DV;
+  auto at_stage = [&](int stage) { return ring_at + stage % kManyStages * kRingStage; };
   auto load = [&](int stage) {  // a group of copies, which may be empty
-    auto rows_of = [&](auto width, const T* from, uint32_t to) {
+    auto rows_of = [&](auto width, const Element* from, uint32_t to) {
       constexpr int D = decltype(width)::value;
+      static_assert(kKeys * D / kChunk % kAttendThreads == 0, "each thread copies as many");
 #pragma unroll
-      for (int i = 0; i < kKeys * D / 8 / kAttendThreads; ++i) {
-        const int at = static_cast<int>(threadIdx.x) + i * kAttendThreads, key = at / (D / 8), chunk = at % (D / 8);
-        const int slot = stage * kKeys + key;
-        CopyAsync16Past(to + Swizzled<D>(key, chunk), from + static_cast<int64_t>(stage) * (kKeys * D) + at * 8,
+      for (int i = 0; i < kKeys * D / kChunk / kAttendThreads; ++i) {
+        const int at = static_cast<int>(threadIdx.x) + i * kAttendThreads;
+        const int key = at / (D / kChunk), chunk = at % (D / kChunk), slot = stage * kKeys + key;
+        CopyAsync16Past(to + (kCodes ? at * 16 : Swizzled<D>(key, chunk)),
+                        from + static_cast<int64_t>(stage) * (kKeys * D) + at * kChunk,
                         slot >= span.low && slot <= span.last_slot);
       }
     };
     if (stage < end) {
       rows_of(Width<DK>{}, keys, at_stage(stage));
-      rows_of(Width<DV>{}, values, at_stage(stage) + kKeyBytes);
+      rows_of(Width<DV>{}, values, at_stage(stage) + kRingKeys);
     }
     CopyAsyncCommit();
   };
-  const T* queries =
-      static_cast<const T*>(p.queries) + (static_cast<int64_t>(pair) * p.tokens * p.group + first_row) * DK;
+  const Number* queries =
+      static_cast<const Number*>(p.queries) + (static_cast<int64_t>(pair) * p.tokens * p.group + first_row) * DK;
   WaitForPrevious();
   for (int at = threadIdx.x; at < kRows * DK / 8; at += kAttendThreads)
     CopyAsync16Past(q_at + Swizzled<DK>(at / (DK / 8), at % (DK / 8)), queries + at * 8,
@@ -60,9 +66,18 @@ __global__ void __launch_bounds__(kAttendThreads, 2) Attend(const __grid_constan
     CopyAsyncWait<kManyStages - 2>();
     __syncthreads();
     load(stage + kManyStages - 1);
-    const uint32_t k_at = at_stage(stage);
-    AttendStage<T, DK, DV, kKeys / 8>(p, k_at, k_at + kKeyBytes, 0, stage * kKeys, 0,
-                                      IsMasked(span, stage * kKeys, kKeys), true, query, sums);
+    const uint32_t k_at = kCodes ? kv_at : at_stage(stage);
+    if constexpr (kCodes) {
+      const bool e4m3 = p.attention.cache_format == k_cache_format_fp8_e4m3;
+      WidenRows<DK, kKeys, kAttendThreads>(e4m3, at_stage(stage),
+                                           [&](int row, int chunk) { return k_at + Swizzled<DK>(row, chunk); });
+      WidenRows<DV, kKeys, kAttendThreads>(e4m3, at_stage(stage) + kRingKeys, [&](int row, int chunk) {
+        return k_at + kKeyBytes + Swizzled<DV>(row, chunk);
+      });
+      __syncthreads();
+    }
+    AttendStage<Number, DK, DV, kKeys / 8, kCodes>(p, k_at, k_at + kKeyBytes, 0, stage * kKeys, 0,
+                                                   IsMasked(span, stage * kKeys, kKeys), true, query, sums);
   }
 #pragma unroll
   for (int m = 0; m < MT; ++m) {

@@ -14,9 +14,8 @@ int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int ValidateAttributes(const qm_attention& a, char* err) {
   QM_TRY(check_attention(a, err));
-  if (a.cache_format != k_cache_format_none)
-    return fail(err, QM_UNSUPPORTED, "cache_format is \"%s\", the CUDA kernels take none",
-                enum_name("cache_format", a.cache_format));
+  if (a.cache_format == k_cache_format_int8_token)
+    return fail(err, QM_UNSUPPORTED, "cache_format is \"int8_token\", the CUDA kernels take none, int8 and fp8_e4m3");
   if (a.num_heads > kMostHeads)
     return fail(err, QM_UNSUPPORTED, "num_heads is %d, the CUDA kernels take up to %d", a.num_heads, kMostHeads);
 #define QM_SIZES(keys, values) \
@@ -53,10 +52,12 @@ int Splits(const qm_cuda_attention_problem& p, int multiprocessors, int least_lo
   return static_cast<int>(std::max<int64_t>(1, std::min({wanted, most, int64_t{kMostSplits}})));
 }
 
+bool HasCodes(const qm_attention& a) { return a.cache_format != k_cache_format_none; }
+
 // Whether a block of few rows has the shared memory; kReserved bytes of a multiprocessor's are the system's.
 bool Fits(const qm_cuda_device& device, const qm_attention& a, int stages, bool cluster) {
   constexpr int kReserved = 1024;
-  return FewSharedBytes(a.head_size, a.v_head_size, stages, cluster) + kReserved <= device.shared_bytes;
+  return FewSharedBytes(a.head_size, a.v_head_size, stages, cluster, HasCodes(a)) + kReserved <= device.shared_bytes;
 }
 
 // Blocks of a cluster that share what a row of few queries sees; 1: none. As measured on an H200: clusters of more than
@@ -85,7 +86,7 @@ void PlanFew(const qm_cuda_attention_problem& p, const qm_cuda_device& device, i
   // Where a block of a cluster would read more than kMostOfBlock, more splits are quicker, though another kernel adds
   // them up.
   constexpr int64_t kMostOfBlock = 256 * 1024;
-  const int64_t bytes = pairs * seen * (a.head_size + a.v_head_size) * 2;
+  const int64_t bytes = pairs * seen * (a.head_size + a.v_head_size) * (HasCodes(a) ? 1 : 2);
   if (cluster > 1 && (plan->splits <= cluster || bytes <= pairs * cluster * kMostOfBlock))
     plan->splits = plan->cluster = cluster;
   const int64_t blocks = pairs * plan->splits;
@@ -108,6 +109,10 @@ extern "C" int qm_cuda_plan_attention(const qm_cuda_attention_problem* problem, 
   if (device->sm < 80)
     return fail(err, QM_UNSUPPORTED, "compute capability %d.%d, the kernels need 8.0 or later", device->sm / 10,
                 device->sm % 10);
+  if (device->sm < 90 && p.attention.cache_format == k_cache_format_fp8_e4m3)
+    return fail(err, QM_UNSUPPORTED,
+                "cache_format is \"fp8_e4m3\", which needs compute capability 9.0 or later, found %d.%d",
+                device->sm / 10, device->sm % 10);
   QM_TRY(ValidateShapes(p, err));
   const int64_t rows = p.tokens * (p.attention.num_heads / p.attention.kv_num_heads);
   const int64_t heads = p.batch * p.tokens * p.attention.num_heads;

@@ -22,13 +22,18 @@ __device__ __forceinline__ void AddValues(float* acc, const uint32_t (&weights)[
     AddValues<T, N - kColumns>(acc + kColumns / 2, weights, v_at + kColumns / 64 * tile, tile);
 }
 
-template <typename T, int DK, int DV, int kRows>
+template <typename T, int DK, int DV, int kRows, bool kCodes>
 __global__ void __launch_bounds__(2 * kRows, WideBlocks(DK, DV)) AttendWide(const __grid_constant__ AttentionParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Number = typename Cached<T, kCodes>::Number;
+  using Element = typename Cached<T, kCodes>::Element;
+  constexpr int kChunk = Cached<T, kCodes>::kChunk;
   constexpr int kThreads = 2 * kRows, kKeys = kWideKeys, kKeyBytes = kKeys * DK * 2, kValueBytes = kKeys * DV * 2;
-  constexpr int kStage = kKeyBytes + kValueBytes, kTile = kKeys * 128, NT = kKeys / 8;
+  constexpr int kStage = kKeyBytes + kValueBytes, kTile = kKeys * 128, NT = kKeys / 8;  // of numbers
+  constexpr int kRingKeys = kKeys * DK * sizeof(Element), kRingStage = kKeys * (DK + DV) * sizeof(Element);
   extern __shared__ uint4 shared[];
-  const uint32_t q_at = (SharedAddress(shared) + 1023) / 1024 * 1024, kv_at = q_at + kRows * DK * 2;
+  const uint32_t q_at = (SharedAddress(shared) + 1023) / 1024 * 1024, kv_at = q_at + kRows * DK * 2,
+                 ring_at = kv_at + (kCodes ? kStage : 0);
   LaunchDependents();
 
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row_of = threadIdx.x / 32 * 16 + g;
@@ -44,29 +49,31 @@ __global__ void __launch_bounds__(2 * kRows, WideBlocks(DK, DV)) AttendWide(cons
   if (split >= span.splits) return;
   const int begin = span.Begin(split), end = span.Begin(split + 1);
 
-  const T* keys = static_cast<const T*>(p.key) + static_cast<int64_t>(pair) * p.slots * DK;
-  const T* values = static_cast<const T*>(p.value) + static_cast<int64_t>(pair) * p.slots * DV;
-  auto at_stage = [&](int stage) { return kv_at + stage % kWideStages * kStage; };
+  const Element* keys = static_cast<const Element*>(p.key) + static_cast<int64_t>(pair) * p.slots * DK;
+  const Element* values = static_cast<const Element*>(p.value) + static_cast<int64_t>(pair) * p.slots * DV;
+  auto at_stage = [&](int stage) { return ring_at + stage % kWideStages * kRingStage; };
   auto load = [&](int stage) {
-    auto copy = [&](uint32_t to, const T* from, auto width, int i) {
+    auto copy = [&](uint32_t to, const Element* from, auto width, int i) {
       constexpr int D = decltype(width)::value;
-      const int at = static_cast<int>(threadIdx.x) + i * kThreads, key = at / (D / 8), chunk = at % (D / 8);
+      static_assert(kKeys * D / kChunk % kThreads == 0, "each thread copies as many");
+      const int at = static_cast<int>(threadIdx.x) + i * kThreads, key = at / (D / kChunk), chunk = at % (D / kChunk);
       const int slot = stage * kKeys + key;
       const bool there = slot >= span.low && slot <= span.last_slot;
-      const uint32_t place = to + SwizzledTile<kKeys>(key, chunk);
-      const int64_t offset = static_cast<int64_t>(stage) * (kKeys * D) + at * 8;
+      const uint32_t place = to + (kCodes ? at * 16 : SwizzledTile<kKeys>(key, chunk));
+      const int64_t offset = static_cast<int64_t>(stage) * (kKeys * D) + at * kChunk;
       CopyAsync16Past(place, from + offset, there);
-      if constexpr (DK == DV) CopyAsync16Past(place + kKeyBytes, values + offset, there);
+      if constexpr (DK == DV) CopyAsync16Past(place + kRingKeys, values + offset, there);
     };
     if (stage >= end) return;
 #pragma unroll
-    for (int i = 0; i < kKeys * DK / 8 / kThreads; ++i) copy(at_stage(stage), keys, Width<DK>{}, i);
+    for (int i = 0; i < kKeys * DK / kChunk / kThreads; ++i) copy(at_stage(stage), keys, Width<DK>{}, i);
     if constexpr (DK != DV)
 #pragma unroll
-      for (int i = 0; i < kKeys * DV / 8 / kThreads; ++i) copy(at_stage(stage) + kKeyBytes, values, Width<DV>{}, i);
+      for (int i = 0; i < kKeys * DV / kChunk / kThreads; ++i)
+        copy(at_stage(stage) + kRingKeys, values, Width<DV>{}, i);
   };
-  const T* queries =
-      static_cast<const T*>(p.queries) + (static_cast<int64_t>(pair) * p.tokens * p.group + first_row) * DK;
+  const Number* queries =
+      static_cast<const Number*>(p.queries) + (static_cast<int64_t>(pair) * p.tokens * p.group + first_row) * DK;
   for (int at = threadIdx.x; at < kRows * DK / 8; at += kThreads)
     CopyAsync16Past(q_at + SwizzledTile<kRows>(at / (DK / 8), at % (DK / 8)), queries + at * 8,
                     first_row + at / (DK / 8) < rows);
@@ -82,53 +89,63 @@ __global__ void __launch_bounds__(2 * kRows, WideBlocks(DK, DV)) AttendWide(cons
   const uint32_t own_at = q_at + threadIdx.x / 128 * 64 * 128;  // of the warpgroup's rows
   for (int stage = begin; stage < end; ++stage) {
     CopyAsyncWaitAll();
-    FenceAsyncProxy();
+    if constexpr (!kCodes) FenceAsyncProxy();
     __syncthreads();  // the stage is there for all threads, and the last one is read
     load(stage + 1);
+    const uint32_t k_at = kCodes ? kv_at : at_stage(stage), v_at = k_at + kKeyBytes;
+    if constexpr (kCodes) {
+      const bool e4m3 = p.attention.cache_format == k_cache_format_fp8_e4m3;
+      WidenRows<DK, kKeys, kThreads>(e4m3, at_stage(stage),
+                                     [&](int row, int chunk) { return k_at + SwizzledTile<kKeys>(row, chunk); });
+      WidenRows<DV, kKeys, kThreads>(e4m3, at_stage(stage) + kRingKeys,
+                                     [&](int row, int chunk) { return v_at + SwizzledTile<kKeys>(row, chunk); });
+      FenceAsyncProxy();
+      __syncthreads();
+    }
     float s[NT][4];
     WgmmaFence();
 #pragma unroll
     for (int d = 0; d < DK / 16; ++d)
-      WgmmaShared<T, kKeys>(s[0], Descriptor(DescriptorLow(own_at + d / 4 * kRows * 128 + d % 4 * 32)),
-                            Descriptor(DescriptorLow(at_stage(stage) + d / 4 * kTile + d % 4 * 32)), d > 0);
+      WgmmaShared<Number, kKeys>(s[0], Descriptor(DescriptorLow(own_at + d / 4 * kRows * 128 + d % 4 * 32)),
+                                 Descriptor(DescriptorLow(k_at + d / 4 * kTile + d % 4 * 32)), d > 0);
     WgmmaCommit();
     WgmmaWait<0>();
+    if constexpr (kCodes) ScaleScores(p, s);
     Softcap(p, s);
     const int stage_slot = stage * kKeys;
     const bool masked = IsMasked(span, stage_slot, kKeys);
     if (masked) Mask(p, s, slot_of, stage_slot);
     Weigh(s, acc, most, sum);
 
-    const uint32_t v_at = at_stage(stage) + kKeyBytes;
     if (masked) {
       // Where not every row sees a stage's slots, a value that is not finite is added, not multiplied by zero.
       bool odd = false;
       for (int at = threadIdx.x; at < kValueBytes / 16; at += kThreads)
-        odd |= IsOdd(Load16(v_at + at * 16), kExponent<T>);
+        odd |= IsOdd(Load16(v_at + at * 16), kExponent<Number>);
       if (__syncthreads_or(odd)) {
 #pragma unroll 1
         for (int key = 0; key < kKeys; ++key)
 #pragma unroll
           for (int n = 0; n < DV / 8; ++n) {
-            const uint32_t v = OnlyOdd(Load4(v_at + SwizzledTile<kKeys>(key, n) + 4 * t), kExponent<T>);
+            const uint32_t v = OnlyOdd(Load4(v_at + SwizzledTile<kKeys>(key, n) + 4 * t), kExponent<Number>);
 #pragma unroll
             for (int h = 0; v && h < 2; ++h)
               if (stage_slot + key <= slot_of[h] && stage_slot + key >= FirstSlot(p, slot_of[h]))
-                acc[n][2 * h] += Half<T>::Low(v), acc[n][2 * h + 1] += Half<T>::High(v);
+                acc[n][2 * h] += Half<Number>::Low(v), acc[n][2 * h + 1] += Half<Number>::High(v);
           }
         __syncthreads();
         for (int at = threadIdx.x; at < kValueBytes / 4; at += kThreads)
-          Store4(v_at + at * 4, Load4(v_at + at * 4) ^ OnlyOdd(Load4(v_at + at * 4), kExponent<T>));
+          Store4(v_at + at * 4, Load4(v_at + at * 4) ^ OnlyOdd(Load4(v_at + at * 4), kExponent<Number>));
         FenceAsyncProxy();
         __syncthreads();
       }
     }
     uint32_t weights[NT / 2][4];
 #pragma unroll
-    for (int k = 0; k < NT / 2; ++k) PackWeights<T>(weights[k], s, 2 * k);
+    for (int k = 0; k < NT / 2; ++k) PackWeights<Number>(weights[k], s, 2 * k);
     WgmmaFence();
 #pragma unroll
-    for (int k = 0; k < NT / 2; ++k) AddValues<T, DV>(acc[0], weights[k], v_at + k * 2048, kTile);
+    for (int k = 0; k < NT / 2; ++k) AddValues<Number, DV>(acc[0], weights[k], v_at + k * 2048, kTile);
     WgmmaCommit();
     WgmmaWait<0>();
   }

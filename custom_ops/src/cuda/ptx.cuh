@@ -75,6 +75,9 @@ __device__ inline uint4 Load16(uint32_t at) {
                : "memory");
   return v;
 }
+__device__ inline void Store16(uint32_t at, const uint4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 // Four 8 x 8 matrices of 16-bit values, whose rows' addresses lanes 0 to 7, 8 to 15, .. have: a lane gets the values
 // 2t and 2t + 1 of row g, or, transposed, of column g.
 __device__ inline void LoadMatrices(uint32_t (&m)[4], uint32_t at) {

@@ -1,0 +1,13 @@
+#include "cuda/attention_kernels.h"
+#include "cuda/attention_many.cuh"
+
+namespace quantmoe {
+
+AttentionKernel ManyCodesKernel(int32_t type, int keys, int values) {
+#define QM_INSTANCE(DK, DV) \
+  if (keys == DK && values == DV) QM_ATTENTION_INSTANCE(Attend, DK, DV, true);
+  QM_ATTENTION_SIZES(QM_INSTANCE)
+  return nullptr;
+}
+
+}  // namespace quantmoe
