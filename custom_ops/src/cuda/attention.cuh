@@ -29,7 +29,7 @@ struct AttentionParams {
   const void *qkv, *past_key, *past_value;
   const int* rows;
   const float *cos, *sin, *q_norm, *k_norm, *sinks;
-  float score_factor;  // of products of queries and keys
+  float score_factor;          // of products of queries and keys
   void *output, *key, *value;  // key, value: T or codes [batch, kv_heads, slots, ..]
   void* queries;               // T or, of codes, float16 [batch, kv_heads, tokens * group, D], rows from the first
                                // token that counts
@@ -178,18 +178,15 @@ __device__ inline uint2 WidenE4m3(uint32_t codes) {
 // kRows rows of D codes, one after the other, as float16 where place(row, chunk of eight) says; by kThreads threads.
 template <int D, int kRows, int kThreads, class Place>
 __device__ __forceinline__ void WidenRows(bool e4m3, uint32_t from, const Place& place) {
-  constexpr int kChunks = kRows * D / 16;
+  constexpr int kChunks = kRows * D / 8;
+  static_assert(kChunks % kThreads == 0, "each thread widens as many");
 #pragma unroll
-  for (int i = 0; i < (kChunks + kThreads - 1) / kThreads; ++i) {
-    const int at = static_cast<int>(threadIdx.x) + i * kThreads, row = at / (D / 16), chunk = at % (D / 16);
-    if (kChunks % kThreads && at >= kChunks) break;
-    const uint4 v = Load16(from + at * 16);
-    const uint32_t codes[4] = {v.x, v.y, v.z, v.w};
-    uint2 numbers[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) numbers[j] = e4m3 ? WidenE4m3(codes[j]) : WidenInt8(codes[j]);
-    Store16(place(row, 2 * chunk), {numbers[0].x, numbers[0].y, numbers[1].x, numbers[1].y});
-    Store16(place(row, 2 * chunk + 1), {numbers[2].x, numbers[2].y, numbers[3].x, numbers[3].y});
+  for (int i = 0; i < kChunks / kThreads; ++i) {
+    const int at = static_cast<int>(threadIdx.x) + i * kThreads;
+    const uint2 codes = Load8(from + at * 8);
+    const uint2 low = e4m3 ? WidenE4m3(codes.x) : WidenInt8(codes.x);
+    const uint2 high = e4m3 ? WidenE4m3(codes.y) : WidenInt8(codes.y);
+    Store16(place(at / (D / 8), at % (D / 8)), {low.x, low.y, high.x, high.y});
   }
 }
 

@@ -24,8 +24,14 @@ QM_CONSTEXPR int FewReceivedBytes(int values) { return kMostCluster * kFewRows *
 QM_CONSTEXPR int RingBytes(int stage_keys, int keys, int values, int stages, bool codes) {
   return stage_keys * (keys + values) * (codes ? 2 + stages : 2 * stages);
 }
+// Of few rows codes are widened in registers: before the ring are queries, what heads turn in, and sums of squares.
+QM_CONSTEXPR int FewScratchBytes(int keys) { return kFewRows * (keys * 2 + 8) + kFewThreads * 32; }
+QM_CONSTEXPR int FewRingBytes(int keys, int values, int stages, bool codes) {
+  const int numbers = stages * AttendKeys(keys, values) * (keys + values);
+  return codes ? FewScratchBytes(keys) + numbers : 2 * numbers;
+}
 QM_CONSTEXPR int FewSharedBytes(int keys, int values, int stages, bool cluster, bool codes) {
-  return RingBytes(AttendKeys(keys, values), keys, values, stages, codes) + (cluster ? FewReceivedBytes(values) : 0);
+  return FewRingBytes(keys, values, stages, codes) + (cluster ? FewReceivedBytes(values) : 0);
 }
 QM_CONSTEXPR int ManySharedBytes(int keys, int values, bool codes) {
   return ManyRows(keys, values) * keys * 2 + RingBytes(AttendKeys(keys, values), keys, values, kManyStages, codes);

@@ -34,6 +34,91 @@ struct FewItem {
   }
 };
 
+// Where 16 codes of a row of D lie in shared memory: eight rows' same chunk in eight different groups of banks.
+template <int D>
+__device__ inline uint32_t SwizzledCodes(int row, int chunk) {
+  constexpr int kChunks = D / 16;
+  const int turn = kChunks % 8 == 0 ? row & 7 : kChunks % 4 == 0 ? row >> 1 & 3 : row >> 2 & 1;
+  return static_cast<uint32_t>(row * kChunks + (chunk ^ turn)) * 16;
+}
+// Of four codes of e4m3, 1 in the bytes of those that are no numbers.
+__device__ inline uint32_t NoNumbers(uint32_t codes) { return ((codes & 0x7f7f7f7f) + 0x01010101 & 0x80808080) >> 7; }
+
+// AttendStage of 16 slots of codes. A lane gets four codes side by side, which are widened in registers: of 16 features
+// 4 t, 4 t + 1 are those that the product has at 2 t, and 4 t + 2, 4 t + 3 at 2 t + 8, in `query`, too; of 16 columns
+// of the values a tile of acc has the even ones, the next the odd ones.
+template <int DK, int DV, int M>
+__device__ __forceinline__ void AttendCodes(const AttentionParams& p, uint32_t k_at, uint32_t v_at, int first_key,
+                                            int slot, int first_n, bool masked, bool mixed,
+                                            const uint32_t (&query)[DK / 16][4], Sums<1, M>& to) {
+  static_assert(DK % 32 == 0 && M % 2 == 0, "two chunks of keys, one of values");
+  const int lane = threadIdx.x % 32, t = lane % 4;
+  const bool e4m3 = p.attention.cache_format == k_cache_format_fp8_e4m3;
+  auto widen = [&](uint32_t codes) { return e4m3 ? WidenE4m3(codes) : WidenInt8(codes); };
+  float s[2][4];
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] = 0;
+#pragma unroll
+  for (int d = 0; d < DK / 16; d += 2) {
+    uint32_t k[4];
+    LoadMatrices(k, k_at + SwizzledCodes<DK>(first_key + lane % 8 + lane / 16 * 8, d + lane / 8 % 2));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint2 numbers = widen(k[i]);
+      Half<__half>::Mma(s[i / 2], query[d + i % 2], numbers.x, numbers.y);
+    }
+  }
+  ScaleScores(p, s);
+  Softcap(p, s);
+  if (masked) Mask(p, s, to.slot_of[0], slot);
+  Weigh(s, to.acc[0], to.most[0], to.sum[0]);
+
+  const int chunk = first_n / 2;
+  bool odd = false;  // as AttendStage's
+  if (masked && mixed && e4m3)
+    for (int at = lane; at < 8 * M; at += 32) {
+      const uint4 v = Load16(v_at + SwizzledCodes<DV>(first_key + at / (M / 2), chunk + at % (M / 2)));
+      odd |= (NoNumbers(v.x) | NoNumbers(v.y) | NoNumbers(v.z) | NoNumbers(v.w)) != 0;
+    }
+  odd = __any_sync(~0u, odd);
+#pragma unroll 1
+  for (int key = 0; odd && key < 16; ++key) {
+#pragma unroll
+    for (int n = 0; n < M; ++n) {
+      const uint32_t bad = NoNumbers(Load4(v_at + SwizzledCodes<DV>(first_key + key, chunk + n / 2) + 4 * t));
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const bool sees = slot + key <= to.slot_of[0][h] && slot + key >= FirstSlot(p, to.slot_of[0][h]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (sees && bad >> (2 * i + n % 2) * 8 & 1) to.acc[0][n][2 * h + i] += NAN;
+      }
+    }
+  }
+  uint32_t weight[4];
+  PackWeights<__half>(weight, s, 0);
+#pragma unroll
+  for (int n = 0; n < M; n += 4) {
+    uint32_t v[4];
+    const bool both = n + 2 < M;
+    LoadTransposed(v, v_at + SwizzledCodes<DV>(first_key + lane % 16, chunk + n / 2 + (both ? lane / 16 : 0)));
+    uint2 numbers[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (odd) v[i] &= ~(NoNumbers(v[i]) * 0xff);
+      numbers[i] = widen(__byte_perm(v[i], 0, 0x3120));
+    }
+    Half<__half>::Mma(to.acc[0][n], weight, numbers[0].x, numbers[1].x);
+    Half<__half>::Mma(to.acc[0][n + 1], weight, numbers[0].y, numbers[1].y);
+    if (both) {
+      Half<__half>::Mma(to.acc[0][n + 2], weight, numbers[2].x, numbers[3].x);
+      Half<__half>::Mma(to.acc[0][n + 3], weight, numbers[2].y, numbers[3].y);
+    }
+  }
+}
+
 template <typename T, int DK, int DV, bool kCodes>
 __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
     AttendFew(const __grid_constant__ AttentionParams p) {
@@ -47,12 +132,12 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
   constexpr int kLanes = IsWide(DK, DV) ? 32 : 16, kAtOnce = kFewThreads / kLanes;
   extern __shared__ uint4 shared[];
   const uint32_t kv_at = SharedAddress(shared);
-  // Queries, what heads turn in and sums of squares lie where the last stage will, or the one of numbers.
+  // Queries, what heads turn in and sums of squares lie where the last stage will, of codes before the ring.
   constexpr int kTurning = kFewRows * DK * 2, kSquares = kTurning + kFewThreads * 32;
-  static_assert(kSquares + 2 * kFewRows * 4 <= kStage, "fits in a stage");
+  static_assert(kSquares + 2 * kFewRows * 4 <= (kCodes ? FewScratchBytes(DK) : kStage), "fits in a stage");
   const int stages = p.deep ? kDeepStages : kFewStages;
   uint4* last_stage = shared + (kCodes ? 0 : (stages - 1) * (kStage / 16));
-  const uint32_t ring_at = kv_at + (kCodes ? kStage : 0);
+  const uint32_t ring_at = kv_at + (kCodes ? FewScratchBytes(DK) : 0);
   const uint32_t queries_at = SharedAddress(last_stage);
   float4* of_head = reinterpret_cast<float4*>(last_stage) + kTurning / 16 + threadIdx.x / kLanes * 2 * kLanes;
   float* squares = reinterpret_cast<float*>(last_stage) + kSquares / 4;  // of each token's row: all queries; all keys
@@ -133,7 +218,7 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
       for (int i = 0; i < (kChunks + kFewThreads - 1) / kFewThreads; ++i) {
         const uint32_t at = threadIdx.x + i * kFewThreads, key = at / (D / kChunk), chunk = at % (D / kChunk);
         if (kChunks % kFewThreads && at >= kChunks) break;
-        const uint32_t there = to + (kCodes ? at * 16 : Swizzled<D>(key, chunk));
+        const uint32_t there = to + (kCodes ? SwizzledCodes<D>(key, chunk) : Swizzled<D>(key, chunk));
         const int slot = first + key;
         if (old_only)
           CopyAsync16Past(there, old + from + i * kFewThreads * kChunk, true);
@@ -172,7 +257,14 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
     const int number = first + static_cast<int>(threadIdx.x) / kLanes;
     const bool counts = item.index < batch.count;
     if (part.there && item.query) {
-      Store16(queries_at + Swizzled<DK>(number, part.d / 8), counts ? Narrow<Number>(x) : uint4{});
+      const uint4 v = counts ? Narrow<Number>(x) : uint4{};
+      if constexpr (kCodes) {  // in AttendCodes' order
+        const int half = part.d % 16, chunk = part.d / 16 * 2;
+        Store8(queries_at + Swizzled<DK>(number, chunk) + half, {v.x, v.z});
+        Store8(queries_at + Swizzled<DK>(number, chunk + 1) + half, {v.y, v.w});
+      } else {
+        Store16(queries_at + Swizzled<DK>(number, part.d / 8), v);
+      }
     } else if (part.there && number < all_items && counts) {
       const int slot = batch.past + item.index, stage = slot / kKeys;
       if (stage >= begin && stage < end) {
@@ -180,8 +272,9 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
         StoreEight<T, kCodes>(a, item.key, x, to);
         const bool soon = stage < begin + stages - 1;
         if constexpr (kCodes) {
-          const int at = (item.key ? 0 : kRingKeys) + slot % kKeys * part.size + part.d;
-          uint8_t* there = reinterpret_cast<uint8_t*>(shared) + (at_stage(stage) - kv_at) + at;
+          const int row = slot % kKeys, chunk = part.d / 16;
+          const uint32_t at = item.key ? SwizzledCodes<DK>(row, chunk) : kRingKeys + SwizzledCodes<DV>(row, chunk);
+          uint8_t* there = reinterpret_cast<uint8_t*>(shared) + (at_stage(stage) - kv_at) + at + part.d % 16;
           if (soon) StoreEight<T, kCodes>(a, item.key, x, there);
         } else {
           const uint32_t at =
@@ -216,26 +309,20 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
       CopyAsyncWait<kFewStages - 2>();
     __syncthreads();
     load(stage + stages - 1, false);
-    const uint32_t k_at = kCodes ? kv_at : at_stage(stage);
-    if constexpr (kCodes) {
-      const bool e4m3 = a.cache_format == k_cache_format_fp8_e4m3;
-      WidenRows<DK, kKeys, kFewThreads>(e4m3, at_stage(stage),
-                                        [&](int row, int chunk) { return k_at + Swizzled<DK>(row, chunk); });
-      WidenRows<DV, kKeys, kFewThreads>(e4m3, at_stage(stage) + kRingKeys, [&](int row, int chunk) {
-        return k_at + kKeyBytes + Swizzled<DV>(row, chunk);
-      });
-      __syncthreads();
-    }
-    AttendStage<Number, DK, DV, kWarpKeys / 8, kCodes>(p, k_at, k_at + kKeyBytes, key_warp * kWarpKeys,
-                                                       stage * kKeys + key_warp * kWarpKeys, value_warp * M,
-                                                       IsMasked(span, stage * kKeys, kKeys), mixed, query, found);
+    const uint32_t k_at = at_stage(stage);
+    const int first_key = key_warp * kWarpKeys, slot = stage * kKeys + first_key;
+    const bool masked = IsMasked(span, stage * kKeys, kKeys);
+    if constexpr (kCodes)
+      AttendCodes<DK, DV>(p, k_at, k_at + kRingKeys, first_key, slot, value_warp * M, masked, mixed, own, found);
+    else
+      AttendStage<Number, DK, DV, kWarpKeys / 8, kCodes>(p, k_at, k_at + kRingKeys, first_key, slot, value_warp * M,
+                                                         masked, mixed, query, found);
   }
   AddQuads(found.sum[0]);
 
   // The warps' results, over the stages: [KW][16][kStride], then pairs of largest score and sum.
   constexpr int kStride = DV + 4;
-  static_assert(KW * kFewRows * (kStride + 2) * 4 <= RingBytes(kKeys, DK, DV, kFewStages, kCodes),
-                "fits in the stages");
+  static_assert(KW * kFewRows * (kStride + 2) * 4 <= FewRingBytes(DK, DV, kFewStages, kCodes), "fits in the stages");
   float* of_warps = reinterpret_cast<float*>(shared);
   float2* sums = reinterpret_cast<float2*>(of_warps + KW * kFewRows * kStride);
   // Of a cluster, after the stages: pairs [16 blocks][16 rows], then fours of columns [blocks][16 rows][columns].
@@ -245,10 +332,18 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
   for (int h = 0; h < 2; ++h) {
     const int row = key_warp * kFewRows + h * 8 + lane / 4;
     if (lane % 4 == 0 && value_warp == 0) sums[row] = {found.most[0][h], found.sum[0][h]};
+    if constexpr (kCodes) {
 #pragma unroll
-    for (int n = 0; n < M; ++n)
-      *reinterpret_cast<float2*>(of_warps + row * kStride + (value_warp * M + n) * 8 + lane % 4 * 2) = {
-          found.acc[0][n][2 * h], found.acc[0][n][2 * h + 1]};
+      for (int n = 0; n < M; n += 2)
+        *reinterpret_cast<float4*>(of_warps + row * kStride + (value_warp * M + n) * 8 + lane % 4 * 4) = {
+            found.acc[0][n][2 * h], found.acc[0][n + 1][2 * h], found.acc[0][n][2 * h + 1],
+            found.acc[0][n + 1][2 * h + 1]};
+    } else {
+#pragma unroll
+      for (int n = 0; n < M; ++n)
+        *reinterpret_cast<float2*>(of_warps + row * kStride + (value_warp * M + n) * 8 + lane % 4 * 2) = {
+            found.acc[0][n][2 * h], found.acc[0][n][2 * h + 1]};
+    }
   }
   __syncthreads();
   if (p.cluster) ClusterWait();  // all its blocks have begun

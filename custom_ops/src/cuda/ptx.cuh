@@ -75,6 +75,9 @@ __device__ inline uint4 Load16(uint32_t at) {
                : "memory");
   return v;
 }
+__device__ inline void Store8(uint32_t at, const uint2& v) {
+  asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(at), "r"(v.x), "r"(v.y) : "memory");
+}
 __device__ inline void Store16(uint32_t at, const uint4& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
