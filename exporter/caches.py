@@ -39,7 +39,8 @@ def choose_caches(
     """Decides them.
 
     Args:
-        wanted: of KINDS, of floats any. Without scales of the checkpoint, "int8" has those of each token, "fp8" the scale 1.
+        wanted: of KINDS, of floats any. Without the checkpoint's scales "int8" has those of each token, "fp8" the scale
+            1.
         specs: CachedAttention nodes by module. plain: modules that are standard nodes, and why.
         sources: module -> its name in the checkpoint.
         refusal: why the target does not run a node; "" when it does.
