@@ -68,12 +68,13 @@ test-long: build
 	$(UV) --group test
 	python -m pytest -m long
 
-# The CUDA kernels and the libraries around them, compiled for every architecture by PyPI's nvcc; needs no GPU.
+# The CUDA kernels and the libraries around them, compiled by PyPI's nvcc for every architecture or for CUDA_ARCHITECTURES; needs no GPU.
 CUDA_BUILD := $(CURDIR)/build/cuda
 cuda: venv
 	@command -v c++ >/dev/null || { echo "No C++ compiler; on Debian and Ubuntu: apt-get install g++"; exit 1; }
 	$(UV) --group cuda
 	cmake -S . -B $(CUDA_BUILD) -G Ninja -DQUANTMOE_CUDA=ON \
+	  $(if $(CUDA_ARCHITECTURES),-DCMAKE_CUDA_ARCHITECTURES="$(CUDA_ARCHITECTURES)") \
 	  -DCMAKE_CUDA_COMPILER="$$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13/bin/nvcc"
 	cmake --build $(CUDA_BUILD) --parallel $(JOBS) --target quantmoe_cuda quantmoe_trt quantmoe_trt_driver quantmoe_trt_sample \
 	  quantmoe_ort_cuda quantmoe_ort_driver quantmoe_ort_fake
