@@ -35,6 +35,8 @@ SCALES: dict[str, tuple[str, ...]] = {
     "mxfp4": ("e8m0",),
     "nvfp4": ("e4m3",),
 }
+#: of linears, whose activations are of the same type
+FLOATS = ("bf16", "f16")
 SUPPORTED: dict[str, tuple[int | str, ...]] = {
     "format": tuple(SCALES),
     "zero_points": (0, 1),
@@ -239,7 +241,7 @@ def refusal(spec: MoESpec | LinearSpec | AttentionSpec | ConvSpec | DeltaSpec) -
     if isinstance(spec, LinearSpec):
         if spec.in_features % 8:
             return f"in_features is {spec.in_features}; the CUDA kernels take multiples of 8"
-        return _refusal("w", spec.w)
+        return _float_refusal(spec.w) if spec.w.format in FLOATS else _refusal("w", spec.w)
     for name in ("gated", "apply_router_weight_on_input"):
         if (value := getattr(spec, name)) not in (0, 1):
             return f"{name} is {value}, expected 0 or 1"
@@ -283,6 +285,15 @@ def _state_refusal(spec: ConvSpec | DeltaSpec) -> str:
     return ""
 
 
+def _float_refusal(w: Projection) -> str:
+    """plan.cc's ValidateFloats."""
+    plain = {"group_size": -1, "block_n": 1, "scale_type": "f32", "zero_points": 0, "activation_format": "none"}
+    for name, want in (plain | {"perm": 0, "pre_scale": 0}).items():
+        if (value := getattr(w, name)) != want:
+            return f"w_{name} is {value}; the CUDA kernels take {want} for floats"
+    return "" if w.bias in (0, 1) else f"w_bias is {w.bias}, expected 0 or 1"
+
+
 def _refusal(prefix: str, p: Projection) -> str:
     """plan.cc's ValidateWeights."""
     for name, known in SUPPORTED.items():
@@ -322,7 +333,7 @@ def absence(spec: MoESpec | LinearSpec) -> str:
         return f"compiled, no GPU here ({error})"
     try:
         if isinstance(spec, LinearSpec):
-            plan(linear_problem(spec, "bf16", 1), device)
+            plan(linear_problem(spec, spec.w.format if spec.w.format in FLOATS else "bf16", 1), device)
         else:
             plan(problem(spec, "bf16", 1, 1, spec.num_experts), device)
     except ValueError as error:

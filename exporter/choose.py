@@ -47,6 +47,9 @@ JOINED = {
 }
 #: activation_format whose scales are those of all features of a token, which the parts of an expert do not know
 WHOLE_ROWS = ("int8_token", "int8_token_asym", "fp8_token", "fp8_tensor")
+#: linears that layout marlin takes as 16-bit floats, if they have a bias, which would be a kernel of its own; others
+#: are plain products on CUDA
+FLOAT_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 #: of one tensor in TensorRT
 MAX_ELEMENTS = 2**31 - 1
 
@@ -150,7 +153,8 @@ def choose(
     linears = {name: source for name, source in skeleton.linears.items() if name not in merged}
     for whole, parts in groups(skeleton.format, linears).items():
         sources = {part: skeleton.linears[part] for part in parts}
-        candidate = linear_candidate(skeleton.format, [*sources.values()], layout, activations, scales)
+        floats = skeleton.type_name if layout == "marlin" else None
+        candidate = linear_candidate(skeleton.format, [*sources.values()], layout, activations, scales, floats)
         if not candidate.reason and isinstance(candidate.spec, LinearSpec):
             chosen.linears[whole], chosen.parts[whole] = candidate.spec, sources
             continue
@@ -254,10 +258,23 @@ def layer_candidate(layer: MoELayer, layout: str, activations: str | None, scale
 
 
 def linear_candidate(
-    format: Format, modules: Sequence[str], layout: str, activations: str | None, scales: str = "exact"
+    format: Format,
+    modules: Sequence[str],
+    layout: str,
+    activations: str | None,
+    scales: str = "exact",
+    floats: str | None = None,
 ) -> Candidate:
-    """The same of a linear outside the experts, quantized or of 16-bit floats, or of those of a group."""
+    """The same of a linear outside the experts, quantized or of 16-bit floats, or of those of a group.
+
+    Args:
+        floats: "bf16" or "f16", the graph's, for layout marlin, whose floats are of that type.
+    """
     scheme, m = format.scheme_of(modules[0]), linear_matrix(format.outline(), modules, scales)[0]
+    if floats is not None and m.kind in ("bf16", "f16"):
+        if m.bias is None or not all(module.rpartition(".")[2] in FLOAT_LINEARS for module in modules):
+            return Candidate(layout, None, "a plain product")
+        m = replace(m, kind=floats)
     found = _candidate(layout, partial(linear_spec, scheme, m, activations=activations))
     return replace(found, reason=found.reason.removeprefix("down: "))
 
@@ -398,6 +415,22 @@ def linear_spec(scheme: Scheme, m: QuantizedMatrix, layout: ModuleType, activati
     """The same of a linear outside the experts."""
     w = layout.describe_down(m, activation_format(scheme, activations))
     return LinearSpec(in_features=m.shape[1], out_features=m.shape[0], w=w)
+
+
+def retyped(m: QuantizedMatrix, kind: str) -> QuantizedMatrix:
+    """A matrix of 16-bit floats in the other type of them, rounded.
+
+    Raises:
+        ValueError: values that float16 cannot hold.
+    """
+    if m.kind == kind:
+        return m
+    of = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
+    with np.errstate(over="ignore"):
+        values = m.codes.view(of[m.kind]).astype(np.float32).astype(of[kind])
+    if not np.isfinite(values.astype(np.float32)).all():
+        raise ValueError("values that float16 cannot hold; use --dtype bf16")
+    return replace(m, kind=kind, codes=values.view(np.uint16))
 
 
 def scaled(expert: Expert, scales: str) -> tuple[Expert, float]:

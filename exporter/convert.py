@@ -29,6 +29,7 @@ from quantmoe.exporter.choose import (
     choose,
     choose_experts,
     linear_matrix,
+    retyped,
     scaled,
 )
 from quantmoe.exporter.errors import CheckpointError, OptionError
@@ -551,6 +552,11 @@ def _linear(
     spec, source, parts = chosen.linears[name], chosen.source(name), [*chosen.parts[name].values()]
     scheme = format.scheme_of(parts[0])
     m, error = linear_matrix(format, parts, scales)
+    if spec.w.layout == "marlin" and m.kind in ("bf16", "f16"):
+        try:
+            m = retyped(m, spec.w.format)
+        except ValueError as refusal:
+            raise CheckpointError(f"{format.ckpt.folder}: {source}: {refusal}") from None
     if source == skeleton.head:
         report.head_error = distance(m, format.stored(f"{source}.weight"))
     if scales == "bf16":

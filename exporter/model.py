@@ -229,6 +229,10 @@ class Skeleton:
         for name in names:
             self.tensors[name], self.derived[name] = self.model.get_parameter(name), function
 
+    @property
+    def type_name(self) -> str:
+        return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+
     def join(self, path: str, parts: Sequence[str], whole: str) -> None:
         """Makes float linears of a module that read one input one linear, whose rows are theirs in this order; where
         one of them is of another kind, nothing."""

@@ -1,6 +1,6 @@
 """QuantLinear on CUDA beside torch's bf16 product of the same sizes.
 
-    python custom_ops/bench/linear_cuda_bench.py [--shapes 5120x2048,...] [--rows 1,8,...] [--formats int4,fp8]
+    python custom_ops/bench/linear_cuda_bench.py [--shapes 5120x2048,...] [--rows 1,8,...] [--formats int4,fp8,bf16]
                                                  [--apart] [--repeats 10] [--json out.json]
 
 Shapes are out x in features. Times are of CUDA graphs of many calls on weights that take turns, so that each finds its
@@ -34,7 +34,8 @@ Call = Callable[[], object]
 
 
 def spec_of(shape: tuple[int, int], name: str) -> LinearSpec:
-    kind, group_size, block_n, scale_type, zero_points, activations = FORMATS[name]
+    plain = {"bf16": ("bf16", -1, 1, "f32", 0, "none")}
+    kind, group_size, block_n, scale_type, zero_points, activations = (FORMATS | plain)[name]
     w = Projection(
         format=kind,
         group_size=group_size,
@@ -49,6 +50,13 @@ def spec_of(shape: tuple[int, int], name: str) -> LinearSpec:
         layout_version=marlin.VERSION,
     )
     return LinearSpec(in_features=shape[1], out_features=shape[0], w=w)
+
+
+def weights_of(spec: LinearSpec, generator: torch.Generator) -> torch.Tensor:
+    if spec.w.format != "bf16":
+        return random_rows(spec.moe, "w2", generator)
+    values = torch.randn((1, marlin.row_bytes(spec.moe, "w2") // 2), device="cuda", generator=generator)
+    return values.bfloat16().view(torch.uint8)
 
 
 def copies_of(row_bytes: int, rows: int) -> int:
@@ -87,7 +95,7 @@ def in_turn(calls: list[list[Call]], repeats: int, apart: bool = False) -> list[
 def measure(shape: tuple[int, int], name: str, all_rows: list[int], apart: bool, repeats: int) -> list[dict[str, Any]]:
     generator, spec = torch.Generator("cuda").manual_seed(0), spec_of(shape, name)
     row_bytes = marlin.row_bytes(spec.moe, "w2")
-    mine = [random_rows(spec.moe, "w2", generator) for _ in range(copies_of(row_bytes, 1))]
+    mine = [weights_of(spec, generator) for _ in range(copies_of(row_bytes, 1))]
     wide = [torch.randn(shape, device="cuda").bfloat16() for _ in range(copies_of(2 * shape[0] * shape[1], 1))]
     found = []
     for rows in all_rows:

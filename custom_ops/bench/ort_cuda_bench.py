@@ -63,8 +63,11 @@ def make_graph(path: Path, model: str, group_size: int, mxfp4: bool, lm_head: st
         for name, spec in chosen.layers.items():
             w13, w2 = (replace(p, format="mxfp4", scale_type="e8m0", group_size=32) for p in (spec.w13, spec.w2))
             chosen.layers[name] = replace(spec, w13=w13, w2=w2)
-        chosen.linears.clear()
-        chosen.parts.clear()
+        for name, linear in chosen.linears.items():
+            if chosen.source(name) != skeleton.head:
+                chosen.linears[name] = replace(
+                    linear, w=replace(linear.w, format="f16", group_size=-1, scale_type="f32")
+                )
     graph = trace(skeleton, chosen, "cuda")
     if plain := graph.meta["plain_attention"]:
         raise SystemExit(f"attention of standard nodes: {plain}")
@@ -133,13 +136,16 @@ def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
 
 
 def _matrix(p: Projection, n: int, k: int, rng: np.random.Generator) -> QuantizedMatrix:
+    bias = rng.normal(size=n).astype(np.float32) / 10 if p.bias else None
+    if p.format == "f16":
+        codes = (rng.standard_normal((n, k), np.float32) / k**0.5).astype(np.float16).view(np.uint16)
+        return QuantizedMatrix("f16", codes, np.ones((n, 1), np.float32), -1, bias=bias)
     groups, scale = (n, k // (p.group_size if p.group_size > 0 else k)), 1 / (4.6 * k**0.5)
     if p.scale_type == "e8m0":
         codes = rng.integers(0, 2, groups, np.uint8) + np.uint8(127 + round(np.log2(scale)))
         scales = codes.view(ml_dtypes.float8_e8m0fnu)
     else:
         scales = (rng.uniform(0.5, 1.5, groups) * scale).astype(SCALES[p.scale_type])
-    bias = rng.normal(size=n).astype(np.float32) / 10 if p.bias else None
     return QuantizedMatrix(p.format, rng.integers(0, 16, (n, k), np.uint8), scales, k // groups[1], bias=bias)
 
 

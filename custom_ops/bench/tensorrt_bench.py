@@ -34,7 +34,7 @@ from quantmoe.custom_ops.bench.attention_cuda_bench import SHAPES as ATTENTION
 from quantmoe.custom_ops.bench.cuda_bench import random_rows
 from quantmoe.custom_ops.bench.cuda_bench import spec_of as moe_spec_of
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import AttentionSpec, LinearSpec, MoESpec, RoutingSpec
+from quantmoe.custom_ops.op import AttentionSpec, LinearSpec, MoESpec, NormSpec, RouterSpec, RowsSpec
 from quantmoe.custom_ops.shapes import SHAPES
 
 NAME, VOCABULARY, PREFILL = "qwen3-30b-a3b", 151936, 2048
@@ -48,7 +48,7 @@ class Specs:
     attention: AttentionSpec
     qkv: LinearSpec
     o: LinearSpec
-    routing: RoutingSpec
+    router: RouterSpec
 
     @classmethod
     def make(cls) -> Specs:
@@ -56,7 +56,8 @@ class Specs:
         heads, groups, d = attention.num_heads, attention.kv_num_heads, attention.head_size
         qkv = LinearSpec(in_features=shape.hidden, out_features=(heads + 2 * groups) * d, w=moe.w2)
         o = LinearSpec(in_features=heads * d, out_features=shape.hidden, w=moe.w2)
-        routing = RoutingSpec(
+        router = RouterSpec(
+            hidden_size=shape.hidden,
             num_experts=shape.experts,
             top_k=shape.top_k,
             method="softmax_topk",
@@ -65,7 +66,7 @@ class Specs:
             topk_group=1,
             routed_scaling_factor=1.0,
         )
-        return cls(moe, attention, qkv, o, routing)
+        return cls(moe, attention, qkv, o, router)
 
     def packed(self) -> dict[str, tuple[MoESpec, str]]:
         """A layer's packed weights: whose rows they are, and which projection."""
@@ -127,29 +128,6 @@ class Graph:
         return path
 
 
-def rows_of(g: Graph) -> str:
-    """CachedAttention's rows as an exported model computes them (exporter/passes/attention.py, rows_of)."""
-    one, last = g.constant(np.int64(1)), g.constant(np.int64(-1))
-    length, new, past = (
-        g("Gather", g("Shape", name), g.constant(np.int64(at)))
-        for name, at in (("attention_mask", 1), ("input_ids", 1), ("past_key_values.0.key", 2))
-    )
-    zero, axes = g.constant(np.int64(0)), g.constant(np.array([0, 1]))
-    seen = g("Not", g("Equal", "attention_mask", zero))
-    slots, tokens = g("Range", zero, length, one), g("Range", zero, new, one)
-    end = g("ReduceMax", g("Where", seen, g("Add", slots, one), zero), axes, keepdims=0)
-    first = g("Where", g("Greater", length, past), g("Sub", length, new), g("Max", g("Sub", end, new), zero))
-    at = g("Min", g("Max", g("Add", first, tokens), zero), g("Add", length, last))
-    own = g("Gather", seen, at, axis=1)
-    along = g.constant(np.array([1]))
-    begin = g("ReduceMin", g("Where", own, tokens, new), along, keepdims=0)
-    before = g("Cast", g("And", seen, g("Less", slots, first)), to=TensorProto.INT64)
-    before, count = (g("ReduceSum", x, along, keepdims=0) for x in (before, g("Cast", own, to=TensorProto.INT64)))
-    begin = g("Min", begin, g("Sub", new, count))
-    columns = [g("Unsqueeze", x, along) for x in (begin, count, before)]
-    return str(g("Cast", g("Concat", *columns, axis=1), to=TensorProto.INT32))
-
-
 def tables_of(g: Graph, d: int) -> list[str]:
     """cos and sin, f32 [B, S, D / 2]."""
     frequencies = g.constant(np.float32(1e6) ** (-np.arange(0, d, 2, dtype=np.float32) / d))
@@ -167,10 +145,16 @@ def write(specs: Specs, layers: int, dtype: str, folder: Path) -> Path:
         for kind in ("key", "value"):
             g.input(f"past_key_values.{i}.{kind}", code, cache)
     embeddings = g.input("embeddings", code, [VOCABULARY, hidden])
-    rows, (cos, sin) = rows_of(g), tables_of(g, a.head_size)
+    rows, _ = g.ours(RowsSpec(), "past_key_values.0.key", "input_ids", "attention_mask", count=2)
+    cos, sin = tables_of(g, a.head_size)
     norms = [g.constant(np.ones(a.head_size, np.float32)) for _ in "qk"]
-    sinks, bias = g.constant(np.full(a.num_heads, -np.inf, np.float32)), g.constant(np.zeros(128, np.float32))
+    sinks, none = g.constant(np.full(a.num_heads, -np.inf, np.float32)), g.constant(np.zeros(0, np.float32))
     x: str = g("Gather", embeddings, "input_ids")
+    normed = g.norm(x, g.random(hidden, spread=0.1, near=1))
+
+    def add_norm(x: str, residual: str) -> Any:
+        return g.ours(NormSpec(norm_epsilon=1e-6), x, residual, g.random(hidden, spread=0.1, near=1), count=2)
+
     present: dict[str, str] = {}
     for i in range(layers):
         packed = {
@@ -179,17 +163,16 @@ def write(specs: Specs, layers: int, dtype: str, folder: Path) -> Path:
             )
             for name, (spec, part) in specs.packed().items()
         }
-        qkv = g.ours(specs.qkv, g.norm(x, g.random(hidden, spread=0.1, near=1)), packed["qkv"])
+        qkv = g.ours(specs.qkv, normed, packed["qkv"])
         past = [f"past_key_values.{i}.{kind}" for kind in ("key", "value")]
         attended, key, value = g.ours(a, qkv, *past, rows, "attention_mask", cos, sin, *norms, sinks, count=3)
         present |= {f"present.{i}.key": key, f"present.{i}.value": value}
-        x = g("Add", x, g.ours(specs.o, attended, packed["o"]))
-        normed = g.norm(x, g.random(hidden, spread=0.1, near=1))
-        logits = g("MatMul", normed, g.random(hidden, specs.routing.num_experts, spread=hidden**-0.5))
-        ids, weights = g.ours(specs.routing, logits, bias, count=2)
-        x = g("Add", x, g.ours(specs.moe, normed, ids, weights, packed["w13"], packed["w2"]))
-    last = g("Gather", x, g.constant(np.array([-1])), axis=1)
-    logits = g("MatMul", g.norm(last, g.random(hidden, spread=0.1, near=1)), g.random(hidden, VOCABULARY, spread=0.02))
+        normed, x = add_norm(g.ours(specs.o, attended, packed["o"]), x)
+        weight = g.random(specs.router.num_experts, hidden, spread=hidden**-0.5)
+        ids, weights = g.ours(specs.router, normed, weight, none, none, count=2)
+        normed, x = add_norm(g.ours(specs.moe, normed, ids, weights, packed["w13"], packed["w2"]), x)
+    last = g("Gather", normed, g.constant(np.array([-1])), axis=1)
+    logits = g("MatMul", last, g.random(hidden, VOCABULARY, spread=0.02))
     names = dict(zip((logits, *present.values()), ("logits", *present), strict=True))
     for node in g.nodes:
         for i, name in enumerate(node.output):

@@ -15,6 +15,8 @@ from quantmoe.custom_ops.schemes import SCHEMES
 
 NAME, VERSION = "marlin", 2
 _BITS = {"int4": 4, "int8": 8, "mxfp4": 4, "nvfp4": 4, "fp8_e4m3": 8}
+#: of a linear alone
+_FLOATS = {"bf16": 16, "f16": 16}
 _UNIT = 64  # columns
 #: activation formats with a stored scale; with scales of groups of features
 _INPUT_SCALE = ("fp8_tensor", "nvfp4")
@@ -29,11 +31,15 @@ def _supported_group(g: int) -> bool:
     return g in (-1, 16, 32) or (g > 0 and g % _UNIT == 0)
 
 
-def _project(matrices: list[QuantizedMatrix], names: list[str], activation_format: str) -> Projection:
+def _project(
+    matrices: list[QuantizedMatrix], names: list[str], activation_format: str, floats: bool = False
+) -> Projection:
     first = matrices[0]
     where = " and ".join(names)
-    if first.kind not in _BITS:
-        raise ValueError(f"{where}: format {first.kind}; layout marlin carries {', '.join(_BITS)}")
+    if first.kind not in (known := _BITS | _FLOATS if floats else _BITS):
+        raise ValueError(f"{where}: format {first.kind}; layout marlin carries {', '.join(known)}")
+    if first.kind in _FLOATS and (first.group_size != -1 or (first.scales != 1).any()):
+        raise ValueError(f"{where}: format {first.kind} has one scale of 1 a row in layout marlin")
     if not _supported_group(first.group_size):
         raise ValueError(f"{where}: group_size {first.group_size}; layout marlin carries -1, 16, 32, multiples of 64")
     for attribute in ("kind", "group_size", "scale_type", "block_n"):
@@ -101,7 +107,7 @@ def describe(
 
 def describe_down(m: QuantizedMatrix, activation_format: str) -> Projection:
     """The attributes under which this layout stores the one matrix of a QuantLinear."""
-    return _project([m], ["down"], activation_format)
+    return _project([m], ["down"], activation_format, floats=True)
 
 
 class _Parts:
@@ -117,13 +123,14 @@ class _Parts:
                 f"{projection}: layout {a.layout} version {a.layout_version}, expected {NAME} version {VERSION}: "
                 "export the model again"
             )
-        known = a.format in _BITS and _supported_group(a.group_size)
+        bits = _BITS | _FLOATS
+        known = a.format in bits and _supported_group(a.group_size)
         if not known or not 0 <= a.perm <= self.halves or a.pre_scale not in (0, 1):
             raise ValueError(
                 f"{projection}: format {a.format}, group_size {a.group_size}, perm {a.perm}, pre_scale {a.pre_scale}; "
-                f"layout marlin carries {', '.join(_BITS)}; -1, 16, 32 and multiples of 64; 0 to {self.halves}; 0 and 1"
+                f"layout marlin carries {', '.join(bits)}; -1, 16, 32 and multiples of 64; 0 to {self.halves}; 0 and 1"
             )
-        self.bits = _BITS[a.format]
+        self.bits = bits[a.format]
         self.panel_rows = 16 // self.halves
         self.panels = _ceil(self.N, self.panel_rows) // self.panel_rows
         # Gate's columns, then up's, where each has an order of its own.
@@ -220,6 +227,9 @@ _STORED_AXES = {4: tuple("Pugthsbra"), 8: tuple("Purgthsba")}
 
 
 def _unpack_codes(stored: np.ndarray, parts: _Parts) -> np.ndarray:
+    if parts.bits == 16:
+        x = stored.view(np.uint16).reshape(parts.panels, parts.units, 16, _UNIT).swapaxes(1, 2)
+        return x.reshape(parts.panels, 2, 8, -1)
     size = dict(zip(_MATRIX_AXES, (parts.panels, 2, 8, parts.units, 2, 4, 2, 2, 2), strict=True))
     axes = _STORED_AXES[parts.bits]
     if parts.bits == 4:
@@ -260,7 +270,12 @@ def _pack_projection(matrices: list[QuantizedMatrix], parts: _Parts, row: np.nda
         row[parts.slices[name]] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
     zero = 0 if a.zero_points else SCHEMES[a.format].zero
-    native.pack_marlin([m.codes for m in matrices], parts.bits, zero, row[parts.slices["codes"]])
+    if parts.bits == 16:
+        codes = np.zeros((parts.panels * 16, parts.units * _UNIT), np.uint16)
+        codes[: parts.N, : parts.K] = matrices[0].codes
+        put("codes", codes.reshape(parts.panels, 16, parts.units, _UNIT).swapaxes(1, 2))
+    else:
+        native.pack_marlin([m.codes for m in matrices], parts.bits, zero, row[parts.slices["codes"]])
     rows = np.arange(parts.N) // a.block_n
     put("scales", parts.group_panels([m.scales[rows] for m in matrices]))
     if a.zero_points:

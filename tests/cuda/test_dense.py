@@ -10,9 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from specs import linear_spec  # noqa: E402
-from test_cuda import BASE, FORMATS, LINEARS, TORCH, UNIT, build_linear, gpu, of_format, spec_of  # noqa: E402
+from test_cuda import BASE, FORMATS, LINEARS, SM89, TORCH, UNIT, build_linear, gpu, of_format, spec_of  # noqa: E402
 
 from quantmoe.custom_ops import cuda, reference  # noqa: E402
+from quantmoe.custom_ops.layouts import marlin  # noqa: E402
 from quantmoe.custom_ops.matrix import QuantizedMatrix  # noqa: E402
 
 #: of tiles of up to so many tokens, the least a product has (layout.h); panels
@@ -157,6 +158,47 @@ def test_formats(name, rows, dtype):
     m, spec, w = build_linear(of_format(name, replace(BASE, hidden=456, intermediate=1352, bias=True)))
     x = inputs(rows, spec.in_features, dtype)
     assert_close(launch(spec, w, x), x, m, dtype)
+
+
+def build_floats(kind: str, n: int, k: int):
+    rng = np.random.default_rng(n)
+    codes = torch.from_numpy(rng.normal(0, k**-0.5, (n, k))).to(TORCH[kind]).view(torch.uint16).numpy()
+    bias = rng.normal(size=n).astype(np.float32) if n % 16 else None
+    m = QuantizedMatrix(kind, codes, np.ones((n, 1), np.float32), -1, bias=bias)
+    spec = linear_spec(k, n, marlin.describe_down(m, "none"))
+    row = np.zeros(marlin.row_bytes(spec.moe, "w2"), np.uint8)
+    marlin.pack_down(m, spec.moe, row)
+    return m, spec, row[None]
+
+
+@pytest.mark.parametrize("device", [cuda.H200, SM89])
+@pytest.mark.parametrize("rows", [0, 1, 8, 9, 64, 65, 300, 4096])
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+def test_plans_of_floats(kind, rows, device):
+    _, spec, _ = build_floats(kind, 200, 264)
+    p = cuda.linear_problem(spec, kind, rows)
+    plan = cuda.plan(p, device)
+    cuda.check_plan(p, plan)
+    assert cuda.PATHS[plan.path] == ("decode" if rows <= 8 else "dense" if device is cuda.H200 else "stream")
+    assert plan.w2.shared_bytes + 1024 <= device.shared_bytes
+    assert plan.workspace_bytes == 0
+
+
+@gpu
+@pytest.mark.parametrize("device", [None, SM89, cuda.Device(80, 132, 166912)])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 17, 33, 64, 100, 200, 300, 1025])
+@pytest.mark.parametrize("shape", [(8, 16), (203, 72), (264, 4160), (2880, 1352)])
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+def test_floats(kind, shape, rows, device):
+    """Weights as they are: y is rounded once, and f32 sums, which tensor cores cut, add little."""
+    m, spec, w = build_floats(kind, *shape)
+    x = inputs(rows, spec.in_features, kind)
+    y = launch(spec, w, x, device and cuda.plan(cuda.linear_problem(spec, kind, rows), device))
+    x = x.double().numpy()
+    want = reference.linear(x.astype(np.float32), m, "none")
+    terms = np.abs(x) @ np.abs(m.dequantize()).T
+    error = np.abs(y.double().cpu().numpy() - want)
+    assert (error <= UNIT[kind] * np.abs(want) + shape[1] * 2.0**-23 * terms + 2.0**-24).all()
 
 
 @gpu

@@ -302,6 +302,25 @@ def test_a_linear_keeps_its_act_order(kind, scale_type):
     assert not scales[:, 1, :, 1].any(), "groups past the end too"
 
 
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+def test_floats_of_a_linear(kind):
+    """Units of 16 rows x 64 columns as they are, padded with zeros; not those of experts."""
+    codes = np.random.default_rng(0).integers(0, 0x3C00, (40, 72), np.uint16)
+    m = QuantizedMatrix(kind, codes, np.ones((40, 1), np.float32), -1, bias=np.arange(40, dtype=np.float32))
+    spec = linear_spec(72, 40, marlin.describe_down(m, "none"))
+    row = np.full(marlin.row_bytes(spec.moe, "w2"), 0xA5, np.uint8)
+    marlin.pack_down(m, spec.moe, row)
+    assert_same(m, marlin.unpack_down(spec.moe, row))
+    stored = row[marlin._Parts(spec.moe, "w2").slices["codes"]].view(np.uint16).reshape(3, 2, 16, 64)
+    assert np.array_equal(stored[2, 1, :8, :8], codes[32:, 64:])
+    assert not stored[2, :, 8:].any()
+    assert not stored[:, 1, :, 8:].any()
+    with pytest.raises(ValueError, match=f"down: format {kind} has one scale of 1"):
+        marlin.describe_down(dataclasses.replace(m, scales=m.scales * 2), "none")
+    with pytest.raises(ValueError, match=f"up: format {kind}; layout marlin carries int4"):
+        marlin.describe(Expert(None, m, m), "none")
+
+
 def test_negative_scales_of_nvfp4_are_refused():
     m = random_matrix(np.random.default_rng(0), 16, 64, "nvfp4", 16, "e4m3")
     m.scales.view(np.uint8)[0, 0] |= 0x80

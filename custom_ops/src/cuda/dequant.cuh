@@ -18,6 +18,13 @@ __device__ inline uint32_t MaskOr(uint32_t q, uint32_t bits) {
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(q), "n"(mask), "r"(bits));
   return r;
 }
+// The bits of the mask from a, the others from b.
+template <uint32_t mask>
+__device__ inline uint32_t Select(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe2;" : "=r"(r) : "r"(a), "n"(mask), "r"(b));
+  return r;
+}
 template <typename T>
 constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
 
@@ -185,11 +192,10 @@ __device__ inline void DequantE2m1(uint32_t q, uint32_t (&a)[4]) {
     a[1] = MaskOr<0x01c001c0>(q >> 2, (q << 4) & 0x80008000);
     a[3] = MaskOr<0x01c001c0>(q >> 6, q & 0x80008000);
   } else {
-    // Only the high byte of an f16 is not zero: four codes at once.
-    const uint32_t odd = MaskOr<0x0e0e0e0e>(q >> 3, q & 0x80808080);
-    const uint32_t even = MaskOr<0x0e0e0e0e>(q << 1, (q << 4) & 0x80808080);
-    a[0] = (even << 8) & 0xff00ff00, a[1] = even & 0xff00ff00;
-    a[2] = (odd << 8) & 0xff00ff00, a[3] = odd & 0xff00ff00;
+    // Only the high byte of an f16 is not zero: four codes at once, other bits among theirs until the end.
+    const uint32_t odd = Select<0x80808080>(q, q >> 3), even = Select<0x80808080>(q << 4, q << 1);
+    a[0] = (even << 8) & 0x8e008e00, a[1] = even & 0x8e008e00;
+    a[2] = (odd << 8) & 0x8e008e00, a[3] = odd & 0x8e008e00;
   }
 }
 template <typename T>
@@ -202,6 +208,10 @@ __device__ inline void Times(uint32_t (&a)[4], uint32_t low, uint32_t high) {
 __device__ inline float E8m0(uint32_t scales, int index) {
   const uint32_t bits = (index < 3 ? scales << (23 - 8 * index) : scales >> 1) & 0x7f800000;
   return __uint_as_float(max(bits, 0x00400000u));
+}
+// Without 2^-127, which is 0: products of f16 tell them not apart.
+__device__ inline float E8m0Normal(uint32_t scales, int index) {
+  return __uint_as_float((index < 3 ? scales << (23 - 8 * index) : scales >> 1) & 0x7f800000);
 }
 // The same as a factor on e2m1 bits, whose product, value * scale * kMxfp4Result, is exact for scales of 2^-70 to 2^63;
 // f16, 2^-21 to 2^3.
@@ -239,6 +249,8 @@ __host__ __device__ constexpr float ProductFactor(WeightKind kind) {
       return kBf16<T> ? 0x1p56f : 1.f;
     case WeightKind::kMxfp4:
       return 1 / kMxfp4Result<T>;
+    case WeightKind::kFloat:
+      return 1.f;
     default:
       return 1 / kNvfp4Result<T>;
   }
@@ -287,6 +299,10 @@ struct Sizes {
   static constexpr bool kRuntime = kBits == 8;
   // Where in a unit's codes a lane has its 16 bytes; of 8 bits those of row g, 512 bytes before those of row g + 8.
   __device__ static int LaneAt(int lane) { return 16 * (kBits == 8 ? lane ^ (lane >> 3 & 3) : lane); }
+  // Where they are in memory; 16 bits: a row's halves lie side by side, so pieces of 512 bytes, [row g, g + 8][half], do
+  // not.
+  __device__ static int FromAt(int lane) { return kBits == 16 ? lane / 4 * 128 + lane % 4 * 16 : LaneAt(lane); }
+  __device__ static constexpr int PieceAt(int i) { return kBits == 16 ? i / 1024 * 1024 + i % 1024 / 8 : i; }
 };
 
 }  // namespace quantmoe

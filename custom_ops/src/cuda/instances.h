@@ -12,7 +12,7 @@ namespace quantmoe {
 constexpr int kWgmmaThreads = 384;
 using GemmKernel = void (*)(GemmParams);
 
-// body(Format) of the format whose weights these are, but for symmetric int4; per_block as below.
+// body(Format) of the format whose weights these are, but for symmetric int4 and floats; per_block as below.
 template <class Body>
 GemmKernel ForFormat(const qm_projection& w, int per_block, const Body& body) {
   switch (KindOf(w)) {
@@ -29,6 +29,7 @@ GemmKernel ForFormat(const qm_projection& w, int per_block, const Body& body) {
     case WeightKind::kNvfp4:
       return body(Format<WeightKind::kNvfp4>{});
     case WeightKind::kInt4:
+    case WeightKind::kFloat:
       break;
   }
   return nullptr;  // no default: the compiler names a format without a case (-Werror=switch, CMakeLists.txt)
@@ -70,6 +71,11 @@ template <typename T>
 LinearKernel DenseKernel(const qm_projection& w, const qm_cuda_gemm& shape);
 template <typename T>
 LinearKernel DenseKernelAny(const qm_projection& w, const qm_cuda_gemm& shape);
+// The same of floats, and QM_CUDA_STREAM.
+template <typename T>
+GemmKernel FloatKernel(int path, const qm_cuda_gemm& shape);
+template <typename T>
+LinearKernel DenseFloatKernel(const qm_cuda_gemm& shape);
 // QM_CUDA_FP8 only.
 template <typename T>
 GemmKernel Fp8Kernel(bool down, const qm_projection& w, const qm_cuda_gemm& shape);

@@ -50,6 +50,7 @@ GemmKernel Down(const qm_projection& w, const qm_cuda_plan& plan) {
 // But for QM_CUDA_DENSE.
 template <typename T>
 GemmKernel LinearGemm(const qm_projection& w, const qm_cuda_plan& plan) {
+  if (KindOf(w) == WeightKind::kFloat) return FloatKernel<T>(plan.path, plan.w2);
   if (plan.path == QM_CUDA_DECODE && !plan.w2.packed)
     if (const GemmKernel kernel = LinearDecodeKernel<T>(w, GroupsInBlock(w), plan.w2)) return kernel;
   return plan.path <= QM_CUDA_STREAM ? Down<T>(w, plan) : nullptr;
@@ -392,8 +393,8 @@ int RunDense(Launcher& launcher, const GemmParams& gemm, const qm_projection& w,
   int status = MakeTensorMap(&p.tokens, gemm.x, 2, {columns, x_rows}, {2 * columns}, {kUnit, width}, true, err);
   if (!status)  // codes of 8 bits are swizzled already
     status = MakeTensorMap(&p.codes, rows, 1, {128, units * lines, panels}, {128, units * lines * 128},
-                           {128, lines, box}, lines == 4, err);
-  if (!status)
+                           {128, lines, box}, lines != 8, err);
+  if (!status && KindOf(w) != WeightKind::kFloat)
     status = MakeTensorMap(&p.scales, rows + p.weights.scales_at, 1, {scales, blocks, panels},
                            {scales, blocks * scales}, {scales, 1, box}, false, err);
   if (!status && p.weights.zeros_at)

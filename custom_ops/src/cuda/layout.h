@@ -29,7 +29,8 @@ inline bool RoundsPairs(const qm_moe& m) { return RoundsByExpert(m.w13) || m.app
 
 // How the kernels read weights. kInt4 is symmetric, with f16 or bf16 scales known at compile time; kInt4Zero and the
 // 8-bit kinds take the scales' type as an argument, the 8-bit kinds also the groups in a unit.
-enum class WeightKind { kInt4, kInt4Zero, kInt8, kInt8Zero, kFp8, kMxfp4, kNvfp4 };
+// kFloat is 16 bits of the activations' type, a linear's alone.
+enum class WeightKind { kInt4, kInt4Zero, kInt8, kInt8Zero, kFp8, kMxfp4, kNvfp4, kFloat };
 
 inline WeightKind KindOf(const qm_projection& w) {
   switch (w.format) {
@@ -41,6 +42,9 @@ inline WeightKind KindOf(const qm_projection& w) {
       return WeightKind::kMxfp4;
     case 3:
       return WeightKind::kNvfp4;
+    case 5:
+    case 6:
+      return WeightKind::kFloat;
     default:
       return WeightKind::kFp8;
   }
@@ -70,13 +74,16 @@ constexpr int PackedUnitBytes(WeightKind kind) { return kind == WeightKind::kNvf
 constexpr int ScaleBytes(WeightKind kind, int per_block) {
   return kind == WeightKind::kInt4 || kind == WeightKind::kInt4Zero ? 4 * per_block
          : kind == WeightKind::kMxfp4                               ? 4
+         : kind == WeightKind::kFloat                               ? 0
                                                                     : 8;
 }
 constexpr int ZeroBytes(WeightKind kind) {
   return kind == WeightKind::kInt4Zero || kind == WeightKind::kInt8Zero ? 4 : 0;
 }
 constexpr int BitsOf(WeightKind kind) {
-  return kind == WeightKind::kInt8 || kind == WeightKind::kInt8Zero || kind == WeightKind::kFp8 ? 8 : 4;
+  return kind == WeightKind::kFloat                                                               ? 16
+         : kind == WeightKind::kInt8 || kind == WeightKind::kInt8Zero || kind == WeightKind::kFp8 ? 8
+                                                                                                  : 4;
 }
 
 constexpr int kDecodeTokens = 8;   // decode: a token is a column of one n8 tile
@@ -118,14 +125,15 @@ constexpr WgmmaSizes WgmmaSizesOf(int tokens, int bits, int lane_bytes, bool dow
 struct LinearSizes {
   int panels, blocks, stages, shared_bytes;
 };
-constexpr int kLinearScaleBytes = 64, kLinearZeroBytes = 32;  // of a panel, at most
+constexpr int kLinearZeroBytes = 32;  // of a panel, at most; the same of scales:
+constexpr int LinearScaleBytes(WeightKind kind) { return kind == WeightKind::kFloat ? 0 : 64; }
 // Tokens whose results are in shared memory at a time.
 constexpr int LinearResultTokens(int tokens) { return tokens == 64 ? 64 : 128; }
 constexpr LinearSizes LinearSizesOf(int tokens, WeightKind kind) {
   LinearSizes s{};
   s.panels = tokens == 128 ? 16 : 8;
   s.blocks = tokens == 64 ? 2 : 1;
-  const int panel = 128 * BitsOf(kind) + kLinearScaleBytes + (ZeroBytes(kind) > 0 ? kLinearZeroBytes : 0);
+  const int panel = 128 * BitsOf(kind) + LinearScaleBytes(kind) + (ZeroBytes(kind) > 0 ? kLinearZeroBytes : 0);
   const int stage = tokens * 128 + s.panels * panel;
   const int rest = 1024 + s.panels * 32 * LinearResultTokens(tokens);  // 1024: to align
   s.stages = ((s.blocks == 2 ? 115712 : 230400) - 1024 - rest) / stage;
@@ -169,11 +177,11 @@ inline bool MarlinRowOf(const qm_moe& m, int projection, MarlinRow* row) {
   const qm_projection& w = projection == 13 ? m.w13 : m.w2;
   static constexpr int kScaleBytes[] = {4, 2, 2, 1, 1};
   const int g = w.group_size;
-  if (w.format < 0 || w.format > 4 || w.scale_type < 0 || w.scale_type > 4 || m.hidden_size <= 0 ||
+  if (w.format < 0 || w.format > 6 || w.scale_type < 0 || w.scale_type > 4 || m.hidden_size <= 0 ||
       m.intermediate_size <= 0 || !(g == -1 || g == 16 || g == 32 || (g > 0 && g % 64 == 0)) ||
       ((w.zero_points | w.pre_scale) & ~1) || w.perm < 0 || w.perm > (projection == 13 && m.gated ? 2 : 1))
     return false;
-  const int bits = w.format == 1 || w.format == 4 ? 8 : 4;
+  const int bits = BitsOf(KindOf(w));
   const int n = projection == 13 ? m.intermediate_size : m.hidden_size;
   const int k = projection == 13 ? m.hidden_size : m.intermediate_size;
   const int rows = projection == 13 && m.gated ? 8 : 16;

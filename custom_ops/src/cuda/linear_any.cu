@@ -15,6 +15,8 @@ LinearKernel DenseKernelAny(const qm_projection& w, const qm_cuda_gemm& g) {
       return SelectLinear<T, WeightKind::kMxfp4>(g);
     case WeightKind::kNvfp4:
       return SelectLinear<T, WeightKind::kNvfp4>(g);
+    case WeightKind::kFloat:
+      return DenseFloatKernel<T>(g);
     case WeightKind::kInt4:
     case WeightKind::kFp8:
       break;

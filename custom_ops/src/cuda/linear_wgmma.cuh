@@ -19,10 +19,10 @@ template <WeightKind kind, int kTokens>
 struct LinearTile {
   static constexpr LinearSizes kSizes = LinearSizesOf(kTokens, kind);
   static constexpr int kPanels = kSizes.panels, kStages = kSizes.stages, kConsumers = 32 * kPanels;  // threads
-  static constexpr bool kBytes = BitsOf(kind) == 8;
+  static constexpr bool kBytes = BitsOf(kind) == 8, kFloats = BitsOf(kind) == 16;
   static constexpr int kUnitBytes = 128 * BitsOf(kind);  // of a panel's codes
   static constexpr int kTokenBytes = kTokens * 128, kCodeBytes = kPanels * kUnitBytes;
-  static constexpr int kScaleBytes = kPanels * kLinearScaleBytes;
+  static constexpr int kScaleBytes = kPanels * LinearScaleBytes(kind);
   static constexpr int kZeroBytes = ZeroBytes(kind) > 0 ? kPanels * kLinearZeroBytes : 0;
   static constexpr int kResultTokens = LinearResultTokens(kTokens);
   // Where they begin.
@@ -57,14 +57,15 @@ __global__ void __launch_bounds__(LinearThreads(LinearSizesOf(kTokens, kKind).pa
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = LinearTile<kKind, kTokens>;
   constexpr int kStages = Shape::kStages, kUnitBytes = Shape::kUnitBytes;
-  constexpr bool kBytes = Shape::kBytes;
+  constexpr bool kBytes = Shape::kBytes, kFloats = Shape::kFloats;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   __shared__ uint64_t barriers[2 * kStages];
   uint8_t* shared = raw_shared + (1024 - SharedAddress(raw_shared) % 1024) % 1024;
   const uint32_t base = SharedAddress(shared);
   const uint32_t full = SharedAddress(barriers), empty = full + 8 * kStages;
   if (threadIdx.x == 0) {
-    for (const CUtensorMap* map : {&p.codes, &p.scales, &p.tokens}) PrefetchMap(*map);
+    for (const CUtensorMap* map : {&p.codes, &p.tokens}) PrefetchMap(*map);
+    if constexpr (!kFloats) PrefetchMap(p.scales);
     for (int i = 0; i < kStages; ++i) {
       BarrierInit(full + 8 * i, 1);
       BarrierInit(empty + 8 * i, Shape::kConsumers);  // each consumer for what it has read itself
@@ -82,14 +83,16 @@ __global__ void __launch_bounds__(LinearThreads(LinearSizesOf(kTokens, kKind).pa
     // Weights that are read once leave L2 first.
     const uint64_t often = EvictNormalPolicy(), once = p.tiles == p.row_tiles ? EvictFirstPolicy() : often;
     const int zero_bytes = Shape::kZeroBytes ? w.zero_bytes : 0;
-    const int stage_bytes = p.width * 128 + Shape::kCodeBytes + Shape::kPanels * (8 * w.scale_bytes + zero_bytes);
+    const int scale_bytes = kFloats ? 0 : 8 * w.scale_bytes;
+    const int stage_bytes = p.width * 128 + Shape::kCodeBytes + Shape::kPanels * (scale_bytes + zero_bytes);
     auto copy_weights = [&](int stage, int k, int panel) {
       const int block = k >> w.block_shift;
       const uint32_t barrier = full + 8 * stage;
       BarrierArriveExpect(barrier, stage_bytes);
       TensorCopy(base + Shape::kCodesAt + stage * Shape::kCodeBytes, p.codes, 0, k * (kUnitBytes / 128), panel, barrier,
                  once);
-      TensorCopy(base + Shape::kScalesAt + stage * Shape::kScaleBytes, p.scales, 0, block, panel, barrier, often);
+      if constexpr (!kFloats)
+        TensorCopy(base + Shape::kScalesAt + stage * Shape::kScaleBytes, p.scales, 0, block, panel, barrier, often);
       if constexpr (Shape::kZeroBytes > 0)
         TensorCopy(base + Shape::kZerosAt + stage * Shape::kZeroBytes, p.zeros, 0, block, panel, barrier, often);
     };
@@ -116,13 +119,16 @@ __global__ void __launch_bounds__(LinearThreads(LinearSizesOf(kTokens, kKind).pa
     return;
   }
   SetRegisters<true, kTokens == 64 ? 104 : kTokens == 128 ? 112 : 232>();
-  constexpr int kWords = kBytes ? 2 : 1;                        // of a lane's codes of 8 columns
+  constexpr int kWords = kBytes || kFloats ? 2 : 1;             // of a lane's codes of 8 columns
   constexpr int kGroups = kKind == WeightKind::kNvfp4 ? 4 : 2;  // at most, of scales in a unit
   const int lane = threadIdx.x % 32, own_panel = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   // In the first stage: the word that has columns 2t and 2t + 1 of a unit's first 8 in row g; load() reads all.
-  // 4 bits: lane 4g + t' has those of chunk t', swizzled by the copy; 8 bits: FORMAT.md 3.2.
+  // 4 bits: lane 4g + t' has those of chunk t', swizzled by the copy; 8 bits: FORMAT.md 3.2. 16 bits: what ldmatrix asks
+  // a lane for, of 16 columns; the copy swizzles.
   uint32_t codes_at = base + Shape::kCodesAt + own_panel * kUnitBytes;
-  if constexpr (kBytes) {
+  if constexpr (kFloats) {
+    codes_at += lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
+  } else if constexpr (kBytes) {
     codes_at += g * 64 + (g / 2 << 4) + t / 2 * 4;
   } else {
     codes_at += g / 2 * 128 + ((g % 2 * 4 ^ (own_panel % 2 * 4 + g / 2)) << 4) + t / 2 * 4;
@@ -139,17 +145,28 @@ __global__ void __launch_bounds__(LinearThreads(LinearSizesOf(kTokens, kKind).pa
   uint32_t words[8][kWords], scale_words[2], zero_words = 0;
   auto load = [&](int stage, bool scales) {
     const uint32_t at = codes_at + stage * Shape::kCodeBytes;
+    if constexpr (kFloats) {
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        uint32_t m[4];
+        LoadMatrices(m, at ^ step << 5);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[2 * step + i / 2][i % 2] = m[i];
+      }
+    }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int half = i / 4, chunk = i % 4;
-      if constexpr (kBytes) {
+      if constexpr (kFloats) {
+        break;
+      } else if constexpr (kBytes) {
         const uint32_t from = at ^ (chunk << 4 | ((chunk & 1) ^ half) << 3);
         words[i][0] = Load4(from), words[i][1] = Load4(from + 512);
       } else {
         words[i][0] = Load4((at ^ chunk << 4) + 8 * half);
       }
     }
-    if (!scales) return;
+    if (kFloats || !scales) return;
     const uint32_t from = scales_at + stage * Shape::kScaleBytes;
     scale_words[0] = scale_words[1] = Load4(from);
     if (w.scale_bytes == 8) scale_words[1] = Load4(from + 4);
@@ -207,7 +224,9 @@ __global__ void __launch_bounds__(LinearThreads(LinearSizesOf(kTokens, kKind).pa
         high = ZeroPoint<T, true>(zero_words, BytePair(2 * half + 1));
       }
       const uint32_t q = words[i][0] >> shift;
-      if constexpr (kBytes) {
+      if constexpr (kFloats) {
+        two[0] = words[i][0], two[1] = words[i][1];
+      } else if constexpr (kBytes) {
         const uint32_t q8 = words[i][1] >> shift;
         if constexpr (kKind == WeightKind::kInt8) DequantInt8Scaled<T>(q, q8, factor, two);
         if constexpr (kKind == WeightKind::kInt8Zero) DequantInt8<T>(q, q8, low, high, two);
@@ -217,7 +236,8 @@ __global__ void __launch_bounds__(LinearThreads(LinearSizesOf(kTokens, kKind).pa
         if constexpr (kKind == WeightKind::kInt4Zero) DequantInt4Zero<T>(q, low, high, two);
         if constexpr (kKind == WeightKind::kMxfp4 || kKind == WeightKind::kNvfp4) DequantE2m1<T>(q, two);
       }
-      if constexpr (kKind != WeightKind::kInt4 && kKind != WeightKind::kInt8) Times<T>(two, factor[0], factor[1]);
+      if constexpr (kKind != WeightKind::kInt4 && kKind != WeightKind::kInt8 && !kFloats)
+        Times<T>(two, factor[0], factor[1]);
       a[i / 2][i % 2 * 2] = two[0], a[i / 2][i % 2 * 2 + 1] = two[1];
     }
   };
@@ -237,7 +257,7 @@ __global__ void __launch_bounds__(LinearThreads(LinearSizesOf(kTokens, kKind).pa
       uint32_t a[4][4];
       // By votes: of uniform values ptxas makes a predicate anew wherever it is used.
       const bool add = __any_sync(~0u, k != k_begin), more = __any_sync(~0u, ++k < k_end);
-      if (starts) read_scales();
+      if (!kFloats && starts) read_scales();
       dequantize(a);
       LinearProducts<T, kTokens>(acc, tokens_at + stage * (Shape::kTokenBytes / 16), a, width, add);
       const int used = stage;
@@ -248,6 +268,8 @@ __global__ void __launch_bounds__(LinearThreads(LinearSizesOf(kTokens, kKind).pa
         load(stage, starts);
       }
       WgmmaWait<0>();
+      // The products read `a` until here: what was loaded meanwhile must not have its registers.
+      for (const auto& step : a) asm volatile("" ::"r"(step[0]), "r"(step[1]), "r"(step[2]), "r"(step[3]));
       BarrierArrive(empty + 8 * used);
       if (!more) break;
     }

@@ -79,7 +79,7 @@ __device__ inline void PrefetchCodes(const GemmParams& p) {
 // Blocks a multiprocessor holds; the plan knows the same numbers.
 template <typename F>
 constexpr int Blocks(int MT, int NT) {
-  return NT > 2 ? 1 : MT == 2 && NT == 1 && Sizes<F>::kBits == 4 ? 3 : 2;
+  return NT > 2 ? 1 : MT == 2 && NT == 1 && Sizes<F>::kBits == 4 ? 3 : MT == 1 && NT == 1 && Sizes<F>::kBits == 16 ? 3 : 2;
 }
 
 // kUnits: of K a stage; kSplit: warps split K (warps_k > 1), otherwise each stores its own sums and never waits.
@@ -92,6 +92,14 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ std::conditional_t<decode, DecodeRouting, int> routing_storage;
   [[maybe_unused]] auto* routing = &routing_storage;
+  // All that does not depend on the kernel before this one.
+  S stream(shared, p.weights);
+  const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g;
+  const int warps_k = kSplit ? p.shape.warps_k : 1, warps_n = kWarps / warps_k, wn = warp / warps_k,
+            wk = warp % warps_k;
+  const int groups = (p.weights.panels + MT * warps_n - 1) / (MT * warps_n);
+  const int k_units = (p.weights.units + kUnits - 1) / kUnits;
+  const int k_begin = wk * k_units / warps_k * kUnits, k_end = (wk + 1) * k_units / warps_k * kUnits;
   int n_tiles;
   if constexpr (decode) {
     WaitForPrevious();  // for x and ids
@@ -106,7 +114,6 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
     if (linear) LaunchDependents();
     n_tiles = linear ? p.max_tiles : p.tiles[p.max_tiles].count;
   }
-  S stream(shared, p.weights);
   // Sums of the warps, where they are added: after the rings, or, in 2 units of K a stage, the stage read last.
   auto sums_of = [&](int warp, int stage) {
     const int at = kUnits == 1 ? kWarps * kStages * S::kStageBytes + warp * MT * NT * 512
@@ -115,35 +122,28 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
   };
   __shared__ int last_stage[kWarps];
 
-  const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g;
-  const int warps_k = kSplit ? p.shape.warps_k : 1, warps_n = kWarps / warps_k, wn = warp / warps_k,
-            wk = warp % warps_k;
-  const int groups = (p.weights.panels + MT * warps_n - 1) / (MT * warps_n);
-  const int units = n_tiles * groups;
-  const int begin = static_cast<int>(static_cast<int64_t>(blockIdx.x) * units / gridDim.x);
-  const int end = static_cast<int>((static_cast<int64_t>(blockIdx.x) + 1) * units / gridDim.x);
-  const int k_units = (p.weights.units + kUnits - 1) / kUnits;
-  const int k_begin = wk * k_units / warps_k * kUnits, k_end = (wk + 1) * k_units / warps_k * kUnits;
+  using Wide = std::conditional_t<decode, uint32_t, uint64_t>;  // a division of 64 bits takes as long as a load
+  const int units = n_tiles * groups, begin = static_cast<int>(Wide{blockIdx.x} * units / gridDim.x);
+  int left = static_cast<int>((Wide{blockIdx.x} + 1) * units / gridDim.x) - begin;
 
   // The copying side runs kStages - 1 stages ahead of the multiplying side, across (tile, panels) units.
-  int copy_unit = begin, copy_tile = -1, copy_n = 0;
-  const uint8_t* copy_expert = nullptr;
+  int tile = begin / groups, group = begin - tile * groups;
+  int copy_left = left, copy_tile = tile, copy_group = group, copy_n = 0;
+  const uint8_t* copy_expert = nullptr;  // where a tile begins
   const T* rows[NT];
   stream.k = k_end;
   auto copy = [&](int stage) {
-    if (copy_unit < end && k_begin < k_end) {
+    if (copy_left > 0 && k_begin < k_end) {
       if (stream.k == k_end) {
-        const int tile = copy_unit / groups;
-        if (tile != copy_tile) {
-          copy_tile = tile;
+        if (!copy_expert) {
           int expert;
           if constexpr (decode) {
-            expert = routing->expert[tile];
-            const int pair = routing->Pair(tile, g);
+            expert = routing->expert[copy_tile];
+            const int pair = routing->Pair(copy_tile, g);
             rows[0] = pair < 0 ? nullptr : static_cast<const T*>(p.x) + (pair / p.x_divisor) * p.x_columns;
             copy_n = 1;
           } else {
-            const Tile found = TileAt(p, tile);
+            const Tile found = TileAt(p, copy_tile);
             expert = found.expert;
             copy_n = (found.count + 7) / 8;
 #pragma unroll
@@ -158,34 +158,45 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
           }
           copy_expert = p.weights.rows + expert * p.weights.row_bytes;
         }
-        stream.SeekWeights(p.weights, copy_expert, ((copy_unit - tile * groups) * warps_n + wn) * MT, k_begin);
+        const int panel = (copy_group * warps_n + wn) * MT;
+        stream.SeekWeights(p.weights, copy_expert, panel, k_begin);
+        // A unit of work ends with a read of its biases, which nothing else overlaps.
+        if (p.weights.bias_at && wk == 0 && lane == 0 && panel < p.weights.panels)
+          Prefetch(copy_expert + p.weights.bias_at + panel * 64, min(MT, p.weights.panels - panel) * 64);
 #pragma unroll
         for (int n = 0; n < NT; ++n) stream.SeekTokens(n, rows[n], p.x_columns);
       }
       stream.CopyWeights(stage, p.weights);
       stream.CopyTokens(stage, copy_n);
-      if (stream.k == k_end) ++copy_unit;
+      if (stream.k == k_end) {
+        --copy_left;
+        if (++copy_group == groups) copy_group = 0, ++copy_tile, copy_expert = nullptr;
+      }
     }
     CopyAsyncCommit();
   };
 
   float acc[MT][NT][4] = {};
   Tile now{};
-  int unit = begin, n_active = 1, k = k_begin;
-  // One loop for filling the ring and for the steady state: `turn` copies, turn - kStages + 1 multiplies.
+  int n_active = 1;
+  // One loop for filling the ring and for the steady state: copies into a stage, multiplies the one after it, the oldest.
+  int k = k_begin - (kStages - 1) * kUnits, stage = 0;
 #pragma unroll 1
-  for (int turn = 0; unit < end; ++turn) {
-    if (turn >= kStages - 1) {
+  while (left > 0) {
+    if (k >= k_begin) {
       if (k == k_begin) {
-        if constexpr (!decode) now = TileAt(p, unit / groups);
+        if constexpr (!decode) now = TileAt(p, tile);
         n_active = (now.count + 7) / 8;
       }
       CopyAsyncWait<kStages - 2>();
     }
-    copy(turn % kStages);
-    if (turn < kStages - 1) continue;
+    copy(stage);
+    if (++stage == kStages) stage = 0;
+    if (k < k_begin) {
+      k += kUnits;
+      continue;
+    }
     if (k < k_end) {
-      const int stage = (turn + 1) % kStages;
       if (NT == 1 || n_active == 1) {
         stream.template Consume<1, false, decode && kUnits == 1>(stage, acc, p.weights);
       } else if (NT == 2 || n_active == 2) {
@@ -197,10 +208,11 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
     }
     k = k_begin;
 
-    const int tile = unit / groups, group = unit - tile * groups;
-    ++unit;
+    const int this_tile = tile, this_group = group;
+    --left;
+    if (++group == groups) group = 0, ++tile;
     int expert = now.expert;
-    if constexpr (decode) expert = routing->expert[tile];
+    if constexpr (decode) expert = routing->expert[this_tile];
     const uint8_t* expert_row = p.weights.rows + expert * p.weights.row_bytes;
     // Of token columns `column` and the next; -1: none.
     auto find = [&](int column, int(&pair)[2], float(&weight)[2]) {
@@ -208,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
       for (int i = 0; i < 2; ++i) {
         weight[i] = 1.f;
         if constexpr (decode) {
-          pair[i] = routing->Pair(tile, column + i);
+          pair[i] = routing->Pair(this_tile, column + i);
           if (pair[i] >= 0) weight[i] = routing->weight[pair[i]];
         } else {
           pair[i] = -1;
@@ -226,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
       StoreUnit<T, down>(p, expert_row, panel, g, sum, pair, weight);
     };
     if constexpr (!kSplit) {
-      const int first = (group * warps_n + wn) * MT, row = first * 16 + g, left = p.out_columns - row;
+      const int first = (this_group * warps_n + wn) * MT, row = first * 16 + g, left = p.out_columns - row;
       const float2 factor = SumFactors<T, F>(p.weights, expert_row);
       float bias[MT][2] = {};
       if (p.weights.bias_at) {
@@ -266,8 +278,8 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
       continue;
     }
     if (kUnits == 1) __syncthreads();  // the last unit's sums have been read
-    float4* mine = sums_of(warp, (turn + 1) % kStages);
-    if (kUnits > 1 && lane == 0) last_stage[warp] = (turn + 1) % kStages;
+    float4* mine = sums_of(warp, stage);
+    if (kUnits > 1 && lane == 0) last_stage[warp] = stage;
     __syncwarp();
 #pragma unroll
     for (int m = 0; m < MT; ++m)
@@ -281,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
 #pragma unroll 1
     for (int task = threadIdx.x; task < warps_n * MT * NT * 32; task += kThreads) {
       const int at = task / 32, n = at % NT, m = at / NT % MT, part = at / (NT * MT);
-      const int panel = (group * warps_n + part) * MT + m;
+      const int panel = (this_group * warps_n + part) * MT + m;
       if ((NT > 1 && n >= n_active) || panel >= p.weights.panels) continue;
       int pair[2];
       float weight[2];
@@ -328,8 +340,9 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, 1)) MoeDownDecode(cons
     }
   };
   S stream(shared, p.weights);
-  auto sums_of = [&](int warp) {  // after the rings, or, in 2 units of K a stage, over them
-    const int at = kUnits == 1 ? kWarps * kStages * S::kStageBytes + warp * MT * 512 : warp * kStages * S::kStageBytes;
+  constexpr bool kOver = kUnits > 1 || S::Size::kBits == 16;
+  auto sums_of = [&](int warp) {  // after the rings, or, in 2 units of K a stage and of floats, over them
+    const int at = kOver ? warp * kStages * S::kStageBytes : kWarps * kStages * S::kStageBytes + warp * MT * 512;
     return reinterpret_cast<float4*>(shared + at);
   };
 

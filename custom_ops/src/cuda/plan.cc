@@ -42,15 +42,41 @@ bool RoundsGroups(const qm_projection& w) {
          w.activation_format == k_activation_format_mxfp8 || w.activation_format == k_activation_format_mxfp4;
 }
 
+// Of a linear's floats, which are what the activations are.
+int ValidateFloats(const qm_projection& w, int type, char* err) {
+  const int want = type == QM_F16 ? 6 : 5;
+  if (w.format != want)
+    return Fail(err, QM_UNSUPPORTED, "w_format is %d and x is %s; the CUDA kernels multiply floats of one type",
+                w.format, type == QM_F16 ? "float16 (6)" : "bfloat16 (5)");
+  const struct {
+    const char* name;
+    int value, want;
+  } plain[] = {{"group_size", w.group_size, -1},
+               {"block_n", w.block_n, 1},
+               {"scale_type", w.scale_type, 0},
+               {"zero_points", w.zero_points, 0},
+               {"activation_format", w.activation_format, 0},
+               {"perm", w.perm, 0},
+               {"pre_scale", w.pre_scale, 0}};
+  for (const auto& p : plain)
+    if (p.value != p.want)
+      return Fail(err, QM_UNSUPPORTED, "w_%s is %d, the CUDA kernels take %d for floats", p.name, p.value, p.want);
+  return ValidateFlag(w.bias, "w", "_bias", err);
+}
+
+int ValidateLayout(const qm_projection& w, const char* name, char* err) {
+  if (w.layout == 1 && w.layout_version == 2) return QM_OK;
+  return Fail(err, QM_INVALID, "%s_layout is %d version %d, the CUDA kernels read marlin (1) version 2: %s", name,
+              w.layout, w.layout_version,
+              w.layout != 1          ? "export with --target cuda"
+              : w.layout_version > 2 ? "a later quantmoe wrote it"
+                                     : "export the model again");
+}
+
 // name: of the projection, the prefix of its attributes; most_orders: that its perm may say.
 int ValidateWeights(const qm_projection& w, const char* name, int most_orders, char* err) {
   enum { f32, f16, bf16, e8m0, e4m3 };
-  if (w.layout != 1 || w.layout_version != 2)
-    return Fail(err, QM_INVALID, "%s_layout is %d version %d, the CUDA kernels read marlin (1) version 2: %s", name,
-                w.layout, w.layout_version,
-                w.layout != 1          ? "export with --target cuda"
-                : w.layout_version > 2 ? "a later quantmoe wrote it"
-                                       : "export the model again");
+  if (int status = ValidateLayout(w, name, err)) return status;
   const bool integer = w.format == 0 || w.format == 1;
   if (w.format < 0 || w.format > 4)
     return Fail(err, QM_UNSUPPORTED, "%s_format is %d, the CUDA kernels take 0 to 4", name, w.format);
@@ -311,6 +337,15 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
 // A linear of a few rows; shared_bytes 0: the GPU has too little for the kernels that keep many stages in flight.
 qm_cuda_gemm PlanLinearDecode(const qm_cuda_device& device, const qm_projection& weights, const MarlinRow& w) {
   const WeightKind kind = KindOf(weights);
+  if (kind == WeightKind::kFloat) {
+    qm_cuda_gemm g{};
+    g.panels = g.n_tiles = g.warps_k = g.cluster = 1;
+    g.stages = StagesOf(1);
+    const int bytes = kWarps * g.stages * StageBytes(1, 1, 16, 0, 1);  // sums lie over the ring: three blocks
+    if (bytes + 1024 <= device.shared_bytes) g.shared_bytes = bytes;
+    g.grid = w.panels;
+    return g;
+  }
   // Measured: warps of four panels, and two blocks for them where that still is one round; one panel of 8-bit codes, or
   // two where a warp's part of a row is long.
   const bool int4 = kind == WeightKind::kInt4 && w.per_block == 1, bytes = BitsOf(kind) == 8;
@@ -325,6 +360,25 @@ qm_cuda_gemm PlanLinearDecode(const qm_cuda_device& device, const qm_projection&
       MmaSharedBytes(g.panels, 1, BitsOf(kind), LaneBytes(kind, w), four && int4 ? 2 : 1, g.stages);
   if (bytes_shared + 1024 <= device.shared_bytes) g.shared_bytes = bytes_shared;
   g.grid = static_cast<int32_t>(CeilDiv(w.panels, g.panels) * g.cluster);
+  return g;
+}
+
+// A linear of floats on mma.sync: the largest tile that fits.
+qm_cuda_gemm PlanFloatStream(const qm_cuda_device& device, const MarlinRow& w, int64_t rows) {
+  qm_cuda_gemm g{};
+  g.panels = g.cluster = 1;
+  g.stages = StagesOf(1);
+  g.warps_k = kWarps;
+  while (g.warps_k > 1 && w.units < 8 * g.warps_k) g.warps_k /= 2;
+  for (int n_tiles : {4, 2, 1}) {
+    g.n_tiles = n_tiles;
+    g.shared_bytes = MmaSharedBytes(1, n_tiles, 16, 0);
+    if (g.shared_bytes + 1024 <= device.shared_bytes && (n_tiles == 1 || rows > 4 * n_tiles)) break;
+  }
+  const int slots = std::max(device.multiprocessors, 1) * std::clamp(device.shared_bytes / (g.shared_bytes + 1024), 1,
+                                                                     RegisterBlocks(WeightKind::kFloat, 1, g.n_tiles));
+  const int64_t units = CeilDiv(rows, 8 * g.n_tiles) * CeilDiv(w.panels, kWarps / g.warps_k);
+  g.grid = static_cast<int32_t>(std::clamp<int64_t>(units, 1, slots));
   return g;
 }
 
@@ -343,7 +397,7 @@ qm_cuda_gemm PlanDense(const qm_cuda_device& device, WeightKind kind, const Marl
   double best = INFINITY;
   for (const auto& c : kCosts) {
     const LinearSizes sizes = LinearSizesOf(c.tokens, kind);
-    const double bytes = BitsOf(kind) == 8 ? c.bytes : 1;
+    const double bytes = BitsOf(kind) > 4 ? c.bytes : 1;
     for (int width = LinearLeast(c.tokens); width <= c.tokens; width += 16)
       for (int parts = 1; parts <= std::min(8, w.units); ++parts) {
         if (width == 240) continue;  // measured: slower than 256
@@ -471,19 +525,24 @@ extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const 
   if (problem->rows < 0 || problem->rows > INT32_MAX / 2)
     return Fail(err, QM_INVALID, "x has %lld rows, expected 0 to %d", static_cast<long long>(problem->rows),
                 INT32_MAX / 2);
-  if (int status = ValidateWeights(l.w, "w", 1, err)) return status;
+  const bool floats = KindOf(l.w) == WeightKind::kFloat;
+  if (int status = floats ? ValidateLayout(l.w, "w", err) : ValidateWeights(l.w, "w", 1, err)) return status;
+  if (int status = floats ? ValidateFloats(l.w, problem->type, err) : QM_OK) return status;
   if (int status = ValidateRow(MoeOf(l), 2, "w", err)) return status;
   *plan = qm_cuda_plan{};
   MarlinRow w{};
   MarlinRowOf(MoeOf(l), 2, &w);
   const int64_t rows = problem->rows;
-  const bool decode = rows <= kDecodeTokens && DecodeFits(*device, l.w, w), packs = Packs(device->sm, l.w);
+  const bool decode = rows <= kDecodeTokens &&
+                      (floats ? PlanLinearDecode(*device, l.w, w).shared_bytes > 0 : DecodeFits(*device, l.w, w)),
+             packs = Packs(device->sm, l.w);
   const bool dense = !decode && device->sm == 90 && (!packs || rows > 64);
   plan->path = decode ? QM_CUDA_DECODE : dense ? QM_CUDA_DENSE : QM_CUDA_STREAM;
   if (dense) {
     plan->w2 = PlanDense(*device, KindOf(l.w), w, rows);
   } else {
     if (decode && !packs) plan->w2 = PlanLinearDecode(*device, l.w, w);
+    if (floats && !decode) plan->w2 = PlanFloatStream(*device, w, rows);
     if (!plan->w2.shared_bytes)
       plan->w2 = PlanGemm({*device, decode, false, false, 1, static_cast<double>(rows), 4}, l.w, w, decode);
     if (!decode) plan->max_tiles = static_cast<int32_t>(CeilDiv(rows, 8 * plan->w2.n_tiles));

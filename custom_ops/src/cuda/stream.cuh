@@ -57,7 +57,9 @@ struct Stream {
   uint32_t first_half;           // 8 bits: where columns 0..31 of a unit are in this lane's 16 bytes
   uint32_t zero_selector;        // BytePair of its first zero point in the word it copies
   uint64_t once;
-  // What is copied next: this lane's bytes of a unit of the first panel.
+  // Groups of 32: each unit has scales of its own, side by side.
+  static constexpr bool kScalesAhead = F::kGroups == 2 && !Size::kRuntime;
+  // What is copied next: this lane's bytes of a unit of the first panel; of scales, with kScalesAhead.
   const uint8_t *codes, *scales, *zeros;
   const T* tokens[NT];                        // null: zero
   int k, columns_left;                        // columns_left: from the lane's first to the end of the row
@@ -88,8 +90,8 @@ struct Stream {
       const int at = min(m, w.panels - 1 - panel);
       panel_at[m] = at * w.units * kUnitBytes, scale_panel_at[m] = at * w.blocks * 8 * scale_bytes;
     }
-    codes = expert + (static_cast<int64_t>(panel) * w.units + k) * kUnitBytes + Size::LaneAt(lane);
-    scales = expert + w.scales_at + (panel * w.blocks * 8 + g) * scale_bytes;
+    codes = expert + (static_cast<int64_t>(panel) * w.units + k) * kUnitBytes + Size::FromAt(lane);
+    scales = expert + w.scales_at + ((panel * w.blocks + (kScalesAhead ? k : 0)) * 8 + g) * scale_bytes;
     if constexpr (Size::kZeroBytes > 0)
       zeros = expert + w.zeros_at + panel * w.blocks * w.zero_bytes + (TwoGroups(w) ? 4 * g : 2 * g & ~3);
   }
@@ -105,7 +107,7 @@ struct Stream {
   __device__ void CopyWeights(int stage, const Weights& w) {
     const uint32_t to = codes_at + stage * kStageBytes, scales_to = scales_at + stage * kStageBytes;
     const int block = k >> w.block_shift;
-    const uint8_t* first = scales + block * (8 * ScaleLaneBytes(w));
+    const uint8_t* first = kScalesAhead ? scales : scales + block * (8 * ScaleLaneBytes(w));
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
       const uint8_t *c = m ? codes + panel_at[m] : codes, *s = m ? first + scale_panel_at[m] : first;
@@ -114,7 +116,8 @@ struct Stream {
 #pragma unroll
         for (int i = 0; i < kUnitBytes; i += 512)
           if (u == 0 || k + u < w.units)  // else: any codes, the tokens there are zero
-            CopyAsync16Once(to + (u * MT + m) * kUnitBytes + i, c + u * kUnitBytes + i, once);
+            CopyAsync16Once(to + (u * MT + m) * kUnitBytes + i, c + u * kUnitBytes + Size::PieceAt(i), once);
+      if constexpr (Size::kScaleBytes == 0) continue;
       if (Size::kScaleBytes == 4 || (Size::kRuntime && w.scale_bytes == 4)) {
         CopyAsyncSmall<4>(scales_to + m * 32 * Size::kScaleBytes, s);
       } else {
@@ -128,6 +131,7 @@ struct Stream {
       for (int m = 0; m < MT; ++m) CopyAsyncSmall<4>(ZeroAt(stage, m), m ? z + (scale_panel_at[m] >> shift) : z);
     }
     codes += kUnits * kUnitBytes;
+    if constexpr (kScalesAhead) scales += 8 * Size::kScaleBytes;
   }
   __device__ uint32_t ZeroAt(int stage, int m) const {
     return scales_at + stage * kStageBytes + (kZerosAt - kScalesAt) - lane * (Size::kScaleBytes - 4) + m * 128;
@@ -172,10 +176,10 @@ struct Stream {
     // Not for all tiles of one token tile: a token must not depend on how many are in its tile.
     constexpr bool kSums = kInt4s && NT == 1;
     constexpr bool kDirect = kScaledWeights && !kFactor;  // into acc
-    constexpr int kWords = Size::kScaleBytes / 4;
+    constexpr int kWords = Size::kScaleBytes / 4;  // none: floats
     const uint32_t base = codes_at + stage * kStageBytes;
     uint4 q[MT], x[N][2];
-    uint32_t scale[MT][kWords], zero[MT];
+    uint32_t scale[MT][kWords + !kWords], zero[MT];
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
 #pragma unroll
@@ -221,6 +225,10 @@ struct Stream {
       const uint32_t selector = Size::kZeroBytes > 0 ? zero_selector + (half && two_groups ? 0x0202 : 0) : 0;
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
+        uint4 q8{};  // 16 bits: of row g + 8
+        if constexpr (Size::kBits == 16) {
+          q[m] = Load16(base + m * kUnitBytes + half * 512), q8 = Load16(base + m * kUnitBytes + 1024 + half * 512);
+        }
         if constexpr (Size::kBits == 8) {
           const uint32_t at = (base + first_half ^ 8 * half) + m * kUnitBytes;
           const uint2 low = Load8(at), high = Load8(at + 512);
@@ -243,7 +251,10 @@ struct Stream {
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
           uint32_t a[4];
-          if constexpr (Size::kBits == 8) {
+          if constexpr (Size::kBits == 16) {
+            a[0] = step ? q[m].z : q[m].x, a[1] = step ? q8.z : q8.x;
+            a[2] = step ? q[m].w : q[m].y, a[3] = step ? q8.w : q8.y;
+          } else if constexpr (Size::kBits == 8) {
             const uint32_t q_low = step ? q[m].z : q[m].x, q_high = step ? q[m].w : q[m].y;
             if constexpr (kKind == WeightKind::kInt8) {
               DequantInt8<T>(q_low, q_high, a);
@@ -305,10 +316,12 @@ struct Stream {
           const uint32_t s = scale[m][kTwo ? half : 0];
           return make_float2(Half<Scale>::Low(s), Half<Scale>::High(s));
         });
-      } else if constexpr (kScaledWeights) {
+      } else if constexpr (kScaledWeights || kWords == 0) {
         add([](int) { return make_float2(1.f, 1.f); });
       } else if constexpr (kKind == WeightKind::kMxfp4) {
-        add([&](int m) { return make_float2(E8m0(scale[m][0], 2 * half), E8m0(scale[m][0], 2 * half + 1)); });
+        add([&](int m) {
+          return make_float2(E8m0Normal(scale[m][0], 2 * half), E8m0Normal(scale[m][0], 2 * half + 1));
+        });
       } else {
         auto word = [&](int m) { return half && two_groups ? scale[m][kWords - 1] : scale[m][0]; };
         if (w.scale_type == 2) {
