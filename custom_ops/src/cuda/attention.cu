@@ -40,6 +40,7 @@ int Launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& pla
   params.pairs = params.batch * a.kv_num_heads;
   params.splits = plan.splits, params.cluster = plan.cluster > 1;
   params.stage_log = plan.wgmma || !IsWide(width, value_width) ? 6 : 5;
+  if (plan.tile_rows == kFewRows && codes) ++params.stage_log;
   params.deep = plan.stages == kDeepStages;
   params.least_log = LeastOf(plan.tile_rows, params.cluster);
   const int all = params.batch * params.tokens, copies = in_place ? 0 : params.pairs * ((params.slots + 63) / 64);
@@ -50,8 +51,7 @@ int Launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& pla
     if (blocks == 0) return QM_OK;
     if (!all) params.pairs = 0;
     launcher.Run((codes ? FewCodesKernel : FewKernel)(p.type, width, value_width), params, dim3(blocks * plan.splits),
-                 kFewThreads, FewSharedBytes(width, value_width, plan.stages, params.cluster, codes), true,
-                 plan.cluster);
+                 kFewThreads, FewSharedBytes(width, value_width, plan.stages, params.cluster), true, plan.cluster);
   } else {
     constexpr int kNarrow = 16, kBroad = 32;  // lanes of a head
     const int lanes = IsWide(width, value_width) ? kBroad : kNarrow, heads = kAppendThreads / lanes;

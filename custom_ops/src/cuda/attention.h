@@ -16,6 +16,8 @@ constexpr int kFewRows = 16;  // query rows of a block of few
 QM_CONSTEXPR bool IsWide(int keys, int values) { return keys + values > 256; }
 // Slots of a stage of mma.sync; of few rows, warps share out 16 each, and of wide heads the values' columns.
 QM_CONSTEXPR int AttendKeys(int keys, int values) { return IsWide(keys, values) ? 32 : 64; }
+// Of few rows a stage of codes has as many bytes as one of numbers, and a warp twice the slots: latency binds there.
+QM_CONSTEXPR int FewKeys(int keys, int values, bool codes) { return AttendKeys(keys, values) * (codes ? 2 : 1); }
 QM_CONSTEXPR int ManyRows(int keys, int values) { return IsWide(keys, values) ? 64 : 128; }
 constexpr int kFewStages = 3, kDeepStages = 6, kManyStages = 2;  // deep: where a block has many and room for them
 // Sums of 16 rows from each block of a cluster, and of their values the columns that a block adds up, four at a time.
@@ -24,14 +26,9 @@ QM_CONSTEXPR int FewReceivedBytes(int values) { return kMostCluster * kFewRows *
 QM_CONSTEXPR int RingBytes(int stage_keys, int keys, int values, int stages, bool codes) {
   return stage_keys * (keys + values) * (codes ? 2 + stages : 2 * stages);
 }
-// Of few rows codes are widened in registers: before the ring are queries, what heads turn in, and sums of squares.
-QM_CONSTEXPR int FewScratchBytes(int keys) { return kFewRows * (keys * 2 + 8) + kFewThreads * 32; }
-QM_CONSTEXPR int FewRingBytes(int keys, int values, int stages, bool codes) {
-  const int numbers = stages * AttendKeys(keys, values) * (keys + values);
-  return codes ? FewScratchBytes(keys) + numbers : 2 * numbers;
-}
-QM_CONSTEXPR int FewSharedBytes(int keys, int values, int stages, bool cluster, bool codes) {
-  return FewRingBytes(keys, values, stages, codes) + (cluster ? FewReceivedBytes(values) : 0);
+// Of few rows codes are widened in registers, and stages have as many bytes.
+QM_CONSTEXPR int FewSharedBytes(int keys, int values, int stages, bool cluster) {
+  return RingBytes(AttendKeys(keys, values), keys, values, stages, false) + (cluster ? FewReceivedBytes(values) : 0);
 }
 QM_CONSTEXPR int ManySharedBytes(int keys, int values, bool codes) {
   return ManyRows(keys, values) * keys * 2 + RingBytes(AttendKeys(keys, values), keys, values, kManyStages, codes);

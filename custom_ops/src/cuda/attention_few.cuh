@@ -44,10 +44,10 @@ __device__ inline uint32_t SwizzledCodes(int row, int chunk) {
 // Of four codes of e4m3, 1 in the bytes of those that are no numbers.
 __device__ inline uint32_t NoNumbers(uint32_t codes) { return ((codes & 0x7f7f7f7f) + 0x01010101 & 0x80808080) >> 7; }
 
-// AttendStage of 16 slots of codes. A lane gets four codes side by side, which are widened in registers: of 16 features
-// 4 t, 4 t + 1 are those that the product has at 2 t, and 4 t + 2, 4 t + 3 at 2 t + 8, in `query`, too; of 16 columns
-// of the values a tile of acc has the even ones, the next the odd ones.
-template <int DK, int DV, int M>
+// AttendStage of NT * 8 slots of codes. A lane gets four codes side by side, which are widened in registers: of 16
+// features 4 t, 4 t + 1 are those that the product has at 2 t, and 4 t + 2, 4 t + 3 at 2 t + 8, in `query`, too; of 16
+// columns of the values a tile of acc has the even ones, the next the odd ones.
+template <int DK, int DV, int NT, int M>
 __device__ __forceinline__ void AttendCodes(const AttentionParams& p, uint32_t k_at, uint32_t v_at, int first_key,
                                             int slot, int first_n, bool masked, bool mixed,
                                             const uint32_t (&query)[DK / 16][4], Sums<1, M>& to) {
@@ -55,21 +55,23 @@ __device__ __forceinline__ void AttendCodes(const AttentionParams& p, uint32_t k
   const int lane = threadIdx.x % 32, t = lane % 4;
   const bool e4m3 = p.attention.cache_format == k_cache_format_fp8_e4m3;
   auto widen = [&](uint32_t codes) { return e4m3 ? WidenE4m3(codes) : WidenInt8(codes); };
-  float s[2][4];
+  float s[NT][4];
 #pragma unroll
-  for (int n = 0; n < 2; ++n)
+  for (int n = 0; n < NT; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[n][i] = 0;
 #pragma unroll
-  for (int d = 0; d < DK / 16; d += 2) {
-    uint32_t k[4];
-    LoadMatrices(k, k_at + SwizzledCodes<DK>(first_key + lane % 8 + lane / 16 * 8, d + lane / 8 % 2));
+  for (int d = 0; d < DK / 16; d += 2)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint2 numbers = widen(k[i]);
-      Half<__half>::Mma(s[i / 2], query[d + i % 2], numbers.x, numbers.y);
+    for (int n = 0; n < NT; n += 2) {
+      uint32_t k[4];
+      LoadMatrices(k, k_at + SwizzledCodes<DK>(first_key + n * 8 + lane % 8 + lane / 16 * 8, d + lane / 8 % 2));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint2 numbers = widen(k[i]);
+        Half<__half>::Mma(s[n + i / 2], query[d + i % 2], numbers.x, numbers.y);
+      }
     }
-  }
   ScaleScores(p, s);
   Softcap(p, s);
   if (masked) Mask(p, s, to.slot_of[0], slot);
@@ -78,13 +80,13 @@ __device__ __forceinline__ void AttendCodes(const AttentionParams& p, uint32_t k
   const int chunk = first_n / 2;
   bool odd = false;  // as AttendStage's
   if (masked && mixed && e4m3)
-    for (int at = lane; at < 8 * M; at += 32) {
+    for (int at = lane; at < NT * 4 * M; at += 32) {
       const uint4 v = Load16(v_at + SwizzledCodes<DV>(first_key + at / (M / 2), chunk + at % (M / 2)));
       odd |= (NoNumbers(v.x) | NoNumbers(v.y) | NoNumbers(v.z) | NoNumbers(v.w)) != 0;
     }
   odd = __any_sync(~0u, odd);
 #pragma unroll 1
-  for (int key = 0; odd && key < 16; ++key) {
+  for (int key = 0; odd && key < NT * 8; ++key) {
 #pragma unroll
     for (int n = 0; n < M; ++n) {
       const uint32_t bad = NoNumbers(Load4(v_at + SwizzledCodes<DV>(first_key + key, chunk + n / 2) + 4 * t));
@@ -97,24 +99,28 @@ __device__ __forceinline__ void AttendCodes(const AttentionParams& p, uint32_t k
       }
     }
   }
-  uint32_t weight[4];
-  PackWeights<__half>(weight, s, 0);
 #pragma unroll
-  for (int n = 0; n < M; n += 4) {
-    uint32_t v[4];
-    const bool both = n + 2 < M;
-    LoadTransposed(v, v_at + SwizzledCodes<DV>(first_key + lane % 16, chunk + n / 2 + (both ? lane / 16 : 0)));
-    uint2 numbers[4];
+  for (int k = 0; k < NT; k += 2) {
+    uint32_t weight[4];
+    PackWeights<__half>(weight, s, k);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (odd) v[i] &= ~(NoNumbers(v[i]) * 0xff);
-      numbers[i] = widen(__byte_perm(v[i], 0, 0x3120));
-    }
-    Half<__half>::Mma(to.acc[0][n], weight, numbers[0].x, numbers[1].x);
-    Half<__half>::Mma(to.acc[0][n + 1], weight, numbers[0].y, numbers[1].y);
-    if (both) {
-      Half<__half>::Mma(to.acc[0][n + 2], weight, numbers[2].x, numbers[3].x);
-      Half<__half>::Mma(to.acc[0][n + 3], weight, numbers[2].y, numbers[3].y);
+    for (int n = 0; n < M; n += 4) {
+      uint32_t v[4];
+      const bool both = n + 2 < M;
+      const int row = first_key + k * 8 + lane % 16;
+      LoadTransposed(v, v_at + SwizzledCodes<DV>(row, chunk + n / 2 + (both ? lane / 16 : 0)));
+      uint2 numbers[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (odd) v[i] &= ~(NoNumbers(v[i]) * 0xff);
+        numbers[i] = widen(__byte_perm(v[i], 0, 0x3120));
+      }
+      Half<__half>::Mma(to.acc[0][n], weight, numbers[0].x, numbers[1].x);
+      Half<__half>::Mma(to.acc[0][n + 1], weight, numbers[0].y, numbers[1].y);
+      if (both) {
+        Half<__half>::Mma(to.acc[0][n + 2], weight, numbers[2].x, numbers[3].x);
+        Half<__half>::Mma(to.acc[0][n + 3], weight, numbers[2].y, numbers[3].y);
+      }
     }
   }
 }
@@ -125,19 +131,17 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
   using Number = typename Cached<T, kCodes>::Number;
   using Element = typename Cached<T, kCodes>::Element;
   constexpr int kChunk = Cached<T, kCodes>::kChunk;
-  constexpr int kKeys = AttendKeys(DK, DV), kWarpKeys = 16, kWarps = kFewThreads / 32;
-  constexpr int KW = kKeys / kWarpKeys, VW = kWarps / KW, M = DV / 8 / VW;   // warps that share slots, columns
-  constexpr int kKeyBytes = kKeys * DK * 2, kStage = kKeys * (DK + DV) * 2;  // of numbers
-  constexpr int kRingKeys = kKeys * DK * sizeof(Element), kRingStage = kKeys * (DK + DV) * sizeof(Element);
+  constexpr int kKeys = FewKeys(DK, DV, kCodes), kWarpKeys = kCodes ? 32 : 16, kWarps = kFewThreads / 32;
+  constexpr int KW = kKeys / kWarpKeys, VW = kWarps / KW, M = DV / 8 / VW;  // warps that share slots, columns
+  constexpr int kKeyBytes = kKeys * DK * sizeof(Element), kStage = kKeys * (DK + DV) * sizeof(Element);
   constexpr int kLanes = IsWide(DK, DV) ? 32 : 16, kAtOnce = kFewThreads / kLanes;
   extern __shared__ uint4 shared[];
   const uint32_t kv_at = SharedAddress(shared);
-  // Queries, what heads turn in and sums of squares lie where the last stage will, of codes before the ring.
+  // Queries, what heads turn in and sums of squares lie where the last stage will.
   constexpr int kTurning = kFewRows * DK * 2, kSquares = kTurning + kFewThreads * 32;
-  static_assert(kSquares + 2 * kFewRows * 4 <= (kCodes ? FewScratchBytes(DK) : kStage), "fits in a stage");
+  static_assert(kSquares + 2 * kFewRows * 4 <= kStage, "fits in a stage");
   const int stages = p.deep ? kDeepStages : kFewStages;
-  uint4* last_stage = shared + (kCodes ? 0 : (stages - 1) * (kStage / 16));
-  const uint32_t ring_at = kv_at + (kCodes ? FewScratchBytes(DK) : 0);
+  uint4* last_stage = shared + (stages - 1) * (kStage / 16);
   const uint32_t queries_at = SharedAddress(last_stage);
   float4* of_head = reinterpret_cast<float4*>(last_stage) + kTurning / 16 + threadIdx.x / kLanes * 2 * kLanes;
   float* squares = reinterpret_cast<float*>(last_stage) + kSquares / 4;  // of each token's row: all queries; all keys
@@ -205,7 +209,7 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
 
   auto at_stage = [&](int stage) {
     const uint32_t place = stage - begin;
-    return ring_at + (p.deep ? place % kDeepStages : place % kFewStages) * kRingStage;
+    return kv_at + (p.deep ? place % kDeepStages : place % kFewStages) * kStage;
   };
   // A group of copies, which may be empty; at first without the new slots, which this block is about to have.
   auto load = [&](int stage, bool at_first) {
@@ -229,7 +233,7 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
     };
     if (stage < end) {
       rows_of(Width<DK>{}, old_keys, keys, at_stage(stage));
-      rows_of(Width<DV>{}, old_values, values, at_stage(stage) + kRingKeys);
+      rows_of(Width<DV>{}, old_values, values, at_stage(stage) + kKeyBytes);
     }
     CopyAsyncCommit();
   };
@@ -273,7 +277,7 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
         const bool soon = stage < begin + stages - 1;
         if constexpr (kCodes) {
           const int row = slot % kKeys, chunk = part.d / 16;
-          const uint32_t at = item.key ? SwizzledCodes<DK>(row, chunk) : kRingKeys + SwizzledCodes<DV>(row, chunk);
+          const uint32_t at = item.key ? SwizzledCodes<DK>(row, chunk) : kKeyBytes + SwizzledCodes<DV>(row, chunk);
           uint8_t* there = reinterpret_cast<uint8_t*>(shared) + (at_stage(stage) - kv_at) + at + part.d % 16;
           if (soon) StoreEight<T, kCodes>(a, item.key, x, there);
         } else {
@@ -313,20 +317,21 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
     const int first_key = key_warp * kWarpKeys, slot = stage * kKeys + first_key;
     const bool masked = IsMasked(span, stage * kKeys, kKeys);
     if constexpr (kCodes)
-      AttendCodes<DK, DV>(p, k_at, k_at + kRingKeys, first_key, slot, value_warp * M, masked, mixed, own, found);
+      AttendCodes<DK, DV, kWarpKeys / 8>(p, k_at, k_at + kKeyBytes, first_key, slot, value_warp * M, masked, mixed, own,
+                                         found);
     else
-      AttendStage<Number, DK, DV, kWarpKeys / 8, kCodes>(p, k_at, k_at + kRingKeys, first_key, slot, value_warp * M,
+      AttendStage<Number, DK, DV, kWarpKeys / 8, kCodes>(p, k_at, k_at + kKeyBytes, first_key, slot, value_warp * M,
                                                          masked, mixed, query, found);
   }
   AddQuads(found.sum[0]);
 
   // The warps' results, over the stages: [KW][16][kStride], then pairs of largest score and sum.
   constexpr int kStride = DV + 4;
-  static_assert(KW * kFewRows * (kStride + 2) * 4 <= FewRingBytes(DK, DV, kFewStages, kCodes), "fits in the stages");
+  static_assert(KW * kFewRows * (kStride + 2) * 4 <= kFewStages * kStage, "fits in the stages");
   float* of_warps = reinterpret_cast<float*>(shared);
   float2* sums = reinterpret_cast<float2*>(of_warps + KW * kFewRows * kStride);
   // Of a cluster, after the stages: pairs [16 blocks][16 rows], then fours of columns [blocks][16 rows][columns].
-  const uint32_t received = ring_at + stages * kRingStage, received_columns = received + kMostCluster * kFewRows * 8;
+  const uint32_t received = kv_at + stages * kStage, received_columns = received + kMostCluster * kFewRows * 8;
   __syncthreads();
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -394,7 +399,7 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
 
   ClusterArrive();
   ClusterWait();
-  const float2* of_blocks = reinterpret_cast<const float2*>(shared + (received - kv_at) / 16);
+  const float2* of_blocks = reinterpret_cast<const float2*>(shared + stages * (kStage / 16));
   const float* columns_of = reinterpret_cast<const float*>(of_blocks + kMostCluster * kFewRows);
 #pragma unroll
   for (int k = 0; k < 2; ++k) {

@@ -57,7 +57,7 @@ bool HasCodes(const qm_attention& a) { return a.cache_format != k_cache_format_n
 // Whether a block of few rows has the shared memory; kReserved bytes of a multiprocessor's are the system's.
 bool Fits(const qm_cuda_device& device, const qm_attention& a, int stages, bool cluster) {
   constexpr int kReserved = 1024;
-  return FewSharedBytes(a.head_size, a.v_head_size, stages, cluster, HasCodes(a)) + kReserved <= device.shared_bytes;
+  return FewSharedBytes(a.head_size, a.v_head_size, stages, cluster) + kReserved <= device.shared_bytes;
 }
 
 // Blocks of a cluster that share what a row of few queries sees; 1: none. As measured on an H200: clusters of more than
@@ -75,7 +75,7 @@ int ClusterOf(const qm_cuda_device& device, const qm_attention& a, int multiproc
 void PlanFew(const qm_cuda_attention_problem& p, const qm_cuda_device& device, int multiprocessors,
              qm_cuda_attention_plan* plan) {
   const qm_attention& a = p.attention;
-  const int stage = AttendKeys(a.head_size, a.v_head_size);
+  const int stage = FewKeys(a.head_size, a.v_head_size, HasCodes(a));
   const int64_t pairs = p.batch * a.kv_num_heads;
   const int64_t seen = a.sliding_window ? std::min(p.slots, a.sliding_window + p.tokens - 1 + stage) : p.slots;
   const int64_t stages = CeilDiv(seen, stage);
@@ -86,7 +86,7 @@ void PlanFew(const qm_cuda_attention_problem& p, const qm_cuda_device& device, i
   // Where a block of a cluster would read more than kMostOfBlock, more splits are quicker, though another kernel adds
   // them up.
   constexpr int64_t kMostOfBlock = 256 * 1024;
-  const int64_t bytes = pairs * seen * (a.head_size + a.v_head_size) * (HasCodes(a) ? 1 : 2);
+  const int64_t bytes = pairs * seen * (a.head_size + a.v_head_size) * 2;  // of numbers; codes are no quicker
   if (cluster > 1 && (plan->splits <= cluster || bytes <= pairs * cluster * kMostOfBlock))
     plan->splits = plan->cluster = cluster;
   const int64_t blocks = pairs * plan->splits;
