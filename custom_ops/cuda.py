@@ -699,7 +699,7 @@ def conv(spec: ConvSpec, *inputs: torch.Tensor, in_place: bool = False) -> tuple
     import torch
 
     x, past_conv = inputs[0], inputs[3]
-    y = torch.full_like(x, float("nan"))
+    y = torch.full((*x.shape[:2], spec.channels), float("nan"), dtype=x.dtype, device=x.device)
     present = past_conv if in_place else torch.full_like(past_conv, float("nan"))
     launch_conv(conv_problem(spec, _dtype(x), *x.shape[:2]), *inputs, y, present)
     return y, present
@@ -746,8 +746,9 @@ def delta(spec: DeltaSpec, *inputs: torch.Tensor, in_place: bool = False) -> tup
     """
     import torch
 
-    qkv, z, past_state = inputs[0], inputs[3], inputs[7]
-    y = torch.full_like(z, float("nan"))
+    qkv, past_state = inputs[0], inputs[7]
+    width = spec.num_v_heads * spec.v_head_size
+    y = torch.full((*qkv.shape[:2], width), float("nan"), dtype=qkv.dtype, device=qkv.device)
     present = past_state if in_place else torch.full_like(past_state, float("nan"))
     problem = delta_problem(spec, _dtype(qkv), *qkv.shape[:2])
     plan = plan_delta(problem, query(qkv.device.index or 0))

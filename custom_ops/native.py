@@ -408,7 +408,8 @@ def conv(
     """CausalConv through the C ABI.
 
     Args:
-        x: [B, S, C] f32, f16 or bf16. past: [B, C, W - 1] of x's type, with a state_window of N > 1 [N, B, C, W - 1].
+        x: [B, S, C or x_size] f32, f16 or bf16. past: [B, C, W - 1] of x's type, with a state_window of N > 1
+            [N, B, C, W - 1].
         present: where the state goes; past itself: in place. buffer: as NativeMoE's.
 
     Returns:
@@ -419,7 +420,7 @@ def conv(
     """
     floats = [np.ascontiguousarray(a, np.float32) for a in (weight, bias)]
     given = [np.ascontiguousarray(x), *floats, np.ascontiguousarray(past), np.ascontiguousarray(rows, np.int32)]
-    return _stateful("conv", _ConvCall, spec, given, x.shape, present, lanes, buffer)
+    return _stateful("conv", _ConvCall, spec, given, (*x.shape[:2], spec.channels), present, lanes, buffer)
 
 
 def delta(
@@ -440,8 +441,8 @@ def delta(
     """GatedDelta through the C ABI.
 
     Args:
-        qkv: [B, S, 2 G K + H V], a, b, z: of one type, f32, f16 or bf16. past: f32 [B, H, K, V] or
-            [N, B, H, K, V].
+        qkv: [B, S, 2 G K + H V], a, b, z (as wide as the attributes say): of one type, f32, f16 or bf16.
+        past: f32 [B, H, K, V] or [N, B, H, K, V].
         present, buffer: as :func:`conv`'s.
 
     Returns:

@@ -100,6 +100,7 @@ class CausalConv(Spec):
     width: int  # W
     activation: str
     state_window: int = ...  # states after each of the last so many tokens; 1: after the last
+    x_size: int = ...  # 0: C
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDelta(Spec):
@@ -115,3 +116,9 @@ class GatedDelta(Spec):
     gate: str
     norm_epsilon: float
     state_window: int = ...  # as CausalConv's
+    a_size: int = ...  # 0: its own alone; so b_size and z_size
+    a_offset: int = ...
+    b_size: int = ...
+    b_offset: int = ...
+    z_size: int = ...
+    z_offset: int = ...

@@ -403,7 +403,7 @@ def conv(
         ValueError: ``rows`` asks for tokens that are not there.
     """
     check_rows(rows, x.shape[1])
-    before = spec.width - 1
+    before, x = spec.width - 1, x[..., : spec.channels]
     y, present = np.zeros(x.shape), np.zeros_like(past_conv)
     slots, live = windowed(spec, present), windowed(spec, past_conv)[-1]
     for b, (begin, count, past) in enumerate(rows.tolist()):
@@ -447,6 +447,9 @@ def delta(
     check_rows(rows, qkv.shape[1])
     batch, tokens, _ = qkv.shape
     groups, heads, key, value = spec.num_k_heads, spec.num_v_heads, spec.k_head_size, spec.v_head_size
+    sizes = (heads * (key if spec.decay_per_key else 1), heads, heads * value)
+    parts = zip((a, b, z), (spec.a_offset, spec.b_offset, spec.z_offset), sizes, strict=True)
+    a, b, z = (tensor[..., offset : offset + size] for tensor, offset, size in parts)
     q, k, v = np.split(qkv.astype(np.float64), [groups * key, 2 * groups * key], axis=2)
     q, k = (x.reshape(batch, tokens, groups, key) for x in (q, k))
     q, k = (x / np.sqrt((x * x).sum(3, keepdims=True) + np.float32(spec.l2_epsilon)) for x in (q, k))

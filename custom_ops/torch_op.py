@@ -262,7 +262,7 @@ def causal_conv(
     """A causal depthwise convolution with state, by the float64 reference.
 
     Args:
-        x: [B, S, C]. weight: f32 [C, W]. bias: f32 [C] or [0]. past_conv: [B, C, W - 1] of x's dtype, with a
+        x: [B, S, C or x_size]. weight: f32 [C, W]. bias: f32 [C] or [0]. past_conv: [B, C, W - 1] of x's dtype, with a
             state_window of N > 1 [N, B, C, W - 1].
         rows: int32 [B, 3]: the first new token that counts, how many do, tokens before them.
         attributes: JSON of ConvSpec.attributes().
@@ -285,7 +285,8 @@ def _(
     rows: torch.Tensor,
     attributes: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), torch.empty_like(past_conv)
+    channels = ConvSpec.from_attributes(json.loads(attributes)).channels
+    return x.new_empty((*x.shape[:-1], channels)), torch.empty_like(past_conv)
 
 
 @torch.library.custom_op("quantmoe::gated_delta", mutates_args=())
@@ -304,7 +305,7 @@ def gated_delta(
     """The gated delta rule and its gated norm, by the float64 reference.
 
     Args:
-        qkv: [B, S, 2 G K + H V]. a: [B, S, H] or [B, S, H K]. b: [B, S, H]. z: [B, S, H V].
+        qkv: [B, S, 2 G K + H V]. a: [B, S, H] or [B, S, H K]. b: [B, S, H]. z: [B, S, H V]; or wider, by <name>_size.
         a_log: f32 [H]. dt_bias: f32 [H] or [H K]. norm: f32 [V]. past_state: f32 [B, H, K, V], with a state_window of
             N > 1 [N, B, H, K, V].
         rows: as causal_conv's.
@@ -332,7 +333,9 @@ def _(
     rows: torch.Tensor,
     attributes: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(z), torch.empty_like(past_state)
+    spec = DeltaSpec.from_attributes(json.loads(attributes))
+    width = spec.num_v_heads * spec.v_head_size
+    return qkv.new_empty((*qkv.shape[:-1], width)), torch.empty_like(past_state)
 
 
 @cache

@@ -40,7 +40,7 @@ DECIDING = ("g_idx", "zero_point", "qzeros", "pre_quant_scale")
 JOINED = {
     ("q_proj", "k_proj", "v_proj"): "qkv_proj",
     ("gate_proj", "up_proj"): "gate_up_proj",
-    ("in_proj_qkvz", "in_proj_ba"): "in_proj",  # linear attention: all of them, else what is alike
+    ("in_proj_qkvz", "in_proj_ba"): "in_proj",  # linear attention, q, k and v first: all of them, else what is alike
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"): "in_proj",
     ("in_proj_qkv", "in_proj_z"): "in_proj_qkvz",
     ("in_proj_b", "in_proj_a"): "in_proj_ba",

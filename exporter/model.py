@@ -242,7 +242,7 @@ class Skeleton:
         if len(kinds) > 1 or type(linears[0]) is not torch.nn.Linear:
             return
         module.add_module(whole, joined := torch.nn.Linear(1, 1, bias=linears[0].bias is not None))
-        for leaf in joined._parameters:
+        for leaf in [leaf for leaf, parameter in joined._parameters.items() if parameter is not None]:
             self.stack(f"{path}.{whole}.{leaf}", [f"{path}.{part}.{leaf}" for part in parts])
 
     def stack(self, name: str, parts: Sequence[str]) -> None:
@@ -485,6 +485,9 @@ def trace(skeleton: Skeleton, chosen: Choice, target: str = "cpu", cache: str = 
     if target == "cuda":
         for path in found:
             skeleton.join(path, PROJECTIONS[:3], "qkv_proj")
+        for path in skeleton.linear_attention:
+            for joined, parts in linear_attention.WHOLES.items():
+                skeleton.join(path, parts, joined)
     every = chosen.shared.values()
     replace_routers(model, target, {shared.router: (shared.count, int(bool(shared.gate))) for shared in every})
     for shared in every:

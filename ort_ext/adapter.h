@@ -363,8 +363,10 @@ void Kernel::CheckCaches(const qm_attention& a) const {
 template <class Sizes, class Tensors>
 void Kernel::ReadConv(OrtKernelContext* context, const qm_conv& conv, Sizes& sizes, Tensors& tensors) const {
   const int64_t channels = conv.channels;
-  CheckShape(context, CausalConv_x, {-1, -1, channels});
-  const Shape x = ShapeOf(Input(context, CausalConv_x)), bias = ShapeOf(Input(context, CausalConv_bias));
+  CheckShape(context, CausalConv_x, {-1, -1, x_of(conv).size});
+  Shape x = ShapeOf(Input(context, CausalConv_x));
+  x[2] = channels;
+  const Shape bias = ShapeOf(Input(context, CausalConv_bias));
   const Shape state = Windowed(conv.state_window, {x[0], channels, conv.width - 1});
   CheckShape(context, CausalConv_weight, {channels, conv.width});
   if (bias != Shape{0} && bias != Shape{channels})
@@ -390,9 +392,9 @@ void Kernel::ReadDelta(OrtKernelContext* context, const qm_delta& delta, Sizes& 
   CheckShape(context, GatedDelta_qkv, {-1, -1, 2 * delta.num_k_heads * k + heads * v});
   const Shape qkv = ShapeOf(Input(context, GatedDelta_qkv));
   const Shape output{qkv[0], qkv[1], heads * v}, state = Windowed(delta.state_window, {qkv[0], heads, k, v});
-  CheckShape(context, GatedDelta_a, {qkv[0], qkv[1], decays});
-  CheckShape(context, GatedDelta_b, {qkv[0], qkv[1], heads});
-  CheckShape(context, GatedDelta_z, output);
+  CheckShape(context, GatedDelta_a, {qkv[0], qkv[1], a_of(delta).size});
+  CheckShape(context, GatedDelta_b, {qkv[0], qkv[1], b_of(delta).size});
+  CheckShape(context, GatedDelta_z, {qkv[0], qkv[1], z_of(delta).size});
   CheckShape(context, GatedDelta_a_log, {heads});
   CheckShape(context, GatedDelta_dt_bias, {decays});
   CheckShape(context, GatedDelta_norm, {v});
@@ -443,6 +445,7 @@ class Inference {
     if (name == "QuantLinear") first.Set(last, Attribute("out_features"));
     if (name == "MoERouting" || name == "MoERouter")
       first.Set(last, Attribute("top_k") + (Attribute("op_version") > 1 ? Attribute("shared_experts") : 0));
+    if (name == "CausalConv") first.Set(last, Attribute("channels"));
     if (name == "CachedAttention") first.Set(last, Attribute("num_heads") * Attribute("v_head_size"));
     if (name == "GatedDelta") first.Set(last, Attribute("num_v_heads") * Attribute("v_head_size"));
     const bool stateful = name == "CachedAttention" || name == "CausalConv" || name == "GatedDelta";

@@ -26,6 +26,7 @@ CONVS = {
     "2": conv_spec(257, width=2),
     "3": conv_spec(256, width=3),
     "12": conv_spec(7, width=12),
+    "part": replace(conv_spec(40), x_size=61),
 }
 DELTAS = {
     "plain": delta_spec(2, 4, 32),
@@ -36,6 +37,8 @@ DELTAS = {
     "narrow": delta_spec(1, 2, 1, v_head_size=1),
     "decay-per-key": delta_spec(2, 2, 24, decay_per_key=1, gate="sigmoid"),
     "negative": delta_spec(2, 4, 32, beta_scale=2.0),
+    "parts": delta_spec(2, 4, 32, a_size=9, a_offset=5, b_size=4, z_size=200, z_offset=71),
+    "parts-decay-per-key": delta_spec(2, 2, 24, decay_per_key=1, a_size=57, a_offset=9, b_size=5, b_offset=1),
 }
 #: exp is within 4u; log(1 + u) is a quotient, a square, fused operations, a product and what the series lacks: 14u
 EXP, SOFTPLUS = 4 * U, 14 * U
@@ -100,6 +103,18 @@ class Delta:
     def reference(self) -> tuple[np.ndarray, np.ndarray]:
         return reference.delta(self.spec, *self.tensors)
 
+    def own(self) -> Delta:
+        """Without what a, b and z are parts of."""
+        spec, heads = self.spec, self.spec.num_v_heads
+        sizes = {
+            "a": heads * (spec.k_head_size if spec.decay_per_key else 1),
+            "b": heads,
+            "z": heads * spec.v_head_size,
+        }
+        offsets = {name: getattr(spec, f"{name}_offset") for name in sizes}
+        cut = {name: getattr(self, name)[..., at : at + sizes[name]] for name, at in offsets.items()}
+        return replace(self, **cut)
+
     def tokens(self, at: slice, rows: list[list[int]]) -> Delta:
         """Only some of the new tokens."""
         cut = {name: getattr(self, name)[:, at] for name in ("qkv", "a", "b", "z")}
@@ -123,7 +138,7 @@ def conv_inputs(
 
     return Conv(
         spec,
-        draw(len(rows), tokens, spec.channels).astype(dtype),
+        draw(len(rows), tokens, spec.x_size or spec.channels).astype(dtype),
         draw(spec.channels, spec.width) / 2,
         draw(spec.channels if bias else 0),
         draw(len(rows), spec.channels, spec.width - 1).astype(dtype),
@@ -143,13 +158,14 @@ def delta_inputs(
     rng, batch, heads = np.random.default_rng(seed), len(rows), spec.num_v_heads
     decays = heads * (spec.k_head_size if spec.decay_per_key else 1)
     width = 2 * spec.num_k_heads * spec.k_head_size + heads * spec.v_head_size
+    widths = width, spec.a_size or decays, spec.b_size or heads, spec.z_size or heads * spec.v_head_size
 
     def draw(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
 
     return Delta(
         spec,
-        *(draw(batch, tokens, n).astype(dtype) for n in (width, decays, heads, heads * spec.v_head_size)),
+        *(draw(batch, tokens, n).astype(dtype) for n in widths),
         np.log(rng.uniform(*decay, heads)).astype(np.float32),
         draw(decays),
         1 + draw(spec.v_head_size) / 4,
@@ -160,6 +176,7 @@ def delta_inputs(
 
 def conv_span(a: Conv) -> Span:
     """What y may be."""
+    a = replace(a, x=a.x[..., : a.spec.channels])
     y, error = np.zeros(a.x.shape), np.zeros(a.x.shape)
     for b, (begin, count, past) in enumerate(a.rows.tolist()):
         before = a.past[b] if past else np.zeros_like(a.past[b])
@@ -227,6 +244,7 @@ def product(x: Span, y: Span) -> Span:
 
 def delta_span(a: Delta) -> tuple[Span, Span]:
     """What y and present_state may be."""
+    a = a.own()
     spec, heads, value = a.spec, a.spec.num_v_heads, a.spec.v_head_size
     y = np.zeros((*a.qkv.shape[:2], heads, value))
     error = np.zeros(y.shape)

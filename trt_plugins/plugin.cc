@@ -845,10 +845,11 @@ class Conv final : public Plugin {
 
  private:
   IPluginV3* Clone() const override { return new Conv(layer_, problem_.conv); }
-  bool SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder&) const override {
+  bool SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
     const int32_t rank = problem_.conv.state_window > 1 ? 4 : 3;
     if (!CheckRank(inputs, CausalConv_x, 3) || !CheckRank(inputs, CausalConv_past_conv, rank)) return false;
     outputs[0] = inputs[CausalConv_x];
+    outputs[0].d[2] = builder.constant(problem_.conv.channels);
     outputs[1] = inputs[CausalConv_past_conv];
     return true;
   }
@@ -856,7 +857,7 @@ class Conv final : public Plugin {
     const int64_t channels = problem_.conv.channels, width = problem_.conv.width;
     const Dims &x = in[CausalConv_x], &bias = in[CausalConv_bias];
     const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return CheckShape(in, input, sizes); };
-    return check(CausalConv_x, {-1, -1, channels}) && check(CausalConv_weight, {channels, width}) &&
+    return check(CausalConv_x, {-1, -1, x_of(problem_.conv).size}) && check(CausalConv_weight, {channels, width}) &&
            (None(bias) || check(CausalConv_bias, {channels})) &&
            check(CausalConv_past_conv, Windowed(problem_.conv.state_window, {x.d[0], channels, width - 1})) &&
            check(CausalConv_rows, {x.d[0], 3});
@@ -909,8 +910,9 @@ class Delta final : public Planned<qm_cuda_delta_problem, qm_cuda_delta_plan, qm
     const Dims& qkv = in[GatedDelta_qkv];
     const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return CheckShape(in, input, sizes); };
     return check(GatedDelta_qkv, {-1, -1, 2 * delta_.num_k_heads * k + heads * v}) &&
-           check(GatedDelta_a, {qkv.d[0], qkv.d[1], decays}) && check(GatedDelta_b, {qkv.d[0], qkv.d[1], heads}) &&
-           check(GatedDelta_z, {qkv.d[0], qkv.d[1], heads * v}) && check(GatedDelta_a_log, {heads}) &&
+           check(GatedDelta_a, {qkv.d[0], qkv.d[1], a_of(delta_).size}) &&
+           check(GatedDelta_b, {qkv.d[0], qkv.d[1], b_of(delta_).size}) &&
+           check(GatedDelta_z, {qkv.d[0], qkv.d[1], z_of(delta_).size}) && check(GatedDelta_a_log, {heads}) &&
            check(GatedDelta_dt_bias, {decays}) && check(GatedDelta_norm, {v}) &&
            check(GatedDelta_past_state, Windowed(delta_.state_window, {qkv.d[0], heads, k, v})) &&
            check(GatedDelta_rows, {qkv.d[0], 3});

@@ -23,6 +23,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 from quantmoe.custom_ops.op import ConvSpec, DeltaSpec
 from quantmoe.custom_ops.reference import conv as reference_conv
 from quantmoe.custom_ops.reference import delta as reference_delta
+from quantmoe.exporter.choose import JOINED
 from quantmoe.exporter.passes.attention import FAILURES, Given, Rows, Unlike, line, signature
 
 #: outputs are sums in f32 in another order, of chunks of 64 tokens: some hundreds of roundings of 6e-8
@@ -92,6 +93,8 @@ KIMI = Family(
 #: a convolution between two gates and nothing else: the gates and what they multiply beside each other
 LFM2 = Family(_chained("in_proj"), lambda _, given: given.chunk(3, -1), conv="conv", sizes=())
 FAMILIES = (QWEN3_NEXT, QWEN3_5, KIMI, LFM2)
+#: of QWEN3_5's projections one linear in the place of several -> which, in the order of its rows
+WHOLES = {whole: parts for parts, whole in JOINED.items() if {(part,) for part in parts} <= {*QWEN3_5.projections}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,7 +307,8 @@ def attach(model: torch.nn.Module, found: dict[str, Recognised], rows: Rows) -> 
         module: Any = model.get_submodule(path)
         family = recognised.family
         module.found, module.rows = recognised, rows
-        module.specs = [json.dumps(spec.attributes()) for spec in recognised.specs()]
+        linears = (chain[-1] for chain in family.projections)
+        module.features = {name: module.get_submodule(name).out_features for name in linears}
         of = [(family.conv, "weight"), (family.conv, "bias")]
         if recognised.delta:
             of += [(family.decay, "A_log"), (family.decay, "dt_bias"), (family.norm, "weight")]
@@ -338,15 +342,35 @@ def cache_layer(layer: Any, batch: int) -> LinearAttentionLayer:
     return made
 
 
+def _whole(module: Any, x: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
+    """What each of QWEN3_5's projections makes of x: the tensor that has it, and from which feature on. Where several
+    are one linear, that one's output is all of theirs."""
+    found: dict[str, tuple[torch.Tensor, int]] = {}
+    for whole, names in WHOLES.items():
+        if hasattr(module, whole) and not found.keys() & set(names):
+            y, at = getattr(module, whole)(x), 0
+            for name in names:
+                found[name] = y, at
+                at += module.features[name]
+    for (name,) in QWEN3_5.projections:
+        yield found[name] if name in found else (getattr(module, name)(x), 0)
+
+
+def _size(tensor: torch.Tensor, own: int) -> int:
+    """A row's features, 0 where they are the input's own."""
+    return 0 if tensor.shape[-1] == own else tensor.shape[-1]
+
+
 def _convolved(self: Any, x: torch.Tensor, layer: Any) -> torch.Tensor:
-    """The output of a module's CausalConv, whose state is the layer's."""
+    """The output of a module's CausalConv, whose state is the layer's. x: [B, S, C], or more behind that."""
     spec, convolution = self.found.conv, getattr(self, self.found.family.conv)
+    attributes = json.dumps(dataclasses.replace(spec, x_size=_size(x, spec.channels)).attributes())
     if layer.conv_states[0] is None:
         window = [spec.state_window] * (spec.state_window > 1)
         layer.conv_states[0] = x.new_zeros((*window, x.shape[0], spec.channels, spec.width - 1))
     bias = convolution.bias if convolution.bias is not None else torch.zeros(0)
     state, rows = layer.conv_states[0], self.rows.rows
-    x, layer.conv_states[0] = torch.ops.quantmoe.causal_conv(x, convolution.weight, bias, state, rows, self.specs[0])
+    x, layer.conv_states[0] = torch.ops.quantmoe.causal_conv(x, convolution.weight, bias, state, rows, attributes)
     return x
 
 
@@ -360,16 +384,23 @@ def _forward_short(self: Any, hidden_states: torch.Tensor, past_key_values: Any,
 
 def _forward(self: Any, hidden_states: torch.Tensor, cache_params: Any, *_: Any, **__: Any) -> torch.Tensor:
     x, spec, family = hidden_states, self.found.delta, self.found.family
-    qkv, z, b, a = family.apart(spec, *family.projected(self, x))
+    if family is QWEN3_5:
+        (qkv, _first), (z, z_at), (b, b_at), (a, a_at) = _whole(self, x)
+        heads = spec.num_v_heads
+        sizes = {"a": _size(a, heads), "b": _size(b, heads), "z": _size(z, heads * spec.v_head_size)}
+        wider = {f"{name}_size": size for name, size in sizes.items()}
+        spec = dataclasses.replace(spec, **wider, a_offset=a_at, b_offset=b_at, z_offset=z_at)
+    else:
+        qkv, z, b, a = family.apart(spec, *family.projected(self, x))
     layer, decay = cache_params.layers[self.layer_idx], self.get_submodule(family.decay)
     qkv = _convolved(self, qkv, layer)
     if layer.recurrent_states[0] is None:
         window = [spec.state_window] * (spec.state_window > 1)
-        sizes = *window, x.shape[0], spec.num_v_heads, spec.k_head_size, spec.v_head_size
-        layer.recurrent_states[0] = x.new_zeros(sizes, dtype=torch.float32)
+        shape = *window, x.shape[0], spec.num_v_heads, spec.k_head_size, spec.v_head_size
+        layer.recurrent_states[0] = x.new_zeros(shape, dtype=torch.float32)
     norm, state, rows = getattr(self, family.norm).weight, layer.recurrent_states[0], self.rows.rows
     y, layer.recurrent_states[0] = torch.ops.quantmoe.gated_delta(
-        qkv, a, b, z, decay.A_log, decay.dt_bias, norm, state, rows, self.specs[1]
+        qkv, a, b, z, decay.A_log, decay.dt_bias, norm, state, rows, json.dumps(spec.attributes())
     )
     layer.has_previous_state[0] = True
     return getattr(self, family.out)(y)

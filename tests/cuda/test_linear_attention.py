@@ -43,12 +43,15 @@ CALLS = {
     "ragged few": ([(0, 1, 4), (0, 0, 7), (2, 3, 0), (4, 1, 1), (0, 5, 2)], 5),
     "ragged many": ([(0, 40, 4), (0, 0, 7), (31, 9, 0), (39, 1, 1), (5, 20, 2), (0, 0, 0)], 40),
 }
+CONVS = [conv_spec(512), conv_spec(70, 3, "none"), conv_spec(8192), conv_spec(2, 2)]
 DELTAS = {
     "qwen3.6": delta_spec(16, 32, 128),
     "qwen3-next": delta_spec(2, 6, 128),
     "kimi": delta_spec(4, 4, 128, decay_per_key=1, gate="sigmoid"),
     "small": delta_spec(2, 2, 64),
     "per key of 64": delta_spec(1, 3, 64, decay_per_key=1),
+    "parts": delta_spec(2, 4, 64, a_size=9, a_offset=5, b_size=4, z_size=400, z_offset=71),
+    "parts, per key": delta_spec(2, 2, 64, decay_per_key=1, a_size=140, a_offset=8, b_size=5, b_offset=1),
     "wide values": delta_spec(2, 4, 64, v_head_size=128, beta_scale=2.0, scale=0.3),
     "wide keys": delta_spec(2, 4, 128, v_head_size=64, norm_epsilon=1e-3, l2_epsilon=1e-2),
 }
@@ -80,7 +83,7 @@ def twice(run: Any) -> list[Any]:
 
 def conv_inputs(spec: ConvSpec, dtype: str, call: str, bias: bool = True) -> list[np.ndarray]:
     rng, (rows, tokens) = np.random.default_rng(3), CALLS[call]
-    x = mask(rng.normal(size=(len(rows), tokens, spec.channels)).astype(NUMPY[dtype]), rows)
+    x = mask(rng.normal(size=(len(rows), tokens, spec.x_size or spec.channels)).astype(NUMPY[dtype]), rows)
     past = rng.normal(size=(len(rows), spec.channels, spec.width - 1)).astype(NUMPY[dtype])
     for b, (_, count, before) in enumerate(rows):
         if count and not before:
@@ -94,7 +97,7 @@ def conv_inputs(spec: ConvSpec, dtype: str, call: str, bias: bool = True) -> lis
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("spec", [conv_spec(512), conv_spec(70, 3, "none"), conv_spec(8192), conv_spec(2, 2)], ids=str)
+@pytest.mark.parametrize("spec", [*CONVS, replace(conv_spec(70), x_size=108)], ids=str)
 def test_conv(spec: ConvSpec, call: str, dtype: str, in_place: bool) -> None:
     inputs = conv_inputs(spec, dtype, call, bias=spec.channels != 512)
     y, present = twice(lambda: cuda.conv(spec, *(tensor(x, dtype) for x in inputs), in_place=in_place))
@@ -119,7 +122,8 @@ def delta_inputs(spec: DeltaSpec, dtype: str, call: str, decay: str = "") -> lis
         if count and not before:
             past[b] = np.nan  # is not read
     others = [a_log, rng.normal(size=decays), rng.uniform(0.5, 1.5, spec.v_head_size)]
-    tensors = [values(width), values(decays), values(heads), values(heads * spec.v_head_size)]
+    own = (spec.a_size or decays, spec.b_size or heads, spec.z_size or heads * spec.v_head_size)
+    tensors = [values(width), *map(values, own)]
     return [*tensors, *(x.astype(np.float32) for x in others), past, np.array(rows, np.int32)]
 
 

@@ -330,26 +330,27 @@ void stateful(FuzzedDataProvider& data, Call& call, int64_t outputs, int state_t
 void convolution(FuzzedDataProvider& data, bool wild) {
   char err[QM_ERROR_SIZE];
   qm_conv c{};
-  c.op_version = 2;
+  c.op_version = 3;
   c.channels = data.ConsumeIntegralInRange(1, 300);
   c.width = data.ConsumeIntegralInRange(2, 8);
   c.activation = data.ConsumeBool();
   c.state_window = data.ConsumeBool() ? 1 : data.ConsumeIntegralInRange(2, 5);
+  c.x_size = data.ConsumeBool() ? 0 : c.channels + data.ConsumeIntegralInRange(0, 5);
   if (wild) set_any(data, "CausalConv", &c);
   if (qm_conv_validate(&c, err)) {
     CHECK(wild, "refused: %s", err);
     return check_reason(err);
   }
-  if (c.channels > 4096) return;
+  if (c.channels > 4096 || c.x_size > 8192) return;
   const bool at_end = data.ConsumeBool();
   qm_conv_call call{};
   call.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
   call.batch = data.ConsumeIntegralInRange(0, 3);
   call.tokens = data.ConsumeIntegralInRange(0, 12);
   Arrays arrays(data, at_end);
-  const int64_t x = call.batch * call.tokens * c.channels;
+  const int64_t tokens = call.batch * call.tokens, x = tokens * c.channels;
   const int64_t slot = call.batch * c.channels * (c.width - 1), state = slot * c.state_window;
-  call.x = arrays.take(call.type, x);
+  call.x = arrays.take(call.type, tokens * quantmoe::x_of(c).size);
   call.weight = arrays.floats(int64_t{c.channels} * c.width);
   call.bias = data.ConsumeBool() ? arrays.floats(c.channels) : nullptr;
   void* const past = arrays.take(call.type, state);
@@ -367,7 +368,7 @@ void convolution(FuzzedDataProvider& data, bool wild) {
 void delta(FuzzedDataProvider& data, bool wild) {
   char err[QM_ERROR_SIZE];
   qm_delta d{};
-  d.op_version = 2;
+  d.op_version = 3;
   d.num_k_heads = data.ConsumeIntegralInRange(1, 3);
   d.num_v_heads = d.num_k_heads * data.ConsumeIntegralInRange(1, 3);
   d.k_head_size = data.ConsumeIntegralInRange(1, 40);
@@ -378,13 +379,20 @@ void delta(FuzzedDataProvider& data, bool wild) {
   d.beta_scale = data.ConsumeBool() ? 1.0f : 2.0f;
   d.gate = data.ConsumeBool();
   d.state_window = data.ConsumeBool() ? 1 : data.ConsumeIntegralInRange(2, 5);
+  if (data.ConsumeBool()) {
+    d.a_offset = data.ConsumeIntegralInRange(0, 5);
+    d.a_size = d.a_offset + d.num_v_heads * (d.decay_per_key ? d.k_head_size : 1) + data.ConsumeIntegralInRange(0, 3);
+    d.z_offset = data.ConsumeIntegralInRange(0, 5);
+    d.z_size = d.z_offset + d.num_v_heads * d.v_head_size;
+    d.b_size = d.num_v_heads + data.ConsumeIntegralInRange(0, 3);
+  }
   if (wild) set_any(data, "GatedDelta", &d);
   if (qm_delta_validate(&d, err)) {
     CHECK(wild, "refused: %s", err);
     return check_reason(err);
   }
   const int64_t heads = d.num_v_heads, k = d.k_head_size, v = d.v_head_size;
-  if (heads * k * v * d.state_window > 1 << 17) return;
+  if (heads * k * v * d.state_window > 1 << 17 || std::max({d.a_size, d.b_size, d.z_size}) > 1 << 13) return;
   const bool at_end = data.ConsumeBool();
   qm_delta_call call{};
   call.type = static_cast<qm_type>(data.ConsumeIntegralInRange(0, 2));
@@ -394,9 +402,9 @@ void delta(FuzzedDataProvider& data, bool wild) {
   const int64_t tokens = call.batch * call.tokens, decays = heads * (d.decay_per_key ? k : 1);
   const int64_t slot = call.batch * heads * k * v, state = slot * d.state_window;
   call.qkv = arrays.take(call.type, tokens * (2 * d.num_k_heads * k + heads * v));
-  call.a = arrays.take(call.type, tokens * decays);
-  call.b = arrays.take(call.type, tokens * heads);
-  call.z = arrays.take(call.type, tokens * heads * v);
+  call.a = arrays.take(call.type, tokens * quantmoe::a_of(d).size);
+  call.b = arrays.take(call.type, tokens * quantmoe::b_of(d).size);
+  call.z = arrays.take(call.type, tokens * quantmoe::z_of(d).size);
   call.a_log = arrays.floats(heads);
   call.dt_bias = arrays.floats(decays);
   call.norm = arrays.floats(v);

@@ -160,7 +160,7 @@ QM_API int qm_conv_validate(const qm_conv*, char* err);
 typedef struct {
   qm_type type;           // of x, y and the state
   int64_t batch, tokens;  // B, S
-  const void* x;          // [B, S, C]
+  const void* x;          // [B, S, x_size], 0: C
   const float* weight;    // [C, W]
   const float* bias;      // [C], or NULL
   const void* past_conv;  // [B, C, W - 1]
@@ -184,7 +184,7 @@ typedef struct {
   qm_type type;             // of qkv, a, b, z and y
   int64_t batch, tokens;    // B, S
   const void* qkv;          // [B, S, 2 G K + H V]
-  const void *a, *b, *z;    // [B, S, H] (decay_per_key: [B, S, H K]), [B, S, H], [B, S, H V]
+  const void *a, *b, *z;    // [B, S, <name>_size], 0: H (decay_per_key: H K), H, H V
   const float* a_log;       // [H]
   const float* dt_bias;     // [H]; decay_per_key: [H K]
   const float* norm;        // [V]

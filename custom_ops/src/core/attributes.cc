@@ -216,7 +216,18 @@ int check_delta(const qm_delta& d, char* err) {
   QM_TRY(check_not_negative("norm_epsilon", d.norm_epsilon, err));
   QM_TRY(check_finite("scale", d.scale, err));
   QM_TRY(check_finite("beta_scale", d.beta_scale, err));
+  const int64_t heads = d.num_v_heads;
+  QM_TRY(check_part("a", d.a_size, d.a_offset, heads * (d.decay_per_key ? d.k_head_size : 1), err));
+  QM_TRY(check_part("b", d.b_size, d.b_offset, heads, err));
+  QM_TRY(check_part("z", d.z_size, d.z_offset, heads * d.v_head_size, err));
   return check_state_window(d.state_window, err);
+}
+
+int check_part(const char* name, int32_t size, int32_t offset, int64_t own, char* err) {
+  if (size == 0 && offset == 0) return QM_OK;
+  if (offset >= 0 && size - int64_t{offset} >= own) return QM_OK;
+  return fail(err, QM_INVALID, "%s_size is %d and %s_offset %d, expected room for %lld features", name, size, name,
+              offset, (long long)own);
 }
 
 const char* enum_name(const char* kind, int32_t code) {

@@ -50,6 +50,20 @@ inline int32_t cache_tail(const qm_attention& a) { return a.cache_format == k_ca
 // Refuses a state_window that no engine takes.
 int check_state_window(int32_t window, char* err);
 
+// Where an operator's input is in the rows of a tensor that may be wider: FORMAT.md 6.
+struct Part {
+  int64_t size, offset;
+};
+inline Part part_of(int32_t size, int32_t offset, int64_t own) { return {size ? size : own, offset}; }
+inline Part x_of(const qm_conv& c) { return part_of(c.x_size, 0, c.channels); }
+inline Part a_of(const qm_delta& d) {
+  return part_of(d.a_size, d.a_offset, int64_t{d.num_v_heads} * (d.decay_per_key ? d.k_head_size : 1));
+}
+inline Part b_of(const qm_delta& d) { return part_of(d.b_size, d.b_offset, d.num_v_heads); }
+inline Part z_of(const qm_delta& d) { return part_of(d.z_size, d.z_offset, int64_t{d.num_v_heads} * d.v_head_size); }
+// Refuses a wider tensor that the input is not in. name: the attribute's before _size and _offset.
+int check_part(const char* name, int32_t size, int32_t offset, int64_t own, char* err);
+
 // Writes the sentence to err (QM_ERROR_SIZE bytes) and returns status.
 [[gnu::format(printf, 3, 4)]] int fail(char* err, int status, const char* format, ...);
 

@@ -121,6 +121,7 @@ int qm_conv_validate(const qm_conv* c, char* err) {
   QM_TRY(check_range("channels", c->channels, 1, kMaxOutputs, err));
   QM_TRY(check_range("width", c->width, 2, static_cast<int32_t>(kMaxConvWidth), err));
   QM_TRY(check_state_window(c->state_window, err));
+  QM_TRY(check_part("x", c->x_size, 0, c->channels, err));
   return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
 }
 

@@ -68,7 +68,8 @@ void convolution(const Conv& conv, int64_t b, int64_t first, float* scratch) {
   const Bits* const past = static_cast<const Bits*>(call.past_conv) + conv.live() + at;
   Bits* const slots = static_cast<Bits*>(call.present_conv) + at;
   Bits* const present = slots + conv.live();
-  const Bits* const x = static_cast<const Bits*>(call.x) + b * tokens * channels + first;
+  const int64_t size = x_of(conv.node).size;
+  const Bits* const x = static_cast<const Bits*>(call.x) + b * tokens * size + first;
   Bits* const y = static_cast<Bits*>(call.y) + b * tokens * channels + first;
   for (int64_t t = 0; t < tokens; ++t)
     if (t < begin || t >= begin + count) std::fill_n(y + t * channels, n, Bits{});
@@ -92,7 +93,7 @@ void convolution(const Conv& conv, int64_t b, int64_t first, float* scratch) {
   for (int64_t t = 0; t < count; ++t) {
     const float* rows[kMaxConvWidth];
     for (int64_t j = 0; j < width; ++j) rows[j] = ring + (t + j) % width * kConvChannels;
-    to_float(call.type, x + (begin + t) * channels, n, ring + (t + before) % width * kConvChannels);
+    to_float(call.type, x + (begin + t) * size, n, ring + (t + before) % width * kConvChannels);
     convolve(width, rows, weights, bias, n, out);
     static_assert(count_values("conv_activation") == 2, "the if below");
     if (conv.node.activation == k_conv_activation_silu)
@@ -107,7 +108,7 @@ void convolution(const Conv& conv, int64_t b, int64_t first, float* scratch) {
     for (int64_t c = 0; c < n; ++c) {
       for (int64_t j = 0; j < kept; ++j)
         state[c * before + j] = call.rows[3 * b + 2] ? past[c * before + made + j] : Bits{};
-      for (int64_t j = kept; j < before; ++j) state[c * before + j] = x[(begin + made - before + j) * channels + c];
+      for (int64_t j = kept; j < before; ++j) state[c * before + j] = x[(begin + made - before + j) * size + c];
     }
   }
 }
@@ -145,7 +146,10 @@ struct Head {
   const uint8_t* value(int64_t i) const {
     return of(d.call.qkv, i, d.qkv_width(), d.qkv_width() - (d.node.num_v_heads - head) * d.node.v_head_size);
   }
-  const uint8_t* z(int64_t i) const { return of(d.call.z, i, d.width(), head * d.node.v_head_size); }
+  const uint8_t* of(const void* tensor, int64_t i, Part part, int64_t at) const {
+    return of(tensor, i, part.size, part.offset + at);
+  }
+  const uint8_t* z(int64_t i) const { return of(d.call.z, i, z_of(d.node), head * d.node.v_head_size); }
   uint8_t* y(int64_t i) const { return of(static_cast<uint8_t*>(d.call.y), i, d.width(), head * d.node.v_head_size); }
   int64_t group() const { return head / (d.node.num_v_heads / d.node.num_k_heads); }
 
@@ -184,9 +188,9 @@ void prepare(const Head& h, int64_t first, int64_t n) {
     for (int64_t j = 0; j < k; ++j) query[j] = query[j] * q_norm * node.scale;
     for (int64_t j = 0; j < k; ++j) key[j] = key[j] * k_norm;
     scalars[1] = dot_lanes(query, key, k);
-    to_float(call.type, h.of(call.b, first + i, node.num_v_heads, h.head), 1, scalars);
+    to_float(call.type, h.of(call.b, first + i, b_of(node), h.head), 1, scalars);
     scalars[0] = node.beta_scale * sigmoid_f32(scalars[0]);
-    to_float(call.type, h.of(call.a, first + i, node.num_v_heads * decays, h.head * decays), decays, decay);
+    to_float(call.type, h.of(call.a, first + i, a_of(node), h.head * decays), decays, decay);
     for (int64_t j = 0; j < decays; ++j) decay[j] = decay_f32(rate, decay[j] + call.dt_bias[h.head * decays + j]);
     if (decays == 1) std::fill(decay, decay + k, decay[0]);
     for (int64_t j = 0; j < k; ++j) decayed_key[j] = key[j] * decay[j];

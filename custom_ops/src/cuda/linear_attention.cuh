@@ -24,7 +24,7 @@ namespace quantmoe {
 // before it. apart: present is not past's memory, so what is of no token becomes zero.
 struct ConvParams {
   qm_conv conv;
-  int tokens;
+  int tokens, x_words;  // x_words: of two features, of a row of x
   const void* x;
   const float *weight, *bias;
   const void* past;
@@ -38,6 +38,7 @@ struct DeltaParams {
   qm_delta delta;
   int batch, tokens;
   const void *qkv, *a, *b, *z;
+  int64_t a_size, b_size, z_size;  // of the rows that these are in
   const float *a_log, *dt_bias, *norm, *past_state;
   const int* rows;
   void* y;
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(kConvThreads) CausalConv(const __grid_constant
   uint16_t* present = static_cast<uint16_t*>(p.present) + state;
   // Of both channels the input of a token, counted from the first that counts; before it is the state.
   const auto input = [&](int token) -> uint32_t {
-    if (token >= 0) return x[word(row.begin + token)];
+    if (token >= 0) return x[(static_cast<int64_t>(b) * p.tokens + row.begin + token) * p.x_words + c / 2];
     const int j = token + W - 1;
     return row.from_past ? past[j] | static_cast<uint32_t>(past[W - 1 + j]) << 16 : 0;
   };
@@ -163,15 +164,14 @@ __device__ inline DeltaInput<T, K, kPerKey> ReadInput(const DeltaParams& p, int6
   const qm_delta& d = p.delta;
   const int lane = threadIdx.x % 32, group = head / (d.num_v_heads / d.num_k_heads);
   const T* qkv = static_cast<const T*>(p.qkv) + token * (2 * d.num_k_heads * K + d.num_v_heads * d.v_head_size);
-  const int64_t of_head = token * d.num_v_heads + head;
   Input in;
   in.q = reinterpret_cast<const Values*>(qkv + group * K)[lane];
   in.k = reinterpret_cast<const Values*>(qkv + (d.num_k_heads + group) * K)[lane];
   if (kPerKey)
-    in.a = reinterpret_cast<const Values*>(static_cast<const T*>(p.a) + of_head * K)[lane];
+    in.a = reinterpret_cast<const Values*>(static_cast<const T*>(p.a) + token * p.a_size + head * K)[lane];
   else
-    in.a.x[0] = static_cast<const T*>(p.a)[of_head];
-  in.b = static_cast<const T*>(p.b)[of_head];
+    in.a.x[0] = static_cast<const T*>(p.a)[token * p.a_size + head];
+  in.b = static_cast<const T*>(p.b)[token * p.b_size + head];
   return in;
 }
 // By a warp.
@@ -215,11 +215,12 @@ template <typename T>
 __device__ inline void Gate(const DeltaParams& p, const float* o, int64_t token, int head) {
   const int v = p.delta.v_head_size;
   const int64_t at = (token * p.delta.num_v_heads + head) * v;
+  const T* z = static_cast<const T*>(p.z) + token * p.z_size + head * v;
   float sum = 0;
   for (int c = threadIdx.x % 32; c < v; c += 32) sum = fmaf(o[c], o[c], sum);
   sum = WarpSum(sum);
   for (int c = threadIdx.x % 32; c < v; c += 32)
-    static_cast<T*>(p.y)[at + c] = GateValue<T>(p, o[c], sum, static_cast<const T*>(p.z)[at + c], c);
+    static_cast<T*>(p.y)[at + c] = GateValue<T>(p, o[c], sum, z[c], c);
 }
 template <typename T>
 __device__ inline void GateNone(const DeltaParams& p, const TokenRow& row, int64_t token, int head) {
@@ -295,7 +296,7 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
     if (kCluster)
 #pragma unroll
       for (int i = 0; i < kOfWarp; ++i)
-        z[i] = static_cast<const T*>(p.z)[(token(i * kWarps + warp) * d.num_v_heads + head) * v + first_column + lane];
+        z[i] = static_cast<const T*>(p.z)[token(i * kWarps + warp) * p.z_size + head * v + first_column + lane];
   };
   if (row.count) read(0);
   for (int first = 0; first < row.count; first += kChunk) {

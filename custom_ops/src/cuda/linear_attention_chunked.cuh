@@ -105,10 +105,10 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaChunks(const __grid_c
   double log = 0;
   if (threadIdx.x < C) {
     const int i = threadIdx.x;
-    const int64_t at = (token + i) * d.num_v_heads + head;
-    if (i < n)
-      log = -expf(p.a_log[head]) * Softplus(static_cast<float>(static_cast<const T*>(p.a)[at]) + p.dt_bias[head]);
-    s.beta[i] = i < n ? d.beta_scale * SigmoidOf(static_cast<float>(static_cast<const T*>(p.b)[at])) : 0.f;
+    const T *a = static_cast<const T*>(p.a) + (token + i) * p.a_size + head;
+    const T* b_of_token = static_cast<const T*>(p.b) + (token + i) * p.b_size + head;
+    if (i < n) log = -expf(p.a_log[head]) * Softplus(static_cast<float>(*a) + p.dt_bias[head]);
+    s.beta[i] = i < n ? d.beta_scale * SigmoidOf(static_cast<float>(*b_of_token)) : 0.f;
 #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
       const double before = __shfl_up_sync(~0u, log, by);

@@ -32,6 +32,8 @@ extern "C" int qm_cuda_validate_conv(const qm_cuda_conv_problem* problem, char* 
   QM_TRY(check_state_window(c.state_window, err));
   if (c.channels % 2)
     return fail(err, QM_UNSUPPORTED, "channels is %d, the CUDA kernel takes even numbers", c.channels);
+  QM_TRY(check_part("x", c.x_size, 0, c.channels, err));
+  if (c.x_size % 2) return fail(err, QM_UNSUPPORTED, "x_size is %d, the CUDA kernel takes even numbers", c.x_size);
   if (c.width < kLeastConvWidth || c.width > kMostConvWidth)
     return fail(err, QM_UNSUPPORTED, "width is %d, the CUDA kernel takes %d to %d", c.width, kLeastConvWidth,
                 kMostConvWidth);
@@ -46,6 +48,9 @@ extern "C" int qm_cuda_plan_delta(const qm_cuda_delta_problem* problem, const qm
     if (size != 64 && size != 128)
       return fail(err, QM_UNSUPPORTED, "k_head_size is %d and v_head_size %d, the CUDA kernels take 64 and 128",
                   d.k_head_size, d.v_head_size);
+  if (d.decay_per_key && (d.a_size % 4 || d.a_offset % 4))
+    return fail(err, QM_UNSUPPORTED, "a_size is %d and a_offset %d, the CUDA kernels take multiples of 4", d.a_size,
+                d.a_offset);
   QM_TRY(ValidateCall("qkv", problem->type, problem->batch, problem->tokens, d.num_v_heads, err));
   const bool few = problem->tokens <= kFewDeltaTokens;
   *plan = qm_cuda_delta_plan{};
