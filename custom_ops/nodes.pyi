@@ -92,6 +92,7 @@ class CachedAttention(Spec):
     cache_format: str = ...
     k_scale: float = ...  # of the keys' codes; 1 where cache_format has none
     v_scale: float = ...  # of the values'
+    key_split: int = ...  # features of a key that past_key has; 0: all, values are apart
 
 @dataclass(frozen=True, kw_only=True)
 class CausalConv(Spec):

@@ -105,6 +105,8 @@ class AttentionSpec(nodes.CachedAttention):
     @property
     def cache_widths(self) -> tuple[int, int]:
         """Elements of a token and head in the caches of keys and of values."""
+        if self.key_split:
+            return self.key_split, self.head_size - self.key_split
         tail = 4 if self.cache_format == "int8_token" else 0
         return self.head_size + tail, self.v_head_size + tail
 

@@ -335,10 +335,12 @@ def attention(
     heads, groups, d = spec.num_heads, spec.kv_num_heads, spec.head_size
     capacity = max(past_key.shape[2], length)
     q, k, v = np.split(qkv.astype(np.float64), [heads * d, (heads + groups) * d], axis=2)
-    sizes = ((heads, d), (groups, d), (groups, spec.v_head_size))
+    sizes = ((heads, d), (groups, d), (groups, 0 if spec.key_split else spec.v_head_size))
     q, k, v = (x.reshape(batch, tokens, *size) for x, size in zip((q, k, v), sizes, strict=True))
     q = rotate(spec, rms_norm(spec, q, q_norm), cos, sin)
     k = rotate(spec, rms_norm(spec, k, k_norm), cos, sin)
+    if spec.key_split:
+        k, v = np.split(k, [spec.key_split], axis=3)
     output, scales = np.zeros((batch, tokens, heads, spec.v_head_size)), (spec.k_scale, spec.v_scale)
     present = [np.zeros((batch, groups, capacity, past.shape[3]), past.dtype) for past in (past_key, past_value)]
     for b, (begin, count, past) in enumerate(rows.tolist()):
@@ -359,6 +361,9 @@ def attention(
                 np.repeat(decode_cache(spec, x[b, :, low : p + 1], scale), heads // groups, 0)
                 for x, scale in zip(present, scales, strict=True)
             )
+            if spec.key_split:
+                keys = np.concatenate([keys, values], 2)
+                values = keys[..., d - spec.v_head_size :]
             with np.errstate(invalid="ignore", over="ignore"):
                 score = np.einsum("hd,hkd->hk", q[b, begin + i], keys) * np.float32(spec.scale)
                 if spec.softcap:

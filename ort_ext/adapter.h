@@ -323,13 +323,14 @@ Kernel::AttentionShapes Kernel::ReadAttention(const OrtKernelContext* context, c
   const Shape past = ShapeOf(Input(context, CachedAttention_past_key));
   const Shape mask = ShapeOf(Input(context, CachedAttention_attention_mask));
   const auto check = [&](int32_t input, const Shape& expected) { CheckShape(context, input, expected); };
-  const int64_t heads = a.num_heads, groups = a.kv_num_heads, d = a.head_size, v = a.v_head_size;
-  check(CachedAttention_qkv, {-1, -1, (heads + groups) * d + groups * v});
+  const int64_t heads = a.num_heads, groups = a.kv_num_heads, d = a.head_size, v = a.v_head_size, n = a.key_split;
+  const int64_t key_width = n ? n : d, value_width = n ? d - n : v;
+  check(CachedAttention_qkv, {-1, -1, (heads + groups) * d + (n ? 0 : groups * v)});
   s.batch = qkv[0];
   s.tokens = qkv[1];
   const int64_t tail = cache_tail(a);
-  check(CachedAttention_past_key, {s.batch, groups, -1, d + tail});
-  check(CachedAttention_past_value, {s.batch, groups, past[2], v + tail});
+  check(CachedAttention_past_key, {s.batch, groups, -1, key_width + tail});
+  check(CachedAttention_past_value, {s.batch, groups, past[2], value_width + tail});
   check(CachedAttention_rows, {s.batch, 3});
   check(CachedAttention_attention_mask, {s.batch, -1});
   for (const int32_t table : {CachedAttention_cos, CachedAttention_sin})
@@ -343,8 +344,8 @@ Kernel::AttentionShapes Kernel::ReadAttention(const OrtKernelContext* context, c
   s.past_slots = past[2];
   s.slots = std::max(past[2], mask[1]);
   s.output = {s.batch, s.tokens, heads * v};
-  s.key = {s.batch, groups, s.slots, d + tail};
-  s.value = {s.batch, groups, s.slots, v + tail};
+  s.key = {s.batch, groups, s.slots, key_width + tail};
+  s.value = {s.batch, groups, s.slots, value_width + tail};
   return s;
 }
 

@@ -37,6 +37,9 @@ SPECS = {
     "window-257": attention_spec(4, 2, 32, sliding_window=257),
     "chunks": attention_spec(4, 2, 32, chunk_size=7),
     "chunks-of-blocks": attention_spec(4, 2, 32, chunk_size=256),
+    "latent": attention_spec(20, 1, 80, v_head_size=64, key_split=40, rotary_size=16, rotary_interleaved=1),
+    "latent-of-two": attention_spec(6, 2, 37, v_head_size=24, key_split=5, rotary_size=12),
+    "latent-split-late": attention_spec(130, 1, 48, v_head_size=32, key_split=32, sliding_window=70),
     "window-in-chunks": attention_spec(4, 2, 32, sliding_window=5, chunk_size=64),
 }
 #: types of caches, or the cache_format of their codes
@@ -99,6 +102,8 @@ def inputs(
     """Random ones. Scores have a spread of about 2. cache: one of CACHES; codes get scales that no power of two is, by
     which large numbers saturate, unless the spec has them."""
     rng, batch = np.random.default_rng(seed), len(rows)
+    if cache in CODES and spec.key_split:  # no latent has codes
+        cache = np.float16
     if cache in CODES and spec.cache_format == "none":
         own = {"int8": (0.021, 0.017), "fp8_e4m3": (0.007, 0.0061), "int8_token": (1.0, 1.0)}[cache]
         spec = replace(spec, cache_format=cache, k_scale=own[0], v_scale=own[1])
@@ -111,10 +116,11 @@ def inputs(
         return reference.encode_cache(spec, x, scale, cache if spec.cache_format == "none" else None)
 
     widths = {"none": (0, 0), "head": (d, d), "row": (heads * d, groups * d)}[spec.qk_norm]
+    key, value = (spec.key_split, d - spec.key_split) if spec.key_split else (d, v)
     return Inputs(
         spec,
-        (draw(batch, tokens, (heads + groups) * d + groups * v) * 1.4).astype(dtype),
-        (encoded(draw(batch, groups, past, d), spec.k_scale), encoded(draw(batch, groups, past, v), spec.v_scale)),
+        (draw(batch, tokens, (heads + groups) * d + (0 if spec.key_split else groups * v)) * 1.4).astype(dtype),
+        (encoded(draw(batch, groups, past, key), spec.k_scale), encoded(draw(batch, groups, past, value), spec.v_scale)),
         np.array(rows, np.int32).reshape(batch, 3),
         length,
         *(draw(batch, tokens, spec.rotary_size // 2) for _ in range(2)),
@@ -154,9 +160,12 @@ def stored(a: Inputs) -> tuple[Span, Span, Span]:
     spec, x = a.spec, a.qkv.astype(np.float64)
     heads, groups, d = spec.num_heads, spec.kv_num_heads, spec.head_size
     parts = np.split(x, [heads * d, (heads + groups) * d], axis=2)
-    sizes = (heads, d), (groups, d), (groups, spec.v_head_size)
+    sizes = (heads, d), (groups, d), (groups, 0 if spec.key_split else spec.v_head_size)
     q, k, v = (p.reshape(*x.shape[:2], *size) for p, size in zip(parts, sizes, strict=True))
     queries, keys = (turned(spec, p, w, a.cos, a.sin) for p, w in ((q, a.q_norm), (k, a.k_norm)))
+    if spec.key_split:
+        first, rest = (np.split(x, [spec.key_split], axis=3) for x in (keys.value, keys.error))
+        return queries, Span(first[0], rest[0]), Span(first[1], rest[1])
     return queries, keys, Span(v, np.zeros(v.shape))
 
 
@@ -265,6 +274,9 @@ def check(a: Inputs, got: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
             low = max(p - spec.sliding_window + 1 if spec.sliding_window else 0, 0)
             low = max(low, p // spec.chunk_size * spec.chunk_size if spec.chunk_size else 0)
             caches = tuple(np.repeat(c[b, :, low : p + 1], heads, 0) for c in present)
+            if spec.key_split:
+                whole = np.concatenate(caches, 2)
+                caches = whole, whole[..., spec.head_size - spec.v_head_size :]
             q = Span(queries.value[b, begin + i], queries.error[b, begin + i])
             want[b, begin + i], error[b, begin + i] = attend(spec, q, caches, low, a.sinks.astype(np.float64))
     span = Span(want.reshape(output.shape), error.reshape(output.shape))

@@ -199,17 +199,18 @@ void place_attention(FuzzedDataProvider& data, const qm_attention& a, qm_attenti
     return take(call.cache_type, caches * slots * (width + tail), a.cache_format != 0);
   };
   const auto weights = [&](int64_t heads) { return floats(a.qk_norm == 0 ? 0 : a.qk_norm == 1 ? d : heads * d); };
-  call.qkv = take(call.type, tokens * ((a.num_heads + groups) * d + groups * v));
-  call.past_key = cache(call.past_slots, d);
-  call.past_value = cache(call.past_slots, v);
+  const int64_t key_width = a.key_split ? a.key_split : d, value_width = a.key_split ? d - a.key_split : v;
+  call.qkv = take(call.type, tokens * ((a.num_heads + groups) * d + (a.key_split ? 0 : groups * v)));
+  call.past_key = cache(call.past_slots, key_width);
+  call.past_value = cache(call.past_slots, value_width);
   call.cos = floats(tokens * a.rotary_size / 2);
   call.sin = floats(tokens * a.rotary_size / 2);
   call.q_norm = weights(a.num_heads);
   call.k_norm = weights(groups);
   call.sinks = floats(a.num_heads);
   call.output = take(call.type, tokens * a.num_heads * v);
-  void* const key = cache(call.slots, d);
-  void* const value = cache(call.slots, v);
+  void* const key = cache(call.slots, key_width);
+  void* const value = cache(call.slots, value_width);
   call.present_key = in_place ? const_cast<void*>(call.past_key) : key;
   call.present_value = in_place ? const_cast<void*>(call.past_value) : value;
   int32_t* const rows = static_cast<int32_t*>(places[next].place(call.batch * 12, at_end));
@@ -226,7 +227,7 @@ void place_attention(FuzzedDataProvider& data, const qm_attention& a, qm_attenti
 void attention(FuzzedDataProvider& data, bool wild) {
   char err[QM_ERROR_SIZE];
   qm_attention a{};
-  a.op_version = 2;
+  a.op_version = 3;
   a.kv_num_heads = data.ConsumeIntegralInRange(1, 3);
   a.num_heads = a.kv_num_heads * data.ConsumeIntegralInRange(1, 10);
   a.head_size = data.ConsumeIntegralInRange(1, 40);
@@ -242,6 +243,10 @@ void attention(FuzzedDataProvider& data, bool wild) {
   a.cache_format = data.ConsumeIntegralInRange(0, 3);
   a.k_scale = a.cache_format == 1 || a.cache_format == 2 ? 0.02f : 1.0f;
   a.v_scale = a.k_scale;
+  if (!a.cache_format && data.ConsumeIntegralInRange(0, 3) == 0) {  // latent: values are the ends of keys
+    a.key_split = data.ConsumeIntegralInRange(0, a.head_size - 1);
+    a.v_head_size = std::min(a.v_head_size, a.head_size);
+  }
   if (wild) set_any(data, "CachedAttention", &a);
   if (qm_attention_validate(&a, err)) {
     CHECK(wild, "refused: %s", err);

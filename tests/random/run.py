@@ -363,7 +363,10 @@ def attending(draw: Draw) -> Node:
         rotary_interleaved=draw.int(0, 1),
         qk_norm=draw.one_of(*enum("qk_norm")),
         norm_epsilon=draw.one_of(1e-6, 0.1),
+        key_split=draw.one_of(0, 0, draw.int(0, d - 1)),
     )
+    if spec.key_split:
+        spec = replace(spec, v_head_size=min(spec.v_head_size, d))
     tokens, past = (
         draw.one_of(1, 1, draw.int(0, 20), draw.int(0, 90)),
         draw.one_of(0, draw.int(0, 20), draw.int(0, 700)),
@@ -373,6 +376,8 @@ def attending(draw: Draw) -> Node:
         count = draw.one_of(tokens, draw.int(0, tokens))
         rows.append([draw.int(0, tokens - count), count, draw.one_of(past, draw.int(0, past))])
     types = {"dtype": draw.one_of(*TYPES), "cache": draw.one_of(*CACHES)}
+    if isinstance(types["cache"], str):  # codes, which no latent has
+        spec = replace(spec, key_split=0)
     needed = max([count + before for _, count, before in rows], default=0)
     a = inputs(
         spec, rows, tokens, past, needed + draw.one_of(0, 0, draw.int(0, 40)), **types, seed=draw.int(0, 1 << 30)

@@ -127,7 +127,7 @@ typedef struct {
 QM_API size_t qm_routing_workspace(const qm_routing*, const qm_routing_call*);
 QM_API int qm_routing_run(const qm_routing*, const qm_routing_call*, char* err);
 
-// CachedAttention. D: head_size, V: v_head_size.
+// CachedAttention. D: head_size, V: v_head_size. With a key_split, of latent attention, see op.def.
 QM_API int qm_attention_validate(const qm_attention*, char* err);
 typedef struct {
   qm_type type;                  // of qkv and output

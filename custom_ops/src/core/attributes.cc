@@ -186,6 +186,13 @@ int check_attention(const qm_attention& a, char* err) {
   QM_TRY(check_range("rotary_size", a.rotary_size, 0, a.head_size, err));
   if (a.rotary_size % 2) return fail(err, QM_INVALID, "rotary_size is %d, expected an even number", a.rotary_size);
   QM_TRY(check_range("rotary_interleaved", a.rotary_interleaved, 0, 1, err));
+  QM_TRY(check_range("key_split", a.key_split, 0, a.head_size - 1, err));
+  if (a.key_split && a.cache_format)
+    return fail(err, QM_INVALID, "key_split is %d, expected 0 where cache_format is %s", a.key_split,
+                enum_name("cache_format", a.cache_format));
+  if (a.key_split && a.v_head_size > a.head_size)
+    return fail(err, QM_INVALID, "v_head_size is %d, expected at most head_size %d with a key_split", a.v_head_size,
+                a.head_size);
   QM_TRY(check_not_negative("softcap", a.softcap, err));
   QM_TRY(check_not_negative("norm_epsilon", a.norm_epsilon, err));
   QM_TRY(check_finite("scale", a.scale, err));

@@ -115,9 +115,9 @@ void Run::Store() const {
   const int64_t keys = in_place(call, call.past_key, call.present_key) ? 0 : groups;
   const int64_t values = in_place(call, call.past_value, call.present_value) ? 0 : groups;
   Parallel(keys + values + call.batch * pieces, [&](float* scratch, int64_t task) {
-    if (task < keys) return Copy(call.past_key, call.present_key, a_.node.head_size, task);
+    if (task < keys) return Copy(call.past_key, call.present_key, a_.key_width(), task);
     task -= keys;
-    if (task < values) return Copy(call.past_value, call.present_value, a_.node.v_head_size, task);
+    if (task < values) return Copy(call.past_value, call.present_value, a_.value_width(), task);
     task -= values;
     Tokens(task / pieces, task % pieces * kTokensPerTask, scratch);
   });

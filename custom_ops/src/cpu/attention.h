@@ -124,6 +124,7 @@ void append(const Attention& a, int64_t b, int64_t token, float* y) {
   const qm_attention_call& call = a.call;
   const int64_t d = node.head_size, v = node.v_head_size, groups = node.kv_num_heads;
   const int64_t element = call.type == QM_F32 ? 4 : 2;
+  const int64_t key_width = a.key_width(), value_width = a.value_width();
   const int64_t at = b * call.tokens + call.rows[3 * b] + token, slot = a.slot(b, token);
   const uint8_t* const q = static_cast<const uint8_t*>(call.qkv) + at * a.qkv_width() * element;
   const uint8_t *const k = q + node.num_heads * d * element, *const values = k + groups * d * element;
@@ -135,9 +136,10 @@ void append(const Attention& a, int64_t b, int64_t token, float* y) {
   for (int64_t g = 0; g < groups; ++g) {
     turn(a, k + g * d * element, at, weights_of(node, call.k_norm, g), row_scale, y);
     const int64_t to = (b * groups + g) * call.slots + slot;
-    store_head(a, node.k_scale, y, d, static_cast<uint8_t*>(call.present_key) + to * a.slot_bytes(d));
-    to_float(call.type, values + g * v * element, v, y);
-    store_head(a, node.v_scale, y, v, static_cast<uint8_t*>(call.present_value) + to * a.slot_bytes(v));
+    store_head(a, node.k_scale, y, key_width, static_cast<uint8_t*>(call.present_key) + to * a.slot_bytes(key_width));
+    if (!node.key_split) to_float(call.type, values + g * v * element, v, y);
+    store_head(a, node.v_scale, node.key_split ? y + key_width : y, value_width,
+               static_cast<uint8_t*>(call.present_value) + to * a.slot_bytes(value_width));
   }
 }
 
@@ -168,13 +170,19 @@ inline void fetch(const void* at) {
   QM_EACH(line, (kBytes + 63) / 64) __builtin_prefetch(static_cast<const char*>(at) + line * 64, 0, 2);
 }
 
-// out[r][k] = (q[r] . key k) scale, 16 K keys of [K][D][16]; fetches kBytes from `ahead` on for each feature.
+// What is fetched during a tile's products: from `keys` on in the first `split` features, in the others from `others`.
+struct Ahead {
+  const char *keys, *others;
+  int64_t split;
+};
+
+// out[r][k] = (q[r] . key k) scale, 16 K keys of [K][D][16]; fetches kBytes for each feature.
 template <int R, int K, int kBytes>
-void products(const float* q, const float* keys, int64_t d, float scale, float* out, const char* ahead) {
+void products(const float* q, const float* keys, int64_t d, float scale, float* out, const Ahead& ahead) {
   Vector sum[R][K];
   QM_EACH(r, R) QM_EACH(k, K) sum[r][k] = zero();
   for (int64_t f = 0; f < d; ++f, q += R, keys += 16) {
-    fetch<kBytes>(ahead + f * kBytes);
+    fetch<kBytes>(f < ahead.split ? ahead.keys + f * kBytes : ahead.others + (f - ahead.split) * kBytes);
     QM_EACH(k, K) {
       const Vector x = load(keys + k * d * 16);
       QM_EACH(r, R) sum[r][k] = multiply_add(q[r], x, sum[r][k]);
@@ -253,30 +261,50 @@ void soften(float softcap, Range range, float* s, float* part) {
   part[1] = sum_lanes(sums);
 }
 
+// Features of 16 keys to out [features][16].
+template <class C>
+void turn_keys(const C* const* key, int64_t features, float* out) {
+  int64_t f = 0;
+  for (; f + 16 <= features; f += 16) transpose(key, f, out + f * 16);
+  for (; f < features; ++f)
+    for (int j = 0; j < 16; ++j) out[f * 16 + j] = widen(key[j][f]);
+}
+
+// A block of the caches, and elements from slot to slot.
+template <class C>
+struct Block {
+  const C *keys, *values;
+  int64_t key_pitch, pitch;
+};
+
 // Products of the tile's queries and the block's keys.
 template <class C>
-void score(const Attention& a, Range all, const C* keys, int64_t pitch, int64_t rows, float* scratch) {
+void score(const Attention& a, Range all, const Block<C>& cache, int64_t rows, float* scratch) {
   const int64_t d = a.node.head_size;
   const float scale = score_factor(a.node);
   float *const turned = scratch + a.keys_at(), *const scores = scratch + a.scores_at();
   for (int64_t step = all.begin / 16 * 16; step < all.end; step += kAttentionStep) {
     const int64_t sixteens = std::min(kAttentionStep, align_up(all.end, 16) - step) / 16;
     for (int64_t i = 0; i < sixteens; ++i) {
-      const C* key[16];  // past the last slot the last one again: its score is not used
-      for (int j = 0; j < 16; ++j) key[j] = keys + std::min(step + i * 16 + j, all.end - 1) * pitch;
       float* const out = turned + i * d * 16;
-      int64_t f = 0;
-      for (; f + 16 <= d; f += 16) transpose(key, f, out + f * 16);
-      for (; f < d; ++f)
-        for (int j = 0; j < 16; ++j) out[f * 16 + j] = widen(key[j][f]);
+      const auto turn = [&](const C* features, int64_t width, int64_t pitch, float* to) {
+        const C* key[16];  // past the last slot the last one again: its score is not used
+        for (int j = 0; j < 16; ++j) key[j] = features + std::min(step + i * 16 + j, all.end - 1) * pitch;
+        turn_keys(key, width, to);
+      };
+      turn(cache.keys, a.key_width(), cache.key_pitch, out);
+      if (a.node.key_split) turn(cache.values, a.value_width(), cache.pitch, out + a.key_width() * 16);
     }
+    const auto next = [&](const C* from, int64_t pitch) {
+      return reinterpret_cast<const char*>(from + (step + kAttentionBlock) * pitch);
+    };
+    const Ahead ahead{next(cache.keys, cache.key_pitch), next(cache.values, cache.pitch), a.key_width()};
     for (int64_t panel = 0; panel < panel_count(rows); ++panel) {
       const int64_t row = panel_row(rows, panel);
       with_rows(panel_row(rows, panel + 1) - row, [&](auto r) {
         constexpr int R = decltype(r)::value, K = kVectors, kBytes = kAttentionStep * sizeof(C);
         const float* const q = scratch + a.queries_at() + row * d;
         float* const out = scores + row * kScoreStride + step;
-        const char* const ahead = reinterpret_cast<const char*>(keys + (step + kAttentionBlock) * pitch);
         int64_t i = 0;
         if (panel == 0 && sixteens >= K) {
           products<R, K, kBytes>(q, turned, d, scale, out, ahead);
@@ -326,13 +354,22 @@ void scale_slots(const uint8_t* rows, int64_t pitch, int64_t width, Range range,
 }
 
 template <class C>
+void widen_all(const C* from, int64_t n, float* out) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) store(out + i, load(from + i));
+  for (; i < n; ++i) out[i] = widen(from[i]);
+}
+
+template <class C>
 void block_of(const Attention& a, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {
   const int64_t rows = tile.tokens * a.heads(), d = a.node.head_size, v = a.node.v_head_size;
   const int64_t width = a.padded_values(), part = a.part_floats();
   const int64_t at = (tile.b * a.node.kv_num_heads + tile.group) * a.call.slots + block * kAttentionBlock;
-  const int64_t element = sizeof(C), key_pitch = a.slot_bytes(d) / element, pitch = a.slot_bytes(v) / element;
+  const int64_t element = sizeof(C), key_pitch = a.slot_bytes(a.key_width()) / element;
+  const int64_t pitch = a.slot_bytes(a.value_width()) / element;
   const C* const keys = static_cast<const C*>(a.call.present_key) + at * key_pitch;
   const C* const values = static_cast<const C*>(a.call.present_value) + at * pitch;
+  const Block<C> cache{keys, values, key_pitch, pitch};
   const bool tails = cache_tail(a.node);
   float *const scores = scratch + a.scores_at(), *const wide = scratch + a.values_at();
   Range all{kAttentionBlock, 0};
@@ -341,7 +378,7 @@ void block_of(const Attention& a, const AttentionTile& tile, int64_t block, floa
     if (range.begin < range.end) all = {std::min(all.begin, range.begin), std::max(all.end, range.end)};
   }
   if (all.begin >= all.end) return;
-  score(a, all, keys, key_pitch, rows, scratch);
+  score(a, all, cache, rows, scratch);
   for (int64_t r = 0; r < rows; ++r) {
     const Range range = seen(a, tile, r / a.heads(), block);
     std::fill(parts + r * part + 16, parts + (r + 1) * part, 0.0f);
@@ -351,12 +388,16 @@ void block_of(const Attention& a, const AttentionTile& tile, int64_t block, floa
     soften(a.node.softcap, range, s, parts + r * part);
     if (tails) scale_slots(reinterpret_cast<const uint8_t*>(values), pitch, v, range, s);
   }
-  if (v == width && panel_count(rows) <= 2) return add_block<true>(a, tile, block, values, pitch, scores, parts);
+  if (v == width && panel_count(rows) <= 2 && !a.node.key_split)
+    return add_block<true>(a, tile, block, values, pitch, scores, parts);
+  // Of latent attention a value begins in either cache, whose slots are features alone.
+  const int64_t in_keys = a.node.key_split ? std::max<int64_t>(0, a.node.key_split - (d - v)) : 0;
+  const int64_t begin = a.node.key_split ? a.value_width() - (v - in_keys) : 0;
   for (int64_t slot = all.begin; slot < all.end; ++slot) {
-    int64_t i = 0;
-    for (; i + 16 <= v; i += 16) store(wide + slot * width + i, load(values + slot * pitch + i));
-    for (; i < v; ++i) wide[slot * width + i] = widen(values[slot * pitch + i]);
-    std::fill(wide + slot * width + v, wide + (slot + 1) * width, 0.0f);
+    float* const out = wide + slot * width;
+    widen_all(keys + (slot + 1) * key_pitch - in_keys, in_keys, out);
+    widen_all(values + slot * pitch + begin, v - in_keys, out + in_keys);
+    std::fill(out + v, out + width, 0.0f);
   }
   add_block<false>(a, tile, block, static_cast<const float*>(wide), width, scores, parts);
 }

@@ -72,13 +72,16 @@ struct Attention {
   int64_t heads() const { return node.num_heads / node.kv_num_heads; }  // that share keys and values
   int64_t qkv_width() const {
     return (int64_t{node.num_heads} + node.kv_num_heads) * node.head_size +
-           int64_t{node.kv_num_heads} * node.v_head_size;
+           (node.key_split ? 0 : int64_t{node.kv_num_heads} * node.v_head_size);
   }
   // Of a head of keys or values in the cache, `width` numbers.
   int64_t slot_bytes(int64_t width) const {
     const int64_t element = node.cache_format != k_cache_format_none ? 1 : call.cache_type == QM_F32 ? 4 : 2;
     return width * element + cache_tail(node);
   }
+  // Features of a slot in either cache.
+  int64_t key_width() const { return node.key_split ? node.key_split : node.head_size; }
+  int64_t value_width() const { return node.key_split ? node.head_size - node.key_split : node.v_head_size; }
   // A tile is some tokens' queries of the heads of one group: its rows, the heads of a token side by side.
   int64_t tile_tokens() const { return heads() < kTileQueries ? kTileQueries / heads() : 1; }
   int64_t tile_rows() const { return heads() * tile_tokens(); }
