@@ -53,6 +53,10 @@ def grouped_attention(
     for name in UNSUPPORTED:
         if others.get(name) is not None:
             raise ValueError(f"{type(module).__name__}: attention with {name} is not supported")
+    absorbed = getattr(module, "absorbed", None)
+    if absorbed is not None:  # exporter/passes/latent.py; keys are the latent, then what turns
+        nope, turning = query.transpose(1, 2).split([absorbed.k_up.shape[1], module.qk_rope_head_dim], -1)
+        query = torch.cat((absorbed.queries(nope), turning), -1).transpose(1, 2)
     batch, heads, s, d = query.shape
     groups, length = key.shape[1:3]
     # [batch, 1, S, 1], no element of a mask being above 0
@@ -66,7 +70,8 @@ def grouped_attention(
         scores = torch.cat((scores, sinks), -1)
     weights = torch.softmax(scores, -1).to(value.dtype)[..., :length]
     found = torch.matmul(weights.reshape(batch, groups, heads // groups * s, length), value)
-    return found.reshape(batch, heads, s, value.shape[-1]).transpose(1, 2), None
+    found = found.reshape(batch, heads, s, value.shape[-1]).transpose(1, 2)
+    return found if absorbed is None else absorbed.outputs(found), None
 
 
 AttentionInterface.register(NAME, grouped_attention)

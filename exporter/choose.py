@@ -50,6 +50,8 @@ WHOLE_ROWS = ("int8_token", "int8_token_asym", "fp8_token", "fp8_tensor")
 #: linears that layout marlin takes as 16-bit floats, if they have a bias, which would be a kernel of its own; others
 #: are plain products on CUDA
 FLOAT_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+#: why the linear that expands a latent is none in the graph
+ABSORBED = "its halves, one a head, multiply queries and outputs instead of the cache"
 #: of one tensor in TensorRT
 MAX_ELEMENTS = 2**31 - 1
 
@@ -160,6 +162,10 @@ def choose(
             continue
         for source in filter(skeleton.format.is_quantized, sources.values()):
             chosen.dequantized[f"{source}.weight"] = candidate.reason
+    for name in skeleton.absorbed:
+        source = skeleton.sources[f"{name}.weight"]
+        if skeleton.format.is_quantized(source.removesuffix(".weight")):
+            chosen.dequantized[source] = ABSORBED
     return chosen
 
 

@@ -48,14 +48,17 @@ def genai_config(
         KeyError: a field that plain decoders have is not there.
     """
     text = config.get("text_config") or config
-    if "kv_lora_rank" in text:
-        raise KeyError("head_dim")  # latent attention: keys and values differ in width, onnxruntime-genai knows one
+    heads, context = text["num_attention_heads"], text["max_position_embeddings"]
+    groups, width = text.get("num_key_value_heads") or heads, text.get("head_dim") or text["hidden_size"] // heads
+    if "kv_lora_rank" in text:  # latent attention, whose cache is one key in two halves
+        if not shares:
+            raise KeyError("head_dim")  # of other widths in standard nodes, onnxruntime-genai knows one
+        groups, width = 1, (text["kv_lora_rank"] + text["qk_rope_head_dim"]) // 2
     tokens = {
         name: value
         for name in ("bos_token_id", "eos_token_id", "pad_token_id")
         if (value := generation.get(name, text.get(name))) is not None
     }
-    heads, context = text["num_attention_heads"], text["max_position_embeddings"]
     cache = {f"{way}_{kind}_names": f"{prefix}.%d.{kind}"
              for way, prefix in (("past", "past_key_values"), ("present", "present"))
              for kind in ("key", "value")}  # fmt: skip
@@ -70,9 +73,9 @@ def genai_config(
                 "session_options": {"custom_ops_library": library}
                 | ({"provider_options": [{"cuda": {"enable_cuda_graph": "1" if shares else "0"}}]} if cuda else {}),
                 "hidden_size": text["hidden_size"],
-                "head_size": text.get("head_dim") or text["hidden_size"] // heads,
+                "head_size": width,
                 "num_attention_heads": heads,
-                "num_key_value_heads": text.get("num_key_value_heads") or heads,
+                "num_key_value_heads": groups,
                 "num_hidden_layers": text["num_hidden_layers"],
                 "inputs": {name: name for name in ("input_ids", "attention_mask", "position_ids")}
                 | {key: value for key, value in cache.items() if key.startswith("past")},

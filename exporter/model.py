@@ -63,9 +63,10 @@ from quantmoe.exporter.formats.base import FLOAT_KINDS, FLOATS
 from quantmoe.exporter.formats.experts import check_sizes
 from quantmoe.exporter.formats.rounding import HEAD_GROUPS
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.passes import linear_attention
+from quantmoe.exporter.passes import latent, linear_attention
 from quantmoe.exporter.passes.add_norms import add_norms
 from quantmoe.exporter.passes.attention import (
+    GROUPED,
     MASKLESS,
     PROJECTIONS,
     Recognised,
@@ -77,7 +78,6 @@ from quantmoe.exporter.passes.attention import (
 )
 from quantmoe.exporter.passes.divided_norms import divide_by_roots
 from quantmoe.exporter.passes.interface import set_cache_type, set_state_type
-from quantmoe.exporter.passes.latent import concatenate_keys
 from quantmoe.exporter.passes.norms import plain_norms
 from quantmoe.exporter.passes.repeat import RepeatError, repeat_layers
 from quantmoe.exporter.passes.routers import replace_routers
@@ -115,6 +115,7 @@ class Skeleton:
         linear_attention: module name -> what it computes.
         derived: parameter name -> what the graph has instead of its tensor, a function of that.
         joined: parameter name -> the checkpoint's tensors whose rows it has, see ``join``.
+        absorbed: names of linear modules that are no linears in the graph, see passes/latent.py.
 
     Raises:
         CheckpointError: the architecture is not supported, or a parameter has no tensor.
@@ -200,6 +201,8 @@ class Skeleton:
         self.sources = {name: source for name, source in self.sources.items() if name in self.tensors}
         self._check_parameters()
         self.head = self._round_head(lm_head) if lm_head else None
+        latents = (name for name, module in model.named_modules() if latent.is_latent(module))
+        self.absorbed = [f"{name}.kv_b_proj" for name in latents]
         self.linears = dict(self._linears())
 
     def _linear_attention(self, target: str, window: int) -> dict[str, linear_attention.Recognised]:
@@ -272,7 +275,7 @@ class Skeleton:
     def _linears(self) -> Iterator[tuple[str, str]]:
         for name, module in self.model.named_modules():
             weight = self.tied.get(f"{name}.weight")
-            if type(module) is torch.nn.Linear and weight in self.sources:
+            if type(module) is torch.nn.Linear and weight in self.sources and name not in self.absorbed:
                 source = self.sources[weight].removesuffix(".weight")
                 if (
                     self.format.is_quantized(source)
@@ -494,7 +497,7 @@ def trace(skeleton: Skeleton, chosen: Choice, target: str = "cpu", cache: str = 
         if shared.gate:
             skeleton.stack(f"{shared.router}.weight", [f"{shared.router}.weight", f"{shared.gate}.weight"])
     attach_shared(model, every)
-    concatenate_keys(model)
+    latent.absorb(skeleton)
     graph = _trace_layers(skeleton, target)
     if not plain:
         layers = {model.get_submodule(path).layer_idx: codes for path, codes in caches.codes.items()}
@@ -524,7 +527,8 @@ def recognised(skeleton: Skeleton, chosen: Choice, target: str) -> tuple[dict[st
     changed = linear_attention.attach(model, skeleton.linear_attention, rows)
     skeleton.derive(changed, linear_attention.as_taken)
     with doing(f"{skeleton.format.ckpt.folder}: recognising attention"):
-        found, left = recognise(model, decoder, _refusal(target), skeleton.linear_attention)
+        kinds = (GROUPED, latent.KIND)
+        found, left = recognise(model, decoder, _refusal(target), kinds, skeleton.linear_attention)
     return found, left, rows
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import inspect
 import itertools
 import json
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -37,11 +37,27 @@ NEAR = 3
 REACH = 1 << 20
 #: outputs are sums in f32 in another order, some tens of roundings of 6e-8; scores a hundred times as large as those
 #: of the first tokens lose as much more
-_TOLERANCE = {1.0: 1e-5, 10.0: 1e-3}
+TOLERANCE = {1.0: 1e-5, 10.0: 1e-3}
 FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, LookupError)
 
 
 AttentionInterface.register(MASKLESS, grouped_attention)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Modules whose projections have the same names.
+
+    Attributes:
+        fits: whether a module is one of them.
+        compare: what it computes, of the module, its arguments in a run of the model, its window, and :func:`_table`;
+            raises Unlike.
+        attach: makes its forward its projections and one node, that of :meth:`Rows.attend`.
+    """
+
+    fits: Callable[[Any], bool]
+    compare: Callable[[Any, dict[str, Any], int, str], Recognised]
+    attach: Callable[[Any], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +70,7 @@ class Recognised:
             or side by side, "once" has them as they are.
         sinks: name of the parameter, "" for none.
         outputs: how many values its forward returns, the output first.
+        kind: of the module.
         gated: q_proj has after each head's queries as many features, whose sigmoid multiplies the head's output.
     """
 
@@ -61,6 +78,7 @@ class Recognised:
     table: str
     sinks: str
     outputs: int
+    kind: Kind
     gated: bool = False
 
 
@@ -81,33 +99,36 @@ def recognise(
     model: torch.nn.Module,
     decoder: torch.nn.Module,
     refusal: Callable[[AttentionSpec], str],
-    known: Container[str] = (),
+    kinds: Sequence[Kind],
+    without: Container[str] = (),
 ) -> tuple[dict[str, Recognised], dict[str, str]]:
     """What every attention module computes that is CachedAttention; and why the others are not. By module name.
 
     Args:
         decoder: the part of ``model`` that has the layers.
         refusal: why the target's kernels do not run a node; "" when they do.
-        known: names of modules that are something else.
+        kinds: of modules to look for.
+        without: names of modules that are something else.
     """
-    named = ((name, m) for name, m in model.named_modules() if name not in known)
+    named = ((name, m) for name, m in model.named_modules() if name not in without)
     modules = {name: m for name, m in named if type(m).__name__.endswith("Attention")}
-    fitting = {m: name for name, m in modules.items() if _projects(m)}
+    of = {m: kind for m in modules.values() for kind in kinds if kind.fits(m)}
+    fitting = {m: name for name, m in modules.items() if m in of}
     found: dict[str, Recognised] = {}
     left = {name: "it has other projections than q, k, v and o" for name, m in modules.items() if m not in fitting}
     try:
-        run, kinds = _watch(decoder, list(fitting)), {}
+        run, known = _watch(decoder, list(fitting)), dict[str, Recognised]()
     except FAILURES as error:  # the trace says it, too
         return {}, left | dict.fromkeys(fitting.values(), f"the model does not run: {line(error)}")
     for module, name in fitting.items():
         try:
             window, table = _window(run, module), _table(run, module)
-            kind = repr((signature(module), window, table))
-            if kind not in kinds:
-                kinds[kind] = _compare(module, run.arguments[module], window, table)
-            if reason := refusal(kinds[kind].spec):
+            alike = repr((signature(module), window, table))
+            if alike not in known:
+                known[alike] = of[module].compare(module, run.arguments[module], window, table)
+            if reason := refusal(known[alike].spec):
                 raise Unlike(reason)
-            found[name] = kinds[kind]
+            found[name] = known[alike]
         except Unlike as reason:
             left[name] = str(reason)
     return found, left
@@ -138,18 +159,18 @@ def _watch(decoder: torch.nn.Module, modules: list[torch.nn.Module]) -> Run:
     run, hooks = Run(), []
 
     def attends(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        run.arguments[module] = _bound(module, args, kwargs)
+        run.arguments[module] = bound(module, args, kwargs)
 
     def turns(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if isinstance(output, tuple) and len(output) == 2:
-            run.tables.append((output, module, _bound(module, args, kwargs)))
+            run.tables.append((output, module, bound(module, args, kwargs)))
 
     def mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> torch.Tensor:
         made = eager_mask(*args, mask_function=mask_function, **kwargs)
         run.masks.append((made, mask_function))
         return made
 
-    with registered(AttentionMaskInterface, mask), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with registered(mask, AttentionMaskInterface), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         for module in modules:
             hooks.append(module.register_forward_pre_hook(attends, with_kwargs=True))
         for module in decoder.modules():
@@ -164,15 +185,15 @@ def _watch(decoder: torch.nn.Module, modules: list[torch.nn.Module]) -> Run:
     return run
 
 
-def _bound(module: torch.nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+def bound(module: torch.nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments of a module's forward by name."""
-    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
-    del bound["self"]
-    return {**bound, **bound.pop("kwargs", {})}
+    found = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    del found["self"]
+    return {**found, **found.pop("kwargs", {})}
 
 
 @contextlib.contextmanager
-def registered(interface: Any, function: Callable[..., Any]) -> Iterator[None]:
+def registered(function: Callable[..., Any], interface: Any = AttentionInterface) -> Iterator[None]:
     """Another function for :data:`NAME` in one of transformers' interfaces."""
     usual = interface._global_mapping[NAME]
     interface.register(NAME, function)
@@ -220,7 +241,7 @@ def _table(run: Run, module: torch.nn.Module) -> str:
     except FAILURES as error:
         raise Unlike(f"its rotary module does not run alone: {error}") from None
     for name, part in _TABLES.items():
-        if name == "once" or all(torch.equal(_REPEAT[name](part(table)), table) for table in tables):
+        if name == "once" or all(torch.equal(REPEAT[name](part(table)), table) for table in tables):
             return name
     raise AssertionError
 
@@ -234,7 +255,7 @@ _TABLES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pairs": lambda table: table[..., ::2],
     "once": lambda table: table,
 }
-_REPEAT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+REPEAT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "halves": lambda table: torch.cat((table, table), -1),
     "pairs": lambda table: table.repeat_interleave(2, -1),
     "once": lambda table: table,
@@ -252,7 +273,7 @@ class Given(torch.nn.Module):
         return self.values.clone()
 
 
-class _Past:
+class Past:
     """In the place of a cache: nothing but keys and values, of more tokens than a position-dependent factor ignores."""
 
     def __init__(self, *past: torch.Tensor):
@@ -270,7 +291,9 @@ class _Past:
 def _compare(module: Any, arguments: dict[str, Any], window: int, table: str) -> Recognised:
     """The CachedAttention that gives what a module gives, on random tokens."""
     generator = torch.Generator().manual_seed(0)
-    probe, candidates = _probe(module, generator), list[Recognised]()
+    probe, candidates = probe_of(module, PROJECTIONS, generator), list[Recognised]()
+    probe._modules["o_proj"] = torch.nn.Identity()
+    probe.features = [getattr(module, name).out_features for name in PROJECTIONS[:3]]
     for batch, new, past, spread in ((2, 5, 7, 1.0), (1, 1, 9, 1.0), (2, 6, 0, 1.0), (2, 5, 7, 10.0)):
         try:
             trial = _try(probe, arguments, table, window, (batch, new, past), spread, generator)
@@ -300,7 +323,7 @@ class Trial:
     output: torch.Tensor
     present: tuple[torch.Tensor, ...]
     returned: int
-    seen: _Seen
+    seen: Seen
 
     def gives(self, found: Recognised) -> bool:
         """Whether the operator gives the same."""
@@ -321,12 +344,12 @@ class Trial:
             want = want[0] * gate.double().sigmoid().numpy(), *want[1:]
         pairs = zip((self.output, *self.present), want, strict=True)
         return all(
-            a.shape == b.shape and np.abs(a.numpy() - b).max() <= _TOLERANCE[self.spread] * np.abs(b).max()
+            a.shape == b.shape and np.abs(a.numpy() - b).max() <= TOLERANCE[self.spread] * np.abs(b).max()
             for a, b in pairs
         )
 
 
-class _Seen:
+class Seen:
     """An attention function that notes what it was asked for."""
 
     def __init__(self) -> None:
@@ -339,10 +362,10 @@ class _Seen:
         return grouped_attention(module, query, key, value, mask, scaling, **others)
 
 
-def _probe(module: torch.nn.Module, generator: torch.Generator) -> Any:
-    """A copy of a module with random parameters and without projections."""
+def probe_of(module: torch.nn.Module, without: Sequence[str], generator: torch.Generator) -> Any:
+    """A copy of a module with random parameters and without some parts."""
     probe = copy.copy(module)
-    probe._modules = {name: copy.deepcopy(m) for name, m in module._modules.items() if name not in PROJECTIONS}
+    probe._modules = {name: copy.deepcopy(m) for name, m in module._modules.items() if name not in without}
     probe._parameters = dict(module._parameters)
     if "forward" in vars(probe):
         probe.forward = MethodType(vars(probe)["forward"].__func__, probe)
@@ -351,8 +374,6 @@ def _probe(module: torch.nn.Module, generator: torch.Generator) -> Any:
             if old is not None:
                 made = torch.randn(old.shape, generator=generator)
                 part._parameters[name] = torch.nn.Parameter(made, requires_grad=False)
-    probe._modules["o_proj"] = torch.nn.Identity()
-    probe.features = [getattr(module, name).out_features for name in PROJECTIONS[:3]]
     return probe
 
 
@@ -373,7 +394,7 @@ def _try(
         spread: of queries, keys and values.
     """
     batch, new, past = sizes
-    seen = _Seen()
+    seen = Seen()
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
@@ -388,12 +409,12 @@ def _try(
     unseen = (slots > own) | (slots <= own - (NEAR if window else past + new))
     mask = torch.zeros(batch, 1, new, past + new).masked_fill(unseen, torch.finfo(torch.float32).min)
     kwargs = {k: v for k, v in arguments.items() if not isinstance(v, torch.Tensor | Cache | tuple)}
-    kwargs |= {"hidden_states": draw(batch, new, 8), "position_embeddings": tuple(map(_REPEAT[table], tables))}
+    kwargs |= {"hidden_states": draw(batch, new, 8), "position_embeddings": tuple(map(REPEAT[table], tables))}
     known = {"position_ids": positions.repeat(batch, 1), "cache_position": positions}
     kwargs |= {name: value for name, value in known.items() if name in arguments}
-    with registered(AttentionInterface, seen), torch.no_grad():
+    with registered(seen), torch.no_grad():
         probe(**kwargs | {"attention_mask": mask[..., past:], "past_key_values": None})  # for the number of heads
-        cache = _Past(*(draw(batch, seen.groups, past, size) for size in seen.sizes))
+        cache = Past(*(draw(batch, seen.groups, past, size) for size in seen.sizes))
         returned = probe(**kwargs | {"attention_mask": mask, "past_key_values": cache})
     output, count = (returned[0], len(returned)) if isinstance(returned, tuple) else (returned, 1)
     return Trial(probe, torch.cat(qkv, -1), tables, cache.past, spread, output, cache.present, count, seen)
@@ -429,7 +450,7 @@ def _candidates(probe: Any, trial: Trial, window: int, table: str) -> Iterator[R
             qk_norm=norm,
             norm_epsilon=float(np.float32(epsilon)),
         )
-        yield Recognised(spec, table, sinks, trial.returned, gated)
+        yield Recognised(spec, table, sinks, trial.returned, GROUPED, gated)
 
 
 def parted(qkv: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -450,7 +471,7 @@ class Rows:
         decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
 
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        given = _bound(module, args, kwargs)
+        given = bound(module, args, kwargs)
         ids = given.get("input_ids")
         new = (given["inputs_embeds"] if ids is None else ids).shape[1]
         cache = given.get("past_key_values")
@@ -469,6 +490,42 @@ class Rows:
             found = _TABLES[kind](table).float()
             self._tables.append((table, kind, found))
         return found
+
+    def attend(
+        self,
+        module: Any,
+        qkv: torch.Tensor,
+        cache: Any,
+        tables: Sequence[torch.Tensor],
+        norms: Sequence[torch.Tensor] = (),
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A module's node.
+
+        Args:
+            qkv: [B, S, ..] as the node has it. tables: the model's. norms: of queries and keys. sinks: [num_heads].
+
+        Returns:
+            [B, S, num_heads * v_head_size].
+        """
+        found, spec = module.found, module.found.spec
+        none = torch.zeros(0)
+        sinks = torch.full((spec.num_heads,), -torch.inf) if sinks is None else sinks
+        parts = [self.table(t, found.table)[..., : spec.rotary_size // 2] for t in tables]
+        layer: Any = cache.layers[module.layer_idx] if module.layer_idx < len(cache.layers) else None
+        begun = layer is not None and layer.is_initialized
+        if begun:
+            past = [layer.keys, layer.values]
+        else:
+            past = [qkv.new_zeros((len(qkv), spec.kv_num_heads, 0, width)) for width in spec.cache_widths]
+        output, *present = torch.ops.quantmoe.cached_attention(
+            qkv, *past, self.rows, self.mask, *parts, *(norms or (none, none)), sinks, module.attention
+        )
+        if begun:
+            layer.keys, layer.values = present
+        else:
+            cache.update(*present, module.layer_idx)
+        return output
 
 
 def rows_of(mask: torch.Tensor, new: int, past: int) -> torch.Tensor:
@@ -514,39 +571,32 @@ def attach(model: torch.nn.Module, found: dict[str, Recognised], rows: Rows) -> 
     for path, recognised in found.items():
         module: Any = model.get_submodule(path)
         module.found, module.rows, module.attention = recognised, rows, json.dumps(recognised.spec.attributes())
-        norms = ((getattr(module, name, None), "weight") for name in ("q_norm", "k_norm"))
-        for part, name in (*norms, (module, recognised.sinks)):
-            if part is not None and (old := part._parameters.get(name)) is not None:
-                wide = old.data.flatten()[:1].float().expand(old.shape)  # a placeholder as it was; the node takes f32
-                part._parameters[name] = torch.nn.Parameter(wide, requires_grad=False)
-        module.forward = MethodType(_forward, module)
+        recognised.kind.attach(module)
+
+
+def _attach(module: Any) -> None:
+    norms = ((getattr(module, name, None), "weight") for name in ("q_norm", "k_norm"))
+    for part, name in (*norms, (module, module.found.sinks)):
+        if part is not None and (old := part._parameters.get(name)) is not None:
+            wide = old.data.flatten()[:1].float().expand(old.shape)  # a placeholder as it was; the node takes f32
+            part._parameters[name] = torch.nn.Parameter(wide, requires_grad=False)
+    module.forward = MethodType(_forward, module)
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    given = _bound(self, args, kwargs)
-    x, cache, rows, spec = given["hidden_states"], given["past_key_values"], self.rows, self.found.spec
+    given = bound(self, args, kwargs)
+    x, cache, spec = given["hidden_states"], given["past_key_values"], self.found.spec
     if hasattr(self, "qkv_proj"):
         qkv = self.qkv_proj(x)
     else:
         qkv = torch.cat([getattr(self, name)(x) for name in PROJECTIONS[:3]], -1)
     qkv, gate = parted(qkv, spec) if self.found.gated else (qkv, None)
-    none = torch.zeros(0)
-    norms = [self.q_norm.weight, self.k_norm.weight] if spec.qk_norm != "none" else [none, none]
-    sinks = getattr(self, self.found.sinks) if self.found.sinks else torch.full((spec.num_heads,), -torch.inf)
-    tables = [rows.table(t, self.found.table)[..., : spec.rotary_size // 2] for t in given["position_embeddings"]]
-    layer: Any = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
-    begun = layer is not None and layer.is_initialized
-    if begun:
-        past = [layer.keys, layer.values]
-    else:
-        past = [x.new_zeros((x.shape[0], spec.kv_num_heads, 0, size)) for size in (spec.head_size, spec.v_head_size)]
-    output, *present = torch.ops.quantmoe.cached_attention(
-        qkv, *past, rows.rows, rows.mask, *tables, *norms, sinks, self.attention
-    )
-    if begun:
-        layer.keys, layer.values = present
-    else:
-        cache.update(*present, self.layer_idx)
+    norms = [self.q_norm.weight, self.k_norm.weight] if spec.qk_norm != "none" else []
+    sinks = getattr(self, self.found.sinks) if self.found.sinks else None
+    output = self.rows.attend(self, qkv, cache, given["position_embeddings"], norms, sinks)
     if gate is not None:
         output = output * gate.sigmoid()
     return (self.o_proj(output), *[None] * (self.found.outputs - 1))
+
+
+GROUPED = Kind(_projects, _compare, _attach)

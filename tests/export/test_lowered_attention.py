@@ -20,9 +20,11 @@ from quantmoe.custom_ops.reference import token_rows
 from quantmoe.exporter import attention
 from quantmoe.exporter.convert import check_options, export
 from quantmoe.exporter.errors import OptionError
+from quantmoe.exporter.formats import find_format, open_checkpoint
 from quantmoe.exporter.generate import Generator
 from quantmoe.exporter.inspect import inspect
-from quantmoe.exporter.passes.attention import recognise, rows_of
+from quantmoe.exporter.model import Skeleton, dequantized
+from quantmoe.exporter.passes.attention import GROUPED, recognise, rows_of
 from quantmoe.ort_ext import library_path
 
 CACHED = {"qwen3_moe": "head", "mixtral": "none", "olmoe": "row", "gpt_oss": "none", "glm4_moe": "head"}
@@ -44,7 +46,6 @@ def test_attention_is_one_node(exported, architecture):
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
-        ("deepseek_v3", "it has other projections than q, k, v and o"),
         ("llama4_text", "it has no cosines and sines of a rotary module"),
     ],
 )
@@ -53,6 +54,24 @@ def test_what_is_left_says_why(exported, architecture, reason):
     assert found["attention"] == []
     assert list(found["plain_attention"]) == [f"model.layers.{i}.self_attn" for i in range(2)]
     assert reason in found["plain_attention"].values()
+
+
+@pytest.mark.parametrize("sizes", [{}, {"q_lora_rank": None}, {"rope_interleave": False}], ids=str)
+def test_latent_attention(checkpoint, tmp_path, sizes):
+    """One latent for all heads, stored once: with what turns, 64 + 16 features a token, in two halves."""
+    export(checkpoint("deepseek_v3", **sizes), tmp_path, activations="float", logits="all", cache="f32")
+    found = inspect(tmp_path)
+    assert found["plain_attention"] == {}
+    for node in found["attention"]:
+        assert (node["cache"], node["bytes_per_token"]) == ("float", 80 * 4)
+        a = node["attributes"]
+        assert (a["kv_num_heads"], a["head_size"], a["v_head_size"], a["key_split"]) == (1, 80, 64, 40)
+        assert (a["rotary_size"], a["rotary_interleaved"]) == (16, int(sizes.get("rope_interleave", True)))
+    (reason,) = {d["dequantized_because"] for d in found["dense"] if ".absorbed." in d["name"]}
+    assert reason == "its halves, one a head, multiply queries and outputs instead of the cache"
+    skeleton = Skeleton(find_format(open_checkpoint(checkpoint("deepseek_v3", **sizes))))
+    ids = tokens(2, 9)
+    assert error(run(Generator(tmp_path), ids, (5, 1, 3)), expected(dequantized(skeleton), ids)) < 2e-5
 
 
 def optimized(folder: Path, out: Path) -> Counter:
@@ -236,7 +255,7 @@ def test_the_cache_is_f16(exported, checkpoint, reference, tmp_path):
 
 
 def test_where_some_attention_is_plain_the_cache_has_the_graphs_type(exported):
-    generator = Generator(exported("deepseek_v3", activations="float", cache="f16"))
+    generator = Generator(exported("llama4_text", activations="float", cache="f16"))
     assert {array.dtype for array in generator.start().values()} == {np.dtype(np.float32)}
 
 
@@ -299,7 +318,7 @@ def recognised(**config: object):
     settings = AutoConfig.for_model("qwen3_moe", **SMALL | config)
     model = AutoModelForCausalLM.from_config(settings).eval()
     model.set_attn_implementation(attention.NAME)
-    return recognise(model, model.model, lambda spec: "")
+    return recognise(model, model.model, lambda spec: "", [GROUPED])
 
 
 def test_the_same_by_other_code_is_recognised(monkeypatch):
@@ -331,7 +350,7 @@ def test_windows_are_those_of_the_masks():
 def test_reasons_that_are_no_reasons_are_refused(exported, tmp_path):
     from quantmoe.exporter.inspect import ModelError
 
-    folder = exported("deepseek_v3", activations="float")
+    folder = exported("llama4_text", activations="float")
     model = onnx.load(folder / "model.onnx", load_external_data=False)
     for prop in model.metadata_props:
         if prop.key == "plain_attention":

@@ -199,9 +199,6 @@ def test_onnxruntime_genai_generates_the_same_tokens(exported, architecture):
     import onnxruntime_genai as og
 
     folder = exported(architecture, activations="float", logits="last")
-    if architecture == "deepseek_v3":  # its keys and values differ in width
-        assert not (folder / "genai_config.json").exists()
-        return
     prompt = tokens(1, 6, seed=1)[0].tolist()
     genai = og.Model(str(folder))
     params = og.GeneratorParams(genai)

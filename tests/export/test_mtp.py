@@ -129,7 +129,7 @@ def test_tokens_and_bytes_are_those_of_generation_without(models, kind):
     found = Generator(models[kind], speculate="mtp").greedy(PROMPT, 30)
     assert found.tokens == want.tokens
     assert found.speculation.drafted > 20
-    if kind == "deepseek_v3":  # its attention is standard nodes
+    if kind == "deepseek_v3":  # of its products with kv_b_proj's halves ONNX Runtime's bits depend on the rows
         assert error(found.logits, want.logits) < 2e-5
     else:
         assert found.logits.tobytes() == want.logits.tobytes()
