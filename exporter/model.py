@@ -527,7 +527,8 @@ def recognised(skeleton: Skeleton, chosen: Choice, target: str) -> tuple[dict[st
     changed = linear_attention.attach(model, skeleton.linear_attention, rows)
     skeleton.derive(changed, linear_attention.as_taken)
     with doing(f"{skeleton.format.ckpt.folder}: recognising attention"):
-        kinds = (GROUPED, latent.KIND)
+        own = getattr(ARCHITECTURES.get(model.config.model_type), "KIND", None)
+        kinds = [GROUPED, latent.KIND, *([own] if own else [])]
         found, left = recognise(model, decoder, _refusal(target), kinds, skeleton.linear_attention)
     return found, left, rows
 

@@ -204,8 +204,10 @@ def registered(function: Callable[..., Any], interface: Any = AttentionInterface
 
 
 def _window(run: Run, module: torch.nn.Module) -> int:
-    """The sliding window of a module's mask, 0 for none."""
+    """The sliding window of a module's mask, 0 for none; of one of chunks, which says so, none, too."""
     mask = run.arguments[module].get("attention_mask")
+    if getattr(mask, "chunk_size", 0):
+        return 0
     function = next((function for made, function in run.masks if made is mask), None)
     if mask is None or function is None:
         raise Unlike("its mask is not one of transformers' mask interface")
@@ -583,13 +585,18 @@ def _attach(module: Any) -> None:
     module.forward = MethodType(_forward, module)
 
 
+def projected(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Queries, keys and values of a module that has q_proj, k_proj and v_proj, or one linear of them."""
+    if hasattr(module, "qkv_proj"):
+        found: torch.Tensor = module.qkv_proj(x)
+        return found
+    return torch.cat([getattr(module, name)(x) for name in PROJECTIONS[:3]], -1)
+
+
 def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     given = bound(self, args, kwargs)
-    x, cache, spec = given["hidden_states"], given["past_key_values"], self.found.spec
-    if hasattr(self, "qkv_proj"):
-        qkv = self.qkv_proj(x)
-    else:
-        qkv = torch.cat([getattr(self, name)(x) for name in PROJECTIONS[:3]], -1)
+    cache, spec = given["past_key_values"], self.found.spec
+    qkv = projected(self, given["hidden_states"])
     qkv, gate = parted(qkv, spec) if self.found.gated else (qkv, None)
     norms = [self.q_norm.weight, self.k_norm.weight] if spec.qk_norm != "none" else []
     sinks = getattr(self, self.found.sinks) if self.found.sinks else None

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from quantmoe.exporter.convert import export
@@ -41,6 +42,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return make_checkpoint(folder, architecture, preset, symmetric=preset == scheme, **fields)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def plain(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3-MoE's export if its attention were not CachedAttention: standard nodes."""
+    out = tmp_path_factory.mktemp("plain") / "model"
+
+    def none(model: torch.nn.Module, *_: object) -> tuple[dict[str, object], dict[str, str]]:
+        return {}, {name: "not tried" for name, _ in model.named_modules() if name.endswith(".self_attn")}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quantmoe.exporter.model.recognise", none)
+        export(checkpoint(), out, activations="float", cache="f16")
+    return out
 
 
 @pytest.fixture(scope="session")

@@ -112,8 +112,8 @@ def test_a_prompt_longer_than_the_context_is_refused_before_it_runs(exported, tm
         cache.append(PROMPT)
 
 
-def test_options_that_the_model_does_not_take_are_named(exported):
-    folder = exported("llama4_text", activations="float", logits="last")  # its attention is standard nodes
+def test_options_that_the_model_does_not_take_are_named(plain):
+    folder = plain
     with pytest.raises(ModelError, match=r"no capacity can be set, this model's cache grows with each run"):
         Generator(folder, capacity=100)
     with pytest.raises(ModelError, match="chunk is 0, expected at least 1"):
@@ -141,12 +141,12 @@ def cache_graph(readers):
     return ir.Graph([ir.val("input_ids"), *past], [], nodes=nodes)
 
 
-def test_past_and_present_are_one_buffer_where_all_caches_are_cached_attentions(exported):
+def test_past_and_present_are_one_buffer_where_all_caches_are_cached_attentions(plain):
     ours, concat = ("quantmoe", "CachedAttention"), ("", "Concat")
     assert shares_buffer(cache_graph([ours, ours]))
     for readers in ([ours, concat], [concat], [("", "CachedAttention")], []):
         assert not shares_buffer(cache_graph(readers))
-    model = ir.load(exported("llama4_text", activations="float", logits="last") / "model.onnx")
+    model = ir.load(plain / "model.onnx")
     assert not shares_buffer(model.graph)  # of standard nodes
     assert SHARE_BUFFER not in model.metadata_props
 

@@ -43,17 +43,35 @@ def test_attention_is_one_node(exported, architecture):
     assert {(node["cache"], node["bytes_per_token"]) for node in found["attention"]} == {("float", 2 * 2 * 48 * 4)}
 
 
-@pytest.mark.parametrize(
-    ("architecture", "reason"),
-    [
-        ("llama4_text", "it has no cosines and sines of a rotary module"),
-    ],
-)
-def test_what_is_left_says_why(exported, architecture, reason):
-    found = inspect(exported(architecture, activations="float"))
+def test_what_is_left_says_why(plain):
+    found = inspect(plain)
     assert found["attention"] == []
-    assert list(found["plain_attention"]) == [f"model.layers.{i}.self_attn" for i in range(2)]
-    assert reason in found["plain_attention"].values()
+    assert found["plain_attention"] == {f"model.layers.{i}.self_attn": "not tried" for i in range(2)}
+
+
+def test_llama_4(exported):
+    """A layer that turns, norms and sees chunks, and one that does neither and whose queries have temperatures."""
+    found = inspect(exported("llama4_text", activations="float"))
+    assert found["plain_attention"] == {}
+    names = ("rotary_size", "rotary_interleaved", "chunk_size", "qk_norm")
+    attributes = [tuple(node["attributes"][name] for name in names) for node in found["attention"]]
+    assert attributes == [(48, 1, 4, "head"), (0, 0, 0, "none")]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_temperatures_and_chunks_are_of_a_rows_own_tokens(exported, side):
+    """Llama-4's prompts of 3, 7 and 11 tokens in a batch, chunks of 4: each row as alone."""
+    generator, lengths = Generator(exported("llama4_text", activations="float")), (3, 7, 11)
+    rows = [tokens(1, n, seed=n)[0] for n in lengths]
+    ids, mask = np.zeros((3, 11), np.int64), np.zeros((3, 11), np.int64)
+    for row, (own, n) in enumerate(zip(rows, lengths, strict=True)):
+        at = slice(11 - n, 11) if side == "left" else slice(0, n)
+        ids[row, at], mask[row, at] = own, 1
+    logits, _ = step(generator, ids, mask, generator.start(3))
+    for row, (own, n) in enumerate(zip(rows, lengths, strict=True)):
+        alone, _ = step(generator, own[None], np.ones((1, n), np.int64), generator.start())
+        at = slice(11 - n, 11) if side == "left" else slice(0, n)
+        assert error(logits[row : row + 1, at], alone) < 2e-5
 
 
 @pytest.mark.parametrize("sizes", [{}, {"q_lora_rank": None}, {"rope_interleave": False}], ids=str)
@@ -254,8 +272,8 @@ def test_the_cache_is_f16(exported, checkpoint, reference, tmp_path):
     assert 1e-6 < error(run(generator, ids, (5, 1, 1)), expected(reference("qwen3_moe"), ids)) < 2e-3
 
 
-def test_where_some_attention_is_plain_the_cache_has_the_graphs_type(exported):
-    generator = Generator(exported("llama4_text", activations="float", cache="f16"))
+def test_where_some_attention_is_plain_the_cache_has_the_graphs_type(plain):
+    generator = Generator(plain)
     assert {array.dtype for array in generator.start().values()} == {np.dtype(np.float32)}
 
 
@@ -347,10 +365,10 @@ def test_windows_are_those_of_the_masks():
     assert [one.spec.sliding_window for one in found.values()] == [12]
 
 
-def test_reasons_that_are_no_reasons_are_refused(exported, tmp_path):
+def test_reasons_that_are_no_reasons_are_refused(plain, tmp_path):
     from quantmoe.exporter.inspect import ModelError
 
-    folder = exported("llama4_text", activations="float")
+    folder = plain
     model = onnx.load(folder / "model.onnx", load_external_data=False)
     for prop in model.metadata_props:
         if prop.key == "plain_attention":
