@@ -264,7 +264,7 @@ def _attention_refusal(spec: AttentionSpec) -> str:
     if spec.cache_format == "int8_token":
         return "cache_format is int8_token, the CUDA kernels take none, int8 and fp8_e4m3"
     if spec.key_split:
-        return f"key_split is {spec.key_split}, the CUDA kernels take 0"
+        return f"key_split is {spec.key_split}, the CUDA kernels take 0: no latent attention"
     if (spec.head_size, spec.v_head_size) not in HEAD_SIZES:
         return (
             f"head_size is {spec.head_size} and v_head_size {spec.v_head_size}, the CUDA kernels take 64, 96, 128, 192 "

@@ -120,7 +120,10 @@ def inputs(
     return Inputs(
         spec,
         (draw(batch, tokens, (heads + groups) * d + (0 if spec.key_split else groups * v)) * 1.4).astype(dtype),
-        (encoded(draw(batch, groups, past, key), spec.k_scale), encoded(draw(batch, groups, past, value), spec.v_scale)),
+        (
+            encoded(draw(batch, groups, past, key), spec.k_scale),
+            encoded(draw(batch, groups, past, value), spec.v_scale),
+        ),
         np.array(rows, np.int32).reshape(batch, 3),
         length,
         *(draw(batch, tokens, spec.rotary_size // 2) for _ in range(2)),

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from quantmoe.exporter.architectures import llama4, qwen3_5_moe
+from quantmoe.exporter.architectures import deepseek_v2, llama4, qwen3_5_moe
 
 #: config.model_type -> module
-ARCHITECTURES: dict[str, ModuleType] = {"llama4_text": llama4, "qwen3_5_moe_text": qwen3_5_moe}
+ARCHITECTURES: dict[str, ModuleType] = {
+    "deepseek_v2": deepseek_v2,
+    "llama4_text": llama4,
+    "qwen3_5_moe_text": qwen3_5_moe,
+}

@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from quantmoe.exporter.checkpoint import CheckpointError
 from quantmoe.exporter.convert import export
 from quantmoe.exporter.generate import Generator
+from quantmoe.exporter.inspect import inspect
 from quantmoe.exporter.plan import plan
 
 #: of the fields that a configuration has
@@ -99,7 +100,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "solar_open": {},
 }
 #: the rest takes minutes
-BRIEF = ("aria_text", "ernie4_5_moe", "kimi_linear", "laguna", "lfm2_moe", "minimax_m3_vl_text")
+BRIEF = (
+    "aria_text",
+    "deepseek_v2",
+    "ernie4_5_moe",
+    "glm4_moe_lite",
+    "kimi_linear",
+    "laguna",
+    "lfm2_moe",
+    "minimax_m3_vl_text",
+)
+LATENT = ("deepseek_v2", "glm4_moe_lite", "axk1")
 
 
 def fields(model_type: str) -> dict[str, Any]:
@@ -139,6 +150,9 @@ def test_architecture(model_type: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "checkpoint", model_type)
     options: dict[str, Any] = {"quantize": "none", "activations": "float", "logits": "all", "cache": "f32"}
     export(tmp_path / "checkpoint", tmp_path / "onnx", **options)
+    if model_type in LATENT:
+        caches = {node["bytes_per_token"] for node in inspect(tmp_path / "onnx")["attention"]}
+        assert caches == {4 * (SIZES["kv_lora_rank"] + SIZES["qk_rope_head_dim"])}
     torch_model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32).eval()
     ids = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (2, 14))
     with torch.no_grad():

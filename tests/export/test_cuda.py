@@ -161,7 +161,7 @@ def cached(checkpoint, tmp_path_factory):
 
 
 HYBRID = ["qwen3_next", "qwen3_5_moe_text"]
-CACHED = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe", *HYBRID]
+CACHED = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe", "llama4_text", *HYBRID]
 
 
 def test_nodes_of_a_layer(cached):

@@ -18,7 +18,8 @@ int ValidateAttributes(const qm_attention& a, char* err) {
     return fail(err, QM_UNSUPPORTED, "cache_format is \"int8_token\", the CUDA kernels take none, int8 and fp8_e4m3");
   if (a.num_heads > kMostHeads)
     return fail(err, QM_UNSUPPORTED, "num_heads is %d, the CUDA kernels take up to %d", a.num_heads, kMostHeads);
-  if (a.key_split) return fail(err, QM_UNSUPPORTED, "key_split is %d, the CUDA kernels take 0", a.key_split);
+  if (a.key_split)
+    return fail(err, QM_UNSUPPORTED, "key_split is %d, the CUDA kernels take 0: no latent attention", a.key_split);
 #define QM_SIZES(keys, values) \
   if (a.head_size == keys && a.v_head_size == values) return QM_OK;
   QM_ATTENTION_SIZES(QM_SIZES)
