@@ -165,7 +165,8 @@ def choose(
     for name in skeleton.absorbed:
         source = skeleton.sources[f"{name}.weight"]
         if skeleton.format.is_quantized(source.removesuffix(".weight")):
-            chosen.dequantized[source] = ABSORBED
+            weight = skeleton.tensors[f"{name}.weight"]
+            chosen.dequantized[source] = f"{ABSORBED}: {weight.numel() * weight.element_size()} bytes"
     return chosen
 
 

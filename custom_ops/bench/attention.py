@@ -1,6 +1,7 @@
 """CachedAttention beside onnxruntime's GroupQueryAttention (f32): one layer, both caches in place, alternating runs.
 
 python custom_ops/bench/attention.py --threads 2 --context 2048 16384 --prefill 512 2048
+python custom_ops/bench/attention.py --heads 128 1 576 --latent 512  # DeepSeek-V3's: GroupQueryAttention has none
 
 Bytes are those of the keys and values that a token reads; the read bandwidth is qm_probe_read's of the same threads.
 """
@@ -91,11 +92,11 @@ def ours(spec: AttentionSpec, past: int, tokens: int, cache: str, threads: int) 
     rng = np.random.default_rng(0)
     spec = replace(spec, cache_format=cache) if cache in CODES else spec
     heads, groups, d, slots = spec.num_heads, spec.kv_num_heads, spec.head_size, past + tokens
-    half = spec.rotary_size // 2
+    half, (key, value) = spec.rotary_size // 2, spec.cache_widths
     shapes = {
-        "qkv": (1, tokens, (heads + 2 * groups) * d),
-        "past_key": (1, groups, slots, d),
-        "past_value": (1, groups, slots, d),
+        "qkv": (1, tokens, (heads + groups) * d + (0 if spec.key_split else groups * spec.v_head_size)),
+        "past_key": (1, groups, slots, key),
+        "past_value": (1, groups, slots, value),
         "cos": (1, tokens, half),
         "sin": (1, tokens, half),
         "q_norm": (0,),
@@ -145,27 +146,33 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="*", default=(2048, 16384), help="tokens before a decoded one")
     parser.add_argument("--prefill", type=int, nargs="*", default=(512, 2048))
     parser.add_argument("--cache", nargs="*", choices=(*FLOATS, *CODES), default=(*FLOATS, *CODES))
+    parser.add_argument("--latent", type=int, default=0, metavar="V", help="values are the last V features of keys")
     args = parser.parse_args()
     heads, groups, d = args.heads
     spec = spec_of(heads, groups, d)
+    if args.latent:
+        spec = replace(spec, v_head_size=args.latent, rotary_size=d - args.latent, key_split=d // 2)
     for past, tokens in [*((n, 1) for n in args.context), *((0, n) for n in args.prefill)]:
-        layers = {cache: ours(spec, past, tokens, cache, args.threads) for cache in args.cache}
-        layers["GroupQueryAttention"] = theirs(spec, past, tokens, args.threads)
+        caches = [cache for cache in args.cache if cache in FLOATS or not args.latent]
+        layers = {cache: ours(spec, past, tokens, cache, args.threads) for cache in caches}
+        if not args.latent:
+            layers["GroupQueryAttention"] = theirs(spec, past, tokens, args.threads)
         times: dict[str, list[float]] = {name: [] for name in layers}
         for _ in range(args.runs):
             for name, layer in layers.items():
                 times[name].append(layer())
-        peer = float(np.median(times["GroupQueryAttention"]))
         for name, layer in layers.items():
             found = times[name]
             best, middle = min(found), float(np.median(found))
             line = f"{past:6} + {tokens:4}  {name:20} {middle * 1e3:8.3f} ms (best {best * 1e3:.3f})"
-            line += f"  {peer / middle:5.2f}x"
+            if not args.latent:
+                line += f"  {float(np.median(times['GroupQueryAttention'])) / middle:5.2f}x"
             if tokens == 1 and name in args.cache:
                 size = sum(layer.values[cache].numpy().nbytes for cache in ("past_key", "past_value"))
                 line += f"  {size / best / 1e9:5.1f} GB/s of {bandwidth(args.threads) / 1e9:.1f}"
-            if tokens > 1:
-                line += f"  {2 * heads * d * tokens * (tokens + 1) / best / 1e9:6.1f} GFLOP/s"
+            if tokens > 1 or args.latent:
+                pairs = tokens * past + tokens * (tokens + 1) // 2
+                line += f"  {2 * heads * (d + spec.v_head_size) * pairs / best / 1e9:6.1f} GFLOP/s"
             print(line, flush=True)
 
 

@@ -159,6 +159,7 @@ HEADS = {
     "each its own": attention_spec(4, 4, 64, rotary_size=64),
     "three of 96": attention_spec(6, 2, 96, rotary_size=96),
     "five": attention_spec(20, 4, 128, rotary_size=64),
+    "llama 4": attention_spec(10, 2, 128, rotary_size=128, rotary_interleaved=1, qk_norm="head", chunk_size=80),
     "sixteen": attention_spec(16, 1, 64, rotary_size=64),
     "twenty": attention_spec(20, 1, 128, rotary_size=128),
     "qwen3.5": attention_spec(16, 2, 256, rotary_size=64, qk_norm="head"),

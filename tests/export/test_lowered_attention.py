@@ -86,7 +86,8 @@ def test_latent_attention(checkpoint, tmp_path, sizes):
         assert (a["kv_num_heads"], a["head_size"], a["v_head_size"], a["key_split"]) == (1, 80, 64, 40)
         assert (a["rotary_size"], a["rotary_interleaved"]) == (16, int(sizes.get("rope_interleave", True)))
     (reason,) = {d["dequantized_because"] for d in found["dense"] if ".absorbed." in d["name"]}
-    assert reason == "its halves, one a head, multiply queries and outputs instead of the cache"
+    # 4 heads of 32 features of keys and as many of values, of a latent of 64
+    assert reason == f"its halves, one a head, multiply queries and outputs instead of the cache: {256 * 64 * 4} bytes"
     skeleton = Skeleton(find_format(open_checkpoint(checkpoint("deepseek_v3", **sizes))))
     ids = tokens(2, 9)
     assert error(run(Generator(tmp_path), ids, (5, 1, 3)), expected(dequantized(skeleton), ids)) < 2e-5
@@ -166,7 +167,7 @@ def step(generator: Generator, ids: np.ndarray, mask: np.ndarray, past: dict[str
     return found["logits"], {name: found[name.replace("past_key_values", "present")] for name in past}
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_ragged_batches(exported, architecture, side):
     """Prompts of 3, 7 and 5 tokens, then three tokens more: each row as alone.
@@ -212,14 +213,16 @@ def test_padding_is_not_looked_at(exported):
 
 @pytest.mark.parametrize("whole_mask", [False, True])
 @pytest.mark.parametrize("cache", ["f32", "f16"])
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text"])
 def test_a_cache_bound_in_place_equals_one_that_grows(exported, architecture, cache, whole_mask):
     """Prompt, chunk and tokens, each output bound to the memory of its input, which was never cleared."""
     generator = Generator(exported(architecture, activations="float", cache=cache))
     ids, capacity = tokens(2, 12), 16
     past = generator.start(2)
     memory = {
-        name: ort.OrtValue.ortvalue_from_numpy(np.full((2, 2, capacity, 48), np.nan, array.dtype))
+        name: ort.OrtValue.ortvalue_from_numpy(
+            np.full((*array.shape[:2], capacity, array.shape[3]), np.nan, array.dtype)
+        )
         for name, array in past.items()
     }
     at = 0
