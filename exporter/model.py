@@ -537,7 +537,7 @@ def caches_of(
     skeleton: Skeleton, found: Mapping[str, Recognised], plain: Mapping[str, str], target: str, cache: str
 ) -> Caches:
     """What the caches of :func:`recognised` modules hold; see :func:`choose_caches`."""
-    sources = {path: skeleton.sources[f"{path}.k_proj.weight"].removesuffix(".k_proj.weight") for path in found}
+    sources = {path: skeleton.sources[f"{path}.o_proj.weight"].removesuffix(".o_proj.weight") for path in found}
     specs = {path: module.spec for path, module in found.items()}
     return choose_caches(skeleton.format.ckpt, cache, specs, plain, sources, _refusal(target))
 

@@ -116,7 +116,7 @@ def inputs(
         return reference.encode_cache(spec, x, scale, cache if spec.cache_format == "none" else None)
 
     widths = {"none": (0, 0), "head": (d, d), "row": (heads * d, groups * d)}[spec.qk_norm]
-    keys, rest = (spec.key_split, d - spec.key_split) if spec.key_split else (d, v)
+    key, value = (spec.key_split, d - spec.key_split) if spec.key_split else (d, v)
     return Inputs(
         spec,
         (draw(batch, tokens, (heads + groups) * d + (0 if spec.key_split else groups * v)) * 1.4).astype(dtype),
