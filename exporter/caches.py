@@ -35,6 +35,7 @@ def choose_caches(
     plain: Mapping[str, str],
     sources: Mapping[str, str],
     refusal: Callable[[AttentionSpec], str],
+    target: str = "cpu",
 ) -> Caches:
     """Decides them.
 
@@ -44,6 +45,7 @@ def choose_caches(
         specs: CachedAttention nodes by module. plain: modules that are standard nodes, and why.
         sources: module -> its name in the checkpoint.
         refusal: why the target does not run a node; "" when it does.
+        target: "auto" means floats for "cuda", whose files TensorRT reads, too.
 
     Raises:
         CheckpointError: scales of the checkpoint that are used are missing or not what they should be.
@@ -52,6 +54,9 @@ def choose_caches(
     said = kv_cache.find(ckpt)
     if wanted in FLOATS:
         return Caches({}, said.floats("asked for") if said else "")
+    if wanted == "auto" and target == "cuda" and said and said.format:
+        own = "int8" if said.format == "int8" else "fp8"
+        return Caches({}, said.floats(f"TensorRT takes no codes, --cache {own} keeps them for ONNX Runtime"))
     stored = said is not None and said.format == {"int8": "int8", "fp8": "fp8_e4m3"}.get(wanted, said.format)
     if wanted == "auto" and not (said and said.format):
         return Caches({}, said.remark if said else "")

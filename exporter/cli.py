@@ -89,9 +89,7 @@ def export(
     ] = None,
     cache: Annotated[
         Literal["auto", "f16", "f32", "bf16", "int8", "fp8"],
-        typer.Option(
-            help="what the KV cache holds; auto: codes where the checkpoint has their scales, else f16 on cpu"
-        ),
+        typer.Option(help="what the KV cache holds; auto: f16 on cpu, or codes where the checkpoint has their scales"),
     ] = "auto",
     state_window: Annotated[
         int, typer.Option(help="states of linear attention after each of a run's last N tokens, for N - 1 drafts")

@@ -166,10 +166,11 @@ def export(
         logits: of each row's last token, [B, 1, V]; of its last N tokens, [B, min(S, N), V], so that speculation can
             verify N - 1 drafts; or of all tokens, for perplexity and for onnxruntime-genai's speculation.
         lm_head: rounds the head to nearest; see Report.head_error. None: it stays as it is.
-        cache: what the KV cache holds. "auto": int8 or e4m3 codes where the checkpoint says so and has scales, else
-            f16, for CUDA floats of the graph's type. "f16", "f32" (CPU), "bf16": floats. "fp8": e4m3 codes, by the
-            checkpoint's scales or 1. "int8": codes, by the checkpoint's scales or, on the CPU, one of each token and
-            head. Where some attention is standard nodes (Report.plain_attention), it is floats of the graph's type.
+        cache: what the KV cache holds. "auto": on the CPU int8 or e4m3 codes where the checkpoint says so and has
+            scales, else f16; for CUDA floats of the graph's type. "f16", "f32" (CPU), "bf16": floats. "fp8": e4m3
+            codes, by the checkpoint's scales or 1. "int8": codes, by the checkpoint's scales or, on the CPU, one of
+            each token and head. Where some attention is standard nodes (Report.plain_attention), it is floats of the
+            graph's type.
         state_window: of linear attention the states after each of the last so many tokens of a run, 1 to 64, so that
             speculation can verify one draft less; for the CPU.
         mtp: also the layer that drafts (multi-token prediction), mtp.onnx; its weights are in the same files,

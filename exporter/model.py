@@ -539,7 +539,7 @@ def caches_of(
     """What the caches of :func:`recognised` modules hold; see :func:`choose_caches`."""
     sources = {path: skeleton.sources[f"{path}.o_proj.weight"].removesuffix(".o_proj.weight") for path in found}
     specs = {path: module.spec for path, module in found.items()}
-    return choose_caches(skeleton.format.ckpt, cache, specs, plain, sources, _refusal(target))
+    return choose_caches(skeleton.format.ckpt, cache, specs, plain, sources, _refusal(target), target)
 
 
 def _refusal(target: str) -> Callable[[Any], str]:

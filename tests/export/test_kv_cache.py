@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,10 @@ def test_a_checkpoints_scales_are_carried(checkpoint, tmp_path, type, format):
     remark = f"the KV cache is {format} (kv_cache_scheme: {type}8 per tensor)"
     assert plan(folder, out).kv_cache == remark
     assert export(folder, out, activations="float", logits="all").kv_cache == remark
+    kept = "TensorRT takes no codes, --cache (fp8|int8) keeps them for ONNX Runtime"
+    assert re.search(
+        rf"stays float: {kept}; .*not used: model\.layers\.0", plan(folder, tmp_path / "other", target="cuda").kv_cache
+    )
     nodes = inspect(out)["attention"]
     found = [[n["attributes"][name] for name in ("cache_format", "k_scale", "v_scale")] for n in nodes]
     assert found == [[format, *pair] for pair in scales]
