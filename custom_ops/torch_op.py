@@ -25,7 +25,6 @@ from quantmoe.custom_ops.op import (
     RowsSpec,
     attribute_kinds,
     inputs,
-    op_version,
     outputs,
 )
 from quantmoe.custom_ops.reference import attention as reference_attention
@@ -340,7 +339,8 @@ def _(
 
 @cache
 def onnx_op(op: str) -> Op:
-    """An ONNX operator as onnxscript calls it, its schema built from op.def."""
+    """An ONNX operator as onnxscript calls it, its schema built from op.def. The domain stays at version 1: a node's
+    own is its op_version."""
     floats = ["float", "float16", "bfloat16"]
     types = {"T": ("T", floats), "C": ("C", floats), "I": ("I", ["int32", "int64"])}
     kinds = {"i": OpSchema.AttrType.INT, "f": OpSchema.AttrType.FLOAT}
@@ -352,7 +352,7 @@ def onnx_op(op: str) -> Op:
     schema = OpSchema(
         op,
         DOMAIN,
-        op_version(op),
+        1,
         inputs=formal(inputs(op)),
         outputs=formal(outputs(op)),
         type_constraints=[(n, [f"tensor({t})" for t in names], "") for n, names in types.values() if n in used],
@@ -361,7 +361,7 @@ def onnx_op(op: str) -> Op:
             for name, kind in attribute_kinds(op).items()
         ],
     )
-    return Op(Opset(DOMAIN, op_version(op)), op, schema)
+    return Op(Opset(DOMAIN, 1), op, schema)
 
 
 def onnx_quant_moe(hidden_states: Any, topk_ids: Any, topk_weights: Any, w13: Any, w2: Any, attributes: str) -> Any:
