@@ -46,13 +46,14 @@ class Traced(Exception):  # noqa: N818
 
 
 def chosen(folder: Path, out: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...] | str:
-    """What an export would trace with: attributes of layers and of linears by checkpoint module, and the modules of
-    each linear; or its refusal."""
+    """What an export would trace with: attributes of layers and of linears by checkpoint module, the modules of each
+    linear, and the layers with what their nodes have; or its refusal."""
 
     def trace(skeleton, chosen, target, cache):
         found = {skeleton.experts[name].name: spec for name, spec in chosen.layers.items()}
         parts = {chosen.source(name): [*parts.values()] for name, parts in chosen.parts.items()}
-        raise Traced(found, {chosen.source(name): spec for name, spec in chosen.linears.items()}, parts)
+        linears = {chosen.source(name): spec for name, spec in chosen.linears.items()}
+        raise Traced(found, linears, parts, [*chosen.experts.values()])
 
     with monkeypatch.context() as patch:
         patch.setattr(model, "trace", trace)
@@ -94,12 +95,12 @@ def test_a_fixture_is_packed_as_its_headers_say(name, target, tmp_path, monkeypa
         assert refused(plan, folder, tmp_path / "model", target=target) == found
         assert found.removeprefix(f"{folder}: ") in reasons or "k_proj.bias has shape" in found  # of no linear layer
         return
-    layers, linears, parts = found
+    layers, linears, parts, experts = found
     planned = plan(folder, tmp_path / "model", target=target)
     assert {module: spec for module, (_, spec, _) in planned.layers.items()} == layers
     assert {module: spec for module, (_, spec, _) in planned.linears.items()} == linears
     assert set(planned.dequantized.values()) == set(filter(None, reasons))
-    for layer in format.moe_layers():
+    for layer in experts:
         assert packed(layer, layers[layer.name]) == planned.layers[layer.name][2]
     for module, spec in linears.items():
         m, layout = linear_matrix(format, parts[module], "exact")[0], LAYOUTS[spec.w.layout]
@@ -224,7 +225,7 @@ def test_zero_points_and_orders_are_read_and_not_guessed(target, tmp_path, monke
     zeros[0, 0] ^= 1
     tensors = {f"{name}.qzeros": zeros, f"{name}.g_idx": ckpt.tensor(f"{name}.g_idx")[::-1].copy()}
     folder = damage(sound, tmp_path / "odd", tensors)
-    layers, _, _ = chosen(folder, tmp_path / "model", target, monkeypatch)
+    layers, *_ = chosen(folder, tmp_path / "model", target, monkeypatch)
     assert (layers[EXPERTS].w2.perm, layers[EXPERTS].w2.zero_points) == (1, 1)
     (layer,) = find_format(open_checkpoint(folder)).moe_layers()
     assert packed(layer, layers[EXPERTS]) == plan(folder, tmp_path / "model", target=target).layers[EXPERTS][2]
