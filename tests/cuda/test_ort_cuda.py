@@ -101,7 +101,7 @@ def constants(layer) -> list[Value]:
 
 
 def test_operators(driver):
-    assert driver.count == 21
+    assert driver.count == 29
     for dtype in ("f32", "f16", "bf16"):
         op = driver.op(dtype, name="MoERouting")
         assert [driver.lib.driver_type(op, i) for i in (1, -1)] == [1, 6]
@@ -140,7 +140,7 @@ def test_exported_symbols_and_libraries():
 def test_old_runtime_is_refused(driver):
     assert driver.open(20) == -1
     assert driver.error == "quantmoe needs ONNX Runtime 1.21 or newer, found 1.99"
-    assert driver.open(21) == 21
+    assert driver.open(21) == 29
 
 
 @pytest.fixture
@@ -559,7 +559,7 @@ def attention_shapes(spec: AttentionSpec, batch: int, tokens: int, past: int, le
 def test_wrong_attention(driver, fake, name, new, message):
     fake(None)
     attributes = {k: v for k, v in (ATTENTION.attributes() | {name: new}).items() if v is not None}
-    assert driver.create(driver.op("f16", name="CachedAttention"), attributes, []) is None
+    assert driver.create(driver.op("f16", "f16", name="CachedAttention"), attributes, []) is None
     assert driver.error.startswith('CachedAttention node "moe": ')
     assert message in driver.error
 
@@ -578,7 +578,7 @@ def test_wrong_attention(driver, fake, name, new, message):
 )
 def test_wrong_attention_inputs(driver, fake, at, shape, message):
     fake(None)
-    op = driver.op("bf16", name="CachedAttention")
+    op = driver.op("bf16", "bf16", name="CachedAttention")
     kernel = driver.create(op, ATTENTION.attributes(), [])
     assert kernel is not None, driver.error
     shapes = attention_shapes(ATTENTION, 2, 3, 64, 60)
@@ -595,7 +595,7 @@ def test_wrong_attention_inputs(driver, fake, at, shape, message):
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_run_attention(driver, dtype):
     """In place, and into other memory with more slots."""
-    op = driver.op(dtype, name="CachedAttention")
+    op = driver.op(dtype, dtype, name="CachedAttention")
     kernel = driver.create(op, ATTENTION.attributes(), [])
     assert kernel is not None, driver.error
     for rows, tokens, past, length in (

@@ -682,7 +682,7 @@ def test_others_serialize_and_name_what_is_missing(others, spec):
         (CONV, "width", 5, "width is 5, the CUDA kernel takes 2 to 4"),
         (DELTA, "k_head_size", 96, "k_head_size is 96 and v_head_size 64, the CUDA kernels take 64 and 128"),
         (DELTA, "gate", "tanh", 'gate is "tanh", the operator defines: silu, sigmoid'),
-        (LINEAR, "w_format", "f16", "w_format is 6"),
+        (LINEAR, "w_format", "f16", "w_group_size is 128, the CUDA kernels take -1 for floats"),
         (LINEAR, "w_layout", "cpu_panel", "w_layout is 0"),
         (ROUTING, "op_version", 99, "op_version is 99, this library knows 1"),
         (ROUTING, "method", "hash", 'method is "hash", the operator defines: softmax_topk'),
