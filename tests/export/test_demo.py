@@ -121,7 +121,7 @@ def test_perplexity_of_the_trained_model(tmp_path):
         return logits
 
     found = {"torch": script.perplexity(expected, tokens)}
-    for activations, cache in (("float", "f32"), ("int8", None)):
+    for activations, cache in (("float", "f32"), ("int8", "auto")):
         out = tmp_path / activations
         export(TRAINED / "checkpoint", out, activations=activations, cache=cache, logits="all")
         found[activations] = script.perplexity(Generator(out).scores, tokens)

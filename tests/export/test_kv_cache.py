@@ -227,9 +227,11 @@ def test_a_scale_that_one_layer_lacks_is_named(checkpoint, tmp_path):
     assert "int8_token with scales of each token in place of" in plan(folder, tmp_path / "model", cache="int8").kv_cache
 
 
-def test_standard_nodes_have_no_codes(checkpoint, tmp_path):
-    with pytest.raises(OptionError, match=r"cache is int8: .*self_attn is standard nodes: "):
+def test_latent_attention_and_standard_nodes_have_no_codes(checkpoint, tmp_path):
+    with pytest.raises(OptionError, match=r"cache is int8: .*self_attn: key_split is 40, expected 0"):
         plan(checkpoint("deepseek_v3"), tmp_path / "model", cache="int8")
+    with pytest.raises(OptionError, match=r"cache is fp8: .*self_attn is standard nodes: head_size is 48"):
+        plan(checkpoint("qwen3_moe"), tmp_path / "model", target="cuda", cache="fp8")
 
 
 @pytest.mark.parametrize(
