@@ -62,9 +62,11 @@ FORMATS = {
 }
 
 
-def spec_of(s: Shape, name: str) -> MoESpec:
-    kind, group_size, block_n, scale_type, zero_points, activations = FORMATS[name]
-    w = Projection(
+def projection(
+    kind: str, group_size: int, block_n: int, scale_type: str, zero_points: int, activations: str
+) -> Projection:
+    """One of FORMATS' rows."""
+    return Projection(
         format=kind,
         group_size=group_size,
         block_n=block_n,
@@ -77,6 +79,10 @@ def spec_of(s: Shape, name: str) -> MoESpec:
         layout="marlin",
         layout_version=marlin.VERSION,
     )
+
+
+def spec_of(s: Shape, name: str) -> MoESpec:
+    w = projection(*FORMATS[name])
     return MoESpec(
         num_experts=s.experts,
         expert_offset=0,

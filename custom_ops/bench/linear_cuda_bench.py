@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from quantmoe.custom_ops import cuda
-from quantmoe.custom_ops.bench.cuda_bench import FORMATS, L2_BYTES, capture, random_rows, times_in_turn
+from quantmoe.custom_ops.bench.cuda_bench import FORMATS, L2_BYTES, capture, projection, random_rows, times_in_turn
 from quantmoe.custom_ops.layouts import marlin
-from quantmoe.custom_ops.op import LinearSpec, Projection
+from quantmoe.custom_ops.op import LinearSpec
 
 #: q, k and v joined, and o, of qwen3-30b-a3b and gpt-oss-20b; others of larger models, joined as the exporter joins
 SHAPES = [
@@ -35,20 +35,7 @@ Call = Callable[[], object]
 
 def spec_of(shape: tuple[int, int], name: str) -> LinearSpec:
     plain = {"bf16": ("bf16", -1, 1, "f32", 0, "none")}
-    kind, group_size, block_n, scale_type, zero_points, activations = (FORMATS | plain)[name]
-    w = Projection(
-        format=kind,
-        group_size=group_size,
-        block_n=block_n,
-        scale_type=scale_type,
-        zero_points=zero_points,
-        bias=0,
-        perm=0,
-        pre_scale=0,
-        activation_format=activations,
-        layout="marlin",
-        layout_version=marlin.VERSION,
-    )
+    w = projection(*(FORMATS | plain)[name])
     return LinearSpec(in_features=shape[1], out_features=shape[0], w=w)
 
 

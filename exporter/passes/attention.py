@@ -371,12 +371,17 @@ def probe_of(module: torch.nn.Module, without: Sequence[str], generator: torch.G
     probe._parameters = dict(module._parameters)
     if "forward" in vars(probe):
         probe.forward = MethodType(vars(probe)["forward"].__func__, probe)
+    randomise(probe, generator)
+    return probe
+
+
+def randomise(probe: torch.nn.Module, generator: torch.Generator) -> None:
+    """Gives all parameters of a probe, which may be without memory, random numbers."""
     for part in probe.modules():
         for name, old in part._parameters.items():
             if old is not None:
                 made = torch.randn(old.shape, generator=generator)
                 part._parameters[name] = torch.nn.Parameter(made, requires_grad=False)
-    return probe
 
 
 def _try(

@@ -24,7 +24,7 @@ from quantmoe.custom_ops.op import ConvSpec, DeltaSpec
 from quantmoe.custom_ops.reference import conv as reference_conv
 from quantmoe.custom_ops.reference import delta as reference_delta
 from quantmoe.exporter.choose import JOINED
-from quantmoe.exporter.passes.attention import FAILURES, Given, Rows, Unlike, line, signature
+from quantmoe.exporter.passes.attention import FAILURES, Given, Rows, Unlike, line, randomise, signature
 
 #: outputs are sums in f32 in another order, of chunks of 64 tokens: some hundreds of roundings of 6e-8
 _TOLERANCE = 1e-4
@@ -242,11 +242,7 @@ def _probe(module: Any, family: Family, generator: torch.Generator) -> Any:
     # parts without their linears first: those may be larger than the memory
     kept = {id(module.get_submodule(name)): torch.nn.Identity() for name in linears}
     probe = copy.deepcopy(module, kept)
-    for part in probe.modules():
-        for name, old in part._parameters.items():
-            if old is not None:
-                made = torch.randn(old.shape, generator=generator)
-                part._parameters[name] = torch.nn.Parameter(made, requires_grad=False)
+    randomise(probe, generator)
     probe.features = features
     probe.layer_idx = 0
     return probe
