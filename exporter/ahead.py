@@ -11,7 +11,7 @@ from typing import TypeVar
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
-from quantmoe.exporter.formats.rounding import PIECE
+from quantmoe.exporter.reading.formats.rounding import PIECE
 
 T = TypeVar("T")
 #: bytes that decoded and packed weights take while they are made and written, unless a single expert takes more

@@ -154,7 +154,7 @@ def inspect(
     ] = False,
 ) -> None:
     """Show what an exported model holds, or a checkpoint and what an export of it would refuse."""
-    from quantmoe.exporter.survey import is_model, survey
+    from quantmoe.exporter.inspecting.survey import is_model, survey
 
     if not is_model(model):
         if verify:
@@ -168,7 +168,7 @@ def inspect(
     if why:
         _explain(model, as_json)
         return
-    from quantmoe.exporter.inspect import inspect as inspect_model
+    from quantmoe.exporter.inspecting.inspect import inspect as inspect_model
 
     found = inspect_model(model, verify)
     if as_json:
@@ -204,7 +204,7 @@ def unpack(
     output: Annotated[Path | None, typer.Option(help="default: layer_N.safetensors here")] = None,
 ) -> None:
     """Write a layer's codes and scales as the checkpoint had them."""
-    from quantmoe.exporter.unpack import unpack as unpack_layer
+    from quantmoe.exporter.inspecting.unpack import unpack as unpack_layer
 
     output = output or Path(f"layer_{layer}.{to}")
     console.print(f"{len(unpack_layer(model, layer, output))} matrices in {output}")
@@ -245,9 +245,9 @@ def generate(
     drafts: Annotated[int, typer.Option(min=1, help="tokens that --speculate drafts a run, at most")] = DRAFTS,
 ) -> None:
     """Generate text on ONNX Runtime, as it comes; tokens a second on standard error."""
-    from quantmoe.exporter.generate import Generator, stop_tokens
-    from quantmoe.exporter.inspect import model_path
-    from quantmoe.exporter.sampling import folder_sampling
+    from quantmoe.exporter.inspecting.inspect import model_path
+    from quantmoe.exporter.running.generate import Generator, stop_tokens
+    from quantmoe.exporter.running.sampling import folder_sampling
 
     chat = chat or (prompt is None and ids is None and sys.stdin.isatty())
     if (ids is None) == (prompt is None and not chat):
@@ -275,7 +275,7 @@ def generate(
         print(_speed(found), file=sys.stderr)
         end(model, cache)
         return
-    from quantmoe.exporter.chat import Chat, Text
+    from quantmoe.exporter.running.chat import Chat, Text
 
     text = Text(folder, raw)
     reply = partial(_reply, max_new_tokens=max_new_tokens, stop=stop or (), sampling=sampling)
@@ -344,11 +344,11 @@ def demo(
 ) -> None:
     """Export a checkpoint, run it, and compare with PyTorch."""
     need("torch", "transformers", "onnxscript", "onnxruntime", "tokenizers")
-    from quantmoe.exporter.output import MODEL, check_folder
+    from quantmoe.exporter.writing.output import MODEL, check_folder
 
     check_folder(output, [MODEL], force)
-    from quantmoe.exporter.compare import compare
-    from quantmoe.exporter.generate import load_tokenizer
+    from quantmoe.exporter.running.compare import compare
+    from quantmoe.exporter.running.generate import load_tokenizer
 
     report = _export(checkpoint, output, force=force)
     tokenizer = load_tokenizer(output) if (output / "tokenizer.json").exists() else None
@@ -391,7 +391,7 @@ def demo(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context) -> None:
     """Measure one layer, or a whole model (bench MODEL), against other engines; options: bench [MODEL] --help."""
-    from quantmoe.exporter.bench import main as bench_main
+    from quantmoe.exporter.measuring.bench import main as bench_main
 
     bench_main(context.args)
 
@@ -425,7 +425,7 @@ def _line(text: str) -> str:
 
 
 def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
-    from quantmoe.exporter.plan import plan
+    from quantmoe.exporter.writing.plan import plan
 
     found = plan(checkpoint, outdir, **options)
     console.print(f"{outdir} (dry run)", highlight=False)
@@ -454,7 +454,7 @@ def _export(checkpoint: Path, outdir: Path, **options: Any) -> Any:
     stderr = Console(stderr=True)
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task("reading", total=None)
-        from quantmoe.exporter.convert import export as convert
+        from quantmoe.exporter.writing.convert import export as convert
 
         def progress(stage: str, done: int, total: int) -> None:
             bar.update(task, description=stage, completed=done, total=total or None)
@@ -463,7 +463,7 @@ def _export(checkpoint: Path, outdir: Path, **options: Any) -> Any:
 
 
 def _explain(path: Path, as_json: bool) -> None:
-    from quantmoe.exporter.explain import explain
+    from quantmoe.exporter.inspecting.explain import explain
 
     found = explain(path)
     if as_json:

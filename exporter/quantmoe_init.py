@@ -9,20 +9,21 @@ from quantmoe.ort_ext import library_path as ort_library_path
 from quantmoe.trt_plugins import library_path as trt_library_path
 
 if TYPE_CHECKING:
-    from quantmoe.exporter.bench import bench
-    from quantmoe.exporter.chat import Chat
-    from quantmoe.exporter.convert import export
-    from quantmoe.exporter.generate import Generator
-    from quantmoe.exporter.inspect import inspect
-    from quantmoe.exporter.sampling import Sampling
-    from quantmoe.exporter.unpack import unpack
+    from quantmoe.exporter.inspecting.inspect import inspect
+    from quantmoe.exporter.inspecting.unpack import unpack
+    from quantmoe.exporter.measuring.bench import bench
+    from quantmoe.exporter.running.chat import Chat
+    from quantmoe.exporter.running.generate import Generator
+    from quantmoe.exporter.running.sampling import Sampling
+    from quantmoe.exporter.writing.convert import export
 
 __all__ = ["Chat", "Generator", "Sampling", "bench", "export", "inspect", "ort_cuda_library_path", "ort_library_path",
            "trt_library_path", "unpack"]  # fmt: skip
 __version__ = version("quantmoe")
 #: imported when asked for: each command needs other packages
-_LAZY = {"Chat": "chat", "Generator": "generate", "Sampling": "sampling", "bench": "bench", "export": "convert",
-         "inspect": "inspect", "unpack": "unpack"}  # fmt: skip
+_LAZY = {"Chat": "running.chat", "Generator": "running.generate", "Sampling": "running.sampling",
+         "bench": "measuring.bench", "export": "writing.convert", "inspect": "inspecting.inspect",
+         "unpack": "inspecting.unpack"}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 from bounds import check
+from tiny import add_quantization, make_checkpoint, make_float_checkpoint, rewrite_linears
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.exporter.checkpoint import write_safetensors
-from quantmoe.exporter.choose import ACTIVATIONS, activation_format, choose_layer, layer_candidate
-from quantmoe.exporter.demo import add_quantization, make_checkpoint, make_float_checkpoint, rewrite_linears
-from quantmoe.exporter.formats import MoELayer
+from quantmoe.exporter.choosing.choose import ACTIVATIONS, activation_format, choose_layer, layer_candidate
+from quantmoe.exporter.reading.checkpoint import write_safetensors
+from quantmoe.exporter.reading.formats import MoELayer
 
 __all__ = ["TINY", "check_headers", "check_layer", "make_checkpoint", "make_float_checkpoint", "make_gptq_checkpoint",
            "same_matrix", "write_checkpoint", "write_safetensors"]  # fmt: skip

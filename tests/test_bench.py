@@ -13,10 +13,10 @@ import typer
 from typer.testing import CliRunner
 
 from quantmoe.custom_ops.shapes import Shape
-from quantmoe.exporter import bench
-from quantmoe.exporter.bench import Cell, Cycle, Side, difference, route
-from quantmoe.exporter.bench_ggml import Ggml
-from quantmoe.exporter.bench_layer import BITS, FORMATS, Layer
+from quantmoe.exporter.measuring import bench
+from quantmoe.exporter.measuring.bench import Cell, Cycle, Side, difference, route
+from quantmoe.exporter.measuring.ggml import Ggml
+from quantmoe.exporter.measuring.layer import BITS, FORMATS, Layer
 
 KEYS = ["shape", "weight_format", "group_size", "tokens", "threads", "ms", "gbps", "gops", "peer", "peer_ms"]
 KEYS += ["read_gbps", "vnni_gops", "floor_ms", "target_ms"]
@@ -25,7 +25,7 @@ TINY = Shape(128, 256, 8, 2)
 
 def run(*arguments: str) -> str:
     """In a process of its own: ONNX Runtime's global pool is made once in a process, before any session."""
-    command = [sys.executable, "-m", "quantmoe.exporter.bench", *arguments]
+    command = [sys.executable, "-m", "quantmoe.exporter.measuring.bench", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -11,14 +11,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from quantmoe.exporter import bench_model, bench_sides
-from quantmoe.exporter.bench_model import Cell, Step, alternate, cells, gguf_types, layers_that_fit, touched_bytes
-from quantmoe.exporter.bench_sides import LlamaCpp, Ours, Process, by_operator, token_ids
-from quantmoe.exporter.convert import export
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.generate import Generator
-from quantmoe.exporter.inspect import inspect
-from quantmoe.exporter.random_checkpoint import CONFIGS, cut, write
+from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.measuring import model as bench_model
+from quantmoe.exporter.measuring import sides as bench_sides
+from quantmoe.exporter.measuring.model import Cell, Step, alternate, cells, gguf_types, layers_that_fit, touched_bytes
+from quantmoe.exporter.measuring.random_checkpoint import CONFIGS, cut, write
+from quantmoe.exporter.measuring.sides import LlamaCpp, Ours, Process, by_operator, token_ids
+from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.writing.convert import export
 
 TINY = {
     "vocab_size": 256,
@@ -56,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: object) -> str:
-    command = [sys.executable, "-m", "quantmoe.exporter.bench", *map(str, arguments)]
+    command = [sys.executable, "-m", "quantmoe.exporter.measuring.bench", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -114,7 +115,7 @@ def test_genai_runs_the_same_folder(folder: Path, tmp_path: Path) -> None:
 def test_every_shape_loads_in_llama_cpp(shape: str, tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")
     pytest.importorskip("gguf")
-    from quantmoe.exporter.bench_gguf import write_gguf
+    from quantmoe.exporter.measuring.gguf import write_gguf
 
     size = write_gguf(tmp_path / "model.gguf", tiny(shape))
     assert size == (tmp_path / "model.gguf").stat().st_size
@@ -135,7 +136,7 @@ def test_every_shape_loads_in_llama_cpp(shape: str, tmp_path: Path) -> None:
 
 def test_gguf_names_what_it_has_no_name_for(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
-    from quantmoe.exporter.bench_gguf import write_gguf
+    from quantmoe.exporter.measuring.gguf import write_gguf
 
     with pytest.raises(ValueError, match="no GGUF of model_type llama4_text; expected one of qwen3_moe"):
         write_gguf(tmp_path / "model.gguf", {"model_type": "llama4_text"})
@@ -256,7 +257,10 @@ def test_a_peer_that_is_not_installed(peer: str, what: str, monkeypatch: pytest.
 
 def test_a_folder_without_a_model_is_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "quantmoe.exporter.bench", tmp_path], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "quantmoe.exporter.measuring.bench", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 1
     assert (

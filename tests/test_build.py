@@ -15,7 +15,7 @@ import pytest
 from elftools.elf.elffile import ELFFile
 
 from quantmoe.custom_ops import native
-from quantmoe.exporter import convert
+from quantmoe.exporter.writing import convert
 from quantmoe.ort_ext import OLDEST_GLIBC, build_info, glibc_of, library_path
 
 ROOT = Path(__file__).parents[1]
@@ -64,12 +64,12 @@ def test_build_info() -> None:
 def test_paths_alone() -> None:
     """Folders and .pth files lead to every module: editors and type checkers follow these and run no import hooks."""
     paths, name = sys.path, "quantmoe"
-    for part in ("", ".exporter", ".convert"):
+    for part in ("", ".exporter", ".writing", ".convert"):
         name += part
         spec = PathFinder.find_spec(name, paths)
         assert spec, name
         paths = spec.submodule_search_locations
-    assert Path(spec.origin).samefile(ROOT / "exporter/convert.py")
+    assert Path(spec.origin).samefile(ROOT / "exporter/writing/convert.py")
 
 
 needs_make = pytest.mark.skipif(not shutil.which("make"), reason="needs make")

@@ -21,9 +21,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from quantmoe.exporter.checkpoint import LFS_POINTER, Checkpoint, write_safetensors
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.options import EXTRAS, listed
+from quantmoe.exporter.reading.checkpoint import LFS_POINTER, Checkpoint, write_safetensors
 
 #: the command, and then the names of the packages that it imported as the last line of stdout
 COMMAND = """
@@ -321,12 +321,12 @@ def test_ggml_that_is_not_there_is_said_first(tmp_path: Path) -> None:
 
 #: command -> modules of exporter that it runs
 MODULES = {
-    "export": ["convert", "plan"],
-    "inspect": ["inspect", "explain", "survey"],
-    "unpack": ["unpack"],
-    "generate": ["generate", "chat"],
-    "demo": ["convert", "compare"],
-    "bench": ["bench"],
+    "export": ["writing/convert", "writing/plan"],
+    "inspect": ["inspecting/inspect", "inspecting/explain", "inspecting/survey"],
+    "unpack": ["inspecting/unpack"],
+    "generate": ["running/generate", "running/chat"],
+    "demo": ["writing/convert", "running/compare"],
+    "bench": ["measuring/bench"],
 }
 
 

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from quantmoe.exporter.errors import ModelError, OptionError
-from quantmoe.exporter.sampling import Sampler, Sampling, folder_sampling, probabilities
+from quantmoe.exporter.running.sampling import Sampler, Sampling, folder_sampling, probabilities
 
 CASES = [
     Sampling(),

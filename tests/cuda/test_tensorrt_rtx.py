@@ -32,7 +32,7 @@ SCHEMES = {"bf16": "W4A16", "f16": "NVFP4"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from quantmoe.exporter.demo import make_checkpoint
+    from tiny import make_checkpoint
 
     sizes = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     sizes |= {"num_hidden_layers": 2, "moe_intermediate_size": 96}
@@ -76,7 +76,7 @@ def test_engine(folder, tmp_path, dtype):
 
 @pytest.mark.parametrize("window", [1, 3])
 def test_engine_of_a_hybrid_model(tmp_path_factory, tmp_path, window):
-    from quantmoe.exporter.demo import make_checkpoint
+    from tiny import make_checkpoint
 
     sizes = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     sizes |= {"num_hidden_layers": 2, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import SIZES as SIZES_OF
+from tiny import make_checkpoint
 from transformers import PreTrainedModel
 
-from quantmoe.exporter.convert import export
-from quantmoe.exporter.demo import SIZES as SIZES_OF
-from quantmoe.exporter.demo import make_checkpoint
-from quantmoe.exporter.formats import find_format, open_checkpoint
-from quantmoe.exporter.model import Skeleton, dequantized
+from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.writing.convert import export
 
 #: large enough that weights are external, small enough to trace and run quickly
 SIZES = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48, "num_hidden_layers": 2}
@@ -53,7 +53,7 @@ def plain(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
         return {}, {name: "not tried" for name, _ in model.named_modules() if name.endswith(".self_attn")}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quantmoe.exporter.model.recognise", none)
+        patch.setattr("quantmoe.exporter.graph.model.recognise", none)
         export(checkpoint(), out, activations="float", cache="f16")
     return out
 

@@ -23,15 +23,15 @@ from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.exporter import ahead
-from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.choose import scaled
-from quantmoe.exporter.convert import export
-from quantmoe.exporter.formats import Format, find_format, open_checkpoint
-from quantmoe.exporter.formats.base import FLOAT_KINDS, unrounded
-from quantmoe.exporter.formats.rounding import PIECE
-from quantmoe.exporter.formats.unquantized import KINDS, Unquantized
-from quantmoe.exporter.model import Skeleton
-from quantmoe.exporter.plan import BASE_MEMORY, dequantizing, plan
+from quantmoe.exporter.choosing.choose import scaled
+from quantmoe.exporter.graph.model import Skeleton
+from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats.base import FLOAT_KINDS, unrounded
+from quantmoe.exporter.reading.formats.rounding import PIECE
+from quantmoe.exporter.reading.formats.unquantized import KINDS, Unquantized
+from quantmoe.exporter.writing.convert import export
+from quantmoe.exporter.writing.plan import BASE_MEMORY, dequantizing, plan
 
 N = 512
 ROLES = ("gate_proj", "up_proj", "down_proj")
@@ -169,8 +169,8 @@ def test_a_quantized_embedding_is_reckoned_with(checkpoint, monkeypatch: pytest.
         raise ValueError("stays float")
 
     before = plan(checkpoint("qwen3_moe"), tmp_path / "model").memory
-    monkeypatch.setattr("quantmoe.exporter.choose.linear_spec", refuse)
-    monkeypatch.setattr("quantmoe.exporter.plan.dequantizing", lambda m: 10**12)
+    monkeypatch.setattr("quantmoe.exporter.choosing.choose.linear_spec", refuse)
+    monkeypatch.setattr("quantmoe.exporter.writing.plan.dequantizing", lambda m: 10**12)
     assert plan(checkpoint("qwen3_moe"), tmp_path / "model").memory == BASE_MEMORY + 10**12 > before
 
 

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.convert import export
-from quantmoe.exporter.generate import Generator
-from quantmoe.exporter.inspect import inspect
-from quantmoe.exporter.plan import plan
+from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.writing.convert import export
+from quantmoe.exporter.writing.plan import plan
 
 #: of the fields that a configuration has
 SIZES: dict[str, Any] = {

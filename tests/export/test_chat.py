@@ -16,15 +16,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny import make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from quantmoe.exporter.chat import Chat, Text, TextStream, load_template
-from quantmoe.exporter.demo import make_tokenizer
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.generate import Generator
 from quantmoe.exporter.options import missing
-from quantmoe.exporter.sampling import Sampling
+from quantmoe.exporter.running.chat import Chat, Text, TextStream, load_template
+from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.running.sampling import Sampling
 
 WORDS = ["héllo wörld", "你好世界 👩‍👩‍👧 ок", "a mixture of experts\n\tand  more", "日本語のテキスト🎉🎉"]
 #: blocks with spaces before and lines after, functions and tags that templates of checkpoints use

@@ -1,4 +1,4 @@
-"""Dry run, explain and export ask exporter/choose.py, which reads headers; what is packed is what it chose."""
+"""Dry run, explain and export ask exporter/choosing/choose.py, which reads headers; what is packed is what it chose."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from quantmoe.custom_ops import cuda, native
 from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import parted
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
-from quantmoe.exporter import formats, model
-from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.choose import ACTIVATIONS, LAYOUT, Candidate, layer_candidate, linear_matrix
-from quantmoe.exporter.convert import export
-from quantmoe.exporter.explain import explain
-from quantmoe.exporter.formats import MoELayer, find_format, open_checkpoint
-from quantmoe.exporter.formats.unquantized import KINDS, Unquantized
-from quantmoe.exporter.plan import plan
+from quantmoe.exporter.choosing.choose import ACTIVATIONS, LAYOUT, Candidate, layer_candidate, linear_matrix
+from quantmoe.exporter.graph import model
+from quantmoe.exporter.inspecting.explain import explain
+from quantmoe.exporter.reading import formats
+from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.reading.formats import MoELayer, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats.unquantized import KINDS, Unquantized
+from quantmoe.exporter.writing.convert import export
+from quantmoe.exporter.writing.plan import plan
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 Specs = dict[str, MoESpec | LinearSpec]
@@ -280,6 +281,7 @@ def test_explain_says_where_the_cuda_kernels_are(monkeypatch, tmp_path):
 
 
 def test_choosing_needs_no_torch():
-    code = "import sys, quantmoe.exporter.choose; print({'torch', 'transformers', 'onnx_ir'} & sys.modules.keys())"
+    module = "quantmoe.exporter.choosing.choose"
+    code = f"import sys, {module}; print({{'torch', 'transformers', 'onnx_ir'}} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "set()\n"

@@ -12,9 +12,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import tiny
 import torch
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
+from tiny import SIZES
 
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.op import (
@@ -29,14 +31,14 @@ from quantmoe.custom_ops.op import (
 )
 from quantmoe.custom_ops.reference import add_norm, conv, delta, linear, quant_moe, route, router, token_rows
 from quantmoe.custom_ops.reference import attention as attend
-from quantmoe.exporter import attention, choose, demo
-from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.convert import export
-from quantmoe.exporter.demo import SIZES
-from quantmoe.exporter.formats import find_format, open_checkpoint
-from quantmoe.exporter.inspect import inspect
-from quantmoe.exporter.model import Skeleton, dequantized
-from quantmoe.exporter.plan import plan
+from quantmoe.exporter.choosing import choose
+from quantmoe.exporter.graph import attention
+from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.writing.convert import export
+from quantmoe.exporter.writing.plan import plan
 
 # The oldest TensorRT that has IPluginV3 parsers for bf16 models, 10.0, reads opset 20.
 OPSET = 20
@@ -174,9 +176,9 @@ def test_nodes_of_a_layer(cached):
 
 def test_float_linears_of_one_input_are_one(tmp_path, monkeypatch):
     """gpt-oss's experts alone are quantized; biases and all."""
-    monkeypatch.setattr(demo, "IGNORE", (*demo.IGNORE, *(f"self_attn.{name}_proj" for name in "qkvo")))
+    monkeypatch.setattr(tiny, "IGNORE", (*tiny.IGNORE, *(f"self_attn.{name}_proj" for name in "qkvo")))
     sizes = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    checkpoint = demo.make_checkpoint(tmp_path / "a", "gpt_oss", **sizes, intermediate_size=96, num_hidden_layers=2)
+    checkpoint = tiny.make_checkpoint(tmp_path / "a", "gpt_oss", **sizes, intermediate_size=96, num_hidden_layers=2)
     export(checkpoint, tmp_path / "b", target="cuda", dtype="f16", logits="all")
     counts = Counter(node.op_type for node in ir.load(tmp_path / "b" / "model.onnx").graph)
     assert (counts["MatMul"], counts["QuantLinear"]) == (1, 2 * 2)  # the head; of 16 bits, q, k and v together

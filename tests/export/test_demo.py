@@ -12,13 +12,14 @@ import torch
 from export.test_output import contents
 from typer.testing import CliRunner
 
-from quantmoe.exporter import cli, compare
+from quantmoe.exporter import cli
 from quantmoe.exporter.cli import app
-from quantmoe.exporter.convert import export
-from quantmoe.exporter.formats import find_format, open_checkpoint
-from quantmoe.exporter.generate import Generator, load_tokenizer
-from quantmoe.exporter.inspect import inspect
-from quantmoe.exporter.model import Skeleton, dequantized
+from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.running import compare
+from quantmoe.exporter.running.generate import Generator, load_tokenizer
+from quantmoe.exporter.writing.convert import export
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 TRAINED = Path(__file__).parents[2] / "samples" / "demo_model"

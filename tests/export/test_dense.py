@@ -15,24 +15,24 @@ import torch
 from checkpoints import TINY, check_layer, make_gptq_checkpoint, same_matrix, write_checkpoint
 from encoders import gptq
 from export.test_model import error, expected, run, tokens
+from tiny import make_float_checkpoint
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import cpu_panel, marlin
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.exporter import choose
-from quantmoe.exporter.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.choose import layer_spec
-from quantmoe.exporter.compare import divergence
-from quantmoe.exporter.convert import export, open_format
-from quantmoe.exporter.demo import make_float_checkpoint
-from quantmoe.exporter.explain import explain
-from quantmoe.exporter.formats import find_format, open_checkpoint
-from quantmoe.exporter.formats.unquantized import Unquantized
-from quantmoe.exporter.generate import Generator
-from quantmoe.exporter.inspect import ModelError, inspect
-from quantmoe.exporter.model import Skeleton, dequantized
-from quantmoe.exporter.plan import plan
-from quantmoe.exporter.unpack import unpack
+from quantmoe.exporter.choosing import choose
+from quantmoe.exporter.choosing.choose import layer_spec
+from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.inspecting.explain import explain
+from quantmoe.exporter.inspecting.inspect import ModelError, inspect
+from quantmoe.exporter.inspecting.unpack import unpack
+from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
+from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.running.compare import divergence
+from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.writing.convert import export, open_format
+from quantmoe.exporter.writing.plan import plan
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 

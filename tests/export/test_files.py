@@ -25,17 +25,18 @@ import torch
 
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
-from quantmoe.exporter import convert, model
-from quantmoe.exporter.checkpoint import LFS_POINTER, CheckpointError, write_safetensors
 from quantmoe.exporter.cli import main
-from quantmoe.exporter.convert import export, stops
-from quantmoe.exporter.formats import find_format, open_checkpoint
-from quantmoe.exporter.genai import genai_config
-from quantmoe.exporter.generate import Generator, load_tokenizer, stop_tokens
-from quantmoe.exporter.inspect import ModelError, inspect
-from quantmoe.exporter.output import writing
-from quantmoe.exporter.passes.external_data import ALIGNMENT
-from quantmoe.exporter.plan import plan
+from quantmoe.exporter.graph import model
+from quantmoe.exporter.inspecting.inspect import ModelError, inspect
+from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError, write_safetensors
+from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.running.generate import Generator, load_tokenizer, stop_tokens
+from quantmoe.exporter.writing import convert
+from quantmoe.exporter.writing.convert import export, stops
+from quantmoe.exporter.writing.external_data import ALIGNMENT
+from quantmoe.exporter.writing.genai import genai_config
+from quantmoe.exporter.writing.output import writing
+from quantmoe.exporter.writing.plan import plan
 from quantmoe.ort_ext import build_info, library_path
 
 
@@ -358,7 +359,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(checkpoint, tmp_path):
 
 def test_a_killed_export_leaves_no_final_name_and_can_be_run_again(checkpoint, tmp_path):
     code = (
-        "import os, signal, sys; from quantmoe.exporter.convert import export\n"
+        "import os, signal, sys; from quantmoe.exporter.writing.convert import export\n"
         "def progress(stage, done, total):\n"
         "    if stage == 'packing experts': os.kill(os.getpid(), signal.SIGKILL)\n"
         "export(sys.argv[1], sys.argv[2], layers=1, progress=progress)"
@@ -403,7 +404,7 @@ def test_refusals(checkpoint, tmp_path, config, message):
 
 
 def test_missing_dense_tensor_is_named(checkpoint, tmp_path, monkeypatch):
-    from quantmoe.exporter.formats.base import Format
+    from quantmoe.exporter.reading.formats.base import Format
 
     names = Format.parameters
     monkeypatch.setattr(Format, "parameters", lambda self: [n for n in names(self) if n != "model.norm.weight"])
@@ -450,7 +451,7 @@ def test_stops_that_are_none_are_refused_by_the_dry_run_too(checkpoint, tmp_path
 
 
 def test_expert_unlike_the_others_is_named(checkpoint, tmp_path, monkeypatch):
-    from quantmoe.exporter.formats import MoELayer
+    from quantmoe.exporter.reading.formats import MoELayer
 
     expert = MoELayer.expert
 
@@ -539,7 +540,9 @@ def test_import_needs_no_torch_and_no_typer():
 
 
 def test_inspect_and_generate_need_no_torch():
-    assert not {"torch", "transformers"} & imported("quantmoe.exporter.inspect, quantmoe.exporter.generate")
+    assert not {"torch", "transformers"} & imported(
+        "quantmoe.exporter.inspecting.inspect, quantmoe.exporter.running.generate"
+    )
 
 
 def imported(modules: str) -> set[str]:
@@ -552,7 +555,7 @@ def imported(modules: str) -> set[str]:
 def test_memory_stays_bounded(checkpoint, tmp_path):
     """More experts make the file larger, not the process: peaks differ by less than half of the added bytes."""
     code = (
-        "import re, sys; from pathlib import Path; from quantmoe.exporter.convert import export\n"
+        "import re, sys; from pathlib import Path; from quantmoe.exporter.writing.convert import export\n"
         "report = export(sys.argv[1], sys.argv[2])\n"
         "peak = re.search(r'VmHWM:\\s+(\\d+) kB', Path('/proc/self/status').read_text())\n"
         "print(report.packed_bytes, int(peak[1]) * 1024)"

@@ -14,20 +14,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_model import error, expected, run, tokens
+from tiny import make_float_checkpoint
 
-from quantmoe.exporter.bench_model import touched_bytes
-from quantmoe.exporter.bench_sides import Ours
-from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.convert import export
-from quantmoe.exporter.demo import make_float_checkpoint
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.formats import find_format, open_checkpoint
-from quantmoe.exporter.formats.unquantized import Unquantized
-from quantmoe.exporter.generate import Generator
-from quantmoe.exporter.inspect import inspect
-from quantmoe.exporter.model import Skeleton, dequantized
-from quantmoe.exporter.plan import plan
-from quantmoe.exporter.survey import survey
+from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.inspecting.survey import survey
+from quantmoe.exporter.measuring.model import touched_bytes
+from quantmoe.exporter.measuring.sides import Ours
+from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.writing.convert import export
+from quantmoe.exporter.writing.plan import plan
 
 HYBRID = ("qwen3_next", "qwen3_5_moe_text")
 PROMPT = tokens(1, 23, seed=4)[0].tolist()
@@ -179,7 +179,7 @@ def test_interface(exported):
 
 def test_layers_in_turn_are_traced_once(checkpoint, tmp_path, monkeypatch):
     """17 layers, three turns of four and the last one traced."""
-    from quantmoe.exporter import model
+    from quantmoe.exporter.graph import model
 
     traced = []
     only = model._only

@@ -16,13 +16,13 @@ from export.test_model import error, expected, run, tokens
 from safetensors.numpy import load_file, save_file
 from transformers import DynamicCache
 
-from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.convert import check_options, export
 from quantmoe.exporter.errors import OptionError
-from quantmoe.exporter.formats import find_format, kv_cache, open_checkpoint
-from quantmoe.exporter.generate import Generator
-from quantmoe.exporter.inspect import inspect
-from quantmoe.exporter.plan import plan
+from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.reading.formats import find_format, kv_cache, open_checkpoint
+from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.writing.convert import check_options, export
+from quantmoe.exporter.writing.plan import plan
 
 LAYERS = 5  # of which three are traced
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -70,7 +70,7 @@ def with_scales(source: Path, folder: Path, type: str, scales: list[tuple[float,
 def test_a_checkpoints_scales_are_carried(checkpoint, tmp_path, type, format):
     """Against transformers in float32 whose keys and values are rounded alike. What differs by f32 noise is rounded to
     the same code unless it lies by the middle of two: here none does."""
-    from quantmoe.exporter.model import Skeleton, dequantized
+    from quantmoe.exporter.graph.model import Skeleton, dequantized
 
     source = checkpoint("qwen3_moe", num_hidden_layers=LAYERS)
     one = 1.0 if type == "float" else 3.5

@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantmoe.exporter.checkpoint import write_safetensors
-from quantmoe.exporter.convert import export
-from quantmoe.exporter.formats import CheckpointError, open_checkpoint
-from quantmoe.exporter.plan import plan
-from quantmoe.exporter.random_checkpoint import CONFIGS, cut, write
+from quantmoe.exporter.measuring.random_checkpoint import CONFIGS, cut, write
+from quantmoe.exporter.reading.checkpoint import write_safetensors
+from quantmoe.exporter.reading.formats import CheckpointError, open_checkpoint
+from quantmoe.exporter.writing.convert import export
+from quantmoe.exporter.writing.plan import plan
 
 LAYERS = int(os.environ.get("QUANTMOE_LARGE_LAYERS", "48"))
 GROUP_SIZE = 32
@@ -32,7 +32,7 @@ EXPORT = """
 import resource, sys, time
 begin = time.perf_counter()
 from quantmoe.exporter.cli import _peak_memory
-from quantmoe.exporter.convert import export
+from quantmoe.exporter.writing.convert import export
 stages, last = {}, [None, begin]
 def progress(stage, done, total):
     now = time.perf_counter()
@@ -54,7 +54,7 @@ import json, re, sys, time
 import numpy as np
 from pathlib import Path
 from quantmoe.custom_ops import native
-from quantmoe.exporter.generate import Generator
+from quantmoe.exporter.running.generate import Generator
 def memory(key):
     return int(re.search(key + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 begin = time.perf_counter()
@@ -92,7 +92,7 @@ def test_export_and_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         export = child(EXPORT, checkpoint, model)
         shutil.rmtree(checkpoint)
         written = sum(path.stat().st_size for path in model.glob("model.onnx*"))
-        from quantmoe.exporter.inspect import inspect
+        from quantmoe.exporter.inspecting.inspect import inspect
 
         found = inspect(model)
         run = child(RUN, model)

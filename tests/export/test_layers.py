@@ -11,8 +11,8 @@ import pytest
 from checkpoints import check_layer, write_checkpoint
 
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.exporter.choose import choose_layer
-from quantmoe.exporter.formats import MoELayer, find_format, open_checkpoint
+from quantmoe.exporter.choosing.choose import choose_layer
+from quantmoe.exporter.reading.formats import MoELayer, find_format, open_checkpoint
 
 HIDDEN, INTERMEDIATE, EXPERTS = 160, 96, 3  # 160: no multiple of 64 or 128
 CONFIG = {

@@ -17,14 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, apply_rotary_pos_emb
 
 from quantmoe.custom_ops.reference import token_rows
-from quantmoe.exporter import attention
-from quantmoe.exporter.convert import check_options, export
 from quantmoe.exporter.errors import OptionError
-from quantmoe.exporter.formats import find_format, open_checkpoint
-from quantmoe.exporter.generate import Generator
-from quantmoe.exporter.inspect import inspect
-from quantmoe.exporter.model import Skeleton, dequantized
-from quantmoe.exporter.passes.attention import GROUPED, recognise, rows_of
+from quantmoe.exporter.graph import attention
+from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.graph.passes.attention import GROUPED, recognise, rows_of
+from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.writing.convert import check_options, export
 from quantmoe.ort_ext import library_path
 
 CACHED = {"qwen3_moe": "head", "mixtral": "none", "olmoe": "row", "gpt_oss": "none", "glm4_moe": "head"}
@@ -369,7 +369,7 @@ def test_windows_are_those_of_the_masks():
 
 
 def test_reasons_that_are_no_reasons_are_refused(plain, tmp_path):
-    from quantmoe.exporter.inspect import ModelError
+    from quantmoe.exporter.inspecting.inspect import ModelError
 
     folder = plain
     model = onnx.load(folder / "model.onnx", load_external_data=False)

@@ -18,8 +18,10 @@ import pytest
 from transformers.exporters import exporter_onnx
 
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.exporter import bench, cli, convert
-from quantmoe.exporter.model import Skeleton
+from quantmoe.exporter import cli
+from quantmoe.exporter.graph.model import Skeleton
+from quantmoe.exporter.measuring import bench
+from quantmoe.exporter.writing import convert
 
 #: bytes of files that do not fit, and of what a process may take more than it has
 LARGE, ROOM = 8 << 30, 4 << 30
@@ -49,7 +51,7 @@ def limited(*arguments: object) -> subprocess.CompletedProcess[str]:
     code = (
         "import re, resource, sys\n"
         "from pathlib import Path\n"
-        f"import quantmoe.exporter.{'convert' if arguments[0] == 'export' else 'unpack'}\n"
+        f"import quantmoe.exporter.{'writing.convert' if arguments[0] == 'export' else 'inspecting.unpack'}\n"
         "from quantmoe.exporter.cli import main\n"
         "size = int(re.search(r'VmSize:\\s+(\\d+) kB', Path('/proc/self/status').read_text())[1]) * 1024\n"
         f"resource.setrlimit(resource.RLIMIT_AS, (size + {ROOM}, size + {ROOM}))\n"

@@ -10,15 +10,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 from test_model import error, expected, run, tokens
+from tiny import make_float_checkpoint
 
-from quantmoe.exporter.checkpoint import CheckpointError, write_safetensors
-from quantmoe.exporter.convert import Report, export
-from quantmoe.exporter.demo import make_float_checkpoint
-from quantmoe.exporter.formats import Format, find_format, open_checkpoint
-from quantmoe.exporter.formats.unquantized import Unquantized
-from quantmoe.exporter.generate import Generator
-from quantmoe.exporter.inspect import inspect
-from quantmoe.exporter.model import Skeleton, dequantized
+from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.reading.checkpoint import CheckpointError, write_safetensors
+from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.writing.convert import Report, export
 
 Tensors = Iterator[tuple[str, np.ndarray]]
 

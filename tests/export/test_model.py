@@ -14,16 +14,16 @@ import torch
 from transformers import PreTrainedModel
 
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
-from quantmoe.exporter import model
-from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.compare import compare
-from quantmoe.exporter.convert import Report, export
-from quantmoe.exporter.formats import find_format, open_checkpoint
-from quantmoe.exporter.generate import Generator
-from quantmoe.exporter.inspect import ModelError, inspect
-from quantmoe.exporter.model import PackedLinear, PartOfLinear, Skeleton, _experts_forward, dequantized
-from quantmoe.exporter.passes.repeat import RepeatError
-from quantmoe.exporter.plan import plan
+from quantmoe.exporter.graph import model
+from quantmoe.exporter.graph.model import PackedLinear, PartOfLinear, Skeleton, _experts_forward, dequantized
+from quantmoe.exporter.graph.passes.repeat import RepeatError
+from quantmoe.exporter.inspecting.inspect import ModelError, inspect
+from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.running.compare import compare
+from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.writing.convert import Report, export
+from quantmoe.exporter.writing.plan import plan
 
 ARCHITECTURES = (
     "qwen3_moe",

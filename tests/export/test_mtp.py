@@ -23,15 +23,15 @@ from test_model import error
 from test_speculate import Guess
 from transformers.modeling_layers import MtpModel
 
-from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.convert import export, formats_of
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.formats import find_format, open_checkpoint
-from quantmoe.exporter.generate import Generator
-from quantmoe.exporter.inspect import inspect
-from quantmoe.exporter.model import Skeleton, dequantized
-from quantmoe.exporter.plan import plan
-from quantmoe.exporter.speculate import Head
+from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.running.speculate import Head
+from quantmoe.exporter.writing.convert import export, formats_of
+from quantmoe.exporter.writing.plan import plan
 
 KINDS = ["qwen3_next", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe"]
 #: whose layer is the one after the last

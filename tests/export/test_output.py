@@ -19,14 +19,14 @@ from blake3 import blake3
 
 import quantmoe
 from quantmoe.custom_ops.op import inputs
-from quantmoe.exporter import model as exporter_model
-from quantmoe.exporter import output
-from quantmoe.exporter.checkpoint import CheckpointError, write_safetensors
-from quantmoe.exporter.convert import export
-from quantmoe.exporter.formats import open_checkpoint
-from quantmoe.exporter.generate import Generator
-from quantmoe.exporter.inspect import ModelError, inspect
-from quantmoe.exporter.plan import plan
+from quantmoe.exporter.graph import model as exporter_model
+from quantmoe.exporter.inspecting.inspect import ModelError, inspect
+from quantmoe.exporter.reading.checkpoint import CheckpointError, write_safetensors
+from quantmoe.exporter.reading.formats import open_checkpoint
+from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.writing import output
+from quantmoe.exporter.writing.convert import export
+from quantmoe.exporter.writing.plan import plan
 
 #: what changes a folder, and what makes that last
 CALLS = ("mkdir", "replace", "link", "unlink", "rmdir", "fsync")
@@ -426,7 +426,7 @@ def test_two_exports_have_the_same_bytes_and_no_path_of_the_machine(checkpoint, 
     """Other hash seeds, numbers of threads and output folders; both targets."""
     code = (
         "import os, sys; os.cpu_count = lambda: int(sys.argv[3])\n"
-        "from quantmoe.exporter.convert import export\n"
+        "from quantmoe.exporter.writing.convert import export\n"
         "for target in ('cpu', 'cuda'): export(sys.argv[1], os.path.join(sys.argv[2], target), target=target)"
     )
     folders = tmp_path / "a", tmp_path / "another" / "b"
@@ -435,7 +435,7 @@ def test_two_exports_have_the_same_bytes_and_no_path_of_the_machine(checkpoint, 
         environment = os.environ | {"PYTHONHASHSEED": number, "OMP_NUM_THREADS": number}
         command = [sys.executable, "-c", code, checkpoint("qwen3_moe"), folder, number]
         subprocess.run(command, env=environment, check=True)
-    packages = Path(quantmoe.__file__).parent, Path(output.__file__).parents[1]
+    packages = Path(quantmoe.__file__).parent, Path(output.__file__).parents[2]
     machine = {Path.home(), Path(sys.prefix), *packages, tmp_path}
     for target in ("cpu", "cuda"):
         a, b = (contents(folder / target) for folder in folders)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from specs import routing_spec
+from tiny import COMMON, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantmoe.custom_ops import native
-from quantmoe.exporter.demo import COMMON, SIZES
-from quantmoe.exporter.passes.routers import is_product, recognise
+from quantmoe.exporter.graph.passes.routers import is_product, recognise
 
 EXPECTED = {
     "qwen3_moe": routing_spec(16, 4, "topk_softmax"),

@@ -12,10 +12,10 @@ import onnxruntime as ort
 import pytest
 from test_generate import PROMPT
 
-from quantmoe.exporter.cache import ROOM, Buffer, Cache, SharedCache
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.genai import SHARE_BUFFER
-from quantmoe.exporter.generate import Generator
+from quantmoe.exporter.running.cache import ROOM, Buffer, Cache, SharedCache
+from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.writing.genai import SHARE_BUFFER
 
 ARCHITECTURES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe"]
 

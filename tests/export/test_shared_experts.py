@@ -10,20 +10,20 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from test_model import error, expected, run, tokens
+from tiny import SIZES
+from tiny import make_checkpoint as make_quantized
 from transformers.models.qwen3_next import modeling_qwen3_next as of
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix, portion
-from quantmoe.exporter.choose import choose, choose_experts
-from quantmoe.exporter.convert import export
-from quantmoe.exporter.demo import SIZES
-from quantmoe.exporter.demo import make_checkpoint as make_quantized
-from quantmoe.exporter.formats import find_format, open_checkpoint
-from quantmoe.exporter.generate import Generator
-from quantmoe.exporter.inspect import inspect
-from quantmoe.exporter.model import Skeleton, dequantized
-from quantmoe.exporter.passes.shared import recognise
-from quantmoe.exporter.plan import plan
-from quantmoe.exporter.unpack import unpack
+from quantmoe.exporter.choosing.choose import choose, choose_experts
+from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.graph.passes.shared import recognise
+from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.inspecting.unpack import unpack
+from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.writing.convert import export
+from quantmoe.exporter.writing.plan import plan
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 #: architecture -> fields, where the shared expert is how many of the routed ones and whether it has a gate

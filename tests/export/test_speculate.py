@@ -11,11 +11,11 @@ from test_generate import PROMPT
 from test_hybrid import grown
 from test_model import error, run, tokens
 
-from quantmoe.exporter.convert import export
 from quantmoe.exporter.errors import ModelError, OptionError
-from quantmoe.exporter.generate import Generator
-from quantmoe.exporter.sampling import Sampler, Sampling
-from quantmoe.exporter.speculate import Lookup, Speculation
+from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.running.sampling import Sampler, Sampling
+from quantmoe.exporter.running.speculate import Lookup, Speculation
+from quantmoe.exporter.writing.convert import export
 
 ARCHITECTURES = ["qwen3_moe", "gpt_oss", "glm4_moe"]
 REPEATING = (PROMPT[:7] * 4)[:25]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from quantmoe.exporter.cli import app
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.generate import Generator
+from quantmoe.exporter.running.generate import Generator
 
 FLOAT = {"activations": "float", "logits": "last"}
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from checkpoints import TINY
 from export.test_model import error, expected, run, tokens
+from tiny import make_float_checkpoint
 
-from quantmoe.exporter.convert import export
-from quantmoe.exporter.demo import make_float_checkpoint
 from quantmoe.exporter.errors import CheckpointError, OptionError
-from quantmoe.exporter.formats import open_checkpoint, unquantized
-from quantmoe.exporter.formats.unquantized import Unquantized
-from quantmoe.exporter.generate import Generator
-from quantmoe.exporter.inspect import inspect
-from quantmoe.exporter.model import Skeleton, dequantized
-from quantmoe.exporter.passes.last_logits import keep_last_logits
-from quantmoe.exporter.plan import plan
+from quantmoe.exporter.graph.model import Skeleton, dequantized
+from quantmoe.exporter.graph.passes.last_logits import keep_last_logits
+from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.reading.formats import open_checkpoint, unquantized
+from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.writing.convert import export
+from quantmoe.exporter.writing.plan import plan
 
 
 def test_head_and_embedding_keep_the_checkpoints_bytes(exported, checkpoint):

@@ -16,11 +16,11 @@ from compressed_tensors.quantization import QuantizationConfig, apply_quantizati
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tiny import qparams
 
-from quantmoe.exporter.checkpoint import CheckpointError
-from quantmoe.exporter.demo import qparams
-from quantmoe.exporter.formats import find_format, open_checkpoint
-from quantmoe.exporter.formats.compressed_tensors import ACTIVATIONS, Args, CompressedTensors, _compiled
+from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.formats.compressed_tensors import ACTIVATIONS, Args, CompressedTensors, _compiled
 
 EXPERT = "model.layers.0.mlp.experts.0"
 MODULES = [

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.exporter.formats import CheckpointError, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import CheckpointError, find_format, open_checkpoint
 
 BY_ID = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from checkpoints import check_layer, write_checkpoint
 
-from quantmoe.exporter.formats import CheckpointError, find_format, open_checkpoint
-from quantmoe.exporter.plan import plan
+from quantmoe.exporter.reading.formats import CheckpointError, find_format, open_checkpoint
+from quantmoe.exporter.writing.plan import plan
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 #: fixture -> weights, group size and activations of gate and up

@@ -31,10 +31,10 @@ from hostile.test_exported import one_layer_model
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.exporter.choose import choose_layer
-from quantmoe.exporter.formats import CheckpointError, find_format, open_checkpoint
-from quantmoe.exporter.inspect import ModelError, inspect
-from quantmoe.exporter.model import Skeleton
+from quantmoe.exporter.choosing.choose import choose_layer
+from quantmoe.exporter.graph.model import Skeleton
+from quantmoe.exporter.inspecting.inspect import ModelError, inspect
+from quantmoe.exporter.reading.formats import CheckpointError, find_format, open_checkpoint
 
 VALUES = st.recursive(
     st.none()

@@ -16,7 +16,7 @@ from checkpoints import write_checkpoint, write_safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantmoe.exporter.formats import CheckpointError, open_checkpoint
+from quantmoe.exporter.reading.formats import CheckpointError, open_checkpoint
 
 
 def shard(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
@@ -236,7 +236,7 @@ def test_bombs_stay_small(tmp_path: Path) -> None:
     code = """
 import re, sys
 from pathlib import Path
-from quantmoe.exporter.formats import CheckpointError, open_checkpoint
+from quantmoe.exporter.reading.formats import CheckpointError, open_checkpoint
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 before = peak()
 for folder in sys.argv[1:]:

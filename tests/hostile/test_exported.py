@@ -13,10 +13,10 @@ import pytest
 from cases import Case
 from engines.one_layer import NODE, run, session, write_model
 
-from quantmoe.exporter.generate import Generator
-from quantmoe.exporter.inspect import ModelError, inspect
-from quantmoe.exporter.passes.external_data import HASH, new_hash
-from quantmoe.exporter.unpack import unpack
+from quantmoe.exporter.inspecting.inspect import ModelError, inspect
+from quantmoe.exporter.inspecting.unpack import unpack
+from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.writing.external_data import HASH, new_hash
 
 DATA = "model.bin"
 CASE = Case(act_order="shared")

@@ -16,7 +16,7 @@ from specs import moe_spec
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.exporter.formats import CheckpointError, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import CheckpointError, find_format, open_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ def test_scales_that_are_no_numbers(projection: str, value: float, model: Path, 
 @pytest.mark.parametrize("dense", ["quantmoe", "ort"])
 def test_a_linears_scales_that_are_no_numbers(dense: str, model: Path, tmp_path: Path) -> None:
     """Also where ONNX Runtime's MatMulNBits would have taken them as they are."""
-    from quantmoe.exporter import convert
+    from quantmoe.exporter.writing import convert
 
     name = "model.layers.1.self_attn.k_proj.weight_scale"
     folder = edited(model, tmp_path / "damaged", lambda c, t: t[name].flat.__setitem__(5, np.nan))
@@ -255,8 +255,8 @@ def test_absurd_configurations(model: Path, tmp_path: Path) -> None:
     code = """
 import re, resource, sys
 from pathlib import Path
-from quantmoe.exporter.formats import CheckpointError, find_format, open_checkpoint
-from quantmoe.exporter.model import Skeleton
+from quantmoe.exporter.reading.formats import CheckpointError, find_format, open_checkpoint
+from quantmoe.exporter.graph.model import Skeleton
 used = int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30),) * 2)
 for folder in sys.argv[1:]:
@@ -278,9 +278,9 @@ for folder in sys.argv[1:]:
 def test_damage_is_found_before_tracing(
     name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quantmoe.exporter import convert
-    from quantmoe.exporter import model as exporter_model
-    from quantmoe.exporter.plan import plan
+    from quantmoe.exporter.graph import model as exporter_model
+    from quantmoe.exporter.writing import convert
+    from quantmoe.exporter.writing.plan import plan
 
     monkeypatch.setattr(exporter_model, "trace", lambda *_, **__: pytest.fail("traced a damaged checkpoint"))
     edit, text = DAMAGE[name]
@@ -295,7 +295,7 @@ def test_damage_is_found_before_tracing(
 
 
 def test_a_weight_outside_the_experts_that_is_no_number(model: Path, tmp_path: Path) -> None:
-    from quantmoe.exporter.model import Skeleton
+    from quantmoe.exporter.graph.model import Skeleton
 
     def edit(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
         tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)

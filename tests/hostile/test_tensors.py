@@ -15,7 +15,7 @@ from encoders import CASES, Case, random_matrix
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantmoe.exporter.formats import CheckpointError, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats import CheckpointError, find_format, open_checkpoint
 
 CASE = {case.id: case for case in CASES}
 BIG = np.int32(2**30)

@@ -1,9 +1,9 @@
 """CachedAttention in engines of that one node against float64, on this machine's GPU.
 
-usage: PYTHONPATH=tests python tests/tensorrt/attention.py BENCH LIBRARY. BENCH is custom_ops/bench/tensorrt_bench.cc,
-compiled (tensorrt_bench.py says how), LIBRARY libquantmoe_trt.so. Of each head's engine: rows of one batch that differ,
-prompts, single tokens; present in past's memory, in other memory of as many slots and of more; one CUDA graph for
-several positions.
+usage: PYTHONPATH=tests python tests/tensorrt/attention.py BENCH LIBRARY. BENCH is tensorrt_bench.cc of
+exporter/measuring/kernels, compiled (tensorrt_bench.py says how), LIBRARY libquantmoe_trt.so. Of each head's engine:
+rows of one batch that differ, prompts, single tokens; present in past's memory, in other memory of as many slots and of
+more; one CUDA graph for several positions.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from cuda.attention_model import attention_model
 from cuda.test_attention import CALLS, HEADS, TORCH, Inputs, check_results
 
-from quantmoe.custom_ops.bench.tensorrt_bench import TYPES, Context, TensorRT
 from quantmoe.custom_ops.op import AttentionSpec
+from quantmoe.exporter.measuring.kernels.tensorrt_bench import TYPES, Context, TensorRT
 
 NAMES = ("qkv", "past_key", "past_value", "rows", "attention_mask", "cos", "sin")
 WHERE = ("in place", "copied", "growing")

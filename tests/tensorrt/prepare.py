@@ -1,7 +1,7 @@
 """Small exported models and what PyTorch says of them, for run.py on a machine that has a GPU but not this package.
 
-usage: prepare.py FOLDER [NAME...]; a name is ARCHITECTURE-SCHEME or VARIANT-SCHEME, e.g. qwen3_moe-NVFP4A16; without
-names all of MODELS.
+usage: PYTHONPATH=tests python tests/tensorrt/prepare.py FOLDER [NAME...]; a name is ARCHITECTURE-SCHEME or
+VARIANT-SCHEME, e.g. qwen3_moe-NVFP4A16; without names all of MODELS.
 
 FOLDER/<name>/ gets bf16 and f16, each an exported model; tokens.npy, int64 [ROWS, LENGTH]; logits.npy, float32 of the
 model with the same dequantized weights; padded-tokens.npy and padded-logits.npy, the same with a row that begins with
@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
+from tiny import SIZES, make_checkpoint
 from transformers import PreTrainedModel
 
-from quantmoe.exporter.convert import export
-from quantmoe.exporter.demo import SIZES, make_checkpoint
-from quantmoe.exporter.formats import find_format, open_checkpoint
-from quantmoe.exporter.genai import SHARE_BUFFER
-from quantmoe.exporter.model import DTYPES, Skeleton, dequantized
+from quantmoe.exporter.graph.model import DTYPES, Skeleton, dequantized
+from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.writing.convert import export
+from quantmoe.exporter.writing.genai import SHARE_BUFFER
 
 SCHEMES = ("W4A16_ASYM", "W8A16", "NVFP4A16", "MXFP4A16", "FP8_BLOCK")
 #: Llama-4 whose layers without positions have no temperature, that has only such layers, and both

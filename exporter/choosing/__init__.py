@@ -1,0 +1,1 @@
+"""Everything that is chosen, and every refusal, from headers and configuration."""

@@ -1,0 +1,76 @@
+"""What the KV cache of an export holds: as it is asked for, as the checkpoint says, as the target's kernels take it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from quantmoe.custom_ops.op import AttentionSpec
+from quantmoe.exporter.errors import OptionError
+from quantmoe.exporter.reading.checkpoint import Checkpoint
+from quantmoe.exporter.reading.formats import kv_cache
+
+#: values of export's ``cache``
+KINDS = ("auto", "f16", "f32", "bf16", "int8", "fp8")
+FLOATS = KINDS[1:4]
+
+
+@dataclasses.dataclass(frozen=True)
+class Caches:
+    """What the caches of a graph's CachedAttention nodes hold.
+
+    Attributes:
+        codes: module -> cache_format, k_scale, v_scale; modules that are not in it have floats.
+        remark: what a user is to know, else "".
+    """
+
+    codes: dict[str, tuple[str, float, float]]
+    remark: str = ""
+
+
+def choose_caches(
+    ckpt: Checkpoint,
+    wanted: str,
+    specs: Mapping[str, AttentionSpec],
+    plain: Mapping[str, str],
+    sources: Mapping[str, str],
+    refusal: Callable[[AttentionSpec], str],
+    target: str = "cpu",
+) -> Caches:
+    """Decides them.
+
+    Args:
+        wanted: of KINDS, of floats any. Without the checkpoint's scales "int8" has those of each token, "fp8" the scale
+            1.
+        specs: CachedAttention nodes by module. plain: modules that are standard nodes, and why.
+        sources: module -> its name in the checkpoint.
+        refusal: why the target does not run a node; "" when it does.
+        target: "auto" means floats for "cuda", whose files TensorRT reads, too.
+
+    Raises:
+        CheckpointError: scales of the checkpoint that are used are missing or not what they should be.
+        OptionError: what is asked for cannot be.
+    """
+    said = kv_cache.find(ckpt)
+    if wanted in FLOATS:
+        return Caches({}, said.floats("asked for") if said else "")
+    if wanted == "auto" and target == "cuda" and said and said.format:
+        own = "int8" if said.format == "int8" else "fp8"
+        return Caches({}, said.floats(f"TensorRT takes no codes, --cache {own} keeps them for ONNX Runtime"))
+    stored = said is not None and said.format == {"int8": "int8", "fp8": "fp8_e4m3"}.get(wanted, said.format)
+    if wanted == "auto" and not (said and said.format):
+        return Caches({}, said.remark if said else "")
+    format = said.format if stored and said else {"int8": "int8_token", "fp8": "fp8_e4m3"}[wanted]
+    reason = next((f"{module} is standard nodes: {why}" for module, why in plain.items()), "")
+    for module, spec in specs.items():
+        if not reason and (refused := refusal(dataclasses.replace(spec, cache_format=format))):
+            reason = f"{module}: {refused}"
+    if reason and wanted != "auto":
+        raise OptionError(f"cache is {wanted}: {reason}")
+    if said and reason:
+        return Caches({}, said.floats(reason))
+    if not (said and stored):
+        what = "the scale 1" if format == "fp8_e4m3" else "scales of each token"
+        have = f" in place of the checkpoint's ({said.said})" if said else ", the checkpoint has none"
+        return Caches(dict.fromkeys(specs, (format, 1.0, 1.0)), f"the KV cache is {format} with {what}{have}")
+    return Caches({m: (format, *kv_cache.scales(ckpt, said, sources[m])) for m in specs}, said.remark)

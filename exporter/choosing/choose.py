@@ -1,0 +1,457 @@
+"""Which layout, node attributes and kernels an expert layer or a linear gets, and why not the others.
+
+Dry run, ``inspect --explain`` and export all ask here. What is asked is the checkpoint's own format over headers and
+the few tensors whose numbers decide (:meth:`quantmoe.exporter.reading.formats.base.Format.outline`), so the answer is
+what the data will be packed as: ``pack`` refuses an expert that is not what its node says. Torch-free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+
+from quantmoe.custom_ops import cuda, native
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.layouts import LAYOUTS, OPTIONAL, join
+from quantmoe.custom_ops.matrix import QuantizedMatrix, joined
+from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
+from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.reading.formats import Format, MoELayer, Scheme
+from quantmoe.exporter.reading.formats.base import INPUT_SCALES, SharedExpert
+
+if TYPE_CHECKING:
+    from quantmoe.exporter.graph.model import Skeleton
+    from quantmoe.exporter.graph.passes.shared import Shared
+
+#: the packed layout that a target's engines read
+LAYOUT = {"cpu": "cpu_panel", "cuda": "marlin"}
+#: activations of weights-only checkpoints where nobody asks for others; None: as the checkpoint says
+ACTIVATIONS = {"cpu_panel": "int8", "marlin": None}
+#: ends of the names of tensors whose numbers decide what a node has
+DECIDING = ("g_idx", "zero_point", "qzeros", "pre_quant_scale")
+#: linears of one input, whose rows become one matrix: names of the parts -> of the whole
+JOINED = {
+    ("q_proj", "k_proj", "v_proj"): "qkv_proj",
+    ("gate_proj", "up_proj"): "gate_up_proj",
+    ("in_proj_qkvz", "in_proj_ba"): "in_proj",  # linear attention, q, k and v first: all of them, else what is alike
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"): "in_proj",
+    ("in_proj_qkv", "in_proj_z"): "in_proj_qkvz",
+    ("in_proj_b", "in_proj_a"): "in_proj_ba",
+}
+#: activation_format whose scales are those of all features of a token, which the parts of an expert do not know
+WHOLE_ROWS = ("int8_token", "int8_token_asym", "fp8_token", "fp8_tensor")
+#: linears that layout marlin takes as 16-bit floats, if they have a bias, which would be a kernel of its own; others
+#: are plain products on CUDA
+FLOAT_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+#: why the linear that expands a latent is none in the graph
+ABSORBED = "its halves, one a head, multiply queries and outputs instead of the cache"
+#: of one tensor in TensorRT
+MAX_ELEMENTS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout for a node.
+
+    Attributes:
+        spec: the node's attributes; None when the layout refuses.
+        reason: of the refusal, by the layout or by the kernels' library; "" when neither refuses.
+    """
+
+    layout: str
+    spec: MoESpec | LinearSpec | None
+    reason: str
+
+    @property
+    def kernels(self) -> list[tuple[str, str]]:
+        """(name, why not on this machine or "") in order of preference; the first without a reason is used."""
+        if self.spec is None:
+            return []
+        if self.layout == "marlin":
+            return [("cuda", self.reason or cuda.absence(self.spec))]
+        missing = "this machine lacks its instructions"
+        return [(name, self.reason or ("" if usable else missing)) for name, usable in native.kernels().items()]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a model is made of.
+
+    Attributes:
+        layers: experts module name -> its node's attributes.
+        linears: the same of the linears outside the experts: what the layout carries of Skeleton.linears; some of them
+            together as one, ``qkv_proj`` beside where ``q_proj`` was.
+        parts: name of a linear -> the model's modules whose rows it has, in this order, and their checkpoint modules.
+        dequantized: checkpoint tensor of a linear that stays float -> why.
+        experts: experts module name -> what its node has, a shared expert included where it is one of them.
+        shared: experts module name -> that shared expert in the model.
+        apart: checkpoint module of a shared expert that stays a module of its own -> why.
+    """
+
+    layers: dict[str, MoESpec]
+    linears: dict[str, LinearSpec]
+    parts: dict[str, dict[str, str]]
+    dequantized: dict[str, str]
+    experts: dict[str, MoELayer]
+    shared: dict[str, Shared]
+    apart: dict[str, str]
+
+    def source(self, name: str) -> str:
+        """What a linear is called beside the checkpoint's modules: a group's is where they are."""
+        first, *more = self.parts[name].values()
+        return f"{first.rpartition('.')[0]}.{name.rpartition('.')[2]}" if more else first
+
+
+def choose_experts(
+    format: Format, layout: str, activations: str | None, scales: str, layers: int | None = None
+) -> dict[str, MoESpec]:
+    """Attributes of the nodes of the first so many decoder layers, by the experts' names in the checkpoint.
+
+    What headers decide, before torch is imported to make a model of them.
+
+    Args:
+        activations, scales: see export; None: as the checkpoint says.
+
+    Raises:
+        CheckpointError: fewer layers than that; the layout does not carry a layer's experts, or no kernel takes them.
+    """
+    found = format.moe_layers()
+    last = format.ckpt.text_config.get("num_hidden_layers") or found[-1].index + 1
+    if layers is not None and not 1 <= layers <= last:
+        raise CheckpointError(f"{format.ckpt.folder}: --layers {layers}; the model has 1 to {last}")
+    wanted = (layer for layer in found if layers is None or layer.index < layers)
+    return {layer.name: choose_layer(layer, layout, activations, scales) for layer in wanted}
+
+
+def choose(
+    skeleton: Skeleton, experts: Mapping[str, MoESpec], layout: str, activations: str | None, scales: str
+) -> Choice:
+    """The nodes of a model in one layout.
+
+    Args:
+        experts: of :func:`choose_experts` with the same arguments.
+    """
+    layers = {name: experts[layer.name] for name, layer in skeleton.experts.items()}
+    chosen = Choice(layers, {}, {}, {}, dict(skeleton.experts), {}, {})
+    for name, shared in skeleton.shared(layers).items():
+        try:
+            chosen.experts[name], layers[name] = with_shared(skeleton, name, shared, layers[name], activations, scales)
+        except ValueError as reason:
+            first = shared.projections[0]
+            chosen.apart[skeleton.linears.get(first, first).rpartition(".")[0]] = str(reason)
+            continue
+        chosen.shared[name] = shared
+        gate = skeleton.linears.get(shared.gate)
+        if gate is not None and skeleton.format.is_quantized(gate):
+            chosen.dequantized[f"{gate}.weight"] = "it is a row of the router's"
+    merged = {path for shared in chosen.shared.values() for path in (*shared.projections, shared.gate)}
+    linears = {name: source for name, source in skeleton.linears.items() if name not in merged}
+    for whole, parts in groups(skeleton.format, linears).items():
+        sources = {part: skeleton.linears[part] for part in parts}
+        floats = skeleton.type_name if layout == "marlin" else None
+        candidate = linear_candidate(skeleton.format, [*sources.values()], layout, activations, scales, floats)
+        if not candidate.reason and isinstance(candidate.spec, LinearSpec):
+            chosen.linears[whole], chosen.parts[whole] = candidate.spec, sources
+            continue
+        for source in filter(skeleton.format.is_quantized, sources.values()):
+            chosen.dequantized[f"{source}.weight"] = candidate.reason
+    for name in skeleton.absorbed:
+        source = skeleton.sources[f"{name}.weight"]
+        if skeleton.format.is_quantized(source.removesuffix(".weight")):
+            weight = skeleton.tensors[f"{name}.weight"]
+            chosen.dequantized[source] = f"{ABSORBED}: {weight.numel() * weight.element_size()} bytes"
+    return chosen
+
+
+def with_shared(
+    skeleton: Skeleton, name: str, shared: Shared, spec: MoESpec, activations: str | None, scales: str
+) -> tuple[MoELayer, MoESpec]:
+    """A layer with its shared expert among its experts, and its node's attributes.
+
+    Args:
+        name: of the experts in the model. spec: of the node without it.
+
+    Raises:
+        ValueError: the node's experts are of another kind than the shared expert.
+    """
+    layer, layout = skeleton.experts[name], LAYOUTS[spec.w13.layout]
+    sources = [skeleton.linears.get(path) for path in shared.projections]
+    modules = tuple(source for source in sources if source is not None)
+    if len(modules) < len(sources):
+        raise ValueError("not all of its linears are packed")
+    for module, wanted in zip(modules, [*[layer.scheme] * len(modules[1:]), layer.down_scheme], strict=True):
+        found = skeleton.format.scheme_of(module)
+        if found.activation_format != wanted.activation_format:
+            raise ValueError(f"its activations are {found.activation_format}, the experts' {wanted.activation_format}")
+    if shared.count > 1 and layer.down_scheme.activation_format in WHOLE_ROWS:
+        raise ValueError(f"{layer.down_scheme.activation_format} rounds rows of it, not of {shared.count} experts")
+    layer = replace(layer, shared=SharedExpert(modules, shared.count, skeleton.format))
+    outline = layer.outline()
+    for e in range(layer.num_experts, layer.every):
+        own = moe_spec(layer, scaled(outline.expert(e), scales)[0], layout, activations)
+        try:
+            same = join((spec.w13, spec.w2), (own.w13, own.w2)) == (spec.w13, spec.w2)
+        except ValueError:
+            same = False
+        if not same:
+            unlike = ", ".join(differences(spec.w13, own.w13) or differences(spec.w2, own.w2))
+            raise ValueError(f"it and the routed experts differ in {unlike}")
+    spec = replace(spec, num_experts=layer.every)
+    if reason := refusal(spec) or _too_large(spec):
+        raise ValueError(reason)
+    return layer, spec
+
+
+def groups(format: Format, linears: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Linears that one node multiplies: its name -> theirs, in the order of their rows; most are alone.
+
+    Args:
+        linears: name -> in the checkpoint.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    taken: set[str] = set()
+    for name in linears:
+        parent, _, leaf = name.rpartition(".")
+        for leaves, whole in JOINED.items():
+            parts = tuple(f"{parent}.{part}" for part in leaves)
+            if leaf in leaves and not taken & set(parts) and why_apart(format, [linears.get(p) for p in parts]) is None:
+                found[f"{parent}.{whole}"] = parts
+                taken.update(parts)
+        if name not in taken:
+            found[name] = (name,)
+    return found
+
+
+def why_apart(format: Format, sources: Sequence[str | None]) -> str | None:
+    """Why linears that multiply the same input do not become one; None: they do."""
+    modules = [source for source in sources if source is not None]
+    if len(modules) < len(sources):
+        return "not all are packed"
+    if len({replace(format.scheme_of(module), text="") for module in modules}) > 1:
+        return "their schemes differ"
+    matrices = [format.outline().matrix_of(module) for module in modules]
+    try:
+        joined(matrices)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def choose_layer(layer: MoELayer, layout: str, activations: str | None, scales: str = "exact") -> MoESpec:
+    """Attributes of a layer's node; arguments and errors as :func:`choose_experts`."""
+    candidate = layer_candidate(layer, layout, activations, scales)
+    if candidate.reason or not isinstance(candidate.spec, MoESpec):
+        raise CheckpointError(f"{layer.format.ckpt.folder}: {candidate.reason}")
+    return candidate.spec
+
+
+def layer_candidate(layer: MoELayer, layout: str, activations: str | None, scales: str = "exact") -> Candidate:
+    """A layout's verdict on a layer; its reasons name the layer.
+
+    Raises:
+        CheckpointError: the headers do not agree with the configuration, or a tensor that decides is damaged.
+    """
+    found = _candidate(layout, partial(layer_spec, layer, activations=activations, scales=scales))
+    if isinstance(found.spec, MoESpec) and (reason := found.reason or _too_large(found.spec)):
+        return replace(found, reason=f"{layer.name}: {reason}")
+    return found
+
+
+def linear_candidate(
+    format: Format,
+    modules: Sequence[str],
+    layout: str,
+    activations: str | None,
+    scales: str = "exact",
+    floats: str | None = None,
+) -> Candidate:
+    """The same of a linear outside the experts, quantized or of 16-bit floats, or of those of a group.
+
+    Args:
+        floats: "bf16" or "f16", the graph's, for layout marlin, whose floats are of that type.
+    """
+    scheme, m = format.scheme_of(modules[0]), linear_matrix(format.outline(), modules, scales)[0]
+    if floats is not None and m.kind in ("bf16", "f16"):
+        if m.bias is None or not all(module.rpartition(".")[2] in FLOAT_LINEARS for module in modules):
+            return Candidate(layout, None, "a plain product")
+        m = replace(m, kind=floats)
+    found = _candidate(layout, partial(linear_spec, scheme, m, activations=activations))
+    return replace(found, reason=found.reason.removeprefix("down: "))
+
+
+def linear_matrix(format: Format, modules: Sequence[str], scales: str) -> tuple[QuantizedMatrix, float]:
+    """The rows of a group's linears, and see :func:`rounded`."""
+    found = [rounded(format.matrix_of(module), scales) for module in modules]
+    return found[0][0] if len(found) == 1 else joined([m for m, _ in found]), max(error for _, error in found)
+
+
+def _candidate(name: str, make: Callable[[ModuleType], MoESpec | LinearSpec]) -> Candidate:
+    try:
+        spec = make(LAYOUTS[name])
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        return Candidate(name, None, str(error))
+    return Candidate(name, spec, refusal(spec))
+
+
+def refusal(spec: MoESpec | LinearSpec) -> str:
+    """Why the library of a layout's kernels does not run nodes with these attributes; "" when it does."""
+    name = spec.w2.layout if isinstance(spec, MoESpec) else spec.w.layout
+    if name == "marlin":
+        return cuda.refusal(spec)
+    layout = LAYOUTS[name]
+    moe = spec if isinstance(spec, MoESpec) else spec.moe
+    names = {"w13": "w13", "w2": "w2"} if isinstance(spec, MoESpec) else {"w": "w2"}
+    words = {name: layout.row_bytes(moe, projection) // 4 for name, projection in names.items()}
+    return native.refusal(spec, words)
+
+
+def _too_large(spec: MoESpec) -> str:
+    """Why TensorRT cannot hold the layer's tensors, for layout marlin; else ""."""
+    for projection in ("w13", "w2") if spec.w13.layout == "marlin" else ():
+        words = LAYOUTS[spec.w13.layout].row_bytes(spec, projection) // 4
+        if words * spec.num_experts > MAX_ELEMENTS:
+            return (
+                f"{projection} has {spec.num_experts} experts of {words} int32 words, more than TensorRT's 2^31 "
+                f"elements, in which {MAX_ELEMENTS // words} experts would fit"
+            )
+    return ""
+
+
+def activation_format(scheme: Scheme, choice: str | None) -> str:
+    """The node's activation_format.
+
+    Args:
+        scheme: as the checkpoint says. choice: "int8" or "float", the user's for weights-only checkpoints;
+            None: as the checkpoint says.
+    """
+    wanted = scheme.activation_format
+    if choice == "float":
+        return "none"
+    whole = scheme.format in ("fp8_e4m3", "bf16", "f16")  # no integer product of these is exact
+    if wanted == "none" and choice == "int8" and not whole:
+        return "int8_token_asym"
+    return wanted
+
+
+def moe_spec(layer: MoELayer, expert: Expert, layout: ModuleType, activations: str | None) -> MoESpec:
+    """Attributes of the layer's node, if all its experts are like this one.
+
+    Raises:
+        ValueError: the layout does not carry the expert.
+    """
+    formats = (activation_format(scheme, activations) for scheme in (layer.scheme, layer.down_scheme))
+    w13, w2 = layout.describe(expert, *formats)
+    return MoESpec(
+        num_experts=layer.every,
+        expert_offset=0,
+        hidden_size=layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        w13=w13,
+        w2=w2,
+        activation=layer.activation,
+        gated=int(layer.gated),
+        swiglu_alpha=layer.swiglu_alpha,
+        swiglu_limit=layer.swiglu_limit,
+        apply_router_weight_on_input=int(layer.apply_router_weight_on_input),
+    )
+
+
+def layer_spec(layer: MoELayer, layout: ModuleType, activations: str | None, scales: str = "exact") -> MoESpec:
+    """Attributes of the layer's node, which carries all its experts.
+
+    Raises:
+        ValueError: the layout does not carry an expert, or experts differ in what a node has one of; names the modules.
+    """
+    outline, odd = layer.outline(), set(layer.odd())
+
+    def describe(e: int) -> MoESpec:
+        expert = scaled(outline.expert(e), scales)[0]
+        try:
+            return moe_spec(layer, expert, layout, activations)
+        except ValueError as error:
+            raise ValueError(f"{layer.name}.{e}: {error}") from None
+
+    spec = describe(0)
+    # Experts may differ in act-order: expert 0 may have none, nothing orders the inputs of one that no token reached.
+    # They may in zero points, which decode to none where all are the middle, and in whether gate's and up's inputs
+    # share scales, as some layouts want. One whose tensors or scheme are not those of expert 0 is damaged or differs.
+    ends = (*DECIDING, *(INPUT_SCALES if layer.format.input_scales else ()))
+    decided = any(suffix.endswith(ends) for module in layer.tensors(0) for suffix in module)
+    for e in range(1, layer.num_experts):
+        if decided or e in odd:
+            other = describe(e)
+            try:
+                w13, w2 = join((spec.w13, spec.w2), (other.w13, other.w2))
+            except ValueError:
+                raise ValueError(_difference(layer, e, spec, other)) from None
+            spec = replace(spec, w13=w13, w2=w2)
+    return spec
+
+
+def differences(a: Projection, b: Projection) -> list[str]:
+    """What two projections differ in, b's value first."""
+    pairs = {f.name: (getattr(b, f.name), getattr(a, f.name)) for f in fields(a) if f.name not in OPTIONAL}
+    return [f"{name} ({x} and {y})" for name, (x, y) in pairs.items() if x != y]
+
+
+def _difference(layer: MoELayer, e: int, first: MoESpec, other: MoESpec) -> str:
+    """What experts 0 and ``e`` differ in and must not."""
+
+    names, found = layer.projections[:-1], differences(first.w13, other.w13)
+    if not found:
+        names, found = layer.projections[-1:], differences(first.w2, other.w2)
+    texts = [[f"{layer.name}.{i}.{name}", layer.format.scheme_of(f"{layer.name}.{i}.{name}").text]
+             for name in names for i in (e, 0)]  # fmt: skip
+    pairs = list(zip(texts[::2], texts[1::2], strict=True))
+    a, b = next((pair for pair in pairs if pair[0][1] != pair[1][1]), pairs[0])
+    return (
+        f"{a[0]} ({a[1]}) and {b[0]} ({b[1]}) differ in {', '.join(found)}; expected the same in all experts of a layer"
+    )
+
+
+def linear_spec(scheme: Scheme, m: QuantizedMatrix, layout: ModuleType, activations: str | None) -> LinearSpec:
+    """The same of a linear outside the experts."""
+    w = layout.describe_down(m, activation_format(scheme, activations))
+    return LinearSpec(in_features=m.shape[1], out_features=m.shape[0], w=w)
+
+
+def retyped(m: QuantizedMatrix, kind: str) -> QuantizedMatrix:
+    """A matrix of 16-bit floats in the other type of them, rounded.
+
+    Raises:
+        ValueError: values that float16 cannot hold.
+    """
+    if m.kind == kind:
+        return m
+    of = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
+    with np.errstate(over="ignore"):
+        values = m.codes.view(of[m.kind]).astype(np.float32).astype(of[kind])
+    if not np.isfinite(values.astype(np.float32)).all():
+        raise ValueError("values that float16 cannot hold; use --dtype bf16")
+    return replace(m, kind=kind, codes=values.view(np.uint16))
+
+
+def scaled(expert: Expert, scales: str) -> tuple[Expert, float]:
+    """The expert with its scales as asked for ("exact" or "bf16"), and the largest relative error that this made."""
+    found = [None if m is None else rounded(m, scales) for m in (expert.gate, expert.up, expert.down)]
+    return Expert(*(pair and pair[0] for pair in found)), max(pair[1] for pair in found if pair)  # type: ignore[arg-type]
+
+
+def rounded(m: QuantizedMatrix, scales: str) -> tuple[QuantizedMatrix, float]:
+    """The same of one matrix."""
+    if scales == "exact" or m.scales.dtype.itemsize == 1:
+        return m, 0.0
+    exact = m.scales.astype(np.float64)
+    rounded = exact.astype(ml_dtypes.bfloat16)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        error = float(np.nan_to_num(np.abs(rounded.astype(np.float64) - exact) / np.abs(exact)).max())
+    return dataclasses.replace(m, scales=rounded), error

@@ -1,0 +1,1 @@
+"""transformers' architecture as an ONNX graph whose weights are placeholders."""

@@ -1,0 +1,19 @@
+"""Architectures of transformers that need more than its experts interface: one module each, one line here.
+
+A module provides ``prepare(model)``: changes a model's modules so that torch.export and the ONNX translation can follow
+them and their experts have the interface's attributes. The arithmetic stays the same. It may have a ``KIND`` of
+attention (passes/attention.py).
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from quantmoe.exporter.graph.architectures import deepseek_v2, llama4, qwen3_5_moe
+
+#: config.model_type -> module
+ARCHITECTURES: dict[str, ModuleType] = {
+    "deepseek_v2": deepseek_v2,
+    "llama4_text": llama4,
+    "qwen3_5_moe_text": qwen3_5_moe,
+}

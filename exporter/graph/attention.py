@@ -1,0 +1,78 @@
+"""Attention whose keys and values are not repeated for the heads that share them.
+
+transformers expands a group's keys and values to every head, which ONNX Runtime and TensorRT then copy for each token,
+longer with each. Here a group's heads are rows of one product with the cache as it is.
+
+The scale is a tensor, of which only the mask's values say that it is one number. TensorRT 10.6 moves a number past the
+reshape that puts heads below each other, and the change of order before it; it then multiplies the queries as they lie
+in memory, where those rows have no common distance: heads but a group's first are wrong, without a message. It does so
+in engines for sequences of 1 to 512 of layers that have no positions: a rotary embedding in between keeps it from it.
+
+Rows that see no key, which are padding, are not zeroed as transformers' ONNX export zeroes them: they are finite, and
+nothing that is not padding reads them. TensorRT 10.6 fuses that test wrongly where one token is new.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+NAME = "quantmoe"
+#: arguments of transformers' attention functions that change the scores or which of them count, besides ours
+UNSUPPORTED = ("softcap", "position_bias", "attention_bias", "head_mask", "sinks", "indices", "block_indices")
+
+
+def grouped_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers' interface.
+
+    Args:
+        query: [batch, heads, S, D]. key: [batch, groups, L, D]. value: [batch, groups, L, V].
+        attention_mask: [batch, 1, S, L], 0 or the type's lowest number, added to the scores.
+        scaling: of the scores.
+        s_aux: gpt-oss's sinks, [heads]: a score of each row that has no value.
+        others: what the mask says already (sliding_window, is_causal) or what says nothing in inference (dropout).
+
+    Returns:
+        [batch, S, heads, V].
+
+    Raises:
+        ValueError: naming an argument of ``UNSUPPORTED`` that is not None.
+    """
+    for name in UNSUPPORTED:
+        if others.get(name) is not None:
+            raise ValueError(f"{type(module).__name__}: attention with {name} is not supported")
+    absorbed = getattr(module, "absorbed", None)
+    if absorbed is not None:  # exporter/graph/passes/latent.py; keys are the latent, then what turns
+        nope, turning = query.transpose(1, 2).split([absorbed.k_up.shape[1], module.qk_rope_head_dim], -1)
+        query = torch.cat((absorbed.queries(nope), turning), -1).transpose(1, 2)
+    batch, heads, s, d = query.shape
+    groups, length = key.shape[1:3]
+    # [batch, 1, S, 1], no element of a mask being above 0
+    scale = (attention_mask[..., :1] <= 0).to(query.dtype) * scaling
+    rows = query.reshape(batch, groups, heads // groups * s, d) * scale.repeat(1, 1, heads // groups, 1)
+    scores = torch.matmul(rows, key.transpose(2, 3)).reshape(batch, groups, heads // groups, s, length)
+    # in f32: the lowest f16 and a score below it would be -inf, and a row of nothing else NaN
+    scores = scores.float() + attention_mask.unsqueeze(2)
+    if s_aux is not None:
+        sinks = s_aux.float().reshape(1, groups, heads // groups, 1, 1).expand(batch, -1, -1, s, 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = torch.softmax(scores, -1).to(value.dtype)[..., :length]
+    found = torch.matmul(weights.reshape(batch, groups, heads // groups * s, length), value)
+    found = found.reshape(batch, heads, s, value.shape[-1]).transpose(1, 2)
+    return found if absorbed is None else absorbed.outputs(found), None
+
+
+AttentionInterface.register(NAME, grouped_attention)
+AttentionMaskInterface.register(NAME, eager_mask)

@@ -1,0 +1,614 @@
+"""Attention modules of transformers -> CachedAttention: recognised by what they compute, replaced before the trace.
+
+A module is given queries, keys and values in the place of its projections, and its own parameters at random. What it
+attends with, transformers' attention interface says; which slots a token sees, the function of its mask; how the rotary
+table lies, the model's rotary module. All of it together must give what the operator's reference gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import inspect
+import itertools
+import json
+from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers.masking_utils import causal_mask_function, eager_mask
+
+from quantmoe.custom_ops.op import AttentionSpec
+from quantmoe.custom_ops.reference import attention as reference
+from quantmoe.exporter.graph.attention import NAME, grouped_attention
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+#: an attention implementation without masks, for models of CachedAttention alone
+MASKLESS = "quantmoe_cached"
+#: the sliding window of a module that is tried
+NEAR = 3
+#: slots beyond which a window is none
+REACH = 1 << 20
+#: outputs are sums in f32 in another order, some tens of roundings of 6e-8; scores a hundred times as large as those
+#: of the first tokens lose as much more
+TOLERANCE = {1.0: 1e-5, 10.0: 1e-3}
+FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, LookupError)
+
+
+AttentionInterface.register(MASKLESS, grouped_attention)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Modules whose projections have the same names.
+
+    Attributes:
+        fits: whether a module is one of them.
+        compare: what it computes, of the module, its arguments in a run of the model, its window, and :func:`_table`;
+            raises Unlike.
+        attach: makes its forward its projections and one node, that of :meth:`Rows.attend`.
+    """
+
+    fits: Callable[[Any], bool]
+    compare: Callable[[Any, dict[str, Any], int, str], Recognised]
+    attach: Callable[[Any], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recognised:
+    """What a module computes.
+
+    Attributes:
+        spec: of its node.
+        table: how the node's cosines lie in the model's table: "halves" and "pairs" have each twice, below each other
+            or side by side, "once" has them as they are.
+        sinks: name of the parameter, "" for none.
+        outputs: how many values its forward returns, the output first.
+        kind: of the module.
+        gated: q_proj has after each head's queries as many features, whose sigmoid multiplies the head's output.
+    """
+
+    spec: AttentionSpec
+    table: str
+    sinks: str
+    outputs: int
+    kind: Kind
+    gated: bool = False
+
+
+@dataclasses.dataclass
+class Run:
+    """What a run of the whole model showed: by attention module the arguments it got, and what they were made by."""
+
+    arguments: dict[torch.nn.Module, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    masks: list[tuple[torch.Tensor, Callable[..., Any]]] = dataclasses.field(default_factory=list)
+    tables: list[tuple[Any, torch.nn.Module, dict[str, Any]]] = dataclasses.field(default_factory=list)
+
+
+class Unlike(Exception):  # noqa: N818
+    """Why a module is not CachedAttention."""
+
+
+def recognise(
+    model: torch.nn.Module,
+    decoder: torch.nn.Module,
+    refusal: Callable[[AttentionSpec], str],
+    kinds: Sequence[Kind],
+    without: Container[str] = (),
+) -> tuple[dict[str, Recognised], dict[str, str]]:
+    """What every attention module computes that is CachedAttention; and why the others are not. By module name.
+
+    Args:
+        decoder: the part of ``model`` that has the layers.
+        refusal: why the target's kernels do not run a node; "" when they do.
+        kinds: of modules to look for.
+        without: names of modules that are something else.
+    """
+    named = ((name, m) for name, m in model.named_modules() if name not in without)
+    modules = {name: m for name, m in named if type(m).__name__.endswith("Attention")}
+    of = {m: kind for m in modules.values() for kind in kinds if kind.fits(m)}
+    fitting = {m: name for name, m in modules.items() if m in of}
+    found: dict[str, Recognised] = {}
+    left = {name: "it has other projections than q, k, v and o" for name, m in modules.items() if m not in fitting}
+    try:
+        run, known = _watch(decoder, list(fitting)), dict[str, Recognised]()
+    except FAILURES as error:  # the trace says it, too
+        return {}, left | dict.fromkeys(fitting.values(), f"the model does not run: {line(error)}")
+    for module, name in fitting.items():
+        try:
+            window, table = _window(run, module), _table(run, module)
+            alike = repr((signature(module), window, table))
+            if alike not in known:
+                known[alike] = of[module].compare(module, run.arguments[module], window, table)
+            if reason := refusal(known[alike].spec):
+                raise Unlike(reason)
+            found[name] = known[alike]
+        except Unlike as reason:
+            left[name] = str(reason)
+    return found, left
+
+
+def signature(module: torch.nn.Module) -> list[Any]:
+    """What tells modules apart that compute differently: types, numbers and the shapes of parameters."""
+    found = []
+    for name, part in module.named_modules():
+        plain = {k: v for k, v in vars(part).items() if isinstance(v, bool | int | float | str) and k != "layer_idx"}
+        tensors = {
+            k: (v.shape, v.dtype) for k, v in [*part._parameters.items(), *part._buffers.items()] if v is not None
+        }
+        found.append((name, type(part), plain, tensors))
+    return found
+
+
+def line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _projects(module: torch.nn.Module) -> bool:
+    return all(type(getattr(module, name, None)) is torch.nn.Linear for name in PROJECTIONS)
+
+
+def _watch(decoder: torch.nn.Module, modules: list[torch.nn.Module]) -> Run:
+    """One token through the model, without numbers."""
+    run, hooks = Run(), []
+
+    def attends(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        run.arguments[module] = bound(module, args, kwargs)
+
+    def turns(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if isinstance(output, tuple) and len(output) == 2:
+            run.tables.append((output, module, bound(module, args, kwargs)))
+
+    def mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> torch.Tensor:
+        made = eager_mask(*args, mask_function=mask_function, **kwargs)
+        run.masks.append((made, mask_function))
+        return made
+
+    with registered(mask, AttentionMaskInterface), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        for module in modules:
+            hooks.append(module.register_forward_pre_hook(attends, with_kwargs=True))
+        for module in decoder.modules():
+            if type(module).__name__.endswith("RotaryEmbedding"):
+                hooks.append(module.register_forward_hook(turns, with_kwargs=True))
+        try:
+            one = torch.ones(1, 1, dtype=torch.int64)
+            decoder(one, attention_mask=one, use_cache=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    return run
+
+
+def bound(module: torch.nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a module's forward by name."""
+    found = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    del found["self"]
+    return {**found, **found.pop("kwargs", {})}
+
+
+@contextlib.contextmanager
+def registered(function: Callable[..., Any], interface: Any = AttentionInterface) -> Iterator[None]:
+    """Another function for :data:`NAME` in one of transformers' interfaces."""
+    usual = interface._global_mapping[NAME]
+    interface.register(NAME, function)
+    try:
+        yield
+    finally:
+        interface.register(NAME, usual)
+
+
+def _window(run: Run, module: torch.nn.Module) -> int:
+    """The sliding window of a module's mask, 0 for none; of one of chunks, which says so, none, too."""
+    mask = run.arguments[module].get("attention_mask")
+    if getattr(mask, "chunk_size", 0):
+        return 0
+    function = next((function for made, function in run.masks if made is mask), None)
+    if mask is None or function is None:
+        raise Unlike("its mask is not one of transformers' mask interface")
+
+    def visible(slot: int) -> torch.Tensor:
+        zero = torch.zeros((), dtype=torch.int64)
+        return torch.as_tensor(function(zero, zero, torch.tensor(slot), torch.arange(slot + 2))).expand(slot + 2)
+
+    try:
+        seen = visible(REACH)
+        first = int(seen.int().argmax())
+        window = REACH - first + 1 if first else 0
+        for slot in {0, 1, 2, *(max(window * n + d, 0) for n in (1, 2, 5) for d in (-2, -1, 0, 1)), 10_007, REACH}:
+            slots = torch.arange(slot + 2)
+            want = (slots <= slot) & (slots > slot - (window or slot + 1))
+            if not torch.equal(visible(slot), want):
+                raise Unlike("its mask is not that of a sliding window")
+    except FAILURES as error:
+        raise Unlike(f"its mask cannot be evaluated: {error}") from None
+    return window
+
+
+def _table(run: Run, module: torch.nn.Module) -> str:
+    """See :class:`Recognised`."""
+    given = run.arguments[module].get("position_embeddings")
+    made = next(((maker, args) for output, maker, args in run.tables if _same(output, given)), None)
+    if made is None:
+        raise Unlike("it has no cosines and sines of a rotary module")
+    maker, arguments = made
+    positions = {"x": torch.zeros(1, 1, 1), "position_ids": torch.tensor([[0, 1, 7, 1000, 30_011]])}
+    try:
+        tables = maker(**{name: positions.get(name, value) for name, value in arguments.items()})
+    except FAILURES as error:
+        raise Unlike(f"its rotary module does not run alone: {error}") from None
+    for name, part in _TABLES.items():
+        if name == "once" or all(torch.equal(REPEAT[name](part(table)), table) for table in tables):
+            return name
+    raise AssertionError
+
+
+def _same(output: Any, given: Any) -> bool:
+    return isinstance(given, tuple) and len(given) == 2 and all(a is b for a, b in zip(output, given, strict=True))
+
+
+_TABLES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "halves": lambda table: table[..., : table.shape[-1] // 2],
+    "pairs": lambda table: table[..., ::2],
+    "once": lambda table: table,
+}
+REPEAT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "halves": lambda table: torch.cat((table, table), -1),
+    "pairs": lambda table: table.repeat_interleave(2, -1),
+    "once": lambda table: table,
+}
+
+
+class Given(torch.nn.Module):
+    """In the place of a projection."""
+
+    def __init__(self, values: torch.Tensor):
+        super().__init__()
+        self.values = values
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.values.clone()
+
+
+class Past:
+    """In the place of a cache: nothing but keys and values, of more tokens than a position-dependent factor ignores."""
+
+    def __init__(self, *past: torch.Tensor):
+        self.past = past
+        self.present: tuple[torch.Tensor, ...] = ()
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+        self.present = tuple(torch.cat(pair, 2) for pair in zip(self.past, (key, value), strict=True))
+        return self.present
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 10 * REACH
+
+
+def _compare(module: Any, arguments: dict[str, Any], window: int, table: str) -> Recognised:
+    """The CachedAttention that gives what a module gives, on random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    probe, candidates = probe_of(module, PROJECTIONS, generator), list[Recognised]()
+    probe._modules["o_proj"] = torch.nn.Identity()
+    probe.features = [getattr(module, name).out_features for name in PROJECTIONS[:3]]
+    for batch, new, past, spread in ((2, 5, 7, 1.0), (1, 1, 9, 1.0), (2, 6, 0, 1.0), (2, 5, 7, 10.0)):
+        try:
+            trial = _try(probe, arguments, table, window, (batch, new, past), spread, generator)
+        except FAILURES as error:
+            raise Unlike(f"its forward does more than attend: {line(error)}") from None
+        candidates = [found for found in candidates or _candidates(probe, trial, window, table) if trial.gives(found)]
+        if not candidates:
+            raise Unlike("it computes something else than CachedAttention")
+    return candidates[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A run of a probe.
+
+    Attributes:
+        qkv, tables, past: what it was given; ``tables`` [batch, new, rotary_size / 2].
+        output, present: what it made of them. returned: how many values it returned.
+        seen: what it asked for.
+    """
+
+    probe: Any
+    qkv: torch.Tensor
+    tables: list[torch.Tensor]
+    past: tuple[torch.Tensor, ...]
+    spread: float
+    output: torch.Tensor
+    present: tuple[torch.Tensor, ...]
+    returned: int
+    seen: Seen
+
+    def gives(self, found: Recognised) -> bool:
+        """Whether the operator gives the same."""
+        spec = found.spec
+        batch, new, length = len(self.qkv), self.qkv.shape[1], self.present[0].shape[2]
+        norms = [torch.zeros(0)] * 2
+        if spec.qk_norm != "none":
+            norms = [self.probe.q_norm.weight, self.probe.k_norm.weight]
+        sinks = self.seen.s_aux if self.seen.s_aux is not None else torch.full((spec.num_heads,), -torch.inf)
+        tables = [table[..., : spec.rotary_size // 2] for table in self.tables]
+        rows = np.tile(np.array([0, new, length - new], np.int32), (batch, 1))
+        near = dataclasses.replace(spec, sliding_window=NEAR if spec.sliding_window else 0)
+        given, gate = parted(self.qkv, spec) if found.gated else (self.qkv, None)
+        qkv, key, value = (t.numpy() for t in (given, *self.past))
+        cos, sin, q_norm, k_norm, own = (t.numpy() for t in (*tables, *norms, sinks))
+        want = reference(near, qkv, key, value, rows, length, cos, sin, q_norm, k_norm, own)
+        if gate is not None:
+            want = want[0] * gate.double().sigmoid().numpy(), *want[1:]
+        pairs = zip((self.output, *self.present), want, strict=True)
+        return all(
+            a.shape == b.shape and np.abs(a.numpy() - b).max() <= TOLERANCE[self.spread] * np.abs(b).max()
+            for a, b in pairs
+        )
+
+
+class Seen:
+    """An attention function that notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.scale, self.heads, self.groups, self.sizes = 0.0, 0, 0, (0, 0)
+        self.s_aux: torch.Tensor | None = None
+
+    def __call__(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **others: Any) -> Any:
+        self.scale, self.s_aux = float(scaling), others.get("s_aux")
+        self.heads, self.groups, self.sizes = query.shape[1], key.shape[1], (query.shape[3], value.shape[3])
+        return grouped_attention(module, query, key, value, mask, scaling, **others)
+
+
+def probe_of(module: torch.nn.Module, without: Sequence[str], generator: torch.Generator) -> Any:
+    """A copy of a module with random parameters and without some parts."""
+    probe = copy.copy(module)
+    probe._modules = {name: copy.deepcopy(m) for name, m in module._modules.items() if name not in without}
+    probe._parameters = dict(module._parameters)
+    if "forward" in vars(probe):
+        probe.forward = MethodType(vars(probe)["forward"].__func__, probe)
+    randomise(probe, generator)
+    return probe
+
+
+def randomise(probe: torch.nn.Module, generator: torch.Generator) -> None:
+    """Gives all parameters of a probe, which may be without memory, random numbers."""
+    for part in probe.modules():
+        for name, old in part._parameters.items():
+            if old is not None:
+                made = torch.randn(old.shape, generator=generator)
+                part._parameters[name] = torch.nn.Parameter(made, requires_grad=False)
+
+
+def _try(
+    probe: Any,
+    arguments: dict[str, Any],
+    table: str,
+    window: int,
+    sizes: tuple[int, int, int],
+    spread: float,
+    generator: torch.Generator,
+) -> Trial:
+    """Runs a probe on random tokens, at positions that it must not look at.
+
+    Args:
+        arguments: those of the module, in a run of the model.
+        sizes: batch, new tokens, tokens in the cache.
+        spread: of queries, keys and values.
+    """
+    batch, new, past = sizes
+    seen = Seen()
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    qkv = [spread * draw(batch, new, features) for features in probe.features]
+    for name, values in zip(PROJECTIONS[:3], qkv, strict=True):
+        probe._modules[name] = Given(values)
+    width = arguments["position_embeddings"][0].shape[-1]
+    tables = [draw(batch, new, width if table == "once" else width // 2) for _ in range(2)]
+    positions = torch.arange(REACH, REACH + new)
+    slots, own = torch.arange(past + new), torch.arange(past, past + new)[:, None]
+    unseen = (slots > own) | (slots <= own - (NEAR if window else past + new))
+    mask = torch.zeros(batch, 1, new, past + new).masked_fill(unseen, torch.finfo(torch.float32).min)
+    kwargs = {k: v for k, v in arguments.items() if not isinstance(v, torch.Tensor | Cache | tuple)}
+    kwargs |= {"hidden_states": draw(batch, new, 8), "position_embeddings": tuple(map(REPEAT[table], tables))}
+    known = {"position_ids": positions.repeat(batch, 1), "cache_position": positions}
+    kwargs |= {name: value for name, value in known.items() if name in arguments}
+    with registered(seen), torch.no_grad():
+        probe(**kwargs | {"attention_mask": mask[..., past:], "past_key_values": None})  # for the number of heads
+        cache = Past(*(draw(batch, seen.groups, past, size) for size in seen.sizes))
+        returned = probe(**kwargs | {"attention_mask": mask, "past_key_values": cache})
+    output, count = (returned[0], len(returned)) if isinstance(returned, tuple) else (returned, 1)
+    return Trial(probe, torch.cat(qkv, -1), tables, cache.past, spread, output, cache.present, count, seen)
+
+
+def _candidates(probe: Any, trial: Trial, window: int, table: str) -> Iterator[Recognised]:
+    """The nodes that a module may be, the likeliest first."""
+    seen, norms = trial.seen, {"none": 0.0}
+    sinks = next((name for name, p in probe._parameters.items() if p is not None and p is seen.s_aux), "")
+    if seen.s_aux is not None and not sinks:
+        return
+    weights = [getattr(getattr(probe, name, None), "weight", torch.zeros(0, 0)) for name in ("q_norm", "k_norm")]
+    if all(weight.ndim == 1 for weight in weights):
+        widths, size = [len(weight) for weight in weights], seen.sizes[0]
+        epsilon = next((float(v) for k, v in vars(probe.q_norm).items() if k in ("variance_epsilon", "eps")), 0.0)
+        for norm, want in (("row", [seen.heads * size, seen.groups * size]), ("head", [size, size])):
+            if widths == want:
+                norms = {norm: epsilon} | norms
+    turning = 2 * trial.tables[0].shape[-1]
+    gated = probe.features[0] == 2 * seen.heads * seen.sizes[0] and len(set(seen.sizes)) == 1
+    for (norm, epsilon), rotary in itertools.product(norms.items(), ((turning, 0), (turning, 1), (0, 0))):
+        spec = AttentionSpec(
+            num_heads=seen.heads,
+            kv_num_heads=seen.groups,
+            head_size=seen.sizes[0],
+            v_head_size=seen.sizes[1],
+            scale=float(np.float32(seen.scale)),
+            sliding_window=window,
+            chunk_size=0,
+            softcap=0.0,
+            rotary_size=rotary[0],
+            rotary_interleaved=rotary[1],
+            qk_norm=norm,
+            norm_epsilon=float(np.float32(epsilon)),
+        )
+        yield Recognised(spec, table, sinks, trial.returned, GROUPED, gated)
+
+
+def parted(qkv: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """The projections of a gated module, [.., 2 heads D + ..], as the node's qkv and the gates [.., heads D]."""
+    size = spec.num_heads * spec.head_size
+    queries, rest = qkv.split([2 * size, qkv.shape[-1] - 2 * size], -1)
+    queries, gates = queries.unflatten(-1, (spec.num_heads, 2, spec.head_size)).unbind(-2)
+    return torch.cat((queries.flatten(-2), rest), -1), gates.flatten(-2)
+
+
+class Rows:
+    """What all nodes of a model share, made once in a trace: the mask, where each row's tokens are, and the tables."""
+
+    def __init__(self, decoder: torch.nn.Module, target: str):
+        self.mask = self.rows = torch.empty(0)
+        self._target = target
+        self._tables: list[tuple[torch.Tensor, str, torch.Tensor]] = []
+        decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        given = bound(module, args, kwargs)
+        ids = given.get("input_ids")
+        new = (given["inputs_embeds"] if ids is None else ids).shape[1]
+        cache = given.get("past_key_values")
+        layers = cache.layers if cache is not None else []
+        past = next((layer.keys for layer in layers if getattr(layer, "is_initialized", False)), None)
+        self.mask, self._tables = given["attention_mask"], []
+        if self._target == "cuda" and past is not None:
+            self.rows, _ = torch.ops.quantmoe.token_rows(past, ids, self.mask)
+        else:
+            self.rows = rows_of(self.mask, new, 0 if past is None else past.shape[2])
+
+    def table(self, table: torch.Tensor, kind: str) -> torch.Tensor:
+        """The node's part of a model's table, f32."""
+        found = next((part for whole, k, part in self._tables if whole is table and k == kind), None)
+        if found is None:
+            found = _TABLES[kind](table).float()
+            self._tables.append((table, kind, found))
+        return found
+
+    def attend(
+        self,
+        module: Any,
+        qkv: torch.Tensor,
+        cache: Any,
+        tables: Sequence[torch.Tensor],
+        norms: Sequence[torch.Tensor] = (),
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A module's node.
+
+        Args:
+            qkv: [B, S, ..] as the node has it. tables: the model's. norms: of queries and keys. sinks: [num_heads].
+
+        Returns:
+            [B, S, num_heads * v_head_size].
+        """
+        found, spec = module.found, module.found.spec
+        none = torch.zeros(0)
+        sinks = torch.full((spec.num_heads,), -torch.inf) if sinks is None else sinks
+        parts = [self.table(t, found.table)[..., : spec.rotary_size // 2] for t in tables]
+        layer: Any = cache.layers[module.layer_idx] if module.layer_idx < len(cache.layers) else None
+        begun = layer is not None and layer.is_initialized
+        if begun:
+            past = [layer.keys, layer.values]
+        else:
+            past = [qkv.new_zeros((len(qkv), spec.kv_num_heads, 0, width)) for width in spec.cache_widths]
+        output, *present = torch.ops.quantmoe.cached_attention(
+            qkv, *past, self.rows, self.mask, *parts, *(norms or (none, none)), sinks, module.attention
+        )
+        if begun:
+            layer.keys, layer.values = present
+        else:
+            cache.update(*present, module.layer_idx)
+        return output
+
+
+def rows_of(mask: torch.Tensor, new: int, past: int) -> torch.Tensor:
+    """The node's ``rows``, which the CUDA graph has of TokenRows: of each row of a batch the first new token that
+    counts, how many do, and those before.
+
+    The new tokens' columns of the mask are its last ones where it is longer than the cache, which then grows. Otherwise
+    the cache has room for them, and they end with the last column that any row has set.
+
+    Args:
+        mask: int64 [B, L], 1 for tokens that count. new: S. past: slots of the cache, P.
+
+    Returns:
+        int32 [B, 3].
+    """
+    seen, length = mask.bool(), mask.shape[1]
+    grows = torch.sym_min(torch.sym_max(length - past, 0), 1)
+    # Sizes become tensors by arange alone: its bounds ONNX Runtime's CUDA provider takes from the host, where it keeps
+    # sizes. Elsewhere a size would be copied to the device, and with a copy no CUDA graph can be captured.
+    least = new + torch.sym_max(length - new, 0) * grows
+    end = torch.where(seen, torch.arange(1, length + 1), torch.tensor(0)).amax((0, 1))
+    end = end.maximum(torch.arange(least, least + 1))
+    # more tokens than the mask has columns: the node refuses them by name
+    own = seen.index_select(1, (end + torch.arange(-new, 0)).minimum(torch.arange(length - 1, length)))
+    before = (seen & (torch.arange(new, length + new) < end)).sum(1)
+    begin = torch.where(own, torch.arange(new), torch.tensor(REACH)).amin(1)
+    return torch.stack((begin.minimum(own.logical_not().sum(1)), own.sum(1), before), 1).int()
+
+
+def widen_tables(decoder: torch.nn.Module) -> None:
+    """Rotary modules give their tables in their input's type: here f32, as the nodes take them, whatever the graph."""
+
+    def wide(forward: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(x.float(), *args, **kwargs)
+
+    for module in decoder.modules():
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            module.forward = partial(wide, module.forward)  # type: ignore[method-assign]
+
+
+def attach(model: torch.nn.Module, found: dict[str, Recognised], rows: Rows) -> None:
+    """Makes the forward of recognised modules their projections and one node between them."""
+    for path, recognised in found.items():
+        module: Any = model.get_submodule(path)
+        module.found, module.rows, module.attention = recognised, rows, json.dumps(recognised.spec.attributes())
+        recognised.kind.attach(module)
+
+
+def _attach(module: Any) -> None:
+    norms = ((getattr(module, name, None), "weight") for name in ("q_norm", "k_norm"))
+    for part, name in (*norms, (module, module.found.sinks)):
+        if part is not None and (old := part._parameters.get(name)) is not None:
+            wide = old.data.flatten()[:1].float().expand(old.shape)  # a placeholder as it was; the node takes f32
+            part._parameters[name] = torch.nn.Parameter(wide, requires_grad=False)
+    module.forward = MethodType(_forward, module)
+
+
+def projected(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Queries, keys and values of a module that has q_proj, k_proj and v_proj, or one linear of them."""
+    if hasattr(module, "qkv_proj"):
+        found: torch.Tensor = module.qkv_proj(x)
+        return found
+    return torch.cat([getattr(module, name)(x) for name in PROJECTIONS[:3]], -1)
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    given = bound(self, args, kwargs)
+    cache, spec = given["past_key_values"], self.found.spec
+    qkv = projected(self, given["hidden_states"])
+    qkv, gate = parted(qkv, spec) if self.found.gated else (qkv, None)
+    norms = [self.q_norm.weight, self.k_norm.weight] if spec.qk_norm != "none" else []
+    sinks = getattr(self, self.found.sinks) if self.found.sinks else None
+    output = self.rows.attend(self, qkv, cache, given["position_embeddings"], norms, sinks)
+    if gate is not None:
+        output = output * gate.sigmoid()
+    return (self.o_proj(output), *[None] * (self.found.outputs - 1))
+
+
+GROUPED = Kind(_projects, _compare, _attach)

@@ -1,0 +1,278 @@
+"""Latent attention (DeepSeek-V2's MLA, arXiv 2405.04434): the cache keeps what all heads share, and it is not expanded.
+
+transformers multiplies the whole cache by kv_b_proj at every step, which makes the keys and values of each head. Here
+queries are multiplied by the half that makes keys, and outputs by the half that makes values: the queries of all heads
+meet the latent itself, one key whose end is its value. So it is for tokens and for prompts.
+
+Modules that compute no more than that become CachedAttention; of the others the forward stays, but for this change of
+order, and standard nodes attend.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from quantmoe.custom_ops.op import AttentionSpec
+from quantmoe.custom_ops.reference import attention as reference
+from quantmoe.exporter.graph.passes.attention import (
+    FAILURES,
+    NEAR,
+    REACH,
+    REPEAT,
+    TOLERANCE,
+    Given,
+    Kind,
+    Past,
+    Recognised,
+    Seen,
+    Unlike,
+    bound,
+    line,
+    probe_of,
+    registered,
+)
+
+if TYPE_CHECKING:
+    from quantmoe.exporter.graph.model import Skeleton
+
+
+def is_latent(module: torch.nn.Module) -> bool:
+    """Whether transformers' forward expands a latent by ``expand_kv``, which all architectures have alike."""
+    up = getattr(module, "kv_b_proj", None)
+    return hasattr(module, "expand_kv") and isinstance(up, torch.nn.Linear) and up.bias is None
+
+
+class Absorbed(torch.nn.Module):
+    """kv_b_proj by heads.
+
+    Attributes:
+        k_up: [heads, nope, rank]. v_up: [heads, rank, v_head_dim].
+    """
+
+    def __init__(self, k_up: torch.Tensor, v_up: torch.Tensor):
+        super().__init__()
+        self.k_up, self.v_up = (torch.nn.Parameter(t, requires_grad=False) for t in (k_up, v_up))
+
+    def queries(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, S, heads, nope] -> [batch, S, heads, rank]."""
+        return _by_heads(x, self.k_up)
+
+    def outputs(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, S, heads, rank] -> [batch, S, heads, v_head_dim]."""
+        return _by_heads(x, self.v_up)
+
+
+def _by_heads(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """[batch, S, heads, K] times [heads, K, N]; one product a head, however many rows the batch has."""
+    batch, new, heads, _ = x.shape
+    rows = x.permute(2, 0, 1, 3).reshape(heads, batch * new, x.shape[3])
+    return torch.matmul(rows, weights).reshape(heads, batch, new, weights.shape[2]).permute(1, 2, 0, 3)
+
+
+def _halves(weight: np.ndarray, nope: int, value: int) -> tuple[np.ndarray, np.ndarray]:
+    """kv_b_proj's weight [heads (nope + value), rank] as :class:`Absorbed` has it."""
+    heads = weight.reshape(-1, nope + value, weight.shape[1])
+    return heads[:, :nope], heads[:, nope:].swapaxes(1, 2)
+
+
+def _half(weight: np.ndarray, i: int, nope: int, value: int) -> np.ndarray:
+    return _halves(weight, nope, value)[i]
+
+
+def absorb(skeleton: Skeleton) -> None:
+    """Gives latent modules their :class:`Absorbed` in kv_b_proj's place, and those that still run transformers' forward
+    an ``expand_kv`` that expands nothing; exporter/graph/attention.py then absorbs."""
+    from quantmoe.exporter.graph.model import placeholder
+
+    for path, found in list(skeleton.model.named_modules()):
+        if not is_latent(found):
+            continue
+        module: Any = found
+        nope, value, rank = module.qk_nope_head_dim, module.v_head_dim, module.kv_lora_rank
+        heads, dtype = module.kv_b_proj.out_features // (nope + value), module.kv_b_proj.weight.dtype
+        shapes = {"k_up": (heads, nope, rank), "v_up": (heads, rank, value)}
+        module.absorbed = Absorbed(*(placeholder(shape, dtype) for shape in shapes.values()))
+        source = skeleton.sources[skeleton.tied[f"{path}.kv_b_proj.weight"]]
+        del module.kv_b_proj
+        for i, name in enumerate(shapes):
+            full = f"{path}.absorbed.{name}"
+            skeleton.sources[full] = source
+            skeleton.derive([full], partial(_half, i=i, nope=nope, value=value))
+        module.expand_kv = MethodType(_expand_kv, module)
+
+
+def _expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """DeepseekV3Attention.expand_kv without the expansion.
+
+    Args:
+        kv_nope: [batch, 1, L, kv_lora_rank]. k_rot: [batch, 1, L, qk_rope_head_dim].
+
+    Returns:
+        keys and values of all heads, [batch, 1, L, kv_lora_rank + qk_rope_head_dim] and [batch, 1, L, kv_lora_rank].
+    """
+    return torch.cat((kv_nope, k_rot), -1), kv_nope
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """The projections and one node between them."""
+    given = bound(self, args, kwargs)
+    x, heads = given["hidden_states"], self.found.spec.num_heads
+    queries = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+    queries = queries.unflatten(-1, (heads, -1))
+    nope, turning = queries.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+    latent, key = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+    queries = torch.cat((turning, self.absorbed.queries(nope)), -1).flatten(-2)
+    qkv = torch.cat((queries, key, self.kv_a_layernorm(latent)), -1)
+    output = self.rows.attend(self, qkv, given["past_key_values"], given["position_embeddings"])
+    output = self.absorbed.outputs(output.unflatten(-1, (heads, -1))).flatten(-2)
+    return (self.o_proj(output), *[None] * (self.found.outputs - 1))
+
+
+class _Checked(Given):
+    """In the place of a projection whose input is known."""
+
+    def __init__(self, values: torch.Tensor, expected: torch.Tensor):
+        super().__init__(values)
+        self.expected = expected
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.shape != self.expected.shape or not torch.allclose(hidden_states, self.expected, atol=1e-5):
+            raise Unlike("it changes what q_a_layernorm gives")
+        return super().forward(hidden_states)
+
+
+def _compare(module: Any, arguments: dict[str, Any], window: int, table: str) -> Recognised:
+    """The CachedAttention that gives what a module gives, on random tokens."""
+    generator, candidates = torch.Generator().manual_seed(0), list[tuple[Recognised, str]]()
+    kept = [name for name in ("q_a_layernorm", "kv_a_layernorm") if getattr(module, name, None) is not None]
+    probe = probe_of(module, [name for name, _ in module.named_children() if name not in kept], generator)
+    for batch, new, past, spread in ((2, 5, 7, 1.0), (1, 1, 9, 1.0), (2, 6, 0, 1.0), (2, 5, 7, 10.0)):
+        try:
+            trial = _Trial(module, probe, arguments, table, window, (batch, new, past), spread, generator)
+        except FAILURES as error:
+            raise Unlike(f"its forward does more than attend: {line(error)}") from None
+        candidates = [pair for pair in candidates or trial.candidates(window, table) if trial.gives(*pair)]
+        if not candidates:
+            raise Unlike("it computes something else than CachedAttention of a latent")
+    return candidates[0][0]
+
+
+class _Trial:
+    """A run of a probe, at positions that it must not look at."""
+
+    def __init__(
+        self,
+        module: Any,
+        probe: Any,
+        arguments: dict[str, Any],
+        table: str,
+        window: int,
+        sizes: tuple[int, int, int],
+        spread: float,
+        generator: torch.Generator,
+    ):
+        batch, new, past = sizes
+        self.nope, self.rope, self.rank = module.qk_nope_head_dim, module.qk_rope_head_dim, module.kv_lora_rank
+        self.value, self.spread, self.probe = module.v_head_dim, spread, probe
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        self.heads = module.kv_b_proj.out_features // (self.nope + self.value)
+        self.queries = spread * draw(batch, new, self.heads * (self.nope + self.rope))
+        self.compressed = spread * draw(batch, new, self.rank + self.rope)
+        if module.q_lora_rank is None:
+            probe._modules["q_proj"] = Given(self.queries)
+        else:
+            low = draw(batch, new, module.q_lora_rank)
+            probe._modules["q_a_proj"] = Given(low)
+            probe._modules["q_b_proj"] = _Checked(self.queries, probe.q_a_layernorm(low))
+        probe._modules["kv_a_proj_with_mqa"] = Given(self.compressed)
+        up = torch.nn.Linear(1, 1, bias=False)
+        up.weight = torch.nn.Parameter(draw(*module.kv_b_proj.weight.shape) / self.rank**0.5, requires_grad=False)
+        probe._modules["kv_b_proj"], probe._modules["o_proj"] = up, torch.nn.Identity()
+        width = arguments["position_embeddings"][0].shape[-1]
+        self.tables = [draw(batch, new, width if table == "once" else width // 2) for _ in range(2)]
+        positions, slots = torch.arange(REACH, REACH + new), torch.arange(past + new)
+        own = torch.arange(past, past + new)[:, None]
+        unseen = (slots > own) | (slots <= own - (NEAR if window else past + new))
+        mask = torch.zeros(batch, 1, new, past + new).masked_fill(unseen, torch.finfo(torch.float32).min)
+        self.past = draw(batch, 1, past, self.rank), draw(batch, 1, past, self.rope)
+        cache, self.seen = Past(*self.past), Seen()
+        tensors = torch.Tensor | tuple
+        kwargs = {k: v for k, v in arguments.items() if not isinstance(v, tensors) and k != "past_key_values"}
+        kwargs |= {"hidden_states": draw(batch, new, 8), "position_embeddings": tuple(map(REPEAT[table], self.tables))}
+        known = {"position_ids": positions.repeat(batch, 1), "cache_position": positions}
+        kwargs |= {name: value for name, value in known.items() if name in arguments}
+        with registered(self.seen), torch.no_grad():
+            returned = probe(**kwargs | {"attention_mask": mask, "past_key_values": cache})
+        self.output, self.returned = (returned[0], len(returned)) if isinstance(returned, tuple) else (returned, 1)
+        self.present = cache.present
+
+    def candidates(self, window: int, table: str) -> list[tuple[Recognised, str]]:
+        """The nodes that the module may be, each with how the module's cache has the pairs that turn together."""
+        if self.seen.s_aux is not None:
+            return []
+        size, found = self.rank + self.rope, []
+        for interleaved, kept in ((1, "halves"), (1, "pairs"), (0, "halves")):
+            spec = AttentionSpec(
+                num_heads=self.heads,
+                kv_num_heads=1,
+                head_size=size,
+                v_head_size=self.rank,
+                scale=float(np.float32(self.seen.scale)),
+                sliding_window=window,
+                chunk_size=0,
+                softcap=0.0,
+                rotary_size=self.rope,
+                rotary_interleaved=interleaved,
+                qk_norm="none",
+                norm_epsilon=0.0,
+                key_split=size // 2,
+            )
+            found.append((Recognised(spec, table, "", self.returned, KIND), kept))
+        return found
+
+    def gives(self, found: Recognised, kept: str) -> bool:
+        """Whether the operator gives the same between absorbed products."""
+        spec = found.spec
+        up = self.probe.kv_b_proj.weight.double().numpy()
+        k_up, v_up = _halves(up, self.nope, self.value)
+        batch, new = self.queries.shape[:2]
+        queries = self.queries.double().numpy().reshape(batch, new, self.heads, -1)
+        absorbed = np.einsum("bshn,hnr->bshr", queries[..., : self.nope], k_up)
+        heads = np.concatenate((queries[..., self.nope :], absorbed), -1)
+        with torch.no_grad():
+            latent = self.probe.kv_a_layernorm(self.compressed[..., : self.rank])
+        key = np.concatenate((self.compressed[..., self.rank :].numpy(), latent.numpy()), -1)
+        qkv = np.concatenate((heads.reshape(batch, new, -1), key), -1)
+        order = np.arange(self.rope)
+        if spec.rotary_interleaved and kept == "halves":  # where the node has what the module keeps in each place
+            order = order.reshape(2, -1).T.flatten()
+        turned, whole = self.past[1].numpy()[..., order], self.past[0].numpy()
+        past = np.split(np.concatenate((turned, whole), -1), [spec.key_split], -1)
+        length = past[0].shape[2]
+        rows = np.tile(np.array([0, new, length], np.int32), (batch, 1))
+        none, sinks = np.zeros(0, np.float32), np.full(self.heads, -np.inf, np.float32)
+        cos, sin = (t[..., : self.rope // 2].numpy() for t in self.tables)
+        output, *present = reference(spec, qkv, past[0], past[1], rows, length + new, cos, sin, none, none, sinks)
+        output = np.einsum("bshr,hrv->bshv", output.reshape(batch, new, self.heads, -1), v_up)
+        stored = np.concatenate(present, -1)
+        want = output.reshape(batch, new, -1), stored[..., self.rope :], stored[..., : self.rope]
+        got = self.output, self.present[0], self.present[1][..., order]
+        return all(
+            a.shape == b.shape and np.abs(a.numpy() - b).max() <= TOLERANCE[self.spread] * np.abs(b).max()
+            for a, b in zip(got, want, strict=True)
+        )
+
+
+def _attach(module: Any) -> None:
+    module.forward = MethodType(_forward, module)
+
+
+KIND = Kind(is_latent, _compare, _attach)

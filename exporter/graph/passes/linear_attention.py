@@ -1,0 +1,402 @@
+"""Linear attention of transformers -> CausalConv and GatedDelta, gated short convolutions -> CausalConv: recognised by
+what they compute, replaced before the trace.
+
+A module is given the outputs of its projections, its own parameters at random and random states. What it makes of them,
+outputs and new states, must be what the operators' references make.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from quantmoe.custom_ops.op import ConvSpec, DeltaSpec
+from quantmoe.custom_ops.reference import conv as reference_conv
+from quantmoe.custom_ops.reference import delta as reference_delta
+from quantmoe.exporter.choosing.choose import JOINED
+from quantmoe.exporter.graph.passes.attention import FAILURES, Given, Rows, Unlike, line, randomise, signature
+
+#: outputs are sums in f32 in another order, of chunks of 64 tokens: some hundreds of roundings of 6e-8
+_TOLERANCE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Where modules keep what their nodes take.
+
+    Attributes:
+        projections: of the hidden states, each one linear or several in a row.
+        out, conv: the last linear, the convolution. norm: the output's. decay: the module of A_log and dt_bias.
+        sizes: the attributes that say key heads, value heads, and the width of each.
+        apart: q, k and v beside each other, z, b and a, of what the projections give.
+    """
+
+    projections: tuple[tuple[str, ...], ...]
+    apart: Callable[..., tuple[torch.Tensor, ...]]
+    out: str = "out_proj"
+    conv: str = "conv1d"
+    norm: str = "norm"
+    decay: str = ""
+    sizes: tuple[str, ...] = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+
+    def of(self, module: torch.nn.Module) -> bool:
+        """Whether a module has these parts."""
+        found = {name: type(part) for name, part in module.named_modules()}
+        linears = *itertools.chain(*self.projections), self.out
+        return all(found.get(name) is torch.nn.Linear for name in linears) and found.get(self.conv) is torch.nn.Conv1d
+
+    def projected(self, module: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        outputs = []
+        for chain in self.projections:
+            made = x
+            for name in chain:
+                made = module.get_submodule(name)(made)
+            outputs.append(made)
+        return outputs
+
+
+def _interleaved(spec: DeltaSpec, qkvz: torch.Tensor, ba: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    each = spec.num_v_heads // spec.num_k_heads
+    sizes = [spec.k_head_size, spec.k_head_size, each * spec.v_head_size, each * spec.v_head_size]
+    q, k, v, z = (t.flatten(-2) for t in qkvz.unflatten(-1, (spec.num_k_heads, sum(sizes))).split(sizes, -1))
+    b, a = (t.flatten(-2) for t in ba.unflatten(-1, (spec.num_k_heads, 2 * each)).split(each, -1))
+    return torch.cat((q, k, v), -1), z, b, a
+
+
+def _chained(*projections: str) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(names.split()) for names in projections)
+
+
+#: each key head's q, k, v and z beside each other, and its b and a
+QWEN3_NEXT = Family(_chained("in_proj_qkvz", "in_proj_ba"), _interleaved)
+#: the same apart, heads in order
+QWEN3_5 = Family(_chained("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), lambda _, *given: given)
+#: Kimi delta attention: a decay of each key feature; gates of low rank
+KIMI = Family(
+    _chained("q_proj", "k_proj", "v_proj", "g_a_proj g_b_proj", "b_proj", "forget_gate.f_a_proj forget_gate.f_b_proj"),
+    lambda _, q, k, v, *given: (torch.cat((q, k, v), -1), *given),
+    out="o_proj",
+    norm="o_norm",
+    decay="forget_gate",
+    sizes=("num_heads", "num_heads", "head_dim", "head_dim"),
+)
+#: a convolution between two gates and nothing else: the gates and what they multiply beside each other
+LFM2 = Family(_chained("in_proj"), lambda _, given: given.chunk(3, -1), conv="conv", sizes=())
+FAMILIES = (QWEN3_NEXT, QWEN3_5, KIMI, LFM2)
+#: of QWEN3_5's projections one linear in the place of several -> which, in the order of its rows
+WHOLES = {whole: parts for parts, whole in JOINED.items() if {(part,) for part in parts} <= {*QWEN3_5.projections}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recognised:
+    """What a module computes: the specs of its nodes; of a short convolution there is one."""
+
+    conv: ConvSpec
+    delta: DeltaSpec | None
+    family: Family
+
+    def specs(self) -> list[ConvSpec | DeltaSpec]:
+        return [self.conv, self.delta] if self.delta else [self.conv]
+
+
+def windowed(found: Recognised, window: int) -> Recognised:
+    """The same with the states after each of the last ``window`` tokens."""
+    conv = dataclasses.replace(found.conv, state_window=window)
+    delta = found.delta and dataclasses.replace(found.delta, state_window=window)
+    return dataclasses.replace(found, conv=conv, delta=delta)
+
+
+def recognise(
+    model: torch.nn.Module,
+    stack: torch.nn.ModuleList,
+    refusal: Callable[[ConvSpec | DeltaSpec], str],
+    window: int = 1,
+) -> tuple[dict[str, Recognised], dict[str, str]]:
+    """What every module that keeps a state computes, if CausalConv and GatedDelta do; and why the others are not. By
+    module name.
+
+    Args:
+        stack: the model's decoder layers.
+        refusal: why the target's kernels do not run a node; "" when they do.
+        window: of states, of every node.
+    """
+    found: dict[str, Recognised] = {}
+    left: dict[str, str] = {}
+    kinds: dict[str, Recognised] = {}
+    for name, module in model.named_modules():
+        if (family := next((family for family in FAMILIES if family.of(module)), None)) is None:
+            continue
+        try:
+            if (kind := repr(signature(module))) not in kinds:
+                compare = _compare if family.sizes else _compare_short
+                kinds[kind] = windowed(compare(module, family), window)
+            for spec in kinds[kind].specs():
+                if reason := refusal(spec):
+                    raise Unlike(reason)
+            found[name] = kinds[kind]
+        except Unlike as reason:
+            left[name] = f"{type(module).__name__}: {reason}"
+    config: Any = model.config
+    try:
+        caches = DynamicCache(config=config).layers
+    except FAILURES:
+        caches = []
+    for i, (layer, cache) in enumerate(zip(stack, caches, strict=False)):
+        known = [m for m, _ in layer.named_modules() if any(n.endswith(f".{i}.{m}") for n in (*found, *left))]
+        if isinstance(cache, LinearAttentionCacheLayerMixin) and not known:
+            left[f"layer {i}"] = f"{type(layer).__name__}: it keeps a state from token to token that no operator has"
+    return found, left
+
+
+def _specs(module: Any, family: Family) -> Iterator[tuple[ConvSpec, DeltaSpec]]:
+    """The nodes that a module may be, the likeliest first."""
+    groups, heads, key, value = (getattr(module, name) for name in family.sizes)
+    eps = next(float(v) for k, v in vars(getattr(module, family.norm)).items() if k in ("variance_epsilon", "eps"))
+    convolution = getattr(module, family.conv)
+    for activation, gate, beta in itertools.product(("silu", "none"), ("silu", "sigmoid"), (1.0, 2.0)):
+        conv = ConvSpec(channels=convolution.in_channels, width=convolution.kernel_size[0], activation=activation)
+        delta = DeltaSpec(
+            num_k_heads=groups,
+            num_v_heads=heads,
+            k_head_size=key,
+            v_head_size=value,
+            scale=float(np.float32(key**-0.5)),
+            l2_epsilon=float(np.float32(1e-6)),
+            decay_per_key=int(family is KIMI),
+            beta_scale=beta,
+            gate=gate,
+            norm_epsilon=float(np.float32(eps)),
+        )
+        yield conv, delta
+
+
+def _compare(module: Any, family: Family) -> Recognised:
+    """The nodes that give what a module gives, on random tokens and states."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        candidates = list(_specs(module, family))
+        conv, delta = candidates[0]
+        width = 2 * delta.num_k_heads * delta.k_head_size + delta.num_v_heads * delta.v_head_size
+        convolution, norm = getattr(module, family.conv), getattr(module, family.norm)
+        if convolution.groups != conv.channels or width != conv.channels or norm.weight.ndim != 1:
+            raise Unlike("its convolution is not of queries, keys and values, each channel alone")
+        probe = _probe(module, family, generator)
+        for batch, new, past in ((2, 5, False), (2, 1, True), (2, 5, True), (1, 70, True)):
+            trial = _try(probe, delta, family, (batch, new), past, generator)
+            candidates = [specs for specs in candidates if _gives(specs, *trial)]
+    except FAILURES as error:
+        raise Unlike(f"its forward does not run alone: {line(error)}") from None
+    if not candidates:
+        raise Unlike("it computes something else than CausalConv and GatedDelta")
+    return Recognised(*candidates[0], family)
+
+
+def _compare_short(module: Any, family: Family) -> Recognised:
+    """The node between the gates of a short convolution, if its module is one."""
+    generator = torch.Generator().manual_seed(0)
+    convolution = getattr(module, family.conv)
+    channels, width = convolution.in_channels, convolution.kernel_size[0]
+    spec = ConvSpec(channels=channels, width=width, activation="none")
+    try:
+        probe = _probe(module, family, generator)
+        if convolution.groups != channels or probe.features != [3 * channels]:
+            raise Unlike("its convolution is not of a third of its projection, each channel alone")
+        weight, bias = (getattr(getattr(probe, family.conv), name) for name in ("weight", "bias"))
+        taken, bias = weight[:, 0].numpy(), (torch.zeros(0) if bias is None else bias).numpy()
+        for batch, new, past in ((2, 5, False), (2, 1, True), (2, 5, True)):
+            projected = torch.randn((batch, new, 3 * channels), generator=generator)
+            state = torch.randn((batch, channels, width), generator=generator)
+            before, after, x = (t.numpy() for t in projected.chunk(3, -1))
+            layer = LinearAttentionLayer()
+            if past:
+                layer.update_conv_state(state.clone())
+            cache = DynamicCache()
+            cache.layers = [layer]
+            probe.set_submodule(family.projections[0][0], Given(projected))
+            with torch.no_grad():
+                output = probe(torch.zeros(batch, new, 8), past_key_values=cache, attention_mask=None)
+            rows = np.tile(np.array([0, new, int(past)], np.int32), (batch, 1))
+            mixed, present = reference_conv(spec, before * x, taken, bias, state[..., 1:].numpy(), rows)
+            for made, want in ((output, after * mixed), (layer.conv_states[0][..., 1:], present)):
+                if made.shape != want.shape or np.abs(made.numpy() - want).max() > _TOLERANCE * np.abs(want).max():
+                    raise Unlike("it computes something else than a convolution between two gates")
+    except FAILURES as error:
+        raise Unlike(f"its forward does not run alone: {line(error)}") from None
+    return Recognised(spec, None, family)
+
+
+def _probe(module: Any, family: Family, generator: torch.Generator) -> Any:
+    """A copy of a module with random parameters and without projections."""
+    linears = {*itertools.chain(*family.projections), family.out}
+    features = [module.get_submodule(chain[-1]).out_features for chain in family.projections]
+    # parts without their linears first: those may be larger than the memory
+    kept = {id(module.get_submodule(name)): torch.nn.Identity() for name in linears}
+    probe = copy.deepcopy(module, kept)
+    randomise(probe, generator)
+    probe.features = features
+    probe.layer_idx = 0
+    return probe
+
+
+def _try(
+    probe: Any, spec: DeltaSpec, family: Family, sizes: tuple[int, int], past: bool, generator: torch.Generator
+) -> tuple[list[np.ndarray], list[np.ndarray], int]:
+    """What the nodes are given (x, a, b, z, weights and states) and what a probe makes of the same: its output and its
+    states afterwards. Third: tokens before."""
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    batch, new = sizes
+    outputs = [draw(batch, new, features) for features in probe.features]
+    for (*_, last), values in zip(family.projections, outputs, strict=True):
+        probe.set_submodule(last, Given(values))
+    convolution, decay = getattr(probe, family.conv), probe.get_submodule(family.decay)
+    layer = LinearAttentionLayer()
+    conv = draw(batch, convolution.in_channels, convolution.kernel_size[0])
+    state = draw(batch, spec.num_v_heads, spec.k_head_size, spec.v_head_size)
+    if past:
+        layer.update_conv_state(conv.clone())
+        layer.update_recurrent_state(state.clone())
+    cache = DynamicCache()
+    cache.layers = [layer]
+    with torch.no_grad():
+        output = probe(hidden_states=draw(batch, new, 8), cache_params=cache, attention_mask=None)
+    if not isinstance(output, torch.Tensor):
+        raise Unlike("its forward does not return its output alone")
+    qkv, z, b, a = family.apart(spec, *outputs)
+    bias = convolution.bias if convolution.bias is not None else torch.zeros(0)
+    given = [qkv, a, b, z, convolution.weight[:, 0], bias, conv[..., 1:], decay.A_log.flatten(), decay.dt_bias]
+    given += [getattr(probe, family.norm).weight, state]
+    made = [output, layer.conv_states[0], layer.recurrent_states[0]]
+    return [t.numpy() for t in given], [t.numpy() for t in made], int(past)
+
+
+def _gives(specs: tuple[ConvSpec, DeltaSpec], given: list[np.ndarray], made: list[np.ndarray], past: int) -> bool:
+    """Whether the nodes make the same."""
+    qkv, a, b, z, weight, bias, conv, a_log, dt_bias, norm, state = given
+    rows = np.tile(np.array([0, qkv.shape[1], past], np.int32), (len(qkv), 1))
+    mixed, present_conv = reference_conv(specs[0], qkv, weight, bias, conv, rows)
+    output, present = reference_delta(specs[1], mixed, a, b, z, a_log, dt_bias, norm, state, rows)
+    pairs = zip((made[0], made[1][..., 1:], made[2]), (output, present_conv, present), strict=True)
+    return all(x.shape == y.shape and np.abs(x - y).max() <= _TOLERANCE * np.abs(y).max() for x, y in pairs)
+
+
+def attach(model: torch.nn.Module, found: dict[str, Recognised], rows: Rows) -> list[str]:
+    """Makes the forward of recognised modules their projections and two nodes between them.
+
+    Returns:
+        Names of the parameters that are f32 now, in the shapes that the nodes take, see :func:`as_taken`.
+    """
+    changed = []
+    for path, recognised in found.items():
+        module: Any = model.get_submodule(path)
+        family = recognised.family
+        module.found, module.rows = recognised, rows
+        linears = (chain[-1] for chain in family.projections)
+        module.features = {name: module.get_submodule(name).out_features for name in linears}
+        of = [(family.conv, "weight"), (family.conv, "bias")]
+        if recognised.delta:
+            of += [(family.decay, "A_log"), (family.decay, "dt_bias"), (family.norm, "weight")]
+        for name, leaf in of:
+            part = module.get_submodule(name)
+            if (old := part._parameters[leaf]) is None:
+                continue
+            shape = as_taken(np.broadcast_to(np.zeros(1), old.shape)).shape
+            wide = old.data.flatten()[:1].float().expand(shape)  # a placeholder as it was
+            part._parameters[leaf] = torch.nn.Parameter(wide, requires_grad=False)
+            changed.append(".".join(filter(None, (path, name, leaf))))
+        module.forward = MethodType(_forward if recognised.delta else _forward_short, module)
+    return changed
+
+
+def as_taken(parameter: np.ndarray) -> np.ndarray:
+    """A convolution's weight [C, 1, W] as [C, W], an A_log [1, 1, H, 1] as [H]."""
+    return parameter[:, 0] if parameter.ndim == 3 else parameter.reshape(-1)
+
+
+def cache_layer(layer: Any, batch: int) -> LinearAttentionLayer:
+    """States of zeros as another cache's layer has them, for so many rows."""
+    made = LinearAttentionLayer()
+    of = (made.conv_states, layer.conv_states, 3), (made.recurrent_states, layer.recurrent_states, 4)
+    for own, states, rank in of:
+        if states[0] is None:
+            continue
+        shape = *states[0].shape[:-rank], batch, *states[0].shape[1 - rank :]
+        own[0] = torch.zeros(shape, dtype=states[0].dtype)  # theirs may be without memory
+    made.has_previous_state[0] = True
+    return made
+
+
+def _whole(module: Any, x: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
+    """What each of QWEN3_5's projections makes of x: the tensor that has it, and from which feature on. Where several
+    are one linear, that one's output is all of theirs."""
+    found: dict[str, tuple[torch.Tensor, int]] = {}
+    for whole, names in WHOLES.items():
+        if hasattr(module, whole) and not found.keys() & set(names):
+            y, at = getattr(module, whole)(x), 0
+            for name in names:
+                found[name] = y, at
+                at += module.features[name]
+    for (name,) in QWEN3_5.projections:
+        yield found[name] if name in found else (getattr(module, name)(x), 0)
+
+
+def _size(tensor: torch.Tensor, own: int) -> int:
+    """A row's features, 0 where they are the input's own."""
+    return 0 if tensor.shape[-1] == own else tensor.shape[-1]
+
+
+def _convolved(self: Any, x: torch.Tensor, layer: Any) -> torch.Tensor:
+    """The output of a module's CausalConv, whose state is the layer's. x: [B, S, C], or more behind that."""
+    spec, convolution = self.found.conv, getattr(self, self.found.family.conv)
+    attributes = json.dumps(dataclasses.replace(spec, x_size=_size(x, spec.channels)).attributes())
+    if layer.conv_states[0] is None:
+        window = [spec.state_window] * (spec.state_window > 1)
+        layer.conv_states[0] = x.new_zeros((*window, x.shape[0], spec.channels, spec.width - 1))
+    bias = convolution.bias if convolution.bias is not None else torch.zeros(0)
+    state, rows = layer.conv_states[0], self.rows.rows
+    x, layer.conv_states[0] = torch.ops.quantmoe.causal_conv(x, convolution.weight, bias, state, rows, attributes)
+    return x
+
+
+def _forward_short(self: Any, hidden_states: torch.Tensor, past_key_values: Any, *_: Any, **__: Any) -> torch.Tensor:
+    family, layer = self.found.family, past_key_values.layers[self.layer_idx]
+    before, after, x = family.apart(None, *family.projected(self, hidden_states))
+    y = _convolved(self, before * x, layer)
+    layer.has_previous_state[0] = True
+    return getattr(self, family.out)(after * y)
+
+
+def _forward(self: Any, hidden_states: torch.Tensor, cache_params: Any, *_: Any, **__: Any) -> torch.Tensor:
+    x, spec, family = hidden_states, self.found.delta, self.found.family
+    if family is QWEN3_5:
+        (qkv, _first), (z, z_at), (b, b_at), (a, a_at) = _whole(self, x)
+        heads = spec.num_v_heads
+        sizes = {"a": _size(a, heads), "b": _size(b, heads), "z": _size(z, heads * spec.v_head_size)}
+        wider = {f"{name}_size": size for name, size in sizes.items()}
+        spec = dataclasses.replace(spec, **wider, a_offset=a_at, b_offset=b_at, z_offset=z_at)
+    else:
+        qkv, z, b, a = family.apart(spec, *family.projected(self, x))
+    layer, decay = cache_params.layers[self.layer_idx], self.get_submodule(family.decay)
+    qkv = _convolved(self, qkv, layer)
+    if layer.recurrent_states[0] is None:
+        window = [spec.state_window] * (spec.state_window > 1)
+        shape = *window, x.shape[0], spec.num_v_heads, spec.k_head_size, spec.v_head_size
+        layer.recurrent_states[0] = x.new_zeros(shape, dtype=torch.float32)
+    norm, state, rows = getattr(self, family.norm).weight, layer.recurrent_states[0], self.rows.rows
+    y, layer.recurrent_states[0] = torch.ops.quantmoe.gated_delta(
+        qkv, a, b, z, decay.A_log, decay.dt_bias, norm, state, rows, json.dumps(spec.attributes())
+    )
+    layer.has_previous_state[0] = True
+    return getattr(self, family.out)(y)

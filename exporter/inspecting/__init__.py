@@ -1,0 +1,1 @@
+"""What a folder holds, and what export would make of it. No torch, no engine."""

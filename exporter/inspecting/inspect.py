@@ -1,0 +1,380 @@
+"""What an exported model holds, read from its files alone (no torch, no engine)."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import onnx_ir as ir
+
+from quantmoe.custom_ops import native
+from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.op import (
+    DOMAIN,
+    AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
+    LinearSpec,
+    MoESpec,
+    RouterSpec,
+    RoutingSpec,
+    Spec,
+)
+from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.memory import doing
+from quantmoe.exporter.reading.checkpoint import LFS_POINTER
+from quantmoe.exporter.writing.external_data import HASH, new_hash
+
+_CHUNK = 1 << 24
+SpecType = TypeVar("SpecType", bound=Spec)
+
+
+def model_path(path: str | Path) -> Path:
+    """The .onnx file of a folder or file argument."""
+    path = Path(path)
+    path = path / "model.onnx" if path.is_dir() else path
+    if not path.is_file():
+        raise ModelError(f"{path}: missing; expected an exported model or its folder")
+    return path
+
+
+def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
+    """Describes every QuantMoE node and the other weights.
+
+    Args:
+        path: the model or its folder.
+        verify: read all weights and compare their hashes.
+
+    Returns:
+        ``layers`` and ``linears`` (one dict a node: name, module, format, attributes, sizes, bytes, bits_per_weight;
+        of layers ``shared``: names of the last experts where they are a shared one; of linears ``rows``: where a node
+        has those of several modules, how many of each),
+        ``routers`` (MoERouting and MoERouter nodes: name, attributes),
+        ``attention`` (CachedAttention nodes: name, attributes, type of the cache, its bytes a token),
+        ``linear_attention`` (GatedDelta nodes: name, attributes, ``width`` of the convolution before it, and
+        ``state_bytes`` of both, after one token; CausalConv nodes without one alike),
+        ``plain_attention`` (attention module that is standard nodes -> why, as its export says),
+        ``dense`` (other large tensors, and those that the checkpoint quantizes and the model does not, with
+        ``dequantized_because``), ``files`` (of weights: bytes, and how many are in memory), ``metadata`` and, with
+        ``verify``, ``verified``: how many hashes were right.
+
+    Raises:
+        ModelError: a file is missing or too short, a tensor's size is not what its node's attributes say, a wrong hash.
+    """
+    path = model_path(path)
+    model = load(path)
+    tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
+    external = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
+    layers, linears, routers, attention, linear_attention, packed = [], [], [], [], [], set()
+    for node in model.graph:
+        if node.domain != DOMAIN:
+            continue
+        try:
+            if node.op_type == "QuantMoE":
+                layers.append(_layer(path, node))
+                packed |= {value.name for value in node.inputs[3:5] if value is not None}
+            elif node.op_type == "QuantLinear":
+                linears.append(_linear(path, node))
+                packed.add(node.inputs[1].name)  # type: ignore[union-attr]
+            elif node.op_type == "MoERouting":
+                routing = _spec(path, node, RoutingSpec)
+                _check_runs(path, node, routing, {})
+                routers.append({"node": node.name, "attributes": routing.attributes()})
+            elif node.op_type == "MoERouter":
+                router = _spec(path, node, RouterSpec)
+                _check_runs(path, node, router.routing, {})
+                routers.append({"node": node.name, "attributes": router.attributes()})
+            elif node.op_type == "CachedAttention":
+                attention.append(_attention(path, node))
+            elif node.op_type == "GatedDelta":
+                linear_attention.append(_linear_attention(path, node))
+            elif node.op_type == "CausalConv" and not any(
+                u.node.op_type == "GatedDelta" for u in node.outputs[0].uses()
+            ):
+                linear_attention.append(_short_convolution(path, node))
+        except ModelError:
+            raise
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            # a field of another type
+            raise ModelError(f"{path}: node {node.name} cannot be read: {error!r}") from None
+    dense = [
+        {
+            "name": name,
+            "dtype": str(tensor.dtype),
+            "shape": list(tensor.shape.numpy()),
+            "bytes": int(tensor.nbytes),
+            "dequantized_from": tensor.metadata_props.get("dequantized_from"),
+            "dequantized_because": tensor.metadata_props.get("dequantized_because"),
+        }
+        for name, tensor in tensors.items()
+        if name not in packed
+        and tensor is not None
+        and (isinstance(tensor, ir.ExternalTensor) or "dequantized_from" in tensor.metadata_props)
+    ]
+    found: dict[str, Any] = {
+        "model": str(path),
+        "metadata": dict(model.metadata_props),
+        "layers": layers,
+        "linears": linears,
+        "routers": routers,
+        "attention": attention,
+        "linear_attention": linear_attention,
+        "plain_attention": _reasons(path, model.metadata_props.get("plain_attention", "{}")),
+        "dense": dense,
+    }
+    found["files"] = [
+        {"name": name, "bytes": (path.parent / name).stat().st_size, "resident": resident(path.parent / name)}
+        for name in sorted({str(tensor.location) for tensor in external.values()})
+    ]
+    if verify:
+        found["verified"] = sum(_verify(path, name, tensor) for name, tensor in external.items())
+    return found
+
+
+def load(path: Path) -> ir.Model:
+    """The graph of a .onnx file whose data files hold what it says.
+
+    Raises:
+        ModelError: it is no model; a tensor is not in a file beside it, or not all of it.
+    """
+    if (size := path.stat().st_size) >= 1 << 31:
+        raise ModelError(f"{path}: {size} bytes, expected less than protobuf's 2 GiB")
+    try:
+        with doing(str(path)):
+            model = ir.load(path)
+    except MemoryError:
+        raise
+    except Exception as error:  # protobuf's own, by backend
+        raise ModelError(f"{path}: not an ONNX model: {_pointer(path) or error}") from None
+    if not model.ir_version:  # an empty file is a message without fields
+        raise ModelError(f"{path}: not an ONNX model: it has no ir_version")
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if not isinstance(tensor, ir.ExternalTensor):
+            continue
+        location = str(tensor.location)
+        if location in ("", ".", "..") or "/" in location or "\\" in location or "\0" in location:
+            raise ModelError(f"{path}: {name} is in {location!r}, expected the name of a file beside the model")
+        file = path.parent / location
+        try:
+            needed = int(tensor.nbytes)
+        except (TypeError, ValueError) as error:  # of a type without a size
+            raise ModelError(f"{path}: {name}: {error}") from None
+        begin, length = tensor.offset or 0, tensor.length or needed  # a length may be left out
+        end = begin + length
+        if begin < 0 or length != needed:
+            raise ModelError(f"{path}: {name} has {length} bytes at {begin}, its shape and type take {needed}")
+        if not file.is_file():
+            raise ModelError(f"{file}: missing; {path.name} keeps {name} there")
+        if file.resolve().parent not in (path.parent.resolve(), path.resolve().parent):
+            raise ModelError(
+                f"{file}: a link to {file.resolve()}, expected a file beside the model: ONNX Runtime follows no other"
+            )
+        if file.stat().st_size < end:
+            reason = _pointer(file) or "truncated?"
+            raise ModelError(f"{file}: {file.stat().st_size} bytes; {name} ends at byte {end} ({reason})")
+    return model
+
+
+def _pointer(path: Path) -> str:
+    """What to do about a file that is Git LFS's pointer to it; nothing of others."""
+    with open(path, "rb") as start:
+        pointer = start.read(len(LFS_POINTER)) == LFS_POINTER
+    return f"a Git LFS pointer; to fetch the file: git -C {path.parent} lfs pull" if pointer else ""
+
+
+def resident(path: Path) -> int | None:
+    """Bytes of a file that the system holds in memory, whoever read them; None where it does not say.
+
+    Linux says so to who owns the file or may write it; for others all of it is in memory (mincore(2)).
+    """
+    size = path.stat().st_size
+    if not size or not sys.platform.startswith("linux") or not os.access(path, os.W_OK):
+        return None
+    libc, page = ctypes.CDLL(None), mmap.PAGESIZE
+    with doing(str(path)), open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        whole = np.frombuffer(mapped, np.uint8)
+        pages = np.zeros(-(-size // page), np.uint8)
+        status = libc.mincore(
+            ctypes.c_void_p(whole.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)
+        )
+        del whole
+    return min(size, int((pages & 1).sum()) * page) if status == 0 else None
+
+
+def _layer(path: Path, node: ir.Node) -> dict[str, Any]:
+    spec = _spec(path, node, MoESpec)
+    names = dict(zip(("w13", "w2"), node.inputs[3:5], strict=True))
+    most = spec.num_experts - spec.expert_offset
+    sizes, metadata = _sizes(path, node, spec, spec, names, most)
+    per_expert = spec.hidden_size * spec.intermediate_size * (2 + spec.gated)
+    shared = json.loads(metadata.get("shared", "[]"))
+    if not isinstance(shared, list) or len(shared) > spec.num_experts:
+        raise ModelError(f"{path}: node {node.name}: shared is {shared}, expected the names of its last experts")
+    return _description(node, spec, sizes, metadata, sizes["w13"]["shape"][0] * per_expert) | {"shared": shared}
+
+
+def _linear(path: Path, node: ir.Node) -> dict[str, Any]:
+    spec = _spec(path, node, LinearSpec)
+    sizes, metadata = _sizes(path, node, spec, spec.moe, {"w": node.inputs[1]}, 1)
+    rows = json.loads(metadata.get("rows", "{}"))
+    if not isinstance(rows, dict) or (rows and sum(rows.values()) != spec.out_features):
+        raise ModelError(f"{path}: node {node.name}: rows are {rows}, expected {spec.out_features} in all")
+    return _description(node, spec, sizes, metadata, spec.in_features * spec.out_features) | {"rows": rows}
+
+
+def _attention(path: Path, node: ir.Node) -> dict[str, Any]:
+    spec = _spec(path, node, AttentionSpec)
+    _check_runs(path, node, spec, {})
+    past = node.inputs[1]
+    if past is None or past.dtype is None:
+        raise ModelError(f"{path}: node {node.name}: past_key has no type")
+    width = spec.kv_num_heads * sum(spec.cache_widths)
+    return {
+        "node": node.name,
+        "attributes": spec.attributes(),
+        "cache": past.dtype.name.lower() if spec.cache_format == "none" else spec.cache_format,
+        "bytes_per_token": int(width * past.dtype.itemsize),
+    }
+
+
+def _linear_attention(path: Path, node: ir.Node) -> dict[str, Any]:
+    spec = _spec(path, node, DeltaSpec)
+    _check_runs(path, node, spec, {})
+    before = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if before is None or before.op_type != "CausalConv":
+        raise ModelError(f"{path}: node {node.name}: qkv is not of a CausalConv")
+    found = _short_convolution(path, before)
+    state = 4 * spec.num_v_heads * spec.k_head_size * spec.v_head_size
+    return found | {
+        "node": node.name,
+        "attributes": spec.attributes(),
+        "state_bytes": state + found["state_bytes"],
+    }
+
+
+def _short_convolution(path: Path, node: ir.Node) -> dict[str, Any]:
+    conv = _spec(path, node, ConvSpec)
+    _check_runs(path, node, conv, {})
+    past = node.inputs[3]
+    if past is None or past.dtype is None:
+        raise ModelError(f"{path}: node {node.name}: past_conv has no type")
+    return {
+        "node": node.name,
+        "attributes": conv.attributes(),
+        "width": conv.width,
+        "state_bytes": int(conv.channels * (conv.width - 1) * past.dtype.itemsize),
+    }
+
+
+def _reasons(path: Path, text: str) -> dict[str, str]:
+    """What an export wrote of modules and reasons."""
+    try:
+        found = json.loads(text)
+        if isinstance(found, dict) and all(isinstance(value, str) for value in found.values()):
+            return found
+    except (ValueError, RecursionError):
+        pass
+    raise ModelError(f"{path}: plain_attention is {text[:80]!r}, expected reasons by module")
+
+
+def _spec(path: Path, node: ir.Node, kind: type[SpecType]) -> SpecType:
+    try:
+        return kind.from_attributes({name: _attribute(attribute) for name, attribute in node.attributes.items()})
+    except ValueError as error:
+        raise ModelError(f"{path}: node {node.name}: {error}") from None
+
+
+def _check_runs(path: Path, node: ir.Node, spec: Spec, words: Mapping[str, int]) -> None:
+    if reason := native.refusal(spec, words):
+        raise ModelError(f"{path}: node {node.name}: {reason}")
+
+
+def _sizes(
+    path: Path, node: ir.Node, spec: Spec, moe: MoESpec, inputs: dict[str, ir.Value | None], most: int
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Checks the packed inputs (by projection; a linear's "w" is w2 of ``moe``); their sizes, and the metadata."""
+    where = f"{path}: node {node.name}"
+    sizes: dict[str, Any] = {}
+    metadata: dict[str, str] = {}
+    for name, value in inputs.items():
+        projection = getattr(spec, name)
+        layout = LAYOUTS.get(projection.layout)
+        if layout is None:
+            raise ModelError(f"{where}: layout {projection.layout!r}; this release knows {', '.join(LAYOUTS)}")
+        if projection.layout_version != layout.VERSION:
+            later = projection.layout_version > layout.VERSION
+            raise ModelError(
+                f"{where}: {name}_layout_version is {projection.layout_version}, this release knows {layout.VERSION}; "
+                + ("a later one of quantmoe wrote it" if later else "export the model again")
+            )
+        tensor = value.const_value if value is not None else None
+        if value is None or tensor is None:
+            raise ModelError(f"{where}: {name} is not an initializer")
+        try:
+            shape = list(tensor.shape.numpy())
+            words = layout.row_bytes(moe, "w2" if name == "w" else name) // 4
+        except (KeyError, ZeroDivisionError):
+            raise ModelError(
+                f"{where}: layout {projection.layout} does not carry {projection.format} "
+                f"with group_size {projection.group_size} and {projection.scale_type} scales ({name})"
+            ) from None
+        if len(shape) != 2 or shape[1] != words or not 1 <= shape[0] <= most:
+            raise ModelError(f"{where}: {name} has shape {shape}, its attributes say [1 to {most}, {words}]")
+        recorded = tensor.metadata_props.get("spec")
+        packed_as = spec.attributes() if recorded is None else json.loads(recorded)
+        for key, found in spec.attributes().items():
+            packed = packed_as.get(key)
+            # ONNX keeps floats in 32 bits
+            same = np.float32(packed) == np.float32(found) if isinstance(found, float) else packed == found
+            if not same:
+                raise ModelError(f"{where}: {key} is {found!r}, {value.name} was packed with {packed!r}")
+        sizes[name] = {"tensor": value.name, "shape": shape, "bytes": int(tensor.nbytes)}
+        metadata = dict(tensor.metadata_props)
+    if moe.w2.layout == "cpu_panel":
+        _check_runs(path, node, spec, {name: size["shape"][1] for name, size in sizes.items()})
+    return sizes, metadata
+
+
+def _description(
+    node: ir.Node, spec: Spec, sizes: dict[str, Any], metadata: dict[str, str], weights: int
+) -> dict[str, Any]:
+    size = sum(part["bytes"] for part in sizes.values())
+    return {
+        "node": node.name,
+        "module": metadata.get("module"),
+        "format": metadata.get("format"),
+        "attributes": spec.attributes(),
+        **sizes,
+        "bytes": size,
+        "bits_per_weight": 8 * size / weights,
+    }
+
+
+def _attribute(attribute: ir.Attr) -> Any:
+    return attribute.as_string() if attribute.type == ir.AttributeType.STRING else attribute.value
+
+
+def _verify(path: Path, name: str, tensor: ir.ExternalTensor) -> bool:
+    recorded = tensor.metadata_props.get("hash")
+    if recorded is None:
+        return False
+    if not isinstance(recorded, str) or not recorded.startswith(f"{HASH}:"):  # bytes where they are no text
+        raise ModelError(f"{path}: {name} has a hash {recorded[:80]!r}, this release compares {HASH}")
+    digest, left = new_hash(), tensor.length or tensor.nbytes
+    data = path.parent / tensor.location
+    with doing(f"{data}: {name}"), open(data, "rb") as file:
+        file.seek(tensor.offset or 0)
+        while left and (chunk := file.read(min(left, _CHUNK))):
+            digest.update(chunk)
+            left -= len(chunk)
+    if recorded != f"{HASH}:{digest.hexdigest()}":
+        raise ModelError(f"{data}: {name} has hash {HASH}:{digest.hexdigest()}, {path.name} says {recorded}")
+    return True

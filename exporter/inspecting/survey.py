@@ -1,0 +1,96 @@
+"""What a folder or file holds that is no exported model, and why an export would refuse it: inspect CHECKPOINT.
+
+From headers and config.json alone, like all that is decided before torch is imported.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from quantmoe.exporter.choosing.choose import ACTIVATIONS, LAYOUT, choose_experts
+from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint
+from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats.unquantized import Unquantized
+
+
+def is_model(path: Path) -> bool:
+    """Whether a path is meant as an exported model, not as a checkpoint."""
+    return (path / "model.onnx").exists() or (path.is_file() and path.suffix not in (".gguf", ".safetensors"))
+
+
+def survey(path: str | Path) -> dict[str, Any]:
+    """What is there, as far as it can be read.
+
+    Returns:
+        ``checkpoint`` (path), ``files`` (of a folder, by ending: count, bytes), ``refused`` (target -> why an export
+        would be, as far as headers show it, else ""); where it can be read ``model_type``, ``tensors`` (by dtype:
+        count, bytes), ``format`` (None: of floats), ``layers`` (one dict each: module, scheme, experts, hidden_size,
+        intermediate_size), ``linears`` (scheme -> how many outside the experts), ``attention`` (how
+        many layers are of which type, where config.json says), ``kv_cache`` and ``left_out`` (see Report).
+
+    Raises:
+        CheckpointError: there is nothing of that name.
+    """
+    path = Path(path)
+    found: dict[str, Any] = {"checkpoint": str(path), "files": _files(path)}
+    try:
+        ckpt = open_checkpoint(path)
+    except CheckpointError as error:
+        if not path.exists():
+            raise
+        return found | {"refused": dict.fromkeys(LAYOUT, str(error))}
+    found |= {"model_type": ckpt.text_config.get("model_type"), "tensors": _tensors(ckpt)}
+    try:
+        format, reason = find_format(ckpt), ""
+    except CheckpointError as error:
+        if ckpt.quantization:
+            return found | {"refused": dict.fromkeys(LAYOUT, str(error))}
+        format, reason = Unquantized(ckpt, "none"), str(error)
+    found |= {"format": None if reason else format.name, "refused": dict.fromkeys(LAYOUT, reason)}
+    try:
+        found |= _quantized(format)
+    except CheckpointError as error:
+        return found | {"refused": dict.fromkeys(LAYOUT, reason or str(error))}
+    for target, layout in LAYOUT.items() if not reason else ():
+        try:
+            choose_experts(format, layout, ACTIVATIONS[layout], "exact")
+        except CheckpointError as error:
+            found["refused"][target] = str(error)
+    return found
+
+
+def _files(path: Path) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for file in sorted(path.glob("*")):
+        if file.is_file():
+            kind = found.setdefault(file.suffix or file.name, {"count": 0, "bytes": 0})
+            kind["count"] += 1
+            kind["bytes"] += file.stat().st_size
+    return found
+
+
+def _tensors(ckpt: Checkpoint) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for name in ckpt.names():
+        kind = found.setdefault(ckpt.dtype(name), {"count": 0, "bytes": 0})
+        kind["count"] += 1
+        kind["bytes"] += prod(ckpt.shape(name)) * DTYPES[ckpt.dtype(name)].itemsize
+    return found
+
+
+def _quantized(format: Format) -> dict[str, Any]:
+    layers = []
+    for layer in format.moe_layers():
+        sizes = {name: getattr(layer, name) for name in ("hidden_size", "intermediate_size")}
+        layers.append({"module": layer.name, "scheme": layer.scheme_text, "experts": layer.num_experts, **sizes})
+    linears: dict[str, int] = {}
+    for name in format.parameters():
+        module = name.removesuffix(".weight")
+        if module != name and format.is_quantized(module):
+            text = format.scheme_of(module).text
+            linears[text] = linears.get(text, 0) + 1
+    remarks = {"attention": format.attention(), "kv_cache": format.kv_cache(), "left_out": format.left_out()}
+    return {"layers": layers, "linears": linears, **remarks}

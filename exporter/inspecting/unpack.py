@@ -1,0 +1,107 @@
+"""An exported model's weights as the checkpoint had them: canonical codes and scales, bit for bit (no torch)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.matrix import QuantizedMatrix, parted
+from quantmoe.custom_ops.op import LinearSpec, MoESpec
+from quantmoe.exporter.inspecting.inspect import ModelError, inspect, model_path
+from quantmoe.exporter.memory import doing
+from quantmoe.exporter.reading.checkpoint import write_safetensors
+from quantmoe.exporter.writing.external_data import naming
+from quantmoe.exporter.writing.output import replace
+
+#: fields of QuantizedMatrix that are stored, where a matrix has them
+FIELDS = ("codes", "scales", "zero_points", "global_scale", "input_scale", "pre_scale", "bias", "perm")
+
+
+def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
+    """Writes a decoder layer's packed matrices to a safetensors file.
+
+    Tensors are ``<module>.<field>``, module as in the checkpoint, experts as ``<experts>.<number>.gate``, ``up`` and
+    ``down``, a shared expert among them as ``<shared expert>.gate`` (``<shared expert>.<number>.gate`` where it is
+    several); fields as in QuantizedMatrix.
+
+    Returns:
+        The modules written.
+
+    Hashes are not compared; ``quantmoe inspect --verify`` does that.
+
+    Raises:
+        ModelError: the model cannot be read, or has no packed weights in that layer.
+        OSError: ``output`` is one of the model's files or cannot be written.
+    """
+    path = model_path(model)
+    found = inspect(path)
+    nodes = [n for n in found["layers"] + found["linears"] if _layer(n["module"]) == layer]
+    if not nodes:
+        known = sorted({_layer(n["module"]) for n in found["layers"] + found["linears"]} - {-1})
+        span = f"{known[0]} to {known[-1]}" if known else "none"
+        raise ModelError(f"{path}: no packed weights in layer {layer}; layers with some: {span}")
+    weights = [path.parent / file["name"] for file in found["files"]]
+    if (written := Path(output).resolve()) in [file.resolve() for file in (path, *weights)]:
+        raise FileExistsError(f"{written} is the model's own file; unpack to another")
+    if written.is_dir() or not written.parent.is_dir():
+        what = f"{written} is a folder" if written.is_dir() else f"{written.parent} is no folder"
+        raise FileNotFoundError(f"{what}, expected a file to write to")
+    initializers = ir.load(path).graph.initializers
+    modules: dict[str, None] = {}
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for node in nodes:
+            with doing(f"{path}: {node['module']}"):
+                for module, matrix in _matrices(node, initializers):
+                    modules[module] = None
+                    for field in FIELDS:
+                        if (value := getattr(matrix, field)) is not None:
+                            yield (
+                                f"{module}.{field}",
+                                np.atleast_1d(np.asarray(value, None if isinstance(value, np.ndarray) else np.float32)),
+                            )
+
+    partial = Path(f"{output}.partial")
+    try:
+        with doing(str(partial)), naming(partial):
+            write_safetensors(partial, tensors)
+            replace(partial, Path(output))
+    finally:
+        partial.unlink(missing_ok=True)
+    return list(modules)
+
+
+def _matrices(node: dict[str, Any], initializers: Any) -> Iterator[tuple[str, QuantizedMatrix]]:
+    def rows(projection: str) -> np.ndarray:
+        try:
+            return np.asarray(initializers[node[projection]["tensor"]].const_value.numpy()).view(np.uint8)
+        except ValueError as error:  # onnx-ir's: it maps no file that has several names
+            raise ModelError(f"{node['node']}: {error}") from None
+
+    if "w" in node:
+        linear = LinearSpec.from_attributes(node["attributes"])
+        matrix = LAYOUTS[linear.w.layout].unpack_down(linear.moe, rows("w")[0])
+        parts = node["rows"] or {node["module"]: linear.out_features}
+        yield from zip(parts, parted(matrix, [*parts.values()]) if len(parts) > 1 else [matrix], strict=True)
+        return
+    spec = MoESpec.from_attributes(node["attributes"])
+    w13, w2 = rows("w13"), rows("w2")
+    routed = spec.num_experts - len(node["shared"])
+    for e in range(len(w13)):
+        expert = LAYOUTS[spec.w13.layout].unpack(spec, w13[e], w2[e])
+        number = spec.expert_offset + e
+        name = f"{node['module']}.{number}" if number < routed else node["shared"][number - routed]
+        for role in ("gate", "up", "down"):
+            if (matrix := getattr(expert, role)) is not None:
+                yield f"{name}.{role}", matrix
+
+
+def _layer(module: str | None) -> int:
+    number = re.search(r"\.layers\.(\d{1,6})\.", module or "")
+    return int(number[1]) if number else -1

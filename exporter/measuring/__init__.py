@@ -1,0 +1,1 @@
+"""Times beside other engines': ``quantmoe bench``; ``kernels`` has the scripts that are in no wheel."""

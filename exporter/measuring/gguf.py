@@ -1,0 +1,149 @@
+"""A GGUF file of a model's sizes with random weights, for llama.cpp as a peer of ``quantmoe bench MODEL``.
+
+Names come from the ``gguf`` package's map of transformers' names; fields are those that llama.cpp's loaders read (its
+src/models/*.cpp) and that a size or a speed depends on. There is no tokenizer: prompts are token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantmoe.exporter.measuring.random_checkpoint import model_config, parameters, quantized
+
+#: transformers' model_type -> gguf.MODEL_ARCH
+ARCHITECTURES = {
+    "qwen3_moe": "QWEN3MOE",
+    "gpt_oss": "GPT_OSS",
+    "mixtral": "LLAMA",
+    "deepseek_v3": "DEEPSEEK2",
+    "glm4_moe": "GLM4_MOE",
+}
+#: rows of random weights; a matrix repeats them
+ROWS = 256
+
+
+def write_gguf(path: Path, config: Mapping[str, Any], weights: str = "Q4_0", head: str = "BF16") -> int:
+    """Writes the file; returns its bytes.
+
+    Args:
+        config: a Hugging Face configuration.
+        weights: GGMLQuantizationType of experts and other linears; head: of lm_head and embeddings.
+
+    Raises:
+        ValueError: an architecture or a tensor that llama.cpp has no name for.
+    """
+    import gguf
+
+    if config["model_type"] not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"no GGUF of model_type {config['model_type']}; expected one of {known}")
+    arch = gguf.MODEL_ARCH[ARCHITECTURES[config["model_type"]]]
+    tensors = dict(_tensors(config, arch, weights, head))
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    try:
+        _fields(writer, config, tensors)
+        for name, (shape, kind) in tensors.items():
+            block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+            if shape[-1] % block:
+                raise ValueError(f"{name} has rows of {shape[-1]}, {kind} has blocks of {block}")
+            kind_of = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), prod(shape) // block * size, kind_of)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        pools: dict[tuple[str, int], np.ndarray] = {}
+        for shape, kind in tensors.values():
+            if len(shape) == 1:
+                writer.write_tensor_data(np.ones(shape, np.float32))
+                continue
+            if (kind, shape[-1]) not in pools:
+                normal = np.random.default_rng(0).normal(0, shape[-1] ** -0.5, (ROWS, shape[-1])).astype(np.float32)
+                pools[kind, shape[-1]] = gguf.quants.quantize(normal, gguf.GGMLQuantizationType[kind])
+            pool = pools[kind, shape[-1]]
+            writer.write_tensor_data(np.resize(pool, (prod(shape[:-1]), pool.shape[1])))
+    finally:
+        writer.close()
+    return path.stat().st_size
+
+
+def _tensors(
+    config: Mapping[str, Any], arch: Any, weights: str, head: str
+) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
+    """llama.cpp's name -> shape, type."""
+    import gguf
+
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    for name, shape in parameters(config).items():
+        stem, _, leaf = name.rpartition(".")
+        if leaf == "e_score_correction_bias":
+            stem, leaf = f"{stem}.e_score_correction", "bias"
+        elif leaf == "sinks":
+            stem, leaf = name, "weight"
+        kind = "F32"
+        if quantized(name):
+            kind = weights
+        elif "lm_head" in name or "embed" in name:
+            kind = head
+        if stem.endswith("kv_b_proj"):  # llama.cpp multiplies the latent by its halves, one a head
+            made = model_config(config)
+            heads, rank, key, value = (
+                getattr(made, field)
+                for field in ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+            )
+            at = str(names.get_name(stem)).removesuffix("_kv_b")
+            yield f"{at}_k_b.weight", ((heads, rank, key), kind)
+            yield f"{at}_v_b.weight", ((heads, value, rank), kind)
+        elif found := names.get_name(stem):
+            yield f"{found}.{leaf}", (shape, kind)
+        else:
+            raise ValueError(f"llama.cpp has no name for {name}")
+
+
+def _fields(writer: Any, config: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+    import gguf
+
+    c = model_config(config)
+    experts, width = next(shape[:2] for name, (shape, _) in tensors.items() if name.endswith("ffn_gate_exps.weight"))
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_expert_count(experts)
+    writer.add_expert_used_count(c.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(width)
+    writer.add_head_count(c.num_attention_heads)
+    if getattr(c, "n_shared_experts", None):
+        writer.add_expert_shared_count(c.n_shared_experts)
+        writer.add_leading_dense_block_count(c.first_k_dense_replace)
+        writer.add_expert_weights_scale(c.routed_scaling_factor)
+        writer.add_expert_weights_norm(c.norm_topk_prob)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        if c.n_group > 1:
+            writer.add_expert_group_count(c.n_group)
+            writer.add_expert_group_used_count(c.topk_group)
+    if getattr(c, "kv_lora_rank", None):  # a single head as wide as the latent
+        writer.add_head_count_kv(1)
+        writer.add_q_lora_rank(c.q_lora_rank)
+        writer.add_kv_lora_rank(c.kv_lora_rank)
+        writer.add_key_length(c.kv_lora_rank + c.qk_rope_head_dim)
+        writer.add_value_length(c.kv_lora_rank)
+        writer.add_key_length_mla(c.qk_nope_head_dim + c.qk_rope_head_dim)
+        writer.add_value_length_mla(c.v_head_dim)
+        writer.add_rope_dimension_count(c.qk_rope_head_dim)
+        return
+    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    rope = getattr(c, "rope_parameters", None) or {}
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1)))
+    if "sliding_attention" in (getattr(c, "layer_types", None) or ()):
+        writer.add_sliding_window(c.sliding_window)

@@ -1,0 +1,68 @@
+"""GatedDelta and CausalConv on CUDA: us a call.
+
+    python exporter/measuring/kernels/delta_cuda_bench.py [--repeats 10]
+
+16 key heads of 128, a convolution of 4 over keys, queries and values, bf16, states in place. Times are of CUDA graphs
+of several calls, each with tensors of its own, larger than L2 together where one token reads a state; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from quantmoe.custom_ops import cuda
+from quantmoe.custom_ops.op import ConvSpec
+from quantmoe.exporter.measuring.kernels.attention_cuda_bench import Call, microseconds
+from quantmoe.exporter.measuring.kernels.attention_spec import delta_spec_of
+
+KEY_HEADS, SIZE, WIDTH = 16, 128, 4
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def delta(heads: int, batch: int, tokens: int) -> Call:
+    """A call of GatedDelta on random inputs."""
+    spec = delta_spec_of(KEY_HEADS, heads, SIZE)
+    width = (2 * KEY_HEADS + heads) * SIZE
+    inputs = [random(batch, tokens, n) for n in (width, heads, heads, heads * SIZE)]
+    inputs += [random(n, dtype=torch.float32) for n in (heads, heads, SIZE)]
+    state = random(batch, heads, SIZE, SIZE, dtype=torch.float32)
+    rows = torch.tensor([[0, tokens, 1]] * batch, dtype=torch.int32, device="cuda")
+    problem = cuda.delta_problem(spec, "bf16", batch, tokens)
+    plan = cuda.plan_delta(problem, cuda.query())
+    workspace = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device="cuda")
+    y = torch.empty_like(inputs[3])
+    return lambda: cuda.launch_delta(problem, plan, *inputs, state, rows, y, state, workspace)
+
+
+def conv(heads: int, batch: int, tokens: int) -> Call:
+    """The same of CausalConv."""
+    channels = (2 * KEY_HEADS + heads) * SIZE
+    spec = ConvSpec(channels=channels, width=WIDTH, activation="silu")
+    x, state = random(batch, tokens, channels), random(batch, channels, WIDTH - 1)
+    weight, bias = random(channels, WIDTH, dtype=torch.float32), random(0, dtype=torch.float32)
+    rows = torch.tensor([[0, tokens, 1]] * batch, dtype=torch.int32, device="cuda")
+    problem, y = cuda.conv_problem(spec, "bf16", batch, tokens), torch.empty_like(x)
+    return lambda: cuda.launch_conv(problem, x, weight, bias, state, rows, y, state)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=10)
+    repeats = parser.parse_args().repeats
+    torch.manual_seed(0)
+    print("| value heads | batch | tokens | GatedDelta, us | CausalConv, us |\n|---|---|---|---|---|")
+    sizes = ((1, 1), (1, 4), (1, 8), (1, 64), (1, 256), (1, 1024), (1, 8192), (8, 1), (32, 1), (8, 256))
+    for heads in (32, 48):
+        for batch, tokens in sizes:
+            calls = 24 if batch * tokens <= 64 else 4
+            us = [microseconds([make(heads, batch, tokens) for _ in range(calls)], repeats) for make in (delta, conv)]
+            print(f"| {heads} | {batch} | {tokens} | {us[0]:.1f} | {us[1]:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

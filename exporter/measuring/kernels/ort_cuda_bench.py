@@ -1,0 +1,291 @@
+"""A whole exported model in ONNX Runtime's CUDA provider: a token, prompts, batches, with and without a CUDA graph.
+
+The graph is made where transformers is, on any machine; weights are random, and one layer's bytes are those of all:
+
+    python -m quantmoe.exporter.measuring.kernels.ort_cuda_bench graph qwen.onnx --model qwen3-30b-a3b --group-size 128
+    python -m quantmoe.exporter.measuring.kernels.ort_cuda_bench run qwen.onnx  # with onnxruntime-gpu, PyTorch, a GPU
+
+--steps names other runs, as BATCH:PAST:NEW, and --prompts other lengths. The cache is bound in place. Times are medians
+of whole runs on the host's clock, kernels are those that CUPTI saw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.layouts import marlin
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
+
+#: experts of different bytes in a layer
+EXPERTS = 8
+TYPES = {1: np.float32, 6: np.int32, 10: np.float16}
+SCALES: dict[str, Any] = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}
+
+
+def make_graph(path: Path, model: str, group_size: int, mxfp4: bool, lm_head: str | None, scratch: Path) -> None:
+    """Writes a graph in f16 whose weights are named and not there.
+
+    Args:
+        mxfp4: experts as gpt-oss has them, and linears in f16, instead of int4.
+        lm_head: "int4" or "int8"; None: f16.
+        scratch: folder for the headers of a checkpoint.
+    """
+    import onnx_ir as ir
+
+    from quantmoe.exporter.choosing.choose import choose, choose_experts
+    from quantmoe.exporter.graph.model import Skeleton, trace
+    from quantmoe.exporter.graph.passes.defaults import drop_defaults
+    from quantmoe.exporter.graph.passes.embeddings import keep_tables
+    from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface
+    from quantmoe.exporter.graph.passes.last_logits import keep_last_logits
+    from quantmoe.exporter.graph.passes.weights import place_weights
+    from quantmoe.exporter.measuring import random_checkpoint
+    from quantmoe.exporter.writing.convert import open_format
+
+    random_checkpoint.write(scratch, random_checkpoint.CONFIGS[model], group_size, data=False)
+    format = open_format(scratch, None, None)
+    skeleton = Skeleton(format, "f16", lm_head=lm_head, target="cuda")
+    chosen = choose(skeleton, choose_experts(format, "marlin", None, "exact"), "marlin", None, "exact")
+    if mxfp4:
+        for name, spec in chosen.layers.items():
+            w13, w2 = (replace(p, format="mxfp4", scale_type="e8m0", group_size=32) for p in (spec.w13, spec.w2))
+            chosen.layers[name] = replace(spec, w13=w13, w2=w2)
+        for name, linear in chosen.linears.items():
+            if chosen.source(name) != skeleton.head:
+                chosen.linears[name] = replace(
+                    linear, w=replace(linear.w, format="f16", group_size=-1, scale_type="f32")
+                )
+    graph = trace(skeleton, chosen, "cuda")
+    if plain := graph.meta["plain_attention"]:
+        raise SystemExit(f"attention of standard nodes: {plain}")
+    weights = place_weights(graph)
+    keep_tables(weights, skeleton.stored_type)
+    name_interface(graph)
+    keep_last_logits(graph)
+    drop_defaults(graph)
+    drop_traces(graph)
+    for value in (weight.value for weight in weights):
+        assert value.dtype is not None
+        assert value.shape is not None
+        value.const_value = ir.ExternalTensor("data", 0, 0, value.dtype, shape=value.shape, name=str(value.name))
+        graph.graph.register_initializer(value)
+    path.write_bytes(ir.to_proto(graph).SerializeToString())
+
+
+def fill(path: Path, folder: Path) -> None:
+    """Writes ``folder``'s model.onnx and its data: random weights of unit-variance products."""
+    rng, model = np.random.default_rng(0), onnx.load(path, load_external_data=False)
+    users = {name: (node, i) for node in model.graph.node for i, name in enumerate(node.input)}
+    normal = rng.standard_normal(1 << 22).astype(np.float32)
+    regions: dict[str, tuple[int, int]] = {}
+
+    def alike(name: str) -> str:
+        return re.sub(r"layers\.\d+\.", "layers.N.", name)
+
+    with open(folder / "data", "wb") as data:
+
+        def put(name: str, arrays: Iterator[np.ndarray] | list[np.ndarray]) -> None:
+            data.write(bytes(-data.tell() % 4096))
+            start = data.tell()
+            for array in arrays:
+                data.write(np.ascontiguousarray(array).view(np.uint8).data)
+            regions[name] = start, data.tell() - start
+
+        for tensor in model.graph.initializer:
+            if tensor.data_location != onnx.TensorProto.EXTERNAL:
+                continue
+            name, (node, _) = alike(tensor.name), users[tensor.name]
+            if name not in regions and node.op_type == "QuantMoE":
+                rows = list(_experts(MoESpec.from_attributes(_attributes(node)), rng))
+                for i, projection in enumerate(("w13", "w2")):
+                    every = [rows[e % EXPERTS][i] for e in range(tensor.dims[0])]
+                    put(f"{name.rpartition('.')[0]}.{projection}", every)
+            elif name not in regions and node.op_type == "QuantLinear":
+                spec = LinearSpec.from_attributes(_attributes(node))
+                row = np.zeros(marlin.row_bytes(spec.moe, "w2"), np.uint8)
+                marlin.pack_down(_matrix(spec.w, spec.out_features, spec.in_features, rng), spec.moe, row)
+                put(name, [row])
+            elif name not in regions:
+                count, dtype = int(np.prod(tensor.dims)), TYPES[tensor.data_type]
+                deviation = 1.0 if "embed" in name else 0.1 if len(tensor.dims) == 1 else 0.02
+                piece = np.ones_like(normal) if "norm" in name else normal * deviation
+                put(name, (piece[: count - at].astype(dtype) for at in range(0, count, len(piece))))
+            start, length = regions[name]
+            del tensor.external_data[:]
+            for key, value in (("location", "data"), ("offset", start), ("length", length)):
+                tensor.external_data.add(key=key, value=str(value))
+    onnx.save(model, folder / "model.onnx")
+
+
+def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    found = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in found.items()}
+
+
+def _matrix(p: Projection, n: int, k: int, rng: np.random.Generator) -> QuantizedMatrix:
+    bias = rng.normal(size=n).astype(np.float32) / 10 if p.bias else None
+    if p.format == "f16":
+        codes = (rng.standard_normal((n, k), np.float32) / k**0.5).astype(np.float16).view(np.uint16)
+        return QuantizedMatrix("f16", codes, np.ones((n, 1), np.float32), -1, bias=bias)
+    groups, scale = (n, k // (p.group_size if p.group_size > 0 else k)), 1 / (4.6 * k**0.5)
+    if p.scale_type == "e8m0":
+        codes = rng.integers(0, 2, groups, np.uint8) + np.uint8(127 + round(np.log2(scale)))
+        scales = codes.view(ml_dtypes.float8_e8m0fnu)
+    else:
+        scales = (rng.uniform(0.5, 1.5, groups) * scale).astype(SCALES[p.scale_type])
+    return QuantizedMatrix(p.format, rng.integers(0, 16, (n, k), np.uint8), scales, k // groups[1], bias=bias)
+
+
+def _experts(spec: MoESpec, rng: np.random.Generator) -> Iterator[list[np.ndarray]]:
+    for _ in range(EXPERTS):
+        gate, up = (_matrix(spec.w13, spec.intermediate_size, spec.hidden_size, rng) for _ in range(2))
+        down = _matrix(spec.w2, spec.hidden_size, spec.intermediate_size, rng)
+        rows = [np.zeros(marlin.row_bytes(spec, projection), np.uint8) for projection in ("w13", "w2")]
+        marlin.pack(Expert(gate=gate, up=up, down=down), spec, *rows)
+        yield rows
+
+
+class Bound:
+    """A run of ``new`` tokens after ``past``, all of it in memory of the device that stays."""
+
+    def __init__(self, session: Any, batch: int, new: int, past: int, capacity: int, graph: int):
+        import onnxruntime as ort
+        import torch
+
+        self.session, self.binding, self.options = session, session.io_binding(), ort.RunOptions()
+        self.options.add_run_config_entry("gpu_graph_id", str(graph))
+        caches = {i.name: i for i in session.get_inputs() if i.name.startswith("past")}
+        sizes = {name: [capacity if isinstance(n, str) else n for n in i.shape[1:]] for name, i in caches.items()}
+        types = {name: torch.float16 if i.type == "tensor(float16)" else torch.float32 for name, i in caches.items()}
+        vocabulary = session.get_outputs()[0].shape[2]
+        self.mask = torch.zeros(batch, capacity, dtype=torch.int64, device="cuda")
+        self.mask[:, : past + new] = 1
+        self.positions = torch.arange(past, past + new, device="cuda").repeat(batch, 1)
+        self.logits = torch.empty(batch, 1, vocabulary, dtype=torch.float16, device="cuda")
+        self.caches = {n: torch.randn((batch, *sizes[n]), dtype=types[n], device="cuda") for n in caches}
+        ids = torch.randint(1, vocabulary, (batch, new), device="cuda")
+        self.inputs = {"input_ids": ids, "attention_mask": self.mask, "position_ids": self.positions}
+        for name, tensor in (self.inputs | self.caches).items():
+            self.binding.bind_input(name, *_place(tensor))
+        self.binding.bind_output("logits", *_place(self.logits))
+        for name, tensor in self.caches.items():
+            self.binding.bind_output(name.replace("past_key_values", "present"), *_place(tensor))
+
+    def run(self) -> Any:
+        self.session.run_with_iobinding(self.binding, self.options)
+        return self.logits.clone()
+
+    def milliseconds(self, runs: int) -> float:
+        times = []
+        for at in range(runs + 3):
+            begin = time.perf_counter()
+            self.session.run_with_iobinding(self.binding, self.options)
+            times += [time.perf_counter() - begin] if at >= 3 else []
+        return float(np.median(times)) * 1e3
+
+    def kernels(self, runs: int = 5, most: int = 24) -> None:
+        """Prints what took the GPU's time, microseconds a run: until the kernel before had ended, what a kernel ran is
+        no time of its own, as kernels begin before that and wait."""
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(runs):
+                self.run()
+            torch.cuda.synchronize()
+        found: dict[str, list[float]] = collections.defaultdict(list)
+        on_device = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA and e.device_time]
+        ended = 0.0
+        for event in sorted(on_device, key=lambda event: event.time_range.end):
+            begin, end = event.time_range.start, event.time_range.end
+            found[event.name].append(end - max(begin, ended))
+            ended = end
+        own = [time for times in found.values() for time in times]
+        print(f"  {len(own) / runs:.0f} kernels and copies, {sum(own) / runs:.0f} us of their own")
+        for name, times in sorted(found.items(), key=lambda item: -sum(item[1]))[:most]:
+            print(f"  {sum(times) / runs:9.1f} us, {len(times) / runs:6.1f} of {np.mean(times):7.2f}: {name[:90]}")
+
+
+def _place(tensor: Any) -> tuple[Any, ...]:
+    dtype = getattr(np, str(tensor.dtype).removeprefix("torch."))
+    return "cuda", 0, dtype, list(tensor.shape), tensor.data_ptr()
+
+
+def bench(folder: Path, library: str, steps: list[str], prompts: list[int]) -> None:
+    """Prints a line for each measurement, and the kernels of some.
+
+    Args:
+        steps: BATCH:PAST:NEW.
+    """
+    import onnxruntime as ort
+    import torch
+
+    free = torch.cuda.mem_get_info()[0]
+    torch.manual_seed(0)  # which experts a batch takes decides about its time
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(library)
+    settings = {"enable_cuda_graph": "1", "arena_extend_strategy": "kSameAsRequested"}
+    begin = time.perf_counter()
+    session = ort.InferenceSession(str(folder / "model.onnx"), options, [("CUDAExecutionProvider", settings)])
+    loaded = time.perf_counter() - begin
+    print(f"{torch.cuda.get_device_name()}, ONNX Runtime {ort.__version__}: {loaded:.1f} s to load")
+    for graph, (batch, past, new) in enumerate((map(int, step.split(":")) for step in steps), 1):
+        capacity = 4096 if batch == 1 else past + 512
+        replayed, launched = (Bound(session, batch, new, past, capacity, i) for i in (graph, -1))
+        for name, tensor in (launched.inputs | launched.caches).items():
+            tensor.copy_((replayed.inputs | replayed.caches)[name])
+        replayed.run()  # captures, in several runs: states are put back
+        for name, tensor in replayed.caches.items():
+            tensor.copy_(launched.caches[name])
+        same = torch.equal(replayed.run(), launched.run()) and all(
+            torch.equal(tensor, launched.caches[name]) for name, tensor in replayed.caches.items()
+        )
+        times = [bound.milliseconds(50) for bound in (replayed, launched)]
+        print(
+            f"{new} tokens, batch {batch}, after {past} of {capacity} slots: {times[0]:.3f} ms with a CUDA graph "
+            f"({1e3 * batch * new / times[0]:.0f} tokens/s), {times[1]:.3f} without; the same bytes: {same}"
+        )
+        if past >= 1024:
+            replayed.kernels()
+        del replayed, launched
+    for tokens in prompts:
+        prompt = Bound(session, 1, tokens, 0, 4096, -1)
+        ms = prompt.milliseconds(8)
+        print(f"prompt of {tokens}: {ms:.2f} ms ({1e3 * tokens / ms:.0f} tokens/s)")
+        prompt.kernels()
+    print(f"GPU memory: {(free - torch.cuda.mem_get_info()[0]) / 1e9:.2f} GB")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["graph", "run"])
+    parser.add_argument("graph", type=Path)
+    parser.add_argument("--model", default="qwen3-30b-a3b")
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--mxfp4", action="store_true", help="experts in MXFP4, linears in f16")
+    parser.add_argument("--lm-head", choices=["int4", "int8"], help="rounded, as export does it")
+    parser.add_argument("--steps", nargs="+", default=["1:512:1", "1:2048:1", "8:2048:1", "32:2048:1"])
+    parser.add_argument("--prompts", nargs="+", type=int, default=[2048])
+    parser.add_argument("--folder", type=Path, default=Path("ort-cuda-bench"), help="scratch")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    if given.what == "graph":
+        make_graph(given.graph, given.model, given.group_size, given.mxfp4, given.lm_head, given.folder / "headers")
+    else:
+        from quantmoe.ort_ext import cuda_library_path
+
+        fill(given.graph, given.folder)
+        bench(given.folder, cuda_library_path(), given.steps, given.prompts)

@@ -1,0 +1,588 @@
+"""``quantmoe bench MODEL``: a whole model in ONNX Runtime on the CPU, against llama.cpp and onnxruntime-genai.
+
+Method:
+
+- Each side runs in a process of its own, where no pool's spinning threads meet another's; they alternate run by run
+  (A B A B). A run is a prompt, or a few decode steps from the same depth. The ratio is the median of the runs' own
+  ratios, as neighbours in time see the same machine. Where other work runs, too, threads that wait for each other wait
+  for that: --cpu-time with one thread compares the work alone.
+- A depth's cache is random numbers for us (no time depends on them), computed tokens for llama.cpp and genai.
+- A shape's weights are random, int4 with groups of 32, and exported by our exporter. llama.cpp gets a file of the same
+  sizes in Q4_0; lm_head and embeddings have the same bits on both sides. Routing is by random routers, near uniform.
+- Bytes touched by a decode step are all linears, the head, the experts that so many tokens are expected to choose, and
+  the keys and values that attention reads, windows' only.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from quantmoe.custom_ops import native
+from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.inspecting.inspect import inspect, model_path
+from quantmoe.exporter.measuring.bench import check_files, probe_read
+from quantmoe.exporter.measuring.gguf import write_gguf
+from quantmoe.exporter.measuring.random_checkpoint import CONFIGS, GROUP_SIZE, cut, parameters, quantized, write
+from quantmoe.exporter.measuring.sides import Genai, LlamaCpp, Ours, Process
+from quantmoe.exporter.options import listed, need, terminal
+from quantmoe.exporter.running.generate import runtime
+
+#: --against -> what pip installs for it, and its modules
+PEERS = {
+    "llama.cpp": ("llama-cpp-python 'quantmoe[bench]'", ("llama_cpp", "gguf", "torch", "transformers")),
+    "genai": ("onnxruntime-genai", ("onnxruntime_genai",)),
+}
+MIN_RUNS, CELL_SECONDS = 3, 30.0
+#: format of our weights -> GGUF's of as many bits
+GGUF_TYPES = {"int4": "Q4_0", "mxfp4": "MXFP4", "nvfp4": "Q4_0", "int8": "Q8_0", "fp8": "Q8_0", "mxfp8": "Q8_0",
+              "bf16": "BF16", "f16": "F16"}  # fmt: skip
+ROOM = 64  # tokens after the deepest depth, of runs of 8 steps
+PROFILE_LINES = 10
+SPARE = 2e9  # bytes beside the weights
+SHARE = 0.7  # of the memory that is available, for the layers that a shape is cut to
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the result; the keys of ``--json``.
+
+    ms is the median of a prompt or a decode step of ``tokens`` tokens. ratio: peer / ours; ratio_min: of their shortest
+    runs, which other work on the machine moves least. bytes: that a decode step touches; bandwidth_share: of the read
+    bandwidth, in the median.
+    """
+
+    step: str
+    tokens: int
+    depth: int
+    batch: int
+    ms: float
+    ms_min: float
+    tokens_per_second: float
+    bytes: int | None
+    bandwidth_share: float | None
+    peer: str | None = None
+    ratio: float | None = None
+    ratio_min: float | None = None
+    peer_ms: float | None = None
+    peer_ms_min: float | None = None
+    peer_tokens_per_second: float | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is timed: a prompt of ``tokens`` (batch 1, depth 0), or a token in each of ``batch`` rows at ``depth``."""
+
+    step: Literal["prefill", "decode"]
+    tokens: int
+    depth: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"prefill {self.tokens:,}" if self.step == "prefill" else f"decode at {self.depth:,}, batch {self.batch}"
+
+
+def cells(step: Step, times: Mapping[str, Sequence[float]], touched: int | None, read: float) -> list[Cell]:
+    """One a peer, or one without.
+
+    Args:
+        times: seconds by side, the first is ours; those of a round stand at the same place.
+        touched: bytes; read: bytes/s.
+    """
+    (_, ours), *peers = times.items()
+    median = statistics.median(ours)
+    share = touched / median / read if touched else None
+    where = (step.step, step.tokens, step.depth, step.batch)
+    alone = Cell(*where, 1e3 * median, 1e3 * min(ours), step.tokens / median, touched, share)
+    return [
+        replace(
+            alone,
+            peer=name,
+            ratio=statistics.median(b / a for a, b in zip(ours, theirs, strict=True)),
+            ratio_min=min(theirs) / min(ours),
+            peer_ms=1e3 * statistics.median(theirs),
+            peer_ms_min=1e3 * min(theirs),
+            peer_tokens_per_second=step.tokens / statistics.median(theirs),
+        )
+        for name, theirs in peers
+    ] or [alone]
+
+
+def alternate(
+    sides: Mapping[str, Any], run: Callable[[Any], float], repeat: int, drop: Callable[[str, ModelError], None]
+) -> dict[str, list[float]]:
+    """Seconds by side of rounds in which each runs once; the first round is not counted. ``drop`` is told of a peer
+    that fails, whose times are then left out."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    began = time.perf_counter()
+    for round_ in range(repeat + 1):
+        for number, name in enumerate(list(sides)):
+            if name not in times:
+                continue
+            try:
+                seconds = run(sides[name])
+            except ModelError as error:
+                if not number:
+                    raise
+                drop(name, error)
+                del times[name]
+                continue
+            if round_:
+                times[name].append(seconds)
+        if round_ >= MIN_RUNS and time.perf_counter() - began > CELL_SECONDS:
+            break
+    return times
+
+
+# --- sizes ---
+
+
+def touched_bytes(
+    found: Mapping[str, Any], cache: Mapping[str, int], config: Mapping[str, Any], depth: int, batch: int
+) -> int:
+    """That a decode step reads.
+
+    Args:
+        found: of :func:`inspect`. cache: bytes of a token, by the name of the input. config: config.json.
+    """
+    kinds, window = config.get("layer_types") or [], config.get("sliding_window") or 0
+    total = 0.0
+    for layer in found["layers"]:
+        every, shared = layer["attributes"]["num_experts"], len(layer["shared"])
+        others = 1 - config["num_experts_per_tok"] / (every - shared)
+        total += layer["bytes"] / every * ((every - shared) * (1 - others**batch) + shared)
+    total += sum(linear["bytes"] for linear in found["linears"])
+    total += sum(tensor["bytes"] for tensor in found["dense"] if "embed_tokens" not in tensor["name"])
+    total += batch * sum(node["state_bytes"] for node in found["linear_attention"])
+    for name, size in cache.items():
+        layer = int(name.split(".")[1])
+        windowed = layer < len(kinds) and kinds[layer] == "sliding_attention"
+        total += batch * size * (min(depth, window) if windowed else depth)
+    return round(total)
+
+
+def weight_bytes(config: Mapping[str, Any]) -> int:
+    """Of a random checkpoint, and about of its export and of a GGUF file."""
+    return round(
+        sum(
+            prod(shape) * ((4 + 16 / GROUP_SIZE) / 8 if quantized(name) else 2)
+            for name, shape in parameters(config).items()
+        )
+    )
+
+
+def available_memory() -> int:
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    return int(line.split()[1]) * 1024
+
+
+def layers_that_fit(config: Mapping[str, Any], layers: int | None, copies: int, memory: int, disk: int) -> int:
+    """How many layers of a shape to make.
+
+    Args:
+        layers: asked for, or None. copies: of the weights in memory: one a side with a file of its own.
+        memory, disk: bytes that are free.
+
+    Raises:
+        ModelError: they do not fit, or not a single one with experts.
+    """
+    least = 1 + min(1, config.get("first_k_dense_replace", 0))
+    base, next_ = (weight_bytes(cut(config, n)) for n in (least, least + 1))
+
+    def weights(n: int) -> int:
+        return base + (n - least) * (next_ - base)
+
+    def needed(n: int) -> float:
+        return SPARE + copies * weights(n)
+
+    for free, need_of, what in ((memory, needed, "memory"), (disk, lambda n: 2.1 * weights(n), "disk")):
+        wanted = max(least, layers or least)
+        if need_of(wanted) > free:
+            raise ModelError(
+                f"{wanted} layers need about {need_of(wanted) / 1e9:.1f} GB of {what}, {free / 1e9:.1f} GB are free"
+            )
+    if layers:
+        return max(layers, least)
+    fitting = (n for n in range(config["num_hidden_layers"], least, -1)
+               if needed(n) <= SHARE * memory and 2.1 * weights(n) <= SHARE * disk)  # fmt: skip
+    return next(fitting, least)
+
+
+# --- models ---
+
+
+def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What it returns in a new process, with which its memory goes."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            raise ModelError(f"the process of {function.__name__} was killed (out of memory?)") from None
+
+
+def make_model(folder: Path, config: Mapping[str, Any], lm_head: Literal["int4", "int8"] | None) -> None:
+    """A random checkpoint, exported to ``folder``; the checkpoint is removed."""
+    from quantmoe.exporter.writing.convert import export
+
+    checkpoint = folder.with_name(folder.name + "-checkpoint")
+    try:
+        write(checkpoint, config, GROUP_SIZE)
+        export(checkpoint, folder, lm_head=lm_head)
+    finally:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+def gguf_types(found: Mapping[str, Any]) -> tuple[str, str]:
+    """Of as many bits as the model's experts, and as its head."""
+    formats = {linear["module"]: linear["attributes"]["w_format"] for linear in found["linears"]}
+    experts = found["layers"][0]["attributes"]["w2_format"] if found["layers"] else "int4"
+    return GGUF_TYPES[experts], GGUF_TYPES[formats.get("lm_head", "bf16")]
+
+
+# --- the command ---
+
+
+def bench_model(
+    model: Annotated[str, typer.Argument(help=f"an exported model's folder, or a shape: {', '.join(CONFIGS)}")],
+    against: Annotated[
+        list[str] | None,
+        typer.Option(help="llama.cpp: PyPI's llama-cpp-python; genai: onnxruntime-genai, same folder.", **listed()),
+    ] = None,
+    depths: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens in the cache of a decode step; default 0,2048,16384.", **listed(int, least=0)),
+    ] = None,
+    prefill: Annotated[
+        list[int] | None, typer.Option(help="Tokens of a prompt; default 128,512,2048.", **listed(int, least=1))
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Rows of a decode step; default 1,8,32.", **listed(int, least=1))
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="of a shape; default: what memory holds")] = None,
+    lm_head: Annotated[
+        Literal["int4", "int8"] | None, typer.Option(help="of a shape; default: bf16, as checkpoints have it")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=0, help="of each side; 0: one a CPU.")] = 0,
+    repeat: Annotated[
+        int, typer.Option(min=1, help=f"Runs a side; past {CELL_SECONDS:g} s it stops at {MIN_RUNS}.")
+    ] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps of a run.")] = 8,
+    cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="Times are CPU seconds: with --threads 1, where other work runs, too.")
+    ] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Our time by node type, from ONNX Runtime.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Writes the cells.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draws the cells (needs matplotlib).")] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="Folder for the models of a shape, which are then there the next time.")
+    ] = None,
+) -> dict[str, Any]:
+    """Times a whole model on the CPU: prompts, and decode steps by depth of the cache and batch.
+
+    Lists are given as a,b,c or by repeating an option. A shape is a model of random weights, cut to the layers that
+    fit.
+
+    Raises:
+        ModelError: the folder is no model, a shape does not fit, or our side fails.
+    """
+    if wrong := set(against or ()) - PEERS.keys():
+        raise typer.BadParameter(f"{', '.join(sorted(wrong))}; expected {' or '.join(PEERS)}", param_hint="--against")
+    shape = not Path(model).exists()
+    if shape and model not in CONFIGS:
+        raise typer.BadParameter(f"{model}: no such folder; expected one, or one of {', '.join(CONFIGS)}")
+    if not shape and (layers or lm_head or keep):
+        raise typer.BadParameter("of a shape; a folder's model is as it is", param_hint="--layers, --lm-head or --keep")
+    check_files(json_file, plot)
+    against = list(dict.fromkeys(against or ()))
+    for name in against:
+        for module in PEERS[name][1]:
+            if find_spec(module) is None:
+                raise ModelError(f"{module} is not installed; --against {name} needs: pip install {PEERS[name][0]}")
+    if shape:
+        need("torch", "transformers", "onnxscript")
+    runtime()
+    threads, console = threads or native.cpus(), terminal(markup=True)
+    with tempfile.TemporaryDirectory(prefix="quantmoe-bench-") as temporary, ExitStack() as stack:
+        folder = _shape(console, model, layers, lm_head, against, keep or Path(temporary)) if shape else Path(model)
+        found = inspect(folder)
+        config = _config(folder)
+        sides = {"ours": Process("ours", Ours, str(folder), threads, cpu=cpu_time)}
+        stack.callback(sides["ours"].close)
+        for name in against:
+            if peer := _peer(console, name, folder, found, config, threads, cpu_time, keep or Path(temporary)):
+                sides[name] = peer
+                stack.callback(peer.close)
+        cache = sides["ours"].cache_bytes()
+        wanted = _steps(console, config, cache, len(sides), prefill, depths, batch)
+        reads = [probe_read(threads, Path(temporary))]
+        timed = _timings(console, sides, wanted, repeat, steps)
+        reads.append(probe_read(threads, Path(temporary)))
+        done = [
+            cell
+            for step, times in timed
+            for cell in cells(
+                step,
+                times,
+                touched_bytes(found, cache, config, step.depth, step.batch) if step.step == "decode" else None,
+                max(reads),
+            )
+        ]
+        peaks = {name: side.peak() for name, side in sides.items() if side.alive}
+    result = {
+        "model": model,
+        "layers": config.get("num_hidden_layers", len(found["layers"])),
+        "threads": threads,
+        "cpu_time": cpu_time,
+        "read_gbps": max(reads) / 1e9,
+        "peak_bytes": peaks,
+        "cells": [asdict(cell) for cell in done],
+    }
+    _print(
+        console,
+        done,
+        f"{Path(model).name}, {result['layers']} layers, {threads} threads{', CPU time' if cpu_time else ''}",
+    )
+    _limits(console, reads, peaks)
+    if profile:
+        result["profile"] = _profile(console, folder, threads, [step for step in wanted if step.batch == 1])
+    if json_file:
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    if plot:
+        draw(done, plot)
+    return result
+
+
+def _shape(
+    console: Console,
+    name: str,
+    layers: int | None,
+    lm_head: Literal["int4", "int8"] | None,
+    against: Sequence[str],
+    root: Path,
+) -> Path:
+    """The exported folder of a shape."""
+    root.mkdir(parents=True, exist_ok=True)
+    config, copies = CONFIGS[name], 1 + ("llama.cpp" in against)
+    layers = in_process(layers_that_fit, config, layers, copies, available_memory(), shutil.disk_usage(root).free)
+    folder = root / f"{name}-{layers}{f'-{lm_head}' if lm_head else ''}"
+    if (folder / "model.onnx").is_file():
+        return folder
+    with console.status(f"making {layers} layers of {name} and exporting them"):
+        in_process(make_model, folder, cut(config, layers), lm_head)
+    return folder
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = model_path(folder).parent / "config.json"
+    try:
+        config = json.loads(path.read_text())
+        return dict(config.get("text_config") or config)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
+def _peer(
+    console: Console,
+    name: str,
+    folder: Path,
+    found: Mapping[str, Any],
+    config: Mapping[str, Any],
+    threads: int,
+    cpu: bool,
+    root: Path,
+) -> Process | None:
+    """None, said in a line, where it cannot run this model."""
+    try:
+        if name == "genai":
+            return Process(name, Genai, str(folder), threads, cpu=cpu)
+        weights, head = gguf_types(found)
+        path = root / f"{folder.resolve().name}-{weights}-{head}.gguf"
+        if not path.is_file():
+            with console.status(f"writing {path.name}"):
+                in_process(write_gguf, path, config, weights, head)
+        console.print(f"llama.cpp: weights {weights}, lm_head and embeddings {head}", highlight=False)
+        return Process(name, LlamaCpp, str(path), threads, cpu=cpu)
+    except (ModelError, ValueError, KeyError) as error:
+        console.print(f"{name}: no peer: {error}", style="yellow", highlight=False)
+        return None
+
+
+# --- runs ---
+
+
+def _steps(
+    console: Console,
+    config: Mapping[str, Any],
+    cache: Mapping[str, int],
+    sides: int,
+    prefill: Sequence[int] | None,
+    depths: Sequence[int] | None,
+    batches: Sequence[int] | None,
+) -> list[Step]:
+    """All that the model's context and the memory hold; by batch, then depth."""
+    context, token = config.get("max_position_embeddings") or 1 << 62, sum(cache.values())
+    steps = [Step("prefill", n, 0, 1) for n in prefill or (128, 512, 2048)]
+    steps += [
+        Step("decode", b, d, b) for b in sorted(batches or (1, 8, 32)) for d in sorted(depths or (0, 2048, 16384))
+    ]
+    found = []
+    for step in steps:
+        length = step.tokens if step.step == "prefill" else step.depth + ROOM
+        needed = step.batch * length * token * (1 + sides)  # ours is there twice, past and present
+        if length > context:
+            reason = f"the model's context is {context:,}"
+        elif needed > available_memory():
+            reason = f"caches take about {needed / 1e9:.1f} GB, {available_memory() / 1e9:.1f} GB are free"
+        else:
+            found.append(step)
+            continue
+        console.print(f"{step}: left out: {reason}", style="yellow", highlight=False)
+    return found
+
+
+def _timings(
+    console: Console, sides: dict[str, Process], wanted: Sequence[Step], repeat: int, steps: int
+) -> list[tuple[Step, dict[str, list[float]]]]:
+    found = []
+    for step in wanted:
+
+        def drop(name: str, error: ModelError, step: Step = step) -> None:
+            console.print(f"{step}: {error}", style="yellow", highlight=False)
+            if not sides[name].alive:
+                del sides[name]
+
+        with console.status(str(step)):
+            if step.step == "prefill":
+                times = alternate(sides, lambda side: side.prefill(step.tokens), repeat, drop)  # noqa: B023
+            else:
+                most = max(other.depth for other in wanted if other.batch == step.batch)
+                length, ready = most + max(ROOM, (repeat + 2) * steps), dict(sides)
+                for name in list(ready):
+                    try:
+                        ready[name].fill(step.depth, step.batch, length)
+                    except ModelError as error:
+                        if name == "ours":
+                            raise
+                        del ready[name]
+                        drop(name, error)
+                times = alternate(ready, lambda side: side.decode(steps), repeat, drop)
+        found.append((step, times))
+        if not console.is_terminal:  # which would show what is being measured
+            each = ", ".join(f"{name} {1e3 * statistics.median(t):.4g} ms" for name, t in times.items())
+            typer.echo(f"{step}: {each}", err=True)
+    return found
+
+
+def _profile(console: Console, folder: Path, threads: int, wanted: Sequence[Step]) -> list[dict[str, Any]]:
+    """Our time by node type, printed and returned: one run of each."""
+    side = Process("profile", Ours, str(folder), threads, True)
+    try:
+        runs = []
+        for step in wanted:
+            if step.step == "prefill":
+                side.prefill(step.tokens)
+            else:
+                side.fill(step.depth, step.batch, step.depth + ROOM)
+                side.decode(3)  # the last counts
+            runs.append(side.run_count() - 1)
+        found = list(zip(wanted, side.nodes(runs), strict=True))
+    finally:
+        side.close()
+    for step, nodes in found:
+        total = sum(ms for _, _, ms in nodes)
+        table = Table(title=f"profile: {step}", title_justify="left", box=SIMPLE_HEAD)
+        for column in ("share", "ms", "nodes"):
+            table.add_column(column, justify="right")
+        table.add_column("operator")
+        lines, rest = nodes[:PROFILE_LINES], nodes[PROFILE_LINES:]
+        if rest:
+            lines = [*lines, ("others", sum(n for _, n, _ in rest), sum(t for _, _, t in rest))]
+        for name, count, ms in lines:
+            table.add_row(f"{ms / total:.1%}", f"{ms:.3g}", str(count), name)
+        console.print(table)
+    return [{"step": asdict(step), "nodes": [dict(zip(("operator", "nodes", "ms"), row, strict=True)) for row in nodes]}
+            for step, nodes in found]  # fmt: skip
+
+
+# --- output ---
+
+
+def _print(console: Console, done: Sequence[Cell], title: str) -> None:
+    for peer, rows in _by_peer(done).items():
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+        versus = [f"{peer} / ours", "of minima"] if peer else []
+        for column in (*versus, "step", "tokens/s", "ms min", "ms"):
+            table.add_column(column, justify="left" if column == "step" else "right", no_wrap=column == "step")
+        for column in (*([f"{peer} tokens/s", "ms min", "ms"] if peer else []), "touched", "of read bandwidth"):
+            table.add_column(column, justify="right")
+        for c in rows:
+            name = str(Step(c.step, c.tokens, c.depth, c.batch))  # type: ignore[arg-type]
+            row = [f"{c.ratio:.2f}x", f"{c.ratio_min:.2f}x"] if c.ratio else []
+            row += [name, f"{c.tokens_per_second:.1f}", f"{c.ms_min:.4g}", f"{c.ms:.4g}"]
+            if peer:
+                row += [f"{c.peer_tokens_per_second:.1f}", f"{c.peer_ms_min:.4g}", f"{c.peer_ms:.4g}"]
+            row += [decimal(c.bytes), f"{c.bandwidth_share:.0%}"] if c.bytes else ["", ""]
+            table.add_row(*row)
+        console.print(table)
+
+
+def _by_peer(done: Sequence[Cell]) -> dict[str | None, list[Cell]]:
+    found: dict[str | None, list[Cell]] = {}
+    for cell in done:
+        found.setdefault(cell.peer, []).append(cell)
+    return found
+
+
+def _limits(console: Console, reads: Sequence[float], peaks: Mapping[str, int]) -> None:
+    memory = ", ".join(f"{name} {decimal(size)}" for name, size in peaks.items())
+    console.print(f"peak memory, mapped pages included: {memory}", highlight=False)
+    console.print(
+        f"read bandwidth before and after: {reads[0] / 1e9:.1f} and {reads[1] / 1e9:.1f} GB/s", highlight=False
+    )
+    if max(reads) > 1.1 * min(reads):
+        console.print("this machine was not quiet: its bandwidth moved by more than 10 %", style="yellow")
+
+
+def draw(done: Sequence[Cell], path: Path) -> None:
+    """Tokens/s of prompts by their length, and of decode steps by depth, a line a batch and side."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for peer, rows in _by_peer(done).items():
+        for axis, step, at in ((axes[0], "prefill", "tokens"), (axes[1], "decode", "depth")):
+            for batch in sorted({c.batch for c in rows if c.step == step}):
+                chosen = [c for c in rows if (c.step, c.batch) == (step, batch)]
+                x = [getattr(c, at) for c in chosen]
+                text = f", batch {batch}" if step == "decode" else ""
+                if peer is None or peer == next(iter(_by_peer(done))):
+                    axis.plot(x, [c.tokens_per_second for c in chosen], "o-", label=f"ours{text}")
+                if peer:
+                    axis.plot(x, [c.peer_tokens_per_second for c in chosen], "s--", label=f"{peer}{text}")
+    for axis, label in zip(axes, ("tokens of a prompt", "tokens in the cache"), strict=True):
+        axis.set(xlabel=label, ylabel="tokens/s", ylim=(0, None))
+        if axis.lines:
+            axis.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,360 @@
+"""The sides of ``quantmoe bench MODEL``, each in a process of its own: a model that prefills and decodes token ids.
+
+A side has ``prefill(tokens)``: seconds of a prompt of so many tokens until the logits of its last;
+``fill(depth, batch, length)``: a cache of ``depth`` tokens in each of ``batch`` rows, and room for ``length`` in all;
+``decode(steps)``: seconds of a step, each of one token a row, the first at that depth. Nothing is sampled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.inspecting.inspect import model_path
+from quantmoe.exporter.memory import CHUNK
+from quantmoe.exporter.running.generate import STATES, runtime
+from quantmoe.exporter.writing.genai import SHARE_BUFFER
+from quantmoe.ort_ext import library_path
+
+#: onnxruntime's names of types -> NumPy's
+TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
+TYPES |= {"tensor(int8)": np.int8, "tensor(uint8)": np.uint8}  # codes of caches
+#: of a side's process: time.process_time counts the CPU's seconds of all its threads
+clock: Callable[[], float] = time.perf_counter
+FIRST_ID, IDS = 3, 200  # ids of prompts, in every vocabulary and no end of a text
+
+
+def token_ids(batch: int, tokens: int) -> np.ndarray:
+    """int64 [batch, tokens]; the same for all sides."""
+    return np.random.default_rng(tokens).integers(FIRST_ID, IDS, (batch, tokens))
+
+
+class Ours:
+    """An exported model in ONNX Runtime with I/O binding: a step's present is the next one's past, without a copy; of
+    models that write the cache in place, both are one buffer, and a prompt is run in parts of CHUNK tokens.
+
+    Args:
+        path: of the model or its folder.
+        threads: of the session.
+        profile: ONNX Runtime's profiler is on, for :meth:`nodes`.
+    """
+
+    def __init__(self, path: str, threads: int, profile: bool = False):
+        self._ort = runtime()
+        options = self._ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 4
+        options.enable_profiling = profile
+        options.profile_file_prefix = str(Path(tempfile.gettempdir()) / f"quantmoe-bench-{os.getpid()}")
+        options.register_custom_ops_library(library_path())
+        self.session = self._ort.InferenceSession(str(model_path(path)), options, providers=["CPUExecutionProvider"])
+        self._inputs = {i.name: i for i in self.session.get_inputs()}
+        self._past = [name for name in self._inputs if name.startswith("past_key_values.")]
+        self._in_place = self.session.get_modelmeta().custom_metadata_map.get(SHARE_BUFFER) == "true"
+        self._runs = 0
+
+    def _run(self, ids: np.ndarray, past: dict[str, Any], length: int) -> tuple[float, dict[str, Any]]:
+        batch, new = ids.shape
+        feed = {
+            "input_ids": ids,
+            "attention_mask": np.ones((batch, length + new), np.int64),
+            "position_ids": np.tile(np.arange(length, length + new), (batch, 1)),
+        }
+        binding = self.session.io_binding()
+        for name, array in feed.items():
+            if name in self._inputs:
+                binding.bind_cpu_input(name, array)
+        for name, value in past.items():
+            binding.bind_ortvalue_input(name, value)
+        binding.bind_output("logits")
+        for name, value in past.items():
+            present = name.replace("past_key_values", "present")
+            binding.bind_ortvalue_output(present, value) if self._in_place else binding.bind_output(present)
+        start = clock()
+        self.session.run_with_iobinding(binding)
+        seconds = clock() - start
+        self._runs += 1
+        logits, *present = binding.get_outputs()
+        self.logits = logits.numpy()
+        # In place the OrtValues of past stay: they alone keep NumPy's memory, which present's only point to.
+        return seconds, past if self._in_place else dict(zip(past, present, strict=True))
+
+    def _cache(self, batch: int, length: int) -> dict[str, Any]:
+        """Random keys and values of so many tokens a row, and states."""
+        normal, cache = np.random.default_rng(0).normal(size=1 << 20), {}
+        for name in self._past:
+            shape = [size if isinstance(size, int) else batch for size in self._inputs[name].shape]
+            if not name.endswith(STATES):
+                shape[2] = length
+            array = np.resize(normal, shape).astype(TYPES[self._inputs[name].type])
+            cache[name] = self._ort.OrtValue.ortvalue_from_numpy(array)
+        return cache
+
+    def prefill(self, tokens: int) -> float:
+        ids, past, total = token_ids(1, tokens), self._cache(1, tokens if self._in_place else 0), 0.0
+        chunk = CHUNK if self._in_place else tokens
+        for at in range(0, tokens, chunk):
+            seconds, past = self._run(ids[:, at : at + chunk], past, at)
+            total += seconds
+        return total
+
+    def fill(self, depth: int, batch: int, length: int) -> None:
+        self._depth, self._batch = depth, batch
+        self._filled = None  # frees it first
+        self._filled = self._cache(batch, length if self._in_place else depth)
+
+    def decode(self, steps: int) -> float:
+        past, total, ids = self._filled, 0.0, token_ids(self._batch, steps)
+        assert past is not None
+        for step in range(steps):
+            seconds, past = self._run(ids[:, step : step + 1], past, self._depth + step)
+            total += seconds
+        return total / steps
+
+    def cache_bytes(self) -> dict[str, int]:
+        """Of a token in a row: by input, of keys and values."""
+        sizes = {}
+        for name in (name for name in self._past if not name.endswith(STATES)):
+            shape = self._inputs[name].shape
+            sizes[name] = shape[1] * shape[3] * np.dtype(TYPES[self._inputs[name].type]).itemsize
+        return sizes
+
+    def run_count(self) -> int:
+        return self._runs
+
+    def nodes(self, runs: list[int]) -> list[list[tuple[str, int, float]]]:
+        """Ends the profile: of each of these runs the operators, how many nodes and ms, most first."""
+        path = Path(self.session.end_profiling())
+        events = [e for e in json.loads(path.read_text()) if e.get("ph") == "X"]
+        path.unlink()
+        whole = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == "model_run")
+        kernels = [e for e in events if e["cat"] == "Node" and e["name"].endswith("_kernel_time")]
+        return [by_operator([e for e in kernels if whole[n][0] <= e["ts"] <= whole[n][1]]) for n in runs]
+
+
+def by_operator(events: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
+    """Sums a profile's kernel events: operator, nodes, ms; most first."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        found[event["args"]["op_name"]].append(event["dur"] / 1e3)
+    return sorted(((name, len(ms), sum(ms)) for name, ms in found.items()), key=lambda row: -row[2])
+
+
+class Genai:
+    """onnxruntime-genai on the same folder. It keeps its place: a decode begins where the one before it ended."""
+
+    def __init__(self, path: str, threads: int):
+        import onnxruntime_genai as og
+
+        folder = model_path(path).parent
+        if not (folder / "genai_config.json").is_file():
+            raise ModelError(f"{folder / 'genai_config.json'}: missing")
+        config = og.Config(str(folder))
+        options = {"session_options": {"intra_op_num_threads": threads}}
+        config.overlay(json.dumps({"model": {"decoder": options}}))
+        self._og, self._model = og, og.Model(config)
+        self._generating: Any = None
+
+    def _generator(self, batch: int, length: int) -> Any:
+        params = self._og.GeneratorParams(self._model)
+        params.set_search_options(batch_size=batch, max_length=length, min_length=length)
+        return self._og.Generator(self._model, params)
+
+    def prefill(self, tokens: int) -> float:
+        self._generating = None
+        generating = self._generator(1, tokens + 1)
+        start = clock()
+        generating.append_tokens(token_ids(1, tokens).astype(np.int32))
+        return clock() - start
+
+    def fill(self, depth: int, batch: int, length: int) -> None:
+        self._generating = None
+        self._generating = self._generator(batch, length)
+        self._generating.append_tokens(token_ids(batch, max(1, depth)).astype(np.int32))
+        self._generating.generate_next_token()  # of the prompt's logits, which are there
+
+    def decode(self, steps: int) -> float:
+        start = clock()
+        for _ in range(steps):
+            self._generating.generate_next_token()
+        return (clock() - start) / steps
+
+
+class LlamaCpp:
+    """llama.cpp by its C API; its defaults but for threads: flash attention where it is chosen, an f16 cache,
+    prompts in parts of 512, windows' caches of the window's size (as its own programs have it).
+
+    Args:
+        path: a GGUF file.
+        threads: that compute.
+    """
+
+    def __init__(self, path: str, threads: int):
+        import llama_cpp as api
+
+        self._api, self._threads, self._said = api, threads, [""]
+
+        @api.llama_log_callback  # type: ignore[untyped-decorator]
+        def log(level: int, text: bytes, data: Any) -> None:
+            if level == 4:  # GGML_LOG_LEVEL_ERROR
+                self._said.append(text.decode(errors="replace").strip())
+
+        self._log = log  # is called while the library lives
+        api.llama_log_set(log, None)
+        api.llama_backend_init()
+        self._model = api.llama_model_load_from_file(path.encode(), api.llama_model_default_params())
+        if not self._model:
+            raise ModelError(f"{path}: {self._said[-1] or 'llama.cpp does not load it'}")
+        self.vocabulary = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
+        self._context, self._memory, self._shape, self._length, self._most = None, None, (0, 0), 0, 0
+
+    def _reserve(self, length: int, batch: int) -> None:
+        """A context of at least so many tokens a row, its cache empty or as it was."""
+        api = self._api
+        if self._context and length <= self._shape[0] and batch == self._shape[1]:
+            return
+        if self._context:
+            api.llama_free(self._context)
+        params = api.llama_context_default_params()
+        params.n_ctx, params.n_seq_max, params.swa_full = length * batch, batch, False
+        params.n_threads = params.n_threads_batch = self._threads
+        self._context, self._shape, self._length = api.llama_init_from_model(self._model, params), (length, batch), 0
+        if not self._context:
+            raise ModelError(f"llama.cpp makes no context of {batch} x {length} tokens: {self._said[-1]}")
+        self._memory, self._most = api.llama_get_memory(self._context), params.n_batch
+
+    def _step(self, ids: np.ndarray, first: int, row: int | None = None) -> float:
+        """Seconds of new tokens [rows, tokens] at position ``first``, all of the same row if that is given."""
+        api, (rows, tokens) = self._api, ids.shape
+        batch = api.llama_batch_init(ids.size, 0, 1)
+        batch.n_tokens = ids.size
+        for at in range(ids.size):
+            r, s = divmod(at, tokens)
+            batch.token[at], batch.pos[at], batch.n_seq_id[at] = int(ids[r, s]), first + s, 1
+            batch.seq_id[at][0], batch.logits[at] = r if row is None else row, s == tokens - 1
+        start = clock()
+        status = api.llama_decode(self._context, batch)
+        api.llama_synchronize(self._context)
+        seconds = clock() - start
+        api.llama_batch_free(batch)
+        if status:
+            raise RuntimeError(f"llama_decode of {rows} x {tokens} tokens at {first}: {status} {self._said[-1]}")
+        return seconds
+
+    def _prompt(self, first: int, end: int) -> float:
+        ids = token_ids(1, end)  # others than of a shorter prompt: only their number matters
+        return sum(self._step(ids[:, at : min(at + self._most, end)], at, 0) for at in range(first, end, self._most))
+
+    def logits(self) -> np.ndarray:
+        """f32 [vocabulary]: of the last token."""
+        pointer = self._api.llama_get_logits_ith(self._context, -1)
+        return np.ctypeslib.as_array(pointer, (self.vocabulary,)).copy()
+
+    def prefill(self, tokens: int) -> float:
+        self._reserve(tokens, 1)
+        self._api.llama_memory_clear(self._memory, True)
+        self._length = 0
+        return self._prompt(0, tokens)
+
+    def fill(self, depth: int, batch: int, length: int) -> None:
+        """Computes the tokens that one row does not have yet, and copies it to the others."""
+        self._reserve(length, batch)
+        kept = min(self._length, depth)
+        for row in range(batch):
+            self._api.llama_memory_seq_rm(self._memory, row, 0 if row else kept, -1)
+        self._prompt(kept, depth)
+        for row in range(1, batch):
+            self._api.llama_memory_seq_cp(self._memory, 0, row, -1, -1)
+        self._length = depth
+
+    def decode(self, steps: int) -> float:
+        batch, ids = self._shape[1], token_ids(self._shape[1], steps)
+        for row in range(batch):
+            self._api.llama_memory_seq_rm(self._memory, row, self._length, -1)
+        return sum(self._step(ids[:, s : s + 1], self._length + s) for s in range(steps)) / steps
+
+
+class Process:
+    """A side in a new process. Attributes are its methods.
+
+    Args:
+        name: for errors. side, arguments: the class and what it is made of. cpu: times are the CPU's, not the clock's.
+
+    Raises:
+        ModelError: the side's own words when it raises; that it was killed when it was.
+    """
+
+    def __init__(self, name: str, side: type, *arguments: Any, cpu: bool = False):
+        context = multiprocessing.get_context("spawn")
+        self._name, (self._pipe, end) = name, context.Pipe()
+        self._process = context.Process(target=_serve, args=(end, side, arguments, cpu), daemon=True)
+        self._process.start()
+        end.close()
+        self._receive()
+
+    def _receive(self) -> Any:
+        try:
+            failed, value = self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            raise ModelError(
+                f"{self._name}: its process ended with {self._process.exitcode} (out of memory?)"
+            ) from None
+        if failed:
+            raise ModelError(f"{self._name}: {' '.join(value.split())}")
+        return value
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self._pipe.send((method, arguments))
+            return self._receive()
+
+        return call
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def close(self) -> None:
+        """Ends the process, also one that is at work."""
+        self._pipe.close()
+        self._process.terminate()
+        self._process.join()
+
+
+def _serve(pipe: Any, side: type, arguments: tuple[Any, ...], cpu: bool) -> None:
+    global clock
+    clock = time.process_time if cpu else time.perf_counter
+
+    def answer(work: Callable[..., Any], *given: Any) -> Any:
+        try:
+            value = work(*given)
+        except Exception as error:  # of any library, said by the process that asked
+            pipe.send((True, str(error) or repr(error)))
+            return None
+        pipe.send((False, None if work is side else value))
+        return value
+
+    made = answer(side, *arguments)
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            method, given = pipe.recv()
+            answer(peak_bytes) if method == "peak" else answer(getattr(made, method), *given)
+
+
+def peak_bytes() -> int:
+    """Of this process, pages of mapped files included (VmHWM)."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024 if found else 0

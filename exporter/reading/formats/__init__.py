@@ -1,0 +1,50 @@
+"""Checkpoint formats: one module each, one line in FORMATS.
+
+``open_checkpoint(folder)`` -> ``find_format(ckpt)`` -> ``format.moe_layers()`` -> ``layer.expert(e)``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
+from quantmoe.exporter.reading.formats.awq import AWQ
+from quantmoe.exporter.reading.formats.base import Format, MoELayer, Scheme, reading
+from quantmoe.exporter.reading.formats.compressed_tensors import CompressedTensors
+from quantmoe.exporter.reading.formats.experts import named_experts
+from quantmoe.exporter.reading.formats.fp8 import FP8
+from quantmoe.exporter.reading.formats.gpt_oss import GptOss
+from quantmoe.exporter.reading.formats.gptq import GPTQ
+from quantmoe.exporter.reading.formats.modelopt import ModelOpt
+from quantmoe.exporter.reading.formats.quark import Quark
+from quantmoe.exporter.reading.formats.unquantized import Unquantized
+
+FORMATS: tuple[type[Format], ...] = (CompressedTensors, GPTQ, AWQ, FP8, ModelOpt, Quark, GptOss)
+
+__all__ = ["FORMATS", "Checkpoint", "CheckpointError", "Format", "MoELayer", "Scheme", "find_format", "open_checkpoint"]
+
+
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """Opens a checkpoint folder; see Checkpoint."""
+    return Checkpoint(folder)
+
+
+def find_format(ckpt: Checkpoint) -> Format:
+    """The format that wrote a checkpoint.
+
+    Raises:
+        CheckpointError: naming the quantization method found and the supported ones.
+    """
+    supported = ", ".join(format.name for format in FORMATS)
+    if not ckpt.quantization:
+        named_experts(ckpt, Unquantized.fused)  # says so of a dense model, which no --quantize helps
+        raise CheckpointError(
+            f"{ckpt.folder}: no quantization configuration; supported formats: {supported}; a checkpoint in "
+            "floating point is rounded with --quantize int4, int8, mxfp4 or nvfp4, or left as it is with none"
+        )
+    for format in FORMATS:
+        if format.claims(ckpt.quantization):
+            with reading(f"{ckpt.folder}: the quantization configuration cannot be read as {format.name}'s"):
+                return format(ckpt)
+    method = ckpt.quantization.get("quant_method")
+    raise CheckpointError(f"{ckpt.folder}: quantization method {method!r}; supported formats: {supported}")

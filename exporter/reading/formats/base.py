@@ -1,0 +1,537 @@
+"""What a checkpoint format provides, and the loop that checks tensors against its declarations."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import regex
+
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.matrix import QuantizedMatrix, portion
+from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint, CheckpointError, unlike_rows
+from quantmoe.exporter.reading.formats import kv_cache
+from quantmoe.exporter.reading.formats.rounding import rounded_to_nearest
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that a format expects beside a module: ``<module>.<suffix>``.
+
+    Attributes:
+        decides: whether :meth:`Format.matrix` looks at its numbers, as at zero points that may all be the middle:
+            outlines read it.
+    """
+
+    suffix: str
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...]
+    required: bool = True
+    decides: bool = False
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a module is quantized, in op.def's words.
+
+    Attributes:
+        format: what a weight code means.
+        group_size: input features that share a scale, -1 for the whole row.
+        activation_format: how the checkpoint says activations are quantized.
+        text: the tool's own words, for people: nothing is read out of it.
+    """
+
+    format: str
+    group_size: int
+    activation_format: str
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class SharedExpert:
+    """A shared expert, read as some experts of the routed ones' width.
+
+    Attributes:
+        modules: of gate (when gated), up and down, as :class:`MoELayer` has them.
+        count: of those experts; each has the next rows of gate and up, and the next columns of down.
+    """
+
+    modules: tuple[str, ...]
+    count: int
+    format: Format
+
+    @property
+    def name(self) -> str:
+        """Path of it in the checkpoint, e.g. ``model.layers.0.mlp.shared_expert``."""
+        return self.modules[0].rpartition(".")[0]
+
+    def names(self) -> list[str]:
+        """Of the experts, as ``unpack`` calls them."""
+        return [self.name] if self.count == 1 else [f"{self.name}.{i}" for i in range(self.count)]
+
+    def expert(self, i: int) -> Expert:
+        """Decodes one of them.
+
+        Raises:
+            CheckpointError: see :meth:`MoELayer.expert`.
+            ValueError: a projection cannot be divided.
+        """
+        *inputs, down = (self.format.matrix_of(module) for module in self.modules)
+        rows = [portion(m, i, self.count, axis=0) for m in inputs]
+        return Expert(rows[0] if len(rows) == 2 else None, rows[-1], portion(down, i, self.count, axis=1))
+
+
+@dataclass(frozen=True, eq=False)
+class MoELayer:
+    """The experts of one layer, read one at a time.
+
+    Attributes:
+        name: path of the experts in the checkpoint, e.g. ``model.layers.0.mlp.experts``.
+        index: the layer's number in the model.
+        scheme: of gate and up. Experts share the activation_format, but may differ in width, group size and order.
+        down_scheme: of down.
+        num_experts: routed ones.
+        shared: which are the experts from ``num_experts`` on.
+    """
+
+    name: str
+    index: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    activation: str
+    gated: bool
+    top_k: int
+    scheme: Scheme
+    down_scheme: Scheme
+    swiglu_alpha: float
+    swiglu_limit: float
+    apply_router_weight_on_input: bool
+    format: Format
+    projections: tuple[str, ...]
+    """Names of gate (when gated), up and down; () when the tool fuses experts into 3-D tensors."""
+    shared: SharedExpert | None = None
+
+    @property
+    def every(self) -> int:
+        """Routed and shared experts."""
+        return self.num_experts + (self.shared.count if self.shared else 0)
+
+    @property
+    def scheme_text(self) -> str:
+        """The scheme in the tool's words, and down's where it is another."""
+        same = self.down_scheme == self.scheme
+        return self.scheme.text if same else f"{self.scheme.text}; down: {self.down_scheme.text}"
+
+    def label(self, e: int) -> str:
+        """What ``unpack`` and errors call expert ``e``."""
+        shared = e - self.num_experts
+        return f"{self.name}.{e}" if shared < 0 or self.shared is None else self.shared.names()[shared]
+
+    def tensors(self, e: int) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
+        """Names, dtypes and shapes of expert ``e``'s tensors, from the headers; those of all experts when fused."""
+        modules = [f"{self.name}.{e}.{projection}" for projection in self.projections] or [self.name]
+        return [self.format.ckpt.beside(module) for module in modules]
+
+    def outline(self) -> MoELayer:
+        """The same layer, its experts outlines: see :meth:`Format.outline`."""
+        shared = self.shared and replace(self.shared, format=self.shared.format.outline())
+        return replace(self, format=self.format.outline(), shared=shared)
+
+    def expert(self, e: int) -> Expert:
+        """Decodes expert ``e``.
+
+        Raises:
+            CheckpointError: naming file, tensor, found and expected.
+        """
+        if not 0 <= e < self.every:
+            raise IndexError(f"{self.name} has {self.every} experts, asked for {e}")
+        if self.shared and e >= self.num_experts:
+            return self.shared.expert(e - self.num_experts)
+        if not self.projections:
+            return self.format.fused_expert(self, e)
+        sizes = {"down": (self.hidden_size, self.intermediate_size)}
+        found: dict[str, QuantizedMatrix] = {}
+        for role, name in zip(("gate", "up", "down")[-len(self.projections) :], self.projections, strict=True):
+            module = f"{self.name}.{e}.{name}"
+            matrix = self.format.matrix_of(module)
+            want = sizes.get(role, (self.intermediate_size, self.hidden_size))
+            if matrix.shape != want:
+                raise CheckpointError(
+                    f"{self.format.ckpt.folder}: {module} is {list(matrix.shape)}, expected {list(want)} (config.json)"
+                )
+            found[role] = matrix
+        return Expert(found.get("gate"), found["up"], found["down"])
+
+    def odd(self) -> list[int]:
+        """Experts whose tensors are not named, typed or shaped as those of expert 0, or configured otherwise."""
+
+        def stored(e: int) -> tuple[object, ...]:
+            schemes = [self.format.scheme_of(f"{self.name}.{e}.{projection}") for projection in self.projections]
+            return self.tensors(e), schemes
+
+        usual = stored(0)
+        return [e for e in range(1, self.num_experts) if stored(e) != usual]
+
+    @property
+    def halves(self) -> tuple[slice, slice]:
+        """Rows of gate and of up where the model keeps the two in one tensor: gpt-oss's alternate."""
+        i = self.intermediate_size
+        alternate = self.format.ckpt.text_config.get("model_type") == "gpt_oss"
+        return (slice(0, None, 2), slice(1, None, 2)) if alternate else (slice(0, i), slice(i, None))
+
+    def __iter__(self) -> Iterator[Expert]:
+        return (self.expert(e) for e in range(self.every))
+
+
+class Format(ABC):
+    """One checkpoint format, bound to a checkpoint whose configuration it has parsed."""
+
+    #: how people call it
+    name: ClassVar[str]
+    #: suffixes of tensors that exist only beside a quantized module
+    marks: ClassVar[tuple[str, ...]]
+    #: ends of the names of tensors that hold all experts of a layer
+    fused: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, ckpt: Checkpoint) -> None:
+        self.ckpt = ckpt
+        #: whether stored scales of activations are read and must be numbers; models with float activations need none
+        self.input_scales = True
+        #: module that the checkpoint has in floats -> (kind, group size) that it is rounded to as asked
+        self.rounding: dict[str, tuple[str, int]] = {}
+        #: a key of BESIDE: that part and what it shares with the text model; "": the text model
+        self.part = ""
+
+    def beside(self, part: str) -> Format | None:
+        """This format of a part beside the text model; None where the checkpoint has none."""
+        if not any(name.startswith(self.prefixes(part)) for name in self.ckpt.names()):
+            return None
+        twin = copy.copy(self)
+        twin.part = part
+        return twin
+
+    def prefixes(self, part: str) -> tuple[str, ...]:
+        """How the names of the tensors of a part beside the text model begin."""
+        return BESIDE[part] + ((self.next_layer,) if part == MTP and self.next_layer else ())
+
+    @cached_property
+    def next_layer(self) -> str:
+        """The prefix of a layer after the last one that drafts, as DeepSeek-V3 and GLM-4.5 have it; "": none."""
+        prefix = f"model.layers.{self.ckpt.text_config.get('num_hidden_layers')}."
+        own = tuple(f"{prefix}{name}." for name in ("eh_proj", "enorm", "hnorm"))
+        return prefix if any(name.startswith(own) for name in self.ckpt.names()) else ""
+
+    def outline(self) -> Self:
+        """This format over headers: the same decoders give matrices and refusals, at no cost in time or memory.
+
+        What a matrix has (types, shapes, act-order, which scales and zero points) is as in the checkpoint. Its codes
+        and other numbers are ones, except vectors and what a decoder looks at.
+        """
+        twin = copy.copy(self)
+        twin.ckpt = self.ckpt.outline
+        return twin
+
+    @staticmethod
+    @abstractmethod
+    def claims(quantization: dict[str, Any]) -> bool:
+        """Whether this format wrote a checkpoint with this quantization configuration."""
+
+    @abstractmethod
+    def scheme(self, module: str) -> Scheme:
+        """How a quantized module is quantized.
+
+        Raises:
+            CheckpointError: when it is not supported; names the module, the scheme and what is supported.
+        """
+
+    @abstractmethod
+    def matrix(self, module: str) -> QuantizedMatrix:
+        """Decodes a quantized linear module, losslessly.
+
+        Raises:
+            CheckpointError: naming file, tensor, found and expected.
+        """
+
+    def fused_expert(self, layer: MoELayer, e: int) -> Expert:
+        """Decodes one expert of a layer that the tool stores in 3-D tensors."""
+        raise NotImplementedError
+
+    def is_quantized(self, module: str) -> bool:
+        return any(f"{module}.{mark}" in self.ckpt for mark in self.marks)
+
+    def scheme_of(self, module: str) -> Scheme:
+        """:meth:`scheme`, or of a module that the tool left alone: what it is rounded to, or its 16-bit type."""
+        if self.is_quantized(module):
+            with reading(f"{self.ckpt.folder}: the configuration of {module} cannot be read as {self.name}'s"):
+                return self.scheme(module)
+        if module in self.rounding:
+            return rounded_scheme(*self.rounding[module])
+        return float_scheme(self.ckpt.dtype(f"{module}.weight"))
+
+    def matrix_of(self, module: str) -> QuantizedMatrix:
+        """:meth:`matrix`, or the floats rounded as asked, or the 16-bit weights as they are.
+
+        Raises:
+            CheckpointError: see :meth:`matrix`.
+        """
+        if self.is_quantized(module):
+            return self.matrix(module)
+        n, k = self.shape2d(f"{module}.weight")
+        if module in self.rounding:
+            weight = self.take(module, [Tensor("weight", FLOATS, (n, k))])["weight"]
+            where = f"{self.ckpt.folder}: {module}"
+            return rounded_to_nearest(weight, self.bias(module, n), *self.rounding[module], where)
+        weight = self.take(module, [Tensor("weight", tuple(FLOAT_KINDS), (n, k))])["weight"]
+        return unrounded(weight, self.bias(module, n))
+
+    def kv_cache(self) -> str:
+        """A remark when the checkpoint wants its KV cache quantized; else ""."""
+        found = kv_cache.find(self.ckpt)
+        return found.remark if found else ""
+
+    def attention(self) -> str:
+        """How many layers have attention of which type, as config.json says; "" of models that have one."""
+        config = self.ckpt.text_config
+        types = config.get("layer_types")
+        every, count = config.get("full_attention_interval"), config.get("num_hidden_layers")
+        if types is None and type(every) is int and every > 0 and type(count) is int:
+            types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(min(count, 1 << 16))]
+        if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types) or len(set(types)) < 2:
+            return ""
+        return ", ".join(f"{n} layers of {kind.replace('_', ' ')}" for kind, n in Counter(types).items())
+
+    def left_out(self, exported: str = "") -> str:
+        """A remark naming the parts of the checkpoint beside its text model, which alone is exported; else "".
+
+        Args:
+            exported: another part.
+        """
+        parts = []
+        for part in BESIDE:
+            if part == exported:
+                continue
+            names = [name for name in self.ckpt.names() if name.startswith(self.prefixes(part))]
+            if names:
+                size = sum(DTYPES[self.ckpt.dtype(n)].itemsize * prod(self.ckpt.shape(n)) for n in names)
+                parts.append(f"{part} ({names[0]} and {len(names) - 1} more tensors, {size / 1e9:.2f} GB)")
+        return f"the text model alone; left out: {', '.join(parts)}" if parts else ""
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor is of the part that this is, or shared with it."""
+        if not self.part:
+            return not name.startswith(ALL_BESIDE)
+        return (
+            name.startswith(self.prefixes(self.part)) or re.search(r"(^|\.)(embed_tokens|lm_head)\.", name) is not None
+        )
+
+    def moe_layers(self) -> list[MoELayer]:
+        """The MoE layers, in the model's order; some of them may be 16-bit floats."""
+        from quantmoe.exporter.reading.formats.experts import moe_layers
+
+        return moe_layers(self)
+
+    def parameters(self) -> list[str]:
+        """The text model's parameters outside the experts, a quantized module's tensors being its one ``weight``."""
+        names: dict[str, None] = {}
+        for name in self.ckpt.names():
+            module, _, leaf = name.rpartition(".")
+            router = leaf == CORRECTION_BIAS  # which Laguna stores among the experts
+            if not self.has(name) or (not router and re.search(r"\.experts(\.\d+\.\w+)?$", module)):
+                continue
+            quantized = leaf != "bias" and not router and self.is_quantized(module)
+            names[f"{module}.weight" if quantized else name] = None
+        return list(names)
+
+    def stored(self, name: str) -> np.ndarray:
+        """One of :meth:`parameters`: dequantized f32, or the mapped tensor in the checkpoint's own type."""
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight" and self.is_quantized(module):
+            return self.matrix(module).dequantize(np.float32)
+        return self.ckpt.tensor(name)
+
+    def parameter(self, name: str) -> np.ndarray:
+        """One of :meth:`parameters` as f32, dequantized if need be."""
+        return self.stored(name).astype(np.float32)
+
+    def dense(self, module: str) -> np.ndarray:
+        """``<module>.weight`` as f32, dequantized if need be: [N, K] for a linear."""
+        return self.parameter(f"{module}.weight")
+
+    # helpers for decoders
+
+    def take(self, module: str, declared: Iterable[Tensor]) -> dict[str, np.ndarray]:
+        """The declared tensors of a module by suffix, each checked; optional ones that are absent are left out.
+
+        So are scales of activations where nothing wants them (``self.input_scales``).
+        """
+        found = {}
+        for want in declared:
+            name = f"{module}.{want.suffix}"
+            scales_inputs = want.suffix.endswith(INPUT_SCALES)
+            if scales_inputs and not self.input_scales:
+                continue
+            if name not in self.ckpt:
+                if not want.required:
+                    continue
+                raise CheckpointError(
+                    f"{self.ckpt.folder}: {name} is missing, expected {'|'.join(want.dtypes)} {list(want.shape)}"
+                    + ("; --activations float does without" if scales_inputs else "")
+                )
+            dtype, shape = self.ckpt.dtype(name), self.ckpt.shape(name)
+            same = shape == want.shape or (prod(shape) == 1 and prod(want.shape) == 1)  # [] or [1]
+            if dtype not in want.dtypes or not same:
+                raise CheckpointError(
+                    f"{self.ckpt.where(name)} is {dtype} {list(shape)}, "
+                    f"expected {'|'.join(want.dtypes)} {list(want.shape)} ({self.name})"
+                )
+            found[want.suffix] = self.ckpt.tensor(name, want.decides).reshape(want.shape)
+            if scales_inputs and not 0 < (value := found[want.suffix].item()) < np.inf:
+                raise CheckpointError(
+                    f"{self.ckpt.where(name)} is {value}, expected a positive number; an expert that no token reached "
+                    "in calibration may have none: --activations float does without"
+                )
+        return found
+
+    def bias(self, module: str, n: int) -> np.ndarray | None:
+        """f32 [N], or None."""
+        found = self.take(module, [Tensor("bias", FLOATS, (n,), required=False)])
+        return found["bias"].astype(np.float32) if found else None
+
+    def no_zero_points(self, module: str) -> None:
+        """Refuses stored zero points of weights that have none by the configuration, unless they are zero.
+
+        Raises:
+            CheckpointError: naming file and tensor.
+        """
+        name = f"{module}.weight_zero_point"
+        if name in self.ckpt and (self.ckpt.tensor(name, decides=True) != 0).any():
+            raise self.odd_zero_points(name)
+
+    def odd_zero_points(self, name: str) -> CheckpointError:
+        """For zero points that are not the middle of the codes, beside weights that have none."""
+        return CheckpointError(
+            f"{self.ckpt.where(name)} has zero points that are not the middle of the codes; expected none, the "
+            f"configuration describes weights without zero points ({self.name})"
+        )
+
+    def shape2d(self, name: str) -> tuple[int, int]:
+        """The shape of a tensor that must be a matrix."""
+        shape = self.ckpt.shape(name)
+        if len(shape) != 2:
+            raise CheckpointError(f"{self.ckpt.where(name)} has shape {list(shape)}, expected two dimensions")
+        return shape  # type: ignore[return-value]
+
+
+FLOATS = ("BF16", "F16", "F32")
+MTP = "multi-token prediction"
+#: parts of a checkpoint that a text model lacks -> how the names of their tensors begin
+BESIDE = {
+    "a vision tower": tuple(
+        f"{wrapper}{tower}."
+        for wrapper in ("", "model.")
+        for tower in ("visual", "vision_tower", "vision_model", "multi_modal_projector")
+    ),
+    MTP: ("mtp.", "model.mtp."),
+}
+ALL_BESIDE = tuple(prefix for prefixes in BESIDE.values() for prefix in prefixes)
+#: of experts that a tool left alone: safetensors dtype -> op.def's format
+FLOAT_KINDS = {"BF16": "bf16", "F16": "f16"}
+#: ends of the names of the scales of static activations
+INPUT_SCALES = ("input_scale", "input_global_scale")
+#: what routers add to the scores for the selection only; most in their module, ERNIE 4.5 in one below
+CORRECTION_BIAS = "e_score_correction_bias"
+
+
+@contextlib.contextmanager
+def reading(where: str) -> Iterator[None]:
+    """What fields of another type, or infinite numbers, raise becomes a CheckpointError: ``where`` and the reason."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ArithmeticError, ValueError, TypeError, AttributeError, LookupError, regex.error) as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def float_scheme(dtype: str) -> Scheme:
+    """Of weights that a tool left in a type of FLOAT_KINDS."""
+    kind = FLOAT_KINDS[dtype]
+    return Scheme(kind, -1, "none", f"{kind}, not quantized")
+
+
+def rounded_scheme(kind: str, group_size: int) -> Scheme:
+    """Of weights that are rounded while they are read."""
+    group = "a row" if group_size == -1 else f"group {group_size}"
+    return Scheme(kind, group_size, "none", f"rounded to nearest {kind} {group}")
+
+
+def unrounded(weight: np.ndarray, bias: np.ndarray | None) -> QuantizedMatrix:
+    """A matrix [N, K] of 16-bit floats whose codes they are."""
+    kind = "f16" if weight.dtype == np.float16 else "bf16"
+    codes = np.broadcast_to(np.ascontiguousarray(unlike_rows(weight)).view(np.uint16), weight.shape)
+    return QuantizedMatrix(kind, codes, np.ones((len(codes), 1), np.float32), -1, bias=bias)
+
+
+def group_size_of(value: object) -> int:
+    """A configuration's group size: -1 (one group) or positive.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    if type(value) is not int or (value < 1 and value != -1):
+        raise ValueError(f"group size {value!r}, expected -1 or a positive integer")
+    return value
+
+
+def group_order(g_idx: np.ndarray, group_size: int, where: str) -> np.ndarray | None:
+    """The column order that makes act-order groups contiguous: int32 [K], or None when they are already.
+
+    Args:
+        g_idx: group of each input feature, [K].
+        group_size: features of a group; the last group may be shorter.
+        where: named in the error.
+
+    Raises:
+        CheckpointError: when the groups are not of equal size.
+    """
+    k = len(g_idx)
+    contiguous = np.arange(k) // group_size
+    if np.array_equal(g_idx, contiguous):
+        return None
+    groups = -(-k // group_size)
+    if g_idx.min() < 0 or g_idx.max() >= groups:
+        raise CheckpointError(
+            f"{where} ranges from {g_idx.min()} to {g_idx.max()}, expected 0 to {groups - 1} "
+            f"({k} input features in groups of {group_size})"
+        )
+    perm = np.argsort(g_idx, kind="stable").astype(np.int32)
+    if not np.array_equal(g_idx[perm], contiguous):
+        sizes = np.bincount(g_idx, minlength=groups)
+        bad = int(np.flatnonzero(sizes != np.bincount(contiguous, minlength=groups))[0])
+        raise CheckpointError(
+            f"{where} puts {sizes[bad]} input features into group {bad}, expected {group_size} in each but a short last"
+        )
+    return perm
+
+
+def matches(pattern: str | regex.Pattern[str], module: str) -> bool:
+    """Whether a configuration's regular expression matches a module's name from its beginning.
+
+    Raises:
+        CheckpointError: it takes more than a second: some expressions take exponential time.
+    """
+    try:
+        return regex.match(pattern, module, timeout=1) is not None
+    except TimeoutError:
+        text = getattr(pattern, "pattern", pattern)
+        raise CheckpointError(f"{text!r} takes more than a second to match {module}") from None

@@ -1,0 +1,225 @@
+"""How checkpoints name their experts, and what config.json says about them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.reading.formats.base import ALL_BESIDE, FLOAT_KINDS, MoELayer, Scheme
+
+if TYPE_CHECKING:
+    from quantmoe.exporter.reading.checkpoint import Checkpoint
+    from quantmoe.exporter.reading.formats.base import Format
+
+#: the names of an expert's children: gate, up, down; or up, down where there is no gate
+NAMINGS = (
+    ("gate_proj", "up_proj", "down_proj"),  # Qwen, DeepSeek, OLMoE, GLM; Mixtral and gpt-oss by some tools
+    ("w1", "w3", "w2"),  # Mixtral, MiniMax
+    ("up_proj", "down_proj"),  # Nemotron
+)
+#: of anything that config.json counts
+MAX_SIZE = 1 << 24
+#: model_type of families whose layers keep a state from token to token -> what no operator computes of it
+RECURRENT = {
+    "bailing_hybrid": "delta attention of a bounded decay",
+    "glm5_next": "delta attention of a bounded decay",
+    "minimax": "lightning attention",
+    "granitemoehybrid": "Mamba-2's state space",
+    "nemotron_h": "Mamba-2's state space",
+    "jamba": "Mamba's selective scan",
+}
+_EXPERT = re.compile(r"(.+\.experts)\.([0-9]{1,6})\.([^.]+)\.[^.]+")
+#: fields of config.json that count them
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+#: transformers' hidden_act -> op.def's activation
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
+}
+#: model_type of families with gpt-oss' gate, whatever their configuration calls it
+SWIGLU_OAI = ("gpt_oss", "minimax_m3_vl_text")
+#: model_type of families with SiLU, whose configuration does not name it
+SILU = ("lfm2_moe",)
+
+
+def moe_layers(format: Format) -> list[MoELayer]:
+    """The MoE layers that the checkpoint's tensor names show, checked against its config.
+
+    Layers beyond num_hidden_layers (multi-token prediction) are left out, as transformers leaves them out.
+
+    Raises:
+        CheckpointError: naming a missing expert, an unknown naming, a layer of another type or a config field.
+    """
+    check_sizes(format.ckpt, format.ckpt.text_config)
+    from quantmoe.exporter.reading.formats.unquantized import Unquantized
+
+    # quantizers that store experts one by one leave those of a part that they do not know fused, in floats
+    left = bool(format.part) and not format.fused
+    found = named_experts(format.ckpt, Unquantized.fused if left else format.fused, format.has)
+    last = format.ckpt.text_config.get("num_hidden_layers")
+    limit = last if type(last) is int and not format.part else MAX_SIZE
+    layers = {name: experts for name, experts in found.items() if _index(name) < limit}
+    made = []
+    for name, experts in layers.items():
+        made.append(_layer(Unquantized.rest(format.ckpt) if left and not experts else format, name, experts))
+    return sorted(made, key=lambda layer: layer.index)
+
+
+def named_experts(
+    ckpt: Checkpoint,
+    fused: tuple[str, ...],
+    has: Callable[[str], bool] = lambda name: not name.startswith(ALL_BESIDE),
+) -> dict[str, dict[int, set[str]]]:
+    """What tensor names show: experts' module -> number -> the children of each; {} where they are fused.
+
+    Args:
+        fused: ends of the names of tensors of all experts. has: which tensors count.
+
+    Raises:
+        CheckpointError: there are none, or the family is one of RECURRENT.
+    """
+    kind = ckpt.text_config.get("model_type")
+    if isinstance(kind, str) and (missing := RECURRENT.get(kind.removesuffix("_text"))):
+        raise CheckpointError(
+            f"{ckpt.folder / 'config.json'}: {kind}: {missing} is not supported; of layers with a state those of "
+            "Kimi-Linear, LFM2, Qwen3-Next and Qwen3.5 are"
+        )
+    found: dict[str, dict[int, set[str]]] = {}
+    for name in ckpt.names():
+        if not has(name):
+            continue
+        if match := _EXPERT.fullmatch(name):
+            found.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
+        elif name.endswith(fused):
+            found.setdefault(name.rpartition(".")[0], {})
+    if not found:
+        raise CheckpointError(f"{ckpt.folder}: {_absence(ckpt, fused)}")
+    return found
+
+
+def check_sizes(ckpt: Checkpoint, config: dict[str, Any]) -> None:
+    """Refuses sizes that would take hours or terabytes to build a model of."""
+    for key, value in config.items():
+        limit = 1 << 16 if key == "num_labels" else MAX_SIZE  # transformers names every label
+        if re.search("(size|dim|heads|experts|layers|rank|labels)$", key) and type(value) is int and value > limit:
+            raise CheckpointError(f"{ckpt.folder / 'config.json'}: {key} is {value}, expected at most {limit}")
+
+
+def _index(name: str) -> int:
+    number = re.findall(r"\.([0-9]{1,6})\.", name)
+    return int(number[-1]) if number else 0
+
+
+def _absence(ckpt: Checkpoint, fused: tuple[str, ...]) -> str:
+    """That it is a dense model; or which names there are none of, and the first tensor that may be experts' by its
+    name or three dimensions."""
+    some = [name for name in ckpt.names() if re.search(r"\bexpert", name)]
+    some += [name for name in ckpt.names() if len(ckpt.shape(name)) == 3]
+    counted = [key for key in _COUNTS if ckpt.text_config.get(key)]
+    if not some and not counted:
+        return (
+            f"a dense model ({ckpt.text_config.get('model_type')}): no experts; expected a mixture of experts; "
+            "optimum-onnx (optimum-cli export onnx) and onnxruntime-genai's model builder export dense ones"
+        )
+    names = " or ".join(f"<layer>{end}" for end in (".experts.<number>.*", *fused))
+    found = f", found {ckpt.where(some[0])} {ckpt.dtype(some[0])} {list(ckpt.shape(some[0]))}" if some else ""
+    return f"no experts; expected tensors named {names}{found}"
+
+
+def _layer(format: Format, name: str, experts: dict[int, set[str]]) -> MoELayer:
+    """``experts``: the children of each expert; {} when they are fused."""
+    config = format.ckpt.text_config
+    path = format.ckpt.folder / "config.json"
+
+    def setting(kind: type, *keys: str) -> Any:
+        key = next((key for key in keys if config.get(key) is not None), None)
+        if key is None:
+            raise CheckpointError(f"{path}: expected one of the fields {', '.join(keys)}")
+        if type(config[key]) is not kind or (kind is int and config[key] <= 0):
+            raise CheckpointError(f"{path}: {key} is {config[key]!r}, expected a positive {kind.__name__}")
+        return config[key]
+
+    def number(key: str, usual: float) -> float:
+        if type(found := config.get(key, usual)) not in (int, float):
+            raise CheckpointError(f"{path}: {key} is {found!r}, expected a number")
+        return float(found)
+
+    num_experts = setting(int, *_COUNTS)
+    projections = _projections(format, name, experts, num_experts) if experts else ()
+    scheme, down_scheme = _schemes(format, name, projections, num_experts)
+    oai = config.get("model_type") in SWIGLU_OAI
+    unnamed = config.get("model_type") in SILU
+    activation = "silu" if unnamed else setting(str, "hidden_act", "mlp_hidden_act", "hidden_activation")
+    if not oai and activation not in ACTIVATIONS:
+        raise CheckpointError(f"{path}: activation {activation!r}; supported: {', '.join(ACTIVATIONS)}")
+    top_k = setting(int, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+    if top_k > num_experts:
+        raise CheckpointError(f"{path}: {top_k} experts a token, expected at most {num_experts}, the number of experts")
+    return MoELayer(
+        name=name,
+        index=_index(name),
+        num_experts=num_experts,
+        hidden_size=setting(int, "hidden_size"),
+        intermediate_size=setting(int, "moe_intermediate_size", "intermediate_size"),
+        activation="swiglu_oai" if oai else ACTIVATIONS[activation],
+        gated=len(projections) != 2,
+        top_k=top_k,
+        scheme=scheme,
+        down_scheme=down_scheme,
+        # transformers' GptOssExperts; older configurations have no alpha
+        swiglu_alpha=number("swiglu_alpha", 1.702) if oai else 0.0,
+        swiglu_limit=number("swiglu_limit", 7.0) if oai else 0.0,
+        apply_router_weight_on_input=config.get("model_type") in ("llama4", "llama4_text"),
+        format=format,
+        projections=projections,
+    )
+
+
+def _projections(format: Format, name: str, experts: dict[int, set[str]], num_experts: int) -> tuple[str, ...]:
+    """The naming that all experts of a layer share; every one of them is there, quantized or a 16-bit float."""
+    folder = format.ckpt.folder
+    if missing := list(itertools.islice((e for e in range(num_experts) if e not in experts), 8)):  # may be absurd
+        raise CheckpointError(f"{folder}: {name} lacks the experts {missing}; config.json says {num_experts}")
+    if len(experts) > num_experts:
+        raise CheckpointError(f"{folder}: {name} has {len(experts)} experts; config.json says {num_experts}")
+    naming = next((naming for naming in NAMINGS if set(naming) == set.union(*experts.values())), None)
+    if naming is None:
+        known = "; ".join("/".join(naming) for naming in NAMINGS)
+        raise CheckpointError(f"{folder}: {name}.0 has {sorted(experts[0])}; supported names: {known}")
+    for e in range(num_experts):
+        for projection in naming:
+            module = f"{name}.{e}.{projection}"
+            weight = f"{module}.weight"
+            if format.is_quantized(module) or (weight in format.ckpt and format.ckpt.dtype(weight) in FLOAT_KINDS):
+                continue
+            raise CheckpointError(
+                f"{folder}: {module} is missing or not quantized; "
+                f"expected one of the tensors {', '.join(format.marks)} ({format.name}), "
+                f"or a weight in {' or '.join(FLOAT_KINDS)}"
+            )
+    return naming
+
+
+def _schemes(format: Format, name: str, projections: tuple[str, ...], num_experts: int) -> tuple[Scheme, Scheme]:
+    """Schemes of gate and up, and of down: a node has one activation_format for each of the two."""
+    if not projections:
+        return format.scheme(name), format.scheme(name)
+    found = []
+    for names in (projections[:-1], projections[-1:]):
+        modules = [f"{name}.{e}.{projection}" for e in range(num_experts) for projection in names]
+        first = format.scheme_of(modules[0])
+        for module in modules[1:]:
+            if (other := format.scheme_of(module)).activation_format != first.activation_format:
+                raise CheckpointError(
+                    f"{format.ckpt.folder}: {module} quantizes activations as {other.activation_format}, "
+                    f"{modules[0]} as {first.activation_format}; expected one way in all experts"
+                )
+        found.append(first)
+    return found[0], found[1]

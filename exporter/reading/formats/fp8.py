@@ -1,0 +1,94 @@
+"""``quant_method: fp8``: DeepSeek's and transformers' block-scaled checkpoints, GPTQModel's, and per-tensor ones.
+
+Tensors of a linear with N outputs and K inputs: weight F8_E4M3 [N, K] and either weight_scale_inv [ceil(N / bn),
+ceil(K / bk)] (``weight_block_size`` bn x bk; the last block of a row or column may be short), or weight_scale of one
+element or one a row, with input_scale when activations are static. DeepSeek multiplies by weight_scale_inv; GPTQModel
+divides, and says so with ``weight_scale_semantics: inverse``; it has weight_scale_inv also by tensor and by row, and
+quantizes no activations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
+from quantmoe.exporter.reading.formats.base import FLOATS, Format, Scheme, Tensor
+
+
+class FP8(Format):
+    name = "FP8"
+    marks = ("weight_scale_inv", "weight_scale")
+
+    def __init__(self, ckpt: Checkpoint) -> None:
+        super().__init__(ckpt)
+        raw = ckpt.quantization
+        block = raw.get("weight_block_size")
+        if block is not None and not (len(block) == 2 and all(type(b) is int and b > 0 for b in block)):
+            raise CheckpointError(f"{ckpt.folder}: weight_block_size {block!r}, expected two positive integers")
+        self.block: tuple[int, int] | None = tuple(block) if block else None
+        self.divides = raw.get("weight_scale_semantics") == "inverse"
+        self.weights_only = self.divides and "activation_scheme" not in raw
+        self.dynamic = self.weights_only or raw.get("activation_scheme", "dynamic") == "dynamic"
+        fmt = str(raw.get("fmt") or raw.get("format") or "e4m3").lower()
+        if "e5m2" in fmt:
+            raise CheckpointError(f"{ckpt.folder}: fp8 format {fmt}; supported: e4m3")
+
+    @staticmethod
+    def claims(quantization: dict[str, Any]) -> bool:
+        return quantization.get("quant_method") == "fp8"
+
+    def scheme(self, module: str) -> Scheme:
+        if self.weights_only:
+            bn, bk = self.block or (1, -1)
+            by = f"blocks {bn}x{bk}" if self.block else "rows"
+            return Scheme("fp8_e4m3", bk, "none", f"FP8 {by}")
+        if self.block:
+            bn, bk = self.block
+            if self.dynamic and bk == 128:
+                return Scheme("fp8_e4m3", bk, "fp8_group128", f"FP8 blocks {bn}x{bk}, activations per 128")
+            raise CheckpointError(
+                f"{self.ckpt.folder}: {module}: fp8 blocks {bn}x{bk}, "
+                f"{'dynamic' if self.dynamic else 'static'} activations; supported: dynamic, 128 columns"
+            )
+        if not self.dynamic:
+            return Scheme("fp8_e4m3", -1, "fp8_tensor", "FP8, static activations per tensor")
+        return Scheme("fp8_e4m3", -1, "fp8_token", "FP8, dynamic activations per token")
+
+    def matrix(self, module: str) -> QuantizedMatrix:
+        n, k = self.shape2d(f"{module}.weight")
+        self.no_zero_points(module)
+        weight = Tensor("weight", ("F8_E4M3",), (n, k))
+        static = Tensor("input_scale", FLOATS, (), required=not (self.block or self.dynamic))
+        if self.block and f"{module}.weight_scale_inv" in self.ckpt:
+            bn, bk = self.block
+            tensors = self.take(module, [weight, Tensor("weight_scale_inv", FLOATS, (-(-n // bn), -(-k // bk)))])
+            scales = tensors["weight_scale_inv"]
+        else:
+            bn, bk = 1, -1
+            tensors = self.take(module, [weight, static])
+            scales = row_scales(self, f"{module}.weight_scale{'_inv' if self.divides else ''}", n)
+        if self.divides:
+            scales = np.float32(1) / scales.astype(np.float32)
+        return QuantizedMatrix(
+            kind="fp8_e4m3",
+            codes=tensors["weight"].view(np.uint8),
+            scales=scales,
+            group_size=bk,
+            block_n=bn,
+            input_scale=tensors["input_scale"].item() if "input_scale" in tensors else None,
+            bias=self.bias(module, n),
+        )
+
+
+def row_scales(format: Format, name: str, n: int) -> np.ndarray:
+    """A scale of one element, [N] or [N, 1] as [N, 1]."""
+    shape = format.ckpt.shape(name)
+    if format.ckpt.dtype(name) not in FLOATS or shape not in ((), (1,), (1, 1), (n,), (n, 1)):
+        raise CheckpointError(
+            f"{format.ckpt.where(name)} is {format.ckpt.dtype(name)} {list(shape)}, "
+            f"expected {'|'.join(FLOATS)} [], [1], [{n}] or [{n}, 1] ({format.name})"
+        )
+    return np.broadcast_to(format.ckpt.tensor(name).reshape(-1, 1), (n, 1))

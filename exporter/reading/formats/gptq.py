@@ -1,0 +1,179 @@
+"""GPTQ, as GPTQModel, AutoGPTQ and AutoRound write it.
+
+Tensors of a linear with N outputs and K inputs, groups of g, b bits: qweight I32 [K b / 32, N] packed along K; qzeros
+I32 [K/g, N b / 32] packed along N; scales [K/g, N]; g_idx I32 [K] names each input feature's group.
+``checkpoint_format`` gptq (v1) stores zero points less one, gptq_v2 as they are. v1 was made from v2 by subtracting
+0x11111111 (or 0x01010101) from whole words, borrows included, so whole words are added back here. AutoRound writes no
+checkpoint_format: its ``packing_format`` (``backend`` before release 0.5) says which, see :func:`stores_zeros`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import regex
+
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
+from quantmoe.exporter.reading.formats.base import FLOATS, Format, Scheme, Tensor, group_order, group_size_of, matches
+from quantmoe.exporter.reading.formats.bits import in_order, unpack_words
+
+_ONES = {4: 0x11111111, 8: 0x01010101}
+#: AutoRound's quant_method
+AUTOROUND = ("auto-round", "auto_round", "intel/auto-round")
+PACKINGS = "auto_round, auto_round:gptqmodel, auto_round:auto_gptq, auto_round:auto_awq"
+
+
+@dataclass(frozen=True)
+class Config:
+    """The fields of the quantizer's configuration that decide numerics; `dynamic` rules replace some for a module."""
+
+    bits: int
+    group_size: int
+    sym: bool
+    desc_act: bool
+    v2: bool | None
+    """None: not said; the zero points of symmetric weights tell."""
+
+    @property
+    def text(self) -> str:
+        symmetric = "symmetric" if self.sym else "asymmetric"
+        order = ", desc_act" if self.desc_act else ""
+        return f"GPTQ {'v2 ' if self.v2 else ''}int{self.bits} {symmetric} group {self.group_size}{order}"
+
+
+class GPTQ(Format):
+    name = "GPTQ"
+    marks = ("qweight",)
+
+    def __init__(self, ckpt: Checkpoint) -> None:
+        super().__init__(ckpt)
+        raw = ckpt.quantization
+        if raw.get("quant_method") in AUTOROUND and not raw.get("checkpoint_format"):
+            v2 = stores_zeros(ckpt)
+        else:
+            layout = raw.get("checkpoint_format") or ("marlin" if raw.get("is_marlin_format") else "gptq")
+            if layout not in ("gptq", "gptq_v2"):
+                raise CheckpointError(f"{ckpt.folder}: GPTQ checkpoint_format {layout!r}; supported: gptq, gptq_v2")
+            v2 = layout == "gptq_v2"
+        if raw.get("pack_dtype", "int32") != "int32":
+            raise CheckpointError(f"{ckpt.folder}: GPTQ pack_dtype {raw['pack_dtype']!r}; supported: int32")
+        self.config = Config(
+            bits=int(raw.get("bits", 4)),
+            group_size=group_size_of(raw.get("group_size", 128)),
+            sym=bool(raw.get("sym", True)),
+            desc_act=bool(raw.get("desc_act", False)),
+            v2=v2,
+        )
+        # modules_in_block_to_quantize and lm_head need no reading: a module with a qweight is quantized
+        #: (pattern, configuration) of each rule; GPTQModel calls them dynamic, AutoRound extra_config
+        self.rules: list[tuple[regex.Pattern[str], Config]] = []
+        for pattern, overrides in (raw.get("dynamic") or raw.get("extra_config") or {}).items():
+            if pattern.startswith("-:"):
+                continue  # names what is left unquantized; the tensors say so too
+            known = {key: overrides[key] for key in ("bits", "group_size", "sym", "desc_act") if key in overrides}
+            group_size_of(known.get("group_size", -1))
+            self.rules.append((regex.compile(pattern.removeprefix("+:")), replace(self.config, **known)))
+
+    @staticmethod
+    def claims(quantization: dict[str, Any]) -> bool:
+        method = quantization.get("quant_method")
+        return method == "gptq" or (method in AUTOROUND and "awq" not in autoround_packing(quantization))
+
+    def module_config(self, module: str) -> Config:
+        """The configuration of the first rule that matches, or the whole checkpoint's."""
+        return next((config for pattern, config in self.rules if matches(pattern, module)), self.config)
+
+    def scheme(self, module: str) -> Scheme:
+        config = self.module_config(module)
+        if type(config.bits) is not int or config.bits not in _ONES:
+            raise CheckpointError(
+                f"{self.ckpt.folder}: {module}: unsupported GPTQ bits={config.bits}, sym={config.sym}; "
+                "supported: 4 and 8 bits, sym true or false"
+            )
+        if config.v2 is None and not config.sym:
+            raise CheckpointError(
+                f"{self.ckpt.folder}: {module}: asymmetric, and the quantization configuration does not say how zero "
+                f"points are stored; expected a packing_format: {PACKINGS}"
+            )
+        return Scheme(f"int{config.bits}", config.group_size, "none", config.text)
+
+    def matrix(self, module: str) -> QuantizedMatrix:
+        scheme, config = self.scheme(module), self.module_config(module)
+        bits = config.bits
+        rows, n = self.shape2d(f"{module}.qweight")
+        has_order = f"{module}.g_idx" in self.ckpt
+        k = prod(self.ckpt.shape(f"{module}.g_idx")) if has_order else rows * 32 // bits
+        g = config.group_size if config.group_size > 0 else k
+        groups = -(-k // g)
+        tensors = self.take(
+            module,
+            [
+                Tensor("qweight", ("I32",), (-(-k * bits // 32), n)),
+                Tensor("qzeros", ("I32",), (groups, -(-n * bits // 32)), decides=True),
+                Tensor("scales", FLOATS, (groups, n)),
+                Tensor("g_idx", ("I32",), (k,), required=False),
+            ],
+        )
+        codes = unpack_words(tensors["qweight"].T, bits, k)
+        words = tensors["qzeros"].view(np.uint32)
+        if not (self._as_they_are(module, words, bits) if config.v2 is None else config.v2):
+            words = words + np.uint32(_ONES[bits])
+        zeros = unpack_words(words, bits, n).T
+        perm = group_order(tensors["g_idx"], g, self.ckpt.where(f"{module}.g_idx")) if has_order else None
+        return QuantizedMatrix(
+            kind=scheme.format,
+            codes=in_order(codes, perm),
+            scales=np.ascontiguousarray(tensors["scales"].T),
+            group_size=scheme.group_size,
+            zero_points=None if config.sym and (zeros == 1 << (bits - 1)).all() else np.ascontiguousarray(zeros),
+            bias=self.bias(module, n),
+            perm=perm,
+        )
+
+    def _as_they_are(self, module: str, words: np.ndarray, bits: int) -> bool:
+        """Whether symmetric weights' stored zero points are the midpoint, or that less one."""
+        middle = np.uint32(_ONES[bits] << (bits - 1))
+        for v2, word in ((True, middle), (False, middle - np.uint32(_ONES[bits]))):
+            if (words == word).all():
+                return v2
+        raise CheckpointError(
+            f"{self.ckpt.where(f'{module}.qzeros')} is neither {middle:#x} nor {middle - np.uint32(_ONES[bits]):#x} "
+            f"throughout, though symmetric; the quantization configuration does not say how zero points are stored: "
+            f"expected a packing_format: {PACKINGS}"
+        )
+
+
+def autoround_packing(quantization: dict[str, Any]) -> str:
+    """AutoRound's name of the packing, "" when the configuration has none."""
+    packing = str(quantization.get("packing_format") or quantization.get("backend") or "").lower()
+    return packing.replace("autoround", "auto_round").replace("auto-round", "auto_round")
+
+
+def stores_zeros(ckpt: Checkpoint) -> bool | None:
+    """Whether AutoRound stored zero points as they are (True) or less one; None when the configuration does not say.
+
+    Read from AutoRound 0.2 to 0.14: its own packing and gptqmodel's keep them, every other gptq's does not.
+
+    Raises:
+        CheckpointError: neither of the two packings, or weights that are not all of the model.
+    """
+    raw = ckpt.quantization
+    packing = autoround_packing(raw)
+    for field in ("rotation_config", "spinquant_config"):
+        if raw.get(field):
+            raise CheckpointError(f"{ckpt.folder}: AutoRound {field} is not supported; expected none")
+    for rule in (raw, *(raw.get("extra_config") or {}).values()):
+        act_bits = rule.get("act_bits") or raw.get("act_bits") or 16
+        if act_bits < 16 and rule.get("bits", 4) <= 8:
+            raise CheckpointError(f"{ckpt.folder}: AutoRound act_bits {act_bits}; supported: 16")
+    if "gptq" in packing:
+        return "gptqmodel" in packing
+    if packing in ("auto_round", "auto_round:exllamav2", "auto_round:triton", "auto_round:torch"):
+        return True
+    if packing in ("", "auto"):
+        return None
+    raise CheckpointError(f"{ckpt.folder}: AutoRound packing_format {packing!r}; supported: {PACKINGS}")

@@ -1,0 +1,118 @@
+"""A checkpoint of floats, quantized while it is read: round to nearest, nothing calibrated; or its experts as they are.
+
+Experts one by one, or fused: gate_up_proj [E, 2 I, H] and down_proj [E, H, I], as Qwen3.5 stores them; gpt-oss, Llama-4
+and Aria store the transposes, [E, H, 2 I] and [E, I, H]. gpt-oss' columns alternate between gate and up, and it has
+gate_up_proj_bias [E, 2 I] and down_proj_bias [E, H].
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.schemes import SCHEMES
+from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
+from quantmoe.exporter.reading.formats.base import (
+    FLOAT_KINDS,
+    FLOATS,
+    Format,
+    MoELayer,
+    Scheme,
+    Tensor,
+    float_scheme,
+    rounded_scheme,
+    unrounded,
+)
+from quantmoe.exporter.reading.formats.rounding import rounded_to_nearest
+
+#: kind -> the group sizes there are; () for any
+KINDS = {"int4": (), "int8": (), "mxfp4": (32,), "nvfp4": (16,), "none": (-1,)}
+#: model_type whose fused experts are [E, in, out]
+TRANSPOSED = ("gpt_oss", "llama4", "llama4_text", "aria_text")
+_LINEAR = re.compile(r"(.+\.)?(?!in_proj_(?:a|b|ba)$)(\w+_proj\w*|w[123])")  # decays and betas stay as they are
+
+
+class Unquantized(Format):
+    name = "unquantized"
+    marks = ("weight",)
+    fused = (".experts.gate_up_proj", ".experts.down_proj")
+
+    def __init__(self, ckpt: Checkpoint, kind: str, group_size: int | None = None) -> None:
+        super().__init__(ckpt)
+        if kind not in KINDS:
+            raise CheckpointError(f"{ckpt.folder}: cannot quantize to {kind!r}; supported: {', '.join(KINDS)}")
+        if ckpt.quantization:
+            method = ckpt.quantization.get("quant_method")
+            raise CheckpointError(f"{ckpt.folder}: already quantized ({method}); export it without --quantize")
+        self.kind = kind
+        usual = -1 if kind == "none" else SCHEMES[kind].group_size
+        self.group_size = usual if group_size is None else group_size
+        if KINDS[kind] and self.group_size not in KINDS[kind]:
+            raise CheckpointError(f"{ckpt.folder}: {kind} has groups of {KINDS[kind][0]}, not {self.group_size}")
+        if self.group_size != -1 and self.group_size < 1:
+            raise CheckpointError(f"{ckpt.folder}: group size {self.group_size}, expected -1 or a positive integer")
+
+    @classmethod
+    def rest(cls, ckpt: Checkpoint) -> Unquantized:
+        """What the tool that quantized a checkpoint left as it was."""
+        made = cls.__new__(cls)
+        Format.__init__(made, ckpt)
+        made.kind, made.group_size = "none", -1
+        return made
+
+    @staticmethod
+    def claims(quantization: dict[str, Any]) -> bool:
+        return not quantization
+
+    def is_quantized(self, module: str) -> bool:
+        if self.kind == "none":
+            return False
+        name = f"{module}.weight"
+        return bool(_LINEAR.fullmatch(module)) and name in self.ckpt and len(self.ckpt.shape(name)) == 2
+
+    def scheme(self, module: str) -> Scheme:
+        if self.kind == "none":  # of fused experts
+            name = f"{module}.gate_up_proj"
+            if self.ckpt.dtype(name) not in FLOAT_KINDS:
+                raise CheckpointError(
+                    f"{self.ckpt.where(name)} is {self.ckpt.dtype(name)}, expected {' or '.join(FLOAT_KINDS)}"
+                )
+            return float_scheme(self.ckpt.dtype(name))
+        return rounded_scheme(self.kind, self.group_size)
+
+    def matrix(self, module: str) -> QuantizedMatrix:
+        n, k = self.shape2d(f"{module}.weight")
+        weight = self.take(module, [Tensor("weight", FLOATS, (n, k))])["weight"]
+        return self._round(weight, self.bias(module, n), module)
+
+    def fused_expert(self, layer: MoELayer, e: int) -> Expert:
+        num, h, i = layer.num_experts, layer.hidden_size, layer.intermediate_size
+        dtypes = tuple(FLOAT_KINDS) if self.kind == "none" else FLOATS
+        transposed = self.ckpt.text_config.get("model_type") in TRANSPOSED
+        tensors = self.take(
+            layer.name,
+            [
+                Tensor("gate_up_proj", dtypes, (num, h, 2 * i) if transposed else (num, 2 * i, h)),
+                Tensor("gate_up_proj_bias", FLOATS, (num, 2 * i), required=False),
+                Tensor("down_proj", dtypes, (num, i, h) if transposed else (num, h, i)),
+                Tensor("down_proj_bias", FLOATS, (num, h), required=False),
+            ],
+        )
+        gate, up = layer.halves
+
+        def matrix(name: str, rows: slice) -> QuantizedMatrix:
+            bias = tensors.get(f"{name}_bias")
+            own = None if bias is None else bias[e, rows].astype(np.float32)
+            weight = tensors[name][e].T if transposed else tensors[name][e]
+            return self._round(weight[rows], own, f"{layer.name}.{e}.{name}")
+
+        return Expert(matrix("gate_up_proj", gate), matrix("gate_up_proj", up), matrix("down_proj", slice(None)))
+
+    def _round(self, weight: np.ndarray, bias: np.ndarray | None, where: str) -> QuantizedMatrix:
+        if self.kind == "none":
+            return unrounded(weight, bias)
+        return rounded_to_nearest(weight, bias, self.kind, self.group_size, f"{self.ckpt.folder}: {where}")

@@ -1,0 +1,1 @@
+"""An exported folder on ONNX Runtime: caches, drafts, text."""

@@ -1,0 +1,411 @@
+"""The cache of one sequence: one that grows with each run, and one of a capacity that is bound in place.
+
+Linear attention has states instead of keys and values. They are of all tokens so far: there is no going back but to
+where they were copied, at the ends of prompts, and in models with a window of states over the last run's tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.memory import doing
+
+if TYPE_CHECKING:
+    from quantmoe.exporter.running.generate import Generator
+
+#: ONNX's code of the type that NumPy lacks, and with it ONNX Runtime's arrays
+BFLOAT16 = 16
+#: copies of states that are kept to go back to
+SNAPSHOTS = 4
+#: tokens at the end of a prompt that chat templates render otherwise once there is an answer, like <think>
+TAIL = 8
+#: slots beyond those that are asked for, so that a reply follows its prompt without a copy
+ROOM = 1024
+
+
+class Cache:
+    """A sequence of tokens and their keys and values. It may go back, and on from there: where the model has states, to
+    0, to the ends of the last calls of :meth:`append` of several tokens and within the window of the last run only.
+
+    Attributes:
+        tokens: ids of those whose keys and values are there.
+        tail: states are copied so many tokens before the end of such a call, too; 0: not.
+        hidden: of a model that gives them, the hidden states [S, H] of the last run's tokens; None of others.
+        given: inputs of the next runs beside the tokens.
+    """
+
+    def __init__(self, model: Generator):
+        self.model, self.tail = model, 0
+        self.tokens: list[int] = []
+        self.hidden: np.ndarray | None = None
+        self.given: dict[str, np.ndarray] = {}
+        self._whole = True  # states are of self.tokens, and not of a run that was interrupted
+        self._slots = 0  # tokens before the last one whose states are in the window
+        self._snapshots: dict[int, dict[str, np.ndarray]] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Allocates what an empty cache needs."""
+        self._past = self.model.start()
+
+    def append(
+        self, ids: Sequence[int], heard: Callable[[Sequence[int], np.ndarray | None], None] = lambda ids, hidden: None
+    ) -> np.ndarray:
+        """Runs tokens after those that are there, ``model.chunk`` at a time.
+
+        Args:
+            heard: called after each of these runs with its tokens and ``hidden``.
+
+        Returns:
+            Logits f32 [vocabulary] after the last of them.
+
+        Raises:
+            ModelError: no tokens, ids outside the vocabulary, more than the model's context or the cache holds; a run
+                before was interrupted, and states are not of these tokens: go back first.
+        """
+        self.model.check(ids, len(self.tokens))
+        self._check_end(len(self.tokens))
+        self.reserve(len(self.tokens) + len(ids))
+        ends = {*range(self.model.chunk, len(ids), self.model.chunk), len(ids)}
+        copied = {len(ids), len(ids) - self.tail} if self.model.states and len(ids) > 1 else set()
+        at = 0
+        for end in sorted(ends | {end for end in copied if end > 0}):
+            logits = self._advance(ids[at:end])
+            heard(ids[at:end], self.hidden)
+            at = end
+            if end in copied:
+                self._snapshots[len(self.tokens)] = self._states()
+        self._snapshots = dict(sorted(self._snapshots.items())[-SNAPSHOTS:])
+        return logits[-1]
+
+    def verify(self, ids: Sequence[int]) -> np.ndarray:
+        """Runs a token and the drafts of those after it, in one call.
+
+        Returns:
+            Logits f32 [.., vocabulary] after each, or after the last ones that a run gives those of.
+
+        Raises:
+            ModelError: as :meth:`append`.
+        """
+        self.model.check(ids, len(self.tokens))
+        self._check_end(len(self.tokens))
+        self.reserve(len(self.tokens) + len(ids))
+        return self._advance(ids)
+
+    def _advance(self, ids: Sequence[int]) -> np.ndarray:
+        """Logits f32 of a call's last tokens, as many as it gives, [.., vocabulary]."""
+        part = [int(id) for id in ids]
+        self._whole = False
+        logits = self._run(np.array([part], np.int64))
+        self.tokens += part  # after the run: whatever interrupts it, what is in tokens is in the cache
+        self._whole, self._slots = True, min(self.model.window, len(part)) - 1
+        return np.asarray(logits[0], np.float32)
+
+    def rewind(self, length: int) -> None:
+        """Goes back to the first ``length`` tokens.
+
+        Raises:
+            ModelError: there are fewer, or a state is of more tokens and no copy of it of so many.
+        """
+        if not 0 <= length <= len(self.tokens):
+            raise ModelError(f"the cache has {len(self.tokens)} tokens, there is no going back to {length}")
+        self._check_end(length)
+        back = len(self.tokens) - length
+        if self._whole and 0 < back <= self._slots:
+            self._crop(back)
+        elif length in self._snapshots and (back or not self._whole):
+            self._restore(self._snapshots[length])
+        del self.tokens[length:]
+        self._slots = 0 if back else self._slots
+        self._whole = True
+        self._snapshots = {at: states for at, states in self._snapshots.items() if at <= length}
+
+    def keep(self, ids: Sequence[int]) -> int:
+        """Goes back to what begins ``ids``, too, or as near before its end as states allow; the length, at most all but
+        the last, whose logits are wanted."""
+        most = min(len(self.tokens), len(ids) - 1)
+        same = next((at for at in range(most) if self.tokens[at] != ids[at]), max(most, 0))
+        same = max(at for at in self._ends() if at <= same)
+        self.rewind(same)
+        return same
+
+    def _ends(self) -> Sequence[int]:
+        """Lengths that the cache can go back to."""
+        if not self.model.states:
+            return range(len(self.tokens) + 1)
+        now = range(len(self.tokens) - self._slots, len(self.tokens) + 1) if self._whole else ()
+        return sorted({0, *self._snapshots, *now})
+
+    @property
+    def whole(self) -> bool:
+        """Whether it can go on as it is: no run was interrupted that changed a state."""
+        return self._whole or not self.model.states
+
+    def _check_end(self, length: int) -> None:
+        if length not in (ends := self._ends()):
+            why = f"of all {len(self.tokens)} tokens" if self._whole else "of a run that was interrupted"
+            raise ModelError(
+                f"the states of linear attention are {why}, they cannot be had of {length}; only of "
+                f"{', '.join(map(str, ends))} tokens"
+            )
+
+    def _states(self) -> dict[str, np.ndarray]:
+        """Copies of the states after the last token."""
+        return {name: self._live(self._past[name]).copy() for name in self.model.states}
+
+    def _restore(self, states: dict[str, np.ndarray]) -> None:
+        for name, array in states.items():
+            self._past[name] = self._past[name].copy()  # a run's output may be read-only
+            self._live(self._past[name])[...] = array
+
+    def _crop(self, back: int) -> None:
+        """Makes the states so many tokens before the last, which are in the window, those that are read."""
+        self._restore({name: self._past[name][-1 - back] for name in self.model.states})
+
+    def _live(self, states: np.ndarray) -> np.ndarray:
+        return states[-1] if self.model.window > 1 else states
+
+    def contents(self) -> tuple[dict[str, np.ndarray], dict[int, dict[str, np.ndarray]]]:
+        """Keys and values of the tokens [1, heads, tokens, width] by name; and by how many tokens they are of, states,
+        those after the last one among them.
+
+        Raises:
+            ModelError: a run was interrupted, see :meth:`append`.
+        """
+        self._check_end(len(self.tokens))
+        now = {len(self.tokens): self._states()} if self.model.states else {}
+        return {name: array[:, :, : len(self.tokens)] for name, array in self._keys()}, self._snapshots | now
+
+    def become(
+        self, tokens: Sequence[int], keys: dict[str, np.ndarray], states: dict[int, dict[str, np.ndarray]]
+    ) -> None:
+        """Takes the place of what is there: tokens and the :meth:`contents` of a cache that has them."""
+        self.tokens = []
+        self.reserve(len(tokens))
+        self._set_keys(keys)
+        if states:
+            self._restore(states[len(tokens)])
+        self.tokens, self._snapshots, self._whole, self._slots = list(tokens), dict(states), True, 0
+
+    def _keys(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Keys and values of at least the tokens, by name."""
+        return ((name, array) for name, array in self._past.items() if name not in self.model.states)
+
+    def _set_keys(self, keys: dict[str, np.ndarray]) -> None:
+        self._past |= keys
+
+    @property
+    def room(self) -> int:
+        """Tokens that can follow those that are there."""
+        return self.model.context - len(self.tokens)
+
+    def reserve(self, slots: int) -> None:
+        """Makes room for so many tokens at once."""
+
+    def _run(self, ids: np.ndarray) -> np.ndarray:
+        """Logits [1, min(S, model.rows), vocabulary] of new tokens [1, S]."""
+        length = len(self.tokens)
+        states = self.model.states
+        past = {n: value if n in states else value[:, :, :length] for n, value in self._past.items()}  # longer: rewind
+        found = self.model.run(self.model.feed(ids, length) | past | self.given, ids.shape[1], length)
+        self._past = {name: found[present(name)] for name in past}
+        self.hidden = found[self.model.hidden][0] if self.model.hidden else None
+        return found["logits"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """Memory that runs are bound to: an OrtValue, of bfloat16 one of uint16, which has the bits.
+
+    Attributes:
+        dtype: NumPy's or ml_dtypes'.
+    """
+
+    value: Any
+    dtype: np.dtype
+
+    @classmethod
+    def of(cls, array: np.ndarray, device: str) -> Buffer:
+        """An array's numbers there; of the host's memory perhaps that memory."""
+        import onnxruntime as ort
+
+        return cls(ort.OrtValue.ortvalue_from_numpy(_stored(array), device, 0), array.dtype)
+
+    def numpy(self) -> np.ndarray:
+        """A copy."""
+        return np.array(self.value.numpy()).view(self.dtype)
+
+    def here(self) -> np.ndarray | None:
+        """The memory itself; None of a device's."""
+        if self.value.device_name() != "cpu":
+            return None
+        shape = self.value.shape()
+        size = math.prod(shape) * self.dtype.itemsize
+        memory = (ctypes.c_uint8 * size).from_address(self.value.data_ptr())
+        return np.frombuffer(memory, self.dtype).reshape(shape)
+
+    def write(self, array: np.ndarray) -> None:
+        """Copies all of an array of the same shape and type here."""
+        self.value.update_inplace(_stored(array))
+
+    def bind(self, binding: Any, name: str = "", output: str = "") -> None:
+        """As an input and as an output of a session, by their names."""
+        element = BFLOAT16 if self.dtype == ml_dtypes.bfloat16 else self.dtype.type
+        device, place = (self.value.device_name(), 0), (element, self.value.shape(), self.value.data_ptr())
+        if name:
+            binding.bind_input(name, *device, *place)
+        if output:
+            binding.bind_output(output, *device, *place)
+
+
+def _stored(array: np.ndarray) -> np.ndarray:
+    return array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
+
+
+class SharedCache(Cache):
+    """Of models that write a cache in place: past and present are one buffer [1, heads, capacity, width], which is
+    allocated once. When it is full it is copied to one of twice the capacity, or refuses if the caller said which."""
+
+    def _begin(self) -> None:
+        self.capacity = 0
+        self._buffers: dict[str, Buffer] = {}
+        self._binding = self.model.session.io_binding()
+        self._step: Step | None = None
+        for name in self.model.states:
+            self._bind(name, np.zeros(self.model.shape(name), self.model.past[name][1]))
+        if self.model.capacity is not None:
+            self._allocate(self.model.capacity)
+
+    @property
+    def room(self) -> int:
+        return min(self.model.context, self.model.capacity or self.model.context) - len(self.tokens)
+
+    def reserve(self, slots: int) -> None:
+        """Makes room for so many tokens.
+
+        Raises:
+            ModelError: more than the capacity that the caller asked for.
+        """
+        if slots <= self.capacity:
+            return
+        if self.model.capacity is not None:
+            raise ModelError(f"{self.model.path}: {slots} tokens, the cache has a capacity of {self.capacity}")
+        self._allocate(min(max(slots + ROOM, 2 * self.capacity), max(slots, self.model.context)))
+
+    def _allocate(self, capacity: int) -> None:
+        length = len(self.tokens)
+        for name, (shape, dtype) in self.model.past.items():
+            if name in self.model.states:
+                continue
+            with doing(f"{self.model.path}: {name} of {capacity} tokens"):
+                array = np.empty([1, shape[1], capacity, shape[3]], dtype)  # what is not written is not read
+            if length:
+                array[:, :, :length] = self._buffers[name].numpy()[:, :, :length]
+            self._bind(name, array)
+        self.capacity = capacity
+        self._step = Step(self.model, self._buffers, capacity) if self.model.cuda_graph else None
+
+    def _keys(self) -> Iterator[tuple[str, np.ndarray]]:
+        return ((name, b.numpy()) for name, b in self._buffers.items() if name not in self.model.states)
+
+    def _set_keys(self, keys: dict[str, np.ndarray]) -> None:
+        for name, array in keys.items():
+            whole = self._buffers[name].numpy()
+            whole[:, :, : array.shape[2]] = array
+            self._buffers[name].write(whole)
+
+    def _bind(self, name: str, array: np.ndarray) -> None:
+        self._buffers[name] = Buffer.of(array, self.model.device)
+        self._buffers[name].bind(self._binding, name, present(name))
+
+    def _states(self) -> dict[str, np.ndarray]:
+        return {name: self._live(array).copy() for name, array in self._windows(change=False)}
+
+    def _restore(self, states: dict[str, np.ndarray]) -> None:
+        for name, array in self._windows():
+            self._live(array)[...] = states[name]
+
+    def _crop(self, back: int) -> None:
+        for _, array in self._windows():
+            array[-1] = array[-1 - back]
+
+    def _windows(self, change: bool = True) -> Iterator[tuple[str, np.ndarray]]:
+        """Every state by its name, where it is or, on a device, a copy that is written back."""
+        for name in self.model.states:
+            if (array := self._buffers[name].here()) is not None:
+                yield name, array
+                continue
+            array = self._buffers[name].numpy()
+            yield name, array
+            if change:
+                self._buffers[name].write(array)
+
+    def _run(self, ids: np.ndarray) -> np.ndarray:
+        if self._step is not None and ids.shape[1] == 1 and not self.model.hidden:
+            return self._step.run(ids, len(self.tokens))
+        for name, value in self.model.feed(ids, len(self.tokens)).items():
+            self._binding.bind_cpu_input(name, value)
+        given = {name: Buffer.of(value, "cpu") for name, value in self.given.items()}
+        for name, buffer in given.items():
+            buffer.bind(self._binding, name)
+        logits = self.model.logits_of(ids.shape[1], "cpu")
+        logits.bind(self._binding, output="logits")
+        hidden = self.model.hidden_of(ids.shape[1])
+        if hidden is not None:
+            hidden.bind(self._binding, output=self.model.hidden)
+        with self.model.running(ids.shape[1], len(self.tokens)):
+            self.model.session.run_with_iobinding(self._binding, self.model.run_options(-1))
+        self.hidden = None if hidden is None else hidden.numpy()[0]
+        return logits.numpy()
+
+
+class Step:
+    """A decode step whose shapes and addresses never change, as a CUDA graph wants it: one token, a mask of the whole
+    capacity. ONNX Runtime captures the first and replays it; each cache has a graph of its own in the session.
+
+    The call that captures runs several times (microsoft/onnxruntime 32243), and a state goes on with each: states are
+    put back after it, and the token is run again. Keys and values are only written again."""
+
+    def __init__(self, model: Generator, buffers: dict[str, Buffer], capacity: int):
+        self.model = model
+        self._options = model.run_options(next(model.graphs))
+        self._mask = np.zeros((1, capacity), np.int64)
+        arrays = model.feed(np.zeros((1, 1), np.int64), 0) | {"attention_mask": self._mask}
+        self._inputs = {name: Buffer.of(array, model.device) for name, array in arrays.items()}
+        self._logits = model.logits_of(1, model.device)
+        self._states = [buffers[name] for name in model.states]
+        self._captured = False
+        self._binding = model.session.io_binding()
+        self._logits.bind(self._binding, output="logits")
+        for name, buffer in self._inputs.items():
+            buffer.bind(self._binding, name)
+        for name, buffer in buffers.items():
+            buffer.bind(self._binding, name, present(name))
+
+    def run(self, ids: np.ndarray, length: int) -> np.ndarray:
+        """Logits [1, 1, vocabulary] of a token [1, 1] after ``length`` others."""
+        self._mask[:, : length + 1], self._mask[:, length + 1 :] = 1, 0
+        for name, array in (self.model.feed(ids, length) | {"attention_mask": self._mask}).items():
+            self._inputs[name].write(array)
+        with self.model.running(1, length):
+            if self._states and not self._captured:
+                before = [state.numpy() for state in self._states]
+                self.model.session.run_with_iobinding(self._binding, self._options)
+                for state, array in zip(self._states, before, strict=True):
+                    state.write(array)
+            self._captured = True
+            self.model.session.run_with_iobinding(self._binding, self._options)
+        return self._logits.numpy()
+
+
+def present(name: str) -> str:
+    """The output of a cache's input."""
+    return name.replace("past_key_values", "present")

@@ -1,0 +1,249 @@
+"""Text in, text out: the folder's tokenizer and chat template around a Generator."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.running.cache import TAIL, Cache
+from quantmoe.exporter.running.generate import Generated, Generator, load_tokenizer, stop_tokens
+from quantmoe.exporter.running.sampling import Sampling, read_object
+
+#: jinja2 whose sandbox keeps what is known: templates are code of whoever made the checkpoint
+OLDEST_JINJA = (3, 1, 6)
+
+
+class Text:
+    """What a folder has to turn text into tokens and back.
+
+    Args:
+        folder: an exported model's.
+        raw: leaves its chat template alone.
+
+    Attributes:
+        tokenizer: a tokenizers.Tokenizer. template: None without one. stop: ids of tokens that end a text.
+
+    Raises:
+        ModelError: there is no tokenizer.json; a file is not what it should be.
+    """
+
+    def __init__(self, folder: Path, raw: bool = False):
+        self.tokenizer, self.stop = load_tokenizer(folder), stop_tokens(folder)
+        self.template = None if raw else load_template(folder)
+
+
+class Chat:
+    """A conversation with an exported model.
+
+    Its cache is kept from turn to turn: only what is new, or what the template renders otherwise than before, is run.
+    Without a template a message follows the reply before it as it is.
+
+    Args:
+        model: what generates.
+        text: None is that of the model's folder.
+        cache: from Generator.cache or load_cache, of which messages take what they begin with; None: an empty one.
+
+    Attributes:
+        messages: of the conversation so far, as a chat template takes them.
+        last: the tokens of the last reply, and how long they took.
+
+    Raises:
+        ModelError: as Text.
+    """
+
+    def __init__(self, model: Generator, text: Text | None = None, cache: Cache | None = None):
+        self.model, self.cache = model, cache or model.cache()
+        self.text = text or Text(model.path.parent)
+        self.cache.tail = TAIL
+        self.messages: list[dict[str, str]] = []
+        self.last: Generated | None = None
+        self._ids: list[int] = []
+
+    def reply(
+        self,
+        message: str,
+        max_new_tokens: int = 512,
+        stop: Sequence[str] = (),
+        sampling: Sampling | None = None,
+    ) -> Iterator[str]:
+        """The model's answer, in pieces as they come; what came of it is part of the conversation when it is left.
+
+        Args:
+            message: what the user says.
+            max_new_tokens: at most so many.
+            stop: strings before which the answer ends; they are no part of it.
+            sampling: None takes the likeliest token.
+
+        Raises:
+            ModelError: as Generator.stream; the template refuses the messages.
+        """
+        asked, own = [*self.messages, {"role": "user", "content": message}], self.text
+        if own.template:
+            ids = own.tokenizer.encode(own.template.render(asked), add_special_tokens=False).ids
+        else:
+            ids = self._ids + own.tokenizer.encode(message, add_special_tokens=not self._ids).ids
+        new = ids[self.cache.keep(ids) :]
+        self.last = found = self.model.stream(new, max_new_tokens, own.stop, sampling, self.cache)
+        text, said = TextStream(own.tokenizer, stop, () if own.template else ids[-8:]), ""
+        try:
+            for piece in text.pieces(token for token in found if token not in own.stop):
+                said += piece
+                yield piece
+        finally:
+            self.messages = [*asked, {"role": "assistant", "content": said}]
+            self._ids = ids + [token for token in found.tokens if token not in own.stop]
+
+
+class TextStream:
+    """Text of tokens as they come: whole characters, and nothing that may be the beginning of a stop string.
+
+    tokenizers' DecodeStream has no end, at which what it holds would come, and fails at bytes that are no text.
+
+    Args:
+        after: tokens before the first, whose text is not given; some decoders strip a space after nothing.
+
+    Attributes:
+        stopped: a stop string came; nothing is given but what stood before it.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), after: Sequence[int] = ()):
+        self._tokenizer, self._stop = tokenizer, [text for text in stop if text]
+        self._ids, self._begin, self._given, self._held = list(after), 0, len(after), ""
+        self.stopped = False
+
+    def pieces(self, ids: Iterable[int]) -> Iterator[str]:
+        """The text of these tokens, which are asked for until a stop string comes."""
+        for id in ids:
+            if piece := self.push(id):
+                yield piece
+            if self.stopped:
+                return
+        if piece := self.end():
+            yield piece
+
+    def push(self, id: int) -> str:
+        """What one more token adds: nothing while a character, or a stop string, may not be whole."""
+        self._ids.append(id)
+        text = self._new()
+        if not text or text.endswith("\ufffd"):  # bytes of a character whose others may come
+            return ""
+        # a token's text depends on those right before it, in decoders of words
+        self._begin, self._given = self._given, len(self._ids)
+        return self._release(text)
+
+    def end(self) -> str:
+        """What was held back: there are no more tokens."""
+        found = self._release(self._new())
+        return found if self.stopped else found + self._held
+
+    def _new(self) -> str:
+        before = self._tokenizer.decode(self._ids[self._begin : self._given])
+        return str(self._tokenizer.decode(self._ids[self._begin :]))[len(before) :]
+
+    def _release(self, text: str) -> str:
+        text, self._held = self._held + text, ""
+        if self.stopped:
+            return ""
+        if found := [at for stop in self._stop if (at := text.find(stop)) >= 0]:
+            self.stopped = True
+            return text[: min(found)]
+        ends = (len(text) - n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        at = min(ends, default=len(text))
+        self._held = text[at:]
+        return text[:at]
+
+
+class Template:
+    """A chat template, rendered as transformers does: in a sandbox, blocks trimmed, with its functions.
+
+    Args:
+        path: the file it is from, for errors.
+        names: special tokens by their names, which templates use.
+
+    Raises:
+        ModelError: it is no Jinja template; jinja2 is too old.
+    """
+
+    def __init__(self, text: str, path: Path, names: dict[str, str]):
+        import jinja2
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < OLDEST_JINJA:
+            oldest = ".".join(map(str, OLDEST_JINJA))
+            raise ModelError(
+                f"jinja2 is {jinja2.__version__}, expected {oldest} or newer; pip install 'jinja2>={oldest}'"
+            )
+
+        class Generation(Extension):
+            """The block that marks what the model says; it is rendered as it stands."""
+
+            tags = {"generation"}  # noqa: RUF012
+
+            def parse(self, parser: Any) -> Any:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+        def refuse(message: str) -> NoReturn:
+            raise jinja2.TemplateError(message)
+
+        def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+            return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja2's own escapes for HTML
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = tojson
+        environment.globals |= {
+            "raise_exception": refuse,
+            "strftime_now": lambda format: datetime.now().strftime(format),
+        }
+        self.path, self.names = path, names
+        try:
+            self._template = environment.from_string(text)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"{path}: {error}") from None
+
+    def render(self, messages: Sequence[dict[str, str]]) -> str:
+        """The conversation as text that the model continues with its answer.
+
+        Raises:
+            ModelError: the template refuses the messages or fails.
+        """
+        inputs = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        try:
+            return self._template.render(self.names | inputs)
+        except Exception as error:  # whatever its expressions raise
+            raise ModelError(f"{self.path}: {error}") from None
+
+
+def load_template(folder: Path) -> Template | None:
+    """The folder's chat template: chat_template.jinja, else the one of tokenizer_config.json, else None.
+
+    Raises:
+        ModelError: a file is not what it should be.
+    """
+    path = folder / "chat_template.jinja"
+    config = read_object(folder / "tokenizer_config.json")
+    names = {}
+    for name, token in (read_object(folder / "special_tokens_map.json") | config).items():
+        if name.endswith("_token") and (text := token.get("content") if isinstance(token, dict) else token):
+            names[name] = str(text)
+    try:
+        found = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: {error}") from None
+    if not path.is_file():
+        path = folder / "tokenizer_config.json"
+    if isinstance(found, list):  # several by name
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("default")
+    if found is None:
+        return None
+    if not isinstance(found, str):
+        raise ModelError(f"{path}: chat_template is {type(found).__name__}, expected text")
+    return Template(found, path, names)

@@ -1,0 +1,496 @@
+"""Generation with an exported model on ONNX Runtime (no torch)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+from quantmoe.exporter.graph.passes.interface import RANKS
+from quantmoe.exporter.graph.passes.last_logits import HIDDEN, HIDDEN_OUT
+from quantmoe.exporter.inspecting.inspect import ModelError, load, model_path
+from quantmoe.exporter.memory import CHUNK, DRAFTS, doing
+from quantmoe.exporter.running.cache import Buffer, Cache, SharedCache
+from quantmoe.exporter.running.sampling import Sampler, Sampling, read_object
+from quantmoe.exporter.running.speculate import Head, Lookup, Speculation
+from quantmoe.exporter.running.states import load as load_states
+from quantmoe.exporter.running.states import save as save_states
+from quantmoe.exporter.writing.genai import LOGITS, SHARE_BUFFER, eos_tokens
+from quantmoe.exporter.writing.output import MTP_MODEL
+from quantmoe.ort_ext import OLDEST, cuda_library_path, library_path
+
+#: ends of the names of what a cache has of linear attention: of one size however many tokens there were
+STATES = (".conv_state", ".recurrent_state")
+
+
+class Generated(Iterator[int]):
+    """New tokens, one by one as they are asked for, and how long they took so far.
+
+    Attributes:
+        tokens: those that came. prompt: how many were run before the first.
+        prefill: seconds for the prompt and the first token. decode: seconds for every token after the first.
+        logits: f32 [tokens, vocabulary], what each token was chosen from; [0, 0] unless they were asked for.
+        speculation: how its drafts fared; None without any.
+    """
+
+    def __init__(
+        self,
+        steps: Iterator[tuple[int, np.ndarray]],
+        prompt: int,
+        logits: bool = False,
+        speculation: Speculation | None = None,
+    ):
+        self.tokens: list[int] = []
+        self.speculation = speculation
+        self.prompt, self.prefill, self.decode = prompt, 0.0, 0.0
+        self._steps = steps
+        self._logits: list[np.ndarray] | None = [] if logits else None
+
+    def __next__(self) -> int:
+        begin = time.perf_counter()
+        token, logits = next(self._steps)
+        if self.tokens:
+            self.decode += time.perf_counter() - begin
+        else:
+            self.prefill = time.perf_counter() - begin
+        self.tokens.append(token)
+        if self._logits is not None:
+            self._logits.append(logits)
+        return token
+
+    @property
+    def logits(self) -> np.ndarray:
+        return np.array(self._logits) if self._logits else np.zeros((0, 0), np.float32)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return (len(self.tokens) - 1) / self.decode if self.decode else 0.0
+
+
+class Generator:
+    """An exported model in an ONNX Runtime session.
+
+    Args:
+        path: the model or its folder.
+        threads: of the session; 0 is ONNX Runtime's choice.
+        prefault: read all packed weights into memory now, not when a token first needs them.
+        chunk: tokens of a prompt that are run at once: memory beside the cache grows with them, not with the prompt.
+        capacity: tokens that a cache is allocated for, where the model writes it in place; None: it grows by doubling.
+        device: "cuda" for ONNX Runtime's CUDA provider and models exported with --target cuda.
+        cuda_graph: a token's launches are captured once for each cache and then replayed; with device "cuda", of models
+            that write the cache in place.
+        speculate: "ngram" drafts what followed the last tokens before in the same text, "mtp" with the layer of
+            multi-token prediction beside the model. A run verifies a token and its drafts: the same tokens in fewer
+            runs. Of models exported with the logits of more than the last.
+        drafts: at most so many a run.
+
+    Raises:
+        ModelError: the model or the session cannot be created, ONNX Runtime's words are in the message; it is too old
+            or has no such provider; a capacity or a CUDA graph of a model whose cache grows by runs; it cannot verify
+            so many drafts.
+        FileNotFoundError: this installation has no library for the device.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        threads: int = 0,
+        prefault: bool = False,
+        chunk: int = CHUNK,
+        capacity: int | None = None,
+        device: Literal["cpu", "cuda"] = "cpu",
+        cuda_graph: bool = False,
+        speculate: Literal["ngram", "mtp"] | None = None,
+        drafts: int = DRAFTS,
+    ):
+        self.path, ort = model_path(path), runtime()
+        self.chunk, self.capacity, self.device, self.cuda_graph = chunk, capacity, device, cuda_graph
+        #: names of CUDA graphs in the session; -1 is of runs that have none
+        self.graphs = itertools.count(1)
+        if cuda_graph and device != "cuda":
+            raise ModelError(f"cuda_graph is of device cuda, not {device}")
+        self.speculate, self.drafts = speculate, drafts
+        for name, value in (("chunk", chunk), ("capacity", capacity), ("drafts", drafts)):
+            if value is not None and value < 1:
+                raise ModelError(f"{name} is {value}, expected at least 1")
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 4  # what it logs is in its exceptions
+        if prefault:
+            options.add_session_config_entry("quantmoe.prefault", "1")  # before the library is registered
+        options.register_custom_ops_library(library_path() if device == "cpu" else _cuda(ort))
+        cuda = ("CUDAExecutionProvider", {"enable_cuda_graph": str(int(cuda_graph))})
+        providers = ["CPUExecutionProvider" if device == "cpu" else cuda]
+        try:
+            with doing(str(self.path)):
+                self.session = ort.InferenceSession(str(self.path), options, providers=providers)
+        except MemoryError:
+            raise
+        except Exception as error:  # onnxruntime's exceptions have no public base class
+            model = load(self.path)  # says which file is at fault
+            target = model.metadata_props.get("target", "cpu")
+            hint = f"exported with --target {target}, which this provider does not run: " if target != device else ""
+            raise ModelError(f"{self.path}: {hint}{error}") from None
+        metadata = self.session.get_modelmeta().custom_metadata_map
+        context = metadata.get("context_length", str(sys.maxsize))
+        if not context.isdecimal():
+            raise ModelError(f"{self.path}: context_length is {context!r}, expected a number of tokens")
+        self.context = int(context)
+        self.outputs = [output.name for output in self.session.get_outputs()]
+        logits = [o for o in self.session.get_outputs() if o.name == "logits"]
+        past = {i.name: i for i in self.session.get_inputs() if i.name.startswith("past_key_values.")}
+        floats = {
+            "tensor(float)": np.dtype(np.float32),
+            "tensor(float16)": np.dtype(np.float16),
+            "tensor(bfloat16)": np.dtype(ml_dtypes.bfloat16),
+        }
+        codes = {"tensor(int8)": np.dtype(np.int8), "tensor(uint8)": np.dtype(np.uint8)}
+        caches = floats | codes
+        if (
+            [len(o.shape) for o in logits] != [3]
+            or not any(name.endswith(".key") for name in past)
+            or not all(i.type in caches for i in past.values())
+            or not all(i.type in floats for i in logits)
+            or not all(len(i.shape) - _rank(name) in (0, name.endswith(STATES)) for name, i in past.items())
+            or not all(name.replace("past_key_values", "present") in self.outputs for name in past)
+        ):
+            raise ModelError(
+                f"{self.path}: expected the output logits [batch, sequence, vocabulary], the inputs past_key_values.* "
+                f"[batch, heads, length, width], or of linear attention *.conv_state [batch, channels, width] and "
+                f"*.recurrent_state [batch, heads, key, value] or a window of them in front, of "
+                f"{' or '.join(floats)}, or of codes {' or '.join(codes)}, and their outputs present.*"
+            )
+        kept = metadata.get(LOGITS, str(sys.maxsize))
+        if not kept.isdecimal():
+            raise ModelError(f"{self.path}: {LOGITS} is {kept!r}, expected a number of tokens")
+        #: tokens at the end of a run whose logits it gives, at most
+        self.rows = 1 if logits[0].shape[1] == 1 else int(kept)
+        self.vocabulary = logits[0].shape[2] if isinstance(logits[0].shape[2], int) else None
+        self._logits = floats[logits[0].type]
+        self.shares_buffer = metadata.get(SHARE_BUFFER) == "true" and self.vocabulary is not None
+        if capacity is not None and not self.shares_buffer:
+            raise ModelError(f"{self.path}: no capacity can be set, this model's cache grows with each run")
+        if cuda_graph and not self.shares_buffer:
+            raise ModelError(f"{self.path}: no CUDA graph can be had, this model's cache grows with each run")
+        self.past = {
+            name: ([s if isinstance(s, int) else 0 for s in i.shape], caches[i.type]) for name, i in past.items()
+        }
+        self.states = [name for name in past if name.endswith(STATES)]
+        #: states of linear attention after each of the last so many tokens of a run; of more than 1 they have a first
+        #: dimension of it
+        self.window = next((self.past[n][0][0] for n in self.states if len(self.past[n][0]) > _rank(n)), 1)
+        hidden = [o for o in self.session.get_outputs() if o.name in (HIDDEN, HIDDEN_OUT)]
+        #: output of the hidden states after the last norm, where somebody drafts from them; "": none
+        self.hidden = next((o.name for o in hidden if o.name == HIDDEN_OUT or speculate == "mtp"), "")
+        self._hidden = next(((o.shape[2], floats[o.type]) for o in hidden), (0, self._logits))
+        #: what drafts with multi-token prediction
+        self.head: Generator | None = None
+        if speculate is not None:
+            self._check_drafts()
+        if speculate == "mtp":
+            path = self.path.with_name(MTP_MODEL)
+            if not (self.hidden and path.is_file()):
+                raise ModelError(f"{self.path}: no {MTP_MODEL} beside it; export the model with --mtp")
+            self.head = Generator(path, threads, prefault, chunk, device=device)
+
+    def _check_drafts(self) -> None:
+        if self.states and self.drafts >= self.window:
+            raise ModelError(
+                f"{self.path}: {self.drafts} drafts take a window of {self.drafts + 1} states of linear attention, "
+                f"this model's is of {self.window}: export it with --state-window {self.drafts + 1}"
+            )
+        if self.drafts >= self.rows:
+            raise ModelError(
+                f"{self.path}: {self.drafts} drafts take the logits of {self.drafts + 1} tokens of a run, this model "
+                f"gives those of its last {self.rows}: export it with --logits {self.drafts + 1}"
+            )
+
+    def start(self, batch: int = 1) -> dict[str, np.ndarray]:
+        """An empty KV cache of arrays, for :meth:`step`.
+
+        Raises:
+            ModelError: the model's is of a size that no memory holds, or of a type that NumPy lacks.
+        """
+        if any(dtype == ml_dtypes.bfloat16 for _, dtype in self.past.values()):
+            raise ModelError(f"{self.path}: a cache of arrays cannot be bfloat16, which NumPy lacks; use --dtype f16")
+        try:
+            return {name: np.zeros(self.shape(name, batch), dtype) for name, (_, dtype) in self.past.items()}
+        except (MemoryError, ValueError) as error:
+            raise ModelError(f"{self.path}: past_key_values: {str(error) or 'out of memory'}") from None
+
+    def shape(self, name: str, batch: int = 1) -> list[int]:
+        """Of an empty cache's tensor for so many rows."""
+        shape = list(self.past[name][0])
+        shape[len(shape) - _rank(name)] = batch
+        return shape
+
+    def cache(self) -> Cache:
+        """An empty KV cache of a sequence, for :meth:`stream`; each conversation has its own."""
+        return SharedCache(self) if self.shares_buffer else Cache(self)
+
+    def load_cache(self, path: str | Path) -> Cache:
+        """A cache that :meth:`save_cache` wrote, with its tokens; ``cache.keep(ids)`` goes back to what a prompt has.
+
+        Raises:
+            ModelError: the file is damaged, of another model, or has more tokens than the context or a cache holds.
+        """
+        cache = self.cache()
+        load_states(cache, path)
+        return cache
+
+    def save_cache(self, cache: Cache, path: str | Path) -> None:
+        """Writes a cache's tokens, keys, values and states (exporter/running/states.py).
+
+        Raises:
+            ModelError: it has no tokens, or a run was interrupted that changed its states.
+        """
+        save_states(cache, path)
+
+    def run_options(self, graph: int) -> Any:
+        """ONNX Runtime's options of a run in a CUDA graph, or with -1 in none; None where there are no graphs."""
+        if not self.cuda_graph:
+            return None
+        import onnxruntime as ort
+
+        options = ort.RunOptions()
+        options.add_run_config_entry("gpu_graph_id", str(graph))
+        return options
+
+    def logits_of(self, new: int, device: str) -> Buffer:
+        """Memory for the logits of a run of so many new tokens of one sequence."""
+        assert self.vocabulary is not None  # where caches are shared
+        return Buffer.of(np.empty([1, min(new, self.rows), self.vocabulary], self._logits), device)
+
+    def hidden_of(self, new: int) -> Buffer | None:
+        """Memory for the hidden states of a run of so many new tokens of one sequence; None where nobody wants them."""
+        size, dtype = self._hidden
+        return Buffer.of(np.empty([1, new, size], dtype), "cpu") if self.hidden else None
+
+    def feed(self, ids: np.ndarray, past: int) -> dict[str, np.ndarray]:
+        """The inputs beside the cache, for new tokens [B, S] after ``past`` of each row."""
+        batch, total = len(ids), past + ids.shape[1]
+        return {
+            "input_ids": ids,
+            "attention_mask": np.ones((batch, total), np.int64),
+            "position_ids": np.tile(np.arange(past, total), (batch, 1)),
+        }
+
+    @contextlib.contextmanager
+    def running(self, new: int, past: int) -> Iterator[None]:
+        """ONNX Runtime's errors as ModelError and OutOfMemoryError, which name the model."""
+        try:
+            with doing(f"{self.path}: {new} tokens after {past}"):
+                yield
+        except MemoryError:
+            raise
+        except Exception as error:  # see above
+            raise ModelError(f"{self.path}: {error}") from None
+
+    def step(self, ids: np.ndarray, past: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Runs new tokens.
+
+        Args:
+            ids: int64 [B, S]. past: from :meth:`start` or the step before.
+
+        Returns:
+            logits [B, min(S, ``rows``), vocabulary], of each row's last tokens; and the longer cache.
+
+        Raises:
+            ModelError: B or S is 0, which the graph's Reshape nodes do not take; ONNX Runtime's words otherwise.
+        """
+        if not ids.size:
+            raise ModelError(f"input_ids has shape {list(ids.shape)}, expected at least one row and one token")
+        length = past_length(past)
+        found = self.run(self.feed(ids, length) | past, ids.shape[1], length)
+        return found["logits"], {name: found[name.replace("past_key_values", "present")] for name in past}
+
+    def run(self, feed: dict[str, np.ndarray], new: int, past: int) -> dict[str, np.ndarray]:
+        """All outputs by name, of new tokens after ``past`` of each row.
+
+        Raises:
+            ModelError: ONNX Runtime's words.
+        """
+        with self.running(new, past):
+            return dict(zip(self.outputs, self.session.run(None, feed), strict=True))
+
+    def scores(self, ids: Sequence[int]) -> np.ndarray:
+        """Logits after each of the tokens, f32 [tokens, vocabulary]: as many at once as a step gives those of."""
+        past, found, size = self.start(), [], min(self.rows, self.chunk)
+        for at in range(0, len(ids), size):
+            logits, past = self.step(np.array([ids[at : at + size]], np.int64), past)
+            found.append(logits[0].astype(np.float32))
+        return np.concatenate(found)
+
+    def stream(
+        self,
+        ids: Sequence[int],
+        max_new_tokens: int = 512,
+        stop: Sequence[int] = (),
+        sampling: Sampling | None = None,
+        cache: Cache | None = None,
+        logits: bool = False,
+    ) -> Generated:
+        """New tokens after a prompt, each as it is asked for, until one of ``stop`` or the end of the model's context.
+
+        Args:
+            ids: the prompt, or of a cache that has tokens what follows them.
+            max_new_tokens: at most so many.
+            stop: token ids after which it ends; the one that ended it is given, too.
+            sampling: None takes the likeliest.
+            cache: of a conversation, from :meth:`cache`: it has the prompt and all new tokens but the last afterwards,
+                which was not run. None: one of its own.
+            logits: keep those that each token was chosen from.
+
+        Raises:
+            ModelError: no prompt, one as long as the context, an id outside the vocabulary, logits that are not finite.
+        """
+        past = len(cache.tokens) if cache else 0
+        self.check(ids, past, room=1)
+        count = min(max_new_tokens, self.context - past - len(ids))
+        cache, sample = cache or self.cache(), Sampler(sampling)
+        if self.speculate is None:
+            return Generated(self._steps(list(ids), count, stop, sample, cache), len(ids), logits)
+        speculation = Speculation(Lookup() if self.head is None else Head(self.head), self.drafts)
+        return Generated(speculation.steps(cache, list(ids), count, stop, sample), len(ids), logits, speculation)
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        max_new_tokens: int = 512,
+        stop: Sequence[int] = (),
+        sampling: Sampling | None = None,
+        cache: Cache | None = None,
+        logits: bool = False,
+    ) -> Generated:
+        """:meth:`stream` to its end."""
+        found = self.stream(ids, max_new_tokens, stop, sampling, cache, logits)
+        for _ in found:
+            pass
+        return found
+
+    def greedy(self, ids: Sequence[int], max_new_tokens: int = 32, stop: Sequence[int] = ()) -> Generated:
+        """The likeliest next token, again and again, with the logits of each: :meth:`generate`."""
+        return self.generate(ids, max_new_tokens, stop, logits=True)
+
+    def check(self, ids: Sequence[int], past: int = 0, room: int = 0) -> None:
+        """That tokens can follow ``past`` others, and leave room for so many.
+
+        Raises:
+            ModelError: they cannot.
+        """
+        if not len(ids):
+            raise ModelError("the prompt has no tokens")
+        for id in ids:
+            if id < 0 or (self.vocabulary is not None and id >= self.vocabulary):
+                raise ModelError(f"token id {id} is outside the vocabulary, 0 to {(self.vocabulary or 2**63) - 1}")
+        if (total := past + len(ids)) + room > self.context:
+            raise ModelError(
+                f"{self.path}: a prompt of {total} tokens leaves no room in the model's context of {self.context}"
+            )
+
+    def _steps(
+        self, ids: list[int], count: int, stop: Sequence[int], sample: Sampler, cache: Cache
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        for _ in range(count):
+            logits = self.finite(cache.append(ids), len(cache.tokens))
+            ids = [sample(logits)]
+            yield ids[0], logits
+            if ids[0] in stop:
+                return
+
+    def finite(self, logits: np.ndarray, length: int) -> np.ndarray:
+        """Logits after so many tokens.
+
+        Raises:
+            ModelError: they are not numbers to choose from.
+        """
+        if not np.isfinite(logits).all():
+            raise ModelError(
+                f"{self.path}: logits after {length} tokens are not finite: a weight is not, or "
+                f"activations overflow (--dtype f32 has the widest range)"
+            )
+        return logits
+
+
+def runtime() -> Any:
+    """The onnxruntime package.
+
+    Raises:
+        ModelError: it is older than the library needs. It would say so itself, but also print a line of its own.
+    """
+    import onnxruntime as ort
+
+    if tuple(int(part) for part in ort.__version__.split(".")[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ModelError(
+            f"onnxruntime is {ort.__version__}, expected {oldest} or newer; pip install 'onnxruntime>={oldest}'"
+        )
+    return ort
+
+
+def _cuda(ort: Any) -> str:
+    """The library for the CUDA provider, whose own libraries are loaded from the packages that have them.
+
+    Raises:
+        ModelError: ONNX Runtime has no such provider. FileNotFoundError: quantmoe was built without CUDA.
+    """
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        raise ModelError(
+            "this onnxruntime has no CUDA provider; pip uninstall onnxruntime, then pip install "
+            "'onnxruntime-gpu[cuda,cudnn]'"
+        )
+    ort.preload_dlls()
+    return cuda_library_path()
+
+
+def _rank(name: str) -> int:
+    """Dimensions of an input of the cache, without a window of states."""
+    return RANKS.get(name.rpartition(".")[2], 4)
+
+
+def past_length(past: dict[str, np.ndarray]) -> int:
+    """Tokens in a KV cache."""
+    return int(next(value for name, value in past.items() if name.endswith(".key")).shape[2])
+
+
+def stop_tokens(folder: Path) -> list[int]:
+    """eos_token_id of generation_config.json, else config.json.
+
+    Raises:
+        ModelError: a file is not what it should be.
+    """
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        try:
+            if (stop := eos_tokens(read_object(path))) is not None:
+                return stop
+        except ModelError:
+            raise
+        except ValueError as error:
+            raise ModelError(f"{path}: {error}") from None
+    return []
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer.json as a tokenizers.Tokenizer.
+
+    Raises:
+        ModelError: there is none, or it cannot be read.
+    """
+    from tokenizers import Tokenizer
+
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelError(f"{folder / 'tokenizer.json'}: missing; give token ids (--ids 1,2,3) instead of a prompt")
+    try:
+        with doing(str(folder / "tokenizer.json")):
+            return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except MemoryError:
+        raise
+    except Exception as error:  # tokenizers raises nothing else
+        raise ModelError(f"{folder / 'tokenizer.json'}: {error}") from None

@@ -1,0 +1,103 @@
+"""A cache on disk: a prompt that was read once, keys, values and states, for another process.
+
+A safetensors file. ``model``: BLAKE3 of model.onnx, in which are the hashes of its weights. ``tokens``: int64 [n].
+Keys and values by the names of the model's inputs, of these tokens only, [1, heads, n, width]; of linear attention the
+states after m tokens as ``<name>@<m>``, without a window, for each m that the cache goes back to.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quantmoe.exporter.errors import CheckpointError, ModelError
+from quantmoe.exporter.memory import doing
+from quantmoe.exporter.reading.checkpoint import DTYPES, read_header, write_safetensors
+from quantmoe.exporter.writing.external_data import naming, new_hash
+from quantmoe.exporter.writing.output import replace
+
+if TYPE_CHECKING:
+    from quantmoe.exporter.running.cache import Cache
+    from quantmoe.exporter.running.generate import Generator
+
+MODEL, TOKENS = "model", "tokens"
+
+
+def save(cache: Cache, path: str | Path) -> None:
+    """Writes what a cache has; a file of the name is replaced when all is there.
+
+    Raises:
+        ModelError: it has no tokens, or a run was interrupted that changed its states.
+        OSError: the file cannot be written.
+    """
+    path, tokens = Path(path), np.array(cache.tokens, np.int64)
+    if not len(tokens):
+        raise ModelError(f"{path}: the cache has no tokens to save")
+    keys, states = cache.contents()
+    found = {MODEL: _identity(cache.model), TOKENS: tokens} | keys
+    found |= {f"{name}@{length}": array for length, own in states.items() for name, array in own.items()}
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with naming(partial):
+            write_safetensors(partial, found)
+        replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load(cache: Cache, path: str | Path) -> None:
+    """Makes a cache what :func:`save` wrote.
+
+    Raises:
+        ModelError: the file is damaged, of another model, or has more tokens than the context or the cache holds.
+        OSError: it cannot be read.
+    """
+    path, model = Path(path), cache.model
+    try:
+        header = read_header(path)
+    except CheckpointError as error:
+        raise ModelError(str(error)) from None
+    with doing(str(path)), open(path, "rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def take(name: str, dtype: np.dtype, shape: list[int]) -> np.ndarray:
+        entry = header.pop(name, None)
+        if entry is None:
+            raise ModelError(f"{path}: {name} is missing")
+        if (DTYPES[entry.dtype], list(entry.shape)) != (dtype, shape):
+            raise ModelError(
+                f"{path}: {name} is {entry.dtype} {list(entry.shape)}, expected {dtype.name} {shape} of this model"
+            )
+        count = int(np.prod(shape)) * dtype.itemsize
+        return np.frombuffer(memory, np.uint8, count, entry.begin).view(dtype).reshape(shape)
+
+    identity = _identity(model)
+    if not np.array_equal(take(MODEL, identity.dtype, [len(identity)]), identity):
+        raise ModelError(f"{path}: saved with another model than {model.path}: the BLAKE3 of its model.onnx is another")
+    length = header[TOKENS].shape[0] if TOKENS in header and header[TOKENS].shape else 0
+    tokens = take(TOKENS, np.dtype(np.int64), [length]).tolist()
+    model.check(tokens)
+    keys, states = {}, {}
+    for name, (_, dtype) in model.past.items():
+        if name not in model.states:
+            shape = model.shape(name)
+            keys[name] = take(name, dtype, [*shape[:2], length, shape[3]])
+    ends = {int(m[1]) for name in header if (m := re.fullmatch(r".+@([0-9]{1,9})", name))}
+    for end in ends if model.states else ():
+        window = model.window > 1
+        states[end] = {n: take(f"{n}@{end}", model.past[n][1], model.shape(n)[window:]).copy() for n in model.states}
+    if header:
+        raise ModelError(f"{path}: {min(header)} is not of this model's cache")
+    if model.states and (length not in states or max(states) > length):
+        raise ModelError(f"{path}: expected states after its {length} tokens, found those after {sorted(ends)}")
+    cache.become(tokens, keys, states)
+
+
+def _identity(model: Generator) -> np.ndarray:
+    """uint8 [32]."""
+    with doing(str(model.path)):
+        return np.frombuffer(new_hash().update_mmap(model.path).digest(), np.uint8)

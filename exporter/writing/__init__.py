@@ -1,0 +1,1 @@
+"""The folder that an export writes, and the dry run."""

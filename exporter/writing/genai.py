@@ -1,0 +1,161 @@
+"""What clients need to know of an exported folder: onnxruntime-genai's ``genai_config.json``, and where to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from quantmoe.exporter.graph.passes.last_logits import HIDDEN, HIDDEN_OUT
+from quantmoe.exporter.memory import CHUNK
+from quantmoe.exporter.running.sampling import Sampling
+
+#: transformers' model_type -> onnxruntime-genai's name of the same plain decoder
+TYPES = {"qwen3_moe": "qwen3", "mixtral": "mistral", "olmoe": "olmo", "qwen3_5_moe_text": "qwen3_5_moe_text"}
+
+#: operators that write a cache in place
+IN_PLACE = {("quantmoe", op) for op in ("CachedAttention", "CausalConv", "GatedDelta")}
+#: metadata of a model whose cache may be written in place: past and present are one buffer; onnxruntime-genai's word
+SHARE_BUFFER = "past_present_share_buffer"
+#: metadata of a model that gives the logits of each row's last tokens: how many, at most; absent: of the last or of all
+LOGITS = "logits"
+#: tokens that onnxruntime-genai allocates a shared cache for unless the caller sets max_length: of a model's whole
+#: context it may be tens of gigabytes
+MAX_LENGTH = 4096
+
+
+def shares_buffer(graph: ir.Graph) -> bool:
+    """Whether past and present may be one buffer: no node reads a cache but one of IN_PLACE; others read its shape."""
+    past = [value for value in graph.inputs if str(value.name).startswith("past_key_values.")]
+    shape = {("", "Shape"), ("quantmoe", "TokenRows")}
+    nodes = [{(use.node.domain, use.node.op_type) for use in value.uses()} - shape for value in past]
+    return bool(past) and all(len(found) == 1 and found <= IN_PLACE for found in nodes)
+
+
+def genai_config(
+    config: Mapping[str, Any], generation: Mapping[str, Any], library: str, shares: bool = False, cuda: bool = False
+) -> dict[str, Any]:
+    """The contents of genai_config.json.
+
+    Args:
+        config: config.json. generation: generation_config.json, {} when there is none.
+        library: file name of the custom operators; onnxruntime-genai loads it from the model's own folder only.
+        shares: whether past and present may be one buffer.
+        cuda: for ONNX Runtime's CUDA provider, with a CUDA graph of a decode step where a cache is one buffer.
+
+    Raises:
+        KeyError: a field that plain decoders have is not there.
+    """
+    text = config.get("text_config") or config
+    heads, context = text["num_attention_heads"], text["max_position_embeddings"]
+    groups, width = text.get("num_key_value_heads") or heads, text.get("head_dim") or text["hidden_size"] // heads
+    if "kv_lora_rank" in text:  # latent attention, whose cache is one key in two halves
+        if not shares:
+            raise KeyError("head_dim")  # of other widths in standard nodes, onnxruntime-genai knows one
+        groups, width = 1, (text["kv_lora_rank"] + text["qk_rope_head_dim"]) // 2
+    tokens = {
+        name: value
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        if (value := generation.get(name, text.get(name))) is not None
+    }
+    cache = {f"{way}_{kind}_names": f"{prefix}.%d.{kind}"
+             for way, prefix in (("past", "past_key_values"), ("present", "present"))
+             for kind in ("key", "value")}  # fmt: skip
+    return {
+        "model": tokens
+        | {
+            "type": TYPES.get(text["model_type"], "llama"),
+            "vocab_size": text["vocab_size"],
+            "context_length": context,
+            "decoder": {
+                "filename": "model.onnx",
+                "session_options": {"custom_ops_library": library}
+                | ({"provider_options": [{"cuda": {"enable_cuda_graph": "1" if shares else "0"}}]} if cuda else {}),
+                "hidden_size": text["hidden_size"],
+                "head_size": width,
+                "num_attention_heads": heads,
+                "num_key_value_heads": groups,
+                "num_hidden_layers": text["num_hidden_layers"],
+                "inputs": {name: name for name in ("input_ids", "attention_mask", "position_ids")}
+                | {key: value for key, value in cache.items() if key.startswith("past")},
+                "outputs": {"logits": "logits"}
+                | {key: value for key, value in cache.items() if key.startswith("present")},
+            },
+        },
+        "search": _search(generation)
+        | {
+            "max_length": min(context, MAX_LENGTH) if shares else context,
+            SHARE_BUFFER: shares,
+            "chunk_size": CHUNK,
+        },
+    }
+
+
+def shared_tensors(values: Iterable[ir.Value], others: Iterable[ir.Value]) -> list[dict[str, Any]]:
+    """The initializers of two graphs with the same names and the same bytes of a file, as onnxruntime-genai loads them
+    once for both."""
+    found, twins = [], {value.name: value.const_value for value in others}
+    for value in values:
+        tensor, twin = value.const_value, twins.get(value.name)
+        if not isinstance(tensor, ir.ExternalTensor) or not isinstance(twin, ir.ExternalTensor):
+            continue
+        if (tensor.location, tensor.offset, tensor.length) == (twin.location, twin.offset, twin.length):
+            found.append(
+                {
+                    "name": value.name,
+                    "data_file": str(tensor.location),
+                    "offset": str(tensor.offset),
+                    "length": str(tensor.length),
+                    "data_type": int(tensor.dtype),
+                    "shape": tensor.shape.numpy(),
+                }
+            )
+    return found
+
+
+def add_mtp(config: dict[str, Any], filename: str, shared: list[dict[str, Any]]) -> None:
+    """Adds multi-token prediction to genai_config.json as onnxruntime-genai 0.18 has it.
+
+    Args:
+        filename: of the model that drafts. shared: of :func:`shared_tensors`, where a device would hold them twice.
+    """
+    model, decoder = config["model"], config["model"]["decoder"]
+    names = {way: {key: value for key, value in decoder[way].items() if key != HIDDEN} for way in ("inputs", "outputs")}
+    decoder["outputs"][HIDDEN] = HIDDEN
+    model["mtp"] = {
+        "filename": filename,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": decoder["num_key_value_heads"],
+        "head_size": decoder["head_size"],
+        "main_hidden_states": HIDDEN,
+        "inputs": names["inputs"] | {HIDDEN: HIDDEN},
+        "outputs": names["outputs"] | {HIDDEN: HIDDEN_OUT},
+    }
+    if shared:
+        decoder["shared_initializers"] = model["mtp"]["shared_initializers"] = shared
+
+
+def _search(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """How tokens are chosen: as transformers does with the same file."""
+    if not generation.get("do_sample"):
+        return {"do_sample": False}
+    usual = Sampling()
+    numbers = {"temperature": usual.temperature, "top_k": usual.top_k, "top_p": usual.top_p}
+    return {"do_sample": True} | {name: generation.get(name) or value for name, value in numbers.items()}
+
+
+def eos_tokens(config: Mapping[str, Any]) -> list[int] | None:
+    """A configuration's eos_token_id, or its text_config's; None where it has none.
+
+    Raises:
+        ValueError: neither a token id nor a list of them.
+    """
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        if (found := part.get("eos_token_id")) is not None:
+            stop = found if isinstance(found, list) else [found]
+            if not all(type(id) is int for id in stop):
+                raise ValueError(f"eos_token_id is {found!r}, expected a token id or a list of them")
+            return stop
+    return None

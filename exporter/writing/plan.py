@@ -1,0 +1,218 @@
+"""What an export would write, how long it would take and in how much memory: from headers and config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from quantmoe.custom_ops import native
+from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.op import LinearSpec, MoESpec
+from quantmoe.exporter import ahead
+from quantmoe.exporter.choosing.choose import LAYOUT, Choice, choose_experts
+from quantmoe.exporter.writing.convert import (
+    MAX_FILE_SIZE,
+    check_options,
+    check_output,
+    formats_of,
+    open_format,
+    open_parts,
+    stops,
+)
+
+if TYPE_CHECKING:
+    from quantmoe.exporter.graph.model import Skeleton
+
+#: measured by tests/export/test_large.py's export on one core of an Intel Xeon at 2.5 GHz: bytes written per CPU second
+#: of expert weights and of other weights, and seconds of tracing, whatever the number of layers
+PACKING, CONVERTING, TRACING = 242e6, 460e6, 20.0
+#: torch, transformers and the graph
+BASE_MEMORY = 0.8e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What :func:`plan` found.
+
+    Attributes:
+        layers: checkpoint module name -> (scheme in the tool's words, node attributes, packed bytes).
+        shared, apart: see Report.
+        linears: the same of linears outside the experts; the bytes of a MatMulNBits are close to these.
+        read, packed, dense: bytes of the checkpoint, of the experts and of everything else in the model.
+        seconds, memory: estimates; ``rate`` says from what.
+        free: bytes of disk where the model would go.
+        files: of weights, at least: a tensor is in one.
+        dequantized: tensors outside the experts that the checkpoint quantizes and the model would not -> why.
+        plain_attention: attention modules that would be standard nodes, not CachedAttention -> why.
+        kv_cache, left_out: see Report. attention: how many layers are of which type, "" of models that have one.
+    """
+
+    layers: dict[str, tuple[str, MoESpec, int]]
+    shared: dict[str, int]
+    apart: dict[str, str]
+    linears: dict[str, tuple[str, LinearSpec, int]]
+    read: int
+    packed: int
+    dense: int
+    seconds: float
+    memory: float
+    rate: str
+    free: int
+    files: int
+    dequantized: dict[str, str]
+    plain_attention: dict[str, str]
+    kv_cache: str
+    left_out: str
+    attention: str
+
+
+def plan(
+    checkpoint: str | Path,
+    output: str | Path,
+    *,
+    target: str = "cpu",
+    activations: str | None = None,
+    scales: str = "exact",
+    dtype: str | None = None,
+    dense: str = "quantmoe",
+    logits: str | int = "last",
+    lm_head: str | None = None,
+    cache: str = "auto",
+    state_window: int = 1,
+    mtp: bool = False,
+    layers: int | None = None,
+    quantize: str | None = None,
+    group_size: int | None = None,
+    force: bool = False,
+    max_file_size: int = MAX_FILE_SIZE,
+) -> Plan:
+    """Plans :func:`quantmoe.exporter.writing.convert.export` with the same options.
+
+    Of tensors' data only vectors, scalars and zero points are read.
+
+    Raises:
+        OptionError, OSError: see export.
+        CheckpointError: what export would refuse, in its words, as far as that and names, types, shapes and
+            config.json show it.
+    """
+    activations, graph_type = check_options(
+        target,
+        activations,
+        scales,
+        dtype,
+        dense,
+        logits,
+        lm_head,
+        cache,
+        state_window,
+        quantize,
+        group_size,
+        max_file_size,
+    )
+    check_output(Path(checkpoint), Path(output), target, force)
+    folder = Path(output).resolve()
+    format = open_format(checkpoint, quantize, group_size, activations)
+    formats, layout = formats_of(format, mtp), LAYOUTS[LAYOUT[target]]
+    experts = [
+        choose_experts(part, LAYOUT[target], activations, scales, None if part.part else layers) for part in formats
+    ]
+
+    from quantmoe.exporter.graph.model import caches_of, recognised  # see export
+
+    parts = open_parts(formats, experts, target, activations, scales, graph_type, lm_head, layers, state_window)
+    stops(parts[0].skeleton)
+    found, linears, others, memory = {}, {}, 0, 0
+    shared: dict[str, int] = {}
+    written: set[str] = set()
+    for part in parts:
+        skeleton, chosen = part.skeleton, part.chosen
+        for name, spec in chosen.layers.items():
+            layer = chosen.experts[name]
+            shared[layer.name] = layer.every - layer.num_experts
+            size = layer.every * sum(layout.row_bytes(spec, projection) for projection in ("w13", "w2"))
+            found[layer.name] = layer.scheme.text, spec, size
+        parted = {part for parts in chosen.parts.values() for part in parts}
+        parted |= {part for merged in chosen.shared.values() for part in merged.projections}
+        for name, linear in chosen.linears.items():
+            (scheme, *_) = map(skeleton.format.scheme_of, chosen.parts[name].values())
+            linears[chosen.source(name)] = scheme.text, linear, layout.row_bytes(linear.moe, "w2")
+        left = [n for n in skeleton.tensors if n in skeleton.sources and n.rpartition(".")[0] not in parted]
+        mine = {skeleton.sources[name]: name for name in left if skeleton.sources[name] not in written}
+        written |= mine.keys()
+        others += sum(prod(skeleton.tensors[name].shape) * skeleton.itemsize(name) for name in mine.values())
+        memory = max(memory, _working_set(skeleton, chosen, left, layout))
+    plain: dict[str, str] = {}
+    remarks = []
+    for part in parts:
+        attention, others_of, _ = recognised(part.skeleton, part.chosen, target)
+        plain |= others_of
+        remarks.append(caches_of(part.skeleton, attention, others_of, target, cache).remark)
+    packed = sum(size for _, _, size in found.values())
+    others += sum(size for _, _, size in linears.values())
+    cores = native.cpus()
+    seconds = TRACING + (packed / PACKING + others / CONVERTING) / cores
+    return Plan(
+        found,
+        shared,
+        {name: reason for part in parts for name, reason in part.chosen.apart.items()},
+        linears,
+        read=sum(path.stat().st_size for path in format.ckpt.folder.glob("*.safetensors")),
+        packed=packed,
+        dense=others,
+        seconds=seconds,
+        memory=BASE_MEMORY + memory,
+        rate=f"{cores} cores; on one {PACKING / 1e6:.0f} MB/s of experts and {CONVERTING / 1e6:.0f} MB/s of others, "
+        f"{TRACING:.0f} s of tracing, as measured on an Intel Xeon at 2.5 GHz",
+        free=shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free,
+        files=-(-(packed + others) // max_file_size),
+        dequantized={name: reason for part in parts for name, reason in part.chosen.dequantized.items()},
+        plain_attention=plain,
+        kv_cache=next(filter(None, remarks), ""),
+        left_out=format.left_out(formats[-1].part),
+        attention=format.attention(),
+    )
+
+
+def _working_set(skeleton: Skeleton, chosen: Choice, left: Iterable[str], layout: ModuleType) -> int:
+    """Experts or blocks ahead of the writing, a linear, or a tensor that is quantized and stays float; and the largest
+    mapped tensor outside the experts.
+
+    Args:
+        left: names of parameters that no linear has.
+    """
+    experts = max(ahead.memory(ahead.expert_size(spec), spec.num_experts) for spec in chosen.layers.values())
+    format = skeleton.format.outline()
+    float_here = [
+        format.matrix(module)
+        for module, _, leaf in (skeleton.sources[name].rpartition(".") for name in left)
+        if leaf == "weight" and format.is_quantized(module)
+    ]
+    decoded = max((dequantizing(m) for m in float_here), default=0)
+    whole = 4 * max((m.codes.size for m in float_here), default=0)
+    linear = max(
+        (
+            spec.out_features * spec.in_features * min(2, len(chosen.parts[name]))  # the parts, and they as one
+            + 2 * layout.row_bytes(spec.moe, "w2")
+            for name, spec in chosen.linears.items()
+        ),
+        default=0,
+    )
+    ckpt = skeleton.format.ckpt
+    largest = max((prod(ckpt.shape(name)) for name in skeleton.sources.values() if name in ckpt), default=0)
+    blocks = ahead.memory(ahead.BLOCK_MEMORY, -(-max(4 * largest, whole) // ahead.BLOCK))
+    return max(experts, linear, decoded, max(2 * largest, whole) + blocks)
+
+
+def dequantizing(m: QuantizedMatrix) -> int:
+    """Bytes that decoding a matrix to float32 takes.
+
+    Codes on their way are two bytes each; beside the values stand their scales or zero points, spread over the groups.
+    """
+    floats = 8 if m.global_scale is not None or m.pre_scale is not None else 4
+    return m.codes.size * (2 + floats * (2 if m.zero_points is None else 3)) + floats * m.scales.size
