@@ -138,9 +138,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Path | str], str, str]] = {
     "gguf": (
         lambda folder: holding(folder, "a-Q4_K_M.gguf"),
         "",
-        "a-Q4_K_M.gguf: a GGUF file, which is not read; expected the safetensors checkpoint that it was made from",
+        "a-Q4_K_M.gguf: a GGUF file, in a folder without safetensors; to read it, name the file itself",
     ),
-    "gguf-file": (lambda folder: holding(folder, "a.gguf") / "a.gguf", "", "a.gguf: a GGUF file, which is not read"),
+    "gguf-file": (lambda folder: holding(folder, "a.gguf") / "a.gguf", "", "a.gguf: 2 bytes; expected a GGUF file"),
     "pickles": (
         lambda folder: holding(folder, "config.json", "pytorch_model-00001-of-00002.bin"),
         "",

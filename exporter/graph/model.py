@@ -752,7 +752,7 @@ def _config(format: Format, layers: int | None) -> Any:
     try:
         # never code out of the checkpoint's folder, nor a question whether to run it
         with doing(str(folder / "config.json")):
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(format.ckpt.companions, trust_remote_code=False)
             config = config.get_text_config()
     except MemoryError:
         raise

@@ -59,7 +59,7 @@ MAX_TENSORS = 2_000_000
 
 #: what is in folders that have no safetensors file -> what that is, and what to do
 OTHERS = {
-    "*.gguf": "a GGUF file, which is not read; expected the safetensors checkpoint that it was made from",
+    "*.gguf": "a GGUF file, in a folder without safetensors; to read it, name the file itself",
     "*.onnx": "an exported model; expected the checkpoint that it was made from",
     "snapshots": "a folder of the Hugging Face cache; expected the checkpoint's, which is a folder in this one",
     "pytorch_model*.bin": "PyTorch's pickle, which is not read; expected *.safetensors, as save_pretrained writes them",
@@ -157,6 +157,16 @@ class Checkpoint:
         if (self.folder / "hf_quant_config.json").exists():  # ModelOpt
             return {"quant_method": "modelopt"} | self._json("hf_quant_config.json")
         return {}
+
+    @property
+    def companions(self) -> Path:
+        """The folder with config.json and what else lies beside the weights."""
+        return self.folder
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files with tensors."""
+        return sum(shard.stat().st_size for shard in {entry.shard for entry in self._entries.values()})
 
     # tensors
 
@@ -316,8 +326,6 @@ def _renamed(name: str, ends: dict[str, str]) -> str:
 def _no_folder(path: Path) -> str:
     """What may have been meant by a path that is no folder."""
     expected = "expected the folder of a Hugging Face checkpoint, with config.json and *.safetensors"
-    if path.suffix == ".gguf":
-        return OTHERS["*.gguf"]
     if path.exists():
         return f"not a folder; {expected}"
     if (name := _HUB_NAME.fullmatch(str(path))) and (name[1] or not path.parent.exists()):

@@ -393,7 +393,16 @@ def check_output(checkpoint: Path, output: Path, target: str, force: bool) -> No
     there = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
     if not there.is_dir():
         raise NotADirectoryError(f"{there} is a file, expected a folder to write to")
-    names = {MODEL, MTP_MODEL, DATA} | weight_files(output) | {path.name for path in _companion_files(checkpoint)}
+    names = (
+        {MODEL, MTP_MODEL, DATA}
+        | weight_files(output)
+        | {
+            path.name
+            for path in _companion_files(
+                checkpoint if checkpoint.is_dir() else output
+            )  # a GGUF file has none beside it
+        }
+    )
     check_folder(output, names | {GENAI, LIBRARIES[target]}, force)
 
 
@@ -406,7 +415,7 @@ def open_format(
         CheckpointError: see :func:`export`; a file that would go with the model links to elsewhere.
     """
     ckpt = open_checkpoint(checkpoint)
-    for path in _companion_files(ckpt.folder):
+    for path in _companion_files(ckpt.companions):
         ckpt.check_file(path)  # nobody's private file into a folder that is passed on
     format = find_format(ckpt) if quantize is None else Unquantized(ckpt, quantize, group_size)
     format.input_scales = activations != "float"
@@ -661,7 +670,7 @@ def _companion_files(checkpoint: Path) -> list[Path]:
 
 
 def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None) -> None:
-    for path in _companion_files(ckpt.folder):
+    for path in _companion_files(ckpt.companions):
         shutil.copyfile(path, partial(path.name))
     if layers is not None:
         partial("config.json").write_text(json.dumps(_config(ckpt, layers), indent=2))

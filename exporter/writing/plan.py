@@ -162,7 +162,7 @@ def plan(
         shared,
         {name: reason for part in parts for name, reason in part.chosen.apart.items()},
         linears,
-        read=sum(path.stat().st_size for path in format.ckpt.folder.glob("*.safetensors")),
+        read=format.ckpt.size,
         packed=packed,
         dense=others,
         seconds=seconds,

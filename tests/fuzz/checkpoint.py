@@ -2,9 +2,9 @@
 
     python tests/fuzz/checkpoint.py SECONDS [SEED]
 
-Each example damages one thing: a piece of a shard, a field of its header or of config.json, a tensor, or a piece of an
-exported model. A failure is printed with the example that hypothesis shrank; executions at the end. A SEED other than 0
-gives the same examples each time.
+Each example damages one thing: a piece of a shard or of a GGUF file, a field of its header or of config.json, a tensor,
+or a piece of an exported model. A failure is printed with the example that hypothesis shrank; executions at the end. A
+SEED other than 0 gives the same examples each time.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from quantmoe.exporter.graph.model import Skeleton
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.reading.formats import CheckpointError, find_format, open_checkpoint
 
+GGUF = Path(__file__).parents[1] / "fixtures" / "gguf" / "qwen3moe-Q4_0.gguf"
 VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -102,6 +103,7 @@ class Fuzz:
         ]
         self.model = one_layer_model(folder / "model")
         self.work = folder / "work"
+        self.work.mkdir()
 
     def checkpoint(self, data: st.DataObject) -> None:
         shutil.rmtree(self.work, ignore_errors=True)
@@ -153,6 +155,14 @@ class Fuzz:
             found = find_format(open_checkpoint(folder)).matrix("m")
             found.dequantize()
 
+    def gguf(self, data: st.DataObject) -> None:
+        content = GGUF.read_bytes()
+        header = data.draw(st.sampled_from([64, 2048, 20000]))  # the tokenizer takes most of it
+        path = self.work / "model.gguf"
+        path.write_bytes(damaged(data, content[:header]) + content[header:])
+        with suppress(CheckpointError):
+            read(path)
+
     def exported(self, data: st.DataObject) -> None:
         folder = self.work / "exported"
         shutil.rmtree(folder, ignore_errors=True)
@@ -167,7 +177,7 @@ def main(seconds: float, first: int = 0) -> None:
     end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         fuzz = Fuzz(Path(folder))
-        runs = dict.fromkeys(("checkpoint", "matrix", "exported"), 0)
+        runs = dict.fromkeys(("checkpoint", "matrix", "gguf", "exported"), 0)
 
         def rounds(name: str, number: int) -> None:
             @seed(number)

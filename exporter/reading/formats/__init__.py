@@ -13,20 +13,23 @@ from quantmoe.exporter.reading.formats.base import Format, MoELayer, Scheme, rea
 from quantmoe.exporter.reading.formats.compressed_tensors import CompressedTensors
 from quantmoe.exporter.reading.formats.experts import named_experts
 from quantmoe.exporter.reading.formats.fp8 import FP8
+from quantmoe.exporter.reading.formats.gguf import GGML
 from quantmoe.exporter.reading.formats.gpt_oss import GptOss
 from quantmoe.exporter.reading.formats.gptq import GPTQ
 from quantmoe.exporter.reading.formats.modelopt import ModelOpt
 from quantmoe.exporter.reading.formats.quark import Quark
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.reading.gguf import GGUF
 
-FORMATS: tuple[type[Format], ...] = (CompressedTensors, GPTQ, AWQ, FP8, ModelOpt, Quark, GptOss)
+FORMATS: tuple[type[Format], ...] = (CompressedTensors, GPTQ, AWQ, FP8, ModelOpt, Quark, GptOss, GGML)
 
 __all__ = ["FORMATS", "Checkpoint", "CheckpointError", "Format", "MoELayer", "Scheme", "find_format", "open_checkpoint"]
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Opens a checkpoint folder; see Checkpoint."""
-    return Checkpoint(folder)
+    """Opens a checkpoint folder, or a GGUF file; see Checkpoint and GGUF."""
+    path = Path(folder)
+    return GGUF(path) if path.suffix == ".gguf" and path.is_file() else Checkpoint(path)
 
 
 def find_format(ckpt: Checkpoint) -> Format:

@@ -1,0 +1,130 @@
+"""ggml's blocks of quantized weights, as GGUF files hold them: block_q4_0 and so on of ggml-common.h.
+
+A block is a scale, or two levels of scales, and its weights' codes. Types whose weights are a code times a scale are
+carried exactly: two levels are multiplied in f32, where f16 times 8 bits needs 19. Those with minima (Q4_1, Q4_K, ...)
+and with codebooks (IQ) are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
+from quantmoe.exporter.reading.checkpoint import CheckpointError, is_outline, outline
+from quantmoe.exporter.reading.formats.base import Format, Scheme, Tensor
+from quantmoe.exporter.reading.gguf import GGUF
+from quantmoe.exporter.reading.gguf.header import BLOCKS, TYPES
+
+
+def _halves(octets: np.ndarray) -> np.ndarray:
+    """Nibbles of blocks [.., B] as [.., 2 B]: the low ones of all bytes, then the high ones."""
+    return np.concatenate([octets & 15, octets >> 4], axis=-1)
+
+
+def _q4_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return _halves(blocks[..., 2:]), _f16(blocks[..., :2])
+
+
+def _q5_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    fifth = np.unpackbits(blocks[..., 2:6], axis=-1, bitorder="little")
+    return (_halves(blocks[..., 6:]) | fifth << 4) + 112, _f16(blocks[..., :2])  # 16 is their zero, 128 int8's
+
+
+def _q8_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return blocks[..., 2:] ^ 128, _f16(blocks[..., :2])
+
+
+def _mxfp4(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return _halves(blocks[..., 1:]), np.ascontiguousarray(blocks[..., :1]).view(SCALE_DTYPES["e8m0"])
+
+
+def _q3_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """32 bytes of third bits, 64 of pairs of bits, 12 of 16 scales of 6 bits, and their scale."""
+    high = (blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None]) & 1  # of weight 32 i + j bit i of byte j
+    low = blocks[..., 32:96].reshape(*blocks.shape[:-1], 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    codes = low.reshape(high.shape) | high << 2
+    packed = blocks[..., 96:108]
+    four = np.concatenate([packed[..., :8] & 15, packed[..., :8] >> 4], axis=-1)
+    two = (packed[..., None, 8:] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]).reshape(four.shape) & 3
+    scales = (four | two << 4).astype(np.int8) - np.int8(32)
+    return codes.reshape(*blocks.shape[:-1], 256) + 4, scales * _f16(blocks[..., 108:]).astype(np.float32)
+
+
+def _q6_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """128 bytes of low nibbles, 64 of pairs of high bits, 16 scales int8, and their scale; in halves of 128 weights."""
+    low = blocks[..., :128].reshape(*blocks.shape[:-1], 2, 64)
+    high = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    codes = _halves(low) | (high & 3).reshape(*blocks.shape[:-1], 2, 128) << 4
+    scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8)
+    return codes.reshape(*blocks.shape[:-1], 256) + 96, scales * _f16(blocks[..., 208:]).astype(np.float32)
+
+
+def _f16(octets: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(octets).view("<f2")
+
+
+class Block(NamedTuple):
+    """How a type is carried. decode: blocks uint8 [.., bytes] -> codes uint8 [.., weights], scales [.., groups]."""
+
+    kind: str
+    group_size: int
+    scales: str
+    decode: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+#: ggml type -> how it is carried
+CARRIED = {
+    "Q4_0": Block("int4", 32, "f16", _q4_0),
+    "Q5_0": Block("int8", 32, "f16", _q5_0),
+    "Q8_0": Block("int8", 32, "f16", _q8_0),
+    "MXFP4": Block("mxfp4", 32, "e8m0", _mxfp4),
+    "Q3_K": Block("int4", 16, "f32", _q3_k),
+    "Q6_K": Block("int8", 16, "f32", _q6_k),
+}
+_BLOCK_OF = {name: (weights, size) for name, weights, size in TYPES.values()}
+
+
+class GGML(Format):
+    name = "GGUF"
+    marks = BLOCKS
+    ckpt: GGUF
+
+    @staticmethod
+    def claims(quantization: dict[str, Any]) -> bool:
+        return quantization.get("quant_method") == "gguf"
+
+    def scheme(self, module: str) -> Scheme:
+        kind = next(mark for mark in self.marks if f"{module}.{mark}" in self.ckpt)
+        if kind not in CARRIED:
+            why = "a codebook" if kind.startswith("IQ") else "minima beside its scales"
+            raise CheckpointError(
+                f"{self.ckpt.where(f'{module}.{kind}')} is {kind}, which has {why}; supported: {', '.join(CARRIED)}"
+            )
+        return Scheme(CARRIED[kind].kind, CARRIED[kind].group_size, "none", f"GGUF {kind}")
+
+    def matrix(self, module: str) -> QuantizedMatrix:
+        self.scheme(module)
+        name = next(kind for kind in CARRIED if f"{module}.{kind}" in self.ckpt)
+        block, (weights, size) = CARRIED[name], _BLOCK_OF[name]
+        n, octets = self.shape2d(f"{module}.{name}")
+        stored = self.take(module, [Tensor(name, ("U8",), (n, octets))])[name]
+        groups = octets // size * weights // block.group_size
+        if is_outline(stored):
+            codes = outline((n, octets // size * weights), np.uint8)
+            scales = outline((n, groups), SCALE_DTYPES[block.scales])
+        else:
+            parts = block.decode(stored.reshape(n, octets // size, size))
+            codes, scales = (part.reshape(n, -1) for part in parts)
+        rows, columns = self.ckpt.rows.get(module), self.ckpt.columns.get(module)
+        if rows is not None and not is_outline(codes):
+            codes, scales = codes[rows], scales[rows]
+        if columns is not None:
+            whole = columns.reshape(-1, block.group_size)
+            if (whole % block.group_size != np.arange(block.group_size)).any():
+                raise CheckpointError(f"{self.ckpt.where(f'{module}.{name}')}: a head's columns are not whole blocks")
+            if not is_outline(codes):
+                codes, scales = codes[:, columns], scales[:, whole[:, 0] // block.group_size]
+        return QuantizedMatrix(block.kind, codes, scales, block.group_size, bias=self.bias(module, n))

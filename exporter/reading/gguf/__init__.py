@@ -1,0 +1,174 @@
+"""A GGUF file as a checkpoint: its tensors under transformers' names, its metadata as a configuration.
+
+Names and keys are those of gguf-py's constants.py and tensor_mapping.py. A module of blocks of the ggml type T has the
+tensor ``<module>.T`` U8 [N, bytes of a row], which formats/gguf.py decodes; floats are ``<module>.weight``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantmoe.exporter.memory import doing
+from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, Entry, is_outline
+from quantmoe.exporter.reading.gguf.families import FAMILIES, Metadata
+from quantmoe.exporter.reading.gguf.header import TYPES, Header, read_header
+
+_NAME = re.compile(r"(?:blk\.([0-9]{1,6})\.)?(.+?)(?:\.(weight|bias))?", re.DOTALL)
+_PIECE = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
+
+Change = Callable[[np.ndarray], np.ndarray]
+
+
+class GGUF(Checkpoint):
+    """A GGUF file; of a model in pieces, any of them.
+
+    Attributes:
+        rows: module -> the order of its rows that transformers has.
+        columns: module -> the order of its columns, which keeps groups of columns that share a scale together.
+
+    Raises:
+        CheckpointError: naming the file, the field or tensor, what was found and what was expected.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.folder = Path(path)
+        self._maps = {}
+        self._headers_only = False
+        self._entries = {}
+        self._changes: dict[str, Change] = {}
+        self.rows: dict[str, np.ndarray] = {}
+        self.columns: dict[str, np.ndarray] = {}
+        headers: dict[Path, Header] = {}
+        for shard in _pieces(self.folder):
+            with doing(str(shard)):
+                headers[shard] = read_header(shard)
+        fields = next(iter(headers.values())).fields
+        shapes = {name: shape for header in headers.values() for name, (shape, *_) in header.tensors.items()}
+        architecture = fields.get("general.architecture")
+        if architecture not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise CheckpointError(f"{path}: architecture {architecture!r} is not read from GGUF; supported: {known}")
+        family = FAMILIES[architecture]
+        metadata = Metadata(self.folder, architecture, fields, shapes)
+        self.config = family.config(metadata)
+        eos = fields.get("tokenizer.ggml.eos_token_id")
+        self.generation_config = {} if eos is None else {"eos_token_id": eos}
+        for shard, header in headers.items():
+            for name, (shape, kind, begin) in header.tensors.items():
+                self._add(shard, name, shape, kind, begin, family.names)
+        family.undo(self, metadata)
+        self._has_tokenizer = fields.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
+
+    @cached_property
+    def quantization(self) -> dict[str, Any]:
+        return {"quant_method": "gguf"}
+
+    def tensor(self, name: str, decides: bool = False) -> np.ndarray:
+        found = super().tensor(name, decides)
+        return self._changes[name](found) if name in self._changes and not is_outline(found) else found
+
+    def change(self, name: str, what: Change) -> None:
+        """Has a tensor read through a function of its numbers, one after those that it has."""
+        if name in self._entries:
+            earlier = self._changes.get(name, lambda array: array)
+            self._changes[name] = lambda array: what(earlier(array))
+
+    def reorder(self, module: str, order: np.ndarray, columns: bool = False) -> None:
+        """Has the rows or columns of a module's weight, and its bias, read in another order."""
+        (self.columns if columns else self.rows)[module] = order
+        axis = (slice(None), order) if columns else order
+        self.change(f"{module}.weight", lambda array: array[axis])
+        if not columns:
+            self.change(f"{module}.bias", lambda array: array[order])
+
+    def reshape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Gives a tensor another shape of as many elements."""
+        if (entry := self._entries.get(name)) is not None:
+            if prod(entry.shape) != prod(shape):
+                raise CheckpointError(f"{self.where(name)} is {list(entry.shape)}, expected {list(shape)}")
+            self._entries[name] = Entry(entry.shard, entry.dtype, shape, entry.begin, entry.name)
+
+    @cached_property
+    def companions(self) -> Path:
+        """A folder with config.json and the tokenizer, as they lie beside a checkpoint; it goes with this object."""
+        self._temporary = tempfile.TemporaryDirectory(prefix="quantmoe-gguf-")
+        folder = Path(self._temporary.name)
+        (folder / "config.json").write_text(json.dumps(self.config, indent=2))
+        if self.generation_config:
+            (folder / "generation_config.json").write_text(json.dumps(self.generation_config, indent=2))
+        if self._has_tokenizer:
+            with doing(str(self.folder)):
+                self._write_tokenizer(folder)
+        return folder
+
+    def check_file(self, path: Path) -> None:
+        """Nothing: the files of :attr:`companions` are written here."""
+
+    def _write_tokenizer(self, folder: Path) -> None:
+        from transformers import PreTrainedTokenizerFast
+        from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+
+        try:
+            architecture, tokenizer, config = get_gguf_tokenizer(str(self.folder))
+            backend, _ = convert_gguf_tokenizer(architecture, tokenizer)
+            PreTrainedTokenizerFast(tokenizer_object=backend, **config).save_pretrained(folder)
+        except MemoryError:
+            raise
+        except Exception as error:  # those of tokenizers have no common base class
+            raise CheckpointError(
+                f"{self.folder}: transformers cannot make a tokenizer of its fields: {error}"
+            ) from None
+
+    def _add(
+        self, shard: Path, name: str, shape: tuple[int, ...], kind: int, begin: int, names: dict[str, str]
+    ) -> None:
+        layer, stem, leaf = parts.groups() if (parts := _NAME.fullmatch(name)) else (None, name, None)
+        if layer is not None and int(layer) >= self.config["num_hidden_layers"]:
+            return  # a layer that drafts
+        whole = names.get(f"{stem}.{leaf}")  # a name of its own, which no module's is
+        if whole is None and stem not in names:
+            raise CheckpointError(f"{shard}: {name} is a tensor that this architecture is not known to have")
+        title, weights, block = TYPES[kind]
+        blocks = weights > 1
+        if blocks and (whole or leaf != "weight" or len(shape) < 2):
+            raise CheckpointError(f"{shard}: {name} is {title} {list(shape)}, expected floats")
+        dtype, shape = ("U8", (*shape[:-1], shape[-1] // weights * block)) if blocks else (title, shape)
+        place = ("" if layer is None else f"model.layers.{layer}.") + (
+            whole or f"{names[stem]}.{title if blocks else leaf}"
+        )
+        if "{}" not in place:
+            self._put(place, Entry(shard, dtype, shape, begin, name))
+            return
+        size = prod(shape[1:]) * (1 if blocks else block)
+        for e in range(shape[0]):
+            self._put(place.format(e), Entry(shard, dtype, shape[1:], begin + e * size, name))
+
+    def _put(self, name: str, entry: Entry) -> None:
+        if name in self._entries:
+            raise CheckpointError(f"{self.where(name)} and {entry.name} are both {name}")
+        self._entries[name] = entry
+
+
+def _pieces(path: Path) -> list[Path]:
+    """All files of a model that llama.cpp's gguf-split has cut into pieces, of which this is one.
+
+    Raises:
+        CheckpointError: naming a piece that is missing.
+    """
+    if (match := _PIECE.fullmatch(path.name)) is None:
+        return [path]
+    stem, _, count = match.groups()
+    found = [path.with_name(f"{stem}-{i:05}-of-{count}.gguf") for i in range(1, min(int(count), 9999) + 1)]
+    for piece in found:
+        if not piece.is_file():
+            raise CheckpointError(f"{piece}: missing; the model has {int(count)} pieces")
+    return found

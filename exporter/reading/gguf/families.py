@@ -1,0 +1,297 @@
+"""Architectures of GGUF files: names, configuration, and what llama.cpp's convert_hf_to_gguf.py changed of the numbers.
+
+A configuration is transformers' for the family, from the keys that gguf-py's constants.py documents. What no key says,
+as whether top-k weights are renormalized, is the family's own and the same in all of its published models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quantmoe.exporter.reading.checkpoint import CheckpointError
+
+if TYPE_CHECKING:
+    from quantmoe.exporter.reading.gguf import GGUF
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """A file's fields, of which those of its architecture are asked for by their ends, and its tensors' shapes."""
+
+    path: Path
+    architecture: str
+    fields: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A field that is positive, or may be 0 where the default is.
+
+        Raises:
+            CheckpointError: it is missing without a default, or something else.
+        """
+        found = self.fields.get(f"{self.architecture}.{key}", default)
+        if type(found) is not int or found < (1 if default is None else 0):
+            raise self._error(key, found, "a positive integer")
+        return found
+
+    def number(self, key: str, default: float | None = None) -> float:
+        found = self.fields.get(f"{self.architecture}.{key}", default)
+        if type(found) not in (int, float) or not found > 0:
+            raise self._error(key, found, "a positive number")
+        # f32's shortest decimal: 1e-6 and not 9.999999974752427e-07
+        return float(str(np.float32(found))) if type(found) is float else float(found)
+
+    def integers(self, key: str) -> list[int]:
+        found = self.fields.get(f"{self.architecture}.{key}")
+        if not isinstance(found, list) or not all(type(n) is int and n >= 0 for n in found):
+            raise self._error(key, found, "a list of integers")
+        return found
+
+    def token(self, key: str) -> int | None:
+        return self.fields.get(f"tokenizer.ggml.{key}_token_id")
+
+    def _error(self, key: str, found: object, want: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {self.architecture}.{key} is {found!r}, expected {want}")
+
+
+@dataclass(frozen=True)
+class Family:
+    """Attributes:
+    names: GGUF's name without ``blk.<layer>.`` and ``.weight`` or ``.bias`` -> transformers' module, {} being an
+        expert's number; or a name with its end -> a tensor that is no module's weight or bias.
+    config: the text model's config.json.
+    undo: registers what is to be undone of the numbers.
+    """
+
+    names: dict[str, str]
+    config: Callable[[Metadata], dict[str, Any]]
+    undo: Callable[[GGUF, Metadata], None] = lambda ckpt, metadata: None
+
+
+_DECODER = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+_SHARED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_QK_NORM = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+
+
+def _common(m: Metadata, kind: str) -> dict[str, Any]:
+    hidden, heads = m.integer("embedding_length"), m.integer("attention.head_count")
+    embeddings = m.shapes.get("token_embd.weight", (0, 0))
+    if len(embeddings) != 2 or embeddings[1] != hidden:
+        raise CheckpointError(f"{m.path}: token_embd.weight is {list(embeddings)}, expected [tokens, {hidden}]")
+    return {
+        "model_type": kind,
+        "vocab_size": embeddings[0],
+        "hidden_size": hidden,
+        "hidden_act": "silu",
+        "num_hidden_layers": m.integer("block_count") - m.integer("nextn_predict_layers", 0),
+        "num_attention_heads": heads,
+        "num_key_value_heads": m.integer("attention.head_count_kv", heads),
+        "head_dim": m.integer("attention.key_length", hidden // heads),
+        "max_position_embeddings": m.integer("context_length"),
+        "rms_norm_eps": m.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(m),
+        "num_experts_per_tok": m.integer("expert_used_count"),
+        "tie_word_embeddings": "output.weight" not in m.shapes,
+        **{f"{key}_token_id": m.token(name) for key, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))},
+    }
+
+
+def _rope(m: Metadata) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": m.number("rope.freq_base", 10000.0)}
+    kind = m.fields.get(f"{m.architecture}.rope.scaling.type", "none")
+    if kind == "none":
+        return rope
+    if kind not in ("linear", "yarn"):
+        raise CheckpointError(
+            f"{m.path}: {m.architecture}.rope.scaling.type is {kind!r}; supported: none, linear, yarn"
+        )
+    rope |= {"rope_type": kind, "factor": m.number("rope.scaling.factor")}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = m.integer("rope.scaling.original_context_length")
+        for key, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            rope[key] = m.number(f"rope.scaling.yarn_{key}", usual)
+    return rope
+
+
+def _gpt_oss(m: Metadata) -> dict[str, Any]:
+    config = _common(m, "gpt_oss")
+    if config["rope_parameters"]["rope_type"] == "yarn":
+        config["rope_parameters"]["truncate"] = False  # as OpenAI's own code
+    return config | {
+        "num_local_experts": m.integer("expert_count"),
+        "intermediate_size": m.integer("expert_feed_forward_length"),
+        "sliding_window": m.integer("attention.sliding_window"),
+        "attention_bias": True,
+    }
+
+
+def _qwen2_moe(m: Metadata) -> dict[str, Any]:
+    return _common(m, "qwen2_moe") | {
+        "num_experts": m.integer("expert_count"),
+        "moe_intermediate_size": m.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": m.integer("expert_shared_feed_forward_length"),
+        "intermediate_size": m.integer("feed_forward_length"),
+        "norm_topk_prob": False,
+    }
+
+
+def _qwen3_moe(m: Metadata) -> dict[str, Any]:
+    return _common(m, "qwen3_moe") | {
+        "num_experts": m.integer("expert_count"),
+        "moe_intermediate_size": m.integer("expert_feed_forward_length"),
+        "intermediate_size": m.integer("feed_forward_length", m.integer("expert_feed_forward_length")),
+        "norm_topk_prob": True,
+    }
+
+
+def _qwen35_moe(m: Metadata) -> dict[str, Any]:
+    config = _common(m, "qwen3_5_moe_text")
+    values = m.integer("ssm.time_step_rank")
+    every = m.integer("full_attention_interval", 4)
+    config["rope_parameters"] |= {
+        "partial_rotary_factor": m.integer("rope.dimension_count") / config["head_dim"],
+        "mrope_section": [n for n in m.integers("rope.dimension_sections") if n],
+        "mrope_interleaved": True,
+    }
+    return config | {
+        "num_experts": m.integer("expert_count"),
+        "moe_intermediate_size": m.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": m.integer("expert_shared_feed_forward_length"),
+        "linear_conv_kernel_dim": m.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": m.integer("ssm.state_size"),
+        "linear_num_key_heads": m.integer("ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_value_head_dim": m.integer("ssm.inner_size") // values,
+        "layer_types": [
+            "linear_attention" if (i + 1) % every else "full_attention" for i in range(config["num_hidden_layers"])
+        ],
+    }
+
+
+def _mixtral(m: Metadata) -> dict[str, Any]:
+    return _common(m, "mixtral") | {
+        "num_local_experts": m.integer("expert_count"),
+        "intermediate_size": m.integer("feed_forward_length"),
+        "sliding_window": None,
+    }
+
+
+def _undo_mixtral(ckpt: GGUF, m: Metadata) -> None:
+    """Pairs of a head's features that rotate together are neighbours there, and half a head apart in transformers."""
+    config, width = ckpt.config, ckpt.config["head_dim"]
+    for i in range(config["num_hidden_layers"]):
+        for module, heads in (("q_proj", config["num_attention_heads"]), ("k_proj", config["num_key_value_heads"])):
+            rows = np.arange(heads * width).reshape(heads, width // 2, 2).swapaxes(1, 2).reshape(-1)
+            ckpt.reorder(f"model.layers.{i}.self_attn.{module}", rows)
+
+
+def _undo_shared(ckpt: GGUF, m: Metadata) -> None:
+    for i in range(ckpt.config["num_hidden_layers"]):
+        ckpt.reshape(f"model.layers.{i}.mlp.shared_expert_gate.weight", (1, ckpt.config["hidden_size"]))
+
+
+def _undo_qwen35(ckpt: GGUF, m: Metadata) -> None:
+    """Norms are stored with 1 added, the decay as -exp(A_log), and value heads by their number within a key head."""
+    _undo_shared(ckpt, m)
+    config = ckpt.config
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    width = config["linear_value_head_dim"]
+    if values % keys:
+        raise CheckpointError(f"{m.path}: {values} value heads are no multiple of {keys} key heads")
+    heads = np.arange(values).reshape(values // keys, keys).T.reshape(-1)
+    features = (heads[:, None] * width + np.arange(width)).reshape(-1)
+    first = 2 * keys * config["linear_key_head_dim"]
+    joined = np.concatenate([np.arange(first), first + features])
+    minus_one = lambda array: (array.astype(np.float32) - np.float32(1)).astype(np.float32)  # noqa: E731
+    ckpt.change("model.norm.weight", minus_one)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
+            ckpt.change(f"{layer}.{name}.weight", minus_one)
+        linear = f"{layer}.linear_attn"
+        ckpt.change(f"{linear}.A_log", lambda array: np.log(-array.astype(np.float64))[heads].astype(np.float32))
+        ckpt.change(f"{linear}.dt_bias", lambda array: array[heads])
+        ckpt.reshape(f"{linear}.conv1d.weight", (len(joined), 1, config["linear_conv_kernel_dim"]))
+        ckpt.change(f"{linear}.conv1d.weight", lambda array: array[joined])
+        for name, order in (
+            ("in_proj_a", heads),
+            ("in_proj_b", heads),
+            ("in_proj_z", features),
+            ("in_proj_qkv", joined),
+        ):
+            ckpt.reorder(f"{linear}.{name}", order)
+        ckpt.reorder(f"{linear}.out_proj", features, columns=True)
+
+
+#: general.architecture -> family
+FAMILIES = {
+    "qwen2moe": Family(_DECODER | _EXPERTS | _SHARED, _qwen2_moe, _undo_shared),
+    "qwen3moe": Family(_DECODER | _EXPERTS | _QK_NORM, _qwen3_moe),
+    "qwen35moe": Family(
+        _DECODER
+        | _EXPERTS
+        | _SHARED
+        | _QK_NORM
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_qkv": "linear_attn.in_proj_qkv",
+            "attn_gate": "linear_attn.in_proj_z",
+            "ssm_alpha": "linear_attn.in_proj_a",
+            "ssm_beta": "linear_attn.in_proj_b",
+            "ssm_conv1d": "linear_attn.conv1d",
+            "ssm_norm": "linear_attn.norm",
+            "ssm_out": "linear_attn.out_proj",
+            "ssm_a.None": "linear_attn.A_log",
+            "ssm_dt.bias": "linear_attn.dt_bias",
+        },
+        _qwen35_moe,
+        _undo_qwen35,
+    ),
+    "gpt-oss": Family(
+        _DECODER
+        | _EXPERTS
+        | {
+            "ffn_gate_inp": "mlp.router",
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+        },
+        _gpt_oss,
+    ),
+    "llama": Family(
+        _DECODER
+        | {
+            "ffn_gate_inp": "block_sparse_moe.gate",
+            "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+            "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+            "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+        },
+        _mixtral,
+        _undo_mixtral,
+    ),
+}
