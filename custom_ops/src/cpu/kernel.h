@@ -1,6 +1,6 @@
 // What a CPU kernel is: one file src/cpu/panel_<isa>.cc that fills a CpuKernel, and one line in kernels.inc.
 //
-// The layer's driver (moe.cc) owns routing, threads and memory. A kernel owns the arithmetic: the elementwise passes,
+// The layer's driver (moe/) owns routing, threads and memory. A kernel owns the arithmetic: the elementwise passes,
 // which are the plain loops of elementwise.h compiled with the file's instruction set, and the product of token tiles
 // with panels.
 #pragma once

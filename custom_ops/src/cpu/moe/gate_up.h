@@ -1,0 +1,50 @@
+// h = act(gate, up) of every pair: tasks of (expert, token block, panel range), each of which packs its tiles itself.
+#pragma once
+#include "cpu/moe/prepare.h"
+
+namespace quantmoe {
+
+class GateUp {
+ public:
+  ExpertMatrix w13;
+
+  GateUp(const Layer& layer, const qm_moe& moe, const qm_moe_call& call);
+  // Of a divided layer.
+  void plan();
+  int64_t most_tasks() const { return max_tasks_; }
+  bool prepares_rows() const { return w13.is_expert_dependent() || w13.node.perm; }
+  void lay_out(Arena& a);
+  int run(const TokenRows& rows, const RowScratch& scratch, const Hidden& to, uint8_t* bad_tokens, char* err);
+
+ private:
+  struct Task {
+    int32_t expert;
+    int64_t first, rows;         // positions
+    int64_t panel, panel_count;  // of w13, counted over both halves
+  };
+  struct Operands {  // of one run
+    const TokenRows& rows;
+    const RowScratch& scratch;
+    const Hidden& to;
+    uint8_t* bad_tokens;
+  };
+  using Tiles = Tile[kBlockRows];
+
+  int64_t step_panels() const { return kColumnsPerStep / w13.panel.nr * halves(moe_); }
+  int64_t side_bytes() const { return layer_.block_rows * w13.tile_bytes; }
+  int plan_tasks();
+  int prepare_sides(const Task& task, Preparation (&how)[2]);
+  void pack(int lane, const Task& task, const Preparation& how, const Operands& of, uint8_t* data, Tiles& tiles) const;
+  Row prepare(int lane, int i, int64_t position, const Preparation& how, const Operands& of) const;
+  void multiply(const Task& task, int64_t panel, int64_t panels, int sides, const Tiles (&tiles)[2], float* gate,
+                float* up) const;
+  void run_task(int lane, const Task& task, const Operands& of);
+
+  const Layer& layer_;
+  const qm_moe& moe_;
+  int64_t panel_splits_ = 1, max_tasks_ = 0;
+  Task* tasks_{};          // [max_tasks_]
+  uint8_t* lane_tiles_{};  // [lanes, sides, block_rows, tile_bytes]
+};
+
+}  // namespace quantmoe

@@ -1,0 +1,172 @@
+// What the steps of a QuantMoE layer, and of a QuantLinear, share: sizes, threads, expert matrices and the workspace.
+//
+// Pairs (token, slot) are sorted by expert; a pair's place in that order is its position. A step is a parallel loop and
+// a file, and hands on one of the structs here or in its header:
+//   route.cc    ids -> Routes
+//   prepare.cc  activation rows -> TokenRows: f32 or int8, once a token
+//   gate_up.cc  (expert, token block, panel range): w13 product, activation function -> Hidden, h[position]
+//   down.cc     h rows -> tiles, ready for every range of output columns; then those: w2 product over all experts in
+//               ascending id, summed in place (no atomics, one order)
+// moe.cc is all of them, linear.cc the last. Steps that take rows one by one are serial for a few, so that decode costs
+// two dispatches.
+//
+// Long calls do this for one slice of the tokens after another, so that the workspace does not grow with them. A
+// token's output depends on its own row alone, but for fp8_tensor without a stored scale, which is found from all rows
+// of an expert: then passes over all slices find the largest x, then the largest h, before the one that computes the
+// output.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "core/parallel.h"
+#include "cpu/kernel.h"
+
+namespace quantmoe {
+
+constexpr int64_t kBlockRows = 96;       // token rows of a task: their tiles stay in L2 while panels stream
+constexpr int64_t kColumnsPerStep = 64;  // output columns between product and activation or combine; both stay in L1
+constexpr int64_t kSerialRows = 16;
+constexpr int64_t kRowsPerTask = 8;  // of the loops that take rows one by one
+
+struct Arena {  // carves 64-byte aligned pieces; with base null it only measures
+  uint8_t* base;
+  size_t used = 0;
+  template <typename T>
+  T* take(int64_t count) {
+    T* piece = base ? reinterpret_cast<T*>(base + used) : nullptr;
+    used += static_cast<size_t>(align_up(count * static_cast<int64_t>(sizeof(T)), 64));
+    return piece;
+  }
+};
+
+struct Pair {
+  int32_t token, slot;
+};
+struct Routes {
+  int64_t* begin;  // [local experts + 1] positions
+  Pair* order;     // [pairs] by position
+
+  int64_t rows(int64_t expert) const { return begin[expert + 1] - begin[expert]; }
+};
+
+// The rows of w2's products, by position.
+struct Hidden {
+  float* h;      // [pairs, I]
+  uint8_t* bad;  // [pairs]: h of a row that is not finite, or that scaling made so; for scales found here
+
+  void lay_out(Arena& a, int64_t pairs, int64_t width) {
+    bad = a.take<uint8_t>(pairs);
+    h = a.take<float>(pairs * width);
+  }
+};
+
+inline void mark(uint8_t* flag) { __atomic_store_n(flag, uint8_t{1}, __ATOMIC_RELAXED); }  // from any lane
+
+// What one side (gate, up or down) of an expert does to its activations before the product.
+struct Preparation {
+  const float* pre_scale;  // [k] or null
+  float stored;            // the scale of activation_format, 0 when it is found here
+  const int32_t* perm;     // [k] or null: gathered by once rounded
+  bool packed;             // the row has the order of the packed columns already: it leaves it to be rounded
+};
+
+// The packed w13 or w2 of the experts here, a row each.
+struct ExpertMatrix {
+  const qm_projection& node;
+  PanelMatrix panel;
+  RowParts parts;
+  const uint8_t* rows;    // [local experts, parts.size]
+  int sides;              // that prepare activations differently: 2 where gate and up read different tiles
+  bool quantized;         // activations are integers
+  int64_t tile_bytes;     // of a row in a tile
+  uint32_t* largest{};    // [local experts, sides] bits of the largest magnitude, for fp8_tensor
+  int64_t bad_perm = -1;  // an expert whose act-order is no column order
+
+  ExpertMatrix(const qm_projection& node, const PanelMatrix& panel, const RowParts& parts, const void* rows, int sides)
+      : node(node),
+        panel(panel),
+        parts(parts),
+        rows(static_cast<const uint8_t*>(rows)),
+        sides(sides),
+        quantized(is_int8_activation(node) || panel.stepped),
+        tile_bytes(tile_row_bytes(panel, quantized)) {}
+
+  const uint8_t* row(int64_t expert) const { return rows + expert * parts.size; }
+  // Whether activations are prepared once for each expert: they depend on something that the expert's row holds.
+  bool is_expert_dependent() const { return node.pre_scale || has_input_scales(node); }
+  Preparation preparation(int64_t expert, int side, bool gather) const;
+  // The same with the scale of fp8_tensor that is not stored, once `largest` is known.
+  Preparation known_preparation(int64_t expert, int side, bool gather) const;
+  // Whether all columns are there to gather. Checked where it is read: at load it would touch a page of every expert.
+  bool check_perm(const int32_t* perm, int64_t expert);
+  int check_perms(const char* name, int32_t expert_offset, char* err) const;
+};
+
+// A call's sizes and threads.
+struct Layer {
+  const CpuKernel& kernel;
+  qm_type type;
+  int64_t all_tokens, top_k, local_experts;
+  int64_t most_lanes;
+  qm_parallel_for parallel_for;
+  void* parallel_context;
+
+  int lanes = 1;                    // those that have something to do
+  int64_t slices = 1;               // of the tokens
+  int64_t first_token = 0, tokens;  // of the slice; before take_slice the most that one has
+  int64_t block_rows, tile_rows;    // most rows of a task and of a tile
+  Routes routes{};
+  uint8_t* bad{};     // [tokens] where they are not finite
+  float* lane_out{};  // [lanes, 2, block_rows, kColumnsPerStep]: gate's and up's, or down's
+
+  template <class Call>
+  Layer(const CpuKernel& kernel, const Call& call, int64_t tokens, int64_t top_k, int64_t local_experts)
+      : kernel(kernel),
+        type(call.type),
+        all_tokens(tokens),
+        top_k(top_k),
+        local_experts(local_experts),
+        most_lanes(call.parallel_for && call.lanes > 1 ? call.lanes : 1),
+        parallel_for(call.parallel_for),
+        parallel_context(call.parallel_context),
+        tokens(tokens) {}
+
+  int64_t pairs() const { return tokens * top_k; }
+  int64_t element() const { return type == QM_F32 ? 4 : 2; }
+  // As many slices as the tokens need, whose activations take so many bytes together.
+  void divide(size_t bytes);
+  void take_slice(int64_t slice) {
+    first_token = slice * all_tokens / slices;
+    tokens = (slice + 1) * all_tokens / slices - first_token;
+    std::fill(bad, bad + tokens, uint8_t{0});
+  }
+  void lay_out_tokens(Arena& a) {
+    routes.order = a.take<Pair>(pairs());
+    bad = a.take<uint8_t>(tokens);
+  }
+  void lay_out(Arena& a) {
+    routes.begin = a.take<int64_t>(local_experts + 1);
+    lane_out = a.take<float>(lanes * 2 * block_rows * kColumnsPerStep);
+  }
+
+  template <typename Body>
+  void for_each(int64_t count, const Body& body) const {
+    parallel(lanes, parallel_for, parallel_context, count, body);
+  }
+  // body(lane, first, count) over rows 0..n-1, serial for a few.
+  template <typename Body>
+  void for_rows(int64_t n, const Body& body) const {
+    if (n < kSerialRows) return body(0, 0, n);
+    for_each(ceil_div(n, kRowsPerTask),
+             [&](int lane, int64_t i) { body(lane, i * kRowsPerTask, std::min(kRowsPerTask, n - i * kRowsPerTask)); });
+  }
+
+  // Tiles of n rows, evenly filled: ceil(n / tile_rows) of them, the first ones a row longer.
+  int64_t tile_count(int64_t n) const { return ceil_div(n, tile_rows); }
+  static int rows_of_tile(int64_t n, int64_t count, int64_t tile) {
+    return static_cast<int>(n / count + (tile < n % count));
+  }
+  float* out(int lane) const { return lane_out + lane * 2 * block_rows * kColumnsPerStep; }
+};
+
+}  // namespace quantmoe

@@ -1,0 +1,140 @@
+// QuantMoE on the CPU: the steps of layer.h, once a slice.
+#include "cpu/moe/down.h"
+#include "cpu/moe/gate_up.h"
+
+namespace quantmoe {
+namespace {
+
+struct MoE {
+  const qm_moe& moe;
+  const qm_moe_call& call;
+  Layer layer;
+  TokenRows rows;
+  GateUp gate_up;
+  Hidden hidden{};
+  Down down;
+  RowScratch scratch;
+  int scratch_lanes;
+
+  MoE(const qm_moe& moe, const qm_moe_call& call, const CpuKernel& kernel)
+      : moe(moe),
+        call(call),
+        layer(kernel, call, call.tokens, call.top_k, call.local_experts),
+        rows{moe.apply_router_weight_on_input ? call.top_k : 1},
+        gate_up(layer, moe, call),
+        down(layer, moe.w2, w2_matrix(moe), w2_parts(moe), call.w2,
+             moe.apply_router_weight_on_input ? nullptr : call.topk_weights, call.output) {
+    Arena tokens{nullptr};
+    lay_out_tokens(tokens);
+    layer.divide(tokens.used);
+    gate_up.plan();
+    down.plan();
+    // Lanes beyond the tasks of the widest step would have nothing to do.
+    const int64_t row_tasks = ceil_div(layer.tokens * rows.each, kRowsPerTask), pack_tasks = serial() ? 1 : experts();
+    layer.lanes = static_cast<int>(
+        std::min(layer.most_lanes, std::max({row_tasks, gate_up.most_tasks(), pack_tasks, down.most_tasks()})));
+    scratch.rows = layer.tile_rows;
+    scratch.fit(down.w2.panel);
+    scratch_lanes = static_cast<int>(std::min<int64_t>(layer.lanes, pack_tasks));
+    if (gate_up.prepares_rows()) {
+      scratch.fit(gate_up.w13.panel);
+      scratch_lanes = layer.lanes;
+    }
+  }
+  int64_t experts() const { return layer.local_experts; }
+  bool serial() const { return layer.tokens < kSerialRows; }
+  void lay_out_tokens(Arena& a) {
+    layer.lay_out_tokens(a);
+    rows.lay_out(a, layer.tokens, gate_up.w13);
+    hidden.lay_out(a, layer.pairs(), moe.intermediate_size);
+    down.lay_out_tokens(a);
+  }
+  size_t lay_out(void* workspace) {
+    Arena a{static_cast<uint8_t*>(workspace)};
+    lay_out_tokens(a);
+    layer.lay_out(a);
+    gate_up.lay_out(a);
+    down.lay_out(a);
+    scratch.lay_out(a, scratch_lanes);
+    return a.used;
+  }
+
+  void load(int64_t slice) {
+    const ExpertIds ids{moe, call, layer};
+    layer.take_slice(slice);
+    std::fill(hidden.bad, hidden.bad + layer.pairs(), uint8_t{0});
+    route(ids, layer.routes);
+    rows.load(ids, gate_up.w13, layer.bad);
+  }
+  int run_gate_up(char* err) { return gate_up.run(rows, scratch, hidden, layer.bad, err); }
+  int pack(char* err) {
+    const auto expert = [&](int lane, int64_t e) {
+      down.pack(lane, e, 0, layer.tile_count(layer.routes.rows(e)), hidden, scratch, layer.bad);
+    };
+    if (serial())
+      for (int64_t e = 0; e < experts(); ++e) expert(0, e);
+    else
+      layer.for_each(experts(), expert);
+    return down.w2.check_perms("w2", moe.expert_offset, err);
+  }
+  void find_largest_x() {
+    find_largest(layer, gate_up.w13, [&](int64_t position) {
+      return rows.x + rows.index(layer.routes.order[position]) * gate_up.w13.panel.kp;
+    });
+  }
+  void find_largest_h() {
+    find_largest(layer, down.w2, [&](int64_t position) {
+      return hidden.bad[position] ? nullptr : hidden.h + position * moe.intermediate_size;
+    });
+  }
+  int run(char* err) {
+    const ExpertIds ids{moe, call, layer};
+    QM_TRY(check_ids(ids, err));
+    clear_largest(layer, gate_up.w13);
+    clear_largest(layer, down.w2);
+    const bool sliced = layer.slices > 1;
+    if (sliced && finds_scales(layer, gate_up.w13))
+      for (int64_t slice = 0; slice < layer.slices; ++slice) {
+        load(slice);
+        find_largest_x();
+      }
+    if (sliced && finds_scales(layer, down.w2))
+      for (int64_t slice = 0; slice < layer.slices; ++slice) {
+        load(slice);
+        QM_TRY(run_gate_up(err));
+        find_largest_h();
+      }
+    for (int64_t slice = 0; slice < layer.slices; ++slice) {
+      load(slice);
+      if (!sliced) find_largest_x();
+      QM_TRY(run_gate_up(err));
+      if (!sliced) find_largest_h();
+      QM_TRY(pack(err));
+      down.multiply();
+    }
+    return QM_OK;
+  }
+};
+
+}  // namespace
+}  // namespace quantmoe
+
+using namespace quantmoe;
+
+size_t qm_moe_workspace(const qm_moe* moe, const qm_moe_call* call) {
+  char err[QM_ERROR_SIZE];
+  const CpuKernel* kernel = select_kernel(err);
+  return kernel ? MoE(*moe, *call, *kernel).lay_out(nullptr) : 0;
+}
+
+int qm_moe_run(const qm_moe* moe, const qm_moe_call* call, char* err) {
+  if (call->tokens == 0) return QM_OK;
+  if (call->tokens < 0 || call->top_k < 1 || call->tokens > INT32_MAX / call->top_k)
+    return fail(err, QM_INVALID, "%lld tokens of %lld experts each, expected fewer than 2^31 pairs",
+                (long long)call->tokens, (long long)call->top_k);
+  const CpuKernel* kernel = select_kernel(err);
+  if (!kernel) return QM_UNSUPPORTED;
+  MoE layer(*moe, *call, *kernel);
+  layer.lay_out(call->workspace);
+  return layer.run(err);
+}

@@ -1,0 +1,100 @@
+// Activation rows as products read them: scaled, quantized or rounded, gathered (FORMAT.md 4.1).
+#pragma once
+#include "cpu/moe/layer.h"
+#include "cpu/moe/route.h"
+
+namespace quantmoe {
+
+// Where a prepared row goes.
+struct RowBuffers {
+  float* x;       // [kp]
+  int8_t* q;      // [kp]
+  int32_t* sums;  // [groups], or null: not wanted
+  float* steps;   // [groups] where the matrix is stepped
+  float* staged;  // [k] between two passes
+};
+
+// Buffers of the rows of a tile, for each lane that prepares some.
+struct RowScratch {
+  int64_t rows, kp = 0, groups = 0;
+  bool stepped = false;
+  float *x{}, *staged{}, *steps{};
+  int8_t* q{};
+  int32_t* sums{};
+
+  void fit(const PanelMatrix& p) {
+    kp = std::max(kp, p.kp);
+    groups = std::max(groups, p.groups());
+    stepped = stepped || p.stepped;
+  }
+  void lay_out(Arena& a, int64_t lanes) {
+    q = a.take<int8_t>(lanes * rows * kp);
+    x = a.take<float>(lanes * rows * kp);
+    staged = a.take<float>(lanes * kp);
+    sums = a.take<int32_t>(lanes * rows * groups);
+    steps = a.take<float>(stepped ? lanes * rows * groups : 0);
+  }
+  RowBuffers at(int lane, int i) const {
+    const int64_t row = lane * rows + i;
+    return {x + row * kp, q + row * kp, sums + row * groups, steps + row * groups, staged + lane * kp};
+  }
+};
+
+// The slice's activations, once a token, or once a pair where router weights apply to them.
+struct TokenRows {
+  int64_t each;  // rows of a token
+  Row* rows{};   // [tokens * each]
+  uint8_t* bad{};
+  float* x{};       // [tokens * each, kp]
+  int8_t* q{};      // [tokens * each, kp] where the matrix is quantized, and so sums
+  int32_t* sums{};  // [tokens * each, groups]
+
+  int64_t index(Pair p) const { return p.token * each + (each > 1 ? p.slot : 0); }
+  void lay_out(Arena& a, int64_t tokens, const ExpertMatrix& w13);
+  void load(const ExpertIds& ids, const ExpertMatrix& w13, uint8_t* bad_tokens);
+
+ private:
+  void load_row(int64_t r, const ExpertIds& ids, const ExpertMatrix& w13, uint8_t* bad_tokens);
+};
+
+// Prepares one row x [k] for a side of an expert; false when it is not finite.
+bool prepare_row(const CpuKernel& kernel, const ExpertMatrix& m, const Preparation& how, const float* x,
+                 const RowBuffers& to, Row* row);
+// The same where nothing depends on the expert. x may be to.x.
+bool prepare_plain_row(const CpuKernel& kernel, const ExpertMatrix& m, const float* x, const RowBuffers& to, Row* row);
+// A row of prepare_plain_row in the order that an expert's columns have.
+void gather_row(const CpuKernel& kernel, const ExpertMatrix& m, const int32_t* perm, const RowBuffers& to, Row* row);
+
+// Whether some expert's scale is found from all its rows.
+bool finds_scales(const Layer& layer, const ExpertMatrix& m);
+void clear_largest(const Layer& layer, ExpertMatrix& m);
+uint32_t largest_bits(const float* x, const float* pre_scale, int64_t k);
+
+// Extends the largest magnitudes of experts without a stored scale by the slice's finite rows. row(position): the
+// activations, or null for those whose product may be any number.
+template <class RowAt>
+void find_largest(const Layer& layer, const ExpertMatrix& m, const RowAt& row_at) {
+  if (m.node.activation_format != k_activation_format_fp8_tensor) return;
+  constexpr uint32_t kInfinityBits = 0x7f800000u;
+  const int64_t* const begin = layer.routes.begin;
+  layer.for_rows(begin[layer.local_experts], [&](int, int64_t first, int64_t count) {
+    int64_t e = 0;
+    for (int64_t position = first; position < first + count; ++position) {
+      while (position >= begin[e + 1]) ++e;
+      const float* row = row_at(position);
+      for (int side = 0; row && side < m.sides; ++side) {
+        const Preparation how = m.preparation(e, side, false);
+        if (how.stored != 0.0f) continue;
+        const uint32_t found = largest_bits(row, how.pre_scale, m.panel.k);
+        if (found >= kInfinityBits) continue;
+        uint32_t* largest = m.largest + e * m.sides + side;
+        uint32_t seen = __atomic_load_n(largest, __ATOMIC_RELAXED);
+        while (seen < found &&
+               !__atomic_compare_exchange_n(largest, &seen, found, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+        }
+      }
+    }
+  });
+}
+
+}  // namespace quantmoe
