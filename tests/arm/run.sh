@@ -40,7 +40,7 @@ PYTHONHOME=$dir/arm64/usr PYTHONPATH=$dir/site:\$PYTHONPATH exec ${qemu[*]} -0 "
 END
 chmod +x "$dir/python"
 
-program tests/arm/count.cc count "$dir"/cmake/custom_ops/CMakeFiles/quantmoe_core.dir/src/*/*.o \
+program tests/arm/count.cc count "$dir"/cmake/custom_ops/CMakeFiles/quantmoe_core.dir/src/{*,*/*}/*.o \
   -DQM_KLEIDIAI -Icustom_ops -Icustom_ops/src -Icustom_ops/include
 "$python" tests/arm/instructions.py "$dir"
 

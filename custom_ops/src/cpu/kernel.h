@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/panel.h"
+#include "layouts/cpu_panel.h"
 
 // What the activations of a slice of tokens may take of a workspace. Not an option: only tests set it.
 extern "C" QM_API int64_t qm_slice_bytes;

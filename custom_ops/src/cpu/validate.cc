@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <string>
 
-#include "core/panel.h"
 #include "cpu/kernel.h"
+#include "layouts/cpu_panel.h"
 
 namespace quantmoe {
 namespace {

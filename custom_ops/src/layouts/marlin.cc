@@ -6,8 +6,7 @@
 #include <bit>
 #include <cstring>
 
-#include "core/attributes.h"
-#include "core/panel.h"
+#include "core/numbers.h"
 #include "core/parallel.h"
 
 namespace quantmoe {

@@ -1,10 +1,11 @@
 // Canonical codes to panels (FORMAT.md section 2), the inverse of nothing at run time: kernels read these bytes as they
 // are.
+#include "layouts/cpu_panel.h"
+
 #include <cstring>
 
 #include "core/half.h"
 #include "core/minifloat.h"
-#include "core/panel.h"
 #include "core/parallel.h"
 
 namespace quantmoe {
