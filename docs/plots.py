@@ -1,0 +1,81 @@
+"""Draws README's plots from the tables of benchmarks.md: python docs/plots.py (matplotlib is in the extra `bench`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).resolve().parent
+OURS, PEERS = "#1f6f8b", ("#c9ada7", "#9a8c98")
+
+
+def table(first: str) -> list[dict[str, str]]:
+    """The rows of the table whose header begins with ``first``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    lines = (HERE / "benchmarks.md").read_text().splitlines()
+    at = next((i for i, line in enumerate(lines) if line.startswith(first)), None)
+    if at is None:
+        raise ValueError(f"benchmarks.md has no table that begins with {first}")
+
+    def cells(line: str) -> list[str]:
+        return [cell.strip() for cell in line.strip("|").split("|")]
+
+    rows = []
+    for line in lines[at + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append(dict(zip(cells(lines[at]), cells(line), strict=True)))
+    return rows
+
+
+def number(text: str) -> float:
+    return float(text.split()[0].replace(",", ""))
+
+
+def bars(axes: plt.Axes, rows: list[dict[str, str]], label: str, peers: tuple[str, ...]) -> None:
+    """Peers' times by ours: a group of bars a row, and a line where they are equal."""
+    width = 0.8 / len(peers)
+    for i, peer in enumerate(peers):
+        places = [at + (i - (len(peers) - 1) / 2) * width for at in range(len(rows))]
+        found = axes.bar(places, [number(row[f"{peer} / ours"]) for row in rows], width * 0.9, color=PEERS[i])
+        axes.bar_label(found, fmt="%.1f", fontsize=7, padding=1)
+        found.set_label(peer)
+    axes.axhline(1, color=OURS, linewidth=2, label="QuantMoE")
+    axes.set_xticks(range(len(rows)), [row[label] for row in rows], fontsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="y", labelsize=7)
+
+
+def main() -> None:
+    plt.rcParams["svg.hashsalt"] = "quantmoe"  # the same file each time
+    plain = {"Date": None}
+
+    figure, axes = plt.subplots(figsize=(6, 2.2), layout="constrained")
+    rows = table("| | llama.cpp / ours | ours, ms | llama.cpp, ms |")
+    for row in rows:
+        row["label"] = row[""].replace(" at ", "\nat ").replace("prefill ", "prefill\n")
+    bars(axes, rows, "label", ("llama.cpp",))
+    axes.set_title("Qwen3-30B-A3B, int4, one CPU core: time / QuantMoE's", fontsize=8)
+    axes.legend(fontsize=7, frameon=False)
+    figure.savefig(HERE / "cpu.svg", metadata=plain)
+
+    figure, grid = plt.subplots(1, 4, figsize=(9, 2.2), sharey=True, layout="constrained")
+    rows = table("| shape | T | path | best peer / ours |")
+    for axes, shape in zip(grid, dict.fromkeys(row["shape"] for row in rows), strict=True):
+        mine = [row for row in rows if row["shape"] == shape]
+        bars(axes, mine, "T", ("Humming", "Marlin"))
+        axes.set_title(f"{shape}, tokens", fontsize=8)
+    grid[0].legend(fontsize=7, frameon=False)
+    figure.suptitle("An int4 expert layer on an H200: time / QuantMoE's", fontsize=8)
+    figure.savefig(HERE / "gpu.svg", metadata=plain)
+
+
+if __name__ == "__main__":
+    main()
