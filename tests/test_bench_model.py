@@ -42,7 +42,7 @@ LATENT = {
 
 
 def tiny(shape: str) -> dict[str, object]:
-    config = cut(CONFIGS[shape], 2)
+    config = cut(CONFIGS[shape], 4 if "linear_conv_kernel_dim" in CONFIGS[shape] else 2)
     sizes = TINY | (LATENT if "kv_lora_rank" in config else {})
     return config | {name: value for name, value in sizes.items() if name in config}
 

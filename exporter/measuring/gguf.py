@@ -22,7 +22,11 @@ ARCHITECTURES = {
     "mixtral": "LLAMA",
     "deepseek_v3": "DEEPSEEK2",
     "glm4_moe": "GLM4_MOE",
+    "qwen3_5_moe_text": "QWEN35MOE",
+    "qwen3_next": "QWEN3NEXT",
 }
+#: vectors that are parameters of their own -> what stands for the module in the map of names, and the leaf
+VECTORS = {"e_score_correction_bias": ("e_score_correction", "bias"), "dt_bias": ("dt_proj", "bias")}
 #: rows of random weights; a matrix repeats them
 ROWS = 256
 
@@ -57,9 +61,9 @@ def write_gguf(path: Path, config: Mapping[str, Any], weights: str = "Q4_0", hea
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         pools: dict[tuple[str, int], np.ndarray] = {}
-        for shape, kind in tensors.values():
-            if len(shape) == 1:
-                writer.write_tensor_data(np.ones(shape, np.float32))
+        for name, (shape, kind) in tensors.items():
+            if len(shape) == 1:  # ssm_a: what gates are multiplied by, the logarithm of a decay
+                writer.write_tensor_data(np.full(shape, -1 if name.endswith("ssm_a") else 1, np.float32))
                 continue
             if (kind, shape[-1]) not in pools:
                 normal = np.random.default_rng(0).normal(0, shape[-1] ** -0.5, (ROWS, shape[-1])).astype(np.float32)
@@ -80,10 +84,13 @@ def _tensors(
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for name, shape in parameters(config).items():
         stem, _, leaf = name.rpartition(".")
-        if leaf == "e_score_correction_bias":
-            stem, leaf = f"{stem}.e_score_correction", "bias"
+        if leaf in VECTORS:
+            module, leaf = VECTORS[leaf]
+            stem = f"{stem}.{module}"
         elif leaf == "sinks":
             stem, leaf = name, "weight"
+        elif stem.endswith(("conv1d", "shared_expert_gate")):
+            shape = tuple(n for n in shape if n > 1)
         kind = "F32"
         if quantized(name):
             kind = weights
@@ -98,6 +105,8 @@ def _tensors(
             at = str(names.get_name(stem)).removesuffix("_kv_b")
             yield f"{at}_k_b.weight", ((heads, rank, key), kind)
             yield f"{at}_v_b.weight", ((heads, value, rank), kind)
+        elif leaf == "A_log":
+            yield str(names.get_name(name)), (shape, kind)
         elif found := names.get_name(stem):
             yield f"{found}.{leaf}", (shape, kind)
         else:
@@ -114,7 +123,8 @@ def _fields(writer: Any, config: Mapping[str, Any], tensors: Mapping[str, tuple[
     writer.add_context_length(c.max_position_embeddings)
     writer.add_embedding_length(c.hidden_size)
     writer.add_block_count(c.num_hidden_layers)
-    writer.add_feed_forward_length(c.intermediate_size)
+    if getattr(c, "intermediate_size", None):
+        writer.add_feed_forward_length(c.intermediate_size)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
     writer.add_expert_count(experts)
     writer.add_expert_used_count(c.num_experts_per_tok)
@@ -144,6 +154,17 @@ def _fields(writer: Any, config: Mapping[str, Any], tensors: Mapping[str, tuple[
     writer.add_head_count_kv(c.num_key_value_heads)
     writer.add_key_length(width)
     writer.add_value_length(width)
-    writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1)))
-    if "sliding_attention" in (getattr(c, "layer_types", None) or ()):
+    turned = int(width * rope.get("partial_rotary_factor", 1))
+    writer.add_rope_dimension_count(turned)
+    kinds = getattr(c, "layer_types", None) or ()
+    if "sliding_attention" in kinds:
         writer.add_sliding_window(c.sliding_window)
+    if "linear_attention" in kinds:
+        writer.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
+        writer.add_full_attention_interval([*kinds, "full_attention"].index("full_attention") + 1)
+        writer.add_rope_dimension_sections([turned // 2, 0, 0, 0])  # text positions alone
+        writer.add_ssm_conv_kernel(c.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(c.linear_key_head_dim)
+        writer.add_ssm_group_count(c.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(c.linear_num_value_heads)
+        writer.add_ssm_inner_size(c.linear_num_value_heads * c.linear_value_head_dim)

@@ -8,6 +8,7 @@ A side has ``prefill(tokens)``: seconds of a prompt of so many tokens until the 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
@@ -218,6 +219,8 @@ class LlamaCpp:
         if not self._model:
             raise ModelError(f"{path}: {self._said[-1] or 'llama.cpp does not load it'}")
         self.vocabulary = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
+        # States of linear attention cannot be taken back: a row's tokens are saved and loaded again.
+        self._saves = api.llama_model_is_hybrid(self._model) or api.llama_model_is_recurrent(self._model)
         self._context, self._memory, self._shape, self._length, self._most = None, None, (0, 0), 0, 0
 
     def _reserve(self, length: int, batch: int) -> None:
@@ -271,18 +274,32 @@ class LlamaCpp:
     def fill(self, depth: int, batch: int, length: int) -> None:
         """Computes the tokens that one row does not have yet, and copies it to the others."""
         self._reserve(length, batch)
-        kept = min(self._length, depth)
+        kept = 0 if self._saves else min(self._length, depth)
         for row in range(batch):
             self._api.llama_memory_seq_rm(self._memory, row, 0 if row else kept, -1)
         self._prompt(kept, depth)
-        for row in range(1, batch):
-            self._api.llama_memory_seq_cp(self._memory, 0, row, -1, -1)
+        if self._saves:
+            self._saved = (ctypes.c_uint8 * self._api.llama_state_seq_get_size(self._context, 0))()
+            self._api.llama_state_seq_get_data(self._context, self._saved, len(self._saved), 0)
+        else:
+            for row in range(1, batch):
+                self._api.llama_memory_seq_cp(self._memory, 0, row, -1, -1)
         self._length = depth
 
+    def _rewind(self) -> None:
+        """Every row to what fill made of it."""
+        for row in range(self._shape[1]):
+            self._api.llama_memory_seq_rm(self._memory, row, 0 if self._saves else self._length, -1)
+            if (
+                self._saves
+                and self._length
+                and not self._api.llama_state_seq_set_data(self._context, self._saved, len(self._saved), row)
+            ):
+                raise RuntimeError("llama.cpp does not load the state of a row that it saved")
+
     def decode(self, steps: int) -> float:
-        batch, ids = self._shape[1], token_ids(self._shape[1], steps)
-        for row in range(batch):
-            self._api.llama_memory_seq_rm(self._memory, row, self._length, -1)
+        ids = token_ids(self._shape[1], steps)
+        self._rewind()
         return sum(self._step(ids[:, s : s + 1], self._length + s) for s in range(steps)) / steps
 
 
