@@ -57,6 +57,8 @@ void convolve(int64_t width, const float* const* rows, const float* weights, con
     for (int64_t c = 0; c < n; ++c) out[c] = fma(weights[j * kConvChannels + c], rows[j][c], out[c]);
 }
 
+constexpr int64_t kConvAhead = 4;  // tokens, whose channels are too far apart for the hardware to foresee
+
 // Channels c .. c + n - 1 of an input between memory, [.., C] or a state's [C, W - 1], and rows of floats.
 template <class Bits>
 void convolution(const Conv& conv, int64_t b, int64_t first, float* scratch) {
@@ -93,6 +95,10 @@ void convolution(const Conv& conv, int64_t b, int64_t first, float* scratch) {
   for (int64_t t = 0; t < count; ++t) {
     const float* rows[kMaxConvWidth];
     for (int64_t j = 0; j < width; ++j) rows[j] = ring + (t + j) % width * kConvChannels;
+    for (int64_t c = 0; t + kConvAhead < count && c < n; c += 64 / sizeof(Bits)) {
+      __builtin_prefetch(x + (begin + t + kConvAhead) * size + c, 0, 2);
+      __builtin_prefetch(y + (begin + t + kConvAhead) * channels + c, 1, 2);
+    }
     to_float(call.type, x + (begin + t) * size, n, ring + (t + before) % width * kConvChannels);
     convolve(width, rows, weights, bias, n, out);
     static_assert(count_values("conv_activation") == 2, "the if below");
