@@ -8,11 +8,11 @@ what the data will be packed as: ``pack`` refuses an expert that is not what its
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -292,6 +292,25 @@ def linear_matrix(format: Format, modules: Sequence[str], scales: str) -> tuple[
     return found[0][0] if len(found) == 1 else joined([m for m, _ in found]), max(error for _, error in found)
 
 
+def candidates(format: Format) -> Iterator[tuple[type, str, str, list[Candidate]]]:
+    """Of every layer and every quantized linear: the kind of its node's attributes, its scheme in the tool's words, its
+    module, and every layout's verdict with the activations that it has by default."""
+    for layer in format.moe_layers():
+        found = [layer_candidate(layer, layout, ACTIVATIONS[layout]) for layout in LAYOUTS]
+        yield MoESpec, layer.scheme_text, layer.name, found
+    names = (name.removesuffix(".weight") for name in format.parameters() if name.endswith(".weight"))
+    quantized = {name: name for name in names if format.is_quantized(name)}
+    of = {part: parts for parts in groups(format, quantized).values() for part in parts}
+    for module in quantized:
+        found = [linear_candidate(format, of[module], layout, ACTIVATIONS[layout]) for layout in LAYOUTS]
+        yield LinearSpec, format.scheme_of(module).text, module, found
+
+
+def candidate(spec: MoESpec | LinearSpec) -> Candidate:
+    """The verdict on a node that there is."""
+    return Candidate(spec.w2.layout if isinstance(spec, MoESpec) else spec.w.layout, spec, refusal(spec))
+
+
 def _candidate(name: str, make: Callable[[ModuleType], MoESpec | LinearSpec]) -> Candidate:
     try:
         spec = make(LAYOUTS[name])
@@ -312,6 +331,11 @@ def refusal(spec: MoESpec | LinearSpec) -> str:
     names = {"w13": "w13", "w2": "w2"} if isinstance(spec, MoESpec) else {"w": "w2"}
     words = {name: layout.row_bytes(moe, projection) // 4 for name, projection in names.items()}
     return native.refusal(spec, words)
+
+
+def kernels_refuse(target: str) -> Callable[[Any], str]:
+    """Why a target's kernels do not run a node of attention with such attributes; "" when they do."""
+    return cuda.refusal if target == "cuda" else lambda spec: native.refusal(spec, {})
 
 
 def _too_large(spec: MoESpec) -> str:

@@ -8,6 +8,7 @@ makes the rest.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
@@ -36,7 +37,6 @@ from transformers.exporters.onnxruntime_fusions import fuse_for_onnxruntime
 from transformers.exporters.utils import patch_attribute
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
-from quantmoe.custom_ops import cuda, native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.custom_ops.reference import activate
@@ -52,7 +52,7 @@ from quantmoe.custom_ops.torch_op import (
 )
 from quantmoe.exporter.ahead import BLOCK
 from quantmoe.exporter.choosing.caches import Caches, choose_caches
-from quantmoe.exporter.choosing.choose import Choice
+from quantmoe.exporter.choosing.choose import Choice, kernels_refuse
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.graph import attention, mtp
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
@@ -208,7 +208,7 @@ class Skeleton:
     def _linear_attention(self, target: str, window: int) -> dict[str, linear_attention.Recognised]:
         folder, stack = self.format.ckpt.folder, _decoder(self.model).layers
         with doing(f"{folder}: recognising linear attention"), _quiet():
-            found, left = linear_attention.recognise(self.model, stack, _refusal(target), window)
+            found, left = linear_attention.recognise(self.model, stack, kernels_refuse(target), window)
         for name, reason in left.items():
             raise CheckpointError(f"{folder}: {name}: {reason}")
         if found and not any(hasattr(layer, "self_attn") for layer in stack):
@@ -456,7 +456,24 @@ class PartOfLinear(torch.nn.Module):
         return self.whole[0](x).split(self.sizes, -1)[self.index]
 
 
-def trace(skeleton: Skeleton, chosen: Choice, target: str = "cpu", cache: str = "f32") -> ir.Model:
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """How a model attends in the graph.
+
+    Attributes:
+        found: modules that become CachedAttention. rows: what their nodes share.
+        plain: module that stays standard nodes -> why. If there is any, the caches have the graph's type.
+        caches: what the caches of the found hold. kind: of floats, as asked for; see :func:`export`.
+    """
+
+    found: dict[str, Recognised]
+    plain: dict[str, str]
+    rows: Rows
+    caches: Caches
+    kind: str
+
+
+def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -> ir.Model:
     """The ONNX graph, with KV cache, dynamic in batch and sequence.
 
     passes/interface.py names its inputs and outputs. When layers that look alike cannot be copied, all are traced and
@@ -464,19 +481,15 @@ def trace(skeleton: Skeleton, chosen: Choice, target: str = "cpu", cache: str = 
 
     Args:
         chosen: the nodes' attributes; linears that it lacks are float MatMuls.
+        attends: of :func:`attention_of` with the same arguments.
         target: "cpu": with the operators that ONNX Runtime fuses; "cuda": ai.onnx and quantmoe's only.
-            meta["plain_attention"] says why an attention module is standard nodes: module name -> reason.
-        cache: see :func:`export`. meta["kv_cache"] is a remark on it, or "".
 
     Raises:
-        CheckpointError: transformers or torch cannot export the architecture, or scales of the KV cache are damaged.
-        OptionError: there is no such cache.
+        CheckpointError: transformers or torch cannot export the architecture.
     """
-    model = skeleton.model
-    found, plain, rows = recognised(skeleton, chosen, target)
-    caches = caches_of(skeleton, found, plain, target, cache)
-    attach(model, found, rows)
-    if not plain:
+    model, found = skeleton.model, attends.found
+    attach(model, found, attends.rows)
+    if not attends.plain:
         model.set_attn_implementation(MASKLESS)
         widen_tables(_decoder(model))
     for name, linear in chosen.linears.items():
@@ -499,21 +512,24 @@ def trace(skeleton: Skeleton, chosen: Choice, target: str = "cpu", cache: str = 
     attach_shared(model, every)
     latent.absorb(skeleton)
     graph = _trace_layers(skeleton, target)
-    if not plain:
-        layers = {model.get_submodule(path).layer_idx: codes for path, codes in caches.codes.items()}
-        set_cache_type(graph, CACHES.get(cache) if target == "cpu" else None, layers)
+    if not attends.plain:
+        layers = {model.get_submodule(path).layer_idx: codes for path, codes in attends.caches.codes.items()}
+        set_cache_type(graph, CACHES.get(attends.kind) if target == "cpu" else None, layers)
     set_state_type(graph)
-    graph.meta["kv_cache"] = caches.remark
-    graph.meta["plain_attention"] = plain
     return graph
 
 
-def recognised(skeleton: Skeleton, chosen: Choice, target: str) -> tuple[dict[str, Recognised], dict[str, str], Rows]:
-    """Attention modules that become CachedAttention, why the others stay standard nodes, and what the nodes share.
+def attention_of(skeleton: Skeleton, chosen: Choice, target: str, cache: str) -> Attention:
+    """How the model attends in the graph. Experts, norms and linear attention are what they will be there afterwards.
 
-    Experts, norms and linear attention are what they will be in the graph afterwards.
+    Args:
+        cache: see :func:`export`.
+
+    Raises:
+        CheckpointError: scales of the KV cache are damaged.
+        OptionError: there is no such cache.
     """
-    model, decoder = skeleton.model, _decoder(skeleton.model)
+    model, decoder, refuses = skeleton.model, _decoder(skeleton.model), kernels_refuse(target)
     for name, spec in chosen.layers.items():
         module, layout = model.get_submodule(name), LAYOUTS[spec.w13.layout]
         module.attributes = json.dumps(spec.attributes())
@@ -529,22 +545,11 @@ def recognised(skeleton: Skeleton, chosen: Choice, target: str) -> tuple[dict[st
     with doing(f"{skeleton.format.ckpt.folder}: recognising attention"):
         own = getattr(ARCHITECTURES.get(model.config.model_type), "KIND", None)
         kinds = [GROUPED, latent.KIND, *([own] if own else [])]
-        found, left = recognise(model, decoder, _refusal(target), kinds, skeleton.linear_attention)
-    return found, left, rows
-
-
-def caches_of(
-    skeleton: Skeleton, found: Mapping[str, Recognised], plain: Mapping[str, str], target: str, cache: str
-) -> Caches:
-    """What the caches of :func:`recognised` modules hold; see :func:`choose_caches`."""
+        found, plain = recognise(model, decoder, refuses, kinds, skeleton.linear_attention)
     sources = {path: skeleton.sources[f"{path}.o_proj.weight"].removesuffix(".o_proj.weight") for path in found}
     specs = {path: module.spec for path, module in found.items()}
-    return choose_caches(skeleton.format.ckpt, cache, specs, plain, sources, _refusal(target), target)
-
-
-def _refusal(target: str) -> Callable[[Any], str]:
-    """Why a target's kernels do not run a node of attention with such attributes; "" when they do."""
-    return cuda.refusal if target == "cuda" else lambda spec: native.refusal(spec, {})
+    caches = choose_caches(skeleton.format.ckpt, cache, specs, plain, sources, refuses, target)
+    return Attention(found, plain, rows, caches, cache)
 
 
 def _trace_layers(skeleton: Skeleton, target: str) -> ir.Model:

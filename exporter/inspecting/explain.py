@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
-from quantmoe.exporter.choosing.choose import ACTIVATIONS, Candidate, groups, layer_candidate, linear_candidate, refusal
+from quantmoe.exporter.choosing.choose import candidate, candidates
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 
@@ -30,24 +27,9 @@ def explain(path: str | Path) -> list[dict[str, Any]]:
         return _model(path)
     format = find_format(open_checkpoint(path))
     found: dict[Any, dict[str, Any]] = {}
-
-    def add(kind: type, text: str, module: str, consider: Callable[[str, str | None], Candidate]) -> None:
-        candidates = [consider(layout, ACTIVATIONS[layout]) for layout in LAYOUTS]
-        key = (kind, text, *(c.reason.replace(module, "") for c in candidates))
-        entry = found.setdefault(key, {"scheme": text, "modules": [], "candidates": candidates})
-        entry["modules"].append(module)
-
-    for layer in format.moe_layers():
-        add(MoESpec, layer.scheme_text, layer.name, partial(layer_candidate, layer))
-    names = (name.removesuffix(".weight") for name in format.parameters() if name.endswith(".weight"))
-    quantized = {name: name for name in names if format.is_quantized(name)}
-    of = {part: parts for parts in groups(format, quantized).values() for part in parts}
-    for module in quantized:
-
-        def consider(layout: str, activations: str | None, module: str = module) -> Candidate:
-            return linear_candidate(format, of[module], layout, activations)
-
-        add(LinearSpec, format.scheme_of(module).text, module, consider)
+    for kind, text, module, verdicts in candidates(format):
+        key = (kind, text, *(verdict.reason.replace(module, "") for verdict in verdicts))
+        found.setdefault(key, {"scheme": text, "modules": [], "candidates": verdicts})["modules"].append(module)
     remarks = {"attention": format.attention(), "left out": format.left_out(), "KV cache": format.kv_cache()}
     for scheme, remark in remarks.items():
         if remark:
@@ -61,11 +43,9 @@ def _model(path: Path) -> list[dict[str, Any]]:
     for kind, nodes in ((MoESpec, described["layers"]), (LinearSpec, described["linears"])):
         for node in nodes:
             spec = kind.from_attributes(node["attributes"])
-            projection = spec.w2 if isinstance(spec, MoESpec) else spec.w
             sized = {"out_features": 0, "in_features": 0}
             key = str({k: v for k, v in node["attributes"].items() if k not in sized})
             if key not in found:
-                candidate = Candidate(projection.layout, spec, refusal(spec))
-                found[key] = {"scheme": node["format"], "modules": [], "candidates": [candidate]}
+                found[key] = {"scheme": node["format"], "modules": [], "candidates": [candidate(spec)]}
             found[key]["modules"].append(node["module"])
     return list(found.values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import json
 import shutil
@@ -18,21 +17,16 @@ import onnx_ir as ir
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.op import LinearSpec, MoESpec, inputs
+from quantmoe.custom_ops.op import MoESpec, inputs
 from quantmoe.exporter.ahead import BLOCK_MEMORY, ahead, expert_size
-from quantmoe.exporter.choosing.caches import FLOATS, KINDS
 from quantmoe.exporter.choosing.choose import (
-    ACTIVATIONS,
-    LAYOUT,
     Choice,
-    activation_format,
-    choose,
-    choose_experts,
     linear_matrix,
     retyped,
     scaled,
 )
-from quantmoe.exporter.errors import CheckpointError, OptionError
+from quantmoe.exporter.choosing.options import MAX_FILE_SIZE, Options
+from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.graph.passes.defaults import drop_defaults
 from quantmoe.exporter.graph.passes.embeddings import keep_tables
 from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface
@@ -40,16 +34,14 @@ from quantmoe.exporter.graph.passes.last_logits import HIDDEN, HIDDEN_OUT, keep_
 from quantmoe.exporter.graph.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.graph.passes.weights import Weight, place_weights
 from quantmoe.exporter.memory import doing
-from quantmoe.exporter.reading.formats import Checkpoint, Format, MoELayer, find_format, open_checkpoint
-from quantmoe.exporter.reading.formats.base import BESIDE, MTP
-from quantmoe.exporter.reading.formats.rounding import HEAD_GROUPS, distance
-from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.reading.formats import Checkpoint, Format, MoELayer
+from quantmoe.exporter.reading.formats.base import MTP
+from quantmoe.exporter.reading.formats.rounding import distance
 from quantmoe.exporter.writing.external_data import INLINE, DataFiles, Region, byte_size, naming
 from quantmoe.exporter.writing.genai import (
     LOGITS,
     SHARE_BUFFER,
     add_mtp,
-    eos_tokens,
     genai_config,
     shared_tensors,
     shares_buffer,
@@ -60,70 +52,14 @@ from quantmoe.exporter.writing.output import (
     MODEL,
     MTP_MODEL,
     PRODUCER,
-    check_folder,
     record,
-    weight_files,
     writing,
 )
+from quantmoe.exporter.writing.prepare import GENAI, Part, Report, check_output, companion_files, prepare
 from quantmoe.ort_ext import LIBRARIES, OLDEST, OLDEST_GLIBC, cuda_library_path, glibc_of, library_path
 
 if TYPE_CHECKING:
     from quantmoe.exporter.graph.model import Skeleton
-
-#: types of the graph outside the experts, the default first
-GRAPH_TYPES = {"cpu": ("f32", "f16"), "cuda": ("bf16", "f16")}
-#: bytes of weights in a file
-MAX_FILE_SIZE = 50 * 10**9
-#: files of a checkpoint that clients of the model need
-COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-              "vocab.*", "merges.txt", "chat_template*", "*.model")  # fmt: skip
-#: how names of those begin, in any case, that say who may use it and how
-LICENSES = ("license", "licence", "notice", "use_policy", "copying", "third_party", "third-party", "thirdparty")
-GENAI = "genai_config.json"
-
-
-@dataclasses.dataclass
-class Report:
-    """What an export did.
-
-    Attributes:
-        format: name of the checkpoint format.
-        layers: checkpoint module name -> (scheme in the tool's words, node attributes).
-        shared: checkpoint module name -> how many of that node's experts are a shared expert.
-        apart: checkpoint module of a shared expert that is no expert of its layer's node -> why.
-        activations: remark when they are not what the checkpoint says, else "".
-        head_error: of ``lm_head``: root of the mean square error of its weights, relative to theirs.
-        scale_error: largest relative error of a scale rounded to bf16; None when scales are exact.
-        packed_bytes, dense_bytes: of the experts and of everything else.
-        linears: checkpoint module name -> (scheme in the tool's words, node attributes), outside the experts.
-        dequantized: checkpoint tensor outside the experts, quantized there and float in the model -> why.
-        not_ort: linears that ``dense="ort"`` left as QuantLinear -> why.
-        plain_attention: attention module that is standard nodes, not CachedAttention -> why.
-        plain_routers: layers whose router is not a MoERouting node but many of ONNX's: none of its methods is theirs.
-        untraced: why every layer was traced although some are alike, else "".
-        left_out: remark when the checkpoint has more than its text model, which alone is exported, else "".
-        kv_cache: remark when the KV cache is quantized, or stays float although the checkpoint wants it, else "".
-        library: remark when the library beside the model asks for a glibc newer than OLDEST_GLIBC, else "".
-    """
-
-    format: str
-    layers: dict[str, tuple[str, MoESpec]]
-    activations: str = ""
-    scale_error: float | None = None
-    head_error: float | None = None
-    packed_bytes: int = 0
-    dense_bytes: int = 0
-    linears: dict[str, tuple[str, LinearSpec]] = dataclasses.field(default_factory=dict)
-    dequantized: dict[str, str] = dataclasses.field(default_factory=dict)
-    not_ort: dict[str, str] = dataclasses.field(default_factory=dict)
-    shared: dict[str, int] = dataclasses.field(default_factory=dict)
-    apart: dict[str, str] = dataclasses.field(default_factory=dict)
-    plain_attention: dict[str, str] = dataclasses.field(default_factory=dict)
-    plain_routers: int = 0
-    untraced: str = ""
-    kv_cache: str = ""
-    left_out: str = ""
-    library: str = ""
 
 
 def export(
@@ -192,7 +128,7 @@ def export(
         OptionError: an option that does not exist, or not with the others.
         OutOfMemoryError: naming what did not fit.
     """
-    wanted, graph_type = check_options(
+    options = Options(
         target,
         activations,
         scales,
@@ -202,52 +138,19 @@ def export(
         lm_head,
         cache,
         state_window,
+        mtp,
+        layers,
         quantize,
         group_size,
         max_file_size,
     )
     check_output(Path(checkpoint), Path(output), target, force)
     with writing(Path(output), force) as partial, doing(f"{checkpoint} to {output}"):
-        progress("reading", 0, 1)
-        format = open_format(checkpoint, quantize, group_size, wanted)
-        experts = [
-            choose_experts(part, LAYOUT[target], wanted, scales, None if part.part else layers)
-            for part in formats_of(format, mtp)
-        ]
-
-        progress("loading torch and transformers", 0, 1)
-        from quantmoe.exporter.graph.model import trace  # seconds, and what headers decide has been said
-
-        parts = open_parts(
-            formats_of(format, mtp), experts, target, wanted, scales, graph_type, lm_head, layers, state_window
-        )
-        ends = stops(parts[0].skeleton)
-        report = _report(parts, wanted)
-        used = {p.activation_format for part in parts for s in part.chosen.layers.values() for p in (s.w13, s.w2)}
-        if activations == "int8" and not any(name.startswith("int8") for name in used):
-            report.activations = "no integer product of these weights is exact: activations are not int8 as asked"
-
+        ready = prepare(checkpoint, options, progress)
+        parts, report, ends, ckpt = ready.parts, ready.report, ready.ends, ready.format.ckpt
         for part in parts:
             progress("tracing", 0, 1)
-            part.graph = graph = trace(part.skeleton, part.chosen, target, cache)
-            report.untraced = graph.meta.pop("untraced", "") or report.untraced
-            report.plain_attention |= graph.meta.pop("plain_attention")
-            report.kv_cache = report.kv_cache or graph.meta["kv_cache"]
-            del graph.meta["kv_cache"]
-            routers = sum(node.op_type in ("MoERouting", "MoERouter") for node in graph.graph)
-            report.plain_routers += len(part.chosen.layers) - routers
-            part.weights = place_weights(graph)
-            keep_tables(part.weights, part.skeleton.stored_type)
-            name_interface(graph)
-            head = bool(part.skeleton.format.part)
-            size = part.skeleton.model.config.hidden_size
-            if mtp and not output_hidden(graph, HIDDEN_OUT if head else HIDDEN, size):
-                raise CheckpointError(f"{format.ckpt.folder}: no product with a weight makes the logits: no {MTP}")
-            kept = 1 if head or logits == "last" else logits
-            if kept != "all" and keep_last_logits(graph, kept) and kept > 1:
-                ends[LOGITS] = str(kept)
-            if target == "cuda":
-                drop_defaults(graph)
+            _trace(part, options, report, ends)
 
         total = sum(byte_size(weight.value) for part in parts for weight in part.weights)
         with DataFiles(partial, DATA, max_file_size) as data:
@@ -256,11 +159,11 @@ def export(
                 for stage, written in _weights(part, parts[0], scales, dense, data, report):
                     done += written
                     progress(stage, done, total)
-        _companions(format.ckpt, partial, layers)
+        _companions(ckpt, partial, layers)
         if LOGITS not in ends:  # onnxruntime-genai takes those of all tokens or of the last
-            _genai(format.ckpt, partial, layers, target, parts, logits == "all")
+            _genai(ckpt, partial, layers, target, parts, logits == "all")
         report.library = _library(partial, target)
-        metadata = {"checkpoint": format.ckpt.folder.resolve().name, "target": target} | ends
+        metadata = {"checkpoint": ckpt.folder.resolve().name, "target": target} | ends
         metadata["onnxruntime"] = ".".join(map(str, OLDEST))
         if report.plain_attention:
             metadata["plain_attention"] = json.dumps(report.plain_attention)
@@ -270,67 +173,31 @@ def export(
     return report
 
 
-@dataclasses.dataclass
-class Part:
-    """One graph of an export: the model, or what drafts for it.
-
-    Attributes:
-        graph, weights: once it is traced.
-    """
-
-    skeleton: Skeleton
-    chosen: Choice
-    graph: ir.Model = dataclasses.field(init=False)
-    weights: list[Weight] = dataclasses.field(init=False)
-
-    def key(self, weight: Weight) -> tuple[object, ...]:
-        """Equal for weights of two parts with the same bytes."""
-        module = weight.parameter.rpartition(".")[0]
-        if module in self.chosen.linears:
-            return self.chosen.source(module), json.dumps(self.chosen.linears[module].attributes())
-        return self.skeleton.sources.get(weight.parameter), weight.transposed, weight.value.dtype
-
-
-def formats_of(format: Format, mtp: bool) -> list[Format]:
-    """Of the graphs of an export: the checkpoint's text model, and if asked for its multi-token prediction.
-
-    Raises:
-        CheckpointError: it has none.
-    """
-    if not mtp:
-        return [format]
-    if (found := format.beside(MTP)) is None:
-        raise CheckpointError(
-            f"{format.ckpt.folder}: no tensors of {MTP} ({' or '.join(f'{name}*' for name in BESIDE[MTP])}, or a "
-            "layer after the last one); many quantizers leave them out"
-        )
-    return [format, found]
-
-
-def open_parts(
-    formats: Sequence[Format],
-    experts: Sequence[dict[str, MoESpec]],
-    target: str,
-    activations: str | None,
-    scales: str,
-    graph_type: str,
-    lm_head: str | None,
-    layers: int | None,
-    state_window: int,
-) -> list[Part]:
-    """The graphs of an export; arguments and errors as :func:`export`.
+def _trace(part: Part, options: Options, report: Report, ends: dict[str, str]) -> None:
+    """Makes a part's graph and what it has for weights.
 
     Args:
-        experts: of choose_experts, of each format.
+        ends: see Prepared; gets how many tokens have logits, where that is neither one nor all.
     """
-    from quantmoe.exporter.graph.model import Skeleton
+    from quantmoe.exporter.graph.model import trace
 
-    parts = []
-    for format, nodes in zip(formats, experts, strict=True):
-        own = (1, 1) if format.part else (layers, state_window)
-        skeleton = Skeleton(format, graph_type, own[0], lm_head, target, own[1])
-        parts.append(Part(skeleton, choose(skeleton, nodes, LAYOUT[target], activations, scales)))
-    return parts
+    part.graph = graph = trace(part.skeleton, part.chosen, part.attention, options.target)
+    report.untraced = graph.meta.pop("untraced", "") or report.untraced
+    routers = sum(node.op_type in ("MoERouting", "MoERouter") for node in graph.graph)
+    report.plain_routers += len(part.chosen.layers) - routers
+    part.weights = place_weights(graph)
+    keep_tables(part.weights, part.skeleton.stored_type)
+    name_interface(graph)
+    head, config = bool(part.skeleton.format.part), part.skeleton.model.config
+    if options.mtp and not output_hidden(graph, HIDDEN_OUT if head else HIDDEN, config.hidden_size):
+        raise CheckpointError(
+            f"{part.skeleton.format.ckpt.folder}: no product with a weight makes the logits: no {MTP}"
+        )
+    kept = 1 if head or options.logits == "last" else options.logits
+    if isinstance(kept, int) and keep_last_logits(graph, kept) and kept > 1:
+        ends[LOGITS] = str(kept)
+    if options.target == "cuda":
+        drop_defaults(graph)
 
 
 def _weights(
@@ -380,143 +247,6 @@ def _share(value: ir.Value, written: ir.Value) -> None:
     )
     for (node, _), (other, _) in zip(value.uses(), written.uses(), strict=False):
         node.attributes.update({name: a for name, a in other.attributes.items() if name.endswith("_identity")})
-
-
-def check_output(checkpoint: Path, output: Path, target: str, force: bool) -> None:
-    """Refuses what must not be written to, before any work is done.
-
-    Raises:
-        OSError: see :func:`export`.
-    """
-    if output.resolve() == checkpoint.resolve():
-        raise FileExistsError(f"{output} is the checkpoint's own folder; export to another")
-    there = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise NotADirectoryError(f"{there} is a file, expected a folder to write to")
-    names = (
-        {MODEL, MTP_MODEL, DATA}
-        | weight_files(output)
-        | {
-            path.name
-            for path in _companion_files(
-                checkpoint if checkpoint.is_dir() else output
-            )  # a GGUF file has none beside it
-        }
-    )
-    check_folder(output, names | {GENAI, LIBRARIES[target]}, force)
-
-
-def open_format(
-    checkpoint: str | Path, quantize: str | None, group_size: int | None, activations: str | None = None
-) -> Format:
-    """The checkpoint in its own format, or as :func:`export` rounds it.
-
-    Raises:
-        CheckpointError: see :func:`export`; a file that would go with the model links to elsewhere.
-    """
-    ckpt = open_checkpoint(checkpoint)
-    for path in _companion_files(ckpt.companions):
-        ckpt.check_file(path)  # nobody's private file into a folder that is passed on
-    format = find_format(ckpt) if quantize is None else Unquantized(ckpt, quantize, group_size)
-    format.input_scales = activations != "float"
-    return format
-
-
-def check_options(
-    target: str,
-    activations: str | None,
-    scales: str,
-    dtype: str | None,
-    dense: str,
-    logits: str | int,
-    lm_head: str | None,
-    cache: str,
-    state_window: int,
-    quantize: str | None,
-    group_size: int | None,
-    max_file_size: int,
-) -> tuple[str | None, str]:
-    """The activations and the graph's type, with what they are by default.
-
-    Raises:
-        OptionError: see :func:`export`.
-    """
-    for name, value, known in (
-        ("target", target, tuple(LAYOUT)),
-        ("activations", activations, (None, "int8", "float")),
-        ("scales", scales, ("exact", "bf16")),
-        ("dtype", dtype, (None, *GRAPH_TYPES.get(target, ()))),
-        ("dense", dense, ("quantmoe", "ort") if target == "cpu" else ("quantmoe",)),
-        ("lm_head", lm_head, (None, *HEAD_GROUPS)),
-        ("cache", cache, KINDS),
-    ):
-        if value not in known:
-            of = f" (target {target})" if name in ("dtype", "dense") else ""
-            raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}{of}")
-    if logits not in ("last", "all") and not (type(logits) is int and logits > 0):
-        raise OptionError(f"logits is {logits!r}, expected last, all or a number of tokens from 1")
-    if not 1 <= state_window <= 64:
-        raise OptionError(f"state_window is {state_window}, expected 1 to 64")
-    if group_size is not None and quantize is None:
-        raise OptionError(f"group_size is {group_size}: an option of quantize; a quantized checkpoint has its own")
-    if max_file_size < 1:
-        raise OptionError(f"max_file_size is {max_file_size}, expected a number of bytes")
-    graph_type = dtype or GRAPH_TYPES[target][0]
-    floats = ("f16", "f32") if target == "cpu" else (graph_type,)
-    if cache in FLOATS and cache not in floats:
-        why = "the kernels take f16 and f32" if target == "cpu" else f"floats have the graph's type, {graph_type}"
-        raise OptionError(f"cache is {cache}: for target {target} {why}")
-    return activations or ACTIVATIONS[LAYOUT[target]], graph_type
-
-
-def stops(skeleton: Skeleton) -> dict[str, str]:
-    """What a program that has only the model must know to stop, as metadata of it: ``eos_token_id``, numbers with
-    commas between, and ``context_length``; what the checkpoint does not say is left out.
-
-    Raises:
-        CheckpointError: eos_token_id is of another type.
-    """
-    ckpt, found = skeleton.format.ckpt, {}
-    for name, config in (("generation_config.json", ckpt.generation_config), ("config.json", ckpt.config)):
-        try:
-            if eos := eos_tokens(config):
-                found["eos_token_id"] = ",".join(map(str, eos))
-                break
-        except ValueError as error:
-            raise CheckpointError(f"{ckpt.folder / name}: {error}") from None
-    if type(length := getattr(skeleton.model.config, "max_position_embeddings", None)) is int:
-        found["context_length"] = str(length)
-    return found
-
-
-def _report(parts: Sequence[Part], activations: str | None) -> Report:
-    """What is known before the tracing."""
-    format = parts[0].skeleton.format
-    report = Report(format.name, {})
-    report.left_out = format.left_out(parts[-1].skeleton.format.part)
-    schemes = []
-    for part in parts:
-        skeleton, chosen = part.skeleton, part.chosen
-        report.dequantized |= chosen.dequantized
-        report.apart |= chosen.apart
-        for name, spec in chosen.layers.items():
-            layer = chosen.experts[name]
-            report.layers[layer.name] = layer.scheme.text, spec
-            report.shared[layer.name] = layer.every - layer.num_experts
-            schemes += [layer.scheme, layer.down_scheme]
-        for name, linear in chosen.linears.items():
-            scheme = skeleton.format.scheme_of(next(iter(chosen.parts[name].values())))
-            report.linears[chosen.source(name)] = scheme.text, linear
-            schemes.append(scheme)
-    for scheme in schemes:  # a remark where activations are not what the checkpoint says
-        wanted, used = scheme.activation_format, activation_format(scheme, activations)
-        if wanted == "none" != used:
-            report.activations = (
-                "weights-only checkpoint: activations are quantized to int8 per token (--activations float: not)"
-            )
-        if wanted != "none" == used:
-            report.activations = f"the checkpoint says {wanted}: activations stay float as asked"
-    return report
 
 
 def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales: str, report: Report) -> Iterator[int]:
@@ -663,14 +393,8 @@ def _save(part: Part, path: Path, metadata: dict[str, str], files: str = "") -> 
         ir.save(graph, path)
 
 
-def _companion_files(checkpoint: Path) -> list[Path]:
-    found = {path for pattern in COMPANIONS for path in checkpoint.glob(pattern)}
-    found |= {path for path in checkpoint.glob("*") if path.name.lower().startswith(LICENSES)}
-    return sorted(path for path in found if path.is_file())
-
-
 def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None) -> None:
-    for path in _companion_files(ckpt.companions):
+    for path in companion_files(ckpt.companions):
         shutil.copyfile(path, partial(path.name))
     if layers is not None:
         partial("config.json").write_text(json.dumps(_config(ckpt, layers), indent=2))

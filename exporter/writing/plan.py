@@ -8,23 +8,16 @@ from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter import ahead
-from quantmoe.exporter.choosing.choose import LAYOUT, Choice, choose_experts
-from quantmoe.exporter.writing.convert import (
-    MAX_FILE_SIZE,
-    check_options,
-    check_output,
-    formats_of,
-    open_format,
-    open_parts,
-    stops,
-)
+from quantmoe.exporter.choosing.choose import Choice
+from quantmoe.exporter.choosing.options import Options
+from quantmoe.exporter.writing.prepare import check_output, prepare
 
 if TYPE_CHECKING:
     from quantmoe.exporter.graph.model import Skeleton
@@ -72,26 +65,7 @@ class Plan:
     attention: str
 
 
-def plan(
-    checkpoint: str | Path,
-    output: str | Path,
-    *,
-    target: str = "cpu",
-    activations: str | None = None,
-    scales: str = "exact",
-    dtype: str | None = None,
-    dense: str = "quantmoe",
-    logits: str | int = "last",
-    lm_head: str | None = None,
-    cache: str = "auto",
-    state_window: int = 1,
-    mtp: bool = False,
-    layers: int | None = None,
-    quantize: str | None = None,
-    group_size: int | None = None,
-    force: bool = False,
-    max_file_size: int = MAX_FILE_SIZE,
-) -> Plan:
+def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **options: Any) -> Plan:
     """Plans :func:`quantmoe.exporter.writing.convert.export` with the same options.
 
     Of tensors' data only vectors, scalars and zero points are read.
@@ -101,80 +75,47 @@ def plan(
         CheckpointError: what export would refuse, in its words, as far as that and names, types, shapes and
             config.json show it.
     """
-    activations, graph_type = check_options(
-        target,
-        activations,
-        scales,
-        dtype,
-        dense,
-        logits,
-        lm_head,
-        cache,
-        state_window,
-        quantize,
-        group_size,
-        max_file_size,
-    )
-    check_output(Path(checkpoint), Path(output), target, force)
-    folder = Path(output).resolve()
-    format = open_format(checkpoint, quantize, group_size, activations)
-    formats, layout = formats_of(format, mtp), LAYOUTS[LAYOUT[target]]
-    experts = [
-        choose_experts(part, LAYOUT[target], activations, scales, None if part.part else layers) for part in formats
-    ]
-
-    from quantmoe.exporter.graph.model import caches_of, recognised  # see export
-
-    parts = open_parts(formats, experts, target, activations, scales, graph_type, lm_head, layers, state_window)
-    stops(parts[0].skeleton)
-    found, linears, others, memory = {}, {}, 0, 0
-    shared: dict[str, int] = {}
+    wanted = Options(**options)
+    check_output(Path(checkpoint), Path(output), wanted.target, force)
+    ready, layout, folder = prepare(checkpoint, wanted), LAYOUTS[wanted.layout], Path(output).resolve()
+    report, format = ready.report, ready.format
+    found = {
+        name: (scheme, spec, spec.num_experts * sum(layout.row_bytes(spec, p) for p in ("w13", "w2")))
+        for name, (scheme, spec) in report.layers.items()
+    }
+    linears = {
+        name: (scheme, spec, layout.row_bytes(spec.moe, "w2")) for name, (scheme, spec) in report.linears.items()
+    }
+    others, memory = sum(size for _, _, size in linears.values()), 0
     written: set[str] = set()
-    for part in parts:
+    for part in ready.parts:
         skeleton, chosen = part.skeleton, part.chosen
-        for name, spec in chosen.layers.items():
-            layer = chosen.experts[name]
-            shared[layer.name] = layer.every - layer.num_experts
-            size = layer.every * sum(layout.row_bytes(spec, projection) for projection in ("w13", "w2"))
-            found[layer.name] = layer.scheme.text, spec, size
-        parted = {part for parts in chosen.parts.values() for part in parts}
-        parted |= {part for merged in chosen.shared.values() for part in merged.projections}
-        for name, linear in chosen.linears.items():
-            (scheme, *_) = map(skeleton.format.scheme_of, chosen.parts[name].values())
-            linears[chosen.source(name)] = scheme.text, linear, layout.row_bytes(linear.moe, "w2")
-        left = [n for n in skeleton.tensors if n in skeleton.sources and n.rpartition(".")[0] not in parted]
+        packed = {module for modules in chosen.parts.values() for module in modules}
+        packed |= {module for merged in chosen.shared.values() for module in merged.projections}
+        left = [n for n in skeleton.tensors if n in skeleton.sources and n.rpartition(".")[0] not in packed]
         mine = {skeleton.sources[name]: name for name in left if skeleton.sources[name] not in written}
         written |= mine.keys()
         others += sum(prod(skeleton.tensors[name].shape) * skeleton.itemsize(name) for name in mine.values())
         memory = max(memory, _working_set(skeleton, chosen, left, layout))
-    plain: dict[str, str] = {}
-    remarks = []
-    for part in parts:
-        attention, others_of, _ = recognised(part.skeleton, part.chosen, target)
-        plain |= others_of
-        remarks.append(caches_of(part.skeleton, attention, others_of, target, cache).remark)
-    packed = sum(size for _, _, size in found.values())
-    others += sum(size for _, _, size in linears.values())
-    cores = native.cpus()
-    seconds = TRACING + (packed / PACKING + others / CONVERTING) / cores
+    experts, cores = sum(size for _, _, size in found.values()), native.cpus()
     return Plan(
         found,
-        shared,
-        {name: reason for part in parts for name, reason in part.chosen.apart.items()},
+        report.shared,
+        report.apart,
         linears,
         read=format.ckpt.size,
-        packed=packed,
+        packed=experts,
         dense=others,
-        seconds=seconds,
+        seconds=TRACING + (experts / PACKING + others / CONVERTING) / cores,
         memory=BASE_MEMORY + memory,
         rate=f"{cores} cores; on one {PACKING / 1e6:.0f} MB/s of experts and {CONVERTING / 1e6:.0f} MB/s of others, "
         f"{TRACING:.0f} s of tracing, as measured on an Intel Xeon at 2.5 GHz",
         free=shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free,
-        files=-(-(packed + others) // max_file_size),
-        dequantized={name: reason for part in parts for name, reason in part.chosen.dequantized.items()},
-        plain_attention=plain,
-        kv_cache=next(filter(None, remarks), ""),
-        left_out=format.left_out(formats[-1].part),
+        files=-(-(experts + others) // wanted.max_file_size),
+        dequantized=report.dequantized,
+        plain_attention=report.plain_attention,
+        kv_cache=report.kv_cache,
+        left_out=report.left_out,
         attention=format.attention(),
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import json
 import re
 import subprocess
@@ -29,6 +31,7 @@ from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.matrix import parted
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.choosing.choose import ACTIVATIONS, LAYOUT, Candidate, layer_candidate, linear_matrix
+from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.graph import model
 from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.reading import formats
@@ -285,3 +288,9 @@ def test_choosing_needs_no_torch():
     code = f"import sys, {module}; print({{'torch', 'transformers', 'onnx_ir'}} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_options_are_those_of_export_and_its_dry_run():
+    given = {name: p.default for name, p in inspect.signature(export).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    del given["force"], given["progress"]
+    assert given == {field.name: field.default for field in dataclasses.fields(Options)}

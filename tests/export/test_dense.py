@@ -31,8 +31,9 @@ from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.running.compare import divergence
 from quantmoe.exporter.running.generate import Generator
-from quantmoe.exporter.writing.convert import export, open_format
+from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
+from quantmoe.exporter.writing.prepare import open_format
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 

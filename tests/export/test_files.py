@@ -32,11 +32,12 @@ from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError, w
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.running.generate import Generator, load_tokenizer, stop_tokens
 from quantmoe.exporter.writing import convert
-from quantmoe.exporter.writing.convert import export, stops
+from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.external_data import ALIGNMENT
 from quantmoe.exporter.writing.genai import genai_config
 from quantmoe.exporter.writing.output import writing
 from quantmoe.exporter.writing.plan import plan
+from quantmoe.exporter.writing.prepare import stops
 from quantmoe.ort_ext import build_info, library_path
 
 

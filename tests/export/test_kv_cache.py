@@ -16,12 +16,13 @@ from export.test_model import error, expected, run, tokens
 from safetensors.numpy import load_file, save_file
 from transformers import DynamicCache
 
+from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, kv_cache, open_checkpoint
 from quantmoe.exporter.running.generate import Generator
-from quantmoe.exporter.writing.convert import check_options, export
+from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 
 LAYERS = 5  # of which three are traced
@@ -244,4 +245,4 @@ def test_latent_attention_and_standard_nodes_have_no_codes(checkpoint, tmp_path)
 )
 def test_options(target, cache, message):
     with pytest.raises(OptionError, match=message):
-        check_options(target, None, "exact", None, "quantmoe", "last", None, cache, 1, None, None, 1)
+        Options(target=target, cache=cache)

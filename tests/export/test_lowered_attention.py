@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, apply_rotary_pos_emb
 
 from quantmoe.custom_ops.reference import token_rows
+from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.graph import attention
 from quantmoe.exporter.graph.model import Skeleton, dequantized
@@ -24,7 +25,7 @@ from quantmoe.exporter.graph.passes.attention import GROUPED, recognise, rows_of
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.running.generate import Generator
-from quantmoe.exporter.writing.convert import check_options, export
+from quantmoe.exporter.writing.convert import export
 from quantmoe.ort_ext import library_path
 
 CACHED = {"qwen3_moe": "head", "mixtral": "none", "olmoe": "row", "gpt_oss": "none", "glm4_moe": "head"}
@@ -282,7 +283,7 @@ def test_where_some_attention_is_plain_the_cache_has_the_graphs_type(plain):
 
 def test_cache_is_an_option_of_the_cpu():
     with pytest.raises(OptionError, match="cache is f16: for target cuda floats have the graph's type, bf16"):
-        check_options("cuda", None, "exact", None, "quantmoe", "last", None, "f16", 1, None, None, 1)
+        Options(target="cuda", cache="f16")
 
 
 def test_a_short_cache_is_named(exported):

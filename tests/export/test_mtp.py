@@ -30,8 +30,9 @@ from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.running.speculate import Head
-from quantmoe.exporter.writing.convert import export, formats_of
+from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
+from quantmoe.exporter.writing.prepare import formats_of
 
 KINDS = ["qwen3_next", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe"]
 #: whose layer is the one after the last

@@ -46,14 +46,14 @@ def make_graph(path: Path, model: str, group_size: int, mxfp4: bool, lm_head: st
     import onnx_ir as ir
 
     from quantmoe.exporter.choosing.choose import choose, choose_experts
-    from quantmoe.exporter.graph.model import Skeleton, trace
+    from quantmoe.exporter.graph.model import Skeleton, attention_of, trace
     from quantmoe.exporter.graph.passes.defaults import drop_defaults
     from quantmoe.exporter.graph.passes.embeddings import keep_tables
     from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface
     from quantmoe.exporter.graph.passes.last_logits import keep_last_logits
     from quantmoe.exporter.graph.passes.weights import place_weights
     from quantmoe.exporter.measuring import random_checkpoint
-    from quantmoe.exporter.writing.convert import open_format
+    from quantmoe.exporter.writing.prepare import open_format
 
     random_checkpoint.write(scratch, random_checkpoint.CONFIGS[model], group_size, data=False)
     format = open_format(scratch, None, None)
@@ -68,9 +68,10 @@ def make_graph(path: Path, model: str, group_size: int, mxfp4: bool, lm_head: st
                 chosen.linears[name] = replace(
                     linear, w=replace(linear.w, format="f16", group_size=-1, scale_type="f32")
                 )
-    graph = trace(skeleton, chosen, "cuda")
-    if plain := graph.meta["plain_attention"]:
-        raise SystemExit(f"attention of standard nodes: {plain}")
+    attends = attention_of(skeleton, chosen, "cuda", "auto")
+    if attends.plain:
+        raise SystemExit(f"attention of standard nodes: {attends.plain}")
+    graph = trace(skeleton, chosen, attends, "cuda")
     weights = place_weights(graph)
     keep_tables(weights, skeleton.stored_type)
     name_interface(graph)

@@ -1,0 +1,83 @@
+"""What an export is asked for: checked before anything is read, with what is not said as it is by default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quantmoe.exporter.choosing.caches import FLOATS, KINDS
+from quantmoe.exporter.choosing.choose import ACTIVATIONS, LAYOUT
+from quantmoe.exporter.errors import OptionError
+from quantmoe.exporter.reading.formats.rounding import HEAD_GROUPS
+
+#: types of the graph outside the experts, the default first
+GRAPH_TYPES = {"cpu": ("f32", "f16"), "cuda": ("bf16", "f16")}
+#: bytes of weights in a file
+MAX_FILE_SIZE = 50 * 10**9
+
+
+@dataclass(frozen=True)
+class Options:
+    """See :func:`quantmoe.exporter.writing.convert.export`, which has the same defaults.
+
+    Raises:
+        OptionError: an option that does not exist, or not with the others.
+    """
+
+    target: str = "cpu"
+    activations: str | None = None
+    scales: str = "exact"
+    dtype: str | None = None
+    dense: str = "quantmoe"
+    logits: str | int = "last"
+    lm_head: str | None = None
+    cache: str = "auto"
+    state_window: int = 1
+    mtp: bool = False
+    layers: int | None = None
+    quantize: str | None = None
+    group_size: int | None = None
+    max_file_size: int = MAX_FILE_SIZE
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("target", tuple(LAYOUT)),
+            ("activations", (None, "int8", "float")),
+            ("scales", ("exact", "bf16")),
+            ("dtype", (None, *GRAPH_TYPES.get(self.target, ()))),
+            ("dense", ("quantmoe", "ort") if self.target == "cpu" else ("quantmoe",)),
+            ("lm_head", (None, *HEAD_GROUPS)),
+            ("cache", KINDS),
+        ):
+            if (value := getattr(self, name)) not in known:
+                of = f" (target {self.target})" if name in ("dtype", "dense") else ""
+                raise OptionError(f"{name} is {value!r}, expected one of: {', '.join(filter(None, known))}{of}")
+        if self.logits not in ("last", "all") and not (type(self.logits) is int and self.logits > 0):
+            raise OptionError(f"logits is {self.logits!r}, expected last, all or a number of tokens from 1")
+        if not 1 <= self.state_window <= 64:
+            raise OptionError(f"state_window is {self.state_window}, expected 1 to 64")
+        if self.group_size is not None and self.quantize is None:
+            size = self.group_size
+            raise OptionError(f"group_size is {size}: an option of quantize; a quantized checkpoint has its own")
+        if self.max_file_size < 1:
+            raise OptionError(f"max_file_size is {self.max_file_size}, expected a number of bytes")
+        floats = ("f16", "f32") if self.target == "cpu" else (self.graph_type,)
+        if self.cache in FLOATS and self.cache not in floats:
+            why = "the kernels take f16 and f32"
+            if self.target != "cpu":
+                why = f"floats have the graph's type, {self.graph_type}"
+            raise OptionError(f"cache is {self.cache}: for target {self.target} {why}")
+
+    @property
+    def layout(self) -> str:
+        """The packed layout of the target."""
+        return LAYOUT[self.target]
+
+    @property
+    def wanted(self) -> str | None:
+        """The activations of weights-only checkpoints; None: as the checkpoint says."""
+        return self.activations or ACTIVATIONS[self.layout]
+
+    @property
+    def graph_type(self) -> str:
+        """The type of the graph outside the experts."""
+        return self.dtype or GRAPH_TYPES[self.target][0]

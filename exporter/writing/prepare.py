@@ -1,0 +1,257 @@
+"""What an export and its dry run do alike: options, headers, transformers' model, every choice. Nothing is traced.
+
+The first steps ask headers and config.json alone, and torch is imported after them: what they refuse takes no seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx_ir as ir
+
+from quantmoe.custom_ops.op import LinearSpec, MoESpec
+from quantmoe.exporter.choosing.choose import Choice, activation_format, choose, choose_experts
+from quantmoe.exporter.choosing.options import Options
+from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.graph.passes.weights import Weight
+from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
+from quantmoe.exporter.reading.formats.base import BESIDE, MTP
+from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.writing.genai import eos_tokens
+from quantmoe.exporter.writing.output import DATA, MODEL, MTP_MODEL, check_folder, weight_files
+from quantmoe.ort_ext import LIBRARIES
+
+if TYPE_CHECKING:
+    from quantmoe.exporter.graph.model import Attention, Skeleton
+
+#: files of a checkpoint that clients of the model need
+COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+              "vocab.*", "merges.txt", "chat_template*", "*.model")  # fmt: skip
+#: how names of those begin, in any case, that say who may use it and how
+LICENSES = ("license", "licence", "notice", "use_policy", "copying", "third_party", "third-party", "thirdparty")
+GENAI = "genai_config.json"
+
+
+@dataclasses.dataclass
+class Report:
+    """What an export did.
+
+    Attributes:
+        format: name of the checkpoint format.
+        layers: checkpoint module name -> (scheme in the tool's words, node attributes).
+        shared: checkpoint module name -> how many of that node's experts are a shared expert.
+        apart: checkpoint module of a shared expert that is no expert of its layer's node -> why.
+        activations: remark when they are not what the checkpoint says, else "".
+        head_error: of ``lm_head``: root of the mean square error of its weights, relative to theirs.
+        scale_error: largest relative error of a scale rounded to bf16; None when scales are exact.
+        packed_bytes, dense_bytes: of the experts and of everything else.
+        linears: checkpoint module name -> (scheme in the tool's words, node attributes), outside the experts.
+        dequantized: checkpoint tensor outside the experts, quantized there and float in the model -> why.
+        not_ort: linears that ``dense="ort"`` left as QuantLinear -> why.
+        plain_attention: attention module that is standard nodes, not CachedAttention -> why.
+        plain_routers: layers whose router is not a MoERouting node but many of ONNX's: none of its methods is theirs.
+        untraced: why every layer was traced although some are alike, else "".
+        left_out: remark when the checkpoint has more than its text model, which alone is exported, else "".
+        kv_cache: remark when the KV cache is quantized, or stays float although the checkpoint wants it, else "".
+        library: remark when the library beside the model asks for a glibc newer than OLDEST_GLIBC, else "".
+    """
+
+    format: str
+    layers: dict[str, tuple[str, MoESpec]]
+    activations: str = ""
+    scale_error: float | None = None
+    head_error: float | None = None
+    packed_bytes: int = 0
+    dense_bytes: int = 0
+    linears: dict[str, tuple[str, LinearSpec]] = dataclasses.field(default_factory=dict)
+    dequantized: dict[str, str] = dataclasses.field(default_factory=dict)
+    not_ort: dict[str, str] = dataclasses.field(default_factory=dict)
+    shared: dict[str, int] = dataclasses.field(default_factory=dict)
+    apart: dict[str, str] = dataclasses.field(default_factory=dict)
+    plain_attention: dict[str, str] = dataclasses.field(default_factory=dict)
+    plain_routers: int = 0
+    untraced: str = ""
+    kv_cache: str = ""
+    left_out: str = ""
+    library: str = ""
+
+
+@dataclasses.dataclass
+class Part:
+    """One graph of an export: the model, or what drafts for it.
+
+    Attributes:
+        graph, weights: once it is traced.
+    """
+
+    skeleton: Skeleton
+    chosen: Choice
+    attention: Attention
+    graph: ir.Model = dataclasses.field(init=False)
+    weights: list[Weight] = dataclasses.field(init=False)
+
+    def key(self, weight: Weight) -> tuple[object, ...]:
+        """Equal for weights of two parts with the same bytes."""
+        module = weight.parameter.rpartition(".")[0]
+        if module in self.chosen.linears:
+            return self.chosen.source(module), json.dumps(self.chosen.linears[module].attributes())
+        return self.skeleton.sources.get(weight.parameter), weight.transposed, weight.value.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What is known before the tracing.
+
+    Attributes:
+        format: the checkpoint. parts: the model, and what drafts for it.
+        report: but for what tracing and writing add. ends: see :func:`stops`.
+    """
+
+    format: Format
+    parts: list[Part]
+    report: Report
+    ends: dict[str, str]
+
+
+def prepare(
+    checkpoint: str | Path,
+    options: Options,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> Prepared:
+    """Reads, checks and chooses all that headers, config.json and transformers decide.
+
+    Raises:
+        CheckpointError, OptionError: see :func:`quantmoe.exporter.writing.convert.export`.
+    """
+    progress("reading", 0, 1)
+    format = open_format(checkpoint, options.quantize, options.group_size, options.wanted)
+    formats, layout = formats_of(format, options.mtp), options.layout
+    experts = [
+        choose_experts(part, layout, options.wanted, options.scales, None if part.part else options.layers)
+        for part in formats
+    ]
+
+    progress("loading torch and transformers", 0, 1)
+    from quantmoe.exporter.graph.model import Skeleton, attention_of  # seconds, and what headers decide has been said
+
+    chosen = []
+    for part, nodes in zip(formats, experts, strict=True):
+        layers, window = (1, 1) if part.part else (options.layers, options.state_window)
+        skeleton = Skeleton(part, options.graph_type, layers, options.lm_head, options.target, window)
+        chosen.append((skeleton, choose(skeleton, nodes, layout, options.wanted, options.scales)))
+    ends = stops(chosen[0][0])
+    parts = [Part(*pair, attention_of(*pair, options.target, options.cache)) for pair in chosen]
+    return Prepared(format, parts, _report(parts, options), ends)
+
+
+def formats_of(format: Format, mtp: bool) -> list[Format]:
+    """Of the graphs of an export: the checkpoint's text model, and if asked for its multi-token prediction.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    if not mtp:
+        return [format]
+    if (found := format.beside(MTP)) is None:
+        raise CheckpointError(
+            f"{format.ckpt.folder}: no tensors of {MTP} ({' or '.join(f'{name}*' for name in BESIDE[MTP])}, or a "
+            "layer after the last one); many quantizers leave them out"
+        )
+    return [format, found]
+
+
+def check_output(checkpoint: Path, output: Path, target: str, force: bool) -> None:
+    """Refuses what must not be written to, before any work is done.
+
+    Raises:
+        OSError: see :func:`export`.
+    """
+    if output.resolve() == checkpoint.resolve():
+        raise FileExistsError(f"{output} is the checkpoint's own folder; export to another")
+    there = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"{there} is a file, expected a folder to write to")
+    companions = companion_files(checkpoint if checkpoint.is_dir() else output)  # a GGUF file has none beside it
+    names = {MODEL, MTP_MODEL, DATA} | weight_files(output) | {path.name for path in companions}
+    check_folder(output, names | {GENAI, LIBRARIES[target]}, force)
+
+
+def open_format(
+    checkpoint: str | Path, quantize: str | None, group_size: int | None, activations: str | None = None
+) -> Format:
+    """The checkpoint in its own format, or as :func:`export` rounds it.
+
+    Raises:
+        CheckpointError: see :func:`export`; a file that would go with the model links to elsewhere.
+    """
+    ckpt = open_checkpoint(checkpoint)
+    for path in companion_files(ckpt.companions):
+        ckpt.check_file(path)  # nobody's private file into a folder that is passed on
+    format = find_format(ckpt) if quantize is None else Unquantized(ckpt, quantize, group_size)
+    format.input_scales = activations != "float"
+    return format
+
+
+def companion_files(checkpoint: Path) -> list[Path]:
+    found = {path for pattern in COMPANIONS for path in checkpoint.glob(pattern)}
+    found |= {path for path in checkpoint.glob("*") if path.name.lower().startswith(LICENSES)}
+    return sorted(path for path in found if path.is_file())
+
+
+def stops(skeleton: Skeleton) -> dict[str, str]:
+    """What a program that has only the model must know to stop, as metadata of it: ``eos_token_id``, numbers with
+    commas between, and ``context_length``; what the checkpoint does not say is left out.
+
+    Raises:
+        CheckpointError: eos_token_id is of another type.
+    """
+    ckpt, found = skeleton.format.ckpt, {}
+    for name, config in (("generation_config.json", ckpt.generation_config), ("config.json", ckpt.config)):
+        try:
+            if eos := eos_tokens(config):
+                found["eos_token_id"] = ",".join(map(str, eos))
+                break
+        except ValueError as error:
+            raise CheckpointError(f"{ckpt.folder / name}: {error}") from None
+    if type(length := getattr(skeleton.model.config, "max_position_embeddings", None)) is int:
+        found["context_length"] = str(length)
+    return found
+
+
+def _report(parts: Sequence[Part], options: Options) -> Report:
+    """What is known before the tracing."""
+    format = parts[0].skeleton.format
+    report = Report(format.name, {})
+    report.left_out = format.left_out(parts[-1].skeleton.format.part)
+    schemes = []
+    for part in parts:
+        skeleton, chosen = part.skeleton, part.chosen
+        report.dequantized |= chosen.dequantized
+        report.apart |= chosen.apart
+        report.plain_attention |= part.attention.plain
+        report.kv_cache = report.kv_cache or part.attention.caches.remark
+        for name, spec in chosen.layers.items():
+            layer = chosen.experts[name]
+            report.layers[layer.name] = layer.scheme.text, spec
+            report.shared[layer.name] = layer.every - layer.num_experts
+            schemes += [layer.scheme, layer.down_scheme]
+        for name, linear in chosen.linears.items():
+            scheme = skeleton.format.scheme_of(next(iter(chosen.parts[name].values())))
+            report.linears[chosen.source(name)] = scheme.text, linear
+            schemes.append(scheme)
+    for scheme in schemes:  # a remark where activations are not what the checkpoint says
+        wanted, used = scheme.activation_format, activation_format(scheme, options.wanted)
+        if wanted == "none" != used:
+            report.activations = (
+                "weights-only checkpoint: activations are quantized to int8 per token (--activations float: not)"
+            )
+        if wanted != "none" == used:
+            report.activations = f"the checkpoint says {wanted}: activations stay float as asked"
+    formats = {p.activation_format for _, spec in report.layers.values() for p in (spec.w13, spec.w2)}
+    if options.activations == "int8" and not any(name.startswith("int8") for name in formats):
+        report.activations = "no integer product of these weights is exact: activations are not int8 as asked"
+    return report
