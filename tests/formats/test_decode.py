@@ -236,7 +236,7 @@ def test_autoround_packing_unsaid(kind: str, said: dict[str, str], tmp_path: Pat
             find_format(open_checkpoint(write_checkpoint(folder, tensors, config | {"sym": False}))).scheme("m")
     tensors["m.qzeros"] = tensors["m.qzeros"] ^ np.int32(1)
     folder = write_checkpoint(tmp_path / "odd", tensors, config)
-    with pytest.raises(CheckpointError, match=r"m\.qzeros is neither 0x8.* expected a packing_format"):
+    with pytest.raises(CheckpointError, match=r"m\.qzeros is neither (8 nor 7|128 nor 127) .* a a packing_format"):
         find_format(open_checkpoint(folder)).matrix("m")
 
 
@@ -308,7 +308,7 @@ def test_what_is_said_of_the_kv_cache(fields: dict, scale: str, text: str | None
             },
             "m: Quark output_tensors fp8_e4m3 per_tensor; supported: none, but of the KV cache",
         ),
-        ({"quant_method": "gptq", "bits": 3, "sym": True}, "bits=3, sym=True; supported: 4 and 8 bits"),
+        ({"quant_method": "gptq", "bits": 5, "sym": True}, "bits=5, sym=True; supported: 2, 3, 4 and 8 bits"),
         (
             {
                 "quant_method": "quark",

@@ -1,10 +1,12 @@
 """GPTQ, as GPTQModel, AutoGPTQ and AutoRound write it.
 
 Tensors of a linear with N outputs and K inputs, groups of g, b bits: qweight I32 [K b / 32, N] packed along K; qzeros
-I32 [K/g, N b / 32] packed along N; scales [K/g, N]; g_idx I32 [K] names each input feature's group.
+I32 [K/g, N b / 32] packed along N; scales [K/g, N]; g_idx I32 [K] names each input feature's group. b is 2, 3, 4 or 8;
+codes of 2 and 3 bits are carried as int4's.
 ``checkpoint_format`` gptq (v1) stores zero points less one, gptq_v2 as they are. v1 was made from v2 by subtracting
-0x11111111 (or 0x01010101) from whole words, borrows included, so whole words are added back here. AutoRound writes no
-checkpoint_format: its ``packing_format`` (``backend`` before release 0.5) says which, see :func:`stores_zeros`.
+words of ones (GPTQModel's convert_gptq_v2_to_v1_format), borrows included, so whole words are added back here.
+AutoRound writes no checkpoint_format: its ``packing_format`` (``backend`` before release 0.5) says which, see
+:func:`stores_zeros`.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ import numpy as np
 import regex
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
+from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline
 from quantmoe.exporter.reading.formats.base import FLOATS, Format, Scheme, Tensor, group_order, group_size_of, matches
 from quantmoe.exporter.reading.formats.bits import in_order, unpack_words
 
-_ONES = {4: 0x11111111, 8: 0x01010101}
+#: bits -> 1 in each code of a word; codes of 3 bits lie across words, and GPTQModel takes 1 from each of them instead
+_ONES = {2: 0x55555555, 3: 0, 4: 0x11111111, 8: 0x01010101}
 #: AutoRound's quant_method
 AUTOROUND = ("auto-round", "auto_round", "intel/auto-round")
 PACKINGS = "auto_round, auto_round:gptqmodel, auto_round:auto_gptq, auto_round:auto_awq"
@@ -42,7 +45,8 @@ class Config:
     def text(self) -> str:
         symmetric = "symmetric" if self.sym else "asymmetric"
         order = ", desc_act" if self.desc_act else ""
-        return f"GPTQ {'v2 ' if self.v2 else ''}int{self.bits} {symmetric} group {self.group_size}{order}"
+        carried = ", carried as int4" if self.bits < 4 else ""
+        return f"GPTQ {'v2 ' if self.v2 else ''}int{self.bits} {symmetric} group {self.group_size}{order}{carried}"
 
 
 class GPTQ(Format):
@@ -92,14 +96,14 @@ class GPTQ(Format):
         if type(config.bits) is not int or config.bits not in _ONES:
             raise CheckpointError(
                 f"{self.ckpt.folder}: {module}: unsupported GPTQ bits={config.bits}, sym={config.sym}; "
-                "supported: 4 and 8 bits, sym true or false"
+                "supported: 2, 3, 4 and 8 bits, sym true or false"
             )
         if config.v2 is None and not config.sym:
             raise CheckpointError(
                 f"{self.ckpt.folder}: {module}: asymmetric, and the quantization configuration does not say how zero "
                 f"points are stored; expected a packing_format: {PACKINGS}"
             )
-        return Scheme(f"int{config.bits}", config.group_size, "none", config.text)
+        return Scheme("int8" if config.bits == 8 else "int4", config.group_size, "none", config.text)
 
     def matrix(self, module: str) -> QuantizedMatrix:
         scheme, config = self.scheme(module), self.module_config(module)
@@ -119,31 +123,35 @@ class GPTQ(Format):
             ],
         )
         codes = unpack_words(tensors["qweight"].T, bits, k)
-        words = tensors["qzeros"].view(np.uint32)
-        if not (self._as_they_are(module, words, bits) if config.v2 is None else config.v2):
-            words = words + np.uint32(_ONES[bits])
-        zeros = unpack_words(words, bits, n).T
+        words, middle = tensors["qzeros"].view(np.uint32), 1 << (bits - 1)
+        zeros = {v2: unpack_words(words if v2 else words + np.uint32(_ONES[bits]), bits, n).T for v2 in (True, False)}
+        if bits == 3:
+            zeros[False] = (zeros[True] + np.uint8(1)) & np.uint8(7)
+        if (v2 := config.v2) is None:
+            v2 = self._as_they_are(module, zeros, middle)
         perm = group_order(tensors["g_idx"], g, self.ckpt.where(f"{module}.g_idx")) if has_order else None
+        plain = config.sym and bool((zeros[v2] == middle).all())
+        if plain and bits < 4 and not is_outline(codes):
+            codes = codes + np.uint8(8 - middle)
         return QuantizedMatrix(
             kind=scheme.format,
             codes=in_order(codes, perm),
             scales=np.ascontiguousarray(tensors["scales"].T),
             group_size=scheme.group_size,
-            zero_points=None if config.sym and (zeros == 1 << (bits - 1)).all() else np.ascontiguousarray(zeros),
+            zero_points=None if plain else np.ascontiguousarray(zeros[v2]),
             bias=self.bias(module, n),
             perm=perm,
         )
 
-    def _as_they_are(self, module: str, words: np.ndarray, bits: int) -> bool:
-        """Whether symmetric weights' stored zero points are the midpoint, or that less one."""
-        middle = np.uint32(_ONES[bits] << (bits - 1))
-        for v2, word in ((True, middle), (False, middle - np.uint32(_ONES[bits]))):
-            if (words == word).all():
+    def _as_they_are(self, module: str, zeros: dict[bool, np.ndarray], middle: int) -> bool:
+        """Whether it is as v2 or as v1 that symmetric weights' stored zero points are all the middle."""
+        for v2 in (True, False):
+            if (zeros[v2] == middle).all():
                 return v2
         raise CheckpointError(
-            f"{self.ckpt.where(f'{module}.qzeros')} is neither {middle:#x} nor {middle - np.uint32(_ONES[bits]):#x} "
-            f"throughout, though symmetric; the quantization configuration does not say how zero points are stored: "
-            f"expected a packing_format: {PACKINGS}"
+            f"{self.ckpt.where(f'{module}.qzeros')} is neither {middle} nor {middle - 1} throughout, though symmetric; "
+            "the quantization configuration does not say how zero points are stored: expected a packing_format: "
+            f"{PACKINGS}"
         )
 
 
