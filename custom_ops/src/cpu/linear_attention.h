@@ -210,17 +210,48 @@ struct State {
   int64_t stride;
 };
 
+// Cache lines of a later token, which lie too far from those before them for the hardware to foresee. They are asked
+// for one by one between other work: all at once would fill the buffers that loads wait for.
+struct Lines {
+  static constexpr int64_t kMost = 32, kRows = 4;  // kRows: of a state, from line to line
+  const char* at[kMost];
+  int64_t count = 0;
+
+  void add(const void* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes && count < kMost; i += 64) at[count++] = static_cast<const char*>(from) + i;
+  }
+};
+
+// What the i-th token of a head reads and writes; queries and keys, or the rest.
+Lines lines_of(const Head& h, int64_t i, bool rest) {
+  const int64_t element = h.d.call.type == QM_F32 ? 4 : 2, k = h.d.node.k_head_size * element;
+  const int64_t v = h.d.node.v_head_size * element;
+  Lines lines;
+  if (!rest) {
+    lines.add(h.query(i), k);
+    lines.add(h.key(i), k);
+  } else {
+    lines.add(h.value(i), v);
+    lines.add(h.z(i), v);
+    lines.add(h.y(i), v);
+  }
+  return lines;
+}
+
 // K rows of 16 V columns of a head's state: updated with a token's delta, where there is one, then multiplied by the
-// next token's operands, where there is one. kLast: no NaN has a payload, and rows from `ahead` on come into L2.
+// next token's operands, where there is one; `lines` come into L2. kLast: no NaN has a payload, and rows from `ahead`
+// on come into L2.
 template <int V, bool kUpdate, bool kMultiply, bool kLast>
 inline void pass(const float* from, int64_t from_stride, State to, int64_t k, const Operands& token,
                  const Vector (&delta)[V], const Operands& next, Vector (&m)[V], Vector (&o)[V],
-                 const float* ahead = nullptr) {
+                 const float* ahead = nullptr, const Lines* lines = nullptr) {
   if (kMultiply) QM_EACH(v, V) m[v] = o[v] = zero();
   for (int64_t i = 0; i < k; ++i, from += from_stride, to.at += to.stride) {
     Vector s[V];
     QM_EACH(v, V) s[v] = load(from + v * 16);
     if (kLast) QM_EACH(v, V) __builtin_prefetch(ahead + i * to.stride + v * 16, 0, 2);
+    if (kUpdate && kMultiply && i % Lines::kRows == 0 && i < lines->count * Lines::kRows)
+      __builtin_prefetch(lines->at[i / Lines::kRows], 0, 2);
     if (kUpdate) {
       QM_EACH(v, V) s[v] = multiply_add(token.key[i], delta[v], multiply(token.decay[i], s[v]));
       QM_EACH(v, V) store(to.at + v * 16, kLast ? without_payload(s[v]) : s[v]);
@@ -259,7 +290,9 @@ void slab(const Head& h, const float* from, int64_t from_stride, State to, int64
     }
     if (i + 1 < n) {
       const Operands next = h.read(i + 1);
-      pass<V, true, true, false>(from, from_stride, to, k, token, delta, next, m, o);
+      const int64_t later = first + kDeltaTokens + i;
+      const Lines lines = later < h.d.call.rows[3 * h.b + 1] ? lines_of(h, later, c > 0) : Lines();
+      pass<V, true, true, false>(from, from_stride, to, k, token, delta, next, m, o, nullptr, &lines);
       token = next;
     } else if (ahead) {
       pass<V, true, false, true>(from, from_stride, to, k, token, delta, token, m, o, ahead);
