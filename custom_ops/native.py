@@ -12,8 +12,18 @@ import ml_dtypes
 import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.op import AttentionSpec, ConvSpec, DeltaSpec, LinearSpec, MoESpec, RoutingSpec, Spec, enum
-from quantmoe.custom_ops.structs import ERROR_SIZE, check_status, check_structs, node
+from quantmoe.custom_ops.op import (
+    AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
+    LinearSpec,
+    MoESpec,
+    Projection,
+    RoutingSpec,
+    Spec,
+    enum,
+)
+from quantmoe.custom_ops.structs import ERROR_SIZE, check_status, check_structs, node, projection
 from quantmoe.ort_ext import library_path
 
 _share = threading.local()
@@ -35,6 +45,19 @@ class _PackSource(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("row_order", ctypes.c_void_p),
         ("panel_step", ctypes.c_int),
+    ]
+
+
+class PanelRow(ctypes.Structure):
+    """qm_panel_row: offsets and sizes of a row of layout cpu_panel."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("panels", "panel_bytes", "rows", "columns", "by_columns", "blocks", "parts"),
+            *("codes_bytes", "zeros", "block_bytes", "sums", "factors", "biases"),
+            *("input_scales", "pre_scales", "perms", "vector_bytes", "row_bytes"),
+        )
     ]
 
 
@@ -165,6 +188,18 @@ def share_threads(parts: int) -> None:
 def pack_threads() -> int:
     """Threads that packing uses on the calling thread."""
     return max(1, cpus() // getattr(_share, "parts", 1))
+
+
+@cache
+def panel_row(p: Projection, n: int, k: int, halves: int) -> PanelRow:
+    """Geometry of a packed row of layout cpu_panel, of one matrix [n, k] or of two.
+
+    Raises:
+        ValueError: the layout or the CPU kernels refuse the attributes, in the library's words.
+    """
+    row, err, sizes = PanelRow(), ctypes.create_string_buffer(ERROR_SIZE), (ctypes.c_int64(n), ctypes.c_int64(k))
+    check_status(library().qm_panel_row_of(ctypes.byref(projection(p)), *sizes, halves, ctypes.byref(row), err), err)
+    return row
 
 
 def pack_panels(m: QuantizedMatrix, out: np.ndarray, row_order: np.ndarray | None = None, panel_step: int = 1) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 
+from quantmoe.custom_ops.nodes import Projection
 from quantmoe.custom_ops.schema import Operator, Spec, schema
 
 ERROR_SIZE = 512
@@ -18,6 +19,12 @@ def make_struct(operator: Operator) -> type[ctypes.Structure]:
 
 #: by operator
 STRUCTS = {op: make_struct(operator) for op, operator in schema().operators.items()}
+
+
+class _Projection(ctypes.Structure):
+    """qm_projection, which the operators' structs have as well."""
+
+    _fields_ = [(a.name, ctypes.c_float if a.kind == "f" else ctypes.c_int32) for a in schema().projection]
 
 
 class _Attribute(ctypes.Structure):
@@ -76,6 +83,25 @@ def node(lib: ctypes.CDLL, spec: Spec) -> ctypes.Structure:
         else:
             status = lib.qm_set_string(*to, str(value).encode(), err)
         check_status(status, err)
+    return found
+
+
+def projection(p: Projection) -> ctypes.Structure:
+    """The C struct of a projection.
+
+    Raises:
+        ValueError: naming an enum's value that op.def does not have, or a number outside int32.
+    """
+    found = _Projection()
+    for a in schema().projection:
+        value = getattr(p, a.name)
+        if codes := schema().enums.get(a.kind):
+            if value not in codes:
+                raise ValueError(f'{a.name} is "{value}", the operator defines: {", ".join(codes)}')
+            value = codes[value]
+        elif a.kind == "i" and not -(2**31) <= value < 2**31:
+            raise ValueError(f"{a.name} is {value}, outside int32")
+        setattr(found, a.name, value)
     return found
 
 

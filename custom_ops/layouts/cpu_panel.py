@@ -1,8 +1,8 @@
 """Layout ``cpu_panel`` (FORMAT.md section 2): KleidiAI's p8x8 geometry for 4-bit codes, p4x8 for 8-bit integers, 16
 rows column by column for floats.
 
-``reference_panels`` is the obvious NumPy statement of the bytes; ``pack`` uses the native packer, which the tests hold
-equal to it.
+Geometry, the bytes of panels and what is refused are the library's (src/layouts/cpu_panel.h). tests/panels.py states
+the panels once more, in NumPy.
 """
 
 from __future__ import annotations
@@ -19,20 +19,7 @@ from quantmoe.custom_ops.op import MoESpec, Projection
 from quantmoe.custom_ops.schemes import SCHEMES
 
 NAME, VERSION = "cpu_panel", 1
-#: rows of a panel by format
-ROWS = {"int4": 8, "int8": 4, "mxfp4": 8, "nvfp4": 8, "fp8_e4m3": 16, "bf16": 16, "f16": 16}
-#: scale types by format
-_WIDE = ("f32", "f16", "bf16")
-SCALES = {"int4": _WIDE, "int8": _WIDE, "mxfp4": ("e8m0",), "nvfp4": ("e4m3",), "fp8_e4m3": (*_WIDE, "e8m0"),
-          "bf16": ("f32",), "f16": ("f32",)}  # fmt: skip
-#: formats that are multiplied column by column
-COLUMNS = ("fp8_e4m3", "bf16", "f16")
-#: activation formats whose scale the row holds
-STORED_SCALE = ("fp8_tensor", "nvfp4")
-INT8 = ("int8_token", "int8_token_asym")
-INTEGERS = ("int4", "int8")
-BITS = {name: SCHEMES[name].bits for name in ROWS}
-ALIGNMENT = 64
+_NVFP4_UNIT = np.float32(128)  # the multiplier of a global scale of 1, FORMAT.md 2.8
 
 
 def describe(
@@ -55,9 +42,9 @@ def describe(
         "perm": perm,
         "bias": max(p.bias for p in w13),
         "pre_scale": len(halves) * max(p.pre_scale for p in w13),
-        "zero_points": int(any_zeros and w13[0].format in INTEGERS),
+        "zero_points": int(any_zeros and SCHEMES[w13[0].format].integer),
     }
-    w2 = dataclasses.replace(w2, zero_points=int(any_zeros and w2.format in INTEGERS))
+    w2 = dataclasses.replace(w2, zero_points=int(any_zeros and SCHEMES[w2.format].integer))
     merged = dataclasses.replace(w13[0], **optional)
     for other in w13[1:]:
         if dataclasses.replace(other, **optional) != merged:
@@ -72,7 +59,7 @@ def describe_down(m: QuantizedMatrix, activation_format: str) -> Projection:
 
 def row_bytes(spec: MoESpec, projection: str) -> int:
     """Bytes of one expert's row of ``projection`` ("w13" or "w2"), a multiple of 64."""
-    return _parts(spec, projection)[-1]
+    return _row(spec, projection).row_bytes
 
 
 def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> None:
@@ -88,7 +75,7 @@ def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray)
     for i, m in enumerate(halves):
         _check(m, spec, "w13", "gate" if m is expert.gate else "up")
         m = _with_zero_points(m, spec.w13)
-        native.pack_panels(m, w13_row[i * panel_stride(spec.w13, m.shape[1]) :], order, len(halves))
+        native.pack_panels(m, w13_row[i * _row(spec, "w13").panel_bytes :], order, len(halves))
     _pack_activation_scales(spec, "w13", halves, w13_row)
     k = spec.hidden_size
     if spec.w13.perm:
@@ -141,171 +128,56 @@ def unpack_down(spec: MoESpec, w2_row: np.ndarray) -> QuantizedMatrix:
 
 def without_input_scales(spec: MoESpec, projection: str, rows: np.ndarray) -> np.ndarray:
     """Packed rows [experts, row_bytes] as they are with float activations; the same array where they hold no scales."""
-    if getattr(spec, projection).activation_format not in STORED_SCALE:
-        return rows
-    at = _parts(spec, projection)[0]
-    return np.delete(rows, slice(at, at + ALIGNMENT), axis=1)
-
-
-def panel_stride(p: Projection, k: int) -> int:
-    """Bytes of one panel of a matrix with K input features."""
-    nr, kp = ROWS[p.format], _padded(p.format, k, p.group_size)
-    codes = nr * BITS[p.format] * kp // 8
-    if _plain(p) and p.group_size == -1:
-        return codes + 12 * nr
-    per_scale = SCALE_DTYPES[p.scale_type].itemsize + p.zero_points
-    tail = 8 if p.format in INTEGERS else 12
-    return codes + nr * (kp // _group(p, kp) * per_scale + tail)
-
-
-def reference_panels(m: QuantizedMatrix) -> np.ndarray:
-    """Panels of one matrix: uint8 [panels, panel_stride]. The definition the native packer is tested against."""
-    if not _plain(_describe(m, "none", "the matrix")):
-        return _reference_scaled_panels(m)
-    nr, (n, k) = ROWS[m.kind], m.shape
-    kp = _padded(m.kind, k, m.group_size)
-    panels = -(-n // nr)
-    rows = np.minimum(np.arange(panels * nr), n - 1)
-    codes = np.full((panels * nr, kp), SCHEMES[m.kind].zero, np.uint8)
-    codes[:, :k] = m.codes[rows]
-    bias = np.zeros(panels * nr, np.float32) if m.bias is None else m.bias[rows].astype(np.float32)
-    scales = m.scales[rows].reshape(panels, nr, -1)
-    values = codes.astype(np.int32) - SCHEMES[m.kind].zero
-
-    if m.kind == "int4":
-        # k = 32 chunk + 16 high + 8 segment + i
-        q = codes.reshape(panels, nr, kp // 32, 2, 2, 8)
-        packed = ((q[:, :, :, 0] | q[:, :, :, 1] << 4) ^ 0x88).transpose(0, 2, 3, 1, 4)
-        pieces = values.reshape(panels, nr, kp // 32, 2, 2, 8).sum((3, 5)).reshape(panels, nr, kp // 16)
-    else:
-        packed = (codes ^ 0x80).reshape(panels, nr, kp // 8, 8).transpose(0, 2, 1, 3)
-        pieces = values.reshape(panels, nr, kp // 8, 8).sum(3)
-
-    if m.group_size == -1:
-        sums, wide = pieces.sum(2, dtype=np.int32), scales[:, :, 0].astype(np.float32)
-        if m.kind == "int4":
-            sums, wide = sums * 16, wide * np.float32(1 / 16)
-        parts = [packed.reshape(panels, -1), _bytes(sums), _bytes(wide)]
-    else:
-        blocks = kp // m.group_size
-        per_piece = np.repeat(scales.astype(np.float32), pieces.shape[2] // blocks, axis=2)
-        terms = pieces.astype(np.float32) * per_piece
-        sums = np.add.accumulate(terms, axis=2, dtype=np.float32)[:, :, -1]
-        block_scales = _bytes(scales.transpose(0, 2, 1)).reshape(panels, blocks, -1)
-        body = np.concatenate([packed.reshape(panels, blocks, -1), block_scales], axis=2)
-        parts = [body.reshape(panels, -1), _bytes(sums)]
-    return np.concatenate([*parts, _bytes(bias.reshape(panels, nr))], axis=1)
-
-
-def _reference_scaled_panels(m: QuantizedMatrix) -> np.ndarray:
-    """Panels with zero points, groups of 16 or codes that are floats: FORMAT.md 2.7 and 2.8."""
-    p, nr, (n, k) = _describe(m, "none", "the matrix"), ROWS[m.kind], m.shape
-    kp = _padded(m.kind, k, m.group_size)
-    panels, parts, g = -(-n // nr), _parts_of_block(p), _group(p, kp)
-    blocks, groups = kp // (g * parts), kp // g
-    rows = np.minimum(np.arange(panels * nr), n - 1)
-    middle = SCHEMES[m.kind].zero if m.kind in INTEGERS else 0
-    codes = np.full((panels * nr, kp), middle, m.codes.dtype)
-    codes[:, :k] = m.codes[rows]
-    bias = np.zeros(panels * nr, np.float32) if m.bias is None else m.bias[rows].astype(np.float32)
-
-    def by_group(a: np.ndarray, fill: int) -> np.ndarray:  # [rows, groups]
-        out = np.full((panels * nr, groups), fill, a.dtype)
-        out[:, : a.shape[1]] = a[rows // m.block_n]
-        return out
-
-    def in_blocks(a: np.ndarray) -> np.ndarray:  # bytes [panels, blocks, parts * nr * item]
-        return _bytes(a.reshape(panels, nr, blocks, parts).transpose(0, 2, 3, 1)).reshape(panels, blocks, -1)
-
-    scales = by_group(m.scales.view(np.uint8) if m.scales.dtype.itemsize == 1 else m.scales, 0)
-    zeros = None if m.zero_points is None else by_group(m.zero_points, middle)
-    sums = np.zeros((panels, nr), np.float32)
-    if m.kind in COLUMNS:
-        packed = codes.reshape(panels, nr, blocks, -1).transpose(0, 2, 3, 1)
-    else:
-        if BITS[m.kind] == 4:  # k = 32 chunk + 16 high + 8 segment + i
-            q = codes.reshape(panels, nr, blocks, -1, 2, 2, 8)
-            packed = q[:, :, :, :, 0] | q[:, :, :, :, 1] << 4
-            packed = (packed ^ (0x88 if m.kind == "int4" else 0)).transpose(0, 2, 3, 4, 1, 5)
-        else:
-            packed = (codes ^ 0x80).reshape(panels, nr, blocks, -1, 8).transpose(0, 2, 3, 1, 4)
-        middles = middle if zeros is None else np.repeat(zeros.astype(np.int32), g, axis=1)
-        values = codes.astype(np.int32) - middles if middle else (2 * SCHEMES[m.kind].table[codes]).astype(np.int32)
-        values[:, k:] = 0
-        real = -(-k // g)
-        terms = values.reshape(-1, groups, g).sum(2)[:, :real].astype(np.float32) * _scale_values(m)[rows // m.block_n]
-        sums = np.add.accumulate(terms, axis=1, dtype=np.float32)[:, -1].reshape(panels, nr)
-    parts_of_block = [_bytes(packed.reshape(panels, -1)).reshape(panels, blocks, -1), in_blocks(scales)]
-    body = np.concatenate(parts_of_block + ([] if zeros is None else [in_blocks(zeros)]), axis=2)
-    tail = [_bytes(sums)]
-    if m.kind not in INTEGERS:
-        tail.append(_bytes(np.full((panels, nr), np.float32(m.global_scale or 1) * _unit(p), np.float32)))
-    return np.concatenate([body.reshape(panels, -1), *tail, _bytes(bias.reshape(panels, nr))], axis=1)
-
-
-def _scale_values(m: QuantizedMatrix) -> np.ndarray:
-    """f32 scales as the kernels read them: those of e4m3 times 2^-8."""
-    return m.scales.astype(np.float32) * np.float32(2.0**-8 if m.scale_type == "e4m3" else 1)
-
-
-def _unit(p: Projection) -> np.float32:
-    """The multiplier of a global scale of 1: the powers of two that codes and scales are read without."""
-    unit = {"mxfp4": 0.5, "nvfp4": 0.5, "fp8_e4m3": 256.0}.get(p.format, 1.0)
-    return np.float32(unit * (256.0 if p.scale_type == "e4m3" else 1.0))
+    row = _row(spec, projection)
+    return np.delete(rows, slice(row.input_scales, row.pre_scales), axis=1) if _holds_scales(row) else rows
 
 
 def _unpack_matrix(spec: MoESpec, projection: str, row: np.ndarray, half: int) -> QuantizedMatrix:
     """Scales and zero points a row each, also where block_n rows share them; see _shared_blocks."""
-    p, n, k, panels = _geometry(spec, projection)
-    nr, kp = ROWS[p.format], _padded(p.format, k, p.group_size)
-    halves = 1 + spec.gated if projection == "w13" else 1
-    stride = panel_stride(p, k)
-    data = row[: panels * stride].reshape(panels // halves, halves, stride)[:, half]
-    count = len(data)
-    scale_dtype = SCALE_DTYPES[p.scale_type]
-    code_bytes = nr * kp * BITS[p.format] // 8
-    bias = data[:, -4 * nr :].copy().view(np.float32).reshape(-1)[:n]
+    p, n, k, halves = _sizes(spec, projection)
+    g, scheme, scale_dtype = _row(spec, projection), SCHEMES[p.format], SCALE_DTYPES[p.scale_type]
+    data = row[: g.panels * g.panel_bytes].reshape(-1, halves, g.panel_bytes)[:, half]
+    body = data[:, : g.sums].reshape(-1, g.blocks, g.block_bytes)
+    packed = np.ascontiguousarray(body[:, :, : g.codes_bytes]).reshape(len(data), -1)
+    groups = 1 if p.group_size == -1 else -(-k // p.group_size)
+
+    def tail(at: int) -> np.ndarray:  # f32 [rows with padding]
+        return np.ascontiguousarray(data[:, at : at + 4 * g.rows]).view(np.float32).reshape(-1)
+
+    def by_row(at: int, end: int, dtype: np.dtype) -> np.ndarray:
+        values = np.ascontiguousarray(body[:, :, at:end]).view(dtype).reshape(-1, g.blocks, g.parts, g.rows)
+        return values.transpose(0, 3, 1, 2).reshape(len(data) * g.rows, -1)[:n, :groups]
+
     zero_points = None
-    if _plain(p) and p.group_size == -1:
-        packed = data[:, :code_bytes]
-        wide = data[:, code_bytes + 4 * nr : code_bytes + 8 * nr].copy().view(np.float32)
-        if p.format == "int4":
-            wide = wide * np.float32(16)
-        scales = wide.reshape(-1, 1).astype(scale_dtype)
+    if g.codes_bytes == g.block_bytes:  # scales of rows
+        scales = (tail(g.factors) * np.float32(16 if scheme.bits == 4 else 1)).reshape(-1, 1).astype(scale_dtype)
     else:
-        parts = _parts_of_block(p)
-        blocks = kp // (_group(p, kp) * parts)
-        body = data[:, : -(8 if p.format in INTEGERS else 12) * nr].reshape(count, blocks, -1)
-        split = code_bytes // blocks
-        packed = body[:, :, :split].reshape(count, code_bytes)
-        groups = 1 if p.group_size == -1 else -(-k // p.group_size)
-
-        def by_row(block_bytes: np.ndarray, dtype: np.dtype) -> np.ndarray:
-            values = block_bytes.copy().view(dtype).reshape(count, blocks, parts, nr).transpose(0, 3, 1, 2)
-            return values.reshape(count * nr, -1)[:, :groups]
-
-        end = split + parts * nr * scale_dtype.itemsize
-        scales = by_row(body[:, :, split:end], scale_dtype)
-        if p.zero_points:
-            zero_points = np.ascontiguousarray(by_row(body[:, :, end:], np.dtype(np.uint8))[:n])
-            if (zero_points == SCHEMES[p.format].zero).all():
-                zero_points = None
-    if p.format in COLUMNS:
-        codes = np.ascontiguousarray(packed).view(np.uint8 if BITS[p.format] == 8 else np.uint16)
-        codes = codes.reshape(count, kp, nr).transpose(0, 2, 1).reshape(count * nr, kp)
-    elif BITS[p.format] == 4:
-        q = (packed ^ (0x88 if p.format == "int4" else 0)).reshape(count, kp // 32, 2, nr, 8).transpose(0, 3, 1, 2, 4)
-        codes = np.stack([q & 15, q >> 4], axis=3).reshape(count * nr, kp)
+        scales = by_row(g.codes_bytes, g.zeros, scale_dtype)
+    if p.zero_points:
+        zero_points = np.ascontiguousarray(by_row(g.zeros, g.block_bytes, np.dtype(np.uint8)))
+        if (zero_points == scheme.zero).all():
+            zero_points = None
+    codes: np.ndarray
+    if g.by_columns:
+        numbers = packed.view(np.uint8 if scheme.bits == 8 else np.uint16)
+        codes = numbers.reshape(-1, g.columns, g.rows).transpose(0, 2, 1)
+    elif scheme.bits == 4:
+        q = (
+            (packed ^ (0x88 if scheme.integer else 0))
+            .reshape(-1, g.columns // 32, 2, g.rows, 8)
+            .transpose(0, 3, 1, 2, 4)
+        )
+        codes = np.stack([q & 15, q >> 4], axis=3)
     else:
-        codes = (packed ^ 0x80).reshape(count, kp // 8, nr, 8).transpose(0, 2, 1, 3).reshape(count * nr, kp)
-    multiplier = data[0, -8 * nr :][:4].copy().view(np.float32)[0]
+        codes = (packed ^ 0x80).reshape(-1, g.columns // 8, g.rows, 8).transpose(0, 2, 1, 3)
+    bias = tail(g.biases)[:n]
     return QuantizedMatrix(
         kind=p.format,
-        codes=np.ascontiguousarray(codes[:n, :k]),
+        codes=np.ascontiguousarray(codes.reshape(-1, g.columns)[:n, :k]),
         scales=np.ascontiguousarray(scales[:n]),
         group_size=p.group_size,
         zero_points=zero_points,
-        global_scale=float(multiplier / _unit(p)) if p.format == "nvfp4" else None,
+        global_scale=float(tail(g.factors)[0] / _NVFP4_UNIT) if p.format == "nvfp4" else None,
         input_scale=_input_scale(spec, projection, row, half),
         pre_scale=_pre_scale(spec, projection, row, half),
         bias=bias if p.bias and bias.any() else None,
@@ -323,28 +195,14 @@ def _shared_blocks(m: QuantizedMatrix, block_n: int) -> QuantizedMatrix:
 
 
 def _describe(m: QuantizedMatrix, activation_format: str, what: str) -> Projection:
-    if m.kind not in ROWS:
-        raise ValueError(f"{what}: layout {NAME} does not carry {m.kind}; it carries {', '.join(ROWS)}")
-    if m.group_size not in (-1, 16) and (m.group_size <= 0 or m.group_size % 32):
-        raise ValueError(f"{what}: layout {NAME} needs group_size -1, 16 or a multiple of 32, found {m.group_size}")
-    if m.scale_type not in SCALES[m.kind]:
-        wanted = ", ".join(SCALES[m.kind])
-        raise ValueError(f"{what}: layout {NAME} carries {m.kind} with scales of type {wanted}, found {m.scale_type}")
-    if BITS[m.kind] == 16 and (m.group_size != -1 or (m.scales != 1).any()):
+    """What attributes cannot say is refused here, the attributes by the library."""
+    if m.kind in ("bf16", "f16") and (m.scales != 1).any():
         raise ValueError(f"{what}: layout {NAME} carries {m.kind} without scales: one of 1 a row")
-    if m.block_n != 1 and m.kind != "fp8_e4m3":
-        raise ValueError(f"{what}: layout {NAME} carries blocks of rows for fp8_e4m3 only, found {m.kind}")
     if m.global_scale is not None and m.kind != "nvfp4":
         raise ValueError(f"{what}: layout {NAME} carries a global scale for nvfp4 only, found {m.kind}")
-    if m.zero_points is not None and m.kind not in INTEGERS:
-        raise ValueError(f"{what}: layout {NAME} carries zero points for int4 and int8 only, found {m.kind}")
-    if m.zero_points is not None and (m.shape[1] if m.group_size == -1 else m.group_size) > 32768:
-        raise ValueError(f"{what}: layout {NAME} carries zero points for groups of at most 32768 input features")
-    if activation_format in INT8 and m.kind in COLUMNS:
-        raise ValueError(f"{what}: {m.kind} weights do not multiply {activation_format} activations; use float ones")
     if activation_format == "nvfp4" and m.input_scale is None:
         raise ValueError(f"{what}: nvfp4 activations need a stored input scale")
-    return Projection(
+    found = Projection(
         format=m.kind,
         group_size=m.group_size,
         block_n=m.block_n,
@@ -357,11 +215,16 @@ def _describe(m: QuantizedMatrix, activation_format: str, what: str) -> Projecti
         perm=int(m.perm is not None),
         pre_scale=int(m.pre_scale is not None),
     )
+    try:
+        native.panel_row(found, *m.shape, 1)
+    except ValueError as error:
+        raise ValueError(f"{what}: layout {NAME}: {error}") from error
+    return found
 
 
 def _check(m: QuantizedMatrix, spec: MoESpec, projection: str, what: str) -> None:
     m.check_finite(what)
-    p, n, k, _ = _geometry(spec, projection)
+    p, n, k, _ = _sizes(spec, projection)
     if m.shape != (n, k):
         raise ValueError(f"{what} has shape {list(m.shape)}, expected {[n, k]}")
     found = _describe(m, p.activation_format, what)
@@ -376,61 +239,60 @@ def _check(m: QuantizedMatrix, spec: MoESpec, projection: str, what: str) -> Non
         raise ValueError(f"{what} has a bias and the other experts of the layer have none ({projection}_bias is 0)")
 
 
-def _geometry(spec: MoESpec, projection: str) -> tuple[Projection, int, int, int]:
-    """(attributes, rows of one matrix, K, panels of the row)."""
+def _sizes(spec: MoESpec, projection: str) -> tuple[Projection, int, int, int]:
+    """(attributes, rows of one matrix, K, matrices)."""
     if projection == "w13":
-        p, n, k, halves = spec.w13, spec.intermediate_size, spec.hidden_size, 1 + spec.gated
-    else:
-        p, n, k, halves = spec.w2, spec.hidden_size, spec.intermediate_size, 1
-    return p, n, k, halves * -(-n // ROWS[p.format])
+        return spec.w13, spec.intermediate_size, spec.hidden_size, 1 + spec.gated
+    return spec.w2, spec.hidden_size, spec.intermediate_size, 1
 
 
-def _parts(spec: MoESpec, projection: str) -> tuple[int, int, int, int]:
-    """Offsets of the input scales, the pre-scales and the act-orders in a row, and its size."""
-    p, _, k, panels = _geometry(spec, projection)
-    inputs = _align(panels * panel_stride(p, k))
-    pre = inputs + (ALIGNMENT if p.activation_format in STORED_SCALE else 0)
-    perms = pre + p.pre_scale * _align(4 * k)
-    return inputs, pre, perms, perms + p.perm * _align(4 * k)
+def _row(spec: MoESpec, projection: str) -> native.PanelRow:
+    return native.panel_row(*_sizes(spec, projection))
 
 
-def _vector(spec: MoESpec, projection: str, row: np.ndarray, part: int, index: int, dtype: type) -> np.ndarray:
-    """A view of [K] four-byte values: pre-scale (part 1) or act-order (part 2) number ``index``."""
-    k = _geometry(spec, projection)[2]
-    start = _parts(spec, projection)[part] + index * _align(4 * k)
-    return row[start : start + 4 * k].view(dtype)
+def _holds_scales(row: native.PanelRow) -> bool:
+    """Whether the scales that activations are quantized with are in the row."""
+    return row.pre_scales > row.input_scales
+
+
+def _vector(spec: MoESpec, projection: str, row: np.ndarray, part: str, index: int, dtype: type) -> np.ndarray:
+    """A view of [K] four-byte values: of part "pre_scales" or "perms" number ``index``."""
+    g = _row(spec, projection)
+    start = getattr(g, part) + index * g.vector_bytes
+    return row[start : start + 4 * _sizes(spec, projection)[2]].view(dtype)
 
 
 def _perm_view(spec: MoESpec, projection: str, row: np.ndarray, index: int) -> np.ndarray:
-    return _vector(spec, projection, row, 2, index, np.int32)
+    return _vector(spec, projection, row, "perms", index, np.int32)
 
 
 def _pack_activation_scales(spec: MoESpec, projection: str, halves: list[QuantizedMatrix], row: np.ndarray) -> None:
-    p, _, k, _ = _geometry(spec, projection)
-    if p.activation_format in STORED_SCALE:
-        at = _parts(spec, projection)[0]
+    p, _, k, _ = _sizes(spec, projection)
+    g = _row(spec, projection)
+    if _holds_scales(g):
+        at = g.input_scales
         # 0: found at run time; a side's own place, so that gate and up may differ
         row[at : at + 4 * len(halves)].view(np.float32)[:] = [m.input_scale or 0 for m in halves]
     for i in range(p.pre_scale):
         found = halves[i].pre_scale
         pre = np.ones(k, np.float32) if found is None else found
         order = halves[i].perm if projection == "w2" else None  # h has the order of the packed rows
-        _vector(spec, projection, row, 1, i, np.float32)[:] = pre if order is None else pre[order]
+        _vector(spec, projection, row, "pre_scales", i, np.float32)[:] = pre if order is None else pre[order]
 
 
 def _input_scale(spec: MoESpec, projection: str, row: np.ndarray, half: int) -> float | None:
-    p, *_ = _geometry(spec, projection)
-    if p.activation_format not in STORED_SCALE:
+    g = _row(spec, projection)
+    if not _holds_scales(g):
         return None
-    at = _parts(spec, projection)[0] + 4 * half
+    at = g.input_scales + 4 * half
     return float(row[at : at + 4].view(np.float32)[0]) or None
 
 
 def _pre_scale(spec: MoESpec, projection: str, row: np.ndarray, half: int) -> np.ndarray | None:
-    p, *_ = _geometry(spec, projection)
+    p, *_ = _sizes(spec, projection)
     if not p.pre_scale:
         return None
-    pre = _vector(spec, projection, row, 1, min(half, p.pre_scale - 1), np.float32).copy()
+    pre = _vector(spec, projection, row, "pre_scales", min(half, p.pre_scale - 1), np.float32).copy()
     if projection == "w2" and p.perm:
         by_feature = np.empty_like(pre)
         by_feature[_perm_view(spec, projection, row, 0)] = pre
@@ -443,29 +305,3 @@ def _with_zero_points(m: QuantizedMatrix, p: Projection) -> QuantizedMatrix:
     if not p.zero_points or m.zero_points is not None:
         return m
     return dataclasses.replace(m, zero_points=np.full(m.scales.shape, SCHEMES[m.kind].zero, np.uint8))
-
-
-def _plain(p: Projection) -> bool:
-    """Whether the panels are those that KleidiAI has too."""
-    return p.format in INTEGERS and not p.zero_points and p.group_size != 16
-
-
-def _parts_of_block(p: Projection) -> int:
-    return 2 if p.group_size == 16 and p.format not in COLUMNS else 1
-
-
-def _group(p: Projection, kp: int) -> int:
-    return kp if p.group_size == -1 else p.group_size
-
-
-def _padded(format: str, k: int, group_size: int) -> int:
-    multiple = 32 if group_size == -1 or (group_size == 16 and format not in COLUMNS) else group_size
-    return -(-k // multiple) * multiple
-
-
-def _align(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _bytes(a: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(a).view(np.uint8).reshape(len(a), -1)

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 from attention import SPECS, assert_bytes, ragged
 from cases import CASES, Case
+from panels import reference_panels
 
 from quantmoe.custom_ops import native
-from quantmoe.custom_ops.layouts import cpu_panel
 
 USABLE = [name for name, usable in native.kernels().items() if usable]
 PAGE = mmap.PAGESIZE
@@ -115,7 +115,7 @@ def test_packer_stays_inside_its_buffers(case: Case, at_end: bool) -> None:
     for n, k in ((case.intermediate, case.hidden), (case.hidden, case.intermediate)):
         m = case.matrix(rng, n, k)
         guarded = Guarded(at_end)
-        want = cpu_panel.reference_panels(m)
+        want = reference_panels(m)
         out = guarded(want.nbytes)
         source = dataclasses.replace(m, codes=guarded.copy(m.codes), scales=guarded.copy(m.scales))
         native.pack_panels(source, out)

@@ -7,6 +7,7 @@ import pytest
 from cases import CASES, WEIGHTS, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from panels import reference_panels
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import cpu_panel
@@ -64,7 +65,7 @@ def test_round_trip(case: Case) -> None:
 def test_native_packer_writes_the_reference_bytes(case: Case, step: int) -> None:
     rng = np.random.default_rng(case.seed)
     m = case.matrix(rng, case.intermediate, case.hidden)
-    want = cpu_panel.reference_panels(m)
+    want = reference_panels(m)
     stride = want.shape[1]
     got = np.full((len(want) * step, stride), 0xA5, np.uint8)
     native.pack_panels(m, got.reshape(-1), panel_step=step)
@@ -84,11 +85,11 @@ def test_row_bytes_agree_with_the_c_abi(case: Case) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"group_size": 8, "scales": np.ones((8, 8), np.float32)}, "group_size -1, 16 or a multiple of 32, found 8"),
+        ({"group_size": 8, "scales": np.ones((8, 8), np.float32)}, "group_size must be -1, 16 or a multiple of 32"),
         ({"global_scale": 2.0}, "carries a global scale for nvfp4 only, found int4"),
-        ({"block_n": 2, "scales": np.ones((4, 2), np.float32)}, "blocks of rows for fp8_e4m3 only, found int4"),
-        ({"kind": "int3"}, "does not carry int3; it carries int4, int8, mxfp4, nvfp4, fp8_e4m3"),
-        ({"kind": "mxfp4"}, "carries mxfp4 with scales of type e8m0, found bf16"),
+        ({"block_n": 2, "scales": np.ones((4, 2), np.float32)}, "block_n must be 1, or for fp8_e4m3 1 to 65536"),
+        ({"kind": "int3"}, 'format is "int3", the operator defines: int4, int8, mxfp4, nvfp4, fp8_e4m3'),
+        ({"kind": "mxfp4"}, "mxfp4 has e8m0 scales"),
     ],
 )
 def test_what_the_layout_cannot_carry_is_refused_by_name(change: dict, message: str) -> None:
@@ -108,3 +109,17 @@ def test_an_expert_unlike_its_layer_is_refused() -> None:
     other = Case(weights=("int4", "f16", False)).expert(np.random.default_rng(0))
     with pytest.raises(ValueError, match="the layer's node says"):
         cpu_panel.pack(other, layer.spec, w13, w2)
+
+
+@pytest.mark.parametrize(
+    ("group_size", "shape", "message"),
+    [
+        (2**32 + 32, (8, 64), "group_size is 4294967328, outside int32"),
+        (32, (8, 2**32 + 64), "a matrix is .8, 4294967360., expected 1 to 2"),
+        (32, (0, 64), "a matrix is .0, 64., expected 1 to 2"),
+    ],
+)
+def test_numbers_that_do_not_fit_the_abi_are_refused(group_size: int, shape: tuple[int, int], message: str) -> None:
+    w13, _ = cpu_panel.describe(Case().expert(np.random.default_rng(0)), "none")
+    with pytest.raises(ValueError, match=message):
+        native.panel_row(dataclasses.replace(w13, group_size=group_size), *shape, 1)

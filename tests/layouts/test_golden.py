@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import Case
+from panels import ROWS, reference_panels
 
 from quantmoe.custom_ops import native
-from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 
 FILES = sorted((Path(__file__).parents[1] / "golden").glob("*.npz"))
@@ -36,7 +36,7 @@ def matrix(golden: dict[str, np.ndarray]) -> QuantizedMatrix:
 
 
 def test_reference_panels(golden: dict[str, np.ndarray]) -> None:
-    np.testing.assert_array_equal(cpu_panel.reference_panels(matrix(golden)).ravel(), golden["packed"])
+    np.testing.assert_array_equal(reference_panels(matrix(golden)).ravel(), golden["packed"])
 
 
 def test_native_packer(golden: dict[str, np.ndarray]) -> None:
@@ -73,8 +73,8 @@ def test_products(golden: dict[str, np.ndarray]) -> None:
     """FORMAT.md 4.2 in NumPy, bit for bit."""
     m = matrix(golden)
     n, k = m.shape
-    tail = cpu_panel.reference_panels(m)
-    nr = cpu_panel.ROWS[m.kind]
+    tail = reference_panels(m)
+    nr = ROWS[m.kind]
     values = m.values().astype(np.int64)
     q, step = golden["q"].astype(np.int64), golden["step"][:, None]
     z = golden["zero_point"].astype(np.int64)[:, None]
@@ -113,6 +113,6 @@ def test_pinned_panels(weights: tuple[str, str, bool], group_size: int) -> None:
     """The bytes of files written by earlier releases."""
     case = Case(weights=weights, group_size=group_size, bias=True)
     m = case.matrix(np.random.default_rng(7), 21, 90)
-    packed = np.zeros_like(cpu_panel.reference_panels(m))
+    packed = np.zeros_like(reference_panels(m))
     native.pack_panels(m, packed.reshape(-1))
     assert hashlib.sha256(packed).hexdigest()[:16] == PINNED[weights, group_size]

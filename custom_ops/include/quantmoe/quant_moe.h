@@ -218,6 +218,20 @@ typedef struct {
   int panel_step;
 } qm_pack_source;
 QM_API int qm_pack_panels(const qm_pack_source*, void* dst, int lanes, qm_parallel_for, void* context, char* err);
+// The geometry of a packed row of layout cpu_panel, FORMAT.md sections 1 and 2, in bytes and bytes' offsets but for
+// counts. Of its matrices [n, k] there are `halves`: gate and up, whose panels alternate, or one.
+typedef struct {
+  int64_t panels, panel_bytes;              // of the row
+  int64_t rows, columns;                    // that a panel stores: output features, and input features with padding
+  int64_t by_columns;                       // 1: codes lie column by column
+  int64_t blocks, parts;                    // of a panel; groups of a block
+  int64_t codes_bytes, zeros, block_bytes;  // of a block; scales follow the codes, where block_bytes has room for them
+  int64_t sums, factors, biases;            // in a panel, f32 or int32 [rows]; factors: scales or multipliers
+  int64_t input_scales, pre_scales, perms;  // in the row
+  int64_t vector_bytes, row_bytes;          // from one pre-scale or perm to the next; of the row
+} qm_panel_row;
+// QM_UNSUPPORTED or QM_INVALID: attributes that the layout or every CPU kernel refuses.
+QM_API int qm_panel_row_of(const qm_projection*, int64_t n, int64_t k, int halves, qm_panel_row*, char* err);
 // Packs the codes (a byte each) of up [n, k], or of gate and up [n, k] each, as layout marlin has them, FORMAT.md 3.2:
 // 4 or 8 bits; rows and columns past n and k become `fill`.
 QM_API int qm_pack_marlin(const uint8_t* gate, const uint8_t* up, int64_t n, int64_t k, int bits, uint8_t fill,

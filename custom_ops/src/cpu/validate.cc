@@ -12,36 +12,6 @@ namespace {
 constexpr int32_t kMaxFeatures = 65536;
 constexpr int32_t kMaxExperts = 65536;
 constexpr int32_t kMaxOutputs = 1 << 24;  // of a linear: vocabularies
-// Activation sums of a block times a zero point are two 16-bit products (FORMAT.md 4.2 only asks for the exact sum).
-constexpr int32_t kMaxZeroPointBlock = 32768;
-
-int check_projection(const char* prefix, const qm_projection& p, int32_t max_perm, int32_t features, char* err) {
-  const std::string at = prefix;
-  if (p.layout != k_layout_cpu_panel)
-    return fail(err, QM_UNSUPPORTED, "%slayout is \"%s\", this library supports: cpu_panel", prefix,
-                enum_name("layout", p.layout));
-  QM_TRY(check_range((at + "layout_version").c_str(), p.layout_version, 1, 1, err));
-  const bool integer_dot = is_integer(p.format) || is_e2m1(p.format);
-  QM_TRY(check_range((at + "zero_points").c_str(), p.zero_points, 0, 1, err));
-  if (const char* reason = cannot_carry(p.format, p.group_size, p.scale_type, p.block_n, p.zero_points))
-    return fail(err, QM_UNSUPPORTED,
-                "%sformat is \"%s\", %sgroup_size %d, %sscale_type \"%s\", %sblock_n %d, %szero_points %d: %s", prefix,
-                enum_name("format", p.format), prefix, p.group_size, prefix, enum_name("scale_type", p.scale_type),
-                prefix, p.block_n, prefix, p.zero_points, reason);
-  if (p.zero_points && p.group_size == -1 && features > kMaxZeroPointBlock)
-    return fail(err, QM_UNSUPPORTED, "%szero_points with one group of %d input features, expected at most %d", prefix,
-                features, kMaxZeroPointBlock);
-  if (is_int8_activation(p) && !integer_dot)
-    return fail(err, QM_UNSUPPORTED, "%sactivation_format is \"%s\", %sformat \"%s\" needs none or a float format",
-                prefix, enum_name("activation_format", p.activation_format), prefix, enum_name("format", p.format));
-  if (p.activation_format > k_activation_format_mxfp4)
-    return fail(err, QM_UNSUPPORTED, "%sactivation_format is \"%s\", the CPU kernels do not round to it", prefix,
-                enum_name("activation_format", p.activation_format));
-  QM_TRY(check_range((at + "bias").c_str(), p.bias, 0, 1, err));
-  QM_TRY(check_range((at + "pre_scale").c_str(), p.pre_scale, 0, max_perm, err));
-  return check_range((at + "perm").c_str(), p.perm, 0, max_perm, err);
-}
-
 int check_attributes(const qm_moe& m, char* err) {
   QM_TRY(check_node("QuantMoE", &m, err));
   QM_TRY(check_range("num_experts", m.num_experts, 1, kMaxExperts, err));
@@ -52,15 +22,15 @@ int check_attributes(const qm_moe& m, char* err) {
   QM_TRY(check_range("apply_router_weight_on_input", m.apply_router_weight_on_input, 0, 1, err));
   if (!m.gated && (m.activation == k_activation_swiglu_oai || m.activation == k_activation_swiglu_step))
     return fail(err, QM_INVALID, "activation %s needs gated = 1", enum_name("activation", m.activation));
-  QM_TRY(check_projection("w13_", m.w13, halves(m), m.hidden_size, err));
-  return check_projection("w2_", m.w2, 1, m.intermediate_size, err);
+  QM_TRY(check_cpu_panel("w13_", m.w13, halves(m), m.hidden_size, err));
+  return check_cpu_panel("w2_", m.w2, 1, m.intermediate_size, err);
 }
 
 int check_linear(const qm_linear& l, char* err) {
   QM_TRY(check_node("QuantLinear", &l, err));
   QM_TRY(check_range("in_features", l.in_features, 1, kMaxFeatures, err));
   QM_TRY(check_range("out_features", l.out_features, 1, kMaxOutputs, err));
-  return check_projection("w_", l.w, 1, l.in_features, err);
+  return check_cpu_panel("w_", l.w, 1, l.in_features, err);
 }
 
 int check_shape(const char* name, const int64_t shape[2], int64_t row_bytes, char* err) {

@@ -3,6 +3,7 @@
 #include "layouts/cpu_panel.h"
 
 #include <cstring>
+#include <string>
 
 #include "core/half.h"
 #include "core/minifloat.h"
@@ -10,6 +11,29 @@
 
 namespace quantmoe {
 namespace {
+
+// Activation sums of a block times a zero point are two 16-bit products (FORMAT.md 4.2 only asks for the exact sum).
+constexpr int32_t kMaxZeroPointBlock = 32768;
+
+// Why the layout does not carry such weights; null when it does. The sentence lists what it carries.
+const char* cannot_carry(int32_t format, int32_t group_size, int32_t scale_type, int32_t block_n, bool zero_points) {
+  const bool wide = scale_type >= k_scale_type_f32 && scale_type <= k_scale_type_bf16;
+  if (format < k_format_int4 || format > k_format_f16) return "unknown format";
+  if (group_size != -1 && (group_size < 16 || group_size > 65536 || (group_size != 16 && group_size % 32)))
+    return "group_size must be -1, 16 or a multiple of 32 up to 65536";
+  if (is_integer(format) && !wide) return "integer codes have f32, f16 or bf16 scales";
+  if (format == k_format_mxfp4 && scale_type != k_scale_type_e8m0) return "mxfp4 has e8m0 scales";
+  if (format == k_format_nvfp4 && scale_type != k_scale_type_e4m3) return "nvfp4 has e4m3 scales";
+  if (format == k_format_fp8_e4m3 && !wide && scale_type != k_scale_type_e8m0)
+    return "fp8_e4m3 has f32, f16, bf16 or e8m0 scales";
+  if (code_bits(format) == 16 && (scale_type != k_scale_type_f32 || group_size != -1))
+    return "bf16 and f16 have one f32 scale a row, of 1";
+  if (block_n < 1 || block_n > 65536 || (block_n != 1 && format != k_format_fp8_e4m3))
+    return "block_n must be 1, or for fp8_e4m3 1 to 65536";
+  if (zero_points && !is_integer(format)) return "only integer codes have zero points";
+  if (zero_points && group_size > 32768) return "with zero points group_size must be at most 32768";
+  return nullptr;
+}
 
 float widen(int32_t scale_type, const void* scales, int64_t i) {
   if (scale_type == k_scale_type_f32) return static_cast<const float*>(scales)[i];
@@ -184,6 +208,34 @@ void pack_scaled_panel(const qm_pack_source& s, const PanelMatrix& p, int64_t pa
 }
 
 }  // namespace
+
+int check_cpu_panel(const char* prefix, const qm_projection& p, int32_t max_perm, int32_t features, char* err) {
+  const std::string at = prefix;
+  if (p.layout != k_layout_cpu_panel)
+    return fail(err, QM_UNSUPPORTED, "%slayout is \"%s\", this library supports: cpu_panel", prefix,
+                enum_name("layout", p.layout));
+  QM_TRY(check_range((at + "layout_version").c_str(), p.layout_version, 1, 1, err));
+  const bool integer_dot = is_integer(p.format) || is_e2m1(p.format);
+  QM_TRY(check_range((at + "zero_points").c_str(), p.zero_points, 0, 1, err));
+  if (const char* reason = cannot_carry(p.format, p.group_size, p.scale_type, p.block_n, p.zero_points))
+    return fail(err, QM_UNSUPPORTED,
+                "%sformat is \"%s\", %sgroup_size %d, %sscale_type \"%s\", %sblock_n %d, %szero_points %d: %s", prefix,
+                enum_name("format", p.format), prefix, p.group_size, prefix, enum_name("scale_type", p.scale_type),
+                prefix, p.block_n, prefix, p.zero_points, reason);
+  if (p.zero_points && p.group_size == -1 && features > kMaxZeroPointBlock)
+    return fail(err, QM_UNSUPPORTED, "%szero_points with one group of %d input features, expected at most %d", prefix,
+                features, kMaxZeroPointBlock);
+  if (is_int8_activation(p) && !integer_dot)
+    return fail(err, QM_UNSUPPORTED, "%sactivation_format is \"%s\", %sformat \"%s\" needs none or a float format",
+                prefix, enum_name("activation_format", p.activation_format), prefix, enum_name("format", p.format));
+  if (p.activation_format > k_activation_format_mxfp4)
+    return fail(err, QM_UNSUPPORTED, "%sactivation_format is \"%s\", the CPU kernels do not round to it", prefix,
+                enum_name("activation_format", p.activation_format));
+  QM_TRY(check_range((at + "bias").c_str(), p.bias, 0, 1, err));
+  QM_TRY(check_range((at + "pre_scale").c_str(), p.pre_scale, 0, max_perm, err));
+  return check_range((at + "perm").c_str(), p.perm, 0, max_perm, err);
+}
+
 }  // namespace quantmoe
 
 using namespace quantmoe;
@@ -201,5 +253,18 @@ int qm_pack_panels(const qm_pack_source* s, void* dst, int lanes, qm_parallel_fo
     for (int64_t i = task * kPanelsPerTask; i < p.panels && i < (task + 1) * kPanelsPerTask; ++i)
       (p.plain() ? pack_panel : pack_scaled_panel)(*s, p, i, static_cast<uint8_t*>(dst) + i * s->panel_step * p.stride);
   });
+  return QM_OK;
+}
+
+int qm_panel_row_of(const qm_projection* w, int64_t n, int64_t k, int halves, qm_panel_row* row, char* err) {
+  if (n < 1 || k < 1 || n > INT32_MAX || k > INT32_MAX)
+    return fail(err, QM_INVALID, "a matrix is [%lld, %lld], expected 1 to 2^31 - 1 rows and columns", (long long)n,
+                (long long)k);
+  QM_TRY(check_cpu_panel("", *w, halves, static_cast<int32_t>(k), err));
+  const PanelMatrix p = panel_matrix(*w, n, k);
+  const RowParts parts = row_parts(*w, halves * p.panels * p.stride, k);
+  *row = {halves * p.panels, p.stride,    p.nr,          p.kp,      p.columns,           p.blocks,   p.parts,
+          p.codes_bytes,     p.zeros(),   p.block_bytes, p.tail(),  p.tail() + 4 * p.nr, p.biases(), parts.input_scales,
+          parts.pre_scales,  parts.perms, parts.vector,  parts.size};
   return QM_OK;
 }

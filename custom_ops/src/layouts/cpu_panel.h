@@ -79,26 +79,9 @@ inline int halves(const qm_moe& moe) { return moe.gated ? 2 : 1; }
 inline PanelMatrix w13_matrix(const qm_moe& m) { return panel_matrix(m.w13, m.intermediate_size, m.hidden_size); }
 inline PanelMatrix w2_matrix(const qm_moe& m) { return panel_matrix(m.w2, m.hidden_size, m.intermediate_size); }
 
-// Why the layout does not carry such weights; null when it does. The sentence lists what it carries.
-inline const char* cannot_carry(int32_t format, int32_t group_size, int32_t scale_type, int32_t block_n,
-                                bool zero_points) {
-  const bool wide = scale_type >= k_scale_type_f32 && scale_type <= k_scale_type_bf16;
-  if (format < k_format_int4 || format > k_format_f16) return "unknown format";
-  if (group_size != -1 && (group_size < 16 || group_size > 65536 || (group_size != 16 && group_size % 32)))
-    return "group_size must be -1, 16 or a multiple of 32 up to 65536";
-  if (is_integer(format) && !wide) return "integer codes have f32, f16 or bf16 scales";
-  if (format == k_format_mxfp4 && scale_type != k_scale_type_e8m0) return "mxfp4 has e8m0 scales";
-  if (format == k_format_nvfp4 && scale_type != k_scale_type_e4m3) return "nvfp4 has e4m3 scales";
-  if (format == k_format_fp8_e4m3 && !wide && scale_type != k_scale_type_e8m0)
-    return "fp8_e4m3 has f32, f16, bf16 or e8m0 scales";
-  if (code_bits(format) == 16 && (scale_type != k_scale_type_f32 || group_size != -1))
-    return "bf16 and f16 have one f32 scale a row, of 1";
-  if (block_n < 1 || block_n > 65536 || (block_n != 1 && format != k_format_fp8_e4m3))
-    return "block_n must be 1, or for fp8_e4m3 1 to 65536";
-  if (zero_points && !is_integer(format)) return "only integer codes have zero points";
-  if (zero_points && group_size > 32768) return "with zero points group_size must be at most 32768";
-  return nullptr;
-}
+// Refuses attributes that the layout, or every kernel that reads it, does not take. prefix: of the attributes' names;
+// features: input features; max_perm: most act-orders and pre-scales.
+int check_cpu_panel(const char* prefix, const qm_projection& p, int32_t max_perm, int32_t features, char* err);
 
 // Whether the row holds the scales that its activations are quantized with.
 inline bool has_input_scales(const qm_projection& w) {

@@ -1,0 +1,133 @@
+"""The panels of layout cpu_panel in NumPy, as FORMAT.md section 2 says them: the native packer's oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.schemes import SCHEMES
+
+#: rows of a panel by format
+ROWS = {"int4": 8, "int8": 4, "mxfp4": 8, "nvfp4": 8, "fp8_e4m3": 16, "bf16": 16, "f16": 16}
+#: formats that are multiplied column by column
+COLUMNS = ("fp8_e4m3", "bf16", "f16")
+INTEGERS = ("int4", "int8")
+
+
+def reference_panels(m: QuantizedMatrix) -> np.ndarray:
+    """Panels of one matrix: uint8 [panels, bytes of a panel]. The definition the native packer is tested against."""
+    if not _plain(m):
+        return _reference_scaled_panels(m)
+    nr, (n, k) = ROWS[m.kind], m.shape
+    kp = _padded(m)
+    panels = -(-n // nr)
+    rows = np.minimum(np.arange(panels * nr), n - 1)
+    codes = np.full((panels * nr, kp), SCHEMES[m.kind].zero, np.uint8)
+    codes[:, :k] = m.codes[rows]
+    bias = np.zeros(panels * nr, np.float32) if m.bias is None else m.bias[rows].astype(np.float32)
+    scales = m.scales[rows].reshape(panels, nr, -1)
+    values = codes.astype(np.int32) - SCHEMES[m.kind].zero
+
+    if m.kind == "int4":
+        # k = 32 chunk + 16 high + 8 segment + i
+        q = codes.reshape(panels, nr, kp // 32, 2, 2, 8)
+        packed = ((q[:, :, :, 0] | q[:, :, :, 1] << 4) ^ 0x88).transpose(0, 2, 3, 1, 4)
+        pieces = values.reshape(panels, nr, kp // 32, 2, 2, 8).sum((3, 5)).reshape(panels, nr, kp // 16)
+    else:
+        packed = (codes ^ 0x80).reshape(panels, nr, kp // 8, 8).transpose(0, 2, 1, 3)
+        pieces = values.reshape(panels, nr, kp // 8, 8).sum(3)
+
+    if m.group_size == -1:
+        sums, wide = pieces.sum(2, dtype=np.int32), scales[:, :, 0].astype(np.float32)
+        if m.kind == "int4":
+            sums, wide = sums * 16, wide * np.float32(1 / 16)
+        parts = [packed.reshape(panels, -1), _bytes(sums), _bytes(wide)]
+    else:
+        blocks = kp // m.group_size
+        per_piece = np.repeat(scales.astype(np.float32), pieces.shape[2] // blocks, axis=2)
+        terms = pieces.astype(np.float32) * per_piece
+        sums = np.add.accumulate(terms, axis=2, dtype=np.float32)[:, :, -1]
+        block_scales = _bytes(scales.transpose(0, 2, 1)).reshape(panels, blocks, -1)
+        body = np.concatenate([packed.reshape(panels, blocks, -1), block_scales], axis=2)
+        parts = [body.reshape(panels, -1), _bytes(sums)]
+    return np.concatenate([*parts, _bytes(bias.reshape(panels, nr))], axis=1)
+
+
+def _reference_scaled_panels(m: QuantizedMatrix) -> np.ndarray:
+    """Panels with zero points, groups of 16 or codes that are floats: FORMAT.md 2.7 and 2.8."""
+    nr, (n, k) = ROWS[m.kind], m.shape
+    kp = _padded(m)
+    panels, parts, g = -(-n // nr), _parts_of_block(m), _group(m, kp)
+    blocks, groups = kp // (g * parts), kp // g
+    rows = np.minimum(np.arange(panels * nr), n - 1)
+    middle = SCHEMES[m.kind].zero if m.kind in INTEGERS else 0
+    codes = np.full((panels * nr, kp), middle, m.codes.dtype)
+    codes[:, :k] = m.codes[rows]
+    bias = np.zeros(panels * nr, np.float32) if m.bias is None else m.bias[rows].astype(np.float32)
+
+    def by_group(a: np.ndarray, fill: int) -> np.ndarray:  # [rows, groups]
+        out = np.full((panels * nr, groups), fill, a.dtype)
+        out[:, : a.shape[1]] = a[rows // m.block_n]
+        return out
+
+    def in_blocks(a: np.ndarray) -> np.ndarray:  # bytes [panels, blocks, parts * nr * item]
+        return _bytes(a.reshape(panels, nr, blocks, parts).transpose(0, 2, 3, 1)).reshape(panels, blocks, -1)
+
+    scales = by_group(m.scales.view(np.uint8) if m.scales.dtype.itemsize == 1 else m.scales, 0)
+    zeros = None if m.zero_points is None else by_group(m.zero_points, middle)
+    sums = np.zeros((panels, nr), np.float32)
+    if m.kind in COLUMNS:
+        packed = codes.reshape(panels, nr, blocks, -1).transpose(0, 2, 3, 1)
+    else:
+        if SCHEMES[m.kind].bits == 4:  # k = 32 chunk + 16 high + 8 segment + i
+            q = codes.reshape(panels, nr, blocks, -1, 2, 2, 8)
+            packed = q[:, :, :, :, 0] | q[:, :, :, :, 1] << 4
+            packed = (packed ^ (0x88 if m.kind == "int4" else 0)).transpose(0, 2, 3, 4, 1, 5)
+        else:
+            packed = (codes ^ 0x80).reshape(panels, nr, blocks, -1, 8).transpose(0, 2, 3, 1, 4)
+        middles = middle if zeros is None else np.repeat(zeros.astype(np.int32), g, axis=1)
+        values = codes.astype(np.int32) - middles if middle else (2 * SCHEMES[m.kind].table[codes]).astype(np.int32)
+        values[:, k:] = 0
+        real = -(-k // g)
+        terms = values.reshape(-1, groups, g).sum(2)[:, :real].astype(np.float32) * _scale_values(m)[rows // m.block_n]
+        sums = np.add.accumulate(terms, axis=1, dtype=np.float32)[:, -1].reshape(panels, nr)
+    parts_of_block = [_bytes(packed.reshape(panels, -1)).reshape(panels, blocks, -1), in_blocks(scales)]
+    body = np.concatenate(parts_of_block + ([] if zeros is None else [in_blocks(zeros)]), axis=2)
+    tail = [_bytes(sums)]
+    if m.kind not in INTEGERS:
+        tail.append(_bytes(np.full((panels, nr), np.float32(m.global_scale or 1) * _unit(m), np.float32)))
+    return np.concatenate([body.reshape(panels, -1), *tail, _bytes(bias.reshape(panels, nr))], axis=1)
+
+
+def _scale_values(m: QuantizedMatrix) -> np.ndarray:
+    """f32 scales as the kernels read them: those of e4m3 times 2^-8."""
+    return m.scales.astype(np.float32) * np.float32(2.0**-8 if m.scale_type == "e4m3" else 1)
+
+
+def _unit(m: QuantizedMatrix) -> np.float32:
+    """The multiplier of a global scale of 1: the powers of two that codes and scales are read without."""
+    unit = {"mxfp4": 0.5, "nvfp4": 0.5, "fp8_e4m3": 256.0}.get(m.kind, 1.0)
+    return np.float32(unit * (256.0 if m.scale_type == "e4m3" else 1.0))
+
+
+def _plain(m: QuantizedMatrix) -> bool:
+    """Whether the panels are those that KleidiAI has too."""
+    return m.kind in INTEGERS and m.zero_points is None and m.group_size != 16
+
+
+def _parts_of_block(m: QuantizedMatrix) -> int:
+    return 2 if m.group_size == 16 and m.kind not in COLUMNS else 1
+
+
+def _group(m: QuantizedMatrix, kp: int) -> int:
+    return kp if m.group_size == -1 else m.group_size
+
+
+def _padded(m: QuantizedMatrix) -> int:
+    """Columns that are stored."""
+    multiple = 32 if m.group_size == -1 or _parts_of_block(m) == 2 else m.group_size
+    return -(-m.shape[1] // multiple) * multiple
+
+
+def _bytes(a: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(a).view(np.uint8).reshape(len(a), -1)
