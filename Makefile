@@ -98,7 +98,8 @@ test-sanitize: build
 	  -DQUANTMOE_SANITIZE=address,undefined
 	cmake --build build/sanitize --parallel $(JOBS)
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-	  QUANTMOE_LIBRARY=$(CURDIR)/build/sanitize/ort_ext/libquantmoe_ort.so \
+	  QUANTMOE_LIBRARY=$(CURDIR)/build/sanitize/custom_ops/libquantmoe.so \
+	  QUANTMOE_ORT_LIBRARY=$(CURDIR)/build/sanitize/ort_ext/libquantmoe_ort.so \
 	  $(PYTEST) tests/kernels tests/layouts tests/engines -k "not mapped and not guard and not no_memory"
 
 # Many threads on one session, the library under ThreadSanitizer. ONNX Runtime is not instrumented, and what orders the threads of its
@@ -107,7 +108,7 @@ test-tsan: build
 	$(UV) --group test
 	cmake -S . -B build/tsan -DCMAKE_CXX_COMPILER=c++ -DCMAKE_CXX_FLAGS=-O1 -DCMAKE_BUILD_TYPE=None -DQUANTMOE_SANITIZE=thread
 	cmake --build build/tsan --parallel $(JOBS)
-	LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)" QUANTMOE_LIBRARY=$(CURDIR)/build/tsan/ort_ext/libquantmoe_ort.so \
+	LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)" QUANTMOE_ORT_LIBRARY=$(CURDIR)/build/tsan/ort_ext/libquantmoe_ort.so \
 	  QUANTMOE_RUNS=400 TSAN_OPTIONS=exitcode=66 setarch -R python -m pytest "tests/engines/test_concurrency.py::test_one_session_in_eight_threads[1]"
 
 # The fuzz targets for FUZZ_SECONDS. Needs clang with its compiler-rt (apt-get install clang-16 libclang-rt-16-dev, or newer).
@@ -150,7 +151,7 @@ test-cmake: build
 	for compiler in c++ $(CLANG); do \
 	  cmake -S . -B build/cmake-$$(basename $$compiler) -DCMAKE_CXX_COMPILER=$$compiler -DCMAKE_COMPILE_WARNING_AS_ERROR=ON && \
 	  cmake --build build/cmake-$$(basename $$compiler) --parallel $(JOBS) && \
-	  QUANTMOE_LIBRARY=build/cmake-$$(basename $$compiler)/ort_ext/libquantmoe_ort.so python -c 'from quantmoe import ort_ext; print(ort_ext.build_info())' || exit 1; \
+	  QUANTMOE_ORT_LIBRARY=build/cmake-$$(basename $$compiler)/ort_ext/libquantmoe_ort.so python -c 'from quantmoe import ort_ext; print(ort_ext.build_info())' || exit 1; \
 	done
 
 lint: build

@@ -11,6 +11,7 @@ from functools import cache
 import ml_dtypes
 import numpy as np
 
+from quantmoe.custom_ops import library_file
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import (
     AttentionSpec,
@@ -24,7 +25,6 @@ from quantmoe.custom_ops.op import (
     enum,
 )
 from quantmoe.custom_ops.structs import ERROR_SIZE, check_status, check_structs, node, projection
-from quantmoe.ort_ext import library_path
 
 _share = threading.local()
 _TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
@@ -150,12 +150,13 @@ class _DeltaCall(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL:
-    """The kernels, which are in the ONNX Runtime library.
+    """``libquantmoe.so``; QUANTMOE_LIBRARY names another build of it (sanitizers).
 
     Raises:
+        FileNotFoundError: it is not there.
         OSError: it was built from another op.def.
     """
-    lib = ctypes.CDLL(library_path())
+    lib = ctypes.CDLL(library_file("quantmoe.custom_ops", "libquantmoe.so", "QUANTMOE_LIBRARY"))
     check_structs(lib)
     for name, restype in {
         "qm_row_bytes": ctypes.c_size_t,

@@ -17,12 +17,12 @@ OLDEST_GLIBC = (2, 28)
 def library_path() -> str:
     """Path of ``libquantmoe_ort.so``, for ``SessionOptions.register_custom_ops_library``.
 
-    QUANTMOE_LIBRARY names another build of it (sanitizers).
+    QUANTMOE_ORT_LIBRARY names another build of it (sanitizers).
 
     Raises:
         FileNotFoundError: it is not there.
     """
-    return library_file(__name__, LIBRARIES["cpu"], "QUANTMOE_LIBRARY")
+    return library_file(__name__, LIBRARIES["cpu"], "QUANTMOE_ORT_LIBRARY")
 
 
 def cuda_library_path() -> str:

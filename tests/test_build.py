@@ -39,7 +39,7 @@ def test_glibc_remark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that asks for a newer glibc than is promised: `export` says so."""
     newer = tmp_path / Path(library_path()).name
     newer.write_bytes(Path(library_path()).read_bytes() + b"\0GLIBC_2.99\0")
-    monkeypatch.setenv("QUANTMOE_LIBRARY", str(newer))
+    monkeypatch.setenv("QUANTMOE_ORT_LIBRARY", str(newer))
     (tmp_path / "model").mkdir()
     assert "asks for glibc 2.99" in convert._library(lambda name: tmp_path / "model" / name, "cpu")
     assert (tmp_path / "model" / newer.name).read_bytes() == newer.read_bytes()
