@@ -20,7 +20,7 @@ constexpr uintptr_t kPage = 4096;
 
 // Reads the mapped pages in now instead of at first use. The kernel populates the page table too (Linux 5.14);
 // elsewhere a byte of each page is touched.
-void Prefault(const void* data, size_t bytes) {
+void prefault(const void* data, size_t bytes) {
 #if defined(__linux__)
   constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ, newer than some headers
   const uintptr_t begin = reinterpret_cast<uintptr_t>(data) / kPage * kPage;
@@ -31,19 +31,19 @@ void Prefault(const void* data, size_t bytes) {
 }
 
 // A node on the session's threads.
-class CpuKernel : public Kernel {
+class CpuNode : public Kernel {
  public:
-  ~CpuKernel() override { api_->ReleaseMemoryInfo(memory_); }
+  ~CpuNode() override { api_->ReleaseMemoryInfo(memory_); }
 
  protected:
-  CpuKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
+  CpuNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
       : Kernel(op, api, info), weights_(weights), verify_(verify) {
-    Check(api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_));
+    check(api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_));
   }
-  const void* Packed(const OrtKernelInfo* info, size_t input, Shape& shape);
-  void CheckPacked(const OrtKernelInfo* info, size_t input, const void* data, const Shape& shape) const;
+  const void* read_packed(const OrtKernelInfo* info, size_t input, Shape& shape);
+  void check_packed(const OrtKernelInfo* info, size_t input, const void* data, const Shape& shape) const;
   template <class Call, class Size, class Body>
-  void WithPool(OrtKernelContext* context, Call& call, const Size& workspace, const Body& run) const;
+  void with_pool(OrtKernelContext* context, Call& call, const Size& workspace, const Body& run) const;
 
  private:
   struct alignas(64) Line {
@@ -58,37 +58,37 @@ class CpuKernel : public Kernel {
 };
 
 // The packed tensor, for the life of the session: ONNX Runtime's memory-mapped external data, or a copy of it.
-const void* CpuKernel::Packed(const OrtKernelInfo* info, size_t input, Shape& shape) {
-  const void* data = Data(Weight(info, input, shape));
+const void* CpuNode::read_packed(const OrtKernelInfo* info, size_t input, Shape& shape) {
+  const void* data = data_of(get_weight(info, input, shape));
   const std::string name = op_.inputs.first[input].name;
   const size_t bytes = static_cast<size_t>(shape[0] * shape[1]) * 4;
   if (weights_ == Weights::kCopied) {
     try {
       copies_.emplace_back(new Line[(bytes + sizeof(Line) - 1) / sizeof(Line)]);  // not initialized
     } catch (const std::bad_alloc&) {
-      Fail("no memory for a copy of " + name + ", " + std::to_string(bytes) + " bytes");
+      fail("no memory for a copy of " + name + ", " + std::to_string(bytes) + " bytes");
     }
     return std::memcpy(copies_.back().get(), data, bytes);
   }
   if (reinterpret_cast<uintptr_t>(data) % 64)
-    Fail(name +
+    fail(name +
          " is not 64-byte aligned in memory, expected external data at a multiple of 64 in its file and buffers of "
          "yours at such an address; with others, as .ort bytes used in place, set the session entry "
          "quantmoe.prefault to copy");
-  if (weights_ == Weights::kPrefaulted) Prefault(data, bytes);
+  if (weights_ == Weights::kPrefaulted) prefault(data, bytes);
   return data;
 }
 
 // What can be checked of a packed tensor whose shape is right.
-void CpuKernel::CheckPacked(const OrtKernelInfo* info, size_t input, const void* data, const Shape& shape) const {
+void CpuNode::check_packed(const OrtKernelInfo* info, size_t input, const void* data, const Shape& shape) const {
 #if defined(__linux__)
   // The pages of the samples at once, and only these: one after the other each would wait for the disk, and for the
   // pages around it.
   const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
-  for (const size_t at : Samples(static_cast<size_t>(shape[0] * shape[1]) * 4))
+  for (const size_t at : samples_of(static_cast<size_t>(shape[0] * shape[1]) * 4))
     (void)madvise(reinterpret_cast<void*>((begin + at) / kPage * kPage), kPage, MADV_WILLNEED);
 #endif
-  CheckIdentity(info, input, verify_, [data](size_t at, size_t) { return static_cast<const char*>(data) + at; });
+  check_identity(info, input, verify_, [data](size_t at, size_t) { return static_cast<const char*>(data) + at; });
 }
 
 // The session's own threads. A batch count of 0 hands out single indices dynamically; the calling thread takes part.
@@ -97,7 +97,7 @@ struct Pool {
   const OrtKernelContext* context;
   OrtStatus* status = nullptr;
 
-  static void ParallelFor(void* self, qm_task task, void* arg, size_t count) {
+  static void parallel_for(void* self, qm_task task, void* arg, size_t count) {
     auto& pool = *static_cast<Pool*>(self);
     if (!pool.status) pool.status = pool.api->KernelContext_ParallelFor(pool.context, task, count, 0, arg);
   }
@@ -105,46 +105,46 @@ struct Pool {
 
 // Completes a call with the session's threads and a workspace of workspace() bytes, and makes it.
 template <class Call, class Size, class Body>
-void CpuKernel::WithPool(OrtKernelContext* context, Call& call, const Size& workspace, const Body& run) const {
+void CpuNode::with_pool(OrtKernelContext* context, Call& call, const Size& workspace, const Body& run) const {
   Pool pool{api_, context};
   call.lanes = lanes_;
-  call.parallel_for = Pool::ParallelFor;
+  call.parallel_for = Pool::parallel_for;
   call.parallel_context = &pool;
 
   OrtAllocator* allocator;
-  Check(api_->KernelContext_GetAllocator(context, memory_, &allocator));
+  check(api_->KernelContext_GetAllocator(context, memory_, &allocator));
   const std::unique_ptr<OrtAllocator, void (*)(OrtAllocator*)> owned(allocator, api_->ReleaseAllocator);
   size_t size = workspace() + 63;
   const auto failed = [size] { return "no memory for a workspace of " + std::to_string(size) + " bytes"; };
   void* allocated;  // by the call that returns a status: OrtAllocator::Alloc would throw through this library
-  if (OrtStatus* status = api_->AllocatorAlloc(allocator, size, &allocated)) Check(status, failed());
+  if (OrtStatus* status = api_->AllocatorAlloc(allocator, size, &allocated)) check(status, failed());
   const auto release = [&](void* p) {
     if (OrtStatus* status = api_->AllocatorFree(allocator, p)) api_->ReleaseStatus(status);
   };
   const std::unique_ptr<void, decltype(release)> scratch(allocated, release);
-  if (!std::align(64, size - 63, allocated, size)) Fail(failed());
+  if (!std::align(64, size - 63, allocated, size)) fail(failed());
   call.workspace = allocated;
   char error[QM_ERROR_SIZE];
   const int status = run(error);
-  Check(pool.status);
-  if (status) Fail(error);
+  check(pool.status);
+  if (status) fail(error);
 }
 
-class MoEKernel : public CpuKernel {
+class MoENode : public CpuNode {
  public:
-  MoEKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
-      : CpuKernel(op, api, info, weights, verify) {
-    ReadAttributes(info, &moe_);
+  MoENode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
+      : CpuNode(op, api, info, weights, verify) {
+    read_attributes(info, &moe_);
     Shape w13_shape, w2_shape;
-    w13_ = Packed(info, QuantMoE_w13, w13_shape);
-    w2_ = Packed(info, QuantMoE_w2, w2_shape);
+    w13_ = read_packed(info, QuantMoE_w13, w13_shape);
+    w2_ = read_packed(info, QuantMoE_w2, w2_shape);
     local_experts_ = w13_shape[0];
     char error[QM_ERROR_SIZE];
-    if (qm_moe_validate(&moe_, w13_shape.data(), w2_shape.data(), error)) Fail(error);
-    CheckPacked(info, QuantMoE_w13, w13_, w13_shape);
-    CheckPacked(info, QuantMoE_w2, w2_, w2_shape);
+    if (qm_moe_validate(&moe_, w13_shape.data(), w2_shape.data(), error)) fail(error);
+    check_packed(info, QuantMoE_w13, w13_, w13_shape);
+    check_packed(info, QuantMoE_w2, w2_, w2_shape);
   }
-  void Run(OrtKernelContext* context) const override;
+  void run(OrtKernelContext* context) const override;
 
  private:
   qm_moe moe_{};
@@ -152,120 +152,120 @@ class MoEKernel : public CpuKernel {
   int64_t local_experts_;
 };
 
-void MoEKernel::Run(OrtKernelContext* context) const {
-  const Tokens tokens = ReadTokens(context, moe_.hidden_size);
-  OrtValue* output = Output(context, 0, tokens.shape);
+void MoENode::run(OrtKernelContext* context) const {
+  const Tokens tokens = read_tokens(context, moe_.hidden_size);
+  OrtValue* output = get_output(context, 0, tokens.shape);
   qm_moe_call call{};
-  call.tokens = Rows(tokens.shape);
+  call.tokens = rows_of(tokens.shape);
   if (call.tokens == 0) return;
   call.type = op_.type();
   call.id_bytes = op_.id_bytes();
   call.top_k = tokens.top_k;
   call.local_experts = local_experts_;
-  call.hidden_states = Data(tokens.hidden_states);
-  call.topk_ids = Data(tokens.topk_ids);
-  call.topk_weights = static_cast<const float*>(Data(tokens.topk_weights));
+  call.hidden_states = data_of(tokens.hidden_states);
+  call.topk_ids = data_of(tokens.topk_ids);
+  call.topk_weights = static_cast<const float*>(data_of(tokens.topk_weights));
   call.w13 = w13_;
   call.w2 = w2_;
-  call.output = Data(output);
-  WithPool(
+  call.output = data_of(output);
+  with_pool(
       context, call, [&] { return qm_moe_workspace(&moe_, &call); },
       [&](char* error) { return qm_moe_run(&moe_, &call, error); });
 }
 
-class LinearKernel : public CpuKernel {
+class LinearNode : public CpuNode {
  public:
-  LinearKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
-      : CpuKernel(op, api, info, weights, verify) {
-    ReadAttributes(info, &linear_);
+  LinearNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
+      : CpuNode(op, api, info, weights, verify) {
+    read_attributes(info, &linear_);
     Shape shape;
-    w_ = Packed(info, QuantLinear_w, shape);
+    w_ = read_packed(info, QuantLinear_w, shape);
     char error[QM_ERROR_SIZE];
-    if (qm_linear_validate(&linear_, shape.data(), error)) Fail(error);
-    CheckPacked(info, QuantLinear_w, w_, shape);
+    if (qm_linear_validate(&linear_, shape.data(), error)) fail(error);
+    check_packed(info, QuantLinear_w, w_, shape);
   }
-  void Run(OrtKernelContext* context) const override;
+  void run(OrtKernelContext* context) const override;
 
  private:
   qm_linear linear_{};
   const void* w_;
 };
 
-void LinearKernel::Run(OrtKernelContext* context) const {
-  const OrtValue* x = Input(context, QuantLinear_x);
-  Shape shape = ShapeOf(x);
+void LinearNode::run(OrtKernelContext* context) const {
+  const OrtValue* x = get_input(context, QuantLinear_x);
+  Shape shape = shape_of(x);
   if (shape.empty() || shape.back() != linear_.in_features)
-    Fail("x has shape " + Text(shape) + ", expected [.., in_features " + std::to_string(linear_.in_features) + "]");
+    fail("x has shape " + text_of(shape) + ", expected [.., in_features " + std::to_string(linear_.in_features) + "]");
   qm_linear_call call{};
-  call.rows = Rows(shape);
+  call.rows = rows_of(shape);
   shape.back() = linear_.out_features;
-  OrtValue* y = Output(context, 0, shape);
+  OrtValue* y = get_output(context, 0, shape);
   if (call.rows == 0) return;
   call.type = op_.type();
-  call.x = Data(x);
+  call.x = data_of(x);
   call.w = w_;
-  call.y = Data(y);
-  WithPool(
+  call.y = data_of(y);
+  with_pool(
       context, call, [&] { return qm_linear_workspace(&linear_, &call); },
       [&](char* error) { return qm_linear_run(&linear_, &call, error); });
 }
 
-class RoutingKernel : public CpuKernel {
+class RoutingNode : public CpuNode {
  public:
-  RoutingKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
-      : CpuKernel(op, api, info, weights, verify) {
-    ReadAttributes(info, &routing_);
+  RoutingNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
+      : CpuNode(op, api, info, weights, verify) {
+    read_attributes(info, &routing_);
     char error[QM_ERROR_SIZE];
-    if (qm_routing_validate(&routing_, error)) Fail(error);
+    if (qm_routing_validate(&routing_, error)) fail(error);
   }
-  void Run(OrtKernelContext* context) const override;
+  void run(OrtKernelContext* context) const override;
 
  private:
   qm_routing routing_{};
 };
 
-void RoutingKernel::Run(OrtKernelContext* context) const {
-  const OrtValue* logits = Input(context, MoERouting_logits);
-  const OrtValue* bias = Input(context, MoERouting_correction_bias);
-  Shape shape = ShapeOf(logits);
+void RoutingNode::run(OrtKernelContext* context) const {
+  const OrtValue* logits = get_input(context, MoERouting_logits);
+  const OrtValue* bias = get_input(context, MoERouting_correction_bias);
+  Shape shape = shape_of(logits);
   const std::string experts = "num_experts " + std::to_string(routing_.num_experts);
   if (shape.empty() || shape.back() != routing_.num_experts + routing_.shared_gate)
-    Fail("logits has shape " + Text(shape) + ", expected [.., " + experts + (routing_.shared_gate ? " + 1]" : "]"));
-  if (const Shape found = ShapeOf(bias); found != Shape{routing_.num_experts})
-    Fail("correction_bias has shape " + Text(found) + ", expected [" + experts + "]");
+    fail("logits has shape " + text_of(shape) + ", expected [.., " + experts + (routing_.shared_gate ? " + 1]" : "]"));
+  if (const Shape found = shape_of(bias); found != Shape{routing_.num_experts})
+    fail("correction_bias has shape " + text_of(found) + ", expected [" + experts + "]");
   qm_routing_call call{};
-  call.tokens = Rows(shape);
+  call.tokens = rows_of(shape);
   shape.back() = routing_.top_k + routing_.shared_experts;
-  OrtValue *ids = Output(context, 0, shape), *weights = Output(context, 1, shape);
+  OrtValue *ids = get_output(context, 0, shape), *weights = get_output(context, 1, shape);
   if (call.tokens == 0) return;
   call.type = op_.type();
-  call.logits = Data(logits);
-  call.correction_bias = static_cast<const float*>(Data(bias));
-  call.topk_ids = static_cast<int32_t*>(Data(ids));
-  call.topk_weights = static_cast<float*>(Data(weights));
-  WithPool(
+  call.logits = data_of(logits);
+  call.correction_bias = static_cast<const float*>(data_of(bias));
+  call.topk_ids = static_cast<int32_t*>(data_of(ids));
+  call.topk_weights = static_cast<float*>(data_of(weights));
+  with_pool(
       context, call, [&] { return qm_routing_workspace(&routing_, &call); },
       [&](char* error) { return qm_routing_run(&routing_, &call, error); });
 }
 
-class AttentionNode : public CpuKernel {
+class AttentionNode : public CpuNode {
  public:
   AttentionNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
-      : CpuKernel(op, api, info, weights, verify) {
-    ReadAttributes(info, &attention_);
+      : CpuNode(op, api, info, weights, verify) {
+    read_attributes(info, &attention_);
     char error[QM_ERROR_SIZE];
-    if (qm_attention_validate(&attention_, error)) Fail(error);
-    CheckCaches(attention_);
+    if (qm_attention_validate(&attention_, error)) fail(error);
+    check_caches(attention_);
   }
-  void Run(OrtKernelContext* context) const override;
+  void run(OrtKernelContext* context) const override;
 
  private:
   qm_attention attention_{};
 };
 
-void AttentionNode::Run(OrtKernelContext* context) const {
-  const AttentionShapes shapes = ReadAttention(context, attention_);
-  const auto input = [&](int32_t index) { return Data(Input(context, static_cast<size_t>(index))); };
+void AttentionNode::run(OrtKernelContext* context) const {
+  const AttentionShapes shapes = read_attention(context, attention_);
+  const auto input = [&](int32_t index) { return data_of(get_input(context, static_cast<size_t>(index))); };
   qm_attention_call call{};
   call.type = op_.type();
   call.cache_type = op_.cache_type();
@@ -282,56 +282,56 @@ void AttentionNode::Run(OrtKernelContext* context) const {
   call.q_norm = static_cast<const float*>(input(CachedAttention_q_norm));
   call.k_norm = static_cast<const float*>(input(CachedAttention_k_norm));
   call.sinks = static_cast<const float*>(input(CachedAttention_sinks));
-  call.output = Data(Output(context, 0, shapes.output));
-  call.present_key = Data(Output(context, 1, shapes.key));
-  call.present_value = Data(Output(context, 2, shapes.value));
-  WithPool(
+  call.output = data_of(get_output(context, 0, shapes.output));
+  call.present_key = data_of(get_output(context, 1, shapes.key));
+  call.present_value = data_of(get_output(context, 2, shapes.value));
+  with_pool(
       context, call, [&] { return qm_attention_workspace(&attention_, &call); },
       [&](char* error) { return qm_attention_run(&attention_, &call, error); });
 }
 
-class ConvNode : public CpuKernel {
+class ConvNode : public CpuNode {
  public:
   ConvNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
-      : CpuKernel(op, api, info, weights, verify) {
-    ReadAttributes(info, &conv_);
+      : CpuNode(op, api, info, weights, verify) {
+    read_attributes(info, &conv_);
     char error[QM_ERROR_SIZE];
-    if (qm_conv_validate(&conv_, error)) Fail(error);
+    if (qm_conv_validate(&conv_, error)) fail(error);
   }
-  void Run(OrtKernelContext* context) const override;
+  void run(OrtKernelContext* context) const override;
 
  private:
   qm_conv conv_{};
 };
 
-void ConvNode::Run(OrtKernelContext* context) const {
+void ConvNode::run(OrtKernelContext* context) const {
   qm_conv_call call{};
   call.type = op_.type();
-  ReadConv(context, conv_, call, call);
-  WithPool(
+  read_conv(context, conv_, call, call);
+  with_pool(
       context, call, [&] { return qm_conv_workspace(&conv_, &call); },
       [&](char* error) { return qm_conv_run(&conv_, &call, error); });
 }
 
-class DeltaNode : public CpuKernel {
+class DeltaNode : public CpuNode {
  public:
   DeltaNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
-      : CpuKernel(op, api, info, weights, verify) {
-    ReadAttributes(info, &delta_);
+      : CpuNode(op, api, info, weights, verify) {
+    read_attributes(info, &delta_);
     char error[QM_ERROR_SIZE];
-    if (qm_delta_validate(&delta_, error)) Fail(error);
+    if (qm_delta_validate(&delta_, error)) fail(error);
   }
-  void Run(OrtKernelContext* context) const override;
+  void run(OrtKernelContext* context) const override;
 
  private:
   qm_delta delta_{};
 };
 
-void DeltaNode::Run(OrtKernelContext* context) const {
+void DeltaNode::run(OrtKernelContext* context) const {
   qm_delta_call call{};
   call.type = op_.type();
-  ReadDelta(context, delta_, call, call);
-  WithPool(
+  read_delta(context, delta_, call, call);
+  with_pool(
       context, call, [&] { return qm_delta_workspace(&delta_, &call); },
       [&](char* error) { return qm_delta_run(&delta_, &call, error); });
 }
@@ -340,51 +340,51 @@ void DeltaNode::Run(OrtKernelContext* context) const {
 class OfAnotherTarget : public Kernel {
  public:
   OfAnotherTarget(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights, bool) : Kernel(op, api, info) {
-    Fail("the model is exported for NVIDIA GPUs: register libquantmoe_ort_cuda.so, or export it with --target cpu");
+    fail("the model is exported for NVIDIA GPUs: register libquantmoe_ort_cuda.so, or export it with --target cpu");
   }
-  void Run(OrtKernelContext*) const override {}
+  void run(OrtKernelContext*) const override {}
 };
 
 template <class T, Weights weights, bool verify>
-Kernel* Make(const Op& op, const OrtApi* api, const OrtKernelInfo* info) {
+Kernel* make_node(const Op& op, const OrtApi* api, const OrtKernelInfo* info) {
   return new T(op, api, info, weights, verify);
 }
 
 template <Weights weights, bool verify>
-void Operators(const OrtApi* api, std::deque<Op>& ops) {
+void add_operators(const OrtApi* api, std::deque<Op>& ops) {
   constexpr auto kId32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32, kId64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
   for (auto type : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
                     ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}) {
     for (auto id_type : {kId32, kId64})
-      ops.emplace_back(api, nullptr, "QuantMoE", type, id_type, Make<MoEKernel, weights, verify>);
-    ops.emplace_back(api, nullptr, "QuantLinear", type, kId32, Make<LinearKernel, weights, verify>);
-    ops.emplace_back(api, nullptr, "MoERouting", type, kId32, Make<RoutingKernel, weights, verify>);
+      ops.emplace_back(api, nullptr, "QuantMoE", type, id_type, make_node<MoENode, weights, verify>);
+    ops.emplace_back(api, nullptr, "QuantLinear", type, kId32, make_node<LinearNode, weights, verify>);
+    ops.emplace_back(api, nullptr, "MoERouting", type, kId32, make_node<RoutingNode, weights, verify>);
     for (auto cache : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
                        ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8})
-      ops.emplace_back(api, nullptr, "CachedAttention", type, cache, Make<AttentionNode, weights, verify>);
+      ops.emplace_back(api, nullptr, "CachedAttention", type, cache, make_node<AttentionNode, weights, verify>);
     for (const char* other : {"MoERouter", "AddRMSNorm", "TokenRows"})
-      ops.emplace_back(api, nullptr, other, type, type, Make<OfAnotherTarget, weights, verify>);
-    ops.emplace_back(api, nullptr, "CausalConv", type, kId32, Make<ConvNode, weights, verify>);
-    ops.emplace_back(api, nullptr, "GatedDelta", type, kId32, Make<DeltaNode, weights, verify>);
+      ops.emplace_back(api, nullptr, other, type, type, make_node<OfAnotherTarget, weights, verify>);
+    ops.emplace_back(api, nullptr, "CausalConv", type, kId32, make_node<ConvNode, weights, verify>);
+    ops.emplace_back(api, nullptr, "GatedDelta", type, kId32, make_node<DeltaNode, weights, verify>);
   }
 }
 
 template <Weights weights>
-Fill Operators(bool verify) {
-  return verify ? Operators<weights, true> : Operators<weights, false>;
+Fill add_operators(bool verify) {
+  return verify ? add_operators<weights, true> : add_operators<weights, false>;
 }
 
 // What the session's configuration entry quantmoe.prefault says, which is made before the library is registered, or for
 // all sessions QUANTMOE_PREFAULT in the environment.
-Fill Choose(const OrtApi* api, const OrtSessionOptions* options) {
+Fill choose_operators(const OrtApi* api, const OrtSessionOptions* options) {
   constexpr const char* kEntry = "quantmoe.prefault";
-  std::string wanted = Entry(api, options, kEntry);
+  std::string wanted = session_entry(api, options, kEntry);
   const char* environment = std::getenv("QUANTMOE_PREFAULT");
   if (wanted == "" && environment) wanted = environment;
-  const bool verify = Verify(api, options);
-  if (wanted == "" || wanted == "0") return Operators<Weights::kMapped>(verify);
-  if (wanted == "1") return Operators<Weights::kPrefaulted>(verify);
-  if (wanted == "copy") return Operators<Weights::kCopied>(verify);
+  const bool verify = wants_verify(api, options);
+  if (wanted == "" || wanted == "0") return add_operators<Weights::kMapped>(verify);
+  if (wanted == "1") return add_operators<Weights::kPrefaulted>(verify);
+  if (wanted == "copy") return add_operators<Weights::kCopied>(verify);
   throw std::invalid_argument(std::string("quantmoe: ") + kEntry + " (or QUANTMOE_PREFAULT) is \"" + wanted +
                               "\", expected 0, 1 or copy");
 }
@@ -393,5 +393,5 @@ Fill Choose(const OrtApi* api, const OrtSessionOptions* options) {
 }  // namespace quantmoe
 
 extern "C" QM_API OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
-  return quantmoe::Register(options, base, "CPU", quantmoe::Choose);
+  return quantmoe::register_ops(options, base, "CPU", quantmoe::choose_operators);
 }

@@ -2,7 +2,7 @@
 // reading of a node's attributes and tensors, errors, registration. Each library is one file that includes this.
 //
 // One explicitly typed OrtCustomOp per operator, T and (QuantMoE) I or (CachedAttention) C, all of an operator's under
-// one name; inputs and attributes come from op.def. Failures are exceptions in here; Guard turns them into an
+// one name; inputs and attributes come from op.def. Failures are exceptions in here; guard turns them into an
 // OrtStatus, so that none leaves the library.
 #pragma once
 #include <algorithm>
@@ -44,8 +44,8 @@ struct Op : OrtCustomOp {
 
   Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElementDataType float_type,
      ONNXTensorElementDataType other_type, Make make);
-  static const Op& Of(const OrtCustomOp* op) { return *static_cast<const Op*>(op); }
-  ONNXTensorElementDataType Resolve(Type type) const {
+  static const Op& of(const OrtCustomOp* op) { return *static_cast<const Op*>(op); }
+  ONNXTensorElementDataType resolve(Type type) const {
     switch (type) {
       case Type::T:
         return float_type;
@@ -61,12 +61,12 @@ struct Op : OrtCustomOp {
     }
     return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
   }
-  qm_type type() const { return Floats(float_type); }
-  qm_type cache_type() const { return Floats(other_type); }
+  qm_type type() const { return float_type_of(float_type); }
+  qm_type cache_type() const { return float_type_of(other_type); }
   int id_bytes() const { return other_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64 ? 8 : 4; }
 
  private:
-  static qm_type Floats(ONNXTensorElementDataType type) {
+  static qm_type float_type_of(ONNXTensorElementDataType type) {
     return type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT     ? QM_F32
            : type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 ? QM_F16
                                                            : QM_BF16;
@@ -74,7 +74,7 @@ struct Op : OrtCustomOp {
 };
 
 template <class F>
-OrtStatus* Guard(const OrtApi* api, F&& body) noexcept {
+OrtStatus* guard(const OrtApi* api, F&& body) noexcept {
   try {
     body();
     return nullptr;
@@ -87,13 +87,13 @@ OrtStatus* Guard(const OrtApi* api, F&& body) noexcept {
 
 using Shape = std::vector<int64_t>;
 
-std::string Text(const Shape& shape) {
+std::string text_of(const Shape& shape) {
   std::string text = "[";
   for (int64_t dim : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(dim);
   return text + "]";
 }
 
-int64_t Rows(const Shape& shape) {
+int64_t rows_of(const Shape& shape) {
   return std::accumulate(shape.begin(), shape.end() - 1, int64_t{1}, std::multiplies<>());
 }
 
@@ -101,22 +101,22 @@ int64_t Rows(const Shape& shape) {
 class Kernel {
  public:
   virtual ~Kernel() = default;
-  virtual void Run(OrtKernelContext* context) const = 0;
+  virtual void run(OrtKernelContext* context) const = 0;
   const OrtApi* api() const { return api_; }
 
  protected:
   Kernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info);
-  [[noreturn]] void Fail(const std::string& what) const { throw std::invalid_argument(node_ + ": " + what); }
-  void Check(OrtStatus* status, const std::string& what = "ONNX Runtime") const;
-  Shape ShapeOf(const OrtValue* value) const;
-  void* Data(const OrtValue* value) const;
-  const OrtValue* Input(const OrtKernelContext* context, size_t index) const;
-  OrtValue* Output(OrtKernelContext* context, size_t index, const Shape& shape) const;
-  void ReadAttributes(const OrtKernelInfo* info, void* attributes) const;
-  const OrtValue* Constant(const OrtKernelInfo* info, size_t input) const;
-  const OrtValue* Weight(const OrtKernelInfo* info, size_t input, Shape& shape) const;
+  [[noreturn]] void fail(const std::string& what) const { throw std::invalid_argument(node_ + ": " + what); }
+  void check(OrtStatus* status, const std::string& what = "ONNX Runtime") const;
+  Shape shape_of(const OrtValue* value) const;
+  void* data_of(const OrtValue* value) const;
+  const OrtValue* get_input(const OrtKernelContext* context, size_t index) const;
+  OrtValue* get_output(OrtKernelContext* context, size_t index, const Shape& shape) const;
+  void read_attributes(const OrtKernelInfo* info, void* attributes) const;
+  const OrtValue* get_constant(const OrtKernelInfo* info, size_t input) const;
+  const OrtValue* get_weight(const OrtKernelInfo* info, size_t input, Shape& shape) const;
   template <class Read>
-  void CheckIdentity(const OrtKernelInfo* info, size_t input, bool verify, const Read& read) const;
+  void check_identity(const OrtKernelInfo* info, size_t input, bool verify, const Read& read) const;
 
   // QuantMoE's inputs of a run; throws unless their shapes agree.
   struct Tokens {
@@ -124,32 +124,32 @@ class Kernel {
     Shape shape;  // of hidden_states and of the output
     int64_t top_k;
   };
-  Tokens ReadTokens(const OrtKernelContext* context, int64_t hidden_size) const;
+  Tokens read_tokens(const OrtKernelContext* context, int64_t hidden_size) const;
 
   // Sizes of a run of CachedAttention; throws unless its inputs' shapes agree.
   struct AttentionShapes {
     int64_t batch, tokens, past_slots, slots;
     Shape output, key, value;
   };
-  AttentionShapes ReadAttention(const OrtKernelContext* context, const qm_attention& attention) const;
+  AttentionShapes read_attention(const OrtKernelContext* context, const qm_attention& attention) const;
   // Throws unless the caches' type is that of cache_format.
-  void CheckCaches(const qm_attention& attention) const;
+  void check_caches(const qm_attention& attention) const;
 
   // Sizes and tensors of a run of CausalConv or GatedDelta, into the C ABI's structs, which on the CPU are one; throws
   // unless its inputs' shapes agree.
   template <class Sizes, class Tensors>
-  void ReadConv(OrtKernelContext* context, const qm_conv& conv, Sizes& sizes, Tensors& tensors) const;
+  void read_conv(OrtKernelContext* context, const qm_conv& conv, Sizes& sizes, Tensors& tensors) const;
   template <class Sizes, class Tensors>
-  void ReadDelta(OrtKernelContext* context, const qm_delta& delta, Sizes& sizes, Tensors& tensors) const;
+  void read_delta(OrtKernelContext* context, const qm_delta& delta, Sizes& sizes, Tensors& tensors) const;
 
   // A state's shape, with the window's size in front where there is one.
-  static Shape Windowed(int32_t window, Shape state) {
+  static Shape windowed(int32_t window, Shape state) {
     if (window > 1) state.insert(state.begin(), window);
     return state;
   }
 
   // Throws unless an input has the shape; -1: any size.
-  void CheckShape(const OrtKernelContext* context, int32_t input, const Shape& expected) const;
+  void check_shape(const OrtKernelContext* context, int32_t input, const Shape& expected) const;
 
   const Op& op_;
   const OrtApi* api_;
@@ -159,49 +159,49 @@ class Kernel {
 Kernel::Kernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
     : op_(op), api_(api), node_(std::string(op.name) + " node") {
   size_t size = 0;
-  Check(api->KernelInfo_GetNodeName(info, nullptr, &size));
+  check(api->KernelInfo_GetNodeName(info, nullptr, &size));
   std::string name(size, '\0');
-  Check(api->KernelInfo_GetNodeName(info, name.data(), &size));
+  check(api->KernelInfo_GetNodeName(info, name.data(), &size));
   node_ += std::string(" \"") + name.c_str() + "\"";
 }
 
-void Kernel::Check(OrtStatus* status, const std::string& what) const {
+void Kernel::check(OrtStatus* status, const std::string& what) const {
   if (!status) return;
   const std::unique_ptr<OrtStatus, void (*)(OrtStatus*)> owned(status, api_->ReleaseStatus);
   throw std::runtime_error(node_ + ": " + what + ": " + api_->GetErrorMessage(status));
 }
 
-Shape Kernel::ShapeOf(const OrtValue* value) const {
+Shape Kernel::shape_of(const OrtValue* value) const {
   OrtTensorTypeAndShapeInfo* info;
-  Check(api_->GetTensorTypeAndShape(value, &info));
+  check(api_->GetTensorTypeAndShape(value, &info));
   const std::unique_ptr<OrtTensorTypeAndShapeInfo, void (*)(OrtTensorTypeAndShapeInfo*)> owned(
       info, api_->ReleaseTensorTypeAndShapeInfo);
   size_t rank;
-  Check(api_->GetDimensionsCount(info, &rank));
+  check(api_->GetDimensionsCount(info, &rank));
   Shape shape(rank);
-  Check(api_->GetDimensions(info, shape.data(), rank));
+  check(api_->GetDimensions(info, shape.data(), rank));
   return shape;
 }
 
-void* Kernel::Data(const OrtValue* value) const {
+void* Kernel::data_of(const OrtValue* value) const {
   void* data;  // API 21 has no accessor for const values
-  Check(api_->GetTensorMutableData(const_cast<OrtValue*>(value), &data));
+  check(api_->GetTensorMutableData(const_cast<OrtValue*>(value), &data));
   return data;
 }
 
-const OrtValue* Kernel::Input(const OrtKernelContext* context, size_t index) const {
+const OrtValue* Kernel::get_input(const OrtKernelContext* context, size_t index) const {
   const OrtValue* value;
-  Check(api_->KernelContext_GetInput(context, index, &value));
+  check(api_->KernelContext_GetInput(context, index, &value));
   return value;
 }
 
-OrtValue* Kernel::Output(OrtKernelContext* context, size_t index, const Shape& shape) const {
+OrtValue* Kernel::get_output(OrtKernelContext* context, size_t index, const Shape& shape) const {
   OrtValue* value;
-  Check(api_->KernelContext_GetOutput(context, index, shape.data(), shape.size(), &value));
+  check(api_->KernelContext_GetOutput(context, index, shape.data(), shape.size(), &value));
   return value;
 }
 
-void Kernel::ReadAttributes(const OrtKernelInfo* info, void* attributes) const {
+void Kernel::read_attributes(const OrtKernelInfo* info, void* attributes) const {
   char error[QM_ERROR_SIZE];
   int64_t version = 0;  // op_version, the first attribute
   for (size_t i = 0; const qm_attribute* a = qm_attribute_at(op_.name, i); ++i) {
@@ -210,49 +210,49 @@ void Kernel::ReadAttributes(const OrtKernelInfo* info, void* attributes) const {
     int status;
     if (a->kind == 'i') {
       int64_t value;
-      Check(api_->KernelInfoGetAttribute_int64(info, a->name, &value), missing);
+      check(api_->KernelInfoGetAttribute_int64(info, a->name, &value), missing);
       if (i == 0) version = value;
       status = i == 0 ? qm_set_version(op_.name, attributes, value, error)
                       : qm_set_int(op_.name, attributes, a->name, value, error);
     } else if (a->kind == 'f') {
       float value;
-      Check(api_->KernelInfoGetAttribute_float(info, a->name, &value), missing);
+      check(api_->KernelInfoGetAttribute_float(info, a->name, &value), missing);
       status = qm_set_float(op_.name, attributes, a->name, value, error);
     } else {
       size_t size = 0;
-      Check(api_->KernelInfoGetAttribute_string(info, a->name, nullptr, &size), missing);
+      check(api_->KernelInfoGetAttribute_string(info, a->name, nullptr, &size), missing);
       std::string value(size, '\0');
-      Check(api_->KernelInfoGetAttribute_string(info, a->name, value.data(), &size), missing);
+      check(api_->KernelInfoGetAttribute_string(info, a->name, value.data(), &size), missing);
       status = qm_set_string(op_.name, attributes, a->name, value.c_str(), error);
     }
-    if (status) Fail(error);
+    if (status) fail(error);
   }
 }
 
 // An input that must be an initializer.
-const OrtValue* Kernel::Constant(const OrtKernelInfo* info, size_t input) const {
+const OrtValue* Kernel::get_constant(const OrtKernelInfo* info, size_t input) const {
   const std::string name = op_.inputs.first[input].name;
   int constant = 0;
   const OrtValue* value = nullptr;
-  Check(api_->KernelInfoGetConstantInput_tensor(info, input, &constant, &value), name);
+  check(api_->KernelInfoGetConstantInput_tensor(info, input, &constant, &value), name);
   if (!constant || !value)
-    Fail(name + " is computed or fed at run time, expected an initializer that is not a graph input");
+    fail(name + " is computed or fed at run time, expected an initializer that is not a graph input");
   return value;
 }
 
 // A packed tensor.
-const OrtValue* Kernel::Weight(const OrtKernelInfo* info, size_t input, Shape& shape) const {
-  const OrtValue* value = Constant(info, input);
-  shape = ShapeOf(value);
+const OrtValue* Kernel::get_weight(const OrtKernelInfo* info, size_t input, Shape& shape) const {
+  const OrtValue* value = get_constant(info, input);
+  shape = shape_of(value);
   if (shape.size() != 2)
-    Fail(std::string(op_.inputs.first[input].name) + " has shape " + Text(shape) +
+    fail(std::string(op_.inputs.first[input].name) + " has shape " + text_of(shape) +
          ", expected [experts, int32 words of a packed expert]");
   return value;
 }
 
 // The lines of a packed tensor that its identity has a sum of: their offsets (FORMAT.md 1.1).
 constexpr size_t kLine = 64;
-std::array<size_t, 8> Samples(size_t bytes) {
+std::array<size_t, 8> samples_of(size_t bytes) {
   std::array<size_t, 8> at;
   for (size_t i = 0; i < at.size(); ++i) at[i] = i * (std::max(bytes, kLine) / kLine - 1) / (at.size() - 1) * kLine;
   return at;
@@ -261,68 +261,69 @@ std::array<size_t, 8> Samples(size_t bytes) {
 // Compares a packed tensor with the one that the model was exported with (FORMAT.md 1.1), where the node says which
 // that is: some samples, or all bytes too. read(at, size) gives bytes of the tensor, until the next call.
 template <class Read>
-void Kernel::CheckIdentity(const OrtKernelInfo* info, size_t input, bool verify, const Read& read) const {
+void Kernel::check_identity(const OrtKernelInfo* info, size_t input, bool verify, const Read& read) const {
   constexpr size_t kAll = 64, kSome = 32, kPiece = 1 << 24;
   const std::string name = op_.inputs.first[input].name, attribute = name + "_identity";
   size_t length = 0;
   if (OrtStatus* status = api_->KernelInfoGetAttribute_string(info, attribute.c_str(), nullptr, &length))
     return api_->ReleaseStatus(status);  // an export before there were any
   std::string wanted(length, '\0');
-  Check(api_->KernelInfoGetAttribute_string(info, attribute.c_str(), wanted.data(), &length), attribute);
+  check(api_->KernelInfoGetAttribute_string(info, attribute.c_str(), wanted.data(), &length), attribute);
   wanted.resize(length - 1);  // its NUL
   if (wanted.size() < kAll + kSome + 2)
-    Fail(attribute + " is \"" + wanted + "\", expected two BLAKE3 sums and the data's name");
+    fail(attribute + " is \"" + wanted + "\", expected two BLAKE3 sums and the data's name");
   const auto compare = [&](const std::string& found, size_t at, const char* what) {
     if (wanted.compare(at, found.size(), found) != 0)
-      Fail(name + " is not the data that this model was exported with: the BLAKE3 of its " + what + " is " + found +
+      fail(name + " is not the data that this model was exported with: the BLAKE3 of its " + what + " is " + found +
            ", expected " + wanted.substr(at, found.size()) + ", of " + wanted.substr(kAll + kSome + 2) +
            "; put the data file of the same export beside the model");
   };
   Shape shape;
-  Weight(info, input, shape);
+  get_weight(info, input, shape);
   const size_t bytes = static_cast<size_t>(shape[0] * shape[1]) * 4;
   Blake3 some, all;
-  for (const size_t at : Samples(bytes)) some.Update(read(at, kLine), kLine);
-  compare(some.Hex().substr(0, kSome), kAll + 1, "samples");
+  for (const size_t at : samples_of(bytes)) some.update(read(at, kLine), kLine);
+  compare(some.hex().substr(0, kSome), kAll + 1, "samples");
   if (!verify) return;
   for (size_t at = 0; at < bytes; at += kPiece)
-    all.Update(read(at, std::min(kPiece, bytes - at)), std::min(kPiece, bytes - at));
-  compare(all.Hex(), 0, "bytes");
+    all.update(read(at, std::min(kPiece, bytes - at)), std::min(kPiece, bytes - at));
+  compare(all.hex(), 0, "bytes");
 }
 
-Kernel::Tokens Kernel::ReadTokens(const OrtKernelContext* context, int64_t hidden_size) const {
-  Tokens t{Input(context, QuantMoE_hidden_states),
-           Input(context, QuantMoE_topk_ids),
-           Input(context, QuantMoE_topk_weights),
+Kernel::Tokens Kernel::read_tokens(const OrtKernelContext* context, int64_t hidden_size) const {
+  Tokens t{get_input(context, QuantMoE_hidden_states),
+           get_input(context, QuantMoE_topk_ids),
+           get_input(context, QuantMoE_topk_weights),
            {},
            0};
-  t.shape = ShapeOf(t.hidden_states);
-  const Shape &x = t.shape, ids = ShapeOf(t.topk_ids), weights = ShapeOf(t.topk_weights);
+  t.shape = shape_of(t.hidden_states);
+  const Shape &x = t.shape, ids = shape_of(t.topk_ids), weights = shape_of(t.topk_weights);
   if (x.empty() || x.back() != hidden_size)
-    Fail("hidden_states has shape " + Text(x) + ", expected [.., hidden_size " + std::to_string(hidden_size) + "]");
+    fail("hidden_states has shape " + text_of(x) + ", expected [.., hidden_size " + std::to_string(hidden_size) + "]");
   if (ids.size() != x.size() || !std::equal(x.begin(), x.end() - 1, ids.begin()) || ids.back() < 1)
-    Fail("topk_ids has shape " + Text(ids) + ", expected [.., top_k] and the sizes before it of hidden_states " +
-         Text(x));
-  if (weights != ids) Fail("topk_weights has shape " + Text(weights) + ", expected that of topk_ids " + Text(ids));
+    fail("topk_ids has shape " + text_of(ids) + ", expected [.., top_k] and the sizes before it of hidden_states " +
+         text_of(x));
+  if (weights != ids)
+    fail("topk_weights has shape " + text_of(weights) + ", expected that of topk_ids " + text_of(ids));
   t.top_k = ids.back();
   return t;
 }
 
-void Kernel::CheckShape(const OrtKernelContext* context, int32_t input, const Shape& expected) const {
-  const Shape found = ShapeOf(Input(context, static_cast<size_t>(input)));
+void Kernel::check_shape(const OrtKernelContext* context, int32_t input, const Shape& expected) const {
+  const Shape found = shape_of(get_input(context, static_cast<size_t>(input)));
   bool same = found.size() == expected.size();
   for (size_t i = 0; same && i < found.size(); ++i) same = expected[i] < 0 || found[i] == expected[i];
   if (!same)
-    Fail(std::string(op_.inputs.first[input].name) + " has shape " + Text(found) + ", expected " + Text(expected) +
-         " (-1: any size)");
+    fail(std::string(op_.inputs.first[input].name) + " has shape " + text_of(found) + ", expected " +
+         text_of(expected) + " (-1: any size)");
 }
 
-Kernel::AttentionShapes Kernel::ReadAttention(const OrtKernelContext* context, const qm_attention& a) const {
+Kernel::AttentionShapes Kernel::read_attention(const OrtKernelContext* context, const qm_attention& a) const {
   AttentionShapes s{};
-  const Shape qkv = ShapeOf(Input(context, CachedAttention_qkv));
-  const Shape past = ShapeOf(Input(context, CachedAttention_past_key));
-  const Shape mask = ShapeOf(Input(context, CachedAttention_attention_mask));
-  const auto check = [&](int32_t input, const Shape& expected) { CheckShape(context, input, expected); };
+  const Shape qkv = shape_of(get_input(context, CachedAttention_qkv));
+  const Shape past = shape_of(get_input(context, CachedAttention_past_key));
+  const Shape mask = shape_of(get_input(context, CachedAttention_attention_mask));
+  const auto check = [&](int32_t input, const Shape& expected) { check_shape(context, input, expected); };
   const int64_t heads = a.num_heads, groups = a.kv_num_heads, d = a.head_size, v = a.v_head_size, n = a.key_split;
   const int64_t key_width = n ? n : d, value_width = n ? d - n : v;
   check(CachedAttention_qkv, {-1, -1, (heads + groups) * d + (n ? 0 : groups * v)});
@@ -349,7 +350,7 @@ Kernel::AttentionShapes Kernel::ReadAttention(const OrtKernelContext* context, c
   return s;
 }
 
-void Kernel::CheckCaches(const qm_attention& a) const {
+void Kernel::check_caches(const qm_attention& a) const {
   constexpr auto kInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, kUint8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   const auto type = op_.other_type;
   const auto text = [](auto type) { return type == kInt8 ? "int8" : type == kUint8 ? "uint8" : "floats"; };
@@ -357,24 +358,24 @@ void Kernel::CheckCaches(const qm_attention& a) const {
                       : a.cache_format == k_cache_format_fp8_e4m3 ? kUint8
                                                                   : kInt8;
   if (text(type) != text(wanted))
-    Fail(std::string("past_key is of ") + text(type) + ", caches of cache_format " +
+    fail(std::string("past_key is of ") + text(type) + ", caches of cache_format " +
          enum_name("cache_format", a.cache_format) + " are of " + text(wanted));
 }
 
 template <class Sizes, class Tensors>
-void Kernel::ReadConv(OrtKernelContext* context, const qm_conv& conv, Sizes& sizes, Tensors& tensors) const {
+void Kernel::read_conv(OrtKernelContext* context, const qm_conv& conv, Sizes& sizes, Tensors& tensors) const {
   const int64_t channels = conv.channels;
-  CheckShape(context, CausalConv_x, {-1, -1, x_of(conv).size});
-  Shape x = ShapeOf(Input(context, CausalConv_x));
+  check_shape(context, CausalConv_x, {-1, -1, x_of(conv).size});
+  Shape x = shape_of(get_input(context, CausalConv_x));
   x[2] = channels;
-  const Shape bias = ShapeOf(Input(context, CausalConv_bias));
-  const Shape state = Windowed(conv.state_window, {x[0], channels, conv.width - 1});
-  CheckShape(context, CausalConv_weight, {channels, conv.width});
+  const Shape bias = shape_of(get_input(context, CausalConv_bias));
+  const Shape state = windowed(conv.state_window, {x[0], channels, conv.width - 1});
+  check_shape(context, CausalConv_weight, {channels, conv.width});
   if (bias != Shape{0} && bias != Shape{channels})
-    Fail("bias has shape " + Text(bias) + ", expected " + Text({channels}) + " or, for none, [0]");
-  CheckShape(context, CausalConv_past_conv, state);
-  CheckShape(context, CausalConv_rows, {x[0], 3});
-  const auto input = [&](int32_t index) { return Data(Input(context, static_cast<size_t>(index))); };
+    fail("bias has shape " + text_of(bias) + ", expected " + text_of({channels}) + " or, for none, [0]");
+  check_shape(context, CausalConv_past_conv, state);
+  check_shape(context, CausalConv_rows, {x[0], 3});
+  const auto input = [&](int32_t index) { return data_of(get_input(context, static_cast<size_t>(index))); };
   sizes.batch = x[0];
   sizes.tokens = x[1];
   tensors.x = input(CausalConv_x);
@@ -382,26 +383,26 @@ void Kernel::ReadConv(OrtKernelContext* context, const qm_conv& conv, Sizes& siz
   tensors.bias = bias[0] ? static_cast<const float*>(input(CausalConv_bias)) : nullptr;
   tensors.past_conv = input(CausalConv_past_conv);
   tensors.rows = static_cast<const int32_t*>(input(CausalConv_rows));
-  tensors.y = Data(Output(context, 0, x));
-  tensors.present_conv = Data(Output(context, 1, state));
+  tensors.y = data_of(get_output(context, 0, x));
+  tensors.present_conv = data_of(get_output(context, 1, state));
 }
 
 template <class Sizes, class Tensors>
-void Kernel::ReadDelta(OrtKernelContext* context, const qm_delta& delta, Sizes& sizes, Tensors& tensors) const {
+void Kernel::read_delta(OrtKernelContext* context, const qm_delta& delta, Sizes& sizes, Tensors& tensors) const {
   const int64_t heads = delta.num_v_heads, k = delta.k_head_size, v = delta.v_head_size;
   const int64_t decays = heads * (delta.decay_per_key ? k : 1);
-  CheckShape(context, GatedDelta_qkv, {-1, -1, 2 * delta.num_k_heads * k + heads * v});
-  const Shape qkv = ShapeOf(Input(context, GatedDelta_qkv));
-  const Shape output{qkv[0], qkv[1], heads * v}, state = Windowed(delta.state_window, {qkv[0], heads, k, v});
-  CheckShape(context, GatedDelta_a, {qkv[0], qkv[1], a_of(delta).size});
-  CheckShape(context, GatedDelta_b, {qkv[0], qkv[1], b_of(delta).size});
-  CheckShape(context, GatedDelta_z, {qkv[0], qkv[1], z_of(delta).size});
-  CheckShape(context, GatedDelta_a_log, {heads});
-  CheckShape(context, GatedDelta_dt_bias, {decays});
-  CheckShape(context, GatedDelta_norm, {v});
-  CheckShape(context, GatedDelta_past_state, state);
-  CheckShape(context, GatedDelta_rows, {qkv[0], 3});
-  const auto input = [&](int32_t index) { return Data(Input(context, static_cast<size_t>(index))); };
+  check_shape(context, GatedDelta_qkv, {-1, -1, 2 * delta.num_k_heads * k + heads * v});
+  const Shape qkv = shape_of(get_input(context, GatedDelta_qkv));
+  const Shape output{qkv[0], qkv[1], heads * v}, state = windowed(delta.state_window, {qkv[0], heads, k, v});
+  check_shape(context, GatedDelta_a, {qkv[0], qkv[1], a_of(delta).size});
+  check_shape(context, GatedDelta_b, {qkv[0], qkv[1], b_of(delta).size});
+  check_shape(context, GatedDelta_z, {qkv[0], qkv[1], z_of(delta).size});
+  check_shape(context, GatedDelta_a_log, {heads});
+  check_shape(context, GatedDelta_dt_bias, {decays});
+  check_shape(context, GatedDelta_norm, {v});
+  check_shape(context, GatedDelta_past_state, state);
+  check_shape(context, GatedDelta_rows, {qkv[0], 3});
+  const auto input = [&](int32_t index) { return data_of(get_input(context, static_cast<size_t>(index))); };
   const auto floats = [&](int32_t index) { return static_cast<const float*>(input(index)); };
   sizes.batch = qkv[0];
   sizes.tokens = qkv[1];
@@ -414,8 +415,8 @@ void Kernel::ReadDelta(OrtKernelContext* context, const qm_delta& delta, Sizes& 
   tensors.norm = floats(GatedDelta_norm);
   tensors.past_state = floats(GatedDelta_past_state);
   tensors.rows = static_cast<const int32_t*>(input(GatedDelta_rows));
-  tensors.y = Data(Output(context, 0, output));
-  tensors.present_state = static_cast<float*>(Data(Output(context, 1, state)));
+  tensors.y = data_of(get_output(context, 0, output));
+  tensors.present_state = static_cast<float*>(data_of(get_output(context, 1, state)));
 }
 
 // What a graph says of a tensor: its type, sizes, and the names of those that are not numbers (-1). No sizes: unknown.
@@ -424,7 +425,7 @@ struct Inferred {
   Shape sizes;
   std::vector<const char*> names;
 
-  void Set(size_t at, int64_t size, const char* name = "") {
+  void set(size_t at, int64_t size, const char* name = "") {
     sizes[at] = size;
     names[at] = name;
   }
@@ -437,99 +438,99 @@ class Inference {
 
   // Outputs have the shape of the first input, but for the size of the last dimension; CachedAttention's caches that of
   // past with slots enough for the mask, other states that of past; TokenRows' are [B, 3] and [B, 1, 1].
-  void Run() const {
+  void run() const {
     const std::string_view name = op_.name;
-    Inferred first = Input(0);
+    Inferred first = get_input(0);
     if (first.sizes.empty()) return;
-    if (name == "TokenRows") return TokenRows(first);
+    if (name == "TokenRows") return infer_token_rows(first);
     const size_t last = first.sizes.size() - 1;
-    if (name == "QuantLinear") first.Set(last, Attribute("out_features"));
+    if (name == "QuantLinear") first.set(last, get_attribute("out_features"));
     if (name == "MoERouting" || name == "MoERouter")
-      first.Set(last, Attribute("top_k") + (Attribute("op_version") > 1 ? Attribute("shared_experts") : 0));
-    if (name == "CausalConv") first.Set(last, Attribute("channels"));
-    if (name == "CachedAttention") first.Set(last, Attribute("num_heads") * Attribute("v_head_size"));
-    if (name == "GatedDelta") first.Set(last, Attribute("num_v_heads") * Attribute("v_head_size"));
+      first.set(last, get_attribute("top_k") + (get_attribute("op_version") > 1 ? get_attribute("shared_experts") : 0));
+    if (name == "CausalConv") first.set(last, get_attribute("channels"));
+    if (name == "CachedAttention") first.set(last, get_attribute("num_heads") * get_attribute("v_head_size"));
+    if (name == "GatedDelta") first.set(last, get_attribute("num_v_heads") * get_attribute("v_head_size"));
     const bool stateful = name == "CachedAttention" || name == "CausalConv" || name == "GatedDelta";
     const int32_t alike = stateful ? 1 : op_.outputs.count;
     for (int32_t i = 0; i < alike; ++i) {
       Inferred output = first;
-      if (const Type type = op_.outputs.first[i].type; type != Type::T) output.type = op_.Resolve(type);
-      Output(i, output);
+      if (const Type type = op_.outputs.first[i].type; type != Type::T) output.type = op_.resolve(type);
+      get_output(i, output);
     }
-    if (name == "CachedAttention") Caches();
-    if (name == "CausalConv") Output(1, Input(CausalConv_past_conv));
-    if (name == "GatedDelta") Output(1, Input(GatedDelta_past_state));
+    if (name == "CachedAttention") infer_caches();
+    if (name == "CausalConv") get_output(1, get_input(CausalConv_past_conv));
+    if (name == "GatedDelta") get_output(1, get_input(GatedDelta_past_state));
   }
 
  private:
-  void TokenRows(Inferred rows) const {
+  void infer_token_rows(Inferred rows) const {
     rows.sizes.resize(2);
     rows.names.resize(2);
     rows.type = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
-    rows.Set(1, 3);
-    Output(0, rows);
+    rows.set(1, 3);
+    get_output(0, rows);
     rows.type = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-    rows.Set(1, 1);
+    rows.set(1, 1);
     rows.sizes.push_back(1);
     rows.names.push_back("");
-    Output(1, rows);
+    get_output(1, rows);
   }
-  void Caches() const {
-    const Inferred mask = Input(CachedAttention_attention_mask);
+  void infer_caches() const {
+    const Inferred mask = get_input(CachedAttention_attention_mask);
     for (const int32_t i : {0, 1}) {
-      Inferred cache = Input(CachedAttention_past_key + i);
+      Inferred cache = get_input(CachedAttention_past_key + i);
       if (cache.sizes.size() != 4 || mask.sizes.size() != 2) continue;
       const int64_t past = cache.sizes[2], all = mask.sizes[1];
       const bool same = past < 0 && all < 0 && std::string_view(cache.names[2]) == mask.names[1];
       if (past >= 0 && all >= 0)
-        cache.Set(2, std::max(past, all));
+        cache.set(2, std::max(past, all));
       else if (past == 0)
-        cache.Set(2, all, mask.names[1]);
+        cache.set(2, all, mask.names[1]);
       else if (!same)
         continue;  // the larger of two sizes has no name
-      Output(1 + i, cache);
+      get_output(1 + i, cache);
     }
   }
-  void Check(OrtStatus* status) const {
+  void check(OrtStatus* status) const {
     if (!status) return;
     const std::string message = op_.api->GetErrorMessage(status);
     op_.api->ReleaseStatus(status);
     throw std::runtime_error(message);
   }
-  Inferred Input(int32_t index) const {
+  Inferred get_input(int32_t index) const {
     OrtTensorTypeAndShapeInfo* info;  // belongs to the context
     Inferred found{};
     size_t rank = 0;
-    Check(op_.api->ShapeInferContext_GetInputTypeShape(context_, static_cast<size_t>(index), &info));
-    Check(op_.api->GetTensorElementType(info, &found.type));
-    Check(op_.api->GetDimensionsCount(info, &rank));
+    check(op_.api->ShapeInferContext_GetInputTypeShape(context_, static_cast<size_t>(index), &info));
+    check(op_.api->GetTensorElementType(info, &found.type));
+    check(op_.api->GetDimensionsCount(info, &rank));
     found.sizes.resize(rank);
     found.names.resize(rank);
-    Check(op_.api->GetDimensions(info, found.sizes.data(), rank));
-    Check(op_.api->GetSymbolicDimensions(info, found.names.data(), rank));
+    check(op_.api->GetDimensions(info, found.sizes.data(), rank));
+    check(op_.api->GetSymbolicDimensions(info, found.names.data(), rank));
     return found;
   }
-  int64_t Attribute(const char* name) const {
+  int64_t get_attribute(const char* name) const {
     const OrtOpAttr* attribute;
     int64_t value;
     size_t length;
-    Check(op_.api->ShapeInferContext_GetAttribute(context_, name, &attribute));
-    Check(op_.api->ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value, sizeof value, &length));
+    check(op_.api->ShapeInferContext_GetAttribute(context_, name, &attribute));
+    check(op_.api->ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value, sizeof value, &length));
     return value;
   }
   // The type is said too: ONNX Runtime asks the first of an operator's variants for all of them.
-  void Output(int32_t index, Inferred output) const {
+  void get_output(int32_t index, Inferred output) const {
     const size_t rank = output.sizes.size();
     for (size_t i = 0; i < rank; ++i)
       if (output.sizes[i] < 0 && !*output.names[i]) return;  // it would be taken for the number -1
     OrtTensorTypeAndShapeInfo* info;
-    Check(op_.api->CreateTensorTypeAndShapeInfo(&info));
+    check(op_.api->CreateTensorTypeAndShapeInfo(&info));
     const std::unique_ptr<OrtTensorTypeAndShapeInfo, void (*)(OrtTensorTypeAndShapeInfo*)> owned(
         info, op_.api->ReleaseTensorTypeAndShapeInfo);
-    Check(op_.api->SetDimensions(info, output.sizes.data(), rank));
-    Check(op_.api->SetSymbolicDimensions(info, output.names.data(), rank));
-    Check(op_.api->SetTensorElementType(info, output.type));
-    Check(op_.api->ShapeInferContext_SetOutputTypeShape(context_, static_cast<size_t>(index), info));
+    check(op_.api->SetDimensions(info, output.sizes.data(), rank));
+    check(op_.api->SetSymbolicDimensions(info, output.names.data(), rank));
+    check(op_.api->SetTensorElementType(info, output.type));
+    check(op_.api->ShapeInferContext_SetOutputTypeShape(context_, static_cast<size_t>(index), info));
   }
 
   const Op& op_;
@@ -548,31 +549,31 @@ Op::Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElem
       other_type(other_type),
       make(make) {
   version = kOrtApi;
-  GetName = [](const OrtCustomOp* self) { return Of(self).name; };
-  GetExecutionProviderType = [](const OrtCustomOp* self) { return Of(self).provider; };
-  GetInputTypeCount = [](const OrtCustomOp* self) { return static_cast<size_t>(Of(self).inputs.count); };
-  GetInputType = [](const OrtCustomOp* self, size_t i) { return Of(self).Resolve(Of(self).inputs.first[i].type); };
+  GetName = [](const OrtCustomOp* self) { return of(self).name; };
+  GetExecutionProviderType = [](const OrtCustomOp* self) { return of(self).provider; };
+  GetInputTypeCount = [](const OrtCustomOp* self) { return static_cast<size_t>(of(self).inputs.count); };
+  GetInputType = [](const OrtCustomOp* self, size_t i) { return of(self).resolve(of(self).inputs.first[i].type); };
   GetInputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
   GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
-  GetOutputTypeCount = [](const OrtCustomOp* self) { return static_cast<size_t>(Of(self).outputs.count); };
-  GetOutputType = [](const OrtCustomOp* self, size_t i) { return Of(self).Resolve(Of(self).outputs.first[i].type); };
+  GetOutputTypeCount = [](const OrtCustomOp* self) { return static_cast<size_t>(of(self).outputs.count); };
+  GetOutputType = [](const OrtCustomOp* self, size_t i) { return of(self).resolve(of(self).outputs.first[i].type); };
   GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
   GetStartVersion = GetEndVersion = [](const OrtCustomOp*) { return 1; };
   CreateKernelV2 = [](const OrtCustomOp* self, const OrtApi* api, const OrtKernelInfo* info, void** kernel) {
-    return Guard(api, [&] { *kernel = Of(self).make(Of(self), api, info); });
+    return guard(api, [&] { *kernel = of(self).make(of(self), api, info); });
   };
   KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
     const auto& self = *static_cast<const Kernel*>(kernel);
-    return Guard(self.api(), [&] { self.Run(context); });
+    return guard(self.api(), [&] { self.run(context); });
   };
   KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
   InferOutputShapeFn = [](const OrtCustomOp* self, OrtShapeInferContext* context) {
-    return Guard(Of(self).api, [&] { Inference(Of(self), context).Run(); });
+    return guard(of(self).api, [&] { Inference(of(self), context).run(); });
   };
 }
 
 // A session's configuration entry, "" where there is none.
-std::string Entry(const OrtApi* api, const OrtSessionOptions* options, const char* key) {
+std::string session_entry(const OrtApi* api, const OrtSessionOptions* options, const char* key) {
   int has = 0;
   size_t size = 0;
   std::string value;
@@ -590,8 +591,8 @@ std::string Entry(const OrtApi* api, const OrtSessionOptions* options, const cha
 }
 
 // Whether sessions with these options compare all bytes of the packed weights when they are created.
-bool Verify(const OrtApi* api, const OrtSessionOptions* options) {
-  const std::string wanted = Entry(api, options, "quantmoe.verify");
+bool wants_verify(const OrtApi* api, const OrtSessionOptions* options) {
+  const std::string wanted = session_entry(api, options, "quantmoe.verify");
   if (wanted != "" && wanted != "0" && wanted != "1")
     throw std::invalid_argument("quantmoe: quantmoe.verify is \"" + wanted + "\", expected 0 or 1");
   return wanted == "1";
@@ -626,8 +627,8 @@ struct Registration {
 // that have them stay as they are: ONNX Runtime would refuse the domain a second time. The entry says so to other
 // copies of the library, too, and goes with the options when they are cloned.
 template <class Choose>
-OrtStatus* Register(OrtSessionOptions* options, const OrtApiBase* base, const std::string& provider,
-                    const Choose& choose) {
+OrtStatus* register_ops(OrtSessionOptions* options, const OrtApiBase* base, const std::string& provider,
+                        const Choose& choose) {
   const OrtApi* api = base->GetApi(kOrtApi);
   if (!api) {
     const std::string message =
@@ -635,11 +636,11 @@ OrtStatus* Register(OrtSessionOptions* options, const OrtApiBase* base, const st
     return base->GetApi(1)->CreateStatus(ORT_NOT_IMPLEMENTED, message.c_str());
   }
   OrtStatus* status = nullptr;
-  OrtStatus* failure = Guard(api, [&] {
+  OrtStatus* failure = guard(api, [&] {
     static std::mutex mutex;
     static auto& all = *new std::list<Registration>;
     const std::lock_guard lock(mutex);
-    if (const std::string found = Entry(api, options, kRegistered); found != "") {
+    if (const std::string found = session_entry(api, options, kRegistered); found != "") {
       if (found == provider) return;
       throw std::invalid_argument("quantmoe: these session options have the " + found +
                                   "'s library, expected that or the " + provider + "'s, not both");

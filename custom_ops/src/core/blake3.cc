@@ -19,13 +19,13 @@ constexpr uint8_t kWords[7][16] = {
     {11, 15, 5, 0, 1, 9, 8, 6, 14, 10, 2, 12, 3, 4, 7, 13}};
 
 template <class Word>
-Word Right(Word x, int bits) {
+Word rotate_right(Word x, int bits) {
   return x >> bits | x << (32 - bits);
 }
 
 // The chaining value after a block of one chunk, or of kLanes.
 template <class Word>
-void Compress(Word (&cv)[8], const Word (&block)[16], Word low, Word high, uint32_t size, uint32_t flags) {
+void compress(Word (&cv)[8], const Word (&block)[16], Word low, Word high, uint32_t size, uint32_t flags) {
   const Word zero = low ^ low;
   Word v[16] = {cv[0], cv[1], cv[2], cv[3], cv[4], cv[5], cv[6], cv[7]};
   for (int i = 0; i < 4; ++i) v[8 + i] = zero + kStart[i];
@@ -34,13 +34,13 @@ void Compress(Word (&cv)[8], const Word (&block)[16], Word low, Word high, uint3
   for (const auto& words : kWords) {
     const auto mix = [&](int a, int b, int c, int d, int at) {
       v[a] += v[b] + block[words[at]];
-      v[d] = Right(v[d] ^ v[a], 16);
+      v[d] = rotate_right(v[d] ^ v[a], 16);
       v[c] += v[d];
-      v[b] = Right(v[b] ^ v[c], 12);
+      v[b] = rotate_right(v[b] ^ v[c], 12);
       v[a] += v[b] + block[words[at + 1]];
-      v[d] = Right(v[d] ^ v[a], 8);
+      v[d] = rotate_right(v[d] ^ v[a], 8);
       v[c] += v[d];
-      v[b] = Right(v[b] ^ v[c], 7);
+      v[b] = rotate_right(v[b] ^ v[c], 7);
     };
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) mix(i, 4 + i, 8 + i, 12 + i, 2 * i);
@@ -52,7 +52,7 @@ void Compress(Word (&cv)[8], const Word (&block)[16], Word low, Word high, uint3
 
 }  // namespace
 
-Blake3::Node Blake3::Chunk(const uint8_t* data, size_t size, uint64_t number, uint32_t root) {
+Blake3::Node Blake3::chunk(const uint8_t* data, size_t size, uint64_t number, uint32_t root) {
   Node node;
   std::copy_n(kStart, 8, node.words);
   const size_t blocks = std::max<size_t>(1, (size + kBlock - 1) / kBlock);
@@ -61,33 +61,33 @@ Blake3::Node Blake3::Chunk(const uint8_t* data, size_t size, uint64_t number, ui
     uint32_t block[16] = {};
     std::memcpy(block, data + b * kBlock, bytes);
     const uint32_t flags = (b == 0 ? kChunkStart : 0) | (b + 1 == blocks ? kChunkEnd | root : 0);
-    Compress(node.words, block, static_cast<uint32_t>(number), static_cast<uint32_t>(number >> 32),
+    compress(node.words, block, static_cast<uint32_t>(number), static_cast<uint32_t>(number >> 32),
              static_cast<uint32_t>(bytes), flags);
   }
   return node;
 }
 
-Blake3::Node Blake3::Parent(const Node& left, const Node& right, uint32_t root) {
+Blake3::Node Blake3::parent(const Node& left, const Node& right, uint32_t root) {
   Node node;
   std::copy_n(kStart, 8, node.words);
   uint32_t block[16];
   std::copy_n(left.words, 8, block);
   std::copy_n(right.words, 8, block + 8);
-  Compress(node.words, block, 0u, 0u, kBlock, kParent | root);
+  compress(node.words, block, 0u, 0u, kBlock, kParent | root);
   return node;
 }
 
 // The next chunk, with the subtrees that it completes.
-void Blake3::Push(Node node) {
-  for (uint64_t count = ++chunks_; count % 2 == 0; count /= 2) node = Parent(stack_[--depth_], node, 0);
+void Blake3::push(Node node) {
+  for (uint64_t count = ++chunks_; count % 2 == 0; count /= 2) node = parent(stack_[--depth_], node, 0);
   stack_[depth_++] = node;
 }
 
-void Blake3::Update(const void* data, size_t size) {
+void Blake3::update(const void* data, size_t size) {
   const uint8_t* at = static_cast<const uint8_t*>(data);
   while (size) {
     if (last_size_ == kChunk) {
-      Push(Chunk(last_, kChunk, chunks_, 0));
+      push(chunk(last_, kChunk, chunks_, 0));
       last_size_ = 0;
     }
     if (last_size_ == 0 && size > kLanes * kChunk) {
@@ -102,12 +102,12 @@ void Blake3::Update(const void* data, size_t size) {
         Lanes block[16];
         for (int i = 0; i < 16; ++i) block[i] = Lanes{words[0][i], words[1][i], words[2][i], words[3][i]};
         const uint32_t flags = (b == 0 ? kChunkStart : 0) | (b + 1 == kChunk / kBlock ? kChunkEnd : 0);
-        Compress(cv, block, low, high, kBlock, flags);
+        compress(cv, block, low, high, kBlock, flags);
       }
       for (size_t l = 0; l < kLanes; ++l) {
         Node node;
         for (int i = 0; i < 8; ++i) node.words[i] = cv[i][l];
-        Push(node);
+        push(node);
       }
       at += kLanes * kChunk, size -= kLanes * kChunk;
       continue;
@@ -118,9 +118,9 @@ void Blake3::Update(const void* data, size_t size) {
   }
 }
 
-std::string Blake3::Hex() const {
-  Node node = Chunk(last_, last_size_, chunks_, depth_ ? 0 : kRoot);
-  for (int i = depth_; i-- > 0;) node = Parent(stack_[i], node, i ? 0 : kRoot);
+std::string Blake3::hex() const {
+  Node node = chunk(last_, last_size_, chunks_, depth_ ? 0 : kRoot);
+  for (int i = depth_; i-- > 0;) node = parent(stack_[i], node, i ? 0 : kRoot);
   std::string text;
   for (const uint32_t word : node.words)
     for (int byte = 0; byte < 4; ++byte)

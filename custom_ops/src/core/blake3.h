@@ -8,17 +8,17 @@ namespace quantmoe {
 
 class Blake3 {
  public:
-  void Update(const void* data, size_t size);
-  std::string Hex() const;  // of what came so far, 64 digits
+  void update(const void* data, size_t size);
+  std::string hex() const;  // of what came so far, 64 digits
 
  private:
   static constexpr size_t kChunk = 1024;
   struct Node {
     uint32_t words[8];
   };
-  static Node Chunk(const uint8_t* data, size_t size, uint64_t number, uint32_t root);
-  static Node Parent(const Node& left, const Node& right, uint32_t root);
-  void Push(Node node);
+  static Node chunk(const uint8_t* data, size_t size, uint64_t number, uint32_t root);
+  static Node parent(const Node& left, const Node& right, uint32_t root);
+  void push(Node node);
 
   Node stack_[54];  // roots of the whole subtrees so far, the largest first: 2^54 chunks are all of 64 bits
   int depth_ = 0;

@@ -34,7 +34,7 @@ struct Slots {
       if (!count++) first = &slot;
     }
   }
-  constexpr int32_t Position(std::string_view name) const {
+  constexpr int32_t position(std::string_view name) const {
     int32_t at = 0;
     while (name != first[at].name) ++at;
     return at;
@@ -42,7 +42,7 @@ struct Slots {
 };
 
 // Positions of the inputs, as QuantMoE_w13.
-#define QM_INPUT(op, name, type) constexpr int32_t op##_##name = Slots(kInputs, #op).Position(#name);
+#define QM_INPUT(op, name, type) constexpr int32_t op##_##name = Slots(kInputs, #op).position(#name);
 #include "op.def"
 
 }  // namespace quantmoe
