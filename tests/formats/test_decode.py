@@ -236,7 +236,7 @@ def test_autoround_packing_unsaid(kind: str, said: dict[str, str], tmp_path: Pat
             find_format(open_checkpoint(write_checkpoint(folder, tensors, config | {"sym": False}))).scheme("m")
     tensors["m.qzeros"] = tensors["m.qzeros"] ^ np.int32(1)
     folder = write_checkpoint(tmp_path / "odd", tensors, config)
-    with pytest.raises(CheckpointError, match=r"m\.qzeros is neither (8 nor 7|128 nor 127) .* a a packing_format"):
+    with pytest.raises(CheckpointError, match=r"m\.qzeros is neither (8 nor 7|128 nor 127) .* a packing_format"):
         find_format(open_checkpoint(folder)).matrix("m")
 
 
