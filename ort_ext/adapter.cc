@@ -14,7 +14,7 @@ namespace {
 
 // What a session does with the packed weights when it is created: they stay in the file, mapped by ONNX Runtime, or are
 // read in there, or copied to memory that no change of the file reaches.
-enum class Weights { kMapped, kPrefaulted, kCopied };
+enum class WeightSource { kMapped, kPrefaulted, kCopied };
 
 constexpr uintptr_t kPage = 4096;
 
@@ -36,7 +36,7 @@ class CpuNode : public Kernel {
   ~CpuNode() override { api_->ReleaseMemoryInfo(memory_); }
 
  protected:
-  CpuNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
+  CpuNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
       : Kernel(op, api, info), weights_(weights), verify_(verify) {
     check(api->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &memory_));
   }
@@ -49,7 +49,7 @@ class CpuNode : public Kernel {
   struct alignas(64) Line {
     char bytes[64];
   };
-  Weights weights_;
+  WeightSource weights_;
   bool verify_;
   std::vector<std::unique_ptr<Line[]>> copies_;
   // The API does not tell how many threads the session has. A lane that gets none of its own finds no work left.
@@ -62,7 +62,7 @@ const void* CpuNode::read_packed(const OrtKernelInfo* info, size_t input, Shape&
   const void* data = data_of(get_weight(info, input, shape));
   const std::string name = op_.inputs.first[input].name;
   const size_t bytes = static_cast<size_t>(shape[0] * shape[1]) * 4;
-  if (weights_ == Weights::kCopied) {
+  if (weights_ == WeightSource::kCopied) {
     try {
       copies_.emplace_back(new Line[(bytes + sizeof(Line) - 1) / sizeof(Line)]);  // not initialized
     } catch (const std::bad_alloc&) {
@@ -75,7 +75,7 @@ const void* CpuNode::read_packed(const OrtKernelInfo* info, size_t input, Shape&
          " is not 64-byte aligned in memory, expected external data at a multiple of 64 in its file and buffers of "
          "yours at such an address; with others, as .ort bytes used in place, set the session entry "
          "quantmoe.prefault to copy");
-  if (weights_ == Weights::kPrefaulted) prefault(data, bytes);
+  if (weights_ == WeightSource::kPrefaulted) prefault(data, bytes);
   return data;
 }
 
@@ -132,7 +132,7 @@ void CpuNode::with_pool(OrtKernelContext* context, Call& call, const Size& works
 
 class MoENode : public CpuNode {
  public:
-  MoENode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
+  MoENode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
       : CpuNode(op, api, info, weights, verify) {
     read_attributes(info, &moe_);
     Shape w13_shape, w2_shape;
@@ -175,7 +175,7 @@ void MoENode::run(OrtKernelContext* context) const {
 
 class LinearNode : public CpuNode {
  public:
-  LinearNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
+  LinearNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
       : CpuNode(op, api, info, weights, verify) {
     read_attributes(info, &linear_);
     Shape shape;
@@ -212,7 +212,7 @@ void LinearNode::run(OrtKernelContext* context) const {
 
 class RoutingNode : public CpuNode {
  public:
-  RoutingNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
+  RoutingNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
       : CpuNode(op, api, info, weights, verify) {
     read_attributes(info, &routing_);
     char error[QM_ERROR_SIZE];
@@ -250,7 +250,7 @@ void RoutingNode::run(OrtKernelContext* context) const {
 
 class AttentionNode : public CpuNode {
  public:
-  AttentionNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
+  AttentionNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
       : CpuNode(op, api, info, weights, verify) {
     read_attributes(info, &attention_);
     char error[QM_ERROR_SIZE];
@@ -292,7 +292,7 @@ void AttentionNode::run(OrtKernelContext* context) const {
 
 class ConvNode : public CpuNode {
  public:
-  ConvNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
+  ConvNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
       : CpuNode(op, api, info, weights, verify) {
     read_attributes(info, &conv_);
     char error[QM_ERROR_SIZE];
@@ -315,7 +315,7 @@ void ConvNode::run(OrtKernelContext* context) const {
 
 class DeltaNode : public CpuNode {
  public:
-  DeltaNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights weights, bool verify)
+  DeltaNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
       : CpuNode(op, api, info, weights, verify) {
     read_attributes(info, &delta_);
     char error[QM_ERROR_SIZE];
@@ -339,18 +339,19 @@ void DeltaNode::run(OrtKernelContext* context) const {
 // A node of a file for NVIDIA GPUs.
 class OfAnotherTarget : public Kernel {
  public:
-  OfAnotherTarget(const Op& op, const OrtApi* api, const OrtKernelInfo* info, Weights, bool) : Kernel(op, api, info) {
+  OfAnotherTarget(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource, bool)
+      : Kernel(op, api, info) {
     fail("the model is exported for NVIDIA GPUs: register libquantmoe_ort_cuda.so, or export it with --target cpu");
   }
   void run(OrtKernelContext*) const override {}
 };
 
-template <class T, Weights weights, bool verify>
+template <class T, WeightSource weights, bool verify>
 Kernel* make_node(const Op& op, const OrtApi* api, const OrtKernelInfo* info) {
   return new T(op, api, info, weights, verify);
 }
 
-template <Weights weights, bool verify>
+template <WeightSource weights, bool verify>
 void add_operators(const OrtApi* api, std::deque<Op>& ops) {
   constexpr auto kId32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32, kId64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
   for (auto type : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
@@ -369,7 +370,7 @@ void add_operators(const OrtApi* api, std::deque<Op>& ops) {
   }
 }
 
-template <Weights weights>
+template <WeightSource weights>
 Fill add_operators(bool verify) {
   return verify ? add_operators<weights, true> : add_operators<weights, false>;
 }
@@ -382,9 +383,9 @@ Fill choose_operators(const OrtApi* api, const OrtSessionOptions* options) {
   const char* environment = std::getenv("QUANTMOE_PREFAULT");
   if (wanted == "" && environment) wanted = environment;
   const bool verify = wants_verify(api, options);
-  if (wanted == "" || wanted == "0") return add_operators<Weights::kMapped>(verify);
-  if (wanted == "1") return add_operators<Weights::kPrefaulted>(verify);
-  if (wanted == "copy") return add_operators<Weights::kCopied>(verify);
+  if (wanted == "" || wanted == "0") return add_operators<WeightSource::kMapped>(verify);
+  if (wanted == "1") return add_operators<WeightSource::kPrefaulted>(verify);
+  if (wanted == "copy") return add_operators<WeightSource::kCopied>(verify);
   throw std::invalid_argument(std::string("quantmoe: ") + kEntry + " (or QUANTMOE_PREFAULT) is \"" + wanted +
                               "\", expected 0, 1 or copy");
 }

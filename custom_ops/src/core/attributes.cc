@@ -187,7 +187,7 @@ int check_attention(const qm_attention& a, char* err) {
   if (a.rotary_size % 2) return fail(err, QM_INVALID, "rotary_size is %d, expected an even number", a.rotary_size);
   QM_TRY(check_range("rotary_interleaved", a.rotary_interleaved, 0, 1, err));
   QM_TRY(check_range("key_split", a.key_split, 0, a.head_size - 1, err));
-  if (a.key_split && a.cache_format)
+  if (a.key_split && a.cache_format != k_cache_format_none)
     return fail(err, QM_INVALID, "key_split is %d, expected 0 where cache_format is %s", a.key_split,
                 enum_name("cache_format", a.cache_format));
   if (a.key_split && a.v_head_size > a.head_size)

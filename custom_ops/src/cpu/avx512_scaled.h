@@ -245,7 +245,7 @@ void scaled_float_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile
 }
 
 // Panels of 16 rows, column by column: a column is one register.
-struct E4m3 {
+struct E4m3Columns {
   static constexpr int kBytes = 1;
   static void two(const uint8_t* at, __m512& first, __m512& second) {
     const __m512i half = _mm512_and_si512(
@@ -255,7 +255,7 @@ struct E4m3 {
     second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1));
   }
 };
-struct Bf16 {
+struct Bf16Columns {
   static constexpr int kBytes = 2;
   static __m512 one(const uint8_t* at) {
     return _mm512_castsi512_ps(
@@ -266,7 +266,7 @@ struct Bf16 {
     second = one(at + 32);
   }
 };
-struct F16 {
+struct F16Columns {
   static constexpr int kBytes = 2;
   static __m512 one(const uint8_t* at) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
@@ -282,9 +282,9 @@ inline __m512 load_column_scales(const PanelMatrix& p, const uint8_t* at) {
     case k_scale_type_f32:
       return _mm512_loadu_ps(at);
     case k_scale_type_f16:
-      return F16::one(at);
+      return F16Columns::one(at);
     case k_scale_type_bf16:
-      return Bf16::one(at);
+      return Bf16Columns::one(at);
     default:
       return e8m0_to_float(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
   }

@@ -280,16 +280,17 @@ constexpr auto scaled_table(std::integer_sequence<int, M...>) {
     TileFunction quantized[5][2][sizeof...(M)], floats[3][2][sizeof...(M)], columns[3][sizeof...(M)],
         stepped[sizeof...(M)];
   };
-  return Table{{{{scaled_tile<M + 1, E2m1, false, 1>...}, {scaled_tile<M + 1, E2m1, false, 2>...}},
-                {{nullptr}, {scaled_tile<M + 1, Int4, false, 2>...}},
-                {{nullptr}, {scaled_tile<M + 1, Int8, false, 2>...}},
-                {{scaled_tile<M + 1, Int4, true, 1>...}, {scaled_tile<M + 1, Int4, true, 2>...}},
-                {{scaled_tile<M + 1, Int8, true, 1>...}, {scaled_tile<M + 1, Int8, true, 2>...}}},
-               {{{scaled_float_tile<M + 1, E2m1, 1>...}, {scaled_float_tile<M + 1, E2m1, 2>...}},
-                {{scaled_float_tile<M + 1, Int4, 1>...}, {scaled_float_tile<M + 1, Int4, 2>...}},
-                {{scaled_float_tile<M + 1, Int8, 1>...}, {scaled_float_tile<M + 1, Int8, 2>...}}},
-               {{column_tile<M + 1, E4m3>...}, {column_tile<M + 1, Bf16>...}, {column_tile<M + 1, F16>...}},
-               {scaled_tile<M + 1, E2m1, false, 2, true>...}};
+  return Table{
+      {{{scaled_tile<M + 1, E2m1, false, 1>...}, {scaled_tile<M + 1, E2m1, false, 2>...}},
+       {{nullptr}, {scaled_tile<M + 1, Int4, false, 2>...}},
+       {{nullptr}, {scaled_tile<M + 1, Int8, false, 2>...}},
+       {{scaled_tile<M + 1, Int4, true, 1>...}, {scaled_tile<M + 1, Int4, true, 2>...}},
+       {{scaled_tile<M + 1, Int8, true, 1>...}, {scaled_tile<M + 1, Int8, true, 2>...}}},
+      {{{scaled_float_tile<M + 1, E2m1, 1>...}, {scaled_float_tile<M + 1, E2m1, 2>...}},
+       {{scaled_float_tile<M + 1, Int4, 1>...}, {scaled_float_tile<M + 1, Int4, 2>...}},
+       {{scaled_float_tile<M + 1, Int8, 1>...}, {scaled_float_tile<M + 1, Int8, 2>...}}},
+      {{column_tile<M + 1, E4m3Columns>...}, {column_tile<M + 1, Bf16Columns>...}, {column_tile<M + 1, F16Columns>...}},
+      {scaled_tile<M + 1, E2m1, false, 2, true>...}};
 }
 constexpr auto kScaledTiles = scaled_table(std::make_integer_sequence<int, kTileRows>());
 

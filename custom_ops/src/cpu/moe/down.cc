@@ -13,7 +13,7 @@ bool is_groupwise(int32_t activation_format) {
 
 }  // namespace
 
-Down::Down(const Layer& layer, const qm_projection& node, const PanelMatrix& panel, const RowParts& parts,
+Down::Down(const LayerCall& layer, const qm_projection& node, const PanelMatrix& panel, const RowParts& parts,
            const void* rows, const float* weights, void* output)
     : w2(node, panel, parts, rows, 1), layer_(layer), weights_(weights), output_(static_cast<uint8_t*>(output)) {}
 
@@ -51,7 +51,7 @@ void Down::pack(int lane, int64_t expert, int64_t first, int64_t last, const Hid
   int64_t position = routes.begin[expert] + first * (n / count) + std::min(first, n % count);
   uint8_t* data = tiles_ + position * w2.tile_bytes;
   for (int64_t t = first; t < last; ++t) {
-    const int m = Layer::rows_of_tile(n, count, t);
+    const int m = LayerCall::rows_of_tile(n, count, t);
     Row list[kMaxTileRows];
     for (int i = 0; i < m; ++i, ++position) {
       const float* h = from.h + position * k;
@@ -106,7 +106,7 @@ void Down::multiply_range(int lane, int64_t begin, int64_t end) const {
       int64_t taken = 0, rows = 0;
       const int64_t first = position;
       for (; tile < count; ++tile) {
-        const int m = Layer::rows_of_tile(n, count, tile);
+        const int m = LayerCall::rows_of_tile(n, count, tile);
         if (rows + m > layer_.block_rows) break;
         tiles[taken++] = {tiles_ + position * w2.tile_bytes, m};
         position += m;

@@ -9,8 +9,8 @@ class Down {
   ExpertMatrix w2;
 
   // weights: of the call's pairs, or null: 1. output: [all tokens, N] of the layer's type.
-  Down(const Layer& layer, const qm_projection& node, const PanelMatrix& panel, const RowParts& parts, const void* rows,
-       const float* weights, void* output);
+  Down(const LayerCall& layer, const qm_projection& node, const PanelMatrix& panel, const RowParts& parts,
+       const void* rows, const float* weights, void* output);
   // Of a divided layer.
   void plan();
   int64_t most_tasks() const { return column_ranges_; }
@@ -29,7 +29,7 @@ class Down {
                       int64_t begin, int64_t end, float* y) const;
   float* sums() const;  // y, or the output where that is f32
 
-  const Layer& layer_;
+  const LayerCall& layer_;
   const float* weights_;
   uint8_t* output_;
   int64_t column_ranges_ = 1;

@@ -4,7 +4,7 @@
 
 namespace quantmoe {
 
-GateUp::GateUp(const Layer& layer, const qm_moe& moe, const qm_moe_call& call)
+GateUp::GateUp(const LayerCall& layer, const qm_moe& moe, const qm_moe_call& call)
     : w13(moe.w13, w13_matrix(moe), w13_parts(moe), call.w13,
           moe.w13.perm == 2 || moe.w13.pre_scale == 2 || (has_input_scales(moe.w13) && moe.gated) ? 2 : 1),
       layer_(layer),
@@ -26,8 +26,9 @@ void GateUp::lay_out(Arena& a) {
   lane_tiles_ = a.take<uint8_t>(layer_.lanes * w13.sides * side_bytes());
 }
 
-int GateUp::run(const TokenRows& rows, const RowScratch& scratch, const Hidden& to, uint8_t* bad_tokens, char* err) {
-  const Operands of{rows, scratch, to, bad_tokens};
+int GateUp::run(const ActivationRows& rows, const RowScratch& scratch, const Hidden& to, uint8_t* bad_tokens,
+                char* err) {
+  const Inputs of{rows, scratch, to, bad_tokens};
   layer_.for_each(plan_tasks(), [&](int lane, int64_t i) { run_task(lane, tasks_[i], of); });
   return w13.check_perms("w13", moe_.expert_offset, err);
 }
@@ -63,7 +64,7 @@ int GateUp::prepare_sides(const Task& task, Preparation (&how)[2]) {
   return w13.sides == 2 && !alike ? 2 : 1;
 }
 
-Row GateUp::prepare(int lane, int i, int64_t position, const Preparation& how, const Operands& of) const {
+Row GateUp::prepare(int lane, int i, int64_t position, const Preparation& how, const Inputs& of) const {
   const Pair pair = layer_.routes.order[position];
   const int64_t r = of.rows.index(pair);
   if (of.rows.bad[r]) mark(of.to.bad + position);
@@ -81,12 +82,12 @@ Row GateUp::prepare(int lane, int i, int64_t position, const Preparation& how, c
 }
 
 // The task's rows as one side reads them.
-void GateUp::pack(int lane, const Task& task, const Preparation& how, const Operands& of, uint8_t* data,
+void GateUp::pack(int lane, const Task& task, const Preparation& how, const Inputs& of, uint8_t* data,
                   Tiles& tiles) const {
   int64_t position = task.first;
   const int64_t count = layer_.tile_count(task.rows);
   for (int64_t t = 0; t < count; ++t) {
-    const int m = Layer::rows_of_tile(task.rows, count, t);
+    const int m = LayerCall::rows_of_tile(task.rows, count, t);
     Row list[kMaxTileRows];
     for (int i = 0; i < m; ++i, ++position) list[i] = prepare(lane, i, position, how, of);
     layer_.kernel.pack_tile(w13.panel, w13.quantized, list, m, data);
@@ -109,7 +110,7 @@ void GateUp::multiply(const Task& task, int64_t panel, int64_t panels, int sides
                             (i % 2 ? up : gate) + i / 2 * p.nr, kColumnsPerStep, 0, 1});
 }
 
-void GateUp::run_task(int lane, const Task& task, const Operands& of) {
+void GateUp::run_task(int lane, const Task& task, const Inputs& of) {
   Preparation how[2];
   const int sides = prepare_sides(task, how);
   if (!sides) return;

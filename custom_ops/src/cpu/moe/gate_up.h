@@ -8,13 +8,13 @@ class GateUp {
  public:
   ExpertMatrix w13;
 
-  GateUp(const Layer& layer, const qm_moe& moe, const qm_moe_call& call);
+  GateUp(const LayerCall& layer, const qm_moe& moe, const qm_moe_call& call);
   // Of a divided layer.
   void plan();
   int64_t most_tasks() const { return max_tasks_; }
   bool prepares_rows() const { return w13.is_expert_dependent() || w13.node.perm; }
   void lay_out(Arena& a);
-  int run(const TokenRows& rows, const RowScratch& scratch, const Hidden& to, uint8_t* bad_tokens, char* err);
+  int run(const ActivationRows& rows, const RowScratch& scratch, const Hidden& to, uint8_t* bad_tokens, char* err);
 
  private:
   struct Task {
@@ -22,8 +22,8 @@ class GateUp {
     int64_t first, rows;         // positions
     int64_t panel, panel_count;  // of w13, counted over both halves
   };
-  struct Operands {  // of one run
-    const TokenRows& rows;
+  struct Inputs {  // of one run
+    const ActivationRows& rows;
     const RowScratch& scratch;
     const Hidden& to;
     uint8_t* bad_tokens;
@@ -34,13 +34,13 @@ class GateUp {
   int64_t side_bytes() const { return layer_.block_rows * w13.tile_bytes; }
   int plan_tasks();
   int prepare_sides(const Task& task, Preparation (&how)[2]);
-  void pack(int lane, const Task& task, const Preparation& how, const Operands& of, uint8_t* data, Tiles& tiles) const;
-  Row prepare(int lane, int i, int64_t position, const Preparation& how, const Operands& of) const;
+  void pack(int lane, const Task& task, const Preparation& how, const Inputs& of, uint8_t* data, Tiles& tiles) const;
+  Row prepare(int lane, int i, int64_t position, const Preparation& how, const Inputs& of) const;
   void multiply(const Task& task, int64_t panel, int64_t panels, int sides, const Tiles (&tiles)[2], float* gate,
                 float* up) const;
-  void run_task(int lane, const Task& task, const Operands& of);
+  void run_task(int lane, const Task& task, const Inputs& of);
 
-  const Layer& layer_;
+  const LayerCall& layer_;
   const qm_moe& moe_;
   int64_t panel_splits_ = 1, max_tasks_ = 0;
   Task* tasks_{};          // [max_tasks_]

@@ -8,7 +8,7 @@ int64_t qm_slice_bytes = int64_t{256} << 20;
 
 namespace quantmoe {
 
-void Layer::divide(size_t bytes) {
+void LayerCall::divide(size_t bytes) {
   const int64_t most = std::max<int64_t>(tokens, 1), token_bytes = ceil_div(static_cast<int64_t>(bytes), most);
   slices = ceil_div(most, std::max<int64_t>(qm_slice_bytes / std::max<int64_t>(token_bytes, 1), 1));
   tokens = ceil_div(all_tokens, slices);

@@ -3,7 +3,7 @@
 // Pairs (token, slot) are sorted by expert; a pair's place in that order is its position. A step is a parallel loop and
 // a file, and hands on one of the structs here or in its header:
 //   route.cc    ids -> Routes
-//   prepare.cc  activation rows -> TokenRows: f32 or int8, once a token
+//   prepare.cc  activation rows -> ActivationRows: f32 or int8, once a token
 //   gate_up.cc  (expert, token block, panel range): w13 product, activation function -> Hidden, h[position]
 //   down.cc     h rows -> tiles, ready for every range of output columns; then those: w2 product over all experts in
 //               ascending id, summed in place (no atomics, one order)
@@ -103,7 +103,7 @@ struct ExpertMatrix {
 };
 
 // A call's sizes and threads.
-struct Layer {
+struct LayerCall {
   const CpuKernel& kernel;
   qm_type type;
   int64_t all_tokens, top_k, local_experts;
@@ -120,7 +120,7 @@ struct Layer {
   float* lane_out{};  // [lanes, 2, block_rows, kColumnsPerStep]: gate's and up's, or down's
 
   template <class Call>
-  Layer(const CpuKernel& kernel, const Call& call, int64_t tokens, int64_t top_k, int64_t local_experts)
+  LayerCall(const CpuKernel& kernel, const Call& call, int64_t tokens, int64_t top_k, int64_t local_experts)
       : kernel(kernel),
         type(call.type),
         all_tokens(tokens),

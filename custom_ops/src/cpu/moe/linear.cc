@@ -4,17 +4,17 @@
 namespace quantmoe {
 namespace {
 
-struct Linear {
+struct LinearRun {
   const qm_linear& linear;
   const qm_linear_call& call;
-  Layer layer;
+  LayerCall layer;
   Hidden x{};  // [rows, K] in the order of the packed columns
   Down down;
   RowScratch scratch;
 
-  Linear(const qm_linear& linear, const qm_linear_call& call, const CpuKernel& kernel)
-      : Linear(linear, call, kernel, panel_matrix(linear.w, linear.out_features, linear.in_features)) {}
-  Linear(const qm_linear& linear, const qm_linear_call& call, const CpuKernel& kernel, const PanelMatrix& panel)
+  LinearRun(const qm_linear& linear, const qm_linear_call& call, const CpuKernel& kernel)
+      : LinearRun(linear, call, kernel, panel_matrix(linear.w, linear.out_features, linear.in_features)) {}
+  LinearRun(const qm_linear& linear, const qm_linear_call& call, const CpuKernel& kernel, const PanelMatrix& panel)
       : linear(linear),
         call(call),
         layer(kernel, call, call.rows, 1, 1),
@@ -104,14 +104,14 @@ using namespace quantmoe;
 size_t qm_linear_workspace(const qm_linear* linear, const qm_linear_call* call) {
   char err[QM_ERROR_SIZE];
   const CpuKernel* kernel = select_kernel(err);
-  return kernel ? Linear(*linear, *call, *kernel).lay_out(nullptr) : 0;
+  return kernel ? LinearRun(*linear, *call, *kernel).lay_out(nullptr) : 0;
 }
 
 int qm_linear_run(const qm_linear* linear, const qm_linear_call* call, char* err) {
   if (call->rows == 0) return QM_OK;
   const CpuKernel* kernel = select_kernel(err);
   if (!kernel) return QM_UNSUPPORTED;
-  Linear layer(*linear, *call, *kernel);
+  LinearRun layer(*linear, *call, *kernel);
   layer.lay_out(call->workspace);
   return layer.run(err);
 }

@@ -5,18 +5,18 @@
 namespace quantmoe {
 namespace {
 
-struct MoE {
+struct MoERun {
   const qm_moe& moe;
   const qm_moe_call& call;
-  Layer layer;
-  TokenRows rows;
+  LayerCall layer;
+  ActivationRows rows;
   GateUp gate_up;
   Hidden hidden{};
   Down down;
   RowScratch scratch;
   int scratch_lanes;
 
-  MoE(const qm_moe& moe, const qm_moe_call& call, const CpuKernel& kernel)
+  MoERun(const qm_moe& moe, const qm_moe_call& call, const CpuKernel& kernel)
       : moe(moe),
         call(call),
         layer(kernel, call, call.tokens, call.top_k, call.local_experts),
@@ -124,7 +124,7 @@ using namespace quantmoe;
 size_t qm_moe_workspace(const qm_moe* moe, const qm_moe_call* call) {
   char err[QM_ERROR_SIZE];
   const CpuKernel* kernel = select_kernel(err);
-  return kernel ? MoE(*moe, *call, *kernel).lay_out(nullptr) : 0;
+  return kernel ? MoERun(*moe, *call, *kernel).lay_out(nullptr) : 0;
 }
 
 int qm_moe_run(const qm_moe* moe, const qm_moe_call* call, char* err) {
@@ -134,7 +134,7 @@ int qm_moe_run(const qm_moe* moe, const qm_moe_call* call, char* err) {
                 (long long)call->tokens, (long long)call->top_k);
   const CpuKernel* kernel = select_kernel(err);
   if (!kernel) return QM_UNSUPPORTED;
-  MoE layer(*moe, *call, *kernel);
+  MoERun layer(*moe, *call, *kernel);
   layer.lay_out(call->workspace);
   return layer.run(err);
 }

@@ -16,7 +16,7 @@ uint32_t largest_bits(const float* x, const float* pre_scale, int64_t k) {
   return largest;
 }
 
-bool finds_scales(const Layer& layer, const ExpertMatrix& m) {
+bool finds_scales(const LayerCall& layer, const ExpertMatrix& m) {
   if (m.node.activation_format != k_activation_format_fp8_tensor) return false;
   for (int64_t e = 0; e < layer.local_experts; ++e)
     for (int side = 0; side < m.sides; ++side)
@@ -24,7 +24,7 @@ bool finds_scales(const Layer& layer, const ExpertMatrix& m) {
   return false;
 }
 
-void clear_largest(const Layer& layer, ExpertMatrix& m) {
+void clear_largest(const LayerCall& layer, ExpertMatrix& m) {
   std::fill(m.largest, m.largest + layer.local_experts * m.sides, 0u);
 }
 
@@ -95,7 +95,7 @@ void gather_row(const CpuKernel& kernel, const ExpertMatrix& m, const int32_t* p
   row->sums = to.sums;
 }
 
-void TokenRows::lay_out(Arena& a, int64_t tokens, const ExpertMatrix& w13) {
+void ActivationRows::lay_out(Arena& a, int64_t tokens, const ExpertMatrix& w13) {
   const int64_t count = tokens * each, quantized = w13.quantized ? count : 0;
   rows = a.take<Row>(count);
   bad = a.take<uint8_t>(count);
@@ -104,14 +104,14 @@ void TokenRows::lay_out(Arena& a, int64_t tokens, const ExpertMatrix& w13) {
   sums = a.take<int32_t>(quantized * w13.panel.groups());
 }
 
-void TokenRows::load(const ExpertIds& ids, const ExpertMatrix& w13, uint8_t* bad_tokens) {
+void ActivationRows::load(const ExpertIds& ids, const ExpertMatrix& w13, uint8_t* bad_tokens) {
   ids.layer.for_rows(ids.layer.tokens * each, [&](int, int64_t first, int64_t count) {
     for (int64_t r = first; r < first + count; ++r) load_row(r, ids, w13, bad_tokens);
   });
 }
 
-void TokenRows::load_row(int64_t r, const ExpertIds& ids, const ExpertMatrix& w13, uint8_t* bad_tokens) {
-  const Layer& layer = ids.layer;
+void ActivationRows::load_row(int64_t r, const ExpertIds& ids, const ExpertMatrix& w13, uint8_t* bad_tokens) {
+  const LayerCall& layer = ids.layer;
   const CpuKernel& kernel = layer.kernel;
   const int64_t hidden = w13.panel.k, kp = w13.panel.kp, token = r / each;
   float* const row = x + r * kp;

@@ -41,7 +41,7 @@ struct RowScratch {
 };
 
 // The slice's activations, once a token, or once a pair where router weights apply to them.
-struct TokenRows {
+struct ActivationRows {
   int64_t each;  // rows of a token
   Row* rows{};   // [tokens * each]
   uint8_t* bad{};
@@ -66,14 +66,14 @@ bool prepare_plain_row(const CpuKernel& kernel, const ExpertMatrix& m, const flo
 void gather_row(const CpuKernel& kernel, const ExpertMatrix& m, const int32_t* perm, const RowBuffers& to, Row* row);
 
 // Whether some expert's scale is found from all its rows.
-bool finds_scales(const Layer& layer, const ExpertMatrix& m);
-void clear_largest(const Layer& layer, ExpertMatrix& m);
+bool finds_scales(const LayerCall& layer, const ExpertMatrix& m);
+void clear_largest(const LayerCall& layer, ExpertMatrix& m);
 uint32_t largest_bits(const float* x, const float* pre_scale, int64_t k);
 
 // Extends the largest magnitudes of experts without a stored scale by the slice's finite rows. row(position): the
 // activations, or null for those whose product may be any number.
 template <class RowAt>
-void find_largest(const Layer& layer, const ExpertMatrix& m, const RowAt& row_at) {
+void find_largest(const LayerCall& layer, const ExpertMatrix& m, const RowAt& row_at) {
   if (m.node.activation_format != k_activation_format_fp8_tensor) return;
   constexpr uint32_t kInfinityBits = 0x7f800000u;
   const int64_t* const begin = layer.routes.begin;

@@ -8,7 +8,7 @@ namespace quantmoe {
 struct ExpertIds {
   const qm_moe& moe;
   const qm_moe_call& call;
-  const Layer& layer;
+  const LayerCall& layer;
 
   int64_t at(int64_t pair) const {
     pair += layer.first_token * call.top_k;
