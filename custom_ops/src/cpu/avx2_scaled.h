@@ -1,6 +1,10 @@
-// The panels of FORMAT.md 2.7 and 2.8 with AVX2: zero points, groups of 16, codes that are floats. Included by
+// The panels of FORMAT.md 2.7 and 2.8 with AVX2: zero points, groups of 16, codes that are floats. For
 // panel_avx2.cc, whose lanes, groups of panels and stores these tiles share.
 #pragma once
+#include "cpu/avx2.h"
+
+namespace quantmoe {
+namespace {
 
 struct Int4 {
   static constexpr int kBits = 4;
@@ -252,3 +256,6 @@ void column_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, cons
     }
   }
 }
+
+}  // namespace
+}  // namespace quantmoe

@@ -1,8 +1,12 @@
-// The panels of FORMAT.md 2.7 and 2.8 with AVX512-VNNI: zero points, groups of 16, codes that are floats. Included by
+// The panels of FORMAT.md 2.7 and 2.8 with AVX512-VNNI: zero points, groups of 16, codes that are floats. For
 // panel_avx512vnni.cc, whose lanes, groups of panels and stores these tiles share.
 //
 // A struct for each weight code says what its nibbles or bytes are to vpdpbusd, as u8, and to an f32 product.
 #pragma once
+#include "cpu/avx512.h"
+
+namespace quantmoe {
+namespace {
 
 struct Int4 {
   static constexpr int kBits = 4;
@@ -338,3 +342,6 @@ void column_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, cons
   }
 #undef QM_EACH_PANEL
 }
+
+}  // namespace
+}  // namespace quantmoe

@@ -7,11 +7,10 @@
 // 2 x 8 by 8 x 2, one row with dotprod. A unit multiplies with 16 weight bytes, 8 columns of two rows, so that 8 weight
 // rows are 4 accumulators a unit.
 #pragma once
-#include <arm_neon.h>
 #include <sys/auxv.h>
 
-#include "core/minifloat.h"
 #include "cpu/elementwise.h"
+#include "cpu/neon_scaled.h"
 
 namespace quantmoe {
 namespace {
@@ -89,24 +88,6 @@ struct Unit {
 };
 #endif
 
-// Where 8 weight rows come from and go to: with 8-bit codes a panel is 4 of them. A missing second panel repeats the
-// first and is not stored.
-struct Group {
-  const uint8_t* panel[2];
-  float* to[2];
-  bool both;
-};
-
-// The eight 4-byte values, one a row, at a panel offset.
-template <int kBits>
-inline void load_rows(const Group& g, int64_t offset, float32x4_t out[2]) {
-  const int64_t second = kBits == 4 ? 16 : 0;
-  out[0] = vreinterpretq_f32_u8(vld1q_u8(g.panel[0] + offset));
-  out[1] = vreinterpretq_f32_u8(vld1q_u8(g.panel[kBits == 8] + offset + second));
-}
-
-#include "cpu/neon_scaled.h"
-
 template <int kBits>
 inline void store_row(const Group& g, int64_t offset, const float32x4_t y[2]) {
   vst1q_f32(g.to[0] + offset, y[0]);
@@ -120,7 +101,8 @@ inline void store_row(const Group& g, int64_t offset, const float32x4_t y[2]) {
 // What groups have: nothing (scales belong to rows), scales, zero points as well, or steps of the activations as well.
 enum class Groups { kNone, kScales, kZeroPoints, kSteps };
 
-// Rows [first, first + kUnits * kRows) of a tile of m. kParts: groups of a block.
+// Rows [first, first + kUnits * kRows) of a tile of m. kParts: groups of a block. One long function: what its end
+// stores are the registers that its loops add to.
 template <int kUnits, class C, Groups kGroups, int kParts>
 void quantized_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, int m, int first, int64_t row_stride) {
   constexpr int kV = Unit::kVectors;

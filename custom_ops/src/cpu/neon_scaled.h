@@ -1,6 +1,29 @@
 // The panels of FORMAT.md 2.7 and 2.8 with NEON: what a code is to the tiles of neon.h, scales and zero points of every
-// type, and codes that are floats, column by column. Included by neon.h.
+// type, and codes that are floats, column by column. Everything is in an unnamed namespace, as in elementwise.h.
 #pragma once
+#include <arm_neon.h>
+
+#include "core/minifloat.h"
+#include "cpu/kernel.h"
+
+namespace quantmoe {
+namespace {
+
+// Where 8 weight rows come from and go to: with 8-bit codes a panel is 4 of them. A missing second panel repeats the
+// first and is not stored.
+struct Group {
+  const uint8_t* panel[2];
+  float* to[2];
+  bool both;
+};
+
+// The eight 4-byte values, one a row, at a panel offset.
+template <int kBits>
+inline void load_rows(const Group& g, int64_t offset, float32x4_t out[2]) {
+  const int64_t second = kBits == 4 ? 16 : 0;
+  out[0] = vreinterpretq_f32_u8(vld1q_u8(g.panel[0] + offset));
+  out[1] = vreinterpretq_f32_u8(vld1q_u8(g.panel[kBits == 8] + offset + second));
+}
 
 // A struct for each code says what its 16 bytes are to an int8 product: 2^kFraction times its value.
 struct Int4 {
@@ -139,3 +162,6 @@ void column_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, int 
       vst1q_f32(g.to[0] + (first + r) * row_stride + 4 * v, vaddq_f32(y, vld1q_f32(multipliers + 16 + 4 * v)));
     }
 }
+
+}  // namespace
+}  // namespace quantmoe

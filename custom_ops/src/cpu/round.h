@@ -1,5 +1,10 @@
-// Activations rounded to the checkpoint's float formats (FORMAT.md 4.1), kept as f32. Included by elementwise.h only.
+// Activations rounded to the checkpoint's float formats (FORMAT.md 4.1), kept as f32. In an unnamed namespace, as
+// elementwise.h, which includes this.
 #pragma once
+#include "cpu/scalar.h"
+
+namespace quantmoe {
+namespace {
 
 // Nearest multiple of the format's spacing at x, ties to the even code; |x| is at most the largest value.
 template <int kMantissa, int kMinExponent>
@@ -120,3 +125,6 @@ bool round_row(int32_t activation_format, float stored, const float* x, int64_t 
       return true;
   }
 }
+
+}  // namespace
+}  // namespace quantmoe
