@@ -9,10 +9,9 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import onnx_ir as ir
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
@@ -31,6 +30,9 @@ from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER
 from quantmoe.exporter.writing.external_data import HASH, new_hash
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 _CHUNK = 1 << 24
 SpecType = TypeVar("SpecType", bound=Spec)
@@ -68,6 +70,8 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
     Raises:
         ModelError: a file is missing or too short, a tensor's size is not what its node's attributes say, a wrong hash.
     """
+    import onnx_ir as ir  # it imports sympy, half a second
+
     path = model_path(path)
     model = load(path)
     tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
@@ -144,6 +148,8 @@ def load(path: Path) -> ir.Model:
     Raises:
         ModelError: it is no model; a tensor is not in a file beside it, or not all of it.
     """
+    import onnx_ir as ir  # it imports sympy, half a second
+
     if (size := path.stat().st_size) >= 1 << 31:
         raise ModelError(f"{path}: {size} bytes, expected less than protobuf's 2 GiB")
     try:
@@ -359,7 +365,7 @@ def _description(
 
 
 def _attribute(attribute: ir.Attr) -> Any:
-    return attribute.as_string() if attribute.type == ir.AttributeType.STRING else attribute.value
+    return attribute.as_string() if attribute.type.name == "STRING" else attribute.value
 
 
 def _verify(path: Path, name: str, tensor: ir.ExternalTensor) -> bool:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import QuantizedMatrix, parted
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
-from quantmoe.exporter.inspecting.inspect import ModelError, inspect, model_path
+from quantmoe.exporter.inspecting.inspect import ModelError, inspect, load, model_path
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import write_safetensors
 from quantmoe.exporter.writing.external_data import naming
@@ -52,7 +51,7 @@ def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
     if written.is_dir() or not written.parent.is_dir():
         what = f"{written} is a folder" if written.is_dir() else f"{written.parent} is no folder"
         raise FileNotFoundError(f"{what}, expected a file to write to")
-    initializers = ir.load(path).graph.initializers
+    initializers = load(path).graph.initializers
     modules: dict[str, None] = {}
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:

@@ -13,10 +13,9 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from quantmoe.exporter.graph.passes.interface import RANKS
-from quantmoe.exporter.graph.passes.last_logits import HIDDEN, HIDDEN_OUT
 from quantmoe.exporter.inspecting.inspect import ModelError, load, model_path
 from quantmoe.exporter.memory import CHUNK, DRAFTS, doing
+from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, RANKS
 from quantmoe.exporter.running.cache import Buffer, Cache, SharedCache
 from quantmoe.exporter.running.sampling import Sampler, Sampling, read_object
 from quantmoe.exporter.running.speculate import Head, Lookup, Speculation

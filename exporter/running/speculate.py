@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quantmoe.exporter.graph.passes.last_logits import HIDDEN
+from quantmoe.exporter.names import HIDDEN
 
 if TYPE_CHECKING:
     from quantmoe.exporter.running.cache import Cache

@@ -6,10 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx_ir as ir
 from blake3 import blake3
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 #: Windows maps files at multiples of 64 KiB, Linux of a page
 ALIGNMENT = 65536
@@ -123,6 +126,8 @@ class Region:
 
     def finish(self, metadata: Mapping[str, str]) -> None:
         """Makes these bytes the value's data, with their hash among its metadata."""
+        import onnx_ir as ir  # it imports sympy, half a second
+
         if self._at != self.length:
             raise ValueError(f"{self.value.name}: {self._at} bytes, its shape {self.value.shape} takes {self.length}")
         assert self.value.shape is not None

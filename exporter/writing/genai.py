@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import onnx_ir as ir
-
-from quantmoe.exporter.graph.passes.last_logits import HIDDEN, HIDDEN_OUT
 from quantmoe.exporter.memory import CHUNK
+from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT
 from quantmoe.exporter.running.sampling import Sampling
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 #: transformers' model_type -> onnxruntime-genai's name of the same plain decoder
 TYPES = {"qwen3_moe": "qwen3", "mixtral": "mistral", "olmoe": "olmo", "qwen3_5_moe_text": "qwen3_5_moe_text"}
@@ -95,6 +96,8 @@ def genai_config(
 def shared_tensors(values: Iterable[ir.Value], others: Iterable[ir.Value]) -> list[dict[str, Any]]:
     """The initializers of two graphs with the same names and the same bytes of a file, as onnxruntime-genai loads them
     once for both."""
+    import onnx_ir as ir  # it imports sympy, half a second
+
     found, twins = [], {value.name: value.const_value for value in others}
     for value in values:
         tensor, twin = value.const_value, twins.get(value.name)

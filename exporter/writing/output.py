@@ -19,8 +19,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import onnx_ir as ir
-
 from quantmoe.exporter.writing.external_data import file_hash, naming
 
 try:
@@ -172,6 +170,8 @@ def _commit(folder: Path, force: bool) -> None:
 
 def _save_interim(stage: Path) -> None:
     """The stage's model with its weights under their second names."""
+    import onnx_ir as ir  # it imports sympy, half a second
+
     model = ir.load(stage / MODEL)
     for value in model.graph.initializers.values():
         if isinstance(tensor := value.const_value, ir.ExternalTensor):
@@ -232,6 +232,8 @@ def _recorded(model: Path) -> dict[str, str]:
     """
     if not model.is_file():
         return {}
+    import onnx_ir as ir  # it imports sympy, half a second
+
     try:
         graph = ir.load(model)
         if graph.producer_name != PRODUCER:

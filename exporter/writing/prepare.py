@@ -11,13 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import onnx_ir as ir
-
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.choosing.choose import Choice, activation_format, choose, choose_experts
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError
-from quantmoe.exporter.graph.passes.weights import Weight
 from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.base import BESIDE, MTP
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
@@ -26,7 +23,10 @@ from quantmoe.exporter.writing.output import DATA, MODEL, MTP_MODEL, check_folde
 from quantmoe.ort_ext import LIBRARIES
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
     from quantmoe.exporter.graph.model import Attention, Skeleton
+    from quantmoe.exporter.graph.passes.weights import Weight
 
 #: files of a checkpoint that clients of the model need
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",

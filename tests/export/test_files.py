@@ -540,6 +540,12 @@ def test_import_needs_no_torch_and_no_typer():
     assert not {"torch", "typer", "transformers", "onnx_ir"} & imported("quantmoe; quantmoe.ort_library_path()")
 
 
+def test_what_headers_decide_is_said_before_onnx_ir_is_imported():
+    """It imports sympy: half a second of every command."""
+    modules = "quantmoe.exporter.writing.convert, quantmoe.exporter.writing.plan, quantmoe.exporter.running.chat"
+    assert not {"torch", "transformers", "onnx_ir", "sympy"} & imported(modules)
+
+
 def test_inspect_and_generate_need_no_torch():
     assert not {"torch", "transformers"} & imported(
         "quantmoe.exporter.inspecting.inspect, quantmoe.exporter.running.generate"

@@ -21,7 +21,7 @@ from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.exporter import cli
 from quantmoe.exporter.graph.model import Skeleton
 from quantmoe.exporter.measuring import bench
-from quantmoe.exporter.writing import convert
+from quantmoe.exporter.writing import parts
 
 #: bytes of files that do not fit, and of what a process may take more than it has
 LARGE, ROOM = 8 << 30, 4 << 30
@@ -112,8 +112,8 @@ def torch_lacking(*_: object, **__: object) -> None:
         (LAYOUTS["cpu_panel"], "pack_down", lacking, "model.layers.0.self_attn.o_proj: out of memory"),
         (Skeleton, "_converted", lacking, "model.embed_tokens.weight: out of memory"),
         (exporter_onnx.OnnxExporter, "export", torch_lacking, "tracing Qwen3MoeForCausalLM: out of memory"),
-        (convert.ir, "save", lacking, "model.onnx: out of memory"),
-        (convert, "place_weights", lacking, "out of memory"),
+        (parts.ir, "save", lacking, "model.onnx: out of memory"),
+        (parts, "place_weights", lacking, "out of memory"),
     ],
 )
 def test_export_names_what_did_not_fit(refused, checkpoint, tmp_path, monkeypatch, owner, name, raises, what):

@@ -11,9 +11,8 @@ from typing import Any
 import onnx_ir as ir
 
 from quantmoe.custom_ops.op import AttentionSpec
+from quantmoe.exporter.names import RANKS
 
-#: dimensions of a cache's tensors of one token
-RANKS = {"key": 4, "value": 4, "conv_state": 3, "recurrent_state": 4}
 _KV = re.compile(r"(?:input|output)\.past_key_values\.layers\.(\d+)\.(key|value|conv_state|recurrent_state)s(?:\.0)?")
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir import tape
 
-#: what goes from the main model to the one that drafts, and out of that to draft once more; onnxruntime-genai's words
-HIDDEN, HIDDEN_OUT = "hidden_states", "hidden_states_out"
 #: between the vocabulary's matrix and the logits: each element on its own
 _ELEMENTWISE = {"Add", "Cast", "Clip", "Div", "Identity", "Mul", "Tanh"}
 

@@ -1,0 +1,6 @@
+"""Names of a model's inputs and outputs, onnxruntime-genai's, for those who write them and those who run them."""
+
+#: dimensions of a cache's tensors of one token, past_key_values.N.<name> and present.N.<name>
+RANKS = {"key": 4, "value": 4, "conv_state": 3, "recurrent_state": 4}
+#: what goes from the main model to the one that drafts, and out of that to draft once more
+HIDDEN, HIDDEN_OUT = "hidden_states", "hidden_states_out"
