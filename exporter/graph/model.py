@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import io
 import itertools
 import json
@@ -511,7 +512,8 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
             skeleton.stack(f"{shared.router}.weight", [f"{shared.router}.weight", f"{shared.gate}.weight"])
     attach_shared(model, every)
     latent.absorb(skeleton)
-    graph = _trace_layers(skeleton, target)
+    with _uncollected():
+        graph = _trace_layers(skeleton, target)
     if not attends.plain:
         layers = {model.get_submodule(path).layer_idx: codes for path, codes in attends.caches.codes.items()}
         set_cache_type(graph, CACHES.get(attends.kind) if target == "cpu" else None, layers)
@@ -550,6 +552,19 @@ def attention_of(skeleton: Skeleton, chosen: Choice, target: str, cache: str) ->
     specs = {path: module.spec for path, module in found.items()}
     caches = choose_caches(skeleton.format.ckpt, cache, specs, plain, sources, refuses, target)
     return Attention(found, plain, rows, caches, cache)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collections: tracing makes few cycles and so many objects that the collector would look at all of
+    torch's and sympy's again and again, a tenth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _trace_layers(skeleton: Skeleton, target: str) -> ir.Model:
