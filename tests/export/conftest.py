@@ -1,13 +1,15 @@
-"""One small checkpoint and export per architecture and option, made once a session: tracing takes seconds."""
+"""One small checkpoint and export per architecture and option, made once a run: tracing takes seconds."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from once import made_once
 from tiny import SIZES as SIZES_OF
 from tiny import make_checkpoint
 from transformers import PreTrainedModel
@@ -38,8 +40,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         if "FP" in scheme:
             fields["group_size"] = None  # the preset's
         preset = scheme.removesuffix("_ASYM")
-        folder = tmp_path_factory.mktemp(architecture)
-        return make_checkpoint(folder, architecture, preset, symmetric=preset == scheme, **fields)
+
+        def write(folder: Path) -> Path:
+            return make_checkpoint(folder, architecture, preset, symmetric=preset == scheme, **fields)
+
+        return made_once(tmp_path_factory, write, architecture, scheme=scheme, **fields)
 
     return make
 
@@ -47,15 +52,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def plain(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen3-MoE's export if its attention were not CachedAttention: standard nodes."""
-    out = tmp_path_factory.mktemp("plain") / "model"
 
     def none(model: torch.nn.Module, *_: object) -> tuple[dict[str, object], dict[str, str]]:
         return {}, {name: "not tried" for name, _ in model.named_modules() if name.endswith(".self_attn")}
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quantmoe.exporter.graph.model.recognise", none)
-        export(checkpoint(), out, activations="float", cache="f16")
-    return out
+    def write(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("quantmoe.exporter.graph.model.recognise", none)
+            export(checkpoint(), folder, activations="float", cache="f16")
+
+    return made_once(tmp_path_factory, write, "plain")
 
 
 @pytest.fixture(scope="session")
@@ -63,12 +69,18 @@ def exported(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathF
     """exported(architecture, scheme="W4A16", **options of export) -> folder; with the logits of all tokens and, on
     the CPU, a cache of float32."""
 
+    defaults = {name: parameter.default for name, parameter in inspect.signature(export).parameters.items()}
+
     @cache
     def make(architecture: str = "qwen3_moe", scheme: str = "W4A16", **options: object) -> Path:
-        out = tmp_path_factory.mktemp("exported") / architecture
         cache = {"cache": "f32"} if options.get("target") != "cuda" else {}
-        export(checkpoint(architecture, scheme), out, **{"logits": "all"} | cache | options)
-        return out
+        given = {"logits": "all"} | cache | options
+        given = {name: value for name, value in given.items() if value != defaults[name]}  # one export, however asked
+
+        def write(folder: Path) -> None:
+            export(checkpoint(architecture, scheme), folder, **given)
+
+        return made_once(tmp_path_factory, write, architecture, export=scheme, **given)
 
     return make
 

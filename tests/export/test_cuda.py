@@ -14,6 +14,7 @@ import onnx_ir as ir
 import pytest
 import tiny
 import torch
+from once import made_once
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from tiny import SIZES
@@ -154,10 +155,12 @@ def cached(checkpoint, tmp_path_factory):
 
     @cache
     def make(architecture: str, **options: object) -> Path:
-        folder = tmp_path_factory.mktemp("cached") / architecture
-        export(checkpoint(architecture, hidden_size=256, head_dim=64), folder, target="cuda",
-               **{"dtype": "f16", "logits": "all"} | options)  # fmt: skip
-        return folder
+        given = {"target": "cuda", "dtype": "f16", "logits": "all"} | options
+
+        def write(folder: Path) -> None:
+            export(checkpoint(architecture, hidden_size=256, head_dim=64), folder, **given)
+
+        return made_once(tmp_path_factory, write, architecture, head_dim=64, **given)
 
     return make
 
