@@ -1,0 +1,335 @@
+"""Each pass over the traced graph on a graph of a few nodes; tests of whole models are beside this file. Passes that
+change transformers' modules before the trace have theirs in test_routers.py, test_shared_experts.py,
+test_lowered_attention.py and test_hybrid.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+from onnx.reference import ReferenceEvaluator
+
+from quantmoe.custom_ops.layouts import cpu_panel
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.op import LinearSpec
+from quantmoe.exporter.graph.passes.add_norms import add_norms
+from quantmoe.exporter.graph.passes.defaults import drop_defaults
+from quantmoe.exporter.graph.passes.divided_norms import divide_by_roots
+from quantmoe.exporter.graph.passes.embeddings import keep_tables
+from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface, set_state_type
+from quantmoe.exporter.graph.passes.last_logits import keep_last_logits, output_hidden
+from quantmoe.exporter.graph.passes.matmul_nbits import to_matmul_nbits, why_not
+from quantmoe.exporter.graph.passes.norms import RMSNorm, plain_norms
+from quantmoe.exporter.graph.passes.repeat import RepeatError, repeat_layers
+from quantmoe.exporter.graph.passes.weights import Weight, place_weights
+
+RNG = np.random.default_rng(0)
+
+
+def parsed(text: str, placeholders: tuple[str, ...] = ()) -> ir.Model:
+    """A model in ONNX's text format, its types inferred.
+
+    Args:
+        placeholders: inputs that are weights, as the trace leaves them.
+    """
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21, "quantmoe" : 1]>\n{text}')
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(proto))
+    model.meta["placeholders"] = [value for value in model.graph.inputs if value.name in placeholders]
+    for value in model.meta["placeholders"]:
+        model.graph.inputs.remove(value)
+    return model
+
+
+def ops(model: ir.Model) -> list[str]:
+    return [node.op_type for node in model.graph]
+
+
+def run(model: ir.Model, **inputs: np.ndarray) -> np.ndarray:
+    return ReferenceEvaluator(ir.to_proto(model)).run(None, inputs)[0]
+
+
+def test_defaults_are_left_out() -> None:
+    model = parsed("""g (float[3, 4] x, int64[2, 1] i, float[2, 4] u, int64[2] j) => (float[2, 4] y, float[3, 2] z) {
+        s = ScatterND <reduction = "none"> (x, i, u)
+        y = Gather <axis = 0> (s, j)
+        z = Gather <axis = 1> (s, j)
+    }""")
+    drop_defaults(model)
+    assert [dict(node.attributes.items()).keys() for node in model.graph] == [set(), set(), {"axis"}]
+
+
+NORM = """g (float16[b, 4] x, float16[b, 4] r, float16[4] w) => (float16[b, 4] out, float16[b, 4] sum) {{
+    two = Constant <value = float {{2.0}}> ()
+    last = Constant <value_ints = [-1]> ()
+    epsilon = Constant <value = float {{0.01}}> ()
+    t = {sum}
+    wide = Cast <to = 1> (t)
+    square = Pow (wide, two)
+    mean = ReduceMean (square, last)
+    shifted = Add (mean, epsilon)
+    root = Sqrt (shifted)
+    one_by = Reciprocal (root)
+    normed = Mul (wide, one_by)
+    {weighted}
+    out = Identity (y)
+    sum = Identity (t)
+}}"""
+AFTER = "narrow = Cast <to = 10> (normed)\n y = Mul (w, narrow)"
+BEFORE = "w32 = Cast <to = 1> (w)\n product = Mul (w32, normed)\n y = Cast <to = 10> (product)"
+
+
+@pytest.mark.parametrize("weighted", [AFTER, BEFORE])
+def test_norms_divide_by_roots(weighted: str) -> None:
+    model = parsed(NORM.format(sum="Add (x, r)", weighted=weighted))
+    given = {name: RNG.normal(size=(3, 4)).astype(np.float16) for name in "xr"} | {"w": np.float16([1, 2, -1, 0.5])}
+    before = run(model, **given)
+    divide_by_roots(model)
+    assert [op for op in ops(model) if op in ("Reciprocal", "Div", "Mul")] == ["Div", "Mul"]
+    product = model.graph.outputs[0].producer().inputs[0].producer()
+    assert [value.producer() and value.producer().op_type for value in product.inputs] == [None, "Cast"]
+    # one rounding to float16 in another place
+    np.testing.assert_allclose(run(model, **given), before, rtol=2**-10 if weighted == BEFORE else 2**-11, atol=0)
+
+
+def test_another_reciprocal_stays() -> None:
+    model = parsed("g (float[4] x) => (float[4] y) { r = Reciprocal (x)\n y = Mul (x, r) }")
+    divide_by_roots(model)
+    assert ops(model) == ["Reciprocal", "Mul"]
+
+
+def test_a_sum_and_its_norm_are_one_node() -> None:
+    model = parsed(NORM.format(sum="Add (x, r)", weighted=AFTER))
+    divide_by_roots(model)
+    add_norms(model)
+    (node,) = (node for node in model.graph if node.op_type not in ("Constant", "Identity"))
+    assert (node.domain, node.op_type) == ("quantmoe", "AddRMSNorm")
+    assert [value.name for value in node.inputs] == ["x", "r", "w"]
+    assert [output.producer().inputs[0] for output in model.graph.outputs] == [*node.outputs]
+    assert node.attributes["norm_epsilon"].as_float() == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("text", [NORM.format(sum="Identity (x)", weighted=AFTER),
+                                  NORM.format(sum="Add (x, w)", weighted=AFTER),
+                                  NORM.format(sum="Add (x, r)", weighted=AFTER).replace("2.0", "3.0"),
+                                  NORM.format(sum="Add (x, r)", weighted=AFTER).replace("[-1]", "[0]")],
+                         ids=["no sum", "a row added", "another power", "another axis"])  # fmt: skip
+def test_other_norms_stay(text: str) -> None:
+    model = parsed(text)
+    divide_by_roots(model)
+    before = ops(model)
+    add_norms(model)
+    assert ops(model) == before
+
+
+TABLE = """g (int64[2] i, float[9, 4] table) => (float[2, 4] y{more}) {{
+    y = Gather <axis = 0> (table, i)
+    {other}
+}}"""
+
+
+def test_tables_stay_in_the_checkpoints_type() -> None:
+    model = parsed(TABLE.format(more="", other=""), ("table",))
+    (table,) = model.meta["placeholders"]
+    keep_tables([Weight(table, "embed.weight")], {"embed.weight": ir.DataType.BFLOAT16}.get)
+    assert table.dtype == ir.DataType.BFLOAT16
+    assert ops(model) == ["Gather", "Cast"]
+    assert model.graph.outputs[0].producer().attributes["to"].as_int() == ir.DataType.FLOAT
+
+
+@pytest.mark.parametrize(("stored", "other"), [(None, ""), (ir.DataType.FLOAT, ""),
+                                               (ir.DataType.BFLOAT16, "z = Neg (table)")])  # fmt: skip
+def test_other_tables_are_of_the_graphs_type(stored: ir.DataType | None, other: str) -> None:
+    """Of a type that is not stored, of the graph's own, and one that is also multiplied."""
+    model = parsed(TABLE.format(more=", float[9, 4] z" if other else "", other=other), ("table",))
+    keep_tables([Weight(model.meta["placeholders"][0], "embed.weight")], lambda name: stored)
+    assert model.meta["placeholders"][0].dtype == ir.DataType.FLOAT
+    assert "Cast" not in ops(model)
+
+
+def test_weights_are_placed_as_they_are_read() -> None:
+    """One transposed twice is one weight; one that is also read as it is, is two; one that nobody reads is none."""
+    model = parsed("""g (float[2, 4] x, float[3, 4] a, float[3, 4] b, float[3] c) => (float[2, 3] y, float[3, 4] z) {
+        t = Transpose <perm = [1, 0]> (a)
+        u = Transpose <perm = [1, 0]> (a)
+        v = Transpose <perm = [1, 0]> (b)
+        p = MatMul (x, t)
+        q = MatMul (x, u)
+        r = MatMul (x, v)
+        s = Sum (p, q, r)
+        y = Identity (s)
+        z = Identity (b)
+    }""", ("a", "b", "c"))  # fmt: skip
+    found = place_weights(model)
+    assert [(w.value.name, w.parameter, w.transposed, list(w.value.shape)) for w in found] == [
+        ("a.T", "a", True, [4, 3]),
+        ("b.T", "b", True, [4, 3]),
+        ("b", "b", False, [3, 4]),
+    ]
+    assert "Transpose" not in ops(model)
+    assert [node.inputs[1].name for node in model.graph if node.op_type == "MatMul"] == ["a.T", "a.T", "b.T"]
+
+
+def test_a_weight_that_nothing_provides() -> None:
+    model = parsed("g (float[2] x, float[2] a) => (float[2] y) { y = Add (x, a) }", ("a",))
+    model.meta["placeholders"] = []
+    with pytest.raises(AssertionError, match="reads a, which nothing provides"):
+        place_weights(model)
+
+
+def test_inputs_and_outputs_have_their_names() -> None:
+    model = parsed("""g (int64[s0, s1] input_ids, float[s0, 2, s2, 8] k, float[s0, 4, 3] c)
+        => (float[s0, s1, 9] logits, float[s0, 2, s3, 8] l, float[s0, 4, 3] d) {
+        logits = Dummy (input_ids)
+        l = Identity (k)
+        d = Identity (c)
+    }""")
+    names = ["input.past_key_values.layers.3.keys", "input.past_key_values.layers.4.conv_states.0"]
+    for values, prefix in ((model.graph.inputs, "input"), (model.graph.outputs, "output")):
+        for value, name in zip(values[1:], names, strict=True):
+            value.name = name.replace("input", prefix)
+    name_interface(model)
+    shapes = {value.name: [str(size) for size in value.shape] for value in [*model.graph.inputs, *model.graph.outputs]}
+    assert shapes == {
+        "input_ids": ["batch_size", "sequence_length"],
+        "past_key_values.3.key": ["batch_size", "2", "past_sequence_length", "8"],
+        "past_key_values.4.conv_state": ["batch_size", "4", "3"],
+        "logits": ["batch_size", "sequence_length", "9"],
+        "present.3.key": ["batch_size", "2", "total_sequence_length", "8"],
+        "present.4.conv_state": ["batch_size", "4", "3"],
+    }
+
+
+def test_states_are_floats_of_32_bits() -> None:
+    model = parsed("""g (float16[2] a, float16[2] s) => (float16[2] y, float16[2] t) {
+        y, t = quantmoe.GatedDelta (a, a, a, a, a, a, a, s)
+    }""")
+    set_state_type(model)
+    assert [value.dtype.name for value in model.graph.inputs] == ["FLOAT16", "FLOAT"]
+    assert [value.dtype.name for value in model.graph.outputs] == ["FLOAT16", "FLOAT"]
+
+
+def test_traces_are_dropped() -> None:
+    model = parsed("g (float[2] x) => (float[2] y) { y = Neg (x) }")
+    (node,) = model.graph
+    node.metadata_props.update(
+        {"pkg.torch.onnx.stack_trace": "/home/me", "namespace": "model/layer <f at 0x7f00>", "own": "1"}
+    )
+    node.outputs[0].metadata_props["pkg.onnxscript"] = "2"
+    drop_traces(model)
+    assert node.metadata_props == {"namespace": "model/layer <f>", "own": "1"}
+    assert not node.outputs[0].metadata_props
+
+
+LOGITS = """g (int64[b, s] input_ids, int64[b, t] attention_mask, float[b, s, 4] hidden, float[4, 5] w)
+    => (float[b, s, 5] logits) {
+    product = MatMul (hidden, w)
+    cap = Constant <value = float {3.0}> ()
+    capped = Div (product, cap)
+    logits = Mul (capped, cap)
+}"""
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_logits_of_last_tokens(count: int) -> None:
+    """Rows that end with padding, begin with it, and have none; the mask also has a past of two tokens."""
+    mask = np.array([[1, 1, 1, 1, 0], [1, 1, 0, 1, 1], [1, 1, 1, 1, 1]])
+    given = {"input_ids": np.zeros((3, 3), np.int64), "attention_mask": mask,
+             "hidden": RNG.integers(-9, 9, (3, 3, 4)).astype(np.float32),
+             "w": RNG.integers(-9, 9, (4, 5)).astype(np.float32)}  # fmt: skip
+    model = parsed(LOGITS)
+    every = run(model, **given)
+    assert keep_last_logits(model, count)
+    kept = min(count, 3)
+    rows = [np.clip(np.arange(last + 1 - kept, last + 1), 0, None) for last in (1, 2, 2)]
+    np.testing.assert_array_equal(run(model, **given), np.stack([y[i] for y, i in zip(every, rows, strict=True)]))
+
+
+def test_hidden_states_are_an_output() -> None:
+    model = parsed(LOGITS)
+    assert output_hidden(model, "hidden_states", 4)
+    assert [value.name for value in model.graph.outputs] == ["logits", "hidden_states"]
+    assert model.graph.outputs[1].producer().inputs[0].name == "hidden"
+
+
+def test_logits_of_no_product_stay() -> None:
+    model = parsed(LOGITS.replace("MatMul (", 'Einsum <equation = "bsh,hv->bsv"> ('))
+    before = ops(model)
+    assert not keep_last_logits(model)
+    assert not output_hidden(model, "hidden_states", 4)
+    assert ops(model) == before
+
+
+def test_norms_by_one_more_than_their_weight() -> None:
+    class OneMoreRMSNorm(RMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return RMSNorm(self.weight + 1, self.eps)(x)
+
+    model = torch.nn.ModuleDict({"a": OneMoreRMSNorm(torch.ones(4), 1e-6), "b": RMSNorm(torch.ones(4), 1e-6)})
+    assert plain_norms(model) == ["a.weight"]
+    assert type(model["a"]) is RMSNorm
+
+
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_of_onnx_runtime(zero_points: bool, bias: bool) -> None:
+    m = QuantizedMatrix(
+        "int4",
+        RNG.integers(0, 16, (6, 40), dtype=np.uint8),
+        RNG.uniform(0.5, 1, (6, 3)).astype(np.float32),
+        16,
+        zero_points=RNG.integers(0, 16, (6, 3), dtype=np.uint8) if zero_points else None,
+        bias=RNG.normal(size=6).astype(np.float32) if bias else None,
+    )
+    assert why_not(m, "none", 4) is None
+    model = parsed("g (float[b, 40] x, int32[1, 9] w) => (float[b, 6] y) { y = quantmoe.QuantLinear (x, w) }", ("w",))
+    spec = LinearSpec(in_features=40, out_features=6, w=cpu_panel.describe_down(m, "none"))
+    model.meta["placeholders"][0].name = "q_proj.w"
+    made = to_matmul_nbits(model.meta.pop("placeholders")[0], m, spec)
+    for value, array in made:
+        value.const_value = ir.Tensor(array, name=value.name)
+    assert ops(model) == ["MatMulNBits", *(["Add"] if bias else [])]
+    x = RNG.normal(size=(3, 40)).astype(np.float32)
+    (y,) = ort.InferenceSession(ir.to_proto(model).SerializeToString()).run(None, {"x": x})
+    want = x.astype(np.float64) @ m.dequantize().astype(np.float64).T + (m.bias if bias else 0)
+    np.testing.assert_allclose(y, want, rtol=0, atol=40 * 2**-23 * np.abs(want).max())
+
+
+def chain(nodes: str) -> ir.Model:
+    """Layers 0, 1 and the last, as they are traced: each adds its weight to the hidden states and has a cache."""
+    ends = "".join(f", float[b] k{i}" for i in range(3)), ", ".join(f"float[b] l{i}" for i in range(3))
+    weights = "".join(f", float[b] w{i}" for i in range(3))
+    model = parsed(f"g (float[b] x{ends[0]}{weights}) => (float[b] y, {ends[1]}) {{ {nodes} }}", ("w0", "w1", "w2"))
+    for i, value in enumerate(model.meta["placeholders"]):
+        value.name = f"model.layers.{i}.weight"
+    for values, prefix in ((model.graph.inputs, "input"), (model.graph.outputs, "output")):
+        for i, value in enumerate(values[1:]):
+            value.name = f"{prefix}.past_key_values.layers.{i}.keys"
+    return model
+
+
+LAYERS = "\n".join(f"h{i} = Add ({'x' if i == 0 else f'h{i - 1}'}, w{i})\n l{i} = Mul (k{i}, h{i})" for i in range(3))
+
+
+def test_layers_are_repeated() -> None:
+    model = chain(f"{LAYERS}\n y = Neg (h2)")
+    repeat_layers(model, "model.layers", [[0], [1], [5]])
+    assert sorted(value.name for value in model.meta["placeholders"]) == [f"model.layers.{i}.weight" for i in range(6)]
+    for values, prefix in ((model.graph.inputs, "input"), (model.graph.outputs, "output")):
+        assert [v.name for v in values][1:] == [f"{prefix}.past_key_values.layers.{i}.keys" for i in range(6)]
+    weights = {v.name: np.float32([10 ** int(v.name.split(".")[2])]) for v in model.meta["placeholders"]}
+    model.graph.inputs.extend(model.meta["placeholders"])
+    caches = {f"input.past_key_values.layers.{i}.keys": np.float32([2]) for i in range(6)}
+    found = ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": np.float32([0])} | caches | weights)
+    assert [int(value[0]) for value in found] == [-111111, 2, 22, 222, 2222, 22222, 222222]
+
+
+def test_layers_that_are_no_chain_are_not_repeated() -> None:
+    model = chain(f"{LAYERS.replace('Add (h1, w2)', 'Sub (h1, w2)')}\n y = Neg (h2)")
+    before = ops(model)
+    with pytest.raises(RepeatError):
+        repeat_layers(model, "model.layers", [[0], [1], [5]])
+    assert ops(model) == before
