@@ -1,10 +1,15 @@
 """Every registered scheme: its error bound, its zero, and the reading of zero points."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.custom_ops.op import enum
 from quantmoe.custom_ops.schemes import SCHEMES
@@ -50,3 +55,21 @@ def test_an_unknown_kind_is_named() -> None:
     m = QuantizedMatrix("int3", np.zeros((1, 1), np.uint8), np.ones((1, 1), np.float32), -1)
     with pytest.raises(ValueError, match="'int3'; known: int4, int8"):
         m.dequantize()
+
+
+def test_contributings_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be quantized to and read back, its code is free in op.def, and layouts refuse it by name."""
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    example = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "SCHEME = " in block)
+    exec(example, names := {})
+    monkeypatch.setitem(SCHEMES, "acme3", names["SCHEME"])
+    name, code = re.search(r"QM_VALUE\(format, (\w+), (\d+)\)", text).groups()
+    assert name == "acme3"
+    assert int(code) == len(enum("format"))
+    w = np.random.default_rng(0).normal(0, 1, (6, 128))
+    codes, scales = SCHEMES["acme3"].quantize(w, 64, SCALE_DTYPES["f16"])
+    m = QuantizedMatrix("acme3", codes, scales, 64)
+    assert (np.abs(m.dequantize() - w) <= m.expand(SCHEMES["acme3"].error_bound(scales))).all()
+    for layout in LAYOUTS.values():
+        with pytest.raises(ValueError, match="acme3"):
+            layout.describe(Expert(m, m, m), "none", "none")
