@@ -25,6 +25,7 @@ from quantmoe.custom_ops.op import (
     RouterSpec,
     RoutingSpec,
     Spec,
+    inputs,
 )
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
@@ -239,15 +240,13 @@ def _linear(path: Path, node: ir.Node) -> dict[str, Any]:
 def _attention(path: Path, node: ir.Node) -> dict[str, Any]:
     spec = _spec(path, node, AttentionSpec)
     _check_runs(path, node, spec, {})
-    past = node.inputs[1]
-    if past is None or past.dtype is None:
-        raise ModelError(f"{path}: node {node.name}: past_key has no type")
+    held = _type(path, node, 1)
     width = spec.kv_num_heads * sum(spec.cache_widths)
     return {
         "node": node.name,
         "attributes": spec.attributes(),
-        "cache": past.dtype.name.lower() if spec.cache_format == "none" else spec.cache_format,
-        "bytes_per_token": int(width * past.dtype.itemsize),
+        "cache": held.name.lower() if spec.cache_format == "none" else spec.cache_format,
+        "bytes_per_token": int(width * held.itemsize),
     }
 
 
@@ -269,15 +268,20 @@ def _linear_attention(path: Path, node: ir.Node) -> dict[str, Any]:
 def _short_convolution(path: Path, node: ir.Node) -> dict[str, Any]:
     conv = _spec(path, node, ConvSpec)
     _check_runs(path, node, conv, {})
-    past = node.inputs[3]
-    if past is None or past.dtype is None:
-        raise ModelError(f"{path}: node {node.name}: past_conv has no type")
     return {
         "node": node.name,
         "attributes": conv.attributes(),
         "width": conv.width,
-        "state_bytes": int(conv.channels * (conv.width - 1) * past.dtype.itemsize),
+        "state_bytes": int(conv.channels * (conv.width - 1) * _type(path, node, 3).itemsize),
     }
+
+
+def _type(path: Path, node: ir.Node, index: int) -> ir.DataType:
+    """Of an input that is no weight."""
+    value = node.inputs[index]
+    if value is None or value.dtype is None:
+        raise ModelError(f"{path}: node {node.name}: {inputs(node.op_type)[index][0]} has no type")
+    return value.dtype
 
 
 def _reasons(path: Path, text: str) -> dict[str, str]:

@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx_ir as ir
@@ -298,3 +299,11 @@ def test_without_the_library_onnxruntime_names_the_operator(exported):
     with pytest.raises(Exception, match=r"quantmoe:Quant(MoE|Linear)\(-1\) is not a registered function/op"):
         ort.InferenceSession(str(exported("qwen3_moe", activations="float") / "model.onnx"))
     assert "libquantmoe_ort.so" in ir.load(exported("qwen3_moe", activations="float") / "model.onnx").doc_string
+
+
+def test_contributings_architecture(checkpoint, monkeypatch):
+    """A file with prepare(model) and its line in ARCHITECTURES: it is given transformers' model first."""
+    given = []
+    monkeypatch.setitem(model.ARCHITECTURES, "qwen3_moe", SimpleNamespace(prepare=given.append))
+    skeleton = Skeleton(find_format(open_checkpoint(checkpoint("qwen3_moe"))))
+    assert given == [skeleton.model]
