@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
-from quantmoe.custom_ops import library_file
-from quantmoe.custom_ops.layouts.marlin import GROUPED
+from quantmoe.custom_ops import library_file, native
 from quantmoe.custom_ops.op import (
     AttentionSpec,
     ConvSpec,
@@ -16,37 +14,17 @@ from quantmoe.custom_ops.op import (
     LinearSpec,
     MoESpec,
     NormSpec,
-    Projection,
     RouterSpec,
     RoutingSpec,
     RowsSpec,
-    enum,
 )
 from quantmoe.custom_ops.structs import ERROR_SIZE, STRUCTS, check_status, check_structs, node
 
 if TYPE_CHECKING:
     import torch
 
-#: what plan.cc takes of a projection's attributes, by format; group_size besides, see _refusal
-SCALES: dict[str, tuple[str, ...]] = {
-    "int4": ("f16", "bf16"),
-    "int8": ("f32", "f16", "bf16"),
-    "fp8_e4m3": ("f32", "f16", "bf16", "e8m0"),
-    "mxfp4": ("e8m0",),
-    "nvfp4": ("e4m3",),
-}
 #: of linears, whose activations are of the same type
 FLOATS = ("bf16", "f16")
-SUPPORTED: dict[str, tuple[int | str, ...]] = {
-    "format": tuple(SCALES),
-    "zero_points": (0, 1),
-    "activation_format": tuple(enum("activation_format")),
-    "pre_scale": (0, 1),
-    "perm": (0, 1),  # 2 as well of a gated w13
-    "bias": (0, 1),
-}
-#: head_size and v_head_size of attention.h
-HEAD_SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 PATHS = ("decode", "stream", "wgmma", "fp8", "dense")
 _I32, _I64, _U64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
 _TYPES = {"f32": 0, "f16": 1, "bf16": 2}
@@ -169,6 +147,16 @@ class Plan(ctypes.Structure):
     ]
 
 
+#: what makes the plan of a problem
+_PLANS = {
+    Problem: "qm_cuda_plan_moe",
+    LinearProblem: "qm_cuda_plan_linear",
+    RouterProblem: "qm_cuda_plan_router",
+    AttentionProblem: "qm_cuda_plan_attention",
+    DeltaProblem: "qm_cuda_plan_delta",
+}
+
+
 class _Tensors(ctypes.Structure):
     _fields_ = [(n, _PTR) for n in ("hidden_states", "topk_ids", "topk_weights", "w13", "w2", "output", "workspace")]
 
@@ -189,12 +177,12 @@ def library() -> ctypes.CDLL:
 
 def problem(spec: MoESpec, dtype: str, tokens: int, top_k: int, local_experts: int, id_bytes: int = 8) -> Problem:
     """qm_cuda_problem of a node and a batch; dtype "f16" or "bf16" (or "f32", which plan() refuses)."""
-    return Problem(node(library(), spec), _TYPES[dtype], id_bytes, tokens, top_k, local_experts)
+    return Problem(node(native.library(), spec), _TYPES[dtype], id_bytes, tokens, top_k, local_experts)
 
 
 def linear_problem(spec: LinearSpec, dtype: str, rows: int) -> LinearProblem:
     """qm_cuda_linear_problem of a node and a batch."""
-    return LinearProblem(node(library(), spec), _TYPES[dtype], rows)
+    return LinearProblem(node(native.library(), spec), _TYPES[dtype], rows)
 
 
 def plan(problem: Problem | LinearProblem, device: Device = H200) -> Plan:
@@ -203,10 +191,15 @@ def plan(problem: Problem | LinearProblem, device: Device = H200) -> Plan:
     Raises:
         ValueError: the library's sentence about what is not supported.
     """
-    found, err = Plan(), ctypes.create_string_buffer(ERROR_SIZE)
-    make = library().qm_cuda_plan_moe if isinstance(problem, Problem) else library().qm_cuda_plan_linear
-    check_status(make(ctypes.byref(problem), ctypes.byref(device), ctypes.byref(found), err), err)
+    found = Plan()
+    _plan(library(), problem, device, found)
     return found
+
+
+def _plan(lib: ctypes.CDLL, problem: ctypes.Structure, device: Device, found: ctypes.Structure) -> None:
+    err = ctypes.create_string_buffer(ERROR_SIZE)
+    make = getattr(lib, _PLANS[type(problem)])
+    check_status(make(ctypes.byref(problem), ctypes.byref(device), ctypes.byref(found), err), err)
 
 
 def check_plan(problem: Problem | LinearProblem, plan: Plan) -> None:
@@ -233,93 +226,27 @@ def check_order(problem: Problem | LinearProblem, rows: torch.Tensor) -> None:
 
 
 def refusal(spec: MoESpec | LinearSpec | AttentionSpec | ConvSpec | DeltaSpec) -> str:
-    """Why the kernels do not run nodes with these attributes; "" when they do. Needs neither the library nor a GPU."""
-    if isinstance(spec, AttentionSpec):
-        return _attention_refusal(spec)
-    if isinstance(spec, ConvSpec | DeltaSpec):
-        return _state_refusal(spec)
+    """Why the kernels do not run nodes with these attributes: what the plan of one token on an H200 says, which the
+    library of the CPU kernels has, too; "" when they do."""
+    lib = native.library()
+    try:
+        if isinstance(spec, AttentionSpec):
+            _plan(lib, attention_problem(spec, "bf16", 1, 1, 1, 1), H200, AttentionPlan())
+        elif isinstance(spec, ConvSpec):
+            _validate_conv(lib, conv_problem(spec, "bf16", 1, 1))
+        elif isinstance(spec, DeltaSpec):
+            _plan(lib, delta_problem(spec, "bf16", 1, 1), H200, DeltaPlan())
+        else:
+            _plan(lib, _of_one_token(spec), H200, Plan())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _of_one_token(spec: MoESpec | LinearSpec) -> Problem | LinearProblem:
     if isinstance(spec, LinearSpec):
-        if spec.in_features % 8:
-            return f"in_features is {spec.in_features}; the CUDA kernels take multiples of 8"
-        return _float_refusal(spec.w) if spec.w.format in FLOATS else _refusal("w", spec.w)
-    for name in ("gated", "apply_router_weight_on_input"):
-        if (value := getattr(spec, name)) not in (0, 1):
-            return f"{name} is {value}, expected 0 or 1"
-    w13 = replace(spec.w13, perm=1) if spec.gated and spec.w13.perm == 2 else spec.w13
-    for prefix, projection in (("w13", w13), ("w2", spec.w2)):
-        if reason := _refusal(prefix, projection):
-            return reason
-    if spec.w2.perm and spec.w2.activation_format in GROUPED:
-        return (
-            f"w2_perm is 1 with w2_activation_format {spec.w2.activation_format}, whose groups are of the features "
-            "before the act-order, which the CUDA kernels do not apply to w2: export with --activations float"
-        )
-    if spec.hidden_size % 8:
-        return f"hidden_size is {spec.hidden_size}; the CUDA kernels take multiples of 8"
-    return ""
-
-
-def _attention_refusal(spec: AttentionSpec) -> str:
-    """attention_plan.cc's ValidateAttributes, as far as the operator allows more."""
-    if spec.cache_format == "int8_token":
-        return "cache_format is int8_token, the CUDA kernels take none, int8 and fp8_e4m3"
-    if spec.key_split:
-        return f"key_split is {spec.key_split}, the CUDA kernels take 0: no latent attention"
-    if (spec.head_size, spec.v_head_size) not in HEAD_SIZES:
-        return (
-            f"head_size is {spec.head_size} and v_head_size {spec.v_head_size}, the CUDA kernels take 64, 96, 128, 192 "
-            "and 256 of both, or 192 and 128"
-        )
-    return ""
-
-
-def _state_refusal(spec: ConvSpec | DeltaSpec) -> str:
-    """linear_attention_plan.cc's, as far as the operators allow more."""
-    if isinstance(spec, DeltaSpec):
-        if {spec.k_head_size, spec.v_head_size} <= {64, 128}:
-            return ""
-        sizes = f"k_head_size is {spec.k_head_size} and v_head_size {spec.v_head_size}"
-        return f"{sizes}, the CUDA kernels take 64 and 128"
-    if spec.channels % 2:
-        return f"channels is {spec.channels}, the CUDA kernel takes even numbers"
-    if not 2 <= spec.width <= 4:
-        return f"width is {spec.width}, the CUDA kernel takes 2 to 4"
-    return ""
-
-
-def _float_refusal(w: Projection) -> str:
-    """plan.cc's ValidateFloats."""
-    plain = {"group_size": -1, "block_n": 1, "scale_type": "f32", "zero_points": 0, "activation_format": "none"}
-    for name, want in (plain | {"perm": 0, "pre_scale": 0}).items():
-        if (value := getattr(w, name)) != want:
-            return f"w_{name} is {value}; the CUDA kernels take {want} for floats"
-    return "" if w.bias in (0, 1) else f"w_bias is {w.bias}, expected 0 or 1"
-
-
-def _refusal(prefix: str, p: Projection) -> str:
-    """plan.cc's ValidateWeights."""
-    for name, known in SUPPORTED.items():
-        if (value := getattr(p, name)) not in known:
-            take = ", ".join(map(str, known))
-            return f"{prefix}_{name} is {value}; the CUDA kernels take {take}"
-    if p.zero_points and p.format not in ("int4", "int8"):
-        return f"{prefix}_zero_points is 1; the CUDA kernels take them of int4 and int8, the format is {p.format}"
-    if p.scale_type not in SCALES[p.format]:
-        take = ", ".join(SCALES[p.format])
-        way = ": export with --scales bf16" if p.scale_type == "f32" and "bf16" in SCALES[p.format] else ""
-        return f"{prefix}_scale_type is {p.scale_type}; the CUDA kernels take {take} for {p.format}{way}"
-    g = p.group_size
-    fixed = {"mxfp4": 32, "nvfp4": 16}.get(p.format, 32 if p.scale_type == "e8m0" else None)
-    if fixed is not None and g != fixed:
-        return f"{prefix}_group_size is {g}; the CUDA kernels take {fixed} for {p.format} with {p.scale_type} scales"
-    if fixed is None and g not in (-1, 32) and (g < 64 or g & (g - 1)):
-        return f"{prefix}_group_size is {g}; the CUDA kernels take -1, 32 and powers of two from 64"
-    if p.scale_type == "f32" and g == 32:
-        return (
-            f"{prefix}_scale_type is f32 with group_size 32; the CUDA kernels take f32 scales of groups of 64 and "
-            "more: export with --scales bf16"
-        )
-    return ""
+        return linear_problem(spec, spec.w.format if spec.w.format in FLOATS else "bf16", 1)
+    return problem(spec, "bf16", 1, 1, spec.num_experts - spec.expert_offset)
 
 
 def absence(spec: MoESpec | LinearSpec) -> str:
@@ -334,10 +261,7 @@ def absence(spec: MoESpec | LinearSpec) -> str:
     except ValueError as error:
         return f"compiled, no GPU here ({error})"
     try:
-        if isinstance(spec, LinearSpec):
-            plan(linear_problem(spec, spec.w.format if spec.w.format in FLOATS else "bf16", 1), device)
-        else:
-            plan(problem(spec, "bf16", 1, 1, spec.num_experts), device)
+        plan(_of_one_token(spec), device)
     except ValueError as error:
         return str(error)
     return ""
@@ -447,7 +371,7 @@ def check_routing(spec: RoutingSpec) -> None:
         ValueError: the library's sentence about an attribute.
     """
     err = ctypes.create_string_buffer(ERROR_SIZE)
-    found = RoutingProblem(node(library(), spec), _TYPES["f32"], 1)
+    found = RoutingProblem(node(native.library(), spec), _TYPES["f32"], 1)
     check_status(library().qm_cuda_validate_routing(ctypes.byref(found), err), err)
 
 
@@ -461,7 +385,7 @@ def route(spec: RoutingSpec, logits: torch.Tensor, correction_bias: torch.Tensor
 
     ids = torch.full((len(logits), spec.slots), -1, dtype=torch.int32, device=logits.device)
     weights = torch.full(ids.shape, float("nan"), device=logits.device)
-    problem = RoutingProblem(node(library(), spec), _TYPES[_dtype(logits)], len(logits))
+    problem = RoutingProblem(node(native.library(), spec), _TYPES[_dtype(logits)], len(logits))
     tensors = (_PTR * 4)(*(t.data_ptr() for t in (logits, correction_bias, ids, weights)))
     err = ctypes.create_string_buffer(ERROR_SIZE)
     stream = _PTR(torch.cuda.current_stream().cuda_stream)
@@ -471,7 +395,7 @@ def route(spec: RoutingSpec, logits: torch.Tensor, correction_bias: torch.Tensor
 
 def router_problem(spec: RouterSpec, dtype: str, tokens: int) -> RouterProblem:
     """qm_cuda_router_problem of a node and its tokens; dtype "f16" or "bf16" (or "f32", which is refused)."""
-    return RouterProblem(node(library(), spec), _TYPES[dtype], tokens)
+    return RouterProblem(node(native.library(), spec), _TYPES[dtype], tokens)
 
 
 def plan_router(problem: RouterProblem, device: Device = H200) -> RouterPlan:
@@ -480,9 +404,8 @@ def plan_router(problem: RouterProblem, device: Device = H200) -> RouterPlan:
     Raises:
         ValueError: the library's sentence about an attribute or a size.
     """
-    found, err = RouterPlan(), ctypes.create_string_buffer(ERROR_SIZE)
-    plan = library().qm_cuda_plan_router
-    check_status(plan(ctypes.byref(problem), ctypes.byref(device), ctypes.byref(found), err), err)
+    found = RouterPlan()
+    _plan(library(), problem, device, found)
     return found
 
 
@@ -522,7 +445,7 @@ def router(spec: RouterSpec, *inputs: torch.Tensor, device: Device | None = None
 
 def norm_problem(spec: NormSpec, dtype: str, rows: int, columns: int) -> NormProblem:
     """qm_cuda_norm_problem of a node and its sizes; dtype "f16" or "bf16" (or "f32", which is refused)."""
-    return NormProblem(node(library(), spec), _TYPES[dtype], rows, columns)
+    return NormProblem(node(native.library(), spec), _TYPES[dtype], rows, columns)
 
 
 def check_norm(problem: NormProblem) -> None:
@@ -566,7 +489,7 @@ def add_norm(spec: NormSpec, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def rows_problem(spec: RowsSpec, batch: int, tokens: int, past_slots: int, length: int) -> RowsProblem:
     """qm_cuda_rows_problem of a node's sizes."""
-    return RowsProblem(node(library(), spec), batch, tokens, past_slots, length)
+    return RowsProblem(node(native.library(), spec), batch, tokens, past_slots, length)
 
 
 def token_rows(spec: RowsSpec, mask: torch.Tensor, new: int, past: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -590,7 +513,7 @@ def attention_problem(
     spec: AttentionSpec, dtype: str, batch: int, tokens: int, past_slots: int, slots: int
 ) -> AttentionProblem:
     """qm_cuda_attention_problem of a node and its shapes; dtype "f16" or "bf16" (or "f32", which is refused)."""
-    return AttentionProblem(node(library(), spec), _TYPES[dtype], batch, tokens, past_slots, slots)
+    return AttentionProblem(node(native.library(), spec), _TYPES[dtype], batch, tokens, past_slots, slots)
 
 
 def plan_attention(problem: AttentionProblem, device: Device = H200) -> AttentionPlan:
@@ -599,9 +522,8 @@ def plan_attention(problem: AttentionProblem, device: Device = H200) -> Attentio
     Raises:
         ValueError: the library's sentence about an attribute or a shape.
     """
-    found, err = AttentionPlan(), ctypes.create_string_buffer(ERROR_SIZE)
-    plan = library().qm_cuda_plan_attention
-    check_status(plan(ctypes.byref(problem), ctypes.byref(device), ctypes.byref(found), err), err)
+    found = AttentionPlan()
+    _plan(library(), problem, device, found)
     return found
 
 
@@ -662,7 +584,7 @@ def attention(
 
 def conv_problem(spec: ConvSpec, dtype: str, batch: int, tokens: int) -> ConvProblem:
     """qm_cuda_conv_problem of a node and its shapes; dtype "f16" or "bf16" (or "f32", which is refused)."""
-    return ConvProblem(node(library(), spec), _TYPES[dtype], batch, tokens)
+    return ConvProblem(node(native.library(), spec), _TYPES[dtype], batch, tokens)
 
 
 def check_conv(problem: ConvProblem) -> None:
@@ -671,8 +593,12 @@ def check_conv(problem: ConvProblem) -> None:
     Raises:
         ValueError: the library's sentence about an attribute or a shape.
     """
+    _validate_conv(library(), problem)
+
+
+def _validate_conv(lib: ctypes.CDLL, problem: ConvProblem) -> None:
     err = ctypes.create_string_buffer(ERROR_SIZE)
-    check_status(library().qm_cuda_validate_conv(ctypes.byref(problem), err), err)
+    check_status(lib.qm_cuda_validate_conv(ctypes.byref(problem), err), err)
 
 
 def launch_conv(problem: ConvProblem, *tensors: torch.Tensor) -> None:
@@ -709,7 +635,7 @@ def conv(spec: ConvSpec, *inputs: torch.Tensor, in_place: bool = False) -> tuple
 
 def delta_problem(spec: DeltaSpec, dtype: str, batch: int, tokens: int) -> DeltaProblem:
     """qm_cuda_delta_problem of a node and its shapes; dtype "f16" or "bf16" (or "f32", which is refused)."""
-    return DeltaProblem(node(library(), spec), _TYPES[dtype], batch, tokens)
+    return DeltaProblem(node(native.library(), spec), _TYPES[dtype], batch, tokens)
 
 
 def plan_delta(problem: DeltaProblem, device: Device = H200) -> DeltaPlan:
@@ -718,9 +644,8 @@ def plan_delta(problem: DeltaProblem, device: Device = H200) -> DeltaPlan:
     Raises:
         ValueError: the library's sentence about an attribute or a shape.
     """
-    found, err = DeltaPlan(), ctypes.create_string_buffer(ERROR_SIZE)
-    plan = library().qm_cuda_plan_delta
-    check_status(plan(ctypes.byref(problem), ctypes.byref(device), ctypes.byref(found), err), err)
+    found = DeltaPlan()
+    _plan(library(), problem, device, found)
     return found
 
 

@@ -37,7 +37,8 @@ GemmKernel ForFormat(const qm_projection& w, int per_block, const Body& body) {
 // The same of symmetric int4.
 template <class Body>
 GemmKernel ForInt4(const qm_projection& w, int per_block, const Body& body) {
-  if (w.scale_type == 2) return per_block == 2 ? body(Int4<__nv_bfloat16, 2>{}) : body(Int4<__nv_bfloat16, 1>{});
+  if (w.scale_type == k_scale_type_bf16)
+    return per_block == 2 ? body(Int4<__nv_bfloat16, 2>{}) : body(Int4<__nv_bfloat16, 1>{});
   return per_block == 2 ? body(Int4<__half, 2>{}) : body(Int4<__half, 1>{});
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 
 #include "core/attributes.h"
 #include "quantmoe/quant_moe.h"
@@ -27,6 +28,36 @@ inline bool RoundsByExpert(const qm_projection& w) { return HasInputScale(w) || 
 // Rounded x has a row for each pair, not for each token.
 inline bool RoundsPairs(const qm_moe& m) { return RoundsByExpert(m.w13) || m.apply_router_weight_on_input; }
 
+// Bytes of a scale.
+constexpr int ScaleTypeBytes(int32_t scale_type) {
+  return scale_type == k_scale_type_f32 ? 4 : scale_type == k_scale_type_f16 || scale_type == k_scale_type_bf16 ? 2 : 1;
+}
+constexpr bool IsFloatScale(int32_t scale_type) { return ScaleTypeBytes(scale_type) > 1; }
+constexpr bool IsValue(std::string_view kind, int32_t code) {
+  for (const EnumValue& value : kEnumValues)
+    if (kind == value.kind && code == value.code) return true;
+  return false;
+}
+// Whether the kernels have instances that read the format with such scales.
+constexpr bool TakesScales(int32_t format, int32_t scale_type) {
+  switch (format) {
+    case k_format_int4:
+      return scale_type == k_scale_type_f16 || scale_type == k_scale_type_bf16;
+    case k_format_int8:
+      return IsFloatScale(scale_type);
+    case k_format_fp8_e4m3:
+      return IsFloatScale(scale_type) || scale_type == k_scale_type_e8m0;
+    case k_format_mxfp4:
+      return scale_type == k_scale_type_e8m0;
+    default:
+      return format == k_format_nvfp4 && scale_type == k_scale_type_e4m3;
+  }
+}
+// The one group size that a format with such scales has; 0: -1, 32 or a power of two from 64.
+constexpr int GroupSizeOf(int32_t format, int32_t scale_type) {
+  return format == k_format_nvfp4 ? 16 : format == k_format_mxfp4 || scale_type == k_scale_type_e8m0 ? 32 : 0;
+}
+
 // How the kernels read weights. kInt4 is symmetric, with f16 or bf16 scales known at compile time; kInt4Zero and the
 // 8-bit kinds take the scales' type as an argument, the 8-bit kinds also the groups in a unit.
 // kFloat is 16 bits of the activations' type, a linear's alone.
@@ -34,16 +65,16 @@ enum class WeightKind { kInt4, kInt4Zero, kInt8, kInt8Zero, kFp8, kMxfp4, kNvfp4
 
 inline WeightKind KindOf(const qm_projection& w) {
   switch (w.format) {
-    case 0:
+    case k_format_int4:
       return w.zero_points ? WeightKind::kInt4Zero : WeightKind::kInt4;
-    case 1:
+    case k_format_int8:
       return w.zero_points ? WeightKind::kInt8Zero : WeightKind::kInt8;
-    case 2:
+    case k_format_mxfp4:
       return WeightKind::kMxfp4;
-    case 3:
+    case k_format_nvfp4:
       return WeightKind::kNvfp4;
-    case 5:
-    case 6:
+    case k_format_bf16:
+    case k_format_f16:
       return WeightKind::kFloat;
     default:
       return WeightKind::kFp8;
@@ -52,8 +83,8 @@ inline WeightKind KindOf(const qm_projection& w) {
 // Weights whose codes are multiplied with e4m3 codes of activations.
 inline bool TakesFp8(const qm_projection& w) {
   const int a = w.activation_format;
-  return KindOf(w) == WeightKind::kFp8 && w.scale_type <= 2 && (w.group_size == -1 || w.group_size % 128 == 0) &&
-         !w.perm && !w.pre_scale &&
+  return KindOf(w) == WeightKind::kFp8 && IsFloatScale(w.scale_type) &&
+         (w.group_size == -1 || w.group_size % 128 == 0) && !w.perm && !w.pre_scale &&
          (a == k_activation_format_fp8_token || a == k_activation_format_fp8_tensor ||
           a == k_activation_format_fp8_group128);
 }
@@ -175,9 +206,8 @@ inline qm_moe MoeOf(const qm_linear& l) {
 inline bool MarlinRowOf(const qm_moe& m, int projection, MarlinRow* row) {
   if (projection != 13 && projection != 2) return false;
   const qm_projection& w = projection == 13 ? m.w13 : m.w2;
-  static constexpr int kScaleBytes[] = {4, 2, 2, 1, 1};
   const int g = w.group_size;
-  if (w.format < 0 || w.format > 6 || w.scale_type < 0 || w.scale_type > 4 || m.hidden_size <= 0 ||
+  if (!IsValue("format", w.format) || !IsValue("scale_type", w.scale_type) || m.hidden_size <= 0 ||
       m.intermediate_size <= 0 || !(g == -1 || g == 16 || g == 32 || (g > 0 && g % 64 == 0)) ||
       ((w.zero_points | w.pre_scale) & ~1) || w.perm < 0 || w.perm > (projection == 13 && m.gated ? 2 : 1))
     return false;
@@ -196,13 +226,14 @@ inline bool MarlinRowOf(const qm_moe& m, int projection, MarlinRow* row) {
   row->block_shift = 31;
   if (g != -1)
     for (row->block_shift = 0; 1 << row->block_shift < units_per_block;) ++row->block_shift;
-  row->scale_bytes = 2 * row->per_block * kScaleBytes[w.scale_type];
+  const int scale_bytes = ScaleTypeBytes(w.scale_type);
+  row->scale_bytes = 2 * row->per_block * scale_bytes;
   const size_t scales = static_cast<size_t>(row->panels) * 16 * row->blocks * row->per_block;
   auto align = [](size_t a) { return (a + 63) / 64 * 64; };
   row->scales_at = static_cast<size_t>(row->panels) * row->units * 128 * bits;
-  row->zeros_at = align(row->scales_at + scales * kScaleBytes[w.scale_type]);
+  row->zeros_at = align(row->scales_at + scales * scale_bytes);
   row->globals_at = align(row->zeros_at + (w.zero_points ? scales : 0));
-  row->bias_at = align(row->globals_at + (w.format == 3 ? 8 : 0));
+  row->bias_at = align(row->globals_at + (w.format == k_format_nvfp4 ? 8 : 0));
   row->perm_at = align(row->bias_at + (w.bias ? static_cast<size_t>(row->panels) * 64 : 0));
   row->orders = w.perm;
   row->order_bytes = align(static_cast<size_t>(k) * 4);

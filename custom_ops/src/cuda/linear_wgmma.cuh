@@ -201,11 +201,11 @@ __global__ void __launch_bounds__(LinearThreads(LinearSizesOf(kTokens, kKind).pa
         return Nvfp4Factor<T>(from[i / 2], BytePair(i % 2 * 2 + row));
       });
     } else {
-      if (w.scale_type == 2) {
+      if (w.scale_type == k_scale_type_bf16) {
         halves(__nv_bfloat16());
-      } else if (!kBytes || w.scale_type == 1) {
+      } else if (!kBytes || w.scale_type == k_scale_type_f16) {
         halves(__half());
-      } else if (kKind != WeightKind::kFp8 || w.scale_type == 0) {
+      } else if (kKind != WeightKind::kFp8 || w.scale_type == k_scale_type_f32) {
         each([](const uint32_t(&from)[2], int, int row) { return CodeFactor<T, kKind>(__uint_as_float(from[row])); });
       } else {
         each([](const uint32_t(&from)[2], int i, int row) { return CodeFactor<T, kKind>(E8m0(from[0], 2 * i + row)); });

@@ -86,9 +86,9 @@ __device__ inline float Of(const float4& v, int i) { return i == 0 ? v.x : i == 
 
 // Four scales of a panel of type `type` (f32, f16, bf16), the fours being those of two rows g: row g, g + 8, of each.
 __device__ inline float4 FourScales(const uint8_t* scales, int type, int64_t four) {
-  if (type == 0) return reinterpret_cast<const float4*>(scales)[four];
+  if (type == k_scale_type_f32) return reinterpret_cast<const float4*>(scales)[four];
   const uint2 v = reinterpret_cast<const uint2*>(scales)[four];
-  if (type == 1)
+  if (type == k_scale_type_f16)
     return make_float4(Half<__half>::Low(v.x), Half<__half>::High(v.x), Half<__half>::Low(v.y),
                        Half<__half>::High(v.y));
   return make_float4(Half<__nv_bfloat16>::Low(v.x), Half<__nv_bfloat16>::High(v.x), Half<__nv_bfloat16>::Low(v.y),
@@ -236,12 +236,12 @@ struct Fp8Consumer {
     const uint8_t* scales = expert + w.scales_at;
     if (w.block_shift != 31) {
       times([](int) { return make_float4(1.f, 1.f, 1.f, 1.f); });
-    } else if (w.scale_type == 0) {
-      times([&](int four) { return FourScales(scales, 0, four); });
-    } else if (w.scale_type == 1) {
-      times([&](int four) { return FourScales(scales, 1, four); });
+    } else if (w.scale_type == k_scale_type_f32) {
+      times([&](int four) { return FourScales(scales, k_scale_type_f32, four); });
+    } else if (w.scale_type == k_scale_type_f16) {
+      times([&](int four) { return FourScales(scales, k_scale_type_f16, four); });
     } else {
-      times([&](int four) { return FourScales(scales, 2, four); });
+      times([&](int four) { return FourScales(scales, k_scale_type_bf16, four); });
     }
     if (w.bias_at && work.k_begin == 0) {
       const float2* biases = reinterpret_cast<const float2*>(expert + w.bias_at) + t;
@@ -258,7 +258,7 @@ struct Fp8Consumer {
       }
     }
     if constexpr (!down) {
-      if (p.activation.kind == 0) {
+      if (p.activation.kind == k_activation_silu) {
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) acc[0][i] = Silu(acc[0][i]) * acc[1][i];
       } else {

@@ -140,11 +140,11 @@ struct WgmmaConsumer {
       });
     } else {
       const int groups = 1 + TwoGroups();
-      if (w.scale_type == 2) {
+      if (w.scale_type == k_scale_type_bf16) {
         halves(__nv_bfloat16(), groups);
-      } else if (kKind == WeightKind::kInt4Zero || w.scale_type == 1) {
+      } else if (kKind == WeightKind::kInt4Zero || w.scale_type == k_scale_type_f16) {
         halves(__half(), groups);
-      } else if (kKind == WeightKind::kInt8 || kKind == WeightKind::kInt8Zero || w.scale_type == 0) {
+      } else if (kKind == WeightKind::kInt8 || kKind == WeightKind::kInt8Zero || w.scale_type == k_scale_type_f32) {
         each([](const uint32_t* words, int, int row) { return CodeFactor<T, kKind>(__uint_as_float(words[row])); });
       } else {
         each([](const uint32_t* words, int half, int row) {

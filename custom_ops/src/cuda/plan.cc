@@ -1,26 +1,14 @@
 // The plan: which kernels, tiles and workspace for a problem on a device. Pure; runs without a GPU.
 #include <algorithm>
 #include <cmath>
-#include <cstdarg>
 #include <cstdint>
-#include <cstdio>
 
 #include "cuda/layout.h"
+#include "cuda/validate.h"
 #include "quantmoe/quant_moe_cuda.h"
 
 namespace quantmoe {
 namespace {
-
-constexpr int64_t kMaxExperts = 8192;    // MoeRoute counts them in shared memory
-constexpr int kMaxRoutedExperts = 2048;  // MoeSelect keeps four words of each there
-
-__attribute__((format(printf, 3, 4))) int Fail(char* err, int status, const char* format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  std::vsnprintf(err, QM_ERROR_SIZE, format, arguments);
-  va_end(arguments);
-  return status;
-}
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Whether moe_gemm_wgmma.cuh can address the rows: in pieces of 16 bytes, with 32 bits.
@@ -30,152 +18,6 @@ double Fill(int64_t count, int64_t slots) {
   return static_cast<double>(count) / static_cast<double>(std::max<int64_t>(1, CeilDiv(count, slots)) * slots);
 }
 uint64_t Align(uint64_t a) { return (a + 255) / 256 * 256; }
-
-int ValidateFlag(int value, const char* prefix, const char* name, char* err) {
-  if (value == 0 || value == 1) return QM_OK;
-  return Fail(err, QM_INVALID, "%s%s is %d, expected 0 or 1", prefix, name, value);
-}
-
-// Whether activations are rounded in groups of features.
-bool RoundsGroups(const qm_projection& w) {
-  return w.activation_format == k_activation_format_fp8_group128 || w.activation_format == k_activation_format_nvfp4 ||
-         w.activation_format == k_activation_format_mxfp8 || w.activation_format == k_activation_format_mxfp4;
-}
-
-// Of a linear's floats, which are what the activations are.
-int ValidateFloats(const qm_projection& w, int type, char* err) {
-  const int want = type == QM_F16 ? 6 : 5;
-  if (w.format != want)
-    return Fail(err, QM_UNSUPPORTED, "w_format is %d and x is %s; the CUDA kernels multiply floats of one type",
-                w.format, type == QM_F16 ? "float16 (6)" : "bfloat16 (5)");
-  const struct {
-    const char* name;
-    int value, want;
-  } plain[] = {{"group_size", w.group_size, -1},
-               {"block_n", w.block_n, 1},
-               {"scale_type", w.scale_type, 0},
-               {"zero_points", w.zero_points, 0},
-               {"activation_format", w.activation_format, 0},
-               {"perm", w.perm, 0},
-               {"pre_scale", w.pre_scale, 0}};
-  for (const auto& p : plain)
-    if (p.value != p.want)
-      return Fail(err, QM_UNSUPPORTED, "w_%s is %d, the CUDA kernels take %d for floats", p.name, p.value, p.want);
-  return ValidateFlag(w.bias, "w", "_bias", err);
-}
-
-int ValidateLayout(const qm_projection& w, const char* name, char* err) {
-  if (w.layout == 1 && w.layout_version == 2) return QM_OK;
-  return Fail(err, QM_INVALID, "%s_layout is %d version %d, the CUDA kernels read marlin (1) version 2: %s", name,
-              w.layout, w.layout_version,
-              w.layout != 1          ? "export with --target cuda"
-              : w.layout_version > 2 ? "a later quantmoe wrote it"
-                                     : "export the model again");
-}
-
-// name: of the projection, the prefix of its attributes; most_orders: that its perm may say.
-int ValidateWeights(const qm_projection& w, const char* name, int most_orders, char* err) {
-  enum { f32, f16, bf16, e8m0, e4m3 };
-  if (int status = ValidateLayout(w, name, err)) return status;
-  const bool integer = w.format == 0 || w.format == 1;
-  if (w.format < 0 || w.format > 4)
-    return Fail(err, QM_UNSUPPORTED, "%s_format is %d, the CUDA kernels take 0 to 4", name, w.format);
-  if (w.zero_points != 0 && !(integer && w.zero_points == 1))
-    return Fail(err, QM_UNSUPPORTED, "%s_zero_points is %d, the CUDA kernels take 0, and 1 with int4 and int8", name,
-                w.zero_points);
-  if (w.block_n < 1) return Fail(err, QM_INVALID, "%s_block_n is %d, expected 1 or more", name, w.block_n);
-  const int g = w.group_size, s = w.scale_type;
-  const bool e2m1 = w.format == 2 || w.format == 3;
-  if (e2m1 ? s != (w.format == 2 ? e8m0 : e4m3) : s < f32 || s > (integer ? bf16 : e8m0))
-    return Fail(err, QM_UNSUPPORTED,
-                "%s_scale_type is %d; the CUDA kernels take f16 (1) and bf16 (2), of int8 and fp8 also f32 (0), of fp8 "
-                "also e8m0 (3), of mxfp4 e8m0 (3), of nvfp4 e4m3 (4)",
-                name, s);
-  if (s == f32 && w.format == 0)
-    return Fail(
-        err, QM_UNSUPPORTED,
-        "%s_scale_type is f32 (0); the CUDA kernels take f16 (1) and bf16 (2) for int4: export with --scales bf16",
-        name);
-  const bool known = e2m1        ? g == (w.format == 2 ? 32 : 16)
-                     : s == e8m0 ? g == 32
-                                 : g == -1 || g == 32 || (g >= 64 && !(g & (g - 1)));
-  if (!known)
-    return Fail(err, QM_UNSUPPORTED,
-                "%s_group_size is %d; the CUDA kernels take -1, 32 and powers of two from 64, 32 with e8m0 scales, 16 "
-                "with nvfp4",
-                name, g);
-  if (s == f32 && g == 32)
-    return Fail(err, QM_UNSUPPORTED,
-                "%s_scale_type is f32 (0) with group_size 32; the CUDA kernels take f32 scales of groups of 64 and "
-                "more: export with --scales bf16",
-                name);
-  if (w.activation_format < k_activation_format_none || w.activation_format > k_activation_format_mxfp4)
-    return Fail(err, QM_UNSUPPORTED, "%s_activation_format is %d, the CUDA kernels take 0 to 8", name,
-                w.activation_format);
-  if (w.pre_scale != 0 && w.pre_scale != 1)
-    return Fail(err, QM_UNSUPPORTED, "%s_pre_scale is %d, the CUDA kernels take 0 and 1", name, w.pre_scale);
-  if (w.perm < 0 || w.perm > most_orders)
-    return Fail(err, QM_UNSUPPORTED, "%s_perm is %d, the CUDA kernels take 0 to %d", name, w.perm, most_orders);
-  return ValidateFlag(w.bias, name, "_bias", err);
-}
-
-// Parts of a row are found by 32-bit offsets.
-int ValidateRow(const qm_moe& m, int projection, const char* name, char* err) {
-  MarlinRow row{};
-  MarlinRowOf(m, projection, &row);
-  if (row.bytes > UINT32_MAX)
-    return Fail(err, QM_UNSUPPORTED, "%s has rows of %llu bytes, the CUDA kernels take less than 2^32", name,
-                static_cast<unsigned long long>(row.bytes));
-  return QM_OK;
-}
-
-int ValidateMachine(int type, const char* what, const qm_cuda_device& device, char* err) {
-  if (type != QM_F16 && type != QM_BF16)
-    return Fail(err, QM_UNSUPPORTED, "%s type %d, the CUDA kernels take float16 (1) and bfloat16 (2)", what, type);
-  if (device.sm < 80)
-    return Fail(err, QM_UNSUPPORTED, "compute capability %d.%d, the kernels need 8.0 or later", device.sm / 10,
-                device.sm % 10);
-  return QM_OK;
-}
-
-int Validate(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) {
-  const qm_moe& m = p.moe;
-  if (int status = check_node("QuantMoE", &m, err)) return status;
-  if (int status = ValidateMachine(p.type, "hidden_states are", device, err)) return status;
-  if (p.id_bytes != 4 && p.id_bytes != 8)
-    return Fail(err, QM_INVALID, "topk_ids are %d bytes wide, expected 4 or 8", p.id_bytes);
-  if (m.hidden_size <= 0 || m.hidden_size % 8)
-    return Fail(err, QM_UNSUPPORTED, "hidden_size is %d, the CUDA kernels take positive multiples of 8", m.hidden_size);
-  if (m.intermediate_size <= 0)
-    return Fail(err, QM_INVALID, "intermediate_size is %d, expected a positive number", m.intermediate_size);
-  if (p.local_experts <= 0 || p.local_experts > kMaxExperts)
-    return Fail(err, QM_UNSUPPORTED, "w13 has %lld experts, the CUDA kernels take 1 to %lld",
-                static_cast<long long>(p.local_experts), static_cast<long long>(kMaxExperts));
-  if (m.expert_offset < 0 || m.expert_offset + p.local_experts > m.num_experts)
-    return Fail(err, QM_INVALID, "experts [%d, %lld) are not inside num_experts = %d", m.expert_offset,
-                static_cast<long long>(m.expert_offset + p.local_experts), m.num_experts);
-  if (p.tokens < 0 || p.top_k <= 0 || p.tokens > INT32_MAX / 2 / p.top_k)
-    return Fail(err, QM_INVALID, "topk_ids is [%lld, %lld], expected at least [0, 1] and at most %d ids",
-                static_cast<long long>(p.tokens), static_cast<long long>(p.top_k), INT32_MAX / 2);
-  if (int status = ValidateFlag(m.gated, "", "gated", err)) return status;
-  if (int status = ValidateFlag(m.apply_router_weight_on_input, "", "apply_router_weight_on_input", err)) return status;
-  if (m.activation < 0 || m.activation > 5 || (!m.gated && m.activation > 3))
-    return Fail(err, QM_INVALID, "activation is %d with gated = %d, expected 0 to 3, or 4 and 5 with gated = 1",
-                m.activation, m.gated);
-  for (int which : {13, 2}) {
-    const char* name = which == 13 ? "w13" : "w2";
-    const int orders = which == 13 && m.gated ? 2 : 1;
-    if (int status = ValidateWeights(which == 13 ? m.w13 : m.w2, name, orders, err)) return status;
-    if (int status = ValidateRow(m, which, name, err)) return status;
-  }
-  if (m.w2.perm && RoundsGroups(m.w2))  // FORMAT.md 3: h comes in packed order, its groups are of the original one
-    return Fail(
-        err, QM_UNSUPPORTED,
-        "w2_perm is 1 with w2_activation_format %d, whose groups are of the features before the act-order, which "
-        "the CUDA kernels do not apply to w2: export with --activations float",
-        m.w2.activation_format);
-  return QM_OK;
-}
 
 constexpr int kMostMultiprocessors = 144;  // of a GPU of sm_90
 // Blocks on a multiprocessor that the kernels' registers allow.
@@ -450,7 +292,7 @@ extern "C" size_t qm_cuda_row_bytes(const qm_moe* moe, int projection) {
 extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_device* device, qm_cuda_plan* plan,
                                 char* err) {
   const qm_cuda_problem& p = *problem;
-  if (int status = Validate(p, *device, err)) return status;
+  QM_TRY(ValidateMoe(p, *device, err));
   *plan = qm_cuda_plan{};
   MarlinRow w13{}, w2{};
   MarlinRowOf(p.moe, 13, &w13);
@@ -516,22 +358,11 @@ extern "C" size_t qm_cuda_linear_row_bytes(const qm_linear* linear) {
 extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const qm_cuda_device* device,
                                    qm_cuda_plan* plan, char* err) {
   const qm_linear& l = problem->linear;
-  if (int status = check_node("QuantLinear", &l, err)) return status;
-  if (int status = ValidateMachine(problem->type, "x is", *device, err)) return status;
-  if (l.in_features <= 0 || l.in_features % 8)
-    return Fail(err, QM_UNSUPPORTED, "in_features is %d, the CUDA kernels take positive multiples of 8", l.in_features);
-  if (l.out_features <= 0)
-    return Fail(err, QM_INVALID, "out_features is %d, expected a positive number", l.out_features);
-  if (problem->rows < 0 || problem->rows > INT32_MAX / 2)
-    return Fail(err, QM_INVALID, "x has %lld rows, expected 0 to %d", static_cast<long long>(problem->rows),
-                INT32_MAX / 2);
-  const bool floats = KindOf(l.w) == WeightKind::kFloat;
-  if (int status = floats ? ValidateLayout(l.w, "w", err) : ValidateWeights(l.w, "w", 1, err)) return status;
-  if (int status = floats ? ValidateFloats(l.w, problem->type, err) : QM_OK) return status;
-  if (int status = ValidateRow(MoeOf(l), 2, "w", err)) return status;
+  QM_TRY(ValidateLinear(*problem, *device, err));
   *plan = qm_cuda_plan{};
   MarlinRow w{};
   MarlinRowOf(MoeOf(l), 2, &w);
+  const bool floats = KindOf(l.w) == WeightKind::kFloat;
   const int64_t rows = problem->rows;
   const bool decode = rows <= kDecodeTokens &&
                       (floats ? PlanLinearDecode(*device, l.w, w).shared_bytes > 0 : DecodeFits(*device, l.w, w)),
@@ -554,32 +385,5 @@ extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const 
                                    (plan->w2.packed ? w.units * PackedUnitBytes(KindOf(l.w)) : l.in_features * 2));
   if (l.w.perm) plan->gathered = workspace.Take(static_cast<uint64_t>(rows) * l.in_features * 2);
   plan->workspace_bytes = workspace.end;
-  return QM_OK;
-}
-
-extern "C" int qm_cuda_validate_routing(const qm_cuda_routing_problem* problem, char* err) {
-  const qm_routing& r = problem->routing;
-  if (int status = check_node("MoERouting", &r, err)) return status;
-  const struct {
-    const char* name;
-    int value, least, most;
-  } ranges[] = {{"num_experts", r.num_experts, 1, kMaxRoutedExperts},
-                {"method", r.method, 0, k_routing_method_topk},
-                {"renormalize", r.renormalize, 0, 1},
-                {"n_group", r.n_group, 1, r.num_experts},
-                {"topk_group", r.topk_group, 1, r.n_group},
-                {"top_k", r.top_k, 1, r.n_group > 0 ? r.num_experts / r.n_group * r.topk_group : 0},
-                {"shared_experts", r.shared_experts, 0, kMaxRoutedExperts},
-                {"shared_gate", r.shared_gate, 0, std::min(1, r.shared_experts)},
-                {"type", problem->type, QM_F32, QM_BF16}};
-  for (const auto& range : ranges)
-    if (range.value < range.least || range.value > range.most)
-      return Fail(err, QM_INVALID, "%s is %d, the CUDA kernel takes %d to %d", range.name, range.value, range.least,
-                  range.most);
-  if (r.num_experts % r.n_group)
-    return Fail(err, QM_INVALID, "n_group is %d, expected a divisor of num_experts %d", r.n_group, r.num_experts);
-  if (problem->tokens < 0 || problem->tokens > INT32_MAX)
-    return Fail(err, QM_INVALID, "logits have %lld rows, expected 0 to %d", static_cast<long long>(problem->tokens),
-                INT32_MAX);
   return QM_OK;
 }

@@ -86,14 +86,13 @@ __device__ inline void Select(const qm_routing& r, unsigned* words, const float*
     for (int j = lane; j < r.top_k; j += 32) ids[j] = j, weights[j] = NAN;
     return;
   }
-  enum { softmax_topk, topk_softmax, sigmoid_topk, topk_sigmoid, topk };
-  if (r.method == softmax_topk) {
+  if (r.method == k_routing_method_softmax_topk) {
     most = WarpMost(most);
     float sum = 0.f;
     for (int e = lane; e < experts; e += 32) sum += score[e] = expf(score[e] - most);
     sum = WarpSum(sum);
     for (int e = lane; e < experts; e += 32) score[e] /= sum;
-  } else if (r.method == sigmoid_topk) {
+  } else if (r.method == k_routing_method_sigmoid_topk) {
     for (int e = lane; e < experts; e += 32) score[e] = 1.f / (1.f + expf(-score[e]));
   }
   for (int e = lane; e < experts; e += 32) key[e] = max(Ordered(score[e] + bias(e)), 1u);
@@ -142,13 +141,13 @@ __device__ inline void Select(const qm_routing& r, unsigned* words, const float*
     sum = WarpSum(sum) + least;
     for (int j = lane; j < r.top_k; j += 32) weight[j] /= sum;
   };
-  if (r.method == topk_softmax) {
+  if (r.method == k_routing_method_topk_softmax) {
     float largest = -INFINITY;
     for (int j = lane; j < r.top_k; j += 32) largest = fmaxf(largest, weight[j]);
     largest = WarpMost(largest);
     for (int j = lane; j < r.top_k; j += 32) weight[j] = expf(weight[j] - largest);
     divide(0.f);
-  } else if (r.method == topk_sigmoid) {
+  } else if (r.method == k_routing_method_topk_sigmoid) {
     for (int j = lane; j < r.top_k; j += 32) weight[j] = 1.f / (1.f + expf(-weight[j]));
   }
   if (r.renormalize) divide(1e-20f);

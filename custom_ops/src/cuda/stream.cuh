@@ -126,7 +126,7 @@ struct Stream {
     }
     if constexpr (Size::kZeroBytes > 0) {
       const uint8_t* z = zeros + block * w.zero_bytes;
-      const int shift = Size::kRuntime && w.scale_type == 0 ? 2 : 1;  // a byte where scales have two, f32's four
+      const int shift = Size::kRuntime && w.scale_type == k_scale_type_f32 ? 2 : 1;  // a byte where scales have two, f32's four
 #pragma unroll
       for (int m = 0; m < MT; ++m) CopyAsyncSmall<4>(ZeroAt(stage, m), m ? z + (scale_panel_at[m] >> shift) : z);
     }
@@ -324,13 +324,13 @@ struct Stream {
         });
       } else {
         auto word = [&](int m) { return half && two_groups ? scale[m][kWords - 1] : scale[m][0]; };
-        if (w.scale_type == 2) {
+        if (w.scale_type == k_scale_type_bf16) {
           add([&](int m) {
             return make_float2(Half<__nv_bfloat16>::Low(word(m)), Half<__nv_bfloat16>::High(word(m)));
           });
-        } else if (kKind == WeightKind::kInt4Zero || w.scale_type == 1) {
+        } else if (kKind == WeightKind::kInt4Zero || w.scale_type == k_scale_type_f16) {
           add([&](int m) { return make_float2(Half<__half>::Low(word(m)), Half<__half>::High(word(m))); });
-        } else if (kKind != WeightKind::kFp8 || w.scale_type == 0) {
+        } else if (kKind != WeightKind::kFp8 || w.scale_type == k_scale_type_f32) {
           add([&](int m) { return make_float2(__uint_as_float(scale[m][0]), __uint_as_float(scale[m][kWords - 1])); });
         } else {
           add([&](int m) { return make_float2(E8m0(scale[m][0], 2 * half), E8m0(scale[m][0], 2 * half + 1)); });
@@ -405,9 +405,9 @@ struct Stream {
             acc[m][n][i] = fmaf((i < 2 ? s.x : s.y) * step[n][i % 2], part[m][n][i], acc[m][n][i]);
       }
     };
-    if (w.scale_type == 0) {
+    if (w.scale_type == k_scale_type_f32) {
       add([](uint32_t at) { return make_float2(__uint_as_float(Load4(at)), __uint_as_float(Load4(at + 4))); });
-    } else if (w.scale_type == 1) {
+    } else if (w.scale_type == k_scale_type_f16) {
       add([](uint32_t at) { return make_float2(Half<__half>::Low(Load4(at)), Half<__half>::High(Load4(at))); });
     } else {
       add([](uint32_t at) {

@@ -1,0 +1,216 @@
+// What the kernels of QuantMoE, QuantLinear and MoERouting take. Pure; runs without a GPU.
+#include "cuda/validate.h"
+
+#include <algorithm>
+#include <string>
+#include <string_view>
+
+#include "cuda/layout.h"
+
+namespace quantmoe {
+namespace {
+
+constexpr int64_t kMaxExperts = 8192;    // MoeRoute counts them in shared memory
+constexpr int kMaxRoutedExperts = 2048;  // MoeSelect keeps four words of each there
+constexpr int32_t kMarlinVersion = 2;
+
+int ValidateFlag(int value, const char* prefix, const char* name, char* err) {
+  if (value == 0 || value == 1) return QM_OK;
+  return fail(err, QM_INVALID, "%s%s is %d, expected 0 or 1", prefix, name, value);
+}
+
+// Whether activations are rounded in groups of features.
+bool RoundsGroups(const qm_projection& w) {
+  return w.activation_format == k_activation_format_fp8_group128 || w.activation_format == k_activation_format_nvfp4 ||
+         w.activation_format == k_activation_format_mxfp8 || w.activation_format == k_activation_format_mxfp4;
+}
+
+// Names of the values of an enum that are taken.
+template <class Taken>
+std::string Names(std::string_view kind, const Taken& taken) {
+  std::string names;
+  for (const EnumValue& value : kEnumValues)
+    if (value.kind == kind && taken(value.code)) names += (names.empty() ? "" : ", ") + std::string(value.name);
+  return names;
+}
+
+// Of a linear's floats, which are what the activations are.
+int ValidateFloats(const qm_projection& w, int type, char* err) {
+  if (w.format != (type == QM_F16 ? k_format_f16 : k_format_bf16))
+    return fail(err, QM_UNSUPPORTED, "w_format is %s and x is %s; the CUDA kernels multiply floats of one type",
+                enum_name("format", w.format), type == QM_F16 ? "float16" : "bfloat16");
+  const struct {
+    const char* name;
+    int value, want;
+  } plain[] = {{"group_size", w.group_size, -1},
+               {"block_n", w.block_n, 1},
+               {"zero_points", w.zero_points, 0},
+               {"perm", w.perm, 0},
+               {"pre_scale", w.pre_scale, 0}};
+  for (const auto& p : plain)
+    if (p.value != p.want)
+      return fail(err, QM_UNSUPPORTED, "w_%s is %d, the CUDA kernels take %d for floats", p.name, p.value, p.want);
+  if (w.scale_type != k_scale_type_f32)
+    return fail(err, QM_UNSUPPORTED, "w_scale_type is %s, the CUDA kernels take f32 for floats",
+                enum_name("scale_type", w.scale_type));
+  if (w.activation_format != k_activation_format_none)
+    return fail(err, QM_UNSUPPORTED, "w_activation_format is %s, the CUDA kernels take none for floats",
+                enum_name("activation_format", w.activation_format));
+  return ValidateFlag(w.bias, "w", "_bias", err);
+}
+
+int ValidateLayout(const qm_projection& w, const char* name, char* err) {
+  if (w.layout == k_layout_marlin && w.layout_version == kMarlinVersion) return QM_OK;
+  return fail(err, QM_INVALID, "%s_layout is %s version %d, the CUDA kernels read marlin version %d: %s", name,
+              enum_name("layout", w.layout), w.layout_version, kMarlinVersion,
+              w.layout != k_layout_marlin         ? "export with --target cuda"
+              : w.layout_version > kMarlinVersion ? "a later quantmoe wrote it"
+                                                  : "export the model again");
+}
+
+// name: of the projection, the prefix of its attributes; most_orders: that its perm may say.
+int ValidateWeights(const qm_projection& w, const char* name, int most_orders, char* err) {
+  QM_TRY(ValidateLayout(w, name, err));
+  const char *format = enum_name("format", w.format), *scales = enum_name("scale_type", w.scale_type);
+  if (KindOf(w) == WeightKind::kFloat)
+    return fail(err, QM_UNSUPPORTED, "%s_format is %s, which the CUDA kernels take of linears alone", name, format);
+  const bool integer = w.format == k_format_int4 || w.format == k_format_int8;
+  if (w.zero_points != 0 && !(integer && w.zero_points == 1))
+    return fail(err, QM_UNSUPPORTED, "%s_zero_points is %d, the CUDA kernels take 0, and 1 with int4 and int8", name,
+                w.zero_points);
+  if (w.block_n < 1) return fail(err, QM_INVALID, "%s_block_n is %d, expected 1 or more", name, w.block_n);
+  const auto taken = [&](int32_t type) { return TakesScales(w.format, type); };
+  const char* instead = integer ? ": export with --scales bf16" : "";
+  if (!taken(w.scale_type))
+    return fail(err, QM_UNSUPPORTED, "%s_scale_type is %s, the CUDA kernels take %s for %s%s", name, scales,
+                Names("scale_type", taken).c_str(), format, w.scale_type == k_scale_type_f32 ? instead : "");
+  const int g = w.group_size;
+  if (const int of_format = GroupSizeOf(w.format, w.scale_type); of_format && g != of_format)
+    return fail(err, QM_UNSUPPORTED, "%s_group_size is %d, the CUDA kernels take %d for %s with %s scales", name, g,
+                of_format, format, scales);
+  else if (!of_format && g != -1 && g != 32 && (g < 64 || g & (g - 1)))
+    return fail(err, QM_UNSUPPORTED, "%s_group_size is %d, the CUDA kernels take -1, 32 and powers of two from 64",
+                name, g);
+  if (w.scale_type == k_scale_type_f32 && g == 32)
+    return fail(err, QM_UNSUPPORTED,
+                "%s_scale_type is f32 with group_size 32, the CUDA kernels take f32 scales of groups of 64 and more: "
+                "export with --scales bf16",
+                name);
+  if (w.pre_scale != 0 && w.pre_scale != 1)
+    return fail(err, QM_UNSUPPORTED, "%s_pre_scale is %d, the CUDA kernels take 0 and 1", name, w.pre_scale);
+  if (w.perm < 0 || w.perm > most_orders)
+    return fail(err, QM_UNSUPPORTED, "%s_perm is %d, the CUDA kernels take 0 to %d", name, w.perm, most_orders);
+  return ValidateFlag(w.bias, name, "_bias", err);
+}
+
+// Parts of a row are found by 32-bit offsets.
+int ValidateRow(const qm_moe& m, int projection, const char* name, char* err) {
+  MarlinRow row{};
+  MarlinRowOf(m, projection, &row);
+  if (row.bytes > UINT32_MAX)
+    return fail(err, QM_UNSUPPORTED, "%s has rows of %llu bytes, the CUDA kernels take less than 2^32", name,
+                static_cast<unsigned long long>(row.bytes));
+  return QM_OK;
+}
+
+int ValidateMachine(int type, const char* what, const qm_cuda_device& device, char* err) {
+  if (type != QM_F16 && type != QM_BF16)
+    return fail(err, QM_UNSUPPORTED, "%s type %d, the CUDA kernels take float16 (1) and bfloat16 (2)", what, type);
+  if (device.sm < 80)
+    return fail(err, QM_UNSUPPORTED, "compute capability %d.%d, the kernels need 8.0 or later", device.sm / 10,
+                device.sm % 10);
+  return QM_OK;
+}
+
+bool TakesUngated(int32_t activation) {
+  return activation != k_activation_swiglu_oai && activation != k_activation_swiglu_step;
+}
+
+}  // namespace
+
+int ValidateMoe(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) {
+  const qm_moe& m = p.moe;
+  QM_TRY(check_node("QuantMoE", &m, err));
+  QM_TRY(ValidateMachine(p.type, "hidden_states are", device, err));
+  if (p.id_bytes != 4 && p.id_bytes != 8)
+    return fail(err, QM_INVALID, "topk_ids are %d bytes wide, expected 4 or 8", p.id_bytes);
+  if (m.hidden_size <= 0 || m.hidden_size % 8)
+    return fail(err, QM_UNSUPPORTED, "hidden_size is %d, the CUDA kernels take positive multiples of 8", m.hidden_size);
+  if (m.intermediate_size <= 0)
+    return fail(err, QM_INVALID, "intermediate_size is %d, expected a positive number", m.intermediate_size);
+  if (p.local_experts <= 0 || p.local_experts > kMaxExperts)
+    return fail(err, QM_UNSUPPORTED, "w13 has %lld experts, the CUDA kernels take 1 to %lld",
+                static_cast<long long>(p.local_experts), static_cast<long long>(kMaxExperts));
+  if (m.expert_offset < 0 || m.expert_offset + p.local_experts > m.num_experts)
+    return fail(err, QM_INVALID, "experts [%d, %lld) are not inside num_experts = %d", m.expert_offset,
+                static_cast<long long>(m.expert_offset + p.local_experts), m.num_experts);
+  if (p.tokens < 0 || p.top_k <= 0 || p.tokens > INT32_MAX / 2 / p.top_k)
+    return fail(err, QM_INVALID, "topk_ids is [%lld, %lld], expected at least [0, 1] and at most %d ids",
+                static_cast<long long>(p.tokens), static_cast<long long>(p.top_k), INT32_MAX / 2);
+  QM_TRY(ValidateFlag(m.gated, "", "gated", err));
+  QM_TRY(ValidateFlag(m.apply_router_weight_on_input, "", "apply_router_weight_on_input", err));
+  if (!m.gated && !TakesUngated(m.activation))
+    return fail(err, QM_INVALID, "activation is %s with gated = 0, expected %s, or gated = 1",
+                enum_name("activation", m.activation), Names("activation", TakesUngated).c_str());
+  for (int which : {13, 2}) {
+    const char* name = which == 13 ? "w13" : "w2";
+    const int orders = which == 13 && m.gated ? 2 : 1;
+    QM_TRY(ValidateWeights(which == 13 ? m.w13 : m.w2, name, orders, err));
+    QM_TRY(ValidateRow(m, which, name, err));
+  }
+  if (m.w2.perm && RoundsGroups(m.w2))  // FORMAT.md 3: h comes in packed order, its groups are of the original one
+    return fail(err, QM_UNSUPPORTED,
+                "w2_perm is 1 with w2_activation_format %s, whose groups are of the features before the act-order, "
+                "which the CUDA kernels do not apply to w2: export with --activations float",
+                enum_name("activation_format", m.w2.activation_format));
+  return QM_OK;
+}
+
+int ValidateLinear(const qm_cuda_linear_problem& p, const qm_cuda_device& device, char* err) {
+  const qm_linear& l = p.linear;
+  QM_TRY(check_node("QuantLinear", &l, err));
+  QM_TRY(ValidateMachine(p.type, "x is", device, err));
+  if (l.in_features <= 0 || l.in_features % 8)
+    return fail(err, QM_UNSUPPORTED, "in_features is %d, the CUDA kernels take positive multiples of 8", l.in_features);
+  if (l.out_features <= 0)
+    return fail(err, QM_INVALID, "out_features is %d, expected a positive number", l.out_features);
+  if (p.rows < 0 || p.rows > INT32_MAX / 2)
+    return fail(err, QM_INVALID, "x has %lld rows, expected 0 to %d", static_cast<long long>(p.rows), INT32_MAX / 2);
+  if (KindOf(l.w) == WeightKind::kFloat) {
+    QM_TRY(ValidateLayout(l.w, "w", err));
+    QM_TRY(ValidateFloats(l.w, p.type, err));
+  } else {
+    QM_TRY(ValidateWeights(l.w, "w", 1, err));
+  }
+  return ValidateRow(MoeOf(l), 2, "w", err);
+}
+
+}  // namespace quantmoe
+
+using namespace quantmoe;
+
+extern "C" int qm_cuda_validate_routing(const qm_cuda_routing_problem* problem, char* err) {
+  const qm_routing& r = problem->routing;
+  QM_TRY(check_node("MoERouting", &r, err));
+  const struct {
+    const char* name;
+    int value, least, most;
+  } ranges[] = {{"num_experts", r.num_experts, 1, kMaxRoutedExperts},
+                {"renormalize", r.renormalize, 0, 1},
+                {"n_group", r.n_group, 1, r.num_experts},
+                {"topk_group", r.topk_group, 1, r.n_group},
+                {"top_k", r.top_k, 1, r.n_group > 0 ? r.num_experts / r.n_group * r.topk_group : 0},
+                {"shared_experts", r.shared_experts, 0, kMaxRoutedExperts},
+                {"shared_gate", r.shared_gate, 0, std::min(1, r.shared_experts)},
+                {"type", problem->type, QM_F32, QM_BF16}};
+  for (const auto& range : ranges)
+    if (range.value < range.least || range.value > range.most)
+      return fail(err, QM_INVALID, "%s is %d, the CUDA kernel takes %d to %d", range.name, range.value, range.least,
+                  range.most);
+  if (r.num_experts % r.n_group)
+    return fail(err, QM_INVALID, "n_group is %d, expected a divisor of num_experts %d", r.n_group, r.num_experts);
+  if (problem->tokens < 0 || problem->tokens > INT32_MAX)
+    return fail(err, QM_INVALID, "logits have %lld rows, expected 0 to %d", static_cast<long long>(problem->tokens),
+                INT32_MAX);
+  return QM_OK;
+}
