@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+from cuda.layers import BASE, FORMATS, LINEARS, SM89, TORCH, UNIT, build_linear, gpu, of_format, spec_of  # noqa: E402
 from specs import linear_spec  # noqa: E402
-from test_cuda import BASE, FORMATS, LINEARS, SM89, TORCH, UNIT, build_linear, gpu, of_format, spec_of  # noqa: E402
 
 from quantmoe.custom_ops import cuda, reference  # noqa: E402
 from quantmoe.custom_ops.layouts import marlin  # noqa: E402

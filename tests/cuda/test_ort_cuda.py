@@ -20,8 +20,8 @@ from quantmoe.custom_ops.op import AttentionSpec, MoESpec, NormSpec, RouterSpec,
 if "QUANTMOE_ORT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the driver", allow_module_level=True)
 torch = pytest.importorskip("torch")
+from cuda.layers import BASE, TORCH, UNIT, build, build_linear  # noqa: E402
 from cuda.test_attention import Inputs  # noqa: E402
-from cuda.test_cuda import BASE, TORCH, UNIT, build, build_linear  # noqa: E402
 from cuda.test_linear_attention import conv_inputs, delta_inputs, tensor  # noqa: E402
 from engines.test_identity import identity  # noqa: E402
 

@@ -33,8 +33,8 @@ from quantmoe.custom_ops.schema import schema
 if "QUANTMOE_TRT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the driver", allow_module_level=True)
 torch = pytest.importorskip("torch")
+from cuda.layers import BASE, TORCH, UNIT, build, build_linear  # noqa: E402
 from cuda.test_attention import Inputs, check_results  # noqa: E402
-from cuda.test_cuda import BASE, TORCH, UNIT, build, build_linear  # noqa: E402
 from cuda.test_linear_attention import conv_inputs, delta_inputs  # noqa: E402
 from cuda.test_linear_attention import tensor as on_device  # noqa: E402
 from cuda.trt import (  # noqa: E402

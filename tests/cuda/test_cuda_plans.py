@@ -1,0 +1,250 @@
+"""Plans of the CUDA kernels: what they ask of a device, and that what they name is compiled. Needs no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cases import INT4
+from cuda.layers import FORMATS, FP8, LINEARS, SM120, build_linear, spec_of
+from specs import linear_spec
+
+from quantmoe.custom_ops import cuda
+from quantmoe.custom_ops.op import enum
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 10, 11, 4096])
+def test_fp8_plans(tokens):
+    """On sm_90, for e4m3 with scales of multiples of 128 columns, e4m3 activations, more than 5 tokens an expert."""
+    spec = spec_of(512, 384, 4, 128, FP8.weights)
+    codes = replace(spec.w13, activation_format="fp8_group128")
+
+    def path(w13, w2, device=cuda.H200, **changes):
+        p = cuda.problem(replace(spec, w13=w13, w2=w2, **changes), "bf16", tokens, 2, 4)
+        plan = cuda.plan(p, device)
+        cuda.check_plan(p, plan)
+        return cuda.PATHS[plan.path]
+
+    many = tokens * 2 > 5 * 4
+    assert (path(codes, replace(codes, group_size=-1, activation_format="fp8_tensor")) == "fp8") == many
+    for other in (spec.w13, replace(codes, group_size=64), replace(codes, group_size=32, scale_type="e8m0"),
+                  replace(codes, pre_scale=1), replace(codes, activation_format="mxfp8")):  # fmt: skip
+        assert path(codes, other) != "fp8"
+    assert path(replace(codes, perm=1), codes) != "fp8"
+    assert path(codes, codes, gated=0, activation="relu2") != "fp8"
+    assert path(codes, codes, cuda.Device(89, 128, 102400)) != "fp8"
+
+
+@pytest.mark.parametrize("tokens", [0, 3, 40, 4096])
+def test_packed_plans(tokens):
+    """Only where both sides are nvfp4 in groups of 16, without an order of features, on a GPU with the instruction."""
+    spec = spec_of(2048, 768, 16, 16, ("nvfp4", "e4m3", False))
+    codes = replace(spec.w13, activation_format="nvfp4")
+
+    def packed(w13, w2, device=SM120):
+        p = cuda.problem(replace(spec, w13=w13, w2=w2), "bf16", tokens, 4, 16)
+        plan = cuda.plan(p, device)
+        cuda.check_plan(p, plan)
+        return plan.w13.packed, plan.w2.packed
+
+    assert packed(codes, codes) == (1, 1)
+    assert packed(replace(codes, perm=1), spec.w2) == (0, 0)
+    assert packed(spec.w13, codes) == (0, 1)
+    assert packed(replace(codes, activation_format="mxfp4"), replace(codes, format="mxfp4", group_size=32,
+                  scale_type="e8m0")) == (0, 0)  # fmt: skip
+    assert packed(codes, codes, cuda.H200) == (0, 0)
+
+
+def test_wgmma_plans_end_where_its_addresses_do():
+    """2^32 pieces of 16 bytes of x or h."""
+    spec = spec_of(2048, 4096, 16)
+    for tokens, path in ((2**23 - 1, "wgmma"), (2**23, "stream")):
+        plan = cuda.plan(cuda.problem(spec, "bf16", tokens, 1, 16), cuda.Device(90, 132, 233472))
+        assert cuda.PATHS[plan.path] == path
+
+
+@pytest.mark.parametrize("tokens", [0, 3, 16, 40, 4096])
+@pytest.mark.parametrize("sm", [80, 87, 89, 90, 100, 120])
+def test_e4m3_plans(tokens, sm):
+    """From sm_89 on, wherever it is not wgmma: for each projection whose weights are e4m3 as path fp8 takes them."""
+    spec = spec_of(2048, 768, 16, 128, FP8.weights)
+    codes = replace(spec.w13, activation_format="fp8_group128")
+    device = cuda.Device(sm, 132, 233472 if sm in (90, 100) else 102400)
+    wgmma = sm == 90 and tokens * 4 > 8 * 16
+
+    def plan(w13, w2, **changes):
+        p = cuda.problem(replace(spec, w13=w13, w2=w2, **changes), "bf16", tokens, 4, 16)
+        found = cuda.plan(p, device)
+        cuda.check_plan(p, found)
+        return found
+
+    def packed(*a, **changes):
+        found = plan(*a, **changes)
+        return found.w13.packed, found.w2.packed
+
+    yes = int(sm >= 89 and not wgmma)
+    assert packed(codes, codes) == (yes, yes)
+    assert packed(codes, replace(codes, activation_format="fp8_tensor", group_size=-1, scale_type="f16")) == (yes, yes)
+    assert packed(codes, codes, gated=0, activation="relu2") == (int(sm >= 89),) * 2
+    for other in (spec.w13, replace(codes, group_size=64), replace(codes, group_size=32, scale_type="e8m0"),
+                  replace(codes, pre_scale=1), replace(codes, activation_format="mxfp8"),
+                  replace(codes, format="int8")):  # fmt: skip
+        assert packed(codes, other) == (yes, 0)
+        assert packed(other, codes) == (0, yes)
+    assert packed(replace(codes, perm=1), codes) == (0, yes)
+    if tokens and yes:  # 80 bytes for 64 columns, of x a row a token, and h not in place
+        a, b = plan(spec.w13, spec.w2), plan(codes, codes)
+        grows = tokens * 2048 // 64 * 80 + tokens * 4 * 768 // 64 * 80
+        assert 0 <= b.workspace_bytes - a.workspace_bytes - grows < 512
+    linear = cuda.plan(cuda.linear_problem(linear_spec(2048, 768, codes), "bf16", tokens), device)
+    assert linear.w2.packed == int(sm >= 89 and not (sm == 90 and tokens > 64))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 40, 4096])
+@pytest.mark.parametrize("activation_format", enum("activation_format"))
+def test_rounding_takes_workspace(activation_format, tokens):
+    """A row of x for each token, or for each pair where experts differ; h is rounded in place."""
+    spec = spec_of(2048, 768, 16)
+    plain = cuda.plan(cuda.problem(spec, "bf16", tokens, 4, 16))
+    changed = replace(spec.w13, activation_format=activation_format)
+    plan = cuda.plan(cuda.problem(replace(spec, w13=changed, w2=changed), "bf16", tokens, 4, 16))
+    pairs = activation_format in ("fp8_tensor", "nvfp4")
+    rows = 0 if activation_format == "none" else tokens * (4 if pairs else 1)
+    if cuda.PATHS[plan.path] == "wgmma":  # has a copy of x anyway
+        rows = max(0, rows - tokens)
+    assert plan.workspace_bytes == plain.workspace_bytes + rows * 2048 * 2
+    for gemm in ("w13", "w2"):
+        assert bytes(getattr(plan, gemm)) == bytes(getattr(plain, gemm))
+
+
+@pytest.mark.parametrize(
+    "shape", [(2048, 768, 128, 8), (4096, 14336, 8, 2), (2880, 2880, 128, 4), (7168, 256, 256, 8), (64, 8, 1, 1)]
+)
+@pytest.mark.parametrize("tokens", [0, 1, 8, 9, 64, 512, 4096, 65536])
+@pytest.mark.parametrize(
+    "device", [cuda.Device(80, 108, 167936), cuda.Device(89, 128, 102400), cuda.H200, cuda.Device(120, 188, 102400)]
+)
+@pytest.mark.parametrize(("kind", "group_size"), [(INT4, 128), *((w, g) for w, g, _ in FORMATS.values())])
+def test_plan_fits_the_device(shape, tokens, device, kind, group_size):
+    hidden, intermediate, experts, top_k = shape
+    spec = spec_of(hidden, intermediate, experts, group_size, kind)
+    p = cuda.problem(spec, "bf16", tokens, top_k, experts)
+    plan = cuda.plan(p, device)
+    stream = cuda.PATHS[plan.path] == "stream"
+    for gemm in (plan.w13, plan.w2):
+        static = 0 if stream else 3 * 1024  # cuobjdump --dump-resource-usage: at most 3,072 bytes; stream's 16
+        assert gemm.shared_bytes + static + 1024 <= device.shared_bytes
+        assert gemm.grid >= 1
+        assert gemm.cluster == 1 or device.sm >= 90
+    fits = kind[::2] != ("int8", True) or device.shared_bytes > 102400
+    assert cuda.PATHS[plan.path] == "decode" if tokens <= 8 and fits else plan.path > 0
+    offsets = [plan.hidden, plan.partial, plan.tiles, plan.sorted_pairs, plan.workspace_bytes]
+    assert all(o % 256 == 0 for o in offsets)
+    assert plan.workspace_bytes >= tokens * top_k * intermediate * 2
+    assert bytes(cuda.plan(p, device)) == bytes(plan)
+    cuda.check_plan(p, plan)
+
+
+@pytest.mark.parametrize("gemm", ["w13", "w2"])
+@pytest.mark.parametrize(
+    "change", [{"panels": 3}, {"panels": 8}, {"n_tiles": 5}, {"n_tiles": 0}, {"stages": 4}, {"packed": 1}]
+)
+@pytest.mark.parametrize("tokens", [4, 64, 4096])
+@pytest.mark.parametrize(("kind", "group_size"), [(INT4, 128), (INT4, 32), *((w, g) for w, g, _ in FORMATS.values())])
+def test_a_plan_of_kernels_that_are_not_compiled_is_refused(kind, group_size, tokens, change, gemm):
+    p = cuda.problem(spec_of(2048, 768, 16, group_size, kind), "bf16", tokens, 4, 16)
+    plan = cuda.plan(p)
+    cuda.check_plan(p, plan)
+    if cuda.PATHS[plan.path] == "wgmma" and "stages" in change:
+        return  # the ring of wgmma has as many as fit
+    for name, value in change.items():
+        setattr(getattr(plan, gemm), name, value)
+    with pytest.raises(ValueError, match=f"the plan names a kernel that is not compiled: {gemm} of path"):
+        cuda.check_plan(p, plan)
+    # A launch says so before anything reaches a GPU.
+    err, none = cuda.ctypes.create_string_buffer(cuda.ERROR_SIZE), cuda._Tensors()
+    ref = cuda.ctypes.byref
+    assert cuda.library().qm_cuda_launch(ref(p), ref(plan), ref(none), None, err)
+    assert b"not compiled" in err.value
+
+
+@pytest.mark.parametrize("path", [-1, 2, 3, 4, 5])
+def test_a_plan_of_a_path_that_a_problem_has_not_is_refused(path):
+    p = cuda.problem(spec_of(2048, 768, 16), "bf16", 64, 4, 16)
+    linear = cuda.linear_problem(linear_spec(2048, 768, replace(spec_of(64, 64, 1).w2)), "bf16", 64)
+    for problem, has in ((p, "wgmma"), (linear, "dense")):
+        if path == cuda.PATHS.index(has):
+            continue
+        plan = cuda.plan(problem)
+        plan.path = path
+        with pytest.raises(ValueError, match="not compiled"):
+            cuda.check_plan(problem, plan)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 9, 128, 4096])
+@pytest.mark.parametrize("name", LINEARS)
+def test_linear_plans(name, rows):
+    _, spec, w = build_linear(LINEARS[name])
+    assert cuda.refusal(spec) == ""
+    p = cuda.linear_problem(spec, "bf16", rows)
+    assert cuda.library().qm_cuda_linear_row_bytes(cuda.ctypes.byref(p.linear)) == w.shape[1]
+    for device in (cuda.Device(80, 108, 167936), cuda.Device(89, 128, 102400), cuda.H200):
+        plan = cuda.plan(p, device)
+        cuda.check_plan(p, plan)
+        assert plan.w2.shared_bytes + (1 if cuda.PATHS[plan.path] == "stream" else 4) * 1024 <= device.shared_bytes
+        fits = not name.startswith("int8-zero") or device.shared_bytes > 102400
+        assert plan.path == 0 if rows <= 8 and fits else plan.path > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "panels"),  # of gate_up, of down
+    [
+        ((2880, 2880, 128, 4), 512, (32, 32)),
+        ((7168, 256, 256, 8), 512, (32, 32)),
+        ((4096, 14336, 8, 2), 64, (32, 32)),
+        ((2048, 768, 128, 8), 512, (16, 16)),  # 32 tokens an expert
+        ((2048, 768, 128, 8), 128, (16, 32)),  # gate_up: three rounds of blocks of 256 rows instead of two of 512
+        ((7168, 256, 256, 8), 640, (16, 32)),  # gate_up: one expert in six has more than 24 tokens, and a second tile
+        ((7168, 256, 256, 8), 192, (32, 32)),  # 6 tokens an expert
+        ((7168, 256, 256, 8), 160, (4, 4)),
+        ((2880, 2880, 128, 4), 64, (4, 4)),  # stream
+    ],
+)
+def test_plan_of_few_tokens(shape, tokens, panels):
+    hidden, intermediate, experts, top_k = shape
+    p = cuda.problem(spec_of(hidden, intermediate, experts), "bf16", tokens, top_k, experts)
+    plan = cuda.plan(p, cuda.H200)
+    assert (plan.w13.panels, plan.w2.panels) == panels
+    for gemm in (plan.w13, plan.w2):
+        assert gemm.n_tiles == {32: 3, 16: 6, 4: 1}[gemm.panels]
+        assert gemm.stages == (2 if gemm.panels == 4 else 3)
+    pairs = tokens * top_k  # the list has room for every expert's last tile
+    assert plan.max_tiles >= pairs // (8 * plan.w13.n_tiles) + min(pairs, experts)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "llama4", "linear", "lm_head"])
+def test_workspace_for_any_number_of_multiprocessors(name):
+    """A device of 0 multiprocessors stands for any."""
+    sizes = {"qwen3": (2048, 768, 128, 8), "mixtral": (4096, 14336, 8, 2), "llama4": (5120, 8192, 16, 1)}
+    for tokens in (1, 8, 9, 64, 100, 272, 512, 1024, 4096):
+        if name in sizes:
+            hidden, intermediate, experts, top_k = sizes[name]
+            spec = spec_of(hidden, intermediate, experts)
+            p = cuda.problem(spec, "bf16", tokens, top_k, experts)
+        else:
+            features = (4096, 4096) if name == "linear" else (2048, 151936)
+            p = cuda.linear_problem(linear_spec(*features, spec_of(64, 64, 1).w2), "bf16", tokens)
+        bound = cuda.plan(p, cuda.Device(90, 0, 233472)).workspace_bytes
+        found = [cuda.plan(p, cuda.Device(90, n, 233472)).workspace_bytes for n in range(1, 145)]
+        assert max(found) <= bound <= 1.2 * max(found)
+
+
+def test_formats_that_differ_take_the_same_tiles():
+    """In the stream path w13 and w2 read one list of tiles: neither may have smaller ones than the other."""
+    few = replace(spec_of(2048, 768, 128), w2=spec_of(2048, 768, 128, -1, ("int8", "bf16", False)).w2)
+    for spec in (few, replace(few, w13=few.w2, w2=few.w13)):
+        for device, counts in ((cuda.Device(89, 128, 102400), (64, 128, 512)), (cuda.H200, (9, 64, 80))):
+            for tokens in counts:
+                plan = cuda.plan(cuda.problem(spec, "bf16", tokens, 8, 128), device)
+                assert cuda.PATHS[plan.path] == "stream"
+                assert plan.w13.n_tiles == plan.w2.n_tiles
