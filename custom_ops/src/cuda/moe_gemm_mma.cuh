@@ -455,22 +455,14 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, 1)) MoeDownDecode(cons
   }
 #if __CUDA_ARCH__ >= 900
   if (cluster > 1) {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    ClusterBarrier();
     if (rank == 0 && threadIdx.x < MT * 32) {
       for (int r = 1; r < cluster; ++r) {
-        uint32_t remote;
-        float4 v;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;"
-            : "=r"(remote)
-            : "r"(SharedAddress(sums_of(0) + threadIdx.x)), "r"(r));
-        asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-                     : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                     : "r"(remote)
-                     : "memory");
+        const float4 v = LoadRemote16(SharedAddress(sums_of(0) + threadIdx.x), r);
         sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
       }
     }
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    ClusterBarrier();
   }
 #endif
   if (rank != 0 || threadIdx.x >= MT * 32) return;

@@ -134,6 +134,12 @@ __device__ inline void ClusterWait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
+// All threads of the cluster that have not ended, before any goes on.
+__device__ inline void ClusterBarrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
 // Where block `rank` has this address of its shared memory; and a store there.
 __device__ inline uint32_t ClusterAddress(uint32_t shared, int rank) {
   uint32_t at = shared;
@@ -147,6 +153,17 @@ __device__ inline void ClusterStore(const float* shared, int rank, float value) 
   const uint32_t at = ClusterAddress(SharedAddress(shared), rank);
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(value) : "memory");
 #endif
+}
+// 16 bytes of what block `rank` of the cluster has at this address of its shared memory.
+__device__ inline float4 LoadRemote16(uint32_t shared, int rank) {
+  float4 v{};
+#if __CUDA_ARCH__ >= 900
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(ClusterAddress(shared, rank))
+               : "memory");
+#endif
+  return v;
 }
 
 #if __CUDA_ARCH__ == 900

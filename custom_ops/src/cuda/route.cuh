@@ -33,16 +33,17 @@ __device__ inline void Prepare(const PrepareParams& p, int block, int blocks) {
 __device__ inline int Remote(const int* shared, int rank) {
   int value = *shared;
 #if __CUDA_ARCH__ >= 900
-  uint32_t at;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(SharedAddress(shared)), "r"(rank));
-  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
+  asm volatile("ld.shared::cluster.s32 %0, [%1];"
+               : "=r"(value)
+               : "r"(ClusterAddress(SharedAddress(shared), rank))
+               : "memory");
 #endif
   return value;
 }
 __device__ inline void ClusterSync(int cluster) {
 #if __CUDA_ARCH__ >= 900
   if (cluster > 1) {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    ClusterBarrier();
     return;
   }
 #endif

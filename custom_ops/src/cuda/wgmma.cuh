@@ -79,21 +79,6 @@ __device__ inline void TensorCopy(uint32_t shared, const CUtensorMap& map, int c
 __device__ inline void PrefetchMap(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-// All threads of the cluster that have not ended, before any goes on.
-__device__ inline void ClusterBarrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// 16 bytes of what block `rank` of the cluster has at this address of its shared memory.
-__device__ inline float4 LoadRemote16(uint32_t shared, int rank) {
-  uint32_t at;
-  float4 v;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared), "r"(rank));
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(at)
-               : "memory");
-  return v;
-}
 // Two or four 8 x 8 matrices of 16-bit values, of which a lane has two neighbours of row lane / 4 in a word of each,
 // written column by column: lane l has the address of column l % 8 of matrix l / 8.
 __device__ inline void StoreTransposed(uint32_t at, const uint32_t (&m)[2]) {
