@@ -4,7 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "cuda/dequant.cuh"
+#include "cuda/formats/formats.h"
 #include "cuda/kernels.cuh"
 
 namespace quantmoe {
@@ -12,34 +12,35 @@ namespace quantmoe {
 constexpr int kWgmmaThreads = 384;
 using GemmKernel = void (*)(GemmParams);
 
-// body(Format) of the format whose weights these are, but for symmetric int4 and floats; per_block as below.
-template <class Body>
-GemmKernel ForFormat(const qm_projection& w, int per_block, const Body& body) {
-  switch (KindOf(w)) {
-    case WeightKind::kInt4Zero:
-      return per_block == 2 ? body(Format<WeightKind::kInt4Zero, 2>{}) : body(Format<WeightKind::kInt4Zero, 1>{});
-    case WeightKind::kInt8:
-      return body(Format<WeightKind::kInt8>{});
-    case WeightKind::kInt8Zero:
-      return body(Format<WeightKind::kInt8Zero>{});
-    case WeightKind::kFp8:
-      return body(Format<WeightKind::kFp8>{});
-    case WeightKind::kMxfp4:
-      return body(Format<WeightKind::kMxfp4>{});
-    case WeightKind::kNvfp4:
-      return body(Format<WeightKind::kNvfp4>{});
-    case WeightKind::kInt4:
-    case WeightKind::kFloat:
-      break;
+// Formats whose instances have files of their own: Int4 those without _any, Float linear_float.cu.
+template <class F>
+constexpr bool kOwnFiles = std::is_same_v<F, Int4> || std::is_same_v<F, Float>;
+
+// body(trait) of a format, of Int4 and Int4Zero of what its weights are; per_block as below.
+template <class F, class Body>
+GemmKernel ForTrait(const qm_projection& w, int per_block, const Body& body) {
+  constexpr int kF16 = k_scale_type_f16, kBf16 = k_scale_type_bf16;
+  if constexpr (std::is_same_v<F, Int4>) {
+    if (w.scale_type == kBf16) return per_block == 2 ? body(Int4::Of<kBf16, 2>{}) : body(Int4::Of<kBf16, 1>{});
+    return per_block == 2 ? body(Int4::Of<kF16, 2>{}) : body(Int4::Of<kF16, 1>{});
+  } else if constexpr (std::is_same_v<F, Int4Zero>) {
+    return per_block == 2 ? body(Int4Zero::Of<2>{}) : body(Int4Zero::Of<1>{});
+  } else {
+    return body(F{});
   }
-  return nullptr;  // no default: the compiler names a format without a case (-Werror=switch, CMakeLists.txt)
 }
-// The same of symmetric int4.
 template <class Body>
 GemmKernel ForInt4(const qm_projection& w, int per_block, const Body& body) {
-  if (w.scale_type == k_scale_type_bf16)
-    return per_block == 2 ? body(Int4<__nv_bfloat16, 2>{}) : body(Int4<__nv_bfloat16, 1>{});
-  return per_block == 2 ? body(Int4<__half, 2>{}) : body(Int4<__half, 1>{});
+  return ForTrait<Int4>(w, per_block, body);
+}
+// The same of the format that the weights are of, null of those with files of their own.
+template <class Body>
+GemmKernel ForFormat(const qm_projection& w, int per_block, const Body& body) {
+#define QM_CUDA_FORMAT(F)      \
+  if constexpr (!kOwnFiles<F>) \
+    if (KindOf(w) == WeightKind::k##F) return ForTrait<F>(w, per_block, body);
+#include "cuda/formats/formats.inc"
+  return nullptr;
 }
 
 // The kernel of a plan, null where none is compiled that is what it says; T is the type of the activations, per_block

@@ -147,11 +147,10 @@ struct GatherParams {
   int half, order_words;     // columns of out, words of the row from one order to the next
 };
 
-// What rounded activations were left without, and sums are to be multiplied by. Those for symmetric int4 have it,
-// rounded: the kernel of its decode lacks the registers.
+// What rounded activations were left without, and sums are to be multiplied by.
 template <class F>
 __device__ inline float InputScale(const Weights& w, const uint8_t* expert) {
-  if constexpr (F::kKind != WeightKind::kInt4)
+  if constexpr (!F::kRoundsScaled)
     if (w.input_at) return *reinterpret_cast<const float*>(expert + w.input_at);
   return 1.f;
 }

@@ -116,7 +116,7 @@ void Round(Launcher& launcher, RoundParams p, const Weights& weights, const qm_p
   p.rows = weights.rows;
   p.row_bytes = weights.row_bytes;
   p.input_at = weights.input_at;
-  p.with_input_scale = KindOf(w) == WeightKind::kInt4;
+  p.with_input_scale = WithFacts(KindOf(w), [](auto f) { return f.kRoundsScaled; });
   p.pre_at = w.pre_scale ? static_cast<uint32_t>(row.pre_at) : 0;
   // With few rows the block that is quickest with one, else as many rows as there can be at once.
   const dim3 threads =

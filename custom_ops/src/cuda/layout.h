@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "core/attributes.h"
+#include "cuda/formats/formats.h"
 #include "quantmoe/quant_moe.h"
 
 namespace quantmoe {
@@ -28,57 +29,18 @@ inline bool RoundsByExpert(const qm_projection& w) { return HasInputScale(w) || 
 // Rounded x has a row for each pair, not for each token.
 inline bool RoundsPairs(const qm_moe& m) { return RoundsByExpert(m.w13) || m.apply_router_weight_on_input; }
 
-// Bytes of a scale.
-constexpr int ScaleTypeBytes(int32_t scale_type) {
-  return scale_type == k_scale_type_f32 ? 4 : scale_type == k_scale_type_f16 || scale_type == k_scale_type_bf16 ? 2 : 1;
-}
-constexpr bool IsFloatScale(int32_t scale_type) { return ScaleTypeBytes(scale_type) > 1; }
 constexpr bool IsValue(std::string_view kind, int32_t code) {
   for (const EnumValue& value : kEnumValues)
     if (kind == value.kind && code == value.code) return true;
   return false;
 }
 // Whether the kernels have instances that read the format with such scales.
-constexpr bool TakesScales(int32_t format, int32_t scale_type) {
-  switch (format) {
-    case k_format_int4:
-      return scale_type == k_scale_type_f16 || scale_type == k_scale_type_bf16;
-    case k_format_int8:
-      return IsFloatScale(scale_type);
-    case k_format_fp8_e4m3:
-      return IsFloatScale(scale_type) || scale_type == k_scale_type_e8m0;
-    case k_format_mxfp4:
-      return scale_type == k_scale_type_e8m0;
-    default:
-      return format == k_format_nvfp4 && scale_type == k_scale_type_e4m3;
-  }
+inline bool TakesScales(const qm_projection& w, int32_t scale_type) {
+  return WithFacts(KindOf(w), [=](auto f) { return f.TakesScales(scale_type); });
 }
 // The one group size that a format with such scales has; 0: -1, 32 or a power of two from 64.
-constexpr int GroupSizeOf(int32_t format, int32_t scale_type) {
-  return format == k_format_nvfp4 ? 16 : format == k_format_mxfp4 || scale_type == k_scale_type_e8m0 ? 32 : 0;
-}
-
-// How the kernels read weights. kInt4 is symmetric, with f16 or bf16 scales known at compile time; kInt4Zero and the
-// 8-bit kinds take the scales' type as an argument, the 8-bit kinds also the groups in a unit.
-// kFloat is 16 bits of the activations' type, a linear's alone.
-enum class WeightKind { kInt4, kInt4Zero, kInt8, kInt8Zero, kFp8, kMxfp4, kNvfp4, kFloat };
-
-inline WeightKind KindOf(const qm_projection& w) {
-  switch (w.format) {
-    case k_format_int4:
-      return w.zero_points ? WeightKind::kInt4Zero : WeightKind::kInt4;
-    case k_format_int8:
-      return w.zero_points ? WeightKind::kInt8Zero : WeightKind::kInt8;
-    case k_format_mxfp4:
-      return WeightKind::kMxfp4;
-    case k_format_nvfp4:
-      return WeightKind::kNvfp4;
-    case k_format_bf16:
-    case k_format_f16:
-      return WeightKind::kFloat;
-    default:
-      return WeightKind::kFp8;
-  }
+inline int GroupSizeOf(const qm_projection& w) {
+  return WithFacts(KindOf(w), [&](auto f) { return f.GroupSize(w.scale_type); });
 }
 // Weights whose codes are multiplied with e4m3 codes of activations.
 inline bool TakesFp8(const qm_projection& w) {
@@ -99,22 +61,8 @@ inline bool TakesNvfp4(const qm_projection& w) {
 // family sm_120a has alone.
 inline bool Packs(int sm, const qm_projection& w) { return (sm >= 89 && TakesFp8(w)) || (sm == 120 && TakesNvfp4(w)); }
 // Of 64 columns of a token then, codes and scales: of nvfp4 PackNvfp4 (round.cuh), of e4m3 PackE4m3.
-constexpr int PackedUnitBytes(WeightKind kind) { return kind == WeightKind::kNvfp4 ? 64 : 80; }
-
-// Shared memory of a lane for the scales of a unit, and for its zero points.
-constexpr int ScaleBytes(WeightKind kind, int per_block) {
-  return kind == WeightKind::kInt4 || kind == WeightKind::kInt4Zero ? 4 * per_block
-         : kind == WeightKind::kMxfp4                               ? 4
-         : kind == WeightKind::kFloat                               ? 0
-                                                                    : 8;
-}
-constexpr int ZeroBytes(WeightKind kind) {
-  return kind == WeightKind::kInt4Zero || kind == WeightKind::kInt8Zero ? 4 : 0;
-}
-constexpr int BitsOf(WeightKind kind) {
-  return kind == WeightKind::kFloat                                                               ? 16
-         : kind == WeightKind::kInt8 || kind == WeightKind::kInt8Zero || kind == WeightKind::kFp8 ? 8
-                                                                                                  : 4;
+constexpr int PackedUnitBytes(WeightKind kind) {
+  return WithFacts(kind, [](auto f) { return f.kPackedUnitBytes; });
 }
 
 constexpr int kDecodeTokens = 8;   // decode: a token is a column of one n8 tile
@@ -157,14 +105,14 @@ struct LinearSizes {
   int panels, blocks, stages, shared_bytes;
 };
 constexpr int kLinearZeroBytes = 32;  // of a panel, at most; the same of scales:
-constexpr int LinearScaleBytes(WeightKind kind) { return kind == WeightKind::kFloat ? 0 : 64; }
+constexpr int LinearScaleBytes(int bits) { return bits == 16 ? 0 : 64; }
 // Tokens whose results are in shared memory at a time.
 constexpr int LinearResultTokens(int tokens) { return tokens == 64 ? 64 : 128; }
-constexpr LinearSizes LinearSizesOf(int tokens, WeightKind kind) {
+constexpr LinearSizes LinearSizesOf(int tokens, int bits, int zero_bytes) {
   LinearSizes s{};
   s.panels = tokens == 128 ? 16 : 8;
   s.blocks = tokens == 64 ? 2 : 1;
-  const int panel = 128 * BitsOf(kind) + LinearScaleBytes(kind) + (ZeroBytes(kind) > 0 ? kLinearZeroBytes : 0);
+  const int panel = 128 * bits + LinearScaleBytes(bits) + (zero_bytes > 0 ? kLinearZeroBytes : 0);
   const int stage = tokens * 128 + s.panels * panel;
   const int rest = 1024 + s.panels * 32 * LinearResultTokens(tokens);  // 1024: to align
   s.stages = ((s.blocks == 2 ? 115712 : 230400) - 1024 - rest) / stage;
@@ -233,7 +181,7 @@ inline bool MarlinRowOf(const qm_moe& m, int projection, MarlinRow* row) {
   row->scales_at = static_cast<size_t>(row->panels) * row->units * 128 * bits;
   row->zeros_at = align(row->scales_at + scales * scale_bytes);
   row->globals_at = align(row->zeros_at + (w.zero_points ? scales : 0));
-  row->bias_at = align(row->globals_at + (w.format == k_format_nvfp4 ? 8 : 0));
+  row->bias_at = align(row->globals_at + WithFacts(KindOf(w), [](auto f) { return f.kGlobalBytes; }));
   row->perm_at = align(row->bias_at + (w.bias ? static_cast<size_t>(row->panels) * 64 : 0));
   row->orders = w.perm;
   row->order_bytes = align(static_cast<size_t>(k) * 4);

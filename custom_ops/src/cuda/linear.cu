@@ -4,8 +4,8 @@ namespace quantmoe {
 
 template <typename T>
 LinearKernel DenseKernel(const qm_projection& w, const qm_cuda_gemm& g) {
-  if (KindOf(w) == WeightKind::kInt4) return SelectLinear<T, WeightKind::kInt4>(g);
-  if (KindOf(w) == WeightKind::kFp8) return SelectLinear<T, WeightKind::kFp8>(g);
+  if (KindOf(w) == WeightKind::kInt4) return SelectLinear<T, Int4>(g);
+  if (KindOf(w) == WeightKind::kFp8) return SelectLinear<T, Fp8>(g);
   return DenseKernelAny<T>(w, g);
 }
 template LinearKernel DenseKernel<__nv_bfloat16>(const qm_projection&, const qm_cuda_gemm&);

@@ -4,23 +4,11 @@ namespace quantmoe {
 
 template <typename T>
 LinearKernel DenseKernelAny(const qm_projection& w, const qm_cuda_gemm& g) {
-  switch (KindOf(w)) {
-    case WeightKind::kInt4Zero:
-      return SelectLinear<T, WeightKind::kInt4Zero>(g);
-    case WeightKind::kInt8:
-      return SelectLinear<T, WeightKind::kInt8>(g);
-    case WeightKind::kInt8Zero:
-      return SelectLinear<T, WeightKind::kInt8Zero>(g);
-    case WeightKind::kMxfp4:
-      return SelectLinear<T, WeightKind::kMxfp4>(g);
-    case WeightKind::kNvfp4:
-      return SelectLinear<T, WeightKind::kNvfp4>(g);
-    case WeightKind::kFloat:
-      return DenseFloatKernel<T>(g);
-    case WeightKind::kInt4:
-    case WeightKind::kFp8:
-      break;
-  }
+  if (KindOf(w) == WeightKind::kFloat) return DenseFloatKernel<T>(g);
+#define QM_CUDA_FORMAT(F)                                 \
+  if constexpr (!kOwnFiles<F> && !std::is_same_v<F, Fp8>) \
+    if (KindOf(w) == WeightKind::k##F) return SelectLinear<T, F>(g);
+#include "cuda/formats/formats.inc"
   return nullptr;  // linear.cu
 }
 template LinearKernel DenseKernelAny<__nv_bfloat16>(const qm_projection&, const qm_cuda_gemm&);

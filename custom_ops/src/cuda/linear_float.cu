@@ -4,7 +4,7 @@ namespace quantmoe {
 
 template <typename T>
 GemmKernel FloatKernel(int path, const qm_cuda_gemm& g) {
-  using F = Format<WeightKind::kFloat, 1>;
+  using F = Float;
   if (g.panels != 1) return nullptr;
   if (path == QM_CUDA_DECODE)
     return g.n_tiles == 1 && g.stages == StagesOf(1) ? MoeDownDecode<T, F, 1, 1, true> : nullptr;
@@ -19,7 +19,7 @@ template GemmKernel FloatKernel<__half>(int, const qm_cuda_gemm&);
 
 template <typename T>
 LinearKernel DenseFloatKernel(const qm_cuda_gemm& g) {
-  return SelectLinear<T, WeightKind::kFloat>(g);
+  return SelectLinear<T, Float>(g);
 }
 template LinearKernel DenseFloatKernel<__nv_bfloat16>(const qm_cuda_gemm&);
 template LinearKernel DenseFloatKernel<__half>(const qm_cuda_gemm&);

@@ -9,21 +9,21 @@
 // Tokens are multiplied in memory order, so of each 8 neighbouring columns, which layout marlin has in one lane
 // (FORMAT.md 3.2), lane t reads columns 2t and 2t + 1 itself.
 #pragma once
-#include "cuda/dequant.cuh"
+#include "cuda/formats/formats.h"
 #include "cuda/instances.h"
 #include "cuda/wgmma.cuh"
 
 namespace quantmoe {
 
-template <WeightKind kind, int kTokens>
+template <class F, int kTokens>
 struct LinearTile {
-  static constexpr LinearSizes kSizes = LinearSizesOf(kTokens, kind);
+  static constexpr LinearSizes kSizes = LinearSizesOf(kTokens, F::kBits, F::kZeroBytes);
   static constexpr int kPanels = kSizes.panels, kStages = kSizes.stages, kConsumers = 32 * kPanels;  // threads
-  static constexpr bool kBytes = BitsOf(kind) == 8, kFloats = BitsOf(kind) == 16;
-  static constexpr int kUnitBytes = 128 * BitsOf(kind);  // of a panel's codes
+  static constexpr bool kBytes = F::kBits == 8, kFloats = F::kBits == 16;
+  static constexpr int kUnitBytes = 128 * F::kBits;  // of a panel's codes
   static constexpr int kTokenBytes = kTokens * 128, kCodeBytes = kPanels * kUnitBytes;
-  static constexpr int kScaleBytes = kPanels * LinearScaleBytes(kind);
-  static constexpr int kZeroBytes = ZeroBytes(kind) > 0 ? kPanels * kLinearZeroBytes : 0;
+  static constexpr int kScaleBytes = kPanels * LinearScaleBytes(F::kBits);
+  static constexpr int kZeroBytes = F::kZeroBytes > 0 ? kPanels * kLinearZeroBytes : 0;
   static constexpr int kResultTokens = LinearResultTokens(kTokens);
   // Where they begin.
   static constexpr int kCodesAt = kStages * kTokenBytes, kScalesAt = kCodesAt + kStages * kCodeBytes;
@@ -50,12 +50,11 @@ __device__ __forceinline__ void LinearProducts(float (&d)[kTokens / 2], uint32_t
   }
 }
 
-template <typename T, WeightKind kKind, int kTokens>
-__global__ void __launch_bounds__(LinearThreads(LinearSizesOf(kTokens, kKind).panels),
-                                  LinearSizesOf(kTokens, kKind).blocks)
+template <typename T, class F, int kTokens>
+__global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels), LinearTile<F, kTokens>::kSizes.blocks)
     LinearWgmma(const __grid_constant__ LinearParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Shape = LinearTile<kKind, kTokens>;
+  using Shape = LinearTile<F, kTokens>;
   constexpr int kStages = Shape::kStages, kUnitBytes = Shape::kUnitBytes;
   constexpr bool kBytes = Shape::kBytes, kFloats = Shape::kFloats;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
@@ -119,12 +118,12 @@ __global__ void __launch_bounds__(LinearThreads(LinearSizesOf(kTokens, kKind).pa
     return;
   }
   SetRegisters<true, kTokens == 64 ? 104 : kTokens == 128 ? 112 : 232>();
-  constexpr int kWords = kBytes || kFloats ? 2 : 1;             // of a lane's codes of 8 columns
-  constexpr int kGroups = kKind == WeightKind::kNvfp4 ? 4 : 2;  // at most, of scales in a unit
+  constexpr int kWords = kBytes || kFloats ? 2 : 1;  // of a lane's codes of 8 columns
+  constexpr int kGroups = F::kUnitGroups;            // at most, of scales in a unit
   const int lane = threadIdx.x % 32, own_panel = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   // In the first stage: the word that has columns 2t and 2t + 1 of a unit's first 8 in row g; load() reads all.
-  // 4 bits: lane 4g + t' has those of chunk t', swizzled by the copy; 8 bits: FORMAT.md 3.2. 16 bits: what ldmatrix asks
-  // a lane for, of 16 columns; the copy swizzles.
+  // 4 bits: lane 4g + t' has those of chunk t', swizzled by the copy; 8 bits: FORMAT.md 3.2. 16 bits: what ldmatrix
+  // asks a lane for, of 16 columns; the copy swizzles.
   uint32_t codes_at = base + Shape::kCodesAt + own_panel * kUnitBytes;
   if constexpr (kFloats) {
     codes_at += lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
@@ -185,31 +184,20 @@ __global__ void __launch_bounds__(LinearThreads(LinearSizesOf(kTokens, kKind).pa
 #pragma unroll
         for (int row = 0; row < 2; ++row) factors[i][row] = factor(scale_words, i, row);
     };
-    auto halves = [&](auto type) {
-      using Scale = decltype(type);
-      each([&](const uint32_t(&from)[2], int i, int row) {
-        const uint32_t word = from[i];  // the same twice where a unit has one group
-        if constexpr (std::is_same_v<T, Scale> && kKind != WeightKind::kFp8)
-          return ScaledFactor<T, kKind>(__byte_perm(word, 0, row ? 0x3232 : 0x1010));
-        return CodeFactor<T, kKind>(row ? Half<Scale>::High(word) : Half<Scale>::Low(word));
-      });
-    };
-    if constexpr (kKind == WeightKind::kMxfp4) {
-      each([](const uint32_t(&from)[2], int i, int row) { return Mxfp4Factor<T>(from[0], BytePair(2 * i + row)); });
-    } else if constexpr (kKind == WeightKind::kNvfp4) {
-      each([](const uint32_t(&from)[2], int i, int row) {
-        return Nvfp4Factor<T>(from[i / 2], BytePair(i % 2 * 2 + row));
-      });
+    if constexpr (F::kScaleFactors) {
+      each([](const uint32_t(&from)[2], int i, int row) { return F::template GroupFactor<T>(from, i, row); });
     } else {
-      if (w.scale_type == k_scale_type_bf16) {
-        halves(__nv_bfloat16());
-      } else if (!kBytes || w.scale_type == k_scale_type_f16) {
-        halves(__half());
-      } else if (kKind != WeightKind::kFp8 || w.scale_type == k_scale_type_f32) {
-        each([](const uint32_t(&from)[2], int, int row) { return CodeFactor<T, kKind>(__uint_as_float(from[row])); });
-      } else {
-        each([](const uint32_t(&from)[2], int i, int row) { return CodeFactor<T, kKind>(E8m0(from[0], 2 * i + row)); });
-      }
+      WithScaleType<F>(w.scale_type, [&](auto type) {
+        each([](const uint32_t(&from)[2], int i, int row) {
+          constexpr int kType = decltype(type)::value;
+          [[maybe_unused]] const uint32_t word =
+              from[kGroups == 2 ? i : 0];  // the same twice where a unit has one group
+          if constexpr (kType == k_scale_type_bf16) return CodeFactor<T, F, __nv_bfloat16>(word, row);
+          if constexpr (kType == k_scale_type_f16) return CodeFactor<T, F, __half>(word, row);
+          if constexpr (kType == k_scale_type_f32) return CodeFactor<T, F>(__uint_as_float(from[row]));
+          if constexpr (kType == k_scale_type_e8m0) return CodeFactor<T, F>(E8m0(from[0], 2 * i + row));
+        });
+      });
     }
   };
   auto dequantize = [&](uint32_t(&a)[4][4]) {
@@ -223,21 +211,11 @@ __global__ void __launch_bounds__(LinearThreads(LinearSizesOf(kTokens, kKind).pa
         low = ZeroPoint<T, true>(zero_words, BytePair(2 * half));
         high = ZeroPoint<T, true>(zero_words, BytePair(2 * half + 1));
       }
-      const uint32_t q = words[i][0] >> shift;
       if constexpr (kFloats) {
         two[0] = words[i][0], two[1] = words[i][1];
-      } else if constexpr (kBytes) {
-        const uint32_t q8 = words[i][1] >> shift;
-        if constexpr (kKind == WeightKind::kInt8) DequantInt8Scaled<T>(q, q8, factor, two);
-        if constexpr (kKind == WeightKind::kInt8Zero) DequantInt8<T>(q, q8, low, high, two);
-        if constexpr (kKind == WeightKind::kFp8) DequantFp8<T>(q, q8, two);
       } else {
-        if constexpr (kKind == WeightKind::kInt4) DequantInt4Scaled<T>(q, factor, two);
-        if constexpr (kKind == WeightKind::kInt4Zero) DequantInt4Zero<T>(q, low, high, two);
-        if constexpr (kKind == WeightKind::kMxfp4 || kKind == WeightKind::kNvfp4) DequantE2m1<T>(q, two);
+        F::template DequantScaled<T>(words[i][0] >> shift, words[i][kWords - 1] >> shift, factor, low, high, two);
       }
-      if constexpr (kKind != WeightKind::kInt4 && kKind != WeightKind::kInt8 && !kFloats)
-        Times<T>(two, factor[0], factor[1]);
       a[i / 2][i % 2 * 2] = two[0], a[i / 2][i % 2 * 2 + 1] = two[1];
     }
   };
@@ -277,8 +255,8 @@ __global__ void __launch_bounds__(LinearThreads(LinearSizesOf(kTokens, kKind).pa
     const int first_token = tile / p.row_tiles * p.width, count = min(p.width, p.rows - first_token);
     const int panel = tile % p.row_tiles * Shape::kPanels + own_panel;
     float2 factor;
-    factor.x = factor.y = kProductFactor<T, kKind> * InputScale<Format<kKind>>(w, w.rows);
-    if constexpr (kKind == WeightKind::kNvfp4) {
+    factor.x = factor.y = F::template kProductFactor<T> * InputScale<F>(w, w.rows);
+    if constexpr (F::kGlobalBytes > 0) {
       const float2 global = *reinterpret_cast<const float2*>(w.rows + w.globals_at);
       factor.x *= global.x, factor.y *= global.y;
     }

@@ -14,8 +14,8 @@ namespace quantmoe {
 // What sums of rows g and of rows g + 8 are multiplied by.
 template <typename T, typename F>
 __device__ inline float2 SumFactors(const Weights& w, const uint8_t* expert) {
-  const float factor = SumFactor<T, F>() * InputScale<F>(w, expert);
-  if constexpr (F::kKind == WeightKind::kNvfp4) {
+  const float factor = kSumFactor<T, F> * InputScale<F>(w, expert);
+  if constexpr (F::kGlobalBytes > 0) {
     const float2 global = *reinterpret_cast<const float2*>(expert + w.globals_at);
     return make_float2(factor * global.x, factor * global.y);
   }

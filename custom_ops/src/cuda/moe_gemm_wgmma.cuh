@@ -9,7 +9,7 @@
 // MoeRoute writes x, the gate_up epilogue writes h that way.
 #pragma once
 #include "cuda/activation.cuh"
-#include "cuda/dequant.cuh"
+#include "cuda/formats/formats.h"
 #include "cuda/instances.h"
 #include "cuda/wgmma.cuh"
 
@@ -56,7 +56,6 @@ template <typename T, typename F, bool down, int kTokens>
 struct WgmmaConsumer {
   using Shape = WgmmaTile<F, down, kTokens>;
   using Size = Sizes<F>;
-  static constexpr WeightKind kKind = F::kKind;
   static constexpr int kStages = Shape::kStages, kPanels = Shape::kPanels, kUnitBytes = Shape::kUnitBytes;
   static constexpr int kOwnPairs = (kTokens + 127) / 128;  // that a thread takes to shared memory
   static constexpr int kGroups = F::kGroups;  // scales of a row in a unit; nvfp4: those of this lane's columns
@@ -118,38 +117,25 @@ struct WgmmaConsumer {
 #pragma unroll
           for (int row = 0; row < 2; ++row) scale[b][half][row] = factor(raw.words[b], half, row);
     };
-    // 16-bit scales of type Scale; `groups` in a unit.
-    auto halves = [&](auto type, int groups) {
-      using Scale = decltype(type);
-      each([&](const uint32_t* words, int half, int row) {
-        const uint32_t first = words[0], second = words[1];  // no index that is known at run time only
-        const uint32_t word = half && groups == 2 ? second : first;
-        if constexpr (std::is_same_v<T, Scale> && kKind != WeightKind::kFp8)
-          return ScaledFactor<T, kKind>(__byte_perm(word, 0, row ? 0x3232 : 0x1010));
-        return CodeFactor<T, kKind>(row ? Half<Scale>::High(word) : Half<Scale>::Low(word));
-      });
-    };
-    const Weights& w = p.weights;
-    if constexpr (kKind == WeightKind::kInt4) {
-      halves(typename F::Scale(), kGroups);
-    } else if constexpr (kKind == WeightKind::kMxfp4) {
-      each([](const uint32_t* words, int half, int row) { return Mxfp4Factor<T>(words[0], BytePair(2 * half + row)); });
-    } else if constexpr (kKind == WeightKind::kNvfp4) {
-      each([&](const uint32_t* words, int half, int row) {
-        return Nvfp4Factor<T>(words[half], BytePair((lane & 2) + row));
-      });
+    if constexpr (F::kScaleFactors) {
+      each([&](const uint32_t* words, int half, int row) { return F::template HalfFactor<T>(words, half, row, lane); });
     } else {
-      const int groups = 1 + TwoGroups();
-      if (w.scale_type == k_scale_type_bf16) {
-        halves(__nv_bfloat16(), groups);
-      } else if (kKind == WeightKind::kInt4Zero || w.scale_type == k_scale_type_f16) {
-        halves(__half(), groups);
-      } else if (kKind == WeightKind::kInt8 || kKind == WeightKind::kInt8Zero || w.scale_type == k_scale_type_f32) {
-        each([](const uint32_t* words, int, int row) { return CodeFactor<T, kKind>(__uint_as_float(words[row])); });
-      } else {
-        each([](const uint32_t* words, int half, int row) {
-          return CodeFactor<T, kKind>(E8m0(words[0], 2 * half + row));
+      // Scales of a type; `groups` in a unit.
+      auto of_type = [&](auto type, int groups) {
+        each([&](const uint32_t* words, int half, int row) {
+          constexpr int kType = decltype(type)::value;
+          const uint32_t first = words[0], second = words[1];  // no index that is known at run time only
+          [[maybe_unused]] const uint32_t word = half && groups == 2 ? second : first;
+          if constexpr (kType == k_scale_type_bf16) return CodeFactor<T, F, __nv_bfloat16>(word, row);
+          if constexpr (kType == k_scale_type_f16) return CodeFactor<T, F, __half>(word, row);
+          if constexpr (kType == k_scale_type_f32) return CodeFactor<T, F>(__uint_as_float(words[row]));
+          if constexpr (kType == k_scale_type_e8m0) return CodeFactor<T, F>(E8m0(words[0], 2 * half + row));
         });
+      };
+      if constexpr (F::kScaleType >= 0) {
+        of_type(std::integral_constant<int, F::kScaleType>(), kGroups);
+      } else {
+        WithScaleType<F>(p.weights.scale_type, [&](auto type) { of_type(type, 1 + TwoGroups()); });
       }
     }
   }
@@ -201,17 +187,7 @@ struct WgmmaConsumer {
         for (int step = 0; step < 2; ++step) {
           uint32_t(&to)[4] = a[b][step];
           const int s = 2 * half + step;
-          if constexpr (kKind == WeightKind::kInt4) {
-            DequantInt4Scaled<T>(q[b][s], factor, to);
-          } else if constexpr (kKind == WeightKind::kInt8) {
-            DequantInt8Scaled<T>(q[0][s], q[1][s], factor, to);
-          } else {
-            if constexpr (kKind == WeightKind::kInt4Zero) DequantInt4Zero<T>(q[b][s], low, high, to);
-            if constexpr (kKind == WeightKind::kInt8Zero) DequantInt8<T>(q[0][s], q[1][s], low, high, to);
-            if constexpr (kKind == WeightKind::kFp8) DequantFp8<T>(q[0][s], q[1][s], to);
-            if constexpr (kKind == WeightKind::kMxfp4 || kKind == WeightKind::kNvfp4) DequantE2m1<T>(q[b][s], to);
-            Times<T>(to, factor[0], factor[1]);
-          }
+          F::template DequantScaled<T>(kByPanel ? q[0][s] : q[b][s], q[1][s], factor, low, high, to);
         }
       }
     };
@@ -310,9 +286,9 @@ struct WgmmaConsumer {
     uint8_t* stage = results + group * kTokens * Shape::kResultRowBytes;
     const Work work = *now;
     float bias[kPanels][2] = {};
-    const float one_factor = kProductFactor<T, F::kKind> * InputScale<F>(w, Expert(work.expert));
+    const float one_factor = F::template kProductFactor<T> * InputScale<F>(w, Expert(work.expert));
     float2 factor = make_float2(one_factor, one_factor);
-    if constexpr (kKind == WeightKind::kNvfp4) {
+    if constexpr (F::kGlobalBytes > 0) {
       const float2 global = *reinterpret_cast<const float2*>(Expert(work.expert) + w.globals_at);
       factor.x *= global.x, factor.y *= global.y;
     }

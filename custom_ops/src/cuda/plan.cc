@@ -31,6 +31,10 @@ int MmaSharedBytes(int panels, int n_tiles, int bits, int lane_bytes, int units 
   return kWarps * ((stages ? stages : StagesOf(units)) * StageBytes(panels, n_tiles, bits, lane_bytes, units) + sums);
 }
 int LaneBytes(WeightKind kind, const MarlinRow& w) { return ScaleBytes(kind, w.per_block) + ZeroBytes(kind); }
+// Whether two units of K may be a stage: groups of 64 and more.
+bool PairsUnits(WeightKind kind, const MarlinRow& w) {
+  return w.per_block == 1 && WithFacts(kind, [](auto f) { return f.kPairsUnits; });
+}
 // Not int8 with zero points where a multiprocessor has 100 KiB: those take stream.
 bool DecodeFits(const qm_cuda_device& device, const qm_projection& weights, const MarlinRow& w) {
   const WeightKind kind = KindOf(weights);
@@ -70,9 +74,9 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
   const int sms = std::max(device.multiprocessors, 1);
   const WeightKind kind = KindOf(weights);
   const int lane_bytes = LaneBytes(kind, w);
-  const bool int4 = kind == WeightKind::kInt4 && w.per_block == 1;  // groups of 64 and more
+  const bool pairs = PairsUnits(kind, w);
   // Two units of K that share their scales are a stage of four panels: fewer instructions a byte.
-  const bool two = int4 && w.block_shift > 0;
+  const bool two = pairs && w.block_shift > 0;
   g.warps_k = 8;
   // Measured: each change of panels costs a sum over the warps that split K, which decode, with few tiles, can
   // afford.
@@ -130,7 +134,7 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
     g.stages = StagesOf(units);
     g.shared_bytes = MmaSharedBytes(panels, n_tiles, BitsOf(kind), lane_bytes, units);
     // What gate_up.cu, down.cu and their *_any.cu instantiate.
-    const bool instantiated = panels == 2 || (BitsOf(kind) == 4 && (!int4 || units == 2 || gate_up));
+    const bool instantiated = panels == 2 || (BitsOf(kind) == 4 && (!pairs || units == 2 || gate_up));
     return instantiated && g.shared_bytes <= device.shared_bytes - reserved;
   };
   auto slots = [&] {  // blocks resident at once
@@ -190,16 +194,16 @@ qm_cuda_gemm PlanLinearDecode(const qm_cuda_device& device, const qm_projection&
   }
   // Measured: warps of four panels, and two blocks for them where that still is one round; one panel of 8-bit codes, or
   // two where a warp's part of a row is long.
-  const bool int4 = kind == WeightKind::kInt4 && w.per_block == 1, bytes = BitsOf(kind) == 8;
+  const bool pairs = PairsUnits(kind, w), bytes = BitsOf(kind) == 8;
   const int64_t fours = CeilDiv(w.panels, 4);
-  const bool four = !bytes && !(int4 && w.block_shift == 0) && fours <= 2 * device.multiprocessors;
+  const bool four = !bytes && !(pairs && w.block_shift == 0) && fours <= 2 * device.multiprocessors;
   qm_cuda_gemm g{};
   g.panels = four ? 4 : bytes && w.units < 24 * kWarps ? 1 : 2;
   g.stages = four ? 3 : g.panels == 1 ? 6 : 5;
   g.n_tiles = g.warps_k = 1;
   g.cluster = four && device.sm >= 90 && 2 * fours <= device.multiprocessors ? 2 : 1;
   const int bytes_shared =
-      MmaSharedBytes(g.panels, 1, BitsOf(kind), LaneBytes(kind, w), four && int4 ? 2 : 1, g.stages);
+      MmaSharedBytes(g.panels, 1, BitsOf(kind), LaneBytes(kind, w), four && pairs ? 2 : 1, g.stages);
   if (bytes_shared + 1024 <= device.shared_bytes) g.shared_bytes = bytes_shared;
   g.grid = static_cast<int32_t>(CeilDiv(w.panels, g.panels) * g.cluster);
   return g;
@@ -238,7 +242,7 @@ qm_cuda_gemm PlanDense(const qm_cuda_device& device, WeightKind kind, const Marl
   qm_cuda_gemm g{};
   double best = INFINITY;
   for (const auto& c : kCosts) {
-    const LinearSizes sizes = LinearSizesOf(c.tokens, kind);
+    const LinearSizes sizes = LinearSizesOf(c.tokens, BitsOf(kind), ZeroBytes(kind));
     const double bytes = BitsOf(kind) > 4 ? c.bytes : 1;
     for (int width = LinearLeast(c.tokens); width <= c.tokens; width += 16)
       for (int parts = 1; parts <= std::min(8, w.units); ++parts) {

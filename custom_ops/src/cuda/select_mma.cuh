@@ -10,8 +10,8 @@ namespace quantmoe {
 // panels of symmetric int4 take two units of K a stage, which share their scale.
 template <typename T, bool down, class F>
 GemmKernel SelectMma(F, int path, const qm_cuda_gemm& g) {
-  constexpr int kMost = BitsOf(F::kKind) == 4 ? 4 : 2;
-  constexpr int kUnits = F::kKind == WeightKind::kInt4 && F::kGroups == 1 ? 2 : 1;
+  constexpr int kMost = F::kBits == 4 ? 4 : 2;
+  constexpr int kUnits = F::kPairsUnits && F::kGroups == 1 ? 2 : 1;
   const bool one_unit = g.stages == StagesOf(1), two = g.panels == 2 && one_unit;
   const bool most = g.panels == kMost && g.stages == StagesOf(kUnits);
   if (path == QM_CUDA_DECODE && g.n_tiles == 1) {

@@ -7,7 +7,7 @@ namespace quantmoe {
 
 template <typename T, class F>
 GemmKernel SelectWgmma(F, bool down, const qm_cuda_gemm& g) {
-  if constexpr (BitsOf(F::kKind) == 4)
+  if constexpr (F::kBits == 4)
     if (g.n_tiles == 3 && g.panels == 32) return down ? MoeGemmWgmma<T, F, true, 24> : MoeGemmWgmma<T, F, false, 24>;
   if (g.panels != 16) return nullptr;
   if (g.n_tiles == 6) return down ? MoeGemmWgmma<T, F, true, 48> : MoeGemmWgmma<T, F, false, 48>;

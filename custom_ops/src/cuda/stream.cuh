@@ -6,51 +6,32 @@
 //
 // Scales multiply the f32 products of a unit, not the weights: exact for every scale type, and for the few tokens of a
 // tile cheaper than multiplying each fragment. Scales of e2m1 codes multiply the weights where that is exact
-// (dequant.cuh): nvfp4's groups of 16 are not even a step of mma. For one token tile the zero point of int4 leaves the
+// (formats): nvfp4's groups of 16 are not even a step of mma. For one token tile the zero point of int4 leaves the
 // inner loop as well: sum (q - 8) x = sum (base + q) x - (base + 8) sum x, where one mma with ones gives sum x for all
 // panels.
 #pragma once
-#include "cuda/dequant.cuh"
+#include "cuda/formats/formats.h"
 #include "cuda/kernels.cuh"
 
 namespace quantmoe {
 
 // What sums are to be multiplied by; nvfp4's also by the global scale.
 template <typename T, typename F>
-__host__ __device__ constexpr float SumFactor() {
-  if (F::kPacked) return 1.f;
-  switch (F::kKind) {
-    case WeightKind::kInt4:
-    case WeightKind::kInt4Zero:
-      return 1 / kInt4Bits<T>;
-    case WeightKind::kInt8:
-    case WeightKind::kInt8Zero:
-      return 1 / kInt8Result<T>;
-    case WeightKind::kFp8:
-      return kBf16<T> ? 1.f : 1 / kFp8Bits<T>;
-    case WeightKind::kMxfp4:
-      return kBf16<T> ? 1 / kMxfp4Result<T> : 1 / kE2m1Bits<T>;
-    case WeightKind::kNvfp4:
-      return 1 / kNvfp4Result<T>;
-    default:
-      return 1.f;
-  }
-}
+constexpr float kSumFactor = F::kPacked ? 1.f : F::template kSumFactor<T>;
 
 // MT 16-row panels, NT 8-token tiles, weights of format F; kUnits of K a stage: 1, or 2 that share their scales.
 template <typename T, typename F, int MT, int NT, int kUnits = 1, int kStages_ = StagesOf(kUnits)>
 struct Stream {
   using Size = Sizes<F>;
-  static constexpr WeightKind kKind = F::kKind;
   static constexpr int kUnitBytes = 128 * Size::kBits;  // of a panel's codes
   // Scales, then zero points, of MT panels.
   static constexpr int kScalesAt = kUnits * MT * kUnitBytes, kZerosAt = kScalesAt + MT * 32 * Size::kScaleBytes,
                        kTokensAt = kZerosAt + MT * 32 * Size::kZeroBytes;
   static constexpr int kStages = kStages_;
   static constexpr int kStageBytes = StageBytes(MT, NT, Size::kBits, Size::kLaneBytes, kUnits);
-  static constexpr int kTokenUnit = F::kPacked ? PackedUnitBytes(kKind) / 2 : kUnit;  // of T: values, or what is packed
-  static constexpr bool kCodes = F::kPacked && kKind == WeightKind::kFp8;
-  static constexpr bool kScaledWeights = kKind == WeightKind::kNvfp4 || (kKind == WeightKind::kMxfp4 && kBf16<T>);
+  static constexpr int kTokenUnit = F::kPacked ? F::kPackedUnitBytes / 2 : kUnit;  // of T: values, or what is packed
+  static constexpr bool kCodes = F::kPacked && F::kBits == 8;
+  static constexpr bool kScaledWeights = F::template kScaledWeights<T>;
 
   int lane, g, t;
   uint32_t codes_at, scales_at;  // this lane's bytes in the first stage of the warp's ring
@@ -126,7 +107,8 @@ struct Stream {
     }
     if constexpr (Size::kZeroBytes > 0) {
       const uint8_t* z = zeros + block * w.zero_bytes;
-      const int shift = Size::kRuntime && w.scale_type == k_scale_type_f32 ? 2 : 1;  // a byte where scales have two, f32's four
+      const int shift =
+          Size::kRuntime && w.scale_type == k_scale_type_f32 ? 2 : 1;  // a byte where scales have two, f32's four
 #pragma unroll
       for (int m = 0; m < MT; ++m) CopyAsyncSmall<4>(ZeroAt(stage, m), m ? z + (scale_panel_at[m] >> shift) : z);
     }
@@ -172,11 +154,10 @@ struct Stream {
   }
   template <int N, bool kFactor, bool kShift>
   __device__ void ConsumeValues(int stage, float (&acc)[MT][NT][4], const Weights& w, const float* factor) const {
-    constexpr bool kInt4s = kKind == WeightKind::kInt4 || kKind == WeightKind::kInt4Zero;
     // Not for all tiles of one token tile: a token must not depend on how many are in its tile.
-    constexpr bool kSums = kInt4s && NT == 1;
+    constexpr bool kSums = F::kZerosLater && NT == 1;
     constexpr bool kDirect = kScaledWeights && !kFactor;  // into acc
-    constexpr int kWords = Size::kScaleBytes / 4;  // none: floats
+    constexpr int kWords = Size::kScaleBytes / 4;         // none: floats
     const uint32_t base = codes_at + stage * kStageBytes;
     uint4 q[MT], x[N][2];
     uint32_t scale[MT][kWords + !kWords], zero[MT];
@@ -234,20 +215,9 @@ struct Stream {
           const uint2 low = Load8(at), high = Load8(at + 512);
           q[m] = make_uint4(low.x, high.x, low.y, high.y);
         }
-        uint32_t low = 0, high = 0;  // zero points, or scales of weights, of rows g and g + 8
-        if constexpr (kKind == WeightKind::kInt4Zero && !kSums) {
-          low = ZeroPoint<T, false>(zero[m], selector), high = ZeroPoint<T, false>(zero[m], selector + 0x0101);
-        } else if constexpr (kKind == WeightKind::kInt8Zero) {
-          low = ZeroPoint<T, true>(zero[m], selector), high = ZeroPoint<T, true>(zero[m], selector + 0x0101);
-        } else if constexpr (kKind == WeightKind::kInt4) {
-          low = high = Half<T>::kInt4Zero;
-        } else if constexpr (kKind == WeightKind::kNvfp4) {
-          low = Nvfp4Factor<T>(scale[m][half], BytePair(t & 2)),
-          high = Nvfp4Factor<T>(scale[m][half], BytePair((t & 2) + 1));
-        } else if constexpr (kScaledWeights) {
-          low = Mxfp4Factor<T>(scale[m][0], BytePair(2 * half)),
-          high = Mxfp4Factor<T>(scale[m][0], BytePair(2 * half + 1));
-        }
+        // Zero points, or scales of weights, of rows g and g + 8.
+        uint2 pair{};
+        if constexpr (!kSums) pair = F::template Pair<T>(scale[m], zero[m], selector, half, t);
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
           uint32_t a[4];
@@ -256,23 +226,10 @@ struct Stream {
             a[2] = step ? q[m].w : q[m].y, a[3] = step ? q8.w : q8.y;
           } else if constexpr (Size::kBits == 8) {
             const uint32_t q_low = step ? q[m].z : q[m].x, q_high = step ? q[m].w : q[m].y;
-            if constexpr (kKind == WeightKind::kInt8) {
-              DequantInt8<T>(q_low, q_high, a);
-            } else if constexpr (kKind == WeightKind::kInt8Zero) {
-              DequantInt8<T>(q_low, q_high, low, high, a);
-            } else {
-              DequantFp8<T, true>(q_low, q_high, a);
-              if constexpr (kBf16<T>) Times<T>(a, 0x7b807b80, 0x7b807b80);  // 2^120
-            }
+            F::template Dequant<T, kShift, !kSums>(q_low, q_high, pair.x, pair.y, a);
           } else {
             const uint32_t code = half ? (step ? q[m].w : q[m].z) : (step ? q[m].y : q[m].x);
-            if constexpr (kInt4s) {
-              DequantInt4<T, kShift>(code, a);
-              if constexpr (!kSums) Center<T>(a, low, high);
-            } else {
-              DequantE2m1<T>(code, a);
-              if constexpr (kScaledWeights) Times<T>(a, low, high);
-            }
+            F::template Dequant<T, kShift, !kSums>(code, 0, pair.x, pair.y, a);
           }
 #pragma unroll
           for (int n = 0; n < N; ++n) {
@@ -291,10 +248,10 @@ struct Stream {
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
           const float2 s = row(m);
-          [[maybe_unused]] float zeros[2] = {Half<T>::kInt4ZeroValue, Half<T>::kInt4ZeroValue};
-          if constexpr (kKind == WeightKind::kInt4Zero && kSums) {
-            zeros[0] = Half<T>::Low(ZeroPoint<T, false>(zero[m], selector));
-            zeros[1] = Half<T>::Low(ZeroPoint<T, false>(zero[m], selector + 0x0101));
+          [[maybe_unused]] float zeros[2] = {};
+          if constexpr (kSums) {
+            const float2 z = F::template Zeros<T>(zero[m], selector);
+            zeros[0] = z.x, zeros[1] = z.y;
           }
 #pragma unroll
           for (int n = 0; n < N; ++n) {
@@ -310,17 +267,18 @@ struct Stream {
         }
         if constexpr (Size::kRuntime) sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
       };
-      if constexpr (kKind == WeightKind::kInt4) {
-        using Scale = typename F::Scale;
+      // Not through WithScaleType: a lambda around these makes other machine code of them.
+      if constexpr (kScaledWeights || kWords == 0) {
+        add([](int) { return make_float2(1.f, 1.f); });
+      } else if constexpr (F::kScaleType == k_scale_type_e8m0) {
+        add([&](int m) {
+          return make_float2(E8m0Normal(scale[m][0], 2 * half), E8m0Normal(scale[m][0], 2 * half + 1));
+        });
+      } else if constexpr (F::kScaleType >= 0) {
+        using Scale = std::conditional_t<F::kScaleType == k_scale_type_f16, __half, __nv_bfloat16>;
         add([&](int m) {
           const uint32_t s = scale[m][kTwo ? half : 0];
           return make_float2(Half<Scale>::Low(s), Half<Scale>::High(s));
-        });
-      } else if constexpr (kScaledWeights || kWords == 0) {
-        add([](int) { return make_float2(1.f, 1.f); });
-      } else if constexpr (kKind == WeightKind::kMxfp4) {
-        add([&](int m) {
-          return make_float2(E8m0Normal(scale[m][0], 2 * half), E8m0Normal(scale[m][0], 2 * half + 1));
         });
       } else {
         auto word = [&](int m) { return half && two_groups ? scale[m][kWords - 1] : scale[m][0]; };
@@ -328,9 +286,9 @@ struct Stream {
           add([&](int m) {
             return make_float2(Half<__nv_bfloat16>::Low(word(m)), Half<__nv_bfloat16>::High(word(m)));
           });
-        } else if (kKind == WeightKind::kInt4Zero || w.scale_type == k_scale_type_f16) {
+        } else if (!kTakes<F, k_scale_type_f32> || w.scale_type == k_scale_type_f16) {
           add([&](int m) { return make_float2(Half<__half>::Low(word(m)), Half<__half>::High(word(m))); });
-        } else if (kKind != WeightKind::kFp8 || w.scale_type == k_scale_type_f32) {
+        } else if (!kTakes<F, k_scale_type_e8m0> || w.scale_type == k_scale_type_f32) {
           add([&](int m) { return make_float2(__uint_as_float(scale[m][0]), __uint_as_float(scale[m][kWords - 1])); });
         } else {
           add([&](int m) { return make_float2(E8m0(scale[m][0], 2 * half), E8m0(scale[m][0], 2 * half + 1)); });

@@ -79,13 +79,13 @@ int ValidateWeights(const qm_projection& w, const char* name, int most_orders, c
     return fail(err, QM_UNSUPPORTED, "%s_zero_points is %d, the CUDA kernels take 0, and 1 with int4 and int8", name,
                 w.zero_points);
   if (w.block_n < 1) return fail(err, QM_INVALID, "%s_block_n is %d, expected 1 or more", name, w.block_n);
-  const auto taken = [&](int32_t type) { return TakesScales(w.format, type); };
+  const auto taken = [&](int32_t type) { return TakesScales(w, type); };
   const char* instead = integer ? ": export with --scales bf16" : "";
   if (!taken(w.scale_type))
     return fail(err, QM_UNSUPPORTED, "%s_scale_type is %s, the CUDA kernels take %s for %s%s", name, scales,
                 Names("scale_type", taken).c_str(), format, w.scale_type == k_scale_type_f32 ? instead : "");
   const int g = w.group_size;
-  if (const int of_format = GroupSizeOf(w.format, w.scale_type); of_format && g != of_format)
+  if (const int of_format = GroupSizeOf(w); of_format && g != of_format)
     return fail(err, QM_UNSUPPORTED, "%s_group_size is %d, the CUDA kernels take %d for %s with %s scales", name, g,
                 of_format, format, scales);
   else if (!of_format && g != -1 && g != 32 && (g < 64 || g & (g - 1)))

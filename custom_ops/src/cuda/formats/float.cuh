@@ -1,0 +1,30 @@
+// 16-bit floats of the activations' type, a linear's alone.
+#pragma once
+#include "cuda/formats/format.h"
+
+namespace quantmoe {
+
+struct FloatFacts : FormatFacts {
+  static constexpr int kBits = 16;
+  static constexpr int ScaleBytes(int) { return 0; }
+  static constexpr bool Is(const qm_projection& w) { return w.format == k_format_bf16 || w.format == k_format_f16; }
+  static constexpr bool TakesScales(int32_t) { return false; }
+};
+
+}  // namespace quantmoe
+
+#ifdef __CUDACC__
+#include "cuda/formats/trait.cuh"
+
+namespace quantmoe {
+
+struct Float : FloatFacts, Trait {
+  static constexpr int kGroups = 1;
+  template <typename T>
+  static constexpr float kSumFactor = 1.f;
+  template <typename T>
+  static constexpr float kProductFactor = 1.f;
+};
+
+}  // namespace quantmoe
+#endif

@@ -1,0 +1,37 @@
+// What a format of weights is to the kernels, formats/*.cuh: in each file a struct <Name>Facts, which plans know, too,
+// and of the same name, for device code, the trait that is the kernels' template argument. The list is formats.inc.
+#pragma once
+#include <cstdint>
+
+#include "core/attributes.h"
+
+namespace quantmoe {
+
+// Bytes of a scale.
+constexpr int ScaleTypeBytes(int32_t scale_type) {
+  return scale_type == k_scale_type_f32 ? 4 : scale_type == k_scale_type_f16 || scale_type == k_scale_type_bf16 ? 2 : 1;
+}
+constexpr bool IsFloatScale(int32_t scale_type) { return ScaleTypeBytes(scale_type) > 1; }
+
+// Facts that most formats have alike. The others: kBits of a code; Is, whether weights are of the format; TakesScales,
+// of which types.
+struct FormatFacts {
+  // Of groups of 32 a unit, 64 columns of a row, has two: per_block. Shared memory of a lane for a unit's scales of
+  // rows g and g + 8, as many bytes as the widest type takes, and for their zero points.
+  static constexpr int ScaleBytes([[maybe_unused]] int per_block) { return 8; }
+  static constexpr int kZeroBytes = 0;
+  // Groups of columns that a unit has scales of, at most.
+  static constexpr int kUnitGroups = 2;
+  // The one group size that there is with scales of a type; 0: -1, 32 or a power of two from 64.
+  static constexpr int GroupSize(int32_t scale_type) { return scale_type == k_scale_type_e8m0 ? 32 : 0; }
+  static constexpr int kGlobalBytes = 0;  // of a row: factors of the whole matrix
+  // Of 64 columns of a token, codes and scales, where a product takes codes of both sides; 0: none does.
+  static constexpr int kPackedUnitBytes = 0;
+  // Whether the kernels that round activations leave the stored input scale in the values: those for the format have no
+  // registers for it.
+  static constexpr bool kRoundsScaled = false;
+  // Two units that share their scales are one stage of a warp's ring, where a unit has one group.
+  static constexpr bool kPairsUnits = false;
+};
+
+}  // namespace quantmoe

@@ -1,0 +1,43 @@
+// All formats, and their facts by kind.
+#pragma once
+#include "cuda/formats/float.cuh"
+#include "cuda/formats/fp8.cuh"
+#include "cuda/formats/int4.cuh"
+#include "cuda/formats/int8.cuh"
+#include "cuda/formats/mxfp4.cuh"
+#include "cuda/formats/nvfp4.cuh"
+
+namespace quantmoe {
+
+enum class WeightKind {
+#define QM_CUDA_FORMAT(F) k##F,
+#include "cuda/formats/formats.inc"
+};
+
+// body(facts) of a kind; of one that there is not, the last's.
+template <class Body>
+constexpr auto WithFacts(WeightKind kind, const Body& body) {
+#define QM_CUDA_FORMAT(F) \
+  if (kind == WeightKind::k##F) return body(F##Facts{});
+#include "cuda/formats/formats.inc"
+  return body(FloatFacts{});
+}
+
+inline WeightKind KindOf(const qm_projection& w) {
+#define QM_CUDA_FORMAT(F) \
+  if (F##Facts::Is(w)) return WeightKind::k##F;
+#include "cuda/formats/formats.inc"
+  return WeightKind::kFloat;
+}
+
+constexpr int BitsOf(WeightKind kind) {
+  return WithFacts(kind, [](auto f) { return f.kBits; });
+}
+constexpr int ScaleBytes(WeightKind kind, int per_block) {
+  return WithFacts(kind, [=](auto f) { return f.ScaleBytes(per_block); });
+}
+constexpr int ZeroBytes(WeightKind kind) {
+  return WithFacts(kind, [](auto f) { return f.kZeroBytes; });
+}
+
+}  // namespace quantmoe

@@ -1,0 +1,59 @@
+"""CONTRIBUTING.md's example of a CUDA format compiles: with nvcc as kernels, with a C++ compiler as facts. Needs no GPU."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NVCC = Path(sysconfig.get_path("purelib"), "nvidia/cu13/bin/nvcc")
+INCLUDE = [f"-I{ROOT / folder}" for folder in ("custom_ops/include", "custom_ops/src", "custom_ops")]
+#: what op.def's row would make
+CODE = '#include "core/attributes.h"\nnamespace quantmoe { constexpr int32_t k_format_acme4 = 99; }\n'
+KERNELS = """
+#include "cuda/select_linear.cuh"
+#include "cuda/select_mma.cuh"
+#include "cuda/select_wgmma.cuh"
+namespace quantmoe {
+template __global__ void MoeGemmMma<__half, Acme4, 2, 1, false, false>(const __grid_constant__ GemmParams);
+template __global__ void MoeDownDecode<__nv_bfloat16, Acme4, 2>(const __grid_constant__ GemmParams);
+template __global__ void MoeGemmWgmma<__half, Acme4, true, 24>(const __grid_constant__ GemmParams);
+template __global__ void LinearWgmma<__nv_bfloat16, Acme4, 64>(const __grid_constant__ LinearParams);
+}  // namespace quantmoe
+"""
+FACTS = "static_assert(quantmoe::Acme4Facts::kBits == 4 && quantmoe::Acme4Facts::GroupSize(0) == 0);\n"
+
+
+@pytest.fixture
+def example(tmp_path) -> Path:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (code,) = re.findall(r"formats/acme4\.cuh`:\n\n```cpp\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "acme4.cuh").write_text(code)
+    return tmp_path
+
+
+def compile(compiler: str | Path, source: Path, *options: str) -> None:
+    found = subprocess.run([compiler, *options, *INCLUDE, source], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.skipif(not NVCC.exists(), reason="no nvcc (pyproject.toml's group cuda)")
+def test_its_kernels_compile(example):
+    source = example / "acme4.cu"
+    source.write_text(CODE + '#include "acme4.cuh"\n' + KERNELS)
+    compile(NVCC, source, "-std=c++17", "-O1", "-ptx", "-arch=compute_90a", "-o", str(example / "acme4.ptx"))
+    ptx = (example / "acme4.ptx").read_text()
+    assert ptx.count(".entry") == 4
+    assert all(re.search(rf"\.entry \w*{kernel}\w*Acme4", ptx) for kernel in ("MoeGemmMma", "MoeDownDecode"))
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_its_facts_need_no_cuda(example):
+    source = example / "acme4.cc"
+    source.write_text(CODE + '#include "acme4.cuh"\n' + FACTS)
+    compile("c++", source, "-std=c++20", "-Wall", "-Werror", "-fsyntax-only")
