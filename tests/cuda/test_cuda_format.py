@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's example of a CUDA format compiles: with nvcc as kernels, with a C++ compiler as facts. Needs no GPU."""
+"""CONTRIBUTING.md's example of a CUDA format compiles: nvcc its kernels, a C++ compiler its facts. Needs no GPU."""
 
 from __future__ import annotations
 
