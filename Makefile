@@ -51,6 +51,8 @@ demo: build
 	@test -n "$(FORCE)" || test ! -e demo-model/model.onnx || { echo "demo-model/model.onnx exists; with FORCE=1 it is replaced"; exit 1; }
 	quantmoe demo --checkpoint "$(or $(CHECKPOINT),samples/demo_model/checkpoint)" $(if $(FORCE),--force)
 
+# Each core has a process already: threads of NumPy and torch in each would spin for one another's.
+test: export OMP_NUM_THREADS = 1
 test: build
 	$(UV) --group test
 	$(PYTEST)
