@@ -10,13 +10,18 @@ from quantmoe import custom_ops
 from quantmoe.custom_ops import native
 
 
+def declared(header: str) -> set[str]:
+    text = (Path(__file__).parents[2] / "custom_ops/include/quantmoe" / header).read_text()
+    return set(re.findall(r"QM_API [\w *]*?\b(qm_\w+)\(", text))
+
+
 def test_only_the_c_abi_is_exported() -> None:
-    """All that quant_moe.h declares, and qm_slice_bytes of cpu/kernel.h."""
+    """All of quant_moe.h, what of quant_moe_cuda.h needs no GPU, and qm_slice_bytes of cpu/kernel.h."""
     listing = subprocess.check_output(["nm", "-D", "--defined-only", native.library()._name], text=True)
-    header = (Path(__file__).parents[2] / "custom_ops/include/quantmoe/quant_moe.h").read_text()
-    declared = set(re.findall(r"QM_API [\w *]*?\b(qm_\w+)\(", header))
-    assert len(declared) > 30
-    assert {line.split()[-1] for line in listing.splitlines()} == declared | {"qm_slice_bytes"}
+    exported, own = {line.split()[-1] for line in listing.splitlines()}, declared("quant_moe.h")
+    assert len(own) > 30
+    assert own <= exported
+    assert exported <= own | declared("quant_moe_cuda.h") | {"qm_slice_bytes"}
 
 
 def test_custom_ops_imports_no_engine() -> None:
