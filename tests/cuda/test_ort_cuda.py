@@ -289,7 +289,7 @@ def test_real_runtime_registers_it(tmp_path: Path, layer):
     ("name", "new", "message"),
     [
         ("op_version", 99, "op_version is 99"),
-        ("w13_layout_version", 1, "marlin (1) version 2: export the model again"),
+        ("w13_layout_version", 1, "marlin version 2: export the model again"),
         ("w13_pre_scale", 2, "w13_pre_scale is 2"),
         ("expert_offset", 1, "num_experts = 8"),
     ],
