@@ -56,12 +56,13 @@ int GateUp::prepare_sides(const Task& task, Preparation (&how)[2]) {
     how[side] = w13.known_preparation(task.expert, side, true);
     if (how[side].perm && !w13.check_perm(how[side].perm, task.expert)) return 0;
   }
+  if (w13.sides == 1) return 1;
   const auto same = [&](const void* a, const void* b) {
     return a == b || (a && b && std::memcmp(a, b, static_cast<size_t>(4 * w13.panel.k)) == 0);
   };
   const bool alike =
       same(how[0].pre_scale, how[1].pre_scale) && same(how[0].perm, how[1].perm) && how[0].stored == how[1].stored;
-  return w13.sides == 2 && !alike ? 2 : 1;
+  return alike ? 1 : 2;
 }
 
 Row GateUp::prepare(int lane, int i, int64_t position, const Preparation& how, const Inputs& of) const {
