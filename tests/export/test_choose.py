@@ -32,7 +32,6 @@ from quantmoe.custom_ops.matrix import parted
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.choosing.choose import ACTIVATIONS, LAYOUT, Candidate, layer_candidate, linear_matrix
 from quantmoe.exporter.choosing.options import Options
-from quantmoe.exporter.graph import model
 from quantmoe.exporter.inspecting.explain import explain
 from quantmoe.exporter.reading import formats
 from quantmoe.exporter.reading.checkpoint import CheckpointError
@@ -60,7 +59,7 @@ def chosen(folder: Path, out: Path, target: str, monkeypatch: pytest.MonkeyPatch
         raise Traced(found, linears, parts, [*chosen.experts.values()])
 
     with monkeypatch.context() as patch:
-        patch.setattr(model, "trace", trace)
+        patch.setattr("quantmoe.exporter.writing.parts.trace", trace)
         try:
             export(folder, out, target=target)
         except Traced as traced:

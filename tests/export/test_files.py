@@ -26,7 +26,6 @@ import torch
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.cli import main
-from quantmoe.exporter.graph import model
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER, CheckpointError, write_safetensors
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
@@ -333,7 +332,7 @@ def test_interruption_leaves_nothing(checkpoint, exported, tmp_path, monkeypatch
 
 
 def test_termination_leaves_nothing(quantmoe, checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(model, "trace", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("quantmoe.exporter.writing.parts.trace", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
     assert quantmoe("export", checkpoint("qwen3_moe"), tmp_path / "out").returncode == 128 + signal.SIGTERM
     assert not (tmp_path / "out").exists()
 

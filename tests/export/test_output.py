@@ -19,7 +19,6 @@ from blake3 import blake3
 
 import quantmoe
 from quantmoe.custom_ops.op import inputs
-from quantmoe.exporter.graph import model as exporter_model
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.reading.checkpoint import CheckpointError, write_safetensors
 from quantmoe.exporter.reading.formats import open_checkpoint
@@ -365,7 +364,7 @@ def test_what_stands_in_the_way_is_named_before_any_work(checkpoint, tmp_path, m
     (tmp_path / "linked" / output.STAGE).symlink_to(folder)
     (tmp_path / "filed").mkdir()
     (tmp_path / "filed" / output.STAGE).write_text("another's")
-    monkeypatch.setattr(exporter_model, "trace", None)
+    monkeypatch.setattr("quantmoe.exporter.writing.parts.trace", None)
     for command in (export, plan):
         with pytest.raises(NotADirectoryError, match=r"/file is a file, expected a folder"):
             command(folder, tmp_path / "file" / "a" / "out")
@@ -396,7 +395,7 @@ def test_a_stage_with_somebodys_files_is_refused(checkpoint, models, tmp_path, u
     (stage / "thesis.txt").write_text("t")
     (stage / "model.onnx.data.9").write_text("somebody's")
     (stage / "notes").mkdir()
-    monkeypatch.setattr(exporter_model, "trace", None)
+    monkeypatch.setattr("quantmoe.exporter.writing.parts.trace", None)
     for command in (export, plan):
         with pytest.raises(
             FileExistsError, match=rf"{output.STAGE}/model\.onnx\.data\.9 exists and no export is known"

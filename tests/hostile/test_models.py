@@ -278,11 +278,12 @@ for folder in sys.argv[1:]:
 def test_damage_is_found_before_tracing(
     name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quantmoe.exporter.graph import model as exporter_model
     from quantmoe.exporter.writing import convert
     from quantmoe.exporter.writing.plan import plan
 
-    monkeypatch.setattr(exporter_model, "trace", lambda *_, **__: pytest.fail("traced a damaged checkpoint"))
+    monkeypatch.setattr(
+        "quantmoe.exporter.writing.parts.trace", lambda *_, **__: pytest.fail("traced a damaged checkpoint")
+    )
     edit, text = DAMAGE[name]
     folder = edited(model, tmp_path / "damaged", edit)
     if "generation_config" in name:
