@@ -336,6 +336,8 @@ def _sizes(
                 f"{where}: layout {projection.layout} does not carry {projection.format} "
                 f"with group_size {projection.group_size} and {projection.scale_type} scales ({name})"
             ) from None
+        except ValueError as error:  # what the library says
+            raise ModelError(f"{where}: {name}: {error}") from None
         if len(shape) != 2 or shape[1] != words or not 1 <= shape[0] <= most:
             raise ModelError(f"{where}: {name} has shape {shape}, its attributes say [1 to {most}, {words}]")
         recorded = tensor.metadata_props.get("spec")
