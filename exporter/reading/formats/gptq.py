@@ -11,6 +11,7 @@ AutoRound writes no checkpoint_format: its ``packing_format`` (``backend`` befor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -124,13 +125,14 @@ class GPTQ(Format):
         )
         codes = unpack_words(tensors["qweight"].T, bits, k)
         words, middle = tensors["qzeros"].view(np.uint32), 1 << (bits - 1)
-        zeros = {v2: unpack_words(words if v2 else words + np.uint32(_ONES[bits]), bits, n).T for v2 in (True, False)}
-        if bits == 3:
-            zeros[False] = (zeros[True] + np.uint8(1)) & np.uint8(7)
-        if (v2 := config.v2) is None:
-            v2 = self._as_they_are(module, zeros, middle)
+
+        def zeros_as(v2: bool) -> np.ndarray:
+            found = unpack_words(words if v2 else words + np.uint32(_ONES[bits]), bits, n).T
+            return (found + np.uint8(1)) & np.uint8(7) if bits == 3 and not v2 else found
+
+        zeros = self._middles(module, zeros_as, middle) if config.v2 is None else zeros_as(config.v2)
         perm = group_order(tensors["g_idx"], g, self.ckpt.where(f"{module}.g_idx")) if has_order else None
-        plain = config.sym and bool((zeros[v2] == middle).all())
+        plain = config.sym and bool((zeros == middle).all())
         if plain and bits < 4 and not is_outline(codes):
             codes = codes + np.uint8(8 - middle)
         return QuantizedMatrix(
@@ -138,16 +140,16 @@ class GPTQ(Format):
             codes=in_order(codes, perm),
             scales=np.ascontiguousarray(tensors["scales"].T),
             group_size=scheme.group_size,
-            zero_points=None if plain else np.ascontiguousarray(zeros[v2]),
+            zero_points=None if plain else np.ascontiguousarray(zeros),
             bias=self.bias(module, n),
             perm=perm,
         )
 
-    def _as_they_are(self, module: str, zeros: dict[bool, np.ndarray], middle: int) -> bool:
-        """Whether it is as v2 or as v1 that symmetric weights' stored zero points are all the middle."""
+    def _middles(self, module: str, zeros_as: Callable[[bool], np.ndarray], middle: int) -> np.ndarray:
+        """Symmetric weights' zero points, all the middle, as v2 or as v1 stores them."""
         for v2 in (True, False):
-            if (zeros[v2] == middle).all():
-                return v2
+            if ((zeros := zeros_as(v2)) == middle).all():
+                return zeros
         raise CheckpointError(
             f"{self.ckpt.where(f'{module}.qzeros')} is neither {middle} nor {middle - 1} throughout, though symmetric; "
             "the quantization configuration does not say how zero points are stored: expected a packing_format: "
