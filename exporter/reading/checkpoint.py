@@ -106,6 +106,13 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._headers_only = False
+        self._entries: dict[str, Entry] = {}
+        self._open()
+
+    def _open(self) -> None:
+        """Reads the configuration and where each tensor lies."""
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: {_no_folder(self.folder)}")
         for pattern, text in OTHERS.items():
@@ -114,9 +121,6 @@ class Checkpoint:
         self.config = self._json("config.json")
         generation = "generation_config.json"
         self.generation_config = self._json(generation) if (self.folder / generation).exists() else {}
-        self._maps: dict[Path, mmap.mmap] = {}
-        self._headers_only = False
-        self._entries: dict[str, Entry] = {}
         family = self.text_config.get("model_type")
         own = OWN_NAMES.get(family.removesuffix("_text"), {}) if isinstance(family, str) else {}
         for shard in self._shards():

@@ -189,7 +189,7 @@ def open_format(
         CheckpointError: see :func:`export`; a file that would go with the model links to elsewhere.
     """
     ckpt = open_checkpoint(checkpoint)
-    for path in companion_files(ckpt.companions):
+    for path in companion_files(ckpt.folder):  # of a GGUF file none: export writes them
         ckpt.check_file(path)  # nobody's private file into a folder that is passed on
     format = find_format(ckpt) if quantize is None else Unquantized(ckpt, quantize, group_size)
     format.input_scales = activations != "float"

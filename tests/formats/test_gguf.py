@@ -137,7 +137,34 @@ def test_pieces(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     for piece in tmp_path.glob("*.gguf"):
-        assert "model.layers.0.self_attn.k_proj.bias" in open_checkpoint(piece)
+        ckpt = open_checkpoint(piece)
+        assert "model.layers.0.self_attn.k_proj.bias" in ckpt
+        assert (ckpt.companions / "tokenizer.json").exists()
+    beyond = first.rename(tmp_path / "model-00003-of-00002.gguf")
+    with pytest.raises(CheckpointError, match="named as a piece beyond the 2 of its model"):
+        open_checkpoint(beyond)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "text"),
+    [
+        ("mixtral-Q5_0", "llama.attention.key_length", 48, r"blk\.0\.attn_q\.weight has 128 rows, expected 192"),
+        ("mixtral-Q5_0", "llama.attention.key_length", 33, "fields cannot be read as llama's"),
+        ("qwen35moe-Q4_0", "qwen35moe.ssm.inner_size", 64, r"ssm_.* is \[256, 4\], expected \[192, 1, 4\]"),
+        ("qwen35moe-Q4_0", "qwen35moe.ssm.group_count", 3, "fields cannot be read as qwen35moe's"),
+    ],
+)
+def test_orders_that_fit_no_tensor(name: str, key: str, value: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and columns are not reordered by sizes that are not theirs."""
+
+    def changed(path: Path) -> Any:
+        found = read_header(path)
+        found.fields[key] = value
+        return found
+
+    monkeypatch.setattr("quantmoe.exporter.reading.gguf.read_header", changed)
+    with pytest.raises(CheckpointError, match=text):
+        find_format(open_checkpoint(FILES / f"{name}.gguf")).matrix("model.layers.0.self_attn.q_proj")
 
 
 def field(name: bytes, kind: int, value: bytes) -> bytes:

@@ -97,18 +97,22 @@ class GGML(Format):
         return quantization.get("quant_method") == "gguf"
 
     def scheme(self, module: str) -> Scheme:
+        kind, block = self._block(module)
+        return Scheme(block.kind, block.group_size, "none", f"GGUF {kind}")
+
+    def _block(self, module: str) -> tuple[str, Block]:
+        """A module's type, and how it is carried."""
         kind = next(mark for mark in self.marks if f"{module}.{mark}" in self.ckpt)
         if kind not in CARRIED:
             why = "a codebook" if kind.startswith("IQ") else "minima beside its scales"
             raise CheckpointError(
                 f"{self.ckpt.where(f'{module}.{kind}')} is {kind}, which has {why}; supported: {', '.join(CARRIED)}"
             )
-        return Scheme(CARRIED[kind].kind, CARRIED[kind].group_size, "none", f"GGUF {kind}")
+        return kind, CARRIED[kind]
 
     def matrix(self, module: str) -> QuantizedMatrix:
-        self.scheme(module)
-        name = next(kind for kind in CARRIED if f"{module}.{kind}" in self.ckpt)
-        block, (weights, size) = CARRIED[name], _BLOCK_OF[name]
+        name, block = self._block(module)
+        weights, size = _BLOCK_OF[name]
         n, octets = self.shape2d(f"{module}.{name}")
         stored = self.take(module, [Tensor(name, ("U8",), (n, octets))])[name]
         groups = octets // size * weights // block.group_size
@@ -118,13 +122,15 @@ class GGML(Format):
         else:
             parts = block.decode(stored.reshape(n, octets // size, size))
             codes, scales = (part.reshape(n, -1) for part in parts)
-        rows, columns = self.ckpt.rows.get(module), self.ckpt.columns.get(module)
-        if rows is not None and not is_outline(codes):
-            codes, scales = codes[rows], scales[rows]
-        if columns is not None:
-            whole = columns.reshape(-1, block.group_size)
-            if (whole % block.group_size != np.arange(block.group_size)).any():
-                raise CheckpointError(f"{self.ckpt.where(f'{module}.{name}')}: a head's columns are not whole blocks")
-            if not is_outline(codes):
-                codes, scales = codes[:, columns], scales[:, whole[:, 0] // block.group_size]
+        where, outlined = self.ckpt.where(f"{module}.{name}"), is_outline(codes)
+        if (rows := self.ckpt.rows.get(module)) is not None:
+            if len(rows) != n:
+                raise CheckpointError(f"{where} has {n} rows, expected {len(rows)}")
+            codes, scales = (codes, scales) if outlined else (codes[rows], scales[rows])
+        if (columns := self.ckpt.columns.get(module)) is not None:
+            first = columns[:: block.group_size]
+            whole = (first[:, None] + np.arange(block.group_size)).reshape(-1)
+            if len(columns) != codes.shape[1] or not np.array_equal(whole, columns) or (first % block.group_size).any():
+                raise CheckpointError(f"{where}: the heads' {len(columns)} columns are not whole groups of the matrix")
+            codes, scales = (codes, scales) if outlined else (codes[:, columns], scales[:, first // block.group_size])
         return QuantizedMatrix(block.kind, codes, scales, block.group_size, bias=self.bias(module, n))

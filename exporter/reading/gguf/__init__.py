@@ -23,6 +23,7 @@ from quantmoe.exporter.reading.gguf.families import FAMILIES, Metadata
 from quantmoe.exporter.reading.gguf.header import TYPES, Header, read_header
 
 _NAME = re.compile(r"(?:blk\.([0-9]{1,6})\.)?(.+?)(?:\.(weight|bias))?", re.DOTALL)
+_LAYER = re.compile(r"model\.layers\.[0-9]+")
 _PIECE = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
 Change = Callable[[np.ndarray], np.ndarray]
@@ -39,11 +40,10 @@ class GGUF(Checkpoint):
         CheckpointError: naming the file, the field or tensor, what was found and what was expected.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.folder = Path(path)
-        self._maps = {}
-        self._headers_only = False
-        self._entries = {}
+    def _open(self) -> None:
+        from quantmoe.exporter.reading.formats.base import reading  # which imports this
+        from quantmoe.exporter.reading.formats.experts import check_sizes
+
         self._changes: dict[str, Change] = {}
         self.rows: dict[str, np.ndarray] = {}
         self.columns: dict[str, np.ndarray] = {}
@@ -51,22 +51,26 @@ class GGUF(Checkpoint):
         for shard in _pieces(self.folder):
             with doing(str(shard)):
                 headers[shard] = read_header(shard)
-        fields = next(iter(headers.values())).fields
+        self._first = next(iter(headers))
+        fields = headers[self._first].fields
         shapes = {name: shape for header in headers.values() for name, (shape, *_) in header.tensors.items()}
         architecture = fields.get("general.architecture")
         if architecture not in FAMILIES:
             known = ", ".join(FAMILIES)
-            raise CheckpointError(f"{path}: architecture {architecture!r} is not read from GGUF; supported: {known}")
+            raise CheckpointError(
+                f"{self.folder}: architecture {architecture!r} is not read from GGUF; supported: {known}"
+            )
         family = FAMILIES[architecture]
-        metadata = Metadata(self.folder, architecture, fields, shapes)
-        self.config = family.config(metadata)
         eos = fields.get("tokenizer.ggml.eos_token_id")
         self.generation_config = {} if eos is None else {"eos_token_id": eos}
-        for shard, header in headers.items():
-            for name, (shape, kind, begin) in header.tensors.items():
-                self._add(shard, name, shape, kind, begin, family.names)
-        family.undo(self, metadata)
         self._has_tokenizer = fields.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
+        with doing(str(self.folder)), reading(f"{self.folder}: its fields cannot be read as {architecture}'s"):
+            self.config = family.config(Metadata(self.folder, architecture, fields, shapes))
+            check_sizes(self, self.config)
+            for shard, header in headers.items():
+                for name, (shape, kind, begin) in header.tensors.items():
+                    self._add(shard, name, shape, kind, begin, family.names)
+            family.undo(self)
 
     @cached_property
     def quantization(self) -> dict[str, Any]:
@@ -82,13 +86,30 @@ class GGUF(Checkpoint):
             earlier = self._changes.get(name, lambda array: array)
             self._changes[name] = lambda array: what(earlier(array))
 
-    def reorder(self, module: str, order: np.ndarray, columns: bool = False) -> None:
-        """Has the rows or columns of a module's weight, and its bias, read in another order."""
-        (self.columns if columns else self.rows)[module] = order
-        axis = (slice(None), order) if columns else order
-        self.change(f"{module}.weight", lambda array: array[axis])
-        if not columns:
-            self.change(f"{module}.bias", lambda array: array[order])
+    def order(self, name: str, order: np.ndarray) -> None:
+        """Has a tensor's rows, or the elements of a vector, read in another order."""
+        if (entry := self._entries.get(name)) is not None:
+            if entry.shape[0] != len(order):
+                raise CheckpointError(f"{self.where(name)} is {list(entry.shape)}, expected {len(order)} rows")
+            self.change(name, lambda array: array[order])
+
+    def reorder(self, module: str, order: np.ndarray) -> None:
+        """Has the rows of a module's weight, and its bias, read in another order."""
+        self.rows[module] = order
+        for leaf in ("weight", "bias"):
+            self.order(f"{module}.{leaf}", order)
+
+    def reorder_columns(self, module: str, order: np.ndarray) -> None:
+        """The same of the columns of its weight."""
+        self.columns[module] = order
+        if (entry := self._entries.get(f"{module}.weight")) is not None and entry.shape[1:] != (len(order),):
+            raise CheckpointError(f"{self.where(entry.name)} is {list(entry.shape)}, expected {len(order)} columns")
+        self.change(f"{module}.weight", lambda array: array[:, order])
+
+    @cached_property
+    def layers(self) -> list[str]:
+        """``model.layers.<number>`` of those that have tensors."""
+        return list(dict.fromkeys(match[0] for name in self._entries if (match := _LAYER.match(name))))
 
     def reshape(self, name: str, shape: tuple[int, ...]) -> None:
         """Gives a tensor another shape of as many elements."""
@@ -110,15 +131,12 @@ class GGUF(Checkpoint):
                 self._write_tokenizer(folder)
         return folder
 
-    def check_file(self, path: Path) -> None:
-        """Nothing: the files of :attr:`companions` are written here."""
-
     def _write_tokenizer(self, folder: Path) -> None:
         from transformers import PreTrainedTokenizerFast
         from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
         try:
-            architecture, tokenizer, config = get_gguf_tokenizer(str(self.folder))
+            architecture, tokenizer, config = get_gguf_tokenizer(str(self._first))
             backend, _ = convert_gguf_tokenizer(architecture, tokenizer)
             PreTrainedTokenizerFast(tokenizer_object=backend, **config).save_pretrained(folder)
         except MemoryError:
@@ -162,12 +180,14 @@ def _pieces(path: Path) -> list[Path]:
     """All files of a model that llama.cpp's gguf-split has cut into pieces, of which this is one.
 
     Raises:
-        CheckpointError: naming a piece that is missing.
+        CheckpointError: naming a piece that is missing, or this one if it is none of them.
     """
     if (match := _PIECE.fullmatch(path.name)) is None:
         return [path]
     stem, _, count = match.groups()
-    found = [path.with_name(f"{stem}-{i:05}-of-{count}.gguf") for i in range(1, min(int(count), 9999) + 1)]
+    found = [path.with_name(f"{stem}-{i:05}-of-{count}.gguf") for i in range(1, int(count) + 1)]
+    if path not in found:
+        raise CheckpointError(f"{path}: named as a piece beyond the {int(count)} of its model")
     for piece in found:
         if not piece.is_file():
             raise CheckpointError(f"{piece}: missing; the model has {int(count)} pieces")

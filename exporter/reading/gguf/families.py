@@ -70,7 +70,7 @@ class Family:
 
     names: dict[str, str]
     config: Callable[[Metadata], dict[str, Any]]
-    undo: Callable[[GGUF, Metadata], None] = lambda ckpt, metadata: None
+    undo: Callable[[GGUF], None] = lambda ckpt: None
 
 
 _DECODER = {
@@ -151,10 +151,15 @@ def _gpt_oss(m: Metadata) -> dict[str, Any]:
     }
 
 
-def _qwen2_moe(m: Metadata) -> dict[str, Any]:
-    return _common(m, "qwen2_moe") | {
+def _qwen(m: Metadata, kind: str) -> dict[str, Any]:
+    return _common(m, kind) | {
         "num_experts": m.integer("expert_count"),
         "moe_intermediate_size": m.integer("expert_feed_forward_length"),
+    }
+
+
+def _qwen2_moe(m: Metadata) -> dict[str, Any]:
+    return _qwen(m, "qwen2_moe") | {
         "shared_expert_intermediate_size": m.integer("expert_shared_feed_forward_length"),
         "intermediate_size": m.integer("feed_forward_length"),
         "norm_topk_prob": False,
@@ -162,35 +167,28 @@ def _qwen2_moe(m: Metadata) -> dict[str, Any]:
 
 
 def _qwen3_moe(m: Metadata) -> dict[str, Any]:
-    return _common(m, "qwen3_moe") | {
-        "num_experts": m.integer("expert_count"),
-        "moe_intermediate_size": m.integer("expert_feed_forward_length"),
+    return _qwen(m, "qwen3_moe") | {
         "intermediate_size": m.integer("feed_forward_length", m.integer("expert_feed_forward_length")),
         "norm_topk_prob": True,
     }
 
 
 def _qwen35_moe(m: Metadata) -> dict[str, Any]:
-    config = _common(m, "qwen3_5_moe_text")
+    config = _qwen(m, "qwen3_5_moe_text")
     values = m.integer("ssm.time_step_rank")
-    every = m.integer("full_attention_interval", 4)
     config["rope_parameters"] |= {
         "partial_rotary_factor": m.integer("rope.dimension_count") / config["head_dim"],
         "mrope_section": [n for n in m.integers("rope.dimension_sections") if n],
         "mrope_interleaved": True,
     }
     return config | {
-        "num_experts": m.integer("expert_count"),
-        "moe_intermediate_size": m.integer("expert_feed_forward_length"),
         "shared_expert_intermediate_size": m.integer("expert_shared_feed_forward_length"),
         "linear_conv_kernel_dim": m.integer("ssm.conv_kernel"),
         "linear_key_head_dim": m.integer("ssm.state_size"),
         "linear_num_key_heads": m.integer("ssm.group_count"),
         "linear_num_value_heads": values,
         "linear_value_head_dim": m.integer("ssm.inner_size") // values,
-        "layer_types": [
-            "linear_attention" if (i + 1) % every else "full_attention" for i in range(config["num_hidden_layers"])
-        ],
+        "full_attention_interval": m.integer("full_attention_interval", 4),
     }
 
 
@@ -202,43 +200,47 @@ def _mixtral(m: Metadata) -> dict[str, Any]:
     }
 
 
-def _undo_mixtral(ckpt: GGUF, m: Metadata) -> None:
+def _undo_mixtral(ckpt: GGUF) -> None:
     """Pairs of a head's features that rotate together are neighbours there, and half a head apart in transformers."""
     config, width = ckpt.config, ckpt.config["head_dim"]
-    for i in range(config["num_hidden_layers"]):
-        for module, heads in (("q_proj", config["num_attention_heads"]), ("k_proj", config["num_key_value_heads"])):
-            rows = np.arange(heads * width).reshape(heads, width // 2, 2).swapaxes(1, 2).reshape(-1)
-            ckpt.reorder(f"model.layers.{i}.self_attn.{module}", rows)
+    for module, heads in (("q_proj", config["num_attention_heads"]), ("k_proj", config["num_key_value_heads"])):
+        rows = np.arange(heads * width).reshape(heads, width // 2, 2).swapaxes(1, 2).reshape(-1)
+        for layer in ckpt.layers:
+            ckpt.reorder(f"{layer}.self_attn.{module}", rows)
 
 
-def _undo_shared(ckpt: GGUF, m: Metadata) -> None:
-    for i in range(ckpt.config["num_hidden_layers"]):
-        ckpt.reshape(f"model.layers.{i}.mlp.shared_expert_gate.weight", (1, ckpt.config["hidden_size"]))
+def _undo_shared(ckpt: GGUF) -> None:
+    for layer in ckpt.layers:
+        ckpt.reshape(f"{layer}.mlp.shared_expert_gate.weight", (1, ckpt.config["hidden_size"]))
 
 
-def _undo_qwen35(ckpt: GGUF, m: Metadata) -> None:
+def _less_one(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float32) - np.float32(1)
+
+
+def _a_log(array: np.ndarray) -> np.ndarray:
+    return np.log(-array.astype(np.float64)).astype(np.float32)
+
+
+def _undo_qwen35(ckpt: GGUF) -> None:
     """Norms are stored with 1 added, the decay as -exp(A_log), and value heads by their number within a key head."""
-    _undo_shared(ckpt, m)
+    _undo_shared(ckpt)
     config = ckpt.config
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     width = config["linear_value_head_dim"]
-    if values % keys:
-        raise CheckpointError(f"{m.path}: {values} value heads are no multiple of {keys} key heads")
-    heads = np.arange(values).reshape(values // keys, keys).T.reshape(-1)
+    heads = np.arange(values).reshape(-1, keys).T.reshape(-1)
     features = (heads[:, None] * width + np.arange(width)).reshape(-1)
     first = 2 * keys * config["linear_key_head_dim"]
     joined = np.concatenate([np.arange(first), first + features])
-    minus_one = lambda array: (array.astype(np.float32) - np.float32(1)).astype(np.float32)  # noqa: E731
-    ckpt.change("model.norm.weight", minus_one)
-    for i in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{i}"
+    ckpt.change("model.norm.weight", _less_one)
+    for layer in ckpt.layers:
         for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
-            ckpt.change(f"{layer}.{name}.weight", minus_one)
+            ckpt.change(f"{layer}.{name}.weight", _less_one)
         linear = f"{layer}.linear_attn"
-        ckpt.change(f"{linear}.A_log", lambda array: np.log(-array.astype(np.float64))[heads].astype(np.float32))
-        ckpt.change(f"{linear}.dt_bias", lambda array: array[heads])
+        ckpt.change(f"{linear}.A_log", _a_log)
         ckpt.reshape(f"{linear}.conv1d.weight", (len(joined), 1, config["linear_conv_kernel_dim"]))
-        ckpt.change(f"{linear}.conv1d.weight", lambda array: array[joined])
+        for name, order in (("A_log", heads), ("dt_bias", heads), ("conv1d.weight", joined)):
+            ckpt.order(f"{linear}.{name}", order)
         for name, order in (
             ("in_proj_a", heads),
             ("in_proj_b", heads),
@@ -246,7 +248,7 @@ def _undo_qwen35(ckpt: GGUF, m: Metadata) -> None:
             ("in_proj_qkv", joined),
         ):
             ckpt.reorder(f"{linear}.{name}", order)
-        ckpt.reorder(f"{linear}.out_proj", features, columns=True)
+        ckpt.reorder_columns(f"{linear}.out_proj", features)
 
 
 #: general.architecture -> family

@@ -42,8 +42,10 @@ BLOCKS = tuple(name for name, weights, _ in TYPES.values() if weights > 1)
 #: of metadata: type -> struct's letter
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+#: of fields of metadata, and of bytes of a name
 _LIMIT = 1 << 20
-"""Of fields of metadata, and of characters in a name."""
+#: of bytes of a text, and of elements of an array
+_LONG = 1 << 24
 
 
 @dataclass
@@ -54,98 +56,110 @@ class Header:
     tensors: dict[str, tuple[tuple[int, ...], int, int]] = field(default_factory=dict)
 
 
+class _Cursor:
+    """Reads a file's header piece by piece.
+
+    Raises:
+        CheckpointError: naming the file and what was expected; every method.
+    """
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.size, self.at = path, data, len(data), 0
+
+    def fail(self, text: str) -> NoReturn:
+        raise CheckpointError(f"{self.path}: {text[:1000]}")
+
+    def take(self, letters: str) -> Any:
+        """Numbers as struct writes them; a single one alone."""
+        if self.at + struct.calcsize(letters) > self.size:
+            self.fail(f"the header does not end in {self.size} bytes; is it truncated?")
+        found = struct.unpack_from(letters, self.data, self.at)
+        self.at += struct.calcsize(letters)
+        return found[0] if len(found) == 1 else found
+
+    def octets(self, limit: int) -> bytes:
+        length = self.take("<Q")
+        if length > (most := min(limit, self.size - self.at)):
+            self.fail(f"a string of {length} bytes at byte {self.at - 8}, expected at most {most}")
+        self.at += length
+        return self.data[self.at - length : self.at]
+
+    def name(self) -> str:
+        try:
+            return self.octets(_LIMIT).decode()
+        except UnicodeDecodeError as error:
+            self.fail(f"a name that is not UTF-8 before byte {self.at}: {error}")
+
+    def value(self, name: str) -> Any:
+        """A field's value; an array of strings as its length."""
+        kind = self.take("<I")
+        if kind in _NUMBERS:
+            return self.take("<" + _NUMBERS[kind])
+        if kind == _STRING:
+            return self.octets(_LONG).decode(errors="replace")
+        if kind != _ARRAY:
+            self.fail(f"{name} has the type {kind}; known: 0 to 12")
+        kind, count = self.take("<IQ")
+        if count > _LONG:
+            self.fail(f"{name} has {count} elements, expected at most {_LONG}")
+        if kind in _NUMBERS:
+            return [self.take("<" + _NUMBERS[kind]) for _ in range(count)]
+        if kind != _STRING:
+            self.fail(f"{name} is an array of the type {kind}; expected numbers or strings")
+        for _ in range(count):
+            self.octets(_LONG)
+        return count
+
+    def header(self) -> Header:
+        """All of it, with offsets from the data's beginning."""
+        magic, version, tensors, fields = self.take("<4sIQQ")
+        if magic != b"GGUF" or version not in (2, 3):
+            self.fail(f"begins with {magic!r} and version {version}; expected GGUF of version 2 or 3")
+        if tensors > MAX_TENSORS or fields > _LIMIT:
+            self.fail(f"{tensors} tensors and {fields} fields; expected at most {MAX_TENSORS} and {_LIMIT}")
+        header = Header()
+        for _ in range(fields):
+            name = self.name()
+            header.fields[name] = self.value(name)
+        for _ in range(tensors):
+            name, count = self.name(), self.take("<I")
+            if count > 4:
+                self.fail(f"{name}: {count} dimensions, expected at most 4")
+            if name in header.tensors:
+                self.fail(f"{name}: twice in the file")
+            shape = tuple(self.take("<Q") for _ in range(count))[::-1]
+            kind, offset = self.take("<IQ")
+            if kind not in TYPES:
+                self.fail(f"{name}: ggml type {kind}; known: {', '.join(name for name, *_ in TYPES.values())}")
+            header.tensors[name] = (shape, kind, offset)
+        return header
+
+
 def read_header(path: Path) -> Header:
     """Reads and checks a file's header. Arrays of strings, which are the tokenizer's, are read as their length.
 
     Raises:
         CheckpointError: naming the file, the field or tensor, what was found and what was expected.
     """
-
-    def fail(text: str) -> NoReturn:
-        raise CheckpointError(f"{path}: {text[:1000]}")
-
-    size = path.stat().st_size
-    if size < 24:
-        fail(f"{size} bytes; expected a GGUF file")
+    if (size := path.stat().st_size) < 24:
+        raise CheckpointError(f"{path}: {size} bytes; expected a GGUF file")
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        at = 0
-
-        def take(letters: str) -> Any:
-            nonlocal at
-            if at + struct.calcsize(letters) > size:
-                fail(f"the header does not end in {size} bytes; is it truncated?")
-            found = struct.unpack_from(letters, data, at)
-            at += struct.calcsize(letters)
-            return found[0] if len(found) == 1 else found
-
-        def octets(limit: int) -> bytes:
-            nonlocal at
-            length = take("<Q")
-            if length > min(limit, size - at):
-                fail(f"a string of {length} bytes at byte {at - 8}, expected at most {min(limit, size - at)}")
-            at += length
-            return data[at - length : at]
-
-        def text() -> str:
-            try:
-                return octets(_LIMIT).decode()
-            except UnicodeDecodeError as error:
-                fail(f"a name that is not UTF-8 before byte {at}: {error}")
-
-        def value(kind: int, name: str) -> Any:
-            nonlocal at
-            if kind in _NUMBERS:
-                return take("<" + _NUMBERS[kind])
-            if kind == _STRING:
-                return octets(1 << 26).decode(errors="replace")
-            if kind != _ARRAY:
-                fail(f"{name} has the type {kind}; known: 0 to 12")
-            kind, count = take("<IQ")
-            if count > size:  # of at least a byte each
-                fail(f"{name} has {count} elements in a file of {size} bytes")
-            if kind in _NUMBERS:
-                found = take(f"<{count}{_NUMBERS[kind]}") if count else ()
-                return list(found) if count > 1 else [found] if count else []
-            if kind != _STRING:
-                fail(f"{name} is an array of the type {kind}; expected numbers or strings")
-            for _ in range(count):
-                octets(1 << 26)
-            return count
-
+        cursor = _Cursor(path, data)
         if data[: len(LFS_POINTER)] == LFS_POINTER:
-            fail("a Git LFS pointer, not the file; to fetch it: git lfs pull")
-        magic, version, tensors, fields = take("<4sIQQ")
-        if magic != b"GGUF" or version not in (2, 3):
-            fail(f"begins with {magic!r} and version {version}; expected GGUF of version 2 or 3")
-        if tensors > MAX_TENSORS or fields > _LIMIT:
-            fail(f"{tensors} tensors and {fields} fields; expected at most {MAX_TENSORS} and {_LIMIT}")
-        header = Header()
-        for _ in range(fields):
-            name = text()
-            header.fields[name] = value(take("<I"), name)
-        for _ in range(tensors):
-            name, count = text(), take("<I")
-            if count > 4:
-                fail(f"{name}: {count} dimensions, expected at most 4")
-            if name in header.tensors:
-                fail(f"{name}: twice in the file")
-            shape = tuple(take("<Q") for _ in range(count))[::-1]
-            kind, offset = take("<IQ")
-            if kind not in TYPES:
-                fail(f"{name}: ggml type {kind}; known: {', '.join(name for name, *_ in TYPES.values())}")
-            header.tensors[name] = (shape, kind, offset)
+            cursor.fail("a Git LFS pointer, not the file; to fetch it: git lfs pull")
+        header = cursor.header()
     align = header.fields.get("general.alignment", 32)
     if type(align) is not int or not 0 < align <= _LIMIT:
-        fail(f"general.alignment is {align!r}, expected a positive integer")
-    begin = -(-at // align) * align
+        cursor.fail(f"general.alignment is {align!r}, expected a positive integer")
+    begin = -(-cursor.at // align) * align
     for name, (shape, kind, offset) in header.tensors.items():
         title, weights, block = TYPES[kind]
         if not shape or shape[-1] % weights:
-            fail(f"{name}: {title} {list(shape)}, expected rows of a multiple of {weights}")
+            cursor.fail(f"{name}: {title} {list(shape)}, expected rows of a multiple of {weights}")
         end = begin + offset + prod(shape) // weights * block
         if offset % align:
-            fail(f"{name}: {title} {list(shape)} starts at {offset}, expected a multiple of {align}")
+            cursor.fail(f"{name}: {title} {list(shape)} starts at {offset}, expected a multiple of {align}")
         if end > size:
-            fail(f"{name}: {title} {list(shape)} ends at byte {end} of a file of {size} bytes; is it truncated?")
+            cursor.fail(f"{name}: {title} {list(shape)} ends at byte {end} of a file of {size} bytes; is it truncated?")
         header.tensors[name] = (shape, kind, begin + offset)
     return header
