@@ -105,8 +105,7 @@ struct Int4 : Int4Facts, Int4Trait {
     } else {
       DequantInt4<T>(q, a);
       Center<T>(a, Half<T>::kInt4Zero, Half<T>::kInt4Zero);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a[i] = Half<T>::Mul(a[i], scale[i % 2]);
+      Times<T>(a, scale[0], scale[1]);
     }
   }
 };

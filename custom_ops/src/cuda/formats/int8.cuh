@@ -78,8 +78,7 @@ struct Int8 : Int8Facts, Trait {
       }
     } else {
       DequantInt8<T>(low, high, a);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a[i] = Half<T>::Mul(a[i], scale[i % 2]);
+      Times<T>(a, scale[0], scale[1]);
     }
   }
 };
