@@ -1,6 +1,7 @@
 """quantmoe bench MODEL on tiny models: what it writes and that peers load; nothing about time."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -102,12 +103,13 @@ def test_a_shape_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (made / "model.onnx").stat().st_mtime_ns == written
 
 
-def test_genai_runs_the_same_folder(folder: Path, tmp_path: Path) -> None:
+def test_genai_runs_the_same_folder_and_another(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime_genai")
+    other = shutil.copytree(folder, tmp_path / "other")
     lists = "--depths 0,20 --prefill 9 --batch 1,2 --repeat 2 --steps 2"
-    run(folder, "--against", "genai", *lists.split(), "--json", tmp_path / "cells.json")
+    run(folder, "--against", f"genai,{other}", *lists.split(), "--json", tmp_path / "cells.json")
     found = json.loads((tmp_path / "cells.json").read_text())
-    assert [c["peer"] for c in found["cells"]] == ["genai"] * 5
+    assert [c["peer"] for c in found["cells"]] == ["genai", str(other)] * 5
     assert all(c["ratio"] > 0 for c in found["cells"])
 
 
@@ -232,7 +234,7 @@ def test_layers_that_fit() -> None:
     ("arguments", "message"),
     [
         ("qwen3-30b", "expected one, or one of qwen3-30b-a3b, gpt-oss-20b, mixtral-8x7b, deepseek-v3, qwen3.6"),
-        ("qwen3-30b-a3b --against vllm", "expected llama.cpp or genai"),
+        ("qwen3-30b-a3b --against vllm", "expected llama.cpp, genai or a folder with genai_config.json"),
         (". --layers 2", "of a shape"),
         ("qwen3-30b-a3b --depths=-1", "greater than or equal to 0"),
         ("qwen3-30b-a3b --prefill 0", "greater than or equal to 1"),

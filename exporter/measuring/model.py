@@ -52,6 +52,7 @@ PEERS = {
     "llama.cpp": ("llama-cpp-python 'quantmoe[bench]'", ("llama_cpp", "gguf", "torch", "transformers")),
     "genai": ("onnxruntime-genai", ("onnxruntime_genai",)),
 }
+OTHER = "genai_config.json"  # of a folder after --against: another model, which onnxruntime-genai runs
 MIN_RUNS, CELL_SECONDS = 3, 30.0
 #: format of our weights -> GGUF's of as many bits
 GGUF_TYPES = {"int4": "Q4_0", "mxfp4": "MXFP4", "nvfp4": "Q4_0", "int8": "Q8_0", "fp8": "Q8_0", "mxfp8": "Q8_0",
@@ -265,7 +266,11 @@ def bench_model(
     model: Annotated[str, typer.Argument(help=f"an exported model's folder, or a shape: {', '.join(CONFIGS)}")],
     against: Annotated[
         list[str] | None,
-        typer.Option(help="llama.cpp: PyPI's llama-cpp-python; genai: onnxruntime-genai, same folder.", **listed()),
+        typer.Option(
+            help="llama.cpp: PyPI's llama-cpp-python; genai: onnxruntime-genai, same folder; FOLDER: another model of "
+            "onnxruntime-genai.",
+            **listed(),
+        ),
     ] = None,
     depths: Annotated[
         list[int] | None,
@@ -304,8 +309,9 @@ def bench_model(
     Raises:
         ModelError: the folder is no model, a shape does not fit, or our side fails.
     """
-    if wrong := set(against or ()) - PEERS.keys():
-        raise typer.BadParameter(f"{', '.join(sorted(wrong))}; expected {' or '.join(PEERS)}", param_hint="--against")
+    if wrong := [name for name in against or () if name not in PEERS and not (Path(name) / OTHER).is_file()]:
+        expected = f"expected {', '.join(PEERS)} or a folder with {OTHER}"
+        raise typer.BadParameter(f"{', '.join(wrong)}; {expected}", param_hint="--against")
     shape = not Path(model).exists()
     if shape and model not in CONFIGS:
         raise typer.BadParameter(f"{model}: no such folder; expected one, or one of {', '.join(CONFIGS)}")
@@ -314,9 +320,10 @@ def bench_model(
     check_files(json_file, plot)
     against = list(dict.fromkeys(against or ()))
     for name in against:
-        for module in PEERS[name][1]:
+        package, modules = PEERS.get(name, PEERS["genai"])
+        for module in modules:
             if find_spec(module) is None:
-                raise ModelError(f"{module} is not installed; --against {name} needs: pip install {PEERS[name][0]}")
+                raise ModelError(f"{module} is not installed; --against {name} needs: pip install {package}")
     if shape:
         need("torch", "transformers", "onnxscript")
     runtime()
@@ -412,8 +419,8 @@ def _peer(
 ) -> Process | None:
     """None, said in a line, where it cannot run this model."""
     try:
-        if name == "genai":
-            return Process(name, Genai, str(folder), threads, cpu=cpu)
+        if name != "llama.cpp":
+            return Process(name, Genai, str(folder) if name == "genai" else name, threads, cpu=cpu)
         weights, head = gguf_types(found)
         path = root / f"{folder.resolve().name}-{weights}-{head}.gguf"
         if not path.is_file():
