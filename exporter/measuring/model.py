@@ -536,15 +536,16 @@ def _profile(console: Console, folder: Path, threads: int, wanted: Sequence[Step
 def _print(console: Console, done: Sequence[Cell], title: str) -> None:
     for peer, rows in _by_peer(done).items():
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-        versus = [f"{peer} / ours", "of minima"] if peer else []
+        name = peer if peer in PEERS else Path(peer or "").name
+        versus = [f"{name} / ours", "of minima"] if peer else []
         for column in (*versus, "step", "tokens/s", "ms min", "ms"):
             table.add_column(column, justify="left" if column == "step" else "right", no_wrap=column == "step")
-        for column in (*([f"{peer} tokens/s", "ms min", "ms"] if peer else []), "touched", "of read bandwidth"):
+        for column in (*([f"{name} tokens/s", "ms min", "ms"] if peer else []), "touched", "of read bandwidth"):
             table.add_column(column, justify="right")
         for c in rows:
-            name = str(Step(c.step, c.tokens, c.depth, c.batch))  # type: ignore[arg-type]
+            step = str(Step(c.step, c.tokens, c.depth, c.batch))  # type: ignore[arg-type]
             row = [f"{c.ratio:.2f}x", f"{c.ratio_min:.2f}x"] if c.ratio else []
-            row += [name, f"{c.tokens_per_second:.1f}", f"{c.ms_min:.4g}", f"{c.ms:.4g}"]
+            row += [step, f"{c.tokens_per_second:.1f}", f"{c.ms_min:.4g}", f"{c.ms:.4g}"]
             if peer:
                 row += [f"{c.peer_tokens_per_second:.1f}", f"{c.peer_ms_min:.4g}", f"{c.peer_ms:.4g}"]
             row += [decimal(c.bytes), f"{c.bandwidth_share:.0%}"] if c.bytes else ["", ""]
