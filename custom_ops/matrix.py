@@ -17,6 +17,8 @@ SCALE_DTYPES = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "e8m0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "k32": np.dtype([("d", "<f2"), ("d_min", "<f2"), ("scales", "i1", 8), ("minima", "i1", 8)]),
+    "k16": np.dtype([("d", "<f2"), ("scales", "i1", 16)]),
 }
 
 
@@ -25,7 +27,7 @@ class QuantizedMatrix:
     """One projection of one expert (N output features, K input features), losslessly as the checkpoint has it.
 
     ``w[n, perm[j]] = value(codes[n, j]) * scales[n // block_n, j // group_size] * global_scale``; value is the scheme's
-    table, or code - zero_point.
+    table, or code - zero_point. Scales of two levels (k32, k16) are products, from which k32's minima are subtracted.
 
     Attributes:
         kind: a ``format`` of op.def; says what a code means.
@@ -75,7 +77,8 @@ class QuantizedMatrix:
         Raises:
             ValueError: ``what`` and what of it is NaN or infinite, or a global or input scale that is not positive.
         """
-        for name, values in (("scales", self.scales), ("pre-scales", self.pre_scale), ("biases", self.bias)):
+        scales = [self.scales] if self.scales.dtype.names is None else _factors(self.scales)
+        for name, values in (*(("scales", s) for s in scales), ("pre-scales", self.pre_scale), ("biases", self.bias)):
             if values is not None and not np.isfinite(values).all():
                 raise ValueError(f"{what}: {name} that are NaN or infinite")
         for name, value in (("global", self.global_scale), ("input", self.input_scale)):
@@ -121,7 +124,13 @@ class QuantizedMatrix:
         if dtype != np.float64 and (self.global_scale is not None or self.pre_scale is not None):
             return self.dequantize().astype(dtype)  # more than one product
         w = self.values(dtype)
-        w *= self.expand(self.scales.astype(dtype))
+        if self.scales.dtype.names is None:
+            w *= self.expand(self.scales.astype(dtype))
+        else:
+            scales, minima = (np.repeat(part, 256 // part.shape[2], axis=2).reshape(len(w), -1)[:, : w.shape[1]]
+                              for part in levels(self.scales, dtype))  # fmt: skip
+            w *= scales
+            w -= minima
         if self.global_scale is not None:
             w *= self.global_scale
         if self.perm is not None:
@@ -131,6 +140,20 @@ class QuantizedMatrix:
         if self.pre_scale is not None:
             w = w * self.pre_scale.astype(np.float64)
         return w
+
+
+def _factors(scales: np.ndarray) -> list[np.ndarray]:
+    return [scales[name] for name in ("d", "d_min") if name in (scales.dtype.names or ())]
+
+
+def levels(scales: np.ndarray, dtype: type = np.float32) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and minima of the groups of k32 or k16 scales [N, blocks]: [N, blocks, 8 or 16] each, exact in float32."""
+
+    def product(factor: str, codes: str) -> np.ndarray:
+        return scales[factor].astype(dtype)[..., None] * scales[codes].astype(dtype)
+
+    found = product("d", "scales")
+    return found, product("d_min", "minima") if "minima" in (scales.dtype.names or ()) else np.zeros_like(found)
 
 
 def joined(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:

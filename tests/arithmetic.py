@@ -70,6 +70,7 @@ class Weights:
         perm: [K], column j takes feature perm[j]; None when the node has none.
         pre_scale: float32 [K] by feature; or None.
         stored: the input scale; 0 when there is none.
+        minima: float64 [N, G] of q4_k and q5_k, what the groups' weights are less by (2.10); None elsewhere.
     """
 
     format: str
@@ -82,6 +83,12 @@ class Weights:
     perm: np.ndarray | None = None
     pre_scale: np.ndarray | None = None
     stored: float = 0.0
+    minima: np.ndarray | None = None
+
+    @property
+    def two_levels(self) -> bool:
+        """Panels of 2.10; group_size is that of the groups, 32 or 16."""
+        return self.format in ("q4_k", "q5_k", "q6_k")
 
     @property
     def group(self) -> int:
@@ -100,6 +107,8 @@ class Weights:
     def dequantized(self) -> np.ndarray:
         """float64 [N, K]."""
         w = self.values * np.repeat(self.scales, self.group, axis=1)[:, : self.values.shape[1]]
+        if self.minima is not None:
+            w = w - np.repeat(self.minima, self.group, axis=1)[:, : self.values.shape[1]]
         return w if self.multiplier is None else w * self.multiplier[:, None]
 
     def row_sums(self) -> Span:
@@ -114,8 +123,11 @@ class Weights:
         else:
             pieces = padded.reshape(n, -1, 8 if self.plain else self.group).sum(2)
         terms = pieces * np.repeat(self.scales, pieces.shape[1] // self.scales.shape[1], axis=1)
+        if self.minima is not None:
+            columns = np.minimum(self.group, k - self.group * np.arange(self.minima.shape[1])).clip(0)
+            terms = np.stack([terms, -columns * self.minima], axis=2).reshape(n, -1)
         sums = terms.cumsum(1)
-        return Span(sums[:, -1], U * (np.abs(terms) + np.abs(sums)).sum(1) + 2 * TINY * pieces.shape[1])
+        return Span(sums[:, -1], U * (np.abs(terms) + np.abs(sums)).sum(1) + 2 * TINY * terms.shape[1])
 
 
 @dataclass(frozen=True)
@@ -314,12 +326,20 @@ def product(x: Rounded, w: Weights) -> Span:
     columns = value + x.shift
     acc, error, largest = (np.zeros((p, n)) for _ in range(3))
     with np.errstate(over="ignore", invalid="ignore"):
-        for g, scale in enumerate(w.scales.T):
+        values, scales, minima = w.values, w.scales.T, w.minima
+        if w.two_levels and not x.integers:  # weights are rounded to float32
+            values, scales, minima = w.dequantized(), np.ones_like(scales), None
+            error = error + U * np.abs(columns) @ dense.T
+        for g, scale in enumerate(scales[: -(-k // w.group)]):  # of two levels some may be padding
             part = slice(g * w.group, (g + 1) * w.group)
-            dot, inner, reach = _dot(columns[:, part], w.values[:, part], x.integers)
+            dot, inner, reach = _dot(columns[:, part], values[:, part], x.integers)
             acc = acc + dot * scale
             error = error + np.abs(scale) * inner + U * np.abs(acc) + TINY
             largest = np.maximum(np.maximum(largest, reach), np.abs(acc))
+            if minima is not None:
+                acc = acc - columns[:, part].sum(1, keepdims=True) * minima[:, g]
+                error = error + U * np.abs(acc) + TINY
+                largest = np.maximum(largest, np.abs(acc))
         if np.any(x.shift):
             sums = w.row_sums()
             acc = acc - x.shift * sums.value

@@ -9,14 +9,19 @@ from arithmetic import Weights, assert_within, exactly, quant_linear, quant_moe
 
 from quantmoe.custom_ops import reference
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.matrix import QuantizedMatrix, levels
 from quantmoe.custom_ops.op import MoESpec, Projection
 
 
 def weights(m: QuantizedMatrix, p: Projection) -> Weights:
     """The matrix of a node whose projection is ``p``."""
-    integer = m.kind in ("int4", "int8")
-    values, scales = m.values(), np.repeat(m.scales.astype(np.float64), m.block_n, axis=0)[: len(m.codes)]
+    integer = m.kind in ("int4", "int8", "q4_k", "q5_k", "q6_k")
+    values, group, minima = m.values(), m.group_size, None
+    if m.scales.dtype.names is None:
+        scales = np.repeat(m.scales.astype(np.float64), m.block_n, axis=0)[: len(m.codes)]
+    else:
+        group = 16 if m.kind == "q6_k" else 32
+        scales, minima = (part.reshape(len(values), -1) for part in levels(m.scales, np.float64))
     multiplier = np.full(len(values), np.float32(m.global_scale or 1), np.float64)
     if m.kind in ("mxfp4", "nvfp4"):
         values, multiplier = values * 2, multiplier / 2
@@ -26,7 +31,7 @@ def weights(m: QuantizedMatrix, p: Projection) -> Weights:
         scales, multiplier = scales / 256, multiplier * 256
     return Weights(
         m.kind,
-        m.group_size,
+        group,
         bool(p.zero_points),
         values,
         scales,
@@ -35,6 +40,7 @@ def weights(m: QuantizedMatrix, p: Projection) -> Weights:
         perm=np.arange(values.shape[1]) if p.perm and m.perm is None else m.perm,
         pre_scale=m.pre_scale,
         stored=float(np.float32(m.input_scale or 0)),
+        minima=None if m.kind == "q6_k" else minima,
     )
 
 

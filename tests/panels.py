@@ -8,14 +8,29 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.schemes import SCHEMES
 
 #: rows of a panel by format
-ROWS = {"int4": 8, "int8": 4, "mxfp4": 8, "nvfp4": 8, "fp8_e4m3": 16, "bf16": 16, "f16": 16}
+ROWS = {
+    "int4": 8,
+    "int8": 4,
+    "mxfp4": 8,
+    "nvfp4": 8,
+    "fp8_e4m3": 16,
+    "bf16": 16,
+    "f16": 16,
+    "q4_k": 16,
+    "q5_k": 16,
+    "q6_k": 16,
+}
 #: formats that are multiplied column by column
 COLUMNS = ("fp8_e4m3", "bf16", "f16")
 INTEGERS = ("int4", "int8")
+#: bits beyond the nibbles
+K_QUANTS = {"q4_k": 0, "q5_k": 1, "q6_k": 2}
 
 
 def reference_panels(m: QuantizedMatrix) -> np.ndarray:
     """Panels of one matrix: uint8 [panels, bytes of a panel]. The definition the native packer is tested against."""
+    if m.kind in K_QUANTS:
+        return _reference_k_panels(m)
     if not _plain(m):
         return _reference_scaled_panels(m)
     nr, (n, k) = ROWS[m.kind], m.shape
@@ -97,6 +112,42 @@ def _reference_scaled_panels(m: QuantizedMatrix) -> np.ndarray:
     if m.kind not in INTEGERS:
         tail.append(_bytes(np.full((panels, nr), np.float32(m.global_scale or 1) * _unit(m), np.float32)))
     return np.concatenate([body.reshape(panels, -1), *tail, _bytes(bias.reshape(panels, nr))], axis=1)
+
+
+def _reference_k_panels(m: QuantizedMatrix) -> np.ndarray:
+    """Panels with two levels of scales: FORMAT.md 2.10."""
+    (n, k), blocks, high = m.shape, m.scales.shape[1], K_QUANTS[m.kind]
+    panels = -(-n // 16)
+    rows = np.minimum(np.arange(panels * 16), n - 1)
+    codes, real = np.zeros((2, panels * 16, blocks * 256), np.uint8)
+    codes[:, :k], real[:, :k] = m.codes[rows], 1
+    # [panels, blocks, chunks, fours, rows, columns]
+    fours = codes.reshape(panels, 16, blocks, 8, 8, 4).transpose(0, 2, 3, 4, 1, 5)
+    planes = [fours[:, :, :, j] & 15 | fours[:, :, :, j + 4] << 4 & 0xF0 for j in range(4)]
+    for plane in range(high):
+        of_plane = range(4 * plane, 4 * plane + 4) if high == 2 else range(8)
+        planes.append(sum((fours[:, :, :, j] >> 4) << (i * high) for i, j in enumerate(of_plane)))
+    body = [np.stack(planes, 3).reshape(panels, blocks, -1)]
+    stored = m.scales[rows].reshape(panels, 16, blocks)
+    body += [_bytes(stored[name].transpose(0, 2, 1)).reshape(panels, blocks, -1)
+             for name in ("d", "d_min") if name in stored.dtype.names]  # fmt: skip
+    body += [_bytes(stored[name].transpose(0, 2, 3, 1)).reshape(panels, blocks, -1)
+             for name in ("scales", "minima") if name in stored.dtype.names]  # fmt: skip
+    sums = np.zeros(panels * 16, np.float32)
+    groups, wide = (8, 32) if high < 2 else (16, 16)
+    values = ((codes.astype(np.int32) - (32 if high == 2 else 0)) * real).reshape(-1, blocks, groups, wide).sum(3)
+    counts = real.reshape(-1, blocks, groups, wide).sum(3, dtype=np.int32)
+    flat = m.scales[rows]
+    for b in range(blocks):
+        for g in range(groups):
+            d = flat["d"][:, b].astype(np.float32) * flat["scales"][:, b, g].astype(np.float32)
+            sums = sums + values[:, b, g].astype(np.float32) * d
+            if high < 2:
+                minimum = flat["d_min"][:, b].astype(np.float32) * flat["minima"][:, b, g].astype(np.float32)
+                sums = sums - counts[:, b, g].astype(np.float32) * minimum
+    bias = np.zeros(panels * 16, np.float32) if m.bias is None else m.bias[rows].astype(np.float32)
+    tail = [_bytes(a.reshape(panels, 16)) for a in (sums, bias)]
+    return np.concatenate([np.concatenate(body, axis=2).reshape(panels, -1), *tail], axis=1)
 
 
 def _scale_values(m: QuantizedMatrix) -> np.ndarray:

@@ -149,7 +149,9 @@ def _unpack_matrix(spec: MoESpec, projection: str, row: np.ndarray, half: int) -
         return values.transpose(0, 3, 1, 2).reshape(len(data) * g.rows, -1)[:n, :groups]
 
     zero_points = None
-    if g.codes_bytes == g.block_bytes:  # scales of rows
+    if scale_dtype.names is not None:
+        scales = _unpack_levels(body[:, :, g.codes_bytes :], scale_dtype)
+    elif g.codes_bytes == g.block_bytes:  # scales of rows
         scales = (tail(g.factors) * np.float32(16 if scheme.bits == 4 else 1)).reshape(-1, 1).astype(scale_dtype)
     else:
         scales = by_row(g.codes_bytes, g.zeros, scale_dtype)
@@ -161,6 +163,8 @@ def _unpack_matrix(spec: MoESpec, projection: str, row: np.ndarray, half: int) -
     if g.by_columns:
         numbers = packed.view(np.uint8 if scheme.bits == 8 else np.uint16)
         codes = numbers.reshape(-1, g.columns, g.rows).transpose(0, 2, 1)
+    elif scale_dtype.names is not None:
+        codes = _unpack_k_codes(packed.reshape(len(data), g.blocks * 8, -1, g.rows, 4), scheme.bits - 4)
     elif scheme.bits == 4:
         q = (
             (packed ^ (0x88 if scheme.integer else 0))
@@ -182,6 +186,30 @@ def _unpack_matrix(spec: MoESpec, projection: str, row: np.ndarray, half: int) -
         pre_scale=_pre_scale(spec, projection, row, half),
         bias=bias if p.bias and bias.any() else None,
     )
+
+
+def _unpack_levels(parts: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Scales of two levels, uint8 [panels, blocks, bytes], a row each: [rows, blocks] of ``dtype``."""
+    panels, blocks, size = parts.shape
+    rows = size // dtype.itemsize
+    out, at = np.empty((panels, rows, blocks), dtype), 0
+    for name in sorted(dtype.names or (), key=lambda name: dtype[name].shape):  # those of 256 first
+        count = int(np.prod(dtype[name].shape))
+        end = at + rows * dtype[name].itemsize
+        values = np.ascontiguousarray(parts[:, :, at:end]).view(dtype[name].base).reshape(panels, blocks, count, rows)
+        out[name] = values.transpose(0, 3, 1, 2).reshape(out[name].shape)
+        at = end
+    return out.reshape(-1, blocks)
+
+
+def _unpack_k_codes(chunks: np.ndarray, high: int) -> np.ndarray:
+    """Codes of FORMAT.md 2.10: [panels, chunks, 4 + high, rows, 4] -> [panels, rows, chunks, fours of columns, 4]."""
+    nibbles = np.concatenate([chunks[:, :, :4] & 15, chunks[:, :, :4] >> 4], axis=2)
+    if high:
+        shifts = np.arange(0, 8, high, dtype=np.uint8)[:, None, None]
+        bits = chunks[:, :, 4:, None] >> shifts & (1 << high) - 1
+        nibbles |= bits.reshape(nibbles.shape) << 4
+    return nibbles.transpose(0, 3, 1, 2, 4)
 
 
 def _by_row(m: QuantizedMatrix) -> dict[str, Any]:

@@ -472,7 +472,7 @@ def scaled(expert: Expert, scales: str) -> tuple[Expert, float]:
 
 def rounded(m: QuantizedMatrix, scales: str) -> tuple[QuantizedMatrix, float]:
     """The same of one matrix."""
-    if scales == "exact" or m.scales.dtype.itemsize == 1:
+    if scales == "exact" or m.scales.dtype.itemsize == 1 or m.scales.dtype.names is not None:
         return m, 0.0
     exact = m.scales.astype(np.float64)
     rounded = exact.astype(ml_dtypes.bfloat16)

@@ -60,12 +60,13 @@ def random_blocks(kind: str, experts: int, size: int) -> np.ndarray:
     weights, octets = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (experts, size, size // weights, octets), np.uint8)
-    at = {"Q3_K": 108, "Q6_K": 208}.get(kind, 0)
+    at = {"Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(kind, (0,))
     if kind == "MXFP4":
         blocks[..., 0] = rng.integers(100, 150, blocks.shape[:-1])
     else:
-        scales = rng.normal(0, 1, blocks.shape[:-1]).astype("<f2")
-        blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
+        for i in at:
+            scales = rng.normal(0, 1, blocks.shape[:-1]).astype("<f2")
+            blocks[..., i : i + 2] = scales[..., None].view(np.uint8)
     return blocks.reshape(experts, size, -1)
 
 
@@ -112,15 +113,17 @@ def test_models(name: str) -> None:
     np.testing.assert_allclose(found, LOGITS[name], rtol=0, atol=1e-5 * np.abs(LOGITS[name]).max())
 
 
-def test_export(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen35moe-Q4_0", "qwen35moe-Q4_K_M", "qwen3moe-Q5_K_M"])
+def test_export(name: str, tmp_path: Path) -> None:
     """The file's tokenizer and configuration lie beside the model, which gives transformers' logits."""
-    path = FILES / "qwen35moe-Q4_0.gguf"
+    path = FILES / f"{name}.gguf"
     assert plan(path, tmp_path / "out").read == path.stat().st_size
     export(path, tmp_path / "out", activations="float", cache="f32", logits="all")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen3_5_moe_text"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == ("qwen3_moe" if name.startswith("qwen3moe") else "qwen3_5_moe_text")
     assert (tmp_path / "out" / "tokenizer.json").exists()
     generator = Generator(tmp_path / "out")
-    found, want = generator.step(LOGITS["ids"][None], generator.start())[0], LOGITS["qwen35moe-Q4_0"]
+    found, want = generator.step(LOGITS["ids"][None], generator.start())[0], LOGITS[name]
     np.testing.assert_allclose(found[0], want, rtol=0, atol=2e-5 * np.abs(want).max())
 
 

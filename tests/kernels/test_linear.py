@@ -34,6 +34,8 @@ CASES = [
     ),
     Case(weights=("int4", "f16", True), pre_scale=True, act_order="shared"),
     Case(weights=("mxfp4", "e8m0", False)),
+    Case(intermediate=300, weights=("q5_k", "k32", False), bias=True),
+    Case(intermediate=520, weights=("q6_k", "k16", False), act_order="shared"),
     Case(weights=("nvfp4", "e4m3", False), group_size=16, activation_format="none"),
     Case(weights=("fp8_e4m3", "f32", False), group_size=-1, activation_format="fp8_tensor", static=False),
     Case(hidden=200, weights=("fp8_e4m3", "f32", False), group_size=128, block_n=128, activation_format="none"),

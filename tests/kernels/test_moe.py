@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from bounds import check
-from cases import CASES, FLOAT_ACTIVATIONS, FP8, INT4, NVFP4, ONE_OF_EACH, WEIGHTS, Case, Layer
+from cases import CASES, FLOAT_ACTIVATIONS, FP8, INT4, K_QUANTS, NVFP4, ONE_OF_EACH, WEIGHTS, Case, Layer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,7 +100,7 @@ def test_extreme_activations(activation_format: str, kernel: str, monkeypatch: p
     assert np.isfinite(got[[0, 1, 4, 5, 6, 7, 8]]).all()
 
 
-@pytest.mark.parametrize("weights", ONE_OF_EACH[:-1], ids=str)
+@pytest.mark.parametrize("weights", [*ONE_OF_EACH[:-1], *K_QUANTS.values()], ids=str)
 @pytest.mark.parametrize("kernel", USABLE)
 def test_the_largest_products_do_not_saturate(
     kernel: str, weights: tuple[str, str, bool], monkeypatch: pytest.MonkeyPatch

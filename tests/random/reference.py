@@ -17,8 +17,8 @@ from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection, RoutingSpec
 
 #: rows of a panel and bits of a code (2.1, 2.7, 2.8)
 PANELS = {"int4": (8, 4), "int8": (4, 8), "mxfp4": (8, 4), "nvfp4": (8, 4), "fp8_e4m3": (16, 8), "bf16": (16, 16),
-          "f16": (16, 16)}  # fmt: skip
-SCALE_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "e8m0": 1, "e4m3": 1}
+          "f16": (16, 16), "q4_k": (16, 4), "q5_k": (16, 5), "q6_k": (16, 6)}  # fmt: skip
+SCALE_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "e8m0": 1, "e4m3": 1, "k32": 20, "k16": 18}
 E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float64)
 
 
@@ -49,7 +49,8 @@ class Matrix:
     def __init__(self, p: Projection, n: int, k: int):
         self.p, self.n, self.k = p, n, k
         self.nr, self.bits = PANELS[p.format]
-        self.integer = p.format in ("int4", "int8")
+        self.two_levels = p.format in ("q4_k", "q5_k", "q6_k")
+        self.integer = p.format in ("int4", "int8") or self.two_levels
         self.by_column = p.format in ("fp8_e4m3", "bf16", "f16")
         self.grouped = not self.integer or bool(p.zero_points) or p.group_size != -1
         # Groups of 16 come two to a block of 32 columns, where a product is over pieces of 32 (2.7).
@@ -89,6 +90,8 @@ class Matrix:
 
     def decode(self, data: np.ndarray) -> Weights:
         """Bytes [panels, panel_bytes] -> what they mean, without what stands behind the panels."""
+        if self.two_levels:
+            return self.decode_two_levels(data)
         p, body = self.p, data[:, : -self.tail_bytes].reshape(self.panels, self.blocks, self.block_bytes)
         tail = data[:, -self.tail_bytes :].reshape(self.panels, -1, self.nr, 4)
         bias = self.rows(number(tail[:, -1], "f32"))
@@ -114,6 +117,42 @@ class Matrix:
             p.format, p.group_size, bool(p.zero_points), values, scales, None if self.integer else second, bias
         )
         self.check_sums(found, sums)
+        return found
+
+    def decode_two_levels(self, data: np.ndarray) -> Weights:
+        """The same of panels with scales of two levels (2.10)."""
+        body = data[:, : -self.tail_bytes].reshape(self.panels, self.blocks, self.block_bytes)
+        tail = data[:, -self.tail_bytes :].reshape(self.panels, 2, 16, 4)
+        chunk, values = 64 * self.bits, np.empty((self.panels, 16, self.blocks, 256))
+        for column in range(256):
+            c, j, i = column // 32, column % 32 // 4, column % 4
+            at = c * chunk + 4 * np.arange(16) + i
+            code = body[:, :, at + 64 * (j % 4)] >> (0 if j < 4 else 4) & 15
+            if self.bits == 5:
+                code = code + 16 * (body[:, :, at + 256] >> j & 1)
+            if self.bits == 6:
+                code = code + 16 * (body[:, :, at + 256 + 64 * (j // 4)] >> 2 * (j % 4) & 3)
+            values[..., column] = code.transpose(0, 2, 1)
+        levels = []
+        minima, groups = self.bits < 6, 8 if self.bits < 6 else 16
+        for which in range(1 + minima):
+            at = self.code_bytes + 32 * which
+            d = number(body[:, :, at : at + 32].reshape(self.panels, self.blocks, 16, 2), "f16")
+            at = self.code_bytes + 32 * (1 + minima) + 16 * groups * which
+            n = np.ascontiguousarray(body[:, :, at : at + 16 * groups]).view(np.int8)
+            product = n.reshape(self.panels, self.blocks, groups, 16) * d[:, :, None]
+            levels.append(self.rows(product.transpose(0, 3, 1, 2).reshape(self.panels, 16, -1)))
+        found = Weights(
+            self.p.format,
+            256 // groups,
+            False,
+            self.rows(values.reshape(self.panels, 16, -1))[:, : self.k] - (0 if minima else 32),
+            levels[0],
+            None,
+            self.rows(number(tail[:, 1], "f32")),
+            minima=levels[1] if minima else None,
+        )
+        self.check_sums(found, self.rows(tail[:, 0]))
         return found
 
     def check_sums(self, m: Weights, stored: np.ndarray) -> None:

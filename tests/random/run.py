@@ -46,6 +46,9 @@ FORMATS: dict[str, tuple[tuple[str, ...], float]] = {
     "fp8_e4m3": ((*WIDE, "e8m0"), 120.0),
     "bf16": (("f32",), 1.0),
     "f16": (("f32",), 1.0),
+    "q4_k": (("k32",), 4.6),
+    "q5_k": (("k32",), 9.2),
+    "q6_k": (("k16",), 18.5),
 }
 GROUP_SIZES = (-1, 16, 32, 64, 96, 128, 160, 256, 512)
 
@@ -114,7 +117,7 @@ class Draw:
             format_,
             activation_format,
             self.one_of(*FORMATS[format_][0]),
-            -1 if format_ in ("bf16", "f16") else group_size,
+            -1 if format_ in ("bf16", "f16") else 256 if format_[0] == "q" else group_size,
             self.one_of(1, 16, 128, self.int(2, 40)) if format_ == "fp8_e4m3" else 1,
             zero_points=format_ in ("int4", "int8") and self.chance(0.5),
             bias=self.chance(0.4),
@@ -137,12 +140,22 @@ class Draw:
         if kind.format in ("bf16", "f16"):
             values = (rng.normal(0, unit, (n, k))).astype(SCALE_DTYPES[kind.format])
             return QuantizedMatrix(kind.format, values.view(np.uint16), np.ones((n, 1), np.float32), -1, **found)
-        codes_of = 16 if kind.format in ("int4", "mxfp4", "nvfp4") else 256
+        codes_of = {"q5_k": 32, "q6_k": 64}.get(
+            kind.format, 16 if kind.format[-1] == "4" or kind.format == "q4_k" else 256
+        )
         codes = rng.integers(0, codes_of, (n, k), dtype=np.uint8)
         if self.chance(0.1):
             codes[self.int(0, n - 1)] = self.one_of(0, codes_of // 2, codes_of - 1)
         if kind.format == "fp8_e4m3":
             codes[codes & 0x7F == 0x7F] ^= 1  # not numbers
+        if kind.format[0] == "q":
+            levels = np.zeros((n, -(-k // 256)), SCALE_DTYPES[kind.scale_type])
+            for factor, of_groups in (("d", "scales"), ("d_min", "minima")):
+                if factor in levels.dtype.names:
+                    levels[factor] = rng.uniform(0.3, 1.5, levels.shape) * min(unit, 1) / 32
+                    low = -128 if kind.signed or factor == "d" else 0
+                    levels[of_groups] = rng.integers(low, 128, levels[of_groups].shape)
+            return QuantizedMatrix(kind.format, codes, levels, 256, **found)
         groups = 1 if kind.group_size == -1 else -(-k // kind.group_size)
         shape = -(-n // kind.block_n), groups
         scales = rng.uniform(0.3, 1.5, shape)

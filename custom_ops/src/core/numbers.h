@@ -10,13 +10,19 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t align_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 constexpr int scale_size(int32_t scale_type) {
-  return scale_type == k_scale_type_f32 ? 4 : scale_type == k_scale_type_f16 || scale_type == k_scale_type_bf16 ? 2 : 1;
+  return scale_type == k_scale_type_f32                                      ? 4
+         : scale_type == k_scale_type_f16 || scale_type == k_scale_type_bf16 ? 2
+         : scale_type == k_scale_type_k32                                    ? 20
+         : scale_type == k_scale_type_k16                                    ? 18
+                                                                             : 1;
 }
 constexpr bool is_integer(int32_t format) { return format == k_format_int4 || format == k_format_int8; }
 constexpr bool is_e2m1(int32_t format) { return format == k_format_mxfp4 || format == k_format_nvfp4; }
+constexpr bool is_k(int32_t format) { return format >= k_format_q4_k && format <= k_format_q6_k; }
 constexpr int code_bits(int32_t format) {
   return format == k_format_bf16 || format == k_format_f16        ? 16
          : format == k_format_int8 || format == k_format_fp8_e4m3 ? 8
+         : is_k(format)                                           ? 4 + format - k_format_q4_k
                                                                   : 4;
 }
 

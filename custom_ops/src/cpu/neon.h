@@ -10,6 +10,7 @@
 #include <sys/auxv.h>
 
 #include "cpu/elementwise.h"
+#include "cpu/neon_k.h"
 #include "cpu/neon_scaled.h"
 
 namespace quantmoe {
@@ -334,6 +335,7 @@ inline const Rows* rows_of(const PanelMatrix& p, bool quantized) {
 
 void multiply(const Product& product) {
   const PanelMatrix& p = *product.matrix;
+  if (is_k(p.format)) return multiply_k<KLanes, kMaxUnits, false>(product);
   const Rows* const rows = rows_of(p, product.quantized);
   const int unit = product.quantized ? Unit::kRows : 1, step = p.nr == 4 ? 2 : 1;
   for (int64_t panel = 0; panel < product.panel_count; panel += step) {
@@ -360,6 +362,7 @@ void multiply(const Product& product) {
 }
 
 void pack_rows(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
+  if (is_k(p.format)) return pack_k_tile(p, quantized, rows, m, out);
   if (!quantized) return pack_tile(p, quantized, rows, m, out);
   for (int i = 0; i < m; ++i)
     for (int64_t k = 0; k < p.kp; k += 8) std::memcpy(out + k * m + 8 * i, rows[i].q + k, 8);

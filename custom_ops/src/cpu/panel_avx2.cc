@@ -12,6 +12,7 @@
 // the tile.
 #include <utility>
 
+#include "cpu/avx2_k.h"
 #include "cpu/avx2_scaled.h"
 #include "cpu/elementwise.h"
 #include "cpu/x86.h"
@@ -185,6 +186,7 @@ TileFunction tile_function(const PanelMatrix& p, bool quantized, int m) {
 
 void multiply(const Product& product) {
   const PanelMatrix& p = *product.matrix;
+  if (is_k(p.format)) return multiply_k<KLanes, kTileRows, true>(product);
   for (int64_t panel = 0; panel < product.panel_count; panel += 2) {
     Group g;
     Store store;
@@ -204,11 +206,15 @@ void multiply(const Product& product) {
   }
 }
 
+void pack_rows(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
+  (is_k(p.format) ? pack_k_tile : pack_tile_offset)(p, quantized, rows, m, out);
+}
+
 bool usable() { return x86_has(kSavesYmm, bit_AVX | bit_FMA | bit_F16C, bit_AVX2, 0); }
 
 }  // namespace
 
-const CpuKernel panel_avx2 = {"panel_avx2", usable,         kTileRows,       QM_ELEMENTWISE(pack_tile_offset),
+const CpuKernel panel_avx2 = {"panel_avx2", usable,         kTileRows,       QM_ELEMENTWISE(pack_rows),
                               multiply,     int8_peak_avx2, &attention_avx2, &linear_attention_avx2};
 
 }  // namespace quantmoe

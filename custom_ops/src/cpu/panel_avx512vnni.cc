@@ -11,6 +11,7 @@
 // sum(x), which pack_tile has put into the tile. All of it is exact in int32.
 #include <utility>
 
+#include "cpu/avx512_k.h"
 #include "cpu/avx512_scaled.h"
 #include "cpu/elementwise.h"
 #include "cpu/x86.h"
@@ -197,6 +198,7 @@ TileFunction tile_function(const PanelMatrix& p, bool quantized, int m) {
 
 void multiply(const Product& product) {
   const PanelMatrix& p = *product.matrix;
+  if (is_k(p.format)) return multiply_k<KLanes, kTileRows, true>(product);
   const int panels_per_group = p.columns ? 4 : 16 / p.nr;
   for (int64_t panel = 0; panel < product.panel_count; panel += panels_per_group) {
     Group g;
@@ -218,6 +220,10 @@ void multiply(const Product& product) {
   }
 }
 
+void pack_rows(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
+  (is_k(p.format) ? pack_k_tile : pack_tile_offset)(p, quantized, rows, m, out);
+}
+
 bool usable() {
   return x86_has(kSavesZmm, bit_AVX | bit_FMA | bit_F16C, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ,
                  bit_AVX512VNNI);
@@ -228,7 +234,7 @@ bool usable() {
 const CpuKernel panel_avx512vnni = {"panel_avx512vnni",
                                     usable,
                                     kTileRows,
-                                    QM_ELEMENTWISE(pack_tile_offset),
+                                    QM_ELEMENTWISE(pack_rows),
                                     multiply,
                                     int8_peak_avx512vnni,
                                     &attention_avx512vnni,

@@ -28,6 +28,36 @@ float load_scale(const PanelMatrix& p, const uint8_t* scales, int i) {
   }
 }
 
+// Scale and minimum of a group of FORMAT.md 2.10.
+struct Levels {
+  float scale, minimum;
+};
+Levels load_levels(const PanelMatrix& p, const uint8_t* panel, int64_t group, int r) {
+  const uint8_t* at = panel + group / p.parts * p.block_bytes + p.codes_bytes;
+  const bool minima = p.format != k_format_q6_k;
+  const uint8_t* const codes = at + (minima ? 64 : 32) + group % p.parts * 16;
+  const auto product = [&](const uint8_t* of_block, const uint8_t* of_group) {
+    return half_to_float(load<uint16_t>(of_block, r)) * static_cast<float>(load<int8_t>(of_group, r));
+  };
+  return {product(at, codes), minima ? product(at + 32, codes + 16 * p.parts) : 0.0f};
+}
+
+// Values of row r of a panel of FORMAT.md 2.10: integers to `values`, weights to `floats`.
+void decode_k(const PanelMatrix& p, const uint8_t* panel, int r, int32_t* values, float* floats) {
+  for (int64_t k = 0; k < p.kp; ++k) {
+    const int column = static_cast<int>(k % 32), quad = column / 4;
+    const uint8_t* chunk =
+        panel + k / p.block * p.block_bytes + k % p.block / 32 * (p.codes_bytes / 8) + 4 * r + column % 4;
+    const int nibble = chunk[quad % 4 * 64] >> (quad < 4 ? 0 : 4) & 15;
+    const int high = p.bits == 5   ? chunk[256] >> quad & 1
+                     : p.bits == 6 ? chunk[256 + quad / 4 * 64] >> quad % 4 * 2 & 3
+                                   : 0;
+    values[k] = (nibble | high << 4) - (p.bits == 6 ? 32 : 0);
+    const Levels levels = load_levels(p, panel, k / p.group(), r);
+    floats[k] = fma(static_cast<float>(values[k]), levels.scale, -levels.minimum);
+  }
+}
+
 // Values of row r of a panel, columns [0, kp), as FORMAT.md 2.8 scales them: integers to `values`, others to `floats`.
 void decode(const PanelMatrix& p, const uint8_t* panel, int r, int32_t* values, float* floats) {
   for (int64_t k = 0; k < p.kp; ++k) {
@@ -65,7 +95,7 @@ void multiply(const Product& product) {
       const uint8_t* base = product.panels + panel * p.stride;
       const uint8_t* tail = base + p.tail();
       for (int r = 0; r < p.nr; ++r) {
-        decode(p, base, r, values, floats);
+        (is_k(p.format) ? decode_k : decode)(p, base, r, values, floats);
         for (int i = 0; i < m; ++i) {
           float acc = 0.0f;
           int32_t dot = 0;
@@ -77,6 +107,13 @@ void multiply(const Product& product) {
                 dot += values[k] * static_cast<int8_t>(data[(k & ~3) * m + 4 * i + (k & 3)]);
               else
                 partial = fma(load<float>(data, k * m + i), floats[k], partial);
+            }
+            if (is_k(p.format)) {
+              const Levels levels = load_levels(p, base, group, r);
+              const float of_sum = static_cast<float>(load<int32_t>(sums, group * m + i));
+              acc = product.quantized ? fma(-levels.minimum, of_sum, fma(static_cast<float>(dot), levels.scale, acc))
+                                      : acc + partial;
+              continue;
             }
             const uint8_t* scales = base + group / p.parts * p.block_bytes + p.codes_bytes;
             const float scale = p.grouped ? load_scale(p, scales, static_cast<int>(group % p.parts * p.nr) + r) : 0.0f;

@@ -18,7 +18,10 @@ constexpr int32_t kMaxZeroPointBlock = 32768;
 // Why the layout does not carry such weights; null when it does. The sentence lists what it carries.
 const char* cannot_carry(int32_t format, int32_t group_size, int32_t scale_type, int32_t block_n, bool zero_points) {
   const bool wide = scale_type >= k_scale_type_f32 && scale_type <= k_scale_type_bf16;
-  if (format < k_format_int4 || format > k_format_f16) return "unknown format";
+  if (format < k_format_int4 || format > k_format_q6_k) return "unknown format";
+  if (is_k(format) &&
+      (group_size != 256 || scale_type != (format == k_format_q6_k ? k_scale_type_k16 : k_scale_type_k32)))
+    return "q4_k and q5_k have k32 scales, q6_k has k16 scales, in groups of 256";
   if (group_size != -1 && (group_size < 16 || group_size > 65536 || (group_size != 16 && group_size % 32)))
     return "group_size must be -1, 16 or a multiple of 32 up to 65536";
   if (is_integer(format) && !wide) return "integer codes have f32, f16 or bf16 scales";
@@ -207,6 +210,51 @@ void pack_scaled_panel(const qm_pack_source& s, const PanelMatrix& p, int64_t pa
   }
 }
 
+// FORMAT.md 2.10.
+void pack_k_panel(const qm_pack_source& s, const PanelMatrix& p, int64_t panel, uint8_t* out) {
+  int64_t rows[kMaxRows];
+  panel_rows(s, p, panel, rows);
+  const int size = scale_size(p.scale_type), high = p.bits - 4, width = static_cast<int>(p.group());
+  const bool minima = p.format != k_format_q6_k;
+  const int zero = minima ? 0 : 32;
+  uint8_t* const tail = out + p.tail();
+  float sums[kMaxRows] = {};
+  for (int64_t b = 0; b < p.blocks; ++b, out += p.block_bytes) {
+    std::memset(out, 0, static_cast<size_t>(p.codes_bytes));
+    uint8_t* const scales = out + p.codes_bytes;  // f16 [16], minima's f16 [16], int8 [parts][16], int8 minima
+    uint8_t* const of_groups = scales + (minima ? 64 : 32);
+    for (int r = 0; r < p.nr; ++r) {
+      const uint8_t* stored = static_cast<const uint8_t*>(s.scales) + (rows[r] * p.blocks + b) * size;
+      const float d = widen(k_scale_type_f16, stored, 0), d_min = minima ? widen(k_scale_type_f16, stored, 1) : 0.0f;
+      for (int i = 0; i < (minima ? 2 : 1); ++i) std::memcpy(scales + 32 * i + 2 * r, stored + 2 * i, 2);
+      stored += minima ? 4 : 2;
+      for (int64_t i = 0; i < p.parts * (minima ? 2 : 1); ++i) of_groups[16 * i + r] = stored[i];
+      const uint8_t* const q = static_cast<const uint8_t*>(s.codes) + rows[r] * p.k;
+      for (int g = 0; g < p.parts; ++g) {
+        int32_t sum = 0, columns = 0;
+        for (int64_t c = g * width; c < (g + 1) * width && b * p.block + c < p.k; ++c, ++columns) {
+          const int code = q[b * p.block + c], quad = static_cast<int>(c % 32 / 4);
+          uint8_t* const chunk = out + c / 32 * (p.codes_bytes / 8) + 4 * r + c % 4;
+          sum += code - zero;
+          chunk[quad % 4 * 64] |= static_cast<uint8_t>((code & 15) << (quad < 4 ? 0 : 4));
+          if (high == 1) chunk[256] |= static_cast<uint8_t>((code >> 4 & 1) << quad);
+          if (high == 2) chunk[256 + quad / 4 * 64] |= static_cast<uint8_t>((code >> 4 & 3) << quad % 4 * 2);
+        }
+        const float scale = d * static_cast<float>(static_cast<int8_t>(stored[g]));
+        sums[r] = sums[r] + static_cast<float>(sum) * scale;
+        if (!minima) continue;
+        const float minimum = d_min * static_cast<float>(static_cast<int8_t>(stored[p.parts + g]));
+        sums[r] = sums[r] - static_cast<float>(columns) * minimum;
+      }
+    }
+  }
+  for (int r = 0; r < p.nr; ++r) {
+    const float bias = s.bias ? s.bias[rows[r]] : 0.0f;
+    std::memcpy(tail + 4 * r, &sums[r], 4);
+    std::memcpy(tail + 4 * (p.nr + r), &bias, 4);
+  }
+}
+
 }  // namespace
 
 int check_cpu_panel(const char* prefix, const qm_projection& p, int32_t max_perm, int32_t features, char* err) {
@@ -215,7 +263,7 @@ int check_cpu_panel(const char* prefix, const qm_projection& p, int32_t max_perm
     return fail(err, QM_UNSUPPORTED, "%slayout is \"%s\", this library supports: cpu_panel", prefix,
                 enum_name("layout", p.layout));
   QM_TRY(check_range((at + "layout_version").c_str(), p.layout_version, 1, 1, err));
-  const bool integer_dot = is_integer(p.format) || is_e2m1(p.format);
+  const bool integer_dot = is_integer(p.format) || is_e2m1(p.format) || is_k(p.format);
   QM_TRY(check_range((at + "zero_points").c_str(), p.zero_points, 0, 1, err));
   if (const char* reason = cannot_carry(p.format, p.group_size, p.scale_type, p.block_n, p.zero_points))
     return fail(err, QM_UNSUPPORTED,
@@ -251,7 +299,9 @@ int qm_pack_panels(const qm_pack_source* s, void* dst, int lanes, qm_parallel_fo
   constexpr int64_t kPanelsPerTask = 8;
   parallel(lanes, parallel_for, context, ceil_div(p.panels, kPanelsPerTask), [&](int, int64_t task) {
     for (int64_t i = task * kPanelsPerTask; i < p.panels && i < (task + 1) * kPanelsPerTask; ++i)
-      (p.plain() ? pack_panel : pack_scaled_panel)(*s, p, i, static_cast<uint8_t*>(dst) + i * s->panel_step * p.stride);
+      (is_k(p.format) ? pack_k_panel
+       : p.plain()    ? pack_panel
+                      : pack_scaled_panel)(*s, p, i, static_cast<uint8_t*>(dst) + i * s->panel_step * p.stride);
   });
   return QM_OK;
 }

@@ -19,7 +19,7 @@ struct PanelMatrix {
   int64_t kp;           // columns stored
   int64_t block;        // columns of a block
   int64_t blocks;       // blocks of a row
-  int parts;            // groups of a block: 1, or 2 of 16 columns
+  int parts;            // groups of a block: 1, 2 of 16 columns, or those of FORMAT.md 2.10
   bool stepped;         // activations are nvfp4 as well: integers with a step for each group
   int64_t codes_bytes;  // of a block
   int64_t block_bytes;  // codes, scales and zero points
@@ -33,7 +33,7 @@ struct PanelMatrix {
   // Offset of the panel's tail: row sums, then (scales when channelwise, multipliers when the codes are no integers),
   // then biases.
   int64_t tail() const { return blocks * block_bytes; }
-  bool multiplied() const { return !is_integer(format); }
+  bool multiplied() const { return !is_integer(format) && !is_k(format); }
   int64_t biases() const { return tail() + (grouped && !multiplied() ? 4 : 8) * nr; }
   // Layouts that KleidiAI has too.
   bool plain() const { return is_integer(format) && !zero_points && parts == 1; }
@@ -46,9 +46,9 @@ inline PanelMatrix panel_matrix(int32_t format, int32_t scale_type, int64_t grou
   p.scale_type = scale_type;
   p.zero_points = zero_points;
   p.grouped = group_size != -1 || zero_points || !is_integer(format);
-  p.columns = !is_integer(format) && !is_e2m1(format);
+  p.columns = !is_integer(format) && !is_e2m1(format) && !is_k(format);
   p.bits = code_bits(format);
-  p.nr = p.columns ? 16 : p.bits == 4 ? 8 : 4;
+  p.nr = p.columns || is_k(format) ? 16 : p.bits == 4 ? 8 : 4;
   p.n = n;
   p.k = k;
   p.parts = group_size == 16 && !p.columns ? 2 : 1;
@@ -57,6 +57,7 @@ inline PanelMatrix panel_matrix(int32_t format, int32_t scale_type, int64_t grou
   p.blocks = p.kp / p.block;
   p.codes_bytes = p.nr * p.block * p.bits / 8;
   p.block_bytes = p.codes_bytes + (p.grouped ? p.parts * p.nr * (scale_size(scale_type) + zero_points) : 0);
+  if (is_k(format)) p.parts = p.block / (format == k_format_q6_k ? 16 : 32);  // whose scales lie as one
   p.stride = p.biases() + 4 * p.nr;
   p.panels = ceil_div(n, p.nr);
   return p;

@@ -1,8 +1,8 @@
 """ggml's blocks of quantized weights, as GGUF files hold them: block_q4_0 and so on of ggml-common.h.
 
-A block is a scale, or two levels of scales, and its weights' codes. Types whose weights are a code times a scale are
-carried exactly: two levels are multiplied in f32, where f16 times 8 bits needs 19. Those with minima (Q4_1, Q4_K, ...)
-and with codebooks (IQ) are refused.
+A block is a scale, or two levels of scales, and its weights' codes. All that is carried is carried exactly: Q4_K, Q5_K
+and Q6_K with both levels and their minima; of Q3_K they are multiplied in f32, where f16 times 8 bits needs 19. Other
+types with minima (Q2_K, Q4_1, Q5_1) and those with codebooks (IQ) are refused.
 """
 
 from __future__ import annotations
@@ -53,13 +53,41 @@ def _q3_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes.reshape(*blocks.shape[:-1], 256) + 4, scales * _f16(blocks[..., 108:]).astype(np.float32)
 
 
+def _levels32(blocks: np.ndarray) -> np.ndarray:
+    """k32 scales: two f16, then 8 scales and 8 minima of 6 bits in 12 bytes.
+
+    The first four of each are the low bits of a byte, the others a nibble of the last four bytes and the high bits of
+    those.
+    """
+    levels = np.empty((*blocks.shape[:-1], 1), SCALE_DTYPES["k32"])
+    levels["d"], levels["d_min"] = _f16(blocks[..., :2]), _f16(blocks[..., 2:4])
+    packed = blocks[..., 4:16]
+    for name, at, nibbles in (("scales", 0, packed[..., 8:] & 15), ("minima", 4, packed[..., 8:] >> 4)):
+        first = packed[..., at : at + 4]
+        levels[name][..., 0, :] = np.concatenate([first & 63, nibbles | first >> 6 << 4], axis=-1)
+    return levels
+
+
+def _q4_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    nibbles = _halves(blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32))
+    return nibbles.reshape(*blocks.shape[:-1], 256), _levels32(blocks)
+
+
+def _q5_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As _q4_k, but for 32 bytes of fifth bits before the nibbles: of weight 32 i + j bit i of byte j."""
+    nibbles = _halves(blocks[..., 48:].reshape(*blocks.shape[:-1], 4, 32)).reshape(*blocks.shape[:-1], 8, 32)
+    fifth = (blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+    return (nibbles | fifth << 4).reshape(*blocks.shape[:-1], 256), _levels32(blocks)
+
+
 def _q6_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """128 bytes of low nibbles, 64 of pairs of high bits, 16 scales int8, and their scale; in halves of 128 weights."""
     low = blocks[..., :128].reshape(*blocks.shape[:-1], 2, 64)
     high = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     codes = _halves(low) | (high & 3).reshape(*blocks.shape[:-1], 2, 128) << 4
-    scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8)
-    return codes.reshape(*blocks.shape[:-1], 256) + 96, scales * _f16(blocks[..., 208:]).astype(np.float32)
+    levels = np.empty((*blocks.shape[:-1], 1), SCALE_DTYPES["k16"])
+    levels["d"], levels["scales"][..., 0, :] = _f16(blocks[..., 208:]), blocks[..., 192:208].view(np.int8)
+    return codes.reshape(*blocks.shape[:-1], 256), levels
 
 
 def _f16(octets: np.ndarray) -> np.ndarray:
@@ -82,7 +110,9 @@ CARRIED = {
     "Q8_0": Block("int8", 32, "f16", _q8_0),
     "MXFP4": Block("mxfp4", 32, "e8m0", _mxfp4),
     "Q3_K": Block("int4", 16, "f32", _q3_k),
-    "Q6_K": Block("int8", 16, "f32", _q6_k),
+    "Q4_K": Block("q4_k", 256, "k32", _q4_k),
+    "Q5_K": Block("q5_k", 256, "k32", _q5_k),
+    "Q6_K": Block("q6_k", 256, "k16", _q6_k),
 }
 _BLOCK_OF = {name: (weights, size) for name, weights, size in TYPES.values()}
 
@@ -127,10 +157,15 @@ class GGML(Format):
             if len(rows) != n:
                 raise CheckpointError(f"{where} has {n} rows, expected {len(rows)}")
             codes, scales = (codes, scales) if outlined else (codes[rows], scales[rows])
+        perm = None
         if (columns := self.ckpt.columns.get(module)) is not None:
             first = columns[:: block.group_size]
             whole = (first[:, None] + np.arange(block.group_size)).reshape(-1)
-            if len(columns) != codes.shape[1] or not np.array_equal(whole, columns) or (first % block.group_size).any():
+            divided = not np.array_equal(whole, columns) or (first % block.group_size).any()
+            if len(columns) != codes.shape[1] or (divided and SCALE_DTYPES[block.scales].names is None):
                 raise CheckpointError(f"{where}: the heads' {len(columns)} columns are not whole groups of the matrix")
-            codes, scales = (codes, scales) if outlined else (codes[:, columns], scales[:, first // block.group_size])
-        return QuantizedMatrix(block.kind, codes, scales, block.group_size, bias=self.bias(module, n))
+            if divided:  # blocks of two levels stay as they are, in act-order
+                perm = np.argsort(columns).astype(np.int32)
+            elif not outlined:
+                codes, scales = codes[:, columns], scales[:, first // block.group_size]
+        return QuantizedMatrix(block.kind, codes, scales, block.group_size, bias=self.bias(module, n), perm=perm)

@@ -1,0 +1,61 @@
+// The lanes of k_tile.h with AVX2: 8 rows. Products are added up in 16 bits as long as they fit: of 8 fours of columns
+// with codes of 4 bits (2 * 15 * 128 each), of 4 with 5 bits, of 2 with 6.
+#pragma once
+#include "cpu/avx2.h"
+#include "cpu/k_tile.h"
+
+namespace quantmoe {
+namespace {
+
+struct KLanes {
+  static constexpr int kRows = 8;
+  template <int kHigh>
+  static constexpr int kDots = 8 >> kHigh;
+  using Bytes = __m256i;
+  using Floats = __m256;
+  struct Sums {
+    __m256i narrow, wide;
+  };
+  static Bytes load(const uint8_t* at) { return quantmoe::load(at); }
+  template <bool high>
+  static Bytes nibbles(Bytes v) {
+    return _mm256_and_si256(high ? _mm256_srli_epi32(v, 4) : v, _mm256_set1_epi8(15));
+  }
+  template <int from, int count>
+  static Bytes with_bits(Bytes n, Bytes v) {
+    const Bytes moved =
+        from < 4 ? _mm256_slli_epi32(v, from < 4 ? 4 - from : 0) : _mm256_srli_epi32(v, from < 4 ? 0 : from - 4);
+    return _mm256_or_si256(n, _mm256_and_si256(moved, _mm256_set1_epi8(count == 1 ? 0x10 : 0x30)));
+  }
+  static Sums start(int32_t n) { return {_mm256_setzero_si256(), _mm256_set1_epi32(n)}; }
+  static void dot(Sums& sums, Bytes codes, const uint8_t* x) {
+    sums.narrow = _mm256_add_epi16(sums.narrow, _mm256_maddubs_epi16(codes, quantmoe::broadcast(x)));
+  }
+  static void settle(Sums& sums) {
+    sums.wide = _mm256_add_epi32(sums.wide, _mm256_madd_epi16(sums.narrow, _mm256_set1_epi16(1)));
+    sums.narrow = _mm256_setzero_si256();
+  }
+  static Floats floats(const Sums& sums) { return _mm256_cvtepi32_ps(sums.wide); }
+  static Floats halves(const uint8_t* at) { return _mm256_cvtph_ps(load_half(at)); }
+  static Floats int8s(const uint8_t* at) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_quarter(at))); }
+  template <int i>
+  static Floats column(Bytes v) {
+    return _mm256_cvtepi32_ps(_mm256_and_si256(i ? _mm256_srli_epi32(v, 8 * i) : v, _mm256_set1_epi32(255)));
+  }
+  static Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+  static Floats fma_less(Floats a, Floats b, Floats c) { return _mm256_fmsub_ps(a, b, c); }
+  static Floats negative_fma(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }
+  static Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+  static Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+  static Floats broadcast(float x) { return _mm256_set1_ps(x); }
+  static Floats broadcast(const float* x) { return _mm256_broadcast_ss(x); }
+  static Floats load_floats(const uint8_t* at) { return _mm256_loadu_ps(reinterpret_cast<const float*>(at)); }
+  static void store(float* to, Floats v) { _mm256_storeu_ps(to, v); }
+  static void prefetch(const uint8_t* at, int bytes, int64_t ahead) {
+    if (!ahead) return;
+    for (int i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(at + i + kNear), _MM_HINT_T0);
+  }
+};
+
+}  // namespace
+}  // namespace quantmoe

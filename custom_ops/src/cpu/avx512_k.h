@@ -1,0 +1,57 @@
+// The lanes of k_tile.h with AVX512-VNNI: 16 rows.
+#pragma once
+#include "cpu/avx512.h"
+#include "cpu/k_tile.h"
+
+namespace quantmoe {
+namespace {
+
+struct KLanes {
+  static constexpr int kRows = 16;
+  template <int kHigh>
+  static constexpr int kDots = 8;
+  using Bytes = __m512i;
+  using Sums = __m512i;
+  using Floats = __m512;
+  static Bytes load(const uint8_t* at) { return _mm512_loadu_si512(at); }
+  template <bool high>
+  static Bytes nibbles(Bytes v) {
+    return _mm512_and_si512(high ? _mm512_srli_epi32(v, 4) : v, _mm512_set1_epi8(15));
+  }
+  template <int from, int count>
+  static Bytes with_bits(Bytes n, Bytes v) {
+    const Bytes moved =
+        from < 4 ? _mm512_slli_epi32(v, from < 4 ? 4 - from : 0) : _mm512_srli_epi32(v, from < 4 ? 0 : from - 4);
+    return _mm512_ternarylogic_epi32(n, moved, _mm512_set1_epi8(count == 1 ? 0x10 : 0x30), 0xf8);  // n | (moved & ..)
+  }
+  static Sums start(int32_t n) { return _mm512_set1_epi32(n); }
+  static void dot(Sums& sums, Bytes codes, const uint8_t* x) { dot4(sums, codes, x); }
+  static void settle(Sums&) {}
+  static Floats floats(Sums sums) { return _mm512_cvtepi32_ps(sums); }
+  static Floats halves(const uint8_t* at) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+  }
+  static Floats int8s(const uint8_t* at) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+  }
+  template <int i>
+  static Floats column(Bytes v) {
+    return _mm512_cvtepi32_ps(_mm512_and_si512(i ? _mm512_srli_epi32(v, 8 * i) : v, _mm512_set1_epi32(255)));
+  }
+  static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+  static Floats fma_less(Floats a, Floats b, Floats c) { return _mm512_fmsub_ps(a, b, c); }
+  static Floats negative_fma(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
+  static Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+  static Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+  static Floats broadcast(float x) { return _mm512_set1_ps(x); }
+  static Floats broadcast(const float* x) { return _mm512_set1_ps(*x); }
+  static Floats load_floats(const uint8_t* at) { return _mm512_loadu_ps(at); }
+  static void store(float* to, Floats v) { _mm512_storeu_ps(to, v); }
+  static void prefetch(const uint8_t* at, int bytes, int64_t ahead) {
+    if (!ahead) return;
+    for (int i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(at + i + kNear * 4), _MM_HINT_T0);
+  }
+};
+
+}  // namespace
+}  // namespace quantmoe

@@ -1,0 +1,224 @@
+// The panels of FORMAT.md 2.10, ggml's K-quants, for every instruction set: 16 rows, of which V has kRows in its lanes.
+// Everything is in an unnamed namespace, as in elementwise.h.
+//
+// V says what Bytes (4 columns of each row), Floats (a number of each row) and Sums (an integer of each row) are:
+//   load(at)                         kRows * 4 bytes
+//   nibbles<high>(bytes)             the low or the high nibble of each
+//   with_bits<from, count>(n, bytes) nibbles n, and bits [from, from + count) of bytes above them
+//   start(n)                         sums of n
+//   dot(sums, codes, x)              adds codes < 2^(4 + count) times the 4 int8 at x
+//   kDots<count>, settle(sums)       after how many of 4 columns a sum has to be settled: 16-bit sums
+//   floats(sums), halves(at), int8s(at), column<i>(bytes): as Floats, f16, int8 and byte i of each row
+//   fma(a, b, c), fma_less, negative_fma a * b + c, a * b - c, c - a * b, rounded once
+//   prefetch(at, bytes, ahead)       asks for what comes later; ahead 0: it was asked for
+#pragma once
+#include <type_traits>
+#include <utility>
+
+#include "cpu/elementwise.h"
+
+namespace quantmoe {
+namespace {
+
+#define QM_EACH_TOKEN _Pragma("GCC unroll 32") for (int i = 0; i < M; ++i)
+
+template <int n>
+using Number = std::integral_constant<int, n>;
+
+// f(Number<0>) to f(Number<7>): the fours of columns of 32.
+template <class F>
+[[gnu::always_inline]] inline void for_fours(F f) {
+  f(Number<0>{});
+  f(Number<1>{});
+  f(Number<2>{});
+  f(Number<3>{});
+  f(Number<4>{});
+  f(Number<5>{});
+  f(Number<6>{});
+  f(Number<7>{});
+}
+
+// Codes of columns 4j to 4j + 3 of a chunk. kHigh: their bits beyond 4.
+template <class V, int kHigh, int j>
+[[gnu::always_inline]] inline typename V::Bytes load_codes(const uint8_t* chunk) {
+  const typename V::Bytes n = V::template nibbles<(j >= 4)>(V::load(chunk + 64 * (j % 4)));
+  if constexpr (kHigh == 0) return n;
+  if constexpr (kHigh == 1) return V::template with_bits<j, 1>(n, V::load(chunk + 256));
+  if constexpr (kHigh == 2) return V::template with_bits<2 * (j % 4), 2>(n, V::load(chunk + 256 + 64 * (j / 4)));
+}
+
+// Where the scales of a block lie, from its row on.
+template <class V, int kHigh>
+struct LevelsAt {
+  static constexpr bool kMinima = kHigh < 2;
+  static constexpr int kGroups = kMinima ? 8 : 16;
+  const uint8_t *of_group, *of_minimum;
+  typename V::Floats d, d_min;
+  [[gnu::always_inline]] LevelsAt(const uint8_t* scales, int row) : d(V::halves(scales + 2 * row)), d_min(d) {
+    of_group = scales + (kMinima ? 64 : 32) + row;
+    of_minimum = of_group + 16 * kGroups;
+    if constexpr (kMinima) d_min = V::halves(scales + 32 + 2 * row);
+  }
+  [[gnu::always_inline]] typename V::Floats scale(int64_t group) const {
+    return V::multiply(d, V::int8s(of_group + 16 * group));
+  }
+  [[gnu::always_inline]] typename V::Floats minimum(int64_t group) const {
+    return V::multiply(d_min, V::int8s(of_minimum + 16 * group));
+  }
+};
+
+// Rows [row, row + kRows) of a panel times tokens [first, first + M) of a tile of `tokens`, M of M where kWhole.
+template <class V, int M, int kHigh, bool kWhole>
+void k_tile(const PanelMatrix& p, const uint8_t* panel, int row, int64_t ahead, const uint8_t* tile, int tokens,
+            int first, float* out, int64_t row_stride) {
+  using Levels = LevelsAt<V, kHigh>;
+  constexpr int kChunk = 256 + 64 * kHigh, kWidth = Levels::kMinima ? 8 : 4;  // bytes; fours of columns of a group
+  const int m = kWhole ? M : tokens;
+  const uint8_t* x = tile + 4 * first;
+  const uint8_t* starts = tile + p.kp * m + 4 * first;
+  typename V::Floats acc[M];
+  QM_EACH_TOKEN acc[i] = V::broadcast(0.0f);
+  for (int64_t b = 0; b < p.blocks; ++b) {
+    const uint8_t* chunk = panel + b * p.block_bytes + 4 * row;
+    const Levels levels(panel + b * p.block_bytes + p.codes_bytes, row);
+    for (int c = 0; c < 8; ++c, chunk += kChunk) {
+      V::prefetch(chunk, kChunk, ahead);
+      typename V::Sums sums[M];
+      for_fours([&](auto four) __attribute__((always_inline)) {
+        constexpr int j = decltype(four)::value;
+        if constexpr (j % kWidth == 0) QM_EACH_TOKEN {
+            if constexpr (Levels::kMinima)
+              sums[i] = V::start(0);
+            else
+              sums[i] = V::start(reinterpret_cast<const int32_t*>(starts)[i]);
+          }
+        const typename V::Bytes w = load_codes<V, kHigh, j>(chunk);
+        QM_EACH_TOKEN V::dot(sums[i], w, x + 4 * i);
+        x += 4 * m;
+        if constexpr ((j + 1) % V::template kDots<kHigh> == 0) QM_EACH_TOKEN V::settle(sums[i]);
+        if constexpr ((j + 1) % kWidth == 0) {
+          const int64_t group = c * 8 / kWidth + j / kWidth;
+          const typename V::Floats scale = levels.scale(group);
+          QM_EACH_TOKEN acc[i] = V::fma(V::floats(sums[i]), scale, acc[i]);
+          if constexpr (Levels::kMinima) {
+            const typename V::Floats minimum = levels.minimum(group);
+            QM_EACH_TOKEN acc[i] =
+                V::negative_fma(V::broadcast(reinterpret_cast<const float*>(starts) + i), minimum, acc[i]);
+          }
+          starts += 4 * m;
+        }
+      });
+    }
+  }
+  const float* steps = reinterpret_cast<const float*>(starts);
+  const int32_t* zero_points = reinterpret_cast<const int32_t*>(starts + 4 * m);
+  const typename V::Floats row_sums = V::load_floats(panel + p.tail() + 4 * row);
+  const typename V::Floats bias = V::load_floats(panel + p.biases() + 4 * row);
+  QM_EACH_TOKEN {
+    const typename V::Floats y = V::multiply(
+        V::fma(row_sums, V::broadcast(static_cast<float>(-zero_points[i])), acc[i]), V::broadcast(steps + i));
+    V::store(out + (first + i) * row_stride + row, V::add(y, bias));
+  }
+}
+
+// The same of float activations, x f32 [kp][m].
+template <class V, int M, int kHigh, bool kWhole>
+void k_float_tile(const PanelMatrix& p, const uint8_t* panel, int row, int64_t ahead, const uint8_t* tile, int tokens,
+                  int first, float* out, int64_t row_stride) {
+  using Levels = LevelsAt<V, kHigh>;
+  constexpr int kChunk = 256 + 64 * kHigh, kWidth = Levels::kMinima ? 8 : 4;
+  const int m = kWhole ? M : tokens;
+  const float* x = reinterpret_cast<const float*>(tile) + first;
+  typename V::Floats acc[M];
+  QM_EACH_TOKEN acc[i] = V::broadcast(0.0f);
+  for (int64_t b = 0; b < p.blocks; ++b) {
+    const uint8_t* chunk = panel + b * p.block_bytes + 4 * row;
+    const Levels levels(panel + b * p.block_bytes + p.codes_bytes, row);
+    for (int c = 0; c < 8; ++c, chunk += kChunk) {
+      V::prefetch(chunk, kChunk, ahead);
+      typename V::Floats part[M], scale, minimum;
+      for_fours([&](auto four) __attribute__((always_inline)) {
+        constexpr int j = decltype(four)::value;
+        if constexpr (j % kWidth == 0) {
+          const int64_t group = c * 8 / kWidth + j / kWidth;
+          QM_EACH_TOKEN part[i] = V::broadcast(0.0f);
+          scale = levels.scale(group);
+          if constexpr (Levels::kMinima) minimum = levels.minimum(group);
+        }
+        const typename V::Bytes codes = load_codes<V, kHigh, j>(chunk);
+        const auto column = [&](auto byte) __attribute__((always_inline)) {
+          typename V::Floats w = V::template column<decltype(byte)::value>(codes);
+          if constexpr (Levels::kMinima)
+            w = V::fma_less(w, scale, minimum);
+          else
+            w = V::multiply(V::add(w, V::broadcast(-32.0f)), scale);
+          QM_EACH_TOKEN part[i] = V::fma(V::broadcast(x + i), w, part[i]);
+          x += m;
+        };
+        column(Number<0>{});
+        column(Number<1>{});
+        column(Number<2>{});
+        column(Number<3>{});
+        if constexpr ((j + 1) % kWidth == 0) QM_EACH_TOKEN acc[i] = V::add(acc[i], part[i]);
+      });
+    }
+  }
+  const typename V::Floats bias = V::load_floats(panel + p.biases() + 4 * row);
+  QM_EACH_TOKEN V::store(out + (first + i) * row_stride + row, V::add(acc[i], bias));
+}
+
+using KTile = void (*)(const PanelMatrix&, const uint8_t*, int, int64_t, const uint8_t*, int, int, float*, int64_t);
+template <class V, bool kWhole, int... M>
+constexpr auto k_tiles(std::integer_sequence<int, M...>) {
+  struct Table {
+    KTile of[2][3][sizeof...(M)];  // [quantized][bits beyond 4][tokens - 1]
+  };
+  return Table{
+      {{{k_float_tile<V, M + 1, 0, kWhole>...},
+        {k_float_tile<V, M + 1, 1, kWhole>...},
+        {k_float_tile<V, M + 1, 2, kWhole>...}},
+       {{k_tile<V, M + 1, 0, kWhole>...}, {k_tile<V, M + 1, 1, kWhole>...}, {k_tile<V, M + 1, 2, kWhole>...}}}};
+}
+
+// kMost: tokens at a time. Tiles have as many at most where kWhole.
+template <class V, int kMost, bool kWhole>
+void multiply_k(const Product& product) {
+  static constexpr auto kTiles = k_tiles<V, kWhole>(std::make_integer_sequence<int, kMost>());
+  const PanelMatrix& p = *product.matrix;
+  const KTile* const tiles = kTiles.of[product.quantized][p.bits - 4];
+  for (int64_t panel = 0; panel < product.panel_count; ++panel) {
+    float* out = product.out + panel % product.halves * product.half_stride + panel / product.halves * p.nr;
+    for (int64_t t = 0; t < product.tile_count; ++t) {
+      const Tile& tile = product.tiles[t];
+      for (int row = 0; row < p.nr; row += V::kRows)
+        for (int first = 0; first < tile.m; first += kMost) {
+          const int count = tile.m - first < kMost ? tile.m - first : kMost;
+          tiles[count - 1](p, product.panels + panel * p.stride, row, t == 0 && row == 0 && first == 0 ? p.stride : 0,
+                           tile.data, tile.m, first, out, product.row_stride);
+        }
+      out += tile.m * product.row_stride;
+    }
+  }
+}
+
+// pack_tile's sums become what a tile starts from: codes of 6 bits are 32 more than their values; of the others
+// minima take the sums as floats.
+inline void pack_k_tile(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
+  pack_tile(p, quantized, rows, m, out);
+  if (!quantized) return;
+  uint8_t* const sums = out + p.kp * m;
+  for (int64_t i = 0; i < p.groups() * m; ++i) {
+    int32_t sum;
+    std::memcpy(&sum, sums + 4 * i, 4);
+    if (p.format == k_format_q6_k) {
+      sum *= -32;
+      std::memcpy(sums + 4 * i, &sum, 4);
+    } else {
+      const float wide = static_cast<float>(sum);
+      std::memcpy(sums + 4 * i, &wide, 4);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace quantmoe

@@ -1,0 +1,96 @@
+// The lanes of k_tile.h with NEON's int8 dot product: 8 rows.
+#pragma once
+#include <arm_neon.h>
+
+#include "cpu/k_tile.h"
+#include "cpu/neon_scaled.h"
+
+namespace quantmoe {
+namespace {
+
+struct KLanes {
+  static constexpr int kRows = 8;
+  template <int kHigh>
+  static constexpr int kDots = 8;
+  struct Bytes {
+    uint8x16_t v[2];
+  };
+  struct Sums {
+    int32x4_t v[2];
+  };
+  struct Floats {
+    float32x4_t v[2];
+  };
+  static Bytes load(const uint8_t* at) { return {{vld1q_u8(at), vld1q_u8(at + 16)}}; }
+  template <bool high>
+  static Bytes nibbles(const Bytes& a) {
+    if constexpr (high) return {{vshrq_n_u8(a.v[0], 4), vshrq_n_u8(a.v[1], 4)}};
+    return {{vandq_u8(a.v[0], vdupq_n_u8(15)), vandq_u8(a.v[1], vdupq_n_u8(15))}};
+  }
+  template <int from, int count>
+  static Bytes with_bits(const Bytes& n, const Bytes& a) {
+    const uint8x16_t mask = vdupq_n_u8(count == 1 ? 0x10 : 0x30);
+    const auto one = [&](uint8x16_t nibble, uint8x16_t bits) {
+      uint8x16_t moved;
+      if constexpr (from <= 4)
+        moved = vshlq_n_u8(bits, 4 - from);
+      else
+        moved = vshrq_n_u8(bits, from - 4);
+      return vorrq_u8(nibble, vandq_u8(moved, mask));
+    };
+    return {{one(n.v[0], a.v[0]), one(n.v[1], a.v[1])}};
+  }
+  static Sums start(int32_t n) { return {{vdupq_n_s32(n), vdupq_n_s32(n)}}; }
+  static void dot(Sums& sums, const Bytes& codes, const uint8_t* x) {
+    const int8x16_t four = vreinterpretq_s8_s32(vld1q_dup_s32(reinterpret_cast<const int32_t*>(x)));
+    for (int h = 0; h < 2; ++h) sums.v[h] = vdotq_s32(sums.v[h], vreinterpretq_s8_u8(codes.v[h]), four);
+  }
+  static void settle(Sums&) {}
+  static Floats floats(const Sums& sums) { return {{vcvtq_f32_s32(sums.v[0]), vcvtq_f32_s32(sums.v[1])}}; }
+  static Floats halves(const uint8_t* at) {
+    Floats out;
+    widen_f16(vreinterpretq_u16_u8(vld1q_u8(at)), out.v);
+    return out;
+  }
+  static Floats int8s(const uint8_t* at) {
+    const int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(vld1_u8(at)));
+    return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), vcvtq_f32_s32(vmovl_high_s16(wide))}};
+  }
+  template <int i>
+  static Floats column(const Bytes& a) {
+    const auto one = [](uint8x16_t bytes) {
+      uint32x4_t moved = vreinterpretq_u32_u8(bytes);
+      if constexpr (i > 0) moved = vshrq_n_u32(moved, 8 * i);
+      return vcvtq_f32_u32(vandq_u32(moved, vdupq_n_u32(255)));
+    };
+    return {{one(a.v[0]), one(a.v[1])}};
+  }
+  static Floats fma(const Floats& a, const Floats& b, const Floats& c) {
+    return {{vfmaq_f32(c.v[0], a.v[0], b.v[0]), vfmaq_f32(c.v[1], a.v[1], b.v[1])}};
+  }
+  static Floats fma_less(const Floats& a, const Floats& b, const Floats& c) {
+    return {{vfmaq_f32(vnegq_f32(c.v[0]), a.v[0], b.v[0]), vfmaq_f32(vnegq_f32(c.v[1]), a.v[1], b.v[1])}};
+  }
+  static Floats negative_fma(const Floats& a, const Floats& b, const Floats& c) {
+    return {{vfmsq_f32(c.v[0], a.v[0], b.v[0]), vfmsq_f32(c.v[1], a.v[1], b.v[1])}};
+  }
+  static Floats multiply(const Floats& a, const Floats& b) {
+    return {{vmulq_f32(a.v[0], b.v[0]), vmulq_f32(a.v[1], b.v[1])}};
+  }
+  static Floats add(const Floats& a, const Floats& b) {
+    return {{vaddq_f32(a.v[0], b.v[0]), vaddq_f32(a.v[1], b.v[1])}};
+  }
+  static Floats broadcast(float x) { return {{vdupq_n_f32(x), vdupq_n_f32(x)}}; }
+  static Floats broadcast(const float* x) { return {{vld1q_dup_f32(x), vld1q_dup_f32(x)}}; }
+  static Floats load_floats(const uint8_t* at) {
+    return {{vreinterpretq_f32_u8(vld1q_u8(at)), vreinterpretq_f32_u8(vld1q_u8(at + 16))}};
+  }
+  static void store(float* to, const Floats& a) {
+    vst1q_f32(to, a.v[0]);
+    vst1q_f32(to + 4, a.v[1]);
+  }
+  static void prefetch(const uint8_t*, int, int64_t) {}
+};
+
+}  // namespace
+}  // namespace quantmoe
