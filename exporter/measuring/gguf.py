@@ -29,6 +29,10 @@ ARCHITECTURES = {
 VECTORS = {"e_score_correction_bias": ("e_score_correction", "bias"), "dt_bias": ("dt_proj", "bias")}
 #: rows of random weights; a matrix repeats them
 ROWS = 256
+#: llama.cpp's mixed file types (llama-quant.cpp): the type of most linears, of v and down in some layers, of lm_head
+MIXED = {"Q4_K_M": ("Q4_K", "Q6_K"), "Q5_K_M": ("Q5_K", "Q6_K")}
+#: K-quants, which gguf-py does not quantize to: where their f16 are, and those of random blocks of deviation 1
+RANDOM = {"Q4_K": ((0, 1 / 190), (2, 7.5 / 190)), "Q5_K": ((0, 1 / 380), (2, 15.5 / 380)), "Q6_K": ((208, 1 / 1400),)}
 
 
 def write_gguf(path: Path, config: Mapping[str, Any], weights: str = "Q4_0", head: str = "BF16") -> int:
@@ -36,7 +40,8 @@ def write_gguf(path: Path, config: Mapping[str, Any], weights: str = "Q4_0", hea
 
     Args:
         config: a Hugging Face configuration.
-        weights: GGMLQuantizationType of experts and other linears; head: of lm_head and embeddings.
+        weights: GGMLQuantizationType of experts and other linears, or one of MIXED; head: of lm_head and embeddings,
+            but for MIXED, which have their own.
 
     Raises:
         ValueError: an architecture or a tensor that llama.cpp has no name for.
@@ -66,13 +71,39 @@ def write_gguf(path: Path, config: Mapping[str, Any], weights: str = "Q4_0", hea
                 writer.write_tensor_data(np.full(shape, -1 if name.endswith("ssm_a") else 1, np.float32))
                 continue
             if (kind, shape[-1]) not in pools:
-                normal = np.random.default_rng(0).normal(0, shape[-1] ** -0.5, (ROWS, shape[-1])).astype(np.float32)
-                pools[kind, shape[-1]] = gguf.quants.quantize(normal, gguf.GGMLQuantizationType[kind])
+                pools[kind, shape[-1]] = _rows(kind, shape[-1])
             pool = pools[kind, shape[-1]]
             writer.write_tensor_data(np.resize(pool, (prod(shape[:-1]), pool.shape[1])))
     finally:
         writer.close()
     return path.stat().st_size
+
+
+def _rows(kind: str, columns: int) -> np.ndarray:
+    """ROWS rows of random weights, uint8 [ROWS, bytes], or floats."""
+    import gguf
+
+    rng = np.random.default_rng(0)
+    if kind not in RANDOM:
+        normal = rng.normal(0, columns**-0.5, (ROWS, columns)).astype(np.float32)
+        return np.asarray(gguf.quants.quantize(normal, gguf.GGMLQuantizationType[kind]))
+    weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = rng.integers(0, 256, (ROWS, columns // weights, size), np.uint8)
+    for at, scale in RANDOM[kind]:
+        blocks[..., at : at + 2] = np.array([scale * columns**-0.5], "<f2").view(np.uint8)
+    return blocks.reshape(ROWS, -1)
+
+
+def _mixed(name: str, layers: int, weights: str) -> str:
+    """The type that llama.cpp's quantizer gives a matrix: more bits for v and down in the first and last eighth of the layers
+    and in every third between."""
+    most, more = MIXED[weights]
+    if "lm_head" in name:
+        return more
+    if not name.endswith(("v_proj.weight", "down_proj.weight", "down_proj")):
+        return most
+    i = int(name.split(".layers.")[1].split(".")[0])
+    return more if i < layers // 8 or i >= 7 * layers // 8 or (i - layers // 8) % 3 == 2 else most
 
 
 def _tensors(
@@ -92,7 +123,9 @@ def _tensors(
         elif stem.endswith(("conv1d", "shared_expert_gate")):
             shape = tuple(n for n in shape if n > 1)
         kind = "F32"
-        if quantized(name):
+        if weights in MIXED and (quantized(name) or "lm_head" in name or "embed" in name):
+            kind = _mixed(name, config["num_hidden_layers"], weights)
+        elif quantized(name):
             kind = weights
         elif "lm_head" in name or "embed" in name:
             kind = head
