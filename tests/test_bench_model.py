@@ -103,6 +103,21 @@ def test_a_shape_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (made / "model.onnx").stat().st_mtime_ns == written
 
 
+def test_both_sides_have_one_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf")
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
+    monkeypatch.setitem(CONFIGS, "qwen3-30b-a3b", tiny("qwen3-30b-a3b") | sizes)
+    monkeypatch.setattr(bench_model, "in_process", lambda function, *arguments: function(*arguments))
+    options = {"depths": [3], "prefill": [4], "batch": [1], "repeat": 1, "threads": 1, "keep": tmp_path}
+    bench_model.bench_model("qwen3-30b-a3b", layers=2, weights="Q4_K_M", **options)
+    made, file = sorted(tmp_path.iterdir())
+    assert file.name == "qwen3-30b-a3b-2-Q4_K_M.gguf"
+    layers = [layer["attributes"] for layer in inspect(made)["layers"]]
+    assert [(a["w13_format"], a["w2_format"]) for a in layers] == [("q4_k", "q4_k"), ("q4_k", "q6_k")]
+    assert bench_model.bench_model(str(file), **options)["cells"]
+    assert sorted(tmp_path.iterdir()) == [made, file]
+
+
 def test_genai_runs_the_same_folder_and_another(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime_genai")
     other = shutil.copytree(folder, tmp_path / "other")
@@ -236,6 +251,7 @@ def test_layers_that_fit() -> None:
         ("qwen3-30b", "expected one, or one of qwen3-30b-a3b, gpt-oss-20b, mixtral-8x7b, deepseek-v3, qwen3.6"),
         ("qwen3-30b-a3b --against vllm", "expected llama.cpp, genai or a folder with genai_config.json"),
         (". --layers 2", "of a shape"),
+        ("qwen3-30b-a3b --weights Q4_K_M --lm-head int4", "a GGUF file has a head of its own"),
         ("qwen3-30b-a3b --depths=-1", "greater than or equal to 0"),
         ("qwen3-30b-a3b --prefill 0", "greater than or equal to 1"),
         ("qwen3-30b-a3b --json /nowhere/cells.json", "no such folder"),

@@ -95,8 +95,10 @@ def _rows(kind: str, columns: int) -> np.ndarray:
 
 
 def _mixed(name: str, layers: int, weights: str) -> str:
-    """The type that llama.cpp's quantizer gives a matrix: more bits for v and down in the first and last eighth of the layers
-    and in every third between."""
+    """The type that llama.cpp's quantizer gives a matrix.
+
+    More bits are for v and down in the first and last eighth of the layers and in every third between.
+    """
     most, more = MIXED[weights]
     if "lm_head" in name:
         return more

@@ -263,7 +263,10 @@ def gguf_types(found: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def bench_model(
-    model: Annotated[str, typer.Argument(help=f"an exported model's folder, or a shape: {', '.join(CONFIGS)}")],
+    model: Annotated[
+        str,
+        typer.Argument(help=f"an exported model's folder, a GGUF file, or a shape: {', '.join(CONFIGS)}"),
+    ],
     against: Annotated[
         list[str] | None,
         typer.Option(
@@ -298,13 +301,17 @@ def bench_model(
     json_file: Annotated[Path | None, typer.Option("--json", help="Writes the cells.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draws the cells (needs matplotlib).")] = None,
     keep: Annotated[
-        Path | None, typer.Option(help="Folder for the models of a shape, which are then there the next time.")
+        Path | None, typer.Option(help="Folder for the models of a shape or file, which are then there the next time.")
+    ] = None,
+    weights: Annotated[
+        Literal["Q4_K_M", "Q5_K_M"] | None,
+        typer.Option(help="of a shape: both sides have a GGUF file of this type; default: int4, llama.cpp's Q4_0"),
     ] = None,
 ) -> dict[str, Any]:
     """Times a whole model on the CPU: prompts, and decode steps by depth of the cache and batch.
 
     Lists are given as a,b,c or by repeating an option. A shape is a model of random weights, cut to the layers that
-    fit.
+    fit. A GGUF file is exported, and llama.cpp has the file itself.
 
     Raises:
         ModelError: the folder is no model, a shape does not fit, or our side fails.
@@ -315,8 +322,11 @@ def bench_model(
     shape = not Path(model).exists()
     if shape and model not in CONFIGS:
         raise typer.BadParameter(f"{model}: no such folder; expected one, or one of {', '.join(CONFIGS)}")
-    if not shape and (layers or lm_head or keep):
-        raise typer.BadParameter("of a shape; a folder's model is as it is", param_hint="--layers, --lm-head or --keep")
+    if not shape and (layers or lm_head or weights or (keep and Path(model).is_dir())):
+        hint = "--layers, --lm-head, --weights or --keep"
+        raise typer.BadParameter("of a shape; a folder's model is as it is", param_hint=hint)
+    if weights and lm_head:
+        raise typer.BadParameter("a GGUF file has a head of its own", param_hint="--weights and --lm-head")
     check_files(json_file, plot)
     against = list(dict.fromkeys(against or ()))
     for name in against:
@@ -329,13 +339,20 @@ def bench_model(
     runtime()
     threads, console = threads or native.cpus(), terminal(markup=True)
     with tempfile.TemporaryDirectory(prefix="quantmoe-bench-") as temporary, ExitStack() as stack:
-        folder = _shape(console, model, layers, lm_head, against, keep or Path(temporary)) if shape else Path(model)
+        root = keep or Path(temporary)
+        file = Path(model) if Path(model).is_file() else None
+        if weights:
+            file = _file(console, model, layers, weights, against, root)
+        if file:
+            folder = _exported(console, file, root)
+        else:
+            folder = _shape(console, model, layers, lm_head, against, root) if shape else Path(model)
         found = inspect(folder)
         config = _config(folder)
         sides = {"ours": Process("ours", Ours, str(folder), threads, cpu=cpu_time)}
         stack.callback(sides["ours"].close)
         for name in against:
-            if peer := _peer(console, name, folder, found, config, threads, cpu_time, keep or Path(temporary)):
+            if peer := _peer(console, name, folder, file, found, config, threads, cpu_time, root):
                 sides[name] = peer
                 stack.callback(peer.close)
         cache = sides["ours"].cache_bytes()
@@ -398,6 +415,29 @@ def _shape(
     return folder
 
 
+def _file(console: Console, name: str, layers: int | None, weights: str, against: Sequence[str], root: Path) -> Path:
+    """A GGUF file of a shape."""
+    root.mkdir(parents=True, exist_ok=True)
+    config, copies = CONFIGS[name], 1 + ("llama.cpp" in against)
+    layers = in_process(layers_that_fit, config, layers, copies, available_memory(), shutil.disk_usage(root).free)
+    path = root / f"{name}-{layers}-{weights}.gguf"
+    if not path.is_file():
+        with console.status(f"writing {path.name}"):
+            in_process(write_gguf, path, cut(config, layers), weights)
+    return path
+
+
+def _exported(console: Console, file: Path, root: Path) -> Path:
+    """The exported folder of a GGUF file."""
+    from quantmoe.exporter.writing.convert import export
+
+    folder = root / file.stem
+    if not (folder / "model.onnx").is_file():
+        with console.status(f"exporting {file.name}"):
+            in_process(export, file, folder)
+    return folder
+
+
 def _config(folder: Path) -> dict[str, Any]:
     path = model_path(folder).parent / "config.json"
     try:
@@ -411,6 +451,7 @@ def _peer(
     console: Console,
     name: str,
     folder: Path,
+    file: Path | None,
     found: Mapping[str, Any],
     config: Mapping[str, Any],
     threads: int,
@@ -421,6 +462,8 @@ def _peer(
     try:
         if name != "llama.cpp":
             return Process(name, Genai, str(folder) if name == "genai" else name, threads, cpu=cpu)
+        if file:
+            return Process(name, LlamaCpp, str(file), threads, cpu=cpu)
         weights, head = gguf_types(found)
         path = root / f"{folder.resolve().name}-{weights}-{head}.gguf"
         if not path.is_file():

@@ -36,7 +36,7 @@ from quantmoe.exporter.graph.model import Skeleton
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.reading.formats import CheckpointError, find_format, open_checkpoint
 
-GGUF = Path(__file__).parents[1] / "fixtures" / "gguf" / "qwen3moe-Q4_0.gguf"
+GGUF = [Path(__file__).parents[1] / "fixtures" / "gguf" / f"qwen3moe-{name}.gguf" for name in ("Q4_0", "Q5_K_M")]
 VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -156,7 +156,7 @@ class Fuzz:
             found.dequantize()
 
     def gguf(self, data: st.DataObject) -> None:
-        content = GGUF.read_bytes()
+        content = data.draw(st.sampled_from(GGUF)).read_bytes()
         header = data.draw(st.sampled_from([64, 2048, 20000]))  # the tokenizer takes most of it
         path = self.work / "model.gguf"
         path.write_bytes(damaged(data, content[:header]) + content[header:])

@@ -82,6 +82,14 @@ inline double value_at(int type, const void* data, int64_t i) {
   return to_float(static_cast<const uint16_t*>(data)[i], type == QM_F16);
 }
 
+// What q4_k, q5_k and q6_k are carried with.
+inline void set_two_levels(qm_projection* p) {
+  p->group_size = 256;
+  p->scale_type = p->format == quantmoe::k_format_q6_k ? quantmoe::k_scale_type_k16 : quantmoe::k_scale_type_k32;
+  p->block_n = 1;
+  p->zero_points = 0;
+}
+
 inline void random_bytes(Rng& rng, void* to, size_t n) {
   for (size_t i = 0; i < n; ++i) static_cast<uint8_t*>(to)[i] = static_cast<uint8_t>(rng() >> 8);
 }

@@ -236,12 +236,13 @@ void set_attributes(FuzzedDataProvider& data, qm_moe* moe, bool wild, bool exoti
   }
   if (exotic)  // every format, as the layouts would combine them or not
     for (qm_projection* p : {&moe->w13, &moe->w2}) {
-      p->format = data.ConsumeIntegralInRange(0, 6);
-      p->scale_type = data.ConsumeIntegralInRange(0, 4);
+      p->format = data.ConsumeIntegralInRange(0, 9);
+      p->scale_type = data.ConsumeIntegralInRange(0, 6);
       p->group_size = std::array{-1, 16, 32, 64}[data.ConsumeIntegralInRange(0, 3)];
       p->block_n = data.ConsumeIntegralInRange(0, 3) ? 1 : 16;
       p->activation_format = data.ConsumeIntegralInRange(0, 8);
       p->zero_points = data.ConsumeBool();
+      if (p->format >= k_format_q4_k && data.ConsumeIntegralInRange(0, 3)) set_two_levels(p);
       p->pre_scale = data.ConsumeIntegralInRange(0, p == &moe->w13 ? 1 + moe->gated : 1);
     }
   if (wild)  // any value in any place

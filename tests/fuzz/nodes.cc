@@ -44,11 +44,12 @@ void linear(FuzzedDataProvider& data, bool wild) {
   qm_projection& p = linear.w;
   p.block_n = data.ConsumeIntegralInRange(0, 7) ? 1 : 16;
   p.layout_version = 1;
-  p.format = data.ConsumeIntegralInRange(0, 6);
-  p.scale_type = data.ConsumeIntegralInRange(0, 4);
+  p.format = data.ConsumeIntegralInRange(0, 9);
+  p.scale_type = data.ConsumeIntegralInRange(0, 6);
   p.group_size = std::array{-1, 16, 32, 64, 128}[data.ConsumeIntegralInRange(0, 4)];
   p.activation_format = data.ConsumeIntegralInRange(0, 8);
   p.zero_points = data.ConsumeBool();
+  if (p.format >= k_format_q4_k && data.ConsumeIntegralInRange(0, 3)) set_two_levels(&p);
   p.bias = data.ConsumeBool();
   p.perm = data.ConsumeBool();
   p.pre_scale = data.ConsumeBool();
