@@ -1,5 +1,5 @@
 """Layout ``cpu_panel`` (FORMAT.md section 2): KleidiAI's p8x8 geometry for 4-bit codes, p4x8 for 8-bit integers, 16
-rows column by column for floats.
+rows column by column for floats, 16 rows four columns at a time for ggml's K-quants.
 
 Geometry, the bytes of panels and what is refused are the library's (src/layouts/cpu_panel.h). tests/panels.py states
 the panels once more, in NumPy.
