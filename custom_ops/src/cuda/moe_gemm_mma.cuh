@@ -79,7 +79,10 @@ __device__ inline void PrefetchCodes(const GemmParams& p) {
 // Blocks a multiprocessor holds; the plan knows the same numbers.
 template <typename F>
 constexpr int Blocks(int MT, int NT) {
-  return NT > 2 ? 1 : MT == 2 && NT == 1 && Sizes<F>::kBits == 4 ? 3 : MT == 1 && NT == 1 && Sizes<F>::kBits == 16 ? 3 : 2;
+  return NT > 2                                        ? 1
+         : MT == 2 && NT == 1 && Sizes<F>::kBits == 4  ? 3
+         : MT == 1 && NT == 1 && Sizes<F>::kBits == 16 ? 3
+                                                       : 2;
 }
 
 // kUnits: of K a stage; kSplit: warps split K (warps_k > 1), otherwise each stores its own sums and never waits.
@@ -179,23 +182,21 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
   float acc[MT][NT][4] = {};
   Tile now{};
   int n_active = 1;
-  // One loop for filling the ring and for the steady state: copies into a stage, multiplies the one after it, the oldest.
-  int k = k_begin - (kStages - 1) * kUnits, stage = 0;
+  // One loop for filling the ring and for the steady state: copies into a stage, multiplies the one after it, the
+  // oldest.
+  int k = k_begin;
 #pragma unroll 1
-  while (left > 0) {
-    if (k >= k_begin) {
+  for (int turn = 0; left > 0; ++turn) {
+    if (turn >= kStages - 1) {
       if (k == k_begin) {
         if constexpr (!decode) now = TileAt(p, tile);
         n_active = (now.count + 7) / 8;
       }
       CopyAsyncWait<kStages - 2>();
     }
-    copy(stage);
-    if (++stage == kStages) stage = 0;
-    if (k < k_begin) {
-      k += kUnits;
-      continue;
-    }
+    copy(turn % kStages);  // stages counted instead are slower: fp8, 8 tokens, 3 %
+    if (turn < kStages - 1) continue;
+    const int stage = (turn + 1) % kStages;
     if (k < k_end) {
       if (NT == 1 || n_active == 1) {
         stream.template Consume<1, false, decode && kUnits == 1>(stage, acc, p.weights);
