@@ -132,6 +132,26 @@ def test_blocks_of_512_rows(both, name, tokens):
         check(case, tokens, dtype, device=device)
 
 
+SPANS = formats_of("mxfp4") | {
+    name: of_format("mxfp4", CASES[name]) for name in ("gpt-oss", "odd-sizes", "small-k", "many-experts", "slice")
+}
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("tokens", [1, 5, 8, 13, 20])
+@pytest.mark.parametrize("name", SPANS)
+def test_spans_of_panels(name, tokens, dtype):
+    """Blocks with many panels, whose units of K the warps share, as the GPU is small; down may have too few."""
+    case, device = SPANS[name], cuda.query()
+    for multiprocessors in (1, 3):
+        device = cuda.Device(device.sm, multiprocessors, device.shared_bytes)
+        if device.sm == 90 and multiprocessors == 1 and tokens * case.top_k <= 5 * (case.total_experts or case.experts):
+            plan = cuda.plan(cuda.problem(build(case)[0], dtype, tokens, case.top_k, case.experts), device)
+            assert plan.w13.warps_k == 0
+        check(case, tokens, dtype, device=device)
+
+
 RINGS = formats_of("int8", "fp8_e4m3")
 
 

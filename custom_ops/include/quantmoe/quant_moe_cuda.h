@@ -41,7 +41,9 @@ typedef enum {
 typedef struct {
   int32_t panels;   // 16-row panels a warp holds at once; wgmma and dense: a block
   int32_t n_tiles;  // 8-token tiles a warp holds at once; dense: of a tile
-  int32_t warps_k;  // warps that split K; the others take other panels. wgmma: parts of K that blocks share
+  // Warps that split K; the others take other panels. 0: a block's warps share all its units of K. wgmma: parts of K
+  // that blocks share.
+  int32_t warps_k;
   int32_t stages;   // of a warp's ring of weights, where there are 2 of two units of K each
   int32_t cluster;  // blocks that share one output tile, each with a part of K
   int32_t packed;   // mma.sync: tokens are codes and scales, of e4m3 (sm_89 and later) or nvfp4 (sm_120a)

@@ -101,6 +101,7 @@ struct RouteParams {
   } lists[2];                             // of gate_up, and of down where its tiles are others
   int list_count;
   bool by_size;  // the largest tiles first
+  bool ordered;  // one block and one list: the same order in every run
   SortedPair* sorted_pairs;
   int align;       // pairs of an expert start at a multiple of this; pair -1 between experts
   int* positions;  // not null: of a pair in sorted_pairs, -1: nowhere

@@ -179,6 +179,7 @@ void Route(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, int
   route.lists[0] = {tiles, plan.max_tiles, tile_pairs, multiple};
   route.list_count = 1;
   route.by_size = plan.path >= QM_CUDA_WGMMA;
+  route.ordered = plan.w13.warps_k == 0 || plan.w2.warps_k == 0;
   if (down && plan.w2.n_tiles != plan.w13.n_tiles) {
     down->tiles = tiles += plan.max_tiles + 1;
     down->max_tiles = MostTiles(static_cast<int64_t>(gemm->routing.tokens) * gemm->routing.top_k,
@@ -204,8 +205,9 @@ void Route(Launcher& launcher, const qm_cuda_plan& plan, uint8_t* workspace, int
   // sm_90a, which has clusters
   route.cluster = plan.path >= QM_CUDA_WGMMA && route.routing.tokens * route.routing.top_k > kRouteThreads ? 8 : 1;
   prepare_blocks = (prepare_blocks + route.cluster - 1) / route.cluster * route.cluster;
-  launcher.Run(MoeRoute, route, dim3(route.cluster + prepare_blocks), kRouteThreads, route.routing.local_experts * 12,
-               dependent, route.cluster);
+  const int pairs = route.ordered ? route.routing.tokens * route.routing.top_k : 0;
+  launcher.Run(MoeRoute, route, dim3(route.cluster + prepare_blocks), kRouteThreads,
+               route.routing.local_experts * 12 + pairs * 4, dependent, route.cluster);
 }
 
 // x of the product as e4m3 codes, then scales, in plan.prepared; h: in the order of sorted pairs already.
@@ -311,7 +313,8 @@ int Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_cuda_ten
   down.x = gate_up.out;
   down.x_columns = gate_up.out_columns;
   down.x_divisor = 1;
-  down.out = decode ? t.output : workspace + plan.partial;
+  const bool combine = !decode || plan.w2.warps_k == 0;
+  down.out = combine ? workspace + plan.partial : t.output;
   down.out_float = !wgmma;
   down.out_columns = m.hidden_size;
   down.weight_here = !m.apply_router_weight_on_input;
@@ -361,7 +364,7 @@ int Launch(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_cuda_ten
     Round<T>(launcher, round, down.weights, m.w2, row2, pairs, true);
   }
   launcher.Run(products.down, down, dim3(plan.w2.grid), threads, plan.w2.shared_bytes, true, plan.w2.cluster);
-  if (!decode) Combine<T>(launcher, routing, down.out, wgmma ? plan.w2.warps_k : 1, !wgmma, m.hidden_size, t.output);
+  if (combine) Combine<T>(launcher, routing, down.out, wgmma ? plan.w2.warps_k : 1, !wgmma, m.hidden_size, t.output);
   return Report(launcher.error, err);
 }
 

@@ -77,6 +77,20 @@ constexpr int StageBytes(int panels, int n_tiles, int bits, int lane_bytes, int 
   return panels * (units * 128 * bits + 32 * lane_bytes) + units * n_tiles * 1024;
 }
 
+// Of moe_gemm_span.cuh, of a warp: a ring of stages of a unit of `panels` panels, with scale_bytes of a lane's rows,
+// and of 8 tokens; a stage's scales widened. Of a block also a sum of the panels for each warp.
+constexpr int kSpanStages = 3;
+template <int panels, int scale_bytes>
+struct SpanSizes {
+  static constexpr int kScalesAt = panels * 512, kTokensAt = kScalesAt + panels * 8 * scale_bytes,
+                       kStageBytes = kTokensAt + 1024;
+  static constexpr int kWideAt = kSpanStages * kStageBytes, kRingBytes = kWideAt + panels * 128;
+};
+template <int panels, int scale_bytes>
+constexpr int SpanSharedBytes() {
+  return kWarps * (SpanSizes<panels, scale_bytes>::kRingBytes + panels * 512);
+}
+
 // What blocks of moe_gemm_wgmma.cuh may take: small tiles two a multiprocessor, less 1024 a block.
 constexpr bool SmallTile(int tokens) { return tokens <= 48; }
 constexpr int WgmmaSharedLimit(int tokens) { return SmallTile(tokens) ? 115712 : 232448; }

@@ -19,6 +19,7 @@ double Fill(int64_t count, int64_t slots) {
 }
 uint64_t Align(uint64_t a) { return (a + 255) / 256 * 256; }
 
+constexpr int kSpanDownTokens = 2;         // decode: from here on a pass that adds up the experts is no loss
 constexpr int kMostMultiprocessors = 144;  // of a GPU of sm_90
 // Blocks on a multiprocessor that the kernels' registers allow.
 int RegisterBlocks(WeightKind kind, int panels, int n_tiles) {
@@ -141,6 +142,21 @@ qm_cuda_gemm PlanGemm(const Work& work, const qm_projection& weights, const Marl
     return sms *
            std::clamp(device.shared_bytes / (g.shared_bytes + reserved), 1, RegisterBlocks(kind, g.panels, g.n_tiles));
   };
+  if (const int panels = WithFacts(kind, [](auto f) { return f.kSpanPanels; });
+      panels > 0 && !direct && (decode || mean <= 5)) {
+    // Measured: where the blocks, two a multiprocessor, have about as many panels each.
+    const int64_t spans = most_experts * CeilDiv(w.panels, panels);
+    const int bytes = WithFacts(kind, [](auto f) { return SpanSharedBytes<f.kSpanPanels, f.ScaleBytes(2)>(); });
+    if (2 * (bytes + reserved) <= device.shared_bytes && Fill(spans, 2 * sms) >= 0.8) {
+      g.panels = panels;
+      g.stages = kSpanStages;
+      g.n_tiles = 1;
+      g.warps_k = 0;
+      g.shared_bytes = bytes;
+      g.grid = static_cast<int32_t>(std::min<int64_t>(spans, 2 * sms));
+      return g;
+    }
+  }
   if (direct) {
     // Measured (README.md): an output tile is best shared by two blocks, if that loads the multiprocessors evenly.
     // Bigger clusters leave multiprocessors empty, three or six blocks worst.
@@ -317,6 +333,9 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   plan->w13 = PlanGemm(work, p.moe.w13, w13, false);
   work.most_tiles = plan->w13.n_tiles;
   plan->w2 = PlanGemm(work, p.moe.w2, w2, decode || wgmma);
+  if (decode && p.tokens >= kSpanDownTokens)
+    if (const qm_cuda_gemm spans = PlanGemm(work, p.moe.w2, w2, false); spans.warps_k == 0) plan->w2 = spans;
+  const bool combine = !decode || plan->w2.warps_k == 0;
   if (plan->w2.n_tiles < plan->w13.n_tiles && plan->path == QM_CUDA_STREAM) {  // both take the same list of tiles
     work.most_tiles = plan->w2.n_tiles;
     plan->w13 = PlanGemm(work, p.moe.w13, w13, false);
@@ -335,9 +354,10 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
   if (plan->w2.packed)
     plan->packed_hidden = take(static_cast<uint64_t>(pairs) * w2.units * PackedUnitBytes(KindOf(p.moe.w2)));
   if (p.moe.w13.perm) plan->gathered = take(static_cast<uint64_t>(pairs) * w13.columns * 2);
+  if (combine)
+    plan->partial = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * (wgmma ? 2 * plan->w2.warps_k : 4));
   if (!decode) {
     plan->max_tiles = MostTiles(pairs, p.local_experts, plan->w13.n_tiles);
-    plan->partial = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * (wgmma ? 2 * plan->w2.warps_k : 4));
     uint64_t tiles = plan->max_tiles + 1ull;
     if (plan->w2.n_tiles != plan->w13.n_tiles || !device->multiprocessors)
       tiles += MostTiles(pairs, p.local_experts, plan->w2.n_tiles) + 1ull;

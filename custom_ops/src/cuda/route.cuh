@@ -51,14 +51,15 @@ __device__ inline void ClusterSync(int cluster) {
 }
 
 // The first cluster sorts, a part of the pairs a block; the others prepare x. Dynamic shared memory: int
-// [3][local_experts].
+// [3][local_experts], and if ordered, int [pairs].
 //
-// The order of an expert's pairs is whatever the atomics make it, and differs between runs. Results do not: a token is
-// a column (path fp8: a row) of a product, computed alike wherever it stands, and results go to the place of their
-// pair.
+// The order of tiles and of an expert's pairs is whatever the atomics make it, and differs between runs. Results do
+// not: a token is a column (path fp8: a row) of a product, computed alike wherever it stands, and results go to the
+// place of their pair. Not so in moe_gemm_span.cuh, where K is cut elsewhere in each tile: it gets one order, by expert
+// and pair.
 __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant__ RouteParams p) {
   extern __shared__ int counts[];
-  __shared__ int warp_pairs[kRouteWarps];
+  __shared__ int warp_pairs[kRouteWarps], warp_tiles[kRouteWarps];
   __shared__ int places[2][32];  // of a list's tiles of 8, 16, .. pairs: how many, then where the next goes
   const int experts = p.routing.local_experts, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int pairs = p.routing.tokens * p.routing.top_k, cluster = p.cluster, rank = blockIdx.x;
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
     return Tiles{tiles, even, &places[l][p.by_size ? even / 8 : 0]};
   };
   // Counts to first places, in every block alike. Experts in rounds of a block's threads; usually there is one round.
-  int pairs_before = 0;
+  int pairs_before = 0, tiles_before = 0;
   for (int base = 0; base < experts; base += kRouteThreads) {
     const int e = base + threadIdx.x;
     int count = 0, before = 0;  // before: of this expert in the blocks before this one
@@ -113,12 +114,21 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
     }
     const int aligned = (count + p.align - 1) / p.align * p.align;
     const int pair_scan = scan(aligned);
-    if (lane == 31) warp_pairs[warp] = pair_scan;
+    const int tiles = p.ordered ? tiles_of(0, count).count : 0, tile_scan = scan(tiles);
+    if (lane == 31) warp_pairs[warp] = pair_scan, warp_tiles[warp] = tile_scan;
     __syncthreads();
     int first = pairs_before + pair_scan - aligned;
     for (int w = 0; w < kRouteWarps; ++w) {
       if (w < warp) first += warp_pairs[w];
       pairs_before += warp_pairs[w];
+    }
+    if (p.ordered) {  // counts have been read: now of an expert's first tile
+      int tile = tiles_before + tile_scan - tiles;
+      for (int w = 0; w < kRouteWarps; ++w) {
+        if (w < warp) tile += warp_tiles[w];
+        tiles_before += warp_tiles[w];
+      }
+      if (e < experts) counts[e] = tile;
     }
     if (e < experts) cursors[e] = first + before;
     if (rank == 0) {
@@ -144,7 +154,7 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
       for (int l = 0; l < p.list_count; ++l) {
         const Tiles tiles = tiles_of(l, totals[e]);
         if (!tiles.count) continue;
-        const int place = atomicAdd(tiles.place, tiles.count), count = totals[e];
+        const int place = p.ordered ? counts[e] : atomicAdd(tiles.place, tiles.count), count = totals[e];
         for (int i = 0; i < tiles.count; ++i) {
           const int at = min(i * tiles.pairs, count), group = i / kTileGroup * kTileGroup;
           p.lists[l].tiles[place + i] = Tile{e, cursors[e] + at, min(tiles.pairs, count - at), place + group,
@@ -152,6 +162,21 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
         }
       }
     __syncthreads();
+  }
+  if (p.ordered) {  // by pair in an expert
+    int* unordered = totals + experts;
+    for (int pair = threadIdx.x; pair < pairs; pair += kRouteThreads)
+      if (const int e = LocalExpert(p.routing, pair); e >= 0) unordered[atomicAdd(&cursors[e], 1)] = pair;
+    __syncthreads();
+    for (int pair = threadIdx.x; pair < pairs; pair += kRouteThreads) {
+      const int e = LocalExpert(p.routing, pair);
+      if (e < 0) continue;
+      int at = cursors[e] - totals[e];
+#pragma unroll 4
+      for (int i = at, past = cursors[e]; i < past; ++i) at += unordered[i] < pair;
+      p.sorted_pairs[at] = SortedPair{pair, p.routing.topk_weights[pair]};
+    }
+    return;
   }
 #pragma unroll 4
   for (int pair = begin + threadIdx.x; pair < end; pair += kRouteThreads) {

@@ -2,7 +2,7 @@
 // down*.cu.
 #pragma once
 #include "cuda/instances.h"
-#include "cuda/moe_gemm_mma.cuh"
+#include "cuda/moe_gemm_span.cuh"
 
 namespace quantmoe {
 
@@ -10,6 +10,14 @@ namespace quantmoe {
 // panels of symmetric int4 take two units of K a stage, which share their scale.
 template <typename T, bool down, class F>
 GemmKernel SelectMma(F, int path, const qm_cuda_gemm& g) {
+  if (g.warps_k == 0) {
+    if constexpr (F::kSpanPanels > 0 && !F::kPacked) {
+      if (g.panels != F::kSpanPanels || g.n_tiles != 1 || g.stages != kSpanStages) return nullptr;
+      if (path == QM_CUDA_STREAM) return MoeGemmSpan<T, F, F::kSpanPanels, down, false>;
+      if (path == QM_CUDA_DECODE) return MoeGemmSpan<T, F, F::kSpanPanels, down, true>;
+    }
+    return nullptr;
+  }
   constexpr int kMost = F::kBits == 4 ? 4 : 2;
   constexpr int kUnits = F::kPairsUnits && F::kGroups == 1 ? 2 : 1;
   const bool one_unit = g.stages == StagesOf(1), two = g.panels == 2 && one_unit;

@@ -6,6 +6,7 @@ namespace quantmoe {
 
 struct Mxfp4Facts : FormatFacts {
   static constexpr int kBits = 4;
+  static constexpr int kSpanPanels = 4;
   static constexpr int ScaleBytes(int) { return 4; }
   static constexpr int GroupSize(int32_t) { return 32; }
   static constexpr bool Is(const qm_projection& w) { return w.format == k_format_mxfp4; }
