@@ -812,14 +812,14 @@ bool Attention::SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuil
 bool Attention::CheckShapes(const Dims* in) const {
   const qm_attention& a = attention_;
   const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return CheckShape(in, input, sizes); };
-  const int64_t heads = a.num_heads, groups = a.kv_num_heads, d = a.head_size, v = a.v_head_size;
+  const int64_t heads = a.num_heads, groups = a.kv_num_heads, d = a.head_size, v = a.v_head_size, n = a.key_split;
   const auto weights = [&](int64_t all) {
     return a.qk_norm == k_qk_norm_none ? 0 : a.qk_norm == k_qk_norm_head ? d : all * d;
   };
   const Dims &qkv = in[CachedAttention_qkv], &past = in[CachedAttention_past_key];
-  return check(CachedAttention_qkv, {-1, -1, (heads + groups) * d + groups * v}) &&
-         check(CachedAttention_past_key, {qkv.d[0], groups, -1, d}) &&
-         check(CachedAttention_past_value, {qkv.d[0], groups, past.d[2], v}) &&
+  return check(CachedAttention_qkv, {-1, -1, (heads + groups) * d + (n ? 0 : groups * v)}) &&
+         check(CachedAttention_past_key, {qkv.d[0], groups, -1, n ? n : d}) &&
+         check(CachedAttention_past_value, {qkv.d[0], groups, past.d[2], n ? d - n : v}) &&
          check(CachedAttention_rows, {qkv.d[0], 3}) && check(CachedAttention_attention_mask, {qkv.d[0], -1}) &&
          check(CachedAttention_cos, {qkv.d[0], qkv.d[1], a.rotary_size / 2}) &&
          check(CachedAttention_sin, {qkv.d[0], qkv.d[1], a.rotary_size / 2}) &&

@@ -61,8 +61,8 @@ class Inputs:
         def values(*shape: int) -> np.ndarray:
             return rng.normal(0, 1, shape).astype(np.float32).astype(NUMPY[dtype])
 
-        qkv = values(batch, tokens, (heads + groups) * d + groups * v)
-        past = [values(batch, groups, slots, width) for width in (d, v)]
+        qkv = values(batch, tokens, (heads + groups) * d + (0 if spec.key_split else groups * v))
+        past = [values(batch, groups, slots, width) for width in spec.cache_widths]
         for b, (begin, count, before) in enumerate(rows):
             qkv[b, :begin] = qkv[b, begin + count :] = np.nan
             for cache in past:
@@ -180,6 +180,18 @@ HEADS = {
     "window-chunk": replace(SPEC, sliding_window=50, chunk_size=128),
     "scale": replace(SPEC, scale=0.3),
 }
+LATENT = attention_spec(
+    16, 1, 576, v_head_size=512, key_split=288, rotary_size=64, rotary_interleaved=1, scale=192**-0.5
+)
+LATENTS = {
+    "deepseek-v2-lite": LATENT,
+    "deepseek-v3": replace(LATENT, num_heads=128),
+    "glm-4.7-flash": replace(LATENT, num_heads=20, rotary_interleaved=0),
+    "five": replace(LATENT, num_heads=5, rotary_size=0, softcap=2.0),
+    "of two": replace(LATENT, num_heads=24, kv_num_heads=2, rotary_size=576, rotary_interleaved=0),
+    "window": replace(LATENT, num_heads=12, sliding_window=37, rotary_size=128),
+    "window-chunk": replace(LATENT, num_heads=70, sliding_window=50, chunk_size=128, rotary_size=112),
+}
 # rows, tokens, slots of past
 CALLS = {
     "decode": ([(0, 1, 150)], 1, 160),
@@ -198,6 +210,66 @@ CALLS = {
 @pytest.mark.parametrize("name", HEADS)
 def test_against_the_reference(name: str, call: str, dtype: str) -> None:
     check(Inputs.make(HEADS[name], dtype, *CALLS[call]))
+
+
+#: of one key for all heads; and what a GPU without wgmma runs, with much shared memory, and with little
+LATENT_DEVICES = {"wgmma": cuda.H200, "mma": SM80, "mma, two stages": cuda.Device(86, 84, 102400)}
+LATENT_CALLS = CALLS | {
+    "eight": ([(0, 8, 61), (2, 5, 120), (0, 0, 3)], 8, 200),
+    "prefill of 33": ([(0, 33, 0), (1, 32, 64)], 33, 100),
+}
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("wgmma", "f16"), ("wgmma", "bf16"), ("mma", "bf16"), ("mma, two stages", "f16")]
+)
+@pytest.mark.parametrize("call", LATENT_CALLS)
+@pytest.mark.parametrize("name", LATENTS)
+def test_latent(monkeypatch: pytest.MonkeyPatch, name: str, call: str, dtype: str, device: str) -> None:
+    monkeypatch.setattr(cuda, "query", lambda _: LATENT_DEVICES[device])
+    check(Inputs.make(LATENTS[name], dtype, *LATENT_CALLS[call]))
+
+
+@gpu
+@pytest.mark.parametrize("device", LATENT_DEVICES)
+@pytest.mark.parametrize(("slots", "tokens"), [(5000, 1), (5000, 3), (9000, 1), (1500, 60)])
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3", "glm-4.7-flash", "window"])
+def test_long_latents(monkeypatch: pytest.MonkeyPatch, name: str, slots: int, tokens: int, device: str) -> None:
+    """Many splits, more than 64 too."""
+    monkeypatch.setattr(cuda, "query", lambda _: LATENT_DEVICES[device])
+    check(Inputs.make(LATENTS[name], "bf16", [(0, tokens, slots - tokens - 7)], tokens, slots))
+
+
+@gpu
+@pytest.mark.parametrize("slots", [0, 70])
+@pytest.mark.parametrize("call", ["decode at 0", "decode", "prefill", "ragged prefill", "eight"])
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "glm-4.7-flash"])
+def test_a_latent_that_grows(name: str, call: str, slots: int) -> None:
+    rows, tokens, _ = LATENT_CALLS[call]
+    rows = [(begin, count, min(past, slots)) for begin, count, past in rows]
+    check(Inputs.make(LATENTS[name], "f16", rows, tokens, slots, slots + 140))
+
+
+@gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("device", LATENT_DEVICES)
+@pytest.mark.parametrize("tokens", [4, 40])
+def test_a_latent_that_is_no_number(monkeypatch: pytest.MonkeyPatch, tokens: int, device: str, bad: float) -> None:
+    """It reaches the tokens that see it, all of them, and no others."""
+    monkeypatch.setattr(cuda, "query", lambda _: LATENT_DEVICES[device])
+    inputs = Inputs.make(replace(LATENT, num_heads=20, sliding_window=30), "bf16", [(0, tokens, 100)], tokens, 200)
+    inputs.tensors[0][0, -1, -3] = bad  # seen by the last token
+    inputs.tensors[2][0, 0, 71, 5] = bad  # by the first
+    inputs.tensors[1][0, 0, 72, 5] = bad  # by two; of a feature that is no value's
+    with np.errstate(invalid="ignore"):
+        want, *_ = inputs.want()
+    got, *_ = inputs.run()
+    assert not np.isfinite(want).all()
+    assert np.isfinite(want).any()
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+    got, want = got[np.isfinite(want)], want[np.isfinite(want)]
+    assert np.linalg.norm(got - want) < ALL * UNIT["bf16"] * np.linalg.norm(want)
 
 
 CODES = ["int8", "fp8_e4m3"]
@@ -352,12 +424,13 @@ def test_a_query_that_is_no_number() -> None:
 
 
 @gpu
+@pytest.mark.parametrize("spec", [SPEC, LATENT], ids=["grouped", "latent"])
 @pytest.mark.parametrize(
     "bad", [(-1, 1, 5), (0, -1, 5), (0, 1, -1), (1, 2, 5), (0, 1, 64), (0, 2, 63), (0, 1, 2**31 - 1)]
 )
-def test_rows_that_are_not_there(bad: tuple[int, int, int]) -> None:
+def test_rows_that_are_not_there(bad: tuple[int, int, int], spec: AttentionSpec) -> None:
     """The row's output is NaN, its cache and the other rows are untouched."""
-    good = Inputs.make(SPEC, "f16", [(0, 2, 30), (0, 2, 40)], 2, 64)
+    good = Inputs.make(spec, "f16", [(0, 2, 30), (0, 2, 40)], 2, 64)
     want = good.run()
     good.tensors[3][0] = bad
     got = good.run()
@@ -368,9 +441,9 @@ def test_rows_that_are_not_there(bad: tuple[int, int, int]) -> None:
 
 
 @gpu
-def test_a_graph_serves_every_position() -> None:
+@pytest.mark.parametrize("spec", [HEADS["qwen3"], LATENT, LATENTS["deepseek-v3"]], ids=["qwen3", "latent", "wgmma"])
+def test_a_graph_serves_every_position(spec: AttentionSpec) -> None:
     """One capture, replayed with other tokens and lengths, gives the bytes of calls without it."""
-    spec = HEADS["qwen3"]
     made = [Inputs.make(spec, "bf16", [(0, 1, past), (0, 1, past // 3)], 1, 700) for past in (5, 300, 699)]
     wanted = []
     for inputs in made:
@@ -442,6 +515,40 @@ def test_plans() -> None:
         for shape in ((1, 1, 2048, 2048), (2, 16, 0, 300), (1, 700, 0, 700)):
             of_none = plan(qwen3, *shape, device=cuda.Device(90, 0, 233472))
             assert plan(qwen3, *shape, device=cuda.Device(90, sms, 233472)).workspace_bytes <= of_none.workspace_bytes
+
+
+def test_plans_of_latents() -> None:
+    def found(heads: int, *shape: int, device: cuda.Device = cuda.H200) -> tuple[int, ...]:
+        chosen = plan(replace(LATENT, num_heads=heads), *shape, device=device)
+        assert chosen.cluster == 1
+        assert bool(chosen.workspace_bytes) == (chosen.splits > 1)
+        return chosen.wgmma, chosen.tile_rows, chosen.splits, chosen.stages
+
+    assert found(16, 1, 1, 16384, 16384) == (0, 16, 128, 4)
+    assert found(16, 1, 1, 2048, 2048) == (0, 16, 64, 4)
+    assert found(16, 1, 1, 33, 33) == (0, 16, 2, 4)
+    assert found(16, 1, 2, 16384, 16384) == (1, 64, 128, 2)
+    assert found(128, 1, 1, 16384, 16384) == (1, 64, 65, 2)
+    assert found(128, 1, 1, 2048, 2048) == (1, 64, 32, 2)
+    assert found(128, 32, 1, 16384, 16384) == (1, 64, 2, 2)
+    assert found(128, 1, 512, 512, 512) == (1, 64, 1, 2)
+    assert found(128, 1, 1, 16384, 16384, device=SM80) == (0, 16, 13, 4)
+    assert found(128, 1, 1, 16384, 16384, device=LATENT_DEVICES["mma, two stages"]) == (0, 16, 10, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key_split": 64}, "head_size is 576, v_head_size 512 and key_split 64, of latent attention the CUDA kernels"),
+        ({"head_size": 320, "v_head_size": 256}, "head_size is 320, v_head_size 256 and key_split 288, of latent"),
+        ({"rotary_size": 24}, "rotary_size is 24, of latent attention the CUDA kernels take multiples of 16"),
+        ({"qk_norm": "head"}, "qk_norm is .head., of latent attention the CUDA kernels take none"),
+        ({"cache_format": "int8"}, "key_split is 288, expected 0 where cache_format is int8"),
+    ],
+)
+def test_latents_that_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(replace(LATENT, **change), 1, 1, 64, 64)
 
 
 @pytest.mark.parametrize(

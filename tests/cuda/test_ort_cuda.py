@@ -342,6 +342,7 @@ def test_run(driver, layer, dtype, id_type):
 LINEAR_CASE = replace(BASE, hidden=264, intermediate=512, bias=True)
 ROUTING = routing_spec(64, 6, "sigmoid_topk", 1, 8, 3, routed_scaling_factor=2.5, shared_experts=2, shared_gate=1)
 ATTENTION = attention_spec(8, 2, 64, rotary_size=64)
+LATENT = attention_spec(20, 1, 576, v_head_size=512, key_split=288, rotary_size=64, rotary_interleaved=1)
 
 
 def run(driver, op, kernel, inputs, shapes, outputs) -> int:
@@ -540,11 +541,14 @@ def test_run_router_norm_and_rows(driver):
 
 def attention_shapes(spec: AttentionSpec, batch: int, tokens: int, past: int, length: int) -> list[tuple[int, ...]]:
     """Of CachedAttention's inputs, then outputs; no norm."""
-    heads, groups, d = spec.num_heads, spec.kv_num_heads, spec.head_size
-    cache, present = (batch, groups, past, d), (batch, groups, max(past, length), d)
+    heads, groups, v = spec.num_heads, spec.kv_num_heads, spec.v_head_size
+    cache, present = (
+        [(batch, groups, slots, width) for width in spec.cache_widths] for slots in (past, max(past, length))
+    )
     turn = (batch, tokens, spec.rotary_size // 2)
-    inputs = [(batch, tokens, (heads + 2 * groups) * d), cache, cache, (batch, 3), (batch, length), turn, turn]
-    return [*inputs, (0,), (0,), (heads,), (batch, tokens, heads * d), present, present]
+    qkv = (batch, tokens, (heads + groups) * spec.head_size + (0 if spec.key_split else groups * v))
+    inputs = [qkv, *cache, (batch, 3), (batch, length), turn, turn]
+    return [*inputs, (0,), (0,), (heads,), (batch, tokens, heads * v), *present]
 
 
 @pytest.mark.parametrize(
@@ -554,6 +558,7 @@ def attention_shapes(spec: AttentionSpec, batch: int, tokens: int, past: int, le
         ("qk_norm", "all", 'qk_norm is "all", the operator defines: none, head, row'),
         ("head_size", 80, "head_size is 80 and v_head_size 64, the CUDA kernels take 64, 96, 128"),
         ("num_heads", 7, "kv_num_heads is 2, expected a divisor of num_heads 7"),
+        ("key_split", 32, "head_size is 64, v_head_size 64 and key_split 32, of latent attention the CUDA kernels"),
     ],
 )
 def test_wrong_attention(driver, fake, name, new, message):
@@ -565,23 +570,26 @@ def test_wrong_attention(driver, fake, name, new, message):
 
 
 @pytest.mark.parametrize(
-    ("at", "shape", "message"),
+    ("spec", "at", "shape", "message"),
     [
-        (0, (2, 3, 700), "qkv has shape [2, 3, 700], expected [-1, -1, 768]"),
-        (2, (2, 2, 63, 64), "past_value has shape [2, 2, 63, 64], expected [2, 2, 64, 64]"),
-        (3, (2, 2), "rows has shape [2, 2], expected [2, 3]"),
-        (4, (64,), "attention_mask has shape [64], expected [2, -1]"),
-        (6, (2, 3, 64), "sin has shape [2, 3, 64], expected [2, 3, 32]"),
-        (7, (64,), "q_norm has shape [64], expected [0]"),
-        (9, (2,), "sinks has shape [2], expected [8]"),
+        (ATTENTION, 0, (2, 3, 700), "qkv has shape [2, 3, 700], expected [-1, -1, 768]"),
+        (ATTENTION, 2, (2, 2, 63, 64), "past_value has shape [2, 2, 63, 64], expected [2, 2, 64, 64]"),
+        (ATTENTION, 3, (2, 2), "rows has shape [2, 2], expected [2, 3]"),
+        (ATTENTION, 4, (64,), "attention_mask has shape [64], expected [2, -1]"),
+        (ATTENTION, 6, (2, 3, 64), "sin has shape [2, 3, 64], expected [2, 3, 32]"),
+        (ATTENTION, 7, (64,), "q_norm has shape [64], expected [0]"),
+        (ATTENTION, 9, (2,), "sinks has shape [2], expected [8]"),
+        (LATENT, 0, (2, 3, 12608), "qkv has shape [2, 3, 12608], expected [-1, -1, 12096]"),
+        (LATENT, 1, (2, 1, 64, 576), "past_key has shape [2, 1, 64, 576], expected [2, 1, -1, 288]"),
+        (LATENT, 2, (2, 1, 64, 512), "past_value has shape [2, 1, 64, 512], expected [2, 1, 64, 288]"),
     ],
 )
-def test_wrong_attention_inputs(driver, fake, at, shape, message):
+def test_wrong_attention_inputs(driver, fake, spec, at, shape, message):
     fake(None)
     op = driver.op("bf16", "bf16", name="CachedAttention")
-    kernel = driver.create(op, ATTENTION.attributes(), [])
+    kernel = driver.create(op, spec.attributes(), [])
     assert kernel is not None, driver.error
-    shapes = attention_shapes(ATTENTION, 2, 3, 64, 60)
+    shapes = attention_shapes(spec, 2, 3, 64, 60)
     shapes[at] = shape
     values = [value(s) for s in shapes]
     stream = type("Stream", (), {"cuda_stream": 0})
@@ -592,21 +600,22 @@ def test_wrong_attention_inputs(driver, fake, at, shape, message):
 
 
 @gpu
+@pytest.mark.parametrize("spec", [ATTENTION, LATENT], ids=["grouped", "latent"])
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
-def test_run_attention(driver, dtype):
+def test_run_attention(driver, dtype, spec):
     """In place, and into other memory with more slots."""
     op = driver.op(dtype, dtype, name="CachedAttention")
-    kernel = driver.create(op, ATTENTION.attributes(), [])
+    kernel = driver.create(op, spec.attributes(), [])
     assert kernel is not None, driver.error
     for rows, tokens, past, length in (
         ([(0, 1, 40), (0, 1, 99)], 1, 100, 0),
         ([(0, 30, 0), (5, 20, 0)], 30, 0, 30),
         ([(0, 3, 40), (1, 2, 41)], 3, 50, 60),
     ):
-        made = Inputs.make(ATTENTION, dtype, rows, tokens, past, length)
+        made = Inputs.make(spec, dtype, rows, tokens, past, length)
         inputs = made.on_device()
         inputs.insert(4, torch.empty(0))  # the mask, of which nothing is read
-        shapes = attention_shapes(ATTENTION, len(rows), tokens, past, length)
+        shapes = attention_shapes(spec, len(rows), tokens, past, length)
         output, *present = (torch.full(s, float("nan"), dtype=TORCH[dtype], device="cuda") for s in shapes[10:])
         if length <= past:
             present = inputs[1:3]

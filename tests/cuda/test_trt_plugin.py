@@ -615,20 +615,23 @@ TOKEN_ROWS = RowsSpec()
 NORM = NormSpec(norm_epsilon=2.0**-20)
 ATTENTION = attention_spec(32, 4, 128, rotary_size=128, qk_norm="head", scale=0.125, norm_epsilon=2.0**-20)
 
+LATENT = attention_spec(20, 1, 576, v_head_size=512, key_split=288, rotary_size=64, scale=0.125, norm_epsilon=0.0)
+
 
 def attention_tensors(batch=2, tokens=1, past=64, length=64, dtype="bf16", cache=None, spec=ATTENTION, **changes):
-    heads, groups, d = spec.num_heads, spec.kv_num_heads, spec.head_size
+    heads, groups, d, v = spec.num_heads, spec.kv_num_heads, spec.head_size, spec.v_head_size
     slots, table = max(past, length), (batch, tokens, spec.rotary_size // 2)
+    key, value = spec.cache_widths
     norms = {"none": (0, 0), "head": (d, d), "row": (heads * d, groups * d)}[spec.qk_norm]
     cache = cache or dtype
     found = {
-        "qkv": (dtype, (batch, tokens, (heads + 2 * groups) * d)),
-        "past_key": (cache, (batch, groups, past, d)), "past_value": (cache, (batch, groups, past, d)),
+        "qkv": (dtype, (batch, tokens, (heads + groups) * d + (0 if spec.key_split else groups * v))),
+        "past_key": (cache, (batch, groups, past, key)), "past_value": (cache, (batch, groups, past, value)),
         "rows": ("i32", (batch, 3)), "attention_mask": ("i64", (batch, length)),
         "cos": ("f32", table), "sin": ("f32", table),
         "q_norm": ("f32", norms[:1]), "k_norm": ("f32", norms[1:]), "sinks": ("f32", (heads,)),
-        "output": (dtype, (batch, tokens, heads * d)),
-        "present_key": (cache, (batch, groups, slots, d)), "present_value": (cache, (batch, groups, slots, d)),
+        "output": (dtype, (batch, tokens, heads * v)),
+        "present_key": (cache, (batch, groups, slots, key)), "present_value": (cache, (batch, groups, slots, value)),
     }  # fmt: skip
     return [tensor(t, changes.get(n, dims)) for n, (t, dims) in found.items()]
 
@@ -879,23 +882,39 @@ def test_attention_shapes(others):
             assert f'1 CachedAttention layer "experts": {message}' in others.log()
 
 
-def test_attention_workspace(others):
+def test_latent_shapes(others):
+    others.select("CachedAttention")
+    made = others.create(attributes_of(LATENT))
+    given = attention_tensors(2, 7, 5, 12, spec=LATENT)
+    assert made.outputs(given) == [("bf16", (2, 7, 20 * 512))] + [("bf16", (2, 1, 12, 288))] * 2
+    assert made.call("configure", given) == 0, others.log()
+    for change, message in (
+        ({"qkv": (2, 1, 12608)}, "qkv has shape [2, 1, 12608], expected [-1, -1, 12096]"),
+        ({"past_key": (2, 1, 64, 576)}, "past_key has shape [2, 1, 64, 576], expected [2, 1, -1, 288]"),
+        ({"past_value": (2, 1, 64, 512)}, "past_value has shape [2, 1, 64, 512], expected [2, 1, 64, 288]"),
+    ):
+        assert made.call("shape_change", attention_tensors(spec=LATENT, **change)) != 0
+        assert f'1 CachedAttention layer "experts": {message}' in others.log()
+
+
+@pytest.mark.parametrize("spec", [ATTENTION, LATENT], ids=["qwen3", "latent"])
+def test_attention_workspace(others, spec):
     """Of the profile's maxima, and enough for fewer tokens, rows and slots, which have more splits."""
     others.select("CachedAttention")
-    made = others.create(attributes_of(ATTENTION))
-    given = made.call("workspace", attention_tensors(4, 300, 5000, 5300))
+    made = others.create(attributes_of(spec))
+    given = made.call("workspace", attention_tensors(4, 300, 5000, 5300, spec=spec))
     needed = 0
     for device in DEVICES:
         for batch in range(1, 5):
             for tokens in range(1, 301):
                 for slots in (1, 700, 5000, 5300):
-                    problem = cuda.attention_problem(ATTENTION, "bf16", batch, tokens, 0, slots)
+                    problem = cuda.attention_problem(spec, "bf16", batch, tokens, 0, slots)
                     needed = max(needed, cuda.plan_attention(problem, device).workspace_bytes)
-    most = cuda.plan_attention(cuda.attention_problem(ATTENTION, "bf16", 4, 300, 0, 5300)).workspace_bytes
+    most = cuda.plan_attention(cuda.attention_problem(spec, "bf16", 4, 300, 0, 5300)).workspace_bytes
     assert most < needed <= given
 
 
-@pytest.mark.parametrize("spec", [ATTENTION, attention_spec(4, 4, 64)], ids=["qwen3", "plain"])
+@pytest.mark.parametrize("spec", [ATTENTION, attention_spec(4, 4, 64), LATENT], ids=["qwen3", "plain", "latent"])
 @pytest.mark.parametrize(("past", "length"), [(64, 64), (64, 9), (0, 7), (20, 64)])
 def test_attention_is_launched_with_what_it_is_given(fake, spec, past, length):
     """Each tensor where the kernels look for it; present is past's memory where the caller binds them so."""
@@ -918,12 +937,13 @@ def test_attention_is_launched_with_what_it_is_given(fake, spec, past, length):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("spec", [ATTENTION, LATENT], ids=["qwen3", "latent"])
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
-def test_enqueue_attention(others, dtype):
+def test_enqueue_attention(others, dtype, spec):
     """In place and growing, with one plug-in, against the reference."""
     others.select("CachedAttention")
-    built = others.create(attributes_of(ATTENTION))
-    size = built.call("workspace", attention_tensors(2, 40, 200, 240, dtype))
+    built = others.create(attributes_of(spec))
+    size = built.call("workspace", attention_tensors(2, 40, 200, 240, dtype, spec=spec))
     running = others.create(built.serialize(), RUNTIME).attach()
     workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
     for rows, tokens, past, length in (
@@ -932,15 +952,18 @@ def test_enqueue_attention(others, dtype):
         ([(0, 1, 40), (0, 1, 200)], 1, 200, 201),
         ([(0, 40, 0), (0, 40, 0)], 40, 0, 40),
     ):
-        made = Inputs.make(ATTENTION, dtype, rows, tokens, past, length)
-        shapes = attention_tensors(2, tokens, past, length, dtype)
+        made = Inputs.make(spec, dtype, rows, tokens, past, length)
+        shapes = attention_tensors(2, tokens, past, length, dtype, spec=spec)
         on_device = made.on_device()
         mask = torch.zeros(2, max(1, length), dtype=torch.int64, device="cuda")
         tensors_ = [*on_device[:4], mask, *on_device[4:]]
-        output = torch.full((2, tokens, 4096), float("nan"), dtype=TORCH[dtype], device="cuda")
+        width = spec.num_heads * spec.v_head_size
+        output = torch.full((2, tokens, width), float("nan"), dtype=TORCH[dtype], device="cuda")
         present = on_device[1:3]
         if length > past:
-            present = [output.new_full((2, 4, length, 128), float("nan")) for _ in range(2)]
+            present = [
+                output.new_full((2, spec.kv_num_heads, length, width), float("nan")) for width in spec.cache_widths
+            ]
         workspace.fill_(0xFF)
         torch.cuda.synchronize()
         assert running.call("shape_change", shapes) == 0, others.log()

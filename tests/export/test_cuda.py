@@ -380,6 +380,25 @@ def test_logits_equal_pytorch(exported, reference, architecture, scheme):
     assert np.abs(found - want).max() / np.abs(want).max() < 1e-2
 
 
+@pytest.mark.parametrize("sizes", [{}, {"q_lora_rank": None, "rope_interleave": False}], ids=str)
+def test_latent_attention(checkpoint, tmp_path, sizes):
+    """One node a layer at the widths that DeepSeek's models have: 512 features of a latent and 64 that turn."""
+    source = checkpoint("deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64, **sizes)
+    export(source, tmp_path, target="cuda", dtype="f16", logits="all")
+    found = inspect(tmp_path)
+    assert found["plain_attention"] == {}
+    assert [node["bytes_per_token"] for node in found["attention"]] == [576 * 2] * 2
+    graph = ir.load(tmp_path / "model.onnx").graph
+    nodes = [node for node in graph if node.op_type == "CachedAttention"]
+    assert [node.attributes["key_split"].value for node in nodes] == [288] * 2
+    assert not [node for node in graph if node.op_type == "Softmax"]
+    ids = np.random.default_rng(3).integers(0, 384, (2, 7))
+    mask = np.ones_like(ids)
+    want = torch_logits(dequantized(Skeleton(find_format(open_checkpoint(source)))), ids, mask)
+    found = logits(tmp_path, ids, mask)
+    assert np.abs(found - want).max() / np.abs(want).max() < 1e-2
+
+
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "llama4_text"])
 def test_padding(exported, reference, architecture):
     """Left padding: chunks and windows are counted as transformers counts them; rows of padding are finite."""

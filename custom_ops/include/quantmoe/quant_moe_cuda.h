@@ -193,7 +193,8 @@ typedef struct {
   void* workspace;
 } qm_cuda_attention_tensors;
 // Head sizes 64, 96, 128, 192 and 256, of keys and values the same, and 192 with values of 128; cache_format none, int8
-// and (from compute capability 9.0 on) fp8_e4m3; QM_UNSUPPORTED for others.
+// and (from compute capability 9.0 on) fp8_e4m3. Of latent attention (key_split 288) 576 with values of 512, without
+// norms. QM_UNSUPPORTED for others.
 QM_API int qm_cuda_plan_attention(const qm_cuda_attention_problem*, const qm_cuda_device*, qm_cuda_attention_plan*,
                                   char* err);
 QM_API int qm_cuda_launch_attention(const qm_cuda_attention_problem*, const qm_cuda_attention_plan*,

@@ -42,11 +42,24 @@ int Launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& pla
   params.stage_log = plan.wgmma || !IsWide(width, value_width) ? 6 : 5;
   if (plan.tile_rows == kFewRows && codes) ++params.stage_log;
   params.deep = plan.stages == kDeepStages;
+  params.key_width = a.key_split ? a.key_split : width;
+  params.value_width = a.key_split ? width - a.key_split : value_width;
   params.least_log = LeastOf(plan.tile_rows, params.cluster);
   const int all = params.batch * params.tokens, copies = in_place ? 0 : params.pairs * ((params.slots + 63) / 64);
   Launcher launcher{stream};
 
-  if (plan.tile_rows == kFewRows) {
+  if (a.key_split) {
+    const int slots = plan.wgmma ? kLatentWideSlots : kLatentSlots;
+    params.stage_log = slots == 64 ? 6 : 5;
+    params.least_log = 0;
+    params.token_blocks = all;
+    params.appended = params.tokens > kFewLatentTokens;
+    if (all + copies == 0) return QM_OK;
+    if (params.appended) launcher.Run(LatentAppendKernel(p.type), params, dim3(all + copies), kLatentThreads, 0, true);
+    const int blocks = params.tiles * params.pairs * plan.splits + (params.appended ? 0 : all + copies);
+    launcher.Run(plan.wgmma ? LatentWideKernel(p.type) : LatentKernel(p.type, plan.stages), params, dim3(blocks),
+                 kLatentThreads, plan.wgmma ? kLatentWideSharedBytes : LatentSharedBytes(plan.stages), true);
+  } else if (plan.tile_rows == kFewRows) {
     const int blocks = (all ? params.pairs : 0) + (copies + plan.splits - 1) / plan.splits;
     if (blocks == 0) return QM_OK;
     if (!all) params.pairs = 0;
@@ -71,7 +84,8 @@ int Launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& pla
                    ManySharedBytes(width, value_width, codes), true);
   }
   if (plan.splits > 1 && !params.cluster && all)
-    launcher.Run(AttendMerge<T>, params, dim3(all * a.num_heads, (value_width + 127) / 128), kAttendThreads, 0, true);
+    launcher.Run(plan.splits > kMostSplits ? AttendMerge<T, kMostLatentSplits> : AttendMerge<T, kMostSplits>, params,
+                 dim3(all * a.num_heads, (value_width + 127) / 128), kAttendThreads, 0, true);
   return Report(launcher.error, err);
 }
 

@@ -38,7 +38,9 @@ struct AttentionParams {
   int tile_rows, tiles, pairs, splits;  // pairs: batch * kv_heads
   int stage_log, least_log;             // logarithms of 2: slots of a stage, stages that a split has at least
   int token_blocks, blocks_per_token;   // of AttentionAppend, before those that copy past
+  int key_width, value_width;           // of the caches
   bool cluster, deep;                   // the splits of a tile are one; kDeepStages of them
+  bool appended;                        // of latent attention: the new keys are in the cache
 };
 
 // What a batch row says. One that asks for tokens or slots that are not there counts nothing, and its output is NaN.
@@ -104,8 +106,8 @@ __device__ inline void CopySlots(const AttentionParams& p, int block) {
     }
   };
   const int elements = p.attention.cache_format == k_cache_format_none ? 8 : 16;  // of 16 bytes
-  copy(p.key, p.past_key, p.attention.head_size / elements);
-  copy(p.value, p.past_value, p.attention.v_head_size / elements);
+  copy(p.key, p.past_key, p.key_width / elements);
+  copy(p.value, p.past_value, p.value_width / elements);
 }
 
 template <typename T>
@@ -368,29 +370,48 @@ __device__ inline void Mask(const AttentionParams& p, float (&s)[N][4], const in
       }
   }
 }
-// Scores become weights, relative to the largest so far; what was summed before is scaled to that. A lane's sum is of
-// its own columns.
-template <int N, int M>
-__device__ inline void Weigh(float (&s)[N][4], float (&acc)[M][4], float (&most)[2], float (&sum)[2]) {
+// The largest score of each row, if that is more.
+template <int N>
+__device__ inline void FindLargest(const float (&s)[N][4], float (&largest)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float largest = most[h];
 #pragma unroll
-    for (int n = 0; n < N; ++n) largest = fmaxf(largest, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    const float base = largest == -INFINITY ? 0.f : largest;  // nothing seen yet
-    const float factor = Exp2(most[h] - base);
-    most[h] = largest;
+    for (int n = 0; n < N; ++n) largest[h] = fmaxf(largest[h], fmaxf(s[n][2 * h], s[n][2 * h + 1]));
+    largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 1));
+    largest[h] = fmaxf(largest[h], __shfl_xor_sync(~0u, largest[h], 2));
+  }
+}
+// Scores become weights, relative to the largest so far; factor: by which what was summed before is scaled to that. A
+// lane's sum is of its own columns.
+template <int N>
+__device__ inline void Weigh(float (&s)[N][4], const float (&largest)[2], float (&most)[2], float (&sum)[2],
+                             float (&factor)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float base = largest[h] == -INFINITY ? 0.f : largest[h];  // nothing seen yet
+    factor[h] = Exp2(most[h] - base);
+    most[h] = largest[h];
     float added = 0;
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) added += s[n][2 * h + i] = Exp2(s[n][2 * h + i] - base);
-    sum[h] = fmaf(sum[h], factor, added);
-#pragma unroll
-    for (int n = 0; n < M; ++n) acc[n][2 * h] *= factor, acc[n][2 * h + 1] *= factor;
+    sum[h] = fmaf(sum[h], factor[h], added);
   }
+}
+template <int M>
+__device__ inline void Rescale(float (&acc)[M][4], const float (&factor)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int n = 0; n < M; ++n) acc[n][2 * h] *= factor[h], acc[n][2 * h + 1] *= factor[h];
+}
+template <int N, int M>
+__device__ inline void Weigh(float (&s)[N][4], float (&acc)[M][4], float (&most)[2], float (&sum)[2]) {
+  float largest[2] = {most[0], most[1]}, factor[2];
+  FindLargest(s, largest);
+  Weigh(s, largest, most, sum, factor);
+  Rescale(acc, factor);
 }
 // Weights of 16 columns from n * 8 on, as the first operand of a product.
 template <typename T, int N>
@@ -412,22 +433,24 @@ __device__ inline int64_t PlaceOf(const AttentionParams& p, const BatchRow& batc
 __device__ inline float SinkOf(const AttentionParams& p, int64_t place) {
   return p.sinks[place % p.attention.num_heads] * kLog2e;
 }
-// Row h of what a lane has summed: to the output, or as a part of it.
-template <typename T, int M>
+// Row h of what a lane has summed, of kTiles tiles of eight columns those from first_n on: to the output, or as a part
+// of it.
+template <typename T, int M, int kTiles = M>
 __device__ inline void StoreRow(const AttentionParams& p, const float (&acc)[M][4], int h, float most, float sum,
-                                int64_t place, int split) {
+                                int64_t place, int split, int first_n = 0) {
   const int t = threadIdx.x % 4;
   if (p.splits > 1) {
     const int64_t part = place * p.splits + split;
-    if (t == 0) p.sums[part] = {most, sum};
+    if (t == 0 && first_n == 0) p.sums[part] = {most, sum};
 #pragma unroll
     for (int n = 0; n < M; ++n)
-      *reinterpret_cast<float2*>(p.partial + (part * M + n) * 8 + 2 * t) = {acc[n][2 * h], acc[n][2 * h + 1]};
+      *reinterpret_cast<float2*>(p.partial + (part * kTiles + first_n + n) * 8 + 2 * t) = {acc[n][2 * h],
+                                                                                           acc[n][2 * h + 1]};
     return;
   }
   const float sink = SinkOf(p, place), largest = fmaxf(most, sink), factor = Exp2(most - largest);
   const float inverse = factor / fmaf(sum, factor, Exp2(sink - largest)) * p.attention.v_scale;
-  uint32_t* out = static_cast<uint32_t*>(p.output) + place * (M * 4) + t;
+  uint32_t* out = static_cast<uint32_t*>(p.output) + (place * kTiles + first_n) * 4 + t;
 #pragma unroll
   for (int n = 0; n < M; ++n) out[n * 4] = Half<T>::Pack(acc[n][2 * h] * inverse, acc[n][2 * h + 1] * inverse);
 }
@@ -455,6 +478,55 @@ struct Sums {
   }
 };
 
+// Adds weights times values of NT tiles of eight slots of a stage in shared memory, from first_key on, whose slot is
+// `slot`, and whose rows have D features: the columns of tiles first_n on. mixed: some row sees a slot that another
+// does not.
+template <typename T, int D, int NT, int MT, int M>
+__device__ __forceinline__ void AddStageValues(const AttentionParams& p, uint32_t v_at, int first_key, int slot,
+                                               int first_n, bool mixed, const float (&s)[MT][NT][4], Sums<MT, M>& to) {
+  const int lane = threadIdx.x % 32, t = lane % 4;
+  auto sees = [&](int m, int h, int key) {
+    return slot + key <= to.slot_of[m][h] && slot + key >= FirstSlot(p, to.slot_of[m][h]);
+  };
+  // Where not every row sees a stage's slots, a value that is not finite is added, not multiplied by zero.
+  bool odd = false;
+  if (mixed)
+    for (int at = lane; at < NT * 8 * M; at += 32)
+      odd |= IsOdd(Load16(v_at + Swizzled<D>(first_key + at / M, first_n + at % M)), kExponent<T>);
+  odd = __any_sync(~0u, odd);
+#pragma unroll 1
+  for (int key = 0; odd && key < NT * 8; ++key) {
+#pragma unroll
+    for (int n = 0; n < M; ++n) {
+      const uint32_t v = OnlyOdd(Load4(v_at + Swizzled<D>(first_key + key, first_n + n) + 4 * t), kExponent<T>);
+#pragma unroll
+      for (int m = 0; v && m < MT; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          if (sees(m, h, key)) to.acc[m][n][2 * h] += Half<T>::Low(v), to.acc[m][n][2 * h + 1] += Half<T>::High(v);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < NT; k += 2) {
+    uint32_t weight[MT][4];
+#pragma unroll
+    for (int m = 0; m < MT; ++m) PackWeights<T>(weight[m], s[m], k);
+#pragma unroll
+    for (int n = 0; n < M; n += 2) {
+      uint32_t v[4];
+      LoadTransposed(v, v_at + Swizzled<D>(first_key + k * 8 + lane % 16, first_n + n + lane / 16));
+      if (odd)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] ^= OnlyOdd(v[i], kExponent<T>);
+#pragma unroll
+      for (int m = 0; m < MT; ++m) {
+        Half<T>::Mma(to.acc[m][n], weight[m], v[0], v[1]);
+        Half<T>::Mma(to.acc[m][n + 1], weight[m], v[2], v[3]);
+      }
+    }
+  }
+}
+
 // Adds NT tiles of eight slots of a stage in shared memory, from first_key on, whose slot is `slot`; of the values the
 // columns from tile first_n on. query(d, m, q) loads features 16 d on of the queries of tile m. masked: some row does
 // not see one of the stage's slots; mixed: and another may.
@@ -462,7 +534,7 @@ template <typename T, int DK, int DV, int NT, bool kCodes, int MT, int M, class 
 __device__ __forceinline__ void AttendStage(const AttentionParams& p, uint32_t k_at, uint32_t v_at, int first_key,
                                             int slot, int first_n, bool masked, bool mixed, const Query& query,
                                             Sums<MT, M>& to) {
-  const int lane = threadIdx.x % 32, t = lane % 4;
+  const int lane = threadIdx.x % 32;
   float s[MT][NT][4];
 #pragma unroll
   for (int m = 0; m < MT; ++m)
@@ -492,52 +564,12 @@ __device__ __forceinline__ void AttendStage(const AttentionParams& p, uint32_t k
     if constexpr (kCodes) ScaleScores(p, s[m]);
     Softcap(p, s[m]);
   }
-  auto sees = [&](int m, int h, int key) {
-    return slot + key <= to.slot_of[m][h] && slot + key >= FirstSlot(p, to.slot_of[m][h]);
-  };
 #pragma unroll
   for (int m = 0; m < MT; ++m) {
     if (masked) Mask(p, s[m], to.slot_of[m], slot);
     Weigh(s[m], to.acc[m], to.most[m], to.sum[m]);
   }
-
-  // Where not every row sees a stage's slots, a value that is not finite is added, not multiplied by zero.
-  bool odd = false;
-  if (masked && mixed)
-    for (int at = lane; at < NT * 8 * M; at += 32)
-      odd |= IsOdd(Load16(v_at + Swizzled<DV>(first_key + at / M, first_n + at % M)), kExponent<T>);
-  odd = __any_sync(~0u, odd);
-#pragma unroll 1
-  for (int key = 0; odd && key < NT * 8; ++key) {
-#pragma unroll
-    for (int n = 0; n < M; ++n) {
-      const uint32_t v = OnlyOdd(Load4(v_at + Swizzled<DV>(first_key + key, first_n + n) + 4 * t), kExponent<T>);
-#pragma unroll
-      for (int m = 0; v && m < MT; ++m)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          if (sees(m, h, key)) to.acc[m][n][2 * h] += Half<T>::Low(v), to.acc[m][n][2 * h + 1] += Half<T>::High(v);
-    }
-  }
-#pragma unroll
-  for (int k = 0; k < NT; k += 2) {
-    uint32_t weight[MT][4];
-#pragma unroll
-    for (int m = 0; m < MT; ++m) PackWeights<T>(weight[m], s[m], k);
-#pragma unroll
-    for (int n = 0; n < M; n += 2) {
-      uint32_t v[4];
-      LoadTransposed(v, v_at + Swizzled<DV>(first_key + k * 8 + lane % 16, first_n + n + lane / 16));
-      if (odd)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] ^= OnlyOdd(v[i], kExponent<T>);
-#pragma unroll
-      for (int m = 0; m < MT; ++m) {
-        Half<T>::Mma(to.acc[m][n], weight[m], v[0], v[1]);
-        Half<T>::Mma(to.acc[m][n + 1], weight[m], v[2], v[3]);
-      }
-    }
-  }
+  AddStageValues<T, DV>(p, v_at, first_key, slot, first_n, masked && mixed, s, to);
 }
 
 // Stages that some row of the tile does not see all of.

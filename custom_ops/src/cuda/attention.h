@@ -40,6 +40,21 @@ QM_CONSTEXPR int WideSharedBytes(int rows, int keys, int values, bool codes) {
 }
 QM_CONSTEXPR int WideBlocks(int keys, int values) { return IsWide(keys, values) ? 1 : 2; }  // of a multiprocessor
 
+// Of latent attention, whose values are the last features of its keys (attention_latent.cuh): the widths that models
+// have, and how two caches share a key. Slots of a stage and stages of the ring, on mma.sync and on wgmma.
+constexpr int kLatentKeys = 576, kLatentValues = 512, kLatentSplit = 288;
+constexpr int kLatentThreads = 256, kMostLatentSplits = 128, kFewLatentTokens = 16;
+constexpr int kLatentSlots = 32, kLatentStages = 4, kFewLatentStages = 2, kLatentScoreRow = 40;
+constexpr int kLatentWideRows = 64, kLatentWideSlots = 64, kLatentWideStages = 2;
+// The ring, and two halves of each score.
+QM_CONSTEXPR int LatentSharedBytes(int stages) {
+  return stages * kLatentSlots * kLatentKeys * 2 + 2 * kFewRows * kLatentScoreRow * 4;
+}
+// 1024: to align the queries; then weights of one warpgroup for the other, and the largest scores of each.
+constexpr int kLatentWideSharedBytes = 1024 +
+                                       (kLatentWideRows + kLatentWideStages * kLatentWideSlots) * kLatentKeys * 2 +
+                                       kLatentThreads * 32 + 2 * kLatentWideRows * 4;
+
 // Stages that a split has at least, where there are as many: fewer splits are quicker to add up.
 // Logarithms of 2.
 constexpr int kLeastOfFew = 1, kLeastOfMany = 2, kLeastOfCluster = 0;

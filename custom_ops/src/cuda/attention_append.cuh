@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(kAppendThreads, 4) AttentionAppend(const __gri
 }
 
 // Adds up the splits of 128 features of a head of a token: a block, whose warps take splits in turn; lanes have four
-// features.
-template <typename T>
+// features. kMost: of the splits.
+template <typename T, int kMost>
 __global__ void __launch_bounds__(kAttendThreads) AttendMerge(const __grid_constant__ AttentionParams p) {
   constexpr int kWarps = kAttendThreads / 32;
   __shared__ float4 results[kWarps][32];
@@ -106,10 +106,11 @@ __global__ void __launch_bounds__(kAttendThreads) AttendMerge(const __grid_const
   WaitForPrevious();
 
   const int64_t first = static_cast<int64_t>(place) * p.splits;
-  float2 sums[2];
-  float4 parts[2][32 / kWarps];
+  constexpr int kLanes = kMost / 32;  // splits of a lane
+  float2 sums[kLanes];
+  float4 parts[kLanes][32 / kWarps];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < kLanes; ++i) {
     sums[i] = lane + 32 * i < splits ? p.sums[first + lane + 32 * i] : float2{-INFINITY, 0};
 #pragma unroll
     for (int j = 0; j < 32 / kWarps; ++j) {
@@ -120,17 +121,20 @@ __global__ void __launch_bounds__(kAttendThreads) AttendMerge(const __grid_const
     }
   }
   IssueLoads();
-  float largest = fmaxf(sink, fmaxf(sums[0].x, sums[1].x));
+  float largest = sink;
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) largest = fmaxf(largest, sums[i].x);
   for (int d = 16; d > 0; d /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
   const float base = largest == -INFINITY ? 0.f : largest;
-  const float weights[2] = {Exp2(sums[0].x - base), Exp2(sums[1].x - base)};
-  float all = fmaf(sums[0].y, weights[0], sums[1].y * weights[1]);
+  float weights[kLanes], all = 0;
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) weights[i] = Exp2(sums[i].x - base), all = fmaf(sums[i].y, weights[i], all);
   for (int d = 16; d > 0; d /= 2) all += __shfl_xor_sync(~0u, all, d);
   all += Exp2(sink - base);
 
   float4 y{0, 0, 0, 0};
 #pragma unroll
-  for (int i = 0; i < 2; ++i)
+  for (int i = 0; i < kLanes; ++i)
 #pragma unroll
     for (int j = 0; j < 32 / kWarps; ++j) {
       const float4 x = parts[i][j];

@@ -12,14 +12,28 @@ constexpr int kMostHeads = 4096;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+int ValidateLatent(const qm_attention& a, char* err) {
+  if (a.head_size != kLatentKeys || a.v_head_size != kLatentValues || a.key_split != kLatentSplit)
+    return fail(
+        err, QM_UNSUPPORTED,
+        "head_size is %d, v_head_size %d and key_split %d, of latent attention the CUDA kernels take %d, %d and %d",
+        a.head_size, a.v_head_size, a.key_split, kLatentKeys, kLatentValues, kLatentSplit);
+  if (a.rotary_size % 16)
+    return fail(err, QM_UNSUPPORTED, "rotary_size is %d, of latent attention the CUDA kernels take multiples of 16",
+                a.rotary_size);
+  if (a.qk_norm != k_qk_norm_none)
+    return fail(err, QM_UNSUPPORTED, "qk_norm is \"%s\", of latent attention the CUDA kernels take none",
+                enum_name("qk_norm", a.qk_norm));
+  return QM_OK;
+}
+
 int ValidateAttributes(const qm_attention& a, char* err) {
   QM_TRY(check_attention(a, err));
   if (a.cache_format == k_cache_format_int8_token)
     return fail(err, QM_UNSUPPORTED, "cache_format is \"int8_token\", the CUDA kernels take none, int8 and fp8_e4m3");
   if (a.num_heads > kMostHeads)
     return fail(err, QM_UNSUPPORTED, "num_heads is %d, the CUDA kernels take up to %d", a.num_heads, kMostHeads);
-  if (a.key_split)
-    return fail(err, QM_UNSUPPORTED, "key_split is %d, the CUDA kernels take 0: no latent attention", a.key_split);
+  if (a.key_split) return ValidateLatent(a, err);
 #define QM_SIZES(keys, values) \
   if (a.head_size == keys && a.v_head_size == values) return QM_OK;
   QM_ATTENTION_SIZES(QM_SIZES)
@@ -48,10 +62,11 @@ int ValidateShapes(const qm_cuda_attention_problem& p, char* err) {
 }
 
 // Blocks that share a tile's slots: where tiles leave multiprocessors empty.
-int Splits(const qm_cuda_attention_problem& p, int multiprocessors, int least_log, int stage, int64_t tiles) {
+int Splits(const qm_cuda_attention_problem& p, int multiprocessors, int least_log, int stage, int64_t tiles,
+           int64_t at_most = kMostSplits) {
   const int64_t most = CeilDiv(p.slots, static_cast<int64_t>(stage) << least_log);
   const int64_t wanted = multiprocessors / std::max<int64_t>(1, tiles);
-  return static_cast<int>(std::max<int64_t>(1, std::min({wanted, most, int64_t{kMostSplits}})));
+  return static_cast<int>(std::max<int64_t>(1, std::min({wanted, most, at_most})));
 }
 
 bool HasCodes(const qm_attention& a) { return a.cache_format != k_cache_format_none; }
@@ -97,6 +112,22 @@ void PlanFew(const qm_cuda_attention_problem& p, const qm_cuda_device& device, i
   plan->stages = deep ? kDeepStages : kFewStages;
 }
 
+// On wgmma beyond 16 rows: products are of 64, but reading a stage takes as long.
+void PlanLatent(const qm_cuda_attention_problem& p, const qm_cuda_device& device, int multiprocessors,
+                qm_cuda_attention_plan* plan) {
+  constexpr int kReserved = 1024;  // as in Fits
+  const int64_t rows = p.tokens * (p.attention.num_heads / p.attention.kv_num_heads);
+  const int64_t pairs = p.batch * p.attention.kv_num_heads;
+  plan->wgmma = device.sm == 90 && rows > kFewRows;
+  plan->tile_rows = plan->wgmma ? kLatentWideRows : kFewRows;
+  plan->stages = plan->wgmma                                                           ? kLatentWideStages
+                 : LatentSharedBytes(kLatentStages) + kReserved <= device.shared_bytes ? kLatentStages
+                                                                                       : kFewLatentStages;
+  // One multiprocessor is for the blocks that store new keys.
+  plan->splits = Splits(p, multiprocessors - 1, 0, plan->wgmma ? kLatentWideSlots : kLatentSlots,
+                        CeilDiv(rows, plan->tile_rows) * pairs, kMostLatentSplits);
+}
+
 }  // namespace
 }  // namespace quantmoe
 
@@ -124,7 +155,9 @@ extern "C" int qm_cuda_plan_attention(const qm_cuda_attention_problem* problem, 
   const int keys = p.attention.head_size, values = p.attention.v_head_size;
   *plan = qm_cuda_attention_plan{};
   plan->cluster = 1;
-  if (rows <= kFewRows) {
+  if (p.attention.key_split) {
+    PlanLatent(p, *device, multiprocessors, plan);
+  } else if (rows <= kFewRows) {
     PlanFew(p, *device, multiprocessors, plan);
   } else {
     plan->wgmma = device->sm == 90 && keys % 64 == 0;
@@ -139,7 +172,7 @@ extern "C" int qm_cuda_plan_attention(const qm_cuda_attention_problem* problem, 
     plan->workspace_bytes += static_cast<uint64_t>(CeilDiv(bytes, 256) * 256);
     return at;
   };
-  if (plan->tile_rows != kFewRows) plan->queries = take(heads * keys * 2);
+  if (plan->tile_rows != kFewRows && !p.attention.key_split) plan->queries = take(heads * keys * 2);
   if (plan->splits > 1 && plan->cluster == 1) {
     plan->sums = take(heads * plan->splits * 8);
     plan->partial = take(heads * plan->splits * values * 4);

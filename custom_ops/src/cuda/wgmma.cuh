@@ -233,6 +233,8 @@ QM_WGMMA(256,
 QM_WGMMA_ROWS(64, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3, "{%32, %33, %34, %35}, %36", "%37", QM_F32(0))
 QM_WGMMA_ROWS(128, QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3 ", " QM_R4 ", " QM_R5 ", " QM_R6 ", " QM_R7,
               "{%64, %65, %66, %67}, %68", "%69", QM_F32(0), QM_F32(32))
+QM_WGMMA_SHARED(32, __nv_bfloat16, "bf16", QM_R0 ", " QM_R1, "%16", "%17", "%18", QM_F16(0))
+QM_WGMMA_SHARED(32, __half, "f16", QM_R0 ", " QM_R1, "%16", "%17", "%18", QM_F16(0))
 QM_WGMMA_SHARED(64, __nv_bfloat16, "bf16", QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3, "%32", "%33", "%34", QM_F32(0))
 QM_WGMMA_SHARED(64, __half, "f16", QM_R0 ", " QM_R1 ", " QM_R2 ", " QM_R3, "%32", "%33", "%34", QM_F32(0))
 #undef QM_WGMMA_SHARED

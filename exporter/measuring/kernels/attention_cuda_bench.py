@@ -1,11 +1,11 @@
 """CachedAttention on CUDA, torch's scaled_dot_product_attention beside it.
 
-    python exporter/measuring/kernels/attention_cuda_bench.py [--repeats 10] [--codes fp8_e4m3 int8]
+    python exporter/measuring/kernels/attention_cuda_bench.py [--repeats 10] [--codes fp8_e4m3 int8] [--latent]
 
 A call is all of it: norm, rotary, append to the cache in place, attention. torch's is attention alone, of queries, keys
 and values that are ready. Times are of CUDA graphs of several calls, each with a cache of its own, so that decode finds
 none of them in L2 where they are larger than that together; medians. Ratios are the time of a bf16 cache by that of the
-codes.
+codes. Of latent attention (--latent) torch multiplies the absorbed queries and the latent: two products and a softmax.
 """
 
 from __future__ import annotations
@@ -32,6 +32,13 @@ SHAPES = {
     "qwen3.5-35b-a3b": replace(spec_of(16, 2, 256, "head"), rotary_size=64),
     "mimo-v2-flash": replace(spec_of(64, 4, 192), v_head_size=128, rotary_size=64),
 }
+_LATENT = replace(spec_of(128, 1, 576), v_head_size=512, key_split=288, rotary_size=64, rotary_interleaved=1)
+LATENTS = {
+    "deepseek-v3": _LATENT,
+    "kimi-k2": replace(_LATENT, num_heads=64),
+    "glm-4.7-flash": replace(_LATENT, num_heads=20),
+    "deepseek-v2-lite": replace(_LATENT, num_heads=16),
+}
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 Call = Callable[[], object]
 
@@ -44,8 +51,8 @@ def ours(spec: AttentionSpec, batch: int, tokens: int, past: int, slots: int, co
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
-    qkv = random(batch, tokens, (heads + groups) * d + groups * v)
-    key, value = (random(batch, groups, slots, width) for width in (d, v))
+    qkv = random(batch, tokens, (heads + groups) * d + (0 if spec.key_split else groups * v))
+    key, value = (random(batch, groups, slots, width) for width in spec.cache_widths)
     if codes != "none":
         key, value = ((cache.abs() * 8).to(torch.uint8) for cache in (key, value))  # e4m3's below 1
     rows = torch.tensor([[0, tokens, past]] * batch, dtype=torch.int32, device="cuda")
@@ -76,6 +83,15 @@ def theirs(spec: AttentionSpec, batch: int, tokens: int, length: int, backend: S
             return scaled_dot_product_attention(q, k, v, is_causal=tokens > 1, enable_gqa=True)
 
     return call
+
+
+def absorbed(spec: AttentionSpec, batch: int, tokens: int, length: int) -> Call:
+    """torch's products of a latent, without a mask."""
+    q, k = (
+        torch.randn(batch, rows, spec.head_size, device="cuda", dtype=torch.bfloat16)
+        for rows in (tokens * spec.num_heads, length)
+    )
+    return lambda: (q @ k.mT * spec.scale).softmax(-1) @ k[..., -spec.v_head_size :]
 
 
 def microseconds(calls: list[Call], repeats: int) -> float:
@@ -133,11 +149,37 @@ def prefill(name: str, tokens: int, repeats: int, codes: list[str]) -> None:
     print(row, flush=True)
 
 
+def latent(name: str, batch: int, tokens: int, past: int, repeats: int) -> None:
+    spec, length = LATENTS[name], past + tokens
+    cache, layers = batch * length * spec.head_size * 2, 4 if tokens > 16 else 0
+    layers = layers or layers_of(cache)
+    us = microseconds([ours(spec, batch, tokens, past, length) for _ in range(layers)], repeats)
+    torchs = microseconds([absorbed(spec, batch, tokens, length) for _ in range(layers)], repeats)
+    seen = tokens * past + tokens * (tokens + 1) // 2
+    rate = 2 * batch * spec.num_heads * (spec.head_size + spec.v_head_size) * seen / us / 1e6
+    sizes = f"| {name} | {batch} | {tokens} | {length} "
+    print(f"{sizes}| {us:.1f} | {torchs:.1f} ({torchs / us:.2f}) | {cache / us / 1e6:.2f} | {rate:.0f} |", flush=True)
+
+
+def latents(repeats: int) -> None:
+    print(f"| shape | batch | tokens | slots | us | torch us (ratio) | TB/s | TFLOP/s |\n{'|---' * 8}|")
+    for name in LATENTS:
+        for batch, past in ((1, 2047), (1, 16383), (8, 2047), (8, 16383), (32, 4095)):
+            latent(name, batch, 1, past, repeats)
+    for tokens in (2, 8):
+        latent("deepseek-v3", 1, tokens, 16384 - tokens, repeats)
+    for tokens in (512, 2048):
+        latent("deepseek-v3", 1, tokens, 0, repeats)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--codes", nargs="*", default=[], choices=["fp8_e4m3", "int8"], help="of caches, beside bf16's")
+    parser.add_argument("--latent", action="store_true", help="latent attention alone")
     args = parser.parse_args()
+    if args.latent:
+        return latents(args.repeats)
     repeats, codes = args.repeats, args.codes
     columns, lines = "".join(f" {kind} us (ratio) |" for kind in codes), "---|" * len(codes)
     torch.manual_seed(0)

@@ -1,0 +1,397 @@
+// Latent attention (FORMAT.md 5, key_split): all heads share a key of 576 features, whose last 512 are its value. So
+// rows are many, and a stage is read from global memory once for both products. New keys come from qkv: blocks turn
+// them on the way into shared memory, and others store them, so nothing waits for the cache; of many tokens a kernel
+// stores them first.
+//
+// A key is 36 chunks of 16 bytes in the cache of keys, then 36 in that of values.
+#pragma once
+#include "cuda/attention.cuh"
+#include "cuda/attention_wgmma.cuh"
+
+namespace quantmoe {
+
+constexpr int kLatentChunks = kLatentKeys / 8, kLatentHalf = kLatentSplit / 8;
+constexpr int kFirstValue = (kLatentKeys - kLatentValues) / 8;  // chunk, and tile of eight columns
+
+// Eight features of a head of a token, of queries, then of keys, turned where they turn. token: through the batch.
+template <typename T>
+__device__ inline uint4 LatentChunk(const AttentionParams& p, int64_t token, int head, int chunk) {
+  const qm_attention& a = p.attention;
+  const uint4* features =
+      static_cast<const uint4*>(p.qkv) + (token * (a.num_heads + a.kv_num_heads) + head) * kLatentChunks;
+  const uint4 loaded = features[chunk];
+  const int d = chunk * 8, half = a.rotary_size / 2;
+  if (d >= 2 * half) return loaded;
+  const float *cos_of = p.cos + token * half, *sin_of = p.sin + token * half;
+  float x[8], y[8];
+  Widen<T>(x, loaded);
+  if (a.rotary_interleaved) {
+    const float4 cos = reinterpret_cast<const float4*>(cos_of)[chunk],
+                 sin = reinterpret_cast<const float4*>(sin_of)[chunk];
+    const float c[4] = {cos.x, cos.y, cos.z, cos.w}, s[4] = {sin.x, sin.y, sin.z, sin.w};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float across = x[j ^ 1] * s[j / 2];
+      y[j] = fmaf(x[j], c[j / 2], j % 2 ? across : -across);
+    }
+  } else {
+    const bool second = d >= half;
+    float other[8], cos[8], sin[8];
+    Widen<T>(other, features[second ? chunk - half / 8 : chunk + half / 8]);
+    LoadEight(cos, cos_of + (second ? d - half : d));
+    LoadEight(sin, sin_of + (second ? d - half : d));
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float across = other[j] * sin[j];
+      y[j] = fmaf(x[j], cos[j], second ? across : -across);
+    }
+  }
+  return Narrow<T>(y);
+}
+
+// A token's new keys, or its output where it does not count; after the tokens' blocks those that copy past.
+template <typename T>
+__device__ inline void AppendLatent(const AttentionParams& p, int block) {
+  if (block >= p.token_blocks) return CopySlots(p, block - p.token_blocks);
+  const qm_attention& a = p.attention;
+  const int b = block / p.tokens;
+  const BatchRow row = ReadRow(p, b);
+  const int index = block % p.tokens - row.begin;
+  if (index < 0 || index >= row.count) {
+    const uint32_t outside = row.valid ? 0 : Half<T>::Pack(NAN, NAN);
+    const int chunks = a.num_heads * (kLatentValues / 8);
+    for (int i = threadIdx.x; i < chunks; i += kLatentThreads)
+      static_cast<uint4*>(p.output)[static_cast<int64_t>(block) * chunks + i] = {outside, outside, outside, outside};
+    return;
+  }
+  for (int i = threadIdx.x; i < a.kv_num_heads * kLatentChunks; i += kLatentThreads) {
+    const int kv = i / kLatentChunks, chunk = i % kLatentChunks;
+    const int64_t slot = (static_cast<int64_t>(b) * a.kv_num_heads + kv) * p.slots + row.past + index;
+    uint4* to = static_cast<uint4*>(chunk < kLatentHalf ? p.key : p.value) + slot * kLatentHalf;
+    to[chunk % kLatentHalf] = LatentChunk<T>(p, block, a.num_heads + kv, chunk);
+  }
+}
+template <typename T>
+__global__ void __launch_bounds__(kLatentThreads) LatentAppend(const __grid_constant__ AttentionParams p) {
+  WaitForPrevious();
+  LaunchDependents();
+  AppendLatent<T>(p, static_cast<int>(blockIdx.x));
+}
+
+// How rows of 576 values lie in shared memory: a tile of 64 values of all rows after the other, as wgmma reads them; or
+// a row after the other. In both eight rows' same chunk is in eight different groups of banks. At: where chunk `chunk`
+// of a row's first tile is; the same chunk of the next tile is kTile bytes further, of the row 32 below 32 kRow.
+template <int rows>
+struct TileLayout {
+  static constexpr uint32_t kTile = rows * 128, kRow = 128;
+  __device__ static uint32_t At(int row, int chunk) { return SwizzledTile<rows>(row, chunk); }
+};
+struct RowLayout {
+  static constexpr uint32_t kTile = 128, kRow = kLatentKeys * 2;
+  __device__ static uint32_t At(int row, int chunk) { return Swizzled<kLatentKeys>(row, chunk); }
+};
+
+// A block's tile of rows, and its part of the slots that they see. Of what it copies, eight threads have a row's tile
+// of 64 values.
+struct LatentTile {
+  static constexpr int kTiles = kLatentKeys / 64, kRowsAtOnce = kLatentThreads / 8;
+  int pair, b, kv, split, first_row, rows, begin, end;  // rows: of all tiles; end: begin of a block without a part
+  int old;                                              // slots that are in a cache
+  const uint4 *keys, *values;                           // of the pair, in that cache
+  BatchRow batch;
+  Span span;
+
+  __device__ explicit LatentTile(const AttentionParams& p) {
+    const int block = static_cast<int>(blockIdx.x) / p.splits;
+    split = static_cast<int>(blockIdx.x) % p.splits, pair = block % p.pairs;
+    b = pair / p.attention.kv_num_heads, kv = pair % p.attention.kv_num_heads;
+    first_row = (p.tiles - 1 - block / p.pairs) * p.tile_rows;  // those with most slots first
+    batch = ReadRow(p, b);
+    rows = batch.count * p.group, begin = end = 0;
+    if (first_row >= rows) return;
+    span = SpanOf(p, batch, first_row);
+    if (split >= span.splits) return;
+    begin = span.Begin(split), end = span.Begin(split + 1);
+    old = p.appended ? batch.past + batch.count : batch.past;
+    const int64_t first = static_cast<int64_t>(pair) * (p.appended ? p.slots : p.past_slots) * kLatentHalf;
+    keys = static_cast<const uint4*>(p.appended ? p.key : p.past_key) + first;
+    values = static_cast<const uint4*>(p.appended ? p.value : p.past_value) + first;
+  }
+  __device__ int64_t TokenOf(const AttentionParams& p, int index) const {
+    return static_cast<int64_t>(b) * p.tokens + batch.begin + index;
+  }
+  // The queries of `size` rows, zero where there are none: copies those that do not turn, if !turn; else stores those
+  // that do.
+  template <typename T, class Layout, int size, bool turn>
+  __device__ void LoadQueries(const AttentionParams& p, uint32_t to) const {
+    const int heads = p.attention.num_heads, turning = p.attention.rotary_size / 8, lane = threadIdx.x % 8;
+#pragma unroll
+    for (int from = 0; from < size; from += kRowsAtOnce) {
+      const int row = from + static_cast<int>(threadIdx.x) / 8, query = first_row + row;
+      if (size < kRowsAtOnce && row >= size) break;
+      const bool there = query < rows;
+      const int64_t token = TokenOf(p, there ? query / p.group : 0);
+      const int head = kv * p.group + query % p.group;
+      const uint32_t at = to + Layout::At(row, lane);
+      if constexpr (turn) {
+#pragma unroll 1
+        for (int chunk = lane; there && chunk < turning; chunk += 8)
+          Store16(at + chunk / 8 * Layout::kTile, LatentChunk<T>(p, token, head, chunk));
+      } else {
+        const uint4* features = static_cast<const uint4*>(p.qkv) +
+                                (token * (heads + p.attention.kv_num_heads) + head) * kLatentChunks + lane;
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+          if (!there || tile * 8 + lane >= turning)
+            CopyAsync16Past(at + tile * Layout::kTile, features + tile * 8, there);
+      }
+    }
+  }
+  // The keys of a stage of kSlots slots, zero where no row sees them.
+  template <typename T, class Layout, int kSlots>
+  __device__ void LoadStage(const AttentionParams& p, int stage, uint32_t to) const {
+    static_assert(kSlots % kRowsAtOnce == 0 && kRowsAtOnce % 8 == 0, "each thread copies as many");
+    const int row = static_cast<int>(threadIdx.x) / 8, lane = threadIdx.x % 8, first = stage * kSlots + row;
+    const int64_t offset = static_cast<int64_t>(first) * kLatentHalf + lane;
+    const uint4 *key = keys + offset, *value = values + offset - kLatentHalf;
+    const uint4* middle = lane < kLatentHalf % 8 ? key : value;  // of the tile that both caches have a part of
+    const uint32_t at = to + Layout::At(row, lane);
+    auto from = [&](int tile) { return tile < kLatentHalf / 8 ? key : tile > kLatentHalf / 8 ? value : middle; };
+    if (stage * kSlots >= span.low && (stage + 1) * kSlots <= min(old, span.last_slot + 1)) {
+#pragma unroll
+      for (int below = 0; below < kSlots; below += kRowsAtOnce)
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+          CopyAsync16Past(at + below * Layout::kRow + tile * Layout::kTile, from(tile) + below * kLatentHalf + tile * 8,
+                          true);
+      return;
+    }
+#pragma unroll 1
+    for (int below = 0; below < kSlots; below += kRowsAtOnce)
+#pragma unroll 1
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const int slot = first + below;
+        const bool seen = slot >= span.low && slot <= span.last_slot;
+        const uint32_t place = at + below * Layout::kRow + tile * Layout::kTile;
+        if (seen && slot >= old)
+          Store16(place, LatentChunk<T>(p, TokenOf(p, slot - batch.past), p.attention.num_heads + kv, tile * 8 + lane));
+        else
+          CopyAsync16Past(place, from(tile) + below * kLatentHalf + tile * 8, seen);
+      }
+  }
+};
+
+// A tile of 16 rows on mma.sync, up to which memory binds: 4 warps share a stage's slots, two the features of their
+// scores, eight the values' columns.
+template <typename T, int kRing>
+__global__ void __launch_bounds__(kLatentThreads, 1) AttendLatent(const __grid_constant__ AttentionParams p) {
+  constexpr int kStage = kLatentSlots * kLatentKeys * 2, NT = kLatentSlots / 8, M = kLatentValues / 8 / 8;
+  constexpr int kSteps = kLatentSplit / 16;  // of 16 features: a warp's
+  extern __shared__ uint4 shared[];
+  const uint32_t ring_at = SharedAddress(shared), scores_at = ring_at + kRing * kStage;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  WaitForPrevious();
+  LaunchDependents();
+  if (const int blocks = p.tiles * p.pairs * p.splits; static_cast<int>(blockIdx.x) >= blocks)
+    return AppendLatent<T>(p, static_cast<int>(blockIdx.x) - blocks);
+  const LatentTile tile(p);
+  if (tile.begin == tile.end) return;
+  const Span& span = tile.span;
+
+  auto at_stage = [&](int stage) { return ring_at + static_cast<uint32_t>(stage - tile.begin) % kRing * kStage; };
+  auto load = [&](int stage) {  // a group of copies, which may be empty
+    if (stage < tile.end) tile.LoadStage<T, RowLayout, kLatentSlots>(p, stage, at_stage(stage));
+    CopyAsyncCommit();
+  };
+  // The queries lie where the last stage will, until warps have them in registers.
+  const uint32_t queries_at = ring_at + (kRing - 1) * kStage;
+  tile.LoadQueries<T, RowLayout, kFewRows, false>(p, queries_at);
+  CopyAsyncCommit();
+  for (int i = 0; i < kRing - 1; ++i) load(tile.begin + i);
+  tile.LoadQueries<T, RowLayout, kFewRows, true>(p, queries_at);
+  CopyAsyncWait<kRing - 1>();
+  __syncthreads();
+  const int first_key = warp % 4 * 8, part = warp / 4, first_chunk = part * kLatentHalf;
+  uint32_t query[kSteps][4];
+#pragma unroll
+  for (int d = 0; d < kSteps; ++d)
+    LoadMatrices(query[d], queries_at + Swizzled<kLatentKeys>(lane % 16, first_chunk + 2 * d + lane / 16));
+
+  Sums<1, M> sums(p, tile.batch, tile.first_row);
+  const int first_n = warp * M;
+  for (int stage = tile.begin; stage < tile.end; ++stage) {
+    CopyAsyncWait<kRing - 2>();
+    __syncthreads();  // the stage is there for all threads, and the last one is read
+    load(stage + kRing - 1);
+    const uint32_t k_at = at_stage(stage);
+    float sides[2][4] = {};
+#pragma unroll
+    for (int d = 0; d < kSteps; d += 2) {
+      uint32_t k[4];
+      LoadMatrices(k, k_at + Swizzled<kLatentKeys>(first_key + lane % 8, first_chunk + 2 * d + lane / 8));
+      Half<T>::Mma(sides[0], query[d], k[0], k[1]);
+      Half<T>::Mma(sides[1], query[d + 1], k[2], k[3]);
+    }
+    auto score_at = [&](int part, int h, int key) {
+      return scores_at + ((part * kFewRows + g + 8 * h) * kLatentScoreRow + key + 2 * t) * 4;
+    };
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      Store8(score_at(part, h, first_key), {__float_as_uint(sides[0][2 * h] + sides[1][2 * h]),
+                                            __float_as_uint(sides[0][2 * h + 1] + sides[1][2 * h + 1])});
+    __syncthreads();
+    float scores[1][NT][4], (&s)[NT][4] = scores[0];
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint2 one = Load8(score_at(0, h, n * 8)), two = Load8(score_at(1, h, n * 8));
+        s[n][2 * h] = __uint_as_float(one.x) + __uint_as_float(two.x);
+        s[n][2 * h + 1] = __uint_as_float(one.y) + __uint_as_float(two.y);
+      }
+    const int slot = stage * kLatentSlots;
+    const bool masked = IsMasked(span, slot, kLatentSlots);
+    ScaleScores(p, s);
+    Softcap(p, s);
+    if (masked) Mask(p, s, sums.slot_of[0], slot);
+    float factor[2], largest[2] = {sums.most[0][0], sums.most[0][1]};
+    FindLargest(s, largest);
+    Weigh(s, largest, sums.most[0], sums.sum[0], factor);
+    if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) Rescale(sums.acc[0], factor);
+    AddStageValues<T, kLatentKeys>(p, k_at, 0, slot, kFirstValue + first_n, masked && span.first_slot != span.last_slot,
+                                   scores, sums);
+  }
+  AddQuads(sums.sum[0]);
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    if (const int row = tile.first_row + h * 8 + g; row < tile.rows)
+      StoreRow<T, M, kLatentValues / 8>(p, sums.acc[0], h, sums.most[0][h], sums.sum[0][h],
+                                        PlaceOf(p, tile.batch, tile.b, tile.kv, row), tile.split, first_n);
+}
+
+// A tile of 64 rows on wgmma: two warpgroups share a stage's slots for the scores, the values' columns for the sums. A
+// thread's rows are those of its like in the other warpgroup: the two tell each other the largest scores, and weights.
+template <typename T>
+__global__ void __launch_bounds__(kLatentThreads, 1) AttendLatentWide(const __grid_constant__ AttentionParams p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  constexpr int kRows = kLatentWideRows, kSlots = kLatentWideSlots, kOwn = kSlots / 2, NT = kOwn / 8;
+  constexpr int kTile = kSlots * 128, kStage = kSlots * kLatentKeys * 2, M = kLatentValues / 8 / 2;
+  extern __shared__ uint4 shared[];
+  const uint32_t q_at = (SharedAddress(shared) + 1023) / 1024 * 1024, ring_at = q_at + kRows * kLatentKeys * 2;
+  const uint32_t weights_at = ring_at + kLatentWideStages * kStage, largest_at = weights_at + kLatentThreads * 32;
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, group = threadIdx.x / 128;
+  const int row_of = threadIdx.x % 128 / 32 * 16 + g, pair_barrier = 1 + static_cast<int>(threadIdx.x) % 128 / 32;
+  WaitForPrevious();
+  LaunchDependents();
+  if (const int blocks = p.tiles * p.pairs * p.splits; static_cast<int>(blockIdx.x) >= blocks)
+    return AppendLatent<T>(p, static_cast<int>(blockIdx.x) - blocks);
+  const LatentTile tile(p);
+  if (tile.begin == tile.end) return;
+  const Span& span = tile.span;
+
+  auto at_stage = [&](int stage) { return ring_at + (stage - tile.begin) % kLatentWideStages * kStage; };
+  auto load = [&](int stage) {
+    if (stage < tile.end) tile.LoadStage<T, TileLayout<kSlots>, kSlots>(p, stage, at_stage(stage));
+  };
+  tile.LoadQueries<T, TileLayout<kRows>, kRows, false>(p, q_at);
+  load(tile.begin);
+  tile.LoadQueries<T, TileLayout<kRows>, kRows, true>(p, q_at);
+
+  float acc[M][4], most[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+#pragma unroll
+  for (int n = 0; n < M; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[n][i] = 0;
+  const int slot_of[2] = {tile.batch.past + (tile.first_row + row_of) / p.group,
+                          tile.batch.past + (tile.first_row + row_of + 8) / p.group};
+  auto largest_of = [&](int group, int h) { return largest_at + (group * kRows + row_of + 8 * h) * 4; };
+  auto weights_of = [&](int group) { return weights_at + (group * 128 + threadIdx.x % 128) * 16; };
+
+  for (int stage = tile.begin; stage < tile.end; ++stage) {
+    CopyAsyncWaitAll();
+    FenceAsyncProxy();
+    __syncthreads();  // the stage is there for all threads, and the last one is read
+    const uint32_t k_at = at_stage(stage), v_at = k_at + (kFirstValue / 8 + group * M / 8) * kTile;
+    float s[NT][4];
+    const uint32_t q_low = DescriptorLow(q_at), k_low = DescriptorLow(k_at + group * kOwn * 128);
+    WgmmaFence();
+#pragma unroll
+    for (int d = 0; d < kLatentKeys / 16; ++d)
+      WgmmaShared<T, kOwn>(s[0], Descriptor(q_low + (d / 4 * kRows * 128 + d % 4 * 32) / 16),
+                           Descriptor(k_low + (d / 4 * kTile + d % 4 * 32) / 16), d > 0);
+    WgmmaCommit();
+    load(stage + 1);
+    WgmmaWait<0>();
+    const int slot = stage * kSlots;
+    const bool masked = IsMasked(span, slot, kSlots);
+    ScaleScores(p, s);
+    Softcap(p, s);
+    if (masked) Mask(p, s, slot_of, slot + group * kOwn);
+    float largest[2] = {most[0], most[1]};
+    FindLargest(s, largest);
+    if (t < 2) Store4(largest_of(group, t), __float_as_uint(t == 0 ? largest[0] : largest[1]));
+    NamedBarrier(pair_barrier, 64);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) largest[h] = fmaxf(largest[h], __uint_as_float(Load4(largest_of(1 - group, h))));
+    float factor[2];
+    Weigh(s, largest, most, sum, factor);
+    if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) Rescale(acc, factor);
+    uint32_t weights[kSlots / 16][4];
+#pragma unroll
+    for (int k = 0; k < NT / 2; ++k) {
+      uint32_t own[4];
+      PackWeights<T>(own, s, 2 * k);
+      Store16(weights_of(group) + k * kLatentThreads * 16, {own[0], own[1], own[2], own[3]});
+    }
+    NamedBarrier(pair_barrier, 64);
+#pragma unroll
+    for (int k = 0; k < kSlots / 16; ++k) {
+      const uint4 w = Load16(weights_of(k / (NT / 2)) + k % (NT / 2) * kLatentThreads * 16);
+      weights[k][0] = w.x, weights[k][1] = w.y, weights[k][2] = w.z, weights[k][3] = w.w;
+    }
+
+    if (masked && span.first_slot != span.last_slot) {
+      // Where not every row sees a stage's slots, a value that is not finite is added, not multiplied by zero.
+      constexpr int kBytes = kSlots * kLatentValues * 2;
+      const uint32_t all_at = k_at + kFirstValue / 8 * kTile;
+      bool odd = false;
+      for (int at = threadIdx.x; at < kBytes / 16; at += kLatentThreads)
+        odd |= IsOdd(Load16(all_at + at * 16), kExponent<T>);
+      if (__syncthreads_or(odd)) {
+#pragma unroll 1
+        for (int key = 0; key < kSlots; ++key)
+#pragma unroll
+          for (int n = 0; n < M; ++n) {
+            const uint32_t v = OnlyOdd(Load4(v_at + SwizzledTile<kSlots>(key, n) + 4 * t), kExponent<T>);
+#pragma unroll
+            for (int h = 0; v && h < 2; ++h)
+              if (slot + key <= slot_of[h] && slot + key >= FirstSlot(p, slot_of[h]))
+                acc[n][2 * h] += Half<T>::Low(v), acc[n][2 * h + 1] += Half<T>::High(v);
+          }
+        __syncthreads();
+        for (int at = threadIdx.x; at < kBytes / 4; at += kLatentThreads)
+          Store4(all_at + at * 4, Load4(all_at + at * 4) ^ OnlyOdd(Load4(all_at + at * 4), kExponent<T>));
+        FenceAsyncProxy();
+        __syncthreads();
+      }
+    }
+    WgmmaFence();
+#pragma unroll
+    for (int k = 0; k < kSlots / 16; ++k) AddValues<T, kLatentValues / 2>(acc[0], weights[k], v_at + k * 2048, kTile);
+    WgmmaCommit();
+    WgmmaWait<0>();
+  }
+  AddQuads(sum);
+  if (t < 2) Store4(largest_of(group, t), __float_as_uint(t == 0 ? sum[0] : sum[1]));
+  NamedBarrier(pair_barrier, 64);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    sum[h] += __uint_as_float(Load4(largest_of(1 - group, h)));
+    if (const int row = tile.first_row + row_of + h * 8; row < tile.rows)
+      StoreRow<T, M, kLatentValues / 8>(p, acc, h, most[h], sum[h], PlaceOf(p, tile.batch, tile.b, tile.kv, row),
+                                        tile.split, group * M);
+  }
+#endif
+}
+
+}  // namespace quantmoe
