@@ -200,6 +200,24 @@ def parted(m: QuantizedMatrix, rows: Sequence[int]) -> list[QuantizedMatrix]:
     return found
 
 
+def reordered(m: QuantizedMatrix, order: np.ndarray) -> QuantizedMatrix:
+    """A matrix with other rows first: row i is row order[i] of the given one; rows that share a scale stay together."""
+    blocks = order[:: m.block_n] // m.block_n
+    return replace(
+        m,
+        codes=m.codes[order],
+        scales=m.scales[blocks],
+        zero_points=None if m.zero_points is None else m.zero_points[blocks],
+        bias=None if m.bias is None else m.bias[order],
+    )
+
+
+def gates_first(rows: int, heads: int) -> np.ndarray:
+    """Of a query projection whose rows are each head's queries and then its gates: the order of all gates before all
+    queries."""
+    return np.arange(rows).reshape(heads, 2, -1)[:, ::-1].swapaxes(0, 1).reshape(-1)
+
+
 def portion(m: QuantizedMatrix, i: int, count: int, axis: int) -> QuantizedMatrix:
     """One of ``count`` equal parts of a matrix: rows (axis 0), or columns (axis 1), whose products' sum is the whole's.
 

@@ -47,9 +47,10 @@ JOINED = {
 }
 #: activation_format whose scales are those of all features of a token, which the parts of an expert do not know
 WHOLE_ROWS = ("int8_token", "int8_token_asym", "fp8_token", "fp8_tensor")
-#: linears that layout marlin takes as 16-bit floats, if they have a bias, which would be a kernel of its own; others
-#: are plain products on CUDA
+#: linears that layout marlin takes as 16-bit floats, if they have a bias, which would be a kernel of its own
 FLOAT_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+#: and without one: so few rows that a plain product, which others are on CUDA, waits longer than it reads
+NARROW_LINEARS = ("in_proj_b", "in_proj_a", "in_proj_ba")
 #: why the linear that expands a latent is none in the graph
 ABSORBED = "its halves, one a head, multiply queries and outputs instead of the cache"
 #: of one tensor in TensorRT
@@ -93,6 +94,8 @@ class Choice:
         experts: experts module name -> what its node has, a shared expert included where it is one of them.
         shared: experts module name -> that shared expert in the model.
         apart: checkpoint module of a shared expert that stays a module of its own -> why.
+        gated: name of a linear whose first part has each head's gates behind its queries -> heads, where all gates are
+            written before all queries; :func:`trace` finds them.
     """
 
     layers: dict[str, MoESpec]
@@ -102,6 +105,7 @@ class Choice:
     experts: dict[str, MoELayer]
     shared: dict[str, Shared]
     apart: dict[str, str]
+    gated: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def source(self, name: str) -> str:
         """What a linear is called beside the checkpoint's modules: a group's is where they are."""
@@ -279,7 +283,8 @@ def linear_candidate(
     """
     scheme, m = format.scheme_of(modules[0]), linear_matrix(format.outline(), modules, scales)[0]
     if floats is not None and m.kind in ("bf16", "f16"):
-        if m.bias is None or not all(module.rpartition(".")[2] in FLOAT_LINEARS for module in modules):
+        taken = NARROW_LINEARS if m.bias is None else FLOAT_LINEARS
+        if not all(module.rpartition(".")[2] in taken for module in modules):
             return Candidate(layout, None, "a plain product")
         m = replace(m, kind=floats)
     found = _candidate(layout, partial(linear_spec, scheme, m, activations=activations))

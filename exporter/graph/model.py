@@ -39,6 +39,7 @@ from transformers.exporters.utils import patch_attribute
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.matrix import gates_first
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.custom_ops.reference import activate
 from quantmoe.custom_ops.torch_op import (
@@ -259,6 +260,14 @@ class Skeleton:
         module._parameters[leaf] = made
         self.joined[name] = [self.sources[part] for part in names]
         self.tensors[name], self.sources[name] = made, self.joined[name][0]
+        if functions := {i: self.derived[part] for i, part in enumerate(names) if part in self.derived}:
+            ends = np.cumsum([len(tensor) for tensor in tensors])[:-1]
+
+            def derived(array: np.ndarray) -> np.ndarray:
+                pieces = enumerate(np.split(array, ends))
+                return np.concatenate([functions[i](piece) if i in functions else piece for i, piece in pieces])
+
+            self.derived[name] = derived
 
     def _round_head(self, kind: str) -> str:
         weight = self.tied.get("lm_head.weight")
@@ -489,7 +498,7 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
         CheckpointError: transformers or torch cannot export the architecture.
     """
     model, found = skeleton.model, attends.found
-    attach(model, found, attends.rows)
+    attach(model, found, attends.rows, _gates_first(skeleton, chosen, found))
     if not attends.plain:
         model.set_attn_implementation(MASKLESS)
         widen_tables(_decoder(model))
@@ -519,6 +528,25 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
         set_cache_type(graph, CACHES.get(attends.kind) if target == "cpu" else None, layers)
     set_state_type(graph)
     return graph
+
+
+def _gates_first(skeleton: Skeleton, chosen: Choice, found: Mapping[str, Recognised]) -> list[str]:
+    """Modules whose query projections get their gates before their queries, so that both are one piece of the output:
+    chosen.gated of packed ones, functions of the others' tensors."""
+    moved = []
+    for path in (path for path, recognised in found.items() if recognised.gated):
+        heads, size = found[path].spec.num_heads, found[path].spec.head_size
+        node = next((name for name, parts in chosen.parts.items() if f"{path}.q_proj" in parts), None)
+        if node is not None and size % chosen.linears[node].w.block_n:
+            continue  # rows of two blocks share a scale
+        moved.append(path)
+        if node is not None:
+            chosen.gated[node] = heads
+            continue
+        order = gates_first(2 * heads * size, heads)
+        names = (f"{path}.q_proj.{leaf}" for leaf in ("weight", "bias"))
+        skeleton.derive((name for name in names if name in skeleton.tensors), lambda array, order=order: array[order])
+    return moved
 
 
 def attention_of(skeleton: Skeleton, chosen: Choice, target: str, cache: str) -> Attention:

@@ -234,7 +234,11 @@ def _linear(path: Path, node: ir.Node) -> dict[str, Any]:
     rows = json.loads(metadata.get("rows", "{}"))
     if not isinstance(rows, dict) or (rows and sum(rows.values()) != spec.out_features):
         raise ModelError(f"{path}: node {node.name}: rows are {rows}, expected {spec.out_features} in all")
-    return _description(node, spec, sizes, metadata, spec.in_features * spec.out_features) | {"rows": rows}
+    heads, first = int(metadata.get("gated_heads", "0")), next(iter(rows.values()), spec.out_features)
+    if heads < 0 or (heads and first % (2 * heads * spec.w.block_n)):
+        raise ModelError(f"{path}: node {node.name}: gated_heads is {heads}, expected a part of {first} rows")
+    more = {"rows": rows} | ({"gated_heads": heads} if heads else {})
+    return _description(node, spec, sizes, metadata, spec.in_features * spec.out_features) | more
 
 
 def _attention(path: Path, node: ir.Node) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from quantmoe.custom_ops.layouts import LAYOUTS
-from quantmoe.custom_ops.matrix import QuantizedMatrix, parted
+from quantmoe.custom_ops.matrix import QuantizedMatrix, gates_first, parted, reordered
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect, load, model_path
 from quantmoe.exporter.memory import doing
@@ -87,7 +87,11 @@ def _matrices(node: dict[str, Any], initializers: Any) -> Iterator[tuple[str, Qu
         linear = LinearSpec.from_attributes(node["attributes"])
         matrix = LAYOUTS[linear.w.layout].unpack_down(linear.moe, rows("w")[0])
         parts = node["rows"] or {node["module"]: linear.out_features}
-        yield from zip(parts, parted(matrix, [*parts.values()]) if len(parts) > 1 else [matrix], strict=True)
+        matrices = parted(matrix, [*parts.values()]) if len(parts) > 1 else [matrix]
+        if "gated_heads" in node:
+            order = gates_first(matrices[0].shape[0], node["gated_heads"])
+            matrices[0] = reordered(matrices[0], np.argsort(order))
+        yield from zip(parts, matrices, strict=True)
         return
     spec = MoESpec.from_attributes(node["attributes"])
     w13, w2 = rows("w13"), rows("w2")

@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.matrix import gates_first, reordered
 from quantmoe.custom_ops.op import MoESpec, inputs
 from quantmoe.exporter.ahead import BLOCK_MEMORY, ahead, expert_size
 from quantmoe.exporter.choosing.choose import Choice, linear_matrix, retyped, scaled
@@ -165,6 +166,11 @@ def _linear(
     if scales == "bf16":
         report.scale_error = max(report.scale_error or 0.0, error)
     metadata = {"module": source, "format": scheme.text}
+    if name in chosen.gated:
+        rows = next(iter(skeleton.rows(chosen.parts[name]).values()))
+        order = gates_first(rows, chosen.gated[name])
+        m = reordered(m, np.concatenate([order, np.arange(rows, spec.out_features)]))
+        metadata["gated_heads"] = str(chosen.gated[name])
     if len(parts) > 1:
         metadata["rows"] = json.dumps(skeleton.rows(chosen.parts[name]))
     if dense == "ort" and format.is_quantized(parts[0]):

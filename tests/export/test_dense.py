@@ -277,6 +277,22 @@ def test_a_quantized_kv_cache_is_said(tmp_path, tool, remark):
         assert export(folder, tmp_path / "model").kv_cache == remark
 
 
+def test_unpack_gives_a_gated_query_projection_as_it_was(exported, checkpoint, tmp_path):
+    """In the file its gates come first."""
+    folder = exported("qwen3_5_moe_text", activations="float")
+    assert [n["gated_heads"] for n in inspect(folder)["linears"] if "gated_heads" in n]
+    modules = unpack(folder, 1, tmp_path / "layer_1.safetensors")
+    format = find_format(open_checkpoint(checkpoint("qwen3_5_moe_text")))
+    (tmp_path / "config.json").write_text("{}")
+    stored = Checkpoint(tmp_path)
+    found = [module for module in modules if "self_attn" in module]
+    assert [module.rpartition(".")[2] for module in found] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    for module in found:
+        want = format.matrix(module)
+        fields = {f: stored.tensor(f"{module}.{f}") for f in ("codes", "scales")}
+        same_matrix(QuantizedMatrix(kind=want.kind, group_size=want.group_size, **fields), want)
+
+
 def test_unpack_gives_the_checkpoints_codes(exported, checkpoint, tmp_path):
     folder = exported("qwen3_moe", activations="float")
     modules = unpack(folder, 1, tmp_path / "layer_1.safetensors")

@@ -573,11 +573,16 @@ def widen_tables(decoder: torch.nn.Module) -> None:
             module.forward = partial(wide, module.forward)  # type: ignore[method-assign]
 
 
-def attach(model: torch.nn.Module, found: dict[str, Recognised], rows: Rows) -> None:
-    """Makes the forward of recognised modules their projections and one node between them."""
+def attach(model: torch.nn.Module, found: dict[str, Recognised], rows: Rows, gates_first: Container[str]) -> None:
+    """Makes the forward of recognised modules their projections and one node between them.
+
+    Args:
+        gates_first: gated modules whose q_proj has all gates before all queries.
+    """
     for path, recognised in found.items():
         module: Any = model.get_submodule(path)
         module.found, module.rows, module.attention = recognised, rows, json.dumps(recognised.spec.attributes())
+        module.gates_first = path in gates_first
         recognised.kind.attach(module)
 
 
@@ -602,7 +607,10 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     given = bound(self, args, kwargs)
     cache, spec = given["past_key_values"], self.found.spec
     qkv = projected(self, given["hidden_states"])
-    qkv, gate = parted(qkv, spec) if self.found.gated else (qkv, None)
+    gate = None
+    if self.found.gated:
+        gates = spec.num_heads * spec.head_size
+        gate, qkv = qkv.split([gates, qkv.shape[-1] - gates], -1) if self.gates_first else parted(qkv, spec)[::-1]
     norms = [self.q_norm.weight, self.k_norm.weight] if spec.qk_norm != "none" else []
     sinks = getattr(self, self.found.sinks) if self.found.sinks else None
     output = self.rows.attend(self, qkv, cache, given["position_embeddings"], norms, sinks)

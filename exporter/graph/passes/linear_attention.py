@@ -339,16 +339,16 @@ def cache_layer(layer: Any, batch: int) -> LinearAttentionLayer:
 
 
 def _whole(module: Any, x: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
-    """What each of QWEN3_5's projections makes of x: the tensor that has it, and from which feature on. Where several
-    are one linear, that one's output is all of theirs."""
+    """What each of QWEN3_5's projections makes of x, when it is asked for: the tensor that has it, and from which
+    feature on. Where several are one linear, that one's output is all of theirs."""
     found: dict[str, tuple[torch.Tensor, int]] = {}
-    for whole, names in WHOLES.items():
-        if hasattr(module, whole) and not found.keys() & set(names):
-            y, at = getattr(module, whole)(x), 0
-            for name in names:
-                found[name] = y, at
-                at += module.features[name]
     for (name,) in QWEN3_5.projections:
+        of = (whole for whole, names in WHOLES.items() if name in names and hasattr(module, whole))
+        if name not in found and (whole := next(of, None)) is not None:
+            y, at = getattr(module, whole)(x), 0
+            for part in WHOLES[whole]:
+                found[part] = y, at
+                at += module.features[part]
         yield found[name] if name in found else (getattr(module, name)(x), 0)
 
 
@@ -380,16 +380,22 @@ def _forward_short(self: Any, hidden_states: torch.Tensor, past_key_values: Any,
 
 def _forward(self: Any, hidden_states: torch.Tensor, cache_params: Any, *_: Any, **__: Any) -> torch.Tensor:
     x, spec, family = hidden_states, self.found.delta, self.found.family
+    layer, decay = cache_params.layers[self.layer_idx], self.get_submodule(family.decay)
     if family is QWEN3_5:
-        (qkv, _first), (z, z_at), (b, b_at), (a, a_at) = _whole(self, x)
+        parts = _whole(self, x)
+        qkv, _ = next(parts)
+        z, z_at = next(parts)
+        # Of what is ready ONNX Runtime runs the node that comes last here first, so a small product before the large
+        # one, whose weights are read meanwhile.
+        qkv = _convolved(self, qkv, layer)
+        (b, b_at), (a, a_at) = parts
         heads = spec.num_v_heads
         sizes = {"a": _size(a, heads), "b": _size(b, heads), "z": _size(z, heads * spec.v_head_size)}
         wider = {f"{name}_size": size for name, size in sizes.items()}
         spec = dataclasses.replace(spec, **wider, a_offset=a_at, b_offset=b_at, z_offset=z_at)
     else:
         qkv, z, b, a = family.apart(spec, *family.projected(self, x))
-    layer, decay = cache_params.layers[self.layer_idx], self.get_submodule(family.decay)
-    qkv = _convolved(self, qkv, layer)
+        qkv = _convolved(self, qkv, layer)
     if layer.recurrent_states[0] is None:
         window = [spec.state_window] * (spec.state_window > 1)
         shape = *window, x.shape[0], spec.num_v_heads, spec.k_head_size, spec.v_head_size
