@@ -112,6 +112,18 @@ def test_a_sum_and_its_norm_are_one_node() -> None:
     assert node.attributes["norm_epsilon"].as_float() == pytest.approx(0.01)
 
 
+def test_embeddings_and_their_norm_are_two_nodes() -> None:
+    text = NORM.format(sum="Gather <axis = 0> (table, ids)", weighted=AFTER)
+    model = parsed(text.replace("float16[b, 4] x, float16[b, 4] r", "int64[b] ids, float16[9, 4] table"))
+    divide_by_roots(model)
+    add_norms(model)
+    gather, zeros, node = (node for node in model.graph if node.op_type not in ("Constant", "Identity"))
+    assert [n.op_type for n in (gather, zeros, node)] == ["Gather", "Sub", "AddRMSNorm"]
+    assert [*zeros.inputs] == [gather.outputs[0]] * 2
+    assert [*node.inputs[:2]] == [gather.outputs[0], zeros.outputs[0]]
+    assert [output.producer().inputs[0] for output in model.graph.outputs] == [node.outputs[0], gather.outputs[0]]
+
+
 @pytest.mark.parametrize("text", [NORM.format(sum="Identity (x)", weighted=AFTER),
                                   NORM.format(sum="Add (x, w)", weighted=AFTER),
                                   NORM.format(sum="Add (x, r)", weighted=AFTER).replace("2.0", "3.0"),

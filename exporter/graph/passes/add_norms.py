@@ -1,7 +1,7 @@
 """A residual sum and the RMS norm of it -> AddRMSNorm, of the norms that divided_norms.py has written.
 
-The norm's other user is the next sum, so the node gives the sum, too. A norm of what is no sum, as of the embeddings,
-stays as it is.
+The norm's other user is the next sum, so the node gives the sum, too. To embeddings, which are no sum, it adds zeros:
+two kernels for eight. A norm of something else stays as it is.
 """
 
 from __future__ import annotations
@@ -14,17 +14,28 @@ _SIXTEEN_BITS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def add_norms(model: ir.Model) -> None:
-    """Replaces Add and the norm after it, where both addends have the sum's shape and 16 bits."""
+    """Replaces Add and the norm after it, where both addends have the sum's shape and 16 bits, and the norm of a
+    Gather."""
     for node in list(model.graph):
         if node.op_type == "Div" and (found := _match(node)) is not None:
             add, product, weight, epsilon = found
             attributes = NormSpec(norm_epsilon=epsilon).attributes()
-            made = ir.node(
-                "AddRMSNorm", [*add.inputs, weight], attributes, domain=DOMAIN, num_outputs=2, name=product.name
-            )
             (total,), (normed,) = add.outputs, product.outputs
+            addends = list(add.inputs)
+            if add.op_type == "Gather":
+                zeros = ir.node("Sub", [total, total])
+                zeros.outputs[0].type, zeros.outputs[0].shape = total.type, total.shape
+                addends = [total, zeros.outputs[0]]
+            made = ir.node(
+                "AddRMSNorm", [*addends, weight], attributes, domain=DOMAIN, num_outputs=2, name=product.name
+            )
             for value, old in zip(made.outputs, (normed, total), strict=True):
                 value.type, value.shape = old.type, old.shape
+            if add.op_type == "Gather":
+                model.graph.insert_after(add, [zeros, made])
+                ir.convenience.replace_all_uses_with(normed, made.outputs[0])
+                _remove(product)
+                continue
             # the weight is there from the start, so both results can be where the sum was
             ir.convenience.replace_nodes_and_values(
                 model.graph, add, [add], [made], [total, normed], [made.outputs[1], made.outputs[0]]
@@ -33,12 +44,13 @@ def add_norms(model: ir.Model) -> None:
 
 
 def _match(quotient: ir.Node) -> tuple[ir.Node, ir.Node, ir.Value, float] | None:
-    """The sum, the product with the weight, the weight and epsilon of x / sqrt(mean(x^2) + epsilon)."""
+    """The sum or Gather, the product with the weight, the weight and epsilon of x / sqrt(mean(x^2) + epsilon)."""
     wide, root = quotient.inputs
     cast, shifted = _producer(wide, "Cast"), _producer(_input(root, "Sqrt"), "Add")
     if cast is None or shifted is None:
         return None
-    add, mean = _producer(cast.inputs[0], "Add"), _producer(shifted.inputs[0], "ReduceMean")
+    add = _producer(cast.inputs[0], "Add") or _producer(cast.inputs[0], "Gather")
+    mean = _producer(shifted.inputs[0], "ReduceMean")
     square = _producer(mean.inputs[0], "Pow") if mean is not None else None
     narrow = _only_user(quotient.outputs[0], "Cast")
     product = _only_user(narrow.outputs[0], "Mul") if narrow is not None else None
@@ -47,7 +59,7 @@ def _match(quotient: ir.Node) -> tuple[ir.Node, ir.Node, ir.Value, float] | None
     weight = next((value for value in product.inputs if value is not narrow.outputs[0]), None)
     total = add.outputs[0]
     power, epsilon, axis = (_number(value) for value in (square.inputs[1], shifted.inputs[1], mean.inputs[1]))
-    same = all(value is not None and value.shape == total.shape for value in add.inputs)
+    same = add.op_type == "Gather" or all(v is not None and v.shape == total.shape for v in add.inputs)
     if (
         square.inputs[0] is not wide
         or (power, axis) != (2, -1)
