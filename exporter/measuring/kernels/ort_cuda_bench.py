@@ -32,14 +32,31 @@ from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
 #: experts of different bytes in a layer
 EXPERTS = 8
 TYPES = {1: np.float32, 6: np.int32, 10: np.float16}
-SCALES: dict[str, Any] = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}
+SCALES: dict[str, Any] = {
+    "f16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+    "f32": np.float32,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+}
+#: what takes the place of int4: of experts and lm_head, and of the other linears
+WEIGHTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mxfp4": (
+        {"format": "mxfp4", "scale_type": "e8m0", "group_size": 32},
+        {"format": "f16", "scale_type": "f32", "group_size": -1},
+    ),
+    "nvfp4": (
+        {"format": "nvfp4", "scale_type": "e4m3", "group_size": 16},
+        {"format": "fp8_e4m3", "scale_type": "f32", "group_size": -1},
+    ),
+}
 
 
-def make_graph(path: Path, model: str, group_size: int, mxfp4: bool, lm_head: str | None, scratch: Path) -> None:
+def make_graph(path: Path, model: str, group_size: int, weights: str, lm_head: str | None, scratch: Path) -> None:
     """Writes a graph in f16 whose weights are named and not there.
 
     Args:
-        mxfp4: experts as gpt-oss has them, and linears in f16, instead of int4.
+        weights: "int4"; "mxfp4", experts as gpt-oss has them, and linears in f16; or "nvfp4", experts and a rounded
+            head, and other linears in FP8, a scale a row, as ModelOpt's MIXED_PRECISION without its activations.
         lm_head: "int4" or "int8"; None: f16.
         scratch: folder for the headers of a checkpoint.
     """
@@ -59,26 +76,25 @@ def make_graph(path: Path, model: str, group_size: int, mxfp4: bool, lm_head: st
     format = open_format(scratch, None, None)
     skeleton = Skeleton(format, "f16", lm_head=lm_head, target="cuda")
     chosen = choose(skeleton, choose_experts(format, "marlin", None, "exact"), "marlin", None, "exact")
-    if mxfp4:
+    if weights in WEIGHTS:
+        experts, dense = WEIGHTS[weights]
         for name, spec in chosen.layers.items():
-            w13, w2 = (replace(p, format="mxfp4", scale_type="e8m0", group_size=32) for p in (spec.w13, spec.w2))
-            chosen.layers[name] = replace(spec, w13=w13, w2=w2)
+            chosen.layers[name] = replace(spec, w13=replace(spec.w13, **experts), w2=replace(spec.w2, **experts))
         for name, linear in chosen.linears.items():
-            if chosen.source(name) != skeleton.head:
-                chosen.linears[name] = replace(
-                    linear, w=replace(linear.w, format="f16", group_size=-1, scale_type="f32")
-                )
+            head = chosen.source(name) == skeleton.head
+            if linear.w.format == "int4" and not (head and weights == "mxfp4"):
+                chosen.linears[name] = replace(linear, w=replace(linear.w, **(experts if head else dense)))
     attends = attention_of(skeleton, chosen, "cuda", "auto")
     if attends.plain:
         raise SystemExit(f"attention of standard nodes: {attends.plain}")
     graph = trace(skeleton, chosen, attends, "cuda")
-    weights = place_weights(graph)
-    keep_tables(weights, skeleton.stored_type)
+    placed = place_weights(graph)
+    keep_tables(placed, skeleton.stored_type)
     name_interface(graph)
     keep_last_logits(graph)
     drop_defaults(graph)
     drop_traces(graph)
-    for value in (weight.value for weight in weights):
+    for value in (weight.value for weight in placed):
         assert value.dtype is not None
         assert value.shape is not None
         value.const_value = ir.ExternalTensor("data", 0, 0, value.dtype, shape=value.shape, name=str(value.name))
@@ -143,11 +159,16 @@ def _matrix(p: Projection, n: int, k: int, rng: np.random.Generator) -> Quantize
         return QuantizedMatrix("f16", codes, np.ones((n, 1), np.float32), -1, bias=bias)
     groups, scale = (n, k // (p.group_size if p.group_size > 0 else k)), 1 / (4.6 * k**0.5)
     if p.scale_type == "e8m0":
-        codes = rng.integers(0, 2, groups, np.uint8) + np.uint8(127 + round(np.log2(scale)))
-        scales = codes.view(ml_dtypes.float8_e8m0fnu)
+        exponents = rng.integers(0, 2, groups, np.uint8) + np.uint8(127 + round(np.log2(scale)))
+        scales = exponents.view(ml_dtypes.float8_e8m0fnu)
     else:
-        scales = (rng.uniform(0.5, 1.5, groups) * scale).astype(SCALES[p.scale_type])
-    return QuantizedMatrix(p.format, rng.integers(0, 16, (n, k), np.uint8), scales, k // groups[1], bias=bias)
+        own = 1 if p.format == "nvfp4" else scale
+        scales = (rng.uniform(0.5, 1.5, groups) * own).astype(SCALES[p.scale_type])
+    codes = rng.integers(0, 16, (n, k), np.uint8)
+    if p.format == "fp8_e4m3":
+        codes = (4.6 * rng.standard_normal((n, k), np.float32)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    factor = np.float32(scale) if p.format == "nvfp4" else None
+    return QuantizedMatrix(p.format, codes, scales, p.group_size, bias=bias, global_scale=factor)
 
 
 def _experts(spec: MoESpec, rng: np.random.Generator) -> Iterator[list[np.ndarray]]:
@@ -276,7 +297,7 @@ if __name__ == "__main__":
     parser.add_argument("graph", type=Path)
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--group-size", type=int, default=128)
-    parser.add_argument("--mxfp4", action="store_true", help="experts in MXFP4, linears in f16")
+    parser.add_argument("--weights", choices=["int4", *WEIGHTS], default="int4", help="of experts; see make_graph")
     parser.add_argument("--lm-head", choices=["int4", "int8"], help="rounded, as export does it")
     parser.add_argument("--steps", nargs="+", default=["1:512:1", "1:2048:1", "8:2048:1", "32:2048:1"])
     parser.add_argument("--prompts", nargs="+", type=int, default=[2048])
@@ -284,7 +305,7 @@ if __name__ == "__main__":
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.what == "graph":
-        make_graph(given.graph, given.model, given.group_size, given.mxfp4, given.lm_head, given.folder / "headers")
+        make_graph(given.graph, given.model, given.group_size, given.weights, given.lm_head, given.folder / "headers")
     else:
         from quantmoe.ort_ext import cuda_library_path
 
