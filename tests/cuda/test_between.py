@@ -43,15 +43,13 @@ def test_the_plan() -> None:
         assert plan.workspace_bytes == (0 if plan.path == 0 else 4 * tokens * spec.routing.logits)
         return PATHS[plan.path]
 
-    for spec in (QWEN3, GPT_OSS):
+    for spec in (QWEN3, QWEN3_5, GPT_OSS, DEEPSEEK):
         assert [path(spec, tokens) for tokens in (1, 8, 32, 33, 2048)] == ["cluster"] * 3 + ["tiles"] * 2
         assert [path(spec, tokens, SM80) for tokens in (1, 32, 33)] == ["rows", "rows", "tiles"]
         odd = dataclasses.replace(spec, hidden_size=spec.hidden_size + 3)
         assert [path(odd, tokens) for tokens in (1, 2048)] == ["rows", "rows"]
-    assert [path(QWEN3_5, tokens) for tokens in (1, 16, 17, 33)] == ["cluster"] * 2 + ["rows", "tiles"]  # 136 KiB
-    assert [path(DEEPSEEK, tokens) for tokens in (1, 33)] == ["rows", "tiles"]  # 448 KiB a block
-    # an engine built for any GPU has what the paths with logits in memory need
-    assert path(QWEN3, 1, cuda.Device(90, 0, 233472)) == "rows"
+    # 80 experts a block
+    assert [path(dataclasses.replace(QWEN3, num_experts=e), 1) for e in (640, 641)] == ["cluster", "rows"]
 
 
 @pytest.mark.parametrize(
@@ -128,8 +126,15 @@ def test_router(name: str, hidden: int, tokens: int, dtype: str) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("spec", [QWEN3, QWEN3_5, GPT_OSS, DEEPSEEK, router_spec(ROUTERS["most"], 1024)], ids=str)
-@pytest.mark.parametrize("tokens", [0, 1, 5, 16, 32, 64, 2048])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(QWEN3, QWEN3_5, GPT_OSS, DEEPSEEK, router_spec(ROUTERS["most"], 1024)),
+        *(dataclasses.replace(QWEN3_5, num_experts=experts) for experts in (384, 512, 640)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tokens", [0, 1, 5, 8, 9, 16, 32, 64, 2048])
 def test_routers_of_models(spec: RouterSpec, tokens: int) -> None:
     for dtype in ("f16", "bf16"):
         inputs = router_inputs(spec, tokens, dtype, biases=spec is not QWEN3)

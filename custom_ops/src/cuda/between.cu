@@ -1,5 +1,6 @@
 // MoERouter, AddRMSNorm and TokenRows: problem to kernel launches.
 #include <algorithm>
+#include <iterator>
 
 #include "cuda/launcher.h"
 #include "cuda/norm.cuh"
@@ -28,8 +29,11 @@ int LaunchRouter(const qm_cuda_router_problem& p, const qm_cuda_router_plan& pla
                       RoutingOf(r)};
   Launcher launcher{stream};
   if (plan.path == kRouterCluster) {
-    launcher.Run(RouterCluster<T>, params, dim3(kRouterBlocks, tokens), kRouterThreads,
-                 static_cast<int>(RouterShared(r, params.routing)), true, kRouterBlocks);
+    constexpr void (*kernels[])(RouterParams) = {RouterCluster<T, 1>, RouterCluster<T, 2>, RouterCluster<T, 3>,
+                                                 RouterCluster<T, 4>, RouterCluster<T, 5>};
+    static_assert(std::size(kernels) == kRouterMostTiles);
+    launcher.Run(kernels[RouterTilesOf(params.routing) - 1], params, dim3(kRouterBlocks, Blocks(tokens, kRouterTokens)),
+                 kRouterThreads, RouterShared(params.routing), true, kRouterBlocks);
     return Report(launcher.error, err);
   }
   if (plan.path == kRouterTiles)

@@ -12,21 +12,25 @@ constexpr int SelectWords(const qm_routing& r) { return LogitsOf(r) + r.num_expe
 
 // MoERouter's kernels.
 enum RouterPath {
-  kRouterCluster = 0,  // a cluster a token: a block has the weights of some experts, the first one selects
+  kRouterCluster = 0,  // a cluster for eight tokens: a block has the weights of some experts, and selects for a token
   kRouterRows = 1,     // a warp an expert of a token, then MoeSelect
   kRouterTiles = 2,    // mma.sync on tiles of tokens and experts, then MoeSelect
 };
-constexpr int kRouterBlocks = 8;     // of a cluster, which every GPU with clusters runs
-constexpr int kRouterThreads = 256;  // of one of them
-constexpr int kRouterFew = 32;       // tokens up to which weights are read again for each
+constexpr int kRouterBlocks = 8;  // of a cluster, which every GPU with clusters runs
+constexpr int kRouterThreads = 512, kRouterWarps = kRouterThreads / 32;  // of one of them
+constexpr int kRouterTokens = kRouterBlocks;                             // of a cluster
+constexpr int kRouterMostTiles = 5;                                      // of 16 experts a block has
+constexpr int kRouterFew = 32;  // tokens up to which weights are read again for each cluster or token
 constexpr int kRouterRowsThreads = 128;
 constexpr int kRouterTileTokens = 32, kRouterTileExperts = 64, kRouterTileColumns = 64, kRouterStages = 8;
 constexpr int kRouterTileThreads = 128;
 constexpr int kRouterTileBytes = kRouterStages * (kRouterTileTokens + kRouterTileExperts) * kRouterTileColumns * 2;
-// Shared memory of a block of a cluster.
-constexpr int64_t RouterShared(const qm_router& r, const qm_routing& routing) {
-  return int64_t{2} * r.hidden_size * ((LogitsOf(routing) + kRouterBlocks - 1) / kRouterBlocks + 1) +
-         4 * SelectWords(routing);
+constexpr int RouterTilesOf(const qm_routing& r) {
+  return ((LogitsOf(r) + kRouterBlocks - 1) / kRouterBlocks + 15) / 16;
+}
+// Dynamic shared memory of a block of a cluster.
+constexpr int RouterShared(const qm_routing& r) {
+  return 4 * (kRouterWarps * RouterTilesOf(r) * 16 * kRouterTokens + SelectWords(r));
 }
 // MoERouter's attributes but for the first: MoERouting's.
 constexpr qm_routing RoutingOf(const qm_router& r) {

@@ -33,14 +33,10 @@ extern "C" int qm_cuda_plan_router(const qm_cuda_router_problem* problem, const 
   QM_TRY(ValidateType("hidden_states", problem->type, err));
   QM_TRY(ValidateSize("rows of hidden_states", problem->tokens, 0, kMostRows, err));
   const bool words = r.hidden_size % 8 == 0, few = problem->tokens <= kRouterFew;
-  const int64_t bytes = RouterShared(r, routing.routing);
-  // 1 KiB of a block's shared memory is the system's.
-  const int64_t blocks = std::min<int64_t>(device->shared_bytes / (bytes + 1024), 2048 / kRouterThreads);
   *plan = qm_cuda_router_plan{};
-  plan->path = words && few && device->sm >= 90 && kRouterBlocks * problem->tokens <= blocks * device->multiprocessors
-                   ? kRouterCluster
-               : words && !few ? kRouterTiles
-                               : kRouterRows;
+  plan->path = words && few && device->sm >= 90 && RouterTilesOf(routing.routing) <= kRouterMostTiles ? kRouterCluster
+               : words && !few                                                                        ? kRouterTiles
+                                                                                                      : kRouterRows;
   if (plan->path != kRouterCluster)
     plan->workspace_bytes =
         static_cast<uint64_t>(problem->tokens) * static_cast<uint64_t>(LogitsOf(routing.routing)) * 4;

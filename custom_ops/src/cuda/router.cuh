@@ -28,53 +28,78 @@ __device__ inline void Dot8(float& sum, const uint4& a, const uint4& b) {
   }
 }
 
-// columns: a multiple of 8. Dynamic shared memory: the block's rows of weights, x, SelectWords. The weights come before
-// the kernel waits for x, and each block's logits go to the first block's words. A warp has two experts at a time, which
-// share what it reads of x: shared memory's bandwidth binds.
-template <typename T>
-__global__ void __launch_bounds__(kRouterThreads) RouterCluster(const __grid_constant__ RouterParams p) {
+// columns: a multiple of 8. Up to eight tokens, mma's columns, a cluster; kTiles of 16 experts a block. A warp has
+// every kRouterWarps-th piece of 32 columns of all the block's experts, of which lane t of four reads eight: what mma
+// takes as columns 2t, 2t + 1, 2t + 8, 2t + 9 of two products. As many pieces as registers hold are read before the
+// kernel waits for x. The sums go to the token's block, which selects. Dynamic shared memory: RouterShared.
+template <typename T, int kTiles>
+__global__ void __launch_bounds__(kRouterThreads, 1) RouterCluster(const __grid_constant__ RouterParams p) {
 #if __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) uint8_t shared[];
+  constexpr int kRows = 16 * kTiles, kAhead = kTiles == 1 ? 8 : kTiles == 2 ? 5 : 12 / kTiles;
+  extern __shared__ __align__(128) float parts[];  // [warps, rows, kRouterTokens]
+  __shared__ float biases[kRows];
   LaunchDependents();
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = blockIdx.x;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, rank = blockIdx.x;
   const int rows = LogitsOf(p.routing), each = (rows + kRouterBlocks - 1) / kRouterBlocks;
   const int first = min(rank * each, rows), count = min(each, rows - first), words = p.columns / 8;
-  const uint4* weights = reinterpret_cast<const uint4*>(shared);
-  uint4* x = reinterpret_cast<uint4*>(shared) + each * words;
-  float* logits = reinterpret_cast<float*>(x + words);
-  const uint4* from = static_cast<const uint4*>(p.weight) + static_cast<int64_t>(first) * words;
-  for (int i = threadIdx.x; i < count * words; i += kRouterThreads)
-    CopyAsync16Past(SharedAddress(shared) + 16 * i, from + i, true);
-  CopyAsyncCommit();
+  const int token0 = blockIdx.y * kRouterTokens, tokens = min(kRouterTokens, p.tokens - token0);
+  float* logits = parts + kRouterWarps * kRows * kRouterTokens;
+  const uint4* weights = static_cast<const uint4*>(p.weight) + static_cast<int64_t>(first) * words;
+  const uint4* x = static_cast<const uint4*>(p.x) + static_cast<int64_t>(token0 + g) * words;
+  const auto word_of = [&](int at, int piece) { return 4 * (at + piece * kRouterWarps) + t; };
+  uint4 weight[kAhead][kTiles][2];  // rows g and g + 8
+  const auto read = [&](int at) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i)
+#pragma unroll
+      for (int row = g; row < kRows; row += 8) {
+        const int word = word_of(at, i);
+        weight[i][row / 16][row / 8 % 2] =
+            row < count && word < words ? weights[static_cast<unsigned>(row * words + word)] : uint4{};
+      }
+  };
+  read(warp);
+  if (threadIdx.x < kRows) biases[threadIdx.x] = p.bias && threadIdx.x < count ? p.bias[first + threadIdx.x] : 0.f;
   ClusterArrive();  // all blocks are there before one stores to another
   WaitForPrevious();
-  for (int i = threadIdx.x; i < words; i += kRouterThreads)
-    x[i] = static_cast<const uint4*>(p.x)[static_cast<int64_t>(blockIdx.y) * words + i];
-  CopyAsyncWaitAll();
+  float sums[kTiles][4] = {};
+#pragma unroll 1
+  for (int at = warp; 4 * at < words; at += kRouterWarps * kAhead) {
+    if (at != warp) read(at);
+    uint4 v[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) v[i] = g < tokens && word_of(at, i) < words ? x[word_of(at, i)] : uint4{};
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i)
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+        const uint4 &low = weight[i][m][0], &high = weight[i][m][1];
+        const uint32_t even[] = {low.x, high.x, low.y, high.y}, odd[] = {low.z, high.z, low.w, high.w};
+        Half<T>::Mma(sums[m], even, v[i].x, v[i].y);
+        Half<T>::Mma(sums[m], odd, v[i].z, v[i].w);
+      }
+  }
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      *reinterpret_cast<float2*>(parts + (warp * kRows + m * 16 + half * 8 + g) * kRouterTokens + 2 * t) =
+          make_float2(sums[m][2 * half], sums[m][2 * half + 1]);
   __syncthreads();
   ClusterWait();
-  for (int e = 2 * warp; e < count; e += kRouterThreads / 16) {
-    const bool two = e + 1 < count;
-    const uint4 *one = weights + e * words, *other = two ? one + words : one;
-    float sums[2] = {};
-#pragma unroll 4
-    for (int i = lane; i < words; i += 32) {
-      const uint4 v = x[i];
-      Dot8<T>(sums[0], v, one[i]);
-      Dot8<T>(sums[1], v, other[i]);
-    }
-    for (float& sum : sums) sum = WarpSum(sum);
-    if (lane < 1 + two) {
-      const int expert = first + e + lane;
-      const float sum = lane ? sums[1] : sums[0];
-      ClusterStore(logits + expert, 0, p.bias ? sum + p.bias[expert] : sum);
-    }
+  for (int i = threadIdx.x; i < count * kRouterTokens; i += kRouterThreads) {
+    const int row = i / kRouterTokens, token = i % kRouterTokens;
+    if (token >= tokens) continue;
+    float sum = biases[row];
+#pragma unroll
+    for (int w = 0; w < kRouterWarps; ++w) sum += parts[w * kRows * kRouterTokens + i];
+    ClusterStore(logits + first + row, token, sum);
   }
   __syncwarp();
   ClusterArrive();
   ClusterWait();
-  if (rank == 0 && warp == 0) {
-    const int64_t at = static_cast<int64_t>(blockIdx.y) * SlotsOf(p.routing);
+  if (rank < tokens && warp == 0) {
+    const int64_t at = static_cast<int64_t>(token0 + rank) * SlotsOf(p.routing);
     Select(p.routing, reinterpret_cast<unsigned*>(logits), p.correction, p.topk_ids + at, p.topk_weights + at);
   }
 #endif
