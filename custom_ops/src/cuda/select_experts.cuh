@@ -61,7 +61,71 @@ __device__ inline void TakeLargest(const unsigned* key, const float* score, int 
   }
 }
 
-// A warp selects from the f32 logits, the first of SelectWords words in shared memory; all lanes see them. Methods are op.def's; correction_bias: null for none.
+// Select where all groups are kept, at most 32 N experts, at most 32 of them selected and no logit is NaN: registers
+// have the scores, and lane j what is selected j-th.
+template <int N>
+__device__ inline void SelectHere(const qm_routing& r, const float* logits, const float* correction_bias, int* ids,
+                                  float* weights) {
+  const int lane = threadIdx.x;
+  float score[N], most = -INFINITY;
+  unsigned key[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    score[i] = lane + 32 * i < r.num_experts ? logits[lane + 32 * i] : -INFINITY;
+    most = fmaxf(most, score[i]);
+  }
+  if (r.method == k_routing_method_softmax_topk) {
+    most = WarpMost(most);
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum += score[i] = expf(score[i] - most);
+    sum = WarpSum(sum);
+#pragma unroll
+    for (int i = 0; i < N; ++i) score[i] /= sum;
+  } else if (r.method == k_routing_method_sigmoid_topk) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) score[i] = 1.f / (1.f + expf(-score[i]));
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const int e = lane + 32 * i;
+    key[i] = e < r.num_experts ? max(Ordered(score[i] + (correction_bias ? correction_bias[e] : 0.f)), 1u) : 0;
+  }
+  int id = 0;
+  float weight = 0.f;
+  for (int j = 0; j < r.top_k; ++j) {
+    unsigned best = key[0];
+#pragma unroll
+    for (int i = 1; i < N; ++i) best = max(best, key[i]);
+    const unsigned largest = __reduce_max_sync(~0u, best), lanes = __ballot_sync(~0u, best == largest);
+    int at = 32 * N;  // the lane's first
+    float own = 0.f;
+#pragma unroll
+    for (int i = N - 1; i >= 0; --i)
+      if (key[i] == largest) at = lane + 32 * i, own = score[i];
+    const int first = lanes & (lanes - 1) ? __reduce_min_sync(~0u, at) : __shfl_sync(~0u, at, __ffs(lanes) - 1);
+    own = __shfl_sync(~0u, own, first % 32);
+    if (lane == j) id = first, weight = own;
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (lane + 32 * i == first) key[i] = 0;
+  }
+  const bool mine = lane < r.top_k;
+  const auto divide = [&](float least) {  // by their sum
+    weight /= WarpSum(mine ? weight : 0.f) + least;
+  };
+  if (r.method == k_routing_method_topk_softmax) {
+    weight = expf(weight - WarpMost(mine ? weight : -INFINITY));
+    divide(0.f);
+  } else if (r.method == k_routing_method_topk_sigmoid) {
+    weight = 1.f / (1.f + expf(-weight));
+  }
+  if (r.renormalize) divide(1e-20f);
+  if (mine) ids[lane] = id, weights[lane] = weight * r.routed_scaling_factor;
+}
+
+// A warp selects from the f32 logits, the first of SelectWords words in shared memory; all lanes see them. Methods are
+// op.def's; correction_bias: null for none.
 __device__ inline void Select(const qm_routing& r, unsigned* words, const float* correction_bias, int* ids,
                               float* weights) {
   const int experts = r.num_experts, lane = threadIdx.x;
@@ -77,6 +141,7 @@ __device__ inline void Select(const qm_routing& r, unsigned* words, const float*
   }
   float most = -INFINITY;
   bool nan = false;
+#pragma unroll 8
   for (int e = lane; e < experts; e += 32) {
     const float x = score[e];
     nan |= x != x;
@@ -86,6 +151,9 @@ __device__ inline void Select(const qm_routing& r, unsigned* words, const float*
     for (int j = lane; j < r.top_k; j += 32) ids[j] = j, weights[j] = NAN;
     return;
   }
+  if (r.topk_group == r.n_group && experts <= 256 && r.top_k <= 32)
+    return experts <= 128 ? SelectHere<4>(r, score, correction_bias, ids, weights)
+                          : SelectHere<8>(r, score, correction_bias, ids, weights);
   if (r.method == k_routing_method_softmax_topk) {
     most = WarpMost(most);
     float sum = 0.f;
