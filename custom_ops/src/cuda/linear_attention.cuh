@@ -66,16 +66,35 @@ __device__ inline float SigmoidOf(float x) { return 1.f / (1.f + expf(-x)); }
 // log(1 + e^x)
 __device__ inline float Softplus(float x) { return (x > 0.f ? x : 0.f) + log1pf(expf(-fabsf(x))); }
 
+// Asks for what a later load finds in L1. global: a multiple of 2.
+__device__ inline void Touch(const void* global) {
+  [[maybe_unused]] uint16_t unused;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(unused) : "l"(global) : "memory");
+}
+
 // Two channels a thread, kConvTokens tokens of a row a block, counted from the first that counts. Only the first block
 // reads the state, and it writes it: so present may be past's memory.
 template <typename T, int W>
 __global__ void __launch_bounds__(kConvThreads) CausalConv(const __grid_constant__ ConvParams p) {
   LaunchDependents();
-  WaitForPrevious();
   const int channels = p.conv.channels, c = (blockIdx.x * kConvThreads + threadIdx.x) * 2, b = blockIdx.z;
+  float2 weight[W], bias{};
+  if (c < channels) {
+#pragma unroll
+    for (int j = 0; j < W; ++j) weight[j] = make_float2(p.weight[c * W + j], p.weight[(c + 1) * W + j]);
+    if (p.bias) bias = make_float2(p.bias[c], p.bias[c + 1]);
+  }
+  WaitForPrevious();
   if (c >= channels) return;
-  const TokenRow row = ReadTokenRow(p.rows, b, p.tokens);
   const int first = blockIdx.y * kConvTokens;
+  const int64_t state = (static_cast<int64_t>(b) * channels + c) * (W - 1);
+  if (p.tokens <= kFewConvTokens) {  // what most likely is read, asked for before `rows` says so
+    for (int t = 0; t < p.tokens; ++t)
+      Touch(static_cast<const uint32_t*>(p.x) + (static_cast<int64_t>(b) * p.tokens + t) * p.x_words + c / 2);
+    Touch(static_cast<const uint16_t*>(p.past) + state);
+    Touch(static_cast<const uint16_t*>(p.past) + state + 2 * (W - 1) - 1);
+  }
+  const TokenRow row = ReadTokenRow(p.rows, b, p.tokens);
   const auto word = [&](int token) { return (static_cast<int64_t>(b) * p.tokens + token) * channels / 2 + c / 2; };
   const uint32_t* x = static_cast<const uint32_t*>(p.x);
   uint32_t* y = static_cast<uint32_t*>(p.y);
@@ -84,7 +103,6 @@ __global__ void __launch_bounds__(kConvThreads) CausalConv(const __grid_constant
     if (!row.Has(t)) y[word(t)] = none;
   if (!row.valid) return;
 
-  const int64_t state = (static_cast<int64_t>(b) * channels + c) * (W - 1);
   const uint16_t* past = static_cast<const uint16_t*>(p.past) + state;
   uint16_t* present = static_cast<uint16_t*>(p.present) + state;
   // Of both channels the input of a token, counted from the first that counts; before it is the state.
@@ -109,10 +127,7 @@ __global__ void __launch_bounds__(kConvThreads) CausalConv(const __grid_constant
     for (int j = 0; j < W - 1; ++j)
       kept[j] = row.count ? input(row.count - (W - 1) + j) : past[j] | static_cast<uint32_t>(past[W - 1 + j]) << 16;
   if (first < row.count) {
-    float2 weight[W], window[W];
-#pragma unroll
-    for (int j = 0; j < W; ++j) weight[j] = make_float2(p.weight[c * W + j], p.weight[(c + 1) * W + j]);
-    const float2 bias = p.bias ? make_float2(p.bias[c], p.bias[c + 1]) : float2{};
+    float2 window[W];
 #pragma unroll
     for (int j = 0; j < W - 1; ++j) {
       const uint32_t v = input(first - (W - 1) + j);
@@ -174,10 +189,10 @@ __device__ inline DeltaInput<T, K, kPerKey> ReadInput(const DeltaParams& p, int6
   in.b = static_cast<const T*>(p.b)[token * p.b_size + head];
   return in;
 }
-// By a warp.
+// By a warp. dt_bias: what the lane's decays take.
 template <typename T, int K, bool kPerKey>
-__device__ inline void Prepare(const DeltaParams& p, int head, float rate, const DeltaInput<T, K, kPerKey>& in,
-                               DeltaOperands<K, kPerKey>* to) {
+__device__ inline void Prepare(const DeltaParams& p, float rate, const float* dt_bias,
+                               const DeltaInput<T, K, kPerKey>& in, DeltaOperands<K, kPerKey>* to) {
   constexpr int kEach = K / 32;
   const int lane = threadIdx.x % 32;
   float q[kEach], k[kEach], q_squares = 0, k_squares = 0, product = 0;
@@ -194,21 +209,19 @@ __device__ inline void Prepare(const DeltaParams& p, int head, float rate, const
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     to->query[at + i] = q[i] * by_q, to->key[at + i] = k[i] * by_k;
-    if (kPerKey)
-      to->decay[at + i] =
-          expf(-rate * Softplus(static_cast<float>(in.a.x[i]) + p.dt_bias[head * K + lane * kEach + i]));
+    if (kPerKey) to->decay[at + i] = expf(-rate * Softplus(static_cast<float>(in.a.x[i]) + dt_bias[i]));
   }
   if (lane == 0) {
-    if (!kPerKey) to->decay[0] = expf(-rate * Softplus(static_cast<float>(in.a.x[0]) + p.dt_bias[head]));
+    if (!kPerKey) to->decay[0] = expf(-rate * Softplus(static_cast<float>(in.a.x[0]) + dt_bias[0]));
     to->beta = p.delta.beta_scale * SigmoidOf(static_cast<float>(in.b)), to->product = product * by_q * by_k;
   }
 }
 
-// A value of the output, of a head whose squares' sum is given.
+// A value of the output, of a head whose squares' sum is given. norm: the column's weight.
 template <typename T>
-__device__ inline T GateValue(const DeltaParams& p, float o, float squares, T z, int c) {
+__device__ inline T GateValue(const DeltaParams& p, float o, float squares, T z, float norm) {
   const float r = rsqrtf(squares / p.delta.v_head_size + p.delta.norm_epsilon), x = static_cast<float>(z);
-  return Half<T>::From(o * r * p.norm[c] * (p.delta.gate == k_output_gate_silu ? x * SigmoidOf(x) : SigmoidOf(x)));
+  return Half<T>::From(o * r * norm * (p.delta.gate == k_output_gate_silu ? x * SigmoidOf(x) : SigmoidOf(x)));
 }
 // A head of a token, by a warp: o [V] to y.
 template <typename T>
@@ -220,7 +233,7 @@ __device__ inline void Gate(const DeltaParams& p, const float* o, int64_t token,
   for (int c = threadIdx.x % 32; c < v; c += 32) sum = fmaf(o[c], o[c], sum);
   sum = WarpSum(sum);
   for (int c = threadIdx.x % 32; c < v; c += 32)
-    static_cast<T*>(p.y)[at + c] = GateValue<T>(p, o[c], sum, z[c], c);
+    static_cast<T*>(p.y)[at + c] = GateValue<T>(p, o[c], sum, z[c], p.norm[c]);
 }
 template <typename T>
 __device__ inline void GateNone(const DeltaParams& p, const TokenRow& row, int64_t token, int head) {
@@ -246,41 +259,28 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
   const qm_delta& d = p.delta;
   if (kCluster)  // L2 is asked for the block's part of the state, which may still change, before that is read
     for (int i = threadIdx.x; i < K; i += kDeltaParts * C)
-      Prefetch(p.past_state + ((static_cast<int64_t>(blockIdx.z) * d.num_v_heads + blockIdx.y) * K + i) * d.v_head_size +
+      Prefetch(p.past_state +
+                   ((static_cast<int64_t>(blockIdx.z) * d.num_v_heads + blockIdx.y) * K + i) * d.v_head_size +
                    blockIdx.x * C,
                C * 4);
-  WaitForPrevious();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int column = warp * (32 / kDeltaParts) + lane % (32 / kDeltaParts), part = lane / (32 / kDeltaParts);
   const int first_column = blockIdx.x * C, c = first_column + column, v = d.v_head_size;
   const int head = blockIdx.y, b = blockIdx.z;
+  constexpr int kBiases = kPerKey ? K / 32 : 1;
+  float dt_bias[kBiases];
+#pragma unroll
+  for (int i = 0; i < kBiases; ++i) dt_bias[i] = p.dt_bias[kPerKey ? head * K + lane * kBiases + i : head];
+  const float rate = expf(p.a_log[head]), norm = kCluster ? p.norm[first_column + lane] : 0.f;
+  WaitForPrevious();
 
   // What `rows` does not decide is asked for before it is there.
   const int64_t at = ((static_cast<int64_t>(b) * d.num_v_heads + head) * K + part * kRows) * v + c;
   float s[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) s[i] = p.past_state[at + static_cast<int64_t>(i) * v];
-  const float rate = expf(p.a_log[head]);
-  TokenRow row = ReadTokenRow(p.rows, b, p.tokens);
-  if (p.tail) {
-    const int own = min(row.count, p.tail);
-    row.begin += row.count - own, row.count = own, row.from_past = true;
-  }
-  const auto store = [&](int back, bool zero) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      p.present_state[at - back * p.slot + static_cast<int64_t>(i) * v] = zero ? 0.f : s[i];
-  };
   const int64_t first_token = static_cast<int64_t>(b) * p.tokens;
-  if (kHere && blockIdx.x == 0)
-    for (int t = warp; t < p.tokens; t += kWarps)
-      if (!row.Has(t)) GateNone<T>(p, row, first_token + t, head);
-  if (kCluster) ClusterWait();
-  if (!row.valid) return;
-  if (!row.from_past && row.count)
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) s[i] = 0;
-
+  TokenRow row{0, p.tokens, true, true};  // most likely
   DeltaInput<T, K, kPerKey> in[kOfWarp];
   T value[kValues], z[kCluster ? kOfWarp : 1];
   // Asks for what a chunk has; beyond the last token for the last one's again.
@@ -298,11 +298,32 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
       for (int i = 0; i < kOfWarp; ++i)
         z[i] = static_cast<const T*>(p.z)[token(i * kWarps + warp) * p.z_size + head * v + first_column + lane];
   };
-  if (row.count) read(0);
+  if (kCluster && p.tokens) read(0);
+  row = ReadTokenRow(p.rows, b, p.tokens);
+  const bool there = kCluster && row.begin == 0 && row.count == p.tokens;
+  if (p.tail) {
+    const int own = min(row.count, p.tail);
+    row.begin += row.count - own, row.count = own, row.from_past = true;
+  }
+  const auto store = [&](int back, bool zero) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      p.present_state[at - back * p.slot + static_cast<int64_t>(i) * v] = zero ? 0.f : s[i];
+  };
+  if (kHere && blockIdx.x == 0)
+    for (int t = warp; t < p.tokens; t += kWarps)
+      if (!row.Has(t)) GateNone<T>(p, row, first_token + t, head);
+  if (kCluster) ClusterWait();
+  if (!row.valid) return;
+  if (!row.from_past && row.count)
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) s[i] = 0;
+
+  if (row.count && !there) read(0);
   for (int first = 0; first < row.count; first += kChunk) {
     const int n = min(kChunk, row.count - first);
 #pragma unroll
-    for (int i = 0; i < kOfWarp; ++i) Prepare<T, K, kPerKey>(p, head, rate, in[i], operands + i * kWarps + warp);
+    for (int i = 0; i < kOfWarp; ++i) Prepare<T, K, kPerKey>(p, rate, dt_bias, in[i], operands + i * kWarps + warp);
 #pragma unroll
     for (int i = 0; i < kValues; ++i)
       values[i * kDeltaParts + threadIdx.x / C][threadIdx.x % C] = static_cast<float>(value[i]);
@@ -369,7 +390,7 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
         for (int block = 0; block < blocks; ++block) sum += squares[t][block];
         const int from = first_column + lane;
         static_cast<T*>(p.y)[((token + t) * d.num_v_heads + head) * v + from] =
-            GateValue<T>(p, outputs[t][lane], sum, z[i], from);
+            GateValue<T>(p, outputs[t][lane], sum, z[i], norm);
       }
     }
   }

@@ -6,6 +6,7 @@ namespace quantmoe {
 
 constexpr int kConvThreads = 128;  // each has two channels
 constexpr int kConvTokens = 16;    // of a block; at least the widest convolution
+constexpr int kFewConvTokens = 8;  // of a call whose reads are asked for at once
 constexpr int kLeastConvWidth = 2, kMostConvWidth = 4;
 
 constexpr int kDeltaParts = 4;                      // lanes that share a column of a state, a quarter of its rows each
