@@ -208,14 +208,15 @@ qm_cuda_gemm PlanLinearDecode(const qm_cuda_device& device, const qm_projection&
     g.grid = w.panels;
     return g;
   }
-  // Measured: warps of four panels, and two blocks for them where that still is one round; one panel of 8-bit codes, or
-  // two where a warp's part of a row is long.
+  // Measured: warps of four panels, and two blocks for them where that still is one round, but of formats that pair
+  // units not for more rounds; one panel of 8-bit codes, of which three blocks are there where warps have four units,
+  // or two where a warp's part of a row is long.
   const bool pairs = PairsUnits(kind, w), bytes = BitsOf(kind) == 8;
   const int64_t fours = CeilDiv(w.panels, 4);
-  const bool four = !bytes && !(pairs && w.block_shift == 0) && fours <= 2 * device.multiprocessors;
+  const bool four = !bytes && !(pairs && w.block_shift == 0) && (fours <= 2 * device.multiprocessors || !pairs);
   qm_cuda_gemm g{};
   g.panels = four ? 4 : bytes && w.units < 24 * kWarps ? 1 : 2;
-  g.stages = four ? 3 : g.panels == 1 ? 6 : 5;
+  g.stages = four ? 3 : g.panels > 1 ? 5 : w.units <= 4 * kWarps ? 4 : 6;
   g.n_tiles = g.warps_k = 1;
   g.cluster = four && device.sm >= 90 && 2 * fours <= device.multiprocessors ? 2 : 1;
   const int bytes_shared =

@@ -24,6 +24,8 @@ template <typename T, class F>
 GemmKernel SelectLinearDecode(F, const qm_cuda_gemm& g) {
   constexpr int kUnits = F::kPairsUnits && F::kGroups == 1 ? 2 : 1;
   if (g.n_tiles != 1) return nullptr;
+  if constexpr (F::kBits == 8)
+    if (g.panels == 1 && g.stages == 4) return MoeDownDecode<T, F, 1, 1, true, 4>;
   if (g.panels == 1 && g.stages == 6) return MoeDownDecode<T, F, 1, 1, true, 6>;
   if (g.panels == 2 && g.stages == 5) return MoeDownDecode<T, F, 2, 1, true, 5>;
   if constexpr (F::kBits == 4)

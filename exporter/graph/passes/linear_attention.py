@@ -383,7 +383,7 @@ def _forward(self: Any, hidden_states: torch.Tensor, cache_params: Any, *_: Any,
     layer, decay = cache_params.layers[self.layer_idx], self.get_submodule(family.decay)
     if family is QWEN3_5:
         parts = _whole(self, x)
-        qkv, _ = next(parts)
+        qkv = next(parts)[0]
         z, z_at = next(parts)
         # Of what is ready ONNX Runtime runs the node that comes last here first, so a small product before the large
         # one, whose weights are read meanwhile.

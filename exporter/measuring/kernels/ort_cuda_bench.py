@@ -167,7 +167,7 @@ def _matrix(p: Projection, n: int, k: int, rng: np.random.Generator) -> Quantize
     codes = rng.integers(0, 16, (n, k), np.uint8)
     if p.format == "fp8_e4m3":
         codes = (4.6 * rng.standard_normal((n, k), np.float32)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    factor = np.float32(scale) if p.format == "nvfp4" else None
+    factor = float(np.float32(scale)) if p.format == "nvfp4" else None
     return QuantizedMatrix(p.format, codes, scales, p.group_size, bias=bias, global_scale=factor)
 
 
