@@ -223,8 +223,8 @@ def down_of(p: Projection, n: int, k: int, row: np.ndarray) -> Weights:
 
 
 def by_original_row(m: Weights, order: np.ndarray) -> Weights:
-    changes = {name: getattr(m, name)[order] for name in ("values", "scales", "bias")}
-    return replace(m, **changes, multiplier=None if m.multiplier is None else m.multiplier[order])
+    names = (name for name in ("values", "scales", "bias", "multiplier", "minima") if getattr(m, name) is not None)
+    return replace(m, **{name: getattr(m, name)[order] for name in names})
 
 
 def scores(spec: RoutingSpec, x: np.ndarray) -> Span:
