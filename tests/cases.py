@@ -193,79 +193,66 @@ FLOAT_ACTIVATIONS = ("fp8_token", "fp8_tensor", "fp8_group128", "nvfp4", "mxfp8"
 
 
 #: every axis of the op once, then sizes that are not multiples of anything
-CASES = list(
-    dict.fromkeys(
-        [
-            Case(),
-            Case(activation_format="int8_token"),
-            Case(activation_format="none"),
-            *(Case(weights=w, group_size=g) for w in WEIGHTS for g in (-1, 16, 32, 64)),
-            *(Case(weights=w, group_size=g, activation_format="none") for w in ONE_OF_EACH for g in (-1, 16, 64)),
-            *(
-                Case(weights=w, group_size=g, activation_format="int8_token")
-                for w in ONE_OF_EACH[:-1]
-                for g in (-1, 64)
-            ),
-            *(Case(weights=w, activation_format=a) for w in ONE_OF_EACH for a in FLOAT_ACTIVATIONS),
-            # Integer products: both sides are e2m1 in the same groups; in act-order they are not.
-            *(
-                Case(weights=NVFP4, group_size=16, activation_format="nvfp4", **other)
-                for other in (
-                    {},
-                    {"hidden": 176, "intermediate": 72, "bias": True, "gated": False, "activation": "relu2"},
-                    {"hidden": 100, "intermediate": 70, "pre_scale": True, "on_input": True},
-                    {"act_order": "split"},
-                )
-            ),
-            *(
-                Case(weights=FP8, group_size=g, block_n=48, hidden=160, activation_format="fp8_group128")
-                for g in (-1, 128)
-            ),
-            *(
-                Case(weights=FP8, group_size=-1, activation_format="fp8_tensor", static=False, gated=g)
-                for g in (True, False)
-            ),
-            *(Case(weights=w, pre_scale=True, act_order="split") for w in ONE_OF_EACH),
-            Case(weights=FP8, pre_scale=True, activation_format="fp8_tensor", static=False),
-            Case(weights=("mxfp4", "e8m0", False), bias=True, activation="swiglu_oai", hidden=90, intermediate=90),
-            *(
-                Case(weights=w, activation_format=a, **sizes)
-                for w in K_QUANTS.values()
-                for a in ("none", "int8_token", "int8_token_asym")
-                for sizes in ({"hidden": 512, "intermediate": 256}, {"hidden": 100, "intermediate": 290, "bias": True})
-            ),
-            *(
-                Case(weights=w, activation_format=a, hidden=290, intermediate=40, act_order="split", pre_scale=True)
-                for w in K_QUANTS.values()
-                for a in ("none", "int8_token_asym", "fp8_token")
-            ),
-            *(Case(activation=a) for a in ("gelu", "gelu_tanh", "relu2", "swiglu_oai", "swiglu_step")),
-            *(Case(activation=a, gated=False) for a in ("silu", "gelu", "relu2")),
-            Case(bias=True),
-            Case(bias=True, weights=INT8, group_size=-1),
-            Case(bias=True, activation="swiglu_oai", activation_format="none"),
-            *(
-                Case(act_order=a, activation_format=f, weights=w)
-                for a in ("shared", "split")
-                for f in ("none", "int8_token_asym")
-                for w in (INT4, INT8, ("int4", "f16", True))
-            ),
-            Case(act_order="shared", gated=False),
-            Case(on_input=True, top_k=1),
-            Case(on_input=True),
-            Case(offset=2, total_experts=8, top_k=4),
-            Case(hidden=40, intermediate=27, group_size=-1),
-            Case(hidden=33, intermediate=7, group_size=-1, weights=INT8),
-            Case(hidden=100, intermediate=70),
-            Case(hidden=100, intermediate=70, weights=INT8, bias=True),
-            *(Case(hidden=100, intermediate=70, weights=w, bias=True) for w in ONE_OF_EACH),
-            Case(hidden=31, intermediate=1, experts=1, top_k=1, group_size=64),
-            Case(hidden=288, intermediate=200, group_size=96, act_order="split", bias=True),
-            Case(hidden=256, intermediate=128, group_size=128, experts=16, top_k=8),
-            Case(hidden=256, intermediate=384, group_size=128, experts=3, top_k=8, weights=INT8),
-        ]
-    )
-)
+CASES = [
+    Case(),
+    Case(activation_format="int8_token"),
+    Case(activation_format="none"),
+    *(Case(weights=w, group_size=g) for w in WEIGHTS for g in (-1, 16, 32, 64)),
+    *(Case(weights=w, group_size=g, activation_format="none") for w in ONE_OF_EACH for g in (-1, 16, 64)),
+    *(Case(weights=w, group_size=g, activation_format="int8_token") for w in ONE_OF_EACH[:-1] for g in (-1, 64)),
+    *(Case(weights=w, activation_format=a) for w in ONE_OF_EACH for a in FLOAT_ACTIVATIONS),
+    # Integer products: both sides are e2m1 in the same groups; in act-order they are not.
+    *(
+        Case(weights=NVFP4, group_size=16, activation_format="nvfp4", **other)
+        for other in (
+            {},
+            {"hidden": 176, "intermediate": 72, "bias": True, "gated": False, "activation": "relu2"},
+            {"hidden": 100, "intermediate": 70, "pre_scale": True, "on_input": True},
+            {"act_order": "split"},
+        )
+    ),
+    *(Case(weights=FP8, group_size=g, block_n=48, hidden=160, activation_format="fp8_group128") for g in (-1, 128)),
+    *(Case(weights=FP8, group_size=-1, activation_format="fp8_tensor", static=False, gated=g) for g in (True, False)),
+    *(Case(weights=w, pre_scale=True, act_order="split") for w in ONE_OF_EACH),
+    Case(weights=FP8, pre_scale=True, activation_format="fp8_tensor", static=False),
+    Case(weights=("mxfp4", "e8m0", False), bias=True, activation="swiglu_oai", hidden=90, intermediate=90),
+    *(
+        Case(weights=w, activation_format=a, **sizes)
+        for w in K_QUANTS.values()
+        for a in ("none", "int8_token", "int8_token_asym")
+        for sizes in ({"hidden": 512, "intermediate": 256}, {"hidden": 100, "intermediate": 290, "bias": True})
+    ),
+    *(
+        Case(weights=w, activation_format=a, hidden=290, intermediate=40, act_order="split", pre_scale=True)
+        for w in K_QUANTS.values()
+        for a in ("none", "int8_token_asym", "fp8_token")
+    ),
+    *(Case(activation=a) for a in ("gelu", "gelu_tanh", "relu2", "swiglu_oai", "swiglu_step")),
+    *(Case(activation=a, gated=False) for a in ("silu", "gelu", "relu2")),
+    Case(bias=True),
+    Case(bias=True, weights=INT8, group_size=-1),
+    Case(bias=True, activation="swiglu_oai", activation_format="none"),
+    *(
+        Case(act_order=a, activation_format=f, weights=w)
+        for a in ("shared", "split")
+        for f in ("none", "int8_token_asym")
+        for w in (INT4, INT8, ("int4", "f16", True))
+    ),
+    Case(act_order="shared", gated=False),
+    Case(on_input=True, top_k=1),
+    Case(on_input=True),
+    Case(offset=2, total_experts=8, top_k=4),
+    Case(hidden=40, intermediate=27, group_size=-1),
+    Case(hidden=33, intermediate=7, group_size=-1, weights=INT8),
+    Case(hidden=100, intermediate=70),
+    Case(hidden=100, intermediate=70, weights=INT8, bias=True),
+    *(Case(hidden=100, intermediate=70, weights=w, bias=True) for w in ONE_OF_EACH),
+    Case(hidden=31, intermediate=1, experts=1, top_k=1, group_size=64),
+    Case(hidden=288, intermediate=200, group_size=96, act_order="split", bias=True),
+    Case(hidden=256, intermediate=128, group_size=128, experts=16, top_k=8),
+    Case(hidden=256, intermediate=384, group_size=128, experts=3, top_k=8, weights=INT8),
+]
+CASES = list(dict.fromkeys(CASES))  # some formats have one group size
 
 #: every routing method, as vLLM's RoutingMethodType has them: Default, Renormalize, RenormalizeNaive, DeepSeekV3 ...
 ROUTERS = {

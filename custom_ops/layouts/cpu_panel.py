@@ -193,7 +193,7 @@ def _unpack_levels(parts: np.ndarray, dtype: np.dtype) -> np.ndarray:
     panels, blocks, size = parts.shape
     rows = size // dtype.itemsize
     out, at = np.empty((panels, rows, blocks), dtype), 0
-    for name in sorted(dtype.names or (), key=lambda name: dtype[name].shape):  # those of 256 first
+    for name in dtype.names or ():
         count = int(np.prod(dtype[name].shape))
         end = at + rows * dtype[name].itemsize
         values = np.ascontiguousarray(parts[:, :, at:end]).view(dtype[name].base).reshape(panels, blocks, count, rows)

@@ -9,7 +9,7 @@ import numpy as np
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix, perm_or_none, same_order
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix, perm_or_none, reordered, same_order
 from quantmoe.custom_ops.op import MoESpec, Projection
 from quantmoe.custom_ops.schemes import SCHEMES
 
@@ -242,12 +242,6 @@ def _unpack_codes(stored: np.ndarray, parts: _Parts) -> np.ndarray:
     return x.reshape(parts.panels, 2, 8, -1)
 
 
-def _reorder_rows(m: QuantizedMatrix, order: np.ndarray) -> QuantizedMatrix:
-    zero_points = None if m.zero_points is None else m.zero_points[order]
-    bias = None if m.bias is None else m.bias[order]
-    return replace(m, codes=m.codes[order], scales=m.scales[order], zero_points=zero_points, bias=bias)
-
-
 def _pack_projection(matrices: list[QuantizedMatrix], parts: _Parts, row: np.ndarray) -> None:
     if row.shape != (parts.row_bytes,) or row.dtype != np.uint8:
         raise ValueError(f"packed row is {row.dtype} {list(row.shape)}, expected uint8 [{parts.row_bytes}]")
@@ -346,7 +340,7 @@ def pack(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray)
     w13 = [expert.up] if expert.gate is None else [expert.gate, expert.up]
     down = expert.down
     if down.perm is not None:
-        w13 = [_reorder_rows(m, down.perm) for m in w13]
+        w13 = [reordered(m, down.perm) for m in w13]
         down = replace(down, pre_scale=None if down.pre_scale is None else down.pre_scale[down.perm])
     _pack_projection(w13, _Parts(spec, "w13"), w13_row)
     _pack_projection([down], _Parts(spec, "w2"), w2_row)
@@ -377,6 +371,6 @@ def unpack(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Expert:
     w13, down = _unpack_projection(_Parts(spec, "w13"), w13_row), unpack_down(spec, w2_row)
     if down.perm is not None:
         order = np.argsort(down.perm)
-        w13 = [_reorder_rows(m, order) for m in w13]
+        w13 = [reordered(m, order) for m in w13]
         down = replace(down, pre_scale=None if down.pre_scale is None else down.pre_scale[order])
     return Expert(w13[0] if len(w13) == 2 else None, w13[-1], down)

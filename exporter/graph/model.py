@@ -530,11 +530,6 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
     return graph
 
 
-def _rows_of(array: np.ndarray, order: np.ndarray) -> np.ndarray:
-    found: np.ndarray = array[order]
-    return found
-
-
 def _gates_first(skeleton: Skeleton, chosen: Choice, found: Mapping[str, Recognised]) -> list[str]:
     """Modules whose query projections get their gates before their queries, so that both are one piece of the output:
     chosen.gated of packed ones, functions of the others' tensors."""
@@ -550,7 +545,7 @@ def _gates_first(skeleton: Skeleton, chosen: Choice, found: Mapping[str, Recogni
             continue
         order = gates_first(2 * heads * size, heads)
         names = (f"{path}.q_proj.{leaf}" for leaf in ("weight", "bias"))
-        skeleton.derive((name for name in names if name in skeleton.tensors), partial(_rows_of, order=order))
+        skeleton.derive((name for name in names if name in skeleton.tensors), partial(np.take, indices=order, axis=0))
     return moved
 
 

@@ -334,7 +334,7 @@ def bench_model(
         for module in modules:
             if find_spec(module) is None:
                 raise ModelError(f"{module} is not installed; --against {name} needs: pip install {package}")
-    if shape:
+    if not Path(model).is_dir():
         need("torch", "transformers", "onnxscript")
     runtime()
     threads, console = threads or native.cpus(), terminal(markup=True)
@@ -395,6 +395,14 @@ def bench_model(
     return result
 
 
+def _layers(name: str, layers: int | None, against: Sequence[str], root: Path) -> int:
+    """How many layers of a shape to make in ``root``, which is there afterwards."""
+    root.mkdir(parents=True, exist_ok=True)
+    copies = 1 + ("llama.cpp" in against)
+    free = available_memory(), shutil.disk_usage(root).free
+    return int(in_process(layers_that_fit, CONFIGS[name], layers, copies, *free))
+
+
 def _shape(
     console: Console,
     name: str,
@@ -404,26 +412,22 @@ def _shape(
     root: Path,
 ) -> Path:
     """The exported folder of a shape."""
-    root.mkdir(parents=True, exist_ok=True)
-    config, copies = CONFIGS[name], 1 + ("llama.cpp" in against)
-    layers = in_process(layers_that_fit, config, layers, copies, available_memory(), shutil.disk_usage(root).free)
+    layers = _layers(name, layers, against, root)
     folder = root / f"{name}-{layers}{f'-{lm_head}' if lm_head else ''}"
     if (folder / "model.onnx").is_file():
         return folder
     with console.status(f"making {layers} layers of {name} and exporting them"):
-        in_process(make_model, folder, cut(config, layers), lm_head)
+        in_process(make_model, folder, cut(CONFIGS[name], layers), lm_head)
     return folder
 
 
 def _file(console: Console, name: str, layers: int | None, weights: str, against: Sequence[str], root: Path) -> Path:
     """A GGUF file of a shape."""
-    root.mkdir(parents=True, exist_ok=True)
-    config, copies = CONFIGS[name], 1 + ("llama.cpp" in against)
-    layers = in_process(layers_that_fit, config, layers, copies, available_memory(), shutil.disk_usage(root).free)
+    layers = _layers(name, layers, against, root)
     path = root / f"{name}-{layers}-{weights}.gguf"
     if not path.is_file():
         with console.status(f"writing {path.name}"):
-            in_process(write_gguf, path, cut(config, layers), weights)
+            in_process(write_gguf, path, cut(CONFIGS[name], layers), weights)
     return path
 
 

@@ -71,10 +71,14 @@ int Splits(const qm_cuda_attention_problem& p, int multiprocessors, int least_lo
 
 bool HasCodes(const qm_attention& a) { return a.cache_format != k_cache_format_none; }
 
-// Whether a block of few rows has the shared memory; kReserved bytes of a multiprocessor's are the system's.
-bool Fits(const qm_cuda_device& device, const qm_attention& a, int stages, bool cluster) {
+// Whether a block has the shared memory; kReserved bytes of a multiprocessor's are the system's.
+bool Fits(const qm_cuda_device& device, int bytes) {
   constexpr int kReserved = 1024;
-  return FewSharedBytes(a.head_size, a.v_head_size, stages, cluster) + kReserved <= device.shared_bytes;
+  return bytes + kReserved <= device.shared_bytes;
+}
+// Of a block of few rows.
+bool Fits(const qm_cuda_device& device, const qm_attention& a, int stages, bool cluster) {
+  return Fits(device, FewSharedBytes(a.head_size, a.v_head_size, stages, cluster));
 }
 
 // Blocks of a cluster that share what a row of few queries sees; 1: none. As measured on an H200: clusters of more than
@@ -115,14 +119,13 @@ void PlanFew(const qm_cuda_attention_problem& p, const qm_cuda_device& device, i
 // On wgmma beyond 16 rows: products are of 64, but reading a stage takes as long.
 void PlanLatent(const qm_cuda_attention_problem& p, const qm_cuda_device& device, int multiprocessors,
                 qm_cuda_attention_plan* plan) {
-  constexpr int kReserved = 1024;  // as in Fits
   const int64_t rows = p.tokens * (p.attention.num_heads / p.attention.kv_num_heads);
   const int64_t pairs = p.batch * p.attention.kv_num_heads;
   plan->wgmma = device.sm == 90 && rows > kFewRows;
   plan->tile_rows = plan->wgmma ? kLatentWideRows : kFewRows;
-  plan->stages = plan->wgmma                                                           ? kLatentWideStages
-                 : LatentSharedBytes(kLatentStages) + kReserved <= device.shared_bytes ? kLatentStages
-                                                                                       : kFewLatentStages;
+  plan->stages = plan->wgmma                                      ? kLatentWideStages
+                 : Fits(device, LatentSharedBytes(kLatentStages)) ? kLatentStages
+                                                                  : kFewLatentStages;
   // One multiprocessor is for the blocks that store new keys.
   plan->splits = Splits(p, multiprocessors - 1, 0, plan->wgmma ? kLatentWideSlots : kLatentSlots,
                         CeilDiv(rows, plan->tile_rows) * pairs, kMostLatentSplits);

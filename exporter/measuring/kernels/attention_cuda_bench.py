@@ -151,8 +151,8 @@ def prefill(name: str, tokens: int, repeats: int, codes: list[str]) -> None:
 
 def latent(name: str, batch: int, tokens: int, past: int, repeats: int) -> None:
     spec, length = LATENTS[name], past + tokens
-    cache, layers = batch * length * spec.head_size * 2, 4 if tokens > 16 else 0
-    layers = layers or layers_of(cache)
+    cache = batch * length * spec.head_size * 2
+    layers = 4 if tokens > 16 else layers_of(cache)
     us = microseconds([ours(spec, batch, tokens, past, length) for _ in range(layers)], repeats)
     torchs = microseconds([absorbed(spec, batch, tokens, length) for _ in range(layers)], repeats)
     seen = tokens * past + tokens * (tokens + 1) // 2

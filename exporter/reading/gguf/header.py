@@ -69,12 +69,17 @@ class _Cursor:
     def fail(self, text: str) -> NoReturn:
         raise CheckpointError(f"{self.path}: {text[:1000]}")
 
-    def take(self, letters: str) -> Any:
-        """Numbers as struct writes them; a single one alone."""
+    def numbers(self, letters: str) -> tuple[Any, ...]:
+        """As struct writes them."""
         if self.at + struct.calcsize(letters) > self.size:
             self.fail(f"the header does not end in {self.size} bytes; is it truncated?")
         found = struct.unpack_from(letters, self.data, self.at)
         self.at += struct.calcsize(letters)
+        return found
+
+    def take(self, letters: str) -> Any:
+        """The same; a single one alone."""
+        found = self.numbers(letters)
         return found[0] if len(found) == 1 else found
 
     def octets(self, limit: int) -> bytes:
@@ -103,7 +108,7 @@ class _Cursor:
         if count > _LONG:
             self.fail(f"{name} has {count} elements, expected at most {_LONG}")
         if kind in _NUMBERS:
-            return [self.take("<" + _NUMBERS[kind]) for _ in range(count)]
+            return list(self.numbers(f"<{count}{_NUMBERS[kind]}"))
         if kind != _STRING:
             self.fail(f"{name} is an array of the type {kind}; expected numbers or strings")
         for _ in range(count):
