@@ -13,10 +13,10 @@ import dataclasses
 import inspect
 import itertools
 import json
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ REACH = 1 << 20
 #: outputs are sums in f32 in another order, some tens of roundings of 6e-8; scores a hundred times as large as those
 #: of the first tokens lose as much more
 TOLERANCE = {1.0: 1e-5, 10.0: 1e-3}
+Made = TypeVar("Made")
+Candidate = TypeVar("Candidate")
 FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, LookupError)
 
 
@@ -293,18 +295,40 @@ class Past:
 def _compare(module: Any, arguments: dict[str, Any], window: int, table: str) -> Recognised:
     """The CachedAttention that gives what a module gives, on random tokens."""
     generator = torch.Generator().manual_seed(0)
-    probe, candidates = probe_of(module, PROJECTIONS, generator), list[Recognised]()
+    probe = probe_of(module, PROJECTIONS, generator)
     probe._modules["o_proj"] = torch.nn.Identity()
     probe.features = [getattr(module, name).out_features for name in PROJECTIONS[:3]]
-    for batch, new, past, spread in ((2, 5, 7, 1.0), (1, 1, 9, 1.0), (2, 6, 0, 1.0), (2, 5, 7, 10.0)):
+    return agreeing(
+        lambda sizes, spread: _try(probe, arguments, table, window, sizes, spread, generator),
+        lambda trial: _candidates(probe, trial, window, table),
+        Trial.gives,
+    )
+
+
+def agreeing(
+    run: Callable[[tuple[int, int, int], float], Made],
+    candidates: Callable[[Made], Iterable[Candidate]],
+    gives: Callable[[Made, Candidate], bool],
+) -> Candidate:
+    """The first of the candidates of a trial that gives what all trials give.
+
+    Args:
+        run: makes a trial of its sizes (batch, new tokens, tokens in the cache) and the spread of what is attended to.
+        candidates: of the first trial. gives: whether one gives what a trial gave.
+
+    Raises:
+        Unlike: there is none.
+    """
+    left: list[Candidate] | None = None
+    for sizes, spread in (((2, 5, 7), 1.0), ((1, 1, 9), 1.0), ((2, 6, 0), 1.0), ((2, 5, 7), 10.0)):
         try:
-            trial = _try(probe, arguments, table, window, (batch, new, past), spread, generator)
+            trial = run(sizes, spread)
         except FAILURES as error:
             raise Unlike(f"its forward does more than attend: {line(error)}") from None
-        candidates = [found for found in candidates or _candidates(probe, trial, window, table) if trial.gives(found)]
-        if not candidates:
-            raise Unlike("it computes something else than CachedAttention")
-    return candidates[0]
+        left = [candidate for candidate in (candidates(trial) if left is None else left) if gives(trial, candidate)]
+    if not left:
+        raise Unlike("it computes something else than CachedAttention")
+    return left[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,11 +368,13 @@ class Trial:
         want = reference(near, qkv, key, value, rows, length, cos, sin, q_norm, k_norm, own)
         if gate is not None:
             want = want[0] * gate.double().sigmoid().numpy(), *want[1:]
-        pairs = zip((self.output, *self.present), want, strict=True)
-        return all(
-            a.shape == b.shape and np.abs(a.numpy() - b).max() <= TOLERANCE[self.spread] * np.abs(b).max()
-            for a, b in pairs
-        )
+        return near_all((self.output, *self.present), want, TOLERANCE[self.spread])
+
+
+def near_all(found: Iterable[torch.Tensor | np.ndarray], want: Iterable[np.ndarray], tolerance: float) -> bool:
+    """Whether arrays are of the same shapes and near, relative to the largest of each."""
+    pairs = zip(map(np.asarray, found), want, strict=True)
+    return all(a.shape == b.shape and np.abs(a - b).max() <= tolerance * np.abs(b).max() for a, b in pairs)
 
 
 class Seen:
@@ -409,6 +435,32 @@ def _try(
     qkv = [spread * draw(batch, new, features) for features in probe.features]
     for name, values in zip(PROJECTIONS[:3], qkv, strict=True):
         probe._modules[name] = Given(values)
+    kwargs, tables, mask = inputs_of(arguments, table, window, sizes, draw)
+    with registered(seen), torch.no_grad():
+        probe(**kwargs | {"attention_mask": mask[..., past:], "past_key_values": None})  # for the number of heads
+        cache = Past(*(draw(batch, seen.groups, past, size) for size in seen.sizes))
+    output, count = run_probe(probe, seen, kwargs | {"attention_mask": mask, "past_key_values": cache})
+    return Trial(probe, torch.cat(qkv, -1), tables, cache.past, spread, output, cache.present, count, seen)
+
+
+def inputs_of(
+    arguments: dict[str, Any],
+    table: str,
+    window: int,
+    sizes: tuple[int, int, int],
+    draw: Callable[..., torch.Tensor],
+) -> tuple[dict[str, Any], list[torch.Tensor], torch.Tensor]:
+    """Random arguments for a probe, at positions that it must not look at.
+
+    Args:
+        arguments: those of the module, in a run of the model.
+        window: of the module; a probe's is :data:`NEAR`.
+        sizes: batch, new tokens, tokens in the cache.
+
+    Returns:
+        All but the mask and the cache; tables [batch, new, rotary_size / 2]; the mask [batch, 1, new, past + new].
+    """
+    batch, new, past = sizes
     width = arguments["position_embeddings"][0].shape[-1]
     tables = [draw(batch, new, width if table == "once" else width // 2) for _ in range(2)]
     positions = torch.arange(REACH, REACH + new)
@@ -418,13 +470,14 @@ def _try(
     kwargs = {k: v for k, v in arguments.items() if not isinstance(v, torch.Tensor | Cache | tuple)}
     kwargs |= {"hidden_states": draw(batch, new, 8), "position_embeddings": tuple(map(REPEAT[table], tables))}
     known = {"position_ids": positions.repeat(batch, 1), "cache_position": positions}
-    kwargs |= {name: value for name, value in known.items() if name in arguments}
+    return kwargs | {name: value for name, value in known.items() if name in arguments}, tables, mask
+
+
+def run_probe(probe: Any, seen: Seen, kwargs: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    """What a probe makes of its arguments, and how many values it returns."""
     with registered(seen), torch.no_grad():
-        probe(**kwargs | {"attention_mask": mask[..., past:], "past_key_values": None})  # for the number of heads
-        cache = Past(*(draw(batch, seen.groups, past, size) for size in seen.sizes))
-        returned = probe(**kwargs | {"attention_mask": mask, "past_key_values": cache})
-    output, count = (returned[0], len(returned)) if isinstance(returned, tuple) else (returned, 1)
-    return Trial(probe, torch.cat(qkv, -1), tables, cache.past, spread, output, cache.present, count, seen)
+        returned = probe(**kwargs)
+    return (returned[0], len(returned)) if isinstance(returned, tuple) else (returned, 1)
 
 
 def _candidates(probe: Any, trial: Trial, window: int, table: str) -> Iterator[Recognised]:

@@ -20,10 +20,6 @@ import torch
 from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.custom_ops.reference import attention as reference
 from quantmoe.exporter.graph.passes.attention import (
-    FAILURES,
-    NEAR,
-    REACH,
-    REPEAT,
     TOLERANCE,
     Given,
     Kind,
@@ -31,10 +27,12 @@ from quantmoe.exporter.graph.passes.attention import (
     Recognised,
     Seen,
     Unlike,
+    agreeing,
     bound,
-    line,
+    inputs_of,
+    near_all,
     probe_of,
-    registered,
+    run_probe,
 )
 
 if TYPE_CHECKING:
@@ -148,18 +146,15 @@ class _Checked(Given):
 
 def _compare(module: Any, arguments: dict[str, Any], window: int, table: str) -> Recognised:
     """The CachedAttention that gives what a module gives, on random tokens."""
-    generator, candidates = torch.Generator().manual_seed(0), list[tuple[Recognised, str]]()
+    generator = torch.Generator().manual_seed(0)
     kept = [name for name in ("q_a_layernorm", "kv_a_layernorm") if getattr(module, name, None) is not None]
     probe = probe_of(module, [name for name, _ in module.named_children() if name not in kept], generator)
-    for batch, new, past, spread in ((2, 5, 7, 1.0), (1, 1, 9, 1.0), (2, 6, 0, 1.0), (2, 5, 7, 10.0)):
-        try:
-            trial = _Trial(module, probe, arguments, table, window, (batch, new, past), spread, generator)
-        except FAILURES as error:
-            raise Unlike(f"its forward does more than attend: {line(error)}") from None
-        candidates = [pair for pair in candidates or trial.candidates(window, table) if trial.gives(*pair)]
-        if not candidates:
-            raise Unlike("it computes something else than CachedAttention of a latent")
-    return candidates[0][0]
+    found, _ = agreeing(
+        lambda sizes, spread: _Trial(module, probe, arguments, table, window, sizes, spread, generator),
+        lambda trial: trial.candidates(window, table),
+        lambda trial, pair: trial.gives(*pair),
+    )
+    return found
 
 
 class _Trial:
@@ -196,22 +191,11 @@ class _Trial:
         up = torch.nn.Linear(1, 1, bias=False)
         up.weight = torch.nn.Parameter(draw(*module.kv_b_proj.weight.shape) / self.rank**0.5, requires_grad=False)
         probe._modules["kv_b_proj"], probe._modules["o_proj"] = up, torch.nn.Identity()
-        width = arguments["position_embeddings"][0].shape[-1]
-        self.tables = [draw(batch, new, width if table == "once" else width // 2) for _ in range(2)]
-        positions, slots = torch.arange(REACH, REACH + new), torch.arange(past + new)
-        own = torch.arange(past, past + new)[:, None]
-        unseen = (slots > own) | (slots <= own - (NEAR if window else past + new))
-        mask = torch.zeros(batch, 1, new, past + new).masked_fill(unseen, torch.finfo(torch.float32).min)
+        kwargs, self.tables, mask = inputs_of(arguments, table, window, sizes, draw)
         self.past = draw(batch, 1, past, self.rank), draw(batch, 1, past, self.rope)
         cache, self.seen = Past(*self.past), Seen()
-        tensors = torch.Tensor | tuple
-        kwargs = {k: v for k, v in arguments.items() if not isinstance(v, tensors) and k != "past_key_values"}
-        kwargs |= {"hidden_states": draw(batch, new, 8), "position_embeddings": tuple(map(REPEAT[table], self.tables))}
-        known = {"position_ids": positions.repeat(batch, 1), "cache_position": positions}
-        kwargs |= {name: value for name, value in known.items() if name in arguments}
-        with registered(self.seen), torch.no_grad():
-            returned = probe(**kwargs | {"attention_mask": mask, "past_key_values": cache})
-        self.output, self.returned = (returned[0], len(returned)) if isinstance(returned, tuple) else (returned, 1)
+        kwargs |= {"attention_mask": mask, "past_key_values": cache}
+        self.output, self.returned = run_probe(probe, self.seen, kwargs)
         self.present = cache.present
 
     def candidates(self, window: int, table: str) -> list[tuple[Recognised, str]]:
@@ -265,10 +249,7 @@ class _Trial:
         stored = np.concatenate(present, -1)
         want = output.reshape(batch, new, -1), stored[..., self.rope :], stored[..., : self.rope]
         got = self.output, self.present[0], self.present[1][..., order]
-        return all(
-            a.shape == b.shape and np.abs(a.numpy() - b).max() <= TOLERANCE[self.spread] * np.abs(b).max()
-            for a, b in zip(got, want, strict=True)
-        )
+        return near_all(got, want, TOLERANCE[self.spread])
 
 
 def _attach(module: Any) -> None:

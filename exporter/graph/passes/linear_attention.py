@@ -24,7 +24,7 @@ from quantmoe.custom_ops.op import ConvSpec, DeltaSpec
 from quantmoe.custom_ops.reference import conv as reference_conv
 from quantmoe.custom_ops.reference import delta as reference_delta
 from quantmoe.exporter.choosing.choose import JOINED
-from quantmoe.exporter.graph.passes.attention import FAILURES, Given, Rows, Unlike, line, randomise, signature
+from quantmoe.exporter.graph.passes.attention import FAILURES, Given, Rows, Unlike, line, near_all, randomise, signature
 
 #: outputs are sums in f32 in another order, of chunks of 64 tokens: some hundreds of roundings of 6e-8
 _TOLERANCE = 1e-4
@@ -227,9 +227,8 @@ def _compare_short(module: Any, family: Family) -> Recognised:
                 output = probe(torch.zeros(batch, new, 8), past_key_values=cache, attention_mask=None)
             rows = np.tile(np.array([0, new, int(past)], np.int32), (batch, 1))
             mixed, present = reference_conv(spec, before * x, taken, bias, state[..., 1:].numpy(), rows)
-            for made, want in ((output, after * mixed), (layer.conv_states[0][..., 1:], present)):
-                if made.shape != want.shape or np.abs(made.numpy() - want).max() > _TOLERANCE * np.abs(want).max():
-                    raise Unlike("it computes something else than a convolution between two gates")
+            if not near_all((output, layer.conv_states[0][..., 1:]), (after * mixed, present), _TOLERANCE):
+                raise Unlike("it computes something else than a convolution between two gates")
     except FAILURES as error:
         raise Unlike(f"its forward does not run alone: {line(error)}") from None
     return Recognised(spec, None, family)
@@ -288,8 +287,7 @@ def _gives(specs: tuple[ConvSpec, DeltaSpec], given: list[np.ndarray], made: lis
     rows = np.tile(np.array([0, qkv.shape[1], past], np.int32), (len(qkv), 1))
     mixed, present_conv = reference_conv(specs[0], qkv, weight, bias, conv, rows)
     output, present = reference_delta(specs[1], mixed, a, b, z, a_log, dt_bias, norm, state, rows)
-    pairs = zip((made[0], made[1][..., 1:], made[2]), (output, present_conv, present), strict=True)
-    return all(x.shape == y.shape and np.abs(x - y).max() <= _TOLERANCE * np.abs(y).max() for x, y in pairs)
+    return near_all((made[0], made[1][..., 1:], made[2]), (output, present_conv, present), _TOLERANCE)
 
 
 def attach(model: torch.nn.Module, found: dict[str, Recognised], rows: Rows) -> list[str]:
