@@ -1,19 +1,21 @@
-// CachedAttention on vectors of 16 floats: FORMAT.md section 5, operation by operation. An instruction set's file
-// (attention_<isa>.cc) includes this once, after it has defined in an unnamed namespace
+// CachedAttention on vectors of 16 floats: FORMAT.md section 5, operation by operation. Isa says what an instruction
+// set does with them (attention_<isa>.cc):
 //   kRows, kVectors             queries and vectors of keys, or of values, whose sums fit the registers
+//   kSlab                       of linear_attention.h
 //   Vector                      16 floats, with zero(), load(elements of a cache), store(float*, Vector) and
 //   multiply(a, x)              a * x, a float
 //   multiply_add(a, x, sum)     a * x + sum, rounded once, a float
 //   transpose(rows, at, out)    features at .. at + 15 of 16 keys to out [16 features][16 keys]
-// Everything else is plain loops, compiled for its instruction set. Elements of a cache are float, uint16_t of float16,
-// int8_t and E4m3.
+//   without_payload(x)          x with the quiet NaN for each NaN
+// Everything else is plain loops, compiled for the including file's instruction set and in an unnamed namespace, as in
+// elementwise.h. Elements of a cache are float, uint16_t of float16, int8_t and E4m3.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <type_traits>
 
-#include "cpu/kernel.h"
+#include "cpu/elementwise.h"
 
 namespace quantmoe {
 namespace {
@@ -22,15 +24,21 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Calls f with the number of rows as a constant.
-template <int R = kRows, class F>
+template <int R, class F>
 inline void with_rows(int64_t rows, const F& f) {
   if (rows == R) return f(std::integral_constant<int, R>());
   if constexpr (R > 1) with_rows<R - 1>(rows, f);
 }
 
 // Panels of a tile: no more than kRows rows each, and equally many but for one.
-inline int64_t panel_count(int64_t rows) { return ceil_div(rows, kRows); }
-inline int64_t panel_row(int64_t rows, int64_t panel) { return rows * panel / panel_count(rows); }
+template <class Isa>
+inline int64_t panel_count(int64_t rows) {
+  return ceil_div(rows, Isa::kRows);
+}
+template <class Isa>
+inline int64_t panel_row(int64_t rows, int64_t panel) {
+  return rows * panel / panel_count<Isa>(rows);
+}
 
 // Sums of 16 lanes, element i in lane i mod 16, in a fixed order.
 inline float sum_lanes(float (&lanes)[16]) {
@@ -143,12 +151,13 @@ void append(const Attention& a, int64_t b, int64_t token, float* y) {
   }
 }
 
+template <class Isa>
 void queries(const Attention& a, const AttentionTile& tile, float* scratch) {
   const qm_attention& node = a.node;
   const int64_t d = node.head_size, rows = tile.tokens * a.heads(), element = a.call.type == QM_F32 ? 4 : 2;
   float* const y = scratch + a.keys_at();
-  for (int64_t panel = 0; panel < panel_count(rows); ++panel) {
-    const int64_t first = panel_row(rows, panel), count = panel_row(rows, panel + 1) - first;
+  for (int64_t panel = 0; panel < panel_count<Isa>(rows); ++panel) {
+    const int64_t first = panel_row<Isa>(rows, panel), count = panel_row<Isa>(rows, panel + 1) - first;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t head = tile.group * a.heads() + (first + i) % a.heads();
       const int64_t token = tile.token + (first + i) / a.heads();
@@ -177,48 +186,48 @@ struct Ahead {
 };
 
 // out[r][k] = (q[r] . key k) scale, 16 K keys of [K][D][16]; fetches kBytes for each feature.
-template <int R, int K, int kBytes>
+template <class Isa, int R, int K, int kBytes>
 void products(const float* q, const float* keys, int64_t d, float scale, float* out, const Ahead& ahead) {
-  Vector sum[R][K];
-  QM_EACH(r, R) QM_EACH(k, K) sum[r][k] = zero();
+  typename Isa::Vector sum[R][K];
+  QM_EACH(r, R) QM_EACH(k, K) sum[r][k] = Isa::zero();
   for (int64_t f = 0; f < d; ++f, q += R, keys += 16) {
     fetch<kBytes>(f < ahead.split ? ahead.keys + f * kBytes : ahead.others + (f - ahead.split) * kBytes);
     QM_EACH(k, K) {
-      const Vector x = load(keys + k * d * 16);
-      QM_EACH(r, R) sum[r][k] = multiply_add(q[r], x, sum[r][k]);
+      const typename Isa::Vector x = Isa::load(keys + k * d * 16);
+      QM_EACH(r, R) sum[r][k] = Isa::multiply_add(q[r], x, sum[r][k]);
     }
   }
-  QM_EACH(r, R) QM_EACH(k, K) store(out + r * kScoreStride + k * 16, multiply(scale, sum[r][k]));
+  QM_EACH(r, R) QM_EACH(k, K) Isa::store(out + r * kScoreStride + k * 16, Isa::multiply(scale, sum[r][k]));
 }
 
 // acc[r][v] += p[r][slot] * values[slot][v] for slots ascending, 16 V values; fetches as many from `ahead` on where the
 // values are the cache.
-template <int R, int V, bool kCache, class C>
+template <class Isa, int R, int V, bool kCache, class C>
 void add_values(const float* p, const C* values, int64_t stride, int64_t slots, float* acc, int64_t acc_stride,
                 const C* ahead) {
-  Vector sum[R][V];
-  QM_EACH(r, R) QM_EACH(v, V) sum[r][v] = load(acc + r * acc_stride + v * 16);
+  typename Isa::Vector sum[R][V];
+  QM_EACH(r, R) QM_EACH(v, V) sum[r][v] = Isa::load(acc + r * acc_stride + v * 16);
   for (int64_t slot = 0; slot < slots; ++slot, values += stride) {
     if constexpr (kCache) fetch<V * 16 * sizeof(C)>(ahead + slot * V * 16);
     QM_EACH(v, V) {
-      const Vector x = load(values + v * 16);
-      QM_EACH(r, R) sum[r][v] = multiply_add(p[r * kScoreStride + slot], x, sum[r][v]);
+      const typename Isa::Vector x = Isa::load(values + v * 16);
+      QM_EACH(r, R) sum[r][v] = Isa::multiply_add(p[r * kScoreStride + slot], x, sum[r][v]);
     }
   }
-  QM_EACH(r, R) QM_EACH(v, V) store(acc + r * acc_stride + v * 16, sum[r][v]);
+  QM_EACH(r, R) QM_EACH(v, V) Isa::store(acc + r * acc_stride + v * 16, sum[r][v]);
 }
-template <bool kCache, class C>
+template <class Isa, bool kCache, class C>
 void add_values(int64_t rows, const float* p, const C* values, int64_t stride, int64_t width, int64_t slots, float* acc,
                 int64_t acc_stride) {
-  with_rows(rows, [&](auto r) {
-    constexpr int R = decltype(r)::value, V = R == 1 ? 4 : R == 2 ? 2 * kVectors : kVectors;
+  with_rows<Isa::kRows>(rows, [&](auto r) {
+    constexpr int R = decltype(r)::value, V = R == 1 ? 4 : R == 2 ? 2 * Isa::kVectors : Isa::kVectors;
     int64_t v = 0;
     for (; v + 16 * V <= width; v += 16 * V)
-      add_values<R, V, kCache>(p, values + v, stride, slots, acc + v, acc_stride,
-                               values + kAttentionBlock * (stride + v));
+      add_values<Isa, R, V, kCache>(p, values + v, stride, slots, acc + v, acc_stride,
+                                    values + kAttentionBlock * (stride + v));
     for (; v < width; v += 16)
-      add_values<R, 1, kCache>(p, values + v, stride, slots, acc + v, acc_stride,
-                               values + kAttentionBlock * (stride + v));
+      add_values<Isa, R, 1, kCache>(p, values + v, stride, slots, acc + v, acc_stride,
+                                    values + kAttentionBlock * (stride + v));
   });
 }
 
@@ -262,10 +271,10 @@ void soften(float softcap, Range range, float* s, float* part) {
 }
 
 // Features of 16 keys to out [features][16].
-template <class C>
+template <class Isa, class C>
 void turn_keys(const C* const* key, int64_t features, float* out) {
   int64_t f = 0;
-  for (; f + 16 <= features; f += 16) transpose(key, f, out + f * 16);
+  for (; f + 16 <= features; f += 16) Isa::transpose(key, f, out + f * 16);
   for (; f < features; ++f)
     for (int j = 0; j < 16; ++j) out[f * 16 + j] = widen(key[j][f]);
 }
@@ -278,7 +287,7 @@ struct Block {
 };
 
 // Products of the tile's queries and the block's keys.
-template <class C>
+template <class Isa, class C>
 void score(const Attention& a, Range all, const Block<C>& cache, int64_t rows, float* scratch) {
   const int64_t d = a.node.head_size;
   const float scale = score_factor(a.node);
@@ -290,7 +299,7 @@ void score(const Attention& a, Range all, const Block<C>& cache, int64_t rows, f
       const auto turn = [&](const C* features, int64_t width, int64_t pitch, float* to) {
         const C* key[16];  // past the last slot the last one again: its score is not used
         for (int j = 0; j < 16; ++j) key[j] = features + std::min(step + i * 16 + j, all.end - 1) * pitch;
-        turn_keys(key, width, to);
+        turn_keys<Isa>(key, width, to);
       };
       turn(cache.keys, a.key_width(), cache.key_pitch, out);
       if (a.node.key_split) turn(cache.values, a.value_width(), cache.pitch, out + a.key_width() * 16);
@@ -299,35 +308,35 @@ void score(const Attention& a, Range all, const Block<C>& cache, int64_t rows, f
       return reinterpret_cast<const char*>(from + (step + kAttentionBlock) * pitch);
     };
     const Ahead ahead{next(cache.keys, cache.key_pitch), next(cache.values, cache.pitch), a.key_width()};
-    for (int64_t panel = 0; panel < panel_count(rows); ++panel) {
-      const int64_t row = panel_row(rows, panel);
-      with_rows(panel_row(rows, panel + 1) - row, [&](auto r) {
-        constexpr int R = decltype(r)::value, K = kVectors, kBytes = kAttentionStep * sizeof(C);
+    for (int64_t panel = 0; panel < panel_count<Isa>(rows); ++panel) {
+      const int64_t row = panel_row<Isa>(rows, panel);
+      with_rows<Isa::kRows>(panel_row<Isa>(rows, panel + 1) - row, [&](auto r) {
+        constexpr int R = decltype(r)::value, K = Isa::kVectors, kBytes = kAttentionStep * sizeof(C);
         const float* const q = scratch + a.queries_at() + row * d;
         float* const out = scores + row * kScoreStride + step;
         int64_t i = 0;
         if (panel == 0 && sixteens >= K) {
-          products<R, K, kBytes>(q, turned, d, scale, out, ahead);
+          products<Isa, R, K, kBytes>(q, turned, d, scale, out, ahead);
           i += K;
         }
-        for (; i + K <= sixteens; i += K) products<R, K, 0>(q, turned + i * d * 16, d, scale, out + i * 16, ahead);
-        for (; i < sixteens; ++i) products<R, 1, 0>(q, turned + i * d * 16, d, scale, out + i * 16, ahead);
+        for (; i + K <= sixteens; i += K) products<Isa, R, K, 0>(q, turned + i * d * 16, d, scale, out + i * 16, ahead);
+        for (; i < sixteens; ++i) products<Isa, R, 1, 0>(q, turned + i * d * 16, d, scale, out + i * 16, ahead);
       });
     }
   }
 }
 
 // Adds the values of the block's slots, a panel of rows at once where all of them see a slot.
-template <bool kCache, class C>
+template <class Isa, bool kCache, class C>
 void add_block(const Attention& a, const AttentionTile& tile, int64_t block, const C* values, int64_t stride,
                const float* scores, float* parts) {
   const int64_t rows = tile.tokens * a.heads(), width = a.padded_values(), part = a.part_floats();
-  for (int64_t panel = 0; panel < panel_count(rows); ++panel) {
-    const int64_t row = panel_row(rows, panel), end = panel_row(rows, panel + 1);
+  for (int64_t panel = 0; panel < panel_count<Isa>(rows); ++panel) {
+    const int64_t row = panel_row<Isa>(rows, panel), end = panel_row<Isa>(rows, panel + 1);
     const auto add = [&](int64_t first, int64_t count, int64_t begin, int64_t until) {
       if (begin < until)
-        add_values<kCache>(count, scores + first * kScoreStride + begin, values + begin * stride, stride, width,
-                           until - begin, parts + first * part + 16, part);
+        add_values<Isa, kCache>(count, scores + first * kScoreStride + begin, values + begin * stride, stride, width,
+                                until - begin, parts + first * part + 16, part);
     };
     Range common{0, kAttentionBlock};
     for (int64_t r = row; r < end; ++r) {
@@ -353,14 +362,14 @@ void scale_slots(const uint8_t* rows, int64_t pitch, int64_t width, Range range,
   }
 }
 
-template <class C>
+template <class Isa, class C>
 void widen_all(const C* from, int64_t n, float* out) {
   int64_t i = 0;
-  for (; i + 16 <= n; i += 16) store(out + i, load(from + i));
+  for (; i + 16 <= n; i += 16) Isa::store(out + i, Isa::load(from + i));
   for (; i < n; ++i) out[i] = widen(from[i]);
 }
 
-template <class C>
+template <class Isa, class C>
 void block_of(const Attention& a, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {
   const int64_t rows = tile.tokens * a.heads(), d = a.node.head_size, v = a.node.v_head_size;
   const int64_t width = a.padded_values(), part = a.part_floats();
@@ -378,7 +387,7 @@ void block_of(const Attention& a, const AttentionTile& tile, int64_t block, floa
     if (range.begin < range.end) all = {std::min(all.begin, range.begin), std::max(all.end, range.end)};
   }
   if (all.begin >= all.end) return;
-  score(a, all, cache, rows, scratch);
+  score<Isa>(a, all, cache, rows, scratch);
   for (int64_t r = 0; r < rows; ++r) {
     const Range range = seen(a, tile, r / a.heads(), block);
     std::fill(parts + r * part + 16, parts + (r + 1) * part, 0.0f);
@@ -388,25 +397,26 @@ void block_of(const Attention& a, const AttentionTile& tile, int64_t block, floa
     soften(a.node.softcap, range, s, parts + r * part);
     if (tails) scale_slots(reinterpret_cast<const uint8_t*>(values), pitch, v, range, s);
   }
-  if (v == width && panel_count(rows) <= 2 && !a.node.key_split)
-    return add_block<true>(a, tile, block, values, pitch, scores, parts);
+  if (v == width && panel_count<Isa>(rows) <= 2 && !a.node.key_split)
+    return add_block<Isa, true>(a, tile, block, values, pitch, scores, parts);
   // Of latent attention a value begins in either cache, whose slots are features alone.
   const int64_t in_keys = a.node.key_split ? std::max<int64_t>(0, a.node.key_split - (d - v)) : 0;
   const int64_t begin = a.node.key_split ? a.value_width() - (v - in_keys) : 0;
   for (int64_t slot = all.begin; slot < all.end; ++slot) {
     float* const out = wide + slot * width;
-    widen_all(keys + (slot + 1) * key_pitch - in_keys, in_keys, out);
-    widen_all(values + slot * pitch + begin, v - in_keys, out + in_keys);
+    widen_all<Isa>(keys + (slot + 1) * key_pitch - in_keys, in_keys, out);
+    widen_all<Isa>(values + slot * pitch + begin, v - in_keys, out + in_keys);
     std::fill(out + v, out + width, 0.0f);
   }
-  add_block<false>(a, tile, block, static_cast<const float*>(wide), width, scores, parts);
+  add_block<Isa, false>(a, tile, block, static_cast<const float*>(wide), width, scores, parts);
 }
+template <class Isa>
 void block(const Attention& a, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {
   static_assert(count_values("cache_format") == 4, "the ifs below");
-  if (a.node.cache_format == k_cache_format_fp8_e4m3) return block_of<E4m3>(a, tile, block, scratch, parts);
-  if (a.node.cache_format != k_cache_format_none) return block_of<int8_t>(a, tile, block, scratch, parts);
-  if (a.call.cache_type == QM_F32) return block_of<float>(a, tile, block, scratch, parts);
-  block_of<uint16_t>(a, tile, block, scratch, parts);
+  if (a.node.cache_format == k_cache_format_fp8_e4m3) return block_of<Isa, E4m3>(a, tile, block, scratch, parts);
+  if (a.node.cache_format != k_cache_format_none) return block_of<Isa, int8_t>(a, tile, block, scratch, parts);
+  if (a.call.cache_type == QM_F32) return block_of<Isa, float>(a, tile, block, scratch, parts);
+  block_of<Isa, uint16_t>(a, tile, block, scratch, parts);
 }
 
 void begin(const Attention& a, const AttentionTile& tile, float* parts) {
@@ -442,7 +452,8 @@ void finish(const Attention& a, const AttentionTile& tile, float* parts) {
   }
 }
 
-#define QM_ATTENTION append, queries, block, begin, merge, finish
+template <class Isa>
+constexpr AttentionKernel attention_kernel = {append, queries<Isa>, block<Isa>, begin, merge, finish};
 
 }  // namespace
 }  // namespace quantmoe

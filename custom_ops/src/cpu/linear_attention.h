@@ -1,9 +1,7 @@
-// CausalConv and GatedDelta on attention.h's vectors: FORMAT.md section 6, operation by operation. An instruction set's
-// file includes this after attention.h, and defines before it in an unnamed namespace
+// CausalConv and GatedDelta: FORMAT.md section 6, operation by operation, on the vectors of attention.h. Of these Isa
+// has
 //   kSlab                  vectors of a state's columns that are worked on at a time: their sums fit the registers, K
-//   rows of
-//                          them L1
-//   without_payload(x)     x with the quiet NaN for each NaN
+//                          rows of them L1
 #pragma once
 #include "cpu/attention.h"
 
@@ -241,74 +239,74 @@ Lines lines_of(const Head& h, int64_t i, bool rest) {
 // K rows of 16 V columns of a head's state: updated with a token's delta, where there is one, then multiplied by the
 // next token's operands, where there is one; `lines` come into L2. kLast: no NaN has a payload, and rows from `ahead`
 // on come into L2.
-template <int V, bool kUpdate, bool kMultiply, bool kLast>
+template <class Isa, int V, bool kUpdate, bool kMultiply, bool kLast>
 inline void pass(const float* from, int64_t from_stride, State to, int64_t k, const Operands& token,
-                 const Vector (&delta)[V], const Operands& next, Vector (&m)[V], Vector (&o)[V],
-                 const float* ahead = nullptr, const Lines* lines = nullptr) {
-  if (kMultiply) QM_EACH(v, V) m[v] = o[v] = zero();
+                 const typename Isa::Vector (&delta)[V], const Operands& next, typename Isa::Vector (&m)[V],
+                 typename Isa::Vector (&o)[V], const float* ahead = nullptr, const Lines* lines = nullptr) {
+  if (kMultiply) QM_EACH(v, V) m[v] = o[v] = Isa::zero();
   for (int64_t i = 0; i < k; ++i, from += from_stride, to.at += to.stride) {
-    Vector s[V];
-    QM_EACH(v, V) s[v] = load(from + v * 16);
+    typename Isa::Vector s[V];
+    QM_EACH(v, V) s[v] = Isa::load(from + v * 16);
     if (kLast) QM_EACH(v, V) __builtin_prefetch(ahead + i * to.stride + v * 16, 0, 2);
     if (kUpdate && kMultiply && i % Lines::kRows == 0 && i < lines->count * Lines::kRows)
       __builtin_prefetch(lines->at[i / Lines::kRows], 0, 2);
     if (kUpdate) {
-      QM_EACH(v, V) s[v] = multiply_add(token.key[i], delta[v], multiply(token.decay[i], s[v]));
-      QM_EACH(v, V) store(to.at + v * 16, kLast ? without_payload(s[v]) : s[v]);
+      QM_EACH(v, V) s[v] = Isa::multiply_add(token.key[i], delta[v], Isa::multiply(token.decay[i], s[v]));
+      QM_EACH(v, V) Isa::store(to.at + v * 16, kLast ? Isa::without_payload(s[v]) : s[v]);
     }
     if (kMultiply) {
-      QM_EACH(v, V) m[v] = multiply_add(next.decayed_key[i], s[v], m[v]);
-      QM_EACH(v, V) o[v] = multiply_add(next.decayed_query[i], s[v], o[v]);
+      QM_EACH(v, V) m[v] = Isa::multiply_add(next.decayed_key[i], s[v], m[v]);
+      QM_EACH(v, V) o[v] = Isa::multiply_add(next.decayed_query[i], s[v], o[v]);
     }
   }
 }
 
 // Columns from c on, 16 V of them, of a state as it is between two tokens.
-template <int V>
+template <class Isa, int V>
 void save(const Head& h, State state, int64_t c, float* slot) {
   const int64_t v = h.d.node.v_head_size, n = std::min<int64_t>(16 * V, v - c);
   for (int64_t i = 0; i < h.d.node.k_head_size; ++i, state.at += state.stride) {
     float columns[16 * V];
-    QM_EACH(j, V) store(columns + j * 16, without_payload(load(state.at + j * 16)));
+    QM_EACH(j, V) Isa::store(columns + j * 16, Isa::without_payload(Isa::load(state.at + j * 16)));
     std::copy_n(columns, n, slot + i * v + c);
   }
 }
 
 // n tokens, from the first-th on, over 16 V columns of a state, from column c on: values to outputs. ahead: null, or
 // the tokens are the last, and what pass brings into L2.
-template <int V>
+template <class Isa, int V>
 void slab(const Head& h, const float* from, int64_t from_stride, State to, int64_t c, int64_t first, int64_t n,
           const float* ahead) {
   const int64_t k = h.d.node.k_head_size;
-  Vector m[V], o[V], delta[V];
+  typename Isa::Vector m[V], o[V], delta[V];
   Operands token = h.read(0);
-  pass<V, false, true, false>(from, from_stride, {}, k, token, delta, token, m, o);
+  pass<Isa, V, false, true, false>(from, from_stride, {}, k, token, delta, token, m, o);
   for (int64_t i = 0; i < n; ++i) {
     QM_EACH(v, V) {
-      delta[v] = multiply(token.beta, multiply_add(-1.0f, m[v], load(h.values(i) + c + v * 16)));
-      store(h.outputs(i) + c + v * 16, multiply_add(token.product, delta[v], o[v]));
+      delta[v] = Isa::multiply(token.beta, Isa::multiply_add(-1.0f, m[v], Isa::load(h.values(i) + c + v * 16)));
+      Isa::store(h.outputs(i) + c + v * 16, Isa::multiply_add(token.product, delta[v], o[v]));
     }
     if (i + 1 < n) {
       const Operands next = h.read(i + 1);
       const int64_t later = first + kDeltaTokens + i;
       const Lines lines = later < h.d.call.rows[3 * h.b + 1] ? lines_of(h, later, c > 0) : Lines();
-      pass<V, true, true, false>(from, from_stride, to, k, token, delta, next, m, o, nullptr, &lines);
+      pass<Isa, V, true, true, false>(from, from_stride, to, k, token, delta, next, m, o, nullptr, &lines);
       token = next;
     } else if (ahead) {
-      pass<V, true, false, true>(from, from_stride, to, k, token, delta, token, m, o, ahead);
+      pass<Isa, V, true, false, true>(from, from_stride, to, k, token, delta, token, m, o, ahead);
     } else {
-      pass<V, true, false, false>(from, from_stride, to, k, token, delta, token, m, o);
+      pass<Isa, V, true, false, false>(from, from_stride, to, k, token, delta, token, m, o);
     }
-    if (float* const slot = h.slot(first + i)) save<V>(h, to, c, slot);
+    if (float* const slot = h.slot(first + i)) save<Isa, V>(h, to, c, slot);
     from = to.at;
     from_stride = to.stride;
   }
 }
-template <int V = kSlab>
+template <class Isa, int V = Isa::kSlab>
 void slab(int64_t vectors, const Head& h, const float* from, int64_t from_stride, State to, int64_t c, int64_t first,
           int64_t n, const float* ahead) {
-  if (vectors >= V) return slab<V>(h, from, from_stride, to, c, first, n, ahead);
-  if constexpr (V > 1) slab<V - 1>(vectors, h, from, from_stride, to, c, first, n, ahead);
+  if (vectors >= V) return slab<Isa, V>(h, from, from_stride, to, c, first, n, ahead);
+  if constexpr (V > 1) slab<Isa, V - 1>(vectors, h, from, from_stride, to, c, first, n, ahead);
 }
 
 // Outputs of n tokens, from the first-th on, normed and gated, to y.
@@ -331,6 +329,7 @@ void gate(const Head& h, int64_t first, int64_t n) {
 }
 
 // All tokens of a row and value head. ahead: a state that this lane probably takes next.
+template <class Isa>
 void delta(const Delta& d, int64_t b, int64_t head, const float* ahead, float* scratch) {
   const qm_delta& node = d.node;
   const qm_delta_call& call = d.call;
@@ -352,8 +351,8 @@ void delta(const Delta& d, int64_t b, int64_t head, const float* ahead, float* s
   const bool here = count <= kDeltaHere && v % 16 == 0, zeros = call.rows[3 * b + 2] == 0;
   if (zeros) std::fill_n(here ? present : h.state(), k * (here ? v : d.padded_values()), 0.0f);
   const auto each_slab = [&](const auto& body) {
-    for (int64_t c = 0; c < d.padded_values(); c += 16 * kSlab)
-      body(c, std::min<int64_t>(kSlab, (d.padded_values() - c) / 16));
+    for (int64_t c = 0; c < d.padded_values(); c += 16 * Isa::kSlab)
+      body(c, std::min<int64_t>(Isa::kSlab, (d.padded_values() - c) / 16));
   };
   const auto copy = [&](bool in) {
     each_slab([&](int64_t c, int64_t vectors) {
@@ -377,14 +376,15 @@ void delta(const Delta& d, int64_t b, int64_t head, const float* ahead, float* s
     each_slab([&](int64_t c, int64_t vectors) {
       const State to = here ? State{present + c, v} : State{h.state() + k * c, 16 * vectors};
       const float* const from = here && !zeros ? past + c : to.at;
-      slab(vectors, h, from, to.stride, to, c, first, n, !last ? nullptr : here ? ahead + c : from);
+      slab<Isa>(vectors, h, from, to.stride, to, c, first, n, !last ? nullptr : here ? ahead + c : from);
     });
     gate(h, first, n);
   }
   if (!here) copy(false);
 }
 
-#define QM_LINEAR_ATTENTION conv, delta
+template <class Isa>
+constexpr LinearAttentionKernel linear_attention_kernel = {conv, delta<Isa>};
 
 }  // namespace
 }  // namespace quantmoe
