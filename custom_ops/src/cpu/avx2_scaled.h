@@ -205,57 +205,5 @@ void scaled_float_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile
   }
 }
 
-// Panels of 16 rows, column by column: a column is two vectors.
-inline __m256 load_number(int32_t type, const uint8_t* at, int rows) {  // 8 of them, from row `rows` of a column
-  switch (type) {
-    case k_format_fp8_e4m3:
-      return e4m3_to_float(load_quarter(at + rows));
-    case k_format_f16:
-      return _mm256_cvtph_ps(load_half(at + 2 * rows));
-    default:
-      return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half(at + 2 * rows)), 16));
-  }
-}
-inline __m256 load_column_scales(const PanelMatrix& p, const uint8_t* at, int rows) {
-  if (p.scale_type == k_scale_type_f32) return _mm256_loadu_ps(reinterpret_cast<const float*>(at) + rows);
-  if (p.scale_type == k_scale_type_e8m0) return e8m0_to_float(load_quarter(at + rows));
-  return load_number(p.scale_type == k_scale_type_f16 ? k_format_f16 : k_format_bf16, at, rows);
-}
-
-template <int M, int32_t kFormat>
-void column_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const Store& store, int64_t row_stride) {
-  constexpr int V = 2, kBytes = code_bits(kFormat) / 8;
-  for (int panel = 0; panel < store.count; ++panel) {
-    const float* x = reinterpret_cast<const float*>(tile);
-    const uint8_t* at = g.panel[panel];
-    __m256 acc[M][V];
-    QM_EACH_ROW QM_EACH_VECTOR acc[i][v] = _mm256_setzero_ps();
-    for (int64_t b = 0; b < p.blocks; ++b) {
-      __m256 partial[M][V];
-      QM_EACH_ROW QM_EACH_VECTOR partial[i][v] = _mm256_setzero_ps();
-      for (const uint8_t* const end = at + p.codes_bytes; at != end; at += 16 * kBytes, x += M) {
-        __m256 value[V];
-        _mm_prefetch(reinterpret_cast<const char*>(at + kNear), _MM_HINT_T0);
-        QM_EACH_VECTOR value[v] = load_number(kFormat, at, 8 * v);
-        QM_EACH_ROW {
-          const __m256 x1 = _mm256_broadcast_ss(x + i);
-          QM_EACH_VECTOR partial[i][v] = _mm256_fmadd_ps(x1, value[v], partial[i][v]);
-        }
-      }
-      QM_EACH_VECTOR {
-        const __m256 scale = load_column_scales(p, at, 8 * v);
-        QM_EACH_ROW acc[i][v] = _mm256_fmadd_ps(partial[i][v], scale, acc[i][v]);
-      }
-      at += p.block_bytes - p.codes_bytes;
-    }
-    QM_EACH_VECTOR {
-      const float* tail = reinterpret_cast<const float*>(g.panel[panel] + p.tail()) + 8 * v;
-      const __m256 multiplier = _mm256_loadu_ps(tail + 16), bias = _mm256_loadu_ps(tail + 32);
-      QM_EACH_ROW _mm256_storeu_ps(store.to[panel] + 8 * v + i * row_stride,
-                                   _mm256_add_ps(_mm256_mul_ps(acc[i][v], multiplier), bias));
-    }
-  }
-}
-
 }  // namespace
 }  // namespace quantmoe

@@ -10,7 +10,7 @@
 #include <sys/auxv.h>
 
 #include "cpu/elementwise.h"
-#include "cpu/neon_k.h"
+#include "cpu/neon_lanes.h"
 #include "cpu/neon_scaled.h"
 
 namespace quantmoe {
@@ -299,10 +299,6 @@ constexpr Rows kQuantizedRows[kMaxUnits] = {
 template <class C, int kParts>
 constexpr Rows kFloatRows[kMaxUnits] = {float_rows<1, C, kParts>, float_rows<2, C, kParts>, float_rows<3, C, kParts>,
                                         float_rows<4, C, kParts>};
-template <int32_t kFormat>
-constexpr Rows kColumnRows[kMaxUnits] = {column_rows<1, kFormat>, column_rows<2, kFormat>, column_rows<3, kFormat>,
-                                         column_rows<4, kFormat>};
-
 // Whether tiles have the sums of q over groups: where codes have zero points, and in groups of 16, which may.
 inline bool has_sums(const PanelMatrix& p) { return is_integer(p.format) && !p.plain(); }
 
@@ -320,12 +316,6 @@ inline const Rows* rows_of(const PanelMatrix& p, bool quantized) {
       return integer_rows<Int4>(p, quantized);
     case k_format_int8:
       return integer_rows<Int8>(p, quantized);
-    case k_format_fp8_e4m3:
-      return kColumnRows<k_format_fp8_e4m3>;
-    case k_format_bf16:
-      return kColumnRows<k_format_bf16>;
-    case k_format_f16:
-      return kColumnRows<k_format_f16>;
     default:
       if (!quantized) return p.parts == 2 ? kFloatRows<E2m1, 2> : kFloatRows<E2m1, 1>;
       if (p.stepped) return kQuantizedRows<E2m1, Groups::kSteps, 2>;
@@ -335,7 +325,8 @@ inline const Rows* rows_of(const PanelMatrix& p, bool quantized) {
 
 void multiply(const Product& product) {
   const PanelMatrix& p = *product.matrix;
-  if (is_k(p.format)) return multiply_k<KLanes, kMaxUnits, false>(product);
+  if (is_k(p.format)) return multiply_k<NeonLanes, kMaxUnits, false>(product);
+  if (p.columns) return multiply_columns<NeonLanes, kMaxUnits, false>(product);
   const Rows* const rows = rows_of(p, product.quantized);
   const int unit = product.quantized ? Unit::kRows : 1, step = p.nr == 4 ? 2 : 1;
   for (int64_t panel = 0; panel < product.panel_count; panel += step) {

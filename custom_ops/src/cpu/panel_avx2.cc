@@ -12,7 +12,7 @@
 // the tile.
 #include <utility>
 
-#include "cpu/avx2_k.h"
+#include "cpu/avx2_lanes.h"
 #include "cpu/avx2_scaled.h"
 #include "cpu/elementwise.h"
 #include "cpu/x86.h"
@@ -166,27 +166,23 @@ constexpr auto kTiles = tile_table(std::make_integer_sequence<int, kTileRows>())
 template <int... M>
 constexpr auto scaled_table(std::integer_sequence<int, M...>) {
   struct Table {
-    TileFunction of[2][3][sizeof...(M)], columns[3][sizeof...(M)];  // [quantized][e2m1, 4 bits, 8 bits][m - 1]
+    TileFunction of[2][3][sizeof...(M)];  // [quantized][e2m1, 4 bits, 8 bits][m - 1]
   };
   return Table{
       {{{scaled_float_tile<M + 1, E2m1>...}, {scaled_float_tile<M + 1, Int4>...}, {scaled_float_tile<M + 1, Int8>...}},
-       {{scaled_tile<M + 1, E2m1>...}, {scaled_tile<M + 1, Int4>...}, {scaled_tile<M + 1, Int8>...}}},
-      {{column_tile<M + 1, k_format_fp8_e4m3>...},
-       {column_tile<M + 1, k_format_bf16>...},
-       {column_tile<M + 1, k_format_f16>...}}};
+       {{scaled_tile<M + 1, E2m1>...}, {scaled_tile<M + 1, Int4>...}, {scaled_tile<M + 1, Int8>...}}}};
 }
 constexpr auto kScaledTiles = scaled_table(std::make_integer_sequence<int, kTileRows>());
 
 TileFunction tile_function(const PanelMatrix& p, bool quantized, int m) {
   if (p.plain()) return kTiles.of[quantized][p.bits == 8][m - 1];
-  if (p.columns)
-    return kScaledTiles.columns[p.format == k_format_fp8_e4m3 ? 0 : p.format == k_format_bf16 ? 1 : 2][m - 1];
   return kScaledTiles.of[quantized][is_e2m1(p.format) ? 0 : p.bits == 4 ? 1 : 2][m - 1];
 }
 
 void multiply(const Product& product) {
   const PanelMatrix& p = *product.matrix;
-  if (is_k(p.format)) return multiply_k<KLanes, kTileRows, true>(product);
+  if (is_k(p.format)) return multiply_k<Avx2Lanes, kTileRows, true>(product);
+  if (p.columns) return multiply_columns<Avx2Lanes, kTileRows, true>(product);
   for (int64_t panel = 0; panel < product.panel_count; panel += 2) {
     Group g;
     Store store;

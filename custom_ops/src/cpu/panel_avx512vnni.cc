@@ -11,7 +11,7 @@
 // sum(x), which pack_tile has put into the tile. All of it is exact in int32.
 #include <utility>
 
-#include "cpu/avx512_k.h"
+#include "cpu/avx512_lanes.h"
 #include "cpu/avx512_scaled.h"
 #include "cpu/elementwise.h"
 #include "cpu/x86.h"
@@ -169,27 +169,22 @@ template <int... M>
 constexpr auto scaled_table(std::integer_sequence<int, M...>) {
   struct Table {
     // [e2m1, int4 and int8 with middles, with zero points: 5][groups of 16][m - 1]
-    TileFunction quantized[5][2][sizeof...(M)], floats[3][2][sizeof...(M)], columns[3][sizeof...(M)],
-        stepped[sizeof...(M)];
+    TileFunction quantized[5][2][sizeof...(M)], floats[3][2][sizeof...(M)], stepped[sizeof...(M)];
   };
-  return Table{
-      {{{scaled_tile<M + 1, E2m1, false, 1>...}, {scaled_tile<M + 1, E2m1, false, 2>...}},
-       {{nullptr}, {scaled_tile<M + 1, Int4, false, 2>...}},
-       {{nullptr}, {scaled_tile<M + 1, Int8, false, 2>...}},
-       {{scaled_tile<M + 1, Int4, true, 1>...}, {scaled_tile<M + 1, Int4, true, 2>...}},
-       {{scaled_tile<M + 1, Int8, true, 1>...}, {scaled_tile<M + 1, Int8, true, 2>...}}},
-      {{{scaled_float_tile<M + 1, E2m1, 1>...}, {scaled_float_tile<M + 1, E2m1, 2>...}},
-       {{scaled_float_tile<M + 1, Int4, 1>...}, {scaled_float_tile<M + 1, Int4, 2>...}},
-       {{scaled_float_tile<M + 1, Int8, 1>...}, {scaled_float_tile<M + 1, Int8, 2>...}}},
-      {{column_tile<M + 1, E4m3Columns>...}, {column_tile<M + 1, Bf16Columns>...}, {column_tile<M + 1, F16Columns>...}},
-      {scaled_tile<M + 1, E2m1, false, 2, true>...}};
+  return Table{{{{scaled_tile<M + 1, E2m1, false, 1>...}, {scaled_tile<M + 1, E2m1, false, 2>...}},
+                {{nullptr}, {scaled_tile<M + 1, Int4, false, 2>...}},
+                {{nullptr}, {scaled_tile<M + 1, Int8, false, 2>...}},
+                {{scaled_tile<M + 1, Int4, true, 1>...}, {scaled_tile<M + 1, Int4, true, 2>...}},
+                {{scaled_tile<M + 1, Int8, true, 1>...}, {scaled_tile<M + 1, Int8, true, 2>...}}},
+               {{{scaled_float_tile<M + 1, E2m1, 1>...}, {scaled_float_tile<M + 1, E2m1, 2>...}},
+                {{scaled_float_tile<M + 1, Int4, 1>...}, {scaled_float_tile<M + 1, Int4, 2>...}},
+                {{scaled_float_tile<M + 1, Int8, 1>...}, {scaled_float_tile<M + 1, Int8, 2>...}}},
+               {scaled_tile<M + 1, E2m1, false, 2, true>...}};
 }
 constexpr auto kScaledTiles = scaled_table(std::make_integer_sequence<int, kTileRows>());
 
 TileFunction tile_function(const PanelMatrix& p, bool quantized, int m) {
   if (p.plain()) return kTiles.of[quantized][p.bits == 8][m - 1];
-  if (p.columns)
-    return kScaledTiles.columns[p.format == k_format_fp8_e4m3 ? 0 : p.format == k_format_bf16 ? 1 : 2][m - 1];
   if (quantized && p.stepped) return kScaledTiles.stepped[m - 1];
   const int kind = is_e2m1(p.format) ? 0 : p.bits == 4 ? 1 : 2;
   if (!quantized) return kScaledTiles.floats[kind][p.parts - 1][m - 1];
@@ -198,8 +193,9 @@ TileFunction tile_function(const PanelMatrix& p, bool quantized, int m) {
 
 void multiply(const Product& product) {
   const PanelMatrix& p = *product.matrix;
-  if (is_k(p.format)) return multiply_k<KLanes, kTileRows, true>(product);
-  const int panels_per_group = p.columns ? 4 : 16 / p.nr;
+  if (is_k(p.format)) return multiply_k<Avx512Lanes, kTileRows, true>(product);
+  if (p.columns) return multiply_columns<Avx512Lanes, kTileRows, true>(product);
+  const int panels_per_group = 16 / p.nr;
   for (int64_t panel = 0; panel < product.panel_count; panel += panels_per_group) {
     Group g;
     Store store;

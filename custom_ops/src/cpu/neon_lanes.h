@@ -1,14 +1,14 @@
-// The lanes of k_tile.h with NEON's int8 dot product: 8 rows.
+// The lanes of k_tile.h and column_tile.h with NEON's int8 dot product: 8 rows.
 #pragma once
 #include <arm_neon.h>
 
-#include "cpu/k_tile.h"
+#include "cpu/column_tile.h"
 #include "cpu/neon_scaled.h"
 
 namespace quantmoe {
 namespace {
 
-struct KLanes {
+struct NeonLanes {
   static constexpr int kRows = 8;
   template <int kHigh>
   static constexpr int kDots = 8;
@@ -56,6 +56,27 @@ struct KLanes {
     const int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(vld1_u8(at)));
     return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), vcvtq_f32_s32(vmovl_high_s16(wide))}};
   }
+  static Floats bf16s(const uint8_t* at) {
+    Floats out;
+    widen_bf16(vreinterpretq_u16_u8(vld1q_u8(at)), out.v);
+    return out;
+  }
+  static Floats e4m3s(const uint8_t* at) {
+    Floats out;
+    widen_e4m3(vld1_u8(at), out.v);
+    return out;
+  }
+  static Floats e8m0s(const uint8_t* at) {
+    Floats out;
+    widen_e8m0(vld1_u8(at), out.v);
+    return out;
+  }
+  static float number(const float* x) { return *x; }
+  static Floats fma(float a, const Floats& b, const Floats& c) {
+    return {{vfmaq_n_f32(c.v[0], b.v[0], a), vfmaq_n_f32(c.v[1], b.v[1], a)}};
+  }
+  static constexpr int kColumns = 1;
+  static constexpr int panels_of(int) { return 1; }
   template <int i>
   static Floats column(const Bytes& a) {
     const auto one = [](uint8x16_t bytes) {

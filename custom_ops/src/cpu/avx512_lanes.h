@@ -1,12 +1,12 @@
-// The lanes of k_tile.h with AVX512-VNNI: 16 rows.
+// The lanes of k_tile.h and column_tile.h with AVX512-VNNI: 16 rows.
 #pragma once
-#include "cpu/avx512.h"
-#include "cpu/k_tile.h"
+#include "cpu/avx512_scaled.h"
+#include "cpu/column_tile.h"
 
 namespace quantmoe {
 namespace {
 
-struct KLanes {
+struct Avx512Lanes {
   static constexpr int kRows = 16;
   template <int kHigh>
   static constexpr int kDots = 8;
@@ -34,6 +34,23 @@ struct KLanes {
   static Floats int8s(const uint8_t* at) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
   }
+  static Floats bf16s(const uint8_t* at) {
+    return _mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))), 16));
+  }
+  static Floats e8m0s(const uint8_t* at) {
+    return e8m0_to_float(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+  }
+  static Floats number(const float* x) { return broadcast(x); }
+  static constexpr int kColumns = 2;
+  static void e4m3_columns(const uint8_t* at, Floats& first, Floats& second) {
+    const __m512i half = _mm512_and_si512(
+        _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))), 7),
+        _mm512_set1_epi16(static_cast<int16_t>(0xbfff)));
+    first = _mm512_cvtph_ps(_mm512_castsi512_si256(half));
+    second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1));
+  }
+  static constexpr int panels_of(int tokens) { return tokens <= 3 ? 4 : tokens <= 6 ? 2 : 1; }
   template <int i>
   static Floats column(Bytes v) {
     return _mm512_cvtepi32_ps(_mm512_and_si512(i ? _mm512_srli_epi32(v, 8 * i) : v, _mm512_set1_epi32(255)));

@@ -1,13 +1,13 @@
-// The lanes of k_tile.h with AVX2: 8 rows. Products are added up in 16 bits as long as they fit: of 8 fours of columns
-// with codes of 4 bits (2 * 15 * 128 each), of 4 with 5 bits, of 2 with 6.
+// The lanes of k_tile.h and column_tile.h with AVX2: 8 rows. Products are added up in 16 bits as long as they fit: of 8
+// fours of columns with codes of 4 bits (2 * 15 * 128 each), of 4 with 5 bits, of 2 with 6.
 #pragma once
-#include "cpu/avx2.h"
-#include "cpu/k_tile.h"
+#include "cpu/avx2_scaled.h"
+#include "cpu/column_tile.h"
 
 namespace quantmoe {
 namespace {
 
-struct KLanes {
+struct Avx2Lanes {
   static constexpr int kRows = 8;
   template <int kHigh>
   static constexpr int kDots = 8 >> kHigh;
@@ -38,6 +38,14 @@ struct KLanes {
   static Floats floats(const Sums& sums) { return _mm256_cvtepi32_ps(sums.wide); }
   static Floats halves(const uint8_t* at) { return _mm256_cvtph_ps(load_half(at)); }
   static Floats int8s(const uint8_t* at) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_quarter(at))); }
+  static Floats bf16s(const uint8_t* at) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half(at)), 16));
+  }
+  static Floats e4m3s(const uint8_t* at) { return e4m3_to_float(load_quarter(at)); }
+  static Floats e8m0s(const uint8_t* at) { return e8m0_to_float(load_quarter(at)); }
+  static Floats number(const float* x) { return broadcast(x); }
+  static constexpr int kColumns = 1;
+  static constexpr int panels_of(int) { return 1; }
   template <int i>
   static Floats column(Bytes v) {
     return _mm256_cvtepi32_ps(_mm256_and_si256(i ? _mm256_srli_epi32(v, 8 * i) : v, _mm256_set1_epi32(255)));

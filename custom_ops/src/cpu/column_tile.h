@@ -1,0 +1,137 @@
+// The panels of FORMAT.md 2.7, codes that are floats, for every instruction set: 16 rows column by column, of which V
+// has kRows in its lanes. V is what k_tile.h says, and has
+//   bf16s(at), e4m3s(at), e8m0s(at)  kRows numbers as Floats; e4m3 times 2^-8
+//   kColumns                         2 where e4m3_columns(at, first, second) loads two columns with fewer instructions
+//   number(at)                       what fma takes for a float times Floats
+//   panels_of(tokens)                panels at once: few tokens alone would wait for each other's sums. Most for one
+// Everything is in an unnamed namespace, as in elementwise.h.
+#pragma once
+#include <utility>
+
+#include "cpu/k_tile.h"
+
+namespace quantmoe {
+namespace {
+
+// Panels side by side and where their results go. Those past the end repeat the last one; they are not stored.
+template <class V>
+struct ColumnPanels {
+  static constexpr int kMost = V::panels_of(1);
+  const uint8_t* panel[kMost];
+  float* to[kMost];
+  int count;      // that exist
+  int64_t ahead;  // bytes to the next ones, which the first tile fetches; 0 for later tiles
+};
+
+template <class V, int32_t kFormat>
+[[gnu::always_inline]] inline typename V::Floats load_numbers(const uint8_t* at) {
+  if constexpr (kFormat == k_format_fp8_e4m3) return V::e4m3s(at);
+  if constexpr (kFormat == k_format_f16) return V::halves(at);
+  if constexpr (kFormat == k_format_bf16) return V::bf16s(at);
+}
+template <class V>
+inline typename V::Floats load_column_scales(int32_t type, const uint8_t* at, int row) {
+  if (type == k_scale_type_f32) return V::load_floats(at + 4 * row);
+  if (type == k_scale_type_f16) return V::halves(at + 2 * row);
+  if (type == k_scale_type_bf16) return V::bf16s(at + 2 * row);
+  return V::e8m0s(at + row);
+}
+
+// Tokens [first, first + M) of a tile of `tokens`, M of M where kWhole; x f32 [kp][tokens].
+template <class V, int M, int32_t kFormat, bool kWhole>
+void column_tile(const PanelMatrix& p, const ColumnPanels<V>& g, const uint8_t* tile, int tokens, int first,
+                 int64_t row_stride) {
+  using Floats = typename V::Floats;
+  constexpr int P = V::panels_of(M), S = 16 / V::kRows;               // panels; vectors of a column
+  constexpr int kBytes = code_bits(kFormat) / 8, kLine = 4 / kBytes;  // columns of 64 bytes
+  constexpr int kStep = kFormat == k_format_fp8_e4m3 ? V::kColumns : 1;
+  const int m = kWhole ? M : tokens;
+#define QM_EACH_COLUMN \
+  _Pragma("GCC unroll 4") for (int v = 0; v < P; ++v) _Pragma("GCC unroll 4") for (int s = 0; s < S; ++s)
+  for (int panel = 0; panel < g.count; panel += P) {
+    const float* x = reinterpret_cast<const float*>(tile) + first;
+    Floats acc[M][P][S], partial[M][P][S];
+    QM_EACH_TOKEN QM_EACH_COLUMN acc[i][v][s] = V::broadcast(0.0f);
+    for (int64_t b = 0; b < p.blocks; ++b) {
+      QM_EACH_TOKEN QM_EACH_COLUMN partial[i][v][s] = V::broadcast(0.0f);
+      int64_t offset = b * p.block_bytes;
+      const int64_t end = offset + p.codes_bytes;
+      do {  // a line of 64 bytes of each panel
+        _Pragma("GCC unroll 4") for (int v = 0; v < P; ++v) {
+          const uint8_t* const at = g.panel[panel + v] + offset;
+          V::prefetch(at, 64, g.ahead);
+          _Pragma("GCC unroll 4") for (int c = 0; c < kLine; c += kStep) {
+            Floats w[kStep][S];
+            if constexpr (kStep == 2)
+              V::e4m3_columns(at + 16 * c, w[0][0], w[1][0]);
+            else
+              _Pragma("GCC unroll 4") for (int s = 0; s < S; ++s) w[0][s] =
+                  load_numbers<V, kFormat>(at + (16 * c + s * V::kRows) * kBytes);
+            _Pragma("GCC unroll 2") for (int j = 0; j < kStep; ++j) QM_EACH_TOKEN {
+              const auto number = V::number(x + (c + j) * m + i);
+              _Pragma("GCC unroll 4") for (int s = 0; s < S; ++s) partial[i][v][s] =
+                  V::fma(number, w[j][s], partial[i][v][s]);
+            }
+          }
+        }
+        x += kLine * m;
+        offset += 64;
+      } while (offset != end);
+      QM_EACH_COLUMN {
+        const Floats scale = load_column_scales<V>(p.scale_type, g.panel[panel + v] + offset, s * V::kRows);
+        QM_EACH_TOKEN acc[i][v][s] = V::fma(partial[i][v][s], scale, acc[i][v][s]);
+      }
+    }
+    QM_EACH_COLUMN if (panel + v < g.count) {
+      const uint8_t* const at = g.panel[panel + v] + 4 * s * V::kRows;
+      const Floats multiplier = V::load_floats(at + p.tail() + 64), bias = V::load_floats(at + p.biases());
+      float* const to = g.to[panel + v] + first * row_stride + s * V::kRows;
+      QM_EACH_TOKEN V::store(to + i * row_stride, V::add(V::multiply(acc[i][v][s], multiplier), bias));
+    }
+  }
+#undef QM_EACH_COLUMN
+}
+
+template <class V>
+using ColumnTile = void (*)(const PanelMatrix&, const ColumnPanels<V>&, const uint8_t*, int, int, int64_t);
+template <class V, bool kWhole, int... M>
+constexpr auto column_tiles(std::integer_sequence<int, M...>) {
+  struct ColumnTiles {
+    ColumnTile<V> of[3][sizeof...(M)];  // [fp8_e4m3, bf16, f16][tokens - 1]
+  };
+  return ColumnTiles{{{column_tile<V, M + 1, k_format_fp8_e4m3, kWhole>...},
+                      {column_tile<V, M + 1, k_format_bf16, kWhole>...},
+                      {column_tile<V, M + 1, k_format_f16, kWhole>...}}};
+}
+
+// kMost: tokens at a time. Tiles have as many at most where kWhole.
+template <class V, int kMost, bool kWhole>
+void multiply_columns(const Product& product) {
+  static constexpr auto kTiles = column_tiles<V, kWhole>(std::make_integer_sequence<int, kMost>());
+  const PanelMatrix& p = *product.matrix;
+  const auto* const tiles = kTiles.of[p.format == k_format_fp8_e4m3 ? 0 : p.format == k_format_bf16 ? 1 : 2];
+  for (int64_t panel = 0; panel < product.panel_count; panel += ColumnPanels<V>::kMost) {
+    ColumnPanels<V> g;
+    g.count = 0;
+    for (int i = 0; i < g.kMost; ++i) {
+      const bool exists = panel + i < product.panel_count;
+      const int64_t index = exists ? panel + i : product.panel_count - 1;
+      g.panel[i] = product.panels + index * p.stride;
+      g.to[i] = product.out + index % product.halves * product.half_stride + index / product.halves * p.nr;
+      g.count += exists;
+    }
+    g.ahead = g.kMost * p.stride;
+    for (int64_t t = 0; t < product.tile_count; ++t, g.ahead = 0) {
+      const Tile& tile = product.tiles[t];
+      for (int first = 0, passes = static_cast<int>(ceil_div(tile.m, kMost)); passes > 0; --passes) {  // even ones
+        const int count = static_cast<int>(ceil_div(tile.m - first, passes));
+        tiles[count - 1](p, g, tile.data, tile.m, first, product.row_stride);
+        first += count;
+      }
+      for (float*& to : g.to) to += tile.m * product.row_stride;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace quantmoe
