@@ -44,7 +44,7 @@ struct Avx2Lanes {
   static Floats e4m3s(const uint8_t* at) { return e4m3_to_float(load_quarter(at)); }
   static Floats e8m0s(const uint8_t* at) { return e8m0_to_float(load_quarter(at)); }
   static Floats number(const float* x) { return broadcast(x); }
-  static constexpr int kColumns = 1;
+  static constexpr int kColumns = 1, kColumnBytes = 128;
   static constexpr int panels_of(int) { return 1; }
   template <int i>
   static Floats column(Bytes v) {

@@ -42,7 +42,7 @@ struct Avx512Lanes {
     return e8m0_to_float(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
   }
   static Floats number(const float* x) { return broadcast(x); }
-  static constexpr int kColumns = 2;
+  static constexpr int kColumns = 2, kColumnBytes = 64;
   static void e4m3_columns(const uint8_t* at, Floats& first, Floats& second) {
     const __m512i half = _mm512_and_si512(
         _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))), 7),

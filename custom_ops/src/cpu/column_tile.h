@@ -2,6 +2,7 @@
 // has kRows in its lanes. V is what k_tile.h says, and has
 //   bf16s(at), e4m3s(at), e8m0s(at)  kRows numbers as Floats; e4m3 times 2^-8
 //   kColumns                         2 where e4m3_columns(at, first, second) loads two columns with fewer instructions
+//   kColumnBytes                     of a panel that a step of the loop takes: 64 or 128
 //   number(at)                       what fma takes for a float times Floats
 //   panels_of(tokens)                panels at once: few tokens alone would wait for each other's sums. Most for one
 // Everything is in an unnamed namespace, as in elementwise.h.
@@ -42,8 +43,8 @@ template <class V, int M, int32_t kFormat, bool kWhole>
 void column_tile(const PanelMatrix& p, const ColumnPanels<V>& g, const uint8_t* tile, int tokens, int first,
                  int64_t row_stride) {
   using Floats = typename V::Floats;
-  constexpr int P = V::panels_of(M), S = 16 / V::kRows;               // panels; vectors of a column
-  constexpr int kBytes = code_bits(kFormat) / 8, kLine = 4 / kBytes;  // columns of 64 bytes
+  constexpr int P = V::panels_of(M), S = 16 / V::kRows;  // panels; vectors of a column
+  constexpr int kBytes = code_bits(kFormat) / 8, kColumns = V::kColumnBytes / 16 / kBytes;  // of a step
   constexpr int kStep = kFormat == k_format_fp8_e4m3 ? V::kColumns : 1;
   const int m = kWhole ? M : tokens;
 #define QM_EACH_COLUMN \
@@ -56,11 +57,11 @@ void column_tile(const PanelMatrix& p, const ColumnPanels<V>& g, const uint8_t* 
       QM_EACH_TOKEN QM_EACH_COLUMN partial[i][v][s] = V::broadcast(0.0f);
       int64_t offset = b * p.block_bytes;
       const int64_t end = offset + p.codes_bytes;
-      do {  // a line of 64 bytes of each panel
+      do {
         _Pragma("GCC unroll 4") for (int v = 0; v < P; ++v) {
           const uint8_t* const at = g.panel[panel + v] + offset;
-          V::prefetch(at, 64, g.ahead);
-          _Pragma("GCC unroll 4") for (int c = 0; c < kLine; c += kStep) {
+          V::prefetch(at, V::kColumnBytes, g.ahead);
+          _Pragma("GCC unroll 8") for (int c = 0; c < kColumns; c += kStep) {
             Floats w[kStep][S];
             if constexpr (kStep == 2)
               V::e4m3_columns(at + 16 * c, w[0][0], w[1][0]);
@@ -74,8 +75,8 @@ void column_tile(const PanelMatrix& p, const ColumnPanels<V>& g, const uint8_t* 
             }
           }
         }
-        x += kLine * m;
-        offset += 64;
+        x += kColumns * m;
+        offset += V::kColumnBytes;
       } while (offset != end);
       QM_EACH_COLUMN {
         const Floats scale = load_column_scales<V>(p.scale_type, g.panel[panel + v] + offset, s * V::kRows);

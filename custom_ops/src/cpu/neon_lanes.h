@@ -75,7 +75,7 @@ struct NeonLanes {
   static Floats fma(float a, const Floats& b, const Floats& c) {
     return {{vfmaq_n_f32(c.v[0], b.v[0], a), vfmaq_n_f32(c.v[1], b.v[1], a)}};
   }
-  static constexpr int kColumns = 1;
+  static constexpr int kColumns = 1, kColumnBytes = 64;
   static constexpr int panels_of(int) { return 1; }
   template <int i>
   static Floats column(const Bytes& a) {
