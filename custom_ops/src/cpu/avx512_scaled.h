@@ -67,6 +67,25 @@ inline __m512i load_zero_pairs(const Group& g, int64_t offset) {
                             _mm512_set1_epi32(static_cast<int32_t>(0xff80ffffu)));
 }
 
+// dot += the 32 columns of 128 bytes of 4-bit codes.
+template <int M, class C>
+[[gnu::always_inline]] inline void dot_chunk(const Group& g, int64_t offset, const uint8_t* x, __m512i (&dot)[M]) {
+#pragma GCC unroll 2
+  for (int s = 0; s < 2; ++s) {
+    const __m512i a = load_half<4>(g, 0, offset + 64 * s), c = load_half<4>(g, 1, offset + 64 * s);
+    const __m512i even = even_dwords(a, c), odd = odd_dwords(a, c);
+    const uint8_t* at = x + 8 * s * M;
+    const __m512i w0 = C::low(even);
+    QM_EACH dot4(dot[i], w0, at + 4 * i);
+    const __m512i w1 = C::low(odd);
+    QM_EACH dot4(dot[i], w1, at + 4 * M + 4 * i);
+    const __m512i w2 = C::low(_mm512_srli_epi32(even, 4));
+    QM_EACH dot4(dot[i], w2, at + 16 * M + 4 * i);
+    const __m512i w3 = C::low(_mm512_srli_epi32(odd, 4));
+    QM_EACH dot4(dot[i], w3, at + 20 * M + 4 * i);
+  }
+}
+
 // dot += the 16 columns of one nibble (part) of 128 bytes, or 16 columns of 64 bytes of 8-bit codes. Inlined, or the
 // sums are in memory: clang 22 would not for many rows, and nvfp4 took 2.3 times as long.
 template <int M, class C>
@@ -125,20 +144,7 @@ void scaled_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, cons
         do {
           prefetch<C::kBits == 4 ? 2 : 4, 128>(g, offset);
           if constexpr (C::kBits == 4) {
-#pragma GCC unroll 2
-            for (int s = 0; s < 2; ++s) {
-              const __m512i a = load_half<4>(g, 0, offset + 64 * s), c = load_half<4>(g, 1, offset + 64 * s);
-              const __m512i even = even_dwords(a, c), odd = odd_dwords(a, c);
-              const uint8_t* at = x + 8 * s * M;
-              const __m512i w0 = C::low(even);
-              QM_EACH dot4(dot[i], w0, at + 4 * i);
-              const __m512i w1 = C::low(odd);
-              QM_EACH dot4(dot[i], w1, at + 4 * M + 4 * i);
-              const __m512i w2 = C::low(_mm512_srli_epi32(even, 4));
-              QM_EACH dot4(dot[i], w2, at + 16 * M + 4 * i);
-              const __m512i w3 = C::low(_mm512_srli_epi32(odd, 4));
-              QM_EACH dot4(dot[i], w3, at + 20 * M + 4 * i);
-            }
+            dot_chunk<M, C>(g, offset, x, dot);
           } else {
             dot_part<M, C>(g, offset, 0, x, dot);
             dot_part<M, C>(g, offset, 1, x, dot);

@@ -36,27 +36,10 @@ void quantized_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, c
     __m512i dot[M];  // of this block only: live across blocks, compilers keep it in memory
     QM_EACH dot[i] = _mm512_set1_epi32(start[i]);
     if constexpr (kBits == 4) {
-      const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x88)), nibble = _mm512_set1_epi8(15);
-      const auto low = [&](__m512i v) {
-        return _mm512_ternarylogic_epi32(v, flip, nibble, 0x28);
-      };  // (v ^ flip) & nibble
       const uint8_t* const end = x + p.block * M;
       do {  // a block is never empty; saying so keeps the accumulators out of memory
         prefetch<2, 128>(g, offset);
-#pragma GCC unroll 2
-        for (int s = 0; s < 2; ++s) {
-          const __m512i a = load_half<4>(g, 0, offset + 64 * s), c = load_half<4>(g, 1, offset + 64 * s);
-          const __m512i even = even_dwords(a, c), odd = odd_dwords(a, c);
-          const uint8_t* at = x + 8 * s * M;
-          const __m512i w0 = low(even);
-          QM_EACH dot4(dot[i], w0, at + 4 * i);
-          const __m512i w1 = low(odd);
-          QM_EACH dot4(dot[i], w1, at + 4 * M + 4 * i);
-          const __m512i w2 = low(_mm512_srli_epi32(even, 4));
-          QM_EACH dot4(dot[i], w2, at + 16 * M + 4 * i);
-          const __m512i w3 = low(_mm512_srli_epi32(odd, 4));
-          QM_EACH dot4(dot[i], w3, at + 20 * M + 4 * i);
-        }
+        dot_chunk<M, Int4>(g, offset, x, dot);
         x += 32 * M;
         opaque(x);
         offset += 128;
