@@ -55,7 +55,7 @@ int64_t run(const CpuKernel& kernel, const Format& f, int rows, int64_t k) {
   const bool quantized = is_int8_activation(w) || p.stepped;
   const auto panels = zeros(p.panels * p.stride), rows_of_x = zeros(rows * tile_row_bytes(p, quantized));
   auto out = zeros(4 * rows * kFeatures);
-  const Tile tile{reinterpret_cast<const uint8_t*>(rows_of_x.data()), rows};
+  const TokenTile tile{reinterpret_cast<const uint8_t*>(rows_of_x.data()), rows};
   const Product product{&p,
                         quantized,
                         reinterpret_cast<const uint8_t*>(panels.data()),

@@ -52,8 +52,8 @@ void compress(Word (&cv)[8], const Word (&block)[16], Word low, Word high, uint3
 
 }  // namespace
 
-Blake3::Node Blake3::chunk(const uint8_t* data, size_t size, uint64_t number, uint32_t root) {
-  Node node;
+Blake3::Subtree Blake3::chunk(const uint8_t* data, size_t size, uint64_t number, uint32_t root) {
+  Subtree node;
   std::copy_n(kStart, 8, node.words);
   const size_t blocks = std::max<size_t>(1, (size + kBlock - 1) / kBlock);
   for (size_t b = 0; b < blocks; ++b) {
@@ -67,8 +67,8 @@ Blake3::Node Blake3::chunk(const uint8_t* data, size_t size, uint64_t number, ui
   return node;
 }
 
-Blake3::Node Blake3::parent(const Node& left, const Node& right, uint32_t root) {
-  Node node;
+Blake3::Subtree Blake3::parent(const Subtree& left, const Subtree& right, uint32_t root) {
+  Subtree node;
   std::copy_n(kStart, 8, node.words);
   uint32_t block[16];
   std::copy_n(left.words, 8, block);
@@ -78,7 +78,7 @@ Blake3::Node Blake3::parent(const Node& left, const Node& right, uint32_t root) 
 }
 
 // The next chunk, with the subtrees that it completes.
-void Blake3::push(Node node) {
+void Blake3::push(Subtree node) {
   for (uint64_t count = ++chunks_; count % 2 == 0; count /= 2) node = parent(stack_[--depth_], node, 0);
   stack_[depth_++] = node;
 }
@@ -105,7 +105,7 @@ void Blake3::update(const void* data, size_t size) {
         compress(cv, block, low, high, kBlock, flags);
       }
       for (size_t l = 0; l < kLanes; ++l) {
-        Node node;
+        Subtree node;
         for (int i = 0; i < 8; ++i) node.words[i] = cv[i][l];
         push(node);
       }
@@ -119,7 +119,7 @@ void Blake3::update(const void* data, size_t size) {
 }
 
 std::string Blake3::hex() const {
-  Node node = chunk(last_, last_size_, chunks_, depth_ ? 0 : kRoot);
+  Subtree node = chunk(last_, last_size_, chunks_, depth_ ? 0 : kRoot);
   for (int i = depth_; i-- > 0;) node = parent(stack_[i], node, i ? 0 : kRoot);
   std::string text;
   for (const uint32_t word : node.words)

@@ -13,14 +13,14 @@ class Blake3 {
 
  private:
   static constexpr size_t kChunk = 1024;
-  struct Node {
+  struct Subtree {
     uint32_t words[8];
   };
-  static Node chunk(const uint8_t* data, size_t size, uint64_t number, uint32_t root);
-  static Node parent(const Node& left, const Node& right, uint32_t root);
-  void push(Node node);
+  static Subtree chunk(const uint8_t* data, size_t size, uint64_t number, uint32_t root);
+  static Subtree parent(const Subtree& left, const Subtree& right, uint32_t root);
+  void push(Subtree node);
 
-  Node stack_[54];  // roots of the whole subtrees so far, the largest first: 2^54 chunks are all of 64 bits
+  Subtree stack_[54];  // roots of the whole subtrees so far, the largest first: 2^54 chunks are all of 64 bits
   int depth_ = 0;
   uint64_t chunks_ = 0;
   uint8_t last_[kChunk];  // held back: the last chunk may be the root

@@ -16,7 +16,7 @@ constexpr int64_t kMaxPartBytes = int64_t{64} << 20;
 constexpr int64_t kTasksPerLane = 8;   // of blocks: a task prepares its queries
 constexpr int64_t kTokensPerTask = 8;  // of the section that stores keys and values
 
-struct Plan {
+struct AttentionPlan {
   int64_t tiles;                                     // of a row and group, with all tokens counting
   int64_t blocks;                                    // most of a tile
   bool split;                                        // a tile's blocks may be several tasks
@@ -29,8 +29,8 @@ bool in_place(const qm_attention_call& call, const void* past, const void* prese
 }
 int lanes_of(const qm_attention_call& call) { return call.parallel_for && call.lanes > 1 ? call.lanes : 1; }
 
-Plan plan_of(const Attention& a) {
-  Plan plan{};
+AttentionPlan plan_of(const AttentionContext& a) {
+  AttentionPlan plan{};
   const int64_t lanes = lanes_of(a.call), groups = a.call.batch * a.node.kv_num_heads;
   plan.tiles = ceil_div(a.call.tokens, a.tile_tokens());
   const int64_t limit = a.node.sliding_window ? a.node.sliding_window + a.tile_tokens()
@@ -48,46 +48,46 @@ Plan plan_of(const Attention& a) {
 }
 
 // One call.
-class Run {
+class AttentionRun {
  public:
-  Run(const qm_attention& node, const qm_attention_call& call, const AttentionKernel& kernel)
+  AttentionRun(const qm_attention& node, const qm_attention_call& call, const AttentionKernel& kernel)
       : base_(static_cast<uint8_t*>(call.workspace)),
         a_{node, call, reinterpret_cast<float*>(base_)},
         plan_(plan_of(a_)),
         kernel_(kernel) {}
 
-  void Store() const;
-  void Attend() const;
+  void store() const;
+  void attend() const;
 
  private:
   template <class Body>
-  void Parallel(int64_t count, const Body& body) const {
+  void each_task(int64_t count, const Body& body) const {
     parallel(lanes_of(a_.call), a_.call.parallel_for, a_.call.parallel_context, count, [&](int lane, int64_t index) {
       body(reinterpret_cast<float*>(base_ + plan_.scratch_at) + lane * a_.scratch_floats(), index);
     });
   }
-  int64_t Count(int64_t b) const { return a_.call.rows[3 * b + 1]; }
-  void Copy(const void* past, void* present, int64_t width, int64_t task) const;
-  void Tokens(int64_t b, int64_t first, float* scratch) const;
-  AttentionTile Tile(int64_t index) const;
-  void Whole(const AttentionTile& tile, float* scratch) const;
-  void Blocks(const AttentionTile& tile, int64_t index, int64_t block, int64_t span, float* scratch) const;
-  int64_t FirstBlock(const AttentionTile& tile) const {
+  int64_t count_of(int64_t b) const { return a_.call.rows[3 * b + 1]; }
+  void copy(const void* past, void* present, int64_t width, int64_t task) const;
+  void append_tokens(int64_t b, int64_t first, float* scratch) const;
+  AttentionTile tile_at(int64_t index) const;
+  void whole(const AttentionTile& tile, float* scratch) const;
+  void blocks(const AttentionTile& tile, int64_t index, int64_t block, int64_t span, float* scratch) const;
+  int64_t first_block(const AttentionTile& tile) const {
     return a_.first_slot(a_.slot(tile.b, tile.token)) / kAttentionBlock;
   }
-  int64_t BlockCount(const AttentionTile& tile) const {
-    return tile.tokens ? a_.slot(tile.b, tile.token + tile.tokens - 1) / kAttentionBlock - FirstBlock(tile) + 1 : 0;
+  int64_t block_count(const AttentionTile& tile) const {
+    return tile.tokens ? a_.slot(tile.b, tile.token + tile.tokens - 1) / kAttentionBlock - first_block(tile) + 1 : 0;
   }
 
   uint8_t* const base_;
-  const Attention a_;
-  const Plan plan_;
+  const AttentionContext a_;
+  const AttentionPlan plan_;
   const AttentionKernel& kernel_;
 };
 
 // One group's slots of a cache that is not in place: what was in it, and zeros after the new tokens.
-void Run::Copy(const void* past, void* present, int64_t width, int64_t task) const {
-  const int64_t b = task / a_.node.kv_num_heads, before = a_.slot(b, 0), used = before + Count(b);
+void AttentionRun::copy(const void* past, void* present, int64_t width, int64_t task) const {
+  const int64_t b = task / a_.node.kv_num_heads, before = a_.slot(b, 0), used = before + count_of(b);
   const int64_t slot = a_.slot_bytes(width);
   uint8_t* const to = static_cast<uint8_t*>(present) + task * a_.call.slots * slot;
   if (before)
@@ -97,11 +97,11 @@ void Run::Copy(const void* past, void* present, int64_t width, int64_t task) con
 }
 
 // New tokens first .. of row b into the cache; zeros are the output of those that do not count.
-void Run::Tokens(int64_t b, int64_t first, float* scratch) const {
+void AttentionRun::append_tokens(int64_t b, int64_t first, float* scratch) const {
   const int64_t width = int64_t{a_.node.num_heads} * a_.node.v_head_size * element_size(a_.call.type);
   for (int64_t s = first; s < std::min(first + kTokensPerTask, a_.call.tokens); ++s) {
     const int64_t token = s - a_.call.rows[3 * b];
-    if (token >= 0 && token < Count(b))
+    if (token >= 0 && token < count_of(b))
       kernel_.append(a_, b, token, scratch);
     else
       std::memset(static_cast<uint8_t*>(a_.call.output) + (b * a_.call.tokens + s) * width, 0,
@@ -109,33 +109,33 @@ void Run::Tokens(int64_t b, int64_t first, float* scratch) const {
   }
 }
 
-void Run::Store() const {
+void AttentionRun::store() const {
   const qm_attention_call& call = a_.call;
   const int64_t groups = call.batch * a_.node.kv_num_heads, pieces = ceil_div(call.tokens, kTokensPerTask);
   const int64_t keys = in_place(call, call.past_key, call.present_key) ? 0 : groups;
   const int64_t values = in_place(call, call.past_value, call.present_value) ? 0 : groups;
-  Parallel(keys + values + call.batch * pieces, [&](float* scratch, int64_t task) {
-    if (task < keys) return Copy(call.past_key, call.present_key, a_.key_width(), task);
+  each_task(keys + values + call.batch * pieces, [&](float* scratch, int64_t task) {
+    if (task < keys) return copy(call.past_key, call.present_key, a_.key_width(), task);
     task -= keys;
-    if (task < values) return Copy(call.past_value, call.present_value, a_.value_width(), task);
+    if (task < values) return copy(call.past_value, call.present_value, a_.value_width(), task);
     task -= values;
-    Tokens(task / pieces, task % pieces * kTokensPerTask, scratch);
+    append_tokens(task / pieces, task % pieces * kTokensPerTask, scratch);
   });
 }
 
 // The last tiles of a row first: they take longest. No tokens: there is none of that index.
-AttentionTile Run::Tile(int64_t index) const {
+AttentionTile AttentionRun::tile_at(int64_t index) const {
   const int64_t of = index / plan_.tiles, b = of / a_.node.kv_num_heads;
   const int64_t token = (plan_.tiles - 1 - index % plan_.tiles) * a_.tile_tokens();
-  return {b, of % a_.node.kv_num_heads, token, std::clamp<int64_t>(Count(b) - token, 0, a_.tile_tokens())};
+  return {b, of % a_.node.kv_num_heads, token, std::clamp<int64_t>(count_of(b) - token, 0, a_.tile_tokens())};
 }
 
-void Run::Whole(const AttentionTile& tile, float* scratch) const {
+void AttentionRun::whole(const AttentionTile& tile, float* scratch) const {
   float* const parts = scratch + a_.parts_at();
   float* const sum = parts + a_.tile_rows() * a_.part_floats();
   kernel_.queries(a_, tile, scratch);
   kernel_.begin(a_, tile, sum);
-  for (int64_t i = 0, first = FirstBlock(tile); i < BlockCount(tile); ++i) {
+  for (int64_t i = 0, first = first_block(tile); i < block_count(tile); ++i) {
     kernel_.block(a_, tile, first + i, scratch, parts);
     kernel_.merge(a_, tile, first + i, parts, sum);
   }
@@ -143,8 +143,8 @@ void Run::Whole(const AttentionTile& tile, float* scratch) const {
 }
 
 // `span` blocks of the tile of that index, from its block-th on.
-void Run::Blocks(const AttentionTile& tile, int64_t index, int64_t block, int64_t span, float* scratch) const {
-  const int64_t first = FirstBlock(tile), count = BlockCount(tile), mine = std::min(span, count - block);
+void AttentionRun::blocks(const AttentionTile& tile, int64_t index, int64_t block, int64_t span, float* scratch) const {
+  const int64_t first = first_block(tile), count = block_count(tile), mine = std::min(span, count - block);
   if (mine <= 0) return;
   const int64_t floats = a_.heads() * std::min(a_.tile_tokens(), a_.call.tokens) * a_.part_floats();
   float* const parts = reinterpret_cast<float*>(base_ + plan_.parts_at) + index * plan_.blocks * floats;
@@ -158,23 +158,23 @@ void Run::Blocks(const AttentionTile& tile, int64_t index, int64_t block, int64_
   kernel_.finish(a_, tile, sum);
 }
 
-void Run::Attend() const {
+void AttentionRun::attend() const {
   const int64_t tiles = a_.call.batch * a_.node.kv_num_heads * plan_.tiles;
   if (!plan_.split) {
-    return Parallel(tiles, [&](float* scratch, int64_t index) {
-      if (const AttentionTile tile = Tile(index); tile.tokens) Whole(tile, scratch);
+    return each_task(tiles, [&](float* scratch, int64_t index) {
+      if (const AttentionTile tile = tile_at(index); tile.tokens) whole(tile, scratch);
     });
   }
   int64_t all = 0, most = 0;
   for (int64_t i = 0; i < tiles; ++i) {
-    const int64_t count = BlockCount(Tile(i));
+    const int64_t count = block_count(tile_at(i));
     all += count;
     most = std::max(most, count);
   }
   const int64_t span = std::max<int64_t>(1, all / (kTasksPerLane * lanes_of(a_.call))), pieces = ceil_div(most, span);
   std::fill_n(reinterpret_cast<int32_t*>(base_ + plan_.counters_at), tiles, 0);
-  Parallel(tiles * pieces, [&](float* scratch, int64_t task) {
-    Blocks(Tile(task / pieces), task / pieces, task % pieces * span, span, scratch);
+  each_task(tiles * pieces, [&](float* scratch, int64_t task) {
+    blocks(tile_at(task / pieces), task / pieces, task % pieces * span, span, scratch);
   });
 }
 
@@ -199,7 +199,7 @@ int check_rows(const qm_attention_call& call, char* err) {
 using namespace quantmoe;
 
 size_t qm_attention_workspace(const qm_attention* node, const qm_attention_call* call) {
-  return static_cast<size_t>(plan_of(Attention{*node, *call, nullptr}).bytes);
+  return static_cast<size_t>(plan_of(AttentionContext{*node, *call, nullptr}).bytes);
 }
 
 int qm_attention_run(const qm_attention* node, const qm_attention_call* call, char* err) {
@@ -213,8 +213,8 @@ int qm_attention_run(const qm_attention* node, const qm_attention_call* call, ch
   if (appends && call->slots != call->past_slots)
     return fail(err, QM_INVALID, "present is past's memory, which has %lld slots, and is to have %lld",
                 (long long)call->past_slots, (long long)call->slots);
-  const Run run(*node, *call, *kernel->attention);
-  run.Store();
-  run.Attend();
+  const AttentionRun run(*node, *call, *kernel->attention);
+  run.store();
+  run.attend();
   return QM_OK;
 }

@@ -64,7 +64,7 @@ float inverse_norm(const qm_attention& node, qm_type type, const uint8_t* x, int
 }
 
 // One head's query or key, normed and turned, to y [D]. row_scale: of qk_norm row; weights: of this head.
-void turn(const Attention& a, const uint8_t* x, int64_t token, const float* weights, float row_scale, float* y) {
+void turn(const AttentionContext& a, const uint8_t* x, int64_t token, const float* weights, float row_scale, float* y) {
   const qm_attention& node = a.node;
   static_assert(count_values("qk_norm") == 3, "the ifs below");
   to_float(a.call.type, x, node.head_size, y);
@@ -96,7 +96,7 @@ inline float score_factor(const qm_attention& node) { return node.scale * node.k
 inline float value_factor(const qm_attention& node) { return node.v_scale * widened(node); }
 
 // A head's key or value [n] into the cache.
-void store_head(const Attention& a, float scale, const float* x, int64_t n, uint8_t* to) {
+void store_head(const AttentionContext& a, float scale, const float* x, int64_t n, uint8_t* to) {
   static_assert(count_values("cache_format") == 4, "the cases below");
   const auto code = [](float x, float least, float most) {
     const float clamped = x < least ? least : x > most ? most : x;
@@ -127,7 +127,7 @@ void store_head(const Attention& a, float scale, const float* x, int64_t n, uint
   }
 }
 
-void append(const Attention& a, int64_t b, int64_t token, float* y) {
+void append(const AttentionContext& a, int64_t b, int64_t token, float* y) {
   const qm_attention& node = a.node;
   const qm_attention_call& call = a.call;
   const int64_t d = node.head_size, v = node.v_head_size, groups = node.kv_num_heads;
@@ -152,7 +152,7 @@ void append(const Attention& a, int64_t b, int64_t token, float* y) {
 }
 
 template <class Isa>
-void queries(const Attention& a, const AttentionTile& tile, float* scratch) {
+void queries(const AttentionContext& a, const AttentionTile& tile, float* scratch) {
   const qm_attention& node = a.node;
   const int64_t d = node.head_size, rows = tile.tokens * a.heads(), element = a.call.type == QM_F32 ? 4 : 2;
   float* const y = scratch + a.keys_at();
@@ -231,17 +231,17 @@ void add_values(int64_t rows, const float* p, const C* values, int64_t stride, i
   });
 }
 
-struct Range {  // of slots
+struct SlotRange {
   int64_t begin, end;
 };
 // What the tile's token sees of a block, counted from the block's first slot; begin >= end: nothing.
-inline Range seen(const Attention& a, const AttentionTile& tile, int64_t token, int64_t block) {
+inline SlotRange seen(const AttentionContext& a, const AttentionTile& tile, int64_t token, int64_t block) {
   const int64_t p = a.slot(tile.b, tile.token + token), first = block * kAttentionBlock;
   return {std::max<int64_t>(0, a.first_slot(p) - first), std::min(kAttentionBlock, p + 1 - first)};
 }
 
 // Scores to weights; the largest score to part[0], the sum of the weights to part[1].
-void soften(float softcap, Range range, float* s, float* part) {
+void soften(float softcap, SlotRange range, float* s, float* part) {
   const int64_t first = range.begin / 16 * 16, last = align_up(range.end, 16);
   if (softcap != 0.0f)
     for (int64_t i = first; i < last; ++i) s[i] = softcap * tanh_f32(s[i] / softcap);
@@ -288,7 +288,7 @@ struct Block {
 
 // Products of the tile's queries and the block's keys.
 template <class Isa, class C>
-void score(const Attention& a, Range all, const Block<C>& cache, int64_t rows, float* scratch) {
+void score(const AttentionContext& a, SlotRange all, const Block<C>& cache, int64_t rows, float* scratch) {
   const int64_t d = a.node.head_size;
   const float scale = score_factor(a.node);
   float *const turned = scratch + a.keys_at(), *const scores = scratch + a.scores_at();
@@ -328,7 +328,7 @@ void score(const Attention& a, Range all, const Block<C>& cache, int64_t rows, f
 
 // Adds the values of the block's slots, a panel of rows at once where all of them see a slot.
 template <class Isa, bool kCache, class C>
-void add_block(const Attention& a, const AttentionTile& tile, int64_t block, const C* values, int64_t stride,
+void add_block(const AttentionContext& a, const AttentionTile& tile, int64_t block, const C* values, int64_t stride,
                const float* scores, float* parts) {
   const int64_t rows = tile.tokens * a.heads(), width = a.padded_values(), part = a.part_floats();
   for (int64_t panel = 0; panel < panel_count<Isa>(rows); ++panel) {
@@ -338,14 +338,14 @@ void add_block(const Attention& a, const AttentionTile& tile, int64_t block, con
         add_values<Isa, kCache>(count, scores + first * kScoreStride + begin, values + begin * stride, stride, width,
                                 until - begin, parts + first * part + 16, part);
     };
-    Range common{0, kAttentionBlock};
+    SlotRange common{0, kAttentionBlock};
     for (int64_t r = row; r < end; ++r) {
-      const Range range = seen(a, tile, r / a.heads(), block);
+      const SlotRange range = seen(a, tile, r / a.heads(), block);
       common = {std::max(common.begin, range.begin), std::min(common.end, range.end)};
     }
     if (common.begin >= common.end) common = {kAttentionBlock, kAttentionBlock};
     for (int64_t r = row; r < end; ++r) {
-      const Range range = seen(a, tile, r / a.heads(), block);
+      const SlotRange range = seen(a, tile, r / a.heads(), block);
       add(r, 1, range.begin, std::min(range.end, common.begin));
     }
     add(row, end - row, common.begin, common.end);
@@ -354,7 +354,7 @@ void add_block(const Attention& a, const AttentionTile& tile, int64_t block, con
 }
 
 // Multiplies scores or weights of slots by the scales that int8_token has after their codes.
-void scale_slots(const uint8_t* rows, int64_t pitch, int64_t width, Range range, float* s) {
+void scale_slots(const uint8_t* rows, int64_t pitch, int64_t width, SlotRange range, float* s) {
   for (int64_t i = range.begin; i < range.end; ++i) {
     float own;
     std::memcpy(&own, rows + i * pitch + width, 4);
@@ -370,7 +370,7 @@ void widen_all(const C* from, int64_t n, float* out) {
 }
 
 template <class Isa, class C>
-void block_of(const Attention& a, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {
+void block_of(const AttentionContext& a, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {
   const int64_t rows = tile.tokens * a.heads(), d = a.node.head_size, v = a.node.v_head_size;
   const int64_t width = a.padded_values(), part = a.part_floats();
   const int64_t at = (tile.b * a.node.kv_num_heads + tile.group) * a.call.slots + block * kAttentionBlock;
@@ -381,15 +381,15 @@ void block_of(const Attention& a, const AttentionTile& tile, int64_t block, floa
   const Block<C> cache{keys, values, key_pitch, pitch};
   const bool tails = cache_tail(a.node);
   float *const scores = scratch + a.scores_at(), *const wide = scratch + a.values_at();
-  Range all{kAttentionBlock, 0};
+  SlotRange all{kAttentionBlock, 0};
   for (int64_t token = 0; token < tile.tokens; ++token) {
-    const Range range = seen(a, tile, token, block);
+    const SlotRange range = seen(a, tile, token, block);
     if (range.begin < range.end) all = {std::min(all.begin, range.begin), std::max(all.end, range.end)};
   }
   if (all.begin >= all.end) return;
   score<Isa>(a, all, cache, rows, scratch);
   for (int64_t r = 0; r < rows; ++r) {
-    const Range range = seen(a, tile, r / a.heads(), block);
+    const SlotRange range = seen(a, tile, r / a.heads(), block);
     std::fill(parts + r * part + 16, parts + (r + 1) * part, 0.0f);
     if (range.begin >= range.end) continue;
     float* const s = scores + r * kScoreStride;
@@ -411,7 +411,7 @@ void block_of(const Attention& a, const AttentionTile& tile, int64_t block, floa
   add_block<Isa, false>(a, tile, block, static_cast<const float*>(wide), width, scores, parts);
 }
 template <class Isa>
-void block(const Attention& a, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {
+void block(const AttentionContext& a, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {
   static_assert(count_values("cache_format") == 4, "the ifs below");
   if (a.node.cache_format == k_cache_format_fp8_e4m3) return block_of<Isa, E4m3>(a, tile, block, scratch, parts);
   if (a.node.cache_format != k_cache_format_none) return block_of<Isa, int8_t>(a, tile, block, scratch, parts);
@@ -419,7 +419,7 @@ void block(const Attention& a, const AttentionTile& tile, int64_t block, float* 
   block_of<Isa, uint16_t>(a, tile, block, scratch, parts);
 }
 
-void begin(const Attention& a, const AttentionTile& tile, float* parts) {
+void begin(const AttentionContext& a, const AttentionTile& tile, float* parts) {
   for (int64_t r = 0; r < tile.tokens * a.heads(); ++r, parts += a.part_floats()) {
     parts[0] = a.call.sinks[tile.group * a.heads() + r % a.heads()];
     parts[1] = 1.0f;
@@ -427,10 +427,10 @@ void begin(const Attention& a, const AttentionTile& tile, float* parts) {
   }
 }
 
-void merge(const Attention& a, const AttentionTile& tile, int64_t block, const float* parts, float* into) {
+void merge(const AttentionContext& a, const AttentionTile& tile, int64_t block, const float* parts, float* into) {
   const int64_t part = a.part_floats();
   for (int64_t r = 0; r < tile.tokens * a.heads(); ++r, parts += part, into += part) {
-    const Range range = seen(a, tile, r / a.heads(), block);
+    const SlotRange range = seen(a, tile, r / a.heads(), block);
     if (range.begin >= range.end) continue;
     const float top = parts[0] > into[0] ? parts[0] : into[0];
     const float before = exp_f32(into[0] - top), here = exp_f32(parts[0] - top);
@@ -440,7 +440,7 @@ void merge(const Attention& a, const AttentionTile& tile, int64_t block, const f
   }
 }
 
-void finish(const Attention& a, const AttentionTile& tile, float* parts) {
+void finish(const AttentionContext& a, const AttentionTile& tile, float* parts) {
   const int64_t v = a.node.v_head_size, element = a.call.type == QM_F32 ? 4 : 2;
   const float factor = value_factor(a.node);
   for (int64_t r = 0; r < tile.tokens * a.heads(); ++r, parts += a.part_floats()) {

@@ -11,7 +11,7 @@ namespace quantmoe {
 namespace {
 
 // Two panels. A panel past the end repeats the last one; its results are not stored.
-struct Group {
+struct Avx2Group {
   const uint8_t* panel[2];
 };
 // Vectors of 8 rows in a group.
@@ -35,7 +35,7 @@ inline __m256 swap_lanes(__m256 v) { return _mm256_castpd_ps(_mm256_permute4x64_
 
 // One dword of each row of vector v.
 template <int kBits>
-inline __m256i load_dwords(const Group& g, int v, int64_t offset, bool odd) {
+inline __m256i load_dwords(const Avx2Group& g, int v, int64_t offset, bool odd) {
   const uint8_t* const at = g.panel[v] + offset;
   const __m256 x = _mm256_castsi256_ps(load(at)),
                y = _mm256_castsi256_ps(load(kBits == 4 ? at + 32 : g.panel[1] + offset));
@@ -44,18 +44,18 @@ inline __m256i load_dwords(const Group& g, int v, int64_t offset, bool odd) {
 
 // 8 dwords of vector v in row order.
 template <int kBits>
-inline __m256i load_rows(const Group& g, int v, int64_t offset) {
+inline __m256i load_rows(const Avx2Group& g, int v, int64_t offset) {
   if constexpr (kBits == 4) return load(g.panel[v] + offset);
   return _mm256_set_m128i(load_half(g.panel[1] + offset), load_half(g.panel[0] + offset));
 }
 template <int kBits>
-inline __m256 load_rows_ps(const Group& g, int v, int64_t offset) {
+inline __m256 load_rows_ps(const Avx2Group& g, int v, int64_t offset) {
   return _mm256_castsi256_ps(load_rows<kBits>(g, v, offset));
 }
 
 // The scales of vector v in lane order.
 template <int kBits>
-inline __m256 load_scales(const Group& g, int v, int64_t offset, int32_t scale_type) {
+inline __m256 load_scales(const Avx2Group& g, int v, int64_t offset, int32_t scale_type) {
   if (scale_type == k_scale_type_f32) return swap_lanes(load_rows_ps<kBits>(g, v, offset));
   const __m128i bits = kBits == 4
                            ? load_half(g.panel[v] + offset)
@@ -67,20 +67,20 @@ inline __m256 load_scales(const Group& g, int v, int64_t offset, int32_t scale_t
 // 128 bytes of each panel that come later: hardware prefetchers stop at the end of a page. One row of int4 from memory
 // takes 0.83 times as long with them, one of bf16 0.79 times.
 constexpr int64_t kNear = 4096;
-inline void prefetch(const Group& g, int64_t offset) {
+inline void prefetch(const Avx2Group& g, int64_t offset) {
   for (const uint8_t* panel : g.panel) {
     _mm_prefetch(reinterpret_cast<const char*>(panel + offset + kNear), _MM_HINT_T0);
     _mm_prefetch(reinterpret_cast<const char*>(panel + offset + kNear + 64), _MM_HINT_T0);
   }
 }
 
-struct Store {
+struct Avx2Store {
   float* to[2];
   int count;  // panels that exist
 };
 // y: vector v in row order.
 template <int kBits>
-inline void store_rows(const Store& s, int v, int64_t row_offset, __m256 y) {
+inline void store_rows(const Avx2Store& s, int v, int64_t row_offset, __m256 y) {
   if constexpr (kBits == 4) {
     if (v < s.count) _mm256_storeu_ps(s.to[v] + row_offset, y);
   } else {

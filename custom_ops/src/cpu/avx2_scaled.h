@@ -6,14 +6,14 @@
 namespace quantmoe {
 namespace {
 
-struct Int4 {
+struct Avx2Int4 {
   static constexpr int kBits = 4;
   static constexpr bool kMultiplied = false;
   static __m256i low(__m256i v) {  // codes 0..15
     return _mm256_and_si256(_mm256_xor_si256(v, _mm256_set1_epi8(static_cast<char>(0x88))), _mm256_set1_epi8(15));
   }
 };
-struct E2m1 {
+struct Avx2E2m1 {
   static constexpr int kBits = 4;
   static constexpr bool kMultiplied = true;
   static __m256i low(__m256i v) {  // doubled values + 12
@@ -22,14 +22,14 @@ struct E2m1 {
     return _mm256_shuffle_epi8(table, _mm256_and_si256(v, _mm256_set1_epi8(15)));
   }
 };
-struct Int8 {
+struct Avx2Int8 {
   static constexpr int kBits = 8;
   static constexpr bool kMultiplied = false;
 };
 
 // Eight bytes, one a row of vector v, in row order.
 template <int kBits>
-inline __m128i load_rows8(const Group& g, int v, int64_t offset) {
+inline __m128i load_rows8(const Avx2Group& g, int v, int64_t offset) {
   if constexpr (kBits == 4) return load_quarter(g.panel[v] + offset);
   return _mm_unpacklo_epi32(_mm_loadu_si32(g.panel[0] + offset), _mm_loadu_si32(g.panel[1] + offset));
 }
@@ -47,7 +47,7 @@ inline __m256 e8m0_to_float(__m128i codes) {
 }
 
 template <class C>
-inline __m256 load_group_scales(const PanelMatrix& p, const Group& g, int v, int64_t offset) {
+inline __m256 load_group_scales(const PanelMatrix& p, const Avx2Group& g, int v, int64_t offset) {
   if (p.scale_type == k_scale_type_e4m3) return swap_lanes(e4m3_to_float(load_rows8<C::kBits>(g, v, offset)));
   if (p.scale_type == k_scale_type_e8m0) return swap_lanes(e8m0_to_float(load_rows8<C::kBits>(g, v, offset)));
   return load_scales<C::kBits>(g, v, offset, p.scale_type);
@@ -55,7 +55,7 @@ inline __m256 load_group_scales(const PanelMatrix& p, const Group& g, int v, int
 
 // -zero and -128 * zero of each row: the factors of pack_tile_offset's pairs.
 template <class C>
-inline __m256i load_zero_pairs(const Group& g, int v, int64_t offset) {
+inline __m256i load_zero_pairs(const Avx2Group& g, int v, int64_t offset) {
   const __m256i rows = _mm256_permute4x64_epi64(_mm256_cvtepu8_epi32(load_rows8<C::kBits>(g, v, offset)), 0xd8);
   return _mm256_mullo_epi16(_mm256_or_si256(rows, _mm256_slli_epi32(rows, 16)),
                             _mm256_set1_epi32(static_cast<int32_t>(0xff80ffffu)));
@@ -64,7 +64,8 @@ inline __m256i load_zero_pairs(const Group& g, int v, int64_t offset) {
 // One tile row and all its vectors at a time keeps 16 registers enough for any code; sums widen every 16 columns, where
 // 8 pairs of at most 2 * 24 * 128 stay below 2^15 (e2m1), and 2 * 15 * 128 (integers, a nibble at a time).
 template <int M, class C>
-void scaled_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const Store& store, int64_t row_stride) {
+void scaled_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* tile, const Avx2Store& store,
+                 int64_t row_stride) {
   constexpr int V = vectors(C::kBits);
   const __m256i one = _mm256_set1_epi16(1), sixteen = _mm256_set1_epi16(16), nibble = _mm256_set1_epi8(15);
   const __m256i flip = _mm256_set1_epi8(static_cast<char>(0x80));
@@ -143,7 +144,7 @@ void scaled_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, cons
 }
 
 template <int M, class C>
-void scaled_float_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const Store& store,
+void scaled_float_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* tile, const Avx2Store& store,
                        int64_t row_stride) {
   constexpr int V = vectors(C::kBits);
   const float* x = reinterpret_cast<const float*>(tile);

@@ -32,7 +32,7 @@ inline __m512i odd_dwords(__m512i x, __m512i y) {
 }
 
 // The panels of one 16-row group. Panels past the end repeat the last one; their results are not stored.
-struct Group {
+struct Avx512Group {
   const uint8_t* panel[4];
   // Bytes from a panel to the same panel of the next group, which the first tile fetches into L2 while it works on this
   // one: panels come cold from memory, in two to four streams that hardware prefetchers lose at every panel's end. 0
@@ -45,7 +45,7 @@ struct Group {
 constexpr int64_t kNear = 512;
 
 template <int kPanels, int kBytes>
-inline void prefetch(const Group& g, int64_t offset) {
+inline void prefetch(const Avx512Group& g, int64_t offset) {
   if constexpr (kPanels == 2)
     _Pragma("GCC unroll 4") for (int i = 0; i < kPanels; ++i)
         _Pragma("GCC unroll 4") for (int at = 0; at < kBytes; at += 64)
@@ -57,7 +57,7 @@ inline void prefetch(const Group& g, int64_t offset) {
 }
 
 template <int kBits>
-inline __m512i load_half(const Group& g, int half, int64_t offset) {
+inline __m512i load_half(const Avx512Group& g, int half, int64_t offset) {
   if constexpr (kBits == 4) return _mm512_loadu_si512(g.panel[half] + offset);
   const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(g.panel[2 * half] + offset));
   return _mm512_inserti64x4(_mm512_castsi256_si512(low),
@@ -66,13 +66,13 @@ inline __m512i load_half(const Group& g, int half, int64_t offset) {
 
 // 8 dwords or 8 16-bit values of a half's rows.
 template <int kBits>
-inline __m256i load_rows32(const Group& g, int half, int64_t offset) {
+inline __m256i load_rows32(const Avx512Group& g, int half, int64_t offset) {
   if constexpr (kBits == 4) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(g.panel[half] + offset));
   return _mm256_loadu2_m128i(reinterpret_cast<const __m128i*>(g.panel[2 * half + 1] + offset),
                              reinterpret_cast<const __m128i*>(g.panel[2 * half] + offset));
 }
 template <int kBits>
-inline __m128i load_rows16(const Group& g, int half, int64_t offset) {
+inline __m128i load_rows16(const Avx512Group& g, int half, int64_t offset) {
   if constexpr (kBits == 4) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(g.panel[half] + offset));
   return _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(g.panel[2 * half] + offset)),
                             _mm_loadl_epi64(reinterpret_cast<const __m128i*>(g.panel[2 * half + 1] + offset)));
@@ -80,7 +80,7 @@ inline __m128i load_rows16(const Group& g, int half, int64_t offset) {
 
 // 16 dwords in lane order.
 template <int kBits>
-inline __m512i load_lanes32(const Group& g, int64_t offset) {
+inline __m512i load_lanes32(const Avx512Group& g, int64_t offset) {
   const __m512i order = _mm512_setr_epi32(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
   const __m512i both =
       _mm512_inserti64x4(_mm512_castsi256_si512(load_rows32<kBits>(g, 0, offset)), load_rows32<kBits>(g, 1, offset), 1);
@@ -88,7 +88,7 @@ inline __m512i load_lanes32(const Group& g, int64_t offset) {
 }
 
 template <int kBits>
-inline __m512 load_scales(const Group& g, int64_t offset, int32_t scale_type) {
+inline __m512 load_scales(const Avx512Group& g, int64_t offset, int32_t scale_type) {
   if (scale_type == k_scale_type_f32) return _mm512_castsi512_ps(load_lanes32<kBits>(g, offset));
   const __m128i x = load_rows16<kBits>(g, 0, offset), y = load_rows16<kBits>(g, 1, offset);
   const __m256i lanes = _mm256_set_m128i(_mm_unpackhi_epi32(x, y), _mm_unpacklo_epi32(x, y));
@@ -97,12 +97,12 @@ inline __m512 load_scales(const Group& g, int64_t offset, int32_t scale_type) {
 }
 
 // 16 lanes to their rows: 8 of X to the first panel's place, 8 of Y to the second's (nr = 4: two places each).
-struct Store {
+struct Avx512Store {
   float* to[4];
   int count;  // panels that exist
 };
 template <int kBits>
-inline void store_lanes(const Store& s, int64_t row_offset, __m512 y) {
+inline void store_lanes(const Avx512Store& s, int64_t row_offset, __m512 y) {
   const __m512i order = _mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
   const __m512 rows = _mm512_permutexvar_ps(order, y);
   if constexpr (kBits == 4) {

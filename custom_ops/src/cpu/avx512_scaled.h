@@ -8,7 +8,7 @@
 namespace quantmoe {
 namespace {
 
-struct Int4 {
+struct Avx512Int4 {
   static constexpr int kBits = 4;
   static constexpr bool kMultiplied = false;
   static __m512i low(__m512i v) {  // codes 0..15
@@ -16,7 +16,7 @@ struct Int4 {
   }
   static __m512 values() { return _mm512_setr_ps(8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7); }
 };
-struct E2m1 {
+struct Avx512E2m1 {
   static constexpr int kBits = 4;
   static constexpr bool kMultiplied = true;
   static __m512i low(__m512i v) {  // doubled values + 12
@@ -26,14 +26,14 @@ struct E2m1 {
   }
   static __m512 values() { return _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12); }
 };
-struct Int8 {
+struct Avx512Int8 {
   static constexpr int kBits = 8;
   static constexpr bool kMultiplied = false;
 };
 
 // Sixteen bytes, one a row, in lane order.
 template <int kBits>
-inline __m128i load_lanes8(const Group& g, int64_t offset) {
+inline __m128i load_lanes8(const Avx512Group& g, int64_t offset) {
   const auto rows = [&](int half) {
     if constexpr (kBits == 4) return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(g.panel[half] + offset));
     return _mm_unpacklo_epi32(_mm_loadu_si32(g.panel[2 * half] + offset),
@@ -53,7 +53,7 @@ inline __m512 e8m0_to_float(__m128i codes) {
 }
 
 template <class C>
-inline __m512 load_group_scales(const PanelMatrix& p, const Group& g, int64_t offset) {
+inline __m512 load_group_scales(const PanelMatrix& p, const Avx512Group& g, int64_t offset) {
   if (p.scale_type == k_scale_type_e4m3) return _mm512_cvtph_ps(e4m3_to_half(load_lanes8<C::kBits>(g, offset)));
   if (p.scale_type == k_scale_type_e8m0) return e8m0_to_float(load_lanes8<C::kBits>(g, offset));
   return load_scales<C::kBits>(g, offset, p.scale_type);
@@ -61,7 +61,7 @@ inline __m512 load_group_scales(const PanelMatrix& p, const Group& g, int64_t of
 
 // -zero and -128 * zero of each row: the factors of pack_tile_offset's pairs.
 template <class C>
-inline __m512i load_zero_pairs(const Group& g, int64_t offset) {
+inline __m512i load_zero_pairs(const Avx512Group& g, int64_t offset) {
   const __m512i zero = _mm512_cvtepu8_epi32(load_lanes8<C::kBits>(g, offset));
   return _mm512_mullo_epi16(_mm512_or_si512(zero, _mm512_slli_epi32(zero, 16)),
                             _mm512_set1_epi32(static_cast<int32_t>(0xff80ffffu)));
@@ -69,7 +69,8 @@ inline __m512i load_zero_pairs(const Group& g, int64_t offset) {
 
 // dot += the 32 columns of 128 bytes of 4-bit codes.
 template <int M, class C>
-[[gnu::always_inline]] inline void dot_chunk(const Group& g, int64_t offset, const uint8_t* x, __m512i (&dot)[M]) {
+[[gnu::always_inline]] inline void dot_chunk(const Avx512Group& g, int64_t offset, const uint8_t* x,
+                                             __m512i (&dot)[M]) {
 #pragma GCC unroll 2
   for (int s = 0; s < 2; ++s) {
     const __m512i a = load_half<4>(g, 0, offset + 64 * s), c = load_half<4>(g, 1, offset + 64 * s);
@@ -89,7 +90,7 @@ template <int M, class C>
 // dot += the 16 columns of one nibble (part) of 128 bytes, or 16 columns of 64 bytes of 8-bit codes. Inlined, or the
 // sums are in memory: clang 22 would not for many rows, and nvfp4 took 2.3 times as long.
 template <int M, class C>
-[[gnu::always_inline]] inline void dot_part(const Group& g, int64_t offset, int part, const uint8_t* x,
+[[gnu::always_inline]] inline void dot_part(const Avx512Group& g, int64_t offset, int part, const uint8_t* x,
                                             __m512i (&dot)[M]) {
   x += 16 * part * M;
 #pragma GCC unroll 2
@@ -119,7 +120,8 @@ template <int M, class C>
 
 // kParts: groups of a block. kStepped: activations have a step for each group.
 template <int M, class C, bool kZero, int kParts, bool kStepped = false>
-void scaled_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const Store& store, int64_t row_stride) {
+void scaled_tile(const PanelMatrix& p, const Avx512Group& g, const uint8_t* tile, const Avx512Store& store,
+                 int64_t row_stride) {
   const uint8_t* x = tile;
   const int32_t* start = reinterpret_cast<const int32_t*>(tile + p.kp * M);
   const int scale_bytes = p.nr * scale_size(p.scale_type);
@@ -184,7 +186,7 @@ void scaled_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, cons
 }
 
 template <int M, class C, int kParts>
-void scaled_float_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const Store& store,
+void scaled_float_tile(const PanelMatrix& p, const Avx512Group& g, const uint8_t* tile, const Avx512Store& store,
                        int64_t row_stride) {
   const float* x = reinterpret_cast<const float*>(tile);
   const int scale_bytes = p.nr * scale_size(p.scale_type);

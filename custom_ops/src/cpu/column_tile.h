@@ -123,7 +123,7 @@ void multiply_columns(const Product& product) {
     }
     g.ahead = g.kMost * p.stride;
     for (int64_t t = 0; t < product.tile_count; ++t, g.ahead = 0) {
-      const Tile& tile = product.tiles[t];
+      const TokenTile& tile = product.tiles[t];
       for (int first = 0, passes = static_cast<int>(ceil_div(tile.m, kMost)); passes > 0; --passes) {  // even ones
         const int count = static_cast<int>(ceil_div(tile.m - first, passes));
         tiles[count - 1](p, g, tile.data, tile.m, first, product.row_stride);

@@ -170,10 +170,10 @@ void k_float_tile(const PanelMatrix& p, const uint8_t* panel, int row, int64_t a
 using KTile = void (*)(const PanelMatrix&, const uint8_t*, int, int64_t, const uint8_t*, int, int, float*, int64_t);
 template <class V, bool kWhole, int... M>
 constexpr auto k_tiles(std::integer_sequence<int, M...>) {
-  struct Table {
+  struct KTiles {
     KTile of[2][3][sizeof...(M)];  // [quantized][bits beyond 4][tokens - 1]
   };
-  return Table{
+  return KTiles{
       {{{k_float_tile<V, M + 1, 0, kWhole>...},
         {k_float_tile<V, M + 1, 1, kWhole>...},
         {k_float_tile<V, M + 1, 2, kWhole>...}},
@@ -189,7 +189,7 @@ void multiply_k(const Product& product) {
   for (int64_t panel = 0; panel < product.panel_count; ++panel) {
     float* out = product.out + panel % product.halves * product.half_stride + panel / product.halves * p.nr;
     for (int64_t t = 0; t < product.tile_count; ++t) {
-      const Tile& tile = product.tiles[t];
+      const TokenTile& tile = product.tiles[t];
       for (int row = 0; row < p.nr; row += V::kRows)
         for (int first = 0; first < tile.m; first += kMost) {
           const int count = tile.m - first < kMost ? tile.m - first : kMost;

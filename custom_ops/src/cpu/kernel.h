@@ -31,7 +31,7 @@ constexpr int kMaxTileRows = 32;
 //   quantized: q int8 [kp / 4][m][4] | sums int32 [groups][m] | step f32 [m] | zero_point int32 [m]
 //   stepped:   q int8 [kp / 4][m][4] | sums int32 [groups][m] | steps f32 [groups][m]
 //   float:     x f32 [kp][m]
-struct Tile {
+struct TokenTile {
   const uint8_t* data;
   int m;
 };
@@ -45,7 +45,7 @@ struct Product {
   bool quantized;         // activations are integers: int8_token, int8_token_asym, or the matrix is stepped
   const uint8_t* panels;  // the first panel
   int64_t panel_count;
-  const Tile* tiles;
+  const TokenTile* tiles;
   int64_t tile_count;
   // Row i of all tiles and row r of panel p goes to out[i * row_stride + (p % halves) * half_stride + (p / halves) * nr
   // + r].
@@ -64,7 +64,7 @@ struct E4m3 {  // an element of a cache; read as its number times 2^-8
   uint8_t code;
 };
 
-struct Attention {
+struct AttentionContext {
   const qm_attention& node;
   const qm_attention_call& call;
   float* q_scales;  // [batch, tokens]: 1 / norm of a token's queries, where qk_norm is row
@@ -110,15 +110,15 @@ struct AttentionTile {
 
 struct AttentionKernel {
   // Stores the keys and values of a token, and its q_scales.
-  void (*append)(const Attention& a, int64_t b, int64_t token, float* scratch);
+  void (*append)(const AttentionContext& a, int64_t b, int64_t token, float* scratch);
   // Norms and turns the tile's queries, into scratch.
-  void (*queries)(const Attention& a, const AttentionTile& tile, float* scratch);
+  void (*queries)(const AttentionContext& a, const AttentionTile& tile, float* scratch);
   // The softmax over a block's slots, a part for each row.
-  void (*block)(const Attention& a, const AttentionTile& tile, int64_t block, float* scratch, float* parts);
-  void (*begin)(const Attention& a, const AttentionTile& tile, float* parts);  // no slot yet: the sinks
+  void (*block)(const AttentionContext& a, const AttentionTile& tile, int64_t block, float* scratch, float* parts);
+  void (*begin)(const AttentionContext& a, const AttentionTile& tile, float* parts);  // no slot yet: the sinks
   // Adds a block's parts to those of what is before it.
-  void (*merge)(const Attention& a, const AttentionTile& tile, int64_t block, const float* parts, float* into);
-  void (*finish)(const Attention& a, const AttentionTile& tile, float* parts);  // writes the output
+  void (*merge)(const AttentionContext& a, const AttentionTile& tile, int64_t block, const float* parts, float* into);
+  void (*finish)(const AttentionContext& a, const AttentionTile& tile, float* parts);  // writes the output
 };
 extern const AttentionKernel attention_portable, attention_avx2, attention_avx512vnni, attention_neon_dotprod;
 
@@ -129,7 +129,7 @@ constexpr int64_t kMaxConvWidth = 64;
 constexpr int64_t kDeltaTokens = 32;  // whose operands are prepared together
 constexpr int64_t kDeltaHere = 8;     // most tokens that work on the state where it is
 
-struct Conv {
+struct ConvContext {
   const qm_conv& node;
   const qm_conv_call& call;
 
@@ -140,7 +140,7 @@ struct Conv {
   int64_t scratch_floats() const { return (2 * int64_t{node.width} + 2) * kConvChannels; }
 };
 
-struct Delta {
+struct DeltaContext {
   const qm_delta& node;
   const qm_delta_call& call;
 
@@ -162,9 +162,9 @@ struct Delta {
 
 struct LinearAttentionKernel {
   // Row b's tokens, in channels first .. first + kConvChannels - 1.
-  void (*conv)(const Conv& conv, int64_t b, int64_t first, float* scratch);
+  void (*conv)(const ConvContext& conv, int64_t b, int64_t first, float* scratch);
   // Row b's tokens, of a value head; `ahead`, a state like that head's, is read soon.
-  void (*delta)(const Delta& delta, int64_t b, int64_t head, const float* ahead, float* scratch);
+  void (*delta)(const DeltaContext& delta, int64_t b, int64_t head, const float* ahead, float* scratch);
 };
 extern const LinearAttentionKernel linear_attention_portable, linear_attention_avx2, linear_attention_avx512vnni,
     linear_attention_neon_dotprod;

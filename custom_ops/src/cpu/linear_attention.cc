@@ -41,14 +41,14 @@ void each(const Call& call, int64_t count, int64_t floats, const Body& body) {
 using namespace quantmoe;
 
 size_t qm_conv_workspace(const qm_conv* node, const qm_conv_call* call) {
-  return static_cast<size_t>(lanes_of(*call) * Conv{*node, *call}.scratch_floats() * 4);
+  return static_cast<size_t>(lanes_of(*call) * ConvContext{*node, *call}.scratch_floats() * 4);
 }
 
 int qm_conv_run(const qm_conv* node, const qm_conv_call* call, char* err) {
   const CpuKernel* kernel = select_kernel(err);
   if (!kernel) return QM_UNSUPPORTED;
   if (int status = check_rows(*call, err)) return status;
-  const Conv conv{*node, *call};
+  const ConvContext conv{*node, *call};
   each(*call, ceil_div(node->channels, kConvChannels), conv.scratch_floats(),
        [&](int64_t b, int64_t i, float* scratch) {
          kernel->linear_attention->conv(conv, b, i * kConvChannels, scratch);
@@ -57,14 +57,14 @@ int qm_conv_run(const qm_conv* node, const qm_conv_call* call, char* err) {
 }
 
 size_t qm_delta_workspace(const qm_delta* node, const qm_delta_call* call) {
-  return static_cast<size_t>(lanes_of(*call) * Delta{*node, *call}.scratch_floats() * 4);
+  return static_cast<size_t>(lanes_of(*call) * DeltaContext{*node, *call}.scratch_floats() * 4);
 }
 
 int qm_delta_run(const qm_delta* node, const qm_delta_call* call, char* err) {
   const CpuKernel* kernel = select_kernel(err);
   if (!kernel) return QM_UNSUPPORTED;
   if (int status = check_rows(*call, err)) return status;
-  const Delta delta{*node, *call};
+  const DeltaContext delta{*node, *call};
   const int64_t heads = node->num_v_heads;
   each(*call, heads, delta.scratch_floats(), [&](int64_t b, int64_t head, float* scratch) {
     const int64_t next = std::min(b * heads + head + lanes_of(*call), call->batch * heads - 1);

@@ -59,7 +59,7 @@ constexpr int64_t kConvAhead = 4;  // tokens, whose channels are too far apart f
 
 // Channels c .. c + n - 1 of an input between memory, [.., C] or a state's [C, W - 1], and rows of floats.
 template <class Bits>
-void convolution(const Conv& conv, int64_t b, int64_t first, float* scratch) {
+void convolution(const ConvContext& conv, int64_t b, int64_t first, float* scratch) {
   const qm_conv_call& call = conv.call;
   const int64_t width = conv.node.width, before = width - 1, channels = conv.node.channels, tokens = call.tokens;
   const int64_t n = std::min(kConvChannels, channels - first);
@@ -116,7 +116,7 @@ void convolution(const Conv& conv, int64_t b, int64_t first, float* scratch) {
     }
   }
 }
-void conv(const Conv& conv, int64_t b, int64_t first, float* scratch) {
+void conv(const ConvContext& conv, int64_t b, int64_t first, float* scratch) {
   conv.call.type == QM_F32 ? convolution<uint32_t>(conv, b, first, scratch)
                            : convolution<uint16_t>(conv, b, first, scratch);
 }
@@ -130,7 +130,7 @@ struct Operands {
 
 // What a task of GatedDelta works on: row b's tokens that count, of a value head.
 struct Head {
-  const Delta& d;
+  const DeltaContext& d;
   int64_t b, head;
   float* scratch;
 
@@ -330,7 +330,7 @@ void gate(const Head& h, int64_t first, int64_t n) {
 
 // All tokens of a row and value head. ahead: a state that this lane probably takes next.
 template <class Isa>
-void delta(const Delta& d, int64_t b, int64_t head, const float* ahead, float* scratch) {
+void delta(const DeltaContext& d, int64_t b, int64_t head, const float* ahead, float* scratch) {
   const qm_delta& node = d.node;
   const qm_delta_call& call = d.call;
   const Head h{d, b, head, scratch};

@@ -90,7 +90,7 @@ struct Unit {
 #endif
 
 template <int kBits>
-inline void store_row(const Group& g, int64_t offset, const float32x4_t y[2]) {
+inline void store_row(const NeonGroup& g, int64_t offset, const float32x4_t y[2]) {
   vst1q_f32(g.to[0] + offset, y[0]);
   if (kBits == 4) vst1q_f32(g.to[0] + offset + 4, y[1]);
   if (kBits == 8 && g.both) vst1q_f32(g.to[1] + offset, y[1]);
@@ -105,7 +105,8 @@ enum class Groups { kNone, kScales, kZeroPoints, kSteps };
 // Rows [first, first + kUnits * kRows) of a tile of m. kParts: groups of a block. One long function: what its end
 // stores are the registers that its loops add to.
 template <int kUnits, class C, Groups kGroups, int kParts>
-void quantized_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, int m, int first, int64_t row_stride) {
+void quantized_rows(const PanelMatrix& p, const NeonGroup& g, const uint8_t* tile, int m, int first,
+                    int64_t row_stride) {
   constexpr int kV = Unit::kVectors;
   constexpr bool kSums = kGroups == Groups::kZeroPoints, kSteps = kGroups == Groups::kSteps;
   const int8_t* x = reinterpret_cast<const int8_t*>(tile) + 8 * first;
@@ -122,7 +123,7 @@ void quantized_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, i
       QM_EACH_UNIT dot[u][j] = Unit::dot(dot[u][j], row[u], w);
     }
   };
-  Group block = g;
+  NeonGroup block = g;
   const uint8_t* const end_of_blocks = g.panel[0] + p.tail();
   do {
 #pragma GCC unroll 2
@@ -221,7 +222,7 @@ void quantized_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, i
 
 // Float activations, x f32 [kp][m]: rows [first, first + kRows) of a tile of m, two columns of 8 weight rows at a time.
 template <int kRows, class C, int kParts>
-void float_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, int m, int first, int64_t row_stride) {
+void float_rows(const PanelMatrix& p, const NeonGroup& g, const uint8_t* tile, int m, int first, int64_t row_stride) {
   static constexpr uint8_t kFirstColumns[16] = {0, 8, 16, 24, 32, 40, 48, 56, 1, 9, 17, 25, 33, 41, 49, 57};
   const uint8x16_t first_columns = vld1q_u8(kFirstColumns);
   const float* x = reinterpret_cast<const float*>(tile) + first;
@@ -291,7 +292,7 @@ void float_rows(const PanelMatrix& p, const Group& g, const uint8_t* tile, int m
 constexpr int kMaxUnits = 4;
 
 // By the number of units of rows, less one.
-using Rows = void (*)(const PanelMatrix&, const Group&, const uint8_t*, int, int, int64_t);
+using Rows = void (*)(const PanelMatrix&, const NeonGroup&, const uint8_t*, int, int, int64_t);
 template <class C, Groups kGroups, int kParts>
 constexpr Rows kQuantizedRows[kMaxUnits] = {
     quantized_rows<1, C, kGroups, kParts>, quantized_rows<2, C, kGroups, kParts>, quantized_rows<3, C, kGroups, kParts>,
@@ -313,13 +314,13 @@ const Rows* integer_rows(const PanelMatrix& p, bool quantized) {
 inline const Rows* rows_of(const PanelMatrix& p, bool quantized) {
   switch (p.format) {
     case k_format_int4:
-      return integer_rows<Int4>(p, quantized);
+      return integer_rows<NeonInt4>(p, quantized);
     case k_format_int8:
-      return integer_rows<Int8>(p, quantized);
+      return integer_rows<NeonInt8>(p, quantized);
     default:
-      if (!quantized) return p.parts == 2 ? kFloatRows<E2m1, 2> : kFloatRows<E2m1, 1>;
-      if (p.stepped) return kQuantizedRows<E2m1, Groups::kSteps, 2>;
-      return p.parts == 2 ? kQuantizedRows<E2m1, Groups::kScales, 2> : kQuantizedRows<E2m1, Groups::kScales, 1>;
+      if (!quantized) return p.parts == 2 ? kFloatRows<NeonE2m1, 2> : kFloatRows<NeonE2m1, 1>;
+      if (p.stepped) return kQuantizedRows<NeonE2m1, Groups::kSteps, 2>;
+      return p.parts == 2 ? kQuantizedRows<NeonE2m1, Groups::kScales, 2> : kQuantizedRows<NeonE2m1, Groups::kScales, 1>;
   }
 }
 
@@ -330,7 +331,7 @@ void multiply(const Product& product) {
   const Rows* const rows = rows_of(p, product.quantized);
   const int unit = product.quantized ? Unit::kRows : 1, step = p.nr == 4 ? 2 : 1;
   for (int64_t panel = 0; panel < product.panel_count; panel += step) {
-    Group g;
+    NeonGroup g;
     g.both = panel + step <= product.panel_count;
     for (int i = 0; i < 2; ++i) {
       const int64_t index = panel + (step == 2 && g.both ? i : 0);
@@ -338,7 +339,7 @@ void multiply(const Product& product) {
       g.to[i] = product.out + index % product.halves * product.half_stride + index / product.halves * p.nr;
     }
     for (int64_t t = 0; t < product.tile_count; ++t) {
-      const Tile& tile = product.tiles[t];
+      const TokenTile& tile = product.tiles[t];
       // Its rows split evenly into passes of at most kMaxUnits units.
       int units = (tile.m + unit - 1) / unit, passes = (units + kMaxUnits - 1) / kMaxUnits, first = 0;
       for (; passes > 0; --passes) {

@@ -11,7 +11,7 @@ namespace {
 
 // Where 8 weight rows come from and go to: with 8-bit codes a panel is 4 of them. A missing second panel repeats the
 // first and is not stored.
-struct Group {
+struct NeonGroup {
   const uint8_t* panel[2];
   float* to[2];
   bool both;
@@ -19,24 +19,24 @@ struct Group {
 
 // The eight 4-byte values, one a row, at a panel offset.
 template <int kBits>
-inline void load_rows(const Group& g, int64_t offset, float32x4_t out[2]) {
+inline void load_rows(const NeonGroup& g, int64_t offset, float32x4_t out[2]) {
   const int64_t second = kBits == 4 ? 16 : 0;
   out[0] = vreinterpretq_f32_u8(vld1q_u8(g.panel[0] + offset));
   out[1] = vreinterpretq_f32_u8(vld1q_u8(g.panel[kBits == 8] + offset + second));
 }
 
 // A struct for each code says what its 16 bytes are to an int8 product: 2^kFraction times its value.
-struct Int4 {
+struct NeonInt4 {
   static constexpr int kBits = 4, kFraction = 4;
   static constexpr bool kMultiplied = false;
   static int8x16_t low(int8x16_t v) { return vshlq_n_s8(v, 4); }
   static int8x16_t high(int8x16_t v) { return vandq_s8(v, vdupq_n_s8(static_cast<int8_t>(0xf0))); }
 };
-struct Int8 {
+struct NeonInt8 {
   static constexpr int kBits = 8, kFraction = 0;
   static constexpr bool kMultiplied = false;
 };
-struct E2m1 {
+struct NeonE2m1 {
   static constexpr int kBits = 4, kFraction = 0;
   static constexpr bool kMultiplied = true;
   static int8x16_t look_up(uint8x16_t nibbles) { return vqtbl1q_s8(vld1q_s8(kE2m1Doubled), nibbles); }
@@ -74,20 +74,20 @@ inline void widen_e8m0(uint8x8_t codes, float32x4_t out[2]) {
 
 // The eight numbers of a byte or of two, one a row, at a panel offset.
 template <int kBits>
-inline uint8x8_t load_rows8(const Group& g, int64_t offset) {
+inline uint8x8_t load_rows8(const NeonGroup& g, int64_t offset) {
   if constexpr (kBits == 4) return vld1_u8(g.panel[0] + offset);
   const uint32_t* const at[2] = {reinterpret_cast<const uint32_t*>(g.panel[0] + offset),
                                  reinterpret_cast<const uint32_t*>(g.panel[1] + offset)};
   return vreinterpret_u8_u32(vld1_lane_u32(at[1], vld1_dup_u32(at[0]), 1));
 }
 template <int kBits>
-inline uint16x8_t load_rows16(const Group& g, int64_t offset) {
+inline uint16x8_t load_rows16(const NeonGroup& g, int64_t offset) {
   if constexpr (kBits == 4) return vreinterpretq_u16_u8(vld1q_u8(g.panel[0] + offset));
   return vreinterpretq_u16_u8(vcombine_u8(vld1_u8(g.panel[0] + offset), vld1_u8(g.panel[1] + offset)));
 }
 
 template <class C>
-inline void load_scales(const PanelMatrix& p, const Group& g, int64_t offset, float32x4_t out[2]) {
+inline void load_scales(const PanelMatrix& p, const NeonGroup& g, int64_t offset, float32x4_t out[2]) {
   if constexpr (C::kMultiplied) {
     const uint8x8_t codes = load_rows8<C::kBits>(g, offset);
     return p.scale_type == k_scale_type_e4m3 ? widen_e4m3(codes, out) : widen_e8m0(codes, out);
@@ -99,7 +99,7 @@ inline void load_scales(const PanelMatrix& p, const Group& g, int64_t offset, fl
 
 // What the zero points add to the values that C multiplies with.
 template <class C>
-inline int16x8_t load_offsets(const PanelMatrix& p, const Group& g, int64_t offset) {
+inline int16x8_t load_offsets(const PanelMatrix& p, const NeonGroup& g, int64_t offset) {
   if (!p.zero_points) return vdupq_n_s16(0);
   const uint16x8_t middle_minus = vsubl_u8(vdup_n_u8(C::kBits == 4 ? 8 : 128), load_rows8<C::kBits>(g, offset));
   return vshlq_n_s16(vreinterpretq_s16_u16(middle_minus), C::kFraction);

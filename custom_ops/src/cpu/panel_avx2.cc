@@ -23,7 +23,8 @@ namespace {
 constexpr int kTileRows = 5;  // two s16 accumulators a row and six registers for codes, nibbles and products: 16
 
 template <int M, int kBits>
-void quantized_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const Store& store, int64_t row_stride) {
+void quantized_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* tile, const Avx2Store& store,
+                    int64_t row_stride) {
   constexpr int V = vectors(kBits);
   const __m256i nibble = _mm256_set1_epi8(15), flip = _mm256_set1_epi8(static_cast<char>(kBits == 4 ? 0x88 : 0x80));
   const __m256i one = _mm256_set1_epi16(1), sixteen = _mm256_set1_epi16(16);
@@ -100,7 +101,8 @@ void quantized_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, c
 
 // Float activations: a code is the sign extension of its bits, one column at a time.
 template <int M, int kBits>
-void float_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const Store& store, int64_t row_stride) {
+void float_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* tile, const Avx2Store& store,
+                int64_t row_stride) {
   constexpr int V = vectors(kBits);
   const float* x = reinterpret_cast<const float*>(tile);
   __m256 acc[M][V];
@@ -151,26 +153,28 @@ void float_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const
   }
 }
 
-using TileFunction = void (*)(const PanelMatrix&, const Group&, const uint8_t*, const Store&, int64_t);
+using TileFunction = void (*)(const PanelMatrix&, const Avx2Group&, const uint8_t*, const Avx2Store&, int64_t);
 template <int... M>
 constexpr auto tile_table(std::integer_sequence<int, M...>) {
-  struct Table {
+  struct Avx2PlainTiles {
     TileFunction of[2][2][sizeof...(M)];  // [quantized][8 bits][m - 1]
   };
-  return Table{{{{float_tile<M + 1, 4>...}, {float_tile<M + 1, 8>...}},
-                {{quantized_tile<M + 1, 4>...}, {quantized_tile<M + 1, 8>...}}}};
+  return Avx2PlainTiles{{{{float_tile<M + 1, 4>...}, {float_tile<M + 1, 8>...}},
+                         {{quantized_tile<M + 1, 4>...}, {quantized_tile<M + 1, 8>...}}}};
 }
 constexpr auto kTiles = tile_table(std::make_integer_sequence<int, kTileRows>());
 
 // Tiles of FORMAT.md 2.7 and 2.8.
 template <int... M>
 constexpr auto scaled_table(std::integer_sequence<int, M...>) {
-  struct Table {
+  struct Avx2Tiles {
     TileFunction of[2][3][sizeof...(M)];  // [quantized][e2m1, 4 bits, 8 bits][m - 1]
   };
-  return Table{
-      {{{scaled_float_tile<M + 1, E2m1>...}, {scaled_float_tile<M + 1, Int4>...}, {scaled_float_tile<M + 1, Int8>...}},
-       {{scaled_tile<M + 1, E2m1>...}, {scaled_tile<M + 1, Int4>...}, {scaled_tile<M + 1, Int8>...}}}};
+  return Avx2Tiles{
+      {{{scaled_float_tile<M + 1, Avx2E2m1>...},
+        {scaled_float_tile<M + 1, Avx2Int4>...},
+        {scaled_float_tile<M + 1, Avx2Int8>...}},
+       {{scaled_tile<M + 1, Avx2E2m1>...}, {scaled_tile<M + 1, Avx2Int4>...}, {scaled_tile<M + 1, Avx2Int8>...}}}};
 }
 constexpr auto kScaledTiles = scaled_table(std::make_integer_sequence<int, kTileRows>());
 
@@ -184,8 +188,8 @@ void multiply(const Product& product) {
   if (is_k(p.format)) return multiply_k<Avx2Lanes, kTileRows, true>(product);
   if (p.columns) return multiply_columns<Avx2Lanes, kTileRows, true>(product);
   for (int64_t panel = 0; panel < product.panel_count; panel += 2) {
-    Group g;
-    Store store;
+    Avx2Group g;
+    Avx2Store store;
     store.count = 0;
     for (int i = 0; i < 2; ++i) {
       const bool exists = panel + i < product.panel_count;
@@ -195,7 +199,7 @@ void multiply(const Product& product) {
       store.count += exists;
     }
     for (int64_t t = 0; t < product.tile_count; ++t) {
-      const Tile& tile = product.tiles[t];
+      const TokenTile& tile = product.tiles[t];
       tile_function(p, product.quantized, tile.m)(p, g, tile.data, store, product.row_stride);
       for (float*& to : store.to) to += tile.m * product.row_stride;
     }

@@ -26,7 +26,8 @@ namespace {
 constexpr int kTileRows = QM_TILE_ROWS;
 
 template <int M, int kBits>
-void quantized_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const Store& store, int64_t row_stride) {
+void quantized_tile(const PanelMatrix& p, const Avx512Group& g, const uint8_t* tile, const Avx512Store& store,
+                    int64_t row_stride) {
   const uint8_t* x = tile;
   const int32_t* start = reinterpret_cast<const int32_t*>(tile + p.kp * M);
   __m512 acc[M];
@@ -39,7 +40,7 @@ void quantized_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, c
       const uint8_t* const end = x + p.block * M;
       do {  // a block is never empty; saying so keeps the accumulators out of memory
         prefetch<2, 128>(g, offset);
-        dot_chunk<M, Int4>(g, offset, x, dot);
+        dot_chunk<M, Avx512Int4>(g, offset, x, dot);
         x += 32 * M;
         opaque(x);
         offset += 128;
@@ -89,7 +90,8 @@ void quantized_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, c
 
 // Float activations: values come out of a 16-entry table (4 bits) or a sign extension (8 bits), one column at a time.
 template <int M, int kBits>
-void float_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const Store& store, int64_t row_stride) {
+void float_tile(const PanelMatrix& p, const Avx512Group& g, const uint8_t* tile, const Avx512Store& store,
+                int64_t row_stride) {
   const float* x = reinterpret_cast<const float*>(tile);
   const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
   __m512 acc[M], partial[M];
@@ -136,33 +138,33 @@ void float_tile(const PanelMatrix& p, const Group& g, const uint8_t* tile, const
   }
 }
 
-using TileFunction = void (*)(const PanelMatrix&, const Group&, const uint8_t*, const Store&, int64_t);
+using TileFunction = void (*)(const PanelMatrix&, const Avx512Group&, const uint8_t*, const Avx512Store&, int64_t);
 template <int... M>
 constexpr auto tile_table(std::integer_sequence<int, M...>) {
-  struct Table {
+  struct Avx512PlainTiles {
     TileFunction of[2][2][sizeof...(M)];  // [quantized][8 bits][m - 1]
   };
-  return Table{{{{float_tile<M + 1, 4>...}, {float_tile<M + 1, 8>...}},
-                {{quantized_tile<M + 1, 4>...}, {quantized_tile<M + 1, 8>...}}}};
+  return Avx512PlainTiles{{{{float_tile<M + 1, 4>...}, {float_tile<M + 1, 8>...}},
+                           {{quantized_tile<M + 1, 4>...}, {quantized_tile<M + 1, 8>...}}}};
 }
 constexpr auto kTiles = tile_table(std::make_integer_sequence<int, kTileRows>());
 
 // Tiles of FORMAT.md 2.7 and 2.8.
 template <int... M>
 constexpr auto scaled_table(std::integer_sequence<int, M...>) {
-  struct Table {
+  struct Avx512Tiles {
     // [e2m1, int4 and int8 with middles, with zero points: 5][groups of 16][m - 1]
     TileFunction quantized[5][2][sizeof...(M)], floats[3][2][sizeof...(M)], stepped[sizeof...(M)];
   };
-  return Table{{{{scaled_tile<M + 1, E2m1, false, 1>...}, {scaled_tile<M + 1, E2m1, false, 2>...}},
-                {{nullptr}, {scaled_tile<M + 1, Int4, false, 2>...}},
-                {{nullptr}, {scaled_tile<M + 1, Int8, false, 2>...}},
-                {{scaled_tile<M + 1, Int4, true, 1>...}, {scaled_tile<M + 1, Int4, true, 2>...}},
-                {{scaled_tile<M + 1, Int8, true, 1>...}, {scaled_tile<M + 1, Int8, true, 2>...}}},
-               {{{scaled_float_tile<M + 1, E2m1, 1>...}, {scaled_float_tile<M + 1, E2m1, 2>...}},
-                {{scaled_float_tile<M + 1, Int4, 1>...}, {scaled_float_tile<M + 1, Int4, 2>...}},
-                {{scaled_float_tile<M + 1, Int8, 1>...}, {scaled_float_tile<M + 1, Int8, 2>...}}},
-               {scaled_tile<M + 1, E2m1, false, 2, true>...}};
+  return Avx512Tiles{{{{scaled_tile<M + 1, Avx512E2m1, false, 1>...}, {scaled_tile<M + 1, Avx512E2m1, false, 2>...}},
+                      {{nullptr}, {scaled_tile<M + 1, Avx512Int4, false, 2>...}},
+                      {{nullptr}, {scaled_tile<M + 1, Avx512Int8, false, 2>...}},
+                      {{scaled_tile<M + 1, Avx512Int4, true, 1>...}, {scaled_tile<M + 1, Avx512Int4, true, 2>...}},
+                      {{scaled_tile<M + 1, Avx512Int8, true, 1>...}, {scaled_tile<M + 1, Avx512Int8, true, 2>...}}},
+                     {{{scaled_float_tile<M + 1, Avx512E2m1, 1>...}, {scaled_float_tile<M + 1, Avx512E2m1, 2>...}},
+                      {{scaled_float_tile<M + 1, Avx512Int4, 1>...}, {scaled_float_tile<M + 1, Avx512Int4, 2>...}},
+                      {{scaled_float_tile<M + 1, Avx512Int8, 1>...}, {scaled_float_tile<M + 1, Avx512Int8, 2>...}}},
+                     {scaled_tile<M + 1, Avx512E2m1, false, 2, true>...}};
 }
 constexpr auto kScaledTiles = scaled_table(std::make_integer_sequence<int, kTileRows>());
 
@@ -180,8 +182,8 @@ void multiply(const Product& product) {
   if (p.columns) return multiply_columns<Avx512Lanes, kTileRows, true>(product);
   const int panels_per_group = 16 / p.nr;
   for (int64_t panel = 0; panel < product.panel_count; panel += panels_per_group) {
-    Group g;
-    Store store;
+    Avx512Group g;
+    Avx512Store store;
     store.count = 0;
     for (int i = 0; i < panels_per_group; ++i) {
       const bool exists = panel + i < product.panel_count;
@@ -191,7 +193,7 @@ void multiply(const Product& product) {
       store.count += exists;
     }
     for (int64_t t = 0; t < product.tile_count; ++t) {
-      const Tile& tile = product.tiles[t];
+      const TokenTile& tile = product.tiles[t];
       g.ahead = t == 0 ? panels_per_group * p.stride : 0;
       tile_function(p, product.quantized, tile.m)(p, g, tile.data, store, product.row_stride);
       for (int i = 0; i < store.count; ++i) store.to[i] += tile.m * product.row_stride;

@@ -100,10 +100,10 @@ void multiply_fours(const Product& product) {
     const uint8_t* w = product.panels + panel * p.stride;
     float* y = product.out + panel % product.halves * product.half_stride + panel / product.halves * p.nr;
     for (int64_t t = 0; t < product.tile_count; ++t) {
-      const Tile& tile = product.tiles[t];
+      const TokenTile& tile = product.tiles[t];
       const int fours = tile.m / 4 * 4, rest = tile.m - fours;
       if (fours) f->run[1](p, fours, panels * p.nr, tile.data, w, y, product.row_stride);
-      const Tile left{tile.data + fours * (p.kp + 8), rest};
+      const TokenTile left{tile.data + fours * (p.kp + 8), rest};
       float* to = y + fours * product.row_stride;
       if (rest == 1) f->run[0](p, 1, panels * p.nr, left.data, w, to, product.row_stride);
       if (rest > 1) panel_neon_i8mm.multiply({&p, true, w, panels, &left, 1, to, product.row_stride, 0, 1});

@@ -72,7 +72,7 @@ void Down::multiply() const {
 }
 
 // Adds the products of some tiles, the rows from position `first` on, to y in columns [begin, end).
-void Down::multiply_tiles(int lane, int64_t expert, const Tile* tiles, int64_t count, int64_t first, int64_t rows,
+void Down::multiply_tiles(int lane, int64_t expert, const TokenTile* tiles, int64_t count, int64_t first, int64_t rows,
                           int64_t begin, int64_t end, float* y) const {
   const PanelMatrix& p = w2.panel;
   const Pair* const order = layer_.routes.order + first;
@@ -102,7 +102,7 @@ void Down::multiply_range(int lane, int64_t begin, int64_t end) const {
     int64_t tile = 0, position = layer_.routes.begin[e];
     while (tile < count) {
       // As many tiles as fit a block of rows.
-      Tile tiles[kBlockRows];
+      TokenTile tiles[kBlockRows];
       int64_t taken = 0, rows = 0;
       const int64_t first = position;
       for (; tile < count; ++tile) {

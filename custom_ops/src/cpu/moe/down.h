@@ -25,7 +25,7 @@ class Down {
 
  private:
   void multiply_range(int lane, int64_t begin, int64_t end) const;
-  void multiply_tiles(int lane, int64_t expert, const Tile* tiles, int64_t count, int64_t first, int64_t rows,
+  void multiply_tiles(int lane, int64_t expert, const TokenTile* tiles, int64_t count, int64_t first, int64_t rows,
                       int64_t begin, int64_t end, float* y) const;
   float* sums() const;  // y, or the output where that is f32
 

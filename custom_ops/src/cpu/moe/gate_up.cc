@@ -28,7 +28,7 @@ void GateUp::lay_out(Arena& a) {
 
 int GateUp::run(const ActivationRows& rows, const RowScratch& scratch, const Hidden& to, uint8_t* bad_tokens,
                 char* err) {
-  const Inputs of{rows, scratch, to, bad_tokens};
+  const LayerInputs of{rows, scratch, to, bad_tokens};
   layer_.for_each(plan_tasks(), [&](int lane, int64_t i) { run_task(lane, tasks_[i], of); });
   return w13.check_perms("w13", moe_.expert_offset, err);
 }
@@ -65,7 +65,7 @@ int GateUp::prepare_sides(const Task& task, Preparation (&how)[2]) {
   return alike ? 1 : 2;
 }
 
-Row GateUp::prepare(int lane, int i, int64_t position, const Preparation& how, const Inputs& of) const {
+Row GateUp::prepare(int lane, int i, int64_t position, const Preparation& how, const LayerInputs& of) const {
   const Pair pair = layer_.routes.order[position];
   const int64_t r = of.rows.index(pair);
   if (of.rows.bad[r]) mark(of.to.bad + position);
@@ -83,7 +83,7 @@ Row GateUp::prepare(int lane, int i, int64_t position, const Preparation& how, c
 }
 
 // The task's rows as one side reads them.
-void GateUp::pack(int lane, const Task& task, const Preparation& how, const Inputs& of, uint8_t* data,
+void GateUp::pack(int lane, const Task& task, const Preparation& how, const LayerInputs& of, uint8_t* data,
                   Tiles& tiles) const {
   int64_t position = task.first;
   const int64_t count = layer_.tile_count(task.rows);
@@ -111,7 +111,7 @@ void GateUp::multiply(const Task& task, int64_t panel, int64_t panels, int sides
                             (i % 2 ? up : gate) + i / 2 * p.nr, kColumnsPerStep, 0, 1});
 }
 
-void GateUp::run_task(int lane, const Task& task, const Inputs& of) {
+void GateUp::run_task(int lane, const Task& task, const LayerInputs& of) {
   Preparation how[2];
   const int sides = prepare_sides(task, how);
   if (!sides) return;

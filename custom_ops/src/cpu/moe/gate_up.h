@@ -22,23 +22,24 @@ class GateUp {
     int64_t first, rows;         // positions
     int64_t panel, panel_count;  // of w13, counted over both halves
   };
-  struct Inputs {  // of one run
+  struct LayerInputs {  // of one run
     const ActivationRows& rows;
     const RowScratch& scratch;
     const Hidden& to;
     uint8_t* bad_tokens;
   };
-  using Tiles = Tile[kBlockRows];
+  using Tiles = TokenTile[kBlockRows];
 
   int64_t step_panels() const { return kColumnsPerStep / w13.panel.nr * halves(moe_); }
   int64_t side_bytes() const { return layer_.block_rows * w13.tile_bytes; }
   int plan_tasks();
   int prepare_sides(const Task& task, Preparation (&how)[2]);
-  void pack(int lane, const Task& task, const Preparation& how, const Inputs& of, uint8_t* data, Tiles& tiles) const;
-  Row prepare(int lane, int i, int64_t position, const Preparation& how, const Inputs& of) const;
+  void pack(int lane, const Task& task, const Preparation& how, const LayerInputs& of, uint8_t* data,
+            Tiles& tiles) const;
+  Row prepare(int lane, int i, int64_t position, const Preparation& how, const LayerInputs& of) const;
   void multiply(const Task& task, int64_t panel, int64_t panels, int sides, const Tiles (&tiles)[2], float* gate,
                 float* up) const;
-  void run_task(int lane, const Task& task, const Inputs& of);
+  void run_task(int lane, const Task& task, const LayerInputs& of);
 
   const LayerCall& layer_;
   const qm_moe& moe_;
