@@ -61,6 +61,16 @@ class PanelRow(ctypes.Structure):
     ]
 
 
+class MarlinRow(ctypes.Structure):
+    """qm_marlin_row: sizes of a row of layout marlin."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("bits", "panels", "units", "blocks", "per_block", "half", "row_bytes")),
+        ("at", ctypes.c_int64 * 8),
+        ("sizes", ctypes.c_int64 * 8),
+    ]
+
+
 class _Call(ctypes.Structure):
     _fields_ = [
         ("type", ctypes.c_int),
@@ -200,6 +210,17 @@ def panel_row(p: Projection, n: int, k: int, halves: int) -> PanelRow:
     """
     row, err, sizes = PanelRow(), ctypes.create_string_buffer(ERROR_SIZE), (ctypes.c_int64(n), ctypes.c_int64(k))
     check_status(library().qm_panel_row_of(ctypes.byref(projection(p)), *sizes, halves, ctypes.byref(row), err), err)
+    return row
+
+
+def marlin_row(p: Projection, n: int, k: int, halves: int) -> MarlinRow:
+    """Geometry of a packed row of layout marlin, of one matrix [n, k] or of gate and up.
+
+    Raises:
+        ValueError: the layout refuses the attributes, in the library's words.
+    """
+    row, err, sizes = MarlinRow(), ctypes.create_string_buffer(ERROR_SIZE), (ctypes.c_int64(n), ctypes.c_int64(k))
+    check_status(library().qm_marlin_row_of(ctypes.byref(projection(p)), *sizes, halves, ctypes.byref(row), err), err)
     return row
 
 

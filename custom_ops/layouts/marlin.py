@@ -1,4 +1,7 @@
-"""Layout ``marlin`` (FORMAT.md section 3): bytes the CUDA kernels read as tensor-core fragments."""
+"""Layout ``marlin`` (FORMAT.md section 3): bytes the CUDA kernels read as tensor-core fragments.
+
+Geometry, the packing of codes and what is refused are the library's (src/layouts/marlin.h).
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,14 @@ from quantmoe.custom_ops.op import MoESpec, Projection
 from quantmoe.custom_ops.schemes import SCHEMES
 
 NAME, VERSION = "marlin", 2
-_BITS = {"int4": 4, "int8": 8, "mxfp4": 4, "nvfp4": 4, "fp8_e4m3": 8}
 #: of a linear alone
-_FLOATS = {"bf16": 16, "f16": 16}
+_FLOATS = ("bf16", "f16")
 _UNIT = 64  # columns
+#: of a row, in order
+_PARTS = ("codes", "scales", "zero_points", "global_scale", "bias", "perm", "input_scale", "pre_scale")
 #: activation formats with a stored scale; with scales of groups of features
 _INPUT_SCALE = ("fp8_tensor", "nvfp4")
 GROUPED = ("fp8_group128", "nvfp4", "mxfp8", "mxfp4")
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b) * b
-
-
-def _supported_group(g: int) -> bool:
-    return g in (-1, 16, 32) or (g > 0 and g % _UNIT == 0)
 
 
 def _project(
@@ -36,12 +32,10 @@ def _project(
 ) -> Projection:
     first = matrices[0]
     where = " and ".join(names)
-    if first.kind not in (known := _BITS | _FLOATS if floats else _BITS):
-        raise ValueError(f"{where}: format {first.kind}; layout marlin carries {', '.join(known)}")
-    if first.kind in _FLOATS and (first.group_size != -1 or (first.scales != 1).any()):
+    if first.kind in _FLOATS and not floats:
+        raise ValueError(f"{where}: format {first.kind}, which layout marlin carries of linears alone")
+    if first.kind in _FLOATS and (first.scales != 1).any():
         raise ValueError(f"{where}: format {first.kind} has one scale of 1 a row in layout marlin")
-    if not _supported_group(first.group_size):
-        raise ValueError(f"{where}: group_size {first.group_size}; layout marlin carries -1, 16, 32, multiples of 64")
     for attribute in ("kind", "group_size", "scale_type", "block_n"):
         found = [getattr(m, attribute) for m in matrices]
         if len(set(found)) > 1:
@@ -61,7 +55,7 @@ def _project(
             )
         if not same_order(m.pre_scale, first.pre_scale):
             raise ValueError(f"{where} have different pre-scales; layout marlin stores one for both")
-    return Projection(
+    found = Projection(
         format=first.kind,
         group_size=first.group_size,
         scale_type=first.scale_type,
@@ -74,6 +68,11 @@ def _project(
         perm=_orders(matrices),
         pre_scale=int(first.pre_scale is not None),
     )
+    try:
+        native.marlin_row(found, *first.shape, len(matrices))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return found
 
 
 def _orders(matrices: list[QuantizedMatrix]) -> int:
@@ -118,43 +117,15 @@ class _Parts:
         H, I = spec.hidden_size, spec.intermediate_size  # noqa: E741
         self.N, self.K = (I, H) if projection == "w13" else (H, I)
         self.halves = 2 if projection == "w13" and spec.gated else 1
-        if (a.layout, a.layout_version) != (NAME, VERSION):
-            raise ValueError(
-                f"{projection}: layout {a.layout} version {a.layout_version}, expected {NAME} version {VERSION}: "
-                "export the model again"
-            )
-        bits = _BITS | _FLOATS
-        known = a.format in bits and _supported_group(a.group_size)
-        if not known or not 0 <= a.perm <= self.halves or a.pre_scale not in (0, 1):
-            raise ValueError(
-                f"{projection}: format {a.format}, group_size {a.group_size}, perm {a.perm}, pre_scale {a.pre_scale}; "
-                f"layout marlin carries {', '.join(bits)}; -1, 16, 32 and multiples of 64; 0 to {self.halves}; 0 and 1"
-            )
-        self.bits = bits[a.format]
+        try:
+            row = native.marlin_row(a, self.N, self.K, self.halves)
+        except ValueError as error:
+            raise ValueError(f"{projection}: {error}") from error
+        self.bits, self.panels, self.units, self.half = row.bits, row.panels, row.units, row.half
+        self.blocks, self.per_block = row.blocks, row.per_block
         self.panel_rows = 16 // self.halves
-        self.panels = _ceil(self.N, self.panel_rows) // self.panel_rows
-        # Gate's columns, then up's, where each has an order of its own.
-        self.half = _ceil(self.K, max(a.group_size, _UNIT))
-        self.units = _ceil(2 * self.half if a.perm == 2 else self.K, _UNIT) // _UNIT
-        block = self.units * _UNIT if a.group_size == -1 else max(a.group_size, _UNIT)
-        self.blocks = -(-self.units * _UNIT // block)
-        self.per_block = 1 if a.group_size == -1 else max(1, _UNIT // a.group_size)
-        scales = self.panels * 16 * self.blocks * self.per_block
-        sizes = {
-            "codes": self.panels * self.units * _UNIT * 16 * self.bits // 8,
-            "scales": scales * SCALE_DTYPES[a.scale_type].itemsize,
-            "zero_points": scales * a.zero_points,
-            "global_scale": 8 if a.format == "nvfp4" else 0,
-            "bias": self.panels * 16 * 4 * a.bias,
-            "perm": self.K * 4 if a.perm == 1 else 2 * _ceil(self.K * 4, 64) * (a.perm == 2),
-            "input_scale": 4 * (a.activation_format in _INPUT_SCALE),
-            "pre_scale": self.K * 4 * a.pre_scale,
-        }
-        self.slices, end = {}, 0
-        for name, size in sizes.items():
-            self.slices[name] = slice(end, end + size)
-            end = _ceil(end + size, 64)
-        self.row_bytes = end
+        self.slices = {name: slice(at, at + size) for name, at, size in zip(_PARTS, row.at, row.sizes, strict=True)}
+        self.row_bytes = row.row_bytes
 
     def to_panels(self, halves: list[np.ndarray]) -> np.ndarray:
         """[N, ...] of gate and up, or of one matrix, as [P, 2, 8, ...]: the rows g and g + 8 of each panel."""
@@ -283,7 +254,7 @@ def _pack_projection(matrices: list[QuantizedMatrix], parts: _Parts, row: np.nda
         none = np.zeros(parts.N, np.float32)
         put("bias", parts.to_panels([none if m.bias is None else m.bias.astype(np.float32) for m in matrices]))
     if a.perm:
-        stored = np.zeros((a.perm, _ceil(parts.K, 16) if a.perm == 2 else parts.K), np.int32)
+        stored = np.zeros((a.perm, (parts.slices["perm"].stop - parts.slices["perm"].start) // 4 // a.perm), np.int32)
         stored[:, : parts.K] = orders[: a.perm]
         put("perm", stored)
     if a.activation_format in _INPUT_SCALE:

@@ -238,6 +238,16 @@ def test_refusals_name_what_is_wrong():
     spec = moe_spec(1, 64, 32, w13, w2)
     with pytest.raises(ValueError, match=r"expected uint8 \["):
         marlin.pack(Expert(up, up, down), spec, np.zeros(64, np.uint8), np.zeros(64, np.uint8))
+    for change, why in (
+        ({"layout_version": 1}, "w2: layout marlin version 1, expected marlin version 2: export the model again"),
+        ({"group_size": 48}, "w2: group_size 48; layout marlin carries -1, 16, 32, multiples of 64"),
+        ({"format": "q4_k"}, "w2: format q4_k; layout marlin carries int4"),
+        ({"format": "bf16"}, "w2: group_size 32; layout marlin carries -1 of floats"),
+        ({"format": "mxfp4", "zero_points": 1}, "w2: zero_points is 1, expected 0 to 0"),
+        ({"perm": 2}, "w2: perm is 2, expected 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            marlin.row_bytes(dataclasses.replace(spec, w2=dataclasses.replace(w2, **change)), "w2")
 
 
 @pytest.mark.parametrize("group", [-1, 16, 32, 64, 128])
@@ -317,7 +327,7 @@ def test_floats_of_a_linear(kind):
     assert not stored[:, 1, :, 8:].any()
     with pytest.raises(ValueError, match=f"down: format {kind} has one scale of 1"):
         marlin.describe_down(dataclasses.replace(m, scales=m.scales * 2), "none")
-    with pytest.raises(ValueError, match=f"up: format {kind}; layout marlin carries int4"):
+    with pytest.raises(ValueError, match=f"up: format {kind}, which layout marlin carries of linears alone"):
         marlin.describe(Expert(None, m, m), "none")
 
 

@@ -232,6 +232,17 @@ typedef struct {
 } qm_panel_row;
 // QM_UNSUPPORTED or QM_INVALID: attributes that the layout or every CPU kernel refuses.
 QM_API int qm_panel_row_of(const qm_projection*, int64_t n, int64_t k, int halves, qm_panel_row*, char* err);
+// Geometry of an expert's row of layout marlin, FORMAT.md 3; halves: 2 of gate and up. Sizes in bytes.
+typedef struct qm_marlin_row {
+  int64_t bits;                              // of a code
+  int64_t panels, units, blocks, per_block;  // 16-row panels, 64-column units, blocks of scales, groups in a block
+  int64_t half;                              // columns of gate's part where gate and up have orders of their own
+  int64_t row_bytes;
+  // Of codes, scales, zero points, global scales, biases, permutations, input scale, pre-scales.
+  int64_t at[8], sizes[8];
+} qm_marlin_row;
+// QM_UNSUPPORTED or QM_INVALID: attributes that the layout refuses.
+QM_API int qm_marlin_row_of(const qm_projection*, int64_t n, int64_t k, int halves, qm_marlin_row*, char* err);
 // Packs the codes (a byte each) of up [n, k], or of gate and up [n, k] each, as layout marlin has them, FORMAT.md 3.2:
 // 4 or 8 bits; rows and columns past n and k become `fill`.
 QM_API int qm_pack_marlin(const uint8_t* gate, const uint8_t* up, int64_t n, int64_t k, int bits, uint8_t fill,

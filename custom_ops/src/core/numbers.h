@@ -26,4 +26,9 @@ constexpr int code_bits(int32_t format) {
                                                                   : 4;
 }
 
+// Whether the row holds the scales that its activations are quantized with.
+inline bool has_input_scales(const qm_projection& w) {
+  return w.activation_format == k_activation_format_fp8_tensor || w.activation_format == k_activation_format_nvfp4;
+}
+
 }  // namespace quantmoe

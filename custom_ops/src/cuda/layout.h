@@ -6,19 +6,10 @@
 
 #include "core/attributes.h"
 #include "cuda/formats/formats.h"
+#include "layouts/marlin.h"
 #include "quantmoe/quant_moe.h"
 
 namespace quantmoe {
-
-struct MarlinRow {
-  int panels, units, blocks, per_block;  // 16-row panels, 64-column units, scale blocks, groups in a block
-  int columns;         // that the product has: K, or gate's and up's where they have orders of their own
-  int orders;          // act-orders
-  int block_shift;     // unit >> block_shift is its block; 31 for one block a row
-  int scale_bytes;     // of rows g and g + 8 in a block
-  size_t order_bytes;  // from an order to the next
-  size_t scales_at, zeros_at, globals_at, bias_at, perm_at, input_at, pre_at, bytes;
-};
 
 inline bool HasInputScale(const qm_projection& w) {
   return w.activation_format == k_activation_format_fp8_tensor || w.activation_format == k_activation_format_nvfp4;
@@ -168,40 +159,13 @@ inline qm_moe MoeOf(const qm_linear& l) {
 inline bool MarlinRowOf(const qm_moe& m, int projection, MarlinRow* row) {
   if (projection != 13 && projection != 2) return false;
   const qm_projection& w = projection == 13 ? m.w13 : m.w2;
-  const int g = w.group_size;
   if (!IsValue("format", w.format) || !IsValue("scale_type", w.scale_type) || m.hidden_size <= 0 ||
-      m.intermediate_size <= 0 || !(g == -1 || g == 16 || g == 32 || (g > 0 && g % 64 == 0)) ||
-      ((w.zero_points | w.pre_scale) & ~1) || w.perm < 0 || w.perm > (projection == 13 && m.gated ? 2 : 1))
+      m.intermediate_size <= 0 || !is_marlin_group(w.group_size) || ((w.zero_points | w.pre_scale) & ~1) ||
+      w.perm < 0 || w.perm > (projection == 13 && m.gated ? 2 : 1))
     return false;
-  const int bits = BitsOf(KindOf(w));
-  const int n = projection == 13 ? m.intermediate_size : m.hidden_size;
-  const int k = projection == 13 ? m.hidden_size : m.intermediate_size;
-  const int rows = projection == 13 && m.gated ? 8 : 16;
-  row->panels = static_cast<int>((static_cast<int64_t>(n) + rows - 1) / rows);
-  const int64_t block = g < 64 ? 64 : g, half = (k + block - 1) / block * block;
-  const int64_t columns = w.perm == 2 ? 2 * half : k;
-  row->columns = static_cast<int>(columns);
-  row->units = static_cast<int>((columns + 63) / 64);
-  const int units_per_block = g == -1 ? row->units : g < 64 ? 1 : g / 64;
-  row->blocks = (row->units + units_per_block - 1) / units_per_block;
-  row->per_block = GroupsInBlock(w);
-  row->block_shift = 31;
-  if (g != -1)
-    for (row->block_shift = 0; 1 << row->block_shift < units_per_block;) ++row->block_shift;
-  const int scale_bytes = ScaleTypeBytes(w.scale_type);
-  row->scale_bytes = 2 * row->per_block * scale_bytes;
-  const size_t scales = static_cast<size_t>(row->panels) * 16 * row->blocks * row->per_block;
-  auto align = [](size_t a) { return (a + 63) / 64 * 64; };
-  row->scales_at = static_cast<size_t>(row->panels) * row->units * 128 * bits;
-  row->zeros_at = align(row->scales_at + scales * scale_bytes);
-  row->globals_at = align(row->zeros_at + (w.zero_points ? scales : 0));
-  row->bias_at = align(row->globals_at + WithFacts(KindOf(w), [](auto f) { return f.kGlobalBytes; }));
-  row->perm_at = align(row->bias_at + (w.bias ? static_cast<size_t>(row->panels) * 64 : 0));
-  row->orders = w.perm;
-  row->order_bytes = align(static_cast<size_t>(k) * 4);
-  row->input_at = row->perm_at + row->orders * row->order_bytes;
-  row->pre_at = align(row->input_at + (HasInputScale(w) ? 4 : 0));
-  row->bytes = align(row->pre_at + (w.pre_scale ? static_cast<size_t>(k) * 4 : 0));
+  const bool first = projection == 13;
+  *row = marlin_row(w, first ? m.intermediate_size : m.hidden_size, first ? m.hidden_size : m.intermediate_size,
+                    first && m.gated ? 2 : 1);
   return true;
 }
 

@@ -12,7 +12,6 @@ namespace {
 
 constexpr int64_t kMaxExperts = 8192;    // MoeRoute counts them in shared memory
 constexpr int kMaxRoutedExperts = 2048;  // MoeSelect keeps four words of each there
-constexpr int32_t kMarlinVersion = 2;
 
 int ValidateFlag(int value, const char* prefix, const char* name, char* err) {
   if (value == 0 || value == 1) return QM_OK;

@@ -84,11 +84,6 @@ inline PanelMatrix w2_matrix(const qm_moe& m) { return panel_matrix(m.w2, m.hidd
 // features: input features; max_perm: most act-orders and pre-scales.
 int check_cpu_panel(const char* prefix, const qm_projection& p, int32_t max_perm, int32_t features, char* err);
 
-// Whether the row holds the scales that its activations are quantized with.
-inline bool has_input_scales(const qm_projection& w) {
-  return w.activation_format == k_activation_format_fp8_tensor || w.activation_format == k_activation_format_nvfp4;
-}
-
 // Offsets of the parts of one expert's row, FORMAT.md section 1.
 struct RowParts {
   int64_t input_scales, pre_scales, perms, size;

@@ -2,17 +2,19 @@
 //
 // A column is 32 h + 8 t + 4 s + 2 a + b; row r * 8 + g of a panel is row g of gate (r = 0) and up (r = 1), or of one
 // matrix. 4 bits: bytes [g][t][h][s][b][r], the code of a = 0 low; 8 bits: [r][g][t ^ g / 2][h ^ t % 2][s][b][a].
+#include "layouts/marlin.h"
+
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <iterator>
 
-#include "core/numbers.h"
 #include "core/parallel.h"
 
 namespace quantmoe {
 namespace {
 
-constexpr int64_t kUnit = 64, kRows = 16;
+constexpr int64_t kUnit = kMarlinUnit, kRows = 16;
 
 void pack_unit4(const uint8_t (&c)[kRows][kUnit], uint8_t* to) {
   for (int g = 0; g < 8; ++g)
@@ -38,6 +40,24 @@ void pack_unit8(const uint8_t (&c)[kRows][kUnit], uint8_t* to) {
       }
 }
 
+int check_marlin(const qm_projection& w, int halves, char* err) {
+  if (w.layout != k_layout_marlin || w.layout_version != kMarlinVersion)
+    return fail(err, QM_INVALID, "layout %s version %d, expected marlin version %d: export the model again",
+                enum_name("layout", w.layout), w.layout_version, kMarlinVersion);
+  if (w.format < k_format_int4 || w.format > k_format_f16)
+    return fail(err, QM_UNSUPPORTED, "format %s; layout marlin carries int4, int8, mxfp4, nvfp4, fp8_e4m3, bf16, f16",
+                enum_name("format", w.format));
+  const bool floats = code_bits(w.format) == 16;
+  if (!is_marlin_group(w.group_size) || (floats && w.group_size != -1))
+    return fail(err, QM_UNSUPPORTED, "group_size %d; layout marlin carries %s", w.group_size,
+                floats ? "-1 of floats" : "-1, 16, 32, multiples of 64");
+  QM_TRY(check_range("scale_type", w.scale_type, k_scale_type_f32, k_scale_type_e4m3, err));
+  QM_TRY(check_range("zero_points", w.zero_points, 0, is_integer(w.format), err));
+  QM_TRY(check_range("bias", w.bias, 0, 1, err));
+  QM_TRY(check_range("pre_scale", w.pre_scale, 0, 1, err));
+  return check_range("perm", w.perm, 0, halves, err);
+}
+
 }  // namespace
 }  // namespace quantmoe
 
@@ -61,5 +81,26 @@ int qm_pack_marlin(const uint8_t* gate, const uint8_t* up, int64_t n, int64_t k,
       (bits == 4 ? pack_unit4 : pack_unit8)(codes, to);
     }
   });
+  return QM_OK;
+}
+
+int qm_marlin_row_of(const qm_projection* w, int64_t n, int64_t k, int halves, qm_marlin_row* row, char* err) {
+  if (n < 1 || k < 1 || n > INT32_MAX || k > INT32_MAX / 2 - kMarlinUnit)
+    return fail(err, QM_INVALID, "cannot pack [%lld, %lld]", (long long)n, (long long)k);
+  QM_TRY(check_marlin(*w, halves, err));
+  const MarlinRow found = marlin_row(*w, n, k, halves);
+  const size_t starts[] = {
+      0, found.scales_at, found.zeros_at, found.globals_at, found.bias_at, found.perm_at, found.input_at, found.pre_at};
+  *row = {code_bits(w->format),
+          found.panels,
+          found.units,
+          found.blocks,
+          found.per_block,
+          found.half,
+          static_cast<int64_t>(found.bytes),
+          {},
+          {}};
+  std::copy(std::begin(starts), std::end(starts), row->at);
+  std::copy(std::begin(found.sizes), std::end(found.sizes), row->sizes);
   return QM_OK;
 }
