@@ -88,6 +88,7 @@ class _Call(ctypes.Structure):
         ("lanes", ctypes.c_int),
         ("parallel_for", ctypes.c_void_p),
         ("parallel_context", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
     ]
 
 

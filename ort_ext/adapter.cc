@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 
 #include "adapter.h"
 
@@ -135,21 +136,118 @@ class MoENode : public CpuNode {
   MoENode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource weights, bool verify)
       : CpuNode(op, api, info, weights, verify) {
     read_attributes(info, &moe_);
-    Shape w13_shape, w2_shape;
-    w13_ = read_packed(info, QuantMoE_w13, w13_shape);
-    w2_ = read_packed(info, QuantMoE_w2, w2_shape);
-    local_experts_ = w13_shape[0];
+    if (*op.experts != ExpertSettings{}) {
+      const OrtLogger* logger;  // each session has one: it says which session this is
+      check(api->KernelInfo_GetLogger(info, &logger), "the session's logger");
+      experts_ = Experts::of(logger, *op.experts);
+    }
+    const bool disk = experts_ && experts_->disk();
+    Shape shapes[2];
+    for (const int i : {0, 1}) {
+      const size_t input = i ? QuantMoE_w2 : QuantMoE_w13;
+      weights_[i] = disk ? data_of(get_weight(info, input, shapes[i])) : read_packed(info, input, shapes[i]);
+    }
+    local_experts_ = shapes[0][0];
     char error[QM_ERROR_SIZE];
-    if (qm_moe_validate(&moe_, w13_shape.data(), w2_shape.data(), error)) fail(error);
-    check_packed(info, QuantMoE_w13, w13_, w13_shape);
-    check_packed(info, QuantMoE_w2, w2_, w2_shape);
+    if (qm_moe_validate(&moe_, shapes[0].data(), shapes[1].data(), error)) fail(error);
+    ExpertLayer layer{node_, local_experts_, {}};
+    for (const int i : {0, 1}) {
+      const size_t input = i ? QuantMoE_w2 : QuantMoE_w13;
+      layer.tensors[i].row_bytes = shapes[i][1] * 4;
+      if (disk)
+        check_file(info, input, layer.tensors[i] = find(weights_[i], local_experts_, shapes[i][1] * 4), verify);
+      else
+        check_packed(info, input, weights_[i], shapes[i]);
+    }
+    if (experts_) layer_ = add(std::move(layer));
   }
   void run(OrtKernelContext* context) const override;
 
  private:
+  ExpertLayer::Tensor find(const void* data, int64_t rows, int64_t row_bytes) const;
+  int add(ExpertLayer layer) const;
+  void check_file(const OrtKernelInfo* info, size_t input, const ExpertLayer::Tensor& tensor, bool verify) const;
+  void start_experts(OrtKernelContext* context, const Tokens& tokens, int64_t count) const;
+
   qm_moe moe_{};
-  const void *w13_, *w2_;
+  const void* weights_[2];  // w13, w2
   int64_t local_experts_;
+  std::shared_ptr<Experts> experts_;  // null: nothing is asked of it
+  int layer_ = 0;
+};
+
+ExpertLayer::Tensor MoENode::find(const void* data, int64_t rows, int64_t row_bytes) const try {
+  if (reinterpret_cast<uintptr_t>(data) % 64) fail("packed weights are not at a multiple of 64 bytes in their file");
+  return experts_->find(data, rows, row_bytes);
+} catch (const std::exception& error) {
+  fail(error.what());
+}
+
+int MoENode::add(ExpertLayer layer) const try {
+  return experts_->add(std::move(layer));
+} catch (const std::exception& error) {
+  fail(error.what());
+}
+
+// As check_packed, but of the file: nothing of the mapping is read.
+void MoENode::check_file(const OrtKernelInfo* info, size_t input, const ExpertLayer::Tensor& tensor,
+                         bool verify) const {
+  constexpr int64_t kPage = DataFile::kPage;
+  std::unique_ptr<char, decltype(&std::free)> buffer(nullptr, std::free);
+  int64_t room = 0;
+  try {
+    check_identity(info, input, verify, [&](size_t at, size_t size) {
+      const int64_t first = tensor.offset + static_cast<int64_t>(at), bytes = static_cast<int64_t>(size);
+      const int64_t needed = (first % kPage + bytes + kPage - 1) / kPage * kPage;
+      if (needed > room) {
+        room = std::max(needed, 2 * kPage);
+        buffer.reset(static_cast<char*>(std::aligned_alloc(static_cast<size_t>(kPage), static_cast<size_t>(room))));
+        if (!buffer) throw std::bad_alloc();
+      }
+      tensor.file->read(first, bytes, buffer.get() + first % kPage);
+      return buffer.get() + first % kPage;
+    });
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(node_ + ": " + op_.inputs.first[input].name + ": " + error.what());
+  }
+}
+
+// Before a run: the experts' memory, which the first run of a session allocates, and the trace.
+void MoENode::start_experts(OrtKernelContext* context, const Tokens& tokens, int64_t count) const {
+  std::string said;
+  try {
+    said = experts_->start();
+    const void* const ids = data_of(tokens.topk_ids);
+    if (op_.id_bytes() == 8)
+      experts_->trace(layer_, static_cast<const int64_t*>(ids), count, tokens.top_k);
+    else
+      experts_->trace(layer_, static_cast<const int32_t*>(ids), count, tokens.top_k);
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(node_ + ": " + error.what());
+  }
+  if (said == "") return;
+  const OrtLogger* logger;
+  check(api_->KernelContext_GetLogger(context, &logger));
+  check(api_->Logger_LogMessage(logger, ORT_LOGGING_LEVEL_INFO, ("quantmoe: " + said).c_str(), __FILE__, __LINE__,
+                                __func__));
+}
+
+// The rows of a run's experts, where they are read from the file.
+struct LeasedRows {
+  Experts::Lease lease;
+  std::string error;
+
+  LeasedRows(Experts& experts, int layer) : lease(experts, layer) {}
+  static int64_t read(void* self, const int64_t* begin, int64_t first, const void** w13, const void** w2, char* err) {
+    auto& rows = *static_cast<LeasedRows*>(self);
+    try {
+      return rows.lease.read(begin, first, w13, w2);
+    } catch (const std::exception& error) {
+      rows.error = error.what();
+      err[0] = 0;
+      return -1;
+    }
+  }
 };
 
 void MoENode::run(OrtKernelContext* context) const {
@@ -165,12 +263,23 @@ void MoENode::run(OrtKernelContext* context) const {
   call.hidden_states = data_of(tokens.hidden_states);
   call.topk_ids = data_of(tokens.topk_ids);
   call.topk_weights = static_cast<const float*>(data_of(tokens.topk_weights));
-  call.w13 = w13_;
-  call.w2 = w2_;
+  call.w13 = weights_[0];
+  call.w2 = weights_[1];
   call.output = data_of(output);
+  if (experts_) start_experts(context, tokens, call.tokens);
+  std::optional<LeasedRows> rows;
+  qm_expert_rows experts{nullptr, LeasedRows::read};
+  if (experts_ && experts_->disk()) {
+    experts.context = &rows.emplace(*experts_, layer_);
+    call.experts = &experts;
+  }
   with_pool(
       context, call, [&] { return qm_moe_workspace(&moe_, &call); },
-      [&](char* error) { return qm_moe_run(&moe_, &call, error); });
+      [&](char* error) {
+        const int status = qm_moe_run(&moe_, &call, error);
+        if (rows && rows->error != "") throw std::runtime_error(node_ + ": " + rows->error);
+        return status;
+      });
 }
 
 class LinearNode : public CpuNode {
@@ -383,6 +492,7 @@ Fill choose_operators(const OrtApi* api, const OrtSessionOptions* options) {
   const char* environment = std::getenv("QUANTMOE_PREFAULT");
   if (wanted == "" && environment) wanted = environment;
   const bool verify = wants_verify(api, options);
+  expert_settings(api, options).check();
   if (wanted == "" || wanted == "0") return add_operators<WeightSource::kMapped>(verify);
   if (wanted == "1") return add_operators<WeightSource::kPrefaulted>(verify);
   if (wanted == "copy") return add_operators<WeightSource::kCopied>(verify);
@@ -392,6 +502,14 @@ Fill choose_operators(const OrtApi* api, const OrtSessionOptions* options) {
 
 }  // namespace
 }  // namespace quantmoe
+
+// A line of JSON for each session whose experts are read or traced, cut at `size` with its NUL; returns the bytes of
+// all.
+extern "C" QM_API size_t qm_experts_report(char* text, size_t size) {
+  const std::string all = quantmoe::Experts::report();
+  if (size) text[all.copy(text, size - 1)] = 0;
+  return all.size() + 1;
+}
 
 extern "C" QM_API OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   return quantmoe::register_ops(options, base, "CPU", quantmoe::choose_operators);

@@ -20,6 +20,7 @@
 #include "core/attributes.h"
 #include "core/blake3.h"
 #include "core/slots.h"
+#include "experts.h"
 #include "onnxruntime_c_api.h"
 #include "quantmoe/quant_moe.h"
 
@@ -41,6 +42,7 @@ struct Op : OrtCustomOp {
   Slots inputs, outputs;
   ONNXTensorElementDataType float_type, other_type;  // T; I or C
   Make make;
+  const ExpertSettings* experts = nullptr;  // of the registration
 
   Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElementDataType float_type,
      ONNXTensorElementDataType other_type, Make make);
@@ -598,6 +600,12 @@ bool wants_verify(const OrtApi* api, const OrtSessionOptions* options) {
   return wanted == "1";
 }
 
+// What sessions with these options do with experts.
+ExpertSettings expert_settings(const OrtApi* api, const OrtSessionOptions* options) {
+  const auto entry = [&](const char* key) { return session_entry(api, options, key); };
+  return {entry("quantmoe.experts"), entry("quantmoe.ram"), entry("quantmoe.reserve"), entry("quantmoe.trace")};
+}
+
 // Which library these options have.
 constexpr const char* kRegistered = "quantmoe.registered";
 
@@ -609,11 +617,13 @@ using Fill = void (*)(const OrtApi* api, std::deque<Op>& ops);
 struct Registration {
   const OrtApi* api;
   Fill fill;
+  const ExpertSettings experts;
   std::deque<Op> ops;
   OrtCustomOpDomain* domain = nullptr;
 
-  Registration(const OrtApi* api, Fill fill) : api(api), fill(fill) {
+  Registration(const OrtApi* api, Fill fill, const ExpertSettings& experts) : api(api), fill(fill), experts(experts) {
     fill(api, ops);
+    for (Op& op : ops) op.experts = &this->experts;
     OrtStatus* status = api->CreateCustomOpDomain("quantmoe", &domain);
     for (const Op& op : ops)
       if (!status) status = api->CustomOpDomain_Add(domain, &op);
@@ -646,9 +656,14 @@ OrtStatus* register_ops(OrtSessionOptions* options, const OrtApiBase* base, cons
                                   "'s library, expected that or the " + provider + "'s, not both");
     }
     const Fill fill = choose(api, options);
-    auto r =
-        std::find_if(all.begin(), all.end(), [&](const Registration& r) { return r.api == api && r.fill == fill; });
-    if (r == all.end()) r = all.emplace(all.end(), api, fill);
+    const ExpertSettings experts = expert_settings(api, options);
+    if (provider != "CPU" && experts != ExpertSettings{})
+      throw std::invalid_argument(
+          "quantmoe: quantmoe.experts, ram, reserve and trace are entries of the CPU's library");
+    auto r = std::find_if(all.begin(), all.end(), [&](const Registration& r) {
+      return r.api == api && r.fill == fill && r.experts == experts;
+    });
+    if (r == all.end()) r = all.emplace(all.end(), api, fill, experts);
     status = api->AddCustomOpDomain(options, r->domain);
     if (!status) status = api->AddSessionConfigEntry(options, kRegistered, provider.c_str());
   });

@@ -69,6 +69,16 @@ QM_API int qm_moe_validate(const qm_moe*, const int64_t w13_shape[2], const int6
 typedef void (*qm_task)(void* arg, size_t index);
 typedef void (*qm_parallel_for)(void* context, qm_task task, void* arg, size_t count);
 
+// The rows of experts that are not all in memory at one time.
+typedef struct {
+  void* context;
+  // Makes rows readable, in ascending order those of experts from `first` on that have pairs (begin[e] < begin[e + 1]):
+  // as many as there is room for, at least one. Writes their addresses to w13[e] and w2[e], 64-byte aligned, and
+  // returns the first expert with pairs that it left out, or local_experts. They stay until the next call. Below 0: it
+  // failed, `err` (QM_ERROR_SIZE bytes) says why. Called on the thread that called qm_moe_run.
+  int64_t (*read)(void* context, const int64_t* begin, int64_t first, const void** w13, const void** w2, char* err);
+} qm_expert_rows;
+
 typedef struct {
   qm_type type;  // of hidden_states and output
   int id_bytes;  // 4 or 8: width of topk_ids
@@ -83,6 +93,7 @@ typedef struct {
   int lanes;                     // upper bound of threads that will work; also passed to qm_moe_workspace
   qm_parallel_for parallel_for;  // NULL: run on the calling thread
   void* parallel_context;
+  const qm_expert_rows* experts;  // NULL: w13 and w2 have all; otherwise these are not read, and the output is the same
 } qm_moe_call;
 
 // Long calls work in slices of tokens: whatever their number, at most 264 MiB (or one token's activations, where they

@@ -96,8 +96,9 @@ void Down::multiply_tiles(int lane, int64_t expert, const TokenTile* tiles, int6
 void Down::multiply_range(int lane, int64_t begin, int64_t end) const {
   const int64_t stride = w2.panel.n;
   float* const y = sums();
-  for (int64_t t = 0; t < layer_.tokens; ++t) std::fill(y + t * stride + begin, y + t * stride + end, 0.0f);
-  for (int64_t e = 0; e < layer_.local_experts; ++e) {
+  if (layer_.first_expert == 0)
+    for (int64_t t = 0; t < layer_.tokens; ++t) std::fill(y + t * stride + begin, y + t * stride + end, 0.0f);
+  for (int64_t e = layer_.first_expert; e < layer_.end_expert; ++e) {
     const int64_t n = layer_.routes.rows(e), count = layer_.tile_count(n);
     int64_t tile = 0, position = layer_.routes.begin[e];
     while (tile < count) {
@@ -115,6 +116,7 @@ void Down::multiply_range(int lane, int64_t begin, int64_t end) const {
       multiply_tiles(lane, e, tiles, taken, first, rows, begin, end, y);
     }
   }
+  if (layer_.end_expert < layer_.local_experts) return;
   for (int64_t t = 0; t < layer_.tokens; ++t) {
     float* row = y + t * stride + begin;
     if (layer_.bad[t]) std::fill(row, row + (end - begin), NAN);

@@ -38,7 +38,7 @@ int GateUp::plan_tasks() {
   const int64_t split = ceil_div(ceil_div(panels, step_panels()), panel_splits_) * step_panels();
   const int64_t* const begin = layer_.routes.begin;
   int count = 0;
-  for (int64_t e = 0; e < layer_.local_experts; ++e)
+  for (int64_t e = layer_.first_expert; e < layer_.end_expert; ++e)
     for (int64_t first = begin[e]; first < begin[e + 1];) {
       // Even blocks: a last block of a few rows would stream the weights for little.
       const int64_t left = begin[e + 1] - first;

@@ -14,6 +14,9 @@
 // token's output depends on its own row alone, but for fp8_tensor without a stored scale, which is found from all rows
 // of an expert: then passes over all slices find the largest x, then the largest h, before the one that computes the
 // output.
+//
+// Experts whose rows are not all in memory at one time are taken in rounds, in ascending order, within a slice: every
+// step but the loading of rows is done for a round's experts. Sums have the same order, so the bytes are the same.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -79,6 +82,7 @@ struct ExpertMatrix {
   int sides;              // that prepare activations differently: 2 where gate and up read different tiles
   bool quantized;         // activations are integers
   int64_t tile_bytes;     // of a row in a tile
+  const void** read{};    // [local experts] where qm_expert_rows has them, or null
   uint32_t* largest{};    // [local experts, sides] bits of the largest magnitude, for fp8_tensor
   int64_t bad_perm = -1;  // an expert whose act-order is no column order
 
@@ -91,7 +95,9 @@ struct ExpertMatrix {
         quantized(is_int8_activation(node) || panel.stepped),
         tile_bytes(tile_row_bytes(panel, quantized)) {}
 
-  const uint8_t* row(int64_t expert) const { return rows + expert * parts.size; }
+  const uint8_t* row(int64_t expert) const {
+    return read ? static_cast<const uint8_t*>(read[expert]) : rows + expert * parts.size;
+  }
   // Whether activations are prepared once for each expert: they depend on something that the expert's row holds.
   bool is_expert_dependent() const { return node.pre_scale || has_input_scales(node); }
   Preparation preparation(int64_t expert, int side, bool gather) const;
@@ -102,7 +108,7 @@ struct ExpertMatrix {
   int check_perms(const char* name, int32_t expert_offset, char* err) const;
 };
 
-// A call's sizes and threads.
+// A call's sizes and threads, and how far it is: in which slice of the tokens and which round of the experts.
 struct LayerCall {
   const CpuKernel& kernel;
   qm_type type;
@@ -111,10 +117,11 @@ struct LayerCall {
   qm_parallel_for parallel_for;
   void* parallel_context;
 
-  int lanes = 1;                    // those that have something to do
-  int64_t slices = 1;               // of the tokens
-  int64_t first_token = 0, tokens;  // of the slice; before take_slice the most that one has
-  int64_t block_rows, tile_rows;    // most rows of a task and of a tile
+  int lanes = 1;                         // those that have something to do
+  int64_t slices = 1;                    // of the tokens
+  int64_t first_token = 0, tokens;       // of the slice; before take_slice the most that one has
+  int64_t first_expert = 0, end_expert;  // of the round: those whose rows can be read now
+  int64_t block_rows, tile_rows;         // most rows of a task and of a tile
   Routes routes{};
   uint8_t* bad{};     // [tokens] where they are not finite
   float* lane_out{};  // [lanes, 2, block_rows, kColumnsPerStep]: gate's and up's, or down's
@@ -129,7 +136,8 @@ struct LayerCall {
         most_lanes(call.parallel_for && call.lanes > 1 ? call.lanes : 1),
         parallel_for(call.parallel_for),
         parallel_context(call.parallel_context),
-        tokens(tokens) {}
+        tokens(tokens),
+        end_expert(local_experts) {}
 
   int64_t pairs() const { return tokens * top_k; }
   int64_t element() const { return type == QM_F32 ? 4 : 2; }

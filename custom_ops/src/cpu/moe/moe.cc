@@ -56,6 +56,9 @@ struct MoERun {
     gate_up.lay_out(a);
     down.lay_out(a);
     scratch.lay_out(a, scratch_lanes);
+    gate_up.w13.read = a.take<const void*>(call.experts ? experts() : 0);
+    down.w2.read = a.take<const void*>(call.experts ? experts() : 0);
+    if (!call.experts) gate_up.w13.read = down.w2.read = nullptr;
     return a.used;
   }
 
@@ -71,10 +74,11 @@ struct MoERun {
     const auto expert = [&](int lane, int64_t e) {
       down.pack(lane, e, 0, layer.tile_count(layer.routes.rows(e)), hidden, scratch, layer.bad);
     };
+    const int64_t first = layer.first_expert, end = layer.end_expert;
     if (serial())
-      for (int64_t e = 0; e < experts(); ++e) expert(0, e);
+      for (int64_t e = first; e < end; ++e) expert(0, e);
     else
-      layer.for_each(experts(), expert);
+      layer.for_each(end - first, [&](int lane, int64_t i) { expert(lane, first + i); });
     return down.w2.check_perms("w2", moe.expert_offset, err);
   }
   void find_largest_x() {
@@ -87,6 +91,20 @@ struct MoERun {
       return hidden.bad[position] ? nullptr : hidden.h + position * moe.intermediate_size;
     });
   }
+  // body() for each round of the experts.
+  template <class Body>
+  int for_experts(const Body& body, char* err) {
+    for (layer.end_expert = 0; layer.end_expert < experts();) {
+      layer.first_expert = layer.end_expert;
+      layer.end_expert = experts();
+      if (call.experts)
+        layer.end_expert = call.experts->read(call.experts->context, layer.routes.begin, layer.first_expert,
+                                              gate_up.w13.read, down.w2.read, err);
+      if (layer.end_expert < 0) return QM_INVALID;
+      QM_TRY(body());
+    }
+    return QM_OK;
+  }
   int run(char* err) {
     const ExpertIds ids{moe, call, layer};
     QM_TRY(check_ids(ids, err));
@@ -96,21 +114,28 @@ struct MoERun {
     if (sliced && finds_scales(layer, gate_up.w13))
       for (int64_t slice = 0; slice < layer.slices; ++slice) {
         load(slice);
-        find_largest_x();
+        const auto find = [&]() -> int { return find_largest_x(), QM_OK; };
+        QM_TRY(for_experts(find, err));
       }
     if (sliced && finds_scales(layer, down.w2))
       for (int64_t slice = 0; slice < layer.slices; ++slice) {
         load(slice);
-        QM_TRY(run_gate_up(err));
-        find_largest_h();
+        const auto find = [&]() -> int {
+          QM_TRY(run_gate_up(err));
+          return find_largest_h(), QM_OK;
+        };
+        QM_TRY(for_experts(find, err));
       }
     for (int64_t slice = 0; slice < layer.slices; ++slice) {
       load(slice);
-      if (!sliced) find_largest_x();
-      QM_TRY(run_gate_up(err));
-      if (!sliced) find_largest_h();
-      QM_TRY(pack(err));
-      down.multiply();
+      const auto compute = [&]() -> int {
+        if (!sliced) find_largest_x();
+        QM_TRY(run_gate_up(err));
+        if (!sliced) find_largest_h();
+        QM_TRY(pack(err));
+        return down.multiply(), QM_OK;
+      };
+      QM_TRY(for_experts(compute, err));
     }
     return QM_OK;
   }

@@ -70,15 +70,17 @@ bool finds_scales(const LayerCall& layer, const ExpertMatrix& m);
 void clear_largest(const LayerCall& layer, ExpertMatrix& m);
 uint32_t largest_bits(const float* x, const float* pre_scale, int64_t k);
 
-// Extends the largest magnitudes of experts without a stored scale by the slice's finite rows. row(position): the
-// activations, or null for those whose product may be any number.
+// Extends the largest magnitudes of the round's experts without a stored scale by the slice's finite rows.
+// row(position): the activations, or null for those whose product may be any number.
 template <class RowAt>
 void find_largest(const LayerCall& layer, const ExpertMatrix& m, const RowAt& row_at) {
   if (m.node.activation_format != k_activation_format_fp8_tensor) return;
   constexpr uint32_t kInfinityBits = 0x7f800000u;
   const int64_t* const begin = layer.routes.begin;
-  layer.for_rows(begin[layer.local_experts], [&](int, int64_t first, int64_t count) {
-    int64_t e = 0;
+  const int64_t from = begin[layer.first_expert];
+  layer.for_rows(begin[layer.end_expert] - from, [&](int, int64_t first, int64_t count) {
+    int64_t e = layer.first_expert;
+    first += from;
     for (int64_t position = first; position < first + count; ++position) {
       while (position >= begin[e + 1]) ++e;
       const float* row = row_at(position);

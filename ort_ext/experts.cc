@@ -1,0 +1,576 @@
+#include "experts.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cinttypes>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <stdexcept>
+
+#if defined(__linux__)
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#endif
+
+namespace quantmoe {
+namespace {
+
+// Reads that are under way at one time, and the most that one of them has: an NVMe disk is busy with a few of these,
+// and experts of a few MB are split over several.
+constexpr int kReaders = 8;
+constexpr int64_t kPiece = 1 << 20;
+
+constexpr uint16_t kNone = 0xffff;  // no expert, in a trace
+
+int64_t align_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// A number of bytes; -1 for "" and "auto".
+int64_t bytes_of(const std::string& entry, const std::string& text, const char* expected = "a number of bytes") {
+  if (text.empty() || (text == "auto" && entry == "quantmoe.ram")) return -1;
+  if (text.size() > 18 || text.find_first_not_of("0123456789") != std::string::npos)
+    throw std::invalid_argument("quantmoe: " + entry + " is \"" + text + "\", expected " + expected);
+  return std::stoll(text);
+}
+
+}  // namespace
+
+void ExpertSettings::check() const {
+  if (experts != "" && experts != "host" && experts != "disk")
+    throw std::invalid_argument("quantmoe: quantmoe.experts is \"" + experts + "\", expected host or disk");
+  bytes_of("quantmoe.ram", ram, "a number of bytes or auto");
+  bytes_of("quantmoe.reserve", reserve);
+  if (!disk() && (ram != "" || reserve != ""))
+    throw std::invalid_argument("quantmoe: quantmoe.ram and quantmoe.reserve need quantmoe.experts = disk");
+  if (reserve != "" && ram != "" && ram != "auto")
+    throw std::invalid_argument("quantmoe: quantmoe.reserve is of quantmoe.ram = auto, here quantmoe.ram is " + ram);
+#if !defined(__linux__)
+  if (disk() || trace != "")
+    throw std::invalid_argument("quantmoe: quantmoe.experts = disk and quantmoe.trace need Linux");
+#endif
+}
+
+#if defined(__linux__)
+namespace {
+
+std::string words(int error) { return std::strerror(error); }
+
+// The value of a line "key value" or "key: value kB", in its unit; 0 where there is none.
+int64_t value_of(const std::string& path, const char* key) {
+  int64_t found = 0;
+  if (std::FILE* file = std::fopen(path.c_str(), "r")) {
+    char line[512];
+    const size_t length = std::strlen(key);
+    while (std::fgets(line, sizeof line, file))
+      if (std::strncmp(line, key, length) == 0 && std::sscanf(line + length, "%*[: ]%" SCNd64, &found) == 1) break;
+    std::fclose(file);
+  }
+  return found;
+}
+
+// The file's first number; -1 for a word, or no file.
+int64_t number_in(const std::string& path) {
+  int64_t found = -1;
+  if (std::FILE* file = std::fopen(path.c_str(), "r")) {
+    if (std::fscanf(file, "%" SCNd64, &found) != 1) found = -1;
+    std::fclose(file);
+  }
+  return found;
+}
+
+// `most`, or what the memory controllers of a group and those it is in leave.
+int64_t within_limits(int64_t most, const std::string& mount, std::string group, bool v2) {
+  for (;; group.erase(group.rfind('/'))) {
+    if (group == "/") group.clear();
+    const std::string folder = mount + group;
+    const int64_t limit = number_in(folder + (v2 ? "/memory.max" : "/memory.limit_in_bytes"));
+    const int64_t used = number_in(folder + (v2 ? "/memory.current" : "/memory.usage_in_bytes"));
+    if (limit >= 0 && used >= 0) {
+      const std::string stat = folder + "/memory.stat";
+      const int64_t cache = v2 ? value_of(stat, "inactive_file") + value_of(stat, "active_file")
+                               : value_of(stat, "total_inactive_file") + value_of(stat, "total_active_file");
+      most = std::min(most, std::max<int64_t>(0, limit - std::max<int64_t>(0, used - cache)));
+    }
+    if (group.find('/') == std::string::npos) return most;
+  }
+}
+
+}  // namespace
+
+int64_t available_memory(const std::string& root) {
+  int64_t most = value_of(root + "/proc/meminfo", "MemAvailable") * 1024;
+  const std::string mount = root + "/sys/fs/cgroup";
+  if (std::FILE* file = std::fopen((root + "/proc/self/cgroup").c_str(), "r")) {
+    char line[4200];  // hierarchy:controllers:path
+    while (std::fgets(line, sizeof line, file)) {
+      const std::string text(line, std::find_if(line, line + sizeof line, [](char c) { return c == '\n' || !c; }));
+      const size_t controllers = text.find(':') + 1, path = text.find(':', controllers) + 1;
+      if (!controllers || !path) continue;
+      const std::string names = "," + text.substr(controllers, path - 1 - controllers) + ",";
+      if (names == ",,") most = within_limits(most, mount, text.substr(path), true);
+      if (names.find(",memory,") != std::string::npos)
+        most = within_limits(most, mount + "/memory", text.substr(path), false);
+    }
+    std::fclose(file);
+  }
+  return most;
+}
+
+namespace {
+
+// The line of /proc/self/maps that has `data`.
+struct Mapping {
+  uintptr_t begin = 0, end = 0;
+  int64_t offset = 0;
+  std::string identity, path;  // "device inode"; "" where no file is mapped
+
+  explicit Mapping(const void* data) {
+    const auto address = reinterpret_cast<uintptr_t>(data);
+    std::FILE* file = std::fopen("/proc/self/maps", "r");
+    if (!file) throw std::runtime_error("quantmoe: /proc/self/maps: " + words(errno));
+    char* line = nullptr;
+    size_t room = 0;
+    while (getline(&line, &room, file) > 0) {
+      char device[32];
+      uint64_t inode;
+      int name = 0;
+      if (std::sscanf(line, "%" SCNxPTR "-%" SCNxPTR " %*s %" SCNx64 " %31s %" SCNu64 " %n", &begin, &end, &offset,
+                      device, &inode, &name) < 5 ||
+          address < begin || address >= end)
+        continue;
+      identity = std::string(device) + " " + std::to_string(inode);
+      path = name ? line + name : "";
+      if (!path.empty() && path.back() == '\n') path.pop_back();
+      break;
+    }
+    std::free(line);
+    std::fclose(file);
+    if (path.empty() || path[0] != '/') path.clear();
+  }
+};
+
+}  // namespace
+
+DataFile::DataFile(const std::string& path, std::string identity) : path_(path), identity_(std::move(identity)) {
+  const auto refuse = [&](const std::string& why) {
+    if (buffered_ >= 0) close(buffered_);
+    throw std::invalid_argument("quantmoe.experts = disk, but " + path_ + " " + why);
+  };
+  const std::string deleted = " (deleted)";
+  if (path_.size() > deleted.size() && path_.compare(path_.size() - deleted.size(), deleted.size(), deleted) == 0) {
+    path_.erase(path_.size() - deleted.size());
+    refuse("was removed or replaced while the session was created");
+  }
+  buffered_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+  if (buffered_ < 0) refuse("cannot be opened: " + words(errno));
+  // Devices and inodes of stat are not those of mappings in overlays and subvolumes: compared is a mapping of this one.
+  void* const page = mmap(nullptr, kPage, PROT_READ, MAP_PRIVATE, buffered_, 0);
+  if (page == MAP_FAILED) refuse("cannot be mapped: " + words(errno));
+  const std::string found = Mapping(page).identity;
+  munmap(page, kPage);
+  if (found != identity_) refuse("was replaced while the session was created");
+  struct stat info;
+  if (fstat(buffered_, &info)) refuse(words(errno));
+  bytes_ = info.st_size;
+  changed_[0] = info.st_mtim.tv_sec;
+  changed_[1] = info.st_mtim.tv_nsec;
+  direct_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+  struct stat same;
+  if (direct_ >= 0 && (fstat(direct_, &same) || same.st_ino != info.st_ino || same.st_dev != info.st_dev)) {
+    close(direct_);
+    refuse("was replaced while the session was created");
+  }
+}
+
+DataFile::~DataFile() {
+  close(buffered_);
+  if (direct_ >= 0) close(direct_);
+}
+
+void DataFile::check_unchanged() const {
+  struct stat info;
+  if (fstat(buffered_, &info)) throw std::runtime_error(path_ + ": " + words(errno));
+  if (info.st_size != bytes_)
+    throw std::runtime_error(path_ + " has " + std::to_string(info.st_size) + " bytes, " + std::to_string(bytes_) +
+                             " when the session was created");
+  if (info.st_mtim.tv_sec != changed_[0] || info.st_mtim.tv_nsec != changed_[1])
+    throw std::runtime_error(path_ + " was written to since the session was created");
+}
+
+void DataFile::read(int64_t at, int64_t size, char* to) const {
+  const int64_t lead = at % kPage, all = align_up(lead + size, kPage);
+  int64_t done = 0;  // from the page's beginning
+  // A direct read that ends early is completed by others, which have no alignment to keep.
+  if (direct_ >= 0) {
+    ssize_t n;
+    do n = pread(direct_, to - lead, static_cast<size_t>(all), at - lead);
+    while (n < 0 && errno == EINTR);
+    if (n < 0 && errno != EINVAL)  // EINVAL: this file system has other alignments, or none
+      throw std::runtime_error(std::to_string(size) + " bytes at " + std::to_string(at) + " of " + path_ + ": " +
+                               words(errno));
+    done = std::clamp<int64_t>(n - lead, 0, size);
+  }
+  if (done < size) read_buffered(at + done, size - done, to + done);
+  check_unchanged();
+}
+
+void DataFile::read_buffered(int64_t at, int64_t size, char* to) const {
+  const int64_t begin = at;
+  while (size > 0) {
+    const ssize_t n = pread(buffered_, to, static_cast<size_t>(size), at);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0)
+      throw std::runtime_error(std::to_string(size) + " bytes at " + std::to_string(at) + " of " + path_ + ": " +
+                               (n < 0 ? words(errno) : "the file ends before them"));
+    at += n;
+    to += n;
+    size -= n;
+  }
+  (void)posix_fadvise(buffered_, begin, at - begin, POSIX_FADV_DONTNEED);
+}
+
+ExpertLayer::Tensor Experts::find(const void* data, int64_t rows, int64_t row_bytes) {
+  const Mapping mapping(data);
+  const auto begin = reinterpret_cast<uintptr_t>(data);
+  if (mapping.path.empty() || begin + static_cast<uintptr_t>(rows * row_bytes) > mapping.end)
+    throw std::invalid_argument(
+        "quantmoe.experts = disk, but its packed weights are not mapped from a file: expected a model that is loaded "
+        "by its path, with external data");
+  auto file =
+      std::find_if(files_.begin(), files_.end(), [&](const auto& f) { return f->identity() == mapping.identity; });
+  if (file == files_.end())
+    file = files_.insert(file, std::make_shared<const DataFile>(mapping.path, mapping.identity));
+  return {*file, mapping.offset + static_cast<int64_t>(begin - mapping.begin), row_bytes};
+}
+
+int Experts::add(ExpertLayer layer) {
+  const std::lock_guard lock(mutex_);
+  if (trace_ && layer.experts >= kNone)
+    throw std::invalid_argument("quantmoe.trace has no room for " + std::to_string(layer.experts) + " experts");
+  if (started_) throw std::runtime_error("quantmoe: a layer was added after the session's first run");
+  for (int i : {0, 1})
+    region_[i] = std::max(region_[i], align_up(layer.tensors[i].row_bytes, DataFile::kPage) + DataFile::kPage);
+  slot_bytes_ = region_[0] + region_[1];
+  const int64_t ram = bytes_of("quantmoe.ram", settings_.ram);
+  if (disk() && ram >= 0 && ram < slot_bytes_)
+    throw std::invalid_argument("quantmoe.ram is " + std::to_string(ram) + ", expected at least the " +
+                                std::to_string(slot_bytes_) +
+                                " bytes of one expert, and to be of use those of 3 top_k a layer");
+  layers_.push_back(std::move(layer));
+  return static_cast<int>(layers_.size()) - 1;
+}
+
+namespace {
+
+std::mutex registry_mutex;
+// Never destroyed: sessions may outlive the library's exit handlers.
+auto& registry() {
+  static auto& all = *new std::map<const void*, std::weak_ptr<Experts>>;
+  return all;
+}
+
+}  // namespace
+
+std::shared_ptr<Experts> Experts::of(const void* session, const ExpertSettings& settings) {
+  const std::lock_guard lock(registry_mutex);
+  std::erase_if(registry(), [](const auto& entry) { return entry.second.expired(); });
+  auto& entry = registry()[session];
+  std::shared_ptr<Experts> found = entry.lock();
+  if (!found) entry = found = std::make_shared<Experts>(settings);
+  return found;
+}
+
+std::string Experts::report() {
+  std::vector<std::shared_ptr<Experts>> alive;
+  {
+    const std::lock_guard lock(registry_mutex);
+    for (const auto& entry : registry())
+      if (auto experts = entry.second.lock()) alive.push_back(std::move(experts));
+  }
+  std::string text;
+  for (const auto& e : alive) {
+    const std::lock_guard lock(e->mutex_);
+    const std::pair<const char*, int64_t> values[] = {
+        {"layers", static_cast<int64_t>(e->layers_.size())},
+        {"slots", static_cast<int64_t>(e->slots_.size())},
+        {"slot_bytes", e->slot_bytes_},
+        {"hits", e->hits_},
+        {"misses", e->misses_},
+        {"bytes_read", e->bytes_read_},
+        {"rounds", e->rounds_},
+    };
+    for (const auto& [name, value] : values)
+      text +=
+          (text.empty() || text.back() == '\n' ? "{\"" : ", \"") + std::string(name) + "\": " + std::to_string(value);
+    text += "}\n";
+  }
+  return text;
+}
+
+Experts::Experts(const ExpertSettings& settings) : settings_(settings) {
+  if (settings.trace == "") return;
+  const int file = open(settings.trace.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+  const bool locked = file >= 0 && flock(file, LOCK_EX | LOCK_NB) == 0;
+  if (locked && ftruncate(file, 0) == 0) trace_ = fdopen(file, "wb");
+  if (trace_) return;
+  const std::string why = file >= 0 && !locked ? "another session writes it" : words(errno);
+  if (file >= 0) close(file);
+  throw std::invalid_argument("quantmoe: quantmoe.trace " + settings.trace + ": " + why);
+}
+
+Experts::~Experts() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wanted_.notify_all();
+  for (std::thread& reader : readers_) reader.join();
+  if (memory_) munmap(memory_, static_cast<size_t>(slot_bytes_) * slots_.size());
+  if (trace_) std::fclose(trace_);
+}
+
+std::string Experts::start() {
+  const std::lock_guard lock(mutex_);
+  if (started_) return "";
+  if (trace_) write_header();
+  int64_t experts = 0, bytes = 0;
+  for (const ExpertLayer& layer : layers_) {
+    experts += layer.experts;
+    bytes += layer.experts * (layer.tensors[0].row_bytes + layer.tensors[1].row_bytes);
+  }
+  if (!disk()) {
+    started_ = true;
+    return "";
+  }
+  budget_ = bytes_of("quantmoe.ram", settings_.ram);
+  std::string of = "quantmoe.ram";
+  if (budget_ < 0) {
+    // The rest of the model is read, too, and the caches of the first tokens are not there yet.
+    int64_t reserve = bytes_of("quantmoe.reserve", settings_.reserve);
+    if (reserve < 0) {
+      reserve = int64_t{512} << 20;
+      for (const auto& file : files_) reserve += file->bytes();
+      reserve = std::max<int64_t>(reserve - bytes, int64_t{512} << 20);
+    }
+    const int64_t available = available_memory("");
+    budget_ = std::max<int64_t>(0, available - reserve);
+    of = std::to_string(available) + " bytes available less " + std::to_string(reserve);
+  }
+  const int64_t count = std::min(experts, budget_ / slot_bytes_);
+  if (count < 1)
+    throw std::runtime_error("quantmoe.ram = auto has " + of + " in reserve, expected at least the " +
+                             std::to_string(slot_bytes_) +
+                             " bytes of one expert; set quantmoe.ram or quantmoe.reserve");
+  const auto size = static_cast<size_t>(count * slot_bytes_);
+  void* const memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED)
+    throw std::runtime_error("no memory for " + std::to_string(count) + " experts, " + std::to_string(size) + " bytes");
+  memory_ = static_cast<char*>(memory);
+  (void)madvise(memory, size, MADV_HUGEPAGE);
+  slots_.resize(static_cast<size_t>(count));
+  for (int32_t i = 0; i < count; ++i) link(i, true);
+  for (const ExpertLayer& layer : layers_) map_.emplace_back(layer.experts, -1);
+  try {
+    for (int i = 0; i < kReaders; ++i) readers_.emplace_back([this] { read_until_stopped(); });
+  } catch (const std::exception&) {  // no more threads: runs read themselves
+  }
+  started_ = true;
+  return "experts = disk: memory for " + std::to_string(count) + " of " + std::to_string(experts) + " experts (" +
+         std::to_string(size) + " of " + std::to_string(bytes) + " bytes; " + of + ")";
+}
+
+char* Experts::memory_of(int32_t slot, int tensor) const {
+  return memory_ + slot * slot_bytes_ + (tensor ? region_[0] : 0);
+}
+
+const void* Experts::row_of(int32_t slot, int tensor) const {
+  const Slot& s = slots_[slot];
+  const ExpertLayer::Tensor& t = layers_[s.layer].tensors[tensor];
+  return memory_of(slot, tensor) + (t.offset + s.expert * t.row_bytes) % DataFile::kPage;
+}
+
+void Experts::link(int32_t slot, bool last) {
+  Slot& s = slots_[slot];
+  s.before = last ? newest_ : -1;
+  s.after = last ? -1 : oldest_;
+  (s.before < 0 ? oldest_ : slots_[s.before].after) = slot;
+  (s.after < 0 ? newest_ : slots_[s.after].before) = slot;
+}
+
+void Experts::unlink(int32_t slot) {
+  Slot& s = slots_[slot];
+  (s.before < 0 ? oldest_ : slots_[s.before].after) = s.after;
+  (s.after < 0 ? newest_ : slots_[s.after].before) = s.before;
+}
+
+// The slot of an expert, which is being read where it has none yet; -1 where no slot is free.
+int32_t Experts::pin(int layer, int64_t expert) {
+  int32_t& slot = map_[layer][expert];
+  if (slot >= 0) {
+    ++hits_;
+    if (slots_[slot].pins++ == 0) unlink(slot);
+    return slot;
+  }
+  if (oldest_ < 0) return -1;
+  ++misses_;
+  slot = oldest_;
+  unlink(slot);
+  Slot& s = slots_[slot];
+  if (s.expert >= 0) map_[s.layer][s.expert] = -1;
+  s = {};
+  s.layer = layer;
+  s.expert = static_cast<int32_t>(expert);
+  s.pins = 2;
+  for (int i : {0, 1}) {
+    const ExpertLayer::Tensor& t = layers_[layer].tensors[i];
+    int64_t at = t.offset + expert * t.row_bytes;
+    const int64_t end = at + t.row_bytes, begin = at / DataFile::kPage * DataFile::kPage;
+    for (int64_t next; at < end; at = next, ++s.reads) {
+      next = std::min(end, (at / DataFile::kPage + kPiece / DataFile::kPage) * DataFile::kPage);
+      reads_.push_back({slot, t.file.get(), at, next - at, memory_of(slot, i) + (at - begin)});
+    }
+    bytes_read_ += t.row_bytes;
+  }
+  wanted_.notify_all();
+  return slot;
+}
+
+void Experts::unpin(int32_t slot) {
+  Slot& s = slots_[slot];
+  if (--s.pins) return;
+  link(slot, !s.failed);
+  done_.notify_all();
+}
+
+// Makes the oldest read; false where there is none.
+bool Experts::read_one(Lock& lock) {
+  if (reads_.empty()) return false;
+  const Read read = reads_.front();
+  reads_.pop_front();
+  std::string error;
+  lock.unlock();
+  try {
+    read.file->read(read.at, read.size, read.to);
+  } catch (const std::exception& e) {
+    error = e.what();
+  }
+  lock.lock();
+  Slot& s = slots_[read.slot];
+  if (error != "" && !s.failed) {
+    s.failed = true;
+    s.error = "expert " + std::to_string(s.expert) + ": " + error;
+  }
+  if (--s.reads == 0) {
+    if (s.failed) {  // the next run reads it again
+      map_[s.layer][s.expert] = -1;
+      s.expert = -1;
+    }
+    unpin(read.slot);
+    done_.notify_all();
+  }
+  return true;
+}
+
+void Experts::read_until_stopped() {
+  Lock lock(mutex_);
+  while (!stopping_)
+    if (!read_one(lock)) wanted_.wait(lock);
+}
+
+Experts::Lease::~Lease() {
+  const std::lock_guard lock(all_.mutex_);
+  for (; first_ < pins_.size(); ++first_) all_.unpin(pins_[first_].slot);
+}
+
+int64_t Experts::Lease::read(const int64_t* begin, int64_t first, const void** w13, const void** w2) {
+  const int64_t experts = all_.layers_[layer_].experts;
+  Lock lock(all_.mutex_);
+  if (first == 0) reach_ = 0;  // of another slice of tokens
+  for (; first_ < pins_.size() && (first == 0 || pins_[first_].expert < first); ++first_)
+    all_.unpin(pins_[first_].slot);
+  for (;; all_.done_.wait(lock)) {
+    for (; reach_ < experts; ++reach_) {
+      if (begin[reach_] == begin[reach_ + 1]) continue;
+      const int32_t slot = all_.pin(layer_, reach_);
+      if (slot < 0) break;
+      pins_.push_back({reach_, slot});
+    }
+    if (first_ < pins_.size()) break;
+    if (reach_ == experts) return experts;
+  }
+  // What is there is computed while the rest is read, but for pieces that are not worth a round.
+  const size_t count = pins_.size() - first_, enough = (count + 3) / 4;
+  size_t ready = 0;
+  while (ready < count) {
+    const Slot& s = all_.slots_[pins_[first_ + ready].slot];
+    if (s.failed) throw std::runtime_error(s.error);
+    if (s.reads == 0) {
+      ++ready;
+    } else if (ready >= enough) {
+      break;
+    } else if (!all_.read_one(lock)) {
+      all_.done_.wait(lock);
+    }
+  }
+  ++all_.rounds_;
+  for (size_t i = first_; i < first_ + ready; ++i) {
+    w13[pins_[i].expert] = all_.row_of(pins_[i].slot, 0);
+    w2[pins_[i].expert] = all_.row_of(pins_[i].slot, 1);
+  }
+  return ready < count ? pins_[first_ + ready].expert : reach_;
+}
+
+// A line of JSON, then records: FORMAT in docs/experts.md.
+void Experts::write_header() {
+  std::string text = "{\"quantmoe_trace\": 1, \"layers\": [";
+  for (const ExpertLayer& layer : layers_) {
+    std::string name;
+    for (const char c : layer.node) {
+      if (c == '"' || c == '\\') name += '\\';
+      name += static_cast<unsigned char>(c) < ' ' ? ' ' : c;
+    }
+    text += (&layer == &layers_[0] ? "" : ", ") + std::string("{\"node\": \"") + name +
+            "\", \"experts\": " + std::to_string(layer.experts) +
+            ", \"bytes\": " + std::to_string(layer.tensors[0].row_bytes + layer.tensors[1].row_bytes) + "}";
+  }
+  text += "]}\n";
+  if (std::fwrite(text.data(), 1, text.size(), trace_) != text.size() || std::fflush(trace_))
+    throw std::runtime_error("quantmoe.trace " + settings_.trace + ": " + words(errno));
+}
+
+template <class Id>
+void Experts::trace(int layer, const Id* ids, int64_t tokens, int64_t top_k) {
+  if (!trace_) return;
+  std::vector<uint16_t> record(static_cast<size_t>(4 + tokens * top_k));
+  const uint16_t head[4] = {static_cast<uint16_t>(layer), static_cast<uint16_t>(top_k), static_cast<uint16_t>(tokens),
+                            static_cast<uint16_t>(tokens >> 16)};
+  std::copy(head, head + 4, record.begin());
+  std::transform(ids, ids + tokens * top_k, record.begin() + 4, [](Id id) { return static_cast<uint16_t>(id); });
+  const std::lock_guard lock(trace_mutex_);
+  if (std::fwrite(record.data(), 2, record.size(), trace_) != record.size())
+    throw std::runtime_error("quantmoe.trace " + settings_.trace + ": " + words(errno));
+}
+template void Experts::trace(int, const int32_t*, int64_t, int64_t);
+template void Experts::trace(int, const int64_t*, int64_t, int64_t);
+
+#else  // check() refuses settings that need any of these
+
+ExpertLayer::Tensor Experts::find(const void*, int64_t, int64_t) { return {}; }
+int Experts::add(ExpertLayer) { return 0; }
+std::string Experts::start() { return ""; }
+template <class Id>
+void Experts::trace(int, const Id*, int64_t, int64_t) {}
+template void Experts::trace(int, const int32_t*, int64_t, int64_t);
+template void Experts::trace(int, const int64_t*, int64_t, int64_t);
+Experts::Lease::~Lease() {}
+int64_t Experts::Lease::read(const int64_t*, int64_t, const void**, const void**) { return -1; }
+void DataFile::read(int64_t, int64_t, char*) const {}
+std::shared_ptr<Experts> Experts::of(const void*, const ExpertSettings&) { return nullptr; }
+std::string Experts::report() { return ""; }
+
+#endif
+
+}  // namespace quantmoe

@@ -1,0 +1,162 @@
+// Experts that stay in the data file: whole ones are read on demand into slots of memory that all layers of a session
+// share (docs/experts.md). Nothing here knows ONNX Runtime.
+//
+// Invariants. A slot has one expert, or none; it is written by the reads that its expert was assigned with, and read by
+// runs that have it pinned after the last of these reads has succeeded. A pinned slot is never given away, and a read
+// pins its slot. A run that has slots pinned waits for reads alone, never for a slot, so that runs cannot wait for one
+// another in a circle. Everything but a slot's bytes is under one mutex.
+#pragma once
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace quantmoe {
+
+// Session entries, as they were given; "": not given.
+struct ExpertSettings {
+  std::string experts, ram, reserve, trace;
+
+  bool disk() const { return experts == "disk"; }
+  bool operator==(const ExpertSettings&) const = default;
+  // Throws std::invalid_argument for values that are none, and for entries that have no use together.
+  void check() const;
+};
+
+// Bytes that the process may still allocate: what the machine has available, or less where a control group (version 1
+// or 2) limits it; page cache counts as available. root: "", or for tests where proc and sys are.
+int64_t available_memory(const std::string& root);
+
+// A file that memory was mapped from, read past the page cache where the file system can (O_DIRECT), otherwise out of
+// it again.
+class DataFile {
+ public:
+  // Of the mapping's line in /proc/self/maps: its path, and "device inode". Throws unless the path still is that file.
+  DataFile(const std::string& path, std::string identity);
+  ~DataFile();
+  DataFile(const DataFile&) = delete;
+  DataFile& operator=(const DataFile&) = delete;
+  const std::string& path() const { return path_; }
+  const std::string& identity() const { return identity_; }
+  int64_t bytes() const { return bytes_; }
+  // Reads bytes [at, at + size) to `to`, which is as far from a multiple of kPage as `at`. Bytes around them, to
+  // multiples of kPage, may be written too. Throws for fewer bytes, and for a file that was changed.
+  void read(int64_t at, int64_t size, char* to) const;
+  static constexpr int64_t kPage = 4096;
+
+ private:
+  void check_unchanged() const;
+  void read_buffered(int64_t at, int64_t size, char* to) const;
+
+  std::string path_, identity_;
+  int buffered_ = -1, direct_ = -1;
+  int64_t bytes_ = 0, changed_[2] = {};  // seconds and nanoseconds
+};
+
+// The packed experts of a node: one row each in two tensors.
+struct ExpertLayer {
+  std::string node;
+  int64_t experts = 0;
+  struct Tensor {
+    std::shared_ptr<const DataFile> file;  // null unless experts are read
+    int64_t offset = 0, row_bytes = 0;
+  } tensors[2];
+};
+
+// The experts of a session's layers: their slots, and the trace of what is routed to them.
+class Experts {
+ public:
+  // The one of a session, which `session` identifies as long as it lives.
+  static std::shared_ptr<Experts> of(const void* session, const ExpertSettings& settings);
+  // Of all that are alive, a line of JSON each.
+  static std::string report();
+
+  explicit Experts(const ExpertSettings& settings);
+  ~Experts();
+
+  // While a session is created: where a tensor is that is mapped at `data`, and a layer, whose number it returns.
+  // Throws std::invalid_argument where no file is mapped, and for a budget that has no room for one expert.
+  ExpertLayer::Tensor find(const void* data, int64_t rows, int64_t row_bytes);
+  int add(ExpertLayer layer);
+  bool disk() const { return settings_.disk(); }
+
+  // Before a run: allocates the slots, once. A sentence about them the first time, otherwise "".
+  std::string start();
+  // Ids of a layer's tokens, -1 for none, when a trace is wanted.
+  template <class Id>
+  void trace(int layer, const Id* ids, int64_t tokens, int64_t top_k);
+
+  // What a run has of a layer.
+  class Lease {
+   public:
+    Lease(Experts& all, int layer) : all_(all), layer_(layer) {}
+    ~Lease();
+    // As qm_expert_rows::read. Throws for a read that failed, naming the expert.
+    int64_t read(const int64_t* begin, int64_t first, const void** w13, const void** w2);
+
+   private:
+    struct Pin {
+      int64_t expert;
+      int32_t slot;
+    };
+    Experts& all_;
+    const int layer_;
+    std::vector<Pin> pins_;  // by expert; those before first_ are given back
+    size_t first_ = 0;
+    int64_t reach_ = 0;  // experts before it are pinned, or were
+  };
+
+ private:
+  struct Slot {
+    int32_t layer = -1, expert = -1;
+    int32_t pins = 0;   // of runs, and one while it is read
+    int32_t reads = 0;  // that are not done
+    int32_t before = -1, after = -1;
+    bool failed = false;
+    std::string error;
+  };
+  struct Read {
+    int32_t slot;
+    const DataFile* file;
+    int64_t at, size;
+    char* to;
+  };
+  using Lock = std::unique_lock<std::mutex>;
+
+  char* memory_of(int32_t slot, int tensor) const;
+  const void* row_of(int32_t slot, int tensor) const;
+  int32_t pin(int layer, int64_t expert);
+  void unpin(int32_t slot);
+  void link(int32_t slot, bool last);
+  void unlink(int32_t slot);
+  bool read_one(Lock& lock);
+  void read_until_stopped();
+  void write_header();
+
+  const ExpertSettings settings_;
+  std::vector<std::shared_ptr<const DataFile>> files_;
+  std::vector<ExpertLayer> layers_;
+  int64_t region_[2] = {}, slot_bytes_ = 0;  // of the largest layer
+
+  mutable std::mutex mutex_;
+  std::condition_variable wanted_, done_;  // a read is; a read or a slot is
+  bool started_ = false, stopping_ = false;
+  char* memory_ = nullptr;
+  int64_t budget_ = 0;
+  std::vector<Slot> slots_;
+  int32_t oldest_ = -1, newest_ = -1;      // of those that are not pinned
+  std::vector<std::vector<int32_t>> map_;  // [layer][expert]: slot or -1
+  std::deque<Read> reads_;
+  std::vector<std::thread> readers_;
+  int64_t hits_ = 0, misses_ = 0, bytes_read_ = 0, rounds_ = 0;
+
+  std::mutex trace_mutex_;
+  std::FILE* trace_ = nullptr;
+};
+
+}  // namespace quantmoe

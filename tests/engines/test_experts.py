@@ -1,0 +1,349 @@
+"""Experts that are read from the data file (quantmoe.experts = disk): the bytes of a run with all in memory, or errors.
+
+A preloaded library stands between the experts' reads and the file: before a read its slot's bytes become 0xFF, which
+are NaN as scales, for a while, so that a slot that is read while it is written changes the result; it makes faults too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from cases import CASES, Case
+from engines.one_layer import NODE, run, session, write_model
+
+import quantmoe
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+
+LAYER = Case(hidden=128, intermediate=160, experts=16, top_k=4)
+THREADS, RUNS = 8, int(os.environ.get("QUANTMOE_RUNS", 2_000))  # fewer under ThreadSanitizer
+
+PRELOAD = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+static int wants(const char* fault) { const char* f = getenv("FAULT"); return f && strstr(f, fault) != 0; }
+static ssize_t on_read(int fd, void* to, size_t size, off_t at, const char* name) {
+  ssize_t (*real)(int, void*, size_t, off_t) = (ssize_t (*)(int, void*, size_t, off_t))dlsym(RTLD_NEXT, name);
+  static __thread unsigned turn;
+  if (!wants("on")) return real(fd, to, size, at);
+  if (wants("error")) { errno = EIO; return -1; }
+  if (wants("end")) return 0;
+  memset(to, 0xff, size);
+  if (wants("slow")) usleep(turn++ % 3 * 100);
+  if (wants("interrupted") && turn++ % 3) { errno = EINTR; return -1; }
+  if (wants("unaligned") && size % 4096 == 0) { errno = EINVAL; return -1; }
+  ssize_t n = real(fd, to, size, at);
+  return wants("short") && n > 1 ? n - n / 3 : n;
+}
+ssize_t pread(int fd, void* to, size_t size, off_t at) { return on_read(fd, to, size, at, "pread"); }
+ssize_t pread64(int fd, void* to, size_t size, off_t at) { return on_read(fd, to, size, at, "pread64"); }
+"""
+
+
+def model(path: Path, case: Case, **options: object) -> Path:
+    layer = case.build()
+    return write_model(path, layer.spec, layer.w13, layer.w2, **options)
+
+
+def disk(path: Path, slots: int, threads: int = 1, **entries: str) -> ort.InferenceSession:
+    """A session with memory for so many of a file's experts."""
+    settings = {"quantmoe.experts": "disk", "quantmoe.ram": str(slots * slot_bytes(path)), **entries}
+    return session(path, threads, settings)
+
+
+def slot_bytes(path: Path) -> int:
+    """Of the largest expert: both rows in pages, and a page each for where they begin."""
+    import onnx_ir as ir
+
+    rows = {name: int(v.shape[1]) * 4 for name, v in ir.load(path).graph.initializers.items()}
+    regions = {name: -(-row // 4096) * 4096 + 4096 for name, row in rows.items()}
+    return sum(max(r for name, r in regions.items() if name.endswith(tensor)) for tensor in ("w13", "w2"))
+
+
+def report() -> list[dict[str, int]]:
+    """Of each session with experts that this process has."""
+    library, text = ctypes.CDLL(quantmoe.ort_library_path()), ctypes.create_string_buffer(1 << 16)
+    library.qm_experts_report(text, ctypes.c_size_t(len(text)))
+    return [json.loads(line) for line in text.value.decode().splitlines()]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases(tmp_path: Path, case: Case) -> None:
+    """Every kind of layer, whose tokens need more experts than there are slots: rounds give the same bytes."""
+    path = model(tmp_path / "m.onnx", case)
+    plain = session(path)
+    for slots in (1, 2):
+        s = disk(path, slots)
+        for tokens in (1, 9):
+            inputs = case.tokens(tokens)
+            np.testing.assert_array_equal(run(s, *inputs), run(plain, *inputs))
+
+
+@pytest.mark.parametrize("float_type", ["FLOAT", "FLOAT16", "BFLOAT16"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_types_and_token_counts(tmp_path: Path, float_type: str, threads: int) -> None:
+    path = model(tmp_path / "m.onnx", LAYER, float_type=float_type)
+    plain, s = session(path, threads), disk(path, 5, threads)
+    for tokens in (1, 300, 0, 3, 65):
+        x, ids, weights = LAYER.tokens(tokens, seed=tokens)
+        if tokens > 1:
+            ids[1] = -1  # no expert at all
+            x[0, 3] = np.nan
+        np.testing.assert_array_equal(run(s, x, ids, weights), run(plain, x, ids, weights))
+
+
+def test_slices_of_tokens(tmp_path: Path) -> None:
+    """Slices, each with rounds of its own, and scales that are found from all tokens of an expert before that."""
+    case = Case(weights=("fp8_e4m3", "f32", False), group_size=-1, activation_format="fp8_tensor", static=False)
+    path = model(tmp_path / "m.onnx", case)
+    slice_bytes = ctypes.c_int64.in_dll(ctypes.CDLL(quantmoe.ort_library_path()), "qm_slice_bytes")
+    inputs, all_bytes = case.tokens(70), slice_bytes.value
+    want = run(session(path), *inputs)
+    try:
+        slice_bytes.value = 20_000
+        np.testing.assert_array_equal(run(disk(path, 2), *inputs), want)
+    finally:
+        slice_bytes.value = all_bytes
+
+
+def test_least_recently_used_go(tmp_path: Path) -> None:
+    path = model(tmp_path / "m.onnx", LAYER)
+    s = disk(path, 4)
+    x, weights = np.ones((1, LAYER.hidden), np.float32), np.ones((1, 2), np.float32)
+    for ids in ([0, 1], [2, 3], [0, 1], [4, 5], [0, 1], [2, 3]):
+        run(s, x, np.array([ids]), weights)
+    # 0 to 3 are read, 0 and 1 are there, 4 and 5 take the places of 2 and 3, which then take theirs.
+    found = report()[-1]
+    assert (found["slots"], found["hits"], found["misses"]) == (4, 4, 8)
+    del s
+    assert not report()
+
+
+def test_nothing_of_the_mapping_is_read(tmp_path: Path) -> None:
+    """Neither when a session is created nor in runs: no page of the experts' mapping is in the process."""
+    case = dataclasses.replace(LAYER, hidden=512, intermediate=512)
+    path = model(tmp_path / "m.onnx", case)
+    data = path.with_suffix(".bin")
+    for entries in ({}, {"quantmoe.verify": "1"}):
+        s = disk(path, 6, **entries)
+        run(s, *case.tokens(20))
+        lines = Path("/proc/self/smaps").read_text().split(str(data) + "\n")[1:]
+        assert lines
+        assert all(int(line.split("Rss:")[1].split()[0]) == 0 for line in lines)
+        del s
+
+
+def test_two_layers_share_the_slots(tmp_path: Path) -> None:
+    """Sessions have slots of their own; layers of one session share them, of the largest one's size."""
+    import onnx_ir as ir
+
+    small, large = LAYER, dataclasses.replace(LAYER, intermediate=320)
+    parts = [ir.load(model(tmp_path / f"{i}.onnx", case)) for i, case in enumerate((small, large))]
+    first, second = parts
+    rename = {v: f"second_{v}" for v in ("w13", "w2", "typed", "moe_out", "y")}
+    for value in [*second.graph.initializers.values(), *(o for n in second.graph for o in n.outputs)]:
+        value.name = rename[value.name]
+    nodes = list(second.graph)
+    for node in nodes:
+        node.name = f"second.{node.name}"
+        for at, value in enumerate(node.inputs):
+            same = next((i for i in first.graph.inputs if value is not None and i.name == value.name), None)
+            if same is not None:
+                node.replace_input_with(at, same)
+    second.graph.remove(nodes)
+    weights = list(second.graph.initializers.values())
+    second.graph.initializers.clear()
+    second.graph.outputs.clear()
+    for value in weights:
+        first.graph.register_initializer(value)
+    first.graph.extend(nodes)
+    first.graph.outputs.append(nodes[-1].outputs[0])
+    both = tmp_path / "both.onnx"
+    ir.save(first, both)
+    s, other, plain = disk(both, 9), disk(both, 3), session(both)
+    for seed in range(20):
+        x, ids, weights = LAYER.tokens(2, seed=seed)
+        feeds = {"x": x, "ids": ids, "weights": weights}
+        want = plain.run(None, feeds)
+        for which in (s, other):
+            np.testing.assert_array_equal(which.run(None, feeds), want)
+    assert [(r["slots"], r["layers"]) for r in sorted(report(), key=lambda r: r["slots"])] == [(3, 2), (9, 2)]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"quantmoe.experts": "ssd"}, 'quantmoe.experts is "ssd", expected host or disk'),
+        ({"quantmoe.experts": "disk", "quantmoe.ram": "2GB"}, 'quantmoe.ram is "2GB", expected a number of bytes'),
+        ({"quantmoe.ram": "1000000"}, "need quantmoe.experts = disk"),
+        ({"quantmoe.experts": "disk", "quantmoe.reserve": "auto"}, 'quantmoe.reserve is "auto", expected a number'),
+        ({"quantmoe.experts": "disk", "quantmoe.ram": "9", "quantmoe.reserve": "9"}, "is of quantmoe.ram = auto"),
+        ({"quantmoe.experts": "disk", "quantmoe.ram": "9"}, f'"{NODE}".*quantmoe.ram is 9, expected at least the'),
+        ({"quantmoe.trace": "/nowhere/t"}, "quantmoe.trace /nowhere/t: No such file"),
+    ],
+    ids=str,
+)
+def test_entries(tmp_path: Path, entries: dict[str, str], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        session(model(tmp_path / "m.onnx", LAYER), entries=entries)
+
+
+def test_auto(tmp_path: Path) -> None:
+    """What is free less what is kept: all experts of a small file, and an error where nothing is left."""
+    path = model(tmp_path / "m.onnx", LAYER)
+    s = session(path, entries={"quantmoe.experts": "disk"})
+    inputs = LAYER.tokens(3)
+    np.testing.assert_array_equal(run(s, *inputs), run(session(path), *inputs))
+    assert report()[-1]["slots"] == LAYER.experts
+    s = session(path, entries={"quantmoe.experts": "disk", "quantmoe.ram": "auto", "quantmoe.reserve": "9" * 15})
+    with pytest.raises(Exception, match=rf'"{NODE}": quantmoe.ram = auto has \d+ bytes available less 9+ in reserve'):
+        run(s, *inputs)
+
+
+def test_weights_that_no_file_has(tmp_path: Path) -> None:
+    path = model(tmp_path / "m.onnx", LAYER)
+    options = ort.SessionOptions()
+    options.add_session_config_entry("quantmoe.experts", "disk")
+    options.register_custom_ops_library(quantmoe.ort_library_path())
+    options.add_external_initializers_from_files_in_memory(
+        ["m.bin"], [(b := path.with_suffix(".bin").read_bytes())], [len(b)]
+    )
+    with pytest.raises(
+        Exception, match=f'"{NODE}": quantmoe.experts = disk, but its packed weights are not mapped from'
+    ):
+        ort.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
+
+
+def test_a_file_that_changes(tmp_path: Path) -> None:
+    """Renamed over, the old one stays; truncated or written in place, runs say so, but for what memory has."""
+    path = model(tmp_path / "m.onnx", LAYER)
+    data = path.with_suffix(".bin")
+    s, x, weights = disk(path, 3), np.ones((1, LAYER.hidden), np.float32), np.ones((1, 2), np.float32)
+    feed = [(x, np.array([ids]), weights) for ids in ([0, 1], [4, 9])]
+    missing = x, np.array([[2, 2]]), weights
+    want = [run(s, *f) for f in feed]
+    shutil.copy(data, tmp_path / "other")
+    (tmp_path / "other").write_bytes(bytes(data.stat().st_size))
+    kept = tmp_path / "kept"
+    os.link(data, kept)
+    os.replace(tmp_path / "other", data)
+    for f, w in zip(feed, want, strict=True):
+        np.testing.assert_array_equal(run(s, *f), w)
+    size = kept.stat().st_size
+    os.truncate(kept, 100)
+    with pytest.raises(Exception, match=rf'"{NODE}": expert 2: .*m.bin.*(has 100 bytes, {size} when|the file ends)'):
+        run(s, *missing)
+    np.testing.assert_array_equal(run(s, *feed[1]), want[1])  # these are in memory
+    os.truncate(kept, size)  # zeros
+    with pytest.raises(Exception, match=r"expert 2: .*m\.bin was written to since the session was created"):
+        run(s, *missing)
+
+
+def test_one_session_in_eight_threads(tmp_path: Path) -> None:
+    """Few slots for many runs: each takes rounds, none waits for ever, and all have the bytes of a run alone."""
+    path = model(tmp_path / "m.onnx", LAYER)
+    plain, sessions = session(path), [disk(path, 5), disk(path, 1)]
+    inputs = [LAYER.tokens(t, seed=t) for t in (1, 3, 20, 1, 7)]
+    want = [run(plain, *i).tobytes() for i in inputs]
+    wrong: list[str] = []
+
+    def work(thread: int) -> None:
+        try:
+            for i in range(RUNS // THREADS):
+                which = (i + thread) % len(inputs)
+                if run(sessions[(thread + i) % 2], *inputs[which]).tobytes() != want[which]:
+                    wrong.append(f"thread {thread}, run {i}")
+        except Exception as error:  # a thread's exception would be lost
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[:5]
+
+
+@pytest.fixture(scope="module")
+def preload(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preload")
+    (folder / "reads.c").write_text(PRELOAD)
+    compiler = ["c++", "-x", "c"] if shutil.which("c++") else [sys.executable, "-m", "ziglang", "cc"]
+    library = folder / "reads.so"
+    command = [*compiler, "-shared", "-fPIC", "-O1", str(folder / "reads.c"), "-o", str(library), "-ldl"]
+    subprocess.run(command, check=True)
+    return library
+
+
+CHILD = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from engines.test_experts import LAYER, disk, report, run, session
+path, tokens, slots = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+plain, s = session(path), disk(path, slots, 2)
+fault = os.environ.pop("LATER", "")
+os.environ["FAULT"] = fault
+rng = np.random.default_rng(3)
+for token in range(tokens):
+    x, ids, weights = LAYER.tokens(1, seed=token)
+    ids = rng.permutation(LAYER.experts)[None, :4]
+    os.environ["FAULT"] = fault
+    got = run(s, x, ids, weights)
+    os.environ["FAULT"] = ""
+    assert got.tobytes() == run(plain, x, ids, weights).tobytes(), token
+os.environ["FAULT"] = ""
+print(report()[-1]["misses"])
+"""
+
+
+def child(path: Path, preload: Path, fault: str, tokens: int, slots: int) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    before = os.environ.get("LD_PRELOAD", "")
+    return subprocess.run(
+        [sys.executable, "-c", CHILD, str(path), str(tokens), str(slots)], capture_output=True, text=True, timeout=3600,
+        env=os.environ | {"PYTHONPATH": paths, "LD_PRELOAD": f"{before} {preload}".strip(), "LATER": fault},
+    )  # fmt: skip
+
+
+def stress(path: Path, preload: Path, faults: Sequence[str], tokens: int) -> None:
+    model(path, LAYER)
+    for i, fault in enumerate(faults):
+        done = child(path, preload, fault, tokens, 3 + i % 3)
+        assert done.returncode == 0, (fault, done.stderr[-3000:])
+        assert int(done.stdout) >= tokens  # each token evicts
+
+
+def test_evictions(tmp_path: Path, preload: Path) -> None:
+    """Slots are NaN while they are read, late, in parts and interrupted: the bytes of a run without slots."""
+    faults = ("on slow", "on short", "on interrupted", "on unaligned short slow")
+    stress(tmp_path / "m.onnx", preload, faults, 60)
+
+
+@pytest.mark.long
+def test_evictions_of_many_tokens(tmp_path: Path, preload: Path) -> None:
+    stress(tmp_path / "m.onnx", preload, ["on"], 100_000)
+
+
+@pytest.mark.parametrize(("fault", "message"), [("on error", "Input/output error"), ("on end", "the file ends before")])
+def test_reads_that_fail(tmp_path: Path, preload: Path, fault: str, message: str) -> None:
+    done = child(model(tmp_path / "m.onnx", LAYER), preload, fault, 5, 5)
+    assert done.returncode == 1
+    assert f'"{NODE}": expert ' in done.stderr
+    assert "m.bin: " + message in done.stderr
