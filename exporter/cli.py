@@ -47,6 +47,14 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)(i?)B?", str(text).strip())
+    if not found:
+        raise typer.BadParameter(f"{text!r}: expected bytes, as 2GB, 512MiB or 1000000000")
+    unit = 1024 if found[3] else 1000
+    return int(float(found[1]) * unit ** " kMGT".index(found[2] or " "))
+
+
 def _logits(text: str) -> str | int:
     return int(text) if text.isdecimal() else text
 
@@ -243,6 +251,13 @@ def generate(
         Path | None, typer.Option(help="begin with that: what the prompt has in common with it is not run again")
     ] = None,
     drafts: Annotated[int, typer.Option(min=1, help="tokens that --speculate drafts a run, at most")] = DRAFTS,
+    experts: Annotated[
+        Literal["host", "disk"], typer.Option(help="disk: read each when it is needed, for models larger than memory")
+    ] = "host",
+    ram: Annotated[
+        int | None, typer.Option(help="2GB, 512MiB, ...: for --experts disk; default: what is free", parser=_bytes)
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="write which experts tokens go to, for quantmoe trace")] = None,
 ) -> None:
     """Generate text on ONNX Runtime, as it comes; tokens a second on standard error."""
     from quantmoe.exporter.inspecting.inspect import model_path
@@ -257,7 +272,7 @@ def generate(
     folder = model_path(outdir).parent  # before the tokenizer: a checkpoint has one, too
     sampling = folder_sampling(folder, temperature, top_k, top_p, seed)
     make = partial(Generator, outdir, threads, prefault, chunk, device=device, cuda_graph=cuda_graph,
-                   speculate=speculate, drafts=drafts)  # fmt: skip
+                   speculate=speculate, drafts=drafts, experts=experts, ram=ram, trace=trace)  # fmt: skip
 
     def begin() -> tuple[Generator, Any]:
         model = make()
@@ -286,6 +301,37 @@ def generate(
     elif prompt is not None:
         reply(talk, prompt)
     end(model, cache)
+
+
+@app.command()
+def trace(
+    file: Annotated[Path, typer.Argument(help="that generate --trace or the session entry quantmoe.trace wrote")],
+    ram: Annotated[
+        list[int] | None,
+        typer.Option(help="memory for experts; may be repeated; default: shares of all", parser=_bytes),
+    ] = None,
+    read: Annotated[int, typer.Option(help="bytes a second that the disk reads", parser=_bytes)] = "2GB",  # type: ignore[assignment]
+) -> None:
+    """How well a cache of experts would do: its hit rate, and what of each token is read from the disk."""
+    from quantmoe.exporter.running.trace import curve, read_trace
+
+    found = read_trace(file)
+    experts = sum(layer["experts"] for layer in found.layers)
+    largest = max((layer["bytes"] for layer in found.layers), default=1)
+    used = sum(int((counts > 0).sum()) for counts in found.use())
+    console.print(
+        f"{len(found.layers)} layers, {found.tokens} tokens; {used} of {experts} experts used, "
+        f"{decimal(sum(layer['bytes'] * layer['experts'] for layer in found.layers))} in all"
+    )
+    shares = [experts * share // 100 for share in (5, 10, 20, 33, 50, 75, 100)]
+    slots = [min(size // largest, experts) for size in ram] if ram else shares
+    table = Table("memory", "slots", "hit rate", "read a token", f"tokens/s at {decimal(read)}/s, at most")
+    for row in curve(found, sorted({max(count, 1) for count in slots}), read):
+        speed = row["tokens_per_second"]
+        memory, missed = (decimal(int(row[key])) for key in ("bytes", "read"))
+        fastest = f"{speed:.1f}" if speed < 1e6 else "-"
+        table.add_row(memory, str(row["slots"]), f"{row['hit_rate']:.1%}", missed, fastest)
+    console.print(table)
 
 
 def _reply(chat: Any, message: str, **options: Any) -> None:

@@ -89,6 +89,9 @@ class Generator:
             multi-token prediction beside the model. A run verifies a token and its drafts: the same tokens in fewer
             runs. Of models exported with the logits of more than the last.
         drafts: at most so many a run.
+        experts: "disk" reads experts from the data file into memory for ``ram`` bytes of them (docs/experts.md), None
+            for what is free; of device cpu. The layer of multi-token prediction stays mapped.
+        trace: a file for the experts that tokens are routed to; of device cpu.
 
     Raises:
         ModelError: the model or the session cannot be created, ONNX Runtime's words are in the message; it is too old
@@ -108,6 +111,9 @@ class Generator:
         cuda_graph: bool = False,
         speculate: Literal["ngram", "mtp"] | None = None,
         drafts: int = DRAFTS,
+        experts: Literal["host", "disk"] = "host",
+        ram: int | None = None,
+        trace: str | Path | None = None,
     ):
         self.path, ort = model_path(path), runtime()
         self.chunk, self.capacity, self.device, self.cuda_graph = chunk, capacity, device, cuda_graph
@@ -124,6 +130,9 @@ class Generator:
         options.log_severity_level = 4  # what it logs is in its exceptions
         if prefault:
             options.add_session_config_entry("quantmoe.prefault", "1")  # before the library is registered
+        for entry, given in (("experts", experts != "host" and experts), ("ram", ram), ("trace", trace)):
+            if given is not None and given is not False:
+                options.add_session_config_entry(f"quantmoe.{entry}", str(given))
         options.register_custom_ops_library(library_path() if device == "cpu" else _cuda(ort))
         cuda = ("CUDAExecutionProvider", {"enable_cuda_graph": str(int(cuda_graph))})
         providers = ["CPUExecutionProvider" if device == "cpu" else cuda]

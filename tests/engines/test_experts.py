@@ -24,6 +24,8 @@ from cases import CASES, Case
 from engines.one_layer import NODE, run, session, write_model
 
 import quantmoe
+from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.running.trace import curve, read_trace
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 
@@ -133,6 +135,43 @@ def test_least_recently_used_go(tmp_path: Path) -> None:
     assert (found["slots"], found["hits"], found["misses"]) == (4, 4, 8)
     del s
     assert not report()
+
+
+def test_trace(tmp_path: Path) -> None:
+    """Ids as they were fed, whatever their type; the simulated cache has the hits of the one that ran."""
+    path, file = model(tmp_path / "m.onnx", LAYER), tmp_path / "trace"
+    for slots in (6, 0):  # 0: all are in memory
+        s = (
+            disk(path, slots, **{"quantmoe.trace": str(file)})
+            if slots
+            else session(path, 1, {"quantmoe.trace": str(file)})
+        )
+        fed = []
+        for seed in range(40):
+            x, ids, weights = LAYER.tokens(1 + (seed == 3), seed=seed)
+            ids[0, 0] = -1
+            run(s, x, ids, weights)
+            fed.append(ids)
+        counts = report()[-1]
+        with pytest.raises(Exception, match="another session writes it"):
+            session(path, 1, {"quantmoe.trace": str(file)})
+        del s
+        found = read_trace(file)
+        assert [layer["experts"] for layer in found.layers] == [LAYER.experts]
+        assert found.tokens == 41
+        for (layer, ids), want in zip(found.runs, fed, strict=True):
+            assert layer == 0
+            np.testing.assert_array_equal(ids, want.astype(np.uint16))
+        if slots:
+            assert found.lru(slots)[:2] == (counts["hits"], counts["misses"])
+            row = curve(found, [slots], 1e9)[0]
+            assert row["read"] * 41 == counts["bytes_read"]
+            assert row["hit_rate"] == counts["hits"] / (counts["hits"] + counts["misses"])
+    file.write_bytes(file.read_bytes()[:-3])
+    assert len(read_trace(file).runs) == 39
+    file.write_bytes(b"{}\n")
+    with pytest.raises(ModelError, match="expected a trace of version 1"):
+        read_trace(file)
 
 
 def test_nothing_of_the_mapping_is_read(tmp_path: Path) -> None:
