@@ -67,7 +67,7 @@ def assert_close(y: torch.Tensor, x: torch.Tensor, m: QuantizedMatrix, dtype: st
 
 
 def plan_of(spec, rows: int, width: int, parts: int) -> cuda.Plan:
-    """A plan of that tile and that many parts of K; a matrix for which plan.cc takes each tile says their sizes."""
+    """A plan of that tile and that many parts of K; a matrix for which heuristics.cc takes each tile says their sizes."""
     large = replace(spec, in_features=16384, out_features=7168)
     shared = {}
     for some in (16, 96, 128, 4096):

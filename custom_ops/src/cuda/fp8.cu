@@ -1,15 +1,34 @@
-#include "cuda/instances.h"
 #include "cuda/moe_gemm_fp8.cuh"
+#include "cuda/select.cuh"
 
 namespace quantmoe {
+namespace {
+
+// by_row: blocks of scales have other rows than 128.
+template <bool by_row>
+struct Fp8Family {
+  using Pointer = GemmKernel;
+  static constexpr bool Has(const Instance& row) { return row.kernel == Kernel::kFp8; }
+  template <typename T, class F, size_t i>
+  static Pointer Of() {
+    return MoeGemmFp8<T, kInstances<F>[i].product == Product::kDown, by_row>;
+  }
+};
+template <typename T, Product product>
+GemmKernel SelectFp8(const qm_projection& w, const qm_cuda_gemm& g) {
+  return w.group_size != -1 && w.block_n % 128 != 0
+             ? Select<Fp8Family<true>, T, PackedE4m3, product>(QM_CUDA_FP8, g)
+             : Select<Fp8Family<false>, T, PackedE4m3, product>(QM_CUDA_FP8, g);
+}
+
+}  // namespace
 
 template <typename T>
-GemmKernel Fp8Kernel(bool down, const qm_projection& w, const qm_cuda_gemm& g) {
-  if (!TakesFp8(w) || g.n_tiles != 16 || g.panels != 16) return nullptr;
-  if (w.group_size != -1 && w.block_n % 128 != 0) return down ? MoeGemmFp8<T, true, true> : MoeGemmFp8<T, false, true>;
-  return down ? MoeGemmFp8<T, true, false> : MoeGemmFp8<T, false, false>;
+GemmKernel Fp8Kernel(Product product, const qm_projection& w, const qm_cuda_gemm& g) {
+  if (!TakesFp8(w)) return nullptr;
+  return product == Product::kDown ? SelectFp8<T, Product::kDown>(w, g) : SelectFp8<T, Product::kGateUp>(w, g);
 }
-template GemmKernel Fp8Kernel<__nv_bfloat16>(bool, const qm_projection&, const qm_cuda_gemm&);
-template GemmKernel Fp8Kernel<__half>(bool, const qm_projection&, const qm_cuda_gemm&);
+template GemmKernel Fp8Kernel<__nv_bfloat16>(Product, const qm_projection&, const qm_cuda_gemm&);
+template GemmKernel Fp8Kernel<__half>(Product, const qm_projection&, const qm_cuda_gemm&);
 
 }  // namespace quantmoe

@@ -1,85 +1,106 @@
-// The instantiated kernels: gate_up.cu, down.cu and wgmma.cu hold the code for symmetric int4, *_any.cu that for other
-// formats, one file a compiler process.
+// The rows of instances.inc, and what follows from one: what a block takes. Plans and kernels share them.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include <array>
+#include <cstddef>
 
-#include "cuda/formats/formats.h"
-#include "cuda/kernels.cuh"
+#include "cuda/layout.h"
+#include "quantmoe/quant_moe_cuda.h"
 
 namespace quantmoe {
 
-constexpr int kWgmmaThreads = 384;
-using GemmKernel = void (*)(GemmParams);
+enum class Kernel { kSpan, kMma, kMmaWhole, kDownDecode, kLinearDecode, kWgmma, kFp8, kDense };
+enum class Product { kGateUp, kDown, kLinear };
 
-// Formats whose instances have files of their own: Int4 those without _any, Float linear_float.cu.
-template <class F>
-constexpr bool kOwnFiles = std::is_same_v<F, Int4> || std::is_same_v<F, Float>;
+// What the rows depend on of a format whose units have per_block groups; codes: tokens' codes are multiplied.
+struct FormatSizes {
+  int bits, lane_bytes, zero_bytes;
+  int units;        // of K that may be a stage of four panels
+  int span_panels;  // 0: Span is not for the format
+  int span_bytes;
+  bool codes;
+};
+template <class Facts>
+constexpr FormatSizes SizesOf(int per_block, bool codes) {
+  return {Facts::kBits,
+          Facts::ScaleBytes(per_block) + Facts::kZeroBytes,
+          Facts::kZeroBytes,
+          Facts::kPairsUnits && per_block == 1 ? 2 : 1,
+          codes ? 0 : Facts::kSpanPanels,
+          SpanSharedBytes<Facts::kSpanPanels, Facts::ScaleBytes(2)>(),
+          codes};
+}
+inline FormatSizes SizesOf(const qm_projection& w, bool codes) {
+  return WithFacts(KindOf(w), [&](auto f) { return SizesOf<decltype(f)>(GroupsInBlock(w), codes); });
+}
 
-// body(trait) of a format, of Int4 and Int4Zero of what its weights are; per_block as below.
-template <class F, class Body>
-GemmKernel ForTrait(const qm_projection& w, int per_block, const Body& body) {
-  constexpr int kF16 = k_scale_type_f16, kBf16 = k_scale_type_bf16;
-  if constexpr (std::is_same_v<F, Int4>) {
-    if (w.scale_type == kBf16) return per_block == 2 ? body(Int4::Of<kBf16, 2>{}) : body(Int4::Of<kBf16, 1>{});
-    return per_block == 2 ? body(Int4::Of<kF16, 2>{}) : body(Int4::Of<kF16, 1>{});
-  } else if constexpr (std::is_same_v<F, Int4Zero>) {
-    return per_block == 2 ? body(Int4Zero::Of<2>{}) : body(Int4Zero::Of<1>{});
-  } else {
-    return body(F{});
+struct Instance {
+  Kernel kernel;
+  int path;
+  Product product;
+  int panels, n_tiles, units, stages;
+  bool there;
+};
+constexpr auto InstancesOf([[maybe_unused]] FormatSizes f) {
+#define QM_INSTANCE(kernel, path, product, panels, n_tiles, units, stages, there) +1
+  constexpr size_t kCount = 0
+#include "cuda/instances.inc"
+      ;
+  return std::array<Instance, kCount>{{
+#define QM_INSTANCE(kernel, path, product, panels, n_tiles, units, stages, there) \
+  {Kernel::k##kernel, QM_CUDA_##path, Product::k##product, panels, n_tiles, units, stages, there},
+#include "cuda/instances.inc"
+  }};
+}
+
+// Whether a plan means the row.
+constexpr bool Means(const qm_cuda_gemm& g, const Instance& row) {
+  if (row.kernel == Kernel::kDense) {
+    const int tokens = 8 * row.n_tiles, width = 8 * g.n_tiles;
+    return g.panels == row.panels && width % 16 == 0 && width >= LinearLeast(tokens) && width <= tokens;
   }
+  if (row.kernel == Kernel::kSpan ? g.warps_k != 0 : g.warps_k == 0) return false;
+  if (row.kernel == Kernel::kMmaWhole && g.warps_k != 1) return false;
+  return g.panels == row.panels && g.n_tiles == row.n_tiles && (row.stages == 0 || g.stages == row.stages);
 }
-template <class Body>
-GemmKernel ForInt4(const qm_projection& w, int per_block, const Body& body) {
-  return ForTrait<Int4>(w, per_block, body);
-}
-// The same of the format that the weights are of, null of those with files of their own.
-template <class Body>
-GemmKernel ForFormat(const qm_projection& w, int per_block, const Body& body) {
-#define QM_CUDA_FORMAT(F)      \
-  if constexpr (!kOwnFiles<F>) \
-    if (KindOf(w) == WeightKind::k##F) return ForTrait<F>(w, per_block, body);
-#include "cuda/formats/formats.inc"
-  return nullptr;
+// The row that a plan means; there is false: none.
+constexpr Instance InstanceOf(const FormatSizes& f, int path, Product product, const qm_cuda_gemm& g) {
+  for (const Instance& row : InstancesOf(f))
+    if (row.there && row.path == path && row.product == product && Means(g, row)) return row;
+  return {};
 }
 
-// The kernel of a plan, null where none is compiled that is what it says; T is the type of the activations, per_block
-// the groups in 64 columns (2 or 1).
-template <typename T>
-GemmKernel GateUpKernel(int path, const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
-template <typename T>
-GemmKernel DownKernel(int path, const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
-template <typename T>
-GemmKernel GateUpKernelAny(int path, const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
-template <typename T>
-GemmKernel DownKernelAny(int path, const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
-// shape.packed only: nvfp4, and e4m3.
-template <typename T>
-GemmKernel PackedKernel(bool down, int path, const qm_projection& w, const qm_cuda_gemm& shape);
-template <typename T>
-GemmKernel PackedE4m3Kernel(bool down, int path, const qm_cuda_gemm& shape);
-// QM_CUDA_WGMMA only.
-template <typename T>
-GemmKernel WgmmaKernel(bool down, const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
-template <typename T>
-GemmKernel WgmmaKernelAny(bool down, const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
-// A linear's: QM_CUDA_DECODE where nothing is packed, and QM_CUDA_DENSE.
-template <typename T>
-GemmKernel LinearDecodeKernel(const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
-template <typename T>
-GemmKernel LinearDecodeKernelAny(const qm_projection& w, int per_block, const qm_cuda_gemm& shape);
-using LinearKernel = void (*)(LinearParams);
-template <typename T>
-LinearKernel DenseKernel(const qm_projection& w, const qm_cuda_gemm& shape);
-template <typename T>
-LinearKernel DenseKernelAny(const qm_projection& w, const qm_cuda_gemm& shape);
-// The same of floats, and QM_CUDA_STREAM.
-template <typename T>
-GemmKernel FloatKernel(int path, const qm_cuda_gemm& shape);
-template <typename T>
-LinearKernel DenseFloatKernel(const qm_cuda_gemm& shape);
-// QM_CUDA_FP8 only.
-template <typename T>
-GemmKernel Fp8Kernel(bool down, const qm_projection& w, const qm_cuda_gemm& shape);
+constexpr int kWgmmaThreads = 384;
+constexpr int ThreadsOf(const Instance& row) {
+  return row.kernel == Kernel::kDense                                 ? LinearThreads(row.panels)
+         : row.kernel == Kernel::kWgmma || row.kernel == Kernel::kFp8 ? kWgmmaThreads
+                                                                      : kThreads;
+}
+// Dynamic shared memory of a block.
+constexpr int SharedBytes(const Instance& row, const FormatSizes& f) {
+  const int tokens = 8 * row.n_tiles;
+  switch (row.kernel) {
+    case Kernel::kSpan:
+      return f.span_bytes;
+    case Kernel::kWgmma:
+      return WgmmaSizesOf(tokens, f.bits, f.lane_bytes, row.product == Product::kDown).shared_bytes;
+    case Kernel::kFp8:
+      return kFp8SharedBytes;
+    case Kernel::kDense:
+      return LinearSizesOf(tokens, f.bits, f.zero_bytes).shared_bytes;
+    case Kernel::kMma:
+    case Kernel::kMmaWhole:
+    case Kernel::kDownDecode:
+    case Kernel::kLinearDecode:
+      break;
+  }
+  // Rings and sums, which lie over the ring where a stage has two units of K, and in a linear's block of floats.
+  const bool over = row.units == 2 || (row.kernel == Kernel::kLinearDecode && f.bits == 16);
+  const int ring = row.stages * StageBytes(row.panels, row.n_tiles, f.bits, f.lane_bytes, row.units);
+  return kWarps * (ring + (over ? 0 : row.panels * row.n_tiles * 512));
+}
+// Blocks of the mma.sync kernels that a multiprocessor's registers hold.
+constexpr int RegisterBlocks(int bits, int panels, int n_tiles) {
+  return n_tiles > 2 ? 1 : n_tiles == 1 && ((panels == 2 && bits == 4) || (panels == 1 && bits == 16)) ? 3 : 2;
+}
 
 }  // namespace quantmoe

@@ -4,9 +4,9 @@
 #include <exception>
 #include <vector>
 
-#include "cuda/instances.h"
 #include "cuda/launcher.h"
 #include "cuda/layout.h"
+#include "cuda/products.h"
 #include "cuda/quantize.cuh"
 #include "cuda/round.cuh"
 #include "cuda/route.cuh"
@@ -41,27 +41,31 @@ struct Products {
   GemmKernel gate_up, down;
 };
 template <typename T>
-GemmKernel Down(const qm_projection& w, const qm_cuda_plan& plan) {
-  const int per_block = GroupsInBlock(w);
-  return plan.path == QM_CUDA_FP8 ? Fp8Kernel<T>(true, w, plan.w2)
-         : plan.w2.packed         ? PackedKernel<T>(true, plan.path, w, plan.w2)
-                                  : DownKernel<T>(plan.path, w, per_block, plan.w2);
+GemmKernel KernelOf(Product product, const qm_projection& w, int path, const qm_cuda_gemm& g) {
+  const bool down = product == Product::kDown;
+  switch (path) {
+    case QM_CUDA_DECODE:
+    case QM_CUDA_STREAM:
+      return g.packed ? PackedKernel<T>(product, path, w, g)
+             : down   ? DownKernel<T>(path, w, g)
+                      : GateUpKernel<T>(path, w, g);
+    case QM_CUDA_WGMMA: return g.packed ? nullptr : WgmmaKernel<T>(product, w, g);
+    case QM_CUDA_FP8: return g.packed ? nullptr : Fp8Kernel<T>(product, w, g);
+    default: return nullptr;
+  }
 }
 // But for QM_CUDA_DENSE.
 template <typename T>
 GemmKernel LinearGemm(const qm_projection& w, const qm_cuda_plan& plan) {
   if (KindOf(w) == WeightKind::kFloat) return FloatKernel<T>(plan.path, plan.w2);
   if (plan.path == QM_CUDA_DECODE && !plan.w2.packed)
-    if (const GemmKernel kernel = LinearDecodeKernel<T>(w, GroupsInBlock(w), plan.w2)) return kernel;
-  return plan.path <= QM_CUDA_STREAM ? Down<T>(w, plan) : nullptr;
+    if (const GemmKernel kernel = LinearDecodeKernel<T>(w, plan.w2)) return kernel;
+  return plan.path <= QM_CUDA_STREAM ? KernelOf<T>(Product::kDown, w, plan.path, plan.w2) : nullptr;
 }
 template <typename T>
 Products ProductsOf(const qm_moe& m, const qm_cuda_plan& plan) {
-  const int per_block = GroupsInBlock(m.w13);
-  return {plan.path == QM_CUDA_FP8 ? Fp8Kernel<T>(false, m.w13, plan.w13)
-          : plan.w13.packed        ? PackedKernel<T>(false, plan.path, m.w13, plan.w13)
-                                   : GateUpKernel<T>(plan.path, m.w13, per_block, plan.w13),
-          Down<T>(m.w2, plan)};
+  return {KernelOf<T>(Product::kGateUp, m.w13, plan.path, plan.w13),
+          KernelOf<T>(Product::kDown, m.w2, plan.path, plan.w2)};
 }
 // As an error of a launch.
 int Check(bool kernel, const char* name, const qm_cuda_plan& plan, const qm_cuda_gemm& g, char* err) {

@@ -1,4 +1,5 @@
 #include "cuda/select_linear.cuh"
+#include "cuda/select_mma.cuh"
 
 namespace quantmoe {
 
@@ -7,7 +8,7 @@ LinearKernel DenseKernelAny(const qm_projection& w, const qm_cuda_gemm& g) {
   if (KindOf(w) == WeightKind::kFloat) return DenseFloatKernel<T>(g);
 #define QM_CUDA_FORMAT(F)                                 \
   if constexpr (!kOwnFiles<F> && !std::is_same_v<F, Fp8>) \
-    if (KindOf(w) == WeightKind::k##F) return SelectLinear<T, F>(g);
+    if (KindOf(w) == WeightKind::k##F) return SelectDense<T, F>(g);
 #include "cuda/formats/formats.inc"
   return nullptr;  // linear.cu
 }
@@ -15,10 +16,10 @@ template LinearKernel DenseKernelAny<__nv_bfloat16>(const qm_projection&, const 
 template LinearKernel DenseKernelAny<__half>(const qm_projection&, const qm_cuda_gemm&);
 
 template <typename T>
-GemmKernel LinearDecodeKernelAny(const qm_projection& w, int per_block, const qm_cuda_gemm& g) {
-  return ForFormat(w, per_block, [&](auto format) { return SelectLinearDecode<T>(format, g); });
+GemmKernel LinearDecodeKernelAny(const qm_projection& w, const qm_cuda_gemm& g) {
+  return ForFormat(w, [&](auto format) { return SelectMma<T, Product::kLinear>(format, QM_CUDA_DECODE, g); });
 }
-template GemmKernel LinearDecodeKernelAny<__nv_bfloat16>(const qm_projection&, int, const qm_cuda_gemm&);
-template GemmKernel LinearDecodeKernelAny<__half>(const qm_projection&, int, const qm_cuda_gemm&);
+template GemmKernel LinearDecodeKernelAny<__nv_bfloat16>(const qm_projection&, const qm_cuda_gemm&);
+template GemmKernel LinearDecodeKernelAny<__half>(const qm_projection&, const qm_cuda_gemm&);
 
 }  // namespace quantmoe

@@ -11,6 +11,7 @@
 #pragma once
 #include "cuda/formats/formats.h"
 #include "cuda/instances.h"
+#include "cuda/kernels.cuh"
 #include "cuda/wgmma.cuh"
 
 namespace quantmoe {

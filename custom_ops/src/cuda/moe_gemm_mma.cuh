@@ -7,6 +7,7 @@
 
 #include "cuda/activation.cuh"
 #include "cuda/decode_routing.cuh"
+#include "cuda/instances.h"
 #include "cuda/stream.cuh"
 
 namespace quantmoe {
@@ -76,18 +77,9 @@ __device__ inline void PrefetchCodes(const GemmParams& p) {
   Prefetch(p.weights.rows + expert * p.weights.row_bytes + blockIdx.x % parts * kBytes, min(codes, kBytes));
 }
 
-// Blocks a multiprocessor holds; the plan knows the same numbers.
-template <typename F>
-constexpr int Blocks(int MT, int NT) {
-  return NT > 2                                        ? 1
-         : MT == 2 && NT == 1 && Sizes<F>::kBits == 4  ? 3
-         : MT == 1 && NT == 1 && Sizes<F>::kBits == 16 ? 3
-                                                       : 2;
-}
-
 // kUnits: of K a stage; kSplit: warps split K (warps_k > 1), otherwise each stores its own sums and never waits.
 template <typename T, typename F, int MT, int NT, bool down, bool decode, int kUnits = 1, bool kSplit = true>
-__global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const __grid_constant__ GemmParams p) {
+__global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT)) MoeGemmMma(const __grid_constant__ GemmParams p) {
   static_assert(!(down && decode), "MoeDownDecode");
   static_assert(kSplit || down, "gate_up has long rows");
   using S = Stream<T, F, MT, NT, kUnits>;
@@ -317,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, Blocks<F>(MT, NT)) MoeGemmMma(const 
 // end the warps' sums are added in a fixed order. No atomics, no second pass, the same result every time.
 // kLinear: there is one expert, which all tokens have; more stages, as little else is in flight.
 template <typename T, typename F, int MT, int kUnits = 1, bool kLinear = false, int kStages_ = StagesOf(kUnits)>
-__global__ void __launch_bounds__(kThreads, Blocks<F>(MT, 1)) MoeDownDecode(const __grid_constant__ GemmParams p) {
+__global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1)) MoeDownDecode(const __grid_constant__ GemmParams p) {
   using S = Stream<T, F, MT, 1, kUnits, kStages_>;
   constexpr int kStages = S::kStages;
   extern __shared__ __align__(128) uint8_t shared[];

@@ -1,18 +1,23 @@
-// Which instance of the wgmma kernels a plan means, null where there is none.
+// The layer's kernels on wgmma.
 #pragma once
-#include "cuda/instances.h"
 #include "cuda/moe_gemm_wgmma.cuh"
+#include "cuda/select.cuh"
 
 namespace quantmoe {
 
+struct WgmmaFamily {
+  using Pointer = GemmKernel;
+  static constexpr bool Has(const Instance& row) { return row.kernel == Kernel::kWgmma; }
+  template <typename T, class F, size_t i>
+  static Pointer Of() {
+    constexpr Instance row = kInstances<F>[i];
+    return MoeGemmWgmma<T, F, row.product == Product::kDown, 8 * row.n_tiles>;
+  }
+};
 template <typename T, class F>
-GemmKernel SelectWgmma(F, bool down, const qm_cuda_gemm& g) {
-  if constexpr (F::kBits == 4)
-    if (g.n_tiles == 3 && g.panels == 32) return down ? MoeGemmWgmma<T, F, true, 24> : MoeGemmWgmma<T, F, false, 24>;
-  if (g.panels != 16) return nullptr;
-  if (g.n_tiles == 6) return down ? MoeGemmWgmma<T, F, true, 48> : MoeGemmWgmma<T, F, false, 48>;
-  if (g.n_tiles == 18) return down ? MoeGemmWgmma<T, F, true, 144> : MoeGemmWgmma<T, F, false, 144>;
-  return nullptr;
+GemmKernel SelectWgmma(F, Product product, const qm_cuda_gemm& g) {
+  return product == Product::kDown ? Select<WgmmaFamily, T, F, Product::kDown>(QM_CUDA_WGMMA, g)
+                                   : Select<WgmmaFamily, T, F, Product::kGateUp>(QM_CUDA_WGMMA, g);
 }
 
 }  // namespace quantmoe

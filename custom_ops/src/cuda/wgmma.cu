@@ -3,11 +3,11 @@
 namespace quantmoe {
 
 template <typename T>
-GemmKernel WgmmaKernel(bool down, const qm_projection& w, int per_block, const qm_cuda_gemm& g) {
-  if (KindOf(w) != WeightKind::kInt4) return WgmmaKernelAny<T>(down, w, per_block, g);
-  return ForInt4(w, per_block, [&](auto format) { return SelectWgmma<T>(format, down, g); });
+GemmKernel WgmmaKernel(Product product, const qm_projection& w, const qm_cuda_gemm& g) {
+  if (KindOf(w) != WeightKind::kInt4) return WgmmaKernelAny<T>(product, w, g);
+  return ForInt4(w, [&](auto format) { return SelectWgmma<T>(format, product, g); });
 }
-template GemmKernel WgmmaKernel<__nv_bfloat16>(bool, const qm_projection&, int, const qm_cuda_gemm&);
-template GemmKernel WgmmaKernel<__half>(bool, const qm_projection&, int, const qm_cuda_gemm&);
+template GemmKernel WgmmaKernel<__nv_bfloat16>(Product, const qm_projection&, const qm_cuda_gemm&);
+template GemmKernel WgmmaKernel<__half>(Product, const qm_projection&, const qm_cuda_gemm&);
 
 }  // namespace quantmoe

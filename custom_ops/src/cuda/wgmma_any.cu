@@ -3,10 +3,10 @@
 namespace quantmoe {
 
 template <typename T>
-GemmKernel WgmmaKernelAny(bool down, const qm_projection& w, int per_block, const qm_cuda_gemm& g) {
-  return ForFormat(w, per_block, [&](auto format) { return SelectWgmma<T>(format, down, g); });
+GemmKernel WgmmaKernelAny(Product product, const qm_projection& w, const qm_cuda_gemm& g) {
+  return ForFormat(w, [&](auto format) { return SelectWgmma<T>(format, product, g); });
 }
-template GemmKernel WgmmaKernelAny<__nv_bfloat16>(bool, const qm_projection&, int, const qm_cuda_gemm&);
-template GemmKernel WgmmaKernelAny<__half>(bool, const qm_projection&, int, const qm_cuda_gemm&);
+template GemmKernel WgmmaKernelAny<__nv_bfloat16>(Product, const qm_projection&, const qm_cuda_gemm&);
+template GemmKernel WgmmaKernelAny<__half>(Product, const qm_projection&, const qm_cuda_gemm&);
 
 }  // namespace quantmoe

@@ -1,0 +1,86 @@
+// The compiled products. Each file of these is one process of the compiler: gate_up.cu, down.cu, linear.cu and wgmma.cu
+// have those of symmetric int4, *_any.cu of other formats.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/formats/formats.h"
+#include "cuda/instances.h"
+#include "cuda/kernels.cuh"
+
+namespace quantmoe {
+
+using GemmKernel = void (*)(GemmParams);
+using LinearKernel = void (*)(LinearParams);
+
+// Formats whose instances have files of their own: Int4 those without _any, Float linear_float.cu.
+template <class F>
+constexpr bool kOwnFiles = std::is_same_v<F, Int4> || std::is_same_v<F, Float>;
+
+// body(trait) of a format, of Int4 and Int4Zero of what its weights are.
+template <class F, class Body>
+GemmKernel ForTrait(const qm_projection& w, const Body& body) {
+  constexpr int kF16 = k_scale_type_f16, kBf16 = k_scale_type_bf16;
+  [[maybe_unused]] const bool two = GroupsInBlock(w) == 2;
+  if constexpr (std::is_same_v<F, Int4>) {
+    if (w.scale_type == kBf16) return two ? body(Int4::Of<kBf16, 2>{}) : body(Int4::Of<kBf16, 1>{});
+    return two ? body(Int4::Of<kF16, 2>{}) : body(Int4::Of<kF16, 1>{});
+  } else if constexpr (std::is_same_v<F, Int4Zero>) {
+    return two ? body(Int4Zero::Of<2>{}) : body(Int4Zero::Of<1>{});
+  } else {
+    return body(F{});
+  }
+}
+template <class Body>
+GemmKernel ForInt4(const qm_projection& w, const Body& body) {
+  return ForTrait<Int4>(w, body);
+}
+// The same of the format that the weights are of, null of those with files of their own.
+template <class Body>
+GemmKernel ForFormat(const qm_projection& w, const Body& body) {
+#define QM_CUDA_FORMAT(F)      \
+  if constexpr (!kOwnFiles<F>) \
+    if (KindOf(w) == WeightKind::k##F) return ForTrait<F>(w, body);
+#include "cuda/formats/formats.inc"
+  return nullptr;
+}
+
+// The kernel of a plan, null where none is compiled that is what it says; T is the type of the activations. Of
+// QM_CUDA_DECODE and QM_CUDA_STREAM where nothing is packed:
+template <typename T>
+GemmKernel GateUpKernel(int path, const qm_projection& w, const qm_cuda_gemm& shape);
+template <typename T>
+GemmKernel DownKernel(int path, const qm_projection& w, const qm_cuda_gemm& shape);
+template <typename T>
+GemmKernel GateUpKernelAny(int path, const qm_projection& w, const qm_cuda_gemm& shape);
+template <typename T>
+GemmKernel DownKernelAny(int path, const qm_projection& w, const qm_cuda_gemm& shape);
+// Where tokens are: of nvfp4, and of e4m3.
+template <typename T>
+GemmKernel PackedKernel(Product product, int path, const qm_projection& w, const qm_cuda_gemm& shape);
+template <typename T>
+GemmKernel PackedE4m3Kernel(Product product, int path, const qm_cuda_gemm& shape);
+// QM_CUDA_WGMMA.
+template <typename T>
+GemmKernel WgmmaKernel(Product product, const qm_projection& w, const qm_cuda_gemm& shape);
+template <typename T>
+GemmKernel WgmmaKernelAny(Product product, const qm_projection& w, const qm_cuda_gemm& shape);
+// QM_CUDA_FP8.
+template <typename T>
+GemmKernel Fp8Kernel(Product product, const qm_projection& w, const qm_cuda_gemm& shape);
+// A linear's own: QM_CUDA_DECODE where nothing is packed, and QM_CUDA_DENSE.
+template <typename T>
+GemmKernel LinearDecodeKernel(const qm_projection& w, const qm_cuda_gemm& shape);
+template <typename T>
+GemmKernel LinearDecodeKernelAny(const qm_projection& w, const qm_cuda_gemm& shape);
+template <typename T>
+LinearKernel DenseKernel(const qm_projection& w, const qm_cuda_gemm& shape);
+template <typename T>
+LinearKernel DenseKernelAny(const qm_projection& w, const qm_cuda_gemm& shape);
+// The same of floats, and QM_CUDA_STREAM.
+template <typename T>
+GemmKernel FloatKernel(int path, const qm_cuda_gemm& shape);
+template <typename T>
+LinearKernel DenseFloatKernel(const qm_cuda_gemm& shape);
+
+}  // namespace quantmoe

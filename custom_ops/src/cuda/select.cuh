@@ -1,0 +1,24 @@
+// Which of the kernels that a file compiles a plan means, null where there is none.
+#pragma once
+#include "cuda/instances.h"
+#include "cuda/products.h"
+
+namespace quantmoe {
+
+template <class F>
+constexpr auto kInstances = InstancesOf(SizesOf<F>(F::kGroups, F::kPacked));
+
+// Family: which rows are its own (Has), and the kernel of row i (Of).
+template <class Family, typename T, class F, Product product, size_t i = 0>
+auto Select(int path, const qm_cuda_gemm& g) {
+  if constexpr (i == kInstances<F>.size()) {
+    return typename Family::Pointer{};
+  } else {
+    constexpr Instance row = kInstances<F>[i];
+    if constexpr (row.there && row.product == product && Family::Has(row))
+      if (path == row.path && Means(g, row)) return Family::template Of<T, F, i>();
+    return Select<Family, T, F, product, i + 1>(path, g);
+  }
+}
+
+}  // namespace quantmoe
