@@ -55,7 +55,7 @@ def _project(
             )
         if not same_order(m.pre_scale, first.pre_scale):
             raise ValueError(f"{where} have different pre-scales; layout marlin stores one for both")
-    found = Projection(
+    projection = Projection(
         format=first.kind,
         group_size=first.group_size,
         scale_type=first.scale_type,
@@ -69,10 +69,10 @@ def _project(
         pre_scale=int(first.pre_scale is not None),
     )
     try:
-        native.marlin_row(found, *first.shape, len(matrices))
+        native.marlin_row(projection, *first.shape, len(matrices))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    return found
+    return projection
 
 
 def _orders(matrices: list[QuantizedMatrix]) -> int:
