@@ -56,16 +56,16 @@ int64_t run(const CpuKernel& kernel, const Format& f, int rows, int64_t k) {
   const auto panels = zeros(p.panels * p.stride), rows_of_x = zeros(rows * tile_row_bytes(p, quantized));
   auto out = zeros(4 * rows * kFeatures);
   const TokenTile tile{reinterpret_cast<const uint8_t*>(rows_of_x.data()), rows};
-  const Product product{&p,
-                        quantized,
-                        reinterpret_cast<const uint8_t*>(panels.data()),
-                        p.panels,
-                        &tile,
-                        1,
-                        reinterpret_cast<float*>(out.data()),
-                        kFeatures,
-                        0,
-                        1};
+  const PanelProduct product{&p,
+                             quantized,
+                             reinterpret_cast<const uint8_t*>(panels.data()),
+                             p.panels,
+                             &tile,
+                             1,
+                             reinterpret_cast<float*>(out.data()),
+                             kFeatures,
+                             0,
+                             1};
   mark();
   kernel.multiply(product);
   mark();

@@ -8,28 +8,28 @@ namespace quantmoe {
 enum class Type { T, I, C, float32, int32, int64 };
 constexpr Type type_T = Type::T, type_I = Type::I, type_C = Type::C, type_float = Type::float32,
                type_int32 = Type::int32, type_int64 = Type::int64;
-struct Slot {
+struct TensorSlot {
   const char* op;
   const char* name;
   Type type;
 };
-constexpr Slot kInputs[] = {
+constexpr TensorSlot kInputs[] = {
 #define QM_INPUT(op, name, type) {#op, #name, type_##type},
 #include "op.def"
 };
-constexpr Slot kOutputs[] = {
+constexpr TensorSlot kOutputs[] = {
 #define QM_OUTPUT(op, name, type) {#op, #name, type_##type},
 #include "op.def"
 };
 
 // Those of an operator, which op.def lists together.
 struct Slots {
-  const Slot* first;
+  const TensorSlot* first;
   int32_t count;
 
   template <size_t n>
-  constexpr Slots(const Slot (&slots)[n], std::string_view op) : first(nullptr), count(0) {
-    for (const Slot& slot : slots) {
+  constexpr Slots(const TensorSlot (&slots)[n], std::string_view op) : first(nullptr), count(0) {
+    for (const TensorSlot& slot : slots) {
       if (op != slot.op) continue;
       if (!count++) first = &slot;
     }

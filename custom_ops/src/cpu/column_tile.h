@@ -107,7 +107,7 @@ constexpr auto column_tiles(std::integer_sequence<int, M...>) {
 
 // kMost: tokens at a time. Tiles have as many at most where kWhole.
 template <class V, int kMost, bool kWhole>
-void multiply_columns(const Product& product) {
+void multiply_columns(const PanelProduct& product) {
   static constexpr auto kTiles = column_tiles<V, kWhole>(std::make_integer_sequence<int, kMost>());
   const PanelMatrix& p = *product.matrix;
   const auto* const tiles = kTiles.of[p.format == k_format_fp8_e4m3 ? 0 : p.format == k_format_bf16 ? 1 : 2];

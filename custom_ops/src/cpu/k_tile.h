@@ -182,7 +182,7 @@ constexpr auto k_tiles(std::integer_sequence<int, M...>) {
 
 // kMost: tokens at a time. Tiles have as many at most where kWhole.
 template <class V, int kMost, bool kWhole>
-void multiply_k(const Product& product) {
+void multiply_k(const PanelProduct& product) {
   static constexpr auto kTiles = k_tiles<V, kWhole>(std::make_integer_sequence<int, kMost>());
   const PanelMatrix& p = *product.matrix;
   const KTile* const tiles = kTiles.of[product.quantized][p.bits - 4];

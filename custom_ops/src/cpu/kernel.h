@@ -40,7 +40,7 @@ inline int64_t tile_row_bytes(const PanelMatrix& p, bool quantized) {
   return quantized ? p.kp + 4 * p.groups() + (p.stepped ? 4 * p.groups() : 8) : 4 * p.kp;
 }
 
-struct Product {
+struct PanelProduct {
   const PanelMatrix* matrix;
   bool quantized;         // activations are integers: int8_token, int8_token_asym, or the matrix is stepped
   const uint8_t* panels;  // the first panel
@@ -191,7 +191,7 @@ struct CpuKernel {
   void (*activate)(const qm_moe& moe, const float* gate, const float* up, int64_t n, float* h);
   void (*accumulate)(float weight, const float* x, int64_t n, float* y);  // y = fma(weight, x, y)
   void (*pack_tile)(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out);
-  void (*multiply)(const Product& product);
+  void (*multiply)(const PanelProduct& product);
   // The instructions of this kernel's int8 products on registers alone; returns the multiply-adds done. probe_<isa>.cc
   int64_t (*int8_peak)(int64_t rounds);
   const AttentionKernel* attention;

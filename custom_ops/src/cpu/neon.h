@@ -324,7 +324,7 @@ inline const Rows* rows_of(const PanelMatrix& p, bool quantized) {
   }
 }
 
-void multiply(const Product& product) {
+void multiply(const PanelProduct& product) {
   const PanelMatrix& p = *product.matrix;
   if (is_k(p.format)) return multiply_k<NeonLanes, kMaxUnits, false>(product);
   if (p.columns) return multiply_columns<NeonLanes, kMaxUnits, false>(product);

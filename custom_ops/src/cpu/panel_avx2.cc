@@ -183,7 +183,7 @@ TileFunction tile_function(const PanelMatrix& p, bool quantized, int m) {
   return kScaledTiles.of[quantized][is_e2m1(p.format) ? 0 : p.bits == 4 ? 1 : 2][m - 1];
 }
 
-void multiply(const Product& product) {
+void multiply(const PanelProduct& product) {
   const PanelMatrix& p = *product.matrix;
   if (is_k(p.format)) return multiply_k<Avx2Lanes, kTileRows, true>(product);
   if (p.columns) return multiply_columns<Avx2Lanes, kTileRows, true>(product);

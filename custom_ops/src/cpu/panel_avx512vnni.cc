@@ -176,7 +176,7 @@ TileFunction tile_function(const PanelMatrix& p, bool quantized, int m) {
   return kScaledTiles.quantized[p.zero_points ? kind + 2 : kind][p.parts - 1][m - 1];
 }
 
-void multiply(const Product& product) {
+void multiply(const PanelProduct& product) {
   const PanelMatrix& p = *product.matrix;
   if (is_k(p.format)) return multiply_k<Avx512Lanes, kTileRows, true>(product);
   if (p.columns) return multiply_columns<Avx512Lanes, kTileRows, true>(product);

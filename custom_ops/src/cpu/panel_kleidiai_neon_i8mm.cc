@@ -90,7 +90,7 @@ void pack_fours(const PanelMatrix& p, bool quantized, const Row* rows, int m, ui
   if (m > fours) panel_neon_i8mm.pack_tile(p, true, rows + fours, m - fours, out + fours * (p.kp + 8));
 }
 
-void multiply_fours(const Product& product) {
+void multiply_fours(const PanelProduct& product) {
   const PanelMatrix& p = *product.matrix;
   const Family* f = family(p, product.quantized);
   if (!f) return panel_neon_i8mm.multiply(product);

@@ -80,7 +80,74 @@ void decode(const PanelMatrix& p, const uint8_t* panel, int r, int32_t* values, 
   }
 }
 
-void multiply(const Product& product) {
+// A token tile's parts (cpu/kernel.h).
+struct TileParts {
+  const uint8_t *data, *sums, *steps;
+  int m;
+};
+
+// What a row of weights and a token sum up to: over groups, and of the last one alone.
+struct RowSums {
+  float acc, partial;
+  int32_t dot;
+};
+
+// Row r of a panel, decoded, times token i.
+RowSums multiply_row(const PanelMatrix& p, bool quantized, const uint8_t* panel, int r, const TileParts& tile, int i,
+                     const int32_t* values, const float* floats) {
+  RowSums sum{};
+  for (int64_t group = 0; group < p.groups(); ++group) {
+    sum.partial = 0.0f;
+    sum.dot = 0;
+    for (int64_t k = group * p.group(); k < (group + 1) * p.group(); ++k) {
+      if (quantized)
+        sum.dot += values[k] * static_cast<int8_t>(tile.data[(k & ~3) * tile.m + 4 * i + (k & 3)]);
+      else
+        sum.partial = fma(load<float>(tile.data, k * tile.m + i), floats[k], sum.partial);
+    }
+    const float of_group = quantized ? static_cast<float>(sum.dot) : sum.partial;
+    if (is_k(p.format)) {
+      const Levels levels = load_levels(p, panel, group, r);
+      const float of_tokens = static_cast<float>(load<int32_t>(tile.sums, group * tile.m + i));
+      sum.acc = quantized ? fma(-levels.minimum, of_tokens, fma(of_group, levels.scale, sum.acc)) : sum.acc + of_group;
+      continue;
+    }
+    const uint8_t* scales = panel + group / p.parts * p.block_bytes + p.codes_bytes;
+    const float scale = p.grouped ? load_scale(p, scales, static_cast<int>(group % p.parts * p.nr) + r) : 0.0f;
+    if (p.stepped)
+      sum.acc = fma(of_group * scale, load<float>(tile.steps, group * tile.m + i), sum.acc);
+    else
+      sum.acc = p.grouped ? fma(of_group, scale, sum.acc) : sum.partial;
+  }
+  return sum;
+}
+
+// The output of row r and token i.
+float finish_row(const PanelMatrix& p, bool quantized, const uint8_t* panel, int r, const TileParts& tile, int i,
+                 const RowSums& sum) {
+  const uint8_t* tail = panel + p.tail();
+  const float bias = load<float>(panel + p.biases(), r);
+  const float scale = load<float>(tail, p.nr + r);  // where the tail has them: of channelwise rows, multipliers
+  if (!quantized || p.stepped) {
+    float y = sum.acc;
+    if (!p.grouped) y = y * (scale * (p.bits == 4 ? 16.0f : 1.0f));
+    if (p.multiplied()) y = y * scale;
+    return y + bias;
+  }
+  const float step = load<float>(tile.steps, i);
+  const int32_t zero_point = load<int32_t>(tile.steps, tile.m + i);
+  if (p.grouped) {
+    float y = fma(load<float>(tail, r), static_cast<float>(-zero_point), sum.acc);
+    if (p.multiplied()) y = y * scale;
+    return y * step + bias;
+  }
+  // Unsigned: the sums of a damaged file may overflow, as they do in vector registers.
+  const uint32_t corrected = (p.bits == 4 ? 16u : 1u) * static_cast<uint32_t>(sum.dot) +
+                             load<uint32_t>(tail, r) * static_cast<uint32_t>(-zero_point);
+  return static_cast<float>(static_cast<int32_t>(corrected)) * (scale * step) + bias;
+}
+
+void multiply(const PanelProduct& product) {
   constexpr int64_t kColumns = 2 * 65536;  // kp: K is at most 65536 and the last block may be padded
   static thread_local int32_t values[kColumns];
   static thread_local float floats[kColumns];
@@ -88,64 +155,16 @@ void multiply(const Product& product) {
   int64_t first_row = 0;
   for (int64_t t = 0; t < product.tile_count; first_row += product.tiles[t].m, ++t) {
     const int m = product.tiles[t].m;
-    const uint8_t* data = product.tiles[t].data;
-    const uint8_t* sums = data + p.kp * m;
-    const uint8_t* steps = sums + 4 * p.groups() * m;
-    for (int64_t panel = 0; panel < product.panel_count; ++panel) {
-      const uint8_t* base = product.panels + panel * p.stride;
-      const uint8_t* tail = base + p.tail();
+    const uint8_t *const data = product.tiles[t].data, *const sums = data + p.kp * m;
+    const TileParts tile{data, sums, sums + 4 * p.groups() * m, m};
+    for (int64_t index = 0; index < product.panel_count; ++index) {
+      const uint8_t* const panel = product.panels + index * p.stride;
+      float* const out = product.out + index % product.halves * product.half_stride + index / product.halves * p.nr;
       for (int r = 0; r < p.nr; ++r) {
-        (is_k(p.format) ? decode_k : decode)(p, base, r, values, floats);
+        (is_k(p.format) ? decode_k : decode)(p, panel, r, values, floats);
         for (int i = 0; i < m; ++i) {
-          float acc = 0.0f;
-          int32_t dot = 0;
-          for (int64_t group = 0; group < p.groups(); ++group) {
-            float partial = 0.0f;
-            dot = 0;
-            for (int64_t k = group * p.group(); k < (group + 1) * p.group(); ++k) {
-              if (product.quantized)
-                dot += values[k] * static_cast<int8_t>(data[(k & ~3) * m + 4 * i + (k & 3)]);
-              else
-                partial = fma(load<float>(data, k * m + i), floats[k], partial);
-            }
-            if (is_k(p.format)) {
-              const Levels levels = load_levels(p, base, group, r);
-              const float of_sum = static_cast<float>(load<int32_t>(sums, group * m + i));
-              acc = product.quantized ? fma(-levels.minimum, of_sum, fma(static_cast<float>(dot), levels.scale, acc))
-                                      : acc + partial;
-              continue;
-            }
-            const uint8_t* scales = base + group / p.parts * p.block_bytes + p.codes_bytes;
-            const float scale = p.grouped ? load_scale(p, scales, static_cast<int>(group % p.parts * p.nr) + r) : 0.0f;
-            if (p.stepped)
-              acc = fma(static_cast<float>(dot) * scale, load<float>(steps, group * m + i), acc);
-            else
-              acc = p.grouped ? fma(product.quantized ? static_cast<float>(dot) : partial, scale, acc) : partial;
-          }
-          const float bias = load<float>(base + p.biases(), r);
-          // Where the tail has them: scales of channelwise rows, multipliers.
-          const float scale = load<float>(tail, p.nr + r);
-          float y;
-          if (!product.quantized || p.stepped) {
-            if (!p.grouped) acc = acc * (scale * (p.bits == 4 ? 16.0f : 1.0f));
-            if (p.multiplied()) acc = acc * scale;
-            y = acc + bias;
-          } else {
-            const float step = load<float>(steps, i);
-            const int32_t zero_point = load<int32_t>(steps, m + i);
-            if (p.grouped) {
-              acc = fma(load<float>(tail, r), static_cast<float>(-zero_point), acc);
-              if (p.multiplied()) acc = acc * scale;
-              y = acc * step + bias;
-            } else {
-              // Unsigned: the sums of a damaged file may overflow, as they do in vector registers.
-              const uint32_t corrected = (p.bits == 4 ? 16u : 1u) * static_cast<uint32_t>(dot) +
-                                         load<uint32_t>(tail, r) * static_cast<uint32_t>(-zero_point);
-              y = static_cast<float>(static_cast<int32_t>(corrected)) * (scale * step) + bias;
-            }
-          }
-          product.out[(first_row + i) * product.row_stride + (panel % product.halves) * product.half_stride +
-                      panel / product.halves * p.nr + r] = y;
+          const RowSums sum = multiply_row(p, product.quantized, panel, r, tile, i, values, floats);
+          out[(first_row + i) * product.row_stride + r] = finish_row(p, product.quantized, panel, r, tile, i, sum);
         }
       }
     }
