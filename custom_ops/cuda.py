@@ -127,24 +127,57 @@ class DeltaPlan(ctypes.Structure):
     _fields_ = [("columns", _I32), ("cluster", _I32), ("chunked", _I32), ("workspace_bytes", _U64)]
 
 
-class Gemm(ctypes.Structure):
-    """qm_cuda_gemm."""
+#: qm_cuda_step_kind
+STEPS = (
+    *("round", "gather", "route", "quantize", "gate_up", "round_hidden", "quantize_hidden", "down", "combine"),
+    "linear",
+)
+#: QM_CUDA_CALLERS
+CALLERS = 2**64 - 1
+
+
+class Step(ctypes.Structure):
+    """qm_cuda_step."""
 
     _fields_ = [
-        (n, _I32) for n in ("panels", "n_tiles", "warps_k", "stages", "cluster", "packed", "grid", "shared_bytes")
-    ]
+        (n, _I32)
+        for n in (
+            *("kind", "grid", "grid_y", "block", "block_y", "shared_bytes", "cluster", "dependent"),
+            *("panels", "n_tiles", "stages", "warps_k", "packed", "weighted", "ordered"),
+            *("in_rows", "in_columns", "out_rows", "out_columns"),
+        )
+    ] + [("in_at", _U64), ("out_at", _U64)]
+    #: of a product: which instance, on how many blocks
+    instance = ("panels", "n_tiles", "stages", "warps_k", "packed", "grid", "block", "shared_bytes", "cluster")
 
 
 class Plan(ctypes.Structure):
     """qm_cuda_plan."""
 
-    _fields_ = [("path", _I32), ("w13", Gemm), ("w2", Gemm), ("max_tiles", _I32)] + [
-        (n, _U64)
-        for n in (
-            *("rounded", "gathered", "prepared", "hidden", "packed_hidden", "partial", "tiles", "sorted_pairs"),
-            *("positions", "workspace_bytes"),
-        )
+    _fields_ = [
+        ("path", _I32),
+        ("step_count", _I32),
+        ("all_steps", Step * 8),
+        ("max_tiles", _I32),
+        ("down_max_tiles", _I32),
+        *((n, _U64) for n in ("tiles", "down_tiles", "sorted_pairs", "positions", "workspace_bytes")),
     ]
+
+    @property
+    def steps(self) -> dict[str, Step]:
+        """By name (STEPS), in the order in which they run; changing one changes the plan."""
+        return {STEPS[s.kind]: s for s in self.all_steps[: self.step_count]}
+
+    @property
+    def w13(self) -> Step:
+        """A layer's product with w13."""
+        return self.steps["gate_up"]
+
+    @property
+    def w2(self) -> Step:
+        """A layer's product with w2, or a linear's."""
+        steps = self.steps
+        return steps["down"] if "down" in steps else steps["linear"]
 
 
 #: what makes the plan of a problem

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
 from cases import INT4
@@ -113,8 +116,8 @@ def test_rounding_takes_workspace(activation_format, tokens):
     if cuda.PATHS[plan.path] == "wgmma":  # has a copy of x anyway
         rows = max(0, rows - tokens)
     assert plan.workspace_bytes == plain.workspace_bytes + rows * 2048 * 2
-    for gemm in ("w13", "w2"):
-        assert bytes(getattr(plan, gemm)) == bytes(getattr(plain, gemm))
+    for changed, same in ((plan.w13, plain.w13), (plan.w2, plain.w2)):
+        assert all(getattr(changed, name) == getattr(same, name) for name in cuda.Step.instance)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +141,9 @@ def test_plan_fits_the_device(shape, tokens, device, kind, group_size):
         assert gemm.cluster == 1 or device.sm >= 90
     fits = kind[::2] != ("int8", True) or device.shared_bytes > 102400
     assert cuda.PATHS[plan.path] == "decode" if tokens <= 8 and fits else plan.path > 0
-    offsets = [plan.hidden, plan.partial, plan.tiles, plan.sorted_pairs, plan.workspace_bytes]
-    assert all(o % 256 == 0 for o in offsets)
+    offsets = [at for s in plan.steps.values() for at in (s.in_at, s.out_at) if at != cuda.CALLERS]
+    assert all(o % 256 == 0 for o in (*offsets, plan.tiles, plan.sorted_pairs, plan.workspace_bytes))
+    assert all(o < plan.workspace_bytes for o in offsets) or not tokens
     assert plan.workspace_bytes >= tokens * top_k * intermediate * 2
     assert bytes(cuda.plan(p, device)) == bytes(plan)
     cuda.check_plan(p, plan)
@@ -147,7 +151,8 @@ def test_plan_fits_the_device(shape, tokens, device, kind, group_size):
 
 @pytest.mark.parametrize("gemm", ["w13", "w2"])
 @pytest.mark.parametrize(
-    "change", [{"panels": 3}, {"panels": 8}, {"n_tiles": 5}, {"n_tiles": 0}, {"stages": 4}, {"packed": 1}]
+    "change",
+    [{"panels": 3}, {"panels": 8}, {"n_tiles": 5}, {"n_tiles": 0}, {"stages": 4}, {"packed": 1}, {"block": 32}],
 )
 @pytest.mark.parametrize("tokens", [4, 64, 4096])
 @pytest.mark.parametrize(("kind", "group_size"), [(INT4, 128), (INT4, 32), *((w, g) for w, g, _ in FORMATS.values())])
@@ -237,6 +242,116 @@ def test_workspace_for_any_number_of_multiprocessors(name):
         bound = cuda.plan(p, cuda.Device(90, 0, 233472)).workspace_bytes
         found = [cuda.plan(p, cuda.Device(90, n, 233472)).workspace_bytes for n in range(1, 145)]
         assert max(found) <= bound <= 1.2 * max(found)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "changes", "steps"),
+    [
+        (1, {}, "gate_up down"),
+        (1, {"activation_format": "fp8_token"}, "round gate_up round_hidden down"),
+        (1, {"perm": 1, "activation_format": "fp8_token"}, "round gather gate_up round_hidden down"),
+        (24, {}, "route gate_up down combine"),
+        (4096, {}, "route gate_up down combine"),
+        (4096, {"perm": 1}, "gather route gate_up down combine"),
+        (4096, {"activation_format": "fp8_token"}, "round route gate_up round_hidden down combine"),
+    ],
+)
+def test_steps_of_a_layer(tokens, changes, steps):
+    """Each reads what the one before it wrote, the first the caller's rows; the last writes the caller's."""
+    spec = spec_of(2048, 768, 128)
+    spec = replace(spec, w13=replace(spec.w13, **changes), w2=replace(spec.w2, **changes))
+    check_steps(cuda.plan(cuda.problem(spec, "bf16", tokens, 8, 128)), steps.split(), 2048, 2048, tokens)
+
+
+@pytest.mark.parametrize(
+    ("formats", "steps"),
+    [
+        (("fp8_group128", "fp8_group128"), "route quantize gate_up down combine"),
+        (("fp8_token", "fp8_tensor"), "route quantize gate_up down combine"),
+        (("fp8_tensor", "fp8_token"), "route quantize gate_up quantize_hidden down combine"),
+    ],
+)
+@pytest.mark.parametrize("on_input", [0, 1])
+def test_steps_of_codes(formats, steps, on_input):
+    """gate_up quantizes h where a block has what its scale needs."""
+    spec = spec_of(2048, 768, 16, 128, FP8.weights)
+    w13, w2 = (replace(spec.w13, activation_format=f) for f in formats)
+    spec = replace(spec, w13=w13, w2=w2, apply_router_weight_on_input=on_input)
+    plan = cuda.plan(cuda.problem(spec, "bf16", 512, 4, 16))
+    check_steps(plan, steps.split(), 2048, 2048, 512)
+    assert [name for name, s in plan.steps.items() if s.weighted] == ["quantize" if on_input else "down"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "steps"),
+    [
+        (1, {}, "linear"),
+        (512, {}, "linear"),
+        (512, {"activation_format": "mxfp8"}, "round linear"),
+        (512, {"perm": 1}, "gather linear"),
+    ],
+)
+def test_steps_of_a_linear(rows, changes, steps):
+    w = replace(spec_of(64, 64, 1).w2, **changes)
+    plan = cuda.plan(cuda.linear_problem(linear_spec(768, 2048, w), "bf16", rows))
+    check_steps(plan, steps.split(), plan.w2.in_columns, plan.w2.out_columns, rows)
+    assert {plan.w2.in_columns, plan.w2.out_columns} == {768, 2048}
+
+
+def check_steps(plan: cuda.Plan, names: list[str], columns: int, out_columns: int, rows: int) -> None:
+    assert list(plan.steps) == names
+    steps = list(plan.steps.values())
+    first, last = steps[0], steps[-1]
+    assert (first.in_at, first.in_rows, first.in_columns) == (cuda.CALLERS, rows, columns)
+    assert (last.out_at, last.out_rows, last.out_columns) == (cuda.CALLERS, rows, out_columns)
+    for before, after in pairwise(steps):
+        assert (before.out_at, before.out_rows, before.out_columns) == (after.in_at, after.in_rows, after.in_columns)
+        assert before.out_at != cuda.CALLERS or before.kind == cuda.STEPS.index("route")
+    # What reads x before a product does waits for the kernels before the call (launcher.h).
+    waits = ("round", "gather") if steps[0].kind in map(cuda.STEPS.index, ("round", "gather")) else ("route",)
+    assert [name for name, s in plan.steps.items() if not s.dependent] == [n for n in names if n in waits]
+    assert sum(s.weighted for s in steps) == ("linear" not in names)
+
+
+def instance(plan: cuda.Plan, step: cuda.Step, of: str) -> tuple:
+    """What a plan says of a row of instances.inc: path, product, panels (Span: the format's), n_tiles, kernel."""
+    path, span = cuda.PATHS[plan.path].upper(), step.warps_k == 0
+    whole = (path, of, step.stages, step.warps_k) == ("STREAM", "Down", 2, 1)
+    return path, of, 0 if span else step.panels, step.n_tiles, "Span" if span else "MmaWhole" if whole else ""
+
+
+def test_plans_take_every_instance():
+    """A row that no plan names would be kernels that are compiled for nothing."""
+    found = set()
+    devices = (cuda.H200, cuda.Device(80, 108, 167936), SM120)
+    shapes = ((2880, 2880, 32, 4), (2048, 768, 128, 8), (4096, 14336, 8, 2))
+    kinds = ((INT4, 128), (INT4, 64), *((w, g) for w, g, _ in FORMATS.values()))
+    for (hidden, intermediate, experts, top_k), (kind, group), device in product(shapes, kinds, devices):
+        spec = spec_of(hidden, intermediate, experts, group, kind)
+        codes = replace(spec.w13, activation_format="fp8_group128")
+        for layer in (spec, replace(spec, w13=codes, w2=codes))[: 2 if kind == FP8.weights else 1]:
+            for tokens in (1, 2, 8, 16, 32, 64, 128, 512, 4096):
+                plan = cuda.plan(cuda.problem(layer, "bf16", tokens, top_k, experts), device)
+                found |= {instance(plan, plan.w13, "GateUp"), instance(plan, plan.w2, "Down")}
+    specs = [build_linear(case)[1] for case in LINEARS.values()]
+    plain = {"group_size": -1, "block_n": 1, "zero_points": 0, "perm": 0, "bias": 0}
+    floats = replace(specs[0].w, format="bf16", scale_type="f32", **plain)
+    specs.append(replace(specs[0], w=floats))
+    for spec, columns, device in product(specs, (512, 4096, 16384), devices):
+        for rows in (1, 9, 16, 32, 64, 128, 256, 1024):
+            p = cuda.linear_problem(replace(spec, in_features=columns, out_features=4096), "bf16", rows)
+            plan = cuda.plan(p, device)
+            found.add(instance(plan, plan.w2, "Linear"))
+    text = (Path(__file__).parents[2] / "custom_ops/src/cuda/instances.inc").read_text()
+    rows = re.findall(r"^QM_INSTANCE\((\w+), (\w+), (\w+), ([\w.]+), (\d+), ", text, re.MULTILINE)
+    assert len(rows) == text.count("\nQM_INSTANCE(")
+    for kernel, path, of, panels, n_tiles in rows:
+        named = kernel if kernel in ("Span", "MmaWhole") else ""
+        row = (path, of, int(panels) if panels.isdigit() else 0, int(n_tiles), named)
+        if kernel == "Dense":  # n_tiles: at most
+            assert any(row[:3] == f[:3] and int(n_tiles) // 2 < f[3] <= int(n_tiles) for f in found), row
+        else:
+            assert row in found, row
 
 
 def test_formats_that_differ_take_the_same_tiles():

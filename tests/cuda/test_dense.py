@@ -67,7 +67,7 @@ def assert_close(y: torch.Tensor, x: torch.Tensor, m: QuantizedMatrix, dtype: st
 
 
 def plan_of(spec, rows: int, width: int, parts: int) -> cuda.Plan:
-    """A plan of that tile and that many parts of K; a matrix for which heuristics.cc takes each tile says their sizes."""
+    """A plan of that tile and so many parts of K; a matrix for which heuristics.cc takes each tile says their sizes."""
     large = replace(spec, in_features=16384, out_features=7168)
     shared = {}
     for some in (16, 96, 128, 4096):
@@ -79,6 +79,7 @@ def plan_of(spec, rows: int, width: int, parts: int) -> cuda.Plan:
     tiles = tiles_of(spec, PANELS[tile], width, rows)
     plan.path = cuda.PATHS.index("dense")
     plan.w2.panels, plan.w2.n_tiles, plan.w2.shared_bytes = PANELS[tile], width // 8, shared[tile]
+    plan.w2.block = 32 * PANELS[tile] + 128  # a panel a warp, and a warpgroup that copies
     plan.w2.warps_k = plan.w2.cluster = parts
     plan.w2.grid = tiles * parts if parts > 1 else min(tiles, 132)
     cuda.check_plan(p, plan)

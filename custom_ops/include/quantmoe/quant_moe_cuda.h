@@ -38,24 +38,50 @@ typedef enum {
   QM_CUDA_DENSE = 4,  // a linear of more than a few rows on wgmma (sm_90a): one kernel
 } qm_cuda_path;
 
+// What a step does. x is the call's activations or what the step before made of them.
+typedef enum {
+  QM_CUDA_ROUND = 0,            // x in the values of an activation format, or as codes
+  QM_CUDA_GATHER = 1,           // x in act-order, a row a pair
+  QM_CUDA_ROUTE = 2,            // the lists of tiles and of sorted pairs; x in the order in which wgmma reads it
+  QM_CUDA_QUANTIZE = 3,         // x as e4m3 codes, in the order of sorted pairs
+  QM_CUDA_GATE_UP = 4,          // a product
+  QM_CUDA_ROUND_HIDDEN = 5,     // as QM_CUDA_ROUND, between the products
+  QM_CUDA_QUANTIZE_HIDDEN = 6,  // as QM_CUDA_QUANTIZE, between the products
+  QM_CUDA_DOWN = 7,             // a product
+  QM_CUDA_COMBINE = 8,          // the sum of a token's experts
+  QM_CUDA_LINEAR = 9,           // a linear's product
+} qm_cuda_step_kind;
+#define QM_CUDA_MOST_STEPS 8
+#define QM_CUDA_CALLERS UINT64_MAX  // in place of an offset: the caller's activations, or output
+
+// One kernel.
 typedef struct {
-  int32_t panels;   // 16-row panels a warp holds at once; wgmma and dense: a block
-  int32_t n_tiles;  // 8-token tiles a warp holds at once; dense: of a tile
+  int32_t kind;  // qm_cuda_step_kind
+  int32_t grid, grid_y, block, block_y, shared_bytes;
+  int32_t cluster;    // blocks; of a product those that share one output tile, each with a part of K
+  int32_t dependent;  // may start while the kernel before it in the stream, of this call or not, still runs
+  // Of a product the row of src/cuda/instances.inc: 16-row panels a warp holds at once, wgmma and dense: a block;
+  // 8-token tiles a warp holds at once, dense: of a tile; stages of a warp's ring of weights, where there are 2 of two
+  // units of K each.
+  int32_t panels, n_tiles, stages;
   // Warps that split K; the others take other panels. 0: a block's warps share all its units of K. wgmma: parts of K
-  // that blocks share.
+  // that blocks share, also of the step that adds them up.
   int32_t warps_k;
-  int32_t stages;   // of a warp's ring of weights, where there are 2 of two units of K each
-  int32_t cluster;  // blocks that share one output tile, each with a part of K
-  int32_t packed;   // mma.sync: tokens are codes and scales, of e4m3 (sm_89 and later) or nvfp4 (sm_120a)
-  int32_t grid, shared_bytes;
-} qm_cuda_gemm;
+  int32_t packed;    // mma.sync: tokens are codes and scales, of e4m3 (sm_89 and later) or nvfp4 (sm_120a); of a step
+                     // that rounds: it makes them
+  int32_t weighted;  // multiplies by the router's weight
+  int32_t ordered;   // of QM_CUDA_ROUTE: tiles in the same order in every run
+  // Rows of tokens or of pairs, their columns of 16 bits.
+  int32_t in_rows, in_columns, out_rows, out_columns;
+  uint64_t in, out;  // byte offsets into the workspace, or QM_CUDA_CALLERS
+} qm_cuda_step;
 
 typedef struct {
-  int32_t path;
-  qm_cuda_gemm w13, w2;
-  int32_t max_tiles;  // capacity of the tile list; where down's tiles differ, a list of its own follows
-  // Byte offsets into the workspace.
-  uint64_t rounded, gathered, prepared, hidden, packed_hidden, partial, tiles, sorted_pairs, positions, workspace_bytes;
+  int32_t path, step_count;
+  qm_cuda_step steps[QM_CUDA_MOST_STEPS];
+  int32_t max_tiles, down_max_tiles;  // capacities of the lists of tiles
+  // Byte offsets into the workspace. down_tiles is tiles where both products read one list.
+  uint64_t tiles, down_tiles, sorted_pairs, positions, workspace_bytes;
 } qm_cuda_plan;
 
 typedef struct {
@@ -84,7 +110,7 @@ QM_API int qm_cuda_check_moe(const qm_cuda_problem*, const void* w13, void* stre
 QM_API int qm_cuda_launch(const qm_cuda_problem*, const qm_cuda_plan*, const qm_cuda_tensors*, void* stream, char* err);
 
 // QuantLinear: one kernel, before which activations are rounded or brought into act-order where the weights ask for it.
-// Of the plan w2 is used. x and y: 16-byte aligned.
+// x and y: 16-byte aligned.
 typedef struct {
   qm_linear linear;
   int32_t type;  // qm_type of x and y: QM_F16 or QM_BF16

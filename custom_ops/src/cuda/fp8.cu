@@ -15,20 +15,19 @@ struct Fp8Family {
   }
 };
 template <typename T, Product product>
-GemmKernel SelectFp8(const qm_projection& w, const qm_cuda_gemm& g) {
-  return w.group_size != -1 && w.block_n % 128 != 0
-             ? Select<Fp8Family<true>, T, PackedE4m3, product>(QM_CUDA_FP8, g)
-             : Select<Fp8Family<false>, T, PackedE4m3, product>(QM_CUDA_FP8, g);
+GemmKernel SelectFp8(const qm_projection& w, const qm_cuda_step& g) {
+  return w.group_size != -1 && w.block_n % 128 != 0 ? Select<Fp8Family<true>, T, PackedE4m3, product>(QM_CUDA_FP8, g)
+                                                    : Select<Fp8Family<false>, T, PackedE4m3, product>(QM_CUDA_FP8, g);
 }
 
 }  // namespace
 
 template <typename T>
-GemmKernel Fp8Kernel(Product product, const qm_projection& w, const qm_cuda_gemm& g) {
+GemmKernel Fp8Kernel(Product product, const qm_projection& w, const qm_cuda_step& g) {
   if (!TakesFp8(w)) return nullptr;
   return product == Product::kDown ? SelectFp8<T, Product::kDown>(w, g) : SelectFp8<T, Product::kGateUp>(w, g);
 }
-template GemmKernel Fp8Kernel<__nv_bfloat16>(Product, const qm_projection&, const qm_cuda_gemm&);
-template GemmKernel Fp8Kernel<__half>(Product, const qm_projection&, const qm_cuda_gemm&);
+template GemmKernel Fp8Kernel<__nv_bfloat16>(Product, const qm_projection&, const qm_cuda_step&);
+template GemmKernel Fp8Kernel<__half>(Product, const qm_projection&, const qm_cuda_step&);
 
 }  // namespace quantmoe

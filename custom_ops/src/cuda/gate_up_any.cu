@@ -3,10 +3,10 @@
 namespace quantmoe {
 
 template <typename T>
-GemmKernel GateUpKernelAny(int path, const qm_projection& w, const qm_cuda_gemm& g) {
+GemmKernel GateUpKernelAny(int path, const qm_projection& w, const qm_cuda_step& g) {
   return ForFormat(w, [&](auto format) { return SelectMma<T, Product::kGateUp>(format, path, g); });
 }
-template GemmKernel GateUpKernelAny<__nv_bfloat16>(int, const qm_projection&, const qm_cuda_gemm&);
-template GemmKernel GateUpKernelAny<__half>(int, const qm_projection&, const qm_cuda_gemm&);
+template GemmKernel GateUpKernelAny<__nv_bfloat16>(int, const qm_projection&, const qm_cuda_step&);
+template GemmKernel GateUpKernelAny<__half>(int, const qm_projection&, const qm_cuda_step&);
 
 }  // namespace quantmoe

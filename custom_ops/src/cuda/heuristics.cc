@@ -46,7 +46,7 @@ int WarpsOfK(int units, int least) {
 struct Choice {
   ProductWeights weights;
   ProductLoad load;
-  qm_cuda_gemm g{};
+  qm_cuda_step g{};
   FormatSizes sizes{};
   bool decode, two;  // two: units of K that share their scales
   int sms, reserved;
@@ -108,14 +108,14 @@ BlockShape WgmmaShape(const Choice& c, int sms, int tokens, int panels, double u
   return best;
 }
 
-qm_cuda_gemm ChooseWgmmaOf(const Choice& c, int sms) {
-  qm_cuda_gemm g = c.g;
+qm_cuda_step ChooseWgmmaOf(const Choice& c, int sms) {
+  qm_cuda_step g = c.g;
   const int tokens = c.load.path == QM_CUDA_FP8 ? 128 : c.load.mean <= 48 ? 48 : 144;
   // Measured: a unit of 48 tokens and 256 rows takes 0.6 of one of 24 and 512.
   BlockShape shape = WgmmaShape(c, sms, tokens, 16, 0.6);
   // 512 rows cost fewer instructions a byte than 256, 24 tokens more tiles.
   const BlockShape wide = WgmmaShape(c, sms, 24, 32, 1);
-  qm_cuda_gemm few{};
+  qm_cuda_step few{};
   few.panels = wide.panels, few.n_tiles = wide.tokens / 8, few.warps_k = 1;
   if (tokens == 48 && wide.cost < shape.cost && InstanceOf(c.sizes, c.load.path, c.load.product, few).there)
     shape = wide;
@@ -126,23 +126,23 @@ qm_cuda_gemm ChooseWgmmaOf(const Choice& c, int sms) {
   g.shared_bytes = SharedBytes(InstanceOf(c.sizes, c.load.path, c.load.product, g), c.sizes);
   return g;
 }
-qm_cuda_gemm ChooseWgmma(const Choice& c) {
-  qm_cuda_gemm most = ChooseWgmmaOf(c, c.sms);
+qm_cuda_step ChooseWgmma(const Choice& c) {
+  qm_cuda_step most = ChooseWgmmaOf(c, c.sms);
   if (!c.weights.device.multiprocessors)
     for (int sms = 2; sms <= kMostMultiprocessors; ++sms) {
-      const qm_cuda_gemm other = ChooseWgmmaOf(c, sms);
+      const qm_cuda_step other = ChooseWgmmaOf(c, sms);
       most.n_tiles = std::min(most.n_tiles, other.n_tiles), most.warps_k = std::max(most.warps_k, other.warps_k);
     }
   return most;
 }
 
 // Measured: where the blocks, two a multiprocessor, have about as many panels each.
-std::optional<qm_cuda_gemm> SpanOf(const Choice& c) {
+std::optional<qm_cuda_step> SpanOf(const Choice& c) {
   const int panels = c.sizes.span_panels, bytes = c.sizes.span_bytes;
   if (panels == 0 || !(c.decode || c.load.mean <= 5)) return {};
   const int64_t spans = c.load.most_experts * CeilDiv(c.weights.row.panels, panels);
   if (2 * (bytes + c.reserved) > c.weights.device.shared_bytes || Fill(spans, 2 * c.sms) < 0.8) return {};
-  qm_cuda_gemm g = c.g;
+  qm_cuda_step g = c.g;
   g.panels = panels;
   g.stages = kSpanStages;
   g.n_tiles = 1;
@@ -153,7 +153,7 @@ std::optional<qm_cuda_gemm> SpanOf(const Choice& c) {
 }
 
 // Down of decode, whose output tiles no second pass adds up in f32.
-qm_cuda_gemm ChooseDownDecode(Choice c) {
+qm_cuda_step ChooseDownDecode(Choice c) {
   // Measured (README.md): an output tile is best shared by two blocks, if that loads the multiprocessors evenly.
   // Bigger clusters leave multiprocessors empty, three or six blocks worst.
   const int64_t list = c.load.most_experts * c.weights.row.units;
@@ -199,13 +199,13 @@ bool DecodeFits(const ProductWeights& weights) {
   return c.Take(2, 1);
 }
 
-qm_cuda_gemm ChooseSpan(const ProductWeights& weights, const ProductLoad& load) {
-  qm_cuda_gemm none{};
+qm_cuda_step ChooseSpan(const ProductWeights& weights, const ProductLoad& load) {
+  qm_cuda_step none{};
   none.warps_k = 1;
   return SpanOf({weights, load}).value_or(none);
 }
 
-qm_cuda_gemm ChooseGemm(const ProductWeights& weights, const ProductLoad& load) {
+qm_cuda_step ChooseGemm(const ProductWeights& weights, const ProductLoad& load) {
   Choice c(weights, load);
   if (load.path == QM_CUDA_WGMMA || load.path == QM_CUDA_FP8) return ChooseWgmma(c);
   if (c.decode && load.product == Product::kDown) return ChooseDownDecode(c);
@@ -215,7 +215,7 @@ qm_cuda_gemm ChooseGemm(const ProductWeights& weights, const ProductLoad& load) 
   return c.g;
 }
 
-qm_cuda_gemm ChooseLinearDecode(const ProductWeights& weights) {
+qm_cuda_step ChooseLinearDecode(const ProductWeights& weights) {
   const auto& [device, projection, w] = weights;
   const FormatSizes sizes = SizesOf(projection, false);
   // Measured: warps of four panels, and two blocks for them where that still is one round, but of formats that pair
@@ -225,7 +225,7 @@ qm_cuda_gemm ChooseLinearDecode(const ProductWeights& weights) {
   const int64_t fours = CeilDiv(w.panels, 4);
   const bool four =
       sizes.bits == 4 && !(pairs && w.block_shift == 0) && (fours <= 2 * device.multiprocessors || !pairs);
-  qm_cuda_gemm g{};
+  qm_cuda_step g{};
   g.panels = floats ? 1 : four ? 4 : bytes && w.units < 24 * kWarps ? 1 : 2;
   g.stages = floats ? StagesOf(1) : four ? 3 : g.panels > 1 ? 5 : w.units <= 4 * kWarps ? 4 : 6;
   g.n_tiles = g.warps_k = 1;
@@ -237,10 +237,10 @@ qm_cuda_gemm ChooseLinearDecode(const ProductWeights& weights) {
 }
 
 // The largest tile that fits.
-qm_cuda_gemm ChooseFloatStream(const ProductWeights& weights, int64_t rows) {
+qm_cuda_step ChooseFloatStream(const ProductWeights& weights, int64_t rows) {
   const auto& [device, projection, w] = weights;
   const FormatSizes sizes = SizesOf(projection, false);
-  qm_cuda_gemm g{};
+  qm_cuda_step g{};
   g.panels = g.cluster = 1;
   g.stages = StagesOf(1);
   g.warps_k = WarpsOfK(w.units, 8);
@@ -257,7 +257,7 @@ qm_cuda_gemm ChooseFloatStream(const ProductWeights& weights, int64_t rows) {
 }
 
 // The tile and the parts of K that take the least time, by what was measured (H200; us).
-qm_cuda_gemm ChooseDense(const ProductWeights& weights, int64_t rows) {
+qm_cuda_step ChooseDense(const ProductWeights& weights, int64_t rows) {
   // Clusters of 1 to 8 blocks that 132 multiprocessors hold at a time (cudaOccupancyMaxActiveClusters).
   static constexpr int kClusters[] = {132, 66, 39, 30, 22, 17, 15, 15};
   static constexpr struct {
@@ -268,7 +268,7 @@ qm_cuda_gemm ChooseDense(const ProductWeights& weights, int64_t rows) {
   const auto& [device, projection, w] = weights;
   const FormatSizes format = SizesOf(projection, false);
   const int multiprocessors = Multiprocessors(device);
-  qm_cuda_gemm g{};
+  qm_cuda_step g{};
   double best = INFINITY;
   for (const auto& c : kCosts) {
     const LinearSizes sizes = LinearSizesOf(c.tokens, format.bits, format.zero_bytes);

@@ -53,7 +53,7 @@ constexpr auto InstancesOf([[maybe_unused]] FormatSizes f) {
 }
 
 // Whether a plan means the row.
-constexpr bool Means(const qm_cuda_gemm& g, const Instance& row) {
+constexpr bool Means(const qm_cuda_step& g, const Instance& row) {
   if (row.kernel == Kernel::kDense) {
     const int tokens = 8 * row.n_tiles, width = 8 * g.n_tiles;
     return g.panels == row.panels && width % 16 == 0 && width >= LinearLeast(tokens) && width <= tokens;
@@ -63,17 +63,17 @@ constexpr bool Means(const qm_cuda_gemm& g, const Instance& row) {
   return g.panels == row.panels && g.n_tiles == row.n_tiles && (row.stages == 0 || g.stages == row.stages);
 }
 // The row that a plan means; there is false: none.
-constexpr Instance InstanceOf(const FormatSizes& f, int path, Product product, const qm_cuda_gemm& g) {
+constexpr Instance InstanceOf(const FormatSizes& f, int path, Product product, const qm_cuda_step& g) {
   for (const Instance& row : InstancesOf(f))
     if (row.there && row.path == path && row.product == product && Means(g, row)) return row;
   return {};
 }
 
 constexpr int kWgmmaThreads = 384;
-constexpr int ThreadsOf(const Instance& row) {
-  return row.kernel == Kernel::kDense                                 ? LinearThreads(row.panels)
-         : row.kernel == Kernel::kWgmma || row.kernel == Kernel::kFp8 ? kWgmmaThreads
-                                                                      : kThreads;
+constexpr int ThreadsOf(int path, int panels) {
+  return path == QM_CUDA_DENSE                          ? LinearThreads(panels)
+         : path == QM_CUDA_WGMMA || path == QM_CUDA_FP8 ? kWgmmaThreads
+                                                        : kThreads;
 }
 // Dynamic shared memory of a block.
 constexpr int SharedBytes(const Instance& row, const FormatSizes& f) {

@@ -9,7 +9,6 @@
 namespace quantmoe {
 
 constexpr int kUnit = 64;  // columns of a unit, FORMAT.md 3.2
-constexpr int kRouteThreads = 1024;
 
 // One projection of all experts, as a kernel reads it.
 struct Weights {
@@ -34,6 +33,7 @@ struct Tile {
   int expert, first, count;
   int group_first : 26, group_size : 6;  // tiles [group_first, + group_size) of the expert share the order of work
 };
+static_assert(sizeof(Tile) == kTileBytes);
 constexpr int kTileGroup = 16;
 
 struct Routing {
@@ -62,7 +62,7 @@ struct GemmParams {
   const Tile* tiles;
   int max_tiles, tile_pairs;
   const SortedPair* sorted_pairs;
-  qm_cuda_gemm shape;
+  int warps_k, cluster;  // the plan's
   // fp8: x is codes, [groups of 128 columns, x_rows, 128]
   const float* x_scales;  // [groups, x_rows] if x_grouped, or [x_rows]
   int x_rows;

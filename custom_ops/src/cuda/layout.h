@@ -60,6 +60,9 @@ constexpr int kDecodeTokens = 8;   // decode: a token is a column of one n8 tile
 constexpr int kDecodePairs = 128;  // decode: (token, slot) pairs
 constexpr int kThreads = 256;      // of the mma.sync kernels
 constexpr int kWarps = kThreads / 32;
+// Of the kernels between the products.
+constexpr int kRouteThreads = 1024, kRoundThreads = 256, kQuantizeThreads = 256, kCombineThreads = 128;
+constexpr int kTileBytes = 16;  // of a tile in the lists
 
 // Stages of a warp of the mma.sync kernels, and shared memory of one; `units` of K in it, lane_bytes being scales and
 // zero points.

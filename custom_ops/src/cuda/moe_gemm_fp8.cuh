@@ -207,7 +207,7 @@ struct Fp8Consumer {
     asm volatile("" : "+r"(thread));
     const int group = thread / 128 - 1, lane = thread % 32, warp = thread / 32 % 4, t = lane % 4;
     const Fp8Work work = Now();
-    const int parts = p.shape.warps_k, groups = (w.units + 1) / 2;
+    const int parts = p.warps_k, groups = (w.units + 1) / 2;
     const int part = down ? (work.k_begin * parts + parts - 1) / groups : 0;
     const int token = (N == 128 ? group * 64 : 0) + warp * 16 + lane / 4;  // and token + 8
     const int panel = work.panel + (N == 128 ? 0 : group * 8);
@@ -370,7 +370,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
   __syncthreads();
   WaitForPrevious();
   const int blocks = (w.panels + kFp8Panels - 1) / kFp8Panels, groups = (w.units + 1) / 2;
-  const int parts = down ? p.shape.warps_k : 1;  // of K; MoeCombine adds them up
+  const int parts = down ? p.warps_k : 1;  // of K; MoeCombine adds them up
   const int units = p.tiles[p.max_tiles].count * blocks * parts;
   Fp8Work* works = reinterpret_cast<Fp8Work*>(shared + kFp8WorksAt);
   const int warpgroup = threadIdx.x / 128;

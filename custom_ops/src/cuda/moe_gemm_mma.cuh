@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT)) Mo
   // All that does not depend on the kernel before this one.
   S stream(shared, p.weights);
   const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g;
-  const int warps_k = kSplit ? p.shape.warps_k : 1, warps_n = kWarps / warps_k, wn = warp / warps_k,
+  const int warps_k = kSplit ? p.warps_k : 1, warps_n = kWarps / warps_k, wn = warp / warps_k,
             wk = warp % warps_k;
   const int groups = (p.weights.panels + MT * warps_n - 1) / (MT * warps_n);
   const int k_units = (p.weights.units + kUnits - 1) / kUnits;
@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1)) Moe
   __shared__ std::conditional_t<kLinear, int, DecodeRouting> routing_storage;
   [[maybe_unused]] auto* routing = &routing_storage;
   if constexpr (!kLinear) routing->Make(p.routing);
-  const int columns = p.routing.tokens, cluster = p.shape.cluster;
+  const int columns = p.routing.tokens, cluster = p.cluster;
   // -1: none.
   auto pair_of = [&](int tile, int token) {
     if constexpr (kLinear) {

@@ -329,7 +329,7 @@ struct WgmmaConsumer {
       T* out = static_cast<T*>(p.out) + column;
 #pragma unroll Shape::kSmall ? 2 : 4
       for (int token = thread / kChunks; token < work.count; token += 128 / kChunks) {
-        const int at = down ? pairs[token] * p.shape.warps_k + work.part : work.first + token;
+        const int at = down ? pairs[token] * p.warps_k + work.part : work.first + token;
         *reinterpret_cast<uint4*>(out + static_cast<int64_t>(at) * p.out_columns) =
             *reinterpret_cast<const uint4*>(stage + token * Shape::kResultRowBytes + c * 2);
       }
@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
   WaitForPrevious();
   const Weights& w = p.weights;
   const int blocks = (w.panels + Shape::kTilePanels - 1) / Shape::kTilePanels;
-  const int parts = down ? p.shape.warps_k : 1;  // of K; MoeCombine adds them up
+  const int parts = down ? p.warps_k : 1;  // of K; MoeCombine adds them up
   const int units = p.tiles[p.max_tiles].count * blocks * parts;
   // The tiles of a group take turns with the same rows: the weights are then read from memory once for all of them.
   auto locate = [&](int unit, int group) {

@@ -1,4 +1,4 @@
-// The plan: which kernels and workspace for a problem on a device. Pure; runs without a GPU.
+// The plan: the steps of a call and its workspace. Pure; runs without a GPU.
 #include <algorithm>
 #include <cstdint>
 
@@ -14,20 +14,240 @@ constexpr int kSpanDownTokens = 2;  // decode: from here on a pass that adds up 
 
 // Whether moe_gemm_wgmma.cuh can address the rows: in pieces of 16 bytes, with 32 bits.
 bool Addresses(int64_t rows, int64_t columns) { return rows * CeilDiv(columns, 64) <= UINT32_MAX / 8; }
-uint64_t Align(uint64_t a) { return (a + 255) / 256 * 256; }
+int32_t Int(int64_t value) { return static_cast<int32_t>(value); }
 
 // Hands out parts of the workspace.
 struct Workspace {
   uint64_t end = 0;
   uint64_t Take(uint64_t bytes) {
     const uint64_t at = end;
-    end += Align(bytes);
+    end += (bytes + 255) / 256 * 256;
     return at;
   }
 };
 
-}  // namespace
+// Rows of activations between two steps; columns in 16 bits each.
+struct Rows {
+  uint64_t at;
+  int64_t count, columns;
+};
 
+// A step that reads x, which is then what it wrote.
+void Append(qm_cuda_plan* plan, int kind, qm_cuda_step step, Rows* x, const Rows& out) {
+  step.kind = kind;
+  step.cluster = std::max(step.cluster, 1);
+  if (kind == QM_CUDA_GATE_UP || kind == QM_CUDA_DOWN || kind == QM_CUDA_LINEAR)
+    step.block = ThreadsOf(plan->path, step.panels);
+  step.grid_y = std::max(step.grid_y, 1);
+  step.block_y = std::max(step.block_y, 1);
+  step.in = x->at, step.in_rows = Int(x->count), step.in_columns = Int(x->columns);
+  step.out = out.at, step.out_rows = Int(out.count), step.out_columns = Int(out.columns);
+  // What reads the call's x before a product does waits for what came before the call (launcher.h).
+  step.dependent = kind != QM_CUDA_ROUND && kind != QM_CUDA_GATHER && (kind != QM_CUDA_ROUTE || plan->step_count > 0);
+  plan->steps[plan->step_count++] = step;
+  *x = out;
+}
+
+// MoeRound of rows of so many values. With few rows the block that is quickest with one, else as many rows as there can
+// be at once.
+qm_cuda_step RoundStep(int64_t rows, int columns, int packed) {
+  qm_cuda_step step{};
+  step.packed = packed;
+  step.block = rows < 1024 ? std::min(kRoundThreads, (columns + 255) / 256 * 32) : 32;
+  step.block_y = rows < 1024 ? 1 : kRoundThreads / 32;
+  step.grid = Int(CeilDiv(rows, step.block_y));
+  return step;
+}
+// Of 64 columns of packed activations.
+int PackedColumns(const qm_projection& w, const MarlinRow& row) { return row.units * PackedUnitBytes(KindOf(w)) / 2; }
+
+// MoeGather.
+qm_cuda_step GatherStep(int64_t rows) {
+  qm_cuda_step step{};
+  step.block = 256;
+  step.grid = Int(rows);
+  return step;
+}
+
+// MoeQuantize. With few rows 8 columns a thread, else up to 32, which it asks for at once.
+qm_cuda_step QuantizeStep(int64_t rows, int64_t columns) {
+  qm_cuda_step step{};
+  step.block = 32;
+  while (step.block < kQuantizeThreads && step.block * (rows < 1024 ? 8 : 32) < columns) step.block *= 2;
+  step.block_y = kQuantizeThreads / step.block;
+  step.grid = Int(CeilDiv(rows, step.block_y));
+  return step;
+}
+
+// A layer's call.
+struct Layer {
+  const qm_cuda_problem& p;
+  const qm_cuda_device& device;
+  MarlinRow w13{}, w2{};
+  int64_t pairs;
+  int path;
+  bool fp8, wgmma;  // fp8: on wgmma, too
+  qm_cuda_step gate_up, down;
+
+  Layer(const qm_cuda_problem& problem, const qm_cuda_device& device_) : p(problem), device(device_) {
+    MarlinRowOf(p.moe, 13, &w13);
+    MarlinRowOf(p.moe, 2, &w2);
+    pairs = p.tokens * p.top_k;
+    const bool decode = p.tokens <= kDecodeTokens && pairs <= kDecodePairs && DecodeFits({device, p.moe.w13, w13}) &&
+                        DecodeFits({device, p.moe.w2, w2});
+    const bool many = !decode && device.sm == 90 && p.moe.gated && Mean() > 5;
+    fp8 = many && TakesFp8(p.moe.w13) && TakesFp8(p.moe.w2);
+    wgmma = many && (fp8 || Addresses(pairs, std::max(w13.columns, p.moe.intermediate_size)));
+    path = decode ? QM_CUDA_DECODE : fp8 ? QM_CUDA_FP8 : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
+    ChooseProducts();
+  }
+
+  // Tokens an expert gets on average decide the tile; of a slice, others have their share of the pairs.
+  double Mean() const {
+    return static_cast<double>(pairs) / static_cast<double>(std::max<int64_t>(1, p.moe.num_experts));
+  }
+  bool Decodes() const { return path == QM_CUDA_DECODE; }
+  bool Combines() const { return !Decodes() || down.warps_k == 0; }
+  // Rounded x is stored as wgmma reads it.
+  bool RoundsStored() const { return path == QM_CUDA_WGMMA && !p.moe.w13.perm; }
+  int64_t SortedRows() const { return fp8 ? Fp8Rows(pairs, p.local_experts) : pairs; }
+  int64_t HiddenColumns() const {
+    return fp8 ? Fp8Groups(w2.units) * 128 : wgmma ? w2.units * 64 : w13.panels * (p.moe.gated ? 8 : 16);
+  }
+
+  void ChooseProducts() {
+    const int64_t most_experts = std::min<int64_t>(pairs, p.local_experts);
+    const ProductWeights of_gate_up{device, p.moe.w13, w13}, of_down{device, p.moe.w2, w2};
+    ProductLoad gate_up_load{path, Product::kGateUp, most_experts, Mean(), 4};
+    gate_up = ChooseGemm(of_gate_up, gate_up_load);
+    const ProductLoad down_load{path, Product::kDown, most_experts, Mean(), gate_up.n_tiles};
+    down = ChooseGemm(of_down, down_load);
+    if (Decodes() && p.tokens >= kSpanDownTokens)
+      if (const qm_cuda_step span = ChooseSpan(of_down, down_load); span.warps_k == 0) down = span;
+    if (down.n_tiles < gate_up.n_tiles && path == QM_CUDA_STREAM) {  // both take the same list of tiles
+      gate_up_load.most_tiles = down.n_tiles;
+      gate_up = ChooseGemm(of_gate_up, gate_up_load);
+    }
+  }
+};
+
+// Parts of the workspace that hold activations.
+struct Buffers {
+  uint64_t hidden, rounded, packed_hidden, gathered, partial, prepared;
+};
+Buffers Allocate(const Layer& l, qm_cuda_plan* plan) {
+  const qm_moe& m = l.p.moe;
+  const uint64_t pairs = l.pairs, rows = l.SortedRows();
+  Workspace workspace;
+  Buffers b{};
+  b.hidden = workspace.Take(rows * l.HiddenColumns() * 2);
+  if (Rounds(m.w13) && (m.w13.perm || !l.wgmma))
+    b.rounded = workspace.Take((RoundsPairs(m) ? pairs : l.p.tokens) *
+                               (l.gate_up.packed ? PackedColumns(m.w13, l.w13) : m.hidden_size) * 2);
+  if (l.down.packed) b.packed_hidden = workspace.Take(pairs * PackedColumns(m.w2, l.w2) * 2);
+  if (m.w13.perm) b.gathered = workspace.Take(pairs * l.w13.columns * 2);
+  if (l.Combines()) b.partial = workspace.Take(pairs * m.hidden_size * (l.wgmma ? 2 * l.down.warps_k : 4));
+  if (!l.Decodes()) {
+    const bool shared = l.down.n_tiles == l.gate_up.n_tiles;
+    plan->max_tiles = MostTiles(l.pairs, l.p.local_experts, l.gate_up.n_tiles);
+    plan->down_max_tiles = MostTiles(l.pairs, l.p.local_experts, l.down.n_tiles);
+    uint64_t tiles = plan->max_tiles + 1ull;
+    if (!shared || !l.device.multiprocessors) tiles += plan->down_max_tiles + 1ull;
+    plan->tiles = workspace.Take(kTileBytes * tiles);
+    plan->down_tiles = shared ? plan->tiles : plan->tiles + kTileBytes * (plan->max_tiles + 1ull);
+    plan->sorted_pairs = workspace.Take(8 * rows);
+    if (l.fp8) plan->positions = workspace.Take(4 * pairs);
+    const bool by_pair = m.w13.perm || (Rounds(m.w13) && RoundsPairs(m));
+    if (l.fp8)  // codes and scales of x, then of h
+      b.prepared = workspace.Take(132 * rows * std::max(Fp8Groups(l.w13.units), Fp8Groups(l.w2.units)));
+    else if (l.wgmma)
+      b.prepared = workspace.Take((by_pair ? pairs : l.p.tokens) * l.w13.units * 128);
+  }
+  plan->workspace_bytes = workspace.end;
+  return b;
+}
+
+// MoeRoute, whose blocks after the first cluster bring x into the order in which wgmma reads it, unless it is.
+void AppendRoute(const Layer& l, const Buffers& b, Rows* x, qm_cuda_plan* plan) {
+  qm_cuda_step step{};
+  const bool on_wgmma = l.fp8 || l.path == QM_CUDA_WGMMA;  // sm_90a, which has clusters
+  const bool ordered = l.gate_up.warps_k == 0 || l.down.warps_k == 0;
+  step.cluster = on_wgmma && l.pairs > kRouteThreads ? 8 : 1;
+  step.block = kRouteThreads;
+  step.shared_bytes = Int(l.p.local_experts * 12 + (ordered ? l.pairs * 4 : 0));
+  Rows out = *x;
+  int64_t prepare_blocks = 0;
+  if (l.path == QM_CUDA_WGMMA && x->at != b.prepared) {
+    out = {b.prepared, x->count, l.w13.units * 64};
+    prepare_blocks = CeilDiv(CeilDiv(out.count * out.columns / 32, kRouteThreads), step.cluster) * step.cluster;
+  }
+  step.grid = step.cluster + Int(prepare_blocks);
+  step.ordered = ordered;
+  Append(plan, QM_CUDA_ROUTE, step, x, out);
+}
+
+// h, as gate_up wrote it, to what down multiplies.
+void AppendHidden(const Layer& l, const Buffers& b, Rows* h, qm_cuda_plan* plan) {
+  const qm_projection& w = l.p.moe.w2;
+  if (l.fp8) {
+    // Where a block of gate_up has all it takes to know the scales, it has quantized h.
+    if (w.activation_format == k_activation_format_fp8_token)
+      Append(plan, QM_CUDA_QUANTIZE_HIDDEN, QuantizeStep(h->count, h->columns), h, {b.prepared, h->count, h->columns});
+  } else if (Rounds(w)) {
+    const bool packed = l.down.packed;
+    Append(plan, QM_CUDA_ROUND_HIDDEN, RoundStep(l.pairs, packed ? l.w2.units * 64 : Int(h->columns), packed), h,
+           packed ? Rows{b.packed_hidden, l.pairs, PackedColumns(w, l.w2)} : *h);
+  }
+}
+
+void AppendSteps(const Layer& l, const Buffers& b, qm_cuda_plan* plan) {
+  const qm_moe& m = l.p.moe;
+  const int64_t tokens = l.p.tokens;
+  Rows x{QM_CUDA_CALLERS, tokens, m.hidden_size};
+  if (Rounds(m.w13) && !l.fp8) {
+    const bool stored = l.RoundsStored(), packed = l.gate_up.packed;
+    const int values = stored || packed ? l.w13.units * 64 : m.hidden_size;
+    const Rows out{stored ? b.prepared : b.rounded, RoundsPairs(m) ? l.pairs : tokens,
+                   packed ? PackedColumns(m.w13, l.w13) : values};
+    Append(plan, QM_CUDA_ROUND, RoundStep(out.count, values, packed), &x, out);
+  }
+  if (m.w13.perm) Append(plan, QM_CUDA_GATHER, GatherStep(l.pairs), &x, {b.gathered, l.pairs, l.w13.columns});
+  if (!l.Decodes()) AppendRoute(l, b, &x, plan);
+  if (l.fp8)
+    Append(plan, QM_CUDA_QUANTIZE, QuantizeStep(tokens, x.columns), &x, {b.prepared, l.SortedRows(), x.columns});
+  Append(plan, QM_CUDA_GATE_UP, l.gate_up, &x, {b.hidden, l.SortedRows(), l.HiddenColumns()});
+  AppendHidden(l, b, &x, plan);
+  const bool combines = l.Combines();
+  Append(plan, QM_CUDA_DOWN, l.down, &x,
+         {combines ? b.partial : QM_CUDA_CALLERS, combines ? l.pairs : tokens, m.hidden_size});
+  if (combines) {
+    qm_cuda_step step{};
+    step.block = kCombineThreads;
+    step.grid = Int(tokens);
+    step.grid_y = Int(CeilDiv(m.hidden_size, 8 * kCombineThreads));
+    step.warps_k = l.wgmma ? l.down.warps_k : 1;
+    Append(plan, QM_CUDA_COMBINE, step, &x, {QM_CUDA_CALLERS, tokens, m.hidden_size});
+  }
+  // The router's weight multiplies x when it is first written or read, or what down has.
+  for (qm_cuda_step* s = plan->steps; s < plan->steps + plan->step_count; ++s) {
+    s->weighted = m.apply_router_weight_on_input
+                      ? s->kind == QM_CUDA_ROUND || s->kind == QM_CUDA_QUANTIZE || s->kind == QM_CUDA_GATE_UP
+                      : s->kind == QM_CUDA_DOWN;
+    if (s->weighted) break;
+  }
+}
+
+// The instance of a linear's kernel.
+qm_cuda_step ChooseLinear(const ProductWeights& weights, int path, int64_t rows) {
+  const bool floats = KindOf(weights.w) == WeightKind::kFloat;
+  if (path == QM_CUDA_DENSE) return ChooseDense(weights, rows);
+  if (path == QM_CUDA_DECODE && !Packs(weights.device.sm, weights.w))
+    if (const qm_cuda_step step = ChooseLinearDecode(weights); step.shared_bytes) return step;
+  if (path == QM_CUDA_STREAM && floats) return ChooseFloatStream(weights, rows);
+  return ChooseGemm(weights, {path, Product::kDown, 1, static_cast<double>(rows), 4});
+}
+
+}  // namespace
 }  // namespace quantmoe
 
 using namespace quantmoe;
@@ -39,67 +259,11 @@ extern "C" size_t qm_cuda_row_bytes(const qm_moe* moe, int projection) {
 
 extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_device* device, qm_cuda_plan* plan,
                                 char* err) {
-  const qm_cuda_problem& p = *problem;
-  QM_TRY(ValidateMoe(p, *device, err));
+  QM_TRY(ValidateMoe(*problem, *device, err));
   *plan = qm_cuda_plan{};
-  MarlinRow w13{}, w2{};
-  MarlinRowOf(p.moe, 13, &w13);
-  MarlinRowOf(p.moe, 2, &w2);
-  const ProductWeights gate_up{*device, p.moe.w13, w13}, down{*device, p.moe.w2, w2};
-  const int64_t pairs = p.tokens * p.top_k;
-  const bool decode = p.tokens <= kDecodeTokens && pairs <= kDecodePairs && DecodeFits(gate_up) && DecodeFits(down);
-  const int64_t most_experts = std::min<int64_t>(pairs, p.local_experts);
-  // Tokens an expert gets on average decide the tile; of a slice, others have their share of the pairs.
-  const double mean = static_cast<double>(pairs) / static_cast<double>(std::max<int64_t>(1, p.moe.num_experts));
-
-  const bool many = !decode && device->sm == 90 && p.moe.gated && mean > 5;
-  const bool fp8 = many && TakesFp8(p.moe.w13) && TakesFp8(p.moe.w2);
-  const bool wgmma = many && (fp8 || Addresses(pairs, std::max(w13.columns, p.moe.intermediate_size)));
-  plan->path = decode ? QM_CUDA_DECODE : fp8 ? QM_CUDA_FP8 : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
-
-  ProductLoad load{plan->path, Product::kGateUp, most_experts, mean, 4};
-  ProductLoad down_load{plan->path, Product::kDown, most_experts, mean, 4};
-  plan->w13 = ChooseGemm(gate_up, load);
-  down_load.most_tiles = plan->w13.n_tiles;
-  plan->w2 = ChooseGemm(down, down_load);
-  if (decode && p.tokens >= kSpanDownTokens)
-    if (const qm_cuda_gemm span = ChooseSpan(down, down_load); span.warps_k == 0) plan->w2 = span;
-  const bool combine = !decode || plan->w2.warps_k == 0;
-  if (plan->w2.n_tiles < plan->w13.n_tiles && plan->path == QM_CUDA_STREAM) {  // both take the same list of tiles
-    load.most_tiles = plan->w2.n_tiles;
-    plan->w13 = ChooseGemm(gate_up, load);
-  }
-
-  Workspace workspace;
-  auto take = [&](uint64_t bytes) { return workspace.Take(bytes); };
-  const uint64_t rows = static_cast<uint64_t>(fp8 ? Fp8Rows(pairs, p.local_experts) : pairs);
-  const uint64_t hidden_columns = fp8     ? static_cast<uint64_t>(Fp8Groups(w2.units)) * 128
-                                  : wgmma ? static_cast<uint64_t>(w2.units) * 64
-                                          : static_cast<uint64_t>(w13.panels) * (p.moe.gated ? 8 : 16);
-  plan->hidden = take(rows * hidden_columns * 2);
-  if (Rounds(p.moe.w13) && (p.moe.w13.perm || !wgmma))
-    plan->rounded = take(static_cast<uint64_t>(RoundsPairs(p.moe) ? pairs : p.tokens) *
-                         (plan->w13.packed ? w13.units * PackedUnitBytes(KindOf(p.moe.w13)) : p.moe.hidden_size * 2));
-  if (plan->w2.packed)
-    plan->packed_hidden = take(static_cast<uint64_t>(pairs) * w2.units * PackedUnitBytes(KindOf(p.moe.w2)));
-  if (p.moe.w13.perm) plan->gathered = take(static_cast<uint64_t>(pairs) * w13.columns * 2);
-  if (combine)
-    plan->partial = take(static_cast<uint64_t>(pairs) * p.moe.hidden_size * (wgmma ? 2 * plan->w2.warps_k : 4));
-  if (!decode) {
-    plan->max_tiles = MostTiles(pairs, p.local_experts, plan->w13.n_tiles);
-    uint64_t tiles = plan->max_tiles + 1ull;
-    if (plan->w2.n_tiles != plan->w13.n_tiles || !device->multiprocessors)
-      tiles += MostTiles(pairs, p.local_experts, plan->w2.n_tiles) + 1ull;
-    plan->tiles = take(16 * tiles);
-    plan->sorted_pairs = take(8 * rows);
-    const bool by_pair = p.moe.w13.perm || (Rounds(p.moe.w13) && RoundsPairs(p.moe));
-    if (fp8) plan->positions = take(4 * static_cast<uint64_t>(pairs));
-    if (fp8)  // codes and scales of x, then of h
-      plan->prepared = take(132 * rows * static_cast<uint64_t>(std::max(Fp8Groups(w13.units), Fp8Groups(w2.units))));
-    else if (wgmma)
-      plan->prepared = take(static_cast<uint64_t>(by_pair ? pairs : p.tokens) * w13.units * 128);
-  }
-  plan->workspace_bytes = workspace.end;
+  const Layer layer(*problem, *device);
+  plan->path = layer.path;
+  AppendSteps(layer, Allocate(layer, plan), plan);
   return QM_OK;
 }
 
@@ -116,28 +280,26 @@ extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const 
   MarlinRow w{};
   MarlinRowOf(MoeOf(l), 2, &w);
   const ProductWeights weights{*device, l.w, w};
-  const bool floats = KindOf(l.w) == WeightKind::kFloat;
   const int64_t rows = problem->rows;
+  const bool floats = KindOf(l.w) == WeightKind::kFloat;
   const bool decode =
-                 rows <= kDecodeTokens && (floats ? ChooseLinearDecode(weights).shared_bytes > 0 : DecodeFits(weights)),
-             packs = Packs(device->sm, l.w);
-  const bool dense = !decode && device->sm == 90 && (!packs || rows > 64);
+      rows <= kDecodeTokens && (floats ? ChooseLinearDecode(weights).shared_bytes > 0 : DecodeFits(weights));
+  const bool dense = !decode && device->sm == 90 && (!Packs(device->sm, l.w) || rows > 64);
   plan->path = decode ? QM_CUDA_DECODE : dense ? QM_CUDA_DENSE : QM_CUDA_STREAM;
-  if (dense) {
-    plan->w2 = ChooseDense(weights, rows);
-  } else {
-    if (decode && !packs) plan->w2 = ChooseLinearDecode(weights);
-    if (floats && !decode) plan->w2 = ChooseFloatStream(weights, rows);
-    if (!plan->w2.shared_bytes)
-      plan->w2 = ChooseGemm(weights, {plan->path, Product::kDown, 1, static_cast<double>(rows), 4});
-    if (!decode) plan->max_tiles = static_cast<int32_t>(CeilDiv(rows, 8 * plan->w2.n_tiles));
-  }
+  const qm_cuda_step product = ChooseLinear(weights, plan->path, rows);
+  if (plan->path == QM_CUDA_STREAM) plan->max_tiles = Int(CeilDiv(rows, 8 * product.n_tiles));
 
   Workspace workspace;
-  if (Rounds(l.w))
-    plan->rounded = workspace.Take(static_cast<uint64_t>(rows) *
-                                   (plan->w2.packed ? w.units * PackedUnitBytes(KindOf(l.w)) : l.in_features * 2));
-  if (l.w.perm) plan->gathered = workspace.Take(static_cast<uint64_t>(rows) * l.in_features * 2);
+  Rows x{QM_CUDA_CALLERS, rows, l.in_features};
+  if (Rounds(l.w)) {
+    const int columns = product.packed ? PackedColumns(l.w, w) : l.in_features;
+    Append(plan, QM_CUDA_ROUND, RoundStep(rows, product.packed ? w.units * 64 : l.in_features, product.packed), &x,
+           {workspace.Take(static_cast<uint64_t>(rows) * columns * 2), rows, columns});
+  }
+  if (l.w.perm)
+    Append(plan, QM_CUDA_GATHER, GatherStep(rows), &x,
+           {workspace.Take(static_cast<uint64_t>(rows) * l.in_features * 2), rows, w.columns});
+  Append(plan, QM_CUDA_LINEAR, product, &x, {QM_CUDA_CALLERS, rows, l.out_features});
   plan->workspace_bytes = workspace.end;
   return QM_OK;
 }

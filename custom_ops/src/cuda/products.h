@@ -48,39 +48,39 @@ GemmKernel ForFormat(const qm_projection& w, const Body& body) {
 // The kernel of a plan, null where none is compiled that is what it says; T is the type of the activations. Of
 // QM_CUDA_DECODE and QM_CUDA_STREAM where nothing is packed:
 template <typename T>
-GemmKernel GateUpKernel(int path, const qm_projection& w, const qm_cuda_gemm& shape);
+GemmKernel GateUpKernel(int path, const qm_projection& w, const qm_cuda_step& shape);
 template <typename T>
-GemmKernel DownKernel(int path, const qm_projection& w, const qm_cuda_gemm& shape);
+GemmKernel DownKernel(int path, const qm_projection& w, const qm_cuda_step& shape);
 template <typename T>
-GemmKernel GateUpKernelAny(int path, const qm_projection& w, const qm_cuda_gemm& shape);
+GemmKernel GateUpKernelAny(int path, const qm_projection& w, const qm_cuda_step& shape);
 template <typename T>
-GemmKernel DownKernelAny(int path, const qm_projection& w, const qm_cuda_gemm& shape);
+GemmKernel DownKernelAny(int path, const qm_projection& w, const qm_cuda_step& shape);
 // Where tokens are: of nvfp4, and of e4m3.
 template <typename T>
-GemmKernel PackedKernel(Product product, int path, const qm_projection& w, const qm_cuda_gemm& shape);
+GemmKernel PackedKernel(Product product, int path, const qm_projection& w, const qm_cuda_step& shape);
 template <typename T>
-GemmKernel PackedE4m3Kernel(Product product, int path, const qm_cuda_gemm& shape);
+GemmKernel PackedE4m3Kernel(Product product, int path, const qm_cuda_step& shape);
 // QM_CUDA_WGMMA.
 template <typename T>
-GemmKernel WgmmaKernel(Product product, const qm_projection& w, const qm_cuda_gemm& shape);
+GemmKernel WgmmaKernel(Product product, const qm_projection& w, const qm_cuda_step& shape);
 template <typename T>
-GemmKernel WgmmaKernelAny(Product product, const qm_projection& w, const qm_cuda_gemm& shape);
+GemmKernel WgmmaKernelAny(Product product, const qm_projection& w, const qm_cuda_step& shape);
 // QM_CUDA_FP8.
 template <typename T>
-GemmKernel Fp8Kernel(Product product, const qm_projection& w, const qm_cuda_gemm& shape);
+GemmKernel Fp8Kernel(Product product, const qm_projection& w, const qm_cuda_step& shape);
 // A linear's own: QM_CUDA_DECODE where nothing is packed, and QM_CUDA_DENSE.
 template <typename T>
-GemmKernel LinearDecodeKernel(const qm_projection& w, const qm_cuda_gemm& shape);
+GemmKernel LinearDecodeKernel(const qm_projection& w, const qm_cuda_step& shape);
 template <typename T>
-GemmKernel LinearDecodeKernelAny(const qm_projection& w, const qm_cuda_gemm& shape);
+GemmKernel LinearDecodeKernelAny(const qm_projection& w, const qm_cuda_step& shape);
 template <typename T>
-LinearKernel DenseKernel(const qm_projection& w, const qm_cuda_gemm& shape);
+LinearKernel DenseKernel(const qm_projection& w, const qm_cuda_step& shape);
 template <typename T>
-LinearKernel DenseKernelAny(const qm_projection& w, const qm_cuda_gemm& shape);
+LinearKernel DenseKernelAny(const qm_projection& w, const qm_cuda_step& shape);
 // The same of floats, and QM_CUDA_STREAM.
 template <typename T>
-GemmKernel FloatKernel(int path, const qm_cuda_gemm& shape);
+GemmKernel FloatKernel(int path, const qm_cuda_step& shape);
 template <typename T>
-LinearKernel DenseFloatKernel(const qm_cuda_gemm& shape);
+LinearKernel DenseFloatKernel(const qm_cuda_step& shape);
 
 }  // namespace quantmoe

@@ -6,7 +6,6 @@
 
 namespace quantmoe {
 
-constexpr int kQuantizeThreads = 256;
 
 // Of a row's 128 bytes: where codes of columns [8 * eight, 8 * eight + 8) of a group are.
 __device__ inline int TokenByte(int eight, int row) {

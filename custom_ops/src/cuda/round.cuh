@@ -11,7 +11,6 @@
 
 namespace quantmoe {
 
-constexpr int kRoundThreads = 256;
 
 __device__ inline float MaxNan(float a, float b) {
   float r;

@@ -5,7 +5,7 @@
 
 namespace quantmoe {
 
-constexpr int kRouteWarps = kRouteThreads / 32, kCombineThreads = 128;
+constexpr int kRouteWarps = kRouteThreads / 32;
 
 // 32 columns a thread: their 16 words, a 4 x 4 matrix of 4-word pieces, are transposed.
 __device__ inline void Prepare(const PrepareParams& p, int block, int blocks) {

@@ -10,7 +10,7 @@ constexpr auto kInstances = InstancesOf(SizesOf<F>(F::kGroups, F::kPacked));
 
 // Family: which rows are its own (Has), and the kernel of row i (Of).
 template <class Family, typename T, class F, Product product, size_t i = 0>
-auto Select(int path, const qm_cuda_gemm& g) {
+auto Select(int path, const qm_cuda_step& g) {
   if constexpr (i == kInstances<F>.size()) {
     return typename Family::Pointer{};
   } else {

@@ -14,7 +14,7 @@ struct DenseFamily {
   }
 };
 template <typename T, class F>
-LinearKernel SelectDense(const qm_cuda_gemm& g) {
+LinearKernel SelectDense(const qm_cuda_step& g) {
   return Select<DenseFamily, T, F, Product::kLinear>(QM_CUDA_DENSE, g);
 }
 

@@ -22,7 +22,7 @@ struct MmaFamily {
   }
 };
 template <typename T, Product product, class F>
-GemmKernel SelectMma(F, int path, const qm_cuda_gemm& g) {
+GemmKernel SelectMma(F, int path, const qm_cuda_step& g) {
   return Select<MmaFamily, T, F, product>(path, g);
 }
 

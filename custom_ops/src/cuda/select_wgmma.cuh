@@ -15,7 +15,7 @@ struct WgmmaFamily {
   }
 };
 template <typename T, class F>
-GemmKernel SelectWgmma(F, Product product, const qm_cuda_gemm& g) {
+GemmKernel SelectWgmma(F, Product product, const qm_cuda_step& g) {
   return product == Product::kDown ? Select<WgmmaFamily, T, F, Product::kDown>(QM_CUDA_WGMMA, g)
                                    : Select<WgmmaFamily, T, F, Product::kGateUp>(QM_CUDA_WGMMA, g);
 }

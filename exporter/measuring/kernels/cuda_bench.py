@@ -275,9 +275,7 @@ def measure(
         "bytes": touched / count,
         "flops": 6 * tokens * s.top_k * s.hidden * s.intermediate,
         "path": cuda.PATHS[plan.path],
-        "plan": {
-            which: [getattr(getattr(plan, which), field[0]) for field in cuda.Gemm._fields_] for which in ("w13", "w2")
-        },
+        "plan": {name: {n: getattr(step, n) for n in cuda.Step.instance} for name, step in plan.steps.items()},
     }
 
 
