@@ -325,6 +325,7 @@ MODULES = {
     "inspect": ["inspecting/inspect", "inspecting/explain", "inspecting/survey"],
     "unpack": ["inspecting/unpack"],
     "generate": ["running/generate", "running/chat"],
+    "trace": ["running/trace"],
     "demo": ["writing/convert", "running/compare"],
     "bench": ["measuring/bench"],
 }
@@ -381,6 +382,38 @@ def test_an_extra_has_what_its_command_imports(command: str) -> None:
 def test_every_command_has_its_modules() -> None:
     assert {command.name or command.callback.__name__ for command in app.registered_commands} == MODULES.keys()
     assert EXTRAS.keys() <= MODULES.keys()
+
+
+TRACE = b'{"quantmoe_trace": 1, "layers": [{"node": "/layers.0", "experts": 4, "bytes": 1000}]}\n'
+
+
+def test_trace_shows_hit_rates(tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    runs = [[0, 1, 1, 0, expert] for expert in (0, 1, 0, 0, 3)]  # layer, top_k, tokens in two words, ids
+    file.write_bytes(TRACE + np.array(runs, "<u2").tobytes())
+    done = quantmoe("trace", file, "--ram", "1000", "--ram", "2000", "--read", "1000", COLUMNS="1000")
+    assert (done.code, done.err) == (0, "")
+    assert "1 layers, 5 tokens; 3 of 4 experts used" in done.out
+    rows = [line.split("│") for line in done.out.splitlines() if "%" in line]
+    assert [[cell.strip() for cell in row if "%" in cell] for row in rows] == [["20.0%"], ["40.0%"]]
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\n", b"{}\n", b"[1]\n", TRACE.replace(b"4,", b'"x",'), TRACE.replace(b"[{", b"[3, {")]
+)
+def test_damaged_traces_are_refused(data: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    file.write_bytes(data)
+    done = quantmoe("trace", file)
+    assert done.code == 1
+    assert "expected a trace of version 1" in " ".join(done.err.split())
+
+
+def test_no_trace_is_refused(tmp_path: Path) -> None:
+    done = quantmoe("trace", tmp_path / "none")
+    assert done.code == 1
+    assert "none" in done.err
+    assert "Traceback" not in done.err
 
 
 def equal_layers(folder: Path, count: int) -> Path:

@@ -75,10 +75,11 @@ def read_trace(path: str | Path) -> Trace:
     end = data.find(b"\n")
     try:
         header = json.loads(data[: max(end, 0)])
-        layers = header["layers"] if header["quantmoe_trace"] == 1 else None
-    except (ValueError, KeyError, TypeError):
-        layers = None
-    if not isinstance(layers, list):
+        layers = header["layers"]
+        known = header["quantmoe_trace"] == 1 and all(layer["experts"] + layer["bytes"] > 0 for layer in layers)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        known = False
+    if not known:
         raise ModelError(f"{path}: expected a trace of version 1, which begins with a line of JSON")
     words, runs, at = np.frombuffer(data, "<u2", (len(data) - end - 1) // 2, end + 1), [], 0
     while at + 4 <= len(words):
