@@ -198,7 +198,7 @@ void MoENode::check_file(const OrtKernelInfo* info, size_t input, const ExpertLa
   try {
     check_identity(info, input, verify, [&](size_t at, size_t size) {
       const int64_t first = tensor.offset + static_cast<int64_t>(at), bytes = static_cast<int64_t>(size);
-      const int64_t needed = (first % kPage + bytes + kPage - 1) / kPage * kPage;
+      const int64_t needed = align_up(first % kPage + bytes, kPage);
       if (needed > room) {
         room = std::max(needed, 2 * kPage);
         buffer.reset(static_cast<char*>(std::aligned_alloc(static_cast<size_t>(kPage), static_cast<size_t>(room))));

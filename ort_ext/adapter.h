@@ -19,6 +19,7 @@
 
 #include "core/attributes.h"
 #include "core/blake3.h"
+#include "core/numbers.h"
 #include "core/slots.h"
 #include "experts.h"
 #include "onnxruntime_c_api.h"

@@ -8,6 +8,9 @@
 #include <map>
 #include <stdexcept>
 
+#include "core/control_groups.h"
+#include "core/numbers.h"
+
 #if defined(__linux__)
 #include <fcntl.h>
 #include <sys/file.h>
@@ -25,8 +28,6 @@ constexpr int kReaders = 8;
 constexpr int64_t kPiece = 1 << 20;
 
 constexpr uint16_t kNone = 0xffff;  // no expert, in a trace
-
-int64_t align_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // A number of bytes; -1 for "" and "auto".
 int64_t bytes_of(const std::string& entry, const std::string& text, const char* expected = "a number of bytes") {
@@ -81,45 +82,24 @@ int64_t number_in(const std::string& path) {
   return found;
 }
 
-// `most`, or what the memory controllers of a group and those it is in leave.
-int64_t within_limits(int64_t most, const std::string& mount, std::string group, bool v2) {
-  for (;; group.erase(group.rfind('/'))) {
-    if (group == "/") group.clear();
-    const std::string folder = mount + group;
-    const int64_t limit = number_in(folder + (v2 ? "/memory.max" : "/memory.limit_in_bytes"));
-    const int64_t used = number_in(folder + (v2 ? "/memory.current" : "/memory.usage_in_bytes"));
-    if (limit >= 0 && used >= 0) {
-      const std::string stat = folder + "/memory.stat";
-      const int64_t cache = v2 ? value_of(stat, "inactive_file") + value_of(stat, "active_file")
-                               : value_of(stat, "total_inactive_file") + value_of(stat, "total_active_file");
-      most = std::min(most, std::max<int64_t>(0, limit - std::max<int64_t>(0, used - cache)));
-    }
-    if (group.find('/') == std::string::npos) return most;
-  }
+// What the memory controller of a control group leaves, or `most`.
+int64_t within_limit(int64_t most, const std::string& folder, bool v2) {
+  const int64_t limit = number_in(folder + (v2 ? "/memory.max" : "/memory.limit_in_bytes"));
+  const int64_t used = number_in(folder + (v2 ? "/memory.current" : "/memory.usage_in_bytes"));
+  if (limit < 0 || used < 0) return most;
+  const std::string stat = folder + "/memory.stat";
+  const int64_t cache = v2 ? value_of(stat, "inactive_file") + value_of(stat, "active_file")
+                           : value_of(stat, "total_inactive_file") + value_of(stat, "total_active_file");
+  return std::min(most, std::max<int64_t>(0, limit - std::max<int64_t>(0, used - cache)));
 }
 
-}  // namespace
-
-int64_t available_memory(const std::string& root) {
-  int64_t most = value_of(root + "/proc/meminfo", "MemAvailable") * 1024;
-  const std::string mount = root + "/sys/fs/cgroup";
-  if (std::FILE* file = std::fopen((root + "/proc/self/cgroup").c_str(), "r")) {
-    char line[4200];  // hierarchy:controllers:path
-    while (std::fgets(line, sizeof line, file)) {
-      const std::string text(line, std::find_if(line, line + sizeof line, [](char c) { return c == '\n' || !c; }));
-      const size_t controllers = text.find(':') + 1, path = text.find(':', controllers) + 1;
-      if (!controllers || !path) continue;
-      const std::string names = "," + text.substr(controllers, path - 1 - controllers) + ",";
-      if (names == ",,") most = within_limits(most, mount, text.substr(path), true);
-      if (names.find(",memory,") != std::string::npos)
-        most = within_limits(most, mount + "/memory", text.substr(path), false);
-    }
-    std::fclose(file);
-  }
+// Bytes that the process may still allocate: what the machine has available, or less where a control group limits it;
+// page cache counts as available.
+int64_t available_memory() {
+  int64_t most = value_of("/proc/meminfo", "MemAvailable") * 1024;
+  for_control_groups("", "memory", [&](const std::string& folder, bool v2) { most = within_limit(most, folder, v2); });
   return most;
 }
-
-namespace {
 
 // The line of /proc/self/maps that has `data`.
 struct Mapping {
@@ -355,7 +335,7 @@ std::string Experts::start() {
       for (const auto& file : files_) reserve += file->bytes();
       reserve = std::max<int64_t>(reserve - bytes, int64_t{512} << 20);
     }
-    const int64_t available = available_memory("");
+    const int64_t available = available_memory();
     budget_ = std::max<int64_t>(0, available - reserve);
     of = std::to_string(available) + " bytes available less " + std::to_string(reserve);
   }

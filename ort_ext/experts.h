@@ -28,10 +28,6 @@ struct ExpertSettings {
   void check() const;
 };
 
-// Bytes that the process may still allocate: what the machine has available, or less where a control group (version 1
-// or 2) limits it; page cache counts as available. root: "", or for tests where proc and sys are.
-int64_t available_memory(const std::string& root);
-
 // A file that memory was mapped from, read past the page cache where the file system can (O_DIRECT), otherwise out of
 // it again.
 class DataFile {

@@ -130,8 +130,9 @@ class Generator:
         options.log_severity_level = 4  # what it logs is in its exceptions
         if prefault:
             options.add_session_config_entry("quantmoe.prefault", "1")  # before the library is registered
-        for entry, given in (("experts", experts != "host" and experts), ("ram", ram), ("trace", trace)):
-            if given is not None and given is not False:
+        entries = {"experts": None if experts == "host" else experts, "ram": ram, "trace": trace}
+        for entry, given in entries.items():
+            if given is not None:
                 options.add_session_config_entry(f"quantmoe.{entry}", str(given))
         options.register_custom_ops_library(library_path() if device == "cpu" else _cuda(ort))
         cuda = ("CUDAExecutionProvider", {"enable_cuda_graph": str(int(cuda_graph))})

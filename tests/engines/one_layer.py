@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,25 @@ def session(path: Path, threads: int = 1, entries: Mapping[str, str] | None = No
 
 def run(s: ort.InferenceSession, x: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return s.run(None, {"x": x, "ids": ids, "weights": weights})[0]
+
+
+def in_threads(threads: int, runs: int, work: Callable[[int], bool]) -> list[str]:
+    """Runs ``work`` of a number, which says whether a result is right, so many times in threads at once.
+
+    Returns:
+        What went wrong: exceptions, which a thread would lose, and numbers whose work was not right.
+    """
+    wrong: list[str] = []
+
+    def turn(thread: int) -> None:
+        try:
+            wrong.extend(f"thread {thread}, run {i}" for i in range(runs // threads) if not work(i + thread))
+        except Exception as error:
+            wrong.append(repr(error))
+
+    started = [threading.Thread(target=turn, args=(i,)) for i in range(threads)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    return wrong

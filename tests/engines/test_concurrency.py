@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cases import Case
-from engines.one_layer import run, session, write_model
+from engines.one_layer import in_threads, run, session, write_model
 
 THREADS, RUNS = 8, int(os.environ.get("QUANTMOE_RUNS", 10_000))  # fewer under ThreadSanitizer
 
@@ -22,23 +21,12 @@ def test_one_session_in_eight_threads(tmp_path: Path, intra_op: int) -> None:
     s = session(write_model(tmp_path / "m.onnx", layer.spec, layer.w13, layer.w2), threads=intra_op)
     inputs = [case.tokens(t, seed=t) for t in (1, 3, 20, 1, 7)]
     want = [run(s, *i).tobytes() for i in inputs]
-    wrong: list[str] = []
 
-    def work(thread: int) -> None:
-        try:
-            for i in range(RUNS // THREADS):
-                which = (i + thread) % len(inputs)
-                if run(s, *inputs[which]).tobytes() != want[which]:
-                    wrong.append(f"thread {thread}, run {i}")
-        except Exception as error:  # a thread's exception would be lost
-            wrong.append(repr(error))
+    def right(i: int) -> bool:
+        which = i % len(inputs)
+        return run(s, *inputs[which]).tobytes() == want[which]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong[:5]
+    assert not (wrong := in_threads(THREADS, RUNS, right)), wrong[:5]
     x, ids, weights = inputs[0]
     ids = np.full_like(ids, 99)
     with pytest.raises(Exception, match="topk_ids"):  # and the session survives an error

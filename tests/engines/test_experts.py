@@ -13,15 +13,15 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 from cases import CASES, Case
-from engines.one_layer import NODE, run, session, write_model
+from engines.one_layer import NODE, in_threads, run, session, write_model
 
 import quantmoe
 from quantmoe.exporter.errors import ModelError
@@ -256,17 +256,13 @@ def test_auto(tmp_path: Path) -> None:
 
 
 def test_weights_that_no_file_has(tmp_path: Path) -> None:
+    """Weights inside the .onnx file, which ONNX Runtime holds in memory of its own."""
     path = model(tmp_path / "m.onnx", LAYER)
-    options = ort.SessionOptions()
-    options.add_session_config_entry("quantmoe.experts", "disk")
-    options.register_custom_ops_library(quantmoe.ort_library_path())
-    options.add_external_initializers_from_files_in_memory(
-        ["m.bin"], [(b := path.with_suffix(".bin").read_bytes())], [len(b)]
-    )
+    onnx.save_model(onnx.load(path), tmp_path / "whole.onnx")
     with pytest.raises(
         Exception, match=f'"{NODE}": quantmoe.experts = disk, but its packed weights are not mapped from'
     ):
-        ort.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
+        disk(tmp_path / "whole.onnx", 3)
 
 
 def test_a_file_that_changes(tmp_path: Path) -> None:
@@ -300,23 +296,12 @@ def test_one_session_in_eight_threads(tmp_path: Path) -> None:
     plain, sessions = session(path), [disk(path, 5), disk(path, 1)]
     inputs = [LAYER.tokens(t, seed=t) for t in (1, 3, 20, 1, 7)]
     want = [run(plain, *i).tobytes() for i in inputs]
-    wrong: list[str] = []
 
-    def work(thread: int) -> None:
-        try:
-            for i in range(RUNS // THREADS):
-                which = (i + thread) % len(inputs)
-                if run(sessions[(thread + i) % 2], *inputs[which]).tobytes() != want[which]:
-                    wrong.append(f"thread {thread}, run {i}")
-        except Exception as error:  # a thread's exception would be lost
-            wrong.append(repr(error))
+    def right(i: int) -> bool:
+        which = i % len(inputs)
+        return run(sessions[i % 2], *inputs[which]).tobytes() == want[which]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong[:5]
+    assert not (wrong := in_threads(THREADS, RUNS, right)), wrong[:5]
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@
 #include <thread>
 #include <vector>
 
+#include "core/control_groups.h"
+
 #if defined(__linux__)
 #include <dirent.h>
 #include <sched.h>
@@ -53,23 +55,17 @@ void read_numbers(const std::string& path, long long* first, long long* second =
   std::fclose(file);
 }
 
-// `most`, or fewer: the CPUs that a control group's quota is worth, and those of the groups that it is in. Version 2
-// has "quota period" or "max period" in cpu.max; version 1 has a file each, and a quota of -1 is none. In a container
-// the group's own folder may be missing; the mount point is then the container's group.
-int64_t within_quota(int64_t most, const std::string& mount, std::string group, bool v2) {
-  for (;; group.erase(group.rfind('/'))) {
-    if (group == "/") group.clear();
-    const std::string folder = mount + group;
-    long long quota, period;
-    if (v2) {
-      read_numbers(folder + "/cpu.max", &quota, &period);
-    } else {
-      read_numbers(folder + "/cpu.cfs_quota_us", &quota);
-      read_numbers(folder + "/cpu.cfs_period_us", &period);
-    }
-    if (quota > 0 && period > 0) most = std::min<int64_t>(most, quota / period + (quota % period != 0));
-    if (group.find('/') == std::string::npos) return most;
+// The CPUs that a control group's quota is worth, or `most`. Version 2 has "quota period" or "max period" in cpu.max;
+// version 1 has a file each, and a quota of -1 is none.
+int64_t within_quota(int64_t most, const std::string& folder, bool v2) {
+  long long quota, period;
+  if (v2) {
+    read_numbers(folder + "/cpu.max", &quota, &period);
+  } else {
+    read_numbers(folder + "/cpu.cfs_quota_us", &quota);
+    read_numbers(folder + "/cpu.cfs_period_us", &period);
   }
+  return quota > 0 && period > 0 ? std::min<int64_t>(most, quota / period + (quota % period != 0)) : most;
 }
 
 }  // namespace
@@ -80,19 +76,8 @@ int qm_cpus(int allowed, const char* root) try {
   if (cpus <= 0) cpus = affinity();
 #endif
   if (cpus <= 0) cpus = std::thread::hardware_concurrency();
-  const std::string mount = std::string(root) + "/sys/fs/cgroup";
-  if (std::FILE* file = std::fopen((std::string(root) + "/proc/self/cgroup").c_str(), "r")) {
-    char line[4200];  // hierarchy:controllers:path
-    while (std::fgets(line, sizeof line, file)) {
-      const std::string text(line, std::find_if(line, line + sizeof line, [](char c) { return c == '\n' || !c; }));
-      const size_t controllers = text.find(':') + 1, path = text.find(':', controllers) + 1;
-      if (!controllers || !path) continue;
-      const std::string names = std::string(",").append(text, controllers, path - 1 - controllers).append(",");
-      if (names == ",,") cpus = within_quota(cpus, mount, text.substr(path), true);
-      if (names.find(",cpu,") != std::string::npos) cpus = within_quota(cpus, mount + "/cpu", text.substr(path), false);
-    }
-    std::fclose(file);
-  }
+  quantmoe::for_control_groups(root, "cpu",
+                               [&](const std::string& folder, bool v2) { cpus = within_quota(cpus, folder, v2); });
   return static_cast<int>(std::max<int64_t>(1, cpus));
 } catch (const std::exception&) {  // of memory
   return 1;

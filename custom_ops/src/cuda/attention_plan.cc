@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "core/attributes.h"
+#include "core/numbers.h"
 #include "cuda/attention.h"
 #include "quantmoe/quant_moe_cuda.h"
 
@@ -9,8 +10,6 @@ namespace quantmoe {
 namespace {
 
 constexpr int kMostHeads = 4096;
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int ValidateLatent(const qm_attention& a, char* err) {
   if (a.head_size != kLatentKeys || a.v_head_size != kLatentValues || a.key_split != kLatentSplit)
@@ -64,7 +63,7 @@ int ValidateShapes(const qm_cuda_attention_problem& p, char* err) {
 // Blocks that share a tile's slots: where tiles leave multiprocessors empty.
 int Splits(const qm_cuda_attention_problem& p, int multiprocessors, int least_log, int stage, int64_t tiles,
            int64_t at_most = kMostSplits) {
-  const int64_t most = CeilDiv(p.slots, static_cast<int64_t>(stage) << least_log);
+  const int64_t most = ceil_div(p.slots, static_cast<int64_t>(stage) << least_log);
   const int64_t wanted = multiprocessors / std::max<int64_t>(1, tiles);
   return static_cast<int>(std::max<int64_t>(1, std::min({wanted, most, at_most})));
 }
@@ -99,7 +98,7 @@ void PlanFew(const qm_cuda_attention_problem& p, const qm_cuda_device& device, i
   const int stage = FewKeys(a.head_size, a.v_head_size, HasCodes(a));
   const int64_t pairs = p.batch * a.kv_num_heads;
   const int64_t seen = a.sliding_window ? std::min(p.slots, a.sliding_window + p.tokens - 1 + stage) : p.slots;
-  const int64_t stages = CeilDiv(seen, stage);
+  const int64_t stages = ceil_div(seen, stage);
   // A plan for any number of multiprocessors has the most workspace: that of no cluster.
   const int cluster = device.multiprocessors ? ClusterOf(device, a, multiprocessors, pairs, stages) : 1;
   plan->tile_rows = kFewRows;
@@ -128,7 +127,7 @@ void PlanLatent(const qm_cuda_attention_problem& p, const qm_cuda_device& device
                                                                   : kFewLatentStages;
   // One multiprocessor is for the blocks that store new keys.
   plan->splits = Splits(p, multiprocessors - 1, 0, plan->wgmma ? kLatentWideSlots : kLatentSlots,
-                        CeilDiv(rows, plan->tile_rows) * pairs, kMostLatentSplits);
+                        ceil_div(rows, plan->tile_rows) * pairs, kMostLatentSplits);
 }
 
 }  // namespace
@@ -165,14 +164,14 @@ extern "C" int qm_cuda_plan_attention(const qm_cuda_attention_problem* problem, 
   } else {
     plan->wgmma = device->sm == 90 && keys % 64 == 0;
     // Smaller tiles where larger ones leave multiprocessors empty; of heads of 64 they were slower.
-    const int wide_rows = keys > 64 && CeilDiv(rows, 128) * pairs <= multiprocessors ? 64 : 128;
+    const int wide_rows = keys > 64 && ceil_div(rows, 128) * pairs <= multiprocessors ? 64 : 128;
     plan->tile_rows = plan->wgmma ? wide_rows : ManyRows(keys, values);
     plan->splits = Splits(p, multiprocessors, kLeastOfMany, plan->wgmma ? kWideKeys : AttendKeys(keys, values),
-                          CeilDiv(rows, plan->tile_rows) * pairs);
+                          ceil_div(rows, plan->tile_rows) * pairs);
   }
   auto take = [&](int64_t bytes) {
     const uint64_t at = plan->workspace_bytes;
-    plan->workspace_bytes += static_cast<uint64_t>(CeilDiv(bytes, 256) * 256);
+    plan->workspace_bytes += static_cast<uint64_t>(ceil_div(bytes, 256) * 256);
     return at;
   };
   if (plan->tile_rows != kFewRows && !p.attention.key_split) plan->queries = take(heads * keys * 2);

@@ -13,7 +13,7 @@ constexpr int kRoutingBytes = 4 * 1024;    // static DecodeRouting, rounded up
 
 // Share of the last round that is used when `count` equal pieces go to `slots` at a time.
 double Fill(int64_t count, int64_t slots) {
-  return static_cast<double>(count) / static_cast<double>(std::max<int64_t>(1, CeilDiv(count, slots)) * slots);
+  return static_cast<double>(count) / static_cast<double>(std::max<int64_t>(1, ceil_div(count, slots)) * slots);
 }
 
 // Tiles of at most `tokens` of experts that get `mean` on average, as Poisson has it, each at least one; one expert
@@ -85,7 +85,7 @@ struct Choice {
   }
   // Pieces of work, which blocks take one after the other.
   int64_t Units() const {
-    return load.most_experts * CeilDiv(weights.row.panels, static_cast<int64_t>(g.panels) * (kWarps / g.warps_k));
+    return load.most_experts * ceil_div(weights.row.panels, static_cast<int64_t>(g.panels) * (kWarps / g.warps_k));
   }
 };
 
@@ -99,7 +99,7 @@ BlockShape WgmmaShape(const Choice& c, int sms, int tokens, int panels, double u
   const MarlinRow& row = c.weights.row;
   BlockShape best{tokens, panels, tokens >= 128 ? sms : 2 * sms, 1, INFINITY};
   const double units =
-      Tiles(c.load.most_experts, c.load.mean, tokens) * static_cast<double>(CeilDiv(row.panels, panels));
+      Tiles(c.load.most_experts, c.load.mean, tokens) * static_cast<double>(ceil_div(row.panels, panels));
   for (int parts : {1, 2, 4}) {
     if (parts > 1 && (c.load.product != Product::kDown || row.units / parts < 16)) continue;
     const double rounds = std::ceil(units * parts / best.grid) / parts / (1 - 0.02 * parts);
@@ -140,7 +140,7 @@ qm_cuda_step ChooseWgmma(const Choice& c) {
 std::optional<qm_cuda_step> SpanOf(const Choice& c) {
   const int panels = c.sizes.span_panels, bytes = c.sizes.span_bytes;
   if (panels == 0 || !(c.decode || c.load.mean <= 5)) return {};
-  const int64_t spans = c.load.most_experts * CeilDiv(c.weights.row.panels, panels);
+  const int64_t spans = c.load.most_experts * ceil_div(c.weights.row.panels, panels);
   if (2 * (bytes + c.reserved) > c.weights.device.shared_bytes || Fill(spans, 2 * c.sms) < 0.8) return {};
   qm_cuda_step g = c.g;
   g.panels = panels;
@@ -166,7 +166,7 @@ qm_cuda_step ChooseDownDecode(Choice c) {
     if (candidate.panels == 4 && c.Slots() == c.sms && clusters) continue;
     if (candidate.panels == 4 && candidate.cluster == 1 && list > 4 * kWarps) continue;
     c.g.cluster = candidate.cluster;
-    c.g.grid = static_cast<int32_t>(CeilDiv(c.weights.row.panels, candidate.panels) * candidate.cluster);
+    c.g.grid = static_cast<int32_t>(ceil_div(c.weights.row.panels, candidate.panels) * candidate.cluster);
     if (Fill(c.g.grid, c.sms) >= 0.8) break;
   }
   return c.g;
@@ -222,7 +222,7 @@ qm_cuda_step ChooseLinearDecode(const ProductWeights& weights) {
   // units not for more rounds; one panel of 8-bit codes, of which three blocks are there where warps have four units,
   // or two where a warp's part of a row is long.
   const bool pairs = sizes.units == 2, bytes = sizes.bits == 8, floats = sizes.bits == 16;
-  const int64_t fours = CeilDiv(w.panels, 4);
+  const int64_t fours = ceil_div(w.panels, 4);
   const bool four =
       sizes.bits == 4 && !(pairs && w.block_shift == 0) && (fours <= 2 * device.multiprocessors || !pairs);
   qm_cuda_step g{};
@@ -232,7 +232,7 @@ qm_cuda_step ChooseLinearDecode(const ProductWeights& weights) {
   g.cluster = four && device.sm >= 90 && 2 * fours <= device.multiprocessors ? 2 : 1;
   const int shared_bytes = SharedBytes(InstanceOf(sizes, QM_CUDA_DECODE, Product::kLinear, g), sizes);
   if (shared_bytes + kReserved <= device.shared_bytes) g.shared_bytes = shared_bytes;
-  g.grid = static_cast<int32_t>(CeilDiv(w.panels, g.panels) * g.cluster);
+  g.grid = static_cast<int32_t>(ceil_div(w.panels, g.panels) * g.cluster);
   return g;
 }
 
@@ -251,7 +251,7 @@ qm_cuda_step ChooseFloatStream(const ProductWeights& weights, int64_t rows) {
   }
   const int blocks = device.shared_bytes / (g.shared_bytes + kReserved);
   const int slots = Multiprocessors(device) * std::clamp(blocks, 1, RegisterBlocks(sizes.bits, g.panels, g.n_tiles));
-  const int64_t units = CeilDiv(rows, 8 * g.n_tiles) * CeilDiv(w.panels, kWarps / g.warps_k);
+  const int64_t units = ceil_div(rows, 8 * g.n_tiles) * ceil_div(w.panels, kWarps / g.warps_k);
   g.grid = static_cast<int32_t>(std::clamp<int64_t>(units, 1, slots));
   return g;
 }
@@ -276,7 +276,7 @@ qm_cuda_step ChooseDense(const ProductWeights& weights, int64_t rows) {
     for (int width = LinearLeast(c.tokens); width <= c.tokens; width += 16)
       for (int parts = 1; parts <= std::min(8, w.units); ++parts) {
         if (width == 240) continue;  // measured: slower than 256
-        const int64_t tiles = CeilDiv(w.panels, sizes.panels) * CeilDiv(rows, width);
+        const int64_t tiles = ceil_div(w.panels, sizes.panels) * ceil_div(rows, width);
         const int64_t slots =
             std::max<int64_t>(1, int64_t{multiprocessors} * sizes.blocks * kClusters[parts - 1] / 132);
         // A round that is not full takes a little less: memory and power are shared by fewer.
@@ -285,7 +285,7 @@ qm_cuda_step ChooseDense(const ProductWeights& weights, int64_t rows) {
         double unit = std::max(c.least * bytes, c.unit * bytes + c.token * width);
         if (sizes.blocks == 2)  // that share a multiprocessor
           unit *= 1 + .5 * std::clamp(static_cast<double>(tiles * parts) / rounds / multiprocessors - 1, 0., 1.);
-        double cost = static_cast<double>(CeilDiv(w.units, parts)) * unit + c.tile + .006 * width;
+        double cost = static_cast<double>(ceil_div(w.units, parts)) * unit + c.tile + .006 * width;
         if (parts > 1) cost += .8 + .0015 * width * sizes.panels + .05 * parts;
         cost *= rounds;
         if (cost >= best) continue;

@@ -8,8 +8,6 @@
 
 namespace quantmoe {
 
-constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // A product's weights, and the device.
 struct ProductWeights {
   const qm_cuda_device& device;

@@ -33,7 +33,7 @@ Matrix MatrixOf(const qm_moe& m, int projection, const void* rows) {
   weights.zeros_at = out.w.zero_points ? static_cast<uint32_t>(row.zeros_at) : 0;
   weights.globals_at = static_cast<uint32_t>(row.globals_at);
   weights.bias_at = out.w.bias ? static_cast<uint32_t>(row.bias_at) : 0;
-  weights.input_at = HasInputScale(out.w) ? static_cast<uint32_t>(row.input_at) : 0;
+  weights.input_at = has_input_scales(out.w) ? static_cast<uint32_t>(row.input_at) : 0;
   weights.panels = row.panels;
   weights.units = row.units;
   weights.blocks = row.blocks;
@@ -303,7 +303,7 @@ void Multiply(Launcher& launcher, const Call& c, const Matrix& matrix, const qm_
     // Where a block has all it takes to know the scales. Codes and scales of h take less than h in 16 bits.
     if (!down && next.w.activation_format != k_activation_format_fp8_token) {
       gemm.h_scales = const_cast<float*>(ScalesOf(gemm.out, next, s.out_rows));
-      if (HasInputScale(next.w)) gemm.h_stored = next.weights.rows + next.row.input_at;
+      if (has_input_scales(next.w)) gemm.h_stored = next.weights.rows + next.row.input_at;
       gemm.h_row_bytes = next.row.bytes;
     }
   }

@@ -11,12 +11,9 @@
 
 namespace quantmoe {
 
-inline bool HasInputScale(const qm_projection& w) {
-  return w.activation_format == k_activation_format_fp8_tensor || w.activation_format == k_activation_format_nvfp4;
-}
 // Whether a kernel rounds the activations before the product, and whether experts differ in how.
 inline bool Rounds(const qm_projection& w) { return w.activation_format != k_activation_format_none || w.pre_scale; }
-inline bool RoundsByExpert(const qm_projection& w) { return HasInputScale(w) || w.pre_scale; }
+inline bool RoundsByExpert(const qm_projection& w) { return has_input_scales(w) || w.pre_scale; }
 // Rounded x has a row for each pair, not for each token.
 inline bool RoundsPairs(const qm_moe& m) { return RoundsByExpert(m.w13) || m.apply_router_weight_on_input; }
 

@@ -13,7 +13,7 @@ namespace {
 constexpr int kSpanDownTokens = 2;  // decode: from here on a pass that adds up the experts is no loss
 
 // Whether moe_gemm_wgmma.cuh can address the rows: in pieces of 16 bytes, with 32 bits.
-bool Addresses(int64_t rows, int64_t columns) { return rows * CeilDiv(columns, 64) <= UINT32_MAX / 8; }
+bool Addresses(int64_t rows, int64_t columns) { return rows * ceil_div(columns, 64) <= UINT32_MAX / 8; }
 int32_t Int(int64_t value) { return static_cast<int32_t>(value); }
 
 // Hands out parts of the workspace.
@@ -55,7 +55,7 @@ qm_cuda_step RoundStep(int64_t rows, int columns, int packed) {
   step.packed = packed;
   step.block = rows < 1024 ? std::min(kRoundThreads, (columns + 255) / 256 * 32) : 32;
   step.block_y = rows < 1024 ? 1 : kRoundThreads / 32;
-  step.grid = Int(CeilDiv(rows, step.block_y));
+  step.grid = Int(ceil_div(rows, step.block_y));
   return step;
 }
 // Of 64 columns of packed activations.
@@ -75,7 +75,7 @@ qm_cuda_step QuantizeStep(int64_t rows, int64_t columns) {
   step.block = 32;
   while (step.block < kQuantizeThreads && step.block * (rows < 1024 ? 8 : 32) < columns) step.block *= 2;
   step.block_y = kQuantizeThreads / step.block;
-  step.grid = Int(CeilDiv(rows, step.block_y));
+  step.grid = Int(ceil_div(rows, step.block_y));
   return step;
 }
 
@@ -179,7 +179,7 @@ void AppendRoute(const Layer& l, const Buffers& b, Rows* x, qm_cuda_plan* plan) 
   int64_t prepare_blocks = 0;
   if (l.path == QM_CUDA_WGMMA && x->at != b.prepared) {
     out = {b.prepared, x->count, l.w13.units * 64};
-    prepare_blocks = CeilDiv(CeilDiv(out.count * out.columns / 32, kRouteThreads), step.cluster) * step.cluster;
+    prepare_blocks = ceil_div(ceil_div(out.count * out.columns / 32, kRouteThreads), step.cluster) * step.cluster;
   }
   step.grid = step.cluster + Int(prepare_blocks);
   step.ordered = ordered;
@@ -224,7 +224,7 @@ void AppendSteps(const Layer& l, const Buffers& b, qm_cuda_plan* plan) {
     qm_cuda_step step{};
     step.block = kCombineThreads;
     step.grid = Int(tokens);
-    step.grid_y = Int(CeilDiv(m.hidden_size, 8 * kCombineThreads));
+    step.grid_y = Int(ceil_div(m.hidden_size, 8 * kCombineThreads));
     step.warps_k = l.wgmma ? l.down.warps_k : 1;
     Append(plan, QM_CUDA_COMBINE, step, &x, {QM_CUDA_CALLERS, tokens, m.hidden_size});
   }
@@ -287,7 +287,7 @@ extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const 
   const bool dense = !decode && device->sm == 90 && (!Packs(device->sm, l.w) || rows > 64);
   plan->path = decode ? QM_CUDA_DECODE : dense ? QM_CUDA_DENSE : QM_CUDA_STREAM;
   const qm_cuda_step product = ChooseLinear(weights, plan->path, rows);
-  if (plan->path == QM_CUDA_STREAM) plan->max_tiles = Int(CeilDiv(rows, 8 * product.n_tiles));
+  if (plan->path == QM_CUDA_STREAM) plan->max_tiles = Int(ceil_div(rows, 8 * product.n_tiles));
 
   Workspace workspace;
   Rows x{QM_CUDA_CALLERS, rows, l.in_features};

@@ -309,25 +309,27 @@ def agreeing(
     run: Callable[[tuple[int, int, int], float], Made],
     candidates: Callable[[Made], Iterable[Candidate]],
     gives: Callable[[Made, Candidate], bool],
+    what: str = "CachedAttention",
 ) -> Candidate:
     """The first of the candidates of a trial that gives what all trials give.
 
     Args:
         run: makes a trial of its sizes (batch, new tokens, tokens in the cache) and the spread of what is attended to.
         candidates: of the first trial. gives: whether one gives what a trial gave.
+        what: the candidates are, for the error.
 
     Raises:
         Unlike: there is none.
     """
-    left: list[Candidate] | None = None
+    left: list[Candidate] = []
     for sizes, spread in (((2, 5, 7), 1.0), ((1, 1, 9), 1.0), ((2, 6, 0), 1.0), ((2, 5, 7), 10.0)):
         try:
             trial = run(sizes, spread)
         except FAILURES as error:
             raise Unlike(f"its forward does more than attend: {line(error)}") from None
-        left = [candidate for candidate in (candidates(trial) if left is None else left) if gives(trial, candidate)]
-    if not left:
-        raise Unlike("it computes something else than CachedAttention")
+        left = [candidate for candidate in left or candidates(trial) if gives(trial, candidate)]
+        if not left:
+            raise Unlike(f"it computes something else than {what}")
     return left[0]
 
 
@@ -436,9 +438,8 @@ def _try(
     for name, values in zip(PROJECTIONS[:3], qkv, strict=True):
         probe._modules[name] = Given(values)
     kwargs, tables, mask = inputs_of(arguments, table, window, sizes, draw)
-    with registered(seen), torch.no_grad():
-        probe(**kwargs | {"attention_mask": mask[..., past:], "past_key_values": None})  # for the number of heads
-        cache = Past(*(draw(batch, seen.groups, past, size) for size in seen.sizes))
+    run_probe(probe, seen, kwargs | {"attention_mask": mask[..., past:], "past_key_values": None})  # for the heads
+    cache = Past(*(draw(batch, seen.groups, past, size) for size in seen.sizes))
     output, count = run_probe(probe, seen, kwargs | {"attention_mask": mask, "past_key_values": cache})
     return Trial(probe, torch.cat(qkv, -1), tables, cache.past, spread, output, cache.present, count, seen)
 

@@ -153,6 +153,7 @@ def _compare(module: Any, arguments: dict[str, Any], window: int, table: str) ->
         lambda sizes, spread: _Trial(module, probe, arguments, table, window, sizes, spread, generator),
         lambda trial: trial.candidates(window, table),
         lambda trial, pair: trial.gives(*pair),
+        "CachedAttention of a latent",
     )
     return found
 
