@@ -161,7 +161,7 @@ lint: build
 	$(UV) --group lint
 	ruff check .
 	ruff format --check .
-	clang-format --dry-run -Werror $$(git ls-files '*.cc' '*.h')
+	clang-format --dry-run -Werror $$(git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
 	mypy
 	cd / && mypy --config-file= --cache-dir=/dev/null --python-executable $(BIN)/python -c 'from quantmoe.exporter.writing.output import MODEL; MODEL.upper()'
 
@@ -173,7 +173,7 @@ docs: venv
 format: build
 	$(UV) --group lint
 	python -m quantmoe.custom_ops.schema
-	clang-format -i $$(git ls-files '*.cc' '*.h')
+	clang-format -i $$(git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
 	ruff format .
 	ruff check --fix .
 

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaChunks(const __grid_c
   double log = 0;
   if (threadIdx.x < C) {
     const int i = threadIdx.x;
-    const T *a = static_cast<const T*>(p.a) + (token + i) * p.a_size + head;
+    const T* a = static_cast<const T*>(p.a) + (token + i) * p.a_size + head;
     const T* b_of_token = static_cast<const T*>(p.b) + (token + i) * p.b_size + head;
     if (i < n) log = -expf(p.a_log[head]) * Softplus(static_cast<float>(*a) + p.dt_bias[head]);
     s.beta[i] = i < n ? d.beta_scale * SigmoidOf(static_cast<float>(*b_of_token)) : 0.f;

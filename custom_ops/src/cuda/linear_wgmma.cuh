@@ -24,7 +24,7 @@ struct LinearTile {
   static constexpr int kUnitBytes = 128 * F::kBits;  // of a panel's codes
   static constexpr int kTokenBytes = kTokens * 128, kCodeBytes = kPanels * kUnitBytes;
   static constexpr int kScaleBytes = kPanels * LinearScaleBytes(F::kBits);
-  static constexpr int kZeroBytes = F::kZeroBytes > 0 ? kPanels * kLinearZeroBytes : 0;
+  static constexpr int kZeroBytes = F::kZeroBytes > 0 ? kPanels* kLinearZeroBytes : 0;
   static constexpr int kResultTokens = LinearResultTokens(kTokens);
   // Where they begin.
   static constexpr int kCodesAt = kStages * kTokenBytes, kScalesAt = kCodesAt + kStages * kCodeBytes;

@@ -79,7 +79,8 @@ __device__ inline void PrefetchCodes(const GemmParams& p) {
 
 // kUnits: of K a stage; kSplit: warps split K (warps_k > 1), otherwise each stores its own sums and never waits.
 template <typename T, typename F, int MT, int NT, bool down, bool decode, int kUnits = 1, bool kSplit = true>
-__global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT)) MoeGemmMma(const __grid_constant__ GemmParams p) {
+__global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
+    MoeGemmMma(const __grid_constant__ GemmParams p) {
   static_assert(!(down && decode), "MoeDownDecode");
   static_assert(kSplit || down, "gate_up has long rows");
   using S = Stream<T, F, MT, NT, kUnits>;
@@ -90,8 +91,7 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT)) Mo
   // All that does not depend on the kernel before this one.
   S stream(shared, p.weights);
   const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g;
-  const int warps_k = kSplit ? p.warps_k : 1, warps_n = kWarps / warps_k, wn = warp / warps_k,
-            wk = warp % warps_k;
+  const int warps_k = kSplit ? p.warps_k : 1, warps_n = kWarps / warps_k, wn = warp / warps_k, wk = warp % warps_k;
   const int groups = (p.weights.panels + MT * warps_n - 1) / (MT * warps_n);
   const int k_units = (p.weights.units + kUnits - 1) / kUnits;
   const int k_begin = wk * k_units / warps_k * kUnits, k_end = (wk + 1) * k_units / warps_k * kUnits;
@@ -309,7 +309,8 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT)) Mo
 // end the warps' sums are added in a fixed order. No atomics, no second pass, the same result every time.
 // kLinear: there is one expert, which all tokens have; more stages, as little else is in flight.
 template <typename T, typename F, int MT, int kUnits = 1, bool kLinear = false, int kStages_ = StagesOf(kUnits)>
-__global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1)) MoeDownDecode(const __grid_constant__ GemmParams p) {
+__global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
+    MoeDownDecode(const __grid_constant__ GemmParams p) {
   using S = Stream<T, F, MT, 1, kUnits, kStages_>;
   constexpr int kStages = S::kStages;
   extern __shared__ __align__(128) uint8_t shared[];

@@ -31,7 +31,8 @@ __global__ void __launch_bounds__(kMostNormThreads) AddNorm(const __grid_constan
   WaitForPrevious();
   float squares = 0.f;
   for (int at = first; at < pieces; at += blockDim.x) {
-    const Piece x = static_cast<const Piece*>(p.x)[row + at], residual = static_cast<const Piece*>(p.residual)[row + at];
+    const Piece x = static_cast<const Piece*>(p.x)[row + at],
+                residual = static_cast<const Piece*>(p.residual)[row + at];
     Piece sum;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {

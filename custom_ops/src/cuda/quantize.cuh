@@ -6,7 +6,6 @@
 
 namespace quantmoe {
 
-
 // Of a row's 128 bytes: where codes of columns [8 * eight, 8 * eight + 8) of a group are.
 __device__ inline int TokenByte(int eight, int row) {
   const int unit = eight / 8, half = eight / 4 % 2, t = eight % 4;

@@ -11,7 +11,6 @@
 
 namespace quantmoe {
 
-
 __device__ inline float MaxNan(float a, float b) {
   float r;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
