@@ -183,25 +183,13 @@ def inspect(
         print(json.dumps(found, indent=1))
         return
     console.print(found["model"], highlight=False)
-    _print_nodes("layer", found["layers"], ("w13", "w2"))
-    _print_nodes("QuantLinear", found["linears"], ("w",))
-    experts, dense = (sum(item["bytes"] for item in found[part]) for part in ("layers", "dense"))
-    console.print(
-        f"experts {decimal(experts)}; linears {decimal(sum(item['bytes'] for item in found['linears']))}; "
-        f"other weights {decimal(dense)}: {len(found['dense'])} tensors"
-    )
-    kept = {t["name"]: t["dequantized_because"] or "" for t in found["dense"] if t["dequantized_from"] is not None}
-    _print_reasons(FLOAT_HERE, kept)
-    _print_attention(found["attention"])
-    _print_linear_attention(found["linear_attention"])
-    _print_reasons(PLAIN_ATTENTION, found["plain_attention"])
+    _print_model(found)
+    if "mtp" in found:
+        console.print(f"{found['mtp']['model']}, the layer that drafts for it:", highlight=False)
+        _print_model(found["mtp"])
     for file in found["files"]:
         if file["resident"] is not None:
             console.print(f"{file['name']}: {decimal(file['resident'])} of {decimal(file['bytes'])} in memory")
-    if verify:
-        tensors, same = len(found["linears"]) + len(found["dense"]) + 2 * len(found["layers"]), found["verified"]
-        rest = f"; {tensors - same} have none" if same < tensors else ""
-        console.print(f"{same} tensors have the recorded hash{rest}", style="yellow" if rest else "green")
 
 
 @app.command()
@@ -577,6 +565,25 @@ def _print_layers(layers: Iterable[tuple[str, Any, int, int | None]]) -> None:
     for (scheme, experts, activations, scales, size), count in Counter(described).items():
         rows = {"scheme": scheme, "experts": experts, "activations": activations, "scales": scales}
         _print_block(f"{count} {_plural('layer', count)}", rows | ({"bytes": f"{size:,} each"} if size else {}))
+
+
+def _print_model(found: dict[str, Any]) -> None:
+    _print_nodes("layer", found["layers"], ("w13", "w2"))
+    _print_nodes("QuantLinear", found["linears"], ("w",))
+    experts, dense = (sum(item["bytes"] for item in found[part]) for part in ("layers", "dense"))
+    console.print(
+        f"experts {decimal(experts)}; linears {decimal(sum(item['bytes'] for item in found['linears']))}; "
+        f"other weights {decimal(dense)}: {len(found['dense'])} tensors"
+    )
+    kept = {t["name"]: t["dequantized_because"] or "" for t in found["dense"] if t["dequantized_from"] is not None}
+    _print_reasons(FLOAT_HERE, kept)
+    _print_attention(found["attention"])
+    _print_linear_attention(found["linear_attention"])
+    _print_reasons(PLAIN_ATTENTION, found["plain_attention"])
+    if "verified" in found:
+        tensors, same = len(found["linears"]) + len(found["dense"]) + 2 * len(found["layers"]), found["verified"]
+        rest = f"; {tensors - same} have none" if same < tensors else ""
+        console.print(f"{same} tensors have the recorded hash{rest}", style="yellow" if rest else "green")
 
 
 def _print_nodes(kind: str, nodes: list[dict[str, Any]], projections: tuple[str, ...]) -> None:

@@ -31,6 +31,7 @@ from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import LFS_POINTER
 from quantmoe.exporter.writing.external_data import HASH, new_hash
+from quantmoe.exporter.writing.output import MODEL, MTP_MODEL
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -42,7 +43,7 @@ SpecType = TypeVar("SpecType", bound=Spec)
 def model_path(path: str | Path) -> Path:
     """The .onnx file of a folder or file argument."""
     path = Path(path)
-    path = path / "model.onnx" if path.is_dir() else path
+    path = path / MODEL if path.is_dir() else path
     if not path.is_file():
         raise ModelError(f"{path}: missing; expected an exported model or its folder")
     return path
@@ -65,8 +66,9 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         ``state_bytes`` of both, after one token; CausalConv nodes without one alike),
         ``plain_attention`` (attention module that is standard nodes -> why, as its export says),
         ``dense`` (other large tensors, and those that the checkpoint quantizes and the model does not, with
-        ``dequantized_because``), ``files`` (of weights: bytes, and how many are in memory), ``metadata`` and, with
-        ``verify``, ``verified``: how many hashes were right.
+        ``dequantized_because``), ``files`` (of weights: bytes, and how many are in memory), ``metadata``, with
+        ``verify`` ``verified``: how many hashes were right, and ``mtp``, the same of mtp.onnx where one lies beside
+        model.onnx.
 
     Raises:
         ModelError: a file is missing or too short, a tensor's size is not what its node's attributes say, a wrong hash.
@@ -140,6 +142,9 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
     ]
     if verify:
         found["verified"] = sum(_verify(path, name, tensor) for name, tensor in external.items())
+    head = path.with_name(MTP_MODEL)
+    if path.name == MODEL and head.is_file():
+        found["mtp"] = inspect(head, verify)
     return found
 
 
