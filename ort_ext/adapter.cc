@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <optional>
 
 #include "adapter.h"
@@ -193,7 +194,9 @@ int MoENode::add(ExpertLayer layer) const try {
 void MoENode::check_file(const OrtKernelInfo* info, size_t input, const ExpertLayer::Tensor& tensor,
                          bool verify) const {
   constexpr int64_t kPage = DataFile::kPage;
-  std::unique_ptr<char, decltype(&std::free)> buffer(nullptr, std::free);
+  constexpr auto kAligned = static_cast<std::align_val_t>(kPage);
+  const auto release = [](char* pages) { ::operator delete[](pages, kAligned); };
+  std::unique_ptr<char, decltype(release)> buffer(nullptr, release);
   int64_t room = 0;
   try {
     check_identity(info, input, verify, [&](size_t at, size_t size) {
@@ -201,8 +204,7 @@ void MoENode::check_file(const OrtKernelInfo* info, size_t input, const ExpertLa
       const int64_t needed = align_up(first % kPage + bytes, kPage);
       if (needed > room) {
         room = std::max(needed, 2 * kPage);
-        buffer.reset(static_cast<char*>(std::aligned_alloc(static_cast<size_t>(kPage), static_cast<size_t>(room))));
-        if (!buffer) throw std::bad_alloc();
+        buffer.reset(static_cast<char*>(::operator new[](static_cast<size_t>(room), kAligned)));
       }
       tensor.file->read(first, bytes, buffer.get() + first % kPage);
       return buffer.get() + first % kPage;
@@ -228,7 +230,7 @@ void MoENode::start_experts(OrtKernelContext* context, const Tokens& tokens, int
   if (said == "") return;
   const OrtLogger* logger;
   check(api_->KernelContext_GetLogger(context, &logger));
-  check(api_->Logger_LogMessage(logger, ORT_LOGGING_LEVEL_INFO, ("quantmoe: " + said).c_str(), __FILE__, __LINE__,
+  check(api_->Logger_LogMessage(logger, ORT_LOGGING_LEVEL_INFO, ("quantmoe: " + said).c_str(), ORT_FILE, __LINE__,
                                 __func__));
 }
 

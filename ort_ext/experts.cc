@@ -22,13 +22,6 @@
 namespace quantmoe {
 namespace {
 
-// Reads that are under way at one time, and the most that one of them has: an NVMe disk is busy with a few of these,
-// and experts of a few MB are split over several.
-constexpr int kReaders = 8;
-constexpr int64_t kPiece = 1 << 20;
-
-constexpr uint16_t kNone = 0xffff;  // no expert, in a trace
-
 // A number of bytes; -1 for "" and "auto".
 int64_t bytes_of(const std::string& entry, const std::string& text, const char* expected = "a number of bytes") {
   if (text.empty() || (text == "auto" && entry == "quantmoe.ram")) return -1;
@@ -56,6 +49,13 @@ void ExpertSettings::check() const {
 
 #if defined(__linux__)
 namespace {
+
+// Reads that are under way at one time, and the most that one of them has: an NVMe disk is busy with a few of these,
+// and experts of a few MB are split over several.
+constexpr int kReaders = 8;
+constexpr int64_t kPiece = 1 << 20;
+
+constexpr uint16_t kNone = 0xffff;  // no expert, in a trace
 
 std::string words(int error) { return std::strerror(error); }
 
