@@ -1,7 +1,13 @@
 """The operators: specification, layouts, reference, kernels and the C ABI."""
 
 import os
+import sys
 from importlib.resources import files
+
+
+def native_name(stem: str) -> str:
+    """File name of a native library: ``quantmoe.dll`` on Windows, ``libquantmoe.so`` elsewhere."""
+    return f"{stem}.dll" if sys.platform == "win32" else f"lib{stem}.so"
 
 
 def library_file(package: str, name: str, variable: str) -> str:

@@ -11,7 +11,7 @@ from functools import cache
 import ml_dtypes
 import numpy as np
 
-from quantmoe.custom_ops import library_file
+from quantmoe.custom_ops import library_file, native_name
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import (
     AttentionSpec,
@@ -161,13 +161,13 @@ class _DeltaCall(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL:
-    """``libquantmoe.so``; QUANTMOE_LIBRARY names another build of it (sanitizers).
+    """``libquantmoe.so`` or ``quantmoe.dll``; QUANTMOE_LIBRARY names another build of it (sanitizers).
 
     Raises:
         FileNotFoundError: it is not there.
         OSError: it was built from another op.def.
     """
-    lib = ctypes.CDLL(library_file("quantmoe.custom_ops", "libquantmoe.so", "QUANTMOE_LIBRARY"))
+    lib = ctypes.CDLL(library_file("quantmoe.custom_ops", native_name("quantmoe"), "QUANTMOE_LIBRARY"))
     check_structs(lib)
     for name, restype in {
         "qm_row_bytes": ctypes.c_size_t,

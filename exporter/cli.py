@@ -444,7 +444,7 @@ def main() -> None:
 
 
 def _main(arguments: Sequence[str]) -> None:
-    for signal_ in (signal.SIGTERM, signal.SIGHUP):
+    for signal_ in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:  # Windows has no SIGHUP
         signal.signal(signal_, lambda number, frame: sys.exit(128 + number))  # as Ctrl-C: what was begun is removed
     try:
         run(app, arguments, "quantmoe")

@@ -4,18 +4,18 @@ import ctypes
 import re
 from pathlib import Path
 
-from quantmoe.custom_ops import library_file
+from quantmoe.custom_ops import library_file, native_name
 
 #: the ONNX Runtime whose API the libraries are written to, and every operator of exported models is in
 OLDEST = (1, 21)
 #: the file name of a target's library
-LIBRARIES = {"cpu": "libquantmoe_ort.so", "cuda": "libquantmoe_ort_cuda.so"}
+LIBRARIES = {"cpu": native_name("quantmoe_ort"), "cuda": native_name("quantmoe_ort_cuda")}
 #: newest glibc whose symbols the library that `make build` and `make wheel` make may ask for
 OLDEST_GLIBC = (2, 28)
 
 
 def library_path() -> str:
-    """Path of ``libquantmoe_ort.so``, for ``SessionOptions.register_custom_ops_library``.
+    """Path of ``libquantmoe_ort.so`` (``quantmoe_ort.dll``), for ``SessionOptions.register_custom_ops_library``.
 
     QUANTMOE_ORT_LIBRARY names another build of it (sanitizers).
 
@@ -49,6 +49,9 @@ def build_info() -> str:
 
 
 def glibc_of(library: str | Path) -> tuple[int, int]:
-    """The glibc that a library asks for: its newest symbol version, by the names in the dynamic string table."""
+    """The glibc that a library asks for: its newest symbol version, by the names in the dynamic string table.
+
+    (0, 0) for one that asks for none, as of Windows.
+    """
     names = re.findall(rb"(?<=\0)GLIBC_(\d+)\.(\d+)(?:\.\d+)?(?=\0)", Path(library).read_bytes())
-    return max((int(major), int(minor)) for major, minor in names)
+    return max(((int(major), int(minor)) for major, minor in names), default=(0, 0))

@@ -2,6 +2,9 @@
 // checked is checked when a session is created.
 #if defined(__linux__)
 #include <sys/mman.h>
+#elif defined(_WIN32)
+#define NOMINMAX
+#include <windows.h>
 #endif
 
 #include <cstdlib>
@@ -20,6 +23,17 @@ enum class WeightSource { kMapped, kPrefaulted, kCopied };
 
 constexpr uintptr_t kPage = 4096;
 
+// Asks the system to read mapped bytes ahead, in one piece where it can. An advice: nothing depends on it.
+void will_need([[maybe_unused]] const void* data, [[maybe_unused]] size_t bytes) {
+#if defined(__linux__)
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(data) / kPage * kPage;
+  (void)madvise(reinterpret_cast<void*>(begin), reinterpret_cast<uintptr_t>(data) + bytes - begin, MADV_WILLNEED);
+#elif defined(_WIN32)
+  WIN32_MEMORY_RANGE_ENTRY range{const_cast<void*>(data), bytes};
+  (void)PrefetchVirtualMemory(GetCurrentProcess(), 1, &range, 0);
+#endif
+}
+
 // Reads the mapped pages in now instead of at first use. The kernel populates the page table too (Linux 5.14);
 // elsewhere a byte of each page is touched.
 void prefault(const void* data, size_t bytes) {
@@ -28,6 +42,8 @@ void prefault(const void* data, size_t bytes) {
   const uintptr_t begin = reinterpret_cast<uintptr_t>(data) / kPage * kPage;
   if (madvise(reinterpret_cast<void*>(begin), reinterpret_cast<uintptr_t>(data) + bytes - begin, kPopulateRead) == 0)
     return;
+#else
+  will_need(data, bytes);
 #endif
   for (size_t at = 0; at < bytes; at += kPage) (void)static_cast<const volatile char*>(data)[at];
 }
@@ -83,13 +99,10 @@ const void* CpuNode::read_packed(const OrtKernelInfo* info, size_t input, Shape&
 
 // What can be checked of a packed tensor whose shape is right.
 void CpuNode::check_packed(const OrtKernelInfo* info, size_t input, const void* data, const Shape& shape) const {
-#if defined(__linux__)
   // The pages of the samples at once, and only these: one after the other each would wait for the disk, and for the
   // pages around it.
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
   for (const size_t at : samples_of(static_cast<size_t>(shape[0] * shape[1]) * 4))
-    (void)madvise(reinterpret_cast<void*>((begin + at) / kPage * kPage), kPage, MADV_WILLNEED);
-#endif
+    will_need(static_cast<const char*>(data) + at, 1);
   check_identity(info, input, verify_, [data](size_t at, size_t) { return static_cast<const char*>(data) + at; });
 }
 
@@ -514,5 +527,10 @@ extern "C" QM_API size_t qm_experts_report(char* text, size_t size) {
 }
 
 extern "C" QM_API OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+#if defined(_WIN32)  // stays when ONNX Runtime unloads it (CMakeLists.txt)
+  HMODULE self;
+  (void)GetModuleHandleExW(GET_MODULE_HANDLE_EX_FLAG_PIN | GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS,
+                           reinterpret_cast<LPCWSTR>(&RegisterCustomOps), &self);
+#endif
   return quantmoe::register_ops(options, base, "CPU", quantmoe::choose_operators);
 }

@@ -22,6 +22,10 @@
 #include "core/numbers.h"
 #include "core/slots.h"
 #include "experts.h"
+#if defined(__MINGW32__) && !defined(_Return_type_success_)
+// Microsoft's annotation, which the next header defines for other systems only.
+#define _Return_type_success_(condition)
+#endif
 #include "onnxruntime_c_api.h"
 #include "quantmoe/quant_moe.h"
 

@@ -16,6 +16,11 @@
 
 #include <cerrno>
 #include <cstdlib>
+#elif defined(_WIN32)
+#define NOMINMAX
+#include <windows.h>
+
+#include <bit>
 #endif
 
 namespace {
@@ -41,6 +46,12 @@ int64_t affinity() {
     if (const int64_t found = CPU_COUNT_S(size, all.data()); found || !short_mask) return found;
   }
   return 0;
+}
+#elif defined(_WIN32)
+// CPUs of the process's affinity mask, which is of its group of at most 64; 0 when it has several groups.
+int64_t affinity() {
+  DWORD_PTR process, system;
+  return GetProcessAffinityMask(GetCurrentProcess(), &process, &system) ? std::popcount(process) : 0;
 }
 #endif
 
@@ -72,7 +83,7 @@ int64_t within_quota(int64_t most, const std::string& folder, bool v2) {
 
 int qm_cpus(int allowed, const char* root) try {
   int64_t cpus = allowed;
-#if defined(__linux__)
+#if defined(__linux__) || defined(_WIN32)
   if (cpus <= 0) cpus = affinity();
 #endif
   if (cpus <= 0) cpus = std::thread::hardware_concurrency();
