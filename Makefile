@@ -20,7 +20,7 @@ PYTEST := python -m pytest -n $(JOBS) --dist loadfile -m "not long"
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 
 .PHONY: venv clang build cuda demo test test-random test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
-  format samples first-minutes wheel windows clean
+  format samples first-minutes wheel windows test-windows clean
 
 # PyTorch's build for the CPU where its index can be reached, else PyPI's, to which on x86-64 belong 4 GB of CUDA libraries.
 # UV_TORCH_BACKEND names another build (cu130, say).
@@ -138,6 +138,10 @@ windows: build
 	_PYTHON_HOST_PLATFORM=win-amd64 CXX="python-zig c++ -O3 -target x86_64-windows-gnu" python -m pip wheel --quiet . --no-build-isolation \
 	  --no-deps --wheel-dir dist --config-settings build-dir=build/windows --config-settings cmake.define.CMAKE_SYSTEM_NAME=Windows \
 	  --config-settings cmake.define.CMAKE_SYSTEM_PROCESSOR=AMD64
+
+# The DLLs under wine, beside the Linux libraries (tests/windows/run.sh): apt-get install --no-install-recommends wine wine64.
+test-windows: windows | $(MODEL)
+	tests/windows/run.sh $(MODEL)
 
 # The wheel alone in a clean environment, with each ONNX Runtime.
 test-wheel: wheel

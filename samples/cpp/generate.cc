@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <filesystem>
 #include <iostream>
 #include <iterator>
 #include <limits>
@@ -111,17 +112,23 @@ static Ids Generate(Ort::Session& session, int64_t count, Ids ids) {
   return generated;
 }
 
+#if defined(_WIN32)  // paths in UTF-16
+static constexpr const char* kLibrary = "quantmoe_ort.dll";
+int wmain(int argc, wchar_t** argv) try {
+#else
+static constexpr const char* kLibrary = "libquantmoe_ort.so";
 int main(int argc, char** argv) try {
+#endif
   if (argc < 4) throw std::invalid_argument("usage: generate FOLDER COUNT ID...");
-  const std::string folder = argv[1];
+  const std::filesystem::path folder = argv[1];
   Ids numbers;
-  std::transform(argv + 2, argv + argc, std::back_inserter(numbers), Number);
+  for (int i = 2; i < argc; ++i) numbers.push_back(Number(std::filesystem::path(argv[i]).string()));
 
   Ort::Env env(ORT_LOGGING_LEVEL_ERROR, "generate");
   Ort::SessionOptions options;
   options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_FATAL);  // what it logs is in its exceptions
-  options.RegisterCustomOpsLibrary((folder + "/libquantmoe_ort.so").c_str());
-  Ort::Session session(env, (folder + "/model.onnx").c_str(), options);
+  options.RegisterCustomOpsLibrary((folder / kLibrary).c_str());
+  Ort::Session session(env, (folder / "model.onnx").c_str(), options);
 
   for (int64_t id : Generate(session, numbers[0], {numbers.begin() + 1, numbers.end()})) std::cout << id << ' ';
   std::cout << '\n';
