@@ -442,12 +442,10 @@ bool Experts::read_one(Lock& lock) {
   if (error != "" && !s.failed) {
     s.failed = true;
     s.error = "expert " + std::to_string(s.expert) + ": " + error;
+    map_[s.layer][s.expert] = -1;  // the next run reads it again, although other pieces of this read may be under way
   }
   if (--s.reads == 0) {
-    if (s.failed) {  // the next run reads it again
-      map_[s.layer][s.expert] = -1;
-      s.expert = -1;
-    }
+    if (s.failed) s.expert = -1;
     unpin(read.slot);
     done_.notify_all();
   }
