@@ -300,6 +300,7 @@ def test_what_cannot_speculate_is_named(models, exported):
     with pytest.raises(ModelError, match="5 drafts take a window of 6 states"):
         Generator(models["qwen3_next"], speculate="mtp", drafts=5)
     found = inspect(models["qwen3_next"], verify=True)
-    assert found["mtp"] == inspect(models["qwen3_next"] / "mtp.onnx", verify=True)
+    alone = inspect(models["qwen3_next"] / "mtp.onnx", verify=True)
+    assert {**found["mtp"], "files": None} == {**alone, "files": None}  # what of them is in memory changes
     assert found["mtp"]["layers"][0]["module"] == "mtp.layers.0.mlp.experts"
     assert found["mtp"]["verified"]
