@@ -3,7 +3,7 @@
 #   1. the DLLs export what the Linux libraries do
 #   2. run_models.cc here and there: layers of tests/cases.py give the same bytes with each kernel, damaged models are refused alike
 #   3. the C++ sample on MODEL, in a folder whose name is not ASCII: the tokens of Linux
-# Says so and ends well where wine cannot be had. Everything lands in build/windows-test.
+# Says so and ends well where wine cannot be had, or starts nothing. Everything lands in build/windows-test.
 set -euo pipefail
 model=${1:+$(realpath "$1")}
 cd "$(dirname "$0")/../.."
@@ -24,6 +24,7 @@ under_wine() { # OUTPUT COMMAND...
   sed -i 's/\r$//' "$1"
 }
 trap 'wineserver -k || true' EXIT
+under_wine "$dir/ver" cmd.exe /c ver || { echo "windows: not run, wine does not start a program here"; exit 0; }
 
 exports() { # of a DLL
   python -c 'import sys, struct
