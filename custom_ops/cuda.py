@@ -49,6 +49,8 @@ class Problem(ctypes.Structure):
         ("tokens", _I64),
         ("top_k", _I64),
         ("local_experts", _I64),
+        ("slots", _I32),
+        ("staging", _I32),
     ]
 
 
@@ -130,7 +132,7 @@ class DeltaPlan(ctypes.Structure):
 #: qm_cuda_step_kind
 STEPS = (
     *("round", "gather", "route", "quantize", "gate_up", "round_hidden", "quantize_hidden", "down", "combine"),
-    "linear",
+    *("linear", "resolve", "fill"),
 )
 #: QM_CUDA_CALLERS
 CALLERS = 2**64 - 1
@@ -157,10 +159,11 @@ class Plan(ctypes.Structure):
     _fields_ = [
         ("path", _I32),
         ("step_count", _I32),
-        ("all_steps", Step * 8),
+        ("all_steps", Step * 10),
         ("max_tiles", _I32),
         ("down_max_tiles", _I32),
-        *((n, _U64) for n in ("tiles", "down_tiles", "sorted_pairs", "positions", "workspace_bytes")),
+        *((n, _U64) for n in ("tiles", "down_tiles", "sorted_pairs", "positions")),
+        *((n, _U64) for n in ("where", "copies", "workspace_bytes")),
     ]
 
     @property
@@ -191,7 +194,13 @@ _PLANS = {
 
 
 class _Tensors(ctypes.Structure):
-    _fields_ = [(n, _PTR) for n in ("hidden_states", "topk_ids", "topk_weights", "w13", "w2", "output", "workspace")]
+    _fields_ = [
+        (n, _PTR)
+        for n in (
+            *("hidden_states", "topk_ids", "topk_weights", "w13", "w2", "output", "workspace"),
+            *("slots", "staging", "cache_state"),
+        )
+    ]
 
 
 @cache
@@ -204,7 +213,8 @@ def library() -> ctypes.CDLL:
     """
     lib = ctypes.CDLL(library_file("quantmoe.custom_ops", "libquantmoe_cuda.so", "QUANTMOE_CUDA_LIBRARY"))
     check_structs(lib)
-    lib.qm_cuda_row_bytes.restype = lib.qm_cuda_linear_row_bytes.restype = ctypes.c_size_t
+    for size in ("row_bytes", "linear_row_bytes", "slot_bytes", "cache_state_bytes"):
+        getattr(lib, f"qm_cuda_{size}").restype = ctypes.c_size_t
     return lib
 
 
@@ -319,6 +329,9 @@ class CudaMoE:
         w13, w2: uint8 CUDA tensors [local experts, row bytes].
     """
 
+    #: slots, staging and state of a cache (CachedMoE)
+    cache: tuple[torch.Tensor, ...] = ()
+
     def __init__(self, spec: MoESpec, w13: torch.Tensor, w2: torch.Tensor) -> None:
         self.spec, self.w13, self.w2 = spec, w13, w2
         self.device = query(w13.device.index or 0)
@@ -345,7 +358,7 @@ class CudaMoE:
         """Enqueues on torch's current stream. All tensors contiguous; workspace uint8 of plan.workspace_bytes."""
         import torch
 
-        pointers = (hidden, topk_ids, topk_weights, self.w13, self.w2, output, workspace)
+        pointers = (hidden, topk_ids, topk_weights, self.w13, self.w2, output, workspace, *self.cache)
         tensors = _Tensors(*(x.data_ptr() for x in pointers))
         err = ctypes.create_string_buffer(ERROR_SIZE)
         stream = _PTR(torch.cuda.current_stream().cuda_stream)
@@ -364,6 +377,46 @@ class CudaMoE:
         workspace = torch.full((max(1, prepared[1].workspace_bytes),), 0xFF, dtype=torch.uint8, device=hidden.device)
         self.launch(prepared, hidden, topk_ids, topk_weights, output, workspace)
         return output
+
+
+class CachedMoE(CudaMoE):
+    """A layer whose experts are in host memory, with a cache of some on the current CUDA device.
+
+    Args:
+        spec: the node's attributes, layout marlin.
+        w13, w2: uint8 tensors [local experts, row bytes] in page-locked host memory.
+        slots: experts that the cache keeps.
+        staging: experts that a call copies for itself when it asks for more.
+    """
+
+    def __init__(self, spec: MoESpec, w13: torch.Tensor, w2: torch.Tensor, slots: int, staging: int) -> None:
+        import torch
+
+        super().__init__(spec, w13, w2)
+        self.slots, self.staging = slots, staging
+        lib, moe = library(), node(native.library(), spec)
+        self.slot_bytes = lib.qm_cuda_slot_bytes(ctypes.byref(moe))
+        memory = [torch.full((n, self.slot_bytes), 0xFF, dtype=torch.uint8, device="cuda") for n in (slots, staging)]
+        state = torch.zeros(lib.qm_cuda_cache_state_bytes(_I64(len(w13)), slots), dtype=torch.uint8, device="cuda")
+        self.cache = (*memory, state)
+
+    def prepare(self, hidden: torch.Tensor, topk_ids: torch.Tensor) -> tuple[Problem, Plan]:
+        """Problem and plan of a batch."""
+        p, _ = super().prepare(hidden, topk_ids)
+        p.slots, p.staging = self.slots, self.staging
+        return p, plan(p, self.device)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """qm_cuda_cache_counts."""
+        counts = self.cache[2][:32].cpu().numpy().view("<u8")
+        return dict(zip(("hits", "misses", "staged", "not_copied"), map(int, counts), strict=True))
+
+    @property
+    def experts(self) -> list[int]:
+        """Of each slot: the local expert that it has, -1 for none."""
+        words = self.cache[2][40:].cpu().numpy().view("<i4")
+        return [int(expert) - 1 for expert in words[len(self.w13) : len(self.w13) + self.slots]]
 
 
 class CudaLinear:

@@ -7,7 +7,7 @@
 //
 // A launch's first kernel may start while the kernel before it in the stream ends (programmatic dependent launch). It
 // waits for it before it reads or writes anything but packed weights: these are constants, which no kernel before it
-// still writes.
+// still writes. Slots of a cache are written within the call that reads them, before its first product starts.
 #pragma once
 #include "quantmoe/quant_moe.h"
 
@@ -26,6 +26,9 @@ typedef struct {
   int32_t type;      // qm_type of hidden_states and output: QM_F16 or QM_BF16
   int32_t id_bytes;  // 4 or 8: width of topk_ids
   int64_t tokens, top_k, local_experts;
+  // A cache of the experts in device memory: slots that keep one expert each, and rows that a call fills for itself
+  // when it asks for more. 0 slots: none, the experts are read where w13 and w2 are.
+  int32_t slots, staging;
 } qm_cuda_problem;
 
 // Which kernels a launch runs.
@@ -50,8 +53,10 @@ typedef enum {
   QM_CUDA_DOWN = 7,             // a product
   QM_CUDA_COMBINE = 8,          // the sum of a token's experts
   QM_CUDA_LINEAR = 9,           // a linear's product
+  QM_CUDA_RESOLVE = 10,         // which experts are in a slot, which are to be copied, and where to
+  QM_CUDA_FILL = 11,            // the copies
 } qm_cuda_step_kind;
-#define QM_CUDA_MOST_STEPS 8
+#define QM_CUDA_MOST_STEPS 10
 #define QM_CUDA_CALLERS UINT64_MAX  // in place of an offset: the caller's activations, or output
 
 // One kernel.
@@ -80,8 +85,9 @@ typedef struct {
   int32_t path, step_count;
   qm_cuda_step steps[QM_CUDA_MOST_STEPS];
   int32_t max_tiles, down_max_tiles;  // capacities of the lists of tiles
-  // Byte offsets into the workspace. down_tiles is tiles where both products read one list.
-  uint64_t tiles, down_tiles, sorted_pairs, positions, workspace_bytes;
+  // Byte offsets into the workspace. down_tiles is tiles where both products read one list. where and copies are of a
+  // cache: the address of each expert's row of w13, then of w2; and what is copied, the number of which comes first.
+  uint64_t tiles, down_tiles, sorted_pairs, positions, where, copies, workspace_bytes;
 } qm_cuda_plan;
 
 typedef struct {
@@ -92,12 +98,27 @@ typedef struct {
   const void* w2;
   void* output;     // [tokens, H]
   void* workspace;  // plan.workspace_bytes, 256-byte aligned; contents need not survive between calls
+  // Of a cache, when problem.slots > 0; 256-byte aligned. w13 and w2 are then host memory that the device can read.
+  // Launches that share any of these run one after the other.
+  void* slots;        // problem.slots * qm_cuda_slot_bytes; contents survive
+  void* staging;      // problem.staging as many; contents need not survive between calls, layers may share them
+  void* cache_state;  // qm_cuda_cache_state_bytes, zeros at first
 } qm_cuda_tensors;
+
+// What a cache_state begins with: experts that calls asked for, once a call each.
+typedef struct {
+  uint64_t hits, misses;  // in a slot, and not
+  uint64_t staged;        // of the misses: copied to staging
+  uint64_t not_copied;    // of the misses: read in host memory
+} qm_cuda_cache_counts;
 
 // Fills the device description of a CUDA ordinal (the one function here that asks the driver).
 QM_API int qm_cuda_query(int ordinal, qm_cuda_device*, char* err);
 // Bytes of one expert's packed row by FORMAT.md section 3; 0 when the attributes are not valid. projection: 13 or 2.
 QM_API size_t qm_cuda_row_bytes(const qm_moe*, int projection);
+// Bytes of a slot: an expert's rows of w13 and w2. 0 when the attributes are not valid.
+QM_API size_t qm_cuda_slot_bytes(const qm_moe*);
+QM_API size_t qm_cuda_cache_state_bytes(int64_t local_experts, int32_t slots);
 // QM_INVALID: attributes that contradict each other; QM_UNSUPPORTED: no kernel, naming what there is.
 QM_API int qm_cuda_plan_moe(const qm_cuda_problem*, const qm_cuda_device*, qm_cuda_plan*, char* err);
 // QM_INVALID: the plan names a kernel that is not compiled, which qm_cuda_launch refuses, too. No CUDA call.

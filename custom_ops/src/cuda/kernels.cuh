@@ -10,10 +10,17 @@ namespace quantmoe {
 
 constexpr int kUnit = 64;  // columns of a unit, FORMAT.md 3.2
 
+// The packed rows of all experts: one after the other, or where a table says (expert_cache.cuh).
+struct ExpertRows {
+  const uint8_t* first;
+  uint64_t bytes;               // of a row
+  const uint8_t* const* where;  // [experts], or null
+  __device__ const uint8_t* operator[](int expert) const { return where ? where[expert] : first + expert * bytes; }
+};
+
 // One projection of all experts, as a kernel reads it.
 struct Weights {
-  const uint8_t* rows;
-  uint64_t row_bytes;
+  ExpertRows rows;
   uint32_t scales_at, zeros_at, globals_at, bias_at, input_at;  // 0: none
   int panels, units;                                            // 16-row panels, 64-column units
   int blocks, block_shift;                                      // scale block of unit u is u >> block_shift
@@ -70,8 +77,8 @@ struct GemmParams {
   // gate_up: not null if out is codes as x of the next product, with these scales, [groups, x_rows], or [x_rows] if w2
   // has stored ones, in its row.
   float* h_scales;
-  const uint8_t* h_stored;  // null: none
-  uint64_t h_row_bytes;
+  ExpertRows h_rows;    // of w2
+  uint32_t h_input_at;  // 0: none
 };
 
 // QuantLinear on wgmma.
@@ -119,11 +126,10 @@ struct RoundParams {
   Routing routing;
   int format;
   bool by_expert, weight_here;  // rows are of pairs whose expert matters; multiply by the router's weight first
-  const uint8_t* rows;          // of the weights
-  uint64_t row_bytes;
-  uint32_t input_at, pre_at;  // in a row; 0: none
-  bool with_input_scale;      // in the values
-  int packed;                 // out: codes and scales, in as many bytes for 64 columns; 0: values
+  ExpertRows rows;              // of the weights
+  uint32_t input_at, pre_at;    // in a row; 0: none
+  bool with_input_scale;        // in the values
+  int packed;                   // out: codes and scales, in as many bytes for 64 columns; 0: values
   const void* x;
   void* out;
   int x_divisor, x_columns;         // row of x of row r is r / x_divisor
@@ -139,8 +145,7 @@ struct RoundParams {
 struct GatherParams {
   Routing routing;
   int x_divisor;
-  const uint8_t* rows;
-  uint64_t row_bytes;
+  ExpertRows rows;
   uint32_t perm_at;
   const uint16_t* x;
   uint16_t* out;

@@ -4,6 +4,7 @@
 #include <exception>
 #include <vector>
 
+#include "cuda/expert_cache.cuh"
 #include "cuda/launcher.h"
 #include "cuda/layout.h"
 #include "cuda/products.h"
@@ -22,13 +23,12 @@ struct Matrix {
   MarlinRow row;
   Weights weights;
 };
-Matrix MatrixOf(const qm_moe& m, int projection, const void* rows) {
+Matrix MatrixOf(const qm_moe& m, int projection, const void* rows, const uint8_t* const* where = nullptr) {
   Matrix out{projection == 13 ? m.w13 : m.w2, {}, {}};
   MarlinRow& row = out.row;
   MarlinRowOf(m, projection, &row);
   Weights& weights = out.weights;
-  weights.rows = static_cast<const uint8_t*>(rows);
-  weights.row_bytes = row.bytes;
+  weights.rows = {static_cast<const uint8_t*>(rows), row.bytes, where};
   weights.scales_at = static_cast<uint32_t>(row.scales_at);
   weights.zeros_at = out.w.zero_points ? static_cast<uint32_t>(row.zeros_at) : 0;
   weights.globals_at = static_cast<uint32_t>(row.globals_at);
@@ -54,6 +54,7 @@ struct Call {
   const void* x;
   void* y;
   uint8_t* workspace;
+  CacheParams cache;
 
   const void* In(const qm_cuda_step& s) const { return s.in == QM_CUDA_CALLERS ? x : workspace + s.in; }
   void* Out(const qm_cuda_step& s) const { return s.out == QM_CUDA_CALLERS ? y : workspace + s.out; }
@@ -172,7 +173,6 @@ void Round(Launcher& launcher, const Call& c, const Matrix& matrix, const qm_cud
   round.by_expert = hidden || !c.routing.topk_ids || RoundsByExpert(matrix.w) || s.weighted;
   round.weight_here = s.weighted;
   round.rows = matrix.weights.rows;
-  round.row_bytes = matrix.weights.row_bytes;
   round.input_at = matrix.weights.input_at;
   round.pre_at = matrix.w.pre_scale ? static_cast<uint32_t>(matrix.row.pre_at) : 0;
   round.with_input_scale = WithFacts(KindOf(matrix.w), [](auto f) { return f.kRoundsScaled; });
@@ -200,7 +200,6 @@ void Gather(Launcher& launcher, const Call& c, const Matrix& matrix, const qm_cu
   gather.routing = c.routing;
   gather.x_divisor = c.Divisor(s);
   gather.rows = matrix.weights.rows;
-  gather.row_bytes = matrix.weights.row_bytes;
   gather.perm_at = static_cast<uint32_t>(matrix.row.perm_at);
   gather.x = static_cast<const uint16_t*>(c.In(s));
   gather.out = static_cast<uint16_t*>(c.Out(s));
@@ -259,7 +258,6 @@ void Quantize(Launcher& launcher, const Call& c, const Matrix& matrix, const qm_
   quantize.positions = s.kind == QM_CUDA_QUANTIZE_HIDDEN ? nullptr : c.At<int>(c.plan.positions);
   quantize.weight_here = s.weighted;
   quantize.rows = matrix.weights.rows;
-  quantize.row_bytes = matrix.weights.row_bytes;
   quantize.input_at = matrix.weights.input_at;
   quantize.sorted_pairs = c.At<SortedPair>(c.plan.sorted_pairs);
   quantize.tiles = c.At<Tile>(c.plan.tiles);
@@ -303,8 +301,8 @@ void Multiply(Launcher& launcher, const Call& c, const Matrix& matrix, const qm_
     // Where a block has all it takes to know the scales. Codes and scales of h take less than h in 16 bits.
     if (!down && next.w.activation_format != k_activation_format_fp8_token) {
       gemm.h_scales = const_cast<float*>(ScalesOf(gemm.out, next, s.out_rows));
-      if (has_input_scales(next.w)) gemm.h_stored = next.weights.rows + next.row.input_at;
-      gemm.h_row_bytes = next.row.bytes;
+      gemm.h_rows = next.weights.rows;
+      gemm.h_input_at = next.weights.input_at;
     }
   }
   Run(launcher, KernelOf<T>(down ? Product::kDown : Product::kGateUp, matrix.w, plan.path, s), gemm, s);
@@ -333,7 +331,7 @@ int MultiplyDense(Launcher& launcher, const Call& c, const Matrix& matrix, const
   p.parts = s.cluster;
   p.row_tiles = (p.weights.panels + s.panels - 1) / s.panels;
   p.tiles = p.row_tiles * ((p.rows + p.width - 1) / p.width);
-  const uint8_t* rows = p.weights.rows;
+  const uint8_t* rows = p.weights.rows.first;
   const WeightKind kind = KindOf(matrix.w);
   const uint32_t box = s.panels, width = p.width, lines = BitsOf(kind);  // 128 bytes of a unit's codes
   const uint32_t scales = 8 * p.weights.scale_bytes, zeros = p.weights.zero_bytes;
@@ -370,6 +368,12 @@ int Launch(const Call& c, cudaStream_t stream, char* err) {
     const qm_cuda_step& s = c.plan.steps[i];
     int status = QM_OK;
     switch (static_cast<qm_cuda_step_kind>(s.kind)) {
+      case QM_CUDA_RESOLVE:
+        Run(launcher, resolve_experts, c.cache, s);
+        break;
+      case QM_CUDA_FILL:
+        Run(launcher, fill_experts, c.cache, s);
+        break;
       case QM_CUDA_ROUND:
         Round<T>(launcher, c, c.first, s);
         break;
@@ -408,7 +412,10 @@ int Launch(const Call& c, cudaStream_t stream, char* err) {
 
 Call CallOf(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_cuda_tensors& t) {
   const qm_moe& m = p.moe;
-  Call c{plan, MatrixOf(m, 13, t.w13), MatrixOf(m, 2, t.w2)};
+  auto* const workspace = static_cast<uint8_t*>(t.workspace);
+  // Of w13, then of w2.
+  auto* const where = p.slots ? reinterpret_cast<const uint8_t**>(workspace + plan.where) : nullptr;
+  Call c{plan, MatrixOf(m, 13, t.w13, where), MatrixOf(m, 2, t.w2, where ? where + p.local_experts : nullptr)};
   c.routing.topk_ids = t.topk_ids;
   c.routing.topk_weights = t.topk_weights;
   c.routing.id_bytes = p.id_bytes;
@@ -419,7 +426,25 @@ Call CallOf(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_cuda_te
   c.activation = Activation{m.activation, m.gated, m.swiglu_alpha, m.swiglu_limit};
   c.x = t.hidden_states;
   c.y = t.output;
-  c.workspace = static_cast<uint8_t*>(t.workspace);
+  c.workspace = workspace;
+  if (!p.slots) return c;
+  CacheParams& cache = c.cache;
+  cache.routing = c.routing;
+  for (int i = 0; i < 2; ++i) {
+    const ExpertRows& rows = (i ? c.second : c.first).weights.rows;
+    cache.rows[i] = rows.first;
+    cache.row_bytes[i] = rows.bytes;
+    cache.where[i] = where + i * p.local_experts;
+  }
+  cache.second_at = SecondAt(c.first.row);
+  cache.slot_bytes = qm_cuda_slot_bytes(&m);
+  cache.slots = static_cast<uint8_t*>(t.slots);
+  cache.staging = static_cast<uint8_t*>(t.staging);
+  cache.slot_count = p.slots;
+  cache.staging_count = p.staging;
+  cache.state = static_cast<CacheState*>(t.cache_state);
+  cache.copy_count = reinterpret_cast<int*>(workspace + plan.copies);
+  cache.copies = reinterpret_cast<ExpertCopy*>(workspace + plan.copies + kCopyBytes);
   return c;
 }
 Call CallOf(const qm_cuda_linear_problem& p, const qm_moe& moe, const qm_cuda_plan& plan,

@@ -58,8 +58,10 @@ constexpr int kDecodePairs = 128;  // decode: (token, slot) pairs
 constexpr int kThreads = 256;      // of the mma.sync kernels
 constexpr int kWarps = kThreads / 32;
 // Of the kernels between the products.
-constexpr int kRouteThreads = 1024, kRoundThreads = 256, kQuantizeThreads = 256, kCombineThreads = 128;
+constexpr int kRouteThreads = 1024, kRoundThreads = 256, kQuantizeThreads = 256, kCombineThreads = 128,
+              kFillThreads = 256;
 constexpr int kTileBytes = 16;  // of a tile in the lists
+constexpr int kCopyBytes = 16;  // of an expert to copy
 
 // Stages of a warp of the mma.sync kernels, and shared memory of one; `units` of K in it, lane_bytes being scales and
 // zero points.
@@ -154,6 +156,10 @@ inline qm_moe MoeOf(const qm_linear& l) {
   moe.w13 = moe.w2 = l.w;
   return moe;
 }
+
+// A slot of the experts' cache: the row of w13, and where that of w2 begins.
+constexpr size_t kSlotAlignment = 256;
+inline size_t SecondAt(const MarlinRow& w13) { return align_up(w13.bytes, kSlotAlignment); }
 
 // False when the attributes do not describe a row.
 inline bool MarlinRowOf(const qm_moe& m, int projection, MarlinRow* row) {

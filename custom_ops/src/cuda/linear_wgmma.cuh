@@ -256,14 +256,14 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
     const int first_token = tile / p.row_tiles * p.width, count = min(p.width, p.rows - first_token);
     const int panel = tile % p.row_tiles * Shape::kPanels + own_panel;
     float2 factor;
-    factor.x = factor.y = F::template kProductFactor<T> * InputScale<F>(w, w.rows);
+    factor.x = factor.y = F::template kProductFactor<T> * InputScale<F>(w, w.rows.first);
     if constexpr (F::kGlobalBytes > 0) {
-      const float2 global = *reinterpret_cast<const float2*>(w.rows + w.globals_at);
+      const float2 global = *reinterpret_cast<const float2*>(w.rows.first + w.globals_at);
       factor.x *= global.x, factor.y *= global.y;
     }
     float2 bias = make_float2(0.f, 0.f);  // of rows g and g + 8
     if (w.bias_at && panel < w.panels) {
-      const float* from = reinterpret_cast<const float*>(w.rows + w.bias_at) + panel * 16 + g;
+      const float* from = reinterpret_cast<const float*>(w.rows.first + w.bias_at) + panel * 16 + g;
       bias = make_float2(from[0], from[8]);
     }
     // The warpgroup's 64 results of a token lie side by side, swizzled; tokens [0, kResultTokens) of those from `from`.

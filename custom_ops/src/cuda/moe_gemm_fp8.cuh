@@ -211,7 +211,7 @@ struct Fp8Consumer {
     const int part = down ? (work.k_begin * parts + parts - 1) / groups : 0;
     const int token = (N == 128 ? group * 64 : 0) + warp * 16 + lane / 4;  // and token + 8
     const int panel = work.panel + (N == 128 ? 0 : group * 8);
-    const uint8_t* expert = w.rows + work.expert * w.row_bytes;
+    const uint8_t* expert = w.rows[work.expert];
     constexpr int kPanels = N / 8;
     float weight[2], factor[2];
     int pair[2];
@@ -309,7 +309,7 @@ struct Fp8Consumer {
       NamedBarrier(1, 256);
       most[0] = max(most[0], all[(1 - group) * 64 + token]), most[1] = max(most[1], all[(1 - group) * 64 + token + 8]);
     }
-    const float stored = p.h_stored ? *reinterpret_cast<const float*>(p.h_stored + work.expert * p.h_row_bytes) : 0.f;
+    const float stored = p.h_input_at ? *reinterpret_cast<const float*>(p.h_rows[work.expert] + p.h_input_at) : 0.f;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const E4m3Step step(__uint_as_float(most[j]), stored);
@@ -325,8 +325,8 @@ struct Fp8Consumer {
         if (pair[j] >= 0) *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.out) + at * kFp8Group + place * 16) = codes;
       }
       if (pair[j] >= 0 && t == 0 && (N == 128 || group == 0)) {
-        if (!p.h_stored) p.h_scales[at] = step.step;
-        if (p.h_stored && work.panel == 0) p.h_scales[row] = stored;
+        if (!p.h_input_at) p.h_scales[at] = step.step;
+        if (p.h_input_at && work.panel == 0) p.h_scales[row] = stored;
       }
     }
   }
@@ -396,7 +396,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
         const Tile tile = p.tiles[any.group_first + local % any.group_size];
         const Fp8Work work{
             tile.expert, panel, tile.first, tile.count, part * groups / parts, (part + 1) * groups / parts};
-        auto copy = stages(work, w.rows + work.expert * w.row_bytes);
+        auto copy = stages(work, w.rows[work.expert]);
 #pragma unroll 1
         for (int k = work.k_begin; k < work.k_end; ++k) {
           copy(k, base + stage, [&] { BarrierWait(base + stage + kFp8EmptyAt, phase); });

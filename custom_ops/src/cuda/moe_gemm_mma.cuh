@@ -74,7 +74,7 @@ __device__ inline void PrefetchCodes(const GemmParams& p) {
   const int expert = LocalExpert(p.routing, blockIdx.x * pairs / gridDim.x);
   if (expert < 0) return;
   const uint32_t codes = p.weights.scales_at, parts = max(codes / kBytes, 1u);
-  Prefetch(p.weights.rows + expert * p.weights.row_bytes + blockIdx.x % parts * kBytes, min(codes, kBytes));
+  Prefetch(p.weights.rows[expert] + blockIdx.x % parts * kBytes, min(codes, kBytes));
 }
 
 // kUnits: of K a stage; kSplit: warps split K (warps_k > 1), otherwise each stores its own sums and never waits.
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
               }
             }
           }
-          copy_expert = p.weights.rows + expert * p.weights.row_bytes;
+          copy_expert = p.weights.rows[expert];
         }
         const int panel = (copy_group * warps_n + wn) * MT;
         stream.SeekWeights(p.weights, copy_expert, panel, k_begin);
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
     if (++group == groups) group = 0, ++tile;
     int expert = now.expert;
     if constexpr (decode) expert = routing->expert[this_tile];
-    const uint8_t* expert_row = p.weights.rows + expert * p.weights.row_bytes;
+    const uint8_t* expert_row = p.weights.rows[expert];
     // Of token columns `column` and the next; -1: none.
     auto find = [&](int column, int(&pair)[2], float(&weight)[2]) {
 #pragma unroll
@@ -348,9 +348,9 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
 
   auto expert_row = [&](int tile) {
     if constexpr (kLinear) {
-      return p.weights.rows;
+      return p.weights.rows.first;
     } else {
-      return p.weights.rows + routing->expert[tile] * p.weights.row_bytes;
+      return p.weights.rows[routing->expert[tile]];
     }
   };
   struct Place {  // in the list

@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, 2) MoeGemmSpan(const __grid_constant
     if (left > 0) {
       if (seek) {
         if (!copy_expert) {
-          copy_expert = p.weights.rows + expert_of(copied.tile) * p.weights.row_bytes;
+          copy_expert = p.weights.rows[expert_of(copied.tile)];
           int pair = -1;
           if constexpr (decode) {
             pair = routing->Pair(copied.tile, g);
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kThreads, 2) MoeGemmSpan(const __grid_constant
         if (p.weight_here) weight[i] = found.weight;
       }
     }
-    const uint8_t* expert_row = p.weights.rows + expert * p.weights.row_bytes;
+    const uint8_t* expert_row = p.weights.rows[expert];
     const float2 factor = SumFactors<T, F>(p.weights, expert_row);
 #pragma unroll
     for (int m = 0; m < MT; ++m)

@@ -80,7 +80,7 @@ struct WgmmaConsumer {
   int* pairs;
   float* weights;
 
-  __device__ const uint8_t* Expert(int expert) const { return p.weights.rows + expert * p.weights.row_bytes; }
+  __device__ const uint8_t* Expert(int expert) const { return p.weights.rows[expert]; }
   __device__ bool TwoGroups() const { return Size::kRuntime ? p.weights.two_groups : kGroups == 2; }
 
   // Scales of a stage, of panels from `panel` on.
@@ -416,7 +416,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
     int stage = 0, phase = 1;
     for (Turns turn; turn.unit < units; turn.Next()) {
       const Work work = locate(turn.unit, 0);
-      const uint8_t* expert = w.rows + work.expert * w.row_bytes;
+      const uint8_t* expert = w.rows[work.expert];
       uint32_t rows[kRows];  // in pieces of 16 bytes: plan.cc has the limit
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {

@@ -42,8 +42,10 @@ void Append(qm_cuda_plan* plan, int kind, qm_cuda_step step, Rows* x, const Rows
   step.block_y = std::max(step.block_y, 1);
   step.in = x->at, step.in_rows = Int(x->count), step.in_columns = Int(x->columns);
   step.out = out.at, step.out_rows = Int(out.count), step.out_columns = Int(out.columns);
-  // What reads the call's x before a product does waits for what came before the call (launcher.h).
-  step.dependent = kind != QM_CUDA_ROUND && kind != QM_CUDA_GATHER && (kind != QM_CUDA_ROUTE || plan->step_count > 0);
+  // What reads the call's x before a product does waits for what came before the call (launcher.h), and for all copies
+  // of experts: what comes after it may then read them before it waits.
+  const bool first = plan->step_count == 0 || plan->steps[plan->step_count - 1].kind == QM_CUDA_FILL;
+  step.dependent = kind != QM_CUDA_ROUND && kind != QM_CUDA_GATHER && (kind != QM_CUDA_ROUTE || !first);
   plan->steps[plan->step_count++] = step;
   *x = out;
 }
@@ -163,8 +165,24 @@ Buffers Allocate(const Layer& l, qm_cuda_plan* plan) {
     else if (l.wgmma)
       b.prepared = workspace.Take((by_pair ? pairs : l.p.tokens) * l.w13.units * 128);
   }
+  if (l.p.slots) {
+    plan->where = workspace.Take(16 * l.p.local_experts);
+    plan->copies = workspace.Take(kCopyBytes * (l.p.local_experts + 1));
+  }
   plan->workspace_bytes = workspace.end;
   return b;
+}
+
+// resolve_experts and fill_experts. The first product waits before it lets down start, so down finds all copies, too.
+void AppendCache(const Layer& l, Rows* x, qm_cuda_plan* plan) {
+  qm_cuda_step resolve{}, fill{};
+  resolve.grid = 1;
+  resolve.block = kRouteThreads;
+  resolve.shared_bytes = Int(4 * (l.p.local_experts + l.p.slots));
+  Append(plan, QM_CUDA_RESOLVE, resolve, x, *x);
+  fill.grid = std::max(l.device.multiprocessors, 1);
+  fill.block = kFillThreads;
+  Append(plan, QM_CUDA_FILL, fill, x, *x);
 }
 
 // MoeRoute, whose blocks after the first cluster bring x into the order in which wgmma reads it, unless it is.
@@ -204,6 +222,7 @@ void AppendSteps(const Layer& l, const Buffers& b, qm_cuda_plan* plan) {
   const qm_moe& m = l.p.moe;
   const int64_t tokens = l.p.tokens;
   Rows x{QM_CUDA_CALLERS, tokens, m.hidden_size};
+  if (l.p.slots) AppendCache(l, &x, plan);
   if (Rounds(m.w13) && !l.fp8) {
     const bool stored = l.RoundsStored(), packed = l.gate_up.packed;
     const int values = stored || packed ? l.w13.units * 64 : m.hidden_size;
@@ -255,6 +274,16 @@ using namespace quantmoe;
 extern "C" size_t qm_cuda_row_bytes(const qm_moe* moe, int projection) {
   MarlinRow row{};
   return MarlinRowOf(*moe, projection, &row) ? row.bytes : 0;
+}
+
+extern "C" size_t qm_cuda_slot_bytes(const qm_moe* moe) {
+  MarlinRow w13{}, w2{};
+  if (!MarlinRowOf(*moe, 13, &w13) || !MarlinRowOf(*moe, 2, &w2)) return 0;
+  return SecondAt(w13) + align_up(w2.bytes, kSlotAlignment);
+}
+
+extern "C" size_t qm_cuda_cache_state_bytes(int64_t local_experts, int32_t slots) {
+  return sizeof(qm_cuda_cache_counts) + 8 + 4 * (static_cast<size_t>(local_experts) + 2 * static_cast<size_t>(slots));
 }
 
 extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_device* device, qm_cuda_plan* plan,

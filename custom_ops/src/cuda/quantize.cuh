@@ -20,9 +20,8 @@ struct QuantizeParams {
   int from_rows, columns, groups, x_rows;
   const int* positions;  // rows of the codes of a token's pairs, -1: none; null: row r of x is row r of the codes
   bool weight_here;      // x times the router's weight
-  const uint8_t* rows;   // of the weights, for a stored scale
-  uint64_t row_bytes;
-  uint32_t input_at;  // 0: none
+  ExpertRows rows;       // of the weights, for a stored scale
+  uint32_t input_at;     // 0: none
   const SortedPair* sorted_pairs;
   const Tile* tiles;
   int max_tiles;
@@ -87,7 +86,7 @@ __global__ void __launch_bounds__(kQuantizeThreads) MoeQuantize(const __grid_con
         const float weight = p.weight_here ? RouterWeight(p.routing, pair) : 1.f;
         float stored = 0.f;
         if (!grouped && p.input_at)
-          stored = *reinterpret_cast<const float*>(p.rows + LocalExpert(p.routing, pair) * p.row_bytes + p.input_at);
+          stored = *reinterpret_cast<const float*>(p.rows[LocalExpert(p.routing, pair)] + p.input_at);
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
           if (grouped) {

@@ -166,14 +166,14 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
     if (row >= p.tiles[p.max_tiles].first) return;
     pair = p.sorted_pairs[row].pair;
   }
-  const uint8_t* weights = p.rows;
+  const uint8_t* weights = p.rows.first;
   if (p.by_expert) {
     const int expert = LocalExpert(p.routing, pair);
     if (expert < 0) {
       WaitForPrevious();  // or, if all left, this kernel would end before the one before it, on which the next relies
       return;
     }
-    weights += expert * p.row_bytes;
+    weights = p.rows[expert];
   }
   const float weight = p.weight_here ? RouterWeight(p.routing, pair) : 1.f;
   const float stored = p.input_at ? *reinterpret_cast<const float*>(weights + p.input_at) : 1.f;

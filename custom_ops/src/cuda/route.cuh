@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
 __global__ void MoeGather(const __grid_constant__ GatherParams p) {
   const int pair = blockIdx.x, expert = LocalExpert(p.routing, pair);
   if (expert < 0) return;
-  const int* perm = reinterpret_cast<const int*>(p.rows + expert * p.row_bytes + p.perm_at);
+  const int* perm = reinterpret_cast<const int*>(p.rows[expert] + p.perm_at);
   const uint16_t* x = p.x + static_cast<int64_t>(pair / p.x_divisor) * p.columns;
   uint16_t* out = p.out + static_cast<int64_t>(pair) * p.out_columns;
   for (int k = threadIdx.x; k < p.out_columns; k += blockDim.x) {

@@ -11,6 +11,7 @@ namespace quantmoe {
 namespace {
 
 constexpr int64_t kMaxExperts = 8192;    // MoeRoute counts them in shared memory
+constexpr int64_t kMaxCached = 4096;     // resolve_experts has them and their slots in 48 KiB of shared memory
 constexpr int kMaxRoutedExperts = 2048;  // MoeSelect keeps four words of each there
 
 int ValidateFlag(int value, const char* prefix, const char* name, char* err) {
@@ -146,6 +147,12 @@ int ValidateMoe(const qm_cuda_problem& p, const qm_cuda_device& device, char* er
   if (p.tokens < 0 || p.top_k <= 0 || p.tokens > INT32_MAX / 2 / p.top_k)
     return fail(err, QM_INVALID, "topk_ids is [%lld, %lld], expected at least [0, 1] and at most %d ids",
                 static_cast<long long>(p.tokens), static_cast<long long>(p.top_k), INT32_MAX / 2);
+  if (p.slots < 0 || p.slots > p.local_experts || p.staging < 0 || (p.staging && !p.slots))
+    return fail(err, QM_INVALID, "a cache has %d slots and %d rows of staging for %lld experts", p.slots, p.staging,
+                static_cast<long long>(p.local_experts));
+  if (p.slots && (p.local_experts > kMaxCached))
+    return fail(err, QM_UNSUPPORTED, "a cache is for %lld experts, the CUDA kernels take up to %lld",
+                static_cast<long long>(p.local_experts), static_cast<long long>(kMaxCached));
   QM_TRY(ValidateFlag(m.gated, "", "gated", err));
   QM_TRY(ValidateFlag(m.apply_router_weight_on_input, "", "apply_router_weight_on_input", err));
   if (!m.gated && !TakesUngated(m.activation))

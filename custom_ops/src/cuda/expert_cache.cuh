@@ -1,0 +1,161 @@
+// A layer's experts in host memory, and slots for some of them in device memory: the device itself decides which, so
+// that a launch needs no host and can be captured.
+//
+//     topk_ids -> resolve_experts -> where[expert], copies -> fill_experts -> slots -> the products, which read where
+//                 (one block)                                 (all blocks)
+//
+// An expert that the call asks for is read where `where` says: in its slot; in a row of `staging`, which a call fills
+// for itself; or, when these are full, in host memory. A slot that the call reads is never given to another expert by
+// it. Misses take the slots that were used least recently; calls are one step of time, and slots of one step are in
+// ascending order, so that the same calls have the same hits on every device.
+#pragma once
+#include "cuda/kernels.cuh"
+#include "cuda/ptx.cuh"
+
+namespace quantmoe {
+
+// What lives as long as the cache; zeros are an empty one. Then int32 slot_of[experts] and expert_of[slots], plus one,
+// and uint32 used[slots], the step of the last use.
+struct CacheState {
+  qm_cuda_cache_counts counts;
+  uint32_t step, padding;
+};
+static_assert(sizeof(CacheState) == sizeof(qm_cuda_cache_counts) + 8);
+
+// One expert to copy: its index, and where to.
+struct alignas(16) ExpertCopy {
+  uint8_t* to;
+  int64_t expert;
+};
+static_assert(sizeof(ExpertCopy) == kCopyBytes);
+
+struct CacheParams {
+  Routing routing;
+  const uint8_t* rows[2];  // of w13 and w2, in host memory
+  uint64_t row_bytes[2];
+  uint64_t second_at, slot_bytes;  // of a slot: where the row of w2 begins, all of it
+  uint8_t *slots, *staging;
+  int slot_count, staging_count;
+  CacheState* state;
+  // Of this call, in the workspace.
+  const uint8_t** where[2];  // [experts]
+  ExpertCopy* copies;        // [experts]
+  int* copy_count;
+};
+
+// Experts and slots are numbered by threads, kRouteThreads at a time. Shared memory: int wanted[experts], then
+// victims[slots].
+__global__ void __launch_bounds__(kRouteThreads) resolve_experts(const __grid_constant__ CacheParams p) {
+  extern __shared__ int wanted[];
+  __shared__ int warp_counts[kRouteThreads / 32];
+  const int experts = p.routing.local_experts, pairs = p.routing.tokens * p.routing.top_k;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int* const victims = wanted + experts;
+  CacheState& state = *p.state;
+  int* const slot_of = reinterpret_cast<int*>(p.state + 1);
+  int* const expert_of = slot_of + experts;
+  auto* const used = reinterpret_cast<uint32_t*>(expert_of + p.slot_count);
+  WaitForPrevious();
+  LaunchDependents();
+  const uint32_t step = state.step + 1;
+  for (int e = threadIdx.x; e < experts; e += kRouteThreads) wanted[e] = 0;
+  __syncthreads();
+  for (int pair = threadIdx.x; pair < pairs; pair += kRouteThreads)
+    if (const int e = LocalExpert(p.routing, pair); e >= 0) wanted[e] = 1;
+  __syncthreads();
+
+  // How many threads before this one, and in the block, have `mine` set.
+  auto count_before = [&](bool mine, int& all) {
+    const unsigned mask = __ballot_sync(~0u, mine);
+    if (lane == 0) warp_counts[warp] = __popc(mask);
+    __syncthreads();
+    int before = __popc(mask & ((1u << lane) - 1));
+    all = 0;
+    for (int w = 0; w < kRouteThreads / 32; ++w) {
+      if (w < warp) before += warp_counts[w];
+      all += warp_counts[w];
+    }
+    __syncthreads();
+    return before;
+  };
+  const auto is_free = [&](int slot) { return expert_of[slot] == 0 || !wanted[expert_of[slot] - 1]; };
+  int free_slots = 0;
+  for (int base = 0; base < p.slot_count; base += kRouteThreads) {
+    const int slot = base + static_cast<int>(threadIdx.x);
+    int all;
+    count_before(slot < p.slot_count && is_free(slot), all);
+    free_slots += all;
+  }
+  // victims[i]: the slot that is free and was used least recently but for i others.
+  for (int slot = threadIdx.x; slot < p.slot_count; slot += kRouteThreads) {
+    if (!is_free(slot)) continue;
+    int rank = 0;
+    for (int other = 0; other < p.slot_count; ++other)
+      rank += is_free(other) && (used[other] < used[slot] || (used[other] == used[slot] && other < slot));
+    victims[rank] = slot;
+  }
+  __syncthreads();
+
+  int hits = 0, misses = 0;
+  for (int base = 0; base < experts; base += kRouteThreads) {
+    const int e = base + static_cast<int>(threadIdx.x);
+    const bool asked = e < experts && wanted[e];
+    const int slot = asked ? slot_of[e] - 1 : -1;
+    int more_hits, more;
+    count_before(asked && slot >= 0, more_hits);
+    const int rank = misses + count_before(asked && slot < 0, more);
+    hits += more_hits, misses += more;
+    if (!asked) continue;
+    uint8_t* at = nullptr;
+    if (slot >= 0) {
+      used[slot] = step;
+      at = p.slots + slot * p.slot_bytes;
+    } else if (rank < free_slots) {
+      const int taken = victims[rank];
+      // No other thread of this call has the old expert: it is not asked for.
+      if (const int old = expert_of[taken]) slot_of[old - 1] = 0;
+      expert_of[taken] = e + 1, slot_of[e] = taken + 1, used[taken] = step;
+      at = p.slots + taken * p.slot_bytes;
+    } else if (rank - free_slots < p.staging_count) {
+      at = p.staging + (rank - free_slots) * p.slot_bytes;
+    }
+    if (slot < 0 && at) p.copies[rank] = ExpertCopy{at, e};
+    p.where[0][e] = at ? at : p.rows[0] + e * p.row_bytes[0];
+    p.where[1][e] = at ? at + p.second_at : p.rows[1] + e * p.row_bytes[1];
+  }
+  if (threadIdx.x == 0) {
+    *p.copy_count = min(misses, free_slots + p.staging_count);
+    state.step = step;
+    state.counts.hits += hits;
+    state.counts.misses += misses;
+    state.counts.staged += max(0, min(misses - free_slots, p.staging_count));
+    state.counts.not_copied += max(0, misses - free_slots - p.staging_count);
+  }
+}
+
+// Copies in pieces that a block has under way at once: one of 16 KiB in each is several times what the bus takes to
+// answer.
+constexpr int kFillPiece = kFillThreads * 64;
+__global__ void __launch_bounds__(kFillThreads) fill_experts(const __grid_constant__ CacheParams p) {
+  WaitForPrevious();
+  const int first = static_cast<int>((p.row_bytes[0] + kFillPiece - 1) / kFillPiece);
+  const int pieces = first + static_cast<int>((p.row_bytes[1] + kFillPiece - 1) / kFillPiece);
+  const int64_t all = static_cast<int64_t>(*p.copy_count) * pieces;
+  for (int64_t i = blockIdx.x; i < all; i += gridDim.x) {
+    const ExpertCopy copy = p.copies[i / pieces];
+    const int piece = static_cast<int>(i % pieces), matrix = piece >= first;
+    const uint64_t begin = static_cast<uint64_t>(piece - (matrix ? first : 0)) * kFillPiece;
+    const auto* from = reinterpret_cast<const int4*>(p.rows[matrix] + copy.expert * p.row_bytes[matrix] + begin);
+    auto* to = reinterpret_cast<int4*>(copy.to + (matrix ? p.second_at : 0) + begin);
+    const int left = static_cast<int>(min(static_cast<uint64_t>(kFillPiece), p.row_bytes[matrix] - begin) / 16);
+    int4 held[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (const int at = threadIdx.x + j * kFillThreads; at < left) held[j] = __ldcs(from + at);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (const int at = threadIdx.x + j * kFillThreads; at < left) to[at] = held[j];
+  }
+}
+
+}  // namespace quantmoe

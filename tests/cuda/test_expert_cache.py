@@ -1,0 +1,173 @@
+"""Experts in host memory with slots in device memory: the bytes of experts that are all there, and the hits and misses
+of a cache that evicts what was used least recently. Launches are skipped where no GPU is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from cases import Case
+from cuda.layers import BASE, CASES, FORMATS, FP8_CASES, TORCH, build, gpu, of_format
+
+from quantmoe.custom_ops import cuda
+
+LAYER = replace(BASE, hidden=256, intermediate=128, experts=12, top_k=3)
+
+
+class Lru:
+    """What resolve_experts does, of one call after the other."""
+
+    def __init__(self, slots: int, staging: int) -> None:
+        self.experts, self.used, self.staging = [-1] * slots, [0] * slots, staging
+        self.counts = dict.fromkeys(("hits", "misses", "staged", "not_copied"), 0)
+        self.step = 0
+
+    def call(self, wanted: set[int]) -> None:
+        self.step += 1
+        hits = [s for s, expert in enumerate(self.experts) if expert in wanted]
+        misses = sorted(wanted - set(self.experts))
+        free = sorted((s for s in range(len(self.experts)) if s not in hits), key=lambda s: (self.used[s], s))
+        for slot, expert in zip(free, misses, strict=False):
+            self.experts[slot] = expert
+            hits.append(slot)
+        for slot in hits:
+            self.used[slot] = self.step
+        over = max(0, len(misses) - len(free))
+        found = (len(wanted) - len(misses), len(misses), min(over, self.staging), max(0, over - self.staging))
+        for name, count in zip(self.counts, found, strict=True):
+            self.counts[name] += count
+
+
+def layers(case: Case, slots: int, staging: int) -> tuple[cuda.CudaMoE, cuda.CachedMoE]:
+    """The same layer with all experts on the device, and with a cache."""
+    spec, _, w13, w2 = build(case)
+    w13, w2 = torch.from_numpy(w13), torch.from_numpy(w2)
+    return (
+        cuda.CudaMoE(spec, w13.cuda(), w2.cuda()),
+        cuda.CachedMoE(spec, w13.pin_memory(), w2.pin_memory(), slots, staging),
+    )
+
+
+def calls(case: Case, tokens: list[int], seed: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Arguments of calls; ids cluster, as a model's do, and some are of no expert of the layer."""
+    rng = np.random.default_rng(seed)
+    for count in tokens:
+        near = rng.integers(case.experts) + rng.integers(0, 5, (count, case.top_k))
+        ids = case.offset + np.where(rng.random(near.shape) < 0.05, case.experts + 7, near % case.experts)
+        hidden = rng.standard_normal((count, case.hidden))
+        yield (
+            torch.from_numpy(hidden).to(TORCH["bf16"]).cuda(),
+            torch.from_numpy(ids).cuda(),
+            torch.from_numpy(rng.random(ids.shape, dtype=np.float32)).cuda(),
+        )
+
+
+def wanted(case: Case, ids: torch.Tensor) -> set[int]:
+    local = ids.cpu().numpy().ravel() - case.offset
+    return set(local[(local >= 0) & (local < case.experts)].tolist())
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+def poison(layer: cuda.CachedMoE) -> None:
+    """NaN in staging and in all slots that have no expert."""
+    slots, staging, _ = layer.cache
+    staging.fill_(0xFF)
+    for slot, expert in enumerate(layer.experts):
+        if expert < 0:
+            slots[slot].fill_(0xFF)
+
+
+@gpu
+@pytest.mark.parametrize(("slots", "staging"), [(1, 0), (3, 1), (5, 12), (9, 0), (12, 0)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_bytes_of_experts_on_the_device(name, slots, staging):
+    case = of_format(name, LAYER)
+    resident, cached = layers(case, slots, staging)
+    lru = Lru(slots, staging)
+    for args in calls(case, [1, 1, 1, 4, 8, 1, 30, 200, 1, 2, 600, 1, 9]):
+        poison(cached)
+        assert same_bytes(cached(*args), resident(*args))
+        lru.call(wanted(case, args[1]))
+        assert cached.experts == lru.experts
+    assert cached.counts == lru.counts
+    for expert, row in zip(cached.experts, cached.cache[0].cpu(), strict=True):
+        if expert >= 0:
+            second = -(-cached.w13.shape[1] // 256) * 256
+            assert torch.equal(row[: cached.w13.shape[1]], cached.w13[expert])
+            assert torch.equal(row[second : second + cached.w2.shape[1]], cached.w2[expert])
+
+
+@gpu
+@pytest.mark.parametrize("name", [*CASES, *FP8_CASES])
+def test_every_layer(name):
+    case = {**CASES, **FP8_CASES}[name]
+    resident, cached = layers(case, max(1, case.experts // 2), 1)
+    for args in calls(case, [1, 5, 1, 40, 2, 300]):
+        poison(cached)
+        assert same_bytes(cached(*args), resident(*args))
+
+
+@gpu
+def test_many_experts():
+    """More experts and slots than resolve_experts has threads."""
+    case = replace(LAYER, hidden=64, intermediate=32, experts=2500, top_k=8)
+    resident, cached = layers(case, 1300, 40)
+    lru = Lru(1300, 40)
+    for args in calls(case, [400, 1, 300, 8, 500, 64, 700]):
+        args = (args[0], torch.randint(0, case.experts, args[1].shape, device="cuda"), args[2])
+        assert same_bytes(cached(*args), resident(*args))
+        lru.call(wanted(case, args[1]))
+        assert cached.experts == lru.experts
+    assert cached.counts == lru.counts
+    assert lru.counts["not_copied"] > 0
+
+
+@gpu
+@pytest.mark.parametrize(("slots", "staging"), [(3, 0), (7, 2)])
+def test_a_captured_graph_decides_at_each_replay(slots, staging):
+    resident, cached = layers(LAYER, slots, staging)
+    args = [x.clone() for x in next(calls(LAYER, [2]))]
+    prepared = cached.prepare(args[0], args[1])
+    output, workspace = torch.empty_like(args[0]), torch.empty(prepared[1].workspace_bytes, dtype=torch.uint8).cuda()
+    cached.launch(prepared, *args, output, workspace)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cached.launch(prepared, *args, output, workspace)
+        cached.launch(prepared, *args, output, workspace)
+    lru = Lru(slots, staging)
+    lru.call(wanted(LAYER, args[1]))
+    for new in calls(LAYER, [2] * 60, seed=3):
+        for to, value in zip(args, new, strict=True):
+            to.copy_(value)
+        output.fill_(float("nan"))
+        graph.replay()
+        assert same_bytes(output, resident(*args))
+        for _ in range(2):
+            lru.call(wanted(LAYER, args[1]))
+        assert cached.experts == lru.experts
+    assert cached.counts == lru.counts
+
+
+def test_plan() -> None:
+    spec, *_ = build(replace(LAYER, experts=8))
+
+    def steps(tokens: int, slots: int, staging: int = 0) -> list[str]:
+        p = cuda.problem(spec, "f16", tokens, 2, 8)
+        p.slots, p.staging = slots, staging
+        plan = cuda.plan(p)
+        cuda.check_plan(p, plan)
+        return list(plan.steps)
+
+    for tokens in (1, 40, 4000):
+        plain = steps(tokens, 0)
+        assert "resolve" not in plain
+        assert steps(tokens, 3) == ["resolve", "fill", *plain]
+    for slots, staging in ((9, 0), (-1, 0), (0, 1), (1, -1)):
+        with pytest.raises(ValueError, match=f"a cache has {slots} slots and {staging} rows of staging for 8 experts"):
+            steps(1, slots, staging)
