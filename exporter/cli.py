@@ -240,10 +240,15 @@ def generate(
     ] = None,
     drafts: Annotated[int, typer.Option(min=1, help="tokens that --speculate drafts a run, at most")] = DRAFTS,
     experts: Annotated[
-        Literal["host", "disk"], typer.Option(help="disk: read each when it is needed, for models larger than memory")
-    ] = "host",
+        Literal["gpu", "host", "disk"] | None,
+        typer.Option(help="where they are: disk, for models larger than memory; host, for GPUs with less"),
+    ] = None,
     ram: Annotated[
         int | None, typer.Option(help="2GB, 512MiB, ...: for --experts disk; default: what is free", parser=_bytes)
+    ] = None,
+    gpu_memory: Annotated[
+        int | None,
+        typer.Option(help="for --device cuda --experts host: bytes of experts; default: what is free", parser=_bytes),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="write which experts tokens go to, for quantmoe trace")] = None,
 ) -> None:
@@ -260,7 +265,8 @@ def generate(
     folder = model_path(outdir).parent  # before the tokenizer: a checkpoint has one, too
     sampling = folder_sampling(folder, temperature, top_k, top_p, seed)
     make = partial(Generator, outdir, threads, prefault, chunk, device=device, cuda_graph=cuda_graph,
-                   speculate=speculate, drafts=drafts, experts=experts, ram=ram, trace=trace)  # fmt: skip
+                   speculate=speculate, drafts=drafts, experts=experts, ram=ram, gpu_memory=gpu_memory,
+                   trace=trace)  # fmt: skip
 
     def begin() -> tuple[Generator, Any]:
         model = make()

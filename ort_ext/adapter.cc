@@ -240,11 +240,7 @@ void MoENode::start_experts(OrtKernelContext* context, const Tokens& tokens, int
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(node_ + ": " + error.what());
   }
-  if (said == "") return;
-  const OrtLogger* logger;
-  check(api_->KernelContext_GetLogger(context, &logger));
-  check(api_->Logger_LogMessage(logger, ORT_LOGGING_LEVEL_INFO, ("quantmoe: " + said).c_str(), ORT_FILE, __LINE__,
-                                __func__));
+  if (said != "") log_info(context, said);
 }
 
 // The rows of a run's experts, where they are read from the file.

@@ -125,6 +125,14 @@ class Kernel {
   template <class Read>
   void check_identity(const OrtKernelInfo* info, size_t input, bool verify, const Read& read) const;
 
+  // A line of ONNX Runtime's log, severity INFO.
+  void log_info(const OrtKernelContext* context, const std::string& said) const {
+    const OrtLogger* logger;
+    check(api_->KernelContext_GetLogger(context, &logger));
+    check(api_->Logger_LogMessage(logger, ORT_LOGGING_LEVEL_INFO, ("quantmoe: " + said).c_str(), ORT_FILE, __LINE__,
+                                  __func__));
+  }
+
   // QuantMoE's inputs of a run; throws unless their shapes agree.
   struct Tokens {
     const OrtValue *hidden_states, *topk_ids, *topk_weights;
@@ -561,7 +569,11 @@ Op::Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElem
   GetInputTypeCount = [](const OrtCustomOp* self) { return static_cast<size_t>(of(self).inputs.count); };
   GetInputType = [](const OrtCustomOp* self, size_t i) { return of(self).resolve(of(self).inputs.first[i].type); };
   GetInputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
-  GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
+  GetInputMemoryType = [](const OrtCustomOp* self, size_t i) {
+    const Op& op = of(self);
+    const bool packed = std::string_view(op.name) == "QuantMoE" && (i == QuantMoE_w13 || i == QuantMoE_w2);
+    return packed && op.provider && op.experts->experts == "host" ? OrtMemTypeCPUInput : OrtMemTypeDefault;
+  };
   GetOutputTypeCount = [](const OrtCustomOp* self) { return static_cast<size_t>(of(self).outputs.count); };
   GetOutputType = [](const OrtCustomOp* self, size_t i) { return of(self).resolve(of(self).outputs.first[i].type); };
   GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
@@ -608,7 +620,8 @@ bool wants_verify(const OrtApi* api, const OrtSessionOptions* options) {
 // What sessions with these options do with experts.
 ExpertSettings expert_settings(const OrtApi* api, const OrtSessionOptions* options) {
   const auto entry = [&](const char* key) { return session_entry(api, options, key); };
-  return {entry("quantmoe.experts"), entry("quantmoe.ram"), entry("quantmoe.reserve"), entry("quantmoe.trace")};
+  return {entry("quantmoe.experts"), entry("quantmoe.ram"), entry("quantmoe.reserve"), entry("quantmoe.trace"),
+          entry("quantmoe.gpu_memory")};
 }
 
 // Which library these options have.
@@ -662,9 +675,7 @@ OrtStatus* register_ops(OrtSessionOptions* options, const OrtApiBase* base, cons
     }
     const Fill fill = choose(api, options);
     const ExpertSettings experts = expert_settings(api, options);
-    if (provider != "CPU" && experts != ExpertSettings{})
-      throw std::invalid_argument(
-          "quantmoe: quantmoe.experts, ram, reserve and trace are entries of the CPU's library");
+    if (provider != "CPU") experts.check_cuda();
     auto r = std::find_if(all.begin(), all.end(), [&](const Registration& r) {
       return r.api == api && r.fill == fill && r.experts == experts;
     });

@@ -4,10 +4,14 @@
 // A library of its own, so that the CPU's has no CUDA inside; a session takes one of them (ONNX Runtime refuses a
 // second library for a domain). ONNX Runtime copies the packed weights, initializers of a CUDA node, to the device
 // once, when the session is created; the kernels read them there. Launches go to ONNX Runtime's stream, with a
-// workspace of its allocator for that stream. What can be checked is checked when a session is created.
+// workspace of its allocator for that stream. What can be checked is checked when a session is created. With the
+// session entry quantmoe.experts = host the packed experts stay in host memory (device_experts.h).
 #include <cuda_runtime_api.h>
 
+#include <optional>
+
 #include "adapter.h"
+#include "device_experts.h"
 #include "quantmoe/quant_moe_cuda.h"
 
 namespace quantmoe {
@@ -99,7 +103,9 @@ class CudaMoE : public CudaKernel {
   void run(OrtKernelContext* context) const override;
 
  private:
-  qm_cuda_problem problem_{};  // but for tokens and top_k
+  qm_cuda_problem problem_{};               // but for tokens and top_k
+  std::shared_ptr<DeviceExperts> experts_;  // null: they are inputs on the device
+  int layer_ = 0;
 };
 
 CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool verify) : CudaKernel(op, api, info) {
@@ -122,6 +128,15 @@ CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info, boo
   Shape shape;
   const void* w13 = data_of(get_weight(info, QuantMoE_w13, shape));
   if (problem_.moe.w13.perm && qm_cuda_check_moe(&problem_, w13, nullptr, error)) fail(error);
+  if (op.experts->experts != "host") return;
+  const OrtLogger* logger;  // each session has one: it says which session this is
+  check(api->KernelInfo_GetLogger(info, &logger), "the session's logger");
+  experts_ = DeviceExperts::of(logger, *op.experts);
+  try {
+    layer_ = experts_->add(problem_, w13, data_of(get_weight(info, QuantMoE_w2, shape)));
+  } catch (const std::exception& e) {
+    fail(e.what());
+  }
 }
 
 void CudaMoE::run(OrtKernelContext* context) const {
@@ -131,14 +146,26 @@ void CudaMoE::run(OrtKernelContext* context) const {
   problem.tokens = rows_of(tokens.shape);
   problem.top_k = tokens.top_k;
   if (problem.tokens == 0) return;
+  qm_cuda_tensors tensors{};
+  std::string said;
+  std::optional<DeviceExperts::Turn> turn;
+  if (experts_) {
+    try {
+      turn.emplace(*experts_, static_cast<cudaStream_t>(stream_of(context)), &said);
+    } catch (const std::runtime_error& error) {
+      throw std::runtime_error(node_ + ": " + error.what());
+    }
+    turn->place(layer_, &problem, &tensors);
+  } else {
+    tensors.w13 = data_of(get_input(context, QuantMoE_w13));
+    tensors.w2 = data_of(get_input(context, QuantMoE_w2));
+  }
+  if (said != "") log_info(context, said);
   execute<qm_cuda_plan>(context, problem, qm_cuda_plan_moe,
                         [&](const qm_cuda_plan& plan, void* workspace, void* stream, char* error) {
-                          qm_cuda_tensors tensors{};
                           tensors.hidden_states = data_of(tokens.hidden_states);
                           tensors.topk_ids = data_of(tokens.topk_ids);
                           tensors.topk_weights = static_cast<const float*>(data_of(tokens.topk_weights));
-                          tensors.w13 = data_of(get_input(context, QuantMoE_w13));
-                          tensors.w2 = data_of(get_input(context, QuantMoE_w2));
                           tensors.output = data_of(output);
                           tensors.workspace = workspace;
                           return qm_cuda_launch(&problem, &plan, &tensors, stream, error);
@@ -464,6 +491,18 @@ void add_operators(const OrtApi* api, std::deque<Op>& ops) {
 
 }  // namespace
 }  // namespace quantmoe
+
+// A line of JSON for each session whose experts are in host memory, cut at `size` with its NUL; returns the bytes of
+// all. Waits for what runs on the device.
+extern "C" QM_API size_t qm_experts_report(char* text, size_t size) {
+  std::string all;
+  try {
+    all = quantmoe::DeviceExperts::report();
+  } catch (const std::exception&) {  // the device is lost
+  }
+  if (size) text[all.copy(text, size - 1)] = 0;
+  return all.size() + 1;
+}
 
 extern "C" QM_API OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   return quantmoe::register_ops(

@@ -10,6 +10,7 @@
 
 #include "core/control_groups.h"
 #include "core/numbers.h"
+#include "mapping.h"
 
 #if defined(__linux__)
 #include <fcntl.h>
@@ -20,23 +21,20 @@
 #endif
 
 namespace quantmoe {
-namespace {
-
-// A number of bytes; -1 for "" and "auto".
-int64_t bytes_of(const std::string& entry, const std::string& text, const char* expected = "a number of bytes") {
-  if (text.empty() || (text == "auto" && entry == "quantmoe.ram")) return -1;
+int64_t bytes_of(const std::string& entry, const std::string& text, bool automatic) {
+  if (text.empty() || (automatic && text == "auto")) return -1;
   if (text.size() > 18 || text.find_first_not_of("0123456789") != std::string::npos)
-    throw std::invalid_argument("quantmoe: " + entry + " is \"" + text + "\", expected " + expected);
+    throw std::invalid_argument("quantmoe: " + entry + " is \"" + text + "\", expected a number of bytes" +
+                                (automatic ? " or auto" : ""));
   return std::stoll(text);
 }
-
-}  // namespace
 
 void ExpertSettings::check() const {
   if (experts != "" && experts != "host" && experts != "disk")
     throw std::invalid_argument("quantmoe: quantmoe.experts is \"" + experts + "\", expected host or disk");
-  bytes_of("quantmoe.ram", ram, "a number of bytes or auto");
+  bytes_of("quantmoe.ram", ram, true);
   bytes_of("quantmoe.reserve", reserve);
+  if (gpu_memory != "") throw std::invalid_argument("quantmoe: quantmoe.gpu_memory is an entry of the CUDA library");
   if (!disk() && (ram != "" || reserve != ""))
     throw std::invalid_argument("quantmoe: quantmoe.ram and quantmoe.reserve need quantmoe.experts = disk");
   if (reserve != "" && ram != "" && ram != "auto")
@@ -44,6 +42,24 @@ void ExpertSettings::check() const {
 #if !defined(__linux__)
   if (disk() || trace != "")
     throw std::invalid_argument("quantmoe: quantmoe.experts = disk and quantmoe.trace need Linux");
+#endif
+}
+
+void ExpertSettings::check_cuda() const {
+  if (experts != "" && experts != "gpu" && experts != "host")
+    throw std::invalid_argument("quantmoe: quantmoe.experts is \"" + experts +
+                                "\", the CUDA library takes gpu or host");
+  bytes_of("quantmoe.gpu_memory", gpu_memory, true);
+  bytes_of("quantmoe.reserve", reserve);
+  if (ram != "" || trace != "")
+    throw std::invalid_argument("quantmoe: quantmoe.ram and quantmoe.trace are entries of the CPU's library");
+  if (experts != "host" && (gpu_memory != "" || reserve != ""))
+    throw std::invalid_argument("quantmoe: quantmoe.gpu_memory and quantmoe.reserve need quantmoe.experts = host");
+  if (reserve != "" && gpu_memory != "" && gpu_memory != "auto")
+    throw std::invalid_argument("quantmoe: quantmoe.reserve is of quantmoe.gpu_memory = auto, here it is " +
+                                gpu_memory);
+#if !defined(__linux__)
+  if (experts == "host") throw std::invalid_argument("quantmoe: quantmoe.experts = host needs Linux");
 #endif
 }
 
@@ -100,37 +116,6 @@ int64_t available_memory() {
   for_control_groups("", "memory", [&](const std::string& folder, bool v2) { most = within_limit(most, folder, v2); });
   return most;
 }
-
-// The line of /proc/self/maps that has `data`.
-struct Mapping {
-  uintptr_t begin = 0, end = 0;
-  int64_t offset = 0;
-  std::string identity, path;  // "device inode"; "" where no file is mapped
-
-  explicit Mapping(const void* data) {
-    const auto address = reinterpret_cast<uintptr_t>(data);
-    std::FILE* file = std::fopen("/proc/self/maps", "r");
-    if (!file) throw std::runtime_error("quantmoe: /proc/self/maps: " + words(errno));
-    char* line = nullptr;
-    size_t room = 0;
-    while (getline(&line, &room, file) > 0) {
-      char device[32];
-      uint64_t inode;
-      int name = 0;
-      if (std::sscanf(line, "%" SCNxPTR "-%" SCNxPTR " %*s %" SCNx64 " %31s %" SCNu64 " %n", &begin, &end, &offset,
-                      device, &inode, &name) < 5 ||
-          address < begin || address >= end)
-        continue;
-      identity = std::string(device) + " " + std::to_string(inode);
-      path = name ? line + name : "";
-      if (!path.empty() && path.back() == '\n') path.pop_back();
-      break;
-    }
-    std::free(line);
-    std::fclose(file);
-    if (path.empty() || path[0] != '/') path.clear();
-  }
-};
 
 }  // namespace
 
@@ -234,7 +219,7 @@ int Experts::add(ExpertLayer layer) {
   for (int i : {0, 1})
     region_[i] = std::max(region_[i], align_up(layer.tensors[i].row_bytes, DataFile::kPage) + DataFile::kPage);
   slot_bytes_ = region_[0] + region_[1];
-  const int64_t ram = bytes_of("quantmoe.ram", settings_.ram);
+  const int64_t ram = bytes_of("quantmoe.ram", settings_.ram, true);
   if (disk() && ram >= 0 && ram < slot_bytes_)
     throw std::invalid_argument("quantmoe.ram is " + std::to_string(ram) + ", expected at least the " +
                                 std::to_string(slot_bytes_) +
@@ -325,7 +310,7 @@ std::string Experts::start() {
     started_ = true;
     return "";
   }
-  budget_ = bytes_of("quantmoe.ram", settings_.ram);
+  budget_ = bytes_of("quantmoe.ram", settings_.ram, true);
   std::string of = "quantmoe.ram";
   if (budget_ < 0) {
     // The rest of the model is read, too, and the caches of the first tokens are not there yet.

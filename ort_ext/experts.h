@@ -20,13 +20,18 @@ namespace quantmoe {
 
 // Session entries, as they were given; "": not given.
 struct ExpertSettings {
-  std::string experts, ram, reserve, trace;
+  std::string experts, ram, reserve, trace, gpu_memory;
 
   bool disk() const { return experts == "disk"; }
   bool operator==(const ExpertSettings&) const = default;
   // Throws std::invalid_argument for values that are none, and for entries that have no use together.
   void check() const;
+  // The same for the CUDA library, where experts are on the device (gpu, the default) or in host memory.
+  void check_cuda() const;
 };
+
+// A number of bytes; -1 for "", and for "auto" where `automatic`. Throws std::invalid_argument for others.
+int64_t bytes_of(const std::string& entry, const std::string& text, bool automatic = false);
 
 // A file that memory was mapped from, read past the page cache where the file system can (O_DIRECT), otherwise out of
 // it again.

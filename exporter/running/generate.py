@@ -89,8 +89,10 @@ class Generator:
             multi-token prediction beside the model. A run verifies a token and its drafts: the same tokens in fewer
             runs. Of models exported with the logits of more than the last.
         drafts: at most so many a run.
-        experts: "disk" reads experts from the data file into memory for ``ram`` bytes of them (docs/experts.md), None
-            for what is free; of device cpu. The layer of multi-token prediction stays mapped.
+        experts: where they are (docs/experts.md). On the cpu "host", the default, or "disk": they are read from the
+            data file into memory for ``ram`` bytes of them, None for what is free; the layer of multi-token prediction
+            stays mapped. On cuda "gpu", the default, or "host": the GPU's memory holds ``gpu_memory`` bytes of them,
+            None for what is free.
         trace: a file for the experts that tokens are routed to; of device cpu.
 
     Raises:
@@ -111,8 +113,9 @@ class Generator:
         cuda_graph: bool = False,
         speculate: Literal["ngram", "mtp"] | None = None,
         drafts: int = DRAFTS,
-        experts: Literal["host", "disk"] = "host",
+        experts: Literal["gpu", "host", "disk"] | None = None,
         ram: int | None = None,
+        gpu_memory: int | None = None,
         trace: str | Path | None = None,
     ):
         self.path, ort = model_path(path), runtime()
@@ -130,11 +133,15 @@ class Generator:
         options.log_severity_level = 4  # what it logs is in its exceptions
         if prefault:
             options.add_session_config_entry("quantmoe.prefault", "1")  # before the library is registered
-        entries = {"experts": None if experts == "host" else experts, "ram": ram, "trace": trace}
+        entries = {"experts": experts, "ram": ram, "gpu_memory": gpu_memory, "trace": trace}
         for entry, given in entries.items():
             if given is not None:
                 options.add_session_config_entry(f"quantmoe.{entry}", str(given))
-        options.register_custom_ops_library(library_path() if device == "cpu" else _cuda(ort))
+        library = library_path() if device == "cpu" else _cuda(ort)
+        try:
+            options.register_custom_ops_library(library)
+        except Exception as error:  # onnxruntime's exceptions have no public base class
+            raise ModelError(str(error)) from None
         cuda = ("CUDAExecutionProvider", {"enable_cuda_graph": str(int(cuda_graph))})
         providers = ["CPUExecutionProvider" if device == "cpu" else cuda]
         try:

@@ -15,6 +15,8 @@ qm_cuda_device device{};
 int allocations_left = -1;  // then they fail; -1: they do not
 bool capturing = false, order_is_good = true;
 int orders_checked = 0, launches = 0, allocations_failed = 0;
+qm_cuda_problem moe{};
+qm_cuda_tensors mixed{};
 qm_cuda_attention_problem attention{};
 qm_cuda_attention_tensors attended{};
 qm_cuda_conv_problem conv{};
@@ -65,6 +67,8 @@ int32_t driver_count(int32_t which) {
 void driver_attended(qm_cuda_attention_problem* problem, qm_cuda_attention_tensors* tensors) {
   *problem = attention, *tensors = attended;
 }
+// The same of QuantMoE.
+void driver_mixed(qm_cuda_problem* problem, qm_cuda_tensors* tensors) { *problem = moe, *tensors = mixed; }
 // The same of CausalConv and of GatedDelta.
 void driver_convolved(qm_cuda_conv_problem* problem, qm_cuda_conv_tensors* tensors) {
   *problem = conv, *tensors = convolved;
@@ -83,10 +87,31 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status)
   return cudaSuccess;
 }
 
+// The device's memory is the host's, and streams are done at once.
+cudaError_t cudaMalloc(void** memory, size_t size) {
+  *memory = std::malloc(size);
+  return *memory ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+cudaError_t cudaFree(void* memory) { return std::free(memory), cudaSuccess; }
+cudaError_t cudaHostAlloc(void** memory, size_t size, unsigned) { return cudaMalloc(memory, size); }
+cudaError_t cudaFreeHost(void* memory) { return cudaFree(memory); }
+cudaError_t cudaMemset(void* memory, int value, size_t size) { return std::memset(memory, value, size), cudaSuccess; }
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) { return *free = *total = size_t{1} << 32, cudaSuccess; }
+cudaError_t cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
+cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
+cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) { return *device = host, cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return *event = nullptr, cudaSuccess; }
+cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+
 int qm_cuda_query(int, qm_cuda_device* found, char*) { return *found = device, QM_OK; }
 int qm_cuda_check_moe(const qm_cuda_problem*, const void*, void*, char* err) { return CheckOrder(err); }
 int qm_cuda_check_linear(const qm_cuda_linear_problem*, const void*, void*, char* err) { return CheckOrder(err); }
-int qm_cuda_launch(const qm_cuda_problem*, const qm_cuda_plan*, const qm_cuda_tensors*, void*, char*) {
+int qm_cuda_launch(const qm_cuda_problem* problem, const qm_cuda_plan*, const qm_cuda_tensors* tensors, void*, char*) {
+  moe = *problem, mixed = *tensors;
   return ++launches, QM_OK;
 }
 int qm_cuda_launch_linear(const qm_cuda_linear_problem*, const qm_cuda_plan*, const qm_cuda_linear_tensors*, void*,

@@ -4,8 +4,10 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <map>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -47,8 +49,9 @@ namespace {
 OrtApi api{};
 OrtMemoryInfo memory{0};
 OrtSessionOptions options;
-std::string error;
+std::string error, logged;
 int live_scratch = 0;
+bool on_device = true;
 
 OrtStatus* New(const char* text) { return new OrtStatus{ORT_FAIL, text}; }
 template <class Map, class T>
@@ -69,7 +72,7 @@ struct Allocator : OrtAllocator {
     Info = [](const OrtAllocator*) -> const OrtMemoryInfo* { return &memory; };
     Free = [](OrtAllocator*, void* p) {
       live_scratch -= p != nullptr;
-      cudaFree(p);
+      on_device ? (void)cudaFree(p) : std::free(p);
     };
   }
 } allocator;
@@ -130,6 +133,20 @@ void Fill() {
     *id = m->id;
     return nullptr;
   };
+  // One session at a time: the options stand for its logger.
+  api.KernelInfo_GetLogger = [](const OrtKernelInfo*, const OrtLogger** out) noexcept -> OrtStatus* {
+    *out = reinterpret_cast<const OrtLogger*>(&options);
+    return nullptr;
+  };
+  api.KernelContext_GetLogger = [](const OrtKernelContext*, const OrtLogger** out) noexcept -> OrtStatus* {
+    *out = reinterpret_cast<const OrtLogger*>(&options);
+    return nullptr;
+  };
+  api.Logger_LogMessage = [](const OrtLogger*, OrtLoggingLevel, const char* text, const ORTCHAR_T*, int,
+                             const char*) noexcept -> OrtStatus* {
+    logged = text;
+    return nullptr;
+  };
   // A value serves as its own type and shape.
   api.GetTensorTypeAndShape = [](const OrtValue* v, OrtTensorTypeAndShapeInfo** out) noexcept -> OrtStatus* {
     *out = reinterpret_cast<OrtTensorTypeAndShapeInfo*>(const_cast<OrtValue*>(v));
@@ -167,6 +184,11 @@ void Fill() {
   api.KernelContext_GetScratchBuffer = [](const OrtKernelContext* c, const OrtMemoryInfo* m, size_t bytes,
                                           void** out) noexcept -> OrtStatus* {
     if (m != &memory) return New("not the device's memory");
+    if (!on_device) {
+      *out = std::malloc(bytes);
+      ++live_scratch;
+      return nullptr;
+    }
     if (cudaMalloc(out, bytes)) return New("cudaMalloc");
     // NaN: scratch that is read before it is written shows. On the op's stream, or it may come after the kernels.
     cudaMemsetAsync(*out, 0xff, bytes, static_cast<cudaStream_t>(c->stream));
@@ -185,11 +207,13 @@ static bool Took(OrtStatus* status) {
   delete status;
   return error.empty();
 }
+// 0: scratch is host memory, for the fake GPU.
+void driver_scratch_on_device(int32_t yes) { on_device = yes; }
 int32_t driver_live_scratch() { return live_scratch; }
 
-// Registers the library as a runtime would whose newest API is api_version, with quantmoe.verify where it is not null;
-// returns the number of operators, -1 on failure.
-int32_t driver_open(const char* path, uint32_t api_version, const char* verify) {
+// Registers the library as a runtime would whose newest API is api_version, in a session with these entries, lines of
+// key=value; returns the number of operators, -1 on failure.
+int32_t driver_open(const char* path, uint32_t api_version, const char* entries) {
   Fill();
   static uint32_t newest;
   newest = api_version;
@@ -203,7 +227,9 @@ int32_t driver_open(const char* path, uint32_t api_version, const char* verify) 
       []() noexcept { return "1.99"; }};
   options.domains.clear();
   options.entries.clear();
-  if (verify) options.entries["quantmoe.verify"] = verify;
+  std::istringstream lines(entries);
+  for (std::string key, entry; std::getline(lines, key, '=') && std::getline(lines, entry);)
+    options.entries[key] = entry;
   auto* entry =
       reinterpret_cast<OrtStatus* (*)(OrtSessionOptions*, const OrtApiBase*)>(dlsym(library, "RegisterCustomOps"));
   if (!Took(entry(&options, &base))) return -1;
@@ -218,6 +244,13 @@ const char* driver_name(int32_t op, int32_t which) {
 int32_t driver_type(int32_t op, int32_t input) {
   return input < 0 ? At(op)->GetOutputType(At(op), 0) : At(op)->GetInputType(At(op), input);
 }
+
+// 1: ONNX Runtime leaves this input of the operator in host memory.
+int32_t driver_in_host_memory(int32_t op, int32_t input) {
+  return At(op)->GetInputMemoryType(At(op), input) == OrtMemTypeCPUInput;
+}
+// What the library logged last.
+const char* driver_logged() { return logged.c_str(); }
 
 OrtKernelInfo* driver_info() { return new OrtKernelInfo{}; }
 void driver_set_int(OrtKernelInfo* i, const char* name, int64_t value) { i->ints[name] = value; }

@@ -42,15 +42,16 @@ def value(dims: tuple[int, ...], constant: bool = False, data: int | None = None
 class Driver:
     def __init__(self) -> None:
         self.lib = ctypes.CDLL(os.environ["QUANTMOE_ORT_DRIVER"])
-        for name in ("error", "name"):
+        for name in ("error", "name", "logged"):
             getattr(self.lib, f"driver_{name}").restype = ctypes.c_char_p
         for name in ("info", "create"):
             getattr(self.lib, f"driver_{name}").restype = _PTR
         self.count = self.open(21)
 
-    def open(self, api_version: int, path: str | None = None, verify: str | None = None) -> int:
+    def open(self, api_version: int, path: str | None = None, entries: dict[str, str] | None = None) -> int:
         path = path or quantmoe.ort_cuda_library_path()
-        return self.lib.driver_open(path.encode(), api_version, verify and verify.encode())
+        lines = "".join(f"quantmoe.{key}={entry}\n" for key, entry in (entries or {}).items())
+        return self.lib.driver_open(path.encode(), api_version, lines.encode())
 
     @property
     def error(self) -> str:
@@ -133,7 +134,7 @@ def test_operators(driver):
 def test_exported_symbols_and_libraries():
     path = quantmoe.ort_cuda_library_path()
     listing = subprocess.check_output(["nm", "-D", "--defined-only", path], text=True)
-    assert {line.split()[-1] for line in listing.splitlines()} == {"RegisterCustomOps"}
+    assert {line.split()[-1] for line in listing.splitlines()} == {"RegisterCustomOps", "qm_experts_report"}
     assert "libcuda" not in subprocess.check_output(["readelf", "-d", path], text=True)
 
 
@@ -145,10 +146,12 @@ def test_old_runtime_is_refused(driver):
 
 @pytest.fixture
 def fake(driver):
-    """Opens the adapter whose GPU is the test's, with or without quantmoe.verify."""
+    """Opens the adapter whose GPU is the test's, with session entries."""
     path = str(Path(os.environ["QUANTMOE_ORT_DRIVER"]).with_name("libquantmoe_ort_fake.so"))
     ctypes.CDLL(path).driver_device(90, 132, 233472)
-    yield lambda verify: driver.open(21, path, verify)
+    driver.lib.driver_scratch_on_device(0)
+    yield lambda **entries: driver.open(21, path, entries)
+    driver.lib.driver_scratch_on_device(1)
     driver.open(21)
 
 
@@ -162,28 +165,29 @@ def test_other_weights_are_refused(driver, fake, layer, name):
     packed = {"w13": layer[2].copy(), "w2": layer[3].copy()}
     attributes = layer[0].attributes() | {f"{n}_identity": identity(rows) for n, rows in packed.items()}
 
-    def create(verify=None) -> str:
-        fake(verify)
+    def create(**entries: str) -> str:
+        fake(**entries)
         op = driver.op("bf16", "i64")
         if made := driver.create(op, attributes, [value(())] * 3 + packed_values(list(packed.values()))):
             driver.lib.driver_destroy(op, made)
         return driver.error
 
-    assert (create(), create("1")) == ("", "")
+    assert (create(), create(verify="1")) == ("", "")
     packed[name].reshape(-1, 64)[1, 5] ^= 1
-    assert create() == create("0") == ""
-    assert f"{name} is not the data that this model was exported with: the BLAKE3 of its bytes is " in create("1")
+    assert create() == create(verify="0") == ""
+    said = create(verify="1")
+    assert f"{name} is not the data that this model was exported with: the BLAKE3 of its bytes is " in said
     packed[name][-1, -1] ^= 1
     assert create().endswith("of model.onnx.data of Tiny-8x; put the data file of the same export beside the model")
     del attributes[f"{name}_identity"]  # an export before there were any
-    assert create("1") == ""
+    assert create(verify="1") == ""
 
 
 def test_other_weights_of_a_linear_are_refused(driver, fake):
     _, spec, w = build_linear(BASE)
     attributes = spec.attributes() | {"w_identity": identity(w)}
     for changed in ("", "w is not the data"):
-        fake(None)
+        fake()
         op = driver.op("bf16", name="QuantLinear")
         made = driver.create(op, attributes, [value(()), *packed_values([w]), *[value(())] * 3])
         assert bool(made) == (not changed)
@@ -194,8 +198,87 @@ def test_other_weights_of_a_linear_are_refused(driver, fake):
 
 
 def test_a_verify_that_is_none(driver, fake):
-    assert fake("yes") == -1
+    assert fake(verify="yes") == -1
     assert driver.error == 'quantmoe: quantmoe.verify is "yes", expected 0 or 1'
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"experts": "disk"}, 'quantmoe.experts is "disk", the CUDA library takes gpu or host'),
+        ({"experts": "host", "gpu_memory": "2GB"}, 'quantmoe.gpu_memory is "2GB", expected a number of bytes or auto'),
+        ({"gpu_memory": "1000"}, "quantmoe.gpu_memory and quantmoe.reserve need quantmoe.experts = host"),
+        ({"experts": "gpu", "reserve": "1"}, "quantmoe.gpu_memory and quantmoe.reserve need quantmoe.experts = host"),
+        ({"experts": "host", "gpu_memory": "9", "reserve": "9"}, "quantmoe.reserve is of quantmoe.gpu_memory = auto"),
+        ({"experts": "host", "ram": "9"}, "quantmoe.ram and quantmoe.trace are entries of the CPU's library"),
+        ({"trace": "t"}, "quantmoe.ram and quantmoe.trace are entries of the CPU's library"),
+    ],
+)
+def test_entries_that_are_refused(driver, fake, entries, message):
+    assert fake(**entries) == -1
+    assert message in driver.error
+
+
+@pytest.fixture
+def hosted(driver, fake, layer):
+    """Opens the adapter with experts in host memory, runs its layer of 8 for 3 tokens; what was launched, or None."""
+    lib = ctypes.CDLL(str(Path(os.environ["QUANTMOE_ORT_DRIVER"]).with_name("libquantmoe_ort_fake.so")))
+    stream = type("Stream", (), {"cuda_stream": 0})
+
+    def run(captured: bool = False, **entries: str) -> tuple[cuda.Problem, cuda._Tensors] | None:
+        assert fake(experts="host", **entries) > 0
+        op = driver.op("bf16", "i64")
+        weights = packed_values(layer[2:])
+        kernel = driver.create(op, layer[0].attributes(), [value(())] * 3 + weights)
+        assert kernel is not None, driver.error
+        lib.driver_order(1, captured)
+        tokens = [value((3, layer[0].hidden_size)), value((3, 2)), value((3, 2))]
+        failed = driver.run(op, kernel, [*tokens, *weights], [tokens[0], value(()), value(())], stream)
+        lib.driver_order(1, 0)
+        problem, tensors = cuda.Problem(), cuda._Tensors()
+        lib.driver_mixed(ctypes.byref(problem), ctypes.byref(tensors))
+        if not failed:
+            held = [ctypes.string_at(tensors.w13 + i, 64) for i in (0, layer[2].nbytes - 64)]
+            assert held == [layer[2].reshape(-1)[i : i + 64].tobytes() for i in (0, layer[2].size - 64)]
+        driver.lib.driver_destroy(op, kernel)
+        return None if failed else (problem, tensors)
+
+    return run
+
+
+def test_experts_in_host_memory(driver, fake, layer, hosted):
+    """Their inputs stay there; a budget gives slots, of which a part is for what a call copies for itself."""
+    fake()
+    assert [driver.lib.driver_in_host_memory(driver.op("bf16", "i64"), i) for i in range(5)] == [0] * 5
+    slot = sum(w.shape[1] for w in layer[2:])
+    problem, tensors = hosted(gpu_memory=str(4 * slot))
+    assert [driver.lib.driver_in_host_memory(driver.op("bf16", "i64"), i) for i in range(5)] == [0, 0, 0, 1, 1]
+    assert (problem.slots, problem.staging) == (3, 0)
+    assert None not in (tensors.slots, tensors.cache_state)
+    assert (
+        driver.lib.driver_logged()
+        .decode()
+        .startswith("quantmoe: experts = host: device memory for 3 of 8 experts, and ")
+    )
+
+
+@pytest.mark.parametrize("entries", [{}, {"gpu_memory": "auto"}, {"reserve": "0"}, {"gpu_memory": str(1 << 30)}])
+def test_experts_that_all_fit(driver, hosted, entries):
+    problem, tensors = hosted(**entries)
+    assert (problem.slots, problem.staging, tensors.slots, tensors.cache_state) == (0, 0, None, None)
+    assert "all 8 experts are in the device's memory" in driver.lib.driver_logged().decode()
+
+
+def test_experts_for_which_there_is_no_memory(driver, hosted, layer):
+    slot = sum(w.shape[1] for w in layer[2:])
+    assert hosted(gpu_memory=str(slot - 1)) is None
+    assert driver.error.startswith(
+        f'QuantMoE node "moe": quantmoe.experts = host: quantmoe.gpu_memory is {slot - 1}, expected at least the {slot}'
+    )
+    assert hosted(reserve="9" * 15) is None
+    assert f"bytes free less {'9' * 15} is 0, expected at least the {slot}" in driver.error
+    assert hosted(captured=True) is None
+    assert driver.error.endswith("the session's first run is captured, expected a run before it")
 
 
 @gpu
@@ -443,7 +526,7 @@ NORM = NormSpec(norm_epsilon=2.0**-20)
     ],
 )
 def test_wrong_router(driver, fake, change, weight, message):
-    fake(None)
+    fake()
     attributes = replace(ROUTER, **change).attributes()
     assert driver.create(driver.op("f16", name="MoERouter"), attributes, [value(()), weight]) is None
     assert driver.error.startswith('MoERouter node "moe": ')
@@ -459,7 +542,7 @@ def test_wrong_router(driver, fake, change, weight, message):
     ],
 )
 def test_wrong_router_inputs(driver, fake, at, shape, message):
-    fake(None)
+    fake()
     op = driver.op("bf16", name="MoERouter")
     kernel = driver.create(op, ROUTER.attributes(), [value(()), value((65, 96), True)])
     shapes = [*ROUTER_SHAPES[:at], shape, *ROUTER_SHAPES[at + 1 :]]
@@ -468,7 +551,7 @@ def test_wrong_router_inputs(driver, fake, at, shape, message):
 
 
 def test_wrong_norm(driver, fake):
-    fake(None)
+    fake()
     op = driver.op("f16", name="AddRMSNorm")
     for weight, message in (
         (value((64, 1), True), "weight has shape [64, 1], expected [features]"),
@@ -487,7 +570,7 @@ def test_wrong_norm(driver, fake):
 
 
 def test_wrong_rows(driver, fake):
-    fake(None)
+    fake()
     op = driver.op("f16", name="TokenRows")
     kernel = driver.create(op, RowsSpec().attributes(), [])
     good = [(2, 4, 8, 64), (2, 1), (2, 8), (2, 3), (2, 1, 1)]
@@ -562,7 +645,7 @@ def attention_shapes(spec: AttentionSpec, batch: int, tokens: int, past: int, le
     ],
 )
 def test_wrong_attention(driver, fake, name, new, message):
-    fake(None)
+    fake()
     attributes = {k: v for k, v in (ATTENTION.attributes() | {name: new}).items() if v is not None}
     assert driver.create(driver.op("f16", "f16", name="CachedAttention"), attributes, []) is None
     assert driver.error.startswith('CachedAttention node "moe": ')
@@ -585,7 +668,7 @@ def test_wrong_attention(driver, fake, name, new, message):
     ],
 )
 def test_wrong_attention_inputs(driver, fake, spec, at, shape, message):
-    fake(None)
+    fake()
     op = driver.op("bf16", "bf16", name="CachedAttention")
     kernel = driver.create(op, spec.attributes(), [])
     assert kernel is not None, driver.error
@@ -647,7 +730,7 @@ WINDOW = conv_spec(512, state_window=3)
     ],
 )
 def test_wrong_states(driver, fake, spec, name, new, message):
-    fake(None)
+    fake()
     op = spec.OP
     attributes = {k: v for k, v in (spec.attributes() | {name: new}).items() if v is not None}
     assert driver.create(driver.op("f16", name=op), attributes, []) is None
@@ -672,7 +755,7 @@ def test_wrong_states(driver, fake, spec, name, new, message):
     ],
 )
 def test_wrong_state_inputs(driver, fake, spec, at, shape, message):
-    fake(None)
+    fake()
     name = spec.OP
     op = driver.op("bf16", name=name)
     kernel = driver.create(op, spec.attributes(), [])
@@ -690,7 +773,7 @@ def test_wrong_state_inputs(driver, fake, spec, at, shape, message):
 @pytest.mark.parametrize("bias", [True, False])
 def test_states_are_launched_as_they_are_bound(driver, fake, bias):
     """Sizes and addresses of a call; present is past's memory."""
-    fake(None)
+    fake()
     lib = ctypes.CDLL(str(Path(os.environ["QUANTMOE_ORT_DRIVER"]).with_name("libquantmoe_ort_fake.so")))
     for spec, problem, past, said in (
         (CONV, cuda.ConvProblem(), 3, lib.driver_convolved),

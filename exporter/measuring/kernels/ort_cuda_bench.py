@@ -5,16 +5,20 @@ The graph is made where transformers is, on any machine; weights are random, and
     python -m quantmoe.exporter.measuring.kernels.ort_cuda_bench graph qwen.onnx --model qwen3-30b-a3b --group-size 128
     python -m quantmoe.exporter.measuring.kernels.ort_cuda_bench run qwen.onnx  # with onnxruntime-gpu, PyTorch, a GPU
 
---steps names other runs, as BATCH:PAST:NEW, and --prompts other lengths. The cache is bound in place. Times are medians
-of whole runs on the host's clock, kernels are those that CUPTI saw.
+--gpu-memory BYTES leaves experts in host memory, with that much for a cache of them, and prints its hits
+(docs/experts.md; a run asks for the same experts each time). --steps names other runs, as BATCH:PAST:NEW, and
+--prompts other lengths. The cache is bound in place. Times are medians of whole runs on the host's clock, kernels are
+those that CUPTI saw.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import ctypes
 import re
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -246,11 +250,18 @@ def _place(tensor: Any) -> tuple[Any, ...]:
     return "cuda", 0, dtype, list(tensor.shape), tensor.data_ptr()
 
 
-def bench(folder: Path, library: str, steps: list[str], prompts: list[int]) -> None:
+def _report(library: str) -> str:
+    text = ctypes.create_string_buffer(1 << 16)
+    ctypes.CDLL(library).qm_experts_report(text, ctypes.c_size_t(len(text)))
+    return text.value.decode().strip()
+
+
+def bench(folder: Path, library: str, steps: list[str], prompts: list[int], gpu_memory: int | None = None) -> None:
     """Prints a line for each measurement, and the kernels of some.
 
     Args:
         steps: BATCH:PAST:NEW.
+        gpu_memory: bytes for a cache of experts, which are then in host memory; None: all are on the device.
     """
     import onnxruntime as ort
     import torch
@@ -258,6 +269,9 @@ def bench(folder: Path, library: str, steps: list[str], prompts: list[int]) -> N
     free = torch.cuda.mem_get_info()[0]
     torch.manual_seed(0)  # which experts a batch takes decides about its time
     options = ort.SessionOptions()
+    if gpu_memory is not None:
+        options.add_session_config_entry("quantmoe.experts", "host")
+        options.add_session_config_entry("quantmoe.gpu_memory", str(gpu_memory))
     options.register_custom_ops_library(library)
     settings = {"enable_cuda_graph": "1", "arena_extend_strategy": "kSameAsRequested"}
     begin = time.perf_counter()
@@ -275,11 +289,15 @@ def bench(folder: Path, library: str, steps: list[str], prompts: list[int]) -> N
         same = torch.equal(replayed.run(), launched.run()) and all(
             torch.equal(tensor, launched.caches[name]) for name, tensor in replayed.caches.items()
         )
+        checksum = zlib.crc32(launched.run().cpu().view(torch.uint8).numpy().tobytes())
         times = [bound.milliseconds(50) for bound in (replayed, launched)]
         print(
             f"{new} tokens, batch {batch}, after {past} of {capacity} slots: {times[0]:.3f} ms with a CUDA graph "
-            f"({1e3 * batch * new / times[0]:.0f} tokens/s), {times[1]:.3f} without; the same bytes: {same}"
+            f"({1e3 * batch * new / times[0]:.0f} tokens/s), {times[1]:.3f} without; "
+            f"the same bytes: {same}, CRC {checksum:08x}"
         )
+        if gpu_memory is not None:
+            print(f"  {_report(library)}")
         if past >= 1024:
             replayed.kernels()
         del replayed, launched
@@ -288,6 +306,8 @@ def bench(folder: Path, library: str, steps: list[str], prompts: list[int]) -> N
         ms = prompt.milliseconds(8)
         print(f"prompt of {tokens}: {ms:.2f} ms ({1e3 * tokens / ms:.0f} tokens/s)")
         prompt.kernels()
+        if gpu_memory is not None:
+            print(f"  {_report(library)}")
     print(f"GPU memory: {(free - torch.cuda.mem_get_info()[0]) / 1e9:.2f} GB")
 
 
@@ -301,6 +321,7 @@ if __name__ == "__main__":
     parser.add_argument("--lm-head", choices=["int4", "int8"], help="rounded, as export does it")
     parser.add_argument("--steps", nargs="+", default=["1:512:1", "1:2048:1", "8:2048:1", "32:2048:1"])
     parser.add_argument("--prompts", nargs="+", type=int, default=[2048])
+    parser.add_argument("--gpu-memory", type=int, help="for experts, which are then in host memory")
     parser.add_argument("--folder", type=Path, default=Path("ort-cuda-bench"), help="scratch")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
@@ -310,4 +331,4 @@ if __name__ == "__main__":
         from quantmoe.ort_ext import cuda_library_path
 
         fill(given.graph, given.folder)
-        bench(given.folder, cuda_library_path(), given.steps, given.prompts)
+        bench(given.folder, cuda_library_path(), given.steps, given.prompts, given.gpu_memory)

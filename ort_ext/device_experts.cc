@@ -1,0 +1,252 @@
+#include "device_experts.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <stdexcept>
+
+#include "core/numbers.h"
+#include "mapping.h"
+
+#if defined(__linux__)
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#endif
+
+namespace quantmoe {
+namespace {
+
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  (void)cudaGetLastError();  // the next call is not to find it
+  throw std::runtime_error(std::string("quantmoe.experts = host: ") + what + ": CUDA: " + cudaGetErrorString(error));
+}
+
+std::mutex registry_mutex;
+// Never destroyed: sessions may outlive the library's exit handlers.
+auto& registry() {
+  static auto& all = *new std::map<const void*, std::weak_ptr<DeviceExperts>>;
+  return all;
+}
+
+// A file's pages that memory at `data` is mapped from, mapped again and shared: the driver locks these without a copy,
+// and ONNX Runtime's private ones not. Null where that cannot be had.
+void* map_again(const Mapping& mapping, size_t* bytes) {
+#if defined(__linux__)
+  const int file = mapping.path.empty() ? -1 : open(mapping.path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) return nullptr;
+  struct stat info;
+  void* memory = MAP_FAILED;
+  if (fstat(file, &info) == 0) {
+    *bytes = static_cast<size_t>(info.st_size);
+    memory = mmap(nullptr, *bytes, PROT_READ, MAP_SHARED, file, 0);
+  }
+  close(file);
+  if (memory == MAP_FAILED) return nullptr;
+  if (Mapping(memory).identity == mapping.identity) return memory;
+  munmap(memory, *bytes);  // renamed over since
+#endif
+  return nullptr;
+}
+
+}  // namespace
+
+std::shared_ptr<DeviceExperts> DeviceExperts::of(const void* session, const ExpertSettings& settings) {
+  const std::lock_guard lock(registry_mutex);
+  std::erase_if(registry(), [](const auto& entry) { return entry.second.expired(); });
+  auto& entry = registry()[session];
+  std::shared_ptr<DeviceExperts> found = entry.lock();
+  if (!found) entry = found = std::make_shared<DeviceExperts>(settings);
+  return found;
+}
+
+DeviceExperts::~DeviceExperts() {
+  for (void* memory : memory_) (void)cudaFree(memory);  // waits for what runs
+  if (done_) (void)cudaEventDestroy(done_);
+  for (const Locked& locked : locked_) {
+    if (locked.identity == "") {
+      (void)cudaFreeHost(locked.host);
+    } else {
+      (void)cudaHostUnregister(locked.host);
+      munmap(locked.host, locked.bytes);
+    }
+  }
+}
+
+// Where the device reads `bytes` at `data`.
+const char* DeviceExperts::lock_rows(const void* data, size_t bytes) {
+  const Mapping mapping(data);
+  const auto at = reinterpret_cast<uintptr_t>(data);
+  const size_t offset = static_cast<size_t>(mapping.offset) + (at - mapping.begin);
+  if (!mapping.path.empty() && at + bytes <= mapping.end) {
+    for (const Locked& locked : locked_)
+      if (locked.identity == mapping.identity) return locked.device + offset;
+    size_t size = 0;
+    if (void* const host = map_again(mapping, &size)) {
+      void* device = nullptr;
+      cudaError_t error = offset + bytes > size ? cudaErrorInvalidValue
+                                                : cudaHostRegister(host, size,
+                                                                   cudaHostRegisterMapped | cudaHostRegisterReadOnly);
+      if (error == cudaSuccess) error = cudaHostGetDevicePointer(&device, host, 0);
+      if (error == cudaSuccess) {
+        locked_.push_back({mapping.identity, host, size, static_cast<const char*>(device)});
+        return locked_.back().device + offset;
+      }
+      (void)cudaGetLastError();  // a driver that does not lock files: a copy does
+      munmap(host, size);
+    }
+  }
+  void *host = nullptr, *device = nullptr;
+  check(cudaHostAlloc(&host, bytes, cudaHostAllocMapped), "page-locked memory for a layer's experts");
+  locked_.push_back({"", host, bytes, nullptr});
+  std::memcpy(host, data, bytes);
+  check(cudaHostGetDevicePointer(&device, host, 0), "page-locked memory");
+  return locked_.back().device = static_cast<const char*>(device);
+}
+
+int DeviceExperts::add(const qm_cuda_problem& problem, const void* w13, const void* w2) {
+  const std::lock_guard lock(mutex_);
+  if (started_) throw std::runtime_error("quantmoe: a layer was added after the session's first run");
+  Layer layer{};
+  layer.experts = problem.local_experts;
+  layer.slot_bytes = qm_cuda_slot_bytes(&problem.moe);
+  for (const int i : {0, 1}) {
+    layer.row_bytes[i] = qm_cuda_row_bytes(&problem.moe, i ? 2 : 13);
+    layer.host[i] = lock_rows(i ? w2 : w13, layer.row_bytes[i] * static_cast<size_t>(layer.experts));
+  }
+  layers_.push_back(layer);
+  return static_cast<int>(layers_.size()) - 1;
+}
+
+void DeviceExperts::allocate(size_t bytes, const char* what, void** memory) {
+  check(cudaMalloc(memory, std::max<size_t>(bytes, 1)),
+        (std::to_string(bytes) + " bytes of the device's memory for " + what).c_str());
+  memory_.push_back(*memory);
+}
+
+std::string DeviceExperts::start() {
+  size_t all = 0, one = 0, largest = 0, experts = 0;
+  for (const Layer& layer : layers_) {
+    const size_t bytes = static_cast<size_t>(layer.experts) * layer.slot_bytes;
+    all += bytes;
+    one += layer.slot_bytes;
+    largest = std::max(largest, bytes);
+    experts += static_cast<size_t>(layer.experts);
+  }
+  int64_t given = bytes_of("quantmoe.gpu_memory", settings_.gpu_memory, true);
+  std::string of = "quantmoe.gpu_memory";
+  if (given < 0) {
+    const int64_t wanted = bytes_of("quantmoe.reserve", settings_.reserve);
+    const int64_t reserve = wanted < 0 ? int64_t{1} << 30 : wanted;
+    size_t free = 0, total = 0;
+    check(cudaMemGetInfo(&free, &total), "the device's free memory");
+    of = std::to_string(free) + " bytes free less " + std::to_string(reserve);
+    given = std::max<int64_t>(0, static_cast<int64_t>(free) - reserve);
+  }
+  const auto budget = static_cast<size_t>(given);
+  if (budget < one)
+    throw std::runtime_error("quantmoe.experts = host: " + of + " is " + std::to_string(budget) +
+                             ", expected at least the " + std::to_string(one) + " bytes of one expert of each layer");
+  resident_ = budget >= all;
+  if (resident_) {
+    for (Layer& layer : layers_) {
+      const size_t first = layer.row_bytes[0] * static_cast<size_t>(layer.experts);
+      const size_t second = align_up(first, size_t{256});
+      const size_t bytes = layer.row_bytes[1] * static_cast<size_t>(layer.experts);
+      allocate(second + bytes, "a layer's experts", &layer.memory);
+      auto* const to = static_cast<char*>(layer.memory);
+      check(cudaMemcpy(to, layer.host[0], first, cudaMemcpyDefault), "copying experts");
+      check(cudaMemcpy(to + second, layer.host[1], bytes, cudaMemcpyDefault), "copying experts");
+    }
+    started_ = true;
+    return "experts = host: all " + std::to_string(experts) + " experts are in the device's memory (" +
+           std::to_string(all) + " bytes; " + of + ")";
+  }
+  // A prompt asks for all experts of a layer: an eighth is for what it copies for itself.
+  const size_t staging = std::min({budget / 8, largest, budget - one});
+  allocate(staging, "experts of one layer's call", &staging_);
+  size_t slots = 0;
+  for (Layer& layer : layers_) {
+    const double share = static_cast<double>(budget - staging) / static_cast<double>(all);
+    layer.slots = static_cast<int32_t>(std::clamp<int64_t>(
+        static_cast<int64_t>(share * static_cast<double>(layer.experts)), 1, layer.experts));
+    layer.staging = static_cast<int32_t>(staging / layer.slot_bytes);
+    allocate(static_cast<size_t>(layer.slots) * layer.slot_bytes, "a layer's slots", &layer.memory);
+    const size_t state = qm_cuda_cache_state_bytes(layer.experts, layer.slots);
+    allocate(state, "a cache's state", &layer.state);
+    check(cudaMemset(layer.state, 0, state), "a cache's state");
+    slots += static_cast<size_t>(layer.slots);
+  }
+  check(cudaDeviceSynchronize(), "a cache's state");  // other streams read it
+  check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "an event");
+  started_ = true;
+  return "experts = host: device memory for " + std::to_string(slots) + " of " + std::to_string(experts) +
+         " experts, and " + std::to_string(staging) + " bytes for what a call copies for itself (" + of + ")";
+}
+
+DeviceExperts::Turn::Turn(DeviceExperts& all, cudaStream_t stream, std::string* said)
+    : all_(all), lock_(all.mutex_), stream_(stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(stream, &status), "the stream");
+  captured_ = status != cudaStreamCaptureStatusNone;
+  if (!all.started_) {
+    if (captured_)
+      throw std::runtime_error("quantmoe.experts = host: the session's first run is captured, expected a run before it");
+    *said = all.start();
+  }
+  if (all.done_ && !captured_ && all.last_ != stream)
+    check(cudaStreamWaitEvent(stream, all.done_, 0), "waiting for another stream");
+}
+
+DeviceExperts::Turn::~Turn() {
+  if (!all_.done_ || captured_) return;
+  (void)cudaEventRecord(all_.done_, stream_);
+  all_.last_ = stream_;
+}
+
+void DeviceExperts::Turn::place(int layer, qm_cuda_problem* problem, qm_cuda_tensors* tensors) const {
+  const Layer& l = all_.layers_[static_cast<size_t>(layer)];
+  if (all_.resident_) {
+    tensors->w13 = l.memory;
+    tensors->w2 = static_cast<const char*>(l.memory) +
+                  align_up(l.row_bytes[0] * static_cast<size_t>(l.experts), size_t{256});
+    return;
+  }
+  problem->slots = l.slots;
+  problem->staging = l.staging;
+  tensors->w13 = l.host[0];
+  tensors->w2 = l.host[1];
+  tensors->slots = l.memory;
+  tensors->staging = all_.staging_;
+  tensors->cache_state = l.state;
+}
+
+std::string DeviceExperts::report() {
+  std::vector<std::shared_ptr<DeviceExperts>> alive;
+  {
+    const std::lock_guard lock(registry_mutex);
+    for (const auto& entry : registry())
+      if (auto experts = entry.second.lock()) alive.push_back(std::move(experts));
+  }
+  std::string text;
+  for (const auto& e : alive) {
+    const std::lock_guard lock(e->mutex_);
+    uint64_t sums[6] = {e->layers_.size()};  // slots, then the counts
+    for (const Layer& layer : e->layers_) {
+      sums[1] += static_cast<uint64_t>(layer.slots);
+      if (!layer.state) continue;
+      qm_cuda_cache_counts counts{};
+      check(cudaMemcpy(&counts, layer.state, sizeof counts, cudaMemcpyDefault), "a cache's counts");
+      sums[2] += counts.hits, sums[3] += counts.misses, sums[4] += counts.staged, sums[5] += counts.not_copied;
+    }
+    const char* const names[] = {"layers", "slots", "hits", "misses", "staged", "not_copied"};
+    for (size_t i = 0; i < 6; ++i)
+      text += (i ? ", \"" : "{\"") + std::string(names[i]) + "\": " + std::to_string(sums[i]);
+    text += "}\n";
+  }
+  return text;
+}
+
+}  // namespace quantmoe

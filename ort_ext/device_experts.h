@@ -1,0 +1,78 @@
+// Experts that stay in host memory, for the CUDA library: the page-locked rows, and what a session's layers have of the
+// device's memory (docs/experts.md). The device decides what is in it (cuda/expert_cache.cuh). Nothing here knows ONNX
+// Runtime.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "experts.h"
+#include "quantmoe/quant_moe_cuda.h"
+
+namespace quantmoe {
+
+class DeviceExperts {
+ public:
+  // The one of a session, which `session` identifies as long as it lives.
+  static std::shared_ptr<DeviceExperts> of(const void* session, const ExpertSettings& settings);
+  // Of all that are alive, a line of JSON each.
+  static std::string report();
+
+  explicit DeviceExperts(const ExpertSettings& settings) : settings_(settings) {}
+  ~DeviceExperts();
+
+  // While a session is created: a layer, whose number it returns. w13 and w2: its rows where ONNX Runtime has them.
+  // Throws std::runtime_error where the memory cannot be page-locked.
+  int add(const qm_cuda_problem& problem, const void* w13, const void* w2);
+
+  // A launch of a layer: launches of a session come one after the other, on whatever streams.
+  class Turn {
+   public:
+    // Allocates the slots at a session's first, which `said` tells. Throws std::runtime_error when there is no memory
+    // for them, and in a captured graph.
+    Turn(DeviceExperts& all, cudaStream_t stream, std::string* said);
+    ~Turn();
+    // Where a layer's experts are.
+    void place(int layer, qm_cuda_problem* problem, qm_cuda_tensors* tensors) const;
+
+   private:
+    DeviceExperts& all_;
+    const std::lock_guard<std::mutex> lock_;
+    const cudaStream_t stream_;
+    bool captured_ = false;
+  };
+
+ private:
+  struct Layer {
+    int64_t experts;
+    size_t row_bytes[2], slot_bytes;
+    const char* host[2];  // as the device reads them
+    int32_t slots = 0, staging = 0;
+    void *memory = nullptr, *state = nullptr;  // slots; where all are there, the rows of w13, then of w2
+  };
+  // Page-locked: a mapping of a whole data file, or a copy of a tensor.
+  struct Locked {
+    std::string identity;  // "": a copy
+    void* host;
+    size_t bytes;
+    const char* device;
+  };
+  const char* lock_rows(const void* data, size_t bytes);
+  std::string start();
+  void allocate(size_t bytes, const char* what, void** memory);
+
+  const ExpertSettings settings_;
+  mutable std::mutex mutex_;
+  std::vector<Layer> layers_;
+  std::vector<Locked> locked_;
+  std::vector<void*> memory_;
+  void* staging_ = nullptr;
+  bool started_ = false, resident_ = false;
+  cudaStream_t last_ = nullptr;
+  cudaEvent_t done_ = nullptr;  // the last launch that was not captured
+};
+
+}  // namespace quantmoe
