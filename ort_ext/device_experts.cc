@@ -86,9 +86,9 @@ const char* DeviceExperts::lock_rows(const void* data, size_t bytes) {
     size_t size = 0;
     if (void* const host = map_again(mapping, &size)) {
       void* device = nullptr;
-      cudaError_t error = offset + bytes > size ? cudaErrorInvalidValue
-                                                : cudaHostRegister(host, size,
-                                                                   cudaHostRegisterMapped | cudaHostRegisterReadOnly);
+      cudaError_t error = offset + bytes > size
+                              ? cudaErrorInvalidValue
+                              : cudaHostRegister(host, size, cudaHostRegisterMapped | cudaHostRegisterReadOnly);
       if (error == cudaSuccess) error = cudaHostGetDevicePointer(&device, host, 0);
       if (error == cudaSuccess) {
         locked_.push_back({mapping.identity, host, size, static_cast<const char*>(device)});
@@ -170,8 +170,8 @@ std::string DeviceExperts::start() {
   size_t slots = 0;
   for (Layer& layer : layers_) {
     const double share = static_cast<double>(budget - staging) / static_cast<double>(all);
-    layer.slots = static_cast<int32_t>(std::clamp<int64_t>(
-        static_cast<int64_t>(share * static_cast<double>(layer.experts)), 1, layer.experts));
+    layer.slots = static_cast<int32_t>(
+        std::clamp<int64_t>(static_cast<int64_t>(share * static_cast<double>(layer.experts)), 1, layer.experts));
     layer.staging = static_cast<int32_t>(staging / layer.slot_bytes);
     allocate(static_cast<size_t>(layer.slots) * layer.slot_bytes, "a layer's slots", &layer.memory);
     const size_t state = qm_cuda_cache_state_bytes(layer.experts, layer.slots);
@@ -193,7 +193,8 @@ DeviceExperts::Turn::Turn(DeviceExperts& all, cudaStream_t stream, std::string* 
   captured_ = status != cudaStreamCaptureStatusNone;
   if (!all.started_) {
     if (captured_)
-      throw std::runtime_error("quantmoe.experts = host: the session's first run is captured, expected a run before it");
+      throw std::runtime_error(
+          "quantmoe.experts = host: the session's first run is captured, expected a run before it");
     *said = all.start();
   }
   if (all.done_ && !captured_ && all.last_ != stream)
@@ -210,8 +211,8 @@ void DeviceExperts::Turn::place(int layer, qm_cuda_problem* problem, qm_cuda_ten
   const Layer& l = all_.layers_[static_cast<size_t>(layer)];
   if (all_.resident_) {
     tensors->w13 = l.memory;
-    tensors->w2 = static_cast<const char*>(l.memory) +
-                  align_up(l.row_bytes[0] * static_cast<size_t>(l.experts), size_t{256});
+    tensors->w2 =
+        static_cast<const char*>(l.memory) + align_up(l.row_bytes[0] * static_cast<size_t>(l.experts), size_t{256});
     return;
   }
   problem->slots = l.slots;
