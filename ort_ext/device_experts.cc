@@ -234,16 +234,17 @@ std::string DeviceExperts::report() {
   std::string text;
   for (const auto& e : alive) {
     const std::lock_guard lock(e->mutex_);
-    uint64_t sums[6] = {e->layers_.size()};  // slots, then the counts
+    uint64_t sums[7] = {e->layers_.size()};  // slots, then the counts
     for (const Layer& layer : e->layers_) {
       sums[1] += static_cast<uint64_t>(layer.slots);
       if (!layer.state) continue;
       qm_cuda_cache_counts counts{};
       check(cudaMemcpy(&counts, layer.state, sizeof counts, cudaMemcpyDefault), "a cache's counts");
       sums[2] += counts.hits, sums[3] += counts.misses, sums[4] += counts.staged, sums[5] += counts.not_copied;
+      sums[6] += counts.misses * layer.slot_bytes;
     }
-    const char* const names[] = {"layers", "slots", "hits", "misses", "staged", "not_copied"};
-    for (size_t i = 0; i < 6; ++i)
+    const char* const names[] = {"layers", "slots", "hits", "misses", "staged", "not_copied", "missed_bytes"};
+    for (size_t i = 0; i < std::size(sums); ++i)
       text += (i ? ", \"" : "{\"") + std::string(names[i]) + "\": " + std::to_string(sums[i]);
     text += "}\n";
   }

@@ -6,7 +6,8 @@ The graph is made where transformers is, on any machine; weights are random, and
     python -m quantmoe.exporter.measuring.kernels.ort_cuda_bench run qwen.onnx  # with onnxruntime-gpu, PyTorch, a GPU
 
 --gpu-memory BYTES leaves experts in host memory, with that much for a cache of them, and prints its hits
-(docs/experts.md; a run asks for the same experts each time). --steps names other runs, as BATCH:PAST:NEW, and
+(docs/experts.md): of runs that ask for the same experts each time, then of streams of tokens that come again with the
+chances of --repeats. --steps names other runs, as BATCH:PAST:NEW, and
 --prompts other lengths. The cache is bound in place. Times are medians of whole runs on the host's clock, kernels are
 those that CUPTI saw.
 """
@@ -16,11 +17,13 @@ from __future__ import annotations
 import argparse
 import collections
 import ctypes
+import json
 import re
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -250,18 +253,81 @@ def _place(tensor: Any) -> tuple[Any, ...]:
     return "cuda", 0, dtype, list(tensor.shape), tensor.data_ptr()
 
 
-def _report(library: str) -> str:
+def _report(library: str) -> dict[str, int]:
     text = ctypes.create_string_buffer(1 << 16)
     ctypes.CDLL(library).qm_experts_report(text, ctypes.c_size_t(len(text)))
-    return text.value.decode().strip()
+    return dict(json.loads(text.value))
 
 
-def bench(folder: Path, library: str, steps: list[str], prompts: list[int], gpu_memory: int | None = None) -> None:
+def _bus() -> float:
+    """Bytes a second from page-locked memory to the device's."""
+    import torch
+
+    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda")
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        device.copy_(host)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return len(host) / float(np.median(times))
+
+
+def misses(hosted: Any, resident: Any, library: str, repeats: Sequence[float], tokens: int = 256) -> None:
+    """A line for each chance that a token is one of the last eight: what the cache hits, and its time against the time
+    with all experts on the device and the missed bytes' on the bus.
+
+    A token of random weights goes to the same experts each time, and other ones to others.
+
+    Args:
+        hosted, resident: sessions of one model.
+    """
+    bus = _bus()
+    bound = [Bound(session, 1, 1, 512, 4096, 1000) for session in (hosted, resident)]
+    for name, tensor in (bound[1].inputs | bound[1].caches).items():
+        tensor.copy_((bound[0].inputs | bound[0].caches)[name])
+    for repeat in repeats:
+        rng, stream = np.random.default_rng(0), [int(t) for t in range(1, 9)]
+        for _ in range(tokens + 1):
+            again = rng.random() < repeat
+            stream.append(stream[-int(rng.integers(1, 9))] if again else int(rng.integers(9, bound[0].logits.shape[2])))
+        took, kept, counts = [], [], []
+        for one in bound:
+            times, checksums = [], []
+            for at, token in enumerate(stream):
+                if at in (8, len(stream) - 1):
+                    counts.append(_report(library))
+                one.inputs["input_ids"].fill_(token)
+                begin = time.perf_counter()
+                one.session.run_with_iobinding(one.binding, one.options)
+                times.append(time.perf_counter() - begin)
+                checksums.append(zlib.crc32(one.logits.cpu().numpy().tobytes()))
+            took.append(float(np.mean(times[8:-1])))
+            kept.append(checksums)
+        hits, missed, size = (counts[1][name] - counts[0][name] for name in ("hits", "misses", "missed_bytes"))
+        ideal = took[1] + size / tokens / bus
+        print(
+            f"chance {repeat}: {took[0] / ideal:.2f} of resident + missed bytes / bus; {1e3 * took[0]:.2f} ms "
+            f"({1 / took[0]:.0f} tokens/s), resident {1e3 * took[1]:.2f} ms, hit rate {hits / (hits + missed):.3f}, "
+            f"{size / tokens / 1e6:.1f} MB a token at {bus / 1e9:.1f} GB/s; the same bytes: {kept[0] == kept[1]}"
+        )
+
+
+def bench(
+    folder: Path,
+    library: str,
+    steps: list[str],
+    prompts: list[int],
+    gpu_memory: int | None = None,
+    repeats: Sequence[float] = (),
+) -> None:
     """Prints a line for each measurement, and the kernels of some.
 
     Args:
         steps: BATCH:PAST:NEW.
         gpu_memory: bytes for a cache of experts, which are then in host memory; None: all are on the device.
+        repeats: of misses.
     """
     import onnxruntime as ort
     import torch
@@ -269,13 +335,16 @@ def bench(folder: Path, library: str, steps: list[str], prompts: list[int], gpu_
     free = torch.cuda.mem_get_info()[0]
     torch.manual_seed(0)  # which experts a batch takes decides about its time
     options = ort.SessionOptions()
+    settings = {"enable_cuda_graph": "1", "arena_extend_strategy": "kSameAsRequested"}
+    open_session = partial(
+        ort.InferenceSession, str(folder / "model.onnx"), providers=[("CUDAExecutionProvider", settings)]
+    )
     if gpu_memory is not None:
         options.add_session_config_entry("quantmoe.experts", "host")
         options.add_session_config_entry("quantmoe.gpu_memory", str(gpu_memory))
     options.register_custom_ops_library(library)
-    settings = {"enable_cuda_graph": "1", "arena_extend_strategy": "kSameAsRequested"}
     begin = time.perf_counter()
-    session = ort.InferenceSession(str(folder / "model.onnx"), options, [("CUDAExecutionProvider", settings)])
+    session = open_session(options)
     loaded = time.perf_counter() - begin
     print(f"{torch.cuda.get_device_name()}, ONNX Runtime {ort.__version__}: {loaded:.1f} s to load")
     for graph, (batch, past, new) in enumerate((map(int, step.split(":")) for step in steps), 1):
@@ -308,7 +377,12 @@ def bench(folder: Path, library: str, steps: list[str], prompts: list[int], gpu_
         prompt.kernels()
         if gpu_memory is not None:
             print(f"  {_report(library)}")
-    print(f"GPU memory: {(free - torch.cuda.mem_get_info()[0]) / 1e9:.2f} GB")
+    memory = free - torch.cuda.mem_get_info()[0]
+    print(f"GPU memory: {memory / 1e9:.2f} GB")
+    if gpu_memory is not None:
+        options = ort.SessionOptions()
+        options.register_custom_ops_library(library)
+        misses(session, open_session(options), library, repeats)
 
 
 if __name__ == "__main__":
@@ -322,6 +396,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", nargs="+", default=["1:512:1", "1:2048:1", "8:2048:1", "32:2048:1"])
     parser.add_argument("--prompts", nargs="+", type=int, default=[2048])
     parser.add_argument("--gpu-memory", type=int, help="for experts, which are then in host memory")
+    parser.add_argument("--repeats", nargs="+", type=float, default=[1, 0.9, 0.75, 0.5, 0], help="of --gpu-memory")
     parser.add_argument("--folder", type=Path, default=Path("ort-cuda-bench"), help="scratch")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
@@ -331,4 +406,4 @@ if __name__ == "__main__":
         from quantmoe.ort_ext import cuda_library_path
 
         fill(given.graph, given.folder)
-        bench(given.folder, cuda_library_path(), given.steps, given.prompts, given.gpu_memory)
+        bench(given.folder, cuda_library_path(), given.steps, given.prompts, given.gpu_memory, given.repeats)
