@@ -79,22 +79,26 @@ __global__ void __launch_bounds__(kRouteThreads) resolve_experts(const __grid_co
     return before;
   };
   const auto is_free = [&](int slot) { return expert_of[slot] == 0 || !wanted[expert_of[slot] - 1]; };
-  int free_slots = 0;
-  for (int base = 0; base < p.slot_count; base += kRouteThreads) {
-    const int slot = base + static_cast<int>(threadIdx.x);
-    int all;
-    count_before(slot < p.slot_count && is_free(slot), all);
-    free_slots += all;
+  int missing = 0;
+  for (int e = threadIdx.x; e < experts; e += kRouteThreads) missing |= wanted[e] && slot_of[e] == 0;
+  int free_slots = 0;  // counted for misses alone: most calls of a token have none
+  if (__syncthreads_or(missing)) {
+    for (int base = 0; base < p.slot_count; base += kRouteThreads) {
+      const int slot = base + static_cast<int>(threadIdx.x);
+      int all;
+      count_before(slot < p.slot_count && is_free(slot), all);
+      free_slots += all;
+    }
+    // victims[i]: the slot that is free and was used least recently but for i others.
+    for (int slot = threadIdx.x; slot < p.slot_count; slot += kRouteThreads) {
+      if (!is_free(slot)) continue;
+      int rank = 0;
+      for (int other = 0; other < p.slot_count; ++other)
+        rank += is_free(other) && (used[other] < used[slot] || (used[other] == used[slot] && other < slot));
+      victims[rank] = slot;
+    }
+    __syncthreads();
   }
-  // victims[i]: the slot that is free and was used least recently but for i others.
-  for (int slot = threadIdx.x; slot < p.slot_count; slot += kRouteThreads) {
-    if (!is_free(slot)) continue;
-    int rank = 0;
-    for (int other = 0; other < p.slot_count; ++other)
-      rank += is_free(other) && (used[other] < used[slot] || (used[other] == used[slot] && other < slot));
-    victims[rank] = slot;
-  }
-  __syncthreads();
 
   int hits = 0, misses = 0;
   for (int base = 0; base < experts; base += kRouteThreads) {
