@@ -193,7 +193,7 @@ _PLANS = {
 }
 
 
-class _Tensors(ctypes.Structure):
+class Tensors(ctypes.Structure):
     _fields_ = [
         (n, _PTR)
         for n in (
@@ -359,7 +359,7 @@ class CudaMoE:
         import torch
 
         pointers = (hidden, topk_ids, topk_weights, self.w13, self.w2, output, workspace, *self.cache)
-        tensors = _Tensors(*(x.data_ptr() for x in pointers))
+        tensors = Tensors(*(x.data_ptr() for x in pointers))
         err = ctypes.create_string_buffer(ERROR_SIZE)
         stream = _PTR(torch.cuda.current_stream().cuda_stream)
         p, chosen = prepared

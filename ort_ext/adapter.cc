@@ -13,6 +13,7 @@
 #include <optional>
 
 #include "adapter.h"
+#include "per_session.h"
 
 namespace quantmoe {
 namespace {
@@ -153,7 +154,7 @@ class MoENode : public CpuNode {
     if (*op.experts != ExpertSettings{}) {
       const OrtLogger* logger;  // each session has one: it says which session this is
       check(api->KernelInfo_GetLogger(info, &logger), "the session's logger");
-      experts_ = Experts::of(logger, *op.experts);
+      experts_ = PerSession<Experts>::of(logger, *op.experts);
     }
     const bool disk = experts_ && experts_->disk();
     Shape shapes[2];

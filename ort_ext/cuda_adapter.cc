@@ -12,6 +12,7 @@
 
 #include "adapter.h"
 #include "device_experts.h"
+#include "per_session.h"
 #include "quantmoe/quant_moe_cuda.h"
 
 namespace quantmoe {
@@ -131,7 +132,7 @@ CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info, boo
   if (op.experts->experts != "host") return;
   const OrtLogger* logger;  // each session has one: it says which session this is
   check(api->KernelInfo_GetLogger(info, &logger), "the session's logger");
-  experts_ = DeviceExperts::of(logger, *op.experts);
+  experts_ = PerSession<DeviceExperts>::of(logger, *op.experts);
   try {
     layer_ = experts_->add(problem_, w13, data_of(get_weight(info, QuantMoE_w2, shape)));
   } catch (const std::exception& e) {

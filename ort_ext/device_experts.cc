@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
 #include <stdexcept>
 
 #include "core/numbers.h"
 #include "mapping.h"
+#include "per_session.h"
 
 #if defined(__linux__)
 #include <fcntl.h>
@@ -22,13 +22,6 @@ void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   (void)cudaGetLastError();  // the next call is not to find it
   throw std::runtime_error(std::string("quantmoe.experts = host: ") + what + ": CUDA: " + cudaGetErrorString(error));
-}
-
-std::mutex registry_mutex;
-// Never destroyed: sessions may outlive the library's exit handlers.
-auto& registry() {
-  static auto& all = *new std::map<const void*, std::weak_ptr<DeviceExperts>>;
-  return all;
 }
 
 // A file's pages that memory at `data` is mapped from, mapped again and shared: the driver locks these without a copy,
@@ -52,15 +45,6 @@ void* map_again(const Mapping& mapping, size_t* bytes) {
 }
 
 }  // namespace
-
-std::shared_ptr<DeviceExperts> DeviceExperts::of(const void* session, const ExpertSettings& settings) {
-  const std::lock_guard lock(registry_mutex);
-  std::erase_if(registry(), [](const auto& entry) { return entry.second.expired(); });
-  auto& entry = registry()[session];
-  std::shared_ptr<DeviceExperts> found = entry.lock();
-  if (!found) entry = found = std::make_shared<DeviceExperts>(settings);
-  return found;
-}
 
 DeviceExperts::~DeviceExperts() {
   for (void* memory : memory_) (void)cudaFree(memory);  // waits for what runs
@@ -225,28 +209,29 @@ void DeviceExperts::Turn::place(int layer, qm_cuda_problem* problem, qm_cuda_ten
 }
 
 std::string DeviceExperts::report() {
-  std::vector<std::shared_ptr<DeviceExperts>> alive;
-  {
-    const std::lock_guard lock(registry_mutex);
-    for (const auto& entry : registry())
-      if (auto experts = entry.second.lock()) alive.push_back(std::move(experts));
-  }
   std::string text;
-  for (const auto& e : alive) {
-    const std::lock_guard lock(e->mutex_);
-    uint64_t sums[7] = {e->layers_.size()};  // slots, then the counts
-    for (const Layer& layer : e->layers_) {
-      sums[1] += static_cast<uint64_t>(layer.slots);
+  for (const auto& experts : PerSession<DeviceExperts>::alive()) {
+    const std::lock_guard lock(experts->mutex_);
+    qm_cuda_cache_counts sums{};
+    uint64_t slots = 0, missed_bytes = 0;
+    for (const Layer& layer : experts->layers_) {
+      slots += static_cast<uint64_t>(layer.slots);
       if (!layer.state) continue;
       qm_cuda_cache_counts counts{};
       check(cudaMemcpy(&counts, layer.state, sizeof counts, cudaMemcpyDefault), "a cache's counts");
-      sums[2] += counts.hits, sums[3] += counts.misses, sums[4] += counts.staged, sums[5] += counts.not_copied;
-      sums[6] += counts.misses * layer.slot_bytes;
+      sums.hits += counts.hits;
+      sums.misses += counts.misses;
+      sums.staged += counts.staged;
+      sums.not_copied += counts.not_copied;
+      missed_bytes += counts.misses * layer.slot_bytes;
     }
-    const char* const names[] = {"layers", "slots", "hits", "misses", "staged", "not_copied", "missed_bytes"};
-    for (size_t i = 0; i < std::size(sums); ++i)
-      text += (i ? ", \"" : "{\"") + std::string(names[i]) + "\": " + std::to_string(sums[i]);
-    text += "}\n";
+    text += json_line({{"layers", experts->layers_.size()},
+                       {"slots", slots},
+                       {"hits", sums.hits},
+                       {"misses", sums.misses},
+                       {"staged", sums.staged},
+                       {"not_copied", sums.not_copied},
+                       {"missed_bytes", missed_bytes}});
   }
   return text;
 }

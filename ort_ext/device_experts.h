@@ -16,8 +16,6 @@ namespace quantmoe {
 
 class DeviceExperts {
  public:
-  // The one of a session, which `session` identifies as long as it lives.
-  static std::shared_ptr<DeviceExperts> of(const void* session, const ExpertSettings& settings);
   // Of all that are alive, a line of JSON each.
   static std::string report();
 

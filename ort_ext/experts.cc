@@ -5,12 +5,12 @@
 #include <cinttypes>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <stdexcept>
 
 #include "core/control_groups.h"
 #include "core/numbers.h"
 #include "mapping.h"
+#include "per_session.h"
 
 #if defined(__linux__)
 #include <fcntl.h>
@@ -228,49 +228,17 @@ int Experts::add(ExpertLayer layer) {
   return static_cast<int>(layers_.size()) - 1;
 }
 
-namespace {
-
-std::mutex registry_mutex;
-// Never destroyed: sessions may outlive the library's exit handlers.
-auto& registry() {
-  static auto& all = *new std::map<const void*, std::weak_ptr<Experts>>;
-  return all;
-}
-
-}  // namespace
-
-std::shared_ptr<Experts> Experts::of(const void* session, const ExpertSettings& settings) {
-  const std::lock_guard lock(registry_mutex);
-  std::erase_if(registry(), [](const auto& entry) { return entry.second.expired(); });
-  auto& entry = registry()[session];
-  std::shared_ptr<Experts> found = entry.lock();
-  if (!found) entry = found = std::make_shared<Experts>(settings);
-  return found;
-}
-
 std::string Experts::report() {
-  std::vector<std::shared_ptr<Experts>> alive;
-  {
-    const std::lock_guard lock(registry_mutex);
-    for (const auto& entry : registry())
-      if (auto experts = entry.second.lock()) alive.push_back(std::move(experts));
-  }
   std::string text;
-  for (const auto& e : alive) {
-    const std::lock_guard lock(e->mutex_);
-    const std::pair<const char*, int64_t> values[] = {
-        {"layers", static_cast<int64_t>(e->layers_.size())},
-        {"slots", static_cast<int64_t>(e->slots_.size())},
-        {"slot_bytes", e->slot_bytes_},
-        {"hits", e->hits_},
-        {"misses", e->misses_},
-        {"bytes_read", e->bytes_read_},
-        {"rounds", e->rounds_},
-    };
-    for (const auto& [name, value] : values)
-      text +=
-          (text.empty() || text.back() == '\n' ? "{\"" : ", \"") + std::string(name) + "\": " + std::to_string(value);
-    text += "}\n";
+  for (const auto& experts : PerSession<Experts>::alive()) {
+    const std::lock_guard lock(experts->mutex_);
+    text += json_line({{"layers", experts->layers_.size()},
+                       {"slots", experts->slots_.size()},
+                       {"slot_bytes", static_cast<uint64_t>(experts->slot_bytes_)},
+                       {"hits", static_cast<uint64_t>(experts->hits_)},
+                       {"misses", static_cast<uint64_t>(experts->misses_)},
+                       {"bytes_read", static_cast<uint64_t>(experts->bytes_read_)},
+                       {"rounds", static_cast<uint64_t>(experts->rounds_)}});
   }
   return text;
 }
@@ -531,7 +499,8 @@ template void Experts::trace(int, const int64_t*, int64_t, int64_t);
 Experts::Lease::~Lease() {}
 int64_t Experts::Lease::read(const int64_t*, int64_t, const void**, const void**) { return -1; }
 void DataFile::read(int64_t, int64_t, char*) const {}
-std::shared_ptr<Experts> Experts::of(const void*, const ExpertSettings&) { return nullptr; }
+Experts::Experts(const ExpertSettings& settings) : settings_(settings) {}
+Experts::~Experts() {}
 std::string Experts::report() { return ""; }
 
 #endif

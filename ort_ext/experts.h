@@ -72,8 +72,6 @@ struct ExpertLayer {
 // The experts of a session's layers: their slots, and the trace of what is routed to them.
 class Experts {
  public:
-  // The one of a session, which `session` identifies as long as it lives.
-  static std::shared_ptr<Experts> of(const void* session, const ExpertSettings& settings);
   // Of all that are alive, a line of JSON each.
   static std::string report();
 

@@ -27,6 +27,8 @@ from engines.test_identity import identity  # noqa: E402
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 TYPES = {"f16": 10, "bf16": 16, "i32": 6, "i64": 7, "f32": 1}  # ONNXTensorElementDataType
+FAKE = str(Path(os.environ["QUANTMOE_ORT_DRIVER"]).with_name("libquantmoe_ort_fake.so"))  # its GPU is the test's
+STREAM = type("Stream", (), {"cuda_stream": 0})  # no stream: what runs on it is the fake GPU's
 INPUTS, OUTPUTS = 10, 3  # ort_driver.cc has room for
 _PTR = ctypes.c_void_p
 
@@ -147,10 +149,9 @@ def test_old_runtime_is_refused(driver):
 @pytest.fixture
 def fake(driver):
     """Opens the adapter whose GPU is the test's, with session entries."""
-    path = str(Path(os.environ["QUANTMOE_ORT_DRIVER"]).with_name("libquantmoe_ort_fake.so"))
-    ctypes.CDLL(path).driver_device(90, 132, 233472)
+    ctypes.CDLL(FAKE).driver_device(90, 132, 233472)
     driver.lib.driver_scratch_on_device(0)
-    yield lambda **entries: driver.open(21, path, entries)
+    yield lambda **entries: driver.open(21, FAKE, entries)
     driver.lib.driver_scratch_on_device(1)
     driver.open(21)
 
@@ -222,10 +223,9 @@ def test_entries_that_are_refused(driver, fake, entries, message):
 @pytest.fixture
 def hosted(driver, fake, layer):
     """Opens the adapter with experts in host memory, runs its layer of 8 for 3 tokens; what was launched, or None."""
-    lib = ctypes.CDLL(str(Path(os.environ["QUANTMOE_ORT_DRIVER"]).with_name("libquantmoe_ort_fake.so")))
-    stream = type("Stream", (), {"cuda_stream": 0})
+    lib = ctypes.CDLL(FAKE)
 
-    def run(captured: bool = False, **entries: str) -> tuple[cuda.Problem, cuda._Tensors] | None:
+    def run(captured: bool = False, **entries: str) -> tuple[cuda.Problem, cuda.Tensors] | None:
         assert fake(experts="host", **entries) > 0
         op = driver.op("bf16", "i64")
         weights = packed_values(layer[2:])
@@ -233,9 +233,9 @@ def hosted(driver, fake, layer):
         assert kernel is not None, driver.error
         lib.driver_order(1, captured)
         tokens = [value((3, layer[0].hidden_size)), value((3, 2)), value((3, 2))]
-        failed = driver.run(op, kernel, [*tokens, *weights], [tokens[0], value(()), value(())], stream)
+        failed = driver.run(op, kernel, [*tokens, *weights], [tokens[0], value(()), value(())], STREAM)
         lib.driver_order(1, 0)
-        problem, tensors = cuda.Problem(), cuda._Tensors()
+        problem, tensors = cuda.Problem(), cuda.Tensors()
         lib.driver_mixed(ctypes.byref(problem), ctypes.byref(tensors))
         if not failed:
             held = [ctypes.string_at(tensors.w13 + i, 64) for i in (0, layer[2].nbytes - 64)]
@@ -502,8 +502,8 @@ def test_run_routing(driver):
 
 def fails(driver: Driver, op: int, kernel: _PTR, shapes: list[tuple[int, ...]], inputs: int) -> str:
     """The error of a run of tensors that are not there."""
-    values, stream = [value(s) for s in shapes], type("Stream", (), {"cuda_stream": 0})
-    assert driver.run(op, kernel, values[:inputs], values[inputs:], stream) != 0
+    values = [value(s) for s in shapes]
+    assert driver.run(op, kernel, values[:inputs], values[inputs:], STREAM) != 0
     return driver.error
 
 
@@ -675,8 +675,7 @@ def test_wrong_attention_inputs(driver, fake, spec, at, shape, message):
     shapes = attention_shapes(spec, 2, 3, 64, 60)
     shapes[at] = shape
     values = [value(s) for s in shapes]
-    stream = type("Stream", (), {"cuda_stream": 0})
-    assert driver.run(op, kernel, values[:10], values[10:], stream) != 0
+    assert driver.run(op, kernel, values[:10], values[10:], STREAM) != 0
     assert driver.error.startswith('CachedAttention node "moe": ')
     assert message in driver.error
     driver.lib.driver_destroy(op, kernel)
@@ -762,9 +761,8 @@ def test_wrong_state_inputs(driver, fake, spec, at, shape, message):
     assert kernel is not None, driver.error
     shapes = state_shapes(spec, 2, 3)
     shapes[at] = shape
-    stream = type("Stream", (), {"cuda_stream": 0})
     values = [value(s) for s in shapes]
-    assert driver.run(op, kernel, values[:-2], values[-2:], stream) != 0
+    assert driver.run(op, kernel, values[:-2], values[-2:], STREAM) != 0
     assert driver.error.startswith(f'{name} node "moe": ')
     assert message in driver.error
     driver.lib.driver_destroy(op, kernel)
@@ -774,7 +772,7 @@ def test_wrong_state_inputs(driver, fake, spec, at, shape, message):
 def test_states_are_launched_as_they_are_bound(driver, fake, bias):
     """Sizes and addresses of a call; present is past's memory."""
     fake()
-    lib = ctypes.CDLL(str(Path(os.environ["QUANTMOE_ORT_DRIVER"]).with_name("libquantmoe_ort_fake.so")))
+    lib = ctypes.CDLL(FAKE)
     for spec, problem, past, said in (
         (CONV, cuda.ConvProblem(), 3, lib.driver_convolved),
         (DELTA, cuda.DeltaProblem(), 7, lib.driver_stepped),
@@ -788,8 +786,7 @@ def test_states_are_launched_as_they_are_bound(driver, fake, bias):
         if spec is CONV and not bias:
             shapes[2] = (0,)
         values = [value(s, data=at) for s, at in zip(shapes, addresses, strict=True)]
-        stream = type("Stream", (), {"cuda_stream": 0})
-        assert driver.run(op, kernel, values[:-2], values[-2:], stream) == 0, driver.error
+        assert driver.run(op, kernel, values[:-2], values[-2:], STREAM) == 0, driver.error
         driver.lib.driver_destroy(op, kernel)
         tensors = (ctypes.c_uint64 * 12)()
         said(ctypes.byref(problem), tensors)
