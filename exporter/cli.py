@@ -240,15 +240,20 @@ def generate(
     ] = None,
     drafts: Annotated[int, typer.Option(min=1, help="tokens that --speculate drafts a run, at most")] = DRAFTS,
     experts: Annotated[
-        Literal["gpu", "host", "disk"] | None,
-        typer.Option(help="where they are: disk, for models larger than memory; host, for GPUs with less"),
+        Literal["gpu", "host", "disk", "auto"] | None,
+        typer.Option(
+            help="where they are: disk, for models larger than memory; host, for GPUs with less; auto decides"
+        ),
     ] = None,
     ram: Annotated[
-        int | None, typer.Option(help="2GB, 512MiB, ...: for --experts disk; default: what is free", parser=_bytes)
+        int | None,
+        typer.Option(help="2GB, 512MiB, ...: for --experts disk or auto; default: what is free", parser=_bytes),
     ] = None,
     gpu_memory: Annotated[
         int | None,
-        typer.Option(help="for --device cuda --experts host: bytes of experts; default: what is free", parser=_bytes),
+        typer.Option(
+            help="of experts, with --device cuda --experts host or auto; default: what is free", parser=_bytes
+        ),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="write which experts tokens go to, for quantmoe trace")] = None,
 ) -> None:
@@ -311,14 +316,13 @@ def trace(
 
     found = read_trace(file)
     experts = sum(layer["experts"] for layer in found.layers)
-    largest = max((layer["bytes"] for layer in found.layers), default=1)
     used = sum(int((counts > 0).sum()) for counts in found.use())
     console.print(
         f"{len(found.layers)} layers, {found.tokens} tokens; {used} of {experts} experts used, "
         f"{decimal(sum(layer['bytes'] * layer['experts'] for layer in found.layers))} in all"
     )
     shares = [experts * share // 100 for share in (5, 10, 20, 33, 50, 75, 100)]
-    slots = [min(size // largest, experts) for size in ram] if ram else shares
+    slots = [min(size // found.slot_bytes, experts) for size in ram] if ram else shares
     table = Table("memory", "slots", "hit rate", "read a token", f"tokens/s at {decimal(read)}/s, at most")
     for row in curve(found, sorted({max(count, 1) for count in slots}), read):
         speed = row["tokens_per_second"]

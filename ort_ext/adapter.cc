@@ -169,10 +169,13 @@ class MoENode : public CpuNode {
     for (const int i : {0, 1}) {
       const size_t input = i ? QuantMoE_w2 : QuantMoE_w13;
       layer.tensors[i].row_bytes = shapes[i][1] * 4;
-      if (disk)
-        check_file(info, input, layer.tensors[i] = find(weights_[i], local_experts_, shapes[i][1] * 4), verify);
-      else
-        check_packed(info, input, weights_[i], shapes[i]);
+      if (disk) layer.tensors[i] = find(weights_[i], local_experts_, shapes[i][1] * 4);
+      if (layer.tensors[i].file) {
+        check_file(info, input, layer.tensors[i], verify);
+        continue;
+      }
+      if (disk) weights_[i] = read_packed(info, input, shapes[i]);  // auto, and no file has them
+      check_packed(info, input, weights_[i], shapes[i]);
     }
     if (experts_) layer_ = add(std::move(layer));
   }
@@ -192,8 +195,9 @@ class MoENode : public CpuNode {
 };
 
 ExpertLayer::Tensor MoENode::find(const void* data, int64_t rows, int64_t row_bytes) const try {
-  if (reinterpret_cast<uintptr_t>(data) % 64) fail("packed weights are not at a multiple of 64 bytes in their file");
-  return experts_->find(data, rows, row_bytes);
+  ExpertLayer::Tensor found = experts_->find(data, rows, row_bytes);
+  if (found.offset % 64) fail("packed weights are not at a multiple of 64 bytes in their file");
+  return found;
 } catch (const std::exception& error) {
   fail(error.what());
 }
@@ -281,7 +285,7 @@ void MoENode::run(OrtKernelContext* context) const {
   if (experts_) start_experts(context, tokens, call.tokens);
   std::optional<LeasedRows> rows;
   qm_expert_rows experts{nullptr, LeasedRows::read};
-  if (experts_ && experts_->disk()) {
+  if (experts_ && !experts_->mapped()) {
     experts.context = &rows.emplace(*experts_, layer_);
     call.experts = &experts;
   }

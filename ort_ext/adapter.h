@@ -572,7 +572,7 @@ Op::Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElem
   GetInputMemoryType = [](const OrtCustomOp* self, size_t i) {
     const Op& op = of(self);
     const bool packed = std::string_view(op.name) == "QuantMoE" && (i == QuantMoE_w13 || i == QuantMoE_w2);
-    return packed && op.provider && op.experts->experts == "host" ? OrtMemTypeCPUInput : OrtMemTypeDefault;
+    return packed && op.provider && op.experts->host() ? OrtMemTypeCPUInput : OrtMemTypeDefault;
   };
   GetOutputTypeCount = [](const OrtCustomOp* self) { return static_cast<size_t>(of(self).outputs.count); };
   GetOutputType = [](const OrtCustomOp* self, size_t i) { return of(self).resolve(of(self).outputs.first[i].type); };

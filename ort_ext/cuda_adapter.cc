@@ -129,7 +129,7 @@ CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info, boo
   Shape shape;
   const void* w13 = data_of(get_weight(info, QuantMoE_w13, shape));
   if (problem_.moe.w13.perm && qm_cuda_check_moe(&problem_, w13, nullptr, error)) fail(error);
-  if (op.experts->experts != "host") return;
+  if (!op.experts->host()) return;
   const OrtLogger* logger;  // each session has one: it says which session this is
   check(api->KernelInfo_GetLogger(info, &logger), "the session's logger");
   experts_ = PerSession<DeviceExperts>::of(logger, *op.experts);

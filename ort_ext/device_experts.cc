@@ -49,6 +49,10 @@ void* map_again(const Mapping& mapping, size_t* bytes) {
 DeviceExperts::~DeviceExperts() {
   for (void* memory : memory_) (void)cudaFree(memory);  // waits for what runs
   if (done_) (void)cudaEventDestroy(done_);
+  unlock_rows();
+}
+
+void DeviceExperts::unlock_rows() {
   for (const Locked& locked : locked_) {
     if (locked.identity == "") {
       (void)cudaFreeHost(locked.host);
@@ -57,6 +61,7 @@ DeviceExperts::~DeviceExperts() {
       munmap(locked.host, locked.bytes);
     }
   }
+  locked_.clear();
 }
 
 // Where the device reads `bytes` at `data`.
@@ -144,6 +149,7 @@ std::string DeviceExperts::start() {
       check(cudaMemcpy(to, layer.host[0], first, cudaMemcpyDefault), "copying experts");
       check(cudaMemcpy(to + second, layer.host[1], bytes, cudaMemcpyDefault), "copying experts");
     }
+    unlock_rows();  // nothing reads them from now on
     started_ = true;
     return "experts = host: all " + std::to_string(experts) + " experts are in the device's memory (" +
            std::to_string(all) + " bytes; " + of + ")";

@@ -59,6 +59,7 @@ class DeviceExperts {
     const char* device;
   };
   const char* lock_rows(const void* data, size_t bytes);
+  void unlock_rows();
   std::string start();
   void allocate(size_t bytes, const char* what, void** memory);
 

@@ -30,13 +30,13 @@ int64_t bytes_of(const std::string& entry, const std::string& text, bool automat
 }
 
 void ExpertSettings::check() const {
-  if (experts != "" && experts != "host" && experts != "disk")
-    throw std::invalid_argument("quantmoe: quantmoe.experts is \"" + experts + "\", expected host or disk");
+  if (experts != "" && experts != "host" && !disk())
+    throw std::invalid_argument("quantmoe: quantmoe.experts is \"" + experts + "\", expected host, disk or auto");
   bytes_of("quantmoe.ram", ram, true);
   bytes_of("quantmoe.reserve", reserve);
   if (gpu_memory != "") throw std::invalid_argument("quantmoe: quantmoe.gpu_memory is an entry of the CUDA library");
   if (!disk() && (ram != "" || reserve != ""))
-    throw std::invalid_argument("quantmoe: quantmoe.ram and quantmoe.reserve need quantmoe.experts = disk");
+    throw std::invalid_argument("quantmoe: quantmoe.ram and quantmoe.reserve need quantmoe.experts = disk or auto");
   if (reserve != "" && ram != "" && ram != "auto")
     throw std::invalid_argument("quantmoe: quantmoe.reserve is of quantmoe.ram = auto, here quantmoe.ram is " + ram);
 #if !defined(__linux__)
@@ -46,20 +46,21 @@ void ExpertSettings::check() const {
 }
 
 void ExpertSettings::check_cuda() const {
-  if (experts != "" && experts != "gpu" && experts != "host")
+  if (experts != "" && experts != "gpu" && !host())
     throw std::invalid_argument("quantmoe: quantmoe.experts is \"" + experts +
-                                "\", the CUDA library takes gpu or host");
+                                "\", the CUDA library takes gpu, host or auto");
   bytes_of("quantmoe.gpu_memory", gpu_memory, true);
   bytes_of("quantmoe.reserve", reserve);
   if (ram != "" || trace != "")
     throw std::invalid_argument("quantmoe: quantmoe.ram and quantmoe.trace are entries of the CPU's library");
-  if (experts != "host" && (gpu_memory != "" || reserve != ""))
-    throw std::invalid_argument("quantmoe: quantmoe.gpu_memory and quantmoe.reserve need quantmoe.experts = host");
+  if (!host() && (gpu_memory != "" || reserve != ""))
+    throw std::invalid_argument(
+        "quantmoe: quantmoe.gpu_memory and quantmoe.reserve need quantmoe.experts = host or auto");
   if (reserve != "" && gpu_memory != "" && gpu_memory != "auto")
     throw std::invalid_argument("quantmoe: quantmoe.reserve is of quantmoe.gpu_memory = auto, here it is " +
                                 gpu_memory);
 #if !defined(__linux__)
-  if (experts == "host") throw std::invalid_argument("quantmoe: quantmoe.experts = host needs Linux");
+  if (host()) throw std::invalid_argument("quantmoe: quantmoe.experts = " + experts + " needs Linux");
 #endif
 }
 
@@ -200,7 +201,9 @@ void DataFile::read_buffered(int64_t at, int64_t size, char* to) const {
 ExpertLayer::Tensor Experts::find(const void* data, int64_t rows, int64_t row_bytes) {
   const Mapping mapping(data);
   const auto begin = reinterpret_cast<uintptr_t>(data);
-  if (mapping.path.empty() || begin + static_cast<uintptr_t>(rows * row_bytes) > mapping.end)
+  const bool found = !mapping.path.empty() && begin + static_cast<uintptr_t>(rows * row_bytes) <= mapping.end;
+  if (!found && settings_.experts == "auto") return {nullptr, 0, row_bytes};
+  if (!found)
     throw std::invalid_argument(
         "quantmoe.experts = disk, but its packed weights are not mapped from a file: expected a model that is loaded "
         "by its path, with external data");
@@ -274,9 +277,10 @@ std::string Experts::start() {
     experts += layer.experts;
     bytes += layer.experts * (layer.tensors[0].row_bytes + layer.tensors[1].row_bytes);
   }
-  if (!disk()) {
+  const auto in_memory = [](const ExpertLayer& layer) { return !layer.tensors[0].file || !layer.tensors[1].file; };
+  if (!disk() || std::any_of(layers_.begin(), layers_.end(), in_memory)) {
     started_ = true;
-    return "";
+    return disk() ? "experts = auto: the model is not loaded by its path, and stays in memory" : "";
   }
   budget_ = bytes_of("quantmoe.ram", settings_.ram, true);
   std::string of = "quantmoe.ram";
@@ -291,6 +295,11 @@ std::string Experts::start() {
     const int64_t available = available_memory();
     budget_ = std::max<int64_t>(0, available - reserve);
     of = std::to_string(available) + " bytes available less " + std::to_string(reserve);
+  }
+  if (settings_.experts == "auto" && budget_ >= bytes) {
+    started_ = true;
+    return "experts = auto: all " + std::to_string(experts) + " experts fit and stay mapped (" + std::to_string(bytes) +
+           " bytes; " + of + ")";
   }
   const int64_t count = std::min(experts, budget_ / slot_bytes_);
   if (count < 1)
@@ -311,8 +320,9 @@ std::string Experts::start() {
   } catch (const std::exception&) {  // no more threads: runs read themselves
   }
   started_ = true;
-  return "experts = disk: memory for " + std::to_string(count) + " of " + std::to_string(experts) + " experts (" +
-         std::to_string(size) + " of " + std::to_string(bytes) + " bytes; " + of + ")";
+  mapped_ = false;
+  return "experts = " + settings_.experts + ": memory for " + std::to_string(count) + " of " + std::to_string(experts) +
+         " experts (" + std::to_string(size) + " of " + std::to_string(bytes) + " bytes; " + of + ")";
 }
 
 char* Experts::memory_of(int32_t slot, int tensor) const {
@@ -456,7 +466,7 @@ int64_t Experts::Lease::read(const int64_t* begin, int64_t first, const void** w
 
 // A line of JSON, then records: FORMAT in docs/experts.md.
 void Experts::write_header() {
-  std::string text = "{\"quantmoe_trace\": 1, \"layers\": [";
+  std::string text = "{\"quantmoe_trace\": 1, \"slot_bytes\": " + std::to_string(slot_bytes_) + ", \"layers\": [";
   for (const ExpertLayer& layer : layers_) {
     std::string name;
     for (const char c : layer.node) {

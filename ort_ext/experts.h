@@ -22,7 +22,10 @@ namespace quantmoe {
 struct ExpertSettings {
   std::string experts, ram, reserve, trace, gpu_memory;
 
-  bool disk() const { return experts == "disk"; }
+  // The CPU library: they may be read from the file. auto is disk unless all of them fit.
+  bool disk() const { return experts == "disk" || experts == "auto"; }
+  // The CUDA library: they are inputs in host memory. auto is host, which copies them once if all of them fit.
+  bool host() const { return experts == "host" || experts == "auto"; }
   bool operator==(const ExpertSettings&) const = default;
   // Throws std::invalid_argument for values that are none, and for entries that have no use together.
   void check() const;
@@ -79,12 +82,16 @@ class Experts {
   ~Experts();
 
   // While a session is created: where a tensor is that is mapped at `data`, and a layer, whose number it returns.
-  // Throws std::invalid_argument where no file is mapped, and for a budget that has no room for one expert.
+  // Where no file is mapped, `disk` throws std::invalid_argument and `auto` returns a tensor without one: all of the
+  // session's experts stay in memory. Throws too for a budget that has no room for one expert.
   ExpertLayer::Tensor find(const void* data, int64_t rows, int64_t row_bytes);
   int add(ExpertLayer layer);
   bool disk() const { return settings_.disk(); }
+  // After start(): runs read them where they are mapped.
+  bool mapped() const { return mapped_; }
 
-  // Before a run: allocates the slots, once. A sentence about them the first time, otherwise "".
+  // Before a run: decides where they are and allocates the slots, once. A sentence about them the first time, otherwise
+  // "".
   std::string start();
   // Ids of a layer's tokens, -1 for none, when a trace is wanted.
   template <class Id>
@@ -144,7 +151,7 @@ class Experts {
 
   mutable std::mutex mutex_;
   std::condition_variable wanted_, done_;  // a read is; a read or a slot is
-  bool started_ = false, stopping_ = false;
+  bool started_ = false, stopping_ = false, mapped_ = true;
   char* memory_ = nullptr;
   int64_t budget_ = 0;
   std::vector<Slot> slots_;

@@ -92,7 +92,7 @@ class Generator:
         experts: where they are (docs/experts.md). On the cpu "host", the default, or "disk": they are read from the
             data file into memory for ``ram`` bytes of them, None for what is free; the layer of multi-token prediction
             stays mapped. On cuda "gpu", the default, or "host": the GPU's memory holds ``gpu_memory`` bytes of them,
-            None for what is free.
+            None for what is free. "auto" is "disk" on the cpu and "host" on cuda where they do not all fit.
         trace: a file for the experts that tokens are routed to; of device cpu.
 
     Raises:
@@ -113,7 +113,7 @@ class Generator:
         cuda_graph: bool = False,
         speculate: Literal["ngram", "mtp"] | None = None,
         drafts: int = DRAFTS,
-        experts: Literal["gpu", "host", "disk"] | None = None,
+        experts: Literal["gpu", "host", "disk", "auto"] | None = None,
         ram: int | None = None,
         gpu_memory: int | None = None,
         trace: str | Path | None = None,

@@ -22,10 +22,12 @@ class Trace:
 
     Attributes:
         layers: node, experts and bytes (of one expert) of each.
+        slot_bytes: what one expert takes of the CPU library's cache.
         runs: of nodes, in their order: the layer, and ids uint16 [tokens, top_k], 0xFFFF for none.
     """
 
     layers: list[dict[str, Any]]
+    slot_bytes: int
     runs: list[tuple[int, np.ndarray]]
 
     @property
@@ -75,8 +77,9 @@ def read_trace(path: str | Path) -> Trace:
     end = data.find(b"\n")
     try:
         header = json.loads(data[: max(end, 0)])
-        layers = header["layers"]
-        known = header["quantmoe_trace"] == 1 and all(layer["experts"] + layer["bytes"] > 0 for layer in layers)
+        layers, slot_bytes = header["layers"], header["slot_bytes"]
+        known = header["quantmoe_trace"] == 1 and slot_bytes > 0
+        known = known and all(layer["experts"] + layer["bytes"] > 0 for layer in layers)
     except (ValueError, KeyError, TypeError, RecursionError):
         known = False
     if not known:
@@ -94,19 +97,18 @@ def read_trace(path: str | Path) -> Trace:
             )
         runs.append((layer, ids.reshape(tokens, top_k)))
         at += 4 + tokens * top_k
-    return Trace(layers, runs)
+    return Trace(layers, slot_bytes, runs)
 
 
 def curve(trace: Trace, slots: Sequence[int], read: float) -> list[dict[str, float]]:
     """For numbers of slots: memory, hit rate, bytes read a token, tokens/s that reading ``read`` bytes/s allows."""
-    largest, tokens = max(layer["bytes"] for layer in trace.layers), max(trace.tokens, 1)
-    rows = []
+    tokens, rows = max(trace.tokens, 1), []
     for count in slots:
         hits, misses, missed = trace.lru(count)
         rows.append(
             {
                 "slots": count,
-                "bytes": count * largest,
+                "bytes": count * trace.slot_bytes,
                 "hit_rate": hits / max(hits + misses, 1),
                 "read": missed / tokens,
                 "tokens_per_second": read * tokens / missed if missed else float("inf"),

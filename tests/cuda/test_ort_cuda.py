@@ -206,10 +206,13 @@ def test_a_verify_that_is_none(driver, fake):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"experts": "disk"}, 'quantmoe.experts is "disk", the CUDA library takes gpu or host'),
+        ({"experts": "disk"}, 'quantmoe.experts is "disk", the CUDA library takes gpu, host or auto'),
         ({"experts": "host", "gpu_memory": "2GB"}, 'quantmoe.gpu_memory is "2GB", expected a number of bytes or auto'),
-        ({"gpu_memory": "1000"}, "quantmoe.gpu_memory and quantmoe.reserve need quantmoe.experts = host"),
-        ({"experts": "gpu", "reserve": "1"}, "quantmoe.gpu_memory and quantmoe.reserve need quantmoe.experts = host"),
+        ({"gpu_memory": "1000"}, "quantmoe.gpu_memory and quantmoe.reserve need quantmoe.experts = host or auto"),
+        (
+            {"experts": "gpu", "reserve": "1"},
+            "quantmoe.gpu_memory and quantmoe.reserve need quantmoe.experts = host or auto",
+        ),
         ({"experts": "host", "gpu_memory": "9", "reserve": "9"}, "quantmoe.reserve is of quantmoe.gpu_memory = auto"),
         ({"experts": "host", "ram": "9"}, "quantmoe.ram and quantmoe.trace are entries of the CPU's library"),
         ({"trace": "t"}, "quantmoe.ram and quantmoe.trace are entries of the CPU's library"),
@@ -226,7 +229,7 @@ def hosted(driver, fake, layer):
     lib = ctypes.CDLL(FAKE)
 
     def run(captured: bool = False, **entries: str) -> tuple[cuda.Problem, cuda.Tensors] | None:
-        assert fake(experts="host", **entries) > 0
+        assert fake(**{"experts": "host"} | entries) > 0
         op = driver.op("bf16", "i64")
         weights = packed_values(layer[2:])
         kernel = driver.create(op, layer[0].attributes(), [value(())] * 3 + weights)
@@ -246,12 +249,13 @@ def hosted(driver, fake, layer):
     return run
 
 
-def test_experts_in_host_memory(driver, fake, layer, hosted):
+@pytest.mark.parametrize("where", ["host", "auto"])
+def test_experts_in_host_memory(driver, fake, layer, hosted, where):
     """Their inputs stay there; a budget gives slots, of which a part is for what a call copies for itself."""
     fake()
     assert [driver.lib.driver_in_host_memory(driver.op("bf16", "i64"), i) for i in range(5)] == [0] * 5
     slot = sum(w.shape[1] for w in layer[2:])
-    problem, tensors = hosted(gpu_memory=str(4 * slot))
+    problem, tensors = hosted(experts=where, gpu_memory=str(4 * slot))
     assert [driver.lib.driver_in_host_memory(driver.op("bf16", "i64"), i) for i in range(5)] == [0, 0, 0, 1, 1]
     assert (problem.slots, problem.staging) == (3, 0)
     assert None not in (tensors.slots, tensors.cache_state)
@@ -262,7 +266,9 @@ def test_experts_in_host_memory(driver, fake, layer, hosted):
     )
 
 
-@pytest.mark.parametrize("entries", [{}, {"gpu_memory": "auto"}, {"reserve": "0"}, {"gpu_memory": str(1 << 30)}])
+@pytest.mark.parametrize(
+    "entries", [{}, {"experts": "auto"}, {"gpu_memory": "auto"}, {"reserve": "0"}, {"gpu_memory": str(1 << 30)}]
+)
 def test_experts_that_all_fit(driver, hosted, entries):
     problem, tensors = hosted(**entries)
     assert (problem.slots, problem.staging, tensors.slots, tensors.cache_state) == (0, 0, None, None)

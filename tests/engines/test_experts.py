@@ -159,6 +159,7 @@ def test_trace(tmp_path: Path) -> None:
         found = read_trace(file)
         assert [layer["experts"] for layer in found.layers] == [LAYER.experts]
         assert found.tokens == 41
+        assert found.slot_bytes == slot_bytes(path)
         for (layer, ids), want in zip(found.runs, fed, strict=True):
             assert layer == 0
             np.testing.assert_array_equal(ids, want.astype(np.uint16))
@@ -228,7 +229,7 @@ def test_two_layers_share_the_slots(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"quantmoe.experts": "ssd"}, 'quantmoe.experts is "ssd", expected host or disk'),
+        ({"quantmoe.experts": "ssd"}, 'quantmoe.experts is "ssd", expected host, disk or auto'),
         ({"quantmoe.experts": "disk", "quantmoe.ram": "2GB"}, 'quantmoe.ram is "2GB", expected a number of bytes'),
         ({"quantmoe.ram": "1000000"}, "need quantmoe.experts = disk"),
         ({"quantmoe.experts": "disk", "quantmoe.reserve": "auto"}, 'quantmoe.reserve is "auto", expected a number'),
@@ -253,6 +254,25 @@ def test_auto(tmp_path: Path) -> None:
     s = session(path, entries={"quantmoe.experts": "disk", "quantmoe.ram": "auto", "quantmoe.reserve": "9" * 15})
     with pytest.raises(Exception, match=rf'"{NODE}": quantmoe.ram = auto has \d+ bytes available less 9+ in reserve'):
         run(s, *inputs)
+
+
+def test_auto_where_all_fit(tmp_path: Path) -> None:
+    """They stay mapped; with half the memory they are read."""
+    path, inputs = model(tmp_path / "m.onnx", LAYER), LAYER.tokens(3)
+    want, size = run(session(path), *inputs), path.with_suffix(".bin").stat().st_size
+    for ram, slots in (("auto", 0), (str(size), 0), (str(size // 2), size // 2 // slot_bytes(path))):
+        s = session(path, entries={"quantmoe.experts": "auto", "quantmoe.ram": ram})
+        np.testing.assert_array_equal(run(s, *inputs), want)
+        assert report()[-1]["slots"] == slots
+        assert (report()[-1]["misses"] > 0) == (slots > 0)
+
+
+def test_auto_where_no_file_is(tmp_path: Path) -> None:
+    path, inputs = model(tmp_path / "m.onnx", LAYER), LAYER.tokens(3)
+    onnx.save_model(onnx.load(path), tmp_path / "whole.onnx")
+    s = session(tmp_path / "whole.onnx", entries={"quantmoe.experts": "auto"})
+    np.testing.assert_array_equal(run(s, *inputs), run(session(path), *inputs))
+    assert report()[-1]["slots"] == 0
 
 
 def test_weights_that_no_file_has(tmp_path: Path) -> None:
