@@ -10,10 +10,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -24,6 +25,9 @@ from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
 from quantmoe.exporter.memory import CHUNK, DRAFTS
 from quantmoe.exporter.options import UsageError, listed, missing, need, run, terminal
 from quantmoe.ort_ext import build_info
+
+if TYPE_CHECKING:
+    from quantmoe.exporter.inspecting.fit import Fit
 
 app = typer.Typer(
     help="Quantized mixture-of-experts checkpoints as ONNX models.",
@@ -160,13 +164,29 @@ def inspect(
     why: Annotated[
         bool, typer.Option("--explain", help="every layout and kernel considered; for a checkpoint too")
     ] = False,
+    memory: Annotated[
+        int | None,
+        typer.Option(
+            "--fit", help="12GB, ...: what a GPU or RAM of this size holds, and tokens/s at most", parser=_bytes
+        ),
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="of --fit: tokens in the cache")] = 4096,
+    trace: Annotated[Path | None, typer.Option(help="of --fit: hit rates of generate --trace FILE")] = None,
+    rate: Annotated[
+        int | None,
+        typer.Option(help="of --fit: bytes a second of the memory; default: 1TB on GPUs, 60GB", parser=_bytes),
+    ] = None,
+    read: Annotated[
+        int | None, typer.Option(help="the same of the bus to a GPU, 25GB, or of the disk, 3GB", parser=_bytes)
+    ] = None,
 ) -> None:
     """Show what an exported model holds, or a checkpoint and what an export of it would refuse."""
     from quantmoe.exporter.inspecting.survey import is_model, survey
 
     if not is_model(model):
-        if verify:
-            raise UsageError(f"--verify compares the hashes of an exported model; {model} is none")
+        if verify or memory is not None:
+            what = "--verify compares the hashes" if verify else "--fit needs the sizes"
+            raise UsageError(f"{what} of an exported model; {model} is none")
         found = survey(model)
         if why and found.get("layers"):
             _explain(model, as_json)
@@ -179,6 +199,16 @@ def inspect(
     from quantmoe.exporter.inspecting.inspect import inspect as inspect_model
 
     found = inspect_model(model, verify)
+    if memory is not None:
+        from quantmoe.exporter.inspecting.fit import fit
+        from quantmoe.exporter.running.trace import read_trace
+
+        fits = fit(found, memory, context, read_trace(trace) if trace else None, (rate, read))
+        if as_json:
+            print(json.dumps(asdict(fits) | {"tokens_per_second": fits.tokens_per_second}, indent=1))
+        else:
+            _print_fit(fits)
+        return
     if as_json:
         print(json.dumps(found, indent=1))
         return
@@ -594,6 +624,31 @@ def _print_model(found: dict[str, Any]) -> None:
         tensors, same = len(found["linears"]) + len(found["dense"]) + 2 * len(found["layers"]), found["verified"]
         rest = f"; {tensors - same} have none" if same < tensors else ""
         console.print(f"{same} tensors have the recorded hash{rest}", style="yellow" if rest else "green")
+
+
+def _print_fit(fits: Fit) -> None:
+    gpu = fits.target == "cuda"
+    where, through = ("GPU memory", "the bus") if gpu else ("memory", "the disk")
+    rows = {
+        "outside the experts": decimal(fits.weights),
+        "cache": f"{decimal(fits.cache)} for {fits.context:,} tokens",
+        "reserve": decimal(fits.reserve),
+        "experts": f"{decimal(min(fits.budget, fits.all_experts))} of {decimal(fits.all_experts)}, "
+        f"{fits.slots:,} of {fits.experts:,}",
+    }
+    _print_block(f"{decimal(fits.memory)} of {where}", rows)
+    rows = {where: f"{decimal(fits.read)} at {decimal(int(fits.rates[0]))}/s"}
+    if fits.slots < fits.experts:
+        how = "of the trace" if fits.from_trace else "if all are as likely; --trace knows better"
+        rows[through] = (
+            f"{decimal(int(fits.missed))} at {decimal(int(fits.rates[1]))}/s; hits {fits.hit_rate:.0%}, {how}"
+        )
+    _print_block("A token reads", rows)
+    console.print(f"at most {fits.tokens_per_second:,.1f} tokens/s")
+    flags = "--device cuda" if gpu else ""
+    if fits.slots < fits.experts:
+        flags += f" --experts host --gpu-memory {fits.budget}" if gpu else f" --experts disk --ram {fits.budget}"
+    console.print(f"quantmoe generate {flags}".rstrip(), highlight=False)
 
 
 def _print_nodes(kind: str, nodes: list[dict[str, Any]], projections: tuple[str, ...]) -> None:

@@ -58,7 +58,8 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
 
     Returns:
         ``layers`` and ``linears`` (one dict a node: name, module, format, attributes, sizes, bytes, bits_per_weight;
-        of layers ``shared``: names of the last experts where they are a shared one; of linears ``rows``: where a node
+        of layers ``shared``: names of the last experts where they are a shared one, and ``top_k`` of the router before
+        them, with these, None without one; of linears ``rows``: where a node
         has those of several modules, how many of each),
         ``routers`` (MoERouting and MoERouter nodes: name, attributes),
         ``attention`` (CachedAttention nodes: name, attributes, type of the cache, its bytes a token),
@@ -66,9 +67,9 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         ``state_bytes`` of both, after one token; CausalConv nodes without one alike),
         ``plain_attention`` (attention module that is standard nodes -> why, as its export says),
         ``dense`` (other large tensors, and those that the checkpoint quantizes and the model does not, with
-        ``dequantized_because``), ``files`` (of weights: bytes, and how many are in memory), ``metadata``, with
-        ``verify`` ``verified``: how many hashes were right, and ``mtp``, the same of mtp.onnx where one lies beside
-        model.onnx.
+        ``dequantized_because``; ``table``: only rows of it are read), ``files`` (of weights: bytes, and how many are in
+        memory), ``metadata``, with ``verify`` ``verified``: how many hashes were right, and ``mtp``, that of mtp.onnx
+        where one lies beside model.onnx.
 
     Raises:
         ModelError: a file is missing or too short, a tensor's size is not what its node's attributes say, a wrong hash.
@@ -119,6 +120,7 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
             "bytes": int(tensor.nbytes),
             "dequantized_from": tensor.metadata_props.get("dequantized_from"),
             "dequantized_because": tensor.metadata_props.get("dequantized_because"),
+            "table": all(use.node.op_type == "Gather" for use in model.graph.initializers[name].uses()),
         }
         for name, tensor in tensors.items()
         if name not in packed
@@ -230,7 +232,18 @@ def _layer(path: Path, node: ir.Node) -> dict[str, Any]:
     shared = json.loads(metadata.get("shared", "[]"))
     if not isinstance(shared, list) or len(shared) > spec.num_experts:
         raise ModelError(f"{path}: node {node.name}: shared is {shared}, expected the names of its last experts")
-    return _description(node, spec, sizes, metadata, sizes["w13"]["shape"][0] * per_expert) | {"shared": shared}
+    return _description(node, spec, sizes, metadata, sizes["w13"]["shape"][0] * per_expert) | {
+        "shared": shared,
+        "top_k": _top_k(node),
+    }
+
+
+def _top_k(node: ir.Node) -> int | None:
+    router = node.inputs[1].producer() if node.inputs[1] is not None else None
+    if router is None or router.domain != DOMAIN:
+        return None
+    found = (router.attributes.get(name) for name in ("top_k", "shared_experts"))
+    return sum(attribute.as_int() for attribute in found if attribute is not None)
 
 
 def _linear(path: Path, node: ir.Node) -> dict[str, Any]:

@@ -39,22 +39,25 @@ class Trace:
         for layer, ids in self.runs:
             yield [(layer, int(e)) for e in np.unique(ids) if e != NONE]
 
-    def lru(self, slots: int) -> tuple[int, int, int]:
-        """Hits, misses and missed bytes of a cache of so many experts that evicts the least recently used.
+    def lru(self, slots: int | Sequence[int]) -> tuple[int, int, int]:
+        """Hits, misses and missed bytes of a cache of so many experts, or of each layer, that evicts the least recently
+        used.
 
         The counts of ``quantmoe.experts`` = disk with slots for all experts of a run at least.
         """
-        cache: OrderedDict[tuple[int, int], None] = OrderedDict()
+        shared: OrderedDict[tuple[int, int], None] = OrderedDict()
+        caches = [shared if isinstance(slots, int) else OrderedDict() for _ in self.layers]
         hits = misses = missed = 0
         for visit in self.visits():
             for key in visit:
+                cache = caches[key[0]]
                 if key in cache:
                     hits += 1
                     cache.move_to_end(key)
                     continue
                 misses += 1
                 missed += self.layers[key[0]]["bytes"]
-                if len(cache) == slots:
+                if len(cache) == (slots if isinstance(slots, int) else slots[key[0]]):
                     cache.popitem(last=False)
                 cache[key] = None
         return hits, misses, missed
