@@ -136,8 +136,9 @@ std::string DeviceExperts::start() {
   }
   const auto budget = static_cast<size_t>(given);
   if (budget < one)
-    throw std::runtime_error("quantmoe.experts = host: " + of + " is " + std::to_string(budget) +
-                             ", expected at least the " + std::to_string(one) + " bytes of one expert of each layer");
+    throw std::runtime_error("quantmoe.experts = " + settings_.experts + ": " + of + " is " + std::to_string(budget) +
+                             ", expected at least the " + std::to_string(one) +
+                             " bytes of one expert of each layer; see quantmoe.gpu_memory and quantmoe.reserve");
   resident_ = budget >= all;
   if (resident_) {
     for (Layer& layer : layers_) {
@@ -151,8 +152,8 @@ std::string DeviceExperts::start() {
     }
     unlock_rows();  // nothing reads them from now on
     started_ = true;
-    return "experts = host: all " + std::to_string(experts) + " experts are in the device's memory (" +
-           std::to_string(all) + " bytes; " + of + ")";
+    return "experts = " + settings_.experts + ": all " + std::to_string(experts) +
+           " experts are in the device's memory (" + std::to_string(all) + " bytes; " + of + ")";
   }
   // A prompt asks for all experts of a layer: an eighth is for what it copies for itself.
   const size_t staging = std::min({budget / 8, largest, budget - one});
@@ -172,8 +173,9 @@ std::string DeviceExperts::start() {
   check(cudaDeviceSynchronize(), "a cache's state");  // other streams read it
   check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "an event");
   started_ = true;
-  return "experts = host: device memory for " + std::to_string(slots) + " of " + std::to_string(experts) +
-         " experts, and " + std::to_string(staging) + " bytes for what a call copies for itself (" + of + ")";
+  return "experts = " + settings_.experts + ": device memory for " + std::to_string(slots) + " of " +
+         std::to_string(experts) + " experts, and " + std::to_string(staging) +
+         " bytes for what a call copies for itself (" + of + ")";
 }
 
 DeviceExperts::Turn::Turn(DeviceExperts& all, cudaStream_t stream, std::string* said)

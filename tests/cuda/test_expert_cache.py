@@ -154,6 +154,41 @@ def test_a_captured_graph_decides_at_each_replay(slots, staging):
     assert cached.counts == lru.counts
 
 
+@gpu
+def test_evictions_of_many_tokens():
+    """10^5 replays, each of other experts, most of which evict: the device compares each with all experts there."""
+    runs, tokens, slots = 100_000, 2, 4
+    resident, cached = layers(LAYER, slots, 1)
+    args = [x.clone() for x in next(calls(LAYER, [tokens]))]
+    ids = torch.randint(0, LAYER.experts, (runs, *args[1].shape), device="cuda").to(args[1].dtype)
+    hidden = torch.randn(64, *args[0].shape, device="cuda").to(args[0].dtype)
+    at, wrong = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+    prepared = [layer.prepare(args[0], args[1]) for layer in (cached, resident)]
+    outputs = [torch.empty_like(args[0]) for _ in prepared]
+    workspaces = [torch.empty(plan.workspace_bytes, dtype=torch.uint8).cuda() for _, plan in prepared]
+
+    def step() -> None:
+        args[0].copy_(hidden.index_select(0, at % 64)[0])
+        args[1].copy_(ids.index_select(0, at)[0])
+        for layer, plan, output, workspace in zip((cached, resident), prepared, outputs, workspaces, strict=True):
+            layer.launch(plan, *args, output, workspace)
+        wrong.add_((outputs[0].view(torch.int16) != outputs[1].view(torch.int16)).any())
+        at.add_(1)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(runs - 1):
+        graph.replay()
+    assert (int(at), int(wrong)) == (runs, 0)
+    assert sum(cached.counts[name] for name in ("misses", "staged", "not_copied")) > runs
+
+
 def test_plan() -> None:
     spec, *_ = build(replace(LAYER, experts=8))
 

@@ -264,7 +264,7 @@ def test_experts_in_host_memory(driver, fake, layer, hosted, where):
     assert (
         driver.lib.driver_logged()
         .decode()
-        .startswith("quantmoe: experts = host: device memory for 3 of 8 experts, and ")
+        .startswith(f"quantmoe: experts = {where}: device memory for 3 of 8 experts, and ")
     )
 
 

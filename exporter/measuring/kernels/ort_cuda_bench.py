@@ -6,10 +6,9 @@ The graph is made where transformers is, on any machine; weights are random, and
     python -m quantmoe.exporter.measuring.kernels.ort_cuda_bench run qwen.onnx  # with onnxruntime-gpu, PyTorch, a GPU
 
 --gpu-memory BYTES leaves experts in host memory, with that much for a cache of them, and prints its hits
-(docs/experts.md): of runs that ask for the same experts each time, then of streams of tokens that come again with the
-chances of --repeats. --steps names other runs, as BATCH:PAST:NEW, and
---prompts other lengths. The cache is bound in place. Times are medians of whole runs on the host's clock, kernels are
-those that CUPTI saw.
+(docs/experts.md): of runs that ask for the same experts each time, then of tokens that are routed as --routes says.
+--steps names other runs, as BATCH:PAST:NEW, and --prompts other lengths. The cache is bound in place. Times are medians
+of whole runs on the host's clock, kernels are those that CUPTI saw.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,7 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
+from quantmoe.exporter.running.trace import read_trace
 
 #: experts of different bytes in a layer
 EXPERTS = 8
@@ -206,6 +206,15 @@ class Bound:
         self.logits = torch.empty(batch, 1, vocabulary, dtype=torch.float16, device="cuda")
         self.caches = {n: torch.randn((batch, *sizes[n]), dtype=types[n], device="cuda") for n in caches}
         ids = torch.randint(1, vocabulary, (batch, new), device="cuda")
+        routed = {i.name: i for i in session.get_inputs() if i.name.startswith("topk_ids.")}
+        #: of driven.onnx: [layers, tokens, top_k]
+        self.routed = torch.zeros(0)
+        if routed:
+            first = next(iter(routed.values()))
+            dtype = torch.int32 if first.type == "tensor(int32)" else torch.int64
+            self.routed = torch.zeros(len(routed), batch * new, first.shape[1], dtype=dtype, device="cuda")
+            for tensor, name in zip(self.routed, routed, strict=True):
+                self.binding.bind_input(name, *_place(tensor))
         self.inputs = {"input_ids": ids, "attention_mask": self.mask, "position_ids": self.positions}
         for name, tensor in (self.inputs | self.caches).items():
             self.binding.bind_input(name, *_place(tensor))
@@ -254,6 +263,7 @@ def _place(tensor: Any) -> tuple[Any, ...]:
 
 
 def _report(library: str) -> dict[str, int]:
+    """Of the one session whose experts are in host memory."""
     text = ctypes.create_string_buffer(1 << 16)
     ctypes.CDLL(library).qm_experts_report(text, ctypes.c_size_t(len(text)))
     return dict(json.loads(text.value))
@@ -274,79 +284,104 @@ def _bus() -> float:
     return len(host) / float(np.median(times))
 
 
-def misses(hosted: Any, resident: Any, library: str, repeats: Sequence[float], tokens: int = 256) -> None:
-    """A line for each chance that a token is one of the last eight: what the cache hits, and its time against the time
-    with all experts on the device and the missed bytes' on the bus.
+def drive(folder: Path) -> np.ndarray:
+    """Writes driven.onnx, whose layers take the ids of inputs topk_ids.N, and routers only weigh them.
 
-    A token of random weights goes to the same experts each time, and other ones to others.
+    Returns:
+        int64 [layers, 2]: experts and top_k of each.
+    """
+    model, sizes = onnx.load(folder / "model.onnx", load_external_data=False), []
+    types = {value.name: value.type.tensor_type.elem_type for value in model.graph.value_info}
+    routers = {
+        name: _attributes(node) for node in model.graph.node if node.op_type == "MoERouter" for name in node.output
+    }
+    layers = [node for node in model.graph.node if node.op_type == "QuantMoE"]
+    for i, node in enumerate(layers):
+        (_, ids, *_), router = node.input, routers[node.input[1]]
+        sizes.append((_attributes(node)["num_experts"], router["top_k"] + router.get("shared_experts", 0)))
+        node.input[1] = f"topk_ids.{i}"
+        shape = ["routed_tokens", sizes[-1][1]]
+        model.graph.input.append(onnx.helper.make_tensor_value_info(node.input[1], types[ids], shape))
+    onnx.save(model, folder / "driven.onnx")
+    return np.array(sizes)
+
+
+def route(how: str, tokens: int, sizes: np.ndarray) -> np.ndarray:
+    """Ids of tokens, int64 [tokens, layers, top_k].
 
     Args:
-        hosted, resident: sessions of one model.
+        how: "uniform"; "local": of the experts by last use, 67 % are drawn from the first eighth and 81 % from the
+            first quarter, the hits of such LRUs in ggml-org/llama.cpp 27861; or a trace of that much decoding.
+        sizes: of drive.
     """
-    bus = _bus()
+    (experts, top_k), rng = sizes[0], np.random.default_rng(0)
+    ids = np.zeros((tokens, len(sizes), top_k), np.int64)
+    if how not in ("uniform", "local"):
+        runs = [(layer, run) for layer, run in read_trace(how).runs if len(run) == 1][: tokens * len(sizes)]
+        if len(runs) < tokens * len(sizes) or any(run.shape[1] != top_k for _, run in runs):
+            raise SystemExit(f"{how}: expected {tokens} tokens of {len(sizes)} layers, {top_k} experts each")
+        for i, (layer, run) in enumerate(runs):
+            ids[i // len(sizes), layer] = run[0]
+        return ids
+    for layer in range(len(sizes)):
+        latest = list(rng.permutation(experts))
+        for token in range(tokens):
+            chosen: list[int] = []
+            while len(chosen) < top_k:
+                share = (
+                    np.interp(rng.random(), [0, 0.67, 0.81, 1], [0, 1 / 8, 1 / 4, 1])
+                    if how == "local"
+                    else rng.random()
+                )
+                expert = latest[min(int(share * experts), experts - 1)]
+                chosen += [expert] if expert not in chosen else []
+            latest = chosen + [e for e in latest if e not in chosen]
+            ids[token, layer] = chosen
+    return ids
+
+
+def misses(
+    hosted: Any, resident: Any, library: str, routes: Sequence[str], sizes: np.ndarray, tokens: int = 256
+) -> None:
+    """A line for each kind of routes: what the cache hits, and a token's time against the time with all experts on the
+    device and the missed bytes' on the bus.
+
+    Args:
+        hosted, resident: sessions of driven.onnx.
+    """
+    bus, warm = _bus(), 64
     bound = [Bound(session, 1, 1, 512, 4096, 1000) for session in (hosted, resident)]
     for name, tensor in (bound[1].inputs | bound[1].caches).items():
         tensor.copy_((bound[0].inputs | bound[0].caches)[name])
-    for repeat in repeats:
-        rng, stream = np.random.default_rng(0), [int(t) for t in range(1, 9)]
-        for _ in range(tokens + 1):
-            again = rng.random() < repeat
-            stream.append(stream[-int(rng.integers(1, 9))] if again else int(rng.integers(9, bound[0].logits.shape[2])))
+    for how in routes:
+        ids = route(how, warm + tokens, sizes)
         took, kept, counts = [], [], []
         for one in bound:
+            steps = one.routed.new_tensor(ids)
             times, checksums = [], []
-            for at, token in enumerate(stream):
-                if at in (8, len(stream) - 1):
+            for at in range(len(ids)):
+                if at == warm:
                     counts.append(_report(library))
-                one.inputs["input_ids"].fill_(token)
+                one.routed.copy_(steps[at, :, None])
                 begin = time.perf_counter()
                 one.session.run_with_iobinding(one.binding, one.options)
                 times.append(time.perf_counter() - begin)
                 checksums.append(zlib.crc32(one.logits.cpu().numpy().tobytes()))
-            took.append(float(np.mean(times[8:-1])))
+            counts.append(_report(library))
+            took.append(float(np.mean(times[warm:])))
             kept.append(checksums)
         hits, missed, size = (counts[1][name] - counts[0][name] for name in ("hits", "misses", "missed_bytes"))
         ideal = took[1] + size / tokens / bus
         print(
-            f"chance {repeat}: {took[0] / ideal:.2f} of resident + missed bytes / bus; {1e3 * took[0]:.2f} ms "
+            f"routes {how}: {took[0] / ideal:.2f} of resident + missed bytes / bus; {1e3 * took[0]:.2f} ms "
             f"({1 / took[0]:.0f} tokens/s), resident {1e3 * took[1]:.2f} ms, hit rate {hits / (hits + missed):.3f}, "
             f"{size / tokens / 1e6:.1f} MB a token at {bus / 1e9:.1f} GB/s; the same bytes: {kept[0] == kept[1]}"
         )
 
 
-def bench(
-    folder: Path,
-    library: str,
-    steps: list[str],
-    prompts: list[int],
-    gpu_memory: int | None = None,
-    repeats: Sequence[float] = (),
-) -> None:
-    """Prints a line for each measurement, and the kernels of some.
-
-    Args:
-        steps: BATCH:PAST:NEW.
-        gpu_memory: bytes for a cache of experts, which are then in host memory; None: all are on the device.
-        repeats: of misses.
-    """
-    import onnxruntime as ort
+def measure_steps(session: Any, steps: list[str], report: Callable[[], None]) -> None:
     import torch
 
-    free = torch.cuda.mem_get_info()[0]
-    torch.manual_seed(0)  # which experts a batch takes decides about its time
-    options = ort.SessionOptions()
-    settings = {"enable_cuda_graph": "1", "arena_extend_strategy": "kSameAsRequested"}
-    open_session = partial(
-        ort.InferenceSession, str(folder / "model.onnx"), providers=[("CUDAExecutionProvider", settings)]
-    )
-    if gpu_memory is not None:
-        options.add_session_config_entry("quantmoe.experts", "host")
-        options.add_session_config_entry("quantmoe.gpu_memory", str(gpu_memory))
-    options.register_custom_ops_library(library)
-    begin = time.perf_counter()
-    session = open_session(options)
-    loaded = time.perf_counter() - begin
-    print(f"{torch.cuda.get_device_name()}, ONNX Runtime {ort.__version__}: {loaded:.1f} s to load")
     for graph, (batch, past, new) in enumerate((map(int, step.split(":")) for step in steps), 1):
         capacity = 4096 if batch == 1 else past + 512
         replayed, launched = (Bound(session, batch, new, past, capacity, i) for i in (graph, -1))
@@ -365,24 +400,65 @@ def bench(
             f"({1e3 * batch * new / times[0]:.0f} tokens/s), {times[1]:.3f} without; "
             f"the same bytes: {same}, CRC {checksum:08x}"
         )
-        if gpu_memory is not None:
-            print(f"  {_report(library)}")
+        report()
         if past >= 1024:
             replayed.kernels()
-        del replayed, launched
+
+
+def measure_prompts(session: Any, prompts: list[int], report: Callable[[], None]) -> None:
     for tokens in prompts:
         prompt = Bound(session, 1, tokens, 0, 4096, -1)
         ms = prompt.milliseconds(8)
         print(f"prompt of {tokens}: {ms:.2f} ms ({1e3 * tokens / ms:.0f} tokens/s)")
         prompt.kernels()
+        report()
+
+
+def bench(
+    folder: Path,
+    library: str,
+    steps: list[str],
+    prompts: list[int],
+    gpu_memory: int | None = None,
+    routes: Sequence[str] = (),
+) -> None:
+    """Prints a line for each measurement, and the kernels of some.
+
+    Args:
+        steps: BATCH:PAST:NEW.
+        gpu_memory: bytes for a cache of experts, which are then in host memory; None: all are on the device.
+        routes: of misses.
+    """
+    import onnxruntime as ort
+    import torch
+
+    free = torch.cuda.mem_get_info()[0]
+    torch.manual_seed(0)  # which experts a batch takes decides about its time
+    options = ort.SessionOptions()
+    settings = {"enable_cuda_graph": "1", "arena_extend_strategy": "kSameAsRequested"}
+    open_session = partial(ort.InferenceSession, providers=[("CUDAExecutionProvider", settings)])
+    if gpu_memory is not None:
+        options.add_session_config_entry("quantmoe.experts", "host")
+        options.add_session_config_entry("quantmoe.gpu_memory", str(gpu_memory))
+    options.register_custom_ops_library(library)
+    begin = time.perf_counter()
+    session = open_session(str(folder / "model.onnx"), options)
+    loaded = time.perf_counter() - begin
+    print(f"{torch.cuda.get_device_name()}, ONNX Runtime {ort.__version__}: {loaded:.1f} s to load")
+
+    def report() -> None:
         if gpu_memory is not None:
             print(f"  {_report(library)}")
+
+    measure_steps(session, steps, report)
+    measure_prompts(session, prompts, report)
     memory = free - torch.cuda.mem_get_info()[0]
     print(f"GPU memory: {memory / 1e9:.2f} GB")
     if gpu_memory is not None:
-        options = ort.SessionOptions()
-        options.register_custom_ops_library(library)
-        misses(session, open_session(options), library, repeats)
+        del session
+        sizes, driven, plain = drive(folder), str(folder / "driven.onnx"), ort.SessionOptions()
+        plain.register_custom_ops_library(library)
+        misses(open_session(driven, options), open_session(driven, plain), library, routes, sizes)
 
 
 if __name__ == "__main__":
@@ -394,9 +470,11 @@ if __name__ == "__main__":
     parser.add_argument("--weights", choices=["int4", *WEIGHTS], default="int4", help="of experts; see make_graph")
     parser.add_argument("--lm-head", choices=["int4", "int8"], help="rounded, as export does it")
     parser.add_argument("--steps", nargs="+", default=["1:512:1", "1:2048:1", "8:2048:1", "32:2048:1"])
-    parser.add_argument("--prompts", nargs="+", type=int, default=[2048])
+    parser.add_argument("--prompts", nargs="*", type=int, default=[2048])
     parser.add_argument("--gpu-memory", type=int, help="for experts, which are then in host memory")
-    parser.add_argument("--repeats", nargs="+", type=float, default=[1, 0.9, 0.75, 0.5, 0], help="of --gpu-memory")
+    parser.add_argument(
+        "--routes", nargs="+", default=["local", "uniform"], help="of --gpu-memory: see route; or traces"
+    )
     parser.add_argument("--folder", type=Path, default=Path("ort-cuda-bench"), help="scratch")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
@@ -406,4 +484,4 @@ if __name__ == "__main__":
         from quantmoe.ort_ext import cuda_library_path
 
         fill(given.graph, given.folder)
-        bench(given.folder, cuda_library_path(), given.steps, given.prompts, given.gpu_memory, given.repeats)
+        bench(given.folder, cuda_library_path(), given.steps, given.prompts, given.gpu_memory, given.routes)
