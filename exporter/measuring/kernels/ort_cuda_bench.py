@@ -288,7 +288,7 @@ def drive(folder: Path) -> np.ndarray:
     """Writes driven.onnx, whose layers take the ids of inputs topk_ids.N, and routers only weigh them.
 
     Returns:
-        int64 [layers, 2]: experts and top_k of each.
+        int64 [layers, 3]: routed experts, top_k and shared experts of each; the shared ones are its last.
     """
     model, sizes = onnx.load(folder / "model.onnx", load_external_data=False), []
     types = {value.name: value.type.tensor_type.elem_type for value in model.graph.value_info}
@@ -298,28 +298,29 @@ def drive(folder: Path) -> np.ndarray:
     layers = [node for node in model.graph.node if node.op_type == "QuantMoE"]
     for i, node in enumerate(layers):
         (_, ids, *_), router = node.input, routers[node.input[1]]
-        sizes.append((_attributes(node)["num_experts"], router["top_k"] + router.get("shared_experts", 0)))
+        shared = router.get("shared_experts", 0)
+        sizes.append((_attributes(node)["num_experts"] - shared, router["top_k"], shared))
         node.input[1] = f"topk_ids.{i}"
-        shape = ["routed_tokens", sizes[-1][1]]
+        shape = ["routed_tokens", router["top_k"] + shared]
         model.graph.input.append(onnx.helper.make_tensor_value_info(node.input[1], types[ids], shape))
     onnx.save(model, folder / "driven.onnx")
     return np.array(sizes)
 
 
 def route(how: str, tokens: int, sizes: np.ndarray) -> np.ndarray:
-    """Ids of tokens, int64 [tokens, layers, top_k].
+    """Ids of tokens, int64 [tokens, layers, top_k + shared experts].
 
     Args:
         how: "uniform"; "local": of the experts by last use, 67 % are drawn from the first eighth and 81 % from the
             first quarter, the hits of such LRUs in ggml-org/llama.cpp 27861; or a trace of that much decoding.
         sizes: of drive.
     """
-    (experts, top_k), rng = sizes[0], np.random.default_rng(0)
-    ids = np.zeros((tokens, len(sizes), top_k), np.int64)
+    (experts, top_k, shared), rng = sizes[0], np.random.default_rng(0)
+    ids = np.zeros((tokens, len(sizes), top_k + shared), np.int64)
     if how not in ("uniform", "local"):
         runs = [(layer, run) for layer, run in read_trace(how).runs if len(run) == 1][: tokens * len(sizes)]
-        if len(runs) < tokens * len(sizes) or any(run.shape[1] != top_k for _, run in runs):
-            raise SystemExit(f"{how}: expected {tokens} tokens of {len(sizes)} layers, {top_k} experts each")
+        if len(runs) < tokens * len(sizes) or any(run.shape[1] != ids.shape[2] for _, run in runs):
+            raise SystemExit(f"{how}: expected {tokens} tokens of {len(sizes)} layers, {ids.shape[2]} experts each")
         for i, (layer, run) in enumerate(runs):
             ids[i // len(sizes), layer] = run[0]
         return ids
@@ -336,7 +337,7 @@ def route(how: str, tokens: int, sizes: np.ndarray) -> np.ndarray:
                 expert = latest[min(int(share * experts), experts - 1)]
                 chosen += [expert] if expert not in chosen else []
             latest = chosen + [e for e in latest if e not in chosen]
-            ids[token, layer] = chosen
+            ids[token, layer] = [*chosen, *range(experts, experts + shared)]
     return ids
 
 
