@@ -9,6 +9,7 @@
 #include <cuda_runtime_api.h>
 
 #include <optional>
+#include <vector>
 
 #include "adapter.h"
 #include "device_experts.h"
@@ -106,7 +107,10 @@ class CudaMoE : public CudaKernel {
  private:
   qm_cuda_problem problem_{};               // but for tokens and top_k
   std::shared_ptr<DeviceExperts> experts_;  // null: they are inputs on the device
-  int layer_ = 0;
+  std::shared_ptr<Experts> trace_;          // of what is routed to them; null: none is wanted
+  int layer_ = 0, traced_layer_ = 0;
+
+  void trace(const Tokens& tokens, int64_t count, cudaStream_t stream) const;
 };
 
 CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool verify) : CudaKernel(op, api, info) {
@@ -129,15 +133,46 @@ CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info, boo
   Shape shape;
   const void* w13 = data_of(get_weight(info, QuantMoE_w13, shape));
   if (problem_.moe.w13.perm && qm_cuda_check_moe(&problem_, w13, nullptr, error)) fail(error);
-  if (!op.experts->host()) return;
   const OrtLogger* logger;  // each session has one: it says which session this is
   check(api->KernelInfo_GetLogger(info, &logger), "the session's logger");
-  experts_ = PerSession<DeviceExperts>::of(logger, *op.experts);
   try {
+    if (op.experts->trace != "") {
+      ExpertSettings settings;
+      settings.trace = op.experts->trace;
+      trace_ = PerSession<Experts>::of(logger, settings);
+      ExpertLayer layer{node_, problem_.local_experts, {}};
+      for (const int i : {0, 1})
+        layer.tensors[i].row_bytes = static_cast<int64_t>(qm_cuda_row_bytes(&problem_.moe, i ? 2 : 13));
+      traced_layer_ = trace_->add(std::move(layer));
+    }
+    if (!op.experts->host()) return;
+    experts_ = PerSession<DeviceExperts>::of(logger, *op.experts);
     layer_ = experts_->add(problem_, w13, data_of(get_weight(info, QuantMoE_w2, shape)));
   } catch (const std::exception& e) {
     fail(e.what());
   }
+}
+
+// Waits for the device: ids are there, and the file is the host's.
+void CudaMoE::trace(const Tokens& tokens, int64_t count, cudaStream_t stream) const try {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const auto must = [](cudaError_t error) {
+    if (error != cudaSuccess)
+      throw std::runtime_error(std::string("quantmoe.trace: CUDA: ") + cudaGetErrorString(error));
+  };
+  must(cudaStreamIsCapturing(stream, &status));
+  if (status != cudaStreamCaptureStatusNone)
+    throw std::runtime_error("quantmoe.trace: a CUDA graph is captured, whose replays nothing sees; run without one");
+  std::vector<char> ids(static_cast<size_t>(count * tokens.top_k * op_.id_bytes()));
+  must(cudaMemcpyAsync(ids.data(), data_of(tokens.topk_ids), ids.size(), cudaMemcpyDeviceToHost, stream));
+  must(cudaStreamSynchronize(stream));
+  trace_->start();
+  if (op_.id_bytes() == 8)
+    trace_->trace(traced_layer_, reinterpret_cast<const int64_t*>(ids.data()), count, tokens.top_k);
+  else
+    trace_->trace(traced_layer_, reinterpret_cast<const int32_t*>(ids.data()), count, tokens.top_k);
+} catch (const std::runtime_error& error) {
+  throw std::runtime_error(node_ + ": " + error.what());
 }
 
 void CudaMoE::run(OrtKernelContext* context) const {
@@ -147,6 +182,7 @@ void CudaMoE::run(OrtKernelContext* context) const {
   problem.tokens = rows_of(tokens.shape);
   problem.top_k = tokens.top_k;
   if (problem.tokens == 0) return;
+  if (trace_) trace(tokens, problem.tokens, static_cast<cudaStream_t>(stream_of(context)));
   qm_cuda_tensors tensors{};
   std::string said;
   std::optional<DeviceExperts::Turn> turn;

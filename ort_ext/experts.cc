@@ -51,8 +51,7 @@ void ExpertSettings::check_cuda() const {
                                 "\", the CUDA library takes gpu, host or auto");
   bytes_of("quantmoe.gpu_memory", gpu_memory, true);
   bytes_of("quantmoe.reserve", reserve);
-  if (ram != "" || trace != "")
-    throw std::invalid_argument("quantmoe: quantmoe.ram and quantmoe.trace are entries of the CPU's library");
+  if (ram != "") throw std::invalid_argument("quantmoe: quantmoe.ram is an entry of the CPU's library");
   if (!host() && (gpu_memory != "" || reserve != ""))
     throw std::invalid_argument(
         "quantmoe: quantmoe.gpu_memory and quantmoe.reserve need quantmoe.experts = host or auto");
@@ -61,6 +60,7 @@ void ExpertSettings::check_cuda() const {
                                 gpu_memory);
 #if !defined(__linux__)
   if (host()) throw std::invalid_argument("quantmoe: quantmoe.experts = " + experts + " needs Linux");
+  if (trace != "") throw std::invalid_argument("quantmoe: quantmoe.trace needs Linux");
 #endif
 }
 

@@ -93,7 +93,7 @@ class Generator:
             data file into memory for ``ram`` bytes of them, None for what is free; the layer of multi-token prediction
             stays mapped. On cuda "gpu", the default, or "host": the GPU's memory holds ``gpu_memory`` bytes of them,
             None for what is free. "auto" is "disk" on the cpu and "host" on cuda where they do not all fit.
-        trace: a file for the experts that tokens are routed to; of device cpu.
+        trace: a file for the experts that tokens are routed to; without cuda_graph.
 
     Raises:
         ModelError: the model or the session cannot be created, ONNX Runtime's words are in the message; it is too old

@@ -82,6 +82,10 @@ const char* cudaGetErrorString(cudaError_t) { return "an error of the fake GPU";
 cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind) {
   return std::memcpy(to, from, size), cudaSuccess;
 }
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind, cudaStream_t) {
+  return std::memcpy(to, from, size), cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
   *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;

@@ -17,6 +17,7 @@ from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import AttentionSpec, MoESpec, NormSpec, RouterSpec, RowsSpec
 from quantmoe.exporter.inspecting.fit import device_slots
+from quantmoe.exporter.running.trace import read_trace
 
 if "QUANTMOE_ORT_DRIVER" not in os.environ:
     pytest.skip("make test-cuda builds the driver", allow_module_level=True)
@@ -215,8 +216,7 @@ def test_a_verify_that_is_none(driver, fake):
             "quantmoe.gpu_memory and quantmoe.reserve need quantmoe.experts = host or auto",
         ),
         ({"experts": "host", "gpu_memory": "9", "reserve": "9"}, "quantmoe.reserve is of quantmoe.gpu_memory = auto"),
-        ({"experts": "host", "ram": "9"}, "quantmoe.ram and quantmoe.trace are entries of the CPU's library"),
-        ({"trace": "t"}, "quantmoe.ram and quantmoe.trace are entries of the CPU's library"),
+        ({"experts": "host", "ram": "9"}, "quantmoe.ram is an entry of the CPU's library"),
     ],
 )
 def test_entries_that_are_refused(driver, fake, entries, message):
@@ -229,19 +229,22 @@ def hosted(driver, fake, layer):
     """Opens the adapter with experts in host memory, runs its layer of 8 for 3 tokens; what was launched, or None."""
     lib = ctypes.CDLL(FAKE)
 
-    def run(captured: bool = False, **entries: str) -> tuple[cuda.Problem, cuda.Tensors] | None:
+    def run(
+        captured: bool = False, ids: np.ndarray | None = None, **entries: str
+    ) -> tuple[cuda.Problem, cuda.Tensors] | None:
         assert fake(**{"experts": "host"} | entries) > 0
         op = driver.op("bf16", "i64")
         weights = packed_values(layer[2:])
         kernel = driver.create(op, layer[0].attributes(), [value(())] * 3 + weights)
         assert kernel is not None, driver.error
         lib.driver_order(1, captured)
-        tokens = [value((3, layer[0].hidden_size)), value((3, 2)), value((3, 2))]
+        ids = np.zeros((3, 2), np.int64) if ids is None else ids
+        tokens = [value((3, layer[0].hidden_size)), value((3, 2), data=ids.ctypes.data), value((3, 2))]
         failed = driver.run(op, kernel, [*tokens, *weights], [tokens[0], value(()), value(())], STREAM)
         lib.driver_order(1, 0)
         problem, tensors = cuda.Problem(), cuda.Tensors()
         lib.driver_mixed(ctypes.byref(problem), ctypes.byref(tensors))
-        if not failed:
+        if not failed and entries.get("experts") != "gpu":
             held = [ctypes.string_at(tensors.w13 + i, 64) for i in (0, layer[2].nbytes - 64)]
             assert held == [layer[2].reshape(-1)[i : i + 64].tobytes() for i in (0, layer[2].size - 64)]
         driver.lib.driver_destroy(op, kernel)
@@ -275,6 +278,21 @@ def test_experts_that_all_fit(driver, hosted, entries):
     problem, tensors = hosted(**entries)
     assert (problem.slots, problem.staging, tensors.slots, tensors.cache_state) == (0, 0, None, None)
     assert "all 8 experts are in the device's memory" in driver.lib.driver_logged().decode()
+
+
+@pytest.mark.parametrize("where", ["host", "gpu"])
+def test_trace(driver, hosted, layer, tmp_path, where):
+    """What the ids of a run were, in a file; a captured run leaves none and says so."""
+    path, ids = tmp_path / "trace", np.arange(6).reshape(3, 2)
+    assert hosted(experts=where, trace=str(path), ids=ids) is not None
+    found = read_trace(path)
+    assert [x["experts"] for x in found.layers] == [8]
+    assert found.layers[0]["bytes"] == sum(w.shape[1] for w in layer[2:])
+    ((at, run),) = found.runs
+    assert at == 0
+    np.testing.assert_array_equal(run, ids)
+    assert hosted(experts=where, trace=str(path), captured=True) is None
+    assert "quantmoe.trace: a CUDA graph is captured" in driver.error
 
 
 def test_experts_for_which_there_is_no_memory(driver, hosted, layer):
