@@ -620,7 +620,7 @@ def _inputs(skeleton: Skeleton) -> tuple[dict[str, Any], dict[str, Any]]:
     batch, past, new = 2, 5, 3  # distinct, and neither 0 nor 1, which torch.export would take as fixed
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         one = torch.ones(1, 1, dtype=torch.int64)
-        ran = _decoder(skeleton.model)(one, attention_mask=one, use_cache=True).past_key_values
+        ran = _decoder(skeleton.model)(one, attention_mask=one, use_cache=True).cache
     cache = DynamicCache()  # of full length in every layer: sliding windows and chunks are in the masks
     dynamic = torch.export.Dim.DYNAMIC
     sizes: list[dict[int, Any]] = []
@@ -638,13 +638,13 @@ def _inputs(skeleton: Skeleton) -> tuple[dict[str, Any], dict[str, Any]]:
         "input_ids": torch.zeros(batch, new, dtype=torch.int64),
         "attention_mask": torch.ones(batch, past + new, dtype=torch.int64),
         "position_ids": torch.arange(past, past + new).repeat(batch, 1),
-        "past_key_values": cache,
+        "cache": cache,
     }
     if skeleton.format.part:
         size = skeleton.model.config.hidden_size
         inputs = {"hidden_states": torch.zeros(batch, new, size, dtype=skeleton.dtype)} | inputs
     dynamic_shapes: dict[str, Any] = {name: {0: dynamic, 1: dynamic} for name in list(inputs)[:-1]}
-    dynamic_shapes["past_key_values"] = sizes
+    dynamic_shapes["cache"] = sizes
     return inputs, dynamic_shapes
 
 

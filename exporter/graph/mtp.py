@@ -87,10 +87,10 @@ def _forward(
     hidden_states: torch.Tensor,
     attention_mask: torch.Tensor,
     position_ids: torch.Tensor,
-    past_key_values: Any,
+    cache: Any,
     **_: Any,
 ) -> CausalLMOutputWithPast:
     embeddings = self.mtp(self.get_input_embeddings()(input_ids), hidden_states)
-    given = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
+    given = {"attention_mask": attention_mask, "position_ids": position_ids, "cache": cache}
     made = self.get_decoder()(inputs_embeds=embeddings, use_cache=True, **given)
-    return CausalLMOutputWithPast(logits=self.lm_head(made.last_hidden_state), past_key_values=made.past_key_values)
+    return CausalLMOutputWithPast(logits=self.lm_head(made.last_hidden_state), cache=made.cache)

@@ -95,7 +95,7 @@ def test_a_checkpoints_scales_are_carried(checkpoint, tmp_path, type, format):
     generator, ids = Generator(out), tokens(2, 7)
     model = dequantized(Skeleton(find_format(open_checkpoint(source))))
     with torch.no_grad():
-        rounded = model(torch.from_numpy(ids), past_key_values=FakeCache(format, scales)).logits.double().numpy()
+        rounded = model(torch.from_numpy(ids), cache=FakeCache(format, scales)).logits.double().numpy()
     assert error(run(generator, ids, (5, 1, 1)), rounded) < 2e-5
     assert error(expected(model, ids), rounded) > 1e-3
 
@@ -117,7 +117,7 @@ def test_caches_without_scales(checkpoint, reference, tmp_path, cache, format):
     assert report.kv_cache == f"the KV cache is {format} with {what}, the checkpoint has none"
     ids = tokens(2, 7, seed=1)  # of which no key or value lies by the middle of two codes
     with torch.no_grad():
-        rounded = reference()(torch.from_numpy(ids), past_key_values=FakeCache(format, [(1.0, 1.0)] * 2))
+        rounded = reference()(torch.from_numpy(ids), cache=FakeCache(format, [(1.0, 1.0)] * 2))
     assert error(run(Generator(out), ids, (5, 1, 1)), rounded.logits.double().numpy()) < 2e-5
     width = 48 + (4 if cache == "int8" else 0)
     assert [n["bytes_per_token"] for n in inspect(out)["attention"]] == [2 * 2 * width] * 2

@@ -304,7 +304,7 @@ SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, 
 def altered(change: str):
     """Qwen3MoeAttention.forward with one thing done otherwise."""
 
-    def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, position_embeddings, attention_mask, cache=None, **kwargs):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k, v = (project(hidden_states).view(shape) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = (self.q_norm(q) if change != "no norm of queries" else q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
@@ -313,12 +313,12 @@ def altered(change: str):
         k = k if change == "keys do not turn" else rotated
         v = v.clamp(-8, 8) if change == "values are clipped" else v
         if change == "temperature by position":
-            seen = past_key_values.get_seq_length(self.layer_idx) if past_key_values is not None else 0
+            seen = cache.get_seq_length(self.layer_idx) if cache is not None else 0
             q = q * (1 + np.log1p(seen // 8192))
         if change == "factor by position":
             q = q * (1 + (kwargs["position_ids"] // 8192).float())[:, None, :, None]
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         scale = self.scaling * (1 + 2**-10) if change == "another scale for one head" else self.scaling
         q = torch.cat((q[:, :1] * (scale / self.scaling), q[:, 1:]), 1)
         cap = {"softcap": 50.0} if change == "softcap" else {}

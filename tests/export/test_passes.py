@@ -199,7 +199,7 @@ def test_inputs_and_outputs_have_their_names() -> None:
         l = Identity (k)
         d = Identity (c)
     }""")
-    names = ["input.past_key_values.layers.3.keys", "input.past_key_values.layers.4.conv_states.0"]
+    names = ["input.cache.layers.3.keys", "input.cache.layers.4.conv_states.0"]
     for values, prefix in ((model.graph.inputs, "input"), (model.graph.outputs, "output")):
         for value, name in zip(values[1:], names, strict=True):
             value.name = name.replace("input", prefix)
@@ -319,7 +319,7 @@ def chain(nodes: str) -> ir.Model:
         value.name = f"model.layers.{i}.weight"
     for values, prefix in ((model.graph.inputs, "input"), (model.graph.outputs, "output")):
         for i, value in enumerate(values[1:]):
-            value.name = f"{prefix}.past_key_values.layers.{i}.keys"
+            value.name = f"{prefix}.cache.layers.{i}.keys"
     return model
 
 
@@ -331,10 +331,10 @@ def test_layers_are_repeated() -> None:
     repeat_layers(model, "model.layers", [[0], [1], [5]])
     assert sorted(value.name for value in model.meta["placeholders"]) == [f"model.layers.{i}.weight" for i in range(6)]
     for values, prefix in ((model.graph.inputs, "input"), (model.graph.outputs, "output")):
-        assert [v.name for v in values][1:] == [f"{prefix}.past_key_values.layers.{i}.keys" for i in range(6)]
+        assert [v.name for v in values][1:] == [f"{prefix}.cache.layers.{i}.keys" for i in range(6)]
     weights = {v.name: np.float32([10 ** int(v.name.split(".")[2])]) for v in model.meta["placeholders"]}
     model.graph.inputs.extend(model.meta["placeholders"])
-    caches = {f"input.past_key_values.layers.{i}.keys": np.float32([2]) for i in range(6)}
+    caches = {f"input.cache.layers.{i}.keys": np.float32([2]) for i in range(6)}
     found = ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": np.float32([0])} | caches | weights)
     assert [int(value[0]) for value in found] == [-111111, 2, 22, 222, 2222, 22222, 222222]
 

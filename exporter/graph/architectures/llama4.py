@@ -94,7 +94,7 @@ def _attention(
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor,
-    past_key_values: Any,
+    cache: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Llama4TextAttention.forward, in the order [batch, heads, sequence, head_dim] from the projections on.
@@ -114,9 +114,9 @@ def _attention(
     if hasattr(self, "qk_norm"):
         q, k = self.qk_norm(q), self.qk_norm(k)
     if self.attn_temperature_tuning and not self.use_rope:
-        positions = torch.arange(new) + past_key_values.get_seq_length(self.layer_idx)
+        positions = torch.arange(new) + cache.get_seq_length(self.layer_idx)
         q = (q * _temperatures(self, positions)[:, None]).to(q.dtype)
-    k, v = past_key_values.update(k, v, self.layer_idx)
+    k, v = cache.update(k, v, self.layer_idx)
     found, _ = grouped_attention(self, q, k, v, attention_mask, scaling=self.scaling)
     return self.o_proj(found.reshape(batch, new, -1)), None
 
@@ -142,7 +142,7 @@ def _node(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
         size = spec.num_heads * spec.head_size
         queries, rest = qkv.split([size, qkv.shape[-1] - size], -1)
         qkv = torch.cat(((queries * factors).to(qkv.dtype), rest), -1)
-    output = self.rows.attend(self, qkv, given["past_key_values"], given["position_embeddings"], norms)
+    output = self.rows.attend(self, qkv, given["cache"], given["position_embeddings"], norms)
     return self.o_proj(output), None
 
 

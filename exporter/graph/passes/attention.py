@@ -438,9 +438,9 @@ def _try(
     for name, values in zip(PROJECTIONS[:3], qkv, strict=True):
         probe._modules[name] = Given(values)
     kwargs, tables, mask = inputs_of(arguments, table, window, sizes, draw)
-    run_probe(probe, seen, kwargs | {"attention_mask": mask[..., past:], "past_key_values": None})  # for the heads
+    run_probe(probe, seen, kwargs | {"attention_mask": mask[..., past:], "cache": None})  # for the heads
     cache = Past(*(draw(batch, seen.groups, past, size) for size in seen.sizes))
-    output, count = run_probe(probe, seen, kwargs | {"attention_mask": mask, "past_key_values": cache})
+    output, count = run_probe(probe, seen, kwargs | {"attention_mask": mask, "cache": cache})
     return Trial(probe, torch.cat(qkv, -1), tables, cache.past, spread, output, cache.present, count, seen)
 
 
@@ -535,7 +535,7 @@ class Rows:
         given = bound(module, args, kwargs)
         ids = given.get("input_ids")
         new = (given["inputs_embeds"] if ids is None else ids).shape[1]
-        cache = given.get("past_key_values")
+        cache = given.get("cache")
         layers = cache.layers if cache is not None else []
         past = next((layer.keys for layer in layers if getattr(layer, "is_initialized", False)), None)
         self.mask, self._tables = given["attention_mask"], []
@@ -659,7 +659,7 @@ def projected(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     given = bound(self, args, kwargs)
-    cache, spec = given["past_key_values"], self.found.spec
+    cache, spec = given["cache"], self.found.spec
     qkv = projected(self, given["hidden_states"])
     gate = None
     if self.found.gated:

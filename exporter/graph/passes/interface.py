@@ -13,7 +13,7 @@ import onnx_ir as ir
 from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.exporter.names import RANKS
 
-_KV = re.compile(r"(?:input|output)\.past_key_values\.layers\.(\d+)\.(key|value|conv_state|recurrent_state)s(?:\.0)?")
+_KV = re.compile(r"(?:input|output)\.cache\.layers\.(\d+)\.(key|value|conv_state|recurrent_state)s(?:\.0)?")
 
 
 def name_interface(model: ir.Model) -> None:

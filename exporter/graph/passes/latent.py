@@ -126,7 +126,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     latent, key = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
     queries = torch.cat((turning, self.absorbed.queries(nope)), -1).flatten(-2)
     qkv = torch.cat((queries, key, self.kv_a_layernorm(latent)), -1)
-    output = self.rows.attend(self, qkv, given["past_key_values"], given["position_embeddings"])
+    output = self.rows.attend(self, qkv, given["cache"], given["position_embeddings"])
     output = self.absorbed.outputs(output.unflatten(-1, (heads, -1))).flatten(-2)
     return (self.o_proj(output), *[None] * (self.found.outputs - 1))
 
@@ -195,7 +195,7 @@ class _Trial:
         kwargs, self.tables, mask = inputs_of(arguments, table, window, sizes, draw)
         self.past = draw(batch, 1, past, self.rank), draw(batch, 1, past, self.rope)
         cache, self.seen = Past(*self.past), Seen()
-        kwargs |= {"attention_mask": mask, "past_key_values": cache}
+        kwargs |= {"attention_mask": mask, "cache": cache}
         self.output, self.returned = run_probe(probe, self.seen, kwargs)
         self.present = cache.present
 

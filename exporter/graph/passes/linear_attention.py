@@ -224,7 +224,7 @@ def _compare_short(module: Any, family: Family) -> Recognised:
             cache.layers = [layer]
             probe.set_submodule(family.projections[0][0], Given(projected))
             with torch.no_grad():
-                output = probe(torch.zeros(batch, new, 8), past_key_values=cache, attention_mask=None)
+                output = probe(torch.zeros(batch, new, 8), cache=cache, attention_mask=None)
             rows = np.tile(np.array([0, new, int(past)], np.int32), (batch, 1))
             mixed, present = reference_conv(spec, before * x, taken, bias, state[..., 1:].numpy(), rows)
             if not near_all((output, layer.conv_states[0][..., 1:]), (after * mixed, present), _TOLERANCE):
@@ -270,7 +270,7 @@ def _try(
     cache = DynamicCache()
     cache.layers = [layer]
     with torch.no_grad():
-        output = probe(hidden_states=draw(batch, new, 8), cache_params=cache, attention_mask=None)
+        output = probe(hidden_states=draw(batch, new, 8), cache=cache, attention_mask=None)
     if not isinstance(output, torch.Tensor):
         raise Unlike("its forward does not return its output alone")
     qkv, z, b, a = family.apart(spec, *outputs)
@@ -368,17 +368,17 @@ def _convolved(self: Any, x: torch.Tensor, layer: Any) -> torch.Tensor:
     return x
 
 
-def _forward_short(self: Any, hidden_states: torch.Tensor, past_key_values: Any, *_: Any, **__: Any) -> torch.Tensor:
-    family, layer = self.found.family, past_key_values.layers[self.layer_idx]
+def _forward_short(self: Any, hidden_states: torch.Tensor, cache: Any, *_: Any, **__: Any) -> torch.Tensor:
+    family, layer = self.found.family, cache.layers[self.layer_idx]
     before, after, x = family.apart(None, *family.projected(self, hidden_states))
     y = _convolved(self, before * x, layer)
     layer.has_previous_state[0] = True
     return getattr(self, family.out)(after * y)
 
 
-def _forward(self: Any, hidden_states: torch.Tensor, cache_params: Any, *_: Any, **__: Any) -> torch.Tensor:
+def _forward(self: Any, hidden_states: torch.Tensor, cache: Any, *_: Any, **__: Any) -> torch.Tensor:
     x, spec, family = hidden_states, self.found.delta, self.found.family
-    layer, decay = cache_params.layers[self.layer_idx], self.get_submodule(family.decay)
+    layer, decay = cache.layers[self.layer_idx], self.get_submodule(family.decay)
     if family is QWEN3_5:
         parts = _whole(self, x)
         qkv = next(parts)[0]

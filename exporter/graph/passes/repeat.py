@@ -32,7 +32,7 @@ def repeat_layers(model: ir.Model, prefix: str, groups: Sequence[Sequence[int]])
         RepeatError: a group's counterpart in the next one is not found, before anything is changed.
     """
     graph = model.graph
-    number = re.compile(rf"(?:{re.escape(prefix)}|(?:input|output)\.past_key_values\.layers)\.(\d+)\.")
+    number = re.compile(rf"(?:{re.escape(prefix)}|(?:input|output)\.cache\.layers)\.(\d+)\.")
     parameters: list[ir.Value] = model.meta["placeholders"]
     kept = [layer for group in groups for layer in group]
     group_of = [at for at, group in enumerate(groups) for _ in group]
