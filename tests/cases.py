@@ -177,7 +177,7 @@ INT4, INT8, FP8 = ("int4", "bf16", False), ("int8", "bf16", False), ("fp8_e4m3",
 NVFP4 = ("nvfp4", "e4m3", False)
 FLOATS = ("fp8_e4m3", "bf16", "f16")
 K_QUANTS = {"q4_k": ("q4_k", "k32", False), "q5_k": ("q5_k", "k32", False), "q6_k": ("q6_k", "k16", False)}
-#: kind, scale type, zero points: all that a layout carries
+#: kind, scale type, zero points: all that cpu_panel carries
 WEIGHTS = [
     *K_QUANTS.values(),
     *((k, s, z) for k in ("int4", "int8") for s in ("f32", "f16", "bf16") for z in (False, True)),

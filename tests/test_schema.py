@@ -37,8 +37,8 @@ ATTRIBUTES |= {"routed_scaling_factor": 1.5}
 
 def later_text() -> str:
     text = (SOURCES / "op.def").read_text()
-    assert "QM_OP(MoERouting, routing, 2)" in text
-    text = text.replace("QM_OP(MoERouting, routing, 2)", "QM_OP(MoERouting, routing, 3)")
+    text, versions = re.subn(r"QM_OP\(MoERouting, routing, \d+\)", "QM_OP(MoERouting, routing, 3)", text)
+    assert versions == 1
     text = re.sub(r"QM_ATTR_SINCE\(MoERouting.*\n", "", text)
     return text.replace("QM_END(MoERouting", LATER + "QM_END(MoERouting")
 
@@ -115,7 +115,7 @@ def test_what_an_older_version_cannot_say_is_refused(later: Schema) -> None:
     ("line", "message"),
     [
         ("QM_ATTR(MoERouting, u, x)", "x is of kind u, expected i, f or an enum: activation"),
-        ("QM_ATTR_SINCE(MoERouting, 3, i, x, 0)", "x is of op_version 3, MoERouting is of 2"),
+        ("QM_ATTR_SINCE(MoERouting, 99, i, x, 0)", r"x is of op_version 99, MoERouting is of \d"),
         ("QM_ATTR_SINCE(MoERouting, 1, format, x, int3)", "absent means int3, expected one of: int4"),
     ],
 )
@@ -142,12 +142,15 @@ def later_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 def test_an_attribute_of_the_c_structs_is_one_line(later: Schema, later_library: ctypes.CDLL) -> None:
     check_structs(later_library, later.operators.values())
+    now, then = (
+        ctypes.sizeof(struct) for struct in (STRUCTS["MoERouting"], make_struct(later.operators["MoERouting"]))
+    )
     with pytest.raises(
         OSError,
-        match=r"another op.def.*: qm_routing has 44 bytes, expected 40; .*n_shared, second, shared_.*soft",
+        match=rf"another op.def.*: qm_routing has {then} bytes, expected {now}; .*n_shared, second, shared_.*soft",
     ):
         check_structs(later_library)
-    with pytest.raises(OSError, match=r"qm_routing has 40 bytes, expected 44; .*n_shared"):
+    with pytest.raises(OSError, match=rf"qm_routing has {now} bytes, expected {then}; .*n_shared"):
         check_structs(native.library(), later.operators.values())
 
 

@@ -107,7 +107,7 @@ class Draw:
         )
 
     def kind(self) -> Kind:
-        format_ = self.one_of(*enum("format"))
+        format_ = self.one_of(*FORMATS)
         floats = format_ in ("fp8_e4m3", "bf16", "f16")
         activation_format = self.one_of(*(a for a in enum("activation_format") if not (floats and a[:4] == "int8")))
         group_size = self.one_of(*GROUP_SIZES)

@@ -9,7 +9,7 @@ import pytest
 import reference
 import run
 from arithmetic import Weights
-from cases import Case
+from cases import WEIGHTS, Case
 from specs import routing_spec
 
 from quantmoe.custom_ops import native
@@ -52,6 +52,10 @@ def test_layers_of_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     decode = reference.moe
     monkeypatch.setattr(reference, "moe", lambda spec, *rows: [(g, u, larger(d)) for g, u, d in decode(spec, *rows)])
     assert_noticed("QuantMoE")
+
+
+def test_each_format_is_drawn() -> None:
+    assert run.FORMATS.keys() == {kind for kind, *_ in WEIGHTS}
 
 
 @pytest.mark.parametrize("weights", ["int4", "int8"])
