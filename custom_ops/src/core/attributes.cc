@@ -128,10 +128,7 @@ void store(void* node, const Field& field, T value) {
 }
 
 std::string names(const char* kind) {
-  std::string known;
-  for (const EnumValue& value : kEnumValues)
-    if (std::strcmp(value.kind, kind) == 0) known += (known.empty() ? "" : ", ") + std::string(value.name);
-  return known;
+  return enum_names(kind, [](int32_t) { return true; });
 }
 
 int check_version(const char* op, int64_t version, char* err) {

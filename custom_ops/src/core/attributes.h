@@ -1,5 +1,6 @@
 // Enums of op.def as C++ constants and a table, checks that follow from it, and the one way to fail.
 #pragma once
+#include <string>
 #include <string_view>
 
 #include "quantmoe/quant_moe.h"
@@ -27,6 +28,14 @@ constexpr int count_values(std::string_view kind) {
 
 // Name of an enum's code in op.def, "?" for a code it does not have.
 const char* enum_name(const char* kind, int32_t code);
+// Names of those of an enum's codes that are taken.
+template <class Taken>
+std::string enum_names(std::string_view kind, const Taken& taken) {
+  std::string names;
+  for (const EnumValue& value : kEnumValues)
+    if (value.kind == kind && taken(value.code)) names += (names.empty() ? "" : ", ") + std::string(value.name);
+  return names;
+}
 
 // Refuses an op_version that this library does not know, and codes that op.def's enums do not have.
 int check_node(const char* op, const void* node, char* err);

@@ -20,6 +20,7 @@ constexpr bool is_integer(int32_t format) { return format == k_format_int4 || fo
 constexpr bool is_e2m1(int32_t format) { return format == k_format_mxfp4 || format == k_format_nvfp4; }
 constexpr bool is_k(int32_t format) { return format >= k_format_q4_k && format <= k_format_q6_k; }
 constexpr int code_bits(int32_t format) {
+  static_assert(count_values("format") == 10, "a new format: its bits, and is_integer, is_e2m1");
   return format == k_format_bf16 || format == k_format_f16        ? 16
          : format == k_format_int8 || format == k_format_fp8_e4m3 ? 8
          : is_k(format)                                           ? 4 + format - k_format_q4_k

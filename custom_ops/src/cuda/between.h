@@ -34,6 +34,8 @@ constexpr int RouterShared(const qm_routing& r) {
 }
 // MoERouter's attributes but for the first: MoERouting's.
 constexpr qm_routing RoutingOf(const qm_router& r) {
+  static_assert(sizeof(qm_router) == sizeof(qm_routing) + sizeof(r.hidden_size),
+                "MoERouter has MoERouting's attributes: a new one is in both");
   return {r.op_version, r.num_experts,           r.top_k,          r.method,     r.renormalize, r.n_group,
           r.topk_group, r.routed_scaling_factor, r.shared_experts, r.shared_gate};
 }

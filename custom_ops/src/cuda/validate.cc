@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <string>
-#include <string_view>
 
 #include "cuda/layout.h"
 
@@ -25,13 +24,16 @@ bool RoundsGroups(const qm_projection& w) {
          w.activation_format == k_activation_format_mxfp8 || w.activation_format == k_activation_format_mxfp4;
 }
 
-// Names of the values of an enum that are taken.
-template <class Taken>
-std::string Names(std::string_view kind, const Taken& taken) {
-  std::string names;
-  for (const EnumValue& value : kEnumValues)
-    if (value.kind == kind && taken(value.code)) names += (names.empty() ? "" : ", ") + std::string(value.name);
-  return names;
+// KindOf calls weights that are of no format floats.
+bool TakesFormat(int32_t format) {
+  qm_projection w{};
+  w.format = format;
+  return KindOf(w) != WeightKind::kFloat || FloatFacts::Is(w);
+}
+bool TakesZeroPoints(int32_t format) {
+  qm_projection w{};
+  w.format = format, w.zero_points = 1;
+  return ZeroBytes(KindOf(w)) > 0;
 }
 
 // Of a linear's floats, which are what the activations are.
@@ -72,18 +74,20 @@ int ValidateLayout(const qm_projection& w, const char* name, char* err) {
 int ValidateWeights(const qm_projection& w, const char* name, int most_orders, char* err) {
   QM_TRY(ValidateLayout(w, name, err));
   const char *format = enum_name("format", w.format), *scales = enum_name("scale_type", w.scale_type);
-  if (KindOf(w) == WeightKind::kFloat)
+  if (FloatFacts::Is(w))
     return fail(err, QM_UNSUPPORTED, "%s_format is %s, which the CUDA kernels take of linears alone", name, format);
-  const bool integer = w.format == k_format_int4 || w.format == k_format_int8;
-  if (w.zero_points != 0 && !(integer && w.zero_points == 1))
-    return fail(err, QM_UNSUPPORTED, "%s_zero_points is %d, the CUDA kernels take 0, and 1 with int4 and int8", name,
-                w.zero_points);
+  if (!TakesFormat(w.format))
+    return fail(err, QM_UNSUPPORTED, "%s_format is %s, the CUDA kernels take %s", name, format,
+                enum_names("format", TakesFormat).c_str());
+  if (w.zero_points != 0 && !(w.zero_points == 1 && TakesZeroPoints(w.format)))
+    return fail(err, QM_UNSUPPORTED, "%s_zero_points is %d, the CUDA kernels take 0, and 1 with %s", name,
+                w.zero_points, enum_names("format", TakesZeroPoints).c_str());
   if (w.block_n < 1) return fail(err, QM_INVALID, "%s_block_n is %d, expected 1 or more", name, w.block_n);
   const auto taken = [&](int32_t type) { return TakesScales(w, type); };
-  const char* instead = integer ? ": export with --scales bf16" : "";
+  const char* instead = is_integer(w.format) ? ": export with --scales bf16" : "";
   if (!taken(w.scale_type))
     return fail(err, QM_UNSUPPORTED, "%s_scale_type is %s, the CUDA kernels take %s for %s%s", name, scales,
-                Names("scale_type", taken).c_str(), format, w.scale_type == k_scale_type_f32 ? instead : "");
+                enum_names("scale_type", taken).c_str(), format, w.scale_type == k_scale_type_f32 ? instead : "");
   const int g = w.group_size;
   if (const int of_format = GroupSizeOf(w); of_format && g != of_format)
     return fail(err, QM_UNSUPPORTED, "%s_group_size is %d, the CUDA kernels take %d for %s with %s scales", name, g,
@@ -157,7 +161,7 @@ int ValidateMoe(const qm_cuda_problem& p, const qm_cuda_device& device, char* er
   QM_TRY(ValidateFlag(m.apply_router_weight_on_input, "", "apply_router_weight_on_input", err));
   if (!m.gated && !TakesUngated(m.activation))
     return fail(err, QM_INVALID, "activation is %s with gated = 0, expected %s, or gated = 1",
-                enum_name("activation", m.activation), Names("activation", TakesUngated).c_str());
+                enum_name("activation", m.activation), enum_names("activation", TakesUngated).c_str());
   for (int which : {13, 2}) {
     const char* name = which == 13 ? "w13" : "w2";
     const int orders = which == 13 && m.gated ? 2 : 1;
@@ -182,7 +186,7 @@ int ValidateLinear(const qm_cuda_linear_problem& p, const qm_cuda_device& device
     return fail(err, QM_INVALID, "out_features is %d, expected a positive number", l.out_features);
   if (p.rows < 0 || p.rows > INT32_MAX / 2)
     return fail(err, QM_INVALID, "x has %lld rows, expected 0 to %d", static_cast<long long>(p.rows), INT32_MAX / 2);
-  if (KindOf(l.w) == WeightKind::kFloat) {
+  if (FloatFacts::Is(l.w)) {
     QM_TRY(ValidateLayout(l.w, "w", err));
     QM_TRY(ValidateFloats(l.w, p.type, err));
   } else {

@@ -18,7 +18,8 @@ constexpr int32_t kMaxZeroPointBlock = 32768;
 // Why the layout does not carry such weights; null when it does. The sentence lists what it carries.
 const char* cannot_carry(int32_t format, int32_t group_size, int32_t scale_type, int32_t block_n, bool zero_points) {
   const bool wide = scale_type >= k_scale_type_f32 && scale_type <= k_scale_type_bf16;
-  if (format < k_format_int4 || format > k_format_q6_k) return "unknown format";
+  if (format < k_format_int4 || format > k_format_q6_k)
+    return "it carries int4, int8, mxfp4, nvfp4, fp8_e4m3, bf16, f16, q4_k, q5_k, q6_k";
   if (is_k(format) &&
       (group_size != 256 || scale_type != (format == k_format_q6_k ? k_scale_type_k16 : k_scale_type_k32)))
     return "q4_k and q5_k have k32 scales, q6_k has k16 scales, in groups of 256";

@@ -40,13 +40,15 @@ void pack_unit8(const uint8_t (&c)[kRows][kUnit], uint8_t* to) {
       }
 }
 
+constexpr bool carries(int32_t format) { return format >= k_format_int4 && format <= k_format_f16; }
+
 int check_marlin(const qm_projection& w, int halves, char* err) {
   if (w.layout != k_layout_marlin || w.layout_version != kMarlinVersion)
     return fail(err, QM_INVALID, "layout %s version %d, expected marlin version %d: export the model again",
                 enum_name("layout", w.layout), w.layout_version, kMarlinVersion);
-  if (w.format < k_format_int4 || w.format > k_format_f16)
-    return fail(err, QM_UNSUPPORTED, "format %s; layout marlin carries int4, int8, mxfp4, nvfp4, fp8_e4m3, bf16, f16",
-                enum_name("format", w.format));
+  if (!carries(w.format))
+    return fail(err, QM_UNSUPPORTED, "format %s; layout marlin carries %s", enum_name("format", w.format),
+                enum_names("format", carries).c_str());
   const bool floats = code_bits(w.format) == 16;
   if (!is_marlin_group(w.group_size) || (floats && w.group_size != -1))
     return fail(err, QM_UNSUPPORTED, "group_size %d; layout marlin carries %s", w.group_size,
