@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from cases import INT4
-from cuda.layers import FORMATS, FP8, LINEARS, SM120, build_linear, spec_of
+from cuda.formats import FORMATS, spec_of
+from cuda.layers import FP8, LINEARS, SM120, build_linear
 from specs import linear_spec
 
 from quantmoe.custom_ops import cuda

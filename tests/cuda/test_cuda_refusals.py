@@ -6,7 +6,8 @@ import re
 from dataclasses import replace
 
 import pytest
-from cuda.layers import CASES, EXACT, FORMAT_SHAPES, FORMATS, build, of_format, spec_of
+from cuda.formats import FORMATS, spec_of
+from cuda.layers import CASES, EXACT, FORMAT_SHAPES, build, of_format
 from specs import linear_spec
 
 from quantmoe.custom_ops import cuda

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from cases import Case
-from cuda.layers import BASE, CASES, FORMATS, FP8_CASES, TORCH, build, gpu, of_format
+from cuda.formats import FORMATS
+from cuda.layers import BASE, CASES, FP8_CASES, TORCH, build, gpu, of_format
 
 from quantmoe.custom_ops import cuda
 

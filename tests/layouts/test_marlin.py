@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from cuda.formats import FORMATS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specs import linear_spec, moe_spec
@@ -13,23 +14,16 @@ from specs import linear_spec, moe_spec
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
+from quantmoe.custom_ops.schemes import SCHEMES
 
-KINDS = [
-    ("int4", "f16"),
-    ("int4", "bf16"),
-    ("int8", "bf16"),
-    ("mxfp4", "e8m0"),
-    ("nvfp4", "e4m3"),
-    ("fp8_e4m3", "f32"),
-]
-BITS = {"int4": 4, "int8": 8, "mxfp4": 4, "nvfp4": 4, "fp8_e4m3": 8}
+KINDS = sorted({("int4", "f16"), ("int4", "bf16"), *(weights[:2] for weights, *_ in FORMATS.values())})
 
 
 def random_matrix(rng, n, k, kind, group, scale_type, *, zero_points=False, bias=False, **fields):
     block_n = fields.get("block_n", 1)
     shape = (-(-n // block_n), 1 if group == -1 else -(-k // group))
     dtype = SCALE_DTYPES[scale_type]
-    codes = rng.integers(0, 1 << BITS[kind], (n, k), np.uint8)
+    codes = rng.integers(0, 1 << SCHEMES[kind].bits, (n, k), np.uint8)
     if kind == "fp8_e4m3":
         codes[codes & 0x7F == 0x7F] -= 1  # NaN
     return QuantizedMatrix(
@@ -37,7 +31,7 @@ def random_matrix(rng, n, k, kind, group, scale_type, *, zero_points=False, bias
         codes=codes,
         scales=rng.integers(0, 120, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0],
         group_size=group,
-        zero_points=rng.integers(0, 1 << BITS[kind], shape, np.uint8) if zero_points else None,
+        zero_points=rng.integers(0, 1 << SCHEMES[kind].bits, shape, np.uint8) if zero_points else None,
         global_scale=float(np.float32(rng.random())) if kind == "nvfp4" else None,
         bias=rng.standard_normal(n).astype(np.float32) if bias else None,
         **fields,
@@ -69,9 +63,7 @@ def round_trip(expert: Expert, activation_format: str = "none") -> Expert:
     seed=st.integers(0, 2**32 - 1),
     hidden=st.integers(1, 40).map(lambda x: 8 * x),
     intermediate=st.integers(1, 40).map(lambda x: 5 * x),
-    kind=st.sampled_from(
-        [("int4", "f16"), ("int4", "bf16"), ("int8", "bf16"), ("mxfp4", "e8m0"), ("nvfp4", "e4m3"), ("fp8_e4m3", "f32")]
-    ),
+    kind=st.sampled_from(KINDS),
     group=st.sampled_from([-1, 16, 32, 64, 128]),
     gated=st.booleans(),
     zero_points=st.booleans(),
