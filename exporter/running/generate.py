@@ -217,15 +217,18 @@ class Generator:
             self.head = Generator(path, threads, prefault, chunk, device=device)
 
     def _check_drafts(self) -> None:
-        if self.states and self.drafts >= self.window:
+        """A run of a token and its drafts takes the logits and the states after each."""
+        tokens, lacking, options = self.drafts + 1, [], []
+        if self.states and tokens > self.window:
+            lacking.append(f"has the states of linear attention after a run's last {self.window} tokens")
+            options.append(f"--state-window {tokens}")
+        if tokens > self.rows:
+            lacking.append(f"gives the logits of its last {self.rows}")
+            options.append(f"--logits {tokens}")
+        if lacking:
             raise ModelError(
-                f"{self.path}: {self.drafts} drafts take a window of {self.drafts + 1} states of linear attention, "
-                f"this model's is of {self.window}: export it with --state-window {self.drafts + 1}"
-            )
-        if self.drafts >= self.rows:
-            raise ModelError(
-                f"{self.path}: {self.drafts} drafts take the logits of {self.drafts + 1} tokens of a run, this model "
-                f"gives those of its last {self.rows}: export it with --logits {self.drafts + 1}"
+                f"{self.path}: {self.drafts} drafts make runs of {tokens} tokens, this model "
+                f"{' and '.join(lacking)}: export it with {' '.join(options)}"
             )
 
     def start(self, batch: int = 1) -> dict[str, np.ndarray]:

@@ -1,6 +1,7 @@
 """Multi-token prediction: mtp.onnx against transformers, its drafts, weights that are stored once, onnxruntime-genai.
 
-Weights are random: no draft is right but by chance, and what acceptance does is tested with drafts that are told.
+Weights are random: no draft is right but by chance, and what acceptance does is tested with drafts that are told. Only
+samples/demo_model's hybrid was trained.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
-from quantmoe.exporter.running.generate import Generator
+from quantmoe.exporter.running.generate import Generator, load_tokenizer
 from quantmoe.exporter.running.speculate import Head
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
@@ -297,10 +298,26 @@ def test_a_published_checkpoint_and_onnxruntime_genai(sources, tmp_path):
 def test_what_cannot_speculate_is_named(models, exported):
     with pytest.raises(ModelError, match=r"model\.onnx: no mtp\.onnx beside it; export the model with --mtp"):
         Generator(exported("qwen3_moe", activations="float"), speculate="mtp")
-    with pytest.raises(ModelError, match="5 drafts take a window of 6 states"):
+    with pytest.raises(
+        ModelError, match="5 drafts make runs of 6 tokens, .* last 5 tokens and .* --state-window 6 --logits 6$"
+    ):
         Generator(models["qwen3_next"], speculate="mtp", drafts=5)
     found = inspect(models["qwen3_next"], verify=True)
     alone = inspect(models["qwen3_next"] / "mtp.onnx", verify=True)
     assert {**found["mtp"], "files": None} == {**alone, "files": None}  # what of them is in memory changes
     assert found["mtp"]["layers"][0]["module"] == "mtp.layers.0.mlp.experts"
     assert found["mtp"]["verified"]
+
+
+def test_the_trained_models_drafts(tmp_path):
+    """samples/demo_model's hybrid, whose layer was trained with it: random weights' drafts are never right."""
+    folder = Path(__file__).parents[2] / "samples" / "demo_model" / "hybrid"
+    export(folder, tmp_path / "model", mtp=True, logits=5, state_window=5)
+    prompt = load_tokenizer(tmp_path / "model").encode("And it came to pass, that the king").ids
+    want = Generator(tmp_path / "model").greedy(prompt, 100).tokens
+    generator = Generator(tmp_path / "model", speculate="mtp", drafts=1)
+    found = generator.stream(prompt, 100)
+    assert list(found) == want
+    drafts = found.speculation
+    assert drafts.runs + drafts.accepted == 99
+    assert drafts.accepted > 0.4 * drafts.drafted, "0.60 on 2026-11-25"
