@@ -1,5 +1,5 @@
 // The panels of FORMAT.md 2.10, ggml's K-quants, for every instruction set: 16 rows, of which V has kRows in its lanes.
-// Everything is in an unnamed namespace, as in elementwise.h.
+// pack_k_tile packs their tiles. Everything is in an unnamed namespace, as in elementwise.h.
 //
 // V says what Bytes (4 columns of each row), Floats (a number of each row) and Sums (an integer of each row) are:
 //   load(at)                         kRows * 4 bytes
@@ -9,7 +9,9 @@
 //   dot(sums, codes, x)              adds codes < 2^(4 + count) times the 4 int8 at x
 //   kDots<count>, settle(sums)       after how many of 4 columns a sum has to be settled: 16-bit sums
 //   floats(sums), halves(at), int8s(at), column<i>(bytes): as Floats, f16, int8 and byte i of each row
-//   fma(a, b, c), fma_less, negative_fma a * b + c, a * b - c, c - a * b, rounded once
+//   fma(a, b, c), fma_less, negative_fma a * b + c, a * b - c, c - a * b, rounded once: where there is no such
+//                                    instruction, scalar.h's for each row
+//   multiply, add, broadcast(x), load_floats(at), store(to, v): of floats; broadcast takes a float or a pointer to one
 //   prefetch(at, bytes, ahead)       asks for what comes later; ahead 0: it was asked for
 #pragma once
 #include <type_traits>

@@ -13,7 +13,7 @@ struct PanelMatrix {
   int32_t format, scale_type;
   bool grouped;      // scales lie in the blocks
   bool zero_points;  // and zero points after them
-  bool columns;      // codes that are floats: column by column, FORMAT.md 2.7
+  bool columns;      // codes that are floats: column by column, FORMAT.md 2.8
   int nr, bits;
   int64_t n, k;         // of one matrix (a gated w13 is two)
   int64_t kp;           // columns stored
