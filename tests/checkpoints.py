@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +18,13 @@ from tiny import add_quantization, make_checkpoint, make_float_checkpoint, rewri
 
 from quantmoe.custom_ops import native
 from quantmoe.custom_ops.layouts import LAYOUTS, join
-from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.choosing.choose import ACTIVATIONS, activation_format, choose_layer, layer_candidate
 from quantmoe.exporter.reading.checkpoint import write_safetensors
 from quantmoe.exporter.reading.formats import MoELayer
 
 __all__ = ["TINY", "check_headers", "check_layer", "make_checkpoint", "make_float_checkpoint", "make_gptq_checkpoint",
-           "same_matrix", "write_checkpoint", "write_safetensors"]  # fmt: skip
+           "make_integer_checkpoint", "same_matrix", "write_checkpoint", "write_safetensors"]  # fmt: skip
 
 #: sizes for make_checkpoint that keep a test under a second
 TINY: dict[str, Any] = {
@@ -56,12 +56,47 @@ def make_gptq_checkpoint(
     desc_act: bool = False,
     v2: bool = False,
     seed: int = 0,
-    scale_dtype: torch.dtype = torch.float16,
     **sizes: Any,
 ) -> Path:
     """A tiny real model quantized round to nearest and stored as GPTQModel does, act-order groups at random."""
     from encoders import gptq
 
+    config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group_size,
+        "sym": sym,
+        "desc_act": desc_act,
+        "checkpoint_format": "gptq_v2" if v2 else "gptq",
+        "lm_head": False,
+    }
+    encode = functools.partial(gptq, v2=v2)
+    return make_integer_checkpoint(
+        folder, encode, config, architecture, bits, group_size, sym, desc_act, seed=seed, **sizes
+    )
+
+
+def make_integer_checkpoint(
+    folder: Path,
+    encode: Callable[[QuantizedMatrix], dict[str, np.ndarray]],
+    quantization: Mapping[str, Any],
+    architecture: str = "qwen3_moe",
+    bits: int = 4,
+    group_size: int = 32,
+    sym: bool = True,
+    desc_act: bool = False,
+    scale: str = "f16",
+    seed: int = 0,
+    **sizes: Any,
+) -> Path:
+    """A tiny real model quantized round to nearest and stored as an encoder of tests/encoders.py does.
+
+    Args:
+        quantization: the tool's configuration, for config.json.
+        sym: whether there are no zero points.
+        desc_act: whether groups are in act-order, at random.
+        scale: a name of SCALE_DTYPES.
+    """
     rng = np.random.default_rng(seed)
     make_float_checkpoint(folder, architecture, seed, **TINY | sizes)
 
@@ -76,35 +111,29 @@ def make_gptq_checkpoint(
         if sym:
             high = np.maximum(-low, high)
             low = -high
-        scales = torch.from_numpy((high - low) / top).to(scale_dtype)
-        wide = scales.double().numpy()
+        scales = ((high - low) / top).astype(SCALE_DTYPES[scale])
+        wide = scales.astype(np.float64)
         zeros = np.full(wide.shape, 2 ** (bits - 1)) if sym else np.clip(np.rint(-low / wide), 0, top)
         codes = np.clip(np.rint(parts / wide[..., None]) + zeros[..., None], 0, top).astype(np.uint8)
         matrix = QuantizedMatrix(
             kind=f"int{bits}",
             codes=codes.reshape(n, k),
-            scales=scales.float().numpy(),
+            scales=scales,
             group_size=group_size,
             zero_points=None if sym else zeros.astype(np.uint8),
             perm=perm,
         )
-        tensors = {name: torch.from_numpy(array) for name, array in gptq(matrix, v2=v2).items()}
-        return tensors | {"scales": scales.T}
+        return {name: as_torch(array) for name, array in encode(matrix).items()}
 
     rewrite_linears(folder, quantize)
-    add_quantization(
-        folder,
-        {
-            "quant_method": "gptq",
-            "bits": bits,
-            "group_size": group_size,
-            "sym": sym,
-            "desc_act": desc_act,
-            "checkpoint_format": "gptq_v2" if v2 else "gptq",
-            "lm_head": False,
-        },
-    )
+    add_quantization(folder, dict(quantization))
     return folder
+
+
+def as_torch(array: np.ndarray) -> torch.Tensor:
+    if array.dtype == SCALE_DTYPES["bf16"]:  # which torch does not take from NumPy
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def same_matrix(found: QuantizedMatrix, want: QuantizedMatrix) -> None:
