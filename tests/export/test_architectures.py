@@ -97,6 +97,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {},
     "phimoe": {},
     "qwen2_moe": {},
+    "sarvam_mla": {"num_key_value_heads": 4},
     "solar_open": {},
 }
 #: the rest takes minutes
@@ -110,7 +111,7 @@ BRIEF = (
     "lfm2_moe",
     "minimax_m3_vl_text",
 )
-LATENT = ("deepseek_v2", "glm4_moe_lite", "axk1")
+LATENT = ("deepseek_v2", "glm4_moe_lite", "axk1", "sarvam_mla")
 
 
 def fields(model_type: str) -> dict[str, Any]:

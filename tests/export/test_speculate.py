@@ -229,7 +229,7 @@ def test_what_cannot_speculate_is_named(exported):
     message = "4 drafts make runs of 5 tokens, this model gives the logits of its last 1: export it with --logits 5$"
     with pytest.raises(ModelError, match=message):
         Generator(folder, speculate="ngram")
-    with pytest.raises(ModelError, match="last 3: export it with --logits 4$"):
+    with pytest.raises(ModelError, match=r"last 3: export it with --logits 4$"):
         Generator(exported("qwen3_moe", activations="float", logits=3), speculate="ngram", drafts=3)
     with pytest.raises(ModelError, match="drafts is 0, expected at least 1"):
         Generator(folder, speculate="ngram", drafts=0)
