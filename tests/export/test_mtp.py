@@ -299,7 +299,7 @@ def test_what_cannot_speculate_is_named(models, exported):
     with pytest.raises(ModelError, match=r"model\.onnx: no mtp\.onnx beside it; export the model with --mtp"):
         Generator(exported("qwen3_moe", activations="float"), speculate="mtp")
     with pytest.raises(
-        ModelError, match="5 drafts make runs of 6 tokens, .* last 5 tokens and .* --state-window 6 --logits 6$"
+        ModelError, match=r"5 drafts make runs of 6 tokens, .* last 5 tokens and .* --state-window 6 --logits 6$"
     ):
         Generator(models["qwen3_next"], speculate="mtp", drafts=5)
     found = inspect(models["qwen3_next"], verify=True)
