@@ -77,6 +77,7 @@ struct Allocator : OrtAllocator {
   }
 } allocator;
 
+// One long function: a table, an entry of OrtApi a statement.
 void Fill() {
   api.CreateStatus = [](OrtErrorCode code, const char* text) noexcept { return new OrtStatus{code, text}; };
   api.GetErrorMessage = [](const OrtStatus* s) noexcept { return s->text.c_str(); };

@@ -257,6 +257,7 @@ void set_perm(int32_t* perm, const std::vector<int32_t>& order) { std::copy(orde
 
 }  // namespace
 
+// One long function: what the bytes of an input mean is the order in which it asks for them.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   FuzzedDataProvider data(bytes, size);
   char err[QM_ERROR_SIZE];

@@ -125,6 +125,8 @@ __device__ __forceinline__ void AttendCodes(const AttentionParams& p, uint32_t k
   }
 }
 
+// One long function: a step of decode is latency, so loads of one part are asked for in the middle of another, and what
+// waits for them is in registers from there on. With parts as functions ptxas orders it otherwise.
 template <typename T, int DK, int DV, bool kCodes>
 __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
     AttendFew(const __grid_constant__ AttentionParams p) {

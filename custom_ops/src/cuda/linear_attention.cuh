@@ -244,6 +244,9 @@ __device__ inline void GateNone(const DeltaParams& p, const TokenRow& row, int64
 
 // Blocks: columns of a head, heads, rows. The output of a head is normed and gated by the block that has all of it
 // (kWhole), by the blocks of a cluster, which tell each other the sums of their squares (kCluster), or by DeltaGate.
+//
+// One long function: the state is registers from the first line to the last, and what a later part needs is asked for
+// in an earlier one, before what that waits for.
 template <typename T, int K, int C, DeltaNorm kNorm, bool kPerKey>
 __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_constant__ DeltaParams p) {
   constexpr int kRows = K / kDeltaParts, kChunk = kDeltaChunk<kNorm>, kWarps = kDeltaParts * C / 32;

@@ -78,6 +78,7 @@ __device__ inline void PrefetchCodes(const GemmParams& p) {
 }
 
 // kUnits: of K a stage; kSplit: warps split K (warps_k > 1), otherwise each stores its own sums and never waits.
+// One long function: a turn's copies, products and stores change the same sums and places, which are registers.
 template <typename T, typename F, int MT, int NT, bool down, bool decode, int kUnits = 1, bool kSplit = true>
 __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
     MoeGemmMma(const __grid_constant__ GemmParams p) {
@@ -308,6 +309,7 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
 // is cut into equal parts, one a warp; a warp adds weight * (product + bias) of each tile to its registers, and at the
 // end the warps' sums are added in a fixed order. No atomics, no second pass, the same result every time.
 // kLinear: there is one expert, which all tokens have; more stages, as little else is in flight.
+// One long function: of a turn's products its list's places and its sums are registers, and so is what is copied next.
 template <typename T, typename F, int MT, int kUnits = 1, bool kLinear = false, int kStages_ = StagesOf(kUnits)>
 __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
     MoeDownDecode(const __grid_constant__ GemmParams p) {

@@ -121,6 +121,8 @@ struct SpanStream {
   }
 };
 
+// One long function: a turn's copies, products and stores change the same sums and places, which are
+// registers.
 template <typename T, typename F, int MT, bool down, bool decode>
 __global__ void __launch_bounds__(kThreads, 2) MoeGemmSpan(const __grid_constant__ GemmParams p) {
   using S = SpanStream<T, F, MT>;

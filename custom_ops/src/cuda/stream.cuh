@@ -152,6 +152,7 @@ struct Stream {
       ConsumeValues<N, kFactor, kShift>(stage, acc, w, factor);
     }
   }
+  // One long function: its sums and codes are registers, and a lambda around the scales alone makes other machine code.
   template <int N, bool kFactor, bool kShift>
   __device__ void ConsumeValues(int stage, float (&acc)[MT][NT][4], const Weights& w, const float* factor) const {
     // Not for all tiles of one token tile: a token must not depend on how many are in its tile.
