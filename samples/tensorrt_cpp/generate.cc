@@ -38,6 +38,45 @@ float Widen(uint16_t bits, bool bf16) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude << 13) * 0x1p112f) | sign);
 }
 
+// The engine of the folder's model for a prompt of `prompt` tokens and caches of `capacity`, serialized: a profile for
+// the prompt, one for a token.
+IHostMemory* Build(IBuilder& builder, Logger& logger, const std::string& folder, int64_t prompt, int64_t capacity) {
+  const auto typed = static_cast<uint32_t>(NetworkDefinitionCreationFlag::kSTRONGLY_TYPED);
+  const std::unique_ptr<INetworkDefinition> network(builder.createNetworkV2(1U << typed));
+  const std::unique_ptr<nvonnxparser::IParser> parser(nvonnxparser::createParser(*network, logger));
+  Need(parser->parseFromFile((folder + "/model.onnx").c_str(), 2), "the model does not parse");
+
+  const std::unique_ptr<IBuilderConfig> config(builder.createBuilderConfig());
+  for (const int64_t length : {prompt, int64_t{1}}) {
+    IOptimizationProfile* profile = builder.createOptimizationProfile();
+    for (int i = 0; i < network->getNbInputs(); ++i) {
+      const ITensor* input = network->getInput(i);
+      Dims dims = input->getDimensions();
+      dims.d[0] = 1;
+      if (dims.nbDims == 4) {
+        dims.d[2] = capacity;
+      } else {
+        dims.d[1] = input->getName() == std::string("attention_mask") ? capacity : length;
+      }
+      for (const auto select : {OptProfileSelector::kMIN, OptProfileSelector::kOPT, OptProfileSelector::kMAX})
+        Need(profile->setDimensions(input->getName(), select, dims), "no profile");
+    }
+    config->addOptimizationProfile(profile);
+  }
+  return Need(builder.buildSerializedNetwork(*network, *config), "no engine");
+}
+
+cudaGraphExec_t Capture(IExecutionContext& context, cudaStream_t stream) {
+  cudaGraph_t graph;
+  cudaGraphExec_t step;
+  Check(cudaStreamSynchronize(stream));
+  Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  Need(context.enqueueV3(stream), "the engine does not run");
+  Check(cudaStreamEndCapture(stream, &graph));
+  Check(cudaGraphInstantiate(&step, graph, 0));
+  return step;
+}
+
 int main(int argc, char** argv) {
   if (argc < 5) return std::cerr << "usage: generate LIBRARY FOLDER COUNT ID... [-- EXPECTED...]\n", 2;
   const std::vector<std::string> arguments(argv + 4, argv + argc);
@@ -53,29 +92,7 @@ int main(int argc, char** argv) {
   const std::unique_ptr<IBuilder> builder(createInferBuilder(logger));
   // The global registry: the builder's own would leave the runtime below without the plug-ins.
   Need(getPluginRegistry()->loadLibrary(argv[1]), "the plug-in library does not load");
-  const auto typed = static_cast<uint32_t>(NetworkDefinitionCreationFlag::kSTRONGLY_TYPED);
-  const std::unique_ptr<INetworkDefinition> network(builder->createNetworkV2(1U << typed));
-  const std::unique_ptr<nvonnxparser::IParser> parser(nvonnxparser::createParser(*network, logger));
-  Need(parser->parseFromFile((std::string(argv[2]) + "/model.onnx").c_str(), 2), "the model does not parse");
-
-  const std::unique_ptr<IBuilderConfig> config(builder->createBuilderConfig());
-  for (const int64_t length : {prompt, int64_t{1}}) {  // a profile for the prompt, one for a token
-    IOptimizationProfile* profile = builder->createOptimizationProfile();
-    for (int i = 0; i < network->getNbInputs(); ++i) {
-      const ITensor* input = network->getInput(i);
-      Dims dims = input->getDimensions();
-      dims.d[0] = 1;
-      if (dims.nbDims == 4) {
-        dims.d[2] = capacity;
-      } else {
-        dims.d[1] = input->getName() == std::string("attention_mask") ? capacity : length;
-      }
-      for (const auto select : {OptProfileSelector::kMIN, OptProfileSelector::kOPT, OptProfileSelector::kMAX})
-        Need(profile->setDimensions(input->getName(), select, dims), "no profile");
-    }
-    config->addOptimizationProfile(profile);
-  }
-  const std::unique_ptr<IHostMemory> plan(Need(builder->buildSerializedNetwork(*network, *config), "no engine"));
+  const std::unique_ptr<IHostMemory> plan(Build(*builder, logger, argv[2], prompt, capacity));
   const std::unique_ptr<IRuntime> runtime(createInferRuntime(logger));
   const std::unique_ptr<ICudaEngine> engine(
       Need(runtime->deserializeCudaEngine(plan->data(), plan->size()), "no engine"));
@@ -133,12 +150,7 @@ int main(int argc, char** argv) {
       Check(cudaGraphLaunch(step, stream));
     } else {  // TensorRT settles shapes in a call of its own
       Need(of_token->enqueueV3(stream), "the engine does not run");
-      cudaGraph_t graph;
-      Check(cudaStreamSynchronize(stream));
-      Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-      Need(of_token->enqueueV3(stream), "the engine does not run");
-      Check(cudaStreamEndCapture(stream, &graph));
-      Check(cudaGraphInstantiate(&step, graph, 0));
+      step = Capture(*of_token, stream);
     }
     take_best(0);
   }

@@ -119,6 +119,33 @@ void Check(bool ok, const char* what, const Rhs& rhs, int64_t m, int64_t i) {
 enum { kRandom, kConstant, kZero, kTiny, kHuge, kPositive, kNegative, kHalves, kKinds };
 const char* const kNames[] = {"random", "constant", "zero", "tiny", "huge", "positive", "negative", "halves"};
 
+// Rows of activations of all kinds, at random; kinds gets each row's.
+std::vector<float> RandomRows(std::mt19937& rng, int64_t m, int64_t k, std::vector<int>* kinds) {
+  auto below = [&](int64_t n) { return static_cast<int64_t>(rng() % n); };
+  std::normal_distribution<float> normal;
+  std::vector<float> x(m * k);
+  for (int64_t t = 0; t < m; ++t) {
+    const int kind = static_cast<int>(below(kKinds));
+    kinds->push_back(kind);
+    const float constant = normal(rng);
+    for (int64_t c = 0; c < k; ++c) {
+      const float v = normal(rng);
+      x[t * k + c] = kind == kConstant   ? constant
+                     : kind == kZero     ? 0
+                     : kind == kTiny     ? v * 1e-36f
+                     : kind == kHuge     ? v * 2e37f
+                     : kind == kPositive ? std::fabs(v)
+                     : kind == kNegative ? -std::fabs(v)
+                                         : v;
+      if (kind == kHalves) {  // scale 1, codes and (for every second row) the zero point half way between integers
+        const float lo = -127.5f - 0.5f * float(t % 2) + float(t);
+        x[t * k + c] = c == 0 ? lo : c == 1 ? lo + 255.0f : lo + 0.5f * float(below(511));
+      }
+    }
+  }
+  return x;
+}
+
 void Case(std::mt19937& rng, int bits, int64_t group) {
   auto below = [&](int64_t n) { return static_cast<int64_t>(rng() % n); };
   std::normal_distribution<float> normal;
@@ -139,26 +166,8 @@ void Case(std::mt19937& rng, int bits, int64_t group) {
     }
 
   const int64_t m = 1 + below(9);
-  std::vector<float> x(m * k);
-  std::vector<int> kinds(m);
-  for (int64_t t = 0; t < m; ++t) {
-    const int kind = kinds[t] = static_cast<int>(below(kKinds));
-    const float constant = normal(rng);
-    for (int64_t c = 0; c < k; ++c) {
-      const float v = normal(rng);
-      x[t * k + c] = kind == kConstant   ? constant
-                     : kind == kZero     ? 0
-                     : kind == kTiny     ? v * 1e-36f
-                     : kind == kHuge     ? v * 2e37f
-                     : kind == kPositive ? std::fabs(v)
-                     : kind == kNegative ? -std::fabs(v)
-                                         : v;
-      if (kind == kHalves) {  // scale 1, codes and (for every second row) the zero point half way between integers
-        const float lo = -127.5f - 0.5f * float(t % 2) + float(t);
-        x[t * k + c] = c == 0 ? lo : c == 1 ? lo + 255.0f : lo + 0.5f * float(below(511));
-      }
-    }
-  }
+  std::vector<int> kinds;
+  const std::vector<float> x = RandomRows(rng, m, k, &kinds);
   const int64_t kp = (k + 31) / 32 * 32;
   const int64_t nr = bits == 4 ? 8 : 4;
   const int64_t stride = packed.size() / ((n + nr - 1) / nr), tail = nr * (group > 0 ? 8 : 12);
