@@ -51,6 +51,8 @@ __device__ __forceinline__ void LinearProducts(float (&d)[kTokens / 2], uint32_t
   }
 }
 
+// One long function: what a consumer loads, dequantizes and multiplies are registers of three columns of work at once.
+// With its producer as a function ptxas spills others of them.
 template <typename T, class F, int kTokens>
 __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels), LinearTile<F, kTokens>::kSizes.blocks)
     LinearWgmma(const __grid_constant__ LinearParams p) {

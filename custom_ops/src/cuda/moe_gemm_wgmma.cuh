@@ -161,6 +161,8 @@ struct WgmmaConsumer {
       }
     WgmmaCommit();
   }
+  // One long function: codes, scales and operands of a step are registers that the next step's loads and the tensor
+  // cores use at the same time.
   template <int N>
   __device__ __forceinline__ void Multiply(float (&acc)[kPanels][N / 2], int count, int k_begin, int k_end) {
     // Codes: [panel of two][step], of 8 bits [row g, row g + 8][step]. Scales of rows g and g + 8, as factors on codes,
@@ -352,6 +354,7 @@ struct WgmmaConsumer {
   }
 };
 
+// One long function: with its producer and its consumers as functions ptxas gives both other registers and addresses.
 template <typename T, typename F, bool down, int kTokens>
 __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kBlocks)
     MoeGemmWgmma(const __grid_constant__ GemmParams p) {
