@@ -181,6 +181,19 @@ struct LatentTile {
   }
 };
 
+// Scores from their two sides' parts; score_at(side, h, key): where two are.
+template <int NT, class ScoreAt>
+__device__ __forceinline__ void AddSides(ScoreAt score_at, float (&s)[NT][4]) {
+#pragma unroll
+  for (int n = 0; n < NT; ++n)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint2 one = Load8(score_at(0, h, n * 8)), two = Load8(score_at(1, h, n * 8));
+      s[n][2 * h] = __uint_as_float(one.x) + __uint_as_float(two.x);
+      s[n][2 * h + 1] = __uint_as_float(one.y) + __uint_as_float(two.y);
+    }
+}
+
 // A tile of 16 rows on mma.sync, up to which memory binds: 4 warps share a stage's slots, two the features of their
 // scores, eight the values' columns.
 template <typename T, int kRing>
@@ -241,14 +254,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1) AttendLatent(const __grid_c
                                             __float_as_uint(sides[0][2 * h + 1] + sides[1][2 * h + 1])});
     __syncthreads();
     float scores[1][NT][4], (&s)[NT][4] = scores[0];
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint2 one = Load8(score_at(0, h, n * 8)), two = Load8(score_at(1, h, n * 8));
-        s[n][2 * h] = __uint_as_float(one.x) + __uint_as_float(two.x);
-        s[n][2 * h + 1] = __uint_as_float(one.y) + __uint_as_float(two.y);
-      }
+    AddSides(score_at, s);
     const int slot = stage * kLatentSlots;
     const bool masked = IsMasked(span, slot, kLatentSlots);
     ScaleScores(p, s);
@@ -267,6 +273,35 @@ __global__ void __launch_bounds__(kLatentThreads, 1) AttendLatent(const __grid_c
     if (const int row = tile.first_row + h * 8 + g; row < tile.rows)
       StoreRow<T, M, kLatentValues / 8>(p, sums.acc[0], h, sums.most[0][h], sums.sum[0][h],
                                         PlaceOf(p, tile.batch, tile.b, tile.kv, row), tile.split, first_n);
+}
+
+// Asks the tensor cores for a warpgroup's half of a stage's scores.
+template <typename T, int kRows, int kSlots>
+__device__ __forceinline__ void WideScores(uint32_t q_low, uint32_t k_low, float (&s)[kSlots / 16][4]) {
+  constexpr int kOwn = kSlots / 2, kTile = kSlots * 128;
+  WgmmaFence();
+#pragma unroll
+  for (int d = 0; d < kLatentKeys / 16; ++d)
+    WgmmaShared<T, kOwn>(s[0], Descriptor(q_low + (d / 4 * kRows * 128 + d % 4 * 32) / 16),
+                         Descriptor(k_low + (d / 4 * kTile + d % 4 * 32) / 16), d > 0);
+  WgmmaCommit();
+}
+// The weights of all of a stage's slots, of which a warpgroup has made half; weights_of(group): where its thread's are.
+template <typename T, int NT, class WeightsOf>
+__device__ __forceinline__ void ShareWeights(const float (&s)[NT][4], WeightsOf weights_of, int group, int pair_barrier,
+                                             uint32_t (&weights)[NT][4]) {
+#pragma unroll
+  for (int k = 0; k < NT / 2; ++k) {
+    uint32_t own[4];
+    PackWeights<T>(own, s, 2 * k);
+    Store16(weights_of(group) + k * kLatentThreads * 16, {own[0], own[1], own[2], own[3]});
+  }
+  NamedBarrier(pair_barrier, 64);
+#pragma unroll
+  for (int k = 0; k < NT; ++k) {
+    const uint4 w = Load16(weights_of(k / (NT / 2)) + k % (NT / 2) * kLatentThreads * 16);
+    weights[k][0] = w.x, weights[k][1] = w.y, weights[k][2] = w.z, weights[k][3] = w.w;
+  }
 }
 
 // A tile of 64 rows on wgmma: two warpgroups share a stage's slots for the scores, the values' columns for the sums. A
@@ -306,20 +341,13 @@ __global__ void __launch_bounds__(kLatentThreads, 1) AttendLatentWide(const __gr
                           tile.batch.past + (tile.first_row + row_of + 8) / p.group};
   auto largest_of = [&](int group, int h) { return largest_at + (group * kRows + row_of + 8 * h) * 4; };
   auto weights_of = [&](int group) { return weights_at + (group * 128 + threadIdx.x % 128) * 16; };
-
   for (int stage = tile.begin; stage < tile.end; ++stage) {
     CopyAsyncWaitAll();
     FenceAsyncProxy();
     __syncthreads();  // the stage is there for all threads, and the last one is read
     const uint32_t k_at = at_stage(stage), v_at = k_at + (kFirstValue / 8 + group * M / 8) * kTile;
     float s[NT][4];
-    const uint32_t q_low = DescriptorLow(q_at), k_low = DescriptorLow(k_at + group * kOwn * 128);
-    WgmmaFence();
-#pragma unroll
-    for (int d = 0; d < kLatentKeys / 16; ++d)
-      WgmmaShared<T, kOwn>(s[0], Descriptor(q_low + (d / 4 * kRows * 128 + d % 4 * 32) / 16),
-                           Descriptor(k_low + (d / 4 * kTile + d % 4 * 32) / 16), d > 0);
-    WgmmaCommit();
+    WideScores<T, kRows, kSlots>(DescriptorLow(q_at), DescriptorLow(k_at + group * kOwn * 128), s);
     load(stage + 1);
     WgmmaWait<0>();
     const int slot = stage * kSlots;
@@ -337,44 +365,10 @@ __global__ void __launch_bounds__(kLatentThreads, 1) AttendLatentWide(const __gr
     Weigh(s, largest, most, sum, factor);
     if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) Rescale(acc, factor);
     uint32_t weights[kSlots / 16][4];
-#pragma unroll
-    for (int k = 0; k < NT / 2; ++k) {
-      uint32_t own[4];
-      PackWeights<T>(own, s, 2 * k);
-      Store16(weights_of(group) + k * kLatentThreads * 16, {own[0], own[1], own[2], own[3]});
-    }
-    NamedBarrier(pair_barrier, 64);
-#pragma unroll
-    for (int k = 0; k < kSlots / 16; ++k) {
-      const uint4 w = Load16(weights_of(k / (NT / 2)) + k % (NT / 2) * kLatentThreads * 16);
-      weights[k][0] = w.x, weights[k][1] = w.y, weights[k][2] = w.z, weights[k][3] = w.w;
-    }
-
-    if (masked && span.first_slot != span.last_slot) {
-      // Where not every row sees a stage's slots, a value that is not finite is added, not multiplied by zero.
-      constexpr int kBytes = kSlots * kLatentValues * 2;
-      const uint32_t all_at = k_at + kFirstValue / 8 * kTile;
-      bool odd = false;
-      for (int at = threadIdx.x; at < kBytes / 16; at += kLatentThreads)
-        odd |= IsOdd(Load16(all_at + at * 16), kExponent<T>);
-      if (__syncthreads_or(odd)) {
-#pragma unroll 1
-        for (int key = 0; key < kSlots; ++key)
-#pragma unroll
-          for (int n = 0; n < M; ++n) {
-            const uint32_t v = OnlyOdd(Load4(v_at + SwizzledTile<kSlots>(key, n) + 4 * t), kExponent<T>);
-#pragma unroll
-            for (int h = 0; v && h < 2; ++h)
-              if (slot + key <= slot_of[h] && slot + key >= FirstSlot(p, slot_of[h]))
-                acc[n][2 * h] += Half<T>::Low(v), acc[n][2 * h + 1] += Half<T>::High(v);
-          }
-        __syncthreads();
-        for (int at = threadIdx.x; at < kBytes / 4; at += kLatentThreads)
-          Store4(all_at + at * 4, Load4(all_at + at * 4) ^ OnlyOdd(Load4(all_at + at * 4), kExponent<T>));
-        FenceAsyncProxy();
-        __syncthreads();
-      }
-    }
+    ShareWeights<T>(s, weights_of, group, pair_barrier, weights);
+    if (masked && span.first_slot != span.last_slot)
+      TakeOut<T, kSlots, M, kLatentThreads, kSlots * kLatentValues * 2>(p, k_at + kFirstValue / 8 * kTile, v_at, slot,
+                                                                        slot_of, t, acc);
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < kSlots / 16; ++k) AddValues<T, kLatentValues / 2>(acc[0], weights[k], v_at + k * 2048, kTile);

@@ -4,11 +4,25 @@
 
 namespace quantmoe {
 
+// Asks for a stage's keys or values, D elements each; zero where no row sees them.
+template <int D, int kKeys, bool kCodes, typename Element>
+__device__ __forceinline__ void CopyRows(const Span& span, int stage, const Element* from, uint32_t to) {
+  constexpr int kChunk = 16 / sizeof(Element);
+  static_assert(kKeys * D / kChunk % kAttendThreads == 0, "each thread copies as many");
+#pragma unroll
+  for (int i = 0; i < kKeys * D / kChunk / kAttendThreads; ++i) {
+    const int at = static_cast<int>(threadIdx.x) + i * kAttendThreads;
+    const int key = at / (D / kChunk), chunk = at % (D / kChunk), slot = stage * kKeys + key;
+    CopyAsync16Past(to + (kCodes ? at * 16 : Swizzled<D>(key, chunk)),
+                    from + static_cast<int64_t>(stage) * (kKeys * D) + at * kChunk,
+                    slot >= span.low && slot <= span.last_slot);
+  }
+}
+
 template <typename T, int DK, int DV, bool kCodes>
 __global__ void __launch_bounds__(kAttendThreads, 2) Attend(const __grid_constant__ AttentionParams p) {
   using Number = typename Cached<T, kCodes>::Number;
   using Element = typename Cached<T, kCodes>::Element;
-  constexpr int kChunk = Cached<T, kCodes>::kChunk;
   constexpr int kKeys = AttendKeys(DK, DV), kRows = ManyRows(DK, DV), MT = kRows / 64, kWarpRows = 16 * MT;
   constexpr int kKeyBytes = kKeys * DK * 2, kStage = kKeys * (DK + DV) * 2;  // of numbers
   constexpr int kRingKeys = kKeys * DK * sizeof(Element), kRingStage = kKeys * (DK + DV) * sizeof(Element);
@@ -32,21 +46,9 @@ __global__ void __launch_bounds__(kAttendThreads, 2) Attend(const __grid_constan
   const Element* values = static_cast<const Element*>(p.value) + static_cast<int64_t>(pair) * p.slots * DV;
   auto at_stage = [&](int stage) { return ring_at + stage % kManyStages * kRingStage; };
   auto load = [&](int stage) {  // a group of copies, which may be empty
-    auto rows_of = [&](auto width, const Element* from, uint32_t to) {
-      constexpr int D = decltype(width)::value;
-      static_assert(kKeys * D / kChunk % kAttendThreads == 0, "each thread copies as many");
-#pragma unroll
-      for (int i = 0; i < kKeys * D / kChunk / kAttendThreads; ++i) {
-        const int at = static_cast<int>(threadIdx.x) + i * kAttendThreads;
-        const int key = at / (D / kChunk), chunk = at % (D / kChunk), slot = stage * kKeys + key;
-        CopyAsync16Past(to + (kCodes ? at * 16 : Swizzled<D>(key, chunk)),
-                        from + static_cast<int64_t>(stage) * (kKeys * D) + at * kChunk,
-                        slot >= span.low && slot <= span.last_slot);
-      }
-    };
     if (stage < end) {
-      rows_of(Width<DK>{}, keys, at_stage(stage));
-      rows_of(Width<DV>{}, values, at_stage(stage) + kRingKeys);
+      CopyRows<DK, kKeys, kCodes>(span, stage, keys, at_stage(stage));
+      CopyRows<DV, kKeys, kCodes>(span, stage, values, at_stage(stage) + kRingKeys);
     }
     CopyAsyncCommit();
   };

@@ -22,6 +22,33 @@ __device__ __forceinline__ void AddValues(float* acc, const uint32_t (&weights)[
     AddValues<T, N - kColumns>(acc + kColumns / 2, weights, v_at + kColumns / 64 * tile, tile);
 }
 
+// Where not every row sees a stage's slots, a value that is not finite is added, not multiplied by zero: adds those to
+// the sums of the rows that see their slots, and clears them. all_at: of the values of kKeys slots from first_slot on,
+// `bytes` in all; v_at: of those of the warpgroup's M tiles of eight columns.
+template <typename T, int kKeys, int M, int kThreads, int bytes>
+__device__ __forceinline__ void TakeOut(const AttentionParams& p, uint32_t all_at, uint32_t v_at, int first_slot,
+                                        const int (&slot_of)[2], int t, float (&acc)[M][4]) {
+  bool odd = false;
+  for (int at = threadIdx.x; at < bytes / 16; at += kThreads) odd |= IsOdd(Load16(all_at + at * 16), kExponent<T>);
+  if (!__syncthreads_or(odd)) return;
+#pragma unroll 1
+  for (int key = 0; key < kKeys; ++key)
+#pragma unroll
+    for (int n = 0; n < M; ++n) {
+      const uint32_t v = OnlyOdd(Load4(v_at + SwizzledTile<kKeys>(key, n) + 4 * t), kExponent<T>);
+#pragma unroll
+      for (int h = 0; v && h < 2; ++h)
+        if (first_slot + key <= slot_of[h] && first_slot + key >= FirstSlot(p, slot_of[h]))
+          acc[n][2 * h] += Half<T>::Low(v), acc[n][2 * h + 1] += Half<T>::High(v);
+    }
+  __syncthreads();
+  for (int at = threadIdx.x; at < bytes / 4; at += kThreads)
+    Store4(all_at + at * 4, Load4(all_at + at * 4) ^ OnlyOdd(Load4(all_at + at * 4), kExponent<T>));
+  FenceAsyncProxy();
+  __syncthreads();
+}
+
+// One long function: a stage's scores become its weights, operands of wgmma, in the registers that they are in.
 template <typename T, int DK, int DV, int kRows, bool kCodes>
 __global__ void __launch_bounds__(2 * kRows, WideBlocks(DK, DV)) AttendWide(const __grid_constant__ AttentionParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -117,29 +144,7 @@ __global__ void __launch_bounds__(2 * kRows, WideBlocks(DK, DV)) AttendWide(cons
     if (masked) Mask(p, s, slot_of, stage_slot);
     Weigh(s, acc, most, sum);
 
-    if (masked) {
-      // Where not every row sees a stage's slots, a value that is not finite is added, not multiplied by zero.
-      bool odd = false;
-      for (int at = threadIdx.x; at < kValueBytes / 16; at += kThreads)
-        odd |= IsOdd(Load16(v_at + at * 16), kExponent<Number>);
-      if (__syncthreads_or(odd)) {
-#pragma unroll 1
-        for (int key = 0; key < kKeys; ++key)
-#pragma unroll
-          for (int n = 0; n < DV / 8; ++n) {
-            const uint32_t v = OnlyOdd(Load4(v_at + SwizzledTile<kKeys>(key, n) + 4 * t), kExponent<Number>);
-#pragma unroll
-            for (int h = 0; v && h < 2; ++h)
-              if (stage_slot + key <= slot_of[h] && stage_slot + key >= FirstSlot(p, slot_of[h]))
-                acc[n][2 * h] += Half<Number>::Low(v), acc[n][2 * h + 1] += Half<Number>::High(v);
-          }
-        __syncthreads();
-        for (int at = threadIdx.x; at < kValueBytes / 4; at += kThreads)
-          Store4(v_at + at * 4, Load4(v_at + at * 4) ^ OnlyOdd(Load4(v_at + at * 4), kExponent<Number>));
-        FenceAsyncProxy();
-        __syncthreads();
-      }
-    }
+    if (masked) TakeOut<Number, kKeys, DV / 8, kThreads, kValueBytes>(p, v_at, v_at, stage_slot, slot_of, t, acc);
     uint32_t weights[NT / 2][4];
 #pragma unroll
     for (int k = 0; k < NT / 2; ++k) PackWeights<Number>(weights[k], s, 2 * k);
