@@ -43,13 +43,48 @@ struct CacheParams {
   int* copy_count;
 };
 
+// How many threads before this one, and in the block, have `mine` set.
+__device__ __forceinline__ int CountBefore(bool mine, int& all) {
+  __shared__ int warp_counts[kRouteThreads / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const unsigned mask = __ballot_sync(~0u, mine);
+  if (lane == 0) warp_counts[warp] = __popc(mask);
+  __syncthreads();
+  int before = __popc(mask & ((1u << lane) - 1));
+  all = 0;
+  for (int w = 0; w < kRouteThreads / 32; ++w) {
+    if (w < warp) before += warp_counts[w];
+    all += warp_counts[w];
+  }
+  __syncthreads();
+  return before;
+}
+// How many slots are free; victims[i] becomes the one that was used least recently but for i others.
+template <class IsFree>
+__device__ __forceinline__ int FindVictims(int slots, const uint32_t* used, IsFree is_free, int* victims) {
+  int free_slots = 0;
+  for (int base = 0; base < slots; base += kRouteThreads) {
+    const int slot = base + static_cast<int>(threadIdx.x);
+    int all;
+    CountBefore(slot < slots && is_free(slot), all);
+    free_slots += all;
+  }
+  for (int slot = threadIdx.x; slot < slots; slot += kRouteThreads) {
+    if (!is_free(slot)) continue;
+    int rank = 0;
+    for (int other = 0; other < slots; ++other)
+      rank += is_free(other) && (used[other] < used[slot] || (used[other] == used[slot] && other < slot));
+    victims[rank] = slot;
+  }
+  __syncthreads();
+  return free_slots;
+}
+
 // Experts and slots are numbered by threads, kRouteThreads at a time. Shared memory: int wanted[experts], then
 // victims[slots].
 __global__ void __launch_bounds__(kRouteThreads) resolve_experts(const __grid_constant__ CacheParams p) {
   extern __shared__ int wanted[];
-  __shared__ int warp_counts[kRouteThreads / 32];
   const int experts = p.routing.local_experts, pairs = p.routing.tokens * p.routing.top_k;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int* const victims = wanted + experts;
   CacheState& state = *p.state;
   int* const slot_of = reinterpret_cast<int*>(p.state + 1);
@@ -64,41 +99,11 @@ __global__ void __launch_bounds__(kRouteThreads) resolve_experts(const __grid_co
     if (const int e = LocalExpert(p.routing, pair); e >= 0) wanted[e] = 1;
   __syncthreads();
 
-  // How many threads before this one, and in the block, have `mine` set.
-  auto count_before = [&](bool mine, int& all) {
-    const unsigned mask = __ballot_sync(~0u, mine);
-    if (lane == 0) warp_counts[warp] = __popc(mask);
-    __syncthreads();
-    int before = __popc(mask & ((1u << lane) - 1));
-    all = 0;
-    for (int w = 0; w < kRouteThreads / 32; ++w) {
-      if (w < warp) before += warp_counts[w];
-      all += warp_counts[w];
-    }
-    __syncthreads();
-    return before;
-  };
   const auto is_free = [&](int slot) { return expert_of[slot] == 0 || !wanted[expert_of[slot] - 1]; };
   int missing = 0;
   for (int e = threadIdx.x; e < experts; e += kRouteThreads) missing |= wanted[e] && slot_of[e] == 0;
   int free_slots = 0;  // counted for misses alone: most calls of a token have none
-  if (__syncthreads_or(missing)) {
-    for (int base = 0; base < p.slot_count; base += kRouteThreads) {
-      const int slot = base + static_cast<int>(threadIdx.x);
-      int all;
-      count_before(slot < p.slot_count && is_free(slot), all);
-      free_slots += all;
-    }
-    // victims[i]: the slot that is free and was used least recently but for i others.
-    for (int slot = threadIdx.x; slot < p.slot_count; slot += kRouteThreads) {
-      if (!is_free(slot)) continue;
-      int rank = 0;
-      for (int other = 0; other < p.slot_count; ++other)
-        rank += is_free(other) && (used[other] < used[slot] || (used[other] == used[slot] && other < slot));
-      victims[rank] = slot;
-    }
-    __syncthreads();
-  }
+  if (__syncthreads_or(missing)) free_slots = FindVictims(p.slot_count, used, is_free, victims);
 
   int hits = 0, misses = 0;
   for (int base = 0; base < experts; base += kRouteThreads) {
@@ -106,8 +111,8 @@ __global__ void __launch_bounds__(kRouteThreads) resolve_experts(const __grid_co
     const bool asked = e < experts && wanted[e];
     const int slot = asked ? slot_of[e] - 1 : -1;
     int more_hits, more;
-    count_before(asked && slot >= 0, more_hits);
-    const int rank = misses + count_before(asked && slot < 0, more);
+    CountBefore(asked && slot >= 0, more_hits);
+    const int rank = misses + CountBefore(asked && slot < 0, more);
     hits += more_hits, misses += more;
     if (!asked) continue;
     uint8_t* at = nullptr;

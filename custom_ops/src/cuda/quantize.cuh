@@ -27,6 +27,25 @@ struct QuantizeParams {
   int max_tiles;
 };
 
+// Bits of magnitudes are ordered as they are, NaN above infinity above others; of both halves of the words.
+__device__ __forceinline__ uint32_t LargestBits(const uint4& v) {
+  constexpr uint32_t kMagnitudes = 0x7fff7fff;
+  return __vmaxu2(__vmaxu2(v.x & kMagnitudes, v.y & kMagnitudes), __vmaxu2(v.z & kMagnitudes, v.w & kMagnitudes));
+}
+// The largest of a row, whose threads have `most` of what they read.
+__device__ __forceinline__ uint32_t LargestOfRow(uint32_t most) {
+  const int threads = blockDim.x, thread = threadIdx.x;
+  for (int d = 1; d < 32; d *= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, d));
+  if (threads > 32) {
+    __shared__ uint32_t of_warps[kQuantizeThreads / 32];
+    uint32_t* of_row = of_warps + threadIdx.y * threads / 32;
+    if (thread % 32 == 0) of_row[thread / 32] = most;
+    __syncthreads();
+    for (int i = 0; i < threads / 32; ++i) most = __vmaxu2(most, of_row[i]);
+  }
+  return most;
+}
+
 // blockDim.x threads a row of x; 8 columns a thread at a time, 16 threads a group. A row's 128 bytes of a group are
 // those of wgmma's operand in shared memory, 128-byte swizzle, with columns in the order of a unit of weights
 // (FORMAT.md 3.2). A row or group with a value that is not finite has the scale NaN.
@@ -51,26 +70,14 @@ __global__ void __launch_bounds__(kQuantizeThreads) MoeQuantize(const __grid_con
       in[i] = chunk < chunks ? x[chunk] : make_uint4(0, 0, 0, 0);
     }
   };
-  // Bits of magnitudes are ordered as they are, NaN above infinity above others; of both halves of the words.
-  auto largest = [&](const uint4& v) {
-    constexpr uint32_t kMagnitudes = 0x7fff7fff;
-    return __vmaxu2(__vmaxu2(v.x & kMagnitudes, v.y & kMagnitudes), __vmaxu2(v.z & kMagnitudes, v.w & kMagnitudes));
-  };
   uint32_t most = 0;  // of the row
   if constexpr (!grouped) {
     for (int begin = 0; begin < stored_chunks; begin += kAhead * threads) {
       load(begin);
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) most = __vmaxu2(most, largest(in[i]));
+      for (int i = 0; i < kAhead; ++i) most = __vmaxu2(most, LargestBits(in[i]));
     }
-    for (int d = 1; d < 32; d *= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, d));
-    if (threads > 32) {
-      __shared__ uint32_t of_warps[kQuantizeThreads / 32];
-      uint32_t* of_row = of_warps + threadIdx.y * threads / 32;
-      if (thread % 32 == 0) of_row[thread / 32] = most;
-      __syncthreads();
-      for (int i = 0; i < threads / 32; ++i) most = __vmaxu2(most, of_row[i]);
-    }
+    most = LargestOfRow(most);
   }
   for (int begin = 0; begin < stored_chunks; begin += kAhead * threads) {
     if (grouped || stored_chunks > kAhead * threads) load(begin);
@@ -90,7 +97,7 @@ __global__ void __launch_bounds__(kQuantizeThreads) MoeQuantize(const __grid_con
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
           if (grouped) {
-            most = largest(in[i]);
+            most = LargestBits(in[i]);
 #pragma unroll
             for (int d = 1; d < 16; d *= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, d));
           }

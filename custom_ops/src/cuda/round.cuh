@@ -34,6 +34,15 @@ struct Extremes {
   __device__ void AddLanes(unsigned lanes) {  // of this many neighbours
     for (unsigned d = 1; d < lanes; d *= 2) Add(Extremes{__shfl_xor_sync(~0u, low, d), __shfl_xor_sync(~0u, high, d)});
   }
+  __device__ __forceinline__ void AddBlock() {  // of all threads of blocks of (threads, 1), else of a warp's
+    AddLanes(32);
+    if (blockDim.x > 32) {
+      __shared__ Extremes of_warps[kRoundThreads / 32];
+      if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = *this;
+      __syncthreads();
+      for (int w = 0; w < blockDim.x / 32; ++w) Add(of_warps[w]);
+    }
+  }
 };
 
 // How values that share a step are rounded: round(clamp(x / step)) * factor, or of x * step for int8_token_asym.
@@ -153,6 +162,31 @@ __device__ inline void PackE4m3(uint8_t* unit, int chunk, const Rounding& how, c
   if (chunk % 8 == 0) *reinterpret_cast<float*>(unit + 64) = how.factor;
 }
 
+// Eight columns of a row of x, times the router's weight and the pre-scales (null: none).
+template <typename T>
+__device__ __forceinline__ void LoadEight(const RoundParams& p, const T* x, int chunk, float weight, const float* pre,
+                                          float (&v)[8]) {
+  uint32_t words[4] = {};
+  // In the stored order (StoredColumn of moe_gemm_wgmma.cuh) a chunk has two columns of each eight of 32.
+  const int first = p.out_stored ? chunk / 4 * 32 + chunk % 4 * 2 : chunk * 8, next = p.out_stored ? 8 : 2;
+  if (p.x_stored == p.out_stored) {
+    if (chunk * 8 < p.x_columns) {
+      const uint4 in = reinterpret_cast<const uint4*>(x)[chunk];
+      words[0] = in.x, words[1] = in.y, words[2] = in.z, words[3] = in.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (first + 8 * i < p.x_columns) words[i] = reinterpret_cast<const uint32_t*>(x)[first / 2 + 4 * i];
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    v[i] = weight * (i % 2 ? Half<T>::High(words[i / 2]) : Half<T>::Low(words[i / 2]));
+    const int column = first + i / 2 * next + i % 2;
+    if (pre && column < p.features) v[i] *= pre[column];
+  }
+}
+
 // A block a row, or with blocks of (32, rows) a warp a row; 8 columns of out a thread at a time. x and out may be the
 // same.
 template <typename T>
@@ -186,28 +220,7 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
   if (!p.sorted_pairs) WaitForPrevious();  // for x
 
   float v[8];
-  auto load = [&](int chunk) {
-    uint32_t words[4] = {};
-    // In the stored order (StoredColumn of moe_gemm_wgmma.cuh) a chunk has two columns of each eight of 32.
-    const int first = p.out_stored ? chunk / 4 * 32 + chunk % 4 * 2 : chunk * 8, next = p.out_stored ? 8 : 2;
-    if (p.x_stored == p.out_stored) {
-      if (chunk * 8 < p.x_columns) {
-        const uint4 in = reinterpret_cast<const uint4*>(x)[chunk];
-        words[0] = in.x, words[1] = in.y, words[2] = in.z, words[3] = in.w;
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (first + 8 * i < p.x_columns) words[i] = reinterpret_cast<const uint32_t*>(x)[first / 2 + 4 * i];
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      v[i] = weight * (i % 2 ? Half<T>::High(words[i / 2]) : Half<T>::Low(words[i / 2]));
-      const int column = first + i / 2 * next + i % 2;
-      if (pre && column < p.features) v[i] *= pre[column];
-    }
-  };
-
+  auto load = [&](int chunk) { LoadEight<T>(p, x, chunk, weight, pre, v); };
   const bool by_row = p.format == k_activation_format_int8_token || p.format == k_activation_format_int8_token_asym ||
                       p.format == k_activation_format_fp8_token;
   Extremes all{0.f, 0.f};
@@ -217,13 +230,7 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
 #pragma unroll
       for (int i = 0; i < 8; ++i) all.Add(v[i]);
     }
-    all.AddLanes(32);
-    if (blockDim.x > 32) {
-      __shared__ Extremes of_warps[kRoundThreads / 32];
-      if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = all;
-      __syncthreads();
-      for (int w = 0; w < blockDim.x / 32; ++w) all.Add(of_warps[w]);
-    }
+    all.AddBlock();
   }
   // A group is of neighbours, those of 16 in the stored order words 0, 1 or 2, 3 of four chunks.
   const int group = p.format == k_activation_format_fp8_group128 ? 128

@@ -50,6 +50,122 @@ __device__ inline void ClusterSync(int cluster) {
   __syncthreads();
 }
 
+// The sum of this lane's value and of those before it in its warp.
+__device__ __forceinline__ int Scan(int value, int lane) {
+  for (int d = 1; d < 32; d *= 2) {
+    const int a = __shfl_up_sync(~0u, value, d);
+    if (lane >= d) value += a;
+  }
+  return value;
+}
+
+// What the parts of MoeRoute share. In shared memory, of each expert: how many of the block's pairs are its own, where
+// the next of these goes, and how many all blocks have. Of ordered lists counts become an expert's first tile.
+struct RouteCounts {
+  int experts, cluster, lane, warp;
+  int *counts, *cursors, *totals;
+  int (*places)[32];  // of a list's tiles of 8, 16, .. pairs: how many, then where the next goes
+};
+// Tiles of one expert as equal as multiples allow.
+struct ExpertTiles {
+  int count, pairs;
+  int* place;
+};
+__device__ __forceinline__ ExpertTiles TilesOf(const RouteParams& p, const RouteCounts& s, int l, int count) {
+  const RouteParams::List& list = p.lists[l];
+  const int tiles = (count + list.tile_pairs - 1) / list.tile_pairs, all = tiles * list.multiple;
+  const int even = all ? (count + all - 1) / all * list.multiple : 0;
+  return ExpertTiles{tiles, even, &s.places[l][p.by_size ? even / 8 : 0]};
+}
+
+// Counts to first places, in every block alike; the first one counts tiles. Experts in rounds of a block's threads;
+// usually there is one round. Returns how many places there are.
+__device__ __forceinline__ int PlaceExperts(const RouteParams& p, const RouteCounts& s, int rank) {
+  __shared__ int warp_pairs[kRouteWarps], warp_tiles[kRouteWarps];
+  const int experts = s.experts, lane = s.lane, warp = s.warp;
+  int pairs_before = 0, tiles_before = 0;
+  for (int base = 0; base < experts; base += kRouteThreads) {
+    const int e = base + threadIdx.x;
+    int count = 0, before = 0;  // before: of this expert in the blocks before this one
+    if (e < experts) {
+      for (int r = 0; r < s.cluster; ++r) {
+        const int there = s.cluster > 1 ? Remote(s.counts + e, r) : s.counts[e];
+        count += there;
+        if (r < rank) before += there;
+      }
+      s.totals[e] = count;
+    }
+    const int aligned = (count + p.align - 1) / p.align * p.align;
+    const int pair_scan = Scan(aligned, lane);
+    const int tiles = p.ordered ? TilesOf(p, s, 0, count).count : 0, tile_scan = Scan(tiles, lane);
+    if (lane == 31) warp_pairs[warp] = pair_scan, warp_tiles[warp] = tile_scan;
+    __syncthreads();
+    int first = pairs_before + pair_scan - aligned;
+    for (int w = 0; w < kRouteWarps; ++w) {
+      if (w < warp) first += warp_pairs[w];
+      pairs_before += warp_pairs[w];
+    }
+    if (p.ordered) {  // counts have been read: now of an expert's first tile
+      int tile = tiles_before + tile_scan - tiles;
+      for (int w = 0; w < kRouteWarps; ++w) {
+        if (w < warp) tile += warp_tiles[w];
+        tiles_before += warp_tiles[w];
+      }
+      if (e < experts) s.counts[e] = tile;
+    }
+    if (e < experts) s.cursors[e] = first + before;
+    if (rank == 0) {
+      for (int i = count; i < aligned; ++i) p.sorted_pairs[first + i] = SortedPair{-1, 0.f};
+      for (int l = 0; l < p.list_count; ++l) {
+        const ExpertTiles tiles = TilesOf(p, s, l, count);
+        if (tiles.count) atomicAdd(tiles.place, tiles.count);
+      }
+    }
+    __syncthreads();
+  }
+  return pairs_before;
+}
+
+// Lists of tiles, the largest first (by an expert's first one): what is left for the last round of a product's blocks
+// (Turns) is quick then.
+__device__ __forceinline__ void ListTiles(const RouteParams& p, const RouteCounts& s, int places) {
+  const int experts = s.experts, lane = s.lane, warp = s.warp;
+  if (warp < p.list_count) {
+    const RouteParams::List& list = p.lists[warp];
+    const int tiles = s.places[warp][31 - lane], until = Scan(tiles, lane);
+    s.places[warp][31 - lane] = until - tiles;
+    if (lane == 31) list.tiles[list.max_tiles] = Tile{0, places, until};
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < experts; e += kRouteThreads)
+    for (int l = 0; l < p.list_count; ++l) {
+      const ExpertTiles tiles = TilesOf(p, s, l, s.totals[e]);
+      if (!tiles.count) continue;
+      const int place = p.ordered ? s.counts[e] : atomicAdd(tiles.place, tiles.count), count = s.totals[e];
+      for (int i = 0; i < tiles.count; ++i) {
+        const int at = min(i * tiles.pairs, count), group = i / kTileGroup * kTileGroup;
+        p.lists[l].tiles[place + i] = Tile{e, s.cursors[e] + at, min(tiles.pairs, count - at), place + group,
+                                           min(kTileGroup, tiles.count - group)};
+      }
+    }
+  __syncthreads();
+}
+
+// Pairs in their experts' places, by pair. unordered: as many.
+__device__ __forceinline__ void PlaceInOrder(const RouteParams& p, const RouteCounts& s, int pairs, int* unordered) {
+  for (int pair = threadIdx.x; pair < pairs; pair += kRouteThreads)
+    if (const int e = LocalExpert(p.routing, pair); e >= 0) unordered[atomicAdd(&s.cursors[e], 1)] = pair;
+  __syncthreads();
+  for (int pair = threadIdx.x; pair < pairs; pair += kRouteThreads) {
+    const int e = LocalExpert(p.routing, pair);
+    if (e < 0) continue;
+    int at = s.cursors[e] - s.totals[e];
+#pragma unroll 4
+    for (int i = at, past = s.cursors[e]; i < past; ++i) at += unordered[i] < pair;
+    p.sorted_pairs[at] = SortedPair{pair, p.routing.topk_weights[pair]};
+  }
+}
+
 // The first cluster sorts, a part of the pairs a block; the others prepare x. Dynamic shared memory: int
 // [3][local_experts], and if ordered, int [pairs].
 //
@@ -59,11 +175,10 @@ __device__ inline void ClusterSync(int cluster) {
 // and pair.
 __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant__ RouteParams p) {
   extern __shared__ int counts[];
-  __shared__ int warp_pairs[kRouteWarps], warp_tiles[kRouteWarps];
-  __shared__ int places[2][32];  // of a list's tiles of 8, 16, .. pairs: how many, then where the next goes
+  __shared__ int places[2][32];
   const int experts = p.routing.local_experts, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int pairs = p.routing.tokens * p.routing.top_k, cluster = p.cluster, rank = blockIdx.x;
-  int *cursors = counts + experts, *totals = cursors + experts;
+  const RouteCounts s{experts, cluster, lane, warp, counts, counts + experts, counts + 2 * experts, places};
   LaunchDependents();
   WaitForPrevious();
   if (rank >= cluster) {
@@ -81,107 +196,13 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
     if (e >= 0) atomicAdd(&counts[e], 1);
   }
   ClusterSync(cluster);
-  auto scan = [&](int value) {  // in a warp, this lane's included
-    for (int d = 1; d < 32; d *= 2) {
-      const int a = __shfl_up_sync(~0u, value, d);
-      if (lane >= d) value += a;
-    }
-    return value;
-  };
-  // Tiles of one expert as equal as multiples allow.
-  struct Tiles {
-    int count, pairs;
-    int* place;
-  };
-  auto tiles_of = [&](int l, int count) {
-    const RouteParams::List& list = p.lists[l];
-    const int tiles = (count + list.tile_pairs - 1) / list.tile_pairs, all = tiles * list.multiple;
-    const int even = all ? (count + all - 1) / all * list.multiple : 0;
-    return Tiles{tiles, even, &places[l][p.by_size ? even / 8 : 0]};
-  };
-  // Counts to first places, in every block alike. Experts in rounds of a block's threads; usually there is one round.
-  int pairs_before = 0, tiles_before = 0;
-  for (int base = 0; base < experts; base += kRouteThreads) {
-    const int e = base + threadIdx.x;
-    int count = 0, before = 0;  // before: of this expert in the blocks before this one
-    if (e < experts) {
-      for (int r = 0; r < cluster; ++r) {
-        const int there = cluster > 1 ? Remote(counts + e, r) : counts[e];
-        count += there;
-        if (r < rank) before += there;
-      }
-      totals[e] = count;
-    }
-    const int aligned = (count + p.align - 1) / p.align * p.align;
-    const int pair_scan = scan(aligned);
-    const int tiles = p.ordered ? tiles_of(0, count).count : 0, tile_scan = scan(tiles);
-    if (lane == 31) warp_pairs[warp] = pair_scan, warp_tiles[warp] = tile_scan;
-    __syncthreads();
-    int first = pairs_before + pair_scan - aligned;
-    for (int w = 0; w < kRouteWarps; ++w) {
-      if (w < warp) first += warp_pairs[w];
-      pairs_before += warp_pairs[w];
-    }
-    if (p.ordered) {  // counts have been read: now of an expert's first tile
-      int tile = tiles_before + tile_scan - tiles;
-      for (int w = 0; w < kRouteWarps; ++w) {
-        if (w < warp) tile += warp_tiles[w];
-        tiles_before += warp_tiles[w];
-      }
-      if (e < experts) counts[e] = tile;
-    }
-    if (e < experts) cursors[e] = first + before;
-    if (rank == 0) {
-      for (int i = count; i < aligned; ++i) p.sorted_pairs[first + i] = SortedPair{-1, 0.f};
-      for (int l = 0; l < p.list_count; ++l) {
-        const Tiles tiles = tiles_of(l, count);
-        if (tiles.count) atomicAdd(tiles.place, tiles.count);
-      }
-    }
-    __syncthreads();
-  }
-  // Lists of tiles, the largest first (by an expert's first one): what is left for the last round of a product's blocks
-  // (Turns) is quick then.
-  if (rank == 0) {
-    if (warp < p.list_count) {
-      const RouteParams::List& list = p.lists[warp];
-      const int tiles = places[warp][31 - lane], until = scan(tiles);
-      places[warp][31 - lane] = until - tiles;
-      if (lane == 31) list.tiles[list.max_tiles] = Tile{0, pairs_before, until};
-    }
-    __syncthreads();
-    for (int e = threadIdx.x; e < experts; e += kRouteThreads)
-      for (int l = 0; l < p.list_count; ++l) {
-        const Tiles tiles = tiles_of(l, totals[e]);
-        if (!tiles.count) continue;
-        const int place = p.ordered ? counts[e] : atomicAdd(tiles.place, tiles.count), count = totals[e];
-        for (int i = 0; i < tiles.count; ++i) {
-          const int at = min(i * tiles.pairs, count), group = i / kTileGroup * kTileGroup;
-          p.lists[l].tiles[place + i] = Tile{e, cursors[e] + at, min(tiles.pairs, count - at), place + group,
-                                             min(kTileGroup, tiles.count - group)};
-        }
-      }
-    __syncthreads();
-  }
-  if (p.ordered) {  // by pair in an expert
-    int* unordered = totals + experts;
-    for (int pair = threadIdx.x; pair < pairs; pair += kRouteThreads)
-      if (const int e = LocalExpert(p.routing, pair); e >= 0) unordered[atomicAdd(&cursors[e], 1)] = pair;
-    __syncthreads();
-    for (int pair = threadIdx.x; pair < pairs; pair += kRouteThreads) {
-      const int e = LocalExpert(p.routing, pair);
-      if (e < 0) continue;
-      int at = cursors[e] - totals[e];
-#pragma unroll 4
-      for (int i = at, past = cursors[e]; i < past; ++i) at += unordered[i] < pair;
-      p.sorted_pairs[at] = SortedPair{pair, p.routing.topk_weights[pair]};
-    }
-    return;
-  }
+  const int all = PlaceExperts(p, s, rank);
+  if (rank == 0) ListTiles(p, s, all);
+  if (p.ordered) return PlaceInOrder(p, s, pairs, s.totals + experts);
 #pragma unroll 4
   for (int pair = begin + threadIdx.x; pair < end; pair += kRouteThreads) {
     const int e = LocalExpert(p.routing, pair);
-    const int at = e >= 0 ? atomicAdd(&cursors[e], 1) : -1;
+    const int at = e >= 0 ? atomicAdd(&s.cursors[e], 1) : -1;
     if (e >= 0) p.sorted_pairs[at] = SortedPair{pair, p.routing.topk_weights[pair]};
     if (p.positions) p.positions[pair] = at;
   }

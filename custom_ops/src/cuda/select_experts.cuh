@@ -124,6 +124,34 @@ __device__ inline void SelectHere(const qm_routing& r, const float* logits, cons
   if (mine) ids[lane] = id, weights[lane] = weight * r.routed_scaling_factor;
 }
 
+// Leaves keys of the topk_group best groups alone, those of others become 0. A group is as good as its two best.
+__device__ __forceinline__ void KeepGroups(const qm_routing& r, int experts, const float* score,
+                                           const float* correction_bias, unsigned* key, unsigned* group_key) {
+  __syncwarp();
+  const int lane = threadIdx.x, size = experts / r.n_group;
+  for (int i = lane; i < r.n_group; i += 32) {
+    float best = -INFINITY, second = -INFINITY;
+    for (int e = i * size; e < (i + 1) * size; ++e) {
+      const float x = score[e] + (correction_bias ? correction_bias[e] : 0.f);
+      if (x > best) {
+        second = best, best = x;
+      } else {
+        second = fmaxf(second, x);
+      }
+    }
+    group_key[i] = max(Ordered(size > 1 ? best + second : best), 1u);
+  }
+  __syncwarp();
+  for (int j = 0; j < r.topk_group; ++j) {
+    const int i = WarpLargest(group_key, r.n_group);
+    __syncwarp();
+    if (lane == 0) group_key[i] = 0;
+    __syncwarp();
+  }
+  for (int e = lane; e < experts; e += 32)
+    if (group_key[e / size]) key[e] = 0;  // not kept
+}
+
 // A warp selects from the f32 logits, the first of SelectWords words in shared memory; all lanes see them. Methods are
 // op.def's; correction_bias: null for none.
 __device__ inline void Select(const qm_routing& r, unsigned* words, const float* correction_bias, int* ids,
@@ -133,7 +161,6 @@ __device__ inline void Select(const qm_routing& r, unsigned* words, const float*
   unsigned* key = words + LogitsOf(r);
   unsigned* group_key = key + experts;
   float* weight = reinterpret_cast<float*>(group_key + r.n_group);
-  const auto bias = [&](int e) { return correction_bias ? correction_bias[e] : 0.f; };
 
   for (int s = lane; s < r.shared_experts; s += 32) {
     ids[r.top_k + s] = experts + s;
@@ -163,32 +190,9 @@ __device__ inline void Select(const qm_routing& r, unsigned* words, const float*
   } else if (r.method == k_routing_method_sigmoid_topk) {
     for (int e = lane; e < experts; e += 32) score[e] = 1.f / (1.f + expf(-score[e]));
   }
-  for (int e = lane; e < experts; e += 32) key[e] = max(Ordered(score[e] + bias(e)), 1u);
-  if (r.topk_group < r.n_group) {
-    __syncwarp();
-    const int size = experts / r.n_group;
-    for (int i = lane; i < r.n_group; i += 32) {
-      float best = -INFINITY, second = -INFINITY;
-      for (int e = i * size; e < (i + 1) * size; ++e) {
-        const float x = score[e] + bias(e);
-        if (x > best) {
-          second = best, best = x;
-        } else {
-          second = fmaxf(second, x);
-        }
-      }
-      group_key[i] = max(Ordered(size > 1 ? best + second : best), 1u);
-    }
-    __syncwarp();
-    for (int j = 0; j < r.topk_group; ++j) {
-      const int i = WarpLargest(group_key, r.n_group);
-      __syncwarp();
-      if (lane == 0) group_key[i] = 0;
-      __syncwarp();
-    }
-    for (int e = lane; e < experts; e += 32)
-      if (group_key[e / size]) key[e] = 0;  // not kept
-  }
+  for (int e = lane; e < experts; e += 32)
+    key[e] = max(Ordered(score[e] + (correction_bias ? correction_bias[e] : 0.f)), 1u);
+  if (r.topk_group < r.n_group) KeepGroups(r, experts, score, correction_bias, key, group_key);
   __syncwarp();
   if (experts <= 128) {
     TakeLargest<4>(key, score, experts, r.top_k, ids, weight);
