@@ -79,31 +79,13 @@ struct DeltaChunkShared {
   float beta[kDeltaTokens], by_key[kDeltaTokens], by_query[kDeltaTokens];
 };
 
-// Blocks: chunks, heads, rows.
+// Of n tokens from `token` on: beta, and the sums of the logarithms of their decays, of each 32 tokens apart.
 template <typename T, int K>
-__global__ void __launch_bounds__(kDeltaChunkThreads) DeltaChunks(const __grid_constant__ DeltaChunkParams c) {
-  constexpr int C = kDeltaTokens, kHalf = C / 2;
-  extern __shared__ __align__(128) unsigned char memory[];
-  DeltaChunkShared<K>& s = *reinterpret_cast<DeltaChunkShared<K>*>(memory);
-  typename DeltaChunkShared<K>::Inverted& inverted = s.inverted;
-  LaunchDependents();
-  WaitForPrevious();
-  const DeltaParams& p = c.delta;
+__device__ __forceinline__ void SumDecays(const DeltaParams& p, DeltaChunkShared<K>& s, int64_t token, int head, int n,
+                                          int lane) {
   const qm_delta& d = p.delta;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int head = blockIdx.y, b = blockIdx.z, group = head / (d.num_v_heads / d.num_k_heads);
-  const TokenRow row = ReadTokenRow(p.rows, b, p.tokens);
-  const int first = (c.first + blockIdx.x) * C, n = min(C, row.count - p.tail - first);
-  if (n <= 0) return;
-  const int64_t token = static_cast<int64_t>(b) * p.tokens + row.begin + first;
-  const int64_t width = 2 * d.num_k_heads * K + d.num_v_heads * d.v_head_size;
-  const T* q = static_cast<const T*>(p.qkv) + token * width + group * K;
-  CopyTokens<T, K>(SharedAddress(s.read.key), q + d.num_k_heads * K, width, n);
-  CopyTokens<T, K>(SharedAddress(s.read.query), q, width, n);
-  CopyAsyncCommit();
-
   double log = 0;
-  if (threadIdx.x < C) {
+  if (threadIdx.x < kDeltaTokens) {
     const int i = threadIdx.x;
     const T* a = static_cast<const T*>(p.a) + (token + i) * p.a_size + head;
     const T* b_of_token = static_cast<const T*>(p.b) + (token + i) * p.b_size + head;
@@ -116,10 +98,11 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaChunks(const __grid_c
     }
     s.logs[i] = log;
   }
-  CopyAsyncWait<0>();
-  __syncthreads();
-  if (warp == 1) s.logs[threadIdx.x] += s.logs[31];
-  for (int i = warp; i < C; i += kDeltaChunkThreads / 32) {
+}
+// What the norms of keys and queries multiply by.
+template <typename T, int K>
+__device__ __forceinline__ void FindNorms(const qm_delta& d, DeltaChunkShared<K>& s, int warp, int lane) {
+  for (int i = warp; i < kDeltaTokens; i += kDeltaChunkThreads / 32) {
     constexpr int kEach = K / 32;
     const uint32_t at = EightAt<K>(i, lane * kEach / 8) / 2 + lane * kEach % 8;
     float keys = 0, queries = 0;
@@ -132,9 +115,11 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaChunks(const __grid_c
     keys = WarpSum(keys), queries = WarpSum(queries);
     if (lane == 0) s.by_key[i] = rsqrtf(keys + d.l2_epsilon), s.by_query[i] = rsqrtf(queries + d.l2_epsilon) * d.scale;
   }
-
-  // A warp's 16 tokens with those up to them.
-  float keys[C / 8][4] = {}, queries[C / 8][4] = {};
+}
+// A warp's 16 tokens with those up to them: k_i . k_j and q_i . k_j.
+template <typename T, int K>
+__device__ __forceinline__ void MultiplyTokens(const DeltaChunkShared<K>& s, float (&keys)[kDeltaTokens / 8][4],
+                                               float (&queries)[kDeltaTokens / 8][4], int warp, int lane) {
   const uint32_t key_at = SharedAddress(s.read.key), query_at = SharedAddress(s.read.query);
 #pragma unroll
   for (int k = 0; k < K / 16; ++k) {
@@ -143,7 +128,7 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaChunks(const __grid_c
     LoadMatrices(ak, key_at + EightAt<K>(own, own_eight));
     LoadMatrices(aq, query_at + EightAt<K>(own, own_eight));
 #pragma unroll
-    for (int j = 0; j < C / 16; ++j) {
+    for (int j = 0; j < kDeltaTokens / 16; ++j) {
       if (j > warp) break;
       uint32_t other[4];  // of eight tokens two eights, of the next eight two
       LoadMatrices(other, key_at + EightAt<K>(j * 16 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
@@ -154,9 +139,14 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaChunks(const __grid_c
       }
     }
   }
-  __syncthreads();
-  float* made = c.made + ((static_cast<int64_t>(b) * c.chunks + blockIdx.x) * d.num_v_heads + head) * kDeltaMade;
-  float* products = made + C * C;
+}
+// P, and A in shared memory, of these.
+template <int K>
+__device__ __forceinline__ void StoreProducts(DeltaChunkShared<K>& s, const float (&keys)[kDeltaTokens / 8][4],
+                                              const float (&queries)[kDeltaTokens / 8][4], int warp, int lane,
+                                              float* products) {
+  constexpr int C = kDeltaTokens;
+  const int g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int j = 0; j < C / 8; ++j) {
     if (j > 2 * warp + 1) break;
@@ -176,16 +166,12 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaChunks(const __grid_c
       *reinterpret_cast<float2*>(&s.a[i][at]) = a_of;
     }
   }
-  if (threadIdx.x < C) {
-    const int i = threadIdx.x;
-    const float decay = expf(static_cast<float>(s.logs[i])), left = expf(static_cast<float>(s.logs[C - 1] - s.logs[i]));
-    float* factors = made + 2 * C * C;
-    factors[i] = decay * s.by_key[i], factors[C + i] = decay * s.by_query[i], factors[2 * C + i] = left * s.by_key[i];
-    if (i == C - 1) factors[3 * C] = decay;
-  }
-  __syncthreads();
-
-  // The inverse: of each half by columns, a thread each, then what joins them.
+}
+// (I + A)^-1: of each half by columns, a thread each, then what joins them.
+template <int K>
+__device__ __forceinline__ void Invert(DeltaChunkShared<K>& s, int warp, int lane) {
+  constexpr int C = kDeltaTokens, kHalf = C / 2;
+  typename DeltaChunkShared<K>::Inverted& inverted = s.inverted;
   if (threadIdx.x < C) {
     float column[kHalf];
     const int from = warp * kHalf;
@@ -219,6 +205,52 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaChunks(const __grid_c
 #pragma unroll
   for (int e = 0; e < 8; ++e) inverted.w[kHalf + i][from + e] = sum[e];
   __syncthreads();
+}
+
+// Blocks: chunks, heads, rows.
+template <typename T, int K>
+__global__ void __launch_bounds__(kDeltaChunkThreads) DeltaChunks(const __grid_constant__ DeltaChunkParams c) {
+  constexpr int C = kDeltaTokens;
+  extern __shared__ __align__(128) unsigned char memory[];
+  DeltaChunkShared<K>& s = *reinterpret_cast<DeltaChunkShared<K>*>(memory);
+  typename DeltaChunkShared<K>::Inverted& inverted = s.inverted;
+  LaunchDependents();
+  WaitForPrevious();
+  const DeltaParams& p = c.delta;
+  const qm_delta& d = p.delta;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int head = blockIdx.y, b = blockIdx.z, group = head / (d.num_v_heads / d.num_k_heads);
+  const TokenRow row = ReadTokenRow(p.rows, b, p.tokens);
+  const int first = (c.first + blockIdx.x) * C, n = min(C, row.count - p.tail - first);
+  if (n <= 0) return;
+  const int64_t token = static_cast<int64_t>(b) * p.tokens + row.begin + first;
+  const int64_t width = 2 * d.num_k_heads * K + d.num_v_heads * d.v_head_size;
+  const T* q = static_cast<const T*>(p.qkv) + token * width + group * K;
+  CopyTokens<T, K>(SharedAddress(s.read.key), q + d.num_k_heads * K, width, n);
+  CopyTokens<T, K>(SharedAddress(s.read.query), q, width, n);
+  CopyAsyncCommit();
+
+  SumDecays<T>(p, s, token, head, n, lane);
+  CopyAsyncWait<0>();
+  __syncthreads();
+  if (warp == 1) s.logs[threadIdx.x] += s.logs[31];
+  FindNorms<T>(d, s, warp, lane);
+
+  float keys[C / 8][4] = {}, queries[C / 8][4] = {};
+  MultiplyTokens<T>(s, keys, queries, warp, lane);
+  __syncthreads();
+  float* made = c.made + ((static_cast<int64_t>(b) * c.chunks + blockIdx.x) * d.num_v_heads + head) * kDeltaMade;
+  StoreProducts(s, keys, queries, warp, lane, made + C * C);
+  if (threadIdx.x < C) {
+    const int i = threadIdx.x;
+    const float decay = expf(static_cast<float>(s.logs[i])), left = expf(static_cast<float>(s.logs[C - 1] - s.logs[i]));
+    float* factors = made + 2 * C * C;
+    factors[i] = decay * s.by_key[i], factors[C + i] = decay * s.by_query[i], factors[2 * C + i] = left * s.by_key[i];
+    if (i == C - 1) factors[3 * C] = decay;
+  }
+  __syncthreads();
+
+  Invert(s, warp, lane);
   for (int at = threadIdx.x; at < C * C; at += kDeltaChunkThreads) {
     const int r = at / C, j = at % C;
     if (j <= (r | 7)) made[at] = j <= r ? inverted.w[r][j] * s.beta[j] : 0.f;
@@ -234,6 +266,9 @@ struct DeltaScanStage {
 };
 
 // Blocks: columns of a head, heads, rows.
+//
+// One long function: the state and a chunk's products are a lane's registers from its first line to its last, and each
+// product's operands are the sums of the one before.
 template <typename T, int K>
 __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaScan(const __grid_constant__ DeltaChunkParams c) {
   constexpr int C = kDeltaTokens, kTiles = C / 8;
