@@ -199,32 +199,14 @@ struct Fp8Consumer {
                : make_uint4(eight[0].x, eight[0].y, eight[1].x, eight[1].y);
   }
 
-  // As in moe_gemm_wgmma.cuh places come from an opaque thread number.
+  // Sums times the scales of whole rows, plus biases. Branches are outside of loops, so that loads are asked for
+  // together.
   template <int N>
-  __device__ __forceinline__ void Store(float (&acc)[2][N / 2]) {
+  __device__ __forceinline__ void ScaleAndAddBias(float (&acc)[2][N / 2], const Fp8Work& work, int panel, int t,
+                                                  const float (&weight)[2], const float (&factor)[2]) {
     const Weights& w = p.weights;
-    int thread = threadIdx.x;
-    asm volatile("" : "+r"(thread));
-    const int group = thread / 128 - 1, lane = thread % 32, warp = thread / 32 % 4, t = lane % 4;
-    const Fp8Work work = Now();
-    const int parts = p.warps_k, groups = (w.units + 1) / 2;
-    const int part = down ? (work.k_begin * parts + parts - 1) / groups : 0;
-    const int token = (N == 128 ? group * 64 : 0) + warp * 16 + lane / 4;  // and token + 8
-    const int panel = work.panel + (N == 128 ? 0 : group * 8);
     const uint8_t* expert = w.rows[work.expert];
     constexpr int kPanels = N / 8;
-    float weight[2], factor[2];
-    int pair[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      SortedPair own{-1, 1.f};
-      if (token + 8 * i < work.count) own = p.sorted_pairs[work.first + token + 8 * i];
-      pair[i] = own.pair;
-      weight[i] = p.weight_here ? own.weight : 1.f;
-      factor[i] = weight[i];
-      if (!p.x_grouped && own.pair >= 0) factor[i] *= p.x_scales[work.first + token + 8 * i];
-    }
-    // Times the scales of whole rows, plus biases. Branches are outside of loops, so that loads are asked for together.
     auto times = [&](auto rows_of) {
 #pragma unroll
       for (int i = 0; i < kPanels; ++i) {
@@ -257,6 +239,33 @@ struct Fp8Consumer {
         }
       }
     }
+  }
+
+  // As in moe_gemm_wgmma.cuh places come from an opaque thread number.
+  template <int N>
+  __device__ __forceinline__ void Store(float (&acc)[2][N / 2]) {
+    const Weights& w = p.weights;
+    int thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    const int group = thread / 128 - 1, lane = thread % 32, warp = thread / 32 % 4, t = lane % 4;
+    const Fp8Work work = Now();
+    const int parts = p.warps_k, groups = (w.units + 1) / 2;
+    const int part = down ? (work.k_begin * parts + parts - 1) / groups : 0;
+    const int token = (N == 128 ? group * 64 : 0) + warp * 16 + lane / 4;  // and token + 8
+    const int panel = work.panel + (N == 128 ? 0 : group * 8);
+    constexpr int kPanels = N / 8;
+    float weight[2], factor[2];
+    int pair[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      SortedPair own{-1, 1.f};
+      if (token + 8 * i < work.count) own = p.sorted_pairs[work.first + token + 8 * i];
+      pair[i] = own.pair;
+      weight[i] = p.weight_here ? own.weight : 1.f;
+      factor[i] = weight[i];
+      if (!p.x_grouped && own.pair >= 0) factor[i] *= p.x_scales[work.first + token + 8 * i];
+    }
+    ScaleAndAddBias<N>(acc, work, panel, t, weight, factor);
     if constexpr (!down) {
       if (p.activation.kind == k_activation_silu) {
 #pragma unroll
@@ -347,6 +356,115 @@ struct Fp8Consumer {
   }
 };
 
+// Fills the stages of all of the block's work. row_scales: a stage has some. One long function: it is
+// three, what tokens, codes and scales are copied by, that go through the same work.
+template <typename T, bool down, bool by_row>
+__device__ __forceinline__ void Fp8Produce(const GemmParams& p, uint8_t* shared, int units, bool row_scales) {
+  const Weights& w = p.weights;
+  const uint32_t base = SharedAddress(shared);
+  const int blocks = (w.panels + kFp8Panels - 1) / kFp8Panels, groups = (w.units + 1) / 2;
+  const int parts = down ? p.warps_k : 1;
+  Fp8Work* works = reinterpret_cast<Fp8Work*>(shared + kFp8WorksAt);
+  // Of warp 0 a thread copies tokens and their scales, of warps 1 and 2 codes of eight panels each; warp 3 copies the
+  // rows' scales.
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  const int lane = thread % 32, warp = thread / 32;
+  if (warp < 3 && lane > 0) return;
+  if (warp == 3 && !row_scales) return;
+  // What other kernels wrote becomes visible to bulk copies.
+  asm volatile("fence.proxy.async;" ::: "memory");
+  int stage = 0, phase = 1, slot = 0;
+  // stages(work, its expert's row) gives what copies stage k of it.
+  auto produce = [&](auto stages) {
+    for (Turns turn; turn.unit < units; turn.Next()) {
+      // The tiles of a group take turns with the same rows: the weights are then read from memory once for all.
+      const int part = turn.unit % parts, piece = turn.unit / parts;
+      const Tile any = p.tiles[piece / blocks];
+      const int local = piece - any.group_first * blocks, panel = local / any.group_size * kFp8Panels;
+      const Tile tile = p.tiles[any.group_first + local % any.group_size];
+      const Fp8Work work{
+          tile.expert, panel, tile.first, tile.count, part * groups / parts, (part + 1) * groups / parts};
+      auto copy = stages(work, w.rows[work.expert]);
+#pragma unroll 1
+      for (int k = work.k_begin; k < work.k_end; ++k) {
+        copy(k, base + stage, [&] { BarrierWait(base + stage + kFp8EmptyAt, phase); });
+        stage = stage == (kFp8Stages - 1) * kFp8StageBytes ? 0 : stage + kFp8StageBytes;
+        if (stage == 0) phase ^= 1;
+      }
+    }
+  };
+  if (warp == 0) {
+    produce([&](const Fp8Work& work, const uint8_t*) {
+      const int rows = (work.count + 7) / 8 * 8;
+      int64_t row = static_cast<int64_t>(work.k_begin) * p.x_rows + work.first;
+      return [&, work, rows, row](int k, uint32_t to, auto wait) mutable {
+        wait();
+        if (k == work.k_begin) {
+          works[slot] = work;
+          if (++slot == kFp8Works) slot = 0;
+        }
+        const uint32_t full = to + kFp8FullAt;
+        BarrierArriveExpect(full, kFp8Panels * kFp8PanelBytes + rows * (kFp8Group + (p.x_grouped ? 4 : 0)));
+        BulkCopy(to, static_cast<const uint8_t*>(p.x) + row * kFp8Group, rows * kFp8Group, full);
+        if (p.x_grouped) BulkCopy(to + kFp8TokenScalesAt, p.x_scales + row, rows * 4, full);
+        row += p.x_rows;
+      };
+    });
+  } else if (warp < 3) {
+    const int first = (warp - 1) * 8;
+    const int64_t panel_bytes = static_cast<int64_t>(w.units) * 1024;
+    produce([&](const Fp8Work& work, const uint8_t* expert) {
+      // Panels past the end repeat the last.
+      const uint8_t* from = expert + min(work.panel + first, w.panels - 1) * panel_bytes + work.k_begin * 2048;
+      const int panels = w.panels - 1 - work.panel - first;
+      return [&, from, panels](int k, uint32_t to, auto wait) mutable {
+        wait();
+        const uint32_t full = to + kFp8FullAt;
+        to += kFp8CodesAt + first * kFp8PanelBytes;
+        const uint8_t* codes = from;
+        from += 2048;
+        const bool whole = 2 * k + 1 < w.units;
+#pragma unroll
+        for (int i = 0; i < 8; ++i, to += kFp8PanelBytes) {
+          BulkCopy(to, codes, whole ? 2048 : 1024, full);
+          if (!whole) BulkCopy(to + 1024, codes, 1024, full);  // past the end, where tokens are zero: any codes
+          if (i < panels) codes += panel_bytes;
+        }
+      };
+    });
+  } else {
+    produce([&](const Fp8Work& work, const uint8_t* expert) {
+      // by_row: a lane has half a panel's scales. Else: two of a panel, of rows g and g + 8, or (down) of two blocks.
+      const int panel = min(work.panel + (by_row ? lane / 2 : down ? lane * 8 : 0), w.panels - 1);
+      const int64_t four = static_cast<int64_t>(panel) * w.blocks * 4 + (by_row ? lane % 2 * 2 : 0);
+      const uint8_t* scales = expert + w.scales_at;
+      return [&, scales, four](int k, uint32_t to, auto wait) {
+        const int64_t at = four + (2 * k >> w.block_shift) * 4;
+        const bool mine = by_row || lane < (down ? 2 : 1);
+        float4 v[2];
+#pragma unroll
+        for (int i = 0; i < 1 + by_row; ++i)
+          if (mine) v[i] = FourScales(scales, w.scale_type, at + i);
+        wait();
+        if (mine) {
+          float* row = reinterpret_cast<float*>(shared + (to - base) + kFp8RowScalesAt);
+          if constexpr (by_row) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i)  // rows 2t and 2t + 1 of gate, then of up
+              reinterpret_cast<float4*>(row)[2 * lane + i] = make_float4(v[i].x, v[i].z, v[i].y, v[i].w);
+          } else if constexpr (down) {
+            row[lane] = v[0].x;
+          } else {
+            row[0] = v[0].x, row[1] = v[0].y;
+          }
+        }
+        BarrierArrive(to + kFp8FullAt);
+      };
+    });
+  }
+}
+
 template <typename T, bool down, bool by_row>
 __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_constant__ GemmParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -369,111 +487,13 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
   }
   __syncthreads();
   WaitForPrevious();
-  const int blocks = (w.panels + kFp8Panels - 1) / kFp8Panels, groups = (w.units + 1) / 2;
+  const int blocks = (w.panels + kFp8Panels - 1) / kFp8Panels;
   const int parts = down ? p.warps_k : 1;  // of K; MoeCombine adds them up
   const int units = p.tiles[p.max_tiles].count * blocks * parts;
-  Fp8Work* works = reinterpret_cast<Fp8Work*>(shared + kFp8WorksAt);
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    // Of warp 0 a thread copies tokens and their scales, of warps 1 and 2 codes of eight panels each; warp 3 copies the
-    // rows' scales.
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    const int lane = thread % 32, warp = thread / 32;
-    if (warp < 3 && lane > 0) return;
-    if (warp == 3 && !row_scales) return;
-    // What other kernels wrote becomes visible to bulk copies.
-    asm volatile("fence.proxy.async;" ::: "memory");
-    int stage = 0, phase = 1, slot = 0;
-    // stages(work, its expert's row) gives what copies stage k of it.
-    auto produce = [&](auto stages) {
-      for (Turns turn; turn.unit < units; turn.Next()) {
-        // The tiles of a group take turns with the same rows: the weights are then read from memory once for all.
-        const int part = turn.unit % parts, piece = turn.unit / parts;
-        const Tile any = p.tiles[piece / blocks];
-        const int local = piece - any.group_first * blocks, panel = local / any.group_size * kFp8Panels;
-        const Tile tile = p.tiles[any.group_first + local % any.group_size];
-        const Fp8Work work{
-            tile.expert, panel, tile.first, tile.count, part * groups / parts, (part + 1) * groups / parts};
-        auto copy = stages(work, w.rows[work.expert]);
-#pragma unroll 1
-        for (int k = work.k_begin; k < work.k_end; ++k) {
-          copy(k, base + stage, [&] { BarrierWait(base + stage + kFp8EmptyAt, phase); });
-          stage = stage == (kFp8Stages - 1) * kFp8StageBytes ? 0 : stage + kFp8StageBytes;
-          if (stage == 0) phase ^= 1;
-        }
-      }
-    };
-    if (warp == 0) {
-      produce([&](const Fp8Work& work, const uint8_t*) {
-        const int rows = (work.count + 7) / 8 * 8;
-        int64_t row = static_cast<int64_t>(work.k_begin) * p.x_rows + work.first;
-        return [&, work, rows, row](int k, uint32_t to, auto wait) mutable {
-          wait();
-          if (k == work.k_begin) {
-            works[slot] = work;
-            if (++slot == kFp8Works) slot = 0;
-          }
-          const uint32_t full = to + kFp8FullAt;
-          BarrierArriveExpect(full, kFp8Panels * kFp8PanelBytes + rows * (kFp8Group + (p.x_grouped ? 4 : 0)));
-          BulkCopy(to, static_cast<const uint8_t*>(p.x) + row * kFp8Group, rows * kFp8Group, full);
-          if (p.x_grouped) BulkCopy(to + kFp8TokenScalesAt, p.x_scales + row, rows * 4, full);
-          row += p.x_rows;
-        };
-      });
-    } else if (warp < 3) {
-      const int first = (warp - 1) * 8;
-      const int64_t panel_bytes = static_cast<int64_t>(w.units) * 1024;
-      produce([&](const Fp8Work& work, const uint8_t* expert) {
-        // Panels past the end repeat the last.
-        const uint8_t* from = expert + min(work.panel + first, w.panels - 1) * panel_bytes + work.k_begin * 2048;
-        const int panels = w.panels - 1 - work.panel - first;
-        return [&, from, panels](int k, uint32_t to, auto wait) mutable {
-          wait();
-          const uint32_t full = to + kFp8FullAt;
-          to += kFp8CodesAt + first * kFp8PanelBytes;
-          const uint8_t* codes = from;
-          from += 2048;
-          const bool whole = 2 * k + 1 < w.units;
-#pragma unroll
-          for (int i = 0; i < 8; ++i, to += kFp8PanelBytes) {
-            BulkCopy(to, codes, whole ? 2048 : 1024, full);
-            if (!whole) BulkCopy(to + 1024, codes, 1024, full);  // past the end, where tokens are zero: any codes
-            if (i < panels) codes += panel_bytes;
-          }
-        };
-      });
-    } else {
-      produce([&](const Fp8Work& work, const uint8_t* expert) {
-        // by_row: a lane has half a panel's scales. Else: two of a panel, of rows g and g + 8, or (down) of two blocks.
-        const int panel = min(work.panel + (by_row ? lane / 2 : down ? lane * 8 : 0), w.panels - 1);
-        const int64_t four = static_cast<int64_t>(panel) * w.blocks * 4 + (by_row ? lane % 2 * 2 : 0);
-        const uint8_t* scales = expert + w.scales_at;
-        return [&, scales, four](int k, uint32_t to, auto wait) {
-          const int64_t at = four + (2 * k >> w.block_shift) * 4;
-          const bool mine = by_row || lane < (down ? 2 : 1);
-          float4 v[2];
-#pragma unroll
-          for (int i = 0; i < 1 + by_row; ++i)
-            if (mine) v[i] = FourScales(scales, w.scale_type, at + i);
-          wait();
-          if (mine) {
-            float* row = reinterpret_cast<float*>(shared + (to - base) + kFp8RowScalesAt);
-            if constexpr (by_row) {
-#pragma unroll
-              for (int i = 0; i < 2; ++i)  // rows 2t and 2t + 1 of gate, then of up
-                reinterpret_cast<float4*>(row)[2 * lane + i] = make_float4(v[i].x, v[i].z, v[i].y, v[i].w);
-            } else if constexpr (down) {
-              row[lane] = v[0].x;
-            } else {
-              row[0] = v[0].x, row[1] = v[0].y;
-            }
-          }
-          BarrierArrive(to + kFp8FullAt);
-        };
-      });
-    }
+    Fp8Produce<T, down, by_row>(p, shared, units, row_scales);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     Fp8Consumer<T, down, by_row> c{p};
