@@ -973,6 +973,8 @@ class Creator final : public IPluginCreatorV3One {
 
  private:
   IPluginV3* Create(const char* name, const PluginFieldCollection* given, bool runs) const;
+  bool ReadFields(const PluginFieldCollection* given, bool runs, Node* node, std::vector<Value>* values,
+                  int64_t* workspace_bytes, std::string* why) const;
   static PluginFieldType FieldType(char kind) {
     return kind == 'i' ? PluginFieldType::kINT32 : kind == 'f' ? PluginFieldType::kFLOAT32 : PluginFieldType::kCHAR;
   }
@@ -1010,11 +1012,12 @@ bool Set(const char* op, Node* node, std::vector<Value>* values, const PluginFie
   return !qm_set_int(op, node, field.name, value, error);
 }
 
-IPluginV3* Creator::Create(const char* name, const PluginFieldCollection* given, bool runs) const {
-  const std::string layer = std::string(op_) + " layer \"" + (name ? name : "") + "\":";
+// The attributes of a layer; false with the reason in why.
+bool Creator::ReadFields(const PluginFieldCollection* given, bool runs, Node* node, std::vector<Value>* values,
+                         int64_t* workspace_bytes, std::string* why) const {
   auto refuse = [&](const std::string& what) {
-    Log(Severity::kERROR, layer + " " + what);
-    return nullptr;
+    *why = what;
+    return false;
   };
   const PluginField* const end = given ? given->fields + given->nbFields : nullptr;
   auto find = [&](const char* attribute) {
@@ -1022,30 +1025,42 @@ IPluginV3* Creator::Create(const char* name, const PluginFieldCollection* given,
                                 [&](const PluginField& f) { return f.name && !std::strcmp(f.name, attribute); })
                  : end;
   };
-  Node node{};
-  std::vector<Value> values;
   char error[QM_ERROR_SIZE];
   // op_version is the first: a file of an earlier one lacks the attributes that came later.
-  const auto later = [&](size_t i) { return i > 0 && qm_attribute_at(op_, i)->since > node.op_version; };
+  const auto later = [&](size_t i) { return i > 0 && qm_attribute_at(op_, i)->since > node->op_version; };
   for (size_t i = 0; i < fields_.size(); ++i) {
     if (later(i)) continue;
     const PluginField* field = find(fields_[i].name);
     if (field == end) return refuse(std::string("attribute ") + fields_[i].name + " is required");
-    if (!Set(op_, &node, &values, fields_[i], *field, error)) return refuse(error);
-    if (i == 0 && qm_set_version(op_, &node, node.op_version, error)) return refuse(error);
+    if (!Set(op_, node, values, fields_[i], *field, error)) return refuse(error);
+    if (i == 0 && qm_set_version(op_, node, node->op_version, error)) return refuse(error);
   }
-  int64_t workspace_bytes = 0;
+  *workspace_bytes = 0;
   for (const PluginField* field = given->fields; field != end; ++field) {
     if (!field->name) return refuse("an attribute has no name");
     if (runs && !std::strcmp(field->name, kWorkspaceBytes) && field->type == PluginFieldType::kINT64 && field->data &&
         field->length == 1) {
-      std::memcpy(&workspace_bytes, field->data, sizeof(workspace_bytes));
+      std::memcpy(workspace_bytes, field->data, sizeof(*workspace_bytes));
       continue;
     }
     size_t i = 0;
     while (i < fields_.size() && std::strcmp(fields_[i].name, field->name)) ++i;
     if (i == fields_.size() || later(i)) return refuse(std::string("unknown attribute ") + field->name);
   }
+  return true;
+}
+
+IPluginV3* Creator::Create(const char* name, const PluginFieldCollection* given, bool runs) const {
+  const std::string layer = std::string(op_) + " layer \"" + (name ? name : "") + "\":";
+  auto refuse = [&](const std::string& what) {
+    Log(Severity::kERROR, layer + " " + what);
+    return nullptr;
+  };
+  Node node{};
+  std::vector<Value> values;
+  int64_t workspace_bytes;
+  if (std::string why; !ReadFields(given, runs, &node, &values, &workspace_bytes, &why)) return refuse(why);
+  char error[QM_ERROR_SIZE];
   // Attributes no kernel can have are refused here, where the layer is named; shapes come later.
   const auto shared = std::make_shared<Layer>(layer, std::move(values), runs, workspace_bytes);
   qm_cuda_plan plan;
