@@ -86,16 +86,16 @@ PlainLogger* (*plain_logger)() = nullptr;
 VersionedLogger* (*versioned_logger)() = nullptr;
 
 // Where the library with this code or data is; nullptr when none has it.
-const void* LibraryOf(const void* address) {
+const void* library_of(const void* address) {
   Dl_info where;
   return dladdr(address, &where) ? where.dli_fbase : nullptr;
 }
-const void* TableOf(const void* object) { return *static_cast<void* const*>(object); }
+const void* table_of(const void* object) { return *static_cast<void* const*>(object); }
 
 // getInferLibVersion of the library whose code the object runs; 0 when it has none.
-int32_t LibraryVersion(const void* object) {
+int32_t library_version(const void* object) {
   Dl_info where;
-  if (!dladdr(TableOf(object), &where) || !where.dli_fname) return 0;
+  if (!dladdr(table_of(object), &where) || !where.dli_fname) return 0;
   void* library = dlopen(where.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
   if (!library) return 0;
   auto* version = reinterpret_cast<int32_t (*)()>(dlsym(library, "getInferLibVersion"));
@@ -105,9 +105,9 @@ int32_t LibraryVersion(const void* object) {
 }
 // Whether a TensorRT of this version has the later tables. 10.6.0: 100600; TensorRT-RTX 1.7.1: 10701
 constexpr int32_t kOldest = 10000;  // TensorRT-RTX 1.0; 8 and 9 have no V3 creators: 8.6.1 is 8601
-bool Versioned(int32_t version) { return version >= (version < 100000 ? 10500 : 110000); }
+bool versioned(int32_t version) { return version >= (version < 100000 ? 10500 : 110000); }
 
-void Log(Severity severity, const char* text) {
+void log_message(Severity severity, const char* text) {
   if (versioned_finder) {
     if (VersionedLogger* logger = versioned_finder->findLogger()) return logger->log(severity, text);
   } else if (plain_finder) {
@@ -119,23 +119,23 @@ void Log(Severity severity, const char* text) {
   }
   std::fprintf(stderr, "%s\n", text);
 }
-void Log(Severity severity, const std::string& text) { Log(severity, text.c_str()); }
+void log_message(Severity severity, const std::string& text) { log_message(severity, text.c_str()); }
 
 // What TensorRT calls, as its result; `failed` where an exception, of memory most likely, ended it. Logs that without
 // taking memory.
 template <class Result, class Body>
-Result Guard(const char* layer, Result failed, const Body& body) noexcept {
+Result guard(const char* layer, Result failed, const Body& body) noexcept {
   try {
     return body();
   } catch (const std::exception& error) {
     char text[QM_ERROR_SIZE];
     std::snprintf(text, sizeof(text), "%s %s", layer, error.what());
-    Log(Severity::kERROR, text);
+    log_message(Severity::kERROR, text);
   }
   return failed;
 }
 
-std::string Text(const Dims& dims) {
+std::string to_text(const Dims& dims) {
   std::string text = "[";
   for (int32_t i = 0; i < dims.nbDims; ++i) text += (i ? ", " : "") + std::to_string(dims.d[i]);
   return text + "]";
@@ -181,14 +181,14 @@ struct Inputs {
 };
 
 // True when both are known (a -1 is not yet) and are not the same.
-bool Differ(int64_t a, int64_t b) { return a >= 0 && b >= 0 && a != b; }
-bool None(const Dims& dims) { return dims.nbDims == 1 && dims.d[0] == 0; }  // of an input that may have no values
-int64_t RowsOf(const Dims& dims) {
+bool differ(int64_t a, int64_t b) { return a >= 0 && b >= 0 && a != b; }
+bool is_none(const Dims& dims) { return dims.nbDims == 1 && dims.d[0] == 0; }  // of an input that may have no values
+int64_t rows_of(const Dims& dims) {
   int64_t rows = 1;
   for (int32_t i = 0; i + 1 < dims.nbDims; ++i) rows *= dims.d[i];
   return rows;
 }
-int32_t QmType(DataType type) { return type == DataType::kHALF ? QM_F16 : type == DataType::kBF16 ? QM_BF16 : QM_F32; }
+int32_t qm_type(DataType type) { return type == DataType::kHALF ? QM_F16 : type == DataType::kBF16 ? QM_BF16 : QM_F32; }
 
 // What the operators have in common; a subclass each.
 class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBuild, public IPluginV3OneRuntime {
@@ -206,7 +206,7 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   int32_t getNbOutputs() const noexcept override { return outputs_.count; }
   int32_t getOutputDataTypes(DataType* outputs, int32_t, const DataType* inputs,
                              int32_t count) const noexcept override {
-    if (count != inputs_.count) return Count(count);
+    if (count != inputs_.count) return refuse_count(count);
     for (int32_t i = 0; i < outputs_.count; ++i) {
       const Type type = outputs_.first[i].type;
       outputs[i] = type == Type::T       ? inputs[0]
@@ -219,36 +219,36 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   }
   int32_t getOutputShapes(const DimsExprs* inputs, int32_t count, const DimsExprs*, int32_t, DimsExprs* outputs,
                           int32_t, IExprBuilder& builder) noexcept override {
-    if (count != inputs_.count) return Count(count);
-    return Try(-1, [&] { return SetShapes(inputs, outputs, builder) ? 0 : -1; });
+    if (count != inputs_.count) return refuse_count(count);
+    return attempt(-1, [&] { return set_shapes(inputs, outputs, builder) ? 0 : -1; });
   }
   bool supportsFormatCombination(int32_t at, const DynamicPluginTensorDesc* tensors, int32_t inputs,
                                  int32_t outputs) noexcept override {
-    return Try(false, [&] { return Supports(at, tensors, inputs, outputs); });
+    return attempt(false, [&] { return supports(at, tensors, inputs, outputs); });
   }
   int32_t configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t, const DynamicPluginTensorDesc*,
                           int32_t) noexcept override {
-    return Try(-1, [&] {
+    return attempt(-1, [&] {
       const Inputs in(inputs, inputs_.count);
-      return CheckShapes(in.dims) && Configure(in) ? 0 : -1;
+      return check_shapes(in.dims) && configure(in) ? 0 : -1;
     });
   }
   int32_t onShapeChange(const PluginTensorDesc* inputs, int32_t, const PluginTensorDesc*, int32_t) noexcept override {
-    return Try(-1, [&] {
+    return attempt(-1, [&] {
       const Inputs in(inputs, inputs_.count);
-      return CheckShapes(in.dims) && Prepare(in) ? 0 : -1;
+      return check_shapes(in.dims) && prepare(in) ? 0 : -1;
     });
   }
   int32_t enqueue(const PluginTensorDesc* descs, const PluginTensorDesc*, const void* const* inputs,
                   void* const* outputs, void* workspace, cudaStream_t stream) noexcept override {
-    return Try(-1, [&] {
-      if (!Prepare(Inputs(descs, inputs_.count)) || !CheckWeights(inputs, stream)) return -1;
+    return attempt(-1, [&] {
+      if (!prepare(Inputs(descs, inputs_.count)) || !check_weights(inputs, stream)) return -1;
       char error[QM_ERROR_SIZE];
-      return Launch(inputs, outputs, workspace, stream, error) ? Fail(error) : 0;
+      return launch(inputs, outputs, workspace, stream, error) ? fail(error) : 0;
     });
   }
   IPluginV3* clone() noexcept override {
-    return Try<IPluginV3*>(nullptr, [&] { return Clone(); });
+    return attempt<IPluginV3*>(nullptr, [&] { return make_copy(); });
   }
   IPluginV3* attachToContext(IPluginResourceContext*) noexcept override { return clone(); }
   const PluginFieldCollection* getFieldsToSerialize() noexcept override;
@@ -262,28 +262,28 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
     fields_.emplace_back(kWorkspaceBytes, &workspace_bytes_, PluginFieldType::kINT64, 1);
   }
   template <class Result, class Body>
-  Result Try(Result failed, const Body& body) const noexcept {
-    return Guard(layer_->name.c_str(), failed, body);
+  Result attempt(Result failed, const Body& body) const noexcept {
+    return guard(layer_->name.c_str(), failed, body);
   }
-  int32_t Fail(const std::string& what) const {
-    Log(Severity::kERROR, layer_->name + " " + what);
+  int32_t fail(const std::string& what) const {
+    log_message(Severity::kERROR, layer_->name + " " + what);
     return -1;
   }
-  bool Wrong(const std::string& what) const { return Fail(what) == 0; }  // false
+  bool wrong(const std::string& what) const { return fail(what) == 0; }  // false
 
-  virtual IPluginV3* Clone() const = 0;
+  virtual IPluginV3* make_copy() const = 0;
   // Reports what is wrong with shapes (a -1 is not known yet); true when nothing is.
-  virtual bool CheckShapes(const Dims* in) const = 0;
-  bool CheckPacked(const char* name, const Dims& dims, int64_t experts, size_t row_bytes) const;
-  bool CheckShape(const Dims* in, int32_t input, const std::vector<int64_t>& sizes) const;  // -1: any size
-  bool CheckRank(const DimsExprs* inputs, int32_t input, int32_t rank) const;
-  virtual bool SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const;
-  virtual int64_t LastSize() const { return 0; }     // of the outputs' last dimension; 0: that of the first input
-  virtual bool TakesFloat() const { return false; }  // T may be float32
-  virtual bool Configure(const Inputs& most) = 0;
-  virtual bool Prepare(const Inputs& in) = 0;
-  virtual bool CheckWeights(const void* const*, cudaStream_t) { return true; }
-  virtual int Launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
+  virtual bool check_shapes(const Dims* in) const = 0;
+  bool check_packed(const char* name, const Dims& dims, int64_t experts, size_t row_bytes) const;
+  bool check_shape(const Dims* in, int32_t input, const std::vector<int64_t>& sizes) const;  // -1: any size
+  bool check_rank(const DimsExprs* inputs, int32_t input, int32_t rank) const;
+  virtual bool set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const;
+  virtual int64_t last_size() const { return 0; }     // of the outputs' last dimension; 0: that of the first input
+  virtual bool takes_float() const { return false; }  // T may be float32
+  virtual bool configure(const Inputs& most) = 0;
+  virtual bool prepare(const Inputs& in) = 0;
+  virtual bool check_weights(const void* const*, cudaStream_t) { return true; }
+  virtual int launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
                      char* error) = 0;
 
   const char* op_;
@@ -291,10 +291,10 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   SharedLayer layer_;
 
  private:
-  bool Supports(int32_t at, const DynamicPluginTensorDesc* tensors, int32_t inputs, int32_t outputs);
-  int32_t Count(int32_t count) const noexcept {
-    return Try(-1, [&] {
-      return Fail("has " + std::to_string(count) + " inputs, expected " + std::to_string(inputs_.count));
+  bool supports(int32_t at, const DynamicPluginTensorDesc* tensors, int32_t inputs, int32_t outputs);
+  int32_t refuse_count(int32_t count) const noexcept {
+    return attempt(-1, [&] {
+      return fail("has " + std::to_string(count) + " inputs, expected " + std::to_string(inputs_.count));
     });
   }
   std::vector<PluginField> fields_;  // to serialize, the last one only when it is known
@@ -303,30 +303,30 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   bool said_type_ = false;
 };
 
-bool Plugin::SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const {
-  if (inputs[0].nbDims < 1) return Wrong(std::string(inputs_.first[0].name) + " is a scalar, expected [.., features]");
+bool Plugin::set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const {
+  if (inputs[0].nbDims < 1) return wrong(std::string(inputs_.first[0].name) + " is a scalar, expected [.., features]");
   for (int32_t i = 0; i < outputs_.count; ++i) {
     outputs[i] = inputs[0];
-    if (const int64_t size = LastSize()) outputs[i].d[inputs[0].nbDims - 1] = builder.constant(size);
+    if (const int64_t size = last_size()) outputs[i].d[inputs[0].nbDims - 1] = builder.constant(size);
   }
   return true;
 }
 
-bool Plugin::Supports(int32_t at, const DynamicPluginTensorDesc* tensors, int32_t inputs, int32_t outputs) {
+bool Plugin::supports(int32_t at, const DynamicPluginTensorDesc* tensors, int32_t inputs, int32_t outputs) {
   if (inputs != inputs_.count || outputs != outputs_.count) return false;
   const PluginTensorDesc& tensor = tensors[at].desc;
   if (tensor.format != TensorFormat::kLINEAR) return false;
   const auto warn = [&](const std::string& what) {
-    if (!std::exchange(said_type_, true)) Log(Severity::kWARNING, layer_->name + " " + what);
+    if (!std::exchange(said_type_, true)) log_message(Severity::kWARNING, layer_->name + " " + what);
   };
   switch (at < inputs ? inputs_.first[at].type : outputs_.first[at - inputs].type) {
     case Type::T:
       if (at != 0) return tensor.type == tensors[0].desc.type;
-      if (tensor.type == DataType::kFLOAT && !TakesFloat())
+      if (tensor.type == DataType::kFLOAT && !takes_float())
         warn(std::string("does not run with float32 ") + inputs_.first[0].name +
              ", the kernels take float16 and bfloat16");
       return tensor.type == DataType::kHALF || tensor.type == DataType::kBF16 ||
-             (TakesFloat() && tensor.type == DataType::kFLOAT);
+             (takes_float() && tensor.type == DataType::kFLOAT);
     case Type::I:
       return tensor.type == DataType::kINT32 || tensor.type == DataType::kINT64;
     case Type::C:
@@ -343,26 +343,26 @@ bool Plugin::Supports(int32_t at, const DynamicPluginTensorDesc* tensors, int32_
   return false;
 }
 
-bool Plugin::CheckPacked(const char* name, const Dims& dims, int64_t experts, size_t row_bytes) const {
+bool Plugin::check_packed(const char* name, const Dims& dims, int64_t experts, size_t row_bytes) const {
   const int64_t words = static_cast<int64_t>(row_bytes / 4);
-  if (dims.nbDims == 2 && dims.d[0] >= 1 && !Differ(dims.d[0], experts) && dims.d[1] == words) return true;
+  if (dims.nbDims == 2 && dims.d[0] >= 1 && !differ(dims.d[0], experts) && dims.d[1] == words) return true;
   const std::string count = experts < 0 ? "experts" : std::to_string(experts);
-  return Wrong(std::string(name) + " has shape " + Text(dims) + ", expected [" + count + ", " + std::to_string(words) +
-               " int32 words] for these attributes");
+  return wrong(std::string(name) + " has shape " + to_text(dims) + ", expected [" + count + ", " +
+               std::to_string(words) + " int32 words] for these attributes");
 }
 
-bool Plugin::CheckShape(const Dims* in, int32_t input, const std::vector<int64_t>& sizes) const {
+bool Plugin::check_shape(const Dims* in, int32_t input, const std::vector<int64_t>& sizes) const {
   Dims expected{static_cast<int32_t>(sizes.size()), {}};
   std::copy(sizes.begin(), sizes.end(), expected.d);
   bool same = in[input].nbDims == expected.nbDims;
-  for (int32_t i = 0; same && i < expected.nbDims; ++i) same = !Differ(in[input].d[i], expected.d[i]);
-  return same || Wrong(std::string(inputs_.first[input].name) + " has shape " + Text(in[input]) + ", expected " +
-                       Text(expected) + " (-1: any size)");
+  for (int32_t i = 0; same && i < expected.nbDims; ++i) same = !differ(in[input].d[i], expected.d[i]);
+  return same || wrong(std::string(inputs_.first[input].name) + " has shape " + to_text(in[input]) + ", expected " +
+                       to_text(expected) + " (-1: any size)");
 }
 
-bool Plugin::CheckRank(const DimsExprs* inputs, int32_t input, int32_t rank) const {
+bool Plugin::check_rank(const DimsExprs* inputs, int32_t input, int32_t rank) const {
   return inputs[input].nbDims == rank ||
-         Wrong(std::string(inputs_.first[input].name) + " has " + std::to_string(inputs[input].nbDims) +
+         wrong(std::string(inputs_.first[input].name) + " has " + std::to_string(inputs[input].nbDims) +
                " dimensions, expected " + std::to_string(rank));
 }
 
@@ -379,8 +379,8 @@ class Planned : public Plugin {
   // No memory: 0, which is less than a plan will need.
   size_t getWorkspaceSize(const DynamicPluginTensorDesc* inputs, int32_t, const DynamicPluginTensorDesc*,
                           int32_t) const noexcept override {
-    return Try<size_t>(0, [&] {
-      const size_t bytes = Most(ProblemOf(Inputs(inputs, inputs_.count)));
+    return attempt<size_t>(0, [&] {
+      const size_t bytes = most_bytes(problem_of(Inputs(inputs, inputs_.count)));
       std::atomic<int64_t>& most = layer_->workspace_bytes;
       for (int64_t old = most; old < static_cast<int64_t>(bytes) && !most.compare_exchange_weak(old, bytes);) {
       }
@@ -390,43 +390,43 @@ class Planned : public Plugin {
 
  protected:
   using Plugin::Plugin;
-  virtual Problem ProblemOf(const Inputs& in) const = 0;
+  virtual Problem problem_of(const Inputs& in) const = 0;
   // The tensor whose act-order the kernels read, null where there is none; what is wrong with it.
-  virtual const void* Ordered(const void* const*) const { return nullptr; }
-  virtual int CheckOrder(const void*, cudaStream_t, char*) const { return QM_OK; }
+  virtual const void* ordered(const void* const*) const { return nullptr; }
+  virtual int check_order(const void*, cudaStream_t, char*) const { return QM_OK; }
 
   // A call that is captured cannot wait for the answer; kernels clamp what they read of an order.
-  bool CheckWeights(const void* const* inputs, cudaStream_t stream) override {
-    const void* rows = layer_->runs ? Ordered(inputs) : nullptr;
+  bool check_weights(const void* const* inputs, cudaStream_t stream) override {
+    const void* rows = layer_->runs ? ordered(inputs) : nullptr;
     if (!rows || rows == checked_) return true;
     cudaStreamCaptureStatus capture;
     if (cudaError_t e = cudaStreamIsCapturing(stream, &capture))
-      return Wrong(std::string("CUDA: ") + cudaGetErrorString(e));
+      return wrong(std::string("CUDA: ") + cudaGetErrorString(e));
     if (capture != cudaStreamCaptureStatusNone) return true;
     char error[QM_ERROR_SIZE];
-    if (CheckOrder(rows, stream, error)) return Wrong(error);
+    if (check_order(rows, stream, error)) return wrong(error);
     checked_ = rows;
     return true;
   }
-  bool Configure(const Inputs& most) override {
-    const Problem problem = ProblemOf(most);
+  bool configure(const Inputs& most) override {
+    const Problem problem = problem_of(most);
     Plan plan;
     char error[QM_ERROR_SIZE];
-    return !kPlan(&problem, &kDevices[0], &plan, error) || Wrong(error);
+    return !kPlan(&problem, &kDevices[0], &plan, error) || wrong(error);
   }
   // The plan for these inputs on the current device, made when they changed.
-  bool Prepare(const Inputs& in) override {
-    const Problem problem = ProblemOf(in);
+  bool prepare(const Inputs& in) override {
+    const Problem problem = problem_of(in);
     if (!std::memcmp(&problem, &problem_, sizeof(problem))) return true;
     char error[QM_ERROR_SIZE];
     if (!device_.sm) {
       int ordinal = 0;
-      if (cudaError_t e = cudaGetDevice(&ordinal)) return Wrong(std::string("CUDA: ") + cudaGetErrorString(e));
-      if (qm_cuda_query(ordinal, &device_, error)) return Wrong(error);
+      if (cudaError_t e = cudaGetDevice(&ordinal)) return wrong(std::string("CUDA: ") + cudaGetErrorString(e));
+      if (qm_cuda_query(ordinal, &device_, error)) return wrong(error);
     }
     Plan plan;
-    if (kPlan(&problem, &device_, &plan, error)) return Wrong(error);
-    if (!CheckWorkspace(problem, plan)) return false;
+    if (kPlan(&problem, &device_, &plan, error)) return wrong(error);
+    if (!check_workspace(problem, plan)) return false;
     problem_ = problem;
     plan_ = plan;
     return true;
@@ -441,7 +441,7 @@ class Planned : public Plugin {
   // What every GPU can do with for as many rows or fewer. Fewer can take another path with a larger workspace, so each
   // number counts: up to 0.3 s for 65536 tokens, but the layers of a model are alike. Attention, linear too: each batch
   // with each number of tokens; of slots the most.
-  static size_t Most(Problem problem) {
+  static size_t most_bytes(Problem problem) {
     static std::mutex mutex;
     static Problem last{};
     static size_t bytes = 0;
@@ -450,7 +450,7 @@ class Planned : public Plugin {
     last = problem;
     bytes = 0;
     char error[QM_ERROR_SIZE];
-    int64_t one = 1, &batch = BatchIn(problem, one), &rows = RowsIn(problem);
+    int64_t one = 1, &batch = batch_in(problem, one), &rows = rows_in(problem);
     for (const int64_t most = rows; batch > 0; --batch)
       for (rows = most; rows > 0; --rows) {
         if (most - rows > (1 << 16) && rows % 1024 != 0) continue;
@@ -462,33 +462,33 @@ class Planned : public Plugin {
     return bytes;
   }
   // A GPU that kDevices has not, or an engine that another version of this library built, may need more than there is.
-  bool CheckWorkspace(const Problem& problem, const Plan& plan) const {
+  bool check_workspace(const Problem& problem, const Plan& plan) const {
     const auto known = [&](const qm_cuda_device& d) {
       return d.sm == device_.sm && d.shared_bytes == device_.shared_bytes;
     };
     uint64_t least = UINT64_MAX;  // of the profiles with room for these rows
-    if (std::none_of(std::begin(kDevices), std::end(kDevices), known)) least = Most(problem);
+    if (std::none_of(std::begin(kDevices), std::end(kDevices), known)) least = most_bytes(problem);
     if (const int64_t most = layer_->workspace_bytes) least = std::min<uint64_t>(least, static_cast<uint64_t>(most));
     if (plan.workspace_bytes <= least) return true;
     Problem copy = problem;
     int64_t one = 1;
-    return Wrong("needs " + std::to_string(plan.workspace_bytes) + " bytes of workspace for " +
-                 std::to_string(BatchIn(copy, one) * RowsIn(copy)) + " rows on this GPU (compute capability " +
+    return wrong("needs " + std::to_string(plan.workspace_bytes) + " bytes of workspace for " +
+                 std::to_string(batch_in(copy, one) * rows_in(copy)) + " rows on this GPU (compute capability " +
                  std::to_string(device_.sm / 10) + "." + std::to_string(device_.sm % 10) + ", " +
                  std::to_string(device_.shared_bytes) + " bytes of shared memory), the engine has " +
                  std::to_string(least) + ": build it here, with this library");
   }
-  static int64_t& RowsIn(qm_cuda_problem& problem) { return problem.tokens; }
-  static int64_t& RowsIn(qm_cuda_linear_problem& problem) { return problem.rows; }
-  static int64_t& RowsIn(qm_cuda_attention_problem& problem) { return problem.tokens; }
-  static int64_t& RowsIn(qm_cuda_delta_problem& problem) { return problem.tokens; }
-  static int64_t& RowsIn(qm_cuda_router_problem& problem) { return problem.tokens; }
+  static int64_t& rows_in(qm_cuda_problem& problem) { return problem.tokens; }
+  static int64_t& rows_in(qm_cuda_linear_problem& problem) { return problem.rows; }
+  static int64_t& rows_in(qm_cuda_attention_problem& problem) { return problem.tokens; }
+  static int64_t& rows_in(qm_cuda_delta_problem& problem) { return problem.tokens; }
+  static int64_t& rows_in(qm_cuda_router_problem& problem) { return problem.tokens; }
   template <class Any>
-  static int64_t& BatchIn(Any&, int64_t& one) {
+  static int64_t& batch_in(Any&, int64_t& one) {
     return one;
   }
-  static int64_t& BatchIn(qm_cuda_attention_problem& problem, int64_t&) { return problem.batch; }
-  static int64_t& BatchIn(qm_cuda_delta_problem& problem, int64_t&) { return problem.batch; }
+  static int64_t& batch_in(qm_cuda_attention_problem& problem, int64_t&) { return problem.batch; }
+  static int64_t& batch_in(qm_cuda_delta_problem& problem, int64_t&) { return problem.batch; }
 };
 
 class MoE final : public Planned<qm_cuda_problem, qm_cuda_plan, qm_cuda_plan_moe> {
@@ -496,26 +496,26 @@ class MoE final : public Planned<qm_cuda_problem, qm_cuda_plan, qm_cuda_plan_moe
   MoE(SharedLayer layer, const qm_moe& moe) : Planned("QuantMoE", std::move(layer)), moe_(moe) {}
 
  private:
-  IPluginV3* Clone() const override { return new MoE(layer_, moe_); }
-  bool CheckShapes(const Dims* in) const override;
-  qm_cuda_problem ProblemOf(const Inputs& in) const override {
+  IPluginV3* make_copy() const override { return new MoE(layer_, moe_); }
+  bool check_shapes(const Dims* in) const override;
+  qm_cuda_problem problem_of(const Inputs& in) const override {
     const Dims& ids = in.dims[QuantMoE_topk_ids];
     qm_cuda_problem problem{};
     problem.moe = moe_;
-    problem.type = QmType(in.types[QuantMoE_hidden_states]);
+    problem.type = qm_type(in.types[QuantMoE_hidden_states]);
     problem.id_bytes = in.types[QuantMoE_topk_ids] == DataType::kINT64 ? 8 : 4;
-    problem.tokens = RowsOf(ids);
+    problem.tokens = rows_of(ids);
     problem.top_k = ids.d[ids.nbDims - 1];
     problem.local_experts = in.dims[QuantMoE_w13].d[0];
     return problem;
   }
-  const void* Ordered(const void* const* inputs) const override {
+  const void* ordered(const void* const* inputs) const override {
     return moe_.w13.perm ? inputs[QuantMoE_w13] : nullptr;
   }
-  int CheckOrder(const void* rows, cudaStream_t stream, char* error) const override {
+  int check_order(const void* rows, cudaStream_t stream, char* error) const override {
     return qm_cuda_check_moe(&problem_, rows, stream, error);
   }
-  int Launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
+  int launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
              char* error) override {
     qm_cuda_tensors tensors{};
     tensors.hidden_states = inputs[QuantMoE_hidden_states];
@@ -531,22 +531,22 @@ class MoE final : public Planned<qm_cuda_problem, qm_cuda_plan, qm_cuda_plan_moe
   qm_moe moe_;
 };
 
-bool MoE::CheckShapes(const Dims* in) const {
+bool MoE::check_shapes(const Dims* in) const {
   const Dims &x = in[QuantMoE_hidden_states], &ids = in[QuantMoE_topk_ids], &weights = in[QuantMoE_topk_weights];
-  if (x.nbDims < 1 || Differ(x.d[x.nbDims - 1], moe_.hidden_size))
-    return Wrong("hidden_states has shape " + Text(x) + ", expected [.., hidden_size " +
+  if (x.nbDims < 1 || differ(x.d[x.nbDims - 1], moe_.hidden_size))
+    return wrong("hidden_states has shape " + to_text(x) + ", expected [.., hidden_size " +
                  std::to_string(moe_.hidden_size) + "]");
   bool same = ids.nbDims == x.nbDims && weights.nbDims == x.nbDims;
-  for (int32_t i = 0; same && i + 1 < x.nbDims; ++i) same = !Differ(ids.d[i], x.d[i]);
-  for (int32_t i = 0; same && i < x.nbDims; ++i) same = !Differ(ids.d[i], weights.d[i]);
+  for (int32_t i = 0; same && i + 1 < x.nbDims; ++i) same = !differ(ids.d[i], x.d[i]);
+  for (int32_t i = 0; same && i < x.nbDims; ++i) same = !differ(ids.d[i], weights.d[i]);
   if (!same)
-    return Wrong("topk_ids and topk_weights have shapes " + Text(ids) + " and " + Text(weights) +
-                 ", expected the same, and the sizes before the last of hidden_states " + Text(x));
+    return wrong("topk_ids and topk_weights have shapes " + to_text(ids) + " and " + to_text(weights) +
+                 ", expected the same, and the sizes before the last of hidden_states " + to_text(x));
   if (ids.d[ids.nbDims - 1] < 1)
-    return Wrong("topk_ids has shape " + Text(ids) + ", expected a last dimension known when the engine is built");
+    return wrong("topk_ids has shape " + to_text(ids) + ", expected a last dimension known when the engine is built");
   const Dims& w13 = in[QuantMoE_w13];
-  return CheckPacked("w13", w13, -1, qm_cuda_row_bytes(&moe_, 13)) &&
-         CheckPacked("w2", in[QuantMoE_w2], w13.d[0], qm_cuda_row_bytes(&moe_, 2));
+  return check_packed("w13", w13, -1, qm_cuda_row_bytes(&moe_, 13)) &&
+         check_packed("w2", in[QuantMoE_w2], w13.d[0], qm_cuda_row_bytes(&moe_, 2));
 }
 
 class Linear final : public Planned<qm_cuda_linear_problem, qm_cuda_plan, qm_cuda_plan_linear> {
@@ -554,29 +554,29 @@ class Linear final : public Planned<qm_cuda_linear_problem, qm_cuda_plan, qm_cud
   Linear(SharedLayer layer, const qm_linear& linear) : Planned("QuantLinear", std::move(layer)), linear_(linear) {}
 
  private:
-  IPluginV3* Clone() const override { return new Linear(layer_, linear_); }
-  int64_t LastSize() const override { return linear_.out_features; }
-  bool CheckShapes(const Dims* in) const override {
+  IPluginV3* make_copy() const override { return new Linear(layer_, linear_); }
+  int64_t last_size() const override { return linear_.out_features; }
+  bool check_shapes(const Dims* in) const override {
     const Dims& x = in[QuantLinear_x];
-    if (x.nbDims < 1 || Differ(x.d[x.nbDims - 1], linear_.in_features))
-      return Wrong("x has shape " + Text(x) + ", expected [.., in_features " + std::to_string(linear_.in_features) +
+    if (x.nbDims < 1 || differ(x.d[x.nbDims - 1], linear_.in_features))
+      return wrong("x has shape " + to_text(x) + ", expected [.., in_features " + std::to_string(linear_.in_features) +
                    "]");
-    return CheckPacked("w", in[QuantLinear_w], 1, qm_cuda_linear_row_bytes(&linear_));
+    return check_packed("w", in[QuantLinear_w], 1, qm_cuda_linear_row_bytes(&linear_));
   }
-  qm_cuda_linear_problem ProblemOf(const Inputs& in) const override {
+  qm_cuda_linear_problem problem_of(const Inputs& in) const override {
     qm_cuda_linear_problem problem{};
     problem.linear = linear_;
-    problem.type = QmType(in.types[QuantLinear_x]);
-    problem.rows = RowsOf(in.dims[QuantLinear_x]);
+    problem.type = qm_type(in.types[QuantLinear_x]);
+    problem.rows = rows_of(in.dims[QuantLinear_x]);
     return problem;
   }
-  const void* Ordered(const void* const* inputs) const override {
+  const void* ordered(const void* const* inputs) const override {
     return linear_.w.perm ? inputs[QuantLinear_w] : nullptr;
   }
-  int CheckOrder(const void* rows, cudaStream_t stream, char* error) const override {
+  int check_order(const void* rows, cudaStream_t stream, char* error) const override {
     return qm_cuda_check_linear(&problem_, rows, stream, error);
   }
-  int Launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
+  int launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
              char* error) override {
     const qm_cuda_linear_tensors tensors{inputs[QuantLinear_x], inputs[QuantLinear_w], outputs[0], workspace};
     return qm_cuda_launch_linear(&problem_, &plan_, &tensors, stream, error);
@@ -595,26 +595,27 @@ class Routing final : public Plugin {
   }
 
  private:
-  IPluginV3* Clone() const override { return new Routing(layer_, problem_.routing); }
-  int64_t LastSize() const override { return problem_.routing.top_k + problem_.routing.shared_experts; }
-  bool TakesFloat() const override { return true; }
-  bool CheckShapes(const Dims* in) const override {
+  IPluginV3* make_copy() const override { return new Routing(layer_, problem_.routing); }
+  int64_t last_size() const override { return problem_.routing.top_k + problem_.routing.shared_experts; }
+  bool takes_float() const override { return true; }
+  bool check_shapes(const Dims* in) const override {
     const Dims &logits = in[MoERouting_logits], &bias = in[MoERouting_correction_bias];
     const qm_routing& r = problem_.routing;
     const std::string experts = "num_experts " + std::to_string(r.num_experts);
-    if (logits.nbDims < 1 || Differ(logits.d[logits.nbDims - 1], r.num_experts + r.shared_gate))
-      return Wrong("logits has shape " + Text(logits) + ", expected [.., " + experts + (r.shared_gate ? " + 1]" : "]"));
-    if (bias.nbDims != 1 || Differ(bias.d[0], r.num_experts))
-      return Wrong("correction_bias has shape " + Text(bias) + ", expected [" + experts + "]");
+    if (logits.nbDims < 1 || differ(logits.d[logits.nbDims - 1], r.num_experts + r.shared_gate))
+      return wrong("logits has shape " + to_text(logits) + ", expected [.., " + experts +
+                   (r.shared_gate ? " + 1]" : "]"));
+    if (bias.nbDims != 1 || differ(bias.d[0], r.num_experts))
+      return wrong("correction_bias has shape " + to_text(bias) + ", expected [" + experts + "]");
     return true;
   }
-  bool Configure(const Inputs&) override { return true; }
-  bool Prepare(const Inputs& in) override {
-    problem_.type = QmType(in.types[MoERouting_logits]);
-    problem_.tokens = RowsOf(in.dims[MoERouting_logits]);
+  bool configure(const Inputs&) override { return true; }
+  bool prepare(const Inputs& in) override {
+    problem_.type = qm_type(in.types[MoERouting_logits]);
+    problem_.tokens = rows_of(in.dims[MoERouting_logits]);
     return true;
   }
-  int Launch(const void* const* inputs, void* const* outputs, void*, cudaStream_t stream, char* error) override {
+  int launch(const void* const* inputs, void* const* outputs, void*, cudaStream_t stream, char* error) override {
     const qm_cuda_routing_tensors tensors{inputs[MoERouting_logits],
                                           static_cast<const float*>(inputs[MoERouting_correction_bias]),
                                           static_cast<int32_t*>(outputs[0]), static_cast<float*>(outputs[1])};
@@ -629,31 +630,31 @@ class Router final : public Planned<qm_cuda_router_problem, qm_cuda_router_plan,
   Router(SharedLayer layer, const qm_router& router) : Planned("MoERouter", std::move(layer)), router_(router) {}
 
  private:
-  IPluginV3* Clone() const override { return new Router(layer_, router_); }
-  int64_t LastSize() const override { return router_.top_k + router_.shared_experts; }
-  bool CheckShapes(const Dims* in) const override {
+  IPluginV3* make_copy() const override { return new Router(layer_, router_); }
+  int64_t last_size() const override { return router_.top_k + router_.shared_experts; }
+  bool check_shapes(const Dims* in) const override {
     const Dims& x = in[MoERouter_hidden_states];
-    if (x.nbDims < 1 || Differ(x.d[x.nbDims - 1], router_.hidden_size))
-      return Wrong("hidden_states has shape " + Text(x) + ", expected [.., hidden_size " +
+    if (x.nbDims < 1 || differ(x.d[x.nbDims - 1], router_.hidden_size))
+      return wrong("hidden_states has shape " + to_text(x) + ", expected [.., hidden_size " +
                    std::to_string(router_.hidden_size) + "]");
     const int64_t experts = router_.num_experts, rows = experts + router_.shared_gate;
-    return CheckShape(in, MoERouter_weight, {rows, router_.hidden_size}) &&
-           (None(in[MoERouter_bias]) || CheckShape(in, MoERouter_bias, {rows})) &&
-           (None(in[MoERouter_correction_bias]) || CheckShape(in, MoERouter_correction_bias, {experts}));
+    return check_shape(in, MoERouter_weight, {rows, router_.hidden_size}) &&
+           (is_none(in[MoERouter_bias]) || check_shape(in, MoERouter_bias, {rows})) &&
+           (is_none(in[MoERouter_correction_bias]) || check_shape(in, MoERouter_correction_bias, {experts}));
   }
-  qm_cuda_router_problem ProblemOf(const Inputs& in) const override {
+  qm_cuda_router_problem problem_of(const Inputs& in) const override {
     qm_cuda_router_problem problem{};
     problem.router = router_;
-    problem.type = QmType(in.types[MoERouter_hidden_states]);
-    problem.tokens = RowsOf(in.dims[MoERouter_hidden_states]);
+    problem.type = qm_type(in.types[MoERouter_hidden_states]);
+    problem.tokens = rows_of(in.dims[MoERouter_hidden_states]);
     return problem;
   }
-  bool Prepare(const Inputs& in) override {
+  bool prepare(const Inputs& in) override {
     none_[0] = in.dims[MoERouter_bias].d[0] == 0;
     none_[1] = in.dims[MoERouter_correction_bias].d[0] == 0;
-    return Planned::Prepare(in);
+    return Planned::prepare(in);
   }
-  int Launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
+  int launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
              char* error) override {
     const auto bias = [&](int32_t input, bool none) {
       return none ? nullptr : static_cast<const float*>(inputs[input]);
@@ -682,21 +683,21 @@ class Norm final : public Plugin {
   }
 
  private:
-  IPluginV3* Clone() const override { return new Norm(layer_, problem_.norm); }
-  bool CheckShapes(const Dims* in) const override {
+  IPluginV3* make_copy() const override { return new Norm(layer_, problem_.norm); }
+  bool check_shapes(const Dims* in) const override {
     const Dims &x = in[AddRMSNorm_x], &weight = in[AddRMSNorm_weight];
-    if (weight.nbDims != 1 || x.nbDims < 1 || Differ(x.d[x.nbDims - 1], weight.d[0]))
-      return Wrong("x has shape " + Text(x) + " and weight " + Text(weight) + ", expected [.., H] and [H]");
-    return CheckShape(in, AddRMSNorm_residual, std::vector<int64_t>(x.d, x.d + x.nbDims));
+    if (weight.nbDims != 1 || x.nbDims < 1 || differ(x.d[x.nbDims - 1], weight.d[0]))
+      return wrong("x has shape " + to_text(x) + " and weight " + to_text(weight) + ", expected [.., H] and [H]");
+    return check_shape(in, AddRMSNorm_residual, std::vector<int64_t>(x.d, x.d + x.nbDims));
   }
-  bool Configure(const Inputs&) override { return true; }
-  bool Prepare(const Inputs& in) override {
-    problem_.type = QmType(in.types[AddRMSNorm_x]);
-    problem_.rows = RowsOf(in.dims[AddRMSNorm_x]);
+  bool configure(const Inputs&) override { return true; }
+  bool prepare(const Inputs& in) override {
+    problem_.type = qm_type(in.types[AddRMSNorm_x]);
+    problem_.rows = rows_of(in.dims[AddRMSNorm_x]);
     problem_.columns = in.dims[AddRMSNorm_weight].d[0];
     return true;
   }
-  int Launch(const void* const* inputs, void* const* outputs, void*, cudaStream_t stream, char* error) override {
+  int launch(const void* const* inputs, void* const* outputs, void*, cudaStream_t stream, char* error) override {
     const qm_cuda_norm_tensors tensors{inputs[AddRMSNorm_x], inputs[AddRMSNorm_residual], inputs[AddRMSNorm_weight],
                                        outputs[0], outputs[1]};
     return qm_cuda_launch_norm(&problem_, &tensors, stream, error);
@@ -714,8 +715,8 @@ class TokenRows final : public Plugin {
   }
 
  private:
-  IPluginV3* Clone() const override { return new TokenRows(layer_, problem_.node); }
-  bool SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
+  IPluginV3* make_copy() const override { return new TokenRows(layer_, problem_.node); }
+  bool set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
     outputs[0].nbDims = 2;
     outputs[1].nbDims = 3;
     outputs[0].d[0] = outputs[1].d[0] = inputs[TokenRows_attention_mask].d[0];
@@ -723,13 +724,14 @@ class TokenRows final : public Plugin {
     outputs[1].d[1] = outputs[1].d[2] = builder.constant(1);
     return true;
   }
-  bool CheckShapes(const Dims* in) const override {
+  bool check_shapes(const Dims* in) const override {
     const int64_t batch = in[TokenRows_attention_mask].d[0];
-    return CheckShape(in, TokenRows_attention_mask, {-1, -1}) &&
-           CheckShape(in, TokenRows_past_key, {batch, -1, -1, -1}) && CheckShape(in, TokenRows_input_ids, {batch, -1});
+    return check_shape(in, TokenRows_attention_mask, {-1, -1}) &&
+           check_shape(in, TokenRows_past_key, {batch, -1, -1, -1}) &&
+           check_shape(in, TokenRows_input_ids, {batch, -1});
   }
-  bool Configure(const Inputs&) override { return true; }
-  bool Prepare(const Inputs& in) override {
+  bool configure(const Inputs&) override { return true; }
+  bool prepare(const Inputs& in) override {
     const Dims& mask = in.dims[TokenRows_attention_mask];
     problem_.batch = mask.d[0];
     problem_.tokens = in.dims[TokenRows_input_ids].d[1];
@@ -737,7 +739,7 @@ class TokenRows final : public Plugin {
     problem_.length = mask.d[1];
     return true;
   }
-  int Launch(const void* const* inputs, void* const* outputs, void*, cudaStream_t stream, char* error) override {
+  int launch(const void* const* inputs, void* const* outputs, void*, cudaStream_t stream, char* error) override {
     const qm_cuda_rows_tensors tensors{static_cast<const int64_t*>(inputs[TokenRows_attention_mask]),
                                        static_cast<int32_t*>(outputs[0]), static_cast<int64_t*>(outputs[1])};
     return qm_cuda_launch_rows(&problem_, &tensors, stream, error);
@@ -755,21 +757,21 @@ class Attention final : public Planned<qm_cuda_attention_problem, qm_cuda_attent
       : Planned("CachedAttention", std::move(layer)), attention_(attention) {}
 
  private:
-  IPluginV3* Clone() const override { return new Attention(layer_, attention_); }
-  bool SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override;
-  bool CheckShapes(const Dims* in) const override;
-  qm_cuda_attention_problem ProblemOf(const Inputs& in) const override {
+  IPluginV3* make_copy() const override { return new Attention(layer_, attention_); }
+  bool set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override;
+  bool check_shapes(const Dims* in) const override;
+  qm_cuda_attention_problem problem_of(const Inputs& in) const override {
     const Dims& qkv = in.dims[CachedAttention_qkv];
     qm_cuda_attention_problem problem{};
     problem.attention = attention_;
-    problem.type = QmType(in.types[CachedAttention_qkv]);
+    problem.type = qm_type(in.types[CachedAttention_qkv]);
     problem.batch = qkv.d[0];
     problem.tokens = qkv.d[1];
     problem.past_slots = in.dims[CachedAttention_past_key].d[2];
     problem.slots = std::max(problem.past_slots, in.dims[CachedAttention_attention_mask].d[1]);
     return problem;
   }
-  int Launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
+  int launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
              char* error) override {
     const auto floats = [&](int32_t input) { return static_cast<const float*>(inputs[input]); };
     qm_cuda_attention_tensors tensors{};
@@ -792,13 +794,13 @@ class Attention final : public Planned<qm_cuda_attention_problem, qm_cuda_attent
   qm_attention attention_;
 };
 
-bool Attention::SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const {
+bool Attention::set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const {
   const DimsExprs &qkv = inputs[CachedAttention_qkv], &mask = inputs[CachedAttention_attention_mask];
   for (const auto& [input, rank] : {std::pair{CachedAttention_qkv, 3},
                                     {CachedAttention_past_key, 4},
                                     {CachedAttention_past_value, 4},
                                     {CachedAttention_attention_mask, 2}})
-    if (!CheckRank(inputs, input, rank)) return false;
+    if (!check_rank(inputs, input, rank)) return false;
   outputs[0] = qkv;
   outputs[0].d[2] = builder.constant(int64_t{attention_.num_heads} * attention_.v_head_size);
   for (const int32_t i : {0, 1}) {
@@ -809,9 +811,9 @@ bool Attention::SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuil
   return true;
 }
 
-bool Attention::CheckShapes(const Dims* in) const {
+bool Attention::check_shapes(const Dims* in) const {
   const qm_attention& a = attention_;
-  const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return CheckShape(in, input, sizes); };
+  const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return check_shape(in, input, sizes); };
   const int64_t heads = a.num_heads, groups = a.kv_num_heads, d = a.head_size, v = a.v_head_size, n = a.key_split;
   const auto weights = [&](int64_t all) {
     return a.qk_norm == k_qk_norm_none ? 0 : a.qk_norm == k_qk_norm_head ? d : all * d;
@@ -828,7 +830,7 @@ bool Attention::CheckShapes(const Dims* in) const {
 }
 
 // A state's shape, with the window's size in front where there is one.
-std::vector<int64_t> Windowed(int32_t window, std::vector<int64_t> state) {
+std::vector<int64_t> windowed(int32_t window, std::vector<int64_t> state) {
   if (window > 1) state.insert(state.begin(), window);
   return state;
 }
@@ -844,36 +846,36 @@ class Conv final : public Plugin {
   }
 
  private:
-  IPluginV3* Clone() const override { return new Conv(layer_, problem_.conv); }
-  bool SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
+  IPluginV3* make_copy() const override { return new Conv(layer_, problem_.conv); }
+  bool set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
     const int32_t rank = problem_.conv.state_window > 1 ? 4 : 3;
-    if (!CheckRank(inputs, CausalConv_x, 3) || !CheckRank(inputs, CausalConv_past_conv, rank)) return false;
+    if (!check_rank(inputs, CausalConv_x, 3) || !check_rank(inputs, CausalConv_past_conv, rank)) return false;
     outputs[0] = inputs[CausalConv_x];
     outputs[0].d[2] = builder.constant(problem_.conv.channels);
     outputs[1] = inputs[CausalConv_past_conv];
     return true;
   }
-  bool CheckShapes(const Dims* in) const override {
+  bool check_shapes(const Dims* in) const override {
     const int64_t channels = problem_.conv.channels, width = problem_.conv.width;
     const Dims &x = in[CausalConv_x], &bias = in[CausalConv_bias];
-    const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return CheckShape(in, input, sizes); };
+    const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return check_shape(in, input, sizes); };
     return check(CausalConv_x, {-1, -1, x_of(problem_.conv).size}) && check(CausalConv_weight, {channels, width}) &&
-           (None(bias) || check(CausalConv_bias, {channels})) &&
-           check(CausalConv_past_conv, Windowed(problem_.conv.state_window, {x.d[0], channels, width - 1})) &&
+           (is_none(bias) || check(CausalConv_bias, {channels})) &&
+           check(CausalConv_past_conv, windowed(problem_.conv.state_window, {x.d[0], channels, width - 1})) &&
            check(CausalConv_rows, {x.d[0], 3});
   }
-  bool Read(const Inputs& in) {
+  bool read_shapes(const Inputs& in) {
     const Dims& x = in.dims[CausalConv_x];
-    problem_.type = QmType(in.types[CausalConv_x]);
+    problem_.type = qm_type(in.types[CausalConv_x]);
     problem_.batch = x.d[0];
     problem_.tokens = x.d[1];
     bias_ = in.dims[CausalConv_bias].d[0] > 0;
     char error[QM_ERROR_SIZE];
-    return !qm_cuda_validate_conv(&problem_, error) || Wrong(error);
+    return !qm_cuda_validate_conv(&problem_, error) || wrong(error);
   }
-  bool Configure(const Inputs& most) override { return Read(most); }
-  bool Prepare(const Inputs& in) override { return Read(in); }
-  int Launch(const void* const* inputs, void* const* outputs, void*, cudaStream_t stream, char* error) override {
+  bool configure(const Inputs& most) override { return read_shapes(most); }
+  bool prepare(const Inputs& in) override { return read_shapes(in); }
+  int launch(const void* const* inputs, void* const* outputs, void*, cudaStream_t stream, char* error) override {
     const auto floats = [&](int32_t input) { return static_cast<const float*>(inputs[input]); };
     qm_cuda_conv_tensors tensors{};
     tensors.x = inputs[CausalConv_x];
@@ -895,38 +897,38 @@ class Delta final : public Planned<qm_cuda_delta_problem, qm_cuda_delta_plan, qm
   Delta(SharedLayer layer, const qm_delta& delta) : Planned("GatedDelta", std::move(layer)), delta_(delta) {}
 
  private:
-  IPluginV3* Clone() const override { return new Delta(layer_, delta_); }
-  bool SetShapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
+  IPluginV3* make_copy() const override { return new Delta(layer_, delta_); }
+  bool set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
     const int32_t rank = delta_.state_window > 1 ? 5 : 4;
-    if (!CheckRank(inputs, GatedDelta_qkv, 3) || !CheckRank(inputs, GatedDelta_past_state, rank)) return false;
+    if (!check_rank(inputs, GatedDelta_qkv, 3) || !check_rank(inputs, GatedDelta_past_state, rank)) return false;
     outputs[0] = inputs[GatedDelta_qkv];
     outputs[0].d[2] = builder.constant(int64_t{delta_.num_v_heads} * delta_.v_head_size);
     outputs[1] = inputs[GatedDelta_past_state];
     return true;
   }
-  bool CheckShapes(const Dims* in) const override {
+  bool check_shapes(const Dims* in) const override {
     const int64_t heads = delta_.num_v_heads, k = delta_.k_head_size, v = delta_.v_head_size;
     const int64_t decays = heads * (delta_.decay_per_key ? k : 1);
     const Dims& qkv = in[GatedDelta_qkv];
-    const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return CheckShape(in, input, sizes); };
+    const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return check_shape(in, input, sizes); };
     return check(GatedDelta_qkv, {-1, -1, 2 * delta_.num_k_heads * k + heads * v}) &&
            check(GatedDelta_a, {qkv.d[0], qkv.d[1], a_of(delta_).size}) &&
            check(GatedDelta_b, {qkv.d[0], qkv.d[1], b_of(delta_).size}) &&
            check(GatedDelta_z, {qkv.d[0], qkv.d[1], z_of(delta_).size}) && check(GatedDelta_a_log, {heads}) &&
            check(GatedDelta_dt_bias, {decays}) && check(GatedDelta_norm, {v}) &&
-           check(GatedDelta_past_state, Windowed(delta_.state_window, {qkv.d[0], heads, k, v})) &&
+           check(GatedDelta_past_state, windowed(delta_.state_window, {qkv.d[0], heads, k, v})) &&
            check(GatedDelta_rows, {qkv.d[0], 3});
   }
-  qm_cuda_delta_problem ProblemOf(const Inputs& in) const override {
+  qm_cuda_delta_problem problem_of(const Inputs& in) const override {
     const Dims& qkv = in.dims[GatedDelta_qkv];
     qm_cuda_delta_problem problem{};
     problem.delta = delta_;
-    problem.type = QmType(in.types[GatedDelta_qkv]);
+    problem.type = qm_type(in.types[GatedDelta_qkv]);
     problem.batch = qkv.d[0];
     problem.tokens = qkv.d[1];
     return problem;
   }
-  int Launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
+  int launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
              char* error) override {
     const auto floats = [&](int32_t input) { return static_cast<const float*>(inputs[input]); };
     qm_cuda_delta_tensors tensors{};
@@ -959,7 +961,8 @@ class Creator final : public IPluginCreatorV3One {
  public:
   explicit Creator(const char* op) : op_(op) {
     const qm_attribute* a;
-    for (size_t i = 0; (a = qm_attribute_at(op, i)); ++i) fields_.emplace_back(a->name, nullptr, FieldType(a->kind), 1);
+    for (size_t i = 0; (a = qm_attribute_at(op, i)); ++i)
+      fields_.emplace_back(a->name, nullptr, field_type(a->kind), 1);
     collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
   }
   const char* getPluginName() const noexcept override { return op_; }
@@ -968,14 +971,14 @@ class Creator final : public IPluginCreatorV3One {
   const char* getPluginNamespace() const noexcept override { return ""; }
   const PluginFieldCollection* getFieldNames() noexcept override { return &collection_; }
   IPluginV3* createPlugin(const char* name, const PluginFieldCollection* given, TensorRTPhase phase) noexcept override {
-    return Guard<IPluginV3*>(op_, nullptr, [&] { return Create(name, given, phase == TensorRTPhase::kRUNTIME); });
+    return guard<IPluginV3*>(op_, nullptr, [&] { return create(name, given, phase == TensorRTPhase::kRUNTIME); });
   }
 
  private:
-  IPluginV3* Create(const char* name, const PluginFieldCollection* given, bool runs) const;
-  bool ReadFields(const PluginFieldCollection* given, bool runs, Node* node, std::vector<Value>* values,
-                  int64_t* workspace_bytes, std::string* why) const;
-  static PluginFieldType FieldType(char kind) {
+  IPluginV3* create(const char* name, const PluginFieldCollection* given, bool runs) const;
+  bool read_fields(const PluginFieldCollection* given, bool runs, Node* node, std::vector<Value>* values,
+                   int64_t* workspace_bytes, std::string* why) const;
+  static PluginFieldType field_type(char kind) {
     return kind == 'i' ? PluginFieldType::kINT32 : kind == 'f' ? PluginFieldType::kFLOAT32 : PluginFieldType::kCHAR;
   }
   const char* op_;
@@ -984,7 +987,7 @@ class Creator final : public IPluginCreatorV3One {
 };
 
 // Sets the attribute of a field and keeps its value; false with the sentence in error.
-bool Set(const char* op, Node* node, std::vector<Value>* values, const PluginField& expected, const PluginField& field,
+bool set(const char* op, Node* node, std::vector<Value>* values, const PluginField& expected, const PluginField& field,
          char* error) {
   const bool text = expected.type == PluginFieldType::kCHAR;
   if (field.type != expected.type || !field.data || (text ? field.length < 1 : field.length != 1)) {
@@ -1013,8 +1016,8 @@ bool Set(const char* op, Node* node, std::vector<Value>* values, const PluginFie
 }
 
 // The attributes of a layer; false with the reason in why.
-bool Creator::ReadFields(const PluginFieldCollection* given, bool runs, Node* node, std::vector<Value>* values,
-                         int64_t* workspace_bytes, std::string* why) const {
+bool Creator::read_fields(const PluginFieldCollection* given, bool runs, Node* node, std::vector<Value>* values,
+                          int64_t* workspace_bytes, std::string* why) const {
   auto refuse = [&](const std::string& what) {
     *why = what;
     return false;
@@ -1032,7 +1035,7 @@ bool Creator::ReadFields(const PluginFieldCollection* given, bool runs, Node* no
     if (later(i)) continue;
     const PluginField* field = find(fields_[i].name);
     if (field == end) return refuse(std::string("attribute ") + fields_[i].name + " is required");
-    if (!Set(op_, node, values, fields_[i], *field, error)) return refuse(error);
+    if (!set(op_, node, values, fields_[i], *field, error)) return refuse(error);
     if (i == 0 && qm_set_version(op_, node, node->op_version, error)) return refuse(error);
   }
   *workspace_bytes = 0;
@@ -1050,16 +1053,16 @@ bool Creator::ReadFields(const PluginFieldCollection* given, bool runs, Node* no
   return true;
 }
 
-IPluginV3* Creator::Create(const char* name, const PluginFieldCollection* given, bool runs) const {
+IPluginV3* Creator::create(const char* name, const PluginFieldCollection* given, bool runs) const {
   const std::string layer = std::string(op_) + " layer \"" + (name ? name : "") + "\":";
   auto refuse = [&](const std::string& what) {
-    Log(Severity::kERROR, layer + " " + what);
+    log_message(Severity::kERROR, layer + " " + what);
     return nullptr;
   };
   Node node{};
   std::vector<Value> values;
   int64_t workspace_bytes;
-  if (std::string why; !ReadFields(given, runs, &node, &values, &workspace_bytes, &why)) return refuse(why);
+  if (std::string why; !read_fields(given, runs, &node, &values, &workspace_bytes, &why)) return refuse(why);
   char error[QM_ERROR_SIZE];
   // Attributes no kernel can have are refused here, where the layer is named; shapes come later.
   const auto shared = std::make_shared<Layer>(layer, std::move(values), runs, workspace_bytes);
@@ -1113,7 +1116,7 @@ IPluginV3* Creator::Create(const char* name, const PluginFieldCollection* given,
 }
 
 // Never destroyed: TensorRT may ask for their names while the process exits.
-std::vector<IPluginCreatorInterface*>& Creators() {
+std::vector<IPluginCreatorInterface*>& creators() {
   static auto& creators = *new std::vector<IPluginCreatorInterface*>{
 #define QM_OP(op, name, version) new Creator(#op),
 #include "op.def"
@@ -1127,7 +1130,7 @@ struct Global {
   bool versioned;
 
   template <class Use>
-  bool With(const Use& use) const {
+  bool with_registry(const Use& use) const {
     return versioned ? use(*static_cast<Registry<VersionedRegistryHead>*>(registry))
                      : use(*static_cast<Registry<PlainRegistryHead>*>(registry));
   }
@@ -1135,14 +1138,14 @@ struct Global {
 // Those that hold the creators because this library was only opened: trtexec --staticPlugins, ONNX Runtime's
 // trt_extra_plugin_lib_paths, dlopen.
 std::mutex registered_mutex;
-std::vector<Global>& Registered() {
+std::vector<Global>& registered() {
   static auto& registered = *new std::vector<Global>;
   return registered;
 }
 
 // Whether another copy of this library, an engine's for example, is registered. getCreator would log that it is not.
 template <class R>
-bool Holds(const R& registry) {
+bool holds(const R& registry) {
   int32_t count = 0;
   IPluginCreatorInterface* const* creators = registry.getAllCreators(&count);
   return std::any_of(creators, creators + count, [](IPluginCreatorInterface* creator) {
@@ -1152,7 +1155,7 @@ bool Holds(const R& registry) {
 }
 
 // Every TensorRT in the process; this library links to none.
-void RegisterWhereLoaded() {
+void register_where_loaded() {
   std::vector<std::string> names;  // of what is loaded; "" is the program
   dl_iterate_phdr(
       [](dl_phdr_info* info, size_t, void* to) {
@@ -1165,15 +1168,15 @@ void RegisterWhereLoaded() {
     if (!library) continue;
     auto* get = reinterpret_cast<void* (*)()>(dlsym(library, "getPluginRegistry"));
     void* registry = get && dlsym(library, "getInferLibVersion") ? get() : nullptr;
-    const int32_t version = registry ? LibraryVersion(registry) : 0;
-    const Global global{registry, Versioned(version)};
-    const bool registers = version >= kOldest && global.With([](auto& r) {
-      if (Holds(r)) return false;
-      for (IPluginCreatorInterface* creator : Creators()) r.registerCreator(*creator, "");
+    const int32_t version = registry ? library_version(registry) : 0;
+    const Global global{registry, versioned(version)};
+    const bool registers = version >= kOldest && global.with_registry([](auto& r) {
+      if (holds(r)) return false;
+      for (IPluginCreatorInterface* creator : creators()) r.registerCreator(*creator, "");
       return true;
     });
     if (registers) {
-      Registered().push_back(global);
+      registered().push_back(global);
       void* logger = dlsym(library, "getLogger");
       if (global.versioned) {
         versioned_logger = reinterpret_cast<VersionedLogger* (*)()>(logger);
@@ -1188,24 +1191,25 @@ void RegisterWhereLoaded() {
 
 // A registry that loads the library registers what getCreators gives it, and refuses what is registered already: takes
 // the creators from the TensorRT in this library, from no other. When that one deregisters the library it has none.
-void Unregister(const void* tensorrt) {
+void unregister(const void* tensorrt) {
   std::vector<Global> calling;
   {
     const std::lock_guard<std::mutex> lock(registered_mutex);
-    std::vector<Global>& all = Registered();
-    const auto others = std::partition(
-        all.begin(), all.end(), [&](const Global& global) { return LibraryOf(TableOf(global.registry)) != tensorrt; });
+    std::vector<Global>& all = registered();
+    const auto others = std::partition(all.begin(), all.end(), [&](const Global& global) {
+      return library_of(table_of(global.registry)) != tensorrt;
+    });
     calling.assign(others, all.end());
     all.erase(others, all.end());
   }
   for (const Global& global : calling)
-    for (IPluginCreatorInterface* creator : Creators())
-      global.With([&](auto& r) { return r.deregisterCreator(*creator); });
+    for (IPluginCreatorInterface* creator : creators())
+      global.with_registry([&](auto& r) { return r.deregisterCreator(*creator); });
 }
 
 __attribute__((constructor)) void Opened() {
-  Guard("quantmoe:", 0, [] {
-    RegisterWhereLoaded();
+  guard("quantmoe:", 0, [] {
+    register_where_loaded();
     return 0;
   });
 }
@@ -1215,10 +1219,10 @@ __attribute__((constructor)) void Opened() {
 
 extern "C" QM_API void setLoggerFinder(nvinfer1::ILoggerFinder* finder) {
   using namespace quantmoe;
-  const int32_t version = finder ? LibraryVersion(finder) : 0;
+  const int32_t version = finder ? library_version(finder) : 0;
   plain_finder = nullptr;
   versioned_finder = nullptr;
-  if (Versioned(version)) {
+  if (versioned(version)) {
     versioned_finder = reinterpret_cast<VersionedLoggerFinder*>(finder);
   } else if (version) {
     plain_finder = reinterpret_cast<PlainLoggerFinder*>(finder);
@@ -1228,10 +1232,10 @@ extern "C" QM_API void setLoggerFinder(nvinfer1::ILoggerFinder* finder) {
 extern "C" QM_API nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count) {
   using namespace quantmoe;
   count = 0;
-  const void* caller = LibraryOf(__builtin_return_address(0));
-  return Guard<IPluginCreatorInterface* const*>("quantmoe:", nullptr, [&] {
-    Unregister(caller);
-    count = static_cast<int32_t>(Creators().size());
-    return Creators().data();
+  const void* caller = library_of(__builtin_return_address(0));
+  return guard<IPluginCreatorInterface* const*>("quantmoe:", nullptr, [&] {
+    unregister(caller);
+    count = static_cast<int32_t>(creators().size());
+    return creators().data();
   });
 }

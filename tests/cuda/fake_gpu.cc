@@ -24,7 +24,7 @@ qm_cuda_conv_tensors convolved{};
 qm_cuda_delta_problem delta{};
 qm_cuda_delta_tensors stepped{};
 
-int CheckOrder(char* err) {
+int check_order(char* err) {
   ++orders_checked;
   if (order_is_good) return QM_OK;
   std::snprintf(err, QM_ERROR_SIZE, "an act-order that the test calls bad");
@@ -112,8 +112,8 @@ cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 
 int qm_cuda_query(int, qm_cuda_device* found, char*) { return *found = device, QM_OK; }
-int qm_cuda_check_moe(const qm_cuda_problem*, const void*, void*, char* err) { return CheckOrder(err); }
-int qm_cuda_check_linear(const qm_cuda_linear_problem*, const void*, void*, char* err) { return CheckOrder(err); }
+int qm_cuda_check_moe(const qm_cuda_problem*, const void*, void*, char* err) { return check_order(err); }
+int qm_cuda_check_linear(const qm_cuda_linear_problem*, const void*, void*, char* err) { return check_order(err); }
 int qm_cuda_launch(const qm_cuda_problem* problem, const qm_cuda_plan*, const qm_cuda_tensors* tensors, void*, char*) {
   moe = *problem, mixed = *tensors;
   return ++launches, QM_OK;

@@ -53,15 +53,15 @@ std::string error, logged;
 int live_scratch = 0;
 bool on_device = true;
 
-OrtStatus* New(const char* text) { return new OrtStatus{ORT_FAIL, text}; }
+OrtStatus* new_status(const char* text) { return new OrtStatus{ORT_FAIL, text}; }
 template <class Map, class T>
-OrtStatus* Attribute(const Map& map, const char* name, T* out) {
+OrtStatus* get_attribute(const Map& map, const char* name, T* out) {
   const auto found = map.find(name);
-  if (found == map.end()) return New("no such attribute");
+  if (found == map.end()) return new_status("no such attribute");
   *out = found->second;
   return nullptr;
 }
-OrtStatus* Text(const std::string& text, char* out, size_t* size) {
+OrtStatus* copy_text(const std::string& text, char* out, size_t* size) {
   if (out) std::memcpy(out, text.c_str(), text.size() + 1);
   *size = text.size() + 1;
   return nullptr;
@@ -78,12 +78,12 @@ struct Allocator : OrtAllocator {
 } allocator;
 
 // One long function: a table, an entry of OrtApi a statement.
-void Fill() {
+void fill_api() {
   api.CreateStatus = [](OrtErrorCode code, const char* text) noexcept { return new OrtStatus{code, text}; };
   api.GetErrorMessage = [](const OrtStatus* s) noexcept { return s->text.c_str(); };
   api.ReleaseStatus = [](OrtStatus* s) noexcept { delete s; };
   api.CreateCustomOpDomain = [](const char* name, OrtCustomOpDomain** out) noexcept -> OrtStatus* {
-    if (std::string(name) != "quantmoe") return New(name);
+    if (std::string(name) != "quantmoe") return new_status(name);
     *out = new OrtCustomOpDomain;
     return nullptr;
   };
@@ -100,24 +100,24 @@ void Fill() {
     return nullptr;
   };
   api.GetSessionConfigEntry = [](const OrtSessionOptions* o, const char* key, char* out, size_t* size) noexcept {
-    return Text(o->entries.at(key), out, size);
+    return copy_text(o->entries.at(key), out, size);
   };
   api.AddSessionConfigEntry = [](OrtSessionOptions* o, const char* key, const char* value) noexcept -> OrtStatus* {
     o->entries[key] = value;
     return nullptr;
   };
   api.KernelInfo_GetNodeName = [](const OrtKernelInfo*, char* out, size_t* size) noexcept {
-    return Text("moe", out, size);
+    return copy_text("moe", out, size);
   };
   api.KernelInfoGetAttribute_int64 = [](const OrtKernelInfo* i, const char* name, int64_t* out) noexcept {
-    return Attribute(i->ints, name, out);
+    return get_attribute(i->ints, name, out);
   };
   api.KernelInfoGetAttribute_float = [](const OrtKernelInfo* i, const char* name, float* out) noexcept {
-    return Attribute(i->floats, name, out);
+    return get_attribute(i->floats, name, out);
   };
   api.KernelInfoGetAttribute_string = [](const OrtKernelInfo* i, const char* name, char* out, size_t* size) noexcept {
     const auto found = i->strings.find(name);
-    return found == i->strings.end() ? New("no such attribute") : Text(found->second, out, size);
+    return found == i->strings.end() ? new_status("no such attribute") : copy_text(found->second, out, size);
   };
   api.KernelInfoGetConstantInput_tensor = [](const OrtKernelInfo* i, size_t at, int* constant,
                                              const OrtValue** out) noexcept -> OrtStatus* {
@@ -174,7 +174,7 @@ void Fill() {
                                    OrtValue** out) noexcept -> OrtStatus* {
     OrtValue& output = c->outputs[at];
     if (rank != static_cast<size_t>(output.rank) || std::memcmp(dims, output.dims, 8 * rank))
-      return New("output shape");
+      return new_status("output shape");
     *out = &output;
     return nullptr;
   };
@@ -184,13 +184,13 @@ void Fill() {
   };
   api.KernelContext_GetScratchBuffer = [](const OrtKernelContext* c, const OrtMemoryInfo* m, size_t bytes,
                                           void** out) noexcept -> OrtStatus* {
-    if (m != &memory) return New("not the device's memory");
+    if (m != &memory) return new_status("not the device's memory");
     if (!on_device) {
       *out = std::malloc(bytes);
       ++live_scratch;
       return nullptr;
     }
-    if (cudaMalloc(out, bytes)) return New("cudaMalloc");
+    if (cudaMalloc(out, bytes)) return new_status("cudaMalloc");
     // NaN: scratch that is read before it is written shows. On the op's stream, or it may come after the kernels.
     cudaMemsetAsync(*out, 0xff, bytes, static_cast<cudaStream_t>(c->stream));
     ++live_scratch;
@@ -203,7 +203,7 @@ void Fill() {
 extern "C" {
 
 const char* driver_error() { return error.c_str(); }
-static bool Took(OrtStatus* status) {
+static bool is_ok(OrtStatus* status) {
   error = status ? status->text : "";
   delete status;
   return error.empty();
@@ -215,7 +215,7 @@ int32_t driver_live_scratch() { return live_scratch; }
 // Registers the library as a runtime would whose newest API is api_version, in a session with these entries, lines of
 // key=value; returns the number of operators, -1 on failure.
 int32_t driver_open(const char* path, uint32_t api_version, const char* entries) {
-  Fill();
+  fill_api();
   static uint32_t newest;
   newest = api_version;
   void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
@@ -233,22 +233,22 @@ int32_t driver_open(const char* path, uint32_t api_version, const char* entries)
     options.entries[key] = entry;
   auto* entry =
       reinterpret_cast<OrtStatus* (*)(OrtSessionOptions*, const OrtApiBase*)>(dlsym(library, "RegisterCustomOps"));
-  if (!Took(entry(&options, &base))) return -1;
+  if (!is_ok(entry(&options, &base))) return -1;
   return static_cast<int32_t>(options.domains.at(0)->ops.size());
 }
 
-static const OrtCustomOp* At(int32_t op) { return options.domains.at(0)->ops.at(op); }
+static const OrtCustomOp* op_at(int32_t op) { return options.domains.at(0)->ops.at(op); }
 // which: 0 name, 1 provider.
 const char* driver_name(int32_t op, int32_t which) {
-  return which ? At(op)->GetExecutionProviderType(At(op)) : At(op)->GetName(At(op));
+  return which ? op_at(op)->GetExecutionProviderType(op_at(op)) : op_at(op)->GetName(op_at(op));
 }
 int32_t driver_type(int32_t op, int32_t input) {
-  return input < 0 ? At(op)->GetOutputType(At(op), 0) : At(op)->GetInputType(At(op), input);
+  return input < 0 ? op_at(op)->GetOutputType(op_at(op), 0) : op_at(op)->GetInputType(op_at(op), input);
 }
 
 // 1: ONNX Runtime leaves this input of the operator in host memory.
 int32_t driver_in_host_memory(int32_t op, int32_t input) {
-  return At(op)->GetInputMemoryType(At(op), input) == OrtMemTypeCPUInput;
+  return op_at(op)->GetInputMemoryType(op_at(op), input) == OrtMemTypeCPUInput;
 }
 // What the library logged last.
 const char* driver_logged() { return logged.c_str(); }
@@ -260,7 +260,7 @@ void driver_set_string(OrtKernelInfo* i, const char* name, const char* value) { 
 void* driver_create(int32_t op, OrtKernelInfo* info, const OrtValue* inputs) {
   std::memcpy(info->inputs, inputs, sizeof(info->inputs));
   void* kernel = nullptr;
-  const bool took = Took(At(op)->CreateKernelV2(At(op), &api, info, &kernel));
+  const bool took = is_ok(op_at(op)->CreateKernelV2(op_at(op), &api, info, &kernel));
   delete info;
   return took ? kernel : nullptr;
 }
@@ -270,8 +270,8 @@ int32_t driver_run(int32_t op, void* kernel, const OrtValue* tensors, void* stre
   std::memcpy(context.inputs, tensors, sizeof(context.inputs));
   std::memcpy(context.outputs, tensors + kInputs, sizeof(context.outputs));
   context.stream = stream;
-  return Took(At(op)->KernelComputeV2(kernel, &context)) ? 0 : -1;
+  return is_ok(op_at(op)->KernelComputeV2(kernel, &context)) ? 0 : -1;
 }
-void driver_destroy(int32_t op, void* kernel) { At(op)->KernelDestroy(kernel); }
+void driver_destroy(int32_t op, void* kernel) { op_at(op)->KernelDestroy(kernel); }
 
 }  // extern "C"

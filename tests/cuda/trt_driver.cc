@@ -35,20 +35,20 @@ IPluginCreatorInterface* const* creators = nullptr;
 std::string log_text;
 int32_t version = 0;
 
-void Keep(ILogger::Severity severity, const char* text) {
+void keep_message(ILogger::Severity severity, const char* text) {
   const int32_t left = driver_memory(-1);
   log_text += std::to_string(static_cast<int>(severity)) + " " + text + "\n";
   driver_memory(left);
 }
 struct Logger : ILogger {
-  void log(Severity severity, const char* text) noexcept override { Keep(severity, text); }
+  void log(Severity severity, const char* text) noexcept override { keep_message(severity, text); }
 } logger;
 struct Finder : ILoggerFinder {
   ILogger* findLogger() override { return &logger; }
 } finder;
 // As TensorRT 10 has them.
 struct PlainLogger {
-  virtual void log(ILogger::Severity severity, const char* text) noexcept { Keep(severity, text); }
+  virtual void log(ILogger::Severity severity, const char* text) noexcept { keep_message(severity, text); }
 } plain_logger;
 struct PlainFinder {
   virtual PlainLogger* findLogger() { return &plain_logger; }
@@ -71,7 +71,7 @@ struct VersionedHead {
   virtual IErrorRecorder* getErrorRecorder() const noexcept { return nullptr; }
 };
 std::vector<IPluginCreatorInterface*> registered, of_libraries;
-const char* NameOf(const IPluginCreatorInterface* creator) {
+const char* name_of(const IPluginCreatorInterface* creator) {
   return static_cast<IPluginCreatorV3One*>(const_cast<IPluginCreatorInterface*>(creator))->getPluginName();
 }
 template <class Head>
@@ -89,8 +89,8 @@ struct Registry : Head {
     IPluginCreatorInterface* const* found = creators(count);
     if (!count) return nullptr;
     for (int32_t i = 0; i < count; ++i)
-      if (getCreator(NameOf(found[i]), "1", "")) {
-        Keep(ILogger::Severity::kERROR, "Cannot register the library as a plugin creator exists already.");
+      if (getCreator(name_of(found[i]), "1", "")) {
+        keep_message(ILogger::Severity::kERROR, "Cannot register the library as a plugin creator exists already.");
         return nullptr;
       }
     for (int32_t i = 0; i < count; ++i) registered.push_back(found[i]), of_libraries.push_back(found[i]);
@@ -98,8 +98,8 @@ struct Registry : Head {
   }
   virtual void deregisterLibrary(void*) noexcept { registered.clear(), of_libraries.clear(); }
   virtual bool registerCreator(IPluginCreatorInterface& creator, const char*) noexcept {
-    if (getCreator(NameOf(&creator), "1", "")) {
-      Keep(ILogger::Severity::kERROR, "A plugin creator is registered already.");
+    if (getCreator(name_of(&creator), "1", "")) {
+      keep_message(ILogger::Severity::kERROR, "A plugin creator is registered already.");
       return false;
     }
     registered.push_back(&creator);
@@ -111,12 +111,12 @@ struct Registry : Head {
   }
   virtual IPluginCreatorInterface* getCreator(const char* name, const char*, const char*) noexcept {
     for (IPluginCreatorInterface* creator : registered)
-      if (!std::strcmp(NameOf(creator), name)) return creator;
+      if (!std::strcmp(name_of(creator), name)) return creator;
     return nullptr;
   }
   virtual bool deregisterCreator(const IPluginCreatorInterface& creator) noexcept {
     if (std::count(of_libraries.begin(), of_libraries.end(), &creator)) {
-      Keep(ILogger::Severity::kERROR, "A plugin creator was loaded from a library and cannot be deregistered.");
+      keep_message(ILogger::Severity::kERROR, "A plugin creator was loaded from a library and cannot be deregistered.");
       return false;
     }
     return std::erase(registered, &creator) == 1;
@@ -127,7 +127,7 @@ Registry<VersionedHead> versioned_registry;
 void* global_registry = nullptr;
 
 template <class T>
-T* Capability(void* plugin, PluginCapabilityType type) {
+T* capability_of(void* plugin, PluginCapabilityType type) {
   return static_cast<T*>(static_cast<IPluginV3*>(plugin)->getCapabilityInterface(type));
 }
 // Sizes as TensorRT has them while it builds, here all known.
@@ -152,9 +152,11 @@ struct Expressions : apiv::VExprBuilder {
   } builder{this};
   std::deque<Size> sizes;
 };
-IPluginV3OneBuild* Build(void* plugin) { return Capability<IPluginV3OneBuild>(plugin, PluginCapabilityType::kBUILD); }
-IPluginV3OneRuntime* Runtime(void* plugin) {
-  return Capability<IPluginV3OneRuntime>(plugin, PluginCapabilityType::kRUNTIME);
+IPluginV3OneBuild* build_part(void* plugin) {
+  return capability_of<IPluginV3OneBuild>(plugin, PluginCapabilityType::kBUILD);
+}
+IPluginV3OneRuntime* runtime_part(void* plugin) {
+  return capability_of<IPluginV3OneRuntime>(plugin, PluginCapabilityType::kRUNTIME);
 }
 
 }  // namespace
@@ -227,7 +229,7 @@ const char* driver_name(void* creator, int32_t which) {
   return which == 0 ? c->getPluginName() : which == 1 ? c->getPluginVersion() : c->getPluginNamespace();
 }
 
-static int32_t Copy(const PluginFieldCollection* from, Field* to, int32_t room) {
+static int32_t copy_fields(const PluginFieldCollection* from, Field* to, int32_t room) {
   for (int32_t i = 0; i < std::min(room, from->nbFields); ++i) {
     const PluginField& f = from->fields[i];
     to[i] = {f.name, f.data, static_cast<int32_t>(f.type), f.length};
@@ -235,10 +237,10 @@ static int32_t Copy(const PluginFieldCollection* from, Field* to, int32_t room) 
   return from->nbFields;
 }
 int32_t driver_field_names(void* creator, Field* to, int32_t room) {
-  return Copy(static_cast<IPluginCreatorV3One*>(creator)->getFieldNames(), to, room);
+  return copy_fields(static_cast<IPluginCreatorV3One*>(creator)->getFieldNames(), to, room);
 }
 int32_t driver_serialize(void* plugin, Field* to, int32_t room) {
-  return Copy(Runtime(plugin)->getFieldsToSerialize(), to, room);
+  return copy_fields(runtime_part(plugin)->getFieldsToSerialize(), to, room);
 }
 void* driver_create(void* creator, const char* layer, const Field* fields, int32_t count, int32_t phase) {
   PluginField given[64];
@@ -250,7 +252,7 @@ void* driver_create(void* creator, const char* layer, const Field* fields, int32
                                                                   static_cast<TensorRTPhase>(phase));
 }
 void driver_destroy(void* plugin) { delete static_cast<IPluginV3*>(plugin); }
-void* driver_attach(void* plugin) { return Runtime(plugin)->attachToContext(nullptr); }
+void* driver_attach(void* plugin) { return runtime_part(plugin)->attachToContext(nullptr); }
 
 struct Tensors {
   PluginTensorDesc now[kTensors]{};
@@ -268,19 +270,19 @@ struct Tensors {
   }
 };
 int32_t driver_supports(void* plugin, const Tensor* tensors, int32_t at) {
-  return Build(plugin)->supportsFormatCombination(at, Tensors(tensors).range, inputs, outputs);
+  return build_part(plugin)->supportsFormatCombination(at, Tensors(tensors).range, inputs, outputs);
 }
 int32_t driver_configure(void* plugin, const Tensor* tensors) {
   const Tensors t(tensors);
-  return Build(plugin)->configurePlugin(t.range, inputs, t.range + inputs, outputs);
+  return build_part(plugin)->configurePlugin(t.range, inputs, t.range + inputs, outputs);
 }
 size_t driver_workspace(void* plugin, const Tensor* tensors) {
   const Tensors t(tensors);
-  return Build(plugin)->getWorkspaceSize(t.range, inputs, t.range + inputs, outputs);
+  return build_part(plugin)->getWorkspaceSize(t.range, inputs, t.range + inputs, outputs);
 }
 // The outputs' types and sizes by the plug-in, from those of the inputs in `tensors`, to what follows these there.
 int32_t driver_outputs(void* plugin, Tensor* tensors) {
-  if (Build(plugin)->getNbOutputs() != outputs) return -1;
+  if (build_part(plugin)->getNbOutputs() != outputs) return -1;
   Expressions expressions;
   DataType types[kTensors], of_outputs[kTensors];
   DimsExprs in[kTensors]{}, out[kTensors]{};
@@ -289,8 +291,8 @@ int32_t driver_outputs(void* plugin, Tensor* tensors) {
     in[i].nbDims = tensors[i].rank;
     for (int d = 0; d < tensors[i].rank; ++d) in[i].d[d] = expressions.constant(tensors[i].dims[d]);
   }
-  if (Build(plugin)->getOutputDataTypes(of_outputs, outputs, types, inputs) ||
-      Build(plugin)->getOutputShapes(in, inputs, nullptr, 0, out, outputs, expressions.builder))
+  if (build_part(plugin)->getOutputDataTypes(of_outputs, outputs, types, inputs) ||
+      build_part(plugin)->getOutputShapes(in, inputs, nullptr, 0, out, outputs, expressions.builder))
     return -1;
   for (int i = 0; i < outputs; ++i) {
     Tensor& to = tensors[inputs + i];
@@ -302,12 +304,12 @@ int32_t driver_outputs(void* plugin, Tensor* tensors) {
 }
 int32_t driver_shape_change(void* plugin, const Tensor* tensors) {
   const Tensors t(tensors);
-  return Runtime(plugin)->onShapeChange(t.now, inputs, t.now + inputs, outputs);
+  return runtime_part(plugin)->onShapeChange(t.now, inputs, t.now + inputs, outputs);
 }
 int32_t driver_enqueue(void* plugin, const Tensor* tensors, const void* const* in, void* const* out, void* workspace,
                        void* stream) {
   const Tensors t(tensors);
-  return Runtime(plugin)->enqueue(t.now, t.now + inputs, in, out, workspace, static_cast<cudaStream_t>(stream));
+  return runtime_part(plugin)->enqueue(t.now, t.now + inputs, in, out, workspace, static_cast<cudaStream_t>(stream));
 }
 
 }  // extern "C"
