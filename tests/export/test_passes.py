@@ -1,6 +1,5 @@
 """Each pass over the traced graph on a graph of a few nodes; tests of whole models are beside this file. Passes that
-change transformers' modules before the trace have theirs in test_routers.py, test_shared_experts.py,
-test_lowered_attention.py and test_hybrid.py."""
+change transformers' modules before the trace have theirs in test_module_passes.py."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
+from specs import attention_spec
 
 from quantmoe.custom_ops.layouts import cpu_panel
 from quantmoe.custom_ops.matrix import QuantizedMatrix
@@ -20,7 +20,7 @@ from quantmoe.exporter.graph.passes.add_norms import add_norms
 from quantmoe.exporter.graph.passes.defaults import drop_defaults
 from quantmoe.exporter.graph.passes.divided_norms import divide_by_roots
 from quantmoe.exporter.graph.passes.embeddings import keep_tables
-from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface, set_state_type
+from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface, set_cache_type, set_state_type
 from quantmoe.exporter.graph.passes.last_logits import keep_last_logits, output_hidden
 from quantmoe.exporter.graph.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.graph.passes.norms import RMSNorm, plain_norms
@@ -213,6 +213,39 @@ def test_inputs_and_outputs_have_their_names() -> None:
         "present.3.key": ["batch_size", "2", "total_sequence_length", "8"],
         "present.4.conv_state": ["batch_size", "4", "3"],
     }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "codes", "types", "width"),
+    [
+        (None, {}, ["FLOAT", "FLOAT"], 16),
+        (ir.DataType.FLOAT16, {}, ["FLOAT16", "FLOAT16"], 16),
+        (ir.DataType.FLOAT16, {3: ("fp8_e4m3", 0.5, 0.25)}, ["UINT8", "FLOAT16"], 16),
+        (None, {4: ("int8_token", 1.0, 1.0)}, ["FLOAT", "INT8"], 20),
+    ],
+)
+def test_caches_have_their_layers_type(dtype, codes, types, width) -> None:
+    """Codes of a layer, and floats of the other; those of int8_token have four more bytes, of their scale."""
+    model = parsed("""g (float[b, s, 64] x, float[b, 1, p, 16] k3, float[b, 1, p, 16] v3, float[b, 1, p, 16] k4,
+        float[b, 1, p, 16] v4) => (float[b, s, 32] y, float[b, 1, t, 16] k5, float[b, 1, t, 16] v5, float[b, s, 32] z,
+        float[b, 1, t, 16] k6, float[b, 1, t, 16] v6) {
+        y, k5, v5 = quantmoe.CachedAttention (x, k3, v3)
+        z, k6, v6 = quantmoe.CachedAttention (x, k4, v4)
+    }""")
+    for value in model.graph.inputs[1:]:
+        value.name = f"input.cache.layers.{value.name[1]}.{value.name[0]}"
+    spec = attention_spec(2, 1, 16)
+    for node in model.graph:
+        for name, value in spec.attributes().items():
+            node.attributes[name] = ir.convenience.convert_attribute(name, value)
+    set_cache_type(model, dtype, codes)
+    for layer, node, want in zip((3, 4), model.graph, types, strict=True):
+        caches = [*node.inputs[1:3], *node.outputs[1:3]]
+        assert {value.dtype.name for value in caches} == {want}
+        assert {value.shape[3] for value in caches} == {width if layer in codes else 16}
+        found = [node.attributes[name].value for name in ("cache_format", "k_scale", "v_scale")]
+        assert found == list(codes.get(layer, ("none", 1.0, 1.0)))
+        assert node.outputs[0].dtype == ir.DataType.FLOAT
 
 
 def test_states_are_floats_of_32_bits() -> None:

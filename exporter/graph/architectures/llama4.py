@@ -15,7 +15,7 @@ from transformers.models.llama4 import modeling_llama4
 
 from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.exporter.graph.attention import grouped_attention
-from quantmoe.exporter.graph.passes.attention import Kind, Recognised, bound, projected
+from quantmoe.exporter.graph.passes.attention import Called, Kind, Recognised, bound, projected
 
 
 def prepare(model: PreTrainedModel) -> None:
@@ -146,7 +146,7 @@ def _node(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     return self.o_proj(output), None
 
 
-def _recognise(module: Any, arguments: dict[str, Any], window: int, table: str) -> Recognised:
+def _recognise(module: Any, called: Called) -> Recognised:
     """:func:`_attention` as a node. It norms after it turns, which changes no norm: the node does it before."""
     spec = AttentionSpec(
         num_heads=module.num_attention_heads,
@@ -154,15 +154,15 @@ def _recognise(module: Any, arguments: dict[str, Any], window: int, table: str) 
         head_size=module.head_dim,
         v_head_size=module.head_dim,
         scale=float(np.float32(module.scaling)),
-        sliding_window=window,
-        chunk_size=getattr(arguments["attention_mask"], "chunk_size", 0),
+        sliding_window=called.window,
+        chunk_size=getattr(called.arguments["attention_mask"], "chunk_size", 0),
         softcap=0.0,
         rotary_size=module.head_dim if module.use_rope else 0,
         rotary_interleaved=int(module.use_rope),
         qk_norm="head" if hasattr(module, "qk_norm") else "none",
         norm_epsilon=float(np.float32(module.qk_norm.eps)) if hasattr(module, "qk_norm") else 0.0,
     )
-    return Recognised(spec, table, "", 2, KIND)
+    return Recognised(spec, called.table, "", 2, KIND)
 
 
 def _attach(module: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from quantmoe.custom_ops.op import DOMAIN, NormSpec
+from quantmoe.exporter.graph.passes.divided_norms import only_user, producer
 
 _SIXTEEN_BITS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -46,14 +47,14 @@ def add_norms(model: ir.Model) -> None:
 def _match(quotient: ir.Node) -> tuple[ir.Node, ir.Node, ir.Value, float] | None:
     """The sum or Gather, the product with the weight, the weight and epsilon of x / sqrt(mean(x^2) + epsilon)."""
     wide, root = quotient.inputs
-    cast, shifted = _producer(wide, "Cast"), _producer(_input(root, "Sqrt"), "Add")
+    cast, shifted = producer(wide, "Cast"), producer(_input(root, "Sqrt"), "Add")
     if cast is None or shifted is None:
         return None
-    add = _producer(cast.inputs[0], "Add") or _producer(cast.inputs[0], "Gather")
-    mean = _producer(shifted.inputs[0], "ReduceMean")
-    square = _producer(mean.inputs[0], "Pow") if mean is not None else None
-    narrow = _only_user(quotient.outputs[0], "Cast")
-    product = _only_user(narrow.outputs[0], "Mul") if narrow is not None else None
+    add = producer(cast.inputs[0], "Add") or producer(cast.inputs[0], "Gather")
+    mean = producer(shifted.inputs[0], "ReduceMean")
+    square = producer(mean.inputs[0], "Pow") if mean is not None else None
+    narrow = only_user(quotient.outputs[0], "Cast")
+    product = only_user(narrow.outputs[0], "Mul") if narrow is not None else None
     if add is None or mean is None or square is None or narrow is None or product is None:
         return None
     weight = next((value for value in product.inputs if value is not narrow.outputs[0]), None)
@@ -95,15 +96,5 @@ def _number(value: ir.Value | None) -> float | None:
 
 
 def _input(value: ir.Value | None, op_type: str) -> ir.Value | None:
-    node = _producer(value, op_type)
+    node = producer(value, op_type)
     return node.inputs[0] if node is not None else None
-
-
-def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    node = value.producer() if value is not None else None
-    return node if node is not None and node.op_type == op_type else None
-
-
-def _only_user(value: ir.Value, op_type: str) -> ir.Node | None:
-    uses = list(value.uses())
-    return uses[0].node if len(uses) == 1 and uses[0].node.op_type == op_type else None

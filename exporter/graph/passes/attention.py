@@ -38,6 +38,10 @@ REACH = 1 << 20
 #: outputs are sums in f32 in another order, some tens of roundings of 6e-8; scores a hundred times as large as those
 #: of the first tokens lose as much more
 TOLERANCE = {1.0: 1e-5, 10.0: 1e-3}
+#: of a trial: batch, new tokens, tokens in the cache
+Sizes = tuple[int, int, int]
+#: makes random numbers of a shape
+Draw = Callable[..., torch.Tensor]
 Made = TypeVar("Made")
 Candidate = TypeVar("Candidate")
 FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, LookupError)
@@ -52,13 +56,12 @@ class Kind:
 
     Attributes:
         fits: whether a module is one of them.
-        compare: what it computes, of the module, its arguments in a run of the model, its window, and :func:`_table`;
-            raises Unlike.
+        compare: what it computes, as a model calls it; raises Unlike.
         attach: makes its forward its projections and one node, that of :meth:`Rows.attend`.
     """
 
     fits: Callable[[Any], bool]
-    compare: Callable[[Any, dict[str, Any], int, str], Recognised]
+    compare: Callable[[Any, Called], Recognised]
     attach: Callable[[Any], None]
 
 
@@ -82,6 +85,39 @@ class Recognised:
     outputs: int
     kind: Kind
     gated: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Called:
+    """How a model calls a module.
+
+    Attributes:
+        arguments: those of the module, in a run of the model.
+        window: its sliding window, 0 for none; a probe's is :data:`NEAR`.
+        table: see :class:`Recognised`.
+    """
+
+    arguments: dict[str, Any]
+    window: int
+    table: str
+
+    def again(self, sizes: Sizes, draw: Draw) -> tuple[dict[str, Any], list[torch.Tensor], torch.Tensor]:
+        """Random arguments for a probe, at positions that it must not look at.
+
+        Returns:
+            All but the mask and the cache; tables [batch, new, rotary_size / 2]; the mask [batch, 1, new, past + new].
+        """
+        batch, new, past = sizes
+        width = self.arguments["position_embeddings"][0].shape[-1]
+        tables = [draw(batch, new, width if self.table == "once" else width // 2) for _ in range(2)]
+        positions = torch.arange(REACH, REACH + new)
+        slots, own = torch.arange(past + new), torch.arange(past, past + new)[:, None]
+        unseen = (slots > own) | (slots <= own - (NEAR if self.window else past + new))
+        mask = torch.zeros(batch, 1, new, past + new).masked_fill(unseen, torch.finfo(torch.float32).min)
+        kwargs = {k: v for k, v in self.arguments.items() if not isinstance(v, torch.Tensor | Cache | tuple)}
+        kwargs |= {"hidden_states": draw(batch, new, 8), "position_embeddings": tuple(map(REPEAT[self.table], tables))}
+        known = {"position_ids": positions.repeat(batch, 1), "cache_position": positions}
+        return kwargs | {name: value for name, value in known.items() if name in self.arguments}, tables, mask
 
 
 @dataclasses.dataclass
@@ -124,10 +160,10 @@ def recognise(
         return {}, left | dict.fromkeys(fitting.values(), f"the model does not run: {line(error)}")
     for module, name in fitting.items():
         try:
-            window, table = _window(run, module), _table(run, module)
-            alike = repr((signature(module), window, table))
+            called = Called(run.arguments[module], _window(run, module), _table(run, module))
+            alike = repr((signature(module), called.window, called.table))
             if alike not in known:
-                known[alike] = of[module].compare(module, run.arguments[module], window, table)
+                known[alike] = of[module].compare(module, called)
             if reason := refusal(known[alike].spec):
                 raise Unlike(reason)
             found[name] = known[alike]
@@ -292,21 +328,26 @@ class Past:
         return 10 * REACH
 
 
-def _compare(module: Any, arguments: dict[str, Any], window: int, table: str) -> Recognised:
+def drawing() -> Draw:
+    """The same random numbers each time."""
+    return partial(torch.randn, generator=torch.Generator().manual_seed(0))
+
+
+def _compare(module: Any, called: Called) -> Recognised:
     """The CachedAttention that gives what a module gives, on random tokens."""
-    generator = torch.Generator().manual_seed(0)
-    probe = probe_of(module, PROJECTIONS, generator)
+    draw = drawing()
+    probe = probe_of(module, PROJECTIONS, draw)
     probe._modules["o_proj"] = torch.nn.Identity()
     probe.features = [getattr(module, name).out_features for name in PROJECTIONS[:3]]
     return agreeing(
-        lambda sizes, spread: _try(probe, arguments, table, window, sizes, spread, generator),
-        lambda trial: _candidates(probe, trial, window, table),
+        lambda sizes, spread: _try(probe, called, sizes, spread, draw),
+        lambda trial: _candidates(probe, trial, called),
         Trial.gives,
     )
 
 
 def agreeing(
-    run: Callable[[tuple[int, int, int], float], Made],
+    run: Callable[[Sizes, float], Made],
     candidates: Callable[[Made], Iterable[Candidate]],
     gives: Callable[[Made, Candidate], bool],
     what: str = "CachedAttention",
@@ -314,7 +355,7 @@ def agreeing(
     """The first of the candidates of a trial that gives what all trials give.
 
     Args:
-        run: makes a trial of its sizes (batch, new tokens, tokens in the cache) and the spread of what is attended to.
+        run: makes a trial of its sizes and the spread of what is attended to.
         candidates: of the first trial. gives: whether one gives what a trial gave.
         what: the candidates are, for the error.
 
@@ -392,86 +433,37 @@ class Seen:
         return grouped_attention(module, query, key, value, mask, scaling, **others)
 
 
-def probe_of(module: torch.nn.Module, without: Sequence[str], generator: torch.Generator) -> Any:
+def probe_of(module: torch.nn.Module, without: Sequence[str], draw: Draw) -> Any:
     """A copy of a module with random parameters and without some parts."""
     probe = copy.copy(module)
     probe._modules = {name: copy.deepcopy(m) for name, m in module._modules.items() if name not in without}
     probe._parameters = dict(module._parameters)
     if "forward" in vars(probe):
         probe.forward = MethodType(vars(probe)["forward"].__func__, probe)
-    randomise(probe, generator)
+    randomise(probe, draw)
     return probe
 
 
-def randomise(probe: torch.nn.Module, generator: torch.Generator) -> None:
+def randomise(probe: torch.nn.Module, draw: Draw) -> None:
     """Gives all parameters of a probe, which may be without memory, random numbers."""
     for part in probe.modules():
         for name, old in part._parameters.items():
             if old is not None:
-                made = torch.randn(old.shape, generator=generator)
-                part._parameters[name] = torch.nn.Parameter(made, requires_grad=False)
+                part._parameters[name] = torch.nn.Parameter(draw(old.shape), requires_grad=False)
 
 
-def _try(
-    probe: Any,
-    arguments: dict[str, Any],
-    table: str,
-    window: int,
-    sizes: tuple[int, int, int],
-    spread: float,
-    generator: torch.Generator,
-) -> Trial:
-    """Runs a probe on random tokens, at positions that it must not look at.
-
-    Args:
-        arguments: those of the module, in a run of the model.
-        sizes: batch, new tokens, tokens in the cache.
-        spread: of queries, keys and values.
-    """
+def _try(probe: Any, called: Called, sizes: Sizes, spread: float, draw: Draw) -> Trial:
+    """Runs a probe on random tokens. spread: of queries, keys and values."""
     batch, new, past = sizes
     seen = Seen()
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
     qkv = [spread * draw(batch, new, features) for features in probe.features]
     for name, values in zip(PROJECTIONS[:3], qkv, strict=True):
         probe._modules[name] = Given(values)
-    kwargs, tables, mask = inputs_of(arguments, table, window, sizes, draw)
+    kwargs, tables, mask = called.again(sizes, draw)
     run_probe(probe, seen, kwargs | {"attention_mask": mask[..., past:], "cache": None})  # for the heads
     cache = Past(*(draw(batch, seen.groups, past, size) for size in seen.sizes))
     output, count = run_probe(probe, seen, kwargs | {"attention_mask": mask, "cache": cache})
     return Trial(probe, torch.cat(qkv, -1), tables, cache.past, spread, output, cache.present, count, seen)
-
-
-def inputs_of(
-    arguments: dict[str, Any],
-    table: str,
-    window: int,
-    sizes: tuple[int, int, int],
-    draw: Callable[..., torch.Tensor],
-) -> tuple[dict[str, Any], list[torch.Tensor], torch.Tensor]:
-    """Random arguments for a probe, at positions that it must not look at.
-
-    Args:
-        arguments: those of the module, in a run of the model.
-        window: of the module; a probe's is :data:`NEAR`.
-        sizes: batch, new tokens, tokens in the cache.
-
-    Returns:
-        All but the mask and the cache; tables [batch, new, rotary_size / 2]; the mask [batch, 1, new, past + new].
-    """
-    batch, new, past = sizes
-    width = arguments["position_embeddings"][0].shape[-1]
-    tables = [draw(batch, new, width if table == "once" else width // 2) for _ in range(2)]
-    positions = torch.arange(REACH, REACH + new)
-    slots, own = torch.arange(past + new), torch.arange(past, past + new)[:, None]
-    unseen = (slots > own) | (slots <= own - (NEAR if window else past + new))
-    mask = torch.zeros(batch, 1, new, past + new).masked_fill(unseen, torch.finfo(torch.float32).min)
-    kwargs = {k: v for k, v in arguments.items() if not isinstance(v, torch.Tensor | Cache | tuple)}
-    kwargs |= {"hidden_states": draw(batch, new, 8), "position_embeddings": tuple(map(REPEAT[table], tables))}
-    known = {"position_ids": positions.repeat(batch, 1), "cache_position": positions}
-    return kwargs | {name: value for name, value in known.items() if name in arguments}, tables, mask
 
 
 def run_probe(probe: Any, seen: Seen, kwargs: dict[str, Any]) -> tuple[torch.Tensor, int]:
@@ -481,7 +473,7 @@ def run_probe(probe: Any, seen: Seen, kwargs: dict[str, Any]) -> tuple[torch.Ten
     return (returned[0], len(returned)) if isinstance(returned, tuple) else (returned, 1)
 
 
-def _candidates(probe: Any, trial: Trial, window: int, table: str) -> Iterator[Recognised]:
+def _candidates(probe: Any, trial: Trial, called: Called) -> Iterator[Recognised]:
     """The nodes that a module may be, the likeliest first."""
     seen, norms = trial.seen, {"none": 0.0}
     sinks = next((name for name, p in probe._parameters.items() if p is not None and p is seen.s_aux), "")
@@ -503,7 +495,7 @@ def _candidates(probe: Any, trial: Trial, window: int, table: str) -> Iterator[R
             head_size=seen.sizes[0],
             v_head_size=seen.sizes[1],
             scale=float(np.float32(seen.scale)),
-            sliding_window=window,
+            sliding_window=called.window,
             chunk_size=0,
             softcap=0.0,
             rotary_size=rotary[0],
@@ -511,7 +503,7 @@ def _candidates(probe: Any, trial: Trial, window: int, table: str) -> Iterator[R
             qk_norm=norm,
             norm_epsilon=float(np.float32(epsilon)),
         )
-        yield Recognised(spec, table, sinks, trial.returned, GROUPED, gated)
+        yield Recognised(spec, called.table, sinks, trial.returned, GROUPED, gated)
 
 
 def parted(qkv: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ def divide_by_roots(model: ir.Model) -> None:
     The second rounds y to w's type, as most architectures do, where the product alone was rounded.
     """
     for node in list(model.graph):
-        root = _producer(node.inputs[0], "Sqrt") if node.op_type == "Reciprocal" else None
+        root = producer(node.inputs[0], "Sqrt") if node.op_type == "Reciprocal" else None
         uses = list(node.outputs[0].uses())
         if root is None or len(uses) != 1 or uses[0].node.op_type != "Mul":
             continue
@@ -30,11 +30,11 @@ def divide_by_roots(model: ir.Model) -> None:
 def _cast_before_weight(quotient: ir.Node) -> None:
     """See :func:`divide_by_roots`."""
     (y,) = quotient.outputs
-    product = _only_user(y, "Mul")
-    cast = _only_user(product.outputs[0], "Cast") if product is not None else None
+    product = only_user(y, "Mul")
+    cast = only_user(product.outputs[0], "Cast") if product is not None else None
     if product is None or cast is None:
         return
-    wide = _producer(next(value for value in product.inputs if value is not y), "Cast")
+    wide = producer(next(value for value in product.inputs if value is not y), "Cast")
     dtype = cast.attributes["to"].as_int()
     if wide is None or wide.inputs[0] is None or wide.inputs[0].dtype != dtype:
         return
@@ -54,11 +54,13 @@ def _replace(node: ir.Node, made: list[ir.Node], value: ir.Value) -> None:
     ir.convenience.replace_nodes_and_values(node.graph, node, [node], made, [old], [value])
 
 
-def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """The node that makes a value, if it is of a type."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == op_type else None
 
 
-def _only_user(value: ir.Value, op_type: str) -> ir.Node | None:
+def only_user(value: ir.Value, op_type: str) -> ir.Node | None:
+    """The only node that reads a value, if it is of a type."""
     uses = list(value.uses())
     return uses[0].node if len(uses) == 1 and uses[0].node.op_type == op_type else None

@@ -21,15 +21,18 @@ from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.custom_ops.reference import attention as reference
 from quantmoe.exporter.graph.passes.attention import (
     TOLERANCE,
+    Called,
+    Draw,
     Given,
     Kind,
     Past,
     Recognised,
     Seen,
+    Sizes,
     Unlike,
     agreeing,
     bound,
-    inputs_of,
+    drawing,
     near_all,
     probe_of,
     run_probe,
@@ -144,14 +147,14 @@ class _Checked(Given):
         return super().forward(hidden_states)
 
 
-def _compare(module: Any, arguments: dict[str, Any], window: int, table: str) -> Recognised:
+def _compare(module: Any, called: Called) -> Recognised:
     """The CachedAttention that gives what a module gives, on random tokens."""
-    generator = torch.Generator().manual_seed(0)
+    draw = drawing()
     kept = [name for name in ("q_a_layernorm", "kv_a_layernorm") if getattr(module, name, None) is not None]
-    probe = probe_of(module, [name for name, _ in module.named_children() if name not in kept], generator)
+    probe = probe_of(module, [name for name, _ in module.named_children() if name not in kept], draw)
     found, _ = agreeing(
-        lambda sizes, spread: _Trial(module, probe, arguments, table, window, sizes, spread, generator),
-        lambda trial: trial.candidates(window, table),
+        lambda sizes, spread: _Trial(module, probe, called, sizes, spread, draw),
+        lambda trial: trial.candidates(called),
         lambda trial, pair: trial.gives(*pair),
         "CachedAttention of a latent",
     )
@@ -159,26 +162,12 @@ def _compare(module: Any, arguments: dict[str, Any], window: int, table: str) ->
 
 
 class _Trial:
-    """A run of a probe, at positions that it must not look at."""
+    """A run of a probe."""
 
-    def __init__(
-        self,
-        module: Any,
-        probe: Any,
-        arguments: dict[str, Any],
-        table: str,
-        window: int,
-        sizes: tuple[int, int, int],
-        spread: float,
-        generator: torch.Generator,
-    ):
+    def __init__(self, module: Any, probe: Any, called: Called, sizes: Sizes, spread: float, draw: Draw):
         batch, new, past = sizes
         self.nope, self.rope, self.rank = module.qk_nope_head_dim, module.qk_rope_head_dim, module.kv_lora_rank
         self.value, self.spread, self.probe = module.v_head_dim, spread, probe
-
-        def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator)
-
         self.heads = module.kv_b_proj.out_features // (self.nope + self.value)
         self.queries = spread * draw(batch, new, self.heads * (self.nope + self.rope))
         self.compressed = spread * draw(batch, new, self.rank + self.rope)
@@ -192,14 +181,14 @@ class _Trial:
         up = torch.nn.Linear(1, 1, bias=False)
         up.weight = torch.nn.Parameter(draw(*module.kv_b_proj.weight.shape) / self.rank**0.5, requires_grad=False)
         probe._modules["kv_b_proj"], probe._modules["o_proj"] = up, torch.nn.Identity()
-        kwargs, self.tables, mask = inputs_of(arguments, table, window, sizes, draw)
+        kwargs, self.tables, mask = called.again(sizes, draw)
         self.past = draw(batch, 1, past, self.rank), draw(batch, 1, past, self.rope)
         cache, self.seen = Past(*self.past), Seen()
         kwargs |= {"attention_mask": mask, "cache": cache}
         self.output, self.returned = run_probe(probe, self.seen, kwargs)
         self.present = cache.present
 
-    def candidates(self, window: int, table: str) -> list[tuple[Recognised, str]]:
+    def candidates(self, called: Called) -> list[tuple[Recognised, str]]:
         """The nodes that the module may be, each with how the module's cache has the pairs that turn together."""
         if self.seen.s_aux is not None:
             return []
@@ -211,7 +200,7 @@ class _Trial:
                 head_size=size,
                 v_head_size=self.rank,
                 scale=float(np.float32(self.seen.scale)),
-                sliding_window=window,
+                sliding_window=called.window,
                 chunk_size=0,
                 softcap=0.0,
                 rotary_size=self.rope,
@@ -220,7 +209,7 @@ class _Trial:
                 norm_epsilon=0.0,
                 key_split=size // 2,
             )
-            found.append((Recognised(spec, table, "", self.returned, KIND), kept))
+            found.append((Recognised(spec, called.table, "", self.returned, KIND), kept))
         return found
 
     def gives(self, found: Recognised, kept: str) -> bool:

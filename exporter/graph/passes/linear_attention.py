@@ -24,7 +24,18 @@ from quantmoe.custom_ops.op import ConvSpec, DeltaSpec
 from quantmoe.custom_ops.reference import conv as reference_conv
 from quantmoe.custom_ops.reference import delta as reference_delta
 from quantmoe.exporter.choosing.choose import JOINED
-from quantmoe.exporter.graph.passes.attention import FAILURES, Given, Rows, Unlike, line, near_all, randomise, signature
+from quantmoe.exporter.graph.passes.attention import (
+    FAILURES,
+    Draw,
+    Given,
+    Rows,
+    Unlike,
+    drawing,
+    line,
+    near_all,
+    randomise,
+    signature,
+)
 
 #: outputs are sums in f32 in another order, of chunks of 64 tokens: some hundreds of roundings of 6e-8
 _TOLERANCE = 1e-4
@@ -182,7 +193,7 @@ def _specs(module: Any, family: Family) -> Iterator[tuple[ConvSpec, DeltaSpec]]:
 
 def _compare(module: Any, family: Family) -> Recognised:
     """The nodes that give what a module gives, on random tokens and states."""
-    generator = torch.Generator().manual_seed(0)
+    draw = drawing()
     try:
         candidates = list(_specs(module, family))
         conv, delta = candidates[0]
@@ -190,9 +201,9 @@ def _compare(module: Any, family: Family) -> Recognised:
         convolution, norm = getattr(module, family.conv), getattr(module, family.norm)
         if convolution.groups != conv.channels or width != conv.channels or norm.weight.ndim != 1:
             raise Unlike("its convolution is not of queries, keys and values, each channel alone")
-        probe = _probe(module, family, generator)
+        probe = _probe(module, family, draw)
         for batch, new, past in ((2, 5, False), (2, 1, True), (2, 5, True), (1, 70, True)):
-            trial = _try(probe, delta, family, (batch, new), past, generator)
+            trial = _try(probe, delta, family, (batch, new), past, draw)
             candidates = [specs for specs in candidates if _gives(specs, *trial)]
     except FAILURES as error:
         raise Unlike(f"its forward does not run alone: {line(error)}") from None
@@ -203,30 +214,22 @@ def _compare(module: Any, family: Family) -> Recognised:
 
 def _compare_short(module: Any, family: Family) -> Recognised:
     """The node between the gates of a short convolution, if its module is one."""
-    generator = torch.Generator().manual_seed(0)
+    draw = drawing()
     convolution = getattr(module, family.conv)
     channels, width = convolution.in_channels, convolution.kernel_size[0]
     spec = ConvSpec(channels=channels, width=width, activation="none")
     try:
-        probe = _probe(module, family, generator)
+        probe = _probe(module, family, draw)
         if convolution.groups != channels or probe.features != [3 * channels]:
             raise Unlike("its convolution is not of a third of its projection, each channel alone")
         weight, bias = (getattr(getattr(probe, family.conv), name) for name in ("weight", "bias"))
         taken, bias = weight[:, 0].numpy(), (torch.zeros(0) if bias is None else bias).numpy()
         for batch, new, past in ((2, 5, False), (2, 1, True), (2, 5, True)):
-            projected = torch.randn((batch, new, 3 * channels), generator=generator)
-            state = torch.randn((batch, channels, width), generator=generator)
+            projected, state = draw(batch, new, 3 * channels), draw(batch, channels, width)
             before, after, x = (t.numpy() for t in projected.chunk(3, -1))
-            layer = LinearAttentionLayer()
-            if past:
-                layer.update_conv_state(state.clone())
-            cache = DynamicCache()
-            cache.layers = [layer]
             probe.set_submodule(family.projections[0][0], Given(projected))
-            with torch.no_grad():
-                output = probe(torch.zeros(batch, new, 8), cache=cache, attention_mask=None)
-            rows = np.tile(np.array([0, new, int(past)], np.int32), (batch, 1))
-            mixed, present = reference_conv(spec, before * x, taken, bias, state[..., 1:].numpy(), rows)
+            output, layer = _run(probe, torch.zeros(batch, new, 8), [state] if past else [])
+            mixed, present = reference_conv(spec, before * x, taken, bias, state[..., 1:].numpy(), _rows(x, past))
             if not near_all((output, layer.conv_states[0][..., 1:]), (after * mixed, present), _TOLERANCE):
                 raise Unlike("it computes something else than a convolution between two gates")
     except FAILURES as error:
@@ -234,57 +237,62 @@ def _compare_short(module: Any, family: Family) -> Recognised:
     return Recognised(spec, None, family)
 
 
-def _probe(module: Any, family: Family, generator: torch.Generator) -> Any:
+def _probe(module: Any, family: Family, draw: Draw) -> Any:
     """A copy of a module with random parameters and without projections."""
     linears = {*itertools.chain(*family.projections), family.out}
     features = [module.get_submodule(chain[-1]).out_features for chain in family.projections]
     # parts without their linears first: those may be larger than the memory
     kept = {id(module.get_submodule(name)): torch.nn.Identity() for name in linears}
     probe = copy.deepcopy(module, kept)
-    randomise(probe, generator)
+    randomise(probe, draw)
     probe.features = features
     probe.layer_idx = 0
     return probe
 
 
+def _run(probe: Any, x: torch.Tensor, states: list[torch.Tensor]) -> tuple[torch.Tensor, LinearAttentionLayer]:
+    """A probe's output, and its layer of a cache, which had these states before: its convolution's, a recurrent one."""
+    layer, cache = LinearAttentionLayer(), DynamicCache()
+    for update, state in zip((layer.update_conv_state, layer.update_recurrent_state), states, strict=False):
+        update(state.clone())
+    cache.layers = [layer]
+    with torch.no_grad():
+        output = probe(hidden_states=x, cache=cache, attention_mask=None)
+    if not isinstance(output, torch.Tensor):
+        raise Unlike("its forward does not return its output alone")
+    return output, layer
+
+
+def _rows(x: np.ndarray, past: bool) -> np.ndarray:
+    """The nodes' rows of x [B, S, C]: all tokens count."""
+    return np.tile(np.array([0, x.shape[1], int(past)], np.int32), (len(x), 1))
+
+
 def _try(
-    probe: Any, spec: DeltaSpec, family: Family, sizes: tuple[int, int], past: bool, generator: torch.Generator
-) -> tuple[list[np.ndarray], list[np.ndarray], int]:
+    probe: Any, spec: DeltaSpec, family: Family, sizes: tuple[int, int], past: bool, draw: Draw
+) -> tuple[list[np.ndarray], list[np.ndarray], bool]:
     """What the nodes are given (x, a, b, z, weights and states) and what a probe makes of the same: its output and its
-    states afterwards. Third: tokens before."""
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
+    states afterwards. Third: whether there are tokens before."""
     batch, new = sizes
     outputs = [draw(batch, new, features) for features in probe.features]
     for (*_, last), values in zip(family.projections, outputs, strict=True):
         probe.set_submodule(last, Given(values))
     convolution, decay = getattr(probe, family.conv), probe.get_submodule(family.decay)
-    layer = LinearAttentionLayer()
     conv = draw(batch, convolution.in_channels, convolution.kernel_size[0])
     state = draw(batch, spec.num_v_heads, spec.k_head_size, spec.v_head_size)
-    if past:
-        layer.update_conv_state(conv.clone())
-        layer.update_recurrent_state(state.clone())
-    cache = DynamicCache()
-    cache.layers = [layer]
-    with torch.no_grad():
-        output = probe(hidden_states=draw(batch, new, 8), cache=cache, attention_mask=None)
-    if not isinstance(output, torch.Tensor):
-        raise Unlike("its forward does not return its output alone")
+    output, layer = _run(probe, draw(batch, new, 8), [conv, state] if past else [])
     qkv, z, b, a = family.apart(spec, *outputs)
     bias = convolution.bias if convolution.bias is not None else torch.zeros(0)
     given = [qkv, a, b, z, convolution.weight[:, 0], bias, conv[..., 1:], decay.A_log.flatten(), decay.dt_bias]
     given += [getattr(probe, family.norm).weight, state]
     made = [output, layer.conv_states[0], layer.recurrent_states[0]]
-    return [t.numpy() for t in given], [t.numpy() for t in made], int(past)
+    return [t.numpy() for t in given], [t.numpy() for t in made], past
 
 
-def _gives(specs: tuple[ConvSpec, DeltaSpec], given: list[np.ndarray], made: list[np.ndarray], past: int) -> bool:
+def _gives(specs: tuple[ConvSpec, DeltaSpec], given: list[np.ndarray], made: list[np.ndarray], past: bool) -> bool:
     """Whether the nodes make the same."""
     qkv, a, b, z, weight, bias, conv, a_log, dt_bias, norm, state = given
-    rows = np.tile(np.array([0, qkv.shape[1], past], np.int32), (len(qkv), 1))
+    rows = _rows(qkv, past)
     mixed, present_conv = reference_conv(specs[0], qkv, weight, bias, conv, rows)
     output, present = reference_delta(specs[1], mixed, a, b, z, a_log, dt_bias, norm, state, rows)
     return near_all((made[0], made[1][..., 1:], made[2]), (output, present_conv, present), _TOLERANCE)

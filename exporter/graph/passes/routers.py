@@ -19,6 +19,7 @@ import torch
 
 from quantmoe.custom_ops.op import RouterSpec, RoutingSpec, enum
 from quantmoe.custom_ops.reference import route
+from quantmoe.exporter.graph.passes.attention import drawing
 from quantmoe.exporter.reading.formats.base import CORRECTION_BIAS
 
 _TOKENS, _TOLERANCE = 64, 1e-6
@@ -96,14 +97,14 @@ def _try(router: Any) -> tuple[Any, torch.Tensor, np.ndarray, np.ndarray, np.nda
     """A copy with random tensors, random tokens [T, H], and the logits, weights and ids that it makes of them."""
     if not isinstance(getattr(router, "weight", None), torch.Tensor):
         return None
-    probe, generator = copy.deepcopy(router).float(), torch.Generator().manual_seed(0)
+    probe, draw = copy.deepcopy(router).float(), drawing()
     for part in probe.modules():  # all of them: a tensor left at zero could be one that MoERouting lacks
         for tensors in (part._parameters, part._buffers):
             for name, old in tensors.items():
                 if old is not None:
-                    new = torch.randn(old.shape, generator=generator) * (0.2 if name == CORRECTION_BIAS else 1.0)
+                    new = draw(old.shape) * (0.2 if name == CORRECTION_BIAS else 1.0)
                     tensors[name] = torch.nn.Parameter(new, requires_grad=False) if tensors is part._parameters else new
-    x = torch.randn(_TOKENS, probe.weight.shape[1], generator=generator) * 2 / probe.weight.shape[1] ** 0.5
+    x = draw(_TOKENS, probe.weight.shape[1]) * 2 / probe.weight.shape[1] ** 0.5
     with torch.no_grad():
         try:
             logits, weights, ids = (part.numpy() for part in probe(x))

@@ -18,7 +18,7 @@ import torch
 
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.custom_ops.reference import activate
-from quantmoe.exporter.graph.passes.attention import FAILURES, Given
+from quantmoe.exporter.graph.passes.attention import FAILURES, Given, drawing
 from quantmoe.exporter.graph.passes.routers import is_product
 from quantmoe.exporter.graph.passes.routers import recognise as recognise_router
 
@@ -118,9 +118,9 @@ def _projections(module: Any, spec: MoESpec) -> tuple[str, ...] | None:
 
 def _activates(module: Any, names: tuple[str, ...], last: str, width: int, spec: MoESpec) -> bool:
     """Whether a module gives its last linear the activation of the others' outputs, and returns what that gives."""
-    generator = torch.Generator().manual_seed(0)
-    made = {name: torch.randn(5, width, generator=generator) * 8 for name in names}
-    output = torch.randn(5, spec.hidden_size, generator=generator)
+    draw = drawing()
+    made = {name: draw(5, width) * 8 for name in names}
+    output = draw(5, spec.hidden_size)
     probe = _with(module, {name: Given(values) for name, values in made.items()})
     heard: list[torch.Tensor] = []
     probe._modules[last] = _Heard(output, heard)
@@ -135,14 +135,10 @@ def _activates(module: Any, names: tuple[str, ...], last: str, width: int, spec:
 def _adds(module: Any, experts: str, router: str, expert: str, gate: str, hidden: int) -> tuple[bool, bool] | None:
     """How a mixture returns its output (``flat``, ``logits``), if that is the routed experts' and the shared one's,
     times the gate's sigmoid; None where it computes something else."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
+    draw = drawing()
     x, routed, shared, full = draw(2, 3, hidden), draw(6, hidden), draw(6, hidden), draw(6, 1)
     logits, weights = draw(6, 8), draw(6, 2)
-    ids = torch.randint(0, 8, (6, 2), generator=generator)
+    ids = torch.arange(12).reshape(6, 2) % 8
     heard: list[torch.Tensor] = []
     probe = _with(module, {experts: _Heard(routed, heard), expert: _As(shared)})
     probe._modules[router] = _Router(logits, weights, ids)
