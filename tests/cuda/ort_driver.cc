@@ -1,4 +1,4 @@
-// ONNX Runtime's side of the custom-op interface, for tests/cuda/test_ort_cuda.py: the functions of OrtApi that the
+// ONNX Runtime's side of the custom-op interface, for tests/cuda/custom_op: the functions of OrtApi that the
 // CUDA library calls, over plain memory. It stands in for a CUDA build of ONNX Runtime, which the tests' machines do
 // not have.
 #include <cuda_runtime_api.h>

@@ -1,4 +1,4 @@
-// TensorRT's side of the plug-in interface, for tests/cuda/test_trt_plugin.py: opens the library as TensorRT does,
+// TensorRT's side of the plug-in interface, for tests/cuda/plugin: opens the library as TensorRT does,
 // hands it fields and tensors, keeps what it logs. A plug-in's calls need no TensorRT and, but for enqueue, no GPU.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import torch
+from cuda.attention_cases import CALLS, HEADS, TORCH, Inputs, check_results
 from cuda.attention_model import attention_model
-from cuda.test_attention import CALLS, HEADS, TORCH, Inputs, check_results
 
 from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.exporter.measuring.kernels.tensorrt_bench import TYPES, Context, TensorRT

@@ -1,0 +1,118 @@
+"""CausalConv and GatedDelta in the CUDA custom-op library."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from cuda.ort import CONV, DELTA, FAKE, STREAM, WINDOW, gpu, run, value
+from cuda.test_linear_attention import conv_inputs, delta_inputs, tensor
+from specs import state_shapes
+
+from quantmoe.custom_ops import cuda
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "new", "message"),
+    [
+        (CONV, "width", None, "attribute width of kind i is required"),
+        (CONV, "state_window", 65, "state_window is 65, expected 1 to 64"),
+        (CONV, "width", 5, "width is 5, the CUDA kernel takes 2 to 4"),
+        (CONV, "channels", 63, "channels is 63, the CUDA kernel takes even numbers"),
+        (CONV, "activation", "tanh", 'activation is "tanh", the operator defines: none, silu'),
+        (DELTA, "norm_epsilon", None, "attribute norm_epsilon of kind f is required"),
+        (DELTA, "k_head_size", 96, "k_head_size is 96 and v_head_size 64, the CUDA kernels take 64 and 128"),
+        (DELTA, "num_k_heads", 3, "num_v_heads is 4, expected a multiple of num_k_heads 3"),
+    ],
+)
+def test_wrong_states(driver, fake, spec, name, new, message):
+    fake()
+    op = spec.OP
+    attributes = {k: v for k, v in (spec.attributes() | {name: new}).items() if v is not None}
+    assert driver.create(driver.op("f16", name=op), attributes, []) is None
+    assert driver.error.startswith(f'{op} node "moe": ')
+    assert message in driver.error
+
+
+@pytest.mark.parametrize(
+    ("spec", "at", "shape", "message"),
+    [
+        (CONV, 0, (2, 512), "x has shape [2, 512], expected [-1, -1, 512]"),
+        (CONV, 1, (512, 1, 4), "weight has shape [512, 1, 4], expected [512, 4]"),
+        (CONV, 2, (4,), "bias has shape [4], expected [512] or, for none, [0]"),
+        (CONV, 3, (2, 512, 4), "past_conv has shape [2, 512, 4], expected [2, 512, 3]"),
+        (WINDOW, 3, (2, 512, 3), "past_conv has shape [2, 512, 3], expected [3, 2, 512, 3]"),
+        (CONV, 4, (1, 3), "rows has shape [1, 3], expected [2, 3]"),
+        (DELTA, 0, (2, 3, 500), "qkv has shape [2, 3, 500], expected [-1, -1, 512]"),
+        (DELTA, 1, (2, 3, 256), "a has shape [2, 3, 256], expected [2, 3, 4]"),
+        (DELTA, 3, (2, 3, 4), "z has shape [2, 3, 4], expected [2, 3, 256]"),
+        (DELTA, 6, (256,), "norm has shape [256], expected [64]"),
+        (DELTA, 7, (1, 4, 64, 64), "past_state has shape [1, 4, 64, 64], expected [2, 4, 64, 64]"),
+    ],
+)
+def test_wrong_state_inputs(driver, fake, spec, at, shape, message):
+    fake()
+    name = spec.OP
+    op = driver.op("bf16", name=name)
+    kernel = driver.create(op, spec.attributes(), [])
+    assert kernel is not None, driver.error
+    shapes = state_shapes(spec, 2, 3)
+    shapes[at] = shape
+    values = [value(s) for s in shapes]
+    assert driver.run(op, kernel, values[:-2], values[-2:], STREAM) != 0
+    assert driver.error.startswith(f'{name} node "moe": ')
+    assert message in driver.error
+    driver.lib.driver_destroy(op, kernel)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_states_are_launched_as_they_are_bound(driver, fake, bias):
+    """Sizes and addresses of a call; present is past's memory."""
+    fake()
+    lib = ctypes.CDLL(FAKE)
+    for spec, problem, past, said in (
+        (CONV, cuda.ConvProblem(), 3, lib.driver_convolved),
+        (DELTA, cuda.DeltaProblem(), 7, lib.driver_stepped),
+    ):
+        op = driver.op("f16", name=spec.OP)
+        kernel = driver.create(op, spec.attributes(), [])
+        assert kernel is not None, driver.error
+        shapes, addresses = state_shapes(spec, 2, 8), [4096 * (i + 1) for i in range(12)]
+        addresses = addresses[: len(shapes)]
+        addresses[-1] = addresses[past]
+        if spec is CONV and not bias:
+            shapes[2] = (0,)
+        values = [value(s, data=at) for s, at in zip(shapes, addresses, strict=True)]
+        assert driver.run(op, kernel, values[:-2], values[-2:], STREAM) == 0, driver.error
+        driver.lib.driver_destroy(op, kernel)
+        tensors = (ctypes.c_uint64 * 12)()
+        said(ctypes.byref(problem), tensors)
+        assert (problem.type, problem.batch, problem.tokens) == (1, 2, 8)
+        if spec is CONV and not bias:
+            addresses[2] = 0
+        assert list(tensors)[: len(addresses)] == addresses
+
+
+@gpu
+@pytest.mark.parametrize("call", ["one token", "ragged few", "65"])
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_run_states(driver, dtype, call):
+    """In place, and into other memory: the bytes of the kernels, which test_linear_attention.py checks."""
+    for spec, make, launch in ((CONV, conv_inputs, cuda.conv), (DELTA, delta_inputs, cuda.delta)):
+        op = driver.op(dtype, name=spec.OP)
+        kernel = driver.create(op, spec.attributes(), [])
+        assert kernel is not None, driver.error
+        made = make(spec, dtype, call)
+        want = launch(spec, *(tensor(x, dtype) for x in made))
+        for in_place in (False, True):
+            inputs = [tensor(x, dtype) for x in made]
+            outputs = [torch.full_like(x, float("nan")) for x in want]
+            if in_place:
+                outputs[1] = inputs[-2]
+            shapes = [tuple(x.shape) for x in (*inputs, *outputs)]
+            assert run(driver, op, kernel, inputs, shapes, outputs) == 0, driver.error
+            assert driver.lib.driver_live_scratch() == 0
+            for found, expected in zip(outputs, want, strict=True):
+                assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+        driver.lib.driver_destroy(op, kernel)
