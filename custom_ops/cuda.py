@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from quantmoe.custom_ops.op import (
     RoutingSpec,
     RowsSpec,
 )
-from quantmoe.custom_ops.structs import ERROR_SIZE, STRUCTS, check_status, check_structs, node
+from quantmoe.custom_ops.structs import STRUCTS, check_structs, checked, node
 
 if TYPE_CHECKING:
     import torch
@@ -240,9 +241,20 @@ def plan(problem: Problem | LinearProblem, device: Device = H200) -> Plan:
 
 
 def _plan(lib: ctypes.CDLL, problem: ctypes.Structure, device: Device, found: ctypes.Structure) -> None:
-    err = ctypes.create_string_buffer(ERROR_SIZE)
-    make = getattr(lib, _PLANS[type(problem)])
-    check_status(make(ctypes.byref(problem), ctypes.byref(device), ctypes.byref(found), err), err)
+    checked(getattr(lib, _PLANS[type(problem)]), *map(ctypes.byref, (problem, device, found)))
+
+
+def _launch(name: str, structs: Sequence[ctypes.Structure], tensors: Sequence[torch.Tensor], count: int) -> None:
+    """Enqueues qm_cuda_launch_<name> on torch's current stream.
+
+    Args:
+        tensors: ``count`` of them; one without elements is NULL.
+    """
+    import torch
+
+    pointers = (_PTR * count)(*(t.data_ptr() if t.numel() else None for t in tensors))
+    stream = _PTR(torch.cuda.current_stream().cuda_stream)
+    checked(getattr(library(), f"qm_cuda_launch_{name}"), *map(ctypes.byref, structs), pointers, stream)
 
 
 def check_plan(problem: Problem | LinearProblem, plan: Plan) -> None:
@@ -251,10 +263,9 @@ def check_plan(problem: Problem | LinearProblem, plan: Plan) -> None:
     Raises:
         ValueError: the plan names a kernel that the library does not have.
     """
-    err = ctypes.create_string_buffer(ERROR_SIZE)
     lib = library()
     check = lib.qm_cuda_check_plan if isinstance(problem, Problem) else lib.qm_cuda_check_plan_linear
-    check_status(check(ctypes.byref(problem), ctypes.byref(plan), err), err)
+    checked(check, ctypes.byref(problem), ctypes.byref(plan))
 
 
 def check_order(problem: Problem | LinearProblem, rows: torch.Tensor) -> None:
@@ -263,9 +274,8 @@ def check_order(problem: Problem | LinearProblem, rows: torch.Tensor) -> None:
     Raises:
         ValueError: one does not have each feature once.
     """
-    err = ctypes.create_string_buffer(ERROR_SIZE)
     check = library().qm_cuda_check_moe if isinstance(problem, Problem) else library().qm_cuda_check_linear
-    check_status(check(ctypes.byref(problem), _PTR(rows.data_ptr()), None, err), err)
+    checked(check, ctypes.byref(problem), _PTR(rows.data_ptr()), None)
 
 
 def refusal(spec: MoESpec | LinearSpec | AttentionSpec | ConvSpec | DeltaSpec) -> str:
@@ -312,8 +322,8 @@ def absence(spec: MoESpec | LinearSpec) -> str:
 
 def query(ordinal: int = 0) -> Device:
     """The device as the plan sees it."""
-    found, err = Device(), ctypes.create_string_buffer(ERROR_SIZE)
-    check_status(library().qm_cuda_query(ordinal, ctypes.byref(found), err), err)
+    found = Device()
+    checked(library().qm_cuda_query, ordinal, ctypes.byref(found))
     return found
 
 
@@ -360,12 +370,8 @@ class CudaMoE:
 
         pointers = (hidden, topk_ids, topk_weights, self.w13, self.w2, output, workspace, *self.cache)
         tensors = Tensors(*(x.data_ptr() for x in pointers))
-        err = ctypes.create_string_buffer(ERROR_SIZE)
         stream = _PTR(torch.cuda.current_stream().cuda_stream)
-        p, chosen = prepared
-        check_status(
-            library().qm_cuda_launch(ctypes.byref(p), ctypes.byref(chosen), ctypes.byref(tensors), stream, err), err
-        )
+        checked(library().qm_cuda_launch, *map(ctypes.byref, (*prepared, tensors)), stream)
 
     def __call__(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """hidden f16 or bf16 [T, H], topk_ids int32 or int64 [T, k], topk_weights f32 [T, k] -> [T, H]."""
@@ -441,13 +447,7 @@ class CudaLinear:
 
     def launch(self, p: LinearProblem, chosen: Plan, x: torch.Tensor, y: torch.Tensor, workspace: torch.Tensor) -> None:
         """Enqueues on torch's current stream. All tensors contiguous; workspace uint8 of plan.workspace_bytes."""
-        import torch
-
-        tensors = (_PTR * 4)(*(t.data_ptr() for t in (x, self.w, y, workspace)))
-        err = ctypes.create_string_buffer(ERROR_SIZE)
-        stream = _PTR(torch.cuda.current_stream().cuda_stream)
-        launch = library().qm_cuda_launch_linear
-        check_status(launch(ctypes.byref(p), ctypes.byref(chosen), tensors, stream, err), err)
+        _launch("linear", (p, chosen), (x, self.w, y, workspace), 4)
 
 
 def check_routing(spec: RoutingSpec) -> None:
@@ -456,9 +456,8 @@ def check_routing(spec: RoutingSpec) -> None:
     Raises:
         ValueError: the library's sentence about an attribute.
     """
-    err = ctypes.create_string_buffer(ERROR_SIZE)
     found = RoutingProblem(node(native.library(), spec), _TYPES["f32"], 1)
-    check_status(library().qm_cuda_validate_routing(ctypes.byref(found), err), err)
+    checked(library().qm_cuda_validate_routing, ctypes.byref(found))
 
 
 def route(spec: RoutingSpec, logits: torch.Tensor, correction_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -472,10 +471,7 @@ def route(spec: RoutingSpec, logits: torch.Tensor, correction_bias: torch.Tensor
     ids = torch.full((len(logits), spec.slots), -1, dtype=torch.int32, device=logits.device)
     weights = torch.full(ids.shape, float("nan"), device=logits.device)
     problem = RoutingProblem(node(native.library(), spec), _TYPES[_dtype(logits)], len(logits))
-    tensors = (_PTR * 4)(*(t.data_ptr() for t in (logits, correction_bias, ids, weights)))
-    err = ctypes.create_string_buffer(ERROR_SIZE)
-    stream = _PTR(torch.cuda.current_stream().cuda_stream)
-    check_status(library().qm_cuda_launch_routing(ctypes.byref(problem), tensors, stream, err), err)
+    _launch("routing", (problem,), (logits, correction_bias, ids, weights), 4)
     return ids, weights
 
 
@@ -502,13 +498,7 @@ def launch_router(problem: RouterProblem, plan: RouterPlan, *tensors: torch.Tens
         tensors: hidden_states, weight, bias, correction_bias ([0]: none), topk_ids, topk_weights, workspace (uint8 of
             plan.workspace_bytes), contiguous.
     """
-    import torch
-
-    pointers = (_PTR * 7)(*(t.data_ptr() if t.numel() else None for t in tensors))
-    err = ctypes.create_string_buffer(ERROR_SIZE)
-    stream = _PTR(torch.cuda.current_stream().cuda_stream)
-    launch = library().qm_cuda_launch_router
-    check_status(launch(ctypes.byref(problem), ctypes.byref(plan), pointers, stream, err), err)
+    _launch("router", (problem, plan), tensors, 7)
 
 
 def router(spec: RouterSpec, *inputs: torch.Tensor, device: Device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -540,8 +530,7 @@ def check_norm(problem: NormProblem) -> None:
     Raises:
         ValueError: the library's sentence about an attribute or a size.
     """
-    err = ctypes.create_string_buffer(ERROR_SIZE)
-    check_status(library().qm_cuda_validate_norm(ctypes.byref(problem), err), err)
+    checked(library().qm_cuda_validate_norm, ctypes.byref(problem))
 
 
 def launch_norm(problem: NormProblem, *tensors: torch.Tensor) -> None:
@@ -553,11 +542,7 @@ def launch_norm(problem: NormProblem, *tensors: torch.Tensor) -> None:
     Raises:
         ValueError: the library's sentence about an attribute or a size.
     """
-    import torch
-
-    pointers, err = (_PTR * 5)(*(t.data_ptr() for t in tensors)), ctypes.create_string_buffer(ERROR_SIZE)
-    stream = _PTR(torch.cuda.current_stream().cuda_stream)
-    check_status(library().qm_cuda_launch_norm(ctypes.byref(problem), pointers, stream, err), err)
+    _launch("norm", (problem,), tensors, 5)
 
 
 def add_norm(spec: NormSpec, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -588,10 +573,8 @@ def token_rows(spec: RowsSpec, mask: torch.Tensor, new: int, past: int) -> tuple
 
     rows = torch.full((len(mask), 3), -1, dtype=torch.int32, device=mask.device)
     last = torch.full((len(mask), 1, 1), -9, dtype=torch.int64, device=mask.device)
-    problem, err = rows_problem(spec, len(mask), new, past, mask.shape[1]), ctypes.create_string_buffer(ERROR_SIZE)
-    tensors = (_PTR * 3)(*(t.data_ptr() for t in (mask, rows, last)))
-    stream = _PTR(torch.cuda.current_stream().cuda_stream)
-    check_status(library().qm_cuda_launch_rows(ctypes.byref(problem), tensors, stream, err), err)
+    problem = rows_problem(spec, len(mask), new, past, mask.shape[1])
+    _launch("rows", (problem,), (mask, rows, last), 3)
     return rows, last
 
 
@@ -623,13 +606,7 @@ def launch_attention(problem: AttentionProblem, plan: AttentionPlan, *tensors: t
     Raises:
         ValueError: present is past's memory, but has more slots.
     """
-    import torch
-
-    pointers = (_PTR * 13)(*(t.data_ptr() for t in tensors))
-    err = ctypes.create_string_buffer(ERROR_SIZE)
-    stream = _PTR(torch.cuda.current_stream().cuda_stream)
-    launch = library().qm_cuda_launch_attention
-    check_status(launch(ctypes.byref(problem), ctypes.byref(plan), pointers, stream, err), err)
+    _launch("attention", (problem, plan), tensors, 13)
 
 
 def attention(
@@ -683,8 +660,7 @@ def check_conv(problem: ConvProblem) -> None:
 
 
 def _validate_conv(lib: ctypes.CDLL, problem: ConvProblem) -> None:
-    err = ctypes.create_string_buffer(ERROR_SIZE)
-    check_status(lib.qm_cuda_validate_conv(ctypes.byref(problem), err), err)
+    checked(lib.qm_cuda_validate_conv, ctypes.byref(problem))
 
 
 def launch_conv(problem: ConvProblem, *tensors: torch.Tensor) -> None:
@@ -696,12 +672,7 @@ def launch_conv(problem: ConvProblem, *tensors: torch.Tensor) -> None:
     Raises:
         ValueError: the library's sentence about an attribute or a shape.
     """
-    import torch
-
-    pointers = (_PTR * 7)(*(t.data_ptr() if t.numel() else None for t in tensors))
-    err = ctypes.create_string_buffer(ERROR_SIZE)
-    stream = _PTR(torch.cuda.current_stream().cuda_stream)
-    check_status(library().qm_cuda_launch_conv(ctypes.byref(problem), pointers, stream, err), err)
+    _launch("conv", (problem,), tensors, 7)
 
 
 def conv(spec: ConvSpec, *inputs: torch.Tensor, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -742,13 +713,7 @@ def launch_delta(problem: DeltaProblem, plan: DeltaPlan, *tensors: torch.Tensor)
         tensors: qkv, a, b, z, a_log, dt_bias, norm, past_state, rows, y, present_state, workspace (uint8 of
             plan.workspace_bytes), contiguous.
     """
-    import torch
-
-    pointers = (_PTR * 12)(*(t.data_ptr() for t in tensors))
-    err = ctypes.create_string_buffer(ERROR_SIZE)
-    stream = _PTR(torch.cuda.current_stream().cuda_stream)
-    launch = library().qm_cuda_launch_delta
-    check_status(launch(ctypes.byref(problem), ctypes.byref(plan), pointers, stream, err), err)
+    _launch("delta", (problem, plan), tensors, 12)
 
 
 def delta(spec: DeltaSpec, *inputs: torch.Tensor, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

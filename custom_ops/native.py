@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -23,10 +24,18 @@ from quantmoe.custom_ops.op import (
     RoutingSpec,
     Spec,
     enum,
+    inputs,
+    outputs,
 )
-from quantmoe.custom_ops.structs import ERROR_SIZE, check_status, check_structs, node, projection
+from quantmoe.custom_ops.schema import schema
+from quantmoe.custom_ops.structs import ERROR_SIZE, check_structs, checked, node, projection
 
 _share = threading.local()
+#: operator -> its functions' name, of those that the CPU kernels run
+_NAMES = {
+    op: schema().operators[op].name_c
+    for op in ("QuantMoE", "QuantLinear", "MoERouting", "CachedAttention", "CausalConv", "GatedDelta")
+}
 _TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
 
 
@@ -71,92 +80,36 @@ class MarlinRow(ctypes.Structure):
     ]
 
 
-class _Call(ctypes.Structure):
-    _fields_ = [
+def _call(name: str, op: str, *shape: tuple[str, Any]) -> type[ctypes.Structure]:
+    """The C struct of a call: types and sizes, op.def's tensors but the mask, of which only the length is read, and
+    what all calls have."""
+    tensors = [name for name, _ in (*inputs(op), *outputs(op)) if name != "attention_mask"]
+    fields = [
         ("type", ctypes.c_int),
-        ("id_bytes", ctypes.c_int),
-        ("tokens", ctypes.c_int64),
-        ("top_k", ctypes.c_int64),
-        ("local_experts", ctypes.c_int64),
-        ("hidden_states", ctypes.c_void_p),
-        ("topk_ids", ctypes.c_void_p),
-        ("topk_weights", ctypes.c_void_p),
-        ("w13", ctypes.c_void_p),
-        ("w2", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("workspace", ctypes.c_void_p),
-        ("lanes", ctypes.c_int),
-        ("parallel_for", ctypes.c_void_p),
-        ("parallel_context", ctypes.c_void_p),
-        ("experts", ctypes.c_void_p),
-    ]
-
-
-class _LinearCall(ctypes.Structure):
-    _fields_ = [
-        ("type", ctypes.c_int),
-        ("rows", ctypes.c_int64),
-        ("x", ctypes.c_void_p),
-        ("w", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("workspace", ctypes.c_void_p),
+        *shape,
+        *((tensor, ctypes.c_void_p) for tensor in (*tensors, "workspace")),
         ("lanes", ctypes.c_int),
         ("parallel_for", ctypes.c_void_p),
         ("parallel_context", ctypes.c_void_p),
     ]
+    return type(name, (ctypes.Structure,), {"_fields_": fields + [("experts", ctypes.c_void_p)] * (op == "QuantMoE")})
 
 
-class _RoutingCall(ctypes.Structure):
-    _fields_ = [
-        ("type", ctypes.c_int),
-        ("tokens", ctypes.c_int64),
-        ("logits", ctypes.c_void_p),
-        ("correction_bias", ctypes.c_void_p),
-        ("topk_ids", ctypes.c_void_p),
-        ("topk_weights", ctypes.c_void_p),
-        ("workspace", ctypes.c_void_p),
-        ("lanes", ctypes.c_int),
-        ("parallel_for", ctypes.c_void_p),
-        ("parallel_context", ctypes.c_void_p),
-    ]
+def _sizes(*names: str) -> list[tuple[str, Any]]:
+    return [(name, ctypes.c_int64) for name in names]
 
 
-class _AttentionCall(ctypes.Structure):
-    _fields_ = [
-        ("type", ctypes.c_int),
-        ("cache_type", ctypes.c_int),
-        *((name, ctypes.c_int64) for name in ("batch", "tokens", "past_slots", "slots")),
-        *((name, ctypes.c_void_p) for name in ("qkv", "past_key", "past_value", "rows", "cos", "sin")),
-        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "sinks")),
-        *((name, ctypes.c_void_p) for name in ("output", "present_key", "present_value", "workspace")),
-        ("lanes", ctypes.c_int),
-        ("parallel_for", ctypes.c_void_p),
-        ("parallel_context", ctypes.c_void_p),
-    ]
-
-
-class _ConvCall(ctypes.Structure):
-    _fields_ = [
-        ("type", ctypes.c_int),
-        *((name, ctypes.c_int64) for name in ("batch", "tokens")),
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "past_conv", "rows", "y", "present_conv")),
-        ("workspace", ctypes.c_void_p),
-        ("lanes", ctypes.c_int),
-        ("parallel_for", ctypes.c_void_p),
-        ("parallel_context", ctypes.c_void_p),
-    ]
-
-
-class _DeltaCall(ctypes.Structure):
-    _fields_ = [
-        ("type", ctypes.c_int),
-        *((name, ctypes.c_int64) for name in ("batch", "tokens")),
-        *((name, ctypes.c_void_p) for name in ("qkv", "a", "b", "z", "a_log", "dt_bias", "norm")),
-        *((name, ctypes.c_void_p) for name in ("past_state", "rows", "y", "present_state", "workspace")),
-        ("lanes", ctypes.c_int),
-        ("parallel_for", ctypes.c_void_p),
-        ("parallel_context", ctypes.c_void_p),
-    ]
+_Call = _call("_Call", "QuantMoE", ("id_bytes", ctypes.c_int), *_sizes("tokens", "top_k", "local_experts"))
+_LinearCall = _call("_LinearCall", "QuantLinear", *_sizes("rows"))
+_RoutingCall = _call("_RoutingCall", "MoERouting", *_sizes("tokens"))
+_AttentionCall = _call(
+    "_AttentionCall",
+    "CachedAttention",
+    ("cache_type", ctypes.c_int),
+    *_sizes("batch", "tokens", "past_slots", "slots"),
+)
+_ConvCall = _call("_ConvCall", "CausalConv", *_sizes("batch", "tokens"))
+_DeltaCall = _call("_DeltaCall", "GatedDelta", *_sizes("batch", "tokens"))
 
 
 @cache
@@ -171,12 +124,7 @@ def library() -> ctypes.CDLL:
     check_structs(lib)
     for name, restype in {
         "qm_row_bytes": ctypes.c_size_t,
-        "qm_moe_workspace": ctypes.c_size_t,
-        "qm_linear_workspace": ctypes.c_size_t,
-        "qm_routing_workspace": ctypes.c_size_t,
-        "qm_attention_workspace": ctypes.c_size_t,
-        "qm_conv_workspace": ctypes.c_size_t,
-        "qm_delta_workspace": ctypes.c_size_t,
+        **dict.fromkeys((f"qm_{name}_workspace" for name in _NAMES.values()), ctypes.c_size_t),
         "qm_kernel_name": ctypes.c_char_p,
         "qm_kernel_selected": ctypes.c_char_p,
         "qm_version": ctypes.c_char_p,
@@ -209,8 +157,8 @@ def panel_row(p: Projection, n: int, k: int, halves: int) -> PanelRow:
     Raises:
         ValueError: the layout or the CPU kernels refuse the attributes, in the library's words.
     """
-    row, err, sizes = PanelRow(), ctypes.create_string_buffer(ERROR_SIZE), (ctypes.c_int64(n), ctypes.c_int64(k))
-    check_status(library().qm_panel_row_of(ctypes.byref(projection(p)), *sizes, halves, ctypes.byref(row), err), err)
+    row, sizes = PanelRow(), (ctypes.c_int64(n), ctypes.c_int64(k))
+    checked(library().qm_panel_row_of, ctypes.byref(projection(p)), *sizes, halves, ctypes.byref(row))
     return row
 
 
@@ -220,8 +168,8 @@ def marlin_row(p: Projection, n: int, k: int, halves: int) -> MarlinRow:
     Raises:
         ValueError: the layout refuses the attributes, in the library's words.
     """
-    row, err, sizes = MarlinRow(), ctypes.create_string_buffer(ERROR_SIZE), (ctypes.c_int64(n), ctypes.c_int64(k))
-    check_status(library().qm_marlin_row_of(ctypes.byref(projection(p)), *sizes, halves, ctypes.byref(row), err), err)
+    row, sizes = MarlinRow(), (ctypes.c_int64(n), ctypes.c_int64(k))
+    checked(library().qm_marlin_row_of, ctypes.byref(projection(p)), *sizes, halves, ctypes.byref(row))
     return row
 
 
@@ -253,13 +201,8 @@ def pack_panels(m: QuantizedMatrix, out: np.ndarray, row_order: np.ndarray | Non
         pointer(row_order, np.int32),
         panel_step,
     )
-    err = ctypes.create_string_buffer(ERROR_SIZE)
-    check_status(
-        lib.qm_pack_panels(
-            ctypes.byref(source), ctypes.c_void_p(out.ctypes.data), pack_threads(), lib.qm_parallel_threads, None, err
-        ),
-        err,
-    )
+    to, threads = ctypes.c_void_p(out.ctypes.data), lib.qm_parallel_threads
+    checked(lib.qm_pack_panels, ctypes.byref(source), to, pack_threads(), threads, None)
 
 
 def pack_marlin(halves: list[np.ndarray], bits: int, fill: int, out: np.ndarray) -> None:
@@ -268,12 +211,12 @@ def pack_marlin(halves: list[np.ndarray], bits: int, fill: int, out: np.ndarray)
     Args:
         fill: code of the rows and columns that are added. out: uint8, the codes of layout marlin.
     """
-    lib, err = library(), ctypes.create_string_buffer(ERROR_SIZE)
+    lib = library()
     halves = [np.ascontiguousarray(half, np.uint8) for half in halves]
     gate, up = ([None] * (2 - len(halves))) + [ctypes.c_void_p(half.ctypes.data) for half in halves]
     sizes = [ctypes.c_int64(size) for size in halves[0].shape]
     to, threads = ctypes.c_void_p(out.ctypes.data), lib.qm_parallel_threads
-    check_status(lib.qm_pack_marlin(gate, up, *sizes, bits, fill, to, pack_threads(), threads, None, err), err)
+    checked(lib.qm_pack_marlin, gate, up, *sizes, bits, fill, to, pack_threads(), threads, None)
 
 
 class NativeMoE:
@@ -291,9 +234,8 @@ class NativeMoE:
         self.w13, self.w2, self.spec = w13, w2, spec
         self._lib = library()
         self._moe = ctypes.byref(node(self._lib, spec))
-        err = ctypes.create_string_buffer(ERROR_SIZE)
         shapes = [(ctypes.c_int64 * 2)(len(w), w.shape[1] // 4) for w in (w13, w2)]
-        check_status(self._lib.qm_moe_validate(self._moe, *shapes, err), err)
+        checked(self._lib.qm_moe_validate, self._moe, *shapes)
 
     @property
     def kernel(self) -> str:
@@ -333,8 +275,7 @@ class NativeMoE:
         )
         workspace = buffer(self._lib.qm_moe_workspace(self._moe, ctypes.byref(call)))
         call.workspace = workspace.ctypes.data
-        err = ctypes.create_string_buffer(ERROR_SIZE)
-        check_status(self._lib.qm_moe_run(self._moe, ctypes.byref(call), err), err)
+        checked(self._lib.qm_moe_run, self._moe, ctypes.byref(call))
         return output
 
 
@@ -353,9 +294,8 @@ class NativeLinear:
         self.w, self.spec = w, spec
         self._lib = library()
         self._linear = ctypes.byref(node(self._lib, spec))
-        err = ctypes.create_string_buffer(ERROR_SIZE)
         shape = (ctypes.c_int64 * 2)(len(w), w.shape[1] // 4)
-        check_status(self._lib.qm_linear_validate(self._linear, shape, err), err)
+        checked(self._lib.qm_linear_validate, self._linear, shape)
 
     def __call__(self, x: np.ndarray, lanes: int = 1) -> np.ndarray:
         """x [T, K] f32, f16 or bf16 -> [T, N]."""
@@ -366,8 +306,7 @@ class NativeLinear:
         )
         workspace = aligned(self._lib.qm_linear_workspace(self._linear, ctypes.byref(call)))
         call.workspace = workspace.ctypes.data
-        err = ctypes.create_string_buffer(ERROR_SIZE)
-        check_status(self._lib.qm_linear_run(self._linear, ctypes.byref(call), err), err)
+        checked(self._lib.qm_linear_run, self._linear, ctypes.byref(call))
         return y
 
 
@@ -379,9 +318,9 @@ def route(
     Raises:
         ValueError: with the C ABI's message.
     """
-    lib, err = library(), ctypes.create_string_buffer(ERROR_SIZE)
+    lib = library()
     routing = ctypes.byref(node(lib, spec))
-    check_status(lib.qm_routing_validate(routing, err), err)
+    checked(lib.qm_routing_validate, routing)
     logits = np.ascontiguousarray(logits)
     bias = np.zeros(spec.num_experts, np.float32) if correction_bias is None else correction_bias.astype(np.float32)
     ids, weights = (np.empty((len(logits), spec.slots), dtype) for dtype in (np.int32, np.float32))
@@ -389,7 +328,7 @@ def route(
     call = _RoutingCall(_TYPES[logits.dtype], len(logits), *pointers, None, *_threads(lanes))
     workspace = aligned(lib.qm_routing_workspace(routing, ctypes.byref(call)))
     call.workspace = workspace.ctypes.data
-    check_status(lib.qm_routing_run(routing, ctypes.byref(call), err), err)
+    checked(lib.qm_routing_run, routing, ctypes.byref(call))
     return ids, weights
 
 
@@ -421,10 +360,10 @@ def attention(
     Raises:
         ValueError: with the C ABI's message.
     """
-    lib, err = library(), ctypes.create_string_buffer(ERROR_SIZE)
+    lib = library()
     buffer = buffer or aligned
     attention = ctypes.byref(node(lib, spec))
-    check_status(lib.qm_attention_validate(attention, err), err)
+    checked(lib.qm_attention_validate, attention)
     batch, tokens, _ = qkv.shape
     slots = max(past[0].shape[2], length)
 
@@ -448,7 +387,7 @@ def attention(
     )
     workspace = buffer(lib.qm_attention_workspace(attention, ctypes.byref(call)))
     call.workspace = workspace.ctypes.data
-    check_status(lib.qm_attention_run(attention, ctypes.byref(call), err), err)
+    checked(lib.qm_attention_run, attention, ctypes.byref(call))
     return output, key, value
 
 
@@ -527,10 +466,10 @@ def _stateful(
     buffer: Callable[[int], np.ndarray] | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """A call whose inputs end with a state and ``rows``: output of ``shape`` and the first input's type, and state."""
-    lib, err = library(), ctypes.create_string_buffer(ERROR_SIZE)
+    lib = library()
     buffer = buffer or aligned
     spec_node = ctypes.byref(node(lib, spec))
-    check_status(getattr(lib, f"qm_{name}_validate")(spec_node, err), err)
+    checked(getattr(lib, f"qm_{name}_validate"), spec_node)
     x, past = given[0], given[-2]
     y = buffer(math.prod(shape) * x.itemsize).view(x.dtype).reshape(shape)
     if present is None:
@@ -539,7 +478,7 @@ def _stateful(
     call = call_type(_TYPES[x.dtype], *shape[:2], *pointers, None, *_threads(lanes))
     workspace = buffer(getattr(lib, f"qm_{name}_workspace")(spec_node, ctypes.byref(call)))
     call.workspace = workspace.ctypes.data  # type: ignore[attr-defined]
-    check_status(getattr(lib, f"qm_{name}_run")(spec_node, ctypes.byref(call), err), err)
+    checked(getattr(lib, f"qm_{name}_run"), spec_node, ctypes.byref(call))
     return y, present
 
 
@@ -583,18 +522,9 @@ def refusal(spec: Spec, words: Mapping[str, int]) -> str:
     Args:
         words: int32 words of a packed row by input, {"w13": .., "w2": ..}, {"w": ..} or none.
     """
-    lib, err = library(), ctypes.create_string_buffer(ERROR_SIZE)
-    shapes = [(ctypes.c_int64 * 2)(1, count) for count in words.values()]
+    lib, shapes = library(), [(ctypes.c_int64 * 2)(1, count) for count in words.values()]
     try:
-        validate = {
-            "QuantMoE": lib.qm_moe_validate,
-            "QuantLinear": lib.qm_linear_validate,
-            "MoERouting": lib.qm_routing_validate,
-            "CachedAttention": lib.qm_attention_validate,
-            "CausalConv": lib.qm_conv_validate,
-            "GatedDelta": lib.qm_delta_validate,
-        }[spec.OP]
-        check_status(validate(ctypes.byref(node(lib, spec)), *shapes, err), err)
+        checked(getattr(lib, f"qm_{_NAMES[spec.OP]}_validate"), ctypes.byref(node(lib, spec)), *shapes)
     except ValueError as error:
         return str(error)
     return ""

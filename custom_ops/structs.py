@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from quantmoe.custom_ops.nodes import Projection
 from quantmoe.custom_ops.schema import Operator, Spec, schema
@@ -109,3 +110,13 @@ def check_status(status: int, err: ctypes.Array[ctypes.c_char]) -> None:
     """Raises ValueError with the message of a call that failed."""
     if status:
         raise ValueError(err.value.decode())
+
+
+def checked(function: Callable[..., int], *given: Any) -> None:
+    """Calls a function of the C ABI whose last argument is where it says why it failed.
+
+    Raises:
+        ValueError: with its message.
+    """
+    err = ctypes.create_string_buffer(ERROR_SIZE)
+    check_status(function(*given, err), err)

@@ -20,20 +20,10 @@ except FileNotFoundError:
 import ml_dtypes  # noqa: E402
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-
 DEVICE = "cuda"
-
-
 SM80 = cuda.Device(80, 108, 167936)
-
-
 TORCH = {"f16": torch.float16, "bf16": torch.bfloat16}
-
-
 NUMPY = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
-
-
 UNIT = {"f16": 2.0**-11, "bf16": 2.0**-8}  # half an ulp
 
 
@@ -166,8 +156,6 @@ def check_results(inputs: Inputs, results: list[np.ndarray]) -> None:
 
 
 SPEC = attention_spec(8, 2, 64, rotary_size=64)
-
-
 HEADS = {
     "qwen3": attention_spec(32, 4, 128, rotary_size=128, qk_norm="head"),
     "each its own": attention_spec(4, 4, 64, rotary_size=64),
@@ -194,13 +182,9 @@ HEADS = {
     "window-chunk": replace(SPEC, sliding_window=50, chunk_size=128),
     "scale": replace(SPEC, scale=0.3),
 }
-
-
 LATENT = attention_spec(
     16, 1, 576, v_head_size=512, key_split=288, rotary_size=64, rotary_interleaved=1, scale=192**-0.5
 )
-
-
 LATENTS = {
     "deepseek-v2-lite": LATENT,
     "deepseek-v3": replace(LATENT, num_heads=128),

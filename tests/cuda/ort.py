@@ -20,20 +20,10 @@ torch = pytest.importorskip("torch")
 from cuda.layers import BASE  # noqa: E402
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-
 TYPES = {"f16": 10, "bf16": 16, "i32": 6, "i64": 7, "f32": 1}  # ONNXTensorElementDataType
-
-
 FAKE = str(Path(os.environ["QUANTMOE_ORT_DRIVER"]).with_name("libquantmoe_ort_fake.so"))  # its GPU is the test's
-
-
 STREAM = type("Stream", (), {"cuda_stream": 0})  # no stream: what runs on it is the fake GPU's
-
-
 INPUTS, OUTPUTS = 10, 3  # ort_driver.cc has room for
-
-
 _PTR = ctypes.c_void_p
 
 
@@ -102,14 +92,8 @@ def packed_values(packed: list[np.ndarray]) -> list[Value]:
 
 
 LINEAR_CASE = replace(BASE, hidden=264, intermediate=512, bias=True)
-
-
 ROUTING = routing_spec(64, 6, "sigmoid_topk", 1, 8, 3, routed_scaling_factor=2.5, shared_experts=2, shared_gate=1)
-
-
 ATTENTION = attention_spec(8, 2, 64, rotary_size=64)
-
-
 LATENT = attention_spec(20, 1, 576, v_head_size=512, key_split=288, rotary_size=64, rotary_interleaved=1)
 
 
@@ -129,11 +113,7 @@ def fails(driver: Driver, op: int, kernel: _PTR, shapes: list[tuple[int, ...]], 
 
 
 ROUTER = RouterSpec(hidden_size=96, **{n: v for n, v in ROUTING.attributes().items() if n != "op_version"})
-
-
 ROUTER_SHAPES = [(2, 9, 96), (65, 96), (0,), (64,), (2, 9, 8), (2, 9, 8)]
-
-
 NORM = NormSpec(norm_epsilon=2.0**-20)
 
 
@@ -150,6 +130,4 @@ def attention_shapes(spec: AttentionSpec, batch: int, tokens: int, past: int, le
 
 
 CONV, DELTA = conv_spec(512), delta_spec(2, 4, 64)
-
-
 WINDOW = conv_spec(512, state_window=3)

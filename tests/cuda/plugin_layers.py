@@ -20,17 +20,9 @@ pytest.importorskip("torch")
 from cuda.trt import tensor
 
 OPERATORS = len(schema().operators)
-
-
 W = projection("int4", 128, "bf16", "none", layout="marlin", layout_version=LAYOUTS["marlin"].VERSION)
-
-
 W2 = replace(W, group_size=64, scale_type="f16")
-
-
 SPEC = moe_spec(16, 2048, 768, W, W2, activation="swiglu_oai", swiglu_limit=7.5)
-
-
 ROWS = {p: LAYOUTS["marlin"].row_bytes(SPEC, p) // 4 for p in ("w13", "w2")}
 
 
@@ -55,11 +47,7 @@ DEVICES = [
     cuda.Device(120, 188, 102400),
     cuda.Device(121, 48, 102400),
 ]
-
-
 NVFP4 = replace(W, format="nvfp4", group_size=16, scale_type="e4m3", activation_format="nvfp4")
-
-
 FP8 = replace(W, format="fp8_e4m3", group_size=-1, scale_type="f32", activation_format="fp8_token")
 
 
@@ -68,30 +56,16 @@ SPECS = {
     "int4": SPEC,
     **{f"{a.format}-{b.format}": replace(SPEC, w13=a, w2=b) for a, b in permutations((W, NVFP4, FP8), 2)},
 }
-
-
 LINEAR = linear_spec(512, 264, W)
-
-
 LINEAR_WORDS = LAYOUTS["marlin"].row_bytes(LINEAR.moe, "w2") // 4
-
-
 ROUTING = routing_spec(64, 6, "sigmoid_topk", 1, 8, 3, routed_scaling_factor=2.5, shared_experts=2, shared_gate=1)
-
-
 ROUTER = RouterSpec(hidden_size=96, **{n: v for n, v in ROUTING.attributes().items() if n != "op_version"})
-
-
 TOKEN_ROWS = RowsSpec()
 
 
 # numbers that f32 has
 NORM = NormSpec(norm_epsilon=2.0**-20)
-
-
 ATTENTION = attention_spec(32, 4, 128, rotary_size=128, qk_norm="head", scale=0.125, norm_epsilon=2.0**-20)
-
-
 LATENT = attention_spec(20, 1, 576, v_head_size=512, key_split=288, rotary_size=64, scale=0.125, norm_epsilon=0.0)
 
 
@@ -125,11 +99,7 @@ def routing_tensors(rows=(4,), dtype="bf16", **changes):
 
 # numbers that f32 has, as above
 CONV = conv_spec(512)
-
-
 WINDOW = conv_spec(512, state_window=3)
-
-
 DELTA = delta_spec(2, 4, 64, l2_epsilon=2.0**-20, norm_epsilon=2.0**-20)
 
 

@@ -15,6 +15,7 @@ from specs import linear_spec
 
 from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.op import enum
+from quantmoe.custom_ops.structs import ERROR_SIZE
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 10, 11, 4096])
@@ -168,7 +169,7 @@ def test_a_plan_of_kernels_that_are_not_compiled_is_refused(kind, group_size, to
     with pytest.raises(ValueError, match=f"the plan names a kernel that is not compiled: {gemm} of path"):
         cuda.check_plan(p, plan)
     # A launch says so before anything reaches a GPU.
-    err, none = cuda.ctypes.create_string_buffer(cuda.ERROR_SIZE), cuda.Tensors()
+    err, none = cuda.ctypes.create_string_buffer(ERROR_SIZE), cuda.Tensors()
     ref = cuda.ctypes.byref
     assert cuda.library().qm_cuda_launch(ref(p), ref(plan), ref(none), None, err)
     assert b"not compiled" in err.value

@@ -58,8 +58,6 @@ def run(code: str) -> str:
 
 #: a TensorRT's version, whether its tables are those of 10
 VERSIONS = [(100600, True), (110400, False), (10400, True), (10701, False)]
-
-
 IN_REGISTRY = """
 lib = driver_library()
 lib.driver_registry({version}, {plain})
