@@ -365,27 +365,22 @@ def onnx_op(op: str) -> Op:
 
 
 def onnx_quant_moe(hidden_states: Any, topk_ids: Any, topk_weights: Any, w13: Any, w2: Any, attributes: str) -> Any:
-    """The entry of the exporter's translation table for ``quant_moe``."""
     return onnx_op("QuantMoE")(hidden_states, topk_ids, topk_weights, w13, w2, **json.loads(attributes))
 
 
 def onnx_quant_linear(x: Any, w: Any, attributes: str) -> Any:
-    """The entry of the exporter's translation table for ``quant_linear``."""
     return onnx_op("QuantLinear")(x, w, **json.loads(attributes))
 
 
 def onnx_moe_routing(logits: Any, correction_bias: Any, attributes: str) -> Any:
-    """The entry of the exporter's translation table for ``moe_routing``."""
     return onnx_op("MoERouting")(logits, correction_bias, **json.loads(attributes))
 
 
 def onnx_moe_router(hidden_states: Any, weight: Any, bias: Any, correction_bias: Any, attributes: str) -> Any:
-    """The entry of the exporter's translation table for ``moe_router``."""
     return onnx_op("MoERouter")(hidden_states, weight, bias, correction_bias, **json.loads(attributes))
 
 
 def onnx_token_rows(past_key: Any, input_ids: Any, attention_mask: Any) -> Any:
-    """The entry of the exporter's translation table for ``token_rows``."""
     return onnx_op("TokenRows")(past_key, input_ids, attention_mask, **RowsSpec().attributes())
 
 
@@ -402,19 +397,29 @@ def onnx_cached_attention(
     sinks: Any,
     attributes: str,
 ) -> Any:
-    """The entry of the exporter's translation table for ``cached_attention``."""
     given = (qkv, past_key, past_value, rows, attention_mask, cos, sin, q_norm, k_norm, sinks)
     return onnx_op("CachedAttention")(*given, **json.loads(attributes))
 
 
 def onnx_causal_conv(x: Any, weight: Any, bias: Any, past_conv: Any, rows: Any, attributes: str) -> Any:
-    """The entry of the exporter's translation table for ``causal_conv``."""
     return onnx_op("CausalConv")(x, weight, bias, past_conv, rows, **json.loads(attributes))
 
 
 def onnx_gated_delta(
     qkv: Any, a: Any, b: Any, z: Any, a_log: Any, dt_bias: Any, norm: Any, past_state: Any, rows: Any, attributes: str
 ) -> Any:
-    """The entry of the exporter's translation table for ``gated_delta``."""
     given = (qkv, a, b, z, a_log, dt_bias, norm, past_state, rows)
     return onnx_op("GatedDelta")(*given, **json.loads(attributes))
+
+
+#: the exporter's translation table: operator of torch -> a function that makes its node
+ONNX = {
+    torch.ops.quantmoe.quant_moe.default: onnx_quant_moe,
+    torch.ops.quantmoe.quant_linear.default: onnx_quant_linear,
+    torch.ops.quantmoe.cached_attention.default: onnx_cached_attention,
+    torch.ops.quantmoe.causal_conv.default: onnx_causal_conv,
+    torch.ops.quantmoe.gated_delta.default: onnx_gated_delta,
+    torch.ops.quantmoe.moe_routing.default: onnx_moe_routing,
+    torch.ops.quantmoe.moe_router.default: onnx_moe_router,
+    torch.ops.quantmoe.token_rows.default: onnx_token_rows,
+}

@@ -20,13 +20,14 @@ from quantmoe.exporter.ahead import BLOCK_MEMORY, ahead, expert_size
 from quantmoe.exporter.choosing.choose import Choice, linear_matrix, retyped, scaled
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError
-from quantmoe.exporter.graph.model import Skeleton, trace
+from quantmoe.exporter.graph.model import Skeleton
 from quantmoe.exporter.graph.passes.defaults import drop_defaults
 from quantmoe.exporter.graph.passes.embeddings import keep_tables
 from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface
 from quantmoe.exporter.graph.passes.last_logits import keep_last_logits, output_hidden
 from quantmoe.exporter.graph.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.graph.passes.weights import Weight, place_weights
+from quantmoe.exporter.graph.trace import trace
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT
 from quantmoe.exporter.reading.formats import Format, MoELayer

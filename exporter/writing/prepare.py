@@ -25,8 +25,9 @@ from quantmoe.ort_ext import LIBRARIES
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from quantmoe.exporter.graph.model import Attention, Skeleton
+    from quantmoe.exporter.graph.model import Skeleton
     from quantmoe.exporter.graph.passes.weights import Weight
+    from quantmoe.exporter.graph.trace import Attention
 
 #: files of a checkpoint that clients of the model need
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
@@ -136,7 +137,9 @@ def prepare(
     ]
 
     progress("loading torch and transformers", 0, 1)
-    from quantmoe.exporter.graph.model import Skeleton, attention_of  # seconds, and what headers decide has been said
+    # seconds, and what headers decide has been said
+    from quantmoe.exporter.graph.model import Skeleton
+    from quantmoe.exporter.graph.trace import attention_of
 
     chosen = []
     for part, nodes in zip(formats, experts, strict=True):

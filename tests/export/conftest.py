@@ -58,7 +58,7 @@ def plain(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 
     def write(folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("quantmoe.exporter.graph.model.recognise", none)
+            patch.setattr("quantmoe.exporter.graph.trace.recognise", none)
             export(checkpoint(), folder, activations="float", cache="f16")
 
     return made_once(tmp_path_factory, write, "plain")

@@ -179,11 +179,11 @@ def test_interface(exported):
 
 def test_layers_in_turn_are_traced_once(checkpoint, tmp_path, monkeypatch):
     """17 layers, three turns of four and the last one traced."""
-    from quantmoe.exporter.graph import model
+    from quantmoe.exporter.graph import trace
 
     traced = []
-    only = model._only
-    monkeypatch.setattr(model, "_only", lambda m, kept: traced.append(kept) or only(m, kept))
+    only = trace._only
+    monkeypatch.setattr(trace, "_only", lambda m, kept: traced.append(kept) or only(m, kept))
     folder = checkpoint("qwen3_next", num_hidden_layers=17, full_attention_interval=4, num_experts=4,
                         num_experts_per_tok=2)  # fmt: skip
     report = export(folder, tmp_path, activations="float", logits="all", cache="f32")

@@ -21,7 +21,8 @@ from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.graph import attention
 from quantmoe.exporter.graph.model import Skeleton, dequantized
-from quantmoe.exporter.graph.passes.attention import GROUPED, recognise, rows_of
+from quantmoe.exporter.graph.passes.attention import GROUPED, recognise
+from quantmoe.exporter.graph.passes.rows import rows_of
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.running.generate import Generator

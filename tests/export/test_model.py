@@ -15,9 +15,11 @@ import torch
 from transformers import PreTrainedModel
 
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
-from quantmoe.exporter.graph import model
-from quantmoe.exporter.graph.model import PackedLinear, PartOfLinear, Skeleton, _experts_forward, dequantized
+from quantmoe.exporter.graph import model, trace
+from quantmoe.exporter.graph.experts import experts_forward
+from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.graph.passes.repeat import RepeatError
+from quantmoe.exporter.graph.trace import PackedLinear, PartOfLinear
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
@@ -131,7 +133,7 @@ def bind_packed(torch_model: PreTrainedModel, folder: Path, monkeypatch: pytest.
         )
         for name, value in zip(("w13", "w2"), node.inputs[3:5], strict=True):
             monkeypatch.setattr(module, name, torch.from_numpy(np.array(value.const_value.numpy())), raising=False)
-        monkeypatch.setattr(module, "forward", _experts_forward.__get__(module))
+        monkeypatch.setattr(module, "forward", experts_forward.__get__(module))
     for node in graph:
         if node.op_type == "QuantLinear":
             tensor = node.inputs[1].const_value
@@ -153,8 +155,8 @@ def test_w8a8_keeps_its_own_activation_format(exported):
 def test_layers_left_out_of_the_trace_are_copied(checkpoint, tmp_path, monkeypatch):
     """Five layers, three of them traced, against PyTorch."""
     traced = []
-    only = model._only
-    monkeypatch.setattr(model, "_only", lambda m, kept: traced.append(kept) or only(m, kept))
+    only = trace._only
+    monkeypatch.setattr(trace, "_only", lambda m, kept: traced.append(kept) or only(m, kept))
     report = check_layers(checkpoint("qwen3_moe", num_hidden_layers=5), tmp_path)
     assert traced == [[0, 1, 4]]
     assert report.untraced == ""
@@ -165,7 +167,7 @@ def test_layers_that_cannot_be_copied_are_traced(checkpoint, tmp_path, monkeypat
     def refuse(*_: object) -> None:
         raise RepeatError("no counterpart of node_x")
 
-    monkeypatch.setattr(model, "repeat_layers", refuse)
+    monkeypatch.setattr(trace, "repeat_layers", refuse)
     report = check_layers(checkpoint("qwen3_moe", num_hidden_layers=4), tmp_path)
     assert report.untraced == "no counterpart of node_x"
 

@@ -17,7 +17,8 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from quantmoe.exporter.graph.attention import NAME
 from quantmoe.exporter.graph.passes import latent, linear_attention, routers, shared
-from quantmoe.exporter.graph.passes.attention import GROUPED, Called, Rows, Unlike, attach, recognise
+from quantmoe.exporter.graph.passes.attention import GROUPED, Called, Unlike, recognise
+from quantmoe.exporter.graph.passes.rows import Rows, attach
 
 RNG = torch.Generator().manual_seed(0)
 

@@ -28,7 +28,6 @@ from quantmoe.exporter.graph.passes.attention import (
     FAILURES,
     Draw,
     Given,
-    Rows,
     Unlike,
     drawing,
     line,
@@ -36,6 +35,7 @@ from quantmoe.exporter.graph.passes.attention import (
     randomise,
     signature,
 )
+from quantmoe.exporter.graph.passes.rows import Rows
 
 #: outputs are sums in f32 in another order, of chunks of 64 tokens: some hundreds of roundings of 6e-8
 _TOLERANCE = 1e-4

@@ -70,12 +70,13 @@ def make_graph(path: Path, model: str, group_size: int, weights: str, lm_head: s
     import onnx_ir as ir
 
     from quantmoe.exporter.choosing.choose import choose, choose_experts
-    from quantmoe.exporter.graph.model import Skeleton, attention_of, trace
+    from quantmoe.exporter.graph.model import Skeleton
     from quantmoe.exporter.graph.passes.defaults import drop_defaults
     from quantmoe.exporter.graph.passes.embeddings import keep_tables
     from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface
     from quantmoe.exporter.graph.passes.last_logits import keep_last_logits
     from quantmoe.exporter.graph.passes.weights import place_weights
+    from quantmoe.exporter.graph.trace import attention_of, trace
     from quantmoe.exporter.measuring import random_checkpoint
     from quantmoe.exporter.writing.prepare import open_format
 

@@ -1,0 +1,71 @@
+"""A checkpoint's configuration as transformers reads it, and what of it no graph has."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from quantmoe.exporter.memory import doing
+from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.reading.formats import Format
+from quantmoe.exporter.reading.formats.experts import check_sizes
+
+
+def configuration(format: Format, layers: int | None) -> Any:
+    """The configuration of a checkpoint's language model.
+
+    Args:
+        layers: of the first so many layers; None: of all.
+
+    Raises:
+        CheckpointError: it is of no architecture of transformers, or of one that a graph cannot follow.
+    """
+    folder, raw = format.ckpt.folder, format.ckpt.config
+    for part in (raw, raw.get("text_config")):
+        if isinstance(part, dict):
+            check_sizes(format.ckpt, part)
+    try:
+        # never code out of the checkpoint's folder, nor a question whether to run it
+        with doing(str(folder / "config.json")):
+            config = AutoConfig.from_pretrained(format.ckpt.companions, trust_remote_code=False)
+            config = config.get_text_config()
+    except MemoryError:
+        raise
+    except Exception as error:  # the validators' exceptions have no common base class
+        raise CheckpointError(f"{folder / 'config.json'}: not an architecture of transformers: {error}") from None
+    if not isinstance(config, PreTrainedConfig):
+        raise CheckpointError(f"{folder / 'config.json'}: text_config is {config!r}, expected a configuration")
+    check_sizes(format.ckpt, vars(config))
+    _check_layers(format, config.num_hidden_layers)
+    _check_rope(format, config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    return config
+
+
+def _check_layers(format: Format, count: int) -> None:
+    """Refuses layers that have no tensors."""
+    found = {match[1] for name in format.ckpt.names() if (match := re.search(r"\.layers\.([0-9]{1,6})\.", name))}
+    if found and count > len(found):
+        raise CheckpointError(
+            f"{format.ckpt.folder / 'config.json'}: num_hidden_layers is {count}, the checkpoint has tensors of "
+            f"{len(found)} layers"
+        )
+
+
+def _check_rope(format: Format, config: PreTrainedConfig) -> None:
+    """Refuses rotary embeddings whose frequencies follow the sequence's length: a graph has them once."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):  # of the model, or of each type of layer
+        kind = part.get("rope_type") if isinstance(part, dict) else None
+        if kind == "longrope" or "dynamic" in str(kind):
+            raise CheckpointError(
+                f"{format.ckpt.folder / 'config.json'}: rope_type {kind} is not supported: its frequencies change with "
+                "the length of the sequence"
+            )

@@ -1,0 +1,49 @@
+"""transformers' experts interface: a layer's node, and which experts it does not compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+
+from quantmoe.custom_ops.reference import activate
+from quantmoe.custom_ops.torch_op import quant_moe
+from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.reading.formats import MoELayer
+
+
+def experts_forward(
+    self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    found: torch.Tensor = quant_moe(
+        hidden_states, top_k_index, top_k_weights.float(), self.w13, self.w2, self.attributes
+    )
+    return found
+
+
+def check_experts(module: Any, layer: MoELayer, where: str) -> None:
+    """Refuses experts whose arithmetic the node does not have."""
+    if module.has_post_expert_norm:
+        raise CheckpointError(f"{where}: a norm after each expert is not supported yet")
+    if getattr(type(module), "_apply_gate", _default_apply_gate) is not _default_apply_gate:
+        _check_gate(module, layer, where)
+    first = layer.outline().expert(0)
+    if module.has_bias != (first.up.bias is not None and first.down.bias is not None):
+        has = "biases" if module.has_bias else "no biases"
+        raise CheckpointError(f"{where} has {has}, the checkpoint's {layer.name}.0 does not agree")
+
+
+def _check_gate(module: Any, layer: MoELayer, where: str) -> None:
+    """Refuses a gate of an architecture's own that is not the layer's activation, on numbers beyond every limit."""
+    pair = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0)) * 8
+    halves = pair.transpose(0, 1)
+    given = halves.flatten(1) if module.is_concatenated else halves.transpose(1, 2).flatten(1)
+    found = module._apply_gate(given).double().numpy()
+    want = activate(layer, *pair.double().numpy())  # type: ignore[arg-type]  # it has the fields that are read
+    if found.shape != want.shape or np.abs(found - want).max() > 1e-5 * np.abs(want).max():
+        raise CheckpointError(f"{where}: its own gating is not {layer.activation} and not supported yet")
+
+
+ALL_EXPERTS_FUNCTIONS.register("quantmoe", experts_forward)

@@ -1,0 +1,130 @@
+"""Recognised attention in a trace: what all nodes of a model share, and the modules' new forward."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Container, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from quantmoe.exporter.graph.passes.attention import REACH, TABLES, Recognised, bound
+
+
+class Rows:
+    """What all nodes of a model share, made once in a trace: the mask, where each row's tokens are, and the tables."""
+
+    def __init__(self, decoder: torch.nn.Module, target: str):
+        self.mask = self.rows = torch.empty(0)
+        self._target = target
+        self._tables: list[tuple[torch.Tensor, str, torch.Tensor]] = []
+        decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        given = bound(module, args, kwargs)
+        ids = given.get("input_ids")
+        new = (given["inputs_embeds"] if ids is None else ids).shape[1]
+        cache = given.get("cache")
+        layers = cache.layers if cache is not None else []
+        past = next((layer.keys for layer in layers if getattr(layer, "is_initialized", False)), None)
+        self.mask, self._tables = given["attention_mask"], []
+        if self._target == "cuda" and past is not None:
+            self.rows, _ = torch.ops.quantmoe.token_rows(past, ids, self.mask)
+        else:
+            self.rows = rows_of(self.mask, new, 0 if past is None else past.shape[2])
+
+    def table(self, table: torch.Tensor, kind: str) -> torch.Tensor:
+        """The node's part of a model's table, f32."""
+        found = next((part for whole, k, part in self._tables if whole is table and k == kind), None)
+        if found is None:
+            found = TABLES[kind](table).float()
+            self._tables.append((table, kind, found))
+        return found
+
+    def attend(
+        self,
+        module: Any,
+        qkv: torch.Tensor,
+        cache: Any,
+        tables: Sequence[torch.Tensor],
+        norms: Sequence[torch.Tensor] = (),
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A module's node.
+
+        Args:
+            qkv: [B, S, ..] as the node has it. tables: the model's. norms: of queries and keys. sinks: [num_heads].
+
+        Returns:
+            [B, S, num_heads * v_head_size].
+        """
+        found, spec = module.found, module.found.spec
+        none = torch.zeros(0)
+        sinks = torch.full((spec.num_heads,), -torch.inf) if sinks is None else sinks
+        parts = [self.table(t, found.table)[..., : spec.rotary_size // 2] for t in tables]
+        layer: Any = cache.layers[module.layer_idx] if module.layer_idx < len(cache.layers) else None
+        begun = layer is not None and layer.is_initialized
+        if begun:
+            past = [layer.keys, layer.values]
+        else:
+            past = [qkv.new_zeros((len(qkv), spec.kv_num_heads, 0, width)) for width in spec.cache_widths]
+        output, *present = torch.ops.quantmoe.cached_attention(
+            qkv, *past, self.rows, self.mask, *parts, *(norms or (none, none)), sinks, module.attention
+        )
+        if begun:
+            layer.keys, layer.values = present
+        else:
+            cache.update(*present, module.layer_idx)
+        return output
+
+
+def rows_of(mask: torch.Tensor, new: int, past: int) -> torch.Tensor:
+    """The node's ``rows``, which the CUDA graph has of TokenRows: of each row of a batch the first new token that
+    counts, how many do, and those before.
+
+    The new tokens' columns of the mask are its last ones where it is longer than the cache, which then grows. Otherwise
+    the cache has room for them, and they end with the last column that any row has set.
+
+    Args:
+        mask: int64 [B, L], 1 for tokens that count. new: S. past: slots of the cache, P.
+
+    Returns:
+        int32 [B, 3].
+    """
+    seen, length = mask.bool(), mask.shape[1]
+    grows = torch.sym_min(torch.sym_max(length - past, 0), 1)
+    # Sizes become tensors by arange alone: its bounds ONNX Runtime's CUDA provider takes from the host, where it keeps
+    # sizes. Elsewhere a size would be copied to the device, and with a copy no CUDA graph can be captured.
+    least = new + torch.sym_max(length - new, 0) * grows
+    end = torch.where(seen, torch.arange(1, length + 1), torch.tensor(0)).amax((0, 1))
+    end = end.maximum(torch.arange(least, least + 1))
+    # more tokens than the mask has columns: the node refuses them by name
+    own = seen.index_select(1, (end + torch.arange(-new, 0)).minimum(torch.arange(length - 1, length)))
+    before = (seen & (torch.arange(new, length + new) < end)).sum(1)
+    begin = torch.where(own, torch.arange(new), torch.tensor(REACH)).amin(1)
+    return torch.stack((begin.minimum(own.logical_not().sum(1)), own.sum(1), before), 1).int()
+
+
+def widen_tables(decoder: torch.nn.Module) -> None:
+    """Rotary modules give their tables in their input's type: here f32, as the nodes take them, whatever the graph."""
+
+    def wide(forward: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(x.float(), *args, **kwargs)
+
+    for module in decoder.modules():
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            module.forward = partial(wide, module.forward)  # type: ignore[method-assign]
+
+
+def attach(model: torch.nn.Module, found: dict[str, Recognised], rows: Rows, gates_first: Container[str]) -> None:
+    """Makes the forward of recognised modules their projections and one node between them.
+
+    Args:
+        gates_first: gated modules whose q_proj has all gates before all queries.
+    """
+    for path, recognised in found.items():
+        module: Any = model.get_submodule(path)
+        module.found, module.rows, module.attention = recognised, rows, json.dumps(recognised.spec.attributes())
+        module.gates_first = path in gates_first
+        recognised.kind.attach(module)

@@ -1,0 +1,374 @@
+"""A skeleton -> ONNX graph: modules become what their nodes are, then torch.export runs.
+
+Parameters are traced as placeholders, which the graph keeps as initializers of the same name; passes/weights.py later
+says where their bytes come from. Of equal layers three are traced; passes/repeat.py makes the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxscript.optimizer
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.exporters import exporter_onnx
+from transformers.exporters.onnxruntime_fusions import fuse_for_onnxruntime
+from transformers.exporters.utils import patch_attribute
+
+from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.matrix import gates_first
+from quantmoe.custom_ops.op import LinearSpec
+from quantmoe.custom_ops.torch_op import ONNX
+from quantmoe.exporter.choosing.caches import Caches, choose_caches
+from quantmoe.exporter.choosing.choose import Choice, kernels_refuse
+from quantmoe.exporter.graph import attention
+from quantmoe.exporter.graph.architectures import ARCHITECTURES
+from quantmoe.exporter.graph.model import Skeleton, decoder_of, placeholder, quiet
+from quantmoe.exporter.graph.passes import latent, linear_attention
+from quantmoe.exporter.graph.passes.add_norms import add_norms
+from quantmoe.exporter.graph.passes.attention import (
+    GROUPED,
+    MASKLESS,
+    PROJECTIONS,
+    Recognised,
+    recognise,
+    signature,
+)
+from quantmoe.exporter.graph.passes.divided_norms import divide_by_roots
+from quantmoe.exporter.graph.passes.interface import set_cache_type, set_state_type
+from quantmoe.exporter.graph.passes.norms import plain_norms
+from quantmoe.exporter.graph.passes.repeat import RepeatError, repeat_layers
+from quantmoe.exporter.graph.passes.routers import replace_routers
+from quantmoe.exporter.graph.passes.rows import Rows, attach, widen_tables
+from quantmoe.exporter.graph.passes.shared import attach as attach_shared
+from quantmoe.exporter.memory import doing
+from quantmoe.exporter.reading.checkpoint import CheckpointError
+
+CACHES = {"f32": ir.DataType.FLOAT, "f16": ir.DataType.FLOAT16, "auto": ir.DataType.FLOAT16}
+
+
+#: layers after which others like them may follow in turn: hybrid models have four, one of them of full attention
+LONGEST = 8
+
+
+class PackedLinear(torch.nn.Module):
+    """A linear whose weight and bias are packed: one QuantLinear node."""
+
+    def __init__(self, spec: LinearSpec, dtype: torch.dtype):
+        super().__init__()
+        self.weight = torch.empty(0, dtype=dtype)  # routers ask for its type; nothing can be multiplied by it
+        self.attributes = json.dumps(spec.attributes())
+        words = LAYOUTS[spec.w.layout].row_bytes(spec.moe, "w2") // 4
+        self.register_buffer("w", placeholder((1, words), torch.int32), persistent=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.quantmoe.quant_linear(x, self.w, self.attributes)
+
+
+class PartOfLinear(torch.nn.Module):
+    """Some of a packed linear's outputs. Parts of one input are one product: the exporter merges equal nodes."""
+
+    def __init__(self, whole: PackedLinear, sizes: Sequence[int], index: int):
+        super().__init__()
+        self.whole = (whole,)  # no module of this one, too
+        self.sizes, self.index = list(sizes), index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.whole[0](x).split(self.sizes, -1)[self.index]
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """How a model attends in the graph.
+
+    Attributes:
+        found: modules that become CachedAttention. rows: what their nodes share.
+        plain: module that stays standard nodes -> why. If there is any, the caches have the graph's type.
+        caches: what the caches of the found hold. kind: of floats, as asked for; see :func:`export`.
+    """
+
+    found: dict[str, Recognised]
+    plain: dict[str, str]
+    rows: Rows
+    caches: Caches
+    kind: str
+
+
+def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -> ir.Model:
+    """The ONNX graph, with KV cache, dynamic in batch and sequence.
+
+    passes/interface.py names its inputs and outputs. When layers that look alike cannot be copied, all are traced and
+    meta["untraced"] says why.
+
+    Args:
+        chosen: the nodes' attributes; linears that it lacks are float MatMuls.
+        attends: of :func:`attention_of` with the same arguments.
+        target: "cpu": with the operators that ONNX Runtime fuses; "cuda": ai.onnx and quantmoe's only.
+
+    Raises:
+        CheckpointError: transformers or torch cannot export the architecture.
+    """
+    model, found = skeleton.model, attends.found
+    attach(model, found, attends.rows, _gates_first(skeleton, chosen, found))
+    if not attends.plain:
+        model.set_attn_implementation(MASKLESS)
+        widen_tables(decoder_of(model))
+    for name, linear in chosen.linears.items():
+        sizes, whole = [*skeleton.rows(chosen.parts[name]).values()], PackedLinear(linear, skeleton.dtype)
+        if len(sizes) > 1:
+            for i, part in enumerate(chosen.parts[name]):
+                model.set_submodule(part, PartOfLinear(whole, sizes, i))
+        model.set_submodule(name, whole)
+    if target == "cuda":
+        for path in found:
+            skeleton.join(path, PROJECTIONS[:3], "qkv_proj")
+        for path in skeleton.linear_attention:
+            for joined, parts in linear_attention.WHOLES.items():
+                skeleton.join(path, parts, joined)
+    every = chosen.shared.values()
+    replace_routers(model, target, {shared.router: (shared.count, int(bool(shared.gate))) for shared in every})
+    for shared in every:
+        if shared.gate:
+            skeleton.stack(f"{shared.router}.weight", [f"{shared.router}.weight", f"{shared.gate}.weight"])
+    attach_shared(model, every)
+    latent.absorb(skeleton)
+    with _uncollected():
+        graph = _trace_layers(skeleton, target)
+    if not attends.plain:
+        layers = {model.get_submodule(path).layer_idx: codes for path, codes in attends.caches.codes.items()}
+        set_cache_type(graph, CACHES.get(attends.kind) if target == "cpu" else None, layers)
+    set_state_type(graph)
+    return graph
+
+
+def _gates_first(skeleton: Skeleton, chosen: Choice, found: Mapping[str, Recognised]) -> list[str]:
+    """Modules whose query projections get their gates before their queries, so that both are one piece of the output:
+    chosen.gated of packed ones, functions of the others' tensors."""
+    moved = []
+    for path in (path for path, recognised in found.items() if recognised.gated):
+        heads, size = found[path].spec.num_heads, found[path].spec.head_size
+        node = next((name for name, parts in chosen.parts.items() if f"{path}.q_proj" in parts), None)
+        if node is not None and size % chosen.linears[node].w.block_n:
+            continue  # rows of two blocks share a scale
+        moved.append(path)
+        if node is not None:
+            chosen.gated[node] = heads
+            continue
+        order = gates_first(2 * heads * size, heads)
+        names = (f"{path}.q_proj.{leaf}" for leaf in ("weight", "bias"))
+        skeleton.derive((name for name in names if name in skeleton.tensors), partial(np.take, indices=order, axis=0))
+    return moved
+
+
+def attention_of(skeleton: Skeleton, chosen: Choice, target: str, cache: str) -> Attention:
+    """How the model attends in the graph. Experts, norms and linear attention are what they will be there afterwards.
+
+    Args:
+        cache: see :func:`export`.
+
+    Raises:
+        CheckpointError: scales of the KV cache are damaged.
+        OptionError: there is no such cache.
+    """
+    model, decoder, refuses = skeleton.model, decoder_of(skeleton.model), kernels_refuse(target)
+    for name, spec in chosen.layers.items():
+        module, layout = model.get_submodule(name), LAYOUTS[spec.w13.layout]
+        module.attributes = json.dumps(spec.attributes())
+        for projection in ("w13", "w2"):
+            shape = (spec.num_experts, layout.row_bytes(spec, projection) // 4)
+            module.register_buffer(projection, placeholder(shape, torch.int32), persistent=True)
+    model.set_experts_implementation("quantmoe")
+    model.set_attn_implementation(attention.NAME)
+    skeleton.derive(plain_norms(model), lambda array: array.astype(np.float32) + 1)
+    rows = Rows(decoder, target)
+    changed = linear_attention.attach(model, skeleton.linear_attention, rows)
+    skeleton.derive(changed, linear_attention.as_taken)
+    with doing(f"{skeleton.format.ckpt.folder}: recognising attention"):
+        own = getattr(ARCHITECTURES.get(model.config.model_type), "KIND", None)
+        kinds = [GROUPED, latent.KIND, *([own] if own else [])]
+        found, plain = recognise(model, decoder, refuses, kinds, skeleton.linear_attention)
+    sources = {path: skeleton.sources[f"{path}.o_proj.weight"].removesuffix(".o_proj.weight") for path in found}
+    specs = {path: module.spec for path, module in found.items()}
+    caches = choose_caches(skeleton.format.ckpt, cache, specs, plain, sources, refuses, target)
+    return Attention(found, plain, rows, caches, cache)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collections: tracing makes few cycles and so many objects that the collector would look at all of
+    torch's and sympy's again and again, a tenth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _trace_layers(skeleton: Skeleton, target: str) -> ir.Model:
+    """See :func:`trace`."""
+    model = skeleton.model
+    stack = decoder_of(model).layers
+    prefix = next(name for name, module in model.named_modules() if module is stack)
+    groups = _representatives(model.config, stack)
+    if sum(map(len, groups)) < len(stack):
+        with _only(model, [layer for group in groups for layer in group]):
+            graph = _trace(skeleton, target)
+            try:
+                repeat_layers(graph, prefix, groups)
+                return graph
+            except RepeatError as error:
+                reason = str(error)
+        graph = _trace(skeleton, target)
+        graph.meta["untraced"] = reason
+        return graph
+    return _trace(skeleton, target)
+
+
+def _inputs(skeleton: Skeleton) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Example inputs of the model, and which of their sizes are dynamic."""
+    batch, past, new = 2, 5, 3  # distinct, and neither 0 nor 1, which torch.export would take as fixed
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        one = torch.ones(1, 1, dtype=torch.int64)
+        ran = decoder_of(skeleton.model)(one, attention_mask=one, use_cache=True).cache
+    cache = DynamicCache()  # of full length in every layer: sliding windows and chunks are in the masks
+    dynamic = torch.export.Dim.DYNAMIC
+    sizes: list[dict[int, Any]] = []
+    for i, layer in enumerate(ran.layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            made = linear_attention.cache_layer(layer, batch)
+            cache.layers.append(made)
+            states = 2 if made.recurrent_states[0] is not None else 1
+            sizes += [{made.conv_states[0].ndim - 3: dynamic}] * states  # behind the window
+        else:
+            shapes = [(batch, t.shape[1], past, t.shape[3]) for t in (layer.keys, layer.values)]
+            cache.update(*(torch.zeros(shape, dtype=skeleton.dtype) for shape in shapes), i)
+            sizes += [{0: dynamic, 2: dynamic}] * 2
+    inputs = {
+        "input_ids": torch.zeros(batch, new, dtype=torch.int64),
+        "attention_mask": torch.ones(batch, past + new, dtype=torch.int64),
+        "position_ids": torch.arange(past, past + new).repeat(batch, 1),
+        "cache": cache,
+    }
+    if skeleton.format.part:
+        size = skeleton.model.config.hidden_size
+        inputs = {"hidden_states": torch.zeros(batch, new, size, dtype=skeleton.dtype)} | inputs
+    dynamic_shapes: dict[str, Any] = {name: {0: dynamic, 1: dynamic} for name in list(inputs)[:-1]}
+    dynamic_shapes["cache"] = sizes
+    return inputs, dynamic_shapes
+
+
+def _trace(skeleton: Skeleton, target: str) -> ir.Model:
+    model = skeleton.model
+    placeholders = {name for name, _ in model.named_parameters()}
+    placeholders |= model.state_dict().keys()
+    try:
+        with doing(f"{skeleton.format.ckpt.folder}: tracing {type(model).__name__}"):
+            inputs, dynamic_shapes = _inputs(skeleton)
+            config = exporter_onnx.OnnxConfig(dynamic_shapes=dynamic_shapes)
+            with quiet(), patch_attribute(onnxscript.optimizer, "optimize_ir", _keep(placeholders)):
+                graph = exporter_onnx.OnnxExporter().export(model, inputs, config).program
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{skeleton.format.ckpt.folder}: {type(model).__name__} cannot be exported by transformers "
+            f"{transformers.__version__}: {error}"
+        ) from error
+    # Without their values no fusion can read placeholders; as inputs they stay part of the graph.
+    hidden = [value for name, value in graph.graph.initializers.items() if name in placeholders]
+    for value in hidden:
+        value.const_value = None
+        del graph.graph.initializers[value.name]
+        value.name = skeleton.tied.get(value.name, value.name)  # one that the model has twice has its last name here
+        graph.graph.inputs.append(value)
+    if target == "cpu":
+        with quiet():
+            fuse_for_onnxruntime(graph, target)
+    else:
+        divide_by_roots(graph)
+        add_norms(graph)
+    for value in hidden:
+        graph.graph.inputs.remove(value)
+    graph.meta["placeholders"] = hidden
+    return graph
+
+
+def _representatives(config: Any, stack: torch.nn.ModuleList) -> list[list[int]]:
+    """Layers to trace, in groups: where a group comes more than three times in a row the first two and the last."""
+    per_layer = [v for v in config.to_dict().values() if isinstance(v, list) and len(v) == len(stack)]
+    found = [repr([*(values[i] for values in per_layer), signature(layer)]) for i, layer in enumerate(stack)]
+    kept: list[list[int]] = []
+    at = 0
+    while at < len(found):
+        for size in range(1, LONGEST + 1):
+            same = (found[i] == found[at + (i - at) % size] for i in range(at, len(found)))
+            count = sum(1 for _ in itertools.takewhile(bool, same)) // size
+            if count > 3:
+                kept += [list(range(at + size * n, at + size * (n + 1))) for n in (0, 1, count - 1)]
+                at += size * count
+                break
+        else:
+            kept.append([at])
+            at += 1
+    return kept
+
+
+@contextlib.contextmanager
+def _only(model: PreTrainedModel, kept: list[int]) -> Iterator[None]:
+    """The model with only some of its layers, numbered anew."""
+    decoder, config = decoder_of(model), model.config
+    stack, settings = decoder.layers, dict(vars(config))
+
+    def number(module: torch.nn.Module, i: int) -> None:
+        for part in module.modules():
+            if hasattr(part, "layer_idx"):
+                part.layer_idx = i  # type: ignore[assignment]
+
+    for name, value in settings.items():
+        if isinstance(value, list) and len(value) == len(stack):
+            setattr(config, name, [value[i] for i in kept])
+    config.num_hidden_layers = len(kept)
+    decoder.layers = torch.nn.ModuleList(stack[i] for i in kept)
+    for i, module in enumerate(decoder.layers):
+        number(module, i)
+    try:
+        yield
+    finally:
+        decoder.layers = stack
+        for i, module in enumerate(stack):
+            number(module, i)
+        for name in settings:
+            setattr(config, name, settings[name])
+
+
+def _keep(placeholders: set[str]) -> Any:
+    """A wrapper of onnxscript's optimize_ir that folds no node reading a placeholder."""
+
+    def wrap(original: Any) -> Any:
+        def optimize(model: ir.Model, *args: Any, should_fold: Any = lambda node: None, **kwargs: Any) -> Any:
+            def fold(node: ir.Node) -> bool | None:
+                reads = any(value is not None and value.name in placeholders for value in node.inputs)
+                return False if reads else should_fold(node)
+
+            return original(model, *args, should_fold=fold, **kwargs)
+
+        return optimize
+
+    return wrap
+
+
+exporter_onnx._ONNX_TRANSLATION_TABLE |= ONNX
