@@ -9,12 +9,12 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -23,11 +23,24 @@ from rich.table import Table
 
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
 from quantmoe.exporter.memory import CHUNK, DRAFTS
-from quantmoe.exporter.options import UsageError, listed, missing, need, run, terminal
+from quantmoe.exporter.options import UsageError, listed, missing, need, run
+from quantmoe.exporter.report import (
+    APART,
+    FLOAT_HERE,
+    PLAIN_ATTENTION,
+    and_more,
+    console,
+    experts_of,
+    minutes,
+    peak_memory,
+    plural,
+    print_fit,
+    print_layers,
+    print_model,
+    print_reasons,
+    print_survey,
+)
 from quantmoe.ort_ext import build_info
-
-if TYPE_CHECKING:
-    from quantmoe.exporter.inspecting.fit import Fit
 
 app = typer.Typer(
     help="Quantized mixture-of-experts checkpoints as ONNX models.",
@@ -35,10 +48,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = terminal()
-FLOAT_HERE = "quantized in the checkpoint, float here"
-PLAIN_ATTENTION = "attention of standard nodes"
-APART = "shared experts that are modules of their own"
 #: of the demo: its own model knows the English of the King James Bible
 PROMPT = "Then said the captain of the host,"
 Checkpoint = Annotated[Path, typer.Argument(help="Hugging Face folder")]
@@ -72,6 +81,7 @@ def options(
     pass
 
 
+# over 80 lines: most are its options
 @app.command()
 def export(
     checkpoint: Checkpoint,
@@ -133,17 +143,17 @@ def export(
     report = _export(checkpoint, outdir, **options)
     seconds = time.perf_counter() - begin
     console.print(str(outdir), highlight=False)
-    _print_layers((scheme, spec, report.shared[name], None) for name, (scheme, spec) in report.layers.items())
+    print_layers((scheme, spec, report.shared[name], None) for name, (scheme, spec) in report.layers.items())
     for remark in filter(None, (report.left_out, report.activations, report.kv_cache, report.library)):
         console.print(remark, style="yellow")
     if report.scale_error is not None:
         console.print(f"scales rounded to bf16: largest relative error {report.scale_error:.2e}", style="yellow")
     if report.head_error is not None:
         console.print(f"lm_head rounded to {lm_head}: root mean square error {report.head_error:.2%}", style="yellow")
-    _print_reasons(FLOAT_HERE, report.dequantized)
-    _print_reasons(APART, report.apart)
-    _print_reasons("QuantLinear in spite of --dense ort", report.not_ort)
-    _print_reasons(PLAIN_ATTENTION, report.plain_attention)
+    print_reasons(FLOAT_HERE, report.dequantized)
+    print_reasons(APART, report.apart)
+    print_reasons("QuantLinear in spite of --dense ort", report.not_ort)
+    print_reasons(PLAIN_ATTENTION, report.plain_attention)
     if report.plain_routers:
         console.print(
             f"routers of {report.plain_routers} layers are plain ONNX nodes: not MoERouting's", style="yellow"
@@ -152,7 +162,7 @@ def export(
         console.print(f"all layers were traced one by one, layers do not match: {report.untraced}", style="yellow")
     console.print(
         f"experts {decimal(report.packed_bytes)}, other weights {decimal(report.dense_bytes)}, "
-        f"{seconds:.1f} s, peak memory {_peak_memory()}"
+        f"{seconds:.1f} s, peak memory {peak_memory()}"
     )
 
 
@@ -191,7 +201,7 @@ def inspect(
         if why and found.get("layers"):
             _explain(model, as_json)
         else:
-            print(json.dumps(found, indent=1)) if as_json else _print_survey(found)
+            print(json.dumps(found, indent=1)) if as_json else print_survey(found)
         return
     if why:
         _explain(model, as_json)
@@ -207,16 +217,16 @@ def inspect(
         if as_json:
             print(json.dumps(asdict(fits) | {"tokens_per_second": fits.tokens_per_second}, indent=1))
         else:
-            _print_fit(fits)
+            print_fit(fits)
         return
     if as_json:
         print(json.dumps(found, indent=1))
         return
     console.print(found["model"], highlight=False)
-    _print_model(found)
+    print_model(found)
     if "mtp" in found:
         console.print(f"{found['mtp']['model']}, the layer that drafts for it:", highlight=False)
-        _print_model(found["mtp"])
+        print_model(found["mtp"])
     for file in found["files"]:
         if file["resident"] is not None:
             console.print(f"{file['name']}: {decimal(file['resident'])} of {decimal(file['bytes'])} in memory")
@@ -236,6 +246,7 @@ def unpack(
     console.print(f"{len(unpack_layer(model, layer, output))} matrices in {output}")
 
 
+# over 80 lines: most are its options
 @app.command()
 def generate(
     outdir: Model,
@@ -434,12 +445,12 @@ def demo(
 
     table = Table("", "", title=f"{checkpoint.name} -> {output / 'model.onnx'}", show_header=False)
     layers = Counter(
-        f"{scheme}; experts: {_experts(spec.attributes(), report.shared[name])}; "
+        f"{scheme}; experts: {experts_of(spec.attributes(), report.shared[name])}; "
         f"{spec.w13.activation_format} activations, {spec.w13.scale_type} scales"
         for name, (scheme, spec) in report.layers.items()
     )
     for text, count in layers.items():
-        table.add_row(f"{count} MoE {_plural('layer', count)}", text)
+        table.add_row(f"{count} MoE {plural('layer', count)}", text)
     for file in sorted(output.glob("model.onnx*")):
         table.add_row(file.name, decimal(file.stat().st_size))
     table.add_row("ONNX Runtime", shown(found.tokens))
@@ -503,18 +514,18 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
 
     found = plan(checkpoint, outdir, **options)
     console.print(f"{outdir} (dry run)", highlight=False)
-    _print_layers((scheme, spec, found.shared[name], size) for name, (scheme, spec, size) in found.layers.items())
+    print_layers((scheme, spec, found.shared[name], size) for name, (scheme, spec, size) in found.layers.items())
     if found.attention:
         console.print(found.attention)
     total = found.packed + found.dense
     console.print(
         f"reads {decimal(found.read)}; writes {decimal(total)}: experts {decimal(found.packed)}, "
         f"other weights {decimal(found.dense)}{f', in {found.files} files' if found.files > 1 else ''}\n"
-        f"about {_minutes(found.seconds)} ({found.rate}), peak memory about {decimal(round(found.memory))}"
+        f"about {minutes(found.seconds)} ({found.rate}), peak memory about {decimal(round(found.memory))}"
     )
-    _print_reasons(FLOAT_HERE, found.dequantized)
-    _print_reasons(APART, found.apart)
-    _print_reasons(PLAIN_ATTENTION, found.plain_attention)
+    print_reasons(FLOAT_HERE, found.dequantized)
+    print_reasons(APART, found.apart)
+    print_reasons(PLAIN_ATTENTION, found.plain_attention)
     for remark in filter(None, (found.left_out, found.kv_cache)):
         console.print(remark, style="yellow")
     if total > found.free:
@@ -549,7 +560,7 @@ def _explain(path: Path, as_json: bool) -> None:
         return
     for entry in found:
         names = entry["modules"]
-        console.print(f"{entry['scheme']}: {_and_more(names) if names else entry['remark']}")
+        console.print(f"{entry['scheme']}: {and_more(names) if names else entry['remark']}")
         for candidate in entry["candidates"]:
             console.print(f"  layout {candidate.layout}: {candidate.reason or 'carries it'}")
             chosen = False
@@ -557,197 +568,6 @@ def _explain(path: Path, as_json: bool) -> None:
                 verdict = reason or ("usable" if chosen else "used")
                 chosen |= not reason
                 console.print(f"    kernel {kernel}: {verdict}")
-
-
-def _print_survey(found: dict[str, Any]) -> None:
-    console.print(found["checkpoint"], highlight=False)
-    for part in ("files", "tensors"):
-        kinds = (f"{kind} {size['count']} ({decimal(size['bytes'])})" for kind, size in found.get(part, {}).items())
-        if text := ", ".join(kinds):
-            console.print(f"{part}: {text}")
-    if "format" in found:
-        console.print(f"architecture {found['model_type']}, format {found['format'] or 'floats, not quantized'}")
-    rows = (
-        (x["scheme"], x["experts"], f"{x['hidden_size']} x {x['intermediate_size']}") for x in found.get("layers", ())
-    )
-    for (scheme, experts, size), count in Counter(rows).items():
-        _print_block(f"{count} {_plural('layer', count)}", {"scheme": scheme, "experts": f"{experts} of {size}"})
-    for text, count in found.get("linears", {}).items():
-        console.print(f"{count} quantized {_plural('linear', count)} outside the experts: {text}")
-    if found.get("attention"):
-        console.print(found["attention"])
-    for remark in filter(None, (found.get("left_out"), found.get("kv_cache"))):
-        console.print(remark, style="yellow")
-    reasons = found["refused"]
-    for reason in dict.fromkeys(filter(None, reasons.values())):
-        targets = " and ".join(target for target, text in reasons.items() if text == reason)
-        console.print(f"export --target {targets} refuses it: {reason}", style="yellow", highlight=False)
-    if fine := [target for target, reason in reasons.items() if not reason]:
-        console.print(
-            f"export --target {' and '.join(fine)}: nothing in headers and config.json is in the way; "
-            "export --dry-run also asks transformers for the architecture",
-            highlight=False,
-        )
-
-
-def _experts(attributes: Mapping[str, Any], shared: int) -> str:
-    """A node's experts, and how many of them are a shared one: "256 and 1 shared of 2048 x 512"."""
-    count = f"{attributes['num_experts'] - shared}{f' and {shared} shared' if shared else ''}"
-    return f"{count} of {attributes['hidden_size']} x {attributes['intermediate_size']}"
-
-
-def _print_layers(layers: Iterable[tuple[str, Any, int, int | None]]) -> None:
-    """Layers of the same description together: (scheme, attributes, shared experts, packed bytes or None)."""
-    described = (
-        (scheme, _experts(spec.attributes(), shared), spec.w13.activation_format, spec.w13.scale_type, size)
-        for scheme, spec, shared, size in layers
-    )
-    for (scheme, experts, activations, scales, size), count in Counter(described).items():
-        rows = {"scheme": scheme, "experts": experts, "activations": activations, "scales": scales}
-        _print_block(f"{count} {_plural('layer', count)}", rows | ({"bytes": f"{size:,} each"} if size else {}))
-
-
-def _print_model(found: dict[str, Any]) -> None:
-    _print_nodes("layer", found["layers"], ("w13", "w2"))
-    _print_nodes("QuantLinear", found["linears"], ("w",))
-    experts, dense = (sum(item["bytes"] for item in found[part]) for part in ("layers", "dense"))
-    console.print(
-        f"experts {decimal(experts)}; linears {decimal(sum(item['bytes'] for item in found['linears']))}; "
-        f"other weights {decimal(dense)}: {len(found['dense'])} tensors"
-    )
-    kept = {t["name"]: t["dequantized_because"] or "" for t in found["dense"] if t["dequantized_from"] is not None}
-    _print_reasons(FLOAT_HERE, kept)
-    _print_attention(found["attention"])
-    _print_linear_attention(found["linear_attention"])
-    _print_reasons(PLAIN_ATTENTION, found["plain_attention"])
-    if "verified" in found:
-        tensors, same = len(found["linears"]) + len(found["dense"]) + 2 * len(found["layers"]), found["verified"]
-        rest = f"; {tensors - same} have none" if same < tensors else ""
-        console.print(f"{same} tensors have the recorded hash{rest}", style="yellow" if rest else "green")
-
-
-def _print_fit(fits: Fit) -> None:
-    gpu = fits.target == "cuda"
-    where, through = ("GPU memory", "the bus") if gpu else ("memory", "the disk")
-    rows = {
-        "outside the experts": decimal(fits.weights),
-        "cache": f"{decimal(fits.cache)} for {fits.context:,} tokens",
-        "reserve": decimal(fits.reserve),
-        "experts": f"{decimal(min(fits.budget, fits.all_experts))} of {decimal(fits.all_experts)}, "
-        f"{fits.slots:,} of {fits.experts:,}",
-    }
-    _print_block(f"{decimal(fits.memory)} of {where}", rows)
-    rows = {where: f"{decimal(fits.read)} at {decimal(int(fits.rates[0]))}/s"}
-    if fits.slots < fits.experts:
-        how = "of the trace" if fits.from_trace else "if all are as likely; --trace knows better"
-        rows[through] = (
-            f"{decimal(int(fits.missed))} at {decimal(int(fits.rates[1]))}/s; hits {fits.hit_rate:.0%}, {how}"
-        )
-    _print_block("A token reads", rows)
-    console.print(f"at most {fits.tokens_per_second:,.1f} tokens/s")
-    flags = "--device cuda" if gpu else ""
-    if fits.slots < fits.experts:
-        flags += f" --experts host --gpu-memory {fits.budget}" if gpu else f" --experts disk --ram {fits.budget}"
-    console.print(f"quantmoe generate {flags}".rstrip(), highlight=False)
-
-
-def _print_nodes(kind: str, nodes: list[dict[str, Any]], projections: tuple[str, ...]) -> None:
-    """Nodes of the same description together; linears of one may have any size."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for node in nodes:
-        described = {k: v for k, v in node["attributes"].items() if k not in ("in_features", "out_features")}
-        groups.setdefault(str((node["format"], described, len(node.get("shared", ())))), []).append(node)
-    for group in groups.values():
-        a, first = group[0]["attributes"], projections[0]
-        rows = {"scheme": group[0]["format"]}
-        if "num_experts" in a:
-            rows["experts"] = _experts(a, len(group[0]["shared"]))
-        for p in projections:
-            rows[p] = _weights(*(a[f"{p}_{part}"] for part in ("format", "group_size", "scale_type")))
-        rows["activations"] = a[f"{first}_activation_format"]
-        rows["layout"] = f"{a[f'{first}_layout']} v{a[f'{first}_layout_version']}"
-        sizes, bits = ([node[key] for node in group] for key in ("bytes", "bits_per_weight"))
-        rows["bytes"] = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
-        rows["bits a weight"] = " to ".join(sorted({f"{min(bits):.2f}", f"{max(bits):.2f}"}))
-        _print_block(f"{len(group)} {_plural(kind, len(group))}: {_and_more([str(n['module']) for n in group])}", rows)
-
-
-def _print_attention(nodes: list[dict[str, Any]]) -> None:
-    """CachedAttention nodes of the same description together."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for node in nodes:
-        groups.setdefault(str((node["cache"], node["attributes"])), []).append(node)
-    for group in groups.values():
-        a, cache = group[0]["attributes"], group[0]["cache"]
-        rows = {"heads": f"{a['num_heads']} of {a['head_size']}, {a['kv_num_heads']} of keys and values"}
-        rows["norm, rotary"] = f"{a['qk_norm']}, {a['rotary_size']} features"
-        if a["sliding_window"]:
-            rows["sliding window"] = str(a["sliding_window"])
-        rows["cache"] = f"{cache}, {sum(node['bytes_per_token'] for node in group):,} bytes a token"
-        _print_block(f"{len(group)} CachedAttention: {_and_more([node['node'] for node in group])}", rows)
-
-
-def _print_linear_attention(nodes: list[dict[str, Any]]) -> None:
-    """GatedDelta nodes, each with its CausalConv, and CausalConv nodes alone, of the same description together."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for node in nodes:
-        groups.setdefault(str((node["attributes"], node["width"])), []).append(node)
-    for group in groups.values():
-        a, kind = group[0]["attributes"], "CausalConv and GatedDelta"
-        if "num_v_heads" in a:
-            rows = {"heads": f"{a['num_v_heads']} of {a['v_head_size']}, {a['num_k_heads']} keys of {a['k_head_size']}"}
-        else:
-            rows, kind = {"channels": str(a["channels"])}, "CausalConv"
-        rows["convolution"] = f"{group[0]['width']} tokens"
-        rows["states"] = f"{sum(node['state_bytes'] for node in group):,} bytes, however many tokens"
-        if (window := a["state_window"]) > 1:
-            rows["states"] += f"; {window} of them, after each of a run's last tokens"
-        _print_block(f"{len(group)} {kind}: {_and_more([node['node'] for node in group])}", rows)
-
-
-def _weights(format_: str, group_size: int, scale_type: str) -> str:
-    if format_ in ("bf16", "f16"):
-        return format_  # their scales are ones
-    return f"{format_} {f'group {group_size}' if group_size > 0 else 'row'} {scale_type}"
-
-
-def _print_block(heading: str, rows: dict[str, Any]) -> None:
-    """A description that fits any width: cells wrap, and are not cut."""
-    console.print(heading, style="bold", highlight=False)
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        table.add_row(f"  {name}", str(value))
-    console.print(table)
-
-
-def _plural(noun: str, count: int) -> str:
-    return noun if count == 1 else f"{noun}s"
-
-
-def _print_reasons(heading: str, reasons: dict[str, str]) -> None:
-    """A line for each reason: the first of the names that have it, and how many more."""
-    found: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        found.setdefault(reason, []).append(name)
-    for reason, names in found.items():
-        console.print(f"{heading}: {_and_more(names)} ({reason})", style="yellow")
-
-
-def _and_more(names: list[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
-
-
-def _peak_memory() -> str:
-    """Linux only; getrusage's ru_maxrss would count the parent process's memory before exec."""
-    status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
-    return decimal(int(found[1]) * 1024) if found else "unknown"
 
 
 if __name__ == "__main__":

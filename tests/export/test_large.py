@@ -31,7 +31,7 @@ CONFIG = CONFIGS["qwen3-30b-a3b"]
 EXPORT = """
 import resource, sys, time
 begin = time.perf_counter()
-from quantmoe.exporter.cli import _peak_memory
+from quantmoe.exporter.report import peak_memory
 from quantmoe.exporter.writing.convert import export
 stages, last = {}, [None, begin]
 def progress(stage, done, total):

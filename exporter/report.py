@@ -1,0 +1,213 @@
+"""What the ``quantmoe`` command prints for people, on :data:`console`."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.filesize import decimal
+from rich.table import Table
+
+from quantmoe.exporter.options import terminal
+
+if TYPE_CHECKING:
+    from quantmoe.exporter.inspecting.fit import Fit
+
+console = terminal()
+FLOAT_HERE = "quantized in the checkpoint, float here"
+PLAIN_ATTENTION = "attention of standard nodes"
+APART = "shared experts that are modules of their own"
+
+
+def print_survey(found: dict[str, Any]) -> None:
+    console.print(found["checkpoint"], highlight=False)
+    for part in ("files", "tensors"):
+        kinds = (f"{kind} {size['count']} ({decimal(size['bytes'])})" for kind, size in found.get(part, {}).items())
+        if text := ", ".join(kinds):
+            console.print(f"{part}: {text}")
+    if "format" in found:
+        console.print(f"architecture {found['model_type']}, format {found['format'] or 'floats, not quantized'}")
+    rows = (
+        (x["scheme"], x["experts"], f"{x['hidden_size']} x {x['intermediate_size']}") for x in found.get("layers", ())
+    )
+    for (scheme, experts, size), count in Counter(rows).items():
+        _print_block(f"{count} {plural('layer', count)}", {"scheme": scheme, "experts": f"{experts} of {size}"})
+    for text, count in found.get("linears", {}).items():
+        console.print(f"{count} quantized {plural('linear', count)} outside the experts: {text}")
+    if found.get("attention"):
+        console.print(found["attention"])
+    for remark in filter(None, (found.get("left_out"), found.get("kv_cache"))):
+        console.print(remark, style="yellow")
+    reasons = found["refused"]
+    for reason in dict.fromkeys(filter(None, reasons.values())):
+        targets = " and ".join(target for target, text in reasons.items() if text == reason)
+        console.print(f"export --target {targets} refuses it: {reason}", style="yellow", highlight=False)
+    if fine := [target for target, reason in reasons.items() if not reason]:
+        console.print(
+            f"export --target {' and '.join(fine)}: nothing in headers and config.json is in the way; "
+            "export --dry-run also asks transformers for the architecture",
+            highlight=False,
+        )
+
+
+def experts_of(attributes: Mapping[str, Any], shared: int) -> str:
+    """A node's experts, and how many of them are a shared one: "256 and 1 shared of 2048 x 512"."""
+    count = f"{attributes['num_experts'] - shared}{f' and {shared} shared' if shared else ''}"
+    return f"{count} of {attributes['hidden_size']} x {attributes['intermediate_size']}"
+
+
+def print_layers(layers: Iterable[tuple[str, Any, int, int | None]]) -> None:
+    """Layers of the same description together: (scheme, attributes, shared experts, packed bytes or None)."""
+    described = (
+        (scheme, experts_of(spec.attributes(), shared), spec.w13.activation_format, spec.w13.scale_type, size)
+        for scheme, spec, shared, size in layers
+    )
+    for (scheme, experts, activations, scales, size), count in Counter(described).items():
+        rows = {"scheme": scheme, "experts": experts, "activations": activations, "scales": scales}
+        _print_block(f"{count} {plural('layer', count)}", rows | ({"bytes": f"{size:,} each"} if size else {}))
+
+
+def print_model(found: dict[str, Any]) -> None:
+    _print_nodes("layer", found["layers"], ("w13", "w2"))
+    _print_nodes("QuantLinear", found["linears"], ("w",))
+    experts, dense = (sum(item["bytes"] for item in found[part]) for part in ("layers", "dense"))
+    console.print(
+        f"experts {decimal(experts)}; linears {decimal(sum(item['bytes'] for item in found['linears']))}; "
+        f"other weights {decimal(dense)}: {len(found['dense'])} tensors"
+    )
+    kept = {t["name"]: t["dequantized_because"] or "" for t in found["dense"] if t["dequantized_from"] is not None}
+    print_reasons(FLOAT_HERE, kept)
+    _print_attention(found["attention"])
+    _print_linear_attention(found["linear_attention"])
+    print_reasons(PLAIN_ATTENTION, found["plain_attention"])
+    if "verified" in found:
+        tensors, same = len(found["linears"]) + len(found["dense"]) + 2 * len(found["layers"]), found["verified"]
+        rest = f"; {tensors - same} have none" if same < tensors else ""
+        console.print(f"{same} tensors have the recorded hash{rest}", style="yellow" if rest else "green")
+
+
+def print_fit(fits: Fit) -> None:
+    gpu = fits.target == "cuda"
+    where, through = ("GPU memory", "the bus") if gpu else ("memory", "the disk")
+    rows = {
+        "outside the experts": decimal(fits.weights),
+        "cache": f"{decimal(fits.cache)} for {fits.context:,} tokens",
+        "reserve": decimal(fits.reserve),
+        "experts": f"{decimal(min(fits.budget, fits.all_experts))} of {decimal(fits.all_experts)}, "
+        f"{fits.slots:,} of {fits.experts:,}",
+    }
+    _print_block(f"{decimal(fits.memory)} of {where}", rows)
+    rows = {where: f"{decimal(fits.read)} at {decimal(int(fits.rates[0]))}/s"}
+    if fits.slots < fits.experts:
+        how = "of the trace" if fits.from_trace else "if all are as likely; --trace knows better"
+        rows[through] = (
+            f"{decimal(int(fits.missed))} at {decimal(int(fits.rates[1]))}/s; hits {fits.hit_rate:.0%}, {how}"
+        )
+    _print_block("A token reads", rows)
+    console.print(f"at most {fits.tokens_per_second:,.1f} tokens/s")
+    flags = "--device cuda" if gpu else ""
+    if fits.slots < fits.experts:
+        flags += f" --experts host --gpu-memory {fits.budget}" if gpu else f" --experts disk --ram {fits.budget}"
+    console.print(f"quantmoe generate {flags}".rstrip(), highlight=False)
+
+
+def _print_nodes(kind: str, nodes: list[dict[str, Any]], projections: tuple[str, ...]) -> None:
+    """Nodes of the same description together; linears of one may have any size."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for node in nodes:
+        described = {k: v for k, v in node["attributes"].items() if k not in ("in_features", "out_features")}
+        groups.setdefault(str((node["format"], described, len(node.get("shared", ())))), []).append(node)
+    for group in groups.values():
+        a, first = group[0]["attributes"], projections[0]
+        rows = {"scheme": group[0]["format"]}
+        if "num_experts" in a:
+            rows["experts"] = experts_of(a, len(group[0]["shared"]))
+        for p in projections:
+            rows[p] = _weights(*(a[f"{p}_{part}"] for part in ("format", "group_size", "scale_type")))
+        rows["activations"] = a[f"{first}_activation_format"]
+        rows["layout"] = f"{a[f'{first}_layout']} v{a[f'{first}_layout_version']}"
+        sizes, bits = ([node[key] for node in group] for key in ("bytes", "bits_per_weight"))
+        rows["bytes"] = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
+        rows["bits a weight"] = " to ".join(sorted({f"{min(bits):.2f}", f"{max(bits):.2f}"}))
+        _print_block(f"{len(group)} {plural(kind, len(group))}: {and_more([str(n['module']) for n in group])}", rows)
+
+
+def _print_attention(nodes: list[dict[str, Any]]) -> None:
+    """CachedAttention nodes of the same description together."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for node in nodes:
+        groups.setdefault(str((node["cache"], node["attributes"])), []).append(node)
+    for group in groups.values():
+        a, cache = group[0]["attributes"], group[0]["cache"]
+        rows = {"heads": f"{a['num_heads']} of {a['head_size']}, {a['kv_num_heads']} of keys and values"}
+        rows["norm, rotary"] = f"{a['qk_norm']}, {a['rotary_size']} features"
+        if a["sliding_window"]:
+            rows["sliding window"] = str(a["sliding_window"])
+        rows["cache"] = f"{cache}, {sum(node['bytes_per_token'] for node in group):,} bytes a token"
+        _print_block(f"{len(group)} CachedAttention: {and_more([node['node'] for node in group])}", rows)
+
+
+def _print_linear_attention(nodes: list[dict[str, Any]]) -> None:
+    """GatedDelta nodes, each with its CausalConv, and CausalConv nodes alone, of the same description together."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for node in nodes:
+        groups.setdefault(str((node["attributes"], node["width"])), []).append(node)
+    for group in groups.values():
+        a, kind = group[0]["attributes"], "CausalConv and GatedDelta"
+        if "num_v_heads" in a:
+            rows = {"heads": f"{a['num_v_heads']} of {a['v_head_size']}, {a['num_k_heads']} keys of {a['k_head_size']}"}
+        else:
+            rows, kind = {"channels": str(a["channels"])}, "CausalConv"
+        rows["convolution"] = f"{group[0]['width']} tokens"
+        rows["states"] = f"{sum(node['state_bytes'] for node in group):,} bytes, however many tokens"
+        if (window := a["state_window"]) > 1:
+            rows["states"] += f"; {window} of them, after each of a run's last tokens"
+        _print_block(f"{len(group)} {kind}: {and_more([node['node'] for node in group])}", rows)
+
+
+def _weights(format_: str, group_size: int, scale_type: str) -> str:
+    if format_ in ("bf16", "f16"):
+        return format_  # their scales are ones
+    return f"{format_} {f'group {group_size}' if group_size > 0 else 'row'} {scale_type}"
+
+
+def _print_block(heading: str, rows: dict[str, Any]) -> None:
+    """A description that fits any width: cells wrap, and are not cut."""
+    console.print(heading, style="bold", highlight=False)
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(f"  {name}", str(value))
+    console.print(table)
+
+
+def plural(noun: str, count: int) -> str:
+    return noun if count == 1 else f"{noun}s"
+
+
+def print_reasons(heading: str, reasons: dict[str, str]) -> None:
+    """A line for each reason: the first of the names that have it, and how many more."""
+    found: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        found.setdefault(reason, []).append(name)
+    for reason, names in found.items():
+        console.print(f"{heading}: {and_more(names)} ({reason})", style="yellow")
+
+
+def and_more(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
+
+
+def peak_memory() -> str:
+    """Linux only; getrusage's ru_maxrss would count the parent process's memory before exec."""
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    return decimal(int(found[1]) * 1024) if found else "unknown"
