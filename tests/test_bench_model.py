@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.measuring import made as bench_made
 from quantmoe.exporter.measuring import model as bench_model
 from quantmoe.exporter.measuring import sides as bench_sides
-from quantmoe.exporter.measuring.model import Cell, Step, alternate, cells, gguf_types, layers_that_fit, touched_bytes
+from quantmoe.exporter.measuring.made import gguf_types, layers_that_fit
+from quantmoe.exporter.measuring.model import Cell, Step, alternate, cells, touched_bytes
 from quantmoe.exporter.measuring.random_checkpoint import CONFIGS, cut, write
 from quantmoe.exporter.measuring.sides import LlamaCpp, Ours, Process, by_operator, token_ids
 from quantmoe.exporter.running.generate import Generator
@@ -92,7 +94,8 @@ def test_a_folder(folder: Path, tmp_path: Path) -> None:
 
 def test_a_shape_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONFIGS, "qwen3-30b-a3b", tiny("qwen3-30b-a3b") | {"num_hidden_layers": 3})
-    monkeypatch.setattr(bench_model, "in_process", lambda function, *arguments: function(*arguments))
+    for module in (bench_made, bench_model):
+        monkeypatch.setattr(module, "in_process", lambda function, *arguments: function(*arguments))
     options = {"depths": [3], "prefill": [4], "batch": [1], "repeat": 1, "threads": 1, "keep": tmp_path}
     found = bench_model.bench_model("qwen3-30b-a3b", layers=2, lm_head="int8", **options)
     (made,) = tmp_path.iterdir()  # the checkpoint is gone
@@ -107,7 +110,8 @@ def test_both_sides_have_one_gguf_file(tmp_path: Path, monkeypatch: pytest.Monke
     pytest.importorskip("gguf")
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
     monkeypatch.setitem(CONFIGS, "qwen3-30b-a3b", tiny("qwen3-30b-a3b") | sizes)
-    monkeypatch.setattr(bench_model, "in_process", lambda function, *arguments: function(*arguments))
+    for module in (bench_made, bench_model):
+        monkeypatch.setattr(module, "in_process", lambda function, *arguments: function(*arguments))
     options = {"depths": [3], "prefill": [4], "batch": [1], "repeat": 1, "threads": 1, "keep": tmp_path}
     bench_model.bench_model("qwen3-30b-a3b", layers=2, weights="Q4_K_M", **options)
     made, file = sorted(tmp_path.iterdir())

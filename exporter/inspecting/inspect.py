@@ -80,7 +80,47 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
     model = load(path)
     tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
     external = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
-    layers, linears, routers, attention, linear_attention, packed = [], [], [], [], [], set()
+    nodes, packed = _nodes(path, model)
+    dense = [
+        {
+            "name": name,
+            "dtype": str(tensor.dtype),
+            "shape": list(tensor.shape.numpy()),
+            "bytes": int(tensor.nbytes),
+            "dequantized_from": tensor.metadata_props.get("dequantized_from"),
+            "dequantized_because": tensor.metadata_props.get("dequantized_because"),
+            "table": all(use.node.op_type == "Gather" for use in model.graph.initializers[name].uses()),
+        }
+        for name, tensor in tensors.items()
+        if name not in packed
+        and tensor is not None
+        and (isinstance(tensor, ir.ExternalTensor) or "dequantized_from" in tensor.metadata_props)
+    ]
+    found: dict[str, Any] = {
+        "model": str(path),
+        "metadata": dict(model.metadata_props),
+        **nodes,
+        "plain_attention": _reasons(path, model.metadata_props.get("plain_attention", "{}")),
+        "dense": dense,
+    }
+    found["files"] = [
+        {"name": name, "bytes": (path.parent / name).stat().st_size, "resident": resident(path.parent / name)}
+        for name in sorted({str(tensor.location) for tensor in external.values()})
+    ]
+    if verify:
+        found["verified"] = sum(_verify(path, name, tensor) for name, tensor in external.items())
+    head = path.with_name(MTP_MODEL)
+    if path.name == MODEL and head.is_file():
+        found["mtp"] = inspect(head, verify)
+    return found
+
+
+def _nodes(path: Path, model: ir.Model) -> tuple[dict[str, list[Any]], set[str | None]]:
+    """What :func:`inspect` says of each kind of node; names of the packed weights."""
+    kinds = ("layers", "linears", "routers", "attention", "linear_attention")
+    found: dict[str, list[Any]] = {kind: [] for kind in kinds}
+    layers, linears, routers, attention, linear_attention = found.values()
+    packed: set[str | None] = set()
     for node in model.graph:
         if node.domain != DOMAIN:
             continue
@@ -112,42 +152,7 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             # a field of another type
             raise ModelError(f"{path}: node {node.name} cannot be read: {error!r}") from None
-    dense = [
-        {
-            "name": name,
-            "dtype": str(tensor.dtype),
-            "shape": list(tensor.shape.numpy()),
-            "bytes": int(tensor.nbytes),
-            "dequantized_from": tensor.metadata_props.get("dequantized_from"),
-            "dequantized_because": tensor.metadata_props.get("dequantized_because"),
-            "table": all(use.node.op_type == "Gather" for use in model.graph.initializers[name].uses()),
-        }
-        for name, tensor in tensors.items()
-        if name not in packed
-        and tensor is not None
-        and (isinstance(tensor, ir.ExternalTensor) or "dequantized_from" in tensor.metadata_props)
-    ]
-    found: dict[str, Any] = {
-        "model": str(path),
-        "metadata": dict(model.metadata_props),
-        "layers": layers,
-        "linears": linears,
-        "routers": routers,
-        "attention": attention,
-        "linear_attention": linear_attention,
-        "plain_attention": _reasons(path, model.metadata_props.get("plain_attention", "{}")),
-        "dense": dense,
-    }
-    found["files"] = [
-        {"name": name, "bytes": (path.parent / name).stat().st_size, "resident": resident(path.parent / name)}
-        for name in sorted({str(tensor.location) for tensor in external.values()})
-    ]
-    if verify:
-        found["verified"] = sum(_verify(path, name, tensor) for name, tensor in external.items())
-    head = path.with_name(MTP_MODEL)
-    if path.name == MODEL and head.is_file():
-        found["mtp"] = inspect(head, verify)
-    return found
+    return found, packed
 
 
 def load(path: Path) -> ir.Model:

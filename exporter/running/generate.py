@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -128,32 +128,49 @@ class Generator:
         for name, value in (("chunk", chunk), ("capacity", capacity), ("drafts", drafts)):
             if value is not None and value < 1:
                 raise ModelError(f"{name} is {value}, expected at least 1")
+        entries = {"experts": experts, "ram": ram, "gpu_memory": gpu_memory, "trace": trace}
+        self.session = self._session(ort, threads, prefault, entries)
+        self._read_interface(speculate)
+        #: what drafts with multi-token prediction
+        self.head: Generator | None = None
+        if speculate is not None:
+            self._check_drafts()
+        if speculate == "mtp":
+            path = self.path.with_name(MTP_MODEL)
+            if not (self.hidden and path.is_file()):
+                raise ModelError(f"{self.path}: no {MTP_MODEL} beside it; export the model with --mtp")
+            self.head = Generator(path, threads, prefault, chunk, device=device)
+
+    def _session(self, ort: Any, threads: int, prefault: bool, entries: Mapping[str, Any]) -> Any:
+        """Opens the model; entries: of its session, None for what is not given."""
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4  # what it logs is in its exceptions
         if prefault:
             options.add_session_config_entry("quantmoe.prefault", "1")  # before the library is registered
-        entries = {"experts": experts, "ram": ram, "gpu_memory": gpu_memory, "trace": trace}
         for entry, given in entries.items():
             if given is not None:
                 options.add_session_config_entry(f"quantmoe.{entry}", str(given))
-        library = library_path() if device == "cpu" else _cuda(ort)
+        library = library_path() if self.device == "cpu" else _cuda(ort)
         try:
             options.register_custom_ops_library(library)
         except Exception as error:  # onnxruntime's exceptions have no public base class
             raise ModelError(str(error)) from None
-        cuda = ("CUDAExecutionProvider", {"enable_cuda_graph": str(int(cuda_graph))})
-        providers = ["CPUExecutionProvider" if device == "cpu" else cuda]
+        cuda = ("CUDAExecutionProvider", {"enable_cuda_graph": str(int(self.cuda_graph))})
+        providers = ["CPUExecutionProvider" if self.device == "cpu" else cuda]
         try:
             with doing(str(self.path)):
-                self.session = ort.InferenceSession(str(self.path), options, providers=providers)
+                return ort.InferenceSession(str(self.path), options, providers=providers)
         except MemoryError:
             raise
         except Exception as error:  # onnxruntime's exceptions have no public base class
             model = load(self.path)  # says which file is at fault
             target = model.metadata_props.get("target", "cpu")
-            hint = f"exported with --target {target}, which this provider does not run: " if target != device else ""
-            raise ModelError(f"{self.path}: {hint}{error}") from None
+            other = f"exported with --target {target}, which this provider does not run: "
+            raise ModelError(f"{self.path}: {other if target != self.device else ''}{error}") from None
+
+    def _read_interface(self, speculate: str | None) -> None:
+        """What the session's inputs, outputs and metadata say of its logits, cache and states."""
         metadata = self.session.get_modelmeta().custom_metadata_map
         context = metadata.get("context_length", str(sys.maxsize))
         if not context.isdecimal():
@@ -191,9 +208,9 @@ class Generator:
         self.vocabulary = logits[0].shape[2] if isinstance(logits[0].shape[2], int) else None
         self._logits = floats[logits[0].type]
         self.shares_buffer = metadata.get(SHARE_BUFFER) == "true" and self.vocabulary is not None
-        if capacity is not None and not self.shares_buffer:
+        if self.capacity is not None and not self.shares_buffer:
             raise ModelError(f"{self.path}: no capacity can be set, this model's cache grows with each run")
-        if cuda_graph and not self.shares_buffer:
+        if self.cuda_graph and not self.shares_buffer:
             raise ModelError(f"{self.path}: no CUDA graph can be had, this model's cache grows with each run")
         self.past = {
             name: ([s if isinstance(s, int) else 0 for s in i.shape], caches[i.type]) for name, i in past.items()
@@ -206,15 +223,6 @@ class Generator:
         #: output of the hidden states after the last norm, where somebody drafts from them; "": none
         self.hidden = next((o.name for o in hidden if o.name == HIDDEN_OUT or speculate == "mtp"), "")
         self._hidden = next(((o.shape[2], floats[o.type]) for o in hidden), (0, self._logits))
-        #: what drafts with multi-token prediction
-        self.head: Generator | None = None
-        if speculate is not None:
-            self._check_drafts()
-        if speculate == "mtp":
-            path = self.path.with_name(MTP_MODEL)
-            if not (self.hidden and path.is_file()):
-                raise ModelError(f"{self.path}: no {MTP_MODEL} beside it; export the model with --mtp")
-            self.head = Generator(path, threads, prefault, chunk, device=device)
 
     def _check_drafts(self) -> None:
         """A run of a token and its drafts takes the logits and the states after each."""

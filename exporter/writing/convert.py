@@ -20,6 +20,7 @@ from quantmoe.exporter.writing.prepare import GENAI, Part, Report, check_output,
 from quantmoe.ort_ext import LIBRARIES, OLDEST, OLDEST_GLIBC, cuda_library_path, glibc_of, library_path
 
 
+# over 80 lines: half say what its options mean
 def export(
     checkpoint: str | Path,
     output: str | Path,
