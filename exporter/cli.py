@@ -86,7 +86,10 @@ def options(
 def export(
     checkpoint: Checkpoint,
     outdir: Annotated[Path, typer.Argument(help="folder to write model.onnx and model.onnx.data to")],
-    target: Annotated[Literal["cpu", "cuda"], typer.Option(help="engine whose byte layout to write")] = "cpu",
+    target: Annotated[
+        Literal["cpu", "cuda", "ort"],
+        typer.Option(help="engine whose byte layout to write; ort: ONNX Runtime's own operators, without our library"),
+    ] = "cpu",
     activations: Annotated[
         Literal["int8", "float"] | None, typer.Option(help="of weight-only checkpoints; default: int8 on cpu")
     ] = None,
@@ -153,7 +156,8 @@ def export(
     print_reasons(FLOAT_HERE, report.dequantized)
     print_reasons(APART, report.apart)
     print_reasons("QuantLinear in spite of --dense ort", report.not_ort)
-    print_reasons(PLAIN_ATTENTION, report.plain_attention)
+    if target != "ort":  # it has no other
+        print_reasons(PLAIN_ATTENTION, report.plain_attention)
     if report.plain_routers:
         console.print(
             f"routers of {report.plain_routers} layers are plain ONNX nodes: not MoERouting's", style="yellow"
@@ -525,7 +529,8 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
     )
     print_reasons(FLOAT_HERE, found.dequantized)
     print_reasons(APART, found.apart)
-    print_reasons(PLAIN_ATTENTION, found.plain_attention)
+    if options["target"] != "ort":
+        print_reasons(PLAIN_ATTENTION, found.plain_attention)
     for remark in filter(None, (found.left_out, found.kv_cache)):
         console.print(remark, style="yellow")
     if total > found.free:

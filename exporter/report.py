@@ -72,7 +72,8 @@ def print_layers(layers: Iterable[tuple[str, Any, int, int | None]]) -> None:
 
 def print_model(found: dict[str, Any]) -> None:
     _print_nodes("layer", found["layers"], ("w13", "w2"))
-    _print_nodes("QuantLinear", found["linears"], ("w",))
+    ours = found["metadata"].get("target") != "ort"
+    _print_nodes("QuantLinear" if ours else "MatMulNBits", found["linears"], ("w",))
     experts, dense = (sum(item["bytes"] for item in found[part]) for part in ("layers", "dense"))
     console.print(
         f"experts {decimal(experts)}; linears {decimal(sum(item['bytes'] for item in found['linears']))}; "
@@ -82,9 +83,12 @@ def print_model(found: dict[str, Any]) -> None:
     print_reasons(FLOAT_HERE, kept)
     _print_attention(found["attention"])
     _print_linear_attention(found["linear_attention"])
-    print_reasons(PLAIN_ATTENTION, found["plain_attention"])
+    if ours:
+        print_reasons(PLAIN_ATTENTION, found["plain_attention"])
     if "verified" in found:
-        tensors, same = len(found["linears"]) + len(found["dense"]) + 2 * len(found["layers"]), found["verified"]
+        weights = [node[p] for node in found["layers"] + found["linears"] for p in ("w13", "w2", "w") if p in node]
+        tensors = len(found["dense"]) + sum(len(weight.get("tensors", "1")) for weight in weights)
+        same = found["verified"]
         rest = f"; {tensors - same} have none" if same < tensors else ""
         console.print(f"{same} tensors have the recorded hash{rest}", style="yellow" if rest else "green")
 

@@ -8,6 +8,10 @@ from quantmoe.custom_ops import library_file, native_name
 
 #: the ONNX Runtime whose API the libraries are written to, and every operator of exported models is in
 OLDEST = (1, 21)
+#: the one whose com.microsoft::QMoE can be told that weights lie as its schema says (weights_prepacked)
+OLDEST_QMOE = (1, 28)
+#: the one whose QMoE has accuracy_level
+OLDEST_ACCURACY = (1, 31)
 #: the file name of a target's library
 LIBRARIES = {"cpu": native_name("quantmoe_ort"), "cuda": native_name("quantmoe_ort_cuda")}
 #: newest glibc whose symbols the library that `make build` and `make wheel` make may ask for
@@ -34,6 +38,13 @@ def cuda_library_path() -> str:
         FileNotFoundError: this installation was made without CUDA.
     """
     return library_file(__name__, LIBRARIES["cuda"], "QUANTMOE_ORT_CUDA_LIBRARY")
+
+
+def oldest(target: str, accuracy_level: int = 0) -> tuple[int, int]:
+    """The ONNX Runtime that a target's files need."""
+    if target != "ort":
+        return OLDEST
+    return OLDEST_ACCURACY if accuracy_level else OLDEST_QMOE
 
 
 def build_info() -> str:

@@ -155,7 +155,7 @@ def check_headers(layer: MoELayer) -> None:
         formats = [activation_format(scheme, ACTIVATIONS[name]) for scheme in (layer.scheme, layer.down_scheme)]
         found = layer_candidate(layer, name, ACTIVATIONS[name])
         if found.spec is None:
-            with pytest.raises(ValueError, match="layout") as refusal:
+            with pytest.raises(ValueError, match=r"layout|QMoE") as refusal:
                 layout.describe(layer.expert(0), *formats)
             assert found.reason == f"{layer.name}.0: {refusal.value}"
             continue

@@ -433,19 +433,19 @@ def test_inspect_explains_what_export_refuses(name: str, tmp_path: Path) -> None
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith(f"{path}\n")
     assert text in done.out
-    assert "export --target cpu and cuda refuses it: " in done.out
+    assert "export --target cpu and cuda and ort refuses it: " in done.out
     assert not done.imported & {"torch", "transformers", "onnx_ir"}
 
 
 def test_inspect_of_a_checkpoint_as_json(tmp_path: Path) -> None:
     found = json.loads(quantmoe("inspect", equal_layers(tmp_path / "three", 3), "--json").out)
-    assert found["refused"] == {"cpu": "", "cuda": ""}
+    assert found["refused"] == {"cpu": "", "cuda": "", "ort": ""}
     assert [layer["module"] for layer in found["layers"]] == [f"model.layers.{i}.mlp.experts" for i in range(3)]
     assert list(found["linears"].values()) == [12]
     assert found["tensors"]["I32"]["count"] == 30
     assert found["format"] == "compressed-tensors"
     refused = json.loads(quantmoe("inspect", holding(tmp_path / "gguf", "a.gguf"), "--json").out)
-    assert set(refused["refused"]) == {"cpu", "cuda"}
+    assert set(refused["refused"]) == {"cpu", "cuda", "ort"}
     assert refused["files"] == {".gguf": {"count": 1, "bytes": 2}}
     for arguments in (["inspect", "Qwen/Qwen3-30B-A3B"], ["inspect", QWEN, "--verify"]):
         assert quantmoe(*arguments, cwd=tmp_path).line

@@ -16,12 +16,12 @@ A layout module provides (Expert and the dataclasses are in custom_ops):
 
 from dataclasses import replace
 
-from quantmoe.custom_ops.layouts import cpu_panel, marlin
+from quantmoe.custom_ops.layouts import cpu_panel, marlin, qmoe
 from quantmoe.custom_ops.op import Projection
 
 #: attributes of things that one expert may have and another lack
 OPTIONAL = ("perm", "bias", "zero_points", "pre_scale")
-LAYOUTS = {"cpu_panel": cpu_panel, "marlin": marlin}
+LAYOUTS = {"cpu_panel": cpu_panel, "marlin": marlin, "qmoe": qmoe}
 
 
 def join(a: tuple[Projection, Projection], b: tuple[Projection, Projection]) -> tuple[Projection, Projection]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from quantmoe.custom_ops import cuda, native
 from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.layouts import LAYOUTS, OPTIONAL, join
+from quantmoe.custom_ops.layouts import LAYOUTS, OPTIONAL, join, qmoe
 from quantmoe.custom_ops.matrix import QuantizedMatrix, joined
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
 from quantmoe.exporter.reading.checkpoint import CheckpointError
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from quantmoe.exporter.graph.passes.shared import Shared
 
 #: the packed layout that a target's engines read
-LAYOUT = {"cpu": "cpu_panel", "cuda": "marlin"}
+LAYOUT = {"cpu": "cpu_panel", "cuda": "marlin", "ort": "qmoe"}
 #: activations of weights-only checkpoints where nobody asks for others; None: as the checkpoint says
-ACTIVATIONS = {"cpu_panel": "int8", "marlin": None}
+ACTIVATIONS = {"cpu_panel": "int8", "marlin": None, "qmoe": None}
 #: ends of the names of tensors whose numbers decide what a node has
 DECIDING = ("g_idx", "zero_point", "qzeros", "pre_quant_scale")
 #: linears of one input, whose rows become one matrix: names of the parts -> of the whole
@@ -77,6 +77,8 @@ class Candidate:
             return []
         if self.layout == "marlin":
             return [("cuda", self.reason or cuda.absence(self.spec))]
+        if self.layout == "qmoe":
+            return [("QMoE" if isinstance(self.spec, MoESpec) else "MatMulNBits", self.reason)]
         missing = "this machine lacks its instructions"
         return [(name, self.reason or ("" if usable else missing)) for name, usable in native.kernels().items()]
 
@@ -146,6 +148,8 @@ def choose(
     chosen = Choice(layers, {}, {}, {}, dict(skeleton.experts), {}, {})
     for name, shared in skeleton.shared(layers).items():
         try:
+            if layout == "qmoe":
+                raise ValueError("QMoE routes every expert")
             chosen.experts[name], layers[name] = with_shared(skeleton, name, shared, layers[name], activations, scales)
         except ValueError as reason:
             first = shared.projections[0]
@@ -165,6 +169,8 @@ def choose(
             chosen.linears[whole], chosen.parts[whole] = candidate.spec, sources
             continue
         for source in filter(skeleton.format.is_quantized, sources.values()):
+            if layout == "qmoe" and activation_format(skeleton.format.scheme_of(source), activations) != "none":
+                raise CheckpointError(f"{skeleton.format.ckpt.folder}: {source}: {candidate.reason}")
             chosen.dequantized[f"{source}.weight"] = candidate.reason
     for name in skeleton.absorbed:
         source = skeleton.sources[f"{name}.weight"]
@@ -331,6 +337,8 @@ def refusal(spec: MoESpec | LinearSpec) -> str:
     name = spec.w2.layout if isinstance(spec, MoESpec) else spec.w.layout
     if name == "marlin":
         return cuda.refusal(spec)
+    if name == "qmoe":
+        return qmoe.refusal(spec)
     layout = LAYOUTS[name]
     moe = spec if isinstance(spec, MoESpec) else spec.moe
     names = {"w13": "w13", "w2": "w2"} if isinstance(spec, MoESpec) else {"w": "w2"}
@@ -340,6 +348,8 @@ def refusal(spec: MoESpec | LinearSpec) -> str:
 
 def kernels_refuse(target: str) -> Callable[[Any], str]:
     """Why a target's kernels do not run a node of attention with such attributes; "" when they do."""
+    if target == "ort":
+        return lambda spec: f"{spec.OP} is no operator of ONNX Runtime's own (--target ort)"
     return cuda.refusal if target == "cuda" else lambda spec: native.refusal(spec, {})
 
 

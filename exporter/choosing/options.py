@@ -10,7 +10,7 @@ from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.reading.formats.rounding import HEAD_GROUPS
 
 #: types of the graph outside the experts, the default first
-GRAPH_TYPES = {"cpu": ("f32", "f16"), "cuda": ("bf16", "f16")}
+GRAPH_TYPES = {"cpu": ("f32", "f16"), "cuda": ("bf16", "f16"), "ort": ("f32", "f16")}
 #: bytes of weights in a file
 MAX_FILE_SIZE = 50 * 10**9
 
@@ -44,7 +44,7 @@ class Options:
             ("activations", (None, "int8", "float")),
             ("scales", ("exact", "bf16")),
             ("dtype", (None, *GRAPH_TYPES.get(self.target, ()))),
-            ("dense", ("quantmoe", "ort") if self.target == "cpu" else ("quantmoe",)),
+            ("dense", ("quantmoe",) if self.target == "cuda" else ("quantmoe", "ort")),
             ("lm_head", (None, *HEAD_GROUPS)),
             ("cache", KINDS),
         ):
@@ -55,6 +55,8 @@ class Options:
             raise OptionError(f"logits is {self.logits!r}, expected last, all or a number of tokens from 1")
         if not 1 <= self.state_window <= 64:
             raise OptionError(f"state_window is {self.state_window}, expected 1 to 64")
+        if self.target == "ort" and (self.mtp or self.state_window > 1):
+            raise OptionError(f"{'mtp' if self.mtp else 'state_window'} is for the targets cpu and cuda")
         if self.group_size is not None and self.quantize is None:
             size = self.group_size
             raise OptionError(f"group_size is {size}: an option of quantize; a quantized checkpoint has its own")
@@ -74,8 +76,16 @@ class Options:
 
     @property
     def wanted(self) -> str | None:
-        """The activations of weights-only checkpoints; None: as the checkpoint says."""
+        """The activations of weights-only checkpoints; None: as the checkpoint says. With ONNX Runtime's own operators
+        int8 ones are not of a format, but the operators' affair, which ``accuracy_level`` allows."""
+        if self.target == "ort" and self.activations == "int8":
+            return None
         return self.activations or ACTIVATIONS[self.layout]
+
+    @property
+    def accuracy_level(self) -> int:
+        """Of ONNX Runtime's own operators: 4 allows int8 activations, by blocks; 0 is of floats."""
+        return 4 if self.activations == "int8" else 0
 
     @property
     def graph_type(self) -> str:

@@ -115,7 +115,7 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
     Args:
         chosen: the nodes' attributes; linears that it lacks are float MatMuls.
         attends: of :func:`attention_of` with the same arguments.
-        target: "cpu": with the operators that ONNX Runtime fuses; "cuda": ai.onnx and quantmoe's only.
+        target: "cpu" and "ort": with the operators that ONNX Runtime fuses; "cuda": ai.onnx and quantmoe's only.
 
     Raises:
         CheckpointError: transformers or torch cannot export the architecture.
@@ -295,9 +295,9 @@ def _trace(skeleton: Skeleton, target: str) -> ir.Model:
         del graph.graph.initializers[value.name]
         value.name = skeleton.tied.get(value.name, value.name)  # one that the model has twice has its last name here
         graph.graph.inputs.append(value)
-    if target == "cpu":
+    if target != "cuda":
         with quiet():
-            fuse_for_onnxruntime(graph, target)
+            fuse_for_onnxruntime(graph, "cpu")
     else:
         divide_by_roots(graph)
         add_norms(graph)

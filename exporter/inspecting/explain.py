@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from quantmoe.custom_ops.layouts.qmoe import from_attributes
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.choosing.choose import candidate, candidates
 from quantmoe.exporter.inspecting.inspect import inspect
@@ -42,7 +43,7 @@ def _model(path: Path) -> list[dict[str, Any]]:
     described = inspect(path)
     for kind, nodes in ((MoESpec, described["layers"]), (LinearSpec, described["linears"])):
         for node in nodes:
-            spec = kind.from_attributes(node["attributes"])
+            spec = from_attributes(kind, node["attributes"])
             sized = {"out_features": 0, "in_features": 0}
             key = str({k: v for k, v in node["attributes"].items() if k not in sized})
             if key not in found:

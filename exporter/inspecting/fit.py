@@ -74,6 +74,8 @@ def fit(
             of each layer (cuda) or for one (cpu); the trace is of another model.
     """
     layers, target = found["layers"], found["metadata"].get("target", "cpu")
+    if target not in RESERVE:
+        raise ModelError(f"{found['model']}: expected a model for cpu or cuda, its target is {target}")
     if not layers or any(layer["top_k"] is None for layer in layers):
         raise ModelError(f"{found['model']}: expected QuantMoE nodes after routers with a top_k")
     attention, states = found["attention"], sum(node["state_bytes"] for node in found["linear_attention"])

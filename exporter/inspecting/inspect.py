@@ -8,13 +8,14 @@ import mmap
 import os
 import sys
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from quantmoe.custom_ops import native
-from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.layouts import LAYOUTS, qmoe
 from quantmoe.custom_ops.op import (
     DOMAIN,
     AttentionSpec,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 _CHUNK = 1 << 24
 SpecType = TypeVar("SpecType", bound=Spec)
+#: operators of ONNX Runtime's own whose weights an export packs
+OTHERS = {("com.microsoft", "QMoE"), ("com.microsoft", "MatMulNBits")}
 
 
 def model_path(path: str | Path) -> Path:
@@ -50,7 +53,7 @@ def model_path(path: str | Path) -> Path:
 
 
 def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
-    """Describes every QuantMoE node and the other weights.
+    """Describes every QuantMoE node, or QMoE of ``--target ort``, and the other weights.
 
     Args:
         path: the model or its folder.
@@ -58,6 +61,7 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
 
     Returns:
         ``layers`` and ``linears`` (one dict a node: name, module, format, attributes, sizes, bytes, bits_per_weight;
+        of QMoE and MatMulNBits nodes ``tensors`` by part in the place of one tensor;
         of layers ``shared``: names of the last experts where they are a shared one, and ``top_k`` of the router before
         them, with these, None without one; of linears ``rows``: where a node
         has those of several modules, how many of each),
@@ -122,10 +126,15 @@ def _nodes(path: Path, model: ir.Model) -> tuple[dict[str, list[Any]], set[str |
     layers, linears, routers, attention, linear_attention = found.values()
     packed: set[str | None] = set()
     for node in model.graph:
-        if node.domain != DOMAIN:
+        if node.domain != DOMAIN and (node.domain, node.op_type) not in OTHERS:
             continue
         try:
-            if node.op_type == "QuantMoE":
+            if node.domain != DOMAIN:
+                described = _packed(path, node)
+                if described is not None:
+                    (layers if node.op_type == "QMoE" else linears).append(described)
+                    packed |= {t for p in ("w13", "w2", "w") for t in described.get(p, {}).get("tensors", {}).values()}
+            elif node.op_type == "QuantMoE":
                 layers.append(_layer(path, node))
                 packed |= {value.name for value in node.inputs[3:5] if value is not None}
             elif node.op_type == "QuantLinear":
@@ -243,6 +252,76 @@ def _layer(path: Path, node: ir.Node) -> dict[str, Any]:
     }
 
 
+def _packed(path: Path, node: ir.Node) -> dict[str, Any] | None:
+    """A QMoE or MatMulNBits whose tensors are of layout ``qmoe``; None: no export noted them as such."""
+    values = {i: v for i, v in enumerate(node.inputs) if v is not None and v.const_value is not None}
+    codes = values.get(1 if node.op_type == "MatMulNBits" else qmoe.INPUTS["w13", "codes"])
+    metadata = _metadata(codes)
+    if metadata.get("layout") != qmoe.NAME:
+        return None
+    if (version := metadata.get("layout_version")) != str(qmoe.VERSION):
+        raise ModelError(
+            f"{path}: node {node.name}: layout_version is {version}, this release knows {qmoe.VERSION}; export again"
+        )
+    try:
+        return (_matmul_nbits if node.op_type == "MatMulNBits" else _qmoe)(path, node, values, metadata)
+    except ModelError:
+        raise
+    except ValueError as error:
+        raise ModelError(f"{path}: node {node.name}: {error}") from None
+
+
+def _qmoe(path: Path, node: ir.Node, values: Mapping[int, ir.Value], metadata: dict[str, str]) -> dict[str, Any]:
+    own = {name: _attribute(attribute) for name, attribute in node.attributes.items()}
+    types = {p: _metadata(values[qmoe.INPUTS[p, "scales"]])["scale_type"] for p in ("w13", "w2")}
+    spec = qmoe.moe_spec(own, {i: _shape(v) for i, v in values.items()}, types)
+    parts: dict[str, dict[str, ir.Value]] = {"w13": {}, "w2": {}}
+    for (projection, part), index in qmoe.INPUTS.items():
+        if index in values:
+            parts[projection][part] = values[index]
+    sizes = {projection: _tensors(spec, projection, found) for projection, found in parts.items()}
+    weights = 3 * spec.num_experts * spec.hidden_size * spec.intermediate_size
+    return _description(node, spec, sizes, metadata, weights) | {"shared": [], "top_k": own["k"]}
+
+
+def _matmul_nbits(
+    path: Path, node: ir.Node, values: Mapping[int, ir.Value], metadata: dict[str, str]
+) -> dict[str, Any]:
+    parts = {part: values[i] for part, i in (("codes", 1), ("scales", 2), ("zero_points", 3)) if i in values}
+    bias = f"{str(values[1].name).removesuffix('.b')}.bias"  # it is added by a node of its own
+    added = [value for use in node.outputs[0].uses() if use.node.op_type == "Add" for value in use.node.inputs]
+    if (found := next((value for value in added if value is not None and value.name == bias), None)) is not None:
+        parts["bias"] = found
+    own = {name: _attribute(attribute) for name, attribute in node.attributes.items()}
+    spec = qmoe.linear_spec(own, metadata["scale_type"], "zero_points" in parts, "bias" in parts)
+    sizes = {"w": _tensors(spec.moe, "w2", parts)}
+    description = _description(node, spec, sizes, metadata, spec.in_features * spec.out_features)
+    return description | _rows(path, node, spec, metadata)
+
+
+def _metadata(value: ir.Value | None) -> dict[str, str]:
+    tensor = value.const_value if value is not None else None
+    return {} if tensor is None else dict(tensor.metadata_props)
+
+
+def _shape(value: ir.Value) -> list[int]:
+    assert value.const_value is not None
+    return list(value.const_value.shape.numpy())
+
+
+def _tensors(spec: MoESpec, projection: str, values: Mapping[str, ir.Value]) -> dict[str, Any]:
+    """A projection's tensors by part, and the bytes of all."""
+    for name, part in qmoe.parts(spec, projection).items():
+        size, found = spec.num_experts * prod(part.shape), prod(_shape(values[name])) if name in values else 0
+        if found != size:
+            raise ValueError(f"{name} of {projection} has {found} elements, its attributes say {size}")
+    tensors = [value.const_value for value in values.values()]
+    return {
+        "tensors": {name: str(value.name) for name, value in values.items()},
+        "bytes": sum(int(tensor.nbytes) for tensor in tensors if tensor is not None),
+    }
+
+
 def _top_k(node: ir.Node) -> int | None:
     router = node.inputs[1].producer() if node.inputs[1] is not None else None
     if router is None or router.domain != DOMAIN:
@@ -254,14 +333,19 @@ def _top_k(node: ir.Node) -> int | None:
 def _linear(path: Path, node: ir.Node) -> dict[str, Any]:
     spec = _spec(path, node, LinearSpec)
     sizes, metadata = _sizes(path, node, spec, spec.moe, {"w": node.inputs[1]}, 1)
+    more = _rows(path, node, spec, metadata)
+    return _description(node, spec, sizes, metadata, spec.in_features * spec.out_features) | more
+
+
+def _rows(path: Path, node: ir.Node, spec: LinearSpec, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Which modules' rows a linear has, in which order."""
     rows = json.loads(metadata.get("rows", "{}"))
     if not isinstance(rows, dict) or (rows and sum(rows.values()) != spec.out_features):
         raise ModelError(f"{path}: node {node.name}: rows are {rows}, expected {spec.out_features} in all")
     heads, first = int(metadata.get("gated_heads", "0")), next(iter(rows.values()), spec.out_features)
     if heads < 0 or (heads and first % (2 * heads * spec.w.block_n)):
         raise ModelError(f"{path}: node {node.name}: gated_heads is {heads}, expected a part of {first} rows")
-    more = {"rows": rows} | ({"gated_heads": heads} if heads else {})
-    return _description(node, spec, sizes, metadata, spec.in_features * spec.out_features) | more
+    return {"rows": rows} | ({"gated_heads": heads} if heads else {})
 
 
 def _attention(path: Path, node: ir.Node) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.layouts import LAYOUTS, qmoe
 from quantmoe.custom_ops.matrix import QuantizedMatrix, gates_first, parted, reordered
 from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.inspecting.inspect import ModelError, inspect, load, model_path
@@ -77,14 +77,24 @@ def unpack(model: str | Path, layer: int, output: str | Path) -> list[str]:
 
 
 def _matrices(node: dict[str, Any], initializers: Any) -> Iterator[tuple[str, QuantizedMatrix]]:
-    def rows(projection: str) -> np.ndarray:
+    def array(name: str) -> np.ndarray:
         try:
-            return np.asarray(initializers[node[projection]["tensor"]].const_value.numpy()).view(np.uint8)
+            return np.asarray(initializers[name].const_value.numpy())
         except ValueError as error:  # onnx-ir's: it maps no file that has several names
             raise ModelError(f"{node['node']}: {error}") from None
 
-    if "w" in node:
-        linear = LinearSpec.from_attributes(node["attributes"])
+    def rows(projection: str) -> Sequence[np.ndarray]:
+        if "tensor" in node[projection]:
+            return array(node[projection]["tensor"]).view(np.uint8)
+        moe, p = (spec.moe, "w2") if isinstance(spec, LinearSpec) else (spec, projection)
+        tensors = {part: array(name) for part, name in node[projection]["tensors"].items()}
+        tensors = {part: tensor.reshape(moe.num_experts, -1) for part, tensor in tensors.items()}
+        return _Rows(moe.num_experts, lambda e: qmoe.restored(moe, p, {part: t[e] for part, t in tensors.items()}))
+
+    kind: type[LinearSpec | MoESpec] = LinearSpec if "w" in node else MoESpec
+    spec = qmoe.from_attributes(kind, node["attributes"])
+    if isinstance(spec, LinearSpec):
+        linear = spec
         matrix = LAYOUTS[linear.w.layout].unpack_down(linear.moe, rows("w")[0])
         parts = node["rows"] or {node["module"]: linear.out_features}
         matrices = parted(matrix, [*parts.values()]) if len(parts) > 1 else [matrix]
@@ -93,7 +103,6 @@ def _matrices(node: dict[str, Any], initializers: Any) -> Iterator[tuple[str, Qu
             matrices[0] = reordered(matrices[0], np.argsort(order))
         yield from zip(parts, matrices, strict=True)
         return
-    spec = MoESpec.from_attributes(node["attributes"])
     w13, w2 = rows("w13"), rows("w2")
     routed = spec.num_experts - len(node["shared"])
     for e in range(len(w13)):
@@ -103,6 +112,19 @@ def _matrices(node: dict[str, Any], initializers: Any) -> Iterator[tuple[str, Qu
         for role in ("gate", "up", "down"):
             if (matrix := getattr(expert, role)) is not None:
                 yield f"{name}.{role}", matrix
+
+
+class _Rows(Sequence[np.ndarray]):
+    """Rows that are made when they are asked for."""
+
+    def __init__(self, count: int, make: Callable[[int], np.ndarray]):
+        self._count, self._make = count, make
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, e: Any) -> Any:
+        return self._make(e)
 
 
 def _layer(module: str | None) -> int:

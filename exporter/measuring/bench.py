@@ -19,6 +19,7 @@ Method:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import math
@@ -507,10 +508,13 @@ def _packing(console: Console, layers: Sequence[Chosen]) -> None:
     for name, size, kind, group in layers:
         layer = Layer.random(size, kind, group)
         for layout in LAYOUTS.values():
-            try:
-                w13, w2 = reduce(join, (layout.describe(e, FORMATS[kind][3]) for e in layer.experts))
-            except ValueError:
-                w13, w2 = reduce(join, (layout.describe(e, "none") for e in layer.experts))
+            pair = None
+            for activations in ("none", FORMATS[kind][3]):
+                with contextlib.suppress(ValueError):  # a layout that does not carry it
+                    pair = reduce(join, (layout.describe(e, activations) for e in layer.experts))
+            if pair is None:
+                continue
+            w13, w2 = pair
             spec = replace(layer.spec(), w13=w13, w2=w2)
             rows = [native.aligned(layout.row_bytes(spec, p)) for p in ("w13", "w2")]
             times = []

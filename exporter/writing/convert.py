@@ -17,7 +17,7 @@ from quantmoe.exporter.writing.external_data import DataFiles, byte_size
 from quantmoe.exporter.writing.genai import LOGITS, add_mtp, genai_config, shared_tensors, shares_buffer
 from quantmoe.exporter.writing.output import DATA, MODEL, MTP_MODEL, record, writing
 from quantmoe.exporter.writing.prepare import GENAI, Part, Report, check_output, companion_files, prepare
-from quantmoe.ort_ext import LIBRARIES, OLDEST, OLDEST_GLIBC, cuda_library_path, glibc_of, library_path
+from quantmoe.ort_ext import LIBRARIES, OLDEST_GLIBC, cuda_library_path, glibc_of, library_path, oldest
 
 
 # over 80 lines: half say what its options mean
@@ -25,7 +25,7 @@ def export(
     checkpoint: str | Path,
     output: str | Path,
     *,
-    target: Literal["cpu", "cuda"] = "cpu",
+    target: Literal["cpu", "cuda", "ort"] = "cpu",
     activations: Literal["int8", "float"] | None = None,
     scales: Literal["exact", "bf16"] = "exact",
     dtype: Literal["f32", "f16", "bf16"] | None = None,
@@ -49,7 +49,8 @@ def export(
         output: folder for model.onnx, model.onnx.data, configuration, tokenizer, and for onnxruntime-genai its
             genai_config.json and the target's library; created if missing.
         target: "cpu": ONNX Runtime on x86-64 and Arm; "cuda": TensorRT and ONNX Runtime on NVIDIA GPUs, only of the
-            operators of ai.onnx and quantmoe.
+            operators of ai.onnx and quantmoe; "ort": ONNX Runtime without a library of ours, only of its own operators
+            (docs/ort.md).
         activations: of weight-only checkpoints: "int8" quantizes each token (int8_token_asym), "float" does not. The
             default is "int8" for the CPU, and what the checkpoint says for CUDA.
         scales: "bf16" rounds them, for KleidiAI's kernels; see Report.scale_error.
@@ -117,15 +118,16 @@ def export(
         with DataFiles(partial, DATA, max_file_size) as data:
             done = 0
             for part in parts:
-                for stage, written in write_weights(part, parts[0], scales, dense, data, report):
+                for stage, written in write_weights(part, parts[0], options, data, report):
                     done += written
                     progress(stage, done, total)
         _companions(ckpt, partial, layers)
         if LOGITS not in ends:  # onnxruntime-genai takes those of all tokens or of the last
             _genai(ckpt, partial, layers, target, parts, logits == "all")
-        report.library = _library(partial, target)
+        if target != "ort":
+            report.library = _library(partial, target)
         metadata = {"checkpoint": ckpt.folder.resolve().name, "target": target} | ends
-        metadata["onnxruntime"] = ".".join(map(str, OLDEST))
+        metadata["onnxruntime"] = ".".join(map(str, oldest(target, options.accuracy_level)))
         if report.plain_attention:
             metadata["plain_attention"] = json.dumps(report.plain_attention)
         for part in parts[1:]:
@@ -159,7 +161,8 @@ def _genai(
     """What onnxruntime-genai reads beside the model. every: it gives the logits of all tokens, which drafts take."""
     config, shares = _config(ckpt, layers), shares_buffer(parts[0].graph.graph)
     with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
-        found = genai_config(config, ckpt.generation_config, LIBRARIES[target], shares, target == "cuda")
+        library = LIBRARIES.get(target, "")
+        found = genai_config(config, ckpt.generation_config, library, shares, target == "cuda")
         keys = (v.shape for v in parts[0].graph.graph.inputs if str(v.name).endswith(".key") and v.shape is not None)
         widths = {shape[3] for shape in keys if isinstance(shape[3], int)}
         if len(widths) == 1:  # codes may have their scales behind them

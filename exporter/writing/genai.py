@@ -41,7 +41,8 @@ def genai_config(
 
     Args:
         config: config.json. generation: generation_config.json, {} when there is none.
-        library: file name of the custom operators; onnxruntime-genai loads it from the model's own folder only.
+        library: file name of the custom operators; onnxruntime-genai loads it from the model's own folder only. "":
+            the model has none.
         shares: whether past and present may be one buffer.
         cuda: for ONNX Runtime's CUDA provider, with a CUDA graph of a decode step where a cache is one buffer.
 
@@ -71,7 +72,7 @@ def genai_config(
             "context_length": context,
             "decoder": {
                 "filename": "model.onnx",
-                "session_options": {"custom_ops_library": library}
+                "session_options": ({"custom_ops_library": library} if library else {})
                 | ({"provider_options": [{"cuda": {"enable_cuda_graph": "1" if shares else "0"}}]} if cuda else {}),
                 "hidden_size": text["hidden_size"],
                 "head_size": width,

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quantmoe.custom_ops import native
-from quantmoe.custom_ops.layouts import LAYOUTS
+from quantmoe.custom_ops.layouts import LAYOUTS, qmoe
 from quantmoe.custom_ops.matrix import gates_first, reordered
 from quantmoe.custom_ops.op import MoESpec, inputs
 from quantmoe.exporter.ahead import BLOCK_MEMORY, ahead, expert_size
@@ -25,7 +25,8 @@ from quantmoe.exporter.graph.passes.defaults import drop_defaults
 from quantmoe.exporter.graph.passes.embeddings import keep_tables
 from quantmoe.exporter.graph.passes.interface import drop_traces, name_interface
 from quantmoe.exporter.graph.passes.last_logits import keep_last_logits, output_hidden
-from quantmoe.exporter.graph.passes.matmul_nbits import to_matmul_nbits, why_not
+from quantmoe.exporter.graph.passes.matmul_nbits import matmul_nbits, to_matmul_nbits, why_not
+from quantmoe.exporter.graph.passes.qmoe import check_domains, tensor_name, to_qmoe
 from quantmoe.exporter.graph.passes.weights import Weight, place_weights
 from quantmoe.exporter.graph.trace import trace
 from quantmoe.exporter.memory import doing
@@ -48,10 +49,16 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
     """
     part.graph = graph = trace(part.skeleton, part.chosen, part.attention, options.target)
     report.untraced = graph.meta.pop("untraced", "") or report.untraced
-    routers = sum(node.op_type in ("MoERouting", "MoERouter") for node in graph.graph)
-    report.plain_routers += len(part.chosen.layers) - routers
     part.weights = place_weights(graph)
-    keep_tables(part.weights, part.skeleton.stored_type)
+    if options.target == "ort":
+        try:
+            part.weights = to_qmoe(graph, part.weights, part.chosen.layers, options.accuracy_level)
+        except ValueError as error:
+            raise CheckpointError(f"{part.skeleton.format.ckpt.folder}: {error}") from None
+    else:
+        routers = sum(node.op_type in ("MoERouting", "MoERouter") for node in graph.graph)
+        report.plain_routers += len(part.chosen.layers) - routers
+        keep_tables(part.weights, part.skeleton.stored_type)
     name_interface(graph)
     head, config = bool(part.skeleton.format.part), part.skeleton.model.config
     if options.mtp and not output_hidden(graph, HIDDEN_OUT if head else HIDDEN, config.hidden_size):
@@ -66,17 +73,17 @@ def trace_part(part: Part, options: Options, report: Report, ends: dict[str, str
 
 
 def write_weights(
-    part: Part, first: Part, scales: str, dense: str, data: DataFiles, report: Report
+    part: Part, first: Part, options: Options, data: DataFiles, report: Report
 ) -> Iterator[tuple[str, int]]:
     """Writes a part's weights, or takes those that the first part has; yields what it does and how many bytes."""
     skeleton, chosen = part.skeleton, part.chosen
     specs, linears, ckpt = chosen.layers, chosen.linears, skeleton.format.ckpt
     there = {} if part is first else {first.key(weight): weight.value for weight in first.weights}
-    regions = {}
+    regions: dict[str, dict[str, Region]] = {name: {} for name in specs}
     for weight in part.weights:
         module, _, projection = weight.parameter.rpartition(".")
         if module in specs:
-            regions[module, projection] = data.region(weight.value)
+            regions[module][projection] = data.region(weight.value)
             continue
         if isinstance(getattr(shared := there.get(part.key(weight)), "const_value", None), ir.ExternalTensor):
             assert shared is not None
@@ -86,15 +93,14 @@ def write_weights(
         source = chosen.source(module) if module in linears else skeleton.sources[weight.parameter]
         with doing(f"{ckpt.folder}: {source}"):
             if module in linears:
-                written = _linear(weight, skeleton, chosen, scales, dense, data, report)
+                written = _linear(weight, skeleton, chosen, options, data, report)
             else:
                 written = _dense(weight, skeleton, data, report)
         yield "writing other weights", written
     for name, layer in chosen.experts.items():
-        pair = regions[name, "w13"], regions[name, "w2"]
-        for written in _pack(layer, specs[name], pair, scales, report):
+        for written in _pack(layer, specs[name], regions[name], options, report):
             yield "packing experts", written
-        report.packed_bytes += pair[0].length + pair[1].length
+        report.packed_bytes += sum(region.length for region in regions[name].values())
 
 
 def _share(value: ir.Value, written: ir.Value) -> None:
@@ -114,49 +120,66 @@ def _share(value: ir.Value, written: ir.Value) -> None:
         node.attributes.update({name: a for name, a in other.attributes.items() if name.endswith("_identity")})
 
 
-def _pack(layer: MoELayer, spec: MoESpec, regions: tuple[Region, Region], scales: str, report: Report) -> Iterator[int]:
+def _pack(
+    layer: MoELayer, spec: MoESpec, regions: dict[str, Region], options: Options, report: Report
+) -> Iterator[int]:
     """Decodes and packs experts ahead of the writing; yields the bytes of each."""
     layout = LAYOUTS[spec.w13.layout]
 
-    def make(e: int) -> tuple[list[np.ndarray], float]:
+    def make(e: int) -> tuple[dict[str, np.ndarray], float]:
         with doing(f"{layer.format.ckpt.folder}: {layer.label(e)}"):
             return packed(e)
 
-    def packed(e: int) -> tuple[list[np.ndarray], float]:
-        expert, error = scaled(layer.expert(e), scales)
-        rows = [native.aligned(layout.row_bytes(spec, projection)) for projection in ("w13", "w2")]
+    def packed(e: int) -> tuple[dict[str, np.ndarray], float]:
+        expert, error = scaled(layer.expert(e), options.scales)
+        rows = {p: native.aligned(layout.row_bytes(spec, p)) for p in ("w13", "w2")}
         try:
-            layout.pack(expert, spec, *rows)
+            layout.pack(expert, spec, *rows.values())
+            return (_tensors(spec, rows, options) if layout is qmoe else rows), error
         except ValueError as error:
             raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.label(e)}: {error}") from None
-        return rows, error
 
     calls = [functools.partial(make, e) for e in range(layer.every)]
     with contextlib.closing(ahead(calls, expert_size(spec))) as made:
         for rows, error in made:
-            for region, row in zip(regions, rows, strict=True):
-                region.write(row)
-            if scales == "bf16":
+            for name, region in regions.items():
+                region.write(rows[name])
+            if options.scales == "bf16":
                 report.scale_error = max(report.scale_error or 0.0, error)
             layer.format.ckpt.release()
-            yield sum(map(len, rows))
-    for region in regions:
-        _identify(region, layer.format)
+            yield sum(row.nbytes for row in rows.values())
+    for name, region in regions.items():
         metadata = {"module": layer.name, "format": layer.scheme.text, "layout": spec.w13.layout,
-                    "layout_version": str(spec.w13.layout_version), "spec": json.dumps(spec.attributes())}  # fmt: skip
+                    "layout_version": str(spec.w13.layout_version)}  # fmt: skip
+        if layout is qmoe:
+            own = spec.w13 if name.startswith("fc1") else spec.w2
+            metadata["scale_type"] = own.scale_type
+        else:
+            _identify(region, layer.format)
+            metadata["spec"] = json.dumps(spec.attributes())
         if layer.shared:
             metadata["shared"] = json.dumps(layer.shared.names())
         region.finish(metadata)
 
 
+def _tensors(spec: MoESpec, rows: dict[str, np.ndarray], options: Options) -> dict[str, np.ndarray]:
+    """An expert's part of the tensors of a QMoE, by their names."""
+    floats = np.dtype(np.float16 if options.graph_type == "f16" else np.float32)
+    return {
+        tensor_name(projection, part): array
+        for projection, row in rows.items()
+        for part, array in qmoe.stored(spec, projection, row, floats).items()
+    }
+
+
 def _linear(
-    weight: Weight, skeleton: Skeleton, chosen: Choice, scales: str, dense: str, data: DataFiles, report: Report
+    weight: Weight, skeleton: Skeleton, chosen: Choice, options: Options, data: DataFiles, report: Report
 ) -> int:
     """Writes a linear's packed weight, or makes its node a MatMulNBits; returns the bytes."""
     format, name = skeleton.format, weight.parameter.rpartition(".")[0]
     spec, source, parts = chosen.linears[name], chosen.source(name), [*chosen.parts[name].values()]
     scheme = format.scheme_of(parts[0])
-    m, error = linear_matrix(format, parts, scales)
+    m, error = linear_matrix(format, parts, options.scales)
     if spec.w.layout == "marlin" and m.kind in ("bf16", "f16"):
         try:
             m = retyped(m, spec.w.format)
@@ -164,7 +187,7 @@ def _linear(
             raise CheckpointError(f"{format.ckpt.folder}: {source}: {refusal}") from None
     if source == skeleton.head:
         report.head_error = distance(m, format.stored(f"{source}.weight"))
-    if scales == "bf16":
+    if options.scales == "bf16":
         report.scale_error = max(report.scale_error or 0.0, error)
     metadata = {"module": source, "format": scheme.text}
     if name in chosen.gated:
@@ -174,26 +197,34 @@ def _linear(
         metadata["gated_heads"] = str(chosen.gated[name])
     if len(parts) > 1:
         metadata["rows"] = json.dumps(skeleton.rows(chosen.parts[name]))
-    if dense == "ort" and format.is_quantized(parts[0]):
+    made = None
+    if options.dense == "ort" and options.target == "cpu" and format.is_quantized(parts[0]):
         reason = why_not(m, scheme.activation_format, skeleton.dtype.itemsize)
         if reason is None:
-            size = 0
-            for value, array in to_matmul_nbits(weight.value, m, spec):
-                region = data.region(value)
-                region.write(array)
-                region.finish(metadata)
-                size += array.nbytes
-            report.dense_bytes += size
-            return size
-        report.not_ort[source] = reason
+            made = to_matmul_nbits(weight.value, m, spec)
+        else:
+            report.not_ort[source] = reason
     layout = LAYOUTS[spec.w.layout]
     row = native.aligned(layout.row_bytes(spec.moe, "w2"))
     try:
-        layout.pack_down(m, spec.moe, row)
+        if made is None:
+            layout.pack_down(m, spec.moe, row)
+        if layout is qmoe:
+            made = matmul_nbits(weight.value, row, spec, options.accuracy_level)
+            metadata |= {"layout": qmoe.NAME, "layout_version": str(qmoe.VERSION), "scale_type": m.scale_type}
     except ValueError as problem:
         for part in parts:  # one of them is to blame, if one is
             _check_finite(format, part)
         raise CheckpointError(f"{format.ckpt.folder}: {source}: {str(problem).removeprefix('down: ')}") from None
+    if made is not None:
+        for value, array in made:
+            region = data.region(value)
+            region.write(array)
+            region.finish(metadata)
+        size = sum(array.nbytes for _, array in made)
+        report.dense_bytes += size
+        format.ckpt.release()
+        return size
     region = data.region(weight.value)
     region.write(row)
     _identify(region, format)
@@ -257,6 +288,8 @@ def save_part(part: Part, path: Path, metadata: dict[str, str], files: str = "")
     graph.metadata_props.update(metadata | ({FILES: files} if files else {}))
     if shares_buffer(graph.graph):
         graph.metadata_props[SHARE_BUFFER] = "true"
+    if metadata["target"] == "ort":
+        check_domains(graph)
     if metadata["target"] == "cpu":
         graph.doc_string = f"Register {LIBRARIES['cpu']} of `pip install quantmoe` with ONNX Runtime to run this."
     with doing(str(path)), naming(path):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,9 +146,21 @@ def prepare(
         layers, window = (1, 1) if part.part else (options.layers, options.state_window)
         skeleton = Skeleton(part, options.graph_type, layers, options.lm_head, options.target, window)
         chosen.append((skeleton, choose(skeleton, nodes, layout, options.wanted, options.scales)))
+        if options.target == "ort" and options.graph_type == "f32":
+            _check_floats(part, nodes)
     ends = stops(chosen[0][0])
     parts = [Part(*pair, attention_of(*pair, options.target, options.cache)) for pair in chosen]
     return Prepared(format, parts, _report(parts, options), ends)
+
+
+def _check_floats(format: Format, nodes: Mapping[str, MoESpec]) -> None:
+    """Refuses MXFP4 experts in a graph of float32: the one provider whose QMoE has them, CUDA, takes 16 bits."""
+    for name, spec in nodes.items():
+        if "mxfp4" in (spec.w13.format, spec.w2.format):
+            raise CheckpointError(
+                f"{format.ckpt.folder}: {name}: ONNX Runtime has mxfp4 experts on CUDA alone, whose QMoE takes no f32: "
+                "use --dtype f16"
+            )
 
 
 def formats_of(format: Format, mtp: bool) -> list[Format]:
@@ -180,7 +192,7 @@ def check_output(checkpoint: Path, output: Path, target: str, force: bool) -> No
         raise NotADirectoryError(f"{there} is a file, expected a folder to write to")
     companions = companion_files(checkpoint if checkpoint.is_dir() else output)  # a GGUF file has none beside it
     names = {MODEL, MTP_MODEL, DATA} | weight_files(output) | {path.name for path in companions}
-    check_folder(output, names | {GENAI, LIBRARIES[target]}, force)
+    check_folder(output, names | {GENAI, *filter(None, [LIBRARIES.get(target)])}, force)
 
 
 def open_format(
@@ -255,6 +267,16 @@ def _report(parts: Sequence[Part], options: Options) -> Report:
         if wanted != "none" == used:
             report.activations = f"the checkpoint says {wanted}: activations stay float as asked"
     formats = {p.activation_format for _, spec in report.layers.values() for p in (spec.w13, spec.w2)}
-    if options.activations == "int8" and not any(name.startswith("int8") for name in formats):
+    if options.target == "ort":
+        report.activations = _rounded_activations(report, options) or report.activations
+    elif options.activations == "int8" and not any(name.startswith("int8") for name in formats):
         report.activations = "no integer product of these weights is exact: activations are not int8 as asked"
     return report
+
+
+def _rounded_activations(report: Report, options: Options) -> str:
+    """Where ONNX Runtime's CPU kernels round activations; "" for nowhere."""
+    if options.accuracy_level:
+        return "ONNX Runtime may round activations to int8, in blocks of the weights' (accuracy_level 4)"
+    blocks = [spec for _, spec in report.layers.values() if spec.w13.format == "int8" and spec.w13.group_size != -1]
+    return "ONNX Runtime's CPU kernel of int8 experts in blocks rounds activations to int8" if blocks else ""

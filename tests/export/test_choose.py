@@ -158,7 +158,11 @@ def test_contributings_format_is_described_as_it_decodes(tmp_path, monkeypatch):
     case = Case("acme", encode, {"quant_method": "acme"}, "int4", (64,), ("f16",), k_step=2)
     layer = layer_of(tmp_path, case, 64, "f16")
     for layout in LAYOUTS:
-        spec = layer_candidate(layer, layout, ACTIVATIONS[layout]).spec
+        found = layer_candidate(layer, layout, ACTIVATIONS[layout])
+        if layout == "qmoe":  # 160 features are two and a half groups
+            assert found.reason.endswith("QMoE has whole groups of 64, found [96, 160]")
+            continue
+        spec = found.spec
         assert [(p.scale_type, p.bias, p.group_size) for p in (spec.w13, spec.w2)] == [("f16", 1, 64)] * 2
         assert packed(layer, spec)
 

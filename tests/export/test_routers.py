@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from tiny import COMMON, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantmoe.custom_ops import native
-from quantmoe.exporter.graph.passes.routers import is_product, recognise
+from quantmoe.exporter.graph.passes.routers import attach, attach_standard, is_product, recognise
 
 EXPECTED = {
     "qwen3_moe": routing_spec(16, 4, "topk_softmax"),
@@ -50,6 +52,28 @@ def test_recognised_and_equal(architecture):
     np.testing.assert_array_equal(np.take_along_axis(ids.numpy(), a, 1), np.take_along_axis(found_ids, b, 1))
     difference = np.take_along_axis(weights.numpy(), a, 1) - np.take_along_axis(found, b, 1)
     assert np.abs(difference).max() < 1e-6
+
+
+@pytest.mark.parametrize("method", [None, "topk_sigmoid"])
+@pytest.mark.parametrize("architecture", EXPECTED)
+def test_of_onnxruntimes_own_operators(architecture, method):
+    """Equal to MoERouting, also with a method that no architecture here has."""
+    router = routers(architecture)[-1]
+    spec = EXPECTED[architecture] if method is None else replace(EXPECTED[architecture], method=method, renormalize=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, tensor in (*router.named_parameters(), *router.named_buffers()):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.5)
+        attach(router, spec)
+        x = torch.randn(500, 64, generator=generator) / 4
+        _, weights, ids = router(x)
+        attach_standard(router, spec)
+        _, found, found_ids = router(x)
+    a, b = np.argsort(ids.numpy(), 1), np.argsort(found_ids.numpy(), 1)
+    np.testing.assert_array_equal(np.take_along_axis(ids.numpy(), a, 1), np.take_along_axis(found_ids.numpy(), b, 1))
+    np.testing.assert_allclose(
+        np.take_along_axis(found.numpy(), b, 1), np.take_along_axis(weights.numpy(), a, 1), rtol=3e-6, atol=1e-7
+    )
 
 
 def test_a_router_without_groups():

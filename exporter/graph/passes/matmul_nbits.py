@@ -9,8 +9,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from quantmoe.custom_ops.layouts import qmoe
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec
+from quantmoe.custom_ops.schemes import SCHEMES
 
 
 def why_not(m: QuantizedMatrix, activation_format: str, float_bytes: int) -> str | None:
@@ -49,32 +51,48 @@ def to_matmul_nbits(w: ir.Value, m: QuantizedMatrix, spec: LinearSpec) -> list[t
     Returns:
         The new node's initializers, registered, and their contents.
     """
+    own = LinearSpec(in_features=m.shape[1], out_features=m.shape[0], w=qmoe.describe_down(m, "none"))
+    row = np.empty(qmoe.row_bytes(own.moe, "w2"), np.uint8)
+    qmoe.pack_down(m, own.moe, row)
+    # int8 activations by blocks, as fast as it gets; or none
+    return matmul_nbits(w, row, own, 1 if spec.w.activation_format == "none" else 4)
+
+
+def matmul_nbits(
+    w: ir.Value, row: np.ndarray, spec: LinearSpec, accuracy_level: int
+) -> list[tuple[ir.Value, np.ndarray]]:
+    """The same for a row that layout ``qmoe`` packed.
+
+    Raises:
+        ValueError: scales that the graph's floats do not hold.
+    """
+    found = qmoe.stored(spec.moe, "w2", row, np.dtype(_floats(w)))
+    n, k, g, bits = spec.out_features, spec.in_features, spec.w.group_size, SCHEMES[spec.w.format].bits
+    arrays = {"b": found.pop("codes").reshape(n, -1, g * bits // 8)} | found
+    return _replace(w, arrays, {"K": k, "N": n, "bits": bits, "block_size": g, "accuracy_level": accuracy_level})
+
+
+def _floats(w: ir.Value) -> type:
     ((node, _),) = w.uses()
-    graph, x, dtype = node.graph, node.inputs[0], node.inputs[0].dtype  # type: ignore[union-attr]
+    x = node.inputs[0]
+    assert x is not None
+    return np.float16 if x.dtype == ir.DataType.FLOAT16 else np.float32
+
+
+def _replace(
+    w: ir.Value, arrays: dict[str, np.ndarray], attributes: dict[str, int]
+) -> list[tuple[ir.Value, np.ndarray]]:
+    """Puts a MatMulNBits with these inputs (and its bias's Add) in the place of the node that reads ``w``."""
+    ((node, _),) = w.uses()
+    graph, x = node.graph, node.inputs[0]
     assert isinstance(graph, ir.Graph)
     name = str(w.name).removesuffix(".w")
-    float_type = np.float16 if dtype == ir.DataType.FLOAT16 else np.float32
-    (n, k), g = m.shape, m.group_size
-    blocks = -(-k // g)
-    codes = np.full((n, blocks * g), 8, np.uint8)
-    codes[:, :k] = m.codes
-    packed = codes[:, ::2] | codes[:, 1::2] << 4
-    arrays = {"b": packed.reshape(n, blocks, g // 2), "scales": m.scales.astype(float_type)}
-    if m.zero_points is not None:
-        zeros = np.full((n, blocks + blocks % 2), 8, np.uint8)
-        zeros[:, :blocks] = m.zero_points
-        arrays["zero_points"] = zeros[:, ::2] | zeros[:, 1::2] << 4
-    if m.bias is not None:
-        arrays["bias"] = m.bias.astype(float_type)
     made: dict[str, ir.Value] = {}
     for key, array in arrays.items():
         made[key] = ir.Value(
             name=f"{name}.{key}", shape=ir.Shape(array.shape), type=ir.TensorType(ir.DataType.from_numpy(array.dtype))
         )
         graph.register_initializer(_with_value(made[key], array))
-    # int8 activations by blocks, as fast as it gets; or none
-    accuracy = 1 if spec.w.activation_format == "none" else 4
-    attributes = {"K": k, "N": n, "bits": 4, "block_size": g, "accuracy_level": accuracy}
     inputs = [x, made["b"], made["scales"], *([made["zero_points"]] if "zero_points" in made else [])]
     new = [ir.node("MatMulNBits", inputs, attributes, domain="com.microsoft", name=node.name)]
     if "bias" in made:

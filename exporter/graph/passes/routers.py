@@ -23,13 +23,15 @@ from quantmoe.exporter.graph.passes.attention import drawing
 from quantmoe.exporter.reading.formats.base import CORRECTION_BIAS
 
 _TOKENS, _TOLERANCE = 64, 1e-6
+#: below the logarithm of every weight, and a float16
+UNSELECTED = -1e4
 
 
 def replace_routers(
     model: torch.nn.Module, target: str = "cpu", shared: Mapping[str, tuple[int, int]] | None = None
 ) -> dict[str, RoutingSpec]:
-    """Makes every router that equals a MoERouting one, for target "cuda" a MoERouter where its logits are a product;
-    others stay as they are.
+    """Makes every router that equals a MoERouting one, for target "cuda" a MoERouter where its logits are a product,
+    for "ort" a MoERouting of method topk_softmax and standard nodes; others stay as they are.
 
     Args:
         shared: router -> its shared experts, and 1 where their gate's row follows those of its weight.
@@ -47,7 +49,12 @@ def replace_routers(
             if shared and name in shared:
                 count, gate = shared[name]
                 spec = replace(spec, shared_experts=count, shared_gate=gate)
-            attach(module, spec, target == "cuda" and product)
+            if target == "ort":
+                if spec.method == "topk":
+                    continue
+                attach_standard(module, spec)
+            else:
+                attach(module, spec, target == "cuda" and product)
             found[name] = spec
     return found
 
@@ -135,6 +142,16 @@ def attach(router: Any, spec: RoutingSpec, product: bool = False) -> None:
     router.forward = MethodType(_product_forward if product else _forward, router)
 
 
+def attach_standard(router: Any, spec: RoutingSpec) -> None:
+    """Makes the router's forward what com.microsoft::QMoE and operators of ONNX compute (passes/qmoe.py).
+
+    Requires:
+        another method than topk, whose weights may be negative: QMoE leaves such experts out.
+    """
+    router.gated, router.routing = False, json.dumps(spec.attributes())
+    router.forward = MethodType(_selected_forward, router)
+
+
 def _product_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x = hidden_states if hidden_states.ndim == 2 else hidden_states.reshape(-1, self.weight.shape[1])
     biases = [getattr(self, "bias", None), _correction_bias(self)]
@@ -143,13 +160,52 @@ def _product_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tens
     return torch.nn.functional.linear(x.float(), self.weight.float(), biases[0]), weights, ids
 
 
-def _forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _logits(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     if self.gated:
-        logits = torch.nn.functional.linear(hidden_states, self.weight)
+        return torch.nn.functional.linear(hidden_states, self.weight)
+    computed = type(self).forward(self, hidden_states)
+    logits: torch.Tensor = computed[-1] if len(computed) == 2 else computed[0]  # Llama-4's: scores, logits
+    return logits
+
+
+def _selected_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same as a softmax of selected logits, the one router that com.microsoft::QMoE has on every provider, times a
+    factor a token: the logits are logarithms of weights, the factor is what the weights add up to."""
+    spec, logits = RoutingSpec.from_attributes(json.loads(self.routing)), _logits(self, hidden_states)
+    x, bias = logits.float(), _correction_bias(self)
+    softmax = spec.method in ("softmax_topk", "topk_softmax")
+    scores = x.softmax(-1) if softmax else x.sigmoid()
+    logs = x if softmax else torch.nn.functional.logsigmoid(x)
+    if bias is None and spec.n_group == spec.topk_group:
+        total = scores.topk(spec.top_k, -1).values.sum(-1, keepdim=True)
     else:
-        computed = type(self).forward(self, hidden_states)
-        logits = computed[-1] if len(computed) == 2 else computed[0]  # Llama-4's: scores, logits
-    bias = _correction_bias(self)
+        compared = x if spec.method.startswith("topk_") else scores
+        chosen = (_choice(spec, compared, bias).unsqueeze(-1) == torch.arange(spec.num_experts)).any(1)
+        total = (scores * chosen).sum(-1, keepdim=True)
+        logs = logs.masked_fill(~chosen, UNSELECTED)
+    own = replace(spec, method="topk_softmax", renormalize=0, n_group=1, topk_group=1, routed_scaling_factor=1.0)
+    attributes = json.dumps(own.attributes())
+    ids, weights = torch.ops.quantmoe.moe_routing(logs.to(logits.dtype), torch.zeros(spec.num_experts), attributes)
+    if spec.method != "topk_softmax" and not spec.renormalize:
+        weights = weights * total
+    if spec.routed_scaling_factor != 1:
+        weights = weights * spec.routed_scaling_factor
+    return logits, weights, ids
+
+
+def _choice(spec: RoutingSpec, scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Selected ids [T, top_k]."""
+    choice = scores if bias is None else scores + bias.float()
+    if spec.topk_group < spec.n_group:
+        groups = choice.unflatten(-1, (spec.n_group, -1))
+        best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1)
+        kept = (best.topk(spec.topk_group, -1).indices.unsqueeze(-1) == torch.arange(spec.n_group)).any(1)
+        choice = groups.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
+    return choice.topk(spec.top_k, -1).indices
+
+
+def _forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits, bias = _logits(self, hidden_states), _correction_bias(self)
     bias = torch.zeros(logits.shape[-1] - self.gated) if bias is None else bias.float()
     ids, weights = torch.ops.quantmoe.moe_routing(logits, bias, self.routing)
     return logits, weights, ids
