@@ -83,7 +83,7 @@ def _matrices(node: dict[str, Any], initializers: Any) -> Iterator[tuple[str, Qu
         except ValueError as error:  # onnx-ir's: it maps no file that has several names
             raise ModelError(f"{node['node']}: {error}") from None
 
-    def rows(projection: str) -> Sequence[np.ndarray]:
+    def rows(projection: str) -> Any:
         if "tensor" in node[projection]:
             return array(node[projection]["tensor"]).view(np.uint8)
         moe, p = (spec.moe, "w2") if isinstance(spec, LinearSpec) else (spec, projection)

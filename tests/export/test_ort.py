@@ -217,7 +217,7 @@ def test_activations_that_onnxruntime_rounds(exported, checkpoint, reference, tm
 
 
 def test_float16(exported, reference):
-    folder = exported("qwen3_moe", target="ort", dtype="f16")
+    folder = exported("qwen3_moe", target="ort", dtype="f16", cache="f16")
     ids = tokens(2, 4)
     # sums of 192 products rounded to 2^-11, in each of a dozen layers' products
     assert error(run(Plain(folder), ids, (3, 1)), expected(reference("qwen3_moe"), ids)) < 0.02

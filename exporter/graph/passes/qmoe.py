@@ -91,7 +91,9 @@ def _replace(module: str, node: ir.Node, spec: MoESpec, accuracy_level: int) -> 
         made.append(value)
     if "quant_type" in attributes:
         one = ir.tensor(np.ones(spec.num_experts, np.float32), name=f"{module}.global_scale")
-        ones = ir.Value(name=one.name, shape=one.shape, type=ir.TensorType(one.dtype), const_value=one)
+        ones = ir.Value(
+            name=one.name, shape=ir.Shape([spec.num_experts]), type=ir.TensorType(one.dtype), const_value=one
+        )
         graph.register_initializer(ones)
         for index in qmoe.GLOBAL_SCALES:
             inputs[index] = ones
