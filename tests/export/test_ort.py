@@ -219,8 +219,8 @@ def test_activations_that_onnxruntime_rounds(exported, checkpoint, reference, tm
 def test_float16(exported, reference):
     folder = exported("qwen3_moe", target="ort", dtype="f16", cache="f16")
     ids = tokens(2, 4)
-    # sums of 192 products rounded to 2^-11, in each of a dozen layers' products
-    assert error(run(Plain(folder), ids, (3, 1)), expected(reference("qwen3_moe"), ids)) < 0.02
+    # what each of a dozen products gives is rounded to 2^-11 of it; 1e-3 was seen
+    assert error(run(Plain(folder), ids, (3, 1)), expected(reference("qwen3_moe"), ids)) < 5e-3
 
 
 def test_mxfp4_is_written_for_cuda(checkpoint, tmp_path):
