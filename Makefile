@@ -6,6 +6,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 INSTALL = $(BIN)/uv pip install --compile-bytecode --python $(BIN)/python
 UV = $(INSTALL) --quiet
 ARCH := $(shell uname -m)
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # Oldest and newest; samples/java runs Maven's.
 ORT_VERSIONS := 1.21 1.32
 MODEL ?= build/sample-model
@@ -20,7 +21,7 @@ PYTEST := python -m pytest -n $(JOBS) --dist loadfile -m "not long"
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 
 .PHONY: venv clang build cuda demo test test-random test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
-  format samples first-minutes wheel windows test-windows clean
+  format samples first-minutes wheel windows test-windows natives jar test-packages clean
 
 # PyTorch's build for the CPU where its index can be reached, else PyPI's, to which on x86-64 belong 4 GB of CUDA libraries.
 # UV_TORCH_BACKEND names another build (cu130, say).
@@ -143,6 +144,21 @@ windows: build
 test-windows: windows | $(MODEL)
 	tests/windows/run.sh $(MODEL)
 
+# The libraries of dist's wheels (this machine's, where there is none), for packages.
+natives: venv $(if $(wildcard dist/*.whl),,wheel)
+	python packages/natives.py dist build/natives
+
+# A Maven artifact in build/java and in this machine's Maven repository.
+jar: natives
+	rm -rf build/java/classes/quantmoe/native
+	mvn -q -B -f packages/java/pom.xml install
+
+# The packages in projects that have nothing else, and their contents.
+test-packages: jar build | $(MODEL)
+	$(UV) --group test
+	python -m pytest tests/packages/check.py
+	mvn -B -ntp -f tests/packages/java/pom.xml test -Dmodel=$(abspath $(MODEL)) -Dquantmoe=$(VERSION)
+
 # The wheel alone in a clean environment, with each ONNX Runtime.
 test-wheel: wheel
 	for version in $(ORT_VERSIONS); do \
@@ -194,12 +210,12 @@ build/sample-model: | build
 	quantmoe export samples/demo_model/checkpoint $@ --activations float
 
 # The samples on one exported folder must print the same tokens; C# where dotnet stands.
-samples: build | $(MODEL)
+samples: build jar | $(MODEL)
 	$(UV) --group test
 	samples/compare.sh $(MODEL)
 
 # README's commands and the samples with good and bad input, and the wheel where `make wheel` has left one.
-first-minutes: build | $(MODEL)
+first-minutes: build jar | $(MODEL)
 	$(UV) --group test
 	tests/first_minutes.sh $(MODEL) $(wildcard dist/*_$(ARCH).whl)
 

@@ -87,19 +87,24 @@ sample() { # COMMAND...: a sample, with good and bad input
 idx=999999 must be within|"$model" 4 999999
 ^a prompt of 8 tokens leaves no room in the model's context of 8$|"$work/context" 4 1 2 3 4 5 6 7 8
 ^logits are not finite$|"$work/nan" 4 1
-nowhere/libquantmoe_ort.so: cannot open shared object file|nowhere 4 1
-libquantmoe_ort.so: file too short|"$work/no_library" 4 1
 model.onnx|"$work/no_model" 4 1
 model.onnx.data|"$work/no_data" 4 1
 not the data that this model was exported with.* of model.onnx.data of |"$work/other_data" 4 1
 TABLE
 }
+library_of_the_folder() { # COMMAND...: a sample that takes it from there; Java's comes from its package
+  bad 1 'nowhere/libquantmoe_ort.so: cannot open shared object file' "$@" nowhere 4 1
+  bad 1 'libquantmoe_ort.so: file too short' "$@" "$work/no_library" 4 1
+}
 section "samples/python"
 sample python samples/python/generate.py
+library_of_the_folder python samples/python/generate.py
 section "samples/cpp"
 sample build/samples-cpp/generate
+library_of_the_folder build/samples-cpp/generate
 section "samples/java"
 sample java -jar samples/java/target/generate.jar
+bad 1 'nowhere/model.onnx' java -jar samples/java/target/generate.jar nowhere 4 1
 # A server: what is not closed grows, 2 MB a time.
 cat >"$work/Many.java" <<'JAVA'
 import ai.onnxruntime.*;
@@ -107,16 +112,13 @@ import java.nio.file.*;
 public class Many {
   public static void main(String[] args) throws Exception {
     OrtEnvironment env = OrtEnvironment.getEnvironment();
-    try (OrtSession.SessionOptions options = new OrtSession.SessionOptions()) {
-      options.registerCustomOpLibrary(args[0] + "/libquantmoe_ort.so");
-      try (OrtSession session = env.createSession(args[0] + "/model.onnx", options)) {
-        long before = 0;
-        for (int i = 0; i < 60; i++) {
-          if (i == 20) before = megabytes();
-          Generate.generate(env, session, 2, new long[200]);
-        }
-        System.out.println("grown by " + (megabytes() - before) + " MB");
+    try (OrtSession session = Generate.open(env, args[0]); OrtSession.RunOptions run = new OrtSession.RunOptions()) {
+      long before = 0;
+      for (int i = 0; i < 60; i++) {
+        if (i == 20) before = megabytes();
+        Generate.generate(env, session, run, 2, new long[200], id -> true);
       }
+      System.out.println("grown by " + (megabytes() - before) + " MB");
     }
   }
   static long megabytes() throws Exception {
@@ -125,13 +127,14 @@ public class Many {
   }
 }
 JAVA
-classes=samples/java/target/generate.jar:$(echo samples/java/target/onnxruntime-*.jar)
+classes=$(echo samples/java/target/*.jar | tr ' ' :)
 good '' javac -cp "$classes" -d "$work" "$work/Many.java"
 good '^grown by -?[0-9]{1,2} MB$' java -Xmx64m -cp "$classes:$work" Many "$model"
 cat "$work/out"
 if command -v dotnet >/dev/null; then
   section "samples/csharp"
   sample dotnet build/samples-csharp/bin/Generate/debug/Generate.dll
+  library_of_the_folder dotnet build/samples-csharp/bin/Generate/debug/Generate.dll
 fi
 
 section "messages of docs/troubleshooting.md"

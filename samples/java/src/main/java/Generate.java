@@ -1,7 +1,9 @@
 import ai.onnxruntime.*;
 import java.nio.*;
 import java.util.*;
+import java.util.function.LongPredicate;
 import java.util.stream.LongStream;
+import quantmoe.QuantMoE;
 
 /** Greedy decoding of an exported folder: Generate FOLDER COUNT ID... prints up to COUNT token ids. */
 public class Generate {
@@ -10,12 +12,11 @@ public class Generate {
       if (args.length < 3) throw new IllegalArgumentException("usage: Generate FOLDER COUNT ID...");
       long[] numbers = Arrays.stream(args).skip(1).mapToLong(Generate::number).toArray();
       OrtEnvironment env = OrtEnvironment.getEnvironment(OrtLoggingLevel.ORT_LOGGING_LEVEL_ERROR);
-      try (OrtSession.SessionOptions options = new OrtSession.SessionOptions()) {
-        options.setSessionLogLevel(OrtLoggingLevel.ORT_LOGGING_LEVEL_FATAL);  // what it logs is in its exceptions
-        options.registerCustomOpLibrary(args[0] + "/libquantmoe_ort.so");
-        try (OrtSession session = env.createSession(args[0] + "/model.onnx", options)) {
-          System.out.println(generate(env, session, numbers[0], Arrays.copyOfRange(numbers, 1, numbers.length)));
-        }
+      try (OrtSession session = open(env, args[0]); OrtSession.RunOptions run = new OrtSession.RunOptions()) {
+        StringJoiner generated = new StringJoiner(" ");
+        long[] ids = Arrays.copyOfRange(numbers, 1, numbers.length);
+        generate(env, session, run, numbers[0], ids, id -> generated.add(Long.toString(id)) != null);
+        System.out.println(generated);
       }
     } catch (OrtException | IllegalArgumentException error) {
       System.err.println(error.getMessage());
@@ -23,8 +24,22 @@ public class Generate {
     }
   }
 
-  /** Tensors and results are native memory that Java does not count: a server that leaves them open leaks it. */
-  static String generate(OrtEnvironment env, OrtSession session, long count, long[] ids) throws OrtException {
+  static OrtSession open(OrtEnvironment env, String folder) throws OrtException {
+    try (OrtSession.SessionOptions options = new OrtSession.SessionOptions()) {
+      options.setSessionLogLevel(OrtLoggingLevel.ORT_LOGGING_LEVEL_FATAL);  // what it logs is in its exceptions
+      options.registerCustomOpLibrary(QuantMoE.libraryPath());
+      return env.createSession(folder + "/model.onnx", options);
+    }
+  }
+
+  /**
+   * Hands over each token as it comes and ends where that returns false. run.setTerminate(true), of any thread, ends it
+   * within a step, by an OrtException. Tensors and results are native memory that Java does not count: a server that
+   * leaves them open leaks it.
+   */
+  static void generate(
+      OrtEnvironment env, OrtSession session, OrtSession.RunOptions run, long count, long[] ids, LongPredicate more)
+      throws OrtException {
     Map<String, String> metadata = session.getMetadata().getCustomMetadata();
     List<String> stop = List.of(metadata.getOrDefault("eos_token_id", "").split(","));
     long context = Long.parseLong(metadata.getOrDefault("context_length", "" + Long.MAX_VALUE));
@@ -36,7 +51,6 @@ public class Generate {
     // Past and present are one buffer that each run writes in place, if the model takes that. Otherwise present is the
     // longer past of the next run.
     boolean shares = "true".equals(metadata.get("past_present_share_buffer"));
-    StringJoiner generated = new StringJoiner(" ");
     Map<String, OnnxTensor> cache = cache(env, session, shares ? ids.length + count : 0);
     OrtSession.Result last = null;  // owns a cache that grows after the first step
     try {
@@ -50,7 +64,7 @@ public class Generate {
           if (shares) cache.forEach((name, tensor) -> pinned.put(present(name), tensor));
           Set<String> outputs = new HashSet<>(session.getOutputNames());
           outputs.removeAll(pinned.keySet());
-          OrtSession.Result result = session.run(inputs, outputs, pinned);
+          OrtSession.Result result = session.run(inputs, outputs, pinned, run);
           if (last != null) last.close();
           else if (!shares) OnnxValue.close(cache);
           last = result;
@@ -59,14 +73,12 @@ public class Generate {
           for (var entry : cache.entrySet()) entry.setValue((OnnxTensor) last.get(present(entry.getKey())).get());
         past = total;
         ids = new long[] {best((OnnxTensor) last.get("logits").get())};
-        generated.add(Long.toString(ids[0]));
-        if (stop.contains(Long.toString(ids[0]))) break;
+        if (!more.test(ids[0]) || stop.contains(Long.toString(ids[0]))) break;
       }
     } finally {
       if (last != null) last.close();
       if (last == null || shares) OnnxValue.close(cache);
     }
-    return generated.toString();
   }
 
   static String present(String past) {
