@@ -131,6 +131,45 @@ classes=$(echo samples/java/target/*.jar | tr ' ' :)
 good '' javac -cp "$classes" -d "$work" "$work/Many.java"
 good '^grown by -?[0-9]{1,2} MB$' java -Xmx64m -cp "$classes:$work" Many "$model"
 cat "$work/out"
+text='Then said the captain of the host,' classes=$classes:$work
+expected=$(python - "$model" "$text" <<'PYTHON'
+import subprocess, sys
+from tokenizers import Tokenizer
+
+tokenizer = Tokenizer.from_file(f"{sys.argv[1]}/tokenizer.json")
+ids = tokenizer.encode(sys.argv[2]).ids
+new = subprocess.check_output([sys.executable, "samples/python/generate.py", sys.argv[1], "24", *map(str, ids)], text=True)
+print(tokenizer.decode([*ids, *map(int, new.split())])[len(sys.argv[2]) :])
+PYTHON
+)
+good '' java -cp "$classes" Text "$model" 24 "$text"
+[ "$(cat "$work/out")" = "$expected" ] || complain "expected \"$expected\"" java Text
+bad 1 '^usage: Text FOLDER COUNT TEXT$' java -cp "$classes" Text "$model" 24
+bad 1 'nowhere/model.onnx' java -cp "$classes" Text nowhere 24 "$text"
+cat >"$work/Printed.java" <<'JAVA'
+import ai.djl.huggingface.tokenizers.HuggingFaceTokenizer;
+import java.nio.file.Path;
+public class Printed {
+  public static void main(String[] args) throws Exception {
+    try (HuggingFaceTokenizer tokenizer = HuggingFaceTokenizer.newInstance(Path.of(args[0], "tokenizer.json"))) {
+      var out = new java.io.ByteArrayOutputStream();
+      var printer = new Text.Printer(tokenizer, tokenizer.encode("a").getIds(), new java.io.PrintStream(out, true, "UTF-8"));
+      int before = -1, held = 0;
+      for (long id : tokenizer.encode(args[1]).getIds()) {
+        printer.test(id);
+        if (out.size() == before) held++;
+        before = out.size();
+      }
+      System.out.println((held > 0) + " " + out.toString("UTF-8").equals(args[1]));
+    }
+  }
+}
+JAVA
+good '' javac -cp "$classes" -d "$work" "$work/Printed.java"
+good '^true true$' env DJL_OFFLINE=true java -cp "$classes" Printed "$model" ' né, 日本語 𝄞 end'
+cancelled() { java -cp "$classes" Text "$1" 1000000 "$text" <<<""; } # Enter, as it begins
+good '' cancelled "$work/old"
+[ "$(wc -c <"$work/out")" -lt 2000 ] || complain "expected an early end" cancelled
 if command -v dotnet >/dev/null; then
   section "samples/csharp"
   sample dotnet build/samples-csharp/bin/Generate/debug/Generate.dll
