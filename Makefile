@@ -21,7 +21,7 @@ PYTEST := python -m pytest -n $(JOBS) --dist loadfile -m "not long"
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 
 .PHONY: venv clang build cuda demo test test-random test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
-  format samples first-minutes wheel windows test-windows natives jar test-packages clean
+  format samples first-minutes wheel windows test-windows natives jar nupkg test-packages clean
 
 # PyTorch's build for the CPU where its index can be reached, else PyPI's, to which on x86-64 belong 4 GB of CUDA libraries.
 # UV_TORCH_BACKEND names another build (cu130, say).
@@ -144,7 +144,7 @@ windows: build
 test-windows: windows | $(MODEL)
 	tests/windows/run.sh $(MODEL)
 
-# The libraries of dist's wheels (this machine's, where there is none), for packages.
+# The libraries of dist's wheels (this machine's, where there is none), for the next two.
 natives: venv $(if $(wildcard dist/*.whl),,wheel)
 	python packages/natives.py dist build/natives
 
@@ -153,11 +153,18 @@ jar: natives
 	rm -rf build/java/classes/quantmoe/native
 	mvn -q -B -f packages/java/pom.xml install
 
-# The packages in projects that have nothing else, and their contents.
-test-packages: jar build | $(MODEL)
+# A package for NuGet in dist. No .NET is needed.
+nupkg: natives
+	rm -f dist/*.nupkg
+	python packages/nuget/pack.py build/natives dist
+
+# The packages in projects that have nothing else, and their contents. C# where dotnet stands.
+test-packages: jar nupkg build | $(MODEL)
 	$(UV) --group test
 	python -m pytest tests/packages/check.py
 	mvn -B -ntp -f tests/packages/java/pom.xml test -Dmodel=$(abspath $(MODEL)) -Dquantmoe=$(VERSION)
+	@if command -v dotnet >/dev/null; then dotnet run --artifacts-path build/nuget/consumer --project packages/nuget/consumer $(abspath $(MODEL)); \
+	  else echo "NuGet's package not run: no dotnet here"; fi
 
 # The wheel alone in a clean environment, with each ONNX Runtime.
 test-wheel: wheel

@@ -1,6 +1,8 @@
-"""What is in the packages of build/java: `make test-packages` calls this, as `make test` makes no packages."""
+"""What is in the packages of dist and build/java: `make test-packages` calls this, as `make test` makes no packages."""
 
+import re
 import tomllib
+import xml.etree.ElementTree as ElementTree
 import zipfile
 from pathlib import Path
 
@@ -36,3 +38,43 @@ def test_jar(jar):
     for kind in ("sources", "javadoc"):
         with zipfile.ZipFile(ROOT / f"build/java/quantmoe-{VERSION}-{kind}.jar") as archive:
             assert any("QuantMoE" in name for name in archive.namelist())
+
+
+@pytest.fixture
+def nupkg():
+    with zipfile.ZipFile(ROOT / f"dist/QuantMoe.{VERSION}.nupkg") as archive:
+        yield archive
+
+
+def test_nupkg(nupkg):
+    assert nupkg.testzip() is None
+    native = re.compile(r"runtimes/(.+)/native/(.+)")
+    assert {f"{m[1]}/{m[2]}": nupkg.read(m[0]) for m in map(native.fullmatch, nupkg.namelist()) if m} == NATIVES
+    assert nupkg.read("LICENSE") == LICENSE
+
+
+def test_nuspec(nupkg):
+    """What NuGet asks of it, and that what it names is there."""
+    metadata = ElementTree.fromstring(nupkg.read("QuantMoe.nuspec"))[0]
+    space = metadata.tag.removesuffix("metadata")
+    one = {child.tag.removeprefix(space): child for child in metadata}
+    assert set(one) >= {"id", "version", "authors", "description", "license", "readme"}
+    assert (one["id"].text, one["version"].text) == ("QuantMoe", VERSION)
+    assert (one["license"].get("type"), one["license"].text) == ("expression", "Apache-2.0")
+    assert one["readme"].text in nupkg.namelist()
+    (source,) = one["contentFiles"]
+    assert f"contentFiles/{source.get('include')}" in nupkg.namelist()
+    assert source.get("buildAction") == "Compile"
+    (group,) = one["dependencies"]
+    assert [(d.get("id"), d.get("version")) for d in group] == [("Microsoft.ML.OnnxRuntime", "1.21.0")]
+
+
+def test_open_packaging(nupkg):
+    """A part's type is known by its extension or name, and the manifest by its relationship."""
+    types = ElementTree.fromstring(nupkg.read("[Content_Types].xml"))
+    extensions = {t.get("Extension") for t in types if t.get("Extension")}
+    names = {t.get("PartName") for t in types if t.get("PartName")}
+    for part in set(nupkg.namelist()) - {"[Content_Types].xml"}:
+        assert Path(part).suffix[1:] in extensions or f"/{part}" in names or part == "_rels/.rels", part
+    (manifest,) = ElementTree.fromstring(nupkg.read("_rels/.rels"))
+    assert manifest.get("Target") == "/QuantMoe.nuspec"
