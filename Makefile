@@ -216,7 +216,7 @@ format: build
 build/sample-model: | build
 	quantmoe export samples/demo_model/checkpoint $@ --activations float
 
-# The samples on one exported folder must print the same tokens; C# where dotnet stands.
+# The samples on one exported folder must print the same tokens; C# and Rust where dotnet and rustc stand.
 samples: build jar | $(MODEL)
 	$(UV) --group test
 	samples/compare.sh $(MODEL)

@@ -1,6 +1,6 @@
 #!/bin/bash
 # usage: compare.sh MODEL_FOLDER [TEXT]: builds the samples, lets each go on from TEXT and fails unless all print the same tokens.
-# build/samples-* are the programs. C# runs where dotnet stands.
+# build/samples-* are the programs. C# and Rust run where dotnet and rustc stand.
 set -euo pipefail
 model=$(realpath "$1") && cd "$(dirname "$0")"
 build=$(realpath ..)/build
@@ -32,6 +32,15 @@ same cpp "$build/samples-cpp/generate"
 
 log=$(mvn -q -B -f java/pom.xml package) || { echo "$log" && exit 1; } # it colours its output even when nothing is printed
 same java java -jar java/target/generate.jar
+
+export ORT_DYLIB_PATH # of Python's ONNX Runtime
+ORT_DYLIB_PATH=$(python -c 'import glob, onnxruntime; print(glob.glob(onnxruntime.__path__[0] + "/capi/libonnxruntime.so.*")[0])')
+if sort -VC <<<"1.92"$'\n'"$(rustc --version 2>/dev/null | cut -d " " -f 2)"; then # ort's oldest
+  cargo build -q --manifest-path rust/Cargo.toml --target-dir "$build/samples-rust"
+  same rust "$build/samples-rust/debug/generate"
+else
+  echo 'rust not run: no Rust 1.92 here'
+fi
 
 if command -v dotnet >/dev/null; then
   dotnet build -v q --artifacts-path "$build/samples-csharp" csharp >/dev/null

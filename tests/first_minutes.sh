@@ -170,6 +170,13 @@ good '^true true$' env DJL_OFFLINE=true java -cp "$classes" Printed "$model" ' n
 cancelled() { java -cp "$classes" Text "$1" 1000000 "$text" <<<""; } # Enter, as it begins
 good '' cancelled "$work/old"
 [ "$(wc -c <"$work/out")" -lt 2000 ] || complain "expected an early end" cancelled
+if [ -e build/samples-rust/debug/generate ]; then
+  section "samples/rust"
+  export ORT_DYLIB_PATH
+  ORT_DYLIB_PATH=$(realpath build/samples-cpp/libonnxruntime.so.1)
+  sample build/samples-rust/debug/generate
+  library_of_the_folder build/samples-rust/debug/generate
+fi
 if command -v dotnet >/dev/null; then
   section "samples/csharp"
   sample dotnet build/samples-csharp/bin/Generate/debug/Generate.dll
