@@ -21,7 +21,7 @@ PYTEST := python -m pytest -n $(JOBS) --dist loadfile -m "not long"
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 
 .PHONY: venv clang build cuda demo test test-random test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
-  format samples first-minutes wheel windows test-windows natives jar nupkg test-packages clean
+  format samples first-minutes wheel windows test-windows macos test-macos natives jar nupkg test-packages clean
 
 # PyTorch's build for the CPU where its index can be reached, else PyPI's, to which on x86-64 belong 4 GB of CUDA libraries.
 # UV_TORCH_BACKEND names another build (cu130, say).
@@ -143,6 +143,19 @@ windows: build
 # The DLLs under wine, beside the Linux libraries (tests/windows/run.sh): apt-get install --no-install-recommends wine wine64.
 test-windows: windows | $(MODEL)
 	tests/windows/run.sh $(MODEL)
+
+# The dylibs for macOS 13 on arm64, in build/macos, and the wheel that has them; by PyPI's clang with zig's linker and libSystem.tbd.
+macos: build
+	rm -f dist/*-macosx_*.whl
+	_PYTHON_HOST_PLATFORM=macosx-13.0-arm64 CXX="python-zig c++ -O3 -target aarch64-macos.13.0" python -m pip wheel --quiet . --no-build-isolation \
+	  --no-deps --wheel-dir dist --config-settings build-dir=build/macos --config-settings install.strip=false \
+	  --config-settings cmake.define.CMAKE_SYSTEM_NAME=Darwin --config-settings cmake.define.CMAKE_SYSTEM_PROCESSOR=arm64 \
+	  --config-settings cmake.define.CMAKE_INSTALL_NAME_TOOL=true
+
+# What the dylibs are: nothing here runs them.
+test-macos: macos
+	$(UV) --group test
+	python -m pytest tests/packages/macho.py
 
 # The libraries of dist's wheels (this machine's, where there is none), for the next two.
 natives: venv $(if $(wildcard dist/*.whl),,wheel)

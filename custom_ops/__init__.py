@@ -6,8 +6,8 @@ from importlib.resources import files
 
 
 def native_name(stem: str) -> str:
-    """File name of a native library: ``quantmoe.dll`` on Windows, ``libquantmoe.so`` elsewhere."""
-    return f"{stem}.dll" if sys.platform == "win32" else f"lib{stem}.so"
+    """File name of a native library: ``quantmoe.dll`` (Windows), ``libquantmoe.dylib`` (macOS), ``libquantmoe.so``."""
+    return f"{stem}.dll" if sys.platform == "win32" else f"lib{stem}.{'dylib' if sys.platform == 'darwin' else 'so'}"
 
 
 def library_file(package: str, name: str, variable: str) -> str:

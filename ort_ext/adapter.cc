@@ -5,6 +5,8 @@
 #elif defined(_WIN32)
 #define NOMINMAX
 #include <windows.h>
+#elif defined(__APPLE__)
+#include <dlfcn.h>
 #endif
 
 #include <cstdlib>
@@ -532,6 +534,9 @@ extern "C" QM_API OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* o
   HMODULE self;
   (void)GetModuleHandleExW(GET_MODULE_HANDLE_EX_FLAG_PIN | GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS,
                            reinterpret_cast<LPCWSTR>(&RegisterCustomOps), &self);
+#elif defined(__APPLE__)
+  if (Dl_info self; dladdr(reinterpret_cast<const void*>(&RegisterCustomOps), &self))
+    (void)dlopen(self.dli_fname, RTLD_NOW | RTLD_NODELETE);
 #endif
   return quantmoe::register_ops(options, base, "CPU", quantmoe::choose_operators);
 }

@@ -7,7 +7,11 @@
 // 2 x 8 by 8 x 2, one row with dotprod. A unit multiplies with 16 weight bytes, 8 columns of two rows, so that 8 weight
 // rows are 4 accumulators a unit.
 #pragma once
+#if defined(__APPLE__)
+#include <sys/sysctl.h>
+#else
 #include <sys/auxv.h>
+#endif
 
 #include "cpu/elementwise.h"
 #include "cpu/neon_lanes.h"
@@ -389,7 +393,18 @@ int64_t int8_peak(int64_t rounds) {
   return rounds * kSums * 16 * Unit::kRows;
 }
 
-inline bool cpu_has(unsigned long word, int bit) { return getauxval(word) >> bit & 1; }
+#if defined(__APPLE__)
+inline bool cpu_has(const char* feature) {
+  int has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname(feature, &has, &size, nullptr, 0) == 0 && has;
+}
+inline bool cpu_has_dotprod() { return cpu_has("hw.optional.arm.FEAT_DotProd"); }
+inline bool cpu_has_i8mm() { return cpu_has("hw.optional.arm.FEAT_I8MM"); }
+#else
+inline bool cpu_has_dotprod() { return getauxval(AT_HWCAP) >> 20 & 1; }
+inline bool cpu_has_i8mm() { return getauxval(AT_HWCAP2) >> 13 & 1; }
+#endif
 
 }  // namespace
 }  // namespace quantmoe

@@ -3,8 +3,13 @@
 
 namespace quantmoe {
 
-const CpuKernel panel_neon_dotprod = {
-    "panel_neon_dotprod",    [] { return cpu_has(AT_HWCAP, 20); }, 8, QM_ELEMENTWISE(pack_rows), multiply, int8_peak,
-    &attention_neon_dotprod, &linear_attention_neon_dotprod};
+const CpuKernel panel_neon_dotprod = {"panel_neon_dotprod",
+                                      cpu_has_dotprod,
+                                      8,
+                                      QM_ELEMENTWISE(pack_rows),
+                                      multiply,
+                                      int8_peak,
+                                      &attention_neon_dotprod,
+                                      &linear_attention_neon_dotprod};
 
 }  // namespace quantmoe

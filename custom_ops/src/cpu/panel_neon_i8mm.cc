@@ -16,7 +16,7 @@ void multiply_rows(const PanelProduct& product) {
 }  // namespace
 
 const CpuKernel panel_neon_i8mm = {"panel_neon_i8mm",
-                                   [] { return cpu_has(AT_HWCAP2, 13); },
+                                   cpu_has_i8mm,
                                    16,
                                    QM_ELEMENTWISE(pack_rows),
                                    multiply_rows,
