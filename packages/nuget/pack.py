@@ -32,6 +32,7 @@ def pack(natives: Path, out: Path) -> Path:
         "QuantMoe.nuspec": (HERE / "QuantMoe.nuspec").read_bytes().replace(b"$version$", VERSION.encode()),
         "README.md": (HERE / "README.md").read_bytes(),
         "LICENSE": (ROOT / "LICENSE").read_bytes(),
+        "THIRD_PARTY_NOTICES.txt": (ROOT / "THIRD_PARTY_NOTICES.txt").read_bytes(),
         "contentFiles/cs/netstandard2.0/QuantMoe.cs": (HERE / "QuantMoe.cs").read_bytes(),
     }
     for library in sorted(natives.glob("*/*")):

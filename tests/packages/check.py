@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 NATIVES = {f"{p.parent.name}/{p.name}": p.read_bytes() for p in (ROOT / "build/natives").glob("*/*")}
-LICENSE = (ROOT / "LICENSE").read_bytes()
+LICENCES = {name: (ROOT / name).read_bytes() for name in ("LICENSE", "THIRD_PARTY_NOTICES.txt")}
 
 
 @pytest.fixture
@@ -33,11 +33,19 @@ def test_jar(jar):
         n.removeprefix("quantmoe/native/"): jar.read(n) for n in jar.namelist() if "/native/" in n and n[-1] != "/"
     }
     assert found == NATIVES
-    assert jar.read("META-INF/LICENSE") == LICENSE
+    assert {name: jar.read(f"META-INF/{name}") for name in LICENCES} == LICENCES
     assert f"Implementation-Version: {VERSION}".encode() in jar.read("META-INF/MANIFEST.MF")
     for kind in ("sources", "javadoc"):
         with zipfile.ZipFile(ROOT / f"build/java/quantmoe-{VERSION}-{kind}.jar") as archive:
             assert any("QuantMoE" in name for name in archive.namelist())
+
+
+@pytest.mark.parametrize("wheel", sorted((ROOT / "dist").glob("*.whl")), ids=lambda wheel: wheel.name)
+def test_wheel(wheel):
+    assert wheel.name.startswith(f"quantmoe-{VERSION}-py3-none-")
+    with zipfile.ZipFile(wheel) as archive:
+        folder = f"quantmoe-{VERSION}.dist-info/licenses"
+        assert {name: archive.read(f"{folder}/{name}") for name in LICENCES} == LICENCES
 
 
 @pytest.fixture
@@ -50,7 +58,7 @@ def test_nupkg(nupkg):
     assert nupkg.testzip() is None
     native = re.compile(r"runtimes/(.+)/native/(.+)")
     assert {f"{m[1]}/{m[2]}": nupkg.read(m[0]) for m in map(native.fullmatch, nupkg.namelist()) if m} == NATIVES
-    assert nupkg.read("LICENSE") == LICENSE
+    assert {name: nupkg.read(name) for name in LICENCES} == LICENCES
 
 
 def test_nuspec(nupkg):
