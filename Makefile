@@ -21,7 +21,7 @@ PYTEST := python -m pytest -n $(JOBS) --dist loadfile -m "not long"
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 
 .PHONY: venv clang build cuda demo test test-random test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
-  format samples first-minutes wheel windows test-windows macos test-macos natives jar nupkg test-packages clean
+  format samples first-minutes wheel windows test-windows macos test-macos natives jar nupkg test-packages release clean
 
 # PyTorch's build for the CPU where its index can be reached, else PyPI's, to which on x86-64 belong 4 GB of CUDA libraries.
 # UV_TORCH_BACKEND names another build (cu130, say).
@@ -178,6 +178,16 @@ test-packages: jar nupkg build | $(MODEL)
 	mvn -B -ntp -f tests/packages/java/pom.xml test -Dmodel=$(abspath $(MODEL)) -Dquantmoe=$(VERSION)
 	@if command -v dotnet >/dev/null; then dotnet run --artifacts-path build/nuget/consumer --project packages/nuget/consumer $(abspath $(MODEL)); \
 	  else echo "NuGet's package not run: no dotnet here"; fi
+
+# All that is published, built and checked; publishes nothing (CONTRIBUTING.md). About the time of the same stages of .ci/run.
+release: build
+	$(MAKE) test-wheel
+	$(MAKE) -o build test-windows
+	$(MAKE) -o build test-macos
+	$(MAKE) -o build test-arm
+	python packages/natives.py dist build/natives linux-x64 linux-arm64 win-x64 osx-arm64
+	$(MAKE) -o build test-packages
+	@ls -l dist build/java/*.jar
 
 # The wheel alone in a clean environment, with each ONNX Runtime.
 test-wheel: wheel

@@ -20,6 +20,15 @@ def jar():
         yield archive
 
 
+def test_one_version():
+    for name, text in {
+        "CMakeLists.txt": f"project(quantmoe VERSION {VERSION} ",
+        "packages/java/pom.xml": f"<artifactId>quantmoe</artifactId>\n  <version>{VERSION}<",
+        "samples/java/pom.xml": f"<artifactId>quantmoe</artifactId>\n      <version>{VERSION}<",
+    }.items():
+        assert text in (ROOT / name).read_text(), name
+
+
 def test_natives():
     assert NATIVES
     for name, data in NATIVES.items():
