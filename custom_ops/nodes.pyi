@@ -71,6 +71,12 @@ class AddRMSNorm(Spec):
     norm_epsilon: float
 
 @dataclass(frozen=True, kw_only=True)
+class AllReduce(Spec):
+    op_version: int = ...
+    rank: int  # 0 to world - 1
+    world: int  # ranks
+
+@dataclass(frozen=True, kw_only=True)
 class TokenRows(Spec):
     op_version: int = ...
 

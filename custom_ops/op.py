@@ -90,6 +90,10 @@ class NormSpec(nodes.AddRMSNorm):
     """All attributes of an AddRMSNorm node."""
 
 
+class ReduceSpec(nodes.AllReduce):
+    """All attributes of an AllReduce node."""
+
+
 class RowsSpec(nodes.TokenRows):
     """All attributes of a TokenRows node."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import ml_dtypes
 import numpy as np
@@ -177,6 +178,14 @@ def router(
     if len(bias):
         logits = logits + bias.astype(np.float64)
     return route(spec.routing, logits, correction_bias if len(correction_bias) else None)
+
+
+def all_reduce(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """AllReduce: y of every rank; parts: each rank's x, of one shape and type, in order."""
+    total = parts[0].astype(np.float32)
+    for part in parts[1:]:
+        total = total + part.astype(np.float32)
+    return total.astype(parts[0].dtype)
 
 
 def add_norm(spec: NormSpec, x: np.ndarray, residual: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -165,6 +165,21 @@ def _(
     return hidden_states.new_empty(shape, dtype=torch.int32), hidden_states.new_empty(shape, dtype=torch.float32)
 
 
+@torch.library.custom_op("quantmoe::all_reduce", mutates_args=())
+def all_reduce(x: torch.Tensor, attributes: str) -> torch.Tensor:
+    """The sum of all ranks' x, [..], of which one process has one.
+
+    Raises:
+        NotImplementedError: PyTorch has no other ranks here.
+    """
+    raise NotImplementedError("quantmoe::all_reduce is for exporting; reference.all_reduce adds what all ranks have")
+
+
+@all_reduce.register_fake
+def _(x: torch.Tensor, attributes: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 @torch.library.custom_op("quantmoe::token_rows", mutates_args=())
 def token_rows(
     past_key: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor
@@ -380,6 +395,11 @@ def onnx_moe_router(hidden_states: Any, weight: Any, bias: Any, correction_bias:
     return onnx_op("MoERouter")(hidden_states, weight, bias, correction_bias, **json.loads(attributes))
 
 
+def onnx_all_reduce(x: Any, attributes: str) -> Any:
+    """The entry of the exporter's translation table for ``all_reduce``."""
+    return onnx_op("AllReduce")(x, **json.loads(attributes))
+
+
 def onnx_token_rows(past_key: Any, input_ids: Any, attention_mask: Any) -> Any:
     return onnx_op("TokenRows")(past_key, input_ids, attention_mask, **RowsSpec().attributes())
 
@@ -422,4 +442,5 @@ ONNX = {
     torch.ops.quantmoe.moe_routing.default: onnx_moe_routing,
     torch.ops.quantmoe.moe_router.default: onnx_moe_router,
     torch.ops.quantmoe.token_rows.default: onnx_token_rows,
+    torch.ops.quantmoe.all_reduce.default: onnx_all_reduce,
 }

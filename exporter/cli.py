@@ -130,6 +130,12 @@ def export(
         float,
         typer.Option(min=0.001, max=1e9, help="of weights in a file; the rest goes to model.onnx.data.1 and so on"),
     ] = 50,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, metavar="N", help="divide the model among N ranks: folders rank0, rank1, ...")
+    ] = 1,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="whole experts in a rank, not a part of each")
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="replace an earlier export's files, edited or not, and nothing else")
     ] = False,
@@ -140,7 +146,10 @@ def export(
     options = {"target": target, "activations": activations, "scales": scales, "dtype": dtype, "dense": dense,
                "logits": logits, "lm_head": lm_head, "cache": cache, "quantize": quantize, "group_size": group_size,
                "state_window": state_window, "mtp": mtp, "layers": layers, "force": force,
-               "max_file_size": int(max_file_gb * 1e9)}  # fmt: skip
+               "max_file_size": int(max_file_gb * 1e9), "tensor_parallel": tensor_parallel,
+               "expert_parallel": expert_parallel}  # fmt: skip
+    if tensor_parallel > 1:
+        console.print(f"what follows is of rank 0 of {tensor_parallel}", style="yellow")
     if dry_run:
         return _plan(checkpoint, outdir, **options)
     report = _export(checkpoint, outdir, **options)

@@ -463,6 +463,41 @@ void DeltaNode::run(OrtKernelContext* context) const {
       [&](char* error) { return qm_delta_run(&delta_, &call, error); });
 }
 
+class ReduceNode : public Kernel {
+ public:
+  ReduceNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource, bool) : Kernel(op, api, info) {
+    qm_reduce reduce{};
+    read_attributes(info, &reduce);
+    char error[QM_ERROR_SIZE];
+    if (check_reduce(reduce, error)) fail(error);
+    const Place place = place_of(reduce, "to one name in the sessions of all ranks, in this process");
+    const OrtLogger* logger;  // each session has one: it says which session this is
+    check(api->KernelInfo_GetLogger(info, &logger), "the session's logger");
+    try {
+      member_ = PerSession<Member>::of(logger, place);
+    } catch (const std::invalid_argument& error) {
+      fail(error.what());
+    }
+    check_place(member_->place(), place);
+  }
+  void run(OrtKernelContext* context) const override;
+
+ private:
+  std::shared_ptr<Member> member_;
+};
+
+void ReduceNode::run(OrtKernelContext* context) const {
+  const OrtValue* x = get_input(context, AllReduce_x);
+  const Shape shape = shape_of(x);
+  OrtValue* y = get_output(context, 0, shape);
+  const int64_t count = std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+  try {
+    member_->reduce({data_of(x), count, op_.type(), node_}, data_of(y));
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(node_ + ": " + error.what());
+  }
+}
+
 // A node of a file for NVIDIA GPUs.
 class OfAnotherTarget : public Kernel {
  public:
@@ -490,6 +525,7 @@ void add_operators(const OrtApi* api, std::deque<Op>& ops) {
     for (auto cache : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
                        ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8})
       ops.emplace_back(api, nullptr, "CachedAttention", type, cache, make_node<AttentionNode, weights, verify>);
+    ops.emplace_back(api, nullptr, "AllReduce", type, kId32, make_node<ReduceNode, weights, verify>);
     for (const char* other : {"MoERouter", "AddRMSNorm", "TokenRows"})
       ops.emplace_back(api, nullptr, other, type, type, make_node<OfAnotherTarget, weights, verify>);
     ops.emplace_back(api, nullptr, "CausalConv", type, kId32, make_node<ConvNode, weights, verify>);

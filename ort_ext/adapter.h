@@ -22,6 +22,7 @@
 #include "core/numbers.h"
 #include "core/slots.h"
 #include "experts.h"
+#include "group.h"
 #if defined(__MINGW32__) && !defined(_Return_type_success_)
 // Microsoft's annotation, which the next header defines for other systems only.
 #define _Return_type_success_(condition)
@@ -47,7 +48,9 @@ struct Op : OrtCustomOp {
   Slots inputs, outputs;
   ONNXTensorElementDataType float_type, other_type;  // T; I or C
   Make make;
-  const ExpertSettings* experts = nullptr;  // of the registration
+  // Of the registration.
+  const ExpertSettings* experts = nullptr;
+  const GroupSettings* group = nullptr;
 
   Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElementDataType float_type,
      ONNXTensorElementDataType other_type, Make make);
@@ -162,6 +165,12 @@ class Kernel {
     if (window > 1) state.insert(state.begin(), window);
     return state;
   }
+
+  // The place of an AllReduce's rank in the group of the session entry, which `how` says how to set; throws without
+  // one.
+  Place place_of(const qm_reduce& reduce, const std::string& how) const;
+  // Throws unless a node is of the rank that the file's first AllReduce is of.
+  void check_place(const Place& first, const Place& own) const;
 
   // Throws unless an input has the shape; -1: any size.
   void check_shape(const OrtKernelContext* context, int32_t input, const Shape& expected) const;
@@ -322,6 +331,22 @@ Kernel::Tokens Kernel::read_tokens(const OrtKernelContext* context, int64_t hidd
     fail("topk_weights has shape " + text_of(weights) + ", expected that of topk_ids " + text_of(ids));
   t.top_k = ids.back();
   return t;
+}
+
+std::string text_of(const Place& place) {
+  return "rank " + std::to_string(place.rank) + " of " + std::to_string(place.world);
+}
+
+Place Kernel::place_of(const qm_reduce& reduce, const std::string& how) const {
+  const Place place{*op_.group, reduce.rank, reduce.world};
+  if (place.group.name == "")
+    fail("this file is " + text_of(place) + " of a sliced model: set the session entry quantmoe.group " + how);
+  return place;
+}
+
+void Kernel::check_place(const Place& first, const Place& own) const {
+  if (first.rank != own.rank || first.world != own.world)
+    fail("it is " + text_of(own) + ", another node of the file " + text_of(first));
 }
 
 void Kernel::check_shape(const OrtKernelContext* context, int32_t input, const Shape& expected) const {
@@ -624,6 +649,11 @@ ExpertSettings expert_settings(const OrtApi* api, const OrtSessionOptions* optio
           entry("quantmoe.gpu_memory")};
 }
 
+// Which ranks of a sliced model a session adds up with, and how long it waits for them.
+GroupSettings group_settings(const OrtApi* api, const OrtSessionOptions* options) {
+  return {session_entry(api, options, "quantmoe.group"), session_entry(api, options, "quantmoe.timeout")};
+}
+
 // Which library these options have.
 constexpr const char* kRegistered = "quantmoe.registered";
 
@@ -636,12 +666,17 @@ struct Registration {
   const OrtApi* api;
   Fill fill;
   const ExpertSettings experts;
+  const GroupSettings group;
   std::deque<Op> ops;
   OrtCustomOpDomain* domain = nullptr;
 
-  Registration(const OrtApi* api, Fill fill, const ExpertSettings& experts) : api(api), fill(fill), experts(experts) {
+  Registration(const OrtApi* api, Fill fill, const ExpertSettings& experts, const GroupSettings& group)
+      : api(api), fill(fill), experts(experts), group(group) {
     fill(api, ops);
-    for (Op& op : ops) op.experts = &this->experts;
+    for (Op& op : ops) {
+      op.experts = &this->experts;
+      op.group = &this->group;
+    }
     OrtStatus* status = api->CreateCustomOpDomain("quantmoe", &domain);
     for (const Op& op : ops)
       if (!status) status = api->CustomOpDomain_Add(domain, &op);
@@ -675,11 +710,13 @@ OrtStatus* register_ops(OrtSessionOptions* options, const OrtApiBase* base, cons
     }
     const Fill fill = choose(api, options);
     const ExpertSettings experts = expert_settings(api, options);
+    const GroupSettings group = group_settings(api, options);
+    (void)group.patience();
     if (provider != "CPU") experts.check_cuda();
     auto r = std::find_if(all.begin(), all.end(), [&](const Registration& r) {
-      return r.api == api && r.fill == fill && r.experts == experts;
+      return r.api == api && r.fill == fill && r.experts == experts && r.group == group;
     });
-    if (r == all.end()) r = all.emplace(all.end(), api, fill, experts);
+    if (r == all.end()) r = all.emplace(all.end(), api, fill, experts, group);
     status = api->AddCustomOpDomain(options, r->domain);
     if (!status) status = api->AddSessionConfigEntry(options, kRegistered, provider.c_str());
   });

@@ -13,6 +13,7 @@
 
 #include "adapter.h"
 #include "device_experts.h"
+#include "nccl.h"
 #include "per_session.h"
 #include "quantmoe/quant_moe_cuda.h"
 
@@ -25,6 +26,7 @@ class CudaKernel : public Kernel {
   CudaKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info);
   void check_packed(const OrtKernelInfo* info, size_t input, bool verify) const;
   int64_t count_experts(const OrtKernelInfo* info, size_t input, size_t row_bytes) const;
+  int device_ordinal() const;
   void query_device();  // asks for the device: after what needs none is checked
   void* stream_of(OrtKernelContext* context) const;
   template <class Plan, class Problem, class Make, class Launch>
@@ -70,11 +72,15 @@ void CudaKernel::check_packed(const OrtKernelInfo* info, size_t input, bool veri
   });
 }
 
-void CudaKernel::query_device() {
+int CudaKernel::device_ordinal() const {
   int ordinal = 0;
   check(api_->MemoryInfoGetId(memory_, &ordinal));
+  return ordinal;
+}
+
+void CudaKernel::query_device() {
   char error[QM_ERROR_SIZE];
-  if (qm_cuda_query(ordinal, &device_, error)) fail(error);
+  if (qm_cuda_query(device_ordinal(), &device_, error)) fail(error);
 }
 
 void* CudaKernel::stream_of(OrtKernelContext* context) const {
@@ -499,6 +505,44 @@ void CudaDelta::run(OrtKernelContext* context) const {
                               });
 }
 
+class CudaReduce : public CudaKernel {
+ public:
+  CudaReduce(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool);
+  void run(OrtKernelContext* context) const override;
+
+ private:
+  std::shared_ptr<Communicator> communicator_;
+};
+
+CudaReduce::CudaReduce(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaKernel(op, api, info) {
+  qm_reduce reduce{};
+  read_attributes(info, &reduce);
+  char error[QM_ERROR_SIZE];
+  if (check_reduce(reduce, error)) fail(error);
+  const OrtLogger* logger;  // each session has one: it says which session this is
+  check(api->KernelInfo_GetLogger(info, &logger), "the session's logger");
+  const Place place = place_of(reduce, "to rank 0's NCCL id in hex");
+  try {
+    communicator_ = PerSession<Communicator>::of(logger, DevicePlace{place, device_ordinal()});
+  } catch (const std::exception& e) {
+    fail(e.what());
+  }
+  check_place(communicator_->place(), place);
+}
+
+void CudaReduce::run(OrtKernelContext* context) const {
+  const OrtValue* x = get_input(context, AllReduce_x);
+  const Shape shape = shape_of(x);
+  OrtValue* y = get_output(context, 0, shape);
+  const int64_t count = std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+  if (count == 0) return;
+  try {
+    communicator_->reduce(data_of(x), data_of(y), count, op_.type(), static_cast<cudaStream_t>(stream_of(context)));
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(node_ + ": " + error.what());
+  }
+}
+
 template <class T, bool verify>
 Kernel* make_node(const Op& op, const OrtApi* api, const OrtKernelInfo* info) {
   return new T(op, api, info, verify);
@@ -520,6 +564,7 @@ void add_operators(const OrtApi* api, std::deque<Op>& ops) {
       ops.emplace_back(api, kProvider, "TokenRows", type, cache, make_node<CudaRows, verify>);
       ops.emplace_back(api, kProvider, "CachedAttention", type, cache, make_node<CudaAttention, verify>);
     }
+    ops.emplace_back(api, kProvider, "AllReduce", type, kId32, make_node<CudaReduce, verify>);
     ops.emplace_back(api, kProvider, "CausalConv", type, kId32, make_node<CudaConv, verify>);
     ops.emplace_back(api, kProvider, "GatedDelta", type, kId32, make_node<CudaDelta, verify>);
   }

@@ -17,6 +17,7 @@ from quantmoe.custom_ops.op import (
     LinearSpec,
     MoESpec,
     NormSpec,
+    ReduceSpec,
     RouterSpec,
     RoutingSpec,
     RowsSpec,
@@ -25,7 +26,18 @@ from quantmoe.custom_ops.schema import Schema, make_projection, make_spec, parse
 from quantmoe.custom_ops.structs import ERROR_SIZE, STRUCTS, check_structs, make_struct
 
 SOURCES = Path(__file__).parents[1] / "custom_ops"
-SPECS = (MoESpec, LinearSpec, RoutingSpec, RouterSpec, NormSpec, RowsSpec, AttentionSpec, ConvSpec, DeltaSpec)
+SPECS = (
+    MoESpec,
+    LinearSpec,
+    RoutingSpec,
+    RouterSpec,
+    NormSpec,
+    ReduceSpec,
+    RowsSpec,
+    AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
+)
 #: MoERouting's first version with attributes of each kind that a later op_version brings
 LATER = """QM_ATTR_SINCE(MoERouting, 2, i, n_shared, -3)          // experts that every token has
 QM_ATTR_SINCE(MoERouting, 2, f, softcap, 2.5)

@@ -24,7 +24,7 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix, joined
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import Format, MoELayer, Scheme
-from quantmoe.exporter.reading.formats.base import INPUT_SCALES, SharedExpert
+from quantmoe.exporter.reading.formats.base import INPUT_SCALES, SharedExpert, dividing
 
 if TYPE_CHECKING:
     from quantmoe.exporter.graph.model import Skeleton
@@ -213,7 +213,7 @@ def with_shared(
         if not same:
             unlike = ", ".join(differences(spec.w13, own.w13) or differences(spec.w2, own.w2))
             raise ValueError(f"it and the routed experts differ in {unlike}")
-    spec = replace(spec, num_experts=layer.every)
+    spec = replace(spec, num_experts=layer.every, expert_offset=layer.ids.start)
     if reason := refusal(spec) or _too_large(spec):
         raise ValueError(reason)
     return layer, spec
@@ -293,7 +293,12 @@ def linear_candidate(
         if not all(module.rpartition(".")[2] in taken for module in modules):
             return Candidate(layout, None, "a plain product")
         m = replace(m, kind=floats)
-    found = _candidate(layout, partial(linear_spec, scheme, m, activations=activations))
+    wanted = activation_format(scheme, activations)
+    cut = format.cuts.get(f"{modules[0]}.weight")
+    if cut is not None and cut.axis == 1:
+        with dividing(format, modules[0]):
+            wanted = divided_format(scheme, activations, m)
+    found = _candidate(layout, partial(linear_spec, m, activation_format=wanted))
     return replace(found, reason=found.reason.removeprefix("down: "))
 
 
@@ -381,19 +386,41 @@ def activation_format(scheme: Scheme, choice: str | None) -> str:
     return wanted
 
 
+def divided_format(scheme: Scheme, choice: str | None, m: QuantizedMatrix) -> str:
+    """The activation_format of a linear whose input features are on several ranks: each rounds its own.
+
+    Weights-only checkpoints have float activations there, whatever ``choice``: a scale of all features would take the
+    maximum over the ranks.
+
+    Raises:
+        ValueError: the checkpoint wants such a scale.
+    """
+    wanted = activation_format(scheme, choice)
+    if scheme.activation_format == "none":
+        return "none"
+    if wanted in WHOLE_ROWS and not (wanted == "fp8_tensor" and m.input_scale is not None):
+        raise ValueError(
+            f"{wanted} rounds activations by the largest of all features, of which each rank has a part; expected "
+            "groups, a stored scale, or --activations float"
+        )
+    return wanted
+
+
 def moe_spec(layer: MoELayer, expert: Expert, layout: ModuleType, activations: str | None) -> MoESpec:
     """Attributes of the layer's node, if all its experts are like this one.
 
     Raises:
         ValueError: the layout does not carry the expert.
     """
-    formats = (activation_format(scheme, activations) for scheme in (layer.scheme, layer.down_scheme))
-    w13, w2 = layout.describe(expert, *formats)
+    up, down = (activation_format(scheme, activations) for scheme in (layer.scheme, layer.down_scheme))
+    if layer.width < layer.intermediate_size:
+        down = divided_format(layer.down_scheme, activations, expert.down)
+    w13, w2 = layout.describe(expert, up, down)
     return MoESpec(
         num_experts=layer.every,
-        expert_offset=0,
+        expert_offset=layer.ids.start,
         hidden_size=layer.hidden_size,
-        intermediate_size=layer.intermediate_size,
+        intermediate_size=layer.width,
         w13=w13,
         w2=w2,
         activation=layer.activation,
@@ -457,9 +484,9 @@ def _difference(layer: MoELayer, e: int, first: MoESpec, other: MoESpec) -> str:
     )
 
 
-def linear_spec(scheme: Scheme, m: QuantizedMatrix, layout: ModuleType, activations: str | None) -> LinearSpec:
+def linear_spec(m: QuantizedMatrix, layout: ModuleType, activation_format: str) -> LinearSpec:
     """The same of a linear outside the experts."""
-    w = layout.describe_down(m, activation_format(scheme, activations))
+    w = layout.describe_down(m, activation_format)
     return LinearSpec(in_features=m.shape[1], out_features=m.shape[0], w=w)
 
 

@@ -8,11 +8,13 @@ from quantmoe.exporter.choosing.caches import FLOATS, KINDS
 from quantmoe.exporter.choosing.choose import ACTIVATIONS, LAYOUT
 from quantmoe.exporter.errors import OptionError
 from quantmoe.exporter.reading.formats.rounding import HEAD_GROUPS
+from quantmoe.exporter.reading.slices import Slice
 
 #: types of the graph outside the experts, the default first
 GRAPH_TYPES = {"cpu": ("f32", "f16"), "cuda": ("bf16", "f16"), "ort": ("f32", "f16")}
 #: bytes of weights in a file
 MAX_FILE_SIZE = 50 * 10**9
+MAX_RANKS = 1024
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Options:
     quantize: str | None = None
     group_size: int | None = None
     max_file_size: int = MAX_FILE_SIZE
+    tensor_parallel: int = 1
+    expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -62,12 +66,26 @@ class Options:
             raise OptionError(f"group_size is {size}: an option of quantize; a quantized checkpoint has its own")
         if self.max_file_size < 1:
             raise OptionError(f"max_file_size is {self.max_file_size}, expected a number of bytes")
+        if not 1 <= self.tensor_parallel <= MAX_RANKS:
+            raise OptionError(f"tensor_parallel is {self.tensor_parallel}, expected 1 to {MAX_RANKS}")
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise OptionError("expert_parallel needs tensor_parallel: the number of ranks")
+        if self.target == "ort" and self.tensor_parallel > 1:
+            raise OptionError("target ort has no AllReduce: tensor_parallel is for targets cpu and cuda")
+        if self.mtp and self.tensor_parallel > 1:
+            raise OptionError("mtp is not divided: leave out mtp or tensor_parallel")
         floats = ("f16", "f32") if self.target == "cpu" else (self.graph_type,)
         if self.cache in FLOATS and self.cache not in floats:
             why = "the kernels take f16 and f32"
             if self.target != "cpu":
                 why = f"floats have the graph's type, {self.graph_type}"
             raise OptionError(f"cache is {self.cache}: for target {self.target} {why}")
+
+    @property
+    def slices(self) -> list[Slice | None]:
+        """What each rank has; of one rank all, None."""
+        world = self.tensor_parallel
+        return [None] if world == 1 else [Slice(rank, world, self.expert_parallel) for rank in range(world)]
 
     @property
     def layout(self) -> str:

@@ -31,6 +31,8 @@ def configuration(format: Format, layers: int | None) -> Any:
         with doing(str(folder / "config.json")):
             config = AutoConfig.from_pretrained(format.ckpt.companions, trust_remote_code=False)
             config = config.get_text_config()
+            if format.slice:
+                format.slice.narrow(config, str(folder / "config.json"))
     except MemoryError:
         raise
     except Exception as error:  # the validators' exceptions have no common base class

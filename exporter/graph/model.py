@@ -110,6 +110,9 @@ class Skeleton:
             with init_empty_weights(), _LargeOnMeta():
                 mtp.prepare(model)
         self.linear_attention = self._linear_attention(target, state_window)
+        if self.linear_attention and format.slice:
+            path = next(iter(self.linear_attention))
+            raise CheckpointError(f"{folder}: {path}: linear attention is not divided among ranks")
         if state_window > 1 and not self.linear_attention:
             raise OptionError(f"state_window is {state_window}: {folder} has no linear attention")
         self.derived: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
@@ -257,21 +260,40 @@ class Skeleton:
                     yield name, source
 
     def _check_parameters(self) -> None:
-        """Shapes, from the headers."""
+        """Shapes, from the headers; where a rank has less than the checkpoint, which parts."""
         quantized = self.format.outline()
         for name, source in self.sources.items():
             module, _, leaf = source.rpartition(".")
             if leaf == "weight" and self.format.is_quantized(module):
-                self._check_shape(name, quantized.matrix(module).shape)
+                self._check_or_cut(name, quantized.matrix(module).shape)
                 continue
             shapes = [self.format.ckpt.shape(part) for part in self.joined.get(name, [source])]
             rows = sum(shape[0] for shape in shapes) if len(shapes) > 1 else 0
-            self._check_shape(name, (rows, *shapes[0][1:]) if rows else shapes[0])
+            self._check_or_cut(name, (rows, *shapes[0][1:]) if rows else shapes[0])
             if (dtype := self.format.ckpt.dtype(source)) not in FLOATS:
                 raise CheckpointError(
                     f"{self.format.ckpt.where(source)} is {dtype}, expected {', '.join(FLOATS)}: nothing says how "
                     f"it is quantized"
                 )
+
+    def _check_or_cut(self, name: str, found: tuple[int, ...]) -> None:
+        want, source, part = tuple(self.tensors[name].shape), self.sources[name], self.format.slice
+        where = self.format.ckpt.where(source)
+        if part and name.endswith(("q_norm.weight", "k_norm.weight")) and found != (self.model.config.head_dim,):
+            raise CheckpointError(
+                f"{where} has shape {list(found)}: it normalizes all heads together, which are on several ranks; "
+                f"expected [{self.model.config.head_dim}], a norm of each head"
+            )
+        if found == want or part is None:
+            return self._check_shape(name, found)
+        self.format.cuts |= part.cuts(source, found, want, where)
+        return None
+
+    @property
+    def summed(self) -> list[str]:
+        """Linears of whose columns a rank has a part."""
+        cuts = ((name, self.format.cuts.get(source)) for name, source in self.sources.items())
+        return [name.rpartition(".")[0] for name, cut in cuts if cut is not None and cut.axis == 1]
 
     def rows(self, linears: Mapping[str, str]) -> dict[str, int]:
         """Output features of linears (name -> in the checkpoint), by their checkpoint names."""

@@ -29,7 +29,7 @@ from transformers.exporters.utils import patch_attribute
 
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import gates_first
-from quantmoe.custom_ops.op import LinearSpec
+from quantmoe.custom_ops.op import LinearSpec, ReduceSpec
 from quantmoe.custom_ops.torch_op import ONNX
 from quantmoe.exporter.choosing.caches import Caches, choose_caches
 from quantmoe.exporter.choosing.choose import Choice, kernels_refuse
@@ -53,6 +53,7 @@ from quantmoe.exporter.graph.passes.repeat import RepeatError, repeat_layers
 from quantmoe.exporter.graph.passes.routers import replace_routers
 from quantmoe.exporter.graph.passes.rows import Rows, attach, widen_tables
 from quantmoe.exporter.graph.passes.shared import attach as attach_shared
+from quantmoe.exporter.graph.passes.sums import add_sums
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 
@@ -144,6 +145,8 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
             skeleton.stack(f"{shared.router}.weight", [f"{shared.router}.weight", f"{shared.gate}.weight"])
     attach_shared(model, every)
     latent.absorb(skeleton)
+    if (own := skeleton.format.slice) is not None:
+        add_sums(model, [*chosen.experts, *skeleton.summed], ReduceSpec(rank=own.rank, world=own.world))
     with _uncollected():
         graph = _trace_layers(skeleton, target)
     if not attends.plain:
@@ -187,7 +190,7 @@ def attention_of(skeleton: Skeleton, chosen: Choice, target: str, cache: str) ->
         module, layout = model.get_submodule(name), LAYOUTS[spec.w13.layout]
         module.attributes = json.dumps(spec.attributes())
         for projection in ("w13", "w2"):
-            shape = (spec.num_experts, layout.row_bytes(spec, projection) // 4)
+            shape = (len(chosen.experts[name].ids), layout.row_bytes(spec, projection) // 4)
             module.register_buffer(projection, placeholder(shape, torch.int32), persistent=True)
     model.set_experts_implementation("quantmoe")
     model.set_attn_implementation(attention.NAME)

@@ -94,6 +94,8 @@ class Generator:
             stays mapped. On cuda "gpu", the default, or "host": the GPU's memory holds ``gpu_memory`` bytes of them,
             None for what is free. "auto" is "disk" on the cpu and "host" on cuda where they do not all fit.
         trace: a file for the experts that tokens are routed to; without cuda_graph.
+        group: of a rank of a sliced model (docs/parallel.md): on the cpu a name that the ranks' generators in this
+            process have, each run by a thread of its own; on cuda the NCCL id in hex, a process for each rank.
 
     Raises:
         ModelError: the model or the session cannot be created, ONNX Runtime's words are in the message; it is too old
@@ -117,6 +119,7 @@ class Generator:
         ram: int | None = None,
         gpu_memory: int | None = None,
         trace: str | Path | None = None,
+        group: str | None = None,
     ):
         self.path, ort = model_path(path), runtime()
         self.chunk, self.capacity, self.device, self.cuda_graph = chunk, capacity, device, cuda_graph
@@ -128,7 +131,7 @@ class Generator:
         for name, value in (("chunk", chunk), ("capacity", capacity), ("drafts", drafts)):
             if value is not None and value < 1:
                 raise ModelError(f"{name} is {value}, expected at least 1")
-        entries = {"experts": experts, "ram": ram, "gpu_memory": gpu_memory, "trace": trace}
+        entries = {"experts": experts, "ram": ram, "gpu_memory": gpu_memory, "trace": trace, "group": group}
         self.session = self._session(ort, threads, prefault, entries)
         self._read_interface(speculate)
         #: what drafts with multi-token prediction

@@ -13,10 +13,11 @@ from typing import Any, Literal
 from quantmoe.exporter.choosing.options import MAX_FILE_SIZE, Options
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.formats import Checkpoint
+from quantmoe.exporter.reading.slices import Slice
 from quantmoe.exporter.writing.external_data import DataFiles, byte_size
 from quantmoe.exporter.writing.genai import LOGITS, add_mtp, genai_config, shared_tensors, shares_buffer
 from quantmoe.exporter.writing.output import DATA, MODEL, MTP_MODEL, record, writing
-from quantmoe.exporter.writing.prepare import GENAI, Part, Report, check_output, companion_files, prepare
+from quantmoe.exporter.writing.prepare import GENAI, Part, Report, check_output, companion_files, prepare, rank_folders
 from quantmoe.ort_ext import LIBRARIES, OLDEST_GLIBC, cuda_library_path, glibc_of, library_path, oldest
 
 
@@ -39,6 +40,8 @@ def export(
     quantize: str | None = None,
     group_size: int | None = None,
     max_file_size: int = MAX_FILE_SIZE,
+    tensor_parallel: int = 1,
+    expert_parallel: bool = False,
     force: bool = False,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Report:
@@ -77,6 +80,9 @@ def export(
         group_size: of ``quantize``, input features that share a scale, -1 for a row; None: what is usual.
         max_file_size: bytes of weights in a file; what comes after goes to model.onnx.data.1 and so on. The default is
             what the Hugging Face hub takes.
+        tensor_parallel: ranks that the model is divided among: ``output`` gets a folder of each, rank0 and so on, and
+            the Report is that of rank 0. See docs/parallel.md.
+        expert_parallel: a rank has some experts whole, not a part of each.
         force: replace an earlier export in ``output``, its files edited or not; what is there and no export wrote is
             kept or refused.
         progress: called with stage, bytes done, bytes in all.
@@ -103,10 +109,30 @@ def export(
         quantize,
         group_size,
         max_file_size,
+        tensor_parallel,
+        expert_parallel,
     )
-    check_output(Path(checkpoint), Path(output), target, force)
-    with writing(Path(output), force) as partial, doing(f"{checkpoint} to {output}"):
-        ready = prepare(checkpoint, options, progress)
+    folders = rank_folders(Path(output), options)
+    for folder in folders:
+        check_output(Path(checkpoint), folder, target, force)
+    reports = [
+        _export(checkpoint, *pair, options, force, progress) for pair in zip(folders, options.slices, strict=True)
+    ]
+    return reports[0]
+
+
+def _export(
+    checkpoint: str | Path,
+    output: Path,
+    part_of: Slice | None,
+    options: Options,
+    force: bool,
+    progress: Callable[[str, int, int], None],
+) -> Report:
+    """One folder."""
+    target, layers = options.target, options.layers
+    with writing(output, force) as partial, doing(f"{checkpoint} to {output}"):
+        ready = prepare(checkpoint, options, progress, part_of)
         from quantmoe.exporter.writing.parts import save_part, trace_part, write_weights  # needs torch
 
         parts, report, ends, ckpt = ready.parts, ready.report, ready.ends, ready.format.ckpt
@@ -115,18 +141,20 @@ def export(
             trace_part(part, options, report, ends)
 
         total = sum(byte_size(weight.value) for part in parts for weight in part.weights)
-        with DataFiles(partial, DATA, max_file_size) as data:
+        with DataFiles(partial, DATA, options.max_file_size) as data:
             done = 0
             for part in parts:
                 for stage, written in write_weights(part, parts[0], options, data, report):
                     done += written
                     progress(stage, done, total)
         _companions(ckpt, partial, layers)
-        if LOGITS not in ends:  # onnxruntime-genai takes those of all tokens or of the last
-            _genai(ckpt, partial, layers, target, parts, logits == "all")
+        if LOGITS not in ends and part_of is None:  # onnxruntime-genai takes those of all tokens or of the last
+            _genai(ckpt, partial, layers, target, parts, options.logits == "all")
         if target != "ort":
             report.library = _library(partial, target)
         metadata = {"checkpoint": ckpt.folder.resolve().name, "target": target} | ends
+        if part_of:
+            metadata |= {"rank": str(part_of.rank), "world": str(part_of.world)}
         metadata["onnxruntime"] = ".".join(map(str, oldest(target, options.accuracy_level)))
         if report.plain_attention:
             metadata["plain_attention"] = json.dumps(report.plain_attention)

@@ -139,7 +139,7 @@ def _pack(
         except ValueError as error:
             raise CheckpointError(f"{layer.format.ckpt.folder}: {layer.label(e)}: {error}") from None
 
-    calls = [functools.partial(make, e) for e in range(layer.every)]
+    calls = [functools.partial(make, e) for e in layer.ids]
     with contextlib.closing(ahead(calls, expert_size(spec))) as made:
         for rows, error in made:
             for name, region in regions.items():

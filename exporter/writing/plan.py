@@ -17,7 +17,7 @@ from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter import ahead
 from quantmoe.exporter.choosing.choose import Choice
 from quantmoe.exporter.choosing.options import Options
-from quantmoe.exporter.writing.prepare import check_output, prepare
+from quantmoe.exporter.writing.prepare import check_output, prepare, rank_folders
 
 if TYPE_CHECKING:
     from quantmoe.exporter.graph.model import Skeleton
@@ -66,7 +66,7 @@ class Plan:
 
 
 def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **options: Any) -> Plan:
-    """Plans :func:`quantmoe.exporter.writing.convert.export` with the same options.
+    """Plans :func:`quantmoe.exporter.writing.convert.export` with the same options; of ranks the first.
 
     Of tensors' data only vectors, scalars and zero points are read.
 
@@ -76,11 +76,14 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
             config.json show it.
     """
     wanted = Options(**options)
-    check_output(Path(checkpoint), Path(output), wanted.target, force)
-    ready, layout, folder = prepare(checkpoint, wanted), LAYOUTS[wanted.layout], Path(output).resolve()
+    for path in rank_folders(Path(output), wanted):
+        check_output(Path(checkpoint), path, wanted.target, force)
+    layout, folder = LAYOUTS[wanted.layout], Path(output).resolve()
+    ready = prepare(checkpoint, wanted, part=wanted.slices[0])
     report, format = ready.report, ready.format
+    rows = {layer.name: len(layer.ids) for part in ready.parts for layer in part.chosen.experts.values()}
     found = {
-        name: (scheme, spec, spec.num_experts * sum(layout.row_bytes(spec, p) for p in ("w13", "w2")))
+        name: (scheme, spec, rows[name] * sum(layout.row_bytes(spec, p) for p in ("w13", "w2")))
         for name, (scheme, spec) in report.layers.items()
     }
     linears = {

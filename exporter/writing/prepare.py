@@ -18,6 +18,7 @@ from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.base import BESIDE, MTP
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
+from quantmoe.exporter.reading.slices import Slice
 from quantmoe.exporter.writing.genai import eos_tokens
 from quantmoe.exporter.writing.output import DATA, MODEL, MTP_MODEL, check_folder, weight_files
 from quantmoe.ort_ext import LIBRARIES
@@ -122,18 +123,23 @@ def prepare(
     checkpoint: str | Path,
     options: Options,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    part: Slice | None = None,
 ) -> Prepared:
     """Reads, checks and chooses all that headers, config.json and transformers decide.
+
+    Args:
+        part: the rank's, of :attr:`Options.slices`.
 
     Raises:
         CheckpointError, OptionError: see :func:`quantmoe.exporter.writing.convert.export`.
     """
     progress("reading", 0, 1)
     format = open_format(checkpoint, options.quantize, options.group_size, options.wanted)
+    format.slice = part
     formats, layout = formats_of(format, options.mtp), options.layout
     experts = [
-        choose_experts(part, layout, options.wanted, options.scales, None if part.part else options.layers)
-        for part in formats
+        choose_experts(one, layout, options.wanted, options.scales, None if one.part else options.layers)
+        for one in formats
     ]
 
     progress("loading torch and transformers", 0, 1)
@@ -142,12 +148,12 @@ def prepare(
     from quantmoe.exporter.graph.trace import attention_of
 
     chosen = []
-    for part, nodes in zip(formats, experts, strict=True):
-        layers, window = (1, 1) if part.part else (options.layers, options.state_window)
-        skeleton = Skeleton(part, options.graph_type, layers, options.lm_head, options.target, window)
+    for one, nodes in zip(formats, experts, strict=True):
+        layers, window = (1, 1) if one.part else (options.layers, options.state_window)
+        skeleton = Skeleton(one, options.graph_type, layers, options.lm_head, options.target, window)
         chosen.append((skeleton, choose(skeleton, nodes, layout, options.wanted, options.scales)))
         if options.target == "ort" and options.graph_type == "f32":
-            _check_floats(part, nodes)
+            _check_floats(one, nodes)
     ends = stops(chosen[0][0])
     parts = [Part(*pair, attention_of(*pair, options.target, options.cache)) for pair in chosen]
     return Prepared(format, parts, _report(parts, options), ends)
@@ -177,6 +183,11 @@ def formats_of(format: Format, mtp: bool) -> list[Format]:
             "layer after the last one); many quantizers leave them out"
         )
     return [format, found]
+
+
+def rank_folders(output: Path, options: Options) -> list[Path]:
+    """Where each of the slices goes."""
+    return [output if part is None else output / f"rank{part.rank}" for part in options.slices]
 
 
 def check_output(checkpoint: Path, output: Path, target: str, force: bool) -> None:

@@ -227,6 +227,13 @@ int check_delta(const qm_delta& d, char* err) {
   return check_state_window(d.state_window, err);
 }
 
+int check_reduce(const qm_reduce& r, char* err) {
+  constexpr int32_t kMaxRanks = 1 << 16;
+  QM_TRY(check_node("AllReduce", &r, err));
+  QM_TRY(check_range("world", r.world, 1, kMaxRanks, err));
+  return check_range("rank", r.rank, 0, r.world - 1, err);
+}
+
 int check_part(const char* name, int32_t size, int32_t offset, int64_t own, char* err) {
   if (size == 0 && offset == 0) return QM_OK;
   if (offset >= 0 && size - int64_t{offset} >= own) return QM_OK;

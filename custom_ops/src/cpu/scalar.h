@@ -125,7 +125,7 @@ inline float widen(uint16_t x) { return half_to_float(x); }
 inline float widen(int8_t x) { return x; }
 inline float widen(E4m3 x) { return half_to_float(e4m3_half(x.code)); }
 
-bool all_finite(const float* x, int64_t n) {
+inline bool all_finite(const float* x, int64_t n) {
   uint32_t worst = 0;  // |x| as an integer orders like |x|, with infinity and NaN on top
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t magnitude = bit_cast<uint32_t>(x[i]) & 0x7fffffffu;

@@ -21,6 +21,7 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix, portion
 from quantmoe.exporter.reading.checkpoint import DTYPES, Checkpoint, CheckpointError, unlike_rows
 from quantmoe.exporter.reading.formats import kv_cache
 from quantmoe.exporter.reading.formats.rounding import rounded_to_nearest
+from quantmoe.exporter.reading.slices import Cut, Slice
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,17 @@ class MoELayer:
         return self.num_experts + (self.shared.count if self.shared else 0)
 
     @property
+    def ids(self) -> range:
+        """Those in a file: all of them, or a rank's."""
+        return self.format.slice.ids(self.every) if self.format.slice else range(self.every)
+
+    @property
+    def width(self) -> int:
+        """Intermediate size of an expert in a file: all of it, or a rank's part."""
+        where = f"{self.format.ckpt.folder}: intermediate size of {self.name}"
+        return self.format.slice.width(self.intermediate_size, where) if self.format.slice else self.intermediate_size
+
+    @property
     def scheme_text(self) -> str:
         """The scheme in the tool's words, and down's where it is another."""
         same = self.down_scheme == self.scheme
@@ -148,7 +160,7 @@ class MoELayer:
         return replace(self, format=self.format.outline(), shared=shared)
 
     def expert(self, e: int) -> Expert:
-        """Decodes expert ``e``.
+        """Decodes expert ``e``, or a rank's part of it.
 
         Raises:
             CheckpointError: naming file, tensor, found and expected.
@@ -157,8 +169,13 @@ class MoELayer:
             raise IndexError(f"{self.name} has {self.every} experts, asked for {e}")
         if self.shared and e >= self.num_experts:
             return self.shared.expert(e - self.num_experts)
-        if not self.projections:
-            return self.format.fused_expert(self, e)
+        expert = self._named(e) if self.projections else self.format.fused_expert(self, e)
+        if self.format.slice is None:
+            return expert
+        with dividing(self.format, self.label(e)):
+            return self.format.slice.expert(expert)
+
+    def _named(self, e: int) -> Expert:
         sizes = {"down": (self.hidden_size, self.intermediate_size)}
         found: dict[str, QuantizedMatrix] = {}
         for role, name in zip(("gate", "up", "down")[-len(self.projections) :], self.projections, strict=True):
@@ -209,6 +226,10 @@ class Format(ABC):
         self.input_scales = True
         #: module that the checkpoint has in floats -> (kind, group size) that it is rounded to as asked
         self.rounding: dict[str, tuple[str, int]] = {}
+        #: the rank whose part of the model is read; None: all of it
+        self.slice: Slice | None = None
+        #: tensor outside the experts -> the part of it that the rank has
+        self.cuts: dict[str, Cut] = {}
         #: a key of BESIDE: that part and what it shares with the text model; "": the text model
         self.part = ""
 
@@ -279,11 +300,17 @@ class Format(ABC):
         return float_scheme(self.ckpt.dtype(f"{module}.weight"))
 
     def matrix_of(self, module: str) -> QuantizedMatrix:
-        """:meth:`matrix`, or the floats rounded as asked, or the 16-bit weights as they are.
+        """:meth:`matrix`, or the floats rounded as asked, or the 16-bit weights as they are; or a rank's part of them.
 
         Raises:
-            CheckpointError: see :meth:`matrix`.
+            CheckpointError: see :meth:`matrix`; the part would divide what shares a scale, or is in act-order.
         """
+        if (cut := self.cuts.get(f"{module}.weight")) is None:
+            return self._whole(module)
+        with dividing(self, module):
+            return cut.matrix(self._whole(module))
+
+    def _whole(self, module: str) -> QuantizedMatrix:
         if self.is_quantized(module):
             return self.matrix(module)
         n, k = self.shape2d(f"{module}.weight")
@@ -353,11 +380,13 @@ class Format(ABC):
         return list(names)
 
     def stored(self, name: str) -> np.ndarray:
-        """One of :meth:`parameters`: dequantized f32, or the mapped tensor in the checkpoint's own type."""
+        """One of :meth:`parameters`, or a rank's part of it: dequantized f32, or the mapped tensor in the checkpoint's
+        own type."""
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and self.is_quantized(module):
-            return self.matrix(module).dequantize(np.float32)
-        return self.ckpt.tensor(name)
+            return self.matrix_of(module).dequantize(np.float32)
+        array = self.ckpt.tensor(name)
+        return self.cuts[name].array(array) if name in self.cuts else array
 
     def parameter(self, name: str) -> np.ndarray:
         """One of :meth:`parameters` as f32, dequantized if need be."""
@@ -461,6 +490,18 @@ def reading(where: str) -> Iterator[None]:
         raise
     except (ArithmeticError, ValueError, TypeError, AttributeError, LookupError, regex.error) as error:
         raise CheckpointError(f"{where}: {error}") from error
+
+
+@contextlib.contextmanager
+def dividing(format: Format, what: str) -> Iterator[None]:
+    """What cannot be divided among ranks is named."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        world = format.slice.world if format.slice else 1
+        raise CheckpointError(f"{format.ckpt.folder}: {what} among {world} ranks: {error}") from None
 
 
 def float_scheme(dtype: str) -> Scheme:

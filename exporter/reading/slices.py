@@ -1,0 +1,146 @@
+"""What one of several ranks has of a model: a smaller configuration, and parts of tensors that give it those sizes.
+
+Rows of linears that make heads or features, columns of those that take them, experts' rows and columns or whole
+experts; the rest is in all ranks. Sums over the ranks of what the columns give are the whole model's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.matrix import QuantizedMatrix, portion
+from quantmoe.exporter.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: linears whose rows, and whose columns, are divided; others would need their heads in another order, or more sums
+ROWS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "sinks")
+COLUMNS = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A rank's part of a tensor: the ``index``-th of ``count`` equal ones.
+
+    Attributes:
+        axis: 0: rows; 1: columns, of which every rank's product is a part of a sum; None: what is added to that sum,
+            which the first rank has and others have zeros for.
+    """
+
+    axis: int | None
+    index: int
+    count: int
+
+    def array(self, array: np.ndarray) -> np.ndarray:
+        """The part of a tensor of floats."""
+        if self.axis is None:
+            return array if self.index == 0 else np.zeros_like(array)
+        size = array.shape[self.axis] // self.count
+        at = slice(self.index * size, (self.index + 1) * size)
+        return array[:, at] if self.axis else array[at]
+
+    def matrix(self, m: QuantizedMatrix) -> QuantizedMatrix:
+        """The part of a linear, its bias included.
+
+        Raises:
+            ValueError: it would divide what shares a scale, or columns in act-order.
+        """
+        if self.axis == 0:
+            return portion(m, self.index, self.count, 0)
+        bias = m.bias if m.bias is None or self.index == 0 else np.zeros_like(m.bias)
+        return replace(portion(replace(m, bias=None), self.index, self.count, 1), bias=bias)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A rank's share of a model.
+
+    Attributes:
+        rank: 0 to world - 1.
+        whole_experts: it has some experts, not a part of each.
+    """
+
+    rank: int
+    world: int
+    whole_experts: bool = False
+
+    def expert(self, expert: Expert) -> Expert:
+        """The rank's part of an expert.
+
+        Raises:
+            ValueError: see :meth:`Cut.matrix`.
+        """
+        if self.whole_experts:
+            return expert
+        rows, columns = (Cut(axis, self.rank, self.world) for axis in (0, 1))
+        return Expert(expert.gate and rows.matrix(expert.gate), rows.matrix(expert.up), columns.matrix(expert.down))
+
+    def ids(self, experts: int) -> range:
+        """Which of a layer's experts the rank has.
+
+        Raises:
+            ValueError: fewer experts than ranks.
+        """
+        if not self.whole_experts:
+            return range(experts)
+        if experts < self.world:
+            raise ValueError(f"{experts} experts among {self.world} ranks, expected at least one in each")
+        return range(self.rank * experts // self.world, (self.rank + 1) * experts // self.world)
+
+    def width(self, intermediate_size: int, where: str) -> int:
+        """Of the rank's experts."""
+        return intermediate_size if self.whole_experts else self._part(intermediate_size, where)
+
+    def narrow(self, config: Any, where: str) -> None:
+        """Gives transformers' configuration the rank's sizes.
+
+        Raises:
+            CheckpointError: naming what the ranks do not divide.
+        """
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        if kv_heads % self.world and self.world % kv_heads:
+            raise CheckpointError(
+                f"{where}: num_key_value_heads is {kv_heads}, expected a multiple or a divisor of --tensor-parallel "
+                f"{self.world}"
+            )
+        if not getattr(config, "head_dim", None):
+            config.head_dim = config.hidden_size // heads
+        config.num_attention_heads = self._part(heads, f"{where}: num_attention_heads")
+        config.num_key_value_heads = max(1, kv_heads // self.world)
+        of_experts = "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"
+        for key in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+            own = key in (of_experts, "shared_expert_intermediate_size")  # of experts, routed or shared
+            if getattr(config, key, None) and not (own and self.whole_experts):
+                setattr(config, key, self._part(getattr(config, key), f"{where}: {key}"))
+
+    def cuts(self, name: str, found: tuple[int, ...], want: tuple[int, ...], where: str) -> Mapping[str, Cut]:
+        """Which tensors of a linear the rank has parts of, where the model's parameter is smaller than the stored one.
+
+        Args:
+            name: of the tensor. found: its shape. want: the parameter's. where: named in the error.
+
+        Raises:
+            CheckpointError: it is none of those that are divided.
+        """
+        module, _, leaf = name.rpartition(".")
+        linear = leaf if leaf == "sinks" else module.rpartition(".")[2]
+        axis = 0 if linear in ROWS else 1 if linear in COLUMNS else None
+        if axis is None or len(found) != len(want) or [i for i, n in enumerate(want) if n != found[i]] != [axis]:
+            raise CheckpointError(
+                f"{where} has shape {list(found)}, {list(want)} in each of {self.world} ranks: expected rows of "
+                f"{', '.join(ROWS)} or columns of {', '.join(COLUMNS)}; nothing else is divided"
+            )
+        count = found[axis] // want[axis]  # fewer than the ranks where several have the same heads
+        made = {name: Cut(axis, self.rank * count // self.world, count)}
+        return made if axis == 0 else made | {f"{module}.bias": Cut(None, self.rank, self.world)}
+
+    def _part(self, size: int, what: str) -> int:
+        if size % self.world:
+            raise CheckpointError(f"{what} is {size}, expected a multiple of --tensor-parallel {self.world}")
+        return size // self.world

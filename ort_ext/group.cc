@@ -1,0 +1,188 @@
+#include "group.h"
+
+#include <algorithm>
+#include <charconv>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <vector>
+
+#include "cpu/scalar.h"
+
+namespace quantmoe {
+namespace {
+
+// By name. Never destroyed: sessions may outlive the library's exit handlers.
+std::mutex& groups_mutex() {
+  static auto& one = *new std::mutex;
+  return one;
+}
+std::map<std::string, std::weak_ptr<Group>>& groups() {
+  static auto& map = *new std::map<std::string, std::weak_ptr<Group>>;
+  return map;
+}
+
+}  // namespace
+
+std::chrono::seconds GroupSettings::patience() const {
+  constexpr int kUsual = 30, kMost = 86400;
+  int seconds = kUsual;
+  if (timeout != "") {
+    const char* end = timeout.data() + timeout.size();
+    const auto [at, error] = std::from_chars(timeout.data(), end, seconds);
+    if (error != std::errc() || at != end || seconds < 1 || seconds > kMost)
+      throw std::invalid_argument("quantmoe: quantmoe.timeout is \"" + timeout + "\", expected 1 to " +
+                                  std::to_string(kMost) + " seconds");
+  }
+  return std::chrono::seconds(seconds);
+}
+
+// A sum has two phases. Ranks arrive with their parts; when the last one has, all of them read all parts (leaving_ >
+// 0), and none returns, after which its part may be freed, before the last one has read. The next sum begins then. When
+// one has waited too long, all that have arrived give up.
+class Group {
+ public:
+  static std::shared_ptr<Group> join(const Place& place);
+  void leave(int32_t rank);
+  void reduce(const Place& place, Addend part, void* y, std::chrono::seconds patience);
+
+ private:
+  void check(const Place& place) const;
+  std::string missing() const;
+  std::string difference() const;
+  void finish();
+  template <class Load, class Store>
+  void add(const Load& load, const Store& store) const;
+  void add(void* y) const;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<bool> joined_;                  // by rank
+  std::vector<std::optional<Addend>> parts_;  // of ranks that have arrived
+  int32_t arrived_ = 0, leaving_ = 0;
+  int64_t attempt_ = 0;  // sums that were given up
+  std::string failure_;  // why the last of those was
+};
+
+std::shared_ptr<Group> Group::join(const Place& place) {
+  const std::lock_guard lock(groups_mutex());
+  std::erase_if(groups(), [](const auto& entry) { return entry.second.expired(); });
+  auto& entry = groups()[place.group.name];
+  std::shared_ptr<Group> found = entry.lock();
+  if (!found) {
+    entry = found = std::make_shared<Group>();
+    found->joined_.resize(static_cast<size_t>(place.world));
+    found->parts_.resize(static_cast<size_t>(place.world));
+  }
+  const std::lock_guard own(found->mutex_);
+  found->check(place);
+  found->joined_[static_cast<size_t>(place.rank)] = true;
+  return found;
+}
+
+void Group::check(const Place& place) const {
+  const std::string name = "the group \"" + place.group.name + "\"", rank = std::to_string(place.rank);
+  if (joined_.size() != static_cast<size_t>(place.world))
+    throw std::invalid_argument("this file is rank " + rank + " of " + std::to_string(place.world) + ", " + name +
+                                " has sessions of " + std::to_string(joined_.size()) + " ranks");
+  if (joined_[static_cast<size_t>(place.rank)])
+    throw std::invalid_argument(name + " has a session of rank " + rank + " already");
+}
+
+void Group::leave(int32_t rank) {
+  const std::lock_guard lock(mutex_);
+  joined_[static_cast<size_t>(rank)] = false;
+}
+
+std::string Group::missing() const {
+  std::string text;
+  for (size_t rank = 0; rank < parts_.size(); ++rank)
+    if (!parts_[rank])
+      text += (text.empty() ? "rank " : ", rank ") + std::to_string(rank) + (joined_[rank] ? "" : " (no session)");
+  return text;
+}
+
+// What differs between the parts of a sum; "": nothing.
+std::string Group::difference() const {
+  const Addend& first = *parts_[0];
+  for (size_t rank = 1; rank < parts_.size(); ++rank) {
+    const Addend& part = *parts_[rank];
+    const std::string who = "rank " + std::to_string(rank) + " is at ";
+    if (part.node != first.node)
+      return who + part.node + ", rank 0 at " + first.node + ": expected files of one export, and runs in one order";
+    if (part.count != first.count || part.type != first.type)
+      return who + std::to_string(part.count) + " elements, rank 0 at " + std::to_string(first.count) +
+             ": expected the same inputs in all ranks";
+  }
+  return "";
+}
+
+template <class Load, class Store>
+void Group::add(const Load& load, const Store& store) const {
+  for (int64_t i = 0; i < parts_[0]->count; ++i) {
+    float sum = load(parts_[0]->x, i);
+    for (size_t rank = 1; rank < parts_.size(); ++rank) sum += load(parts_[rank]->x, i);
+    store(i, sum);
+  }
+}
+
+void Group::add(void* y) const {
+  const auto half = [](const void* x, int64_t i) { return static_cast<const uint16_t*>(x)[i]; };
+  auto* const to = static_cast<uint16_t*>(y);
+  switch (parts_[0]->type) {
+    case QM_F32:
+      return add([](const void* x, int64_t i) { return static_cast<const float*>(x)[i]; },
+                 [y](int64_t i, float sum) { static_cast<float*>(y)[i] = sum; });
+    case QM_F16:
+      return add([half](const void* x, int64_t i) { return half_to_float(half(x, i)); },
+                 [to](int64_t i, float sum) { to[i] = float_to_half(sum); });
+    case QM_BF16:
+      return add([half](const void* x, int64_t i) { return bfloat_to_float(half(x, i)); },
+                 [to](int64_t i, float sum) { to[i] = float_to_bfloat(sum); });
+  }
+}
+
+void Group::finish() {
+  for (auto& one : parts_) one.reset();
+  arrived_ = 0;
+  changed_.notify_all();
+}
+
+void Group::reduce(const Place& place, Addend part, void* y, std::chrono::seconds patience) {
+  const std::string rank = "rank " + std::to_string(place.rank);
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return leaving_ == 0; });
+  auto& own = parts_[static_cast<size_t>(place.rank)];
+  if (own) throw std::runtime_error(rank + " is in two runs at a time, expected one after the other");
+  own = std::move(part);
+  const int64_t attempt = attempt_;
+  if (++arrived_ == place.world) {
+    leaving_ = place.world;
+    changed_.notify_all();
+  } else if (!changed_.wait_for(lock, patience, [&] { return leaving_ > 0 || attempt_ != attempt; })) {
+    failure_ = "the group \"" + place.group.name + "\" of " + std::to_string(place.world) + " ranks waited " +
+               std::to_string(patience.count()) + " s for " + missing();
+    ++attempt_;
+    finish();
+  }
+  if (attempt_ != attempt) throw std::runtime_error(failure_);
+  lock.unlock();
+  const std::string problem = difference();
+  if (problem.empty()) add(y);
+  lock.lock();
+  if (--leaving_ == 0)
+    finish();
+  else
+    changed_.wait(lock, [this] { return leaving_ == 0; });
+  if (!problem.empty()) throw std::runtime_error(problem);
+}
+
+Member::Member(const Place& place) : place_(place), patience_(place.group.patience()), group_(Group::join(place)) {}
+
+Member::~Member() { group_->leave(place_.rank); }
+
+void Member::reduce(Addend part, void* y) const { group_->reduce(place_, std::move(part), y, patience_); }
+
+}  // namespace quantmoe

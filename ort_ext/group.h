@@ -1,0 +1,58 @@
+// The ranks of a sliced model whose sessions are in one process, each run by a thread of its own: what AllReduce adds
+// up on the CPU. Nothing here knows ONNX Runtime.
+#pragma once
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "quantmoe/quant_moe.h"
+
+namespace quantmoe {
+
+// Session entries, as they were given; "": not given.
+struct GroupSettings {
+  std::string name, timeout;
+
+  bool operator==(const GroupSettings&) const = default;
+  // How long a rank waits for the others; 30 s unless it is given. Throws std::invalid_argument for what is no number
+  // of seconds from 1 to 86400.
+  std::chrono::seconds patience() const;
+};
+
+// A rank's place in a group.
+struct Place {
+  GroupSettings group;
+  int32_t rank, world;
+};
+
+// What a rank has of a sum.
+struct Addend {
+  const void* x;
+  int64_t count;
+  qm_type type;
+  std::string node;  // which of the model's sums this is
+};
+
+class Group;
+
+// A session's membership, from its first AllReduce node on to its end.
+class Member {
+ public:
+  // Joins, or makes the group. Throws std::invalid_argument for a rank that it has already, and for another world.
+  explicit Member(const Place& place);
+  ~Member();
+  Member(const Member&) = delete;
+  Member& operator=(const Member&) = delete;
+  const Place& place() const { return place_; }
+  // Writes the sum of all ranks' parts when the last of them has called. Throws std::runtime_error, naming the ranks,
+  // when some do not call in time, and in all ranks when their parts are not of one sum.
+  void reduce(Addend part, void* y) const;
+
+ private:
+  const Place place_;
+  const std::chrono::seconds patience_;
+  const std::shared_ptr<Group> group_;
+};
+
+}  // namespace quantmoe

@@ -1,0 +1,37 @@
+// Sums over the GPUs of a sliced model's ranks by NCCL, which is opened at run time: libnccl.so.2 of the process, of
+// the library path, or the file that QUANTMOE_NCCL names. Nothing here knows ONNX Runtime.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "group.h"
+
+namespace quantmoe {
+
+// A rank, and the GPU that it is on.
+struct DevicePlace {
+  Place place;
+  int device;
+};
+
+// A session's NCCL communicator, from its first AllReduce node on to its end.
+class Communicator {
+ public:
+  // Meets the other ranks, whose sessions are made at the same time; the group's name is the NCCL id in hex. Throws
+  // std::invalid_argument for what is no id, and std::runtime_error without NCCL, for its errors, and when the ranks
+  // have not met in time.
+  explicit Communicator(const DevicePlace& where);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+  const Place& place() const { return place_; }
+  // Enqueues y = the sum of all ranks' x. Throws std::runtime_error for an error of NCCL's.
+  void reduce(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const;
+
+ private:
+  const Place place_;
+  void* comm_ = nullptr;
+};
+
+}  // namespace quantmoe

@@ -1,0 +1,239 @@
+"""Slices of a model: all ranks in this process, a thread each, against the model in one piece."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from checkpoints import TINY, make_gptq_checkpoint
+from export.test_model import error, run, tokens
+from once import made_once
+from safetensors.torch import load_file
+from tiny import make_checkpoint
+
+from quantmoe.exporter.choosing.options import Options
+from quantmoe.exporter.errors import CheckpointError, OptionError
+from quantmoe.exporter.inspecting.unpack import unpack
+from quantmoe.exporter.reading.slices import Slice
+from quantmoe.exporter.running.generate import Generator, ModelError
+from quantmoe.exporter.writing.convert import export
+from quantmoe.exporter.writing.plan import plan
+
+GROUPS = (f"model {i}" for i in count())
+#: 4 ranks of 2 heads of keys and values: two ranks have each
+SIZES = {
+    "hidden_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": 128,
+}
+OF = {
+    "qwen3_moe": SIZES,
+    # latent attention, a dense layer, a shared expert of two experts' width
+    "deepseek_v3": {k: v for k, v in SIZES.items() if k != "head_dim"}
+    | {"num_key_value_heads": 4, "n_shared_experts": 2},
+    # biases of o_proj and of the experts' down, sinks, a window
+    "gpt_oss": {k: v for k, v in SIZES.items() if k != "moe_intermediate_size"} | {"intermediate_size": 128},
+}
+EVERY_LOGIT = {"activations": "float", "logits": "all", "cache": "f32"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    def make(architecture: str) -> Path:
+        def write(folder: Path) -> Path:
+            return make_checkpoint(folder, architecture, **OF[architecture])
+
+        return made_once(tmp_path_factory, write, f"sliced {architecture}", **OF[architecture])
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    def make(architecture: str) -> Path:
+        def write(folder: Path) -> None:
+            export(checkpoint(architecture), folder, **EVERY_LOGIT)
+
+        return made_once(tmp_path_factory, write, f"whole {architecture}")
+
+    return make
+
+
+def run_all(folder: Path, ids: np.ndarray, pieces: tuple[int, ...]) -> list[np.ndarray]:
+    """Each rank's logits of ids [B, S], fed in consecutive pieces through its cache."""
+    group = next(GROUPS)
+    ranks = [Generator(path, threads=1, group=group) for path in sorted(folder.glob("rank*"))]
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(lambda rank: run(rank, ids, pieces), ranks))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "world", "whole_experts"),
+    [
+        ("qwen3_moe", 4, False),
+        ("qwen3_moe", 2, True),
+        ("deepseek_v3", 2, False),
+        ("deepseek_v3", 4, True),
+        ("gpt_oss", 2, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("qwen3_moe", 2, False),
+                ("qwen3_moe", 4, True),
+                ("deepseek_v3", 4, False),
+                ("deepseek_v3", 2, True),
+                ("gpt_oss", 4, False),
+                ("gpt_oss", 2, True),
+                ("gpt_oss", 4, True),
+            )
+        ),
+    ],
+)
+def test_all_ranks_equal_the_whole_model(checkpoint, whole, tmp_path, architecture, world, whole_experts):
+    """The same products in float32, summed in another order.
+
+    A sum of n terms is off by up to n 2^-24 of its largest partial sum, where all roundings had one sign; as they have
+    both it is about sqrt(n) 2^-24. Of the 6 sums that two layers add to a token, and the head's, of at most 512 terms
+    each, that is sqrt(7 * 512) * 6e-8 = 4e-6, of which norms and softmax make no more than a few times as much; 6e-7
+    was seen. A bias added in every rank, a head of another rank or an expert left out moves logits by 1e-2 and more.
+    """
+    folder = tmp_path / "slices"
+    export(checkpoint(architecture), folder, **EVERY_LOGIT, tensor_parallel=world, expert_parallel=whole_experts)
+    ids = tokens(2, 9)
+    want = run(Generator(whole(architecture)), ids, (7, 1, 1))
+    found = run_all(folder, ids, (7, 1, 1))
+    assert len(found) == world
+    for logits in found:
+        assert error(logits, want) < 2e-5
+        np.testing.assert_array_equal(logits, found[0])  # every rank chooses the same tokens
+    check_bytes(folder, whole(architecture), whole_experts)
+
+
+def check_bytes(folder: Path, whole: Path, whole_experts: bool) -> None:
+    """Codes and scales of the experts, bit for bit; which nodes there are."""
+    want, ranks = unpacked(whole), [unpacked(path) for path in sorted(folder.glob("rank*"))]
+    fields = {_field(name) for name in want if "expert" in name and name.endswith((".codes", ".scales"))}
+    assert len(fields) > 2 * 2 * 3
+
+    def joined(files: list[dict[str, torch.Tensor]], field: str) -> torch.Tensor:
+        parts = [tensor for file in files for name, tensor in file.items() if _field(name) == field]
+        return torch.cat(parts, dim=int(".down." in field))
+
+    for field in fields:
+        assert torch.equal(joined(ranks, field), joined([want], field)), field
+    for rank, path in enumerate(sorted(folder.glob("rank*"))):
+        model = ir.load(path / "model.onnx")
+        assert (model.metadata_props["rank"], model.metadata_props["world"]) == (str(rank), str(len(ranks)))
+        found = [node for node in model.graph if node.op_type == "AllReduce"]
+        assert {node.attributes.get_int("rank") for node in found} == {rank}
+        layers = [node for node in model.graph if node.op_type == "CachedAttention"]
+        assert len(found) == 2 * len(layers)  # a shared expert is among the routed ones
+
+
+def _field(name: str) -> str:
+    """Without the number of a shared expert's part, which is as wide as the file's experts."""
+    return re.sub(r"(shared_experts)\.\d+", r"\1", name)
+
+
+def unpacked(folder: Path) -> dict[str, torch.Tensor]:
+    """What ``unpack`` writes of both layers."""
+    found = {}
+    for layer in range(2):
+        with contextlib.suppress(ModelError):  # a dense layer of floats
+            unpack(folder, layer, path := folder.parent / f"unpacked.{folder.name}.{layer}")
+            found |= load_file(path)
+    return found
+
+
+def test_slices_for_gpus(checkpoint, tmp_path):
+    export(checkpoint("gpt_oss"), tmp_path, target="cuda", tensor_parallel=2, layers=1)
+    biases = []
+    for rank in range(2):
+        graph = ir.load(tmp_path / f"rank{rank}" / "model.onnx").graph
+        nodes = Counter(node.op_type for node in graph)
+        assert (nodes["AllReduce"], nodes["QuantMoE"]) == (2, 1)
+        assert {node.domain for node in graph} <= {"", "quantmoe"}
+        unpack(tmp_path / f"rank{rank}", 0, tmp_path / "layer")
+        names = ("self_attn.o_proj.bias", "mlp.experts.0.down.bias")
+        biases.append([load_file(tmp_path / "layer").get(f"model.layers.0.{name}") for name in names])
+    assert all(bias.any() for bias in biases[0])
+    assert not any(bias is not None and bias.any() for bias in biases[1])  # added once
+
+
+def test_activations_of_divided_features_stay_float(checkpoint):
+    """A scale of a token's features would take their maximum over the ranks."""
+    folder = checkpoint("qwen3_moe")
+    for whole_experts, w2 in ((False, "none"), (True, "int8_token_asym")):
+        found = plan(folder, "nowhere", tensor_parallel=2, expert_parallel=whole_experts)
+        (spec,) = {spec for _, spec, _ in found.layers.values()}
+        assert (spec.w13.activation_format, spec.w2.activation_format) == ("int8_token_asym", w2)
+        for name, (_, linear, _) in found.linears.items():
+            divided = name.endswith("o_proj")
+            assert (linear.w.activation_format == "none") == (divided or name == "lm_head"), name
+
+
+def refused(folder: Path, match: str, **options: object) -> None:
+    with pytest.raises(CheckpointError, match=match):
+        plan(folder, "nowhere", **{"tensor_parallel": 2} | options)
+
+
+def test_what_ranks_do_not_divide_is_named(checkpoint, tmp_path):
+    folder = checkpoint("qwen3_moe")
+    refused(
+        folder,
+        r"config\.json: num_attention_heads is 4, expected a multiple of --tensor-parallel 8",
+        tensor_parallel=8,
+        expert_parallel=True,
+    )
+    odd = TINY | {"num_attention_heads": 12, "num_key_value_heads": 3, "num_hidden_layers": 1}
+    refused(
+        make_checkpoint(tmp_path / "heads", **odd),
+        "num_key_value_heads is 3, expected a multiple or a divisor of",
+        expert_parallel=True,
+    )
+    experts = r"model\.layers\.0\.mlp\.experts"
+    short = TINY | {"moe_intermediate_size": 96, "num_hidden_layers": 1}
+    short = make_checkpoint(tmp_path / "groups", **short)
+    refused(short, rf"{experts}\.0 among 2 ranks: 96 columns in blocks of 32 are not 2 parts")
+    plan(short, "nowhere", tensor_parallel=2, expert_parallel=True)
+    ordered = make_gptq_checkpoint(tmp_path / "order", desc_act=True, num_hidden_layers=1, moe_intermediate_size=64)
+    refused(ordered, rf"{experts}\.0 among 2 ranks: columns in act-order")
+    refused(ordered, r"self_attn\.o_proj among 2 ranks: columns in act-order", expert_parallel=True)
+    rows = make_checkpoint(tmp_path / "rows", scheme="W8A8", group_size=None, **TINY | {"num_hidden_layers": 1})
+    refused(
+        rows, rf"{experts}\.0: int8_token rounds activations by the largest of all features, of which each rank has"
+    )
+    refused(rows, r"self_attn\.o_proj among 2 ranks: int8_token rounds activations", expert_parallel=True)
+    plan(rows, "nowhere", tensor_parallel=2, activations="float")
+    norms = make_checkpoint(tmp_path / "norms", "olmoe", **TINY | {"num_hidden_layers": 1})
+    refused(norms, r"self_attn\.[qk]_norm\.weight has shape .*: it normalizes all heads together")
+    few = make_checkpoint(tmp_path / "few", num_experts=4, **TINY | {"num_attention_heads": 8, "num_hidden_layers": 1})
+    refused(few, rf"{experts}\.0: 4 experts among 8 ranks", tensor_parallel=8, expert_parallel=True)
+    hybrid = TINY | {"full_attention_interval": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    hybrid = make_checkpoint(tmp_path / "hybrid", "qwen3_next", **hybrid)
+    refused(hybrid, r"linear_attn: linear attention is not divided among ranks")
+
+
+def test_options():
+    assert Options().slices == [None]
+    assert Options(tensor_parallel=2, expert_parallel=True).slices == [Slice(0, 2, True), Slice(1, 2, True)]
+    for options, match in (
+        ({"tensor_parallel": 0}, "tensor_parallel is 0, expected 1 to 1024"),
+        ({"expert_parallel": True}, "expert_parallel needs tensor_parallel"),
+        ({"tensor_parallel": 2, "mtp": True}, "mtp is not divided"),
+        ({"tensor_parallel": 2, "target": "ort"}, "target ort has no AllReduce"),
+    ):
+        with pytest.raises(OptionError, match=match):
+            Options(**options)
