@@ -384,7 +384,7 @@ def test_every_command_has_its_modules() -> None:
     assert EXTRAS.keys() <= MODULES.keys()
 
 
-TRACE = b'{"quantmoe_trace": 1, "layers": [{"node": "/layers.0", "experts": 4, "bytes": 1000}]}\n'
+TRACE = b'{"quantmoe_trace": 1, "slot_bytes": 1000, "layers": [{"node": "/layers.0", "experts": 4, "bytes": 1000}]}\n'
 
 
 def test_trace_shows_hit_rates(tmp_path: Path) -> None:
@@ -399,7 +399,16 @@ def test_trace_shows_hit_rates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\n", b"{}\n", b"[1]\n", TRACE.replace(b"4,", b'"x",'), TRACE.replace(b"[{", b"[3, {")]
+    "data",
+    [
+        b"",
+        b"\n",
+        b"{}\n",
+        b"[1]\n",
+        TRACE.replace(b"4,", b'"x",'),
+        TRACE.replace(b"[{", b"[3, {"),
+        TRACE.replace(b"slot", b"s"),
+    ],
 )
 def test_damaged_traces_are_refused(data: bytes, tmp_path: Path) -> None:
     file = tmp_path / "trace"

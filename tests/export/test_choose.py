@@ -96,7 +96,8 @@ def test_a_fixture_is_packed_as_its_headers_say(name, target, tmp_path, monkeypa
     found = chosen(folder, tmp_path / "model", target, monkeypatch)
     if isinstance(found, str):
         assert refused(plan, folder, tmp_path / "model", target=target) == found
-        assert found.removeprefix(f"{folder}: ") in reasons or "k_proj.bias has shape" in found  # of no linear layer
+        own = ("k_proj.bias has shape", "takes no f32: use --dtype f16")  # of no linear layer, of no layer's headers
+        assert found.removeprefix(f"{folder}: ") in reasons or any(text in found for text in own)
         return
     layers, linears, parts, experts = found
     planned = plan(folder, tmp_path / "model", target=target)
@@ -222,7 +223,7 @@ def test_a_damaged_g_idx(value, text, desc_act, tmp_path, monkeypatch):
     assert chosen(folder, tmp_path / "model", "cpu", monkeypatch) == found
 
 
-@pytest.mark.parametrize("target", LAYOUT)
+@pytest.mark.parametrize("target", ["cpu", "cuda"])  # QMoE has no act-order
 def test_zero_points_and_orders_are_read_and_not_guessed(target, tmp_path, monkeypatch):
     """A configuration that says symmetric and no act-order, tensors of one expert that have both."""
     sound = make_gptq_checkpoint(tmp_path / "sound", num_hidden_layers=1, num_experts=4, hidden_size=64,
