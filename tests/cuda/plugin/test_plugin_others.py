@@ -26,6 +26,7 @@ from cuda.plugin_layers import (
 from cuda.trt import RUNTIME, TYPES, attributes_of
 
 from quantmoe.custom_ops import cuda, reference
+from quantmoe.custom_ops.op import ReduceSpec
 
 
 def test_linear_shapes_and_workspace(others):
@@ -159,3 +160,9 @@ def test_enqueue_others(others):
     want_ids, want = reference.route(ROUTING, logits.numpy(), bias.numpy())
     np.testing.assert_array_equal(ids.cpu().numpy(), want_ids)
     np.testing.assert_allclose(weights.cpu().numpy(), want, rtol=4e-6)
+
+
+def test_sums_over_ranks_are_refused(others):
+    others.select("AllReduce")
+    assert others.create(attributes_of(ReduceSpec(rank=0, world=2))) is None
+    assert 'AllReduce layer "experts": the plug-ins have no sums over ranks' in others.log()
