@@ -6,25 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pytest
+from cuda.built import NUMPY, SM80, TORCH, UNIT, torch
 from specs import attention_spec
 
 from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.op import AttentionSpec
 
-torch = pytest.importorskip("torch")
-try:
-    cuda.library()
-except FileNotFoundError:
-    pytest.skip("no CUDA library was built (QUANTMOE_CUDA)", allow_module_level=True)
-import ml_dtypes  # noqa: E402
-
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DEVICE = "cuda"
-SM80 = cuda.Device(80, 108, 167936)
-TORCH = {"f16": torch.float16, "bf16": torch.bfloat16}
-NUMPY = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
-UNIT = {"f16": 2.0**-11, "bf16": 2.0**-8}  # half an ulp
 
 
 # The kernels round queries, weights and the output to 16 bits, each uniform in half an ulp: at most u / sqrt(3) of the

@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import reduce
 
 import numpy as np
-import pytest
 from cases import Case
+from cuda.built import TORCH, UNIT, torch
 from cuda.formats import FORMATS
 from specs import linear_spec, moe_spec
 
@@ -17,23 +17,12 @@ from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.op import Projection
 from quantmoe.custom_ops.reference import FLOAT_FORMATS
 
-torch = pytest.importorskip("torch")
-try:
-    cuda.library()
-except FileNotFoundError:
-    pytest.skip("no CUDA library was built (QUANTMOE_CUDA)", allow_module_level=True)
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
 # Roundings to 16 bits: the activations between the GEMMs and the output, and in the wgmma path the weights and the
 # experts' products. Each is uniform in half an ulp, at most u / sqrt(3) of the norm; f32 sums and the fast exponential
 # are far below.
-UNIT = {"f16": 2.0**-11, "bf16": 2.0**-8}  # half an ulp
 
 
 SM89, SM120 = (cuda.Device(sm, 132, 102400) for sm in (89, 120))  # of an H200's size
-
-
-TORCH = {"f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def build(case: Case, experts: list[Expert] | None = None):

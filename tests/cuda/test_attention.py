@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cuda.attention_cases import ALL, CALLS, DEVICE, HEADS, LATENT, LATENTS, SM80, SPEC, UNIT, Inputs, check, gpu
+from cuda.attention_cases import ALL, CALLS, DEVICE, HEADS, LATENT, LATENTS, SPEC, Inputs, check
+from cuda.built import SM80, UNIT, gpu
 from specs import attention_spec
 
 from quantmoe.custom_ops import cuda

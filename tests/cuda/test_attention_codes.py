@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cuda.attention_cases import CALLS, HEADS, SM80, SPEC, Inputs, check, gpu
+from cuda.attention_cases import CALLS, HEADS, SPEC, Inputs, check
+from cuda.built import SM80, gpu
 from specs import attention_spec
 
 from quantmoe.custom_ops import cuda

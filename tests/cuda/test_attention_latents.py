@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cuda.attention_cases import ALL, CALLS, LATENT, LATENT_DEVICES, LATENTS, UNIT, Inputs, check, gpu
+from cuda.attention_cases import ALL, CALLS, LATENT, LATENT_DEVICES, LATENTS, Inputs, check
+from cuda.built import UNIT, gpu
 
 from quantmoe.custom_ops import cuda
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from cuda.attention_cases import HEADS, LATENT, LATENT_DEVICES, SM80, SPEC
+from cuda.attention_cases import HEADS, LATENT, LATENT_DEVICES, SPEC
+from cuda.built import SM80
 
 from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.op import AttentionSpec

@@ -9,20 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import ROUTERS, assert_routed
+from cuda.built import SM80, TORCH, UNIT, gpu, torch
 
 from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.op import NormSpec, RouterSpec, RoutingSpec, RowsSpec
 
-torch = pytest.importorskip("torch")
-try:
-    cuda.library()
-except FileNotFoundError:
-    pytest.skip("no CUDA library was built (QUANTMOE_CUDA)", allow_module_level=True)
-
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-TORCH = {"f16": torch.float16, "bf16": torch.bfloat16}
-UNIT = {"f16": 2.0**-11, "bf16": 2.0**-8}  # half an ulp
-SM80 = cuda.Device(80, 108, 167936)
 PATHS = ("cluster", "rows", "tiles")
 
 

@@ -8,19 +8,8 @@ import numpy as np
 import pytest
 import torch
 from cases import Case
-from cuda.layers import (
-    FP8,
-    FP8_CASES,
-    SM89,
-    UNIT,
-    assert_rounded,
-    build,
-    build_linear,
-    codes_of_halves,
-    gpu,
-    rounding_bound,
-    run,
-)
+from cuda.built import UNIT, gpu
+from cuda.layers import FP8, FP8_CASES, SM89, assert_rounded, build, build_linear, codes_of_halves, rounding_bound, run
 
 from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.expert import Expert

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from cases import Case
+from cuda.built import TORCH, UNIT, gpu
 from cuda.formats import FORMATS
-from cuda.layers import BASE, CASES, FORMAT_SHAPES, FP8_CASES, SM89, TORCH, UNIT, build, gpu, of_format, run
+from cuda.layers import BASE, CASES, FORMAT_SHAPES, FP8_CASES, SM89, build, of_format, run
 
 from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.expert import Expert

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cuda.layers import BASE, EXACT, LINEARS, SM120, TORCH, UNIT, build_linear, gpu, of_format
+from cuda.built import TORCH, UNIT, gpu
+from cuda.layers import BASE, EXACT, LINEARS, SM120, build_linear, of_format
 
 from quantmoe.custom_ops import cuda, reference
 

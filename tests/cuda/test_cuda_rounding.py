@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cases import Case
+from cuda.built import gpu
 from cuda.layers import (
     BASE,
     EXACT,
@@ -15,7 +16,6 @@ from cuda.layers import (
     SM120,
     assert_rounded,
     codes_of_halves,
-    gpu,
     half_of,
     of_format,
     one_input,

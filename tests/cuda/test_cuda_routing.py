@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cases import ROUTERS, assert_routed
-from cuda.layers import TORCH, gpu
+from cuda.built import TORCH, gpu
 
 from quantmoe.custom_ops import cuda, reference
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+from cuda.built import TORCH, UNIT, gpu  # noqa: E402
 from cuda.formats import FORMATS, spec_of  # noqa: E402
-from cuda.layers import BASE, LINEARS, SM89, TORCH, UNIT, build_linear, gpu, of_format  # noqa: E402
+from cuda.layers import BASE, LINEARS, SM89, build_linear, of_format  # noqa: E402
 from specs import linear_spec  # noqa: E402
 
 from quantmoe.custom_ops import cuda, reference  # noqa: E402

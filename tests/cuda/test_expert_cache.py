@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from cases import Case
+from cuda.built import TORCH, gpu
 from cuda.formats import FORMATS
-from cuda.layers import BASE, CASES, FP8_CASES, TORCH, build, gpu, of_format
+from cuda.layers import BASE, CASES, FP8_CASES, build, of_format
 
 from quantmoe.custom_ops import cuda
 

@@ -7,23 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuda.built import NUMPY, SM80, TORCH, UNIT, gpu, torch
 from specs import conv_spec, delta_spec
 
 from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.op import ConvSpec, DeltaSpec
 
-torch = pytest.importorskip("torch")
-try:
-    cuda.library()
-except FileNotFoundError:
-    pytest.skip("no CUDA library was built (QUANTMOE_CUDA)", allow_module_level=True)
-import ml_dtypes  # noqa: E402
-
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-SM80 = cuda.Device(80, 108, 167936)
-TORCH = {"f16": torch.float16, "bf16": torch.bfloat16}
-NUMPY = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
-UNIT = {"f16": 2.0**-11, "bf16": 2.0**-8}  # half an ulp
 # Only the output is rounded to 16 bits, at most half an ulp of each value. Sums, decays and norms are of f32: a token
 # adds some roundings of 2^-24 to the state, of which decay forgets; over 300 tokens they stay far below a unit of f16.
 STATE = 2.0**-24 * 64  # of the largest value of a head's state

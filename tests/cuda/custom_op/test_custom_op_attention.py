@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from cuda.attention_cases import Inputs
-from cuda.layers import TORCH, UNIT
+from cuda.built import TORCH, UNIT
 from cuda.ort import ATTENTION, LATENT, STREAM, attention_shapes, gpu, run, value
 
 

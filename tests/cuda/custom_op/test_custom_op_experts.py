@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cuda.layers import BASE, TORCH, UNIT, build, build_linear
+from cuda.built import TORCH, UNIT
+from cuda.layers import BASE, build, build_linear
 from cuda.ort import FAKE, STREAM, constants, gpu, packed_values, value
 from engines.test_identity import identity
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cuda.layers import TORCH, UNIT, build_linear
+from cuda.built import TORCH, UNIT
+from cuda.layers import build_linear
 from cuda.ort import LINEAR_CASE, NORM, ROUTER, ROUTER_SHAPES, ROUTING, fails, gpu, run, value
 
 from quantmoe.custom_ops import reference

@@ -7,7 +7,7 @@ import ctypes
 import pytest
 import torch
 from cuda.attention_cases import Inputs, check_results
-from cuda.layers import TORCH
+from cuda.built import TORCH
 from cuda.plugin_layers import ATTENTION, DEVICES, LATENT, attention_tensors
 from cuda.trt import RUNTIME, TYPES, attributes_of
 from specs import attention_spec

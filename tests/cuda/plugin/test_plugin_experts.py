@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cuda.layers import BASE, TORCH, UNIT, build, build_linear
+from cuda.built import TORCH, UNIT
+from cuda.layers import BASE, build, build_linear
 from cuda.plugin_layers import DEVICES, LINEAR, ROWS, SPEC, SPECS, W, linear_tensors, tensors
 from cuda.trt import BUILD, FIELD_TYPES, RUNTIME, TYPES, Attribute, Field, Plugin, attributes_of, tensor
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cuda.layers import BASE, UNIT, build_linear
+from cuda.built import UNIT
+from cuda.layers import BASE, build_linear
 from cuda.plugin_layers import (
     DEVICES,
     LINEAR,
