@@ -165,8 +165,7 @@ def export(
     print_reasons(FLOAT_HERE, report.dequantized)
     print_reasons(APART, report.apart)
     print_reasons("QuantLinear in spite of --dense ort", report.not_ort)
-    if target != "ort":  # it has no other
-        print_reasons(PLAIN_ATTENTION, report.plain_attention)
+    print_reasons(PLAIN_ATTENTION, report.plain_attention)
     if report.plain_routers:
         console.print(
             f"routers of {report.plain_routers} layers are plain ONNX nodes: not MoERouting's", style="yellow"
@@ -538,8 +537,7 @@ def _plan(checkpoint: Path, outdir: Path, **options: Any) -> None:
     )
     print_reasons(FLOAT_HERE, found.dequantized)
     print_reasons(APART, found.apart)
-    if options["target"] != "ort":
-        print_reasons(PLAIN_ATTENTION, found.plain_attention)
+    print_reasons(PLAIN_ATTENTION, found.plain_attention)
     for remark in filter(None, (found.left_out, found.kv_cache)):
         console.print(remark, style="yellow")
     if total > found.free:

@@ -83,8 +83,7 @@ def print_model(found: dict[str, Any]) -> None:
     print_reasons(FLOAT_HERE, kept)
     _print_attention(found["attention"])
     _print_linear_attention(found["linear_attention"])
-    if ours:
-        print_reasons(PLAIN_ATTENTION, found["plain_attention"])
+    print_reasons(PLAIN_ATTENTION, found["plain_attention"])
     if "verified" in found:
         weights = [node[p] for node in found["layers"] + found["linears"] for p in ("w13", "w2", "w") if p in node]
         tensors = len(found["dense"]) + sum(len(weight.get("tensors", "1")) for weight in weights)

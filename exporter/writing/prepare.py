@@ -258,7 +258,8 @@ def _report(parts: Sequence[Part], options: Options) -> Report:
         skeleton, chosen = part.skeleton, part.chosen
         report.dequantized |= chosen.dequantized
         report.apart |= chosen.apart
-        report.plain_attention |= part.attention.plain
+        if options.target != "ort":  # which has no other
+            report.plain_attention |= part.attention.plain
         report.kv_cache = report.kv_cache or part.attention.caches.remark
         for name, spec in chosen.layers.items():
             layer = chosen.experts[name]
