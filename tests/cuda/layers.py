@@ -17,11 +17,6 @@ from quantmoe.custom_ops.layouts import LAYOUTS, join
 from quantmoe.custom_ops.op import Projection
 from quantmoe.custom_ops.reference import FLOAT_FORMATS
 
-# Roundings to 16 bits: the activations between the GEMMs and the output, and in the wgmma path the weights and the
-# experts' products. Each is uniform in half an ulp, at most u / sqrt(3) of the norm; f32 sums and the fast exponential
-# are far below.
-
-
 SM89, SM120 = (cuda.Device(sm, 132, 102400) for sm in (89, 120))  # of an H200's size
 
 
