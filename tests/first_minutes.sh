@@ -57,6 +57,7 @@ def variant(name, metadata={}, nan=False):
 variant("stops at ends", {"eos_token_id": f"1000000,{stop}", "context_length": "4096"})
 variant("context", {"eos_token_id": "1000000", "context_length": "8"})
 variant("old")
+variant("turns", {"eos_token_id": "1000000", "chat.begin": "You: ", "chat.reply": "\nI: ", "chat.next": ".\nYou: "})
 template = variant("talking") / "chat_template.jinja"
 template.write_text("{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}{{ eos_token }}<assistant> ")
 (variant("mistaken") / "chat_template.jinja").write_text("{% form %}")
@@ -144,7 +145,8 @@ PYTHON
 )
 good '' java -cp "$classes" Text "$model" 24 "$text"
 [ "$(cat "$work/out")" = "$expected" ] || complain "expected \"$expected\"" java Text
-bad 1 '^usage: Text FOLDER COUNT TEXT$' java -cp "$classes" Text "$model" 24
+bad 1 '^usage: Text FOLDER COUNT \[TEXT\]$' java -cp "$classes" Text "$model"
+bad 1 'no turns of a chat template' java -cp "$classes" Text "$model" 24
 bad 1 'nowhere/model.onnx' java -cp "$classes" Text nowhere 24 "$text"
 cat >"$work/Printed.java" <<'JAVA'
 import ai.djl.huggingface.tokenizers.HuggingFaceTokenizer;
@@ -170,6 +172,22 @@ good '^true true$' env DJL_OFFLINE=true java -cp "$classes" Printed "$model" ' n
 cancelled() { java -cp "$classes" Text "$1" 1000000 "$text" <<<""; } # Enter, as it begins
 good '' cancelled "$work/old"
 [ "$(wc -c <"$work/out")" -lt 2000 ] || complain "expected an early end" cancelled
+# A conversation: both answers as one prompt with all that was said before them would have.
+expected=$(python - "$work/turns" <<'PYTHON'
+import subprocess, sys
+from tokenizers import Tokenizer
+
+tokenizer, ids = Tokenizer.from_file(f"{sys.argv[1]}/tokenizer.json"), []
+for text in ("You: Who are you?\nI: ", ".\nYou: Whence?\nI: "):
+    ids += tokenizer.encode(text, add_special_tokens=False).ids
+    new = subprocess.check_output([sys.executable, "samples/python/generate.py", sys.argv[1], "12", *map(str, ids)], text=True)
+    print(tokenizer.decode(ids + (answer := [*map(int, new.split())]))[len(tokenizer.decode(ids)) :])
+    ids += answer
+PYTHON
+)
+talk() { printf 'Who are you?\nWhence?\n' | java -cp "$classes" Text "$work/turns" 12; }
+good '' talk
+[ "$(cat "$work/out")" = "$expected" ] || complain "expected \"$expected\"" talk
 if [ -e build/samples-rust/debug/generate ]; then
   section "samples/rust"
   export ORT_DYLIB_PATH

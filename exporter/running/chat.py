@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.running.cache import TAIL, Cache
 from quantmoe.exporter.running.generate import Generated, Generator, load_tokenizer, stop_tokens
-from quantmoe.exporter.running.sampling import Sampling, read_object
-
-#: jinja2 whose sandbox keeps what is known: templates are code of whoever made the checkpoint
-OLDEST_JINJA = (3, 1, 6)
+from quantmoe.exporter.running.sampling import Sampling
+from quantmoe.exporter.running.template import load_template
 
 
 class Text:
@@ -155,95 +150,3 @@ class TextStream:
         at = min(ends, default=len(text))
         self._held = text[at:]
         return text[:at]
-
-
-class Template:
-    """A chat template, rendered as transformers does: in a sandbox, blocks trimmed, with its functions.
-
-    Args:
-        path: the file it is from, for errors.
-        names: special tokens by their names, which templates use.
-
-    Raises:
-        ModelError: it is no Jinja template; jinja2 is too old.
-    """
-
-    def __init__(self, text: str, path: Path, names: dict[str, str]):
-        import jinja2
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < OLDEST_JINJA:
-            oldest = ".".join(map(str, OLDEST_JINJA))
-            raise ModelError(
-                f"jinja2 is {jinja2.__version__}, expected {oldest} or newer; pip install 'jinja2>={oldest}'"
-            )
-
-        class Generation(Extension):
-            """The block that marks what the model says; it is rendered as it stands."""
-
-            tags = {"generation"}  # noqa: RUF012
-
-            def parse(self, parser: Any) -> Any:
-                next(parser.stream)
-                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-        def refuse(message: str) -> NoReturn:
-            raise jinja2.TemplateError(message)
-
-        def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-            return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja2's own escapes for HTML
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = tojson
-        environment.globals |= {
-            "raise_exception": refuse,
-            "strftime_now": lambda format: datetime.now().strftime(format),
-        }
-        self.path, self.names = path, names
-        try:
-            self._template = environment.from_string(text)
-        except jinja2.TemplateError as error:
-            raise ModelError(f"{path}: {error}") from None
-
-    def render(self, messages: Sequence[dict[str, str]]) -> str:
-        """The conversation as text that the model continues with its answer.
-
-        Raises:
-            ModelError: the template refuses the messages or fails.
-        """
-        inputs = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
-        try:
-            return self._template.render(self.names | inputs)
-        except Exception as error:  # whatever its expressions raise
-            raise ModelError(f"{self.path}: {error}") from None
-
-
-def load_template(folder: Path) -> Template | None:
-    """The folder's chat template: chat_template.jinja, else the one of tokenizer_config.json, else None.
-
-    Raises:
-        ModelError: a file is not what it should be.
-    """
-    path = folder / "chat_template.jinja"
-    config = read_object(folder / "tokenizer_config.json")
-    names = {}
-    for name, token in (read_object(folder / "special_tokens_map.json") | config).items():
-        if name.endswith("_token") and (text := token.get("content") if isinstance(token, dict) else token):
-            names[name] = str(text)
-    try:
-        found = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{path}: {error}") from None
-    if not path.is_file():
-        path = folder / "tokenizer_config.json"
-    if isinstance(found, list):  # several by name
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default")
-    if found is None:
-        return None
-    if not isinstance(found, str):
-        raise ModelError(f"{path}: chat_template is {type(found).__name__}, expected text")
-    return Template(found, path, names)

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantmoe.exporter.choosing.options import MAX_FILE_SIZE, Options
+from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.formats import Checkpoint
 from quantmoe.exporter.reading.slices import Slice
+from quantmoe.exporter.running.template import load_template
 from quantmoe.exporter.writing.external_data import DataFiles, byte_size
 from quantmoe.exporter.writing.genai import LOGITS, add_mtp, genai_config, shared_tensors, shares_buffer
 from quantmoe.exporter.writing.output import DATA, MODEL, MTP_MODEL, record, writing
@@ -160,8 +162,17 @@ def _export(
             metadata["plain_attention"] = json.dumps(report.plain_attention)
         for part in parts[1:]:
             save_part(part, partial(MTP_MODEL), {name: text for name, text in metadata.items() if name != LOGITS})
-        save_part(parts[0], partial(MODEL), metadata, record(partial(MODEL).parent))
+        save_part(parts[0], partial(MODEL), metadata | _turns(ckpt), record(partial(MODEL).parent))
     return report
+
+
+def _turns(ckpt: Checkpoint) -> dict[str, str]:
+    """What stands around messages. A template that does not render is an error of who uses it, not of the export."""
+    try:
+        template = load_template(ckpt.companions)
+    except ModelError:
+        return {}
+    return template.turns() if template else {}
 
 
 def _companions(ckpt: Checkpoint, partial: Callable[[str], Path], layers: int | None) -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
 from tiny import make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -22,9 +23,11 @@ from transformers import AutoTokenizer
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.options import missing
-from quantmoe.exporter.running.chat import Chat, Text, TextStream, load_template
+from quantmoe.exporter.running.chat import Chat, Text, TextStream
 from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.running.sampling import Sampling
+from quantmoe.exporter.running.template import Template, load_template
+from quantmoe.exporter.writing.convert import export
 
 WORDS = ["héllo wörld", "你好世界 👩‍👩‍👧 ок", "a mixture of experts\n\tand  more", "日本語のテキスト🎉🎉"]
 #: blocks with spaces before and lines after, functions and tags that templates of checkpoints use
@@ -154,6 +157,69 @@ def test_templates_are_rendered_as_transformers_does(talking: Path, tmp_path: Pa
     assert expected.startswith("<s>")
     with pytest.raises(ModelError, match=f"{template.path.name}: the first message is the assistant"):
         template.render(messages[1:])
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ANSWER = "<|im_end|>\n<|im_start|>"
+#: the first message has the system prompt in it, answers end with a token
+INSTRUCT = (
+    "{{ bos_token }}{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST] {% if loop.first and "
+    "messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}{{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+THINKS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "begin", "reply", "following", "system"),
+    [
+        (CHATML, ANSWER[-12:] + "user\n", ANSWER + "assistant\n", ANSWER + "user\n", True),
+        (INSTRUCT, "<s>[INST] ", " [/INST]", "</s>[INST] ", True),
+        (THINKS, ANSWER[-12:] + "user\n", ANSWER + "assistant\n<think>\n", ANSWER + "user\n", True),
+        ("{% if messages[0].role == 'system' %}{{ 1 / 0 }}{% endif %}" + CHATML, ANSWER[-12:] + "user\n",
+         ANSWER + "assistant\n", ANSWER + "user\n", False),
+    ],
+)  # fmt: skip
+def test_what_stands_around_messages(template: str, begin: str, reply: str, following: str, system: bool) -> None:
+    made = Template(template, Path("t"), {"bos_token": "<s>", "eos_token": "</s>"})
+    turns = made.turns()
+    assert (turns["chat.begin"], turns["chat.reply"], turns["chat.next"]) == (begin, reply, following)
+    assert ("chat.system" in turns) == ("chat.system_end" in turns) == system
+    messages, said = [{"role": "user", "content": "Who?"}], begin + "Who?" + reply
+    assert made.render(messages) == said
+    messages += [{"role": "assistant", "content": "I."}, {"role": "user", "content": "Why?"}]
+    said = (said if template is not THINKS else said.replace("<think>\n", "")) + (template is INSTRUCT) * " "
+    assert made.render(messages) == said + "I." + following + "Why?" + reply
+    if system:
+        messages = [{"role": "system", "content": "Be brief."}, *messages[:1]]
+        assert made.render(messages) == turns["chat.system"] + "Be brief." + turns["chat.system_end"] + "Who?" + reply
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ '<' if loop.last }}{{ m.content }}{% endfor %}>",  # another way in the last turn
+        "{{ messages[-1].content }}",  # without what came before
+        "{% for m in messages %}{{ m.content }}{{ loop.index }}{% endfor %}",  # counted
+        "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_templates_that_are_no_turns(template: str) -> None:
+    assert Template(template, Path("t"), {}).turns() == {}
+
+
+def test_an_export_says_its_turns(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Also where the template is wrong, which who renders it is told."""
+    source = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "source")
+    for template, expected in (CHATML, Template(CHATML, Path("t"), {}).turns()), ("{% for %}", {}):
+        (source / "chat_template.jinja").write_text(template)
+        export(source, tmp_path / "model", force=True)
+        entries = onnx.load(tmp_path / "model" / "model.onnx", load_external_data=False).metadata_props
+        assert {entry.key: entry.value for entry in entries if entry.key.startswith("chat.")} == expected
 
 
 def test_what_is_wrong_with_a_template_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,76 +32,111 @@ public class Generate {
     }
   }
 
-  /**
-   * Hands over each token as it comes and ends where that returns false. run.setTerminate(true), of any thread, ends it
-   * within a step, by an OrtException. Tensors and results are native memory that Java does not count: a server that
-   * leaves them open leaks it.
-   */
+  /** One answer; {@link State#generate} has the rest. */
   static void generate(
       OrtEnvironment env, OrtSession session, OrtSession.RunOptions run, long count, long[] ids, LongPredicate more)
       throws OrtException {
-    Map<String, String> metadata = session.getMetadata().getCustomMetadata();
-    List<String> stop = List.of(metadata.getOrDefault("eos_token_id", "").split(","));
-    long context = Long.parseLong(metadata.getOrDefault("context_length", "" + Long.MAX_VALUE));
-    if (ids.length >= context)
-      throw new IllegalArgumentException(
-          "a prompt of " + ids.length + " tokens leaves no room in the model's context of " + context);
-    count = Math.min(count, context - ids.length);
+    try (State state = new State(env, session, ids.length + count)) {
+      state.generate(run, count, ids, more);
+    }
+  }
 
-    // Past and present are one buffer that each run writes in place, if the model takes that. Otherwise present is the
-    // longer past of the next run.
-    boolean shares = "true".equals(metadata.get("past_present_share_buffer"));
-    Map<String, OnnxTensor> cache = cache(env, session, shares ? ids.length + count : 0);
-    OrtSession.Result last = null;  // owns a cache that grows after the first step
-    try {
-      for (long past = 0; count-- > 0; ) {
-        long total = past + ids.length;
-        try (OnnxTensor inputIds = row(env, LongStream.of(ids));
-            OnnxTensor mask = row(env, LongStream.range(0, total).map(i -> 1));
-            OnnxTensor positions = row(env, LongStream.range(past, total))) {
-          Map<String, OnnxTensor> inputs = new HashMap<>(cache), pinned = new HashMap<>();
-          inputs.putAll(Map.of("input_ids", inputIds, "attention_mask", mask, "position_ids", positions));
-          if (shares) cache.forEach((name, tensor) -> pinned.put(present(name), tensor));
-          Set<String> outputs = new HashSet<>(session.getOutputNames());
-          outputs.removeAll(pinned.keySet());
-          OrtSession.Result result = session.run(inputs, outputs, pinned, run);
-          if (last != null) last.close();
-          else if (!shares) OnnxValue.close(cache);
-          last = result;
-        }
-        if (!shares)
-          for (var entry : cache.entrySet()) entry.setValue((OnnxTensor) last.get(present(entry.getKey())).get());
-        past = total;
-        ids = new long[] {best((OnnxTensor) last.get("logits").get())};
-        if (!more.test(ids[0]) || stop.contains(Long.toString(ids[0]))) break;
+  /**
+   * What a model has read and said. Tensors and results are native memory that Java does not count: a server that leaves
+   * them open leaks it.
+   */
+  static class State implements AutoCloseable {
+    final Map<String, String> metadata;
+    private final OrtEnvironment env;
+    private final OrtSession session;
+    private final boolean shares;  // past and present are one buffer that each run writes in place
+    private final long context, room;
+    private final Map<String, OnnxTensor> cache;
+    private OrtSession.Result last;  // owns a cache that grows after the first step
+    private long past;
+    private long[] unread = {};  // the last token, which no run has read
+
+    /** Room for so many tokens, of prompts and answers together, but no more than the model's context. */
+    State(OrtEnvironment env, OrtSession session, long tokens) throws OrtException {
+      this.env = env;
+      this.session = session;
+      metadata = session.getMetadata().getCustomMetadata();
+      shares = "true".equals(metadata.get("past_present_share_buffer"));
+      context = Long.parseLong(metadata.getOrDefault("context_length", "" + Long.MAX_VALUE));
+      room = Math.min(tokens, context);
+      cache = cache(shares ? room : 0);
+    }
+
+    /**
+     * Reads ids after all that was read and said before, hands over each token of the answer as it comes, and ends where
+     * that returns false. run.setTerminate(true), of any thread, ends it within a step, by an OrtException; after it a
+     * state is of no more use.
+     */
+    void generate(OrtSession.RunOptions run, long count, long[] ids, LongPredicate more) throws OrtException {
+      List<String> stop = List.of(metadata.getOrDefault("eos_token_id", "").split(","));
+      ids = LongStream.concat(LongStream.of(unread), LongStream.of(ids)).toArray();
+      if (count > 0 && past + ids.length >= room)
+        throw new IllegalArgumentException(
+            "a prompt of " + (past + ids.length) + " tokens leaves no room in "
+                + (room < context ? "a cache of " : "the model's context of ") + room);
+      count = Math.min(count, room - past - ids.length);
+      while (count-- > 0) {
+        step(run, ids);
+        ids = unread = new long[] {best((OnnxTensor) last.get("logits").get())};
+        boolean ends = stop.contains(Long.toString(ids[0]));
+        if (ends) unread = new long[0];  // what follows an answer begins with it
+        if (!more.test(ids[0]) || ends) break;
       }
-    } finally {
+    }
+
+    private void step(OrtSession.RunOptions run, long[] ids) throws OrtException {
+      long total = past + ids.length;
+      try (OnnxTensor inputIds = row(LongStream.of(ids));
+          OnnxTensor mask = row(LongStream.range(0, total).map(i -> 1));
+          OnnxTensor positions = row(LongStream.range(past, total))) {
+        Map<String, OnnxTensor> inputs = new HashMap<>(cache), pinned = new HashMap<>();
+        inputs.putAll(Map.of("input_ids", inputIds, "attention_mask", mask, "position_ids", positions));
+        if (shares) cache.forEach((name, tensor) -> pinned.put(present(name), tensor));
+        Set<String> outputs = new HashSet<>(session.getOutputNames());
+        outputs.removeAll(pinned.keySet());
+        OrtSession.Result result = session.run(inputs, outputs, pinned, run);
+        if (last != null) last.close();
+        else if (!shares) OnnxValue.close(cache);
+        last = result;
+      }
+      if (!shares)
+        for (var entry : cache.entrySet()) entry.setValue((OnnxTensor) last.get(present(entry.getKey())).get());
+      past = total;
+    }
+
+    @Override
+    public void close() {
       if (last != null) last.close();
       if (last == null || shares) OnnxValue.close(cache);
     }
-  }
 
-  static String present(String past) {
-    return past.replace("past_key_values", "present");
-  }
-
-  static OnnxTensor row(OrtEnvironment env, LongStream values) throws OrtException {
-    return OnnxTensor.createTensor(env, new long[][] {values.toArray()});
-  }
-
-  /** Batch 1; every dynamic dimension of a cache input after the first is its length. */
-  static Map<String, OnnxTensor> cache(OrtEnvironment env, OrtSession session, long length) throws OrtException {
-    Map<String, OnnxTensor> cache = new HashMap<>();
-    for (NodeInfo input : session.getInputInfo().values()) {
-      if (!input.getName().startsWith("past_key_values")) continue;
-      TensorInfo info = (TensorInfo) input.getInfo();
-      long[] shape = info.getShape();
-      for (int i = 0; i < shape.length; i++) shape[i] = shape[i] < 0 ? (i == 0 ? 1 : length) : shape[i];
-      long bytes = LongStream.of(shape).reduce(info.type.size, Math::multiplyExact);
-      ByteBuffer buffer = ByteBuffer.allocateDirect(Math.toIntExact(bytes)).order(ByteOrder.nativeOrder());
-      cache.put(input.getName(), OnnxTensor.createTensor(env, buffer, shape, info.type));
+    private static String present(String past) {
+      return past.replace("past_key_values", "present");
     }
-    return cache;
+
+    private OnnxTensor row(LongStream values) throws OrtException {
+      return OnnxTensor.createTensor(env, new long[][] {values.toArray()});
+    }
+
+    /** Batch 1; every dynamic dimension of a cache input after the first is its length. */
+    private Map<String, OnnxTensor> cache(long length) throws OrtException {
+      Map<String, OnnxTensor> cache = new HashMap<>();
+      for (NodeInfo input : session.getInputInfo().values()) {
+        if (!input.getName().startsWith("past_key_values")) continue;
+        TensorInfo info = (TensorInfo) input.getInfo();
+        long[] shape = info.getShape();
+        for (int i = 0; i < shape.length; i++) shape[i] = shape[i] < 0 ? (i == 0 ? 1 : length) : shape[i];
+        long bytes = LongStream.of(shape).reduce(info.type.size, Math::multiplyExact);
+        ByteBuffer buffer = ByteBuffer.allocateDirect(Math.toIntExact(bytes)).order(ByteOrder.nativeOrder());
+        cache.put(input.getName(), OnnxTensor.createTensor(env, buffer, shape, info.type));
+      }
+      return cache;
+    }
   }
 
   /** The best token at the last position of logits [1, sequence, vocabulary]. */
