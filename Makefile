@@ -20,7 +20,7 @@ PYTEST := python -m pytest -n $(JOBS) --dist loadfile -m "not long"
 # What fuzzing needs.
 CLANG := $(firstword $(foreach v,20 19 18 17 16,$(shell command -v clang++-$(v))))
 
-.PHONY: venv clang build cuda demo test test-random test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
+.PHONY: venv clang build cuda wheel-cuda demo test test-random test-cuda test-long test-sanitize test-tsan fuzz test-wheel test-arm test-cmake bench lint docs \
   format samples first-minutes wheel windows test-windows macos test-macos natives jar nupkg test-packages release clean
 
 # PyTorch's build for the CPU where its index can be reached, else PyPI's, to which on x86-64 belong 4 GB of CUDA libraries.
@@ -91,6 +91,15 @@ test-cuda: export QUANTMOE_ORT_DRIVER = $(CUDA_BUILD)/ort_ext/libquantmoe_ort_dr
 test-cuda: build cuda
 	$(UV) --group test --requirements pyproject.toml --extra tensorrt-rtx
 	$(PYTEST) tests/cuda
+
+# The wheel quantmoe-cuda of what `make cuda` compiled, for this machine's architecture and its compiler's glibc, in dist/cuda.
+wheel-cuda: build cuda
+	$(UV) --group wheel
+	rm -rf build/raw-cuda dist/cuda
+	python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/raw-cuda --config-settings build-dir=$(CUDA_BUILD) packages/cuda
+	auditwheel repair --plat auto --wheel-dir dist/cuda build/raw-cuda/*.whl
+	$(UV) --group test
+	python -m pytest tests/packages/check.py -k cuda_wheel
 
 # Kernels, packer and custom ops under AddressSanitizer and UndefinedBehaviorSanitizer; tiles of at most 3 rows, as the templates of
 # 16 take gcc minutes there (CMakeLists.txt). Guard pages are for the full ones, in make test, as is too little memory, which ends
@@ -185,9 +194,10 @@ release: build
 	$(MAKE) -o build test-windows
 	$(MAKE) -o build test-macos
 	$(MAKE) -o build test-arm
+	$(MAKE) -o build wheel-cuda
 	python packages/natives.py dist build/natives linux-x64 linux-arm64 win-x64 osx-arm64
 	$(MAKE) -o build test-packages
-	@ls -l dist build/java/*.jar
+	@ls -l dist dist/cuda build/java/*.jar
 
 # The wheel alone in a clean environment, with each ONNX Runtime.
 test-wheel: wheel

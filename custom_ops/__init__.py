@@ -14,10 +14,10 @@ def library_file(package: str, name: str, variable: str) -> str:
     """Path of a native library: what the environment ``variable`` names, else ``name`` installed in ``package``.
 
     Raises:
-        FileNotFoundError: there is none, as of the CUDA libraries where quantmoe was built without CUDA.
+        FileNotFoundError: there is none, as of the CUDA libraries without the package quantmoe-cuda.
     """
     path = os.environ.get(variable) or str(files(package) / name)
     if not os.path.exists(path):
-        hint = "build it with make cuda and " if "trt" in name or "cuda" in name else ""
+        hint = "install quantmoe-cuda, or build it with make cuda and " if "trt" in name or "cuda" in name else ""
         raise FileNotFoundError(f"{path}: no such library; {hint}name it in {variable}")
     return path

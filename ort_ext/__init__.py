@@ -35,7 +35,7 @@ def cuda_library_path() -> str:
     QUANTMOE_ORT_CUDA_LIBRARY names another build of it.
 
     Raises:
-        FileNotFoundError: this installation was made without CUDA.
+        FileNotFoundError: the package quantmoe-cuda is not installed.
     """
     return library_file(__name__, LIBRARIES["cuda"], "QUANTMOE_ORT_CUDA_LIBRARY")
 

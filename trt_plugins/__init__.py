@@ -9,6 +9,6 @@ def library_path() -> str:
     QUANTMOE_TRT_LIBRARY names another build of it.
 
     Raises:
-        FileNotFoundError: this installation was made without CUDA.
+        FileNotFoundError: the package quantmoe-cuda is not installed.
     """
     return library_file(__name__, "libquantmoe_trt.so", "QUANTMOE_TRT_LIBRARY")

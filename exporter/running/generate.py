@@ -469,7 +469,7 @@ def _cuda(ort: Any) -> str:
     """The library for the CUDA provider, whose own libraries are loaded from the packages that have them.
 
     Raises:
-        ModelError: ONNX Runtime has no such provider. FileNotFoundError: quantmoe was built without CUDA.
+        ModelError: ONNX Runtime has no such provider. FileNotFoundError: quantmoe-cuda is not installed.
     """
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         raise ModelError(

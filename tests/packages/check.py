@@ -25,6 +25,7 @@ def test_one_version():
         "CMakeLists.txt": f"project(quantmoe VERSION {VERSION} ",
         "packages/java/pom.xml": f"<artifactId>quantmoe</artifactId>\n  <version>{VERSION}<",
         "samples/java/pom.xml": f"<artifactId>quantmoe</artifactId>\n      <version>{VERSION}<",
+        "packages/cuda/pyproject.toml": f'version = "{VERSION}"\ndescription',
     }.items():
         assert text in (ROOT / name).read_text(), name
 
@@ -49,12 +50,28 @@ def test_jar(jar):
             assert any("QuantMoE" in name for name in archive.namelist())
 
 
-@pytest.mark.parametrize("wheel", sorted((ROOT / "dist").glob("*.whl")), ids=lambda wheel: wheel.name)
+@pytest.mark.parametrize("wheel", sorted((ROOT / "dist").glob("**/*.whl")), ids=lambda wheel: wheel.name)
 def test_wheel(wheel):
-    assert wheel.name.startswith(f"quantmoe-{VERSION}-py3-none-")
+    name = "quantmoe_cuda" if wheel.parent.name == "cuda" else "quantmoe"
+    assert wheel.name.startswith(f"{name}-{VERSION}-py3-none-")
     with zipfile.ZipFile(wheel) as archive:
-        folder = f"quantmoe-{VERSION}.dist-info/licenses"
+        folder = f"{name}-{VERSION}.dist-info/licenses"
         assert {name: archive.read(f"{folder}/{name}") for name in LICENCES} == LICENCES
+
+
+@pytest.mark.parametrize("wheel", sorted((ROOT / "dist/cuda").glob("*.whl")), ids=lambda wheel: wheel.name)
+def test_cuda_wheel(wheel):
+    """The libraries lie where quantmoe looks for them, and nothing else does."""
+    with zipfile.ZipFile(wheel) as archive:
+        found = {n: archive.read(n) for n in archive.namelist() if n.startswith("quantmoe/") and n[-1] != "/"}
+    entries = {
+        "quantmoe/custom_ops/libquantmoe_cuda.so": b"qm_cuda_launch",
+        "quantmoe/ort_ext/libquantmoe_ort_cuda.so": b"RegisterCustomOps",
+        "quantmoe/trt_plugins/libquantmoe_trt.so": b"getCreators",
+    }
+    assert set(found) == set(entries)
+    for name, data in found.items():
+        assert entries[name] in data, name
 
 
 @pytest.fixture
