@@ -199,7 +199,7 @@ class Tensors(ctypes.Structure):
         (n, _PTR)
         for n in (
             *("hidden_states", "topk_ids", "topk_weights", "w13", "w2", "output", "workspace"),
-            *("slots", "staging", "cache_state"),
+            *("slots", "staging", "cache_state", "rows"),
         )
     ]
 
@@ -341,6 +341,8 @@ class CudaMoE:
 
     #: slots, staging and state of a cache (CachedMoE)
     cache: tuple[torch.Tensor, ...] = ()
+    #: of a cache: page-locked int64 [2, local experts], addresses of the experts' rows in place of w13's and w2's
+    rows: torch.Tensor | None = None
 
     def __init__(self, spec: MoESpec, w13: torch.Tensor, w2: torch.Tensor) -> None:
         self.spec, self.w13, self.w2 = spec, w13, w2
@@ -370,6 +372,7 @@ class CudaMoE:
 
         pointers = (hidden, topk_ids, topk_weights, self.w13, self.w2, output, workspace, *self.cache)
         tensors = Tensors(*(x.data_ptr() for x in pointers))
+        tensors.rows = None if self.rows is None else self.rows.data_ptr()
         stream = _PTR(torch.cuda.current_stream().cuda_stream)
         checked(library().qm_cuda_launch, *map(ctypes.byref, (*prepared, tensors)), stream)
 

@@ -5,7 +5,8 @@
 // second library for a domain). ONNX Runtime copies the packed weights, initializers of a CUDA node, to the device
 // once, when the session is created; the kernels read them there. Launches go to ONNX Runtime's stream, with a
 // workspace of its allocator for that stream. What can be checked is checked when a session is created. With the
-// session entry quantmoe.experts = host the packed experts stay in host memory (device_experts.h).
+// session entry quantmoe.experts = host the packed experts stay in host memory, with disk in their file
+// (device_experts.h).
 #include <cuda_runtime_api.h>
 
 #include <optional>
@@ -153,7 +154,7 @@ CudaMoE::CudaMoE(const Op& op, const OrtApi* api, const OrtKernelInfo* info, boo
     }
     if (!op.experts->host()) return;
     experts_ = PerSession<DeviceExperts>::of(logger, *op.experts);
-    layer_ = experts_->add(problem_, w13, data_of(get_weight(info, QuantMoE_w2, shape)));
+    layer_ = experts_->add(node_, problem_, w13, data_of(get_weight(info, QuantMoE_w2, shape)));
   } catch (const std::exception& e) {
     fail(e.what());
   }
@@ -190,15 +191,16 @@ void CudaMoE::run(OrtKernelContext* context) const {
   if (problem.tokens == 0) return;
   if (trace_) trace(tokens, problem.tokens, static_cast<cudaStream_t>(stream_of(context)));
   qm_cuda_tensors tensors{};
+  tensors.topk_ids = data_of(tokens.topk_ids);
   std::string said;
   std::optional<DeviceExperts::Turn> turn;
   if (experts_) {
     try {
       turn.emplace(*experts_, static_cast<cudaStream_t>(stream_of(context)), &said);
+      turn->place(layer_, &problem, &tensors);
     } catch (const std::runtime_error& error) {
       throw std::runtime_error(node_ + ": " + error.what());
     }
-    turn->place(layer_, &problem, &tensors);
   } else {
     tensors.w13 = data_of(get_input(context, QuantMoE_w13));
     tensors.w2 = data_of(get_input(context, QuantMoE_w2));
@@ -207,7 +209,6 @@ void CudaMoE::run(OrtKernelContext* context) const {
   execute<qm_cuda_plan>(context, problem, qm_cuda_plan_moe,
                         [&](const qm_cuda_plan& plan, void* workspace, void* stream, char* error) {
                           tensors.hidden_states = data_of(tokens.hidden_states);
-                          tensors.topk_ids = data_of(tokens.topk_ids);
                           tensors.topk_weights = static_cast<const float*>(data_of(tokens.topk_weights));
                           tensors.output = data_of(output);
                           tensors.workspace = workspace;

@@ -21,7 +21,7 @@ namespace {
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   (void)cudaGetLastError();  // the next call is not to find it
-  throw std::runtime_error(std::string("quantmoe.experts = host: ") + what + ": CUDA: " + cudaGetErrorString(error));
+  throw std::runtime_error(std::string("quantmoe.experts: ") + what + ": CUDA: " + cudaGetErrorString(error));
 }
 
 // A file's pages that memory at `data` is mapped from, mapped again and shared: the driver locks these without a copy,
@@ -46,9 +46,20 @@ void* map_again(const Mapping& mapping, size_t* bytes) {
 
 }  // namespace
 
+DeviceExperts::DeviceExperts(const ExpertSettings& settings) : settings_(settings) {
+  if (settings.experts != "disk") return;
+  ExpertSettings below;
+  below.experts = "disk";
+  below.ram = settings.ram;
+  ram_ = std::make_unique<Experts>(below);
+}
+
 DeviceExperts::~DeviceExperts() {
   for (void* memory : memory_) (void)cudaFree(memory);  // waits for what runs
   if (done_) (void)cudaEventDestroy(done_);
+  lease_.reset();
+  if (rows_) (void)cudaFreeHost(rows_);
+  if (ram_device_) (void)cudaHostUnregister(ram_->memory());
   unlock_rows();
 }
 
@@ -95,16 +106,24 @@ const char* DeviceExperts::lock_rows(const void* data, size_t bytes) {
   return locked_.back().device = static_cast<const char*>(device);
 }
 
-int DeviceExperts::add(const qm_cuda_problem& problem, const void* w13, const void* w2) {
+int DeviceExperts::add(const std::string& node, const qm_cuda_problem& problem, const void* w13, const void* w2) {
   const std::lock_guard lock(mutex_);
   if (started_) throw std::runtime_error("quantmoe: a layer was added after the session's first run");
   Layer layer{};
   layer.experts = problem.local_experts;
   layer.slot_bytes = qm_cuda_slot_bytes(&problem.moe);
+  ExpertLayer in_file{node, layer.experts, {}};
   for (const int i : {0, 1}) {
+    const void* const data = i ? w2 : w13;
     layer.row_bytes[i] = qm_cuda_row_bytes(&problem.moe, i ? 2 : 13);
-    layer.host[i] = lock_rows(i ? w2 : w13, layer.row_bytes[i] * static_cast<size_t>(layer.experts));
+    if (ram_) {
+      in_file.tensors[i] = ram_->find(data, layer.experts, static_cast<int64_t>(layer.row_bytes[i]));
+      layer.host[i] = static_cast<const char*>(data);
+    } else {
+      layer.host[i] = lock_rows(data, layer.row_bytes[i] * static_cast<size_t>(layer.experts));
+    }
   }
+  if (ram_) ram_->add(std::move(in_file));  // the same number
   layers_.push_back(layer);
   return static_cast<int>(layers_.size()) - 1;
 }
@@ -155,6 +174,7 @@ std::string DeviceExperts::start() {
     return "experts = " + settings_.experts + ": all " + std::to_string(experts) +
            " experts are in the device's memory (" + std::to_string(all) + " bytes; " + of + ")";
   }
+  if (ram_) lock_ram();
   // A prompt asks for all experts of a layer: an eighth is for what it copies for itself.
   const size_t staging = std::min({budget / 8, largest, budget - one});
   allocate(staging, "experts of one layer's call", &staging_);
@@ -175,7 +195,65 @@ std::string DeviceExperts::start() {
   started_ = true;
   return "experts = " + settings_.experts + ": device memory for " + std::to_string(slots) + " of " +
          std::to_string(experts) + " experts, and " + std::to_string(staging) +
-         " bytes for what a call copies for itself (" + of + ")";
+         " bytes for what a call copies for itself (" + of + ")" +
+         (ram_ ? "; page-locked memory for " + std::to_string(ram_->slots()) : "");
+}
+
+// The memory between the file and the device: at least for one layer's experts, all of which a prompt asks for.
+void DeviceExperts::lock_ram() {
+  if (rows_) return;  // a start that failed later
+  (void)ram_->start();
+  int64_t most = 0;
+  for (const Layer& layer : layers_) most = std::max(most, layer.experts);
+  if (ram_->slots() < most)
+    throw std::runtime_error("quantmoe.experts = disk: quantmoe.ram has room for " + std::to_string(ram_->slots()) +
+                             " experts, expected at least the " + std::to_string(most) + " of one layer, " +
+                             std::to_string(most * ram_->slot_bytes()) + " bytes");
+  void* device = nullptr;
+  if (!ram_device_) {
+    const auto bytes = static_cast<size_t>(ram_->slots() * ram_->slot_bytes());
+    check(cudaHostRegister(ram_->memory(), bytes, cudaHostRegisterMapped), "page-locked memory for experts");
+    check(cudaHostGetDevicePointer(&device, ram_->memory(), 0), "page-locked memory");
+    ram_device_ = static_cast<char*>(device);
+  }
+  void* rows = nullptr;
+  check(cudaHostAlloc(&rows, 2 * sizeof(void*) * static_cast<size_t>(most), cudaHostAllocMapped), "a table of experts");
+  rows_ = static_cast<const void**>(rows);
+}
+
+// Reads the experts that tokens ask for and the device does not have, and tells where they are.
+void DeviceExperts::read_missing(int layer, const qm_cuda_problem& problem, const void* ids, cudaStream_t stream) {
+  const Layer& l = layers_[static_cast<size_t>(layer)];
+  const auto pairs = static_cast<size_t>(problem.tokens * problem.top_k), width = static_cast<size_t>(problem.id_bytes);
+  std::vector<char> asked(pairs * width);
+  std::vector<int32_t> slot_of(static_cast<size_t>(l.experts));
+  check(cudaMemcpyAsync(asked.data(), ids, asked.size(), cudaMemcpyDeviceToHost, stream), "ids");
+  check(cudaMemcpyAsync(slot_of.data(), static_cast<const char*>(l.state) + QM_CUDA_SLOT_OF, 4 * slot_of.size(),
+                        cudaMemcpyDeviceToHost, stream),
+        "a cache's state");
+  check(cudaStreamSynchronize(stream), "the launches before");
+  lease_.reset();  // nothing reads them from now on
+  std::vector<bool> wanted(slot_of.size());
+  for (size_t i = 0; i < pairs; ++i) {
+    int64_t id = 0;
+    if (width == 8) {
+      std::memcpy(&id, &asked[8 * i], 8);
+    } else {
+      int32_t narrow;
+      std::memcpy(&narrow, &asked[4 * i], 4);
+      id = narrow;
+    }
+    id -= problem.moe.expert_offset;
+    if (id >= 0 && id < l.experts && !slot_of[static_cast<size_t>(id)]) wanted[static_cast<size_t>(id)] = true;
+  }
+  std::vector<int64_t> missing;
+  for (size_t e = 0; e < wanted.size(); ++e)
+    if (wanted[e]) missing.push_back(static_cast<int64_t>(e));
+  lease_.emplace(*ram_, layer);
+  lease_->read_all(missing, rows_, rows_ + l.experts);
+  for (const int64_t e : missing)
+    for (const void** const row : {rows_ + e, rows_ + l.experts + e})
+      *row = ram_device_ + (static_cast<const char*>(*row) - ram_->memory());
 }
 
 DeviceExperts::Turn::Turn(DeviceExperts& all, cudaStream_t stream, std::string* said)
@@ -185,10 +263,13 @@ DeviceExperts::Turn::Turn(DeviceExperts& all, cudaStream_t stream, std::string* 
   captured_ = status != cudaStreamCaptureStatusNone;
   if (!all.started_) {
     if (captured_)
-      throw std::runtime_error(
-          "quantmoe.experts = host: the session's first run is captured, expected a run before it");
+      throw std::runtime_error("quantmoe.experts = " + all.settings_.experts +
+                               ": the session's first run is captured, expected a run before it");
     *said = all.start();
   }
+  if (captured_ && all.rows_)
+    throw std::runtime_error(
+        "quantmoe.experts = disk: a CUDA graph is captured, whose replays read no file; run without one");
   if (all.done_ && !captured_ && all.last_ != stream)
     check(cudaStreamWaitEvent(stream, all.done_, 0), "waiting for another stream");
 }
@@ -214,6 +295,10 @@ void DeviceExperts::Turn::place(int layer, qm_cuda_problem* problem, qm_cuda_ten
   tensors->slots = l.memory;
   tensors->staging = all_.staging_;
   tensors->cache_state = l.state;
+  if (!all_.ram_) return;
+  tensors->w13 = tensors->w2 = nullptr;
+  all_.read_missing(layer, *problem, tensors->topk_ids, stream_);
+  tensors->rows = all_.rows_;
 }
 
 std::string DeviceExperts::report() {
@@ -239,7 +324,8 @@ std::string DeviceExperts::report() {
                        {"misses", sums.misses},
                        {"staged", sums.staged},
                        {"not_copied", sums.not_copied},
-                       {"missed_bytes", missed_bytes}});
+                       {"missed_bytes", missed_bytes},
+                       {"bytes_read", experts->ram_ ? static_cast<uint64_t>(experts->ram_->bytes_read()) : 0}});
   }
   return text;
 }

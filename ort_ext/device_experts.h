@@ -1,11 +1,16 @@
-// Experts that stay in host memory, for the CUDA library: the page-locked rows, and what a session's layers have of the
-// device's memory (docs/experts.md). The device decides what is in it (cuda/expert_cache.cuh). Nothing here knows ONNX
-// Runtime.
+// Experts that stay in host memory or in the data file, for the CUDA library: the page-locked rows, and what a
+// session's layers have of the device's memory (docs/experts.md). The device decides what is in it
+// (cuda/expert_cache.cuh). Nothing here knows ONNX Runtime.
+//
+// With experts in the file (disk) the host looks, before each launch, at what the call asks for and at what the device
+// has, and reads the rest into page-locked memory that other experts then leave (experts.h). The launch copies from
+// there. What it may read stays until the session's next launch, which waits for this one.
 #pragma once
 #include <cuda_runtime_api.h>
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,21 +24,23 @@ class DeviceExperts {
   // Of all that are alive, a line of JSON each.
   static std::string report();
 
-  explicit DeviceExperts(const ExpertSettings& settings) : settings_(settings) {}
+  explicit DeviceExperts(const ExpertSettings& settings);
   ~DeviceExperts();
 
   // While a session is created: a layer, whose number it returns. w13 and w2: its rows where ONNX Runtime has them.
-  // Throws std::runtime_error where the memory cannot be page-locked.
-  int add(const qm_cuda_problem& problem, const void* w13, const void* w2);
+  // Throws std::runtime_error where the memory cannot be page-locked, std::invalid_argument where experts are to be
+  // read from a file and none is mapped.
+  int add(const std::string& node, const qm_cuda_problem& problem, const void* w13, const void* w2);
 
   // A launch of a layer: launches of a session come one after the other, on whatever streams.
   class Turn {
    public:
     // Allocates the slots at a session's first, which `said` tells. Throws std::runtime_error when there is no memory
-    // for them, and in a captured graph.
+    // for them, and in a captured graph where that is no run before it, or where experts are read.
     Turn(DeviceExperts& all, cudaStream_t stream, std::string* said);
     ~Turn();
-    // Where a layer's experts are.
+    // Where a layer's experts are; reads those that tokens ask for (tensors.topk_ids). Throws std::runtime_error for a
+    // read that failed, naming expert and file.
     void place(int layer, qm_cuda_problem* problem, qm_cuda_tensors* tensors) const;
 
    private:
@@ -58,6 +65,8 @@ class DeviceExperts {
     size_t bytes;
     const char* device;
   };
+  void read_missing(int layer, const qm_cuda_problem& problem, const void* ids, cudaStream_t stream);
+  void lock_ram();
   const char* lock_rows(const void* data, size_t bytes);
   void unlock_rows();
   std::string start();
@@ -69,6 +78,12 @@ class DeviceExperts {
   std::vector<Locked> locked_;
   std::vector<void*> memory_;
   void* staging_ = nullptr;
+  // Of disk: the experts in RAM, which the device reads from ram_device_ on; what the last launch may read of them, and
+  // where that is, as qm_cuda_tensors::rows.
+  std::unique_ptr<Experts> ram_;
+  std::optional<Experts::Lease> lease_;
+  char* ram_device_ = nullptr;
+  const void** rows_ = nullptr;
   bool started_ = false, resident_ = false;
   cudaStream_t last_ = nullptr;
   cudaEvent_t done_ = nullptr;  // the last launch that was not captured

@@ -48,13 +48,16 @@ void ExpertSettings::check() const {
 void ExpertSettings::check_cuda() const {
   if (experts != "" && experts != "gpu" && !host())
     throw std::invalid_argument("quantmoe: quantmoe.experts is \"" + experts +
-                                "\", the CUDA library takes gpu, host or auto");
+                                "\", the CUDA library takes gpu, host, disk or auto");
   bytes_of("quantmoe.gpu_memory", gpu_memory, true);
+  bytes_of("quantmoe.ram", ram, true);
   bytes_of("quantmoe.reserve", reserve);
-  if (ram != "") throw std::invalid_argument("quantmoe: quantmoe.ram is an entry of the CPU's library");
+  if (ram != "" && experts != "disk")
+    throw std::invalid_argument("quantmoe: quantmoe.ram needs quantmoe.experts = disk, the CUDA library's is " +
+                                (experts == "" ? "gpu" : experts));
   if (!host() && (gpu_memory != "" || reserve != ""))
     throw std::invalid_argument(
-        "quantmoe: quantmoe.gpu_memory and quantmoe.reserve need quantmoe.experts = host or auto");
+        "quantmoe: quantmoe.gpu_memory and quantmoe.reserve need quantmoe.experts = host, disk or auto");
   if (reserve != "" && gpu_memory != "" && gpu_memory != "auto")
     throw std::invalid_argument("quantmoe: quantmoe.reserve is of quantmoe.gpu_memory = auto, here it is " +
                                 gpu_memory);
@@ -207,11 +210,13 @@ ExpertLayer::Tensor Experts::find(const void* data, int64_t rows, int64_t row_by
     throw std::invalid_argument(
         "quantmoe.experts = disk, but its packed weights are not mapped from a file: expected a model that is loaded "
         "by its path, with external data");
+  const int64_t offset = mapping.offset + static_cast<int64_t>(begin - mapping.begin);
+  if (offset % 64) throw std::invalid_argument("packed weights are not at a multiple of 64 bytes in their file");
   auto file =
       std::find_if(files_.begin(), files_.end(), [&](const auto& f) { return f->identity() == mapping.identity; });
   if (file == files_.end())
     file = files_.insert(file, std::make_shared<const DataFile>(mapping.path, mapping.identity));
-  return {*file, mapping.offset + static_cast<int64_t>(begin - mapping.begin), row_bytes};
+  return {*file, offset, row_bytes};
 }
 
 int Experts::add(ExpertLayer layer) {
@@ -229,6 +234,11 @@ int Experts::add(ExpertLayer layer) {
                                 " bytes of one expert, and to be of use those of 3 top_k a layer");
   layers_.push_back(std::move(layer));
   return static_cast<int>(layers_.size()) - 1;
+}
+
+int64_t Experts::bytes_read() const {
+  const std::lock_guard lock(mutex_);
+  return bytes_read_;
 }
 
 std::string Experts::report() {
@@ -443,7 +453,24 @@ int64_t Experts::Lease::read(const int64_t* begin, int64_t first, const void** w
     if (reach_ == experts) return experts;
   }
   // What is there is computed while the rest is read, but for pieces that are not worth a round.
-  const size_t count = pins_.size() - first_, enough = (count + 3) / 4;
+  const size_t count = pins_.size() - first_, ready = wait(lock, (count + 3) / 4, w13, w2);
+  return ready < count ? pins_[first_ + ready].expert : reach_;
+}
+
+void Experts::Lease::read_all(const std::vector<int64_t>& experts, const void** w13, const void** w2) {
+  Lock lock(all_.mutex_);
+  for (const int64_t expert : experts) {
+    int32_t slot;
+    // Reads of an earlier call that failed may still have some.
+    while ((slot = all_.pin(layer_, expert)) < 0)
+      if (!all_.read_one(lock)) all_.done_.wait(lock);
+    pins_.push_back({expert, slot});
+  }
+  wait(lock, pins_.size(), w13, w2);
+}
+
+size_t Experts::Lease::wait(Lock& lock, size_t enough, const void** w13, const void** w2) {
+  const size_t count = pins_.size() - first_;
   size_t ready = 0;
   while (ready < count) {
     const Slot& s = all_.slots_[pins_[first_ + ready].slot];
@@ -461,7 +488,7 @@ int64_t Experts::Lease::read(const int64_t* begin, int64_t first, const void** w
     w13[pins_[i].expert] = all_.row_of(pins_[i].slot, 0);
     w2[pins_[i].expert] = all_.row_of(pins_[i].slot, 1);
   }
-  return ready < count ? pins_[first_ + ready].expert : reach_;
+  return ready;
 }
 
 // A line of JSON, then records: FORMAT in docs/experts.md.
@@ -508,6 +535,8 @@ template void Experts::trace(int, const int32_t*, int64_t, int64_t);
 template void Experts::trace(int, const int64_t*, int64_t, int64_t);
 Experts::Lease::~Lease() {}
 int64_t Experts::Lease::read(const int64_t*, int64_t, const void**, const void**) { return -1; }
+void Experts::Lease::read_all(const std::vector<int64_t>&, const void**, const void**) {}
+int64_t Experts::bytes_read() const { return 0; }
 void DataFile::read(int64_t, int64_t, char*) const {}
 Experts::Experts(const ExpertSettings& settings) : settings_(settings) {}
 Experts::~Experts() {}

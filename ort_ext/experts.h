@@ -24,12 +24,13 @@ struct ExpertSettings {
 
   // The CPU library: they may be read from the file. auto is disk unless all of them fit.
   bool disk() const { return experts == "disk" || experts == "auto"; }
-  // The CUDA library: they are inputs in host memory. auto is host, which copies them once if all of them fit.
-  bool host() const { return experts == "host" || experts == "auto"; }
+  // The CUDA library: they are inputs in host memory, and disk reads them from the file. auto is host, which copies
+  // them once if all of them fit.
+  bool host() const { return experts == "host" || disk(); }
   bool operator==(const ExpertSettings&) const = default;
   // Throws std::invalid_argument for values that are none, and for entries that have no use together.
   void check() const;
-  // The same for the CUDA library, where experts are on the device (gpu, the default) or in host memory.
+  // The same for the CUDA library, where experts are on the device (gpu, the default), in host memory or in the file.
   void check_cuda() const;
 };
 
@@ -83,12 +84,18 @@ class Experts {
 
   // While a session is created: where a tensor is that is mapped at `data`, and a layer, whose number it returns.
   // Where no file is mapped, `disk` throws std::invalid_argument and `auto` returns a tensor without one: all of the
-  // session's experts stay in memory. Throws too for a budget that has no room for one expert.
+  // session's experts stay in memory. Throws too for a tensor that is not at a multiple of 64 bytes in its file, and
+  // for a budget that has no room for one expert.
   ExpertLayer::Tensor find(const void* data, int64_t rows, int64_t row_bytes);
   int add(ExpertLayer layer);
   bool disk() const { return settings_.disk(); }
   // After start(): runs read them where they are mapped.
   bool mapped() const { return mapped_; }
+  // After start(): the memory of all slots, how many there are, and the bytes that were read into them.
+  char* memory() const { return memory_; }
+  int64_t slots() const { return static_cast<int64_t>(slots_.size()); }
+  int64_t slot_bytes() const { return slot_bytes_; }
+  int64_t bytes_read() const;
 
   // Before a run: decides where they are and allocates the slots, once. A sentence about them the first time, otherwise
   // "".
@@ -104,8 +111,14 @@ class Experts {
     ~Lease();
     // As qm_expert_rows::read. Throws for a read that failed, naming the expert.
     int64_t read(const int64_t* begin, int64_t first, const void** w13, const void** w2);
+    // The rows of these experts, all of them, as long as the lease lives. No other lease has any, and there are as many
+    // slots. Throws as read does.
+    void read_all(const std::vector<int64_t>& experts, const void** w13, const void** w2);
 
    private:
+    // Waits for some of the pins, tells their rows, and returns how many: `enough` or more.
+    size_t wait(std::unique_lock<std::mutex>& lock, size_t enough, const void** w13, const void** w2);
+
     struct Pin {
       int64_t expert;
       int32_t slot;

@@ -103,6 +103,9 @@ typedef struct {
   void* slots;        // problem.slots * qm_cuda_slot_bytes; contents survive
   void* staging;      // problem.staging as many; contents need not survive between calls, layers may share them
   void* cache_state;  // qm_cuda_cache_state_bytes, zeros at first
+  // NULL, or where the device reads each expert's row of w13, then of w2, [2, local_experts], in place of w13 and w2;
+  // of the experts that the call asks for and no slot has. 16-byte aligned, as the addresses are.
+  const void* const* rows;
 } qm_cuda_tensors;
 
 // What a cache_state begins with: experts that calls asked for, once a call each.
@@ -111,6 +114,8 @@ typedef struct {
   uint64_t staged;        // of the misses: copied to staging
   uint64_t not_copied;    // of the misses: read in host memory
 } qm_cuda_cache_counts;
+// Where a cache_state has int32[local_experts]: of each expert its slot and 1, or 0.
+#define QM_CUDA_SLOT_OF (sizeof(qm_cuda_cache_counts) + 8)
 
 // Fills the device description of a CUDA ordinal (the one function here that asks the driver).
 QM_API int qm_cuda_query(int ordinal, qm_cuda_device*, char* err);

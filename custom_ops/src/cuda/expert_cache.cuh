@@ -20,7 +20,7 @@ struct CacheState {
   qm_cuda_cache_counts counts;
   uint32_t step, padding;
 };
-static_assert(sizeof(CacheState) == sizeof(qm_cuda_cache_counts) + 8);
+static_assert(sizeof(CacheState) == QM_CUDA_SLOT_OF);
 
 // One expert to copy: its index, and where to.
 struct alignas(16) ExpertCopy {
@@ -31,7 +31,8 @@ static_assert(sizeof(ExpertCopy) == kCopyBytes);
 
 struct CacheParams {
   Routing routing;
-  const uint8_t* rows[2];  // of w13 and w2, in host memory
+  const uint8_t* rows[2];   // of w13 and w2, in host memory
+  const void* const* each;  // or [2, experts]: each row's address
   uint64_t row_bytes[2];
   uint64_t second_at, slot_bytes;  // of a slot: where the row of w2 begins, all of it
   uint8_t *slots, *staging;
@@ -42,6 +43,12 @@ struct CacheParams {
   ExpertCopy* copies;        // [experts]
   int* copy_count;
 };
+
+// Where the bytes of an expert's row are that no slot has.
+__device__ __forceinline__ const uint8_t* RowOf(const CacheParams& p, int matrix, int64_t expert) {
+  if (p.each) return static_cast<const uint8_t*>(p.each[matrix * p.routing.local_experts + expert]);
+  return p.rows[matrix] + expert * p.row_bytes[matrix];
+}
 
 // How many threads before this one, and in the block, have `mine` set.
 __device__ __forceinline__ int CountBefore(bool mine, int& all) {
@@ -129,8 +136,8 @@ __global__ void __launch_bounds__(kRouteThreads) resolve_experts(const __grid_co
       at = p.staging + (rank - free_slots) * p.slot_bytes;
     }
     if (slot < 0 && at) p.copies[rank] = ExpertCopy{at, e};
-    p.where[0][e] = at ? at : p.rows[0] + e * p.row_bytes[0];
-    p.where[1][e] = at ? at + p.second_at : p.rows[1] + e * p.row_bytes[1];
+    p.where[0][e] = at ? at : RowOf(p, 0, e);
+    p.where[1][e] = at ? at + p.second_at : RowOf(p, 1, e);
   }
   if (threadIdx.x == 0) {
     *p.copy_count = min(misses, free_slots + p.staging_count);
@@ -154,7 +161,7 @@ __global__ void __launch_bounds__(kFillThreads) fill_experts(const __grid_consta
     const ExpertCopy copy = p.copies[i / pieces];
     const int piece = static_cast<int>(i % pieces), matrix = piece >= first;
     const uint64_t begin = static_cast<uint64_t>(piece - (matrix ? first : 0)) * kFillPiece;
-    const auto* from = reinterpret_cast<const int4*>(p.rows[matrix] + copy.expert * p.row_bytes[matrix] + begin);
+    const auto* from = reinterpret_cast<const int4*>(RowOf(p, matrix, copy.expert) + begin);
     auto* to = reinterpret_cast<int4*>(copy.to + (matrix ? p.second_at : 0) + begin);
     const int left = static_cast<int>(min(static_cast<uint64_t>(kFillPiece), p.row_bytes[matrix] - begin) / 16);
     int4 held[4];

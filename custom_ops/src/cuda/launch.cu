@@ -436,6 +436,7 @@ Call CallOf(const qm_cuda_problem& p, const qm_cuda_plan& plan, const qm_cuda_te
     cache.row_bytes[i] = rows.bytes;
     cache.where[i] = where + i * p.local_experts;
   }
+  cache.each = t.rows;
   cache.second_at = SecondAt(c.first.row);
   cache.slot_bytes = qm_cuda_slot_bytes(&m);
   cache.slots = static_cast<uint8_t*>(t.slots);

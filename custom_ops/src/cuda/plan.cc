@@ -283,7 +283,7 @@ extern "C" size_t qm_cuda_slot_bytes(const qm_moe* moe) {
 }
 
 extern "C" size_t qm_cuda_cache_state_bytes(int64_t local_experts, int32_t slots) {
-  return sizeof(qm_cuda_cache_counts) + 8 + 4 * (static_cast<size_t>(local_experts) + 2 * static_cast<size_t>(slots));
+  return QM_CUDA_SLOT_OF + 4 * (static_cast<size_t>(local_experts) + 2 * static_cast<size_t>(slots));
 }
 
 extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_device* device, qm_cuda_plan* plan,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,15 +69,16 @@ def test_a_verify_that_is_none(driver, fake):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"experts": "disk"}, 'quantmoe.experts is "disk", the CUDA library takes gpu, host or auto'),
+        ({"experts": "ssd"}, 'quantmoe.experts is "ssd", the CUDA library takes gpu, host, disk or auto'),
         ({"experts": "host", "gpu_memory": "2GB"}, 'quantmoe.gpu_memory is "2GB", expected a number of bytes or auto'),
-        ({"gpu_memory": "1000"}, "quantmoe.gpu_memory and quantmoe.reserve need quantmoe.experts = host or auto"),
+        ({"gpu_memory": "1000"}, "quantmoe.gpu_memory and quantmoe.reserve need quantmoe.experts = host, disk or auto"),
         (
             {"experts": "gpu", "reserve": "1"},
-            "quantmoe.gpu_memory and quantmoe.reserve need quantmoe.experts = host or auto",
+            "quantmoe.gpu_memory and quantmoe.reserve need quantmoe.experts = host, disk or auto",
         ),
         ({"experts": "host", "gpu_memory": "9", "reserve": "9"}, "quantmoe.reserve is of quantmoe.gpu_memory = auto"),
-        ({"experts": "host", "ram": "9"}, "quantmoe.ram is an entry of the CPU's library"),
+        ({"experts": "host", "ram": "9"}, "quantmoe.ram needs quantmoe.experts = disk, the CUDA library's is host"),
+        ({"experts": "disk", "ram": "2GB"}, 'quantmoe.ram is "2GB", expected a number of bytes or auto'),
     ],
 )
 def test_entries_that_are_refused(driver, fake, entries, message):
@@ -163,6 +167,147 @@ def test_experts_for_which_there_is_no_memory(driver, hosted, layer):
     assert f"bytes free less {'9' * 15} is 0, expected at least the {slot}" in driver.error
     assert hosted(captured=True) is None
     assert driver.error.endswith("the session's first run is captured, expected a run before it")
+
+
+def ram_slot(layer) -> int:
+    """Bytes of an expert in RAM: both rows in pages, and a page each for where they begin."""
+    return sum(-(-w.shape[1] // 4096) * 4096 + 4096 for w in layer[2:])
+
+
+class InFile:
+    """A session whose layer's experts are in a file, on the fake GPU: its cache stays as the test makes it."""
+
+    def __init__(self, driver, fake, layer, folder: Path, dtypes: tuple[str, str] = ("bf16", "i64"), **entries: str):
+        self.driver, self.layer, self.path, self.lib = driver, layer, folder / "model.onnx.data", ctypes.CDLL(FAKE)
+        ends = np.cumsum([4096, *(-(-w.nbytes // 64) * 64 for w in layer[2:])])
+        with self.path.open("wb") as file:
+            for w, at in zip(layer[2:], ends, strict=False):
+                file.seek(at)
+                file.write(w.tobytes())
+        self.mapped = np.memmap(self.path, np.uint8, "r")
+        base = self.mapped.ctypes.data
+        self.weights = [
+            value((len(w), w.shape[1] // 4), True, base + int(at)) for w, at in zip(layer[2:], ends, strict=False)
+        ]
+        self.slot = sum(w.shape[1] for w in layer[2:])
+        settings = {"experts": "disk", "gpu_memory": str(3 * self.slot), "ram": str(8 * ram_slot(layer))}
+        assert fake(**settings | entries) > 0
+        self.op, self.id_type = driver.op(*dtypes), {"i32": np.int32, "i64": np.int64}[dtypes[1]]
+        self.kernel = driver.create(self.op, layer[0].attributes(), [value(())] * 3 + self.weights)
+
+    def run(self, ids: list[list[int]], captured: bool = False) -> cuda.Tensors | None:
+        """What was launched, or None."""
+        fed = np.array(ids, self.id_type)
+        shape = (len(ids), self.layer[0].hidden_size)
+        tokens = [value(shape), value(fed.shape, data=fed.ctypes.data), value(fed.shape)]
+        self.lib.driver_order(1, captured)
+        failed = self.driver.run(self.op, self.kernel, [*tokens, *self.weights], [tokens[0], *[value(())] * 2], STREAM)
+        self.lib.driver_order(1, 0)
+        problem, tensors = cuda.Problem(), cuda.Tensors()
+        self.lib.driver_mixed(ctypes.byref(problem), ctypes.byref(tensors))
+        return None if failed else tensors
+
+    def rows(self, tensors: cuda.Tensors, expert: int) -> list[bytes]:
+        """An expert's rows, where the launch was told that they are."""
+        experts = len(self.layer[2])
+        table = (ctypes.c_void_p * (2 * experts)).from_address(tensors.rows)
+        return [ctypes.string_at(table[i * experts + expert], w.shape[1]) for i, w in enumerate(self.layer[2:])]
+
+    def slot_of(self, tensors: cuda.Tensors) -> np.ndarray:
+        """The device's table, to be changed."""
+        experts = len(self.layer[2])
+        return np.frombuffer((ctypes.c_int32 * experts).from_address(tensors.cache_state + 40), np.int32)
+
+    def bytes_read(self) -> int:
+        text = ctypes.create_string_buffer(1 << 12)
+        self.lib.qm_experts_report(text, ctypes.c_size_t(len(text)))
+        return json.loads(text.value)["bytes_read"]
+
+    def close(self) -> None:
+        self.driver.lib.driver_destroy(self.op, self.kernel)
+
+
+@pytest.fixture
+def in_file(driver, fake, layer, tmp_path):
+    made = []
+
+    def open_file(*args, **entries: str) -> InFile:
+        made.append(InFile(driver, fake, layer, tmp_path, *args, **entries))
+        assert made[-1].kernel is not None, driver.error
+        return made[-1]
+
+    yield open_file
+    for session in made:
+        session.close()
+
+
+@pytest.mark.parametrize("id_type", ["i32", "i64"])
+def test_experts_that_are_read_from_the_file(driver, layer, in_file, id_type):
+    """What a call asks for and the device does not have, once, as long as RAM keeps it."""
+    session = in_file(("bf16", id_type))
+    want = [[w[e].tobytes() for w in layer[2:]] for e in range(8)]
+    tensors = session.run([[6, 1], [1, -1], [99, 6]])
+    assert (tensors.w13, tensors.w2) == (None, None)
+    assert "page-locked memory for 8" in driver.lib.driver_logged().decode()
+    assert [session.rows(tensors, e) for e in (1, 6)] == [want[1], want[6]]
+    assert session.bytes_read() == 2 * session.slot
+    slot_of = session.slot_of(tensors)
+    slot_of[[1, 3]] = 2, 1  # as resolve_experts would have left it
+    tensors = session.run([[1, 3]])
+    assert session.bytes_read() == 2 * session.slot
+    slot_of[:] = 0
+    tensors = session.run([[1, 3]])  # 1 is still in RAM
+    assert [session.rows(tensors, e) for e in (1, 3)] == [want[1], want[3]]
+    assert session.bytes_read() == 3 * session.slot
+    tensors = session.run([[e, 7 - e] for e in range(8)])
+    assert [session.rows(tensors, e) for e in range(8)] == want
+    assert session.bytes_read() == 8 * session.slot
+
+
+def test_a_captured_graph_of_experts_in_the_file(driver, in_file):
+    session = in_file()
+    assert session.run([[0, 1]], captured=True) is None
+    assert driver.error.endswith("disk: the session's first run is captured, expected a run before it")
+    assert session.run([[0, 1]]) is not None
+    assert session.run([[0, 1]], captured=True) is None
+    assert driver.error.endswith("a CUDA graph is captured, whose replays read no file; run without one")
+
+
+def test_experts_of_a_file_that_all_fit(driver, layer, in_file):
+    """They are copied once, and graphs are captured as ever."""
+    session = in_file(gpu_memory="auto")
+    assert session.run([[0, 1]]) is not None
+    tensors = session.run([[0, 1]], captured=True)
+    assert ctypes.string_at(tensors.w13, layer[2].nbytes) == layer[2].tobytes()
+    assert (tensors.rows, session.bytes_read()) == (None, 0)
+
+
+def test_ram_for_fewer_experts_than_a_layer_has(driver, layer, in_file):
+    session = in_file(ram=str(8 * ram_slot(layer) - 1))
+    for _ in range(2):
+        assert session.run([[0, 1]]) is None
+        assert driver.error.endswith(
+            f"quantmoe.ram has room for 7 experts, expected at least the 8 of one layer, {8 * ram_slot(layer)} bytes"
+        )
+
+
+def test_a_file_that_is_truncated_below_the_device(driver, in_file):
+    """An error that names node, expert and file; what RAM has goes on."""
+    session = in_file()
+    assert session.run([[5, 2]]) is not None
+    os.truncate(session.path, 5000)
+    for _ in range(2):
+        assert session.run([[4, 4]]) is None
+        assert driver.error.startswith('QuantMoE node "moe": expert 4: ')
+        assert str(session.path) in driver.error
+        assert session.run([[5, 2]]) is not None
+
+
+def test_experts_that_no_file_has(driver, fake, layer):
+    assert fake(experts="disk") > 0
+    values = [value(())] * 3 + packed_values(layer[2:])
+    assert driver.create(driver.op("bf16", "i64"), layer[0].attributes(), values) is None
+    assert "quantmoe.experts = disk, but its packed weights are not mapped from a file" in driver.error
 
 
 @gpu
