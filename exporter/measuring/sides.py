@@ -16,7 +16,7 @@ import re
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -200,9 +200,10 @@ class LlamaCpp:
     Args:
         path: a GGUF file.
         threads: that compute.
+        repack: weights are copied into layouts that its kernels read faster; else they are read where they are mapped.
     """
 
-    def __init__(self, path: str, threads: int):
+    def __init__(self, path: str, threads: int, repack: bool = True):
         import llama_cpp as api
 
         self._api, self._threads, self._said = api, threads, [""]
@@ -215,7 +216,9 @@ class LlamaCpp:
         self._log = log  # is called while the library lives
         api.llama_log_set(log, None)
         api.llama_backend_init()
-        self._model = api.llama_model_load_from_file(path.encode(), api.llama_model_default_params())
+        params = api.llama_model_default_params()
+        params.use_extra_bufts = repack
+        self._model = api.llama_model_load_from_file(path.encode(), params)
         if not self._model:
             raise ModelError(f"{path}: {self._said[-1] or 'llama.cpp does not load it'}")
         self.vocabulary = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
@@ -264,6 +267,14 @@ class LlamaCpp:
         """f32 [vocabulary]: of the last token."""
         pointer = self._api.llama_get_logits_ith(self._context, -1)
         return np.ctypeslib.as_array(pointer, (self.vocabulary,)).copy()
+
+    def one_by_one(self, ids: np.ndarray) -> Iterator[np.ndarray]:
+        """The logits of each of these tokens [tokens], a step each; f32 [vocabulary]."""
+        self._reserve(len(ids), 1)
+        self._api.llama_memory_clear(self._memory, True)
+        for at, token in enumerate(ids):
+            self._step(np.array([[token]]), at)
+            yield self.logits()
 
     def prefill(self, tokens: int) -> float:
         self._reserve(tokens, 1)
