@@ -116,6 +116,35 @@ def test_every_layer(name):
 
 
 @gpu
+@pytest.mark.parametrize(("slots", "staging"), [(2, 0), (4, 1), (4, 12)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_at_addresses_of_their_own(name, slots, staging):
+    """Those that a call misses, each at another place in each call; all else that it could read is NaN."""
+    case = of_format(name, LAYER)
+    resident, cached = layers(case, slots, staging)
+    rows, rng = [cached.w13.clone(), cached.w2.clone()], np.random.default_rng(2)
+    for w in (cached.w13, cached.w2):
+        w.fill_(0xFF)
+    places = [torch.empty((2 * case.experts, w.shape[1]), dtype=torch.uint8).pin_memory() for w in rows]
+    cached.rows = torch.empty((2, case.experts), dtype=torch.int64).pin_memory()
+    lru = Lru(slots, staging)
+    for args in calls(case, [1, 1, 1, 4, 1, 30, 200, 1, 600, 1, 9]):
+        poison(cached)
+        torch.cuda.synchronize()
+        missing = wanted(case, args[1]) - set(cached.experts)
+        for i, (place, row) in enumerate(zip(places, rows, strict=True)):
+            place.fill_(0xFF)
+            cached.rows[i] = place[-1].data_ptr()
+            for expert, at in zip(missing, rng.permutation(2 * case.experts - 1), strict=False):
+                place[at] = row[expert]
+                cached.rows[i, expert] = place[at].data_ptr()
+        assert same_bytes(cached(*args), resident(*args))
+        lru.call(wanted(case, args[1]))
+        assert cached.experts == lru.experts
+    assert cached.counts == lru.counts
+
+
+@gpu
 def test_many_experts():
     """More experts and slots than resolve_experts has threads."""
     case = replace(LAYER, hidden=64, intermediate=32, experts=2500, top_k=8)

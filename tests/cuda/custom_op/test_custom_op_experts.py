@@ -175,9 +175,15 @@ def ram_slot(layer) -> int:
 
 
 class InFile:
-    """A session whose layer's experts are in a file, on the fake GPU: its cache stays as the test makes it."""
+    """A session whose layer's experts are in a file. On the fake GPU its cache stays as the test makes it.
 
-    def __init__(self, driver, fake, layer, folder: Path, dtypes: tuple[str, str] = ("bf16", "i64"), **entries: str):
+    Args:
+        register: opens an adapter with session entries.
+    """
+
+    def __init__(
+        self, driver, register, layer, folder: Path, dtypes: tuple[str, str] = ("bf16", "i64"), **entries: str
+    ):
         self.driver, self.layer, self.path, self.lib = driver, layer, folder / "model.onnx.data", ctypes.CDLL(FAKE)
         ends = np.cumsum([4096, *(-(-w.nbytes // 64) * 64 for w in layer[2:])])
         with self.path.open("wb") as file:
@@ -191,7 +197,7 @@ class InFile:
         ]
         self.slot = sum(w.shape[1] for w in layer[2:])
         settings = {"experts": "disk", "gpu_memory": str(3 * self.slot), "ram": str(8 * ram_slot(layer))}
-        assert fake(**settings | entries) > 0
+        assert register(**settings | entries) > 0
         self.op, self.id_type = driver.op(*dtypes), {"i32": np.int32, "i64": np.int64}[dtypes[1]]
         self.kernel = driver.create(self.op, layer[0].attributes(), [value(())] * 3 + self.weights)
 
@@ -264,6 +270,23 @@ def test_experts_that_are_read_from_the_file(driver, layer, in_file, id_type):
     assert session.bytes_read() == 8 * session.slot
 
 
+def test_layers_share_the_ram(driver, fake, layer, tmp_path):
+    """The experts that a call asks for take the place of the other layer's."""
+    layers, sessions = [layer, build(replace(BASE, seed=BASE.seed + 1))], []
+    for i, made in enumerate(layers):
+        (folder := tmp_path / str(i)).mkdir()
+        sessions.append(InFile(driver, fake, made, folder))
+    every = [[e, 7 - e] for e in range(8)]
+    for call in range(6):
+        session, made = sessions[call % 2], layers[call % 2]
+        tensors = session.run(every)
+        assert tensors is not None, driver.error
+        assert [session.rows(tensors, e) for e in range(8)] == [[w[e].tobytes() for w in made[2:]] for e in range(8)]
+        assert session.bytes_read() == (call + 1) * 8 * session.slot
+    for session in sessions:
+        session.close()
+
+
 def test_a_captured_graph_of_experts_in_the_file(driver, in_file):
     session = in_file()
     assert session.run([[0, 1]], captured=True) is None
@@ -308,6 +331,47 @@ def test_experts_that_no_file_has(driver, fake, layer):
     values = [value(())] * 3 + packed_values(layer[2:])
     assert driver.create(driver.op("bf16", "i64"), layer[0].attributes(), values) is None
     assert "quantmoe.experts = disk, but its packed weights are not mapped from a file" in driver.error
+
+
+@gpu
+@pytest.mark.parametrize("slots", [2, 5])
+@pytest.mark.parametrize("id_type", ["i32", "i64"])
+def test_the_bytes_of_experts_in_the_file(driver, layer, tmp_path, slots, id_type):
+    """Two layers in RAM for one of them: calls evict there and on the device, on streams that nothing else orders."""
+    layers = [layer, build(replace(BASE, seed=BASE.seed + 1))]
+    resident = [cuda.CudaMoE(made[0], *(torch.from_numpy(w).cuda() for w in made[2:])) for made in layers]
+    budget = str(2 * slots * sum(w.shape[1] for w in layer[2:]))
+
+    def register(**entries: str) -> int:
+        return driver.open(21, None, entries)
+
+    sessions = []
+    for i, made in enumerate(layers):
+        (folder := tmp_path / str(i)).mkdir()
+        sessions.append(InFile(driver, register, made, folder, ("bf16", id_type), gpu_memory=budget))
+        assert sessions[-1].kernel is not None, driver.error
+    streams, rng = [torch.cuda.Stream(), torch.cuda.Stream()], np.random.default_rng(5)
+    found = []
+    for call in range(300):
+        session, run = sessions[call % 2], resident[call % 2]
+        tokens = int(rng.choice([1, 1, 1, 2, 9, 70]))
+        hidden, _, weights = BASE.tokens(tokens, seed=call)
+        ids = rng.integers(-1, 8, (tokens, BASE.top_k)).astype(session.id_type)
+        x = torch.from_numpy(hidden).to(TORCH["bf16"]).cuda()
+        inputs = [x, torch.from_numpy(ids).cuda(), torch.from_numpy(weights).cuda()]
+        want, output = run(*inputs), torch.full_like(x, float("nan"))
+        values = [value(tuple(t.shape), data=t.data_ptr()) for t in (*inputs, output)]
+        torch.cuda.current_stream().synchronize()
+        made = driver.run(session.op, session.kernel, [*values[:3], *session.weights], [values[3], *[value(())] * 2],
+                          streams[call // 3 % 2])  # fmt: skip
+        assert made == 0, driver.error
+        found.append((want, output, inputs))  # nothing waits here but the adapter
+    torch.cuda.synchronize()
+    for at, (want, output, _) in enumerate(found):
+        assert torch.equal(want.view(torch.int16), output.view(torch.int16)), at
+    for session in sessions:
+        session.close()
+    driver.open(21)
 
 
 @gpu
