@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +47,7 @@ static ssize_t on_read(int fd, void* to, size_t size, off_t at, const char* name
   if (wants("error")) { errno = EIO; return -1; }
   if (wants("end")) return 0;
   memset(to, 0xff, size);
+  while (wants("held") && access(getenv("HELD"), F_OK) == 0) usleep(1000);
   if (wants("slow")) usleep(turn++ % 3 * 100);
   if (wants("interrupted") && turn++ % 3) { errno = EINTR; return -1; }
   if (wants("unaligned") && size % 4096 == 0) { errno = EINVAL; return -1; }
@@ -189,12 +190,12 @@ def test_nothing_of_the_mapping_is_read(tmp_path: Path) -> None:
         del s
 
 
-def test_two_layers_share_the_slots(tmp_path: Path) -> None:
-    """Sessions have slots of their own; layers of one session share them, of the largest one's size."""
+def two_layers(folder: Path) -> Path:
+    """A model whose second layer is larger; both have the same tokens."""
     import onnx_ir as ir
 
     small, large = LAYER, dataclasses.replace(LAYER, intermediate=320)
-    parts = [ir.load(model(tmp_path / f"{i}.onnx", case)) for i, case in enumerate((small, large))]
+    parts = [ir.load(model(folder / f"{i}.onnx", case)) for i, case in enumerate((small, large))]
     first, second = parts
     rename = {v: f"second_{v}" for v in ("w13", "w2", "typed", "moe_out", "y")}
     for value in [*second.graph.initializers.values(), *(o for n in second.graph for o in n.outputs)]:
@@ -214,8 +215,14 @@ def test_two_layers_share_the_slots(tmp_path: Path) -> None:
         first.graph.register_initializer(value)
     first.graph.extend(nodes)
     first.graph.outputs.append(nodes[-1].outputs[0])
-    both = tmp_path / "both.onnx"
+    both = folder / "both.onnx"
     ir.save(first, both)
+    return both
+
+
+def test_two_layers_share_the_slots(tmp_path: Path) -> None:
+    """Sessions have slots of their own; layers of one session share them, of the largest one's size."""
+    both = two_layers(tmp_path)
     s, other, plain = disk(both, 9), disk(both, 3), session(both)
     for seed in range(20):
         x, ids, weights = LAYER.tokens(2, seed=seed)
@@ -357,12 +364,16 @@ print(report()[-1]["misses"])
 """
 
 
-def child(path: Path, preload: Path, fault: str, tokens: int, slots: int) -> subprocess.CompletedProcess[str]:
+def environment(preload: Path | None = None, **more: str) -> dict[str, str]:
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     before = os.environ.get("LD_PRELOAD", "")
+    return os.environ | {"PYTHONPATH": paths, "LD_PRELOAD": f"{before} {preload or ''}".strip(), **more}
+
+
+def child(path: Path, preload: Path, fault: str, tokens: int, slots: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", CHILD, str(path), str(tokens), str(slots)], capture_output=True, text=True, timeout=3600,
-        env=os.environ | {"PYTHONPATH": paths, "LD_PRELOAD": f"{before} {preload}".strip(), "LATER": fault},
+        env=environment(preload, LATER=fault),
     )  # fmt: skip
 
 
@@ -391,3 +402,99 @@ def test_reads_that_fail(tmp_path: Path, preload: Path, fault: str, message: str
     assert done.returncode == 1
     assert f'"{NODE}": expert ' in done.stderr
     assert "m.bin: " + message in done.stderr
+
+
+CANCELLED = """
+import os, sys, threading, time
+from pathlib import Path
+import onnxruntime as ort
+from engines.test_experts import LAYER, disk, report, session
+path, held = Path(sys.argv[1]), Path(os.environ["HELD"])
+x, ids, weights = LAYER.tokens(2, seed=1)
+feeds = {"x": x, "ids": ids, "weights": weights}
+want, s = [y.tobytes() for y in session(path).run(None, feeds)], disk(path, int(sys.argv[2]), 2)
+said = []
+def run(options):
+    try:
+        s.run(None, feeds, options)
+    except Exception as error:
+        said.append(str(error))
+for turn in range(3):
+    held.touch()
+    os.environ["FAULT"] = "on held"
+    options, before = ort.RunOptions(), report()[-1]["misses"]
+    thread = threading.Thread(target=run, args=(options,))
+    thread.start()
+    while report()[-1]["misses"] == before:
+        time.sleep(0.001)
+    options.terminate = True
+    held.unlink()
+    thread.join()
+    os.environ["FAULT"] = ""
+    assert len(said) == turn + 1 and "terminate" in said[-1], said
+    assert [y.tobytes() for y in s.run(None, feeds)] == want
+    s.run(None, {name: LAYER.tokens(30, seed=9)[i] for i, name in enumerate(feeds)})  # others take the slots
+"""
+
+
+@pytest.mark.parametrize("slots", [1, 5])
+def test_a_run_that_is_cancelled(tmp_path: Path, preload: Path, slots: int) -> None:
+    """While its first layer's experts are read: it ends with ONNX Runtime's word, and the next runs are right."""
+    both = two_layers(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", CANCELLED, str(both), str(slots)], capture_output=True, text=True, timeout=300,
+        env=environment(preload, HELD=str(tmp_path / "held")),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+SHRINKING = """
+import os, sys
+from pathlib import Path
+from engines.test_experts import LAYER, disk, run, session
+path, group, ballast = map(Path, sys.argv[1:])
+plain, inputs = session(path), [LAYER.tokens(1 + seed % 3, seed=seed) for seed in range(100)]
+want = [run(plain, *i).tobytes() for i in inputs]
+(group / "cgroup.procs").write_text(str(os.getpid()))
+s = disk(path, 6)
+for at, (i, w) in enumerate(zip(inputs, want)):
+    if at == 50:
+        ballast.read_bytes()
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cache = int(stat["total_inactive_file"]) + int(stat["total_active_file"])
+        used = int((group / "memory.usage_in_bytes").read_text())
+        assert cache > 60 << 20
+        (group / "memory.limit_in_bytes").write_text(str(used - cache + (4 << 20)))
+        assert int((group / "memory.usage_in_bytes").read_text()) <= used - cache + (4 << 20)
+    assert run(s, *i).tobytes() == w, at
+"""
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group of version 1, which root may make where it is not mounted read-only."""
+    group = Path("/sys/fs/cgroup/memory") / f"quantmoe-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(str(error))
+    if not (group / "memory.limit_in_bytes").exists():
+        group.rmdir()
+        pytest.skip("no control groups of version 1")
+    yield group
+    group.rmdir()
+
+
+def test_memory_that_shrinks(tmp_path: Path, memory_group: Path) -> None:
+    """The group's limit is lowered while a session runs: page cache goes, the slots stay, and results are the same."""
+    path, ballast = model(tmp_path / "m.onnx", LAYER), tmp_path / "ballast"
+    ballast.write_bytes(bytes(64 << 20))
+    fd = os.open(ballast, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # whose group reads it first has it
+    os.close(fd)
+    done = subprocess.run(
+        [sys.executable, "-c", SHRINKING, str(path), str(memory_group), str(ballast)], capture_output=True, text=True,
+        timeout=300, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
