@@ -305,7 +305,7 @@ def generate(
     gpu_memory: Annotated[
         int | None,
         typer.Option(
-            help="of experts, with --device cuda --experts host or auto; default: what is free", parser=_bytes
+            help="of experts, with --device cuda --experts host, disk or auto; default: what is free", parser=_bytes
         ),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="write which experts tokens go to, for quantmoe trace")] = None,

@@ -106,18 +106,24 @@ def test_a_shape_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (made / "model.onnx").stat().st_mtime_ns == written
 
 
-def test_both_sides_have_one_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("weights", "formats"),
+    [("Q4_K_M", [("q4_k", "q4_k"), ("q4_k", "q6_k")]), ("Q4_0", [("int4", "int4"), ("int4", "int4")])],
+)
+def test_both_sides_have_one_gguf_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, formats: list[tuple[str, str]]
+) -> None:
     pytest.importorskip("gguf")
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
     monkeypatch.setitem(CONFIGS, "qwen3-30b-a3b", tiny("qwen3-30b-a3b") | sizes)
     for module in (bench_made, bench_model):
         monkeypatch.setattr(module, "in_process", lambda function, *arguments: function(*arguments))
     options = {"depths": [3], "prefill": [4], "batch": [1], "repeat": 1, "threads": 1, "keep": tmp_path}
-    bench_model.bench_model("qwen3-30b-a3b", layers=2, weights="Q4_K_M", **options)
+    bench_model.bench_model("qwen3-30b-a3b", layers=2, weights=weights, **options)
     made, file = sorted(tmp_path.iterdir())
-    assert file.name == "qwen3-30b-a3b-2-Q4_K_M.gguf"
+    assert file.name == f"qwen3-30b-a3b-2-{weights}.gguf"
     layers = [layer["attributes"] for layer in inspect(made)["layers"]]
-    assert [(a["w13_format"], a["w2_format"]) for a in layers] == [("q4_k", "q4_k"), ("q4_k", "q6_k")]
+    assert [(a["w13_format"], a["w2_format"]) for a in layers] == formats
     assert bench_model.bench_model(str(file), **options)["cells"]
     assert sorted(tmp_path.iterdir()) == [made, file]
 

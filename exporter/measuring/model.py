@@ -218,7 +218,7 @@ def bench_model(
         Path | None, typer.Option(help="Folder for the models of a shape or file, which are then there the next time.")
     ] = None,
     weights: Annotated[
-        Literal["Q4_K_M", "Q5_K_M"] | None,
+        Literal["Q4_0", "Q4_K_M", "Q5_K_M"] | None,
         typer.Option(help="of a shape: both sides have a GGUF file of this type; default: int4, llama.cpp's Q4_0"),
     ] = None,
 ) -> dict[str, Any]:

@@ -92,7 +92,8 @@ class Generator:
         experts: where they are (docs/experts.md). On the cpu "host", the default, or "disk": they are read from the
             data file into memory for ``ram`` bytes of them, None for what is free; the layer of multi-token prediction
             stays mapped. On cuda "gpu", the default, or "host": the GPU's memory holds ``gpu_memory`` bytes of them,
-            None for what is free. "auto" is "disk" on the cpu and "host" on cuda where they do not all fit.
+            None for what is free; or "disk": the same, and RAM holds ``ram`` bytes of them, without cuda_graph. "auto"
+            is "disk" on the cpu and "host" on cuda where they do not all fit.
         trace: a file for the experts that tokens are routed to; without cuda_graph.
         group: of a rank of a sliced model (docs/parallel.md): on the cpu a name that the ranks' generators in this
             process have, each run by a thread of its own; on cuda the NCCL id in hex, a process for each rank.
