@@ -337,7 +337,7 @@ def test_experts_that_no_file_has(driver, fake, layer):
 @pytest.mark.parametrize("slots", [2, 5])
 @pytest.mark.parametrize("id_type", ["i32", "i64"])
 def test_the_bytes_of_experts_in_the_file(driver, layer, tmp_path, slots, id_type):
-    """Two layers in RAM for one of them: calls evict there and on the device, on streams that nothing else orders."""
+    """Two layers in RAM for one of them: calls on two streams evict there and on the device."""
     layers = [layer, build(replace(BASE, seed=BASE.seed + 1))]
     resident = [cuda.CudaMoE(made[0], *(torch.from_numpy(w).cuda() for w in made[2:])) for made in layers]
     budget = str(2 * slots * sum(w.shape[1] for w in layer[2:]))
@@ -365,7 +365,7 @@ def test_the_bytes_of_experts_in_the_file(driver, layer, tmp_path, slots, id_typ
         made = driver.run(session.op, session.kernel, [*values[:3], *session.weights], [values[3], *[value(())] * 2],
                           streams[call // 3 % 2])  # fmt: skip
         assert made == 0, driver.error
-        found.append((want, output, inputs))  # nothing waits here but the adapter
+        found.append((want, output, inputs))
     torch.cuda.synchronize()
     for at, (want, output, _) in enumerate(found):
         assert torch.equal(want.view(torch.int16), output.view(torch.int16)), at
