@@ -3,6 +3,7 @@
 import ctypes
 import re
 from pathlib import Path
+from typing import Any
 
 from quantmoe.custom_ops import library_file, native_name
 
@@ -14,6 +15,10 @@ OLDEST_QMOE = (1, 28)
 OLDEST_ACCURACY = (1, 31)
 #: the file name of a target's library
 LIBRARIES = {"cpu": native_name("quantmoe_ort"), "cuda": native_name("quantmoe_ort_cuda")}
+#: the one whose plug-in interface the execution provider is written to
+OLDEST_PROVIDER = (1, 24)
+#: the name of the execution provider
+PROVIDER = "QuantMoE"
 #: newest glibc whose symbols the library that `make build` and `make wheel` make may ask for
 OLDEST_GLIBC = (2, 28)
 
@@ -38,6 +43,33 @@ def cuda_library_path() -> str:
         FileNotFoundError: the package quantmoe-cuda is not installed.
     """
     return library_file(__name__, LIBRARIES["cuda"], "QUANTMOE_ORT_CUDA_LIBRARY")
+
+
+def provider_devices() -> list[Any]:
+    """The devices of the execution provider for ``com.microsoft``'s QMoE and MatMulNBits (docs/provider.md), for
+    ``SessionOptions.add_provider_for_devices``. Registers the library with ONNX Runtime where nobody has.
+
+    Returns:
+        onnxruntime.OrtEpDevice, one.
+
+    Raises:
+        ImportError: onnxruntime is not installed, or is older than 1.24.
+        FileNotFoundError: the library is not there.
+    """
+    import onnxruntime  # not needed to export
+
+    found = onnxruntime.__version__
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST_PROVIDER:
+        raise ImportError(
+            f"the execution provider needs onnxruntime {'.'.join(map(str, OLDEST_PROVIDER))}, found {found}"
+        )
+
+    def devices() -> list[Any]:
+        return [device for device in onnxruntime.get_ep_devices() if device.ep_name == PROVIDER]
+
+    if not devices():
+        onnxruntime.register_execution_provider_library(PROVIDER, library_path())
+    return devices()
 
 
 def oldest(target: str, accuracy_level: int = 0) -> tuple[int, int]:

@@ -16,6 +16,7 @@
 
 #include "adapter.h"
 #include "per_session.h"
+#include "pool.h"
 
 namespace quantmoe {
 namespace {
@@ -73,8 +74,6 @@ class CpuNode : public Kernel {
   WeightSource weights_;
   bool verify_;
   std::vector<std::unique_ptr<Line[]>> copies_;
-  // The API does not tell how many threads the session has. A lane that gets none of its own finds no work left.
-  int lanes_ = qm_cpus(0, "");
   OrtMemoryInfo* memory_ = nullptr;
 };
 
@@ -109,43 +108,14 @@ void CpuNode::check_packed(const OrtKernelInfo* info, size_t input, const void* 
   check_identity(info, input, verify_, [data](size_t at, size_t) { return static_cast<const char*>(data) + at; });
 }
 
-// The session's own threads. A batch count of 0 hands out single indices dynamically; the calling thread takes part.
-struct Pool {
-  const OrtApi* api;
-  const OrtKernelContext* context;
-  OrtStatus* status = nullptr;
-
-  static void parallel_for(void* self, qm_task task, void* arg, size_t count) {
-    auto& pool = *static_cast<Pool*>(self);
-    if (!pool.status) pool.status = pool.api->KernelContext_ParallelFor(pool.context, task, count, 0, arg);
-  }
-};
-
 // Completes a call with the session's threads and a workspace of workspace() bytes, and makes it.
 template <class Call, class Size, class Body>
 void CpuNode::with_pool(OrtKernelContext* context, Call& call, const Size& workspace, const Body& run) const {
-  Pool pool{api_, context};
-  call.lanes = lanes_;
-  call.parallel_for = Pool::parallel_for;
-  call.parallel_context = &pool;
-
-  OrtAllocator* allocator;
-  check(api_->KernelContext_GetAllocator(context, memory_, &allocator));
-  const std::unique_ptr<OrtAllocator, void (*)(OrtAllocator*)> owned(allocator, api_->ReleaseAllocator);
-  size_t size = workspace() + 63;
-  const auto failed = [size] { return "no memory for a workspace of " + std::to_string(size) + " bytes"; };
-  void* allocated;  // by the call that returns a status: OrtAllocator::Alloc would throw through this library
-  if (OrtStatus* status = api_->AllocatorAlloc(allocator, size, &allocated)) check(status, failed());
-  const auto release = [&](void* p) {
-    if (OrtStatus* status = api_->AllocatorFree(allocator, p)) api_->ReleaseStatus(status);
-  };
-  const std::unique_ptr<void, decltype(release)> scratch(allocated, release);
-  if (!std::align(64, size - 63, allocated, size)) fail(failed());
-  call.workspace = allocated;
-  char error[QM_ERROR_SIZE];
-  const int status = run(error);
-  check(pool.status);
-  if (status) fail(error);
+  try {
+    quantmoe::with_pool(api_, context, memory_, call, workspace, run);
+  } catch (const std::invalid_argument& error) {
+    fail(error.what());
+  }
 }
 
 class MoENode : public CpuNode {

@@ -20,14 +20,11 @@
 #include "core/attributes.h"
 #include "core/blake3.h"
 #include "core/numbers.h"
+#include "core/samples.h"
 #include "core/slots.h"
 #include "experts.h"
 #include "group.h"
-#if defined(__MINGW32__) && !defined(_Return_type_success_)
-// Microsoft's annotation, which the next header defines for other systems only.
-#define _Return_type_success_(condition)
-#endif
-#include "onnxruntime_c_api.h"
+#include "ort_api.h"
 #include "quantmoe/quant_moe.h"
 
 namespace quantmoe {
@@ -82,30 +79,6 @@ struct Op : OrtCustomOp {
                                                            : QM_BF16;
   }
 };
-
-template <class F>
-OrtStatus* guard(const OrtApi* api, F&& body) noexcept {
-  try {
-    body();
-    return nullptr;
-  } catch (const std::invalid_argument& error) {
-    return api->CreateStatus(ORT_INVALID_ARGUMENT, error.what());
-  } catch (const std::exception& error) {
-    return api->CreateStatus(ORT_FAIL, error.what());
-  }
-}
-
-using Shape = std::vector<int64_t>;
-
-std::string text_of(const Shape& shape) {
-  std::string text = "[";
-  for (int64_t dim : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(dim);
-  return text + "]";
-}
-
-int64_t rows_of(const Shape& shape) {
-  return std::accumulate(shape.begin(), shape.end() - 1, int64_t{1}, std::multiplies<>());
-}
 
 // What a node of any of the operators does; a subclass each.
 class Kernel {
@@ -274,14 +247,6 @@ const OrtValue* Kernel::get_weight(const OrtKernelInfo* info, size_t input, Shap
   return value;
 }
 
-// The lines of a packed tensor that its identity has a sum of: their offsets (FORMAT.md 1.1).
-constexpr size_t kLine = 64;
-std::array<size_t, 8> samples_of(size_t bytes) {
-  std::array<size_t, 8> at;
-  for (size_t i = 0; i < at.size(); ++i) at[i] = i * (std::max(bytes, kLine) / kLine - 1) / (at.size() - 1) * kLine;
-  return at;
-}
-
 // Compares a packed tensor with the one that the model was exported with (FORMAT.md 1.1), where the node says which
 // that is: some samples, or all bytes too. read(at, size) gives bytes of the tensor, until the next call.
 template <class Read>
@@ -333,20 +298,20 @@ Kernel::Tokens Kernel::read_tokens(const OrtKernelContext* context, int64_t hidd
   return t;
 }
 
-std::string text_of(const Place& place) {
+std::string rank_of(const Place& place) {
   return "rank " + std::to_string(place.rank) + " of " + std::to_string(place.world);
 }
 
 Place Kernel::place_of(const qm_reduce& reduce, const std::string& how) const {
   const Place place{*op_.group, reduce.rank, reduce.world};
   if (place.group.name == "")
-    fail("this file is " + text_of(place) + " of a sliced model: set the session entry quantmoe.group " + how);
+    fail("this file is " + rank_of(place) + " of a sliced model: set the session entry quantmoe.group " + how);
   return place;
 }
 
 void Kernel::check_place(const Place& first, const Place& own) const {
   if (first.rank != own.rank || first.world != own.world)
-    fail("it is " + text_of(own) + ", another node of the file " + text_of(first));
+    fail("it is " + rank_of(own) + ", another node of the file " + rank_of(first));
 }
 
 void Kernel::check_shape(const OrtKernelContext* context, int32_t input, const Shape& expected) const {
@@ -614,24 +579,6 @@ Op::Op(const OrtApi* api, const char* provider, const char* name, ONNXTensorElem
   InferOutputShapeFn = [](const OrtCustomOp* self, OrtShapeInferContext* context) {
     return guard(of(self).api, [&] { Inference(of(self), context).run(); });
   };
-}
-
-// A session's configuration entry, "" where there is none.
-std::string session_entry(const OrtApi* api, const OrtSessionOptions* options, const char* key) {
-  int has = 0;
-  size_t size = 0;
-  std::string value;
-  OrtStatus* status = api->HasSessionConfigEntry(options, key, &has);
-  if (!status && has) status = api->GetSessionConfigEntry(options, key, nullptr, &size);
-  if (!status && has) {
-    value.resize(size);
-    status = api->GetSessionConfigEntry(options, key, value.data(), &size);
-    value.resize(size - 1);  // its NUL
-  }
-  if (!status) return value;
-  const std::string message = api->GetErrorMessage(status);
-  api->ReleaseStatus(status);
-  throw std::runtime_error(std::string("quantmoe: session entry ") + key + ": " + message);
 }
 
 // Whether sessions with these options compare all bytes of the packed weights when they are created.

@@ -1,0 +1,501 @@
+#include "claim.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cfloat>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <system_error>
+
+#include "core/attributes.h"
+#include "core/blake3.h"
+#include "core/half.h"
+#include "core/parallel.h"
+
+namespace quantmoe {
+namespace {
+
+constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+constexpr auto kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+constexpr auto kByte = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t size_of(const Shape& shape) {
+  return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+}
+
+class Reader {
+ public:
+  Reader(const GraphApi& api, const OrtNode* node) : api_(api), node_(node), inputs_(node_inputs(api, node)) {}
+
+  int64_t integer(const char* name, int64_t absent) const {
+    int64_t value = absent;
+    read(name, ORT_OP_ATTR_INT, &value, sizeof value);
+    return value;
+  }
+  int32_t size(const char* name) const {
+    const int64_t value = integer(name, 0);
+    if (value < 1 || value > INT32_MAX) throw Unclaimed(std::string(name) + " is " + std::to_string(value));
+    return static_cast<int32_t>(value);
+  }
+  float number(const char* name, float absent) const {
+    float value = absent;
+    read(name, ORT_OP_ATTR_FLOAT, &value, sizeof value);
+    return value;
+  }
+  std::string text(const char* name, const char* absent) const {
+    char value[64] = {};
+    return read(name, ORT_OP_ATTR_STRING, value, sizeof value - 1) ? value : absent;
+  }
+  bool has(const char* name) const { return attribute(name); }
+
+  std::string name(size_t input) const { return input < inputs_.size() ? value_name(api_, inputs_[input]) : ""; }
+  bool given(size_t input) const { return !name(input).empty(); }
+  ONNXTensorElementDataType type(size_t input) const {
+    Constant found;
+    describe(input, found);
+    return found.type;
+  }
+  // An initializer, of `type`; absent where it may be.
+  Constant constant(size_t input, const char* what, ONNXTensorElementDataType type, bool required) const {
+    Constant found;
+    if (!given(input)) {
+      if (required) throw Unclaimed(std::string("it has no ") + what);
+      return found;
+    }
+    bool constant = false;
+    api_.check(api_.ValueInfo_IsConstantInitializer(inputs_[input], &constant));
+    if (!constant) throw Unclaimed(std::string(what) + " is no constant initializer");
+    describe(input, found);
+    if (found.type != type) throw Unclaimed(std::string(what) + " has a type that the kernels do not take");
+    found.info = inputs_[input];
+    return found;
+  }
+  void absent(size_t first, size_t last, const char* what) const {
+    for (size_t i = first; i <= last; ++i)
+      if (given(i)) throw Unclaimed(std::string("it has ") + what);
+  }
+
+ private:
+  const OrtOpAttr* attribute(const char* name) const {
+    const OrtOpAttr* found = nullptr;
+    if (OrtStatus* status = api_.Node_GetAttributeByName(node_, name, &found)) {  // 1.23: not found is an error
+      api_.api->ReleaseStatus(status);
+      return nullptr;
+    }
+    return found;
+  }
+  bool read(const char* name, OrtOpAttrType type, void* value, size_t room) const {
+    const OrtOpAttr* const found = attribute(name);
+    size_t size = 0;
+    if (found) check(api_.api, api_.api->ReadOpAttr(found, type, value, room, &size), std::string("attribute ") + name);
+    return found;
+  }
+  void describe(size_t input, Constant& found) const {
+    if (!given(input)) return;
+    const OrtTypeInfo* type = nullptr;
+    const OrtTensorTypeAndShapeInfo* tensor = nullptr;
+    api_.check(api_.GetValueInfoTypeInfo(inputs_[input], &type));
+    api_.check(api_.api->CastTypeInfoToTensorInfo(type, &tensor));
+    if (!tensor) return;
+    size_t rank = 0;
+    api_.check(api_.api->GetTensorElementType(tensor, &found.type));
+    api_.check(api_.api->GetDimensionsCount(tensor, &rank));
+    found.shape.resize(rank);
+    api_.check(api_.api->GetDimensions(tensor, found.shape.data(), rank));
+  }
+
+  const GraphApi& api_;
+  const OrtNode* node_;
+  std::vector<const OrtValueInfo*> inputs_;
+};
+
+void expect(bool right, const Constant& tensor, const char* what, const std::string& expected) {
+  if (!right) throw Unclaimed(std::string(what) + " has shape " + text_of(tensor.shape) + ", expected " + expected);
+}
+
+qm_projection projection_of(int64_t bits, int64_t group, ONNXTensorElementDataType scales, bool zero_points, bool bias,
+                            bool int8) {
+  qm_projection p{};
+  p.format = bits == 4 ? k_format_int4 : k_format_int8;
+  p.group_size = static_cast<int32_t>(group);
+  p.block_n = 1;
+  p.scale_type = scales == kFloat ? k_scale_type_f32 : k_scale_type_f16;
+  p.zero_points = zero_points;
+  p.bias = bias;
+  p.activation_format = int8 ? k_activation_format_int8_token : k_activation_format_none;
+  p.layout = k_layout_cpu_panel;
+  p.layout_version = 1;
+  return p;
+}
+
+void find_row(Matrix& m) {
+  char error[QM_ERROR_SIZE];
+  if (qm_panel_row_of(&m.projection, m.n, m.k, m.halves, &m.row, error)) throw Unclaimed(error);
+}
+
+qm_type type_of(const Reader& node) {
+  const auto type = node.type(0);
+  if (type != kFloat && type != kHalf) throw Unclaimed("its activations are neither float nor float16");
+  return type == kFloat ? QM_F32 : QM_F16;
+}
+
+bool wants_int8(Activations wanted, int64_t accuracy_level) {
+  return wanted == Activations::kInt8 || (wanted == Activations::kAuto && accuracy_level == 4);
+}
+
+int64_t bits_of(const Reader& node, const char* name) {
+  const int64_t bits = node.integer(name, 4);
+  if (bits != 4 && bits != 8) throw Unclaimed(std::string(name) + " is " + std::to_string(bits) + ", expected 4 or 8");
+  return bits;
+}
+
+void read_linear(const Reader& node, Activations activations, Claim& claim) {
+  Matrix m;
+  const int64_t bits = bits_of(node, "bits"), group = node.size("block_size");
+  m.k = node.size("K");
+  m.n = node.size("N");
+  if (node.integer("weight_prepacked", 0)) throw Unclaimed("its weights are packed for another provider");
+  node.absent(4, 4, "g_idx");
+  const int64_t blocks = ceil_div(m.k, group);
+  const auto type = node.type(0);
+  m.code_row = blocks * (group * bits / 8);
+  m.codes = node.constant(1, "B", kByte, true);
+  m.scales = node.constant(2, "scales", type, true);
+  m.zero_points = node.constant(3, "zero_points", kByte, false);
+  m.bias = node.constant(5, "bias", type, false);
+  expect(size_of(m.codes.shape) == m.n * m.code_row, m.codes, "B", std::to_string(m.n * m.code_row) + " bytes");
+  expect(size_of(m.scales.shape) == m.n * blocks, m.scales, "scales", std::to_string(m.n * blocks) + " numbers");
+  if (m.zero_points)
+    expect(size_of(m.zero_points.shape) == m.n * ceil_div(blocks * bits, 8), m.zero_points, "zero_points",
+           std::to_string(m.n * ceil_div(blocks * bits, 8)) + " bytes");
+  if (m.bias) expect(m.bias.shape == Shape{m.n}, m.bias, "bias", text_of({m.n}));
+  const bool int8 = wants_int8(activations, node.integer("accuracy_level", 0));
+  m.projection = projection_of(bits, group, type, bool(m.zero_points), bool(m.bias), int8);
+  find_row(m);
+  qm_linear& l = claim.linear;
+  char error[QM_ERROR_SIZE];
+  const int64_t shape[2] = {1, m.row.row_bytes / 4};
+  if (qm_set_version("QuantLinear", &l, 1, error)) throw Unclaimed(error);
+  l.in_features = static_cast<int32_t>(m.k);
+  l.out_features = static_cast<int32_t>(m.n);
+  l.w = m.projection;
+  if (qm_linear_validate(&l, shape, error)) throw Unclaimed(error);
+  claim.inputs = {node.name(0)};
+  claim.weights = {m};
+}
+
+// One of QMoE's two projections, whose inputs are codes, scales, bias from `first` on, and zero points.
+Matrix read_experts(const Reader& node, size_t first, size_t zero_points, const char* name, int halves, int64_t bits,
+                    int64_t group, bool int8) {
+  Matrix m;
+  const std::string fc = name;
+  const auto type = node.type(0);
+  m.codes = node.constant(first, (fc + "_experts_weights").c_str(), kByte, true);
+  expect(m.codes.shape.size() == 3, m.codes, (fc + "_experts_weights").c_str(), "three dimensions");
+  m.experts = m.codes.shape[0];
+  m.code_row = m.codes.shape[2];
+  m.halves = halves;
+  const int64_t rows = m.codes.shape[1];
+  m.n = rows / halves;
+  m.k = m.code_row * 8 / bits;
+  expect(m.experts > 0 && m.n > 0 && m.k > 0 && rows % halves == 0, m.codes, (fc + "_experts_weights").c_str(),
+         "experts, rows of gate and up, columns");
+  m.scales = node.constant(first + 1, (fc + "_scales").c_str(), type, true);
+  m.bias = node.constant(first + 2, (fc + "_experts_bias").c_str(), type, false);
+  m.zero_points = node.constant(zero_points, (fc + "_zero_points").c_str(), kByte, false);
+  const int64_t blocks = group > 0 ? m.k / group : 1;
+  if (group > 0 && m.k % group) throw Unclaimed("block_size does not divide the input features");
+  const bool wide = group > 0;
+  expect(m.scales.shape == Shape{m.experts, rows, blocks} || (blocks == 1 && m.scales.shape == Shape{m.experts, rows}),
+         m.scales, (fc + "_scales").c_str(), text_of({m.experts, rows, blocks}));
+  if (m.zero_points) {
+    if (!wide || blocks == 1) throw Unclaimed(fc + "_zero_points are of whole rows");
+    const Shape shape{m.experts, rows, ceil_div(blocks * bits, 8)};
+    expect(m.zero_points.shape == shape, m.zero_points, (fc + "_zero_points").c_str(), text_of(shape));
+  }
+  if (m.bias)
+    expect(m.bias.shape == Shape{m.experts, rows}, m.bias, (fc + "_experts_bias").c_str(), text_of({m.experts, rows}));
+  m.projection = projection_of(bits, wide ? group : -1, type, bool(m.zero_points), bool(m.bias), int8);
+  find_row(m);
+  return m;
+}
+
+// The activation function of the core that computes QMoE's.
+void find_activation(const Reader& node, qm_moe& moe) {
+  const std::string type = node.text("activation_type", "relu");
+  const float alpha = node.number("activation_alpha", 1), beta = node.number("activation_beta", 0);
+  moe.gated = type == "swiglu";
+  if (type == "silu") {
+    moe.activation = k_activation_silu;
+  } else if (type == "gelu") {
+    moe.activation = k_activation_gelu_tanh;  // as ONNX Runtime's CPU kernel
+  } else if (type != "swiglu") {
+    throw Unclaimed("activation_type is " + type + ", expected swiglu, silu or gelu");
+  } else if (beta == 1) {
+    moe.activation = k_activation_swiglu_oai;
+    moe.swiglu_alpha = alpha;
+    moe.swiglu_limit = node.number("swiglu_limit", FLT_MAX);
+  } else if (beta == 0 && alpha == 1 && node.number("swiglu_limit", FLT_MAX) == FLT_MAX) {
+    moe.activation = k_activation_silu;
+  } else {
+    throw Unclaimed("swiglu has alpha " + std::to_string(alpha) + " and beta " + std::to_string(beta) +
+                    ", expected beta 1, or alpha 1, beta 0 and no limit");
+  }
+}
+
+void read_moe(const Reader& node, Activations activations, Claim& claim) {
+  claim.moe = true;
+  const int64_t bits = bits_of(node, "expert_weight_bits"), fusion = node.integer("swiglu_fusion", 0);
+  for (const char* name : {"fc1_expert_weight_bits", "fc2_expert_weight_bits", "fc3_expert_weight_bits"})
+    if (node.integer(name, bits) != bits) throw Unclaimed("its projections have different widths");
+  if (const std::string type = node.text("quant_type", "int"); type != "int") throw Unclaimed("quant_type is " + type);
+  if (node.integer("weights_prepacked", -1) > 0) throw Unclaimed("its weights are packed for another provider");
+  if (node.integer("use_sparse_mixer", 0)) throw Unclaimed("it uses the sparse mixer");
+  if (node.integer("swiglu_limit_after_activation", 0)) throw Unclaimed("it limits after the activation");
+  node.absent(8, 10, "fc3");
+  node.absent(13, 13, "fc3_zero_points");
+  node.absent(15, 20, "scales of other formats");
+  qm_moe& moe = claim.experts;
+  char error[QM_ERROR_SIZE];
+  if (qm_set_version("QuantMoE", &moe, 1, error)) throw Unclaimed(error);
+  find_activation(node, moe);
+  if (moe.gated && fusion != 1 && fusion != 2)
+    throw Unclaimed("swiglu_fusion is " + std::to_string(fusion) + ", expected 1 or 2");
+  const bool int8 = wants_int8(activations, node.integer("accuracy_level", 0));
+  const int64_t group = node.integer("block_size", -1);
+  Matrix w13 = read_experts(node, 2, 11, "fc1", moe.gated ? 2 : 1, bits, group, int8);
+  Matrix w2 = read_experts(node, 5, 12, "fc2", 1, bits, group, int8);
+  w13.interleaved = fusion == 1;
+  if (w13.experts != w2.experts || w13.n != w2.k || w13.k != w2.n || std::max(w13.experts, w13.k) > INT32_MAX)
+    throw Unclaimed("fc1 is " + text_of(w13.codes.shape) + " and fc2 " + text_of(w2.codes.shape) +
+                    ", which do not fit together");
+  claim.top_k = node.integer("k", 1);
+  if (claim.top_k < 1 || claim.top_k > w13.experts) throw Unclaimed("k is " + std::to_string(claim.top_k));
+  claim.normalize = node.integer("normalize_routing_weights", 0) == 1;
+  moe.num_experts = static_cast<int32_t>(w13.experts);
+  moe.hidden_size = static_cast<int32_t>(w13.k);
+  moe.intermediate_size = static_cast<int32_t>(w13.n);
+  moe.w13 = w13.projection;
+  moe.w2 = w2.projection;
+  const int64_t shapes[2][2] = {{w13.experts, w13.row.row_bytes / 4}, {w2.experts, w2.row.row_bytes / 4}};
+  if (qm_moe_validate(&moe, shapes[0], shapes[1], error)) throw Unclaimed(error);
+  claim.inputs = {node.name(0), node.name(1), node.name(14)};
+  claim.weights = {w13, w2};
+}
+
+const void* data_of(const GraphApi& api, const Constant& tensor, size_t bytes) {
+  if (!tensor) return nullptr;
+  const OrtValue* value = nullptr;
+  void* data = nullptr;
+  api.check(api.ValueInfo_GetInitializerValue(tensor.info, &value));
+  if (!value) throw std::runtime_error("quantmoe: ONNX Runtime has no data of " + value_name(api, tensor.info));
+  // Its size was read from the graph, and is checked again: a data file may be another's.
+  OrtTensorTypeAndShapeInfo* info = nullptr;
+  size_t count = 0;
+  api.check(api.api->GetTensorTypeAndShape(value, &info));
+  OrtStatus* const status = api.api->GetTensorShapeElementCount(info, &count);
+  api.api->ReleaseTensorTypeAndShapeInfo(info);
+  api.check(status);
+  const size_t width = tensor.type == kFloat ? 4 : tensor.type == kHalf ? 2 : 1;
+  if (count * width != bytes)
+    throw std::runtime_error("quantmoe: " + value_name(api, tensor.info) + " has " + std::to_string(count * width) +
+                             " bytes, expected " + std::to_string(bytes));
+  api.check(api.api->GetTensorMutableData(const_cast<OrtValue*>(value), &data));
+  return data;
+}
+
+size_t bytes_of(const Constant& tensor) {
+  const size_t width = tensor.type == kFloat ? 4 : tensor.type == kHalf ? 2 : 1;
+  return static_cast<size_t>(size_of(tensor.shape)) * width;
+}
+
+// Where a tensor lies in a file, and which file that is; "" where it lies in none that can be found.
+std::string file_identity(const GraphApi& api, const Constant& tensor, const std::filesystem::path& folder) {
+  OrtExternalInitializerInfo* info = nullptr;
+  api.check(api.ValueInfo_GetExternalInitializerInfo(tensor.info, &info));
+  if (!info) return "";
+  const std::unique_ptr<OrtExternalInitializerInfo, void (*)(OrtExternalInitializerInfo*)> owned(
+      info, api.ReleaseExternalInitializerInfo.call);
+  const std::filesystem::path name = api.ExternalInitializerInfo_GetFilePath(info), path = folder / name;
+  std::error_code no_size, no_time;
+  const auto size = std::filesystem::file_size(path, no_size);
+  const auto time = std::filesystem::last_write_time(path, no_time);
+  if (folder.empty() || no_size || no_time) return "";
+  const auto text = [](auto number) { return std::to_string(number) + " "; };
+  return "file " + text(api.ExternalInitializerInfo_GetFileOffset(info)) +
+         text(api.ExternalInitializerInfo_GetByteSize(info)) + text(size) +
+         text(static_cast<int64_t>(time.time_since_epoch().count())) + name.filename().string();
+}
+
+// Rows [first, first + count) of one half of an expert: canonical codes, scales, zero points, biases.
+struct Rows {
+  std::vector<uint8_t> codes, scales, zero_points;
+  std::vector<float> bias;
+};
+
+class Packer {
+ public:
+  Packer(const GraphApi& api, const Matrix& m)
+      : m_(m),
+        codes_(static_cast<const uint8_t*>(data_of(api, m.codes, bytes_of(m.codes)))),
+        scales_(static_cast<const char*>(data_of(api, m.scales, bytes_of(m.scales)))),
+        zeros_(static_cast<const uint8_t*>(data_of(api, m.zero_points, bytes_of(m.zero_points)))),
+        bias_(data_of(api, m.bias, bytes_of(m.bias))) {}
+
+  int64_t chunks() const { return ceil_div(m_.n, kRows) * m_.halves; }  // of an expert
+
+  // Into an expert's row, whose bytes are zeros.
+  void pack(int64_t expert, int64_t chunk, char* row) const {
+    const int64_t half = chunk % m_.halves, first = chunk / m_.halves * kRows;
+    const int64_t count = std::min<int64_t>(kRows, m_.n - first);
+    const bool four = m_.projection.format == k_format_int4;
+    const int64_t groups = m_.projection.group_size > 0 ? ceil_div(m_.k, m_.projection.group_size) : 1;
+    const size_t width = m_.projection.scale_type == k_scale_type_f32 ? 4 : 2;
+    const int64_t zero_row = four ? ceil_div(groups, 2) : groups;
+    Rows rows;
+    rows.codes.resize(static_cast<size_t>(count * m_.k));
+    rows.scales.resize(static_cast<size_t>(count * groups) * width);
+    if (zeros_) rows.zero_points.resize(static_cast<size_t>(count * groups));
+    if (bias_) rows.bias.resize(static_cast<size_t>(count));
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t own = m_.interleaved ? (first + i) * m_.halves + half : half * m_.n + first + i;
+      const int64_t at = expert * m_.n * m_.halves + own;
+      unpack(codes_ + at * m_.code_row, m_.k, four, rows.codes.data() + i * m_.k);
+      std::memcpy(rows.scales.data() + static_cast<size_t>(i * groups) * width,
+                  scales_ + static_cast<size_t>(at * groups) * width, static_cast<size_t>(groups) * width);
+      if (zeros_) unpack(zeros_ + at * zero_row, groups, four, rows.zero_points.data() + i * groups);
+      if (bias_)
+        rows.bias[static_cast<size_t>(i)] = m_.bias.type == kFloat
+                                                ? static_cast<const float*>(bias_)[at]
+                                                : static_cast<float>(static_cast<const Half*>(bias_)[at]);
+    }
+    qm_pack_source source{};
+    source.format = m_.projection.format;
+    source.group_size = m_.projection.group_size;
+    source.scale_type = m_.projection.scale_type;
+    source.n = count;
+    source.k = m_.k;
+    source.codes = rows.codes.data();
+    source.scales = rows.scales.data();
+    source.zero_points = zeros_ ? rows.zero_points.data() : nullptr;
+    source.block_n = 1;
+    source.global_scale = 1;
+    source.bias = bias_ ? rows.bias.data() : nullptr;
+    source.panel_step = m_.halves;
+    char error[QM_ERROR_SIZE];
+    const int64_t panel = first / m_.row.rows * m_.halves + half;
+    if (qm_pack_panels(&source, row + panel * m_.row.panel_bytes, 1, nullptr, nullptr, error))
+      throw std::runtime_error(error);
+  }
+
+ private:
+  static constexpr int64_t kRows = 256;  // a multiple of every panel's rows
+
+  static void unpack(const uint8_t* from, int64_t count, bool four, uint8_t* to) {
+    if (!four) {
+      std::memcpy(to, from, static_cast<size_t>(count));
+      return;
+    }
+    for (int64_t i = 0; i + 1 < count; i += 2) {
+      to[i] = from[i / 2] & 15;
+      to[i + 1] = from[i / 2] >> 4;
+    }
+    if (count % 2) to[count - 1] = from[count / 2] & 15;
+  }
+
+  const Matrix& m_;
+  const uint8_t* codes_;
+  const char* scales_;
+  const uint8_t* zeros_;
+  const void* bias_;
+};
+
+}  // namespace
+
+std::string value_name(const GraphApi& api, const OrtValueInfo* value) {
+  const char* name = "";
+  if (value) api.check(api.GetValueInfoName(value, &name));
+  return name;
+}
+
+std::string node_name(const GraphApi& api, const OrtNode* node) {
+  const char *name = "", *type = "";
+  api.check(api.Node_GetName(node, &name));
+  api.check(api.Node_GetOperatorType(node, &type));
+  return *name ? name : type;
+}
+
+std::vector<const OrtValueInfo*> node_inputs(const GraphApi& api, const OrtNode* node) {
+  size_t count = 0;
+  api.check(api.Node_GetNumInputs(node, &count));
+  std::vector<const OrtValueInfo*> inputs(count);
+  api.check(api.Node_GetInputs(node, inputs.data(), count));
+  return inputs;
+}
+
+bool is_candidate(const GraphApi& api, const OrtNode* node) {
+  const char *domain = "", *type = "";
+  api.check(api.Node_GetDomain(node, &domain));
+  api.check(api.Node_GetOperatorType(node, &type));
+  return !std::strcmp(domain, "com.microsoft") && (!std::strcmp(type, "QMoE") || !std::strcmp(type, "MatMulNBits"));
+}
+
+Claim read_claim(const GraphApi& api, const OrtNode* node, Activations activations) {
+  const Reader reader(api, node);
+  const char* type = "";
+  api.check(api.Node_GetOperatorType(node, &type));
+  Claim claim;
+  claim.node = node_name(api, node);
+  claim.type = type_of(reader);
+  (std::strcmp(type, "QMoE") ? read_linear : read_moe)(reader, activations, claim);
+  return claim;
+}
+
+std::string identity_of(const GraphApi& api, const Matrix& m, const std::filesystem::path& folder) {
+  Blake3 sum;
+  const auto add = [&](const std::string& text) { sum.update(text.data(), text.size()); };
+  const qm_projection& p = m.projection;
+  add("panels 1");
+  for (const int64_t number : {int64_t{p.format}, int64_t{p.group_size}, int64_t{p.scale_type}, m.experts, m.n, m.k,
+                               int64_t{m.halves}, int64_t{m.interleaved}})
+    add(" " + std::to_string(number));
+  for (const Constant* tensor : {&m.codes, &m.scales, &m.zero_points, &m.bias}) {
+    add("\n");
+    if (!*tensor) continue;
+    const std::string file = file_identity(api, *tensor, folder);
+    add(file);
+    if (!file.empty()) continue;
+    Blake3 bytes;
+    bytes.update(data_of(api, *tensor, bytes_of(*tensor)), bytes_of(*tensor));
+    add("bytes " + bytes.hex());
+  }
+  return sum.hex();
+}
+
+void pack_matrix(const GraphApi& api, const Matrix& m, const Put& put) {
+  constexpr int64_t kAtOnce = 64 << 20;  // bytes
+  const Packer packer(api, m);
+  const int64_t experts = std::clamp<int64_t>(kAtOnce / m.row.row_bytes, 1, m.experts);
+  std::vector<char> rows(static_cast<size_t>(experts * m.row.row_bytes));
+  for (int64_t first = 0; first < m.experts; first += experts) {
+    const int64_t count = std::min(experts, m.experts - first);
+    std::fill(rows.begin(), rows.end(), '\0');
+    std::atomic<bool> failed{false};  // of memory: nothing may be thrown through another thread
+    parallel(qm_cpus(0, ""), qm_parallel_threads, nullptr, count * packer.chunks(), [&](int, int64_t task) {
+      try {
+        packer.pack(first + task / packer.chunks(), task % packer.chunks(),
+                    rows.data() + task / packer.chunks() * m.row.row_bytes);
+      } catch (const std::exception&) {
+        failed = true;
+      }
+    });
+    if (failed) throw std::runtime_error("quantmoe: no memory for packing weights");
+    put(rows.data(), static_cast<size_t>(count * m.row.row_bytes));
+  }
+}
+
+}  // namespace quantmoe

@@ -1,0 +1,70 @@
+// com.microsoft's QMoE and MatMulNBits as calls of the core: which nodes it computes, and their weights as panels.
+#pragma once
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "packed_file.h"
+#include "provider_api.h"
+#include "quantmoe/quant_moe.h"
+
+namespace quantmoe {
+
+// What activations are rounded to: what a node's accuracy_level says, nothing, or int8.
+enum class Activations { kAuto, kFloat, kInt8 };
+
+// Why a node stays with ONNX Runtime.
+struct Unclaimed : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// An input that is an initializer, or absent.
+struct Constant {
+  const OrtValueInfo* info = nullptr;
+  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+  Shape shape;
+  explicit operator bool() const { return info; }
+};
+
+// A weight [rows, k] of each expert, which a packed tensor is made of. Gate and up are one: `halves` 2.
+struct Matrix {
+  Constant codes, scales, zero_points, bias;
+  qm_projection projection{};
+  int64_t experts = 1, n = 0, k = 0;  // n: of one half
+  int halves = 1;
+  bool interleaved = false;  // gate's and up's rows alternate
+  int64_t code_row = 0;      // bytes of a row of codes
+  qm_panel_row row{};        // of an expert
+  size_t bytes() const { return static_cast<size_t>(experts * row.row_bytes); }
+};
+
+// A node that the core computes.
+struct Claim {
+  std::string node;
+  bool moe = false;
+  qm_type type = QM_F32;
+  qm_moe experts{};
+  qm_linear linear{};
+  int64_t top_k = 0;
+  bool normalize = false;           // router_weights that are selected are divided by their sum
+  std::vector<Matrix> weights;      // w13 and w2, or w
+  std::vector<std::string> inputs;  // names of those of a run: x; router_probs, router_weights ("": none)
+};
+
+// Whether a node is of one of the two operators.
+bool is_candidate(const GraphApi& api, const OrtNode* node);
+// Reads a candidate. Throws Unclaimed.
+Claim read_claim(const GraphApi& api, const OrtNode* node, Activations activations);
+
+// Which weights a matrix is: where its tensors lie in which file of which time, of those in the model's file or in
+// memory their bytes. 64 hexadecimal digits.
+std::string identity_of(const GraphApi& api, const Matrix& matrix, const std::filesystem::path& folder);
+// Packs all experts.
+void pack_matrix(const GraphApi& api, const Matrix& matrix, const Put& put);
+
+std::string node_name(const GraphApi& api, const OrtNode* node);
+std::vector<const OrtValueInfo*> node_inputs(const GraphApi& api, const OrtNode* node);
+std::string value_name(const GraphApi& api, const OrtValueInfo* value);  // "": an input that is left out
+
+}  // namespace quantmoe

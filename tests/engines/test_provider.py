@@ -1,0 +1,501 @@
+"""The execution provider for com.microsoft's QMoE and MatMulNBits, beside ONNX Runtime's own kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from bounds import check, check_linear
+from cases import Case
+from specs import projection
+
+from quantmoe import ort_ext
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.matrix import QuantizedMatrix
+
+NEW_ENOUGH = tuple(map(int, ort.__version__.split(".")[:2])) >= ort_ext.OLDEST_PROVIDER
+needs_provider = pytest.mark.skipif(not NEW_ENOUGH, reason=f"onnxruntime {ort.__version__} has no plug-in interface")
+#: float32 on both sides, sums in another order, as tests/export/test_target_ort.py
+BOUND = 2e-5
+#: Half a step of 1/127 of a row's or block's largest is 0.4 % of it, in each of a layer's products, on both sides.
+ROUNDED = 0.05
+
+
+def value(name: str, array: np.ndarray) -> ir.Value:
+    dtype = ir.DataType.from_numpy(array.dtype)
+    return ir.Value(
+        name=name,
+        type=ir.TensorType(dtype),
+        shape=ir.Shape(array.shape),
+        const_value=ir.tensor(np.ascontiguousarray(array), name=name),
+    )
+
+
+def model(
+    op: str,
+    given: dict[str, tuple[type, int]],
+    weights: list[np.ndarray | str | None],
+    attributes: dict[str, Any],
+    size: int,
+) -> ir.Model:
+    """One node; weights: its inputs, those of a run by name. The output y has `size` columns."""
+    inputs = {
+        name: ir.Value(
+            name=name, type=ir.TensorType(ir.DataType.from_numpy(np.dtype(t))), shape=ir.Shape(["n", columns])
+        )
+        for name, (t, columns) in given.items()
+    }
+    values = [
+        inputs[w] if isinstance(w, str) else None if w is None else value(f"w{i}", w) for i, w in enumerate(weights)
+    ]
+    node = ir.node(op, values, attributes, domain="com.microsoft", name="the node")
+    y = node.outputs[0]
+    y.name, y.type, y.shape = "y", next(iter(inputs.values())).type, ir.Shape(["n", size])
+    constants = [v for v in values if v is not None and v.const_value is not None]
+    opsets = {"": 20, "com.microsoft": 1}
+    graph = ir.Graph(list(inputs.values()), [y], nodes=[node], initializers=constants, opset_imports=opsets, name="g")
+    return ir.Model(graph, ir_version=10)
+
+
+def packed(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes [.., k] as bytes, the first of two low."""
+    if bits == 8:
+        return codes
+    codes = np.concatenate([codes, np.zeros((*codes.shape[:-1], codes.shape[-1] % 2), np.uint8)], -1)
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def linear(m: QuantizedMatrix, dtype: type, **attributes: Any) -> ir.Model:
+    bits = 4 if m.kind == "int4" else 8
+    (n, k), g = m.shape, m.group_size
+    codes = np.pad(m.codes, ((0, 0), (0, -k % g)))
+    weights = [
+        "x",
+        packed(codes.reshape(n, -1, g), bits),
+        m.scales.astype(dtype),
+        None if m.zero_points is None else packed(m.zero_points, bits),
+        None,
+        None if m.bias is None else m.bias.astype(dtype),
+    ]
+    attributes = {"K": k, "N": n, "bits": bits, "block_size": g} | attributes
+    return model("MatMulNBits", {"x": (dtype, k)}, weights, attributes, n)
+
+
+def moe(case: Case, experts: list[Expert], dtype: type, weighted: bool = False, **attributes: Any) -> ir.Model:
+    """QMoE with inputs x, probs and, where `weighted`, factors."""
+    bits, fusion = 4 if case.weights[0] == "int4" else 8, attributes.get("swiglu_fusion", 1)
+
+    def fc1(field: str) -> np.ndarray | None:
+        rows = []
+        for e in experts:
+            halves = [getattr(m, field) for m in (e.gate, e.up) if m is not None]
+            if halves[0] is None:
+                return None
+            both = np.stack(halves, 1 if fusion == 1 else 0)
+            rows.append(both.reshape(-1, *halves[0].shape[1:]))
+        return np.stack(rows)
+
+    def fc2(field: str) -> np.ndarray | None:
+        found = [getattr(e.down, field) for e in experts]
+        return None if found[0] is None else np.stack(found)
+
+    def inputs(of: Any) -> tuple[list[np.ndarray | str | None], np.ndarray | None]:
+        scales, bias, zeros = of("scales").astype(dtype), of("bias"), of("zero_points")
+        scales = scales[..., 0] if case.group_size == -1 else scales
+        bias = None if bias is None else bias.astype(dtype)
+        return [packed(of("codes"), bits), scales, bias], None if zeros is None else packed(zeros, bits)
+
+    (first, first_zeros), (second, second_zeros) = inputs(fc1), inputs(fc2)
+    weights = ["x", "probs", *first, *second, None, None, None, first_zeros, second_zeros, None]
+    given = {"x": (dtype, case.hidden), "probs": (dtype, case.experts)}
+    if weighted:
+        weights.append("factors")
+        given["factors"] = (dtype, case.experts)
+    own: dict[str, Any] = {
+        "k": case.top_k,
+        "expert_weight_bits": bits,
+        "swiglu_fusion": 1,
+        "normalize_routing_weights": 1,
+        "weights_prepacked": 0,
+        "activation_type": "swiglu" if case.gated else {"gelu_tanh": "gelu"}.get(case.activation, case.activation),
+    }
+    if case.group_size != -1:
+        own["block_size"] = case.group_size
+    if case.activation == "swiglu_oai":
+        own |= {"activation_alpha": 1.702, "activation_beta": 1.0, "swiglu_limit": 7.0}
+    return model("QMoE", given, weights, own | attributes, case.hidden)
+
+
+def session(source: Path | ir.Model, provider: bool = True, severity: int = 3, **options: str) -> ort.InferenceSession:
+    own = ort.SessionOptions()
+    own.intra_op_num_threads, own.log_severity_level = 2, severity
+    if provider:
+        own.add_provider_for_devices(ort_ext.provider_devices(), options)
+    given = source if isinstance(source, Path) else ir.to_proto(source).SerializeToString()
+    return ort.InferenceSession(given, own)
+
+
+def run(of: ort.InferenceSession, **given: np.ndarray) -> np.ndarray:
+    (y,) = of.run(None, given)
+    return y
+
+
+def said(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    return re.findall(r"quantmoe: (.*?)(?:\x1b|$)", capfd.readouterr().err, re.M)
+
+
+def is_claimed(source: Path | ir.Model, capfd: pytest.CaptureFixture[str], **options: str) -> bool:
+    capfd.readouterr()
+    session(source, severity=1, **options)
+    return any(line.startswith("1 nodes of QMoE and MatMulNBits are computed here, 0") for line in said(capfd))
+
+
+def error(found: np.ndarray, want: np.ndarray) -> float:
+    return float(np.abs(found.astype(np.float64) - want).max() / np.abs(want).max())
+
+
+CASE = Case(weights=("int4", "f32", False), activation_format="none", bias=True, hidden=64, intermediate=96)
+
+
+@needs_provider
+@pytest.mark.parametrize("accuracy_level", [0, 4])
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "group", "n", "k"),
+    [
+        ("int4", 32, 300, 416),
+        ("int4", 64, 7, 200),
+        ("int4", 128, 40, 128),
+        ("int4", 16, 33, 48),
+        ("int8", 32, 300, 160),
+    ],
+)
+def test_a_linear(capfd, kind, group, n, k, zero_points, accuracy_level):
+    """More rows than are packed at once, rows and columns that fill no panel or block, one block."""
+    m = Case(weights=(kind, "f32", zero_points), group_size=group, bias=True).matrix(np.random.default_rng(0), n, k)
+    source = linear(m, np.float32, accuracy_level=accuracy_level)
+    assert is_claimed(source, capfd)
+    ours, theirs = session(source), session(source, provider=False)
+    p = projection(kind, group, "f32", "int8_token" if accuracy_level else "none", zero_points=int(zero_points), bias=1)
+    for tokens in (1, 3, 17):
+        x = np.random.default_rng(tokens).standard_normal((tokens, k)).astype(np.float32)
+        found = run(ours, x=x)
+        check_linear(x, m, p, found)
+        assert error(found, run(theirs, x=x)) < (ROUNDED if accuracy_level else BOUND)
+    assert run(ours, x=np.zeros((0, k), np.float32)).shape == (0, n)
+
+
+@needs_provider
+def test_a_linear_of_float16(capfd):
+    m = Case(weights=("int4", "f16", True), group_size=32).matrix(np.random.default_rng(0), 40, 96)
+    source = linear(m, np.float16)
+    assert is_claimed(source, capfd)
+    x = np.random.default_rng(1).standard_normal((5, 96)).astype(np.float16)
+    found = run(session(source), x=x)
+    want = x.astype(np.float64) @ m.dequantize().astype(np.float64).T
+    np.testing.assert_allclose(found, want, rtol=2**-11 * 1.01, atol=BOUND)  # one rounding to float16
+
+
+@needs_provider
+@pytest.mark.parametrize("activations", ["float", "int8"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(bias=True),
+        Case(weights=("int4", "f32", True), activation="swiglu_oai", bias=True),
+        Case(weights=("int8", "f32", False), intermediate=64),
+        Case(weights=("int8", "f32", True), experts=5, top_k=5),
+        Case(group_size=-1, activation="swiglu_oai"),
+        Case(gated=False, bias=True),
+        Case(gated=False, activation="gelu_tanh"),
+        Case(hidden=512, intermediate=544, experts=2, top_k=1),
+    ],
+    ids=lambda case: f"{case.weights[0]}-{case.activation}-{case.hidden}x{case.experts}",
+)
+def test_a_layer(capfd, case, activations):
+    """Byte for byte what our operator gives for panels that Python packed."""
+    kind, scales = case.weights[0], "f32"
+    case = Case(**vars(case) | {"weights": (kind, scales, case.weights[2]),
+                                "activation_format": "none" if activations == "float" else "int8_token"})  # fmt: skip
+    layer = case.build()
+    for fusion in (1, 2) if case.gated else (0,):
+        source = moe(case, layer.experts, np.float32, True, swiglu_fusion=fusion, normalize_routing_weights=0)
+        assert is_claimed(source, capfd, activations=activations)
+        ours = session(source, activations=activations)
+        for tokens in (1, 5, 33):
+            x, ids, weights = case.tokens(tokens)
+            probs, factors = np.zeros((2, tokens, case.experts), np.float32)
+            # as an export has it: what is not selected is far below
+            np.put_along_axis(probs, ids, 1 + np.arange(case.top_k, dtype=np.float32)[::-1], 1)
+            np.put_along_axis(factors, ids, weights, 1)
+            found = run(ours, x=x, probs=probs, factors=factors)
+            check(layer, (x, ids, weights), found)
+            np.testing.assert_array_equal(found, layer.native()(x, ids, weights))
+
+
+@needs_provider
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("accuracy_level", [0, 4])
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+def test_a_layer_beside_onnxruntime(capfd, activation, accuracy_level, dtype):
+    case = Case(**vars(CASE) | {"activation": activation, "weights": ("int4", "f16", True), "bias": False})
+    experts = [case.expert(np.random.default_rng(e)) for e in range(case.experts)]
+    source = moe(case, experts, dtype, accuracy_level=accuracy_level)
+    assert is_claimed(source, capfd)
+    ours, theirs = session(source), session(source, provider=False)
+    for tokens in (1, 7, 65):
+        rng = np.random.default_rng(tokens)
+        x = rng.standard_normal((tokens, case.hidden)).astype(dtype)
+        probs = rng.standard_normal((tokens, case.experts)).astype(dtype)
+        bound = ROUNDED if accuracy_level else BOUND if dtype == np.float32 else 2**-10
+        assert error(run(ours, x=x, probs=probs), run(theirs, x=x, probs=probs).astype(np.float64)) < bound
+
+
+@needs_provider
+@pytest.mark.parametrize("normalize", [0, 1])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_routing_is_onnxruntimes(weighted, normalize):
+    """Equal scores, weights that are negative or nothing, scores of -10,000."""
+    experts = [CASE.expert(np.random.default_rng(e)) for e in range(CASE.experts)]
+    source = moe(CASE, experts, np.float32, weighted, normalize_routing_weights=normalize)
+    ours, theirs = session(source), session(source, provider=False)
+    probs = np.array([[0, 0, 0, 0], [1, 2, 2, 1], [3, -1e4, -1e4, -1e4], [-1, -2, -3, 5]], np.float32)
+    factors = np.array([[1, 2, 3, 4], [0.5, -1, 2, 1], [1, 0, 0, 0], [-1, 1, 1, -1]], np.float32)
+    given = {"x": np.random.default_rng(0).standard_normal((4, CASE.hidden)).astype(np.float32), "probs": probs}
+    given |= {"factors": factors} if weighted else {}
+    found, want = run(ours, **given), run(theirs, **given)
+    np.testing.assert_allclose(found, want, rtol=0, atol=BOUND * np.abs(want).max())
+    assert np.isnan(run(ours, **given | {"probs": probs * np.float32("nan")})).all()
+
+
+MATRIX = Case(weights=("int4", "f32", False), group_size=32).matrix(np.random.default_rng(0), 24, 64)
+
+
+def with_input(source: ir.Model, index: int, array: np.ndarray) -> ir.Model:
+    node, own = source.graph.node("the node"), value("other", array)
+    source.graph.register_initializer(own)
+    if index >= len(node.inputs):
+        node.resize_inputs(index + 1)
+    node.replace_input_with(index, own)
+    return source
+
+
+@needs_provider
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: with_input(linear(MATRIX, np.float32), 3, np.full((24, 2), 8, np.float32)), "zero_points has a type"),
+        (lambda: with_input(linear(MATRIX, np.float32), 4, np.repeat(np.int32([0, 1]), 32)), "it has g_idx"),
+        (
+            lambda: moe(CASE, EXPERTS, np.float32, activation_beta=0.5, activation_alpha=1.0),
+            "expected beta 1, or alpha 1",
+        ),
+        (lambda: moe(CASE, EXPERTS, np.float32, swiglu_limit=5.0), "beta 0 and no limit"),
+    ],
+)
+def test_what_stays_with_onnxruntime(capfd, make, why):
+    source = make()
+    ours = session(source, severity=0)
+    lines = said(capfd)
+    assert any("the node stays with ONNX Runtime: " in line and why in line for line in lines), lines
+    x = {i.name: np.random.default_rng(0).random((3, i.shape[1]), np.float32) for i in ours.get_inputs()}
+    np.testing.assert_array_equal(run(ours, **x), run(session(source, provider=False), **x))
+
+
+EXPERTS = [CASE.expert(np.random.default_rng(e)) for e in range(CASE.experts)]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A layer, its weights in a data file."""
+    path = tmp_path / "model.onnx"
+    ir.save(moe(CASE, EXPERTS, np.float32), path, external_data="model.onnx.data")
+    return path
+
+
+def outputs(of: ort.InferenceSession) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    given = {i.name: rng.standard_normal((6, i.shape[1])).astype(np.float32) for i in of.get_inputs()}
+    return run(of, **given)
+
+
+def identity(cache: Path) -> tuple[int, int]:
+    found = cache.stat()
+    return found.st_ino, found.st_mtime_ns
+
+
+@needs_provider
+def test_the_cache_is_written_once(saved):
+    cache = saved.with_name("model.onnx.quantmoe")
+    want = outputs(session(saved, cache="off"))
+    assert not cache.exists()
+    np.testing.assert_array_equal(outputs(session(saved)), want)
+    written = identity(cache)
+    for options in ({}, {"verify": "1"}, {"activations": "int8"}):  # whose panels are the same
+        found = outputs(session(saved, **options))
+        assert "activations" in options or np.array_equal(found, want)
+        assert identity(cache) == written
+    assert sorted(p.name for p in saved.parent.iterdir()) == ["model.onnx", "model.onnx.data", cache.name]
+    elsewhere = saved.parent / "cache of this"
+    session(saved, cache=str(elsewhere))
+    assert elsewhere.read_bytes() == cache.read_bytes()
+
+
+@needs_provider
+def test_a_model_without_a_path_has_no_cache(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    session(moe(CASE, EXPERTS, np.float32), severity=1)
+    assert "weights are packed into memory: the model has no path" in said(capfd)
+    assert not list(tmp_path.iterdir())
+
+
+def flip(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@needs_provider
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda data: b"", "it is empty|it has no header|cannot"),
+        (lambda data: data[:50], "it has no header"),
+        (lambda data: flip(data, 0), "it is no file of packed weights"),
+        (lambda data: flip(data, 16), "it has version 0, expected 1"),
+        (lambda data: data[:-1], "it has .* bytes, expected"),
+        (lambda data: flip(data, 20), "its table is cut off|its header is damaged"),
+        (lambda data: data[:20] + b"\xff\xff\xff\xff" + data[24:], "its table is cut off"),
+        (lambda data: flip(data, 40), "its header is damaged"),
+        (lambda data: flip(data, 100), "its header is damaged"),
+        (lambda data: flip(data, 4096), "its weights are damaged"),  # of the first tensor's first line
+    ],
+)
+def test_a_damaged_cache_is_written_anew(saved, capfd, damage, why):
+    want, cache = outputs(session(saved)), saved.with_name("model.onnx.quantmoe")
+    whole = cache.read_bytes()
+    cache.write_bytes(damage(whole))
+    assert cache.read_bytes() != whole
+    capfd.readouterr()
+    np.testing.assert_array_equal(outputs(session(saved, severity=1)), want)
+    assert any(re.search(f"model.onnx.quantmoe is written anew: ({why})", line) for line in said(capfd))
+    assert cache.read_bytes() == whole
+
+
+@needs_provider
+def test_verify_finds_a_byte_between_samples(saved, capfd):
+    want, cache = outputs(session(saved)), saved.with_name("model.onnx.quantmoe")
+    whole = cache.read_bytes()
+    cache.write_bytes(flip(whole, 4096 + 64))
+    assert not np.array_equal(outputs(session(saved)), want)
+    np.testing.assert_array_equal(outputs(session(saved, verify="1", severity=1)), want)
+    assert any(line.endswith("its weights are damaged") for line in said(capfd))
+    assert cache.read_bytes() == whole
+
+
+@needs_provider
+@pytest.mark.parametrize("external", [True, False])
+def test_a_stale_cache_is_written_anew(tmp_path, capfd, external):
+    path = tmp_path / "model.onnx"
+    for seed in (0, 1):
+        experts = [CASE.expert(np.random.default_rng(e + 10 * seed)) for e in range(CASE.experts)]
+        source = moe(CASE, experts, np.float32)
+        ir.save(source, path, external_data="model.onnx.data" if external else None)
+        capfd.readouterr()
+        found = outputs(session(path, severity=1))
+        assert seed == 0 or any(line.endswith("is written anew: it is of other weights") for line in said(capfd))
+        np.testing.assert_array_equal(found, outputs(session(source)))
+    written = identity(tmp_path / "model.onnx.quantmoe")
+    if external:
+        os.utime(tmp_path / "model.onnx.data", ns=(0, 0))
+        outputs(session(path))
+        assert identity(tmp_path / "model.onnx.quantmoe") != written
+
+
+@needs_provider
+def test_a_folder_that_cannot_be_written(saved, capfd):
+    """Root may write everywhere, but not where a folder stands."""
+    saved.with_name("model.onnx.quantmoe").mkdir()
+    want = outputs(session(saved, cache="off"))
+    capfd.readouterr()
+    np.testing.assert_array_equal(outputs(session(saved, severity=2)), want)
+    lines = said(capfd)
+    assert len(lines) == 1
+    assert "model.onnx.quantmoe cannot be written, weights are packed into memory each time: " in lines[0]
+    assert sorted(p.name for p in saved.parent.iterdir()) == ["model.onnx", "model.onnx.data", "model.onnx.quantmoe"]
+    session(saved, severity=2, cache=str(saved.parent / "missing" / "cache"))
+    assert "No such file" in said(capfd)[0]
+
+
+@needs_provider
+def test_two_sessions_at_once(saved):
+    ort_ext.provider_devices()
+    want = outputs(session(saved, cache="off"))
+    found: list[np.ndarray] = []
+    threads = [threading.Thread(target=lambda: found.append(outputs(session(saved)))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert all(np.array_equal(each, want) for each in found)
+    assert len(list(saved.parent.iterdir())) == 3  # nothing is left behind
+
+
+@needs_provider
+@pytest.mark.parametrize(("option", "expected"), [("activations", "auto, float or int8"), ("verify", "0 or 1")])
+def test_options_are_checked(saved, option, expected):
+    with pytest.raises(Exception, match=f'quantmoe: provider option {option} is "2", expected {expected}'):
+        session(saved, **{option: "2"})
+
+
+@needs_provider
+def test_inputs_of_a_run_are_checked(saved):
+    ours, x = session(saved), np.zeros((3, CASE.hidden), np.float32)
+    with pytest.raises(Exception, match=r"the node: router_probs has shape \[2, 4\], expected \[3, 4\]"):
+        run(ours, x=x, probs=np.zeros((2, CASE.experts), np.float32))
+
+
+class Api(ctypes.Structure):
+    _fields_ = (("create_status", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)),)
+
+
+class ApiBase(ctypes.Structure):
+    _fields_ = (
+        ("get_api", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)),
+        ("version", ctypes.CFUNCTYPE(ctypes.c_void_p)),
+    )
+
+
+def test_an_older_onnxruntime_is_told():
+    """As 1.23 calls the library: it has no API 24."""
+    messages: list[bytes] = []
+
+    def create_status(code: int, message: bytes) -> int:
+        messages.append(message)
+        return 1
+
+    version = ctypes.create_string_buffer(b"1.23.2")
+    api = Api(Api._fields_[0][1](create_status))
+    base = ApiBase(
+        ApiBase._fields_[0][1](lambda version: ctypes.addressof(api) if version < 24 else None),
+        ApiBase._fields_[1][1](lambda: ctypes.addressof(version)),
+    )
+    create = ctypes.CDLL(ort_ext.library_path()).CreateEpFactories
+    create.restype, count = ctypes.c_void_p, ctypes.c_size_t(7)
+    room = (ctypes.c_void_p * 4)()
+    assert create(b"QuantMoE", ctypes.byref(base), None, room, ctypes.c_size_t(4), ctypes.byref(count)) == 1
+    assert messages == [b"quantmoe's execution provider needs ONNX Runtime 1.24 or newer, found 1.23.2"]
+    assert count.value == 0
+
+
+def test_an_older_onnxruntime_is_told_in_python(monkeypatch):
+    monkeypatch.setattr(ort, "__version__", "1.23.2")
+    with pytest.raises(ImportError, match=r"the execution provider needs onnxruntime 1\.24, found 1\.23\.2"):
+        ort_ext.provider_devices()
