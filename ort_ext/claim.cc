@@ -126,7 +126,7 @@ qm_projection projection_of(int64_t bits, int64_t group, ONNXTensorElementDataTy
   p.scale_type = scales == kFloat ? k_scale_type_f32 : k_scale_type_f16;
   p.zero_points = zero_points;
   p.bias = bias;
-  p.activation_format = int8 ? k_activation_format_int8_token : k_activation_format_none;
+  p.activation_format = int8 ? k_activation_format_int8_token_asym : k_activation_format_none;
   p.layout = k_layout_cpu_panel;
   p.layout_version = 1;
   return p;

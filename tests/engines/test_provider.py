@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,6 @@ def moe(case: Case, experts: list[Expert], dtype: type, weighted: bool = False, 
         "expert_weight_bits": bits,
         "swiglu_fusion": 1,
         "normalize_routing_weights": 1,
-        "weights_prepacked": 0,
         "activation_type": "swiglu" if case.gated else {"gelu_tanh": "gelu"}.get(case.activation, case.activation),
     }
     if case.group_size != -1:
@@ -140,7 +140,7 @@ def session(source: Path | ir.Model, provider: bool = True, severity: int = 3, *
     if provider:
         own.add_provider_for_devices(ort_ext.provider_devices(), options)
     given = source if isinstance(source, Path) else ir.to_proto(source).SerializeToString()
-    return ort.InferenceSession(given, own)
+    return ort.InferenceSession(given, own, enable_fallback=0)
 
 
 def run(of: ort.InferenceSession, **given: np.ndarray) -> np.ndarray:
@@ -184,7 +184,9 @@ def test_a_linear(capfd, kind, group, n, k, zero_points, accuracy_level):
     source = linear(m, np.float32, accuracy_level=accuracy_level)
     assert is_claimed(source, capfd)
     ours, theirs = session(source), session(source, provider=False)
-    p = projection(kind, group, "f32", "int8_token" if accuracy_level else "none", zero_points=int(zero_points), bias=1)
+    p = projection(
+        kind, group, "f32", "int8_token_asym" if accuracy_level else "none", zero_points=int(zero_points), bias=1
+    )
     for tokens in (1, 3, 17):
         x = np.random.default_rng(tokens).standard_normal((tokens, k)).astype(np.float32)
         found = run(ours, x=x)
@@ -222,9 +224,9 @@ def test_a_linear_of_float16(capfd):
 )
 def test_a_layer(capfd, case, activations):
     """Byte for byte what our operator gives for panels that Python packed."""
-    kind, scales = case.weights[0], "f32"
-    case = Case(**vars(case) | {"weights": (kind, scales, case.weights[2]),
-                                "activation_format": "none" if activations == "float" else "int8_token"})  # fmt: skip
+    rounded = "none" if activations == "float" else "int8_token_asym"
+    kind, _, zero_points = case.weights
+    case = replace(case, weights=(kind, "f32", zero_points), activation_format=rounded)
     layer = case.build()
     for fusion in (1, 2) if case.gated else (0,):
         source = moe(case, layer.experts, np.float32, True, swiglu_fusion=fusion, normalize_routing_weights=0)
@@ -246,9 +248,11 @@ def test_a_layer(capfd, case, activations):
 @pytest.mark.parametrize("accuracy_level", [0, 4])
 @pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
 def test_a_layer_beside_onnxruntime(capfd, activation, accuracy_level, dtype):
-    case = Case(**vars(CASE) | {"activation": activation, "weights": ("int4", "f16", True), "bias": False})
+    case = replace(CASE, activation=activation, weights=("int4", "f16", True), bias=False)
     experts = [case.expert(np.random.default_rng(e)) for e in range(case.experts)]
-    source = moe(case, experts, dtype, accuracy_level=accuracy_level)
+    if accuracy_level and tuple(map(int, ort.__version__.split(".")[:2])) < ort_ext.OLDEST_ACCURACY:
+        pytest.skip("this onnxruntime's QMoE has no accuracy_level")
+    source = moe(case, experts, dtype, **{"accuracy_level": accuracy_level} if accuracy_level else {})
     assert is_claimed(source, capfd)
     ours, theirs = session(source), session(source, provider=False)
     for tokens in (1, 7, 65):
@@ -386,6 +390,18 @@ def test_a_damaged_cache_is_written_anew(saved, capfd, damage, why):
     np.testing.assert_array_equal(outputs(session(saved, severity=1)), want)
     assert any(re.search(f"model.onnx.quantmoe is written anew: ({why})", line) for line in said(capfd))
     assert cache.read_bytes() == whole
+
+
+@needs_provider
+def test_a_flipped_bit_anywhere_before_the_weights(saved):
+    """Magic, version, table, sums: the whole file comes back, and never an error or another result."""
+    want, cache = outputs(session(saved)), saved.with_name("model.onnx.quantmoe")
+    whole = cache.read_bytes()
+    table = len(whole[:4096].rstrip(b"\0"))
+    for at in range(0, table, 5):
+        cache.write_bytes(flip(whole, at))
+        np.testing.assert_array_equal(outputs(session(saved)), want)
+        assert cache.read_bytes() == whole, at
 
 
 @needs_provider
