@@ -50,6 +50,7 @@ from quantmoe.exporter.graph.passes.divided_norms import divide_by_roots
 from quantmoe.exporter.graph.passes.interface import set_cache_type, set_state_type
 from quantmoe.exporter.graph.passes.norms import plain_norms
 from quantmoe.exporter.graph.passes.repeat import RepeatError, repeat_layers
+from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
 from quantmoe.exporter.graph.passes.routers import replace_routers
 from quantmoe.exporter.graph.passes.rows import Rows, attach, widen_tables
 from quantmoe.exporter.graph.passes.shared import attach as attach_shared
@@ -304,6 +305,7 @@ def _trace(skeleton: Skeleton, target: str) -> ir.Model:
     else:
         divide_by_roots(graph)
         add_norms(graph)
+    drop_repeated_reshapes(graph)
     for value in hidden:
         graph.graph.inputs.remove(value)
     graph.meta["placeholders"] = hidden

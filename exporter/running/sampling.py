@@ -100,7 +100,10 @@ def folder_sampling(
     config = read_object(path)
     numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     asked: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
-    if temperature == 0 or not (asked or config.get("do_sample")):
+    if temperature == 0:
+        Sampling(**{**asked, "temperature": 1.0})  # what is asked for beside it is checked all the same
+        return None
+    if not (asked or config.get("do_sample")):
         return None
     try:
         found = Sampling(**{name: config[name] for name in numbers if config.get(name) is not None})

@@ -315,6 +315,7 @@ def test_command_line(talking: Path, exported) -> None:
         (("--ids", "5", "--stop", "x"), 2, "--raw and --stop are of text"),
         (("--ids", "5", "--chat"), 2, "give either --prompt or --ids, or --chat"),
         (("--prompt", "a", "--top-p", 2), 1, "top_p is 2.0, expected a number above 0, at most 1"),
+        (("--prompt", "a", "--temperature", 0, "--top-p", 2), 1, "top_p is 2.0, expected a number above 0, at most 1"),
         (("--prompt", "a", "--device", "cuda"), 1, "this onnxruntime has no CUDA provider; pip uninstall onnxruntime"),
         (("--prompt", b"\xff"), 2, "expected text in UTF-8"),
     ):

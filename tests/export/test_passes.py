@@ -25,6 +25,7 @@ from quantmoe.exporter.graph.passes.last_logits import keep_last_logits, output_
 from quantmoe.exporter.graph.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.graph.passes.norms import RMSNorm, plain_norms
 from quantmoe.exporter.graph.passes.repeat import RepeatError, repeat_layers
+from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
 from quantmoe.exporter.graph.passes.weights import Weight, place_weights
 
 RNG = np.random.default_rng(0)
@@ -50,6 +51,26 @@ def ops(model: ir.Model) -> list[str]:
 
 def run(model: ir.Model, **inputs: np.ndarray) -> np.ndarray:
     return ReferenceEvaluator(ir.to_proto(model)).run(None, inputs)[0]
+
+
+def test_a_reshape_to_the_shape_that_is_there_is_left_out() -> None:
+    model = parsed("""g (float[2, 3, 4] x, float[6, 4] u) => (float[2, 12] y, float[6, 4] z, float[6, 4] w) {
+        rows = Constant <value = int64[2] {-1, 4}> ()
+        other = Constant <value = int64[2] {2, 12}> ()
+        a = Reshape (x, rows)
+        b = Reshape (a, rows)
+        c = Reshape (b, rows)
+        y = Reshape (c, other)
+        d = Mul (c, u)
+        z = Reshape (d, rows)
+        w = Reshape (z, rows)
+    }""")
+    inputs = {"x": RNG.random((2, 3, 4), np.float32), "u": RNG.random((6, 4), np.float32)}
+    before = ReferenceEvaluator(ir.to_proto(model)).run(None, inputs)
+    drop_repeated_reshapes(model)
+    assert ops(model) == ["Constant", "Constant", "Reshape", "Reshape", "Mul", "Reshape", "Reshape"]  # w is an output
+    for found, expected in zip(ReferenceEvaluator(ir.to_proto(model)).run(None, inputs), before, strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_defaults_are_left_out() -> None:
