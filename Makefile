@@ -133,11 +133,11 @@ fuzz: build
 	cmake --build build/fuzz --parallel $(JOBS)
 	tests/fuzz/run.sh build/fuzz/tests/fuzz $(FUZZ_SECONDS) $(FUZZ_SEED)
 
-# One wheel for every Python and for glibc 2.28 or newer; and the sdist.
-wheel: venv
+# One wheel for every Python and for glibc 2.28 or newer, of what `make build` compiled; and the sdist.
+wheel: build
 	$(UV) --group wheel
 	rm -rf dist build/raw
-	env -u CXX uv build --quiet --wheel --out-dir build/raw --config-setting build-dir=build/wheel
+	env -u CXX uv build --quiet --wheel --no-build-isolation --python $(BIN)/python --out-dir build/raw
 	auditwheel repair --only-plat --plat manylinux_2_28_$(ARCH) --wheel-dir dist build/raw/*.whl
 	uv build --quiet --sdist --out-dir dist
 
