@@ -53,10 +53,10 @@ demo: build
 	quantmoe demo --checkpoint "$(or $(CHECKPOINT),samples/demo_model/checkpoint)" $(if $(FORCE),--force)
 
 # Each core has a process already: threads of NumPy and torch in each would spin for one another's.
-test: export OMP_NUM_THREADS = 1
+test test-cuda test-sanitize test-wheel: export OMP_NUM_THREADS = 1
 test: build
 	$(UV) --group test
-	$(PYTEST)
+	$(PYTEST) $(TESTS)
 
 # Random nodes for SECONDS on every CPU kernel of this machine, against a reference written from FORMAT.md alone; NODE=i runs one that
 # failed. NumPy in one thread, as the matrices are small.
