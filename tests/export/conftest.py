@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 from once import made_once
 from tiny import SIZES as SIZES_OF
 from tiny import make_checkpoint
+from torch.onnx._internal.exporter import _registration
 from transformers import PreTrainedModel
 
 from quantmoe.exporter.graph.model import Skeleton, dequantized
@@ -24,6 +25,17 @@ HYBRID = ("qwen3_next", "qwen3_5_moe_text")
 INTERMEDIATE = dict.fromkeys(SIZES_OF, "intermediate_size") | dict.fromkeys(
     ("qwen3_moe", "deepseek_v3", "glm4_moe", *HYBRID), "moe_intermediate_size"
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def operators_parsed_once() -> Iterator[None]:
+    """torch.onnx.export has onnxscript parse its library of operators each time: a second of an export's four. These
+    names are not public; a torch without the attribute parses each time here, too."""
+    apis = getattr(_registration, "onnxscript_apis", None)
+    with pytest.MonkeyPatch.context() as patch:
+        if parse := getattr(apis, "get_torchlib_ops", None):
+            patch.setattr(apis, "get_torchlib_ops", cache(parse))
+        yield
 
 
 @pytest.fixture(scope="session")
