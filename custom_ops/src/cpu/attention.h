@@ -288,39 +288,42 @@ struct Block {
 
 // Products of the tile's queries and the block's keys.
 template <class Isa, class C>
-void score(const AttentionContext& a, SlotRange all, const Block<C>& cache, int64_t rows, float* scratch) {
-  const int64_t d = a.node.head_size;
-  const float scale = score_factor(a.node);
-  float *const turned = scratch + a.keys_at(), *const scores = scratch + a.scores_at();
+void score(const AttentionContext& context, SlotRange all, const Block<C>& cache, int64_t rows, float* scratch) {
+  const int64_t head_size = context.node.head_size;
+  const float scale = score_factor(context.node);
+  float *const turned = scratch + context.keys_at(), *const scores = scratch + context.scores_at();
   for (int64_t step = all.begin / 16 * 16; step < all.end; step += kAttentionStep) {
     const int64_t sixteens = std::min(kAttentionStep, align_up(all.end, 16) - step) / 16;
     for (int64_t i = 0; i < sixteens; ++i) {
-      float* const out = turned + i * d * 16;
+      float* const out = turned + i * head_size * 16;
       const auto turn = [&](const C* features, int64_t width, int64_t pitch, float* to) {
         const C* key[16];  // past the last slot the last one again: its score is not used
         for (int j = 0; j < 16; ++j) key[j] = features + std::min(step + i * 16 + j, all.end - 1) * pitch;
         turn_keys<Isa>(key, width, to);
       };
-      turn(cache.keys, a.key_width(), cache.key_pitch, out);
-      if (a.node.key_split) turn(cache.values, a.value_width(), cache.pitch, out + a.key_width() * 16);
+      turn(cache.keys, context.key_width(), cache.key_pitch, out);
+      if (context.node.key_split)
+        turn(cache.values, context.value_width(), cache.pitch, out + context.key_width() * 16);
     }
     const auto next = [&](const C* from, int64_t pitch) {
       return reinterpret_cast<const char*>(from + (step + kAttentionBlock) * pitch);
     };
-    const Ahead ahead{next(cache.keys, cache.key_pitch), next(cache.values, cache.pitch), a.key_width()};
+    const Ahead ahead{next(cache.keys, cache.key_pitch), next(cache.values, cache.pitch), context.key_width()};
     for (int64_t panel = 0; panel < panel_count<Isa>(rows); ++panel) {
       const int64_t row = panel_row<Isa>(rows, panel);
       with_rows<Isa::kRows>(panel_row<Isa>(rows, panel + 1) - row, [&](auto r) {
         constexpr int R = decltype(r)::value, K = Isa::kVectors, kBytes = kAttentionStep * sizeof(C);
-        const float* const q = scratch + a.queries_at() + row * d;
+        const float* const queries = scratch + context.queries_at() + row * head_size;
         float* const out = scores + row * kScoreStride + step;
         int64_t i = 0;
         if (panel == 0 && sixteens >= K) {
-          products<Isa, R, K, kBytes>(q, turned, d, scale, out, ahead);
+          products<Isa, R, K, kBytes>(queries, turned, head_size, scale, out, ahead);
           i += K;
         }
-        for (; i + K <= sixteens; i += K) products<Isa, R, K, 0>(q, turned + i * d * 16, d, scale, out + i * 16, ahead);
-        for (; i < sixteens; ++i) products<Isa, R, 1, 0>(q, turned + i * d * 16, d, scale, out + i * 16, ahead);
+        for (; i + K <= sixteens; i += K)
+          products<Isa, R, K, 0>(queries, turned + i * head_size * 16, head_size, scale, out + i * 16, ahead);
+        for (; i < sixteens; ++i)
+          products<Isa, R, 1, 0>(queries, turned + i * head_size * 16, head_size, scale, out + i * 16, ahead);
       });
     }
   }
@@ -370,45 +373,48 @@ void widen_all(const C* from, int64_t n, float* out) {
 }
 
 template <class Isa, class C>
-void block_of(const AttentionContext& a, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {
-  const int64_t rows = tile.tokens * a.heads(), d = a.node.head_size, v = a.node.v_head_size;
-  const int64_t width = a.padded_values(), part = a.part_floats();
-  const int64_t at = (tile.b * a.node.kv_num_heads + tile.group) * a.call.slots + block * kAttentionBlock;
-  const int64_t element = sizeof(C), key_pitch = a.slot_bytes(a.key_width()) / element;
-  const int64_t pitch = a.slot_bytes(a.value_width()) / element;
-  const C* const keys = static_cast<const C*>(a.call.present_key) + at * key_pitch;
-  const C* const values = static_cast<const C*>(a.call.present_value) + at * pitch;
+void block_of(const AttentionContext& context, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {
+  const int64_t rows = tile.tokens * context.heads(), head_size = context.node.head_size,
+                v_head_size = context.node.v_head_size;
+  const int64_t width = context.padded_values(), part = context.part_floats();
+  const int64_t first_slot =
+      (tile.b * context.node.kv_num_heads + tile.group) * context.call.slots + block * kAttentionBlock;
+  const int64_t element = sizeof(C), key_pitch = context.slot_bytes(context.key_width()) / element;
+  const int64_t pitch = context.slot_bytes(context.value_width()) / element;
+  const C* const keys = static_cast<const C*>(context.call.present_key) + first_slot * key_pitch;
+  const C* const values = static_cast<const C*>(context.call.present_value) + first_slot * pitch;
   const Block<C> cache{keys, values, key_pitch, pitch};
-  const bool tails = cache_tail(a.node);
-  float *const scores = scratch + a.scores_at(), *const wide = scratch + a.values_at();
+  const bool tails = cache_tail(context.node);
+  float *const scores = scratch + context.scores_at(), *const wide = scratch + context.values_at();
   SlotRange all{kAttentionBlock, 0};
   for (int64_t token = 0; token < tile.tokens; ++token) {
-    const SlotRange range = seen(a, tile, token, block);
+    const SlotRange range = seen(context, tile, token, block);
     if (range.begin < range.end) all = {std::min(all.begin, range.begin), std::max(all.end, range.end)};
   }
   if (all.begin >= all.end) return;
-  score<Isa>(a, all, cache, rows, scratch);
+  score<Isa>(context, all, cache, rows, scratch);
   for (int64_t r = 0; r < rows; ++r) {
-    const SlotRange range = seen(a, tile, r / a.heads(), block);
+    const SlotRange range = seen(context, tile, r / context.heads(), block);
     std::fill(parts + r * part + 16, parts + (r + 1) * part, 0.0f);
     if (range.begin >= range.end) continue;
-    float* const s = scores + r * kScoreStride;
-    if (tails) scale_slots(reinterpret_cast<const uint8_t*>(keys), key_pitch, d, range, s);
-    soften(a.node.softcap, range, s, parts + r * part);
-    if (tails) scale_slots(reinterpret_cast<const uint8_t*>(values), pitch, v, range, s);
+    float* const row_scores = scores + r * kScoreStride;
+    if (tails) scale_slots(reinterpret_cast<const uint8_t*>(keys), key_pitch, head_size, range, row_scores);
+    soften(context.node.softcap, range, row_scores, parts + r * part);
+    if (tails) scale_slots(reinterpret_cast<const uint8_t*>(values), pitch, v_head_size, range, row_scores);
   }
-  if (v == width && panel_count<Isa>(rows) <= 2 && !a.node.key_split)
-    return add_block<Isa, true>(a, tile, block, values, pitch, scores, parts);
+  if (v_head_size == width && panel_count<Isa>(rows) <= 2 && !context.node.key_split)
+    return add_block<Isa, true>(context, tile, block, values, pitch, scores, parts);
   // Of latent attention a value begins in either cache, whose slots are features alone.
-  const int64_t in_keys = a.node.key_split ? std::max<int64_t>(0, a.node.key_split - (d - v)) : 0;
-  const int64_t begin = a.node.key_split ? a.value_width() - (v - in_keys) : 0;
+  const int64_t in_keys =
+      context.node.key_split ? std::max<int64_t>(0, context.node.key_split - (head_size - v_head_size)) : 0;
+  const int64_t begin = context.node.key_split ? context.value_width() - (v_head_size - in_keys) : 0;
   for (int64_t slot = all.begin; slot < all.end; ++slot) {
     float* const out = wide + slot * width;
     widen_all<Isa>(keys + (slot + 1) * key_pitch - in_keys, in_keys, out);
-    widen_all<Isa>(values + slot * pitch + begin, v - in_keys, out + in_keys);
-    std::fill(out + v, out + width, 0.0f);
+    widen_all<Isa>(values + slot * pitch + begin, v_head_size - in_keys, out + in_keys);
+    std::fill(out + v_head_size, out + width, 0.0f);
   }
-  add_block<Isa, false>(a, tile, block, static_cast<const float*>(wide), width, scores, parts);
+  add_block<Isa, false>(context, tile, block, static_cast<const float*>(wide), width, scores, parts);
 }
 template <class Isa>
 void block(const AttentionContext& a, const AttentionTile& tile, int64_t block, float* scratch, float* parts) {

@@ -64,27 +64,29 @@ inline __m256i load_zero_pairs(const Avx2Group& g, int v, int64_t offset) {
 // One tile row and all its vectors at a time keeps 16 registers enough for any code; sums widen every 16 columns, where
 // 8 pairs of at most 2 * 24 * 128 stay below 2^15 (e2m1), and 2 * 15 * 128 (integers, a nibble at a time).
 template <int M, class C>
-void scaled_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* tile, const Avx2Store& store,
+void scaled_tile(const PanelMatrix& matrix, const Avx2Group& panels, const uint8_t* tile, const Avx2Store& store,
                  int64_t row_stride) {
   constexpr int V = vectors(C::kBits);
   const __m256i one = _mm256_set1_epi16(1), sixteen = _mm256_set1_epi16(16), nibble = _mm256_set1_epi8(15);
   const __m256i flip = _mm256_set1_epi8(static_cast<char>(0x80));
   const uint8_t* x = tile;
-  const int32_t* start = reinterpret_cast<const int32_t*>(tile + p.kp * M);
-  const int scale_bytes = p.nr * scale_size(p.scale_type);
+  const int32_t* start = reinterpret_cast<const int32_t*>(tile + matrix.kp * M);
+  const int scale_bytes = matrix.nr * scale_size(matrix.scale_type);
   __m256 acc[M][V];
   QM_EACH_ROW QM_EACH_VECTOR acc[i][v] = _mm256_setzero_ps();
-  for (int64_t b = 0; b < p.blocks; ++b, x += p.block * M) {
-    const int64_t base = b * p.block_bytes;
-    for (int part = 0; part < p.parts; ++part, start += M) {
+  for (int64_t b = 0; b < matrix.blocks; ++b, x += matrix.block * M) {
+    const int64_t base = b * matrix.block_bytes;
+    for (int part = 0; part < matrix.parts; ++part, start += M) {
       __m256i dot[M][V];
       QM_EACH_VECTOR {
-        const __m256i zero =
-            p.zero_points ? load_zero_pairs<C>(g, v, base + p.zeros() + part * p.nr) : _mm256_setzero_si256();
+        const __m256i zero = matrix.zero_points
+                                 ? load_zero_pairs<C>(panels, v, base + matrix.zeros() + part * matrix.nr)
+                                 : _mm256_setzero_si256();
         QM_EACH_ROW dot[i][v] =
-            p.zero_points ? _mm256_madd_epi16(zero, _mm256_set1_epi32(start[i])) : _mm256_set1_epi32(start[i]);
+            matrix.zero_points ? _mm256_madd_epi16(zero, _mm256_set1_epi32(start[i])) : _mm256_set1_epi32(start[i]);
       }
-      for (int64_t c = 16 * part; c < p.block; c += p.parts == 2 ? 32 : 16) {  // 16 columns: c / 16 % 2 is the nibble
+      for (int64_t c = 16 * part; c < matrix.block;
+           c += matrix.parts == 2 ? 32 : 16) {  // 16 columns: c / 16 % 2 is the nibble
         const int high = static_cast<int>(c / 16 % 2);
         const int64_t offset = base + c / 32 * 128 + (C::kBits == 8 ? 64 * high : 0);
         __m256i sum[M][2];
@@ -93,7 +95,7 @@ void scaled_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* tile, 
           const int64_t from = offset + d / 2 * (C::kBits == 4 ? 64 : 32);
           __m256i w0, w1;
           if constexpr (C::kBits == 4) {
-            __m256i a = load_dwords<4>(g, 0, from, d % 2), e = load_dwords<4>(g, 1, from, d % 2);
+            __m256i a = load_dwords<4>(panels, 0, from, d % 2), e = load_dwords<4>(panels, 1, from, d % 2);
             if (high) {
               a = _mm256_srli_epi32(a, 4);
               e = _mm256_srli_epi32(e, 4);
@@ -101,7 +103,7 @@ void scaled_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* tile, 
             w0 = C::low(a);
             w1 = C::low(e);
           } else {
-            const __m256i a = _mm256_xor_si256(load_dwords<8>(g, 0, from, d % 2), flip);
+            const __m256i a = _mm256_xor_si256(load_dwords<8>(panels, 0, from, d % 2), flip);
             w0 = _mm256_and_si256(a, nibble);
             w1 = _mm256_and_si256(_mm256_srli_epi32(a, 4), nibble);
           }
@@ -113,9 +115,9 @@ void scaled_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* tile, 
         }
       }
       QM_EACH_VECTOR {
-        const __m256 scale = load_group_scales<C>(p, g, v, base + p.codes_bytes + part * scale_bytes);
-        const float* steps = reinterpret_cast<const float*>(start + p.groups() * M);
-        if (p.stepped)
+        const __m256 scale = load_group_scales<C>(matrix, panels, v, base + matrix.codes_bytes + part * scale_bytes);
+        const float* steps = reinterpret_cast<const float*>(start + matrix.groups() * M);
+        if (matrix.stepped)
           QM_EACH_ROW acc[i][v] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(dot[i][v]), scale),
                                                   _mm256_broadcast_ss(steps + i), acc[i][v]);
         else
@@ -126,11 +128,11 @@ void scaled_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* tile, 
   const float* steps = reinterpret_cast<const float*>(start);
   const int32_t* zero_points = start + M;
   QM_EACH_VECTOR {
-    const __m256 sums = load_rows_ps<C::kBits>(g, v, p.tail());
-    const __m256 multiplier = load_rows_ps<C::kBits>(g, v, p.tail() + 4 * p.nr);
-    const __m256 bias = load_rows_ps<C::kBits>(g, v, p.biases());
+    const __m256 sums = load_rows_ps<C::kBits>(panels, v, matrix.tail());
+    const __m256 multiplier = load_rows_ps<C::kBits>(panels, v, matrix.tail() + 4 * matrix.nr);
+    const __m256 bias = load_rows_ps<C::kBits>(panels, v, matrix.biases());
     QM_EACH_ROW {
-      if (p.stepped) {
+      if (matrix.stepped) {
         store_rows<C::kBits>(store, v, i * row_stride,
                              _mm256_add_ps(_mm256_mul_ps(swap_lanes(acc[i][v]), multiplier), bias));
         continue;
@@ -144,28 +146,29 @@ void scaled_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* tile, 
 }
 
 template <int M, class C>
-void scaled_float_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* tile, const Avx2Store& store,
+void scaled_float_tile(const PanelMatrix& matrix, const Avx2Group& panels, const uint8_t* tile, const Avx2Store& store,
                        int64_t row_stride) {
   constexpr int V = vectors(C::kBits);
   const float* x = reinterpret_cast<const float*>(tile);
-  const int scale_bytes = p.nr * scale_size(p.scale_type);
+  const int scale_bytes = matrix.nr * scale_size(matrix.scale_type);
   const __m256 magnitudes = _mm256_setr_ps(0, 1, 2, 3, 4, 6, 8, 12);
   __m256 acc[M][V];
   QM_EACH_ROW QM_EACH_VECTOR acc[i][v] = _mm256_setzero_ps();
-  for (int64_t b = 0; b < p.blocks; ++b) {
-    const int64_t base = b * p.block_bytes;
-    for (int part = 0; part < p.parts; ++part) {
+  for (int64_t b = 0; b < matrix.blocks; ++b) {
+    const int64_t base = b * matrix.block_bytes;
+    for (int part = 0; part < matrix.parts; ++part) {
       __m256 partial[M][V], zero[V];
       QM_EACH_ROW QM_EACH_VECTOR partial[i][v] = _mm256_setzero_ps();
-      QM_EACH_VECTOR zero[v] = p.zero_points ? swap_lanes(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(
-                                                   load_rows8<C::kBits>(g, v, base + p.zeros() + part * p.nr))))
-                                             : _mm256_set1_ps(C::kBits == 4 ? 8.0f : 128.0f);
-      const int64_t columns = p.parts == 2 ? 16 : p.block;
+      QM_EACH_VECTOR zero[v] = matrix.zero_points
+                                   ? swap_lanes(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(
+                                         load_rows8<C::kBits>(panels, v, base + matrix.zeros() + part * matrix.nr))))
+                                   : _mm256_set1_ps(C::kBits == 4 ? 8.0f : 128.0f);
+      const int64_t columns = matrix.parts == 2 ? 16 : matrix.block;
       for (int64_t c = 16 * part; c < 16 * part + columns; c += 4) {
         const int64_t offset = base + (C::kBits == 4 ? c / 32 * 128 + c / 8 % 2 * 64 : c / 8 * 32);
         __m256i w[V];
         QM_EACH_VECTOR {
-          w[v] = load_dwords<C::kBits>(g, v, offset, c / 4 % 2);
+          w[v] = load_dwords<C::kBits>(panels, v, offset, c / 4 % 2);
           if (C::kBits == 8) w[v] = _mm256_xor_si256(w[v], _mm256_set1_epi8(static_cast<char>(0x80)));
           if (C::kBits == 4 && !C::kMultiplied)
             w[v] = _mm256_xor_si256(w[v], _mm256_set1_epi8(static_cast<char>(0x88)));
@@ -190,14 +193,14 @@ void scaled_float_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* 
         }
       }
       QM_EACH_VECTOR {
-        const __m256 scale = load_group_scales<C>(p, g, v, base + p.codes_bytes + part * scale_bytes);
+        const __m256 scale = load_group_scales<C>(matrix, panels, v, base + matrix.codes_bytes + part * scale_bytes);
         QM_EACH_ROW acc[i][v] = _mm256_fmadd_ps(partial[i][v], scale, acc[i][v]);
       }
     }
   }
   QM_EACH_VECTOR {
-    const __m256 multiplier = load_rows_ps<C::kBits>(g, v, p.tail() + 4 * p.nr);
-    const __m256 bias = load_rows_ps<C::kBits>(g, v, p.biases());
+    const __m256 multiplier = load_rows_ps<C::kBits>(panels, v, matrix.tail() + 4 * matrix.nr);
+    const __m256 bias = load_rows_ps<C::kBits>(panels, v, matrix.biases());
     QM_EACH_ROW {
       __m256 y = swap_lanes(acc[i][v]);
       if (C::kMultiplied) y = _mm256_mul_ps(y, multiplier);

@@ -120,45 +120,45 @@ template <int M, class C>
 
 // kParts: groups of a block. kStepped: activations have a step for each group.
 template <int M, class C, bool kZero, int kParts, bool kStepped = false>
-void scaled_tile(const PanelMatrix& p, const Avx512Group& g, const uint8_t* tile, const Avx512Store& store,
+void scaled_tile(const PanelMatrix& matrix, const Avx512Group& panels, const uint8_t* tile, const Avx512Store& store,
                  int64_t row_stride) {
   const uint8_t* x = tile;
-  const int32_t* start = reinterpret_cast<const int32_t*>(tile + p.kp * M);
-  const int scale_bytes = p.nr * scale_size(p.scale_type);
+  const int32_t* start = reinterpret_cast<const int32_t*>(tile + matrix.kp * M);
+  const int scale_bytes = matrix.nr * scale_size(matrix.scale_type);
   __m512 acc[M];
   QM_EACH acc[i] = _mm512_setzero_ps();
-  for (int64_t b = 0; b < p.blocks; ++b) {
-    const int64_t base = b * p.block_bytes;
-    const uint8_t* const end = x + p.block * M;
+  for (int64_t b = 0; b < matrix.blocks; ++b) {
+    const int64_t base = b * matrix.block_bytes;
+    const uint8_t* const end = x + matrix.block * M;
     _Pragma("GCC unroll 2") for (int part = 0; part < kParts; ++part, start += M) {
       __m512i dot[M];
       if constexpr (kZero) {
-        const __m512i zero = load_zero_pairs<C>(g, base + p.zeros() + part * p.nr);
+        const __m512i zero = load_zero_pairs<C>(panels, base + matrix.zeros() + part * matrix.nr);
         QM_EACH dot[i] = _mm512_dpwssd_epi32(_mm512_setzero_si512(), zero, _mm512_set1_epi32(start[i]));
       } else {
         QM_EACH dot[i] = _mm512_set1_epi32(start[i]);
       }
       if constexpr (kParts == 2) {
-        if (part == 0) prefetch<C::kBits == 4 ? 2 : 4, 128>(g, base);
-        dot_part<M, C>(g, base, part, x, dot);
+        if (part == 0) prefetch<C::kBits == 4 ? 2 : 4, 128>(panels, base);
+        dot_part<M, C>(panels, base, part, x, dot);
       } else {
         int64_t offset = base;
         do {
-          prefetch<C::kBits == 4 ? 2 : 4, 128>(g, offset);
+          prefetch<C::kBits == 4 ? 2 : 4, 128>(panels, offset);
           if constexpr (C::kBits == 4) {
-            dot_chunk<M, C>(g, offset, x, dot);
+            dot_chunk<M, C>(panels, offset, x, dot);
           } else {
-            dot_part<M, C>(g, offset, 0, x, dot);
-            dot_part<M, C>(g, offset, 1, x, dot);
+            dot_part<M, C>(panels, offset, 0, x, dot);
+            dot_part<M, C>(panels, offset, 1, x, dot);
           }
           x += 32 * M;
           opaque(x);
           offset += 128;
         } while (x != end);
       }
-      const __m512 scale = load_group_scales<C>(p, g, base + p.codes_bytes + part * scale_bytes);
+      const __m512 scale = load_group_scales<C>(matrix, panels, base + matrix.codes_bytes + part * scale_bytes);
       if constexpr (kStepped) {
-        const float* steps = reinterpret_cast<const float*>(start + p.groups() * M);
+        const float* steps = reinterpret_cast<const float*>(start + matrix.groups() * M);
         QM_EACH acc[i] =
             _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(dot[i]), scale), _mm512_set1_ps(steps[i]), acc[i]);
       } else {
@@ -172,9 +172,9 @@ void scaled_tile(const PanelMatrix& p, const Avx512Group& g, const uint8_t* tile
   }
   const float* steps = reinterpret_cast<const float*>(start);
   const int32_t* zero_points = start + M;
-  const __m512 sums = _mm512_castsi512_ps(load_lanes32<C::kBits>(g, p.tail()));
-  const __m512 multiplier = _mm512_castsi512_ps(load_lanes32<C::kBits>(g, p.tail() + 4 * p.nr));
-  const __m512 bias = _mm512_castsi512_ps(load_lanes32<C::kBits>(g, p.biases()));
+  const __m512 sums = _mm512_castsi512_ps(load_lanes32<C::kBits>(panels, matrix.tail()));
+  const __m512 multiplier = _mm512_castsi512_ps(load_lanes32<C::kBits>(panels, matrix.tail() + 4 * matrix.nr));
+  const __m512 bias = _mm512_castsi512_ps(load_lanes32<C::kBits>(panels, matrix.biases()));
   QM_EACH if constexpr (kStepped) {
     store_lanes<C::kBits>(store, i * row_stride, _mm512_add_ps(_mm512_mul_ps(acc[i], multiplier), bias));
   }
@@ -186,24 +186,24 @@ void scaled_tile(const PanelMatrix& p, const Avx512Group& g, const uint8_t* tile
 }
 
 template <int M, class C, int kParts>
-void scaled_float_tile(const PanelMatrix& p, const Avx512Group& g, const uint8_t* tile, const Avx512Store& store,
-                       int64_t row_stride) {
+void scaled_float_tile(const PanelMatrix& matrix, const Avx512Group& panels, const uint8_t* tile,
+                       const Avx512Store& store, int64_t row_stride) {
   const float* x = reinterpret_cast<const float*>(tile);
-  const int scale_bytes = p.nr * scale_size(p.scale_type);
+  const int scale_bytes = matrix.nr * scale_size(matrix.scale_type);
   __m512 acc[M], partial[M];
   QM_EACH acc[i] = _mm512_setzero_ps();
-  for (int64_t b = 0; b < p.blocks; ++b) {
-    const int64_t base = b * p.block_bytes;
+  for (int64_t b = 0; b < matrix.blocks; ++b) {
+    const int64_t base = b * matrix.block_bytes;
     int part = 0;
     __m512 zero;
     const auto begin = [&] {
       QM_EACH partial[i] = _mm512_setzero_ps();
-      zero = p.zero_points
-                 ? _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load_lanes8<C::kBits>(g, base + p.zeros() + part * p.nr)))
-                 : _mm512_set1_ps(C::kBits == 4 ? 8.0f : 128.0f);
+      zero = matrix.zero_points ? _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(
+                                      load_lanes8<C::kBits>(panels, base + matrix.zeros() + part * matrix.nr)))
+                                : _mm512_set1_ps(C::kBits == 4 ? 8.0f : 128.0f);
     };
     const auto finish = [&] {
-      const __m512 scale = load_group_scales<C>(p, g, base + p.codes_bytes + part * scale_bytes);
+      const __m512 scale = load_group_scales<C>(matrix, panels, base + matrix.codes_bytes + part * scale_bytes);
       QM_EACH acc[i] = _mm512_fmadd_ps(partial[i], scale, acc[i]);
       ++part;
     };
@@ -213,12 +213,12 @@ void scaled_float_tile(const PanelMatrix& p, const Avx512Group& g, const uint8_t
       x += M;
     };
     begin();
-    for (int64_t offset = base; offset < base + p.codes_bytes; offset += 128) {
+    for (int64_t offset = base; offset < base + matrix.codes_bytes; offset += 128) {
       if constexpr (C::kBits == 4) {
         const __m512 values = C::values();
         __m512i dwords[4];
         for (int s = 0; s < 2; ++s) {
-          const __m512i a = load_half<4>(g, 0, offset + 64 * s), d = load_half<4>(g, 1, offset + 64 * s);
+          const __m512i a = load_half<4>(panels, 0, offset + 64 * s), d = load_half<4>(panels, 1, offset + 64 * s);
           dwords[2 * s] = even_dwords(a, d);
           dwords[2 * s + 1] = odd_dwords(a, d);
         }
@@ -237,7 +237,7 @@ void scaled_float_tile(const PanelMatrix& p, const Avx512Group& g, const uint8_t
             finish();
             begin();
           }
-          const __m512i a = load_half<8>(g, 0, offset + 32 * c), d = load_half<8>(g, 1, offset + 32 * c);
+          const __m512i a = load_half<8>(panels, 0, offset + 32 * c), d = load_half<8>(panels, 1, offset + 32 * c);
           const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80)), byte_mask = _mm512_set1_epi32(255);
           for (__m512i dword : {even_dwords(a, d), odd_dwords(a, d)})
             for (int byte = 0; byte < 4; ++byte)
@@ -248,8 +248,8 @@ void scaled_float_tile(const PanelMatrix& p, const Avx512Group& g, const uint8_t
     }
     finish();
   }
-  const __m512 multiplier = _mm512_castsi512_ps(load_lanes32<C::kBits>(g, p.tail() + 4 * p.nr));
-  const __m512 bias = _mm512_castsi512_ps(load_lanes32<C::kBits>(g, p.biases()));
+  const __m512 multiplier = _mm512_castsi512_ps(load_lanes32<C::kBits>(panels, matrix.tail() + 4 * matrix.nr));
+  const __m512 bias = _mm512_castsi512_ps(load_lanes32<C::kBits>(panels, matrix.biases()));
   QM_EACH {
     const __m512 y = C::kMultiplied ? _mm512_mul_ps(acc[i], multiplier) : acc[i];
     store_lanes<C::kBits>(store, i * row_stride, _mm512_add_ps(y, bias));

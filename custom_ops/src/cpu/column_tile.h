@@ -40,7 +40,7 @@ inline typename V::Floats load_column_scales(int32_t type, const uint8_t* at, in
 
 // Tokens [first, first + M) of a tile of `tokens`, M of M where kWhole; x f32 [kp][tokens].
 template <class V, int M, int32_t kFormat, bool kWhole>
-void column_tile(const PanelMatrix& p, const ColumnPanels<V>& g, const uint8_t* tile, int tokens, int first,
+void column_tile(const PanelMatrix& matrix, const ColumnPanels<V>& panels, const uint8_t* tile, int tokens, int first,
                  int64_t row_stride) {
   using Floats = typename V::Floats;
   constexpr int P = V::panels_of(M), S = 16 / V::kRows;  // panels; vectors of a column
@@ -49,18 +49,18 @@ void column_tile(const PanelMatrix& p, const ColumnPanels<V>& g, const uint8_t* 
   const int m = kWhole ? M : tokens;
 #define QM_EACH_COLUMN \
   _Pragma("GCC unroll 4") for (int v = 0; v < P; ++v) _Pragma("GCC unroll 4") for (int s = 0; s < S; ++s)
-  for (int panel = 0; panel < g.count; panel += P) {
+  for (int panel = 0; panel < panels.count; panel += P) {
     const float* x = reinterpret_cast<const float*>(tile) + first;
     Floats acc[M][P][S], partial[M][P][S];
     QM_EACH_TOKEN QM_EACH_COLUMN acc[i][v][s] = V::broadcast(0.0f);
-    for (int64_t b = 0; b < p.blocks; ++b) {
+    for (int64_t b = 0; b < matrix.blocks; ++b) {
       QM_EACH_TOKEN QM_EACH_COLUMN partial[i][v][s] = V::broadcast(0.0f);
-      int64_t offset = b * p.block_bytes;
-      const int64_t end = offset + p.codes_bytes;
+      int64_t offset = b * matrix.block_bytes;
+      const int64_t end = offset + matrix.codes_bytes;
       do {
         _Pragma("GCC unroll 4") for (int v = 0; v < P; ++v) {
-          const uint8_t* const at = g.panel[panel + v] + offset;
-          V::prefetch(at, V::kColumnBytes, g.ahead);
+          const uint8_t* const at = panels.panel[panel + v] + offset;
+          V::prefetch(at, V::kColumnBytes, panels.ahead);
           _Pragma("GCC unroll 8") for (int c = 0; c < kColumns; c += kStep) {
             Floats w[kStep][S];
             if constexpr (kStep == 2)
@@ -79,14 +79,14 @@ void column_tile(const PanelMatrix& p, const ColumnPanels<V>& g, const uint8_t* 
         offset += V::kColumnBytes;
       } while (offset != end);
       QM_EACH_COLUMN {
-        const Floats scale = load_column_scales<V>(p.scale_type, g.panel[panel + v] + offset, s * V::kRows);
+        const Floats scale = load_column_scales<V>(matrix.scale_type, panels.panel[panel + v] + offset, s * V::kRows);
         QM_EACH_TOKEN acc[i][v][s] = V::fma(partial[i][v][s], scale, acc[i][v][s]);
       }
     }
-    QM_EACH_COLUMN if (panel + v < g.count) {
-      const uint8_t* const at = g.panel[panel + v] + 4 * s * V::kRows;
-      const Floats multiplier = V::load_floats(at + p.tail() + 64), bias = V::load_floats(at + p.biases());
-      float* const to = g.to[panel + v] + first * row_stride + s * V::kRows;
+    QM_EACH_COLUMN if (panel + v < panels.count) {
+      const uint8_t* const at = panels.panel[panel + v] + 4 * s * V::kRows;
+      const Floats multiplier = V::load_floats(at + matrix.tail() + 64), bias = V::load_floats(at + matrix.biases());
+      float* const to = panels.to[panel + v] + first * row_stride + s * V::kRows;
       QM_EACH_TOKEN V::store(to + i * row_stride, V::add(V::multiply(acc[i][v][s], multiplier), bias));
     }
   }

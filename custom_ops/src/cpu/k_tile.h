@@ -71,18 +71,18 @@ struct LevelsAt {
 
 // Rows [row, row + kRows) of a panel times tokens [first, first + M) of a tile of `tokens`, M of M where kWhole.
 template <class V, int M, int kHigh, bool kWhole>
-void k_tile(const PanelMatrix& p, const uint8_t* panel, int row, int64_t ahead, const uint8_t* tile, int tokens,
+void k_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ahead, const uint8_t* tile, int tokens,
             int first, float* out, int64_t row_stride) {
   using Levels = LevelsAt<V, kHigh>;
   constexpr int kChunk = 256 + 64 * kHigh, kWidth = Levels::kMinima ? 8 : 4;  // bytes; fours of columns of a group
   const int m = kWhole ? M : tokens;
   const uint8_t* x = tile + 4 * first;
-  const uint8_t* starts = tile + p.kp * m + 4 * first;
+  const uint8_t* starts = tile + matrix.kp * m + 4 * first;
   typename V::Floats acc[M];
   QM_EACH_TOKEN acc[i] = V::broadcast(0.0f);
-  for (int64_t b = 0; b < p.blocks; ++b) {
-    const uint8_t* chunk = panel + b * p.block_bytes + 4 * row;
-    const Levels levels(panel + b * p.block_bytes + p.codes_bytes, row);
+  for (int64_t b = 0; b < matrix.blocks; ++b) {
+    const uint8_t* chunk = panel + b * matrix.block_bytes + 4 * row;
+    const Levels levels(panel + b * matrix.block_bytes + matrix.codes_bytes, row);
     for (int c = 0; c < 8; ++c, chunk += kChunk) {
       V::prefetch(chunk, kChunk, ahead);
       typename V::Sums sums[M];
@@ -114,8 +114,8 @@ void k_tile(const PanelMatrix& p, const uint8_t* panel, int row, int64_t ahead, 
   }
   const float* steps = reinterpret_cast<const float*>(starts);
   const int32_t* zero_points = reinterpret_cast<const int32_t*>(starts + 4 * m);
-  const typename V::Floats row_sums = V::load_floats(panel + p.tail() + 4 * row);
-  const typename V::Floats bias = V::load_floats(panel + p.biases() + 4 * row);
+  const typename V::Floats row_sums = V::load_floats(panel + matrix.tail() + 4 * row);
+  const typename V::Floats bias = V::load_floats(panel + matrix.biases() + 4 * row);
   QM_EACH_TOKEN {
     const typename V::Floats y = V::multiply(
         V::fma(row_sums, V::broadcast(static_cast<float>(-zero_points[i])), acc[i]), V::broadcast(steps + i));
@@ -125,17 +125,17 @@ void k_tile(const PanelMatrix& p, const uint8_t* panel, int row, int64_t ahead, 
 
 // The same of float activations, x f32 [kp][m].
 template <class V, int M, int kHigh, bool kWhole>
-void k_float_tile(const PanelMatrix& p, const uint8_t* panel, int row, int64_t ahead, const uint8_t* tile, int tokens,
-                  int first, float* out, int64_t row_stride) {
+void k_float_tile(const PanelMatrix& matrix, const uint8_t* panel, int row, int64_t ahead, const uint8_t* tile,
+                  int tokens, int first, float* out, int64_t row_stride) {
   using Levels = LevelsAt<V, kHigh>;
   constexpr int kChunk = 256 + 64 * kHigh, kWidth = Levels::kMinima ? 8 : 4;
   const int m = kWhole ? M : tokens;
   const float* x = reinterpret_cast<const float*>(tile) + first;
   typename V::Floats acc[M];
   QM_EACH_TOKEN acc[i] = V::broadcast(0.0f);
-  for (int64_t b = 0; b < p.blocks; ++b) {
-    const uint8_t* chunk = panel + b * p.block_bytes + 4 * row;
-    const Levels levels(panel + b * p.block_bytes + p.codes_bytes, row);
+  for (int64_t b = 0; b < matrix.blocks; ++b) {
+    const uint8_t* chunk = panel + b * matrix.block_bytes + 4 * row;
+    const Levels levels(panel + b * matrix.block_bytes + matrix.codes_bytes, row);
     for (int c = 0; c < 8; ++c, chunk += kChunk) {
       V::prefetch(chunk, kChunk, ahead);
       typename V::Floats part[M], scale, minimum;
@@ -165,7 +165,7 @@ void k_float_tile(const PanelMatrix& p, const uint8_t* panel, int row, int64_t a
       });
     }
   }
-  const typename V::Floats bias = V::load_floats(panel + p.biases() + 4 * row);
+  const typename V::Floats bias = V::load_floats(panel + matrix.biases() + 4 * row);
   QM_EACH_TOKEN V::store(out + (first + i) * row_stride + row, V::add(acc[i], bias));
 }
 

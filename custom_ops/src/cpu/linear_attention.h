@@ -57,61 +57,61 @@ void convolve(int64_t width, const float* const* rows, const float* weights, con
 
 constexpr int64_t kConvAhead = 4;  // tokens, whose channels are too far apart for the hardware to foresee
 
-// Channels c .. c + n - 1 of an input between memory, [.., C] or a state's [C, W - 1], and rows of floats.
+// Channels first .. first + slice - 1 of an input between memory, [.., C] or a state's [C, W - 1], and rows of floats.
 template <class Bits>
-void convolution(const ConvContext& conv, int64_t b, int64_t first, float* scratch) {
+void convolution(const ConvContext& conv, int64_t batch_row, int64_t first, float* scratch) {
   const qm_conv_call& call = conv.call;
   const int64_t width = conv.node.width, before = width - 1, channels = conv.node.channels, tokens = call.tokens;
-  const int64_t n = std::min(kConvChannels, channels - first);
-  const int64_t begin = call.rows[3 * b], count = call.rows[3 * b + 1];
-  const int64_t at = (b * channels + first) * before, window = conv.node.state_window;
-  const Bits* const past = static_cast<const Bits*>(call.past_conv) + conv.live() + at;
-  Bits* const slots = static_cast<Bits*>(call.present_conv) + at;
+  const int64_t slice = std::min(kConvChannels, channels - first);
+  const int64_t begin = call.rows[3 * batch_row], count = call.rows[3 * batch_row + 1];
+  const int64_t state_at = (batch_row * channels + first) * before, window = conv.node.state_window;
+  const Bits* const past = static_cast<const Bits*>(call.past_conv) + conv.live() + state_at;
+  Bits* const slots = static_cast<Bits*>(call.present_conv) + state_at;
   Bits* const present = slots + conv.live();
   const int64_t size = x_of(conv.node).size;
-  const Bits* const x = static_cast<const Bits*>(call.x) + b * tokens * size + first;
-  Bits* const y = static_cast<Bits*>(call.y) + b * tokens * channels + first;
+  const Bits* const x = static_cast<const Bits*>(call.x) + batch_row * tokens * size + first;
+  Bits* const y = static_cast<Bits*>(call.y) + batch_row * tokens * channels + first;
   for (int64_t t = 0; t < tokens; ++t)
-    if (t < begin || t >= begin + count) std::fill_n(y + t * channels, n, Bits{});
+    if (t < begin || t >= begin + count) std::fill_n(y + t * channels, slice, Bits{});
   if (past != present)
     for (int64_t i = 0; i < window - std::max<int64_t>(1, count); ++i)
-      std::fill_n(slots + conv.slot(i), n * before, Bits{});
+      std::fill_n(slots + conv.slot(i), slice * before, Bits{});
   if (!count) {
-    if (past != present) std::copy_n(past, n * before, present);
+    if (past != present) std::copy_n(past, slice * before, present);
     return;
   }
   float *const weights = scratch, *const bias = weights + width * kConvChannels, *const out = bias + kConvChannels;
   float* const ring = out + kConvChannels;  // the input of a token, counted from the first in the state, mod W
   Bits bits[kConvChannels];
   for (int64_t j = 0; j < width; ++j)
-    for (int64_t c = 0; c < n; ++c) weights[j * kConvChannels + c] = call.weight[(first + c) * width + j];
-  for (int64_t c = 0; c < n; ++c) bias[c] = call.bias ? call.bias[first + c] : 0.0f;
+    for (int64_t c = 0; c < slice; ++c) weights[j * kConvChannels + c] = call.weight[(first + c) * width + j];
+  for (int64_t c = 0; c < slice; ++c) bias[c] = call.bias ? call.bias[first + c] : 0.0f;
   for (int64_t j = 0; j < before; ++j) {
-    for (int64_t c = 0; c < n; ++c) bits[c] = call.rows[3 * b + 2] ? past[c * before + j] : Bits{};
-    to_float(call.type, bits, n, ring + j * kConvChannels);
+    for (int64_t c = 0; c < slice; ++c) bits[c] = call.rows[3 * batch_row + 2] ? past[c * before + j] : Bits{};
+    to_float(call.type, bits, slice, ring + j * kConvChannels);
   }
   for (int64_t t = 0; t < count; ++t) {
     const float* rows[kMaxConvWidth];
     for (int64_t j = 0; j < width; ++j) rows[j] = ring + (t + j) % width * kConvChannels;
-    for (int64_t c = 0; t + kConvAhead < count && c < n; c += 64 / sizeof(Bits)) {
+    for (int64_t c = 0; t + kConvAhead < count && c < slice; c += 64 / sizeof(Bits)) {
       __builtin_prefetch(x + (begin + t + kConvAhead) * size + c, 0, 2);
       __builtin_prefetch(y + (begin + t + kConvAhead) * channels + c, 1, 2);
     }
-    to_float(call.type, x + (begin + t) * size, n, ring + (t + before) % width * kConvChannels);
-    convolve(width, rows, weights, bias, n, out);
+    to_float(call.type, x + (begin + t) * size, slice, ring + (t + before) % width * kConvChannels);
+    convolve(width, rows, weights, bias, slice, out);
     static_assert(count_values("conv_activation") == 2, "the if below");
     if (conv.node.activation == k_conv_activation_silu)
-      for (int64_t c = 0; c < n; ++c) out[c] = silu_f32(out[c]);
-    from_float(call.type, out, n, y + (begin + t) * channels);
+      for (int64_t c = 0; c < slice; ++c) out[c] = silu_f32(out[c]);
+    from_float(call.type, out, slice, y + (begin + t) * channels);
   }
   // The bits of the last inputs, after each of the window's tokens; past, which may be present's memory, is read until
   // the last.
   for (int64_t made = std::max<int64_t>(1, count - window + 1); made <= count; ++made) {
     Bits* const state = slots + conv.slot(window - 1 - count + made);
     const int64_t kept = std::max<int64_t>(0, before - made);
-    for (int64_t c = 0; c < n; ++c) {
+    for (int64_t c = 0; c < slice; ++c) {
       for (int64_t j = 0; j < kept; ++j)
-        state[c * before + j] = call.rows[3 * b + 2] ? past[c * before + made + j] : Bits{};
+        state[c * before + j] = call.rows[3 * batch_row + 2] ? past[c * before + made + j] : Bits{};
       for (int64_t j = kept; j < before; ++j) state[c * before + j] = x[(begin + made - before + j) * size + c];
     }
   }
@@ -330,39 +330,41 @@ void gate(const Head& h, int64_t first, int64_t n) {
 
 // All tokens of a row and value head. ahead: a state that this lane probably takes next.
 template <class Isa>
-void delta(const DeltaContext& d, int64_t b, int64_t head, const float* ahead, float* scratch) {
-  const qm_delta& node = d.node;
-  const qm_delta_call& call = d.call;
-  const Head h{d, b, head, scratch};
-  const int64_t k = node.k_head_size, v = node.v_head_size, width = v * (call.type == QM_F32 ? 4 : 2);
-  const int64_t begin = call.rows[3 * b], count = call.rows[3 * b + 1], at = (b * node.num_v_heads + head) * k * v;
-  const float* const past = call.past_state + d.live() + at;
-  float* const present = call.present_state + d.live() + at;
+void delta(const DeltaContext& context, int64_t batch_row, int64_t v_head, const float* ahead, float* scratch) {
+  const qm_delta& node = context.node;
+  const qm_delta_call& call = context.call;
+  const Head head{context, batch_row, v_head, scratch};
+  const int64_t key_size = node.k_head_size, value_size = node.v_head_size,
+                width = value_size * (call.type == QM_F32 ? 4 : 2);
+  const int64_t begin = call.rows[3 * batch_row], count = call.rows[3 * batch_row + 1],
+                state_at = (batch_row * node.num_v_heads + v_head) * key_size * value_size;
+  const float* const past = call.past_state + context.live() + state_at;
+  float* const present = call.present_state + context.live() + state_at;
   for (int64_t t = -begin; t < call.tokens - begin; ++t)
-    if (t < 0 || t >= count) std::memset(h.y(t), 0, static_cast<size_t>(width));
+    if (t < 0 || t >= count) std::memset(head.y(t), 0, static_cast<size_t>(width));
   if (past != present)
     for (int64_t i = 0; i < node.state_window - std::max<int64_t>(1, count); ++i)
-      std::fill_n(call.present_state + d.slot(i) + at, k * v, 0.0f);
+      std::fill_n(call.present_state + context.slot(i) + state_at, key_size * value_size, 0.0f);
   if (!count) {
-    if (past != present) std::memcpy(present, past, static_cast<size_t>(k * v) * 4);
+    if (past != present) std::memcpy(present, past, static_cast<size_t>(key_size * value_size) * 4);
     return;
   }
   // A few tokens read and write the state where it is; for more, slabs of it lie together, in other sets of L1.
-  const bool here = count <= kDeltaHere && v % 16 == 0, zeros = call.rows[3 * b + 2] == 0;
-  if (zeros) std::fill_n(here ? present : h.state(), k * (here ? v : d.padded_values()), 0.0f);
+  const bool here = count <= kDeltaHere && value_size % 16 == 0, zeros = call.rows[3 * batch_row + 2] == 0;
+  if (zeros) std::fill_n(here ? present : head.state(), key_size * (here ? value_size : context.padded_values()), 0.0f);
   const auto each_slab = [&](const auto& body) {
-    for (int64_t c = 0; c < d.padded_values(); c += 16 * Isa::kSlab)
-      body(c, std::min<int64_t>(Isa::kSlab, (d.padded_values() - c) / 16));
+    for (int64_t c = 0; c < context.padded_values(); c += 16 * Isa::kSlab)
+      body(c, std::min<int64_t>(Isa::kSlab, (context.padded_values() - c) / 16));
   };
   const auto copy = [&](bool in) {
     each_slab([&](int64_t c, int64_t vectors) {
-      const int64_t n = std::min(16 * vectors, v - c);
-      for (int64_t i = 0; i < k; ++i) {
-        float* const inside = h.state() + k * c + i * 16 * vectors;
+      const int64_t n = std::min(16 * vectors, value_size - c);
+      for (int64_t i = 0; i < key_size; ++i) {
+        float* const inside = head.state() + key_size * c + i * 16 * vectors;
         if (!in) {
-          std::copy_n(inside, n, present + i * v + c);
+          std::copy_n(inside, n, present + i * value_size + c);
         } else {
-          std::copy_n(past + i * v + c, n, inside);
+          std::copy_n(past + i * value_size + c, n, inside);
           std::fill(inside + n, inside + 16 * vectors, 0.0f);
         }
       }
@@ -372,13 +374,13 @@ void delta(const DeltaContext& d, int64_t b, int64_t head, const float* ahead, f
   for (int64_t first = 0; first < count; first += kDeltaTokens) {
     const int64_t n = std::min(kDeltaTokens, count - first);
     const bool last = first + n == count;
-    prepare(h, first, n);
+    prepare(head, first, n);
     each_slab([&](int64_t c, int64_t vectors) {
-      const State to = here ? State{present + c, v} : State{h.state() + k * c, 16 * vectors};
+      const State to = here ? State{present + c, value_size} : State{head.state() + key_size * c, 16 * vectors};
       const float* const from = here && !zeros ? past + c : to.at;
-      slab<Isa>(vectors, h, from, to.stride, to, c, first, n, !last ? nullptr : here ? ahead + c : from);
+      slab<Isa>(vectors, head, from, to.stride, to, c, first, n, !last ? nullptr : here ? ahead + c : from);
     });
-    gate(h, first, n);
+    gate(head, first, n);
   }
   if (!here) copy(false);
 }

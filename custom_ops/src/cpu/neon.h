@@ -109,13 +109,13 @@ enum class Groups { kNone, kScales, kZeroPoints, kSteps };
 // Rows [first, first + kUnits * kRows) of a tile of m. kParts: groups of a block. One long function: what its end
 // stores are the registers that its loops add to.
 template <int kUnits, class C, Groups kGroups, int kParts>
-void quantized_rows(const PanelMatrix& p, const NeonGroup& g, const uint8_t* tile, int m, int first,
+void quantized_rows(const PanelMatrix& matrix, const NeonGroup& panels, const uint8_t* tile, int m, int first,
                     int64_t row_stride) {
   constexpr int kV = Unit::kVectors;
   constexpr bool kSums = kGroups == Groups::kZeroPoints, kSteps = kGroups == Groups::kSteps;
   const int8_t* x = reinterpret_cast<const int8_t*>(tile) + 8 * first;
   const int64_t next = 8 * m;  // bytes from 8 columns to the next 8
-  const int32_t* of_group = reinterpret_cast<const int32_t*>(tile + p.kp * m) + first;  // sums or steps
+  const int32_t* of_group = reinterpret_cast<const int32_t*>(tile + matrix.kp * m) + first;  // sums or steps
   int32x4_t dot[kUnits][4];
   float32x4_t acc[kUnits][kV];
   QM_EACH_UNIT for (float32x4_t& sum : acc[u]) sum = vdupq_n_f32(0.0f);
@@ -127,14 +127,14 @@ void quantized_rows(const PanelMatrix& p, const NeonGroup& g, const uint8_t* til
       QM_EACH_UNIT dot[u][j] = Unit::dot(dot[u][j], row[u], w);
     }
   };
-  NeonGroup block = g;
-  const uint8_t* const end_of_blocks = g.panel[0] + p.tail();
+  NeonGroup block = panels;
+  const uint8_t* const end_of_blocks = panels.panel[0] + matrix.tail();
   do {
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; ++part) {
       if constexpr (kSums) {
         int32x4_t starts[4];
-        Unit::starts(load_offsets<C>(p, block, p.zeros() + part * p.nr), starts);
+        Unit::starts(load_offsets<C>(matrix, block, matrix.zeros() + part * matrix.nr), starts);
         QM_EACH_UNIT {
           const int32x4_t sum = Unit::each(of_group + u * Unit::kRows);
           for (int j = 0; j < 4; ++j) dot[u][j] = vmulq_s32(starts[j], sum);
@@ -144,7 +144,7 @@ void quantized_rows(const PanelMatrix& p, const NeonGroup& g, const uint8_t* til
       }
       // Two groups of 16 columns are the low and the high nibbles of 128 bytes, or their halves.
       const bool low = part == 0, high = part == kParts - 1;
-      const uint8_t *w = block.panel[0], *other = block.panel[1], *const end = w + p.codes_bytes;
+      const uint8_t *w = block.panel[0], *other = block.panel[1], *const end = w + matrix.codes_bytes;
       do {
         if constexpr (C::kBits == 4) {
           for (int s = 0; s < 2; ++s) {
@@ -166,7 +166,7 @@ void quantized_rows(const PanelMatrix& p, const NeonGroup& g, const uint8_t* til
       if constexpr (kGroups != Groups::kNone) {
         float32x4_t eight[2], scales[kV];
         int32x4_t sums[kV];
-        load_scales<C>(p, block, p.codes_bytes + part * p.nr * scale_size(p.scale_type), eight);
+        load_scales<C>(matrix, block, matrix.codes_bytes + part * matrix.nr * scale_size(matrix.scale_type), eight);
         Unit::spread(eight, scales);
         QM_EACH_UNIT {
           Unit::reduce(dot[u], sums);
@@ -182,21 +182,21 @@ void quantized_rows(const PanelMatrix& p, const NeonGroup& g, const uint8_t* til
         if constexpr (kSums || kSteps) of_group += m;
       }
     }
-    block.panel[0] += p.block_bytes;
-    block.panel[1] += p.block_bytes;
+    block.panel[0] += matrix.block_bytes;
+    block.panel[1] += matrix.block_bytes;
   } while (block.panel[0] != end_of_blocks);
   const int32_t* negative_zero_points =
-      reinterpret_cast<const int32_t*>(tile + (p.kp + (kSums ? 4 * p.groups() : 0)) * m);
+      reinterpret_cast<const int32_t*>(tile + (matrix.kp + (kSums ? 4 * matrix.groups() : 0)) * m);
   const int32_t* steps = negative_zero_points + m;
   float32x4_t row_sums[kV], scales[kV], biases[kV];
   const auto tail = [&](int64_t offset, float32x4_t out[kV]) {
     float32x4_t eight[2];
-    load_rows<C::kBits>(g, offset, eight);
+    load_rows<C::kBits>(panels, offset, eight);
     Unit::spread(eight, out);
   };
-  tail(p.tail(), row_sums);
-  tail(p.tail() + 4 * p.nr, scales);  // of rows, or multipliers
-  tail(p.biases(), biases);
+  tail(matrix.tail(), row_sums);
+  tail(matrix.tail() + 4 * matrix.nr, scales);  // of rows, or multipliers
+  tail(matrix.biases(), biases);
   QM_EACH_UNIT {
     const int i = first + u * Unit::kRows;
     const bool second = Unit::kRows == 2 && i + 1 < m;
@@ -219,14 +219,15 @@ void quantized_rows(const PanelMatrix& p, const NeonGroup& g, const uint8_t* til
       y[v] = vaddq_f32(y[v], biases[v]);
     }
     Unit::rows(y, rows);
-    store_row<C::kBits>(g, i * row_stride, rows[0]);
-    if (second) store_row<C::kBits>(g, (i + 1) * row_stride, rows[Unit::kRows - 1]);
+    store_row<C::kBits>(panels, i * row_stride, rows[0]);
+    if (second) store_row<C::kBits>(panels, (i + 1) * row_stride, rows[Unit::kRows - 1]);
   }
 }
 
 // Float activations, x f32 [kp][m]: rows [first, first + kRows) of a tile of m, two columns of 8 weight rows at a time.
 template <int kRows, class C, int kParts>
-void float_rows(const PanelMatrix& p, const NeonGroup& g, const uint8_t* tile, int m, int first, int64_t row_stride) {
+void float_rows(const PanelMatrix& matrix, const NeonGroup& panels, const uint8_t* tile, int m, int first,
+                int64_t row_stride) {
   static constexpr uint8_t kFirstColumns[16] = {0, 8, 16, 24, 32, 40, 48, 56, 1, 9, 17, 25, 33, 41, 49, 57};
   const uint8x16_t first_columns = vld1q_u8(kFirstColumns);
   const float* x = reinterpret_cast<const float*>(tile) + first;
@@ -247,49 +248,51 @@ void float_rows(const PanelMatrix& p, const NeonGroup& g, const uint8_t* tile, i
   };
   int64_t b = 0;
   do {
-    const int64_t base = b * p.block_bytes;
+    const int64_t base = b * matrix.block_bytes;
     for (int group = 0; group < kParts; ++group) {
       for (auto& row : part) row[0] = row[1] = vdupq_n_f32(0.0f);
-      if constexpr (!C::kMultiplied) offsets = load_offsets<C>(p, g, base + p.zeros() + group * p.nr);
+      if constexpr (!C::kMultiplied)
+        offsets = load_offsets<C>(matrix, panels, base + matrix.zeros() + group * matrix.nr);
       int8x16x4_t codes;
       if constexpr (C::kBits == 4) {
-        for (int64_t c = 0; c < p.codes_bytes; c += 128)
+        for (int64_t c = 0; c < matrix.codes_bytes; c += 128)
           for (int high = group; high < (kParts == 2 ? group + 1 : 2); ++high)
             for (int s = 0; s < 2; ++s) {
               for (int j = 0; j < 4; ++j) {
-                const int8x16_t bytes = vreinterpretq_s8_u8(vld1q_u8(g.panel[0] + base + c + 64 * s + 16 * j));
+                const int8x16_t bytes = vreinterpretq_s8_u8(vld1q_u8(panels.panel[0] + base + c + 64 * s + 16 * j));
                 codes.val[j] = high ? C::high(bytes) : C::low(bytes);
               }
               columns(codes);
             }
       } else {
-        const int64_t bytes = p.codes_bytes / kParts;
+        const int64_t bytes = matrix.codes_bytes / kParts;
         for (int64_t c = group * bytes; c < (group + 1) * bytes; c += 32) {
           for (int j = 0; j < 4; ++j)
-            codes.val[j] = vreinterpretq_s8_u8(vld1q_u8(g.panel[j / 2] + base + c + 16 * (j % 2)));
+            codes.val[j] = vreinterpretq_s8_u8(vld1q_u8(panels.panel[j / 2] + base + c + 16 * (j % 2)));
           columns(codes);
         }
       }
-      if (p.grouped) {
+      if (matrix.grouped) {
         float32x4_t scales[2];
-        load_scales<C>(p, g, base + p.codes_bytes + group * p.nr * scale_size(p.scale_type), scales);
+        load_scales<C>(matrix, panels, base + matrix.codes_bytes + group * matrix.nr * scale_size(matrix.scale_type),
+                       scales);
         for (int r = 0; r < kRows; ++r)
           for (int half = 0; half < 2; ++half) acc[r][half] = vfmaq_f32(acc[r][half], part[r][half], scales[half]);
       }
     }
-  } while (++b < p.blocks);
+  } while (++b < matrix.blocks);
   float32x4_t scales[2], biases[2];
-  load_rows<C::kBits>(g, p.tail() + 4 * p.nr, scales);
-  load_rows<C::kBits>(g, p.biases(), biases);
+  load_rows<C::kBits>(panels, matrix.tail() + 4 * matrix.nr, scales);
+  load_rows<C::kBits>(panels, matrix.biases(), biases);
   for (int r = 0; r < kRows; ++r) {
     float32x4_t y[2];
     for (int half = 0; half < 2; ++half) {
       y[half] = acc[r][half];
       if (C::kMultiplied) y[half] = vmulq_f32(y[half], scales[half]);
-      if (!p.grouped) y[half] = vmulq_f32(part[r][half], vmulq_n_f32(scales[half], C::kBits == 4 ? 16.0f : 1.0f));
+      if (!matrix.grouped) y[half] = vmulq_f32(part[r][half], vmulq_n_f32(scales[half], C::kBits == 4 ? 16.0f : 1.0f));
       y[half] = vaddq_f32(y[half], biases[half]);
     }
-    store_row<C::kBits>(g, (first + r) * row_stride, y);
+    store_row<C::kBits>(panels, (first + r) * row_stride, y);
   }
 }
 

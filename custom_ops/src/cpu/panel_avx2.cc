@@ -23,7 +23,7 @@ namespace {
 constexpr int kTileRows = 5;  // two s16 accumulators a row and six registers for codes, nibbles and products: 16
 
 template <int M, int kBits>
-void quantized_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* tile, const Avx2Store& store,
+void quantized_tile(const PanelMatrix& matrix, const Avx2Group& panels, const uint8_t* tile, const Avx2Store& store,
                     int64_t row_stride) {
   constexpr int V = vectors(kBits);
   const __m256i nibble = _mm256_set1_epi8(15), flip = _mm256_set1_epi8(static_cast<char>(kBits == 4 ? 0x88 : 0x80));
@@ -31,31 +31,31 @@ void quantized_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* til
   const auto low = [&](__m256i w) { return _mm256_and_si256(w, nibble); };
   const auto high = [&](__m256i w) { return _mm256_and_si256(_mm256_srli_epi32(w, 4), nibble); };
   const uint8_t* x = tile;
-  const int32_t* start = reinterpret_cast<const int32_t*>(tile + p.kp * M);
+  const int32_t* start = reinterpret_cast<const int32_t*>(tile + matrix.kp * M);
   __m256 acc[M][V];
   QM_EACH_ROW QM_EACH_VECTOR acc[i][v] = _mm256_setzero_ps();
-  for (int64_t b = 0; b < p.blocks; ++b, start += M) {
-    int64_t offset = b * p.block_bytes;
+  for (int64_t b = 0; b < matrix.blocks; ++b, start += M) {
+    int64_t offset = b * matrix.block_bytes;
     __m256i dot[M][V];
     QM_EACH_ROW QM_EACH_VECTOR dot[i][v] = _mm256_set1_epi32(start[i]);
-    const uint8_t* const end = x + p.block * M;
+    const uint8_t* const end = x + matrix.block * M;
     do {  // chunks of 32 columns
       __m256i sum[M][2];
       QM_EACH_ROW sum[i][0] = sum[i][1] = _mm256_setzero_si256();
-      prefetch(g, offset);
+      prefetch(panels, offset);
       if constexpr (kBits == 4) {
 #pragma GCC unroll 4
         for (int c = 0; c < 4; ++c) {
           const int64_t from = offset + c / 2 * 64;
-          const __m256i a = _mm256_xor_si256(load_dwords<4>(g, 0, from, c % 2), flip);
-          const __m256i d = _mm256_xor_si256(load_dwords<4>(g, 1, from, c % 2), flip);
+          const __m256i a = _mm256_xor_si256(load_dwords<4>(panels, 0, from, c % 2), flip);
+          const __m256i d = _mm256_xor_si256(load_dwords<4>(panels, 1, from, c % 2), flip);
           multiply4(low(a), low(d), x + 4 * c * M, sum);
           multiply4(high(a), high(d), x + (4 * c + 16) * M, sum);
         }
       } else {
 #pragma GCC unroll 8
         for (int c = 0; c < 8; ++c) {
-          const __m256i a = _mm256_xor_si256(load_dwords<8>(g, 0, offset + c / 2 * 32, c % 2), flip);
+          const __m256i a = _mm256_xor_si256(load_dwords<8>(panels, 0, offset + c / 2 * 32, c % 2), flip);
           multiply4(low(a), high(a), x + 4 * c * M, sum);
         }
       }
@@ -67,8 +67,9 @@ void quantized_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* til
       offset += 128;
     } while (x != end);
     QM_EACH_VECTOR {
-      if (p.grouped) {
-        const __m256 scale = load_scales<kBits>(g, v, b * p.block_bytes + p.codes_bytes, p.scale_type);
+      if (matrix.grouped) {
+        const __m256 scale =
+            load_scales<kBits>(panels, v, b * matrix.block_bytes + matrix.codes_bytes, matrix.scale_type);
         QM_EACH_ROW acc[i][v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[i][v]), scale, acc[i][v]);
       } else {
         QM_EACH_ROW acc[i][v] = _mm256_castsi256_ps(dot[i][v]);
@@ -78,13 +79,13 @@ void quantized_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* til
   const float* steps = reinterpret_cast<const float*>(start);
   const int32_t* zero_points = start + M;
   QM_EACH_VECTOR {
-    const __m256i sums = load_rows<kBits>(g, v, p.tail());
-    const __m256 scale = load_rows_ps<kBits>(g, v, p.tail() + 4 * p.nr);  // channelwise
-    const __m256 bias = load_rows_ps<kBits>(g, v, p.tail() + (p.grouped ? 4 : 8) * p.nr);
+    const __m256i sums = load_rows<kBits>(panels, v, matrix.tail());
+    const __m256 scale = load_rows_ps<kBits>(panels, v, matrix.tail() + 4 * matrix.nr);  // channelwise
+    const __m256 bias = load_rows_ps<kBits>(panels, v, matrix.tail() + (matrix.grouped ? 4 : 8) * matrix.nr);
     QM_EACH_ROW {
       const __m256 rows = swap_lanes(acc[i][v]), step = _mm256_set1_ps(steps[i]);
       __m256 y;
-      if (p.grouped) {
+      if (matrix.grouped) {
         const __m256 z = _mm256_set1_ps(static_cast<float>(-zero_points[i]));
         y = _mm256_mul_ps(_mm256_fmadd_ps(_mm256_castsi256_ps(sums), z, rows), step);
       } else {
@@ -101,17 +102,17 @@ void quantized_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* til
 
 // Float activations: a code is the sign extension of its bits, one column at a time.
 template <int M, int kBits>
-void float_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* tile, const Avx2Store& store,
+void float_tile(const PanelMatrix& matrix, const Avx2Group& panels, const uint8_t* tile, const Avx2Store& store,
                 int64_t row_stride) {
   constexpr int V = vectors(kBits);
   const float* x = reinterpret_cast<const float*>(tile);
   __m256 acc[M][V];
   QM_EACH_ROW QM_EACH_VECTOR acc[i][v] = _mm256_setzero_ps();
-  for (int64_t b = 0; b < p.blocks; ++b) {
-    int64_t offset = b * p.block_bytes;
+  for (int64_t b = 0; b < matrix.blocks; ++b) {
+    int64_t offset = b * matrix.block_bytes;
     __m256 partial[M][V];
     QM_EACH_ROW QM_EACH_VECTOR partial[i][v] = _mm256_setzero_ps();
-    const float* const end = x + p.block * M;
+    const float* const end = x + matrix.block * M;
     do {  // 8-bit: 8 columns; 4-bit: 16 of a chunk's 32, in the low or in the high nibbles
       const int nibbles = kBits == 4 ? 2 : 1;
 #pragma GCC unroll 2
@@ -119,7 +120,7 @@ void float_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* tile, c
 #pragma GCC unroll 4
         for (int c = 0; c < 2 * nibbles; ++c) {
           __m256i w[V];
-          QM_EACH_VECTOR w[v] = load_dwords<kBits>(g, v, offset + c / 2 * 64, c % 2);
+          QM_EACH_VECTOR w[v] = load_dwords<kBits>(panels, v, offset + c / 2 * 64, c % 2);
 #pragma GCC unroll 4
           for (int byte = 0; byte < 4; ++byte, x += M) {
             __m256 value[V];
@@ -134,8 +135,9 @@ void float_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* tile, c
       offset += kBits == 4 ? 128 : 32;
     } while (x != end);
     QM_EACH_VECTOR {
-      if (p.grouped) {
-        const __m256 scale = load_scales<kBits>(g, v, b * p.block_bytes + p.codes_bytes, p.scale_type);
+      if (matrix.grouped) {
+        const __m256 scale =
+            load_scales<kBits>(panels, v, b * matrix.block_bytes + matrix.codes_bytes, matrix.scale_type);
         QM_EACH_ROW acc[i][v] = _mm256_fmadd_ps(partial[i][v], scale, acc[i][v]);
       } else {
         QM_EACH_ROW acc[i][v] = partial[i][v];
@@ -143,12 +145,13 @@ void float_tile(const PanelMatrix& p, const Avx2Group& g, const uint8_t* tile, c
     }
   }
   QM_EACH_VECTOR {
-    const __m256 bias = load_rows_ps<kBits>(g, v, p.tail() + (p.grouped ? 4 : 8) * p.nr);
-    __m256 scale = load_rows_ps<kBits>(g, v, p.tail() + 4 * p.nr);  // channelwise
+    const __m256 bias = load_rows_ps<kBits>(panels, v, matrix.tail() + (matrix.grouped ? 4 : 8) * matrix.nr);
+    __m256 scale = load_rows_ps<kBits>(panels, v, matrix.tail() + 4 * matrix.nr);  // channelwise
     if (kBits == 4) scale = _mm256_mul_ps(scale, _mm256_set1_ps(16.0f));
     QM_EACH_ROW {
       const __m256 rows = swap_lanes(acc[i][v]);
-      store_rows<kBits>(store, v, i * row_stride, _mm256_add_ps(p.grouped ? rows : _mm256_mul_ps(rows, scale), bias));
+      store_rows<kBits>(store, v, i * row_stride,
+                        _mm256_add_ps(matrix.grouped ? rows : _mm256_mul_ps(rows, scale), bias));
     }
   }
 }

@@ -26,31 +26,31 @@ namespace {
 constexpr int kTileRows = QM_TILE_ROWS;
 
 template <int M, int kBits>
-void quantized_tile(const PanelMatrix& p, const Avx512Group& g, const uint8_t* tile, const Avx512Store& store,
+void quantized_tile(const PanelMatrix& matrix, const Avx512Group& panels, const uint8_t* tile, const Avx512Store& store,
                     int64_t row_stride) {
   const uint8_t* x = tile;
-  const int32_t* start = reinterpret_cast<const int32_t*>(tile + p.kp * M);
+  const int32_t* start = reinterpret_cast<const int32_t*>(tile + matrix.kp * M);
   __m512 acc[M];
   QM_EACH acc[i] = _mm512_setzero_ps();
-  for (int64_t b = 0; b < p.blocks; ++b, start += M) {
-    int64_t offset = b * p.block_bytes;
+  for (int64_t b = 0; b < matrix.blocks; ++b, start += M) {
+    int64_t offset = b * matrix.block_bytes;
     __m512i dot[M];  // of this block only: live across blocks, compilers keep it in memory
     QM_EACH dot[i] = _mm512_set1_epi32(start[i]);
     if constexpr (kBits == 4) {
-      const uint8_t* const end = x + p.block * M;
+      const uint8_t* const end = x + matrix.block * M;
       do {  // a block is never empty; saying so keeps the accumulators out of memory
-        prefetch<2, 128>(g, offset);
-        dot_chunk<M, Avx512Int4>(g, offset, x, dot);
+        prefetch<2, 128>(panels, offset);
+        dot_chunk<M, Avx512Int4>(panels, offset, x, dot);
         x += 32 * M;
         opaque(x);
         offset += 128;
       } while (x != end);
     } else {
       const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80));
-      const uint8_t* const end = x + p.block * M;
+      const uint8_t* const end = x + matrix.block * M;
       do {
-        if (offset & 32) prefetch<4, 64>(g, offset);  // a line is two steps
-        const __m512i a = load_half<8>(g, 0, offset), c = load_half<8>(g, 1, offset);
+        if (offset & 32) prefetch<4, 64>(panels, offset);  // a line is two steps
+        const __m512i a = load_half<8>(panels, 0, offset), c = load_half<8>(panels, 1, offset);
         const __m512i w0 = _mm512_xor_si512(even_dwords(a, c), flip);
         QM_EACH dot4(dot[i], w0, x + 4 * i);
         const __m512i w1 = _mm512_xor_si512(odd_dwords(a, c), flip);
@@ -60,8 +60,8 @@ void quantized_tile(const PanelMatrix& p, const Avx512Group& g, const uint8_t* t
         offset += 32;
       } while (x != end);
     }
-    if (p.grouped) {
-      const __m512 scale = load_scales<kBits>(g, b * p.block_bytes + p.codes_bytes, p.scale_type);
+    if (matrix.grouped) {
+      const __m512 scale = load_scales<kBits>(panels, b * matrix.block_bytes + matrix.codes_bytes, matrix.scale_type);
       QM_EACH acc[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[i]), scale, acc[i]);
     } else {
       QM_EACH acc[i] = _mm512_castsi512_ps(dot[i]);
@@ -69,13 +69,14 @@ void quantized_tile(const PanelMatrix& p, const Avx512Group& g, const uint8_t* t
   }
   const float* steps = reinterpret_cast<const float*>(start);
   const int32_t* zero_points = start + M;
-  const __m512i sums = load_lanes32<kBits>(g, p.tail());
-  const __m512 bias = _mm512_castsi512_ps(load_lanes32<kBits>(g, p.tail() + (p.grouped ? 4 : 8) * p.nr));
-  const __m512 scale = _mm512_castsi512_ps(load_lanes32<kBits>(g, p.tail() + 4 * p.nr));  // channelwise
+  const __m512i sums = load_lanes32<kBits>(panels, matrix.tail());
+  const __m512 bias =
+      _mm512_castsi512_ps(load_lanes32<kBits>(panels, matrix.tail() + (matrix.grouped ? 4 : 8) * matrix.nr));
+  const __m512 scale = _mm512_castsi512_ps(load_lanes32<kBits>(panels, matrix.tail() + 4 * matrix.nr));  // channelwise
   QM_EACH {
     const __m512 step = _mm512_set1_ps(steps[i]);
     __m512 y;
-    if (p.grouped) {
+    if (matrix.grouped) {
       y = _mm512_mul_ps(
           _mm512_fmadd_ps(_mm512_castsi512_ps(sums), _mm512_set1_ps(static_cast<float>(-zero_points[i])), acc[i]),
           step);
@@ -90,24 +91,24 @@ void quantized_tile(const PanelMatrix& p, const Avx512Group& g, const uint8_t* t
 
 // Float activations: values come out of a 16-entry table (4 bits) or a sign extension (8 bits), one column at a time.
 template <int M, int kBits>
-void float_tile(const PanelMatrix& p, const Avx512Group& g, const uint8_t* tile, const Avx512Store& store,
+void float_tile(const PanelMatrix& matrix, const Avx512Group& panels, const uint8_t* tile, const Avx512Store& store,
                 int64_t row_stride) {
   const float* x = reinterpret_cast<const float*>(tile);
   const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
   __m512 acc[M], partial[M];
   QM_EACH acc[i] = _mm512_setzero_ps();
-  for (int64_t b = 0; b < p.blocks; ++b) {
-    int64_t offset = b * p.block_bytes;
+  for (int64_t b = 0; b < matrix.blocks; ++b) {
+    int64_t offset = b * matrix.block_bytes;
     QM_EACH partial[i] = _mm512_setzero_ps();
     const auto column = [&](__m512 w) {
       QM_EACH partial[i] = _mm512_fmadd_ps(_mm512_set1_ps(x[i]), w, partial[i]);
       x += M;
     };
     if constexpr (kBits == 4) {
-      for (int64_t c = 0; c < p.block; c += 32, offset += 128) {
+      for (int64_t c = 0; c < matrix.block; c += 32, offset += 128) {
         __m512i dwords[4];  // columns 0..3, 4..7, 8..11, 12..15 in the low nibbles, 16 more in the high ones
         for (int s = 0; s < 2; ++s) {
-          const __m512i a = load_half<4>(g, 0, offset + 64 * s), d = load_half<4>(g, 1, offset + 64 * s);
+          const __m512i a = load_half<4>(panels, 0, offset + 64 * s), d = load_half<4>(panels, 1, offset + 64 * s);
           dwords[2 * s] = even_dwords(a, d);
           dwords[2 * s + 1] = odd_dwords(a, d);
         }
@@ -117,24 +118,25 @@ void float_tile(const PanelMatrix& p, const Avx512Group& g, const uint8_t* tile,
               column(_mm512_permutexvar_ps(_mm512_srli_epi32(dword, 8 * byte + 4 * nibble), values));
       }
     } else {
-      for (int64_t c = 0; c < p.block; c += 8, offset += 32) {
-        const __m512i a = load_half<8>(g, 0, offset), d = load_half<8>(g, 1, offset);
+      for (int64_t c = 0; c < matrix.block; c += 8, offset += 32) {
+        const __m512i a = load_half<8>(panels, 0, offset), d = load_half<8>(panels, 1, offset);
         for (__m512i dword : {even_dwords(a, d), odd_dwords(a, d)})
           for (int byte = 3; byte >= 0; --byte)
             column(_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(dword, 8 * byte), 24)));
       }
     }
-    if (p.grouped) {
-      const __m512 scale = load_scales<kBits>(g, b * p.block_bytes + p.codes_bytes, p.scale_type);
+    if (matrix.grouped) {
+      const __m512 scale = load_scales<kBits>(panels, b * matrix.block_bytes + matrix.codes_bytes, matrix.scale_type);
       QM_EACH acc[i] = _mm512_fmadd_ps(partial[i], scale, acc[i]);
     }
   }
-  const __m512 bias = _mm512_castsi512_ps(load_lanes32<kBits>(g, p.tail() + (p.grouped ? 4 : 8) * p.nr));
-  __m512 scale = _mm512_castsi512_ps(load_lanes32<kBits>(g, p.tail() + 4 * p.nr));  // channelwise
+  const __m512 bias =
+      _mm512_castsi512_ps(load_lanes32<kBits>(panels, matrix.tail() + (matrix.grouped ? 4 : 8) * matrix.nr));
+  __m512 scale = _mm512_castsi512_ps(load_lanes32<kBits>(panels, matrix.tail() + 4 * matrix.nr));  // channelwise
   if (kBits == 4) scale = _mm512_mul_ps(scale, _mm512_set1_ps(16.0f));
   QM_EACH {
     store_lanes<kBits>(store, i * row_stride,
-                       _mm512_add_ps(p.grouped ? acc[i] : _mm512_mul_ps(partial[i], scale), bias));
+                       _mm512_add_ps(matrix.grouped ? acc[i] : _mm512_mul_ps(partial[i], scale), bias));
   }
 }
 

@@ -87,52 +87,52 @@ void panel_rows(const qm_pack_source& s, const PanelMatrix& p, int64_t panel, in
   }
 }
 
-void pack_panel(const qm_pack_source& s, const PanelMatrix& p, int64_t panel, uint8_t* out) {
+void pack_panel(const qm_pack_source& source, const PanelMatrix& matrix, int64_t panel, uint8_t* out) {
   float sums[kMaxRows] = {};
   int32_t int_sums[kMaxRows] = {};
   int64_t rows[kMaxRows];
-  panel_rows(s, p, panel, rows);
-  const int chunk = p.bits == 4 ? 32 : 8;
-  const uint8_t zero = p.bits == 4 ? 8 : 128;
-  const int size = scale_size(p.scale_type);
-  for (int64_t b = 0; b < p.blocks; ++b, out += p.block_bytes) {
-    for (int r = 0; r < p.nr; ++r) {
-      const uint8_t* q = static_cast<const uint8_t*>(s.codes) + rows[r] * p.k;
-      const float scale = p.grouped ? widen(p.scale_type, s.scales, rows[r] * p.blocks + b) : 0.0f;
-      for (int64_t c = 0; c < p.block; c += chunk) {
-        const int64_t k = b * p.block + c;
+  panel_rows(source, matrix, panel, rows);
+  const int chunk = matrix.bits == 4 ? 32 : 8;
+  const uint8_t zero = matrix.bits == 4 ? 8 : 128;
+  const int size = scale_size(matrix.scale_type);
+  for (int64_t b = 0; b < matrix.blocks; ++b, out += matrix.block_bytes) {
+    for (int r = 0; r < matrix.nr; ++r) {
+      const uint8_t* row_codes = static_cast<const uint8_t*>(source.codes) + rows[r] * matrix.k;
+      const float scale = matrix.grouped ? widen(matrix.scale_type, source.scales, rows[r] * matrix.blocks + b) : 0.0f;
+      for (int64_t c = 0; c < matrix.block; c += chunk) {
+        const int64_t k = b * matrix.block + c;
         uint8_t tail[32];
-        const uint8_t* source = q + k;
-        if (k + chunk > p.k) {
-          const int64_t left = p.k > k ? p.k - k : 0;
+        const uint8_t* segment = row_codes + k;
+        if (k + chunk > matrix.k) {
+          const int64_t left = matrix.k > k ? matrix.k - k : 0;
           std::memset(tail, zero, sizeof tail);
-          std::memcpy(tail, source, static_cast<size_t>(left));
-          source = tail;
+          std::memcpy(tail, segment, static_cast<size_t>(left));
+          segment = tail;
         }
-        uint8_t* to = out + c * p.nr * p.bits / 8;
-        for (int part = 0; part < (p.bits == 4 ? 2 : 1); ++part) {
-          const int sum = p.bits == 4 ? pack_segment(source + 8 * part, to + (part * p.nr + r) * 8)
-                                      : pack_chunk8(source, to + r * 8);
+        uint8_t* to = out + c * matrix.nr * matrix.bits / 8;
+        for (int part = 0; part < (matrix.bits == 4 ? 2 : 1); ++part) {
+          const int sum = matrix.bits == 4 ? pack_segment(segment + 8 * part, to + (part * matrix.nr + r) * 8)
+                                           : pack_chunk8(segment, to + r * 8);
           sums[r] = sums[r] + static_cast<float>(sum) * scale;
           int_sums[r] += sum;
         }
       }
-      if (p.grouped)
-        std::memcpy(out + p.codes_bytes + r * size,
-                    static_cast<const uint8_t*>(s.scales) + (rows[r] * p.blocks + b) * size, size);
+      if (matrix.grouped)
+        std::memcpy(out + matrix.codes_bytes + r * size,
+                    static_cast<const uint8_t*>(source.scales) + (rows[r] * matrix.blocks + b) * size, size);
     }
   }
-  for (int r = 0; r < p.nr; ++r) {
-    const float bias = s.bias ? s.bias[rows[r]] : 0.0f;
-    if (p.grouped) {
+  for (int r = 0; r < matrix.nr; ++r) {
+    const float bias = source.bias ? source.bias[rows[r]] : 0.0f;
+    if (matrix.grouped) {
       std::memcpy(out + 4 * r, &sums[r], 4);
-      std::memcpy(out + 4 * (p.nr + r), &bias, 4);
+      std::memcpy(out + 4 * (matrix.nr + r), &bias, 4);
     } else {
-      const int32_t sum = p.bits == 4 ? 16 * int_sums[r] : int_sums[r];
-      const float scale = widen(p.scale_type, s.scales, rows[r]) * (p.bits == 4 ? 0.0625f : 1.0f);
+      const int32_t sum = matrix.bits == 4 ? 16 * int_sums[r] : int_sums[r];
+      const float scale = widen(matrix.scale_type, source.scales, rows[r]) * (matrix.bits == 4 ? 0.0625f : 1.0f);
       std::memcpy(out + 4 * r, &sum, 4);
-      std::memcpy(out + 4 * (p.nr + r), &scale, 4);
-      std::memcpy(out + 4 * (2 * p.nr + r), &bias, 4);
+      std::memcpy(out + 4 * (matrix.nr + r), &scale, 4);
+      std::memcpy(out + 4 * (2 * matrix.nr + r), &bias, 4);
     }
   }
 }
@@ -146,96 +146,96 @@ float multiplier_unit(const PanelMatrix& p) {
 }
 
 // Everything that is not plain: FORMAT.md 2.7 and 2.8.
-void pack_scaled_panel(const qm_pack_source& s, const PanelMatrix& p, int64_t panel, uint8_t* out) {
+void pack_scaled_panel(const qm_pack_source& source, const PanelMatrix& matrix, int64_t panel, uint8_t* out) {
   int64_t rows[kMaxRows];
-  panel_rows(s, p, panel, rows);
-  const int64_t groups = ceil_div(p.k, p.group());  // the last block may have one more, of padding
-  const int size = scale_size(p.scale_type);
-  const uint8_t middle = p.format == k_format_int4 ? 8 : p.format == k_format_int8 ? 128 : 0;
-  const int flip = p.format == k_format_int4 ? 0x88 : 0;
-  const uint8_t* codes = static_cast<const uint8_t*>(s.codes);
-  uint8_t* const tail = out + p.tail();
+  panel_rows(source, matrix, panel, rows);
+  const int64_t groups = ceil_div(matrix.k, matrix.group());  // the last block may have one more, of padding
+  const int size = scale_size(matrix.scale_type);
+  const uint8_t middle = matrix.format == k_format_int4 ? 8 : matrix.format == k_format_int8 ? 128 : 0;
+  const int flip = matrix.format == k_format_int4 ? 0x88 : 0;
+  const uint8_t* codes = static_cast<const uint8_t*>(source.codes);
+  uint8_t* const tail = out + matrix.tail();
   float sums[kMaxRows] = {};
-  for (int64_t b = 0; b < p.blocks; ++b, out += p.block_bytes) {
-    uint8_t *scales = out + p.codes_bytes, *zeros = out + p.zeros();
-    for (int part = 0; part < p.parts; ++part)
-      for (int r = 0; r < p.nr; ++r, scales += size, zeros += p.zero_points) {
-        const int64_t group = b * p.parts + part, at = rows[r] / s.block_n * groups + group;
+  for (int64_t b = 0; b < matrix.blocks; ++b, out += matrix.block_bytes) {
+    uint8_t *scales = out + matrix.codes_bytes, *zeros = out + matrix.zeros();
+    for (int part = 0; part < matrix.parts; ++part)
+      for (int r = 0; r < matrix.nr; ++r, scales += size, zeros += matrix.zero_points) {
+        const int64_t group = b * matrix.parts + part, scale_at = rows[r] / source.block_n * groups + group;
         if (group >= groups) {
           std::memset(scales, 0, size);
-          if (p.zero_points) *zeros = middle;
+          if (matrix.zero_points) *zeros = middle;
           continue;
         }
-        std::memcpy(scales, static_cast<const uint8_t*>(s.scales) + at * size, size);
-        const int zero = p.zero_points ? s.zero_points[at] : middle;
-        if (p.zero_points) *zeros = static_cast<uint8_t>(zero);
-        if (p.columns) continue;
+        std::memcpy(scales, static_cast<const uint8_t*>(source.scales) + scale_at * size, size);
+        const int zero = matrix.zero_points ? source.zero_points[scale_at] : middle;
+        if (matrix.zero_points) *zeros = static_cast<uint8_t>(zero);
+        if (matrix.columns) continue;
         int32_t sum = 0;
-        const uint8_t* q = codes + rows[r] * p.k;
-        for (int64_t k = group * p.group(); k < (group + 1) * p.group() && k < p.k; ++k)
-          sum += is_e2m1(p.format) ? kE2m1Doubled[q[k]] : q[k] - zero;
-        sums[r] = sums[r] + static_cast<float>(sum) * widen(p.scale_type, s.scales, at);
+        const uint8_t* row_codes = codes + rows[r] * matrix.k;
+        for (int64_t k = group * matrix.group(); k < (group + 1) * matrix.group() && k < matrix.k; ++k)
+          sum += is_e2m1(matrix.format) ? kE2m1Doubled[row_codes[k]] : row_codes[k] - zero;
+        sums[r] = sums[r] + static_cast<float>(sum) * widen(matrix.scale_type, source.scales, scale_at);
       }
-    for (int r = 0; r < p.nr; ++r) {
-      const int64_t row = rows[r] * p.k;
-      const auto code = [&](int64_t k) { return k < p.k ? codes[row + k] : middle; };
-      const int64_t first = b * p.block;
-      if (p.bits == 4) {
-        for (int64_t c = 0; c < p.block; c += 32)
+    for (int r = 0; r < matrix.nr; ++r) {
+      const int64_t row = rows[r] * matrix.k;
+      const auto code = [&](int64_t k) { return k < matrix.k ? codes[row + k] : middle; };
+      const int64_t first = b * matrix.block;
+      if (matrix.bits == 4) {
+        for (int64_t c = 0; c < matrix.block; c += 32)
           for (int segment = 0; segment < 2; ++segment)
             for (int i = 0; i < 8; ++i) {
               const int64_t k = first + c + 8 * segment + i;
               out[c * 4 + (segment * 8 + r) * 8 + i] = static_cast<uint8_t>((code(k) | code(k + 16) << 4) ^ flip);
             }
-      } else if (p.columns) {
-        const int width = p.bits / 8;
-        for (int64_t c = 0; c < p.block; ++c) {
+      } else if (matrix.columns) {
+        const int width = matrix.bits / 8;
+        for (int64_t c = 0; c < matrix.block; ++c) {
           uint8_t* to = out + (c * 16 + r) * width;
-          if (first + c < p.k)
+          if (first + c < matrix.k)
             std::memcpy(to, codes + (row + first + c) * width, width);
           else
             std::memset(to, 0, width);
         }
       } else {
-        for (int64_t c = 0; c < p.block; ++c)
+        for (int64_t c = 0; c < matrix.block; ++c)
           out[c / 8 * 32 + r * 8 + c % 8] = static_cast<uint8_t>(code(first + c) ^ 0x80);
       }
     }
   }
-  const float multiplier = s.global_scale * multiplier_unit(p);
-  for (int r = 0; r < p.nr; ++r) {
-    const float bias = s.bias ? s.bias[rows[r]] : 0.0f;
+  const float multiplier = source.global_scale * multiplier_unit(matrix);
+  for (int r = 0; r < matrix.nr; ++r) {
+    const float bias = source.bias ? source.bias[rows[r]] : 0.0f;
     std::memcpy(tail + 4 * r, &sums[r], 4);
-    if (p.multiplied()) std::memcpy(tail + 4 * (p.nr + r), &multiplier, 4);
-    std::memcpy(tail + p.biases() - p.tail() + 4 * r, &bias, 4);
+    if (matrix.multiplied()) std::memcpy(tail + 4 * (matrix.nr + r), &multiplier, 4);
+    std::memcpy(tail + matrix.biases() - matrix.tail() + 4 * r, &bias, 4);
   }
 }
 
 // FORMAT.md 2.10.
-void pack_k_panel(const qm_pack_source& s, const PanelMatrix& p, int64_t panel, uint8_t* out) {
+void pack_k_panel(const qm_pack_source& source, const PanelMatrix& matrix, int64_t panel, uint8_t* out) {
   int64_t rows[kMaxRows];
-  panel_rows(s, p, panel, rows);
-  const int size = scale_size(p.scale_type), high = p.bits - 4, width = static_cast<int>(p.group());
-  const bool minima = p.format != k_format_q6_k;
+  panel_rows(source, matrix, panel, rows);
+  const int size = scale_size(matrix.scale_type), high = matrix.bits - 4, width = static_cast<int>(matrix.group());
+  const bool minima = matrix.format != k_format_q6_k;
   const int zero = minima ? 0 : 32;
-  uint8_t* const tail = out + p.tail();
+  uint8_t* const tail = out + matrix.tail();
   float sums[kMaxRows] = {};
-  for (int64_t b = 0; b < p.blocks; ++b, out += p.block_bytes) {
-    std::memset(out, 0, static_cast<size_t>(p.codes_bytes));
-    uint8_t* const scales = out + p.codes_bytes;  // f16 [16], minima's f16 [16], int8 [parts][16], int8 minima
+  for (int64_t b = 0; b < matrix.blocks; ++b, out += matrix.block_bytes) {
+    std::memset(out, 0, static_cast<size_t>(matrix.codes_bytes));
+    uint8_t* const scales = out + matrix.codes_bytes;  // f16 [16], minima's f16 [16], int8 [parts][16], int8 minima
     uint8_t* const of_groups = scales + (minima ? 64 : 32);
-    for (int r = 0; r < p.nr; ++r) {
-      const uint8_t* stored = static_cast<const uint8_t*>(s.scales) + (rows[r] * p.blocks + b) * size;
+    for (int r = 0; r < matrix.nr; ++r) {
+      const uint8_t* stored = static_cast<const uint8_t*>(source.scales) + (rows[r] * matrix.blocks + b) * size;
       const float d = widen(k_scale_type_f16, stored, 0), d_min = minima ? widen(k_scale_type_f16, stored, 1) : 0.0f;
       for (int i = 0; i < (minima ? 2 : 1); ++i) std::memcpy(scales + 32 * i + 2 * r, stored + 2 * i, 2);
       stored += minima ? 4 : 2;
-      for (int64_t i = 0; i < p.parts * (minima ? 2 : 1); ++i) of_groups[16 * i + r] = stored[i];
-      const uint8_t* const q = static_cast<const uint8_t*>(s.codes) + rows[r] * p.k;
-      for (int g = 0; g < p.parts; ++g) {
+      for (int64_t i = 0; i < matrix.parts * (minima ? 2 : 1); ++i) of_groups[16 * i + r] = stored[i];
+      const uint8_t* const row_codes = static_cast<const uint8_t*>(source.codes) + rows[r] * matrix.k;
+      for (int g = 0; g < matrix.parts; ++g) {
         int32_t sum = 0, columns = 0;
-        for (int64_t c = g * width; c < (g + 1) * width && b * p.block + c < p.k; ++c, ++columns) {
-          const int code = q[b * p.block + c], quad = static_cast<int>(c % 32 / 4);
-          uint8_t* const chunk = out + c / 32 * (p.codes_bytes / 8) + 4 * r + c % 4;
+        for (int64_t c = g * width; c < (g + 1) * width && b * matrix.block + c < matrix.k; ++c, ++columns) {
+          const int code = row_codes[b * matrix.block + c], quad = static_cast<int>(c % 32 / 4);
+          uint8_t* const chunk = out + c / 32 * (matrix.codes_bytes / 8) + 4 * r + c % 4;
           sum += code - zero;
           chunk[quad % 4 * 64] |= static_cast<uint8_t>((code & 15) << (quad < 4 ? 0 : 4));
           if (high == 1) chunk[256] |= static_cast<uint8_t>((code >> 4 & 1) << quad);
@@ -244,15 +244,15 @@ void pack_k_panel(const qm_pack_source& s, const PanelMatrix& p, int64_t panel, 
         const float scale = d * static_cast<float>(static_cast<int8_t>(stored[g]));
         sums[r] = sums[r] + static_cast<float>(sum) * scale;
         if (!minima) continue;
-        const float minimum = d_min * static_cast<float>(static_cast<int8_t>(stored[p.parts + g]));
+        const float minimum = d_min * static_cast<float>(static_cast<int8_t>(stored[matrix.parts + g]));
         sums[r] = sums[r] - static_cast<float>(columns) * minimum;
       }
     }
   }
-  for (int r = 0; r < p.nr; ++r) {
-    const float bias = s.bias ? s.bias[rows[r]] : 0.0f;
+  for (int r = 0; r < matrix.nr; ++r) {
+    const float bias = source.bias ? source.bias[rows[r]] : 0.0f;
     std::memcpy(tail + 4 * r, &sums[r], 4);
-    std::memcpy(tail + 4 * (p.nr + r), &bias, 4);
+    std::memcpy(tail + 4 * (matrix.nr + r), &bias, 4);
   }
 }
 
