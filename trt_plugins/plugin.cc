@@ -154,17 +154,17 @@ struct Value {
 };
 
 // What a plug-in and its clones have in common.
-struct Layer {
+struct PluginLayer {
   std::string name;  // operator and layer, the beginning of every message
   std::vector<Value> values;
   bool runs;  // of an engine that runs: its weights are the model's, not what the builder times with
   // The most that getWorkspaceSize returned, in an engine's plan as a field of its own; 0: not known.
   std::atomic<int64_t> workspace_bytes{0};
 
-  Layer(std::string name, std::vector<Value> values, bool runs, int64_t workspace_bytes)
+  PluginLayer(std::string name, std::vector<Value> values, bool runs, int64_t workspace_bytes)
       : name(std::move(name)), values(std::move(values)), runs(runs), workspace_bytes(workspace_bytes) {}
 };
-using SharedLayer = std::shared_ptr<Layer>;
+using SharedLayer = std::shared_ptr<PluginLayer>;
 constexpr const char* kWorkspaceBytes = "workspace_bytes";
 
 // Types and sizes of the inputs.
@@ -585,9 +585,9 @@ class Linear final : public Planned<qm_cuda_linear_problem, qm_cuda_plan, qm_cud
   qm_linear linear_;
 };
 
-class Routing final : public Plugin {
+class MoERouting final : public Plugin {
  public:
-  Routing(SharedLayer layer, const qm_routing& routing)
+  MoERouting(SharedLayer layer, const qm_routing& routing)
       : Plugin("MoERouting", std::move(layer)), problem_{routing, QM_F32, 0} {}
   size_t getWorkspaceSize(const DynamicPluginTensorDesc*, int32_t, const DynamicPluginTensorDesc*,
                           int32_t) const noexcept override {
@@ -595,7 +595,7 @@ class Routing final : public Plugin {
   }
 
  private:
-  IPluginV3* make_copy() const override { return new Routing(layer_, problem_.routing); }
+  IPluginV3* make_copy() const override { return new MoERouting(layer_, problem_.routing); }
   int64_t last_size() const override { return problem_.routing.top_k + problem_.routing.shared_experts; }
   bool takes_float() const override { return true; }
   bool check_shapes(const Dims* in) const override {
@@ -1065,7 +1065,7 @@ IPluginV3* Creator::create(const char* name, const PluginFieldCollection* given,
   if (std::string why; !read_fields(given, runs, &node, &values, &workspace_bytes, &why)) return refuse(why);
   char error[QM_ERROR_SIZE];
   // Attributes no kernel can have are refused here, where the layer is named; shapes come later.
-  const auto shared = std::make_shared<Layer>(layer, std::move(values), runs, workspace_bytes);
+  const auto shared = std::make_shared<PluginLayer>(layer, std::move(values), runs, workspace_bytes);
   qm_cuda_plan plan;
   if (op_ == std::string_view("QuantLinear")) {
     const qm_cuda_linear_problem problem{node.linear, QM_F16, 1};
@@ -1075,7 +1075,7 @@ IPluginV3* Creator::create(const char* name, const PluginFieldCollection* given,
   if (op_ == std::string_view("MoERouting")) {
     const qm_cuda_routing_problem problem{node.routing, QM_F32, 1};
     if (qm_cuda_validate_routing(&problem, error)) return refuse(error);
-    return new Routing(shared, node.routing);
+    return new MoERouting(shared, node.routing);
   }
   if (op_ == std::string_view("MoERouter")) {
     const qm_cuda_router_problem problem{node.router, QM_F16, 1};

@@ -71,18 +71,18 @@ std::vector<uint8_t> Pack(const Rhs& rhs) {
   return out;
 }
 
-struct Row {
+struct QuantizedRow {
   std::vector<int8_t> q;
   int z;
   float step;
 };
 
 // FORMAT.md 4.1, int8_token_asym.
-Row Quantize(const float* x, int64_t k) {
+QuantizedRow Quantize(const float* x, int64_t k) {
   float lo = 0, hi = 0;
   for (int64_t i = 0; i < k; ++i) lo = std::min(lo, x[i]), hi = std::max(hi, x[i]);
   const float s = hi == lo ? 1.0f : 255.0f / (hi - lo);
-  Row row{std::vector<int8_t>(k), 0, 0};
+  QuantizedRow row{std::vector<int8_t>(k), 0, 0};
   if (std::isinf(s)) return row;
   row.step = s == 0 ? 0.0f : 1.0f / s;
   const float a = lo * s, b = hi * s;
@@ -94,7 +94,7 @@ Row Quantize(const float* x, int64_t k) {
 }
 
 // FORMAT.md 4.2.
-float Product(const Rhs& rhs, int64_t n, const Row& x, float rowsum, int32_t int_rowsum) {
+float Product(const Rhs& rhs, int64_t n, const QuantizedRow& x, float rowsum, int32_t int_rowsum) {
   const int64_t k = rhs.k, g = rhs.group > 0 ? rhs.group : k;
   const int zero = 1 << (rhs.bits - 1);
   float acc = 0;
@@ -171,7 +171,7 @@ void Case(std::mt19937& rng, int bits, int64_t group) {
   const int64_t kp = (k + 31) / 32 * 32;
   const int64_t nr = bits == 4 ? 8 : 4;
   const int64_t stride = packed.size() / ((n + nr - 1) / nr), tail = nr * (group > 0 ? 8 : 12);
-  std::vector<Row> rows;
+  std::vector<QuantizedRow> rows;
   for (int64_t t = 0; t < m; ++t) rows.push_back(Quantize(x.data() + t * k, k));
   for (int64_t mr : {1, 4}) {
     const std::vector<uint8_t> lhs = KleidiQuantize(x.data(), m, k, mr);

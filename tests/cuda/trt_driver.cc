@@ -40,18 +40,18 @@ void keep_message(ILogger::Severity severity, const char* text) {
   log_text += std::to_string(static_cast<int>(severity)) + " " + text + "\n";
   driver_memory(left);
 }
-struct Logger : ILogger {
+struct FakeLogger : ILogger {
   void log(Severity severity, const char* text) noexcept override { keep_message(severity, text); }
 } logger;
 struct Finder : ILoggerFinder {
   ILogger* findLogger() override { return &logger; }
 } finder;
 // As TensorRT 10 has them.
-struct PlainLogger {
+struct FakePlainLogger {
   virtual void log(ILogger::Severity severity, const char* text) noexcept { keep_message(severity, text); }
 } plain_logger;
 struct PlainFinder {
-  virtual PlainLogger* findLogger() { return &plain_logger; }
+  virtual FakePlainLogger* findLogger() { return &plain_logger; }
 } plain_finder;
 
 // The global registry, if the test asks for one. Its tables are those of IPluginRegistry in NvInferRuntimeCommon.h
@@ -75,7 +75,7 @@ const char* name_of(const IPluginCreatorInterface* creator) {
   return static_cast<IPluginCreatorV3One*>(const_cast<IPluginCreatorInterface*>(creator))->getPluginName();
 }
 template <class Head>
-struct Registry : Head {
+struct FakeRegistry : Head {
   virtual bool isParentSearchEnabled() const { return true; }
   virtual void setParentSearchEnabled(bool) {}
   virtual void* loadLibrary(const char* path) noexcept {
@@ -122,8 +122,8 @@ struct Registry : Head {
     return std::erase(registered, &creator) == 1;
   }
 };
-Registry<PlainHead> plain_registry;
-Registry<VersionedHead> versioned_registry;
+FakeRegistry<PlainHead> plain_registry;
+FakeRegistry<VersionedHead> versioned_registry;
 void* global_registry = nullptr;
 
 template <class T>
@@ -131,8 +131,8 @@ T* capability_of(void* plugin, PluginCapabilityType type) {
   return static_cast<T*>(static_cast<IPluginV3*>(plugin)->getCapabilityInterface(type));
 }
 // Sizes as TensorRT has them while it builds, here all known.
-struct Size : apiv::VDimensionExpr, IDimensionExpr {
-  explicit Size(int64_t value) : value(value) { mImpl = this; }
+struct KnownSize : apiv::VDimensionExpr, IDimensionExpr {
+  explicit KnownSize(int64_t value) : value(value) { mImpl = this; }
   bool isConstant() const override { return true; }
   int64_t getConstantValue() const override { return value; }
   bool isSizeTensor() const override { return false; }
@@ -150,7 +150,7 @@ struct Expressions : apiv::VExprBuilder {
   struct Builder : IExprBuilder {
     explicit Builder(apiv::VExprBuilder* to) { mImpl = to; }
   } builder{this};
-  std::deque<Size> sizes;
+  std::deque<KnownSize> sizes;
 };
 IPluginV3OneBuild* build_part(void* plugin) {
   return capability_of<IPluginV3OneBuild>(plugin, PluginCapabilityType::kBUILD);
@@ -163,12 +163,12 @@ IPluginV3OneRuntime* runtime_part(void* plugin) {
 
 extern "C" {
 
-struct Field {
+struct DriverField {
   const char* name;
   const void* data;
   int32_t type, length;
 };
-struct Tensor {
+struct DriverTensor {
   int32_t type, format, rank;
   int64_t dims[4], most[4];
 };
@@ -229,20 +229,20 @@ const char* driver_name(void* creator, int32_t which) {
   return which == 0 ? c->getPluginName() : which == 1 ? c->getPluginVersion() : c->getPluginNamespace();
 }
 
-static int32_t copy_fields(const PluginFieldCollection* from, Field* to, int32_t room) {
+static int32_t copy_fields(const PluginFieldCollection* from, DriverField* to, int32_t room) {
   for (int32_t i = 0; i < std::min(room, from->nbFields); ++i) {
     const PluginField& f = from->fields[i];
     to[i] = {f.name, f.data, static_cast<int32_t>(f.type), f.length};
   }
   return from->nbFields;
 }
-int32_t driver_field_names(void* creator, Field* to, int32_t room) {
+int32_t driver_field_names(void* creator, DriverField* to, int32_t room) {
   return copy_fields(static_cast<IPluginCreatorV3One*>(creator)->getFieldNames(), to, room);
 }
-int32_t driver_serialize(void* plugin, Field* to, int32_t room) {
+int32_t driver_serialize(void* plugin, DriverField* to, int32_t room) {
   return copy_fields(runtime_part(plugin)->getFieldsToSerialize(), to, room);
 }
-void* driver_create(void* creator, const char* layer, const Field* fields, int32_t count, int32_t phase) {
+void* driver_create(void* creator, const char* layer, const DriverField* fields, int32_t count, int32_t phase) {
   PluginField given[64];
   for (int32_t i = 0; i < count; ++i)
     given[i] =
@@ -257,7 +257,7 @@ void* driver_attach(void* plugin) { return runtime_part(plugin)->attachToContext
 struct Tensors {
   PluginTensorDesc now[kTensors]{};
   DynamicPluginTensorDesc range[kTensors]{};
-  explicit Tensors(const Tensor* from) {
+  explicit Tensors(const DriverTensor* from) {
     for (int i = 0; i < inputs + outputs; ++i) {
       now[i].type = static_cast<DataType>(from[i].type);
       now[i].format = static_cast<TensorFormat>(from[i].format);
@@ -269,19 +269,19 @@ struct Tensors {
     }
   }
 };
-int32_t driver_supports(void* plugin, const Tensor* tensors, int32_t at) {
+int32_t driver_supports(void* plugin, const DriverTensor* tensors, int32_t at) {
   return build_part(plugin)->supportsFormatCombination(at, Tensors(tensors).range, inputs, outputs);
 }
-int32_t driver_configure(void* plugin, const Tensor* tensors) {
+int32_t driver_configure(void* plugin, const DriverTensor* tensors) {
   const Tensors t(tensors);
   return build_part(plugin)->configurePlugin(t.range, inputs, t.range + inputs, outputs);
 }
-size_t driver_workspace(void* plugin, const Tensor* tensors) {
+size_t driver_workspace(void* plugin, const DriverTensor* tensors) {
   const Tensors t(tensors);
   return build_part(plugin)->getWorkspaceSize(t.range, inputs, t.range + inputs, outputs);
 }
 // The outputs' types and sizes by the plug-in, from those of the inputs in `tensors`, to what follows these there.
-int32_t driver_outputs(void* plugin, Tensor* tensors) {
+int32_t driver_outputs(void* plugin, DriverTensor* tensors) {
   if (build_part(plugin)->getNbOutputs() != outputs) return -1;
   Expressions expressions;
   DataType types[kTensors], of_outputs[kTensors];
@@ -295,19 +295,19 @@ int32_t driver_outputs(void* plugin, Tensor* tensors) {
       build_part(plugin)->getOutputShapes(in, inputs, nullptr, 0, out, outputs, expressions.builder))
     return -1;
   for (int i = 0; i < outputs; ++i) {
-    Tensor& to = tensors[inputs + i];
+    DriverTensor& to = tensors[inputs + i];
     to.type = static_cast<int32_t>(of_outputs[i]);
     to.rank = out[i].nbDims;
     for (int d = 0; d < to.rank; ++d) to.dims[d] = out[i].d[d]->getConstantValue();
   }
   return 0;
 }
-int32_t driver_shape_change(void* plugin, const Tensor* tensors) {
+int32_t driver_shape_change(void* plugin, const DriverTensor* tensors) {
   const Tensors t(tensors);
   return runtime_part(plugin)->onShapeChange(t.now, inputs, t.now + inputs, outputs);
 }
-int32_t driver_enqueue(void* plugin, const Tensor* tensors, const void* const* in, void* const* out, void* workspace,
-                       void* stream) {
+int32_t driver_enqueue(void* plugin, const DriverTensor* tensors, const void* const* in, void* const* out,
+                       void* workspace, void* stream) {
   const Tensors t(tensors);
   return runtime_part(plugin)->enqueue(t.now, t.now + inputs, in, out, workspace, static_cast<cudaStream_t>(stream));
 }

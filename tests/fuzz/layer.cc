@@ -18,14 +18,14 @@ using namespace quantmoe;
 namespace {
 
 // One matrix in the packer's form, and what it stands for.
-struct Matrix {
+struct SourceMatrix {
   int64_t n, k, group, groups;
   int bits, scale_type;
   std::vector<uint8_t> codes, scales;
   std::vector<float> bias;
   std::vector<int32_t> perm;
 
-  Matrix(const qm_projection& p, int64_t n, int64_t k, Rng& rng)
+  SourceMatrix(const qm_projection& p, int64_t n, int64_t k, Rng& rng)
       : n(n),
         k(k),
         group(p.group_size == -1 ? k : p.group_size),
@@ -64,7 +64,7 @@ struct Matrix {
   }
 };
 
-struct Value {
+struct Bounded {
   double value = 0, error = 0;  // |kernel's - value| <= error
 };
 
@@ -73,15 +73,16 @@ class Reference {
  public:
   explicit Reference(const qm_moe& moe) : moe_(moe) {}
   struct Expert {
-    std::vector<Matrix> up;  // gate, up; or up
-    std::vector<Matrix> down;
+    std::vector<SourceMatrix> up;  // gate, up; or up
+    std::vector<SourceMatrix> down;
   };
   std::vector<Expert> experts;
 
   // y = matrix * x: an f32 sum of K products errs by at most (K + few) 2^-24 of the sum of magnitudes; q and zero point
   // are summed apart, so that their magnitudes count apart.
-  std::vector<Value> product(const Matrix& m, const std::vector<Value>& x, const std::vector<double>& magnitude) const {
-    std::vector<Value> y(m.n);
+  std::vector<Bounded> product(const SourceMatrix& m, const std::vector<Bounded>& x,
+                               const std::vector<double>& magnitude) const {
+    std::vector<Bounded> y(m.n);
     for (int64_t row = 0; row < m.n; ++row) {
       double sum = 0, error = 0, size = 0;
       for (int64_t j = 0; j < m.k; ++j) {
@@ -98,16 +99,16 @@ class Reference {
   }
 
   // What the product sees of x. An element whose rounding the errors may flip, or that is clamped, may be a step away.
-  std::vector<Value> quantized(const std::vector<Value>& x, int32_t format, std::vector<double>& magnitude) const {
+  std::vector<Bounded> quantized(const std::vector<Bounded>& x, int32_t format, std::vector<double>& magnitude) const {
     magnitude.resize(x.size());
-    std::vector<Value> out = x;
+    std::vector<Bounded> out = x;
     if (format == k_activation_format_none) {
       for (size_t i = 0; i < x.size(); ++i) magnitude[i] = std::abs(x[i].value) + x[i].error;
       return out;
     }
     float low = 0, high = 0;
     double worst = 0;
-    for (const Value& v : x) {
+    for (const Bounded& v : x) {
       low = std::min(low, static_cast<float>(v.value));
       high = std::max(high, static_cast<float>(v.value));
       worst = std::max(worst, v.error);
@@ -127,7 +128,7 @@ class Reference {
     const bool lost = 64 * worst >= range || range < 1e-35;  // the range itself is not known well
     // An all-zero row has q = zero point = 127 and step 1, whose products cancel but for their rounding.
     const bool zeros = format == k_activation_format_int8_token_asym &&
-                       std::all_of(x.begin(), x.end(), [](const Value& v) { return std::abs(v.value) <= v.error; });
+                       std::all_of(x.begin(), x.end(), [](const Bounded& v) { return std::abs(v.value) <= v.error; });
     for (size_t i = 0; i < x.size(); ++i) {
       const double t = lost ? 0 : x[i].value / step, rounded = std::nearbyint(t);
       const double q = std::clamp(rounded + zero, -128.0, 127.0);
@@ -145,8 +146,8 @@ class Reference {
     return out;
   }
 
-  Value activated(const Value* gate, const Value& up) const {
-    const Value& z = gate ? *gate : up;
+  Bounded activated(const Bounded* gate, const Bounded& up) const {
+    const Bounded& z = gate ? *gate : up;
     const double u = gate ? up.value : 1, du = gate ? up.error : 0, g = z.value, limit = moe_.swiglu_limit;
     const auto silu = [](double v) { return v / (1 + std::exp(-v)); };
     double h, slope = 1.2, size = std::abs(g);
@@ -179,15 +180,15 @@ class Reference {
   }
 
   // Adds weight * expert(x) to y.
-  void add(const Expert& e, const std::vector<Value>& x, double weight, std::vector<Value>& y) const {
+  void add(const Expert& e, const std::vector<Bounded>& x, double weight, std::vector<Bounded>& y) const {
     std::vector<double> magnitude;
-    const std::vector<Value> seen = quantized(x, moe_.w13.activation_format, magnitude);
-    const std::vector<Value> up = product(e.up.back(), seen, magnitude);
-    std::vector<Value> gate, h(up.size());
+    const std::vector<Bounded> seen = quantized(x, moe_.w13.activation_format, magnitude);
+    const std::vector<Bounded> up = product(e.up.back(), seen, magnitude);
+    std::vector<Bounded> gate, h(up.size());
     if (moe_.gated) gate = product(e.up[0], seen, magnitude);
     for (size_t i = 0; i < h.size(); ++i) h[i] = activated(moe_.gated ? &gate[i] : nullptr, up[i]);
-    const std::vector<Value> h_seen = quantized(h, moe_.w2.activation_format, magnitude);
-    const std::vector<Value> out = product(e.down[0], h_seen, magnitude);
+    const std::vector<Bounded> h_seen = quantized(h, moe_.w2.activation_format, magnitude);
+    const std::vector<Bounded> out = product(e.down[0], h_seen, magnitude);
     for (size_t i = 0; i < y.size(); ++i) {
       y[i].value += weight * out[i].value;
       y[i].error += std::abs(weight) * (out[i].error + 0x1p-20 * std::abs(out[i].value));
@@ -338,7 +339,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
     for (int64_t e = 0; e < experts; ++e) {
       Reference::Expert expert;
       for (int half = 0; half < halves(moe); ++half) {
-        Matrix m(moe.w13, moe.intermediate_size, moe.hidden_size, rng);
+        SourceMatrix m(moe.w13, moe.intermediate_size, moe.hidden_size, rng);
         m.pack(moe.w13, w13 + e * row13 + half * w13_matrix(moe).stride, halves(moe));
         if (moe.w13.perm) m.perm = half && moe.w13.perm == 1 ? expert.up[0].perm : order(moe.hidden_size);
         if (half < moe.w13.perm)
@@ -375,12 +376,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
     return 0;
 
   for (int64_t t = 0; t < std::min<int64_t>(call.tokens, 2); ++t) {
-    std::vector<Value> want(moe.hidden_size);
+    std::vector<Bounded> want(moe.hidden_size);
     for (int64_t slot = 0; slot < call.top_k; ++slot) {
       const int64_t local = expert_of[t * call.top_k + slot] - moe.expert_offset;
       if (expert_of[t * call.top_k + slot] < 0 || local < 0 || local >= experts) continue;
       const float weight = weights[t * call.top_k + slot];
-      std::vector<Value> x(moe.hidden_size);
+      std::vector<Bounded> x(moe.hidden_size);
       for (int64_t i = 0; i < moe.hidden_size; ++i) {
         const float value = static_cast<float>(value_at(call.type, hidden, t * moe.hidden_size + i));
         x[i].value = moe.apply_router_weight_on_input ? value * weight : value;

@@ -28,7 +28,7 @@ using namespace nvinfer1;
 
 namespace {
 
-struct Logger : ILogger {
+struct RunLogger : ILogger {
   void log(Severity severity, const char* text) noexcept override {
     if (severity <= Severity::kERROR) std::cerr << text << std::endl;
   }
@@ -50,7 +50,7 @@ struct Free {
   void operator()(void* memory) const { cudaFree(memory); }
 };
 using Memory = std::unique_ptr<void, Free>;
-using Buffers = std::map<std::string, Memory>;
+using BuffersByName = std::map<std::string, Memory>;
 struct Destroy {
   void operator()(cudaGraphExec_t graph) const { cudaGraphExecDestroy(graph); }
 };
@@ -180,8 +180,8 @@ class Session {
   std::string Step(const std::vector<std::string>& parts, const Feed& feed, size_t rows, size_t past) {
     IExecutionContext& context = Context(parts.at(0), std::stoi(parts.at(1)));
     const std::string key = parts.at(0) + "/" + parts.at(1) + "/" + parts.at(2);
-    Buffers own;
-    Buffers& buffers = capacity_ ? kept_[key] : own;
+    BuffersByName own;
+    BuffersByName& buffers = capacity_ ? kept_[key] : own;
     const std::vector<std::string> outputs = Bind(context, buffers, feed, rows, past);
     std::string replayed;
     if (graphs_.contains(key)) replayed = Replay(graphs_[key], context, buffers);
@@ -202,10 +202,10 @@ class Session {
   }
 
   // Shapes, values and addresses; the outputs' names. In place a buffer stays where it is, for graphs.
-  std::vector<std::string> Bind(IExecutionContext& context, Buffers& buffers, const Feed& feed, size_t rows,
+  std::vector<std::string> Bind(IExecutionContext& context, BuffersByName& buffers, const Feed& feed, size_t rows,
                                 size_t past) {
     const ICudaEngine& engine = context.getEngine();
-    const auto buffer = [&](Buffers& of, const std::string& name, size_t bytes) {
+    const auto buffer = [&](BuffersByName& of, const std::string& name, size_t bytes) {
       if (of.contains(name)) return of[name].get();
       Check(cudaMemset((of[name] = Allocate(bytes)).get(), 0xff, bytes));
       return of[name].get();
@@ -251,7 +251,7 @@ class Session {
     Check(cudaGraphDestroy(graph));
     return Graph(replay);
   }
-  std::string Replay(const Graph& graph, IExecutionContext& context, Buffers& buffers) {
+  std::string Replay(const Graph& graph, IExecutionContext& context, BuffersByName& buffers) {
     Check(cudaMemset(buffers["logits"].get(), 0xff, Bytes(context, "logits")));
     Check(cudaGraphLaunch(graph.get(), stream_));
     Check(cudaStreamSynchronize(stream_));
@@ -265,7 +265,7 @@ class Session {
     return bytes;
   }
 
-  static std::string Read(const IExecutionContext& context, const std::string& name, const Buffers& memory) {
+  static std::string Read(const IExecutionContext& context, const std::string& name, const BuffersByName& memory) {
     std::string bytes(Bytes(context, name), '\0');
     Check(cudaMemcpy(bytes.data(), memory.at(name).get(), bytes.size(), cudaMemcpyDeviceToHost));
     return bytes;
@@ -276,8 +276,8 @@ class Session {
   cudaStream_t stream_ = nullptr;
   std::map<std::string, Engine> engines_;
   size_t capacity_ = 0;
-  Buffers caches_;                       // past's
-  std::map<std::string, Buffers> kept_;  // in place: by engine, profile and length
+  BuffersByName caches_;                       // past's
+  std::map<std::string, BuffersByName> kept_;  // in place: by engine, profile and length
   std::map<std::string, Graph> graphs_;
 };
 

@@ -14,7 +14,7 @@
 #include <vector>
 
 // An input: its name, element type as ONNX numbers it, and shape; its bytes are in a file of its name.
-struct Input {
+struct ModelInput {
   std::string name;
   Ort::Value value{nullptr};
   std::string bytes;
@@ -33,10 +33,10 @@ static uint64_t Run(const Ort::Env& env, const std::filesystem::path& library, c
   Ort::Session session(env, (folder / "model.onnx").c_str(), options);
   const auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
   std::istringstream lines(Read(folder / "inputs"));
-  std::vector<Input> inputs;
+  std::vector<ModelInput> inputs;
   for (std::string line; std::getline(lines, line);) {
     std::istringstream words(line);
-    Input input;
+    ModelInput input;
     int type;
     words >> input.name >> type;
     const std::vector<int64_t> shape{std::istream_iterator<int64_t>(words), {}};
@@ -46,7 +46,7 @@ static uint64_t Run(const Ort::Env& env, const std::filesystem::path& library, c
                                                    shape.data(), shape.size(), ONNXTensorElementDataType(type));
   }
   Ort::IoBinding binding(session);
-  for (const Input& input : inputs) binding.BindInput(input.name.c_str(), input.value);
+  for (const ModelInput& input : inputs) binding.BindInput(input.name.c_str(), input.value);
   binding.BindOutput("y", memory);
   session.Run({}, binding);
   uint64_t digest = 14695981039346656037u;  // FNV-1a

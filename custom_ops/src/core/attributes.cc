@@ -25,7 +25,7 @@ int fail(char* err, int status, const char* format, ...) {
 namespace {
 
 // A member of a struct: an attribute, or a projection, which has no kind.
-struct Member {
+struct StructMember {
   const char* op;
   const char* kind;  // "i", "f" or an enum of op.def
   const char* name;
@@ -35,13 +35,13 @@ struct Member {
 };
 #define QM_OP(op, name, version) using op = qm_##name;
 #include "op.def"
-constexpr Member kMembers[] = {
+constexpr StructMember kMembers[] = {
 #define QM_ATTR(op, kind, name) {#op, #kind, #name, offsetof(op, name)},
 #define QM_ATTR_SINCE(op, version, kind, name, absent) {#op, #kind, #name, offsetof(op, name), version, #absent},
 #define QM_PROJECTION(op, prefix) {#op, nullptr, #prefix, offsetof(op, prefix)},
 #include "op.def"
 };
-constexpr Member kProjectionMembers[] = {
+constexpr StructMember kProjectionMembers[] = {
 #define QM_PROJECTION_ATTR(kind, name) {nullptr, #kind, #name, offsetof(qm_projection, name)},
 #include "op.def"
 };
@@ -63,10 +63,10 @@ struct Field {
 };
 constexpr size_t fields() {
   size_t count = 0;
-  for (const Member& m : kMembers) count += m.kind ? 1 : std::size(kProjectionMembers);
+  for (const StructMember& m : kMembers) count += m.kind ? 1 : std::size(kProjectionMembers);
   return count;
 }
-constexpr Field field(const Member& m, const Member* projection) {
+constexpr Field field(const StructMember& m, const StructMember* projection) {
   Field f{m.op, m.kind, m.absent, {"", m.kind[1] ? 's' : m.kind[0], m.since, static_cast<int32_t>(m.offset)}};
   char* to = f.attribute.name;  // too long a name does not compile
   if (projection) {
@@ -82,9 +82,9 @@ constexpr Field field(const Member& m, const Member* projection) {
 constexpr auto kFields = [] {
   std::array<Field, fields()> all{};
   size_t count = 0;
-  for (const Member& m : kMembers) {
+  for (const StructMember& m : kMembers) {
     if (m.kind) all[count++] = field(m, nullptr);
-    for (const Member& p : kProjectionMembers)
+    for (const StructMember& p : kProjectionMembers)
       if (!m.kind) all[count++] = field(p, &m);
   }
   return all;

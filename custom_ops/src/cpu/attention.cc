@@ -50,7 +50,7 @@ AttentionPlan plan_of(const AttentionContext& a) {
 // One call.
 class AttentionRun {
  public:
-  AttentionRun(const qm_attention& node, const qm_attention_call& call, const AttentionKernel& kernel)
+  AttentionRun(const qm_attention& node, const qm_attention_call& call, const AttentionFunctions& kernel)
       : base_(static_cast<uint8_t*>(call.workspace)),
         a_{node, call, reinterpret_cast<float*>(base_)},
         plan_(plan_of(a_)),
@@ -82,7 +82,7 @@ class AttentionRun {
   uint8_t* const base_;
   const AttentionContext a_;
   const AttentionPlan plan_;
-  const AttentionKernel& kernel_;
+  const AttentionFunctions& kernel_;
 };
 
 // One group's slots of a cache that is not in place: what was in it, and zeros after the new tokens.

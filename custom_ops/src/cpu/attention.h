@@ -459,7 +459,7 @@ void finish(const AttentionContext& a, const AttentionTile& tile, float* parts) 
 }
 
 template <class Isa>
-constexpr AttentionKernel attention_kernel = {append, queries<Isa>, block<Isa>, begin, merge, finish};
+constexpr AttentionFunctions attention_kernel = {append, queries<Isa>, block<Isa>, begin, merge, finish};
 
 }  // namespace
 }  // namespace quantmoe

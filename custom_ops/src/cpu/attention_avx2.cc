@@ -82,7 +82,7 @@ struct Avx2Vectors {
 
 }  // namespace
 
-const AttentionKernel attention_avx2 = attention_kernel<Avx2Vectors>;
-const LinearAttentionKernel linear_attention_avx2 = linear_attention_kernel<Avx2Vectors>;
+const AttentionFunctions attention_avx2 = attention_kernel<Avx2Vectors>;
+const LinearAttentionFunctions linear_attention_avx2 = linear_attention_kernel<Avx2Vectors>;
 
 }  // namespace quantmoe

@@ -99,7 +99,7 @@ struct Avx512Vectors {
 
 }  // namespace
 
-const AttentionKernel attention_avx512vnni = attention_kernel<Avx512Vectors>;
-const LinearAttentionKernel linear_attention_avx512vnni = linear_attention_kernel<Avx512Vectors>;
+const AttentionFunctions attention_avx512vnni = attention_kernel<Avx512Vectors>;
+const LinearAttentionFunctions linear_attention_avx512vnni = linear_attention_kernel<Avx512Vectors>;
 
 }  // namespace quantmoe

@@ -75,7 +75,7 @@ struct NeonVectors {
 
 }  // namespace
 
-const AttentionKernel attention_neon_dotprod = attention_kernel<NeonVectors>;
-const LinearAttentionKernel linear_attention_neon_dotprod = linear_attention_kernel<NeonVectors>;
+const AttentionFunctions attention_neon_dotprod = attention_kernel<NeonVectors>;
+const LinearAttentionFunctions linear_attention_neon_dotprod = linear_attention_kernel<NeonVectors>;
 
 }  // namespace quantmoe

@@ -47,7 +47,7 @@ struct PortableVectors {
 
 }  // namespace
 
-const AttentionKernel attention_portable = attention_kernel<PortableVectors>;
-const LinearAttentionKernel linear_attention_portable = linear_attention_kernel<PortableVectors>;
+const AttentionFunctions attention_portable = attention_kernel<PortableVectors>;
+const LinearAttentionFunctions linear_attention_portable = linear_attention_kernel<PortableVectors>;
 
 }  // namespace quantmoe

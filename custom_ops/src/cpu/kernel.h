@@ -108,7 +108,7 @@ struct AttentionTile {
   int64_t b, group, token, tokens;  // token: the first, counted from the row's first that counts
 };
 
-struct AttentionKernel {
+struct AttentionFunctions {
   // Stores the keys and values of a token, and its q_scales.
   void (*append)(const AttentionContext& a, int64_t b, int64_t token, float* scratch);
   // Norms and turns the tile's queries, into scratch.
@@ -120,7 +120,7 @@ struct AttentionKernel {
   void (*merge)(const AttentionContext& a, const AttentionTile& tile, int64_t block, const float* parts, float* into);
   void (*finish)(const AttentionContext& a, const AttentionTile& tile, float* parts);  // writes the output
 };
-extern const AttentionKernel attention_portable, attention_avx2, attention_avx512vnni, attention_neon_dotprod;
+extern const AttentionFunctions attention_portable, attention_avx2, attention_avx512vnni, attention_neon_dotprod;
 
 // CausalConv and GatedDelta: what their kernels see of a call (linear_attention.cc), and their arithmetic
 // (linear_attention.h, FORMAT.md 6).
@@ -160,13 +160,13 @@ struct DeltaContext {
   int64_t scratch_floats() const { return outputs_at() + kDeltaTokens * padded_values(); }
 };
 
-struct LinearAttentionKernel {
+struct LinearAttentionFunctions {
   // Row b's tokens, in channels first .. first + kConvChannels - 1.
   void (*conv)(const ConvContext& conv, int64_t b, int64_t first, float* scratch);
   // Row b's tokens, of a value head; `ahead`, a state like that head's, is read soon.
   void (*delta)(const DeltaContext& delta, int64_t b, int64_t head, const float* ahead, float* scratch);
 };
-extern const LinearAttentionKernel linear_attention_portable, linear_attention_avx2, linear_attention_avx512vnni,
+extern const LinearAttentionFunctions linear_attention_portable, linear_attention_avx2, linear_attention_avx512vnni,
     linear_attention_neon_dotprod;
 
 struct CpuKernel {
@@ -194,8 +194,8 @@ struct CpuKernel {
   void (*multiply)(const PanelProduct& product);
   // The instructions of this kernel's int8 products on registers alone; returns the multiply-adds done. probe_<isa>.cc
   int64_t (*int8_peak)(int64_t rounds);
-  const AttentionKernel* attention;
-  const LinearAttentionKernel* linear_attention;
+  const AttentionFunctions* attention;
+  const LinearAttentionFunctions* linear_attention;
 };
 
 int64_t int8_peak_portable(int64_t rounds);

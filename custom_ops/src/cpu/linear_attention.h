@@ -386,7 +386,7 @@ void delta(const DeltaContext& context, int64_t batch_row, int64_t v_head, const
 }
 
 template <class Isa>
-constexpr LinearAttentionKernel linear_attention_kernel = {conv, delta<Isa>};
+constexpr LinearAttentionFunctions linear_attention_kernel = {conv, delta<Isa>};
 
 }  // namespace
 }  // namespace quantmoe

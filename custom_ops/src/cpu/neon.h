@@ -299,26 +299,26 @@ void float_rows(const PanelMatrix& matrix, const NeonGroup& panels, const uint8_
 constexpr int kMaxUnits = 4;
 
 // By the number of units of rows, less one.
-using Rows = void (*)(const PanelMatrix&, const NeonGroup&, const uint8_t*, int, int, int64_t);
+using NeonRowsFunction = void (*)(const PanelMatrix&, const NeonGroup&, const uint8_t*, int, int, int64_t);
 template <class C, Groups kGroups, int kParts>
-constexpr Rows kQuantizedRows[kMaxUnits] = {
+constexpr NeonRowsFunction kQuantizedRows[kMaxUnits] = {
     quantized_rows<1, C, kGroups, kParts>, quantized_rows<2, C, kGroups, kParts>, quantized_rows<3, C, kGroups, kParts>,
     quantized_rows<4, C, kGroups, kParts>};
 template <class C, int kParts>
-constexpr Rows kFloatRows[kMaxUnits] = {float_rows<1, C, kParts>, float_rows<2, C, kParts>, float_rows<3, C, kParts>,
-                                        float_rows<4, C, kParts>};
+constexpr NeonRowsFunction kFloatRows[kMaxUnits] = {float_rows<1, C, kParts>, float_rows<2, C, kParts>,
+                                                    float_rows<3, C, kParts>, float_rows<4, C, kParts>};
 // Whether tiles have the sums of q over groups: where codes have zero points, and in groups of 16, which may.
 inline bool has_sums(const PanelMatrix& p) { return is_integer(p.format) && !p.plain(); }
 
 template <class C>
-const Rows* integer_rows(const PanelMatrix& p, bool quantized) {
+const NeonRowsFunction* integer_rows(const PanelMatrix& p, bool quantized) {
   if (!quantized) return p.parts == 2 ? kFloatRows<C, 2> : kFloatRows<C, 1>;
   if (p.parts == 2) return kQuantizedRows<C, Groups::kZeroPoints, 2>;
   return has_sums(p) ? kQuantizedRows<C, Groups::kZeroPoints, 1>
          : p.grouped ? kQuantizedRows<C, Groups::kScales, 1>
                      : kQuantizedRows<C, Groups::kNone, 1>;
 }
-inline const Rows* rows_of(const PanelMatrix& p, bool quantized) {
+inline const NeonRowsFunction* rows_of(const PanelMatrix& p, bool quantized) {
   switch (p.format) {
     case k_format_int4:
       return integer_rows<NeonInt4>(p, quantized);
@@ -335,7 +335,7 @@ void multiply(const PanelProduct& product) {
   const PanelMatrix& p = *product.matrix;
   if (is_k(p.format)) return multiply_k<NeonLanes, kMaxUnits, false>(product);
   if (p.columns) return multiply_columns<NeonLanes, kMaxUnits, false>(product);
-  const Rows* const rows = rows_of(p, product.quantized);
+  const NeonRowsFunction* const rows = rows_of(p, product.quantized);
   const int unit = product.quantized ? Unit::kRows : 1, step = p.nr == 4 ? 2 : 1;
   for (int64_t panel = 0; panel < product.panel_count; panel += step) {
     NeonGroup g;

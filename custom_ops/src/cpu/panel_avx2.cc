@@ -156,11 +156,11 @@ void float_tile(const PanelMatrix& matrix, const Avx2Group& panels, const uint8_
   }
 }
 
-using TileFunction = void (*)(const PanelMatrix&, const Avx2Group&, const uint8_t*, const Avx2Store&, int64_t);
+using Avx2TileFunction = void (*)(const PanelMatrix&, const Avx2Group&, const uint8_t*, const Avx2Store&, int64_t);
 template <int... M>
 constexpr auto tile_table(std::integer_sequence<int, M...>) {
   struct Avx2PlainTiles {
-    TileFunction of[2][2][sizeof...(M)];  // [quantized][8 bits][m - 1]
+    Avx2TileFunction of[2][2][sizeof...(M)];  // [quantized][8 bits][m - 1]
   };
   return Avx2PlainTiles{{{{float_tile<M + 1, 4>...}, {float_tile<M + 1, 8>...}},
                          {{quantized_tile<M + 1, 4>...}, {quantized_tile<M + 1, 8>...}}}};
@@ -171,7 +171,7 @@ constexpr auto kTiles = tile_table(std::make_integer_sequence<int, kTileRows>())
 template <int... M>
 constexpr auto scaled_table(std::integer_sequence<int, M...>) {
   struct Avx2Tiles {
-    TileFunction of[2][3][sizeof...(M)];  // [quantized][e2m1, 4 bits, 8 bits][m - 1]
+    Avx2TileFunction of[2][3][sizeof...(M)];  // [quantized][e2m1, 4 bits, 8 bits][m - 1]
   };
   return Avx2Tiles{
       {{{scaled_float_tile<M + 1, Avx2E2m1>...},
@@ -181,7 +181,7 @@ constexpr auto scaled_table(std::integer_sequence<int, M...>) {
 }
 constexpr auto kScaledTiles = scaled_table(std::make_integer_sequence<int, kTileRows>());
 
-TileFunction tile_function(const PanelMatrix& p, bool quantized, int m) {
+Avx2TileFunction tile_function(const PanelMatrix& p, bool quantized, int m) {
   if (p.plain()) return kTiles.of[quantized][p.bits == 8][m - 1];
   return kScaledTiles.of[quantized][is_e2m1(p.format) ? 0 : p.bits == 4 ? 1 : 2][m - 1];
 }

@@ -140,11 +140,12 @@ void float_tile(const PanelMatrix& matrix, const Avx512Group& panels, const uint
   }
 }
 
-using TileFunction = void (*)(const PanelMatrix&, const Avx512Group&, const uint8_t*, const Avx512Store&, int64_t);
+using Avx512TileFunction = void (*)(const PanelMatrix&, const Avx512Group&, const uint8_t*, const Avx512Store&,
+                                    int64_t);
 template <int... M>
 constexpr auto tile_table(std::integer_sequence<int, M...>) {
   struct Avx512PlainTiles {
-    TileFunction of[2][2][sizeof...(M)];  // [quantized][8 bits][m - 1]
+    Avx512TileFunction of[2][2][sizeof...(M)];  // [quantized][8 bits][m - 1]
   };
   return Avx512PlainTiles{{{{float_tile<M + 1, 4>...}, {float_tile<M + 1, 8>...}},
                            {{quantized_tile<M + 1, 4>...}, {quantized_tile<M + 1, 8>...}}}};
@@ -156,7 +157,7 @@ template <int... M>
 constexpr auto scaled_table(std::integer_sequence<int, M...>) {
   struct Avx512Tiles {
     // [e2m1, int4 and int8 with middles, with zero points: 5][groups of 16][m - 1]
-    TileFunction quantized[5][2][sizeof...(M)], floats[3][2][sizeof...(M)], stepped[sizeof...(M)];
+    Avx512TileFunction quantized[5][2][sizeof...(M)], floats[3][2][sizeof...(M)], stepped[sizeof...(M)];
   };
   return Avx512Tiles{{{{scaled_tile<M + 1, Avx512E2m1, false, 1>...}, {scaled_tile<M + 1, Avx512E2m1, false, 2>...}},
                       {{nullptr}, {scaled_tile<M + 1, Avx512Int4, false, 2>...}},
@@ -170,7 +171,7 @@ constexpr auto scaled_table(std::integer_sequence<int, M...>) {
 }
 constexpr auto kScaledTiles = scaled_table(std::make_integer_sequence<int, kTileRows>());
 
-TileFunction tile_function(const PanelMatrix& p, bool quantized, int m) {
+Avx512TileFunction tile_function(const PanelMatrix& p, bool quantized, int m) {
   if (p.plain()) return kTiles.of[quantized][p.bits == 8][m - 1];
   if (quantized && p.stepped) return kScaledTiles.stepped[m - 1];
   const int kind = is_e2m1(p.format) ? 0 : p.bits == 4 ? 1 : 2;

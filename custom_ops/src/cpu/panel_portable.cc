@@ -29,10 +29,10 @@ float load_scale(const PanelMatrix& p, const uint8_t* scales, int i) {
 }
 
 // Scale and minimum of a group of FORMAT.md 2.10.
-struct Levels {
+struct GroupLevels {
   float scale, minimum;
 };
-Levels load_levels(const PanelMatrix& p, const uint8_t* panel, int64_t group, int r) {
+GroupLevels load_levels(const PanelMatrix& p, const uint8_t* panel, int64_t group, int r) {
   const uint8_t* at = panel + group / p.parts * p.block_bytes + p.codes_bytes;
   const bool minima = p.format != k_format_q6_k;
   const uint8_t* const codes = at + (minima ? 64 : 32) + group % p.parts * 16;
@@ -53,7 +53,7 @@ void decode_k(const PanelMatrix& p, const uint8_t* panel, int r, int32_t* values
                      : p.bits == 6 ? chunk[256 + quad / 4 * 64] >> quad % 4 * 2 & 3
                                    : 0;
     values[k] = (nibble | high << 4) - (p.bits == 6 ? 32 : 0);
-    const Levels levels = load_levels(p, panel, k / p.group(), r);
+    const GroupLevels levels = load_levels(p, panel, k / p.group(), r);
     floats[k] = fma(static_cast<float>(values[k]), levels.scale, -levels.minimum);
   }
 }
@@ -107,7 +107,7 @@ RowSums multiply_row(const PanelMatrix& p, bool quantized, const uint8_t* panel,
     }
     const float of_group = quantized ? static_cast<float>(sum.dot) : sum.partial;
     if (is_k(p.format)) {
-      const Levels levels = load_levels(p, panel, group, r);
+      const GroupLevels levels = load_levels(p, panel, group, r);
       const float of_tokens = static_cast<float>(load<int32_t>(tile.sums, group * tile.m + i));
       sum.acc = quantized ? fma(-levels.minimum, of_tokens, fma(of_group, levels.scale, sum.acc)) : sum.acc + of_group;
       continue;

@@ -10,7 +10,7 @@ using namespace nvinfer1;
 
 namespace {
 
-struct Logger : ILogger {
+struct BenchLogger : ILogger {
   void log(Severity severity, const char* text) noexcept override {
     if (severity <= Severity::kERROR) std::cerr << text << std::endl;
   }
