@@ -212,7 +212,7 @@ __device__ inline int64_t RowChunks(const qm_attention& a) {
 }
 
 // The angles of a token that a lane's eight features turn by.
-struct Turn {
+struct HeadTurn {
   float cos[8], sin[8];
 };
 // A lane's part of a head: eight features from d on. kLanes lanes of a warp have it all.
@@ -247,7 +247,7 @@ struct HeadPart {
     if (normed && there) LoadEight(weights, (query ? p.q_norm : p.k_norm) + (by_row ? head * size : 0) + d);
   }
   // The angles of a token, counted through the batch.
-  __device__ void LoadTurn(const AttentionParams& p, int token, Turn& turn) const {
+  __device__ void LoadTurn(const AttentionParams& p, int token, HeadTurn& turn) const {
     const int64_t at = static_cast<int64_t>(token) * half;
     if (turns && whole) {
       const int from = d < half ? d : d - half;
@@ -264,7 +264,7 @@ struct HeadPart {
   }
   // Norms, turns and scales. squares: of the token's row, where norms are of that. of_head: shared, 2 kLanes of them,
   // the head's own.
-  __device__ void Apply(const AttentionParams& p, const Turn& turn, float squares, float4* of_head,
+  __device__ void Apply(const AttentionParams& p, const HeadTurn& turn, float squares, float4* of_head,
                         float (&x)[8]) const {
     const qm_attention& a = p.attention;
     if (a.qk_norm && !by_row) {
@@ -457,11 +457,11 @@ __device__ inline void StoreRow(const AttentionParams& p, const float (&acc)[M][
 
 // What a warp of mma.sync has summed: MT tiles of 16 rows, M tiles of eight of the values' columns.
 template <int MT, int M>
-struct Sums {
+struct AttentionSums {
   float acc[MT][M][4], most[MT][2], sum[MT][2];
   int slot_of[MT][2];  // of the lane's rows
 
-  __device__ Sums(const AttentionParams& p, const BatchRow& batch, int first_row) {
+  __device__ AttentionSums(const AttentionParams& p, const BatchRow& batch, int first_row) {
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
 #pragma unroll
@@ -483,7 +483,8 @@ struct Sums {
 // does not.
 template <typename T, int D, int NT, int MT, int M>
 __device__ __forceinline__ void AddStageValues(const AttentionParams& p, uint32_t v_at, int first_key, int slot,
-                                               int first_n, bool mixed, const float (&s)[MT][NT][4], Sums<MT, M>& to) {
+                                               int first_n, bool mixed, const float (&s)[MT][NT][4],
+                                               AttentionSums<MT, M>& to) {
   const int lane = threadIdx.x % 32, t = lane % 4;
   auto sees = [&](int m, int h, int key) {
     return slot + key <= to.slot_of[m][h] && slot + key >= FirstSlot(p, to.slot_of[m][h]);
@@ -533,7 +534,7 @@ __device__ __forceinline__ void AddStageValues(const AttentionParams& p, uint32_
 template <typename T, int DK, int DV, int NT, bool kCodes, int MT, int M, class Query>
 __device__ __forceinline__ void AttendStage(const AttentionParams& p, uint32_t k_at, uint32_t v_at, int first_key,
                                             int slot, int first_n, bool masked, bool mixed, const Query& query,
-                                            Sums<MT, M>& to) {
+                                            AttentionSums<MT, M>& to) {
   const int lane = threadIdx.x % 32;
   float s[MT][NT][4];
 #pragma unroll

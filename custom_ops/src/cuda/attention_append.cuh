@@ -18,50 +18,50 @@ __device__ inline float BlockSum(float x, float* scratch) {
 // kLanes lanes a head of a token. A block has the same heads of some tokens; what `rows` does not decide is asked for
 // before it is there.
 template <typename T, int kLanes, bool kCodes>
-__global__ void __launch_bounds__(kAppendThreads, 4) AttentionAppend(const __grid_constant__ AttentionParams p) {
+__global__ void __launch_bounds__(kAppendThreads, 4) AttentionAppend(const __grid_constant__ AttentionParams params) {
   constexpr int kHeads = kAppendThreads / kLanes;
   __shared__ float4 features[kHeads][2 * kLanes];
   __shared__ float scratch[kAppendThreads / 32];
   WaitForPrevious();
   LaunchDependents();
   const int block = static_cast<int>(blockIdx.x);
-  if (block >= p.token_blocks) return CopySlots(p, block - p.token_blocks);
-  const qm_attention& a = p.attention;
-  const int heads = a.num_heads, kv_heads = a.kv_num_heads;
+  if (block >= params.token_blocks) return CopySlots(params, block - params.token_blocks);
+  const qm_attention& node = params.attention;
+  const int heads = node.num_heads, kv_heads = node.kv_num_heads;
   const int local = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const int64_t row_chunks = RowChunks(a);
-  const int steps = p.token_blocks / p.blocks_per_token;
-  int token = block / p.blocks_per_token;
-  const uint4* qkv = static_cast<const uint4*>(p.qkv);
-  HeadPart<T, kLanes> part(p, block % p.blocks_per_token * kHeads + local, lane);
-  part.LoadWeights(p);
+  const int64_t row_chunks = RowChunks(node);
+  const int steps = params.token_blocks / params.blocks_per_token;
+  int token = block / params.blocks_per_token;
+  const uint4* qkv = static_cast<const uint4*>(params.qkv);
+  HeadPart<T, kLanes> part(params, block % params.blocks_per_token * kHeads + local, lane);
+  part.LoadWeights(params);
   auto load = [&](int token) {
-    return part.there && token < p.batch * p.tokens ? qkv[token * row_chunks + part.chunk] : uint4{};
+    return part.there && token < params.batch * params.tokens ? qkv[token * row_chunks + part.chunk] : uint4{};
   };
   uint4 next = load(token);
 
-  for (; token < p.batch * p.tokens; token += steps) {
-    Turn turn;
-    part.LoadTurn(p, token, turn);
+  for (; token < params.batch * params.tokens; token += steps) {
+    HeadTurn turn;
+    part.LoadTurn(params, token, turn);
     const uint4 loaded = next;
     next = load(token + steps);
     IssueLoads();
 
-    const int b = token / p.tokens;
-    const BatchRow row = ReadRow(p, b);
-    const int index = token % p.tokens - row.begin;
+    const int batch_row = token / params.tokens;
+    const BatchRow row = ReadRow(params, batch_row);
+    const int index = token % params.tokens - row.begin;
     if (index < 0 || index >= row.count) {
       const uint32_t outside = row.valid ? 0 : Half<T>::Pack(NAN, NAN);
-      if (part.query && part.d < a.v_head_size)
+      if (part.query && part.d < node.v_head_size)
         static_cast<uint4*>(
-            p.output)[((static_cast<int64_t>(token) * heads + part.head) * a.v_head_size + part.d) / 8] = {
+            params.output)[((static_cast<int64_t>(token) * heads + part.head) * node.v_head_size + part.d) / 8] = {
             outside, outside, outside, outside};
       continue;
     }
 
     float squares = 0;
     if (part.by_row) {  // of all heads
-      const int queries = heads * (a.head_size / 8), keys = kv_heads * (a.head_size / 8);
+      const int queries = heads * (node.head_size / 8), keys = kv_heads * (node.head_size / 8);
       float sums[2] = {0, 0};
       for (int i = threadIdx.x; i < queries + keys; i += kAppendThreads) {
         const float sum = AddSquares<T>(qkv[token * row_chunks + i], 0);
@@ -72,17 +72,18 @@ __global__ void __launch_bounds__(kAppendThreads, 4) AttentionAppend(const __gri
     }
     float x[8];
     Widen<T>(x, loaded);
-    part.Apply(p, turn, squares, features[local], x);
+    part.Apply(params, turn, squares, features[local], x);
     if (!part.there) continue;
-    const int64_t pair = static_cast<int64_t>(b) * kv_heads + (part.query ? part.head / p.group : part.head);
-    const int64_t at =
-        part.query ? (pair * p.tokens + index) * p.group + part.head % p.group : pair * p.slots + row.past + index;
+    const int64_t pair =
+        static_cast<int64_t>(batch_row) * kv_heads + (part.query ? part.head / params.group : part.head);
+    const int64_t at = part.query ? (pair * params.tokens + index) * params.group + part.head % params.group
+                                  : pair * params.slots + row.past + index;
     const int64_t place = at * part.size + part.d;
     if (part.query) {
-      static_cast<uint4*>(p.queries)[place / 8] = Narrow<typename Cached<T, kCodes>::Number>(x);
+      static_cast<uint4*>(params.queries)[place / 8] = Narrow<typename Cached<T, kCodes>::Number>(x);
     } else {
       using Element = typename Cached<T, kCodes>::Element;
-      StoreEight<T, kCodes>(a, part.key, x, static_cast<Element*>(part.key ? p.key : p.value) + place);
+      StoreEight<T, kCodes>(node, part.key, x, static_cast<Element*>(part.key ? params.key : params.value) + place);
     }
   }
 }

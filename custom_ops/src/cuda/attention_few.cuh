@@ -48,18 +48,18 @@ __device__ inline uint32_t NoNumbers(uint32_t codes) { return ((codes & 0x7f7f7f
 // features 4 t, 4 t + 1 are those that the product has at 2 t, and 4 t + 2, 4 t + 3 at 2 t + 8, in `query`, too; of 16
 // columns of the values a tile of acc has the even ones, the next the odd ones.
 template <int DK, int DV, int NT, int M>
-__device__ __forceinline__ void AttendCodes(const AttentionParams& p, uint32_t k_at, uint32_t v_at, int first_key,
+__device__ __forceinline__ void AttendCodes(const AttentionParams& params, uint32_t k_at, uint32_t v_at, int first_key,
                                             int slot, int first_n, bool masked, bool mixed,
-                                            const uint32_t (&query)[DK / 16][4], Sums<1, M>& to) {
+                                            const uint32_t (&query)[DK / 16][4], AttentionSums<1, M>& to) {
   static_assert(DK % 32 == 0 && M % 2 == 0, "two chunks of keys, one of values");
   const int lane = threadIdx.x % 32, t = lane % 4;
-  const bool e4m3 = p.attention.cache_format == k_cache_format_fp8_e4m3;
+  const bool e4m3 = params.attention.cache_format == k_cache_format_fp8_e4m3;
   auto widen = [&](uint32_t codes) { return e4m3 ? WidenE4m3(codes) : WidenInt8(codes); };
-  float s[NT][4];
+  float scores[NT][4];
 #pragma unroll
   for (int n = 0; n < NT; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s[n][i] = 0;
+    for (int i = 0; i < 4; ++i) scores[n][i] = 0;
 #pragma unroll
   for (int d = 0; d < DK / 16; d += 2)
 #pragma unroll
@@ -69,13 +69,13 @@ __device__ __forceinline__ void AttendCodes(const AttentionParams& p, uint32_t k
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint2 numbers = widen(k[i]);
-        Half<__half>::Mma(s[n + i / 2], query[d + i % 2], numbers.x, numbers.y);
+        Half<__half>::Mma(scores[n + i / 2], query[d + i % 2], numbers.x, numbers.y);
       }
     }
-  ScaleScores(p, s);
-  Softcap(p, s);
-  if (masked) Mask(p, s, to.slot_of[0], slot);
-  Weigh(s, to.acc[0], to.most[0], to.sum[0]);
+  ScaleScores(params, scores);
+  Softcap(params, scores);
+  if (masked) Mask(params, scores, to.slot_of[0], slot);
+  Weigh(scores, to.acc[0], to.most[0], to.sum[0]);
 
   const int chunk = first_n / 2;
   bool odd = false;  // as AttendStage's
@@ -92,7 +92,7 @@ __device__ __forceinline__ void AttendCodes(const AttentionParams& p, uint32_t k
       const uint32_t bad = NoNumbers(Load4(v_at + SwizzledCodes<DV>(first_key + key, chunk + n / 2) + 4 * t));
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const bool sees = slot + key <= to.slot_of[0][h] && slot + key >= FirstSlot(p, to.slot_of[0][h]);
+        const bool sees = slot + key <= to.slot_of[0][h] && slot + key >= FirstSlot(params, to.slot_of[0][h]);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
           if (sees && bad >> (2 * i + n % 2) * 8 & 1) to.acc[0][n][2 * h + i] += NAN;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void AttendCodes(const AttentionParams& p, uint32_t k
 #pragma unroll
   for (int k = 0; k < NT; k += 2) {
     uint32_t weight[4];
-    PackWeights<__half>(weight, s, k);
+    PackWeights<__half>(weight, scores, k);
 #pragma unroll
     for (int n = 0; n < M; n += 4) {
       uint32_t v[4];
@@ -129,7 +129,7 @@ __device__ __forceinline__ void AttendCodes(const AttentionParams& p, uint32_t k
 // waits for them is in registers from there on. With parts as functions ptxas orders it otherwise.
 template <typename T, int DK, int DV, bool kCodes>
 __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
-    AttendFew(const __grid_constant__ AttentionParams p) {
+    AttendFew(const __grid_constant__ AttentionParams params) {
   using Number = typename Cached<T, kCodes>::Number;
   using Element = typename Cached<T, kCodes>::Element;
   constexpr int kChunk = Cached<T, kCodes>::kChunk;
@@ -142,76 +142,79 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
   // Queries, what heads turn in and sums of squares lie where the last stage will.
   constexpr int kTurning = kFewRows * DK * 2, kSquares = kTurning + kFewThreads * 32;
   static_assert(kSquares + 2 * kFewRows * 4 <= kStage, "fits in a stage");
-  const int stages = p.deep ? kDeepStages : kFewStages;
+  const int stages = params.deep ? kDeepStages : kFewStages;
   uint4* last_stage = shared + (stages - 1) * (kStage / 16);
   const uint32_t queries_at = SharedAddress(last_stage);
   float4* of_head = reinterpret_cast<float4*>(last_stage) + kTurning / 16 + threadIdx.x / kLanes * 2 * kLanes;
   float* squares = reinterpret_cast<float*>(last_stage) + kSquares / 4;  // of each token's row: all queries; all keys
 
-  const qm_attention& a = p.attention;
-  const int split = static_cast<int>(blockIdx.x) % p.splits, pair = static_cast<int>(blockIdx.x) / p.splits;
-  const int b = pair / a.kv_num_heads, kv = pair % a.kv_num_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Element* old_keys = static_cast<const Element*>(p.past_key) + static_cast<int64_t>(pair) * p.past_slots * DK;
+  const qm_attention& node = params.attention;
+  const int split = static_cast<int>(blockIdx.x) % params.splits, pair = static_cast<int>(blockIdx.x) / params.splits;
+  const int batch_row = pair / node.kv_num_heads, kv = pair % node.kv_num_heads, lane = threadIdx.x % 32,
+            warp = threadIdx.x / 32;
+  const Element* old_keys =
+      static_cast<const Element*>(params.past_key) + static_cast<int64_t>(pair) * params.past_slots * DK;
   const Element* old_values =
-      static_cast<const Element*>(p.past_value) + static_cast<int64_t>(pair) * p.past_slots * DV;
-  Element* keys = static_cast<Element*>(p.key) + static_cast<int64_t>(pair) * p.slots * DK;
-  Element* values = static_cast<Element*>(p.value) + static_cast<int64_t>(pair) * p.slots * DV;
-  const volatile int* rows_at = p.rows + 3 * b;
-  const bool attends = pair < p.pairs;
-  if (p.cluster && attends) ClusterArrive();
-  const int all_rows = p.tokens * p.group, all_items = all_rows + 2 * p.tokens;
+      static_cast<const Element*>(params.past_value) + static_cast<int64_t>(pair) * params.past_slots * DV;
+  Element* keys = static_cast<Element*>(params.key) + static_cast<int64_t>(pair) * params.slots * DK;
+  Element* values = static_cast<Element*>(params.value) + static_cast<int64_t>(pair) * params.slots * DV;
+  const volatile int* rows_at = params.rows + 3 * batch_row;
+  const bool attends = pair < params.pairs;
+  if (params.cluster && attends) ClusterArrive();
+  const int all_rows = params.tokens * params.group, all_items = all_rows + 2 * params.tokens;
   for (int i = all_rows * (DK / 8) + threadIdx.x; i < kFewRows * (DK / 8); i += kFewThreads)
     Store16(queries_at + Swizzled<DK>(i / (DK / 8), i % (DK / 8)), uint4{});
-  const int64_t row_chunks = RowChunks(a);
-  FewItem item(p, kv, threadIdx.x / kLanes);
-  HeadPart<T, kLanes> part(p, item.head, threadIdx.x % kLanes);
+  const int64_t row_chunks = RowChunks(node);
+  FewItem item(params, kv, threadIdx.x / kLanes);
+  HeadPart<T, kLanes> part(params, item.head, threadIdx.x % kLanes);
   int head_of[2];  // of the rows that the warp adds up: warp, warp + 8
-  for (int k = 0; k < 2; ++k) head_of[k] = kv * p.group + (warp + k * kWarps) % p.group;
-  const int columns = (DV / 4 + p.splits - 1) / p.splits;  // fours of them that a block of a cluster adds up
+  for (int k = 0; k < 2; ++k) head_of[k] = kv * params.group + (warp + k * kWarps) % params.group;
+  const int columns = (DV / 4 + params.splits - 1) / params.splits;  // fours of them that a block of a cluster adds up
   WaitForPrevious();
   LaunchDependents();
-  if (!attends) return CopySlots(p, static_cast<int>(blockIdx.x) - p.pairs * p.splits);
+  if (!attends) return CopySlots(params, static_cast<int>(blockIdx.x) - params.pairs * params.splits);
 
   const int said[] = {rows_at[0], rows_at[1], rows_at[2]};
   uint4 loaded;
-  Turn turn;
+  HeadTurn turn;
   auto ask = [&](int first) {  // first: token that counts
-    const int token = b * p.tokens + min(first + item.index, p.tokens - 1);
-    loaded = part.there ? static_cast<const uint4*>(p.qkv)[token * row_chunks + part.chunk] : uint4{};
-    part.LoadTurn(p, token, turn);
-    part.LoadWeights(p);
+    const int token = batch_row * params.tokens + min(first + item.index, params.tokens - 1);
+    loaded = part.there ? static_cast<const uint4*>(params.qkv)[token * row_chunks + part.chunk] : uint4{};
+    part.LoadTurn(params, token, turn);
+    part.LoadWeights(params);
   };
-  if (p.tokens == 1)
+  if (params.tokens == 1)
     ask(0);  // does not wait for `rows`
   else
-    ask(min(max(said[0], 0), p.tokens - 1));
+    ask(min(max(said[0], 0), params.tokens - 1));
   float sinks[2];
-  for (int k = 0; k < 2; ++k) sinks[k] = p.sinks[head_of[k]];
+  for (int k = 0; k < 2; ++k) sinks[k] = params.sinks[head_of[k]];
   IssueLoads();
 
-  const BatchRow batch = CheckRow(p, said[0], said[1], said[2]);
-  const int rows = batch.count * p.group;
-  if (split == 0 && batch.count < p.tokens) {  // the output of tokens that do not count
+  const BatchRow batch = CheckRow(params, said[0], said[1], said[2]);
+  const int rows = batch.count * params.group;
+  if (split == 0 && batch.count < params.tokens) {  // the output of tokens that do not count
     const uint32_t outside = batch.valid ? 0 : Half<T>::Pack(NAN, NAN);
     for (int i = threadIdx.x; i < all_rows * (DV / 8); i += kFewThreads) {
-      const int row = i / (DV / 8), token = row / p.group;
+      const int row = i / (DV / 8), token = row / params.group;
       if (token >= batch.begin && token < batch.begin + batch.count) continue;
-      const int64_t place = (static_cast<int64_t>(b) * p.tokens + token) * a.num_heads + kv * p.group + row % p.group;
-      static_cast<uint4*>(p.output)[place * (DV / 8) + i % (DV / 8)] = {outside, outside, outside, outside};
+      const int64_t place = (static_cast<int64_t>(batch_row) * params.tokens + token) * node.num_heads +
+                            kv * params.group + row % params.group;
+      static_cast<uint4*>(params.output)[place * (DV / 8) + i % (DV / 8)] = {outside, outside, outside, outside};
     }
   }
   if (rows == 0) {
-    if (p.cluster) ClusterWait();
+    if (params.cluster) ClusterWait();
     return;
   }
-  const Span span = SpanOf(p, batch, 0, batch.count - 1);
+  const Span span = SpanOf(params, batch, 0, batch.count - 1);
   const bool active = split < span.splits;
-  if (!active && !p.cluster) return;
+  if (!active && !params.cluster) return;
   const int begin = active ? span.Begin(split) : 0, end = active ? span.Begin(split + 1) : 0;
 
   auto at_stage = [&](int stage) {
     const uint32_t place = stage - begin;
-    return kv_at + (p.deep ? place % kDeepStages : place % kFewStages) * kStage;
+    return kv_at + (params.deep ? place % kDeepStages : place % kFewStages) * kStage;
   };
   // A group of copies, which may be empty; at first without the new slots, which this block is about to have.
   auto load = [&](int stage, bool at_first) {
@@ -241,11 +244,12 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
   };
   for (int i = 0; i < stages - 1; ++i) load(begin + i, true);
 
-  if (a.qk_norm == k_qk_norm_row) {
+  if (node.qk_norm == k_qk_norm_row) {
     for (int i = warp; i < 2 * batch.count; i += kWarps) {
-      const int index = i / 2, chunks = (i % 2 ? a.kv_num_heads : a.num_heads) * (DK / 8);
-      const int64_t token = static_cast<int64_t>(b) * p.tokens + batch.begin + index;
-      const uint4* from = static_cast<const uint4*>(p.qkv) + token * row_chunks + (i % 2 ? a.num_heads * (DK / 8) : 0);
+      const int index = i / 2, chunks = (i % 2 ? node.kv_num_heads : node.num_heads) * (DK / 8);
+      const int64_t token = static_cast<int64_t>(batch_row) * params.tokens + batch.begin + index;
+      const uint4* from =
+          static_cast<const uint4*>(params.qkv) + token * row_chunks + (i % 2 ? node.num_heads * (DK / 8) : 0);
       float sum = 0;
       for (int at = lane; at < chunks; at += 32) sum = AddSquares<T>(from[at], sum);
       for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
@@ -258,7 +262,7 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
   for (int first = 0; first < items;) {
     float x[8];
     Widen<T>(x, loaded);
-    part.Apply(p, turn, part.by_row ? squares[(item.query ? 0 : kFewRows) + min(item.index, kFewRows - 1)] : 0.f,
+    part.Apply(params, turn, part.by_row ? squares[(item.query ? 0 : kFewRows) + min(item.index, kFewRows - 1)] : 0.f,
                of_head, x);
     const int number = first + static_cast<int>(threadIdx.x) / kLanes;
     const bool counts = item.index < batch.count;
@@ -275,13 +279,13 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
       const int slot = batch.past + item.index, stage = slot / kKeys;
       if (stage >= begin && stage < end) {
         void* to = (item.key ? keys : values) + static_cast<int64_t>(slot) * part.size + part.d;
-        StoreEight<T, kCodes>(a, item.key, x, to);
+        StoreEight<T, kCodes>(node, item.key, x, to);
         const bool soon = stage < begin + stages - 1;
         if constexpr (kCodes) {
           const int row = slot % kKeys, chunk = part.d / 16;
           const uint32_t at = item.key ? SwizzledCodes<DK>(row, chunk) : kKeyBytes + SwizzledCodes<DV>(row, chunk);
           uint8_t* there = reinterpret_cast<uint8_t*>(shared) + (at_stage(stage) - kv_at) + at + part.d % 16;
-          if (soon) StoreEight<T, kCodes>(a, item.key, x, there);
+          if (soon) StoreEight<T, kCodes>(node, item.key, x, there);
         } else {
           const uint32_t at =
               item.key ? Swizzled<DK>(slot % kKeys, part.d / 8) : kKeyBytes + Swizzled<DV>(slot % kKeys, part.d / 8);
@@ -291,8 +295,8 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
     }
     first += kAtOnce;
     if (first >= items) break;
-    item = FewItem(p, kv, first + static_cast<int>(threadIdx.x) / kLanes);
-    part = HeadPart<T, kLanes>(p, item.head, threadIdx.x % kLanes);
+    item = FewItem(params, kv, first + static_cast<int>(threadIdx.x) / kLanes);
+    part = HeadPart<T, kLanes>(params, item.head, threadIdx.x % kLanes);
     ask(batch.begin);
     IssueLoads();
   }
@@ -301,7 +305,7 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
 #pragma unroll
   for (int d = 0; d < DK / 16; ++d) LoadMatrices(own[d], queries_at + Swizzled<DK>(lane % 16, 2 * d + lane / 16));
 
-  Sums<1, M> found(p, batch, 0);
+  AttentionSums<1, M> found(params, batch, 0);
   auto query = [&](int d, int, uint32_t(&q)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) q[i] = own[d][i];
@@ -309,7 +313,7 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
   const int key_warp = warp % KW, value_warp = warp / KW;
   const bool mixed = span.first_slot != span.last_slot;
   for (int stage = begin; stage < end; ++stage) {
-    if (p.deep)
+    if (params.deep)
       CopyAsyncWait<kDeepStages - 2>();
     else
       CopyAsyncWait<kFewStages - 2>();
@@ -319,11 +323,11 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
     const int first_key = key_warp * kWarpKeys, slot = stage * kKeys + first_key;
     const bool masked = IsMasked(span, stage * kKeys, kKeys);
     if constexpr (kCodes)
-      AttendCodes<DK, DV, kWarpKeys / 8>(p, k_at, k_at + kKeyBytes, first_key, slot, value_warp * M, masked, mixed, own,
-                                         found);
+      AttendCodes<DK, DV, kWarpKeys / 8>(params, k_at, k_at + kKeyBytes, first_key, slot, value_warp * M, masked, mixed,
+                                         own, found);
     else
-      AttendStage<Number, DK, DV, kWarpKeys / 8, kCodes>(p, k_at, k_at + kKeyBytes, first_key, slot, value_warp * M,
-                                                         masked, mixed, query, found);
+      AttendStage<Number, DK, DV, kWarpKeys / 8, kCodes>(params, k_at, k_at + kKeyBytes, first_key, slot,
+                                                         value_warp * M, masked, mixed, query, found);
   }
   AddQuads(found.sum[0]);
 
@@ -353,15 +357,17 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
     }
   }
   __syncthreads();
-  if (p.cluster) ClusterWait();  // all its blocks have begun
+  if (params.cluster) ClusterWait();  // all its blocks have begun
   int64_t place_of[2];
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
     const int row = warp + k * kWarps;
     if (row >= rows) break;
-    place_of[k] = (static_cast<int64_t>(b) * p.tokens + batch.begin + row / p.group) * a.num_heads + head_of[k];
+    place_of[k] =
+        (static_cast<int64_t>(batch_row) * params.tokens + batch.begin + row / params.group) * node.num_heads +
+        head_of[k];
     if (!active) continue;
-    const float own_score = p.splits > 1 ? -INFINITY : sinks[k] * kLog2e;
+    const float own_score = params.splits > 1 ? -INFINITY : sinks[k] * kLog2e;
     float largest = own_score, factors[KW];
 #pragma unroll
     for (int w = 0; w < KW; ++w) largest = fmaxf(largest, sums[w * kFewRows + row].x);
@@ -372,12 +378,12 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
       factors[w] = Exp2(sums[w * kFewRows + row].x - base);
       all = fmaf(sums[w * kFewRows + row].y, factors[w], all);
     }
-    const float inverse = 1.f / all * a.v_scale;
-    const int64_t part_of = place_of[k] * p.splits + split;
-    if (p.cluster && lane < p.splits)
+    const float inverse = 1.f / all * node.v_scale;
+    const int64_t part_of = place_of[k] * params.splits + split;
+    if (params.cluster && lane < params.splits)
       StoreRemote(ClusterAddress(received + (split * kFewRows + row) * 8, lane), float2{largest, all});
-    else if (p.splits > 1 && !p.cluster && lane == 0)
-      p.sums[part_of] = {largest, all};
+    else if (params.splits > 1 && !params.cluster && lane == 0)
+      params.sums[part_of] = {largest, all};
 #pragma unroll
     for (int c = lane; c < DV / 4; c += 32) {
       float4 y{0, 0, 0, 0};
@@ -387,17 +393,17 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
         y.x = fmaf(x.x, factors[w], y.x), y.y = fmaf(x.y, factors[w], y.y);
         y.z = fmaf(x.z, factors[w], y.z), y.w = fmaf(x.w, factors[w], y.w);
       }
-      if (p.cluster)
+      if (params.cluster)
         StoreRemote(
             ClusterAddress(received_columns + ((split * kFewRows + row) * columns + c % columns) * 16, c / columns), y);
-      else if (p.splits > 1)
-        reinterpret_cast<float4*>(p.partial)[part_of * (DV / 4) + c] = y;
+      else if (params.splits > 1)
+        reinterpret_cast<float4*>(params.partial)[part_of * (DV / 4) + c] = y;
       else
-        static_cast<uint2*>(p.output)[place_of[k] * (DV / 4) + c] = {Half<T>::Pack(y.x * inverse, y.y * inverse),
-                                                                     Half<T>::Pack(y.z * inverse, y.w * inverse)};
+        static_cast<uint2*>(params.output)[place_of[k] * (DV / 4) + c] = {Half<T>::Pack(y.x * inverse, y.y * inverse),
+                                                                          Half<T>::Pack(y.z * inverse, y.w * inverse)};
     }
   }
-  if (!p.cluster) return;
+  if (!params.cluster) return;
 
   ClusterArrive();
   ClusterWait();
@@ -415,7 +421,7 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
     const float base = largest == -INFINITY ? 0.f : largest, weight = Exp2(s.x - base);
     float all = s.y * weight;
     for (int d = kMostCluster / 2; d > 0; d /= 2) all += __shfl_xor_sync(~0u, all, d);
-    const float inverse = 1.f / (__shfl_sync(~0u, all, 0) + Exp2(sink - base)) * a.v_scale;
+    const float inverse = 1.f / (__shfl_sync(~0u, all, 0) + Exp2(sink - base)) * node.v_scale;
     for (int first = 0; first < columns * 4; first += 32) {
       const int column = first + lane, to = split * columns * 4 + column;
       const bool there = column < columns * 4 && to < DV;
@@ -425,7 +431,7 @@ __global__ void __launch_bounds__(kFewThreads, IsWide(DK, DV) ? 1 : 2)
         const float of_block = __shfl_sync(~0u, weight, r);
         if (there) y = fmaf(columns_of[(r * kFewRows + row) * columns * 4 + column], of_block, y);
       }
-      if (there) static_cast<T*>(p.output)[place_of[k] * DV + to] = Half<T>::From(y * inverse);
+      if (there) static_cast<T*>(params.output)[place_of[k] * DV + to] = Half<T>::From(y * inverse);
     }
   }
 }

@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1) AttendLatent(const __grid_c
   for (int d = 0; d < kSteps; ++d)
     LoadMatrices(query[d], queries_at + Swizzled<kLatentKeys>(lane % 16, first_chunk + 2 * d + lane / 16));
 
-  Sums<1, M> sums(p, tile.batch, tile.first_row);
+  AttentionSums<1, M> sums(p, tile.batch, tile.first_row);
   const int first_n = warp * M;
   for (int stage = tile.begin; stage < tile.end; ++stage) {
     CopyAsyncWait<kRing - 2>();

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kAttendThreads, 2) Attend(const __grid_constan
                     first_row + at / (DK / 8) < rows);
   for (int i = 0; i < kManyStages - 1; ++i) load(begin + i);
 
-  Sums<MT, DV / 8> sums(p, batch, first_row + warp * kWarpRows);
+  AttentionSums<MT, DV / 8> sums(p, batch, first_row + warp * kWarpRows);
   auto query = [&](int d, int m, uint32_t(&q)[4]) {
     LoadMatrices(q, q_at + Swizzled<DK>(warp * kWarpRows + m * 16 + lane % 16, 2 * d + lane / 16));
   };

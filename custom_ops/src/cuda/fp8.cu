@@ -8,7 +8,7 @@ namespace {
 template <bool by_row>
 struct Fp8Family {
   using Pointer = GemmKernel;
-  static constexpr bool Has(const Instance& row) { return row.kernel == Kernel::kFp8; }
+  static constexpr bool Has(const Instance& row) { return row.kernel == ProductKernel::kFp8; }
   template <typename T, class F, size_t i>
   static Pointer Of() {
     return MoeGemmFp8<T, kInstances<F>[i].product == Product::kDown, by_row>;

@@ -8,7 +8,7 @@
 
 namespace quantmoe {
 
-enum class Kernel { kSpan, kMma, kMmaWhole, kDownDecode, kLinearDecode, kWgmma, kFp8, kDense };
+enum class ProductKernel { kSpan, kMma, kMmaWhole, kDownDecode, kLinearDecode, kWgmma, kFp8, kDense };
 enum class Product { kGateUp, kDown, kLinear };
 
 // What the rows depend on of a format whose units have per_block groups; codes: tokens' codes are multiplied.
@@ -34,7 +34,7 @@ inline FormatSizes SizesOf(const qm_projection& w, bool codes) {
 }
 
 struct Instance {
-  Kernel kernel;
+  ProductKernel kernel;
   int path;
   Product product;
   int panels, n_tiles, units, stages;
@@ -47,19 +47,19 @@ constexpr auto InstancesOf([[maybe_unused]] FormatSizes f) {
       ;
   return std::array<Instance, kCount>{{
 #define QM_INSTANCE(kernel, path, product, panels, n_tiles, units, stages, there) \
-  {Kernel::k##kernel, QM_CUDA_##path, Product::k##product, panels, n_tiles, units, stages, there},
+  {ProductKernel::k##kernel, QM_CUDA_##path, Product::k##product, panels, n_tiles, units, stages, there},
 #include "cuda/instances.inc"
   }};
 }
 
 // Whether a plan means the row.
 constexpr bool Means(const qm_cuda_step& g, const Instance& row) {
-  if (row.kernel == Kernel::kDense) {
+  if (row.kernel == ProductKernel::kDense) {
     const int tokens = 8 * row.n_tiles, width = 8 * g.n_tiles;
     return g.panels == row.panels && width % 16 == 0 && width >= LinearLeast(tokens) && width <= tokens;
   }
-  if (row.kernel == Kernel::kSpan ? g.warps_k != 0 : g.warps_k == 0) return false;
-  if (row.kernel == Kernel::kMmaWhole && g.warps_k != 1) return false;
+  if (row.kernel == ProductKernel::kSpan ? g.warps_k != 0 : g.warps_k == 0) return false;
+  if (row.kernel == ProductKernel::kMmaWhole && g.warps_k != 1) return false;
   return g.panels == row.panels && g.n_tiles == row.n_tiles && (row.stages == 0 || g.stages == row.stages);
 }
 // The row that a plan means; there is false: none.
@@ -79,22 +79,22 @@ constexpr int ThreadsOf(int path, int panels) {
 constexpr int SharedBytes(const Instance& row, const FormatSizes& f) {
   const int tokens = 8 * row.n_tiles;
   switch (row.kernel) {
-    case Kernel::kSpan:
+    case ProductKernel::kSpan:
       return f.span_bytes;
-    case Kernel::kWgmma:
+    case ProductKernel::kWgmma:
       return WgmmaSizesOf(tokens, f.bits, f.lane_bytes, row.product == Product::kDown).shared_bytes;
-    case Kernel::kFp8:
+    case ProductKernel::kFp8:
       return kFp8SharedBytes;
-    case Kernel::kDense:
+    case ProductKernel::kDense:
       return LinearSizesOf(tokens, f.bits, f.zero_bytes).shared_bytes;
-    case Kernel::kMma:
-    case Kernel::kMmaWhole:
-    case Kernel::kDownDecode:
-    case Kernel::kLinearDecode:
+    case ProductKernel::kMma:
+    case ProductKernel::kMmaWhole:
+    case ProductKernel::kDownDecode:
+    case ProductKernel::kLinearDecode:
       break;
   }
   // Rings and sums, which lie over the ring where a stage has two units of K, and in a linear's block of floats.
-  const bool over = row.units == 2 || (row.kernel == Kernel::kLinearDecode && f.bits == 16);
+  const bool over = row.units == 2 || (row.kernel == ProductKernel::kLinearDecode && f.bits == 16);
   const int ring = row.stages * StageBytes(row.panels, row.n_tiles, f.bits, f.lane_bytes, row.units);
   return kWarps * (ring + (over ? 0 : row.panels * row.n_tiles * 512));
 }

@@ -75,47 +75,53 @@ __device__ inline void Touch(const void* global) {
 // Two channels a thread, kConvTokens tokens of a row a block, counted from the first that counts. Only the first block
 // reads the state, and it writes it: so present may be past's memory.
 template <typename T, int W>
-__global__ void __launch_bounds__(kConvThreads) CausalConv(const __grid_constant__ ConvParams p) {
+__global__ void __launch_bounds__(kConvThreads) CausalConv(const __grid_constant__ ConvParams params) {
   LaunchDependents();
-  const int channels = p.conv.channels, c = (blockIdx.x * kConvThreads + threadIdx.x) * 2, b = blockIdx.z;
+  const int channels = params.conv.channels, channel = (blockIdx.x * kConvThreads + threadIdx.x) * 2,
+            batch_row = blockIdx.z;
   float2 weight[W], bias{};
-  if (c < channels) {
+  if (channel < channels) {
 #pragma unroll
-    for (int j = 0; j < W; ++j) weight[j] = make_float2(p.weight[c * W + j], p.weight[(c + 1) * W + j]);
-    if (p.bias) bias = make_float2(p.bias[c], p.bias[c + 1]);
+    for (int j = 0; j < W; ++j)
+      weight[j] = make_float2(params.weight[channel * W + j], params.weight[(channel + 1) * W + j]);
+    if (params.bias) bias = make_float2(params.bias[channel], params.bias[channel + 1]);
   }
   WaitForPrevious();
-  if (c >= channels) return;
+  if (channel >= channels) return;
   const int first = blockIdx.y * kConvTokens;
-  const int64_t state = (static_cast<int64_t>(b) * channels + c) * (W - 1);
-  if (p.tokens <= kFewConvTokens) {  // what most likely is read, asked for before `rows` says so
-    for (int t = 0; t < p.tokens; ++t)
-      Touch(static_cast<const uint32_t*>(p.x) + (static_cast<int64_t>(b) * p.tokens + t) * p.x_words + c / 2);
-    Touch(static_cast<const uint16_t*>(p.past) + state);
-    Touch(static_cast<const uint16_t*>(p.past) + state + 2 * (W - 1) - 1);
+  const int64_t state = (static_cast<int64_t>(batch_row) * channels + channel) * (W - 1);
+  if (params.tokens <= kFewConvTokens) {  // what most likely is read, asked for before `rows` says so
+    for (int t = 0; t < params.tokens; ++t)
+      Touch(static_cast<const uint32_t*>(params.x) +
+            (static_cast<int64_t>(batch_row) * params.tokens + t) * params.x_words + channel / 2);
+    Touch(static_cast<const uint16_t*>(params.past) + state);
+    Touch(static_cast<const uint16_t*>(params.past) + state + 2 * (W - 1) - 1);
   }
-  const TokenRow row = ReadTokenRow(p.rows, b, p.tokens);
-  const auto word = [&](int token) { return (static_cast<int64_t>(b) * p.tokens + token) * channels / 2 + c / 2; };
-  const uint32_t* x = static_cast<const uint32_t*>(p.x);
-  uint32_t* y = static_cast<uint32_t*>(p.y);
+  const TokenRow row = ReadTokenRow(params.rows, batch_row, params.tokens);
+  const auto word = [&](int token) {
+    return (static_cast<int64_t>(batch_row) * params.tokens + token) * channels / 2 + channel / 2;
+  };
+  const uint32_t* x = static_cast<const uint32_t*>(params.x);
+  uint32_t* y = static_cast<uint32_t*>(params.y);
   const uint32_t none = row.valid ? 0 : Half<T>::Pack(NotANumber(), NotANumber());
-  for (int t = first; t < min(first + kConvTokens, p.tokens); ++t)
+  for (int t = first; t < min(first + kConvTokens, params.tokens); ++t)
     if (!row.Has(t)) y[word(t)] = none;
   if (!row.valid) return;
 
-  const uint16_t* past = static_cast<const uint16_t*>(p.past) + state;
-  uint16_t* present = static_cast<uint16_t*>(p.present) + state;
+  const uint16_t* past = static_cast<const uint16_t*>(params.past) + state;
+  uint16_t* present = static_cast<uint16_t*>(params.present) + state;
   // Of both channels the input of a token, counted from the first that counts; before it is the state.
   const auto input = [&](int token) -> uint32_t {
-    if (token >= 0) return x[(static_cast<int64_t>(b) * p.tokens + row.begin + token) * p.x_words + c / 2];
+    if (token >= 0)
+      return x[(static_cast<int64_t>(batch_row) * params.tokens + row.begin + token) * params.x_words + channel / 2];
     const int j = token + W - 1;
     return row.from_past ? past[j] | static_cast<uint32_t>(past[W - 1 + j]) << 16 : 0;
   };
   uint32_t kept[W - 1];
   if (blockIdx.y == 0)
-    for (int back = 1; back < p.conv.state_window; ++back) {
-      if (back >= row.count && !p.apart) break;
-      uint16_t* to = present - back * p.slot;
+    for (int back = 1; back < params.conv.state_window; ++back) {
+      if (back >= row.count && !params.apart) break;
+      uint16_t* to = present - back * params.slot;
 #pragma unroll
       for (int j = 0; j < W - 1; ++j) {
         const uint32_t of = back < row.count ? input(row.count - back - (W - 1) + j) : 0;
@@ -141,7 +147,7 @@ __global__ void __launch_bounds__(kConvThreads) CausalConv(const __grid_constant
 #pragma unroll
       for (int j = 0; j < W; ++j)
         sum = make_float2(fmaf(weight[j].x, window[j].x, sum.x), fmaf(weight[j].y, window[j].y, sum.y));
-      if (p.conv.activation == k_conv_activation_silu)
+      if (params.conv.activation == k_conv_activation_silu)
         sum = make_float2(sum.x * SigmoidOf(sum.x), sum.y * SigmoidOf(sum.y));
       y[word(row.begin + t)] = Half<T>::Pack(sum.x, sum.y);
 #pragma unroll
@@ -248,7 +254,7 @@ __device__ inline void GateNone(const DeltaParams& p, const TokenRow& row, int64
 // One long function: the state is registers from the first line to the last, and what a later part needs is asked for
 // in an earlier one, before what that waits for.
 template <typename T, int K, int C, DeltaNorm kNorm, bool kPerKey>
-__global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_constant__ DeltaParams p) {
+__global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_constant__ DeltaParams params) {
   constexpr int kRows = K / kDeltaParts, kChunk = kDeltaChunk<kNorm>, kWarps = kDeltaParts * C / 32;
   constexpr int kOfWarp = (kChunk + kWarps - 1) / kWarps;  // tokens of a chunk that a warp prepares
   constexpr int kValues = kChunk / kDeltaParts;            // of a chunk that a thread reads
@@ -259,74 +265,79 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
   __shared__ float squares[kCluster ? kChunk : 1][kMostBlocks];
   if (kCluster) ClusterArrive();  // its wait tells that all blocks run
   LaunchDependents();
-  const qm_delta& d = p.delta;
+  const qm_delta& node = params.delta;
   if (kCluster)  // L2 is asked for the block's part of the state, which may still change, before that is read
     for (int i = threadIdx.x; i < K; i += kDeltaParts * C)
-      Prefetch(p.past_state +
-                   ((static_cast<int64_t>(blockIdx.z) * d.num_v_heads + blockIdx.y) * K + i) * d.v_head_size +
+      Prefetch(params.past_state +
+                   ((static_cast<int64_t>(blockIdx.z) * node.num_v_heads + blockIdx.y) * K + i) * node.v_head_size +
                    blockIdx.x * C,
                C * 4);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int column = warp * (32 / kDeltaParts) + lane % (32 / kDeltaParts), part = lane / (32 / kDeltaParts);
-  const int first_column = blockIdx.x * C, c = first_column + column, v = d.v_head_size;
-  const int head = blockIdx.y, b = blockIdx.z;
+  const int first_column = blockIdx.x * C, own_column = first_column + column, v_head_size = node.v_head_size;
+  const int head = blockIdx.y, batch_row = blockIdx.z;
   constexpr int kBiases = kPerKey ? K / 32 : 1;
   float dt_bias[kBiases];
 #pragma unroll
-  for (int i = 0; i < kBiases; ++i) dt_bias[i] = p.dt_bias[kPerKey ? head * K + lane * kBiases + i : head];
-  const float rate = expf(p.a_log[head]), norm = kCluster ? p.norm[first_column + lane] : 0.f;
+  for (int i = 0; i < kBiases; ++i) dt_bias[i] = params.dt_bias[kPerKey ? head * K + lane * kBiases + i : head];
+  const float rate = expf(params.a_log[head]), norm = kCluster ? params.norm[first_column + lane] : 0.f;
   WaitForPrevious();
 
   // What `rows` does not decide is asked for before it is there.
-  const int64_t at = ((static_cast<int64_t>(b) * d.num_v_heads + head) * K + part * kRows) * v + c;
-  float s[kRows];
+  const int64_t state_at =
+      ((static_cast<int64_t>(batch_row) * node.num_v_heads + head) * K + part * kRows) * v_head_size + own_column;
+  float state[kRows];
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) s[i] = p.past_state[at + static_cast<int64_t>(i) * v];
-  const int64_t first_token = static_cast<int64_t>(b) * p.tokens;
-  TokenRow row{0, p.tokens, true, true};  // most likely
+  for (int i = 0; i < kRows; ++i) state[i] = params.past_state[state_at + static_cast<int64_t>(i) * v_head_size];
+  const int64_t first_token = static_cast<int64_t>(batch_row) * params.tokens;
+  TokenRow row{0, params.tokens, true, true};  // most likely
   DeltaInput<T, K, kPerKey> in[kOfWarp];
   T value[kValues], z[kCluster ? kOfWarp : 1];
   // Asks for what a chunk has; beyond the last token for the last one's again.
   const auto read = [&](int first) {
-    const int width = 2 * d.num_k_heads * K + d.num_v_heads * v;
+    const int width = 2 * node.num_k_heads * K + node.num_v_heads * v_head_size;
     const auto token = [&](int t) { return first_token + row.begin + min(first + t, row.count - 1); };
 #pragma unroll
-    for (int i = 0; i < kOfWarp; ++i) in[i] = ReadInput<T, K, kPerKey>(p, token(i * kWarps + warp), head);
+    for (int i = 0; i < kOfWarp; ++i) in[i] = ReadInput<T, K, kPerKey>(params, token(i * kWarps + warp), head);
 #pragma unroll
     for (int i = 0; i < kValues; ++i)
-      value[i] = static_cast<const T*>(p.qkv)[token(i * kDeltaParts + threadIdx.x / C) * width + 2 * d.num_k_heads * K +
-                                              head * v + first_column + threadIdx.x % C];
+      value[i] = static_cast<const T*>(
+          params.qkv)[token(i * kDeltaParts + threadIdx.x / C) * width + 2 * node.num_k_heads * K + head * v_head_size +
+                      first_column + threadIdx.x % C];
     if (kCluster)
 #pragma unroll
       for (int i = 0; i < kOfWarp; ++i)
-        z[i] = static_cast<const T*>(p.z)[token(i * kWarps + warp) * p.z_size + head * v + first_column + lane];
+        z[i] = static_cast<const T*>(
+            params.z)[token(i * kWarps + warp) * params.z_size + head * v_head_size + first_column + lane];
   };
-  if (kCluster && p.tokens) read(0);
-  row = ReadTokenRow(p.rows, b, p.tokens);
-  const bool there = kCluster && row.begin == 0 && row.count == p.tokens;
-  if (p.tail) {
-    const int own = min(row.count, p.tail);
+  if (kCluster && params.tokens) read(0);
+  row = ReadTokenRow(params.rows, batch_row, params.tokens);
+  const bool there = kCluster && row.begin == 0 && row.count == params.tokens;
+  if (params.tail) {
+    const int own = min(row.count, params.tail);
     row.begin += row.count - own, row.count = own, row.from_past = true;
   }
   const auto store = [&](int back, bool zero) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      p.present_state[at - back * p.slot + static_cast<int64_t>(i) * v] = zero ? 0.f : s[i];
+      params.present_state[state_at - back * params.slot + static_cast<int64_t>(i) * v_head_size] =
+          zero ? 0.f : state[i];
   };
   if (kHere && blockIdx.x == 0)
-    for (int t = warp; t < p.tokens; t += kWarps)
-      if (!row.Has(t)) GateNone<T>(p, row, first_token + t, head);
+    for (int t = warp; t < params.tokens; t += kWarps)
+      if (!row.Has(t)) GateNone<T>(params, row, first_token + t, head);
   if (kCluster) ClusterWait();
   if (!row.valid) return;
   if (!row.from_past && row.count)
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) s[i] = 0;
+    for (int i = 0; i < kRows; ++i) state[i] = 0;
 
   if (row.count && !there) read(0);
   for (int first = 0; first < row.count; first += kChunk) {
     const int n = min(kChunk, row.count - first);
 #pragma unroll
-    for (int i = 0; i < kOfWarp; ++i) Prepare<T, K, kPerKey>(p, rate, dt_bias, in[i], operands + i * kWarps + warp);
+    for (int i = 0; i < kOfWarp; ++i)
+      Prepare<T, K, kPerKey>(params, rate, dt_bias, in[i], operands + i * kWarps + warp);
 #pragma unroll
     for (int i = 0; i < kValues; ++i)
       values[i * kDeltaParts + threadIdx.x / C][threadIdx.x % C] = static_cast<float>(value[i]);
@@ -345,9 +356,9 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
         const float decay[4] = {d4.x, d4.y, d4.z, d4.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          s[i + j] *= kPerKey ? decay[j] : token.decay[0];
-          m[j] = fmaf(k[j], s[i + j], m[j]);
-          o[j] = fmaf(q[j], s[i + j], o[j]);
+          state[i + j] *= kPerKey ? decay[j] : token.decay[0];
+          m[j] = fmaf(k[j], state[i + j], m[j]);
+          o[j] = fmaf(q[j], state[i + j], o[j]);
         }
       }
       float all = (m[0] + m[1]) + (m[2] + m[3]), output = (o[0] + o[1]) + (o[2] + o[3]);
@@ -362,21 +373,22 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
         const float4 k4 = rows(token.key)[i / 4];
         const float k[4] = {k4.x, k4.y, k4.z, k4.w};
 #pragma unroll
-        for (int j = 0; j < 4; ++j) s[i + j] = fmaf(k[j], delta, s[i + j]);
+        for (int j = 0; j < 4; ++j) state[i + j] = fmaf(k[j], delta, state[i + j]);
       }
       if (part == 0) {
         output = fmaf(token.product, delta, output);
         if (kHere)
           outputs[t][column] = output;
         else
-          p.outputs[((first_token + row.begin + first + t) * d.num_v_heads + head) * v + c] = output;
+          params.outputs[((first_token + row.begin + first + t) * node.num_v_heads + head) * v_head_size + own_column] =
+              output;
       }
-      if (const int back = row.count - 1 - first - t; back > 0 && back < d.state_window) store(back, false);
+      if (const int back = row.count - 1 - first - t; back > 0 && back < node.state_window) store(back, false);
     }
     __syncthreads();
     const int64_t token = first_token + row.begin + first;
     if (kNorm == DeltaNorm::kWhole)
-      for (int t = warp; t < n; t += kWarps) Gate<T>(p, outputs[t], token + t, head);
+      for (int t = warp; t < n; t += kWarps) Gate<T>(params, outputs[t], token + t, head);
     if (kCluster) {  // all tokens are of one chunk
       const int blocks = gridDim.x;
       for (int t = warp; t < n; t += kWarps) {
@@ -392,14 +404,14 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
         float sum = 0;
         for (int block = 0; block < blocks; ++block) sum += squares[t][block];
         const int from = first_column + lane;
-        static_cast<T*>(p.y)[((token + t) * d.num_v_heads + head) * v + from] =
-            GateValue<T>(p, outputs[t][lane], sum, z[i], norm);
+        static_cast<T*>(params.y)[((token + t) * node.num_v_heads + head) * v_head_size + from] =
+            GateValue<T>(params, outputs[t][lane], sum, z[i], norm);
       }
     }
   }
   store(0, false);
-  if (p.apart)
-    for (int back = max(row.count, 1); back < d.state_window; ++back) store(back, true);
+  if (params.apart)
+    for (int back = max(row.count, 1); back < node.state_window; ++back) store(back, true);
 }
 
 // What GatedDelta left in outputs: a warp a head of a token.

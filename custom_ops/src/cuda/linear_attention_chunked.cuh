@@ -64,14 +64,14 @@ __device__ inline void CopyTokens(uint32_t to, const T* from, int64_t stride, in
 template <int K>
 struct DeltaChunkShared {
   static constexpr int kStride = kDeltaTokens + 4;
-  struct Read {
+  struct ChunkOperands {
     uint16_t key[kDeltaTokens * K], query[kDeltaTokens * K];
   };
   struct Inverted {
     float w[kDeltaTokens][kStride], half[kDeltaTokens / 2][kStride];
   };
   union {
-    Read read;
+    ChunkOperands read;
     Inverted inverted;  // when what was read has been multiplied
   };
   float a[kDeltaTokens][kStride];
@@ -270,45 +270,50 @@ struct DeltaScanStage {
 // One long function: the state and a chunk's products are a lane's registers from its first line to its last, and each
 // product's operands are the sums of the one before.
 template <typename T, int K>
-__global__ void __launch_bounds__(kDeltaChunkThreads) DeltaScan(const __grid_constant__ DeltaChunkParams c) {
+__global__ void __launch_bounds__(kDeltaChunkThreads) DeltaScan(const __grid_constant__ DeltaChunkParams params) {
   constexpr int C = kDeltaTokens, kTiles = C / 8;
   extern __shared__ __align__(128) unsigned char memory[];
   using Stage = DeltaScanStage<K>;
   Stage* const stages = reinterpret_cast<Stage*>(memory);
   LaunchDependents();
   WaitForPrevious();
-  const DeltaParams& p = c.delta;
-  const qm_delta& d = p.delta;
+  const DeltaParams& delta = params.delta;
+  const qm_delta& node = delta.delta;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int head = blockIdx.y, b = blockIdx.z, group = head / (d.num_v_heads / d.num_k_heads), v = d.v_head_size;
+  const int head = blockIdx.y, batch_row = blockIdx.z, group = head / (node.num_v_heads / node.num_k_heads),
+            v_head_size = node.v_head_size;
   const int column = blockIdx.x * kDeltaScanColumns + warp * 16 + g;  // and eight further
-  const TokenRow row = ReadTokenRow(p.rows, b, p.tokens);
+  const TokenRow row = ReadTokenRow(delta.rows, batch_row, delta.tokens);
   if (!row.valid) return;
-  const int count = max(0, row.count - p.tail), chunks = min(c.chunks, (count + C - 1) / C - c.first);
-  if (chunks <= 0 && c.first) return;
+  const int count = max(0, row.count - delta.tail), chunks = min(params.chunks, (count + C - 1) / C - params.first);
+  if (chunks <= 0 && params.first) return;
 
   // [8 m + 2t + e % 2, column + e / 2 * 8] of the state.
-  float s[K / 8][4];
-  const int64_t state = (static_cast<int64_t>(b) * d.num_v_heads + head) * K * v + column;
-  const auto at = [&](int m, int e) { return state + static_cast<int64_t>(8 * m + 2 * t + e % 2) * v + e / 2 * 8; };
-  const float* past = c.first ? p.present_state : p.past_state;
-  const bool from_past = c.first || row.from_past || !row.count;
+  float state[K / 8][4];
+  const int64_t state_at = (static_cast<int64_t>(batch_row) * node.num_v_heads + head) * K * v_head_size + column;
+  const auto place = [&](int m, int e) {
+    return state_at + static_cast<int64_t>(8 * m + 2 * t + e % 2) * v_head_size + e / 2 * 8;
+  };
+  const float* past = params.first ? delta.present_state : delta.past_state;
+  const bool from_past = params.first || row.from_past || !row.count;
 #pragma unroll
   for (int m = 0; m < K / 8; ++m)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) s[m][e] = from_past ? past[at(m, e)] : 0.f;
+    for (int e = 0; e < 4; ++e) state[m][e] = from_past ? past[place(m, e)] : 0.f;
 
-  const int64_t token = static_cast<int64_t>(b) * p.tokens + row.begin + c.first * C;
-  const int64_t width = 2 * d.num_k_heads * K + d.num_v_heads * v;
+  const int64_t token = static_cast<int64_t>(batch_row) * delta.tokens + row.begin + params.first * C;
+  const int64_t width = 2 * node.num_k_heads * K + node.num_v_heads * v_head_size;
   const auto read = [&](int chunk) {
     Stage& to = stages[chunk % 2];
-    const int n = min(C, count - (c.first + chunk) * C);
-    const T* q = static_cast<const T*>(p.qkv) + (token + chunk * C) * width;
-    CopyTokens<T, K>(SharedAddress(to.key), q + (d.num_k_heads + group) * K, width, n);
+    const int n = min(C, count - (params.first + chunk) * C);
+    const T* q = static_cast<const T*>(delta.qkv) + (token + chunk * C) * width;
+    CopyTokens<T, K>(SharedAddress(to.key), q + (node.num_k_heads + group) * K, width, n);
     CopyTokens<T, K>(SharedAddress(to.query), q + group * K, width, n);
-    const T* values = q + 2 * d.num_k_heads * K + head * v + blockIdx.x * kDeltaScanColumns;
+    const T* values = q + 2 * node.num_k_heads * K + head * v_head_size + blockIdx.x * kDeltaScanColumns;
     CopyTokens<T, kDeltaScanColumns>(SharedAddress(to.value), values, width, n);
-    const float* made = c.made + ((static_cast<int64_t>(b) * c.chunks + chunk) * d.num_v_heads + head) * kDeltaMade;
+    const float* made =
+        params.made +
+        ((static_cast<int64_t>(batch_row) * params.chunks + chunk) * node.num_v_heads + head) * kDeltaMade;
     for (int i = threadIdx.x; i < C * C / 4; i += kDeltaChunkThreads) {
       const int r = i / (C / 4), j = i % (C / 4) * 4;
       if (j > (r | 7)) continue;
@@ -340,7 +345,7 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaScan(const __grid_con
 #pragma unroll
     for (int m = 0; m < K / 8; ++m) {
       uint32_t high[4], low[4];
-      SplitTf32(s[m], high, low);
+      SplitTf32(state[m], high, low);
 #pragma unroll
       for (int i = 0; i < kTiles; i += 4) {
         uint32_t keys[4], queries[4];
@@ -382,7 +387,7 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaScan(const __grid_con
 #pragma unroll
     for (int m = 0; m < K / 8; ++m)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[m][e] *= decay;
+      for (int e = 0; e < 4; ++e) state[m][e] *= decay;
     // Adds products of eight tokens, the j-th, to all from these on.
     const auto add = [&](float(&to)[kTiles][4], const float(&tokens)[4], const float(*with)[Stage::kStride], int j) {
       uint32_t high[4], low[4], factors[kTiles][2], small[kTiles][2];
@@ -421,23 +426,25 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaScan(const __grid_con
 #pragma unroll
         for (int part = 0; part < 2; ++part)
 #pragma unroll
-          for (int e = 0; e < 8; ++e) MmaTf32(s[m + e], part ? low : high, keys[e]);
+          for (int e = 0; e < 8; ++e) MmaTf32(state[m + e], part ? low : high, keys[e]);
       }
     }
-    const int n = min(C, count - (c.first + chunk) * C);
+    const int n = min(C, count - (params.first + chunk) * C);
 #pragma unroll
     for (int i = 0; i < kTiles; ++i)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int own = 8 * i + 2 * t + e % 2;
-        if (own < n) p.outputs[((token + chunk * C + own) * d.num_v_heads + head) * v + column + e / 2 * 8] = o[i][e];
+        if (own < n)
+          delta.outputs[((token + chunk * C + own) * node.num_v_heads + head) * v_head_size + column + e / 2 * 8] =
+              o[i][e];
       }
     __syncthreads();
   }
 #pragma unroll
   for (int m = 0; m < K / 8; ++m)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) p.present_state[at(m, e)] = s[m][e];
+    for (int e = 0; e < 4; ++e) delta.present_state[place(m, e)] = state[m][e];
 }
 
 }  // namespace quantmoe

@@ -55,7 +55,7 @@ __device__ __forceinline__ void LinearProducts(float (&d)[kTokens / 2], uint32_t
 // With its producer as a function ptxas spills others of them.
 template <typename T, class F, int kTokens>
 __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels), LinearTile<F, kTokens>::kSizes.blocks)
-    LinearWgmma(const __grid_constant__ LinearParams p) {
+    LinearWgmma(const __grid_constant__ LinearParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = LinearTile<F, kTokens>;
   constexpr int kStages = Shape::kStages, kUnitBytes = Shape::kUnitBytes;
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
   const uint32_t base = SharedAddress(shared);
   const uint32_t full = SharedAddress(barriers), empty = full + 8 * kStages;
   if (threadIdx.x == 0) {
-    for (const CUtensorMap* map : {&p.codes, &p.tokens}) PrefetchMap(*map);
-    if constexpr (!kFloats) PrefetchMap(p.scales);
+    for (const CUtensorMap* map : {&params.codes, &params.tokens}) PrefetchMap(*map);
+    if constexpr (!kFloats) PrefetchMap(params.scales);
     for (int i = 0; i < kStages; ++i) {
       BarrierInit(full + 8 * i, 1);
       BarrierInit(empty + 8 * i, Shape::kConsumers);  // each consumer for what it has read itself
@@ -75,41 +75,42 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  const Weights& w = p.weights;
-  const int parts = p.parts, part = static_cast<int>(blockIdx.x) % parts;
-  const int k_begin = part * w.units / parts, k_end = (part + 1) * w.units / parts;
+  const Weights& weights = params.weights;
+  const int parts = params.parts, part = static_cast<int>(blockIdx.x) % parts;
+  const int k_begin = part * weights.units / parts, k_end = (part + 1) * weights.units / parts;
   const int first_tile = blockIdx.x / parts, tile_step = gridDim.x / parts;
   if (threadIdx.x >= Shape::kConsumers) {
     SetRegisters<false, kTokens == 64 ? 32 : kTokens == 128 ? 24 : 40>();
     if (threadIdx.x != Shape::kConsumers) return;
     // Weights that are read once leave L2 first.
-    const uint64_t often = EvictNormalPolicy(), once = p.tiles == p.row_tiles ? EvictFirstPolicy() : often;
-    const int zero_bytes = Shape::kZeroBytes ? w.zero_bytes : 0;
-    const int scale_bytes = kFloats ? 0 : 8 * w.scale_bytes;
-    const int stage_bytes = p.width * 128 + Shape::kCodeBytes + Shape::kPanels * (scale_bytes + zero_bytes);
+    const uint64_t often = EvictNormalPolicy(), once = params.tiles == params.row_tiles ? EvictFirstPolicy() : often;
+    const int zero_bytes = Shape::kZeroBytes ? weights.zero_bytes : 0;
+    const int scale_bytes = kFloats ? 0 : 8 * weights.scale_bytes;
+    const int stage_bytes = params.width * 128 + Shape::kCodeBytes + Shape::kPanels * (scale_bytes + zero_bytes);
     auto copy_weights = [&](int stage, int k, int panel) {
-      const int block = k >> w.block_shift;
+      const int block = k >> weights.block_shift;
       const uint32_t barrier = full + 8 * stage;
       BarrierArriveExpect(barrier, stage_bytes);
-      TensorCopy(base + Shape::kCodesAt + stage * Shape::kCodeBytes, p.codes, 0, k * (kUnitBytes / 128), panel, barrier,
-                 once);
+      TensorCopy(base + Shape::kCodesAt + stage * Shape::kCodeBytes, params.codes, 0, k * (kUnitBytes / 128), panel,
+                 barrier, once);
       if constexpr (!kFloats)
-        TensorCopy(base + Shape::kScalesAt + stage * Shape::kScaleBytes, p.scales, 0, block, panel, barrier, often);
+        TensorCopy(base + Shape::kScalesAt + stage * Shape::kScaleBytes, params.scales, 0, block, panel, barrier,
+                   often);
       if constexpr (Shape::kZeroBytes > 0)
-        TensorCopy(base + Shape::kZerosAt + stage * Shape::kZeroBytes, p.zeros, 0, block, panel, barrier, often);
+        TensorCopy(base + Shape::kZerosAt + stage * Shape::kZeroBytes, params.zeros, 0, block, panel, barrier, often);
     };
     auto copy_tokens = [&](int stage, int k, int first_token) {
-      TensorCopy(base + stage * Shape::kTokenBytes, p.tokens, k * kUnit, first_token, full + 8 * stage, often);
+      TensorCopy(base + stage * Shape::kTokenBytes, params.tokens, k * kUnit, first_token, full + 8 * stage, often);
     };
     // Weights do not depend on the kernel before this one.
     const int filled = min(kStages, k_end - k_begin);
-    for (int i = 0; i < filled; ++i) copy_weights(i, k_begin + i, first_tile % p.row_tiles * Shape::kPanels);
+    for (int i = 0; i < filled; ++i) copy_weights(i, k_begin + i, first_tile % params.row_tiles * Shape::kPanels);
     WaitForPrevious();
     LaunchDependents();
-    for (int i = 0; i < filled; ++i) copy_tokens(i, k_begin + i, first_tile / p.row_tiles * p.width);
+    for (int i = 0; i < filled; ++i) copy_tokens(i, k_begin + i, first_tile / params.row_tiles * params.width);
     int stage = filled, phase = 1, k = k_begin + filled;
-    for (int tile = first_tile; tile < p.tiles; tile += tile_step, k = k_begin) {
-      const int panel = tile % p.row_tiles * Shape::kPanels, first_token = tile / p.row_tiles * p.width;
+    for (int tile = first_tile; tile < params.tiles; tile += tile_step, k = k_begin) {
+      const int panel = tile % params.row_tiles * Shape::kPanels, first_token = tile / params.row_tiles * params.width;
 #pragma unroll 1
       for (; k < k_end; ++k, ++stage) {
         if (stage == kStages) stage = 0, phase ^= 1;
@@ -137,12 +138,14 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
   }
   // Shuffled, or ptxas derives them from threadIdx again for every 64 columns.
   codes_at = __shfl_sync(~0u, codes_at, lane);
-  const uint32_t scales_at = __shfl_sync(~0u, base + Shape::kScalesAt + (own_panel * 8 + g) * w.scale_bytes, lane);
+  const uint32_t scales_at =
+      __shfl_sync(~0u, base + Shape::kScalesAt + (own_panel * 8 + g) * weights.scale_bytes, lane);
   const int shift = __shfl_sync(~0u, t % 2 * (kBytes ? 8 : 4), lane);  // of the word
-  const uint32_t zeros_at = base + Shape::kZerosAt + own_panel * w.zero_bytes + (w.two_groups ? 4 * g : 2 * g & ~3);
-  const int width = __shfl_sync(~0u, p.width, 0);
+  const uint32_t zeros_at =
+      base + Shape::kZerosAt + own_panel * weights.zero_bytes + (weights.two_groups ? 4 * g : 2 * g & ~3);
+  const int width = __shfl_sync(~0u, params.width, 0);
   const uint32_t tokens_at = __shfl_sync(~0u, DescriptorLow(base), 0);
-  const uint32_t block_mask = (1u << w.block_shift) - 1;
+  const uint32_t block_mask = (1u << weights.block_shift) - 1;
 
   uint32_t words[8][kWords], scale_words[2], zero_words = 0;
   auto load = [&](int stage, bool scales) {
@@ -171,12 +174,12 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
     if (kFloats || !scales) return;
     const uint32_t from = scales_at + stage * Shape::kScaleBytes;
     scale_words[0] = scale_words[1] = Load4(from);
-    if (w.scale_bytes == 8) scale_words[1] = Load4(from + 4);
+    if (weights.scale_bytes == 8) scale_words[1] = Load4(from + 4);
     if constexpr (Shape::kZeroBytes > 0)
       zero_words = __byte_perm(Load4(zeros_at + stage * Shape::kZeroBytes), 0,
-                               w.two_groups ? 0x3210
-                               : g % 2      ? 0x3232
-                                            : 0x1010);
+                               weights.two_groups ? 0x3210
+                               : g % 2            ? 0x3232
+                                                  : 0x1010);
   };
   // What codes are multiplied by.
   uint32_t factors[kGroups][2];
@@ -190,7 +193,7 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
     if constexpr (F::kScaleFactors) {
       each([](const uint32_t(&from)[2], int i, int row) { return F::template GroupFactor<T>(from, i, row); });
     } else {
-      WithScaleType<F>(w.scale_type, [&](auto type) {
+      WithScaleType<F>(weights.scale_type, [&](auto type) {
         each([](const uint32_t(&from)[2], int i, int row) {
           constexpr int kType = decltype(type)::value;
           [[maybe_unused]] const uint32_t word =
@@ -227,7 +230,7 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
   int stage = 0, phase = 0;
   // Warpgroups start one after the other, so that the tensor cores have products while one stores results.
   if (parts == 1) BarrierWait(full + 8 * min(group, min(kStages, k_end) - 1), 0);
-  for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
+  for (int tile = first_tile; tile < params.tiles; tile += tile_step) {
     float acc[kTokens / 2];
     int k = k_begin;
     BarrierWait(full + 8 * stage, phase);
@@ -255,17 +258,18 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
       if (!more) break;
     }
 
-    const int first_token = tile / p.row_tiles * p.width, count = min(p.width, p.rows - first_token);
-    const int panel = tile % p.row_tiles * Shape::kPanels + own_panel;
+    const int first_token = tile / params.row_tiles * params.width,
+              count = min(params.width, params.rows - first_token);
+    const int panel = tile % params.row_tiles * Shape::kPanels + own_panel;
     float2 factor;
-    factor.x = factor.y = F::template kProductFactor<T> * InputScale<F>(w, w.rows.first);
+    factor.x = factor.y = F::template kProductFactor<T> * InputScale<F>(weights, weights.rows.first);
     if constexpr (F::kGlobalBytes > 0) {
-      const float2 global = *reinterpret_cast<const float2*>(w.rows.first + w.globals_at);
+      const float2 global = *reinterpret_cast<const float2*>(weights.rows.first + weights.globals_at);
       factor.x *= global.x, factor.y *= global.y;
     }
     float2 bias = make_float2(0.f, 0.f);  // of rows g and g + 8
-    if (w.bias_at && panel < w.panels) {
-      const float* from = reinterpret_cast<const float*>(w.rows.first + w.bias_at) + panel * 16 + g;
+    if (weights.bias_at && panel < weights.panels) {
+      const float* from = reinterpret_cast<const float*>(weights.rows.first + weights.bias_at) + panel * 16 + g;
       bias = make_float2(from[0], from[8]);
     }
     // The warpgroup's 64 results of a token lie side by side, swizzled; tokens [0, kResultTokens) of those from `from`.
@@ -280,18 +284,18 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
       NamedBarrier(2 + group, 128);
       const int chunk = thread % 8, column = (panel - own_panel % 4) * 16 + chunk * 8;
       const uint32_t at = results + ((chunk ^ thread / 8 % 8) << 4);
-      T* to = static_cast<T*>(p.out) + static_cast<int64_t>(first_token + from) * p.out_columns + column;
+      T* to = static_cast<T*>(params.out) + static_cast<int64_t>(first_token + from) * params.out_columns + column;
 #pragma unroll 4
       for (int row = thread / 8; row < tokens; row += 16) {
         const uint4 v = Load16(at + row * 128);
-        T* y = to + static_cast<int64_t>(row) * p.out_columns;
-        if (column + 8 <= p.out_columns && p.out_columns % 8 == 0) {
+        T* y = to + static_cast<int64_t>(row) * params.out_columns;
+        if (column + 8 <= params.out_columns && params.out_columns % 8 == 0) {
           *reinterpret_cast<uint4*>(y) = v;
         } else {
           const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
           for (int j = 0; j < 8; ++j)
-            if (column + j < p.out_columns)
+            if (column + j < params.out_columns)
               reinterpret_cast<uint16_t*>(y)[j] = static_cast<uint16_t>(pairs[j / 2] >> (j % 2 * 16));
         }
       }
@@ -315,7 +319,7 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
     // Each block adds up its share of the cluster's sums, which lie over the stages.
     NamedBarrier(1, Shape::kConsumers);
     constexpr int kPieceBytes = 16 * Shape::kConsumers;  // of 8 tokens
-    const int pieces = p.width / 8;
+    const int pieces = params.width / 8;
     const uint32_t mine = base + threadIdx.x * 16;
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i)

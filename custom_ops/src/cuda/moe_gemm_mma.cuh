@@ -81,7 +81,7 @@ __device__ inline void PrefetchCodes(const GemmParams& p) {
 // One long function: a turn's copies, products and stores change the same sums and places, which are registers.
 template <typename T, typename F, int MT, int NT, bool down, bool decode, int kUnits = 1, bool kSplit = true>
 __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
-    MoeGemmMma(const __grid_constant__ GemmParams p) {
+    MoeGemmMma(const __grid_constant__ GemmParams params) {
   static_assert(!(down && decode), "MoeDownDecode");
   static_assert(kSplit || down, "gate_up has long rows");
   using S = Stream<T, F, MT, NT, kUnits>;
@@ -90,25 +90,25 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
   __shared__ std::conditional_t<decode, DecodeRouting, int> routing_storage;
   [[maybe_unused]] auto* routing = &routing_storage;
   // All that does not depend on the kernel before this one.
-  S stream(shared, p.weights);
+  S stream(shared, params.weights);
   const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g;
-  const int warps_k = kSplit ? p.warps_k : 1, warps_n = kWarps / warps_k, wn = warp / warps_k, wk = warp % warps_k;
-  const int groups = (p.weights.panels + MT * warps_n - 1) / (MT * warps_n);
-  const int k_units = (p.weights.units + kUnits - 1) / kUnits;
+  const int warps_k = kSplit ? params.warps_k : 1, warps_n = kWarps / warps_k, wn = warp / warps_k, wk = warp % warps_k;
+  const int groups = (params.weights.panels + MT * warps_n - 1) / (MT * warps_n);
+  const int k_units = (params.weights.units + kUnits - 1) / kUnits;
   const int k_begin = wk * k_units / warps_k * kUnits, k_end = (wk + 1) * k_units / warps_k * kUnits;
   int n_tiles;
   if constexpr (decode) {
     WaitForPrevious();  // for x and ids
     LaunchDependents();
-    routing->Make(p.routing);
+    routing->Make(params.routing);
     n_tiles = routing->tiles;
   } else {
-    const bool linear = !p.tiles;  // then this is the first kernel of its call: launcher.h
+    const bool linear = !params.tiles;  // then this is the first kernel of its call: launcher.h
     if (!linear) LaunchDependents();
-    PrefetchCodes<down ? 1 << 16 : 1 << 17>(p);
+    PrefetchCodes<down ? 1 << 16 : 1 << 17>(params);
     WaitForPrevious();
     if (linear) LaunchDependents();
-    n_tiles = linear ? p.max_tiles : p.tiles[p.max_tiles].count;
+    n_tiles = linear ? params.max_tiles : params.tiles[params.max_tiles].count;
   }
   // Sums of the warps, where they are added: after the rings, or, in 2 units of K a stage, the stage read last.
   auto sums_of = [&](int warp, int stage) {
@@ -136,10 +136,11 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
           if constexpr (decode) {
             expert = routing->expert[copy_tile];
             const int pair = routing->Pair(copy_tile, g);
-            rows[0] = pair < 0 ? nullptr : static_cast<const T*>(p.x) + (pair / p.x_divisor) * p.x_columns;
+            rows[0] =
+                pair < 0 ? nullptr : static_cast<const T*>(params.x) + (pair / params.x_divisor) * params.x_columns;
             copy_n = 1;
           } else {
-            const Tile found = TileAt(p, copy_tile);
+            const Tile found = TileAt(params, copy_tile);
             expert = found.expert;
             copy_n = (found.count + 7) / 8;
 #pragma unroll
@@ -147,22 +148,23 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
               const int c = 8 * n + g;
               rows[n] = nullptr;
               if (c < found.count) {
-                const int pair = PairAt(p, found.first + c).pair;
-                rows[n] = static_cast<const T*>(p.x) + static_cast<int64_t>(pair / p.x_divisor) * p.x_columns;
+                const int pair = PairAt(params, found.first + c).pair;
+                rows[n] =
+                    static_cast<const T*>(params.x) + static_cast<int64_t>(pair / params.x_divisor) * params.x_columns;
               }
             }
           }
-          copy_expert = p.weights.rows[expert];
+          copy_expert = params.weights.rows[expert];
         }
         const int panel = (copy_group * warps_n + wn) * MT;
-        stream.SeekWeights(p.weights, copy_expert, panel, k_begin);
+        stream.SeekWeights(params.weights, copy_expert, panel, k_begin);
         // A unit of work ends with a read of its biases, which nothing else overlaps.
-        if (p.weights.bias_at && wk == 0 && lane == 0 && panel < p.weights.panels)
-          Prefetch(copy_expert + p.weights.bias_at + panel * 64, min(MT, p.weights.panels - panel) * 64);
+        if (params.weights.bias_at && wk == 0 && lane == 0 && panel < params.weights.panels)
+          Prefetch(copy_expert + params.weights.bias_at + panel * 64, min(MT, params.weights.panels - panel) * 64);
 #pragma unroll
-        for (int n = 0; n < NT; ++n) stream.SeekTokens(n, rows[n], p.x_columns);
+        for (int n = 0; n < NT; ++n) stream.SeekTokens(n, rows[n], params.x_columns);
       }
-      stream.CopyWeights(stage, p.weights);
+      stream.CopyWeights(stage, params.weights);
       stream.CopyTokens(stage, copy_n);
       if (stream.k == k_end) {
         --copy_left;
@@ -182,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
   for (int turn = 0; left > 0; ++turn) {
     if (turn >= kStages - 1) {
       if (k == k_begin) {
-        if constexpr (!decode) now = TileAt(p, tile);
+        if constexpr (!decode) now = TileAt(params, tile);
         n_active = (now.count + 7) / 8;
       }
       CopyAsyncWait<kStages - 2>();
@@ -192,11 +194,11 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
     const int stage = (turn + 1) % kStages;
     if (k < k_end) {
       if (NT == 1 || n_active == 1) {
-        stream.template Consume<1, false, decode && kUnits == 1>(stage, acc, p.weights);
+        stream.template Consume<1, false, decode && kUnits == 1>(stage, acc, params.weights);
       } else if (NT == 2 || n_active == 2) {
-        stream.template Consume<(NT < 2 ? NT : 2)>(stage, acc, p.weights);
+        stream.template Consume<(NT < 2 ? NT : 2)>(stage, acc, params.weights);
       } else {
-        stream.template Consume<NT>(stage, acc, p.weights);
+        stream.template Consume<NT>(stage, acc, params.weights);
       }
       if ((k += kUnits) < k_end) continue;
     }
@@ -207,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
     if (++group == groups) group = 0, ++tile;
     int expert = now.expert;
     if constexpr (decode) expert = routing->expert[this_tile];
-    const uint8_t* expert_row = p.weights.rows[expert];
+    const uint8_t* expert_row = params.weights.rows[expert];
     // Of token columns `column` and the next; -1: none.
     auto find = [&](int column, int(&pair)[2], float(&weight)[2]) {
 #pragma unroll
@@ -219,27 +221,27 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
         } else {
           pair[i] = -1;
           if (column + i < now.count) {
-            const SortedPair found = PairAt(p, now.first + column + i);
+            const SortedPair found = PairAt(params, now.first + column + i);
             pair[i] = found.pair;
-            if (p.weight_here) weight[i] = found.weight;
+            if (params.weight_here) weight[i] = found.weight;
           }
         }
       }
     };
     auto store = [&](int panel, int g, float4 sum, const int(&pair)[2], const float(&weight)[2]) {
-      const float2 factor = SumFactors<T, F>(p.weights, expert_row);
+      const float2 factor = SumFactors<T, F>(params.weights, expert_row);
       sum.x *= factor.x, sum.y *= factor.x, sum.z *= factor.y, sum.w *= factor.y;
-      StoreUnit<T, down>(p, expert_row, panel, g, sum, pair, weight);
+      StoreUnit<T, down>(params, expert_row, panel, g, sum, pair, weight);
     };
     if constexpr (!kSplit) {
-      const int first = (this_group * warps_n + wn) * MT, row = first * 16 + g, left = p.out_columns - row;
-      const float2 factor = SumFactors<T, F>(p.weights, expert_row);
+      const int first = (this_group * warps_n + wn) * MT, row = first * 16 + g, left = params.out_columns - row;
+      const float2 factor = SumFactors<T, F>(params.weights, expert_row);
       float bias[MT][2] = {};
-      if (p.weights.bias_at) {
-        const float* from = reinterpret_cast<const float*>(expert_row + p.weights.bias_at) + row;
+      if (params.weights.bias_at) {
+        const float* from = reinterpret_cast<const float*>(expert_row + params.weights.bias_at) + row;
 #pragma unroll
         for (int m = 0; m < MT; ++m)
-          if (first + m < p.weights.panels) bias[m][0] = from[16 * m], bias[m][1] = from[16 * m + 8];
+          if (first + m < params.weights.panels) bias[m][0] = from[16 * m], bias[m][1] = from[16 * m + 8];
       }
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
@@ -250,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             if (pair[i] < 0) continue;
-            auto* to = out + static_cast<int64_t>(pair[i]) * p.out_columns + row;
+            auto* to = out + static_cast<int64_t>(pair[i]) * params.out_columns + row;
 #pragma unroll
             for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -260,10 +262,10 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
                       convert(weight[i] * fmaf(r ? factor.y : factor.x, acc[m][n][2 * r + i], bias[m][r]));
           }
         };
-        if (p.out_float) {
-          put(static_cast<float*>(p.out), [](float y) { return y; });
+        if (params.out_float) {
+          put(static_cast<float*>(params.out), [](float y) { return y; });
         } else {
-          put(static_cast<T*>(p.out), [](float y) { return Half<T>::From(y); });
+          put(static_cast<T*>(params.out), [](float y) { return Half<T>::From(y); });
         }
         // Also of tiles past the last, which are multiplied with what is there.
 #pragma unroll
@@ -288,7 +290,7 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
     for (int task = threadIdx.x; task < warps_n * MT * NT * 32; task += kThreads) {
       const int at = task / 32, n = at % NT, m = at / NT % MT, part = at / (NT * MT);
       const int panel = (this_group * warps_n + part) * MT + m;
-      if ((NT > 1 && n >= n_active) || panel >= p.weights.panels) continue;
+      if ((NT > 1 && n >= n_active) || panel >= params.weights.panels) continue;
       int pair[2];
       float weight[2];
       find(8 * n + 2 * (task % 4), pair, weight);
@@ -312,14 +314,14 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
 // One long function: of a turn's products its list's places and its sums are registers, and so is what is copied next.
 template <typename T, typename F, int MT, int kUnits = 1, bool kLinear = false, int kStages_ = StagesOf(kUnits)>
 __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
-    MoeDownDecode(const __grid_constant__ GemmParams p) {
+    MoeDownDecode(const __grid_constant__ GemmParams params) {
   using S = Stream<T, F, MT, 1, kUnits, kStages_>;
   constexpr int kStages = S::kStages;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ std::conditional_t<kLinear, int, DecodeRouting> routing_storage;
   [[maybe_unused]] auto* routing = &routing_storage;
-  if constexpr (!kLinear) routing->Make(p.routing);
-  const int columns = p.routing.tokens, cluster = p.cluster;
+  if constexpr (!kLinear) routing->Make(params.routing);
+  const int columns = params.routing.tokens, cluster = params.cluster;
   // -1: none.
   auto pair_of = [&](int tile, int token) {
     if constexpr (kLinear) {
@@ -335,7 +337,7 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
       return routing->tiles;
     }
   };
-  S stream(shared, p.weights);
+  S stream(shared, params.weights);
   constexpr bool kOver = kUnits > 1 || S::Size::kBits == 16;
   auto sums_of = [&](int warp) {  // after the rings, or, in 2 units of K a stage and of floats, over them
     const int at = kOver ? warp * kStages * S::kStageBytes : kWarps * kStages * S::kStageBytes + warp * MT * 512;
@@ -344,18 +346,18 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
 
   const int warp = threadIdx.x / 32, lane = stream.lane, g = stream.g, t = stream.t;
   const int panel = blockIdx.x / cluster * MT, rank = blockIdx.x % cluster;
-  const int k_units = (p.weights.units + kUnits - 1) / kUnits, total = tiles() * k_units;
+  const int k_units = (params.weights.units + kUnits - 1) / kUnits, total = tiles() * k_units;
   const int parts = cluster * kWarps;
   const int part = rank * kWarps + warp;
 
   auto expert_row = [&](int tile) {
     if constexpr (kLinear) {
-      return p.weights.rows.first;
+      return params.weights.rows.first;
     } else {
-      return p.weights.rows[routing->expert[tile]];
+      return params.weights.rows[routing->expert[tile]];
     }
   };
-  struct Place {  // in the list
+  struct ListPlace {  // in the list
     int at, tile, k;
     __device__ bool Advance(int k_units) {  // true when the tile changed
       ++at;
@@ -365,15 +367,16 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
     }
   };
   const int begin = part * total / parts, end = (part + 1) * total / parts;
-  const Place start{begin, begin / k_units, begin % k_units};
-  Place ahead = start;  // what is copied next
-  auto seek_weights = [&](const Place& at) {
-    stream.SeekWeights(p.weights, expert_row(at.tile), panel, at.k * kUnits);
+  const ListPlace start{begin, begin / k_units, begin % k_units};
+  ListPlace ahead = start;  // what is copied next
+  auto seek_weights = [&](const ListPlace& at) {
+    stream.SeekWeights(params.weights, expert_row(at.tile), panel, at.k * kUnits);
   };
-  auto seek_tokens = [&](const Place& at) {
+  auto seek_tokens = [&](const ListPlace& at) {
     stream.k = at.k * kUnits;
     const int pair = pair_of(at.tile, g);
-    stream.SeekTokens(0, pair < 0 ? nullptr : static_cast<const T*>(p.x) + pair * p.x_columns, p.x_columns);
+    stream.SeekTokens(0, pair < 0 ? nullptr : static_cast<const T*>(params.x) + pair * params.x_columns,
+                      params.x_columns);
   };
   // Weights do not depend on the kernel before this one: fill the ring, then wait for it, then ask for its output.
   bool seek = true;
@@ -381,7 +384,7 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
   for (int s = 0; s < kStages - 1 && ahead.at < end; ++s) {
     if (seek) seek_weights(ahead);
     stream.k = ahead.k * kUnits;
-    stream.CopyWeights(s, p.weights);
+    stream.CopyWeights(s, params.weights);
     seek = ahead.Advance(k_units);
   }
   WaitForPrevious();
@@ -400,7 +403,7 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
 
   float acc[MT][1][4] = {}, weight[2] = {}, factor[2] = {};  // factor: weight, times what sums are multiplied by
   bool enter = true;
-  Place place = start;
+  ListPlace place = start;
 #pragma unroll 1
   for (int turn = 0; place.at < end; ++turn) {
     if (enter) {
@@ -409,14 +412,14 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
         const int pair = pair_of(place.tile, 2 * t + i);
         weight[i] = pair < 0 ? 0.f : 1.f;
         if constexpr (!kLinear)
-          if (pair >= 0 && p.weight_here) weight[i] = routing->weight[pair];
-        factor[i] = weight[i] * SumFactors<T, F>(p.weights, expert_row(place.tile)).x;
+          if (pair >= 0 && params.weight_here) weight[i] = routing->weight[pair];
+        factor[i] = weight[i] * SumFactors<T, F>(params.weights, expert_row(place.tile)).x;
       }
-      if (p.weights.bias_at && place.k == 0) {  // whoever starts a tile adds its bias
-        const float* bias = reinterpret_cast<const float*>(expert_row(place.tile) + p.weights.bias_at) + g;
+      if (params.weights.bias_at && place.k == 0) {  // whoever starts a tile adds its bias
+        const float* bias = reinterpret_cast<const float*>(expert_row(place.tile) + params.weights.bias_at) + g;
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-          const int row = min(panel + m, p.weights.panels - 1) * 16;
+          const int row = min(panel + m, params.weights.panels - 1) * 16;
 #pragma unroll
           for (int i = 0; i < 4; ++i) acc[m][0][i] = fmaf(weight[i % 2], bias[row + (i < 2 ? 0 : 8)], acc[m][0][i]);
         }
@@ -428,12 +431,12 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
         seek_weights(ahead);
         seek_tokens(ahead);
       }
-      stream.CopyWeights((turn + kStages - 1) % kStages, p.weights);
+      stream.CopyWeights((turn + kStages - 1) % kStages, params.weights);
       stream.CopyTokens((turn + kStages - 1) % kStages, 1);
       seek = ahead.Advance(k_units);
     }
     CopyAsyncCommit();
-    stream.template Consume<1, true, kUnits == 1>(turn % kStages, acc, p.weights, factor);
+    stream.template Consume<1, true, kUnits == 1>(turn % kStages, acc, params.weights, factor);
     enter = place.Advance(k_units);
   }
   __syncwarp();
@@ -468,9 +471,9 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
   for (int i = 0; i < 2; ++i) {
     const int token = 2 * t + i;
     if (token >= columns) continue;
-    T* out = static_cast<T*>(p.out) + static_cast<int64_t>(token) * p.out_columns;
-    if (row < p.out_columns) out[row] = Half<T>::From(low[i]);
-    if (row + 8 < p.out_columns) out[row + 8] = Half<T>::From(high[i]);
+    T* out = static_cast<T*>(params.out) + static_cast<int64_t>(token) * params.out_columns;
+    if (row < params.out_columns) out[row] = Half<T>::From(low[i]);
+    if (row + 8 < params.out_columns) out[row + 8] = Half<T>::From(high[i]);
   }
 }
 

@@ -124,7 +124,7 @@ struct SpanStream {
 // One long function: a turn's copies, products and stores change the same sums and places, which are
 // registers.
 template <typename T, typename F, int MT, bool down, bool decode>
-__global__ void __launch_bounds__(kThreads, 2) MoeGemmSpan(const __grid_constant__ GemmParams p) {
+__global__ void __launch_bounds__(kThreads, 2) MoeGemmSpan(const __grid_constant__ GemmParams params) {
   using S = SpanStream<T, F, MT>;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ std::conditional_t<decode, DecodeRouting, int> routing_storage;
@@ -134,22 +134,22 @@ __global__ void __launch_bounds__(kThreads, 2) MoeGemmSpan(const __grid_constant
   const int lane = stream.lane, g = stream.g, t = stream.t;
   int n_tiles;
   if constexpr (decode) {
-    if (down) routing->Make(p.routing);  // gate_up's kernel has waited for the ids
+    if (down) routing->Make(params.routing);  // gate_up's kernel has waited for the ids
     WaitForPrevious();
     LaunchDependents();
-    if (!down) routing->Make(p.routing);
+    if (!down) routing->Make(params.routing);
     n_tiles = routing->tiles;
   } else {
-    const bool linear = !p.tiles;  // then this is the first kernel of its call: launcher.h
+    const bool linear = !params.tiles;  // then this is the first kernel of its call: launcher.h
     if (!linear) LaunchDependents();
-    PrefetchCodes<down ? 1 << 16 : 1 << 17>(p);
+    PrefetchCodes<down ? 1 << 16 : 1 << 17>(params);
     WaitForPrevious();
     if (linear) LaunchDependents();
-    n_tiles = linear ? p.max_tiles : p.tiles[p.max_tiles].count;
+    n_tiles = linear ? params.max_tiles : params.tiles[params.max_tiles].count;
   }
 
   // What the block has, and the warp: turns, a unit of K each.
-  const int units = p.weights.units, groups = (p.weights.panels + MT - 1) / MT;
+  const int units = params.weights.units, groups = (params.weights.panels + MT - 1) / MT;
   using Wide = std::conditional_t<decode, uint32_t, uint64_t>;  // a division of 64 bits takes as long as a load
   // Blocks that share a multiprocessor, usually the first half's and the second's, have neighbouring ranges, so that
   // multiprocessors differ by one item.
@@ -160,20 +160,20 @@ __global__ void __launch_bounds__(kThreads, 2) MoeGemmSpan(const __grid_constant
   const int begin = begin_of(warp), end = begin_of(warp + 1);
   const int first_item = begin / units, first_k = begin - first_item * units;
 
-  struct Place {
+  struct ItemPlace {
     int tile, group, k;
   };
   auto place_of = [&](int item, int k) {
     const int tile = (first + item) / groups;
-    return Place{tile, first + item - tile * groups, k};
+    return ItemPlace{tile, first + item - tile * groups, k};
   };
   auto expert_of = [&](int tile) {
     if constexpr (decode) return routing->expert[tile];
-    return TileAt(p, tile).expert;
+    return TileAt(params, tile).expert;
   };
 
   // The copying side runs kStages - 1 turns ahead.
-  Place copied = place_of(first_item, first_k);
+  ItemPlace copied = place_of(first_item, first_k);
   int left = end - begin;
   bool seek = true;
   const uint8_t* copy_expert = nullptr;  // where a tile begins
@@ -182,22 +182,23 @@ __global__ void __launch_bounds__(kThreads, 2) MoeGemmSpan(const __grid_constant
     if (left > 0) {
       if (seek) {
         if (!copy_expert) {
-          copy_expert = p.weights.rows[expert_of(copied.tile)];
+          copy_expert = params.weights.rows[expert_of(copied.tile)];
           int pair = -1;
           if constexpr (decode) {
             pair = routing->Pair(copied.tile, g);
-          } else if (const Tile found = TileAt(p, copied.tile); g < found.count) {
-            pair = PairAt(p, found.first + g).pair;
+          } else if (const Tile found = TileAt(params, copied.tile); g < found.count) {
+            pair = PairAt(params, found.first + g).pair;
           }
-          row =
-              pair < 0 ? nullptr : static_cast<const T*>(p.x) + static_cast<int64_t>(pair / p.x_divisor) * p.x_columns;
+          row = pair < 0 ? nullptr
+                         : static_cast<const T*>(params.x) +
+                               static_cast<int64_t>(pair / params.x_divisor) * params.x_columns;
         }
         const int panel = copied.group * MT;
-        stream.SeekWeights(p.weights, copy_expert, panel, copied.k);
-        stream.SeekTokens(row, p.x_columns, copied.k);
+        stream.SeekWeights(params.weights, copy_expert, panel, copied.k);
+        stream.SeekTokens(row, params.x_columns, copied.k);
         // Panels end with a read of their biases, which nothing else overlaps.
-        if (p.weights.bias_at && lane == 0)
-          Prefetch(copy_expert + p.weights.bias_at + panel * 64, min(MT, p.weights.panels - panel) * 64);
+        if (params.weights.bias_at && lane == 0)
+          Prefetch(copy_expert + params.weights.bias_at + panel * 64, min(MT, params.weights.panels - panel) * 64);
         seek = false;
       }
       stream.Copy(stage);
@@ -211,36 +212,36 @@ __global__ void __launch_bounds__(kThreads, 2) MoeGemmSpan(const __grid_constant
   };
 
   float acc[MT][4] = {};
-  auto store = [&](const Place& at) {
+  auto store = [&](const ItemPlace& where) {
     int pair[2];
     float weight[2] = {1.f, 1.f};
     int expert;
     if constexpr (decode) {
-      expert = routing->expert[at.tile];
+      expert = routing->expert[where.tile];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        pair[i] = routing->Pair(at.tile, 2 * t + i);
+        pair[i] = routing->Pair(where.tile, 2 * t + i);
         if (pair[i] >= 0) weight[i] = routing->weight[pair[i]];
       }
     } else {
-      const Tile now = TileAt(p, at.tile);
+      const Tile now = TileAt(params, where.tile);
       expert = now.expert;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         pair[i] = -1;
         if (2 * t + i >= now.count) continue;
-        const SortedPair found = PairAt(p, now.first + 2 * t + i);
+        const SortedPair found = PairAt(params, now.first + 2 * t + i);
         pair[i] = found.pair;
-        if (p.weight_here) weight[i] = found.weight;
+        if (params.weight_here) weight[i] = found.weight;
       }
     }
-    const uint8_t* expert_row = p.weights.rows[expert];
-    const float2 factor = SumFactors<T, F>(p.weights, expert_row);
+    const uint8_t* expert_row = params.weights.rows[expert];
+    const float2 factor = SumFactors<T, F>(params.weights, expert_row);
 #pragma unroll
     for (int m = 0; m < MT; ++m)
-      if (at.group * MT + m < p.weights.panels)
+      if (where.group * MT + m < params.weights.panels)
         StoreUnit<T, down>(
-            p, expert_row, at.group * MT + m, g,
+            params, expert_row, where.group * MT + m, g,
             make_float4(acc[m][0] * factor.x, acc[m][1] * factor.x, acc[m][2] * factor.y, acc[m][3] * factor.y), pair,
             weight);
   };
@@ -267,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, 2) MoeGemmSpan(const __grid_constant
     for (int m = 0; m < MT; ++m) acc[m][0] = acc[m][1] = acc[m][2] = acc[m][3] = 0.f;
   };
 
-  Place at = copied;
+  ItemPlace where = copied;
 #pragma unroll
   for (int s = 0; s < S::kStages - 1; ++s) copy(s);
   bool head = first_k > 0;
@@ -281,16 +282,16 @@ __global__ void __launch_bounds__(kThreads, 2) MoeGemmSpan(const __grid_constant
     copy(stage == 0 ? S::kStages - 1 : stage - 1);
     stream.Consume(stage, fragments, acc);
     if (++stage == S::kStages) stage = 0;
-    if (++at.k < units) continue;
+    if (++where.k < units) continue;
     if (head) {
       keep(sums_of(warp, true));
     } else {
-      store(at);
+      store(where);
     }
     clear();
     head = false;
-    at.k = 0;
-    if (++at.group == groups) at.group = 0, ++at.tile;
+    where.k = 0;
+    if (++where.group == groups) where.group = 0, ++where.tile;
   }
   CopyAsyncWaitAll();
   __syncwarp();

@@ -357,7 +357,7 @@ struct WgmmaConsumer {
 // One long function: with its producer and its consumers as functions ptxas gives both other registers and addresses.
 template <typename T, typename F, bool down, int kTokens>
 __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kBlocks)
-    MoeGemmWgmma(const __grid_constant__ GemmParams p) {
+    MoeGemmWgmma(const __grid_constant__ GemmParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = WgmmaTile<F, down, kTokens>;
   using Size = Sizes<F>;
@@ -379,25 +379,25 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
   }
   __syncthreads();
   WaitForPrevious();
-  const Weights& w = p.weights;
-  const int blocks = (w.panels + Shape::kTilePanels - 1) / Shape::kTilePanels;
-  const int parts = down ? p.warps_k : 1;  // of K; MoeCombine adds them up
-  const int units = p.tiles[p.max_tiles].count * blocks * parts;
+  const Weights& weights = params.weights;
+  const int blocks = (weights.panels + Shape::kTilePanels - 1) / Shape::kTilePanels;
+  const int parts = down ? params.warps_k : 1;  // of K; MoeCombine adds them up
+  const int units = params.tiles[params.max_tiles].count * blocks * parts;
   // The tiles of a group take turns with the same rows: the weights are then read from memory once for all of them.
   auto locate = [&](int unit, int group) {
     Work work{-1};
     if (unit >= units) return work;
     const int part = unit % parts;
     unit /= parts;
-    const Tile any = p.tiles[unit / blocks];
+    const Tile any = params.tiles[unit / blocks];
     const int local = unit - any.group_first * blocks;
-    const Tile tile = p.tiles[any.group_first + local % any.group_size];
+    const Tile tile = params.tiles[any.group_first + local % any.group_size];
     return Work{tile.expert,
                 local / any.group_size * Shape::kTilePanels + group * (Shape::kTilePanels / 2),
                 tile.first,
                 tile.count,
-                part * w.units / parts,
-                (part + 1) * w.units / parts,
+                part * weights.units / parts,
+                (part + 1) * weights.units / parts,
                 part};
   };
   const int warpgroup = threadIdx.x / 128;
@@ -410,29 +410,30 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
     const int chunk = threadIdx.x % 8, first_row = threadIdx.x / 8;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const uint32_t base = SharedAddress(shared);
-    const uint32_t to = base + first_row * 128 + ((chunk ^ (first_row & 7)) << 4);
-    const uint8_t* x = static_cast<const uint8_t*>(p.x) + chunk * 16;
+    const uint32_t tokens_to = base + first_row * 128 + ((chunk ^ (first_row & 7)) << 4);
+    const uint8_t* x = static_cast<const uint8_t*>(params.x) + chunk * 16;
     const uint64_t once = EvictFirstPolicy();
-    constexpr int kRows = (kTokens + 15) / 16;                                   // that a thread copies
-    const int scale_bytes = Size::kRuntime ? w.scale_bytes : Size::kScaleBytes;  // of the scales of rows g and g + 8
-    const bool two_groups = Size::kRuntime ? w.two_groups : F::kGroups == 2;
+    constexpr int kRows = (kTokens + 15) / 16;  // that a thread copies
+    const int scale_bytes =
+        Size::kRuntime ? weights.scale_bytes : Size::kScaleBytes;  // of the scales of rows g and g + 8
+    const bool two_groups = Size::kRuntime ? weights.two_groups : F::kGroups == 2;
     int stage = 0, phase = 1;
     for (Turns turn; turn.unit < units; turn.Next()) {
       const Work work = locate(turn.unit, 0);
-      const uint8_t* expert = w.rows[work.expert];
+      const uint8_t* expert = weights.rows[work.expert];
       uint32_t rows[kRows];  // in pieces of 16 bytes: plan.cc has the limit
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const int row = min(first_row + 16 * i, work.count - 1);  // rows past the end repeat the last
-        const int at = down ? work.first + row : p.sorted_pairs[work.first + row].pair / p.x_divisor;
-        rows[i] = static_cast<uint32_t>(at) * (p.x_columns / 8);
+        const int at = down ? work.first + row : params.sorted_pairs[work.first + row].pair / params.x_divisor;
+        rows[i] = static_cast<uint32_t>(at) * (params.x_columns / 8);
       }
       // The warp's panels are every fourth. None past the end: what is there is not stored.
-      const int64_t panel_bytes = static_cast<int64_t>(w.units) * kUnitBytes;
+      const int64_t panel_bytes = static_cast<int64_t>(weights.units) * kUnitBytes;
       const uint8_t* codes =
           expert + (work.panel + warp) * panel_bytes + static_cast<int64_t>(work.k_begin) * kUnitBytes;
       const uint8_t* tokens = x + work.k_begin * (2 * kUnit);
-      const int panels = min((w.panels - work.panel - warp + 3) / 4, Shape::kTilePanels / 4);
+      const int panels = min((weights.panels - work.panel - warp + 3) / 4, Shape::kTilePanels / 4);
 #pragma unroll 1
       for (int k = work.k_begin; k < work.k_end; ++k) {
         BarrierWait(empty + 8 * stage, phase);
@@ -446,7 +447,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
                            once);
         }
         codes += kUnitBytes;
-        const uint32_t stage_to = to + stage * Shape::kTokenBytes;
+        const uint32_t stage_to = tokens_to + stage * Shape::kTokenBytes;
         // Addresses first, volatile: ptxas would put one after the other into the same registers, which copies read
         // late.
         uint64_t from[kRows];
@@ -458,14 +459,14 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
           if (16 * i < work.count && (kTokens % 16 == 0 || first_row + 16 * i < kTokens))
             CopyAsync16(stage_to + i * 2048, reinterpret_cast<const void*>(from[i]), true);
         tokens += 2 * kUnit;
-        const int block = k >> w.block_shift;
-        if (k == work.k_begin || k == block << w.block_shift) {
+        const int block = k >> weights.block_shift;
+        if (k == work.k_begin || k == block << weights.block_shift) {
           const uint32_t scales_to = base + Shape::kScalesAt + stage * Shape::kScaleStageBytes;
 #pragma unroll
           for (int i = 0; i < Shape::kTilePanels / 16; ++i) {
-            const int local = first_row + 16 * i, panel = min(work.panel + local, w.panels - 1);
-            const int64_t at = static_cast<int64_t>(panel) * w.blocks + block;
-            const uint8_t* scales = expert + w.scales_at + (at * 8 + chunk) * scale_bytes;
+            const int local = first_row + 16 * i, panel = min(work.panel + local, weights.panels - 1);
+            const int64_t at = static_cast<int64_t>(panel) * weights.blocks + block;
+            const uint8_t* scales = expert + weights.scales_at + (at * 8 + chunk) * scale_bytes;
             const uint32_t scale_to = scales_to + (local * 8 + chunk) * Size::kScaleBytes;
             if (scale_bytes == 4) {
               CopyAsyncSmall<4>(scale_to, scales);
@@ -473,8 +474,9 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
               CopyAsyncSmall<8>(scale_to, scales);
             }
             if constexpr (Size::kZeroBytes > 0)
-              CopyAsyncSmall<4>(scales_to + Shape::kScaleBytes + (local * 8 + chunk) * 4,
-                                expert + w.zeros_at + at * w.zero_bytes + (two_groups ? 4 * chunk : 2 * chunk & ~3));
+              CopyAsyncSmall<4>(
+                  scales_to + Shape::kScaleBytes + (local * 8 + chunk) * 4,
+                  expert + weights.zeros_at + at * weights.zero_bytes + (two_groups ? 4 * chunk : 2 * chunk & ~3));
           }
         }
         BarrierArriveCopied(full + 8 * stage);
@@ -488,34 +490,35 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
     } else {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     }
-    WgmmaConsumer<T, F, down, kTokens> c{p};
+    WgmmaConsumer<T, F, down, kTokens> consumer{params};
     const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
-    c.group = warpgroup - 1;
-    c.tokens_at = SharedAddress(shared);
-    const int panel = c.group * (Shape::kTilePanels / 2) + warp;
-    c.codes_at =
-        c.tokens_at + Shape::kCodesAt + panel * kUnitBytes + Size::LaneAt(lane) + (c.kByPanel ? lane % 2 * 8 : 0);
-    c.scales_at = c.tokens_at + Shape::kScalesAt + (panel * 8 + lane / 4) * Size::kScaleBytes;
-    c.zeros_at = c.tokens_at + Shape::kScalesAt + Shape::kScaleBytes + (panel * 8 + lane / 4) * 4;
-    c.lane = lane;
-    c.results = shared + Shape::kResultsAt;
-    c.full = full, c.empty = empty;
+    consumer.group = warpgroup - 1;
+    consumer.tokens_at = SharedAddress(shared);
+    const int panel = consumer.group * (Shape::kTilePanels / 2) + warp;
+    consumer.codes_at = consumer.tokens_at + Shape::kCodesAt + panel * kUnitBytes + Size::LaneAt(lane) +
+                        (consumer.kByPanel ? lane % 2 * 8 : 0);
+    consumer.scales_at = consumer.tokens_at + Shape::kScalesAt + (panel * 8 + lane / 4) * Size::kScaleBytes;
+    consumer.zeros_at = consumer.tokens_at + Shape::kScalesAt + Shape::kScaleBytes + (panel * 8 + lane / 4) * 4;
+    consumer.lane = lane;
+    consumer.results = shared + Shape::kResultsAt;
+    consumer.full = full, consumer.empty = empty;
     // Opaque from here on, or the compiler derives them from threadIdx again for every 64 columns.
-    asm volatile("" : "+r"(c.codes_at), "+r"(c.scales_at));
-    asm volatile("" : "+r"(c.full), "+r"(c.empty));
-    c.block_mask = (1u << w.block_shift) - 1;
-    c.now = now + c.group, c.pairs = pairs[c.group], c.weights = router_weights[c.group];
-    Work next = locate(blockIdx.x, c.group);
+    asm volatile("" : "+r"(consumer.codes_at), "+r"(consumer.scales_at));
+    asm volatile("" : "+r"(consumer.full), "+r"(consumer.empty));
+    consumer.block_mask = (1u << weights.block_shift) - 1;
+    consumer.now = now + consumer.group, consumer.pairs = pairs[consumer.group],
+    consumer.weights = router_weights[consumer.group];
+    Work next = locate(blockIdx.x, consumer.group);
     for (Turns turn; turn.unit < units;) {
       const int count = next.count, k_begin = next.k_begin, k_end = next.k_end;
-      if (thread == 0) *c.now = next;
-      SortedPair own[c.kOwnPairs] = {};  // asked for here, used after the products
+      if (thread == 0) *consumer.now = next;
+      SortedPair own[consumer.kOwnPairs] = {};  // asked for here, used after the products
 #pragma unroll
-      for (int i = 0; i < c.kOwnPairs; ++i)
-        if (thread + 128 * i < count) own[i] = p.sorted_pairs[next.first + thread + 128 * i];
+      for (int i = 0; i < consumer.kOwnPairs; ++i)
+        if (thread + 128 * i < count) own[i] = params.sorted_pairs[next.first + thread + 128 * i];
       turn.Next();
-      next = locate(turn.unit, c.group);
-      c.Run(count, k_begin, k_end, own);
+      next = locate(turn.unit, consumer.group);
+      consumer.Run(count, k_begin, k_end, own);
     }
   }
 #else

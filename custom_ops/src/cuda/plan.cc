@@ -82,7 +82,7 @@ qm_cuda_step QuantizeStep(int64_t rows, int64_t columns) {
 }
 
 // A layer's call.
-struct Layer {
+struct LayerCall {
   const qm_cuda_problem& p;
   const qm_cuda_device& device;
   MarlinRow w13{}, w2{};
@@ -91,7 +91,7 @@ struct Layer {
   bool fp8, wgmma;  // fp8: on wgmma, too
   qm_cuda_step gate_up, down;
 
-  Layer(const qm_cuda_problem& problem, const qm_cuda_device& device_) : p(problem), device(device_) {
+  LayerCall(const qm_cuda_problem& problem, const qm_cuda_device& device_) : p(problem), device(device_) {
     MarlinRowOf(p.moe, 13, &w13);
     MarlinRowOf(p.moe, 2, &w2);
     pairs = p.tokens * p.top_k;
@@ -137,7 +137,7 @@ struct Layer {
 struct Buffers {
   uint64_t hidden, rounded, packed_hidden, gathered, partial, prepared;
 };
-Buffers Allocate(const Layer& l, qm_cuda_plan* plan) {
+Buffers Allocate(const LayerCall& l, qm_cuda_plan* plan) {
   const qm_moe& m = l.p.moe;
   const uint64_t pairs = l.pairs, rows = l.SortedRows();
   Workspace workspace;
@@ -174,7 +174,7 @@ Buffers Allocate(const Layer& l, qm_cuda_plan* plan) {
 }
 
 // resolve_experts and fill_experts. The first product waits before it lets down start, so down finds all copies, too.
-void AppendCache(const Layer& l, Rows* x, qm_cuda_plan* plan) {
+void AppendCache(const LayerCall& l, Rows* x, qm_cuda_plan* plan) {
   qm_cuda_step resolve{}, fill{};
   resolve.grid = 1;
   resolve.block = kRouteThreads;
@@ -186,7 +186,7 @@ void AppendCache(const Layer& l, Rows* x, qm_cuda_plan* plan) {
 }
 
 // MoeRoute, whose blocks after the first cluster bring x into the order in which wgmma reads it, unless it is.
-void AppendRoute(const Layer& l, const Buffers& b, Rows* x, qm_cuda_plan* plan) {
+void AppendRoute(const LayerCall& l, const Buffers& b, Rows* x, qm_cuda_plan* plan) {
   qm_cuda_step step{};
   const bool on_wgmma = l.fp8 || l.path == QM_CUDA_WGMMA;  // sm_90a, which has clusters
   const bool ordered = l.gate_up.warps_k == 0 || l.down.warps_k == 0;
@@ -205,7 +205,7 @@ void AppendRoute(const Layer& l, const Buffers& b, Rows* x, qm_cuda_plan* plan) 
 }
 
 // h, as gate_up wrote it, to what down multiplies.
-void AppendHidden(const Layer& l, const Buffers& b, Rows* h, qm_cuda_plan* plan) {
+void AppendHidden(const LayerCall& l, const Buffers& b, Rows* h, qm_cuda_plan* plan) {
   const qm_projection& w = l.p.moe.w2;
   if (l.fp8) {
     // Where a block of gate_up has all it takes to know the scales, it has quantized h.
@@ -218,7 +218,7 @@ void AppendHidden(const Layer& l, const Buffers& b, Rows* h, qm_cuda_plan* plan)
   }
 }
 
-void AppendSteps(const Layer& l, const Buffers& b, qm_cuda_plan* plan) {
+void AppendSteps(const LayerCall& l, const Buffers& b, qm_cuda_plan* plan) {
   const qm_moe& m = l.p.moe;
   const int64_t tokens = l.p.tokens;
   Rows x{QM_CUDA_CALLERS, tokens, m.hidden_size};
@@ -290,7 +290,7 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
                                 char* err) {
   QM_TRY(ValidateMoe(*problem, *device, err));
   *plan = qm_cuda_plan{};
-  const Layer layer(*problem, *device);
+  const LayerCall layer(*problem, *device);
   plan->path = layer.path;
   AppendSteps(layer, Allocate(layer, plan), plan);
   return QM_OK;

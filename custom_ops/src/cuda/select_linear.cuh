@@ -7,7 +7,7 @@ namespace quantmoe {
 
 struct DenseFamily {
   using Pointer = LinearKernel;
-  static constexpr bool Has(const Instance& row) { return row.kernel == Kernel::kDense; }
+  static constexpr bool Has(const Instance& row) { return row.kernel == ProductKernel::kDense; }
   template <typename T, class F, size_t i>
   static Pointer Of() {
     return LinearWgmma<T, F, 8 * kInstances<F>[i].n_tiles>;

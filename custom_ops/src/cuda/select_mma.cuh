@@ -12,12 +12,12 @@ struct MmaFamily {
   static Pointer Of() {
     constexpr Instance row = kInstances<F>[i];
     constexpr bool down = row.product != Product::kGateUp, decode = row.path == QM_CUDA_DECODE;
-    if constexpr (row.kernel == Kernel::kSpan) {
+    if constexpr (row.kernel == ProductKernel::kSpan) {
       return MoeGemmSpan<T, F, row.panels, down, decode>;
     } else if constexpr (decode && down) {
-      return MoeDownDecode<T, F, row.panels, row.units, row.kernel == Kernel::kLinearDecode, row.stages>;
+      return MoeDownDecode<T, F, row.panels, row.units, row.kernel == ProductKernel::kLinearDecode, row.stages>;
     } else {
-      return MoeGemmMma<T, F, row.panels, row.n_tiles, down, decode, row.units, row.kernel != Kernel::kMmaWhole>;
+      return MoeGemmMma<T, F, row.panels, row.n_tiles, down, decode, row.units, row.kernel != ProductKernel::kMmaWhole>;
     }
   }
 };

@@ -7,7 +7,7 @@ namespace quantmoe {
 
 struct WgmmaFamily {
   using Pointer = GemmKernel;
-  static constexpr bool Has(const Instance& row) { return row.kernel == Kernel::kWgmma; }
+  static constexpr bool Has(const Instance& row) { return row.kernel == ProductKernel::kWgmma; }
   template <typename T, class F, size_t i>
   static Pointer Of() {
     constexpr Instance row = kInstances<F>[i];

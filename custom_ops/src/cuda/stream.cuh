@@ -154,13 +154,13 @@ struct Stream {
   }
   // One long function: its sums and codes are registers, and a lambda around the scales alone makes other machine code.
   template <int N, bool kFactor, bool kShift>
-  __device__ void ConsumeValues(int stage, float (&acc)[MT][NT][4], const Weights& w, const float* factor) const {
+  __device__ void ConsumeValues(int stage, float (&acc)[MT][NT][4], const Weights& weights, const float* factor) const {
     // Not for all tiles of one token tile: a token must not depend on how many are in its tile.
     constexpr bool kSums = F::kZerosLater && NT == 1;
     constexpr bool kDirect = kScaledWeights && !kFactor;  // into acc
     constexpr int kWords = Size::kScaleBytes / 4;         // none: floats
     const uint32_t base = codes_at + stage * kStageBytes;
-    uint4 q[MT], x[N][2];
+    uint4 codes[MT], x[N][2];
     uint32_t scale[MT][kWords + !kWords], zero[MT];
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
@@ -171,7 +171,7 @@ struct Stream {
     }
     // Groups of 32 known at compile time: sums start again at the second half.
     constexpr bool kTwo = F::kGroups == 2 && !Size::kRuntime && !kScaledWeights;
-    const bool two_groups = Size::kRuntime ? w.two_groups : kTwo;
+    const bool two_groups = Size::kRuntime ? weights.two_groups : kTwo;
     float part[MT][N][4], sum[4];
     static_assert(kUnits == 1 || (F::kGroups == 1 && !Size::kRuntime && Size::kBits == 4));
 #pragma unroll
@@ -180,7 +180,7 @@ struct Stream {
       if (half == 0) {
 #pragma unroll
         for (int m = 0; m < MT; ++m)
-          if constexpr (Size::kBits == 4) q[m] = Load16(base + (u * MT + m) * 512);
+          if constexpr (Size::kBits == 4) codes[m] = Load16(base + (u * MT + m) * 512);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
           x[n][0] = Load16(base + kTokensAt + (n * kUnits + u) * 1024);
@@ -209,12 +209,12 @@ struct Stream {
       for (int m = 0; m < MT; ++m) {
         uint4 q8{};  // 16 bits: of row g + 8
         if constexpr (Size::kBits == 16) {
-          q[m] = Load16(base + m * kUnitBytes + half * 512), q8 = Load16(base + m * kUnitBytes + 1024 + half * 512);
+          codes[m] = Load16(base + m * kUnitBytes + half * 512), q8 = Load16(base + m * kUnitBytes + 1024 + half * 512);
         }
         if constexpr (Size::kBits == 8) {
           const uint32_t at = (base + first_half ^ 8 * half) + m * kUnitBytes;
           const uint2 low = Load8(at), high = Load8(at + 512);
-          q[m] = make_uint4(low.x, high.x, low.y, high.y);
+          codes[m] = make_uint4(low.x, high.x, low.y, high.y);
         }
         // Zero points, or scales of weights, of rows g and g + 8.
         uint2 pair{};
@@ -223,13 +223,13 @@ struct Stream {
         for (int step = 0; step < 2; ++step) {
           uint32_t a[4];
           if constexpr (Size::kBits == 16) {
-            a[0] = step ? q[m].z : q[m].x, a[1] = step ? q8.z : q8.x;
-            a[2] = step ? q[m].w : q[m].y, a[3] = step ? q8.w : q8.y;
+            a[0] = step ? codes[m].z : codes[m].x, a[1] = step ? q8.z : q8.x;
+            a[2] = step ? codes[m].w : codes[m].y, a[3] = step ? q8.w : q8.y;
           } else if constexpr (Size::kBits == 8) {
-            const uint32_t q_low = step ? q[m].z : q[m].x, q_high = step ? q[m].w : q[m].y;
+            const uint32_t q_low = step ? codes[m].z : codes[m].x, q_high = step ? codes[m].w : codes[m].y;
             F::template Dequant<T, kShift, !kSums>(q_low, q_high, pair.x, pair.y, a);
           } else {
-            const uint32_t code = half ? (step ? q[m].w : q[m].z) : (step ? q[m].y : q[m].x);
+            const uint32_t code = half ? (step ? codes[m].w : codes[m].z) : (step ? codes[m].y : codes[m].x);
             F::template Dequant<T, kShift, !kSums>(code, 0, pair.x, pair.y, a);
           }
 #pragma unroll
@@ -283,13 +283,13 @@ struct Stream {
         });
       } else {
         auto word = [&](int m) { return half && two_groups ? scale[m][kWords - 1] : scale[m][0]; };
-        if (w.scale_type == k_scale_type_bf16) {
+        if (weights.scale_type == k_scale_type_bf16) {
           add([&](int m) {
             return make_float2(Half<__nv_bfloat16>::Low(word(m)), Half<__nv_bfloat16>::High(word(m)));
           });
-        } else if (!kTakes<F, k_scale_type_f32> || w.scale_type == k_scale_type_f16) {
+        } else if (!kTakes<F, k_scale_type_f32> || weights.scale_type == k_scale_type_f16) {
           add([&](int m) { return make_float2(Half<__half>::Low(word(m)), Half<__half>::High(word(m))); });
-        } else if (!kTakes<F, k_scale_type_e8m0> || w.scale_type == k_scale_type_f32) {
+        } else if (!kTakes<F, k_scale_type_e8m0> || weights.scale_type == k_scale_type_f32) {
           add([&](int m) { return make_float2(__uint_as_float(scale[m][0]), __uint_as_float(scale[m][kWords - 1])); });
         } else {
           add([&](int m) { return make_float2(E8m0(scale[m][0], 2 * half), E8m0(scale[m][0], 2 * half + 1)); });
