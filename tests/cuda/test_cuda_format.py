@@ -26,7 +26,7 @@ template __global__ void MoeGemmWgmma<__half, Acme4, true, 24>(const __grid_cons
 template __global__ void LinearWgmma<__nv_bfloat16, Acme4, 64>(const __grid_constant__ LinearParams);
 }  // namespace quantmoe
 """
-FACTS = "static_assert(quantmoe::Acme4Facts::kBits == 4 && quantmoe::Acme4Facts::GroupSize(0) == 0);\n"
+FACTS = "static_assert(quantmoe::Acme4Facts::kBits == 4 && quantmoe::Acme4Facts::GroupSize(0) == 64);\n"
 
 
 @pytest.fixture

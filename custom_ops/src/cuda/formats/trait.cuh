@@ -117,6 +117,19 @@ struct Trait {
   }
 };
 
+// The same of a format without zero points that has nothing of its own for wgmma: Dequant's values, times the scales.
+template <class F>
+struct PlainTrait : Trait {
+  template <typename T>
+  static constexpr float kProductFactor = F::template kSumFactor<T>;
+  template <typename T>
+  __device__ static void DequantScaled(uint32_t q, uint32_t q8, const uint32_t (&scale)[2], uint32_t, uint32_t,
+                                       uint32_t (&a)[4]) {
+    F::template Dequant<T, false, true>(q, q8, 0, 0, a);
+    Times<T>(a, scale[0], scale[1]);
+  }
+};
+
 // Scales as what codes are multiplied by on wgmma, twice in a word: an f32; and a half of a word of 16-bit ones.
 template <typename T, class F>
 __device__ inline uint32_t CodeFactor(float s) {
