@@ -3,11 +3,15 @@
 #include <dlfcn.h>
 
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
+#include <vector>
+
+#include "trap.h"
 
 namespace quantmoe {
 namespace {
@@ -16,12 +20,14 @@ namespace {
 struct UniqueId {
   char bytes[128];
 };
-constexpr int kSuccess = 0, kSum = 0, kFloat16 = 6, kFloat32 = 7, kBfloat16 = 9;
+constexpr int kSuccess = 0, kInProgress = 7, kSum = 0, kInt8 = 0, kFloat16 = 6, kFloat32 = 7, kBfloat16 = 9;
 
 struct Nccl {
   int (*comm_init_rank)(void** comm, int ranks, UniqueId id, int rank);
   int (*comm_destroy)(void* comm);
   int (*all_reduce)(const void* x, void* y, size_t count, int type, int op, void* comm, cudaStream_t stream);
+  int (*all_gather)(const void* x, void* y, size_t count, int type, void* comm, cudaStream_t stream);
+  int (*get_async_error)(void* comm, int* error);
   const char* (*get_error_string)(int result);
 
   static const Nccl& get() {
@@ -49,9 +55,15 @@ struct Nccl {
     find(comm_init_rank, "ncclCommInitRank");
     find(comm_destroy, "ncclCommDestroy");
     find(all_reduce, "ncclAllReduce");
+    find(all_gather, "ncclAllGather");
+    find(get_async_error, "ncclCommGetAsyncError");
     find(get_error_string, "ncclGetErrorString");
   }
 };
+
+void must(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
+}
 
 UniqueId id_of(const std::string& hex) {
   UniqueId id{};
@@ -97,16 +109,91 @@ Communicator::Communicator(const DevicePlace& where) : place_(where.place) {
     throw std::runtime_error("rank " + std::to_string(place_.rank) + " waited " + std::to_string(patience.count()) +
                              " s for the other " + std::to_string(place_.world - 1) +
                              " ranks to make their sessions, with the same quantmoe.group and of as many ranks");
-  if (meeting->error != cudaSuccess)
-    throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(meeting->error));
+  must(meeting->error);
   nccl.check(meeting->result, "ncclCommInitRank");
   comm_ = meeting->comm;
+  lock.unlock();
+  if (place_.world > 1) watch(where.device);
 }
 
-Communicator::~Communicator() { Nccl::get().comm_destroy(comm_); }
+// Without the others it may not end: it is left to the process's end then.
+Communicator::~Communicator() {
+  const bool alone = watch_ && !watch_->failure().empty();
+  watch_.reset();
+  if (alone) return;
+  if (end_) cudaStreamDestroy(end_);
+  Nccl::get().comm_destroy(comm_);
+}
+
+// Own cards of all ranks for this one's, which has no NUL.
+std::vector<std::string> Communicator::exchange(const std::string& card) const {
+  const size_t all = Watch::kCardSize * static_cast<size_t>(place_.world);
+  std::vector<char> cards(all);
+  char* const own = cards.data() + Watch::kCardSize * static_cast<size_t>(place_.rank);
+  card.copy(own, Watch::kCardSize - 1);
+  void* device = nullptr;
+  must(cudaMalloc(&device, all));
+  std::unique_ptr<void, cudaError_t (*)(void*)> owned(device, cudaFree);
+  must(cudaMemcpyAsync(device, cards.data(), all, cudaMemcpyHostToDevice, end_));
+  const char* const at = static_cast<const char*>(device) + (own - cards.data());
+  const Nccl& nccl = Nccl::get();
+  nccl.check(nccl.all_gather(at, device, Watch::kCardSize, kInt8, comm_, end_), "ncclAllGather");
+  must(cudaMemcpyAsync(cards.data(), device, all, cudaMemcpyDeviceToHost, end_));
+  const auto end = std::chrono::steady_clock::now() + place_.group.patience();
+  cudaError_t state;
+  while ((state = cudaStreamQuery(end_)) == cudaErrorNotReady && std::chrono::steady_clock::now() < end)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  if (state == cudaErrorNotReady) {
+    (void)owned.release();  // freeing it would wait
+    throw std::runtime_error("rank " + std::to_string(place_.rank) + " waited " +
+                             std::to_string(place_.group.patience().count()) + " s for the other ranks' first words");
+  }
+  must(state);
+  std::vector<std::string> found;
+  for (size_t rank = 0; rank < static_cast<size_t>(place_.world); ++rank)
+    found.emplace_back(cards.data() + Watch::kCardSize * rank);
+  return found;
+}
+
+void Communicator::watch(int device) {
+  int before = 0;
+  must(cudaGetDevice(&before));
+  must(cudaSetDevice(device));
+  must(cudaStreamCreateWithFlags(&end_, cudaStreamNonBlocking));
+  must(launch_trap(false, end_));  // loaded now: it could not be while a kernel waits for a rank
+  must(cudaStreamSynchronize(end_));
+  const Watched watched{
+      [this] {
+        int error = kSuccess;
+        const Nccl& nccl = Nccl::get();
+        const int result = nccl.get_async_error(comm_, &error);
+        const int found = result != kSuccess ? result : error;
+        return found == kSuccess || found == kInProgress ? "" : std::string("NCCL: ") + nccl.get_error_string(found);
+      },
+      [this] {
+        const cudaStream_t stream = stream_;
+        return stream && cudaStreamQuery(stream) == cudaErrorNotReady;
+      },
+      [this, device](const std::string& why) { give_up(device, why); }};
+  watch_ = std::make_unique<Watch>(
+      place_.rank, place_.world, "quantmoe " QM_RELEASE, place_.group.patience(),
+      [this](const std::string& card) { return exchange(card); }, watched);
+  must(cudaSetDevice(before));
+}
+
+// No other call ends a kernel that waits, and makes the run that waits for it fail: an aborted communicator's kernels
+// end as if all were well.
+void Communicator::give_up(int device, const std::string& why) const {
+  std::fprintf(stderr,
+               "quantmoe: rank %d: %s, and this rank waits for it: its run is ended, and CUDA in this process\n",
+               static_cast<int>(place_.rank), why.c_str());
+  if (cudaSetDevice(device) == cudaSuccess && launch_trap(true, end_) == cudaSuccess) (void)cudaStreamSynchronize(end_);
+}
 
 void Communicator::reduce(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const {
   const int of = type == QM_F32 ? kFloat32 : type == QM_F16 ? kFloat16 : kBfloat16;
+  stream_ = stream;
+  if (const std::string failure = watch_ ? watch_->failure() : ""; !failure.empty()) throw std::runtime_error(failure);
   const Nccl& nccl = Nccl::get();
   nccl.check(nccl.all_reduce(x, y, static_cast<size_t>(count), of, kSum, comm_, stream), "ncclAllReduce");
 }

@@ -3,9 +3,12 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 
 #include "group.h"
+#include "watch.h"
 
 namespace quantmoe {
 
@@ -15,7 +18,8 @@ struct DevicePlace {
   int device;
 };
 
-// A session's NCCL communicator, from its first AllReduce node on to its end.
+// A session's NCCL communicator, from its first AllReduce node on to its end. A rank that goes while this one waits for
+// it, also in a CUDA graph's replay, ends the run: the process has no CUDA after that.
 class Communicator {
  public:
   // Meets the other ranks, whose sessions are made at the same time; the group's name is the NCCL id in hex. Throws
@@ -26,12 +30,19 @@ class Communicator {
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
   const Place& place() const { return place_; }
-  // Enqueues y = the sum of all ranks' x. Throws std::runtime_error for an error of NCCL's.
+  // Enqueues y = the sum of all ranks' x. Throws std::runtime_error for an error of NCCL's, and when a rank is gone.
   void reduce(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const;
 
  private:
+  std::vector<std::string> exchange(const std::string& card) const;
+  void watch(int device);
+  void give_up(int device, const std::string& why) const;
+
   const Place place_;
   void* comm_ = nullptr;
+  mutable std::atomic<cudaStream_t> stream_{};  // of the session's runs
+  cudaStream_t end_ = nullptr;                  // for launch_trap
+  std::unique_ptr<Watch> watch_;                // null: there are no others
 };
 
 }  // namespace quantmoe

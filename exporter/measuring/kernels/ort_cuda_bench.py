@@ -34,6 +34,7 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
+from quantmoe.exporter.reading.slices import Slice
 from quantmoe.exporter.running.trace import read_trace
 
 #: experts of different bytes in a layer
@@ -58,10 +59,21 @@ WEIGHTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def make_graph(path: Path, model: str, group_size: int, weights: str, lm_head: str | None, scratch: Path) -> None:
+def make_graph(
+    path: Path,
+    model: str,
+    group_size: int,
+    weights: str,
+    lm_head: str | None,
+    scratch: Path,
+    sizes: dict[str, Any],
+    part: Slice | None,
+) -> None:
     """Writes a graph in f16 whose weights are named and not there.
 
     Args:
+        sizes: fields of the model's configuration that are others.
+        part: a rank's; None: the whole model.
         weights: "int4"; "mxfp4", experts as gpt-oss has them, and linears in f16; or "nvfp4", experts and a rounded
             head, and other linears in FP8, a scale a row, as ModelOpt's MIXED_PRECISION without its activations.
         lm_head: "int4" or "int8"; None: f16.
@@ -80,8 +92,9 @@ def make_graph(path: Path, model: str, group_size: int, weights: str, lm_head: s
     from quantmoe.exporter.measuring import random_checkpoint
     from quantmoe.exporter.writing.prepare import open_format
 
-    random_checkpoint.write(scratch, random_checkpoint.CONFIGS[model], group_size, data=False)
+    random_checkpoint.write(scratch, random_checkpoint.CONFIGS[model] | sizes, group_size, data=False)
     format = open_format(scratch, None, None)
+    format.slice = part
     skeleton = Skeleton(format, "f16", lm_head=lm_head, target="cuda")
     chosen = choose(skeleton, choose_experts(format, "marlin", None, "exact"), "marlin", None, "exact")
     if weights in WEIGHTS:
@@ -469,6 +482,10 @@ if __name__ == "__main__":
     parser.add_argument("graph", type=Path)
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--sizes", type=json.loads, default={}, help="fields of its config.json that are others, JSON")
+    parser.add_argument("--ranks", type=int, default=1, help="of a sliced model (docs/parallel.md)")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--expert-parallel", action="store_true")
     parser.add_argument("--weights", choices=["int4", *WEIGHTS], default="int4", help="of experts; see make_graph")
     parser.add_argument("--lm-head", choices=["int4", "int8"], help="rounded, as export does it")
     parser.add_argument("--steps", nargs="+", default=["1:512:1", "1:2048:1", "8:2048:1", "32:2048:1"])
@@ -481,7 +498,10 @@ if __name__ == "__main__":
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.what == "graph":
-        make_graph(given.graph, given.model, given.group_size, given.weights, given.lm_head, given.folder / "headers")
+        part = Slice(given.rank, given.ranks, given.expert_parallel) if given.ranks > 1 else None
+        scratch = given.folder / "headers"
+        weights = (given.weights, given.lm_head)
+        make_graph(given.graph, given.model, given.group_size, *weights, scratch, given.sizes, part)
     else:
         from quantmoe.ort_ext import cuda_library_path
 
