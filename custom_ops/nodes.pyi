@@ -77,6 +77,12 @@ class AllReduce(Spec):
     world: int  # ranks
 
 @dataclass(frozen=True, kw_only=True)
+class AllGather(Spec):
+    op_version: int = ...
+    rank: int  # 0 to world - 1
+    world: int  # ranks
+
+@dataclass(frozen=True, kw_only=True)
 class TokenRows(Spec):
     op_version: int = ...
 

@@ -94,6 +94,10 @@ class ReduceSpec(nodes.AllReduce):
     """All attributes of an AllReduce node."""
 
 
+class GatherSpec(nodes.AllGather):
+    """All attributes of an AllGather node."""
+
+
 class RowsSpec(nodes.TokenRows):
     """All attributes of a TokenRows node."""
 

@@ -188,6 +188,11 @@ def all_reduce(parts: Sequence[np.ndarray]) -> np.ndarray:
     return total.astype(parts[0].dtype)
 
 
+def all_gather(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """AllGather: y of every rank; parts: each rank's x, of one shape and type, in order."""
+    return np.concatenate(parts, axis=-1)
+
+
 def add_norm(spec: NormSpec, x: np.ndarray, residual: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """AddRMSNorm: y, float64, and the sum, in x's type; x and residual [.., H], weight [H]."""
     total = (x.astype(np.float64) + residual.astype(np.float64)).astype(x.dtype)

@@ -180,6 +180,21 @@ def _(x: torch.Tensor, attributes: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("quantmoe::all_gather", mutates_args=())
+def all_gather(x: torch.Tensor, attributes: str) -> torch.Tensor:
+    """All ranks' x, [.., N], one after the other, [.., world N]; one process has one of them.
+
+    Raises:
+        NotImplementedError: PyTorch has no other ranks here.
+    """
+    raise NotImplementedError("quantmoe::all_gather is for exporting; reference.all_gather joins what all ranks have")
+
+
+@all_gather.register_fake
+def _(x: torch.Tensor, attributes: str) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] * json.loads(attributes)["world"])
+
+
 @torch.library.custom_op("quantmoe::token_rows", mutates_args=())
 def token_rows(
     past_key: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor
@@ -400,6 +415,10 @@ def onnx_all_reduce(x: Any, attributes: str) -> Any:
     return onnx_op("AllReduce")(x, **json.loads(attributes))
 
 
+def onnx_all_gather(x: Any, attributes: str) -> Any:
+    return onnx_op("AllGather")(x, **json.loads(attributes))
+
+
 def onnx_token_rows(past_key: Any, input_ids: Any, attention_mask: Any) -> Any:
     return onnx_op("TokenRows")(past_key, input_ids, attention_mask, **RowsSpec().attributes())
 
@@ -443,4 +462,5 @@ ONNX = {
     torch.ops.quantmoe.moe_router.default: onnx_moe_router,
     torch.ops.quantmoe.token_rows.default: onnx_token_rows,
     torch.ops.quantmoe.all_reduce.default: onnx_all_reduce,
+    torch.ops.quantmoe.all_gather.default: onnx_all_gather,
 }

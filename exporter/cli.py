@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import sys
@@ -312,6 +313,7 @@ def generate(
 ) -> None:
     """Generate text on ONNX Runtime, as it comes; tokens a second on standard error."""
     from quantmoe.exporter.inspecting.inspect import model_path
+    from quantmoe.exporter.running import ranks
     from quantmoe.exporter.running.generate import Generator, stop_tokens
     from quantmoe.exporter.running.sampling import folder_sampling
 
@@ -320,11 +322,21 @@ def generate(
         raise typer.BadParameter("give either --prompt or --ids, or --chat")
     if ids is not None and (raw or stop):
         raise typer.BadParameter("--raw and --stop are of text; --ids has none")
+    group = None
+    if ranks.launched() and (outdir / "rank0").is_dir():
+        if chat or save_state is not None:
+            raise typer.BadParameter(
+                "under a launcher give --prompt or --ids; --chat and --save-state are of one process"
+            )
+        own = ranks.meet(outdir, device, seed)
+        outdir, group, seed = own.path, own.group, own.seed
+        if own.rank:  # every rank chooses the same tokens, rank 0 says them
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     folder = model_path(outdir).parent  # before the tokenizer: a checkpoint has one, too
     sampling = folder_sampling(folder, temperature, top_k, top_p, seed)
     make = partial(Generator, outdir, threads, prefault, chunk, device=device, cuda_graph=cuda_graph,
                    speculate=speculate, drafts=drafts, experts=experts, ram=ram, gpu_memory=gpu_memory,
-                   trace=trace)  # fmt: skip
+                   trace=trace, group=group)  # fmt: skip
 
     def begin() -> tuple[Generator, Any]:
         model = make()

@@ -431,40 +431,73 @@ void DeltaNode::run(OrtKernelContext* context) const {
       [&](char* error) { return qm_delta_run(&delta_, &call, error); });
 }
 
-class ReduceNode : public Kernel {
+// A node that needs the other ranks.
+class RankNode : public Kernel {
  public:
-  ReduceNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource, bool) : Kernel(op, api, info) {
-    qm_reduce reduce{};
-    read_attributes(info, &reduce);
-    char error[QM_ERROR_SIZE];
-    if (check_reduce(reduce, error)) fail(error);
-    const Place place = place_of(reduce, "to one name in the sessions of all ranks, in this process");
-    const OrtLogger* logger;  // each session has one: it says which session this is
-    check(api->KernelInfo_GetLogger(info, &logger), "the session's logger");
-    try {
-      member_ = PerSession<Member>::of(logger, place);
-    } catch (const std::invalid_argument& error) {
-      fail(error.what());
-    }
-    check_place(member_->place(), place);
-  }
-  void run(OrtKernelContext* context) const override;
+  using Kernel::Kernel;
+
+ protected:
+  void join(const OrtKernelInfo* info, int32_t rank, int32_t world);
+  void meet(Piece part, void* y) const;
 
  private:
   std::shared_ptr<Member> member_;
 };
 
-void ReduceNode::run(OrtKernelContext* context) const {
-  const OrtValue* x = get_input(context, AllReduce_x);
-  const Shape shape = shape_of(x);
-  OrtValue* y = get_output(context, 0, shape);
-  const int64_t count = std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+void RankNode::join(const OrtKernelInfo* info, int32_t rank, int32_t world) {
+  const Place place = place_of(rank, world, "to one name in the sessions of all ranks, in this process");
+  const OrtLogger* logger;  // each session has one: it says which session this is
+  check(api_->KernelInfo_GetLogger(info, &logger), "the session's logger");
   try {
-    member_->reduce({data_of(x), count, op_.type(), node_}, data_of(y));
+    member_ = PerSession<Member>::of(logger, place);
+  } catch (const std::invalid_argument& error) {
+    fail(error.what());
+  }
+  check_place(member_->place(), place);
+}
+
+void RankNode::meet(Piece part, void* y) const {
+  try {
+    member_->meet(std::move(part), y);
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(node_ + ": " + error.what());
   }
 }
+
+class ReduceNode : public RankNode {
+ public:
+  ReduceNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource, bool) : RankNode(op, api, info) {
+    qm_reduce reduce{};
+    read_attributes(info, &reduce);
+    char error[QM_ERROR_SIZE];
+    if (check_reduce(reduce, error)) fail(error);
+    join(info, reduce.rank, reduce.world);
+  }
+  void run(OrtKernelContext* context) const override {
+    const OrtValue* x = get_input(context, AllReduce_x);
+    const Shape shape = shape_of(x);
+    meet({data_of(x), elements(shape), op_.type(), node_}, data_of(get_output(context, 0, shape)));
+  }
+};
+
+class GatherNode : public RankNode {
+ public:
+  GatherNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource, bool) : RankNode(op, api, info) {
+    read_attributes(info, &gather_);
+    char error[QM_ERROR_SIZE];
+    if (check_gather(gather_, error)) fail(error);
+    join(info, gather_.rank, gather_.world);
+  }
+  void run(OrtKernelContext* context) const override {
+    const OrtValue* x = get_input(context, AllGather_x);
+    OrtValue* y = gathered(context, x, gather_.world);
+    const Shape shape = shape_of(x);
+    meet({data_of(x), elements(shape), op_.type(), node_, std::max(shape.back(), int64_t{1})}, data_of(y));
+  }
+
+ private:
+  qm_gather gather_{};
+};
 
 // A node of a file for NVIDIA GPUs.
 class OfAnotherTarget : public Kernel {
@@ -494,6 +527,7 @@ void add_operators(const OrtApi* api, std::deque<Op>& ops) {
                        ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8})
       ops.emplace_back(api, nullptr, "CachedAttention", type, cache, make_node<AttentionNode, weights, verify>);
     ops.emplace_back(api, nullptr, "AllReduce", type, kId32, make_node<ReduceNode, weights, verify>);
+    ops.emplace_back(api, nullptr, "AllGather", type, kId32, make_node<GatherNode, weights, verify>);
     for (const char* other : {"MoERouter", "AddRMSNorm", "TokenRows"})
       ops.emplace_back(api, nullptr, other, type, type, make_node<OfAnotherTarget, weights, verify>);
     ops.emplace_back(api, nullptr, "CausalConv", type, kId32, make_node<ConvNode, weights, verify>);

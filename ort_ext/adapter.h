@@ -139,10 +139,11 @@ class Kernel {
     return state;
   }
 
-  // The place of an AllReduce's rank in the group of the session entry, which `how` says how to set; throws without
-  // one.
-  Place place_of(const qm_reduce& reduce, const std::string& how) const;
-  // Throws unless a node is of the rank that the file's first AllReduce is of.
+  // The place of a node's rank in the group of the session entry, which `how` says how to set; throws without one.
+  Place place_of(int32_t rank, int32_t world, const std::string& how) const;
+  // The output of AllGather for its input.
+  OrtValue* gathered(OrtKernelContext* context, const OrtValue* x, int32_t world) const;
+  // Throws unless a node is of the rank that the file's first such node is of.
   void check_place(const Place& first, const Place& own) const;
 
   // Throws unless an input has the shape; -1: any size.
@@ -298,15 +299,26 @@ Kernel::Tokens Kernel::read_tokens(const OrtKernelContext* context, int64_t hidd
   return t;
 }
 
+int64_t elements(const Shape& shape) {
+  return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+}
+
 std::string rank_of(const Place& place) {
   return "rank " + std::to_string(place.rank) + " of " + std::to_string(place.world);
 }
 
-Place Kernel::place_of(const qm_reduce& reduce, const std::string& how) const {
-  const Place place{*op_.group, reduce.rank, reduce.world};
+Place Kernel::place_of(int32_t rank, int32_t world, const std::string& how) const {
+  const Place place{*op_.group, rank, world};
   if (place.group.name == "")
     fail("this file is " + rank_of(place) + " of a sliced model: set the session entry quantmoe.group " + how);
   return place;
+}
+
+OrtValue* Kernel::gathered(OrtKernelContext* context, const OrtValue* x, int32_t world) const {
+  Shape shape = shape_of(x);
+  if (shape.empty()) fail("x has no dimensions, expected [.., N]");
+  shape.back() *= world;
+  return get_output(context, 0, shape);
 }
 
 void Kernel::check_place(const Place& first, const Place& own) const {
@@ -452,6 +464,7 @@ class Inference {
     if (name == "QuantLinear") first.set(last, get_attribute("out_features"));
     if (name == "MoERouting" || name == "MoERouter")
       first.set(last, get_attribute("top_k") + (get_attribute("op_version") > 1 ? get_attribute("shared_experts") : 0));
+    if (name == "AllGather") first.set(last, std::max(first.sizes[last] * get_attribute("world"), int64_t{-1}));
     if (name == "CausalConv") first.set(last, get_attribute("channels"));
     if (name == "CachedAttention") first.set(last, get_attribute("num_heads") * get_attribute("v_head_size"));
     if (name == "GatedDelta") first.set(last, get_attribute("num_v_heads") * get_attribute("v_head_size"));

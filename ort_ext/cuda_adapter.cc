@@ -30,6 +30,13 @@ class CudaKernel : public Kernel {
   int device_ordinal() const;
   void query_device();  // asks for the device: after what needs none is checked
   void* stream_of(OrtKernelContext* context) const;
+  // Freed when what uses it is enqueued; the allocator keeps it for this stream, where later work comes after.
+  struct Release {
+    OrtAllocator* allocator;
+    void operator()(void* memory) const { allocator->Free(allocator, memory); }
+  };
+  using Scratch = std::unique_ptr<void, Release>;
+  Scratch scratch_of(OrtKernelContext* context, size_t bytes) const;
   template <class Plan, class Problem, class Make, class Launch>
   void execute(OrtKernelContext* context, const Problem& problem, const Make& make, const Launch& launch) const;
 
@@ -90,6 +97,13 @@ void* CudaKernel::stream_of(OrtKernelContext* context) const {
   return stream;
 }
 
+// Null for no bytes.
+CudaKernel::Scratch CudaKernel::scratch_of(OrtKernelContext* context, size_t bytes) const {
+  void* memory = nullptr;
+  if (bytes) check(api_->KernelContext_GetScratchBuffer(context, memory_, bytes, &memory));
+  return Scratch(memory, Release{allocator_.get()});
+}
+
 // Plans a call, and makes it with a workspace.
 template <class Plan, class Problem, class Make, class Launch>
 void CudaKernel::execute(OrtKernelContext* context, const Problem& problem, const Make& make,
@@ -97,13 +111,8 @@ void CudaKernel::execute(OrtKernelContext* context, const Problem& problem, cons
   Plan plan;
   char error[QM_ERROR_SIZE];
   if (make(&problem, &device_, &plan, error)) fail(error);
-  // Freed when the launch is enqueued; the allocator keeps it for this stream, where later work comes after.
-  void* workspace = nullptr;
-  if (plan.workspace_bytes)
-    check(api_->KernelContext_GetScratchBuffer(context, memory_, plan.workspace_bytes, &workspace));
-  const auto release = [this](void* p) { allocator_->Free(allocator_.get(), p); };
-  const std::unique_ptr<void, decltype(release)> owned(workspace, release);
-  if (launch(plan, workspace, stream_of(context), error)) throw std::runtime_error(node_ + ": " + error);
+  const Scratch workspace = scratch_of(context, plan.workspace_bytes);
+  if (launch(plan, workspace.get(), stream_of(context), error)) throw std::runtime_error(node_ + ": " + error);
 }
 
 class CudaMoE : public CudaKernel {
@@ -506,23 +515,22 @@ void CudaDelta::run(OrtKernelContext* context) const {
                               });
 }
 
-class CudaReduce : public CudaKernel {
- public:
-  CudaReduce(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool);
-  void run(OrtKernelContext* context) const override;
+// A node that needs the other ranks.
+class CudaRank : public CudaKernel {
+ protected:
+  using CudaKernel::CudaKernel;
+  void join(const OrtKernelInfo* info, int32_t rank, int32_t world);
+  template <class Call>
+  void enqueue(const Call& call) const;
 
  private:
   std::shared_ptr<Communicator> communicator_;
 };
 
-CudaReduce::CudaReduce(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaKernel(op, api, info) {
-  qm_reduce reduce{};
-  read_attributes(info, &reduce);
-  char error[QM_ERROR_SIZE];
-  if (check_reduce(reduce, error)) fail(error);
+void CudaRank::join(const OrtKernelInfo* info, int32_t rank, int32_t world) {
   const OrtLogger* logger;  // each session has one: it says which session this is
-  check(api->KernelInfo_GetLogger(info, &logger), "the session's logger");
-  const Place place = place_of(reduce, "to rank 0's NCCL id in hex");
+  check(api_->KernelInfo_GetLogger(info, &logger), "the session's logger");
+  const Place place = place_of(rank, world, "to rank 0's NCCL id in hex");
   try {
     communicator_ = PerSession<Communicator>::of(logger, DevicePlace{place, device_ordinal()});
   } catch (const std::exception& e) {
@@ -531,17 +539,67 @@ CudaReduce::CudaReduce(const Op& op, const OrtApi* api, const OrtKernelInfo* inf
   check_place(communicator_->place(), place);
 }
 
-void CudaReduce::run(OrtKernelContext* context) const {
-  const OrtValue* x = get_input(context, AllReduce_x);
-  const Shape shape = shape_of(x);
-  OrtValue* y = get_output(context, 0, shape);
-  const int64_t count = std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
-  if (count == 0) return;
+template <class Call>
+void CudaRank::enqueue(const Call& call) const {
   try {
-    communicator_->reduce(data_of(x), data_of(y), count, op_.type(), static_cast<cudaStream_t>(stream_of(context)));
+    call(*communicator_);
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(node_ + ": " + error.what());
   }
+}
+
+class CudaReduce : public CudaRank {
+ public:
+  CudaReduce(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaRank(op, api, info) {
+    qm_reduce reduce{};
+    read_attributes(info, &reduce);
+    char error[QM_ERROR_SIZE];
+    if (check_reduce(reduce, error)) fail(error);
+    join(info, reduce.rank, reduce.world);
+  }
+  void run(OrtKernelContext* context) const override {
+    const OrtValue* x = get_input(context, AllReduce_x);
+    const Shape shape = shape_of(x);
+    OrtValue* y = get_output(context, 0, shape);
+    if (elements(shape) == 0) return;
+    const auto stream = static_cast<cudaStream_t>(stream_of(context));
+    enqueue([&](const Communicator& all) { all.reduce(data_of(x), data_of(y), elements(shape), op_.type(), stream); });
+  }
+};
+
+class CudaGather : public CudaRank {
+ public:
+  CudaGather(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaRank(op, api, info) {
+    read_attributes(info, &gather_);
+    char error[QM_ERROR_SIZE];
+    if (check_gather(gather_, error)) fail(error);
+    join(info, gather_.rank, gather_.world);
+  }
+  void run(OrtKernelContext* context) const override;
+
+ private:
+  qm_gather gather_{};
+};
+
+// NCCL gives rank after rank: of several rows by way of a scratch buffer.
+void CudaGather::run(OrtKernelContext* context) const {
+  const OrtValue* x = get_input(context, AllGather_x);
+  OrtValue* y = gathered(context, x, gather_.world);
+  const Shape shape = shape_of(x);
+  const int64_t count = elements(shape);
+  if (count == 0) return;
+  const auto stream = static_cast<cudaStream_t>(stream_of(context));
+  const size_t size = op_.type() == QM_F32 ? 4 : 2, part = static_cast<size_t>(count) * size;
+  const size_t row = static_cast<size_t>(shape.back()) * size, ranks = static_cast<size_t>(gather_.world);
+  const bool several = part > row;
+  const Scratch scratch = scratch_of(context, several ? ranks * part : 0);
+  char* const to = static_cast<char*>(several ? scratch.get() : data_of(y));
+  enqueue([&](const Communicator& all) { all.gather(data_of(x), to, count, op_.type(), stream); });
+  for (size_t rank = 0; several && rank < ranks; ++rank)
+    if (const cudaError_t e =
+            cudaMemcpy2DAsync(static_cast<char*>(data_of(y)) + rank * row, ranks * row, to + rank * part, row, row,
+                              part / row, cudaMemcpyDeviceToDevice, stream))
+      throw std::runtime_error(node_ + ": CUDA: " + cudaGetErrorString(e));
 }
 
 template <class T, bool verify>
@@ -566,6 +624,7 @@ void add_operators(const OrtApi* api, std::deque<Op>& ops) {
       ops.emplace_back(api, kProvider, "CachedAttention", type, cache, make_node<CudaAttention, verify>);
     }
     ops.emplace_back(api, kProvider, "AllReduce", type, kId32, make_node<CudaReduce, verify>);
+    ops.emplace_back(api, kProvider, "AllGather", type, kId32, make_node<CudaGather, verify>);
     ops.emplace_back(api, kProvider, "CausalConv", type, kId32, make_node<CudaConv, verify>);
     ops.emplace_back(api, kProvider, "GatedDelta", type, kId32, make_node<CudaDelta, verify>);
   }

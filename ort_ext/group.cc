@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <condition_variable>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -39,14 +40,14 @@ std::chrono::seconds GroupSettings::patience() const {
   return std::chrono::seconds(seconds);
 }
 
-// A sum has two phases. Ranks arrive with their parts; when the last one has, all of them read all parts (leaving_ >
-// 0), and none returns, after which its part may be freed, before the last one has read. The next sum begins then. When
-// one has waited too long, all that have arrived give up.
+// A meeting has two phases. Ranks arrive with their parts; when the last one has, all of them read all parts (leaving_
+// > 0), and none returns, after which its part may be freed, before the last one has read. The next one begins then.
+// When one has waited too long, all that have arrived give up.
 class Group {
  public:
   static std::shared_ptr<Group> join(const Place& place);
   void leave(int32_t rank);
-  void reduce(const Place& place, Addend part, void* y, std::chrono::seconds patience);
+  void meet(const Place& place, Piece part, void* y, std::chrono::seconds patience);
 
  private:
   void check(const Place& place) const;
@@ -56,13 +57,14 @@ class Group {
   template <class Load, class Store>
   void add(const Load& load, const Store& store) const;
   void add(void* y) const;
+  void join(void* y) const;
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<bool> joined_;                  // by rank
-  std::vector<std::optional<Addend>> parts_;  // of ranks that have arrived
+  std::vector<bool> joined_;                 // by rank
+  std::vector<std::optional<Piece>> parts_;  // of ranks that have arrived
   int32_t arrived_ = 0, leaving_ = 0;
-  int64_t attempt_ = 0;  // sums that were given up
+  int64_t attempt_ = 0;  // meetings that were given up
   std::string failure_;  // why the last of those was
 };
 
@@ -106,13 +108,13 @@ std::string Group::missing() const {
 
 // What differs between the parts of a sum; "": nothing.
 std::string Group::difference() const {
-  const Addend& first = *parts_[0];
+  const Piece& first = *parts_[0];
   for (size_t rank = 1; rank < parts_.size(); ++rank) {
-    const Addend& part = *parts_[rank];
+    const Piece& part = *parts_[rank];
     const std::string who = "rank " + std::to_string(rank) + " is at ";
     if (part.node != first.node)
       return who + part.node + ", rank 0 at " + first.node + ": expected files of one export, and runs in one order";
-    if (part.count != first.count || part.type != first.type)
+    if (part.count != first.count || part.type != first.type || part.row != first.row)
       return who + std::to_string(part.count) + " elements, rank 0 at " + std::to_string(first.count) +
              ": expected the same inputs in all ranks";
   }
@@ -144,16 +146,28 @@ void Group::add(void* y) const {
   }
 }
 
+void Group::join(void* y) const {
+  const Piece& first = *parts_[0];
+  const auto bytes = static_cast<size_t>(first.row) * (first.type == QM_F32 ? 4 : 2);
+  auto* to = static_cast<char*>(y);
+  for (int64_t row = 0; row < first.count / first.row; ++row)
+    for (const auto& part : parts_) {
+      std::memcpy(to, static_cast<const char*>(part->x) + static_cast<size_t>(row) * bytes, bytes);
+      to += bytes;
+    }
+}
+
 void Group::finish() {
   for (auto& one : parts_) one.reset();
   arrived_ = 0;
   changed_.notify_all();
 }
 
-void Group::reduce(const Place& place, Addend part, void* y, std::chrono::seconds patience) {
+void Group::meet(const Place& place, Piece part, void* y, std::chrono::seconds patience) {
   const std::string rank = "rank " + std::to_string(place.rank);
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return leaving_ == 0; });
+  const bool rows = part.row > 0;
   auto& own = parts_[static_cast<size_t>(place.rank)];
   if (own) throw std::runtime_error(rank + " is in two runs at a time, expected one after the other");
   own = std::move(part);
@@ -170,7 +184,7 @@ void Group::reduce(const Place& place, Addend part, void* y, std::chrono::second
   if (attempt_ != attempt) throw std::runtime_error(failure_);
   lock.unlock();
   const std::string problem = difference();
-  if (problem.empty()) add(y);
+  if (problem.empty()) rows ? join(y) : add(y);
   lock.lock();
   if (--leaving_ == 0)
     finish();
@@ -183,6 +197,6 @@ Member::Member(const Place& place) : place_(place), patience_(place.group.patien
 
 Member::~Member() { group_->leave(place_.rank); }
 
-void Member::reduce(Addend part, void* y) const { group_->reduce(place_, std::move(part), y, patience_); }
+void Member::meet(Piece part, void* y) const { group_->meet(place_, std::move(part), y, patience_); }
 
 }  // namespace quantmoe

@@ -1,5 +1,5 @@
 // The ranks of a sliced model whose sessions are in one process, each run by a thread of its own: what AllReduce adds
-// up on the CPU. Nothing here knows ONNX Runtime.
+// up, and AllGather joins, on the CPU. Nothing here knows ONNX Runtime.
 #pragma once
 #include <chrono>
 #include <cstdint>
@@ -26,17 +26,18 @@ struct Place {
   int32_t rank, world;
 };
 
-// What a rank has of a sum.
-struct Addend {
+// What a rank has of a sum, or of rows.
+struct Piece {
   const void* x;
   int64_t count;
   qm_type type;
-  std::string node;  // which of the model's sums this is
+  std::string node;  // which of the model's nodes this is
+  int64_t row = 0;   // elements of a row, each followed by the next rank's; 0: of a sum
 };
 
 class Group;
 
-// A session's membership, from its first AllReduce node on to its end.
+// A session's membership, from its first node on to its end.
 class Member {
  public:
   // Joins, or makes the group. Throws std::invalid_argument for a rank that it has already, and for another world.
@@ -45,9 +46,9 @@ class Member {
   Member(const Member&) = delete;
   Member& operator=(const Member&) = delete;
   const Place& place() const { return place_; }
-  // Writes the sum of all ranks' parts when the last of them has called. Throws std::runtime_error, naming the ranks,
-  // when some do not call in time, and in all ranks when their parts are not of one sum.
-  void reduce(Addend part, void* y) const;
+  // Writes the sum of all ranks' parts, or their rows, when the last of them has called. Throws std::runtime_error,
+  // naming the ranks, when some do not call in time, and in all ranks when their parts are not of one node.
+  void meet(Piece part, void* y) const;
 
  private:
   const Place place_;

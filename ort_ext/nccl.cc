@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -65,6 +66,8 @@ void must(cudaError_t error) {
   if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
 }
 
+int type_of(qm_type type) { return type == QM_F32 ? kFloat32 : type == QM_F16 ? kFloat16 : kBfloat16; }
+
 UniqueId id_of(const std::string& hex) {
   UniqueId id{};
   if (hex.size() != 2 * sizeof(id.bytes) || hex.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos)
@@ -75,54 +78,58 @@ UniqueId id_of(const std::string& hex) {
   return id;
 }
 
-// A meeting of ranks, which may never end: NCCL waits for all of them. It is left to its thread then.
-struct Meeting {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool done = false;
-  int result = kSuccess;
-  cudaError_t error = cudaSuccess;
-  void* comm = nullptr;
-};
+// A call that needs the other ranks, and may never end. It is left to its thread then. False: it has not ended in time.
+bool in_time(std::chrono::seconds patience, const std::function<void()>& call) {
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false;
+  };
+  const auto state = std::make_shared<State>();
+  std::thread([state, call] {
+    call();
+    const std::lock_guard lock(state->mutex);
+    state->done = true;
+    state->changed.notify_all();
+  }).detach();
+  std::unique_lock lock(state->mutex);
+  return state->changed.wait_for(lock, patience, [&] { return state->done; });
+}
 
 }  // namespace
 
-Communicator::Communicator(const DevicePlace& where) : place_(where.place) {
+Communicator::Communicator(const DevicePlace& where) : place_(where.place), device_(where.device) {
   const Nccl& nccl = Nccl::get();
   const UniqueId id = id_of(place_.group.name);
-  const auto meeting = std::make_shared<Meeting>();
-  std::thread([meeting, &nccl, id, place = place_, device = where.device] {
-    void* comm = nullptr;
+  struct Found {
     int result = kSuccess;
-    const cudaError_t error = cudaSetDevice(device);
-    if (error == cudaSuccess) result = nccl.comm_init_rank(&comm, place.world, id, place.rank);
-    const std::lock_guard lock(meeting->mutex);
-    meeting->done = true;
-    meeting->result = result;
-    meeting->error = error;
-    meeting->comm = comm;
-    meeting->changed.notify_all();
-  }).detach();
+    cudaError_t error = cudaSuccess;
+    void* comm = nullptr;
+  };
+  const auto found = std::make_shared<Found>();
   const std::chrono::seconds patience = place_.group.patience();
-  std::unique_lock lock(meeting->mutex);
-  if (!meeting->changed.wait_for(lock, patience, [&] { return meeting->done; }))
+  if (!in_time(patience, [found, &nccl, id, place = place_, device = device_] {
+        found->error = cudaSetDevice(device);
+        if (found->error == cudaSuccess) found->result = nccl.comm_init_rank(&found->comm, place.world, id, place.rank);
+      }))
     throw std::runtime_error("rank " + std::to_string(place_.rank) + " waited " + std::to_string(patience.count()) +
                              " s for the other " + std::to_string(place_.world - 1) +
                              " ranks to make their sessions, with the same quantmoe.group and of as many ranks");
-  must(meeting->error);
-  nccl.check(meeting->result, "ncclCommInitRank");
-  comm_ = meeting->comm;
-  lock.unlock();
-  if (place_.world > 1) watch(where.device);
+  must(found->error);
+  nccl.check(found->result, "ncclCommInitRank");
+  comm_ = found->comm;
+  if (place_.world > 1) watch();
 }
 
-// Without the others it may not end: it is left to the process's end then.
+// NCCL waits for all ranks to destroy theirs, which those that are gone do not, and others later.
 Communicator::~Communicator() {
-  const bool alone = watch_ && !watch_->failure().empty();
   watch_.reset();
-  if (alone) return;
+  if (given_up_) return;
   if (end_) cudaStreamDestroy(end_);
-  Nccl::get().comm_destroy(comm_);
+  constexpr std::chrono::seconds kParting{3};
+  in_time(kParting, [comm = comm_, device = device_] {
+    if (cudaSetDevice(device) == cudaSuccess) Nccl::get().comm_destroy(comm);
+  });
 }
 
 // Own cards of all ranks for this one's, which has no NUL.
@@ -155,10 +162,10 @@ std::vector<std::string> Communicator::exchange(const std::string& card) const {
   return found;
 }
 
-void Communicator::watch(int device) {
+void Communicator::watch() {
   int before = 0;
   must(cudaGetDevice(&before));
-  must(cudaSetDevice(device));
+  must(cudaSetDevice(device_));
   must(cudaStreamCreateWithFlags(&end_, cudaStreamNonBlocking));
   must(launch_trap(false, end_));  // loaded now: it could not be while a kernel waits for a rank
   must(cudaStreamSynchronize(end_));
@@ -174,7 +181,7 @@ void Communicator::watch(int device) {
         const cudaStream_t stream = stream_;
         return stream && cudaStreamQuery(stream) == cudaErrorNotReady;
       },
-      [this, device](const std::string& why) { give_up(device, why); }};
+      [this](const std::string& why) { give_up(why); }};
   watch_ = std::make_unique<Watch>(
       place_.rank, place_.world, "quantmoe " QM_RELEASE, place_.group.patience(),
       [this](const std::string& card) { return exchange(card); }, watched);
@@ -183,19 +190,31 @@ void Communicator::watch(int device) {
 
 // No other call ends a kernel that waits, and makes the run that waits for it fail: an aborted communicator's kernels
 // end as if all were well.
-void Communicator::give_up(int device, const std::string& why) const {
+void Communicator::give_up(const std::string& why) {
+  given_up_ = true;
   std::fprintf(stderr,
                "quantmoe: rank %d: %s, and this rank waits for it: its run is ended, and CUDA in this process\n",
                static_cast<int>(place_.rank), why.c_str());
-  if (cudaSetDevice(device) == cudaSuccess && launch_trap(true, end_) == cudaSuccess) (void)cudaStreamSynchronize(end_);
+  if (cudaSetDevice(device_) == cudaSuccess && launch_trap(true, end_) == cudaSuccess)
+    (void)cudaStreamSynchronize(end_);
+}
+
+// Before what `stream` waits for them in.
+void Communicator::expect_all(cudaStream_t stream) const {
+  stream_ = stream;
+  if (const std::string failure = watch_ ? watch_->failure() : ""; !failure.empty()) throw std::runtime_error(failure);
 }
 
 void Communicator::reduce(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const {
-  const int of = type == QM_F32 ? kFloat32 : type == QM_F16 ? kFloat16 : kBfloat16;
-  stream_ = stream;
-  if (const std::string failure = watch_ ? watch_->failure() : ""; !failure.empty()) throw std::runtime_error(failure);
+  expect_all(stream);
   const Nccl& nccl = Nccl::get();
-  nccl.check(nccl.all_reduce(x, y, static_cast<size_t>(count), of, kSum, comm_, stream), "ncclAllReduce");
+  nccl.check(nccl.all_reduce(x, y, static_cast<size_t>(count), type_of(type), kSum, comm_, stream), "ncclAllReduce");
+}
+
+void Communicator::gather(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const {
+  expect_all(stream);
+  const Nccl& nccl = Nccl::get();
+  nccl.check(nccl.all_gather(x, y, static_cast<size_t>(count), type_of(type), comm_, stream), "ncclAllGather");
 }
 
 }  // namespace quantmoe

@@ -18,7 +18,7 @@ struct DevicePlace {
   int device;
 };
 
-// A session's NCCL communicator, from its first AllReduce node on to its end. A rank that goes while this one waits for
+// A session's NCCL communicator, from its first node on to its end. A rank that goes while this one waits for
 // it, also in a CUDA graph's replay, ends the run: the process has no CUDA after that.
 class Communicator {
  public:
@@ -32,17 +32,22 @@ class Communicator {
   const Place& place() const { return place_; }
   // Enqueues y = the sum of all ranks' x. Throws std::runtime_error for an error of NCCL's, and when a rank is gone.
   void reduce(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const;
+  // The same of y = all ranks' x, [ranks, count].
+  void gather(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const;
 
  private:
   std::vector<std::string> exchange(const std::string& card) const;
-  void watch(int device);
-  void give_up(int device, const std::string& why) const;
+  void watch();
+  void expect_all(cudaStream_t stream) const;
+  void give_up(const std::string& why);
 
   const Place place_;
+  const int device_;
   void* comm_ = nullptr;
   mutable std::atomic<cudaStream_t> stream_{};  // of the session's runs
-  cudaStream_t end_ = nullptr;                  // for launch_trap
-  std::unique_ptr<Watch> watch_;                // null: there are no others
+  std::atomic<bool> given_up_{false};
+  cudaStream_t end_ = nullptr;    // for launch_trap
+  std::unique_ptr<Watch> watch_;  // null: there are no others
 };
 
 }  // namespace quantmoe

@@ -109,6 +109,8 @@ class Skeleton:
         if format.part:
             with init_empty_weights(), _LargeOnMeta():
                 mtp.prepare(model)
+        if format.slice:
+            self._narrow_head(format.slice.world)
         self.linear_attention = self._linear_attention(target, state_window)
         if self.linear_attention and format.slice:
             path = next(iter(self.linear_attention))
@@ -234,6 +236,16 @@ class Skeleton:
 
             self.derived[name] = derived
 
+    def _narrow_head(self, world: int) -> None:
+        """Of a rank: its part of the vocabulary; all of it where the embeddings are the same tensor, or the ranks do
+        not divide it."""
+        head = self.model.get_output_embeddings()
+        if type(head) is not torch.nn.Linear or self.model.config.tie_word_embeddings or head.out_features % world:
+            return
+        with init_empty_weights():
+            part = torch.nn.Linear(head.in_features, head.out_features // world, head.bias is not None)
+        self.model.set_output_embeddings(part.to(self.dtype).requires_grad_(False))
+
     def _round_head(self, kind: str) -> str:
         weight = self.tied.get("lm_head.weight")
         if weight is None:
@@ -294,6 +306,11 @@ class Skeleton:
         """Linears of whose columns a rank has a part."""
         cuts = ((name, self.format.cuts.get(source)) for name, source in self.sources.items())
         return [name.rpartition(".")[0] for name, cut in cuts if cut is not None and cut.axis == 1]
+
+    @property
+    def gathered(self) -> list[str]:
+        """The head, if a rank has a part of its rows."""
+        return [name for name in ["lm_head"] if self.sources.get(f"{name}.weight") in self.format.cuts]
 
     def rows(self, linears: Mapping[str, str]) -> dict[str, int]:
         """Output features of linears (name -> in the checkpoint), by their checkpoint names."""

@@ -29,7 +29,7 @@ from transformers.exporters.utils import patch_attribute
 
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.matrix import gates_first
-from quantmoe.custom_ops.op import LinearSpec, ReduceSpec
+from quantmoe.custom_ops.op import GatherSpec, LinearSpec, ReduceSpec
 from quantmoe.custom_ops.torch_op import ONNX
 from quantmoe.exporter.choosing.caches import Caches, choose_caches
 from quantmoe.exporter.choosing.choose import Choice, kernels_refuse
@@ -54,7 +54,7 @@ from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
 from quantmoe.exporter.graph.passes.routers import replace_routers
 from quantmoe.exporter.graph.passes.rows import Rows, attach, widen_tables
 from quantmoe.exporter.graph.passes.shared import attach as attach_shared
-from quantmoe.exporter.graph.passes.sums import add_sums
+from quantmoe.exporter.graph.passes.sums import meet
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 
@@ -147,7 +147,8 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
     attach_shared(model, every)
     latent.absorb(skeleton)
     if (own := skeleton.format.slice) is not None:
-        add_sums(model, [*chosen.experts, *skeleton.summed], ReduceSpec(rank=own.rank, world=own.world))
+        meet(model, [*chosen.experts, *skeleton.summed], ReduceSpec(rank=own.rank, world=own.world))
+        meet(model, skeleton.gathered, GatherSpec(rank=own.rank, world=own.world))
     with _uncollected():
         graph = _trace_layers(skeleton, target)
     if not attends.plain:

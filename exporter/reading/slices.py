@@ -1,7 +1,7 @@
 """What one of several ranks has of a model: a smaller configuration, and parts of tensors that give it those sizes.
 
-Rows of linears that make heads or features, columns of those that take them, experts' rows and columns or whole
-experts; the rest is in all ranks. Sums over the ranks of what the columns give are the whole model's.
+Rows of linears that make heads, features or logits, columns of those that take them, experts' rows and columns or
+whole experts; the rest is in all ranks. Sums over the ranks of what the columns give are the whole model's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 #: linears whose rows, and whose columns, are divided; others would need their heads in another order, or more sums
-ROWS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "sinks")
+ROWS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "sinks", "lm_head")
 COLUMNS = ("o_proj", "down_proj")
 
 

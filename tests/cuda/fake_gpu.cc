@@ -89,6 +89,12 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind) 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind, cudaStream_t) {
   return std::memcpy(to, from, size), cudaSuccess;
 }
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t pitch, size_t width, size_t rows,
+                              cudaMemcpyKind, cudaStream_t) {
+  for (size_t row = 0; row < rows; ++row)
+    std::memcpy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * pitch, width);
+  return cudaSuccess;
+}
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
   *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;

@@ -1,4 +1,4 @@
-"""AllReduce in ONNX Runtime on the CPU: sessions of one process, a thread each."""
+"""AllReduce and AllGather in ONNX Runtime on the CPU: sessions of one process, a thread each."""
 
 from __future__ import annotations
 
@@ -14,23 +14,27 @@ import pytest
 from engines.test_ort_others import FLOATS
 
 from quantmoe import ort_library_path
-from quantmoe.custom_ops.op import DOMAIN, ReduceSpec
-from quantmoe.custom_ops.reference import all_reduce
+from quantmoe.custom_ops.op import DOMAIN, GatherSpec, ReduceSpec
+from quantmoe.custom_ops.reference import all_gather, all_reduce
 
+OPERATORS = ("AllReduce", "AllGather")
 NAMES = (f"group {i}" for i in count())
 
 
-def write(path: Path, rank: int, world: int, float_type: str = "FLOAT", node: str = "sum") -> Path:
-    """x f32 [rows, 8] -> its sums over the ranks, twice: y of x, z of y."""
+def write(
+    path: Path, rank: int, world: int, float_type: str = "FLOAT", node: str = "sum", op: str = "AllReduce"
+) -> Path:
+    """x f32 [rows, 8] -> its sums over the ranks, or all ranks', twice: y of x, z of y."""
     dtype = ir.DataType[float_type]
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["rows", 8]))
     nodes = [ir.node("Cast", [x], {"to": int(dtype)})]
     nodes[0].outputs[0].type = ir.TensorType(dtype)
     outputs = []
     for i, name in enumerate("yz"):
-        attributes = ReduceSpec(rank=rank, world=world).attributes()
+        spec = ReduceSpec if op == "AllReduce" else GatherSpec
+        attributes = spec(rank=rank, world=world).attributes()
         given = nodes[-1 if i == 0 else -2].outputs
-        nodes.append(ir.node("AllReduce", given, attributes, domain=DOMAIN, name=f"{node}.{i}"))
+        nodes.append(ir.node(op, given, attributes, domain=DOMAIN, name=f"{node}.{i}"))
         nodes.append(ir.node("Cast", nodes[-1].outputs, {"to": int(ir.DataType.FLOAT)}))
         nodes[-1].outputs[0].name, nodes[-1].outputs[0].type = name, x.type
         outputs += nodes[-1].outputs
@@ -80,6 +84,28 @@ def test_sums_in_order_of_the_ranks(tmp_path: Path, float_type: str, world: int)
         want = [y.astype(np.float32), all_reduce([y] * world).astype(np.float32)]
         for found in run(sessions, given):
             np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize("float_type", FLOATS)
+@pytest.mark.parametrize("world", [1, 2, 7])
+def test_rows_in_order_of_the_ranks(tmp_path: Path, float_type: str, world: int) -> None:
+    group = next(NAMES)
+    paths = [write(tmp_path / f"{r}.onnx", r, world, float_type, op="AllGather") for r in range(world)]
+    sessions = [session(path, group) for path in paths]
+    for rows in (1, 4, 0):
+        given = parts(world, rows, rows)
+        y = all_gather([x.astype(FLOATS[float_type]) for x in given])
+        assert y.shape == (rows, 8 * world)
+        for found in run(sessions, given):
+            np.testing.assert_array_equal(found[0], y.astype(np.float32))
+            np.testing.assert_array_equal(found[1], all_gather([y] * world).astype(np.float32))
+
+
+def test_a_sum_and_rows_are_two_nodes(tmp_path: Path) -> None:
+    group = next(NAMES)
+    sessions = [session(write(tmp_path / f"{op}.onnx", r, 2, op=op), group) for r, op in enumerate(OPERATORS)]
+    for found in run(sessions, parts(2)):
+        assert 'rank 1 is at AllGather node "sum.0", rank 0 at AllReduce node "sum.0": expected files' in str(found)
 
 
 def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:

@@ -328,6 +328,14 @@ def test_attention_refuses_what_it_does_not_do(name):
         attention.grouped_attention(torch.nn.Module(), query, query, query, mask, 1.0, **{name: 30.0})
 
 
+def test_routers_have_the_graphs_type(exported):
+    """transformers keeps DeepSeek's weight in float32, which the node does not take."""
+    graph = ir.load(exported("deepseek_v3", target="cuda") / "model.onnx").graph
+    routers = [node for node in graph if node.op_type == "MoERouter"]
+    assert routers
+    assert {value.dtype for node in routers for value in node.inputs[:2]} == {ir.DataType.BFLOAT16}
+
+
 def test_default_attributes_are_left_out(exported):
     """TensorRT 10.6's parser refuses some, ScatterND's reduction for one, also with their default."""
     graph = ir.load(exported("deepseek_v3", target="cuda") / "model.onnx").graph

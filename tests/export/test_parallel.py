@@ -140,6 +140,8 @@ def check_bytes(folder: Path, whole: Path, whole_experts: bool) -> None:
         assert {node.attributes.get_int("rank") for node in found} == {rank}
         layers = [node for node in model.graph if node.op_type == "CachedAttention"]
         assert len(found) == 2 * len(layers)  # a shared expert is among the routed ones
+        (joined,) = [node for node in model.graph if node.op_type == "AllGather"]
+        assert [joined.attributes.get_int(name) for name in ("rank", "world")] == [rank, len(ranks)]
 
 
 def _field(name: str) -> str:

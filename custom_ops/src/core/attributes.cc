@@ -227,12 +227,16 @@ int check_delta(const qm_delta& d, char* err) {
   return check_state_window(d.state_window, err);
 }
 
-int check_reduce(const qm_reduce& r, char* err) {
+template <class Node>
+static int check_ranks(const char* op, const Node& node, char* err) {
   constexpr int32_t kMaxRanks = 1 << 16;
-  QM_TRY(check_node("AllReduce", &r, err));
-  QM_TRY(check_range("world", r.world, 1, kMaxRanks, err));
-  return check_range("rank", r.rank, 0, r.world - 1, err);
+  QM_TRY(check_node(op, &node, err));
+  QM_TRY(check_range("world", node.world, 1, kMaxRanks, err));
+  return check_range("rank", node.rank, 0, node.world - 1, err);
 }
+
+int check_reduce(const qm_reduce& r, char* err) { return check_ranks("AllReduce", r, err); }
+int check_gather(const qm_gather& g, char* err) { return check_ranks("AllGather", g, err); }
 
 int check_part(const char* name, int32_t size, int32_t offset, int64_t own, char* err) {
   if (size == 0 && offset == 0) return QM_OK;

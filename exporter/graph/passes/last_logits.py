@@ -6,8 +6,8 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir import tape
 
-#: between the vocabulary's matrix and the logits: each element on its own
-_ELEMENTWISE = {"Add", "Cast", "Clip", "Div", "Identity", "Mul", "Tanh"}
+#: between the vocabulary's matrix and the logits: each element on its own, or each token's
+_ELEMENTWISE = {"Add", "AllGather", "Cast", "Clip", "Div", "Identity", "Mul", "Tanh"}
 
 
 def keep_last_logits(model: ir.Model, count: int = 1) -> bool:

@@ -42,7 +42,7 @@ def replace_routers(
     Returns:
         What was found, by module name.
     """
-    found = {}
+    found, dtype = {}, next(model.parameters()).dtype
     for name, module in model.named_modules():
         if type(module).__name__.endswith("Router") and (spec := recognise(module)) is not None:
             product = is_product(module)
@@ -54,7 +54,7 @@ def replace_routers(
                     continue
                 attach_standard(module, spec)
             else:
-                attach(module, spec, target == "cuda" and product)
+                attach(module, spec, dtype if target == "cuda" and product else None)
             found[name] = spec
     return found
 
@@ -127,16 +127,18 @@ def _correction_bias(router: torch.nn.Module) -> torch.Tensor | None:
     return found if found is None or found.ndim == 1 else found.reshape(-1)
 
 
-def attach(router: Any, spec: RoutingSpec, product: bool = False) -> None:
-    """Makes the router's forward one node after its logits, or with their product; what it computed is dead code to the
-    exporter."""
+def attach(router: Any, spec: RoutingSpec, product: torch.dtype | None = None) -> None:
+    """Makes the router's forward one node after its logits, or with their product in the graph's type; what it computed
+    is dead code to the exporter."""
     attributes = spec.attributes()
     if product:
         own = attributes | {"hidden_size": router.weight.shape[1], "op_version": RouterSpec.OPERATOR.version}
         attributes = RouterSpec.from_attributes(own).attributes()
-        if (bias := router._parameters.get("bias")) is not None:
-            wide = bias.data.flatten()[:1].float().expand(bias.shape)  # a placeholder as it was; the node takes f32
-            router._parameters["bias"] = torch.nn.Parameter(wide, requires_grad=False)
+        # The node takes a weight of the graph's type, where transformers keeps DeepSeek's in f32, and biases in f32.
+        for leaf, dtype in (("weight", product), ("bias", torch.float32)):
+            if (old := router._parameters.get(leaf)) is not None:
+                typed = old.data.flatten()[:1].to(dtype).expand(old.shape)  # a placeholder as it was
+                router._parameters[leaf] = torch.nn.Parameter(typed, requires_grad=False)
     router.gated = bool(spec.shared_gate)
     router.routing = json.dumps(attributes)
     router.forward = MethodType(_product_forward if product else _forward, router)

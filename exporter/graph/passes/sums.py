@@ -1,4 +1,5 @@
-"""Sums over the ranks of a sliced model: an AllReduce after each layer's experts and each linear of divided columns."""
+"""What ranks of a sliced model give each other: an AllReduce after each layer's experts and each linear of divided
+columns, an AllGather after a head of divided rows."""
 
 from __future__ import annotations
 
@@ -8,15 +9,16 @@ from typing import Any
 
 import torch
 
-from quantmoe.custom_ops.op import ReduceSpec
+from quantmoe.custom_ops.op import GatherSpec, ReduceSpec
 
 
-def add_sums(model: torch.nn.Module, modules: Iterable[str], spec: ReduceSpec) -> None:
+def meet(model: torch.nn.Module, modules: Iterable[str], spec: ReduceSpec | GatherSpec) -> None:
     """Makes the outputs of modules, by name, those of all ranks."""
     attributes = json.dumps(spec.attributes())
+    operator = torch.ops.quantmoe.all_reduce if isinstance(spec, ReduceSpec) else torch.ops.quantmoe.all_gather
 
-    def add(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
-        return torch.ops.quantmoe.all_reduce(output, attributes)
+    def call(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        return operator(output, attributes)
 
     for name in modules:
-        model.get_submodule(name).register_forward_hook(add)
+        model.get_submodule(name).register_forward_hook(call)

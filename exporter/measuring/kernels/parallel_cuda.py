@@ -14,31 +14,15 @@ that differs would make all after it incomparable.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import multiprocessing
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
 from quantmoe.exporter.running.generate import Generator
-
-
-def nccl_library() -> str:
-    """PyPI's libnccl.so.2, or the system's."""
-    spec = find_spec("nvidia.nccl")
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    return next((str(p) for folder in folders for p in Path(folder).glob("lib/libnccl.so.2")), "libnccl.so.2")
-
-
-def nccl_id(library: str) -> str:
-    """A new group's, as the session entry quantmoe.group takes it."""
-    unique = ctypes.create_string_buffer(128)
-    if result := ctypes.CDLL(library).ncclGetUniqueId(unique):
-        raise RuntimeError(f"ncclGetUniqueId: error {result}")
-    return unique.raw.hex()
+from quantmoe.exporter.running.ranks import nccl_id, nccl_library
 
 
 def work(

@@ -27,7 +27,7 @@ from cuda.plugin_layers import (
 from cuda.trt import RUNTIME, TYPES, attributes_of
 
 from quantmoe.custom_ops import cuda, reference
-from quantmoe.custom_ops.op import ReduceSpec
+from quantmoe.custom_ops.op import GatherSpec, ReduceSpec
 
 
 def test_linear_shapes_and_workspace(others):
@@ -163,7 +163,8 @@ def test_enqueue_others(others):
     np.testing.assert_allclose(weights.cpu().numpy(), want, rtol=4e-6)
 
 
-def test_sums_over_ranks_are_refused(others):
-    others.select("AllReduce")
-    assert others.create(attributes_of(ReduceSpec(rank=0, world=2))) is None
-    assert 'AllReduce layer "experts": the plug-ins have no sums over ranks' in others.log()
+@pytest.mark.parametrize(("operator", "spec"), [("AllReduce", ReduceSpec), ("AllGather", GatherSpec)])
+def test_sums_over_ranks_are_refused(others, operator, spec):
+    others.select(operator)
+    assert others.create(attributes_of(spec(rank=0, world=2))) is None
+    assert f'{operator} layer "experts": the plug-ins have no sums over ranks' in others.log()
