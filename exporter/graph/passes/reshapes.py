@@ -8,10 +8,11 @@ import onnx_ir as ir
 def drop_repeated_reshapes(model: ir.Model) -> None:
     """Removes each Reshape of a Reshape to the same shape: experts and their router flatten one after the other."""
     for node in list(model.graph):
-        before = node.inputs[0].producer() if node.op_type == "Reshape" and node.inputs[0] is not None else None
-        if before is None or before.op_type != "Reshape" or before.inputs[1] is not node.inputs[1]:
+        x = node.inputs[0] if node.op_type == "Reshape" else None
+        before = x.producer() if x is not None else None
+        if x is None or before is None or before.op_type != "Reshape" or before.inputs[1] is not node.inputs[1]:
             continue
         if node.attributes.get("allowzero") or before.attributes.get("allowzero") or node.outputs[0].is_graph_output():
             continue
-        node.outputs[0].replace_all_uses_with(node.inputs[0])
+        node.outputs[0].replace_all_uses_with(x)
         model.graph.remove(node, safe=True)
