@@ -20,13 +20,13 @@ KERNELS = """
 #include "cuda/select_mma.cuh"
 #include "cuda/select_wgmma.cuh"
 namespace quantmoe {
-template __global__ void MoeGemmMma<__half, Acme4, 2, 1, false, false>(const __grid_constant__ GemmParams);
-template __global__ void MoeDownDecode<__nv_bfloat16, Acme4, 2>(const __grid_constant__ GemmParams);
-template __global__ void MoeGemmWgmma<__half, Acme4, true, 24>(const __grid_constant__ GemmParams);
-template __global__ void LinearWgmma<__nv_bfloat16, Acme4, 64>(const __grid_constant__ LinearParams);
+template __global__ void moe_gemm_mma<__half, Acme4, 2, 1, false, false>(const __grid_constant__ GemmParams);
+template __global__ void moe_down_decode<__nv_bfloat16, Acme4, 2>(const __grid_constant__ GemmParams);
+template __global__ void moe_gemm_wgmma<__half, Acme4, true, 24>(const __grid_constant__ GemmParams);
+template __global__ void linear_wgmma<__nv_bfloat16, Acme4, 64>(const __grid_constant__ LinearParams);
 }  // namespace quantmoe
 """
-FACTS = "static_assert(quantmoe::Acme4Facts::kBits == 4 && quantmoe::Acme4Facts::GroupSize(0) == 64);\n"
+FACTS = "static_assert(quantmoe::Acme4Facts::kBits == 4 && quantmoe::Acme4Facts::group_size(0) == 64);\n"
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_its_kernels_compile(example):
     compile(NVCC, source, "-std=c++17", "-O1", "-ptx", "-arch=compute_90a", "-o", str(example / "acme4.ptx"))
     ptx = (example / "acme4.ptx").read_text()
     assert ptx.count(".entry") == 4
-    assert all(re.search(rf"\.entry \w*{kernel}\w*Acme4", ptx) for kernel in ("MoeGemmMma", "MoeDownDecode"))
+    assert all(re.search(rf"\.entry \w*{kernel}\w*Acme4", ptx) for kernel in ("moe_gemm_mma", "moe_down_decode"))
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")

@@ -274,7 +274,7 @@ PLACES = {**CASES, **{name: of_format(name, FORMAT_SHAPES["odd"]) for name in FO
 @pytest.mark.parametrize(("tokens", "device"), [(13, None), (40, None), (200, None), (40, SM89), (200, SM89)])
 @pytest.mark.parametrize("name", PLACES)
 def test_results_do_not_depend_on_a_tokens_place(name, tokens, device, dtype):
-    """MoeRoute gives an expert's pairs places in whatever order; here the tokens come in other orders. Not in decode,
+    """moe_route gives an expert's pairs places in whatever order; here the tokens come in other orders. Not in decode,
     which adds up the experts of all tokens in one order."""
     case = PLACES[name]
     spec, _, w13, w2 = build(case)

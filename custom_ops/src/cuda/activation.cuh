@@ -6,14 +6,14 @@
 namespace quantmoe {
 
 // 1 / (1 + e^-z); 0 for z below -87.3, where it is less than 2^-126.
-__device__ inline float Sigmoid(float z) { return Reciprocal(1.f + Exp2(-1.44269504f * z)); }
-__device__ inline float Silu(float z) { return z * Sigmoid(z); }
+__device__ inline float sigmoid(float z) { return reciprocal(1.f + fast_exp2(-1.44269504f * z)); }
+__device__ inline float silu(float z) { return z * sigmoid(z); }
 
 // Not inlined, like all that is not silu: code that is not there need not be fetched, and decode is short.
-static __device__ __noinline__ float Activate1(int kind, float z) {
+static __device__ __noinline__ float activate1(int kind, float z) {
   switch (kind) {
     case k_activation_silu:
-      return Silu(z);
+      return silu(z);
     case k_activation_gelu:
       return 0.5f * z * (1.f + erff(z * 0.70710678f));
     case k_activation_gelu_tanh:
@@ -23,25 +23,25 @@ static __device__ __noinline__ float Activate1(int kind, float z) {
   }
 }
 
-static __device__ __noinline__ float ActivateOther(const Activation& f, float gate, float up) {
-  if (!f.gated) return Activate1(f.kind, up);
+static __device__ __noinline__ float activate_other(const Activation& f, float gate, float up) {
+  if (!f.gated) return activate1(f.kind, up);
   if (f.kind == k_activation_swiglu_oai) {  // the comparisons keep NaN, fminf would drop it
     float g = gate > f.limit ? f.limit : gate;
     float u = up > f.limit ? f.limit : up < -f.limit ? -f.limit : up;
-    return g * Sigmoid(f.alpha * g) * (u + 1.f);
+    return g * sigmoid(f.alpha * g) * (u + 1.f);
   }
   if (f.kind == k_activation_swiglu_step) {
-    float g = Silu(gate);
+    float g = silu(gate);
     float u = up > f.limit ? f.limit : up < -f.limit ? -f.limit : up;
     return (g > f.limit ? f.limit : g) * u;
   }
-  return Activate1(f.kind, gate) * up;
+  return activate1(f.kind, gate) * up;
 }
 
 // gate and up of one feature; ungated layers pass up twice.
-__device__ inline float Activate(const Activation& f, float gate, float up) {
-  if (f.kind == k_activation_silu && f.gated) return Silu(gate) * up;
-  return ActivateOther(f, gate, up);
+__device__ inline float activate(const Activation& f, float gate, float up) {
+  if (f.kind == k_activation_silu && f.gated) return silu(gate) * up;
+  return activate_other(f, gate, up);
 }
 
 }  // namespace quantmoe

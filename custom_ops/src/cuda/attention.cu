@@ -9,7 +9,7 @@ namespace quantmoe {
 namespace {
 
 template <typename T>
-int Launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& plan, const qm_cuda_attention_tensors& t,
+int launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& plan, const qm_cuda_attention_tensors& t,
            cudaStream_t stream, char* err) {
   const qm_attention& a = p.attention;
   const bool in_place = t.present_key == t.past_key && t.present_value == t.past_value;
@@ -39,12 +39,12 @@ int Launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& pla
   params.tiles = (params.tokens * params.group + plan.tile_rows - 1) / plan.tile_rows;
   params.pairs = params.batch * a.kv_num_heads;
   params.splits = plan.splits, params.cluster = plan.cluster > 1;
-  params.stage_log = plan.wgmma || !IsWide(width, value_width) ? 6 : 5;
+  params.stage_log = plan.wgmma || !is_wide(width, value_width) ? 6 : 5;
   if (plan.tile_rows == kFewRows && codes) ++params.stage_log;
   params.deep = plan.stages == kDeepStages;
   params.key_width = a.key_split ? a.key_split : width;
   params.value_width = a.key_split ? width - a.key_split : value_width;
-  params.least_log = LeastOf(plan.tile_rows, params.cluster);
+  params.least_log = least_of(plan.tile_rows, params.cluster);
   const int all = params.batch * params.tokens, copies = in_place ? 0 : params.pairs * ((params.slots + 63) / 64);
   Launcher launcher{stream};
 
@@ -55,38 +55,40 @@ int Launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& pla
     params.token_blocks = all;
     params.appended = params.tokens > kFewLatentTokens;
     if (all + copies == 0) return QM_OK;
-    if (params.appended) launcher.Run(LatentAppendKernel(p.type), params, dim3(all + copies), kLatentThreads, 0, true);
+    if (params.appended)
+      launcher.run(latent_append_kernel(p.type), params, dim3(all + copies), kLatentThreads, 0, true);
     const int blocks = params.tiles * params.pairs * plan.splits + (params.appended ? 0 : all + copies);
-    launcher.Run(plan.wgmma ? LatentWideKernel(p.type) : LatentKernel(p.type, plan.stages), params, dim3(blocks),
-                 kLatentThreads, plan.wgmma ? kLatentWideSharedBytes : LatentSharedBytes(plan.stages), true);
+    launcher.run(plan.wgmma ? latent_wide_kernel(p.type) : latent_kernel(p.type, plan.stages), params, dim3(blocks),
+                 kLatentThreads, plan.wgmma ? kLatentWideSharedBytes : latent_shared_bytes(plan.stages), true);
   } else if (plan.tile_rows == kFewRows) {
     const int blocks = (all ? params.pairs : 0) + (copies + plan.splits - 1) / plan.splits;
     if (blocks == 0) return QM_OK;
     if (!all) params.pairs = 0;
-    launcher.Run((codes ? FewCodesKernel : FewKernel)(p.type, width, value_width), params, dim3(blocks * plan.splits),
-                 kFewThreads, FewSharedBytes(width, value_width, plan.stages, params.cluster), true, plan.cluster);
+    launcher.run((codes ? few_codes_kernel : few_kernel)(p.type, width, value_width), params,
+                 dim3(blocks * plan.splits), kFewThreads,
+                 few_shared_bytes(width, value_width, plan.stages, params.cluster), true, plan.cluster);
   } else {
     constexpr int kNarrow = 16, kBroad = 32;  // lanes of a head
-    const int lanes = IsWide(width, value_width) ? kBroad : kNarrow, heads = kAppendThreads / lanes;
+    const int lanes = is_wide(width, value_width) ? kBroad : kNarrow, heads = kAppendThreads / lanes;
     params.blocks_per_token = (a.num_heads + 2 * a.kv_num_heads + heads - 1) / heads;
     // Of many tokens a block has several, one after the other.
     params.token_blocks = all / std::clamp(all / 512, 1, 8) * params.blocks_per_token;
     const auto append =
-        codes ? (lanes == kBroad ? AttentionAppend<T, kBroad, true> : AttentionAppend<T, kNarrow, true>)
-              : (lanes == kBroad ? AttentionAppend<T, kBroad, false> : AttentionAppend<T, kNarrow, false>);
-    launcher.Run(append, params, dim3(params.token_blocks + copies), kAppendThreads, 0, true);
+        codes ? (lanes == kBroad ? attention_append<T, kBroad, true> : attention_append<T, kNarrow, true>)
+              : (lanes == kBroad ? attention_append<T, kBroad, false> : attention_append<T, kNarrow, false>);
+    launcher.run(append, params, dim3(params.token_blocks + copies), kAppendThreads, 0, true);
     const dim3 grid(params.tiles * params.pairs, plan.splits);
     if (plan.wgmma)
-      launcher.Run((codes ? WideCodesKernel : WideKernel)(p.type, width, value_width, plan.tile_rows), params, grid,
-                   2 * plan.tile_rows, WideSharedBytes(plan.tile_rows, width, value_width, codes), true);
+      launcher.run((codes ? wide_codes_kernel : wide_kernel)(p.type, width, value_width, plan.tile_rows), params, grid,
+                   2 * plan.tile_rows, wide_shared_bytes(plan.tile_rows, width, value_width, codes), true);
     else
-      launcher.Run((codes ? ManyCodesKernel : ManyKernel)(p.type, width, value_width), params, grid, kAttendThreads,
-                   ManySharedBytes(width, value_width, codes), true);
+      launcher.run((codes ? many_codes_kernel : many_kernel)(p.type, width, value_width), params, grid, kAttendThreads,
+                   many_shared_bytes(width, value_width, codes), true);
   }
   if (plan.splits > 1 && !params.cluster && all)
-    launcher.Run(plan.splits > kMostSplits ? AttendMerge<T, kMostLatentSplits> : AttendMerge<T, kMostSplits>, params,
+    launcher.run(plan.splits > kMostSplits ? attend_merge<T, kMostLatentSplits> : attend_merge<T, kMostSplits>, params,
                  dim3(all * a.num_heads, (value_width + 127) / 128), kAttendThreads, 0, true);
-  return Report(launcher.error, err);
+  return report(launcher.error, err);
 }
 
 }  // namespace
@@ -97,6 +99,6 @@ using namespace quantmoe;
 extern "C" int qm_cuda_launch_attention(const qm_cuda_attention_problem* problem, const qm_cuda_attention_plan* plan,
                                         const qm_cuda_attention_tensors* tensors, void* stream, char* err) {
   cudaStream_t s = static_cast<cudaStream_t>(stream);
-  return problem->type == QM_BF16 ? Launch<__nv_bfloat16>(*problem, *plan, *tensors, s, err)
-                                  : Launch<__half>(*problem, *plan, *tensors, s, err);
+  return problem->type == QM_BF16 ? launch<__nv_bfloat16>(*problem, *plan, *tensors, s, err)
+                                  : launch<__half>(*problem, *plan, *tensors, s, err);
 }

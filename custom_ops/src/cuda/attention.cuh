@@ -1,9 +1,9 @@
 // What CachedAttention's kernels share.
 //
 // Rows are heads of tokens: those that share keys lie side by side, so that a block reads keys and values once for all
-// of them. Few rows, of decode, are one kernel's: AttendFew norms, turns and appends, too, and the blocks of a cluster
-// add up what each found in its share of the slots. Many have AttentionAppend before, which writes the queries to the
-// workspace, and Attend or AttendWide in tiles. Where splits of a tile's slots are no cluster, AttendMerge adds up.
+// of them. Few rows, of decode, are one kernel's: attend_few norms, turns and appends, too, and the blocks of a cluster
+// add up what each found in its share of the slots. Many have attention_append before, which writes the queries to the
+// workspace, and attend or attend_wide in tiles. Where splits of a tile's slots are no cluster, attend_merge adds up.
 // Tokens' ranges of slots are read on the device, so a launch has one shape at every position.
 //
 // Scores are in units of log2(e): score_factor has it.
@@ -37,7 +37,7 @@ struct AttentionParams {
   float2* sums;  // of the same rows: largest score, sum of weights; sum 0: no slot, partial is not written
   int tile_rows, tiles, pairs, splits;  // pairs: batch * kv_heads
   int stage_log, least_log;             // logarithms of 2: slots of a stage, stages that a split has at least
-  int token_blocks, blocks_per_token;   // of AttentionAppend, before those that copy past
+  int token_blocks, blocks_per_token;   // of attention_append, before those that copy past
   int key_width, value_width;           // of the caches
   bool cluster, deep;                   // the splits of a tile are one; kDeepStages of them
   bool appended;                        // of latent attention: the new keys are in the cache
@@ -48,18 +48,18 @@ struct BatchRow {
   int begin, count, past;
   bool valid;
 };
-__device__ inline BatchRow CheckRow(const AttentionParams& p, int begin, int count, int past) {
+__device__ inline BatchRow check_row(const AttentionParams& p, int begin, int count, int past) {
   BatchRow r{begin, count, past, true};
   r.valid = r.begin >= 0 && r.count >= 0 && r.past >= 0 && r.begin <= p.tokens - r.count && r.past <= p.past_slots &&
             r.past <= p.slots - r.count;
   if (!r.valid) r.begin = r.count = r.past = 0;
   return r;
 }
-__device__ inline BatchRow ReadRow(const AttentionParams& p, int b) {
-  return CheckRow(p, p.rows[3 * b], p.rows[3 * b + 1], p.rows[3 * b + 2]);
+__device__ inline BatchRow read_row(const AttentionParams& p, int b) {
+  return check_row(p, p.rows[3 * b], p.rows[3 * b + 1], p.rows[3 * b + 2]);
 }
 // The first slot that the token in slot p sees.
-__device__ inline int FirstSlot(const AttentionParams& p, int slot) {
+__device__ inline int first_visible_slot(const AttentionParams& p, int slot) {
   const int window = p.attention.sliding_window, chunk = p.attention.chunk_size;
   const int low = window ? max(slot - window + 1, 0) : 0;
   return chunk ? max(low, slot / chunk * chunk) : low;
@@ -71,31 +71,31 @@ struct Span {
   int low, full_low;          // the first slot that any token sees, that all see
   int first_stage, stages, splits;
   // The first stage of a split; the next one's is its end. Stages and splits are below 2^24 and 2^7.
-  __device__ int Begin(int split) const {
+  __device__ int begin(int split) const {
     return first_stage + static_cast<int>(static_cast<uint32_t>(stages) * static_cast<uint32_t>(split) /
                                           static_cast<uint32_t>(splits));
   }
 };
 // first, last: tokens of those that count.
-__device__ inline Span SpanOf(const AttentionParams& p, const BatchRow& batch, int first, int last) {
+__device__ inline Span span_of(const AttentionParams& p, const BatchRow& batch, int first, int last) {
   Span s;
   s.first_slot = batch.past + first, s.last_slot = batch.past + last;
-  s.low = FirstSlot(p, s.first_slot), s.full_low = FirstSlot(p, s.last_slot);
+  s.low = first_visible_slot(p, s.first_slot), s.full_low = first_visible_slot(p, s.last_slot);
   s.first_stage = s.low >> p.stage_log, s.stages = (s.last_slot >> p.stage_log) + 1 - s.first_stage;
   s.splits = min(p.splits, (s.stages + (1 << p.least_log) - 1) >> p.least_log);
   return s;
 }
 // The same of a tile of rows.
-__device__ inline Span SpanOf(const AttentionParams& p, const BatchRow& batch, int first_row) {
+__device__ inline Span span_of(const AttentionParams& p, const BatchRow& batch, int first_row) {
   const int end = min(first_row + p.tile_rows, batch.count * p.group);
-  return SpanOf(p, batch, first_row / p.group, (end - 1) / p.group);
+  return span_of(p, batch, first_row / p.group, (end - 1) / p.group);
 }
 
 // Copies what past has of 64 slots of a head, and zeros what comes after the new tokens.
-__device__ inline void CopySlots(const AttentionParams& p, int block) {
+__device__ inline void copy_slots(const AttentionParams& p, int block) {
   const int parts = (p.slots + 63) / 64, pair = block / parts, first = block % parts * 64;
   if (pair >= p.batch * p.attention.kv_num_heads) return;
-  const BatchRow row = ReadRow(p, pair / p.attention.kv_num_heads);
+  const BatchRow row = read_row(p, pair / p.attention.kv_num_heads);
   auto copy = [&](void* present, const void* past, int chunks) {
     for (int i = threadIdx.x; present != past && i < 64 * chunks; i += static_cast<int>(blockDim.x)) {
       const int slot = first + i / chunks, chunk = i % chunks;
@@ -111,13 +111,13 @@ __device__ inline void CopySlots(const AttentionParams& p, int block) {
 }
 
 template <typename T>
-__device__ inline void Widen(float (&x)[8], const uint4& v) {
-  x[0] = Half<T>::Low(v.x), x[1] = Half<T>::High(v.x), x[2] = Half<T>::Low(v.y), x[3] = Half<T>::High(v.y);
-  x[4] = Half<T>::Low(v.z), x[5] = Half<T>::High(v.z), x[6] = Half<T>::Low(v.w), x[7] = Half<T>::High(v.w);
+__device__ inline void widen(float (&x)[8], const uint4& v) {
+  x[0] = Half<T>::low(v.x), x[1] = Half<T>::high(v.x), x[2] = Half<T>::low(v.y), x[3] = Half<T>::high(v.y);
+  x[4] = Half<T>::low(v.z), x[5] = Half<T>::high(v.z), x[6] = Half<T>::low(v.w), x[7] = Half<T>::high(v.w);
 }
 template <typename T>
-__device__ inline uint4 Narrow(const float (&x)[8]) {
-  return {Half<T>::Pack(x[0], x[1]), Half<T>::Pack(x[2], x[3]), Half<T>::Pack(x[4], x[5]), Half<T>::Pack(x[6], x[7])};
+__device__ inline uint4 narrow(const float (&x)[8]) {
+  return {Half<T>::pack(x[0], x[1]), Half<T>::pack(x[2], x[3]), Half<T>::pack(x[4], x[5]), Half<T>::pack(x[6], x[7])};
 }
 
 // What keys, values, queries and weights are multiplied as, and an element of the cache.
@@ -129,11 +129,11 @@ struct Cached {
 };
 
 // The code of x / scale: FORMAT.md 5.1.
-__device__ inline uint32_t Int8Code(float x, float scale) {
+__device__ inline uint32_t int8_code(float x, float scale) {
   const float number = fminf(fmaxf(__fdiv_rn(x, scale), -128.f), 127.f);
   return static_cast<uint32_t>(__float2int_rn(x != x ? 0.f : number)) & 0xff;
 }
-__device__ inline uint32_t E4m3Codes(float first, float second, float scale) {
+__device__ inline uint32_t e4m3_codes(float first, float second, float scale) {
   uint16_t codes = 0;
 #if __CUDA_ARCH__ >= 900
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
@@ -144,32 +144,32 @@ __device__ inline uint32_t E4m3Codes(float first, float second, float scale) {
 }
 // Eight numbers as the cache has them: T, or codes.
 template <typename T, bool kCodes>
-__device__ inline void StoreEight(const qm_attention& a, bool key, const float (&x)[8], void* to) {
+__device__ inline void store_eight(const qm_attention& a, bool key, const float (&x)[8], void* to) {
   if constexpr (kCodes) {
     const float scale = key ? a.k_scale : a.v_scale;
     uint32_t codes[2] = {0, 0};
     if (a.cache_format == k_cache_format_fp8_e4m3) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) codes[i / 2] |= E4m3Codes(x[2 * i], x[2 * i + 1], scale) << i % 2 * 16;
+      for (int i = 0; i < 4; ++i) codes[i / 2] |= e4m3_codes(x[2 * i], x[2 * i + 1], scale) << i % 2 * 16;
     } else {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) codes[i / 4] |= Int8Code(x[i], scale) << i % 4 * 8;
+      for (int i = 0; i < 8; ++i) codes[i / 4] |= int8_code(x[i], scale) << i % 4 * 8;
     }
     *static_cast<uint2*>(to) = {codes[0], codes[1]};
   } else {
-    *static_cast<uint4*>(to) = Narrow<T>(x);
+    *static_cast<uint4*>(to) = narrow<T>(x);
   }
 }
 
 // Four codes as float16.
-__device__ inline uint2 WidenInt8(uint32_t codes) {
+__device__ inline uint2 widen_int8(uint32_t codes) {
   const uint32_t biased = codes ^ 0x80808080;  // 1024 + code + 128
   uint32_t low, high;
   asm("prmt.b32 %0, %1, %2, 0x5150;" : "=r"(low) : "r"(biased), "r"(0x64646464));
   asm("prmt.b32 %0, %1, %2, 0x5352;" : "=r"(high) : "r"(biased), "r"(0x64646464));
-  return {Half<__half>::Sub(low, 0x64806480), Half<__half>::Sub(high, 0x64806480)};
+  return {Half<__half>::sub(low, 0x64806480), Half<__half>::sub(high, 0x64806480)};
 }
-__device__ inline uint2 WidenE4m3(uint32_t codes) {
+__device__ inline uint2 widen_e4m3(uint32_t codes) {
   uint2 numbers{0, 0};
 #if __CUDA_ARCH__ >= 900
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(numbers.x) : "h"(static_cast<uint16_t>(codes)));
@@ -179,33 +179,33 @@ __device__ inline uint2 WidenE4m3(uint32_t codes) {
 }
 // kRows rows of D codes, one after the other, as float16 where place(row, chunk of eight) says; by kThreads threads.
 template <int D, int kRows, int kThreads, class Place>
-__device__ __forceinline__ void WidenRows(bool e4m3, uint32_t from, const Place& place) {
+__device__ __forceinline__ void widen_rows(bool e4m3, uint32_t from, const Place& place) {
   constexpr int kChunks = kRows * D / 8;
   static_assert(kChunks % kThreads == 0, "each thread widens as many");
 #pragma unroll
   for (int i = 0; i < kChunks / kThreads; ++i) {
     const int at = static_cast<int>(threadIdx.x) + i * kThreads;
-    const uint2 codes = Load8(from + at * 8);
-    const uint2 low = e4m3 ? WidenE4m3(codes.x) : WidenInt8(codes.x);
-    const uint2 high = e4m3 ? WidenE4m3(codes.y) : WidenInt8(codes.y);
-    Store16(place(at / (D / 8), at % (D / 8)), {low.x, low.y, high.x, high.y});
+    const uint2 codes = load8(from + at * 8);
+    const uint2 low = e4m3 ? widen_e4m3(codes.x) : widen_int8(codes.x);
+    const uint2 high = e4m3 ? widen_e4m3(codes.y) : widen_int8(codes.y);
+    store16(place(at / (D / 8), at % (D / 8)), {low.x, low.y, high.x, high.y});
   }
 }
 
 // The compiler moves no load from before this past it, to where its value is used.
-__device__ inline void IssueLoads() { asm volatile("" ::: "memory"); }
-__device__ inline void LoadEight(float (&to)[8], const float* from) {
+__device__ inline void issue_loads() { asm volatile("" ::: "memory"); }
+__device__ inline void load_eight(float (&to)[8], const float* from) {
   const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
   to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
 }
 template <typename T>
-__device__ inline float AddSquares(const uint4& v, float sum) {
+__device__ inline float add_squares(const uint4& v, float sum) {
   for (uint32_t pair : {v.x, v.y, v.z, v.w})
-    sum = fmaf(Half<T>::Low(pair), Half<T>::Low(pair), fmaf(Half<T>::High(pair), Half<T>::High(pair), sum));
+    sum = fmaf(Half<T>::low(pair), Half<T>::low(pair), fmaf(Half<T>::high(pair), Half<T>::high(pair), sum));
   return sum;
 }
 // Chunks of eight features of a token in qkv.
-__device__ inline int64_t RowChunks(const qm_attention& a) {
+__device__ inline int64_t row_chunks_of(const qm_attention& a) {
   return ((a.num_heads + a.kv_num_heads) * static_cast<int64_t>(a.head_size) +
           a.kv_num_heads * static_cast<int64_t>(a.v_head_size)) /
          8;
@@ -241,18 +241,18 @@ struct HeadPart {
     per_feature = 1.f / static_cast<float>(by_row ? (query ? heads : groups) * size : size);
     scale = query && a.cache_format == k_cache_format_none ? p.score_factor : 1.f;
   }
-  __device__ void LoadWeights(const AttentionParams& p) {
+  __device__ void load_weights(const AttentionParams& p) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) weights[j] = 1;
-    if (normed && there) LoadEight(weights, (query ? p.q_norm : p.k_norm) + (by_row ? head * size : 0) + d);
+    if (normed && there) load_eight(weights, (query ? p.q_norm : p.k_norm) + (by_row ? head * size : 0) + d);
   }
   // The angles of a token, counted through the batch.
-  __device__ void LoadTurn(const AttentionParams& p, int token, HeadTurn& turn) const {
+  __device__ void load_turn(const AttentionParams& p, int token, HeadTurn& turn) const {
     const int64_t at = static_cast<int64_t>(token) * half;
     if (turns && whole) {
       const int from = d < half ? d : d - half;
-      LoadEight(turn.cos, p.cos + at + from);
-      LoadEight(turn.sin, p.sin + at + from);
+      load_eight(turn.cos, p.cos + at + from);
+      load_eight(turn.sin, p.sin + at + from);
     } else if (turns) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
@@ -264,7 +264,7 @@ struct HeadPart {
   }
   // Norms, turns and scales. squares: of the token's row, where norms are of that. of_head: shared, 2 kLanes of them,
   // the head's own.
-  __device__ void Apply(const AttentionParams& p, const HeadTurn& turn, float squares, float4* of_head,
+  __device__ void apply(const AttentionParams& p, const HeadTurn& turn, float squares, float4* of_head,
                         float (&x)[8]) const {
     const qm_attention& a = p.attention;
     if (a.qk_norm && !by_row) {
@@ -288,7 +288,7 @@ struct HeadPart {
     if (turns) {
       float other[8];
       if (whole) {
-        LoadEight(other, values + (d < half ? d + half : d - half));
+        load_eight(other, values + (d < half ? d + half : d - half));
       } else if (apart) {
 #pragma unroll
         for (int j = 0; j < 8; ++j)
@@ -315,7 +315,7 @@ struct Width {
 };
 // Where 16 bytes of a row of D values lie in shared memory: eight rows' same chunk in eight different groups of banks.
 template <int D>
-__device__ inline uint32_t Swizzled(int row, int chunk) {
+__device__ inline uint32_t swizzled(int row, int chunk) {
   constexpr int kChunks = D / 8;
   const int turn = kChunks % 8 ? (row >> 1) & 3 : row & 7;
   return static_cast<uint32_t>(row * kChunks + (chunk ^ turn)) * 16;
@@ -324,20 +324,20 @@ __device__ inline uint32_t Swizzled(int row, int chunk) {
 // Of two values: whether one is an infinity or a NaN, which their exponents tell; those alone, zero for others.
 template <typename T>
 constexpr uint32_t kExponent = Half<T>::kOne == 0x3c003c00 ? 0x7c00 : 0x7f80;
-__device__ inline bool IsOdd(uint32_t pair, uint32_t exponent) {
+__device__ inline bool is_odd(uint32_t pair, uint32_t exponent) {
   return (pair & exponent) == exponent || (pair >> 16 & exponent) == exponent;
 }
-__device__ inline bool IsOdd(const uint4& v, uint32_t exponent) {
-  return IsOdd(v.x, exponent) || IsOdd(v.y, exponent) || IsOdd(v.z, exponent) || IsOdd(v.w, exponent);
+__device__ inline bool is_odd(const uint4& v, uint32_t exponent) {
+  return is_odd(v.x, exponent) || is_odd(v.y, exponent) || is_odd(v.z, exponent) || is_odd(v.w, exponent);
 }
-__device__ inline uint32_t OnlyOdd(uint32_t pair, uint32_t exponent) {
+__device__ inline uint32_t only_odd(uint32_t pair, uint32_t exponent) {
   return ((pair & exponent) == exponent ? pair & 0xffff : 0) |
          ((pair >> 16 & exponent) == exponent ? pair & 0xffff0000 : 0);
 }
 
 // A lane has two rows of a tile of 16, g and g + 8 (h), and of eight columns two: [n][2 h + i] is column 8 n + 2 t + i.
 template <int N>
-__device__ inline void Softcap(const AttentionParams& p, float (&s)[N][4]) {
+__device__ inline void softcap_scores(const AttentionParams& p, float (&s)[N][4]) {
   const float softcap = p.attention.softcap;
   if (softcap == 0) return;
   const float inner = 2 * kLog2e / softcap, outer = softcap * kLog2e;
@@ -345,11 +345,11 @@ __device__ inline void Softcap(const AttentionParams& p, float (&s)[N][4]) {
   for (int n = 0; n < N; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i)  // tanh x = 1 - 2 / (1 + e^2x)
-      s[n][i] = outer * (1.f - 2 * Reciprocal(1.f + Exp2(s[n][i] * inner)));
+      s[n][i] = outer * (1.f - 2 * reciprocal(1.f + fast_exp2(s[n][i] * inner)));
 }
 // Of codes; others have it in the queries, which float16 has not the range for.
 template <int N>
-__device__ inline void ScaleScores(const AttentionParams& p, float (&s)[N][4]) {
+__device__ inline void scale_scores(const AttentionParams& p, float (&s)[N][4]) {
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -357,10 +357,10 @@ __device__ inline void ScaleScores(const AttentionParams& p, float (&s)[N][4]) {
 }
 // Scores of slots, from `first` on, that the rows do not see: none.
 template <int N>
-__device__ inline void Mask(const AttentionParams& p, float (&s)[N][4], const int (&slot_of)[2], int first) {
+__device__ inline void mask_scores(const AttentionParams& p, float (&s)[N][4], const int (&slot_of)[2], int first) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int from = FirstSlot(p, slot_of[h]) - first, to = slot_of[h] - first;
+    const int from = first_visible_slot(p, slot_of[h]) - first, to = slot_of[h] - first;
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -372,7 +372,7 @@ __device__ inline void Mask(const AttentionParams& p, float (&s)[N][4], const in
 }
 // The largest score of each row, if that is more.
 template <int N>
-__device__ inline void FindLargest(const float (&s)[N][4], float (&largest)[2]) {
+__device__ inline void find_largest(const float (&s)[N][4], float (&largest)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -384,60 +384,60 @@ __device__ inline void FindLargest(const float (&s)[N][4], float (&largest)[2]) 
 // Scores become weights, relative to the largest so far; factor: by which what was summed before is scaled to that. A
 // lane's sum is of its own columns.
 template <int N>
-__device__ inline void Weigh(float (&s)[N][4], const float (&largest)[2], float (&most)[2], float (&sum)[2],
+__device__ inline void weigh(float (&s)[N][4], const float (&largest)[2], float (&most)[2], float (&sum)[2],
                              float (&factor)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float base = largest[h] == -INFINITY ? 0.f : largest[h];  // nothing seen yet
-    factor[h] = Exp2(most[h] - base);
+    factor[h] = fast_exp2(most[h] - base);
     most[h] = largest[h];
     float added = 0;
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) added += s[n][2 * h + i] = Exp2(s[n][2 * h + i] - base);
+      for (int i = 0; i < 2; ++i) added += s[n][2 * h + i] = fast_exp2(s[n][2 * h + i] - base);
     sum[h] = fmaf(sum[h], factor[h], added);
   }
 }
 template <int M>
-__device__ inline void Rescale(float (&acc)[M][4], const float (&factor)[2]) {
+__device__ inline void rescale(float (&acc)[M][4], const float (&factor)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h)
 #pragma unroll
     for (int n = 0; n < M; ++n) acc[n][2 * h] *= factor[h], acc[n][2 * h + 1] *= factor[h];
 }
 template <int N, int M>
-__device__ inline void Weigh(float (&s)[N][4], float (&acc)[M][4], float (&most)[2], float (&sum)[2]) {
+__device__ inline void weigh(float (&s)[N][4], float (&acc)[M][4], float (&most)[2], float (&sum)[2]) {
   float largest[2] = {most[0], most[1]}, factor[2];
-  FindLargest(s, largest);
-  Weigh(s, largest, most, sum, factor);
-  Rescale(acc, factor);
+  find_largest(s, largest);
+  weigh(s, largest, most, sum, factor);
+  rescale(acc, factor);
 }
 // Weights of 16 columns from n * 8 on, as the first operand of a product.
 template <typename T, int N>
-__device__ inline void PackWeights(uint32_t (&a)[4], const float (&s)[N][4], int n) {
+__device__ inline void pack_weights(uint32_t (&a)[4], const float (&s)[N][4], int n) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) a[i] = Half<T>::Pack(s[n + i / 2][i % 2 * 2], s[n + i / 2][i % 2 * 2 + 1]);
+  for (int i = 0; i < 4; ++i) a[i] = Half<T>::pack(s[n + i / 2][i % 2 * 2], s[n + i / 2][i % 2 * 2 + 1]);
 }
 // Sums of the four lanes of a row.
-__device__ inline void AddQuads(float (&sum)[2]) {
+__device__ inline void add_quads(float (&sum)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h)
     for (int d = 1; d < 4; d *= 2) sum[h] += __shfl_xor_sync(~0u, sum[h], d);
 }
 // Of a query row: its place in [batch, tokens, heads]; of a place: its sink.
-__device__ inline int64_t PlaceOf(const AttentionParams& p, const BatchRow& batch, int b, int kv, int row) {
+__device__ inline int64_t place_of(const AttentionParams& p, const BatchRow& batch, int b, int kv, int row) {
   const int64_t token = static_cast<int64_t>(b) * p.tokens + batch.begin + row / p.group;
   return (token * p.attention.kv_num_heads + kv) * p.group + row % p.group;
 }
-__device__ inline float SinkOf(const AttentionParams& p, int64_t place) {
+__device__ inline float sink_of(const AttentionParams& p, int64_t place) {
   return p.sinks[place % p.attention.num_heads] * kLog2e;
 }
 // Row h of what a lane has summed, of kTiles tiles of eight columns those from first_n on: to the output, or as a part
 // of it.
 template <typename T, int M, int kTiles = M>
-__device__ inline void StoreRow(const AttentionParams& p, const float (&acc)[M][4], int h, float most, float sum,
-                                int64_t place, int split, int first_n = 0) {
+__device__ inline void store_row(const AttentionParams& p, const float (&acc)[M][4], int h, float most, float sum,
+                                 int64_t place, int split, int first_n = 0) {
   const int t = threadIdx.x % 4;
   if (p.splits > 1) {
     const int64_t part = place * p.splits + split;
@@ -448,11 +448,11 @@ __device__ inline void StoreRow(const AttentionParams& p, const float (&acc)[M][
                                                                                            acc[n][2 * h + 1]};
     return;
   }
-  const float sink = SinkOf(p, place), largest = fmaxf(most, sink), factor = Exp2(most - largest);
-  const float inverse = factor / fmaf(sum, factor, Exp2(sink - largest)) * p.attention.v_scale;
+  const float sink = sink_of(p, place), largest = fmaxf(most, sink), factor = fast_exp2(most - largest);
+  const float inverse = factor / fmaf(sum, factor, fast_exp2(sink - largest)) * p.attention.v_scale;
   uint32_t* out = static_cast<uint32_t*>(p.output) + (place * kTiles + first_n) * 4 + t;
 #pragma unroll
-  for (int n = 0; n < M; ++n) out[n * 4] = Half<T>::Pack(acc[n][2 * h] * inverse, acc[n][2 * h + 1] * inverse);
+  for (int n = 0; n < M; ++n) out[n * 4] = Half<T>::pack(acc[n][2 * h] * inverse, acc[n][2 * h + 1] * inverse);
 }
 
 // What a warp of mma.sync has summed: MT tiles of 16 rows, M tiles of eight of the values' columns.
@@ -482,47 +482,47 @@ struct AttentionSums {
 // `slot`, and whose rows have D features: the columns of tiles first_n on. mixed: some row sees a slot that another
 // does not.
 template <typename T, int D, int NT, int MT, int M>
-__device__ __forceinline__ void AddStageValues(const AttentionParams& p, uint32_t v_at, int first_key, int slot,
-                                               int first_n, bool mixed, const float (&s)[MT][NT][4],
-                                               AttentionSums<MT, M>& to) {
+__device__ __forceinline__ void add_stage_values(const AttentionParams& p, uint32_t v_at, int first_key, int slot,
+                                                 int first_n, bool mixed, const float (&s)[MT][NT][4],
+                                                 AttentionSums<MT, M>& to) {
   const int lane = threadIdx.x % 32, t = lane % 4;
   auto sees = [&](int m, int h, int key) {
-    return slot + key <= to.slot_of[m][h] && slot + key >= FirstSlot(p, to.slot_of[m][h]);
+    return slot + key <= to.slot_of[m][h] && slot + key >= first_visible_slot(p, to.slot_of[m][h]);
   };
   // Where not every row sees a stage's slots, a value that is not finite is added, not multiplied by zero.
   bool odd = false;
   if (mixed)
     for (int at = lane; at < NT * 8 * M; at += 32)
-      odd |= IsOdd(Load16(v_at + Swizzled<D>(first_key + at / M, first_n + at % M)), kExponent<T>);
+      odd |= is_odd(load16(v_at + swizzled<D>(first_key + at / M, first_n + at % M)), kExponent<T>);
   odd = __any_sync(~0u, odd);
 #pragma unroll 1
   for (int key = 0; odd && key < NT * 8; ++key) {
 #pragma unroll
     for (int n = 0; n < M; ++n) {
-      const uint32_t v = OnlyOdd(Load4(v_at + Swizzled<D>(first_key + key, first_n + n) + 4 * t), kExponent<T>);
+      const uint32_t v = only_odd(load4(v_at + swizzled<D>(first_key + key, first_n + n) + 4 * t), kExponent<T>);
 #pragma unroll
       for (int m = 0; v && m < MT; ++m)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          if (sees(m, h, key)) to.acc[m][n][2 * h] += Half<T>::Low(v), to.acc[m][n][2 * h + 1] += Half<T>::High(v);
+          if (sees(m, h, key)) to.acc[m][n][2 * h] += Half<T>::low(v), to.acc[m][n][2 * h + 1] += Half<T>::high(v);
     }
   }
 #pragma unroll
   for (int k = 0; k < NT; k += 2) {
     uint32_t weight[MT][4];
 #pragma unroll
-    for (int m = 0; m < MT; ++m) PackWeights<T>(weight[m], s[m], k);
+    for (int m = 0; m < MT; ++m) pack_weights<T>(weight[m], s[m], k);
 #pragma unroll
     for (int n = 0; n < M; n += 2) {
       uint32_t v[4];
-      LoadTransposed(v, v_at + Swizzled<D>(first_key + k * 8 + lane % 16, first_n + n + lane / 16));
+      load_transposed(v, v_at + swizzled<D>(first_key + k * 8 + lane % 16, first_n + n + lane / 16));
       if (odd)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] ^= OnlyOdd(v[i], kExponent<T>);
+        for (int i = 0; i < 4; ++i) v[i] ^= only_odd(v[i], kExponent<T>);
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
-        Half<T>::Mma(to.acc[m][n], weight[m], v[0], v[1]);
-        Half<T>::Mma(to.acc[m][n + 1], weight[m], v[2], v[3]);
+        Half<T>::mma(to.acc[m][n], weight[m], v[0], v[1]);
+        Half<T>::mma(to.acc[m][n + 1], weight[m], v[2], v[3]);
       }
     }
   }
@@ -532,9 +532,9 @@ __device__ __forceinline__ void AddStageValues(const AttentionParams& p, uint32_
 // columns from tile first_n on. query(d, m, q) loads features 16 d on of the queries of tile m. masked: some row does
 // not see one of the stage's slots; mixed: and another may.
 template <typename T, int DK, int DV, int NT, bool kCodes, int MT, int M, class Query>
-__device__ __forceinline__ void AttendStage(const AttentionParams& p, uint32_t k_at, uint32_t v_at, int first_key,
-                                            int slot, int first_n, bool masked, bool mixed, const Query& query,
-                                            AttentionSums<MT, M>& to) {
+__device__ __forceinline__ void attend_stage(const AttentionParams& p, uint32_t k_at, uint32_t v_at, int first_key,
+                                             int slot, int first_n, bool masked, bool mixed, const Query& query,
+                                             AttentionSums<MT, M>& to) {
   const int lane = threadIdx.x % 32;
   float s[MT][NT][4];
 #pragma unroll
@@ -551,30 +551,30 @@ __device__ __forceinline__ void AttendStage(const AttentionParams& p, uint32_t k
 #pragma unroll
     for (int n = 0; n < NT; n += 2) {
       uint32_t k[4];
-      LoadMatrices(k, k_at + Swizzled<DK>(first_key + n * 8 + lane % 8 + lane / 16 * 8, 2 * d + lane / 8 % 2));
+      load_matrices(k, k_at + swizzled<DK>(first_key + n * 8 + lane % 8 + lane / 16 * 8, 2 * d + lane / 8 % 2));
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
-        Half<T>::Mma(s[m][n], q[m], k[0], k[1]);
-        Half<T>::Mma(s[m][n + 1], q[m], k[2], k[3]);
+        Half<T>::mma(s[m][n], q[m], k[0], k[1]);
+        Half<T>::mma(s[m][n + 1], q[m], k[2], k[3]);
       }
     }
   }
 
 #pragma unroll
   for (int m = 0; m < MT; ++m) {
-    if constexpr (kCodes) ScaleScores(p, s[m]);
-    Softcap(p, s[m]);
+    if constexpr (kCodes) scale_scores(p, s[m]);
+    softcap_scores(p, s[m]);
   }
 #pragma unroll
   for (int m = 0; m < MT; ++m) {
-    if (masked) Mask(p, s[m], to.slot_of[m], slot);
-    Weigh(s[m], to.acc[m], to.most[m], to.sum[m]);
+    if (masked) mask_scores(p, s[m], to.slot_of[m], slot);
+    weigh(s[m], to.acc[m], to.most[m], to.sum[m]);
   }
-  AddStageValues<T, DV>(p, v_at, first_key, slot, first_n, masked && mixed, s, to);
+  add_stage_values<T, DV>(p, v_at, first_key, slot, first_n, masked && mixed, s, to);
 }
 
 // Stages that some row of the tile does not see all of.
-__device__ inline bool IsMasked(const Span& span, int slot, int slots) {
+__device__ inline bool is_masked(const Span& span, int slot, int slots) {
   return slot < span.full_low || slot + slots - 1 > span.first_slot;
 }
 

@@ -1,11 +1,11 @@
-// The kernels before and after Attend and AttendWide: new keys and values to the cache, and the sum of the splits.
+// The kernels before and after attend and attend_wide: new keys and values to the cache, and the sum of the splits.
 #pragma once
 #include "cuda/attention.cuh"
 
 namespace quantmoe {
 
 // Sum over the block; every thread calls it.
-__device__ inline float BlockSum(float x, float* scratch) {
+__device__ inline float block_sum(float x, float* scratch) {
   for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
   __syncthreads();
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
@@ -18,23 +18,23 @@ __device__ inline float BlockSum(float x, float* scratch) {
 // kLanes lanes a head of a token. A block has the same heads of some tokens; what `rows` does not decide is asked for
 // before it is there.
 template <typename T, int kLanes, bool kCodes>
-__global__ void __launch_bounds__(kAppendThreads, 4) AttentionAppend(const __grid_constant__ AttentionParams params) {
+__global__ void __launch_bounds__(kAppendThreads, 4) attention_append(const __grid_constant__ AttentionParams params) {
   constexpr int kHeads = kAppendThreads / kLanes;
   __shared__ float4 features[kHeads][2 * kLanes];
   __shared__ float scratch[kAppendThreads / 32];
-  WaitForPrevious();
-  LaunchDependents();
+  wait_for_previous();
+  launch_dependents();
   const int block = static_cast<int>(blockIdx.x);
-  if (block >= params.token_blocks) return CopySlots(params, block - params.token_blocks);
+  if (block >= params.token_blocks) return copy_slots(params, block - params.token_blocks);
   const qm_attention& node = params.attention;
   const int heads = node.num_heads, kv_heads = node.kv_num_heads;
   const int local = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const int64_t row_chunks = RowChunks(node);
+  const int64_t row_chunks = row_chunks_of(node);
   const int steps = params.token_blocks / params.blocks_per_token;
   int token = block / params.blocks_per_token;
   const uint4* qkv = static_cast<const uint4*>(params.qkv);
   HeadPart<T, kLanes> part(params, block % params.blocks_per_token * kHeads + local, lane);
-  part.LoadWeights(params);
+  part.load_weights(params);
   auto load = [&](int token) {
     return part.there && token < params.batch * params.tokens ? qkv[token * row_chunks + part.chunk] : uint4{};
   };
@@ -42,16 +42,16 @@ __global__ void __launch_bounds__(kAppendThreads, 4) AttentionAppend(const __gri
 
   for (; token < params.batch * params.tokens; token += steps) {
     HeadTurn turn;
-    part.LoadTurn(params, token, turn);
+    part.load_turn(params, token, turn);
     const uint4 loaded = next;
     next = load(token + steps);
-    IssueLoads();
+    issue_loads();
 
     const int batch_row = token / params.tokens;
-    const BatchRow row = ReadRow(params, batch_row);
+    const BatchRow row = read_row(params, batch_row);
     const int index = token % params.tokens - row.begin;
     if (index < 0 || index >= row.count) {
-      const uint32_t outside = row.valid ? 0 : Half<T>::Pack(NAN, NAN);
+      const uint32_t outside = row.valid ? 0 : Half<T>::pack(NAN, NAN);
       if (part.query && part.d < node.v_head_size)
         static_cast<uint4*>(
             params.output)[((static_cast<int64_t>(token) * heads + part.head) * node.v_head_size + part.d) / 8] = {
@@ -64,15 +64,15 @@ __global__ void __launch_bounds__(kAppendThreads, 4) AttentionAppend(const __gri
       const int queries = heads * (node.head_size / 8), keys = kv_heads * (node.head_size / 8);
       float sums[2] = {0, 0};
       for (int i = threadIdx.x; i < queries + keys; i += kAppendThreads) {
-        const float sum = AddSquares<T>(qkv[token * row_chunks + i], 0);
+        const float sum = add_squares<T>(qkv[token * row_chunks + i], 0);
         sums[i >= queries] += sum;
       }
-      const float q = BlockSum(sums[0], scratch), k = BlockSum(sums[1], scratch);
+      const float q = block_sum(sums[0], scratch), k = block_sum(sums[1], scratch);
       squares = part.query ? q : k;
     }
     float x[8];
-    Widen<T>(x, loaded);
-    part.Apply(params, turn, squares, features[local], x);
+    widen<T>(x, loaded);
+    part.apply(params, turn, squares, features[local], x);
     if (!part.there) continue;
     const int64_t pair =
         static_cast<int64_t>(batch_row) * kv_heads + (part.query ? part.head / params.group : part.head);
@@ -80,10 +80,10 @@ __global__ void __launch_bounds__(kAppendThreads, 4) AttentionAppend(const __gri
                                   : pair * params.slots + row.past + index;
     const int64_t place = at * part.size + part.d;
     if (part.query) {
-      static_cast<uint4*>(params.queries)[place / 8] = Narrow<typename Cached<T, kCodes>::Number>(x);
+      static_cast<uint4*>(params.queries)[place / 8] = narrow<typename Cached<T, kCodes>::Number>(x);
     } else {
       using Element = typename Cached<T, kCodes>::Element;
-      StoreEight<T, kCodes>(node, part.key, x, static_cast<Element*>(part.key ? params.key : params.value) + place);
+      store_eight<T, kCodes>(node, part.key, x, static_cast<Element*>(part.key ? params.key : params.value) + place);
     }
   }
 }
@@ -91,20 +91,20 @@ __global__ void __launch_bounds__(kAppendThreads, 4) AttentionAppend(const __gri
 // Adds up the splits of 128 features of a head of a token: a block, whose warps take splits in turn; lanes have four
 // features. kMost: of the splits.
 template <typename T, int kMost>
-__global__ void __launch_bounds__(kAttendThreads) AttendMerge(const __grid_constant__ AttentionParams p) {
+__global__ void __launch_bounds__(kAttendThreads) attend_merge(const __grid_constant__ AttentionParams p) {
   constexpr int kWarps = kAttendThreads / 32;
   __shared__ float4 results[kWarps][32];
-  LaunchDependents();
+  launch_dependents();
   const int heads = p.attention.num_heads, place = blockIdx.x, head = place % heads, token = place / heads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, features = p.attention.v_head_size / 4;
   const int column = static_cast<int>(blockIdx.y) * 32 + lane;
-  const BatchRow row = ReadRow(p, token / p.tokens);
+  const BatchRow row = read_row(p, token / p.tokens);
   const int index = token % p.tokens - row.begin;
   const float sink = p.sinks[head] * kLog2e;
-  if (index < 0 || index >= row.count) return WaitForPrevious();
+  if (index < 0 || index >= row.count) return wait_for_previous();
   const int first_row = (index * p.group + head % p.group) / p.tile_rows * p.tile_rows;
-  const int splits = SpanOf(p, row, first_row).splits;
-  WaitForPrevious();
+  const int splits = span_of(p, row, first_row).splits;
+  wait_for_previous();
 
   const int64_t first = static_cast<int64_t>(place) * p.splits;
   constexpr int kLanes = kMost / 32;  // splits of a lane
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kAttendThreads) AttendMerge(const __grid_const
         parts[i][j] = reinterpret_cast<const float4*>(p.partial)[(first + split) * features + column];
     }
   }
-  IssueLoads();
+  issue_loads();
   float largest = sink;
 #pragma unroll
   for (int i = 0; i < kLanes; ++i) largest = fmaxf(largest, sums[i].x);
@@ -129,9 +129,9 @@ __global__ void __launch_bounds__(kAttendThreads) AttendMerge(const __grid_const
   const float base = largest == -INFINITY ? 0.f : largest;
   float weights[kLanes], all = 0;
 #pragma unroll
-  for (int i = 0; i < kLanes; ++i) weights[i] = Exp2(sums[i].x - base), all = fmaf(sums[i].y, weights[i], all);
+  for (int i = 0; i < kLanes; ++i) weights[i] = fast_exp2(sums[i].x - base), all = fmaf(sums[i].y, weights[i], all);
   for (int d = 16; d > 0; d /= 2) all += __shfl_xor_sync(~0u, all, d);
-  all += Exp2(sink - base);
+  all += fast_exp2(sink - base);
 
   float4 y{0, 0, 0, 0};
 #pragma unroll
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kAttendThreads) AttendMerge(const __grid_const
   }
   const float inverse = 1.f / all * p.attention.v_scale;
   static_cast<uint2*>(p.output)[static_cast<int64_t>(place) * features + column] = {
-      Half<T>::Pack(y.x * inverse, y.y * inverse), Half<T>::Pack(y.z * inverse, y.w * inverse)};
+      Half<T>::pack(y.x * inverse, y.y * inverse), Half<T>::pack(y.z * inverse, y.w * inverse)};
 }
 
 }  // namespace quantmoe

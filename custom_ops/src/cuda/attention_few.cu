@@ -3,9 +3,9 @@
 
 namespace quantmoe {
 
-AttentionKernel FewKernel(int32_t type, int keys, int values) {
+AttentionKernel few_kernel(int32_t type, int keys, int values) {
 #define QM_INSTANCE(DK, DV) \
-  if (keys == DK && values == DV) QM_ATTENTION_INSTANCE(AttendFew, DK, DV, false);
+  if (keys == DK && values == DV) QM_ATTENTION_INSTANCE(attend_few, DK, DV, false);
   QM_ATTENTION_SIZES(QM_INSTANCE)
   return nullptr;
 }

@@ -3,9 +3,9 @@
 
 namespace quantmoe {
 
-AttentionKernel FewCodesKernel(int32_t type, int keys, int values) {
+AttentionKernel few_codes_kernel(int32_t type, int keys, int values) {
 #define QM_INSTANCE(DK, DV) \
-  if (keys == DK && values == DV) QM_ATTENTION_INSTANCE(AttendFew, DK, DV, true);
+  if (keys == DK && values == DV) QM_ATTENTION_INSTANCE(attend_few, DK, DV, true);
   QM_ATTENTION_SIZES(QM_INSTANCE)
   return nullptr;
 }

@@ -10,17 +10,17 @@ namespace quantmoe {
 struct AttentionParams;
 using AttentionKernel = void (*)(AttentionParams);
 
-AttentionKernel FewKernel(int32_t type, int keys, int values);
-AttentionKernel ManyKernel(int32_t type, int keys, int values);
-AttentionKernel WideKernel(int32_t type, int keys, int values, int rows);
+AttentionKernel few_kernel(int32_t type, int keys, int values);
+AttentionKernel many_kernel(int32_t type, int keys, int values);
+AttentionKernel wide_kernel(int32_t type, int keys, int values, int rows);
 // The same over caches of codes.
-AttentionKernel FewCodesKernel(int32_t type, int keys, int values);
-AttentionKernel ManyCodesKernel(int32_t type, int keys, int values);
-AttentionKernel WideCodesKernel(int32_t type, int keys, int values, int rows);
+AttentionKernel few_codes_kernel(int32_t type, int keys, int values);
+AttentionKernel many_codes_kernel(int32_t type, int keys, int values);
+AttentionKernel wide_codes_kernel(int32_t type, int keys, int values, int rows);
 // Of latent attention: on mma.sync, with the plan's stages; on wgmma; new keys to the cache where many tokens come.
-AttentionKernel LatentKernel(int32_t type, int stages);
-AttentionKernel LatentWideKernel(int32_t type);
-AttentionKernel LatentAppendKernel(int32_t type);
+AttentionKernel latent_kernel(int32_t type, int stages);
+AttentionKernel latent_wide_kernel(int32_t type);
+AttentionKernel latent_append_kernel(int32_t type);
 
 // The instance of a kernel's template <typename T, int DK, int DV, ..>; the last argument is kCodes.
 #define QM_ATTENTION_INSTANCE(kernel, ...) \

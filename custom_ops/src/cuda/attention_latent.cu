@@ -3,15 +3,15 @@
 
 namespace quantmoe {
 
-AttentionKernel LatentKernel(int32_t type, int stages) {
-  if (stages == kLatentStages) QM_ATTENTION_INSTANCE(AttendLatent, kLatentStages);
-  QM_ATTENTION_INSTANCE(AttendLatent, kFewLatentStages);
+AttentionKernel latent_kernel(int32_t type, int stages) {
+  if (stages == kLatentStages) QM_ATTENTION_INSTANCE(attend_latent, kLatentStages);
+  QM_ATTENTION_INSTANCE(attend_latent, kFewLatentStages);
 }
-AttentionKernel LatentWideKernel(int32_t type) {
-  return type == QM_BF16 ? AttendLatentWide<__nv_bfloat16> : AttendLatentWide<__half>;
+AttentionKernel latent_wide_kernel(int32_t type) {
+  return type == QM_BF16 ? attend_latent_wide<__nv_bfloat16> : attend_latent_wide<__half>;
 }
-AttentionKernel LatentAppendKernel(int32_t type) {
-  return type == QM_BF16 ? LatentAppend<__nv_bfloat16> : LatentAppend<__half>;
+AttentionKernel latent_append_kernel(int32_t type) {
+  return type == QM_BF16 ? latent_append<__nv_bfloat16> : latent_append<__half>;
 }
 
 }  // namespace quantmoe

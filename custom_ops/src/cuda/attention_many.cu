@@ -3,9 +3,9 @@
 
 namespace quantmoe {
 
-AttentionKernel ManyKernel(int32_t type, int keys, int values) {
+AttentionKernel many_kernel(int32_t type, int keys, int values) {
 #define QM_INSTANCE(DK, DV) \
-  if (keys == DK && values == DV) QM_ATTENTION_INSTANCE(Attend, DK, DV, false);
+  if (keys == DK && values == DV) QM_ATTENTION_INSTANCE(attend, DK, DV, false);
   QM_ATTENTION_SIZES(QM_INSTANCE)
   return nullptr;
 }

@@ -6,89 +6,89 @@ namespace quantmoe {
 
 // Asks for a stage's keys or values, D elements each; zero where no row sees them.
 template <int D, int kKeys, bool kCodes, typename Element>
-__device__ __forceinline__ void CopyRows(const Span& span, int stage, const Element* from, uint32_t to) {
+__device__ __forceinline__ void copy_rows(const Span& span, int stage, const Element* from, uint32_t to) {
   constexpr int kChunk = 16 / sizeof(Element);
   static_assert(kKeys * D / kChunk % kAttendThreads == 0, "each thread copies as many");
 #pragma unroll
   for (int i = 0; i < kKeys * D / kChunk / kAttendThreads; ++i) {
     const int at = static_cast<int>(threadIdx.x) + i * kAttendThreads;
     const int key = at / (D / kChunk), chunk = at % (D / kChunk), slot = stage * kKeys + key;
-    CopyAsync16Past(to + (kCodes ? at * 16 : Swizzled<D>(key, chunk)),
-                    from + static_cast<int64_t>(stage) * (kKeys * D) + at * kChunk,
-                    slot >= span.low && slot <= span.last_slot);
+    copy_async16_past(to + (kCodes ? at * 16 : swizzled<D>(key, chunk)),
+                      from + static_cast<int64_t>(stage) * (kKeys * D) + at * kChunk,
+                      slot >= span.low && slot <= span.last_slot);
   }
 }
 
 template <typename T, int DK, int DV, bool kCodes>
-__global__ void __launch_bounds__(kAttendThreads, 2) Attend(const __grid_constant__ AttentionParams p) {
+__global__ void __launch_bounds__(kAttendThreads, 2) attend(const __grid_constant__ AttentionParams p) {
   using Number = typename Cached<T, kCodes>::Number;
   using Element = typename Cached<T, kCodes>::Element;
-  constexpr int kKeys = AttendKeys(DK, DV), kRows = ManyRows(DK, DV), MT = kRows / 64, kWarpRows = 16 * MT;
+  constexpr int kKeys = attend_keys(DK, DV), kRows = many_rows(DK, DV), MT = kRows / 64, kWarpRows = 16 * MT;
   constexpr int kKeyBytes = kKeys * DK * 2, kStage = kKeys * (DK + DV) * 2;  // of numbers
   constexpr int kRingKeys = kKeys * DK * sizeof(Element), kRingStage = kKeys * (DK + DV) * sizeof(Element);
   extern __shared__ uint4 shared[];
-  const uint32_t q_at = SharedAddress(shared), kv_at = q_at + kRows * DK * 2, ring_at = kv_at + (kCodes ? kStage : 0);
-  LaunchDependents();
+  const uint32_t q_at = shared_address(shared), kv_at = q_at + kRows * DK * 2, ring_at = kv_at + (kCodes ? kStage : 0);
+  launch_dependents();
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
   const int tile = p.tiles - 1 - static_cast<int>(blockIdx.x) / p.pairs;  // those with most slots first
   const int pair = static_cast<int>(blockIdx.x) % p.pairs;
   const int kv_heads = p.attention.kv_num_heads, b = pair / kv_heads, kv = pair % kv_heads;
   const int split = blockIdx.y, first_row = tile * kRows;
-  const BatchRow batch = ReadRow(p, b);
+  const BatchRow batch = read_row(p, b);
   const int rows = batch.count * p.group;
-  if (first_row >= rows) return WaitForPrevious();
-  const Span span = SpanOf(p, batch, first_row);
-  if (split >= span.splits) return WaitForPrevious();
-  const int begin = span.Begin(split), end = span.Begin(split + 1);
+  if (first_row >= rows) return wait_for_previous();
+  const Span span = span_of(p, batch, first_row);
+  if (split >= span.splits) return wait_for_previous();
+  const int begin = span.begin(split), end = span.begin(split + 1);
 
   const Element* keys = static_cast<const Element*>(p.key) + static_cast<int64_t>(pair) * p.slots * DK;
   const Element* values = static_cast<const Element*>(p.value) + static_cast<int64_t>(pair) * p.slots * DV;
   auto at_stage = [&](int stage) { return ring_at + stage % kManyStages * kRingStage; };
   auto load = [&](int stage) {  // a group of copies, which may be empty
     if (stage < end) {
-      CopyRows<DK, kKeys, kCodes>(span, stage, keys, at_stage(stage));
-      CopyRows<DV, kKeys, kCodes>(span, stage, values, at_stage(stage) + kRingKeys);
+      copy_rows<DK, kKeys, kCodes>(span, stage, keys, at_stage(stage));
+      copy_rows<DV, kKeys, kCodes>(span, stage, values, at_stage(stage) + kRingKeys);
     }
-    CopyAsyncCommit();
+    copy_async_commit();
   };
   const Number* queries =
       static_cast<const Number*>(p.queries) + (static_cast<int64_t>(pair) * p.tokens * p.group + first_row) * DK;
-  WaitForPrevious();
+  wait_for_previous();
   for (int at = threadIdx.x; at < kRows * DK / 8; at += kAttendThreads)
-    CopyAsync16Past(q_at + Swizzled<DK>(at / (DK / 8), at % (DK / 8)), queries + at * 8,
-                    first_row + at / (DK / 8) < rows);
+    copy_async16_past(q_at + swizzled<DK>(at / (DK / 8), at % (DK / 8)), queries + at * 8,
+                      first_row + at / (DK / 8) < rows);
   for (int i = 0; i < kManyStages - 1; ++i) load(begin + i);
 
   AttentionSums<MT, DV / 8> sums(p, batch, first_row + warp * kWarpRows);
   auto query = [&](int d, int m, uint32_t(&q)[4]) {
-    LoadMatrices(q, q_at + Swizzled<DK>(warp * kWarpRows + m * 16 + lane % 16, 2 * d + lane / 16));
+    load_matrices(q, q_at + swizzled<DK>(warp * kWarpRows + m * 16 + lane % 16, 2 * d + lane / 16));
   };
   for (int stage = begin; stage < end; ++stage) {
-    CopyAsyncWait<kManyStages - 2>();
+    copy_async_wait<kManyStages - 2>();
     __syncthreads();
     load(stage + kManyStages - 1);
     const uint32_t k_at = kCodes ? kv_at : at_stage(stage);
     if constexpr (kCodes) {
       const bool e4m3 = p.attention.cache_format == k_cache_format_fp8_e4m3;
-      WidenRows<DK, kKeys, kAttendThreads>(e4m3, at_stage(stage),
-                                           [&](int row, int chunk) { return k_at + Swizzled<DK>(row, chunk); });
-      WidenRows<DV, kKeys, kAttendThreads>(e4m3, at_stage(stage) + kRingKeys, [&](int row, int chunk) {
-        return k_at + kKeyBytes + Swizzled<DV>(row, chunk);
+      widen_rows<DK, kKeys, kAttendThreads>(e4m3, at_stage(stage),
+                                            [&](int row, int chunk) { return k_at + swizzled<DK>(row, chunk); });
+      widen_rows<DV, kKeys, kAttendThreads>(e4m3, at_stage(stage) + kRingKeys, [&](int row, int chunk) {
+        return k_at + kKeyBytes + swizzled<DV>(row, chunk);
       });
       __syncthreads();
     }
-    AttendStage<Number, DK, DV, kKeys / 8, kCodes>(p, k_at, k_at + kKeyBytes, 0, stage * kKeys, 0,
-                                                   IsMasked(span, stage * kKeys, kKeys), true, query, sums);
+    attend_stage<Number, DK, DV, kKeys / 8, kCodes>(p, k_at, k_at + kKeyBytes, 0, stage * kKeys, 0,
+                                                    is_masked(span, stage * kKeys, kKeys), true, query, sums);
   }
 #pragma unroll
   for (int m = 0; m < MT; ++m) {
-    AddQuads(sums.sum[m]);
+    add_quads(sums.sum[m]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = first_row + warp * kWarpRows + m * 16 + h * 8 + g;
       if (row < rows)
-        StoreRow<T>(p, sums.acc[m], h, sums.most[m][h], sums.sum[m][h], PlaceOf(p, batch, b, kv, row), split);
+        store_row<T>(p, sums.acc[m], h, sums.most[m][h], sums.sum[m][h], place_of(p, batch, b, kv, row), split);
     }
   }
 }

@@ -3,9 +3,9 @@
 
 namespace quantmoe {
 
-AttentionKernel ManyCodesKernel(int32_t type, int keys, int values) {
+AttentionKernel many_codes_kernel(int32_t type, int keys, int values) {
 #define QM_INSTANCE(DK, DV) \
-  if (keys == DK && values == DV) QM_ATTENTION_INSTANCE(Attend, DK, DV, true);
+  if (keys == DK && values == DV) QM_ATTENTION_INSTANCE(attend, DK, DV, true);
   QM_ATTENTION_SIZES(QM_INSTANCE)
   return nullptr;
 }

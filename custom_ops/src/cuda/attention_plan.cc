@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kMostHeads = 4096;
 
-int ValidateLatent(const qm_attention& a, char* err) {
+int validate_latent(const qm_attention& a, char* err) {
   if (a.head_size != kLatentKeys || a.v_head_size != kLatentValues || a.key_split != kLatentSplit)
     return fail(
         err, QM_UNSUPPORTED,
@@ -26,13 +26,13 @@ int ValidateLatent(const qm_attention& a, char* err) {
   return QM_OK;
 }
 
-int ValidateAttributes(const qm_attention& a, char* err) {
+int validate_attributes(const qm_attention& a, char* err) {
   QM_TRY(check_attention(a, err));
   if (a.cache_format == k_cache_format_int8_token)
     return fail(err, QM_UNSUPPORTED, "cache_format is \"int8_token\", the CUDA kernels take none, int8 and fp8_e4m3");
   if (a.num_heads > kMostHeads)
     return fail(err, QM_UNSUPPORTED, "num_heads is %d, the CUDA kernels take up to %d", a.num_heads, kMostHeads);
-  if (a.key_split) return ValidateLatent(a, err);
+  if (a.key_split) return validate_latent(a, err);
 #define QM_SIZES(keys, values) \
   if (a.head_size == keys && a.v_head_size == values) return QM_OK;
   QM_ATTENTION_SIZES(QM_SIZES)
@@ -43,7 +43,7 @@ int ValidateAttributes(const qm_attention& a, char* err) {
       a.head_size, a.v_head_size);
 }
 
-int ValidateShapes(const qm_cuda_attention_problem& p, char* err) {
+int validate_shapes(const qm_cuda_attention_problem& p, char* err) {
   const int64_t most = INT32_MAX / 4, heads = p.attention.num_heads;
   if (p.past_slots < 0 || p.slots < p.past_slots || p.slots > most)
     return fail(err, QM_INVALID,
@@ -61,48 +61,49 @@ int ValidateShapes(const qm_cuda_attention_problem& p, char* err) {
 }
 
 // Blocks that share a tile's slots: where tiles leave multiprocessors empty.
-int Splits(const qm_cuda_attention_problem& p, int multiprocessors, int least_log, int stage, int64_t tiles,
-           int64_t at_most = kMostSplits) {
+int splits_of(const qm_cuda_attention_problem& p, int multiprocessors, int least_log, int stage, int64_t tiles,
+              int64_t at_most = kMostSplits) {
   const int64_t most = ceil_div(p.slots, static_cast<int64_t>(stage) << least_log);
   const int64_t wanted = multiprocessors / std::max<int64_t>(1, tiles);
   return static_cast<int>(std::max<int64_t>(1, std::min({wanted, most, at_most})));
 }
 
-bool HasCodes(const qm_attention& a) { return a.cache_format != k_cache_format_none; }
+bool has_codes(const qm_attention& a) { return a.cache_format != k_cache_format_none; }
 
 // Whether a block has the shared memory; kReserved bytes of a multiprocessor's are the system's.
-bool Fits(const qm_cuda_device& device, int bytes) {
+bool fits(const qm_cuda_device& device, int bytes) {
   constexpr int kReserved = 1024;
   return bytes + kReserved <= device.shared_bytes;
 }
 // Of a block of few rows.
-bool Fits(const qm_cuda_device& device, const qm_attention& a, int stages, bool cluster) {
-  return Fits(device, FewSharedBytes(a.head_size, a.v_head_size, stages, cluster));
+bool fits(const qm_cuda_device& device, const qm_attention& a, int stages, bool cluster) {
+  return fits(device, few_shared_bytes(a.head_size, a.v_head_size, stages, cluster));
 }
 
 // Blocks of a cluster that share what a row of few queries sees; 1: none. As measured on an H200: clusters of more than
 // two blocks that have a multiprocessor each, and those of 8 and more, are to fill half of the multiprocessors at most;
 // others than powers of two leave some empty; what three stages have one block reads more quickly.
-int ClusterOf(const qm_cuda_device& device, const qm_attention& a, int multiprocessors, int64_t pairs, int64_t stages) {
-  if (device.sm < 90 || !Fits(device, a, kFewStages, true) || stages <= 3) return 1;
+int cluster_of(const qm_cuda_device& device, const qm_attention& a, int multiprocessors, int64_t pairs,
+               int64_t stages) {
+  if (device.sm < 90 || !fits(device, a, kFewStages, true) || stages <= 3) return 1;
   const bool large = device.sm == 90 || device.sm == 100 || device.sm == 103;  // GPUs whose clusters may have 16
-  const int most = IsWide(a.head_size, a.v_head_size) ? 2 : 4;
+  const int most = is_wide(a.head_size, a.v_head_size) ? 2 : 4;
   for (int blocks = large ? kMostCluster : 8; blocks > 1; blocks /= 2)
     if (blocks <= stages && blocks * pairs <= (blocks <= most ? multiprocessors : multiprocessors / 2)) return blocks;
   return 1;
 }
 
-void PlanFew(const qm_cuda_attention_problem& p, const qm_cuda_device& device, int multiprocessors,
-             qm_cuda_attention_plan* plan) {
+void plan_few(const qm_cuda_attention_problem& p, const qm_cuda_device& device, int multiprocessors,
+              qm_cuda_attention_plan* plan) {
   const qm_attention& a = p.attention;
-  const int stage = FewKeys(a.head_size, a.v_head_size, HasCodes(a));
+  const int stage = few_keys(a.head_size, a.v_head_size, has_codes(a));
   const int64_t pairs = p.batch * a.kv_num_heads;
   const int64_t seen = a.sliding_window ? std::min(p.slots, a.sliding_window + p.tokens - 1 + stage) : p.slots;
   const int64_t stages = ceil_div(seen, stage);
   // A plan for any number of multiprocessors has the most workspace: that of no cluster.
-  const int cluster = device.multiprocessors ? ClusterOf(device, a, multiprocessors, pairs, stages) : 1;
+  const int cluster = device.multiprocessors ? cluster_of(device, a, multiprocessors, pairs, stages) : 1;
   plan->tile_rows = kFewRows;
-  plan->splits = stages <= 3 ? 1 : Splits(p, multiprocessors, kLeastOfFew, stage, pairs);
+  plan->splits = stages <= 3 ? 1 : splits_of(p, multiprocessors, kLeastOfFew, stage, pairs);
   // Where a block of a cluster would read more than kMostOfBlock, more splits are quicker, though another kernel adds
   // them up.
   constexpr int64_t kMostOfBlock = 256 * 1024;
@@ -111,23 +112,23 @@ void PlanFew(const qm_cuda_attention_problem& p, const qm_cuda_device& device, i
     plan->splits = plan->cluster = cluster;
   const int64_t blocks = pairs * plan->splits;
   const bool alone = blocks <= (plan->cluster <= 2 ? multiprocessors : multiprocessors / 2);
-  const bool deep = alone && stages > plan->splits * 4 && Fits(device, a, kDeepStages, plan->cluster > 1);
+  const bool deep = alone && stages > plan->splits * 4 && fits(device, a, kDeepStages, plan->cluster > 1);
   plan->stages = deep ? kDeepStages : kFewStages;
 }
 
 // On wgmma beyond 16 rows: products are of 64, but reading a stage takes as long.
-void PlanLatent(const qm_cuda_attention_problem& p, const qm_cuda_device& device, int multiprocessors,
-                qm_cuda_attention_plan* plan) {
+void plan_latent(const qm_cuda_attention_problem& p, const qm_cuda_device& device, int multiprocessors,
+                 qm_cuda_attention_plan* plan) {
   const int64_t rows = p.tokens * (p.attention.num_heads / p.attention.kv_num_heads);
   const int64_t pairs = p.batch * p.attention.kv_num_heads;
   plan->wgmma = device.sm == 90 && rows > kFewRows;
   plan->tile_rows = plan->wgmma ? kLatentWideRows : kFewRows;
-  plan->stages = plan->wgmma                                      ? kLatentWideStages
-                 : Fits(device, LatentSharedBytes(kLatentStages)) ? kLatentStages
-                                                                  : kFewLatentStages;
+  plan->stages = plan->wgmma                                        ? kLatentWideStages
+                 : fits(device, latent_shared_bytes(kLatentStages)) ? kLatentStages
+                                                                    : kFewLatentStages;
   // One multiprocessor is for the blocks that store new keys.
-  plan->splits = Splits(p, multiprocessors - 1, 0, plan->wgmma ? kLatentWideSlots : kLatentSlots,
-                        ceil_div(rows, plan->tile_rows) * pairs, kMostLatentSplits);
+  plan->splits = splits_of(p, multiprocessors - 1, 0, plan->wgmma ? kLatentWideSlots : kLatentSlots,
+                           ceil_div(rows, plan->tile_rows) * pairs, kMostLatentSplits);
 }
 
 }  // namespace
@@ -138,7 +139,7 @@ using namespace quantmoe;
 extern "C" int qm_cuda_plan_attention(const qm_cuda_attention_problem* problem, const qm_cuda_device* device,
                                       qm_cuda_attention_plan* plan, char* err) {
   const qm_cuda_attention_problem& p = *problem;
-  QM_TRY(ValidateAttributes(p.attention, err));
+  QM_TRY(validate_attributes(p.attention, err));
   if (p.type != QM_F16 && p.type != QM_BF16)
     return fail(err, QM_UNSUPPORTED, "qkv is of type %d, the CUDA kernels take float16 (1) and bfloat16 (2)", p.type);
   if (device->sm < 80)
@@ -148,7 +149,7 @@ extern "C" int qm_cuda_plan_attention(const qm_cuda_attention_problem* problem, 
     return fail(err, QM_UNSUPPORTED,
                 "cache_format is \"fp8_e4m3\", which needs compute capability 9.0 or later, found %d.%d",
                 device->sm / 10, device->sm % 10);
-  QM_TRY(ValidateShapes(p, err));
+  QM_TRY(validate_shapes(p, err));
   const int64_t rows = p.tokens * (p.attention.num_heads / p.attention.kv_num_heads);
   const int64_t heads = p.batch * p.tokens * p.attention.num_heads;
   constexpr int kMostMultiprocessors = 192;
@@ -158,16 +159,16 @@ extern "C" int qm_cuda_plan_attention(const qm_cuda_attention_problem* problem, 
   *plan = qm_cuda_attention_plan{};
   plan->cluster = 1;
   if (p.attention.key_split) {
-    PlanLatent(p, *device, multiprocessors, plan);
+    plan_latent(p, *device, multiprocessors, plan);
   } else if (rows <= kFewRows) {
-    PlanFew(p, *device, multiprocessors, plan);
+    plan_few(p, *device, multiprocessors, plan);
   } else {
     plan->wgmma = device->sm == 90 && keys % 64 == 0;
     // Smaller tiles where larger ones leave multiprocessors empty; of heads of 64 they were slower.
     const int wide_rows = keys > 64 && ceil_div(rows, 128) * pairs <= multiprocessors ? 64 : 128;
-    plan->tile_rows = plan->wgmma ? wide_rows : ManyRows(keys, values);
-    plan->splits = Splits(p, multiprocessors, kLeastOfMany, plan->wgmma ? kWideKeys : AttendKeys(keys, values),
-                          ceil_div(rows, plan->tile_rows) * pairs);
+    plan->tile_rows = plan->wgmma ? wide_rows : many_rows(keys, values);
+    plan->splits = splits_of(p, multiprocessors, kLeastOfMany, plan->wgmma ? kWideKeys : attend_keys(keys, values),
+                             ceil_div(rows, plan->tile_rows) * pairs);
   }
   auto take = [&](int64_t bytes) {
     const uint64_t at = plan->workspace_bytes;

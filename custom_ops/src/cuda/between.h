@@ -5,16 +5,16 @@
 
 namespace quantmoe {
 
-QM_CONSTEXPR int LogitsOf(const qm_routing& r) { return r.num_experts + r.shared_gate; }
-QM_CONSTEXPR int SlotsOf(const qm_routing& r) { return r.top_k + r.shared_experts; }
+QM_CONSTEXPR int logits_of(const qm_routing& r) { return r.num_experts + r.shared_gate; }
+QM_CONSTEXPR int slots_of(const qm_routing& r) { return r.top_k + r.shared_experts; }
 // Shared memory that a warp selects a token's experts in: a word a logit, 1 an expert, 1 a group, 1 a selected one.
-constexpr int SelectWords(const qm_routing& r) { return LogitsOf(r) + r.num_experts + r.n_group + r.top_k; }
+constexpr int select_words(const qm_routing& r) { return logits_of(r) + r.num_experts + r.n_group + r.top_k; }
 
 // MoERouter's kernels.
 enum RouterPath {
   kRouterCluster = 0,  // a cluster for eight tokens: a block has the weights of some experts, and selects for a token
-  kRouterRows = 1,     // a warp an expert of a token, then MoeSelect
-  kRouterTiles = 2,    // mma.sync on tiles of tokens and experts, then MoeSelect
+  kRouterRows = 1,     // a warp an expert of a token, then moe_select
+  kRouterTiles = 2,    // mma.sync on tiles of tokens and experts, then moe_select
 };
 constexpr int kRouterBlocks = 8;  // of a cluster, which every GPU with clusters runs
 constexpr int kRouterThreads = 512, kRouterWarps = kRouterThreads / 32;  // of one of them
@@ -25,15 +25,15 @@ constexpr int kRouterRowsThreads = 128;
 constexpr int kRouterTileTokens = 32, kRouterTileExperts = 64, kRouterTileColumns = 64, kRouterStages = 8;
 constexpr int kRouterTileThreads = 128;
 constexpr int kRouterTileBytes = kRouterStages * (kRouterTileTokens + kRouterTileExperts) * kRouterTileColumns * 2;
-constexpr int RouterTilesOf(const qm_routing& r) {
-  return ((LogitsOf(r) + kRouterBlocks - 1) / kRouterBlocks + 15) / 16;
+constexpr int router_tiles_of(const qm_routing& r) {
+  return ((logits_of(r) + kRouterBlocks - 1) / kRouterBlocks + 15) / 16;
 }
 // Dynamic shared memory of a block of a cluster.
-constexpr int RouterShared(const qm_routing& r) {
-  return 4 * (kRouterWarps * RouterTilesOf(r) * 16 * kRouterTokens + SelectWords(r));
+constexpr int router_shared(const qm_routing& r) {
+  return 4 * (kRouterWarps * router_tiles_of(r) * 16 * kRouterTokens + select_words(r));
 }
 // MoERouter's attributes but for the first: MoERouting's.
-constexpr qm_routing RoutingOf(const qm_router& r) {
+constexpr qm_routing routing_of(const qm_router& r) {
   static_assert(sizeof(qm_router) == sizeof(qm_routing) + sizeof(r.hidden_size),
                 "MoERouter has MoERouting's attributes: a new one is in both");
   return {r.op_version, r.num_experts,           r.top_k,          r.method,     r.renormalize, r.n_group,

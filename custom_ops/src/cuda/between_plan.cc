@@ -7,11 +7,11 @@
 namespace quantmoe {
 namespace {
 
-int ValidateType(const char* input, int32_t type, char* err) {
+int validate_type(const char* input, int32_t type, char* err) {
   if (type == QM_F16 || type == QM_BF16) return QM_OK;
   return fail(err, QM_UNSUPPORTED, "%s is of type %d, the CUDA kernels take float16 (1) and bfloat16 (2)", input, type);
 }
-int ValidateSize(const char* name, int64_t size, int64_t least, int64_t most, char* err) {
+int validate_size(const char* name, int64_t size, int64_t least, int64_t most, char* err) {
   if (size >= least && size <= most) return QM_OK;
   return fail(err, QM_INVALID, "%s is %lld, the CUDA kernels take %lld to %lld", name, static_cast<long long>(size),
               static_cast<long long>(least), static_cast<long long>(most));
@@ -27,34 +27,34 @@ extern "C" int qm_cuda_plan_router(const qm_cuda_router_problem* problem, const 
                                    qm_cuda_router_plan* plan, char* err) {
   const qm_router& r = problem->router;
   QM_TRY(check_node("MoERouter", &r, err));
-  QM_TRY(ValidateSize("hidden_size", r.hidden_size, 1, kMostColumns, err));
-  const qm_cuda_routing_problem routing{RoutingOf(r), QM_F32, 0};
+  QM_TRY(validate_size("hidden_size", r.hidden_size, 1, kMostColumns, err));
+  const qm_cuda_routing_problem routing{routing_of(r), QM_F32, 0};
   QM_TRY(qm_cuda_validate_routing(&routing, err));
-  QM_TRY(ValidateType("hidden_states", problem->type, err));
-  QM_TRY(ValidateSize("rows of hidden_states", problem->tokens, 0, kMostRows, err));
+  QM_TRY(validate_type("hidden_states", problem->type, err));
+  QM_TRY(validate_size("rows of hidden_states", problem->tokens, 0, kMostRows, err));
   const bool words = r.hidden_size % 8 == 0, few = problem->tokens <= kRouterFew;
   *plan = qm_cuda_router_plan{};
-  plan->path = words && few && device->sm >= 90 && RouterTilesOf(routing.routing) <= kRouterMostTiles ? kRouterCluster
-               : words && !few                                                                        ? kRouterTiles
-                                                                                                      : kRouterRows;
+  plan->path = words && few && device->sm >= 90 && router_tiles_of(routing.routing) <= kRouterMostTiles ? kRouterCluster
+               : words && !few                                                                          ? kRouterTiles
+                                                                                                        : kRouterRows;
   if (plan->path != kRouterCluster)
     plan->workspace_bytes =
-        static_cast<uint64_t>(problem->tokens) * static_cast<uint64_t>(LogitsOf(routing.routing)) * 4;
+        static_cast<uint64_t>(problem->tokens) * static_cast<uint64_t>(logits_of(routing.routing)) * 4;
   return QM_OK;
 }
 
 extern "C" int qm_cuda_validate_norm(const qm_cuda_norm_problem* problem, char* err) {
   QM_TRY(check_node("AddRMSNorm", &problem->norm, err));
   QM_TRY(check_not_negative("norm_epsilon", problem->norm.norm_epsilon, err));
-  QM_TRY(ValidateType("x", problem->type, err));
-  QM_TRY(ValidateSize("columns of x", problem->columns, 1, kMostColumns, err));
-  return ValidateSize("rows of x", problem->rows, 0, kMostRows, err);
+  QM_TRY(validate_type("x", problem->type, err));
+  QM_TRY(validate_size("columns of x", problem->columns, 1, kMostColumns, err));
+  return validate_size("rows of x", problem->rows, 0, kMostRows, err);
 }
 
 extern "C" int qm_cuda_validate_rows(const qm_cuda_rows_problem* problem, char* err) {
   QM_TRY(check_node("TokenRows", &problem->node, err));
-  QM_TRY(ValidateSize("the batch", problem->batch, 0, kMostRows, err));
-  QM_TRY(ValidateSize("new tokens", problem->tokens, 0, kMostRows, err));
-  QM_TRY(ValidateSize("slots of past_key", problem->past_slots, 0, kMostRows, err));
-  return ValidateSize("columns of attention_mask", problem->length, 0, kMostRows, err);
+  QM_TRY(validate_size("the batch", problem->batch, 0, kMostRows, err));
+  QM_TRY(validate_size("new tokens", problem->tokens, 0, kMostRows, err));
+  QM_TRY(validate_size("slots of past_key", problem->past_slots, 0, kMostRows, err));
+  return validate_size("columns of attention_mask", problem->length, 0, kMostRows, err);
 }

@@ -16,21 +16,21 @@ struct DecodeRouting {
   float weight[kDecodePairs];
   alignas(8) int8_t slot[kDecodePairs][kDecodeTokens];  // of token t; -1: it has not this expert
 
-  __device__ int Pair(int tile, int t) const {
+  __device__ int pair_of(int tile, int t) const {
     const int s = slot[tile][t];
     return s < 0 ? -1 : t * top_k + s;
   }
 
-  __device__ void Make(const Routing& r) {
+  __device__ void make(const Routing& r) {
     const int p = threadIdx.x, pairs = r.tokens * r.top_k;
     if (r.tokens == 1 && pairs <= 32) {  // every slot is a tile
       if (p < 32) {
-        const int local = p < pairs ? LocalExpert(r, p) : -1;
+        const int local = p < pairs ? local_expert(r, p) : -1;
         const unsigned mask = __ballot_sync(~0u, local >= 0);
         const int tile = __popc(mask & ((1u << p) - 1));
         if (local >= 0) {
           expert[tile] = local;
-          weight[p] = RouterWeight(r, p);
+          weight[p] = router_weight(r, p);
           reinterpret_cast<int2*>(slot)[tile] = make_int2(static_cast<int>(0xffffff00u | p), -1);
         }
         if (p == 0) top_k = r.top_k, tiles = __popc(mask);
@@ -42,8 +42,8 @@ struct DecodeRouting {
     int local = -1;
     if (p < kDecodePairs) {
       if (p < pairs) {
-        local = LocalExpert(r, p);
-        weight[p] = RouterWeight(r, p);
+        local = local_expert(r, p);
+        weight[p] = router_weight(r, p);
       }
       key[p] = local;
     }

@@ -18,15 +18,15 @@ struct E4m3Step {
   }
   // v / step, rounded: an estimate and what is left of v correct it to the nearest (Markstein); steps at the edge of
   // f32 and those that are not a number divide. Beyond the largest code, and perhaps f32, the estimate does.
-  __device__ float Quotient(float v) const {
+  __device__ float quotient(float v) const {
     if (inverse == 0.f) return __fdiv_rn(v, step);
     const float q = v * inverse, corrected = fmaf(fmaf(-q, step, v), inverse, q);
     return fabsf(q) > 512.f ? q : corrected;
   }
   // Codes of two columns, the first in the low byte.
-  __device__ uint32_t Pair(float first, float second) const {
+  __device__ uint32_t pair_of(float first, float second) const {
     uint16_t codes;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(Quotient(second)), "f"(Quotient(first)));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(quotient(second)), "f"(quotient(first)));
     return codes;
   }
 };

@@ -45,13 +45,13 @@ struct CacheParams {
 };
 
 // Where the bytes of an expert's row are that no slot has.
-__device__ __forceinline__ const uint8_t* RowOf(const CacheParams& p, int matrix, int64_t expert) {
+__device__ __forceinline__ const uint8_t* row_of(const CacheParams& p, int matrix, int64_t expert) {
   if (p.each) return static_cast<const uint8_t*>(p.each[matrix * p.routing.local_experts + expert]);
   return p.rows[matrix] + expert * p.row_bytes[matrix];
 }
 
 // How many threads before this one, and in the block, have `mine` set.
-__device__ __forceinline__ int CountBefore(bool mine, int& all) {
+__device__ __forceinline__ int count_before(bool mine, int& all) {
   __shared__ int warp_counts[kRouteThreads / 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const unsigned mask = __ballot_sync(~0u, mine);
@@ -68,12 +68,12 @@ __device__ __forceinline__ int CountBefore(bool mine, int& all) {
 }
 // How many slots are free; victims[i] becomes the one that was used least recently but for i others.
 template <class IsFree>
-__device__ __forceinline__ int FindVictims(int slots, const uint32_t* used, IsFree is_free, int* victims) {
+__device__ __forceinline__ int find_victims(int slots, const uint32_t* used, IsFree is_free, int* victims) {
   int free_slots = 0;
   for (int base = 0; base < slots; base += kRouteThreads) {
     const int slot = base + static_cast<int>(threadIdx.x);
     int all;
-    CountBefore(slot < slots && is_free(slot), all);
+    count_before(slot < slots && is_free(slot), all);
     free_slots += all;
   }
   for (int slot = threadIdx.x; slot < slots; slot += kRouteThreads) {
@@ -97,20 +97,20 @@ __global__ void __launch_bounds__(kRouteThreads) resolve_experts(const __grid_co
   int* const slot_of = reinterpret_cast<int*>(p.state + 1);
   int* const expert_of = slot_of + experts;
   auto* const used = reinterpret_cast<uint32_t*>(expert_of + p.slot_count);
-  WaitForPrevious();
-  LaunchDependents();
+  wait_for_previous();
+  launch_dependents();
   const uint32_t step = state.step + 1;
   for (int e = threadIdx.x; e < experts; e += kRouteThreads) wanted[e] = 0;
   __syncthreads();
   for (int pair = threadIdx.x; pair < pairs; pair += kRouteThreads)
-    if (const int e = LocalExpert(p.routing, pair); e >= 0) wanted[e] = 1;
+    if (const int e = local_expert(p.routing, pair); e >= 0) wanted[e] = 1;
   __syncthreads();
 
   const auto is_free = [&](int slot) { return expert_of[slot] == 0 || !wanted[expert_of[slot] - 1]; };
   int missing = 0;
   for (int e = threadIdx.x; e < experts; e += kRouteThreads) missing |= wanted[e] && slot_of[e] == 0;
   int free_slots = 0;  // counted for misses alone: most calls of a token have none
-  if (__syncthreads_or(missing)) free_slots = FindVictims(p.slot_count, used, is_free, victims);
+  if (__syncthreads_or(missing)) free_slots = find_victims(p.slot_count, used, is_free, victims);
 
   int hits = 0, misses = 0;
   for (int base = 0; base < experts; base += kRouteThreads) {
@@ -118,8 +118,8 @@ __global__ void __launch_bounds__(kRouteThreads) resolve_experts(const __grid_co
     const bool asked = e < experts && wanted[e];
     const int slot = asked ? slot_of[e] - 1 : -1;
     int more_hits, more;
-    CountBefore(asked && slot >= 0, more_hits);
-    const int rank = misses + CountBefore(asked && slot < 0, more);
+    count_before(asked && slot >= 0, more_hits);
+    const int rank = misses + count_before(asked && slot < 0, more);
     hits += more_hits, misses += more;
     if (!asked) continue;
     uint8_t* at = nullptr;
@@ -136,8 +136,8 @@ __global__ void __launch_bounds__(kRouteThreads) resolve_experts(const __grid_co
       at = p.staging + (rank - free_slots) * p.slot_bytes;
     }
     if (slot < 0 && at) p.copies[rank] = ExpertCopy{at, e};
-    p.where[0][e] = at ? at : RowOf(p, 0, e);
-    p.where[1][e] = at ? at + p.second_at : RowOf(p, 1, e);
+    p.where[0][e] = at ? at : row_of(p, 0, e);
+    p.where[1][e] = at ? at + p.second_at : row_of(p, 1, e);
   }
   if (threadIdx.x == 0) {
     *p.copy_count = min(misses, free_slots + p.staging_count);
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kRouteThreads) resolve_experts(const __grid_co
 // answer.
 constexpr int kFillPiece = kFillThreads * 64;
 __global__ void __launch_bounds__(kFillThreads) fill_experts(const __grid_constant__ CacheParams p) {
-  WaitForPrevious();
+  wait_for_previous();
   const int first = static_cast<int>((p.row_bytes[0] + kFillPiece - 1) / kFillPiece);
   const int pieces = first + static_cast<int>((p.row_bytes[1] + kFillPiece - 1) / kFillPiece);
   const int64_t all = static_cast<int64_t>(*p.copy_count) * pieces;
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kFillThreads) fill_experts(const __grid_consta
     const ExpertCopy copy = p.copies[i / pieces];
     const int piece = static_cast<int>(i % pieces), matrix = piece >= first;
     const uint64_t begin = static_cast<uint64_t>(piece - (matrix ? first : 0)) * kFillPiece;
-    const auto* from = reinterpret_cast<const int4*>(RowOf(p, matrix, copy.expert) + begin);
+    const auto* from = reinterpret_cast<const int4*>(row_of(p, matrix, copy.expert) + begin);
     auto* to = reinterpret_cast<int4*>(copy.to + (matrix ? p.second_at : 0) + begin);
     const int left = static_cast<int>(min(static_cast<uint64_t>(kFillPiece), p.row_bytes[matrix] - begin) / 16);
     int4 held[4];

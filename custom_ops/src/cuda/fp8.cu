@@ -8,26 +8,26 @@ namespace {
 template <bool by_row>
 struct Fp8Family {
   using Pointer = GemmKernel;
-  static constexpr bool Has(const Instance& row) { return row.kernel == ProductKernel::kFp8; }
+  static constexpr bool has(const Instance& row) { return row.kernel == ProductKernel::kFp8; }
   template <typename T, class F, size_t i>
   static Pointer Of() {
-    return MoeGemmFp8<T, kInstances<F>[i].product == Product::kDown, by_row>;
+    return moe_gemm_fp8<T, kInstances<F>[i].product == Product::kDown, by_row>;
   }
 };
 template <typename T, Product product>
-GemmKernel SelectFp8(const qm_projection& w, const qm_cuda_step& g) {
-  return w.group_size != -1 && w.block_n % 128 != 0 ? Select<Fp8Family<true>, T, PackedE4m3, product>(QM_CUDA_FP8, g)
-                                                    : Select<Fp8Family<false>, T, PackedE4m3, product>(QM_CUDA_FP8, g);
+GemmKernel select_fp8(const qm_projection& w, const qm_cuda_step& g) {
+  return w.group_size != -1 && w.block_n % 128 != 0 ? select<Fp8Family<true>, T, PackedE4m3, product>(QM_CUDA_FP8, g)
+                                                    : select<Fp8Family<false>, T, PackedE4m3, product>(QM_CUDA_FP8, g);
 }
 
 }  // namespace
 
 template <typename T>
-GemmKernel Fp8Kernel(Product product, const qm_projection& w, const qm_cuda_step& g) {
-  if (!TakesFp8(w)) return nullptr;
-  return product == Product::kDown ? SelectFp8<T, Product::kDown>(w, g) : SelectFp8<T, Product::kGateUp>(w, g);
+GemmKernel fp8_kernel(Product product, const qm_projection& w, const qm_cuda_step& g) {
+  if (!takes_fp8(w)) return nullptr;
+  return product == Product::kDown ? select_fp8<T, Product::kDown>(w, g) : select_fp8<T, Product::kGateUp>(w, g);
 }
-template GemmKernel Fp8Kernel<__nv_bfloat16>(Product, const qm_projection&, const qm_cuda_step&);
-template GemmKernel Fp8Kernel<__half>(Product, const qm_projection&, const qm_cuda_step&);
+template GemmKernel fp8_kernel<__nv_bfloat16>(Product, const qm_projection&, const qm_cuda_step&);
+template GemmKernel fp8_kernel<__half>(Product, const qm_projection&, const qm_cuda_step&);
 
 }  // namespace quantmoe

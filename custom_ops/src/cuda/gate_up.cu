@@ -3,11 +3,11 @@
 namespace quantmoe {
 
 template <typename T>
-GemmKernel GateUpKernel(int path, const qm_projection& w, const qm_cuda_step& g) {
-  if (KindOf(w) != WeightKind::kInt4) return GateUpKernelAny<T>(path, w, g);
-  return ForInt4(w, [&](auto format) { return SelectMma<T, Product::kGateUp>(format, path, g); });
+GemmKernel gate_up_kernel(int path, const qm_projection& w, const qm_cuda_step& g) {
+  if (kind_of(w) != WeightKind::kInt4) return gate_up_kernel_any<T>(path, w, g);
+  return for_int4(w, [&](auto format) { return select_mma<T, Product::kGateUp>(format, path, g); });
 }
-template GemmKernel GateUpKernel<__nv_bfloat16>(int, const qm_projection&, const qm_cuda_step&);
-template GemmKernel GateUpKernel<__half>(int, const qm_projection&, const qm_cuda_step&);
+template GemmKernel gate_up_kernel<__nv_bfloat16>(int, const qm_projection&, const qm_cuda_step&);
+template GemmKernel gate_up_kernel<__half>(int, const qm_projection&, const qm_cuda_step&);
 
 }  // namespace quantmoe

@@ -25,16 +25,16 @@ struct ProductLoad {
 
 // Whether the kernels of path decode have the shared memory they take. Not those of int8 with zero points where a
 // multiprocessor has 100 KiB: these take stream.
-bool DecodeFits(const ProductWeights&);
+bool decode_fits(const ProductWeights&);
 // A product of the layer, or of a linear where no function below has its own.
-qm_cuda_step ChooseGemm(const ProductWeights&, const ProductLoad&);
+qm_cuda_step choose_gemm(const ProductWeights&, const ProductLoad&);
 // Span, if it is worth it; warps_k is 1 where it is not.
-qm_cuda_step ChooseSpan(const ProductWeights&, const ProductLoad&);
+qm_cuda_step choose_span(const ProductWeights&, const ProductLoad&);
 // A linear of a few rows; shared_bytes 0: the GPU has too little for the kernels that keep many stages in flight.
-qm_cuda_step ChooseLinearDecode(const ProductWeights&);
+qm_cuda_step choose_linear_decode(const ProductWeights&);
 // A linear of floats on mma.sync.
-qm_cuda_step ChooseFloatStream(const ProductWeights&, int64_t rows);
+qm_cuda_step choose_float_stream(const ProductWeights&, int64_t rows);
 // A linear of more rows on wgmma.
-qm_cuda_step ChooseDense(const ProductWeights&, int64_t rows);
+qm_cuda_step choose_dense(const ProductWeights&, int64_t rows);
 
 }  // namespace quantmoe

@@ -20,17 +20,17 @@ struct FormatSizes {
   bool codes;
 };
 template <class Facts>
-constexpr FormatSizes SizesOf(int per_block, bool codes) {
+constexpr FormatSizes sizes_of(int per_block, bool codes) {
   return {Facts::kBits,
-          Facts::ScaleBytes(per_block) + Facts::kZeroBytes,
+          Facts::scale_bytes(per_block) + Facts::kZeroBytes,
           Facts::kZeroBytes,
           Facts::kPairsUnits && per_block == 1 ? 2 : 1,
           codes ? 0 : Facts::kSpanPanels,
-          SpanSharedBytes<Facts::kSpanPanels, Facts::ScaleBytes(2)>(),
+          span_shared_bytes<Facts::kSpanPanels, Facts::scale_bytes(2)>(),
           codes};
 }
-inline FormatSizes SizesOf(const qm_projection& w, bool codes) {
-  return WithFacts(KindOf(w), [&](auto f) { return SizesOf<decltype(f)>(GroupsInBlock(w), codes); });
+inline FormatSizes sizes_of(const qm_projection& w, bool codes) {
+  return with_facts(kind_of(w), [&](auto f) { return sizes_of<decltype(f)>(groups_in_block(w), codes); });
 }
 
 struct Instance {
@@ -40,7 +40,7 @@ struct Instance {
   int panels, n_tiles, units, stages;
   bool there;
 };
-constexpr auto InstancesOf([[maybe_unused]] FormatSizes f) {
+constexpr auto instances_of([[maybe_unused]] FormatSizes f) {
 #define QM_INSTANCE(kernel, path, product, panels, n_tiles, units, stages, there) +1
   constexpr size_t kCount = 0
 #include "cuda/instances.inc"
@@ -53,40 +53,40 @@ constexpr auto InstancesOf([[maybe_unused]] FormatSizes f) {
 }
 
 // Whether a plan means the row.
-constexpr bool Means(const qm_cuda_step& g, const Instance& row) {
+constexpr bool means(const qm_cuda_step& g, const Instance& row) {
   if (row.kernel == ProductKernel::kDense) {
     const int tokens = 8 * row.n_tiles, width = 8 * g.n_tiles;
-    return g.panels == row.panels && width % 16 == 0 && width >= LinearLeast(tokens) && width <= tokens;
+    return g.panels == row.panels && width % 16 == 0 && width >= linear_least(tokens) && width <= tokens;
   }
   if (row.kernel == ProductKernel::kSpan ? g.warps_k != 0 : g.warps_k == 0) return false;
   if (row.kernel == ProductKernel::kMmaWhole && g.warps_k != 1) return false;
   return g.panels == row.panels && g.n_tiles == row.n_tiles && (row.stages == 0 || g.stages == row.stages);
 }
 // The row that a plan means; there is false: none.
-constexpr Instance InstanceOf(const FormatSizes& f, int path, Product product, const qm_cuda_step& g) {
-  for (const Instance& row : InstancesOf(f))
-    if (row.there && row.path == path && row.product == product && Means(g, row)) return row;
+constexpr Instance instance_of(const FormatSizes& f, int path, Product product, const qm_cuda_step& g) {
+  for (const Instance& row : instances_of(f))
+    if (row.there && row.path == path && row.product == product && means(g, row)) return row;
   return {};
 }
 
 constexpr int kWgmmaThreads = 384;
-constexpr int ThreadsOf(int path, int panels) {
-  return path == QM_CUDA_DENSE                          ? LinearThreads(panels)
+constexpr int threads_of(int path, int panels) {
+  return path == QM_CUDA_DENSE                          ? linear_threads(panels)
          : path == QM_CUDA_WGMMA || path == QM_CUDA_FP8 ? kWgmmaThreads
                                                         : kThreads;
 }
 // Dynamic shared memory of a block.
-constexpr int SharedBytes(const Instance& row, const FormatSizes& f) {
+constexpr int shared_bytes_of(const Instance& row, const FormatSizes& f) {
   const int tokens = 8 * row.n_tiles;
   switch (row.kernel) {
     case ProductKernel::kSpan:
       return f.span_bytes;
     case ProductKernel::kWgmma:
-      return WgmmaSizesOf(tokens, f.bits, f.lane_bytes, row.product == Product::kDown).shared_bytes;
+      return wgmma_sizes_of(tokens, f.bits, f.lane_bytes, row.product == Product::kDown).shared_bytes;
     case ProductKernel::kFp8:
       return kFp8SharedBytes;
     case ProductKernel::kDense:
-      return LinearSizesOf(tokens, f.bits, f.zero_bytes).shared_bytes;
+      return linear_sizes_of(tokens, f.bits, f.zero_bytes).shared_bytes;
     case ProductKernel::kMma:
     case ProductKernel::kMmaWhole:
     case ProductKernel::kDownDecode:
@@ -95,11 +95,11 @@ constexpr int SharedBytes(const Instance& row, const FormatSizes& f) {
   }
   // Rings and sums, which lie over the ring where a stage has two units of K, and in a linear's block of floats.
   const bool over = row.units == 2 || (row.kernel == ProductKernel::kLinearDecode && f.bits == 16);
-  const int ring = row.stages * StageBytes(row.panels, row.n_tiles, f.bits, f.lane_bytes, row.units);
+  const int ring = row.stages * stage_bytes(row.panels, row.n_tiles, f.bits, f.lane_bytes, row.units);
   return kWarps * (ring + (over ? 0 : row.panels * row.n_tiles * 512));
 }
 // Blocks of the mma.sync kernels that a multiprocessor's registers hold.
-constexpr int RegisterBlocks(int bits, int panels, int n_tiles) {
+constexpr int register_blocks(int bits, int panels, int n_tiles) {
   return n_tiles > 2 ? 1 : n_tiles == 1 && ((panels == 2 && bits == 4) || (panels == 1 && bits == 16)) ? 3 : 2;
 }
 

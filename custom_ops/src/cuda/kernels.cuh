@@ -134,7 +134,7 @@ struct RoundParams {
   void* out;
   int x_divisor, x_columns;         // row of x of row r is r / x_divisor
   int out_rows, columns, features;  // of out; columns past the features are zero
-  bool x_stored, out_stored;        // columns in the order of wgmma, StoredColumn; out_stored where x_stored
+  bool x_stored, out_stored;        // columns in the order of wgmma, stored_column; out_stored where x_stored
   // Not null: rows are those of sorted_pairs.
   const SortedPair* sorted_pairs;
   const Tile* tiles;
@@ -155,13 +155,15 @@ struct GatherParams {
 
 // What rounded activations were left without, and sums are to be multiplied by.
 template <class F>
-__device__ inline float InputScale(const Weights& w, const uint8_t* expert) {
+__device__ inline float input_scale(const Weights& w, const uint8_t* expert) {
   if constexpr (!F::kRoundsScaled)
     if (w.input_at) return *reinterpret_cast<const float*>(expert + w.input_at);
   return 1.f;
 }
-__device__ inline float RouterWeight(const Routing& r, int64_t pair) { return r.topk_ids ? r.topk_weights[pair] : 1.f; }
-__device__ inline int LocalExpert(const Routing& r, int64_t pair) {
+__device__ inline float router_weight(const Routing& r, int64_t pair) {
+  return r.topk_ids ? r.topk_weights[pair] : 1.f;
+}
+__device__ inline int local_expert(const Routing& r, int64_t pair) {
   if (!r.topk_ids) return 0;
   int64_t id =
       r.id_bytes == 8 ? static_cast<const int64_t*>(r.topk_ids)[pair] : static_cast<const int32_t*>(r.topk_ids)[pair];
@@ -169,12 +171,12 @@ __device__ inline int LocalExpert(const Routing& r, int64_t pair) {
   return id >= 0 && id < r.local_experts ? static_cast<int>(id) : -1;
 }
 
-__device__ inline Tile TileAt(const GemmParams& p, int i) {
+__device__ inline Tile tile_at(const GemmParams& p, int i) {
   if (p.tiles) return p.tiles[i];
   const int first = i * p.tile_pairs;
   return Tile{0, first, min(p.tile_pairs, p.routing.tokens - first)};
 }
-__device__ inline SortedPair PairAt(const GemmParams& p, int i) {
+__device__ inline SortedPair pair_at(const GemmParams& p, int i) {
   return p.tiles ? p.sorted_pairs[i] : SortedPair{i, 1.f};
 }
 

@@ -17,7 +17,7 @@ struct Launcher {
   // but the first, which reads nothing but weights before it waits. A call of one kernel lets the next one, another
   // call's first, start at once: all blocks wait before they end, so it ends after what came before.
   template <typename Params>
-  void Run(void (*kernel)(Params), const Params& params, dim3 grid, dim3 threads, int shared_bytes, bool dependent,
+  void run(void (*kernel)(Params), const Params& params, dim3 grid, dim3 threads, int shared_bytes, bool dependent,
            int cluster = 1) {
     if (error != cudaSuccess) return;
     if (shared_bytes > 48 * 1024) {
@@ -49,7 +49,7 @@ struct Launcher {
   }
 };
 
-inline int Report(cudaError_t e, char* err) {
+inline int report(cudaError_t e, char* err) {
   if (e == cudaSuccess) return QM_OK;
   std::snprintf(err, QM_ERROR_SIZE, "CUDA: %s", cudaGetErrorString(e));
   return QM_INVALID;

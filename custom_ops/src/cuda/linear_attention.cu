@@ -11,8 +11,8 @@ using ConvKernel = void (*)(ConvParams);
 using DeltaKernel = void (*)(DeltaParams);
 
 template <typename T>
-int LaunchConv(const qm_cuda_conv_problem& p, const qm_cuda_conv_tensors& t, cudaStream_t stream, char* err) {
-  constexpr ConvKernel kernels[] = {CausalConv<T, 2>, CausalConv<T, 3>, CausalConv<T, 4>};
+int launch_conv(const qm_cuda_conv_problem& p, const qm_cuda_conv_tensors& t, cudaStream_t stream, char* err) {
+  constexpr ConvKernel kernels[] = {causal_conv<T, 2>, causal_conv<T, 3>, causal_conv<T, 4>};
   const int64_t slot = p.batch * p.conv.channels * (p.conv.width - 1), live = (p.conv.state_window - 1) * slot;
   const ConvParams params{p.conv,
                           static_cast<int>(p.tokens),
@@ -29,35 +29,35 @@ int LaunchConv(const qm_cuda_conv_problem& p, const qm_cuda_conv_tensors& t, cud
   const int pairs = p.conv.channels / 2;
   const auto blocks = [](int64_t all, int each) { return static_cast<unsigned>((all + each - 1) / each); };
   Launcher launcher{stream};
-  launcher.Run(
+  launcher.run(
       kernels[p.conv.width - kLeastConvWidth], params,
       dim3(blocks(pairs, kConvThreads), std::max(1u, blocks(p.tokens, kConvTokens)), static_cast<unsigned>(p.batch)),
       kConvThreads, 0, true);
-  return Report(launcher.error, err);
+  return report(launcher.error, err);
 }
 
 template <typename T, int K, bool kPerKey>
-DeltaKernel KernelOf(const qm_cuda_delta_plan& plan) {
-  return plan.cluster > 1                   ? GatedDelta<T, K, kFewDeltaColumns, DeltaNorm::kCluster, kPerKey>
-         : plan.columns == kFewDeltaColumns ? GatedDelta<T, K, kFewDeltaColumns, DeltaNorm::kLater, kPerKey>
-         : plan.columns == 64               ? GatedDelta<T, K, 64, DeltaNorm::kWhole, kPerKey>
-                                            : GatedDelta<T, K, 128, DeltaNorm::kWhole, kPerKey>;
+DeltaKernel kernel_of(const qm_cuda_delta_plan& plan) {
+  return plan.cluster > 1                   ? gated_delta<T, K, kFewDeltaColumns, DeltaNorm::kCluster, kPerKey>
+         : plan.columns == kFewDeltaColumns ? gated_delta<T, K, kFewDeltaColumns, DeltaNorm::kLater, kPerKey>
+         : plan.columns == 64               ? gated_delta<T, K, 64, DeltaNorm::kWhole, kPerKey>
+                                            : gated_delta<T, K, 128, DeltaNorm::kWhole, kPerKey>;
 }
 template <typename T>
-DeltaKernel KernelOf(const qm_delta& d, const qm_cuda_delta_plan& plan) {
-  if (d.decay_per_key) return d.k_head_size == 64 ? KernelOf<T, 64, true>(plan) : KernelOf<T, 128, true>(plan);
-  return d.k_head_size == 64 ? KernelOf<T, 64, false>(plan) : KernelOf<T, 128, false>(plan);
-}
-
-template <typename T>
-DeltaKernel LaterOf(const qm_delta& d) {
-  return d.k_head_size == 64 ? GatedDelta<T, 64, kFewDeltaColumns, DeltaNorm::kLater, false>
-                             : GatedDelta<T, 128, kFewDeltaColumns, DeltaNorm::kLater, false>;
+DeltaKernel kernel_of(const qm_delta& d, const qm_cuda_delta_plan& plan) {
+  if (d.decay_per_key) return d.k_head_size == 64 ? kernel_of<T, 64, true>(plan) : kernel_of<T, 128, true>(plan);
+  return d.k_head_size == 64 ? kernel_of<T, 64, false>(plan) : kernel_of<T, 128, false>(plan);
 }
 
 template <typename T>
-int LaunchDelta(const qm_cuda_delta_problem& p, const qm_cuda_delta_plan& plan, const qm_cuda_delta_tensors& t,
-                cudaStream_t stream, char* err) {
+DeltaKernel later_of(const qm_delta& d) {
+  return d.k_head_size == 64 ? gated_delta<T, 64, kFewDeltaColumns, DeltaNorm::kLater, false>
+                             : gated_delta<T, 128, kFewDeltaColumns, DeltaNorm::kLater, false>;
+}
+
+template <typename T>
+int launch_delta(const qm_cuda_delta_problem& p, const qm_cuda_delta_plan& plan, const qm_cuda_delta_tensors& t,
+                 cudaStream_t stream, char* err) {
   const qm_delta& d = p.delta;
   const int64_t slot = p.batch * d.num_v_heads * d.k_head_size * d.v_head_size, live = (d.state_window - 1) * slot;
   DeltaParams params{d,
@@ -86,17 +86,18 @@ int LaunchDelta(const qm_cuda_delta_problem& p, const qm_cuda_delta_plan& plan, 
   if (plan.chunked) {
     // A window's tokens one by one: chunks have no state after each.
     params.tail = d.state_window > 1 ? d.state_window : 0;
-    LaunchDeltaChunks(params, p.type, launcher);
+    launch_delta_chunks(params, p.type, launcher);
     params.past_state = params.present_state;
     if (params.tail)
-      launcher.Run(LaterOf<T>(d), params, grid(kFewDeltaColumns), kDeltaParts * kFewDeltaColumns, 0, true);
+      launcher.run(later_of<T>(d), params, grid(kFewDeltaColumns), kDeltaParts * kFewDeltaColumns, 0, true);
   } else {
-    launcher.Run(KernelOf<T>(d, plan), params, grid(plan.columns), kDeltaParts * plan.columns, 0, true, plan.cluster);
+    launcher.run(kernel_of<T>(d, plan), params, grid(plan.columns), kDeltaParts * plan.columns, 0, true, plan.cluster);
   }
   const int64_t warps = kGateThreads / 32, items = p.batch * p.tokens * d.num_v_heads;
   if (plan.workspace_bytes)
-    launcher.Run(DeltaGate<T>, params, dim3(static_cast<unsigned>((items + warps - 1) / warps)), kGateThreads, 0, true);
-  return Report(launcher.error, err);
+    launcher.run(delta_gate<T>, params, dim3(static_cast<unsigned>((items + warps - 1) / warps)), kGateThreads, 0,
+                 true);
+  return report(launcher.error, err);
 }
 
 }  // namespace
@@ -109,14 +110,14 @@ extern "C" int qm_cuda_launch_conv(const qm_cuda_conv_problem* problem, const qm
   if (int status = qm_cuda_validate_conv(problem, err)) return status;
   if (problem->batch == 0) return QM_OK;
   cudaStream_t s = static_cast<cudaStream_t>(stream);
-  return problem->type == QM_BF16 ? LaunchConv<__nv_bfloat16>(*problem, *tensors, s, err)
-                                  : LaunchConv<__half>(*problem, *tensors, s, err);
+  return problem->type == QM_BF16 ? launch_conv<__nv_bfloat16>(*problem, *tensors, s, err)
+                                  : launch_conv<__half>(*problem, *tensors, s, err);
 }
 
 extern "C" int qm_cuda_launch_delta(const qm_cuda_delta_problem* problem, const qm_cuda_delta_plan* plan,
                                     const qm_cuda_delta_tensors* tensors, void* stream, char* err) {
   if (problem->batch == 0) return QM_OK;
   cudaStream_t s = static_cast<cudaStream_t>(stream);
-  return problem->type == QM_BF16 ? LaunchDelta<__nv_bfloat16>(*problem, *plan, *tensors, s, err)
-                                  : LaunchDelta<__half>(*problem, *plan, *tensors, s, err);
+  return problem->type == QM_BF16 ? launch_delta<__nv_bfloat16>(*problem, *plan, *tensors, s, err)
+                                  : launch_delta<__half>(*problem, *plan, *tensors, s, err);
 }

@@ -53,21 +53,21 @@ struct DeltaParams {
 struct TokenRow {
   int begin, count;
   bool from_past, valid;
-  __device__ bool Has(int token) const { return token >= begin && token < begin + count; }
+  __device__ bool has(int token) const { return token >= begin && token < begin + count; }
 };
-__device__ inline TokenRow ReadTokenRow(const int* rows, int b, int tokens) {
+__device__ inline TokenRow read_token_row(const int* rows, int b, int tokens) {
   TokenRow r{rows[3 * b], rows[3 * b + 1], rows[3 * b + 2] != 0, true};
   r.valid = r.begin >= 0 && r.count >= 0 && rows[3 * b + 2] >= 0 && r.begin <= tokens - r.count;
   if (!r.valid) r.begin = r.count = 0;
   return r;
 }
-__device__ inline float NotANumber() { return __int_as_float(0x7fffffff); }
-__device__ inline float SigmoidOf(float x) { return 1.f / (1.f + expf(-x)); }
+__device__ inline float not_a_number() { return __int_as_float(0x7fffffff); }
+__device__ inline float sigmoid_of(float x) { return 1.f / (1.f + expf(-x)); }
 // log(1 + e^x)
-__device__ inline float Softplus(float x) { return (x > 0.f ? x : 0.f) + log1pf(expf(-fabsf(x))); }
+__device__ inline float softplus(float x) { return (x > 0.f ? x : 0.f) + log1pf(expf(-fabsf(x))); }
 
 // Asks for what a later load finds in L1. global: a multiple of 2.
-__device__ inline void Touch(const void* global) {
+__device__ inline void touch(const void* global) {
   [[maybe_unused]] uint16_t unused;
   asm volatile("ld.global.u16 %0, [%1];" : "=h"(unused) : "l"(global) : "memory");
 }
@@ -75,8 +75,8 @@ __device__ inline void Touch(const void* global) {
 // Two channels a thread, kConvTokens tokens of a row a block, counted from the first that counts. Only the first block
 // reads the state, and it writes it: so present may be past's memory.
 template <typename T, int W>
-__global__ void __launch_bounds__(kConvThreads) CausalConv(const __grid_constant__ ConvParams params) {
-  LaunchDependents();
+__global__ void __launch_bounds__(kConvThreads) causal_conv(const __grid_constant__ ConvParams params) {
+  launch_dependents();
   const int channels = params.conv.channels, channel = (blockIdx.x * kConvThreads + threadIdx.x) * 2,
             batch_row = blockIdx.z;
   float2 weight[W], bias{};
@@ -86,26 +86,26 @@ __global__ void __launch_bounds__(kConvThreads) CausalConv(const __grid_constant
       weight[j] = make_float2(params.weight[channel * W + j], params.weight[(channel + 1) * W + j]);
     if (params.bias) bias = make_float2(params.bias[channel], params.bias[channel + 1]);
   }
-  WaitForPrevious();
+  wait_for_previous();
   if (channel >= channels) return;
   const int first = blockIdx.y * kConvTokens;
   const int64_t state = (static_cast<int64_t>(batch_row) * channels + channel) * (W - 1);
   if (params.tokens <= kFewConvTokens) {  // what most likely is read, asked for before `rows` says so
     for (int t = 0; t < params.tokens; ++t)
-      Touch(static_cast<const uint32_t*>(params.x) +
+      touch(static_cast<const uint32_t*>(params.x) +
             (static_cast<int64_t>(batch_row) * params.tokens + t) * params.x_words + channel / 2);
-    Touch(static_cast<const uint16_t*>(params.past) + state);
-    Touch(static_cast<const uint16_t*>(params.past) + state + 2 * (W - 1) - 1);
+    touch(static_cast<const uint16_t*>(params.past) + state);
+    touch(static_cast<const uint16_t*>(params.past) + state + 2 * (W - 1) - 1);
   }
-  const TokenRow row = ReadTokenRow(params.rows, batch_row, params.tokens);
+  const TokenRow row = read_token_row(params.rows, batch_row, params.tokens);
   const auto word = [&](int token) {
     return (static_cast<int64_t>(batch_row) * params.tokens + token) * channels / 2 + channel / 2;
   };
   const uint32_t* x = static_cast<const uint32_t*>(params.x);
   uint32_t* y = static_cast<uint32_t*>(params.y);
-  const uint32_t none = row.valid ? 0 : Half<T>::Pack(NotANumber(), NotANumber());
+  const uint32_t none = row.valid ? 0 : Half<T>::pack(not_a_number(), not_a_number());
   for (int t = first; t < min(first + kConvTokens, params.tokens); ++t)
-    if (!row.Has(t)) y[word(t)] = none;
+    if (!row.has(t)) y[word(t)] = none;
   if (!row.valid) return;
 
   const uint16_t* past = static_cast<const uint16_t*>(params.past) + state;
@@ -137,19 +137,19 @@ __global__ void __launch_bounds__(kConvThreads) CausalConv(const __grid_constant
 #pragma unroll
     for (int j = 0; j < W - 1; ++j) {
       const uint32_t v = input(first - (W - 1) + j);
-      window[j] = make_float2(Half<T>::Low(v), Half<T>::High(v));
+      window[j] = make_float2(Half<T>::low(v), Half<T>::high(v));
     }
 #pragma unroll 8
     for (int t = first; t < min(first + kConvTokens, row.count); ++t) {
       const uint32_t v = input(t);
-      window[W - 1] = make_float2(Half<T>::Low(v), Half<T>::High(v));
+      window[W - 1] = make_float2(Half<T>::low(v), Half<T>::high(v));
       float2 sum = bias;
 #pragma unroll
       for (int j = 0; j < W; ++j)
         sum = make_float2(fmaf(weight[j].x, window[j].x, sum.x), fmaf(weight[j].y, window[j].y, sum.y));
       if (params.conv.activation == k_conv_activation_silu)
-        sum = make_float2(sum.x * SigmoidOf(sum.x), sum.y * SigmoidOf(sum.y));
-      y[word(row.begin + t)] = Half<T>::Pack(sum.x, sum.y);
+        sum = make_float2(sum.x * sigmoid_of(sum.x), sum.y * sigmoid_of(sum.y));
+      y[word(row.begin + t)] = Half<T>::pack(sum.x, sum.y);
 #pragma unroll
       for (int j = 0; j < W - 1; ++j) window[j] = window[j + 1];
     }
@@ -179,7 +179,7 @@ struct DeltaInput {
 };
 
 template <typename T, int K, bool kPerKey>
-__device__ inline DeltaInput<T, K, kPerKey> ReadInput(const DeltaParams& p, int64_t token, int head) {
+__device__ inline DeltaInput<T, K, kPerKey> read_input(const DeltaParams& p, int64_t token, int head) {
   using Input = DeltaInput<T, K, kPerKey>;
   using Values = typename Input::Values;
   const qm_delta& d = p.delta;
@@ -197,7 +197,7 @@ __device__ inline DeltaInput<T, K, kPerKey> ReadInput(const DeltaParams& p, int6
 }
 // By a warp. dt_bias: what the lane's decays take.
 template <typename T, int K, bool kPerKey>
-__device__ inline void Prepare(const DeltaParams& p, float rate, const float* dt_bias,
+__device__ inline void prepare(const DeltaParams& p, float rate, const float* dt_bias,
                                const DeltaInput<T, K, kPerKey>& in, DeltaOperands<K, kPerKey>* to) {
   constexpr int kEach = K / 32;
   const int lane = threadIdx.x % 32;
@@ -208,53 +208,53 @@ __device__ inline void Prepare(const DeltaParams& p, float rate, const float* dt
     q_squares = fmaf(q[i], q[i], q_squares), k_squares = fmaf(k[i], k[i], k_squares);
     product = fmaf(q[i], k[i], product);
   }
-  q_squares = WarpSum(q_squares), k_squares = WarpSum(k_squares), product = WarpSum(product);
+  q_squares = warp_sum(q_squares), k_squares = warp_sum(k_squares), product = warp_sum(product);
   const float by_q = rsqrtf(q_squares + p.delta.l2_epsilon) * p.delta.scale;
   const float by_k = rsqrtf(k_squares + p.delta.l2_epsilon);
   const int at = lane * kEach / to->kRows * to->kStride + lane * kEach % to->kRows;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     to->query[at + i] = q[i] * by_q, to->key[at + i] = k[i] * by_k;
-    if (kPerKey) to->decay[at + i] = expf(-rate * Softplus(static_cast<float>(in.a.x[i]) + dt_bias[i]));
+    if (kPerKey) to->decay[at + i] = expf(-rate * softplus(static_cast<float>(in.a.x[i]) + dt_bias[i]));
   }
   if (lane == 0) {
-    if (!kPerKey) to->decay[0] = expf(-rate * Softplus(static_cast<float>(in.a.x[0]) + dt_bias[0]));
-    to->beta = p.delta.beta_scale * SigmoidOf(static_cast<float>(in.b)), to->product = product * by_q * by_k;
+    if (!kPerKey) to->decay[0] = expf(-rate * softplus(static_cast<float>(in.a.x[0]) + dt_bias[0]));
+    to->beta = p.delta.beta_scale * sigmoid_of(static_cast<float>(in.b)), to->product = product * by_q * by_k;
   }
 }
 
 // A value of the output, of a head whose squares' sum is given. norm: the column's weight.
 template <typename T>
-__device__ inline T GateValue(const DeltaParams& p, float o, float squares, T z, float norm) {
+__device__ inline T gate_value(const DeltaParams& p, float o, float squares, T z, float norm) {
   const float r = rsqrtf(squares / p.delta.v_head_size + p.delta.norm_epsilon), x = static_cast<float>(z);
-  return Half<T>::From(o * r * norm * (p.delta.gate == k_output_gate_silu ? x * SigmoidOf(x) : SigmoidOf(x)));
+  return Half<T>::from(o * r * norm * (p.delta.gate == k_output_gate_silu ? x * sigmoid_of(x) : sigmoid_of(x)));
 }
 // A head of a token, by a warp: o [V] to y.
 template <typename T>
-__device__ inline void Gate(const DeltaParams& p, const float* o, int64_t token, int head) {
+__device__ inline void gate_output(const DeltaParams& p, const float* o, int64_t token, int head) {
   const int v = p.delta.v_head_size;
   const int64_t at = (token * p.delta.num_v_heads + head) * v;
   const T* z = static_cast<const T*>(p.z) + token * p.z_size + head * v;
   float sum = 0;
   for (int c = threadIdx.x % 32; c < v; c += 32) sum = fmaf(o[c], o[c], sum);
-  sum = WarpSum(sum);
+  sum = warp_sum(sum);
   for (int c = threadIdx.x % 32; c < v; c += 32)
-    static_cast<T*>(p.y)[at + c] = GateValue<T>(p, o[c], sum, z[c], p.norm[c]);
+    static_cast<T*>(p.y)[at + c] = gate_value<T>(p, o[c], sum, z[c], p.norm[c]);
 }
 template <typename T>
-__device__ inline void GateNone(const DeltaParams& p, const TokenRow& row, int64_t token, int head) {
+__device__ inline void gate_none(const DeltaParams& p, const TokenRow& row, int64_t token, int head) {
   const int v = p.delta.v_head_size;
   T* y = static_cast<T*>(p.y) + (token * p.delta.num_v_heads + head) * v;
-  for (int c = threadIdx.x % 32; c < v; c += 32) y[c] = Half<T>::From(row.valid ? 0.f : NotANumber());
+  for (int c = threadIdx.x % 32; c < v; c += 32) y[c] = Half<T>::from(row.valid ? 0.f : not_a_number());
 }
 
 // Blocks: columns of a head, heads, rows. The output of a head is normed and gated by the block that has all of it
-// (kWhole), by the blocks of a cluster, which tell each other the sums of their squares (kCluster), or by DeltaGate.
+// (kWhole), by the blocks of a cluster, which tell each other the sums of their squares (kCluster), or by delta_gate.
 //
 // One long function: the state is registers from the first line to the last, and what a later part needs is asked for
 // in an earlier one, before what that waits for.
 template <typename T, int K, int C, DeltaNorm kNorm, bool kPerKey>
-__global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_constant__ DeltaParams params) {
+__global__ void __launch_bounds__(kDeltaParts* C) gated_delta(const __grid_constant__ DeltaParams params) {
   constexpr int kRows = K / kDeltaParts, kChunk = kDeltaChunk<kNorm>, kWarps = kDeltaParts * C / 32;
   constexpr int kOfWarp = (kChunk + kWarps - 1) / kWarps;  // tokens of a chunk that a warp prepares
   constexpr int kValues = kChunk / kDeltaParts;            // of a chunk that a thread reads
@@ -263,12 +263,12 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
   __shared__ DeltaOperands<K, kPerKey> operands[kOfWarp * kWarps];
   __shared__ float values[kChunk][C], outputs[kHere ? kChunk : 1][C];
   __shared__ float squares[kCluster ? kChunk : 1][kMostBlocks];
-  if (kCluster) ClusterArrive();  // its wait tells that all blocks run
-  LaunchDependents();
+  if (kCluster) cluster_arrive();  // its wait tells that all blocks run
+  launch_dependents();
   const qm_delta& node = params.delta;
   if (kCluster)  // L2 is asked for the block's part of the state, which may still change, before that is read
     for (int i = threadIdx.x; i < K; i += kDeltaParts * C)
-      Prefetch(params.past_state +
+      prefetch(params.past_state +
                    ((static_cast<int64_t>(blockIdx.z) * node.num_v_heads + blockIdx.y) * K + i) * node.v_head_size +
                    blockIdx.x * C,
                C * 4);
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
 #pragma unroll
   for (int i = 0; i < kBiases; ++i) dt_bias[i] = params.dt_bias[kPerKey ? head * K + lane * kBiases + i : head];
   const float rate = expf(params.a_log[head]), norm = kCluster ? params.norm[first_column + lane] : 0.f;
-  WaitForPrevious();
+  wait_for_previous();
 
   // What `rows` does not decide is asked for before it is there.
   const int64_t state_at =
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
     const int width = 2 * node.num_k_heads * K + node.num_v_heads * v_head_size;
     const auto token = [&](int t) { return first_token + row.begin + min(first + t, row.count - 1); };
 #pragma unroll
-    for (int i = 0; i < kOfWarp; ++i) in[i] = ReadInput<T, K, kPerKey>(params, token(i * kWarps + warp), head);
+    for (int i = 0; i < kOfWarp; ++i) in[i] = read_input<T, K, kPerKey>(params, token(i * kWarps + warp), head);
 #pragma unroll
     for (int i = 0; i < kValues; ++i)
       value[i] = static_cast<const T*>(
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
             params.z)[token(i * kWarps + warp) * params.z_size + head * v_head_size + first_column + lane];
   };
   if (kCluster && params.tokens) read(0);
-  row = ReadTokenRow(params.rows, batch_row, params.tokens);
+  row = read_token_row(params.rows, batch_row, params.tokens);
   const bool there = kCluster && row.begin == 0 && row.count == params.tokens;
   if (params.tail) {
     const int own = min(row.count, params.tail);
@@ -325,8 +325,8 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
   };
   if (kHere && blockIdx.x == 0)
     for (int t = warp; t < params.tokens; t += kWarps)
-      if (!row.Has(t)) GateNone<T>(params, row, first_token + t, head);
-  if (kCluster) ClusterWait();
+      if (!row.has(t)) gate_none<T>(params, row, first_token + t, head);
+  if (kCluster) cluster_wait();
   if (!row.valid) return;
   if (!row.from_past && row.count)
 #pragma unroll
@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
     const int n = min(kChunk, row.count - first);
 #pragma unroll
     for (int i = 0; i < kOfWarp; ++i)
-      Prepare<T, K, kPerKey>(params, rate, dt_bias, in[i], operands + i * kWarps + warp);
+      prepare<T, K, kPerKey>(params, rate, dt_bias, in[i], operands + i * kWarps + warp);
 #pragma unroll
     for (int i = 0; i < kValues; ++i)
       values[i * kDeltaParts + threadIdx.x / C][threadIdx.x % C] = static_cast<float>(value[i]);
@@ -388,15 +388,15 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
     __syncthreads();
     const int64_t token = first_token + row.begin + first;
     if (kNorm == DeltaNorm::kWhole)
-      for (int t = warp; t < n; t += kWarps) Gate<T>(params, outputs[t], token + t, head);
+      for (int t = warp; t < n; t += kWarps) gate_output<T>(params, outputs[t], token + t, head);
     if (kCluster) {  // all tokens are of one chunk
       const int blocks = gridDim.x;
       for (int t = warp; t < n; t += kWarps) {
-        const float sum = WarpSum(outputs[t][lane] * outputs[t][lane]);
-        if (lane < blocks) ClusterStore(&squares[t][blockIdx.x], lane, sum);
+        const float sum = warp_sum(outputs[t][lane] * outputs[t][lane]);
+        if (lane < blocks) cluster_store(&squares[t][blockIdx.x], lane, sum);
       }
-      ClusterArrive();
-      ClusterWait();
+      cluster_arrive();
+      cluster_wait();
 #pragma unroll
       for (int i = 0; i < kOfWarp; ++i) {
         const int t = i * kWarps + warp;
@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
         for (int block = 0; block < blocks; ++block) sum += squares[t][block];
         const int from = first_column + lane;
         static_cast<T*>(params.y)[((token + t) * node.num_v_heads + head) * v_head_size + from] =
-            GateValue<T>(params, outputs[t][lane], sum, z[i], norm);
+            gate_value<T>(params, outputs[t][lane], sum, z[i], norm);
       }
     }
   }
@@ -416,23 +416,23 @@ __global__ void __launch_bounds__(kDeltaParts* C) GatedDelta(const __grid_consta
 
 // What GatedDelta left in outputs: a warp a head of a token.
 template <typename T>
-__global__ void __launch_bounds__(kGateThreads) DeltaGate(const __grid_constant__ DeltaParams p) {
-  LaunchDependents();
-  WaitForPrevious();
+__global__ void __launch_bounds__(kGateThreads) delta_gate(const __grid_constant__ DeltaParams p) {
+  launch_dependents();
+  wait_for_previous();
   const int64_t item = static_cast<int64_t>(blockIdx.x) * (kGateThreads / 32) + threadIdx.x / 32;
   const int heads = p.delta.num_v_heads;
   const int64_t token = item / heads;
   if (token >= static_cast<int64_t>(p.batch) * p.tokens) return;
-  const TokenRow row = ReadTokenRow(p.rows, static_cast<int>(token / p.tokens), p.tokens);
-  if (row.Has(static_cast<int>(token % p.tokens)))
-    Gate<T>(p, p.outputs + item * p.delta.v_head_size, token, static_cast<int>(item % heads));
+  const TokenRow row = read_token_row(p.rows, static_cast<int>(token / p.tokens), p.tokens);
+  if (row.has(static_cast<int>(token % p.tokens)))
+    gate_output<T>(p, p.outputs + item * p.delta.v_head_size, token, static_cast<int>(item % heads));
   else
-    GateNone<T>(p, row, token, static_cast<int>(item % heads));
+    gate_none<T>(p, row, token, static_cast<int>(item % heads));
 }
 
 struct Launcher;
 // All tokens of a call by the chunked kernels (linear_attention_chunked.cuh), without the norm; workspace: that of the
 // plan, of which p.outputs is the beginning.
-void LaunchDeltaChunks(const DeltaParams& p, int32_t type, Launcher& launcher);
+void launch_delta_chunks(const DeltaParams& p, int32_t type, Launcher& launcher);
 
 }  // namespace quantmoe

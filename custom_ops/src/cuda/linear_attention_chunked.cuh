@@ -6,9 +6,9 @@
 //   P_ij = c_i / c_j q_i . k_j (j <= i)              O = diag(c) Q S + P U
 //                                                    S = c_last S + sum_j c_last / c_j k_j U_j^T
 //
-// DeltaChunks makes W = (I + A)^-1 diag(beta), P and the factors of each token, of all chunks at once; DeltaScan has a
-// head's columns in registers and goes from chunk to chunk. There the state is transposed: a warp has 16 columns, whose
-// values of a key feature, and of a token, are accumulators that are the next product's left operand as they are.
+// delta_chunks makes W = (I + A)^-1 diag(beta), P and the factors of each token, of all chunks at once; delta_scan has
+// a head's columns in registers and goes from chunk to chunk. There the state is transposed: a warp has 16 columns,
+// whose values of a key feature, and of a token, are accumulators that are the next product's left operand as they are.
 //
 // No operand is rounded: what T holds (q, k, v) is exact in tf32, whose mantissa has 11 bits, and what is f32 (S, R, U,
 // W, P) is the sum of two tf32 numbers but for 2^-21 of it. The norms' factors are f32, and multiply sums. Decays are
@@ -26,38 +26,38 @@ struct DeltaChunkParams {
 
 // c += a * b, 16 x 8 times 8 x 8. Of the fragments (PTX ISA, mma.m16n8k8) lanes have a's columns t and t + 4 and b's
 // rows t and t + 4; here these are 2t and 2t + 1, as c has them, which changes nothing but the order of the sum.
-__device__ inline void MmaTf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+__device__ inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 template <typename T>
-__device__ inline void Widen(uint32_t pair, uint32_t (&to)[2]) {
-  to[0] = __float_as_uint(Half<T>::Low(pair)), to[1] = __float_as_uint(Half<T>::High(pair));
+__device__ inline void widen(uint32_t pair, uint32_t (&to)[2]) {
+  to[0] = __float_as_uint(Half<T>::low(pair)), to[1] = __float_as_uint(Half<T>::high(pair));
 }
 constexpr uint32_t kTf32 = 0xffffe000;
-__device__ inline void SplitTf32(float x, uint32_t& high, uint32_t& low) {
+__device__ inline void split_tf32(float x, uint32_t& high, uint32_t& low) {
   high = __float_as_uint(x) & kTf32;
   low = __float_as_uint(x - __uint_as_float(high)) & kTf32;
 }
 // An accumulator as the left operand of the next product.
-__device__ inline void SplitTf32(const float (&c)[4], uint32_t (&high)[4], uint32_t (&low)[4]) {
+__device__ inline void split_tf32(const float (&c)[4], uint32_t (&high)[4], uint32_t (&low)[4]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) SplitTf32(c[(i % 2) * 2 + i / 2], high[i], low[i]);
+  for (int i = 0; i < 4; ++i) split_tf32(c[(i % 2) * 2 + i / 2], high[i], low[i]);
 }
 
 // Bytes from the beginning of rows of `width` 16-bit values to eight of them; which eight lie where differs by row, so
 // that eight rows' are in other banks.
 template <int width>
-__device__ inline uint32_t EightAt(int row, int eight) {
+__device__ inline uint32_t eight_at(int row, int eight) {
   return row * width * 2 + (eight ^ (row & 7)) * 16;
 }
 // Asks for [64, width] values; rows from n on are zero.
 template <typename T, int width>
-__device__ inline void CopyTokens(uint32_t to, const T* from, int64_t stride, int n) {
+__device__ inline void copy_tokens(uint32_t to, const T* from, int64_t stride, int n) {
   for (int i = threadIdx.x; i < kDeltaTokens * width / 8; i += kDeltaChunkThreads) {
     const int row = i / (width / 8), eight = i % (width / 8);
-    CopyAsync16(to + EightAt<width>(row, eight), from + (row < n ? row * stride + eight * 8 : 0), row < n);
+    copy_async16(to + eight_at<width>(row, eight), from + (row < n ? row * stride + eight * 8 : 0), row < n);
   }
 }
 
@@ -81,16 +81,16 @@ struct DeltaChunkShared {
 
 // Of n tokens from `token` on: beta, and the sums of the logarithms of their decays, of each 32 tokens apart.
 template <typename T, int K>
-__device__ __forceinline__ void SumDecays(const DeltaParams& p, DeltaChunkShared<K>& s, int64_t token, int head, int n,
-                                          int lane) {
+__device__ __forceinline__ void sum_decays(const DeltaParams& p, DeltaChunkShared<K>& s, int64_t token, int head, int n,
+                                           int lane) {
   const qm_delta& d = p.delta;
   double log = 0;
   if (threadIdx.x < kDeltaTokens) {
     const int i = threadIdx.x;
     const T* a = static_cast<const T*>(p.a) + (token + i) * p.a_size + head;
     const T* b_of_token = static_cast<const T*>(p.b) + (token + i) * p.b_size + head;
-    if (i < n) log = -expf(p.a_log[head]) * Softplus(static_cast<float>(*a) + p.dt_bias[head]);
-    s.beta[i] = i < n ? d.beta_scale * SigmoidOf(static_cast<float>(*b_of_token)) : 0.f;
+    if (i < n) log = -expf(p.a_log[head]) * softplus(static_cast<float>(*a) + p.dt_bias[head]);
+    s.beta[i] = i < n ? d.beta_scale * sigmoid_of(static_cast<float>(*b_of_token)) : 0.f;
 #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
       const double before = __shfl_up_sync(~0u, log, by);
@@ -101,10 +101,10 @@ __device__ __forceinline__ void SumDecays(const DeltaParams& p, DeltaChunkShared
 }
 // What the norms of keys and queries multiply by.
 template <typename T, int K>
-__device__ __forceinline__ void FindNorms(const qm_delta& d, DeltaChunkShared<K>& s, int warp, int lane) {
+__device__ __forceinline__ void find_norms(const qm_delta& d, DeltaChunkShared<K>& s, int warp, int lane) {
   for (int i = warp; i < kDeltaTokens; i += kDeltaChunkThreads / 32) {
     constexpr int kEach = K / 32;
-    const uint32_t at = EightAt<K>(i, lane * kEach / 8) / 2 + lane * kEach % 8;
+    const uint32_t at = eight_at<K>(i, lane * kEach / 8) / 2 + lane * kEach % 8;
     float keys = 0, queries = 0;
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
@@ -112,39 +112,39 @@ __device__ __forceinline__ void FindNorms(const qm_delta& d, DeltaChunkShared<K>
       const float q = static_cast<float>(reinterpret_cast<const T*>(s.read.query)[at + j]);
       keys = fmaf(k, k, keys), queries = fmaf(q, q, queries);
     }
-    keys = WarpSum(keys), queries = WarpSum(queries);
+    keys = warp_sum(keys), queries = warp_sum(queries);
     if (lane == 0) s.by_key[i] = rsqrtf(keys + d.l2_epsilon), s.by_query[i] = rsqrtf(queries + d.l2_epsilon) * d.scale;
   }
 }
 // A warp's 16 tokens with those up to them: k_i . k_j and q_i . k_j.
 template <typename T, int K>
-__device__ __forceinline__ void MultiplyTokens(const DeltaChunkShared<K>& s, float (&keys)[kDeltaTokens / 8][4],
-                                               float (&queries)[kDeltaTokens / 8][4], int warp, int lane) {
-  const uint32_t key_at = SharedAddress(s.read.key), query_at = SharedAddress(s.read.query);
+__device__ __forceinline__ void multiply_tokens(const DeltaChunkShared<K>& s, float (&keys)[kDeltaTokens / 8][4],
+                                                float (&queries)[kDeltaTokens / 8][4], int warp, int lane) {
+  const uint32_t key_at = shared_address(s.read.key), query_at = shared_address(s.read.query);
 #pragma unroll
   for (int k = 0; k < K / 16; ++k) {
     uint32_t ak[4], aq[4];
     const int own = warp * 16 + lane % 16, own_eight = 2 * k + lane / 16;
-    LoadMatrices(ak, key_at + EightAt<K>(own, own_eight));
-    LoadMatrices(aq, query_at + EightAt<K>(own, own_eight));
+    load_matrices(ak, key_at + eight_at<K>(own, own_eight));
+    load_matrices(aq, query_at + eight_at<K>(own, own_eight));
 #pragma unroll
     for (int j = 0; j < kDeltaTokens / 16; ++j) {
       if (j > warp) break;
       uint32_t other[4];  // of eight tokens two eights, of the next eight two
-      LoadMatrices(other, key_at + EightAt<K>(j * 16 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+      load_matrices(other, key_at + eight_at<K>(j * 16 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        Half<T>::Mma(keys[2 * j + half], ak, other[2 * half], other[2 * half + 1]);
-        Half<T>::Mma(queries[2 * j + half], aq, other[2 * half], other[2 * half + 1]);
+        Half<T>::mma(keys[2 * j + half], ak, other[2 * half], other[2 * half + 1]);
+        Half<T>::mma(queries[2 * j + half], aq, other[2 * half], other[2 * half + 1]);
       }
     }
   }
 }
 // P, and A in shared memory, of these.
 template <int K>
-__device__ __forceinline__ void StoreProducts(DeltaChunkShared<K>& s, const float (&keys)[kDeltaTokens / 8][4],
-                                              const float (&queries)[kDeltaTokens / 8][4], int warp, int lane,
-                                              float* products) {
+__device__ __forceinline__ void store_products(DeltaChunkShared<K>& s, const float (&keys)[kDeltaTokens / 8][4],
+                                               const float (&queries)[kDeltaTokens / 8][4], int warp, int lane,
+                                               float* products) {
   constexpr int C = kDeltaTokens;
   const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -169,7 +169,7 @@ __device__ __forceinline__ void StoreProducts(DeltaChunkShared<K>& s, const floa
 }
 // (I + A)^-1: of each half by columns, a thread each, then what joins them.
 template <int K>
-__device__ __forceinline__ void Invert(DeltaChunkShared<K>& s, int warp, int lane) {
+__device__ __forceinline__ void invert(DeltaChunkShared<K>& s, int warp, int lane) {
   constexpr int C = kDeltaTokens, kHalf = C / 2;
   typename DeltaChunkShared<K>::Inverted& inverted = s.inverted;
   if (threadIdx.x < C) {
@@ -209,38 +209,38 @@ __device__ __forceinline__ void Invert(DeltaChunkShared<K>& s, int warp, int lan
 
 // Blocks: chunks, heads, rows.
 template <typename T, int K>
-__global__ void __launch_bounds__(kDeltaChunkThreads) DeltaChunks(const __grid_constant__ DeltaChunkParams c) {
+__global__ void __launch_bounds__(kDeltaChunkThreads) delta_chunks(const __grid_constant__ DeltaChunkParams c) {
   constexpr int C = kDeltaTokens;
   extern __shared__ __align__(128) unsigned char memory[];
   DeltaChunkShared<K>& s = *reinterpret_cast<DeltaChunkShared<K>*>(memory);
   typename DeltaChunkShared<K>::Inverted& inverted = s.inverted;
-  LaunchDependents();
-  WaitForPrevious();
+  launch_dependents();
+  wait_for_previous();
   const DeltaParams& p = c.delta;
   const qm_delta& d = p.delta;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int head = blockIdx.y, b = blockIdx.z, group = head / (d.num_v_heads / d.num_k_heads);
-  const TokenRow row = ReadTokenRow(p.rows, b, p.tokens);
+  const TokenRow row = read_token_row(p.rows, b, p.tokens);
   const int first = (c.first + blockIdx.x) * C, n = min(C, row.count - p.tail - first);
   if (n <= 0) return;
   const int64_t token = static_cast<int64_t>(b) * p.tokens + row.begin + first;
   const int64_t width = 2 * d.num_k_heads * K + d.num_v_heads * d.v_head_size;
   const T* q = static_cast<const T*>(p.qkv) + token * width + group * K;
-  CopyTokens<T, K>(SharedAddress(s.read.key), q + d.num_k_heads * K, width, n);
-  CopyTokens<T, K>(SharedAddress(s.read.query), q, width, n);
-  CopyAsyncCommit();
+  copy_tokens<T, K>(shared_address(s.read.key), q + d.num_k_heads * K, width, n);
+  copy_tokens<T, K>(shared_address(s.read.query), q, width, n);
+  copy_async_commit();
 
-  SumDecays<T>(p, s, token, head, n, lane);
-  CopyAsyncWait<0>();
+  sum_decays<T>(p, s, token, head, n, lane);
+  copy_async_wait<0>();
   __syncthreads();
   if (warp == 1) s.logs[threadIdx.x] += s.logs[31];
-  FindNorms<T>(d, s, warp, lane);
+  find_norms<T>(d, s, warp, lane);
 
   float keys[C / 8][4] = {}, queries[C / 8][4] = {};
-  MultiplyTokens<T>(s, keys, queries, warp, lane);
+  multiply_tokens<T>(s, keys, queries, warp, lane);
   __syncthreads();
   float* made = c.made + ((static_cast<int64_t>(b) * c.chunks + blockIdx.x) * d.num_v_heads + head) * kDeltaMade;
-  StoreProducts(s, keys, queries, warp, lane, made + C * C);
+  store_products(s, keys, queries, warp, lane, made + C * C);
   if (threadIdx.x < C) {
     const int i = threadIdx.x;
     const float decay = expf(static_cast<float>(s.logs[i])), left = expf(static_cast<float>(s.logs[C - 1] - s.logs[i]));
@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaChunks(const __grid_c
   }
   __syncthreads();
 
-  Invert(s, warp, lane);
+  invert(s, warp, lane);
   for (int at = threadIdx.x; at < C * C; at += kDeltaChunkThreads) {
     const int r = at / C, j = at % C;
     if (j <= (r | 7)) made[at] = j <= r ? inverted.w[r][j] * s.beta[j] : 0.f;
@@ -270,20 +270,20 @@ struct DeltaScanStage {
 // One long function: the state and a chunk's products are a lane's registers from its first line to its last, and each
 // product's operands are the sums of the one before.
 template <typename T, int K>
-__global__ void __launch_bounds__(kDeltaChunkThreads) DeltaScan(const __grid_constant__ DeltaChunkParams params) {
+__global__ void __launch_bounds__(kDeltaChunkThreads) delta_scan(const __grid_constant__ DeltaChunkParams params) {
   constexpr int C = kDeltaTokens, kTiles = C / 8;
   extern __shared__ __align__(128) unsigned char memory[];
   using Stage = DeltaScanStage<K>;
   Stage* const stages = reinterpret_cast<Stage*>(memory);
-  LaunchDependents();
-  WaitForPrevious();
+  launch_dependents();
+  wait_for_previous();
   const DeltaParams& delta = params.delta;
   const qm_delta& node = delta.delta;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int head = blockIdx.y, batch_row = blockIdx.z, group = head / (node.num_v_heads / node.num_k_heads),
             v_head_size = node.v_head_size;
   const int column = blockIdx.x * kDeltaScanColumns + warp * 16 + g;  // and eight further
-  const TokenRow row = ReadTokenRow(delta.rows, batch_row, delta.tokens);
+  const TokenRow row = read_token_row(delta.rows, batch_row, delta.tokens);
   if (!row.valid) return;
   const int count = max(0, row.count - delta.tail), chunks = min(params.chunks, (count + C - 1) / C - params.first);
   if (chunks <= 0 && params.first) return;
@@ -307,35 +307,35 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaScan(const __grid_con
     Stage& to = stages[chunk % 2];
     const int n = min(C, count - (params.first + chunk) * C);
     const T* q = static_cast<const T*>(delta.qkv) + (token + chunk * C) * width;
-    CopyTokens<T, K>(SharedAddress(to.key), q + (node.num_k_heads + group) * K, width, n);
-    CopyTokens<T, K>(SharedAddress(to.query), q + group * K, width, n);
+    copy_tokens<T, K>(shared_address(to.key), q + (node.num_k_heads + group) * K, width, n);
+    copy_tokens<T, K>(shared_address(to.query), q + group * K, width, n);
     const T* values = q + 2 * node.num_k_heads * K + head * v_head_size + blockIdx.x * kDeltaScanColumns;
-    CopyTokens<T, kDeltaScanColumns>(SharedAddress(to.value), values, width, n);
+    copy_tokens<T, kDeltaScanColumns>(shared_address(to.value), values, width, n);
     const float* made =
         params.made +
         ((static_cast<int64_t>(batch_row) * params.chunks + chunk) * node.num_v_heads + head) * kDeltaMade;
     for (int i = threadIdx.x; i < C * C / 4; i += kDeltaChunkThreads) {
       const int r = i / (C / 4), j = i % (C / 4) * 4;
       if (j > (r | 7)) continue;
-      CopyAsync16(SharedAddress(&to.w[r][j]), made + i * 4, true);
-      CopyAsync16(SharedAddress(&to.p[r][j]), made + C * C + i * 4, true);
+      copy_async16(shared_address(&to.w[r][j]), made + i * 4, true);
+      copy_async16(shared_address(&to.p[r][j]), made + C * C + i * 4, true);
     }
     for (int i = threadIdx.x; i < static_cast<int>(sizeof(to.factors) / 16); i += kDeltaChunkThreads)
-      CopyAsync16(SharedAddress(to.factors + 4 * i), made + 2 * C * C + 4 * i, true);
-    CopyAsyncCommit();
+      copy_async16(shared_address(to.factors + 4 * i), made + 2 * C * C + 4 * i, true);
+    copy_async_commit();
   };
   if (chunks > 0) read(0);
   for (int chunk = 0; chunk < chunks; ++chunk) {
     if (chunk + 1 < chunks) {
       read(chunk + 1);
-      CopyAsyncWait<1>();
+      copy_async_wait<1>();
     } else {
-      CopyAsyncWait<0>();
+      copy_async_wait<0>();
     }
     __syncthreads();
     const Stage& of = stages[chunk % 2];
-    const uint32_t key_at = SharedAddress(of.key), query_at = SharedAddress(of.query);
-    const uint32_t value_at = SharedAddress(of.value);
+    const uint32_t key_at = shared_address(of.key), query_at = shared_address(of.query);
+    const uint32_t value_at = shared_address(of.value);
     const auto factor = [&](int which, int tile) {
       return *reinterpret_cast<const float2*>(of.factors + which * C + 8 * tile + 2 * t);
     };
@@ -345,30 +345,30 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaScan(const __grid_con
 #pragma unroll
     for (int m = 0; m < K / 8; ++m) {
       uint32_t high[4], low[4];
-      SplitTf32(state[m], high, low);
+      split_tf32(state[m], high, low);
 #pragma unroll
       for (int i = 0; i < kTiles; i += 4) {
         uint32_t keys[4], queries[4];
-        LoadMatrices(keys, key_at + EightAt<K>(i * 8 + lane, m));
-        LoadMatrices(queries, query_at + EightAt<K>(i * 8 + lane, m));
+        load_matrices(keys, key_at + eight_at<K>(i * 8 + lane, m));
+        load_matrices(queries, query_at + eight_at<K>(i * 8 + lane, m));
         // A sum's next product comes seven others later: a warp is alone on its tensor core.
         uint32_t k[4][2], q[4][2];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) Widen<T>(keys[e], k[e]), Widen<T>(queries[e], q[e]);
+        for (int e = 0; e < 4; ++e) widen<T>(keys[e], k[e]), widen<T>(queries[e], q[e]);
 #pragma unroll
         for (int part = 0; part < 2; ++part)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            MmaTf32(r[i + e], part ? low : high, k[e]);
-            MmaTf32(o[i + e], part ? low : high, q[e]);
+            mma_tf32(r[i + e], part ? low : high, k[e]);
+            mma_tf32(o[i + e], part ? low : high, q[e]);
           }
       }
     }
 #pragma unroll
     for (int i = 0; i < kTiles; i += 2) {
       uint32_t values[4];
-      LoadTransposed(values,
-                     value_at + EightAt<kDeltaScanColumns>((i + lane / 16) * 8 + lane % 8, 2 * warp + lane / 8 % 2));
+      load_transposed(values,
+                      value_at + eight_at<kDeltaScanColumns>((i + lane / 16) * 8 + lane % 8, 2 * warp + lane / 8 % 2));
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const float2 by_key = factor(0, i + e), by_query = factor(1, i + e);
@@ -376,8 +376,8 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaScan(const __grid_con
         for (int side = 0; side < 2; ++side) {
           const uint32_t value = values[2 * e + side];
           float(&to)[4] = r[i + e], (&out)[4] = o[i + e];
-          to[2 * side] = fmaf(-by_key.x, to[2 * side], Half<T>::Low(value));
-          to[2 * side + 1] = fmaf(-by_key.y, to[2 * side + 1], Half<T>::High(value));
+          to[2 * side] = fmaf(-by_key.x, to[2 * side], Half<T>::low(value));
+          to[2 * side + 1] = fmaf(-by_key.y, to[2 * side + 1], Half<T>::high(value));
           out[2 * side] *= by_query.x, out[2 * side + 1] *= by_query.y;
         }
       }
@@ -391,18 +391,18 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaScan(const __grid_con
     // Adds products of eight tokens, the j-th, to all from these on.
     const auto add = [&](float(&to)[kTiles][4], const float(&tokens)[4], const float(*with)[Stage::kStride], int j) {
       uint32_t high[4], low[4], factors[kTiles][2], small[kTiles][2];
-      SplitTf32(tokens, high, low);
+      split_tf32(tokens, high, low);
 #pragma unroll
       for (int i = j; i < kTiles; ++i) {
         const float2 pair = *reinterpret_cast<const float2*>(&with[8 * i + g][8 * j + 2 * t]);
-        SplitTf32(pair.x, factors[i][0], small[i][0]), SplitTf32(pair.y, factors[i][1], small[i][1]);
+        split_tf32(pair.x, factors[i][0], small[i][0]), split_tf32(pair.y, factors[i][1], small[i][1]);
       }
 #pragma unroll
-      for (int i = j; i < kTiles; ++i) MmaTf32(to[i], high, factors[i]);
+      for (int i = j; i < kTiles; ++i) mma_tf32(to[i], high, factors[i]);
 #pragma unroll
-      for (int i = j; i < kTiles; ++i) MmaTf32(to[i], low, factors[i]);
+      for (int i = j; i < kTiles; ++i) mma_tf32(to[i], low, factors[i]);
 #pragma unroll
-      for (int i = j; i < kTiles; ++i) MmaTf32(to[i], high, small[i]);
+      for (int i = j; i < kTiles; ++i) mma_tf32(to[i], high, small[i]);
     };
     // u of eight tokens is whole when r of those up to them has been added.
 #pragma unroll
@@ -412,21 +412,21 @@ __global__ void __launch_bounds__(kDeltaChunkThreads) DeltaScan(const __grid_con
       const float2 left = factor(2, j);
       const float scaled[4] = {u[j][0] * left.x, u[j][1] * left.y, u[j][2] * left.x, u[j][3] * left.y};
       uint32_t high[4], low[4];
-      SplitTf32(scaled, high, low);
+      split_tf32(scaled, high, low);
 #pragma unroll
       for (int m = 0; m < K / 8; m += 8) {
         uint32_t keys[8][2];
 #pragma unroll
         for (int half = 0; half < 8; half += 4) {
           uint32_t four[4];
-          LoadTransposed(four, key_at + EightAt<K>(j * 8 + lane % 8, m + half + lane / 8));
+          load_transposed(four, key_at + eight_at<K>(j * 8 + lane % 8, m + half + lane / 8));
 #pragma unroll
-          for (int e = 0; e < 4; ++e) Widen<T>(four[e], keys[half + e]);
+          for (int e = 0; e < 4; ++e) widen<T>(four[e], keys[half + e]);
         }
 #pragma unroll
         for (int part = 0; part < 2; ++part)
 #pragma unroll
-          for (int e = 0; e < 8; ++e) MmaTf32(state[m + e], part ? low : high, keys[e]);
+          for (int e = 0; e < 8; ++e) mma_tf32(state[m + e], part ? low : high, keys[e]);
       }
     }
     const int n = min(C, count - (params.first + chunk) * C);

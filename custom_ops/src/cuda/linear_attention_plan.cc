@@ -8,7 +8,7 @@
 namespace quantmoe {
 namespace {
 
-int ValidateCall(const char* input, int32_t type, int64_t batch, int64_t tokens, int64_t blocks, char* err) {
+int validate_call(const char* input, int32_t type, int64_t batch, int64_t tokens, int64_t blocks, char* err) {
   if (type != QM_F16 && type != QM_BF16)
     return fail(err, QM_UNSUPPORTED, "%s is of type %d, the CUDA kernels take float16 (1) and bfloat16 (2)", input,
                 type);
@@ -37,7 +37,7 @@ extern "C" int qm_cuda_validate_conv(const qm_cuda_conv_problem* problem, char* 
   if (c.width < kLeastConvWidth || c.width > kMostConvWidth)
     return fail(err, QM_UNSUPPORTED, "width is %d, the CUDA kernel takes %d to %d", c.width, kLeastConvWidth,
                 kMostConvWidth);
-  return ValidateCall("x", problem->type, problem->batch, problem->tokens, problem->tokens / kConvTokens, err);
+  return validate_call("x", problem->type, problem->batch, problem->tokens, problem->tokens / kConvTokens, err);
 }
 
 extern "C" int qm_cuda_plan_delta(const qm_cuda_delta_problem* problem, const qm_cuda_device* device,
@@ -51,7 +51,7 @@ extern "C" int qm_cuda_plan_delta(const qm_cuda_delta_problem* problem, const qm
   if (d.decay_per_key && (d.a_size % 4 || d.a_offset % 4))
     return fail(err, QM_UNSUPPORTED, "a_size is %d and a_offset %d, the CUDA kernels take multiples of 4", d.a_size,
                 d.a_offset);
-  QM_TRY(ValidateCall("qkv", problem->type, problem->batch, problem->tokens, d.num_v_heads, err));
+  QM_TRY(validate_call("qkv", problem->type, problem->batch, problem->tokens, d.num_v_heads, err));
   const bool few = problem->tokens <= kFewDeltaTokens;
   *plan = qm_cuda_delta_plan{};
   plan->columns = few && device->sm < 90 ? d.v_head_size : kFewDeltaColumns;

@@ -18,14 +18,14 @@ namespace quantmoe {
 
 template <class F, int kTokens>
 struct LinearTile {
-  static constexpr LinearSizes kSizes = LinearSizesOf(kTokens, F::kBits, F::kZeroBytes);
+  static constexpr LinearSizes kSizes = linear_sizes_of(kTokens, F::kBits, F::kZeroBytes);
   static constexpr int kPanels = kSizes.panels, kStages = kSizes.stages, kConsumers = 32 * kPanels;  // threads
   static constexpr bool kBytes = F::kBits == 8, kFloats = F::kBits == 16;
   static constexpr int kUnitBytes = 128 * F::kBits;  // of a panel's codes
   static constexpr int kTokenBytes = kTokens * 128, kCodeBytes = kPanels * kUnitBytes;
-  static constexpr int kScaleBytes = kPanels * LinearScaleBytes(F::kBits);
+  static constexpr int kScaleBytes = kPanels * linear_scale_bytes(F::kBits);
   static constexpr int kZeroBytes = F::kZeroBytes > 0 ? kPanels* kLinearZeroBytes : 0;
-  static constexpr int kResultTokens = LinearResultTokens(kTokens);
+  static constexpr int kResultTokens = linear_result_tokens(kTokens);
   // Where they begin.
   static constexpr int kCodesAt = kStages * kTokenBytes, kScalesAt = kCodesAt + kStages * kCodeBytes;
   static constexpr int kZerosAt = kScalesAt + kStages * kScaleBytes;
@@ -35,42 +35,44 @@ struct LinearTile {
   static_assert(kResultsAt % 1024 == 0);
 };
 
-// d = or, if add, += a * tokens, a unit of K, of one of the widths of such a tile. tokens: DescriptorLow.
+// d = or, if add, += a * tokens, a unit of K, of one of the widths of such a tile. tokens: descriptor_low.
 template <typename T, int kTokens, int kLow = kLinearLeast<kTokens>, int kHigh = kTokens>
-__device__ __forceinline__ void LinearProducts(float (&d)[kTokens / 2], uint32_t tokens, const uint32_t (&a)[4][4],
-                                               int width, bool add) {
+__device__ __forceinline__ void linear_products(float (&d)[kTokens / 2], uint32_t tokens, const uint32_t (&a)[4][4],
+                                                int width, bool add) {
   if constexpr (kLow < kHigh) {
     constexpr int kMiddle = kLow + (kHigh - kLow) / 32 * 16;
-    if (width <= kMiddle) return LinearProducts<T, kTokens, kLow, kMiddle>(d, tokens, a, width, add);
-    LinearProducts<T, kTokens, kMiddle + 16, kHigh>(d, tokens, a, width, add);
+    if (width <= kMiddle) return linear_products<T, kTokens, kLow, kMiddle>(d, tokens, a, width, add);
+    linear_products<T, kTokens, kMiddle + 16, kHigh>(d, tokens, a, width, add);
   } else {
-    WgmmaFence();
+    wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) Wgmma<T, kLow>(d, a[step], Descriptor(tokens + 2 * step), add || step > 0);
-    WgmmaCommit();
+    for (int step = 0; step < 4; ++step)
+      wgmma<T, kLow>(d, a[step], wgmma_descriptor(tokens + 2 * step), add || step > 0);
+    wgmma_commit();
   }
 }
 
 // One long function: what a consumer loads, dequantizes and multiplies are registers of three columns of work at once.
 // With its producer as a function ptxas spills others of them.
 template <typename T, class F, int kTokens>
-__global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels), LinearTile<F, kTokens>::kSizes.blocks)
-    LinearWgmma(const __grid_constant__ LinearParams params) {
+__global__ void __launch_bounds__(linear_threads(LinearTile<F, kTokens>::kPanels),
+                                  LinearTile<F, kTokens>::kSizes.blocks)
+    linear_wgmma(const __grid_constant__ LinearParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = LinearTile<F, kTokens>;
   constexpr int kStages = Shape::kStages, kUnitBytes = Shape::kUnitBytes;
   constexpr bool kBytes = Shape::kBytes, kFloats = Shape::kFloats;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   __shared__ uint64_t barriers[2 * kStages];
-  uint8_t* shared = raw_shared + (1024 - SharedAddress(raw_shared) % 1024) % 1024;
-  const uint32_t base = SharedAddress(shared);
-  const uint32_t full = SharedAddress(barriers), empty = full + 8 * kStages;
+  uint8_t* shared = raw_shared + (1024 - shared_address(raw_shared) % 1024) % 1024;
+  const uint32_t base = shared_address(shared);
+  const uint32_t full = shared_address(barriers), empty = full + 8 * kStages;
   if (threadIdx.x == 0) {
-    for (const CUtensorMap* map : {&params.codes, &params.tokens}) PrefetchMap(*map);
-    if constexpr (!kFloats) PrefetchMap(params.scales);
+    for (const CUtensorMap* map : {&params.codes, &params.tokens}) prefetch_map(*map);
+    if constexpr (!kFloats) prefetch_map(params.scales);
     for (int i = 0; i < kStages; ++i) {
-      BarrierInit(full + 8 * i, 1);
-      BarrierInit(empty + 8 * i, Shape::kConsumers);  // each consumer for what it has read itself
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, Shape::kConsumers);  // each consumer for what it has read itself
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -80,33 +82,34 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
   const int k_begin = part * weights.units / parts, k_end = (part + 1) * weights.units / parts;
   const int first_tile = blockIdx.x / parts, tile_step = gridDim.x / parts;
   if (threadIdx.x >= Shape::kConsumers) {
-    SetRegisters<false, kTokens == 64 ? 32 : kTokens == 128 ? 24 : 40>();
+    set_registers<false, kTokens == 64 ? 32 : kTokens == 128 ? 24 : 40>();
     if (threadIdx.x != Shape::kConsumers) return;
     // Weights that are read once leave L2 first.
-    const uint64_t often = EvictNormalPolicy(), once = params.tiles == params.row_tiles ? EvictFirstPolicy() : often;
+    const uint64_t often = evict_normal_policy(),
+                   once = params.tiles == params.row_tiles ? evict_first_policy() : often;
     const int zero_bytes = Shape::kZeroBytes ? weights.zero_bytes : 0;
     const int scale_bytes = kFloats ? 0 : 8 * weights.scale_bytes;
     const int stage_bytes = params.width * 128 + Shape::kCodeBytes + Shape::kPanels * (scale_bytes + zero_bytes);
     auto copy_weights = [&](int stage, int k, int panel) {
       const int block = k >> weights.block_shift;
       const uint32_t barrier = full + 8 * stage;
-      BarrierArriveExpect(barrier, stage_bytes);
-      TensorCopy(base + Shape::kCodesAt + stage * Shape::kCodeBytes, params.codes, 0, k * (kUnitBytes / 128), panel,
-                 barrier, once);
+      barrier_arrive_expect(barrier, stage_bytes);
+      tensor_copy(base + Shape::kCodesAt + stage * Shape::kCodeBytes, params.codes, 0, k * (kUnitBytes / 128), panel,
+                  barrier, once);
       if constexpr (!kFloats)
-        TensorCopy(base + Shape::kScalesAt + stage * Shape::kScaleBytes, params.scales, 0, block, panel, barrier,
-                   often);
+        tensor_copy(base + Shape::kScalesAt + stage * Shape::kScaleBytes, params.scales, 0, block, panel, barrier,
+                    often);
       if constexpr (Shape::kZeroBytes > 0)
-        TensorCopy(base + Shape::kZerosAt + stage * Shape::kZeroBytes, params.zeros, 0, block, panel, barrier, often);
+        tensor_copy(base + Shape::kZerosAt + stage * Shape::kZeroBytes, params.zeros, 0, block, panel, barrier, often);
     };
     auto copy_tokens = [&](int stage, int k, int first_token) {
-      TensorCopy(base + stage * Shape::kTokenBytes, params.tokens, k * kUnit, first_token, full + 8 * stage, often);
+      tensor_copy(base + stage * Shape::kTokenBytes, params.tokens, k * kUnit, first_token, full + 8 * stage, often);
     };
     // Weights do not depend on the kernel before this one.
     const int filled = min(kStages, k_end - k_begin);
     for (int i = 0; i < filled; ++i) copy_weights(i, k_begin + i, first_tile % params.row_tiles * Shape::kPanels);
-    WaitForPrevious();
-    LaunchDependents();
+    wait_for_previous();
+    launch_dependents();
     for (int i = 0; i < filled; ++i) copy_tokens(i, k_begin + i, first_tile / params.row_tiles * params.width);
     int stage = filled, phase = 1, k = k_begin + filled;
     for (int tile = first_tile; tile < params.tiles; tile += tile_step, k = k_begin) {
@@ -114,14 +117,14 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
 #pragma unroll 1
       for (; k < k_end; ++k, ++stage) {
         if (stage == kStages) stage = 0, phase ^= 1;
-        BarrierWait(empty + 8 * stage, phase);
+        barrier_wait(empty + 8 * stage, phase);
         copy_weights(stage, k, panel);
         copy_tokens(stage, k, first_token);
       }
     }
     return;
   }
-  SetRegisters<true, kTokens == 64 ? 104 : kTokens == 128 ? 112 : 232>();
+  set_registers<true, kTokens == 64 ? 104 : kTokens == 128 ? 112 : 232>();
   constexpr int kWords = kBytes || kFloats ? 2 : 1;  // of a lane's codes of 8 columns
   constexpr int kGroups = F::kUnitGroups;            // at most, of scales in a unit
   const int lane = threadIdx.x % 32, own_panel = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -144,7 +147,7 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
   const uint32_t zeros_at =
       base + Shape::kZerosAt + own_panel * weights.zero_bytes + (weights.two_groups ? 4 * g : 2 * g & ~3);
   const int width = __shfl_sync(~0u, params.width, 0);
-  const uint32_t tokens_at = __shfl_sync(~0u, DescriptorLow(base), 0);
+  const uint32_t tokens_at = __shfl_sync(~0u, descriptor_low(base), 0);
   const uint32_t block_mask = (1u << weights.block_shift) - 1;
 
   uint32_t words[8][kWords], scale_words[2], zero_words = 0;
@@ -154,7 +157,7 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
         uint32_t m[4];
-        LoadMatrices(m, at ^ step << 5);
+        load_matrices(m, at ^ step << 5);
 #pragma unroll
         for (int i = 0; i < 4; ++i) words[2 * step + i / 2][i % 2] = m[i];
       }
@@ -166,17 +169,17 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
         break;
       } else if constexpr (kBytes) {
         const uint32_t from = at ^ (chunk << 4 | ((chunk & 1) ^ half) << 3);
-        words[i][0] = Load4(from), words[i][1] = Load4(from + 512);
+        words[i][0] = load4(from), words[i][1] = load4(from + 512);
       } else {
-        words[i][0] = Load4((at ^ chunk << 4) + 8 * half);
+        words[i][0] = load4((at ^ chunk << 4) + 8 * half);
       }
     }
     if (kFloats || !scales) return;
     const uint32_t from = scales_at + stage * Shape::kScaleBytes;
-    scale_words[0] = scale_words[1] = Load4(from);
-    if (weights.scale_bytes == 8) scale_words[1] = Load4(from + 4);
+    scale_words[0] = scale_words[1] = load4(from);
+    if (weights.scale_bytes == 8) scale_words[1] = load4(from + 4);
     if constexpr (Shape::kZeroBytes > 0)
-      zero_words = __byte_perm(Load4(zeros_at + stage * Shape::kZeroBytes), 0,
+      zero_words = __byte_perm(load4(zeros_at + stage * Shape::kZeroBytes), 0,
                                weights.two_groups ? 0x3210
                                : g % 2            ? 0x3232
                                                   : 0x1010);
@@ -191,17 +194,17 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
         for (int row = 0; row < 2; ++row) factors[i][row] = factor(scale_words, i, row);
     };
     if constexpr (F::kScaleFactors) {
-      each([](const uint32_t(&from)[2], int i, int row) { return F::template GroupFactor<T>(from, i, row); });
+      each([](const uint32_t(&from)[2], int i, int row) { return F::template group_factor<T>(from, i, row); });
     } else {
-      WithScaleType<F>(weights.scale_type, [&](auto type) {
+      with_scale_type<F>(weights.scale_type, [&](auto type) {
         each([](const uint32_t(&from)[2], int i, int row) {
           constexpr int kType = decltype(type)::value;
           [[maybe_unused]] const uint32_t word =
               from[kGroups == 2 ? i : 0];  // the same twice where a unit has one group
-          if constexpr (kType == k_scale_type_bf16) return CodeFactor<T, F, __nv_bfloat16>(word, row);
-          if constexpr (kType == k_scale_type_f16) return CodeFactor<T, F, __half>(word, row);
-          if constexpr (kType == k_scale_type_f32) return CodeFactor<T, F>(__uint_as_float(from[row]));
-          if constexpr (kType == k_scale_type_e8m0) return CodeFactor<T, F>(E8m0(from[0], 2 * i + row));
+          if constexpr (kType == k_scale_type_bf16) return code_factor<T, F, __nv_bfloat16>(word, row);
+          if constexpr (kType == k_scale_type_f16) return code_factor<T, F, __half>(word, row);
+          if constexpr (kType == k_scale_type_f32) return code_factor<T, F>(__uint_as_float(from[row]));
+          if constexpr (kType == k_scale_type_e8m0) return code_factor<T, F>(e8m0(from[0], 2 * i + row));
         });
       });
     }
@@ -214,13 +217,13 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
       uint32_t two[4];  // of rows g and g + 8; the rest is not made
       uint32_t low = 0, high = 0;
       if constexpr (Shape::kZeroBytes > 0) {
-        low = ZeroPoint<T, true>(zero_words, BytePair(2 * half));
-        high = ZeroPoint<T, true>(zero_words, BytePair(2 * half + 1));
+        low = zero_point<T, true>(zero_words, byte_pair(2 * half));
+        high = zero_point<T, true>(zero_words, byte_pair(2 * half + 1));
       }
       if constexpr (kFloats) {
         two[0] = words[i][0], two[1] = words[i][1];
       } else {
-        F::template DequantScaled<T>(words[i][0] >> shift, words[i][kWords - 1] >> shift, factor, low, high, two);
+        F::template dequant_scaled<T>(words[i][0] >> shift, words[i][kWords - 1] >> shift, factor, low, high, two);
       }
       a[i / 2][i % 2 * 2] = two[0], a[i / 2][i % 2 * 2 + 1] = two[1];
     }
@@ -229,11 +232,11 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
   const int group = own_panel / 4, thread = threadIdx.x % 128;
   int stage = 0, phase = 0;
   // Warpgroups start one after the other, so that the tensor cores have products while one stores results.
-  if (parts == 1) BarrierWait(full + 8 * min(group, min(kStages, k_end) - 1), 0);
+  if (parts == 1) barrier_wait(full + 8 * min(group, min(kStages, k_end) - 1), 0);
   for (int tile = first_tile; tile < params.tiles; tile += tile_step) {
     float acc[kTokens / 2];
     int k = k_begin;
-    BarrierWait(full + 8 * stage, phase);
+    barrier_wait(full + 8 * stage, phase);
     load(stage, true);
     bool starts = true;  // the loaded unit a block of scales
 #pragma unroll 1
@@ -243,18 +246,18 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
       const bool add = __any_sync(~0u, k != k_begin), more = __any_sync(~0u, ++k < k_end);
       if (!kFloats && starts) read_scales();
       dequantize(a);
-      LinearProducts<T, kTokens>(acc, tokens_at + stage * (Shape::kTokenBytes / 16), a, width, add);
+      linear_products<T, kTokens>(acc, tokens_at + stage * (Shape::kTokenBytes / 16), a, width, add);
       const int used = stage;
       if (++stage == kStages) stage = 0, phase ^= 1;
       if (more) {
         starts = (k & block_mask) == 0;
-        BarrierWait(full + 8 * stage, phase);
+        barrier_wait(full + 8 * stage, phase);
         load(stage, starts);
       }
-      WgmmaWait<0>();
+      wgmma_wait<0>();
       // The products read `a` until here: what was loaded meanwhile must not have its registers.
       for (const auto& step : a) asm volatile("" ::"r"(step[0]), "r"(step[1]), "r"(step[2]), "r"(step[3]));
-      BarrierArrive(empty + 8 * used);
+      barrier_arrive(empty + 8 * used);
       if (!more) break;
     }
 
@@ -262,7 +265,7 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
               count = min(params.width, params.rows - first_token);
     const int panel = tile % params.row_tiles * Shape::kPanels + own_panel;
     float2 factor;
-    factor.x = factor.y = F::template kProductFactor<T> * InputScale<F>(weights, weights.rows.first);
+    factor.x = factor.y = F::template kProductFactor<T> * input_scale<F>(weights, weights.rows.first);
     if constexpr (F::kGlobalBytes > 0) {
       const float2 global = *reinterpret_cast<const float2*>(weights.rows.first + weights.globals_at);
       factor.x *= global.x, factor.y *= global.y;
@@ -277,17 +280,17 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
     const uint32_t result_to =
         results + (lane / 16 * 8 + lane % 8) * 128 + ((2 * (own_panel % 4) + lane / 8 % 2 ^ lane % 8) << 4);
     auto result = [&](float low, float high, bool second) {
-      return second ? Half<T>::Pack(fmaf(factor.y, low, bias.y), fmaf(factor.y, high, bias.y))
-                    : Half<T>::Pack(fmaf(factor.x, low, bias.x), fmaf(factor.x, high, bias.x));
+      return second ? Half<T>::pack(fmaf(factor.y, low, bias.y), fmaf(factor.y, high, bias.y))
+                    : Half<T>::pack(fmaf(factor.x, low, bias.x), fmaf(factor.x, high, bias.x));
     };
     auto store = [&](int from, int tokens) {
-      NamedBarrier(2 + group, 128);
+      named_barrier(2 + group, 128);
       const int chunk = thread % 8, column = (panel - own_panel % 4) * 16 + chunk * 8;
       const uint32_t at = results + ((chunk ^ thread / 8 % 8) << 4);
       T* to = static_cast<T*>(params.out) + static_cast<int64_t>(first_token + from) * params.out_columns + column;
 #pragma unroll 4
       for (int row = thread / 8; row < tokens; row += 16) {
-        const uint4 v = Load16(at + row * 128);
+        const uint4 v = load16(at + row * 128);
         T* y = to + static_cast<int64_t>(row) * params.out_columns;
         if (column + 8 <= params.out_columns && params.out_columns % 8 == 0) {
           *reinterpret_cast<uint4*>(y) = v;
@@ -299,7 +302,7 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
               reinterpret_cast<uint16_t*>(y)[j] = static_cast<uint16_t>(pairs[j / 2] >> (j % 2 * 16));
         }
       }
-      NamedBarrier(2 + group, 128);
+      named_barrier(2 + group, 128);
     };
     if (parts == 1) {
 #pragma unroll
@@ -310,14 +313,14 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
           const float* sums = acc + from / 2 + 8 * i;
           const uint32_t m[4] = {result(sums[0], sums[1], false), result(sums[2], sums[3], true),
                                  result(sums[4], sums[5], false), result(sums[6], sums[7], true)};
-          StoreTransposed(result_to + i * 2048, m);
+          store_transposed(result_to + i * 2048, m);
         }
         store(from, min(count - from, Shape::kResultTokens));
       }
       continue;
     }
     // Each block adds up its share of the cluster's sums, which lie over the stages.
-    NamedBarrier(1, Shape::kConsumers);
+    named_barrier(1, Shape::kConsumers);
     constexpr int kPieceBytes = 16 * Shape::kConsumers;  // of 8 tokens
     const int pieces = params.width / 8;
     const uint32_t mine = base + threadIdx.x * 16;
@@ -327,7 +330,7 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
         asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(mine + i * kPieceBytes), "f"(acc[4 * i]),
                      "f"(acc[4 * i + 1]), "f"(acc[4 * i + 2]), "f"(acc[4 * i + 3])
                      : "memory");
-    ClusterBarrier();
+    cluster_barrier();
     const int first_piece = part * pieces / parts, last_piece = (part + 1) * pieces / parts;
     int piece = first_piece, rank = 0;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -338,7 +341,7 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
       int from = piece, of = rank;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        v[i] = LoadRemote16(mine + min(from, last_piece - 1) * kPieceBytes, of);
+        v[i] = load_remote16(mine + min(from, last_piece - 1) * kPieceBytes, of);
         if (++of == parts) of = 0, ++from;
       }
 #pragma unroll
@@ -347,13 +350,13 @@ __global__ void __launch_bounds__(LinearThreads(LinearTile<F, kTokens>::kPanels)
         sum.x += v[i].x, sum.y += v[i].y, sum.z += v[i].z, sum.w += v[i].w;
         if (++rank < parts) continue;
         const uint32_t m[2] = {result(sum.x, sum.y, false), result(sum.z, sum.w, true)};
-        StoreTransposed(result_to + (piece - first_piece) * 1024, m);
+        store_transposed(result_to + (piece - first_piece) * 1024, m);
         sum = make_float4(0.f, 0.f, 0.f, 0.f);
         rank = 0, ++piece;
       }
     }
     store(8 * first_piece, min(count, 8 * last_piece) - 8 * first_piece);
-    ClusterBarrier();  // no block ends while others read its sums
+    cluster_barrier();  // no block ends while others read its sums
   }
 #else
   __trap();  // the plan is of sm_90a, this library was compiled without it

@@ -36,14 +36,14 @@ static_assert(kFp8Works * sizeof(Fp8Work) <= 128);
 static_assert(1024 + kFp8MostAt + kFp8MostBytes == kFp8SharedBytes);  // 1024: to align the first stage
 
 // K-major operand of 64-byte rows, 64-byte swizzle: eight rows of all panels, kFp8PanelBytes apart.
-__device__ inline uint64_t CodesDescriptor(uint32_t shared) {
+__device__ inline uint64_t codes_descriptor(uint32_t shared) {
   return static_cast<uint64_t>((shared & 0x3ffff) >> 4) | 1ull << 16 |
          static_cast<uint64_t>(kFp8PanelBytes >> 4) << 32 | 2ull << 62;
 }
 
 // d[64 x N] (+)= a[64 x 32] * b[32 x N], e4m3, both in shared memory.
 template <int N, bool add>
-__device__ inline void WgmmaE4m3(float* d, uint64_t a, uint64_t b) {
+__device__ inline void wgmma_e4m3(float* d, uint64_t a, uint64_t b) {
 #define QM_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define QM_F16(d, i) QM_F4(d, i), QM_F4(d, i + 4), QM_F4(d, i + 8), QM_F4(d, i + 12)
 #define QM_TEXT(n, d, a, b, add)                                                                                 \
@@ -68,7 +68,7 @@ __device__ inline void WgmmaE4m3(float* d, uint64_t a, uint64_t b) {
 }
 // All products are there; sums are not read before.
 template <int N>
-__device__ inline void WgmmaWait(float (&d)[N / 2]) {
+__device__ inline void wgmma_wait(float (&d)[N / 2]) {
   if constexpr (N == 64)
     asm volatile("wgmma.wait_group.sync.aligned 0;" : QM_F16(d, 0), QM_F16(d, 16)::"memory");
   else
@@ -77,26 +77,26 @@ __device__ inline void WgmmaWait(float (&d)[N / 2]) {
 }
 #undef QM_F16
 #undef QM_F4
-__device__ inline float2 LoadFloat2(uint32_t at) {
-  const uint2 v = Load8(at);
+__device__ inline float2 load_float2(uint32_t at) {
+  const uint2 v = load8(at);
   return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
 }
 // i of a vector, known at compile time.
 __device__ inline float Of(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // Four scales of a panel of type `type` (f32, f16, bf16), the fours being those of two rows g: row g, g + 8, of each.
-__device__ inline float4 FourScales(const uint8_t* scales, int type, int64_t four) {
+__device__ inline float4 four_scales(const uint8_t* scales, int type, int64_t four) {
   if (type == k_scale_type_f32) return reinterpret_cast<const float4*>(scales)[four];
   const uint2 v = reinterpret_cast<const uint2*>(scales)[four];
   if (type == k_scale_type_f16)
-    return make_float4(Half<__half>::Low(v.x), Half<__half>::High(v.x), Half<__half>::Low(v.y),
-                       Half<__half>::High(v.y));
-  return make_float4(Half<__nv_bfloat16>::Low(v.x), Half<__nv_bfloat16>::High(v.x), Half<__nv_bfloat16>::Low(v.y),
-                     Half<__nv_bfloat16>::High(v.y));
+    return make_float4(Half<__half>::low(v.x), Half<__half>::high(v.x), Half<__half>::low(v.y),
+                       Half<__half>::high(v.y));
+  return make_float4(Half<__nv_bfloat16>::low(v.x), Half<__nv_bfloat16>::high(v.x), Half<__nv_bfloat16>::low(v.y),
+                     Half<__nv_bfloat16>::high(v.y));
 }
 
 // Lane t of four has 32-bit word t of four rows of 16 bytes; it gets row t.
-__device__ inline uint4 Transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int t) {
+__device__ inline uint4 transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int t) {
   const bool odd = t & 1, upper = t & 2;
   const uint32_t ab = __shfl_xor_sync(~0u, odd ? a : b, 1), cd = __shfl_xor_sync(~0u, odd ? c : d, 1);
   const uint2 first = odd ? make_uint2(ab, b) : make_uint2(a, ab), second = odd ? make_uint2(cd, d) : make_uint2(c, cd);
@@ -115,13 +115,15 @@ struct Fp8Consumer {
   int slot = 0, turn = 0;    // of the unit in work; of the magnitudes
 
   // No pointers are kept while products are made.
-  __device__ uint8_t* Shared(uint32_t at) const { return static_cast<uint8_t*>(__cvta_shared_to_generic(base + at)); }
-  __device__ const Fp8Work& Now() const { return reinterpret_cast<const Fp8Work*>(Shared(kFp8WorksAt))[slot]; }
+  __device__ uint8_t* shared_at(uint32_t at) const {
+    return static_cast<uint8_t*>(__cvta_shared_to_generic(base + at));
+  }
+  __device__ const Fp8Work& current() const { return reinterpret_cast<const Fp8Work*>(shared_at(kFp8WorksAt))[slot]; }
 
   // N = 128: 64 tokens of this warpgroup times all panels. N = 64: all, at most 64, tokens times half of the panels.
   // acc[r]: sums of rows g + 8 * r of panels.
   template <int N>
-  __device__ __forceinline__ void Multiply(float (&acc)[2][N / 2], int steps) {
+  __device__ __forceinline__ void multiply(float (&acc)[2][N / 2], int steps) {
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
@@ -135,28 +137,28 @@ struct Fp8Consumer {
 #pragma unroll 1
     for (; steps > 0; --steps) {
       const uint32_t now = base + stage;
-      BarrierWait(now + kFp8FullAt, phase);
-      const uint64_t tokens = Descriptor(DescriptorLow(now + tokens_at));
-      const uint64_t codes = CodesDescriptor(now + kFp8CodesAt + panel * kFp8PanelBytes);
-      const float low = __uint_as_float(Load4(now + kFp8TokenScalesAt + token_at * 4)),
-                  high = __uint_as_float(Load4(now + kFp8TokenScalesAt + token_at * 4 + 32));
-      const float2 block = LoadFloat2(now + kFp8RowScalesAt);  // !by_row
+      barrier_wait(now + kFp8FullAt, phase);
+      const uint64_t tokens = wgmma_descriptor(descriptor_low(now + tokens_at));
+      const uint64_t codes = codes_descriptor(now + kFp8CodesAt + panel * kFp8PanelBytes);
+      const float low = __uint_as_float(load4(now + kFp8TokenScalesAt + token_at * 4)),
+                  high = __uint_as_float(load4(now + kFp8TokenScalesAt + token_at * 4 + 32));
+      const float2 block = load_float2(now + kFp8RowScalesAt);  // !by_row
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        WgmmaFence();
+        wgmma_fence();
         constexpr int kUnitStep = 1024 / 16, kRowsStep = 512 / 16;
-        WgmmaE4m3<N, false>(sum, tokens, codes + r * kRowsStep);
-        WgmmaE4m3<N, true>(sum, tokens + 2, codes + r * kRowsStep + 2);
-        WgmmaE4m3<N, true>(sum, tokens + 4, codes + r * kRowsStep + kUnitStep);
-        WgmmaE4m3<N, true>(sum, tokens + 6, codes + r * kRowsStep + kUnitStep + 2);
-        WgmmaCommit();
-        WgmmaWait<N>(sum);
-        if (!by_row && r == 1) BarrierArrive(now + kFp8EmptyAt);
+        wgmma_e4m3<N, false>(sum, tokens, codes + r * kRowsStep);
+        wgmma_e4m3<N, true>(sum, tokens + 2, codes + r * kRowsStep + 2);
+        wgmma_e4m3<N, true>(sum, tokens + 4, codes + r * kRowsStep + kUnitStep);
+        wgmma_e4m3<N, true>(sum, tokens + 6, codes + r * kRowsStep + kUnitStep + 2);
+        wgmma_commit();
+        wgmma_wait<N>(sum);
+        if (!by_row && r == 1) barrier_arrive(now + kFp8EmptyAt);
 #pragma unroll
         for (int i = 0; i < N / 8; ++i) {  // panels
           float2 rows;
           if constexpr (by_row) {
-            rows = LoadFloat2(now + kFp8RowScalesAt + (panel + i) * 64 + lane % 4 * 16 + r * 8);
+            rows = load_float2(now + kFp8RowScalesAt + (panel + i) * 64 + lane % 4 * 16 + r * 8);
           } else {
             const float one = !down      ? (r ? block.y : block.x)
                               : N == 128 ? (i < 8 ? block.x : block.y)
@@ -169,7 +171,7 @@ struct Fp8Consumer {
             to = fmaf(sum[4 * i + j], (j < 2 ? low : high) * (j % 2 ? rows.y : rows.x), to);
           }
         }
-        if (by_row && r == 1) BarrierArrive(now + kFp8EmptyAt);
+        if (by_row && r == 1) barrier_arrive(now + kFp8EmptyAt);
       }
       stage += kFp8StageBytes;
       if (stage == kFp8Stages * kFp8StageBytes) stage = 0, phase ^= 1;
@@ -177,11 +179,11 @@ struct Fp8Consumer {
   }
 
   // Codes of 64 features of h, of which a lane has two of each eight: lane t gets 16 bytes of a unit (FORMAT.md 3.2).
-  __device__ static uint4 Codes(const E4m3Step& step, const float (&h)[16], int t) {
+  __device__ static uint4 codes_of(const E4m3Step& step, const float (&h)[16], int t) {
     const bool odd = t & 1, upper = t & 2;
     uint32_t two[8];  // in their bytes of a word
 #pragma unroll
-    for (int i = 0; i < 8; ++i) two[i] = __byte_perm(step.Pair(h[2 * i], h[2 * i + 1]), 0, odd ? 0x1404 : 0x4140);
+    for (int i = 0; i < 8; ++i) two[i] = __byte_perm(step.pair_of(h[2 * i], h[2 * i + 1]), 0, odd ? 0x1404 : 0x4140);
     uint2 eight[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -202,8 +204,8 @@ struct Fp8Consumer {
   // Sums times the scales of whole rows, plus biases. Branches are outside of loops, so that loads are asked for
   // together.
   template <int N>
-  __device__ __forceinline__ void ScaleAndAddBias(float (&acc)[2][N / 2], const Fp8Work& work, int panel, int t,
-                                                  const float (&weight)[2], const float (&factor)[2]) {
+  __device__ __forceinline__ void scale_and_add_bias(float (&acc)[2][N / 2], const Fp8Work& work, int panel, int t,
+                                                     const float (&weight)[2], const float (&factor)[2]) {
     const Weights& w = p.weights;
     const uint8_t* expert = w.rows[work.expert];
     constexpr int kPanels = N / 8;
@@ -219,11 +221,11 @@ struct Fp8Consumer {
     if (w.block_shift != 31) {
       times([](int) { return make_float4(1.f, 1.f, 1.f, 1.f); });
     } else if (w.scale_type == k_scale_type_f32) {
-      times([&](int four) { return FourScales(scales, k_scale_type_f32, four); });
+      times([&](int four) { return four_scales(scales, k_scale_type_f32, four); });
     } else if (w.scale_type == k_scale_type_f16) {
-      times([&](int four) { return FourScales(scales, k_scale_type_f16, four); });
+      times([&](int four) { return four_scales(scales, k_scale_type_f16, four); });
     } else {
-      times([&](int four) { return FourScales(scales, k_scale_type_bf16, four); });
+      times([&](int four) { return four_scales(scales, k_scale_type_bf16, four); });
     }
     if (w.bias_at && work.k_begin == 0) {
       const float2* biases = reinterpret_cast<const float2*>(expert + w.bias_at) + t;
@@ -243,12 +245,12 @@ struct Fp8Consumer {
 
   // As in moe_gemm_wgmma.cuh places come from an opaque thread number.
   template <int N>
-  __device__ __forceinline__ void Store(float (&acc)[2][N / 2]) {
+  __device__ __forceinline__ void store(float (&acc)[2][N / 2]) {
     const Weights& w = p.weights;
     int thread = threadIdx.x;
     asm volatile("" : "+r"(thread));
     const int group = thread / 128 - 1, lane = thread % 32, warp = thread / 32 % 4, t = lane % 4;
-    const Fp8Work work = Now();
+    const Fp8Work work = current();
     const int parts = p.warps_k, groups = (w.units + 1) / 2;
     const int part = down ? (work.k_begin * parts + parts - 1) / groups : 0;
     const int token = (N == 128 ? group * 64 : 0) + warp * 16 + lane / 4;  // and token + 8
@@ -265,20 +267,20 @@ struct Fp8Consumer {
       factor[i] = weight[i];
       if (!p.x_grouped && own.pair >= 0) factor[i] *= p.x_scales[work.first + token + 8 * i];
     }
-    ScaleAndAddBias<N>(acc, work, panel, t, weight, factor);
+    scale_and_add_bias<N>(acc, work, panel, t, weight, factor);
     if constexpr (!down) {
       if (p.activation.kind == k_activation_silu) {
 #pragma unroll
-        for (int i = 0; i < N / 2; ++i) acc[0][i] = Silu(acc[0][i]) * acc[1][i];
+        for (int i = 0; i < N / 2; ++i) acc[0][i] = silu(acc[0][i]) * acc[1][i];
       } else {
 #pragma unroll
-        for (int i = 0; i < N / 2; ++i) acc[0][i] = ActivateOther(p.activation, acc[0][i], acc[1][i]);
+        for (int i = 0; i < N / 2; ++i) acc[0][i] = activate_other(p.activation, acc[0][i], acc[1][i]);
       }
       // Panels past the end (padding of K for the next GEMM) are zero.
 #pragma unroll
       for (int i = 0; i < kPanels; ++i)
         if (panel + i >= w.panels) acc[0][4 * i] = acc[0][4 * i + 1] = acc[0][4 * i + 2] = acc[0][4 * i + 3] = 0.f;
-      if (p.h_scales) return StoreCodes<N>(acc[0], work, token, group, t, pair);
+      if (p.h_scales) return store_codes<N>(acc[0], work, token, group, t, pair);
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {  // token, token + 8
@@ -290,9 +292,9 @@ struct Fp8Consumer {
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
           const float* from = down ? acc[q % 2] + 4 * (i + q / 2) : acc[0] + 4 * (i + q);
-          v[q] = Half<T>::Pack(from[2 * j], from[2 * j + 1]);
+          v[q] = Half<T>::pack(from[2 * j], from[2 * j + 1]);
         }
-        const uint4 eight = Transpose4(v[0], v[1], v[2], v[3], t);
+        const uint4 eight = transpose4(v[0], v[1], v[2], v[3], t);
         const int column = (panel + i) * (down ? 16 : 8) + 8 * t;
         if (pair[j] >= 0 && column < p.out_columns) *reinterpret_cast<uint4*>(out + column) = eight;
       }
@@ -301,8 +303,8 @@ struct Fp8Consumer {
   // h as the next product reads it: this block's rows are one group of 128 features. A value that is not finite makes
   // codes, and so all results of its token, not a number.
   template <int N>
-  __device__ __forceinline__ void StoreCodes(const float (&h)[N / 2], const Fp8Work& work, int token, int group, int t,
-                                             const int (&pair)[2]) {
+  __device__ __forceinline__ void store_codes(const float (&h)[N / 2], const Fp8Work& work, int token, int group, int t,
+                                              const int (&pair)[2]) {
     uint32_t most[2] = {};  // bits of magnitudes are ordered as they are, NaN above infinity above others
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) most[i / 2 % 2] = max(most[i / 2 % 2], __float_as_uint(h[i]) & 0x7fffffff);
@@ -312,10 +314,10 @@ struct Fp8Consumer {
       for (int d = 1; d < 4; d *= 2) most[j] = max(most[j], __shfl_xor_sync(~0u, most[j], d));
     }
     if constexpr (N == 64) {  // the other half of the features is the other warpgroup's
-      uint32_t* all = reinterpret_cast<uint32_t*>(Shared(kFp8MostAt)) + turn * 128;
+      uint32_t* all = reinterpret_cast<uint32_t*>(shared_at(kFp8MostAt)) + turn * 128;
       turn ^= 1;
       if (t < 2) all[group * 64 + token + 8 * t] = t ? most[1] : most[0];
-      NamedBarrier(1, 256);
+      named_barrier(1, 256);
       most[0] = max(most[0], all[(1 - group) * 64 + token]), most[1] = max(most[1], all[(1 - group) * 64 + token + 8]);
     }
     const float stored = p.h_input_at ? *reinterpret_cast<const float*>(p.h_rows[work.expert] + p.h_input_at) : 0.f;
@@ -329,7 +331,7 @@ struct Fp8Consumer {
         float v[16];
 #pragma unroll
         for (int i = 0; i < 16; ++i) v[i] = h[32 * u + i / 2 * 4 + 2 * j + i % 2];
-        const uint4 codes = Codes(step, v, t);
+        const uint4 codes = codes_of(step, v, t);
         const int place = ((N == 128 ? u : group) * 4 + t) ^ static_cast<int>(row & 7);
         if (pair[j] >= 0) *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.out) + at * kFp8Group + place * 16) = codes;
       }
@@ -340,17 +342,17 @@ struct Fp8Consumer {
     }
   }
 
-  __device__ __forceinline__ void Run() {
-    BarrierWait(base + stage + kFp8FullAt, phase);  // Now() is there
-    const int count = Now().count, steps = Now().k_end - Now().k_begin;
+  __device__ __forceinline__ void run() {
+    barrier_wait(base + stage + kFp8FullAt, phase);  // current() is there
+    const int count = current().count, steps = current().k_end - current().k_begin;
     if (count <= 64) {
       float acc[2][32];
-      Multiply<64>(acc, steps);
-      Store<64>(acc);
+      multiply<64>(acc, steps);
+      store<64>(acc);
     } else {
       float acc[2][64];
-      Multiply<128>(acc, steps);
-      Store<128>(acc);
+      multiply<128>(acc, steps);
+      store<128>(acc);
     }
     if (++slot == kFp8Works) slot = 0;
   }
@@ -359,9 +361,9 @@ struct Fp8Consumer {
 // Fills the stages of all of the block's work. row_scales: a stage has some. One long function: it is
 // three, what tokens, codes and scales are copied by, that go through the same work.
 template <typename T, bool down, bool by_row>
-__device__ __forceinline__ void Fp8Produce(const GemmParams& p, uint8_t* shared, int units, bool row_scales) {
+__device__ __forceinline__ void fp8_produce(const GemmParams& p, uint8_t* shared, int units, bool row_scales) {
   const Weights& w = p.weights;
-  const uint32_t base = SharedAddress(shared);
+  const uint32_t base = shared_address(shared);
   const int blocks = (w.panels + kFp8Panels - 1) / kFp8Panels, groups = (w.units + 1) / 2;
   const int parts = down ? p.warps_k : 1;
   Fp8Work* works = reinterpret_cast<Fp8Work*>(shared + kFp8WorksAt);
@@ -377,7 +379,7 @@ __device__ __forceinline__ void Fp8Produce(const GemmParams& p, uint8_t* shared,
   int stage = 0, phase = 1, slot = 0;
   // stages(work, its expert's row) gives what copies stage k of it.
   auto produce = [&](auto stages) {
-    for (Turns turn; turn.unit < units; turn.Next()) {
+    for (Turns turn; turn.unit < units; turn.next()) {
       // The tiles of a group take turns with the same rows: the weights are then read from memory once for all.
       const int part = turn.unit % parts, piece = turn.unit / parts;
       const Tile any = p.tiles[piece / blocks];
@@ -388,7 +390,7 @@ __device__ __forceinline__ void Fp8Produce(const GemmParams& p, uint8_t* shared,
       auto copy = stages(work, w.rows[work.expert]);
 #pragma unroll 1
       for (int k = work.k_begin; k < work.k_end; ++k) {
-        copy(k, base + stage, [&] { BarrierWait(base + stage + kFp8EmptyAt, phase); });
+        copy(k, base + stage, [&] { barrier_wait(base + stage + kFp8EmptyAt, phase); });
         stage = stage == (kFp8Stages - 1) * kFp8StageBytes ? 0 : stage + kFp8StageBytes;
         if (stage == 0) phase ^= 1;
       }
@@ -405,9 +407,9 @@ __device__ __forceinline__ void Fp8Produce(const GemmParams& p, uint8_t* shared,
           if (++slot == kFp8Works) slot = 0;
         }
         const uint32_t full = to + kFp8FullAt;
-        BarrierArriveExpect(full, kFp8Panels * kFp8PanelBytes + rows * (kFp8Group + (p.x_grouped ? 4 : 0)));
-        BulkCopy(to, static_cast<const uint8_t*>(p.x) + row * kFp8Group, rows * kFp8Group, full);
-        if (p.x_grouped) BulkCopy(to + kFp8TokenScalesAt, p.x_scales + row, rows * 4, full);
+        barrier_arrive_expect(full, kFp8Panels * kFp8PanelBytes + rows * (kFp8Group + (p.x_grouped ? 4 : 0)));
+        bulk_copy(to, static_cast<const uint8_t*>(p.x) + row * kFp8Group, rows * kFp8Group, full);
+        if (p.x_grouped) bulk_copy(to + kFp8TokenScalesAt, p.x_scales + row, rows * 4, full);
         row += p.x_rows;
       };
     });
@@ -427,8 +429,8 @@ __device__ __forceinline__ void Fp8Produce(const GemmParams& p, uint8_t* shared,
         const bool whole = 2 * k + 1 < w.units;
 #pragma unroll
         for (int i = 0; i < 8; ++i, to += kFp8PanelBytes) {
-          BulkCopy(to, codes, whole ? 2048 : 1024, full);
-          if (!whole) BulkCopy(to + 1024, codes, 1024, full);  // past the end, where tokens are zero: any codes
+          bulk_copy(to, codes, whole ? 2048 : 1024, full);
+          if (!whole) bulk_copy(to + 1024, codes, 1024, full);  // past the end, where tokens are zero: any codes
           if (i < panels) codes += panel_bytes;
         }
       };
@@ -445,7 +447,7 @@ __device__ __forceinline__ void Fp8Produce(const GemmParams& p, uint8_t* shared,
         float4 v[2];
 #pragma unroll
         for (int i = 0; i < 1 + by_row; ++i)
-          if (mine) v[i] = FourScales(scales, w.scale_type, at + i);
+          if (mine) v[i] = four_scales(scales, w.scale_type, at + i);
         wait();
         if (mine) {
           float* row = reinterpret_cast<float*>(shared + (to - base) + kFp8RowScalesAt);
@@ -459,24 +461,24 @@ __device__ __forceinline__ void Fp8Produce(const GemmParams& p, uint8_t* shared,
             row[0] = v[0].x, row[1] = v[0].y;
           }
         }
-        BarrierArrive(to + kFp8FullAt);
+        barrier_arrive(to + kFp8FullAt);
       };
     });
   }
 }
 
 template <typename T, bool down, bool by_row>
-__global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_constant__ GemmParams p) {
+__global__ void __launch_bounds__(kWgmmaThreads, 1) moe_gemm_fp8(const __grid_constant__ GemmParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t raw[];
-  LaunchDependents();
-  uint8_t* shared = raw + (1024 - SharedAddress(raw) % 1024) % 1024;
-  const uint32_t base = SharedAddress(shared);
+  launch_dependents();
+  uint8_t* shared = raw + (1024 - shared_address(raw) % 1024) % 1024;
+  const uint32_t base = shared_address(shared);
   const Weights& w = p.weights;
   const bool row_scales = w.block_shift != 31;  // a stage has some
   if (threadIdx.x < kFp8Stages) {
-    BarrierInit(base + threadIdx.x * kFp8StageBytes + kFp8FullAt, row_scales ? 33 : 1);
-    BarrierInit(base + threadIdx.x * kFp8StageBytes + kFp8EmptyAt, 256);  // each consumer for what it has read itself
+    barrier_init(base + threadIdx.x * kFp8StageBytes + kFp8FullAt, row_scales ? 33 : 1);
+    barrier_init(base + threadIdx.x * kFp8StageBytes + kFp8EmptyAt, 256);  // each consumer for what it has read itself
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   // Scales that no stage has.
@@ -486,20 +488,20 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) MoeGemmFp8(const __grid_cons
     if (!p.x_grouped) stage[2 * kFp8Tokens + i % kFp8Tokens] = 1.f;
   }
   __syncthreads();
-  WaitForPrevious();
+  wait_for_previous();
   const int blocks = (w.panels + kFp8Panels - 1) / kFp8Panels;
-  const int parts = down ? p.warps_k : 1;  // of K; MoeCombine adds them up
+  const int parts = down ? p.warps_k : 1;  // of K; moe_combine adds them up
   const int units = p.tiles[p.max_tiles].count * blocks * parts;
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    Fp8Produce<T, down, by_row>(p, shared, units, row_scales);
+    fp8_produce<T, down, by_row>(p, shared, units, row_scales);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     Fp8Consumer<T, down, by_row> c{p};
     c.base = base;
     asm volatile("" : "+r"(c.base));
-    for (Turns turn; turn.unit < units; turn.Next()) c.Run();
+    for (Turns turn; turn.unit < units; turn.next()) c.run();
   }
 #else
   __trap();  // the plan is of sm_90a, this library was compiled without it

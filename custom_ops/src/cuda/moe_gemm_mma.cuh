@@ -14,8 +14,8 @@ namespace quantmoe {
 
 // What sums of rows g and of rows g + 8 are multiplied by.
 template <typename T, typename F>
-__device__ inline float2 SumFactors(const Weights& w, const uint8_t* expert) {
-  const float factor = kSumFactor<T, F> * InputScale<F>(w, expert);
+__device__ inline float2 sum_factors(const Weights& w, const uint8_t* expert) {
+  const float factor = kSumFactor<T, F> * input_scale<F>(w, expert);
   if constexpr (F::kGlobalBytes > 0) {
     const float2 global = *reinterpret_cast<const float2*>(expert + w.globals_at);
     return make_float2(factor * global.x, factor * global.y);
@@ -25,8 +25,8 @@ __device__ inline float2 SumFactors(const Weights& w, const uint8_t* expert) {
 
 // Stores what a block's warps have for one accumulator (rows g and g + 8, token columns 2t and 2t + 1).
 template <typename T, bool down>
-__device__ inline void StoreUnit(const GemmParams& p, const uint8_t* expert, int panel, int g, float4 c,
-                                 const int (&pair)[2], const float (&weight)[2]) {
+__device__ inline void store_unit(const GemmParams& p, const uint8_t* expert, int panel, int g, float4 c,
+                                  const int (&pair)[2], const float (&weight)[2]) {
   float bias[2] = {0.f, 0.f};
   if (p.weights.bias_at) {
     const float* b = reinterpret_cast<const float*>(expert + p.weights.bias_at) + panel * 16 + g;
@@ -48,7 +48,7 @@ __device__ inline void StoreUnit(const GemmParams& p, const uint8_t* expert, int
         if (p.out_float) {
           static_cast<float*>(p.out)[row + n] = y;
         } else {
-          static_cast<T*>(p.out)[row + n] = Half<T>::From(y);
+          static_cast<T*>(p.out)[row + n] = Half<T>::from(y);
         }
       }
     } else {
@@ -56,32 +56,32 @@ __device__ inline void StoreUnit(const GemmParams& p, const uint8_t* expert, int
       const float w = p.weight_here ? weight[i] : 1.f;
       const float a = fmaf(w, low[i], bias[0]), b = fmaf(w, high[i], bias[1]);
       if (p.activation.gated) {
-        out[panel * 8 + g] = Half<T>::From(Activate(p.activation, a, b));
+        out[panel * 8 + g] = Half<T>::from(activate(p.activation, a, b));
       } else {
-        out[panel * 16 + g] = Half<T>::From(Activate(p.activation, a, a));
-        out[panel * 16 + g + 8] = Half<T>::From(Activate(p.activation, b, b));
+        out[panel * 16 + g] = Half<T>::from(activate(p.activation, a, a));
+        out[panel * 16 + g + 8] = Half<T>::from(activate(p.activation, b, b));
       }
     }
   }
 }
 
-// A part of the codes that the call's ids are sure to ask for, another part a block: DRAM would idle while MoeRoute
+// A part of the codes that the call's ids are sure to ask for, another part a block: DRAM would idle while moe_route
 // makes its lists and while the last blocks of gate_up end.
 template <uint32_t kBytes>
-__device__ inline void PrefetchCodes(const GemmParams& p) {
+__device__ inline void prefetch_codes(const GemmParams& p) {
   if (threadIdx.x != 0) return;
   const int64_t pairs = static_cast<int64_t>(p.routing.tokens) * p.routing.top_k;
-  const int expert = LocalExpert(p.routing, blockIdx.x * pairs / gridDim.x);
+  const int expert = local_expert(p.routing, blockIdx.x * pairs / gridDim.x);
   if (expert < 0) return;
   const uint32_t codes = p.weights.scales_at, parts = max(codes / kBytes, 1u);
-  Prefetch(p.weights.rows[expert] + blockIdx.x % parts * kBytes, min(codes, kBytes));
+  prefetch(p.weights.rows[expert] + blockIdx.x % parts * kBytes, min(codes, kBytes));
 }
 
 // kUnits: of K a stage; kSplit: warps split K (warps_k > 1), otherwise each stores its own sums and never waits.
 // One long function: a turn's copies, products and stores change the same sums and places, which are registers.
 template <typename T, typename F, int MT, int NT, bool down, bool decode, int kUnits = 1, bool kSplit = true>
-__global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
-    MoeGemmMma(const __grid_constant__ GemmParams params) {
+__global__ void __launch_bounds__(kThreads, register_blocks(F::kBits, MT, NT))
+    moe_gemm_mma(const __grid_constant__ GemmParams params) {
   static_assert(!(down && decode), "MoeDownDecode");
   static_assert(kSplit || down, "gate_up has long rows");
   using S = Stream<T, F, MT, NT, kUnits>;
@@ -98,16 +98,16 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
   const int k_begin = wk * k_units / warps_k * kUnits, k_end = (wk + 1) * k_units / warps_k * kUnits;
   int n_tiles;
   if constexpr (decode) {
-    WaitForPrevious();  // for x and ids
-    LaunchDependents();
-    routing->Make(params.routing);
+    wait_for_previous();  // for x and ids
+    launch_dependents();
+    routing->make(params.routing);
     n_tiles = routing->tiles;
   } else {
     const bool linear = !params.tiles;  // then this is the first kernel of its call: launcher.h
-    if (!linear) LaunchDependents();
-    PrefetchCodes<down ? 1 << 16 : 1 << 17>(params);
-    WaitForPrevious();
-    if (linear) LaunchDependents();
+    if (!linear) launch_dependents();
+    prefetch_codes<down ? 1 << 16 : 1 << 17>(params);
+    wait_for_previous();
+    if (linear) launch_dependents();
     n_tiles = linear ? params.max_tiles : params.tiles[params.max_tiles].count;
   }
   // Sums of the warps, where they are added: after the rings, or, in 2 units of K a stage, the stage read last.
@@ -135,12 +135,12 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
           int expert;
           if constexpr (decode) {
             expert = routing->expert[copy_tile];
-            const int pair = routing->Pair(copy_tile, g);
+            const int pair = routing->pair_of(copy_tile, g);
             rows[0] =
                 pair < 0 ? nullptr : static_cast<const T*>(params.x) + (pair / params.x_divisor) * params.x_columns;
             copy_n = 1;
           } else {
-            const Tile found = TileAt(params, copy_tile);
+            const Tile found = tile_at(params, copy_tile);
             expert = found.expert;
             copy_n = (found.count + 7) / 8;
 #pragma unroll
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
               const int c = 8 * n + g;
               rows[n] = nullptr;
               if (c < found.count) {
-                const int pair = PairAt(params, found.first + c).pair;
+                const int pair = pair_at(params, found.first + c).pair;
                 rows[n] =
                     static_cast<const T*>(params.x) + static_cast<int64_t>(pair / params.x_divisor) * params.x_columns;
               }
@@ -157,21 +157,21 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
           copy_expert = params.weights.rows[expert];
         }
         const int panel = (copy_group * warps_n + wn) * MT;
-        stream.SeekWeights(params.weights, copy_expert, panel, k_begin);
+        stream.seek_weights(params.weights, copy_expert, panel, k_begin);
         // A unit of work ends with a read of its biases, which nothing else overlaps.
         if (params.weights.bias_at && wk == 0 && lane == 0 && panel < params.weights.panels)
-          Prefetch(copy_expert + params.weights.bias_at + panel * 64, min(MT, params.weights.panels - panel) * 64);
+          prefetch(copy_expert + params.weights.bias_at + panel * 64, min(MT, params.weights.panels - panel) * 64);
 #pragma unroll
-        for (int n = 0; n < NT; ++n) stream.SeekTokens(n, rows[n], params.x_columns);
+        for (int n = 0; n < NT; ++n) stream.seek_tokens(n, rows[n], params.x_columns);
       }
-      stream.CopyWeights(stage, params.weights);
-      stream.CopyTokens(stage, copy_n);
+      stream.copy_weights(stage, params.weights);
+      stream.copy_tokens(stage, copy_n);
       if (stream.k == k_end) {
         --copy_left;
         if (++copy_group == groups) copy_group = 0, ++copy_tile, copy_expert = nullptr;
       }
     }
-    CopyAsyncCommit();
+    copy_async_commit();
   };
 
   float acc[MT][NT][4] = {};
@@ -184,21 +184,21 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
   for (int turn = 0; left > 0; ++turn) {
     if (turn >= kStages - 1) {
       if (k == k_begin) {
-        if constexpr (!decode) now = TileAt(params, tile);
+        if constexpr (!decode) now = tile_at(params, tile);
         n_active = (now.count + 7) / 8;
       }
-      CopyAsyncWait<kStages - 2>();
+      copy_async_wait<kStages - 2>();
     }
     copy(turn % kStages);  // stages counted instead are slower: fp8, 8 tokens, 3 %
     if (turn < kStages - 1) continue;
     const int stage = (turn + 1) % kStages;
     if (k < k_end) {
       if (NT == 1 || n_active == 1) {
-        stream.template Consume<1, false, decode && kUnits == 1>(stage, acc, params.weights);
+        stream.template consume<1, false, decode && kUnits == 1>(stage, acc, params.weights);
       } else if (NT == 2 || n_active == 2) {
-        stream.template Consume<(NT < 2 ? NT : 2)>(stage, acc, params.weights);
+        stream.template consume<(NT < 2 ? NT : 2)>(stage, acc, params.weights);
       } else {
-        stream.template Consume<NT>(stage, acc, params.weights);
+        stream.template consume<NT>(stage, acc, params.weights);
       }
       if ((k += kUnits) < k_end) continue;
     }
@@ -216,12 +216,12 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
       for (int i = 0; i < 2; ++i) {
         weight[i] = 1.f;
         if constexpr (decode) {
-          pair[i] = routing->Pair(this_tile, column + i);
+          pair[i] = routing->pair_of(this_tile, column + i);
           if (pair[i] >= 0) weight[i] = routing->weight[pair[i]];
         } else {
           pair[i] = -1;
           if (column + i < now.count) {
-            const SortedPair found = PairAt(params, now.first + column + i);
+            const SortedPair found = pair_at(params, now.first + column + i);
             pair[i] = found.pair;
             if (params.weight_here) weight[i] = found.weight;
           }
@@ -229,13 +229,13 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
       }
     };
     auto store = [&](int panel, int g, float4 sum, const int(&pair)[2], const float(&weight)[2]) {
-      const float2 factor = SumFactors<T, F>(params.weights, expert_row);
+      const float2 factor = sum_factors<T, F>(params.weights, expert_row);
       sum.x *= factor.x, sum.y *= factor.x, sum.z *= factor.y, sum.w *= factor.y;
-      StoreUnit<T, down>(params, expert_row, panel, g, sum, pair, weight);
+      store_unit<T, down>(params, expert_row, panel, g, sum, pair, weight);
     };
     if constexpr (!kSplit) {
       const int first = (this_group * warps_n + wn) * MT, row = first * 16 + g, left = params.out_columns - row;
-      const float2 factor = SumFactors<T, F>(params.weights, expert_row);
+      const float2 factor = sum_factors<T, F>(params.weights, expert_row);
       float bias[MT][2] = {};
       if (params.weights.bias_at) {
         const float* from = reinterpret_cast<const float*>(expert_row + params.weights.bias_at) + row;
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
         if (params.out_float) {
           put(static_cast<float*>(params.out), [](float y) { return y; });
         } else {
-          put(static_cast<T*>(params.out), [](float y) { return Half<T>::From(y); });
+          put(static_cast<T*>(params.out), [](float y) { return Half<T>::from(y); });
         }
         // Also of tiles past the last, which are multiplied with what is there.
 #pragma unroll
@@ -312,22 +312,22 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, NT))
 // end the warps' sums are added in a fixed order. No atomics, no second pass, the same result every time.
 // kLinear: there is one expert, which all tokens have; more stages, as little else is in flight.
 // One long function: of a turn's products its list's places and its sums are registers, and so is what is copied next.
-template <typename T, typename F, int MT, int kUnits = 1, bool kLinear = false, int kStages_ = StagesOf(kUnits)>
-__global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
-    MoeDownDecode(const __grid_constant__ GemmParams params) {
+template <typename T, typename F, int MT, int kUnits = 1, bool kLinear = false, int kStages_ = stages_of(kUnits)>
+__global__ void __launch_bounds__(kThreads, register_blocks(F::kBits, MT, 1))
+    moe_down_decode(const __grid_constant__ GemmParams params) {
   using S = Stream<T, F, MT, 1, kUnits, kStages_>;
   constexpr int kStages = S::kStages;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ std::conditional_t<kLinear, int, DecodeRouting> routing_storage;
   [[maybe_unused]] auto* routing = &routing_storage;
-  if constexpr (!kLinear) routing->Make(params.routing);
+  if constexpr (!kLinear) routing->make(params.routing);
   const int columns = params.routing.tokens, cluster = params.cluster;
   // -1: none.
   auto pair_of = [&](int tile, int token) {
     if constexpr (kLinear) {
       return token < columns ? token : -1;
     } else {
-      return routing->Pair(tile, token);
+      return routing->pair_of(tile, token);
     }
   };
   auto tiles = [&] {
@@ -359,7 +359,7 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
   };
   struct ListPlace {  // in the list
     int at, tile, k;
-    __device__ bool Advance(int k_units) {  // true when the tile changed
+    __device__ bool advance(int k_units) {  // true when the tile changed
       ++at;
       if (++k < k_units) return false;
       k = 0, ++tile;
@@ -370,13 +370,13 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
   const ListPlace start{begin, begin / k_units, begin % k_units};
   ListPlace ahead = start;  // what is copied next
   auto seek_weights = [&](const ListPlace& at) {
-    stream.SeekWeights(params.weights, expert_row(at.tile), panel, at.k * kUnits);
+    stream.seek_weights(params.weights, expert_row(at.tile), panel, at.k * kUnits);
   };
   auto seek_tokens = [&](const ListPlace& at) {
     stream.k = at.k * kUnits;
     const int pair = pair_of(at.tile, g);
-    stream.SeekTokens(0, pair < 0 ? nullptr : static_cast<const T*>(params.x) + pair * params.x_columns,
-                      params.x_columns);
+    stream.seek_tokens(0, pair < 0 ? nullptr : static_cast<const T*>(params.x) + pair * params.x_columns,
+                       params.x_columns);
   };
   // Weights do not depend on the kernel before this one: fill the ring, then wait for it, then ask for its output.
   bool seek = true;
@@ -384,21 +384,21 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
   for (int s = 0; s < kStages - 1 && ahead.at < end; ++s) {
     if (seek) seek_weights(ahead);
     stream.k = ahead.k * kUnits;
-    stream.CopyWeights(s, params.weights);
-    seek = ahead.Advance(k_units);
+    stream.copy_weights(s, params.weights);
+    seek = ahead.advance(k_units);
   }
-  WaitForPrevious();
-  LaunchDependents();
+  wait_for_previous();
+  launch_dependents();
   ahead = start;
   bool seek_first = true;
 #pragma unroll 1
   for (int s = 0; s < kStages - 1; ++s) {
     if (ahead.at < end) {
       if (seek_first) seek_tokens(ahead);
-      stream.CopyTokens(s, 1);
-      seek_first = ahead.Advance(k_units);
+      stream.copy_tokens(s, 1);
+      seek_first = ahead.advance(k_units);
     }
-    CopyAsyncCommit();
+    copy_async_commit();
   }
 
   float acc[MT][1][4] = {}, weight[2] = {}, factor[2] = {};  // factor: weight, times what sums are multiplied by
@@ -413,7 +413,7 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
         weight[i] = pair < 0 ? 0.f : 1.f;
         if constexpr (!kLinear)
           if (pair >= 0 && params.weight_here) weight[i] = routing->weight[pair];
-        factor[i] = weight[i] * SumFactors<T, F>(params.weights, expert_row(place.tile)).x;
+        factor[i] = weight[i] * sum_factors<T, F>(params.weights, expert_row(place.tile)).x;
       }
       if (params.weights.bias_at && place.k == 0) {  // whoever starts a tile adds its bias
         const float* bias = reinterpret_cast<const float*>(expert_row(place.tile) + params.weights.bias_at) + g;
@@ -425,19 +425,19 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
         }
       }
     }
-    CopyAsyncWait<kStages - 2>();
+    copy_async_wait<kStages - 2>();
     if (ahead.at < end) {
       if (seek) {
         seek_weights(ahead);
         seek_tokens(ahead);
       }
-      stream.CopyWeights((turn + kStages - 1) % kStages, params.weights);
-      stream.CopyTokens((turn + kStages - 1) % kStages, 1);
-      seek = ahead.Advance(k_units);
+      stream.copy_weights((turn + kStages - 1) % kStages, params.weights);
+      stream.copy_tokens((turn + kStages - 1) % kStages, 1);
+      seek = ahead.advance(k_units);
     }
-    CopyAsyncCommit();
-    stream.template Consume<1, true, kUnits == 1>(turn % kStages, acc, params.weights, factor);
-    enter = place.Advance(k_units);
+    copy_async_commit();
+    stream.template consume<1, true, kUnits == 1>(turn % kStages, acc, params.weights, factor);
+    enter = place.advance(k_units);
   }
   __syncwarp();
 #pragma unroll
@@ -454,14 +454,14 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
   }
 #if __CUDA_ARCH__ >= 900
   if (cluster > 1) {
-    ClusterBarrier();
+    cluster_barrier();
     if (rank == 0 && threadIdx.x < MT * 32) {
       for (int r = 1; r < cluster; ++r) {
-        const float4 v = LoadRemote16(SharedAddress(sums_of(0) + threadIdx.x), r);
+        const float4 v = load_remote16(shared_address(sums_of(0) + threadIdx.x), r);
         sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
       }
     }
-    ClusterBarrier();
+    cluster_barrier();
   }
 #endif
   if (rank != 0 || threadIdx.x >= MT * 32) return;
@@ -472,8 +472,8 @@ __global__ void __launch_bounds__(kThreads, RegisterBlocks(F::kBits, MT, 1))
     const int token = 2 * t + i;
     if (token >= columns) continue;
     T* out = static_cast<T*>(params.out) + static_cast<int64_t>(token) * params.out_columns;
-    if (row < params.out_columns) out[row] = Half<T>::From(low[i]);
-    if (row + 8 < params.out_columns) out[row + 8] = Half<T>::From(high[i]);
+    if (row < params.out_columns) out[row] = Half<T>::from(low[i]);
+    if (row + 8 < params.out_columns) out[row + 8] = Half<T>::from(high[i]);
   }
 }
 

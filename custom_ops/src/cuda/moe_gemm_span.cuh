@@ -12,8 +12,8 @@ namespace quantmoe {
 // A warp's ring of stages: a unit of the codes and scales of MT panels and of 8 tokens.
 template <typename T, typename F, int MT>
 struct SpanStream {
-  using Sizes = SpanSizes<MT, F::ScaleBytes(F::kGroups)>;
-  static constexpr int kWords = F::ScaleBytes(F::kGroups) / 4;
+  using Sizes = SpanSizes<MT, F::scale_bytes(F::kGroups)>;
+  static constexpr int kWords = F::scale_bytes(F::kGroups) / 4;
   // Scales of a lane's rows as f32, made once, where they multiply sums.
   static constexpr bool kWidens = !F::template kScaledWeights<T>;
   static_assert(MT == 4 && (!kWidens || kWords == 1));  // a lane copies the scales of a panel's two rows
@@ -29,18 +29,18 @@ struct SpanStream {
   static constexpr int kStages = kSpanStages, kRingBytes = Sizes::kRingBytes;
 
   explicit __device__ SpanStream(uint8_t* rings) {
-    const uint32_t shared = SharedAddress(rings) + threadIdx.x / 32 * kRingBytes;
+    const uint32_t shared = shared_address(rings) + threadIdx.x / 32 * kRingBytes;
     lane = threadIdx.x % 32;
     g = lane / 4;
     t = lane % 4;
     ring = shared + 16 * lane;
     wide = shared + Sizes::kWideAt;
-    once = EvictFirstPolicy();
+    once = evict_first_policy();
     // Opaque from here on, or the compiler derives them from threadIdx again in every turn.
     asm volatile("" : "+r"(ring), "+r"(wide), "+r"(lane), "+r"(g), "+r"(t));
   }
   // Points at unit k of panels [panel, panel + MT) of an expert; panels past the end repeat the last.
-  __device__ void SeekWeights(const Weights& w, const uint8_t* expert, int panel, int k) {
+  __device__ void seek_weights(const Weights& w, const uint8_t* expert, int panel, int k) {
     const int left = w.panels - 1 - panel;
 #pragma unroll
     for (int m = 1; m < MT; ++m) panel_at[m] = min(m, left) * w.units * 512;
@@ -48,17 +48,17 @@ struct SpanStream {
     scales = expert + w.scales_at + ((static_cast<int64_t>(panel) + min(lane / 8, left)) * w.blocks + k) * 32 * kWords +
              lane % 8 * 4 * kWords;
   }
-  __device__ void SeekTokens(const T* row, int x_columns, int k) {
+  __device__ void seek_tokens(const T* row, int x_columns, int k) {
     tokens = row == nullptr ? nullptr : row + k * kUnit + t * 8;
     columns_left = row == nullptr ? 0 : x_columns - k * kUnit - t * 8;
   }
-  __device__ void Copy(int stage) {
+  __device__ void copy(int stage) {
     const uint32_t to = ring + stage * Sizes::kStageBytes;
 #pragma unroll
-    for (int m = 0; m < MT; ++m) CopyAsync16Once(to + m * 512, m ? codes + panel_at[m] : codes, once);
-    CopyAsyncSmall<4 * kWords>(to + Sizes::kScalesAt - (16 - 4 * kWords) * lane, scales);
+    for (int m = 0; m < MT; ++m) copy_async16_once(to + m * 512, m ? codes + panel_at[m] : codes, once);
+    copy_async_small<4 * kWords>(to + Sizes::kScalesAt - (16 - 4 * kWords) * lane, scales);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) CopyAsync16(to + Sizes::kTokensAt + i * 512, tokens + i * 32, columns_left > i * 32);
+    for (int i = 0; i < 2; ++i) copy_async16(to + Sizes::kTokensAt + i * 512, tokens + i * 32, columns_left > i * 32);
     codes += 512;
     scales += 32 * kWords;
     tokens += kUnit;
@@ -70,47 +70,47 @@ struct SpanStream {
     uint4 q[MT], x[2];
     uint32_t scales;
   };
-  __device__ void Load(int stage, Fragments& f) const {
+  __device__ void load(int stage, Fragments& f) const {
     const uint32_t base = ring + stage * Sizes::kStageBytes;
-    if constexpr (kWidens) f.scales = Load4(base + Sizes::kScalesAt - 12 * lane);
+    if constexpr (kWidens) f.scales = load4(base + Sizes::kScalesAt - 12 * lane);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) f.x[i] = Load16(base + Sizes::kTokensAt + i * 512);
+    for (int i = 0; i < 2; ++i) f.x[i] = load16(base + Sizes::kTokensAt + i * 512);
 #pragma unroll
-    for (int m = 0; m < MT; ++m) f.q[m] = Load16(base + m * 512);
+    for (int m = 0; m < MT; ++m) f.q[m] = load16(base + m * 512);
   }
   // acc += scales * (codes x tokens) of the stage; to be multiplied by kSumFactor.
-  __device__ void Consume(int stage, const Fragments& f, float (&acc)[MT][4]) const {
+  __device__ void consume(int stage, const Fragments& f, float (&acc)[MT][4]) const {
     [[maybe_unused]] const uint32_t scales_at = ring + stage * Sizes::kStageBytes - 16 * lane + Sizes::kScalesAt;
     const uint4(&q)[MT] = f.q, (&x)[2] = f.x;
     if constexpr (kWidens) {
       uint32_t s[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[i] = __float_as_uint(E8m0Normal(f.scales, i));
-      Store16(wide + 16 * lane, make_uint4(s[0], s[1], s[2], s[3]));
+      for (int i = 0; i < 4; ++i) s[i] = __float_as_uint(e8m0_normal(f.scales, i));
+      store16(wide + 16 * lane, make_uint4(s[0], s[1], s[2], s[3]));
       __syncwarp();
     }
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
       uint32_t scale[4];
       if constexpr (kWidens) {
-        const uint4 s = Load16(wide + (8 * m + g) * 16);
+        const uint4 s = load16(wide + (8 * m + g) * 16);
         scale[0] = s.x, scale[1] = s.y, scale[2] = s.z, scale[3] = s.w;
       } else {
 #pragma unroll
-        for (int i = 0; i < kWords; ++i) scale[i] = Load4(scales_at + (8 * m + g) * 4 * kWords + 4 * i);
+        for (int i = 0; i < kWords; ++i) scale[i] = load4(scales_at + (8 * m + g) * 4 * kWords + 4 * i);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float part[4] = {};
         float(&to)[4] = kWidens ? part : acc[m];
         uint2 pair{};
-        if constexpr (!kWidens) pair = F::template Pair<T>(scale, 0, 0, half, t);
+        if constexpr (!kWidens) pair = F::template pair_of<T>(scale, 0, 0, half, t);
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
           uint32_t a[4];
           const uint32_t code = half ? (step ? q[m].w : q[m].z) : (step ? q[m].y : q[m].x);
-          F::template Dequant<T, false, false>(code, 0, pair.x, pair.y, a);
-          Half<T>::Mma(to, a, step ? x[half].z : x[half].x, step ? x[half].w : x[half].y);
+          F::template dequant<T, false, false>(code, 0, pair.x, pair.y, a);
+          Half<T>::mma(to, a, step ? x[half].z : x[half].x, step ? x[half].w : x[half].y);
         }
         if constexpr (kWidens) {
 #pragma unroll
@@ -124,7 +124,7 @@ struct SpanStream {
 // One long function: a turn's copies, products and stores change the same sums and places, which are
 // registers.
 template <typename T, typename F, int MT, bool down, bool decode>
-__global__ void __launch_bounds__(kThreads, 2) MoeGemmSpan(const __grid_constant__ GemmParams params) {
+__global__ void __launch_bounds__(kThreads, 2) moe_gemm_span(const __grid_constant__ GemmParams params) {
   using S = SpanStream<T, F, MT>;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ std::conditional_t<decode, DecodeRouting, int> routing_storage;
@@ -134,17 +134,17 @@ __global__ void __launch_bounds__(kThreads, 2) MoeGemmSpan(const __grid_constant
   const int lane = stream.lane, g = stream.g, t = stream.t;
   int n_tiles;
   if constexpr (decode) {
-    if (down) routing->Make(params.routing);  // gate_up's kernel has waited for the ids
-    WaitForPrevious();
-    LaunchDependents();
-    if (!down) routing->Make(params.routing);
+    if (down) routing->make(params.routing);  // gate_up's kernel has waited for the ids
+    wait_for_previous();
+    launch_dependents();
+    if (!down) routing->make(params.routing);
     n_tiles = routing->tiles;
   } else {
     const bool linear = !params.tiles;  // then this is the first kernel of its call: launcher.h
-    if (!linear) LaunchDependents();
-    PrefetchCodes<down ? 1 << 16 : 1 << 17>(params);
-    WaitForPrevious();
-    if (linear) LaunchDependents();
+    if (!linear) launch_dependents();
+    prefetch_codes<down ? 1 << 16 : 1 << 17>(params);
+    wait_for_previous();
+    if (linear) launch_dependents();
     n_tiles = linear ? params.max_tiles : params.tiles[params.max_tiles].count;
   }
 
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, 2) MoeGemmSpan(const __grid_constant
   };
   auto expert_of = [&](int tile) {
     if constexpr (decode) return routing->expert[tile];
-    return TileAt(params, tile).expert;
+    return tile_at(params, tile).expert;
   };
 
   // The copying side runs kStages - 1 turns ahead.
@@ -185,30 +185,30 @@ __global__ void __launch_bounds__(kThreads, 2) MoeGemmSpan(const __grid_constant
           copy_expert = params.weights.rows[expert_of(copied.tile)];
           int pair = -1;
           if constexpr (decode) {
-            pair = routing->Pair(copied.tile, g);
-          } else if (const Tile found = TileAt(params, copied.tile); g < found.count) {
-            pair = PairAt(params, found.first + g).pair;
+            pair = routing->pair_of(copied.tile, g);
+          } else if (const Tile found = tile_at(params, copied.tile); g < found.count) {
+            pair = pair_at(params, found.first + g).pair;
           }
           row = pair < 0 ? nullptr
                          : static_cast<const T*>(params.x) +
                                static_cast<int64_t>(pair / params.x_divisor) * params.x_columns;
         }
         const int panel = copied.group * MT;
-        stream.SeekWeights(params.weights, copy_expert, panel, copied.k);
-        stream.SeekTokens(row, params.x_columns, copied.k);
+        stream.seek_weights(params.weights, copy_expert, panel, copied.k);
+        stream.seek_tokens(row, params.x_columns, copied.k);
         // Panels end with a read of their biases, which nothing else overlaps.
         if (params.weights.bias_at && lane == 0)
-          Prefetch(copy_expert + params.weights.bias_at + panel * 64, min(MT, params.weights.panels - panel) * 64);
+          prefetch(copy_expert + params.weights.bias_at + panel * 64, min(MT, params.weights.panels - panel) * 64);
         seek = false;
       }
-      stream.Copy(stage);
+      stream.copy(stage);
       --left;
       if (++copied.k == units) {
         copied.k = 0, seek = true;
         if (++copied.group == groups) copied.group = 0, ++copied.tile, copy_expert = nullptr;
       }
     }
-    CopyAsyncCommit();
+    copy_async_commit();
   };
 
   float acc[MT][4] = {};
@@ -220,27 +220,27 @@ __global__ void __launch_bounds__(kThreads, 2) MoeGemmSpan(const __grid_constant
       expert = routing->expert[where.tile];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        pair[i] = routing->Pair(where.tile, 2 * t + i);
+        pair[i] = routing->pair_of(where.tile, 2 * t + i);
         if (pair[i] >= 0) weight[i] = routing->weight[pair[i]];
       }
     } else {
-      const Tile now = TileAt(params, where.tile);
+      const Tile now = tile_at(params, where.tile);
       expert = now.expert;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         pair[i] = -1;
         if (2 * t + i >= now.count) continue;
-        const SortedPair found = PairAt(params, now.first + 2 * t + i);
+        const SortedPair found = pair_at(params, now.first + 2 * t + i);
         pair[i] = found.pair;
         if (params.weight_here) weight[i] = found.weight;
       }
     }
     const uint8_t* expert_row = params.weights.rows[expert];
-    const float2 factor = SumFactors<T, F>(params.weights, expert_row);
+    const float2 factor = sum_factors<T, F>(params.weights, expert_row);
 #pragma unroll
     for (int m = 0; m < MT; ++m)
       if (where.group * MT + m < params.weights.panels)
-        StoreUnit<T, down>(
+        store_unit<T, down>(
             params, expert_row, where.group * MT + m, g,
             make_float4(acc[m][0] * factor.x, acc[m][1] * factor.x, acc[m][2] * factor.y, acc[m][3] * factor.y), pair,
             weight);
@@ -275,12 +275,12 @@ __global__ void __launch_bounds__(kThreads, 2) MoeGemmSpan(const __grid_constant
   int stage = 0;
 #pragma unroll 1
   for (int turn = begin; turn < end; ++turn) {
-    CopyAsyncWait<S::kStages - 2>();
+    copy_async_wait<S::kStages - 2>();
     __syncwarp();  // scales come from other lanes, and the stage read last is copied to
     typename S::Fragments fragments;
-    stream.Load(stage, fragments);
+    stream.load(stage, fragments);
     copy(stage == 0 ? S::kStages - 1 : stage - 1);
-    stream.Consume(stage, fragments, acc);
+    stream.consume(stage, fragments, acc);
     if (++stage == S::kStages) stage = 0;
     if (++where.k < units) continue;
     if (head) {
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, 2) MoeGemmSpan(const __grid_constant
     where.k = 0;
     if (++where.group == groups) where.group = 0, ++where.tile;
   }
-  CopyAsyncWaitAll();
+  copy_async_wait_all();
   __syncwarp();
   keep(sums_of(warp, false));
   __syncthreads();

@@ -6,7 +6,7 @@
 // columns while the tensor cores work on those before.
 //
 // The order of a lane's columns (FORMAT.md 3.2) is not memory order within 32 columns, so tokens are stored permuted:
-// MoeRoute writes x, the gate_up epilogue writes h that way.
+// moe_route writes x, the gate_up epilogue writes h that way.
 #pragma once
 #include "cuda/activation.cuh"
 #include "cuda/formats/formats.h"
@@ -20,8 +20,8 @@ namespace quantmoe {
 // 4-bit codes, where the plan expects fewer rounds of blocks.
 template <typename F, bool down, int kTokens>
 struct WgmmaTile {
-  static constexpr WgmmaSizes kSizes = WgmmaSizesOf(kTokens, Sizes<F>::kBits, Sizes<F>::kLaneBytes, down);
-  static constexpr bool kSmall = SmallTile(kTokens);
+  static constexpr WgmmaSizes kSizes = wgmma_sizes_of(kTokens, Sizes<F>::kBits, Sizes<F>::kLaneBytes, down);
+  static constexpr bool kSmall = small_tile(kTokens);
   static constexpr int kPanels = kSizes.panels;  // of a warp
   static constexpr int kTilePanels = 8 * kPanels;
   static constexpr int kBlocks = kSmall ? 2 : 1;
@@ -38,8 +38,8 @@ struct WgmmaTile {
   static constexpr int kResultsAt = kScalesAt + kStages * kScaleStageBytes;
   static_assert(1024 + kResultsAt + 2 * kTokens * kResultRowBytes == kSizes.shared_bytes);  // 1024: aligned
   // Static memory takes whole KiB.
-  static_assert(kSizes.shared_bytes + (WgmmaStaticBytes(kTokens, kStages) + 1023) / 1024 * 1024 <=
-                WgmmaSharedLimit(kTokens));
+  static_assert(kSizes.shared_bytes + (wgmma_static_bytes(kTokens, kStages) + 1023) / 1024 * 1024 <=
+                wgmma_shared_limit(kTokens));
   static_assert(kStages >= 2);  // a consumer gives a stage back when the next has arrived
 };
 
@@ -50,7 +50,7 @@ struct Work {
 };
 
 // Where column c of a 32-column block of tokens is stored.
-__device__ inline int StoredColumn(int c) { return (c & ~31) | (c & 4) << 2 | (c & 2) << 2 | (c & 24) >> 2 | (c & 1); }
+__device__ inline int stored_column(int c) { return (c & ~31) | (c & 4) << 2 | (c & 2) << 2 | (c & 24) >> 2 | (c & 1); }
 
 template <typename T, typename F, bool down, int kTokens>
 struct WgmmaConsumer {
@@ -80,34 +80,34 @@ struct WgmmaConsumer {
   int* pairs;
   float* weights;
 
-  __device__ const uint8_t* Expert(int expert) const { return p.weights.rows[expert]; }
-  __device__ bool TwoGroups() const { return Size::kRuntime ? p.weights.two_groups : kGroups == 2; }
+  __device__ const uint8_t* expert_at(int expert) const { return p.weights.rows[expert]; }
+  __device__ bool two_groups() const { return Size::kRuntime ? p.weights.two_groups : kGroups == 2; }
 
   // Scales of a stage, of panels from `panel` on.
   struct Scales {
     uint32_t words[kHeld][2], zeros[kHeld];
   };
-  __device__ __forceinline__ void LoadScales(int stage, int panel, Scales& raw) const {
+  __device__ __forceinline__ void load_scales(int stage, int panel, Scales& raw) const {
     const uint32_t at = scales_at + stage * Shape::kScaleStageBytes;
 #pragma unroll
     for (int b = 0; b < kHeld; ++b) {
       const int from = (panel + b) * 32;  // rows of scales in between
       if constexpr (Size::kScaleBytes == 8) {
-        const uint2 v = Load8(at + from * 8);
+        const uint2 v = load8(at + from * 8);
         raw.words[b][0] = v.x, raw.words[b][1] = v.y;
       } else {
-        raw.words[b][0] = Load4(at + from * 4);
+        raw.words[b][0] = load4(at + from * 4);
       }
-      if constexpr (Size::kZeroBytes > 0) raw.zeros[b] = Load4(zeros_at + stage * Shape::kScaleStageBytes + from * 4);
+      if constexpr (Size::kZeroBytes > 0) raw.zeros[b] = load4(zeros_at + stage * Shape::kScaleStageBytes + from * 4);
     }
   }
   // As what codes are multiplied by.
-  __device__ __forceinline__ void ReadScales(const Scales& raw, uint32_t (&scale)[kHeld][kGroups][2],
-                                             uint32_t (&zeros)[kHeld]) const {
+  __device__ __forceinline__ void read_scales(const Scales& raw, uint32_t (&scale)[kHeld][kGroups][2],
+                                              uint32_t (&zeros)[kHeld]) const {
     if constexpr (Size::kZeroBytes > 0) {
 #pragma unroll
       for (int b = 0; b < kHeld; ++b)  // {row g, row g + 8} of each half
-        zeros[b] = __byte_perm(raw.zeros[b], 0, TwoGroups() ? 0x3210 : lane & 4 ? 0x3232 : 0x1010);
+        zeros[b] = __byte_perm(raw.zeros[b], 0, two_groups() ? 0x3210 : lane & 4 ? 0x3232 : 0x1010);
     }
     auto each = [&](auto factor) {  // factor(words, half, row)
 #pragma unroll
@@ -118,7 +118,8 @@ struct WgmmaConsumer {
           for (int row = 0; row < 2; ++row) scale[b][half][row] = factor(raw.words[b], half, row);
     };
     if constexpr (F::kScaleFactors) {
-      each([&](const uint32_t* words, int half, int row) { return F::template HalfFactor<T>(words, half, row, lane); });
+      each(
+          [&](const uint32_t* words, int half, int row) { return F::template half_factor<T>(words, half, row, lane); });
     } else {
       // Scales of a type; `groups` in a unit.
       auto of_type = [&](auto type, int groups) {
@@ -126,50 +127,50 @@ struct WgmmaConsumer {
           constexpr int kType = decltype(type)::value;
           const uint32_t first = words[0], second = words[1];  // no index that is known at run time only
           [[maybe_unused]] const uint32_t word = half && groups == 2 ? second : first;
-          if constexpr (kType == k_scale_type_bf16) return CodeFactor<T, F, __nv_bfloat16>(word, row);
-          if constexpr (kType == k_scale_type_f16) return CodeFactor<T, F, __half>(word, row);
-          if constexpr (kType == k_scale_type_f32) return CodeFactor<T, F>(__uint_as_float(words[row]));
-          if constexpr (kType == k_scale_type_e8m0) return CodeFactor<T, F>(E8m0(words[0], 2 * half + row));
+          if constexpr (kType == k_scale_type_bf16) return code_factor<T, F, __nv_bfloat16>(word, row);
+          if constexpr (kType == k_scale_type_f16) return code_factor<T, F, __half>(word, row);
+          if constexpr (kType == k_scale_type_f32) return code_factor<T, F>(__uint_as_float(words[row]));
+          if constexpr (kType == k_scale_type_e8m0) return code_factor<T, F>(e8m0(words[0], 2 * half + row));
         });
       };
       if constexpr (F::kScaleType >= 0) {
         of_type(std::integral_constant<int, F::kScaleType>(), kGroups);
       } else {
-        WithScaleType<F>(p.weights.scale_type, [&](auto type) { of_type(type, 1 + TwoGroups()); });
+        with_scale_type<F>(p.weights.scale_type, [&](auto type) { of_type(type, 1 + two_groups()); });
       }
     }
   }
-  // One panel and 64 columns, a[half][k16], or two from `panel` on and 32, a[panel][k16]. `tokens`: DescriptorLow;
+  // One panel and 64 columns, a[half][k16], or two from `panel` on and 32, a[panel][k16]. `tokens`: descriptor_low;
   // wide: count is more than kTokens - 16.
   template <int N>
-  __device__ __forceinline__ void Products(float (&acc)[kPanels][kTokens / 2], int panel, uint32_t tokens,
+  __device__ __forceinline__ void products(float (&acc)[kPanels][kTokens / 2], int panel, uint32_t tokens,
                                            uint32_t (&a)[2][2][4], int count, bool wide, bool add) {
     constexpr int kLess = N <= 16 ? N - 8 : N - 16;
     if constexpr (N > 8 && N != 24) {
-      if (N == kTokens ? !wide : count <= kLess) return Products<kLess>(acc, panel, tokens, a, count, wide, add);
+      if (N == kTokens ? !wide : count <= kLess) return products<kLess>(acc, panel, tokens, a, count, wide, add);
     }
-    WgmmaFence();
+    wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         if constexpr (kByPanel) {
-          Wgmma<T, N>(acc[panel], a[i][j], Descriptor(tokens + 4 * i + 2 * j), add || i > 0 || j > 0);
+          wgmma<T, N>(acc[panel], a[i][j], wgmma_descriptor(tokens + 4 * i + 2 * j), add || i > 0 || j > 0);
         } else {
-          Wgmma<T, N>(acc[panel + j], a[j][i], Descriptor(tokens + 2 * i), add || i > 0);
+          wgmma<T, N>(acc[panel + j], a[j][i], wgmma_descriptor(tokens + 2 * i), add || i > 0);
         }
       }
-    WgmmaCommit();
+    wgmma_commit();
   }
   // One long function: codes, scales and operands of a step are registers that the next step's loads and the tensor
   // cores use at the same time.
   template <int N>
-  __device__ __forceinline__ void Multiply(float (&acc)[kPanels][N / 2], int count, int k_begin, int k_end) {
+  __device__ __forceinline__ void multiply(float (&acc)[kPanels][N / 2], int count, int k_begin, int k_end) {
     // Codes: [panel of two][step], of 8 bits [row g, row g + 8][step]. Scales of rows g and g + 8, as factors on codes,
     // twice in a word.
     uint32_t q[2][4], scale[kHeld][kGroups][2];
     uint32_t zeros[kHeld];
-    // A operands as Products takes them: [buffer][panel or half][k16].
+    // A operands as products takes them: [buffer][panel or half][k16].
     constexpr int kBuffers = Shape::kBuffers;
     constexpr bool kAhead = !Shape::kSmall;  // scales are loaded with the codes; small tiles lack the registers
     uint32_t a[kBuffers][2][2][4];
@@ -182,14 +183,14 @@ struct WgmmaConsumer {
         const uint32_t(&factor)[2] = scale[from][kGroups == 2 ? half : 0];
         uint32_t low = 0, high = 0;
         if constexpr (Size::kZeroBytes > 0) {
-          low = ZeroPoint<T, true>(zeros[from], BytePair(2 * half));
-          high = ZeroPoint<T, true>(zeros[from], BytePair(2 * half + 1));
+          low = zero_point<T, true>(zeros[from], byte_pair(2 * half));
+          high = zero_point<T, true>(zeros[from], byte_pair(2 * half + 1));
         }
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
           uint32_t(&to)[4] = a[b][step];
           const int s = 2 * half + step;
-          F::template DequantScaled<T>(kByPanel ? q[0][s] : q[b][s], q[1][s], factor, low, high, to);
+          F::template dequant_scaled<T>(kByPanel ? q[0][s] : q[b][s], q[1][s], factor, low, high, to);
         }
       }
     };
@@ -200,13 +201,13 @@ struct WgmmaConsumer {
         for (int row = 0; row < 2; ++row)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const uint2 v = Load8((at ^ 8 * half) + 512 * row);
+            const uint2 v = load8((at ^ 8 * half) + 512 * row);
             q[row][2 * half] = v.x, q[row][2 * half + 1] = v.y;
           }
       } else {
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
-          const uint4 v = Load16(at + b * 4 * kUnitBytes);
+          const uint4 v = load16(at + b * 4 * kUnitBytes);
           q[b][0] = v.x, q[b][1] = v.y, q[b][2] = v.z, q[b][3] = v.w;
         }
       }
@@ -215,12 +216,12 @@ struct WgmmaConsumer {
     bool starts = true;  // the next unit a block of scales
     auto load_first = [&](int stage) {
       load(stage, 0);
-      if (kAhead && starts) LoadScales(stage, 0, raw);
+      if (kAhead && starts) load_scales(stage, 0, raw);
     };
     // By a vote, as others below: of uniform values ptxas makes a predicate anew, 30 cycles, wherever it is used.
     const bool wide = __any_sync(~0u, count > kTokens - 16);
-    BarrierWait(full + 8 * stage, phase);
-    FenceAsyncProxy();
+    barrier_wait(full + 8 * stage, phase);
+    fence_async_proxy();
     load_first(stage);
     int used = 0;  // stage to give back
     int k = k_begin;
@@ -229,58 +230,58 @@ struct WgmmaConsumer {
       int next = stage + 1, next_phase = phase;
       if (next == kStages) next = 0, next_phase ^= 1;
       const bool add = __any_sync(~0u, k != k_begin);
-      const bool last = __any_sync(~0u, k + 1 == k_end), ready = BarrierTest(full + 8 * next, next_phase);
+      const bool last = __any_sync(~0u, k + 1 == k_end), ready = barrier_test(full + 8 * next, next_phase);
       uint32_t tokens;  // volatile: early, not where it is used
       asm volatile("mad.lo.u32 %0, %1, %2, %3;"
                    : "=r"(tokens)
-                   : "r"(stage), "n"(Shape::kTokenBytes / 16), "r"(DescriptorLow(tokens_at)));
+                   : "r"(stage), "n"(Shape::kTokenBytes / 16), "r"(descriptor_low(tokens_at)));
       if (starts) {
-        if (!kAhead) LoadScales(stage, 0, raw);
-        ReadScales(raw, scale, zeros);
+        if (!kAhead) load_scales(stage, 0, raw);
+        read_scales(raw, scale, zeros);
       }
       starts = kEachUnit || __any_sync(~0u, (k + 1 & block_mask) == 0);
       // Codes are loaded as soon as those before are dequantized.
       auto load_next = [&] {
         if (last) return;
         if (!ready) {
-          asm volatile("" : "+r"(next_phase));  // or ptxas moves what BarrierTest made of it to a uniform register
-          BarrierWait(full + 8 * next, next_phase);
+          asm volatile("" : "+r"(next_phase));  // or ptxas moves what barrier_test made of it to a uniform register
+          barrier_wait(full + 8 * next, next_phase);
         }
-        FenceAsyncProxy();  // tokens are written by cp.async, read by wgmma
+        fence_async_proxy();  // tokens are written by cp.async, read by wgmma
         load_first(next);
       };
 #pragma unroll
       for (int pair = 0; pair < kPanels / 2; ++pair) {
         if (pair > 0 && kHeld < kPanels) {
-          LoadScales(stage, 2 * pair, raw);
-          ReadScales(raw, scale, zeros);
+          load_scales(stage, 2 * pair, raw);
+          read_scales(raw, scale, zeros);
         }
         dequantize(2 * pair, 0, a[0]);
         if (kByPanel) load(stage, 1);
-        Products<kTokens>(acc, kByPanel ? 0 : 2 * pair, tokens, a[0], count, wide, add);
-        WgmmaWait<kBuffers - 1>();  // the other buffer is free, and the stage it was multiplied with
-        if (kBuffers == 2 && k > k_begin) BarrierArrive(empty + 8 * used);
+        products<kTokens>(acc, kByPanel ? 0 : 2 * pair, tokens, a[0], count, wide, add);
+        wgmma_wait<kBuffers - 1>();  // the other buffer is free, and the stage it was multiplied with
+        if (kBuffers == 2 && k > k_begin) barrier_arrive(empty + 8 * used);
         dequantize(kByPanel ? 1 : 2 * pair, 1, a[kBuffers - 1]);
         if (pair < kPanels / 2 - 1) load(stage, 2 * pair + 2);
-        Products<kTokens>(acc, kByPanel ? 1 : 2 * pair, kByPanel ? tokens : tokens + 4, a[kBuffers - 1], count, wide,
+        products<kTokens>(acc, kByPanel ? 1 : 2 * pair, kByPanel ? tokens : tokens + 4, a[kBuffers - 1], count, wide,
                           !kByPanel || add);
         if (pair == kPanels / 2 - 1) load_next();
-        WgmmaWait<kBuffers - 1>();  // a[0] is free
+        wgmma_wait<kBuffers - 1>();  // a[0] is free
       }
-      if (kBuffers == 1) BarrierArrive(empty + 8 * stage);
+      if (kBuffers == 1) barrier_arrive(empty + 8 * stage);
       used = stage, stage = next, phase = next_phase;
       if (last) break;
       ++k;
     }
     if (kBuffers == 1) return;
-    WgmmaWait<0>();
-    BarrierArrive(empty + 8 * used);
+    wgmma_wait<0>();
+    barrier_arrive(empty + 8 * used);
   }
 
   // Results of this warpgroup, a row per token. Nothing here is kept in registers while the products are made: places
   // come from an opaque thread number, or the compiler computes them once, for every N, and wgmma lacks the registers.
   template <int N>
-  __device__ __forceinline__ void Store(float (&acc)[kPanels][N / 2]) {
+  __device__ __forceinline__ void store(float (&acc)[kPanels][N / 2]) {
     const Weights& w = p.weights;
     int thread = threadIdx.x % 128;
     asm volatile("" : "+r"(thread));
@@ -288,17 +289,17 @@ struct WgmmaConsumer {
     uint8_t* stage = results + group * kTokens * Shape::kResultRowBytes;
     const Work work = *now;
     float bias[kPanels][2] = {};
-    const float one_factor = F::template kProductFactor<T> * InputScale<F>(w, Expert(work.expert));
+    const float one_factor = F::template kProductFactor<T> * input_scale<F>(w, expert_at(work.expert));
     float2 factor = make_float2(one_factor, one_factor);
     if constexpr (F::kGlobalBytes > 0) {
-      const float2 global = *reinterpret_cast<const float2*>(Expert(work.expert) + w.globals_at);
+      const float2 global = *reinterpret_cast<const float2*>(expert_at(work.expert) + w.globals_at);
       factor.x *= global.x, factor.y *= global.y;
     }
     if (w.bias_at && work.k_begin == 0) {
 #pragma unroll
       for (int b = 0; b < kPanels; ++b) {
         const int row = min(work.panel + 4 * b + warp, w.panels - 1) * 16 + g;
-        const float* from = reinterpret_cast<const float*>(Expert(work.expert) + w.bias_at) + row;
+        const float* from = reinterpret_cast<const float*>(expert_at(work.expert) + w.bias_at) + row;
         bias[b][0] = from[0], bias[b][1] = from[8];
       }
     }
@@ -313,17 +314,17 @@ struct WgmmaConsumer {
         const int local = 4 * b + warp;
         const float low = acc[b][i / 2 * 4 + i % 2], high = acc[b][i / 2 * 4 + 2 + i % 2];  // of rows g, g + 8
         if constexpr (down) {
-          to[local * 16 + g] = Half<T>::From(weight * fmaf(factor.x, low, bias[b][0]));
-          to[local * 16 + g + 8] = Half<T>::From(weight * fmaf(factor.y, high, bias[b][1]));
+          to[local * 16 + g] = Half<T>::from(weight * fmaf(factor.x, low, bias[b][0]));
+          to[local * 16 + g + 8] = Half<T>::from(weight * fmaf(factor.y, high, bias[b][1]));
         } else {
           // Panels past the end (padding of K for the next GEMM) are zero.
-          const float h = Activate(p.activation, fmaf(weight * factor.x, low, bias[b][0]),
+          const float h = activate(p.activation, fmaf(weight * factor.x, low, bias[b][0]),
                                    fmaf(weight * factor.y, high, bias[b][1]));
-          to[StoredColumn(local * 8 + g)] = Half<T>::From(work.panel + local < w.panels ? h : 0.f);
+          to[stored_column(local * 8 + g)] = Half<T>::from(work.panel + local < w.panels ? h : 0.f);
         }
       }
     }
-    NamedBarrier(1 + group, 128);
+    named_barrier(1 + group, 128);
     // 16 bytes of a token a thread, always the same columns.
     constexpr int kRow = (down ? 64 : 32) * kPanels, kChunks = kRow / 8;
     const int c = thread % kChunks * 8, column = work.panel * (down ? 16 : 8) + c;
@@ -336,12 +337,12 @@ struct WgmmaConsumer {
             *reinterpret_cast<const uint4*>(stage + token * Shape::kResultRowBytes + c * 2);
       }
     }
-    NamedBarrier(1 + group, 128);
+    named_barrier(1 + group, 128);
   }
 
-  __device__ __forceinline__ void Run(int count, int k_begin, int k_end, const SortedPair (&own)[kOwnPairs]) {
+  __device__ __forceinline__ void run(int count, int k_begin, int k_end, const SortedPair (&own)[kOwnPairs]) {
     float acc[kPanels][kTokens / 2];
-    Multiply<kTokens>(acc, count, k_begin, k_end);
+    multiply<kTokens>(acc, count, k_begin, k_end);
     const int thread = threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < kOwnPairs; ++i)
@@ -349,39 +350,39 @@ struct WgmmaConsumer {
         pairs[thread + 128 * i] = own[i].pair;
         weights[thread + 128 * i] = p.weight_here ? own[i].weight : 1.f;
       }
-    NamedBarrier(1 + group, 128);  // pairs, weights and *now are there
-    Store<kTokens>(acc);
+    named_barrier(1 + group, 128);  // pairs, weights and *now are there
+    store<kTokens>(acc);
   }
 };
 
 // One long function: with its producer and its consumers as functions ptxas gives both other registers and addresses.
 template <typename T, typename F, bool down, int kTokens>
 __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kBlocks)
-    MoeGemmWgmma(const __grid_constant__ GemmParams params) {
+    moe_gemm_wgmma(const __grid_constant__ GemmParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = WgmmaTile<F, down, kTokens>;
   using Size = Sizes<F>;
   constexpr int kStages = Shape::kStages, kUnitBytes = Shape::kUnitBytes;
   extern __shared__ __align__(1024) uint8_t raw[];
-  LaunchDependents();
-  uint8_t* shared = raw + (1024 - SharedAddress(raw) % 1024) % 1024;
+  launch_dependents();
+  uint8_t* shared = raw + (1024 - shared_address(raw) % 1024) % 1024;
   __shared__ uint64_t barriers[2 * kStages];
   __shared__ Work now[2];
   __shared__ int pairs[2][kTokens];
   __shared__ float router_weights[2][kTokens];
-  const uint32_t full = SharedAddress(barriers), empty = full + 8 * kStages;
+  const uint32_t full = shared_address(barriers), empty = full + 8 * kStages;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      BarrierInit(full + 8 * i, 128);
-      BarrierInit(empty + 8 * i, 256);  // each consumer for what it has read itself
+      barrier_init(full + 8 * i, 128);
+      barrier_init(empty + 8 * i, 256);  // each consumer for what it has read itself
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  WaitForPrevious();
+  wait_for_previous();
   const Weights& weights = params.weights;
   const int blocks = (weights.panels + Shape::kTilePanels - 1) / Shape::kTilePanels;
-  const int parts = down ? params.warps_k : 1;  // of K; MoeCombine adds them up
+  const int parts = down ? params.warps_k : 1;  // of K; moe_combine adds them up
   const int units = params.tiles[params.max_tiles].count * blocks * parts;
   // The tiles of a group take turns with the same rows: the weights are then read from memory once for all of them.
   auto locate = [&](int unit, int group) {
@@ -409,16 +410,16 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
     }
     const int chunk = threadIdx.x % 8, first_row = threadIdx.x / 8;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    const uint32_t base = SharedAddress(shared);
+    const uint32_t base = shared_address(shared);
     const uint32_t tokens_to = base + first_row * 128 + ((chunk ^ (first_row & 7)) << 4);
     const uint8_t* x = static_cast<const uint8_t*>(params.x) + chunk * 16;
-    const uint64_t once = EvictFirstPolicy();
+    const uint64_t once = evict_first_policy();
     constexpr int kRows = (kTokens + 15) / 16;  // that a thread copies
     const int scale_bytes =
         Size::kRuntime ? weights.scale_bytes : Size::kScaleBytes;  // of the scales of rows g and g + 8
     const bool two_groups = Size::kRuntime ? weights.two_groups : F::kGroups == 2;
     int stage = 0, phase = 1;
-    for (Turns turn; turn.unit < units; turn.Next()) {
+    for (Turns turn; turn.unit < units; turn.next()) {
       const Work work = locate(turn.unit, 0);
       const uint8_t* expert = weights.rows[work.expert];
       uint32_t rows[kRows];  // in pieces of 16 bytes: plan.cc has the limit
@@ -436,15 +437,15 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
       const int panels = min((weights.panels - work.panel - warp + 3) / 4, Shape::kTilePanels / 4);
 #pragma unroll 1
       for (int k = work.k_begin; k < work.k_end; ++k) {
-        BarrierWait(empty + 8 * stage, phase);
-        if (panels > 0 && OneLane()) {
+        barrier_wait(empty + 8 * stage, phase);
+        if (panels > 0 && one_lane()) {
           const uint32_t codes_to = base + Shape::kCodesAt + stage * Shape::kCodeBytes + warp * kUnitBytes;
-          BarrierExpect(full + 8 * stage, panels * kUnitBytes);
+          barrier_expect(full + 8 * stage, panels * kUnitBytes);
 #pragma unroll
           for (int i = 0; i < Shape::kTilePanels / 4; ++i)
             if (i < panels)
-              BulkCopyOnce(codes_to + i * 4 * kUnitBytes, codes + i * 4 * panel_bytes, kUnitBytes, full + 8 * stage,
-                           once);
+              bulk_copy_once(codes_to + i * 4 * kUnitBytes, codes + i * 4 * panel_bytes, kUnitBytes, full + 8 * stage,
+                             once);
         }
         codes += kUnitBytes;
         const uint32_t stage_to = tokens_to + stage * Shape::kTokenBytes;
@@ -457,7 +458,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
           if (16 * i < work.count && (kTokens % 16 == 0 || first_row + 16 * i < kTokens))
-            CopyAsync16(stage_to + i * 2048, reinterpret_cast<const void*>(from[i]), true);
+            copy_async16(stage_to + i * 2048, reinterpret_cast<const void*>(from[i]), true);
         tokens += 2 * kUnit;
         const int block = k >> weights.block_shift;
         if (k == work.k_begin || k == block << weights.block_shift) {
@@ -469,21 +470,21 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
             const uint8_t* scales = expert + weights.scales_at + (at * 8 + chunk) * scale_bytes;
             const uint32_t scale_to = scales_to + (local * 8 + chunk) * Size::kScaleBytes;
             if (scale_bytes == 4) {
-              CopyAsyncSmall<4>(scale_to, scales);
+              copy_async_small<4>(scale_to, scales);
             } else {
-              CopyAsyncSmall<8>(scale_to, scales);
+              copy_async_small<8>(scale_to, scales);
             }
             if constexpr (Size::kZeroBytes > 0)
-              CopyAsyncSmall<4>(
+              copy_async_small<4>(
                   scales_to + Shape::kScaleBytes + (local * 8 + chunk) * 4,
                   expert + weights.zeros_at + at * weights.zero_bytes + (two_groups ? 4 * chunk : 2 * chunk & ~3));
           }
         }
-        BarrierArriveCopied(full + 8 * stage);
+        barrier_arrive_copied(full + 8 * stage);
         if (++stage == kStages) stage = 0, phase ^= 1;
       }
     }
-    CopyAsyncWaitAll();
+    copy_async_wait_all();
   } else {
     if constexpr (Shape::kSmall) {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
@@ -493,9 +494,9 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
     WgmmaConsumer<T, F, down, kTokens> consumer{params};
     const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
     consumer.group = warpgroup - 1;
-    consumer.tokens_at = SharedAddress(shared);
+    consumer.tokens_at = shared_address(shared);
     const int panel = consumer.group * (Shape::kTilePanels / 2) + warp;
-    consumer.codes_at = consumer.tokens_at + Shape::kCodesAt + panel * kUnitBytes + Size::LaneAt(lane) +
+    consumer.codes_at = consumer.tokens_at + Shape::kCodesAt + panel * kUnitBytes + Size::lane_at(lane) +
                         (consumer.kByPanel ? lane % 2 * 8 : 0);
     consumer.scales_at = consumer.tokens_at + Shape::kScalesAt + (panel * 8 + lane / 4) * Size::kScaleBytes;
     consumer.zeros_at = consumer.tokens_at + Shape::kScalesAt + Shape::kScaleBytes + (panel * 8 + lane / 4) * 4;
@@ -516,9 +517,9 @@ __global__ void __launch_bounds__(kWgmmaThreads, WgmmaTile<F, down, kTokens>::kB
 #pragma unroll
       for (int i = 0; i < consumer.kOwnPairs; ++i)
         if (thread + 128 * i < count) own[i] = params.sorted_pairs[next.first + thread + 128 * i];
-      turn.Next();
+      turn.next();
       next = locate(turn.unit, consumer.group);
-      consumer.Run(count, k_begin, k_end, own);
+      consumer.run(count, k_begin, k_end, own);
     }
   }
 #else

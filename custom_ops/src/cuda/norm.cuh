@@ -15,12 +15,12 @@ struct NormParams {
 
 // kEach: values that a thread reads at once; columns are a multiple. Pieces after a thread's first are read again.
 template <typename T, int kEach>
-__global__ void __launch_bounds__(kMostNormThreads) AddNorm(const __grid_constant__ NormParams p) {
+__global__ void __launch_bounds__(kMostNormThreads) add_norm(const __grid_constant__ NormParams p) {
   struct alignas(sizeof(T) * kEach) Piece {
     T of[kEach];
   };
   __shared__ float parts[32];
-  LaunchDependents();
+  launch_dependents();
   const int pieces = p.columns / kEach, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * pieces;
   const Piece* weight = static_cast<const Piece*>(p.weight);
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kMostNormThreads) AddNorm(const __grid_constan
   const int first = threadIdx.x;
   Piece w{}, kept{};
   if (first < pieces) w = weight[first];
-  WaitForPrevious();
+  wait_for_previous();
   float squares = 0.f;
   for (int at = first; at < pieces; at += blockDim.x) {
     const Piece x = static_cast<const Piece*>(p.x)[row + at],
@@ -36,24 +36,24 @@ __global__ void __launch_bounds__(kMostNormThreads) AddNorm(const __grid_constan
     Piece sum;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      sum.of[i] = Half<T>::From(static_cast<float>(x.of[i]) + static_cast<float>(residual.of[i]));
+      sum.of[i] = Half<T>::from(static_cast<float>(x.of[i]) + static_cast<float>(residual.of[i]));
       const float value = static_cast<float>(sum.of[i]);
       squares = fmaf(value, value, squares);
     }
     sums[at] = sum;
     if (at == first) kept = sum;
   }
-  squares = WarpSum(squares);
+  squares = warp_sum(squares);
   if (lane == 0) parts[threadIdx.x / 32] = squares;
   __syncthreads();
-  const float all = WarpSum(lane < warps ? parts[lane] : 0.f);
+  const float all = warp_sum(lane < warps ? parts[lane] : 0.f);
   const float factor = 1.f / sqrtf(all / static_cast<float>(p.columns) + p.epsilon);
   for (int at = first; at < pieces; at += blockDim.x) {
     if (at != first) kept = sums[at], w = weight[at];
     Piece y;
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
-      y.of[i] = Half<T>::From(static_cast<float>(kept.of[i]) * factor * static_cast<float>(w.of[i]));
+      y.of[i] = Half<T>::from(static_cast<float>(kept.of[i]) * factor * static_cast<float>(w.of[i]));
     static_cast<Piece*>(p.y)[row + at] = y;
   }
 }

@@ -4,13 +4,13 @@
 namespace quantmoe {
 
 template <typename T>
-GemmKernel PackedKernel(Product product, int path, const qm_projection& w, const qm_cuda_step& g) {
-  if (TakesFp8(w)) return PackedE4m3Kernel<T>(product, path, g);
-  if (!TakesNvfp4(w)) return nullptr;
-  return product == Product::kDown ? SelectMma<T, Product::kDown>(PackedNvfp4{}, path, g)
-                                   : SelectMma<T, Product::kGateUp>(PackedNvfp4{}, path, g);
+GemmKernel packed_kernel(Product product, int path, const qm_projection& w, const qm_cuda_step& g) {
+  if (takes_fp8(w)) return packed_e4m3_kernel<T>(product, path, g);
+  if (!takes_nvfp4(w)) return nullptr;
+  return product == Product::kDown ? select_mma<T, Product::kDown>(PackedNvfp4{}, path, g)
+                                   : select_mma<T, Product::kGateUp>(PackedNvfp4{}, path, g);
 }
-template GemmKernel PackedKernel<__nv_bfloat16>(Product, int, const qm_projection&, const qm_cuda_step&);
-template GemmKernel PackedKernel<__half>(Product, int, const qm_projection&, const qm_cuda_step&);
+template GemmKernel packed_kernel<__nv_bfloat16>(Product, int, const qm_projection&, const qm_cuda_step&);
+template GemmKernel packed_kernel<__half>(Product, int, const qm_projection&, const qm_cuda_step&);
 
 }  // namespace quantmoe

@@ -4,11 +4,11 @@
 namespace quantmoe {
 
 template <typename T>
-GemmKernel PackedE4m3Kernel(Product product, int path, const qm_cuda_step& g) {
-  return product == Product::kDown ? SelectMma<T, Product::kDown>(PackedE4m3{}, path, g)
-                                   : SelectMma<T, Product::kGateUp>(PackedE4m3{}, path, g);
+GemmKernel packed_e4m3_kernel(Product product, int path, const qm_cuda_step& g) {
+  return product == Product::kDown ? select_mma<T, Product::kDown>(PackedE4m3{}, path, g)
+                                   : select_mma<T, Product::kGateUp>(PackedE4m3{}, path, g);
 }
-template GemmKernel PackedE4m3Kernel<__nv_bfloat16>(Product, int, const qm_cuda_step&);
-template GemmKernel PackedE4m3Kernel<__half>(Product, int, const qm_cuda_step&);
+template GemmKernel packed_e4m3_kernel<__nv_bfloat16>(Product, int, const qm_cuda_step&);
+template GemmKernel packed_e4m3_kernel<__half>(Product, int, const qm_cuda_step&);
 
 }  // namespace quantmoe

@@ -13,13 +13,13 @@ namespace {
 constexpr int kSpanDownTokens = 2;  // decode: from here on a pass that adds up the experts is no loss
 
 // Whether moe_gemm_wgmma.cuh can address the rows: in pieces of 16 bytes, with 32 bits.
-bool Addresses(int64_t rows, int64_t columns) { return rows * ceil_div(columns, 64) <= UINT32_MAX / 8; }
-int32_t Int(int64_t value) { return static_cast<int32_t>(value); }
+bool addresses(int64_t rows, int64_t columns) { return rows * ceil_div(columns, 64) <= UINT32_MAX / 8; }
+int32_t to_int(int64_t value) { return static_cast<int32_t>(value); }
 
 // Hands out parts of the workspace.
 struct Workspace {
   uint64_t end = 0;
-  uint64_t Take(uint64_t bytes) {
+  uint64_t take(uint64_t bytes) {
     const uint64_t at = end;
     end += (bytes + 255) / 256 * 256;
     return at;
@@ -33,15 +33,15 @@ struct Rows {
 };
 
 // A step that reads x, which is then what it wrote.
-void Append(qm_cuda_plan* plan, int kind, qm_cuda_step step, Rows* x, const Rows& out) {
+void append(qm_cuda_plan* plan, int kind, qm_cuda_step step, Rows* x, const Rows& out) {
   step.kind = kind;
   step.cluster = std::max(step.cluster, 1);
   if (kind == QM_CUDA_GATE_UP || kind == QM_CUDA_DOWN || kind == QM_CUDA_LINEAR)
-    step.block = ThreadsOf(plan->path, step.panels);
+    step.block = threads_of(plan->path, step.panels);
   step.grid_y = std::max(step.grid_y, 1);
   step.block_y = std::max(step.block_y, 1);
-  step.in = x->at, step.in_rows = Int(x->count), step.in_columns = Int(x->columns);
-  step.out = out.at, step.out_rows = Int(out.count), step.out_columns = Int(out.columns);
+  step.in = x->at, step.in_rows = to_int(x->count), step.in_columns = to_int(x->columns);
+  step.out = out.at, step.out_rows = to_int(out.count), step.out_columns = to_int(out.columns);
   // What reads the call's x before a product does waits for what came before the call (launcher.h), and for all copies
   // of experts: what comes after it may then read them before it waits.
   const bool first = plan->step_count == 0 || plan->steps[plan->step_count - 1].kind == QM_CUDA_FILL;
@@ -50,34 +50,36 @@ void Append(qm_cuda_plan* plan, int kind, qm_cuda_step step, Rows* x, const Rows
   *x = out;
 }
 
-// MoeRound of rows of so many values. With few rows the block that is quickest with one, else as many rows as there can
-// be at once.
-qm_cuda_step RoundStep(int64_t rows, int columns, int packed) {
+// moe_round of rows of so many values. With few rows the block that is quickest with one, else as many rows as there
+// can be at once.
+qm_cuda_step round_step(int64_t rows, int columns, int packed) {
   qm_cuda_step step{};
   step.packed = packed;
   step.block = rows < 1024 ? std::min(kRoundThreads, (columns + 255) / 256 * 32) : 32;
   step.block_y = rows < 1024 ? 1 : kRoundThreads / 32;
-  step.grid = Int(ceil_div(rows, step.block_y));
+  step.grid = to_int(ceil_div(rows, step.block_y));
   return step;
 }
 // Of 64 columns of packed activations.
-int PackedColumns(const qm_projection& w, const MarlinRow& row) { return row.units * PackedUnitBytes(KindOf(w)) / 2; }
+int packed_columns(const qm_projection& w, const MarlinRow& row) {
+  return row.units * packed_unit_bytes(kind_of(w)) / 2;
+}
 
-// MoeGather.
-qm_cuda_step GatherStep(int64_t rows) {
+// moe_gather.
+qm_cuda_step gather_step(int64_t rows) {
   qm_cuda_step step{};
   step.block = 256;
-  step.grid = Int(rows);
+  step.grid = to_int(rows);
   return step;
 }
 
-// MoeQuantize. With few rows 8 columns a thread, else up to 32, which it asks for at once.
-qm_cuda_step QuantizeStep(int64_t rows, int64_t columns) {
+// moe_quantize. With few rows 8 columns a thread, else up to 32, which it asks for at once.
+qm_cuda_step quantize_step(int64_t rows, int64_t columns) {
   qm_cuda_step step{};
   step.block = 32;
   while (step.block < kQuantizeThreads && step.block * (rows < 1024 ? 8 : 32) < columns) step.block *= 2;
   step.block_y = kQuantizeThreads / step.block;
-  step.grid = Int(ceil_div(rows, step.block_y));
+  step.grid = to_int(ceil_div(rows, step.block_y));
   return step;
 }
 
@@ -92,43 +94,43 @@ struct LayerCall {
   qm_cuda_step gate_up, down;
 
   LayerCall(const qm_cuda_problem& problem, const qm_cuda_device& device_) : p(problem), device(device_) {
-    MarlinRowOf(p.moe, 13, &w13);
-    MarlinRowOf(p.moe, 2, &w2);
+    marlin_row_of(p.moe, 13, &w13);
+    marlin_row_of(p.moe, 2, &w2);
     pairs = p.tokens * p.top_k;
-    const bool decode = p.tokens <= kDecodeTokens && pairs <= kDecodePairs && DecodeFits({device, p.moe.w13, w13}) &&
-                        DecodeFits({device, p.moe.w2, w2});
-    const bool many = !decode && device.sm == 90 && p.moe.gated && Mean() > 5;
-    fp8 = many && TakesFp8(p.moe.w13) && TakesFp8(p.moe.w2);
-    wgmma = many && (fp8 || Addresses(pairs, std::max(w13.columns, p.moe.intermediate_size)));
+    const bool decode = p.tokens <= kDecodeTokens && pairs <= kDecodePairs && decode_fits({device, p.moe.w13, w13}) &&
+                        decode_fits({device, p.moe.w2, w2});
+    const bool many = !decode && device.sm == 90 && p.moe.gated && mean() > 5;
+    fp8 = many && takes_fp8(p.moe.w13) && takes_fp8(p.moe.w2);
+    wgmma = many && (fp8 || addresses(pairs, std::max(w13.columns, p.moe.intermediate_size)));
     path = decode ? QM_CUDA_DECODE : fp8 ? QM_CUDA_FP8 : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;
-    ChooseProducts();
+    choose_products();
   }
 
   // Tokens an expert gets on average decide the tile; of a slice, others have their share of the pairs.
-  double Mean() const {
+  double mean() const {
     return static_cast<double>(pairs) / static_cast<double>(std::max<int64_t>(1, p.moe.num_experts));
   }
-  bool Decodes() const { return path == QM_CUDA_DECODE; }
-  bool Combines() const { return !Decodes() || down.warps_k == 0; }
+  bool decodes() const { return path == QM_CUDA_DECODE; }
+  bool combines() const { return !decodes() || down.warps_k == 0; }
   // Rounded x is stored as wgmma reads it.
-  bool RoundsStored() const { return path == QM_CUDA_WGMMA && !p.moe.w13.perm; }
-  int64_t SortedRows() const { return fp8 ? Fp8Rows(pairs, p.local_experts) : pairs; }
-  int64_t HiddenColumns() const {
-    return fp8 ? Fp8Groups(w2.units) * 128 : wgmma ? w2.units * 64 : w13.panels * (p.moe.gated ? 8 : 16);
+  bool rounds_stored() const { return path == QM_CUDA_WGMMA && !p.moe.w13.perm; }
+  int64_t sorted_rows() const { return fp8 ? fp8_rows(pairs, p.local_experts) : pairs; }
+  int64_t hidden_columns() const {
+    return fp8 ? fp8_groups(w2.units) * 128 : wgmma ? w2.units * 64 : w13.panels * (p.moe.gated ? 8 : 16);
   }
 
-  void ChooseProducts() {
+  void choose_products() {
     const int64_t most_experts = std::min<int64_t>(pairs, p.local_experts);
     const ProductWeights of_gate_up{device, p.moe.w13, w13}, of_down{device, p.moe.w2, w2};
-    ProductLoad gate_up_load{path, Product::kGateUp, most_experts, Mean(), 4};
-    gate_up = ChooseGemm(of_gate_up, gate_up_load);
-    const ProductLoad down_load{path, Product::kDown, most_experts, Mean(), gate_up.n_tiles};
-    down = ChooseGemm(of_down, down_load);
-    if (Decodes() && p.tokens >= kSpanDownTokens)
-      if (const qm_cuda_step span = ChooseSpan(of_down, down_load); span.warps_k == 0) down = span;
+    ProductLoad gate_up_load{path, Product::kGateUp, most_experts, mean(), 4};
+    gate_up = choose_gemm(of_gate_up, gate_up_load);
+    const ProductLoad down_load{path, Product::kDown, most_experts, mean(), gate_up.n_tiles};
+    down = choose_gemm(of_down, down_load);
+    if (decodes() && p.tokens >= kSpanDownTokens)
+      if (const qm_cuda_step span = choose_span(of_down, down_load); span.warps_k == 0) down = span;
     if (down.n_tiles < gate_up.n_tiles && path == QM_CUDA_STREAM) {  // both take the same list of tiles
       gate_up_load.most_tiles = down.n_tiles;
-      gate_up = ChooseGemm(of_gate_up, gate_up_load);
+      gate_up = choose_gemm(of_gate_up, gate_up_load);
     }
   }
 };
@@ -137,115 +139,115 @@ struct LayerCall {
 struct Buffers {
   uint64_t hidden, rounded, packed_hidden, gathered, partial, prepared;
 };
-Buffers Allocate(const LayerCall& l, qm_cuda_plan* plan) {
+Buffers allocate(const LayerCall& l, qm_cuda_plan* plan) {
   const qm_moe& m = l.p.moe;
-  const uint64_t pairs = l.pairs, rows = l.SortedRows();
+  const uint64_t pairs = l.pairs, rows = l.sorted_rows();
   Workspace workspace;
   Buffers b{};
-  b.hidden = workspace.Take(rows * l.HiddenColumns() * 2);
-  if (Rounds(m.w13) && (m.w13.perm || !l.wgmma))
-    b.rounded = workspace.Take((RoundsPairs(m) ? pairs : l.p.tokens) *
-                               (l.gate_up.packed ? PackedColumns(m.w13, l.w13) : m.hidden_size) * 2);
-  if (l.down.packed) b.packed_hidden = workspace.Take(pairs * PackedColumns(m.w2, l.w2) * 2);
-  if (m.w13.perm) b.gathered = workspace.Take(pairs * l.w13.columns * 2);
-  if (l.Combines()) b.partial = workspace.Take(pairs * m.hidden_size * (l.wgmma ? 2 * l.down.warps_k : 4));
-  if (!l.Decodes()) {
+  b.hidden = workspace.take(rows * l.hidden_columns() * 2);
+  if (rounds_input(m.w13) && (m.w13.perm || !l.wgmma))
+    b.rounded = workspace.take((rounds_pairs(m) ? pairs : l.p.tokens) *
+                               (l.gate_up.packed ? packed_columns(m.w13, l.w13) : m.hidden_size) * 2);
+  if (l.down.packed) b.packed_hidden = workspace.take(pairs * packed_columns(m.w2, l.w2) * 2);
+  if (m.w13.perm) b.gathered = workspace.take(pairs * l.w13.columns * 2);
+  if (l.combines()) b.partial = workspace.take(pairs * m.hidden_size * (l.wgmma ? 2 * l.down.warps_k : 4));
+  if (!l.decodes()) {
     const bool shared = l.down.n_tiles == l.gate_up.n_tiles;
-    plan->max_tiles = MostTiles(l.pairs, l.p.local_experts, l.gate_up.n_tiles);
-    plan->down_max_tiles = MostTiles(l.pairs, l.p.local_experts, l.down.n_tiles);
+    plan->max_tiles = most_tiles(l.pairs, l.p.local_experts, l.gate_up.n_tiles);
+    plan->down_max_tiles = most_tiles(l.pairs, l.p.local_experts, l.down.n_tiles);
     uint64_t tiles = plan->max_tiles + 1ull;
     if (!shared || !l.device.multiprocessors) tiles += plan->down_max_tiles + 1ull;
-    plan->tiles = workspace.Take(kTileBytes * tiles);
+    plan->tiles = workspace.take(kTileBytes * tiles);
     plan->down_tiles = shared ? plan->tiles : plan->tiles + kTileBytes * (plan->max_tiles + 1ull);
-    plan->sorted_pairs = workspace.Take(8 * rows);
-    if (l.fp8) plan->positions = workspace.Take(4 * pairs);
-    const bool by_pair = m.w13.perm || (Rounds(m.w13) && RoundsPairs(m));
+    plan->sorted_pairs = workspace.take(8 * rows);
+    if (l.fp8) plan->positions = workspace.take(4 * pairs);
+    const bool by_pair = m.w13.perm || (rounds_input(m.w13) && rounds_pairs(m));
     if (l.fp8)  // codes and scales of x, then of h
-      b.prepared = workspace.Take(132 * rows * std::max(Fp8Groups(l.w13.units), Fp8Groups(l.w2.units)));
+      b.prepared = workspace.take(132 * rows * std::max(fp8_groups(l.w13.units), fp8_groups(l.w2.units)));
     else if (l.wgmma)
-      b.prepared = workspace.Take((by_pair ? pairs : l.p.tokens) * l.w13.units * 128);
+      b.prepared = workspace.take((by_pair ? pairs : l.p.tokens) * l.w13.units * 128);
   }
   if (l.p.slots) {
-    plan->where = workspace.Take(16 * l.p.local_experts);
-    plan->copies = workspace.Take(kCopyBytes * (l.p.local_experts + 1));
+    plan->where = workspace.take(16 * l.p.local_experts);
+    plan->copies = workspace.take(kCopyBytes * (l.p.local_experts + 1));
   }
   plan->workspace_bytes = workspace.end;
   return b;
 }
 
 // resolve_experts and fill_experts. The first product waits before it lets down start, so down finds all copies, too.
-void AppendCache(const LayerCall& l, Rows* x, qm_cuda_plan* plan) {
+void append_cache(const LayerCall& l, Rows* x, qm_cuda_plan* plan) {
   qm_cuda_step resolve{}, fill{};
   resolve.grid = 1;
   resolve.block = kRouteThreads;
-  resolve.shared_bytes = Int(4 * (l.p.local_experts + l.p.slots));
-  Append(plan, QM_CUDA_RESOLVE, resolve, x, *x);
+  resolve.shared_bytes = to_int(4 * (l.p.local_experts + l.p.slots));
+  append(plan, QM_CUDA_RESOLVE, resolve, x, *x);
   fill.grid = std::max(l.device.multiprocessors, 1);
   fill.block = kFillThreads;
-  Append(plan, QM_CUDA_FILL, fill, x, *x);
+  append(plan, QM_CUDA_FILL, fill, x, *x);
 }
 
-// MoeRoute, whose blocks after the first cluster bring x into the order in which wgmma reads it, unless it is.
-void AppendRoute(const LayerCall& l, const Buffers& b, Rows* x, qm_cuda_plan* plan) {
+// moe_route, whose blocks after the first cluster bring x into the order in which wgmma reads it, unless it is.
+void append_route(const LayerCall& l, const Buffers& b, Rows* x, qm_cuda_plan* plan) {
   qm_cuda_step step{};
   const bool on_wgmma = l.fp8 || l.path == QM_CUDA_WGMMA;  // sm_90a, which has clusters
   const bool ordered = l.gate_up.warps_k == 0 || l.down.warps_k == 0;
   step.cluster = on_wgmma && l.pairs > kRouteThreads ? 8 : 1;
   step.block = kRouteThreads;
-  step.shared_bytes = Int(l.p.local_experts * 12 + (ordered ? l.pairs * 4 : 0));
+  step.shared_bytes = to_int(l.p.local_experts * 12 + (ordered ? l.pairs * 4 : 0));
   Rows out = *x;
   int64_t prepare_blocks = 0;
   if (l.path == QM_CUDA_WGMMA && x->at != b.prepared) {
     out = {b.prepared, x->count, l.w13.units * 64};
     prepare_blocks = ceil_div(ceil_div(out.count * out.columns / 32, kRouteThreads), step.cluster) * step.cluster;
   }
-  step.grid = step.cluster + Int(prepare_blocks);
+  step.grid = step.cluster + to_int(prepare_blocks);
   step.ordered = ordered;
-  Append(plan, QM_CUDA_ROUTE, step, x, out);
+  append(plan, QM_CUDA_ROUTE, step, x, out);
 }
 
 // h, as gate_up wrote it, to what down multiplies.
-void AppendHidden(const LayerCall& l, const Buffers& b, Rows* h, qm_cuda_plan* plan) {
+void append_hidden(const LayerCall& l, const Buffers& b, Rows* h, qm_cuda_plan* plan) {
   const qm_projection& w = l.p.moe.w2;
   if (l.fp8) {
     // Where a block of gate_up has all it takes to know the scales, it has quantized h.
     if (w.activation_format == k_activation_format_fp8_token)
-      Append(plan, QM_CUDA_QUANTIZE_HIDDEN, QuantizeStep(h->count, h->columns), h, {b.prepared, h->count, h->columns});
-  } else if (Rounds(w)) {
+      append(plan, QM_CUDA_QUANTIZE_HIDDEN, quantize_step(h->count, h->columns), h, {b.prepared, h->count, h->columns});
+  } else if (rounds_input(w)) {
     const bool packed = l.down.packed;
-    Append(plan, QM_CUDA_ROUND_HIDDEN, RoundStep(l.pairs, packed ? l.w2.units * 64 : Int(h->columns), packed), h,
-           packed ? Rows{b.packed_hidden, l.pairs, PackedColumns(w, l.w2)} : *h);
+    append(plan, QM_CUDA_ROUND_HIDDEN, round_step(l.pairs, packed ? l.w2.units * 64 : to_int(h->columns), packed), h,
+           packed ? Rows{b.packed_hidden, l.pairs, packed_columns(w, l.w2)} : *h);
   }
 }
 
-void AppendSteps(const LayerCall& l, const Buffers& b, qm_cuda_plan* plan) {
+void append_steps(const LayerCall& l, const Buffers& b, qm_cuda_plan* plan) {
   const qm_moe& m = l.p.moe;
   const int64_t tokens = l.p.tokens;
   Rows x{QM_CUDA_CALLERS, tokens, m.hidden_size};
-  if (l.p.slots) AppendCache(l, &x, plan);
-  if (Rounds(m.w13) && !l.fp8) {
-    const bool stored = l.RoundsStored(), packed = l.gate_up.packed;
+  if (l.p.slots) append_cache(l, &x, plan);
+  if (rounds_input(m.w13) && !l.fp8) {
+    const bool stored = l.rounds_stored(), packed = l.gate_up.packed;
     const int values = stored || packed ? l.w13.units * 64 : m.hidden_size;
-    const Rows out{stored ? b.prepared : b.rounded, RoundsPairs(m) ? l.pairs : tokens,
-                   packed ? PackedColumns(m.w13, l.w13) : values};
-    Append(plan, QM_CUDA_ROUND, RoundStep(out.count, values, packed), &x, out);
+    const Rows out{stored ? b.prepared : b.rounded, rounds_pairs(m) ? l.pairs : tokens,
+                   packed ? packed_columns(m.w13, l.w13) : values};
+    append(plan, QM_CUDA_ROUND, round_step(out.count, values, packed), &x, out);
   }
-  if (m.w13.perm) Append(plan, QM_CUDA_GATHER, GatherStep(l.pairs), &x, {b.gathered, l.pairs, l.w13.columns});
-  if (!l.Decodes()) AppendRoute(l, b, &x, plan);
+  if (m.w13.perm) append(plan, QM_CUDA_GATHER, gather_step(l.pairs), &x, {b.gathered, l.pairs, l.w13.columns});
+  if (!l.decodes()) append_route(l, b, &x, plan);
   if (l.fp8)
-    Append(plan, QM_CUDA_QUANTIZE, QuantizeStep(tokens, x.columns), &x, {b.prepared, l.SortedRows(), x.columns});
-  Append(plan, QM_CUDA_GATE_UP, l.gate_up, &x, {b.hidden, l.SortedRows(), l.HiddenColumns()});
-  AppendHidden(l, b, &x, plan);
-  const bool combines = l.Combines();
-  Append(plan, QM_CUDA_DOWN, l.down, &x,
+    append(plan, QM_CUDA_QUANTIZE, quantize_step(tokens, x.columns), &x, {b.prepared, l.sorted_rows(), x.columns});
+  append(plan, QM_CUDA_GATE_UP, l.gate_up, &x, {b.hidden, l.sorted_rows(), l.hidden_columns()});
+  append_hidden(l, b, &x, plan);
+  const bool combines = l.combines();
+  append(plan, QM_CUDA_DOWN, l.down, &x,
          {combines ? b.partial : QM_CUDA_CALLERS, combines ? l.pairs : tokens, m.hidden_size});
   if (combines) {
     qm_cuda_step step{};
     step.block = kCombineThreads;
-    step.grid = Int(tokens);
-    step.grid_y = Int(ceil_div(m.hidden_size, 8 * kCombineThreads));
+    step.grid = to_int(tokens);
+    step.grid_y = to_int(ceil_div(m.hidden_size, 8 * kCombineThreads));
     step.warps_k = l.wgmma ? l.down.warps_k : 1;
-    Append(plan, QM_CUDA_COMBINE, step, &x, {QM_CUDA_CALLERS, tokens, m.hidden_size});
+    append(plan, QM_CUDA_COMBINE, step, &x, {QM_CUDA_CALLERS, tokens, m.hidden_size});
   }
   // The router's weight multiplies x when it is first written or read, or what down has.
   for (qm_cuda_step* s = plan->steps; s < plan->steps + plan->step_count; ++s) {
@@ -257,13 +259,13 @@ void AppendSteps(const LayerCall& l, const Buffers& b, qm_cuda_plan* plan) {
 }
 
 // The instance of a linear's kernel.
-qm_cuda_step ChooseLinear(const ProductWeights& weights, int path, int64_t rows) {
-  const bool floats = KindOf(weights.w) == WeightKind::kFloat;
-  if (path == QM_CUDA_DENSE) return ChooseDense(weights, rows);
-  if (path == QM_CUDA_DECODE && !Packs(weights.device.sm, weights.w))
-    if (const qm_cuda_step step = ChooseLinearDecode(weights); step.shared_bytes) return step;
-  if (path == QM_CUDA_STREAM && floats) return ChooseFloatStream(weights, rows);
-  return ChooseGemm(weights, {path, Product::kDown, 1, static_cast<double>(rows), 4});
+qm_cuda_step choose_linear(const ProductWeights& weights, int path, int64_t rows) {
+  const bool floats = kind_of(weights.w) == WeightKind::kFloat;
+  if (path == QM_CUDA_DENSE) return choose_dense(weights, rows);
+  if (path == QM_CUDA_DECODE && !packs(weights.device.sm, weights.w))
+    if (const qm_cuda_step step = choose_linear_decode(weights); step.shared_bytes) return step;
+  if (path == QM_CUDA_STREAM && floats) return choose_float_stream(weights, rows);
+  return choose_gemm(weights, {path, Product::kDown, 1, static_cast<double>(rows), 4});
 }
 
 }  // namespace
@@ -273,13 +275,13 @@ using namespace quantmoe;
 
 extern "C" size_t qm_cuda_row_bytes(const qm_moe* moe, int projection) {
   MarlinRow row{};
-  return MarlinRowOf(*moe, projection, &row) ? row.bytes : 0;
+  return marlin_row_of(*moe, projection, &row) ? row.bytes : 0;
 }
 
 extern "C" size_t qm_cuda_slot_bytes(const qm_moe* moe) {
   MarlinRow w13{}, w2{};
-  if (!MarlinRowOf(*moe, 13, &w13) || !MarlinRowOf(*moe, 2, &w2)) return 0;
-  return SecondAt(w13) + align_up(w2.bytes, kSlotAlignment);
+  if (!marlin_row_of(*moe, 13, &w13) || !marlin_row_of(*moe, 2, &w2)) return 0;
+  return second_at(w13) + align_up(w2.bytes, kSlotAlignment);
 }
 
 extern "C" size_t qm_cuda_cache_state_bytes(int64_t local_experts, int32_t slots) {
@@ -288,47 +290,47 @@ extern "C" size_t qm_cuda_cache_state_bytes(int64_t local_experts, int32_t slots
 
 extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_device* device, qm_cuda_plan* plan,
                                 char* err) {
-  QM_TRY(ValidateMoe(*problem, *device, err));
+  QM_TRY(validate_moe(*problem, *device, err));
   *plan = qm_cuda_plan{};
   const LayerCall layer(*problem, *device);
   plan->path = layer.path;
-  AppendSteps(layer, Allocate(layer, plan), plan);
+  append_steps(layer, allocate(layer, plan), plan);
   return QM_OK;
 }
 
 extern "C" size_t qm_cuda_linear_row_bytes(const qm_linear* linear) {
-  const qm_moe moe = MoeOf(*linear);
+  const qm_moe moe = moe_of(*linear);
   return qm_cuda_row_bytes(&moe, 2);
 }
 
 extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const qm_cuda_device* device,
                                    qm_cuda_plan* plan, char* err) {
   const qm_linear& l = problem->linear;
-  QM_TRY(ValidateLinear(*problem, *device, err));
+  QM_TRY(validate_linear(*problem, *device, err));
   *plan = qm_cuda_plan{};
   MarlinRow w{};
-  MarlinRowOf(MoeOf(l), 2, &w);
+  marlin_row_of(moe_of(l), 2, &w);
   const ProductWeights weights{*device, l.w, w};
   const int64_t rows = problem->rows;
-  const bool floats = KindOf(l.w) == WeightKind::kFloat;
+  const bool floats = kind_of(l.w) == WeightKind::kFloat;
   const bool decode =
-      rows <= kDecodeTokens && (floats ? ChooseLinearDecode(weights).shared_bytes > 0 : DecodeFits(weights));
-  const bool dense = !decode && device->sm == 90 && (!Packs(device->sm, l.w) || rows > 64);
+      rows <= kDecodeTokens && (floats ? choose_linear_decode(weights).shared_bytes > 0 : decode_fits(weights));
+  const bool dense = !decode && device->sm == 90 && (!packs(device->sm, l.w) || rows > 64);
   plan->path = decode ? QM_CUDA_DECODE : dense ? QM_CUDA_DENSE : QM_CUDA_STREAM;
-  const qm_cuda_step product = ChooseLinear(weights, plan->path, rows);
-  if (plan->path == QM_CUDA_STREAM) plan->max_tiles = Int(ceil_div(rows, 8 * product.n_tiles));
+  const qm_cuda_step product = choose_linear(weights, plan->path, rows);
+  if (plan->path == QM_CUDA_STREAM) plan->max_tiles = to_int(ceil_div(rows, 8 * product.n_tiles));
 
   Workspace workspace;
   Rows x{QM_CUDA_CALLERS, rows, l.in_features};
-  if (Rounds(l.w)) {
-    const int columns = product.packed ? PackedColumns(l.w, w) : l.in_features;
-    Append(plan, QM_CUDA_ROUND, RoundStep(rows, product.packed ? w.units * 64 : l.in_features, product.packed), &x,
-           {workspace.Take(static_cast<uint64_t>(rows) * columns * 2), rows, columns});
+  if (rounds_input(l.w)) {
+    const int columns = product.packed ? packed_columns(l.w, w) : l.in_features;
+    append(plan, QM_CUDA_ROUND, round_step(rows, product.packed ? w.units * 64 : l.in_features, product.packed), &x,
+           {workspace.take(static_cast<uint64_t>(rows) * columns * 2), rows, columns});
   }
   if (l.w.perm)
-    Append(plan, QM_CUDA_GATHER, GatherStep(rows), &x,
-           {workspace.Take(static_cast<uint64_t>(rows) * l.in_features * 2), rows, w.columns});
-  Append(plan, QM_CUDA_LINEAR, product, &x, {QM_CUDA_CALLERS, rows, l.out_features});
+    append(plan, QM_CUDA_GATHER, gather_step(rows), &x,
+           {workspace.take(static_cast<uint64_t>(rows) * l.in_features * 2), rows, w.columns});
+  append(plan, QM_CUDA_LINEAR, product, &x, {QM_CUDA_CALLERS, rows, l.out_features});
   plan->workspace_bytes = workspace.end;
   return QM_OK;
 }

@@ -19,9 +19,9 @@ constexpr bool kOwnFiles = std::is_same_v<F, Int4> || std::is_same_v<F, Float>;
 
 // body(trait) of a format, of Int4 and Int4Zero of what its weights are.
 template <class F, class Body>
-GemmKernel ForTrait(const qm_projection& w, const Body& body) {
+GemmKernel for_trait(const qm_projection& w, const Body& body) {
   constexpr int kF16 = k_scale_type_f16, kBf16 = k_scale_type_bf16;
-  [[maybe_unused]] const bool two = GroupsInBlock(w) == 2;
+  [[maybe_unused]] const bool two = groups_in_block(w) == 2;
   if constexpr (std::is_same_v<F, Int4>) {
     if (w.scale_type == kBf16) return two ? body(Int4::Of<kBf16, 2>{}) : body(Int4::Of<kBf16, 1>{});
     return two ? body(Int4::Of<kF16, 2>{}) : body(Int4::Of<kF16, 1>{});
@@ -32,15 +32,15 @@ GemmKernel ForTrait(const qm_projection& w, const Body& body) {
   }
 }
 template <class Body>
-GemmKernel ForInt4(const qm_projection& w, const Body& body) {
-  return ForTrait<Int4>(w, body);
+GemmKernel for_int4(const qm_projection& w, const Body& body) {
+  return for_trait<Int4>(w, body);
 }
 // The same of the format that the weights are of, null of those with files of their own.
 template <class Body>
-GemmKernel ForFormat(const qm_projection& w, const Body& body) {
+GemmKernel for_format(const qm_projection& w, const Body& body) {
 #define QM_CUDA_FORMAT(F)      \
   if constexpr (!kOwnFiles<F>) \
-    if (KindOf(w) == WeightKind::k##F) return ForTrait<F>(w, body);
+    if (kind_of(w) == WeightKind::k##F) return for_trait<F>(w, body);
 #include "cuda/formats/formats.inc"
   return nullptr;
 }
@@ -48,39 +48,39 @@ GemmKernel ForFormat(const qm_projection& w, const Body& body) {
 // The kernel of a plan, null where none is compiled that is what it says; T is the type of the activations. Of
 // QM_CUDA_DECODE and QM_CUDA_STREAM where nothing is packed:
 template <typename T>
-GemmKernel GateUpKernel(int path, const qm_projection& w, const qm_cuda_step& shape);
+GemmKernel gate_up_kernel(int path, const qm_projection& w, const qm_cuda_step& shape);
 template <typename T>
-GemmKernel DownKernel(int path, const qm_projection& w, const qm_cuda_step& shape);
+GemmKernel down_kernel(int path, const qm_projection& w, const qm_cuda_step& shape);
 template <typename T>
-GemmKernel GateUpKernelAny(int path, const qm_projection& w, const qm_cuda_step& shape);
+GemmKernel gate_up_kernel_any(int path, const qm_projection& w, const qm_cuda_step& shape);
 template <typename T>
-GemmKernel DownKernelAny(int path, const qm_projection& w, const qm_cuda_step& shape);
+GemmKernel down_kernel_any(int path, const qm_projection& w, const qm_cuda_step& shape);
 // Where tokens are: of nvfp4, and of e4m3.
 template <typename T>
-GemmKernel PackedKernel(Product product, int path, const qm_projection& w, const qm_cuda_step& shape);
+GemmKernel packed_kernel(Product product, int path, const qm_projection& w, const qm_cuda_step& shape);
 template <typename T>
-GemmKernel PackedE4m3Kernel(Product product, int path, const qm_cuda_step& shape);
+GemmKernel packed_e4m3_kernel(Product product, int path, const qm_cuda_step& shape);
 // QM_CUDA_WGMMA.
 template <typename T>
-GemmKernel WgmmaKernel(Product product, const qm_projection& w, const qm_cuda_step& shape);
+GemmKernel wgmma_kernel(Product product, const qm_projection& w, const qm_cuda_step& shape);
 template <typename T>
-GemmKernel WgmmaKernelAny(Product product, const qm_projection& w, const qm_cuda_step& shape);
+GemmKernel wgmma_kernel_any(Product product, const qm_projection& w, const qm_cuda_step& shape);
 // QM_CUDA_FP8.
 template <typename T>
-GemmKernel Fp8Kernel(Product product, const qm_projection& w, const qm_cuda_step& shape);
+GemmKernel fp8_kernel(Product product, const qm_projection& w, const qm_cuda_step& shape);
 // A linear's own: QM_CUDA_DECODE where nothing is packed, and QM_CUDA_DENSE.
 template <typename T>
-GemmKernel LinearDecodeKernel(const qm_projection& w, const qm_cuda_step& shape);
+GemmKernel linear_decode_kernel(const qm_projection& w, const qm_cuda_step& shape);
 template <typename T>
-GemmKernel LinearDecodeKernelAny(const qm_projection& w, const qm_cuda_step& shape);
+GemmKernel linear_decode_kernel_any(const qm_projection& w, const qm_cuda_step& shape);
 template <typename T>
-LinearKernel DenseKernel(const qm_projection& w, const qm_cuda_step& shape);
+LinearKernel dense_kernel(const qm_projection& w, const qm_cuda_step& shape);
 template <typename T>
-LinearKernel DenseKernelAny(const qm_projection& w, const qm_cuda_step& shape);
+LinearKernel dense_kernel_any(const qm_projection& w, const qm_cuda_step& shape);
 // The same of floats, and QM_CUDA_STREAM.
 template <typename T>
-GemmKernel FloatKernel(int path, const qm_cuda_step& shape);
+GemmKernel float_kernel(int path, const qm_cuda_step& shape);
 template <typename T>
-LinearKernel DenseFloatKernel(const qm_cuda_step& shape);
+LinearKernel dense_float_kernel(const qm_cuda_step& shape);
 
 }  // namespace quantmoe

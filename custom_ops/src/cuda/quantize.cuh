@@ -7,7 +7,7 @@
 namespace quantmoe {
 
 // Of a row's 128 bytes: where codes of columns [8 * eight, 8 * eight + 8) of a group are.
-__device__ inline int TokenByte(int eight, int row) {
+__device__ inline int token_byte(int eight, int row) {
   const int unit = eight / 8, half = eight / 4 % 2, t = eight % 4;
   return ((unit * 4 + t) ^ (row & 7)) << 4 | (half ^ (t & 1)) << 3;
 }
@@ -28,12 +28,12 @@ struct QuantizeParams {
 };
 
 // Bits of magnitudes are ordered as they are, NaN above infinity above others; of both halves of the words.
-__device__ __forceinline__ uint32_t LargestBits(const uint4& v) {
+__device__ __forceinline__ uint32_t largest_bits(const uint4& v) {
   constexpr uint32_t kMagnitudes = 0x7fff7fff;
   return __vmaxu2(__vmaxu2(v.x & kMagnitudes, v.y & kMagnitudes), __vmaxu2(v.z & kMagnitudes, v.w & kMagnitudes));
 }
 // The largest of a row, whose threads have `most` of what they read.
-__device__ __forceinline__ uint32_t LargestOfRow(uint32_t most) {
+__device__ __forceinline__ uint32_t largest_of_row(uint32_t most) {
   const int threads = blockDim.x, thread = threadIdx.x;
   for (int d = 1; d < 32; d *= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, d));
   if (threads > 32) {
@@ -50,11 +50,11 @@ __device__ __forceinline__ uint32_t LargestOfRow(uint32_t most) {
 // those of wgmma's operand in shared memory, 128-byte swizzle, with columns in the order of a unit of weights
 // (FORMAT.md 3.2). A row or group with a value that is not finite has the scale NaN.
 template <typename T, bool grouped>
-__global__ void __launch_bounds__(kQuantizeThreads) MoeQuantize(const __grid_constant__ QuantizeParams p) {
+__global__ void __launch_bounds__(kQuantizeThreads) moe_quantize(const __grid_constant__ QuantizeParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // only moe_gemm_fp8.cuh needs it
   constexpr int kAhead = 4;
-  LaunchDependents();
-  WaitForPrevious();
+  launch_dependents();
+  wait_for_previous();
   const int from = blockIdx.x * blockDim.y + threadIdx.y, copies = p.positions ? p.routing.top_k : 1;
   const int threads = blockDim.x, thread = threadIdx.x;
   const bool alike = !p.weight_here && !p.input_at;  // codes of all copies
@@ -75,9 +75,9 @@ __global__ void __launch_bounds__(kQuantizeThreads) MoeQuantize(const __grid_con
     for (int begin = 0; begin < stored_chunks; begin += kAhead * threads) {
       load(begin);
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) most = __vmaxu2(most, LargestBits(in[i]));
+      for (int i = 0; i < kAhead; ++i) most = __vmaxu2(most, largest_bits(in[i]));
     }
-    most = LargestOfRow(most);
+    most = largest_of_row(most);
   }
   for (int begin = 0; begin < stored_chunks; begin += kAhead * threads) {
     if (grouped || stored_chunks > kAhead * threads) load(begin);
@@ -90,21 +90,21 @@ __global__ void __launch_bounds__(kQuantizeThreads) MoeQuantize(const __grid_con
       if (!made || !alike) {
         made = true;
         const int pair = p.positions ? from * copies + copy : p.sorted_pairs[row].pair;
-        const float weight = p.weight_here ? RouterWeight(p.routing, pair) : 1.f;
+        const float weight = p.weight_here ? router_weight(p.routing, pair) : 1.f;
         float stored = 0.f;
         if (!grouped && p.input_at)
-          stored = *reinterpret_cast<const float*>(p.rows[LocalExpert(p.routing, pair)] + p.input_at);
+          stored = *reinterpret_cast<const float*>(p.rows[local_expert(p.routing, pair)] + p.input_at);
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
           if (grouped) {
-            most = LargestBits(in[i]);
+            most = largest_bits(in[i]);
 #pragma unroll
             for (int d = 1; d < 16; d *= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, d));
           }
-          steps[i] = E4m3Step(fabsf(weight * Half<T>::Low(max(most & 0xffff, most >> 16))), stored);
+          steps[i] = E4m3Step(fabsf(weight * Half<T>::low(max(most & 0xffff, most >> 16))), stored);
           auto word = [&](uint32_t low, uint32_t high) {  // of four columns: bytes 0, 2, 1, 3
-            return __byte_perm(steps[i].Pair(weight * Half<T>::Low(low), weight * Half<T>::High(low)),
-                               steps[i].Pair(weight * Half<T>::Low(high), weight * Half<T>::High(high)), 0x5140);
+            return __byte_perm(steps[i].pair_of(weight * Half<T>::low(low), weight * Half<T>::high(low)),
+                               steps[i].pair_of(weight * Half<T>::low(high), weight * Half<T>::high(high)), 0x5140);
           };
           codes[i] = make_uint2(word(in[i].x, in[i].y), word(in[i].z, in[i].w));
         }
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kQuantizeThreads) MoeQuantize(const __grid_con
         if (grouped ? chunk % 16 == 0 : chunk == 0)
           p.scales[(grouped ? static_cast<int64_t>(chunk / 16) * p.x_rows : 0) + row] = steps[i].step;
         *reinterpret_cast<uint2*>(p.codes + (static_cast<int64_t>(chunk / 16) * p.x_rows + row) * 128 +
-                                  TokenByte(chunk % 16, row)) = codes[i];
+                                  token_byte(chunk % 16, row)) = codes[i];
       }
     }
   }

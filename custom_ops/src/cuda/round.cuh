@@ -1,7 +1,7 @@
 // Activations in the values of an activation format (FORMAT.md 4.1), in 16 bits, for kernels that take any weights.
 //
 // Codes and powers of two are exact in 16 bits, and so is e2m1 times e4m3; a stored f32 scale is left out and
-// multiplies the sums (InputScale). Where the step is an f32 of its own (token, group128) the product is rounded to T.
+// multiplies the sums (input_scale). Where the step is an f32 of its own (token, group128) the product is rounded to T.
 #pragma once
 #include <float.h>
 
@@ -11,17 +11,17 @@
 
 namespace quantmoe {
 
-__device__ inline float MaxNan(float a, float b) {
+__device__ inline float max_nan(float a, float b) {
   float r;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
   return r;
 }
-__device__ inline float PowerOfTwo(int exponent) { return __int_as_float((127 + exponent) << 23); }
+__device__ inline float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
 // x rounded to `bits` bits after its first, or, below 2^least, after 2^least's; ties to even: in the sum those are the
 // last bits.
-__device__ inline float RoundBits(float x, int bits, int least) {
-  const float first = fmaxf(__uint_as_float(__float_as_uint(x) & 0x7f800000), PowerOfTwo(least));
-  const float large = 1.5f * PowerOfTwo(23 - bits) * first;
+__device__ inline float round_bits(float x, int bits, int least) {
+  const float first = fmaxf(__uint_as_float(__float_as_uint(x) & 0x7f800000), power_of_two(least));
+  const float large = 1.5f * power_of_two(23 - bits) * first;
   return __fsub_rn(__fadd_rn(x, large), large);
 }
 
@@ -29,18 +29,18 @@ __device__ inline float RoundBits(float x, int bits, int least) {
 struct Extremes {
   float low, high;
 
-  __device__ void Add(float x) { low = MaxNan(low, -x), high = MaxNan(high, x); }
-  __device__ void Add(const Extremes& other) { low = MaxNan(low, other.low), high = MaxNan(high, other.high); }
-  __device__ void AddLanes(unsigned lanes) {  // of this many neighbours
-    for (unsigned d = 1; d < lanes; d *= 2) Add(Extremes{__shfl_xor_sync(~0u, low, d), __shfl_xor_sync(~0u, high, d)});
+  __device__ void add(float x) { low = max_nan(low, -x), high = max_nan(high, x); }
+  __device__ void add(const Extremes& other) { low = max_nan(low, other.low), high = max_nan(high, other.high); }
+  __device__ void add_lanes(unsigned lanes) {  // of this many neighbours
+    for (unsigned d = 1; d < lanes; d *= 2) add(Extremes{__shfl_xor_sync(~0u, low, d), __shfl_xor_sync(~0u, high, d)});
   }
-  __device__ __forceinline__ void AddBlock() {  // of all threads of blocks of (threads, 1), else of a warp's
-    AddLanes(32);
+  __device__ __forceinline__ void add_block() {  // of all threads of blocks of (threads, 1), else of a warp's
+    add_lanes(32);
     if (blockDim.x > 32) {
       __shared__ Extremes of_warps[kRoundThreads / 32];
       if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = *this;
       __syncthreads();
-      for (int w = 0; w < blockDim.x / 32; ++w) Add(of_warps[w]);
+      for (int w = 0; w < blockDim.x / 32; ++w) add(of_warps[w]);
     }
   }
 };
@@ -52,7 +52,7 @@ struct Rounding {
 
   // kept: the part of the stored scale that the values have, all or 1.
   __device__ Rounding(int format, const Extremes& of, float stored, float kept) {
-    const float largest = MaxNan(of.low, of.high);
+    const float largest = max_nan(of.low, of.high);
     bool finite = largest <= FLT_MAX;
     step = 1.f;
     most = format == k_activation_format_nvfp4 || format == k_activation_format_mxfp4 ? 6.f : 448.f;
@@ -83,7 +83,7 @@ struct Rounding {
         factor = kept;
         break;
       case k_activation_format_nvfp4:
-        factor = RoundBits(fminf(largest / 6.f / stored, 448.f), 3, -6);
+        factor = round_bits(fminf(largest / 6.f / stored, 448.f), 3, -6);
         step = factor * stored;
         factor *= kept;
         if (step == 0.f) step = 1.f, factor = 0.f;
@@ -100,32 +100,32 @@ struct Rounding {
     }
     if (!finite) factor = __int_as_float(0x7fffffff);
     if (format == k_activation_format_int8_token_asym) return;
-    power = PowerOfTwo(min(max(127 - (__float_as_int(step) >> 23), -126), 126));
+    power = power_of_two(min(max(127 - (__float_as_int(step) >> 23), -126), 126));
     step *= power;
     inverse = 1.f / step;
   }
 
   // x / step, rounded as a division is while it is less than 2^12: quicker than the division that allows for all.
-  __device__ float Quotient(float x) const {
+  __device__ float quotient(float x) const {
     x = fminf(fmaxf(x * power, -0x1p14f), 0x1p14f);
     const float q = x * inverse;
     return __fmaf_rn(__fmaf_rn(-q, step, x), inverse, q);
   }
 
   // x as an e2m1 code; of a factor that is an e4m3 number its code.
-  __device__ uint32_t Code(float x) const {
-    const float r = fabsf(RoundBits(fminf(fmaxf(Quotient(x), -6.f), 6.f), 1, 0));
+  __device__ uint32_t code(float x) const {
+    const float r = fabsf(round_bits(fminf(fmaxf(quotient(x), -6.f), 6.f), 1, 0));
     const int code = r < 1.f ? static_cast<int>(2.f * r) : (__float_as_int(r) >> 22) - 2 * 126;
     return code | (x < 0.f) << 3;
   }
-  __device__ uint32_t ScaleCode() const { return factor <= 448.f ? E4m3(factor) : 0x7f; }
+  __device__ uint32_t scale_code() const { return factor <= 448.f ? e4m3(factor) : 0x7f; }
   // x as an e4m3 code.
-  __device__ uint32_t CodeE4m3(float x) const {
-    const float r = RoundBits(fminf(fmaxf(Quotient(x), -448.f), 448.f), 3, -6);
-    return E4m3(fabsf(r)) | __float_as_uint(r) >> 31 << 7;
+  __device__ uint32_t code_e4m3(float x) const {
+    const float r = round_bits(fminf(fmaxf(quotient(x), -448.f), 448.f), 3, -6);
+    return e4m3(fabsf(r)) | __float_as_uint(r) >> 31 << 7;
   }
   // The code of an e4m3 number that is not negative.
-  __device__ static uint32_t E4m3(float r) {
+  __device__ static uint32_t e4m3(float r) {
     return r < 0x1p-6f ? static_cast<int>(r * 512.f) : (__float_as_int(r) >> 20) - 8 * 120;
   }
 
@@ -133,30 +133,30 @@ struct Rounding {
     if (format == k_activation_format_none) return x * factor;
     const bool integer = format <= k_activation_format_int8_token_asym, e2m1 = most == 6.f;
     const float q =
-        fminf(fmaxf(format == k_activation_format_int8_token_asym ? __fmul_rn(x, step) : Quotient(x), least), most);
-    return (integer ? rintf(q) : RoundBits(q, e2m1 ? 1 : 3, e2m1 ? 0 : -6)) * factor;
+        fminf(fmaxf(format == k_activation_format_int8_token_asym ? __fmul_rn(x, step) : quotient(x), least), most);
+    return (integer ? rintf(q) : round_bits(q, e2m1 ? 1 : 3, e2m1 ? 0 : -6)) * factor;
   }
 };
 
 // A packed row of nvfp4: 64 bytes for 64 columns, 16 for each t of 4: columns 8t to 8t + 7, even ones first, the same
 // 32 further, and the four scales, each t having them. Here 8 columns of it.
-__device__ inline void PackNvfp4(uint8_t* unit, int chunk, const Rounding& how, const float (&v)[8]) {
+__device__ inline void pack_nvfp4(uint8_t* unit, int chunk, const Rounding& how, const float (&v)[8]) {
   const int half = chunk / 4 % 2, t = chunk % 4;
   uint32_t word = 0;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) word |= how.Code(v[i]) << 4 * (i / 2 + i % 2 * 4);
+  for (int i = 0; i < 8; ++i) word |= how.code(v[i]) << 4 * (i / 2 + i % 2 * 4);
   *reinterpret_cast<uint32_t*>(unit + 16 * t + 4 * half) = word;
   for (int i = 0; i < 2; ++i)  // the other two by the group's other 8 columns
-    unit[16 * (2 * (t % 2) + i) + 8 + 2 * half + t / 2] = static_cast<uint8_t>(how.ScaleCode());
+    unit[16 * (2 * (t % 2) + i) + 8 + 2 * half + t / 2] = static_cast<uint8_t>(how.scale_code());
 }
 
 // A packed row of e4m3: 80 bytes for 64 columns, 16 for each t of 4 in the order in which a lane reads a row of weights
 // (FORMAT.md 3.2), then the step, f32, and nothing. Here 8 columns of it.
-__device__ inline void PackE4m3(uint8_t* unit, int chunk, const Rounding& how, const float (&v)[8]) {
+__device__ inline void pack_e4m3(uint8_t* unit, int chunk, const Rounding& how, const float (&v)[8]) {
   const int half = chunk / 4 % 2, t = chunk % 4;
   uint32_t code[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) code[i] = how.CodeE4m3(v[i]);
+  for (int i = 0; i < 8; ++i) code[i] = how.code_e4m3(v[i]);
   auto word = [&](int i) { return code[i] | code[i + 2] << 8 | code[i + 1] << 16 | code[i + 3] << 24; };
   *reinterpret_cast<uint2*>(unit + 16 * t + 8 * (half ^ t % 2)) = make_uint2(word(0), word(4));
   if (chunk % 8 == 0) *reinterpret_cast<float*>(unit + 64) = how.factor;
@@ -164,10 +164,10 @@ __device__ inline void PackE4m3(uint8_t* unit, int chunk, const Rounding& how, c
 
 // Eight columns of a row of x, times the router's weight and the pre-scales (null: none).
 template <typename T>
-__device__ __forceinline__ void LoadEight(const RoundParams& p, const T* x, int chunk, float weight, const float* pre,
-                                          float (&v)[8]) {
+__device__ __forceinline__ void load_eight(const RoundParams& p, const T* x, int chunk, float weight, const float* pre,
+                                           float (&v)[8]) {
   uint32_t words[4] = {};
-  // In the stored order (StoredColumn of moe_gemm_wgmma.cuh) a chunk has two columns of each eight of 32.
+  // In the stored order (stored_column of moe_gemm_wgmma.cuh) a chunk has two columns of each eight of 32.
   const int first = p.out_stored ? chunk / 4 * 32 + chunk % 4 * 2 : chunk * 8, next = p.out_stored ? 8 : 2;
   if (p.x_stored == p.out_stored) {
     if (chunk * 8 < p.x_columns) {
@@ -181,7 +181,7 @@ __device__ __forceinline__ void LoadEight(const RoundParams& p, const T* x, int 
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    v[i] = weight * (i % 2 ? Half<T>::High(words[i / 2]) : Half<T>::Low(words[i / 2]));
+    v[i] = weight * (i % 2 ? Half<T>::high(words[i / 2]) : Half<T>::low(words[i / 2]));
     const int column = first + i / 2 * next + i % 2;
     if (pre && column < p.features) v[i] *= pre[column];
   }
@@ -190,9 +190,9 @@ __device__ __forceinline__ void LoadEight(const RoundParams& p, const T* x, int 
 // A block a row, or with blocks of (32, rows) a warp a row; 8 columns of out a thread at a time. x and out may be the
 // same.
 template <typename T>
-__global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant__ RoundParams p) {
-  LaunchDependents();
-  if (p.sorted_pairs) WaitForPrevious();
+__global__ void __launch_bounds__(kRoundThreads) moe_round(const __grid_constant__ RoundParams p) {
+  launch_dependents();
+  if (p.sorted_pairs) wait_for_previous();
   const int row = blockIdx.x * blockDim.y + threadIdx.y;
   int pair = row;
   if (row >= p.out_rows) return;
@@ -202,14 +202,14 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
   }
   const uint8_t* weights = p.rows.first;
   if (p.by_expert) {
-    const int expert = LocalExpert(p.routing, pair);
+    const int expert = local_expert(p.routing, pair);
     if (expert < 0) {
-      WaitForPrevious();  // or, if all left, this kernel would end before the one before it, on which the next relies
+      wait_for_previous();  // or, if all left, this kernel would end before the one before it, on which the next relies
       return;
     }
     weights = p.rows[expert];
   }
-  const float weight = p.weight_here ? RouterWeight(p.routing, pair) : 1.f;
+  const float weight = p.weight_here ? router_weight(p.routing, pair) : 1.f;
   const float stored = p.input_at ? *reinterpret_cast<const float*>(weights + p.input_at) : 1.f;
   const float kept = p.with_input_scale ? stored : 1.f;
   const float* pre = p.pre_at ? reinterpret_cast<const float*>(weights + p.pre_at) : nullptr;
@@ -217,10 +217,10 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
   uint8_t* out =
       static_cast<uint8_t*>(p.out) + static_cast<int64_t>(row) * (p.packed ? p.columns / 64 * p.packed : p.columns * 2);
   const int chunks = p.columns / 8;
-  if (!p.sorted_pairs) WaitForPrevious();  // for x
+  if (!p.sorted_pairs) wait_for_previous();  // for x
 
   float v[8];
-  auto load = [&](int chunk) { LoadEight<T>(p, x, chunk, weight, pre, v); };
+  auto load = [&](int chunk) { load_eight<T>(p, x, chunk, weight, pre, v); };
   const bool by_row = p.format == k_activation_format_int8_token || p.format == k_activation_format_int8_token_asym ||
                       p.format == k_activation_format_fp8_token;
   Extremes all{0.f, 0.f};
@@ -228,9 +228,9 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
     for (int chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
       load(chunk);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) all.Add(v[i]);
+      for (int i = 0; i < 8; ++i) all.add(v[i]);
     }
-    all.AddBlock();
+    all.add_block();
   }
   // A group is of neighbours, those of 16 in the stored order words 0, 1 or 2, 3 of four chunks.
   const int group = p.format == k_activation_format_fp8_group128 ? 128
@@ -245,19 +245,19 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
     Extremes first = all, second = all;
     if (!by_row) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) (i < 4 ? first : second).Add(v[i]);
-      if (!halves) first.Add(second);
-      first.AddLanes(halves ? 4 : group / 8);
-      if (halves) second.AddLanes(4);
+      for (int i = 0; i < 8; ++i) (i < 4 ? first : second).add(v[i]);
+      if (!halves) first.add(second);
+      first.add_lanes(halves ? 4 : group / 8);
+      if (halves) second.add_lanes(4);
     }
     const Rounding low(p.format, first, stored, kept), high = halves ? Rounding(p.format, second, stored, kept) : low;
     if (p.packed) {
       uint8_t* unit = out + chunk / 8 * p.packed;
       if (chunk >= chunks) continue;
       if (p.format == k_activation_format_nvfp4) {
-        PackNvfp4(unit, chunk, low, v);
+        pack_nvfp4(unit, chunk, low, v);
       } else {
-        PackE4m3(unit, chunk, low, v);
+        pack_e4m3(unit, chunk, low, v);
       }
       continue;
     }
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kRoundThreads) MoeRound(const __grid_constant_
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const Rounding& how = i < 2 ? low : high;
-      words[i] = Half<T>::Clamp(Half<T>::Pack(how(p.format, v[2 * i]), how(p.format, v[2 * i + 1])));
+      words[i] = Half<T>::clamp(Half<T>::pack(how(p.format, v[2 * i]), how(p.format, v[2 * i + 1])));
     }
     if (chunk < chunks) reinterpret_cast<uint4*>(out)[chunk] = make_uint4(words[0], words[1], words[2], words[3]);
   }

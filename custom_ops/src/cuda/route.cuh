@@ -8,7 +8,7 @@ namespace quantmoe {
 constexpr int kRouteWarps = kRouteThreads / 32;
 
 // 32 columns a thread: their 16 words, a 4 x 4 matrix of 4-word pieces, are transposed.
-__device__ inline void Prepare(const PrepareParams& p, int block, int blocks) {
+__device__ inline void prepare(const PrepareParams& p, int block, int blocks) {
   const int pieces = p.out_columns / 32;
   const int64_t items = static_cast<int64_t>(p.rows) * pieces;
   for (int64_t i = static_cast<int64_t>(block) * kRouteThreads + threadIdx.x; i < items;
@@ -30,20 +30,20 @@ __device__ inline void Prepare(const PrepareParams& p, int block, int blocks) {
 }
 
 // What block `rank` of the cluster has at this address of its shared memory.
-__device__ inline int Remote(const int* shared, int rank) {
+__device__ inline int remote(const int* shared, int rank) {
   int value = *shared;
 #if __CUDA_ARCH__ >= 900
   asm volatile("ld.shared::cluster.s32 %0, [%1];"
                : "=r"(value)
-               : "r"(ClusterAddress(SharedAddress(shared), rank))
+               : "r"(cluster_address(shared_address(shared), rank))
                : "memory");
 #endif
   return value;
 }
-__device__ inline void ClusterSync(int cluster) {
+__device__ inline void cluster_sync(int cluster) {
 #if __CUDA_ARCH__ >= 900
   if (cluster > 1) {
-    ClusterBarrier();
+    cluster_barrier();
     return;
   }
 #endif
@@ -51,7 +51,7 @@ __device__ inline void ClusterSync(int cluster) {
 }
 
 // The sum of this lane's value and of those before it in its warp.
-__device__ __forceinline__ int Scan(int value, int lane) {
+__device__ __forceinline__ int scan(int value, int lane) {
   for (int d = 1; d < 32; d *= 2) {
     const int a = __shfl_up_sync(~0u, value, d);
     if (lane >= d) value += a;
@@ -59,7 +59,7 @@ __device__ __forceinline__ int Scan(int value, int lane) {
   return value;
 }
 
-// What the parts of MoeRoute share. In shared memory, of each expert: how many of the block's pairs are its own, where
+// What the parts of moe_route share. In shared memory, of each expert: how many of the block's pairs are its own, where
 // the next of these goes, and how many all blocks have. Of ordered lists counts become an expert's first tile.
 struct RouteCounts {
   int experts, cluster, lane, warp;
@@ -71,7 +71,7 @@ struct ExpertTiles {
   int count, pairs;
   int* place;
 };
-__device__ __forceinline__ ExpertTiles TilesOf(const RouteParams& p, const RouteCounts& s, int l, int count) {
+__device__ __forceinline__ ExpertTiles tiles_of(const RouteParams& p, const RouteCounts& s, int l, int count) {
   const RouteParams::List& list = p.lists[l];
   const int tiles = (count + list.tile_pairs - 1) / list.tile_pairs, all = tiles * list.multiple;
   const int even = all ? (count + all - 1) / all * list.multiple : 0;
@@ -80,7 +80,7 @@ __device__ __forceinline__ ExpertTiles TilesOf(const RouteParams& p, const Route
 
 // Counts to first places, in every block alike; the first one counts tiles. Experts in rounds of a block's threads;
 // usually there is one round. Returns how many places there are.
-__device__ __forceinline__ int PlaceExperts(const RouteParams& p, const RouteCounts& s, int rank) {
+__device__ __forceinline__ int place_experts(const RouteParams& p, const RouteCounts& s, int rank) {
   __shared__ int warp_pairs[kRouteWarps], warp_tiles[kRouteWarps];
   const int experts = s.experts, lane = s.lane, warp = s.warp;
   int pairs_before = 0, tiles_before = 0;
@@ -89,15 +89,15 @@ __device__ __forceinline__ int PlaceExperts(const RouteParams& p, const RouteCou
     int count = 0, before = 0;  // before: of this expert in the blocks before this one
     if (e < experts) {
       for (int r = 0; r < s.cluster; ++r) {
-        const int there = s.cluster > 1 ? Remote(s.counts + e, r) : s.counts[e];
+        const int there = s.cluster > 1 ? remote(s.counts + e, r) : s.counts[e];
         count += there;
         if (r < rank) before += there;
       }
       s.totals[e] = count;
     }
     const int aligned = (count + p.align - 1) / p.align * p.align;
-    const int pair_scan = Scan(aligned, lane);
-    const int tiles = p.ordered ? TilesOf(p, s, 0, count).count : 0, tile_scan = Scan(tiles, lane);
+    const int pair_scan = scan(aligned, lane);
+    const int tiles = p.ordered ? tiles_of(p, s, 0, count).count : 0, tile_scan = scan(tiles, lane);
     if (lane == 31) warp_pairs[warp] = pair_scan, warp_tiles[warp] = tile_scan;
     __syncthreads();
     int first = pairs_before + pair_scan - aligned;
@@ -117,7 +117,7 @@ __device__ __forceinline__ int PlaceExperts(const RouteParams& p, const RouteCou
     if (rank == 0) {
       for (int i = count; i < aligned; ++i) p.sorted_pairs[first + i] = SortedPair{-1, 0.f};
       for (int l = 0; l < p.list_count; ++l) {
-        const ExpertTiles tiles = TilesOf(p, s, l, count);
+        const ExpertTiles tiles = tiles_of(p, s, l, count);
         if (tiles.count) atomicAdd(tiles.place, tiles.count);
       }
     }
@@ -128,18 +128,18 @@ __device__ __forceinline__ int PlaceExperts(const RouteParams& p, const RouteCou
 
 // Lists of tiles, the largest first (by an expert's first one): what is left for the last round of a product's blocks
 // (Turns) is quick then.
-__device__ __forceinline__ void ListTiles(const RouteParams& p, const RouteCounts& s, int places) {
+__device__ __forceinline__ void list_tiles(const RouteParams& p, const RouteCounts& s, int places) {
   const int experts = s.experts, lane = s.lane, warp = s.warp;
   if (warp < p.list_count) {
     const RouteParams::List& list = p.lists[warp];
-    const int tiles = s.places[warp][31 - lane], until = Scan(tiles, lane);
+    const int tiles = s.places[warp][31 - lane], until = scan(tiles, lane);
     s.places[warp][31 - lane] = until - tiles;
     if (lane == 31) list.tiles[list.max_tiles] = Tile{0, places, until};
   }
   __syncthreads();
   for (int e = threadIdx.x; e < experts; e += kRouteThreads)
     for (int l = 0; l < p.list_count; ++l) {
-      const ExpertTiles tiles = TilesOf(p, s, l, s.totals[e]);
+      const ExpertTiles tiles = tiles_of(p, s, l, s.totals[e]);
       if (!tiles.count) continue;
       const int place = p.ordered ? s.counts[e] : atomicAdd(tiles.place, tiles.count), count = s.totals[e];
       for (int i = 0; i < tiles.count; ++i) {
@@ -152,12 +152,12 @@ __device__ __forceinline__ void ListTiles(const RouteParams& p, const RouteCount
 }
 
 // Pairs in their experts' places, by pair. unordered: as many.
-__device__ __forceinline__ void PlaceInOrder(const RouteParams& p, const RouteCounts& s, int pairs, int* unordered) {
+__device__ __forceinline__ void place_in_order(const RouteParams& p, const RouteCounts& s, int pairs, int* unordered) {
   for (int pair = threadIdx.x; pair < pairs; pair += kRouteThreads)
-    if (const int e = LocalExpert(p.routing, pair); e >= 0) unordered[atomicAdd(&s.cursors[e], 1)] = pair;
+    if (const int e = local_expert(p.routing, pair); e >= 0) unordered[atomicAdd(&s.cursors[e], 1)] = pair;
   __syncthreads();
   for (int pair = threadIdx.x; pair < pairs; pair += kRouteThreads) {
-    const int e = LocalExpert(p.routing, pair);
+    const int e = local_expert(p.routing, pair);
     if (e < 0) continue;
     int at = s.cursors[e] - s.totals[e];
 #pragma unroll 4
@@ -173,16 +173,16 @@ __device__ __forceinline__ void PlaceInOrder(const RouteParams& p, const RouteCo
 // not: a token is a column (path fp8: a row) of a product, computed alike wherever it stands, and results go to the
 // place of their pair. Not so in moe_gemm_span.cuh, where K is cut elsewhere in each tile: it gets one order, by expert
 // and pair.
-__global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant__ RouteParams p) {
+__global__ void __launch_bounds__(kRouteThreads) moe_route(const __grid_constant__ RouteParams p) {
   extern __shared__ int counts[];
   __shared__ int places[2][32];
   const int experts = p.routing.local_experts, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int pairs = p.routing.tokens * p.routing.top_k, cluster = p.cluster, rank = blockIdx.x;
   const RouteCounts s{experts, cluster, lane, warp, counts, counts + experts, counts + 2 * experts, places};
-  LaunchDependents();
-  WaitForPrevious();
+  launch_dependents();
+  wait_for_previous();
   if (rank >= cluster) {
-    Prepare(p.prepare, blockIdx.x - cluster, gridDim.x - cluster);
+    prepare(p.prepare, blockIdx.x - cluster, gridDim.x - cluster);
     return;
   }
   for (int i = threadIdx.x; i < experts; i += kRouteThreads) counts[i] = 0;
@@ -192,26 +192,26 @@ __global__ void __launch_bounds__(kRouteThreads) MoeRoute(const __grid_constant_
   const int end = static_cast<int>((static_cast<int64_t>(rank) + 1) * pairs / cluster);
 #pragma unroll 4
   for (int pair = begin + threadIdx.x; pair < end; pair += kRouteThreads) {
-    const int e = LocalExpert(p.routing, pair);
+    const int e = local_expert(p.routing, pair);
     if (e >= 0) atomicAdd(&counts[e], 1);
   }
-  ClusterSync(cluster);
-  const int all = PlaceExperts(p, s, rank);
-  if (rank == 0) ListTiles(p, s, all);
-  if (p.ordered) return PlaceInOrder(p, s, pairs, s.totals + experts);
+  cluster_sync(cluster);
+  const int all = place_experts(p, s, rank);
+  if (rank == 0) list_tiles(p, s, all);
+  if (p.ordered) return place_in_order(p, s, pairs, s.totals + experts);
 #pragma unroll 4
   for (int pair = begin + threadIdx.x; pair < end; pair += kRouteThreads) {
-    const int e = LocalExpert(p.routing, pair);
+    const int e = local_expert(p.routing, pair);
     const int at = e >= 0 ? atomicAdd(&s.cursors[e], 1) : -1;
     if (e >= 0) p.sorted_pairs[at] = SortedPair{pair, p.routing.topk_weights[pair]};
     if (p.positions) p.positions[pair] = at;
   }
-  ClusterSync(cluster);  // no block ends while others read its counts
+  cluster_sync(cluster);  // no block ends while others read its counts
 }
 
 // One block a pair. An order is the model's: one that names no feature makes a wrong result, not a read elsewhere.
-__global__ void MoeGather(const __grid_constant__ GatherParams p) {
-  const int pair = blockIdx.x, expert = LocalExpert(p.routing, pair);
+__global__ void moe_gather(const __grid_constant__ GatherParams p) {
+  const int pair = blockIdx.x, expert = local_expert(p.routing, pair);
   if (expert < 0) return;
   const int* perm = reinterpret_cast<const int*>(p.rows[expert] + p.perm_at);
   const uint16_t* x = p.x + static_cast<int64_t>(pair / p.x_divisor) * p.columns;
@@ -227,9 +227,9 @@ __global__ void MoeGather(const __grid_constant__ GatherParams p) {
 // out[token] = sum over slots and parts of K of partial[pair][part], in f32, ascending. A thread has 8 columns and asks
 // for kAhead rows of them before it adds any up: with few tokens it is latency that this kernel takes.
 template <typename T, typename Partial>
-__global__ void __launch_bounds__(kCombineThreads) MoeCombine(const __grid_constant__ CombineParams p) {
+__global__ void __launch_bounds__(kCombineThreads) moe_combine(const __grid_constant__ CombineParams p) {
   constexpr int kAhead = 8, kWords = sizeof(Partial) / 2;
-  WaitForPrevious();
+  wait_for_previous();
   const int token = blockIdx.x, column = (blockIdx.y * kCombineThreads + threadIdx.x) * 8;
   if (column >= p.columns) return;
   const int64_t pair = static_cast<int64_t>(token) * p.routing.top_k;
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kCombineThreads) MoeCombine(const __grid_const
     bool here[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      here[i] = slot < p.routing.top_k && LocalExpert(p.routing, pair + slot) >= 0;
+      here[i] = slot < p.routing.top_k && local_expert(p.routing, pair + slot) >= 0;
       if (++part == p.parts) part = 0, ++slot;
     }
     uint4 rows[kAhead][kWords];
@@ -260,14 +260,14 @@ __global__ void __launch_bounds__(kCombineThreads) MoeCombine(const __grid_const
           if constexpr (kWords == 2) {
             sum[4 * j + k] += __uint_as_float(v[k]);
           } else {
-            sum[2 * k] += Half<T>::Low(v[k]), sum[2 * k + 1] += Half<T>::High(v[k]);
+            sum[2 * k] += Half<T>::low(v[k]), sum[2 * k + 1] += Half<T>::high(v[k]);
           }
       }
     }
   }
   *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + static_cast<int64_t>(token) * p.columns + column) =
-      make_uint4(Half<T>::Pack(sum[0], sum[1]), Half<T>::Pack(sum[2], sum[3]), Half<T>::Pack(sum[4], sum[5]),
-                 Half<T>::Pack(sum[6], sum[7]));
+      make_uint4(Half<T>::pack(sum[0], sum[1]), Half<T>::pack(sum[2], sum[3]), Half<T>::pack(sum[4], sum[5]),
+                 Half<T>::pack(sum[6], sum[7]));
 }
 
 }  // namespace quantmoe

@@ -12,35 +12,35 @@ struct RouterParams {
   const float* correction;  // [experts], null: none
   int* topk_ids;
   float* topk_weights;
-  float* logits;  // [tokens, logits] for MoeSelect
+  float* logits;  // [tokens, logits] for moe_select
   int tokens, columns;
   qm_routing routing;
 };
 
 // sum += the eight products of two 16-byte words.
 template <typename T>
-__device__ inline void Dot8(float& sum, const uint4& a, const uint4& b) {
+__device__ inline void dot8(float& sum, const uint4& a, const uint4& b) {
   const uint32_t x[] = {a.x, a.y, a.z, a.w}, y[] = {b.x, b.y, b.z, b.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    sum = fmaf(Half<T>::Low(x[i]), Half<T>::Low(y[i]), sum);
-    sum = fmaf(Half<T>::High(x[i]), Half<T>::High(y[i]), sum);
+    sum = fmaf(Half<T>::low(x[i]), Half<T>::low(y[i]), sum);
+    sum = fmaf(Half<T>::high(x[i]), Half<T>::high(y[i]), sum);
   }
 }
 
 // columns: a multiple of 8. Up to eight tokens, mma's columns, a cluster; kTiles of 16 experts a block. A warp has
 // every kRouterWarps-th piece of 32 columns of all the block's experts, of which lane t of four reads eight: what mma
 // takes as columns 2t, 2t + 1, 2t + 8, 2t + 9 of two products. As many pieces as registers hold are read before the
-// kernel waits for x. The sums go to the token's block, which selects. Dynamic shared memory: RouterShared.
+// kernel waits for x. The sums go to the token's block, which selects. Dynamic shared memory: router_shared.
 template <typename T, int kTiles>
-__global__ void __launch_bounds__(kRouterThreads, 1) RouterCluster(const __grid_constant__ RouterParams p) {
+__global__ void __launch_bounds__(kRouterThreads, 1) router_cluster(const __grid_constant__ RouterParams p) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kRows = 16 * kTiles, kAhead = kTiles == 1 ? 8 : kTiles == 2 ? 5 : 12 / kTiles;
   extern __shared__ __align__(128) float parts[];  // [warps, rows, kRouterTokens]
   __shared__ float biases[kRows];
-  LaunchDependents();
+  launch_dependents();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, rank = blockIdx.x;
-  const int rows = LogitsOf(p.routing), each = (rows + kRouterBlocks - 1) / kRouterBlocks;
+  const int rows = logits_of(p.routing), each = (rows + kRouterBlocks - 1) / kRouterBlocks;
   const int first = min(rank * each, rows), count = min(each, rows - first), words = p.columns / 8;
   const int token0 = blockIdx.y * kRouterTokens, tokens = min(kRouterTokens, p.tokens - token0);
   float* logits = parts + kRouterWarps * kRows * kRouterTokens;
@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(kRouterThreads, 1) RouterCluster(const __grid_
   };
   read(warp);
   if (threadIdx.x < kRows) biases[threadIdx.x] = p.bias && threadIdx.x < count ? p.bias[first + threadIdx.x] : 0.f;
-  ClusterArrive();  // all blocks are there before one stores to another
-  WaitForPrevious();
+  cluster_arrive();  // all blocks are there before one stores to another
+  wait_for_previous();
   float sums[kTiles][4] = {};
 #pragma unroll 1
   for (int at = warp; 4 * at < words; at += kRouterWarps * kAhead) {
@@ -75,8 +75,8 @@ __global__ void __launch_bounds__(kRouterThreads, 1) RouterCluster(const __grid_
       for (int m = 0; m < kTiles; ++m) {
         const uint4 &low = weight[i][m][0], &high = weight[i][m][1];
         const uint32_t even[] = {low.x, high.x, low.y, high.y}, odd[] = {low.z, high.z, low.w, high.w};
-        Half<T>::Mma(sums[m], even, v[i].x, v[i].y);
-        Half<T>::Mma(sums[m], odd, v[i].z, v[i].w);
+        Half<T>::mma(sums[m], even, v[i].x, v[i].y);
+        Half<T>::mma(sums[m], odd, v[i].z, v[i].w);
       }
   }
 #pragma unroll
@@ -86,61 +86,61 @@ __global__ void __launch_bounds__(kRouterThreads, 1) RouterCluster(const __grid_
       *reinterpret_cast<float2*>(parts + (warp * kRows + m * 16 + half * 8 + g) * kRouterTokens + 2 * t) =
           make_float2(sums[m][2 * half], sums[m][2 * half + 1]);
   __syncthreads();
-  ClusterWait();
+  cluster_wait();
   for (int i = threadIdx.x; i < count * kRouterTokens; i += kRouterThreads) {
     const int row = i / kRouterTokens, token = i % kRouterTokens;
     if (token >= tokens) continue;
     float sum = biases[row];
 #pragma unroll
     for (int w = 0; w < kRouterWarps; ++w) sum += parts[w * kRows * kRouterTokens + i];
-    ClusterStore(logits + first + row, token, sum);
+    cluster_store(logits + first + row, token, sum);
   }
   __syncwarp();
-  ClusterArrive();
-  ClusterWait();
+  cluster_arrive();
+  cluster_wait();
   if (rank < tokens && warp == 0) {
-    const int64_t at = static_cast<int64_t>(token0 + rank) * SlotsOf(p.routing);
-    Select(p.routing, reinterpret_cast<unsigned*>(logits), p.correction, p.topk_ids + at, p.topk_weights + at);
+    const int64_t at = static_cast<int64_t>(token0 + rank) * slots_of(p.routing);
+    select(p.routing, reinterpret_cast<unsigned*>(logits), p.correction, p.topk_ids + at, p.topk_weights + at);
   }
 #endif
 }
 
 // Any columns. kWords: they are a multiple of 8.
 template <typename T, bool kWords>
-__global__ void __launch_bounds__(kRouterRowsThreads) RouterRows(const __grid_constant__ RouterParams p) {
-  LaunchDependents();
+__global__ void __launch_bounds__(kRouterRowsThreads) router_rows(const __grid_constant__ RouterParams p) {
+  launch_dependents();
   const int lane = threadIdx.x % 32, e = blockIdx.y * (kRouterRowsThreads / 32) + threadIdx.x / 32;
-  const bool there = e < LogitsOf(p.routing);
+  const bool there = e < logits_of(p.routing);
   const int64_t token = blockIdx.x, row = static_cast<int64_t>(e) * p.columns;
-  if (kWords && there && lane == 0 && token == 0) Prefetch(static_cast<const T*>(p.weight) + row, 2 * p.columns);
-  WaitForPrevious();
+  if (kWords && there && lane == 0 && token == 0) prefetch(static_cast<const T*>(p.weight) + row, 2 * p.columns);
+  wait_for_previous();
   if (!there) return;
   float sum = 0.f;
   if constexpr (kWords) {
     const uint4* x = static_cast<const uint4*>(p.x) + token * (p.columns / 8);
     const uint4* w = static_cast<const uint4*>(p.weight) + row / 8;
 #pragma unroll 4
-    for (int i = lane; i < p.columns / 8; i += 32) Dot8<T>(sum, x[i], w[i]);
+    for (int i = lane; i < p.columns / 8; i += 32) dot8<T>(sum, x[i], w[i]);
   } else {
     const T* x = static_cast<const T*>(p.x) + token * p.columns;
     const T* w = static_cast<const T*>(p.weight) + row;
     for (int i = lane; i < p.columns; i += 32) sum = fmaf(static_cast<float>(x[i]), static_cast<float>(w[i]), sum);
   }
-  sum = WarpSum(sum);
-  if (lane == 0) p.logits[token * LogitsOf(p.routing) + e] = p.bias ? sum + p.bias[e] : sum;
+  sum = warp_sum(sum);
+  if (lane == 0) p.logits[token * logits_of(p.routing) + e] = p.bias ? sum + p.bias[e] : sum;
 }
 
 // columns: a multiple of 8. A warp has all tokens of the tile and 16 experts. A row of a stage is 128 bytes, whose
 // 16-byte words are exchanged by its number, so that eight rows' words are in other banks.
 template <typename T>
-__global__ void __launch_bounds__(kRouterTileThreads) RouterTiles(const __grid_constant__ RouterParams p) {
+__global__ void __launch_bounds__(kRouterTileThreads) router_tiles(const __grid_constant__ RouterParams p) {
   constexpr int kTokens = kRouterTileTokens, kRows = kTokens + kRouterTileExperts, kWords = kRouterTileColumns / 8;
   extern __shared__ __align__(128) uint8_t shared[];
-  LaunchDependents();
+  launch_dependents();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int token0 = blockIdx.x * kTokens, expert0 = blockIdx.y * kRouterTileExperts;
-  const int experts = LogitsOf(p.routing), words = p.columns / 8, steps = (words + kWords - 1) / kWords;
-  const uint32_t base = SharedAddress(shared);
+  const int experts = logits_of(p.routing), words = p.columns / 8, steps = (words + kWords - 1) / kWords;
+  const uint32_t base = shared_address(shared);
   const auto at = [&](int stage, int row, int word) {
     return base + ((stage * kRows + row) * kWords + (word ^ row % 8)) * 16;
   };
@@ -163,31 +163,31 @@ __global__ void __launch_bounds__(kRouterTileThreads) RouterTiles(const __grid_c
 #pragma unroll
     for (int i = 0; i < kCopies; ++i)
       if (i < kTokenCopies ? tokens : weights)
-        CopyAsync16Past(to + i * kEach * kWords * 16, source[i] + step * kWords, inside && there[i]);
+        copy_async16_past(to + i * kEach * kWords * 16, source[i] + step * kWords, inside && there[i]);
   };
   // Weights of the first stages, then, after the wait, the tokens'.
   for (int step = 0; step < min(kRouterStages - 1, steps); ++step) load(step, false, true);
-  WaitForPrevious();
+  wait_for_previous();
   for (int step = 0; step < kRouterStages - 1; ++step) {
     if (step < steps) load(step, true, false);
-    CopyAsyncCommit();
+    copy_async_commit();
   }
   float sums[2][2][4] = {};
   for (int step = 0; step < steps; ++step) {
-    CopyAsyncWait<kRouterStages - 2>();
+    copy_async_wait<kRouterStages - 2>();
     __syncthreads();
     if (step + kRouterStages - 1 < steps) load(step + kRouterStages - 1, true, true);
-    CopyAsyncCommit();
+    copy_async_commit();
     const int stage = step % kRouterStages;
 #pragma unroll
     for (int k = 0; k < kRouterTileColumns / 16; ++k) {
       uint32_t a[2][4], b[4];
-      for (int m = 0; m < 2; ++m) LoadMatrices(a[m], at(stage, m * 16 + lane % 16, 2 * k + lane / 16));
-      LoadMatrices(b, at(stage, kTokens + warp * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+      for (int m = 0; m < 2; ++m) load_matrices(a[m], at(stage, m * 16 + lane % 16, 2 * k + lane / 16));
+      load_matrices(b, at(stage, kTokens + warp * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
 #pragma unroll
       for (int m = 0; m < 2; ++m)
 #pragma unroll
-        for (int n = 0; n < 2; ++n) Half<T>::Mma(sums[m][n], a[m], b[2 * n], b[2 * n + 1]);
+        for (int n = 0; n < 2; ++n) Half<T>::mma(sums[m][n], a[m], b[2 * n], b[2 * n + 1]);
     }
   }
 #pragma unroll

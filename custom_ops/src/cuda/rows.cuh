@@ -13,7 +13,7 @@ struct RowsParams {
 };
 
 // The sum over a block; all threads get it. `parts` is free again after the next barrier.
-__device__ inline int BlockSum(int value, int* parts) {
+__device__ inline int block_sum(int value, int* parts) {
   value = __reduce_add_sync(~0u, value);
   __syncthreads();
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
@@ -21,11 +21,11 @@ __device__ inline int BlockSum(int value, int* parts) {
   return __reduce_add_sync(~0u, parts[threadIdx.x % 32]);
 }
 
-static __global__ void __launch_bounds__(kRowsThreads) TokenRows(const __grid_constant__ RowsParams p) {
+static __global__ void __launch_bounds__(kRowsThreads) token_rows(const __grid_constant__ RowsParams p) {
   static_assert(kRowsThreads == 1024, "a warp adds up the warps");
   __shared__ int parts[32], most;
-  LaunchDependents();
-  WaitForPrevious();
+  launch_dependents();
+  wait_for_previous();
   const int thread = threadIdx.x, length = p.length, count = p.new_tokens;
   // The new tokens' columns end here: with the mask's where the cache grows, else with the last that any row has set.
   int end = length > p.past ? max(length, count) : count;
@@ -47,8 +47,8 @@ static __global__ void __launch_bounds__(kRowsThreads) TokenRows(const __grid_co
   for (int i = thread; i < count && length > 0; i += kRowsThreads)
     if (own[min(end - count + i, length - 1)] != 0) ++seen, begin = min(begin, i);
   for (int i = thread; i < min(end - count, length); i += kRowsThreads) before += own[i] != 0;
-  seen = BlockSum(seen, parts);
-  before = BlockSum(before, parts);
+  seen = block_sum(seen, parts);
+  before = block_sum(before, parts);
   begin = __reduce_min_sync(~0u, begin);
   __syncthreads();
   if (thread % 32 == 0) parts[thread / 32] = begin;

@@ -6,18 +6,18 @@
 namespace quantmoe {
 
 template <class F>
-constexpr auto kInstances = InstancesOf(SizesOf<F>(F::kGroups, F::kPacked));
+constexpr auto kInstances = instances_of(sizes_of<F>(F::kGroups, F::kPacked));
 
 // Family: which rows are its own (Has), and the kernel of row i (Of).
 template <class Family, typename T, class F, Product product, size_t i = 0>
-auto Select(int path, const qm_cuda_step& g) {
+auto select(int path, const qm_cuda_step& g) {
   if constexpr (i == kInstances<F>.size()) {
     return typename Family::Pointer{};
   } else {
     constexpr Instance row = kInstances<F>[i];
-    if constexpr (row.there && row.product == product && Family::Has(row))
-      if (path == row.path && Means(g, row)) return Family::template Of<T, F, i>();
-    return Select<Family, T, F, product, i + 1>(path, g);
+    if constexpr (row.there && row.product == product && Family::has(row))
+      if (path == row.path && means(g, row)) return Family::template Of<T, F, i>();
+    return select<Family, T, F, product, i + 1>(path, g);
   }
 }
 

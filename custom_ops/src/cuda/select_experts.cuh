@@ -7,7 +7,7 @@
 namespace quantmoe {
 
 struct SelectParams {
-  const void* logits;  // [tokens, LogitsOf]
+  const void* logits;  // [tokens, logits_of]
   const float* correction_bias;
   int* topk_ids;
   float* topk_weights;
@@ -15,18 +15,18 @@ struct SelectParams {
 };
 
 // Floats as integers of the same order; +0 and -0 are equal.
-__device__ inline unsigned Ordered(float x) {
+__device__ inline unsigned ordered(float x) {
   const unsigned bits = __float_as_uint(x + 0.f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-__device__ inline float WarpMost(float x) {
+__device__ inline float warp_most(float x) {
   for (int d = 16; d > 0; d /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
   return x;
 }
 
 // The largest of key[0, count), the first of equal ones; all lanes get it. 0 is the key of what is out.
-__device__ inline int WarpLargest(const unsigned* key, int count) {
+__device__ inline int warp_largest(const unsigned* key, int count) {
   unsigned best = 0;
   int at = count;
   for (int i = threadIdx.x; i < count; i += 32)
@@ -38,8 +38,8 @@ __device__ inline int WarpLargest(const unsigned* key, int count) {
 // The top_k largest of key[0, experts), the best first, of equal ones the first, by a warp that has them in registers:
 // their ids, and their scores in weight. experts: at most 32 N.
 template <int N>
-__device__ inline void TakeLargest(const unsigned* key, const float* score, int experts, int top_k, int* ids,
-                                   float* weight) {
+__device__ inline void take_largest(const unsigned* key, const float* score, int experts, int top_k, int* ids,
+                                    float* weight) {
   const int lane = threadIdx.x;
   unsigned own[N];
 #pragma unroll
@@ -64,8 +64,8 @@ __device__ inline void TakeLargest(const unsigned* key, const float* score, int 
 // Select where all groups are kept, at most 32 N experts, at most 32 of them selected and no logit is NaN: registers
 // have the scores, and lane j what is selected j-th.
 template <int N>
-__device__ inline void SelectHere(const qm_routing& r, const float* logits, const float* correction_bias, int* ids,
-                                  float* weights) {
+__device__ inline void select_here(const qm_routing& r, const float* logits, const float* correction_bias, int* ids,
+                                   float* weights) {
   const int lane = threadIdx.x;
   float score[N], most = -INFINITY;
   unsigned key[N];
@@ -75,11 +75,11 @@ __device__ inline void SelectHere(const qm_routing& r, const float* logits, cons
     most = fmaxf(most, score[i]);
   }
   if (r.method == k_routing_method_softmax_topk) {
-    most = WarpMost(most);
+    most = warp_most(most);
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < N; ++i) sum += score[i] = expf(score[i] - most);
-    sum = WarpSum(sum);
+    sum = warp_sum(sum);
 #pragma unroll
     for (int i = 0; i < N; ++i) score[i] /= sum;
   } else if (r.method == k_routing_method_sigmoid_topk) {
@@ -89,7 +89,7 @@ __device__ inline void SelectHere(const qm_routing& r, const float* logits, cons
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const int e = lane + 32 * i;
-    key[i] = e < r.num_experts ? max(Ordered(score[i] + (correction_bias ? correction_bias[e] : 0.f)), 1u) : 0;
+    key[i] = e < r.num_experts ? max(ordered(score[i] + (correction_bias ? correction_bias[e] : 0.f)), 1u) : 0;
   }
   int id = 0;
   float weight = 0.f;
@@ -112,10 +112,10 @@ __device__ inline void SelectHere(const qm_routing& r, const float* logits, cons
   }
   const bool mine = lane < r.top_k;
   const auto divide = [&](float least) {  // by their sum
-    weight /= WarpSum(mine ? weight : 0.f) + least;
+    weight /= warp_sum(mine ? weight : 0.f) + least;
   };
   if (r.method == k_routing_method_topk_softmax) {
-    weight = expf(weight - WarpMost(mine ? weight : -INFINITY));
+    weight = expf(weight - warp_most(mine ? weight : -INFINITY));
     divide(0.f);
   } else if (r.method == k_routing_method_topk_sigmoid) {
     weight = 1.f / (1.f + expf(-weight));
@@ -125,8 +125,8 @@ __device__ inline void SelectHere(const qm_routing& r, const float* logits, cons
 }
 
 // Leaves keys of the topk_group best groups alone, those of others become 0. A group is as good as its two best.
-__device__ __forceinline__ void KeepGroups(const qm_routing& r, int experts, const float* score,
-                                           const float* correction_bias, unsigned* key, unsigned* group_key) {
+__device__ __forceinline__ void keep_groups(const qm_routing& r, int experts, const float* score,
+                                            const float* correction_bias, unsigned* key, unsigned* group_key) {
   __syncwarp();
   const int lane = threadIdx.x, size = experts / r.n_group;
   for (int i = lane; i < r.n_group; i += 32) {
@@ -139,11 +139,11 @@ __device__ __forceinline__ void KeepGroups(const qm_routing& r, int experts, con
         second = fmaxf(second, x);
       }
     }
-    group_key[i] = max(Ordered(size > 1 ? best + second : best), 1u);
+    group_key[i] = max(ordered(size > 1 ? best + second : best), 1u);
   }
   __syncwarp();
   for (int j = 0; j < r.topk_group; ++j) {
-    const int i = WarpLargest(group_key, r.n_group);
+    const int i = warp_largest(group_key, r.n_group);
     __syncwarp();
     if (lane == 0) group_key[i] = 0;
     __syncwarp();
@@ -152,13 +152,13 @@ __device__ __forceinline__ void KeepGroups(const qm_routing& r, int experts, con
     if (group_key[e / size]) key[e] = 0;  // not kept
 }
 
-// A warp selects from the f32 logits, the first of SelectWords words in shared memory; all lanes see them. Methods are
+// A warp selects from the f32 logits, the first of select_words words in shared memory; all lanes see them. Methods are
 // op.def's; correction_bias: null for none.
-__device__ inline void Select(const qm_routing& r, unsigned* words, const float* correction_bias, int* ids,
+__device__ inline void select(const qm_routing& r, unsigned* words, const float* correction_bias, int* ids,
                               float* weights) {
   const int experts = r.num_experts, lane = threadIdx.x;
   float* score = reinterpret_cast<float*>(words);
-  unsigned* key = words + LogitsOf(r);
+  unsigned* key = words + logits_of(r);
   unsigned* group_key = key + experts;
   float* weight = reinterpret_cast<float*>(group_key + r.n_group);
 
@@ -179,28 +179,28 @@ __device__ inline void Select(const qm_routing& r, unsigned* words, const float*
     return;
   }
   if (r.topk_group == r.n_group && experts <= 256 && r.top_k <= 32)
-    return experts <= 128 ? SelectHere<4>(r, score, correction_bias, ids, weights)
-                          : SelectHere<8>(r, score, correction_bias, ids, weights);
+    return experts <= 128 ? select_here<4>(r, score, correction_bias, ids, weights)
+                          : select_here<8>(r, score, correction_bias, ids, weights);
   if (r.method == k_routing_method_softmax_topk) {
-    most = WarpMost(most);
+    most = warp_most(most);
     float sum = 0.f;
     for (int e = lane; e < experts; e += 32) sum += score[e] = expf(score[e] - most);
-    sum = WarpSum(sum);
+    sum = warp_sum(sum);
     for (int e = lane; e < experts; e += 32) score[e] /= sum;
   } else if (r.method == k_routing_method_sigmoid_topk) {
     for (int e = lane; e < experts; e += 32) score[e] = 1.f / (1.f + expf(-score[e]));
   }
   for (int e = lane; e < experts; e += 32)
-    key[e] = max(Ordered(score[e] + (correction_bias ? correction_bias[e] : 0.f)), 1u);
-  if (r.topk_group < r.n_group) KeepGroups(r, experts, score, correction_bias, key, group_key);
+    key[e] = max(ordered(score[e] + (correction_bias ? correction_bias[e] : 0.f)), 1u);
+  if (r.topk_group < r.n_group) keep_groups(r, experts, score, correction_bias, key, group_key);
   __syncwarp();
   if (experts <= 128) {
-    TakeLargest<4>(key, score, experts, r.top_k, ids, weight);
+    take_largest<4>(key, score, experts, r.top_k, ids, weight);
   } else if (experts <= 256) {
-    TakeLargest<8>(key, score, experts, r.top_k, ids, weight);
+    take_largest<8>(key, score, experts, r.top_k, ids, weight);
   } else {
     for (int j = 0; j < r.top_k; ++j) {
-      const int e = WarpLargest(key, experts);
+      const int e = warp_largest(key, experts);
       __syncwarp();
       if (lane == 0) key[e] = 0, ids[j] = e, weight[j] = score[e];
       __syncwarp();
@@ -210,13 +210,13 @@ __device__ inline void Select(const qm_routing& r, unsigned* words, const float*
   const auto divide = [&](float least) {  // by their sum
     float sum = 0.f;
     for (int j = lane; j < r.top_k; j += 32) sum += weight[j];
-    sum = WarpSum(sum) + least;
+    sum = warp_sum(sum) + least;
     for (int j = lane; j < r.top_k; j += 32) weight[j] /= sum;
   };
   if (r.method == k_routing_method_topk_softmax) {
     float largest = -INFINITY;
     for (int j = lane; j < r.top_k; j += 32) largest = fmaxf(largest, weight[j]);
-    largest = WarpMost(largest);
+    largest = warp_most(largest);
     for (int j = lane; j < r.top_k; j += 32) weight[j] = expf(weight[j] - largest);
     divide(0.f);
   } else if (r.method == k_routing_method_topk_sigmoid) {
@@ -226,19 +226,19 @@ __device__ inline void Select(const qm_routing& r, unsigned* words, const float*
   for (int j = lane; j < r.top_k; j += 32) weights[j] = weight[j] * r.routed_scaling_factor;
 }
 
-// Dynamic shared memory: SelectWords.
+// Dynamic shared memory: select_words.
 template <typename Logit>
-__global__ void __launch_bounds__(32) MoeSelect(const __grid_constant__ SelectParams p) {
+__global__ void __launch_bounds__(32) moe_select(const __grid_constant__ SelectParams p) {
   extern __shared__ unsigned words[];
-  LaunchDependents();
-  WaitForPrevious();
+  launch_dependents();
+  wait_for_previous();
   const qm_routing& r = p.routing;
   const int64_t token = blockIdx.x;
-  const Logit* logits = static_cast<const Logit*>(p.logits) + token * LogitsOf(r);
-  for (int e = threadIdx.x; e < LogitsOf(r); e += 32)
+  const Logit* logits = static_cast<const Logit*>(p.logits) + token * logits_of(r);
+  for (int e = threadIdx.x; e < logits_of(r); e += 32)
     reinterpret_cast<float*>(words)[e] = static_cast<float>(logits[e]);
   __syncwarp();
-  Select(r, words, p.correction_bias, p.topk_ids + token * SlotsOf(r), p.topk_weights + token * SlotsOf(r));
+  select(r, words, p.correction_bias, p.topk_ids + token * slots_of(r), p.topk_weights + token * slots_of(r));
 }
 
 }  // namespace quantmoe

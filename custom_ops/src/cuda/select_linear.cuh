@@ -7,15 +7,15 @@ namespace quantmoe {
 
 struct DenseFamily {
   using Pointer = LinearKernel;
-  static constexpr bool Has(const Instance& row) { return row.kernel == ProductKernel::kDense; }
+  static constexpr bool has(const Instance& row) { return row.kernel == ProductKernel::kDense; }
   template <typename T, class F, size_t i>
   static Pointer Of() {
-    return LinearWgmma<T, F, 8 * kInstances<F>[i].n_tiles>;
+    return linear_wgmma<T, F, 8 * kInstances<F>[i].n_tiles>;
   }
 };
 template <typename T, class F>
-LinearKernel SelectDense(const qm_cuda_step& g) {
-  return Select<DenseFamily, T, F, Product::kLinear>(QM_CUDA_DENSE, g);
+LinearKernel select_dense(const qm_cuda_step& g) {
+  return select<DenseFamily, T, F, Product::kLinear>(QM_CUDA_DENSE, g);
 }
 
 }  // namespace quantmoe

@@ -7,23 +7,24 @@ namespace quantmoe {
 
 struct MmaFamily {
   using Pointer = GemmKernel;
-  static constexpr bool Has(const Instance& row) { return row.path == QM_CUDA_DECODE || row.path == QM_CUDA_STREAM; }
+  static constexpr bool has(const Instance& row) { return row.path == QM_CUDA_DECODE || row.path == QM_CUDA_STREAM; }
   template <typename T, class F, size_t i>
   static Pointer Of() {
     constexpr Instance row = kInstances<F>[i];
     constexpr bool down = row.product != Product::kGateUp, decode = row.path == QM_CUDA_DECODE;
     if constexpr (row.kernel == ProductKernel::kSpan) {
-      return MoeGemmSpan<T, F, row.panels, down, decode>;
+      return moe_gemm_span<T, F, row.panels, down, decode>;
     } else if constexpr (decode && down) {
-      return MoeDownDecode<T, F, row.panels, row.units, row.kernel == ProductKernel::kLinearDecode, row.stages>;
+      return moe_down_decode<T, F, row.panels, row.units, row.kernel == ProductKernel::kLinearDecode, row.stages>;
     } else {
-      return MoeGemmMma<T, F, row.panels, row.n_tiles, down, decode, row.units, row.kernel != ProductKernel::kMmaWhole>;
+      return moe_gemm_mma<T, F, row.panels, row.n_tiles, down, decode, row.units,
+                          row.kernel != ProductKernel::kMmaWhole>;
     }
   }
 };
 template <typename T, Product product, class F>
-GemmKernel SelectMma(F, int path, const qm_cuda_step& g) {
-  return Select<MmaFamily, T, F, product>(path, g);
+GemmKernel select_mma(F, int path, const qm_cuda_step& g) {
+  return select<MmaFamily, T, F, product>(path, g);
 }
 
 }  // namespace quantmoe

@@ -7,17 +7,17 @@ namespace quantmoe {
 
 struct WgmmaFamily {
   using Pointer = GemmKernel;
-  static constexpr bool Has(const Instance& row) { return row.kernel == ProductKernel::kWgmma; }
+  static constexpr bool has(const Instance& row) { return row.kernel == ProductKernel::kWgmma; }
   template <typename T, class F, size_t i>
   static Pointer Of() {
     constexpr Instance row = kInstances<F>[i];
-    return MoeGemmWgmma<T, F, row.product == Product::kDown, 8 * row.n_tiles>;
+    return moe_gemm_wgmma<T, F, row.product == Product::kDown, 8 * row.n_tiles>;
   }
 };
 template <typename T, class F>
-GemmKernel SelectWgmma(F, Product product, const qm_cuda_step& g) {
-  return product == Product::kDown ? Select<WgmmaFamily, T, F, Product::kDown>(QM_CUDA_WGMMA, g)
-                                   : Select<WgmmaFamily, T, F, Product::kGateUp>(QM_CUDA_WGMMA, g);
+GemmKernel select_wgmma(F, Product product, const qm_cuda_step& g) {
+  return product == Product::kDown ? select<WgmmaFamily, T, F, Product::kDown>(QM_CUDA_WGMMA, g)
+                                   : select<WgmmaFamily, T, F, Product::kGateUp>(QM_CUDA_WGMMA, g);
 }
 
 }  // namespace quantmoe

@@ -20,7 +20,7 @@ template <typename T, typename F>
 constexpr float kSumFactor = F::kPacked ? 1.f : F::template kSumFactor<T>;
 
 // MT 16-row panels, NT 8-token tiles, weights of format F; kUnits of K a stage: 1, or 2 that share their scales.
-template <typename T, typename F, int MT, int NT, int kUnits = 1, int kStages_ = StagesOf(kUnits)>
+template <typename T, typename F, int MT, int NT, int kUnits = 1, int kStages_ = stages_of(kUnits)>
 struct Stream {
   using Size = Sizes<F>;
   static constexpr int kUnitBytes = 128 * Size::kBits;  // of a panel's codes
@@ -28,7 +28,7 @@ struct Stream {
   static constexpr int kScalesAt = kUnits * MT * kUnitBytes, kZerosAt = kScalesAt + MT * 32 * Size::kScaleBytes,
                        kTokensAt = kZerosAt + MT * 32 * Size::kZeroBytes;
   static constexpr int kStages = kStages_;
-  static constexpr int kStageBytes = StageBytes(MT, NT, Size::kBits, Size::kLaneBytes, kUnits);
+  static constexpr int kStageBytes = stage_bytes(MT, NT, Size::kBits, Size::kLaneBytes, kUnits);
   static constexpr int kTokenUnit = F::kPacked ? F::kPackedUnitBytes / 2 : kUnit;  // of T: values, or what is packed
   static constexpr bool kCodes = F::kPacked && F::kBits == 8;
   static constexpr bool kScaledWeights = F::template kScaledWeights<T>;
@@ -36,7 +36,7 @@ struct Stream {
   int lane, g, t;
   uint32_t codes_at, scales_at;  // this lane's bytes in the first stage of the warp's ring
   uint32_t first_half;           // 8 bits: where columns 0..31 of a unit are in this lane's 16 bytes
-  uint32_t zero_selector;        // BytePair of its first zero point in the word it copies
+  uint32_t zero_selector;        // byte_pair of its first zero point in the word it copies
   uint64_t once;
   // Groups of 32: each unit has scales of its own, side by side.
   static constexpr bool kScalesAhead = F::kGroups == 2 && !Size::kRuntime;
@@ -50,45 +50,47 @@ struct Stream {
     lane = threadIdx.x % 32;
     g = lane / 4;
     t = lane % 4;
-    const uint32_t ring = SharedAddress(rings) + (threadIdx.x / 32) * kStages * kStageBytes;
-    codes_at = ring + Size::LaneAt(lane);
+    const uint32_t ring = shared_address(rings) + (threadIdx.x / 32) * kStages * kStageBytes;
+    codes_at = ring + Size::lane_at(lane);
     scales_at = ring + kScalesAt + lane * Size::kScaleBytes;
-    once = EvictFirstPolicy();
+    once = evict_first_policy();
     // Opaque from here on, or the compiler derives them from threadIdx again in every turn.
     asm volatile("" : "+r"(codes_at), "+r"(scales_at), "+r"(lane), "+r"(g), "+r"(t));
     first_half = lane % 2 * 8;
     if constexpr (Size::kBits == 8) asm volatile("" : "+r"(first_half));
     // One group in a unit: zero points of rows g and g + 8 are two bytes, and a word serves two g.
-    zero_selector = BytePair(TwoGroups(w) ? 0 : 2 * (g % 2));
+    zero_selector = byte_pair(two_groups(w) ? 0 : 2 * (g % 2));
   }
   // Points at unit k_ of panels [panel, panel + MT) of an expert; panels past the end repeat the last.
-  __device__ void SeekWeights(const Weights& w, const uint8_t* expert, int panel, int k_) {
+  __device__ void seek_weights(const Weights& w, const uint8_t* expert, int panel, int k_) {
     k = k_;
     panel = min(panel, w.panels - 1);
-    const int scale_bytes = ScaleLaneBytes(w);
+    const int scale_bytes = scale_lane_bytes(w);
 #pragma unroll
     for (int m = 1; m < MT; ++m) {
       const int at = min(m, w.panels - 1 - panel);
       panel_at[m] = at * w.units * kUnitBytes, scale_panel_at[m] = at * w.blocks * 8 * scale_bytes;
     }
-    codes = expert + (static_cast<int64_t>(panel) * w.units + k) * kUnitBytes + Size::FromAt(lane);
+    codes = expert + (static_cast<int64_t>(panel) * w.units + k) * kUnitBytes + Size::from_at(lane);
     scales = expert + w.scales_at + ((panel * w.blocks + (kScalesAhead ? k : 0)) * 8 + g) * scale_bytes;
     if constexpr (Size::kZeroBytes > 0)
-      zeros = expert + w.zeros_at + panel * w.blocks * w.zero_bytes + (TwoGroups(w) ? 4 * g : 2 * g & ~3);
+      zeros = expert + w.zeros_at + panel * w.blocks * w.zero_bytes + (two_groups(w) ? 4 * g : 2 * g & ~3);
   }
-  __device__ static bool TwoGroups(const Weights& w) { return Size::kRuntime ? w.two_groups : F::kGroups == 2; }
+  __device__ static bool two_groups(const Weights& w) { return Size::kRuntime ? w.two_groups : F::kGroups == 2; }
   // Bytes of rows g and g + 8 in a block.
-  __device__ static int ScaleLaneBytes(const Weights& w) { return Size::kRuntime ? w.scale_bytes : Size::kScaleBytes; }
+  __device__ static int scale_lane_bytes(const Weights& w) {
+    return Size::kRuntime ? w.scale_bytes : Size::kScaleBytes;
+  }
 
-  __device__ void SeekTokens(int n, const T* row, int x_columns) {
+  __device__ void seek_tokens(int n, const T* row, int x_columns) {
     tokens[n] = row == nullptr ? nullptr : row + k * kTokenUnit + t * 8;
     columns_left = x_columns - k * kTokenUnit - t * 8;
   }
 
-  __device__ void CopyWeights(int stage, const Weights& w) {
+  __device__ void copy_weights(int stage, const Weights& w) {
     const uint32_t to = codes_at + stage * kStageBytes, scales_to = scales_at + stage * kStageBytes;
     const int block = k >> w.block_shift;
-    const uint8_t* first = kScalesAhead ? scales : scales + block * (8 * ScaleLaneBytes(w));
+    const uint8_t* first = kScalesAhead ? scales : scales + block * (8 * scale_lane_bytes(w));
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
       const uint8_t *c = m ? codes + panel_at[m] : codes, *s = m ? first + scale_panel_at[m] : first;
@@ -97,12 +99,12 @@ struct Stream {
 #pragma unroll
         for (int i = 0; i < kUnitBytes; i += 512)
           if (u == 0 || k + u < w.units)  // else: any codes, the tokens there are zero
-            CopyAsync16Once(to + (u * MT + m) * kUnitBytes + i, c + u * kUnitBytes + Size::PieceAt(i), once);
+            copy_async16_once(to + (u * MT + m) * kUnitBytes + i, c + u * kUnitBytes + Size::piece_at(i), once);
       if constexpr (Size::kScaleBytes == 0) continue;
       if (Size::kScaleBytes == 4 || (Size::kRuntime && w.scale_bytes == 4)) {
-        CopyAsyncSmall<4>(scales_to + m * 32 * Size::kScaleBytes, s);
+        copy_async_small<4>(scales_to + m * 32 * Size::kScaleBytes, s);
       } else {
-        CopyAsyncSmall<8>(scales_to + m * 32 * Size::kScaleBytes, s);
+        copy_async_small<8>(scales_to + m * 32 * Size::kScaleBytes, s);
       }
     }
     if constexpr (Size::kZeroBytes > 0) {
@@ -110,15 +112,15 @@ struct Stream {
       const int shift =
           Size::kRuntime && w.scale_type == k_scale_type_f32 ? 2 : 1;  // a byte where scales have two, f32's four
 #pragma unroll
-      for (int m = 0; m < MT; ++m) CopyAsyncSmall<4>(ZeroAt(stage, m), m ? z + (scale_panel_at[m] >> shift) : z);
+      for (int m = 0; m < MT; ++m) copy_async_small<4>(zero_at(stage, m), m ? z + (scale_panel_at[m] >> shift) : z);
     }
     codes += kUnits * kUnitBytes;
     if constexpr (kScalesAhead) scales += 8 * Size::kScaleBytes;
   }
-  __device__ uint32_t ZeroAt(int stage, int m) const {
+  __device__ uint32_t zero_at(int stage, int m) const {
     return scales_at + stage * kStageBytes + (kZerosAt - kScalesAt) - lane * (Size::kScaleBytes - 4) + m * 128;
   }
-  __device__ void CopyTokens(int stage, int n_tiles) {
+  __device__ void copy_tokens(int stage, int n_tiles) {
     const uint32_t to = codes_at + stage * kStageBytes + kTokensAt;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
@@ -127,15 +129,15 @@ struct Stream {
       const bool valid = reinterpret_cast<uintptr_t>(tokens[n]) >= kNullEnd;
 #pragma unroll
       for (int i = 0; i < (F::kPacked ? 1 : 2 * kUnits); ++i)
-        CopyAsync16(to + n * kUnits * 1024 + i * 512, tokens[n] + i * 32, valid && columns_left > i * 32);
-      if constexpr (kCodes) CopyAsync4(StepAt(stage, n), tokens[n] + (32 - 8 * t), valid);
+        copy_async16(to + n * kUnits * 1024 + i * 512, tokens[n] + i * 32, valid && columns_left > i * 32);
+      if constexpr (kCodes) copy_async4(step_at(stage, n), tokens[n] + (32 - 8 * t), valid);
       tokens[n] += kUnits * kTokenUnit;
     }
     columns_left -= kUnits * kTokenUnit;
     k += kUnits;
   }
   // e4m3: where a lane has the step of its column of tile n.
-  __device__ uint32_t StepAt(int stage, int n) const {
+  __device__ uint32_t step_at(int stage, int n) const {
     return scales_at + stage * kStageBytes + (kTokensAt - kScalesAt) + n * 1024 + 512;
   }
   static constexpr uintptr_t kNullEnd = 1 << 20;
@@ -143,18 +145,19 @@ struct Stream {
   // acc += scales * (codes x tokens) * factor of the column (2t, 2t + 1) of a stage, for the first N token tiles; to be
   // multiplied by SumFactor.
   template <int N, bool kFactor = false, bool kShift = false>
-  __device__ void Consume(int stage, float (&acc)[MT][NT][4], const Weights& w, const float* factor = nullptr) const {
+  __device__ void consume(int stage, float (&acc)[MT][NT][4], const Weights& w, const float* factor = nullptr) const {
     if constexpr (kCodes) {
-      ConsumeE4m3<N, kFactor>(stage, acc, w, factor);
+      consume_e4m3<N, kFactor>(stage, acc, w, factor);
     } else if constexpr (F::kPacked) {
-      ConsumeNvfp4<N, kFactor>(stage, acc, factor);
+      consume_nvfp4<N, kFactor>(stage, acc, factor);
     } else {
-      ConsumeValues<N, kFactor, kShift>(stage, acc, w, factor);
+      consume_values<N, kFactor, kShift>(stage, acc, w, factor);
     }
   }
   // One long function: its sums and codes are registers, and a lambda around the scales alone makes other machine code.
   template <int N, bool kFactor, bool kShift>
-  __device__ void ConsumeValues(int stage, float (&acc)[MT][NT][4], const Weights& weights, const float* factor) const {
+  __device__ void consume_values(int stage, float (&acc)[MT][NT][4], const Weights& weights,
+                                 const float* factor) const {
     // Not for all tiles of one token tile: a token must not depend on how many are in its tile.
     constexpr bool kSums = F::kZerosLater && NT == 1;
     constexpr bool kDirect = kScaledWeights && !kFactor;  // into acc
@@ -166,8 +169,8 @@ struct Stream {
     for (int m = 0; m < MT; ++m) {
 #pragma unroll
       for (int s = 0; s < kWords; ++s)
-        scale[m][s] = Load4(scales_at + stage * kStageBytes + m * 32 * Size::kScaleBytes + 4 * s);
-      if constexpr (Size::kZeroBytes > 0) zero[m] = Load4(ZeroAt(stage, m));
+        scale[m][s] = load4(scales_at + stage * kStageBytes + m * 32 * Size::kScaleBytes + 4 * s);
+      if constexpr (Size::kZeroBytes > 0) zero[m] = load4(zero_at(stage, m));
     }
     // Groups of 32 known at compile time: sums start again at the second half.
     constexpr bool kTwo = F::kGroups == 2 && !Size::kRuntime && !kScaledWeights;
@@ -180,11 +183,11 @@ struct Stream {
       if (half == 0) {
 #pragma unroll
         for (int m = 0; m < MT; ++m)
-          if constexpr (Size::kBits == 4) codes[m] = Load16(base + (u * MT + m) * 512);
+          if constexpr (Size::kBits == 4) codes[m] = load16(base + (u * MT + m) * 512);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-          x[n][0] = Load16(base + kTokensAt + (n * kUnits + u) * 1024);
-          x[n][1] = Load16(base + kTokensAt + (n * kUnits + u) * 1024 + 512);
+          x[n][0] = load16(base + kTokensAt + (n * kUnits + u) * 1024);
+          x[n][1] = load16(base + kTokensAt + (n * kUnits + u) * 1024 + 512);
         }
       }
       if (part_of_k == 0 || kTwo) {
@@ -200,8 +203,8 @@ struct Stream {
       if constexpr (kSums) {
         constexpr uint32_t one = Half<T>::kOne;
         const uint32_t ones[4] = {one, one, one, one};
-        Half<T>::Mma(sum, ones, x[0][half].x, x[0][half].y);
-        Half<T>::Mma(sum, ones, x[0][half].z, x[0][half].w);
+        Half<T>::mma(sum, ones, x[0][half].x, x[0][half].y);
+        Half<T>::mma(sum, ones, x[0][half].z, x[0][half].w);
       }
       // Zero points of this half's group.
       const uint32_t selector = Size::kZeroBytes > 0 ? zero_selector + (half && two_groups ? 0x0202 : 0) : 0;
@@ -209,16 +212,16 @@ struct Stream {
       for (int m = 0; m < MT; ++m) {
         uint4 q8{};  // 16 bits: of row g + 8
         if constexpr (Size::kBits == 16) {
-          codes[m] = Load16(base + m * kUnitBytes + half * 512), q8 = Load16(base + m * kUnitBytes + 1024 + half * 512);
+          codes[m] = load16(base + m * kUnitBytes + half * 512), q8 = load16(base + m * kUnitBytes + 1024 + half * 512);
         }
         if constexpr (Size::kBits == 8) {
           const uint32_t at = (base + first_half ^ 8 * half) + m * kUnitBytes;
-          const uint2 low = Load8(at), high = Load8(at + 512);
+          const uint2 low = load8(at), high = load8(at + 512);
           codes[m] = make_uint4(low.x, high.x, low.y, high.y);
         }
         // Zero points, or scales of weights, of rows g and g + 8.
         uint2 pair{};
-        if constexpr (!kSums) pair = F::template Pair<T>(scale[m], zero[m], selector, half, t);
+        if constexpr (!kSums) pair = F::template pair_of<T>(scale[m], zero[m], selector, half, t);
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
           uint32_t a[4];
@@ -227,18 +230,18 @@ struct Stream {
             a[2] = step ? codes[m].w : codes[m].y, a[3] = step ? q8.w : q8.y;
           } else if constexpr (Size::kBits == 8) {
             const uint32_t q_low = step ? codes[m].z : codes[m].x, q_high = step ? codes[m].w : codes[m].y;
-            F::template Dequant<T, kShift, !kSums>(q_low, q_high, pair.x, pair.y, a);
+            F::template dequant<T, kShift, !kSums>(q_low, q_high, pair.x, pair.y, a);
           } else {
             const uint32_t code = half ? (step ? codes[m].w : codes[m].z) : (step ? codes[m].y : codes[m].x);
-            F::template Dequant<T, kShift, !kSums>(code, 0, pair.x, pair.y, a);
+            F::template dequant<T, kShift, !kSums>(code, 0, pair.x, pair.y, a);
           }
 #pragma unroll
           for (int n = 0; n < N; ++n) {
             float(&to)[4] = kDirect ? acc[m][n] : part[m][n];
             if (step) {
-              Half<T>::Mma(to, a, x[n][half].z, x[n][half].w);
+              Half<T>::mma(to, a, x[n][half].z, x[n][half].w);
             } else {
-              Half<T>::Mma(to, a, x[n][half].x, x[n][half].y);
+              Half<T>::mma(to, a, x[n][half].x, x[n][half].y);
             }
           }
         }
@@ -251,7 +254,7 @@ struct Stream {
           const float2 s = row(m);
           [[maybe_unused]] float zeros[2] = {};
           if constexpr (kSums) {
-            const float2 z = F::template Zeros<T>(zero[m], selector);
+            const float2 z = F::template zeros<T>(zero[m], selector);
             zeros[0] = z.x, zeros[1] = z.y;
           }
 #pragma unroll
@@ -268,31 +271,31 @@ struct Stream {
         }
         if constexpr (Size::kRuntime) sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
       };
-      // Not through WithScaleType: a lambda around these makes other machine code of them.
+      // Not through with_scale_type: a lambda around these makes other machine code of them.
       if constexpr (kScaledWeights || kWords == 0) {
         add([](int) { return make_float2(1.f, 1.f); });
       } else if constexpr (F::kScaleType == k_scale_type_e8m0) {
         add([&](int m) {
-          return make_float2(E8m0Normal(scale[m][0], 2 * half), E8m0Normal(scale[m][0], 2 * half + 1));
+          return make_float2(e8m0_normal(scale[m][0], 2 * half), e8m0_normal(scale[m][0], 2 * half + 1));
         });
       } else if constexpr (F::kScaleType >= 0) {
         using Scale = std::conditional_t<F::kScaleType == k_scale_type_f16, __half, __nv_bfloat16>;
         add([&](int m) {
           const uint32_t s = scale[m][kTwo ? half : 0];
-          return make_float2(Half<Scale>::Low(s), Half<Scale>::High(s));
+          return make_float2(Half<Scale>::low(s), Half<Scale>::high(s));
         });
       } else {
         auto word = [&](int m) { return half && two_groups ? scale[m][kWords - 1] : scale[m][0]; };
         if (weights.scale_type == k_scale_type_bf16) {
           add([&](int m) {
-            return make_float2(Half<__nv_bfloat16>::Low(word(m)), Half<__nv_bfloat16>::High(word(m)));
+            return make_float2(Half<__nv_bfloat16>::low(word(m)), Half<__nv_bfloat16>::high(word(m)));
           });
         } else if (!kTakes<F, k_scale_type_f32> || weights.scale_type == k_scale_type_f16) {
-          add([&](int m) { return make_float2(Half<__half>::Low(word(m)), Half<__half>::High(word(m))); });
+          add([&](int m) { return make_float2(Half<__half>::low(word(m)), Half<__half>::high(word(m))); });
         } else if (!kTakes<F, k_scale_type_e8m0> || weights.scale_type == k_scale_type_f32) {
           add([&](int m) { return make_float2(__uint_as_float(scale[m][0]), __uint_as_float(scale[m][kWords - 1])); });
         } else {
-          add([&](int m) { return make_float2(E8m0(scale[m][0], 2 * half), E8m0(scale[m][0], 2 * half + 1)); });
+          add([&](int m) { return make_float2(e8m0(scale[m][0], 2 * half), e8m0(scale[m][0], 2 * half + 1)); });
         }
       }
     }
@@ -300,25 +303,25 @@ struct Stream {
 
   // The same of codes on both sides: a lane has 8 neighbouring columns of both rows in two words.
   template <int N, bool kFactor>
-  __device__ void ConsumeNvfp4(int stage, float (&acc)[MT][NT][4], const float* factor) const {
+  __device__ void consume_nvfp4(int stage, float (&acc)[MT][NT][4], const float* factor) const {
     const uint32_t base = codes_at + stage * kStageBytes;
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
-      const uint4 q = Load16(base + m * 512);
+      const uint4 q = load16(base + m * 512);
       const uint32_t at = scales_at + stage * kStageBytes + m * 32 * Size::kScaleBytes;
-      const uint32_t scale = __byte_perm(Load4(at), Load4(at + 4), t % 2 ? 0x7531 : 0x6420);
+      const uint32_t scale = __byte_perm(load4(at), load4(at + 4), t % 2 ? 0x7531 : 0x6420);
       const uint32_t a[4] = {__byte_perm(q.x, q.y, 0x6240), __byte_perm(q.x, q.y, 0x7351),
                              __byte_perm(q.z, q.w, 0x6240), __byte_perm(q.z, q.w, 0x7351)};
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        const uint4 x = Load16(base + kTokensAt + n * 1024);
+        const uint4 x = load16(base + kTokensAt + n * 1024);
         if constexpr (kFactor) {
           float part[4] = {};
-          MmaNvfp4(part, a, x.x, x.y, scale, x.z);
+          mma_nvfp4(part, a, x.x, x.y, scale, x.z);
 #pragma unroll
           for (int i = 0; i < 4; ++i) acc[m][n][i] = fmaf(factor[i % 2], part[i], acc[m][n][i]);
         } else {
-          MmaNvfp4(acc[m][n], a, x.x, x.y, scale, x.z);
+          mma_nvfp4(acc[m][n], a, x.x, x.y, scale, x.z);
         }
       }
     }
@@ -327,14 +330,14 @@ struct Stream {
   // Of e4m3: a lane's 16 bytes of a row of weights, and of a token, are its words of two products. It has the step of
   // column g, and sums of columns 2t and 2t + 1.
   template <int N, bool kFactor>
-  __device__ void ConsumeE4m3(int stage, float (&acc)[MT][NT][4], const Weights& w, const float* factor) const {
+  __device__ void consume_e4m3(int stage, float (&acc)[MT][NT][4], const Weights& w, const float* factor) const {
     const uint32_t base = codes_at + stage * kStageBytes;
     uint4 x[N];
     float step[N][2], part[MT][N][4];
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      x[n] = Load16(base + kTokensAt + n * 1024);
-      const uint32_t mine = Load4(StepAt(stage, n));
+      x[n] = load16(base + kTokensAt + n * 1024);
+      const uint32_t mine = load4(step_at(stage, n));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         step[n][i] = __uint_as_float(__shfl_sync(~0u, mine, 8 * t + 4 * i));
@@ -343,13 +346,13 @@ struct Stream {
     }
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
-      const uint4 low = Load16(base + m * kUnitBytes), high = Load16(base + m * kUnitBytes + 512);
+      const uint4 low = load16(base + m * kUnitBytes), high = load16(base + m * kUnitBytes + 512);
       const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         part[m][n][0] = part[m][n][1] = part[m][n][2] = part[m][n][3] = 0.f;
-        MmaE4m3(part[m][n], first, x[n].x, x[n].y);
-        MmaE4m3(part[m][n], second, x[n].z, x[n].w);
+        mma_e4m3(part[m][n], first, x[n].x, x[n].y);
+        mma_e4m3(part[m][n], second, x[n].z, x[n].w);
       }
     }
     auto add = [&](auto scale) {  // of rows g and g + 8, from where this lane has them
@@ -365,12 +368,12 @@ struct Stream {
       }
     };
     if (w.scale_type == k_scale_type_f32) {
-      add([](uint32_t at) { return make_float2(__uint_as_float(Load4(at)), __uint_as_float(Load4(at + 4))); });
+      add([](uint32_t at) { return make_float2(__uint_as_float(load4(at)), __uint_as_float(load4(at + 4))); });
     } else if (w.scale_type == k_scale_type_f16) {
-      add([](uint32_t at) { return make_float2(Half<__half>::Low(Load4(at)), Half<__half>::High(Load4(at))); });
+      add([](uint32_t at) { return make_float2(Half<__half>::low(load4(at)), Half<__half>::high(load4(at))); });
     } else {
       add([](uint32_t at) {
-        return make_float2(Half<__nv_bfloat16>::Low(Load4(at)), Half<__nv_bfloat16>::High(Load4(at)));
+        return make_float2(Half<__nv_bfloat16>::low(load4(at)), Half<__nv_bfloat16>::high(load4(at)));
       });
     }
   }

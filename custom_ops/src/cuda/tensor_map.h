@@ -14,9 +14,9 @@ namespace quantmoe {
 // A tensor of values of 1 or 2 bytes in device memory, the innermost dimension first: sizes, bytes from one index of
 // each but the first to the next (multiples of 16), and the box that is copied. swizzle: within 128 bytes. What a box
 // has outside of the tensor is zero.
-inline int MakeTensorMap(CUtensorMap* map, const void* at, int value_bytes, std::initializer_list<cuuint64_t> sizes,
-                         std::initializer_list<cuuint64_t> strides, std::initializer_list<cuuint32_t> box, bool swizzle,
-                         char* err) {
+inline int make_tensor_map(CUtensorMap* map, const void* at, int value_bytes, std::initializer_list<cuuint64_t> sizes,
+                           std::initializer_list<cuuint64_t> strides, std::initializer_list<cuuint32_t> box,
+                           bool swizzle, char* err) {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found{};

@@ -9,35 +9,35 @@
 namespace quantmoe {
 namespace {
 
-constexpr int64_t kMaxExperts = 8192;    // MoeRoute counts them in shared memory
+constexpr int64_t kMaxExperts = 8192;    // moe_route counts them in shared memory
 constexpr int64_t kMaxCached = 4096;     // resolve_experts has them and their slots in 48 KiB of shared memory
-constexpr int kMaxRoutedExperts = 2048;  // MoeSelect keeps four words of each there
+constexpr int kMaxRoutedExperts = 2048;  // moe_select keeps four words of each there
 
-int ValidateFlag(int value, const char* prefix, const char* name, char* err) {
+int validate_flag(int value, const char* prefix, const char* name, char* err) {
   if (value == 0 || value == 1) return QM_OK;
   return fail(err, QM_INVALID, "%s%s is %d, expected 0 or 1", prefix, name, value);
 }
 
 // Whether activations are rounded in groups of features.
-bool RoundsGroups(const qm_projection& w) {
+bool rounds_groups(const qm_projection& w) {
   return w.activation_format == k_activation_format_fp8_group128 || w.activation_format == k_activation_format_nvfp4 ||
          w.activation_format == k_activation_format_mxfp8 || w.activation_format == k_activation_format_mxfp4;
 }
 
-// KindOf calls weights that are of no format floats.
-bool TakesFormat(int32_t format) {
+// kind_of calls weights that are of no format floats.
+bool takes_format(int32_t format) {
   qm_projection w{};
   w.format = format;
-  return KindOf(w) != WeightKind::kFloat || FloatFacts::Is(w);
+  return kind_of(w) != WeightKind::kFloat || FloatFacts::is(w);
 }
-bool TakesZeroPoints(int32_t format) {
+bool takes_zero_points(int32_t format) {
   qm_projection w{};
   w.format = format, w.zero_points = 1;
-  return ZeroBytes(KindOf(w)) > 0;
+  return zero_bytes(kind_of(w)) > 0;
 }
 
 // Of a linear's floats, which are what the activations are.
-int ValidateFloats(const qm_projection& w, int type, char* err) {
+int validate_floats(const qm_projection& w, int type, char* err) {
   if (w.format != (type == QM_F16 ? k_format_f16 : k_format_bf16))
     return fail(err, QM_UNSUPPORTED, "w_format is %s and x is %s; the CUDA kernels multiply floats of one type",
                 enum_name("format", w.format), type == QM_F16 ? "float16" : "bfloat16");
@@ -58,10 +58,10 @@ int ValidateFloats(const qm_projection& w, int type, char* err) {
   if (w.activation_format != k_activation_format_none)
     return fail(err, QM_UNSUPPORTED, "w_activation_format is %s, the CUDA kernels take none for floats",
                 enum_name("activation_format", w.activation_format));
-  return ValidateFlag(w.bias, "w", "_bias", err);
+  return validate_flag(w.bias, "w", "_bias", err);
 }
 
-int ValidateLayout(const qm_projection& w, const char* name, char* err) {
+int validate_layout(const qm_projection& w, const char* name, char* err) {
   if (w.layout == k_layout_marlin && w.layout_version == kMarlinVersion) return QM_OK;
   return fail(err, QM_INVALID, "%s_layout is %s version %d, the CUDA kernels read marlin version %d: %s", name,
               enum_name("layout", w.layout), w.layout_version, kMarlinVersion,
@@ -71,25 +71,25 @@ int ValidateLayout(const qm_projection& w, const char* name, char* err) {
 }
 
 // name: of the projection, the prefix of its attributes; most_orders: that its perm may say.
-int ValidateWeights(const qm_projection& w, const char* name, int most_orders, char* err) {
-  QM_TRY(ValidateLayout(w, name, err));
+int validate_weights(const qm_projection& w, const char* name, int most_orders, char* err) {
+  QM_TRY(validate_layout(w, name, err));
   const char *format = enum_name("format", w.format), *scales = enum_name("scale_type", w.scale_type);
-  if (FloatFacts::Is(w))
+  if (FloatFacts::is(w))
     return fail(err, QM_UNSUPPORTED, "%s_format is %s, which the CUDA kernels take of linears alone", name, format);
-  if (!TakesFormat(w.format))
+  if (!takes_format(w.format))
     return fail(err, QM_UNSUPPORTED, "%s_format is %s, the CUDA kernels take %s", name, format,
-                enum_names("format", TakesFormat).c_str());
-  if (w.zero_points != 0 && !(w.zero_points == 1 && TakesZeroPoints(w.format)))
+                enum_names("format", takes_format).c_str());
+  if (w.zero_points != 0 && !(w.zero_points == 1 && takes_zero_points(w.format)))
     return fail(err, QM_UNSUPPORTED, "%s_zero_points is %d, the CUDA kernels take 0, and 1 with %s", name,
-                w.zero_points, enum_names("format", TakesZeroPoints).c_str());
+                w.zero_points, enum_names("format", takes_zero_points).c_str());
   if (w.block_n < 1) return fail(err, QM_INVALID, "%s_block_n is %d, expected 1 or more", name, w.block_n);
-  const auto taken = [&](int32_t type) { return TakesScales(w, type); };
+  const auto taken = [&](int32_t type) { return takes_scales(w, type); };
   const char* instead = is_integer(w.format) ? ": export with --scales bf16" : "";
   if (!taken(w.scale_type))
     return fail(err, QM_UNSUPPORTED, "%s_scale_type is %s, the CUDA kernels take %s for %s%s", name, scales,
                 enum_names("scale_type", taken).c_str(), format, w.scale_type == k_scale_type_f32 ? instead : "");
   const int g = w.group_size;
-  if (const int of_format = GroupSizeOf(w); of_format && g != of_format)
+  if (const int of_format = group_size_of(w); of_format && g != of_format)
     return fail(err, QM_UNSUPPORTED, "%s_group_size is %d, the CUDA kernels take %d for %s with %s scales", name, g,
                 of_format, format, scales);
   else if (!of_format && g != -1 && g != 32 && (g < 64 || g & (g - 1)))
@@ -104,20 +104,20 @@ int ValidateWeights(const qm_projection& w, const char* name, int most_orders, c
     return fail(err, QM_UNSUPPORTED, "%s_pre_scale is %d, the CUDA kernels take 0 and 1", name, w.pre_scale);
   if (w.perm < 0 || w.perm > most_orders)
     return fail(err, QM_UNSUPPORTED, "%s_perm is %d, the CUDA kernels take 0 to %d", name, w.perm, most_orders);
-  return ValidateFlag(w.bias, name, "_bias", err);
+  return validate_flag(w.bias, name, "_bias", err);
 }
 
 // Parts of a row are found by 32-bit offsets.
-int ValidateRow(const qm_moe& m, int projection, const char* name, char* err) {
+int validate_row(const qm_moe& m, int projection, const char* name, char* err) {
   MarlinRow row{};
-  MarlinRowOf(m, projection, &row);
+  marlin_row_of(m, projection, &row);
   if (row.bytes > UINT32_MAX)
     return fail(err, QM_UNSUPPORTED, "%s has rows of %llu bytes, the CUDA kernels take less than 2^32", name,
                 static_cast<unsigned long long>(row.bytes));
   return QM_OK;
 }
 
-int ValidateMachine(int type, const char* what, const qm_cuda_device& device, char* err) {
+int validate_machine(int type, const char* what, const qm_cuda_device& device, char* err) {
   if (type != QM_F16 && type != QM_BF16)
     return fail(err, QM_UNSUPPORTED, "%s type %d, the CUDA kernels take float16 (1) and bfloat16 (2)", what, type);
   if (device.sm < 80)
@@ -126,16 +126,16 @@ int ValidateMachine(int type, const char* what, const qm_cuda_device& device, ch
   return QM_OK;
 }
 
-bool TakesUngated(int32_t activation) {
+bool takes_ungated(int32_t activation) {
   return activation != k_activation_swiglu_oai && activation != k_activation_swiglu_step;
 }
 
 }  // namespace
 
-int ValidateMoe(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) {
+int validate_moe(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) {
   const qm_moe& m = p.moe;
   QM_TRY(check_node("QuantMoE", &m, err));
-  QM_TRY(ValidateMachine(p.type, "hidden_states are", device, err));
+  QM_TRY(validate_machine(p.type, "hidden_states are", device, err));
   if (p.id_bytes != 4 && p.id_bytes != 8)
     return fail(err, QM_INVALID, "topk_ids are %d bytes wide, expected 4 or 8", p.id_bytes);
   if (m.hidden_size <= 0 || m.hidden_size % 8)
@@ -157,18 +157,18 @@ int ValidateMoe(const qm_cuda_problem& p, const qm_cuda_device& device, char* er
   if (p.slots && (p.local_experts > kMaxCached))
     return fail(err, QM_UNSUPPORTED, "a cache is for %lld experts, the CUDA kernels take up to %lld",
                 static_cast<long long>(p.local_experts), static_cast<long long>(kMaxCached));
-  QM_TRY(ValidateFlag(m.gated, "", "gated", err));
-  QM_TRY(ValidateFlag(m.apply_router_weight_on_input, "", "apply_router_weight_on_input", err));
-  if (!m.gated && !TakesUngated(m.activation))
+  QM_TRY(validate_flag(m.gated, "", "gated", err));
+  QM_TRY(validate_flag(m.apply_router_weight_on_input, "", "apply_router_weight_on_input", err));
+  if (!m.gated && !takes_ungated(m.activation))
     return fail(err, QM_INVALID, "activation is %s with gated = 0, expected %s, or gated = 1",
-                enum_name("activation", m.activation), enum_names("activation", TakesUngated).c_str());
+                enum_name("activation", m.activation), enum_names("activation", takes_ungated).c_str());
   for (int which : {13, 2}) {
     const char* name = which == 13 ? "w13" : "w2";
     const int orders = which == 13 && m.gated ? 2 : 1;
-    QM_TRY(ValidateWeights(which == 13 ? m.w13 : m.w2, name, orders, err));
-    QM_TRY(ValidateRow(m, which, name, err));
+    QM_TRY(validate_weights(which == 13 ? m.w13 : m.w2, name, orders, err));
+    QM_TRY(validate_row(m, which, name, err));
   }
-  if (m.w2.perm && RoundsGroups(m.w2))  // FORMAT.md 3: h comes in packed order, its groups are of the original one
+  if (m.w2.perm && rounds_groups(m.w2))  // FORMAT.md 3: h comes in packed order, its groups are of the original one
     return fail(err, QM_UNSUPPORTED,
                 "w2_perm is 1 with w2_activation_format %s, whose groups are of the features before the act-order, "
                 "which the CUDA kernels do not apply to w2: export with --activations float",
@@ -176,23 +176,23 @@ int ValidateMoe(const qm_cuda_problem& p, const qm_cuda_device& device, char* er
   return QM_OK;
 }
 
-int ValidateLinear(const qm_cuda_linear_problem& p, const qm_cuda_device& device, char* err) {
+int validate_linear(const qm_cuda_linear_problem& p, const qm_cuda_device& device, char* err) {
   const qm_linear& l = p.linear;
   QM_TRY(check_node("QuantLinear", &l, err));
-  QM_TRY(ValidateMachine(p.type, "x is", device, err));
+  QM_TRY(validate_machine(p.type, "x is", device, err));
   if (l.in_features <= 0 || l.in_features % 8)
     return fail(err, QM_UNSUPPORTED, "in_features is %d, the CUDA kernels take positive multiples of 8", l.in_features);
   if (l.out_features <= 0)
     return fail(err, QM_INVALID, "out_features is %d, expected a positive number", l.out_features);
   if (p.rows < 0 || p.rows > INT32_MAX / 2)
     return fail(err, QM_INVALID, "x has %lld rows, expected 0 to %d", static_cast<long long>(p.rows), INT32_MAX / 2);
-  if (FloatFacts::Is(l.w)) {
-    QM_TRY(ValidateLayout(l.w, "w", err));
-    QM_TRY(ValidateFloats(l.w, p.type, err));
+  if (FloatFacts::is(l.w)) {
+    QM_TRY(validate_layout(l.w, "w", err));
+    QM_TRY(validate_floats(l.w, p.type, err));
   } else {
-    QM_TRY(ValidateWeights(l.w, "w", 1, err));
+    QM_TRY(validate_weights(l.w, "w", 1, err));
   }
-  return ValidateRow(MoeOf(l), 2, "w", err);
+  return validate_row(moe_of(l), 2, "w", err);
 }
 
 }  // namespace quantmoe

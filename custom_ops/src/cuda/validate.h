@@ -5,7 +5,7 @@
 
 namespace quantmoe {
 
-int ValidateMoe(const qm_cuda_problem&, const qm_cuda_device&, char* err);
-int ValidateLinear(const qm_cuda_linear_problem&, const qm_cuda_device&, char* err);
+int validate_moe(const qm_cuda_problem&, const qm_cuda_device&, char* err);
+int validate_linear(const qm_cuda_linear_problem&, const qm_cuda_device&, char* err);
 
 }  // namespace quantmoe

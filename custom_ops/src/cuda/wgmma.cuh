@@ -6,17 +6,17 @@
 
 namespace quantmoe {
 
-__device__ inline void BarrierInit(uint32_t barrier, int count) {
+__device__ inline void barrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
-__device__ inline void BarrierArrive(uint32_t barrier) {
+__device__ inline void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 // When all that this thread has asked for with cp.async is there.
-__device__ inline void BarrierArriveCopied(uint32_t barrier) {
+__device__ inline void barrier_arrive_copied(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
-__device__ inline void BarrierWait(uint32_t barrier, int parity) {
+__device__ inline void barrier_wait(uint32_t barrier, int parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::
           "r"(barrier),
@@ -24,7 +24,7 @@ __device__ inline void BarrierWait(uint32_t barrier, int parity) {
       : "memory");
 }
 // Whether it is complete; does not wait.
-__device__ inline bool BarrierTest(uint32_t barrier, int parity) {
+__device__ inline bool barrier_test(uint32_t barrier, int parity) {
   uint32_t done;
   asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
                : "=r"(done)
@@ -33,26 +33,27 @@ __device__ inline bool BarrierTest(uint32_t barrier, int parity) {
   return done;
 }
 // True in one lane of the warp, all of whose lanes are here.
-__device__ inline bool OneLane() {
+__device__ inline bool one_lane() {
   uint32_t one;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(one));
   return one;
 }
 // More bytes that bulk copies are to bring before the barrier's phase is complete; the same and an arrival; and copies
 // of them.
-__device__ inline void BarrierExpect(uint32_t barrier, int bytes) {
+__device__ inline void barrier_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-__device__ inline void BarrierArriveExpect(uint32_t barrier, int bytes) {
+__device__ inline void barrier_arrive_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-__device__ inline void BulkCopy(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
+__device__ inline void bulk_copy(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(global), "r"(bytes), "r"(barrier)
                : "memory");
 }
 // First to leave L2.
-__device__ inline void BulkCopyOnce(uint32_t shared, const void* global, int bytes, uint32_t barrier, uint64_t policy) {
+__device__ inline void bulk_copy_once(uint32_t shared, const void* global, int bytes, uint32_t barrier,
+                                      uint64_t policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
           "r"(shared),
@@ -60,46 +61,46 @@ __device__ inline void BulkCopyOnce(uint32_t shared, const void* global, int byt
       : "memory");
 }
 // A box of a tensor, coordinates of the innermost dimension first.
-__device__ inline void TensorCopy(uint32_t shared, const CUtensorMap& map, int c0, int c1, uint32_t barrier,
-                                  uint64_t policy) {
+__device__ inline void tensor_copy(uint32_t shared, const CUtensorMap& map, int c0, int c1, uint32_t barrier,
+                                   uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
       "%3}], [%4], %5;" ::"r"(shared),
       "l"(&map), "r"(c0), "r"(c1), "r"(barrier), "l"(policy)
       : "memory");
 }
-__device__ inline void TensorCopy(uint32_t shared, const CUtensorMap& map, int c0, int c1, int c2, uint32_t barrier,
-                                  uint64_t policy) {
+__device__ inline void tensor_copy(uint32_t shared, const CUtensorMap& map, int c0, int c1, int c2, uint32_t barrier,
+                                   uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
       "%3, %4}], [%5], %6;" ::"r"(shared),
       "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "l"(policy)
       : "memory");
 }
-__device__ inline void PrefetchMap(const CUtensorMap& map) {
+__device__ inline void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 // Two or four 8 x 8 matrices of 16-bit values, of which a lane has two neighbours of row lane / 4 in a word of each,
 // written column by column: lane l has the address of column l % 8 of matrix l / 8.
-__device__ inline void StoreTransposed(uint32_t at, const uint32_t (&m)[2]) {
+__device__ inline void store_transposed(uint32_t at, const uint32_t (&m)[2]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(at), "r"(m[0]), "r"(m[1])
                : "memory");
 }
-__device__ inline void StoreTransposed(uint32_t at, const uint32_t (&m)[4]) {
+__device__ inline void store_transposed(uint32_t at, const uint32_t (&m)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(m[0]), "r"(m[1]),
                "r"(m[2]), "r"(m[3])
                : "memory");
 }
 // What was written to shared memory with ordinary stores or cp.async, by this thread or before a barrier that it has
 // waited for, becomes visible to wgmma.
-__device__ inline void FenceAsyncProxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ inline void NamedBarrier(int id, int threads) {
+__device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Registers of each of the warpgroup's threads from here on.
 template <bool more, int registers>
-__device__ inline void SetRegisters() {
+__device__ inline void set_registers() {
   if constexpr (more) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
   } else {
@@ -108,23 +109,23 @@ __device__ inline void SetRegisters() {
 }
 
 // A block's units of work: blocks take turns, every second time from the last to the first. Units come by size
-// (MoeRoute), so that the sums are about equal.
+// (moe_route), so that the sums are about equal.
 struct Turns {
   int unit = blockIdx.x, step = 2 * (gridDim.x - blockIdx.x) - 1;
-  __device__ void Next() { unit += step, step = 2 * gridDim.x - step; }
+  __device__ void next() { unit += step, step = 2 * gridDim.x - step; }
 };
 
-__device__ inline void WgmmaFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void WgmmaCommit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int pending>
-__device__ inline void WgmmaWait() {
+__device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
 // K-major B with 128-byte rows, 128-byte swizzle; 8-row groups 1024 bytes apart. A k16 step is 32 bytes, 2 of the low
 // word, further.
-__device__ inline uint32_t DescriptorLow(uint32_t shared) { return shared >> 4 | 1 << 16; }
-__device__ inline uint64_t Descriptor(uint32_t low) {
+__device__ inline uint32_t descriptor_low(uint32_t shared) { return shared >> 4 | 1 << 16; }
+__device__ inline uint64_t wgmma_descriptor(uint32_t low) {
   uint64_t descriptor;
   asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low), "n"(64 | 1 << 30));
   return descriptor;
@@ -132,19 +133,19 @@ __device__ inline uint64_t Descriptor(uint32_t low) {
 
 // d[64 x N] = or, if add, += a[64 x 16] (registers) * b[16 x N] (shared memory).
 template <typename T, int N>
-__device__ void Wgmma(float* d, const uint32_t (&a)[4], uint64_t b, bool add);
+__device__ void wgmma(float* d, const uint32_t (&a)[4], uint64_t b, bool add);
 
 // The same of b[16 x N] whose rows (K) are contiguous: rows of 64 values, 128-byte swizzle, 8-row groups 1024 bytes
 // apart, the next 64 values of N `step` bytes further. A k16 step is 2048 bytes.
-__device__ inline uint64_t RowsDescriptor(uint32_t shared, uint32_t step) {
-  return Descriptor(shared >> 4 | step >> 4 << 16);
+__device__ inline uint64_t rows_descriptor(uint32_t shared, uint32_t step) {
+  return wgmma_descriptor(shared >> 4 | step >> 4 << 16);
 }
 template <typename T, int N>
-__device__ void WgmmaRows(float* d, const uint32_t (&a)[4], uint64_t b, bool add);
+__device__ void wgmma_rows(float* d, const uint32_t (&a)[4], uint64_t b, bool add);
 
 // d[64 x N] = or, if add, += a[64 x 16] * b[16 x N], both K-major in shared memory.
 template <typename T, int N>
-__device__ void WgmmaShared(float* d, uint64_t a, uint64_t b, bool add);
+__device__ void wgmma_shared(float* d, uint64_t a, uint64_t b, bool add);
 
 #define QM_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define QM_F8(i) QM_F4(i), QM_F4(i + 4)
@@ -161,11 +162,11 @@ __device__ void WgmmaShared(float* d, uint64_t a, uint64_t b, bool add);
 #define QM_WGMMA2(name, rows, N, registers, a, add, ...)                                   \
   QM_WGMMA1(name, rows, N, __nv_bfloat16, "bf16", registers, a, add, QM_PASS(__VA_ARGS__)) \
   QM_WGMMA1(name, rows, N, __half, "f16", registers, a, add, QM_PASS(__VA_ARGS__))
-#define QM_WGMMA(...) QM_WGMMA2(Wgmma, 0, __VA_ARGS__)
-#define QM_WGMMA_ROWS(...) QM_WGMMA2(WgmmaRows, 1, __VA_ARGS__)
+#define QM_WGMMA(...) QM_WGMMA2(wgmma, 0, __VA_ARGS__)
+#define QM_WGMMA_ROWS(...) QM_WGMMA2(wgmma_rows, 1, __VA_ARGS__)
 #define QM_WGMMA_SHARED(N, T, type, registers, a, b_, add_, ...)                                                       \
   template <>                                                                                                          \
-  __device__ inline void WgmmaShared<T, N>(float* d, uint64_t a_, uint64_t b, bool add) {                              \
+  __device__ inline void wgmma_shared<T, N>(float* d, uint64_t a_, uint64_t b, bool add) {                             \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add_ ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type \
                  "." type " {" registers "}, " a ", " b_ ", p, 1, 1, 0, 0;\n}"                                         \
                  : __VA_ARGS__                                                                                         \

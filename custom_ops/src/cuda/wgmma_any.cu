@@ -3,10 +3,10 @@
 namespace quantmoe {
 
 template <typename T>
-GemmKernel WgmmaKernelAny(Product product, const qm_projection& w, const qm_cuda_step& g) {
-  return ForFormat(w, [&](auto format) { return SelectWgmma<T>(format, product, g); });
+GemmKernel wgmma_kernel_any(Product product, const qm_projection& w, const qm_cuda_step& g) {
+  return for_format(w, [&](auto format) { return select_wgmma<T>(format, product, g); });
 }
-template GemmKernel WgmmaKernelAny<__nv_bfloat16>(Product, const qm_projection&, const qm_cuda_step&);
-template GemmKernel WgmmaKernelAny<__half>(Product, const qm_projection&, const qm_cuda_step&);
+template GemmKernel wgmma_kernel_any<__nv_bfloat16>(Product, const qm_projection&, const qm_cuda_step&);
+template GemmKernel wgmma_kernel_any<__half>(Product, const qm_projection&, const qm_cuda_step&);
 
 }  // namespace quantmoe

@@ -6,9 +6,9 @@ namespace quantmoe {
 
 struct FloatFacts : FormatFacts {
   static constexpr int kBits = 16;
-  static constexpr int ScaleBytes(int) { return 0; }
-  static constexpr bool Is(const qm_projection& w) { return w.format == k_format_bf16 || w.format == k_format_f16; }
-  static constexpr bool TakesScales(int32_t) { return false; }
+  static constexpr int scale_bytes(int) { return 0; }
+  static constexpr bool is(const qm_projection& w) { return w.format == k_format_bf16 || w.format == k_format_f16; }
+  static constexpr bool takes_scales(int32_t) { return false; }
 };
 
 }  // namespace quantmoe

@@ -8,22 +8,22 @@
 namespace quantmoe {
 
 // Bytes of a scale.
-constexpr int ScaleTypeBytes(int32_t scale_type) {
+constexpr int scale_type_bytes(int32_t scale_type) {
   return scale_type == k_scale_type_f32 ? 4 : scale_type == k_scale_type_f16 || scale_type == k_scale_type_bf16 ? 2 : 1;
 }
-constexpr bool IsFloatScale(int32_t scale_type) { return ScaleTypeBytes(scale_type) > 1; }
+constexpr bool is_float_scale(int32_t scale_type) { return scale_type_bytes(scale_type) > 1; }
 
-// Facts that most formats have alike. The others: kBits of a code; Is, whether weights are of the format; TakesScales,
+// Facts that most formats have alike. The others: kBits of a code; Is, whether weights are of the format; takes_scales,
 // of which types.
 struct FormatFacts {
   // Of groups of 32 a unit, 64 columns of a row, has two: per_block. Shared memory of a lane for a unit's scales of
   // rows g and g + 8, as many bytes as the widest type takes, and for their zero points.
-  static constexpr int ScaleBytes([[maybe_unused]] int per_block) { return 8; }
+  static constexpr int scale_bytes([[maybe_unused]] int per_block) { return 8; }
   static constexpr int kZeroBytes = 0;
   // Groups of columns that a unit has scales of, at most.
   static constexpr int kUnitGroups = 2;
   // The one group size that there is with scales of a type; 0: -1, 32 or a power of two from 64.
-  static constexpr int GroupSize(int32_t scale_type) { return scale_type == k_scale_type_e8m0 ? 32 : 0; }
+  static constexpr int group_size(int32_t scale_type) { return scale_type == k_scale_type_e8m0 ? 32 : 0; }
   static constexpr int kGlobalBytes = 0;  // of a row: factors of the whole matrix
   // Of 64 columns of a token, codes and scales, where a product takes codes of both sides; 0: none does.
   static constexpr int kPackedUnitBytes = 0;

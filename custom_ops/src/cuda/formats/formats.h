@@ -16,28 +16,28 @@ enum class WeightKind {
 
 // body(facts) of a kind; of one that there is not, the last's.
 template <class Body>
-constexpr auto WithFacts(WeightKind kind, const Body& body) {
+constexpr auto with_facts(WeightKind kind, const Body& body) {
 #define QM_CUDA_FORMAT(F) \
   if (kind == WeightKind::k##F) return body(F##Facts{});
 #include "cuda/formats/formats.inc"
   return body(FloatFacts{});
 }
 
-inline WeightKind KindOf(const qm_projection& w) {
+inline WeightKind kind_of(const qm_projection& w) {
 #define QM_CUDA_FORMAT(F) \
-  if (F##Facts::Is(w)) return WeightKind::k##F;
+  if (F##Facts::is(w)) return WeightKind::k##F;
 #include "cuda/formats/formats.inc"
   return WeightKind::kFloat;
 }
 
-constexpr int BitsOf(WeightKind kind) {
-  return WithFacts(kind, [](auto f) { return f.kBits; });
+constexpr int bits_of(WeightKind kind) {
+  return with_facts(kind, [](auto f) { return f.kBits; });
 }
-constexpr int ScaleBytes(WeightKind kind, int per_block) {
-  return WithFacts(kind, [=](auto f) { return f.ScaleBytes(per_block); });
+constexpr int scale_bytes(WeightKind kind, int per_block) {
+  return with_facts(kind, [=](auto f) { return f.scale_bytes(per_block); });
 }
-constexpr int ZeroBytes(WeightKind kind) {
-  return WithFacts(kind, [](auto f) { return f.kZeroBytes; });
+constexpr int zero_bytes(WeightKind kind) {
+  return with_facts(kind, [](auto f) { return f.kZeroBytes; });
 }
 
 }  // namespace quantmoe

@@ -6,16 +6,16 @@ namespace quantmoe {
 
 struct Int4Facts : FormatFacts {
   static constexpr int kBits = 4;
-  static constexpr int ScaleBytes(int per_block) { return 4 * per_block; }
+  static constexpr int scale_bytes(int per_block) { return 4 * per_block; }
   static constexpr bool kRoundsScaled = true, kPairsUnits = true;
-  static constexpr bool Is(const qm_projection& w) { return w.format == k_format_int4 && !w.zero_points; }
-  static constexpr bool TakesScales(int32_t type) { return type == k_scale_type_f16 || type == k_scale_type_bf16; }
+  static constexpr bool is(const qm_projection& w) { return w.format == k_format_int4 && !w.zero_points; }
+  static constexpr bool takes_scales(int32_t type) { return type == k_scale_type_f16 || type == k_scale_type_bf16; }
 };
 struct Int4ZeroFacts : FormatFacts {
   static constexpr int kBits = 4, kZeroBytes = 4;
-  static constexpr int ScaleBytes(int per_block) { return 4 * per_block; }
-  static constexpr bool Is(const qm_projection& w) { return w.format == k_format_int4 && w.zero_points; }
-  static constexpr bool TakesScales(int32_t type) { return Int4Facts::TakesScales(type); }
+  static constexpr int scale_bytes(int per_block) { return 4 * per_block; }
+  static constexpr bool is(const qm_projection& w) { return w.format == k_format_int4 && w.zero_points; }
+  static constexpr bool takes_scales(int32_t type) { return Int4Facts::takes_scales(type); }
 };
 
 }  // namespace quantmoe
@@ -32,17 +32,17 @@ template <typename T>
 constexpr float kInt4Bits = kBf16<T> ? 0.25f : 1.f;
 
 template <typename T, bool kShift = false>
-__device__ inline void DequantInt4(uint32_t q, uint32_t (&a)[4]) {
+__device__ inline void dequant_int4(uint32_t q, uint32_t (&a)[4]) {
   constexpr uint32_t low = 0x000f000f, high = 0x00f000f0, base = Half<T>::kInt4Or;
   const uint32_t q8 = q >> 8;
-  a[0] = MaskOr<low>(q, base), a[1] = MaskOr<low>(q8, base);
+  a[0] = mask_or<low>(q, base), a[1] = mask_or<low>(q8, base);
   if constexpr (kShift) {
-    a[2] = MaskOr<low>(q >> 4, base), a[3] = MaskOr<low>(q >> 12, base);
+    a[2] = mask_or<low>(q >> 4, base), a[3] = mask_or<low>(q >> 12, base);
   } else if constexpr (kBf16<T>) {
-    a[2] = Half<T>::Fma(q & high, 0x7f007f00, base), a[3] = Half<T>::Fma(q8 & high, 0x7f007f00, base);  // 2^127
+    a[2] = Half<T>::fma(q & high, 0x7f007f00, base), a[3] = Half<T>::fma(q8 & high, 0x7f007f00, base);  // 2^127
   } else {  // (1024 + 16 code) / 16 + 960
-    a[2] = Half<T>::Fma(MaskOr<high>(q, base), 0x2c002c00, 0x63806380);
-    a[3] = Half<T>::Fma(MaskOr<high>(q8, base), 0x2c002c00, 0x63806380);
+    a[2] = Half<T>::fma(mask_or<high>(q, base), 0x2c002c00, 0x63806380);
+    a[3] = Half<T>::fma(mask_or<high>(q8, base), 0x2c002c00, 0x63806380);
   }
 }
 
@@ -52,9 +52,9 @@ struct Int4Trait : Trait {
   template <typename T>
   static constexpr float kSumFactor = 1 / kInt4Bits<T>;
   template <typename T, bool kShift, bool kCentered>
-  __device__ static void Dequant(uint32_t q, uint32_t, uint32_t low, uint32_t high, uint32_t (&a)[4]) {
-    DequantInt4<T, kShift>(q, a);
-    if constexpr (kCentered) Center<T>(a, low, high);
+  __device__ static void dequant(uint32_t q, uint32_t, uint32_t low, uint32_t high, uint32_t (&a)[4]) {
+    dequant_int4<T, kShift>(q, a);
+    if constexpr (kCentered) center<T>(a, low, high);
   }
 };
 
@@ -63,15 +63,15 @@ struct Int4 : Int4Facts, Int4Trait {
   template <int scale_type, int groups>
   struct Of;
   template <typename T>
-  __device__ static uint2 Pair(const uint32_t*, uint32_t, uint32_t, int, int) {
+  __device__ static uint2 pair_of(const uint32_t*, uint32_t, uint32_t, int, int) {
     return make_uint2(Half<T>::kInt4Zero, Half<T>::kInt4Zero);
   }
   template <typename T>
-  __device__ static float2 Zeros(uint32_t, uint32_t) {
+  __device__ static float2 zeros(uint32_t, uint32_t) {
     return make_float2(Half<T>::kInt4ZeroValue, Half<T>::kInt4ZeroValue);
   }
 
-  // On wgmma times a group's scale, rounded once: `scale` is what Factor made of the scales of rows g and g + 8, and
+  // On wgmma times a group's scale, rounded once: `scale` is what factor made of the scales of rows g and g + 8, and
   // the values come out times kResult.
   //
   // bf16: a nibble in bits 0..3 or 4..7 of a zero word is a bf16 of exponent 0 or 1, that is code * 2^-133 or * 2^-129:
@@ -82,30 +82,30 @@ struct Int4 : Int4Facts, Int4Trait {
   template <typename T>
   static constexpr float kProductFactor = 1 / kResult<T>;
   template <typename T>
-  __device__ static uint32_t Factor(uint32_t twice) {
-    if constexpr (kBf16<T>) return Half<T>::Mul(twice, 0x5f805f80);  // 2^64
+  __device__ static uint32_t factor(uint32_t twice) {
+    if constexpr (kBf16<T>) return Half<T>::mul(twice, 0x5f805f80);  // 2^64
     return twice;
   }
   template <typename T>
-  __device__ static float Factor(float s) {
+  __device__ static float factor(float s) {
     return s;
   }
   template <typename T>
-  __device__ static void DequantScaled(uint32_t q, uint32_t, const uint32_t (&scale)[2], uint32_t, uint32_t,
-                                       uint32_t (&a)[4]) {
+  __device__ static void dequant_scaled(uint32_t q, uint32_t, const uint32_t (&scale)[2], uint32_t, uint32_t,
+                                        uint32_t (&a)[4]) {
     if constexpr (kBf16<T>) {
       const uint32_t q8 = q >> 8;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint32_t high = Half<T>::Mul(scale[i], 0x3d803d80);  // 2^-4
-        const uint32_t zero = Half<T>::Mul(scale[i], 0x80088008);  // minus code 8
-        a[i] = Half<T>::Fma((i ? q8 : q) & 0x000f000f, scale[i], zero);
-        a[i + 2] = Half<T>::Fma((i ? q8 : q) & 0x00f000f0, high, zero);
+        const uint32_t high = Half<T>::mul(scale[i], 0x3d803d80);  // 2^-4
+        const uint32_t zero = Half<T>::mul(scale[i], 0x80088008);  // minus code 8
+        a[i] = Half<T>::fma((i ? q8 : q) & 0x000f000f, scale[i], zero);
+        a[i + 2] = Half<T>::fma((i ? q8 : q) & 0x00f000f0, high, zero);
       }
     } else {
-      DequantInt4<T>(q, a);
-      Center<T>(a, Half<T>::kInt4Zero, Half<T>::kInt4Zero);
-      Times<T>(a, scale[0], scale[1]);
+      dequant_int4<T>(q, a);
+      center<T>(a, Half<T>::kInt4Zero, Half<T>::kInt4Zero);
+      times<T>(a, scale[0], scale[1]);
     }
   }
 };
@@ -119,35 +119,35 @@ struct Int4Zero : Int4ZeroFacts, Int4Trait {
   struct Of;
   // Zero points of rows g and g + 8.
   template <typename T>
-  __device__ static uint2 Pair(const uint32_t*, uint32_t zeros, uint32_t selector, int, int) {
-    return make_uint2(ZeroPoint<T, false>(zeros, selector), ZeroPoint<T, false>(zeros, selector + 0x0101));
+  __device__ static uint2 pair_of(const uint32_t*, uint32_t zeros, uint32_t selector, int, int) {
+    return make_uint2(zero_point<T, false>(zeros, selector), zero_point<T, false>(zeros, selector + 0x0101));
   }
   template <typename T>
-  __device__ static float2 Zeros(uint32_t zeros, uint32_t selector) {
-    return make_float2(Half<T>::Low(ZeroPoint<T, false>(zeros, selector)),
-                       Half<T>::Low(ZeroPoint<T, false>(zeros, selector + 0x0101)));
+  __device__ static float2 zeros(uint32_t zeros, uint32_t selector) {
+    return make_float2(Half<T>::low(zero_point<T, false>(zeros, selector)),
+                       Half<T>::low(zero_point<T, false>(zeros, selector + 0x0101)));
   }
 
-  // On wgmma the zero points are ZeroPoint<T, true>'s.
+  // On wgmma the zero points are zero_point<T, true>'s.
   template <typename T>
   static constexpr float kResult = kBf16<T> ? 0x1p-6f : 1.f;
   template <typename T>
   static constexpr float kProductFactor = 1 / kResult<T>;
   template <typename T>
-  __device__ static void DequantScaled(uint32_t q, uint32_t, const uint32_t (&scale)[2], uint32_t zero_low,
-                                       uint32_t zero_high, uint32_t (&a)[4]) {
+  __device__ static void dequant_scaled(uint32_t q, uint32_t, const uint32_t (&scale)[2], uint32_t zero_low,
+                                        uint32_t zero_high, uint32_t (&a)[4]) {
     if constexpr (kBf16<T>) {
       const uint32_t q8 = q >> 8;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        a[i] = Half<T>::Fma((i ? q8 : q) & 0x000f000f, 0x7f007f00, i ? zero_high : zero_low);
-        a[i + 2] = Half<T>::Fma((i ? q8 : q) & 0x00f000f0, 0x7d007d00, i ? zero_high : zero_low);  // 2^123
+        a[i] = Half<T>::fma((i ? q8 : q) & 0x000f000f, 0x7f007f00, i ? zero_high : zero_low);
+        a[i + 2] = Half<T>::fma((i ? q8 : q) & 0x00f000f0, 0x7d007d00, i ? zero_high : zero_low);  // 2^123
       }
     } else {
-      DequantInt4<T>(q, a);
-      Center<T>(a, zero_low, zero_high);
+      dequant_int4<T>(q, a);
+      center<T>(a, zero_low, zero_high);
     }
-    Times<T>(a, scale[0], scale[1]);
+    times<T>(a, scale[0], scale[1]);
   }
 };
 template <int groups>

@@ -6,9 +6,9 @@ namespace quantmoe {
 
 struct Nvfp4Facts : FormatFacts {
   static constexpr int kBits = 4, kGlobalBytes = 8, kPackedUnitBytes = 64, kUnitGroups = 4;
-  static constexpr int GroupSize(int32_t) { return 16; }
-  static constexpr bool Is(const qm_projection& w) { return w.format == k_format_nvfp4; }
-  static constexpr bool TakesScales(int32_t type) { return type == k_scale_type_e4m3; }
+  static constexpr int group_size(int32_t) { return 16; }
+  static constexpr bool is(const qm_projection& w) { return w.format == k_format_nvfp4; }
+  static constexpr bool takes_scales(int32_t type) { return type == k_scale_type_e4m3; }
 };
 
 }  // namespace quantmoe
@@ -24,10 +24,10 @@ struct Nvfp4 : Nvfp4Facts, E2m1Trait {
   template <typename T>
   static constexpr float kResult = kBf16<T> ? 0x1p-62f : 0x1p-8f;
   template <typename T>
-  __device__ static uint32_t ScaleFactor(uint32_t scales, uint32_t selector) {
+  __device__ static uint32_t scale_factor(uint32_t scales, uint32_t selector) {
     const uint32_t twice = __byte_perm(scales, 0, selector);
-    if constexpr (kBf16<T>) return Half<T>::Mul(Half<T>::Mul(twice << 4, 0x7b807b80), 0x5f805f80);  // 2^120, 2^64
-    return Half<T>::Mul(twice << 7, 0x74007400);                                                    // 2^14
+    if constexpr (kBf16<T>) return Half<T>::mul(Half<T>::mul(twice << 4, 0x7b807b80), 0x5f805f80);  // 2^120, 2^64
+    return Half<T>::mul(twice << 7, 0x74007400);                                                    // 2^14
   }
 
   template <typename T>
@@ -37,26 +37,26 @@ struct Nvfp4 : Nvfp4Facts, E2m1Trait {
   template <typename T>
   static constexpr float kProductFactor = 1 / kResult<T>;
   template <typename T>
-  __device__ static uint2 Pair(const uint32_t* scales, uint32_t, uint32_t, int half, int t) {
-    return make_uint2(ScaleFactor<T>(scales[half], BytePair(t & 2)),
-                      ScaleFactor<T>(scales[half], BytePair((t & 2) + 1)));
+  __device__ static uint2 pair_of(const uint32_t* scales, uint32_t, uint32_t, int half, int t) {
+    return make_uint2(scale_factor<T>(scales[half], byte_pair(t & 2)),
+                      scale_factor<T>(scales[half], byte_pair((t & 2) + 1)));
   }
   template <typename T, bool kShift, bool kCentered>
-  __device__ static void Dequant(uint32_t q, uint32_t, uint32_t low, uint32_t high, uint32_t (&a)[4]) {
-    DequantE2m1<T>(q, a);
-    Times<T>(a, low, high);
+  __device__ static void dequant(uint32_t q, uint32_t, uint32_t low, uint32_t high, uint32_t (&a)[4]) {
+    dequant_e2m1<T>(q, a);
+    times<T>(a, low, high);
   }
 
   template <typename T>
-  __device__ static uint32_t GroupFactor(const uint32_t* scales, int group, int row) {
-    return ScaleFactor<T>(scales[group / 2], BytePair(group % 2 * 2 + row));
+  __device__ static uint32_t group_factor(const uint32_t* scales, int group, int row) {
+    return scale_factor<T>(scales[group / 2], byte_pair(group % 2 * 2 + row));
   }
   template <typename T>
-  __device__ static uint32_t HalfFactor(const uint32_t* scales, int half, int row, int lane) {
-    return ScaleFactor<T>(scales[half], BytePair((lane & 2) + row));
+  __device__ static uint32_t half_factor(const uint32_t* scales, int half, int row, int lane) {
+    return scale_factor<T>(scales[half], byte_pair((lane & 2) + row));
   }
 };
-// Times nvfp4 codes of activations, as MoeRound packs them.
+// Times nvfp4 codes of activations, as moe_round packs them.
 struct PackedNvfp4 : Nvfp4 {
   static constexpr bool kPacked = true;
 };

@@ -14,14 +14,14 @@ namespace quantmoe {
 
 // (q & mask) | bits in one instruction.
 template <uint32_t mask>
-__device__ inline uint32_t MaskOr(uint32_t q, uint32_t bits) {
+__device__ inline uint32_t mask_or(uint32_t q, uint32_t bits) {
   uint32_t r;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(q), "n"(mask), "r"(bits));
   return r;
 }
 // The bits of the mask from a, the others from b.
 template <uint32_t mask>
-__device__ inline uint32_t Select(uint32_t a, uint32_t b) {
+__device__ inline uint32_t select(uint32_t a, uint32_t b) {
   uint32_t r;
   asm("lop3.b32 %0, %1, %2, %3, 0xe2;" : "=r"(r) : "r"(a), "n"(mask), "r"(b));
   return r;
@@ -31,42 +31,42 @@ constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
 
 // Minus base + zero point, of rows g and g + 8: exact.
 template <typename T>
-__device__ inline void Center(uint32_t (&a)[4], uint32_t low, uint32_t high) {
-  a[0] = Half<T>::Sub(a[0], low), a[2] = Half<T>::Sub(a[2], low);
-  a[1] = Half<T>::Sub(a[1], high), a[3] = Half<T>::Sub(a[3], high);
+__device__ inline void center(uint32_t (&a)[4], uint32_t low, uint32_t high) {
+  a[0] = Half<T>::sub(a[0], low), a[2] = Half<T>::sub(a[2], low);
+  a[1] = Half<T>::sub(a[1], high), a[3] = Half<T>::sub(a[3], high);
 }
 template <typename T>
-__device__ inline void Times(uint32_t (&a)[4], uint32_t low, uint32_t high) {
+__device__ inline void times(uint32_t (&a)[4], uint32_t low, uint32_t high) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) a[i] = Half<T>::Mul(a[i], i % 2 ? high : low);
+  for (int i = 0; i < 4; ++i) a[i] = Half<T>::mul(a[i], i % 2 ? high : low);
 }
 
-// A byte of a word in both halves of another, above it the byte of `high`; selector: BytePair of its index.
-__device__ inline constexpr uint32_t BytePair(uint32_t index) { return 0x4040 + index * 0x0101; }
+// A byte of a word in both halves of another, above it the byte of `high`; selector: byte_pair of its index.
+__device__ inline constexpr uint32_t byte_pair(uint32_t index) { return 0x4040 + index * 0x0101; }
 
-// Zero point `selector` of four, twice: base + zero point as Center takes it (kFma false), or as the Fma of bf16 does,
+// Zero point `selector` of four, twice: base + zero point as center takes it (kFma false), or as the fma of bf16 does,
 // minus zero point * kInt8Result.
 template <typename T, bool kFma>
-__device__ inline uint32_t ZeroPoint(uint32_t zeros, uint32_t selector) {
-  if constexpr (kFma && kBf16<T>) return Half<T>::Mul(__byte_perm(zeros, 0, selector), 0xff00ff00);  // -2^127
+__device__ inline uint32_t zero_point(uint32_t zeros, uint32_t selector) {
+  if constexpr (kFma && kBf16<T>) return Half<T>::mul(__byte_perm(zeros, 0, selector), 0xff00ff00);  // -2^127
   return __byte_perm(zeros, Half<T>::kInt4Or | Half<T>::kInt4Or >> 8, selector);
 }
 
 // An e8m0 scale, byte `index` of a word. 2^-127 and infinity (for NaN) are no normal f32, but what they should be.
-__device__ inline float E8m0(uint32_t scales, int index) {
+__device__ inline float e8m0(uint32_t scales, int index) {
   const uint32_t bits = (index < 3 ? scales << (23 - 8 * index) : scales >> 1) & 0x7f800000;
   return __uint_as_float(max(bits, 0x00400000u));
 }
 // Without 2^-127, which is 0: products of f16 tell them not apart.
-__device__ inline float E8m0Normal(uint32_t scales, int index) {
+__device__ inline float e8m0_normal(uint32_t scales, int index) {
   return __uint_as_float((index < 3 ? scales << (23 - 8 * index) : scales >> 1) & 0x7f800000);
 }
 
 template <class F, int scale_type>
-constexpr bool kTakes = F::TakesScales(scale_type);
+constexpr bool kTakes = F::takes_scales(scale_type);
 // body(type) of the type of scales: the trait's, or of those that the format takes the one that the weights have.
 template <class F, class Body>
-__device__ __forceinline__ void WithScaleType(int scale_type, const Body& body) {
+__device__ __forceinline__ void with_scale_type(int scale_type, const Body& body) {
   if constexpr (F::kScaleType >= 0) {
     body(std::integral_constant<int, F::kScaleType>());
   } else if (scale_type == k_scale_type_bf16) {
@@ -81,12 +81,12 @@ __device__ __forceinline__ void WithScaleType(int scale_type, const Body& body) 
 }
 
 // What most traits have alike. The others have
-//   kSumFactor<T>      mma.sync: what sums of Dequant's values are multiplied by
-//   Dequant            mma.sync: a lane's codes to the A operand; of 4 bits q has both rows', of 8 q8 those of row g +
+//   kSumFactor<T>      mma.sync: what sums of dequant's values are multiplied by
+//   dequant            mma.sync: a lane's codes to the A operand; of 4 bits q has both rows', of 8 q8 those of row g +
 //   8;
 //                      low and high are what Pair made; kShift: where latency binds; kCentered: not if kZerosLater
-//   kProductFactor<T>  wgmma: what products of DequantScaled's values are multiplied by
-//   DequantScaled      wgmma: the same times the factors of rows g and g + 8; low and high are ZeroPoint<T, true>'s
+//   kProductFactor<T>  wgmma: what products of dequant_scaled's values are multiplied by
+//   dequant_scaled      wgmma: the same times the factors of rows g and g + 8; low and high are zero_point<T, true>'s
 struct Trait {
   static constexpr bool kPacked = false;
   static constexpr int kScaleType = -1;  // op.def's; -1: known at run time only
@@ -98,64 +98,64 @@ struct Trait {
   static constexpr bool kScaledWeights = false;
   // mma.sync: what the values of rows g and g + 8 take, for half a unit: zero points, or scales of weights.
   template <typename T>
-  __device__ static uint2 Pair(const uint32_t* /*scales*/, uint32_t /*zeros*/, uint32_t /*selector*/, int /*half*/,
-                               int /*t*/) {
+  __device__ static uint2 pair_of(const uint32_t* /*scales*/, uint32_t /*zeros*/, uint32_t /*selector*/, int /*half*/,
+                                  int /*t*/) {
     return make_uint2(0, 0);
   }
-  // wgmma: whether factors are made of scales' codes, by GroupFactor (QuantLinear) and HalfFactor, not of numbers.
+  // wgmma: whether factors are made of scales' codes, by group_factor (QuantLinear) and half_factor, not of numbers.
   static constexpr bool kScaleFactors = false;
   // wgmma: whether 16-bit scales of the activations' type are used as they are, twice in a word.
   static constexpr bool kPlainScales = true;
   // wgmma: a scale, and one twice in a word, as a factor.
   template <typename T>
-  __device__ static float Factor(float s) {
+  __device__ static float factor(float s) {
     return s;
   }
   template <typename T>
-  __device__ static uint32_t Factor(uint32_t twice) {
+  __device__ static uint32_t factor(uint32_t twice) {
     return twice;
   }
 };
 
-// The same of a format without zero points that has nothing of its own for wgmma: Dequant's values, times the scales.
+// The same of a format without zero points that has nothing of its own for wgmma: dequant's values, times the scales.
 template <class F>
 struct PlainTrait : Trait {
   template <typename T>
   static constexpr float kProductFactor = F::template kSumFactor<T>;
   template <typename T>
-  __device__ static void DequantScaled(uint32_t q, uint32_t q8, const uint32_t (&scale)[2], uint32_t, uint32_t,
-                                       uint32_t (&a)[4]) {
-    F::template Dequant<T, false, true>(q, q8, 0, 0, a);
-    Times<T>(a, scale[0], scale[1]);
+  __device__ static void dequant_scaled(uint32_t q, uint32_t q8, const uint32_t (&scale)[2], uint32_t, uint32_t,
+                                        uint32_t (&a)[4]) {
+    F::template dequant<T, false, true>(q, q8, 0, 0, a);
+    times<T>(a, scale[0], scale[1]);
   }
 };
 
 // Scales as what codes are multiplied by on wgmma, twice in a word: an f32; and a half of a word of 16-bit ones.
 template <typename T, class F>
-__device__ inline uint32_t CodeFactor(float s) {
-  s = F::template Factor<T>(s);
-  return F::template Factor<T>(Half<T>::Pack(s, s));
+__device__ inline uint32_t code_factor(float s) {
+  s = F::template factor<T>(s);
+  return F::template factor<T>(Half<T>::pack(s, s));
 }
 template <typename T, class F, typename Scale>
-__device__ inline uint32_t CodeFactor(uint32_t word, int row) {
+__device__ inline uint32_t code_factor(uint32_t word, int row) {
   if constexpr (std::is_same_v<T, Scale> && F::kPlainScales)
-    return F::template Factor<T>(__byte_perm(word, 0, row ? 0x3232 : 0x1010));
-  return CodeFactor<T, F>(row ? Half<Scale>::High(word) : Half<Scale>::Low(word));
+    return F::template factor<T>(__byte_perm(word, 0, row ? 0x3232 : 0x1010));
+  return code_factor<T, F>(row ? Half<Scale>::high(word) : Half<Scale>::low(word));
 }
 
 template <typename F>
 struct Sizes {
   static constexpr int kBits = F::kBits;
-  static constexpr int kScaleBytes = F::ScaleBytes(F::kGroups), kZeroBytes = F::kZeroBytes;
+  static constexpr int kScaleBytes = F::scale_bytes(F::kGroups), kZeroBytes = F::kZeroBytes;
   static constexpr int kLaneBytes = kScaleBytes + kZeroBytes;
   // Whether a unit has two groups is known at run time only.
   static constexpr bool kRuntime = kBits == 8;
   // Where in a unit's codes a lane has its 16 bytes; of 8 bits those of row g, 512 bytes before those of row g + 8.
-  __device__ static int LaneAt(int lane) { return 16 * (kBits == 8 ? lane ^ (lane >> 3 & 3) : lane); }
+  __device__ static int lane_at(int lane) { return 16 * (kBits == 8 ? lane ^ (lane >> 3 & 3) : lane); }
   // Where they are in memory; 16 bits: a row's halves lie side by side, so pieces of 512 bytes, [row g, g + 8][half],
   // do not.
-  __device__ static int FromAt(int lane) { return kBits == 16 ? lane / 4 * 128 + lane % 4 * 16 : LaneAt(lane); }
-  __device__ static constexpr int PieceAt(int i) { return kBits == 16 ? i / 1024 * 1024 + i % 1024 / 8 : i; }
+  __device__ static int from_at(int lane) { return kBits == 16 ? lane / 4 * 128 + lane % 4 * 16 : lane_at(lane); }
+  __device__ static constexpr int piece_at(int i) { return kBits == 16 ? i / 1024 * 1024 + i % 1024 / 8 : i; }
 };
 
 }  // namespace quantmoe
