@@ -1,0 +1,109 @@
+"""AllReduce of a sliced model's file in ONNX Runtime beside torch.distributed's, both NCCL's, both in CUDA graphs.
+
+    torchrun --nproc-per-node 2 exporter/measuring/kernels/all_reduce.py [--columns 7168] [--rows 1,8,64,512,4096]
+
+Needs onnxruntime-gpu, PyTorch with CUDA, and this checkout's CUDA library (QUANTMOE_ORT_CUDA_LIBRARY). A graph has 50
+sums of bf16 [rows, columns]; replays of both take turns, and times are of one sum, medians of 30.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+import torch
+import torch.distributed as dist
+from onnx import TensorProto, helper, save
+
+from quantmoe.ort_ext import cuda_library_path
+
+CHAIN = 50
+
+
+def model(path: Path, rank: int, world: int) -> None:
+    """x, summed over the ranks CHAIN times."""
+    names = ["x", *(f"sum.{i}" for i in range(1, CHAIN)), "y"]
+    place: dict[str, Any] = {"domain": "quantmoe", "op_version": 1, "rank": rank, "world": world}
+    nodes = [helper.make_node("AllReduce", [x], [y], name=y, **place) for x, y in pairwise(names)]
+    values = [helper.make_tensor_value_info(name, TensorProto.BFLOAT16, ["rows", "columns"]) for name in "xy"]
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("quantmoe", 1)]
+    graph = helper.make_graph(nodes, "sums", values[:1], values[1:])
+    save(helper.make_model(graph, opset_imports=opsets, ir_version=10), str(path))
+
+
+def session(path: Path, group: str) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.add_session_config_entry("quantmoe.group", group)
+    options.register_custom_ops_library(cuda_library_path())
+    device = torch.cuda.current_device()
+    cuda = {"device_id": device, "enable_cuda_graph": 1}
+    return ort.InferenceSession(str(path), options, providers=[("CUDAExecutionProvider", cuda)])
+
+
+def bound(sums: ort.InferenceSession, rows: int, columns: int) -> Callable[[], None]:
+    """A run on zeros, captured in a graph of its own."""
+    x, y = (torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    binding, options = sums.io_binding(), ort.RunOptions()
+    options.add_run_config_entry("gpu_graph_id", str(rows))
+    for bind, name, tensor in ((binding.bind_input, "x", x), (binding.bind_output, "y", y)):
+        bind(name, "cuda", x.device.index, TensorProto.BFLOAT16, list(tensor.shape), tensor.data_ptr())
+
+    def run(kept: tuple[torch.Tensor, ...] = (x, y)) -> None:
+        sums.run_with_iobinding(binding, options)
+
+    return run
+
+
+def torch_graph(rows: int, columns: int) -> Callable[[], None]:
+    x = torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda")
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CHAIN):
+            dist.all_reduce(x)
+
+    def run(kept: torch.Tensor = x) -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    return run
+
+
+def seconds(run: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--columns", type=int, default=7168)
+    parser.add_argument("--rows", default="1,8,64,512,4096")
+    options = parser.parse_args()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    group = [torch.cuda.nccl.unique_id().hex() if rank == 0 else ""]
+    dist.broadcast_object_list(group, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        model(Path(folder, "sums.onnx"), rank, world)
+        sums = session(Path(folder, "sums.onnx"), group[0])
+    for rows in map(int, options.rows.split(",")):
+        runs = bound(sums, rows, options.columns), torch_graph(rows, options.columns)
+        taken = [[seconds(run) for run in runs] for _ in range(35)][5:]
+        ours, theirs = (1e6 * sorted(column)[len(taken) // 2] / CHAIN for column in zip(*taken, strict=True))
+        if rank == 0:
+            print(f"{rows:5d} rows: ours {ours:.2f} us, torch {theirs:.2f} us, ratio {theirs / ours:.2f}", flush=True)
+    os._exit(0)  # torch's graphs hold its communicator, whose end waits for them
+
+
+if __name__ == "__main__":
+    main()
