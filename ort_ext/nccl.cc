@@ -126,6 +126,7 @@ Communicator::~Communicator() {
   watch_.reset();
   if (given_up_) return;
   if (end_) cudaStreamDestroy(end_);
+  if (done_) cudaEventDestroy(done_);
   constexpr std::chrono::seconds kParting{3};
   in_time(kParting, [comm = comm_, device = device_] {
     if (cudaSetDevice(device) == cudaSuccess) Nccl::get().comm_destroy(comm);
@@ -167,6 +168,7 @@ void Communicator::watch() {
   must(cudaGetDevice(&before));
   must(cudaSetDevice(device_));
   must(cudaStreamCreateWithFlags(&end_, cudaStreamNonBlocking));
+  must(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming));
   must(launch_trap(false, end_));  // loaded now: it could not be while a kernel waits for a rank
   must(cudaStreamSynchronize(end_));
   const Watched watched{
@@ -178,8 +180,8 @@ void Communicator::watch() {
         return found == kSuccess || found == kInProgress ? "" : std::string("NCCL: ") + nccl.get_error_string(found);
       },
       [this] {
-        const cudaStream_t stream = stream_;
-        return stream && cudaStreamQuery(stream) == cudaErrorNotReady;
+        const cudaStream_t stream = captured_;
+        return cudaEventQuery(done_) == cudaErrorNotReady || (stream && cudaStreamQuery(stream) == cudaErrorNotReady);
       },
       [this](const std::string& why) { give_up(why); }};
   watch_ = std::make_unique<Watch>(
@@ -199,22 +201,34 @@ void Communicator::give_up(const std::string& why) {
     (void)cudaStreamSynchronize(end_);
 }
 
-// Before what `stream` waits for them in.
-void Communicator::expect_all(cudaStream_t stream) const {
-  stream_ = stream;
+void Communicator::expect_all() const {
   if (const std::string failure = watch_ ? watch_->failure() : ""; !failure.empty()) throw std::runtime_error(failure);
 }
 
+// What the watch asks whether work has ended. ONNX Runtime destroys the stream of a run before the kernels, and that of
+// captured graphs, whose replays record no event of ours, after them.
+void Communicator::mark(cudaStream_t stream) const {
+  if (!done_) return;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  must(cudaStreamIsCapturing(stream, &status));
+  if (status != cudaStreamCaptureStatusNone)
+    captured_ = stream;
+  else
+    must(cudaEventRecord(done_, stream));
+}
+
 void Communicator::reduce(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const {
-  expect_all(stream);
+  expect_all();
   const Nccl& nccl = Nccl::get();
   nccl.check(nccl.all_reduce(x, y, static_cast<size_t>(count), type_of(type), kSum, comm_, stream), "ncclAllReduce");
+  mark(stream);
 }
 
 void Communicator::gather(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const {
-  expect_all(stream);
+  expect_all();
   const Nccl& nccl = Nccl::get();
   nccl.check(nccl.all_gather(x, y, static_cast<size_t>(count), type_of(type), comm_, stream), "ncclAllGather");
+  mark(stream);
 }
 
 }  // namespace quantmoe

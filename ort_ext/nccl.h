@@ -38,14 +38,16 @@ class Communicator {
  private:
   std::vector<std::string> exchange(const std::string& card) const;
   void watch();
-  void expect_all(cudaStream_t stream) const;
+  void expect_all() const;
+  void mark(cudaStream_t stream) const;
   void give_up(const std::string& why);
 
   const Place place_;
   const int device_;
   void* comm_ = nullptr;
-  mutable std::atomic<cudaStream_t> stream_{};  // of the session's runs
+  mutable std::atomic<cudaStream_t> captured_{};  // of the session's graphs
   std::atomic<bool> given_up_{false};
+  cudaEvent_t done_ = nullptr;    // the session's last call outside graphs
   cudaStream_t end_ = nullptr;    // for launch_trap
   std::unique_ptr<Watch> watch_;  // null: there are no others
 };
