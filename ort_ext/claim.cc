@@ -459,10 +459,10 @@ std::string identity_of(const GraphApi& api, const Matrix& m, const std::filesys
   Blake3 sum;
   const auto add = [&](const std::string& text) { sum.update(text.data(), text.size()); };
   const qm_projection& p = m.projection;
-  add("panels 1");
+  add("panels 1 ");
   for (const int64_t number : {int64_t{p.format}, int64_t{p.group_size}, int64_t{p.scale_type}, m.experts, m.n, m.k,
                                int64_t{m.halves}, int64_t{m.interleaved}})
-    add(" " + std::to_string(number));
+    add(std::to_string(number) + " ");
   for (const Constant* tensor : {&m.codes, &m.scales, &m.zero_points, &m.bias}) {
     add("\n");
     if (!*tensor) continue;
