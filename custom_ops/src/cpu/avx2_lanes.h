@@ -1,11 +1,37 @@
 // The lanes of k_tile.h and column_tile.h with AVX2: 8 rows. Products are added up in 16 bits as long as they fit: of 8
 // fours of columns with codes of 4 bits (2 * 15 * 128 each), of 4 with 5 bits, of 2 with 6.
 #pragma once
-#include "cpu/avx2_scaled.h"
+#include <immintrin.h>
+
+#include <cstring>
+
 #include "cpu/column_tile.h"
 
 namespace quantmoe {
 namespace {
+
+inline __m256i load(const uint8_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
+inline __m128i load_half(const uint8_t* at) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at)); }
+inline __m128i load_quarter(const uint8_t* at) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)); }
+inline __m256i broadcast(const uint8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  return _mm256_set1_epi32(four);
+}
+
+// Eight e4m3 codes: 2^-8 times their values, through f16. A conversion, unlike a multiplication, is as fast for
+// subnormal numbers.
+inline __m256 e4m3_to_float(__m128i codes) {
+  const __m128i half =
+      _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7), _mm_set1_epi16(static_cast<int16_t>(0xbfff)));
+  return _mm256_cvtph_ps(half);
+}
+inline __m256 e8m0_to_float(__m128i codes) {
+  return _mm256_castsi256_ps(
+      _mm256_max_epu32(_mm256_slli_epi32(_mm256_cvtepu8_epi32(codes), 23), _mm256_set1_epi32(0x00400000)));
+}
+
+constexpr int64_t kNear = 4096;  // bytes ahead
 
 struct Avx2Lanes {
   static constexpr int kRows = 8;

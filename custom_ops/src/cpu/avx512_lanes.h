@@ -1,10 +1,30 @@
 // The lanes of k_tile.h and column_tile.h with AVX512-VNNI: 16 rows.
 #pragma once
-#include "cpu/avx512_scaled.h"
+#include <immintrin.h>
+
+#include <cstring>
+
 #include "cpu/column_tile.h"
 
 namespace quantmoe {
 namespace {
+
+// dot += u8 weights . s8 activations at x, broadcast: clang folds the load into vpdpbusd.
+inline void dot4(__m512i& dot, __m512i weights, const uint8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  dot = _mm512_dpbusd_epi32(dot, weights, _mm512_set1_epi32(four));
+}
+
+// e4m3 codes as f16: 2^-8 times their values. A conversion, unlike a multiplication, is as fast for subnormal numbers.
+inline __m256i e4m3_to_half(__m128i codes) {
+  return _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7),
+                          _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
+}
+inline __m512 e8m0_to_float(__m128i codes) {
+  return _mm512_castsi512_ps(
+      _mm512_max_epu32(_mm512_slli_epi32(_mm512_cvtepu8_epi32(codes), 23), _mm512_set1_epi32(0x00400000)));
+}
 
 struct Avx512Lanes {
   static constexpr int kRows = 16;

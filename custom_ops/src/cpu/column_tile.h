@@ -14,15 +14,31 @@
 namespace quantmoe {
 namespace {
 
-// Panels side by side and where their results go. Those past the end repeat the last one; they are not stored.
-template <class V>
-struct ColumnPanels {
-  static constexpr int kMost = V::panels_of(1);
+// `width` panels side by side, from `first` on, and where their results go. Those past the end repeat the last one;
+// they are not stored.
+template <int kMost>
+struct Panels {
   const uint8_t* panel[kMost];
   float* to[kMost];
   int count;      // that exist
   int64_t ahead;  // bytes to the next ones, which the first tile fetches; 0 for later tiles
+
+  Panels(const PanelProduct& product, int64_t first, int width) : count(0), ahead(width * product.matrix->stride) {
+    for (int i = 0; i < width; ++i) {
+      const bool exists = first + i < product.panel_count;
+      const int64_t index = exists ? first + i : product.panel_count - 1;
+      panel[i] = product.panels + index * product.matrix->stride;
+      to[i] = product.out + index % product.halves * product.half_stride + index / product.halves * product.matrix->nr;
+      count += exists;
+    }
+  }
+  // To the next tile's results.
+  void advance(int64_t floats) {
+    for (int i = 0; i < count; ++i) to[i] += floats;
+  }
 };
+template <class V>
+using ColumnPanels = Panels<V::panels_of(1)>;
 
 template <class V, int32_t kFormat>
 [[gnu::always_inline]] inline typename V::Floats load_numbers(const uint8_t* at) {
@@ -111,17 +127,9 @@ void multiply_columns(const PanelProduct& product) {
   static constexpr auto kTiles = column_tiles<V, kWhole>(std::make_integer_sequence<int, kMost>());
   const PanelMatrix& p = *product.matrix;
   const auto* const tiles = kTiles.of[p.format == k_format_fp8_e4m3 ? 0 : p.format == k_format_bf16 ? 1 : 2];
-  for (int64_t panel = 0; panel < product.panel_count; panel += ColumnPanels<V>::kMost) {
-    ColumnPanels<V> g;
-    g.count = 0;
-    for (int i = 0; i < g.kMost; ++i) {
-      const bool exists = panel + i < product.panel_count;
-      const int64_t index = exists ? panel + i : product.panel_count - 1;
-      g.panel[i] = product.panels + index * p.stride;
-      g.to[i] = product.out + index % product.halves * product.half_stride + index / product.halves * p.nr;
-      g.count += exists;
-    }
-    g.ahead = g.kMost * p.stride;
+  constexpr int kWidth = V::panels_of(1);
+  for (int64_t panel = 0; panel < product.panel_count; panel += kWidth) {
+    ColumnPanels<V> g(product, panel, kWidth);
     for (int64_t t = 0; t < product.tile_count; ++t, g.ahead = 0) {
       const TokenTile& tile = product.tiles[t];
       for (int first = 0, passes = static_cast<int>(ceil_div(tile.m, kMost)); passes > 0; --passes) {  // even ones
@@ -129,7 +137,7 @@ void multiply_columns(const PanelProduct& product) {
         tiles[count - 1](p, g, tile.data, tile.m, first, product.row_stride);
         first += count;
       }
-      for (float*& to : g.to) to += tile.m * product.row_stride;
+      g.advance(tile.m * product.row_stride);
     }
   }
 }

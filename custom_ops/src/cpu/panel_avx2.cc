@@ -10,214 +10,273 @@
 // byte. Two vectors of nibbles share each broadcast: two panels of 4-bit codes, or the low and high nibbles of 8 rows
 // of 8-bit codes. Codes are offset by 8 or 128; accumulators start at -offset * sum(x), which pack_tile has put into
 // the tile.
-#include <utility>
-
 #include "cpu/avx2_lanes.h"
-#include "cpu/avx2_scaled.h"
 #include "cpu/elementwise.h"
+#include "cpu/row_tile.h"
 #include "cpu/x86.h"
 
 namespace quantmoe {
 namespace {
 
-constexpr int kTileRows = 5;  // two s16 accumulators a row and six registers for codes, nibbles and products: 16
+struct Avx2Rows : Avx2Lanes {
+  static constexpr int kTileRows =
+      5;  // two s16 accumulators a row and six registers for codes, nibbles and products: 16
+  static constexpr int kMost = 2;
+  static constexpr int panels_of_group(int) { return 2; }
+  template <int kBits>
+  static constexpr int kVectors = kBits == 4 ? 2 : 1;
+  using Group = Panels<2>;
 
-template <int M, int kBits>
-void quantized_tile(const PanelMatrix& matrix, const Avx2Group& panels, const uint8_t* tile, const Avx2Store& store,
-                    int64_t row_stride) {
-  constexpr int V = vectors(kBits);
-  const __m256i nibble = _mm256_set1_epi8(15), flip = _mm256_set1_epi8(static_cast<char>(kBits == 4 ? 0x88 : 0x80));
-  const __m256i one = _mm256_set1_epi16(1), sixteen = _mm256_set1_epi16(16);
-  const auto low = [&](__m256i w) { return _mm256_and_si256(w, nibble); };
-  const auto high = [&](__m256i w) { return _mm256_and_si256(_mm256_srli_epi32(w, 4), nibble); };
-  const uint8_t* x = tile;
-  const int32_t* start = reinterpret_cast<const int32_t*>(tile + matrix.kp * M);
-  __m256 acc[M][V];
-  QM_EACH_ROW QM_EACH_VECTOR acc[i][v] = _mm256_setzero_ps();
-  for (int64_t b = 0; b < matrix.blocks; ++b, start += M) {
-    int64_t offset = b * matrix.block_bytes;
-    __m256i dot[M][V];
-    QM_EACH_ROW QM_EACH_VECTOR dot[i][v] = _mm256_set1_epi32(start[i]);
-    const uint8_t* const end = x + matrix.block * M;
-    do {  // chunks of 32 columns
-      __m256i sum[M][2];
-      QM_EACH_ROW sum[i][0] = sum[i][1] = _mm256_setzero_si256();
-      prefetch(panels, offset);
-      if constexpr (kBits == 4) {
+  using Integers = __m256i;
+  using Avx2Lanes::floats;
+  static Floats floats(Integers v) { return _mm256_cvtepi32_ps(v); }
+  static Floats as_floats(Integers v) { return _mm256_castsi256_ps(v); }
+  static Integers as_integers(Floats v) { return _mm256_castps_si256(v); }
+  static Floats subtract(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
+  static Integers integers(int32_t n) { return _mm256_set1_epi32(n); }
+  static Integers starts(Integers pairs, int32_t n) { return _mm256_madd_epi16(pairs, integers(n)); }
+  static Integers pairs(Integers zeros) {
+    return _mm256_mullo_epi16(_mm256_or_si256(zeros, _mm256_slli_epi32(zeros, 16)),
+                              integers(static_cast<int32_t>(0xff80ffffu)));
+  }
+  template <int kBits>
+  static Integers corrected(Integers dot, Integers sums, int32_t z) {
+    return _mm256_add_epi32(kBits == 4 ? _mm256_slli_epi32(dot, 4) : dot, _mm256_mullo_epi32(sums, integers(z)));
+  }
+
+  // From lane order to that of the rows: the permutation is its own inverse.
+  static Floats rows(Floats v) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(v), 0xd8)); }
+
+  // One dword of each row of vector v.
+  template <int kBits>
+  static Integers load_dwords(const Group& g, int v, int64_t offset, bool odd) {
+    const uint8_t* const at = g.panel[v] + offset;
+    const Floats x = as_floats(load(at)), y = as_floats(load(kBits == 4 ? at + 32 : g.panel[1] + offset));
+    return as_integers(odd ? _mm256_shuffle_ps(x, y, 0xdd) : _mm256_shuffle_ps(x, y, 0x88));
+  }
+
+  // 8 dwords of vector v in row order, and 8 numbers of 16 or 8 bits.
+  template <int kBits>
+  static Integers load_tail(const Group& g, int v, int64_t offset) {
+    if constexpr (kBits == 4) return load(g.panel[v] + offset);
+    return _mm256_set_m128i(load_half(g.panel[1] + offset), load_half(g.panel[0] + offset));
+  }
+  template <int kBits>
+  static __m128i load_rows16(const Group& g, int v, int64_t offset) {
+    if constexpr (kBits == 4) return load_half(g.panel[v] + offset);
+    return _mm_unpacklo_epi64(load_quarter(g.panel[0] + offset), load_quarter(g.panel[1] + offset));
+  }
+  template <int kBits>
+  static __m128i load_rows8(const Group& g, int v, int64_t offset) {
+    if constexpr (kBits == 4) return load_quarter(g.panel[v] + offset);
+    return _mm_unpacklo_epi32(_mm_loadu_si32(g.panel[0] + offset), _mm_loadu_si32(g.panel[1] + offset));
+  }
+
+  // In lane order.
+  template <int kBits>
+  static Floats load_scales(const Group& g, int v, int64_t offset, int32_t scale_type) {
+    if (scale_type == k_scale_type_f32) return rows(as_floats(load_tail<kBits>(g, v, offset)));
+    const __m128i bits = load_rows16<kBits>(g, v, offset);
+    if (scale_type == k_scale_type_f16) return rows(_mm256_cvtph_ps(bits));
+    return rows(as_floats(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16)));
+  }
+  template <class C>
+  static Floats load_group_scales(const PanelMatrix& p, const Group& g, int v, int64_t offset) {
+    if (p.scale_type == k_scale_type_e4m3) return rows(e4m3_to_float(load_rows8<C::kBits>(g, v, offset)));
+    if (p.scale_type == k_scale_type_e8m0) return rows(e8m0_to_float(load_rows8<C::kBits>(g, v, offset)));
+    return load_scales<C::kBits>(g, v, offset, p.scale_type);
+  }
+  template <int kBits>
+  static Integers load_zeros(const Group& g, int v, int64_t offset) {
+    return _mm256_permute4x64_epi64(_mm256_cvtepu8_epi32(load_rows8<kBits>(g, v, offset)), 0xd8);
+  }
+
+  // y: vector v in row order.
+  template <int kBits>
+  static void store_rows(const Group& g, int v, int64_t offset, Floats y) {
+    if constexpr (kBits == 4) {
+      if (v < g.count) _mm256_storeu_ps(g.to[v] + offset, y);
+    } else {
+      _mm_storeu_ps(g.to[0] + offset, _mm256_castps256_ps128(y));
+      if (g.count > 1) _mm_storeu_ps(g.to[1] + offset, _mm256_extractf128_ps(y, 1));
+    }
+  }
+
+  // 128 bytes of each panel that come later: hardware prefetchers stop at the end of a page. One row of int4 from
+  // memory takes 0.83 times as long with them, one of bf16 0.79 times.
+  template <int kBits>
+  static void prefetch_group(const Group& g, int64_t offset) {
+    for (const uint8_t* panel : g.panel) {
+      _mm_prefetch(reinterpret_cast<const char*>(panel + offset + kNear), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(panel + offset + kNear + 64), _MM_HINT_T0);
+    }
+  }
+
+  static void opaque(const uint8_t*&) {}
+
+  static Integers flip(Integers v) { return _mm256_xor_si256(v, _mm256_set1_epi8(static_cast<char>(0x88))); }
+  static Integers flip8(Integers v) { return _mm256_xor_si256(v, _mm256_set1_epi8(static_cast<char>(0x80))); }
+  static Integers low_nibbles(Integers v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+  static Integers high_nibbles(Integers v) { return low_nibbles(_mm256_srli_epi32(v, 4)); }
+
+  // A code: what its nibbles are to vpmaddubsw, as u8, and to a product of floats a dword each.
+  struct Int4 {
+    static constexpr int kBits = 4;
+    static constexpr bool kMultiplied = false;
+    static Integers low(Integers v) { return low_nibbles(flip(v)); }  // codes 0..15
+  };
+  struct E2m1 {
+    static constexpr int kBits = 4;
+    static constexpr bool kMultiplied = true;
+    static Integers low(Integers v) {  // doubled values + 12
+      const Integers table =
+          _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+      return _mm256_shuffle_epi8(table, low_nibbles(v));
+    }
+  };
+  struct Int8 {
+    static constexpr int kBits = 8;
+    static constexpr bool kMultiplied = false;
+  };
+
+  // sum[i] += nibbles w0 and w1 . the activations of 4 columns, in s16.
+  template <int M>
+  [[gnu::always_inline]] static void multiply4(Integers w0, Integers w1, const uint8_t* x, Integers (&sum)[M][2]) {
+    QM_EACH_TOKEN {
+      const Integers x4 = quantmoe::broadcast(x + 4 * i);
+      sum[i][0] = _mm256_add_epi16(sum[i][0], _mm256_maddubs_epi16(w0, x4));
+      sum[i][1] = _mm256_add_epi16(sum[i][1], _mm256_maddubs_epi16(w1, x4));
+      asm("" : "+x"(sum[i][0]), "+x"(sum[i][1]));  // keeps the order: gcc would regroup the sums of a chunk and spill
+    }
+  }
+  // dot += the sums of 16 bits: of two vectors of rows, or of the low and the high nibbles of one.
+  template <int M, int kBits>
+  [[gnu::always_inline]] static void widen(const Integers (&sum)[M][2], Integers (&dot)[M][kVectors<kBits>]) {
+    const Integers one = _mm256_set1_epi16(1), second = _mm256_set1_epi16(kBits == 4 ? 1 : 16);
+    QM_EACH_TOKEN {
+      dot[i][0] = _mm256_add_epi32(dot[i][0], _mm256_madd_epi16(sum[i][0], one));
+      dot[i][kVectors<kBits> - 1] = _mm256_add_epi32(dot[i][kVectors<kBits> - 1], _mm256_madd_epi16(sum[i][1], second));
+    }
+  }
+
+  template <int kBits>
+  static constexpr int kStep = 32;
+  template <int M, class C>
+  [[gnu::always_inline]] static void dot_step(const Group& g, int64_t offset, const uint8_t* x,
+                                              Integers (&dot)[M][kVectors<C::kBits>]) {
+    Integers sum[M][2];
+    QM_EACH_TOKEN sum[i][0] = sum[i][1] = _mm256_setzero_si256();
+    prefetch_group<C::kBits>(g, offset);
+    if constexpr (C::kBits == 4) {
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; ++c) {
-          const int64_t from = offset + c / 2 * 64;
-          const __m256i a = _mm256_xor_si256(load_dwords<4>(panels, 0, from, c % 2), flip);
-          const __m256i d = _mm256_xor_si256(load_dwords<4>(panels, 1, from, c % 2), flip);
-          multiply4(low(a), low(d), x + 4 * c * M, sum);
-          multiply4(high(a), high(d), x + (4 * c + 16) * M, sum);
-        }
-      } else {
+      for (int c = 0; c < 4; ++c) {
+        const int64_t from = offset + c / 2 * 64;
+        const Integers a = flip(load_dwords<4>(g, 0, from, c % 2)), d = flip(load_dwords<4>(g, 1, from, c % 2));
+        multiply4(low_nibbles(a), low_nibbles(d), x + 4 * c * M, sum);
+        multiply4(high_nibbles(a), high_nibbles(d), x + (4 * c + 16) * M, sum);
+      }
+    } else {
 #pragma GCC unroll 8
-        for (int c = 0; c < 8; ++c) {
-          const __m256i a = _mm256_xor_si256(load_dwords<8>(panels, 0, offset + c / 2 * 32, c % 2), flip);
-          multiply4(low(a), high(a), x + 4 * c * M, sum);
-        }
-      }
-      QM_EACH_ROW {
-        dot[i][0] = _mm256_add_epi32(dot[i][0], _mm256_madd_epi16(sum[i][0], one));
-        dot[i][V - 1] = _mm256_add_epi32(dot[i][V - 1], _mm256_madd_epi16(sum[i][1], kBits == 4 ? one : sixteen));
-      }
-      x += 32 * M;
-      offset += 128;
-    } while (x != end);
-    QM_EACH_VECTOR {
-      if (matrix.grouped) {
-        const __m256 scale =
-            load_scales<kBits>(panels, v, b * matrix.block_bytes + matrix.codes_bytes, matrix.scale_type);
-        QM_EACH_ROW acc[i][v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[i][v]), scale, acc[i][v]);
-      } else {
-        QM_EACH_ROW acc[i][v] = _mm256_castsi256_ps(dot[i][v]);
+      for (int c = 0; c < 8; ++c) {
+        const Integers a = flip8(load_dwords<8>(g, 0, offset + c / 2 * 32, c % 2));
+        multiply4(low_nibbles(a), high_nibbles(a), x + 4 * c * M, sum);
       }
     }
+    widen<M, C::kBits>(sum, dot);
   }
-  const float* steps = reinterpret_cast<const float*>(start);
-  const int32_t* zero_points = start + M;
-  QM_EACH_VECTOR {
-    const __m256i sums = load_rows<kBits>(panels, v, matrix.tail());
-    const __m256 scale = load_rows_ps<kBits>(panels, v, matrix.tail() + 4 * matrix.nr);  // channelwise
-    const __m256 bias = load_rows_ps<kBits>(panels, v, matrix.tail() + (matrix.grouped ? 4 : 8) * matrix.nr);
-    QM_EACH_ROW {
-      const __m256 rows = swap_lanes(acc[i][v]), step = _mm256_set1_ps(steps[i]);
-      __m256 y;
-      if (matrix.grouped) {
-        const __m256 z = _mm256_set1_ps(static_cast<float>(-zero_points[i]));
-        y = _mm256_mul_ps(_mm256_fmadd_ps(_mm256_castsi256_ps(sums), z, rows), step);
-      } else {
-        const __m256i product =
-            kBits == 4 ? _mm256_slli_epi32(_mm256_castps_si256(rows), 4) : _mm256_castps_si256(rows);
-        const __m256i corrected =
-            _mm256_add_epi32(product, _mm256_mullo_epi32(sums, _mm256_set1_epi32(-zero_points[i])));
-        y = _mm256_mul_ps(_mm256_cvtepi32_ps(corrected), _mm256_mul_ps(scale, step));
-      }
-      store_rows<kBits>(store, v, i * row_stride, _mm256_add_ps(y, bias));
-    }
-  }
-}
 
-// Float activations: a code is the sign extension of its bits, one column at a time.
-template <int M, int kBits>
-void float_tile(const PanelMatrix& matrix, const Avx2Group& panels, const uint8_t* tile, const Avx2Store& store,
-                int64_t row_stride) {
-  constexpr int V = vectors(kBits);
-  const float* x = reinterpret_cast<const float*>(tile);
-  __m256 acc[M][V];
-  QM_EACH_ROW QM_EACH_VECTOR acc[i][v] = _mm256_setzero_ps();
-  for (int64_t b = 0; b < matrix.blocks; ++b) {
-    int64_t offset = b * matrix.block_bytes;
-    __m256 partial[M][V];
-    QM_EACH_ROW QM_EACH_VECTOR partial[i][v] = _mm256_setzero_ps();
-    const float* const end = x + matrix.block * M;
-    do {  // 8-bit: 8 columns; 4-bit: 16 of a chunk's 32, in the low or in the high nibbles
-      const int nibbles = kBits == 4 ? 2 : 1;
+  // One token and all its vectors at a time keeps 16 registers enough for any code; sums widen every 16 columns, where
+  // 8 pairs of at most 2 * 24 * 128 stay below 2^15 (e2m1), and 2 * 15 * 128 (integers, a nibble at a time).
+  template <int M, class C>
+  [[gnu::always_inline]] static void dot_part(const Group& g, int64_t offset, int part, const uint8_t* x,
+                                              Integers (&dot)[M][kVectors<C::kBits>]) {
+    Integers sum[M][2];
+    QM_EACH_TOKEN sum[i][0] = sum[i][1] = _mm256_setzero_si256();
+    x += 16 * part * M;
+    if (C::kBits == 8) offset += 64 * part;
+    for (int d = 0; d < 4; ++d) {  // 4 columns
+      const int64_t from = offset + d / 2 * (C::kBits == 4 ? 64 : 32);
+      if constexpr (C::kBits == 4) {
+        Integers a = load_dwords<4>(g, 0, from, d % 2), e = load_dwords<4>(g, 1, from, d % 2);
+        if (part) {
+          a = _mm256_srli_epi32(a, 4);
+          e = _mm256_srli_epi32(e, 4);
+        }
+        multiply4(C::low(a), C::low(e), x + 4 * d * M, sum);
+      } else {
+        const Integers a = flip8(load_dwords<8>(g, 0, from, d % 2));
+        multiply4(low_nibbles(a), high_nibbles(a), x + 4 * d * M, sum);
+      }
+    }
+    widen<M, C::kBits>(sum, dot);
+  }
+  template <int M, class C>
+  [[gnu::always_inline]] static void dot_chunk(const Group& g, int64_t offset, const uint8_t* x,
+                                               Integers (&dot)[M][kVectors<C::kBits>]) {
+    for (int part = 0; part < 2; ++part) dot_part<M, C>(g, offset, part, x, dot);
+  }
+
+  // A code is the sign extension of its bits. 8-bit: 8 columns; 4-bit: a chunk's 32, the low nibbles first.
+  template <int kBits, class Column>
+  [[gnu::always_inline]] static void signed_columns(const Group& g, int64_t offset, const Column& column) {
+    constexpr int kNibbles = kBits == 4 ? 2 : 1, V = kVectors<kBits>;
 #pragma GCC unroll 2
-      for (int shift = 28; shift > 28 - 4 * nibbles; shift -= 4)
+    for (int shift = 28; shift > 28 - 4 * kNibbles; shift -= 4)
 #pragma GCC unroll 4
-        for (int c = 0; c < 2 * nibbles; ++c) {
-          __m256i w[V];
-          QM_EACH_VECTOR w[v] = load_dwords<kBits>(panels, v, offset + c / 2 * 64, c % 2);
+      for (int c = 0; c < 2 * kNibbles; ++c) {
+        Integers w[V];
+        for (int v = 0; v < V; ++v) w[v] = load_dwords<kBits>(g, v, offset + c / 2 * 64, c % 2);
 #pragma GCC unroll 4
-          for (int byte = 0; byte < 4; ++byte, x += M) {
-            __m256 value[V];
-            QM_EACH_VECTOR value[v] = _mm256_cvtepi32_ps(
-                _mm256_srai_epi32(_mm256_slli_epi32(w[v], (kBits == 4 ? shift : 24) - 8 * byte), 32 - kBits));
-            QM_EACH_ROW {
-              const __m256 x1 = _mm256_broadcast_ss(x + i);
-              QM_EACH_VECTOR partial[i][v] = _mm256_fmadd_ps(x1, value[v], partial[i][v]);
-            }
-          }
+        for (int byte = 0; byte < 4; ++byte) {
+          Floats value[V];
+          for (int v = 0; v < V; ++v)
+            value[v] =
+                floats(_mm256_srai_epi32(_mm256_slli_epi32(w[v], (kBits == 4 ? shift : 24) - 8 * byte), 32 - kBits));
+          column(value);
         }
-      offset += kBits == 4 ? 128 : 32;
-    } while (x != end);
-    QM_EACH_VECTOR {
-      if (matrix.grouped) {
-        const __m256 scale =
-            load_scales<kBits>(panels, v, b * matrix.block_bytes + matrix.codes_bytes, matrix.scale_type);
-        QM_EACH_ROW acc[i][v] = _mm256_fmadd_ps(partial[i][v], scale, acc[i][v]);
-      } else {
-        QM_EACH_ROW acc[i][v] = partial[i][v];
+      }
+  }
+  template <class C, class Column, class Next>
+  [[gnu::always_inline]] static void columns(const Group& g, int64_t offset, const Column& column, const Next& next) {
+    constexpr int V = kVectors<C::kBits>;
+    const Floats magnitudes = _mm256_setr_ps(0, 1, 2, 3, 4, 6, 8, 12);
+#pragma GCC unroll 2
+    for (int part = 0; part < 2; ++part) {  // unrolled, or the sums are in memory at next()
+      if (part == 1) next();
+      for (int c = 0; c < 16; c += 4) {
+        const int64_t from = offset + (C::kBits == 4 ? c / 8 * 64 : (part * 2 + c / 8) * 32);
+        Integers w[V];
+        for (int v = 0; v < V; ++v) {
+          w[v] = load_dwords<C::kBits>(g, v, from, c / 4 % 2);
+          if (C::kBits == 8) w[v] = flip8(w[v]);
+          if (C::kBits == 4 && !C::kMultiplied) w[v] = flip(w[v]);
+          if (C::kBits == 4 && part) w[v] = _mm256_srli_epi32(w[v], 4);
+        }
+        for (int byte = 0; byte < 4; ++byte) {
+          Floats value[V];
+          for (int v = 0; v < V; ++v) {
+            const Integers code = _mm256_and_si256(w[v], integers(C::kBits == 4 ? 15 : 255));
+            if constexpr (C::kMultiplied) {
+              const Integers sign = _mm256_slli_epi32(_mm256_and_si256(code, integers(8)), 28);
+              value[v] = _mm256_xor_ps(_mm256_permutevar8x32_ps(magnitudes, code), as_floats(sign));
+            } else {
+              value[v] = floats(code);
+            }
+            w[v] = _mm256_srli_epi32(w[v], 8);
+          }
+          column(value);
+        }
       }
     }
   }
-  QM_EACH_VECTOR {
-    const __m256 bias = load_rows_ps<kBits>(panels, v, matrix.tail() + (matrix.grouped ? 4 : 8) * matrix.nr);
-    __m256 scale = load_rows_ps<kBits>(panels, v, matrix.tail() + 4 * matrix.nr);  // channelwise
-    if (kBits == 4) scale = _mm256_mul_ps(scale, _mm256_set1_ps(16.0f));
-    QM_EACH_ROW {
-      const __m256 rows = swap_lanes(acc[i][v]);
-      store_rows<kBits>(store, v, i * row_stride,
-                        _mm256_add_ps(matrix.grouped ? rows : _mm256_mul_ps(rows, scale), bias));
-    }
-  }
-}
-
-using Avx2TileFunction = void (*)(const PanelMatrix&, const Avx2Group&, const uint8_t*, const Avx2Store&, int64_t);
-template <int... M>
-constexpr auto tile_table(std::integer_sequence<int, M...>) {
-  struct Avx2PlainTiles {
-    Avx2TileFunction of[2][2][sizeof...(M)];  // [quantized][8 bits][m - 1]
-  };
-  return Avx2PlainTiles{{{{float_tile<M + 1, 4>...}, {float_tile<M + 1, 8>...}},
-                         {{quantized_tile<M + 1, 4>...}, {quantized_tile<M + 1, 8>...}}}};
-}
-constexpr auto kTiles = tile_table(std::make_integer_sequence<int, kTileRows>());
-
-// Tiles of FORMAT.md 2.7 and 2.8.
-template <int... M>
-constexpr auto scaled_table(std::integer_sequence<int, M...>) {
-  struct Avx2Tiles {
-    Avx2TileFunction of[2][3][sizeof...(M)];  // [quantized][e2m1, 4 bits, 8 bits][m - 1]
-  };
-  return Avx2Tiles{
-      {{{scaled_float_tile<M + 1, Avx2E2m1>...},
-        {scaled_float_tile<M + 1, Avx2Int4>...},
-        {scaled_float_tile<M + 1, Avx2Int8>...}},
-       {{scaled_tile<M + 1, Avx2E2m1>...}, {scaled_tile<M + 1, Avx2Int4>...}, {scaled_tile<M + 1, Avx2Int8>...}}}};
-}
-constexpr auto kScaledTiles = scaled_table(std::make_integer_sequence<int, kTileRows>());
-
-Avx2TileFunction tile_function(const PanelMatrix& p, bool quantized, int m) {
-  if (p.plain()) return kTiles.of[quantized][p.bits == 8][m - 1];
-  return kScaledTiles.of[quantized][is_e2m1(p.format) ? 0 : p.bits == 4 ? 1 : 2][m - 1];
-}
-
-void multiply(const PanelProduct& product) {
-  const PanelMatrix& p = *product.matrix;
-  if (is_k(p.format)) return multiply_k<Avx2Lanes, kTileRows, true>(product);
-  if (p.columns) return multiply_columns<Avx2Lanes, kTileRows, true>(product);
-  for (int64_t panel = 0; panel < product.panel_count; panel += 2) {
-    Avx2Group g;
-    Avx2Store store;
-    store.count = 0;
-    for (int i = 0; i < 2; ++i) {
-      const bool exists = panel + i < product.panel_count;
-      const int64_t index = exists ? panel + i : panel;
-      g.panel[i] = product.panels + index * p.stride;
-      store.to[i] = product.out + index % product.halves * product.half_stride + index / product.halves * p.nr;
-      store.count += exists;
-    }
-    for (int64_t t = 0; t < product.tile_count; ++t) {
-      const TokenTile& tile = product.tiles[t];
-      tile_function(p, product.quantized, tile.m)(p, g, tile.data, store, product.row_stride);
-      for (float*& to : store.to) to += tile.m * product.row_stride;
-    }
-  }
-}
-
-void pack_rows(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
-  (is_k(p.format) ? pack_k_tile : pack_tile_offset)(p, quantized, rows, m, out);
-}
+};
 
 bool usable() { return x86_has(kSavesYmm, bit_AVX | bit_FMA | bit_F16C, bit_AVX2, 0); }
 
 }  // namespace
 
-const CpuKernel panel_avx2 = {"panel_avx2", usable,         kTileRows,       QM_ELEMENTWISE(pack_rows),
-                              multiply,     int8_peak_avx2, &attention_avx2, &linear_attention_avx2};
+const CpuKernel panel_avx2 = {
+    "panel_avx2",   usable,          Avx2Rows::kTileRows,   QM_ELEMENTWISE(pack_rows), multiply_panels<Avx2Rows>,
+    int8_peak_avx2, &attention_avx2, &linear_attention_avx2};
 
 }  // namespace quantmoe

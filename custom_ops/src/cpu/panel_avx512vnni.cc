@@ -9,11 +9,9 @@
 //
 // vpdpbusd multiplies u8 weights (code, offset by 8 or 128) with s8 activations; accumulators start at -offset *
 // sum(x), which pack_tile has put into the tile. All of it is exact in int32.
-#include <utility>
-
 #include "cpu/avx512_lanes.h"
-#include "cpu/avx512_scaled.h"
 #include "cpu/elementwise.h"
+#include "cpu/row_tile.h"
 #include "cpu/x86.h"
 
 namespace quantmoe {
@@ -23,190 +21,286 @@ namespace {
 #ifndef QM_TILE_ROWS
 #define QM_TILE_ROWS 16
 #endif
-constexpr int kTileRows = QM_TILE_ROWS;
 
-template <int M, int kBits>
-void quantized_tile(const PanelMatrix& matrix, const Avx512Group& panels, const uint8_t* tile, const Avx512Store& store,
-                    int64_t row_stride) {
-  const uint8_t* x = tile;
-  const int32_t* start = reinterpret_cast<const int32_t*>(tile + matrix.kp * M);
-  __m512 acc[M];
-  QM_EACH acc[i] = _mm512_setzero_ps();
-  for (int64_t b = 0; b < matrix.blocks; ++b, start += M) {
-    int64_t offset = b * matrix.block_bytes;
-    __m512i dot[M];  // of this block only: live across blocks, compilers keep it in memory
-    QM_EACH dot[i] = _mm512_set1_epi32(start[i]);
-    if constexpr (kBits == 4) {
-      const uint8_t* const end = x + matrix.block * M;
-      do {  // a block is never empty; saying so keeps the accumulators out of memory
-        prefetch<2, 128>(panels, offset);
-        dot_chunk<M, Avx512Int4>(panels, offset, x, dot);
-        x += 32 * M;
-        opaque(x);
-        offset += 128;
-      } while (x != end);
-    } else {
-      const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80));
-      const uint8_t* const end = x + matrix.block * M;
-      do {
-        if (offset & 32) prefetch<4, 64>(panels, offset);  // a line is two steps
-        const __m512i a = load_half<8>(panels, 0, offset), c = load_half<8>(panels, 1, offset);
-        const __m512i w0 = _mm512_xor_si512(even_dwords(a, c), flip);
-        QM_EACH dot4(dot[i], w0, x + 4 * i);
-        const __m512i w1 = _mm512_xor_si512(odd_dwords(a, c), flip);
-        QM_EACH dot4(dot[i], w1, x + 4 * M + 4 * i);
-        x += 8 * M;
-        opaque(x);
-        offset += 32;
-      } while (x != end);
-    }
-    if (matrix.grouped) {
-      const __m512 scale = load_scales<kBits>(panels, b * matrix.block_bytes + matrix.codes_bytes, matrix.scale_type);
-      QM_EACH acc[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[i]), scale, acc[i]);
-    } else {
-      QM_EACH acc[i] = _mm512_castsi512_ps(dot[i]);
-    }
-  }
-  const float* steps = reinterpret_cast<const float*>(start);
-  const int32_t* zero_points = start + M;
-  const __m512i sums = load_lanes32<kBits>(panels, matrix.tail());
-  const __m512 bias =
-      _mm512_castsi512_ps(load_lanes32<kBits>(panels, matrix.tail() + (matrix.grouped ? 4 : 8) * matrix.nr));
-  const __m512 scale = _mm512_castsi512_ps(load_lanes32<kBits>(panels, matrix.tail() + 4 * matrix.nr));  // channelwise
-  QM_EACH {
-    const __m512 step = _mm512_set1_ps(steps[i]);
-    __m512 y;
-    if (matrix.grouped) {
-      y = _mm512_mul_ps(
-          _mm512_fmadd_ps(_mm512_castsi512_ps(sums), _mm512_set1_ps(static_cast<float>(-zero_points[i])), acc[i]),
-          step);
-    } else {
-      const __m512i dot = _mm512_castps_si512(acc[i]), product = kBits == 4 ? _mm512_slli_epi32(dot, 4) : dot;
-      const __m512i corrected = _mm512_add_epi32(product, _mm512_mullo_epi32(sums, _mm512_set1_epi32(-zero_points[i])));
-      y = _mm512_mul_ps(_mm512_cvtepi32_ps(corrected), _mm512_mul_ps(scale, step));
-    }
-    store_lanes<kBits>(store, i * row_stride, _mm512_add_ps(y, bias));
-  }
-}
+struct Avx512Rows : Avx512Lanes {
+  static constexpr int kTileRows = QM_TILE_ROWS;
+  static constexpr int kMost = 4;
+  static constexpr int panels_of_group(int nr) { return 16 / nr; }
+  template <int kBits>
+  static constexpr int kVectors = 1;
+  using Group = Panels<4>;
 
-// Float activations: values come out of a 16-entry table (4 bits) or a sign extension (8 bits), one column at a time.
-template <int M, int kBits>
-void float_tile(const PanelMatrix& matrix, const Avx512Group& panels, const uint8_t* tile, const Avx512Store& store,
-                int64_t row_stride) {
-  const float* x = reinterpret_cast<const float*>(tile);
-  const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
-  __m512 acc[M], partial[M];
-  QM_EACH acc[i] = _mm512_setzero_ps();
-  for (int64_t b = 0; b < matrix.blocks; ++b) {
-    int64_t offset = b * matrix.block_bytes;
-    QM_EACH partial[i] = _mm512_setzero_ps();
-    const auto column = [&](__m512 w) {
-      QM_EACH partial[i] = _mm512_fmadd_ps(_mm512_set1_ps(x[i]), w, partial[i]);
-      x += M;
+  using Integers = __m512i;
+  static Floats as_floats(Integers v) { return _mm512_castsi512_ps(v); }
+  static Integers as_integers(Floats v) { return _mm512_castps_si512(v); }
+  static Floats subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+  static Integers integers(int32_t n) { return _mm512_set1_epi32(n); }
+  static Integers starts(Integers pairs, int32_t n) {
+    return _mm512_dpwssd_epi32(_mm512_setzero_si512(), pairs, integers(n));
+  }
+  static Integers pairs(Integers zeros) {
+    return _mm512_mullo_epi16(_mm512_or_si512(zeros, _mm512_slli_epi32(zeros, 16)),
+                              integers(static_cast<int32_t>(0xff80ffffu)));
+  }
+  template <int kBits>
+  static Integers corrected(Integers dot, Integers sums, int32_t z) {
+    return _mm512_add_epi32(kBits == 4 ? _mm512_slli_epi32(dot, 4) : dot, _mm512_mullo_epi32(sums, integers(z)));
+  }
+
+  static Integers even_dwords(Integers x, Integers y) {
+    return as_integers(_mm512_shuffle_ps(as_floats(x), as_floats(y), 0x88));
+  }
+  static Integers odd_dwords(Integers x, Integers y) {
+    return as_integers(_mm512_shuffle_ps(as_floats(x), as_floats(y), 0xdd));
+  }
+  template <int kBits>
+  static Integers load_half(const Group& g, int half, int64_t offset) {
+    if constexpr (kBits == 4) return load(g.panel[half] + offset);
+    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(g.panel[2 * half] + offset));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low),
+                              _mm256_loadu_si256(reinterpret_cast<const __m256i*>(g.panel[2 * half + 1] + offset)), 1);
+  }
+
+  // 8 dwords or 8 16-bit values of a half's rows.
+  template <int kBits>
+  static __m256i load_rows32(const Group& g, int half, int64_t offset) {
+    if constexpr (kBits == 4) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(g.panel[half] + offset));
+    return _mm256_loadu2_m128i(reinterpret_cast<const __m128i*>(g.panel[2 * half + 1] + offset),
+                               reinterpret_cast<const __m128i*>(g.panel[2 * half] + offset));
+  }
+  template <int kBits>
+  static __m128i load_rows16(const Group& g, int half, int64_t offset) {
+    if constexpr (kBits == 4) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(g.panel[half] + offset));
+    return _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(g.panel[2 * half] + offset)),
+                              _mm_loadl_epi64(reinterpret_cast<const __m128i*>(g.panel[2 * half + 1] + offset)));
+  }
+
+  // 16 dwords in lane order, of the tail, too: sums stay in it until the store.
+  template <int kBits>
+  static Integers load_tail(const Group& g, int, int64_t offset) {
+    const Integers order = _mm512_setr_epi32(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+    const Integers both = _mm512_inserti64x4(_mm512_castsi256_si512(load_rows32<kBits>(g, 0, offset)),
+                                             load_rows32<kBits>(g, 1, offset), 1);
+    return _mm512_permutexvar_epi32(order, both);
+  }
+  static Floats rows(Floats v) { return v; }
+  // Sixteen bytes, one a row, in lane order.
+  template <int kBits>
+  static __m128i load_lanes8(const Group& g, int64_t offset) {
+    const auto rows = [&](int half) {
+      if constexpr (kBits == 4) return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(g.panel[half] + offset));
+      return _mm_unpacklo_epi32(_mm_loadu_si32(g.panel[2 * half] + offset),
+                                _mm_loadu_si32(g.panel[2 * half + 1] + offset));
     };
+    return _mm_unpacklo_epi16(rows(0), rows(1));
+  }
+  template <int kBits>
+  static Integers load_zeros(const Group& g, int, int64_t offset) {
+    return _mm512_cvtepu8_epi32(load_lanes8<kBits>(g, offset));
+  }
+  template <int kBits>
+  static Floats load_scales(const Group& g, int, int64_t offset, int32_t scale_type) {
+    if (scale_type == k_scale_type_f32) return as_floats(load_tail<kBits>(g, 0, offset));
+    const __m128i x = load_rows16<kBits>(g, 0, offset), y = load_rows16<kBits>(g, 1, offset);
+    const __m256i lanes = _mm256_set_m128i(_mm_unpackhi_epi32(x, y), _mm_unpacklo_epi32(x, y));
+    if (scale_type == k_scale_type_f16) return _mm512_cvtph_ps(lanes);
+    return as_floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(lanes), 16));
+  }
+  template <class C>
+  static Floats load_group_scales(const PanelMatrix& p, const Group& g, int, int64_t offset) {
+    if (p.scale_type == k_scale_type_e4m3) return _mm512_cvtph_ps(e4m3_to_half(load_lanes8<C::kBits>(g, offset)));
+    if (p.scale_type == k_scale_type_e8m0) return e8m0_to_float(load_lanes8<C::kBits>(g, offset));
+    return load_scales<C::kBits>(g, 0, offset, p.scale_type);
+  }
+
+  // 16 lanes to their rows: 8 of X to the first panel's place, 8 of Y to the second's (nr = 4: two places each).
+  template <int kBits>
+  static void store_rows(const Group& g, int, int64_t offset, Floats y) {
+    const Integers order = _mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+    const Floats rows = _mm512_permutexvar_ps(order, y);
     if constexpr (kBits == 4) {
-      for (int64_t c = 0; c < matrix.block; c += 32, offset += 128) {
-        __m512i dwords[4];  // columns 0..3, 4..7, 8..11, 12..15 in the low nibbles, 16 more in the high ones
-        for (int s = 0; s < 2; ++s) {
-          const __m512i a = load_half<4>(panels, 0, offset + 64 * s), d = load_half<4>(panels, 1, offset + 64 * s);
-          dwords[2 * s] = even_dwords(a, d);
-          dwords[2 * s + 1] = odd_dwords(a, d);
-        }
-        for (int nibble = 0; nibble < 2; ++nibble)
-          for (__m512i& dword : dwords)
-            for (int byte = 0; byte < 4; ++byte)
-              column(_mm512_permutexvar_ps(_mm512_srli_epi32(dword, 8 * byte + 4 * nibble), values));
-      }
+      _mm256_storeu_ps(g.to[0] + offset, _mm512_castps512_ps256(rows));
+      if (g.count > 1) _mm256_storeu_ps(g.to[1] + offset, _mm512_extractf32x8_ps(rows, 1));
     } else {
-      for (int64_t c = 0; c < matrix.block; c += 8, offset += 32) {
-        const __m512i a = load_half<8>(panels, 0, offset), d = load_half<8>(panels, 1, offset);
-        for (__m512i dword : {even_dwords(a, d), odd_dwords(a, d)})
-          for (int byte = 3; byte >= 0; --byte)
-            column(_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(dword, 8 * byte), 24)));
+      _mm_storeu_ps(g.to[0] + offset, _mm512_castps512_ps128(rows));
+      if (g.count > 1) _mm_storeu_ps(g.to[1] + offset, _mm512_extractf32x4_ps(rows, 1));
+      if (g.count > 2) _mm_storeu_ps(g.to[2] + offset, _mm512_extractf32x4_ps(rows, 2));
+      if (g.count > 3) _mm_storeu_ps(g.to[3] + offset, _mm512_extractf32x4_ps(rows, 3));
+    }
+  }
+
+  // 4-bit panels are fetched into L1 some steps ahead: without it the product waits for L2 (5 to 12 % of its time; any
+  // distance from 256 to 2,048 bytes will do). 8-bit panels are four streams, and lose by it. The first tile also
+  // fetches the next group's panels into L2 while it works on this one: panels come cold from memory, in two to four
+  // streams that hardware prefetchers lose at every panel's end.
+  static constexpr int64_t kNear = 512;
+  template <int kBits, int kBytes = 128>
+  static void prefetch_group(const Group& g, int64_t offset) {
+    constexpr int kPanels = kBits == 4 ? 2 : 4;
+    if constexpr (kPanels == 2)
+      _Pragma("GCC unroll 4") for (int i = 0; i < kPanels; ++i)
+          _Pragma("GCC unroll 4") for (int at = 0; at < kBytes; at += 64)
+              _mm_prefetch(reinterpret_cast<const char*>(g.panel[i] + kNear + offset + at), _MM_HINT_T0);
+    if (!g.ahead) return;
+    _Pragma("GCC unroll 4") for (int i = 0; i < kPanels; ++i)
+        _Pragma("GCC unroll 4") for (int at = 0; at < kBytes; at += 64)
+            _mm_prefetch(reinterpret_cast<const char*>(g.panel[i] + g.ahead + offset + at), _MM_HINT_T1);
+  }
+
+  // Where M is 4, 8 or 16 a compiler that knows would address x by another variable, as an index, and a vpdpbusd with
+  // an indexed operand splits in two at issue.
+  static void opaque(const uint8_t*& x) { asm("" : "+r"(x)); }
+
+  static Integers flip8(Integers v) { return _mm512_xor_si512(v, _mm512_set1_epi8(static_cast<char>(0x80))); }
+
+  // A code: what its nibbles are to vpdpbusd, as u8, and to a product of floats.
+  struct Int4 {
+    static constexpr int kBits = 4;
+    static constexpr bool kMultiplied = false;
+    static Integers low(Integers v) {  // codes 0..15
+      return _mm512_ternarylogic_epi32(v, _mm512_set1_epi8(static_cast<char>(0x88)), _mm512_set1_epi8(15), 0x28);
+    }
+    static Floats values() { return _mm512_setr_ps(8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7); }
+  };
+  struct E2m1 {
+    static constexpr int kBits = 4;
+    static constexpr bool kMultiplied = true;
+    static Integers low(Integers v) {  // doubled values + 12
+      const Integers table =
+          _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+      return _mm512_shuffle_epi8(table, _mm512_and_si512(v, _mm512_set1_epi8(15)));
+    }
+    static Floats values() { return _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12); }
+  };
+  struct Int8 {
+    static constexpr int kBits = 8;
+    static constexpr bool kMultiplied = false;
+  };
+
+  template <int kBits>
+  static constexpr int kStep = kBits == 4 ? 32 : 8;
+  template <int M, class C>
+  [[gnu::always_inline]] static void dot_step(const Group& g, int64_t offset, const uint8_t* x, Integers (&dot)[M][1]) {
+    if constexpr (C::kBits == 4) {
+      prefetch_group<4>(g, offset);
+      dot_chunk<M, C>(g, offset, x, dot);
+    } else {
+      if (offset & 32) prefetch_group<8, 64>(g, offset);  // a line is two steps
+      dot_eight<M>(g, offset, x, dot);
+    }
+  }
+
+  // dot += 8 columns of 32 bytes of 8-bit codes.
+  template <int M>
+  [[gnu::always_inline]] static void dot_eight(const Group& g, int64_t offset, const uint8_t* x,
+                                               Integers (&dot)[M][1]) {
+    const Integers a = load_half<8>(g, 0, offset), c = load_half<8>(g, 1, offset);
+    const Integers w0 = flip8(even_dwords(a, c));
+    QM_EACH_TOKEN dot4(dot[i][0], w0, x + 4 * i);
+    const Integers w1 = flip8(odd_dwords(a, c));
+    QM_EACH_TOKEN dot4(dot[i][0], w1, x + 4 * M + 4 * i);
+  }
+
+  // dot += the 32 columns of 128 bytes.
+  template <int M, class C>
+  [[gnu::always_inline]] static void dot_chunk(const Group& g, int64_t offset, const uint8_t* x,
+                                               Integers (&dot)[M][1]) {
+    if constexpr (C::kBits == 8) {
+      dot_part<M, C>(g, offset, 0, x, dot);
+      dot_part<M, C>(g, offset, 1, x, dot);
+    } else {
+#pragma GCC unroll 2
+      for (int s = 0; s < 2; ++s) {
+        const Integers a = load_half<4>(g, 0, offset + 64 * s), c = load_half<4>(g, 1, offset + 64 * s);
+        const Integers even = even_dwords(a, c), odd = odd_dwords(a, c);
+        const uint8_t* at = x + 8 * s * M;
+        const Integers w0 = C::low(even);
+        QM_EACH_TOKEN dot4(dot[i][0], w0, at + 4 * i);
+        const Integers w1 = C::low(odd);
+        QM_EACH_TOKEN dot4(dot[i][0], w1, at + 4 * M + 4 * i);
+        const Integers w2 = C::low(_mm512_srli_epi32(even, 4));
+        QM_EACH_TOKEN dot4(dot[i][0], w2, at + 16 * M + 4 * i);
+        const Integers w3 = C::low(_mm512_srli_epi32(odd, 4));
+        QM_EACH_TOKEN dot4(dot[i][0], w3, at + 20 * M + 4 * i);
       }
     }
-    if (matrix.grouped) {
-      const __m512 scale = load_scales<kBits>(panels, b * matrix.block_bytes + matrix.codes_bytes, matrix.scale_type);
-      QM_EACH acc[i] = _mm512_fmadd_ps(partial[i], scale, acc[i]);
+  }
+
+  // dot += the 16 columns of one nibble (part) of 128 bytes, or 16 columns of 64 bytes of 8-bit codes. Inlined, or the
+  // sums are in memory: clang 22 would not for many rows, and nvfp4 took 2.3 times as long.
+  template <int M, class C>
+  [[gnu::always_inline]] static void dot_part(const Group& g, int64_t offset, int part, const uint8_t* x,
+                                              Integers (&dot)[M][1]) {
+    x += 16 * part * M;
+#pragma GCC unroll 2
+    for (int s = 0; s < 2; ++s, x += 8 * M) {
+      if constexpr (C::kBits == 4) {
+        const Integers a = load_half<4>(g, 0, offset + 64 * s), c = load_half<4>(g, 1, offset + 64 * s);
+        Integers even = even_dwords(a, c), odd = odd_dwords(a, c);
+        if (part) {
+          even = _mm512_srli_epi32(even, 4);
+          odd = _mm512_srli_epi32(odd, 4);
+        }
+        const Integers w0 = C::low(even);
+        QM_EACH_TOKEN dot4(dot[i][0], w0, x + 4 * i);
+        const Integers w1 = C::low(odd);
+        QM_EACH_TOKEN dot4(dot[i][0], w1, x + 4 * M + 4 * i);
+      } else {
+        dot_eight<M>(g, offset + 64 * part + 32 * s, x, dot);
+      }
     }
   }
-  const __m512 bias =
-      _mm512_castsi512_ps(load_lanes32<kBits>(panels, matrix.tail() + (matrix.grouped ? 4 : 8) * matrix.nr));
-  __m512 scale = _mm512_castsi512_ps(load_lanes32<kBits>(panels, matrix.tail() + 4 * matrix.nr));  // channelwise
-  if (kBits == 4) scale = _mm512_mul_ps(scale, _mm512_set1_ps(16.0f));
-  QM_EACH {
-    store_lanes<kBits>(store, i * row_stride,
-                       _mm512_add_ps(matrix.grouped ? acc[i] : _mm512_mul_ps(partial[i], scale), bias));
-  }
-}
 
-using Avx512TileFunction = void (*)(const PanelMatrix&, const Avx512Group&, const uint8_t*, const Avx512Store&,
-                                    int64_t);
-template <int... M>
-constexpr auto tile_table(std::integer_sequence<int, M...>) {
-  struct Avx512PlainTiles {
-    Avx512TileFunction of[2][2][sizeof...(M)];  // [quantized][8 bits][m - 1]
-  };
-  return Avx512PlainTiles{{{{float_tile<M + 1, 4>...}, {float_tile<M + 1, 8>...}},
-                           {{quantized_tile<M + 1, 4>...}, {quantized_tile<M + 1, 8>...}}}};
-}
-constexpr auto kTiles = tile_table(std::make_integer_sequence<int, kTileRows>());
-
-// Tiles of FORMAT.md 2.7 and 2.8.
-template <int... M>
-constexpr auto scaled_table(std::integer_sequence<int, M...>) {
-  struct Avx512Tiles {
-    // [e2m1, int4 and int8 with middles, with zero points: 5][groups of 16][m - 1]
-    Avx512TileFunction quantized[5][2][sizeof...(M)], floats[3][2][sizeof...(M)], stepped[sizeof...(M)];
-  };
-  return Avx512Tiles{{{{scaled_tile<M + 1, Avx512E2m1, false, 1>...}, {scaled_tile<M + 1, Avx512E2m1, false, 2>...}},
-                      {{nullptr}, {scaled_tile<M + 1, Avx512Int4, false, 2>...}},
-                      {{nullptr}, {scaled_tile<M + 1, Avx512Int8, false, 2>...}},
-                      {{scaled_tile<M + 1, Avx512Int4, true, 1>...}, {scaled_tile<M + 1, Avx512Int4, true, 2>...}},
-                      {{scaled_tile<M + 1, Avx512Int8, true, 1>...}, {scaled_tile<M + 1, Avx512Int8, true, 2>...}}},
-                     {{{scaled_float_tile<M + 1, Avx512E2m1, 1>...}, {scaled_float_tile<M + 1, Avx512E2m1, 2>...}},
-                      {{scaled_float_tile<M + 1, Avx512Int4, 1>...}, {scaled_float_tile<M + 1, Avx512Int4, 2>...}},
-                      {{scaled_float_tile<M + 1, Avx512Int8, 1>...}, {scaled_float_tile<M + 1, Avx512Int8, 2>...}}},
-                     {scaled_tile<M + 1, Avx512E2m1, false, 2, true>...}};
-}
-constexpr auto kScaledTiles = scaled_table(std::make_integer_sequence<int, kTileRows>());
-
-Avx512TileFunction tile_function(const PanelMatrix& p, bool quantized, int m) {
-  if (p.plain()) return kTiles.of[quantized][p.bits == 8][m - 1];
-  if (quantized && p.stepped) return kScaledTiles.stepped[m - 1];
-  const int kind = is_e2m1(p.format) ? 0 : p.bits == 4 ? 1 : 2;
-  if (!quantized) return kScaledTiles.floats[kind][p.parts - 1][m - 1];
-  return kScaledTiles.quantized[p.zero_points ? kind + 2 : kind][p.parts - 1][m - 1];
-}
-
-void multiply(const PanelProduct& product) {
-  const PanelMatrix& p = *product.matrix;
-  if (is_k(p.format)) return multiply_k<Avx512Lanes, kTileRows, true>(product);
-  if (p.columns) return multiply_columns<Avx512Lanes, kTileRows, true>(product);
-  const int panels_per_group = 16 / p.nr;
-  for (int64_t panel = 0; panel < product.panel_count; panel += panels_per_group) {
-    Avx512Group g;
-    Avx512Store store;
-    store.count = 0;
-    for (int i = 0; i < panels_per_group; ++i) {
-      const bool exists = panel + i < product.panel_count;
-      const int64_t index = exists ? panel + i : product.panel_count - 1;
-      g.panel[i] = product.panels + index * p.stride;
-      store.to[i] = product.out + index % product.halves * product.half_stride + index / product.halves * p.nr;
-      store.count += exists;
+  // Values come out of a table of 16 entries (4 bits: the low nibbles of 128 bytes, next(), the high ones) or a sign
+  // extension (8 bits).
+  template <class Column, class Next>
+  [[gnu::always_inline]] static void columns4(const Group& g, int64_t offset, Floats values, const Column& column,
+                                              const Next& next) {
+    Integers dwords[4];  // columns 0..3, 4..7, 8..11, 12..15 in the low nibbles, 16 more in the high ones
+    for (int s = 0; s < 2; ++s) {
+      const Integers a = load_half<4>(g, 0, offset + 64 * s), d = load_half<4>(g, 1, offset + 64 * s);
+      dwords[2 * s] = even_dwords(a, d);
+      dwords[2 * s + 1] = odd_dwords(a, d);
     }
-    for (int64_t t = 0; t < product.tile_count; ++t) {
-      const TokenTile& tile = product.tiles[t];
-      g.ahead = t == 0 ? panels_per_group * p.stride : 0;
-      tile_function(p, product.quantized, tile.m)(p, g, tile.data, store, product.row_stride);
-      for (int i = 0; i < store.count; ++i) store.to[i] += tile.m * product.row_stride;
+    for (int nibble = 0; nibble < 2; ++nibble) {
+      if (nibble == 1) next();
+      for (Integers& dword : dwords)
+        for (int byte = 0; byte < 4; ++byte) {
+          Floats w[1] = {_mm512_permutexvar_ps(_mm512_srli_epi32(dword, 8 * byte + 4 * nibble), values)};
+          column(w);
+        }
     }
   }
-}
-
-void pack_rows(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
-  (is_k(p.format) ? pack_k_tile : pack_tile_offset)(p, quantized, rows, m, out);
-}
+  template <int kBits, class Column>
+  [[gnu::always_inline]] static void signed_columns(const Group& g, int64_t offset, const Column& column) {
+    if constexpr (kBits == 4) {
+      columns4(g, offset, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1), column, [] {});
+    } else {
+      const Integers a = load_half<8>(g, 0, offset), d = load_half<8>(g, 1, offset);
+      for (Integers dword : {even_dwords(a, d), odd_dwords(a, d)})
+        for (int byte = 3; byte >= 0; --byte) {
+          Floats w[1] = {floats(_mm512_srai_epi32(_mm512_slli_epi32(dword, 8 * byte), 24))};
+          column(w);
+        }
+    }
+  }
+  template <class C, class Column, class Next>
+  [[gnu::always_inline]] static void columns(const Group& g, int64_t offset, const Column& column, const Next& next) {
+    if constexpr (C::kBits == 4) {
+      columns4(g, offset, C::values(), column, next);
+    } else {
+      for (int c = 0; c < 4; ++c) {
+        if (c == 2) next();
+        const Integers a = load_half<8>(g, 0, offset + 32 * c), d = load_half<8>(g, 1, offset + 32 * c);
+        for (Integers dword : {even_dwords(a, d), odd_dwords(a, d)})
+          for (int byte = 0; byte < 4; ++byte) {
+            Floats w[1] = {floats(_mm512_and_si512(_mm512_srli_epi32(flip8(dword), 8 * byte), integers(255)))};
+            column(w);
+          }
+      }
+    }
+  }
+};
 
 bool usable() {
   return x86_has(kSavesZmm, bit_AVX | bit_FMA | bit_F16C, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ,
@@ -215,13 +309,9 @@ bool usable() {
 
 }  // namespace
 
-const CpuKernel panel_avx512vnni = {"panel_avx512vnni",
-                                    usable,
-                                    kTileRows,
-                                    QM_ELEMENTWISE(pack_rows),
-                                    multiply,
-                                    int8_peak_avx512vnni,
-                                    &attention_avx512vnni,
-                                    &linear_attention_avx512vnni};
+const CpuKernel panel_avx512vnni = {"panel_avx512vnni",          usable,
+                                    Avx512Rows::kTileRows,       QM_ELEMENTWISE(pack_rows),
+                                    multiply_panels<Avx512Rows>, int8_peak_avx512vnni,
+                                    &attention_avx512vnni,       &linear_attention_avx512vnni};
 
 }  // namespace quantmoe

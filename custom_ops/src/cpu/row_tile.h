@@ -1,0 +1,302 @@
+// The panels of int4, int8 and e2m1 codes (FORMAT.md 2.5, 2.7 and 2.8) on x86: a weight row is a lane of 32 bits, as
+// panel_avx2.cc and panel_avx512vnni.cc draw it. NEON's tiles are neon.h's own: sdot and smmla multiply 8 columns of
+// two rows with one or two tokens, so that neither lanes nor loops are these.
+//
+// V is what column_tile.h says, and has
+//   kTileRows                      most tokens of a tile
+//   kMost, panels_of_group(nr)     panels side by side: at most, and of nr rows each
+//   kVectors<bits>                 vectors that their rows fill
+//   Int4, E2m1, Int8               codes: kBits, and kMultiplied where the tail has multipliers
+//   Integers, integers(n)          an int32 of each lane; n in all of them
+//   pairs(zeros), starts(pairs, n) what a group with zero points starts from, n being pack_tile_offset's pair
+//   corrected<bits>(dot, sums, z)  the product of a row: dot, times 16 where codes have 4 bits, plus sums * z
+//   load_tail<bits>, rows, store_rows<bits>
+//                                  numbers of the tail, and sums, in the order that store_rows takes
+//   load_scales<bits>, load_group_scales<C>, load_zeros<bits>
+//                                  in lane order; the first of f32, f16 and bf16 alone
+//   kStep<bits>, dot_step<M, C>    columns that a step of a plain tile adds to dot
+//   dot_chunk<M, C>, dot_part<M, C>
+//                                  adds 32 columns of a scaled tile, or 16 of them
+//   signed_columns<bits>(g, offset, column)
+//                                  column(values) for each column of 128 bytes of 4-bit codes, or of 32 of 8-bit ones
+//   columns<C>(g, offset, column, next)
+//                                  of unsigned codes and e2m1, of 32 columns; next() between the first and the last 16
+//   prefetch_group<bits>           what comes after 128 bytes of each panel
+//   opaque(x)                      where the compiler should not know how x relates to other induction variables
+// Everything is in an unnamed namespace, as in elementwise.h.
+#pragma once
+#include <utility>
+
+#include "cpu/column_tile.h"
+
+namespace quantmoe {
+namespace {
+
+// Written out so that arrays indexed by v live in registers.
+#define QM_EACH_VECTOR _Pragma("GCC unroll 2") for (int v = 0; v < kVectors; ++v)
+#define QM_EACH_SUM QM_EACH_TOKEN QM_EACH_VECTOR
+
+// A group's panels times a tile of M tokens, where scales are of rows or of blocks.
+template <class V, int M, class C>
+void quantized_tile(const PanelMatrix& p, const Panels<V::kMost>& g, const uint8_t* tile, int64_t row_stride) {
+  constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>, kStep = V::template kStep<kBits>;
+  const uint8_t* x = tile;
+  const int32_t* start = reinterpret_cast<const int32_t*>(tile + p.kp * M);
+  typename V::Floats acc[M][kVectors];
+  QM_EACH_SUM acc[i][v] = V::broadcast(0.0f);
+  for (int64_t b = 0; b < p.blocks; ++b, start += M) {
+    int64_t offset = b * p.block_bytes;
+    typename V::Integers dot[M][kVectors];  // of this block only: live across blocks, compilers keep it in memory
+    QM_EACH_SUM dot[i][v] = V::integers(start[i]);
+    const uint8_t* const end = x + p.block * M;
+    do {  // a block is never empty; saying so keeps the accumulators out of memory
+      V::template dot_step<M, C>(g, offset, x, dot);
+      x += kStep * M;
+      V::opaque(x);
+      offset += 4 * kStep;
+    } while (x != end);
+    QM_EACH_VECTOR if (p.grouped) {
+      const auto scale = V::template load_scales<kBits>(g, v, b * p.block_bytes + p.codes_bytes, p.scale_type);
+      QM_EACH_TOKEN acc[i][v] = V::fma(V::floats(dot[i][v]), scale, acc[i][v]);
+    }
+    else {
+      QM_EACH_TOKEN acc[i][v] = V::as_floats(dot[i][v]);
+    }
+  }
+  const float* steps = reinterpret_cast<const float*>(start);
+  const int32_t* zero_points = start + M;
+  QM_EACH_VECTOR {
+    const auto sums = V::template load_tail<kBits>(g, v, p.tail());
+    const auto bias = V::as_floats(V::template load_tail<kBits>(g, v, p.biases()));
+    const auto scale = V::as_floats(V::template load_tail<kBits>(g, v, p.tail() + 4 * p.nr));  // channelwise
+    QM_EACH_TOKEN {
+      const auto step = V::broadcast(steps[i]), sum = V::rows(acc[i][v]);
+      typename V::Floats y;
+      if (p.grouped)
+        y = V::multiply(V::fma(V::as_floats(sums), V::broadcast(static_cast<float>(-zero_points[i])), sum), step);
+      else
+        y = V::multiply(V::floats(V::template corrected<kBits>(V::as_integers(sum), sums, -zero_points[i])),
+                        V::multiply(scale, step));
+      V::template store_rows<kBits>(g, v, i * row_stride, V::add(y, bias));
+    }
+  }
+}
+
+// The same of float activations.
+template <class V, int M, class C>
+void float_tile(const PanelMatrix& p, const Panels<V::kMost>& g, const uint8_t* tile, int64_t row_stride) {
+  constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>;
+  using Floats = typename V::Floats;
+  const float* x = reinterpret_cast<const float*>(tile);
+  Floats acc[M][kVectors], partial[M][kVectors];
+  QM_EACH_SUM acc[i][v] = V::broadcast(0.0f);
+  const auto column = [&](const Floats(&w)[kVectors]) __attribute__((always_inline)) {
+    QM_EACH_TOKEN {
+      const Floats number = V::broadcast(x + i);
+      QM_EACH_VECTOR partial[i][v] = V::fma(number, w[v], partial[i][v]);
+    }
+    x += M;
+  };
+  for (int64_t b = 0; b < p.blocks; ++b) {
+    int64_t offset = b * p.block_bytes;
+    QM_EACH_SUM partial[i][v] = V::broadcast(0.0f);
+    const float* const end = x + p.block * M;
+    do {
+      V::template signed_columns<kBits>(g, offset, column);
+      offset += kBits == 4 ? 128 : 32;
+    } while (x != end);
+    QM_EACH_VECTOR if (p.grouped) {
+      const Floats scale = V::template load_scales<kBits>(g, v, b * p.block_bytes + p.codes_bytes, p.scale_type);
+      QM_EACH_TOKEN acc[i][v] = V::fma(partial[i][v], scale, acc[i][v]);
+    }
+  }
+  QM_EACH_VECTOR {
+    const Floats bias = V::as_floats(V::template load_tail<kBits>(g, v, p.biases()));
+    Floats scale = V::as_floats(V::template load_tail<kBits>(g, v, p.tail() + 4 * p.nr));  // channelwise
+    if (kBits == 4) scale = V::multiply(scale, V::broadcast(16.0f));
+    QM_EACH_TOKEN {
+      const Floats y = p.grouped ? V::rows(acc[i][v]) : V::multiply(V::rows(partial[i][v]), scale);
+      V::template store_rows<kBits>(g, v, i * row_stride, V::add(y, bias));
+    }
+  }
+}
+
+// kParts: groups of a block. kStepped: activations have a step for each group.
+template <class V, int M, class C, bool kZero, int kParts, bool kStepped = false>
+void scaled_tile(const PanelMatrix& p, const Panels<V::kMost>& g, const uint8_t* tile, int64_t row_stride) {
+  constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>;
+  const uint8_t* x = tile;
+  const int32_t* start = reinterpret_cast<const int32_t*>(tile + p.kp * M);
+  const int scale_bytes = p.nr * scale_size(p.scale_type);
+  typename V::Floats acc[M][kVectors];
+  QM_EACH_SUM acc[i][v] = V::broadcast(0.0f);
+  for (int64_t b = 0; b < p.blocks; ++b) {
+    const int64_t base = b * p.block_bytes;
+    const uint8_t* const end = x + p.block * M;
+    _Pragma("GCC unroll 2") for (int part = 0; part < kParts; ++part, start += M) {
+      typename V::Integers dot[M][kVectors];
+      QM_EACH_VECTOR if constexpr (kZero) {
+        const auto pairs = V::pairs(V::template load_zeros<kBits>(g, v, base + p.zeros() + part * p.nr));
+        QM_EACH_TOKEN dot[i][v] = V::starts(pairs, start[i]);
+      }
+      else {
+        QM_EACH_TOKEN dot[i][v] = V::integers(start[i]);
+      }
+      if constexpr (kParts == 2) {
+        if (part == 0) V::template prefetch_group<kBits>(g, base);
+        V::template dot_part<M, C>(g, base, part, x, dot);
+      } else {
+        int64_t offset = base;
+        do {
+          V::template prefetch_group<kBits>(g, offset);
+          V::template dot_chunk<M, C>(g, offset, x, dot);
+          x += 32 * M;
+          V::opaque(x);
+          offset += 128;
+        } while (x != end);
+      }
+      QM_EACH_VECTOR {
+        const auto scale = V::template load_group_scales<C>(p, g, v, base + p.codes_bytes + part * scale_bytes);
+        if constexpr (kStepped) {
+          const float* steps = reinterpret_cast<const float*>(start + p.groups() * M);
+          QM_EACH_TOKEN acc[i][v] =
+              V::fma(V::multiply(V::floats(dot[i][v]), scale), V::broadcast(steps + i), acc[i][v]);
+        } else {
+          QM_EACH_TOKEN acc[i][v] = V::fma(V::floats(dot[i][v]), scale, acc[i][v]);
+        }
+      }
+    }
+    if constexpr (kParts == 2) {
+      x += 32 * M;
+      V::opaque(x);
+    }
+  }
+  const float* steps = reinterpret_cast<const float*>(start);
+  const int32_t* zero_points = start + M;
+  QM_EACH_VECTOR {
+    const auto sums = V::as_floats(V::template load_tail<kBits>(g, v, p.tail()));
+    const auto multiplier = V::as_floats(V::template load_tail<kBits>(g, v, p.tail() + 4 * p.nr));
+    const auto bias = V::as_floats(V::template load_tail<kBits>(g, v, p.biases()));
+    QM_EACH_TOKEN {
+      typename V::Floats y = V::rows(acc[i][v]);
+      if constexpr (!kStepped) y = V::fma(sums, V::broadcast(static_cast<float>(-zero_points[i])), y);
+      if constexpr (C::kMultiplied) y = V::multiply(y, multiplier);
+      if constexpr (!kStepped) y = V::multiply(y, V::broadcast(steps[i]));
+      V::template store_rows<kBits>(g, v, i * row_stride, V::add(y, bias));
+    }
+  }
+}
+
+template <class V, int M, class C, int kParts>
+void scaled_float_tile(const PanelMatrix& p, const Panels<V::kMost>& g, const uint8_t* tile, int64_t row_stride) {
+  constexpr int kBits = C::kBits, kVectors = V::template kVectors<kBits>;
+  using Floats = typename V::Floats;
+  const float* x = reinterpret_cast<const float*>(tile);
+  const int scale_bytes = p.nr * scale_size(p.scale_type);
+  Floats acc[M][kVectors], partial[M][kVectors], zero[kVectors];
+  QM_EACH_SUM acc[i][v] = V::broadcast(0.0f);
+  for (int64_t b = 0; b < p.blocks; ++b) {
+    const int64_t base = b * p.block_bytes;
+    int part = 0;
+    const auto begin = [&]() __attribute__((always_inline)) {
+      QM_EACH_SUM partial[i][v] = V::broadcast(0.0f);
+      QM_EACH_VECTOR zero[v] = p.zero_points
+                                   ? V::floats(V::template load_zeros<kBits>(g, v, base + p.zeros() + part * p.nr))
+                                   : V::broadcast(kBits == 4 ? 8.0f : 128.0f);
+    };
+    const auto finish = [&]() __attribute__((always_inline)) {
+      QM_EACH_VECTOR {
+        const Floats scale = V::template load_group_scales<C>(p, g, v, base + p.codes_bytes + part * scale_bytes);
+        QM_EACH_TOKEN acc[i][v] = V::fma(partial[i][v], scale, acc[i][v]);
+      }
+      ++part;
+    };
+    const auto next = [&]() __attribute__((always_inline)) {
+      if constexpr (kParts == 2) {
+        finish();
+        begin();
+      }
+    };
+    const auto column = [&](Floats(&w)[kVectors]) __attribute__((always_inline)) {
+      if constexpr (!C::kMultiplied) QM_EACH_VECTOR w[v] = V::subtract(w[v], zero[v]);
+      QM_EACH_TOKEN {
+        const Floats number = V::broadcast(x + i);
+        QM_EACH_VECTOR partial[i][v] = V::fma(number, w[v], partial[i][v]);
+      }
+      x += M;
+    };
+    begin();
+    for (int64_t offset = base; offset < base + p.codes_bytes; offset += 128)
+      V::template columns<C>(g, offset, column, next);
+    finish();
+  }
+  QM_EACH_VECTOR {
+    const Floats multiplier = V::as_floats(V::template load_tail<kBits>(g, v, p.tail() + 4 * p.nr));
+    const Floats bias = V::as_floats(V::template load_tail<kBits>(g, v, p.biases()));
+    QM_EACH_TOKEN {
+      Floats y = V::rows(acc[i][v]);
+      if (C::kMultiplied) y = V::multiply(y, multiplier);
+      V::template store_rows<kBits>(g, v, i * row_stride, V::add(y, bias));
+    }
+  }
+}
+
+template <class V>
+using RowTile = void (*)(const PanelMatrix&, const Panels<V::kMost>&, const uint8_t*, int64_t);
+
+template <class V, int... M>
+constexpr auto row_tiles(std::integer_sequence<int, M...>) {
+  using Int4 = typename V::Int4;
+  using Int8 = typename V::Int8;
+  using E2m1 = typename V::E2m1;
+  struct RowTiles {
+    RowTile<V> plain[2][2][sizeof...(M)];  // [quantized][8 bits][m - 1]
+    // [e2m1, int4 and int8 with middles, with zero points: 5][groups of 16][m - 1]
+    RowTile<V> quantized[5][2][sizeof...(M)], floats[3][2][sizeof...(M)], stepped[sizeof...(M)];
+  };
+  return RowTiles{{{{float_tile<V, M + 1, Int4>...}, {float_tile<V, M + 1, Int8>...}},
+                   {{quantized_tile<V, M + 1, Int4>...}, {quantized_tile<V, M + 1, Int8>...}}},
+                  {{{scaled_tile<V, M + 1, E2m1, false, 1>...}, {scaled_tile<V, M + 1, E2m1, false, 2>...}},
+                   {{nullptr}, {scaled_tile<V, M + 1, Int4, false, 2>...}},
+                   {{nullptr}, {scaled_tile<V, M + 1, Int8, false, 2>...}},
+                   {{scaled_tile<V, M + 1, Int4, true, 1>...}, {scaled_tile<V, M + 1, Int4, true, 2>...}},
+                   {{scaled_tile<V, M + 1, Int8, true, 1>...}, {scaled_tile<V, M + 1, Int8, true, 2>...}}},
+                  {{{scaled_float_tile<V, M + 1, E2m1, 1>...}, {scaled_float_tile<V, M + 1, E2m1, 2>...}},
+                   {{scaled_float_tile<V, M + 1, Int4, 1>...}, {scaled_float_tile<V, M + 1, Int4, 2>...}},
+                   {{scaled_float_tile<V, M + 1, Int8, 1>...}, {scaled_float_tile<V, M + 1, Int8, 2>...}}},
+                  {scaled_tile<V, M + 1, E2m1, false, 2, true>...}};
+}
+
+template <class V>
+RowTile<V> row_tile(const PanelMatrix& p, bool quantized, int m) {
+  static constexpr auto kTiles = row_tiles<V>(std::make_integer_sequence<int, V::kTileRows>());
+  if (p.plain()) return kTiles.plain[quantized][p.bits == 8][m - 1];
+  if (quantized && p.stepped) return kTiles.stepped[m - 1];
+  const int kind = is_e2m1(p.format) ? 0 : p.bits == 4 ? 1 : 2;
+  if (!quantized) return kTiles.floats[kind][p.parts - 1][m - 1];
+  return kTiles.quantized[p.zero_points ? kind + 2 : kind][p.parts - 1][m - 1];
+}
+
+// All panels of an instruction set of x86.
+template <class V>
+void multiply_panels(const PanelProduct& product) {
+  const PanelMatrix& p = *product.matrix;
+  if (is_k(p.format)) return multiply_k<V, V::kTileRows, true>(product);
+  if (p.columns) return multiply_columns<V, V::kTileRows, true>(product);
+  const int width = V::panels_of_group(p.nr);
+  for (int64_t panel = 0; panel < product.panel_count; panel += width) {
+    Panels<V::kMost> g(product, panel, width);
+    for (int64_t t = 0; t < product.tile_count; ++t, g.ahead = 0) {
+      const TokenTile& tile = product.tiles[t];
+      row_tile<V>(p, product.quantized, tile.m)(p, g, tile.data, product.row_stride);
+      g.advance(tile.m * product.row_stride);
+    }
+  }
+}
+
+void pack_rows(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
+  (is_k(p.format) ? pack_k_tile : pack_tile_offset)(p, quantized, rows, m, out);
+}
+
+}  // namespace
+}  // namespace quantmoe
