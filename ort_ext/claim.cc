@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cfloat>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <system_error>
@@ -20,6 +20,7 @@ namespace {
 constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 constexpr auto kHalf = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
 constexpr auto kByte = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+constexpr float kNoLimit = std::numeric_limits<float>::max();  // what swiglu_limit left out means to ONNX Runtime
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -238,8 +239,8 @@ void find_activation(const Reader& node, qm_moe& moe) {
   } else if (beta == 1) {
     moe.activation = k_activation_swiglu_oai;
     moe.swiglu_alpha = alpha;
-    moe.swiglu_limit = node.number("swiglu_limit", FLT_MAX);
-  } else if (beta == 0 && alpha == 1 && node.number("swiglu_limit", FLT_MAX) == FLT_MAX) {
+    moe.swiglu_limit = node.number("swiglu_limit", kNoLimit);
+  } else if (beta == 0 && alpha == 1 && node.number("swiglu_limit", kNoLimit) == kNoLimit) {
     moe.activation = k_activation_silu;
   } else {
     throw Unclaimed("swiglu has alpha " + std::to_string(alpha) + " and beta " + std::to_string(beta) +
