@@ -15,6 +15,7 @@ from quantmoe.custom_ops.op import (
     LinearSpec,
     MoESpec,
     NormSpec,
+    Projection,
     RouterSpec,
     RoutingSpec,
     RowsSpec,
@@ -24,7 +25,7 @@ from quantmoe.custom_ops.structs import STRUCTS, check_structs, checked, node
 if TYPE_CHECKING:
     import torch
 
-#: of linears, whose activations are of the same type
+#: whose activations are of the same type
 FLOATS = ("bf16", "f16")
 PATHS = ("decode", "stream", "wgmma", "fp8", "dense")
 _I32, _I64, _U64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
@@ -298,8 +299,14 @@ def refusal(spec: MoESpec | LinearSpec | AttentionSpec | ConvSpec | DeltaSpec) -
 
 def _of_one_token(spec: MoESpec | LinearSpec) -> Problem | LinearProblem:
     if isinstance(spec, LinearSpec):
-        return linear_problem(spec, spec.w.format if spec.w.format in FLOATS else "bf16", 1)
-    return problem(spec, "bf16", 1, 1, spec.num_experts - spec.expert_offset)
+        return linear_problem(spec, _type_of(spec.w), 1)
+    kind = _type_of(spec.w13 if spec.w13.format in FLOATS else spec.w2)
+    return problem(spec, kind, 1, 1, spec.num_experts - spec.expert_offset)
+
+
+def _type_of(weights: Projection) -> str:
+    """A type of activations that the kernels multiply such weights with."""
+    return weights.format if weights.format in FLOATS else "bf16"
 
 
 def absence(spec: MoESpec | LinearSpec) -> str:

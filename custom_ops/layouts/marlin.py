@@ -17,7 +17,6 @@ from quantmoe.custom_ops.op import MoESpec, Projection
 from quantmoe.custom_ops.schemes import SCHEMES
 
 NAME, VERSION = "marlin", 2
-#: of a linear alone
 _FLOATS = ("bf16", "f16")
 _UNIT = 64  # columns
 #: of a row, in order
@@ -27,14 +26,10 @@ _INPUT_SCALE = ("fp8_tensor", "nvfp4")
 GROUPED = ("fp8_group128", "nvfp4", "mxfp8", "mxfp4")
 
 
-def _project(
-    matrices: list[QuantizedMatrix], names: list[str], activation_format: str, floats: bool = False
-) -> Projection:
+def _project(matrices: list[QuantizedMatrix], names: list[str], activation_format: str) -> Projection:
     first = matrices[0]
     where = " and ".join(names)
-    if first.kind in _FLOATS and not floats:
-        raise ValueError(f"{where}: format {first.kind}, which layout marlin carries of linears alone")
-    if first.kind in _FLOATS and (first.scales != 1).any():
+    if first.kind in _FLOATS and any((m.scales != 1).any() for m in matrices):
         raise ValueError(f"{where}: format {first.kind} has one scale of 1 a row in layout marlin")
     for attribute in ("kind", "group_size", "scale_type", "block_n"):
         found = [getattr(m, attribute) for m in matrices]
@@ -106,7 +101,7 @@ def describe(
 
 def describe_down(m: QuantizedMatrix, activation_format: str) -> Projection:
     """The attributes under which this layout stores the one matrix of a QuantLinear."""
-    return _project([m], ["down"], activation_format, floats=True)
+    return _project([m], ["down"], activation_format)
 
 
 class _Parts:
@@ -236,8 +231,8 @@ def _pack_projection(matrices: list[QuantizedMatrix], parts: _Parts, row: np.nda
 
     zero = 0 if a.zero_points else SCHEMES[a.format].zero
     if parts.bits == 16:
-        codes = np.zeros((parts.panels * 16, parts.units * _UNIT), np.uint16)
-        codes[: parts.N, : parts.K] = matrices[0].codes
+        padding = ((0, 0), (0, parts.units * _UNIT - parts.K))
+        codes = parts.to_panels([np.pad(m.codes, padding) for m in matrices])
         put("codes", codes.reshape(parts.panels, 16, parts.units, _UNIT).swapaxes(1, 2))
     else:
         native.pack_marlin([m.codes for m in matrices], parts.bits, zero, row[parts.slices["codes"]])

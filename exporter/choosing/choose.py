@@ -23,7 +23,7 @@ from quantmoe.custom_ops.layouts import LAYOUTS, OPTIONAL, join, qmoe
 from quantmoe.custom_ops.matrix import QuantizedMatrix, joined
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
 from quantmoe.exporter.reading.checkpoint import CheckpointError
-from quantmoe.exporter.reading.formats import Format, MoELayer, Scheme
+from quantmoe.exporter.reading.formats import Format, ModuleScheme, MoELayer
 from quantmoe.exporter.reading.formats.base import INPUT_SCALES, SharedExpert, dividing
 
 if TYPE_CHECKING:
@@ -116,7 +116,12 @@ class Choice:
 
 
 def choose_experts(
-    format: Format, layout: str, activations: str | None, scales: str, layers: int | None = None
+    format: Format,
+    layout: str,
+    activations: str | None,
+    scales: str,
+    layers: int | None = None,
+    floats: str | None = None,
 ) -> dict[str, MoESpec]:
     """Attributes of the nodes of the first so many decoder layers, by the experts' names in the checkpoint.
 
@@ -124,6 +129,7 @@ def choose_experts(
 
     Args:
         activations, scales: see export; None: as the checkpoint says.
+        floats: see :func:`linear_candidate`.
 
     Raises:
         CheckpointError: fewer layers than that; the layout does not carry a layer's experts, or no kernel takes them.
@@ -133,7 +139,7 @@ def choose_experts(
     if layers is not None and not 1 <= layers <= last:
         raise CheckpointError(f"{format.ckpt.folder}: --layers {layers}; the model has 1 to {last}")
     wanted = (layer for layer in found if layers is None or layer.index < layers)
-    return {layer.name: choose_layer(layer, layout, activations, scales) for layer in wanted}
+    return {layer.name: choose_layer(layer, layout, activations, scales, floats) for layer in wanted}
 
 
 def choose(
@@ -192,6 +198,7 @@ def with_shared(
         ValueError: the node's experts are of another kind than the shared expert.
     """
     layer, layout = skeleton.experts[name], LAYOUTS[spec.w13.layout]
+    floats = skeleton.type_name if spec.w13.layout == "marlin" else None
     sources = [skeleton.linears.get(path) for path in shared.projections]
     modules = tuple(source for source in sources if source is not None)
     if len(modules) < len(sources):
@@ -205,7 +212,7 @@ def with_shared(
     layer = replace(layer, shared=SharedExpert(modules, shared.count, skeleton.format))
     outline = layer.outline()
     for e in range(layer.num_experts, layer.every):
-        own = moe_spec(layer, scaled(outline.expert(e), scales)[0], layout, activations)
+        own = moe_spec(layer, scaled(outline.expert(e), scales)[0], layout, activations, floats)
         try:
             same = join((spec.w13, spec.w2), (own.w13, own.w2)) == (spec.w13, spec.w2)
         except ValueError:
@@ -254,21 +261,25 @@ def why_apart(format: Format, sources: Sequence[str | None]) -> str | None:
     return None
 
 
-def choose_layer(layer: MoELayer, layout: str, activations: str | None, scales: str = "exact") -> MoESpec:
+def choose_layer(
+    layer: MoELayer, layout: str, activations: str | None, scales: str = "exact", floats: str | None = None
+) -> MoESpec:
     """Attributes of a layer's node; arguments and errors as :func:`choose_experts`."""
-    candidate = layer_candidate(layer, layout, activations, scales)
+    candidate = layer_candidate(layer, layout, activations, scales, floats)
     if candidate.reason or not isinstance(candidate.spec, MoESpec):
         raise CheckpointError(f"{layer.format.ckpt.folder}: {candidate.reason}")
     return candidate.spec
 
 
-def layer_candidate(layer: MoELayer, layout: str, activations: str | None, scales: str = "exact") -> Candidate:
+def layer_candidate(
+    layer: MoELayer, layout: str, activations: str | None, scales: str = "exact", floats: str | None = None
+) -> Candidate:
     """A layout's verdict on a layer; its reasons name the layer.
 
     Raises:
         CheckpointError: the headers do not agree with the configuration, or a tensor that decides is damaged.
     """
-    found = _candidate(layout, partial(layer_spec, layer, activations=activations, scales=scales))
+    found = _candidate(layout, partial(layer_spec, layer, activations=activations, scales=scales, floats=floats))
     if isinstance(found.spec, MoESpec) and (reason := found.reason or _too_large(found.spec)):
         return replace(found, reason=f"{layer.name}: {reason}")
     return found
@@ -288,7 +299,7 @@ def linear_candidate(
         floats: "bf16" or "f16", the graph's, for layout marlin, whose floats are of that type.
     """
     scheme, m = format.scheme_of(modules[0]), linear_matrix(format.outline(), modules, scales)[0]
-    if floats is not None and m.kind in ("bf16", "f16"):
+    if floats is not None and m.kind in cuda.FLOATS:
         taken = NARROW_LINEARS if m.bias is None else FLOAT_LINEARS
         if not all(module.rpartition(".")[2] in taken for module in modules):
             return Candidate(layout, None, "a plain product")
@@ -370,7 +381,7 @@ def _too_large(spec: MoESpec) -> str:
     return ""
 
 
-def activation_format(scheme: Scheme, choice: str | None) -> str:
+def activation_format(scheme: ModuleScheme, choice: str | None) -> str:
     """The node's activation_format.
 
     Args:
@@ -386,7 +397,7 @@ def activation_format(scheme: Scheme, choice: str | None) -> str:
     return wanted
 
 
-def divided_format(scheme: Scheme, choice: str | None, m: QuantizedMatrix) -> str:
+def divided_format(scheme: ModuleScheme, choice: str | None, m: QuantizedMatrix) -> str:
     """The activation_format of a linear whose input features are on several ranks: each rounds its own.
 
     Weights-only checkpoints have float activations there, whatever ``choice``: a scale of all features would take the
@@ -406,8 +417,13 @@ def divided_format(scheme: Scheme, choice: str | None, m: QuantizedMatrix) -> st
     return wanted
 
 
-def moe_spec(layer: MoELayer, expert: Expert, layout: ModuleType, activations: str | None) -> MoESpec:
+def moe_spec(
+    layer: MoELayer, expert: Expert, layout: ModuleType, activations: str | None, floats: str | None = None
+) -> MoESpec:
     """Attributes of the layer's node, if all its experts are like this one.
+
+    Args:
+        floats: see :func:`linear_candidate`.
 
     Raises:
         ValueError: the layout does not carry the expert.
@@ -415,6 +431,9 @@ def moe_spec(layer: MoELayer, expert: Expert, layout: ModuleType, activations: s
     up, down = (activation_format(scheme, activations) for scheme in (layer.scheme, layer.down_scheme))
     if layer.width < layer.intermediate_size:
         down = divided_format(layer.down_scheme, activations, expert.down)
+    if floats is not None:
+        parts = (expert.gate, expert.up, expert.down)
+        expert = Expert(*(replace(m, kind=floats) if m and m.kind in cuda.FLOATS else m for m in parts))  # type: ignore[arg-type]
     w13, w2 = layout.describe(expert, up, down)
     return MoESpec(
         num_experts=layer.every,
@@ -431,7 +450,13 @@ def moe_spec(layer: MoELayer, expert: Expert, layout: ModuleType, activations: s
     )
 
 
-def layer_spec(layer: MoELayer, layout: ModuleType, activations: str | None, scales: str = "exact") -> MoESpec:
+def layer_spec(
+    layer: MoELayer,
+    layout: ModuleType,
+    activations: str | None,
+    scales: str = "exact",
+    floats: str | None = None,
+) -> MoESpec:
     """Attributes of the layer's node, which carries all its experts.
 
     Raises:
@@ -442,7 +467,7 @@ def layer_spec(layer: MoELayer, layout: ModuleType, activations: str | None, sca
     def describe(e: int) -> MoESpec:
         expert = scaled(outline.expert(e), scales)[0]
         try:
-            return moe_spec(layer, expert, layout, activations)
+            return moe_spec(layer, expert, layout, activations, floats)
         except ValueError as error:
             raise ValueError(f"{layer.name}.{e}: {error}") from None
 
@@ -490,13 +515,19 @@ def linear_spec(m: QuantizedMatrix, layout: ModuleType, activation_format: str) 
     return LinearSpec(in_features=m.shape[1], out_features=m.shape[0], w=w)
 
 
-def retyped(m: QuantizedMatrix, kind: str) -> QuantizedMatrix:
-    """A matrix of 16-bit floats in the other type of them, rounded.
+def retyped(expert: Expert, spec: MoESpec) -> Expert:
+    """An expert whose 16-bit floats are of the types that its node says; see :func:`retyped_matrix`."""
+    gate = expert.gate and retyped_matrix(expert.gate, spec.w13.format)
+    return Expert(gate, retyped_matrix(expert.up, spec.w13.format), retyped_matrix(expert.down, spec.w2.format))
+
+
+def retyped_matrix(m: QuantizedMatrix, kind: str) -> QuantizedMatrix:
+    """A matrix of 16-bit floats in the type that a node says, rounded; any other as it is.
 
     Raises:
         ValueError: values that float16 cannot hold.
     """
-    if m.kind == kind:
+    if m.kind == kind or m.kind not in cuda.FLOATS:
         return m
     of = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
     with np.errstate(over="ignore"):

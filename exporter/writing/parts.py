@@ -17,7 +17,7 @@ from quantmoe.custom_ops.layouts import LAYOUTS, qmoe
 from quantmoe.custom_ops.matrix import gates_first, reordered
 from quantmoe.custom_ops.op import MoESpec, inputs
 from quantmoe.exporter.ahead import BLOCK_MEMORY, ahead, expert_size
-from quantmoe.exporter.choosing.choose import Choice, linear_matrix, retyped, scaled
+from quantmoe.exporter.choosing.choose import Choice, linear_matrix, retyped, retyped_matrix, scaled
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError
 from quantmoe.exporter.graph.model import Skeleton
@@ -134,6 +134,8 @@ def _pack(
         expert, error = scaled(layer.expert(e), options.scales)
         rows = {p: native.aligned(layout.row_bytes(spec, p)) for p in ("w13", "w2")}
         try:
+            if spec.w13.layout == "marlin":
+                expert = retyped(expert, spec)
             layout.pack(expert, spec, *rows.values())
             return (_tensors(spec, rows, options) if layout is qmoe else rows), error
         except ValueError as error:
@@ -180,9 +182,9 @@ def _linear(
     spec, source, parts = chosen.linears[name], chosen.source(name), [*chosen.parts[name].values()]
     scheme = format.scheme_of(parts[0])
     m, error = linear_matrix(format, parts, options.scales)
-    if spec.w.layout == "marlin" and m.kind in ("bf16", "f16"):
+    if spec.w.layout == "marlin":
         try:
-            m = retyped(m, spec.w.format)
+            m = retyped_matrix(m, spec.w.format)
         except ValueError as refusal:
             raise CheckpointError(f"{format.ckpt.folder}: {source}: {refusal}") from None
     if source == skeleton.head:

@@ -137,8 +137,9 @@ def prepare(
     format = open_format(checkpoint, options.quantize, options.group_size, options.wanted)
     format.slice = part
     formats, layout = formats_of(format, options.mtp), options.layout
+    floats = options.graph_type if layout == "marlin" else None
     experts = [
-        choose_experts(one, layout, options.wanted, options.scales, None if one.part else options.layers)
+        choose_experts(one, layout, options.wanted, options.scales, None if one.part else options.layers, floats)
         for one in formats
     ]
 

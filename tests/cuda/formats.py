@@ -23,6 +23,8 @@ FORMATS = {
     "mxfp4": (("mxfp4", "e8m0", False), 32, 1),
     "nvfp4": (("nvfp4", "e4m3", False), 16, 1),
 }
+#: the same of floats, which are multiplied with activations of their type alone
+FLOATS = {kind: ((kind, "f32", False), -1, 1) for kind in ("bf16", "f16")}
 
 
 def spec_of(hidden, intermediate, experts, group_size=128, weights=INT4, **changes):

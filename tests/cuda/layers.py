@@ -8,7 +8,7 @@ from functools import reduce
 import numpy as np
 from cases import Case
 from cuda.built import TORCH, UNIT, torch
-from cuda.formats import FORMATS
+from cuda.formats import FLOATS, FORMATS
 from specs import linear_spec, moe_spec
 
 from quantmoe.custom_ops import cuda, reference
@@ -119,7 +119,7 @@ FORMAT_SHAPES = {
 
 
 def of_format(name: str, case: Case) -> Case:
-    weights, group_size, block_n = FORMATS[name]
+    weights, group_size, block_n = {**FORMATS, **FLOATS}[name]
     return replace(case, weights=weights, group_size=group_size, block_n=block_n)
 
 

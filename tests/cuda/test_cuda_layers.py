@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import Case
 from cuda.built import TORCH, UNIT, gpu
-from cuda.formats import FORMATS
+from cuda.formats import FLOATS, FORMATS
 from cuda.layers import BASE, CASES, FORMAT_SHAPES, FP8_CASES, SM89, build, of_format, run
 
 from quantmoe.custom_ops import cuda
@@ -50,6 +50,28 @@ def test_layer(name, tokens, dtype):
 @pytest.mark.parametrize("name", FORMATS)
 def test_format(name, shape, tokens, dtype):
     check(of_format(name, FORMAT_SHAPES[shape]), tokens, dtype)
+
+
+FLOAT_SHAPES = FORMAT_SHAPES | {
+    name: CASES[name] for name in ("base", "gpt-oss", "small-k", "slice", "many-experts", "few-experts", "wide")
+}
+
+
+@gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("tokens", [*SIZES, 600])
+@pytest.mark.parametrize("shape", FLOAT_SHAPES)
+def test_floats(shape, tokens, dtype):
+    check(of_format(dtype, FLOAT_SHAPES[shape]), tokens, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("tokens", [1, 8, 33, 300])
+def test_floats_beside_codes(tokens, dtype):
+    """Of one projection alone."""
+    check(replace(of_format(dtype, BASE), down_weights=FORMATS["mxfp4"]), tokens, dtype)
+    check(replace(of_format("mxfp4", BASE), down_weights=FLOATS[dtype]), tokens, dtype)
 
 
 @gpu

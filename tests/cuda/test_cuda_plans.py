@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 from cases import INT4
-from cuda.formats import FORMATS, spec_of
+from cuda.formats import FLOATS, FORMATS, spec_of
 from cuda.layers import FP8, LINEARS, SM120, build_linear
 from specs import linear_spec
 
 from quantmoe.custom_ops import cuda
 from quantmoe.custom_ops.op import enum
 from quantmoe.custom_ops.structs import ERROR_SIZE
+
+BF16 = FLOATS["bf16"]
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 10, 11, 4096])
@@ -129,7 +131,7 @@ def test_rounding_takes_workspace(activation_format, tokens):
 @pytest.mark.parametrize(
     "device", [cuda.Device(80, 108, 167936), cuda.Device(89, 128, 102400), cuda.H200, cuda.Device(120, 188, 102400)]
 )
-@pytest.mark.parametrize(("kind", "group_size"), [(INT4, 128), *((w, g) for w, g, _ in FORMATS.values())])
+@pytest.mark.parametrize(("kind", "group_size"), [(INT4, 128), *((w, g) for w, g, _ in (*FORMATS.values(), BF16))])
 def test_plan_fits_the_device(shape, tokens, device, kind, group_size):
     hidden, intermediate, experts, top_k = shape
     spec = spec_of(hidden, intermediate, experts, group_size, kind)
@@ -157,7 +159,9 @@ def test_plan_fits_the_device(shape, tokens, device, kind, group_size):
     [{"panels": 3}, {"panels": 8}, {"n_tiles": 5}, {"n_tiles": 0}, {"stages": 4}, {"packed": 1}, {"block": 32}],
 )
 @pytest.mark.parametrize("tokens", [4, 64, 4096])
-@pytest.mark.parametrize(("kind", "group_size"), [(INT4, 128), (INT4, 32), *((w, g) for w, g, _ in FORMATS.values())])
+@pytest.mark.parametrize(
+    ("kind", "group_size"), [(INT4, 128), (INT4, 32), *((w, g) for w, g, _ in (*FORMATS.values(), BF16))]
+)
 def test_a_plan_of_kernels_that_are_not_compiled_is_refused(kind, group_size, tokens, change, gemm):
     p = cuda.problem(spec_of(2048, 768, 16, group_size, kind), "bf16", tokens, 4, 16)
     plan = cuda.plan(p)
@@ -333,7 +337,7 @@ def test_plans_take_every_instance():
     found = set()
     devices = (cuda.H200, cuda.Device(80, 108, 167936), SM120)
     shapes = ((2880, 2880, 32, 4), (2048, 768, 128, 8), (4096, 14336, 8, 2))
-    kinds = ((INT4, 128), (INT4, 64), *((w, g) for w, g, _ in FORMATS.values()))
+    kinds = ((INT4, 128), (INT4, 64), *((w, g) for w, g, _ in (*FORMATS.values(), BF16)))
     for (hidden, intermediate, experts, top_k), (kind, group), device in product(shapes, kinds, devices):
         spec = spec_of(hidden, intermediate, experts, group, kind)
         codes = replace(spec.w13, activation_format="fp8_group128")

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from cuda.formats import FORMATS, spec_of
+from cuda.formats import FLOATS, FORMATS, spec_of
 from cuda.layers import CASES, EXACT, FORMAT_SHAPES, build, of_format
 from specs import linear_spec
 
@@ -53,7 +53,6 @@ def test_refusals(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "bf16"}, r"w\d+_format is bf16"),
         ({"zero_points": 1, "format": "fp8_e4m3"}, r"w\d+_zero_points is 1"),
         ({"scale_type": "e8m0"}, r"w\d+_scale_type is e8m0"),
         ({"scale_type": "f32"}, r"w\d+_scale_type is f32.* for int4: export with --scales bf16"),
@@ -75,6 +74,25 @@ def test_the_exporter_knows_what_is_refused(projection, change, message):
     with pytest.raises(ValueError, match=message):
         cuda.plan(cuda.problem(spec, "bf16", 1, 1, 8))
     assert cuda.refusal(spec).startswith(f"{projection}_{next(iter(change))} is {next(iter(change.values()))}")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group_size": 128}, "_group_size is 128, the CUDA kernels take -1 for floats"),
+        ({"scale_type": "bf16"}, "_scale_type is bf16, the CUDA kernels take f32 for floats"),
+        ({"pre_scale": 1}, "_pre_scale is 1, the CUDA kernels take 0 for floats"),
+        ({"perm": 1}, "_perm is 1, the CUDA kernels take 0 for floats"),
+        ({"zero_points": 1}, "_zero_points is 1, the CUDA kernels take 0 for floats"),
+        ({"activation_format": "fp8_token"}, "_activation_format is fp8_token, the CUDA kernels take none for floats"),
+        ({"bias": 2}, "_bias is 2, expected 0 or 1"),
+    ],
+)
+@pytest.mark.parametrize("projection", ["w13", "w2"])
+def test_what_floats_cannot_have(projection, change, message):
+    spec = spec_of(2048, 768, 8, *FLOATS["bf16"][1::-1])
+    spec = replace(spec, **{projection: replace(spec.w2, **change)})
+    assert cuda.refusal(spec) == projection + message
 
 
 def test_two_orders_are_of_a_gated_w13():
@@ -102,17 +120,17 @@ def test_an_act_order_of_w2_is_refused_where_marlin_refuses_it(activation_format
         cuda.plan(cuda.problem(spec, "bf16", 1, 1, 8))
 
 
-@pytest.mark.parametrize("name", [*CASES, *FORMATS, *EXACT])
+@pytest.mark.parametrize("name", [*CASES, *FORMATS, *FLOATS, *EXACT])
 def test_row_bytes_agree_with_the_layout(name):
     case = CASES[name] if name in CASES else FORMAT_SHAPES["odd"]
-    if name in FORMATS:
+    if name in FORMATS or name in FLOATS:
         case = of_format(name, case)
     elif name in EXACT:
         act_order = "split" if name == "nvfp4" else "shared"
         case = replace(case, activation_format=name, act_order=act_order, pre_scale=True)
     spec, _, w13, w2 = build(replace(case, experts=1, top_k=1))
     assert cuda.refusal(spec) == ""
-    moe = cuda.problem(spec, "bf16", 1, 1, 1).moe
+    moe = cuda.problem(spec, "bf16", 1, 1, 1).moe  # of any type
     for which, rows in ((13, w13), (2, w2)):
         assert cuda.library().qm_cuda_row_bytes(cuda.ctypes.byref(moe), which) == rows.shape[1]
 

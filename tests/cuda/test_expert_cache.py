@@ -87,7 +87,7 @@ def poison(layer: cuda.CachedMoE) -> None:
 
 @gpu
 @pytest.mark.parametrize(("slots", "staging"), [(1, 0), (3, 1), (5, 12), (9, 0), (12, 0)])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, "bf16"])
 def test_the_bytes_of_experts_on_the_device(name, slots, staging):
     case = of_format(name, LAYER)
     resident, cached = layers(case, slots, staging)
@@ -117,7 +117,7 @@ def test_every_layer(name):
 
 @gpu
 @pytest.mark.parametrize(("slots", "staging"), [(2, 0), (4, 1), (4, 12)])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, "bf16"])
 def test_rows_at_addresses_of_their_own(name, slots, staging):
     """Those that a call misses, each at another place in each call; all else that it could read is NaN."""
     case = of_format(name, LAYER)

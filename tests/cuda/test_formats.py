@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cuda.formats import FORMATS, spec_of
+from cuda.formats import FLOATS, FORMATS, spec_of
 from specs import linear_spec
 
 from quantmoe.custom_ops import cuda, native
@@ -33,8 +34,43 @@ def test_each_is_planned(monkeypatch, name, device, tokens, paths):
     assert (cuda.PATHS[layer.path], cuda.PATHS[linear.path]) == paths
 
 
+@pytest.mark.parametrize(
+    ("device", "tokens", "paths"),
+    [
+        (cuda.H200, 8, ("decode", "decode")),
+        (cuda.H200, 4096, ("stream", "dense")),  # mma.sync: wgmma reads codes of up to 8 bits
+        (SM89, 4096, ("stream", "stream")),
+    ],
+)
+@pytest.mark.parametrize("kind", FLOATS)
+def test_floats_are_planned(monkeypatch, kind, device, tokens, paths):
+    monkeypatch.setattr(cuda, "library", native.library)
+    weights, group_size, _ = FLOATS[kind]
+    spec = spec_of(2048, 768, 8, group_size, weights)
+    assert cuda.refusal(spec) == cuda.refusal(linear_spec(768, 2048, spec.w2)) == ""
+    layer = cuda.plan(cuda.problem(spec, kind, tokens, 2, 8), device)
+    linear = cuda.plan(cuda.linear_problem(linear_spec(768, 2048, spec.w2), kind, tokens), device)
+    assert (cuda.PATHS[layer.path], cuda.PATHS[linear.path]) == paths
+
+
+@pytest.mark.parametrize("projection", ["w13", "w2"])
+def test_floats_are_of_the_activations_type(monkeypatch, projection):
+    """The other projection's codes are multiplied with either."""
+    monkeypatch.setattr(cuda, "library", native.library)
+    floats = spec_of(2048, 768, 8, -1, FLOATS["f16"][0])
+    spec = replace(spec_of(2048, 768, 8), **{projection: floats.w2})
+    assert cuda.refusal(spec) == ""
+    cuda.plan(cuda.problem(spec, "f16", 3, 2, 8))
+    with pytest.raises(ValueError, match=f"{projection}_format is f16 and activations are bfloat16; .* of one type"):
+        cuda.plan(cuda.problem(spec, "bf16", 3, 2, 8))
+    both = replace(floats, **{projection: spec_of(64, 64, 1, -1, FLOATS["bf16"][0]).w2})
+    assert "_format is bf16 and activations are float16" in cuda.refusal(both) or (
+        "_format is f16 and activations are bfloat16" in cuda.refusal(both)
+    )
+
+
 def test_each_of_the_kernels_is_here():
-    """But Int4, which most tests have, and Float, of linears alone."""
+    """But Int4, which most tests have, and Float, which FLOATS are of."""
     rows = re.findall(r"^QM_CUDA_FORMAT\((\w+)\)", ROWS.read_text(), re.MULTILINE)
     here = {(kind, zero_points) for (kind, _, zero_points), *_ in FORMATS.values()}
     assert len(rows) - 2 == len(here), f"formats.inc has {rows}, FORMATS {here}"

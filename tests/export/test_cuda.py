@@ -38,6 +38,7 @@ from quantmoe.exporter.graph.model import Skeleton, dequantized
 from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
+from quantmoe.exporter.reading.formats.unquantized import Unquantized
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 
@@ -187,6 +188,20 @@ def test_float_linears_of_one_input_are_one(tmp_path, monkeypatch):
     assert (counts["MatMul"], counts["QuantLinear"]) == (1, 2 * 2)  # the head; of 16 bits, q, k and v together
     ids = np.random.default_rng(4).integers(1, 384, (2, 11))
     model = dequantized(Skeleton(find_format(open_checkpoint(checkpoint))))
+    found, want = logits(tmp_path / "b", ids, np.ones_like(ids)), torch_logits(model, ids, np.ones_like(ids))
+    assert np.abs(found - want).max() / np.abs(want).max() < 1e-2
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "glm4_moe"])
+def test_experts_in_16_bits(tmp_path, architecture):
+    """As bf16 in the checkpoint, f16 in the graph; a shared expert is among them."""
+    floats = tiny.make_float_checkpoint(tmp_path / "a", architecture, hidden_size=256, head_dim=64)
+    export(floats, tmp_path / "b", target="cuda", dtype="f16", logits="all", quantize="none", cache="f16")
+    found = inspect(tmp_path / "b")
+    kinds = {tuple(node["attributes"][f"{p}_format"] for p in ("w13", "w2")) for node in found["layers"]}
+    assert kinds == {("f16", "f16")}
+    model = dequantized(Skeleton(Unquantized(open_checkpoint(floats), "none")))
+    ids = np.random.default_rng(5).integers(1, 384, (2, 7))
     found, want = logits(tmp_path / "b", ids, np.ones_like(ids)), torch_logits(model, ids, np.ones_like(ids))
     assert np.abs(found - want).max() / np.abs(want).max() < 1e-2
 

@@ -19,11 +19,12 @@ from test_mtp import drafting
 from tiny import make_float_checkpoint
 
 from quantmoe.exporter.graph.model import Skeleton, dequantized
-from quantmoe.exporter.reading.checkpoint import CheckpointError
+from quantmoe.exporter.inspecting.unpack import unpack
 from quantmoe.exporter.reading.formats import find_format, open_checkpoint
 from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
+from quantmoe.exporter.writing.prepare import formats_of
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 FP8 = (
@@ -136,9 +137,16 @@ def test_for_cuda(source, reference, tmp_path):
     assert np.abs(found - want).max() / np.abs(want).max() < 1e-2
 
 
-def test_experts_in_16_bits_are_refused_for_cuda(source, tmp_path):
-    """Those of the layer that drafts; no CUDA kernel has them."""
-    for command in (export, plan):
-        with pytest.raises(CheckpointError, match=r"mtp\.layers\.0\.mlp\.experts.* bf16"):
-            command(source, tmp_path / "model", target="cuda", mtp=True)
-    assert not (tmp_path / "model").exists()
+def test_the_layer_that_drafts_for_cuda(source, tmp_path):
+    """Its experts stay in their 16 bits, of the graph's type: the bytes that the checkpoint has, or those rounded."""
+    (layer,) = formats_of(find_format(open_checkpoint(source)), True)[-1].moe_layers()
+    for dtype, kind in (("bf16", torch.bfloat16), ("f16", torch.float16)):
+        report = export(source, tmp_path / dtype, target="cuda", dtype=dtype, mtp=True)
+        assert report.layers[layer.name][0] == "bf16, not quantized"
+        assert layer.name in plan(source, tmp_path / "none", target="cuda", dtype=dtype, mtp=True).layers
+        unpack(tmp_path / dtype / "mtp.onnx", 0, tmp_path / f"{dtype}.safetensors")
+        found = load_file(tmp_path / f"{dtype}.safetensors")
+        for e in range(layer.num_experts):
+            for part in ("gate", "up", "down"):
+                want = torch.from_numpy(getattr(layer.expert(e), part).codes.copy()).view(torch.bfloat16).to(kind)
+                assert torch.equal(found[f"{layer.name}.{e}.{part}.codes"].view(kind), want)

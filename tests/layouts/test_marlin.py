@@ -306,7 +306,7 @@ def test_a_linear_keeps_its_act_order(kind, scale_type):
 
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
 def test_floats_of_a_linear(kind):
-    """Units of 16 rows x 64 columns as they are, padded with zeros; not those of experts."""
+    """Units of 16 rows x 64 columns as they are, padded with zeros."""
     codes = np.random.default_rng(0).integers(0, 0x3C00, (40, 72), np.uint16)
     m = QuantizedMatrix(kind, codes, np.ones((40, 1), np.float32), -1, bias=np.arange(40, dtype=np.float32))
     spec = linear_spec(72, 40, marlin.describe_down(m, "none"))
@@ -319,8 +319,32 @@ def test_floats_of_a_linear(kind):
     assert not stored[:, 1, :, 8:].any()
     with pytest.raises(ValueError, match=f"down: format {kind} has one scale of 1"):
         marlin.describe_down(dataclasses.replace(m, scales=m.scales * 2), "none")
-    with pytest.raises(ValueError, match=f"up: format {kind}, which layout marlin carries of linears alone"):
-        marlin.describe(Expert(None, m, m), "none")
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_floats_of_an_expert(kind, gated):
+    """A panel of w13 has eight rows of gate, then eight of up."""
+    rng = np.random.default_rng(0)
+
+    def matrix(n: int, k: int) -> QuantizedMatrix:
+        codes = rng.integers(0, 0x3C00, (n, k), np.uint16)
+        bias = rng.standard_normal(n).astype(np.float32)
+        return QuantizedMatrix(kind, codes, np.ones((n, 1), np.float32), -1, bias=bias)
+
+    gate, up, down = matrix(20, 72), matrix(20, 72), matrix(72, 20)
+    expert = Expert(gate if gated else None, up, down)
+    found = round_trip(expert)
+    for have, want in zip((found.gate, found.up, found.down), (expert.gate, up, down), strict=True):
+        if want is not None:
+            assert_same(have, want)
+    w13, w2 = marlin.describe(expert, "none")
+    spec = moe_spec(1, 72, 20, w13, w2, gated=int(gated))
+    rows = [np.zeros(marlin.row_bytes(spec, p), np.uint8) for p in ("w13", "w2")]
+    marlin.pack(expert, spec, *rows)
+    stored = rows[0][marlin._Parts(spec, "w13").slices["codes"]].view(np.uint16).reshape(-1, 2, 16, 64)
+    want = np.concatenate([gate.codes[:8], up.codes[:8]]) if gated else up.codes[:16]
+    assert np.array_equal(stored[0, 0], want[:, :64])
 
 
 def test_negative_scales_of_nvfp4_are_refused():

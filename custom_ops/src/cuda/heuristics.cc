@@ -160,7 +160,8 @@ qm_cuda_step choose_down_decode(Choice c) {
   const bool clusters = c.weights.device.sm >= 90;
   struct {
     int panels, cluster;
-  } const candidates[] = {{4, 1}, {4, 2}, {2, 2}, {2, 4}, {4, 4}, {2, 1}};
+  } const candidates[] = {{1, 1}, {1, 2}, {1, 4},  // of floats alone
+                          {4, 1}, {4, 2}, {2, 2}, {2, 4}, {4, 4}, {2, 1}};
   for (const auto& candidate : candidates) {
     if (!c.take(candidate.panels, 1) || (candidate.cluster > 1 && !clusters)) continue;
     if (candidate.panels == 4 && c.slots() == c.sms && clusters) continue;
@@ -172,8 +173,9 @@ qm_cuda_step choose_down_decode(Choice c) {
   return c.g;
 }
 
-// Four panels a warp cost fewer instructions a byte than two, but share out less evenly.
+// Four panels a warp cost fewer instructions a byte than two, but share out less evenly. Floats have one.
 void take_of_decode(Choice& c) {
+  if (c.take(1, 1)) return;
   double best = 0;
   for (int panels : {4, 2}) {
     if (!c.take(panels, 1)) continue;
@@ -187,16 +189,17 @@ void take_of_decode(Choice& c) {
   }
 }
 void take_of_stream(Choice& c) {
-  (c.load.mean > 12 && c.load.most_tiles >= 4 && c.take(2, 4)) ||
-      (c.load.mean > 5 && c.load.most_tiles >= 2 && c.take(2, 2)) || (c.take(4, 1) && c.slots() > c.sms) ||
-      c.take(2, 1);
+  const int panels = c.sizes.bits == 16 ? 1 : 2;
+  (c.load.mean > 12 && c.load.most_tiles >= 4 && c.take(panels, 4)) ||
+      (c.load.mean > 5 && c.load.most_tiles >= 2 && c.take(panels, 2)) || (c.take(4, 1) && c.slots() > c.sms) ||
+      c.take(panels, 1);
 }
 
 }  // namespace
 
 bool decode_fits(const ProductWeights& weights) {
   Choice c(weights, {QM_CUDA_DECODE, Product::kDown, 1, 1, 1});
-  return c.take(2, 1);
+  return c.take(2, 1) || c.take(1, 1);
 }
 
 qm_cuda_step choose_span(const ProductWeights& weights, const ProductLoad& load) {
@@ -246,7 +249,7 @@ qm_cuda_step choose_float_stream(const ProductWeights& weights, int64_t rows) {
   g.warps_k = warps_of_k(w.units, 8);
   for (int n_tiles : {4, 2, 1}) {
     g.n_tiles = n_tiles;
-    g.shared_bytes = shared_bytes_of(instance_of(sizes, QM_CUDA_STREAM, Product::kLinear, g), sizes);
+    g.shared_bytes = shared_bytes_of(instance_of(sizes, QM_CUDA_STREAM, Product::kDown, g), sizes);
     if (g.shared_bytes + kReserved <= device.shared_bytes && (n_tiles == 1 || rows > 4 * n_tiles)) break;
   }
   const int blocks = device.shared_bytes / (g.shared_bytes + kReserved);

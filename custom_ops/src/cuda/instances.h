@@ -93,8 +93,9 @@ constexpr int shared_bytes_of(const Instance& row, const FormatSizes& f) {
     case ProductKernel::kLinearDecode:
       break;
   }
-  // Rings and sums, which lie over the ring where a stage has two units of K, and in a linear's block of floats.
-  const bool over = row.units == 2 || (row.kernel == ProductKernel::kLinearDecode && f.bits == 16);
+  // Rings and sums, which lie over the ring where a stage has two units of K, and in moe_down_decode of floats.
+  const bool list = row.kernel == ProductKernel::kLinearDecode || row.kernel == ProductKernel::kDownDecode;
+  const bool over = row.units == 2 || (list && f.bits == 16);
   const int ring = row.stages * stage_bytes(row.panels, row.n_tiles, f.bits, f.lane_bytes, row.units);
   return kWarps * (ring + (over ? 0 : row.panels * row.n_tiles * 512));
 }

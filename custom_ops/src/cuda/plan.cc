@@ -99,7 +99,8 @@ struct LayerCall {
     pairs = p.tokens * p.top_k;
     const bool decode = p.tokens <= kDecodeTokens && pairs <= kDecodePairs && decode_fits({device, p.moe.w13, w13}) &&
                         decode_fits({device, p.moe.w2, w2});
-    const bool many = !decode && device.sm == 90 && p.moe.gated && mean() > 5;
+    const bool floats = kind_of(p.moe.w13) == WeightKind::kFloat || kind_of(p.moe.w2) == WeightKind::kFloat;
+    const bool many = !decode && device.sm == 90 && p.moe.gated && mean() > 5 && !floats;
     fp8 = many && takes_fp8(p.moe.w13) && takes_fp8(p.moe.w2);
     wgmma = many && (fp8 || addresses(pairs, std::max(w13.columns, p.moe.intermediate_size)));
     path = decode ? QM_CUDA_DECODE : fp8 ? QM_CUDA_FP8 : wgmma ? QM_CUDA_WGMMA : QM_CUDA_STREAM;

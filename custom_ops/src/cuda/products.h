@@ -13,7 +13,7 @@ namespace quantmoe {
 using GemmKernel = void (*)(GemmParams);
 using LinearKernel = void (*)(LinearParams);
 
-// Formats whose instances have files of their own: Int4 those without _any, Float linear_float.cu.
+// Formats whose instances have files of their own: Int4 those without _any, Float float.cu and linear_float.cu.
 template <class F>
 constexpr bool kOwnFiles = std::is_same_v<F, Int4> || std::is_same_v<F, Float>;
 
@@ -77,9 +77,9 @@ template <typename T>
 LinearKernel dense_kernel(const qm_projection& w, const qm_cuda_step& shape);
 template <typename T>
 LinearKernel dense_kernel_any(const qm_projection& w, const qm_cuda_step& shape);
-// The same of floats, and QM_CUDA_STREAM.
+// Of floats: QM_CUDA_DECODE and QM_CUDA_STREAM, a linear's and a layer's; and a linear's QM_CUDA_DENSE.
 template <typename T>
-GemmKernel float_kernel(int path, const qm_cuda_step& shape);
+GemmKernel float_kernel(Product product, int path, const qm_cuda_step& shape);
 template <typename T>
 LinearKernel dense_float_kernel(const qm_cuda_step& shape);
 

@@ -36,10 +36,11 @@ bool takes_zero_points(int32_t format) {
   return zero_bytes(kind_of(w)) > 0;
 }
 
-// Of a linear's floats, which are what the activations are.
-int validate_floats(const qm_projection& w, int type, char* err) {
+// Floats, which are what the activations are.
+int validate_floats(const qm_projection& w, const char* name, int type, char* err) {
   if (w.format != (type == QM_F16 ? k_format_f16 : k_format_bf16))
-    return fail(err, QM_UNSUPPORTED, "w_format is %s and x is %s; the CUDA kernels multiply floats of one type",
+    return fail(err, QM_UNSUPPORTED,
+                "%s_format is %s and activations are %s; the CUDA kernels multiply floats of one type", name,
                 enum_name("format", w.format), type == QM_F16 ? "float16" : "bfloat16");
   const struct {
     const char* name;
@@ -51,14 +52,15 @@ int validate_floats(const qm_projection& w, int type, char* err) {
                {"pre_scale", w.pre_scale, 0}};
   for (const auto& p : plain)
     if (p.value != p.want)
-      return fail(err, QM_UNSUPPORTED, "w_%s is %d, the CUDA kernels take %d for floats", p.name, p.value, p.want);
+      return fail(err, QM_UNSUPPORTED, "%s_%s is %d, the CUDA kernels take %d for floats", name, p.name, p.value,
+                  p.want);
   if (w.scale_type != k_scale_type_f32)
-    return fail(err, QM_UNSUPPORTED, "w_scale_type is %s, the CUDA kernels take f32 for floats",
+    return fail(err, QM_UNSUPPORTED, "%s_scale_type is %s, the CUDA kernels take f32 for floats", name,
                 enum_name("scale_type", w.scale_type));
   if (w.activation_format != k_activation_format_none)
-    return fail(err, QM_UNSUPPORTED, "w_activation_format is %s, the CUDA kernels take none for floats",
+    return fail(err, QM_UNSUPPORTED, "%s_activation_format is %s, the CUDA kernels take none for floats", name,
                 enum_name("activation_format", w.activation_format));
-  return validate_flag(w.bias, "w", "_bias", err);
+  return validate_flag(w.bias, name, "_bias", err);
 }
 
 int validate_layout(const qm_projection& w, const char* name, char* err) {
@@ -70,12 +72,11 @@ int validate_layout(const qm_projection& w, const char* name, char* err) {
                                                   : "export the model again");
 }
 
-// name: of the projection, the prefix of its attributes; most_orders: that its perm may say.
-int validate_weights(const qm_projection& w, const char* name, int most_orders, char* err) {
+// name: of the projection, the prefix of its attributes; type: of the activations; most_orders: that its perm may say.
+int validate_weights(const qm_projection& w, const char* name, int type, int most_orders, char* err) {
   QM_TRY(validate_layout(w, name, err));
+  if (FloatFacts::is(w)) return validate_floats(w, name, type, err);
   const char *format = enum_name("format", w.format), *scales = enum_name("scale_type", w.scale_type);
-  if (FloatFacts::is(w))
-    return fail(err, QM_UNSUPPORTED, "%s_format is %s, which the CUDA kernels take of linears alone", name, format);
   if (!takes_format(w.format))
     return fail(err, QM_UNSUPPORTED, "%s_format is %s, the CUDA kernels take %s", name, format,
                 enum_names("format", takes_format).c_str());
@@ -165,7 +166,7 @@ int validate_moe(const qm_cuda_problem& p, const qm_cuda_device& device, char* e
   for (int which : {13, 2}) {
     const char* name = which == 13 ? "w13" : "w2";
     const int orders = which == 13 && m.gated ? 2 : 1;
-    QM_TRY(validate_weights(which == 13 ? m.w13 : m.w2, name, orders, err));
+    QM_TRY(validate_weights(which == 13 ? m.w13 : m.w2, name, p.type, orders, err));
     QM_TRY(validate_row(m, which, name, err));
   }
   if (m.w2.perm && rounds_groups(m.w2))  // FORMAT.md 3: h comes in packed order, its groups are of the original one
@@ -186,12 +187,7 @@ int validate_linear(const qm_cuda_linear_problem& p, const qm_cuda_device& devic
     return fail(err, QM_INVALID, "out_features is %d, expected a positive number", l.out_features);
   if (p.rows < 0 || p.rows > INT32_MAX / 2)
     return fail(err, QM_INVALID, "x has %lld rows, expected 0 to %d", static_cast<long long>(p.rows), INT32_MAX / 2);
-  if (FloatFacts::is(l.w)) {
-    QM_TRY(validate_layout(l.w, "w", err));
-    QM_TRY(validate_floats(l.w, p.type, err));
-  } else {
-    QM_TRY(validate_weights(l.w, "w", 1, err));
-  }
+  QM_TRY(validate_weights(l.w, "w", p.type, 1, err));
   return validate_row(moe_of(l), 2, "w", err);
 }
 

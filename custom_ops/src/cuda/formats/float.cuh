@@ -1,4 +1,4 @@
-// 16-bit floats of the activations' type, a linear's alone.
+// 16-bit floats of the activations' type.
 #pragma once
 #include "cuda/formats/format.h"
 
