@@ -1209,7 +1209,7 @@ void unregister(const void* tensorrt) {
       global.with_registry([&](auto& r) { return r.deregisterCreator(*creator); });
 }
 
-__attribute__((constructor)) void Opened() {
+__attribute__((constructor)) void opened() {
   guard("quantmoe:", 0, [] {
     register_where_loaded();
     return 0;

@@ -30,7 +30,7 @@ struct Rhs {
   std::vector<float> scales_f32, bias;
 };
 
-inline std::vector<uint8_t> KleidiPack(const Rhs& rhs) {
+inline std::vector<uint8_t> kleidi_pack(const Rhs& rhs) {
   size_t n = rhs.n, k = rhs.k;
   std::vector<uint8_t> packed;
   if (rhs.bits == 8) {
@@ -61,14 +61,14 @@ inline std::vector<uint8_t> KleidiPack(const Rhs& rhs) {
 }
 
 // mr = 1 or 4 rows interleaved, 8 columns a chunk.
-inline std::vector<uint8_t> KleidiQuantize(const float* x, size_t m, size_t k, size_t mr) {
+inline std::vector<uint8_t> kleidi_quantize(const float* x, size_t m, size_t k, size_t mr) {
   std::vector<uint8_t> packed(kai_get_lhs_packed_size_lhs_quant_pack_qai8dxp_f32(m, k, mr, 8, 1));
   kai_run_lhs_quant_pack_qai8dxp_f32(m, k, mr, 8, 1, 0, x, k * sizeof(float), packed.data());
   return packed;
 }
 
 // y [m, n] by the GEMV (i8mm = false; lhs packed with mr = 1) or the GEMM (mr = 4).
-inline void KleidiMatmul(const Rhs& rhs, bool i8mm, size_t m, const void* lhs, const void* packed, float* y) {
+inline void kleidi_matmul(const Rhs& rhs, bool i8mm, size_t m, const void* lhs, const void* packed, float* y) {
   size_t n = rhs.n, k = rhs.k, row = n * sizeof(float);
   const float inf = __builtin_inff();
   if (rhs.bits == 8) {

@@ -13,16 +13,16 @@
 namespace quantmoe::arm {
 namespace {
 
-float Bf16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
+float from_bf16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
 
 template <class T>
-void Put(std::vector<uint8_t>& out, T value) {
+void put(std::vector<uint8_t>& out, T value) {
   auto bytes = std::bit_cast<std::array<uint8_t, sizeof(T)>>(value);
   out.insert(out.end(), bytes.begin(), bytes.end());
 }
 
 // FORMAT.md section 2.
-std::vector<uint8_t> Pack(const Rhs& rhs) {
+std::vector<uint8_t> pack(const Rhs& rhs) {
   const int64_t nr = rhs.bits == 4 ? 8 : 4, n = rhs.n, k = rhs.k, g = rhs.group;
   const int64_t kp = g > 0 ? (k + g - 1) / g * g : (k + 31) / 32 * 32, block = g > 0 ? g : kp;
   const int zero = 1 << (rhs.bits - 1);
@@ -52,21 +52,21 @@ std::vector<uint8_t> Pack(const Rhs& rhs) {
             int_sums[r - panel] += p;
             if (g > 0) {
               float& sum = sums[r - panel];
-              sum = std::fma(float(p), Bf16(rhs.scales_bf16[source(r) * (k / g) + b / g]), sum);
+              sum = std::fma(float(p), from_bf16(rhs.scales_bf16[source(r) * (k / g) + b / g]), sum);
             }
           }
       if (g > 0)
-        for (int64_t r = panel; r < panel + nr; ++r) Put(out, rhs.scales_bf16[source(r) * (k / g) + b / g]);
+        for (int64_t r = panel; r < panel + nr; ++r) put(out, rhs.scales_bf16[source(r) * (k / g) + b / g]);
     }
     const int factor = rhs.bits == 4 ? 16 : 1;
     for (int64_t r = 0; r < nr; ++r)
       if (g > 0)
-        Put(out, sums[r]);
+        put(out, sums[r]);
       else
-        Put(out, int_sums[r] * factor);
+        put(out, int_sums[r] * factor);
     if (g < 0)
-      for (int64_t r = panel; r < panel + nr; ++r) Put(out, rhs.scales_f32[source(r)] / float(factor));
-    for (int64_t r = panel; r < panel + nr; ++r) Put(out, rhs.bias[source(r)]);
+      for (int64_t r = panel; r < panel + nr; ++r) put(out, rhs.scales_f32[source(r)] / float(factor));
+    for (int64_t r = panel; r < panel + nr; ++r) put(out, rhs.bias[source(r)]);
   }
   return out;
 }
@@ -78,7 +78,7 @@ struct QuantizedRow {
 };
 
 // FORMAT.md 4.1, int8_token_asym.
-QuantizedRow Quantize(const float* x, int64_t k) {
+QuantizedRow quantize(const float* x, int64_t k) {
   float lo = 0, hi = 0;
   for (int64_t i = 0; i < k; ++i) lo = std::min(lo, x[i]), hi = std::max(hi, x[i]);
   const float s = hi == lo ? 1.0f : 255.0f / (hi - lo);
@@ -94,7 +94,7 @@ QuantizedRow Quantize(const float* x, int64_t k) {
 }
 
 // FORMAT.md 4.2.
-float Product(const Rhs& rhs, int64_t n, const QuantizedRow& x, float rowsum, int32_t int_rowsum) {
+float ordered_product(const Rhs& rhs, int64_t n, const QuantizedRow& x, float rowsum, int32_t int_rowsum) {
   const int64_t k = rhs.k, g = rhs.group > 0 ? rhs.group : k;
   const int zero = 1 << (rhs.bits - 1);
   float acc = 0;
@@ -102,7 +102,7 @@ float Product(const Rhs& rhs, int64_t n, const QuantizedRow& x, float rowsum, in
   for (int64_t b = 0; b < k; b += g) {
     dot = 0;
     for (int64_t c = b; c < std::min(b + g, k); ++c) dot += (rhs.codes[n * k + c] - zero) * x.q[c];
-    if (rhs.group > 0) acc = std::fma(float(dot), Bf16(rhs.scales_bf16[n * (k / g) + b / g]), acc);
+    if (rhs.group > 0) acc = std::fma(float(dot), from_bf16(rhs.scales_bf16[n * (k / g) + b / g]), acc);
   }
   if (rhs.group > 0) return std::fma(rowsum, float(-x.z), acc) * x.step + rhs.bias[n];
   const int factor = rhs.bits == 4 ? 16 : 1;
@@ -110,7 +110,7 @@ float Product(const Rhs& rhs, int64_t n, const QuantizedRow& x, float rowsum, in
 }
 
 int failures = 0;
-void Check(bool ok, const char* what, const Rhs& rhs, int64_t m, int64_t i) {
+void check(bool ok, const char* what, const Rhs& rhs, int64_t m, int64_t i) {
   if (ok || ++failures > 40) return;
   std::printf("DIFFERENT %s: bits %d group %ld n %ld k %ld m %ld at %ld\n", what, rhs.bits, long(rhs.group),
               long(rhs.n), long(rhs.k), long(m), long(i));
@@ -120,7 +120,7 @@ enum { kRandom, kConstant, kZero, kTiny, kHuge, kPositive, kNegative, kHalves, k
 const char* const kNames[] = {"random", "constant", "zero", "tiny", "huge", "positive", "negative", "halves"};
 
 // Rows of activations of all kinds, at random; kinds gets each row's.
-std::vector<float> RandomRows(std::mt19937& rng, int64_t m, int64_t k, std::vector<int>* kinds) {
+std::vector<float> random_rows(std::mt19937& rng, int64_t m, int64_t k, std::vector<int>* kinds) {
   auto below = [&](int64_t n) { return static_cast<int64_t>(rng() % n); };
   std::normal_distribution<float> normal;
   std::vector<float> x(m * k);
@@ -146,7 +146,7 @@ std::vector<float> RandomRows(std::mt19937& rng, int64_t m, int64_t k, std::vect
   return x;
 }
 
-void Case(std::mt19937& rng, int bits, int64_t group) {
+void run_case(std::mt19937& rng, int bits, int64_t group) {
   auto below = [&](int64_t n) { return static_cast<int64_t>(rng() % n); };
   std::normal_distribution<float> normal;
   Rhs rhs{bits, group, 1 + below(21), 0, {}, {}, {}, {}};
@@ -157,24 +157,24 @@ void Case(std::mt19937& rng, int bits, int64_t group) {
     rhs.scales_bf16.push_back(static_cast<uint16_t>(0x3a00 + below(0x600) + (below(2) << 15)));
   for (int64_t i = 0; i < n; ++i) rhs.scales_f32.push_back(normal(rng) * 0.01f), rhs.bias.push_back(normal(rng));
 
-  const std::vector<uint8_t> packed = KleidiPack(rhs), ours = Pack(rhs);
-  Check(packed.size() == ours.size(), "packed size", rhs, packed.size(), ours.size());
+  const std::vector<uint8_t> packed = kleidi_pack(rhs), ours = pack(rhs);
+  check(packed.size() == ours.size(), "packed size", rhs, packed.size(), ours.size());
   for (size_t i = 0; i < std::min(packed.size(), ours.size()); ++i)
     if (packed[i] != ours[i]) {
-      Check(false, "packed byte", rhs, packed.size(), i);
+      check(false, "packed byte", rhs, packed.size(), i);
       break;
     }
 
   const int64_t m = 1 + below(9);
   std::vector<int> kinds;
-  const std::vector<float> x = RandomRows(rng, m, k, &kinds);
+  const std::vector<float> x = random_rows(rng, m, k, &kinds);
   const int64_t kp = (k + 31) / 32 * 32;
   const int64_t nr = bits == 4 ? 8 : 4;
   const int64_t stride = packed.size() / ((n + nr - 1) / nr), tail = nr * (group > 0 ? 8 : 12);
   std::vector<QuantizedRow> rows;
-  for (int64_t t = 0; t < m; ++t) rows.push_back(Quantize(x.data() + t * k, k));
+  for (int64_t t = 0; t < m; ++t) rows.push_back(quantize(x.data() + t * k, k));
   for (int64_t mr : {1, 4}) {
-    const std::vector<uint8_t> lhs = KleidiQuantize(x.data(), m, k, mr);
+    const std::vector<uint8_t> lhs = kleidi_quantize(x.data(), m, k, mr);
     for (int64_t t = 0; t < m; ++t) {
       const uint8_t* base = lhs.data() + t / mr * mr * (kp + 8);
       int32_t neg_z;
@@ -183,11 +183,11 @@ void Case(std::mt19937& rng, int bits, int64_t group) {
       std::memcpy(&step, base + mr * kp + mr * 4 + t % mr * 4, 4);
       char what[64];
       std::snprintf(what, sizeof what, "step (%s)", kNames[kinds[t]]);
-      Check(std::bit_cast<uint32_t>(step) == std::bit_cast<uint32_t>(rows[t].step), what, rhs, m, t);
+      check(std::bit_cast<uint32_t>(step) == std::bit_cast<uint32_t>(rows[t].step), what, rhs, m, t);
       if (rows[t].step == 0)
         continue;  // 255 / (hi - lo) overflowed: KleidiAI's codes are meaningless, its products the bias
       std::snprintf(what, sizeof what, "zero point (%s)", kNames[kinds[t]]);
-      Check(-neg_z == rows[t].z, what, rhs, neg_z, rows[t].z);
+      check(-neg_z == rows[t].z, what, rhs, neg_z, rows[t].z);
       std::snprintf(what, sizeof what, "lhs code (%s)", kNames[kinds[t]]);
       for (int64_t c = 0; c < k; ++c) {
         const int8_t q = static_cast<int8_t>(base[c / 8 * 8 * mr + t % mr * 8 + c % 8]);
@@ -195,11 +195,11 @@ void Case(std::mt19937& rng, int bits, int64_t group) {
             k / 8 * 8) {  // KleidiAI's scalar tail rounds half away from zero; take it over to compare the products
           if (std::abs(q - rows[t].q[c]) == 1) rows[t].q[c] = q;
         }
-        Check(q == rows[t].q[c], what, rhs, t, c);
+        check(q == rows[t].q[c], what, rhs, t, c);
       }
     }
     std::vector<float> y(m * n);
-    KleidiMatmul(rhs, mr == 4, m, lhs.data(), packed.data(), y.data());
+    kleidi_matmul(rhs, mr == 4, m, lhs.data(), packed.data(), y.data());
     for (int64_t t = 0; t < m; ++t)
       for (int64_t j = 0; j < n; ++j) {
         const uint8_t* end = packed.data() + (j / nr + 1) * stride - tail + j % nr * 4;
@@ -207,10 +207,10 @@ void Case(std::mt19937& rng, int bits, int64_t group) {
         int32_t int_rowsum;
         std::memcpy(&rowsum, end, 4);
         std::memcpy(&int_rowsum, end, 4);
-        const float expected = Product(rhs, j, rows[t], rowsum, int_rowsum);
+        const float expected = ordered_product(rhs, j, rows[t], rowsum, int_rowsum);
         char what[64];
         std::snprintf(what, sizeof what, "output mr %d (%s)", int(mr), kNames[kinds[t]]);
-        Check(std::bit_cast<uint32_t>(expected) == std::bit_cast<uint32_t>(y[t * n + j]), what, rhs, t, j);
+        check(std::bit_cast<uint32_t>(expected) == std::bit_cast<uint32_t>(y[t * n + j]), what, rhs, t, j);
       }
   }
 }
@@ -227,7 +227,7 @@ int main(int argc, char** argv) {
   } families[] = {{4, 32}, {4, 64}, {4, 128}, {4, 256}, {4, -1}, {8, -1}};
   for (auto [bits, group] : families) {
     const int before = quantmoe::arm::failures;
-    for (int i = 0; i < cases; ++i) quantmoe::arm::Case(rng, bits, group);
+    for (int i = 0; i < cases; ++i) quantmoe::arm::run_case(rng, bits, group);
     std::printf("int%d group %ld: %d cases, %d differences\n", bits, long(group), cases,
                 quantmoe::arm::failures - before);
   }

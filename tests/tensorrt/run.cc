@@ -34,12 +34,12 @@ struct RunLogger : ILogger {
   }
 } logger;
 
-void Need(bool condition, const std::string& what) {
+void need(bool condition, const std::string& what) {
   if (!condition) throw std::runtime_error(what);
 }
-void Check(cudaError_t error) { Need(error == cudaSuccess, cudaGetErrorString(error)); }
+void check(cudaError_t error) { need(error == cudaSuccess, cudaGetErrorString(error)); }
 
-std::vector<std::string> Split(const std::string& text, char mark) {
+std::vector<std::string> split(const std::string& text, char mark) {
   std::vector<std::string> parts;
   std::stringstream stream(text);
   for (std::string part; std::getline(stream, part, mark);) parts.push_back(part);
@@ -56,9 +56,9 @@ struct Destroy {
 };
 using Graph = std::unique_ptr<CUgraphExec_st, Destroy>;
 
-Memory Allocate(size_t bytes) {
+Memory allocate(size_t bytes) {
   void* memory = nullptr;
-  Check(cudaMalloc(&memory, bytes + 8));  // an empty cache, too, has an address
+  check(cudaMalloc(&memory, bytes + 8));  // an empty cache, too, has an address
   return Memory(memory);
 }
 
@@ -70,38 +70,38 @@ struct Engine {
 class Session {
  public:
   explicit Session(const char* library) : builder_(createInferBuilder(logger)), runtime_(createInferRuntime(logger)) {
-    Need(builder_ && runtime_, "TensorRT does not start");
-    Need(getPluginRegistry()->loadLibrary(library), "the plug-in library does not load");
-    Check(cudaStreamCreate(&stream_));
+    need(builder_ && runtime_, "TensorRT does not start");
+    need(getPluginRegistry()->loadLibrary(library), "the plug-in library does not load");
+    check(cudaStreamCreate(&stream_));
   }
 
-  std::string Build(std::istream& words) {
+  std::string build_engine(std::istream& words) {
     std::string name, model, profile;
     int level = 3;
     words >> name >> model >> level;
     const auto typed = static_cast<uint32_t>(NetworkDefinitionCreationFlag::kSTRONGLY_TYPED);
     const std::unique_ptr<INetworkDefinition> network(builder_->createNetworkV2(1U << typed));
     const std::unique_ptr<nvonnxparser::IParser> parser(nvonnxparser::createParser(*network, logger));
-    Need(parser->parseFromFile(model.c_str(), 1), "the model does not parse");
+    need(parser->parseFromFile(model.c_str(), 1), "the model does not parse");
     const std::unique_ptr<IBuilderConfig> config(builder_->createBuilderConfig());
     config->setBuilderOptimizationLevel(level);
-    while (words >> profile) config->addOptimizationProfile(Profile(*network, profile));
+    while (words >> profile) config->addOptimizationProfile(make_profile(*network, profile));
     const std::unique_ptr<IHostMemory> plan(builder_->buildSerializedNetwork(*network, *config));
-    Need(plan != nullptr, "no engine is built");
+    need(plan != nullptr, "no engine is built");
     engines_.erase(name);  // with its contexts, which must not outlive it
     Engine& built = engines_[name];
     built.engine.reset(runtime_->deserializeCudaEngine(plan->data(), plan->size()));
-    Need(built.engine != nullptr, "the engine does not load");
+    need(built.engine != nullptr, "the engine does not load");
     return "plan " + std::to_string(plan->size()) + " memory " + std::to_string(built.engine->getDeviceMemorySizeV2());
   }
 
-  std::string Run(std::istream& words) {
+  std::string run_steps(std::istream& words) {
     std::string file, output, step;
     size_t rows = 0;
     words >> file >> rows >> capacity_ >> output;
     std::ifstream input(file, std::ios::binary);
     const std::string bytes((std::istreambuf_iterator<char>(input)), {});
-    Need(!bytes.empty() && bytes.size() % (8 * rows) == 0, file + " does not have " + std::to_string(rows) + " rows");
+    need(!bytes.empty() && bytes.size() % (8 * rows) == 0, file + " does not have " + std::to_string(rows) + " rows");
     const auto* tokens = reinterpret_cast<const int64_t*>(bytes.data());
     const size_t length = bytes.size() / 8 / rows;
     std::ofstream logits(output, std::ios::binary);
@@ -110,10 +110,10 @@ class Session {
     caches_.clear();
     size_t past = 0;
     while (words >> step) {
-      const auto parts = Split(step, '/');
+      const auto parts = split(step, '/');
       const size_t count = std::stoul(parts.at(2));
-      Need(past + count <= length, "more steps than tokens");
-      Need(!capacity_ || length <= capacity_, "more tokens than the cache has room for");
+      need(past + count <= length, "more steps than tokens");
+      need(!capacity_ || length <= capacity_, "more tokens than the cache has room for");
       Feed feed;
       for (size_t row = 0; row < rows; ++row) {
         int64_t position = 0;
@@ -128,7 +128,7 @@ class Session {
         }
         if (capacity_) feed["attention_mask"].resize((row + 1) * capacity_);
       }
-      logits << Step(parts, feed, rows, past);
+      logits << run_step(parts, feed, rows, past);
       past += count;
     }
     return "steps to " + std::to_string(past);
@@ -137,11 +137,11 @@ class Session {
  private:
   using Feed = std::map<std::string, std::vector<int64_t>>;
 
-  IOptimizationProfile* Profile(const INetworkDefinition& network, const std::string& text) {
+  IOptimizationProfile* make_profile(const INetworkDefinition& network, const std::string& text) {
     std::vector<std::array<int64_t, 3>> ranges;
     const bool fixed = text.ends_with("/fixed");
-    for (const auto& range : Split(text, '/')) {
-      const auto numbers = Split(range, ':');
+    for (const auto& range : split(text, '/')) {
+      const auto numbers = split(range, ':');
       if (numbers.size() != 3) break;
       ranges.push_back({std::stoll(numbers.at(0)), std::stoll(numbers.at(1)), std::stoll(numbers.at(2))});
     }
@@ -158,56 +158,56 @@ class Session {
           const bool mask = std::string(input->getName()) == "attention_mask";
           dims.d[1] = (mask && fixed ? 0 : ranges.at(1)[at]) + (mask ? ranges.at(2)[at] : 0);
         }
-        Need(profile->setDimensions(input->getName(), select, dims), std::string("profile of ") + input->getName());
+        need(profile->setDimensions(input->getName(), select, dims), std::string("profile of ") + input->getName());
       }
     }
     return profile;
   }
 
-  IExecutionContext& Context(const std::string& name, int profile) {
-    Need(engines_.contains(name), "no engine " + name);
+  IExecutionContext& make_context(const std::string& name, int profile) {
+    need(engines_.contains(name), "no engine " + name);
     Engine& found = engines_[name];
     auto& context = found.contexts[profile];
     if (!context) {
       context.reset(found.engine->createExecutionContext());
-      Need(context && context->setOptimizationProfileAsync(profile, stream_), "no context");
-      Check(cudaStreamSynchronize(stream_));
+      need(context && context->setOptimizationProfileAsync(profile, stream_), "no context");
+      check(cudaStreamSynchronize(stream_));
     }
     return *context;
   }
 
   // The logits' bytes. A cache that grows: what is present becomes what is past.
-  std::string Step(const std::vector<std::string>& parts, const Feed& feed, size_t rows, size_t past) {
-    IExecutionContext& context = Context(parts.at(0), std::stoi(parts.at(1)));
+  std::string run_step(const std::vector<std::string>& parts, const Feed& feed, size_t rows, size_t past) {
+    IExecutionContext& context = make_context(parts.at(0), std::stoi(parts.at(1)));
     const std::string key = parts.at(0) + "/" + parts.at(1) + "/" + parts.at(2);
     BuffersByName own;
     BuffersByName& buffers = capacity_ ? kept_[key] : own;
-    const std::vector<std::string> outputs = Bind(context, buffers, feed, rows, past);
+    const std::vector<std::string> outputs = bind_buffers(context, buffers, feed, rows, past);
     std::string replayed;
-    if (graphs_.contains(key)) replayed = Replay(graphs_[key], context, buffers);
-    Need(context.enqueueV3(stream_), "the engine does not run");
-    Check(cudaStreamSynchronize(stream_));
-    std::string logits = Read(context, "logits", buffers);
+    if (graphs_.contains(key)) replayed = replay_graph(graphs_[key], context, buffers);
+    need(context.enqueueV3(stream_), "the engine does not run");
+    check(cudaStreamSynchronize(stream_));
+    std::string logits = read_output(context, "logits", buffers);
     if (parts.size() > 3 && replayed.empty()) {
       for (const auto& name : outputs)
-        if (!capacity_ && name != "logits") Check(cudaMemset(buffers[name].get(), 0xff, Bytes(context, name)));
-      Graph graph = Capture(context);
-      replayed = Replay(graph, context, buffers);
+        if (!capacity_ && name != "logits") check(cudaMemset(buffers[name].get(), 0xff, byte_size(context, name)));
+      Graph graph = capture(context);
+      replayed = replay_graph(graph, context, buffers);
       if (capacity_) graphs_[key] = std::move(graph);
     }
-    Need(replayed.empty() || logits == replayed, "the CUDA graph gives other logits");
+    need(replayed.empty() || logits == replayed, "the CUDA graph gives other logits");
     for (const auto& name : outputs)
-      if (!capacity_ && name != "logits") caches_[Past(name)] = std::move(buffers[name]);
+      if (!capacity_ && name != "logits") caches_[past_of(name)] = std::move(buffers[name]);
     return logits;
   }
 
   // Shapes, values and addresses; the outputs' names. In place a buffer stays where it is, for graphs.
-  std::vector<std::string> Bind(IExecutionContext& context, BuffersByName& buffers, const Feed& feed, size_t rows,
-                                size_t past) {
+  std::vector<std::string> bind_buffers(IExecutionContext& context, BuffersByName& buffers, const Feed& feed,
+                                        size_t rows, size_t past) {
     const ICudaEngine& engine = context.getEngine();
     const auto buffer = [&](BuffersByName& of, const std::string& name, size_t bytes) {
       if (of.contains(name)) return of[name].get();
-      Check(cudaMemset((of[name] = Allocate(bytes)).get(), 0xff, bytes));
+      check(cudaMemset((of[name] = allocate(bytes)).get(), 0xff, bytes));
       return of[name].get();
     };
     std::vector<std::string> outputs;
@@ -218,8 +218,8 @@ class Session {
         if (mode == TensorIOMode::kOUTPUT) {
           outputs.push_back(name);
           const bool shared = capacity_ && name != "logits";
-          context.setTensorAddress(name.c_str(),
-                                   shared ? caches_.at(Past(name)).get() : buffer(buffers, name, Bytes(context, name)));
+          context.setTensorAddress(
+              name.c_str(), shared ? caches_.at(past_of(name)).get() : buffer(buffers, name, byte_size(context, name)));
           continue;
         }
         Dims dims = engine.getTensorShape(name.c_str());
@@ -227,47 +227,48 @@ class Session {
         dims.d[0] = static_cast<int64_t>(rows);
         dims.d[cache ? 2 : 1] =
             static_cast<int64_t>(cache ? capacity_ ? capacity_ : past : feed.at(name).size() / rows);
-        Need(context.setInputShape(name.c_str(), dims), "shape of " + name);
-        void* memory = buffer(cache ? caches_ : buffers, name, Bytes(context, name));
-        if (!cache) Check(cudaMemcpy(memory, feed.at(name).data(), 8 * feed.at(name).size(), cudaMemcpyHostToDevice));
+        need(context.setInputShape(name.c_str(), dims), "shape of " + name);
+        void* memory = buffer(cache ? caches_ : buffers, name, byte_size(context, name));
+        if (!cache) check(cudaMemcpy(memory, feed.at(name).data(), 8 * feed.at(name).size(), cudaMemcpyHostToDevice));
         context.setTensorAddress(name.c_str(), memory);
       }
     }
     return outputs;
   }
-  static std::string Past(const std::string& present) { return "past_key_values" + present.substr(7); }
+  static std::string past_of(const std::string& present) { return "past_key_values" + present.substr(7); }
 
-  Graph Capture(IExecutionContext& context) {
+  Graph capture(IExecutionContext& context) {
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t replay = nullptr;
-    Check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+    check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
     const bool enqueued = context.enqueueV3(stream_);
     const cudaError_t ended = cudaStreamEndCapture(stream_, &graph);
     if (!enqueued || ended != cudaSuccess) {
       cudaGetLastError();
       throw std::runtime_error("a CUDA graph cannot be captured");
     }
-    Check(cudaGraphInstantiate(&replay, graph, 0));
-    Check(cudaGraphDestroy(graph));
+    check(cudaGraphInstantiate(&replay, graph, 0));
+    check(cudaGraphDestroy(graph));
     return Graph(replay);
   }
-  std::string Replay(const Graph& graph, IExecutionContext& context, BuffersByName& buffers) {
-    Check(cudaMemset(buffers["logits"].get(), 0xff, Bytes(context, "logits")));
-    Check(cudaGraphLaunch(graph.get(), stream_));
-    Check(cudaStreamSynchronize(stream_));
-    return Read(context, "logits", buffers);
+  std::string replay_graph(const Graph& graph, IExecutionContext& context, BuffersByName& buffers) {
+    check(cudaMemset(buffers["logits"].get(), 0xff, byte_size(context, "logits")));
+    check(cudaGraphLaunch(graph.get(), stream_));
+    check(cudaStreamSynchronize(stream_));
+    return read_output(context, "logits", buffers);
   }
 
-  static size_t Bytes(const IExecutionContext& context, const std::string& name) {
+  static size_t byte_size(const IExecutionContext& context, const std::string& name) {
     const Dims dims = context.getTensorShape(name.c_str());
     size_t bytes = context.getEngine().getTensorDataType(name.c_str()) == DataType::kINT64 ? 8 : 2;
     for (int i = 0; i < dims.nbDims; ++i) bytes *= dims.d[i];
     return bytes;
   }
 
-  static std::string Read(const IExecutionContext& context, const std::string& name, const BuffersByName& memory) {
-    std::string bytes(Bytes(context, name), '\0');
-    Check(cudaMemcpy(bytes.data(), memory.at(name).get(), bytes.size(), cudaMemcpyDeviceToHost));
+  static std::string read_output(const IExecutionContext& context, const std::string& name,
+                                 const BuffersByName& memory) {
+    std::string bytes(byte_size(context, name), '\0');
+    check(cudaMemcpy(bytes.data(), memory.at(name).get(), bytes.size(), cudaMemcpyDeviceToHost));
     return bytes;
   }
 
@@ -292,7 +293,8 @@ int main(int argc, char** argv) {
       std::string command;
       words >> command;
       try {
-        std::cout << "ok " << (command == "engine" ? session.Build(words) : session.Run(words)) << std::endl;
+        std::cout << "ok " << (command == "engine" ? session.build_engine(words) : session.run_steps(words))
+                  << std::endl;
       } catch (const std::exception& error) {
         std::cout << "failed " << error.what() << std::endl;
       }

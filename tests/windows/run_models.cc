@@ -20,19 +20,20 @@ struct ModelInput {
   std::string bytes;
 };
 
-static std::string Read(const std::filesystem::path& path) {
+static std::string read_file(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-static uint64_t Run(const Ort::Env& env, const std::filesystem::path& library, const std::filesystem::path& folder) {
+static uint64_t run_model(const Ort::Env& env, const std::filesystem::path& library,
+                          const std::filesystem::path& folder) {
   Ort::SessionOptions options;
   options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_FATAL);
   options.SetIntraOpNumThreads(2);
   options.RegisterCustomOpsLibrary(library.c_str());
   Ort::Session session(env, (folder / "model.onnx").c_str(), options);
   const auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
-  std::istringstream lines(Read(folder / "inputs"));
+  std::istringstream lines(read_file(folder / "inputs"));
   std::vector<ModelInput> inputs;
   for (std::string line; std::getline(lines, line);) {
     std::istringstream words(line);
@@ -40,7 +41,7 @@ static uint64_t Run(const Ort::Env& env, const std::filesystem::path& library, c
     int type;
     words >> input.name >> type;
     const std::vector<int64_t> shape{std::istream_iterator<int64_t>(words), {}};
-    input.bytes = Read(folder / input.name);
+    input.bytes = read_file(folder / input.name);
     inputs.push_back(std::move(input));
     inputs.back().value = Ort::Value::CreateTensor(memory, inputs.back().bytes.data(), inputs.back().bytes.size(),
                                                    shape.data(), shape.size(), ONNXTensorElementDataType(type));
@@ -67,7 +68,7 @@ int main(int argc, char** argv) {
     const std::filesystem::path folder = argv[i];
     std::cout << folder.filename().string() << ' ';
     try {
-      const uint64_t digest = Run(env, argv[1], folder);
+      const uint64_t digest = run_model(env, argv[1], folder);
       std::cout << std::hex << std::setw(16) << std::setfill('0') << digest << std::endl;
     } catch (const Ort::Exception& error) {
       const std::string text = error.what();

@@ -8,30 +8,25 @@
 namespace quantmoe {
 namespace {
 
-template <typename T>
-int launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& plan, const qm_cuda_attention_tensors& t,
-           cudaStream_t stream, char* err) {
-  const qm_attention& a = p.attention;
-  const bool in_place = t.present_key == t.past_key && t.present_value == t.past_value;
-  if (p.slots > p.past_slots && p.past_slots > 0 && (t.present_key == t.past_key || t.present_value == t.past_value)) {
-    std::snprintf(err, QM_ERROR_SIZE, "present is past's memory, whose %lld slots are to become %lld",
-                  static_cast<long long>(p.past_slots), static_cast<long long>(p.slots));
-    return QM_INVALID;
-  }
+// What all of its kernels are told.
+AttentionParams params_of(const qm_cuda_attention_problem& problem, const qm_cuda_attention_plan& plan,
+                          const qm_cuda_attention_tensors& tensors) {
+  const qm_attention& a = problem.attention;
   const int width = a.head_size, value_width = a.v_head_size;
   const bool codes = a.cache_format != k_cache_format_none;
-  uint8_t* workspace = static_cast<uint8_t*>(t.workspace);
+  uint8_t* workspace = static_cast<uint8_t*>(tensors.workspace);
 
   AttentionParams params{};
   params.attention = a;
-  params.batch = static_cast<int>(p.batch), params.tokens = static_cast<int>(p.tokens);
-  params.past_slots = static_cast<int>(p.past_slots), params.slots = static_cast<int>(p.slots);
+  params.batch = static_cast<int>(problem.batch), params.tokens = static_cast<int>(problem.tokens);
+  params.past_slots = static_cast<int>(problem.past_slots), params.slots = static_cast<int>(problem.slots);
   params.group = a.num_heads / a.kv_num_heads;
-  params.qkv = t.qkv, params.past_key = t.past_key, params.past_value = t.past_value;
-  params.rows = t.rows;
-  params.cos = t.cos, params.sin = t.sin, params.q_norm = t.q_norm, params.k_norm = t.k_norm, params.sinks = t.sinks;
+  params.qkv = tensors.qkv, params.past_key = tensors.past_key, params.past_value = tensors.past_value;
+  params.rows = tensors.rows;
+  params.cos = tensors.cos, params.sin = tensors.sin, params.q_norm = tensors.q_norm, params.k_norm = tensors.k_norm,
+  params.sinks = tensors.sinks;
   params.score_factor = a.scale * a.k_scale * (a.softcap != 0 ? 1.f : kLog2e);
-  params.output = t.output, params.key = t.present_key, params.value = t.present_value;
+  params.output = tensors.output, params.key = tensors.present_key, params.value = tensors.present_value;
   params.queries = workspace + plan.queries;
   params.partial = reinterpret_cast<float*>(workspace + plan.partial);
   params.sums = reinterpret_cast<float2*>(workspace + plan.sums);
@@ -45,6 +40,22 @@ int launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& pla
   params.key_width = a.key_split ? a.key_split : width;
   params.value_width = a.key_split ? width - a.key_split : value_width;
   params.least_log = least_of(plan.tile_rows, params.cluster);
+  return params;
+}
+
+template <typename T>
+int launch(const qm_cuda_attention_problem& p, const qm_cuda_attention_plan& plan, const qm_cuda_attention_tensors& t,
+           cudaStream_t stream, char* err) {
+  const qm_attention& a = p.attention;
+  const bool in_place = t.present_key == t.past_key && t.present_value == t.past_value;
+  if (p.slots > p.past_slots && p.past_slots > 0 && (t.present_key == t.past_key || t.present_value == t.past_value)) {
+    std::snprintf(err, QM_ERROR_SIZE, "present is past's memory, whose %lld slots are to become %lld",
+                  static_cast<long long>(p.past_slots), static_cast<long long>(p.slots));
+    return QM_INVALID;
+  }
+  const int width = a.head_size, value_width = a.v_head_size;
+  const bool codes = a.cache_format != k_cache_format_none;
+  AttentionParams params = params_of(p, plan, t);
   const int all = params.batch * params.tokens, copies = in_place ? 0 : params.pairs * ((params.slots + 63) / 64);
   Launcher launcher{stream};
 

@@ -2,6 +2,11 @@
 // and attends to these. Its warps share a stage's slots, 16 each, and the values' columns. Where the splits are a
 // cluster, its blocks send what they found to each other's shared memory, and each adds up some columns of the output.
 //
+//   rows: query heads of a kv head (16)     slots of the block's split, kKeys a stage
+//                                         | 16 slots    | 16 slots    | ...
+//   scores = queries x keys               | warps 0, KW | warps 1, .. |       KW warps share a stage's slots,
+//   output += weights x values            |             |             |       VW = 8 / KW of them the values' columns
+//
 // What the block needs comes in the order of the waits for it, and before the kernel before has ended all that does not
 // depend on inputs is done: a step of decode is latency.
 #pragma once

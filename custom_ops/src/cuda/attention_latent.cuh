@@ -4,6 +4,11 @@
 // stores them first.
 //
 // A key is 36 chunks of 16 bytes in the cache of keys, then 36 in that of values.
+//
+//   features   0          64                                     575
+//   key       [ rotated  |  latent                                  ]   scores: all 576
+//   value                [  latent, 512                             ]   output: the last 512, the same bytes
+//   cache     [ keys: 0 .. 287          | values: 288 .. 575        ]
 #pragma once
 #include "cuda/attention.cuh"
 #include "cuda/attention_wgmma.cuh"

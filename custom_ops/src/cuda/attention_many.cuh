@@ -1,4 +1,10 @@
 // Attend on mma.sync, for many query rows where there is no wgmma: four warps share a tile's rows out.
+//
+//                      slots of the block's split, kKeys a stage, kManyStages - 1 copied ahead
+//   rows of  warp 0    | scores and weights of 16 MT rows | ...
+//   a tile   warp 1    |  keys, then values, are read     |
+//            warp 2    |  from shared memory by all four  |
+//            warp 3    |                                  |
 #pragma once
 #include "cuda/attention.cuh"
 

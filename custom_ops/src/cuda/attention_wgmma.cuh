@@ -1,6 +1,11 @@
 // Attend on wgmma (sm_90a), for many query rows: a warpgroup for each 64 rows of a block, of narrow heads two blocks
 // a multiprocessor, whose products run while the other's scores become weights. Weights come from registers, all else
 // from shared memory.
+//
+//                                slots of the block's split, kKeys a stage, the next one copied meanwhile
+//   queries  warpgroup 0, 64 rows   S = queries x keys     ->  weights in registers  ->  acc += weights x values
+//   of a     warpgroup 1, 64 rows   both in shared memory                                values in shared memory
+//   tile     ...
 #pragma once
 #include "cuda/attention.cuh"
 #include "cuda/wgmma.cuh"

@@ -10,7 +10,7 @@ struct Fp8Family {
   using Pointer = GemmKernel;
   static constexpr bool has(const Instance& row) { return row.kernel == ProductKernel::kFp8; }
   template <typename T, class F, size_t i>
-  static Pointer Of() {
+  static Pointer of() {
     return moe_gemm_fp8<T, kInstances<F>[i].product == Product::kDown, by_row>;
   }
 };

@@ -73,7 +73,8 @@ __device__ inline void touch(const void* global) {
 }
 
 // Two channels a thread, kConvTokens tokens of a row a block, counted from the first that counts. Only the first block
-// reads the state, and it writes it: so present may be past's memory.
+// reads the state, and it writes it: so present may be past's memory. One long function: weights, the last inputs and
+// the state to be written are the same registers.
 template <typename T, int W>
 __global__ void __launch_bounds__(kConvThreads) causal_conv(const __grid_constant__ ConvParams params) {
   launch_dependents();

@@ -6,6 +6,13 @@
 // points. Two or four consumer warpgroups, a panel a warp, dequantize a stage's weights while the tensor cores have
 // products of the others. Blocks of a cluster may share K; their sums are added in the order of the parts.
 //
+//              K, 64 columns a stage, of a cluster's block its part        up to kTokens tokens
+//             +-------------------------------------------------+        +---------------------+
+//   8 or 16   | a panel a warp; four warps a warpgroup, which   |        | rows of 128 bytes   |
+//   panels    | has two columns of work dequantized ahead       |   x    | in shared memory    |
+//             +-------------------------------------------------+        +---------------------+
+//   one more warpgroup: its first thread copies
+//
 // Tokens are multiplied in memory order, so of each 8 neighbouring columns, which layout marlin has in one lane
 // (FORMAT.md 3.2), lane t reads columns 2t and 2t + 1 itself.
 #pragma once

@@ -9,6 +9,14 @@
 // The tensor cores keep about 14 bits of a sum of e4m3 products, and scales change every 128 columns. So products of
 // 128 columns are summed there and then in f32, times the scales, while the other warpgroup has the tensor cores. With
 // tokens as M a lane has two of them, and rows of 128-blocks share a scale: two products give all scales of a sum.
+//
+//                      256 rows: 16 panels                    at most 64 tokens: panels are shared out instead
+//                  rows g (128)   rows g + 8 (128)                  panels 0..7          panels 8..15
+//   64 tokens    +--------------+------------------+   64 tokens  +--------------------+--------------------+
+//   64 tokens    | consumer 0   | its second       |              | consumer 0         | consumer 1         |
+//                +--------------+ product, N = 128 +              | twice N = 64       | twice N = 64       |
+//                | consumer 1   |                  |              +--------------------+--------------------+
+//                +--------------+------------------+
 #pragma once
 #include "cuda/activation.cuh"
 #include "cuda/e4m3.cuh"
@@ -82,7 +90,7 @@ __device__ inline float2 load_float2(uint32_t at) {
   return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
 }
 // i of a vector, known at compile time.
-__device__ inline float Of(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+__device__ inline float element(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // Four scales of a panel of type `type` (f32, f16, bf16), the fours being those of two rows g: row g, g + 8, of each.
 __device__ inline float4 four_scales(const uint8_t* scales, int type, int64_t four) {
@@ -214,7 +222,7 @@ struct Fp8Consumer {
       for (int i = 0; i < kPanels; ++i) {
         const float4 rows = rows_of(min(panel + i, w.panels - 1) * 4 + t);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) acc[j / 4][4 * i + j % 4] *= factor[j % 4 / 2] * Of(rows, j % 2 * 2 + j / 4);
+        for (int j = 0; j < 8; ++j) acc[j / 4][4 * i + j % 4] *= factor[j % 4 / 2] * element(rows, j % 2 * 2 + j / 4);
       }
     };
     const uint8_t* scales = expert + w.scales_at;

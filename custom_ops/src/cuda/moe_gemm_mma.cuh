@@ -1,7 +1,18 @@
 // One grouped GEMM of the layer on mma.sync (sm_80 and later): weights are the M operand, tokens N.
 //
 // Work is a list of units, a unit is (tile, panels): one expert's <= 8 NT tokens times warps_n * MT panels of 16 rows.
-// A block takes a contiguous range of units; its warps split K (warps_k) and panels (warps_n).
+// A block takes a contiguous range of units; its warps split K (warps_k) and panels (warps_n). With warps_k = 4:
+//
+//              K, in units of 64 columns                8 NT tokens
+//          +--------+--------+--------+--------+        +---+
+//     MT   | warp 0 | warp 1 | warp 2 | warp 3 |        |   |
+//   panels |        |        |        |        |   x    |   | K   =  warps_n MT panels x 8 NT sums,
+//          +--------+--------+--------+--------+        |   |        added up over warps_k in shared memory
+//     MT   | warp 4 | warp 5 | warp 6 | warp 7 |        |   |
+//   panels +--------+--------+--------+--------+        +---+
+//
+// A warp's ring has kStages stages, each of kUnits units of its panels' codes, scales and zero points, and of the
+// tokens.
 #pragma once
 #include <type_traits>
 
@@ -82,7 +93,7 @@ __device__ inline void prefetch_codes(const GemmParams& p) {
 template <typename T, typename F, int MT, int NT, bool down, bool decode, int kUnits = 1, bool kSplit = true>
 __global__ void __launch_bounds__(kThreads, register_blocks(F::kBits, MT, NT))
     moe_gemm_mma(const __grid_constant__ GemmParams params) {
-  static_assert(!(down && decode), "MoeDownDecode");
+  static_assert(!(down && decode), "moe_down_decode");
   static_assert(kSplit || down, "gate_up has long rows");
   using S = Stream<T, F, MT, NT, kUnits>;
   constexpr int kStages = S::kStages;

@@ -4,6 +4,10 @@
 // A block takes a contiguous range of (tile, MT panels), and of all their units of K each of its warps an equal,
 // contiguous part. A warp that has all units of some panels stores their sums from registers. Of other panels the warp
 // that has the last unit adds up the parts when all warps are done: in the order of K, so the same bytes every time.
+//
+//   (tile, MT panels)  |      first      |      second     |      third      |
+//   units of K         |0             U-1|0             U-1|0             U-1|
+//   warps              [ 0  ][ 1  ][ 2  ][  3 ][ 4  ][ 5  ][ 6  ][ 7  ]      an equal part each, wherever panels change
 #pragma once
 #include "cuda/moe_gemm_mma.cuh"
 

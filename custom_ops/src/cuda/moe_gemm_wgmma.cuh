@@ -5,6 +5,15 @@
 // and their scales. Two consumer warpgroups hold half of the rows each. A consumer warp dequantizes its panels' next
 // columns while the tensor cores work on those before.
 //
+//                         64 columns of K a stage                       up to kTokens tokens
+//                      +---------------------------+                  +----------------------+
+//   consumer warp-     | warp 0: kPanels panels    |  registers       | rows of 128 bytes in |
+//   group 0            | ...  warp 3               |  16 bits    x    | shared memory        |
+//                      +---------------------------+                  +----------------------+
+//   consumer warp-     | warp 0 ... warp 3         |                    the same for both
+//   group 1            +---------------------------+
+//   producer warpgroup   fills kStages stages {tokens, codes, scales and zero points} ahead of them
+//
 // The order of a lane's columns (FORMAT.md 3.2) is not memory order within 32 columns, so tokens are stored permuted:
 // moe_route writes x, the gate_up epilogue writes h that way.
 #pragma once

@@ -8,7 +8,7 @@ namespace quantmoe {
 template <class F>
 constexpr auto kInstances = instances_of(sizes_of<F>(F::kGroups, F::kPacked));
 
-// Family: which rows are its own (Has), and the kernel of row i (Of).
+// Family: which rows are its own (has), and the kernel of row i (of).
 template <class Family, typename T, class F, Product product, size_t i = 0>
 auto select(int path, const qm_cuda_step& g) {
   if constexpr (i == kInstances<F>.size()) {
@@ -16,7 +16,7 @@ auto select(int path, const qm_cuda_step& g) {
   } else {
     constexpr Instance row = kInstances<F>[i];
     if constexpr (row.there && row.product == product && Family::has(row))
-      if (path == row.path && means(g, row)) return Family::template Of<T, F, i>();
+      if (path == row.path && means(g, row)) return Family::template of<T, F, i>();
     return select<Family, T, F, product, i + 1>(path, g);
   }
 }

@@ -9,7 +9,7 @@ struct DenseFamily {
   using Pointer = LinearKernel;
   static constexpr bool has(const Instance& row) { return row.kernel == ProductKernel::kDense; }
   template <typename T, class F, size_t i>
-  static Pointer Of() {
+  static Pointer of() {
     return linear_wgmma<T, F, 8 * kInstances<F>[i].n_tiles>;
   }
 };

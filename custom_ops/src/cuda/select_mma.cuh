@@ -9,7 +9,7 @@ struct MmaFamily {
   using Pointer = GemmKernel;
   static constexpr bool has(const Instance& row) { return row.path == QM_CUDA_DECODE || row.path == QM_CUDA_STREAM; }
   template <typename T, class F, size_t i>
-  static Pointer Of() {
+  static Pointer of() {
     constexpr Instance row = kInstances<F>[i];
     constexpr bool down = row.product != Product::kGateUp, decode = row.path == QM_CUDA_DECODE;
     if constexpr (row.kernel == ProductKernel::kSpan) {

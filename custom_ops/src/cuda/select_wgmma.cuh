@@ -9,7 +9,7 @@ struct WgmmaFamily {
   using Pointer = GemmKernel;
   static constexpr bool has(const Instance& row) { return row.kernel == ProductKernel::kWgmma; }
   template <typename T, class F, size_t i>
-  static Pointer Of() {
+  static Pointer of() {
     constexpr Instance row = kInstances<F>[i];
     return moe_gemm_wgmma<T, F, row.product == Product::kDown, 8 * row.n_tiles>;
   }

@@ -4,6 +4,10 @@
 // of 8 bits twice, and a token's matching 16-byte pieces), so the pipeline needs no barrier: a warp waits for its own
 // copies only, runs ahead across tiles and experts, and blocks meet only to add up the parts of K.
 //
+//   a warp's ring   | stage 0 | stage 1 | stage 2 |        copy_weights, copy_tokens run kStages - 1 stages ahead
+//   of a stage      | codes of MT panels | scales | zero points | 8 NT tokens |        of consume
+//   of the codes    | lane 0's 16 bytes | lane 1's | ... |   (4 bits: all of a panel's unit)
+//
 // Scales multiply the f32 products of a unit, not the weights: exact for every scale type, and for the few tokens of a
 // tile cheaper than multiplying each fragment. Scales of e2m1 codes multiply the weights where that is exact
 // (formats): nvfp4's groups of 16 are not even a step of mma. For one token tile the zero point of int4 leaves the

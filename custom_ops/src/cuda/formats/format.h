@@ -13,7 +13,7 @@ constexpr int scale_type_bytes(int32_t scale_type) {
 }
 constexpr bool is_float_scale(int32_t scale_type) { return scale_type_bytes(scale_type) > 1; }
 
-// Facts that most formats have alike. The others: kBits of a code; Is, whether weights are of the format; takes_scales,
+// Facts that most formats have alike. The others: kBits of a code; is, whether weights are of the format; takes_scales,
 // of which types.
 struct FormatFacts {
   // Of groups of 32 a unit, 64 columns of a row, has two: per_block. Shared memory of a lane for a unit's scales of

@@ -82,11 +82,10 @@ __device__ __forceinline__ void with_scale_type(int scale_type, const Body& body
 
 // What most traits have alike. The others have
 //   kSumFactor<T>      mma.sync: what sums of dequant's values are multiplied by
-//   dequant            mma.sync: a lane's codes to the A operand; of 4 bits q has both rows', of 8 q8 those of row g +
-//   8;
-//                      low and high are what Pair made; kShift: where latency binds; kCentered: not if kZerosLater
+//   dequant            mma.sync: a lane's codes to the A operand; of 4 bits q has both rows', of 8 q8 row g + 8's; low
+//                      and high are what pair_of made; kShift: where latency binds; kCentered: not if kZerosLater
 //   kProductFactor<T>  wgmma: what products of dequant_scaled's values are multiplied by
-//   dequant_scaled      wgmma: the same times the factors of rows g and g + 8; low and high are zero_point<T, true>'s
+//   dequant_scaled     wgmma: the same times the factors of rows g and g + 8; low and high are zero_point<T, true>'s
 struct Trait {
   static constexpr bool kPacked = false;
   static constexpr int kScaleType = -1;  // op.def's; -1: known at run time only
