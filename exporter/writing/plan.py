@@ -30,7 +30,7 @@ BASE_MEMORY = 0.8e9
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class DryRun:
     """What :func:`plan` found.
 
     Attributes:
@@ -65,7 +65,7 @@ class Plan:
     attention: str
 
 
-def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **options: Any) -> Plan:
+def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **options: Any) -> DryRun:
     """Plans :func:`quantmoe.exporter.writing.convert.export` with the same options; of ranks the first.
 
     Of tensors' data only vectors, scalars and zero points are read.
@@ -101,7 +101,7 @@ def plan(checkpoint: str | Path, output: str | Path, *, force: bool = False, **o
         others += sum(prod(skeleton.tensors[name].shape) * skeleton.itemsize(name) for name in mine.values())
         memory = max(memory, _working_set(skeleton, chosen, left, layout))
     experts, cores = sum(size for _, _, size in found.values()), native.cpus()
-    return Plan(
+    return DryRun(
         found,
         report.shared,
         report.apart,

@@ -26,7 +26,7 @@ template __global__ void moe_gemm_wgmma<__half, Acme4, true, 24>(const __grid_co
 template __global__ void linear_wgmma<__nv_bfloat16, Acme4, 64>(const __grid_constant__ LinearParams);
 }  // namespace quantmoe
 """
-FACTS = "static_assert(quantmoe::Acme4Facts::kBits == 4 && quantmoe::Acme4Facts::group_size(0) == 64);\n"
+FACTS = "static_assert(quantmoe::Acme4Facts::kBits == 4 && quantmoe::Acme4Facts::group_size(0) == 32);\n"
 
 
 @pytest.fixture

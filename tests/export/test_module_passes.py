@@ -4,6 +4,7 @@ test_lowered_attention.py and test_hybrid.py."""
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +12,18 @@ import numpy as np
 import pytest
 import torch
 from specs import moe_spec, projection, routing_spec
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import linear, normalize, silu, softplus
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
+from quantmoe.custom_ops.op import GatherSpec, ReduceSpec
 from quantmoe.exporter.graph.attention import NAME
 from quantmoe.exporter.graph.passes import latent, linear_attention, routers, shared
 from quantmoe.exporter.graph.passes.attention import GROUPED, Called, Unlike, recognise
 from quantmoe.exporter.graph.passes.rows import Rows, attach
+from quantmoe.exporter.graph.passes.sums import meet
 
 RNG = torch.Generator().manual_seed(0)
 
@@ -394,3 +399,15 @@ def test_other_states_are_named(module: Any, change: str) -> None:
     found, left = stateful(module(change))
     assert found == {}
     assert left["mixer"].startswith(f"{module.__name__}: it computes something else than ")
+
+
+@pytest.mark.parametrize(("spec", "operator"), [(ReduceSpec, "all_reduce"), (GatherSpec, "all_gather")])
+def test_outputs_meet_once(spec, operator):
+    """Those of the named modules and no others, with the rank's attributes."""
+    model = torch.nn.Sequential(layer(8, 8), layer(8, 8), layer(16 if spec is GatherSpec else 8, 8))
+    meet(model, ["1"], spec(rank=1, world=2))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        graph = make_fx(model)(torch.empty(3, 8)).graph
+    found = [node for node in graph.nodes if operator in str(node.target)]
+    assert [node.args[0].target for node in found] == [torch.ops.aten.mm.default]
+    assert json.loads(found[0].args[1]) == spec(rank=1, world=2).attributes()

@@ -10,8 +10,10 @@
 #include <cstring>
 #include <random>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "core/attributes.h"
 #include "cpu/kernel.h"
 #include "quantmoe/quant_moe.h"
 
@@ -44,6 +46,11 @@ class Guarded {
  private:
   uint8_t* base_;
 };
+
+// Any value of an enum of op.def.
+inline int32_t any_value(FuzzedDataProvider& data, std::string_view kind) {
+  return data.ConsumeIntegralInRange(0, quantmoe::count_values(kind) - 1);
+}
 
 using Rng = std::minstd_rand;
 inline double uniform(Rng& rng) { return (rng() - Rng::min()) / static_cast<double>(Rng::max() - Rng::min()); }

@@ -222,26 +222,26 @@ void set_attributes(FuzzedDataProvider& data, qm_moe* moe, bool wild, bool exoti
   const int most = data.ConsumeIntegralInRange(0, 7) == 0 ? 200 : 40;
   moe->hidden_size = data.ConsumeIntegralInRange(1, most);
   moe->intermediate_size = data.ConsumeIntegralInRange(1, most);
-  moe->activation = data.ConsumeIntegralInRange(0, 5);
+  moe->activation = any_value(data, "activation");
   moe->gated = moe->activation >= k_activation_swiglu_oai || data.ConsumeBool();
   moe->apply_router_weight_on_input = data.ConsumeBool();
   for (qm_projection* p : {&moe->w13, &moe->w2}) {
-    p->format = data.ConsumeIntegralInRange(0, 1);
+    p->format = data.ConsumeIntegralInRange(0, k_format_int8);
     p->group_size = data.ConsumeIntegralInRange(0, 2) == 0 ? -1 : 32 * data.ConsumeIntegralInRange(1, 4);
     p->block_n = p->layout_version = 1;
-    p->scale_type = data.ConsumeIntegralInRange(0, 2);
+    p->scale_type = data.ConsumeIntegralInRange(0, k_scale_type_bf16);
     p->bias = data.ConsumeBool();
     p->perm = data.ConsumeIntegralInRange(0, p == &moe->w13 ? 1 + moe->gated : 1);
-    p->activation_format = data.ConsumeIntegralInRange(0, 2);
+    p->activation_format = data.ConsumeIntegralInRange(0, k_activation_format_int8_token_asym);
     p->layout = p->zero_points = p->pre_scale = 0;
   }
   if (exotic)  // every format, as the layouts would combine them or not
     for (qm_projection* p : {&moe->w13, &moe->w2}) {
-      p->format = data.ConsumeIntegralInRange(0, 9);
-      p->scale_type = data.ConsumeIntegralInRange(0, 6);
+      p->format = any_value(data, "format");
+      p->scale_type = any_value(data, "scale_type");
       p->group_size = std::array{-1, 16, 32, 64}[data.ConsumeIntegralInRange(0, 3)];
       p->block_n = data.ConsumeIntegralInRange(0, 3) ? 1 : 16;
-      p->activation_format = data.ConsumeIntegralInRange(0, 8);
+      p->activation_format = any_value(data, "activation_format");
       p->zero_points = data.ConsumeBool();
       if (p->format >= k_format_q4_k && data.ConsumeIntegralInRange(0, 3)) set_two_levels(p);
       p->pre_scale = data.ConsumeIntegralInRange(0, p == &moe->w13 ? 1 + moe->gated : 1);

@@ -44,10 +44,10 @@ void linear(FuzzedDataProvider& data, bool wild) {
   qm_projection& p = linear.w;
   p.block_n = data.ConsumeIntegralInRange(0, 7) ? 1 : 16;
   p.layout_version = 1;
-  p.format = data.ConsumeIntegralInRange(0, 9);
-  p.scale_type = data.ConsumeIntegralInRange(0, 6);
+  p.format = any_value(data, "format");
+  p.scale_type = any_value(data, "scale_type");
   p.group_size = std::array{-1, 16, 32, 64, 128}[data.ConsumeIntegralInRange(0, 4)];
-  p.activation_format = data.ConsumeIntegralInRange(0, 8);
+  p.activation_format = any_value(data, "activation_format");
   p.zero_points = data.ConsumeBool();
   if (p.format >= k_format_q4_k && data.ConsumeIntegralInRange(0, 3)) set_two_levels(&p);
   p.bias = data.ConsumeBool();
@@ -108,7 +108,7 @@ void routing(FuzzedDataProvider& data, bool wild) {
   const int size = data.ConsumeIntegralInRange(1, 40);
   r.num_experts = r.n_group * size;
   r.top_k = data.ConsumeIntegralInRange(1, std::min(16, r.topk_group * size));
-  r.method = data.ConsumeIntegralInRange(0, 4);
+  r.method = any_value(data, "method");
   r.renormalize = data.ConsumeBool();
   r.routed_scaling_factor = data.ConsumeBool() ? 1.0f : 2.5f;
   r.shared_experts = data.ConsumeIntegralInRange(0, 3);
@@ -195,11 +195,13 @@ void place_attention(FuzzedDataProvider& data, const qm_attention& a, qm_attenti
   };
   const auto floats = [&](int64_t count) { return static_cast<float*>(take(QM_F32, count)); };
   const int64_t tokens = call.batch * call.tokens, groups = a.kv_num_heads, caches = call.batch * groups;
-  const int64_t d = a.head_size, v = a.v_head_size, tail = a.cache_format == 3 ? 4 : 0;
+  const int64_t d = a.head_size, v = a.v_head_size, tail = cache_tail(a);
   const auto cache = [&](int64_t slots, int64_t width) {
-    return take(call.cache_type, caches * slots * (width + tail), a.cache_format != 0);
+    return take(call.cache_type, caches * slots * (width + tail), a.cache_format != k_cache_format_none);
   };
-  const auto weights = [&](int64_t heads) { return floats(a.qk_norm == 0 ? 0 : a.qk_norm == 1 ? d : heads * d); };
+  const auto weights = [&](int64_t heads) {
+    return floats(a.qk_norm == k_qk_norm_none ? 0 : a.qk_norm == k_qk_norm_head ? d : heads * d);
+  };
   const int64_t key_width = a.key_split ? a.key_split : d, value_width = a.key_split ? d - a.key_split : v;
   call.qkv = take(call.type, tokens * ((a.num_heads + groups) * d + (a.key_split ? 0 : groups * v)));
   call.past_key = cache(call.past_slots, key_width);
@@ -239,12 +241,13 @@ void attention(FuzzedDataProvider& data, bool wild) {
   a.softcap = data.ConsumeBool() ? 3.0f : 0.0f;
   a.rotary_size = 2 * data.ConsumeIntegralInRange(0, a.head_size / 2);
   a.rotary_interleaved = data.ConsumeBool();
-  a.qk_norm = data.ConsumeIntegralInRange(0, 2);
+  a.qk_norm = any_value(data, "qk_norm");
   a.norm_epsilon = 1e-6f;
-  a.cache_format = data.ConsumeIntegralInRange(0, 3);
-  a.k_scale = a.cache_format == 1 || a.cache_format == 2 ? 0.02f : 1.0f;
+  a.cache_format = any_value(data, "cache_format");
+  a.k_scale = has_cache_scales(a) ? 0.02f : 1.0f;
   a.v_scale = a.k_scale;
-  if (!a.cache_format && data.ConsumeIntegralInRange(0, 3) == 0) {  // latent: values are the ends of keys
+  if (a.cache_format == k_cache_format_none &&
+      data.ConsumeIntegralInRange(0, 3) == 0) {  // latent: values are the ends of keys
     a.key_split = data.ConsumeIntegralInRange(0, a.head_size - 1);
     a.v_head_size = std::min(a.v_head_size, a.head_size);
   }

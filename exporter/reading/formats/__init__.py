@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.reading.formats.awq import AWQ
-from quantmoe.exporter.reading.formats.base import Format, MoELayer, Scheme, reading
+from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, MoELayer, reading
 from quantmoe.exporter.reading.formats.compressed_tensors import CompressedTensors
 from quantmoe.exporter.reading.formats.experts import named_experts
 from quantmoe.exporter.reading.formats.fp8 import FP8
@@ -23,7 +23,16 @@ from quantmoe.exporter.reading.gguf import GGUF
 
 FORMATS: tuple[type[Format], ...] = (CompressedTensors, GPTQ, AWQ, FP8, ModelOpt, Quark, GptOss, GGML)
 
-__all__ = ["FORMATS", "Checkpoint", "CheckpointError", "Format", "MoELayer", "Scheme", "find_format", "open_checkpoint"]
+__all__ = [
+    "FORMATS",
+    "Checkpoint",
+    "CheckpointError",
+    "Format",
+    "MoELayer",
+    "ModuleScheme",
+    "find_format",
+    "open_checkpoint",
+]
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:

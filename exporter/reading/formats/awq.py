@@ -13,7 +13,7 @@ import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline, outline
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, Scheme, Tensor, group_size_of
+from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Tensor, group_size_of
 from quantmoe.exporter.reading.formats.gptq import AUTOROUND, autoround_packing
 
 _NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -38,9 +38,9 @@ class AWQ(Format):
         method = quantization.get("quant_method")
         return method == "awq" or (method in AUTOROUND and "awq" in autoround_packing(quantization))
 
-    def scheme(self, module: str) -> Scheme:
+    def scheme(self, module: str) -> ModuleScheme:
         symmetric = " asymmetric" if self.zero_point else ""
-        return Scheme("int4", self.group_size, "none", f"AWQ int4{symmetric} group {self.group_size}")
+        return ModuleScheme("int4", self.group_size, "none", f"AWQ int4{symmetric} group {self.group_size}")
 
     def matrix(self, module: str) -> QuantizedMatrix:
         k, words = self.shape2d(f"{module}.qweight")

@@ -41,7 +41,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Scheme:
+class ModuleScheme:
     """How a module is quantized, in op.def's words.
 
     Attributes:
@@ -112,8 +112,8 @@ class MoELayer:
     activation: str
     gated: bool
     top_k: int
-    scheme: Scheme
-    down_scheme: Scheme
+    scheme: ModuleScheme
+    down_scheme: ModuleScheme
     swiglu_alpha: float
     swiglu_limit: float
     apply_router_weight_on_input: bool
@@ -268,7 +268,7 @@ class Format(ABC):
         """Whether this format wrote a checkpoint with this quantization configuration."""
 
     @abstractmethod
-    def scheme(self, module: str) -> Scheme:
+    def scheme(self, module: str) -> ModuleScheme:
         """How a quantized module is quantized.
 
         Raises:
@@ -290,7 +290,7 @@ class Format(ABC):
     def is_quantized(self, module: str) -> bool:
         return any(f"{module}.{mark}" in self.ckpt for mark in self.marks)
 
-    def scheme_of(self, module: str) -> Scheme:
+    def scheme_of(self, module: str) -> ModuleScheme:
         """:meth:`scheme`, or of a module that the tool left alone: what it is rounded to, or its 16-bit type."""
         if self.is_quantized(module):
             with reading(f"{self.ckpt.folder}: the configuration of {module} cannot be read as {self.name}'s"):
@@ -504,16 +504,16 @@ def dividing(format: Format, what: str) -> Iterator[None]:
         raise CheckpointError(f"{format.ckpt.folder}: {what} among {world} ranks: {error}") from None
 
 
-def float_scheme(dtype: str) -> Scheme:
+def float_scheme(dtype: str) -> ModuleScheme:
     """Of weights that a tool left in a type of FLOAT_KINDS."""
     kind = FLOAT_KINDS[dtype]
-    return Scheme(kind, -1, "none", f"{kind}, not quantized")
+    return ModuleScheme(kind, -1, "none", f"{kind}, not quantized")
 
 
-def rounded_scheme(kind: str, group_size: int) -> Scheme:
+def rounded_scheme(kind: str, group_size: int) -> ModuleScheme:
     """Of weights that are rounded while they are read."""
     group = "a row" if group_size == -1 else f"group {group_size}"
-    return Scheme(kind, group_size, "none", f"rounded to nearest {kind} {group}")
+    return ModuleScheme(kind, group_size, "none", f"rounded to nearest {kind} {group}")
 
 
 def unrounded(weight: np.ndarray, bias: np.ndarray | None) -> QuantizedMatrix:

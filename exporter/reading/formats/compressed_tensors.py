@@ -24,7 +24,15 @@ import regex
 
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, Scheme, Tensor, group_order, group_size_of, matches
+from quantmoe.exporter.reading.formats.base import (
+    FLOATS,
+    Format,
+    ModuleScheme,
+    Tensor,
+    group_order,
+    group_size_of,
+    matches,
+)
 from quantmoe.exporter.reading.formats.bits import in_order, unpack_nibbles, unpack_words
 
 #: (storage, type of number, bits) of weights -> op.def's format
@@ -185,9 +193,9 @@ class CompressedTensors(Format):
         self._groups[module] = found
         return found
 
-    def scheme(self, module: str) -> Scheme:
+    def scheme(self, module: str) -> ModuleScheme:
         group = self.group(module)
-        return Scheme(self._kind(module), group.weights.columns, self._activations(module, group), group.text)
+        return ModuleScheme(self._kind(module), group.weights.columns, self._activations(module, group), group.text)
 
     def _kind(self, module: str) -> str:
         group = self.group(module)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from quantmoe.exporter.reading.checkpoint import CheckpointError
-from quantmoe.exporter.reading.formats.base import ALL_BESIDE, FLOAT_KINDS, MoELayer, Scheme
+from quantmoe.exporter.reading.formats.base import ALL_BESIDE, FLOAT_KINDS, ModuleScheme, MoELayer
 
 if TYPE_CHECKING:
     from quantmoe.exporter.reading.checkpoint import Checkpoint
@@ -207,7 +207,9 @@ def _projections(format: Format, name: str, experts: dict[int, set[str]], num_ex
     return naming
 
 
-def _schemes(format: Format, name: str, projections: tuple[str, ...], num_experts: int) -> tuple[Scheme, Scheme]:
+def _schemes(
+    format: Format, name: str, projections: tuple[str, ...], num_experts: int
+) -> tuple[ModuleScheme, ModuleScheme]:
     """Schemes of gate and up, and of down: a node has one activation_format for each of the two."""
     if not projections:
         return format.scheme(name), format.scheme(name)

@@ -15,7 +15,7 @@ import numpy as np
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, Scheme, Tensor
+from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Tensor
 
 
 class FP8(Format):
@@ -40,22 +40,22 @@ class FP8(Format):
     def claims(quantization: dict[str, Any]) -> bool:
         return quantization.get("quant_method") == "fp8"
 
-    def scheme(self, module: str) -> Scheme:
+    def scheme(self, module: str) -> ModuleScheme:
         if self.weights_only:
             bn, bk = self.block or (1, -1)
             by = f"blocks {bn}x{bk}" if self.block else "rows"
-            return Scheme("fp8_e4m3", bk, "none", f"FP8 {by}")
+            return ModuleScheme("fp8_e4m3", bk, "none", f"FP8 {by}")
         if self.block:
             bn, bk = self.block
             if self.dynamic and bk == 128:
-                return Scheme("fp8_e4m3", bk, "fp8_group128", f"FP8 blocks {bn}x{bk}, activations per 128")
+                return ModuleScheme("fp8_e4m3", bk, "fp8_group128", f"FP8 blocks {bn}x{bk}, activations per 128")
             raise CheckpointError(
                 f"{self.ckpt.folder}: {module}: fp8 blocks {bn}x{bk}, "
                 f"{'dynamic' if self.dynamic else 'static'} activations; supported: dynamic, 128 columns"
             )
         if not self.dynamic:
-            return Scheme("fp8_e4m3", -1, "fp8_tensor", "FP8, static activations per tensor")
-        return Scheme("fp8_e4m3", -1, "fp8_token", "FP8, dynamic activations per token")
+            return ModuleScheme("fp8_e4m3", -1, "fp8_tensor", "FP8, static activations per tensor")
+        return ModuleScheme("fp8_e4m3", -1, "fp8_token", "FP8, dynamic activations per token")
 
     def matrix(self, module: str) -> QuantizedMatrix:
         n, k = self.shape2d(f"{module}.weight")

@@ -14,7 +14,7 @@ import numpy as np
 
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import CheckpointError, is_outline, outline
-from quantmoe.exporter.reading.formats.base import Format, Scheme, Tensor
+from quantmoe.exporter.reading.formats.base import Format, ModuleScheme, Tensor
 from quantmoe.exporter.reading.gguf import GGUF
 from quantmoe.exporter.reading.gguf.header import BLOCKS, TYPES
 
@@ -126,9 +126,9 @@ class GGML(Format):
     def claims(quantization: dict[str, Any]) -> bool:
         return quantization.get("quant_method") == "gguf"
 
-    def scheme(self, module: str) -> Scheme:
+    def scheme(self, module: str) -> ModuleScheme:
         kind, block = self._block(module)
-        return Scheme(block.kind, block.group_size, "none", f"GGUF {kind}")
+        return ModuleScheme(block.kind, block.group_size, "none", f"GGUF {kind}")
 
     def _block(self, module: str) -> tuple[str, Block]:
         """A module's type, and how it is carried."""

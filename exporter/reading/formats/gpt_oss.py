@@ -14,7 +14,7 @@ import numpy as np
 from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import CheckpointError
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, MoELayer, Scheme, Tensor
+from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, MoELayer, Tensor
 from quantmoe.exporter.reading.formats.bits import unpack_nibbles
 
 
@@ -27,8 +27,8 @@ class GptOss(Format):
     def claims(quantization: dict[str, Any]) -> bool:
         return quantization.get("quant_method") == "mxfp4"
 
-    def scheme(self, module: str) -> Scheme:
-        return Scheme("mxfp4", 32, "none", "MXFP4")
+    def scheme(self, module: str) -> ModuleScheme:
+        return ModuleScheme("mxfp4", 32, "none", "MXFP4")
 
     def matrix(self, module: str) -> QuantizedMatrix:
         raise CheckpointError(f"{self.ckpt.folder}: {module}: gpt-oss MXFP4 quantizes experts only")

@@ -21,7 +21,15 @@ import regex
 
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError, is_outline
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, Scheme, Tensor, group_order, group_size_of, matches
+from quantmoe.exporter.reading.formats.base import (
+    FLOATS,
+    Format,
+    ModuleScheme,
+    Tensor,
+    group_order,
+    group_size_of,
+    matches,
+)
 from quantmoe.exporter.reading.formats.bits import in_order, unpack_words
 
 #: bits -> 1 in each code of a word; codes of 3 bits lie across words, and GPTQModel takes 1 from each of them instead
@@ -92,7 +100,7 @@ class GPTQ(Format):
         """The configuration of the first rule that matches, or the whole checkpoint's."""
         return next((config for pattern, config in self.rules if matches(pattern, module)), self.config)
 
-    def scheme(self, module: str) -> Scheme:
+    def scheme(self, module: str) -> ModuleScheme:
         config = self.module_config(module)
         if type(config.bits) is not int or config.bits not in _ONES:
             raise CheckpointError(
@@ -104,7 +112,7 @@ class GPTQ(Format):
                 f"{self.ckpt.folder}: {module}: asymmetric, and the quantization configuration does not say how zero "
                 f"points are stored; expected a packing_format: {PACKINGS}"
             )
-        return Scheme("int8" if config.bits == 8 else "int4", config.group_size, "none", config.text)
+        return ModuleScheme("int8" if config.bits == 8 else "int4", config.group_size, "none", config.text)
 
     def matrix(self, module: str) -> QuantizedMatrix:
         scheme, config = self.scheme(module), self.module_config(module)

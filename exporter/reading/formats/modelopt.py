@@ -38,8 +38,8 @@ from quantmoe.exporter.reading.formats.base import (
     FLOAT_KINDS,
     FLOATS,
     Format,
+    ModuleScheme,
     MoELayer,
-    Scheme,
     Tensor,
     float_scheme,
     group_size_of,
@@ -89,7 +89,7 @@ class ModelOpt(Format):
         """The entry of quantized_layers for a module, or the whole configuration."""
         return next((config for pattern, config in self.layers.items() if fnmatch(module, pattern)), self.config)
 
-    def scheme(self, module: str) -> Scheme:
+    def scheme(self, module: str) -> ModuleScheme:
         fused = f"{module}.gate_up_proj"
         if fused in self.ckpt and self.ckpt.dtype(fused) in FLOAT_KINDS:
             return float_scheme(self.ckpt.dtype(fused))
@@ -105,7 +105,7 @@ class ModelOpt(Format):
         if group_size is None:
             k, groups = self.shape2d(f"{module}.weight")[1], self.shape2d(f"{module}.weight_scale")[1]
             group_size = config.get("group_size") or max(1, k // max(1, groups))
-        return Scheme(format, group_size, activations, f"ModelOpt {algorithm} group {group_size}")
+        return ModuleScheme(format, group_size, activations, f"ModelOpt {algorithm} group {group_size}")
 
     def _refuse_fused(self, module: str, algorithm: str) -> None:
         names = [f"{module}.{leaf}" for leaf in ("gate_up_proj", "gate_up_proj_weight_scale")]
@@ -145,7 +145,7 @@ class ModelOpt(Format):
             bias=self.bias(module, rows),
         )
 
-    def _nvfp4(self, module: str, scheme: Scheme, n: int, k: int) -> QuantizedMatrix:
+    def _nvfp4(self, module: str, scheme: ModuleScheme, n: int, k: int) -> QuantizedMatrix:
         tensors = self.take(
             module,
             [
@@ -168,7 +168,7 @@ class ModelOpt(Format):
             bias=self.bias(module, n),
         )
 
-    def _fp8(self, module: str, scheme: Scheme, n: int, k: int) -> QuantizedMatrix:
+    def _fp8(self, module: str, scheme: ModuleScheme, n: int, k: int) -> QuantizedMatrix:
         static = scheme.activation_format == "fp8_tensor"
         declared = [Tensor("weight", ("F8_E4M3",), (n, k)), Tensor("input_scale", FLOATS, (), required=static)]
         if mx := scheme.activation_format == "mxfp8":

@@ -20,7 +20,7 @@ import numpy as np
 from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix
 from quantmoe.exporter.reading.checkpoint import Checkpoint, CheckpointError
 from quantmoe.exporter.reading.formats.awq import unpack_columns
-from quantmoe.exporter.reading.formats.base import FLOATS, Format, Scheme, Tensor, group_size_of
+from quantmoe.exporter.reading.formats.base import FLOATS, Format, ModuleScheme, Tensor, group_size_of
 from quantmoe.exporter.reading.formats.bits import unpack_nibbles
 from quantmoe.exporter.reading.formats.fp8 import row_scales
 
@@ -82,7 +82,7 @@ class Quark(Format):
             )
         return WEIGHTS[key], weight
 
-    def scheme(self, module: str) -> Scheme:
+    def scheme(self, module: str) -> ModuleScheme:
         kind, weight = self._weight(module)
         config = self.module_config(module)
         inputs, outputs = config.get("input_tensors"), config.get("output_tensors")
@@ -95,14 +95,14 @@ class Quark(Format):
         symmetric = " asymmetric" if weight["dtype"] == "uint4" else ""
         text = f"Quark {weight['dtype']}{symmetric} {weight['qscheme']} group {group_size}"
         if not inputs:
-            return Scheme(kind, group_size, "none", text)
+            return ModuleScheme(kind, group_size, "none", text)
         if inputs.get("dtype") == "fp8_e4m3" and inputs.get("qscheme") == "per_tensor":
-            return Scheme(kind, group_size, "fp8_tensor", f"{text}, fp8 activations per tensor")
+            return ModuleScheme(kind, group_size, "fp8_tensor", f"{text}, fp8 activations per tensor")
         if inputs.get("dtype") == "fp8_e4m3" and inputs.get("qscheme") == "per_channel" and inputs.get("is_dynamic"):
-            return Scheme(kind, group_size, "fp8_token", f"{text}, fp8 activations per token")
+            return ModuleScheme(kind, group_size, "fp8_token", f"{text}, fp8 activations per token")
         dynamic_group = inputs.get("qscheme") == "per_group" and inputs.get("is_dynamic")
         if inputs.get("dtype") == "fp4" and dynamic_group and inputs.get("group_size") == 32:
-            return Scheme(kind, group_size, "mxfp4", f"{text}, MXFP4 activations")
+            return ModuleScheme(kind, group_size, "mxfp4", f"{text}, MXFP4 activations")
         raise CheckpointError(
             f"{self.ckpt.folder}: {module}: Quark input_tensors {inputs.get('dtype')} {inputs.get('qscheme')}; "
             "supported: none, fp8_e4m3 per_tensor, fp8_e4m3 per_channel dynamic, fp4 per_group 32 dynamic"

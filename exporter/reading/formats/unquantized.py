@@ -20,8 +20,8 @@ from quantmoe.exporter.reading.formats.base import (
     FLOAT_KINDS,
     FLOATS,
     Format,
+    ModuleScheme,
     MoELayer,
-    Scheme,
     Tensor,
     float_scheme,
     rounded_scheme,
@@ -74,7 +74,7 @@ class Unquantized(Format):
         name = f"{module}.weight"
         return bool(_LINEAR.fullmatch(module)) and name in self.ckpt and len(self.ckpt.shape(name)) == 2
 
-    def scheme(self, module: str) -> Scheme:
+    def scheme(self, module: str) -> ModuleScheme:
         if self.kind == "none":  # of fused experts
             name = f"{module}.gate_up_proj"
             if self.ckpt.dtype(name) not in FLOAT_KINDS:
