@@ -141,7 +141,7 @@ def test_row_bytes_agree_with_the_layout(name):
         ({"in_features": 1028}, "in_features is 1028"),
         ({"out_features": 0}, "out_features is 0"),
         ({"op_version": 99}, "op_version is 99"),
-        ({"w": {"format": "f16"}}, "w_format is f16 and x is bfloat16"),
+        ({"w": {"format": "f16"}}, "w_format is f16 and activations are bfloat16"),
         ({"w": {"format": "bf16"}}, "w_group_size is 128, the CUDA kernels take -1 for floats"),
         ({"w": {"perm": 2}}, "w_perm is 2"),
         ({"w": {"bias": 2}}, "w_bias is 2"),

@@ -158,18 +158,22 @@ qm_cuda_step choose_down_decode(Choice c) {
   // Bigger clusters leave multiprocessors empty, three or six blocks worst.
   const int64_t list = c.load.most_experts * c.weights.row.units;
   const bool clusters = c.weights.device.sm >= 90;
-  struct {
+  struct Candidate {
     int panels, cluster;
-  } const candidates[] = {{1, 1}, {1, 2}, {1, 4},  // of floats alone
-                          {4, 1}, {4, 2}, {2, 2}, {2, 4}, {4, 4}, {2, 1}};
-  for (const auto& candidate : candidates) {
-    if (!c.take(candidate.panels, 1) || (candidate.cluster > 1 && !clusters)) continue;
-    if (candidate.panels == 4 && c.slots() == c.sms && clusters) continue;
-    if (candidate.panels == 4 && candidate.cluster == 1 && list > 4 * kWarps) continue;
-    c.g.cluster = candidate.cluster;
-    c.g.grid = static_cast<int32_t>(ceil_div(c.weights.row.panels, candidate.panels) * candidate.cluster);
-    if (fill(c.g.grid, c.sms) >= 0.8) break;
-  }
+  };
+  static constexpr Candidate kOfCodes[] = {{4, 1}, {4, 2}, {2, 2}, {2, 4}, {4, 4}, {2, 1}};
+  static constexpr Candidate kOfFloats[] = {{1, 1}, {1, 2}, {1, 4}};
+  const auto choose_of = [&](const auto& candidates) {
+    for (const Candidate& candidate : candidates) {
+      if (!c.take(candidate.panels, 1) || (candidate.cluster > 1 && !clusters)) continue;
+      if (candidate.panels == 4 && c.slots() == c.sms && clusters) continue;
+      if (candidate.panels == 4 && candidate.cluster == 1 && list > 4 * kWarps) continue;
+      c.g.cluster = candidate.cluster;
+      c.g.grid = static_cast<int32_t>(ceil_div(c.weights.row.panels, candidate.panels) * candidate.cluster);
+      if (fill(c.g.grid, c.sms) >= 0.8) break;
+    }
+  };
+  c.sizes.bits == 16 ? choose_of(kOfFloats) : choose_of(kOfCodes);
   return c.g;
 }
 

@@ -77,7 +77,7 @@ void run(Launcher& launcher, void (*kernel)(Params), const Params& params, const
 template <typename T>
 GemmKernel kernel_of(Product product, const qm_projection& w, int path, const qm_cuda_step& s) {
   const bool down = product == Product::kDown;
-  if (kind_of(w) == WeightKind::kFloat) return float_kernel<T>(product, path, s);
+  if (kind_of(w) == WeightKind::kFloat) return s.packed ? nullptr : float_kernel<T>(product, path, s);
   switch (path) {
     case QM_CUDA_DECODE:
     case QM_CUDA_STREAM:
@@ -96,7 +96,7 @@ GemmKernel kernel_of(Product product, const qm_projection& w, int path, const qm
 template <typename T>
 GemmKernel linear_gemm(const qm_projection& w, int path, const qm_cuda_step& s) {
   if (kind_of(w) == WeightKind::kFloat)
-    return float_kernel<T>(path == QM_CUDA_DECODE ? Product::kLinear : Product::kDown, path, s);
+    return s.packed ? nullptr : float_kernel<T>(path == QM_CUDA_DECODE ? Product::kLinear : Product::kDown, path, s);
   if (path == QM_CUDA_DECODE && !s.packed)
     if (const GemmKernel kernel = linear_decode_kernel<T>(w, s)) return kernel;
   return path == QM_CUDA_DECODE || path == QM_CUDA_STREAM ? kernel_of<T>(Product::kDown, w, path, s) : nullptr;
