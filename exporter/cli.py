@@ -137,6 +137,9 @@ def export(
     expert_parallel: Annotated[
         bool, typer.Option("--expert-parallel", help="whole experts in a rank, not a part of each")
     ] = False,
+    expert_map: Annotated[
+        Path | None, typer.Option(help="a file that says which experts stand where: quantmoe trace writes one")
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="replace an earlier export's files, edited or not, and nothing else")
     ] = False,
@@ -148,7 +151,7 @@ def export(
                "logits": logits, "lm_head": lm_head, "cache": cache, "quantize": quantize, "group_size": group_size,
                "state_window": state_window, "mtp": mtp, "layers": layers, "force": force,
                "max_file_size": int(max_file_gb * 1e9), "tensor_parallel": tensor_parallel,
-               "expert_parallel": expert_parallel}  # fmt: skip
+               "expert_parallel": expert_parallel, "expert_map": expert_map}  # fmt: skip
     if tensor_parallel > 1:
         console.print(f"what follows is of rank 0 of {tensor_parallel}", style="yellow")
     if dry_run:
@@ -375,11 +378,18 @@ def trace(
         typer.Option(help="memory for experts; may be repeated; default: shares of all", parser=_bytes),
     ] = None,
     read: Annotated[int, typer.Option(help="bytes a second that the disk reads", parser=_bytes)] = "2GB",  # type: ignore[assignment]
+    expert_map: Annotated[Path | None, typer.Option(help="write this file for export --expert-map")] = None,
+    ranks: Annotated[int, typer.Option(min=2, help="of --expert-map")] = 2,
+    copies: Annotated[int, typer.Option(min=0, help="of --expert-map: how many experts more the ranks hold")] = 0,
+    shared: Annotated[int, typer.Option(min=0, help="of --expert-map: the last experts that are no routed ones")] = 0,
 ) -> None:
-    """How well a cache of experts would do: its hit rate, and what of each token is read from the disk."""
+    """How well a cache of experts would do: its hit rate, and what of each token is read from the disk; or with
+    --expert-map where experts of a sliced model should stand."""
     from quantmoe.exporter.running.trace import curve, read_trace
 
     found = read_trace(file)
+    if expert_map is not None:
+        return _place(found, expert_map, ranks, copies, shared)
     experts = sum(layer["experts"] for layer in found.layers)
     used = sum(int((counts > 0).sum()) for counts in found.use())
     console.print(
@@ -394,6 +404,21 @@ def trace(
         memory, missed = (decimal(int(row[key])) for key in ("bytes", "read"))
         fastest = f"{speed:.1f}" if speed < 1e6 else "-"
         table.add_row(memory, str(row["slots"]), f"{row['hit_rate']:.1%}", missed, fastest)
+    console.print(table)
+
+
+def _place(found: Any, path: Path, ranks: int, copies: int, shared: int) -> None:
+    from quantmoe.exporter.reading.expert_map import balance, in_order, write_map
+
+    loads = [counts[: len(counts) - shared] for counts in found.use()]
+    placed = [balance(tokens, ranks, copies) for tokens in loads]
+    write_map(path, placed)
+    table = Table("layer", "busiest rank, in order", "by the map", title="times the mean of the ranks")
+    for i, (tokens, placement) in enumerate(zip(loads, placed, strict=True)):
+        shares = [
+            p.load(tokens).max() * ranks / max(tokens.sum(), 1) for p in (in_order(len(tokens), ranks), placement)
+        ]
+        table.add_row(str(i), *(f"{share:.2f}" for share in shares))
     console.print(table)
 
 

@@ -220,7 +220,8 @@ def with_shared(
         if not same:
             unlike = ", ".join(differences(spec.w13, own.w13) or differences(spec.w2, own.w2))
             raise ValueError(f"it and the routed experts differ in {unlike}")
-    spec = replace(spec, num_experts=layer.every, expert_offset=layer.ids.start)
+    first, count = layer.span
+    spec = replace(spec, num_experts=count, expert_offset=first)
     if reason := refusal(spec) or _too_large(spec):
         raise ValueError(reason)
     return layer, spec
@@ -435,9 +436,10 @@ def moe_spec(
         parts = (expert.gate, expert.up, expert.down)
         expert = Expert(*(replace(m, kind=floats) if m and m.kind in cuda.FLOATS else m for m in parts))  # type: ignore[arg-type]
     w13, w2 = layout.describe(expert, up, down)
+    first, count = layer.span
     return MoESpec(
-        num_experts=layer.every,
-        expert_offset=layer.ids.start,
+        num_experts=count,
+        expert_offset=first,
         hidden_size=layer.hidden_size,
         intermediate_size=layer.width,
         w13=w13,

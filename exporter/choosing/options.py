@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from quantmoe.exporter.choosing.caches import FLOATS, KINDS
 from quantmoe.exporter.choosing.choose import ACTIVATIONS, LAYOUT
@@ -41,6 +42,7 @@ class Options:
     max_file_size: int = MAX_FILE_SIZE
     tensor_parallel: int = 1
     expert_parallel: bool = False
+    expert_map: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -70,6 +72,8 @@ class Options:
             raise OptionError(f"tensor_parallel is {self.tensor_parallel}, expected 1 to {MAX_RANKS}")
         if self.expert_parallel and self.tensor_parallel == 1:
             raise OptionError("expert_parallel needs tensor_parallel: the number of ranks")
+        if self.expert_map is not None and not self.expert_parallel:
+            raise OptionError("expert_map needs expert_parallel: whole experts in a rank")
         if self.target == "ort" and self.tensor_parallel > 1:
             raise OptionError("target ort has no AllReduce: tensor_parallel is for targets cpu and cuda")
         if self.mtp and self.tensor_parallel > 1:

@@ -49,6 +49,7 @@ from quantmoe.exporter.graph.passes.attention import (
 from quantmoe.exporter.graph.passes.divided_norms import divide_by_roots
 from quantmoe.exporter.graph.passes.interface import set_cache_type, set_state_type
 from quantmoe.exporter.graph.passes.norms import plain_norms
+from quantmoe.exporter.graph.passes.placement import place_experts
 from quantmoe.exporter.graph.passes.repeat import RepeatError, repeat_layers
 from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
 from quantmoe.exporter.graph.passes.routers import replace_routers
@@ -155,6 +156,8 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
         layers = {model.get_submodule(path).layer_idx: codes for path, codes in attends.caches.codes.items()}
         set_cache_type(graph, CACHES.get(attends.kind) if target == "cpu" else None, layers)
     set_state_type(graph)
+    tables = {name: table for name, layer in chosen.experts.items() if (table := layer.table()) is not None}
+    place_experts(graph, tables)
     return graph
 
 

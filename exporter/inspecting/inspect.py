@@ -62,7 +62,8 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
     Returns:
         ``layers`` and ``linears`` (one dict a node: name, module, format, attributes, sizes, bytes, bits_per_weight;
         of QMoE and MatMulNBits nodes ``tensors`` by part in the place of one tensor;
-        of layers ``shared``: names of the last experts where they are a shared one, and ``top_k`` of the router before
+        of layers ``shared``: names of the last experts where they are a shared one, ``experts``: where a map placed
+        them the ``ids`` of those in the file and how many are ``routed``, else None, and ``top_k`` of the router before
         them, with these, None without one; of linears ``rows``: where a node
         has those of several modules, how many of each),
         ``routers`` (MoERouting and MoERouter nodes: name, attributes),
@@ -246,8 +247,13 @@ def _layer(path: Path, node: ir.Node) -> dict[str, Any]:
     shared = json.loads(metadata.get("shared", "[]"))
     if not isinstance(shared, list) or len(shared) > spec.num_experts:
         raise ModelError(f"{path}: node {node.name}: shared is {shared}, expected the names of its last experts")
-    return _description(node, spec, sizes, metadata, sizes["w13"]["shape"][0] * per_expert) | {
+    experts = json.loads(metadata.get("experts", "null"))
+    held = sizes["w13"]["shape"][0]
+    if experts is not None and not (isinstance(experts, dict) and len(experts.get("ids", ())) == held):
+        raise ModelError(f"{path}: node {node.name}: experts are {experts}, expected the ids of {held}")
+    return _description(node, spec, sizes, metadata, held * per_expert) | {
         "shared": shared,
+        "experts": experts,
         "top_k": _top_k(node),
     }
 
@@ -281,7 +287,7 @@ def _qmoe(path: Path, node: ir.Node, values: Mapping[int, ir.Value], metadata: d
             parts[projection][part] = values[index]
     sizes = {projection: _tensors(spec, projection, found) for projection, found in parts.items()}
     weights = 3 * spec.num_experts * spec.hidden_size * spec.intermediate_size
-    return _description(node, spec, sizes, metadata, weights) | {"shared": [], "top_k": own["k"]}
+    return _description(node, spec, sizes, metadata, weights) | {"shared": [], "experts": None, "top_k": own["k"]}
 
 
 def _matmul_nbits(
@@ -324,6 +330,9 @@ def _tensors(spec: MoESpec, projection: str, values: Mapping[str, ir.Value]) -> 
 
 def _top_k(node: ir.Node) -> int | None:
     router = node.inputs[1].producer() if node.inputs[1] is not None else None
+    while router is not None and router.op_type in ("Gather", "Add"):  # passes/placement.py
+        ids = router.inputs[int(router.op_type == "Gather")]
+        router = ids.producer() if ids is not None else None
     if router is None or router.domain != DOMAIN:
         return None
     found = (router.attributes.get(name) for name in ("top_k", "shared_experts"))

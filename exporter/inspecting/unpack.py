@@ -104,10 +104,11 @@ def _matrices(node: dict[str, Any], initializers: Any) -> Iterator[tuple[str, Qu
         yield from zip(parts, matrices, strict=True)
         return
     w13, w2 = rows("w13"), rows("w2")
-    routed = spec.num_experts - len(node["shared"])
+    experts = node["experts"] or {"routed": spec.num_experts - len(node["shared"])}
+    routed, ids = experts["routed"], experts.get("ids", range(spec.expert_offset, spec.num_experts))
     for e in range(len(w13)):
         expert = LAYOUTS[spec.w13.layout].unpack(spec, w13[e], w2[e])
-        number = spec.expert_offset + e
+        number = ids[e]
         name = f"{node['module']}.{number}" if number < routed else node["shared"][number - routed]
         for role in ("gate", "up", "down"):
             if (matrix := getattr(expert, role)) is not None:

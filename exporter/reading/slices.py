@@ -16,7 +16,9 @@ from quantmoe.custom_ops.matrix import QuantizedMatrix, portion
 from quantmoe.exporter.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from quantmoe.exporter.reading.expert_map import Placement
 
 #: linears whose rows, and whose columns, are divided; others would need their heads in another order, or more sums
 ROWS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "sinks", "lm_head")
@@ -63,11 +65,13 @@ class Slice:
     Attributes:
         rank: 0 to world - 1.
         whole_experts: it has some experts, not a part of each.
+        placements: of layers by their numbers, where a map says which experts are where.
     """
 
     rank: int
     world: int
     whole_experts: bool = False
+    placements: Mapping[int, Placement] | None = None
 
     def expert(self, expert: Expert) -> Expert:
         """The rank's part of an expert.
@@ -80,14 +84,20 @@ class Slice:
         rows, columns = (Cut(axis, self.rank, self.world) for axis in (0, 1))
         return Expert(expert.gate and rows.matrix(expert.gate), rows.matrix(expert.up), columns.matrix(expert.down))
 
-    def ids(self, experts: int) -> range:
-        """Which of a layer's experts the rank has.
+    def ids(self, experts: int, routed: int, layer: int) -> Sequence[int]:
+        """Which of a layer's experts the rank has, in the order of its file.
+
+        Args:
+            experts: routed and shared ones. layer: its number.
 
         Raises:
             ValueError: fewer experts than ranks.
         """
         if not self.whole_experts:
             return range(experts)
+        if self.placements is not None:
+            shared = range(routed, experts) if self.rank == self.world - 1 else ()
+            return (*self.placements[layer].ranks[self.rank], *shared)
         if experts < self.world:
             raise ValueError(f"{experts} experts among {self.world} ranks, expected at least one in each")
         return range(self.rank * experts // self.world, (self.rank + 1) * experts // self.world)

@@ -44,6 +44,7 @@ def export(
     max_file_size: int = MAX_FILE_SIZE,
     tensor_parallel: int = 1,
     expert_parallel: bool = False,
+    expert_map: str | Path | None = None,
     force: bool = False,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Report:
@@ -85,6 +86,7 @@ def export(
         tensor_parallel: ranks that the model is divided among: ``output`` gets a folder of each, rank0 and so on, and
             the Report is that of rank 0. See docs/parallel.md.
         expert_parallel: a rank has some experts whole, not a part of each.
+        expert_map: a file that says which (exporter/reading/expert_map.py); by default as many in each, in order.
         force: replace an earlier export in ``output``, its files edited or not; what is there and no export wrote is
             kept or refused.
         progress: called with stage, bytes done, bytes in all.
@@ -113,6 +115,7 @@ def export(
         max_file_size,
         tensor_parallel,
         expert_parallel,
+        expert_map,
     )
     folders = rank_folders(Path(output), options)
     for folder in folders:

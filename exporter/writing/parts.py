@@ -161,6 +161,8 @@ def _pack(
             metadata["spec"] = json.dumps(spec.attributes())
         if layer.shared:
             metadata["shared"] = json.dumps(layer.shared.names())
+        if not isinstance(layer.ids, range):
+            metadata["experts"] = json.dumps({"ids": list(layer.ids), "routed": layer.num_experts})
         region.finish(metadata)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from quantmoe.custom_ops.op import LinearSpec, MoESpec
 from quantmoe.exporter.choosing.choose import Choice, activation_format, choose, choose_experts
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError
+from quantmoe.exporter.reading.expert_map import placements
 from quantmoe.exporter.reading.formats import Format, find_format, open_checkpoint
 from quantmoe.exporter.reading.formats.base import BESIDE, MTP
 from quantmoe.exporter.reading.formats.unquantized import Unquantized
@@ -135,6 +137,9 @@ def prepare(
     """
     progress("reading", 0, 1)
     format = open_format(checkpoint, options.quantize, options.group_size, options.wanted)
+    if part is not None and options.expert_map is not None:
+        routed = {layer.index: layer.num_experts for layer in format.moe_layers()}
+        part = replace(part, placements=placements(Path(options.expert_map), part.world, routed))
     format.slice = part
     formats, layout = formats_of(format, options.mtp), options.layout
     floats = options.graph_type if layout == "marlin" else None

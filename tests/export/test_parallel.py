@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -16,17 +17,22 @@ import pytest
 import torch
 from checkpoints import TINY, make_gptq_checkpoint
 from export.test_model import error, run, tokens
+from hypothesis import given
+from hypothesis import strategies as st
 from once import made_once
 from safetensors.torch import load_file
 from tiny import make_checkpoint
 
 from quantmoe.exporter.choosing.options import Options
 from quantmoe.exporter.errors import CheckpointError, OptionError
+from quantmoe.exporter.inspecting.inspect import inspect
 from quantmoe.exporter.inspecting.unpack import unpack
+from quantmoe.exporter.reading.expert_map import balance, in_order, placements, write_map
 from quantmoe.exporter.reading.slices import Slice
 from quantmoe.exporter.running.generate import Generator, ModelError
 from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
+from quantmoe.exporter.writing.prepare import open_format
 
 GROUPS = (f"model {i}" for i in count())
 #: 4 ranks of 2 heads of keys and values: two ranks have each
@@ -119,6 +125,90 @@ def test_all_ranks_equal_the_whole_model(checkpoint, whole, tmp_path, architectu
         assert error(logits, want) < 2e-5
         np.testing.assert_array_equal(logits, found[0])  # every rank chooses the same tokens
     check_bytes(folder, whole(architecture), whole_experts)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_ranks_with_experts_as_a_map_says(checkpoint, whole, tmp_path, architecture):
+    """Any experts in any rank, some several times: each pair is computed once, by a rank that all agree on."""
+    layers = open_format(checkpoint(architecture), None, None, None).moe_layers()
+    rng = np.random.default_rng(1)
+    found = [balance(rng.zipf(1.5, layer.num_experts), 4, 4) for layer in layers]
+    assert all(placement.copies > 1 for placement in found)
+    write_map(tmp_path / "map.json", found)
+    options = {"tensor_parallel": 4, "expert_parallel": True, "expert_map": tmp_path / "map.json"}
+    export(checkpoint(architecture), tmp_path / "slices", **EVERY_LOGIT, **options)
+    ids = tokens(2, 9)
+    want = run(Generator(whole(architecture)), ids, (7, 1, 1))
+    for logits in run_all(tmp_path / "slices", ids, (7, 1, 1)):
+        assert error(logits, want) < 2e-5  # see above
+    weights, stored = unpacked(whole(architecture)), set()
+    for rank in range(4):
+        for name, tensor in unpacked(tmp_path / "slices" / f"rank{rank}").items():
+            if ".experts." in name:
+                assert torch.equal(tensor, weights[name]), name
+                stored.add(name)
+    assert stored == {name for name in weights if ".experts." in name}
+    nodes = inspect(tmp_path / "slices" / "rank0")["layers"]
+    assert [node["experts"]["ids"] for node in nodes] == [list(placement.ranks[0]) for placement in found]
+    assert all(node["top_k"] for node in nodes)
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=24), st.integers(2, 6), st.integers(0, 24))
+def test_a_balanced_map(tokens, world, copies):
+    """Every expert stands, none twice in a rank, all ranks hold as many; each pair is in one rank's table."""
+    experts = len(tokens)
+    if (experts + copies) % world or experts + copies > world * experts:
+        with pytest.raises(OptionError, match=f"{experts} experts and {copies} copies among {world} ranks"):
+            balance(tokens, world, copies)
+        return
+    placed = balance(tokens, world, copies)
+    assert {len(set(own)) for own in placed.ranks} == {(experts + copies) // world}
+    assert set().union(*placed.ranks) == set(range(experts))
+    tables = np.array([placed.table(rank, experts) for rank in range(world)])
+    assert ((tables >= 0).sum(0) == 1).all()
+    for rank, table in enumerate(tables):
+        for e, at in zip(np.broadcast_to(np.arange(experts), table.shape)[table >= 0], table[table >= 0], strict=True):
+            assert placed.ranks[rank][at] == e
+    assert placed.load(tokens).sum() == pytest.approx(sum(tokens))
+
+
+def test_a_map_of_a_skewed_load():
+    """Zipf: in order, the rank of the hottest experts has most of the tokens."""
+    loads = 1 / np.arange(1, 129)
+    shares = [placed.load(loads).max() * 8 / loads.sum() for placed in (in_order(128, 8), balance(loads, 8, 16))]
+    assert shares[0] > 4
+    assert shares[1] < 1.1
+
+
+MAP = [[0, 1, 2, 3], [3, 0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "expected JSON"),
+        ('{"map": []}', "expected JSON"),
+        ('{"physical_to_logical_map": [[0.5]]}', "expected JSON"),
+        (MAP[:1], "has 1 rows, expected one for each of 2 layers"),
+        ([MAP[0][:3], MAP[1]], "of layer 3 has 3 experts, expected as many in each of 2 ranks"),
+        ([[0, 1, 2, 2], MAP[1]], "of layer 3 has not expert 3"),
+        ([MAP[0], [*MAP[1], 4, 0]], "of layer 5 has expert 4, expected 0 to 3"),
+        ([MAP[0], [0, 0, 1, 1, 2, 3, 2, 3]], "of layer 5 has an expert twice in rank 0"),
+    ],
+)
+def test_maps_that_do_not_fit(tmp_path, text, message):
+    path = tmp_path / "map.json"
+    path.write_text(text if isinstance(text, str) else json.dumps({"physical_to_logical_map": text}))
+    with pytest.raises((OptionError, CheckpointError), match=message) as raised:
+        placements(path, 2, {3: 4, 5: 4})
+    assert str(path) in str(raised.value)
+
+
+def test_a_map_that_is_not_there(tmp_path):
+    with pytest.raises(OptionError, match="no map: No such file"):
+        placements(tmp_path / "no map", 2, {3: 4})
+    with pytest.raises(OptionError, match="expert_map needs expert_parallel"):
+        Options(tensor_parallel=2, expert_map=tmp_path / "no map")
 
 
 def check_bytes(folder: Path, whole: Path, whole_experts: bool) -> None:

@@ -7,7 +7,7 @@ import copy
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -128,9 +128,28 @@ class MoELayer:
         return self.num_experts + (self.shared.count if self.shared else 0)
 
     @property
-    def ids(self) -> range:
-        """Those in a file: all of them, or a rank's."""
-        return self.format.slice.ids(self.every) if self.format.slice else range(self.every)
+    def ids(self) -> Sequence[int]:
+        """Those in a file, in its order: all of them, or a rank's."""
+        part = self.format.slice
+        return part.ids(self.every, self.num_experts, self.index) if part else range(self.every)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Of the ids that the node knows, the first one in its file and how many there are; a node after a map's table
+        counts its file's experts from 0."""
+        ids = self.ids
+        return (ids.start, self.every) if isinstance(ids, range) else (0, len(ids))
+
+    def table(self) -> np.ndarray | None:
+        """Of a rank whose experts a map says: see :meth:`Placement.table`, with the shared experts; else None."""
+        part = self.format.slice
+        if part is None or part.placements is None:
+            return None
+        found = part.placements[self.index].table(part.rank, self.every)
+        for at, expert in enumerate(self.ids):
+            if expert >= self.num_experts:
+                found[:, expert] = at
+        return found
 
     @property
     def width(self) -> int:

@@ -1,0 +1,150 @@
+"""Which experts stand on which rank, by measured load: ``export --expert-map`` (docs/parallel.md).
+
+A file of JSON, ``{"physical_to_logical_map": [[...], ...]}``: a row for each layer of experts, in the model's order, of
+the experts that the ranks hold one after the other, as many each. An expert may stand several times; tokens are then
+spread over its copies by their positions. The name and the form are those of DeepSeek's EPLB.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from quantmoe.exporter.errors import CheckpointError, OptionError
+
+KEY = "physical_to_logical_map"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the experts of a layer are: ``ranks[r]`` has the ids of rank r's, in the order of its file."""
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    @property
+    def copies(self) -> int:
+        """Of the expert that stands most often."""
+        return int(np.bincount(np.concatenate(self.ranks)).max())
+
+    def table(self, rank: int, every: int) -> np.ndarray:
+        """Rows of the rank's file: int64 [copies, every], -1 where another rank has the pair.
+
+        Column e is expert e's. A token at position p takes row p % copies, and so the copy p % copies % (how often e
+        stands): each pair is computed by exactly one rank.
+        """
+        found = np.full((self.copies, every), -1)
+        for expert in range(every):
+            places = [(r, own.index(expert)) for r, own in enumerate(self.ranks) if expert in own]
+            for row in range(self.copies if places else 0):
+                holder, at = places[row % len(places)]
+                if holder == rank:
+                    found[row, expert] = at
+        return found
+
+    def load(self, tokens: Sequence[float]) -> np.ndarray:
+        """Of each rank, of so many tokens of each expert."""
+        counts = np.bincount(np.concatenate(self.ranks), minlength=len(tokens))
+        each = np.asarray(tokens, float) / np.maximum(counts, 1)
+        return np.array([each[list(own)].sum() for own in self.ranks])
+
+
+def placements(path: Path, world: int, experts: Mapping[int, int]) -> dict[int, Placement]:
+    """What a map says of each layer.
+
+    Args:
+        world: ranks. experts: how many routed ones each layer has, by the layer's number, in the model's order.
+
+    Raises:
+        OptionError: the file cannot be read, or is no map.
+        CheckpointError: it does not fit the model or the number of ranks; names the file and the layer.
+    """
+    try:
+        rows = json.loads(path.read_text())[KEY]
+        if any(type(e) is not int for row in rows for e in row):
+            raise TypeError
+    except OSError as error:
+        raise OptionError(f"expert_map {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise OptionError(f'expert_map {path}: expected JSON, {{"{KEY}": [[expert, ...], ...]}}') from None
+    if len(rows) != len(experts):
+        raise CheckpointError(f"{path}: {KEY} has {len(rows)} rows, expected one for each of {len(experts)} layers")
+    found = {}
+    for row, (layer, count) in zip(rows, experts.items(), strict=True):
+        where = f"{path}: {KEY} of layer {layer}"
+        if not row or len(row) % world:
+            raise CheckpointError(f"{where} has {len(row)} experts, expected as many in each of {world} ranks")
+        if missing := set(range(count)) - set(row):
+            raise CheckpointError(f"{where} has not expert {min(missing)}")
+        if strange := set(row) - set(range(count)):
+            raise CheckpointError(f"{where} has expert {min(strange)}, expected 0 to {count - 1}")
+        size = len(row) // world
+        ranks = tuple(tuple(row[r * size : (r + 1) * size]) for r in range(world))
+        for r, own in enumerate(ranks):
+            if len(set(own)) < size:
+                raise CheckpointError(f"{where} has an expert twice in rank {r}")
+        found[layer] = Placement(ranks)
+    return found
+
+
+def balance(tokens: Sequence[float], world: int, copies: int) -> Placement:
+    """The hottest experts get ``copies`` copies more; then each, the hottest first, goes to the idlest rank with room.
+
+    The greedy steps of DeepSeek's EPLB (replicate, then pack), within one group of ranks.
+
+    Args:
+        tokens: of each expert.
+
+    Raises:
+        OptionError: experts and copies are no multiple of the ranks, or more than one of an expert in a rank.
+    """
+    experts = len(tokens)
+    size, rest = divmod(experts + copies, world)
+    if rest or size > experts:
+        raise OptionError(
+            f"{experts} experts and {copies} copies among {world} ranks: expected a multiple of the ranks, and at most "
+            f"{experts} in each"
+        )
+    counts = np.ones(experts, int)
+    load = np.asarray(tokens, float)
+    for _ in range(copies):
+        more = np.where(counts < world, load / counts, -1)
+        counts[int(more.argmax())] += 1
+    ranks: list[list[int]] = [[] for _ in range(world)]
+    busy = np.zeros(world)
+    for expert in sorted(np.repeat(np.arange(experts), counts).tolist(), key=lambda e: (-load[e] / counts[e], e)):
+        room = [r for r in range(world) if len(ranks[r]) < size and expert not in ranks[r]]
+        if not room:  # the last places are where it stands already: it changes places with another
+            expert = _exchange(ranks, expert, size)
+            room = [r for r in range(world) if len(ranks[r]) < size and expert not in ranks[r]]
+        rank = min(room, key=lambda r: (busy[r], r))
+        ranks[rank].append(expert)
+        busy[rank] = sum(load[e] / counts[e] for e in ranks[rank])
+    return Placement(tuple(tuple(sorted(own)) for own in ranks))
+
+
+def _exchange(ranks: list[list[int]], expert: int, size: int) -> int:
+    """Puts an expert into a full rank in the place of one that a rank with room lacks, and returns that one."""
+    free = [own for own in ranks if len(own) < size]
+    for own in ranks:
+        if expert in own:
+            continue
+        for i, other in enumerate(own):
+            if any(other not in rank for rank in free):
+                own[i] = expert
+                return other
+    raise AssertionError("size is at most the number of experts")
+
+
+def in_order(experts: int, world: int) -> Placement:
+    """Without a map: :meth:`Slice.ids`."""
+    return Placement(tuple(tuple(range(r * experts // world, (r + 1) * experts // world)) for r in range(world)))
+
+
+def write_map(path: Path, found: Sequence[Placement]) -> None:
+    """Writes a map, a row a layer."""
+    rows = [[e for own in placement.ranks for e in own] for placement in found]
+    path.write_text(json.dumps({KEY: rows}) + "\n")
