@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from quantmoe.exporter.errors import CheckpointError, OptionError
 
@@ -45,10 +46,10 @@ class Placement:
                     found[row, expert] = at
         return found
 
-    def load(self, tokens: Sequence[float]) -> np.ndarray:
+    def load(self, tokens: ArrayLike) -> np.ndarray:
         """Of each rank, of so many tokens of each expert."""
-        counts = np.bincount(np.concatenate(self.ranks), minlength=len(tokens))
-        each = np.asarray(tokens, float) / np.maximum(counts, 1)
+        each = np.asarray(tokens, float)
+        each = each / np.maximum(np.bincount(np.concatenate(self.ranks), minlength=len(each)), 1)
         return np.array([each[list(own)].sum() for own in self.ranks])
 
 
@@ -90,7 +91,7 @@ def placements(path: Path, world: int, experts: Mapping[int, int]) -> dict[int, 
     return found
 
 
-def balance(tokens: Sequence[float], world: int, copies: int) -> Placement:
+def balance(tokens: ArrayLike, world: int, copies: int) -> Placement:
     """The hottest experts get ``copies`` copies more; then each, the hottest first, goes to the idlest rank with room.
 
     The greedy steps of DeepSeek's EPLB (replicate, then pack), within one group of ranks.
@@ -101,7 +102,8 @@ def balance(tokens: Sequence[float], world: int, copies: int) -> Placement:
     Raises:
         OptionError: experts and copies are no multiple of the ranks, or more than one of an expert in a rank.
     """
-    experts = len(tokens)
+    load = np.asarray(tokens, float)
+    experts = len(load)
     size, rest = divmod(experts + copies, world)
     if rest or size > experts:
         raise OptionError(
@@ -109,7 +111,6 @@ def balance(tokens: Sequence[float], world: int, copies: int) -> Placement:
             f"{experts} in each"
         )
     counts = np.ones(experts, int)
-    load = np.asarray(tokens, float)
     for _ in range(copies):
         more = np.where(counts < world, load / counts, -1)
         counts[int(more.argmax())] += 1
