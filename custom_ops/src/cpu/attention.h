@@ -7,6 +7,12 @@
 //   multiply_add(a, x, sum)     a * x + sum, rounded once, a float
 //   transpose(rows, at, out)    features at .. at + 15 of 16 keys to out [16 features][16 keys]
 //   without_payload(x)          x with the quiet NaN for each NaN
+//
+//   prefill: a tile of rows, kRows at a time     decode: a split of the keys for all heads of a group
+//     keys   [16 of them, transposed]              scores: 16 keys at a time, sums over the features in lanes
+//     scores -> largest, weights, sums             values: kVectors vectors of columns at a time
+//     values [16 of them] -> output                splits are added up in their order
+//
 // Everything else is plain loops, compiled for the including file's instruction set and in an unnamed namespace, as in
 // elementwise.h. Elements of a cache are float, uint16_t of float16, int8_t and E4m3.
 #pragma once

@@ -5,6 +5,10 @@
 //   kColumnBytes                     of a panel that a step of the loop takes: 64 or 128
 //   number(at)                       what fma takes for a float times Floats
 //   panels_of(tokens)                panels at once: few tokens alone would wait for each other's sums. Most for one
+//
+//   panel     column 0  [row 0 .. row 15]         V: kRows of them              sums, M tokens x rows:
+//             column 1  [row 0 .. row 15]    x    number(x[token][column])  ->  sum += numbers * x, column by column
+//             ...                                 in all lanes
 // Everything is in an unnamed namespace, as in elementwise.h.
 #pragma once
 #include <utility>

@@ -1,6 +1,12 @@
 // The panels of FORMAT.md 2.10, ggml's K-quants, for every instruction set: 16 rows, of which V has kRows in its lanes.
 // pack_k_tile packs their tiles. Everything is in an unnamed namespace, as in elementwise.h.
 //
+//   a block of a panel, 256 columns                                   of each row and token
+//     codes of 32 columns [four 0 .. 7][row 0 .. 15][4 columns]         s = the int8 products of a group, an integer
+//     ... eight times
+//     scales and minima   [group][row 0 .. 15]                          sum += scale * s - minimum * the group's sum of
+//     x
+//
 // V says what Bytes (4 columns of each row), Floats (a number of each row) and Sums (an integer of each row) are:
 //   load(at)                         kRows * 4 bytes
 //   nibbles<high>(bytes)             the low or the high nibble of each

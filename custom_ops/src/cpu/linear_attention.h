@@ -1,5 +1,11 @@
 // CausalConv and GatedDelta: FORMAT.md section 6, operation by operation, on the vectors of attention.h. Of these Isa
 // has
+//
+//   a head's state S, K rows:  | slab 0 | slab 1 | ...     a slab: kSlab vectors of columns of all K rows
+//   a token, of each slab:     m = (k d) S, o = (q d) S    one pass over the rows, d being their decays
+//                              delta = beta (v - m)
+//                              S = d S + k delta, o += (q k) delta
+//
 //   kSlab                  vectors of a state's columns that are worked on at a time: their sums fit the registers, K
 //                          rows of them L1
 #pragma once
