@@ -57,6 +57,7 @@ def variant(name, metadata={}, nan=False):
 variant("stops at ends", {"eos_token_id": f"1000000,{stop}", "context_length": "4096"})
 variant("context", {"eos_token_id": "1000000", "context_length": "8"})
 variant("old")
+variant("other", {"identity": "0" * 64})
 variant("turns", {"eos_token_id": "1000000", "chat.begin": "You: ", "chat.reply": "\nI: ", "chat.next": ".\nYou: "})
 template = variant("talking") / "chat_template.jinja"
 template.write_text("{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}{{ eos_token }}<assistant> ")
@@ -199,6 +200,73 @@ if command -v dotnet >/dev/null; then
   section "samples/csharp"
   sample dotnet build/samples-csharp/bin/Generate/debug/Generate.dll
   library_of_the_folder dotnet build/samples-csharp/bin/Generate/debug/Generate.dll
+fi
+
+section "a prompt on disk, from Python and back"
+good '' quantmoe export samples/demo_model/hybrid "$work/hybrid" --activations float --logits 3 --state-window 3
+goes_on() { # FOLDER COMMAND...: from a file of Python, and Python from its file; the same tokens and, if identical is set, bytes
+  local folder=$1 ids="1 2 3 4 5 6 7 8 9 10 11 12" said new more
+  shift
+  good '' quantmoe generate "$folder" --ids "${ids// /,}" --max-new-tokens 6 --temperature 0 --save-state "$work/python.state"
+  said=$(head -1 "$work/out" | tr , ' ')
+  good "^$said *$" "$@" --save-state "$work/own.state" "$folder" 6 $ids
+  [ ! "$identical" ] || good '' cmp "$work/python.state" "$work/own.state"
+  for more in "$said 20 21" "33 34"; do # all of the file, and as far as the end of the prompt
+    good '^[0-9 ]+$' "$@" "$folder" 5 $ids $more
+    new=$(sed 's/ *$//' "$work/out")
+    good "^$new *$" "$@" --load-state "$work/python.state" --save-state "$work/own2.state" "$folder" 5 $ids $more
+    more="$ids $more"
+    good "^${new// /,}$" quantmoe generate "$folder" --ids "${more// /,}" --max-new-tokens 5 --temperature 0 \
+      --load-state "$work/own.state" --save-state "$work/python2.state"
+    grep -qE 'prompt: [23] tokens' "$work/err" || complain "expected that only what is new is run" quantmoe generate
+    [ ! "$identical" ] || good '' cmp "$work/python2.state" "$work/own2.state"
+  done
+}
+python - "$work" <<'PYTHON' || exit 1
+import subprocess, sys
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+work = sys.argv[1]
+options = ["--ids", "1,2,3,4", "--max-new-tokens", "3", "--temperature", "0", "--save-state", f"{work}/good.state"]
+subprocess.run(["quantmoe", "generate", f"{work}/hybrid", *options], check=True, capture_output=True)
+whole, tensors = open(f"{work}/good.state", "rb").read(), load_file(f"{work}/good.state")
+key = next(name for name in tensors if name.endswith(".key"))
+changed = {
+    "shape": {key: tensors[key][:, :, 1:].copy()},
+    "missing": {key: None},
+    "more": {"more": np.zeros(1, np.float32)},
+    "end": {name.replace("@6", "@5"): array for name, array in tensors.items()} | {n: None for n in tensors if "@6" in n},
+}
+for name, change in changed.items():
+    save_file({n: array for n, array in (tensors | change).items() if array is not None}, f"{work}/{name}.state")
+for name, data in {"empty": b"", "cut": whole[:-1], "half": whole[: len(whole) // 2], "json": whole[:8] + b"[" + whole[9:]}.items():
+    open(f"{work}/{name}.state", "wb").write(data)
+PYTHON
+states() { # COMMAND...: a sample that reads and writes the file
+  goes_on "$model" "$@"
+  goes_on "$work/hybrid" "$@"
+  while IFS='|' read -r pattern arguments; do
+    eval "bad 1 \"\$pattern\" \"\$@\" $arguments"
+  done <<'TABLE'
+good.state: saved with another model|--load-state "$work/good.state" "$model" 4 1
+good.state: saved with another model|--load-state "$work/good.state" "$work/other" 4 1
+shape.state: past_key_values.2.key is F16 \[1, 2, 5, 64\], expected F16 \[1, 2, 6, 64\]|--load-state "$work/shape.state" "$work/hybrid" 4 1
+missing.state: past_key_values.2.key is missing|--load-state "$work/missing.state" "$work/hybrid" 4 1
+more.state: more is not of this model's cache|--load-state "$work/more.state" "$work/hybrid" 4 1
+end.state: expected states after its 6 tokens, found those after \[4, 5\]|--load-state "$work/end.state" "$work/hybrid" 4 1
+empty.state: 0 bytes|--load-state "$work/empty.state" "$work/hybrid" 4 1
+cut.state: .*; is it truncated\?|--load-state "$work/cut.state" "$work/hybrid" 4 1
+half.state: .*; is it truncated\?|--load-state "$work/half.state" "$work/hybrid" 4 1
+json.state: corrupt header|--load-state "$work/json.state" "$work/hybrid" 4 1
+nowhere.state|--load-state "$work/nowhere.state" "$work/hybrid" 4 1
+nowhere|--save-state "$work/nowhere/state" "$work/hybrid" 4 1
+no tokens to save|--save-state "$work/state" "$work/hybrid" 0 1
+TABLE
+}
+identical=1 states build/samples-cpp/generate
+if command -v dotnet >/dev/null; then # of NuGet's ONNX Runtime, whose last bits may be others
+  identical='' states dotnet build/samples-csharp/bin/Generate/debug/Generate.dll
 fi
 
 section "messages of docs/troubleshooting.md"

@@ -21,7 +21,7 @@ from quantmoe.exporter.running.sampling import Sampler, Sampling, read_object
 from quantmoe.exporter.running.speculate import Head, Lookup, Speculation
 from quantmoe.exporter.running.states import load as load_states
 from quantmoe.exporter.running.states import save as save_states
-from quantmoe.exporter.writing.genai import LOGITS, SHARE_BUFFER, eos_tokens
+from quantmoe.exporter.writing.genai import IDENTITY, LOGITS, SHARE_BUFFER, eos_tokens
 from quantmoe.exporter.writing.output import MTP_MODEL
 from quantmoe.ort_ext import OLDEST, cuda_library_path, library_path
 
@@ -180,6 +180,8 @@ class Generator:
         if not context.isdecimal():
             raise ModelError(f"{self.path}: context_length is {context!r}, expected a number of tokens")
         self.context = int(context)
+        #: what a cache on disk is of; "" in exports that lack it
+        self.identity = metadata.get(IDENTITY, "")
         self.outputs = [output.name for output in self.session.get_outputs()]
         logits = [o for o in self.session.get_outputs() if o.name == "logits"]
         past = {i.name: i for i in self.session.get_inputs() if i.name.startswith("past_key_values.")}
@@ -280,7 +282,7 @@ class Generator:
         """Writes a cache's tokens, keys, values and states (exporter/running/states.py).
 
         Raises:
-            ModelError: it has no tokens, or a run was interrupted that changed its states.
+            ModelError: it has no tokens, the model no identity, or a run was interrupted that changed its states.
         """
         save_states(cache, path)
 

@@ -1,8 +1,9 @@
 """A cache on disk: a prompt that was read once, keys, values and states, for another process.
 
-A safetensors file. ``model``: BLAKE3 of model.onnx, in which are the hashes of its weights. ``tokens``: int64 [n].
-Keys and values by the names of the model's inputs, of these tokens only, [1, heads, n, width]; of linear attention the
-states after m tokens as ``<name>@<m>``, without a window, for each m that the cache goes back to.
+A safetensors file, which samples/cpp and samples/csharp read and write, too. ``model``: the 64 characters of
+``identity`` in the model's metadata. ``tokens``: int64 [n]. Keys and values by the names of the model's inputs, of
+these tokens only, [1, heads, n, width]; of linear attention the states after m tokens as ``<name>@<m>``, without a
+window, for each m that the cache goes back to.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import numpy as np
 from quantmoe.exporter.errors import CheckpointError, ModelError
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import DTYPES, read_header, write_safetensors
-from quantmoe.exporter.writing.external_data import naming, new_hash
+from quantmoe.exporter.writing.external_data import naming
+from quantmoe.exporter.writing.genai import IDENTITY
 from quantmoe.exporter.writing.output import replace
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ def save(cache: Cache, path: str | Path) -> None:
     """Writes what a cache has; a file of the name is replaced when all is there.
 
     Raises:
-        ModelError: it has no tokens, or a run was interrupted that changed its states.
+        ModelError: it has no tokens, the model no identity, or a run was interrupted that changed its states.
         OSError: the file cannot be written.
     """
     path, tokens = Path(path), np.array(cache.tokens, np.int64)
@@ -77,7 +79,7 @@ def load(cache: Cache, path: str | Path) -> None:
 
     identity = _identity(model)
     if not np.array_equal(take(MODEL, identity.dtype, [len(identity)]), identity):
-        raise ModelError(f"{path}: saved with another model than {model.path}: the BLAKE3 of its model.onnx is another")
+        raise ModelError(f"{path}: saved with another model than {model.path}: its {IDENTITY} is another")
     length = header[TOKENS].shape[0] if TOKENS in header and header[TOKENS].shape else 0
     tokens = take(TOKENS, np.dtype(np.int64), [length]).tolist()
     model.check(tokens)
@@ -98,6 +100,7 @@ def load(cache: Cache, path: str | Path) -> None:
 
 
 def _identity(model: Generator) -> np.ndarray:
-    """uint8 [32]."""
-    with doing(str(model.path)):
-        return np.frombuffer(new_hash().update_mmap(model.path).digest(), np.uint8)
+    """uint8 [64], its characters."""
+    if not model.identity:
+        raise ModelError(f"{model.path}: no {IDENTITY} in its metadata, as in older exports; export it again")
+    return np.frombuffer(model.identity.encode(), np.uint8)

@@ -19,6 +19,8 @@ TYPES = {"qwen3_moe": "qwen3", "mixtral": "mistral", "olmoe": "olmo", "qwen3_5_m
 IN_PLACE = {("quantmoe", op) for op in ("CachedAttention", "CausalConv", "GatedDelta")}
 #: metadata of a model whose cache may be written in place: past and present are one buffer; onnxruntime-genai's word
 SHARE_BUFFER = "past_present_share_buffer"
+#: metadata of every model: BLAKE3 of the rest of it, in which are the hashes of its weights; 64 hexadecimal digits
+IDENTITY = "identity"
 #: metadata of a model that gives the logits of each row's last tokens: how many, at most; absent: of the last or of all
 LOGITS = "logits"
 #: tokens that onnxruntime-genai allocates a shared cache for unless the caller sets max_length: of a model's whole

@@ -34,8 +34,8 @@ from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT
 from quantmoe.exporter.reading.formats import Format, MoELayer
 from quantmoe.exporter.reading.formats.base import MTP
 from quantmoe.exporter.reading.formats.rounding import distance
-from quantmoe.exporter.writing.external_data import INLINE, DataFiles, Region, byte_size, naming
-from quantmoe.exporter.writing.genai import LOGITS, SHARE_BUFFER, shares_buffer
+from quantmoe.exporter.writing.external_data import INLINE, DataFiles, Region, byte_size, naming, new_hash
+from quantmoe.exporter.writing.genai import IDENTITY, LOGITS, SHARE_BUFFER, shares_buffer
 from quantmoe.exporter.writing.output import FILES, PRODUCER
 from quantmoe.exporter.writing.prepare import Part, Report
 from quantmoe.ort_ext import LIBRARIES
@@ -297,4 +297,6 @@ def save_part(part: Part, path: Path, metadata: dict[str, str], files: str = "")
     if metadata["target"] == "cpu":
         graph.doc_string = f"Register {LIBRARIES['cpu']} of `pip install quantmoe` with ONNX Runtime to run this."
     with doing(str(path)), naming(path):
+        model = ir.to_proto(graph).SerializeToString(deterministic=True)
+        graph.metadata_props[IDENTITY] = new_hash().update(model).hexdigest()
         ir.save(graph, path)

@@ -1,4 +1,5 @@
-// Greedy decoding of an exported folder: generate FOLDER COUNT ID... prints up to COUNT token ids.
+// Greedy decoding of an exported folder: generate FOLDER COUNT ID... prints up to COUNT token ids. What was read and
+// said may be loaded from a file and saved.
 #include <onnxruntime_cxx_api.h>
 
 #include <algorithm>
@@ -9,12 +10,13 @@
 #include <iterator>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-using Ids = std::vector<int64_t>;
+#include "state.h"
 
 static int64_t Number(const std::string& text) {
   int64_t value = -1;
@@ -51,7 +53,9 @@ static int64_t Best(const Ort::Value& logits) {
   return std::max_element(last, end) - last;
 }
 
-static Ids Generate(Ort::Session& session, int64_t count, Ids ids) {
+// A prompt's continuation; what the file `load` has of it is not run again.
+static Ids Generate(Ort::Session& session, int64_t count, Ids ids, const std::filesystem::path& load,
+                    const std::filesystem::path& save) {
   const Ids stop = Metadata(session, "eos_token_id"), length = Metadata(session, "context_length");
   const int64_t context = length.empty() ? std::numeric_limits<int64_t>::max() : length[0];
   const int64_t room = context - static_cast<int64_t>(ids.size());
@@ -61,23 +65,27 @@ static Ids Generate(Ort::Session& session, int64_t count, Ids ids) {
 
   count = std::min(count, room);
 
-  // Batch 1; every dynamic dimension of a cache input after the first is its length. Past and present are one buffer
-  // that each run writes in place, if the model takes that. Otherwise present is the longer past of the next run.
+  // Batch 1. Past and present are one buffer that each run writes in place, if the model takes that. Otherwise present
+  // is the longer past of the next run.
   Ort::AllocatorWithDefaultOptions allocator;
   const bool shares = Text(session, "past_present_share_buffer") == "true";
   const int64_t slots = shares ? static_cast<int64_t>(ids.size()) + count : 0;
-  std::vector<std::string> pasts, presents;
-  std::vector<Ort::Value> cache;
+  std::vector<Past> pasts;
   for (size_t i = 0; i < session.GetInputCount(); ++i) {
-    const std::string name = session.GetInputNameAllocated(i, allocator).get(), prefix = "past_key_values";
-    if (name.rfind(prefix, 0) != 0) continue;
-    pasts.push_back(name);
-    presents.push_back("present" + name.substr(prefix.size()));
-    const Ort::TypeInfo type = session.GetInputTypeInfo(i);
-    const auto info = type.GetTensorTypeAndShapeInfo();
-    Ids shape = info.GetShape();
-    for (int64_t& dim : shape) dim = dim >= 0 ? dim : &dim == &shape[0] ? 1 : slots;
-    cache.push_back(Ort::Value::CreateTensor(allocator, shape.data(), shape.size(), info.GetElementType()));
+    const std::string name = session.GetInputNameAllocated(i, allocator).get();
+    if (name.starts_with("past_key_values."))
+      pasts.emplace_back(name, session.GetInputTypeInfo(i).GetTensorTypeAndShapeInfo());
+  }
+  const std::string identity = Text(session, "identity");
+  std::optional<StateFile> file;
+  if (!load.empty()) file.emplace(load, identity, pasts);
+  const int64_t kept = file ? file->Keep(ids) : 0;
+  Ends ends = file ? file->LoadEnds(kept) : Ends();
+  std::vector<Ort::Value> cache;
+  for (const Past& past : pasts) {
+    const Ids shape = past.Shape(shares ? slots : kept);
+    cache.push_back(Ort::Value::CreateTensor(allocator, shape.data(), shape.size(), past.type));
+    if (file) file->Load(past, kept, cache.back());
   }
   const auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
   const auto row = [&](Ids& values) {
@@ -85,7 +93,8 @@ static Ids Generate(Ort::Session& session, int64_t count, Ids ids) {
     return Ort::Value::CreateTensor<int64_t>(memory, values.data(), values.size(), shape, 2);
   };
 
-  Ids generated, mask;
+  Ids generated, tokens(ids.begin(), ids.begin() + kept), mask(kept, 1);
+  ids.erase(ids.begin(), ids.begin() + kept);
   Ort::IoBinding binding(session);
   for (; count > 0; --count) {
     Ids positions(ids.size());
@@ -96,19 +105,23 @@ static Ids Generate(Ort::Session& session, int64_t count, Ids ids) {
     binding.BindInput("position_ids", row(positions));
     binding.BindOutput("logits", memory);
     for (size_t i = 0; i < cache.size(); ++i) {
-      binding.BindInput(pasts[i].c_str(), cache[i]);
+      binding.BindInput(pasts[i].name.c_str(), cache[i]);
       if (shares)
-        binding.BindOutput(presents[i].c_str(), cache[i]);
+        binding.BindOutput(pasts[i].present.c_str(), cache[i]);
       else
-        binding.BindOutput(presents[i].c_str(), memory);
+        binding.BindOutput(pasts[i].present.c_str(), memory);
     }
     session.Run({}, binding);
     cache = binding.GetOutputValues();
-    ids = {Best(cache[0])};
+    tokens.insert(tokens.end(), ids.begin(), ids.end());
+    const int64_t best = Best(cache[0]);
     cache.erase(cache.begin());
+    if (ids.size() > 1 && !save.empty()) ends[static_cast<int64_t>(tokens.size())] = States(pasts, cache);
+    ids = {best};
     generated.push_back(ids[0]);
     if (std::find(stop.begin(), stop.end(), ids[0]) != stop.end()) break;
   }
+  if (!save.empty()) SaveState(save, identity, tokens, pasts, cache, std::move(ends));
   return generated;
 }
 
@@ -119,7 +132,14 @@ int wmain(int argc, wchar_t** argv) try {
 static constexpr const char* kLibrary = "libquantmoe_ort.so";
 int main(int argc, char** argv) try {
 #endif
-  if (argc < 4) throw std::invalid_argument("usage: generate FOLDER COUNT ID...");
+  std::filesystem::path load, save;
+  for (; argc > 2; argc -= 2, argv += 2) {
+    const std::filesystem::path option = argv[1];
+    if (option != "--load-state" && option != "--save-state") break;
+    (option == "--load-state" ? load : save) = argv[2];
+  }
+  if (argc < 4)
+    throw std::invalid_argument("usage: generate [--load-state FILE] [--save-state FILE] FOLDER COUNT ID...");
   const std::filesystem::path folder = argv[1];
   Ids numbers;
   for (int i = 2; i < argc; ++i) numbers.push_back(Number(std::filesystem::path(argv[i]).string()));
@@ -130,7 +150,8 @@ int main(int argc, char** argv) try {
   options.RegisterCustomOpsLibrary((folder / kLibrary).c_str());
   Ort::Session session(env, (folder / "model.onnx").c_str(), options);
 
-  for (int64_t id : Generate(session, numbers[0], {numbers.begin() + 1, numbers.end()})) std::cout << id << ' ';
+  for (int64_t id : Generate(session, numbers[0], {numbers.begin() + 1, numbers.end()}, load, save))
+    std::cout << id << ' ';
   std::cout << '\n';
 } catch (const std::exception& error) {
   std::cerr << error.what() << '\n';

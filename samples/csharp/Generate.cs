@@ -4,14 +4,20 @@ using System.Globalization;
 using System.Linq;
 using Microsoft.ML.OnnxRuntime;
 
-/// Greedy decoding of an exported f32 folder: Generate FOLDER COUNT ID... prints up to COUNT token ids.
+/// Greedy decoding of an exported f32 folder: Generate FOLDER COUNT ID... prints up to COUNT token ids. What was read and said may
+/// be loaded from a file and saved.
 static class Generate
 {
     static int Main(string[] args)
     {
         try
         {
-            if (args.Length < 3) throw new ArgumentException("usage: Generate FOLDER COUNT ID...");
+            string load = "", save = "";
+            for (; args.Length > 1 && args[0] is "--load-state" or "--save-state"; args = args[2..])
+                if (args[0] == "--load-state") load = args[1];
+                else save = args[1];
+            if (args.Length < 3)
+                throw new ArgumentException("usage: Generate [--load-state FILE] [--save-state FILE] FOLDER COUNT ID...");
             long[] numbers = args.Skip(1).Select(Number).ToArray();
             var quiet = new EnvironmentCreationOptions { logId = "Generate", logLevel = OrtLoggingLevel.ORT_LOGGING_LEVEL_ERROR };
             OrtEnv.CreateInstanceWithOptions(ref quiet);
@@ -19,7 +25,7 @@ static class Generate
             options.LogSeverityLevel = OrtLoggingLevel.ORT_LOGGING_LEVEL_FATAL; // what it logs is in its exceptions
             options.RegisterCustomOpLibrary(args[0] + "/libquantmoe_ort.so");
             using var session = new InferenceSession(args[0] + "/model.onnx", options);
-            Console.WriteLine(string.Join(" ", Tokens(session, numbers[0], numbers[1..])));
+            Console.WriteLine(string.Join(" ", Tokens(session, numbers[0], numbers[1..], load, save)));
             return 0;
         }
         catch (Exception error)
@@ -29,7 +35,8 @@ static class Generate
         }
     }
 
-    static List<long> Tokens(InferenceSession session, long count, long[] ids)
+    /// A prompt's continuation; what the file `load` has of it is not run again.
+    static List<long> Tokens(InferenceSession session, long count, long[] ids, string load, string save)
     {
         var metadata = session.ModelMetadata.CustomMetadataMap;
         string[] stop = metadata.GetValueOrDefault("eos_token_id", "").Split(',');
@@ -38,19 +45,29 @@ static class Generate
             throw new ArgumentException($"a prompt of {ids.Length} tokens leaves no room in the model's context of {context}");
         count = Math.Min(count, context - ids.Length);
 
-        // Batch 1; every dynamic dimension of a cache input after the first is its length. Past and present are one buffer
-        // that each run writes in place, if the model takes that. Otherwise present is the longer past of the next run.
+        // Batch 1. Past and present are one buffer that each run writes in place, if the model takes that. Otherwise present is
+        // the longer past of the next run.
         bool shares = metadata.GetValueOrDefault("past_present_share_buffer") == "true";
-        string[] pasts = session.InputNames.Where(name => name.StartsWith("past_key_values")).ToArray();
-        OrtValue[] first = pasts.Select(name => Cache(session.InputMetadata[name], shares ? ids.Length + count : 0)).ToArray();
+        Past[] pasts = session.InputNames.Where(name => name.StartsWith("past_key_values."))
+            .Select(name => new Past(name, session.InputMetadata[name])).ToArray();
+        string identity = metadata.GetValueOrDefault("identity", "");
+        using StateFile? file = load == "" ? null : new StateFile(load, identity, pasts);
+        int kept = file?.Keep(ids) ?? 0;
+        var ends = file?.LoadEnds(kept) ?? new SortedDictionary<long, List<byte[]>>();
+        long slots = shares ? ids.Length + count : kept;
+        OrtValue[] first = pasts
+            .Select(past => OrtValue.CreateAllocatedTensorValue(OrtAllocator.DefaultInstance, past.Type, past.Shape(slots))).ToArray();
         IReadOnlyList<OrtValue> cache = first;
+        var read = ids[..kept].ToList();
+        ids = ids[kept..];
         IDisposableReadOnlyCollection<OrtValue>? last = null; // has the cache after the first step
         try
         {
+            for (int i = 0; file != null && i < pasts.Length; i++) file.Load(pasts[i], kept, first[i]);
             var generated = new List<long>();
             using var run = new RunOptions();
             using OrtIoBinding binding = session.CreateIoBinding();
-            for (int past = 0; count-- > 0;)
+            for (int past = kept; count-- > 0;)
             {
                 int total = past + ids.Length;
                 using OrtValue tokens = Row(ids), mask = Row(Enumerable.Repeat(1L, total));
@@ -60,20 +77,22 @@ static class Generate
                 binding.BindInput("position_ids", positions);
                 for (int i = 0; i < pasts.Length; i++)
                 {
-                    string present = pasts[i].Replace("past_key_values", "present");
-                    binding.BindInput(pasts[i], cache[i]);
-                    if (shares) binding.BindOutput(present, cache[i]);
-                    else binding.BindOutputToDevice(present, OrtMemoryInfo.DefaultInstance);
+                    binding.BindInput(pasts[i].Name, cache[i]);
+                    if (shares) binding.BindOutput(pasts[i].Present, cache[i]);
+                    else binding.BindOutputToDevice(pasts[i].Present, OrtMemoryInfo.DefaultInstance);
                 }
                 binding.BindOutputToDevice("logits", OrtMemoryInfo.DefaultInstance);
                 var results = session.RunWithBoundResults(run, binding);
                 last?.Dispose();
                 cache = last = results;
                 past = total;
+                read.AddRange(ids);
+                if (save != "" && ids.Length > 1) ends[past] = StateFile.States(pasts, cache);
                 ids = new[] { Best(last[pasts.Length]) };
                 generated.AddRange(ids);
                 if (stop.Contains($"{ids[0]}")) break;
             }
+            if (save != "") StateFile.Save(save, identity, read.ToArray(), pasts, cache, ends);
             return generated;
         }
         finally
@@ -81,12 +100,6 @@ static class Generate
             last?.Dispose();
             foreach (var value in first) value.Dispose();
         }
-    }
-
-    static OrtValue Cache(NodeMetadata input, long length)
-    {
-        long[] shape = input.Dimensions.Select((d, n) => d >= 0 ? d : n == 0 ? 1L : length).ToArray();
-        return OrtValue.CreateAllocatedTensorValue(OrtAllocator.DefaultInstance, input.ElementDataType, shape);
     }
 
     static OrtValue Row(IEnumerable<long> values)

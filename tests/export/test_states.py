@@ -63,9 +63,14 @@ def test_another_model_is_refused(saved, exported, tmp_path):
     shutil.copytree(generator.path.parent, tmp_path / "model")
     assert Generator(tmp_path / "model").load_cache(path).tokens == PROMPT
     model = ir.load(tmp_path / "model" / "model.onnx")
-    model.metadata_props["checkpoint"] = "another"
+    for identity in (generator.identity[::-1], "short"):
+        model.metadata_props["identity"] = identity
+        ir.save(model, tmp_path / "model" / "model.onnx")
+        with pytest.raises(ModelError, match=r"state: (saved with another model than|model is U8 \[64\])"):
+            Generator(tmp_path / "model").load_cache(path)
+    del model.metadata_props["identity"]
     ir.save(model, tmp_path / "model" / "model.onnx")
-    with pytest.raises(ModelError, match=r"state: saved with another model than .*: the BLAKE3 of its model\.onnx"):
+    with pytest.raises(ModelError, match=r"model\.onnx: no identity in its metadata, as in older exports"):
         Generator(tmp_path / "model").load_cache(path)
     with pytest.raises(ModelError, match="saved with another model"):
         Generator(exported("qwen3_5_moe_text", **FLOAT)).load_cache(path)
