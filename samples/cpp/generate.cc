@@ -18,7 +18,7 @@
 
 #include "state.h"
 
-static int64_t Number(const std::string& text) {
+static int64_t to_number(const std::string& text) {
   int64_t value = -1;
   const char* end = text.data() + text.size();
   if (std::from_chars(text.data(), end, value).ptr != end || value < 0)
@@ -27,22 +27,22 @@ static int64_t Number(const std::string& text) {
 }
 
 // What the export wrote into the model, nothing in folders of older exports.
-static std::string Text(const Ort::Session& session, const char* key) {
+static std::string text_of(const Ort::Session& session, const char* key) {
   Ort::AllocatorWithDefaultOptions allocator;
   const auto text = session.GetModelMetadata().LookupCustomMetadataMapAllocated(key, allocator);
   return text ? text.get() : "";
 }
 
 // Numbers with commas between.
-static Ids Metadata(const Ort::Session& session, const char* key) {
-  std::istringstream stream(Text(session, key));
+static Ids numbers_of(const Ort::Session& session, const char* key) {
+  std::istringstream stream(text_of(session, key));
   Ids numbers;
-  for (std::string number; std::getline(stream, number, ',');) numbers.push_back(Number(number));
+  for (std::string number; std::getline(stream, number, ',');) numbers.push_back(to_number(number));
   return numbers;
 }
 
 // The best token at the last position of logits [1, sequence, vocabulary].
-static int64_t Best(const Ort::Value& logits) {
+static int64_t best_token(const Ort::Value& logits) {
   const auto info = logits.GetTensorTypeAndShapeInfo();
   if (info.GetElementType() != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT)
     throw std::runtime_error("logits are not f32: export with --dtype f32");
@@ -54,9 +54,9 @@ static int64_t Best(const Ort::Value& logits) {
 }
 
 // A prompt's continuation; what the file `load` has of it is not run again.
-static Ids Generate(Ort::Session& session, int64_t count, Ids ids, const std::filesystem::path& load,
+static Ids generate(Ort::Session& session, int64_t count, Ids ids, const std::filesystem::path& load,
                     const std::filesystem::path& save) {
-  const Ids stop = Metadata(session, "eos_token_id"), length = Metadata(session, "context_length");
+  const Ids stop = numbers_of(session, "eos_token_id"), length = numbers_of(session, "context_length");
   const int64_t context = length.empty() ? std::numeric_limits<int64_t>::max() : length[0];
   const int64_t room = context - static_cast<int64_t>(ids.size());
   if (room <= 0)
@@ -68,7 +68,7 @@ static Ids Generate(Ort::Session& session, int64_t count, Ids ids, const std::fi
   // Batch 1. Past and present are one buffer that each run writes in place, if the model takes that. Otherwise present
   // is the longer past of the next run.
   Ort::AllocatorWithDefaultOptions allocator;
-  const bool shares = Text(session, "past_present_share_buffer") == "true";
+  const bool shares = text_of(session, "past_present_share_buffer") == "true";
   const int64_t slots = shares ? static_cast<int64_t>(ids.size()) + count : 0;
   std::vector<Past> pasts;
   for (size_t i = 0; i < session.GetInputCount(); ++i) {
@@ -76,16 +76,16 @@ static Ids Generate(Ort::Session& session, int64_t count, Ids ids, const std::fi
     if (name.starts_with("past_key_values."))
       pasts.emplace_back(name, session.GetInputTypeInfo(i).GetTensorTypeAndShapeInfo());
   }
-  const std::string identity = Text(session, "identity");
+  const std::string identity = text_of(session, "identity");
   std::optional<StateFile> file;
   if (!load.empty()) file.emplace(load, identity, pasts);
-  const int64_t kept = file ? file->Keep(ids) : 0;
-  Ends ends = file ? file->LoadEnds(kept) : Ends();
+  const int64_t kept = file ? file->keep(ids) : 0;
+  Ends ends = file ? file->load_ends(kept) : Ends();
   std::vector<Ort::Value> cache;
   for (const Past& past : pasts) {
-    const Ids shape = past.Shape(shares ? slots : kept);
+    const Ids shape = past.shape_of(shares ? slots : kept);
     cache.push_back(Ort::Value::CreateTensor(allocator, shape.data(), shape.size(), past.type));
-    if (file) file->Load(past, kept, cache.back());
+    if (file) file->load_into(past, kept, cache.back());
   }
   const auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
   const auto row = [&](Ids& values) {
@@ -114,14 +114,14 @@ static Ids Generate(Ort::Session& session, int64_t count, Ids ids, const std::fi
     session.Run({}, binding);
     cache = binding.GetOutputValues();
     tokens.insert(tokens.end(), ids.begin(), ids.end());
-    const int64_t best = Best(cache[0]);
+    const int64_t best = best_token(cache[0]);
     cache.erase(cache.begin());
-    if (ids.size() > 1 && !save.empty()) ends[static_cast<int64_t>(tokens.size())] = States(pasts, cache);
+    if (ids.size() > 1 && !save.empty()) ends[static_cast<int64_t>(tokens.size())] = states_of(pasts, cache);
     ids = {best};
     generated.push_back(ids[0]);
     if (std::find(stop.begin(), stop.end(), ids[0]) != stop.end()) break;
   }
-  if (!save.empty()) SaveState(save, identity, tokens, pasts, cache, std::move(ends));
+  if (!save.empty()) save_state(save, identity, tokens, pasts, cache, std::move(ends));
   return generated;
 }
 
@@ -142,7 +142,7 @@ int main(int argc, char** argv) try {
     throw std::invalid_argument("usage: generate [--load-state FILE] [--save-state FILE] FOLDER COUNT ID...");
   const std::filesystem::path folder = argv[1];
   Ids numbers;
-  for (int i = 2; i < argc; ++i) numbers.push_back(Number(std::filesystem::path(argv[i]).string()));
+  for (int i = 2; i < argc; ++i) numbers.push_back(to_number(std::filesystem::path(argv[i]).string()));
 
   Ort::Env env(ORT_LOGGING_LEVEL_ERROR, "generate");
   Ort::SessionOptions options;
@@ -150,7 +150,7 @@ int main(int argc, char** argv) try {
   options.RegisterCustomOpsLibrary((folder / kLibrary).c_str());
   Ort::Session session(env, (folder / "model.onnx").c_str(), options);
 
-  for (int64_t id : Generate(session, numbers[0], {numbers.begin() + 1, numbers.end()}, load, save))
+  for (int64_t id : generate(session, numbers[0], {numbers.begin() + 1, numbers.end()}, load, save))
     std::cout << id << ' ';
   std::cout << '\n';
 } catch (const std::exception& error) {

@@ -20,16 +20,16 @@
 
 using Ids = std::vector<int64_t>;
 
-inline int64_t Count(const Ids& shape) {
+inline int64_t element_count(const Ids& shape) {
   return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
 }
 
 // Bytes of a number of a type, by safetensors' name of it.
-inline int64_t Size(const std::string& dtype) {
+inline int64_t byte_size(const std::string& dtype) {
   return dtype == "I64" ? 8 : dtype == "F32" ? 4 : dtype.ends_with("16") ? 2 : 1;
 }
 
-inline std::string List(const Ids& numbers) {
+inline std::string to_text(const Ids& numbers) {
   std::string text;
   for (const int64_t number : numbers) text += (text.empty() ? "" : ", ") + std::to_string(number);
   return '[' + text + ']';
@@ -44,29 +44,29 @@ struct Past {
         type(info.GetElementType()),
         dims(info.GetShape()) {
     window = static_cast<int64_t>(dims.size()) - (name.ends_with(".conv_state") ? 3 : 4);
-    if (window != 0 && !(window == 1 && IsState()))
-      throw std::runtime_error(name + " has shape " + List(dims) + ", which this program does not know");
+    if (window != 0 && !(window == 1 && is_state()))
+      throw std::runtime_error(name + " has shape " + to_text(dims) + ", which this program does not know");
     dims[window] = 1;  // of the batch
     const std::map<ONNXTensorElementDataType, const char*> types = {
         {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, "F32"},     {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, "F16"},
         {ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, "BF16"}, {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, "I8"},
         {ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8, "U8"},
     };
-    dtype = types.at(type), size = Size(dtype);
+    dtype = types.at(type), size = byte_size(dtype);
   }
 
-  bool IsState() const { return name.ends_with("_state"); }
+  bool is_state() const { return name.ends_with("_state"); }
 
   // Of a cache of so many slots.
-  Ids Shape(int64_t slots) const {
+  Ids shape_of(int64_t slots) const {
     Ids shape = dims;
     std::replace_if(shape.begin(), shape.end(), [](int64_t dim) { return dim < 0; }, slots);
     return shape;
   }
 
   // Of so many tokens in a file.
-  Ids Saved(int64_t length) const {
-    const Ids shape = Shape(length);
+  Ids saved_shape(int64_t length) const {
+    const Ids shape = shape_of(length);
     return {shape.begin() + window, shape.end()};
   }
 
@@ -82,9 +82,9 @@ struct Pieces {
   Pieces(const Past& past, Ort::Value& value, int64_t length)
       : data(static_cast<char*>(value.GetTensorMutableRawData())) {
     const Ids shape = value.GetTensorTypeAndShapeInfo().GetShape();
-    if (past.IsState()) {
-      count = 1, stride = 0, bytes = Count(past.Saved(0)) * past.size;
-      data += Count(shape) * past.size - bytes;  // the last of the window
+    if (past.is_state()) {
+      count = 1, stride = 0, bytes = element_count(past.saved_shape(0)) * past.size;
+      data += element_count(shape) * past.size - bytes;  // the last of the window
     } else {
       count = shape[1], stride = shape[2] * shape[3] * past.size, bytes = length * shape[3] * past.size;
     }
@@ -97,10 +97,10 @@ struct Pieces {
 // Copies of the states by the number of tokens that they are of: where a cache can go back to.
 using Ends = std::map<int64_t, std::vector<std::string>>;
 
-inline std::vector<std::string> States(const std::vector<Past>& pasts, std::vector<Ort::Value>& cache) {
+inline std::vector<std::string> states_of(const std::vector<Past>& pasts, std::vector<Ort::Value>& cache) {
   std::vector<std::string> states;
   for (size_t i = 0; i < pasts.size(); ++i)
-    if (pasts[i].IsState()) {
+    if (pasts[i].is_state()) {
       const Pieces pieces(pasts[i], cache[i], 0);
       states.emplace_back(pieces.data, pieces.bytes);
     }
@@ -112,37 +112,37 @@ class StateFile {
  public:
   StateFile(const std::filesystem::path& path, const std::string& identity, const std::vector<Past>& pasts)
       : path_(path.string()), pasts_(pasts), file_(path, std::ios::binary) {
-    ReadHeader();
+    read_header();
     std::string model(identity.size(), 0);
-    Read(Take("model", "U8", {static_cast<int64_t>(model.size())}), 0, model.size(), model.data());
-    if (model != identity) Fail("saved with another model: its identity is another");
+    read_at(take_entry("model", "U8", {static_cast<int64_t>(model.size())}), 0, model.size(), model.data());
+    if (model != identity) fail("saved with another model: its identity is another");
     const auto entry = entries_.find("tokens");
     tokens_.resize(
         entry == entries_.end() || entry->second.shape.empty() ? 0 : (entry->second.end - entry->second.begin) / 8);
     const int64_t length = static_cast<int64_t>(tokens_.size());
-    Read(Take("tokens", "I64", {length}), 0, 8 * length, tokens_.data());
+    read_at(take_entry("tokens", "I64", {length}), 0, 8 * length, tokens_.data());
     std::map<int64_t, int> ends;
     for (const auto& [name, other] : entries_)
       if (const size_t at = name.find('@'); at != name.npos && name.size() - at < 11)
         ends[std::atoll(&name[at + 1])] = 0;
     for (const Past& past : pasts)
-      if (!past.IsState())
-        found_[past.name] = Take(past.name, past.dtype, past.Saved(length));
+      if (!past.is_state())
+        found_[past.name] = take_entry(past.name, past.dtype, past.saved_shape(length));
       else
         for (auto& [end, states] : ends) {
           const std::string name = past.name + '@' + std::to_string(end);
-          found_[name] = Take(name, past.dtype, past.Saved(0)), ++states;
+          found_[name] = take_entry(name, past.dtype, past.saved_shape(0)), ++states;
         }
-    if (!entries_.empty()) Fail(entries_.begin()->first + " is not of this model's cache");
+    if (!entries_.empty()) fail(entries_.begin()->first + " is not of this model's cache");
     for (const auto& [end, states] : ends) ends_.push_back(end);
-    hybrid_ = std::any_of(pasts.begin(), pasts.end(), [](const Past& past) { return past.IsState(); });
+    hybrid_ = std::any_of(pasts.begin(), pasts.end(), [](const Past& past) { return past.is_state(); });
     if (hybrid_ && (ends_.empty() || ends_.back() != length))
-      Fail("expected states after its " + std::to_string(length) + " tokens, found those after " + List(ends_));
+      fail("expected states after its " + std::to_string(length) + " tokens, found those after " + to_text(ends_));
   }
 
   // How many of its tokens begin a prompt, the last one aside, whose logits are wanted; where there are states, to one
   // of the lengths that it has those of.
-  int64_t Keep(const Ids& ids) const {
+  int64_t keep(const Ids& ids) const {
     const auto [a, b] = std::mismatch(tokens_.begin(), tokens_.end(), ids.begin(), ids.end() - 1);
     int64_t same = a - tokens_.begin();
     if (!hybrid_) return same;
@@ -153,23 +153,23 @@ class StateFile {
   }
 
   // Puts the first tokens' part into a cache's tensor.
-  void Load(const Past& past, int64_t length, Ort::Value& value) {
+  void load_into(const Past& past, int64_t length, Ort::Value& value) {
     if (length == 0) return;
-    const Entry& entry = found_.at(past.IsState() ? past.name + '@' + std::to_string(length) : past.name);
+    const Entry& entry = found_.at(past.is_state() ? past.name + '@' + std::to_string(length) : past.name);
     const Pieces pieces(past, value, length);
     for (int64_t i = 0; i < pieces.count; ++i)
-      Read(entry, i * ((entry.end - entry.begin) / pieces.count), pieces.bytes, pieces.data + i * pieces.stride);
+      read_at(entry, i * ((entry.end - entry.begin) / pieces.count), pieces.bytes, pieces.data + i * pieces.stride);
   }
 
   // The states of so many tokens and fewer.
-  Ends LoadEnds(int64_t length) {
+  Ends load_ends(int64_t length) {
     Ends ends;
     for (const int64_t end : ends_)
       for (const Past& past : pasts_)
-        if (end <= length && past.IsState()) {
+        if (end <= length && past.is_state()) {
           const Entry& entry = found_.at(past.name + '@' + std::to_string(end));
           std::string& bytes = ends[end].emplace_back(entry.end - entry.begin, 0);
-          Read(entry, 0, bytes.size(), bytes.data());
+          read_at(entry, 0, bytes.size(), bytes.data());
         }
     return ends;
   }
@@ -181,22 +181,22 @@ class StateFile {
     int64_t begin, end;
   };
 
-  [[noreturn]] void Fail(const std::string& text) const { throw std::runtime_error(path_ + ": " + text); }
+  [[noreturn]] void fail(const std::string& text) const { throw std::runtime_error(path_ + ": " + text); }
 
   // {"name": {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 8]}, ...} after its length, an int64.
-  void ReadHeader() {
+  void read_header() {
     int64_t length = -1;
     const int64_t size = file_.seekg(0, std::ios::end).tellg();
     file_.seekg(0).read(reinterpret_cast<char*>(&length), 8);
-    if (!file_) Fail(size < 0 ? "cannot be read" : std::to_string(size) + " bytes, expected a safetensors file");
+    if (!file_) fail(size < 0 ? "cannot be read" : std::to_string(size) + " bytes, expected a safetensors file");
     if (length < 0 || length > size - 8)
-      Fail("a header of " + std::to_string(length) + " bytes; is the file truncated?");
+      fail("a header of " + std::to_string(length) + " bytes; is the file truncated?");
     std::string header(length, 0);
     file_.read(header.data(), length);
     std::istringstream text(header);
     const auto take = [&](char c) { return (text >> std::ws).peek() == c && text.get() == c; };
     const auto expect = [&](char c) {
-      if (!take(c)) Fail(std::string("corrupt header: expected ") + c);
+      if (!take(c)) fail(std::string("corrupt header: expected ") + c);
     };
     const auto string = [&] {
       std::string found;
@@ -222,31 +222,32 @@ class StateFile {
         else
           each("[]", [&, &list = lists[field]] {
             if (int64_t n; text >> n && n >= 0) return list.push_back(n);
-            Fail("corrupt header: expected a number in " + name);
+            fail("corrupt header: expected a number in " + name);
           });
       });
       if (name == "__metadata__") return;
       Ids& offsets = lists["data_offsets"];
       if (offsets.size() != 2 || offsets[0] > offsets[1] || offsets[1] > size - 8 - length)
-        Fail(name + ": data_offsets " + List(offsets) + " in a file of " + std::to_string(size) +
+        fail(name + ": data_offsets " + to_text(offsets) + " in a file of " + std::to_string(size) +
              " bytes; is it truncated?");
       entries_[name] = {texts["dtype"], lists["shape"], 8 + length + offsets[0], 8 + length + offsets[1]};
     });
   }
 
-  Entry Take(const std::string& name, const std::string& dtype, const Ids& shape) {
+  Entry take_entry(const std::string& name, const std::string& dtype, const Ids& shape) {
     const auto node = entries_.extract(name);
-    if (!node) Fail(name + " is missing");
+    if (!node) fail(name + " is missing");
     const Entry& entry = node.mapped();
-    if (entry.dtype != dtype || entry.shape != shape || entry.end - entry.begin != Count(shape) * Size(dtype))
-      Fail(name + " is " + entry.dtype + ' ' + List(entry.shape) + ", expected " + dtype + ' ' + List(shape) +
+    if (entry.dtype != dtype || entry.shape != shape ||
+        entry.end - entry.begin != element_count(shape) * byte_size(dtype))
+      fail(name + " is " + entry.dtype + ' ' + to_text(entry.shape) + ", expected " + dtype + ' ' + to_text(shape) +
            " of this model");
     return entry;
   }
 
-  void Read(const Entry& entry, int64_t from, int64_t bytes, void* to) {
+  void read_at(const Entry& entry, int64_t from, int64_t bytes, void* to) {
     file_.seekg(entry.begin + from).read(static_cast<char*>(to), bytes);
-    if (!file_) Fail("cannot be read");
+    if (!file_) fail("cannot be read");
   }
 
   std::string path_;
@@ -258,13 +259,13 @@ class StateFile {
 };
 
 // Writes the cache of these tokens, and states of fewer to go back to. The file has its name when all is there.
-inline void SaveState(const std::filesystem::path& path, const std::string& identity, const Ids& tokens,
-                      const std::vector<Past>& pasts, std::vector<Ort::Value>& cache, Ends ends) {
+inline void save_state(const std::filesystem::path& path, const std::string& identity, const Ids& tokens,
+                       const std::vector<Past>& pasts, std::vector<Ort::Value>& cache, Ends ends) {
   if (identity.empty()) throw std::runtime_error("the model has no identity in its metadata; export it again");
   if (tokens.empty()) throw std::runtime_error(path.string() + ": the cache has no tokens to save");
   const int64_t length = static_cast<int64_t>(tokens.size());
   while (ends.size() > 4) ends.erase(ends.begin());  // states are large
-  ends[length] = States(pasts, cache);
+  ends[length] = states_of(pasts, cache);
 
   std::string header;
   int64_t offset = 0;
@@ -272,7 +273,8 @@ inline void SaveState(const std::filesystem::path& path, const std::string& iden
   const auto add = [&](const std::string& name, const std::string& dtype, const Ids& shape, const char* data,
                        int64_t count, int64_t bytes, int64_t stride) {
     header += (header.empty() ? "{\"" : ", \"") + name + "\": {\"dtype\": \"" + dtype +
-              "\", \"shape\": " + List(shape) + ", \"data_offsets\": " + List({offset, offset + count * bytes}) + '}';
+              "\", \"shape\": " + to_text(shape) + ", \"data_offsets\": " + to_text({offset, offset + count * bytes}) +
+              '}';
     offset += count * bytes;
     for (int64_t i = 0; i < count; ++i) pieces.emplace_back(data + i * stride, bytes);
   };
@@ -280,15 +282,15 @@ inline void SaveState(const std::filesystem::path& path, const std::string& iden
   add("model", "U8", {letters}, identity.data(), 1, letters, 0);
   add("tokens", "I64", {length}, reinterpret_cast<const char*>(tokens.data()), 1, 8 * length, 0);
   for (size_t i = 0; i < pasts.size(); ++i)
-    if (!pasts[i].IsState()) {
+    if (!pasts[i].is_state()) {
       const Pieces own(pasts[i], cache[i], length);
-      add(pasts[i].name, pasts[i].dtype, pasts[i].Saved(length), own.data, own.count, own.bytes, own.stride);
+      add(pasts[i].name, pasts[i].dtype, pasts[i].saved_shape(length), own.data, own.count, own.bytes, own.stride);
     }
   for (const auto& [end, states] : ends) {
     auto state = states.begin();
     for (const Past& past : pasts)
-      if (past.IsState()) {
-        add(past.name + '@' + std::to_string(end), past.dtype, past.Saved(0), state->data(), 1, state->size(), 0);
+      if (past.is_state()) {
+        add(past.name + '@' + std::to_string(end), past.dtype, past.saved_shape(0), state->data(), 1, state->size(), 0);
         ++state;
       }
   }
