@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -55,6 +56,15 @@ class Reader {
 
   std::string name(size_t input) const { return input < inputs_.size() ? value_name(api_, inputs_[input]) : ""; }
   bool given(size_t input) const { return !name(input).empty(); }
+  // The name of an input of a run: initializers are not kept for one.
+  std::string running(size_t input, const char* what, bool required) const {
+    if (!given(input)) {
+      if (required) throw Unclaimed(std::string("it has no ") + what);
+      return "";
+    }
+    if (is_constant(input)) throw Unclaimed(std::string(what) + " is an initializer");
+    return name(input);
+  }
   ONNXTensorElementDataType type(size_t input) const {
     Constant found;
     describe(input, found);
@@ -67,9 +77,7 @@ class Reader {
       if (required) throw Unclaimed(std::string("it has no ") + what);
       return found;
     }
-    bool constant = false;
-    api_.check(api_.ValueInfo_IsConstantInitializer(inputs_[input], &constant));
-    if (!constant) throw Unclaimed(std::string(what) + " is no constant initializer");
+    if (!is_constant(input)) throw Unclaimed(std::string(what) + " is no constant initializer");
     describe(input, found);
     if (found.type != type) throw Unclaimed(std::string(what) + " has a type that the kernels do not take");
     found.info = inputs_[input];
@@ -81,6 +89,11 @@ class Reader {
   }
 
  private:
+  bool is_constant(size_t input) const {
+    bool constant = false;
+    api_.check(api_.ValueInfo_IsConstantInitializer(inputs_[input], &constant));
+    return constant;
+  }
   const OrtOpAttr* attribute(const char* name) const {
     const OrtOpAttr* found = nullptr;
     if (OrtStatus* status = api_.Node_GetAttributeByName(node_, name, &found)) {  // 1.23: not found is an error
@@ -92,8 +105,13 @@ class Reader {
   bool read(const char* name, OrtOpAttrType type, void* value, size_t room) const {
     const OrtOpAttr* const found = attribute(name);
     size_t size = 0;
-    if (found) check(api_.api, api_.api->ReadOpAttr(found, type, value, room, &size), std::string("attribute ") + name);
-    return found;
+    if (!found) return false;
+    try {
+      api_.check(api_.api->ReadOpAttr(found, type, value, room, &size));
+    } catch (const std::runtime_error& why) {
+      throw Unclaimed(std::string("attribute ") + name + " cannot be read: " + why.what());
+    }
+    return true;
   }
   void describe(size_t input, Constant& found) const {
     if (!given(input)) return;
@@ -116,6 +134,16 @@ class Reader {
 
 void expect(bool right, const Constant& tensor, const char* what, const std::string& expected) {
   if (!right) throw Unclaimed(std::string(what) + " has shape " + text_of(tensor.shape) + ", expected " + expected);
+}
+
+void expect_shape(const Constant& tensor, const char* what, const Shape& shape) {
+  expect(tensor.shape == shape, tensor, what, text_of(shape));
+}
+
+// As older tools wrote MatMulNBits, rows may be one dimension.
+void expect_rows(const Constant& tensor, const char* what, int64_t rows, int64_t columns) {
+  expect(tensor.shape == Shape{rows, columns} || tensor.shape == Shape{rows * columns}, tensor, what,
+         text_of({rows, columns}));
 }
 
 qm_projection projection_of(int64_t bits, int64_t group, ONNXTensorElementDataType scales, bool zero_points, bool bias,
@@ -168,12 +196,10 @@ void read_linear(const Reader& node, Activations activations, Claim& claim) {
   m.scales = node.constant(2, "scales", type, true);
   m.zero_points = node.constant(3, "zero_points", kByte, false);
   m.bias = node.constant(5, "bias", type, false);
-  expect(size_of(m.codes.shape) == m.n * m.code_row, m.codes, "B", std::to_string(m.n * m.code_row) + " bytes");
-  expect(size_of(m.scales.shape) == m.n * blocks, m.scales, "scales", std::to_string(m.n * blocks) + " numbers");
-  if (m.zero_points)
-    expect(size_of(m.zero_points.shape) == m.n * ceil_div(blocks * bits, 8), m.zero_points, "zero_points",
-           std::to_string(m.n * ceil_div(blocks * bits, 8)) + " bytes");
-  if (m.bias) expect(m.bias.shape == Shape{m.n}, m.bias, "bias", text_of({m.n}));
+  expect_shape(m.codes, "B", {m.n, blocks, group * bits / 8});
+  expect_rows(m.scales, "scales", m.n, blocks);
+  if (m.zero_points) expect_rows(m.zero_points, "zero_points", m.n, ceil_div(blocks * bits, 8));
+  if (m.bias) expect_shape(m.bias, "bias", {m.n});
   const bool int8 = wants_int8(activations, node.integer("accuracy_level", 0));
   m.projection = projection_of(bits, group, type, bool(m.zero_points), bool(m.bias), int8);
   find_row(m);
@@ -185,7 +211,7 @@ void read_linear(const Reader& node, Activations activations, Claim& claim) {
   l.out_features = static_cast<int32_t>(m.n);
   l.w = m.projection;
   if (qm_linear_validate(&l, shape, error)) throw Unclaimed(error);
-  claim.inputs = {node.name(0)};
+  claim.inputs = {node.running(0, "A", true)};
   claim.weights = {m};
 }
 
@@ -229,6 +255,7 @@ Matrix read_experts(const Reader& node, size_t first, size_t zero_points, const 
 void find_activation(const Reader& node, qm_moe& moe) {
   const std::string type = node.text("activation_type", "relu");
   const float alpha = node.number("activation_alpha", 1), beta = node.number("activation_beta", 0);
+  const float limit = node.number("swiglu_limit", kNoLimit);
   moe.gated = type == "swiglu";
   if (type == "silu") {
     moe.activation = k_activation_silu;
@@ -236,11 +263,13 @@ void find_activation(const Reader& node, qm_moe& moe) {
     moe.activation = k_activation_gelu_tanh;  // as ONNX Runtime's CPU kernel
   } else if (type != "swiglu") {
     throw Unclaimed("activation_type is " + type + ", expected swiglu, silu or gelu");
-  } else if (beta == 1) {
+  } else if (!(limit > 0)) {
+    throw Unclaimed("swiglu_limit is " + std::to_string(limit) + ", expected a positive number");
+  } else if (beta == 1 && std::isfinite(alpha)) {
     moe.activation = k_activation_swiglu_oai;
     moe.swiglu_alpha = alpha;
-    moe.swiglu_limit = node.number("swiglu_limit", kNoLimit);
-  } else if (beta == 0 && alpha == 1 && node.number("swiglu_limit", kNoLimit) == kNoLimit) {
+    moe.swiglu_limit = limit;
+  } else if (beta == 0 && alpha == 1 && limit == kNoLimit) {
     moe.activation = k_activation_silu;
   } else {
     throw Unclaimed("swiglu has alpha " + std::to_string(alpha) + " and beta " + std::to_string(beta) +
@@ -268,6 +297,7 @@ void read_moe(const Reader& node, Activations activations, Claim& claim) {
     throw Unclaimed("swiglu_fusion is " + std::to_string(fusion) + ", expected 1 or 2");
   const bool int8 = wants_int8(activations, node.integer("accuracy_level", 0));
   const int64_t group = node.integer("block_size", -1);
+  if (group < 1 && group != -1) throw Unclaimed("block_size is " + std::to_string(group));
   Matrix w13 = read_experts(node, 2, 11, "fc1", moe.gated ? 2 : 1, bits, group, int8);
   Matrix w2 = read_experts(node, 5, 12, "fc2", 1, bits, group, int8);
   w13.interleaved = fusion == 1;
@@ -284,7 +314,8 @@ void read_moe(const Reader& node, Activations activations, Claim& claim) {
   moe.w2 = w2.projection;
   const int64_t shapes[2][2] = {{w13.experts, w13.row.row_bytes / 4}, {w2.experts, w2.row.row_bytes / 4}};
   if (qm_moe_validate(&moe, shapes[0], shapes[1], error)) throw Unclaimed(error);
-  claim.inputs = {node.name(0), node.name(1), node.name(14)};
+  claim.inputs = {node.running(0, "input", true), node.running(1, "router_probs", true),
+                  node.running(14, "router_weights", false)};
   claim.weights = {w13, w2};
 }
 

@@ -69,10 +69,19 @@ Memory allocate(size_t bytes) {
   return Memory(memory);
 }
 
+// A pipe would wait for its other end, and what is renamed onto a device takes its place.
+void expect_file(const std::filesystem::path& path) {
+  std::error_code error;
+  const auto found = std::filesystem::status(path, error);
+  if (std::filesystem::exists(found) && !std::filesystem::is_regular_file(found))
+    throw std::runtime_error("it is no regular file");
+}
+
 // A file's bytes for reading: mapped, where the system is not Windows.
 class Mapped {
  public:
   explicit Mapped(const std::filesystem::path& file) {
+    expect_file(file);
 #if defined(_WIN32)
     std::ifstream stream(file, std::ios::binary);
     std::error_code error;
@@ -177,6 +186,7 @@ class InMemory : public PackedWeights {
 class NewFile {
  public:
   explicit NewFile(const std::filesystem::path& to) : to_(to), path_(to) {
+    expect_file(to);
     static std::atomic<int> count{0};
 #if defined(_WIN32)
     const std::string process = std::to_string(reinterpret_cast<uintptr_t>(this));
@@ -250,11 +260,12 @@ std::unique_ptr<PackedWeights> pack_in_memory(const std::vector<PackedEntry>& en
 void write_packed(const std::filesystem::path& file, const std::vector<PackedEntry>& entries, const Pack& pack) {
   NewFile out(file);
   std::vector<Row> rows(entries.size());
-  uint64_t at = aligned(sizeof(Header) + rows.size() * sizeof(Row));
+  uint64_t end = sizeof(Header) + rows.size() * sizeof(Row), at = aligned(end);
   for (size_t i = 0; i < entries.size(); ++i) {
     Row& row = rows[i];
     row.at = at;
     row.bytes = entries[i].bytes;
+    if (row.bytes) end = at + row.bytes;
     at = aligned(at + row.bytes);
     out.seek(row.at);
     Sums sums(row.bytes);
@@ -266,7 +277,6 @@ void write_packed(const std::filesystem::path& file, const std::vector<PackedEnt
     put(row.all, sums.all(), kDigits);
     put(row.samples, sums.samples(), kSampleDigits);
   }
-  const uint64_t end = rows.empty() ? at : rows.back().at + rows.back().bytes;
   if (at > end) {  // the last page is whole
     out.seek(at - 1);
     out.write("", 1);

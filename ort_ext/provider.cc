@@ -311,10 +311,8 @@ void Provider::compile(const OrtGraph** graphs, const OrtNode** fused, size_t co
   std::vector<std::unique_ptr<Compiled>> made;
   for (size_t i = 0, first = 0; i < count; ++i) {
     std::map<std::string, int> places;
-    for (const OrtValueInfo* value : node_inputs(api_, fused[i])) {
-      const int place = static_cast<int>(places.size());
-      places.emplace(value_name(api_, value), place);
-    }
+    int place = 0;
+    for (const OrtValueInfo* value : node_inputs(api_, fused[i])) places.emplace(value_name(api_, value), place++);
     std::vector<int> own;
     for (const std::string& name : claims[i].inputs) own.push_back(name.empty() ? -1 : places.at(name));
     const size_t tensors = claims[i].weights.size();

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +87,7 @@ def make_integer_checkpoint(
     desc_act: bool = False,
     scale: str = "f16",
     seed: int = 0,
+    ignore: Sequence[str] = (),
     **sizes: Any,
 ) -> Path:
     """A tiny real model quantized round to nearest and stored as an encoder of tests/encoders.py does.
@@ -96,6 +97,7 @@ def make_integer_checkpoint(
         sym: whether there are no zero points.
         desc_act: whether groups are in act-order, at random.
         scale: a name of SCALE_DTYPES.
+        ignore: parts of the names of linears that stay 16 bits wide.
     """
     rng = np.random.default_rng(seed)
     make_float_checkpoint(folder, architecture, seed, **TINY | sizes)
@@ -125,7 +127,7 @@ def make_integer_checkpoint(
         )
         return {name: as_torch(array) for name, array in encode(matrix).items()}
 
-    rewrite_linears(folder, quantize)
+    rewrite_linears(folder, quantize, ignore)
     add_quantization(folder, dict(quantization))
     return folder
 

@@ -5,7 +5,7 @@ weights that the compressed-tensors library's own compressor quantizes and store
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +181,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 
 
-def rewrite_linears(folder: Path, quantize: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> list[str]:
+def rewrite_linears(
+    folder: Path, quantize: Callable[[torch.Tensor], dict[str, torch.Tensor]], ignore: Sequence[str] = ()
+) -> list[str]:
     """Replaces the weight [N, K] of each linear in a folder's shards by the tensors that ``quantize`` makes of it.
+
+    Args:
+        ignore: parts of the names of linears to leave alone beside IGNORE.
 
     Returns:
         The linears left alone.
@@ -196,7 +201,7 @@ def rewrite_linears(folder: Path, quantize: Callable[[torch.Tensor], dict[str, t
             module, _, leaf = name.rpartition(".")
             if leaf != "weight" or tensor.ndim != 2 or "embed_tokens" in module:
                 tensors[name] = tensor
-            elif module.endswith(IGNORE):
+            elif module.endswith(IGNORE) or any(part in module for part in ignore):
                 tensors[name] = tensor
                 skipped.append(module)
             else:

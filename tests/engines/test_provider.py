@@ -8,7 +8,6 @@ import re
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -16,150 +15,15 @@ import onnxruntime as ort
 import pytest
 from bounds import check, check_linear
 from cases import Case
+from existing import error, is_claimed, linear, moe, needs_provider, outputs, run, said, session, with_input
 from specs import projection
 
 from quantmoe import ort_ext
-from quantmoe.custom_ops.expert import Expert
-from quantmoe.custom_ops.matrix import QuantizedMatrix
 
-NEW_ENOUGH = tuple(map(int, ort.__version__.split(".")[:2])) >= ort_ext.OLDEST_PROVIDER
-needs_provider = pytest.mark.skipif(not NEW_ENOUGH, reason=f"onnxruntime {ort.__version__} has no plug-in interface")
 #: float32 on both sides, sums in another order, as tests/export/test_target_ort.py
 BOUND = 2e-5
 #: Half a step of 1/127 of a row's or block's largest is 0.4 % of it, in each of a layer's products, on both sides.
 ROUNDED = 0.05
-
-
-def value(name: str, array: np.ndarray) -> ir.Value:
-    dtype = ir.DataType.from_numpy(array.dtype)
-    return ir.Value(
-        name=name,
-        type=ir.TensorType(dtype),
-        shape=ir.Shape(array.shape),
-        const_value=ir.tensor(np.ascontiguousarray(array), name=name),
-    )
-
-
-def model(
-    op: str,
-    given: dict[str, tuple[type, int]],
-    weights: list[np.ndarray | str | None],
-    attributes: dict[str, Any],
-    size: int,
-) -> ir.Model:
-    """One node; weights: its inputs, those of a run by name. The output y has `size` columns."""
-    inputs = {
-        name: ir.Value(
-            name=name, type=ir.TensorType(ir.DataType.from_numpy(np.dtype(t))), shape=ir.Shape(["n", columns])
-        )
-        for name, (t, columns) in given.items()
-    }
-    values = [
-        inputs[w] if isinstance(w, str) else None if w is None else value(f"w{i}", w) for i, w in enumerate(weights)
-    ]
-    node = ir.node(op, values, attributes, domain="com.microsoft", name="the node")
-    y = node.outputs[0]
-    y.name, y.type, y.shape = "y", next(iter(inputs.values())).type, ir.Shape(["n", size])
-    constants = [v for v in values if v is not None and v.const_value is not None]
-    opsets = {"": 20, "com.microsoft": 1}
-    graph = ir.Graph(list(inputs.values()), [y], nodes=[node], initializers=constants, opset_imports=opsets, name="g")
-    return ir.Model(graph, ir_version=10)
-
-
-def packed(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes [.., k] as bytes, the first of two low."""
-    if bits == 8:
-        return codes
-    codes = np.concatenate([codes, np.zeros((*codes.shape[:-1], codes.shape[-1] % 2), np.uint8)], -1)
-    return codes[..., ::2] | codes[..., 1::2] << 4
-
-
-def linear(m: QuantizedMatrix, dtype: type, **attributes: Any) -> ir.Model:
-    bits = 4 if m.kind == "int4" else 8
-    (n, k), g = m.shape, m.group_size
-    codes = np.pad(m.codes, ((0, 0), (0, -k % g)))
-    weights = [
-        "x",
-        packed(codes.reshape(n, -1, g), bits),
-        m.scales.astype(dtype),
-        None if m.zero_points is None else packed(m.zero_points, bits),
-        None,
-        None if m.bias is None else m.bias.astype(dtype),
-    ]
-    attributes = {"K": k, "N": n, "bits": bits, "block_size": g} | attributes
-    return model("MatMulNBits", {"x": (dtype, k)}, weights, attributes, n)
-
-
-def moe(case: Case, experts: list[Expert], dtype: type, weighted: bool = False, **attributes: Any) -> ir.Model:
-    """QMoE with inputs x, probs and, where `weighted`, factors."""
-    bits, fusion = 4 if case.weights[0] == "int4" else 8, attributes.get("swiglu_fusion", 1)
-
-    def fc1(field: str) -> np.ndarray | None:
-        rows = []
-        for e in experts:
-            halves = [getattr(m, field) for m in (e.gate, e.up) if m is not None]
-            if halves[0] is None:
-                return None
-            both = np.stack(halves, 1 if fusion == 1 else 0)
-            rows.append(both.reshape(-1, *halves[0].shape[1:]))
-        return np.stack(rows)
-
-    def fc2(field: str) -> np.ndarray | None:
-        found = [getattr(e.down, field) for e in experts]
-        return None if found[0] is None else np.stack(found)
-
-    def inputs(of: Any) -> tuple[list[np.ndarray | str | None], np.ndarray | None]:
-        scales, bias, zeros = of("scales").astype(dtype), of("bias"), of("zero_points")
-        scales = scales[..., 0] if case.group_size == -1 else scales
-        bias = None if bias is None else bias.astype(dtype)
-        return [packed(of("codes"), bits), scales, bias], None if zeros is None else packed(zeros, bits)
-
-    (first, first_zeros), (second, second_zeros) = inputs(fc1), inputs(fc2)
-    weights = ["x", "probs", *first, *second, None, None, None, first_zeros, second_zeros, None]
-    given = {"x": (dtype, case.hidden), "probs": (dtype, case.experts)}
-    if weighted:
-        weights.append("factors")
-        given["factors"] = (dtype, case.experts)
-    own: dict[str, Any] = {
-        "k": case.top_k,
-        "expert_weight_bits": bits,
-        "swiglu_fusion": 1,
-        "normalize_routing_weights": 1,
-        "activation_type": "swiglu" if case.gated else {"gelu_tanh": "gelu"}.get(case.activation, case.activation),
-    }
-    if case.group_size != -1:
-        own["block_size"] = case.group_size
-    if case.activation == "swiglu_oai":
-        own |= {"activation_alpha": 1.702, "activation_beta": 1.0, "swiglu_limit": 7.0}
-    return model("QMoE", given, weights, own | attributes, case.hidden)
-
-
-def session(source: Path | ir.Model, provider: bool = True, severity: int = 3, **options: str) -> ort.InferenceSession:
-    own = ort.SessionOptions()
-    own.intra_op_num_threads, own.log_severity_level = 2, severity
-    if provider:
-        own.add_provider_for_devices(ort_ext.provider_devices(), options)
-    given = source if isinstance(source, Path) else ir.to_proto(source).SerializeToString()
-    return ort.InferenceSession(given, own, enable_fallback=0)
-
-
-def run(of: ort.InferenceSession, **given: np.ndarray) -> np.ndarray:
-    (y,) = of.run(None, given)
-    return y
-
-
-def said(capfd: pytest.CaptureFixture[str]) -> list[str]:
-    return re.findall(r"quantmoe: (.*?)(?:\x1b|$)", capfd.readouterr().err, re.M)
-
-
-def is_claimed(source: Path | ir.Model, capfd: pytest.CaptureFixture[str], **options: str) -> bool:
-    capfd.readouterr()
-    session(source, severity=1, **options)
-    return any(line.startswith("1 nodes of QMoE and MatMulNBits are computed here, 0") for line in said(capfd))
-
-
-def error(found: np.ndarray, want: np.ndarray) -> float:
-    return float(np.abs(found.astype(np.float64) - want).max() / np.abs(want).max())
 
 
 CASE = Case(weights=("int4", "f32", False), activation_format="none", bias=True, hidden=64, intermediate=96)
@@ -283,15 +147,6 @@ def test_routing_is_onnxruntimes(weighted, normalize):
 MATRIX = Case(weights=("int4", "f32", False), group_size=32).matrix(np.random.default_rng(0), 24, 64)
 
 
-def with_input(source: ir.Model, index: int, array: np.ndarray) -> ir.Model:
-    node, own = source.graph.node("the node"), value("other", array)
-    source.graph.register_initializer(own)
-    if index >= len(node.inputs):
-        node.resize_inputs(index + 1)
-    node.replace_input_with(index, own)
-    return source
-
-
 @needs_provider
 @pytest.mark.parametrize(
     ("make", "why"),
@@ -323,12 +178,6 @@ def saved(tmp_path: Path) -> Path:
     path = tmp_path / "model.onnx"
     ir.save(moe(CASE, EXPERTS, np.float32), path, external_data="model.onnx.data")
     return path
-
-
-def outputs(of: ort.InferenceSession) -> np.ndarray:
-    rng = np.random.default_rng(0)
-    given = {i.name: rng.standard_normal((6, i.shape[1])).astype(np.float32) for i in of.get_inputs()}
-    return run(of, **given)
 
 
 def identity(cache: Path) -> tuple[int, int]:

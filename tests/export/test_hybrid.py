@@ -12,6 +12,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from checkpoints import make_integer_checkpoint
+from encoders import awq
 from safetensors.torch import load_file, save_file
 from test_model import error, expected, run, tokens
 from tiny import make_float_checkpoint
@@ -62,6 +64,25 @@ def test_formats(exported, reference, architecture, scheme):
     ids = tokens(2, 9)
     found = run(Generator(exported(architecture, scheme, activations="float")), ids, (7, 1, 1))
     assert error(found, expected(reference(architecture, scheme), ids)) < 2e-5
+
+
+@pytest.mark.parametrize("architecture", HYBRID)
+def test_awq_with_modules_to_not_convert(architecture, tmp_path):
+    """Experts and full attention of 4 bits with zero points; linear attention and what the list names else stay."""
+    ignore = ["linear_attn", "mlp.gate", "mlp.shared_expert_gate", "lm_head", "visual", "mtp"]
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
+              "modules_to_not_convert": ignore}  # fmt: skip
+    folder = make_integer_checkpoint(
+        tmp_path / "checkpoint", awq, config, architecture, group_size=32, sym=False, ignore=ignore, **SIZES
+    )
+    names = set(open_checkpoint(folder).names())
+    stored = {name.rpartition(".")[0] for name in names if name.endswith(".qweight")}
+    assert {"model.layers.0.mlp.experts.3.down_proj", "model.layers.1.self_attn.q_proj"} <= stored
+    assert not any(part in module for part in ignore for module in stored)
+    export(folder, tmp_path / "model", activations="float", logits="all", cache="f32")
+    want = dequantized(Skeleton(find_format(open_checkpoint(folder))))
+    ids = tokens(2, 9)
+    assert error(run(Generator(tmp_path / "model"), ids, (7, 1, 1)), expected(want, ids)) < 2e-5
 
 
 def test_f16(exported, reference):

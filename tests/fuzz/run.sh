@@ -5,7 +5,7 @@ set -u
 cd "$(dirname "$0")/../.."
 build=$1 seconds=$2 seed=$3 status=0
 declare -A pid
-for target in layer nodes; do
+for target in layer nodes packed; do
   mkdir -p "build/corpus/$target"
   python -c "import random; random.seed(1); [open(f'build/corpus/$target/seed{i}', 'wb').write(random.randbytes(250)) for i in range(200)]"
   "$build/fuzz_$target" -max_total_time="$seconds" -seed="$seed" -max_len=512 -len_control=0 -artifact_prefix=build/ \
@@ -14,7 +14,7 @@ for target in layer nodes; do
 done
 python tests/fuzz/checkpoint.py "$seconds" "$seed" >build/fuzz-checkpoint.log 2>&1 &
 pid[checkpoint]=$!
-for target in layer nodes checkpoint; do
+for target in layer nodes packed checkpoint; do
   if wait "${pid[$target]}"; then
     sed -nE "s/^Done ([0-9]*) runs.*/fuzz $target: \1 executions/; /executions$/p" "build/fuzz-$target.log"
   else
