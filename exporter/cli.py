@@ -227,7 +227,7 @@ def inspect(
     found = inspect_model(model, verify)
     if memory is not None:
         from quantmoe.exporter.inspecting.fit import fit
-        from quantmoe.exporter.running.trace import read_trace
+        from quantmoe.exporter.inspecting.trace import read_trace
 
         fits = fit(found, memory, context, read_trace(trace) if trace else None, (rate, read))
         if as_json:
@@ -316,9 +316,9 @@ def generate(
 ) -> None:
     """Generate text on ONNX Runtime, as it comes; tokens a second on standard error."""
     from quantmoe.exporter.inspecting.inspect import model_path
+    from quantmoe.exporter.reading.sampling import folder_sampling
     from quantmoe.exporter.running import ranks
     from quantmoe.exporter.running.generate import Generator, stop_tokens
-    from quantmoe.exporter.running.sampling import folder_sampling
 
     chat = chat or (prompt is None and ids is None and sys.stdin.isatty())
     if (ids is None) == (prompt is None and not chat):
@@ -385,7 +385,7 @@ def trace(
 ) -> None:
     """How well a cache of experts would do: its hit rate, and what of each token is read from the disk; or with
     --expert-map where experts of a sliced model should stand."""
-    from quantmoe.exporter.running.trace import curve, read_trace
+    from quantmoe.exporter.inspecting.trace import curve, read_trace
 
     found = read_trace(file)
     if expert_map is not None:

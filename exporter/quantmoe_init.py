@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from quantmoe.exporter.inspecting.inspect import inspect
     from quantmoe.exporter.inspecting.unpack import unpack
     from quantmoe.exporter.measuring.bench import bench
+    from quantmoe.exporter.reading.sampling import Sampling
     from quantmoe.exporter.running.chat import Chat
     from quantmoe.exporter.running.generate import Generator
-    from quantmoe.exporter.running.sampling import Sampling
     from quantmoe.exporter.writing.convert import export
 
 __all__ = ["Chat", "Generator", "Sampling", "bench", "export", "inspect", "ort_cuda_library_path", "ort_library_path",
            "trt_library_path", "unpack"]  # fmt: skip
 __version__ = version("quantmoe")
 #: imported when asked for: each command needs other packages
-_LAZY = {"Chat": "running.chat", "Generator": "running.generate", "Sampling": "running.sampling",
+_LAZY = {"Chat": "running.chat", "Generator": "running.generate", "Sampling": "reading.sampling",
          "bench": "measuring.bench", "export": "writing.convert", "inspect": "inspecting.inspect",
          "unpack": "inspecting.unpack"}  # fmt: skip
 

@@ -325,7 +325,7 @@ MODULES = {
     "inspect": ["inspecting/inspect", "inspecting/explain", "inspecting/survey"],
     "unpack": ["inspecting/unpack"],
     "generate": ["running/generate", "running/chat"],
-    "trace": ["running/trace"],
+    "trace": ["inspecting/trace"],
     "demo": ["writing/convert", "running/compare"],
     "bench": ["measuring/bench"],
 }

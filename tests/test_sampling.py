@@ -12,7 +12,8 @@ from transformers import GenerationConfig
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from quantmoe.exporter.errors import ModelError, OptionError
-from quantmoe.exporter.running.sampling import Sampler, Sampling, folder_sampling, probabilities
+from quantmoe.exporter.reading.sampling import Sampling, folder_sampling
+from quantmoe.exporter.running.sampling import Sampler, probabilities
 
 CASES = [
     Sampling(),

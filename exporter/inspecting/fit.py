@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.running.trace import Trace
+from quantmoe.exporter.inspecting.trace import Trace
 
 #: bytes a second of what holds everything, and of what experts come through that it does not hold. cuda: a GPU's
 #: memory of 1 TB/s, 16 lanes of PCIe 4; cpu: two channels of DDR5, an NVMe disk.

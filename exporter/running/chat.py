@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.reading.template import load_template
 from quantmoe.exporter.running.cache import TAIL, Cache
 from quantmoe.exporter.running.generate import Generated, Generator, load_tokenizer, stop_tokens
-from quantmoe.exporter.running.sampling import Sampling
-from quantmoe.exporter.running.template import load_template
 
 
 class Text:

@@ -16,8 +16,9 @@ import numpy as np
 from quantmoe.exporter.inspecting.inspect import ModelError, load, model_path
 from quantmoe.exporter.memory import CHUNK, DRAFTS, doing
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, RANKS
+from quantmoe.exporter.reading.sampling import Sampling, read_object
 from quantmoe.exporter.running.cache import Buffer, Cache, SharedCache
-from quantmoe.exporter.running.sampling import Sampler, Sampling, read_object
+from quantmoe.exporter.running.sampling import Sampler
 from quantmoe.exporter.running.speculate import Head, Lookup, Speculation
 from quantmoe.exporter.running.states import load as load_states
 from quantmoe.exporter.running.states import save as save_states

@@ -15,7 +15,7 @@ from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.formats import Checkpoint
 from quantmoe.exporter.reading.slices import Slice
-from quantmoe.exporter.running.template import load_template
+from quantmoe.exporter.reading.template import load_template
 from quantmoe.exporter.writing.external_data import DataFiles, byte_size
 from quantmoe.exporter.writing.genai import LOGITS, add_mtp, genai_config, shared_tensors, shares_buffer
 from quantmoe.exporter.writing.output import DATA, MODEL, MTP_MODEL, record, writing

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantmoe.exporter.memory import CHUNK
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT
-from quantmoe.exporter.running.sampling import Sampling
+from quantmoe.exporter.reading.sampling import Sampling
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -23,10 +23,10 @@ from transformers import AutoTokenizer
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.options import missing
+from quantmoe.exporter.reading.sampling import Sampling
+from quantmoe.exporter.reading.template import Template, load_template
 from quantmoe.exporter.running.chat import Chat, Text, TextStream
 from quantmoe.exporter.running.generate import Generator
-from quantmoe.exporter.running.sampling import Sampling
-from quantmoe.exporter.running.template import Template, load_template
 from quantmoe.exporter.writing.convert import export
 
 WORDS = ["héllo wörld", "你好世界 👩‍👩‍👧 ок", "a mixture of experts\n\tand  more", "日本語のテキスト🎉🎉"]

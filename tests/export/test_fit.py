@@ -12,8 +12,8 @@ import quantmoe
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.inspecting.fit import RATES, RESERVE, fit
 from quantmoe.exporter.inspecting.inspect import inspect
+from quantmoe.exporter.inspecting.trace import read_trace
 from quantmoe.exporter.running.generate import Generator
-from quantmoe.exporter.running.trace import read_trace
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 CONTEXT = 100

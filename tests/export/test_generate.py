@@ -12,8 +12,8 @@ import pytest
 from test_model import error, tokens
 
 from quantmoe.exporter.errors import ModelError
+from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.running.generate import Generator
-from quantmoe.exporter.running.sampling import Sampling
 from quantmoe.exporter.writing.genai import SHARE_BUFFER, genai_config, shares_buffer
 
 ARCHITECTURES = ["qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text"]  # full, sliding, latent and chunked attention

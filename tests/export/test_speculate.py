@@ -12,8 +12,9 @@ from test_hybrid import grown
 from test_model import error, run, tokens
 
 from quantmoe.exporter.errors import ModelError, OptionError
+from quantmoe.exporter.reading.sampling import Sampling
 from quantmoe.exporter.running.generate import Generator
-from quantmoe.exporter.running.sampling import Sampler, Sampling
+from quantmoe.exporter.running.sampling import Sampler
 from quantmoe.exporter.running.speculate import Lookup, Speculation
 from quantmoe.exporter.writing.convert import export
 

@@ -34,8 +34,8 @@ from quantmoe.custom_ops.expert import Expert
 from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.matrix import QuantizedMatrix
 from quantmoe.custom_ops.op import LinearSpec, MoESpec, Projection
+from quantmoe.exporter.inspecting.trace import read_trace
 from quantmoe.exporter.reading.slices import Slice
-from quantmoe.exporter.running.trace import read_trace
 
 #: experts of different bytes in a layer
 EXPERTS = 8

@@ -20,7 +20,7 @@ from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.layouts import LAYOUTS
 from quantmoe.custom_ops.op import MoESpec
 from quantmoe.exporter.inspecting.fit import device_slots
-from quantmoe.exporter.running.trace import read_trace
+from quantmoe.exporter.inspecting.trace import read_trace
 
 
 @pytest.mark.parametrize("name", ["w13", "w2"])

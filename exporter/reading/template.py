@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quantmoe.exporter.errors import ModelError
-from quantmoe.exporter.running.sampling import read_object
+from quantmoe.exporter.reading.sampling import read_object
 
 #: jinja2 whose sandbox keeps what is known: templates are code of whoever made the checkpoint
 OLDEST_JINJA = (3, 1, 6)
