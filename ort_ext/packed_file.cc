@@ -138,7 +138,7 @@ class FromFile : public PackedWeights {
                                std::to_string(header.file_bytes));
     if (header.count > (file_.size() - sizeof header) / sizeof(Row)) throw std::runtime_error("its table is cut off");
     std::vector<Row> rows(header.count);
-    std::memcpy(rows.data(), file_.data() + sizeof header, rows.size() * sizeof(Row));
+    if (!rows.empty()) std::memcpy(rows.data(), file_.data() + sizeof header, rows.size() * sizeof(Row));
     if (std::memcmp(sum_of(header, rows.data()).data(), header.sum, kDigits) != 0)
       throw std::runtime_error("its header is damaged");
     if (rows.size() != entries.size()) throw std::runtime_error("it is of other weights");

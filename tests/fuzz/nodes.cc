@@ -108,7 +108,7 @@ void routing(FuzzedDataProvider& data, bool wild) {
   const int size = data.ConsumeIntegralInRange(1, 40);
   r.num_experts = r.n_group * size;
   r.top_k = data.ConsumeIntegralInRange(1, std::min(16, r.topk_group * size));
-  r.method = any_value(data, "method");
+  r.method = any_value(data, "routing_method");
   r.renormalize = data.ConsumeBool();
   r.routed_scaling_factor = data.ConsumeBool() ? 1.0f : 2.5f;
   r.shared_experts = data.ConsumeIntegralInRange(0, 3);
