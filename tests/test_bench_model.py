@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -20,7 +21,7 @@ from quantmoe.exporter.measuring import sides as bench_sides
 from quantmoe.exporter.measuring.made import gguf_types, layers_that_fit
 from quantmoe.exporter.measuring.model import Cell, Step, alternate, cells, touched_bytes
 from quantmoe.exporter.measuring.random_checkpoint import CONFIGS, cut, write
-from quantmoe.exporter.measuring.sides import LlamaCpp, Ours, Process, by_operator, token_ids
+from quantmoe.exporter.measuring.sides import LlamaCpp, OnCuda, Ours, Process, by_operator, token_ids
 from quantmoe.exporter.running.generate import Generator
 from quantmoe.exporter.writing.convert import export
 
@@ -90,6 +91,33 @@ def test_a_folder(folder: Path, tmp_path: Path) -> None:
         assert nodes["QuantMoE"]["ms"] > 0
     assert "QuantMoE" in out
     assert (tmp_path / "cells.png").read_bytes().startswith(b"\x89PNG")
+
+
+CUDA = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+
+
+@pytest.mark.skipif(not CUDA, reason="no CUDA provider")
+def test_on_a_gpu(tmp_path: Path) -> None:
+    """The trained demo: all cells, and the last step's logits are those of a step that is not captured."""
+    export("samples/demo_model/checkpoint", tmp_path / "out", target="cuda", dtype="f16")
+    lists = ["--depths", "0,200", "--prefill", "9,100", "--batch", "1,3", "--repeat", "2", "--steps", "3"]
+    run(tmp_path / "out", "--device", "cuda", *lists, "--json", tmp_path / "cells.json")
+    found = json.loads((tmp_path / "cells.json").read_text())
+    assert (len(found["cells"]), found["device"], found["read_gbps"]) == (6, "cuda", None)
+    side = OnCuda(str(tmp_path / "out"))
+    side.fill(7, 2, 40)
+    side.decode(3)
+    captured = side._logits.numpy()
+    side._options = side._model.run_options(-1)
+    side.decode(3)
+    assert captured.any()
+    assert (side._logits.numpy() == captured).all()
+
+
+@pytest.mark.skipif(CUDA, reason="a CUDA provider")
+def test_no_gpu(folder: Path) -> None:
+    with pytest.raises(ModelError, match="ours: this onnxruntime has no CUDA provider; pip uninstall onnxruntime"):
+        bench_model.bench_model(str(folder), device="cuda")
 
 
 def test_a_shape_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,6 +294,8 @@ def test_layers_that_fit() -> None:
         ("qwen3-30b-a3b --prefill 0", "greater than or equal to 1"),
         ("qwen3-30b-a3b --json /nowhere/cells.json", "no such folder"),
         ("qwen3-30b-a3b --plot cells.doc", "expected .png"),
+        ("qwen3-30b-a3b --device cuda --threads 2", "of the CPU"),
+        ("qwen3-30b-a3b --device cuda --profile", "of the CPU"),
     ],
 )
 def test_bad_options(arguments: str, message: str) -> None:

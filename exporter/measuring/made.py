@@ -19,6 +19,8 @@ from quantmoe.exporter.measuring.random_checkpoint import CONFIGS, GROUP_SIZE, c
 
 SPARE = 2e9  # bytes beside the weights
 SHARE = 0.7  # of the memory that is available, for the layers that a shape is cut to
+#: of the graph: f16, which NumPy has
+TYPES: dict[str, Literal["f16"] | None] = {"cpu": None, "cuda": "f16"}
 #: format of our weights -> GGUF's of as many bits
 GGUF_TYPES = {"int4": "Q4_0", "mxfp4": "MXFP4", "nvfp4": "Q4_0", "int8": "Q8_0", "fp8": "Q8_0", "mxfp8": "Q8_0",
               "bf16": "BF16", "f16": "F16"}  # fmt: skip
@@ -80,14 +82,16 @@ def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
             raise ModelError(f"the process of {function.__name__} was killed (out of memory?)") from None
 
 
-def make_model(folder: Path, config: Mapping[str, Any], lm_head: Literal["int4", "int8"] | None) -> None:
-    """A random checkpoint, exported to ``folder``; the checkpoint is removed."""
+def make_model(
+    folder: Path, config: Mapping[str, Any], lm_head: Literal["int4", "int8"] | None, device: Literal["cpu", "cuda"]
+) -> None:
+    """A random checkpoint, exported to ``folder`` for the device, in f16 on cuda; the checkpoint is removed."""
     from quantmoe.exporter.writing.convert import export
 
     checkpoint = folder.with_name(folder.name + "-checkpoint")
     try:
         write(checkpoint, config, GROUP_SIZE)
-        export(checkpoint, folder, lm_head=lm_head)
+        export(checkpoint, folder, target=device, dtype=TYPES[device], lm_head=lm_head)
     finally:
         shutil.rmtree(checkpoint, ignore_errors=True)
 
@@ -112,16 +116,17 @@ def of_shape(
     name: str,
     layers: int | None,
     lm_head: Literal["int4", "int8"] | None,
+    device: Literal["cpu", "cuda"],
     against: Sequence[str],
     root: Path,
 ) -> Path:
     """The exported folder of a shape."""
     layers = _layers(name, layers, against, root)
-    folder = root / f"{name}-{layers}{f'-{lm_head}' if lm_head else ''}"
+    folder = root / "-".join([name, str(layers), *filter(None, [lm_head]), *([device] if device == "cuda" else [])])
     if (folder / "model.onnx").is_file():
         return folder
     with console.status(f"making {layers} layers of {name} and exporting them"):
-        in_process(make_model, folder, cut(CONFIGS[name], layers), lm_head)
+        in_process(make_model, folder, cut(CONFIGS[name], layers), lm_head, device)
     return folder
 
 
@@ -137,12 +142,16 @@ def gguf_of_shape(
     return path
 
 
-def exported(console: Console, file: Path, root: Path) -> Path:
-    """The exported folder of a GGUF file."""
+def export_file(file: Path, folder: Path, device: Literal["cpu", "cuda"]) -> None:
     from quantmoe.exporter.writing.convert import export
 
-    folder = root / file.stem
+    export(file, folder, target=device, dtype=TYPES[device])
+
+
+def exported(console: Console, file: Path, device: Literal["cpu", "cuda"], root: Path) -> Path:
+    """The exported folder of a GGUF file."""
+    folder = root / "-".join([file.stem, *([device] if device == "cuda" else [])])
     if not (folder / "model.onnx").is_file():
         with console.status(f"exporting {file.name}"):
-            in_process(export, file, folder)
+            in_process(export_file, file, folder, device)
     return folder

@@ -1,4 +1,4 @@
-"""``quantmoe bench MODEL``: a whole model in ONNX Runtime on the CPU, against llama.cpp and onnxruntime-genai.
+"""``quantmoe bench MODEL``: a whole model in ONNX Runtime, against llama.cpp and onnxruntime-genai.
 
 Method:
 
@@ -39,7 +39,7 @@ from quantmoe.exporter.measuring.bench import check_files, probe_read
 from quantmoe.exporter.measuring.gguf import write_gguf
 from quantmoe.exporter.measuring.made import available_memory, exported, gguf_of_shape, gguf_types, in_process, of_shape
 from quantmoe.exporter.measuring.random_checkpoint import CONFIGS
-from quantmoe.exporter.measuring.sides import Genai, LlamaCpp, Ours, Process
+from quantmoe.exporter.measuring.sides import Genai, LlamaCpp, OnCuda, Ours, Process
 from quantmoe.exporter.options import listed, need, terminal
 from quantmoe.exporter.running.generate import runtime
 
@@ -93,16 +93,16 @@ class Step:
         return f"prefill {self.tokens:,}" if self.step == "prefill" else f"decode at {self.depth:,}, batch {self.batch}"
 
 
-def cells(step: Step, times: Mapping[str, Sequence[float]], touched: int | None, read: float) -> list[Cell]:
+def cells(step: Step, times: Mapping[str, Sequence[float]], touched: int | None, read: float | None) -> list[Cell]:
     """One a peer, or one without.
 
     Args:
         times: seconds by side, the first is ours; those of a round stand at the same place.
-        touched: bytes; read: bytes/s.
+        touched: bytes; read: bytes/s, None: not known.
     """
     (_, ours), *peers = times.items()
     median = statistics.median(ours)
-    share = touched / median / read if touched else None
+    share = touched / median / read if touched and read else None
     where = (step.step, step.tokens, step.depth, step.batch)
     alone = Cell(*where, 1e3 * median, 1e3 * min(ours), step.tokens / median, touched, share)
     return [
@@ -203,6 +203,9 @@ def bench_model(
     lm_head: Annotated[
         Literal["int4", "int8"] | None, typer.Option(help="of a shape; default: bf16, as checkpoints have it")
     ] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option(help="cuda: ONNX Runtime's CUDA provider; llama.cpp is then built for it.")
+    ] = "cpu",
     threads: Annotated[int, typer.Option(min=0, help="of each side; 0: one a CPU.")] = 0,
     repeat: Annotated[
         int, typer.Option(min=1, help=f"Runs a side; past {CELL_SECONDS:g} s it stops at {MIN_RUNS}.")
@@ -222,7 +225,7 @@ def bench_model(
         typer.Option(help="of a shape: both sides have a GGUF file of this type; default: int4, llama.cpp's Q4_0"),
     ] = None,
 ) -> dict[str, Any]:
-    """Times a whole model on the CPU: prompts, and decode steps by depth of the cache and batch.
+    """Times a whole model: prompts, and decode steps by depth of the cache and batch.
 
     Lists are given as a,b,c or by repeating an option. A shape is a model of random weights, cut to the layers that
     fit. A GGUF file is exported, and llama.cpp has the file itself.
@@ -232,6 +235,8 @@ def bench_model(
     """
     against = list(dict.fromkeys(against or ()))
     _check(model, against, (layers, lm_head, weights, keep), (json_file, plot))
+    if device == "cuda" and (cpu_time or profile or threads):
+        raise typer.BadParameter("of the CPU", param_hint="--cpu-time, --profile or --threads with --device cuda")
     shape = not Path(model).exists()
     runtime()
     threads, console = threads or native.cpus(), terminal(markup=True)
@@ -241,22 +246,23 @@ def bench_model(
         if weights:
             file = gguf_of_shape(console, model, layers, weights, against, root)
         if file:
-            folder = exported(console, file, root)
+            folder = exported(console, file, device, root)
         else:
-            folder = of_shape(console, model, layers, lm_head, against, root) if shape else Path(model)
+            folder = of_shape(console, model, layers, lm_head, device, against, root) if shape else Path(model)
         found = inspect(folder)
         config = _config(folder)
-        sides = {"ours": Process("ours", Ours, str(folder), threads, cpu=cpu_time)}
+        ours = (OnCuda, str(folder)) if device == "cuda" else (Ours, str(folder), threads)
+        sides = {"ours": Process("ours", *ours, cpu=cpu_time)}
         stack.callback(sides["ours"].close)
         for name in against:
-            if peer := _peer(console, name, folder, file, found, config, threads, cpu_time, root):
+            if peer := _peer(console, name, (folder, file, device), found, config, threads, cpu_time, root):
                 sides[name] = peer
                 stack.callback(peer.close)
         cache = sides["ours"].cache_bytes()
         wanted = _steps(console, config, cache, len(sides), prefill, depths, batch)
-        reads = [probe_read(threads, Path(temporary))]
+        reads = [probe_read(threads, Path(temporary))] if device == "cpu" else []
         timed = _timings(console, sides, wanted, repeat, steps)
-        reads.append(probe_read(threads, Path(temporary)))
+        reads += [probe_read(threads, Path(temporary))] if device == "cpu" else []
         done = [
             cell
             for step, times in timed
@@ -264,24 +270,22 @@ def bench_model(
                 step,
                 times,
                 touched_bytes(found, cache, config, step.depth, step.batch) if step.step == "decode" else None,
-                max(reads),
+                max(reads, default=None),
             )
         ]
         peaks = {name: side.peak() for name, side in sides.items() if side.alive}
     result = {
         "model": model,
         "layers": config.get("num_hidden_layers", len(found["layers"])),
+        "device": device,
         "threads": threads,
         "cpu_time": cpu_time,
-        "read_gbps": max(reads) / 1e9,
+        "read_gbps": max(reads) / 1e9 if reads else None,
         "peak_bytes": peaks,
         "cells": [asdict(cell) for cell in done],
     }
-    _print(
-        console,
-        done,
-        f"{Path(model).name}, {result['layers']} layers, {threads} threads{', CPU time' if cpu_time else ''}",
-    )
+    where = "on the GPU" if device == "cuda" else f"{threads} threads{', CPU time' if cpu_time else ''}"
+    _print(console, done, f"{Path(model).name}, {result['layers']} layers, {where}")
     _limits(console, reads, peaks)
     if profile:
         result["profile"] = _profile(console, folder, threads, [step for step in wanted if step.batch == 1])
@@ -337,27 +341,28 @@ def _config(folder: Path) -> dict[str, Any]:
 def _peer(
     console: Console,
     name: str,
-    folder: Path,
-    file: Path | None,
+    model: tuple[Path, Path | None, str],
     found: Mapping[str, Any],
     config: Mapping[str, Any],
     threads: int,
     cpu: bool,
     root: Path,
 ) -> Process | None:
-    """None, said in a line, where it cannot run this model."""
+    """None, said in a line, where it cannot run this model: a folder, the GGUF file that it is of, and the device."""
+    folder, file, device = model
+    llama_cpp = (threads, True, device == "cuda")
     try:
         if name != "llama.cpp":
             return Process(name, Genai, str(folder) if name == "genai" else name, threads, cpu=cpu)
         if file:
-            return Process(name, LlamaCpp, str(file), threads, cpu=cpu)
+            return Process(name, LlamaCpp, str(file), *llama_cpp, cpu=cpu)
         weights, head = gguf_types(found)
         path = root / f"{folder.resolve().name}-{weights}-{head}.gguf"
         if not path.is_file():
             with console.status(f"writing {path.name}"):
                 in_process(write_gguf, path, config, weights, head)
         console.print(f"llama.cpp: weights {weights}, lm_head and embeddings {head}", highlight=False)
-        return Process(name, LlamaCpp, str(path), threads, cpu=cpu)
+        return Process(name, LlamaCpp, str(path), *llama_cpp, cpu=cpu)
     except (ModelError, ValueError, KeyError) as error:
         console.print(f"{name}: no peer: {error}", style="yellow", highlight=False)
         return None
@@ -478,7 +483,7 @@ def _print(console: Console, done: Sequence[Cell], title: str) -> None:
             row += [step, f"{c.tokens_per_second:.1f}", f"{c.ms_min:.4g}", f"{c.ms:.4g}"]
             if peer:
                 row += [f"{c.peer_tokens_per_second:.1f}", f"{c.peer_ms_min:.4g}", f"{c.peer_ms:.4g}"]
-            row += [decimal(c.bytes), f"{c.bandwidth_share:.0%}"] if c.bytes else ["", ""]
+            row += [decimal(c.bytes) if c.bytes else "", f"{c.bandwidth_share:.0%}" if c.bandwidth_share else ""]
             table.add_row(*row)
         console.print(table)
 
@@ -492,7 +497,9 @@ def _by_peer(done: Sequence[Cell]) -> dict[str | None, list[Cell]]:
 
 def _limits(console: Console, reads: Sequence[float], peaks: Mapping[str, int]) -> None:
     memory = ", ".join(f"{name} {decimal(size)}" for name, size in peaks.items())
-    console.print(f"peak memory, mapped pages included: {memory}", highlight=False)
+    console.print(f"peak memory of the host, mapped pages included: {memory}", highlight=False)
+    if not reads:
+        return
     console.print(
         f"read bandwidth before and after: {reads[0] / 1e9:.1f} and {reads[1] / 1e9:.1f} GB/s", highlight=False
     )

@@ -25,7 +25,8 @@ import numpy as np
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.inspecting.inspect import model_path
 from quantmoe.exporter.memory import CHUNK
-from quantmoe.exporter.running.generate import STATES, runtime
+from quantmoe.exporter.running.cache import Buffer, present
+from quantmoe.exporter.running.generate import STATES, Generator, runtime
 from quantmoe.exporter.writing.genai import SHARE_BUFFER
 from quantmoe.ort_ext import library_path
 
@@ -145,6 +146,80 @@ class Ours:
         return [by_operator([e for e in kernels if whole[n][0] <= e["ts"] <= whole[n][1]]) for n in runs]
 
 
+class OnCuda:
+    """An exported model in ONNX Runtime's CUDA provider, all of it bound in the GPU's memory: a decode step is a CUDA
+    graph, one for each cache, that the runs before the first one that is timed capture. A prompt is one run.
+
+    Args:
+        path: of the model or its folder.
+    """
+
+    def __init__(self, path: str):
+        self._model = Generator(path, device="cuda", cuda_graph=True)
+        self._caches: dict[str, Buffer] = {}
+
+    def _random(self, batch: int, slots: int) -> None:
+        """Keys and values of so many tokens a row, and states; the ones before are freed first."""
+        self._caches = {}
+        normal = np.random.default_rng(0).normal(size=1 << 20)
+        for name, (_, dtype) in self._model.past.items():
+            shape = self._model.shape(name, batch)
+            if name not in self._model.states:
+                shape[2] = slots
+            self._caches[name] = Buffer.of(np.resize(normal, shape).astype(dtype), "cuda")
+
+    def _bound(self, ids: np.ndarray, past: int, slots: int) -> tuple[Any, dict[str, Buffer]]:
+        """A run of new tokens [batch, S], and its inputs but for the caches."""
+        feed = self._model.feed(ids, past)
+        feed["attention_mask"] = np.zeros((len(ids), slots), np.int64)
+        feed["attention_mask"][:, : past + ids.shape[1]] = 1
+        inputs = {name: Buffer.of(array, "cuda") for name, array in feed.items()}
+        binding = self._model.session.io_binding()
+        for name, buffer in inputs.items():
+            buffer.bind(binding, name)
+        for name, buffer in self._caches.items():
+            buffer.bind(binding, name, present(name))
+        self._logits = self._model.logits_of(ids.shape[1], "cuda", len(ids))
+        self._logits.bind(binding, output="logits")
+        return binding, inputs
+
+    def prefill(self, tokens: int) -> float:
+        self._random(1, tokens)
+        binding, _ = self._bound(token_ids(1, tokens), 0, tokens)
+        start = clock()
+        self._model.session.run_with_iobinding(binding, self._model.run_options(-1))
+        return clock() - start
+
+    def fill(self, depth: int, batch: int, length: int) -> None:
+        self._random(batch, length)
+        self._depth, self._batch, self._slots = depth, batch, length
+        self._binding, self._inputs = self._bound(token_ids(batch, 1), depth, length)
+        self._options = self._model.run_options(next(self._model.graphs))
+        self._step(0)  # captures
+
+    def _step(self, step: int) -> float:
+        feed = self._model.feed(token_ids(self._batch, step + 1)[:, -1:], self._depth + step)
+        mask = np.zeros((self._batch, self._slots), np.int64)
+        mask[:, : self._depth + step + 1] = 1
+        for name, array in (feed | {"attention_mask": mask}).items():
+            self._inputs[name].write(array)
+        start = clock()
+        self._model.session.run_with_iobinding(self._binding, self._options)
+        return clock() - start
+
+    def decode(self, steps: int) -> float:
+        return sum(self._step(step) for step in range(steps)) / steps
+
+    def cache_bytes(self) -> dict[str, int]:
+        """As :meth:`Ours.cache_bytes`."""
+        sizes = self._model.past
+        return {
+            name: shape[1] * shape[3] * dtype.itemsize
+            for name, (shape, dtype) in sizes.items()
+            if name not in self._model.states
+        }
+
+
 def by_operator(events: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
     """Sums a profile's kernel events: operator, nodes, ms; most first."""
     found: dict[str, list[float]] = defaultdict(list)
@@ -201,9 +276,13 @@ class LlamaCpp:
         path: a GGUF file.
         threads: that compute.
         repack: weights are copied into layouts that its kernels read faster; else they are read where they are mapped.
+        gpu: all layers are on the GPU.
+
+    Raises:
+        ModelError: it does not load the file, or its build has no GPU.
     """
 
-    def __init__(self, path: str, threads: int, repack: bool = True):
+    def __init__(self, path: str, threads: int, repack: bool = True, gpu: bool = False):
         import llama_cpp as api
 
         self._api, self._threads, self._said = api, threads, [""]
@@ -218,6 +297,9 @@ class LlamaCpp:
         api.llama_backend_init()
         params = api.llama_model_default_params()
         params.use_extra_bufts = repack
+        params.n_gpu_layers = 999 if gpu else 0
+        if gpu and not api.llama_supports_gpu_offload():
+            raise ModelError("this build has no GPU; CMAKE_ARGS=-DGGML_CUDA=on pip install llama-cpp-python")
         self._model = api.llama_model_load_from_file(path.encode(), params)
         if not self._model:
             raise ModelError(f"{path}: {self._said[-1] or 'llama.cpp does not load it'}")

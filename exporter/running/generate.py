@@ -297,10 +297,10 @@ class Generator:
         options.add_run_config_entry("gpu_graph_id", str(graph))
         return options
 
-    def logits_of(self, new: int, device: str) -> Buffer:
-        """Memory for the logits of a run of so many new tokens of one sequence."""
+    def logits_of(self, new: int, device: str, batch: int = 1) -> Buffer:
+        """Memory for the logits of a run of so many new tokens a sequence."""
         assert self.vocabulary is not None  # where caches are shared
-        return Buffer.of(np.empty([1, min(new, self.rows), self.vocabulary], self._logits), device)
+        return Buffer.of(np.empty([batch, min(new, self.rows), self.vocabulary], self._logits), device)
 
     def hidden_of(self, new: int) -> Buffer | None:
         """Memory for the hidden states of a run of so many new tokens of one sequence; None where nobody wants them."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cuda.built import TORCH, UNIT
-from cuda.layers import BASE, build, build_linear
+from cuda.layers import BASE, build, build_linear, of_format
 from cuda.ort import FAKE, STREAM, constants, gpu, packed_values, value
 from engines.test_identity import identity
 
@@ -460,7 +460,9 @@ def test_wrong_for_the_kernels(driver, layer, name, new, message):
 @gpu
 @pytest.mark.parametrize("id_type", [np.int32, np.int64])
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
-def test_run(driver, layer, dtype, id_type):
+@pytest.mark.parametrize("floats", [False, True])
+def test_run(driver, dtype, id_type, floats):
+    layer = build(of_format(dtype, BASE) if floats else BASE)
     spec: MoESpec = layer[0]
     op = driver.op(dtype, "i64" if id_type is np.int64 else "i32")
     packed = [torch.from_numpy(w).cuda() for w in layer[2:]]

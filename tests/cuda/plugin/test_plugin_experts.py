@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cuda.built import TORCH, UNIT
-from cuda.layers import BASE, build, build_linear
+from cuda.layers import BASE, build, build_linear, of_format
 from cuda.plugin_layers import DEVICES, LINEAR, ROWS, SPEC, SPECS, W, linear_tensors, tensors
 from cuda.trt import BUILD, FIELD_TYPES, RUNTIME, TYPES, Attribute, Field, Plugin, attributes_of, tensor
 
@@ -273,9 +273,10 @@ def test_a_bad_act_order_is_an_error(others, op, bad):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("id_type", [np.int32, np.int64])
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
-def test_enqueue(driver, dtype, id_type):
+@pytest.mark.parametrize("floats", [False, True])
+def test_enqueue(driver, dtype, id_type, floats):
     """Built, serialized, deserialized, attached; then batches of changing size against the reference."""
-    spec, experts, w13, w2 = build(BASE)
+    spec, experts, w13, w2 = build(of_format(dtype, BASE) if floats else BASE)
     built = driver.create(attributes_of(spec))
     packed = [torch.from_numpy(w).cuda() for w in (w13, w2)]
 
