@@ -81,6 +81,13 @@ class AllGather(Spec):
     op_version: int = ...
     rank: int  # 0 to world - 1
     world: int  # ranks
+    axis: int = ...  # of N: -1, the last dimension, or 0, the first
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceScatter(Spec):
+    op_version: int = ...
+    rank: int  # 0 to world - 1
+    world: int  # ranks
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows(Spec):

@@ -98,6 +98,10 @@ class GatherSpec(nodes.AllGather):
     """All attributes of an AllGather node."""
 
 
+class ScatterSpec(nodes.ReduceScatter):
+    """All attributes of a ReduceScatter node."""
+
+
 class RowsSpec(nodes.TokenRows):
     """All attributes of a TokenRows node."""
 

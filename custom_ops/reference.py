@@ -188,9 +188,18 @@ def all_reduce(parts: Sequence[np.ndarray]) -> np.ndarray:
     return total.astype(parts[0].dtype)
 
 
-def all_gather(parts: Sequence[np.ndarray]) -> np.ndarray:
+def all_gather(parts: Sequence[np.ndarray], axis: int = -1) -> np.ndarray:
     """AllGather: y of every rank; parts: each rank's x, of one shape and type, in order."""
-    return np.concatenate(parts, axis=-1)
+    return np.concatenate(parts, axis=axis)
+
+
+def reduce_scatter(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """ReduceScatter: each rank's y; parts: each rank's x, of one shape and type, in order.
+
+    Raises:
+        ValueError: the ranks do not divide the rows.
+    """
+    return np.split(all_reduce(parts), len(parts))
 
 
 def add_norm(spec: NormSpec, x: np.ndarray, residual: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -18,6 +18,7 @@ from quantmoe.custom_ops.op import (
     AttentionSpec,
     ConvSpec,
     DeltaSpec,
+    GatherSpec,
     LinearSpec,
     MoESpec,
     RouterSpec,
@@ -182,7 +183,7 @@ def _(x: torch.Tensor, attributes: str) -> torch.Tensor:
 
 @torch.library.custom_op("quantmoe::all_gather", mutates_args=())
 def all_gather(x: torch.Tensor, attributes: str) -> torch.Tensor:
-    """All ranks' x, [.., N], one after the other, [.., world N]; one process has one of them.
+    """All ranks' x, [.., N] or for axis 0 [N, ..], one after the other, [.., world N] or [world N, ..].
 
     Raises:
         NotImplementedError: PyTorch has no other ranks here.
@@ -192,7 +193,10 @@ def all_gather(x: torch.Tensor, attributes: str) -> torch.Tensor:
 
 @all_gather.register_fake
 def _(x: torch.Tensor, attributes: str) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], x.shape[-1] * json.loads(attributes)["world"])
+    spec = GatherSpec.from_attributes(json.loads(attributes))
+    shape = list(x.shape)
+    shape[spec.axis] *= spec.world
+    return x.new_empty(shape)
 
 
 @torch.library.custom_op("quantmoe::token_rows", mutates_args=())

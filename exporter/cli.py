@@ -140,6 +140,9 @@ def export(
     expert_map: Annotated[
         Path | None, typer.Option(help="a file that says which experts stand where: quantmoe trace writes one")
     ] = None,
+    data_parallel: Annotated[
+        bool, typer.Option("--data-parallel", help="each rank has tokens of its own, and all but the other experts")
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="replace an earlier export's files, edited or not, and nothing else")
     ] = False,
@@ -151,7 +154,8 @@ def export(
                "logits": logits, "lm_head": lm_head, "cache": cache, "quantize": quantize, "group_size": group_size,
                "state_window": state_window, "mtp": mtp, "layers": layers, "force": force,
                "max_file_size": int(max_file_gb * 1e9), "tensor_parallel": tensor_parallel,
-               "expert_parallel": expert_parallel, "expert_map": expert_map}  # fmt: skip
+               "expert_parallel": expert_parallel, "expert_map": expert_map,
+               "data_parallel": data_parallel}  # fmt: skip
     if tensor_parallel > 1:
         console.print(f"what follows is of rank 0 of {tensor_parallel}", style="yellow")
     if dry_run:

@@ -490,13 +490,34 @@ class GatherNode : public RankNode {
   }
   void run(OrtKernelContext* context) const override {
     const OrtValue* x = get_input(context, AllGather_x);
-    OrtValue* y = gathered(context, x, gather_.world);
+    OrtValue* y = gathered(context, x, gather_);
     const Shape shape = shape_of(x);
-    meet({data_of(x), elements(shape), op_.type(), node_, std::max(shape.back(), int64_t{1})}, data_of(y));
+    const int64_t count = elements(shape), row = gather_.axis < 0 ? shape.back() : count;
+    meet({data_of(x), count, op_.type(), node_, std::max(row, int64_t{1})}, data_of(y));
   }
 
  private:
   qm_gather gather_{};
+};
+
+class ScatterNode : public RankNode {
+ public:
+  ScatterNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource, bool)
+      : RankNode(op, api, info) {
+    read_attributes(info, &scatter_);
+    char error[QM_ERROR_SIZE];
+    if (check_scatter(scatter_, error)) fail(error);
+    join(info, scatter_.rank, scatter_.world);
+  }
+  void run(OrtKernelContext* context) const override {
+    const OrtValue* x = get_input(context, ReduceScatter_x);
+    OrtValue* y = scattered(context, x, scatter_.world);
+    meet({.x = data_of(x), .count = elements(shape_of(x)), .type = op_.type(), .node = node_, .scattered = true},
+         data_of(y));
+  }
+
+ private:
+  qm_scatter scatter_{};
 };
 
 // A node of a file for NVIDIA GPUs.
@@ -528,6 +549,7 @@ void add_operators(const OrtApi* api, std::deque<Op>& ops) {
       ops.emplace_back(api, nullptr, "CachedAttention", type, cache, make_node<AttentionNode, weights, verify>);
     ops.emplace_back(api, nullptr, "AllReduce", type, kId32, make_node<ReduceNode, weights, verify>);
     ops.emplace_back(api, nullptr, "AllGather", type, kId32, make_node<GatherNode, weights, verify>);
+    ops.emplace_back(api, nullptr, "ReduceScatter", type, kId32, make_node<ScatterNode, weights, verify>);
     for (const char* other : {"MoERouter", "AddRMSNorm", "TokenRows"})
       ops.emplace_back(api, nullptr, other, type, type, make_node<OfAnotherTarget, weights, verify>);
     ops.emplace_back(api, nullptr, "CausalConv", type, kId32, make_node<ConvNode, weights, verify>);

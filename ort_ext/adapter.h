@@ -141,8 +141,9 @@ class Kernel {
 
   // The place of a node's rank in the group of the session entry, which `how` says how to set; throws without one.
   Place place_of(int32_t rank, int32_t world, const std::string& how) const;
-  // The output of AllGather for its input.
-  OrtValue* gathered(OrtKernelContext* context, const OrtValue* x, int32_t world) const;
+  // The output of AllGather for its input, and of ReduceScatter.
+  OrtValue* gathered(OrtKernelContext* context, const OrtValue* x, const qm_gather& gather) const;
+  OrtValue* scattered(OrtKernelContext* context, const OrtValue* x, int32_t world) const;
   // Throws unless a node is of the rank that the file's first such node is of.
   void check_place(const Place& first, const Place& own) const;
 
@@ -314,10 +315,18 @@ Place Kernel::place_of(int32_t rank, int32_t world, const std::string& how) cons
   return place;
 }
 
-OrtValue* Kernel::gathered(OrtKernelContext* context, const OrtValue* x, int32_t world) const {
+OrtValue* Kernel::gathered(OrtKernelContext* context, const OrtValue* x, const qm_gather& gather) const {
   Shape shape = shape_of(x);
-  if (shape.empty()) fail("x has no dimensions, expected [.., N]");
-  shape.back() *= world;
+  if (shape.empty()) fail("x has no dimensions, expected [.., N] or [N, ..]");
+  (gather.axis < 0 ? shape.back() : shape.front()) *= gather.world;
+  return get_output(context, 0, shape);
+}
+
+OrtValue* Kernel::scattered(OrtKernelContext* context, const OrtValue* x, int32_t world) const {
+  Shape shape = shape_of(x);
+  if (shape.empty() || shape.front() % world != 0)
+    fail("x has shape " + text_of(shape) + ", expected [" + std::to_string(world) + " N, ..]");
+  shape.front() /= world;
   return get_output(context, 0, shape);
 }
 
@@ -453,8 +462,9 @@ class Inference {
  public:
   Inference(const Op& op, OrtShapeInferContext* context) : op_(op), context_(context) {}
 
-  // Outputs have the shape of the first input, but for the size of the last dimension; CachedAttention's caches that of
-  // past with slots enough for the mask, other states that of past; TokenRows' are [B, 3] and [B, 1, 1].
+  // Outputs have the shape of the first input, but for the size of the last dimension, or of the first one;
+  // CachedAttention's caches that of past with slots enough for the mask, other states that of past; TokenRows' are
+  // [B, 3] and [B, 1, 1].
   void run() const {
     const std::string_view name = op_.name;
     Inferred first = get_input(0);
@@ -464,7 +474,11 @@ class Inference {
     if (name == "QuantLinear") first.set(last, get_attribute("out_features"));
     if (name == "MoERouting" || name == "MoERouter")
       first.set(last, get_attribute("top_k") + (get_attribute("op_version") > 1 ? get_attribute("shared_experts") : 0));
-    if (name == "AllGather") first.set(last, std::max(first.sizes[last] * get_attribute("world"), int64_t{-1}));
+    if (name == "AllGather") {
+      const bool rows = get_attribute("op_version") > 1 && get_attribute("axis") == 0;
+      first.set(rows ? 0 : last, std::max(first.sizes[rows ? 0 : last] * get_attribute("world"), int64_t{-1}));
+    }
+    if (name == "ReduceScatter") first.set(0, first.sizes[0] < 0 ? -1 : first.sizes[0] / get_attribute("world"));
     if (name == "CausalConv") first.set(last, get_attribute("channels"));
     if (name == "CachedAttention") first.set(last, get_attribute("num_heads") * get_attribute("v_head_size"));
     if (name == "GatedDelta") first.set(last, get_attribute("num_v_heads") * get_attribute("v_head_size"));

@@ -581,17 +581,17 @@ class CudaGather : public CudaRank {
   qm_gather gather_{};
 };
 
-// NCCL gives rank after rank: of several rows by way of a scratch buffer.
+// NCCL gives rank after rank: of several rows' last dimensions by way of a scratch buffer.
 void CudaGather::run(OrtKernelContext* context) const {
   const OrtValue* x = get_input(context, AllGather_x);
-  OrtValue* y = gathered(context, x, gather_.world);
+  OrtValue* y = gathered(context, x, gather_);
   const Shape shape = shape_of(x);
   const int64_t count = elements(shape);
   if (count == 0) return;
   const auto stream = static_cast<cudaStream_t>(stream_of(context));
   const size_t size = op_.type() == QM_F32 ? 4 : 2, part = static_cast<size_t>(count) * size;
   const size_t row = static_cast<size_t>(shape.back()) * size, ranks = static_cast<size_t>(gather_.world);
-  const bool several = part > row;
+  const bool several = gather_.axis < 0 && part > row;
   const Scratch scratch = scratch_of(context, several ? ranks * part : 0);
   char* const to = static_cast<char*>(several ? scratch.get() : data_of(y));
   enqueue([&](const Communicator& all) { all.gather(data_of(x), to, count, op_.type(), stream); });
@@ -601,6 +601,27 @@ void CudaGather::run(OrtKernelContext* context) const {
                               part / row, cudaMemcpyDeviceToDevice, stream))
       throw std::runtime_error(node_ + ": CUDA: " + cudaGetErrorString(e));
 }
+
+class CudaScatter : public CudaRank {
+ public:
+  CudaScatter(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaRank(op, api, info) {
+    read_attributes(info, &scatter_);
+    char error[QM_ERROR_SIZE];
+    if (check_scatter(scatter_, error)) fail(error);
+    join(info, scatter_.rank, scatter_.world);
+  }
+  void run(OrtKernelContext* context) const override {
+    const OrtValue* x = get_input(context, ReduceScatter_x);
+    OrtValue* y = scattered(context, x, scatter_.world);
+    const int64_t own = elements(shape_of(x)) / scatter_.world;
+    if (own == 0) return;
+    const auto stream = static_cast<cudaStream_t>(stream_of(context));
+    enqueue([&](const Communicator& all) { all.scatter(data_of(x), data_of(y), own, op_.type(), stream); });
+  }
+
+ private:
+  qm_scatter scatter_{};
+};
 
 template <class T, bool verify>
 Kernel* make_node(const Op& op, const OrtApi* api, const OrtKernelInfo* info) {
@@ -625,6 +646,7 @@ void add_operators(const OrtApi* api, std::deque<Op>& ops) {
     }
     ops.emplace_back(api, kProvider, "AllReduce", type, kId32, make_node<CudaReduce, verify>);
     ops.emplace_back(api, kProvider, "AllGather", type, kId32, make_node<CudaGather, verify>);
+    ops.emplace_back(api, kProvider, "ReduceScatter", type, kId32, make_node<CudaScatter, verify>);
     ops.emplace_back(api, kProvider, "CausalConv", type, kId32, make_node<CudaConv, verify>);
     ops.emplace_back(api, kProvider, "GatedDelta", type, kId32, make_node<CudaDelta, verify>);
   }

@@ -55,8 +55,8 @@ class Group {
   std::string difference() const;
   void finish();
   template <class Load, class Store>
-  void add(const Load& load, const Store& store) const;
-  void add(void* y) const;
+  void add(int64_t begin, int64_t end, const Load& load, const Store& store) const;
+  void add(int32_t rank, void* y) const;
   void join(void* y) const;
 
   std::mutex mutex_;
@@ -122,27 +122,32 @@ std::string Group::difference() const {
 }
 
 template <class Load, class Store>
-void Group::add(const Load& load, const Store& store) const {
-  for (int64_t i = 0; i < parts_[0]->count; ++i) {
+void Group::add(int64_t begin, int64_t end, const Load& load, const Store& store) const {
+  for (int64_t i = begin; i < end; ++i) {
     float sum = load(parts_[0]->x, i);
     for (size_t rank = 1; rank < parts_.size(); ++rank) sum += load(parts_[rank]->x, i);
-    store(i, sum);
+    store(i - begin, sum);
   }
 }
 
-void Group::add(void* y) const {
+void Group::add(int32_t rank, void* y) const {
+  const int64_t own = parts_[0]->count / (parts_[0]->scattered ? static_cast<int64_t>(parts_.size()) : 1);
+  const int64_t begin = parts_[0]->scattered ? rank * own : 0, end = begin + own;
   const auto half = [](const void* x, int64_t i) { return static_cast<const uint16_t*>(x)[i]; };
   auto* const to = static_cast<uint16_t*>(y);
   switch (parts_[0]->type) {
     case QM_F32:
-      return add([](const void* x, int64_t i) { return static_cast<const float*>(x)[i]; },
-                 [y](int64_t i, float sum) { static_cast<float*>(y)[i] = sum; });
+      return add(
+          begin, end, [](const void* x, int64_t i) { return static_cast<const float*>(x)[i]; },
+          [y](int64_t i, float sum) { static_cast<float*>(y)[i] = sum; });
     case QM_F16:
-      return add([half](const void* x, int64_t i) { return half_to_float(half(x, i)); },
-                 [to](int64_t i, float sum) { to[i] = float_to_half(sum); });
+      return add(
+          begin, end, [half](const void* x, int64_t i) { return half_to_float(half(x, i)); },
+          [to](int64_t i, float sum) { to[i] = float_to_half(sum); });
     case QM_BF16:
-      return add([half](const void* x, int64_t i) { return bfloat_to_float(half(x, i)); },
-                 [to](int64_t i, float sum) { to[i] = float_to_bfloat(sum); });
+      return add(
+          begin, end, [half](const void* x, int64_t i) { return bfloat_to_float(half(x, i)); },
+          [to](int64_t i, float sum) { to[i] = float_to_bfloat(sum); });
   }
 }
 
@@ -184,7 +189,7 @@ void Group::meet(const Place& place, Piece part, void* y, std::chrono::seconds p
   if (attempt_ != attempt) throw std::runtime_error(failure_);
   lock.unlock();
   const std::string problem = difference();
-  if (problem.empty()) rows ? join(y) : add(y);
+  if (problem.empty()) rows ? join(y) : add(place.rank, y);
   lock.lock();
   if (--leaving_ == 0)
     finish();

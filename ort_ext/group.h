@@ -1,5 +1,5 @@
-// The ranks of a sliced model whose sessions are in one process, each run by a thread of its own: what AllReduce adds
-// up, and AllGather joins, on the CPU. Nothing here knows ONNX Runtime.
+// The ranks of a sliced model whose sessions are in one process, each run by a thread of its own: what AllReduce and
+// ReduceScatter add up, and AllGather joins, on the CPU. Nothing here knows ONNX Runtime.
 #pragma once
 #include <chrono>
 #include <cstdint>
@@ -31,8 +31,9 @@ struct Piece {
   const void* x;
   int64_t count;
   qm_type type;
-  std::string node;  // which of the model's nodes this is
-  int64_t row = 0;   // elements of a row, each followed by the next rank's; 0: of a sum
+  std::string node;        // which of the model's nodes this is
+  int64_t row = 0;         // elements of a row, each followed by the next rank's; 0: of a sum
+  bool scattered = false;  // of the sum each rank has its part alone
 };
 
 class Group;

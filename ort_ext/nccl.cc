@@ -28,6 +28,7 @@ struct Nccl {
   int (*comm_destroy)(void* comm);
   int (*all_reduce)(const void* x, void* y, size_t count, int type, int op, void* comm, cudaStream_t stream);
   int (*all_gather)(const void* x, void* y, size_t count, int type, void* comm, cudaStream_t stream);
+  int (*reduce_scatter)(const void* x, void* y, size_t count, int type, int op, void* comm, cudaStream_t stream);
   int (*get_async_error)(void* comm, int* error);
   const char* (*get_error_string)(int result);
 
@@ -57,6 +58,7 @@ struct Nccl {
     find(comm_destroy, "ncclCommDestroy");
     find(all_reduce, "ncclAllReduce");
     find(all_gather, "ncclAllGather");
+    find(reduce_scatter, "ncclReduceScatter");
     find(get_async_error, "ncclCommGetAsyncError");
     find(get_error_string, "ncclGetErrorString");
   }
@@ -228,6 +230,14 @@ void Communicator::gather(const void* x, void* y, int64_t count, qm_type type, c
   expect_all();
   const Nccl& nccl = Nccl::get();
   nccl.check(nccl.all_gather(x, y, static_cast<size_t>(count), type_of(type), comm_, stream), "ncclAllGather");
+  mark(stream);
+}
+
+void Communicator::scatter(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const {
+  expect_all();
+  const Nccl& nccl = Nccl::get();
+  const auto size = static_cast<size_t>(count);
+  nccl.check(nccl.reduce_scatter(x, y, size, type_of(type), kSum, comm_, stream), "ncclReduceScatter");
   mark(stream);
 }
 

@@ -34,6 +34,8 @@ class Communicator {
   void reduce(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const;
   // The same of y = all ranks' x, [ranks, count].
   void gather(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const;
+  // The same of y = the rank's part of the sum of all ranks' x [ranks, count].
+  void scatter(const void* x, void* y, int64_t count, qm_type type, cudaStream_t stream) const;
 
  private:
   std::vector<std::string> exchange(const std::string& card) const;

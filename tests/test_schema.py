@@ -22,6 +22,7 @@ from quantmoe.custom_ops.op import (
     RouterSpec,
     RoutingSpec,
     RowsSpec,
+    ScatterSpec,
 )
 from quantmoe.custom_ops.schema import Schema, make_projection, make_spec, parse, schema, stub
 from quantmoe.custom_ops.structs import ERROR_SIZE, STRUCTS, check_structs, make_struct
@@ -35,6 +36,7 @@ SPECS = (
     NormSpec,
     GatherSpec,
     ReduceSpec,
+    ScatterSpec,
     RowsSpec,
     AttentionSpec,
     ConvSpec,

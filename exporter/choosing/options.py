@@ -43,6 +43,7 @@ class Options:
     tensor_parallel: int = 1
     expert_parallel: bool = False
     expert_map: str | Path | None = None
+    data_parallel: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -74,6 +75,8 @@ class Options:
             raise OptionError("expert_parallel needs tensor_parallel: the number of ranks")
         if self.expert_map is not None and not self.expert_parallel:
             raise OptionError("expert_map needs expert_parallel: whole experts in a rank")
+        if self.data_parallel and not self.expert_parallel:
+            raise OptionError("data_parallel needs expert_parallel: whole experts in a rank")
         if self.target == "ort" and self.tensor_parallel > 1:
             raise OptionError("target ort has no AllReduce: tensor_parallel is for targets cpu and cuda")
         if self.mtp and self.tensor_parallel > 1:
@@ -89,7 +92,9 @@ class Options:
     def slices(self) -> list[Slice | None]:
         """What each rank has; of one rank all, None."""
         world = self.tensor_parallel
-        return [None] if world == 1 else [Slice(rank, world, self.expert_parallel) for rank in range(world)]
+        if world == 1:
+            return [None]
+        return [Slice(rank, world, self.expert_parallel, own_tokens=self.data_parallel) for rank in range(world)]
 
     @property
     def layout(self) -> str:

@@ -109,10 +109,10 @@ class Skeleton:
         if format.part:
             with init_empty_weights(), _LargeOnMeta():
                 mtp.prepare(model)
-        if format.slice:
+        if format.slice and not format.slice.own_tokens:
             self._narrow_head(format.slice.world)
         self.linear_attention = self._linear_attention(target, state_window)
-        if self.linear_attention and format.slice:
+        if self.linear_attention and format.slice and not format.slice.own_tokens:
             path = next(iter(self.linear_attention))
             raise CheckpointError(f"{folder}: {path}: linear attention is not divided among ranks")
         if state_window > 1 and not self.linear_attention:

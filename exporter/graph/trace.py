@@ -55,7 +55,7 @@ from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
 from quantmoe.exporter.graph.passes.routers import replace_routers
 from quantmoe.exporter.graph.passes.rows import Rows, attach, widen_tables
 from quantmoe.exporter.graph.passes.shared import attach as attach_shared
-from quantmoe.exporter.graph.passes.sums import meet
+from quantmoe.exporter.graph.passes.sums import meet, meet_around_experts
 from quantmoe.exporter.memory import doing
 from quantmoe.exporter.reading.checkpoint import CheckpointError
 
@@ -148,7 +148,8 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
     attach_shared(model, every)
     latent.absorb(skeleton)
     if (own := skeleton.format.slice) is not None:
-        meet(model, [*chosen.experts, *skeleton.summed], ReduceSpec(rank=own.rank, world=own.world))
+        experts = [] if own.own_tokens else chosen.experts
+        meet(model, [*experts, *skeleton.summed], ReduceSpec(rank=own.rank, world=own.world))
         meet(model, skeleton.gathered, GatherSpec(rank=own.rank, world=own.world))
     with _uncollected():
         graph = _trace_layers(skeleton, target)
@@ -157,7 +158,12 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
         set_cache_type(graph, CACHES.get(attends.kind) if target == "cpu" else None, layers)
     set_state_type(graph)
     tables = {name: table for name, layer in chosen.experts.items() if (table := layer.table()) is not None}
-    place_experts(graph, tables)
+    if own is not None and own.own_tokens:
+        try:
+            meet_around_experts(graph, own.rank, own.world)
+        except ValueError as error:
+            raise CheckpointError(f"{skeleton.format.ckpt.folder}: --data-parallel: {error}") from None
+    place_experts(graph, tables, own)
     return graph
 
 

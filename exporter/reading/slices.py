@@ -66,12 +66,14 @@ class Slice:
         rank: 0 to world - 1.
         whole_experts: it has some experts, not a part of each.
         placements: of layers by their numbers, where a map says which experts are where.
+        own_tokens: it has tokens of its own, and all of the model but for the experts.
     """
 
     rank: int
     world: int
     whole_experts: bool = False
     placements: Mapping[int, Placement] | None = None
+    own_tokens: bool = False
 
     def expert(self, expert: Expert) -> Expert:
         """The rank's part of an expert.
@@ -112,6 +114,8 @@ class Slice:
         Raises:
             CheckpointError: naming what the ranks do not divide.
         """
+        if self.own_tokens:
+            return
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         if kv_heads % self.world and self.world % kv_heads:

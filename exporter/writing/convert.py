@@ -45,6 +45,7 @@ def export(
     tensor_parallel: int = 1,
     expert_parallel: bool = False,
     expert_map: str | Path | None = None,
+    data_parallel: bool = False,
     force: bool = False,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Report:
@@ -87,6 +88,8 @@ def export(
             the Report is that of rank 0. See docs/parallel.md.
         expert_parallel: a rank has some experts whole, not a part of each.
         expert_map: a file that says which (exporter/reading/expert_map.py); by default as many in each, in order.
+        data_parallel: a rank has all of the model but for the experts, and tokens of its own: the ranks' runs have
+            one shape, and their layers of experts meet.
         force: replace an earlier export in ``output``, its files edited or not; what is there and no export wrote is
             kept or refused.
         progress: called with stage, bytes done, bytes in all.
@@ -116,6 +119,7 @@ def export(
         tensor_parallel,
         expert_parallel,
         expert_map,
+        data_parallel,
     )
     folders = rank_folders(Path(output), options)
     for folder in folders:

@@ -1,4 +1,4 @@
-"""AllReduce and AllGather in ONNX Runtime on the CPU: sessions of one process, a thread each."""
+"""AllReduce, AllGather and ReduceScatter in ONNX Runtime on the CPU: sessions of one process, a thread each."""
 
 from __future__ import annotations
 
@@ -14,15 +14,22 @@ import pytest
 from engines.test_ort_others import FLOATS
 
 from quantmoe import ort_library_path
-from quantmoe.custom_ops.op import DOMAIN, GatherSpec, ReduceSpec
-from quantmoe.custom_ops.reference import all_gather, all_reduce
+from quantmoe.custom_ops.op import DOMAIN, GatherSpec, ReduceSpec, ScatterSpec
+from quantmoe.custom_ops.reference import all_gather, all_reduce, reduce_scatter
 
+SPECS = {"AllReduce": ReduceSpec, "AllGather": GatherSpec, "ReduceScatter": ScatterSpec}
 OPERATORS = ("AllReduce", "AllGather")
 NAMES = (f"group {i}" for i in count())
 
 
 def write(
-    path: Path, rank: int, world: int, float_type: str = "FLOAT", node: str = "sum", op: str = "AllReduce"
+    path: Path,
+    rank: int,
+    world: int,
+    float_type: str = "FLOAT",
+    node: str = "sum",
+    op: str = "AllReduce",
+    axis: int = -1,
 ) -> Path:
     """x f32 [rows, 8] -> its sums over the ranks, or all ranks', twice: y of x, z of y."""
     dtype = ir.DataType[float_type]
@@ -31,8 +38,8 @@ def write(
     nodes[0].outputs[0].type = ir.TensorType(dtype)
     outputs = []
     for i, name in enumerate("yz"):
-        spec = ReduceSpec if op == "AllReduce" else GatherSpec
-        attributes = spec(rank=rank, world=world).attributes()
+        own = {"axis": axis} if op == "AllGather" else {}
+        attributes = SPECS[op](rank=rank, world=world, **own).attributes()
         given = nodes[-1 if i == 0 else -2].outputs
         nodes.append(ir.node(op, given, attributes, domain=DOMAIN, name=f"{node}.{i}"))
         nodes.append(ir.node("Cast", nodes[-1].outputs, {"to": int(ir.DataType.FLOAT)}))
@@ -99,6 +106,35 @@ def test_rows_in_order_of_the_ranks(tmp_path: Path, float_type: str, world: int)
         for found in run(sessions, given):
             np.testing.assert_array_equal(found[0], y.astype(np.float32))
             np.testing.assert_array_equal(found[1], all_gather([y] * world).astype(np.float32))
+
+
+@pytest.mark.parametrize("float_type", FLOATS)
+@pytest.mark.parametrize("world", [1, 2, 7])
+def test_tokens_of_all_ranks_and_sums_of_the_own(tmp_path: Path, float_type: str, world: int) -> None:
+    where = [(tmp_path / f"{op}{r}.onnx", r, world, float_type, "sum", op, 0) for op in SPECS for r in range(world)]
+    sessions = [session(write(*each), f"{float_type} {world} {each[5]}") for each in where]
+    gathers, scatters = sessions[world : 2 * world], sessions[2 * world :]
+    for rows in (world**2, 3 * world**2, 0):
+        given = parts(world, rows, rows)
+        typed = [x.astype(FLOATS[float_type]) for x in given]
+        y = all_gather(typed, 0)
+        assert y.shape == (rows * world, 8)
+        for found in run(gathers, given):
+            np.testing.assert_array_equal(found[0], y.astype(np.float32))
+            np.testing.assert_array_equal(found[1], all_gather([y] * world, 0).astype(np.float32))
+        own = reduce_scatter(typed)
+        twice = reduce_scatter(own)
+        for r, found in enumerate(run(scatters, given)):
+            np.testing.assert_array_equal(found[0], own[r].astype(np.float32))
+            np.testing.assert_array_equal(found[1], twice[r].astype(np.float32))
+    if world > 1:
+        for found in run(scatters, parts(world, world + 1)):
+            assert f"x has shape [{world + 1}, 8], expected [{world} N, ..]" in str(found)
+
+
+def test_an_axis_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r'AllGather node "sum.0": axis is 1, expected -1 to 0'):
+        session(write(tmp_path / "0.onnx", 0, 2, op="AllGather", axis=1), next(NAMES))
 
 
 def test_a_sum_and_rows_are_two_nodes(tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ OF = {
     | {"num_key_value_heads": 4, "n_shared_experts": 2},
     # biases of o_proj and of the experts' down, sinks, a window
     "gpt_oss": {k: v for k, v in SIZES.items() if k != "moe_intermediate_size"} | {"intermediate_size": 128},
+    # linear attention, which only ranks with tokens of their own have
+    "qwen3_next": {},
 }
 EVERY_LOGIT = {"activations": "float", "logits": "all", "cache": "f32"}
 
@@ -125,6 +127,28 @@ def test_all_ranks_equal_the_whole_model(checkpoint, whole, tmp_path, architectu
         assert error(logits, want) < 2e-5
         np.testing.assert_array_equal(logits, found[0])  # every rank chooses the same tokens
     check_bytes(folder, whole(architecture), whole_experts)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mapped"), [("qwen3_moe", False), ("deepseek_v3", True), ("gpt_oss", False), ("qwen3_next", False)]
+)
+def test_ranks_with_tokens_of_their_own(checkpoint, whole, tmp_path, architecture, mapped):
+    """Each rank gives the whole model's logits of its own tokens."""
+    options = {"tensor_parallel": 2, "expert_parallel": True, "data_parallel": True}
+    if mapped:
+        layers = open_format(checkpoint(architecture), None, None, None).moe_layers()
+        write_map(tmp_path / "map.json", [balance([9, *[1] * (layer.num_experts - 1)], 2, 2) for layer in layers])
+        options["expert_map"] = tmp_path / "map.json"
+    export(checkpoint(architecture), tmp_path / "slices", **EVERY_LOGIT, **options)
+    alone, group = Generator(whole(architecture)), next(GROUPS)
+    ranks = [Generator(tmp_path / f"slices/rank{r}", threads=1, group=group) for r in range(2)]
+    assert [len(r.session.get_outputs()) for r in ranks] == [len(alone.session.get_outputs())] * 2
+    ids = [tokens(2, 9), tokens(4, 9)[2:]]
+    assert not np.array_equal(*ids)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda rank, own: run(rank, own, (7, 1, 1)), ranks, ids))
+    for logits, own in zip(found, ids, strict=True):
+        assert error(logits, run(alone, own, (7, 1, 1))) < 2e-5  # as above
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
@@ -209,6 +233,8 @@ def test_a_map_that_is_not_there(tmp_path):
         placements(tmp_path / "no map", 2, {3: 4})
     with pytest.raises(OptionError, match="expert_map needs expert_parallel"):
         Options(tensor_parallel=2, expert_map=tmp_path / "no map")
+    with pytest.raises(OptionError, match="data_parallel needs expert_parallel"):
+        Options(tensor_parallel=2, data_parallel=True)
 
 
 def check_bytes(folder: Path, whole: Path, whole_experts: bool) -> None:

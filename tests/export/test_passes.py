@@ -26,6 +26,7 @@ from quantmoe.exporter.graph.passes.matmul_nbits import to_matmul_nbits, why_not
 from quantmoe.exporter.graph.passes.norms import RMSNorm, plain_norms
 from quantmoe.exporter.graph.passes.repeat import RepeatError, repeat_layers
 from quantmoe.exporter.graph.passes.reshapes import drop_repeated_reshapes
+from quantmoe.exporter.graph.passes.sums import meet_around_experts
 from quantmoe.exporter.graph.passes.weights import Weight, place_weights
 
 RNG = np.random.default_rng(0)
@@ -399,3 +400,51 @@ def test_layers_that_are_no_chain_are_not_repeated() -> None:
     with pytest.raises(RepeatError):
         repeat_layers(model, "model.layers", [[0], [1], [5]])
     assert ops(model) == before
+
+
+MIXTURE = """g (float[T, 8] x, float[8, 4] router, float[8, 8] shared, int32[4, 16] w13, int32[4, 16] w2) =>
+  (float[T, 8] y{extra}) {{
+    wide = Cast <to = 1> (x)
+    logits = MatMul (wide, router)
+    k = Constant <value = int64[1] {{2}}> ()
+    weights, ids = TopK (logits, k)
+    beside = MatMul ({beside}, shared)
+    routed = quantmoe.QuantMoE (x, ids, weights, w13, w2)
+    y = Add (routed, beside)
+}}"""
+
+
+def test_tokens_meet_before_experts_and_their_router() -> None:
+    """Not before what is beside them."""
+    model = parsed(MIXTURE.format(extra="", beside="x"))
+    meet_around_experts(model, 1, 4)
+    made = {node.op_type: node for node in model.graph}
+    assert ops(model) == [
+        "AllGather", "Cast", "MatMul", "Constant", "TopK", "MatMul", "QuantMoE", "ReduceScatter", "Add"
+    ]  # fmt: skip
+    every, own = made["AllGather"], made["ReduceScatter"]
+    assert every.attributes["axis"].as_int() == 0
+    assert [(node.attributes["rank"].as_int(), node.attributes["world"].as_int()) for node in (every, own)] == [
+        (1, 4)
+    ] * 2
+    assert made["QuantMoE"].inputs[0] is made["Cast"].inputs[0] is every.outputs[0]
+    assert made["MatMul"].inputs[0] is every.inputs[0] is model.graph.inputs[0]
+    assert made["Add"].inputs[0] is own.outputs[0]
+
+
+@pytest.mark.parametrize(
+    ("extra", "beside", "message"),
+    [
+        (", float[T, 4] logits", "x", "what routes  has other uses: logits"),
+        ("", "wide", "what routes  has other uses: wide"),
+    ],
+)
+def test_routers_with_other_uses_do_not_meet(extra: str, beside: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        meet_around_experts(parsed(MIXTURE.format(extra=extra, beside=beside)), 0, 2)
+
+
+def test_ids_of_something_else_do_not_meet() -> None:
+    model = parsed(MIXTURE.format(extra="", beside="x").replace("(x, ids, weights", "(beside, ids, weights"))
+    with pytest.raises(ValueError, match="ids and weights of  are not made of its input"):
+        meet_around_experts(model, 0, 2)

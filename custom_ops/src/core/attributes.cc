@@ -236,7 +236,11 @@ static int check_ranks(const char* op, const Node& node, char* err) {
 }
 
 int check_reduce(const qm_reduce& r, char* err) { return check_ranks("AllReduce", r, err); }
-int check_gather(const qm_gather& g, char* err) { return check_ranks("AllGather", g, err); }
+int check_scatter(const qm_scatter& s, char* err) { return check_ranks("ReduceScatter", s, err); }
+int check_gather(const qm_gather& g, char* err) {
+  QM_TRY(check_ranks("AllGather", g, err));
+  return check_range("axis", g.axis, -1, 0, err);
+}
 
 int check_part(const char* name, int32_t size, int32_t offset, int64_t own, char* err) {
   if (size == 0 && offset == 0) return QM_OK;

@@ -47,10 +47,11 @@ int check_range(const char* name, int32_t value, int32_t low, int32_t high, char
 int check_not_negative(const char* name, float value, char* err);
 int check_finite(const char* name, float value, char* err);  // the same of an infinity and NaN alone
 
-// Refuses what no engine's CachedAttention takes, or GatedDelta, or AllReduce, or AllGather.
+// Refuses what no engine's CachedAttention takes, or GatedDelta, or AllReduce, AllGather and ReduceScatter.
 int check_attention(const qm_attention& a, char* err);
 int check_reduce(const qm_reduce& r, char* err);
 int check_gather(const qm_gather& g, char* err);
+int check_scatter(const qm_scatter& s, char* err);
 int check_delta(const qm_delta& d, char* err);
 // Of CachedAttention's caches: whether k_scale and v_scale multiply their codes; bytes after the codes of a token and
 // head.

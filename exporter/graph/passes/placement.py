@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from quantmoe.custom_ops.op import DOMAIN, GatherSpec
+from quantmoe.exporter.reading.slices import Slice
 
-def place_experts(model: ir.Model, tables: Mapping[str, np.ndarray]) -> None:
+
+def place_experts(model: ir.Model, tables: Mapping[str, np.ndarray], part: Slice | None = None) -> None:
     """Puts a Gather before each QuantMoE that a table is for.
 
     An expert that stands several times is taken by turns, as a token's position says. All ranks know it, so they agree
-    without a word; a token's id is one rank's, and -1 in the tables of the others.
+    without a word; a token's id is one rank's, and -1 in the tables of the others. Ranks with tokens of their own tell
+    each other the turns, once a run.
 
     Args:
-        tables: by the experts' module, int64 [copies, experts]: :meth:`MoELayer.table`.
+        tables: by the experts' module, int64 [copies, experts]: :meth:`MoELayer.table`. part: the rank's.
     """
     offsets: dict[tuple[int, ...], ir.Value] = {}
     for node in [node for node in model.graph if node.op_type == "QuantMoE"]:
@@ -29,12 +34,12 @@ def place_experts(model: ir.Model, tables: Mapping[str, np.ndarray]) -> None:
         found = _constant(model, f"{module}.placement", table.astype(kind).reshape(-1))
         if len(table) > 1:
             if table.shape not in offsets:
-                offsets[table.shape] = _turns(model, len(table), table.shape[1], kind)
+                offsets[table.shape] = _turns(model, len(table), table.shape[1], kind, part)
             ids = _add(node, "Add", [ids, offsets[table.shape]], ids)
         node.replace_input_with(1, _add(node, "Gather", [found, ids], ids))
 
 
-def _turns(model: ir.Model, copies: int, experts: int, kind: type) -> ir.Value:
+def _turns(model: ir.Model, copies: int, experts: int, kind: type, part: Slice | None) -> ir.Value:
     """Where in a flat table a token's row begins: position % copies * experts, [tokens, 1]."""
     (positions,) = [value for value in model.graph.inputs if value.name == "position_ids"]
     first = next(iter(model.graph))
@@ -42,16 +47,33 @@ def _turns(model: ir.Model, copies: int, experts: int, kind: type) -> ir.Value:
     count = _constant(model, f"placement.{copies}.copies", np.array([copies]))
     width = _constant(model, f"placement.{copies}.{experts}.experts", np.array([experts]))
     flat = _add(first, "Reshape", [positions, column], positions)
-    turn = _add(first, "Mul", [_add(first, "Mod", [flat, count], flat), width], flat)
+    turn = _add(first, "Mod", [flat, count], flat)
+    if part is not None and part.own_tokens:
+        turn = _of_all_ranks(model, first, turn, part)
+    turn = _add(first, "Mul", [turn, width], flat)
     if kind is np.int64:
         return turn
-    cast = ir.node("Cast", [turn], {"to": ir.DataType.INT32.value})
-    model.graph.insert_before(first, cast)
-    return cast.outputs[0]
+    cast = _add(first, "Cast", [turn], turn, to=ir.DataType.INT32.value)
+    cast.type = ir.TensorType(ir.DataType.INT32)
+    return cast
 
 
-def _add(before: ir.Node, op: str, inputs: list[ir.Value], like: ir.Value) -> ir.Value:
-    node = ir.node(op, inputs)
+def _of_all_ranks(model: ir.Model, before: ir.Node, turn: ir.Value, part: Slice) -> ir.Value:
+    """Small integers [tokens, 1] of all ranks, in the type that the experts' tokens have: AllGather takes floats."""
+    x = next(node for node in model.graph if node.op_type == "QuantMoE").inputs[0]
+    assert x is not None
+    assert x.type is not None
+    assert turn.type is not None
+    spec = GatherSpec(rank=part.rank, world=part.world, axis=0)
+    floats = _add(before, "Cast", [turn], x, to=x.type.dtype.value)
+    every = _add(before, "AllGather", [floats], x, domain=DOMAIN, **spec.attributes())
+    return _add(before, "Cast", [every], turn, to=turn.type.dtype.value)
+
+
+def _add(
+    before: ir.Node, op: str, inputs: list[ir.Value], like: ir.Value, domain: str = "", **attributes: Any
+) -> ir.Value:
+    node = ir.node(op, inputs, attributes, domain=domain)
     node.outputs[0].type = like.type
     assert isinstance(before.graph, ir.Graph)
     before.graph.insert_before(before, node)

@@ -27,7 +27,7 @@ from cuda.plugin_layers import (
 from cuda.trt import RUNTIME, TYPES, attributes_of
 
 from quantmoe.custom_ops import cuda, reference
-from quantmoe.custom_ops.op import GatherSpec, ReduceSpec
+from quantmoe.custom_ops.op import GatherSpec, ReduceSpec, ScatterSpec
 
 
 def test_linear_shapes_and_workspace(others):
@@ -163,7 +163,9 @@ def test_enqueue_others(others):
     np.testing.assert_allclose(weights.cpu().numpy(), want, rtol=4e-6)
 
 
-@pytest.mark.parametrize(("operator", "spec"), [("AllReduce", ReduceSpec), ("AllGather", GatherSpec)])
+@pytest.mark.parametrize(
+    ("operator", "spec"), [("AllReduce", ReduceSpec), ("AllGather", GatherSpec), ("ReduceScatter", ScatterSpec)]
+)
 def test_sums_over_ranks_are_refused(others, operator, spec):
     others.select(operator)
     assert others.create(attributes_of(spec(rank=0, world=2))) is None
