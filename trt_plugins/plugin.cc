@@ -1089,8 +1089,8 @@ IPluginV3* Creator::create(const char* name, const PluginFieldCollection* given,
     return new Norm(shared, node.norm);
   }
   if (op_ == std::string_view("TokenRows")) return new TokenRows(shared, node.rows);
-  const std::string_view name = op_;
-  if (name == "AllReduce" || name == "AllGather" || name == "ReduceScatter")
+  if (op_ == std::string_view("AllReduce") || op_ == std::string_view("AllGather") ||
+      op_ == std::string_view("ReduceScatter"))
     return refuse("the plug-ins have no sums over ranks: ONNX Runtime's CUDA provider runs slices of a model");
   if (op_ == std::string_view("CachedAttention")) {
     if (const int32_t format = node.attention.cache_format; format != k_cache_format_none)
