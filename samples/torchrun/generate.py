@@ -18,7 +18,6 @@ if rank == 0:
     store.set("group", torch.cuda.nccl.unique_id().hex())
 group = store.get("group").decode()
 model = Generator(f"{sys.argv[1]}/rank{rank}", device="cuda", group=group)
-found = model.greedy([int(text) for text in sys.argv[3:]], int(sys.argv[2]))
-tokens = list(found)
+tokens = model.greedy([int(text) for text in sys.argv[3:]], int(sys.argv[2])).tokens
 if rank == 0:
     print(*tokens, sep=",")
