@@ -23,7 +23,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
-from quantmoe.exporter.memory import CHUNK, DRAFTS
+from quantmoe.exporter.memory import DRAFTS
 from quantmoe.exporter.options import UsageError, listed, missing, need, run
 from quantmoe.exporter.report import (
     APART,
@@ -284,7 +284,9 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="of the fewest of this probability together")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="of sampling; the same one gives the same text")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="text before which to end; may be repeated")] = None,
-    chunk: Annotated[int, typer.Option(min=1, help="tokens of a prompt that are run at once")] = CHUNK,
+    chunk: Annotated[
+        int | None, typer.Option(min=1, help="tokens of a prompt that are run at once; default 512, on cuda 2048")
+    ] = None,
     threads: Annotated[int, typer.Option(min=0, max=1024, help="0: ONNX Runtime's choice")] = 0,
     prefault: Annotated[bool, typer.Option("--prefault", help="read the packed weights into memory first")] = False,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cuda: of models exported with --target cuda")] = "cpu",

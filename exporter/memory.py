@@ -7,7 +7,7 @@ import errno
 from collections.abc import Iterator
 
 #: tokens of a prompt that are run at once: memory beside the cache grows with them, not with the prompt
-CHUNK = 512
+CHUNKS = {"cpu": 512, "cuda": 2048}
 #: drafts of a run that speculation verifies, at most, unless the caller says
 DRAFTS = 4
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.inspecting.inspect import model_path
-from quantmoe.exporter.memory import CHUNK
+from quantmoe.exporter.memory import CHUNKS
 from quantmoe.exporter.running.cache import Buffer, present
 from quantmoe.exporter.running.generate import STATES, Generator, runtime
 from quantmoe.exporter.writing.genai import SHARE_BUFFER
@@ -45,7 +45,7 @@ def token_ids(batch: int, tokens: int) -> np.ndarray:
 
 class Ours:
     """An exported model in ONNX Runtime with I/O binding: a step's present is the next one's past, without a copy; of
-    models that write the cache in place, both are one buffer, and a prompt is run in parts of CHUNK tokens.
+    models that write the cache in place, both are one buffer, and a prompt is run in parts of 512 tokens.
 
     Args:
         path: of the model or its folder.
@@ -106,7 +106,7 @@ class Ours:
 
     def prefill(self, tokens: int) -> float:
         ids, past, total = token_ids(1, tokens), self._cache(1, tokens if self._in_place else 0), 0.0
-        chunk = CHUNK if self._in_place else tokens
+        chunk = CHUNKS["cpu"] if self._in_place else tokens
         for at in range(0, tokens, chunk):
             seconds, past = self._run(ids[:, at : at + chunk], past, at)
             total += seconds
@@ -148,7 +148,8 @@ class Ours:
 
 class OnCuda:
     """An exported model in ONNX Runtime's CUDA provider, all of it bound in the GPU's memory: a decode step is a CUDA
-    graph, one for each cache, that the runs before the first one that is timed capture. A prompt is one run.
+    graph, one for each cache, that the runs before the first one that is timed capture. A prompt is run in parts of
+    2,048 tokens.
 
     Args:
         path: of the model or its folder.
@@ -185,10 +186,13 @@ class OnCuda:
 
     def prefill(self, tokens: int) -> float:
         self._random(1, tokens)
-        binding, _ = self._bound(token_ids(1, tokens), 0, tokens)
-        start = clock()
-        self._model.session.run_with_iobinding(binding, self._model.run_options(-1))
-        return clock() - start
+        ids, total = token_ids(1, tokens), 0.0
+        for at in range(0, tokens, self._model.chunk):
+            binding, _ = self._bound(ids[:, at : at + self._model.chunk], at, tokens)
+            start = clock()
+            self._model.session.run_with_iobinding(binding, self._model.run_options(-1))
+            total += clock() - start
+        return total
 
     def fill(self, depth: int, batch: int, length: int) -> None:
         self._random(batch, length)

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from quantmoe.exporter.inspecting.inspect import ModelError, load, model_path
-from quantmoe.exporter.memory import CHUNK, DRAFTS, doing
+from quantmoe.exporter.memory import CHUNKS, DRAFTS, doing
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT, RANKS
 from quantmoe.exporter.reading.sampling import Sampling, read_object
 from quantmoe.exporter.running.cache import Buffer, Cache, SharedCache
@@ -82,6 +82,7 @@ class Generator:
         threads: of the session; 0 is ONNX Runtime's choice.
         prefault: read all packed weights into memory now, not when a token first needs them.
         chunk: tokens of a prompt that are run at once: memory beside the cache grows with them, not with the prompt.
+            The default is CHUNKS's of the device.
         capacity: tokens that a cache is allocated for, where the model writes it in place; None: it grows by doubling.
         device: "cuda" for ONNX Runtime's CUDA provider and models exported with --target cuda.
         cuda_graph: a token's launches are captured once for each cache and then replayed; with device "cuda", of models
@@ -111,7 +112,7 @@ class Generator:
         path: str | Path,
         threads: int = 0,
         prefault: bool = False,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
         capacity: int | None = None,
         device: Literal["cpu", "cuda"] = "cpu",
         cuda_graph: bool = False,
@@ -124,6 +125,7 @@ class Generator:
         group: str | None = None,
     ):
         self.path, ort = model_path(path), runtime()
+        chunk = CHUNKS[device] if chunk is None else chunk
         self.chunk, self.capacity, self.device, self.cuda_graph = chunk, capacity, device, cuda_graph
         #: names of CUDA graphs in the session; -1 is of runs that have none
         self.graphs = itertools.count(1)

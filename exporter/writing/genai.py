@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from quantmoe.exporter.memory import CHUNK
+from quantmoe.exporter.memory import CHUNKS
 from quantmoe.exporter.names import HIDDEN, HIDDEN_OUT
 from quantmoe.exporter.reading.sampling import Sampling
 
@@ -91,7 +91,7 @@ def genai_config(
         | {
             "max_length": min(context, MAX_LENGTH) if shares else context,
             SHARE_BUFFER: shares,
-            "chunk_size": CHUNK,
+            "chunk_size": CHUNKS["cuda" if cuda else "cpu"],
         },
     }
 
