@@ -53,6 +53,14 @@ SIZES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "use_qk_norm": True,
     },
+    "mimo_v2_flash": {
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 256,
+        "head_dim": 64,
+        "v_head_dim": 32,
+        "sliding_window": 4,
+    },
     "llama4_text": {
         "num_local_experts": 8,
         "num_experts_per_tok": 1,

@@ -91,7 +91,7 @@ class Skeleton:
         if any(format.is_quantized(prefix + "lm_head") for prefix in ("", *WRAPPERS)):
             config.tie_word_embeddings = False
         if format.part:
-            config = mtp.one_layer(config)
+            config = mtp.one_layer(config, format.next_layer)
         try:
             with init_empty_weights(), _LargeOnMeta(), quiet(), doing(f"{folder}: making the model without weights"):
                 model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
@@ -131,6 +131,8 @@ class Skeleton:
         """Experts modules, which lose their parameters, each with its layer in the checkpoint."""
         format, model, folder = self.format, self.model, self.format.ckpt.folder
         modules: dict[str, Any] = {n: m for n, m in model.named_modules() if hasattr(m, "_is_expert_parallel")}
+        if format.without_experts:
+            return {}
         if not modules and layers is not None:
             raise CheckpointError(f"{folder}: the first {layers} layers have no experts")
         if not modules:

@@ -1,10 +1,13 @@
 """Multi-token prediction: a layer that drafts, which transformers leaves out when it loads a model. Qwen's checkpoints
-have it as ``mtp.*``, DeepSeek-V3's and GLM-4.5's as the layer after the last one.
+have it as ``mtp.*``, DeepSeek-V3's and GLM-4.5's as the layer after the last one, MiMo-V2-Flash's as
+``model.mtp.layers.0.*``.
 
 From the hidden state h_i that the main model's last norm gives and the embedding of the next token, t_(i + 1), it makes
 h'_i = layer(fc([norm(embedding), norm(h_i)])), and from that with a norm of its own and the main model's head the
 logits of t_(i + 2). Its normed h'_i is the h_(i + 1) of a draft after that. As transformers' MtpLayer,
-onnxruntime-genai's Qwen builder and vLLM's qwen3_next_mtp have it.
+onnxruntime-genai's Qwen builder and vLLM's qwen3_next_mtp have it. MiMo's, as sglang's mimo_v2_flash_nextn.py and
+vLLM's mimo_v2_mtp.py have it, is a layer of a sliding window and without experts; of its three, trained to draft a
+token further ahead each, vLLM has the first, and so has this.
 """
 
 from __future__ import annotations
@@ -17,20 +20,27 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from quantmoe.exporter.reading.formats.base import MIMO
+
 #: names of Qwen's -> those of a model of one layer
 _QWEN = {
     f"{wrapper}mtp.{part}": own
     for wrapper in ("", "model.")
     for part, own in (("layers.", "model.layers."), ("norm.", "model.norm."), ("", "mtp."))
 }
+_INPUT = {"enorm.": "mtp.pre_fc_norm_embedding.", "hnorm.": "mtp.pre_fc_norm_hidden.", "eh_proj.": "mtp.fc."}
 #: the same of what a layer after the last one has; "": a copy of what the main model has
-_NEXT = {
-    "enorm.": "mtp.pre_fc_norm_embedding.",
-    "hnorm.": "mtp.pre_fc_norm_hidden.",
-    "eh_proj.": "mtp.fc.",
+_NEXT = _INPUT | {
     "shared_head.norm.": "model.norm.",
     "shared_head.head.": "",
     "embed_tokens.": "",
+    "": "model.layers.0.",
+}
+#: the same of MiMo's
+_MIMO = _INPUT | {
+    "final_layernorm.": "model.norm.",
+    "pre_mlp_layernorm.": "model.layers.0.post_attention_layernorm.",
+    "self_attn.attention_sink_bias": "model.layers.0.self_attn.sinks",
     "": "model.layers.0.",
 }
 
@@ -39,9 +49,10 @@ def names(layer: str) -> dict[str, str]:
     """How names of its tensors begin -> those of a model of one layer.
 
     Args:
-        layer: of the layer after the last one; "": Qwen's.
+        layer: Format.next_layer; "": Qwen's.
     """
-    return {f"{layer}{name}": own for name, own in _NEXT.items()} if layer else _QWEN
+    own = _MIMO if layer.startswith(MIMO) else _NEXT
+    return {f"{layer}{name}": prefix for name, prefix in own.items()} if layer else _QWEN
 
 
 class Input(torch.nn.Module):
@@ -58,13 +69,18 @@ class Input(torch.nn.Module):
         return self.fc(torch.cat(normed, -1))
 
 
-def one_layer(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The main model's configuration with the one layer, of full attention and experts."""
+def one_layer(config: PreTrainedConfig, layer: str) -> PreTrainedConfig:
+    """The main model's configuration with the one layer, of full attention and experts; MiMo's of neither.
+
+    Args:
+        layer: see :func:`names`.
+    """
     config = copy.deepcopy(config)
     config.num_hidden_layers = 1
+    mimo = layer.startswith(MIMO)
     for name, value in {
-        "layer_types": ["full_attention"],
-        "mlp_layer_types": ["sparse"],
+        "layer_types": ["sliding_attention" if mimo else "full_attention"],
+        "mlp_layer_types": ["dense" if mimo else "sparse"],
         "mlp_only_layers": [],
         "decoder_sparse_step": 1,
         "first_k_dense_replace": 0,

@@ -216,6 +216,9 @@ def attention_of(skeleton: Skeleton, chosen: Choice, target: str, cache: str) ->
     sources = {path: skeleton.sources[f"{path}.o_proj.weight"].removesuffix(".o_proj.weight") for path in found}
     specs = {path: module.spec for path, module in found.items()}
     caches = choose_caches(skeleton.format.ckpt, cache, specs, plain, sources, refuses, target)
+    for path, (format, k_scale, v_scale) in caches.codes.items():  # of the values that the model would cache
+        if (own := found[path].value_scale) != 1 and not format.endswith("token"):
+            caches.codes[path] = format, k_scale, float(np.float32(v_scale / own))
     return Attention(found, plain, rows, caches, cache)
 
 

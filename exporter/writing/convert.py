@@ -209,10 +209,13 @@ def _genai(
     with contextlib.suppress(KeyError):  # an architecture that onnxruntime-genai has no decoder for
         library = LIBRARIES.get(target, "")
         found = genai_config(config, ckpt.generation_config, library, shares, target == "cuda")
-        keys = (v.shape for v in parts[0].graph.graph.inputs if str(v.name).endswith(".key") and v.shape is not None)
-        widths = {shape[3] for shape in keys if isinstance(shape[3], int)}
-        if len(widths) == 1:  # codes may have their scales behind them
-            found["model"]["decoder"]["head_size"] = widths.pop()
+        caches = (v for v in parts[0].graph.graph.inputs if str(v.name).endswith((".key", ".value")))
+        shapes = {(v.shape[1], v.shape[3]) for v in caches if v.shape is not None}
+        if len(shapes) > 1:  # onnxruntime-genai allocates all alike
+            raise KeyError("head_dim")
+        _, width = shapes.pop()
+        if isinstance(width, int):  # codes may have their scales behind them
+            found["model"]["decoder"]["head_size"] = width
         if len(parts) > 1 and every:
             values = ([weight.value for weight in part.weights] for part in parts)
             # a CPU maps the file: one copy, however many sessions

@@ -130,7 +130,8 @@ def _working_set(skeleton: Skeleton, chosen: Choice, left: Iterable[str], layout
     Args:
         left: names of parameters that no linear has.
     """
-    experts = max(ahead.memory(ahead.expert_size(spec), spec.num_experts) for spec in chosen.layers.values())
+    sizes = (ahead.memory(ahead.expert_size(spec), spec.num_experts) for spec in chosen.layers.values())
+    experts = max(sizes, default=0)
     format = skeleton.format.outline()
     float_here = [
         format.matrix(module)

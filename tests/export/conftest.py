@@ -23,7 +23,7 @@ from quantmoe.exporter.writing.convert import export
 SIZES = {"hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48, "num_hidden_layers": 2}
 HYBRID = ("qwen3_next", "qwen3_5_moe_text")
 INTERMEDIATE = dict.fromkeys(SIZES_OF, "intermediate_size") | dict.fromkeys(
-    ("qwen3_moe", "deepseek_v3", "glm4_moe", *HYBRID), "moe_intermediate_size"
+    ("qwen3_moe", "deepseek_v3", "glm4_moe", "mimo_v2_flash", *HYBRID), "moe_intermediate_size"
 )
 
 
@@ -47,6 +47,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         fields = SIZES | {INTERMEDIATE[architecture]: 96} | sizes
         if architecture == "deepseek_v3":  # latent attention
             fields = {name: value for name, value in fields.items() if name != "head_dim"} | {"num_key_value_heads": 4}
+        if architecture == "mimo_v2_flash":  # layers of a sliding window have twice as many
+            fields |= {"num_key_value_heads": 1}
         if architecture in HYBRID:  # a layer of each kind
             fields = {"full_attention_interval": 2, "shared_expert_intermediate_size": 96} | fields
         if "FP" in scheme:

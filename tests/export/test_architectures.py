@@ -128,8 +128,8 @@ def fields(model_type: str) -> dict[str, Any]:
     return found | ARCHITECTURES[model_type]
 
 
-def make_checkpoint(folder: Path, model_type: str) -> None:
-    config = CONFIG_MAPPING[model_type](**fields(model_type))
+def make_checkpoint(folder: Path, model_type: str, **sizes: int) -> None:
+    config = CONFIG_MAPPING[model_type](**fields(model_type) | sizes)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -165,6 +165,20 @@ def test_architecture(model_type: str, tmp_path: Path) -> None:
         found.append(logits)
         at += piece
     assert np.abs(np.concatenate(found, axis=1) - want).max() < 2e-5 * np.abs(want).max()
+
+
+def test_mimos_values_are_scaled_behind_the_node(tmp_path: Path) -> None:
+    """One node with its published widths on both engines. It caches values before attention_value_scale, so that codes
+    of them have a scale as much larger."""
+    make_checkpoint(tmp_path / "checkpoint", "mimo_v2_flash", head_dim=192, v_head_dim=128)
+    dry = plan(tmp_path / "checkpoint", tmp_path / "onnx", quantize="none", target="cuda")
+    assert dry.plain_attention == {}
+    export(tmp_path / "checkpoint", tmp_path / "onnx", quantize="none", cache="fp8")
+    nodes = inspect(tmp_path / "onnx")["attention"]
+    assert len(nodes) == 4
+    assert [node["attributes"]["v_scale"] * 0.707 for node in nodes] == pytest.approx([1.0] * 4)
+    assert {node["attributes"]["k_scale"] for node in nodes} == {1.0}
+    assert not (tmp_path / "onnx" / "genai_config.json").exists()  # which has one width for keys and values
 
 
 def test_messages_name_the_tensors_of_the_file(tmp_path: Path) -> None:

@@ -35,9 +35,11 @@ from quantmoe.exporter.writing.convert import export
 from quantmoe.exporter.writing.plan import plan
 from quantmoe.exporter.writing.prepare import formats_of
 
-KINDS = ["qwen3_next", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe"]
+KINDS = ["qwen3_next", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe", "mimo_v2_flash"]
 #: whose layer is the one after the last
 NEXT = ("deepseek_v3", "glm4_moe")
+#: without linear attention
+STATELESS = (*NEXT, "mimo_v2_flash")
 OPTIONS = {"activations": "float", "cache": "f32", "mtp": True}
 HYBRID = OPTIONS | {"state_window": 5}
 
@@ -71,26 +73,48 @@ def after(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]
             yield f"model.layers.2.{own}", tensor.clone()
 
 
+def mimo(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """MiMo's three layers: of the second layer the attention, of the first the MLP. The later two are of other values,
+    which nothing reads."""
+    yield name, tensor
+    stem = "model.mtp.layers.{}."
+    own = re.sub(r"^model\.layers\.1\.(?=input|self_attn)", stem, name)
+    own = re.sub(r"^model\.layers\.0\.(?=mlp)", stem, own)
+    own = own.replace("model.layers.1.post_attention_layernorm", f"{stem}pre_mlp_layernorm")
+    made = {own: tensor} if own != name else {}
+    if name == "model.norm.weight":
+        names = {"norm": "final_layernorm", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
+                 "fc": "eh_proj"}  # fmt: skip
+        drawn = {mtp.removeprefix("mtp."): value for mtp, value in drafting(name, tensor) if mtp.startswith("mtp.")}
+        made = {f"{stem}{names[key.removesuffix('.weight')]}.weight": value for key, value in drawn.items()}
+    for key, value in made.items():
+        for layer in range(3):
+            yield key.format(layer), value.clone() if not layer else torch.ones_like(value)
+
+
+REWRITE = dict.fromkeys(KINDS, drafting) | dict.fromkeys(NEXT, after) | {"mimo_v2_flash": mimo}
+
+
 @pytest.fixture(scope="module")
 def sources(checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints with the layer, quantized as the others."""
     folder = tmp_path_factory.mktemp("drafting")
-    return {
-        kind: rewritten(checkpoint(kind), folder / kind, after if kind in NEXT else drafting, lambda config: config)
-        for kind in KINDS
-    }
+    return {kind: rewritten(checkpoint(kind), folder / kind, REWRITE[kind], lambda config: config) for kind in KINDS}
 
 
 @pytest.fixture(scope="module")
 def models(sources, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     for kind, source in sources.items():
-        export(source, folder / kind, logits=5, **OPTIONS if kind in NEXT else HYBRID)
+        export(source, folder / kind, logits=5, **OPTIONS if kind in STATELESS else HYBRID)
     return {kind: folder / kind for kind in sources}
 
 
 def reference(source: Path) -> tuple[Callable[[np.ndarray, np.ndarray], np.ndarray], int]:
-    """transformers' MtpModel: hidden states [S, H] and the tokens [S] after them to the layer's own and the logits."""
+    """transformers' MtpModel: hidden states [S, H] and the tokens [S] after them to the layer's own and the logits; of
+    MiMo's, which it lacks, the same by hand."""
+    if "mimo" in source.name:
+        return reference_mimo(source)
     whole = dequantized(Skeleton(formats_of(find_format(open_checkpoint(source)), True)[1]))
     config = whole.config
     config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
@@ -109,6 +133,54 @@ def reference(source: Path) -> tuple[Callable[[np.ndarray, np.ndarray], np.ndarr
             return made[0].numpy(), model.shared_head(made)[0].numpy()
 
     return run, config.hidden_size
+
+
+def reference_mimo(source: Path) -> tuple[Callable[[np.ndarray, np.ndarray], np.ndarray], int]:
+    """The layer as sglang's mimo_v2_flash_nextn.py and vLLM's mimo_v2_mtp.py have it, in float32."""
+    format = find_format(open_checkpoint(source))
+    config = format.ckpt.config
+    heads, width, values = (config[name] for name in ("num_attention_heads", "head_dim", "v_head_dim"))
+    turning, groups = int(0.334 * width), 2 * config["num_key_value_heads"]
+
+    def weight(name: str, layer: str = "model.mtp.layers.0.") -> torch.Tensor:
+        return torch.from_numpy(format.parameter(f"{layer}{name}"))
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ weight(f"{name}.weight").T
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + config["rms_norm_eps"]).rsqrt() * weight(f"{name}.weight")
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        angles = torch.arange(len(x))[:, None] * 1e4 ** (-torch.arange(0, turning, 2) / turning)
+        cos, sin = (torch.cat((part, part), -1)[:, None] for part in (angles.cos(), angles.sin()))
+
+        def turned(y: torch.Tensor) -> torch.Tensor:
+            first, second = y[..., :turning].chunk(2, -1)
+            return torch.cat((y[..., :turning] * cos + torch.cat((-second, first), -1) * sin, y[..., turning:]), -1)
+
+        q = turned(linear(x, "self_attn.q_proj").unflatten(-1, (heads, width)))
+        k = turned(linear(x, "self_attn.k_proj").unflatten(-1, (groups, width)))
+        v = linear(x, "self_attn.v_proj").unflatten(-1, (groups, values)) * config["attention_value_scale"]
+        k, v = (t.repeat_interleave(heads // groups, 1) for t in (k, v))
+        back = torch.arange(len(x))[:, None] - torch.arange(len(x))
+        unseen = (back < 0) | (back >= config["sliding_window"])
+        scores = torch.einsum("ihd,jhd->hij", q, k) * width**-0.5
+        sinks = weight("self_attn.attention_sink_bias")[:, None, None].expand(-1, len(x), 1)
+        shares = torch.cat((scores.masked_fill(unseen, -torch.inf), sinks), -1).softmax(-1)[..., :-1]
+        return linear(torch.einsum("hij,jhd->ihd", shares, v).flatten(1), "self_attn.o_proj")
+
+    def run(hidden: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        embeddings = weight("embed_tokens.weight", "model.")[ids]
+        x = linear(torch.cat((norm(embeddings, "enorm"), norm(torch.from_numpy(hidden), "hnorm")), -1), "eh_proj")
+        x = x + attend(norm(x, "input_layernorm"))
+        y = norm(x, "pre_mlp_layernorm")
+        gate = linear(y, "mlp.gate_proj")
+        x = x + linear(gate * gate.sigmoid() * linear(y, "mlp.up_proj"), "mlp.down_proj")
+        x = norm(x, "final_layernorm")
+        return x.numpy(), (x @ weight("lm_head.weight", "").T).numpy()
+
+    return run, config["hidden_size"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -293,6 +365,40 @@ def test_a_published_checkpoint_and_onnxruntime_genai(sources, tmp_path):
             generator.generate_next_token()
         assert generator.get_sequence().tolist()[len(prompt) :] == want
         assert generator.get_stats()["draft_tokens_proposed"] >= 19 * drafts - 3
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        ("eh_proj.weight", "eh_proj.weight of"),
+        ("final_layernorm.weight", "final_layernorm.weight of"),
+        ("pre_mlp_layernorm.weight", "pre_mlp_layernorm.weight of"),
+        ("self_attn.attention_sink_bias", "self_attn.attention_sink_bias of"),
+        ("mlp.up_proj.weight_packed", "mlp.up_proj.weight_packed is missing"),
+        ("", "input_layernorm.weight of"),  # the later layers are no first one
+    ],
+)
+def test_half_of_mimos_tensors(sources, tmp_path, leaf, message):
+    def half(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        if not (name.startswith("model.mtp.layers.0.") and name.endswith(leaf)):
+            yield name, tensor
+
+    folder = rewritten(sources["mimo_v2_flash"], tmp_path / "checkpoint", half, lambda config: config)
+    message += " multi-token prediction (MiMoV2FlashForCausalLM) is missing" if message.endswith(" of") else ""
+    for command in (export, plan):
+        with pytest.raises(CheckpointError, match=re.escape(f"model.mtp.layers.0.{message}")):
+            command(folder, tmp_path / "model", **OPTIONS)
+
+
+def test_mimos_later_layers_are_said_to_be_left_out(sources, tmp_path):
+    found = plan(sources["mimo_v2_flash"], tmp_path, **OPTIONS).left_out
+    assert found.startswith(
+        "the text model and its multi-token prediction; left out: the later layers of multi-token prediction "
+        "(model.mtp.layers.1."
+    )
+    assert not found.count("model.mtp.layers.0.")
+    alone = plan(sources["mimo_v2_flash"], tmp_path, **OPTIONS | {"mtp": False}).left_out
+    assert alone.startswith("the text model alone; left out: multi-token prediction (model.mtp.layers.")
 
 
 def test_what_cannot_speculate_is_named(models, exported):

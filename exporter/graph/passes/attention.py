@@ -76,6 +76,7 @@ class Recognised:
         outputs: how many values its forward returns, the output first.
         kind: of the module.
         gated: q_proj has after each head's queries as many features, whose sigmoid multiplies the head's output.
+        value_scale: of the values; the node has them without it, and it multiplies the output instead.
     """
 
     spec: AttentionSpec
@@ -84,6 +85,7 @@ class Recognised:
     outputs: int
     kind: Kind
     gated: bool = False
+    value_scale: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -405,11 +407,13 @@ class Trial:
         rows = np.tile(np.array([0, new, length - new], np.int32), (batch, 1))
         near = dataclasses.replace(spec, sliding_window=NEAR if spec.sliding_window else 0)
         given, gate = parted(self.qkv, spec) if found.gated else (self.qkv, None)
-        qkv, key, value = (t.numpy() for t in (given, *self.past))
+        qkv, key, value = (t.numpy() for t in (given, self.past[0], self.past[1] / found.value_scale))
         cos, sin, q_norm, k_norm, own = (t.numpy() for t in (*tables, *norms, sinks))
         want = reference(near, qkv, key, value, rows, length, cos, sin, q_norm, k_norm, own)
         if gate is not None:
             want = want[0] * gate.double().sigmoid().numpy(), *want[1:]
+        if found.value_scale != 1:
+            want = want[0] * found.value_scale, want[1], want[2] * found.value_scale
         return near_all((self.output, *self.present), want, TOLERANCE[self.spread])
 
 
@@ -485,7 +489,7 @@ def _candidates(probe: Any, trial: Trial, called: Called) -> Iterator[Recognised
         for norm, want in (("row", [seen.heads * size, seen.groups * size]), ("head", [size, size])):
             if widths == want:
                 norms = {norm: epsilon} | norms
-    turning = 2 * trial.tables[0].shape[-1]
+    turning, scale = 2 * trial.tables[0].shape[-1], _value_scale(probe, trial)
     gated = probe.features[0] == 2 * seen.heads * seen.sizes[0] and len(set(seen.sizes)) == 1
     for (norm, epsilon), rotary in itertools.product(norms.items(), ((turning, 0), (turning, 1), (0, 0))):
         spec = AttentionSpec(
@@ -502,7 +506,16 @@ def _candidates(probe: Any, trial: Trial, called: Called) -> Iterator[Recognised
             qk_norm=norm,
             norm_epsilon=float(np.float32(epsilon)),
         )
-        yield Recognised(spec, called.table, sinks, trial.returned, GROUPED, gated)
+        yield Recognised(spec, called.table, sinks, trial.returned, GROUPED, gated, scale)
+
+
+def _value_scale(probe: Any, trial: Trial) -> float:
+    """What multiplies a module's values before they go to the cache: MiMo's attention_value_scale."""
+    made = trial.present[1][:, :, trial.past[1].shape[2] :].transpose(1, 2).flatten(2)
+    given = trial.qkv[..., -made.shape[-1] :]
+    found = float((made * given).sum() / (given * given).sum())
+    known = (value for value in (1.0, *vars(probe).values()) if isinstance(value, float))
+    return next((value for value in known if abs(value - found) <= 1e-6 * abs(found)), 1.0)
 
 
 def parted(qkv: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -543,6 +556,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     output = self.rows.attend(self, qkv, cache, given["position_embeddings"], norms, sinks)
     if gate is not None:
         output = output * gate.sigmoid()
+    if self.found.value_scale != 1:
+        output = output * self.found.value_scale
     return (self.o_proj(output), *[None] * (self.found.outputs - 1))
 
 

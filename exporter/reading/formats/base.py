@@ -266,10 +266,27 @@ class Format(ABC):
 
     @cached_property
     def next_layer(self) -> str:
-        """The prefix of a layer after the last one that drafts, as DeepSeek-V3 and GLM-4.5 have it; "": none."""
-        prefix = f"model.layers.{self.ckpt.text_config.get('num_hidden_layers')}."
-        own = tuple(f"{prefix}{name}." for name in ("eh_proj", "enorm", "hnorm"))
-        return prefix if any(name.startswith(own) for name in self.ckpt.names()) else ""
+        """The prefix of a layer that drafts: that after the last one, as DeepSeek-V3 and GLM-4.5 have it, or the first
+        of MiMo's; "": none."""
+        after = f"model.layers.{self.ckpt.text_config.get('num_hidden_layers')}."
+        mimo = rf"{re.escape(MIMO)}\d+\.(eh_proj|enorm|hnorm|pre_mlp_layernorm|final_layernorm)\."
+        own = {after: rf"{re.escape(after)}(eh_proj|enorm|hnorm)\.", f"{MIMO}0.": mimo}
+        found = (prefix for prefix, mark in own.items() if any(re.match(mark, name) for name in self.ckpt.names()))
+        return next(found, "")
+
+    @property
+    def without_experts(self) -> bool:
+        """Whether this part has none: MiMo's layer that drafts."""
+        return bool(self.part) and self.next_layer.startswith(MIMO)
+
+    def _later_layers(self) -> list[str]:
+        """Tensors of layers that draft beside the first one."""
+        found = []
+        for first in [self.next_layer] if self.next_layer else [f"{prefix}layers.0." for prefix in BESIDE[MTP]]:
+            stem, number = first.removesuffix(".").rsplit(".", 1)
+            layers = ((name, re.match(rf"{re.escape(stem)}\.(\d+)\.", name)) for name in self.ckpt.names())
+            found += [name for name, layer in layers if layer and int(layer[1]) > int(number)]
+        return found
 
     def outline(self) -> Self:
         """This format over headers: the same decoders give matrices and refusals, at no cost in time or memory.
@@ -360,17 +377,19 @@ class Format(ABC):
         """A remark naming the parts of the checkpoint beside its text model, which alone is exported; else "".
 
         Args:
-            exported: another part.
+            exported: another part; of multi-token prediction it is the first layer.
         """
         parts = []
         for part in BESIDE:
-            if part == exported:
-                continue
             names = [name for name in self.ckpt.names() if name.startswith(self.prefixes(part))]
+            what = part
+            if part == exported:
+                names, what = self._later_layers() if part == MTP else [], f"the later layers of {part}"
             if names:
                 size = sum(DTYPES[self.ckpt.dtype(n)].itemsize * prod(self.ckpt.shape(n)) for n in names)
-                parts.append(f"{part} ({names[0]} and {len(names) - 1} more tensors, {size / 1e9:.2f} GB)")
-        return f"the text model alone; left out: {', '.join(parts)}" if parts else ""
+                parts.append(f"{what} ({names[0]} and {len(names) - 1} more tensors, {size / 1e9:.2f} GB)")
+        kept = f"the text model and its {exported}" if exported else "the text model alone"
+        return f"{kept}; left out: {', '.join(parts)}" if parts else ""
 
     def has(self, name: str) -> bool:
         """Whether a tensor is of the part that this is, or shared with it."""
@@ -482,6 +501,8 @@ class Format(ABC):
 
 FLOATS = ("BF16", "F16", "F32")
 MTP = "multi-token prediction"
+#: of the layers of MiMo's
+MIMO = "model.mtp.layers."
 #: parts of a checkpoint that a text model lacks -> how the names of their tensors begin
 BESIDE = {
     "a vision tower": tuple(

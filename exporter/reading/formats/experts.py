@@ -58,6 +58,8 @@ def moe_layers(format: Format) -> list[MoELayer]:
         CheckpointError: naming a missing expert, an unknown naming, a layer of another type or a config field.
     """
     check_sizes(format.ckpt, format.ckpt.text_config)
+    if format.without_experts:
+        return []
     from quantmoe.exporter.reading.formats.unquantized import Unquantized
 
     # quantizers that store experts one by one leave those of a part that they do not know fused, in floats
