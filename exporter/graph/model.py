@@ -33,7 +33,7 @@ from quantmoe.exporter.graph import mtp
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.config import configuration
 from quantmoe.exporter.graph.experts import check_experts
-from quantmoe.exporter.graph.passes import latent, linear_attention
+from quantmoe.exporter.graph.passes import latent, lightning, linear_attention
 from quantmoe.exporter.graph.passes.shared import Shared
 from quantmoe.exporter.graph.passes.shared import recognise as recognise_shared
 from quantmoe.exporter.memory import doing
@@ -67,7 +67,7 @@ class Skeleton:
             16-bit type of their own; a head that shares the embedding's weight has the embedding's name.
         head: name in the checkpoint of the linear that makes the logits, when ``lm_head`` rounds it.
         tied: parameter name -> the first of the names of the same parameter.
-        linear_attention: module name -> what it computes.
+        linear_attention, lightning: module name -> what it computes, of those that keep a state.
         derived: parameter name -> what the graph has instead of its tensor, a function of that.
         joined: parameter name -> the checkpoint's tensors whose rows it has, see ``join``.
         absorbed: names of linear modules that are no linears in the graph, see passes/latent.py.
@@ -92,6 +92,7 @@ class Skeleton:
             config.tie_word_embeddings = False
         if format.part:
             config = mtp.one_layer(config, format.next_layer)
+        getattr(ARCHITECTURES.get(config.model_type), "configure", lambda config: None)(config)
         try:
             with init_empty_weights(), _LargeOnMeta(), quiet(), doing(f"{folder}: making the model without weights"):
                 model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
@@ -111,11 +112,11 @@ class Skeleton:
                 mtp.prepare(model)
         if format.slice and not format.slice.own_tokens:
             self._narrow_head(format.slice.world)
+        self.lightning = self._lightning(state_window)
         self.linear_attention = self._linear_attention(target, state_window)
-        if self.linear_attention and format.slice and not format.slice.own_tokens:
-            path = next(iter(self.linear_attention))
-            raise CheckpointError(f"{folder}: {path}: linear attention is not divided among ranks")
-        if state_window > 1 and not self.linear_attention:
+        if self.with_states and format.slice and not format.slice.own_tokens:
+            raise CheckpointError(f"{folder}: {self.with_states[0]}: linear attention is not divided among ranks")
+        if state_window > 1 and not self.with_states:
             raise OptionError(f"state_window is {state_window}: {folder} has no linear attention")
         self.derived: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
         self.joined: dict[str, list[str]] = {}
@@ -176,13 +177,32 @@ class Skeleton:
         self.sources = {name: source for name, source in self.sources.items() if name in self.tensors}
         self._check_parameters()
 
+    @property
+    def with_states(self) -> list[str]:
+        """Modules that keep a state from token to token."""
+        return [*self.linear_attention, *self.lightning]
+
+    def _lightning(self, window: int) -> dict[str, lightning.Lightning]:
+        ckpt = self.format.ckpt
+        layers = ckpt.text_config.get("num_hidden_layers", self.model.config.num_hidden_layers)
+        with doing(f"{ckpt.folder}: recognising lightning attention"), quiet():
+            found, left = lightning.recognise(self.model, layers, window)
+        for name, reason in left.items():
+            raise CheckpointError(f"{ckpt.folder}: {name}: {reason}")
+        for name in ckpt.names() if found else ():
+            own = found.get(self._rename(name).removesuffix(".slope_rate"))
+            if own and not np.allclose(ckpt.tensor(name).astype(np.float32).ravel(), own.rates, rtol=2**-7, atol=0):
+                raise CheckpointError(f"{ckpt.where(name)}: other decays than of a model of {layers} layers")
+        return found
+
     def _linear_attention(self, target: str, window: int) -> dict[str, linear_attention.Recognised]:
         folder, stack = self.format.ckpt.folder, decoder_of(self.model).layers
         with doing(f"{folder}: recognising linear attention"), quiet():
-            found, left = linear_attention.recognise(self.model, stack, kernels_refuse(target), window)
+            found, left = linear_attention.recognise(self.model, stack, kernels_refuse(target), window, self.lightning)
         for name, reason in left.items():
             raise CheckpointError(f"{folder}: {name}: {reason}")
-        if found and not any(hasattr(layer, "self_attn") for layer in stack):
+        names = (name for name, _ in self.model.named_modules() if name.endswith(".self_attn"))
+        if (found or self.lightning) and all(name in self.lightning for name in names):
             raise CheckpointError(
                 f"{folder}: {len(stack)} layers of linear attention alone; expected one of full attention among them, "
                 "whose cache says how many tokens there are"
@@ -237,6 +257,18 @@ class Skeleton:
                 return np.concatenate([functions[i](piece) if i in functions else piece for i, piece in pieces])
 
             self.derived[name] = derived
+
+    def fill(self, name: str, values: np.ndarray, beside: str) -> None:
+        """Adds a parameter, f32, of which the checkpoint has no tensor.
+
+        Args:
+            beside: another parameter, whose tensor stands for its own.
+        """
+        path, _, leaf = name.rpartition(".")
+        made = torch.nn.Parameter(placeholder(values.shape, torch.float32), requires_grad=False)
+        self.model.get_submodule(path)._parameters[leaf] = made
+        self.sources[name] = self.sources[beside]
+        self.tensors[name], self.derived[name] = made, lambda _: values
 
     def _narrow_head(self, world: int) -> None:
         """Of a rank: its part of the vocabulary; all of it where the embeddings are the same tensor, or the ranks do

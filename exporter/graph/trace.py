@@ -36,7 +36,7 @@ from quantmoe.exporter.choosing.choose import Choice, kernels_refuse
 from quantmoe.exporter.graph import attention
 from quantmoe.exporter.graph.architectures import ARCHITECTURES
 from quantmoe.exporter.graph.model import Skeleton, decoder_of, placeholder, quiet
-from quantmoe.exporter.graph.passes import latent, linear_attention
+from quantmoe.exporter.graph.passes import latent, lightning, linear_attention
 from quantmoe.exporter.graph.passes.add_norms import add_norms
 from quantmoe.exporter.graph.passes.attention import (
     GROUPED,
@@ -209,10 +209,11 @@ def attention_of(skeleton: Skeleton, chosen: Choice, target: str, cache: str) ->
     rows = Rows(decoder, target)
     changed = linear_attention.attach(model, skeleton.linear_attention, rows)
     skeleton.derive(changed, linear_attention.as_taken)
+    skeleton.derive(lightning.attach(skeleton, rows), np.asarray)
     with doing(f"{skeleton.format.ckpt.folder}: recognising attention"):
         own = getattr(ARCHITECTURES.get(model.config.model_type), "KIND", None)
         kinds = [GROUPED, latent.KIND, *([own] if own else [])]
-        found, plain = recognise(model, decoder, refuses, kinds, skeleton.linear_attention)
+        found, plain = recognise(model, decoder, refuses, kinds, skeleton.with_states)
     sources = {path: skeleton.sources[f"{path}.o_proj.weight"].removesuffix(".o_proj.weight") for path in found}
     specs = {path: module.spec for path, module in found.items()}
     caches = choose_caches(skeleton.format.ckpt, cache, specs, plain, sources, refuses, target)
@@ -268,8 +269,8 @@ def _inputs(skeleton: Skeleton) -> tuple[dict[str, Any], dict[str, Any]]:
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             made = linear_attention.cache_layer(layer, batch)
             cache.layers.append(made)
-            states = 2 if made.recurrent_states[0] is not None else 1
-            sizes += [{made.conv_states[0].ndim - 3: dynamic}] * states  # behind the window
+            states = zip((made.conv_states[0], made.recurrent_states[0]), (3, 4), strict=True)
+            sizes += [{t.ndim - rank: dynamic} for t, rank in states if t is not None]  # behind the window
         else:
             shapes = [(batch, t.shape[1], past, t.shape[3]) for t in (layer.keys, layer.values)]
             cache.update(*(torch.zeros(shape, dtype=skeleton.dtype) for shape in shapes), i)

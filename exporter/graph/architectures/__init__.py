@@ -2,18 +2,19 @@
 
 A module provides ``prepare(model)``: changes a model's modules so that torch.export and the ONNX translation can follow
 them and their experts have the interface's attributes. The arithmetic stays the same. It may have a ``KIND`` of
-attention (passes/attention.py).
+attention (passes/attention.py), and ``configure(config)``, which runs before there is a model.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
-from quantmoe.exporter.graph.architectures import deepseek_v2, llama4, qwen3_5_moe
+from quantmoe.exporter.graph.architectures import deepseek_v2, llama4, minimax, qwen3_5_moe
 
 #: config.model_type -> module
 ARCHITECTURES: dict[str, ModuleType] = {
     "deepseek_v2": deepseek_v2,
     "llama4_text": llama4,
+    "minimax": minimax,
     "qwen3_5_moe_text": qwen3_5_moe,
 }

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import MethodType
 from typing import Any
 
@@ -132,6 +132,7 @@ def recognise(
     stack: torch.nn.ModuleList,
     refusal: Callable[[ConvSpec | DeltaSpec], str],
     window: int = 1,
+    others: Collection[str] = (),
 ) -> tuple[dict[str, Recognised], dict[str, str]]:
     """What every module that keeps a state computes, if CausalConv and GatedDelta do; and why the others are not. By
     module name.
@@ -140,6 +141,7 @@ def recognise(
         stack: the model's decoder layers.
         refusal: why the target's kernels do not run a node; "" when they do.
         window: of states, of every node.
+        others: names of modules that keep one of another kind.
     """
     found: dict[str, Recognised] = {}
     left: dict[str, str] = {}
@@ -163,7 +165,7 @@ def recognise(
     except FAILURES:
         caches = []
     for i, (layer, cache) in enumerate(zip(stack, caches, strict=False)):
-        known = [m for m, _ in layer.named_modules() if any(n.endswith(f".{i}.{m}") for n in (*found, *left))]
+        known = [m for m, _ in layer.named_modules() if any(n.endswith(f".{i}.{m}") for n in (*found, *left, *others))]
         if isinstance(cache, LinearAttentionCacheLayerMixin) and not known:
             left[f"layer {i}"] = f"{type(layer).__name__}: it keeps a state from token to token that no operator has"
     return found, left

@@ -26,7 +26,6 @@ MAX_SIZE = 1 << 24
 RECURRENT = {
     "bailing_hybrid": "delta attention of a bounded decay",
     "glm5_next": "delta attention of a bounded decay",
-    "minimax": "lightning attention",
     "granitemoehybrid": "Mamba-2's state space",
     "nemotron_h": "Mamba-2's state space",
     "jamba": "Mamba's selective scan",
@@ -91,7 +90,7 @@ def named_experts(
     if isinstance(kind, str) and (missing := RECURRENT.get(kind.removesuffix("_text"))):
         raise CheckpointError(
             f"{ckpt.folder / 'config.json'}: {kind}: {missing} is not supported; of layers with a state those of "
-            "Kimi-Linear, LFM2, Qwen3-Next and Qwen3.5 are"
+            "Kimi-Linear, LFM2, MiniMax-Text-01, Qwen3-Next and Qwen3.5 are"
         )
     found: dict[str, dict[int, set[str]]] = {}
     for name in ckpt.names():
