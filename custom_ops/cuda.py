@@ -140,7 +140,7 @@ STEPS = (
 CALLERS = 2**64 - 1
 
 
-class Step(ctypes.Structure):
+class PlanStep(ctypes.Structure):
     """qm_cuda_step."""
 
     _fields_ = [
@@ -161,7 +161,7 @@ class Plan(ctypes.Structure):
     _fields_ = [
         ("path", _I32),
         ("step_count", _I32),
-        ("all_steps", Step * 10),
+        ("all_steps", PlanStep * 10),
         ("max_tiles", _I32),
         ("down_max_tiles", _I32),
         *((n, _U64) for n in ("tiles", "down_tiles", "sorted_pairs", "positions")),
@@ -169,17 +169,17 @@ class Plan(ctypes.Structure):
     ]
 
     @property
-    def steps(self) -> dict[str, Step]:
+    def steps(self) -> dict[str, PlanStep]:
         """By name (STEPS), in the order in which they run; changing one changes the plan."""
         return {STEPS[s.kind]: s for s in self.all_steps[: self.step_count]}
 
     @property
-    def w13(self) -> Step:
+    def w13(self) -> PlanStep:
         """A layer's product with w13."""
         return self.steps["gate_up"]
 
     @property
-    def w2(self) -> Step:
+    def w2(self) -> PlanStep:
         """A layer's product with w2, or a linear's."""
         steps = self.steps
         return steps["down"] if "down" in steps else steps["linear"]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from quantmoe.custom_ops.shapes import Shape
 from quantmoe.exporter.measuring import bench
-from quantmoe.exporter.measuring.bench import Cell, Cycle, Side, difference, route
+from quantmoe.exporter.measuring.bench import Cycle, LayerCell, Side, difference, route
 from quantmoe.exporter.measuring.ggml import Ggml
 from quantmoe.exporter.measuring.layer import BITS, FORMATS, Layer
 
@@ -159,7 +159,7 @@ def test_target_and_floor() -> None:
     both = dataclasses.replace(timing, peers={"a": 2.0, "b": 3.0}).cells(2, read=10e9, peak=1e15)
     assert [(c.peer, c.peer_ms, c.ms) for c in both] == [("a", 2.0, 1.0), ("b", 3.0, 1.0)]
     assert [bench.peak_share(*c) for c in (("int4", 32), ("int4", 128), ("int8", 32))] == [0.45, 0.60, 0.55]
-    assert [f.name for f in dataclasses.fields(Cell)] == KEYS
+    assert [f.name for f in dataclasses.fields(LayerCell)] == KEYS
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from quantmoe.exporter.measuring import made as bench_made
 from quantmoe.exporter.measuring import model as bench_model
 from quantmoe.exporter.measuring import sides as bench_sides
 from quantmoe.exporter.measuring.made import gguf_types, layers_that_fit
-from quantmoe.exporter.measuring.model import Cell, Step, alternate, cells, touched_bytes
+from quantmoe.exporter.measuring.model import ModelCell, TimedStep, alternate, cells, touched_bytes
 from quantmoe.exporter.measuring.random_checkpoint import CONFIGS, cut, write
 from quantmoe.exporter.measuring.sides import LlamaCpp, OnCuda, Ours, Process, by_operator, token_ids
 from quantmoe.exporter.running.generate import Generator
@@ -72,9 +72,9 @@ def test_a_folder(folder: Path, tmp_path: Path) -> None:
     lists = "--depths 0,40,300 --prefill 9,300 --batch 1,2 --repeat 2 --steps 3 --threads 2 --cpu-time"
     out = " ".join(run(folder, *lists.split(), *files, "--profile").split())
     found = json.loads((tmp_path / "cells.json").read_text())
-    assert [Step(c["step"], c["tokens"], c["depth"], c["batch"]) for c in found["cells"]] == [
-        Step("prefill", 9, 0, 1),
-        *(Step("decode", batch, depth, batch) for batch in (1, 2) for depth in (0, 40)),
+    assert [TimedStep(c["step"], c["tokens"], c["depth"], c["batch"]) for c in found["cells"]] == [
+        TimedStep("prefill", 9, 0, 1),
+        *(TimedStep("decode", batch, depth, batch) for batch in (1, 2) for depth in (0, 40)),
     ]
     assert "prefill 300: left out: the model's context is 256" in out
     assert (found["layers"], found["threads"]) == (2, 2)
@@ -217,7 +217,7 @@ def test_a_run_continues_its_own_cache(folder: Path) -> None:
 
 
 def test_ratio_is_of_neighbours() -> None:
-    step = Step("decode", 8, 100, 8)
+    step = TimedStep("decode", 8, 100, 8)
     times = {"ours": [1.0, 2.0, 10.0], "a": [1.5, 3.0, 10.0], "b": [4.0, 1.0, 5.0]}
     first, second = cells(step, times, touched=4 * 10**9, read=10e9)
     assert (first.peer, first.ratio, first.ratio_min) == ("a", 1.5, 1.5)
@@ -225,8 +225,8 @@ def test_ratio_is_of_neighbours() -> None:
     assert (first.ms, first.ms_min, first.peer_ms, first.peer_ms_min) == (2000, 1000, 3000, 1500)
     assert (first.tokens_per_second, first.peer_tokens_per_second) == (4, pytest.approx(8 / 3))
     assert first.bandwidth_share == pytest.approx(0.2)
-    (alone,) = cells(Step("prefill", 50, 0, 1), {"ours": [2.0]}, None, 10e9)
-    assert alone == Cell("prefill", 50, 0, 1, 2000, 2000, 25, None, None)
+    (alone,) = cells(TimedStep("prefill", 50, 0, 1), {"ours": [2.0]}, None, 10e9)
+    assert alone == ModelCell("prefill", 50, 0, 1, 2000, 2000, 25, None, None)
 
 
 def test_sides_alternate_and_a_peer_that_fails_is_dropped() -> None:

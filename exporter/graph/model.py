@@ -195,7 +195,7 @@ class Skeleton:
                 raise CheckpointError(f"{ckpt.where(name)}: other decays than of a model of {layers} layers")
         return found
 
-    def _linear_attention(self, target: str, window: int) -> dict[str, linear_attention.Recognised]:
+    def _linear_attention(self, target: str, window: int) -> dict[str, linear_attention.RecognisedState]:
         folder, stack = self.format.ckpt.folder, decoder_of(self.model).layers
         with doing(f"{folder}: recognising linear attention"), quiet():
             found, left = linear_attention.recognise(self.model, stack, kernels_refuse(target), window, self.lightning)

@@ -42,7 +42,7 @@ from quantmoe.exporter.graph.passes.attention import (
     GROUPED,
     MASKLESS,
     PROJECTIONS,
-    Recognised,
+    RecognisedAttention,
     recognise,
     signature,
 )
@@ -102,7 +102,7 @@ class Attention:
         caches: what the caches of the found hold. kind: of floats, as asked for; see :func:`export`.
     """
 
-    found: dict[str, Recognised]
+    found: dict[str, RecognisedAttention]
     plain: dict[str, str]
     rows: Rows
     caches: Caches
@@ -167,7 +167,7 @@ def trace(skeleton: Skeleton, chosen: Choice, attends: Attention, target: str) -
     return graph
 
 
-def _gates_first(skeleton: Skeleton, chosen: Choice, found: Mapping[str, Recognised]) -> list[str]:
+def _gates_first(skeleton: Skeleton, chosen: Choice, found: Mapping[str, RecognisedAttention]) -> list[str]:
     """Modules whose query projections get their gates before their queries, so that both are one piece of the output:
     chosen.gated of packed ones, functions of the others' tensors."""
     moved = []

@@ -62,7 +62,7 @@ READ_SHARE = 0.85  # of the read bandwidth, for the target
 
 
 @dataclass(frozen=True)
-class Cell:
+class LayerCell:
     """One row of the result; the keys of ``--json``. gbps counts packed bytes touched, gops two a multiply-add."""
 
     shape: str
@@ -94,14 +94,14 @@ class Timing:
     ms: float
     peers: dict[str, float]
 
-    def cells(self, threads: int, read: float, peak: float) -> list[Cell]:
+    def cells(self, threads: int, read: float, peak: float) -> list[LayerCell]:
         """One a peer, or one without. read: bytes/s; peak: int8 operations/s."""
 
         def bound(read_share: float, peak_share: float) -> float:
             return 1e3 * max(self.touched_bytes / (read_share * read), self.operations / (peak_share * peak))
 
         return [
-            Cell(
+            LayerCell(
                 self.shape,
                 self.weight_format,
                 self.group_size,
@@ -347,7 +347,7 @@ def bench(
     packing: Annotated[bool, typer.Option("--packing", help="Only the packer, one expert after another.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Writes the cells.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draws the cells (needs matplotlib).")] = None,
-) -> list[Cell]:
+) -> list[LayerCell]:
     """Times one MoE layer in ONNX Runtime against the machine's limits and, with --against, another implementation.
 
     Of whole models: quantmoe bench MODEL --help.
@@ -420,7 +420,7 @@ def _cells(
     against: Sequence[str],
     skew: bool,
     folder: Path,
-) -> list[Cell]:
+) -> list[LayerCell]:
     import onnxruntime as ort
 
     ort.set_global_thread_pool_sizes(threads, 1)
@@ -543,7 +543,7 @@ def _kernel() -> str:
     return forced or next(name for name, usable in native.kernels().items() if usable)
 
 
-def _print(console: Console, cells: Sequence[Cell]) -> None:
+def _print(console: Console, cells: Sequence[LayerCell]) -> None:
     for (name, kind, group, peer), rows in _by_layer(cells).items():
         table = Table(title=f"{name} {kind} group {group}", title_justify="left", box=SIMPLE_HEAD)
         ratio, peer_ms = ([f"{peer} / ours"], [f"{peer} ms"]) if peer else ([], [])
@@ -564,14 +564,14 @@ def _print(console: Console, cells: Sequence[Cell]) -> None:
         console.print(table)
 
 
-def _by_layer(cells: Sequence[Cell]) -> dict[tuple[str, str, int, str | None], list[Cell]]:
-    layers: dict[tuple[str, str, int, str | None], list[Cell]] = {}
+def _by_layer(cells: Sequence[LayerCell]) -> dict[tuple[str, str, int, str | None], list[LayerCell]]:
+    layers: dict[tuple[str, str, int, str | None], list[LayerCell]] = {}
     for c in cells:
         layers.setdefault((c.shape, c.weight_format, c.group_size, c.peer), []).append(c)
     return layers
 
 
-def draw(cells: Sequence[Cell], path: Path) -> None:
+def draw(cells: Sequence[LayerCell], path: Path) -> None:
     """One panel a layer: ms over tokens for us, the peer, the target and the floor, both axes logarithmic."""
     import matplotlib
 

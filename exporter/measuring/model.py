@@ -55,7 +55,7 @@ PROFILE_LINES = 10
 
 
 @dataclass(frozen=True)
-class Cell:
+class ModelCell:
     """One row of the result; the keys of ``--json``.
 
     ms is the median of a prompt or a decode step of ``tokens`` tokens. ratio: peer / ours; ratio_min: of their shortest
@@ -81,7 +81,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Step:
+class TimedStep:
     """What is timed: a prompt of ``tokens`` (batch 1, depth 0), or a token in each of ``batch`` rows at ``depth``."""
 
     step: Literal["prefill", "decode"]
@@ -93,7 +93,9 @@ class Step:
         return f"prefill {self.tokens:,}" if self.step == "prefill" else f"decode at {self.depth:,}, batch {self.batch}"
 
 
-def cells(step: Step, times: Mapping[str, Sequence[float]], touched: int | None, read: float | None) -> list[Cell]:
+def cells(
+    step: TimedStep, times: Mapping[str, Sequence[float]], touched: int | None, read: float | None
+) -> list[ModelCell]:
     """One a peer, or one without.
 
     Args:
@@ -104,7 +106,7 @@ def cells(step: Step, times: Mapping[str, Sequence[float]], touched: int | None,
     median = statistics.median(ours)
     share = touched / median / read if touched and read else None
     where = (step.step, step.tokens, step.depth, step.batch)
-    alone = Cell(*where, 1e3 * median, 1e3 * min(ours), step.tokens / median, touched, share)
+    alone = ModelCell(*where, 1e3 * median, 1e3 * min(ours), step.tokens / median, touched, share)
     return [
         replace(
             alone,
@@ -379,12 +381,12 @@ def _steps(
     prefill: Sequence[int] | None,
     depths: Sequence[int] | None,
     batches: Sequence[int] | None,
-) -> list[Step]:
+) -> list[TimedStep]:
     """All that the model's context and the memory hold; by batch, then depth."""
     context, token = config.get("max_position_embeddings") or 1 << 62, sum(cache.values())
-    steps = [Step("prefill", n, 0, 1) for n in prefill or (128, 512, 2048)]
+    steps = [TimedStep("prefill", n, 0, 1) for n in prefill or (128, 512, 2048)]
     steps += [
-        Step("decode", b, d, b) for b in sorted(batches or (1, 8, 32)) for d in sorted(depths or (0, 2048, 16384))
+        TimedStep("decode", b, d, b) for b in sorted(batches or (1, 8, 32)) for d in sorted(depths or (0, 2048, 16384))
     ]
     found = []
     for step in steps:
@@ -402,12 +404,12 @@ def _steps(
 
 
 def _timings(
-    console: Console, sides: dict[str, Process], wanted: Sequence[Step], repeat: int, steps: int
-) -> list[tuple[Step, dict[str, list[float]]]]:
+    console: Console, sides: dict[str, Process], wanted: Sequence[TimedStep], repeat: int, steps: int
+) -> list[tuple[TimedStep, dict[str, list[float]]]]:
     found = []
     for step in wanted:
 
-        def drop(name: str, error: ModelError, step: Step = step) -> None:
+        def drop(name: str, error: ModelError, step: TimedStep = step) -> None:
             console.print(f"{step}: {error}", style="yellow", highlight=False)
             if not sides[name].alive:
                 del sides[name]
@@ -434,7 +436,7 @@ def _timings(
     return found
 
 
-def _profile(console: Console, folder: Path, threads: int, wanted: Sequence[Step]) -> list[dict[str, Any]]:
+def _profile(console: Console, folder: Path, threads: int, wanted: Sequence[TimedStep]) -> list[dict[str, Any]]:
     """Our time by node type, printed and returned: one run of each."""
     side = Process("profile", Ours, str(folder), threads, True)
     try:
@@ -468,7 +470,7 @@ def _profile(console: Console, folder: Path, threads: int, wanted: Sequence[Step
 # --- output ---
 
 
-def _print(console: Console, done: Sequence[Cell], title: str) -> None:
+def _print(console: Console, done: Sequence[ModelCell], title: str) -> None:
     for peer, rows in _by_peer(done).items():
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
         name = peer if peer in PEERS else Path(peer or "").name
@@ -478,7 +480,7 @@ def _print(console: Console, done: Sequence[Cell], title: str) -> None:
         for column in (*([f"{name} tokens/s", "ms min", "ms"] if peer else []), "touched", "of read bandwidth"):
             table.add_column(column, justify="right")
         for c in rows:
-            step = str(Step(c.step, c.tokens, c.depth, c.batch))  # type: ignore[arg-type]
+            step = str(TimedStep(c.step, c.tokens, c.depth, c.batch))  # type: ignore[arg-type]
             row = [f"{c.ratio:.2f}x", f"{c.ratio_min:.2f}x"] if c.ratio else []
             row += [step, f"{c.tokens_per_second:.1f}", f"{c.ms_min:.4g}", f"{c.ms:.4g}"]
             if peer:
@@ -488,8 +490,8 @@ def _print(console: Console, done: Sequence[Cell], title: str) -> None:
         console.print(table)
 
 
-def _by_peer(done: Sequence[Cell]) -> dict[str | None, list[Cell]]:
-    found: dict[str | None, list[Cell]] = {}
+def _by_peer(done: Sequence[ModelCell]) -> dict[str | None, list[ModelCell]]:
+    found: dict[str | None, list[ModelCell]] = {}
     for cell in done:
         found.setdefault(cell.peer, []).append(cell)
     return found
@@ -507,7 +509,7 @@ def _limits(console: Console, reads: Sequence[float], peaks: Mapping[str, int]) 
         console.print("this machine was not quiet: its bandwidth moved by more than 10 %", style="yellow")
 
 
-def draw(done: Sequence[Cell], path: Path) -> None:
+def draw(done: Sequence[ModelCell], path: Path) -> None:
     """Tokens/s of prompts by their length, and of decode steps by depth, a line a batch and side."""
     import matplotlib
 

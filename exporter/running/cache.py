@@ -278,7 +278,7 @@ class SharedCache(Cache):
         self.capacity = 0
         self._buffers: dict[str, Buffer] = {}
         self._binding = self.model.session.io_binding()
-        self._step: Step | None = None
+        self._step: DecodeStep | None = None
         for name in self.model.states:
             self._bind(name, np.zeros(self.model.shape(name), self.model.past[name][1]))
         if self.model.capacity is not None:
@@ -311,7 +311,7 @@ class SharedCache(Cache):
                 array[:, :, :length] = self._buffers[name].numpy()[:, :, :length]
             self._bind(name, array)
         self.capacity = capacity
-        self._step = Step(self.model, self._buffers, capacity) if self.model.cuda_graph else None
+        self._step = DecodeStep(self.model, self._buffers, capacity) if self.model.cuda_graph else None
 
     def _keys(self) -> Iterator[tuple[str, np.ndarray]]:
         return ((name, b.numpy()) for name, b in self._buffers.items() if name not in self.model.states)
@@ -367,7 +367,7 @@ class SharedCache(Cache):
         return logits.numpy()
 
 
-class Step:
+class DecodeStep:
     """A decode step whose shapes and addresses never change, as a CUDA graph wants it: one token, a mask of the whole
     capacity. ONNX Runtime captures the first and replays it; each cache has a graph of its own in the session.
 

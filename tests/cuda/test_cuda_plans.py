@@ -121,7 +121,7 @@ def test_rounding_takes_workspace(activation_format, tokens):
         rows = max(0, rows - tokens)
     assert plan.workspace_bytes == plain.workspace_bytes + rows * 2048 * 2
     for changed, same in ((plan.w13, plain.w13), (plan.w2, plain.w2)):
-        assert all(getattr(changed, name) == getattr(same, name) for name in cuda.Step.instance)
+        assert all(getattr(changed, name) == getattr(same, name) for name in cuda.PlanStep.instance)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_steps_of_a_linear(rows, changes, steps):
 
 def values(plan: cuda.Plan) -> list[int]:
     """All that a plan says; its padding is any."""
-    steps = [getattr(step, name) for step in plan.all_steps for name, _ in cuda.Step._fields_]
+    steps = [getattr(step, name) for step in plan.all_steps for name, _ in cuda.PlanStep._fields_]
     return steps + [getattr(plan, name) for name, _ in cuda.Plan._fields_ if name != "all_steps"]
 
 
@@ -325,7 +325,7 @@ def check_steps(plan: cuda.Plan, names: list[str], columns: int, out_columns: in
     assert sum(s.weighted for s in steps) == ("linear" not in names)
 
 
-def instance(plan: cuda.Plan, step: cuda.Step, of: str) -> tuple:
+def instance(plan: cuda.Plan, step: cuda.PlanStep, of: str) -> tuple:
     """What a plan says of a row of instances.inc: path, product, panels (Span: the format's), n_tiles, kernel."""
     path, span = cuda.PATHS[plan.path].upper(), step.warps_k == 0
     whole = (path, of, step.stages, step.warps_k) == ("STREAM", "Down", 2, 1)

@@ -15,7 +15,7 @@ from transformers.models.llama4 import modeling_llama4
 
 from quantmoe.custom_ops.op import AttentionSpec
 from quantmoe.exporter.graph.attention import grouped_attention
-from quantmoe.exporter.graph.passes.attention import Called, Kind, Recognised, bound, projected
+from quantmoe.exporter.graph.passes.attention import Called, Kind, RecognisedAttention, bound, projected
 
 
 def prepare(model: PreTrainedModel) -> None:
@@ -146,7 +146,7 @@ def _node(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     return self.o_proj(output), None
 
 
-def _recognise(module: Any, called: Called) -> Recognised:
+def _recognise(module: Any, called: Called) -> RecognisedAttention:
     """:func:`_attention` as a node. It norms after it turns, which changes no norm: the node does it before."""
     spec = AttentionSpec(
         num_heads=module.num_attention_heads,
@@ -162,7 +162,7 @@ def _recognise(module: Any, called: Called) -> Recognised:
         qk_norm="head" if hasattr(module, "qk_norm") else "none",
         norm_epsilon=float(np.float32(module.qk_norm.eps)) if hasattr(module, "qk_norm") else 0.0,
     )
-    return Recognised(spec, called.table, "", 2, KIND)
+    return RecognisedAttention(spec, called.table, "", 2, KIND)
 
 
 def _attach(module: Any) -> None:

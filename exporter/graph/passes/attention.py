@@ -60,12 +60,12 @@ class Kind:
     """
 
     fits: Callable[[Any], bool]
-    compare: Callable[[Any, Called], Recognised]
+    compare: Callable[[Any, Called], RecognisedAttention]
     attach: Callable[[Any], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Recognised:
+class RecognisedAttention:
     """What a module computes.
 
     Attributes:
@@ -95,7 +95,7 @@ class Called:
     Attributes:
         arguments: those of the module, in a run of the model.
         window: its sliding window, 0 for none; a probe's is :data:`NEAR`.
-        table: see :class:`Recognised`.
+        table: see :class:`RecognisedAttention`.
     """
 
     arguments: dict[str, Any]
@@ -140,7 +140,7 @@ def recognise(
     refusal: Callable[[AttentionSpec], str],
     kinds: Sequence[Kind],
     without: Container[str] = (),
-) -> tuple[dict[str, Recognised], dict[str, str]]:
+) -> tuple[dict[str, RecognisedAttention], dict[str, str]]:
     """What every attention module computes that is CachedAttention; and why the others are not. By module name.
 
     Args:
@@ -153,10 +153,10 @@ def recognise(
     modules = {name: m for name, m in named if type(m).__name__.endswith("Attention")}
     of = {m: kind for m in modules.values() for kind in kinds if kind.fits(m)}
     fitting = {m: name for name, m in modules.items() if m in of}
-    found: dict[str, Recognised] = {}
+    found: dict[str, RecognisedAttention] = {}
     left = {name: "it has other projections than q, k, v and o" for name, m in modules.items() if m not in fitting}
     try:
-        run, known = _watch(decoder, list(fitting)), dict[str, Recognised]()
+        run, known = _watch(decoder, list(fitting)), dict[str, RecognisedAttention]()
     except FAILURES as error:  # the trace says it, too
         return {}, left | dict.fromkeys(fitting.values(), f"the model does not run: {line(error)}")
     for module, name in fitting.items():
@@ -270,7 +270,7 @@ def _window(run: Run, module: torch.nn.Module) -> int:
 
 
 def _table(run: Run, module: torch.nn.Module) -> str:
-    """See :class:`Recognised`."""
+    """See :class:`RecognisedAttention`."""
     given = run.arguments[module].get("position_embeddings")
     made = next(((maker, args) for output, maker, args in run.tables if _same(output, given)), None)
     if made is None:
@@ -334,7 +334,7 @@ def drawing() -> Draw:
     return partial(torch.randn, generator=torch.Generator().manual_seed(0))
 
 
-def _compare(module: Any, called: Called) -> Recognised:
+def _compare(module: Any, called: Called) -> RecognisedAttention:
     """The CachedAttention that gives what a module gives, on random tokens."""
     draw = drawing()
     probe = probe_of(module, PROJECTIONS, draw)
@@ -395,7 +395,7 @@ class Trial:
     returned: int
     seen: Seen
 
-    def gives(self, found: Recognised) -> bool:
+    def gives(self, found: RecognisedAttention) -> bool:
         """Whether the operator gives the same."""
         spec = found.spec
         batch, new, length = len(self.qkv), self.qkv.shape[1], self.present[0].shape[2]
@@ -476,7 +476,7 @@ def run_probe(probe: Any, seen: Seen, kwargs: dict[str, Any]) -> tuple[torch.Ten
     return (returned[0], len(returned)) if isinstance(returned, tuple) else (returned, 1)
 
 
-def _candidates(probe: Any, trial: Trial, called: Called) -> Iterator[Recognised]:
+def _candidates(probe: Any, trial: Trial, called: Called) -> Iterator[RecognisedAttention]:
     """The nodes that a module may be, the likeliest first."""
     seen, norms = trial.seen, {"none": 0.0}
     sinks = next((name for name, p in probe._parameters.items() if p is not None and p is seen.s_aux), "")
@@ -506,7 +506,7 @@ def _candidates(probe: Any, trial: Trial, called: Called) -> Iterator[Recognised
             qk_norm=norm,
             norm_epsilon=float(np.float32(epsilon)),
         )
-        yield Recognised(spec, called.table, sinks, trial.returned, GROUPED, gated, scale)
+        yield RecognisedAttention(spec, called.table, sinks, trial.returned, GROUPED, gated, scale)
 
 
 def _value_scale(probe: Any, trial: Trial) -> float:

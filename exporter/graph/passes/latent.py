@@ -26,7 +26,7 @@ from quantmoe.exporter.graph.passes.attention import (
     Given,
     Kind,
     Past,
-    Recognised,
+    RecognisedAttention,
     Seen,
     Sizes,
     Unlike,
@@ -147,7 +147,7 @@ class _Checked(Given):
         return super().forward(hidden_states)
 
 
-def _compare(module: Any, called: Called) -> Recognised:
+def _compare(module: Any, called: Called) -> RecognisedAttention:
     """The CachedAttention that gives what a module gives, on random tokens."""
     draw = drawing()
     kept = [name for name in ("q_a_layernorm", "kv_a_layernorm") if getattr(module, name, None) is not None]
@@ -188,7 +188,7 @@ class _Trial:
         self.output, self.returned = run_probe(probe, self.seen, kwargs)
         self.present = cache.present
 
-    def candidates(self, called: Called) -> list[tuple[Recognised, str]]:
+    def candidates(self, called: Called) -> list[tuple[RecognisedAttention, str]]:
         """The nodes that the module may be, each with how the module's cache has the pairs that turn together."""
         if self.seen.s_aux is not None:
             return []
@@ -209,10 +209,10 @@ class _Trial:
                 norm_epsilon=0.0,
                 key_split=size // 2,
             )
-            found.append((Recognised(spec, called.table, "", self.returned, KIND), kept))
+            found.append((RecognisedAttention(spec, called.table, "", self.returned, KIND), kept))
         return found
 
-    def gives(self, found: Recognised, kept: str) -> bool:
+    def gives(self, found: RecognisedAttention, kept: str) -> bool:
         """Whether the operator gives the same between absorbed products."""
         spec = found.spec
         up = self.probe.kv_b_proj.weight.double().numpy()

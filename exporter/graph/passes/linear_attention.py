@@ -42,7 +42,7 @@ _TOLERANCE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
+class StateFamily:
     """Where modules keep what their nodes take.
 
     Attributes:
@@ -89,11 +89,11 @@ def _chained(*projections: str) -> tuple[tuple[str, ...], ...]:
 
 
 #: each key head's q, k, v and z beside each other, and its b and a
-QWEN3_NEXT = Family(_chained("in_proj_qkvz", "in_proj_ba"), _interleaved)
+QWEN3_NEXT = StateFamily(_chained("in_proj_qkvz", "in_proj_ba"), _interleaved)
 #: the same apart, heads in order
-QWEN3_5 = Family(_chained("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), lambda _, *given: given)
+QWEN3_5 = StateFamily(_chained("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), lambda _, *given: given)
 #: Kimi delta attention: a decay of each key feature; gates of low rank
-KIMI = Family(
+KIMI = StateFamily(
     _chained("q_proj", "k_proj", "v_proj", "g_a_proj g_b_proj", "b_proj", "forget_gate.f_a_proj forget_gate.f_b_proj"),
     lambda _, q, k, v, *given: (torch.cat((q, k, v), -1), *given),
     out="o_proj",
@@ -102,25 +102,25 @@ KIMI = Family(
     sizes=("num_heads", "num_heads", "head_dim", "head_dim"),
 )
 #: a convolution between two gates and nothing else: the gates and what they multiply beside each other
-LFM2 = Family(_chained("in_proj"), lambda _, given: given.chunk(3, -1), conv="conv", sizes=())
+LFM2 = StateFamily(_chained("in_proj"), lambda _, given: given.chunk(3, -1), conv="conv", sizes=())
 FAMILIES = (QWEN3_NEXT, QWEN3_5, KIMI, LFM2)
 #: of QWEN3_5's projections one linear in the place of several -> which, in the order of its rows
 WHOLES = {whole: parts for parts, whole in JOINED.items() if {(part,) for part in parts} <= {*QWEN3_5.projections}}
 
 
 @dataclasses.dataclass(frozen=True)
-class Recognised:
+class RecognisedState:
     """What a module computes: the specs of its nodes; of a short convolution there is one."""
 
     conv: ConvSpec
     delta: DeltaSpec | None
-    family: Family
+    family: StateFamily
 
     def specs(self) -> list[ConvSpec | DeltaSpec]:
         return [self.conv, self.delta] if self.delta else [self.conv]
 
 
-def windowed(found: Recognised, window: int) -> Recognised:
+def windowed(found: RecognisedState, window: int) -> RecognisedState:
     """The same with the states after each of the last ``window`` tokens."""
     conv = dataclasses.replace(found.conv, state_window=window)
     delta = found.delta and dataclasses.replace(found.delta, state_window=window)
@@ -133,7 +133,7 @@ def recognise(
     refusal: Callable[[ConvSpec | DeltaSpec], str],
     window: int = 1,
     others: Collection[str] = (),
-) -> tuple[dict[str, Recognised], dict[str, str]]:
+) -> tuple[dict[str, RecognisedState], dict[str, str]]:
     """What every module that keeps a state computes, if CausalConv and GatedDelta do; and why the others are not. By
     module name.
 
@@ -143,9 +143,9 @@ def recognise(
         window: of states, of every node.
         others: names of modules that keep one of another kind.
     """
-    found: dict[str, Recognised] = {}
+    found: dict[str, RecognisedState] = {}
     left: dict[str, str] = {}
-    kinds: dict[str, Recognised] = {}
+    kinds: dict[str, RecognisedState] = {}
     for name, module in model.named_modules():
         if (family := next((family for family in FAMILIES if family.of(module)), None)) is None:
             continue
@@ -171,7 +171,7 @@ def recognise(
     return found, left
 
 
-def _specs(module: Any, family: Family) -> Iterator[tuple[ConvSpec, DeltaSpec]]:
+def _specs(module: Any, family: StateFamily) -> Iterator[tuple[ConvSpec, DeltaSpec]]:
     """The nodes that a module may be, the likeliest first."""
     groups, heads, key, value = (getattr(module, name) for name in family.sizes)
     eps = next(float(v) for k, v in vars(getattr(module, family.norm)).items() if k in ("variance_epsilon", "eps"))
@@ -193,7 +193,7 @@ def _specs(module: Any, family: Family) -> Iterator[tuple[ConvSpec, DeltaSpec]]:
         yield conv, delta
 
 
-def _compare(module: Any, family: Family) -> Recognised:
+def _compare(module: Any, family: StateFamily) -> RecognisedState:
     """The nodes that give what a module gives, on random tokens and states."""
     draw = drawing()
     try:
@@ -211,10 +211,10 @@ def _compare(module: Any, family: Family) -> Recognised:
         raise Unlike(f"its forward does not run alone: {line(error)}") from None
     if not candidates:
         raise Unlike("it computes something else than CausalConv and GatedDelta")
-    return Recognised(*candidates[0], family)
+    return RecognisedState(*candidates[0], family)
 
 
-def _compare_short(module: Any, family: Family) -> Recognised:
+def _compare_short(module: Any, family: StateFamily) -> RecognisedState:
     """The node between the gates of a short convolution, if its module is one."""
     draw = drawing()
     convolution = getattr(module, family.conv)
@@ -236,10 +236,10 @@ def _compare_short(module: Any, family: Family) -> Recognised:
                 raise Unlike("it computes something else than a convolution between two gates")
     except FAILURES as error:
         raise Unlike(f"its forward does not run alone: {line(error)}") from None
-    return Recognised(spec, None, family)
+    return RecognisedState(spec, None, family)
 
 
-def _probe(module: Any, family: Family, draw: Draw) -> Any:
+def _probe(module: Any, family: StateFamily, draw: Draw) -> Any:
     """A copy of a module with random parameters and without projections."""
     linears = {*itertools.chain(*family.projections), family.out}
     features = [module.get_submodule(chain[-1]).out_features for chain in family.projections]
@@ -271,7 +271,7 @@ def _rows(x: np.ndarray, past: bool) -> np.ndarray:
 
 
 def _try(
-    probe: Any, spec: DeltaSpec, family: Family, sizes: tuple[int, int], past: bool, draw: Draw
+    probe: Any, spec: DeltaSpec, family: StateFamily, sizes: tuple[int, int], past: bool, draw: Draw
 ) -> tuple[list[np.ndarray], list[np.ndarray], bool]:
     """What the nodes are given (x, a, b, z, weights and states) and what a probe makes of the same: its output and its
     states afterwards. Third: whether there are tokens before."""
@@ -300,7 +300,7 @@ def _gives(specs: tuple[ConvSpec, DeltaSpec], given: list[np.ndarray], made: lis
     return near_all((made[0], made[1][..., 1:], made[2]), (output, present_conv, present), _TOLERANCE)
 
 
-def attach(model: torch.nn.Module, found: dict[str, Recognised], rows: Rows) -> list[str]:
+def attach(model: torch.nn.Module, found: dict[str, RecognisedState], rows: Rows) -> list[str]:
     """Makes the forward of recognised modules their projections and two nodes between them.
 
     Returns:

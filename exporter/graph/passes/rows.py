@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quantmoe.exporter.graph.passes.attention import REACH, TABLES, Recognised, bound
+from quantmoe.exporter.graph.passes.attention import REACH, TABLES, RecognisedAttention, bound
 
 
 class Rows:
@@ -117,7 +117,9 @@ def widen_tables(decoder: torch.nn.Module) -> None:
             module.forward = partial(wide, module.forward)  # type: ignore[method-assign]
 
 
-def attach(model: torch.nn.Module, found: dict[str, Recognised], rows: Rows, gates_first: Container[str]) -> None:
+def attach(
+    model: torch.nn.Module, found: dict[str, RecognisedAttention], rows: Rows, gates_first: Container[str]
+) -> None:
     """Makes the forward of recognised modules their projections and one node between them.
 
     Args:

@@ -45,7 +45,7 @@ def session(
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-class Layer:
+class AttentionLayer:
     """A session whose present is bound to past."""
 
     def __init__(self, op: str, domain: str, attributes: dict[str, Any], given: dict[str, np.ndarray], threads: int):
@@ -87,7 +87,7 @@ class Layer:
         return clock() - start
 
 
-def ours(spec: AttentionSpec, past: int, tokens: int, cache: str, threads: int) -> Layer:
+def ours(spec: AttentionSpec, past: int, tokens: int, cache: str, threads: int) -> AttentionLayer:
     """cache: of FLOATS or CODES."""
     rng = np.random.default_rng(0)
     spec = replace(spec, cache_format=cache) if cache in CODES else spec
@@ -110,10 +110,10 @@ def ours(spec: AttentionSpec, past: int, tokens: int, cache: str, threads: int) 
     given |= {"rows": np.array([[0, tokens, past]], np.int32), "attention_mask": np.ones((1, slots), np.int64)}
     given |= {"sinks": np.full(heads, -np.inf, np.float32)}
     order = {name: given[name] for name, _ in inputs_of("CachedAttention")} | {"tokens": np.empty(tokens)}
-    return Layer("CachedAttention", "quantmoe", spec.attributes(), order, threads)
+    return AttentionLayer("CachedAttention", "quantmoe", spec.attributes(), order, threads)
 
 
-def theirs(spec: AttentionSpec, past: int, tokens: int, threads: int) -> Layer:
+def theirs(spec: AttentionSpec, past: int, tokens: int, threads: int) -> AttentionLayer:
     rng = np.random.default_rng(0)
     heads, groups, d, slots = spec.num_heads, spec.kv_num_heads, spec.head_size, past + tokens
     shapes = {
@@ -129,7 +129,9 @@ def theirs(spec: AttentionSpec, past: int, tokens: int, threads: int) -> Layer:
         name: rng.standard_normal((slots, spec.rotary_size // 2), np.float32) for name in ("cos_cache", "sin_cache")
     }
     attributes = {"num_heads": heads, "kv_num_heads": groups, "do_rotary": 1, "scale": spec.scale}
-    return Layer("GroupQueryAttention", "com.microsoft", attributes, given | {"tokens": np.empty(tokens)}, threads)
+    return AttentionLayer(
+        "GroupQueryAttention", "com.microsoft", attributes, given | {"tokens": np.empty(tokens)}, threads
+    )
 
 
 def bandwidth(threads: int) -> float:

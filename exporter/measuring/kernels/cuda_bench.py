@@ -275,7 +275,7 @@ def measure(
         "bytes": touched / count,
         "flops": 6 * tokens * s.top_k * s.hidden * s.intermediate,
         "path": cuda.PATHS[plan.path],
-        "plan": {name: {n: getattr(step, n) for n in cuda.Step.instance} for name, step in plan.steps.items()},
+        "plan": {name: {n: getattr(step, n) for n in cuda.PlanStep.instance} for name, step in plan.steps.items()},
     }
 
 

@@ -22,7 +22,7 @@ from quantmoe.exporter.measuring.kernels.attention_spec import delta_spec_of
 from quantmoe.ort_ext import library_path
 
 
-class Layer:
+class DeltaLayer:
     """A session of one node whose new state is bound to the old one, of which there are ``layers``."""
 
     def __init__(
@@ -73,7 +73,7 @@ def draw(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape, np.float32)
 
 
-def convolutions(spec: ConvSpec, tokens: int, layers: int, threads: int) -> dict[str, Layer]:
+def convolutions(spec: ConvSpec, tokens: int, layers: int, threads: int) -> dict[str, DeltaLayer]:
     c, w = spec.channels, spec.width
     none, state = np.zeros(0, np.float32), draw(1, c, w - 1)
     rows = np.array([[0, tokens, 1000]], np.int32)
@@ -81,12 +81,12 @@ def convolutions(spec: ConvSpec, tokens: int, layers: int, threads: int) -> dict
     theirs = {"input": draw(1, tokens, c), "weight": draw(c, 1, w), "bias": none, "past_state": draw(1, w - 1, c)}
     peer = "com.microsoft", {"activation": "silu", "channels_last": 1}
     return {
-        "CausalConv": Layer(("CausalConv", "quantmoe", spec.attributes()), ours, "past_conv", layers, threads),
-        "CausalConvWithState": Layer(("CausalConvWithState", *peer), theirs, "past_state", layers, threads),
+        "CausalConv": DeltaLayer(("CausalConv", "quantmoe", spec.attributes()), ours, "past_conv", layers, threads),
+        "CausalConvWithState": DeltaLayer(("CausalConvWithState", *peer), theirs, "past_state", layers, threads),
     }
 
 
-def deltas(spec: DeltaSpec, tokens: int, layers: int, threads: int) -> dict[str, Layer]:
+def deltas(spec: DeltaSpec, tokens: int, layers: int, threads: int) -> dict[str, DeltaLayer]:
     groups, heads, k, v = spec.num_k_heads, spec.num_v_heads, spec.k_head_size, spec.v_head_size
     qkv = draw(1, tokens, 2 * groups * k + heads * v)
     a, b = draw(1, tokens, heads), draw(1, tokens, heads)
@@ -105,9 +105,11 @@ def deltas(spec: DeltaSpec, tokens: int, layers: int, threads: int) -> dict[str,
     fused = {"beta_activation": "sigmoid", "gate_activation": "softplus", "qk_l2_norm": 1}
     names = {"q_num_heads": heads, "kv_num_heads": heads, "update_rule": "gated_delta"}
     return {
-        "GatedDelta": Layer(("GatedDelta", "quantmoe", spec.attributes()), ours, "past_state", layers, threads),
-        "GatedDeltaNet": Layer(("GatedDeltaNet", "com.microsoft", fused), net, "initial_state", layers, threads),
-        "LinearAttention": Layer(("LinearAttention", "com.microsoft", names), linear, "past_state", layers, threads),
+        "GatedDelta": DeltaLayer(("GatedDelta", "quantmoe", spec.attributes()), ours, "past_state", layers, threads),
+        "GatedDeltaNet": DeltaLayer(("GatedDeltaNet", "com.microsoft", fused), net, "initial_state", layers, threads),
+        "LinearAttention": DeltaLayer(
+            ("LinearAttention", "com.microsoft", names), linear, "past_state", layers, threads
+        ),
     }
 
 

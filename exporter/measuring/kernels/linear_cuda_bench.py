@@ -107,7 +107,7 @@ def measure(shape: tuple[int, int], name: str, all_rows: list[int], apart: bool,
                 "bytes": row_bytes + 2 * rows * sum(shape),
                 "flops": 2 * rows * shape[0] * shape[1],
                 "path": cuda.PATHS[plan.path],
-                "plan": {n: getattr(plan.w2, n) for n in cuda.Step.instance},
+                "plan": {n: getattr(plan.w2, n) for n in cuda.PlanStep.instance},
             }
         )
     return found

@@ -60,7 +60,7 @@ class Metadata:
 
 
 @dataclass(frozen=True)
-class Family:
+class GgufFamily:
     """Attributes:
     names: GGUF's name without ``blk.<layer>.`` and ``.weight`` or ``.bias`` -> transformers' module, {} being an
         expert's number; or a name with its end -> a tensor that is no module's weight or bias.
@@ -253,9 +253,9 @@ def _undo_qwen35(ckpt: GGUF) -> None:
 
 #: general.architecture -> family
 FAMILIES = {
-    "qwen2moe": Family(_DECODER | _EXPERTS | _SHARED, _qwen2_moe, _undo_shared),
-    "qwen3moe": Family(_DECODER | _EXPERTS | _QK_NORM, _qwen3_moe),
-    "qwen35moe": Family(
+    "qwen2moe": GgufFamily(_DECODER | _EXPERTS | _SHARED, _qwen2_moe, _undo_shared),
+    "qwen3moe": GgufFamily(_DECODER | _EXPERTS | _QK_NORM, _qwen3_moe),
+    "qwen35moe": GgufFamily(
         _DECODER
         | _EXPERTS
         | _SHARED
@@ -275,7 +275,7 @@ FAMILIES = {
         _qwen35_moe,
         _undo_qwen35,
     ),
-    "gpt-oss": Family(
+    "gpt-oss": GgufFamily(
         _DECODER
         | _EXPERTS
         | {
@@ -285,7 +285,7 @@ FAMILIES = {
         },
         _gpt_oss,
     ),
-    "llama": Family(
+    "llama": GgufFamily(
         _DECODER
         | {
             "ffn_gate_inp": "block_sparse_moe.gate",
