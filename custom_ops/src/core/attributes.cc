@@ -7,10 +7,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 #include <string>
 #include <string_view>
-#include <utility>
 
 namespace quantmoe {
 
@@ -167,86 +165,6 @@ int check_not_negative(const char* name, float value, char* err) {
 
 int check_finite(const char* name, float value, char* err) {
   return std::isfinite(value) ? QM_OK : fail(err, QM_INVALID, "%s is %g, expected a number", name, value);
-}
-
-int check_attention(const qm_attention& a, char* err) {
-  constexpr int32_t kMaxSize = 1 << 16, kMaxSlots = std::numeric_limits<int32_t>::max();
-  QM_TRY(check_node("CachedAttention", &a, err));
-  QM_TRY(check_range("num_heads", a.num_heads, 1, kMaxSize, err));
-  QM_TRY(check_range("kv_num_heads", a.kv_num_heads, 1, a.num_heads, err));
-  if (a.num_heads % a.kv_num_heads)
-    return fail(err, QM_INVALID, "kv_num_heads is %d, expected a divisor of num_heads %d", a.kv_num_heads, a.num_heads);
-  QM_TRY(check_range("head_size", a.head_size, 1, kMaxSize, err));
-  QM_TRY(check_range("v_head_size", a.v_head_size, 1, kMaxSize, err));
-  QM_TRY(check_range("sliding_window", a.sliding_window, 0, kMaxSlots, err));
-  QM_TRY(check_range("chunk_size", a.chunk_size, 0, kMaxSlots, err));
-  QM_TRY(check_range("rotary_size", a.rotary_size, 0, a.head_size, err));
-  if (a.rotary_size % 2) return fail(err, QM_INVALID, "rotary_size is %d, expected an even number", a.rotary_size);
-  QM_TRY(check_range("rotary_interleaved", a.rotary_interleaved, 0, 1, err));
-  QM_TRY(check_range("key_split", a.key_split, 0, a.head_size - 1, err));
-  if (a.key_split && a.cache_format != k_cache_format_none)
-    return fail(err, QM_INVALID, "key_split is %d, expected 0 where cache_format is %s", a.key_split,
-                enum_name("cache_format", a.cache_format));
-  if (a.key_split && a.v_head_size > a.head_size)
-    return fail(err, QM_INVALID, "v_head_size is %d, expected at most head_size %d with a key_split", a.v_head_size,
-                a.head_size);
-  QM_TRY(check_not_negative("softcap", a.softcap, err));
-  QM_TRY(check_not_negative("norm_epsilon", a.norm_epsilon, err));
-  QM_TRY(check_finite("scale", a.scale, err));
-  for (const auto& [name, value] : {std::pair{"k_scale", a.k_scale}, std::pair{"v_scale", a.v_scale}}) {
-    if (!(value >= 0x1p-64f && value <= 0x1p64f))
-      return fail(err, QM_INVALID, "%s is %g, expected a number from 2^-64 to 2^64", name, value);
-    if (value != 1.0f && !has_cache_scales(a))
-      return fail(err, QM_INVALID, "%s is %g, expected 1 where cache_format is %s", name, value,
-                  enum_name("cache_format", a.cache_format));
-  }
-  return QM_OK;
-}
-
-int check_state_window(int32_t window, char* err) { return check_range("state_window", window, 1, 64, err); }
-
-int check_delta(const qm_delta& d, char* err) {
-  constexpr int32_t kMaxHeads = 1 << 16, kMaxSize = 1024;  // the CPU has a head's state in a lane's workspace
-  QM_TRY(check_node("GatedDelta", &d, err));
-  QM_TRY(check_range("num_k_heads", d.num_k_heads, 1, kMaxHeads, err));
-  QM_TRY(check_range("num_v_heads", d.num_v_heads, 1, kMaxHeads, err));
-  if (d.num_v_heads % d.num_k_heads)
-    return fail(err, QM_INVALID, "num_v_heads is %d, expected a multiple of num_k_heads %d", d.num_v_heads,
-                d.num_k_heads);
-  QM_TRY(check_range("k_head_size", d.k_head_size, 1, kMaxSize, err));
-  QM_TRY(check_range("v_head_size", d.v_head_size, 1, kMaxSize, err));
-  QM_TRY(check_range("decay_per_key", d.decay_per_key, 0, 1, err));
-  QM_TRY(check_not_negative("l2_epsilon", d.l2_epsilon, err));
-  QM_TRY(check_not_negative("norm_epsilon", d.norm_epsilon, err));
-  QM_TRY(check_finite("scale", d.scale, err));
-  QM_TRY(check_finite("beta_scale", d.beta_scale, err));
-  const int64_t heads = d.num_v_heads;
-  QM_TRY(check_part("a", d.a_size, d.a_offset, heads * (d.decay_per_key ? d.k_head_size : 1), err));
-  QM_TRY(check_part("b", d.b_size, d.b_offset, heads, err));
-  QM_TRY(check_part("z", d.z_size, d.z_offset, heads * d.v_head_size, err));
-  return check_state_window(d.state_window, err);
-}
-
-template <class Node>
-static int check_ranks(const char* op, const Node& node, char* err) {
-  constexpr int32_t kMaxRanks = 1 << 16;
-  QM_TRY(check_node(op, &node, err));
-  QM_TRY(check_range("world", node.world, 1, kMaxRanks, err));
-  return check_range("rank", node.rank, 0, node.world - 1, err);
-}
-
-int check_reduce(const qm_reduce& r, char* err) { return check_ranks("AllReduce", r, err); }
-int check_scatter(const qm_scatter& s, char* err) { return check_ranks("ReduceScatter", s, err); }
-int check_gather(const qm_gather& g, char* err) {
-  QM_TRY(check_ranks("AllGather", g, err));
-  return check_range("axis", g.axis, -1, 0, err);
-}
-
-int check_part(const char* name, int32_t size, int32_t offset, int64_t own, char* err) {
-  if (size == 0 && offset == 0) return QM_OK;
-  if (offset >= 0 && size - int64_t{offset} >= own) return QM_OK;
-  return fail(err, QM_INVALID, "%s_size is %d and %s_offset %d, expected room for %lld features", name, size, name,
-              offset, (long long)own);
 }
 
 const char* enum_name(const char* kind, int32_t code) {

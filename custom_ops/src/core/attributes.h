@@ -47,8 +47,24 @@ int check_range(const char* name, int32_t value, int32_t low, int32_t high, char
 int check_not_negative(const char* name, float value, char* err);
 int check_finite(const char* name, float value, char* err);  // the same of an infinity and NaN alone
 
-// Refuses what no engine's CachedAttention takes, or GatedDelta, or AllReduce, AllGather and ReduceScatter.
+// Refuses an activation that multiplies by a gate where there is none.
+int check_activation(const qm_moe& m, char* err);
+// Refuses what a layer in layout marlin cannot have together: an order of w2's columns that the rows of w13, or the
+// groups that w2's activations are rounded in, cannot follow.
+int check_marlin_layer(const qm_projection& w13, const qm_projection& w2, char* err);
+
+// What an engine's MoERouting takes, and how its refusals say that: "expected", say.
+struct RoutingLimits {
+  int32_t experts;
+  bool together;  // shared experts count with the others; else they may be as many
+  const char* takes;
+};
+int check_routing(const qm_routing& r, const RoutingLimits& limits, char* err);
+
+// Refuses what no engine's CachedAttention takes, or CausalConv, GatedDelta, AllReduce, AllGather, ReduceScatter.
 int check_attention(const qm_attention& a, char* err);
+constexpr int32_t kMaxConvWidth = 64;
+int check_conv(const qm_conv& c, char* err);
 int check_reduce(const qm_reduce& r, char* err);
 int check_gather(const qm_gather& g, char* err);
 int check_scatter(const qm_scatter& s, char* err);
@@ -59,8 +75,6 @@ inline bool has_cache_scales(const qm_attention& a) {
   return a.cache_format == k_cache_format_int8 || a.cache_format == k_cache_format_fp8_e4m3;
 }
 inline int32_t cache_tail(const qm_attention& a) { return a.cache_format == k_cache_format_int8_token ? 4 : 0; }
-// Refuses a state_window that no engine takes.
-int check_state_window(int32_t window, char* err);
 
 // Where an operator's input is in the rows of a tensor that may be wider: FORMAT.md 6.
 struct Part {
@@ -73,9 +87,6 @@ inline Part a_of(const qm_delta& d) {
 }
 inline Part b_of(const qm_delta& d) { return part_of(d.b_size, d.b_offset, d.num_v_heads); }
 inline Part z_of(const qm_delta& d) { return part_of(d.z_size, d.z_offset, int64_t{d.num_v_heads} * d.v_head_size); }
-// Refuses a wider tensor that the input is not in. name: the attribute's before _size and _offset.
-int check_part(const char* name, int32_t size, int32_t offset, int64_t own, char* err);
-
 // Writes the sentence to err (QM_ERROR_SIZE bytes) and returns status.
 [[gnu::format(printf, 3, 4)]] int fail(char* err, int status, const char* format, ...);
 

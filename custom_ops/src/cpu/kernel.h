@@ -125,9 +125,8 @@ extern const AttentionFunctions attention_portable, attention_avx2, attention_av
 // CausalConv and GatedDelta: what their kernels see of a call (linear_attention.cc), and their arithmetic
 // (linear_attention.h, FORMAT.md 6).
 constexpr int64_t kConvChannels = 256;  // of a task
-constexpr int64_t kMaxConvWidth = 64;
-constexpr int64_t kDeltaTokens = 32;  // whose operands are prepared together
-constexpr int64_t kDeltaHere = 8;     // most tokens that work on the state where it is
+constexpr int64_t kDeltaTokens = 32;    // whose operands are prepared together
+constexpr int64_t kDeltaHere = 8;       // most tokens that work on the state where it is
 
 struct ConvContext {
   const qm_conv& node;

@@ -1,5 +1,4 @@
 // Every check that does not depend on the call, so that a bad node fails when the session or engine is created.
-#include <algorithm>
 #include <string>
 
 #include "cpu/kernel.h"
@@ -20,8 +19,7 @@ int check_attributes(const qm_moe& m, char* err) {
   QM_TRY(check_range("intermediate_size", m.intermediate_size, 1, kMaxFeatures, err));
   QM_TRY(check_range("gated", m.gated, 0, 1, err));
   QM_TRY(check_range("apply_router_weight_on_input", m.apply_router_weight_on_input, 0, 1, err));
-  if (!m.gated && (m.activation == k_activation_swiglu_oai || m.activation == k_activation_swiglu_step))
-    return fail(err, QM_INVALID, "activation %s needs gated = 1", enum_name("activation", m.activation));
+  QM_TRY(check_activation(m, err));
   QM_TRY(check_cpu_panel("w13_", m.w13, halves(m), m.hidden_size, err));
   return check_cpu_panel("w2_", m.w2, 1, m.intermediate_size, err);
 }
@@ -69,16 +67,7 @@ int qm_linear_validate(const qm_linear* l, const int64_t w_shape[2], char* err) 
 }
 
 int qm_routing_validate(const qm_routing* r, char* err) {
-  QM_TRY(check_node("MoERouting", r, err));
-  QM_TRY(check_range("num_experts", r->num_experts, 1, kMaxExperts, err));
-  QM_TRY(check_range("renormalize", r->renormalize, 0, 1, err));
-  QM_TRY(check_range("n_group", r->n_group, 1, r->num_experts, err));
-  if (r->num_experts % r->n_group)
-    return fail(err, QM_INVALID, "n_group is %d, expected a divisor of num_experts %d", r->n_group, r->num_experts);
-  QM_TRY(check_range("topk_group", r->topk_group, 1, r->n_group, err));
-  QM_TRY(check_range("top_k", r->top_k, 1, r->num_experts / r->n_group * r->topk_group, err));
-  QM_TRY(check_range("shared_experts", r->shared_experts, 0, kMaxExperts - r->num_experts, err));
-  return check_range("shared_gate", r->shared_gate, 0, std::min(1, r->shared_experts), err);
+  return check_routing(*r, {kMaxExperts, true, "expected"}, err);
 }
 
 int qm_attention_validate(const qm_attention* a, char* err) {
@@ -87,11 +76,7 @@ int qm_attention_validate(const qm_attention* a, char* err) {
 }
 
 int qm_conv_validate(const qm_conv* c, char* err) {
-  QM_TRY(check_node("CausalConv", c, err));
-  QM_TRY(check_range("channels", c->channels, 1, kMaxOutputs, err));
-  QM_TRY(check_range("width", c->width, 2, static_cast<int32_t>(kMaxConvWidth), err));
-  QM_TRY(check_state_window(c->state_window, err));
-  QM_TRY(check_part("x", c->x_size, 0, c->channels, err));
+  QM_TRY(check_conv(*c, err));
   return select_kernel(err) ? QM_OK : QM_UNSUPPORTED;
 }
 

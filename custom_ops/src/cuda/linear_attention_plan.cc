@@ -27,12 +27,9 @@ using namespace quantmoe;
 
 extern "C" int qm_cuda_validate_conv(const qm_cuda_conv_problem* problem, char* err) {
   const qm_conv& c = problem->conv;
-  QM_TRY(check_node("CausalConv", &c, err));
-  QM_TRY(check_range("channels", c.channels, 1, INT32_MAX / 2, err));
-  QM_TRY(check_state_window(c.state_window, err));
+  QM_TRY(check_conv(c, err));
   if (c.channels % 2)
     return fail(err, QM_UNSUPPORTED, "channels is %d, the CUDA kernel takes even numbers", c.channels);
-  QM_TRY(check_part("x", c.x_size, 0, c.channels, err));
   if (c.x_size % 2) return fail(err, QM_UNSUPPORTED, "x_size is %d, the CUDA kernel takes even numbers", c.x_size);
   if (c.width < kLeastConvWidth || c.width > kMostConvWidth)
     return fail(err, QM_UNSUPPORTED, "width is %d, the CUDA kernel takes %d to %d", c.width, kLeastConvWidth,

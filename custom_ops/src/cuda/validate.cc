@@ -1,7 +1,6 @@
 // What the kernels of QuantMoE, QuantLinear and MoERouting take. Pure; runs without a GPU.
 #include "cuda/validate.h"
 
-#include <algorithm>
 #include <string>
 
 #include "cuda/layout.h"
@@ -16,12 +15,6 @@ constexpr int kMaxRoutedExperts = 2048;  // moe_select keeps four words of each 
 int validate_flag(int value, const char* prefix, const char* name, char* err) {
   if (value == 0 || value == 1) return QM_OK;
   return fail(err, QM_INVALID, "%s%s is %d, expected 0 or 1", prefix, name, value);
-}
-
-// Whether activations are rounded in groups of features.
-bool rounds_groups(const qm_projection& w) {
-  return w.activation_format == k_activation_format_fp8_group128 || w.activation_format == k_activation_format_nvfp4 ||
-         w.activation_format == k_activation_format_mxfp8 || w.activation_format == k_activation_format_mxfp4;
 }
 
 // kind_of calls weights that are of no format floats.
@@ -127,10 +120,6 @@ int validate_machine(int type, const char* what, const qm_cuda_device& device, c
   return QM_OK;
 }
 
-bool takes_ungated(int32_t activation) {
-  return activation != k_activation_swiglu_oai && activation != k_activation_swiglu_step;
-}
-
 }  // namespace
 
 int validate_moe(const qm_cuda_problem& p, const qm_cuda_device& device, char* err) {
@@ -160,21 +149,14 @@ int validate_moe(const qm_cuda_problem& p, const qm_cuda_device& device, char* e
                 static_cast<long long>(p.local_experts), static_cast<long long>(kMaxCached));
   QM_TRY(validate_flag(m.gated, "", "gated", err));
   QM_TRY(validate_flag(m.apply_router_weight_on_input, "", "apply_router_weight_on_input", err));
-  if (!m.gated && !takes_ungated(m.activation))
-    return fail(err, QM_INVALID, "activation is %s with gated = 0, expected %s, or gated = 1",
-                enum_name("activation", m.activation), enum_names("activation", takes_ungated).c_str());
+  QM_TRY(check_activation(m, err));
   for (int which : {13, 2}) {
     const char* name = which == 13 ? "w13" : "w2";
     const int orders = which == 13 && m.gated ? 2 : 1;
     QM_TRY(validate_weights(which == 13 ? m.w13 : m.w2, name, p.type, orders, err));
     QM_TRY(validate_row(m, which, name, err));
   }
-  if (m.w2.perm && rounds_groups(m.w2))  // FORMAT.md 3: h comes in packed order, its groups are of the original one
-    return fail(err, QM_UNSUPPORTED,
-                "w2_perm is 1 with w2_activation_format %s, whose groups are of the features before the act-order, "
-                "which the CUDA kernels do not apply to w2: export with --activations float",
-                enum_name("activation_format", m.w2.activation_format));
-  return QM_OK;
+  return check_marlin_layer(m.w13, m.w2, err);
 }
 
 int validate_linear(const qm_cuda_linear_problem& p, const qm_cuda_device& device, char* err) {
@@ -197,24 +179,9 @@ using namespace quantmoe;
 
 extern "C" int qm_cuda_validate_routing(const qm_cuda_routing_problem* problem, char* err) {
   const qm_routing& r = problem->routing;
-  QM_TRY(check_node("MoERouting", &r, err));
-  const struct {
-    const char* name;
-    int value, least, most;
-  } ranges[] = {{"num_experts", r.num_experts, 1, kMaxRoutedExperts},
-                {"renormalize", r.renormalize, 0, 1},
-                {"n_group", r.n_group, 1, r.num_experts},
-                {"topk_group", r.topk_group, 1, r.n_group},
-                {"top_k", r.top_k, 1, r.n_group > 0 ? r.num_experts / r.n_group * r.topk_group : 0},
-                {"shared_experts", r.shared_experts, 0, kMaxRoutedExperts},
-                {"shared_gate", r.shared_gate, 0, std::min(1, r.shared_experts)},
-                {"type", problem->type, QM_F32, QM_BF16}};
-  for (const auto& range : ranges)
-    if (range.value < range.least || range.value > range.most)
-      return fail(err, QM_INVALID, "%s is %d, the CUDA kernel takes %d to %d", range.name, range.value, range.least,
-                  range.most);
-  if (r.num_experts % r.n_group)
-    return fail(err, QM_INVALID, "n_group is %d, expected a divisor of num_experts %d", r.n_group, r.num_experts);
+  QM_TRY(check_routing(r, {kMaxRoutedExperts, false, "the CUDA kernel takes"}, err));
+  if (problem->type < QM_F32 || problem->type > QM_BF16)
+    return fail(err, QM_INVALID, "type is %d, the CUDA kernel takes %d to %d", problem->type, QM_F32, QM_BF16);
   if (problem->tokens < 0 || problem->tokens > INT32_MAX)
     return fail(err, QM_INVALID, "logits have %lld rows, expected 0 to %d", static_cast<long long>(problem->tokens),
                 INT32_MAX);
