@@ -13,7 +13,8 @@ import ml_dtypes
 import numpy as np
 
 from quantmoe.custom_ops import library_file, native_name
-from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.matrix import SCALE_DTYPES, QuantizedMatrix, perm_or_none
 from quantmoe.custom_ops.op import (
     AttentionSpec,
     ConvSpec,
@@ -23,11 +24,11 @@ from quantmoe.custom_ops.op import (
     Projection,
     RoutingSpec,
     Spec,
-    enum,
     inputs,
     outputs,
 )
 from quantmoe.custom_ops.schema import schema
+from quantmoe.custom_ops.schemes import SCHEMES
 from quantmoe.custom_ops.structs import ERROR_SIZE, check_structs, checked, node, projection
 
 _share = threading.local()
@@ -39,45 +40,33 @@ _NAMES = {
 _TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
 
 
-class _PackSource(ctypes.Structure):
+class _Matrix(ctypes.Structure):
+    """qm_matrix."""
+
     _fields_ = [
-        ("format", ctypes.c_int32),
-        ("group_size", ctypes.c_int32),
-        ("scale_type", ctypes.c_int32),
-        ("n", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("codes", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("zero_points", ctypes.c_void_p),
-        ("block_n", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zero_points", "bias", "pre_scale", "perm")),
         ("global_scale", ctypes.c_float),
-        ("bias", ctypes.c_void_p),
-        ("row_order", ctypes.c_void_p),
-        ("panel_step", ctypes.c_int),
+        ("input_scale", ctypes.c_float),
     ]
 
 
-class PanelRow(ctypes.Structure):
-    """qm_panel_row: offsets and sizes of a row of layout cpu_panel."""
+#: qm_row's parts of a packed row, in its order
+ROW_PARTS = ("codes", "scales", "zero_points", "global_scale", "bias", "perm", "input_scale", "pre_scale")
+
+
+class Row(ctypes.Structure):
+    """qm_row: the bytes of a packed row and where its parts are."""
 
     _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            *("panels", "panel_bytes", "rows", "columns", "by_columns", "blocks", "parts"),
-            *("codes_bytes", "zeros", "block_bytes", "sums", "factors", "biases"),
-            *("input_scales", "pre_scales", "perms", "vector_bytes", "row_bytes"),
-        )
+        ("bytes", ctypes.c_int64),
+        ("at", ctypes.c_int64 * len(ROW_PARTS)),
+        ("sizes", ctypes.c_int64 * len(ROW_PARTS)),
     ]
 
-
-class MarlinRow(ctypes.Structure):
-    """qm_marlin_row: sizes of a row of layout marlin."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("bits", "panels", "units", "blocks", "per_block", "half", "row_bytes")),
-        ("at", ctypes.c_int64 * 8),
-        ("sizes", ctypes.c_int64 * 8),
-    ]
+    def part(self, name: str) -> slice:
+        """Where one of ROW_PARTS is; empty where the attributes do not name it."""
+        i = ROW_PARTS.index(name)
+        return slice(self.at[i], self.at[i] + self.sizes[i])
 
 
 def _call(name: str, op: str, *shape: tuple[str, Any]) -> type[ctypes.Structure]:
@@ -151,72 +140,139 @@ def pack_threads() -> int:
 
 
 @cache
-def panel_row(p: Projection, n: int, k: int, halves: int) -> PanelRow:
-    """Geometry of a packed row of layout cpu_panel, of one matrix [n, k] or of two.
+def row_of(p: Projection, n: int, k: int, halves: int) -> Row:
+    """Geometry of a packed row of one matrix [n, k], or of gate and up.
 
     Raises:
-        ValueError: the layout or the CPU kernels refuse the attributes, in the library's words.
+        ValueError: the layout or its kernels refuse the attributes, in the library's words.
     """
-    row, sizes = PanelRow(), (ctypes.c_int64(n), ctypes.c_int64(k))
-    checked(library().qm_panel_row_of, ctypes.byref(projection(p)), *sizes, halves, ctypes.byref(row))
-    return row
+    found, sizes = Row(), (ctypes.c_int64(n), ctypes.c_int64(k))
+    checked(library().qm_row_of, ctypes.byref(projection(p)), *sizes, halves, ctypes.byref(found))
+    return found
 
 
-def marlin_row(p: Projection, n: int, k: int, halves: int) -> MarlinRow:
-    """Geometry of a packed row of layout marlin, of one matrix [n, k] or of gate and up.
+def check_marlin_layer(w13: Projection, w2: Projection) -> None:
+    """Raises ValueError where a layer in layout marlin cannot have both, in the library's words."""
+    checked(library().qm_check_marlin_layer, *(ctypes.byref(projection(p)) for p in (w13, w2)))
+
+
+def pack_expert(expert: Expert, spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> None:
+    """Writes an expert, whose matrices are what ``spec`` says, into its rows (uint8 [row bytes]).
 
     Raises:
-        ValueError: the layout refuses the attributes, in the library's words.
+        ValueError: an array or a row of another size, or the library's words.
     """
-    row, sizes = MarlinRow(), (ctypes.c_int64(n), ctypes.c_int64(k))
-    checked(library().qm_marlin_row_of, ctypes.byref(projection(p)), *sizes, halves, ctypes.byref(row))
-    return row
+    lib, rows = library(), [_address(spec, "w13", w13_row), _address(spec, "w2", w2_row)]
+    given = [
+        m and _given(m, spec, projection)
+        for m, projection in ((expert.gate, "w13"), (expert.up, "w13"), (expert.down, "w2"))
+    ]
+    matrices = [m and ctypes.byref(m[0]) for m in given]
+    checked(lib.qm_pack_expert, ctypes.byref(node(lib, spec)), *matrices, *rows, *_pool())
 
 
-def pack_panels(m: QuantizedMatrix, out: np.ndarray, row_order: np.ndarray | None = None, panel_step: int = 1) -> None:
-    """Packs ``m`` into ``out`` (uint8, starting at the matrix's first panel) with :func:`pack_threads`.
+def pack_linear(m: QuantizedMatrix, spec: MoESpec, row: np.ndarray) -> None:
+    """Writes the row of a linear's matrix, ``spec`` being LinearSpec.moe; as :func:`pack_expert`."""
+    lib, to = library(), _address(spec, "w2", row)
+    matrix, _arrays = _given(m, spec, "w2")
+    checked(lib.qm_pack_linear, ctypes.byref(node(lib, _linear(spec))), ctypes.byref(matrix), to, *_pool())
+
+
+def unpack_expert(spec: MoESpec, w13_row: np.ndarray, w2_row: np.ndarray) -> Expert:
+    """The expert of these rows.
+
+    What says nothing comes back as None: zero points that are all the middle, biases of 0, pre-scales of 1, the order
+    of the features.
 
     Raises:
-        ValueError: the layout does not carry the matrix.
+        ValueError: a row of another size, or with an act-order that is none.
     """
-    lib, keep = library(), []
-
-    def pointer(array: np.ndarray | None, dtype: np.dtype | type) -> int | None:
-        if array is None:
-            return None
-        keep.append(np.ascontiguousarray(array, dtype))
-        return keep[-1].ctypes.data
-
-    source = _PackSource(
-        enum("format")[m.kind],
-        m.group_size,
-        enum("scale_type")[m.scale_type],
-        *m.shape,
-        pointer(m.codes, m.codes.dtype),
-        pointer(m.scales, m.scales.dtype),
-        pointer(m.zero_points, np.uint8),
-        m.block_n,
-        1.0 if m.global_scale is None else m.global_scale,
-        pointer(m.bias, np.float32),
-        pointer(row_order, np.int32),
-        panel_step,
-    )
-    to, threads = ctypes.c_void_p(out.ctypes.data), lib.qm_parallel_threads
-    checked(lib.qm_pack_panels, ctypes.byref(source), to, pack_threads(), threads, None)
+    lib, w13_row, w2_row = library(), np.ascontiguousarray(w13_row), np.ascontiguousarray(w2_row)
+    rows = [_address(spec, "w13", w13_row), _address(spec, "w2", w2_row)]
+    up, down = _Unpacked(spec, "w13"), _Unpacked(spec, "w2")
+    gate = _Unpacked(spec, "w13") if spec.gated else None
+    matrices = [m and ctypes.byref(m.struct) for m in (gate, up, down)]
+    checked(lib.qm_unpack_expert, ctypes.byref(node(lib, spec)), *rows, *matrices, *_pool())
+    return Expert(gate.matrix() if gate else None, up.matrix(), down.matrix())
 
 
-def pack_marlin(halves: list[np.ndarray], bits: int, fill: int, out: np.ndarray) -> None:
-    """Packs the codes of gate and up, or of one matrix (uint8 [N, K] each), into ``out`` with :func:`pack_threads`.
+def unpack_linear(spec: MoESpec, row: np.ndarray) -> QuantizedMatrix:
+    """The matrix of a linear's row, ``spec`` being LinearSpec.moe; as :func:`unpack_expert`."""
+    lib, row = library(), np.ascontiguousarray(row)
+    at, m = _address(spec, "w2", row), _Unpacked(spec, "w2")
+    checked(lib.qm_unpack_linear, ctypes.byref(node(lib, _linear(spec))), at, ctypes.byref(m.struct), *_pool())
+    return m.matrix()
 
-    Args:
-        fill: code of the rows and columns that are added. out: uint8, the codes of layout marlin.
-    """
-    lib = library()
-    halves = [np.ascontiguousarray(half, np.uint8) for half in halves]
-    gate, up = ([None] * (2 - len(halves))) + [ctypes.c_void_p(half.ctypes.data) for half in halves]
-    sizes = [ctypes.c_int64(size) for size in halves[0].shape]
-    to, threads = ctypes.c_void_p(out.ctypes.data), lib.qm_parallel_threads
-    checked(lib.qm_pack_marlin, gate, up, *sizes, bits, fill, to, pack_threads(), threads, None)
+
+def _linear(spec: MoESpec) -> LinearSpec:
+    return LinearSpec(in_features=spec.intermediate_size, out_features=spec.hidden_size, w=spec.w2)
+
+
+def _pool() -> tuple[int, Any, None]:
+    return pack_threads(), library().qm_parallel_threads, None
+
+
+def _address(spec: MoESpec, projection: str, row: np.ndarray) -> ctypes.c_void_p:
+    """Of a row that is as long as it should be."""
+    try:
+        want = row_of(*spec.matrices(projection)).bytes
+    except ValueError as error:
+        raise ValueError(f"{projection}: {error}") from error
+    if row.shape != (want,) or row.dtype != np.uint8 or not row.flags.c_contiguous:
+        raise ValueError(f"packed row is {row.dtype} {list(row.shape)}, expected uint8 [{want}]")
+    return ctypes.c_void_p(row.ctypes.data)
+
+
+def _arrays(spec: MoESpec, projection: str) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Shapes and types of a matrix's arrays."""
+    p, n, k, _ = spec.matrices(projection)
+    f32, groups = np.dtype(np.float32), (-(-n // p.block_n), 1 if p.group_size == -1 else -(-k // p.group_size))
+    found = {
+        "codes": ((n, k), np.dtype(np.uint16 if SCHEMES[p.format].bits == 16 else np.uint8)),
+        "scales": (groups, SCALE_DTYPES[p.scale_type]),
+        "zero_points": (groups, np.dtype(np.uint8)),
+        "bias": ((n,), f32),
+        "pre_scale": ((k,), f32),
+        "perm": ((k,), np.dtype(np.int32)),
+    }
+    return {name: of for name, of in found.items() if getattr(p, name, True)}
+
+
+def _given(m: QuantizedMatrix, spec: MoESpec, projection: str) -> tuple[_Matrix, list[np.ndarray]]:
+    """A matrix to pack, and the arrays that it points to."""
+    found, arrays = _Matrix(global_scale=m.global_scale or 1, input_scale=m.input_scale or 0), []
+    for name, (shape, dtype) in _arrays(spec, projection).items():
+        if (array := getattr(m, name)) is not None:
+            if array.shape != shape:
+                raise ValueError(f"{name} has shape {list(array.shape)}, expected {list(shape)}")
+            arrays.append(np.ascontiguousarray(array, dtype))
+            setattr(found, name, arrays[-1].ctypes.data)
+    return found, arrays
+
+
+class _Unpacked:
+    """A matrix that is unpacked through ``struct``."""
+
+    def __init__(self, spec: MoESpec, projection: str) -> None:
+        self.p = spec.matrices(projection)[0]
+        self.arrays = {name: np.empty(*of) for name, of in _arrays(spec, projection).items()}
+        self.struct = _Matrix(**{name: array.ctypes.data for name, array in self.arrays.items()})
+
+    def matrix(self) -> QuantizedMatrix:
+        p, silent = self.p, {"zero_points": SCHEMES[self.p.format].zero, "bias": 0, "pre_scale": 1}
+        arrays: dict[str, Any] = {
+            name: a for name, a in self.arrays.items() if name not in silent or (a != silent[name]).any()
+        }
+        if "perm" in arrays:
+            arrays["perm"] = perm_or_none(arrays["perm"])
+        return QuantizedMatrix(
+            kind=p.format,
+            group_size=p.group_size,
+            block_n=p.block_n,
+            global_scale=self.struct.global_scale if p.format == "nvfp4" else None,
+            input_scale=self.struct.input_scale or None,
+            **arrays,
+        )
 
 
 class NativeMoE:

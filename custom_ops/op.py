@@ -40,6 +40,12 @@ def attribute_kinds(op: str = "QuantMoE") -> dict[str, str]:
 class MoESpec(nodes.QuantMoE):
     """All attributes of a QuantMoE node. Sizes: H hidden, I intermediate, in features."""
 
+    def matrices(self, projection: str) -> tuple[Projection, int, int, int]:
+        """Of "w13" or "w2": the attributes, and N, K and the number of an expert's matrices."""
+        if projection == "w13":
+            return self.w13, self.intermediate_size, self.hidden_size, 1 + self.gated
+        return self.w2, self.hidden_size, self.intermediate_size, 1
+
 
 class LinearSpec(nodes.QuantLinear):
     """All attributes of a QuantLinear node."""

@@ -419,7 +419,7 @@ class Packer {
     source.bias = bias_ ? rows.bias.data() : nullptr;
     source.panel_step = m_.halves;
     char error[QM_ERROR_SIZE];
-    const int64_t panel = first / m_.row.rows * m_.halves + half;
+    const int64_t panel = first / m_.row.panel_rows * m_.halves + half;
     if (qm_pack_panels(&source, row + panel * m_.row.panel_bytes, 1, nullptr, nullptr, error))
       throw std::runtime_error(error);
   }

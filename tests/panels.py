@@ -1,10 +1,15 @@
-"""The panels of layout cpu_panel in NumPy, as FORMAT.md section 2 says them: the native packer's oracle."""
+"""Layout cpu_panel in NumPy, as FORMAT.md sections 1 and 2 say it: the native packer's oracle."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
-from quantmoe.custom_ops.matrix import QuantizedMatrix
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.matrix import QuantizedMatrix, reordered
+from quantmoe.custom_ops.op import MoESpec, Projection
 from quantmoe.custom_ops.schemes import SCHEMES
 
 #: rows of a panel by format
@@ -25,6 +30,41 @@ COLUMNS = ("fp8_e4m3", "bf16", "f16")
 INTEGERS = ("int4", "int8")
 #: bits beyond the nibbles
 K_QUANTS = {"q4_k": 0, "q5_k": 1, "q6_k": 2}
+
+
+def reference_rows(expert: Expert, spec: MoESpec) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of w13 and w2: uint8 [row bytes]. Gate's and up's rows come in down's order (2.6)."""
+    w13 = [m for m in (expert.gate, expert.up) if m is not None]
+    if expert.down.perm is not None:
+        w13 = [reordered(_own_scales(m), expert.down.perm) for m in w13]
+    return reference_row(w13, spec.w13), reference_row([expert.down], spec.w2, packed_order=True)
+
+
+def reference_row(matrices: Sequence[QuantizedMatrix], p: Projection, packed_order: bool = False) -> np.ndarray:
+    """The row of gate and up, or of one matrix, of a layer whose attributes say ``p``.
+
+    Args:
+        packed_order: pre-scales are in that of the packed columns, as those of w2 and of a linear.
+    """
+    k, middle = matrices[0].shape[1], SCHEMES[p.format].zero
+    panels = []
+    for m in matrices:
+        zeros = np.full(m.scales.shape, middle, np.uint8) if m.zero_points is None else m.zero_points
+        panels.append(reference_panels(replace(m, zero_points=zeros if p.zero_points else None)))
+    parts = [np.stack(panels, axis=1)]
+    if p.activation_format in ("fp8_tensor", "nvfp4"):
+        parts.append(np.array([m.input_scale or 0 for m in matrices], np.float32))
+    for m in matrices[: p.pre_scale]:
+        pre = np.ones(k, np.float32) if m.pre_scale is None else m.pre_scale
+        parts.append(pre[m.perm] if packed_order and m.perm is not None else pre)
+    parts += [np.arange(k, dtype=np.int32) if m.perm is None else m.perm for m in matrices[: p.perm]]
+    flat = [part.reshape(-1).view(np.uint8) for part in parts]
+    return np.concatenate([np.pad(part, (0, -len(part) % 64)) for part in flat])
+
+
+def _own_scales(m: QuantizedMatrix) -> QuantizedMatrix:
+    """With a scale for each row, which is how panels have them."""
+    return replace(m, scales=np.repeat(m.scales, m.block_n, axis=0)[: len(m.codes)], block_n=1)
 
 
 def reference_panels(m: QuantizedMatrix) -> np.ndarray:

@@ -140,7 +140,7 @@ def refusal(spec: MoESpec | LinearSpec) -> str:
 
 def parts(spec: MoESpec, projection: str) -> dict[str, Part]:
     """What a row is made of, in order."""
-    p, n, k, halves = _sizes(spec, projection)
+    p, n, k, halves = spec.matrices(projection)
     bits, n = SCHEMES[p.format].bits, n * halves
     groups = 1 if p.group_size == -1 else -(-k // p.group_size)
     stored = k if p.group_size == -1 else groups * p.group_size
@@ -193,17 +193,10 @@ def unpack_down(spec: MoESpec, w2_row: np.ndarray) -> QuantizedMatrix:
     return _unpack(spec, "w2", w2_row)[0]
 
 
-def _sizes(spec: MoESpec, projection: str) -> tuple[Projection, int, int, int]:
-    """(attributes, rows of one matrix, K, matrices)."""
-    if projection == "w13":
-        return spec.w13, spec.intermediate_size, spec.hidden_size, 1 + spec.gated
-    return spec.w2, spec.hidden_size, spec.intermediate_size, 1
-
-
 def _pack(
     matrices: Sequence[tuple[QuantizedMatrix, str]], spec: MoESpec, projection: str, row: np.ndarray, operator: str
 ) -> None:
-    p, n, k, _ = _sizes(spec, projection)
+    p, n, k, _ = spec.matrices(projection)
     found = parts(spec, projection)
     row[:] = 0
     for m, what in matrices:
@@ -235,7 +228,7 @@ def _pack(
 
 
 def _unpack(spec: MoESpec, projection: str, row: np.ndarray) -> list[QuantizedMatrix]:
-    p, _, k, halves = _sizes(spec, projection)
+    p, _, k, halves = spec.matrices(projection)
     found = parts(spec, projection)
     scales = found["scales"].of(row)
     if p.format == "mxfp4":
@@ -310,7 +303,7 @@ def shape(spec: MoESpec, projection: str, name: str) -> tuple[int, ...]:
     found = parts(spec, projection)[name].shape
     own = getattr(spec, projection)
     if name == "codes" and own.format == "mxfp4":  # CUDA's bytes under the schema's name of the sizes
-        _, n, k, halves = _sizes(spec, projection)
+        _, n, k, halves = spec.matrices(projection)
         found = (k, n * halves // 2)
     return (spec.num_experts, *(found[:1] if name == "scales" and own.group_size == -1 else found))
 

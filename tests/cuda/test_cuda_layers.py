@@ -224,7 +224,7 @@ def test_bad_orders_are_named_and_read_nowhere_else(bad, act_order, tokens):
     case = replace(BASE, act_order=act_order, group_size=64)
     spec, _, w13, w2 = build(case)
     layout = LAYOUTS["marlin"]
-    orders = w13[3, layout._Parts(spec, "w13").slices["perm"]].view(np.int32).reshape(spec.w13.perm, -1)
+    orders = w13[3, layout.row(spec, "w13").part("perm")].view(np.int32).reshape(spec.w13.perm, -1)
     feature = int(orders[-1, 7]) if bad == 5 else bad
     orders[-1, 5] = feature
     bad_rows = torch.from_numpy(w13).cuda()

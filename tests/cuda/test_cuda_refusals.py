@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from cuda.formats import FLOATS, FORMATS, spec_of
 from cuda.layers import CASES, EXACT, FORMAT_SHAPES, build, of_format
+from marlin_rows import GROUPED
 from specs import linear_spec
 
-from quantmoe.custom_ops import cuda
-from quantmoe.custom_ops.layouts import marlin
+from quantmoe.custom_ops import cuda, native
 from quantmoe.custom_ops.op import enum
 
 
@@ -111,13 +111,29 @@ def test_an_act_order_of_w2_is_refused_where_marlin_refuses_it(activation_format
     spec = spec_of(2048, 768, 8)
     ordered = replace(spec.w2, perm=1, activation_format=activation_format)
     spec, message = replace(spec, w2=ordered), "w2_perm is 1 with w2_activation_format .* --activations float"
-    if activation_format not in marlin.GROUPED:
+    if activation_format not in GROUPED:
         assert cuda.refusal(spec) == ""
         cuda.plan(cuda.problem(spec, "bf16", 1, 1, 8))
         return
     assert re.match(message, cuda.refusal(spec))
     with pytest.raises(ValueError, match=message):
         cuda.plan(cuda.problem(spec, "bf16", 1, 1, 8))
+
+
+def test_rows_that_share_a_scale_do_not_take_an_act_order_of_w2():
+    weights, group_size, block_n = FORMATS["fp8"]
+    spec = spec_of(2048, 768, 8, group_size, weights)
+    spec = replace(spec, w2=replace(spec.w2, perm=1))
+    assert cuda.refusal(spec) == ""
+    spec = replace(spec, w13=replace(spec.w13, block_n=block_n))
+    assert cuda.refusal(spec).startswith("w2_perm is 1 with w13_block_n 128; rows of w13 that share a scale cannot")
+
+
+@pytest.mark.parametrize("activation", ["swiglu_oai", "swiglu_step"])
+def test_an_activation_without_its_gate_is_refused_as_on_the_cpu(activation):
+    spec = replace(spec_of(2048, 768, 8), activation=activation, gated=0)
+    assert cuda.refusal(spec).startswith(f"activation is {activation} with gated = 0, expected silu, ")
+    assert native.refusal(spec, {"w13": 0, "w2": 0}) == cuda.refusal(spec)
 
 
 @pytest.mark.parametrize("name", [*CASES, *FORMATS, *FLOATS, *EXACT])

@@ -20,9 +20,11 @@ import numpy as np
 import pytest
 from attention import SPECS, assert_bytes, ragged
 from cases import CASES, Case
-from panels import reference_panels
+from panels import reference_row
+from specs import linear_spec
 
 from quantmoe.custom_ops import native
+from quantmoe.custom_ops.layouts import cpu_panel
 
 USABLE = [name for name, usable in native.kernels().items() if usable]
 PAGE = mmap.PAGESIZE
@@ -116,8 +118,10 @@ def test_packer_stays_inside_its_buffers(case: Case, at_end: bool) -> None:
     for n, k in ((case.intermediate, case.hidden), (case.hidden, case.intermediate)):
         m = case.matrix(rng, n, k)
         guarded = Guarded(at_end)
-        want = reference_panels(m)
-        out = guarded(want.nbytes)
-        source = dataclasses.replace(m, codes=guarded.copy(m.codes), scales=guarded.copy(m.scales))
-        native.pack_panels(source, out)
-        assert out.tobytes() == want.tobytes()
+        spec = linear_spec(k, n, cpu_panel.describe_down(m, case.activation_format)).moe
+        arrays = ("codes", "scales", "zero_points", "bias", "pre_scale")
+        guards = {name: guarded.copy(a) for name in arrays if (a := getattr(m, name)) is not None}
+        out = guarded(cpu_panel.row_bytes(spec, "w2"))
+        cpu_panel.pack_down(dataclasses.replace(m, **guards), spec, out)
+        assert out.tobytes() == reference_row([m], spec.w2, packed_order=True).tobytes()
+        cpu_panel.unpack_down(spec, out)

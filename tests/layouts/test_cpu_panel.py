@@ -1,27 +1,32 @@
 """cpu_panel: the native packer writes the reference's bytes, and unpack gives the expert back bit for bit."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
-from cases import CASES, WEIGHTS, Case
+from cases import CASES, WEIGHTS, Case, assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from panels import reference_panels
+from panels import reference_row, reference_rows
+from specs import linear_spec, moe_spec
 
 from quantmoe.custom_ops import native
-from quantmoe.custom_ops.layouts import cpu_panel
-from quantmoe.custom_ops.matrix import QuantizedMatrix
-from quantmoe.custom_ops.schemes import SCHEMES
+from quantmoe.custom_ops.expert import Expert
+from quantmoe.custom_ops.layouts import cpu_panel, marlin
 
 cases = st.builds(
-    Case,
+    lambda weights, block_n, **fields: Case(
+        weights=weights, block_n=block_n if weights[0] == "fp8_e4m3" else 1, **fields
+    ),
     hidden=st.integers(1, 200),
     intermediate=st.integers(1, 100),
     experts=st.integers(1, 2),
     weights=st.sampled_from(WEIGHTS),
     group_size=st.sampled_from([-1, 16, 32, 64, 96, 128]),
+    block_n=st.sampled_from([1, 5, 48]),
     activation_format=st.sampled_from(["none", "fp8_tensor", "nvfp4"]),
+    static=st.booleans(),
     pre_scale=st.booleans(),
     gated=st.booleans(),
     bias=st.booleans(),
@@ -30,48 +35,31 @@ cases = st.builds(
 )
 
 
-def equal(a: QuantizedMatrix | None, b: QuantizedMatrix | None) -> None:
-    if a is None or b is None:
-        assert a is b
-        return
-    for field in dataclasses.fields(QuantizedMatrix):
-        x, y = getattr(a, field.name), getattr(b, field.name)
-        if isinstance(x, np.ndarray):
-            if field.name == "perm" and y is None:
-                y = np.arange(len(x), dtype=np.int32)  # the identity comes back as None
-            if field.name == "zero_points" and y is None:
-                y = np.full_like(x, SCHEMES[a.kind].zero)  # and so do zero points that are all the midpoint
-            if field.name == "pre_scale" and y is None:
-                y = np.ones_like(x)  # and pre-scales of 1
-            assert x.dtype.itemsize == y.dtype.itemsize
-            assert x.tobytes() == np.asarray(y, x.dtype).tobytes(), field.name
-        else:
-            assert x == y, field.name
-
-
 @given(cases)
 @settings(max_examples=150, deadline=None)
 def test_round_trip(case: Case) -> None:
     layer = case.build()
     for expert, w13, w2 in zip(layer.experts, layer.w13, layer.w2, strict=True):
         back = cpu_panel.unpack(layer.spec, w13, w2)
-        equal(expert.gate, back.gate)
-        equal(expert.up, back.up)
-        equal(expert.down, back.down)
+        assert_same(expert.gate, back.gate)
+        assert_same(expert.up, back.up)
+        assert_same(expert.down, back.down)
 
 
-@given(cases, st.integers(1, 3))
+@given(cases)
 @settings(max_examples=150, deadline=None)
-def test_native_packer_writes_the_reference_bytes(case: Case, step: int) -> None:
-    rng = np.random.default_rng(case.seed)
-    m = case.matrix(rng, case.intermediate, case.hidden)
-    want = reference_panels(m)
-    stride = want.shape[1]
-    got = np.full((len(want) * step, stride), 0xA5, np.uint8)
-    native.pack_panels(m, got.reshape(-1), panel_step=step)
-    assert got[::step].tobytes() == want.tobytes()
-    gaps = np.delete(got, np.s_[::step], axis=0)
-    assert (gaps == 0xA5).all()
+def test_rows_are_the_reference_s(case: Case) -> None:
+    layer = case.build()
+    for expert in layer.experts:
+        rows = [np.full(w.shape[1], 0xA5, np.uint8) for w in (layer.w13, layer.w2)]
+        cpu_panel.pack(expert, layer.spec, *rows)
+        for have, want in zip(rows, reference_rows(expert, layer.spec), strict=True):
+            assert have.tobytes() == want.tobytes()
+        spec = linear_spec(case.intermediate, case.hidden, layer.spec.w2)
+        row = np.full(layer.w2.shape[1], 0xA5, np.uint8)
+        cpu_panel.pack_down(expert.down, spec.moe, row)
+        assert row.tobytes() == reference_row([expert.down], spec.w, packed_order=True).tobytes()
+        assert_same(expert.down, cpu_panel.unpack_down(spec.moe, row))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -122,4 +110,36 @@ def test_an_expert_unlike_its_layer_is_refused() -> None:
 def test_numbers_that_do_not_fit_the_abi_are_refused(group_size: int, shape: tuple[int, int], message: str) -> None:
     w13, _ = cpu_panel.describe(Case().expert(np.random.default_rng(0)), "none")
     with pytest.raises(ValueError, match=message):
-        native.panel_row(dataclasses.replace(w13, group_size=group_size), *shape, 1)
+        native.row_of(dataclasses.replace(w13, group_size=group_size), *shape, 1)
+
+
+@pytest.mark.parametrize("layout", [cpu_panel, marlin])
+def test_an_order_that_is_none_is_refused_both_ways(layout: Any) -> None:
+    """Packing and unpacking follow down's order: no row outside the matrix is read or written."""
+    rng = np.random.default_rng(0)
+    up, down = (Case().matrix(rng, n, k) for n, k in ((32, 64), (64, 32)))
+    w13, w2 = layout.describe(Expert(None, up, dataclasses.replace(down, perm=np.arange(32)[::-1])), "none")
+    spec = moe_spec(1, 64, 32, w13, w2, gated=0)
+    rows = [np.zeros(layout.row_bytes(spec, p), np.uint8) for p in ("w13", "w2")]
+    for wrong in (32, -1, 7, 2**31 - 1):
+        perm = np.arange(32, dtype=np.int32)
+        perm[4] = wrong
+        message = (
+            f"w2: the permutation has {7 if wrong == 7 else wrong} at {7 if wrong == 7 else 4}, expected each of 0"
+        )
+        with pytest.raises(ValueError, match=message):
+            layout.pack(Expert(None, up, dataclasses.replace(down, perm=perm)), spec, *rows)
+        layout.pack(Expert(None, up, down), spec, *rows)
+        rows[1][native.row_of(*spec.matrices("w2")).part("perm")][: 32 * 4].view(np.int32)[:] = perm
+        with pytest.raises(ValueError, match=message):
+            layout.unpack(spec, *rows)
+
+
+@pytest.mark.parametrize("layout", [cpu_panel, marlin])
+@pytest.mark.parametrize("field", ["bias", "pre_scale", "perm"])
+def test_arrays_of_another_length_are_refused(layout: Any, field: str) -> None:
+    m = Case(bias=True, pre_scale=True).matrix(np.random.default_rng(0), 24, 64, np.arange(64, dtype=np.int32))
+    spec = linear_spec(64, 24, layout.describe_down(m, "none"))
+    short = dataclasses.replace(m, **{field: getattr(m, field)[:-1]})
+    with pytest.raises(ValueError, match=f"{field} has shape .*, expected"):
+        layout.pack_down(short, spec.moe, np.zeros(layout.row_bytes(spec.moe, "w2"), np.uint8))

@@ -213,51 +213,64 @@ QM_API size_t qm_delta_workspace(const qm_delta*, const qm_delta_call*);
 // As qm_conv_run.
 QM_API int qm_delta_run(const qm_delta*, const qm_delta_call*, char* err);
 
-// Packs one matrix [n, k] (codes in the unpacked form of QuantizedMatrix: one byte a code) into panels, FORMAT.md
-// section 2. row_order (optional): source row of each packed row. `dst` starts at panel 0 of this matrix; consecutive
-// panels are `panel_step` panels apart (2 for the halves of a gated w13). Rows are split over lanes by parallel_for.
+// One matrix [n, k] as QuantizedMatrix has it, beside the attributes that say what its codes and scales are. Packing
+// reads the arrays, and what is NULL has none; unpacking fills them, NULL or not by the attributes.
+typedef struct {
+  void* codes;           // [n, k]: a byte a code, two for 16-bit formats
+  void* scales;          // [ceil(n / block_n), groups] of scale_type
+  uint8_t* zero_points;  // the shape of scales
+  float* bias;           // [n]
+  float* pre_scale;      // [k]
+  int32_t* perm;         // [k]
+  float global_scale;    // 1 when there is none
+  float input_scale;     // 0 when there is none
+} qm_matrix;
+// Packs an expert's matrices into its rows, and the reverse, in the layouts that the attributes name (FORMAT.md 1 to
+// 3). gate: read when `gated` is 1. What the attributes do not name is not read; where they name what a matrix lacks,
+// the row gets what that means (the middle zero point, the bias 0, the pre-scale 1, the order of the features). With
+// w2_perm the rows of gate and up are packed in down's order. Work is split over lanes by parallel_for.
+// QM_UNSUPPORTED or QM_INVALID: attributes that a layout refuses, a permutation that is none, nvfp4 scales with a sign.
+QM_API int qm_pack_expert(const qm_moe*, const qm_matrix* gate, const qm_matrix* up, const qm_matrix* down,
+                          void* w13_row, void* w2_row, int lanes, qm_parallel_for, void* context, char* err);
+QM_API int qm_unpack_expert(const qm_moe*, const void* w13_row, const void* w2_row, qm_matrix* gate, qm_matrix* up,
+                            qm_matrix* down, int lanes, qm_parallel_for, void* context, char* err);
+QM_API int qm_pack_linear(const qm_linear*, const qm_matrix*, void* row, int lanes, qm_parallel_for, void* context,
+                          char* err);
+QM_API int qm_unpack_linear(const qm_linear*, const void* row, qm_matrix*, int lanes, qm_parallel_for, void* context,
+                            char* err);
+// The bytes of a row and of its parts: codes (of layout cpu_panel the panels, which hold all but the last three),
+// scales, zero points, global scales, biases, permutations, input scales, pre-scales. Of its matrices [n, k] there are
+// `halves`: gate and up, or one.
+enum { QM_ROW_PARTS = 8 };
+typedef struct {
+  int64_t bytes;
+  int64_t at[QM_ROW_PARTS], sizes[QM_ROW_PARTS];
+} qm_row;
+// QM_UNSUPPORTED or QM_INVALID: attributes that the layout, or every kernel that reads it, refuses.
+QM_API int qm_row_of(const qm_projection*, int64_t n, int64_t k, int halves, qm_row*, char* err);
+// QM_UNSUPPORTED: of what a layer in layout marlin cannot have together.
+QM_API int qm_check_marlin_layer(const qm_projection* w13, const qm_projection* w2, char* err);
+
+// The panels of layout cpu_panel alone, FORMAT.md section 2, of some rows of a matrix, for hosts that have no expert in
+// memory. `dst` starts at panel 0 of these rows; consecutive panels are `panel_step` panels apart (2 for the halves of
+// a gated w13).
 typedef struct {
   int32_t format, group_size, scale_type;
   int64_t n, k;
-  const void* codes;           // [n, k]: a byte a code, two for 16-bit formats
+  const void* codes;           // as qm_matrix's
   const void* scales;          // [ceil(n / block_n), groups] of scale_type
   const uint8_t* zero_points;  // the shape of scales, or NULL
   int32_t block_n;
   float global_scale;        // 1 when there is none
   const float* bias;         // [n] or NULL
-  const int32_t* row_order;  // [n] or NULL
+  const int32_t* row_order;  // [n] or NULL: source row of each packed row
   int panel_step;
 } qm_pack_source;
 QM_API int qm_pack_panels(const qm_pack_source*, void* dst, int lanes, qm_parallel_for, void* context, char* err);
-// The geometry of a packed row of layout cpu_panel, FORMAT.md sections 1 and 2, in bytes and bytes' offsets but for
-// counts. Of its matrices [n, k] there are `halves`: gate and up, whose panels alternate, or one.
 typedef struct {
-  int64_t panels, panel_bytes;              // of the row
-  int64_t rows, columns;                    // that a panel stores: output features, and input features with padding
-  int64_t by_columns;                       // 1: codes lie column by column
-  int64_t blocks, parts;                    // of a panel; groups of a block
-  int64_t codes_bytes, zeros, block_bytes;  // of a block; scales follow the codes, where block_bytes has room for them
-  int64_t sums, factors, biases;            // in a panel, f32 or int32 [rows]; factors: scales or multipliers
-  int64_t input_scales, pre_scales, perms;  // in the row
-  int64_t vector_bytes, row_bytes;          // from one pre-scale or perm to the next; of the row
+  int64_t panel_rows, panel_bytes, row_bytes;  // output features of a panel; of the panel; of the expert's row
 } qm_panel_row;
-// QM_UNSUPPORTED or QM_INVALID: attributes that the layout or every CPU kernel refuses.
 QM_API int qm_panel_row_of(const qm_projection*, int64_t n, int64_t k, int halves, qm_panel_row*, char* err);
-// Geometry of an expert's row of layout marlin, FORMAT.md 3; halves: 2 of gate and up. Sizes in bytes.
-typedef struct qm_marlin_row {
-  int64_t bits;                              // of a code
-  int64_t panels, units, blocks, per_block;  // 16-row panels, 64-column units, blocks of scales, groups in a block
-  int64_t half;                              // columns of gate's part where gate and up have orders of their own
-  int64_t row_bytes;
-  // Of codes, scales, zero points, global scales, biases, permutations, input scale, pre-scales.
-  int64_t at[8], sizes[8];
-} qm_marlin_row;
-// QM_UNSUPPORTED or QM_INVALID: attributes that the layout refuses.
-QM_API int qm_marlin_row_of(const qm_projection*, int64_t n, int64_t k, int halves, qm_marlin_row*, char* err);
-// Packs the codes (a byte each) of up [n, k], or of gate and up [n, k] each, as layout marlin has them, FORMAT.md 3.2:
-// 4 or 8 bits; rows and columns past n and k become `fill`.
-QM_API int qm_pack_marlin(const uint8_t* gate, const uint8_t* up, int64_t n, int64_t k, int bits, uint8_t fill,
-                          void* dst, int lanes, qm_parallel_for, void* context, char* err);
 // A qm_parallel_for that starts std::threads; context is ignored. For hosts without a pool (packing, tests). Where the
 // system has fewer threads, the calling one runs the other tasks.
 QM_API void qm_parallel_threads(void* context, qm_task task, void* arg, size_t count);

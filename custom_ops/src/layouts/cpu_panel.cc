@@ -1,13 +1,13 @@
-// Canonical codes to panels (FORMAT.md section 2), the inverse of nothing at run time: kernels read these bytes as they
-// are.
+// Matrices to panels (FORMAT.md section 2) and back. At run time kernels read these bytes as they are.
 #include "layouts/cpu_panel.h"
 
+#include <bit>
 #include <cstring>
 #include <string>
 
 #include "core/half.h"
 #include "core/minifloat.h"
-#include "core/parallel.h"
+#include "layouts/row.h"
 
 namespace quantmoe {
 namespace {
@@ -167,7 +167,7 @@ void pack_scaled_panel(const qm_pack_source& source, const PanelMatrix& matrix, 
           continue;
         }
         std::memcpy(scales, static_cast<const uint8_t*>(source.scales) + scale_at * size, size);
-        const int zero = matrix.zero_points ? source.zero_points[scale_at] : middle;
+        const int zero = source.zero_points ? source.zero_points[scale_at] : middle;
         if (matrix.zero_points) *zeros = static_cast<uint8_t>(zero);
         if (matrix.columns) continue;
         int32_t sum = 0;
@@ -256,6 +256,131 @@ void pack_k_panel(const qm_pack_source& source, const PanelMatrix& matrix, int64
   }
 }
 
+// From f32 that was widened from the type, so exactly.
+void narrow(int32_t scale_type, float scale, uint8_t* to) {
+  if (scale_type == k_scale_type_f32) {
+    std::memcpy(to, &scale, 4);
+  } else if (scale_type == k_scale_type_bf16) {
+    const uint16_t bits = static_cast<uint16_t>(std::bit_cast<uint32_t>(scale) >> 16);
+    std::memcpy(to, &bits, 2);
+  } else {
+    const Half half = static_cast<Half>(scale);
+    std::memcpy(to, &half, 2);
+  }
+}
+
+// Codes [k] of a panel's row, of which read(block, c) gives that in column c of a block.
+template <class Code, class Read>
+void unpack_codes(const PanelMatrix& p, const uint8_t* panel, Code* to, const Read& read) {
+  for (int64_t b = 0; b < p.blocks; ++b, panel += p.block_bytes)
+    for (int64_t c = 0; c < p.block && b * p.block + c < p.k; ++c) *to++ = static_cast<Code>(read(panel, c));
+}
+
+void unpack_codes(const PanelMatrix& p, const uint8_t* panel, int r, void* to) {
+  uint8_t* const bytes = static_cast<uint8_t*>(to);
+  if (p.bits == 16)
+    return unpack_codes(p, panel, static_cast<uint16_t*>(to), [&](const uint8_t* block, int64_t c) {
+      return block[(c * 16 + r) * 2] | block[(c * 16 + r) * 2 + 1] << 8;
+    });
+  if (p.columns)
+    return unpack_codes(p, panel, bytes, [&](const uint8_t* block, int64_t c) { return block[c * 16 + r]; });
+  if (p.bits == 8)
+    return unpack_codes(p, panel, bytes,
+                        [&](const uint8_t* block, int64_t c) { return block[c / 8 * 32 + r * 8 + c % 8] ^ 0x80; });
+  if (!is_k(p.format))
+    return unpack_codes(p, panel, bytes,
+                        [&, flip = p.format == k_format_int4 ? 0x88 : 0](const uint8_t* block, int64_t c) {
+                          const int pair = block[c / 32 * 128 + (c % 16 / 8 * 8 + r) * 8 + c % 8] ^ flip;
+                          return c % 32 < 16 ? pair & 15 : pair >> 4;
+                        });
+  unpack_codes(p, panel, bytes, [&, high = p.bits - 4](const uint8_t* block, int64_t c) {
+    const int quad = static_cast<int>(c % 32 / 4);
+    const uint8_t* const chunk = block + c / 32 * (p.codes_bytes / 8) + 4 * r + c % 4;
+    int code = chunk[quad % 4 * 64] >> (quad < 4 ? 0 : 4) & 15;
+    if (high == 1) code |= (chunk[256] >> quad & 1) << 4;
+    if (high == 2) code |= (chunk[256 + quad / 4 * 64] >> quad % 4 * 2 & 3) << 4;
+    return code;
+  });
+}
+
+// Scales and zero points of a row, from its panel's blocks.
+void unpack_scales(const PanelMatrix& p, const uint8_t* panel, int r, int64_t groups, uint8_t* scales, uint8_t* zeros) {
+  const int size = scale_size(p.scale_type);
+  if (!p.grouped) {
+    float scale;
+    std::memcpy(&scale, panel + p.tail() + 4 * (p.nr + r), 4);
+    return narrow(p.scale_type, scale * (p.bits == 4 ? 16.0f : 1.0f), scales);
+  }
+  for (int64_t group = 0; group < groups && !is_k(p.format); ++group) {
+    const uint8_t* const block = panel + group / p.parts * p.block_bytes;
+    const int64_t at = group % p.parts * p.nr + r;
+    std::memcpy(scales + group * size, block + p.codes_bytes + at * size, static_cast<size_t>(size));
+    if (zeros) zeros[group] = block[p.zeros() + at];
+  }
+  const int factors = p.format == k_format_q6_k ? 1 : 2;  // f16, then int8 of the groups for each
+  for (int64_t b = 0; b < p.blocks && is_k(p.format); ++b, scales += size) {
+    const uint8_t* const of_rows = panel + b * p.block_bytes + p.codes_bytes;
+    for (int i = 0; i < factors; ++i) std::memcpy(scales + 2 * i, of_rows + 32 * i + 2 * r, 2);
+    for (int64_t i = 0; i < p.parts * factors; ++i) scales[2 * factors + i] = of_rows[32 * factors + 16 * i + r];
+  }
+}
+
+void unpack_panel(const RowMatrices& m, const PanelMatrix& p, const qm_matrix& to, int64_t first,
+                  const uint8_t* panel) {
+  const int64_t groups = is_k(p.format) ? p.blocks : m.groups();
+  for (int r = 0; r < p.nr && first + r < m.n; ++r) {
+    const int64_t row = m.row(first + r);
+    unpack_codes(p, panel, r, static_cast<uint8_t*>(to.codes) + row * m.k * (p.bits == 16 ? 2 : 1));
+    if (m.w.bias) std::memcpy(to.bias + row, panel + p.biases() + 4 * r, 4);
+    if (row % m.w.block_n) continue;  // its block's first row has the scales
+    const int64_t at = row / m.w.block_n * groups;
+    unpack_scales(p, panel, r, groups, static_cast<uint8_t*>(to.scales) + at * scale_size(p.scale_type),
+                  m.w.zero_points ? to.zero_points + at : nullptr);
+  }
+}
+
+// Panels of some rows of a matrix, from the first on.
+void pack_panels(const qm_pack_source& source, const PanelMatrix& p, uint8_t* dst, const Pool& pool) {
+  constexpr int64_t kPanelsPerTask = 8;
+  pool.run(ceil_div(p.panels, kPanelsPerTask), [&](int, int64_t task) {
+    for (int64_t i = task * kPanelsPerTask; i < p.panels && i < (task + 1) * kPanelsPerTask; ++i)
+      (is_k(p.format) ? pack_k_panel
+       : p.plain()    ? pack_panel
+                      : pack_scaled_panel)(source, p, i, dst + i * source.panel_step * p.stride);
+  });
+}
+
+int pack_expert_panels(const RowMatrices& m, const qm_row&, uint8_t* row, const Pool& pool, char*) {
+  const PanelMatrix p = panel_matrix(m.w, m.n, m.k);
+  for (int h = 0; h < m.halves; ++h) {
+    const qm_matrix& of = *m.of[h];
+    qm_pack_source source{};
+    source.n = m.n;
+    source.k = m.k;
+    source.codes = of.codes;
+    source.scales = of.scales;
+    source.zero_points = m.w.zero_points ? of.zero_points : nullptr;
+    source.block_n = m.w.block_n;
+    source.global_scale = of.global_scale;
+    source.bias = m.w.bias ? of.bias : nullptr;
+    source.row_order = m.row_order;
+    source.panel_step = m.halves;
+    pack_panels(source, p, row + h * p.stride, pool);
+  }
+  return QM_OK;
+}
+
+void unpack_expert_panels(const RowMatrices& m, const qm_row&, const uint8_t* row, const Pool& pool) {
+  const PanelMatrix p = panel_matrix(m.w, m.n, m.k);
+  pool.run(p.panels * m.halves,
+           [&](int, int64_t i) { unpack_panel(m, p, *m.of[i % m.halves], i / m.halves * p.nr, row + i * p.stride); });
+  for (int h = 0; h < m.halves; ++h) {
+    float multiplier = multiplier_unit(p);
+    if (p.multiplied()) std::memcpy(&multiplier, row + h * p.stride + p.tail() + 4 * p.nr, 4);
+    m.of[h]->global_scale = multiplier / multiplier_unit(p);
+  }
+}
+
 }  // namespace
 
 int check_cpu_panel(const char* prefix, const qm_projection& p, int32_t max_perm, int32_t features, char* err) {
@@ -285,6 +410,28 @@ int check_cpu_panel(const char* prefix, const qm_projection& p, int32_t max_perm
   return check_range((at + "perm").c_str(), p.perm, 0, max_perm, err);
 }
 
+namespace {
+
+// Offsets of a row's parts.
+int cpu_panel_row(const qm_projection& w, int64_t n, int64_t k, int halves, qm_row* row, char* err) {
+  if (n < 1 || k < 1 || n > INT32_MAX || k > INT32_MAX)
+    return fail(err, QM_INVALID, "a matrix is [%lld, %lld], expected 1 to 2^31 - 1 rows and columns", (long long)n,
+                (long long)k);
+  QM_TRY(check_cpu_panel("", w, halves, static_cast<int32_t>(k), err));
+  const PanelMatrix p = panel_matrix(w, n, k);
+  const int64_t panels = halves * p.panels * p.stride;
+  const RowParts parts = row_parts(w, panels, k);
+  *row = {.bytes = parts.size,
+          .at = {0, panels, panels, panels, panels, parts.perms, parts.input_scales, parts.pre_scales},
+          .sizes = {panels, 0, 0, 0, 0, w.perm * parts.vector, has_input_scales(w) ? 4 * halves : 0,
+                    w.pre_scale * parts.vector}};
+  return QM_OK;
+}
+
+}  // namespace
+
+const RowLayout kCpuPanelRow = {cpu_panel_row, pack_expert_panels, unpack_expert_panels};
+
 }  // namespace quantmoe
 
 using namespace quantmoe;
@@ -297,25 +444,14 @@ int qm_pack_panels(const qm_pack_source* s, void* dst, int lanes, qm_parallel_fo
         enum_name("format", s->format), s->group_size, enum_name("scale_type", s->scale_type), s->block_n, reason);
   if (s->n < 1 || s->k < 1) return fail(err, QM_INVALID, "cannot pack [%lld, %lld]", (long long)s->n, (long long)s->k);
   const PanelMatrix p = panel_matrix(s->format, s->scale_type, s->group_size, s->n, s->k, s->zero_points != nullptr);
-  constexpr int64_t kPanelsPerTask = 8;
-  parallel(lanes, parallel_for, context, ceil_div(p.panels, kPanelsPerTask), [&](int, int64_t task) {
-    for (int64_t i = task * kPanelsPerTask; i < p.panels && i < (task + 1) * kPanelsPerTask; ++i)
-      (is_k(p.format) ? pack_k_panel
-       : p.plain()    ? pack_panel
-                      : pack_scaled_panel)(*s, p, i, static_cast<uint8_t*>(dst) + i * s->panel_step * p.stride);
-  });
+  pack_panels(*s, p, static_cast<uint8_t*>(dst), {lanes, parallel_for, context});
   return QM_OK;
 }
 
 int qm_panel_row_of(const qm_projection* w, int64_t n, int64_t k, int halves, qm_panel_row* row, char* err) {
-  if (n < 1 || k < 1 || n > INT32_MAX || k > INT32_MAX)
-    return fail(err, QM_INVALID, "a matrix is [%lld, %lld], expected 1 to 2^31 - 1 rows and columns", (long long)n,
-                (long long)k);
-  QM_TRY(check_cpu_panel("", *w, halves, static_cast<int32_t>(k), err));
+  qm_row found;
+  QM_TRY(cpu_panel_row(*w, n, k, halves, &found, err));
   const PanelMatrix p = panel_matrix(*w, n, k);
-  const RowParts parts = row_parts(*w, halves * p.panels * p.stride, k);
-  *row = {halves * p.panels, p.stride,    p.nr,          p.kp,      p.columns,           p.blocks,   p.parts,
-          p.codes_bytes,     p.zeros(),   p.block_bytes, p.tail(),  p.tail() + 4 * p.nr, p.biases(), parts.input_scales,
-          parts.pre_scales,  parts.perms, parts.vector,  parts.size};
+  *row = {p.nr, p.stride, found.bytes};
   return QM_OK;
 }

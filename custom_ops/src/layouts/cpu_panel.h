@@ -4,10 +4,9 @@
 #include <cstdint>
 
 #include "core/numbers.h"
+#include "layouts/row.h"
 
 namespace quantmoe {
-
-constexpr int64_t kRowAlignment = 64;
 
 struct PanelMatrix {
   int32_t format, scale_type;

@@ -100,17 +100,19 @@ def spec_of(s: Shape, name: str) -> MoESpec:
 
 def random_rows(spec: MoESpec, projection: str, generator: torch.Generator) -> torch.Tensor:
     """uint8 [E, row bytes]: random codes, scales near the usual ones."""
-    parts = marlin._Parts(spec, projection)
-    rows = torch.empty((spec.num_experts, parts.row_bytes), dtype=torch.uint8, device="cuda")
+    at, (own, n, k, halves) = marlin.row(spec, projection), spec.matrices(projection)
+    rows = torch.empty((spec.num_experts, at.bytes), dtype=torch.uint8, device="cuda")
     for row in rows:
         row.random_(0, 256, generator=generator)
 
     def put(name: str, values: torch.Tensor) -> None:
-        rows[:, parts.slices[name]] = values.view(torch.uint8).view(spec.num_experts, -1)
+        rows[:, at.part(name)] = values.view(torch.uint8).view(spec.num_experts, -1)
 
     def uniform(name: str, size: int) -> torch.Tensor:
-        at = parts.slices[name]
-        return torch.rand((spec.num_experts, (at.stop - at.start) // size), device="cuda", generator=generator) + 0.5
+        part = at.part(name)
+        return (
+            torch.rand((spec.num_experts, (part.stop - part.start) // size), device="cuda", generator=generator) + 0.5
+        )
 
     dtype = {
         "f32": torch.float32,
@@ -118,19 +120,20 @@ def random_rows(spec: MoESpec, projection: str, generator: torch.Generator) -> t
         "bf16": torch.bfloat16,
         "e8m0": torch.float8_e8m0fnu,
         "e4m3": torch.float8_e4m3fn,
-    }[parts.attributes.scale_type]
+    }[own.scale_type]
     # products keep unit variance, about
-    spread = {"int4": 5, "int8": 74, "fp8_e4m3": 115, "mxfp4": 3, "nvfp4": 3}[parts.attributes.format] * parts.K**0.5
+    spread = {"int4": 5, "int8": 74, "fp8_e4m3": 115, "mxfp4": 3, "nvfp4": 3}[own.format] * k**0.5
     scales = uniform("scales", dtype.itemsize)
-    if parts.attributes.block_n > 1:  # the rows of a block have one: here all rows
-        by_block = scales.view(spec.num_experts, parts.panels, parts.blocks, -1)
+    if own.block_n > 1:  # the rows of a block have one: here all rows
+        panels, group = -(-n // (16 // halves)), own.group_size
+        by_block = scales.view(spec.num_experts, panels, 1 if group == -1 else -(-k // max(group, 64)), -1)
         scales = by_block[:, :1, :, :1].expand_as(by_block).reshape(scales.shape)
     put("scales", (scales / (1 if dtype is torch.float8_e4m3fn else spread)).to(dtype))
     if dtype is torch.float8_e4m3fn:
         put("global_scale", uniform("global_scale", 4) / spread)
-    rows[:, parts.slices["zero_points"]] &= 15
-    if parts.attributes.format == "fp8_e4m3":
-        rows[:, parts.slices["codes"]] &= 0xBF  # no code that is not a number
+    rows[:, at.part("zero_points")] &= 15
+    if own.format == "fp8_e4m3":
+        rows[:, at.part("codes")] &= 0xBF  # no code that is not a number
     return rows
 
 

@@ -8,6 +8,8 @@ from quantmoe.custom_ops.layouts import marlin
 from quantmoe.custom_ops.op import MoESpec
 
 GROUP = 128
+# Of a column (unit, half, t, step, i high, i low) in the matrix and as 4 bits are stored, FORMAT.md 3.2.
+_MATRIX_AXES, _STORED_AXES = "Prguhtsab", "Pugthsbra"
 
 
 def ceil(n: int, multiple: int) -> int:
@@ -21,18 +23,18 @@ def matrices(spec: MoESpec, projection: str, rows: torch.Tensor, n: int, k: int)
         rows: uint8 [E, row bytes].
         n, k: sizes of gate, up or down, padded with zeros.
     """
-    parts = marlin._Parts(spec, projection)
-    size = dict(zip(marlin._MATRIX_AXES, (parts.panels, 2, 8, parts.units, 2, 4, 2, 2, 2), strict=True))
-    axes = marlin._STORED_AXES[4]
-    codes = rows[:, parts.slices["codes"]]
-    codes = torch.stack([codes & 15, codes >> 4], -1).view(-1, *(size[a] for a in axes))
-    codes = codes.permute(0, *(1 + axes.index(a) for a in marlin._MATRIX_AXES)).flatten(4)
-    scales = rows[:, parts.slices["scales"]].contiguous().view(torch.bfloat16)
-    scales = scales.view(-1, parts.panels, parts.blocks, 8, 2).permute(0, 1, 4, 3, 2)
+    at, (_, stored_n, stored_k, halves) = marlin.row(spec, projection), spec.matrices(projection)
+    panels, units = -(-stored_n // (16 // halves)), -(-stored_k // 64)
+    size = dict(zip(_MATRIX_AXES, (panels, 2, 8, units, 2, 4, 2, 2, 2), strict=True))
+    codes = rows[:, at.part("codes")]
+    codes = torch.stack([codes & 15, codes >> 4], -1).view(-1, *(size[a] for a in _STORED_AXES))
+    codes = codes.permute(0, *(1 + _STORED_AXES.index(a) for a in _MATRIX_AXES)).flatten(4)
+    scales = rows[:, at.part("scales")].contiguous().view(torch.bfloat16)
+    scales = scales.view(-1, panels, -(-stored_k // GROUP), 8, 2).permute(0, 1, 4, 3, 2)
 
     def order(x: torch.Tensor, columns: int, fill: int) -> torch.Tensor:  # from [E, P, 2, 8, columns]
-        halves = [x[:, :, h].flatten(1, 2) for h in (0, 1)] if parts.halves == 2 else [x.flatten(1, 3)]
-        pad = (0, columns - x.shape[-1], 0, n - parts.N)
-        return torch.cat([torch.nn.functional.pad(half[:, : parts.N], pad, value=fill) for half in halves], 1)
+        parts = [x[:, :, h].flatten(1, 2) for h in (0, 1)] if halves == 2 else [x.flatten(1, 3)]
+        pad = (0, columns - x.shape[-1], 0, n - stored_n)
+        return torch.cat([torch.nn.functional.pad(half[:, :stored_n], pad, value=fill) for half in parts], 1)
 
-    return order(codes[..., : parts.K], k, 8), order(scales, k // GROUP, 1)
+    return order(codes[..., :stored_k], k, 8), order(scales, k // GROUP, 1)

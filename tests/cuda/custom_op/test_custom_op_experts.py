@@ -380,7 +380,7 @@ def test_the_bytes_of_experts_in_the_file(driver, layer, tmp_path, slots, id_typ
 def test_a_bad_act_order_ends_the_session(driver, act_order, bad):
     made = build(replace(BASE, act_order=act_order, group_size=64))
     spec, w13 = made[0], made[2]
-    order = w13[-1, LAYOUTS["marlin"]._Parts(spec, "w13").slices["perm"]].view(np.int32)
+    order = w13[-1, LAYOUTS["marlin"].row(spec, "w13").part("perm")].view(np.int32)
 
     def create():
         rows = [torch.from_numpy(w).cuda() for w in made[2:]]
@@ -402,7 +402,7 @@ def test_a_bad_act_order_ends_the_session(driver, act_order, bad):
 @gpu
 def test_a_bad_act_order_of_a_linear_ends_the_session(driver):
     _, spec, w = build_linear(replace(BASE, act_order="shared"))
-    order = w[0, LAYOUTS["marlin"]._Parts(spec.moe, "w2").slices["perm"]].view(np.int32)
+    order = w[0, LAYOUTS["marlin"].row(spec.moe, "w2").part("perm")].view(np.int32)
     order[0] = -7
     row = torch.from_numpy(w).cuda()
     op = driver.op("bf16", name="QuantLinear")

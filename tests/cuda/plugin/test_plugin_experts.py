@@ -232,13 +232,13 @@ def test_a_bad_act_order_is_an_error(others, op, bad):
     others.select(op)
     if op == "QuantMoE":
         spec, _, *packed = build(replace(BASE, act_order="shared", group_size=64))
-        row, at = packed[0], LAYOUTS["marlin"]._Parts(spec, "w13").slices["perm"]
+        row, at = packed[0], LAYOUTS["marlin"].row(spec, "w13").part("perm")
         x, k, rows = (4, BASE.hidden), (4, BASE.top_k), [(len(w), w.shape[1] // 4) for w in packed]
         types = ("bf16", "i64", "f32", "i32", "i32", "bf16")
         shapes = [tensor(t, d) for t, d in zip(types, (x, k, k, *rows, x), strict=True)]
     else:
         _, spec, w = build_linear(replace(BASE, hidden=264, intermediate=256, act_order="shared"))
-        row, at, packed = w, LAYOUTS["marlin"]._Parts(spec.moe, "w2").slices["perm"], [w]
+        row, at, packed = w, LAYOUTS["marlin"].row(spec.moe, "w2").part("perm"), [w]
         words = (1, w.shape[1] // 4)
         shapes = [tensor("bf16", (4, 256)), tensor("i32", words), tensor("bf16", (4, 264))]
     order = row[-1, at].view(np.int32)
