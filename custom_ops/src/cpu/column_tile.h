@@ -27,6 +27,7 @@ struct Panels {
   int count;      // that exist
   int64_t ahead;  // bytes to the next ones, which the first tile fetches; 0 for later tiles
 
+  Panels() = default;
   Panels(const PanelProduct& product, int64_t first, int width) : count(0), ahead(width * product.matrix->stride) {
     for (int i = 0; i < width; ++i) {
       const bool exists = first + i < product.panel_count;
