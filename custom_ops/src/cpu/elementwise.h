@@ -153,7 +153,7 @@ inline void interleave(const uint8_t* const* rows, int m, int64_t bytes, uint8_t
     for (int i = 0; i < m; ++i) std::memcpy(out + 4 * i, rows[i] + at, 4);
 }
 
-void pack_tile(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
+void pack_tile(const PanelMatrix& p, bool quantized, const ActivationRow* rows, int m, uint8_t* out) {
   const uint8_t* sources[kMaxTileRows];
   for (int i = 0; i < m; ++i)
     sources[i] = quantized ? reinterpret_cast<const uint8_t*>(rows[i].q) : reinterpret_cast<const uint8_t*>(rows[i].x);
@@ -178,7 +178,7 @@ void pack_tile(const PanelMatrix& p, bool quantized, const Row* rows, int m, uin
 // For kernels whose codes are unsigned, offset by 8, 128 or (e2m1) 12: the sums become what a dot product starts at,
 // -offset * sum. With zero points that depends on the weights' row: the sums become two 16-bit factors, sum % 128 and
 // sum / 128, which one multiply-add of pairs with -zero and -128 * zero turns into it.
-inline void pack_tile_offset(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
+inline void pack_tile_offset(const PanelMatrix& p, bool quantized, const ActivationRow* rows, int m, uint8_t* out) {
   pack_tile(p, quantized, rows, m, out);
   if (!quantized) return;
   int32_t* sums = reinterpret_cast<int32_t*>(out + p.kp * m);

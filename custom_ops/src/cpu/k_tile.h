@@ -211,7 +211,7 @@ void multiply_k(const PanelProduct& product) {
 
 // pack_tile's sums become what a tile starts from: codes of 6 bits are 32 more than their values; of the others
 // minima take the sums as floats.
-inline void pack_k_tile(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
+inline void pack_k_tile(const PanelMatrix& p, bool quantized, const ActivationRow* rows, int m, uint8_t* out) {
   pack_tile(p, quantized, rows, m, out);
   if (!quantized) return;
   uint8_t* const sums = out + p.kp * m;

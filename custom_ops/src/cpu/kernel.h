@@ -16,7 +16,7 @@ namespace quantmoe {
 
 // One activation row as a product reads it. For activation_format none x holds it; otherwise q, sums, step and
 // zero_point.
-struct Row {
+struct ActivationRow {
   const float* x;       // [kp], zero past k
   const int8_t* q;      // [kp], zero past k
   const int32_t* sums;  // [groups]: sum of q over each group
@@ -189,7 +189,7 @@ struct CpuKernel {
   // h[i] = act(gate[i], up[i]), or act(up[i]) when gate is null.
   void (*activate)(const qm_moe& moe, const float* gate, const float* up, int64_t n, float* h);
   void (*accumulate)(float weight, const float* x, int64_t n, float* y);  // y = fma(weight, x, y)
-  void (*pack_tile)(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out);
+  void (*pack_tile)(const PanelMatrix& p, bool quantized, const ActivationRow* rows, int m, uint8_t* out);
   void (*multiply)(const PanelProduct& product);
   // The instructions of this kernel's int8 products on registers alone; returns the multiply-adds done. probe_<isa>.cc
   int64_t (*int8_peak)(int64_t rounds);

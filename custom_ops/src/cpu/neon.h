@@ -360,7 +360,7 @@ void multiply(const PanelProduct& product) {
   }
 }
 
-void pack_rows(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
+void pack_rows(const PanelMatrix& p, bool quantized, const ActivationRow* rows, int m, uint8_t* out) {
   if (is_k(p.format)) return pack_k_tile(p, quantized, rows, m, out);
   if (!quantized) return pack_tile(p, quantized, rows, m, out);
   for (int i = 0; i < m; ++i)

@@ -83,7 +83,7 @@ bool layout_is_ours() {
          kai_get_lhs_packed_offset_matmul_clamp_f32_qai8dxp4x8_qsi4cxp8x8_8x8x32_neon_i8mm(8, 96) == 8 * (96 + 8);
 }
 
-void pack_fours(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
+void pack_fours(const PanelMatrix& p, bool quantized, const ActivationRow* rows, int m, uint8_t* out) {
   if (!family(p, quantized)) return panel_neon_i8mm.pack_tile(p, quantized, rows, m, out);
   const int fours = m / 4 * 4;
   for (int i = 0; i < fours; i += 4) panel_neon_i8mm.pack_tile(p, true, rows + i, 4, out + i * (p.kp + 8));

@@ -296,7 +296,7 @@ void multiply_panels(const PanelProduct& product) {
   }
 }
 
-void pack_rows(const PanelMatrix& p, bool quantized, const Row* rows, int m, uint8_t* out) {
+void pack_rows(const PanelMatrix& p, bool quantized, const ActivationRow* rows, int m, uint8_t* out) {
   (is_k(p.format) ? pack_k_tile : pack_tile_offset)(p, quantized, rows, m, out);
 }
 

@@ -21,7 +21,7 @@ struct DecodeRouting {
     return s < 0 ? -1 : t * top_k + s;
   }
 
-  __device__ void make(const Routing& r) {
+  __device__ void make(const RoutedPairs& r) {
     const int p = threadIdx.x, pairs = r.tokens * r.top_k;
     if (r.tokens == 1 && pairs <= 32) {  // every slot is a tile
       if (p < 32) {

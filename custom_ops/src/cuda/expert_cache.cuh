@@ -30,7 +30,7 @@ struct alignas(16) ExpertCopy {
 static_assert(sizeof(ExpertCopy) == kCopyBytes);
 
 struct CacheParams {
-  Routing routing;
+  RoutedPairs routing;
   const uint8_t* rows[2];   // of w13 and w2, in host memory
   const void* const* each;  // or [2, experts]: each row's address
   uint64_t row_bytes[2];

@@ -43,7 +43,7 @@ struct Tile {
 static_assert(sizeof(Tile) == kTileBytes);
 constexpr int kTileGroup = 16;
 
-struct Routing {
+struct RoutedPairs {
   const void* topk_ids;  // null: every pair has expert 0 and weight 1, a linear
   const float* topk_weights;
   int id_bytes, tokens, top_k, expert_offset, local_experts;
@@ -56,7 +56,7 @@ struct Activation {
 
 struct GemmParams {
   Weights weights;
-  Routing routing;
+  RoutedPairs routing;
   Activation activation;
   const void* x;             // rows of x_columns values
   int x_columns, x_divisor;  // row of pair p is p / x_divisor
@@ -99,7 +99,7 @@ struct PrepareParams {
 };
 
 struct RouteParams {
-  Routing routing;
+  RoutedPairs routing;
   PrepareParams prepare;  // by the blocks after the first cluster
   int cluster;            // blocks that sort
   struct List {
@@ -115,7 +115,7 @@ struct RouteParams {
 };
 
 struct CombineParams {
-  Routing routing;
+  RoutedPairs routing;
   const void* partial;  // f32, or T: [pairs, parts, columns]
   void* out;
   int columns, parts;
@@ -123,7 +123,7 @@ struct CombineParams {
 
 // x or h in the values of an activation format, and times pre-scales (FORMAT.md 4.1).
 struct RoundParams {
-  Routing routing;
+  RoutedPairs routing;
   int format;
   bool by_expert, weight_here;  // rows are of pairs whose expert matters; multiply by the router's weight first
   ExpertRows rows;              // of the weights
@@ -143,7 +143,7 @@ struct RoundParams {
 
 // x[pair] = hidden_states[token][perm of the pair's expert], for act-order; by gate's, then by up's where they differ.
 struct GatherParams {
-  Routing routing;
+  RoutedPairs routing;
   int x_divisor;
   ExpertRows rows;
   uint32_t perm_at;
@@ -160,10 +160,10 @@ __device__ inline float input_scale(const Weights& w, const uint8_t* expert) {
     if (w.input_at) return *reinterpret_cast<const float*>(expert + w.input_at);
   return 1.f;
 }
-__device__ inline float router_weight(const Routing& r, int64_t pair) {
+__device__ inline float router_weight(const RoutedPairs& r, int64_t pair) {
   return r.topk_ids ? r.topk_weights[pair] : 1.f;
 }
-__device__ inline int local_expert(const Routing& r, int64_t pair) {
+__device__ inline int local_expert(const RoutedPairs& r, int64_t pair) {
   if (!r.topk_ids) return 0;
   int64_t id =
       r.id_bytes == 8 ? static_cast<const int64_t*>(r.topk_ids)[pair] : static_cast<const int32_t*>(r.topk_ids)[pair];

@@ -18,13 +18,13 @@ namespace quantmoe {
 namespace {
 
 // A projection's weights.
-struct Matrix {
+struct WeightMatrix {
   const qm_projection& w;
   MarlinRow row;
   Weights weights;
 };
-Matrix matrix_of(const qm_moe& m, int projection, const void* rows, const uint8_t* const* where = nullptr) {
-  Matrix out{projection == 13 ? m.w13 : m.w2, {}, {}};
+WeightMatrix matrix_of(const qm_moe& m, int projection, const void* rows, const uint8_t* const* where = nullptr) {
+  WeightMatrix out{projection == 13 ? m.w13 : m.w2, {}, {}};
   MarlinRow& row = out.row;
   marlin_row_of(m, projection, &row);
   Weights& weights = out.weights;
@@ -48,8 +48,8 @@ Matrix matrix_of(const qm_moe& m, int projection, const void* rows, const uint8_
 // A call of a layer, or of a linear, whose matrix is both.
 struct Call {
   const qm_cuda_plan& plan;
-  Matrix first, second;
-  Routing routing;
+  WeightMatrix first, second;
+  RoutedPairs routing;
   Activation activation;
   const void* x;
   void* y;
@@ -166,7 +166,7 @@ int check_orders(const void* rows, const MarlinRow& row, int64_t experts, int fe
 
 // Activations in the values of the matrix's activation format, or packed as codes.
 template <typename T>
-void launch_round(Launcher& launcher, const Call& c, const Matrix& matrix, const qm_cuda_step& s) {
+void launch_round(Launcher& launcher, const Call& c, const WeightMatrix& matrix, const qm_cuda_step& s) {
   const bool hidden = s.kind == QM_CUDA_ROUND_HIDDEN, wgmma = c.plan.path == QM_CUDA_WGMMA;
   RoundParams round{};
   round.routing = c.routing;
@@ -197,7 +197,7 @@ void launch_round(Launcher& launcher, const Call& c, const Matrix& matrix, const
 }
 
 // x in act-order, a row a pair.
-void launch_gather(Launcher& launcher, const Call& c, const Matrix& matrix, const qm_cuda_step& s) {
+void launch_gather(Launcher& launcher, const Call& c, const WeightMatrix& matrix, const qm_cuda_step& s) {
   GatherParams gather{};
   gather.routing = c.routing;
   gather.x_divisor = c.divisor(s);
@@ -243,12 +243,12 @@ void launch_route(Launcher& launcher, const Call& c, const qm_cuda_step& s) {
 }
 
 // x of a product as e4m3 codes [groups, rows, 128], then scales; h: in the order of sorted pairs already.
-const float* scales_of(const void* codes, const Matrix& matrix, int rows) {
+const float* scales_of(const void* codes, const WeightMatrix& matrix, int rows) {
   const int64_t bytes = static_cast<int64_t>(rows) * fp8_groups(matrix.row.units) * 128;
   return reinterpret_cast<const float*>(static_cast<const uint8_t*>(codes) + bytes);
 }
 template <typename T>
-void launch_quantize(Launcher& launcher, const Call& c, const Matrix& matrix, const qm_cuda_step& s) {
+void launch_quantize(Launcher& launcher, const Call& c, const WeightMatrix& matrix, const qm_cuda_step& s) {
   QuantizeParams quantize{};
   quantize.routing = c.routing;
   quantize.x = c.input(s);
@@ -270,7 +270,7 @@ void launch_quantize(Launcher& launcher, const Call& c, const Matrix& matrix, co
 }
 
 // What a product of a layer and of a linear have alike.
-GemmParams gemm_of(const Call& c, const Matrix& matrix, const qm_cuda_step& s) {
+GemmParams gemm_of(const Call& c, const WeightMatrix& matrix, const qm_cuda_step& s) {
   GemmParams gemm{};
   gemm.weights = matrix.weights;
   gemm.routing = c.routing;
@@ -287,7 +287,7 @@ GemmParams gemm_of(const Call& c, const Matrix& matrix, const qm_cuda_step& s) {
 }
 
 template <typename T>
-void multiply(Launcher& launcher, const Call& c, const Matrix& matrix, const qm_cuda_step& s) {
+void multiply(Launcher& launcher, const Call& c, const WeightMatrix& matrix, const qm_cuda_step& s) {
   const qm_cuda_plan& plan = c.plan;
   const bool down = s.kind == QM_CUDA_DOWN;
   GemmParams gemm = gemm_of(c, matrix, s);
@@ -299,7 +299,7 @@ void multiply(Launcher& launcher, const Call& c, const Matrix& matrix, const qm_
     gemm.x_rows = s.in_rows;
     gemm.x_scales = scales_of(gemm.x, matrix, s.in_rows);
     gemm.x_grouped = matrix.w.activation_format == k_activation_format_fp8_group128;
-    const Matrix& next = c.second;
+    const WeightMatrix& next = c.second;
     // Where a block has all it takes to know the scales. Codes and scales of h take less than h in 16 bits.
     if (!down && next.w.activation_format != k_activation_format_fp8_token) {
       gemm.h_scales = const_cast<float*>(scales_of(gemm.out, next, s.out_rows));
@@ -323,7 +323,7 @@ void launch_combine(Launcher& launcher, const Call& c, const qm_cuda_step& s) {
 
 // Multiplies x, rows of in_columns values, on wgmma.
 template <typename T>
-int multiply_dense(Launcher& launcher, const Call& c, const Matrix& matrix, const qm_cuda_step& s, char* err) {
+int multiply_dense(Launcher& launcher, const Call& c, const WeightMatrix& matrix, const qm_cuda_step& s, char* err) {
   LinearParams p{};
   p.weights = matrix.weights;
   p.out = c.output(s);
@@ -353,7 +353,7 @@ int multiply_dense(Launcher& launcher, const Call& c, const Matrix& matrix, cons
   return status;
 }
 template <typename T>
-int multiply_linear(Launcher& launcher, const Call& c, const Matrix& matrix, const qm_cuda_step& s, char* err) {
+int multiply_linear(Launcher& launcher, const Call& c, const WeightMatrix& matrix, const qm_cuda_step& s, char* err) {
   if (c.plan.path == QM_CUDA_DENSE) return multiply_dense<T>(launcher, c, matrix, s, err);
   GemmParams gemm = gemm_of(c, matrix, s);
   gemm.max_tiles = c.plan.max_tiles;

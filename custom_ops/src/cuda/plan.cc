@@ -27,13 +27,13 @@ struct Workspace {
 };
 
 // Rows of activations between two steps; columns in 16 bits each.
-struct Rows {
+struct StepRows {
   uint64_t at;
   int64_t count, columns;
 };
 
 // A step that reads x, which is then what it wrote.
-void append(qm_cuda_plan* plan, int kind, qm_cuda_step step, Rows* x, const Rows& out) {
+void append(qm_cuda_plan* plan, int kind, qm_cuda_step step, StepRows* x, const StepRows& out) {
   step.kind = kind;
   step.cluster = std::max(step.cluster, 1);
   if (kind == QM_CUDA_GATE_UP || kind == QM_CUDA_DOWN || kind == QM_CUDA_LINEAR)
@@ -84,7 +84,7 @@ qm_cuda_step quantize_step(int64_t rows, int64_t columns) {
 }
 
 // A layer's call.
-struct LayerCall {
+struct PlannedLayer {
   const qm_cuda_problem& p;
   const qm_cuda_device& device;
   MarlinRow w13{}, w2{};
@@ -93,7 +93,7 @@ struct LayerCall {
   bool fp8, wgmma;  // fp8: on wgmma, too
   qm_cuda_step gate_up, down;
 
-  LayerCall(const qm_cuda_problem& problem, const qm_cuda_device& device_) : p(problem), device(device_) {
+  PlannedLayer(const qm_cuda_problem& problem, const qm_cuda_device& device_) : p(problem), device(device_) {
     marlin_row_of(p.moe, 13, &w13);
     marlin_row_of(p.moe, 2, &w2);
     pairs = p.tokens * p.top_k;
@@ -140,7 +140,7 @@ struct LayerCall {
 struct Buffers {
   uint64_t hidden, rounded, packed_hidden, gathered, partial, prepared;
 };
-Buffers allocate(const LayerCall& l, qm_cuda_plan* plan) {
+Buffers allocate(const PlannedLayer& l, qm_cuda_plan* plan) {
   const qm_moe& m = l.p.moe;
   const uint64_t pairs = l.pairs, rows = l.sorted_rows();
   Workspace workspace;
@@ -177,7 +177,7 @@ Buffers allocate(const LayerCall& l, qm_cuda_plan* plan) {
 }
 
 // resolve_experts and fill_experts. The first product waits before it lets down start, so down finds all copies, too.
-void append_cache(const LayerCall& l, Rows* x, qm_cuda_plan* plan) {
+void append_cache(const PlannedLayer& l, StepRows* x, qm_cuda_plan* plan) {
   qm_cuda_step resolve{}, fill{};
   resolve.grid = 1;
   resolve.block = kRouteThreads;
@@ -189,14 +189,14 @@ void append_cache(const LayerCall& l, Rows* x, qm_cuda_plan* plan) {
 }
 
 // moe_route, whose blocks after the first cluster bring x into the order in which wgmma reads it, unless it is.
-void append_route(const LayerCall& l, const Buffers& b, Rows* x, qm_cuda_plan* plan) {
+void append_route(const PlannedLayer& l, const Buffers& b, StepRows* x, qm_cuda_plan* plan) {
   qm_cuda_step step{};
   const bool on_wgmma = l.fp8 || l.path == QM_CUDA_WGMMA;  // sm_90a, which has clusters
   const bool ordered = l.gate_up.warps_k == 0 || l.down.warps_k == 0;
   step.cluster = on_wgmma && l.pairs > kRouteThreads ? 8 : 1;
   step.block = kRouteThreads;
   step.shared_bytes = to_int(l.p.local_experts * 12 + (ordered ? l.pairs * 4 : 0));
-  Rows out = *x;
+  StepRows out = *x;
   int64_t prepare_blocks = 0;
   if (l.path == QM_CUDA_WGMMA && x->at != b.prepared) {
     out = {b.prepared, x->count, l.w13.units * 64};
@@ -208,7 +208,7 @@ void append_route(const LayerCall& l, const Buffers& b, Rows* x, qm_cuda_plan* p
 }
 
 // h, as gate_up wrote it, to what down multiplies.
-void append_hidden(const LayerCall& l, const Buffers& b, Rows* h, qm_cuda_plan* plan) {
+void append_hidden(const PlannedLayer& l, const Buffers& b, StepRows* h, qm_cuda_plan* plan) {
   const qm_projection& w = l.p.moe.w2;
   if (l.fp8) {
     // Where a block of gate_up has all it takes to know the scales, it has quantized h.
@@ -217,20 +217,20 @@ void append_hidden(const LayerCall& l, const Buffers& b, Rows* h, qm_cuda_plan* 
   } else if (rounds_input(w)) {
     const bool packed = l.down.packed;
     append(plan, QM_CUDA_ROUND_HIDDEN, round_step(l.pairs, packed ? l.w2.units * 64 : to_int(h->columns), packed), h,
-           packed ? Rows{b.packed_hidden, l.pairs, packed_columns(w, l.w2)} : *h);
+           packed ? StepRows{b.packed_hidden, l.pairs, packed_columns(w, l.w2)} : *h);
   }
 }
 
-void append_steps(const LayerCall& l, const Buffers& b, qm_cuda_plan* plan) {
+void append_steps(const PlannedLayer& l, const Buffers& b, qm_cuda_plan* plan) {
   const qm_moe& m = l.p.moe;
   const int64_t tokens = l.p.tokens;
-  Rows x{QM_CUDA_CALLERS, tokens, m.hidden_size};
+  StepRows x{QM_CUDA_CALLERS, tokens, m.hidden_size};
   if (l.p.slots) append_cache(l, &x, plan);
   if (rounds_input(m.w13) && !l.fp8) {
     const bool stored = l.rounds_stored(), packed = l.gate_up.packed;
     const int values = stored || packed ? l.w13.units * 64 : m.hidden_size;
-    const Rows out{stored ? b.prepared : b.rounded, rounds_pairs(m) ? l.pairs : tokens,
-                   packed ? packed_columns(m.w13, l.w13) : values};
+    const StepRows out{stored ? b.prepared : b.rounded, rounds_pairs(m) ? l.pairs : tokens,
+                       packed ? packed_columns(m.w13, l.w13) : values};
     append(plan, QM_CUDA_ROUND, round_step(out.count, values, packed), &x, out);
   }
   if (m.w13.perm) append(plan, QM_CUDA_GATHER, gather_step(l.pairs), &x, {b.gathered, l.pairs, l.w13.columns});
@@ -293,7 +293,7 @@ extern "C" int qm_cuda_plan_moe(const qm_cuda_problem* problem, const qm_cuda_de
                                 char* err) {
   QM_TRY(validate_moe(*problem, *device, err));
   *plan = qm_cuda_plan{};
-  const LayerCall layer(*problem, *device);
+  const PlannedLayer layer(*problem, *device);
   plan->path = layer.path;
   append_steps(layer, allocate(layer, plan), plan);
   return QM_OK;
@@ -322,7 +322,7 @@ extern "C" int qm_cuda_plan_linear(const qm_cuda_linear_problem* problem, const 
   if (plan->path == QM_CUDA_STREAM) plan->max_tiles = to_int(ceil_div(rows, 8 * product.n_tiles));
 
   Workspace workspace;
-  Rows x{QM_CUDA_CALLERS, rows, l.in_features};
+  StepRows x{QM_CUDA_CALLERS, rows, l.in_features};
   if (rounds_input(l.w)) {
     const int columns = product.packed ? packed_columns(l.w, w) : l.in_features;
     append(plan, QM_CUDA_ROUND, round_step(rows, product.packed ? w.units * 64 : l.in_features, product.packed), &x,

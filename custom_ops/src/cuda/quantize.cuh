@@ -13,7 +13,7 @@ __device__ inline int token_byte(int eight, int row) {
 }
 
 struct QuantizeParams {
-  Routing routing;
+  RoutedPairs routing;
   const void* x;   // T [rows, columns], columns a multiple of 8
   uint8_t* codes;  // [groups, x_rows, 128]
   float* scales;   // [groups, x_rows], or [x_rows]

@@ -52,7 +52,7 @@ void Down::pack(int lane, int64_t expert, int64_t first, int64_t last, const Hid
   uint8_t* data = tiles_ + position * w2.tile_bytes;
   for (int64_t t = first; t < last; ++t) {
     const int m = LayerCall::rows_of_tile(n, count, t);
-    Row list[kMaxTileRows];
+    ActivationRow list[kMaxTileRows];
     for (int i = 0; i < m; ++i, ++position) {
       const float* h = from.h + position * k;
       const RowBuffers to = scratch.at(lane, i);

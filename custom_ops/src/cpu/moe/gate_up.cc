@@ -65,11 +65,11 @@ int GateUp::prepare_sides(const Task& task, Preparation (&how)[2]) {
   return alike ? 1 : 2;
 }
 
-Row GateUp::prepare(int lane, int i, int64_t position, const Preparation& how, const LayerInputs& of) const {
+ActivationRow GateUp::prepare(int lane, int i, int64_t position, const Preparation& how, const LayerInputs& of) const {
   const Pair pair = layer_.routes.order[position];
   const int64_t r = of.rows.index(pair);
   if (of.rows.bad[r]) mark(of.to.bad + position);
-  Row row;
+  ActivationRow row;
   if (w13.is_expert_dependent()) {
     if (!prepare_row(layer_.kernel, w13, how, of.rows.x + r * w13.panel.kp, of.scratch.at(lane, i), &row)) {
       mark(of.bad_tokens + pair.token);
@@ -89,7 +89,7 @@ void GateUp::pack(int lane, const Task& task, const Preparation& how, const Laye
   const int64_t count = layer_.tile_count(task.rows);
   for (int64_t t = 0; t < count; ++t) {
     const int m = LayerCall::rows_of_tile(task.rows, count, t);
-    Row list[kMaxTileRows];
+    ActivationRow list[kMaxTileRows];
     for (int i = 0; i < m; ++i, ++position) list[i] = prepare(lane, i, position, how, of);
     layer_.kernel.pack_tile(w13.panel, w13.quantized, list, m, data);
     tiles[t] = {data, m};

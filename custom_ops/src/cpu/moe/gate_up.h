@@ -36,7 +36,7 @@ class GateUp {
   int prepare_sides(const Task& task, Preparation (&how)[2]);
   void pack(int lane, const Task& task, const Preparation& how, const LayerInputs& of, uint8_t* data,
             Tiles& tiles) const;
-  Row prepare(int lane, int i, int64_t position, const Preparation& how, const LayerInputs& of) const;
+  ActivationRow prepare(int lane, int i, int64_t position, const Preparation& how, const LayerInputs& of) const;
   void multiply(const Task& task, int64_t panel, int64_t panels, int sides, const Tiles (&tiles)[2], float* gate,
                 float* up) const;
   void run_task(int lane, const Task& task, const LayerInputs& of);

@@ -30,7 +30,7 @@ void clear_largest(const LayerCall& layer, ExpertMatrix& m) {
 }
 
 bool prepare_row(const CpuKernel& kernel, const ExpertMatrix& m, const Preparation& how, const float* x,
-                 const RowBuffers& to, Row* row) {
+                 const RowBuffers& to, ActivationRow* row) {
   const PanelMatrix& p = m.panel;
   const auto gather = [&](const float* from) {
     for (int64_t k = 0; k < p.k; ++k) to.x[k] = from[how.perm ? how.perm[k] : k];
@@ -67,7 +67,8 @@ bool prepare_row(const CpuKernel& kernel, const ExpertMatrix& m, const Preparati
   return finite;
 }
 
-bool prepare_plain_row(const CpuKernel& kernel, const ExpertMatrix& m, const float* x, const RowBuffers& to, Row* row) {
+bool prepare_plain_row(const CpuKernel& kernel, const ExpertMatrix& m, const float* x, const RowBuffers& to,
+                       ActivationRow* row) {
   const PanelMatrix& p = m.panel;
   *row = {to.x, to.q, to.sums, 0.0f, 0, nullptr};
   if (m.quantized) {
@@ -81,7 +82,8 @@ bool prepare_plain_row(const CpuKernel& kernel, const ExpertMatrix& m, const flo
   return finite;
 }
 
-void gather_row(const CpuKernel& kernel, const ExpertMatrix& m, const int32_t* perm, const RowBuffers& to, Row* row) {
+void gather_row(const CpuKernel& kernel, const ExpertMatrix& m, const int32_t* perm, const RowBuffers& to,
+                ActivationRow* row) {
   const PanelMatrix& p = m.panel;
   if (!m.quantized) {
     for (int64_t k = 0; k < p.k; ++k) to.x[k] = row->x[perm[k]];
@@ -98,7 +100,7 @@ void gather_row(const CpuKernel& kernel, const ExpertMatrix& m, const int32_t* p
 
 void ActivationRows::lay_out(Arena& a, int64_t tokens, const ExpertMatrix& w13) {
   const int64_t count = tokens * each, quantized = w13.quantized ? count : 0;
-  rows = a.take<Row>(count);
+  rows = a.take<ActivationRow>(count);
   bad = a.take<uint8_t>(count);
   x = a.take<float>(count * w13.panel.kp);
   q = a.take<int8_t>(quantized * w13.panel.kp);

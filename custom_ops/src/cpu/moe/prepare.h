@@ -42,8 +42,8 @@ struct RowScratch {
 
 // The slice's activations, once a token, or once a pair where router weights apply to them.
 struct ActivationRows {
-  int64_t each;  // rows of a token
-  Row* rows{};   // [tokens * each]
+  int64_t each;           // rows of a token
+  ActivationRow* rows{};  // [tokens * each]
   uint8_t* bad{};
   float* x{};       // [tokens * each, kp]
   int8_t* q{};      // [tokens * each, kp] where the matrix is quantized, and so sums
@@ -59,11 +59,13 @@ struct ActivationRows {
 
 // Prepares one row x [k] for a side of an expert; false when it is not finite.
 bool prepare_row(const CpuKernel& kernel, const ExpertMatrix& m, const Preparation& how, const float* x,
-                 const RowBuffers& to, Row* row);
+                 const RowBuffers& to, ActivationRow* row);
 // The same where nothing depends on the expert. x may be to.x.
-bool prepare_plain_row(const CpuKernel& kernel, const ExpertMatrix& m, const float* x, const RowBuffers& to, Row* row);
+bool prepare_plain_row(const CpuKernel& kernel, const ExpertMatrix& m, const float* x, const RowBuffers& to,
+                       ActivationRow* row);
 // A row of prepare_plain_row in the order that an expert's columns have.
-void gather_row(const CpuKernel& kernel, const ExpertMatrix& m, const int32_t* perm, const RowBuffers& to, Row* row);
+void gather_row(const CpuKernel& kernel, const ExpertMatrix& m, const int32_t* perm, const RowBuffers& to,
+                ActivationRow* row);
 
 // Whether some expert's scale is found from all its rows.
 bool finds_scales(const LayerCall& layer, const ExpertMatrix& m);
