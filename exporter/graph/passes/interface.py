@@ -89,10 +89,14 @@ def set_cache_type(
 
 
 def set_state_type(model: ir.Model) -> None:
-    """Gives the states of all GatedDelta nodes their type, f32 in any graph; see :func:`set_cache_type`."""
-    for node in model.graph:
-        for value in (node.inputs[7], node.outputs[1]) if node.op_type == "GatedDelta" else ():
-            assert value is not None
+    """Gives recurrent states their type, f32 in any graph; the tracing knows one type of floats only.
+
+    Requires:
+        what reads them is GatedDelta or a Cast to f32.
+    """
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        match = _KV.fullmatch(value.name or "")
+        if match and match[2] == "recurrent_state":
             value.type = ir.TensorType(ir.DataType.FLOAT)
 
 

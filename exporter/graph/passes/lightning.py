@@ -167,7 +167,8 @@ def _attend(
     at = torch.arange(qkv.shape[1])
     place = at - begin  # [B, S], a token's place among those of its row
     k = k * ((place >= 0) & (place < count)).float()[:, None, :, None]
-    live = state[-1] if found.window > 1 else state
+    live = state.float()  # a cast of the input, whose type the trace takes for the graph's
+    live = live[-1] if found.window > 1 else live
     live = live * ((past > 0) | (count == 0)).float()[..., None, None]
 
     def decay(tokens: torch.Tensor) -> torch.Tensor:
