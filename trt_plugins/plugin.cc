@@ -188,6 +188,8 @@ int64_t rows_of(const Dims& dims) {
   for (int32_t i = 0; i + 1 < dims.nbDims; ++i) rows *= dims.d[i];
   return rows;
 }
+// Of the activations that weights of 16-bit floats are multiplied with; others take either.
+int32_t type_beside(const qm_projection& w) { return w.format == k_format_bf16 ? QM_BF16 : QM_F16; }
 int32_t qm_type(DataType type) { return type == DataType::kHALF ? QM_F16 : type == DataType::kBF16 ? QM_BF16 : QM_F32; }
 
 // What the operators have in common; a subclass each.
@@ -1068,7 +1070,7 @@ IPluginV3* Creator::create(const char* name, const PluginFieldCollection* given,
   const auto shared = std::make_shared<PluginLayer>(layer, std::move(values), runs, workspace_bytes);
   qm_cuda_plan plan;
   if (op_ == std::string_view("QuantLinear")) {
-    const qm_cuda_linear_problem problem{node.linear, QM_F16, 1};
+    const qm_cuda_linear_problem problem{node.linear, type_beside(node.linear.w), 1};
     if (qm_cuda_plan_linear(&problem, &kDevices[0], &plan, error)) return refuse(error);
     return new Linear(shared, node.linear);
   }
@@ -1113,7 +1115,8 @@ IPluginV3* Creator::create(const char* name, const PluginFieldCollection* given,
     return new Delta(shared, node.delta);
   }
   const int64_t experts = int64_t{node.moe.num_experts} - std::max(0, node.moe.expert_offset);
-  const qm_cuda_problem problem{node.moe, QM_F16, 4, 1, 1, std::max<int64_t>(1, experts)};
+  const qm_projection& floats = node.moe.w13.format == k_format_bf16 ? node.moe.w13 : node.moe.w2;
+  const qm_cuda_problem problem{node.moe, type_beside(floats), 4, 1, 1, std::max<int64_t>(1, experts)};
   if (qm_cuda_plan_moe(&problem, &kDevices[0], &plan, error)) return refuse(error);
   return new MoE(shared, node.moe);
 }

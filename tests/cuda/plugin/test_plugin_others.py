@@ -30,6 +30,13 @@ from quantmoe.custom_ops import cuda, reference
 from quantmoe.custom_ops.op import GatherSpec, ReduceSpec, ScatterSpec
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_linears_of_floats(others, dtype):
+    others.select("QuantLinear")
+    w = replace(LINEAR.w, format=dtype, scale_type="f32", group_size=-1)
+    assert others.create(attributes_of(replace(LINEAR, w=w))) is not None, others.log()
+
+
 def test_linear_shapes_and_workspace(others):
     others.select("QuantLinear")
     made = others.create(attributes_of(LINEAR))
