@@ -164,7 +164,10 @@ def _print_linear_attention(nodes: list[dict[str, Any]]) -> None:
             rows = {"heads": f"{a['num_v_heads']} of {a['v_head_size']}, {a['num_k_heads']} keys of {a['k_head_size']}"}
         else:
             rows, kind = {"channels": str(a["channels"])}, "CausalConv"
-        rows["convolution"] = f"{group[0]['width']} tokens"
+        if width := group[0]["width"]:
+            rows["convolution"] = f"{width} tokens"
+        else:
+            kind = "states of standard nodes"
         rows["states"] = f"{sum(node['state_bytes'] for node in group):,} bytes, however many tokens"
         if (window := a["state_window"]) > 1:
             rows["states"] += f"; {window} of them, after each of a run's last tokens"

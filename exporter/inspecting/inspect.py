@@ -7,7 +7,7 @@ import json
 import mmap
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -69,7 +69,8 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
         ``routers`` (MoERouting and MoERouter nodes: name, attributes),
         ``attention`` (CachedAttention nodes: name, attributes, type of the cache, its bytes a token),
         ``linear_attention`` (GatedDelta nodes: name, attributes, ``width`` of the convolution before it, and
-        ``state_bytes`` of both, after one token; CausalConv nodes without one alike),
+        ``state_bytes`` of both, after one token; CausalConv nodes without one alike; of states that standard nodes
+        read, the input's name, sizes in the place of attributes and a width of 0),
         ``plain_attention`` (attention module that is standard nodes -> why, as its export says),
         ``dense`` (other large tensors, and those that the checkpoint quantizes and the model does not, with
         ``dequantized_because``; ``table``: only rows of it are read), ``files`` (of weights: bytes, and how many are in
@@ -86,6 +87,7 @@ def inspect(path: str | Path, verify: bool = False) -> dict[str, Any]:
     tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
     external = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
     nodes, packed = _nodes(path, model)
+    nodes["linear_attention"] += _plain_states(model)
     dense = [
         {
             "name": name,
@@ -394,6 +396,22 @@ def _short_convolution(path: Path, node: ir.Node) -> dict[str, Any]:
         "width": conv.width,
         "state_bytes": int(conv.channels * (conv.width - 1) * _type(path, node, 3).itemsize),
     }
+
+
+def _plain_states(model: ir.Model) -> Iterator[dict[str, Any]]:
+    """Recurrent states that no GatedDelta has: lightning attention's."""
+    for value in model.graph.inputs:
+        nodes = {use.node.op_type for use in value.uses()}
+        sizes = [size for size in value.shape or () if isinstance(size, int)]  # all but the batch
+        if str(value.name).endswith(".recurrent_state") and "GatedDelta" not in nodes and len(sizes) in (3, 4):
+            heads, key, width = sizes[-3:]
+            named = {"num_k_heads": heads, "num_v_heads": heads, "k_head_size": key, "v_head_size": width}
+            yield {
+                "node": value.name,
+                "attributes": named | {"state_window": sizes[0] if len(sizes) == 4 else 1},
+                "width": 0,
+                "state_bytes": 4 * heads * key * width,
+            }
 
 
 def _type(path: Path, node: ir.Node, index: int) -> ir.DataType:

@@ -109,7 +109,10 @@ def test_interface(model, windowed):
         assert f"{prefix}.1.conv_state" not in shapes
         assert f"{prefix}.1.key" not in shapes
     assert Generator(windowed).window == 5
-    assert len(inspect(model)["attention"]) == 4
+    found = inspect(windowed)
+    assert len(found["attention"]) == 4
+    assert [node["state_bytes"] for node in found["linear_attention"]] == [4 * 4 * 16 * 16] * 4
+    assert {node["attributes"]["state_window"] for node in found["linear_attention"]} == {5}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
