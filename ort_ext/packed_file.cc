@@ -13,12 +13,7 @@
 
 #include "core/blake3.h"
 #include "core/samples.h"
-#if !defined(_WIN32)
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-#endif
+#include "mapped_file.h"
 
 namespace quantmoe {
 namespace {
@@ -77,51 +72,6 @@ void expect_file(const std::filesystem::path& path) {
     throw std::runtime_error("it is no regular file");
 }
 
-// A file's bytes for reading: mapped, where the system is not Windows.
-class Mapped {
- public:
-  explicit Mapped(const std::filesystem::path& file) {
-    expect_file(file);
-#if defined(_WIN32)
-    std::ifstream stream(file, std::ios::binary);
-    std::error_code error;
-    bytes_ = static_cast<size_t>(std::filesystem::file_size(file, error));
-    if (!stream || error) throw std::runtime_error("cannot be read");
-    memory_ = allocate(bytes_);
-    if (!stream.read(memory_.get(), static_cast<std::streamsize>(bytes_))) throw std::runtime_error("cannot be read");
-    data_ = memory_.get();
-#else
-    const int handle = open(file.c_str(), O_RDONLY | O_CLOEXEC);
-    struct stat status {};
-    if (handle < 0 || fstat(handle, &status)) {
-      const std::string why = std::strerror(errno);
-      if (handle >= 0) close(handle);
-      throw std::runtime_error(why);
-    }
-    bytes_ = static_cast<size_t>(status.st_size);
-    void* const data = bytes_ ? mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, handle, 0) : MAP_FAILED;
-    const std::string why = bytes_ ? std::strerror(errno) : "it is empty";
-    close(handle);
-    if (data == MAP_FAILED) throw std::runtime_error(why);
-    data_ = static_cast<const char*>(data);
-#endif
-  }
-  Mapped(const Mapped&) = delete;
-  Mapped& operator=(const Mapped&) = delete;
-#if !defined(_WIN32)
-  ~Mapped() { munmap(const_cast<char*>(data_), bytes_); }
-#endif
-  const char* data() const { return data_; }
-  size_t size() const { return bytes_; }
-
- private:
-  const char* data_ = nullptr;
-  size_t bytes_ = 0;
-#if defined(_WIN32)
-  Memory memory_;
-#endif
-};
-
 class FromFile : public PackedWeights {
  public:
   FromFile(const std::filesystem::path& path, const std::vector<PackedEntry>& entries, bool verify) : file_(path) {
@@ -161,7 +111,7 @@ class FromFile : public PackedWeights {
   }
 
  private:
-  Mapped file_;
+  MappedFile file_;
 };
 
 class InMemory : public PackedWeights {
@@ -188,12 +138,7 @@ class NewFile {
   explicit NewFile(const std::filesystem::path& to) : to_(to), path_(to) {
     expect_file(to);
     static std::atomic<int> count{0};
-#if defined(_WIN32)
-    const std::string process = std::to_string(reinterpret_cast<uintptr_t>(this));
-#else
-    const std::string process = std::to_string(getpid());
-#endif
-    path_ += "." + process + "." + std::to_string(count++) + ".tmp";
+    path_ += "." + std::to_string(process_id()) + "." + std::to_string(count++) + ".tmp";
     stream_.open(path_, std::ios::binary | std::ios::trunc);
     if (!stream_) throw std::runtime_error(std::strerror(errno));
   }
@@ -250,6 +195,7 @@ class Sums {
 
 std::unique_ptr<PackedWeights> map_packed(const std::filesystem::path& file, const std::vector<PackedEntry>& entries,
                                           bool verify) {
+  expect_file(file);
   return std::make_unique<FromFile>(file, entries, verify);
 }
 

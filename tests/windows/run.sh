@@ -2,7 +2,8 @@
 # usage: run.sh [MODEL]: what `make windows` left in build/windows, under wine with ONNX Runtime's own onnxruntime.dll of PyPI's wheel:
 #   1. the DLLs export what the Linux libraries do
 #   2. run_models.cc here and there: layers of tests/cases.py give the same bytes with each kernel, damaged models are refused alike
-#   3. the C++ sample on MODEL, in a folder whose name is not ASCII: the tokens of Linux
+#   3. run_packed.cc: the provider's cache under a name that is not ASCII, mapped, written anew while it is mapped, cut off
+#   4. the C++ sample on MODEL, in a folder whose name is not ASCII: the tokens of Linux
 # Says so and ends well where wine cannot be had, or starts nothing. Everything lands in build/windows-test.
 set -euo pipefail
 model=${1:+$(realpath "$1")}
@@ -57,6 +58,18 @@ ln -sf "$here"/libonnxruntime.so.* "$dir/bin/libonnxruntime.so.1"
 cp "$dir"/site/onnxruntime/capi/*.dll "$dlls/ort_ext/quantmoe_ort.dll" "$dir/bin"
 program tests/windows/run_models.cc run_models
 program samples/cpp/generate.cc generate
+packed() { # TARGET PLATFORM OUTPUT: no ONNX Runtime
+  python-zig c++ -std=c++20 -O1 -target "$1" "${@:4}" -Iort_ext -Icustom_ops/src -Icustom_ops/include tests/windows/run_packed.cc \
+    ort_ext/packed_file.cc "ort_ext/mapped_file_$2.cc" custom_ops/src/core/blake3.cc -o "$dir/bin/$3"
+}
+packed x86_64-windows-gnu windows run_packed.exe -municode
+packed x86_64-linux-gnu.2.28 posix run_packed
+
+rm -rf "$dir"/cache-* && mkdir "$dir/cache-日本" "$dir/cache-linux"
+"$dir/bin/run_packed" "$dir/cache-linux/cache" >"$dir/packed.linux"
+under_wine "$dir/packed.windows" "$dir/bin/run_packed.exe" "Z:${dir//\//\\}\\cache-日本\\weights"
+diff "$dir/packed.linux" "$dir/packed.windows"
+echo "the provider's cache: $(wc -l <"$dir/packed.windows") steps as on Linux"
 
 python tests/windows/models.py "$dir/models"
 cd "$dir/models"

@@ -1,0 +1,26 @@
+// What the cache of packed weights asks of the system: mapped_file_posix.cc and mapped_file_windows.cc.
+#pragma once
+#include <cstddef>
+#include <filesystem>
+
+namespace quantmoe {
+
+// A file's bytes, mapped for reading, as long as this lives. Throws std::runtime_error, which says why, where it is
+// empty or cannot be mapped.
+class MappedFile {
+ public:
+  explicit MappedFile(const std::filesystem::path& file);
+  ~MappedFile();
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+  const char* data() const { return data_; }
+  size_t size() const { return bytes_; }
+
+ private:
+  const char* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+unsigned long process_id();  // of this process
+
+}  // namespace quantmoe
