@@ -60,9 +60,11 @@ class Scheme:
         """Largest |w - dequantized w| that :meth:`quantize` may leave in each group.
 
         Half the widest gap of the table, and what the rounding of the scale itself moves or clips: at most half an ulp
-        of its type, a binade for e8m0.
+        of its type, a binade for e8m0; a scale that is too small for the type rounds to zero.
         """
         values = np.sort(self.table[np.isfinite(self.table)])
         reach = min(values[-1], -values[0])
         ulp = {1: 1.0 if scales.dtype == SMALLEST_E8M0.dtype else 2.0**-4, 2: 2.0**-8, 4: 2.0**-23}
-        return scales.astype(np.float64) * (np.diff(values).max() / 2 + reach * ulp[scales.dtype.itemsize])
+        wide = scales.astype(np.float64)
+        least = 0.0 if scales.dtype == SMALLEST_E8M0.dtype else float(ml_dtypes.finfo(scales.dtype).smallest_subnormal)
+        return wide * np.diff(values).max() / 2 + reach * np.maximum(wide * ulp[scales.dtype.itemsize], least / 2)
