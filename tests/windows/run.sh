@@ -48,18 +48,19 @@ echo "the DLLs export what the Linux libraries do"
 
 printf 'LIBRARY onnxruntime.dll\nEXPORTS\nOrtGetApiBase\n' >"$dir/onnxruntime.def"
 python-zig dlltool -m i386:x86-64 -d "$dir/onnxruntime.def" -l "$dir/onnxruntime.lib"
+# -O3, as the libraries: zig builds the C and C++ runtime of each system once for each level.
 program() { # SOURCE NAME
   [ "$dir/bin/$2.exe" -nt "$1" ] && [ "$dir/bin/$2" -nt "$1" ] && return
-  python-zig c++ -std=c++20 -O1 -w -target x86_64-windows-gnu -municode '-D_Return_type_success_(condition)=' -isystem "$headers" "$1" \
+  python-zig c++ -std=c++20 -O3 -w -target x86_64-windows-gnu -municode '-D_Return_type_success_(condition)=' -isystem "$headers" "$1" \
     "$dir/onnxruntime.lib" -o "$dir/bin/$2.exe"
-  python-zig c++ -std=c++20 -O1 -target x86_64-linux-gnu.2.28 -isystem "$headers" "$1" "$dir/bin/libonnxruntime.so.1" -Wl,-rpath,"$dir/bin" -o "$dir/bin/$2"
+  python-zig c++ -std=c++20 -O3 -target x86_64-linux-gnu.2.28 -isystem "$headers" "$1" "$dir/bin/libonnxruntime.so.1" -Wl,-rpath,"$dir/bin" -o "$dir/bin/$2"
 }
 ln -sf "$here"/libonnxruntime.so.* "$dir/bin/libonnxruntime.so.1"
 cp "$dir"/site/onnxruntime/capi/*.dll "$dlls/ort_ext/quantmoe_ort.dll" "$dir/bin"
 program tests/windows/run_models.cc run_models
 program samples/cpp/generate.cc generate
 packed() { # TARGET PLATFORM OUTPUT: no ONNX Runtime
-  python-zig c++ -std=c++20 -O1 -target "$1" "${@:4}" -Iort_ext -Icustom_ops/src -Icustom_ops/include tests/windows/run_packed.cc \
+  python-zig c++ -std=c++20 -O3 -target "$1" "${@:4}" -Iort_ext -Icustom_ops/src -Icustom_ops/include tests/windows/run_packed.cc \
     ort_ext/packed_file.cc "ort_ext/mapped_file_$2.cc" custom_ops/src/core/blake3.cc -o "$dir/bin/$3"
 }
 packed x86_64-windows-gnu windows run_packed.exe -municode

@@ -7,6 +7,7 @@
 // once for both vectors. The order of operations is that of float_tile and scaled_float_tile, which take fewer tokens.
 // V is what row_tile.h says, and has
 //   kFloatTokens                   most tokens in registers
+//   kManyTokens                    from how many on this pays
 // Everything is in an unnamed namespace, as in elementwise.h.
 #pragma once
 #include <algorithm>
@@ -16,9 +17,6 @@
 
 namespace quantmoe {
 namespace {
-
-// From how many on this pays, AVX2 on a Zen 3: int4 in groups of 32 is as fast as by tiles then, all others faster.
-constexpr int64_t kManyTokens = 16;
 
 template <class V>
 struct FloatPanels {
@@ -206,10 +204,11 @@ struct FloatPanels {
   }
 };
 
+template <class V>
 bool has_many_tokens(const PanelProduct& product) {
   int64_t tokens = 0;
   for (int64_t t = 0; t < product.tile_count; ++t) tokens += product.tiles[t].m;
-  return tokens >= kManyTokens;
+  return tokens >= V::kManyTokens;
 }
 
 template <class V>

@@ -22,7 +22,7 @@ struct Avx2Rows : Avx2Lanes {
   static constexpr int kTileRows =
       5;  // two s16 accumulators a row and six registers for codes, nibbles and products: 16
   static constexpr int kMost = 2;
-  static constexpr int kFloatTokens = 6;
+  static constexpr int kFloatTokens = 6, kManyTokens = 16;  // on a Zen 3; int4 in groups of 32 is as fast by tiles
   static constexpr int panels_of_group(int) { return 2; }
   template <int kBits>
   static constexpr int kVectors = kBits == 4 ? 2 : 1;

@@ -22,7 +22,7 @@
 //   columns<C>(g, offset, column, next)
 //                                  of unsigned codes and e2m1, of 32 columns; next() between the first and the last 16
 //   prefetch_group<bits>           what comes after 128 bytes of each panel
-//   kFloatTokens                   float_panels.h's
+//   kFloatTokens, kManyTokens      float_panels.h's
 //   opaque(x)                      where the compiler should not know how x relates to other induction variables
 // Everything is in an unnamed namespace, as in elementwise.h.
 #pragma once
@@ -284,7 +284,7 @@ void multiply_panels(const PanelProduct& product) {
   const PanelMatrix& p = *product.matrix;
   if (is_k(p.format)) return multiply_k<V, V::kTileRows, true>(product);
   if (p.columns) return multiply_columns<V, V::kTileRows, true>(product);
-  if (!product.quantized && has_many_tokens(product)) return multiply_float_panels<V>(product);
+  if (!product.quantized && has_many_tokens<V>(product)) return multiply_float_panels<V>(product);
   const int width = V::panels_of_group(p.nr);
   for (int64_t panel = 0; panel < product.panel_count; panel += width) {
     Panels<V::kMost> g(product, panel, width);
