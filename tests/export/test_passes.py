@@ -274,6 +274,8 @@ def test_states_are_floats_of_32_bits() -> None:
     model = parsed("""g (float16[2] a, float16[2] s) => (float16[2] y, float16[2] t) {
         y, t = quantmoe.GatedDelta (a, a, a, a, a, a, a, s)
     }""")
+    state, output = model.graph.inputs[1], model.graph.outputs[1]
+    state.name, output.name = (f"{way}.cache.layers.3.recurrent_states.0" for way in ("input", "output"))
     set_state_type(model)
     assert [value.dtype.name for value in model.graph.inputs] == ["FLOAT16", "FLOAT"]
     assert [value.dtype.name for value in model.graph.outputs] == ["FLOAT16", "FLOAT"]
