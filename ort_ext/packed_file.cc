@@ -138,7 +138,7 @@ class NewFile {
   explicit NewFile(const std::filesystem::path& to) : to_(to), path_(to) {
     expect_file(to);
     static std::atomic<int> count{0};
-    path_ += "." + std::to_string(process_id()) + "." + std::to_string(count++) + ".tmp";
+    path_ += std::string(".").append(std::to_string(process_id())).append(".").append(std::to_string(count++)) + ".tmp";
     stream_.open(path_, std::ios::binary | std::ios::trunc);
     if (!stream_) throw std::runtime_error(std::strerror(errno));
   }

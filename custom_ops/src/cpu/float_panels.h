@@ -39,6 +39,8 @@ struct FloatPanels {
   // Of all groups so far, and of one that ends in a later piece.
   alignas(64) Pair sums[kPairs][kTokens], partial[kPairs][kTokens];
 
+  explicit FloatPanels(const PanelMatrix& matrix) : p(matrix) {}
+
   // The piece's weights and scales in g's panels, to vectors `at` and up of a pair.
   template <class C, bool kPlain>
   void load(const Group& g, const Piece& piece, int pair, int at) {
@@ -165,7 +167,7 @@ struct FloatPanels {
   template <class C, bool kPlain>
   static void run(const PanelProduct& product) {
     constexpr int kVectors = V::template kVectors<C::kBits>, kGroups = 2 / kVectors;  // of panels, in a pair
-    FloatPanels of{*product.matrix};
+    FloatPanels of(*product.matrix);
     const PanelMatrix& p = of.p;
     const int width = V::panels_of_group(p.nr);
     const int64_t blocks = std::max<int64_t>(kColumns / p.block, 1), part = std::min<int64_t>(kColumns, p.block);
