@@ -449,7 +449,7 @@ int qm_pack_panels(const qm_pack_source* s, void* dst, int lanes, qm_parallel_fo
 }
 
 int qm_panel_row_of(const qm_projection* w, int64_t n, int64_t k, int halves, qm_panel_row* row, char* err) {
-  qm_row found;
+  qm_row found{};
   QM_TRY(cpu_panel_row(*w, n, k, halves, &found, err));
   const PanelMatrix p = panel_matrix(*w, n, k);
   *row = {p.nr, p.stride, found.bytes};

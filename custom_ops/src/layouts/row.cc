@@ -38,7 +38,7 @@ int64_t vector_at(const qm_row& row, RowPart part, int64_t i, int64_t k) {
 }
 
 int pack_row(const RowMatrices& m, void* to, const Pool& pool, char* err) {
-  qm_row at;
+  qm_row at{};
   const RowLayout& layout = layout_of(m.w);
   QM_TRY(layout.row_of(m.w, m.n, m.k, m.halves, &at, err));
   QM_TRY(check_perms(m, err));
@@ -60,7 +60,7 @@ int pack_row(const RowMatrices& m, void* to, const Pool& pool, char* err) {
 }
 
 int unpack_row(const RowMatrices& m, const void* from, const Pool& pool, char* err) {
-  qm_row at;
+  qm_row at{};
   const RowLayout& layout = layout_of(m.w);
   QM_TRY(layout.row_of(m.w, m.n, m.k, m.halves, &at, err));
   const uint8_t* const row = static_cast<const uint8_t*>(from);
