@@ -467,10 +467,7 @@ void RankNode::meet(Piece part, void* y) const {
 class ReduceNode : public RankNode {
  public:
   ReduceNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource, bool) : RankNode(op, api, info) {
-    qm_reduce reduce{};
-    read_attributes(info, &reduce);
-    char error[QM_ERROR_SIZE];
-    if (check_reduce(reduce, error)) fail(error);
+    const auto reduce = read_checked<qm_reduce>(info, check_reduce);
     join(info, reduce.rank, reduce.world);
   }
   void run(OrtKernelContext* context) const override {
@@ -483,9 +480,7 @@ class ReduceNode : public RankNode {
 class GatherNode : public RankNode {
  public:
   GatherNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource, bool) : RankNode(op, api, info) {
-    read_attributes(info, &gather_);
-    char error[QM_ERROR_SIZE];
-    if (check_gather(gather_, error)) fail(error);
+    gather_ = read_checked<qm_gather>(info, check_gather);
     join(info, gather_.rank, gather_.world);
   }
   void run(OrtKernelContext* context) const override {
@@ -504,9 +499,7 @@ class ScatterNode : public RankNode {
  public:
   ScatterNode(const Op& op, const OrtApi* api, const OrtKernelInfo* info, WeightSource, bool)
       : RankNode(op, api, info) {
-    read_attributes(info, &scatter_);
-    char error[QM_ERROR_SIZE];
-    if (check_scatter(scatter_, error)) fail(error);
+    scatter_ = read_checked<qm_scatter>(info, check_scatter);
     join(info, scatter_.rank, scatter_.world);
   }
   void run(OrtKernelContext* context) const override {

@@ -139,6 +139,15 @@ class Kernel {
     return state;
   }
 
+  // A node's attributes; throws what `check` has against them.
+  template <class Node>
+  Node read_checked(const OrtKernelInfo* info, int (*check)(const Node&, char*)) const {
+    Node node{};
+    read_attributes(info, &node);
+    char error[QM_ERROR_SIZE];
+    if (check(node, error)) fail(error);
+    return node;
+  }
   // The place of a node's rank in the group of the session entry, which `how` says how to set; throws without one.
   Place place_of(int32_t rank, int32_t world, const std::string& how) const;
   // The output of AllGather for its input, and of ReduceScatter.

@@ -551,10 +551,7 @@ void CudaRank::enqueue(const Call& call) const {
 class CudaReduce : public CudaRank {
  public:
   CudaReduce(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaRank(op, api, info) {
-    qm_reduce reduce{};
-    read_attributes(info, &reduce);
-    char error[QM_ERROR_SIZE];
-    if (check_reduce(reduce, error)) fail(error);
+    const auto reduce = read_checked<qm_reduce>(info, check_reduce);
     join(info, reduce.rank, reduce.world);
   }
   void run(OrtKernelContext* context) const override {
@@ -570,9 +567,7 @@ class CudaReduce : public CudaRank {
 class CudaGather : public CudaRank {
  public:
   CudaGather(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaRank(op, api, info) {
-    read_attributes(info, &gather_);
-    char error[QM_ERROR_SIZE];
-    if (check_gather(gather_, error)) fail(error);
+    gather_ = read_checked<qm_gather>(info, check_gather);
     join(info, gather_.rank, gather_.world);
   }
   void run(OrtKernelContext* context) const override;
@@ -605,9 +600,7 @@ void CudaGather::run(OrtKernelContext* context) const {
 class CudaScatter : public CudaRank {
  public:
   CudaScatter(const Op& op, const OrtApi* api, const OrtKernelInfo* info, bool) : CudaRank(op, api, info) {
-    read_attributes(info, &scatter_);
-    char error[QM_ERROR_SIZE];
-    if (check_scatter(scatter_, error)) fail(error);
+    scatter_ = read_checked<qm_scatter>(info, check_scatter);
     join(info, scatter_.rank, scatter_.world);
   }
   void run(OrtKernelContext* context) const override {
