@@ -23,7 +23,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from quantmoe.exporter.errors import CheckpointError, ModelError, OptionError
-from quantmoe.exporter.memory import DRAFTS
+from quantmoe.exporter.memory import CHUNKS, DRAFTS
 from quantmoe.exporter.options import UsageError, listed, missing, need, run
 from quantmoe.exporter.report import (
     APART,
@@ -285,7 +285,8 @@ def generate(
     seed: Annotated[int | None, typer.Option(min=0, help="of sampling; the same one gives the same text")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="text before which to end; may be repeated")] = None,
     chunk: Annotated[
-        int | None, typer.Option(min=1, help="tokens of a prompt that are run at once; default 512, on cuda 2048")
+        int | None,
+        typer.Option(min=1, help=f"tokens of a prompt run at once; default {CHUNKS['cpu']}, on cuda {CHUNKS['cuda']}"),
     ] = None,
     threads: Annotated[int, typer.Option(min=0, max=1024, help="0: ONNX Runtime's choice")] = 0,
     prefault: Annotated[bool, typer.Option("--prefault", help="read the packed weights into memory first")] = False,

@@ -107,11 +107,25 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     side = OnCuda(str(tmp_path / "out"))
     side.fill(7, 2, 40)
     side.decode(3)
-    captured = side._logits.numpy()
-    side._options = side._model.run_options(-1)
+    captured = side.step.logits.numpy()
+    side.step._options = side._model.run_options(-1)
     side.decode(3)
     assert captured.any()
-    assert (side._logits.numpy() == captured).all()
+    assert (side.step.logits.numpy() == captured).all()
+
+
+def test_both_devices_run_the_same_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on a GPU, on the CPU: the same random cache, the same logits."""
+    monkeypatch.setattr(bench_sides, "Generator", lambda path, **_: Generator(path, threads=1, chunk=8))
+    gpu, cpu = OnCuda(str(folder)), Ours(str(folder), 1)
+    assert gpu.cache_bytes() == cpu.cache_bytes()
+    assert gpu.prefill(20) > 0
+    for side in (gpu, cpu):
+        side.fill(7, 2, 40)
+        assert side.decode(3) > 0
+    logits = gpu.step.logits.numpy()
+    assert logits.any()
+    np.testing.assert_array_equal(logits, cpu.logits)
 
 
 @pytest.mark.skipif(CUDA, reason="a CUDA provider")

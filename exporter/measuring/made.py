@@ -122,7 +122,7 @@ def of_shape(
 ) -> Path:
     """The exported folder of a shape."""
     layers = _layers(name, layers, against, root)
-    folder = root / "-".join([name, str(layers), *filter(None, [lm_head]), *([device] if device == "cuda" else [])])
+    folder = root / "-".join(filter(None, [name, str(layers), lm_head, device.removeprefix("cpu")]))
     if (folder / "model.onnx").is_file():
         return folder
     with console.status(f"making {layers} layers of {name} and exporting them"):
@@ -150,7 +150,7 @@ def export_file(file: Path, folder: Path, device: Literal["cpu", "cuda"]) -> Non
 
 def exported(console: Console, file: Path, device: Literal["cpu", "cuda"], root: Path) -> Path:
     """The exported folder of a GGUF file."""
-    folder = root / "-".join([file.stem, *([device] if device == "cuda" else [])])
+    folder = root / "-".join(filter(None, [file.stem, device.removeprefix("cpu")]))
     if not (folder / "model.onnx").is_file():
         with console.status(f"exporting {file.name}"):
             in_process(export_file, file, folder, device)

@@ -16,16 +16,17 @@ import re
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from quantmoe.exporter.errors import ModelError
 from quantmoe.exporter.inspecting.inspect import model_path
 from quantmoe.exporter.memory import CHUNKS
-from quantmoe.exporter.running.cache import Buffer, present
+from quantmoe.exporter.running.cache import Buffer, DecodeStep, present
 from quantmoe.exporter.running.generate import STATES, Generator, runtime
 from quantmoe.exporter.writing.genai import SHARE_BUFFER
 from quantmoe.ort_ext import library_path
@@ -41,6 +42,16 @@ FIRST_ID, IDS = 3, 200  # ids of prompts, in every vocabulary and no end of a te
 def token_ids(batch: int, tokens: int) -> np.ndarray:
     """int64 [batch, tokens]; the same for all sides."""
     return np.random.default_rng(tokens).integers(FIRST_ID, IDS, (batch, tokens))
+
+
+def random_numbers(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
+    """Of a cache: a million, repeated."""
+    return np.resize(np.random.default_rng(0).normal(size=1 << 20), shape).astype(dtype)
+
+
+def token_bytes(shape: Sequence[Any], dtype: DTypeLike) -> int:
+    """Of a token in a row of keys or values [batch, heads, length, width]."""
+    return int(shape[1] * shape[3] * np.dtype(dtype).itemsize)
 
 
 class Ours:
@@ -95,12 +106,12 @@ class Ours:
 
     def _cache(self, batch: int, length: int) -> dict[str, Any]:
         """Random keys and values of so many tokens a row, and states."""
-        normal, cache = np.random.default_rng(0).normal(size=1 << 20), {}
+        cache = {}
         for name in self._past:
             shape = [size if isinstance(size, int) else batch for size in self._inputs[name].shape]
             if not name.endswith(STATES):
                 shape[2] = length
-            array = np.resize(normal, shape).astype(TYPES[self._inputs[name].type])
+            array = random_numbers(shape, TYPES[self._inputs[name].type])
             cache[name] = self._ort.OrtValue.ortvalue_from_numpy(array)
         return cache
 
@@ -127,11 +138,8 @@ class Ours:
 
     def cache_bytes(self) -> dict[str, int]:
         """Of a token in a row: by input, of keys and values."""
-        sizes = {}
-        for name in (name for name in self._past if not name.endswith(STATES)):
-            shape = self._inputs[name].shape
-            sizes[name] = shape[1] * shape[3] * np.dtype(TYPES[self._inputs[name].type]).itemsize
-        return sizes
+        inputs = {name: self._inputs[name] for name in self._past if not name.endswith(STATES)}
+        return {name: token_bytes(i.shape, TYPES[i.type]) for name, i in inputs.items()}
 
     def run_count(self) -> int:
         return self._runs
@@ -160,68 +168,51 @@ class OnCuda:
         self._caches: dict[str, Buffer] = {}
 
     def _random(self, batch: int, slots: int) -> None:
-        """Keys and values of so many tokens a row, and states; the ones before are freed first."""
+        """A cache of so many tokens a row; the one before is freed first."""
         self._caches = {}
-        normal = np.random.default_rng(0).normal(size=1 << 20)
         for name, (_, dtype) in self._model.past.items():
             shape = self._model.shape(name, batch)
             if name not in self._model.states:
                 shape[2] = slots
-            self._caches[name] = Buffer.of(np.resize(normal, shape).astype(dtype), "cuda")
-
-    def _bound(self, ids: np.ndarray, past: int, slots: int) -> tuple[Any, dict[str, Buffer]]:
-        """A run of new tokens [batch, S], and its inputs but for the caches."""
-        feed = self._model.feed(ids, past)
-        feed["attention_mask"] = np.zeros((len(ids), slots), np.int64)
-        feed["attention_mask"][:, : past + ids.shape[1]] = 1
-        inputs = {name: Buffer.of(array, "cuda") for name, array in feed.items()}
-        binding = self._model.session.io_binding()
-        for name, buffer in inputs.items():
-            buffer.bind(binding, name)
-        for name, buffer in self._caches.items():
-            buffer.bind(binding, name, present(name))
-        self._logits = self._model.logits_of(ids.shape[1], "cuda", len(ids))
-        self._logits.bind(binding, output="logits")
-        return binding, inputs
+            self._caches[name] = Buffer.of(random_numbers(shape, dtype), self._model.device)
 
     def prefill(self, tokens: int) -> float:
         self._random(1, tokens)
-        ids, total = token_ids(1, tokens), 0.0
-        for at in range(0, tokens, self._model.chunk):
-            binding, _ = self._bound(ids[:, at : at + self._model.chunk], at, tokens)
+        ids, total, model = token_ids(1, tokens), 0.0, self._model
+        for at in range(0, tokens, model.chunk):
+            binding = model.session.io_binding()
+            feed = model.feed(ids[:, at : at + model.chunk], at)
+            inputs = {name: Buffer.of(array, model.device) for name, array in feed.items()}
+            logits = model.logits_of(feed["input_ids"].shape[1], model.device)
+            logits.bind(binding, output="logits")
+            for name, buffer in inputs.items():
+                buffer.bind(binding, name)
+            for name, buffer in self._caches.items():
+                buffer.bind(binding, name, present(name))
             start = clock()
-            self._model.session.run_with_iobinding(binding, self._model.run_options(-1))
+            model.session.run_with_iobinding(binding, model.run_options(-1))
             total += clock() - start
         return total
 
     def fill(self, depth: int, batch: int, length: int) -> None:
         self._random(batch, length)
-        self._depth, self._batch, self._slots = depth, batch, length
-        self._binding, self._inputs = self._bound(token_ids(batch, 1), depth, length)
-        self._options = self._model.run_options(next(self._model.graphs))
-        self._step(0)  # captures
-
-    def _step(self, step: int) -> float:
-        feed = self._model.feed(token_ids(self._batch, step + 1)[:, -1:], self._depth + step)
-        mask = np.zeros((self._batch, self._slots), np.int64)
-        mask[:, : self._depth + step + 1] = 1
-        for name, array in (feed | {"attention_mask": mask}).items():
-            self._inputs[name].write(array)
-        start = clock()
-        self._model.session.run_with_iobinding(self._binding, self._options)
-        return clock() - start
+        self._depth, self._batch = depth, batch
+        self.step = DecodeStep(self._model, self._caches, length, batch)
+        self.step.run(token_ids(batch, 1), depth)  # captures
 
     def decode(self, steps: int) -> float:
-        return sum(self._step(step) for step in range(steps)) / steps
+        ids, total = token_ids(self._batch, steps), 0.0
+        for step in range(steps):
+            self.step.put(ids[:, step : step + 1], self._depth + step)
+            start = clock()
+            self.step.launch(self._depth + step)
+            total += clock() - start
+        return total / steps
 
     def cache_bytes(self) -> dict[str, int]:
         """As :meth:`Ours.cache_bytes`."""
-        sizes = self._model.past
-        return {
-            name: shape[1] * shape[3] * dtype.itemsize
-            for name, (shape, dtype) in sizes.items()
-            if name not in self._model.states
-        }
+        past, states = self._model.past, self._model.states
+        return {name: token_bytes(*past[name]) for name in past if name not in states}
 
 
 def by_operator(events: list[dict[str, Any]]) -> list[tuple[str, int, float]]:

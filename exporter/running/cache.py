@@ -368,33 +368,46 @@ class SharedCache(Cache):
 
 
 class DecodeStep:
-    """A decode step whose shapes and addresses never change, as a CUDA graph wants it: one token, a mask of the whole
-    capacity. ONNX Runtime captures the first and replays it; each cache has a graph of its own in the session.
+    """A decode step whose shapes and addresses never change, as a CUDA graph wants it: a token a row, and a mask of the
+    whole capacity. ONNX Runtime captures the first and replays it; each cache has a graph of its own in the session.
 
     The call that captures runs several times (microsoft/onnxruntime 32243), and a state goes on with each: states are
-    put back after it, and the token is run again. Keys and values are only written again."""
+    put back after it, and the token is run again. Keys and values are only written again.
 
-    def __init__(self, model: Generator, buffers: dict[str, Buffer], capacity: int):
+    Attributes:
+        logits: of the last run, [batch, 1, vocabulary].
+    """
+
+    def __init__(self, model: Generator, buffers: dict[str, Buffer], capacity: int, batch: int = 1):
         self.model = model
         self._options = model.run_options(next(model.graphs))
-        self._mask = np.zeros((1, capacity), np.int64)
-        arrays = model.feed(np.zeros((1, 1), np.int64), 0) | {"attention_mask": self._mask}
+        self._mask = np.zeros((batch, capacity), np.int64)
+        arrays = model.feed(np.zeros((batch, 1), np.int64), 0) | {"attention_mask": self._mask}
         self._inputs = {name: Buffer.of(array, model.device) for name, array in arrays.items()}
-        self._logits = model.logits_of(1, model.device)
+        self.logits = model.logits_of(1, model.device, batch)
         self._states = [buffers[name] for name in model.states]
         self._captured = False
         self._binding = model.session.io_binding()
-        self._logits.bind(self._binding, output="logits")
+        self.logits.bind(self._binding, output="logits")
         for name, buffer in self._inputs.items():
             buffer.bind(self._binding, name)
         for name, buffer in buffers.items():
             buffer.bind(self._binding, name, present(name))
 
     def run(self, ids: np.ndarray, length: int) -> np.ndarray:
-        """Logits [1, 1, vocabulary] of a token [1, 1] after ``length`` others."""
+        """Logits [batch, 1, vocabulary] of tokens [batch, 1] after ``length`` others of each row."""
+        self.put(ids, length)
+        self.launch(length)
+        return self.logits.numpy()
+
+    def put(self, ids: np.ndarray, length: int) -> None:
+        """The inputs of a run."""
         self._mask[:, : length + 1], self._mask[:, length + 1 :] = 1, 0
         for name, array in (self.model.feed(ids, length) | {"attention_mask": self._mask}).items():
             self._inputs[name].write(array)
+
+    def launch(self, length: int) -> None:
+        """The run of what was put; length: for errors."""
         with self.model.running(1, length):
             if self._states and not self._captured:
                 before = [state.numpy() for state in self._states]
@@ -403,7 +416,6 @@ class DecodeStep:
                     state.write(array)
             self._captured = True
             self.model.session.run_with_iobinding(self._binding, self._options)
-        return self._logits.numpy()
 
 
 def present(name: str) -> str:
