@@ -240,7 +240,8 @@ def _arrays(spec: MoESpec, projection: str) -> dict[str, tuple[tuple[int, ...], 
 
 def _given(m: QuantizedMatrix, spec: MoESpec, projection: str) -> tuple[_Matrix, list[np.ndarray]]:
     """A matrix to pack, and the arrays that it points to."""
-    found, arrays = _Matrix(global_scale=m.global_scale or 1, input_scale=m.input_scale or 0), []
+    factor = 1.0 if m.global_scale is None else m.global_scale
+    found, arrays = _Matrix(global_scale=factor, input_scale=m.input_scale or 0), []
     for name, (shape, dtype) in _arrays(spec, projection).items():
         if (array := getattr(m, name)) is not None:
             if array.shape != shape:
