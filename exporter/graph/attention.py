@@ -55,7 +55,7 @@ def grouped_attention(
             raise ValueError(f"{type(module).__name__}: attention with {name} is not supported")
     absorbed = getattr(module, "absorbed", None)
     if absorbed is not None:  # exporter/graph/passes/latent.py; keys are the latent, then what turns
-        nope, turning = query.transpose(1, 2).split([absorbed.k_up.shape[1], module.qk_rope_head_dim], -1)
+        nope, turning = query.transpose(1, 2).split([absorbed.k_up.shape[2], module.qk_rope_head_dim], -1)
         query = torch.cat((absorbed.queries(nope), turning), -1).transpose(1, 2)
     batch, heads, s, d = query.shape
     groups, length = key.shape[1:3]

@@ -39,7 +39,30 @@ VARIANTS = {
     "llama4_text_norope": NOPE,
     "llama4_text_plain": NOPE | {"attn_temperature_tuning": False},
 }
-MODELS = [f"{name}-W4A16" for name in (*SIZES, *VARIANTS)] + [f"qwen3_moe-{scheme}" for scheme in SCHEMES]
+#: with states: one layer of full attention, one of another kind
+HYBRID: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"full_attention_interval": 2},
+    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+        "linear_num_heads": 2,
+        "linear_head_dim": 64,
+        "num_key_value_heads": 8,
+    },
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"],
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+        "num_dense_layers": 0,
+    },
+}
+MODELS = [f"{name}-W4A16" for name in dict.fromkeys((*SIZES, *VARIANTS, *HYBRID))] + [
+    f"qwen3_moe-{scheme}" for scheme in SCHEMES
+]
 #: a megabyte or two each; widths as in real models' heads
 SMALL = {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 256}
 ROWS, LENGTH, DRAWS, PADDING = 2, 20, 64, 3
@@ -101,11 +124,11 @@ def prepare(name: str, folder: Path) -> None:
     model, scheme = name.split("-")
     architecture = "llama4_text" if model in VARIANTS else model
     folder.mkdir(parents=True, exist_ok=True)
-    sizes: dict[str, Any] = SMALL | VARIANTS.get(model, {})
-    if "moe_intermediate_size" in SIZES[architecture]:
+    sizes: dict[str, Any] = SMALL | VARIANTS.get(model, {}) | HYBRID.get(model, {})
+    if "moe_intermediate_size" in SIZES.get(architecture, {}):
         sizes["moe_intermediate_size"] = 128
     if architecture != "deepseek_v3":
-        sizes["num_key_value_heads"] = 2
+        sizes.setdefault("num_key_value_heads", 2)
     preset = scheme.removesuffix("_ASYM")
     group_size = None if "FP" in scheme else 32
     with tempfile.TemporaryDirectory() as scratch:

@@ -7,6 +7,7 @@
 //                                            replays it from a CUDA graph. CAPACITY 0: the cache grows, and each step
 //                                            has a graph of its own; else past and present are the same memory for so
 //                                            many tokens, and the first such step's graph serves the later ones
+// Inputs ..._state are zeros at first, and in place where the cache is.
 // A token below zero is padding. OUTPUT gets the logits of each step, [ROWS, LENGTH, V] in the model's 16 bits.
 #include <NvInfer.h>
 #include <NvOnnxParser.h>
@@ -152,9 +153,9 @@ class Session {
         const auto at = static_cast<size_t>(select);
         Dims dims = input->getDimensions();
         dims.d[0] = ranges.at(0)[at];
-        if (dims.nbDims == 4) {
+        if (is_cache(input->getName())) {
           dims.d[2] = ranges.at(2)[at];
-        } else {
+        } else if (!is_state(input->getName())) {
           const bool mask = std::string(input->getName()) == "attention_mask";
           dims.d[1] = (mask && fixed ? 0 : ranges.at(1)[at]) + (mask ? ranges.at(2)[at] : 0);
         }
@@ -183,8 +184,12 @@ class Session {
     BuffersByName own;
     BuffersByName& buffers = capacity_ ? kept_[key] : own;
     const std::vector<std::string> outputs = bind_buffers(context, buffers, feed, rows, past);
+    const BuffersByName states = capacity_ ? copy_states(context) : BuffersByName();
     std::string replayed;
-    if (graphs_.contains(key)) replayed = replay_graph(graphs_[key], context, buffers);
+    if (graphs_.contains(key)) {
+      replayed = replay_graph(graphs_[key], context, buffers);
+      put_back(context, states);
+    }
     need(context.enqueueV3(stream_), "the engine does not run");
     check(cudaStreamSynchronize(stream_));
     std::string logits = read_output(context, "logits", buffers);
@@ -192,6 +197,7 @@ class Session {
       for (const auto& name : outputs)
         if (!capacity_ && name != "logits") check(cudaMemset(buffers[name].get(), 0xff, byte_size(context, name)));
       Graph graph = capture(context);
+      put_back(context, states);
       replayed = replay_graph(graph, context, buffers);
       if (capacity_) graphs_[key] = std::move(graph);
     }
@@ -223,19 +229,37 @@ class Session {
           continue;
         }
         Dims dims = engine.getTensorShape(name.c_str());
-        const bool cache = dims.nbDims == 4;
+        const bool fed = feed.contains(name), state = is_state(name), starts = !caches_.contains(name);
         dims.d[0] = static_cast<int64_t>(rows);
-        dims.d[cache ? 2 : 1] =
-            static_cast<int64_t>(cache ? capacity_ ? capacity_ : past : feed.at(name).size() / rows);
+        if (is_cache(name)) dims.d[2] = static_cast<int64_t>(capacity_ ? capacity_ : past);
+        if (fed) dims.d[1] = static_cast<int64_t>(feed.at(name).size() / rows);
         need(context.setInputShape(name.c_str(), dims), "shape of " + name);
-        void* memory = buffer(cache ? caches_ : buffers, name, byte_size(context, name));
-        if (!cache) check(cudaMemcpy(memory, feed.at(name).data(), 8 * feed.at(name).size(), cudaMemcpyHostToDevice));
+        void* memory = buffer(fed ? buffers : caches_, name, byte_size(context, name));
+        if (state && starts) check(cudaMemset(memory, 0, byte_size(context, name)));
+        if (fed) check(cudaMemcpy(memory, feed.at(name).data(), 8 * feed.at(name).size(), cudaMemcpyHostToDevice));
         context.setTensorAddress(name.c_str(), memory);
       }
     }
     return outputs;
   }
   static std::string past_of(const std::string& present) { return "past_key_values" + present.substr(7); }
+  static bool is_state(const std::string& name) { return name.ends_with("_state"); }
+  static bool is_cache(const std::string& name) { return name.starts_with("past_key_values") && !is_state(name); }
+
+  // A run in place moves states on. Another run of the same step wants them as they were.
+  BuffersByName copy_states(const IExecutionContext& context) {
+    BuffersByName copies;
+    for (const auto& [name, memory] : caches_) {
+      if (!is_state(name)) continue;
+      const size_t bytes = byte_size(context, name);
+      check(cudaMemcpy((copies[name] = allocate(bytes)).get(), memory.get(), bytes, cudaMemcpyDeviceToDevice));
+    }
+    return copies;
+  }
+  void put_back(const IExecutionContext& context, const BuffersByName& states) {
+    for (const auto& [name, memory] : states)
+      check(cudaMemcpy(caches_.at(name).get(), memory.get(), byte_size(context, name), cudaMemcpyDeviceToDevice));
+  }
 
   Graph capture(IExecutionContext& context) {
     cudaGraph_t graph = nullptr;
@@ -260,7 +284,8 @@ class Session {
 
   static size_t byte_size(const IExecutionContext& context, const std::string& name) {
     const Dims dims = context.getTensorShape(name.c_str());
-    size_t bytes = context.getEngine().getTensorDataType(name.c_str()) == DataType::kINT64 ? 8 : 2;
+    const DataType type = context.getEngine().getTensorDataType(name.c_str());
+    size_t bytes = type == DataType::kINT64 ? 8 : type == DataType::kFLOAT ? 4 : 2;
     for (int i = 0; i < dims.nbDims; ++i) bytes *= dims.d[i];
     return bytes;
   }

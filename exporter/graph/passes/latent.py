@@ -52,7 +52,7 @@ class Absorbed(torch.nn.Module):
     """kv_b_proj by heads.
 
     Attributes:
-        k_up: [heads, nope, rank]. v_up: [heads, rank, v_head_dim].
+        k_up: [heads, rank, nope]. v_up: [heads, v_head_dim, rank].
     """
 
     def __init__(self, k_up: torch.Tensor, v_up: torch.Tensor):
@@ -69,16 +69,22 @@ class Absorbed(torch.nn.Module):
 
 
 def _by_heads(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """[batch, S, heads, K] times [heads, K, N]; one product a head, however many rows the batch has."""
-    batch, new, heads, _ = x.shape
-    rows = x.permute(2, 0, 1, 3).reshape(heads, batch * new, x.shape[3])
-    return torch.matmul(rows, weights).reshape(heads, batch, new, weights.shape[2]).permute(1, 2, 0, 3)
+    """[batch, S, heads, K] times [heads, N, K]; one product a head, however many rows the batch has.
+
+    Tokens are columns, and no more than two dimensions change places at once: TensorRT 10.6 reads [heads, tokens, K],
+    made from tokens by any other change of order, in the wrong places, in engines for sequences of 1 to 512 and without
+    a message (tests/tensorrt/run.py, deepseek_v3 and kimi_linear).
+    """
+    batch, new, heads, size = x.shape
+    columns = x.reshape(batch * new, heads * size).t().reshape(heads, size, batch * new)
+    found = torch.matmul(weights, columns).reshape(heads * weights.shape[1], batch * new)
+    return found.t().reshape(batch, new, heads, weights.shape[1])
 
 
 def _halves(weight: np.ndarray, nope: int, value: int) -> tuple[np.ndarray, np.ndarray]:
     """kv_b_proj's weight [heads (nope + value), rank] as :class:`Absorbed` has it."""
     heads = weight.reshape(-1, nope + value, weight.shape[1])
-    return heads[:, :nope], heads[:, nope:].swapaxes(1, 2)
+    return heads[:, :nope].swapaxes(1, 2), heads[:, nope:]
 
 
 def _half(weight: np.ndarray, i: int, nope: int, value: int) -> np.ndarray:
@@ -96,7 +102,7 @@ def absorb(skeleton: Skeleton) -> None:
         module: Any = found
         nope, value, rank = module.qk_nope_head_dim, module.v_head_dim, module.kv_lora_rank
         heads, dtype = module.kv_b_proj.out_features // (nope + value), module.kv_b_proj.weight.dtype
-        shapes = {"k_up": (heads, nope, rank), "v_up": (heads, rank, value)}
+        shapes = {"k_up": (heads, rank, nope), "v_up": (heads, value, rank)}
         module.absorbed = Absorbed(*(placeholder(shape, dtype) for shape in shapes.values()))
         source = skeleton.sources[skeleton.tied[f"{path}.kv_b_proj.weight"]]
         del module.kv_b_proj
@@ -219,7 +225,7 @@ class _Trial:
         k_up, v_up = _halves(up, self.nope, self.value)
         batch, new = self.queries.shape[:2]
         queries = self.queries.double().numpy().reshape(batch, new, self.heads, -1)
-        absorbed = np.einsum("bshn,hnr->bshr", queries[..., : self.nope], k_up)
+        absorbed = np.einsum("bshn,hrn->bshr", queries[..., : self.nope], k_up)
         heads = np.concatenate((queries[..., self.nope :], absorbed), -1)
         with torch.no_grad():
             latent = self.probe.kv_a_layernorm(self.compressed[..., : self.rank])
@@ -235,7 +241,7 @@ class _Trial:
         none, sinks = np.zeros(0, np.float32), np.full(self.heads, -np.inf, np.float32)
         cos, sin = (t[..., : self.rope // 2].numpy() for t in self.tables)
         output, *present = reference(spec, qkv, past[0], past[1], rows, length + new, cos, sin, none, none, sinks)
-        output = np.einsum("bshr,hrv->bshv", output.reshape(batch, new, self.heads, -1), v_up)
+        output = np.einsum("bshr,hvr->bshv", output.reshape(batch, new, self.heads, -1), v_up)
         stored = np.concatenate(present, -1)
         want = output.reshape(batch, new, -1), stored[..., self.rope :], stored[..., : self.rope]
         got = self.output, self.present[0], self.present[1][..., order]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import collections
 import ctypes
+import io
 import json
 import re
 import time
@@ -123,17 +124,22 @@ def make_graph(
     path.write_bytes(ir.to_proto(graph).SerializeToString())
 
 
-def fill(path: Path, folder: Path) -> None:
-    """Writes ``folder``'s model.onnx and its data: random weights of unit-variance products."""
+def fill(path: Path, folder: Path, apart: bool = False) -> None:
+    """Writes ``folder``'s model.onnx and its data: random weights of unit-variance products.
+
+    Args:
+        apart: each layer has a copy of its own, so that the file is as long as a model's; else all share one.
+    """
     rng, model = np.random.default_rng(0), onnx.load(path, load_external_data=False)
     users = {name: (node, i) for node in model.graph.node for i, name in enumerate(node.input)}
     normal = rng.standard_normal(1 << 22).astype(np.float32)
     regions: dict[str, tuple[int, int]] = {}
+    taken: set[str] = set()
 
     def alike(name: str) -> str:
         return re.sub(r"layers\.\d+\.", "layers.N.", name)
 
-    with open(folder / "data", "wb") as data:
+    with open(folder / "data", "w+b") as data:
 
         def put(name: str, arrays: Iterator[np.ndarray] | list[np.ndarray]) -> None:
             data.write(bytes(-data.tell() % 4096))
@@ -162,6 +168,14 @@ def fill(path: Path, folder: Path) -> None:
                 piece = np.ones_like(normal) if "norm" in name else normal * deviation
                 put(name, (piece[: count - at].astype(dtype) for at in range(0, count, len(piece))))
             start, length = regions[name]
+            if apart and name in taken:
+                data.seek(start)
+                copy = data.read(length)
+                data.seek(0, io.SEEK_END)
+                data.write(bytes(-data.tell() % 4096))
+                start = data.tell()
+                data.write(copy)
+            taken.add(name)
             del tensor.external_data[:]
             for key, value in (("location", "data"), ("offset", start), ("length", length)):
                 tensor.external_data.add(key=key, value=str(value))
@@ -420,6 +434,20 @@ def measure_steps(session: Any, steps: list[str], report: Callable[[], None]) ->
             replayed.kernels()
 
 
+def measure_load(session: Any, begun: float, data: Path) -> None:
+    """Prints when the first token was there, and the time of a copy of the mapped file to the device beside it."""
+    import torch
+
+    Bound(session, 1, 1, 0, 4096, -1).run().cpu()
+    took, begin = time.perf_counter() - begun, time.perf_counter()
+    torch.from_numpy(np.memmap(data, np.uint8, "c")).cuda()
+    torch.cuda.synchronize()
+    copy = time.perf_counter() - begin
+    torch.cuda.empty_cache()
+    size = data.stat().st_size / 1e9
+    print(f"first token {took / copy:.2f} of a copy of the mapped file: {took:.2f} s, {copy:.2f} s for {size:.1f} GB")
+
+
 def measure_prompts(session: Any, prompts: list[int], report: Callable[[], None]) -> None:
     for tokens in prompts:
         prompt = Bound(session, 1, tokens, 0, 4096, -1)
@@ -459,7 +487,8 @@ def bench(
     begin = time.perf_counter()
     session = open_session(str(folder / "model.onnx"), options)
     loaded = time.perf_counter() - begin
-    print(f"{torch.cuda.get_device_name()}, ONNX Runtime {ort.__version__}: {loaded:.1f} s to load")
+    print(f"{torch.cuda.get_device_name()}, ONNX Runtime {ort.__version__}: {loaded:.2f} s to load")
+    measure_load(session, begin, folder / "data")
 
     def report() -> None:
         if gpu_memory is not None:
@@ -494,6 +523,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--routes", nargs="+", default=["local", "uniform"], help="of --gpu-memory: see route; or traces"
     )
+    parser.add_argument("--apart", action="store_true", help="each layer's bytes in the file, to measure its loading")
     parser.add_argument("--folder", type=Path, default=Path("ort-cuda-bench"), help="scratch")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
@@ -505,5 +535,5 @@ if __name__ == "__main__":
     else:
         from quantmoe.ort_ext import cuda_library_path
 
-        fill(given.graph, given.folder)
+        fill(given.graph, given.folder, given.apart)
         bench(given.folder, cuda_library_path(), given.steps, given.prompts, given.gpu_memory, given.routes)
