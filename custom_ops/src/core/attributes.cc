@@ -64,18 +64,21 @@ constexpr size_t fields() {
   for (const StructMember& m : kMembers) count += m.kind ? 1 : std::size(kProjectionMembers);
   return count;
 }
-constexpr Field field(const StructMember& m, const StructMember* projection) {
-  Field f{m.op, m.kind, m.absent, {"", m.kind[1] ? 's' : m.kind[0], m.since, static_cast<int32_t>(m.offset)}};
-  char* to = f.attribute.name;  // too long a name does not compile
+constexpr Field field(const StructMember& member, const StructMember* projection) {
+  Field made{member.op,
+             member.kind,
+             member.absent,
+             {"", member.kind[1] ? 's' : member.kind[0], member.since, static_cast<int32_t>(member.offset)}};
+  char* end = made.attribute.name;  // too long a name does not compile
   if (projection) {
-    f.op = projection->op;
-    f.attribute.offset += static_cast<int32_t>(projection->offset);
-    for (const char* c = projection->name; *c; ++c) *to++ = *c;
-    *to++ = '_';
+    made.op = projection->op;
+    made.attribute.offset += static_cast<int32_t>(projection->offset);
+    for (const char* c = projection->name; *c; ++c) *end++ = *c;
+    *end++ = '_';
   }
-  for (const char* c = m.name; *c; ++c) *to++ = *c;
-  *to = 0;
-  return f;
+  for (const char* c = member.name; *c; ++c) *end++ = *c;
+  *end = 0;
+  return made;
 }
 constexpr auto kFields = [] {
   std::array<Field, fields()> all{};
@@ -91,10 +94,10 @@ constexpr auto kFields = [] {
 constexpr bool packed() {
   for (const Operator& op : kOperators) {
     size_t end = 0;
-    for (const Field& f : kFields) {
-      if (std::string_view(f.op) != op.name) continue;
-      if ((end == 0) != (std::string_view(f.attribute.name) == "op_version")) return false;
-      if (f.attribute.offset != static_cast<int32_t>(end)) return false;
+    for (const Field& field : kFields) {
+      if (std::string_view(field.op) != op.name) continue;
+      if ((end == 0) != (std::string_view(field.attribute.name) == "op_version")) return false;
+      if (field.attribute.offset != static_cast<int32_t>(end)) return false;
       end += 4;
     }
     if (end != op.size) return false;
@@ -142,13 +145,14 @@ int check_version(const char* op, int64_t version, char* err) {
 int check_node(const char* op, const void* node, char* err) {
   for (const Field& field : kFields) {
     if (std::strcmp(field.op, op) != 0) continue;
-    const qm_attribute& a = field.attribute;
+    const qm_attribute& attribute = field.attribute;
     int32_t value;
-    std::memcpy(&value, static_cast<const char*>(node) + a.offset, sizeof(value));
-    if (a.offset == 0)
+    std::memcpy(&value, static_cast<const char*>(node) + attribute.offset, sizeof(value));
+    if (attribute.offset == 0)
       if (int status = check_version(op, value, err)) return status;
-    if (a.kind == 's' && *enum_name(field.kind, value) == '?')
-      return fail(err, QM_INVALID, "%s is %d, no code of the operator's: %s", a.name, value, names(field.kind).c_str());
+    if (attribute.kind == 's' && *enum_name(field.kind, value) == '?')
+      return fail(err, QM_INVALID, "%s is %d, no code of the operator's: %s", attribute.name, value,
+                  names(field.kind).c_str());
   }
   return QM_OK;
 }
@@ -191,11 +195,12 @@ size_t qm_node_size(const char* op) {
 int qm_set_version(const char* op, void* node, int64_t op_version, char* err) {
   if (int status = check_version(op, op_version, err)) return status;
   for (const Field& field : kFields) {
-    const qm_attribute& a = field.attribute;
-    if (std::strcmp(field.op, op) != 0 || a.since <= op_version) continue;
-    const int status = a.kind == 's'   ? qm_set_string(op, node, a.name, field.absent, err)
-                       : a.kind == 'f' ? qm_set_float(op, node, a.name, std::strtof(field.absent, nullptr), err)
-                                       : qm_set_int(op, node, a.name, std::strtoll(field.absent, nullptr, 10), err);
+    const qm_attribute& attribute = field.attribute;
+    if (std::strcmp(field.op, op) != 0 || attribute.since <= op_version) continue;
+    const int status = attribute.kind == 's' ? qm_set_string(op, node, attribute.name, field.absent, err)
+                       : attribute.kind == 'f'
+                           ? qm_set_float(op, node, attribute.name, std::strtof(field.absent, nullptr), err)
+                           : qm_set_int(op, node, attribute.name, std::strtoll(field.absent, nullptr, 10), err);
     if (status) return status;
   }
   return qm_set_int(op, node, "op_version", op_version, err);

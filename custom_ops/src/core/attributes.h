@@ -48,7 +48,7 @@ int check_not_negative(const char* name, float value, char* err);
 int check_finite(const char* name, float value, char* err);  // the same of an infinity and NaN alone
 
 // Refuses an activation that multiplies by a gate where there is none.
-int check_activation(const qm_moe& m, char* err);
+int check_activation(const qm_moe& moe, char* err);
 // Refuses what a layer in layout marlin cannot have together: an order of w2's columns that the rows of w13, or the
 // groups that w2's activations are rounded in, cannot follow.
 int check_marlin_layer(const qm_projection& w13, const qm_projection& w2, char* err);
@@ -59,34 +59,39 @@ struct RoutingLimits {
   bool together;  // shared experts count with the others; else they may be as many
   const char* takes;
 };
-int check_routing(const qm_routing& r, const RoutingLimits& limits, char* err);
+int check_routing(const qm_routing& routing, const RoutingLimits& limits, char* err);
 
 // Refuses what no engine's CachedAttention takes, or CausalConv, GatedDelta, AllReduce, AllGather, ReduceScatter.
-int check_attention(const qm_attention& a, char* err);
+int check_attention(const qm_attention& attention, char* err);
 constexpr int32_t kMaxConvWidth = 64;
-int check_conv(const qm_conv& c, char* err);
-int check_reduce(const qm_reduce& r, char* err);
-int check_gather(const qm_gather& g, char* err);
-int check_scatter(const qm_scatter& s, char* err);
-int check_delta(const qm_delta& d, char* err);
+int check_conv(const qm_conv& conv, char* err);
+int check_reduce(const qm_reduce& reduce, char* err);
+int check_gather(const qm_gather& gather, char* err);
+int check_scatter(const qm_scatter& scatter, char* err);
+int check_delta(const qm_delta& delta, char* err);
 // Of CachedAttention's caches: whether k_scale and v_scale multiply their codes; bytes after the codes of a token and
 // head.
-inline bool has_cache_scales(const qm_attention& a) {
-  return a.cache_format == k_cache_format_int8 || a.cache_format == k_cache_format_fp8_e4m3;
+inline bool has_cache_scales(const qm_attention& attention) {
+  return attention.cache_format == k_cache_format_int8 || attention.cache_format == k_cache_format_fp8_e4m3;
 }
-inline int32_t cache_tail(const qm_attention& a) { return a.cache_format == k_cache_format_int8_token ? 4 : 0; }
+inline int32_t cache_tail(const qm_attention& attention) {
+  return attention.cache_format == k_cache_format_int8_token ? 4 : 0;
+}
 
 // Where an operator's input is in the rows of a tensor that may be wider: FORMAT.md 6.
 struct Part {
   int64_t size, offset;
 };
 inline Part part_of(int32_t size, int32_t offset, int64_t own) { return {size ? size : own, offset}; }
-inline Part x_of(const qm_conv& c) { return part_of(c.x_size, 0, c.channels); }
-inline Part a_of(const qm_delta& d) {
-  return part_of(d.a_size, d.a_offset, int64_t{d.num_v_heads} * (d.decay_per_key ? d.k_head_size : 1));
+inline Part x_of(const qm_conv& conv) { return part_of(conv.x_size, 0, conv.channels); }
+inline Part a_of(const qm_delta& delta) {
+  return part_of(delta.a_size, delta.a_offset,
+                 int64_t{delta.num_v_heads} * (delta.decay_per_key ? delta.k_head_size : 1));
 }
-inline Part b_of(const qm_delta& d) { return part_of(d.b_size, d.b_offset, d.num_v_heads); }
-inline Part z_of(const qm_delta& d) { return part_of(d.z_size, d.z_offset, int64_t{d.num_v_heads} * d.v_head_size); }
+inline Part b_of(const qm_delta& delta) { return part_of(delta.b_size, delta.b_offset, delta.num_v_heads); }
+inline Part z_of(const qm_delta& delta) {
+  return part_of(delta.z_size, delta.z_offset, int64_t{delta.num_v_heads} * delta.v_head_size);
+}
 // Writes the sentence to err (QM_ERROR_SIZE bytes) and returns status.
 [[gnu::format(printf, 3, 4)]] int fail(char* err, int status, const char* format, ...);
 

@@ -25,19 +25,19 @@ Word rotate_right(Word x, int bits) {
 
 // The chaining value after a block of one chunk, or of kLanes.
 template <class Word>
-void compress(Word (&cv)[8], const Word (&block)[16], Word low, Word high, uint32_t size, uint32_t flags) {
+void compress(Word (&chain)[8], const Word (&block)[16], Word low, Word high, uint32_t size, uint32_t flags) {
   const Word zero = low ^ low;
-  Word v[16] = {cv[0], cv[1], cv[2], cv[3], cv[4], cv[5], cv[6], cv[7]};
+  Word v[16] = {chain[0], chain[1], chain[2], chain[3], chain[4], chain[5], chain[6], chain[7]};
   for (int i = 0; i < 4; ++i) v[8 + i] = zero + kStart[i];
   v[12] = low, v[13] = high, v[14] = zero + size, v[15] = zero + flags;
 #pragma GCC unroll 7
   for (const auto& words : kWords) {
-    const auto mix = [&](int a, int b, int c, int d, int at) {
-      v[a] += v[b] + block[words[at]];
+    const auto mix = [&](int a, int b, int c, int d, int first) {
+      v[a] += v[b] + block[words[first]];
       v[d] = rotate_right(v[d] ^ v[a], 16);
       v[c] += v[d];
       v[b] = rotate_right(v[b] ^ v[c], 12);
-      v[a] += v[b] + block[words[at + 1]];
+      v[a] += v[b] + block[words[first + 1]];
       v[d] = rotate_right(v[d] ^ v[a], 8);
       v[c] += v[d];
       v[b] = rotate_right(v[b] ^ v[c], 7);
@@ -47,7 +47,7 @@ void compress(Word (&cv)[8], const Word (&block)[16], Word low, Word high, uint3
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) mix(i, 4 + (i + 1) % 4, 8 + (i + 2) % 4, 12 + (i + 3) % 4, 8 + 2 * i);
   }
-  for (int i = 0; i < 8; ++i) cv[i] = v[i] ^ v[i + 8];
+  for (int i = 0; i < 8; ++i) chain[i] = v[i] ^ v[i + 8];
 }
 
 }  // namespace
@@ -56,11 +56,11 @@ Blake3::Subtree Blake3::chunk(const uint8_t* data, size_t size, uint64_t number,
   Subtree node;
   std::copy_n(kStart, 8, node.words);
   const size_t blocks = std::max<size_t>(1, (size + kBlock - 1) / kBlock);
-  for (size_t b = 0; b < blocks; ++b) {
-    const size_t bytes = std::min(kBlock, size - b * kBlock);
+  for (size_t index = 0; index < blocks; ++index) {
+    const size_t bytes = std::min(kBlock, size - index * kBlock);
     uint32_t block[16] = {};
-    std::memcpy(block, data + b * kBlock, bytes);
-    const uint32_t flags = (b == 0 ? kChunkStart : 0) | (b + 1 == blocks ? kChunkEnd | root : 0);
+    std::memcpy(block, data + index * kBlock, bytes);
+    const uint32_t flags = (index == 0 ? kChunkStart : 0) | (index + 1 == blocks ? kChunkEnd | root : 0);
     compress(node.words, block, static_cast<uint32_t>(number), static_cast<uint32_t>(number >> 32),
              static_cast<uint32_t>(bytes), flags);
   }
@@ -84,37 +84,38 @@ void Blake3::push(Subtree node) {
 }
 
 void Blake3::update(const void* data, size_t size) {
-  const uint8_t* at = static_cast<const uint8_t*>(data);
+  const uint8_t* next = static_cast<const uint8_t*>(data);
   while (size) {
     if (last_size_ == kChunk) {
       push(chunk(last_, kChunk, chunks_, 0));
       last_size_ = 0;
     }
     if (last_size_ == 0 && size > kLanes * kChunk) {
-      Lanes cv[8], low, high;
-      for (size_t l = 0; l < kLanes; ++l) {
-        low[l] = static_cast<uint32_t>(chunks_ + l), high[l] = static_cast<uint32_t>((chunks_ + l) >> 32);
-        for (int i = 0; i < 8; ++i) cv[i][l] = kStart[i];
+      Lanes chains[8], low, high;
+      for (size_t lane = 0; lane < kLanes; ++lane) {
+        low[lane] = static_cast<uint32_t>(chunks_ + lane), high[lane] = static_cast<uint32_t>((chunks_ + lane) >> 32);
+        for (int i = 0; i < 8; ++i) chains[i][lane] = kStart[i];
       }
-      for (size_t b = 0; b < kChunk / kBlock; ++b) {
+      for (size_t index = 0; index < kChunk / kBlock; ++index) {
         uint32_t words[kLanes][16];
-        for (size_t l = 0; l < kLanes; ++l) std::memcpy(words[l], at + l * kChunk + b * kBlock, kBlock);
+        for (size_t lane = 0; lane < kLanes; ++lane)
+          std::memcpy(words[lane], next + lane * kChunk + index * kBlock, kBlock);
         Lanes block[16];
         for (int i = 0; i < 16; ++i) block[i] = Lanes{words[0][i], words[1][i], words[2][i], words[3][i]};
-        const uint32_t flags = (b == 0 ? kChunkStart : 0) | (b + 1 == kChunk / kBlock ? kChunkEnd : 0);
-        compress(cv, block, low, high, kBlock, flags);
+        const uint32_t flags = (index == 0 ? kChunkStart : 0) | (index + 1 == kChunk / kBlock ? kChunkEnd : 0);
+        compress(chains, block, low, high, kBlock, flags);
       }
-      for (size_t l = 0; l < kLanes; ++l) {
+      for (size_t lane = 0; lane < kLanes; ++lane) {
         Subtree node;
-        for (int i = 0; i < 8; ++i) node.words[i] = cv[i][l];
+        for (int i = 0; i < 8; ++i) node.words[i] = chains[i][lane];
         push(node);
       }
-      at += kLanes * kChunk, size -= kLanes * kChunk;
+      next += kLanes * kChunk, size -= kLanes * kChunk;
       continue;
     }
     const size_t taken = std::min(size, kChunk - last_size_);
-    std::memcpy(last_ + last_size_, at, taken);
-    last_size_ += taken, at += taken, size -= taken;
+    std::memcpy(last_ + last_size_, next, taken);
+    last_size_ += taken, next += taken, size -= taken;
   }
 }
 

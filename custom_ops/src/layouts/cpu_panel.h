@@ -40,32 +40,34 @@ struct PanelMatrix {
 
 inline PanelMatrix panel_matrix(int32_t format, int32_t scale_type, int64_t group_size, int64_t n, int64_t k,
                                 bool zero_points = false) {
-  PanelMatrix p{};
-  p.format = format;
-  p.scale_type = scale_type;
-  p.zero_points = zero_points;
-  p.grouped = group_size != -1 || zero_points || !is_integer(format);
-  p.columns = !is_integer(format) && !is_e2m1(format) && !is_k(format);
-  p.bits = code_bits(format);
-  p.nr = p.columns || is_k(format) ? 16 : p.bits == 4 ? 8 : 4;
-  p.n = n;
-  p.k = k;
-  p.parts = group_size == 16 && !p.columns ? 2 : 1;
-  p.kp = align_up(k, group_size == -1 ? 32 : p.parts * group_size);
-  p.block = group_size == -1 ? p.kp : p.parts * group_size;
-  p.blocks = p.kp / p.block;
-  p.codes_bytes = p.nr * p.block * p.bits / 8;
-  p.block_bytes = p.codes_bytes + (p.grouped ? p.parts * p.nr * (scale_size(scale_type) + zero_points) : 0);
-  if (is_k(format)) p.parts = p.block / (format == k_format_q6_k ? 16 : 32);  // whose scales lie as one
-  p.stride = p.biases() + 4 * p.nr;
-  p.panels = ceil_div(n, p.nr);
-  return p;
+  PanelMatrix matrix{};
+  matrix.format = format;
+  matrix.scale_type = scale_type;
+  matrix.zero_points = zero_points;
+  matrix.grouped = group_size != -1 || zero_points || !is_integer(format);
+  matrix.columns = !is_integer(format) && !is_e2m1(format) && !is_k(format);
+  matrix.bits = code_bits(format);
+  matrix.nr = matrix.columns || is_k(format) ? 16 : matrix.bits == 4 ? 8 : 4;
+  matrix.n = n;
+  matrix.k = k;
+  matrix.parts = group_size == 16 && !matrix.columns ? 2 : 1;
+  matrix.kp = align_up(k, group_size == -1 ? 32 : matrix.parts * group_size);
+  matrix.block = group_size == -1 ? matrix.kp : matrix.parts * group_size;
+  matrix.blocks = matrix.kp / matrix.block;
+  matrix.codes_bytes = matrix.nr * matrix.block * matrix.bits / 8;
+  matrix.block_bytes =
+      matrix.codes_bytes + (matrix.grouped ? matrix.parts * matrix.nr * (scale_size(scale_type) + zero_points) : 0);
+  if (is_k(format)) matrix.parts = matrix.block / (format == k_format_q6_k ? 16 : 32);  // whose scales lie as one
+  matrix.stride = matrix.biases() + 4 * matrix.nr;
+  matrix.panels = ceil_div(n, matrix.nr);
+  return matrix;
 }
-inline PanelMatrix panel_matrix(const qm_projection& w, int64_t n, int64_t k) {
-  PanelMatrix p = panel_matrix(w.format, w.scale_type, w.group_size, n, k, w.zero_points);
+inline PanelMatrix panel_matrix(const qm_projection& weights, int64_t n, int64_t k) {
+  PanelMatrix matrix = panel_matrix(weights.format, weights.scale_type, weights.group_size, n, k, weights.zero_points);
   // In act-order a group of weights is not one of activations.
-  p.stepped = w.format == k_format_nvfp4 && w.activation_format == k_activation_format_nvfp4 && p.parts == 2 && !w.perm;
-  return p;
+  matrix.stepped = weights.format == k_format_nvfp4 && weights.activation_format == k_activation_format_nvfp4 &&
+                   matrix.parts == 2 && !weights.perm;
+  return matrix;
 }
 
 // Activations that are integers; all others are rounded, if at all, and stay f32.
@@ -76,46 +78,48 @@ inline bool is_int8_activation(const qm_projection& w) {
 
 inline int halves(const qm_moe& moe) { return moe.gated ? 2 : 1; }
 
-inline PanelMatrix w13_matrix(const qm_moe& m) { return panel_matrix(m.w13, m.intermediate_size, m.hidden_size); }
-inline PanelMatrix w2_matrix(const qm_moe& m) { return panel_matrix(m.w2, m.hidden_size, m.intermediate_size); }
+inline PanelMatrix w13_matrix(const qm_moe& moe) {
+  return panel_matrix(moe.w13, moe.intermediate_size, moe.hidden_size);
+}
+inline PanelMatrix w2_matrix(const qm_moe& moe) { return panel_matrix(moe.w2, moe.hidden_size, moe.intermediate_size); }
 
 // Refuses attributes that the layout, or every kernel that reads it, does not take. prefix: of the attributes' names;
 // features: input features; max_perm: most act-orders and pre-scales.
-int check_cpu_panel(const char* prefix, const qm_projection& p, int32_t max_perm, int32_t features, char* err);
+int check_cpu_panel(const char* prefix, const qm_projection& weights, int32_t max_perm, int32_t features, char* err);
 
 // Offsets of the parts of one expert's row, FORMAT.md section 1.
 struct RowParts {
   int64_t input_scales, pre_scales, perms, size;
   int64_t vector;  // bytes of a pre-scale or a permutation
 };
-inline RowParts row_parts(const qm_projection& w, int64_t panel_bytes, int64_t k) {
-  RowParts r{};
-  r.vector = align_up(4 * k, kRowAlignment);
-  r.input_scales = align_up(panel_bytes, kRowAlignment);
-  r.pre_scales = r.input_scales + (has_input_scales(w) ? kRowAlignment : 0);
-  r.perms = r.pre_scales + w.pre_scale * r.vector;
-  r.size = r.perms + w.perm * r.vector;
-  return r;
+inline RowParts row_parts(const qm_projection& weights, int64_t panel_bytes, int64_t k) {
+  RowParts parts{};
+  parts.vector = align_up(4 * k, kRowAlignment);
+  parts.input_scales = align_up(panel_bytes, kRowAlignment);
+  parts.pre_scales = parts.input_scales + (has_input_scales(weights) ? kRowAlignment : 0);
+  parts.perms = parts.pre_scales + weights.pre_scale * parts.vector;
+  parts.size = parts.perms + weights.perm * parts.vector;
+  return parts;
 }
-inline RowParts w13_parts(const qm_moe& m) {
-  const PanelMatrix p = w13_matrix(m);
-  return row_parts(m.w13, halves(m) * p.panels * p.stride, m.hidden_size);
+inline RowParts w13_parts(const qm_moe& moe) {
+  const PanelMatrix matrix = w13_matrix(moe);
+  return row_parts(moe.w13, halves(moe) * matrix.panels * matrix.stride, moe.hidden_size);
 }
-inline RowParts w2_parts(const qm_moe& m) {
-  const PanelMatrix p = w2_matrix(m);
-  return row_parts(m.w2, p.panels * p.stride, m.intermediate_size);
+inline RowParts w2_parts(const qm_moe& moe) {
+  const PanelMatrix matrix = w2_matrix(moe);
+  return row_parts(moe.w2, matrix.panels * matrix.stride, moe.intermediate_size);
 }
 inline int64_t w13_row_bytes(const qm_moe& m) { return w13_parts(m).size; }
 inline int64_t w2_row_bytes(const qm_moe& m) { return w2_parts(m).size; }
 
 // The layer whose w2 a linear's weights are.
-inline qm_moe as_moe(const qm_linear& l) {
-  qm_moe m{};
-  m.num_experts = 1;
-  m.hidden_size = l.out_features;
-  m.intermediate_size = l.in_features;
-  m.w13 = m.w2 = l.w;
-  return m;
+inline qm_moe as_moe(const qm_linear& linear) {
+  qm_moe moe{};
+  moe.num_experts = 1;
+  moe.hidden_size = linear.out_features;
+  moe.intermediate_size = linear.in_features;
+  moe.w13 = moe.w2 = linear.w;
+  return moe;
 }
 
 }  // namespace quantmoe

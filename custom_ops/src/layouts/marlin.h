@@ -28,24 +28,24 @@ constexpr bool is_marlin_group(int32_t group_size) {
 }
 
 // A row of one matrix [n, k], or of two, gate and up.
-inline MarlinRow marlin_row(const qm_projection& w, int64_t n, int64_t k, int halves) {
-  const int32_t g = w.group_size;
-  const int64_t block = g < kMarlinUnit ? kMarlinUnit : g;
+inline MarlinRow marlin_row(const qm_projection& weights, int64_t n, int64_t k, int halves) {
+  const int32_t group = weights.group_size;
+  const int64_t block = group < kMarlinUnit ? kMarlinUnit : group;
   const auto align = [](size_t size) { return static_cast<size_t>(align_up(static_cast<int64_t>(size), 64)); };
   MarlinRow row{};
   row.panels = static_cast<int>(ceil_div(n, 16 / halves));
   row.half = static_cast<int>(align_up(k, block));
-  row.columns = static_cast<int>(w.perm == 2 ? 2 * int64_t{row.half} : k);
+  row.columns = static_cast<int>(weights.perm == 2 ? 2 * int64_t{row.half} : k);
   row.units = static_cast<int>(ceil_div(row.columns, kMarlinUnit));
-  const int units_per_block = g == -1 ? row.units : static_cast<int>(block / kMarlinUnit);
+  const int units_per_block = group == -1 ? row.units : static_cast<int>(block / kMarlinUnit);
   row.blocks = static_cast<int>(ceil_div(row.units, units_per_block));
-  row.per_block = g == 16 || g == 32 ? static_cast<int>(kMarlinUnit) / g : 1;
+  row.per_block = group == 16 || group == 32 ? static_cast<int>(kMarlinUnit) / group : 1;
   row.block_shift = 31;
-  if (g != -1)
+  if (group != -1)
     for (row.block_shift = 0; 1 << row.block_shift < units_per_block;) ++row.block_shift;
-  row.scale_bytes = 2 * row.per_block * scale_size(w.scale_type);
+  row.scale_bytes = 2 * row.per_block * scale_size(weights.scale_type);
   const size_t rows = static_cast<size_t>(row.panels) * 16, scales = rows * row.blocks * row.per_block;
-  row.orders = w.perm;
+  row.orders = weights.perm;
   row.order_bytes = align(static_cast<size_t>(k) * 4);
   size_t end = 0, *size_of = row.sizes;
   const auto place = [&](size_t size) {
@@ -54,14 +54,14 @@ inline MarlinRow marlin_row(const qm_projection& w, int64_t n, int64_t k, int ha
     end = align(at + size);
     return at;
   };
-  place(rows * row.units * kMarlinUnit * code_bits(w.format) / 8);
-  row.scales_at = place(scales * scale_size(w.scale_type));
-  row.zeros_at = place(w.zero_points ? scales : 0);
-  row.globals_at = place(w.format == k_format_nvfp4 ? 8 : 0);
-  row.bias_at = place(w.bias ? rows * 4 : 0);
-  row.perm_at = place(w.perm == 1 ? static_cast<size_t>(k) * 4 : row.orders * row.order_bytes);
-  row.input_at = place(has_input_scales(w) ? 4 : 0);
-  row.pre_at = place(w.pre_scale ? static_cast<size_t>(k) * 4 : 0);
+  place(rows * row.units * kMarlinUnit * code_bits(weights.format) / 8);
+  row.scales_at = place(scales * scale_size(weights.scale_type));
+  row.zeros_at = place(weights.zero_points ? scales : 0);
+  row.globals_at = place(weights.format == k_format_nvfp4 ? 8 : 0);
+  row.bias_at = place(weights.bias ? rows * 4 : 0);
+  row.perm_at = place(weights.perm == 1 ? static_cast<size_t>(k) * 4 : row.orders * row.order_bytes);
+  row.input_at = place(has_input_scales(weights) ? 4 : 0);
+  row.pre_at = place(weights.pre_scale ? static_cast<size_t>(k) * 4 : 0);
   row.bytes = end;
   return row;
 }

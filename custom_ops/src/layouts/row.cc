@@ -27,8 +27,9 @@ int check_order(const char* what, const int32_t* order, int64_t count, char* err
   }
   return QM_OK;
 }
-int check_perms(const RowMatrices& m, char* err) {
-  for (int i = 0; i < m.w.perm; ++i) QM_TRY(check_order("the permutation", m.of[i]->perm, m.k, err));
+int check_perms(const RowMatrices& matrices, char* err) {
+  for (int i = 0; i < matrices.w.perm; ++i)
+    QM_TRY(check_order("the permutation", matrices.of[i]->perm, matrices.k, err));
   return QM_OK;
 }
 
@@ -37,65 +38,76 @@ int64_t vector_at(const qm_row& row, RowPart part, int64_t i, int64_t k) {
   return row.at[part] + i * align_up(4 * k, kRowAlignment);
 }
 
-int pack_row(const RowMatrices& m, void* to, const Pool& pool, char* err) {
-  qm_row at{};
-  const RowLayout& layout = layout_of(m.w);
-  QM_TRY(layout.row_of(m.w, m.n, m.k, m.halves, &at, err));
-  QM_TRY(check_perms(m, err));
-  uint8_t* const row = static_cast<uint8_t*>(to);
-  std::memset(row + at.sizes[kCodes], 0, static_cast<size_t>(at.bytes - at.sizes[kCodes]));
-  QM_TRY(layout.pack(m, at, row, pool, err));
-  for (int i = 0; i < m.w.perm; ++i) {
-    int32_t* const perm = reinterpret_cast<int32_t*>(row + vector_at(at, kPerms, i, m.k));
-    for (int64_t k = 0; k < m.k; ++k) perm[k] = m.of[i]->perm ? m.of[i]->perm[k] : static_cast<int32_t>(k);
+int pack_row(const RowMatrices& matrices, void* out, const Pool& pool, char* err) {
+  qm_row parts{};
+  const RowLayout& layout = layout_of(matrices.w);
+  QM_TRY(layout.row_of(matrices.w, matrices.n, matrices.k, matrices.halves, &parts, err));
+  QM_TRY(check_perms(matrices, err));
+  uint8_t* const row = static_cast<uint8_t*>(out);
+  std::memset(row + parts.sizes[kCodes], 0, static_cast<size_t>(parts.bytes - parts.sizes[kCodes]));
+  QM_TRY(layout.pack(matrices, parts, row, pool, err));
+  for (int i = 0; i < matrices.w.perm; ++i) {
+    int32_t* const perm = reinterpret_cast<int32_t*>(row + vector_at(parts, kPerms, i, matrices.k));
+    for (int64_t k = 0; k < matrices.k; ++k)
+      perm[k] = matrices.of[i]->perm ? matrices.of[i]->perm[k] : static_cast<int32_t>(k);
   }
-  for (int64_t i = 0; i < at.sizes[kInputScales] / 4; ++i)
-    std::memcpy(row + at.at[kInputScales] + 4 * i, &m.of[i]->input_scale, 4);
-  for (int i = 0; i < m.w.pre_scale; ++i) {
-    float* const scales = reinterpret_cast<float*>(row + vector_at(at, kPreScales, i, m.k));
-    const float* const from = m.of[i]->pre_scale;
-    for (int64_t k = 0; k < m.k; ++k) scales[k] = !from ? 1.0f : from[m.pre_order ? m.pre_order[k] : k];
+  for (int64_t i = 0; i < parts.sizes[kInputScales] / 4; ++i)
+    std::memcpy(row + parts.at[kInputScales] + 4 * i, &matrices.of[i]->input_scale, 4);
+  for (int i = 0; i < matrices.w.pre_scale; ++i) {
+    float* const scales = reinterpret_cast<float*>(row + vector_at(parts, kPreScales, i, matrices.k));
+    const float* const from = matrices.of[i]->pre_scale;
+    for (int64_t k = 0; k < matrices.k; ++k)
+      scales[k] = !from ? 1.0f : from[matrices.pre_order ? matrices.pre_order[k] : k];
   }
   return QM_OK;
 }
 
-int unpack_row(const RowMatrices& m, const void* from, const Pool& pool, char* err) {
-  qm_row at{};
-  const RowLayout& layout = layout_of(m.w);
-  QM_TRY(layout.row_of(m.w, m.n, m.k, m.halves, &at, err));
+int unpack_row(const RowMatrices& matrices, const void* from, const Pool& pool, char* err) {
+  qm_row parts{};
+  const RowLayout& layout = layout_of(matrices.w);
+  QM_TRY(layout.row_of(matrices.w, matrices.n, matrices.k, matrices.halves, &parts, err));
   const uint8_t* const row = static_cast<const uint8_t*>(from);
   // Of what gate and up share each gets its own.
   const auto of_half = [&](int half, int64_t count) { return std::min<int64_t>(half, count - 1); };
-  for (int h = 0; h < m.halves && m.w.perm; ++h)
-    std::memcpy(m.of[h]->perm, row + vector_at(at, kPerms, of_half(h, m.w.perm), m.k), static_cast<size_t>(4 * m.k));
-  QM_TRY(check_perms(m, err));  // which pre_order may be
-  layout.unpack(m, at, row, pool);
-  for (int h = 0; h < m.halves; ++h) {
-    qm_matrix& to = *m.of[h];
-    to.input_scale = 0;
-    if (const int64_t count = at.sizes[kInputScales] / 4)
-      std::memcpy(&to.input_scale, row + at.at[kInputScales] + 4 * of_half(h, count), 4);
-    if (!m.w.pre_scale) continue;
-    const float* const scales =
-        reinterpret_cast<const float*>(row + vector_at(at, kPreScales, of_half(h, m.w.pre_scale), m.k));
-    for (int64_t k = 0; k < m.k; ++k) to.pre_scale[m.pre_order ? m.pre_order[k] : k] = scales[k];
+  for (int half = 0; half < matrices.halves && matrices.w.perm; ++half)
+    std::memcpy(matrices.of[half]->perm, row + vector_at(parts, kPerms, of_half(half, matrices.w.perm), matrices.k),
+                static_cast<size_t>(4 * matrices.k));
+  QM_TRY(check_perms(matrices, err));  // which pre_order may be
+  layout.unpack(matrices, parts, row, pool);
+  for (int half = 0; half < matrices.halves; ++half) {
+    qm_matrix& target = *matrices.of[half];
+    target.input_scale = 0;
+    if (const int64_t count = parts.sizes[kInputScales] / 4)
+      std::memcpy(&target.input_scale, row + parts.at[kInputScales] + 4 * of_half(half, count), 4);
+    if (!matrices.w.pre_scale) continue;
+    const float* const scales = reinterpret_cast<const float*>(
+        row + vector_at(parts, kPreScales, of_half(half, matrices.w.pre_scale), matrices.k));
+    for (int64_t k = 0; k < matrices.k; ++k)
+      target.pre_scale[matrices.pre_order ? matrices.pre_order[k] : k] = scales[k];
   }
   return QM_OK;
 }
 
 // FORMAT.md 2.6: gate's and up's rows are in down's order, so that h comes in that of w2's columns.
-RowMatrices w13_of(const qm_moe& m, qm_matrix* gate, qm_matrix* up, const qm_matrix* down) {
-  const int32_t* const order = m.w2.perm ? down->perm : nullptr;
-  if (m.gated) return {m.w13, m.intermediate_size, m.hidden_size, 2, {gate, up}, order, nullptr};
-  return {m.w13, m.intermediate_size, m.hidden_size, 1, {up, nullptr}, order, nullptr};
+RowMatrices w13_of(const qm_moe& moe, qm_matrix* gate, qm_matrix* up, const qm_matrix* down) {
+  const int32_t* const order = moe.w2.perm ? down->perm : nullptr;
+  if (moe.gated) return {moe.w13, moe.intermediate_size, moe.hidden_size, 2, {gate, up}, order, nullptr};
+  return {moe.w13, moe.intermediate_size, moe.hidden_size, 1, {up, nullptr}, order, nullptr};
 }
-RowMatrices w2_of(const qm_moe& m, qm_matrix* down) {
-  return {m.w2, m.hidden_size, m.intermediate_size, 1, {down, nullptr}, nullptr, m.w2.perm ? down->perm : nullptr};
+RowMatrices w2_of(const qm_moe& moe, qm_matrix* down) {
+  return {
+      moe.w2, moe.hidden_size, moe.intermediate_size, 1, {down, nullptr}, nullptr, moe.w2.perm ? down->perm : nullptr};
 }
 // Kernels of marlin multiply a linear's x before they gather it (FORMAT.md 3.5), those of cpu_panel after (2.9).
-RowMatrices linear_of(const qm_linear& l, qm_matrix* matrix) {
-  const bool packed_order = l.w.perm && l.w.layout != k_layout_marlin;
-  return {l.w, l.out_features, l.in_features, 1, {matrix, nullptr}, nullptr, packed_order ? matrix->perm : nullptr};
+RowMatrices linear_of(const qm_linear& linear, qm_matrix* matrix) {
+  const bool packed_order = linear.w.perm && linear.w.layout != k_layout_marlin;
+  return {linear.w,
+          linear.out_features,
+          linear.in_features,
+          1,
+          {matrix, nullptr},
+          nullptr,
+          packed_order ? matrix->perm : nullptr};
 }
 
 // Puts the name of what was refused before why.
@@ -112,29 +124,29 @@ int qm_row_of(const qm_projection* w, int64_t n, int64_t k, int halves, qm_row* 
   return layout_of(*w).row_of(*w, n, k, halves, row, err);
 }
 
-int qm_pack_expert(const qm_moe* m, const qm_matrix* gate, const qm_matrix* up, const qm_matrix* down, void* w13_row,
+int qm_pack_expert(const qm_moe* moe, const qm_matrix* gate, const qm_matrix* up, const qm_matrix* down, void* w13_row,
                    void* w2_row, int lanes, qm_parallel_for parallel_for, void* context, char* err) {
   const Pool pool{lanes, parallel_for, context};
   const auto matrix = [](const qm_matrix* source) { return const_cast<qm_matrix*>(source); };
-  QM_TRY(of_tensor("w2", pack_row(w2_of(*m, matrix(down)), w2_row, pool, err), err));
-  const RowMatrices w13 = w13_of(*m, matrix(gate), matrix(up), down);
+  QM_TRY(of_tensor("w2", pack_row(w2_of(*moe, matrix(down)), w2_row, pool, err), err));
+  const RowMatrices w13 = w13_of(*moe, matrix(gate), matrix(up), down);
   return of_tensor("w13", pack_row(w13, w13_row, pool, err), err);
 }
 
-int qm_unpack_expert(const qm_moe* m, const void* w13_row, const void* w2_row, qm_matrix* gate, qm_matrix* up,
+int qm_unpack_expert(const qm_moe* moe, const void* w13_row, const void* w2_row, qm_matrix* gate, qm_matrix* up,
                      qm_matrix* down, int lanes, qm_parallel_for parallel_for, void* context, char* err) {
   const Pool pool{lanes, parallel_for, context};
-  QM_TRY(of_tensor("w2", unpack_row(w2_of(*m, down), w2_row, pool, err), err));
-  return of_tensor("w13", unpack_row(w13_of(*m, gate, up, down), w13_row, pool, err), err);
+  QM_TRY(of_tensor("w2", unpack_row(w2_of(*moe, down), w2_row, pool, err), err));
+  return of_tensor("w13", unpack_row(w13_of(*moe, gate, up, down), w13_row, pool, err), err);
 }
 
-int qm_pack_linear(const qm_linear* l, const qm_matrix* matrix, void* row, int lanes, qm_parallel_for parallel_for,
+int qm_pack_linear(const qm_linear* linear, const qm_matrix* matrix, void* row, int lanes, qm_parallel_for parallel_for,
                    void* context, char* err) {
-  const RowMatrices of = linear_of(*l, const_cast<qm_matrix*>(matrix));
-  return of_tensor("w", pack_row(of, row, {lanes, parallel_for, context}, err), err);
+  const RowMatrices matrices = linear_of(*linear, const_cast<qm_matrix*>(matrix));
+  return of_tensor("w", pack_row(matrices, row, {lanes, parallel_for, context}, err), err);
 }
 
-int qm_unpack_linear(const qm_linear* l, const void* row, qm_matrix* matrix, int lanes, qm_parallel_for parallel_for,
-                     void* context, char* err) {
-  return of_tensor("w", unpack_row(linear_of(*l, matrix), row, {lanes, parallel_for, context}, err), err);
+int qm_unpack_linear(const qm_linear* linear, const void* row, qm_matrix* matrix, int lanes,
+                     qm_parallel_for parallel_for, void* context, char* err) {
+  return of_tensor("w", unpack_row(linear_of(*linear, matrix), row, {lanes, parallel_for, context}, err), err);
 }
