@@ -1,5 +1,5 @@
 # TENSORRT_INCLUDE_DIR: the folder of NvInfer.h. Only headers are needed, and any of TensorRT 10, 11 or TensorRT-RTX do: the interfaces
-# that a plug-in implements are the same in all (plugin.cc says where they are not). In this order: TENSORRT_ROOT (variable or
+# that a plug-in implements are the same in all (logger.h and library.cc say where they are not). In this order: TENSORRT_ROOT (variable or
 # environment), the system's, the headers in the Rust crate trtx-sys, fetched by cargo into the build tree.
 set(trt_crate "0.9.1+rtx1.7")
 set(trt_sysroot ${CMAKE_BINARY_DIR}/tensorrt_headers)

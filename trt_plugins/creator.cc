@@ -1,0 +1,151 @@
+// A creator for each operator of op.def: reads a layer's fields, TensorRT's parser's or an engine's.
+#include <cstring>
+#include <string_view>
+
+#include "plugin.h"
+
+namespace quantmoe {
+namespace {
+
+// The attributes of any operator; the version is the first of each.
+union Node {
+  int32_t op_version;
+#define QM_OP(op, name, version) qm_##name name;
+#include "op.def"
+};
+
+class Creator final : public IPluginCreatorV3One {
+ public:
+  explicit Creator(const char* op) : op_(op) {
+    for (size_t i = 0; const qm_attribute* attribute = qm_attribute_at(op, i); ++i)
+      fields_.emplace_back(attribute->name, nullptr, field_type(attribute->kind), 1);
+    collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
+  }
+  const char* getPluginName() const noexcept override { return op_; }
+  const char* getPluginVersion() const noexcept override { return "1"; }
+  // TensorRT's parser looks for creators in the empty namespace, whatever the node's domain is.
+  const char* getPluginNamespace() const noexcept override { return ""; }
+  const PluginFieldCollection* getFieldNames() noexcept override { return &collection_; }
+  IPluginV3* createPlugin(const char* name, const PluginFieldCollection* given, TensorRTPhase phase) noexcept override {
+    return guard<IPluginV3*>(op_, nullptr, [&] { return create(name, given, phase == TensorRTPhase::kRUNTIME); });
+  }
+
+ private:
+  IPluginV3* create(const char* name, const PluginFieldCollection* given, bool runs) const;
+  bool read_fields(const PluginFieldCollection* given, bool runs, Node* node, std::vector<Value>* values,
+                   int64_t* workspace_bytes, std::string* why) const;
+  static PluginFieldType field_type(char kind) {
+    return kind == 'i' ? PluginFieldType::kINT32 : kind == 'f' ? PluginFieldType::kFLOAT32 : PluginFieldType::kCHAR;
+  }
+  const char* op_;
+  std::vector<PluginField> fields_;
+  PluginFieldCollection collection_{};
+};
+
+// Sets the attribute of a field and keeps its value; false with the sentence in error.
+bool set(const char* op, Node* node, std::vector<Value>* values, const PluginField& expected, const PluginField& field,
+         char* error) {
+  const bool text = expected.type == PluginFieldType::kCHAR;
+  if (field.type != expected.type || !field.data || (text ? field.length < 1 : field.length != 1)) {
+    fail(error, QM_INVALID, "attribute %s is of field type %d and length %d, expected one %s", field.name,
+         static_cast<int>(field.type), field.length,
+         text                                       ? "string"
+         : expected.type == PluginFieldType::kINT32 ? "int32"
+                                                    : "float32");
+    return false;
+  }
+  const char* data = static_cast<const char*>(field.data);
+  if (text) {  // the length counts the NUL, which a damaged plan may lack
+    const std::string value(data, strnlen(data, field.length));
+    values->push_back({expected.name, expected.type, std::string(value.c_str(), value.size() + 1)});
+    return !qm_set_string(op, node, field.name, value.c_str(), error);
+  }
+  values->push_back({expected.name, expected.type, std::string(data, 4)});
+  if (expected.type == PluginFieldType::kFLOAT32) {
+    float value;
+    std::memcpy(&value, data, sizeof(value));
+    return !qm_set_float(op, node, field.name, value, error);
+  }
+  int32_t value;
+  std::memcpy(&value, data, sizeof(value));
+  return !qm_set_int(op, node, field.name, value, error);
+}
+
+// The attributes of a layer; false with the reason in why.
+bool Creator::read_fields(const PluginFieldCollection* given, bool runs, Node* node, std::vector<Value>* values,
+                          int64_t* workspace_bytes, std::string* why) const {
+  auto refuse = [&](const std::string& what) {
+    *why = what;
+    return false;
+  };
+  const PluginField* const end = given ? given->fields + given->nbFields : nullptr;
+  auto find = [&](const char* attribute) {
+    return given ? std::find_if(
+                       given->fields, end,
+                       [&](const PluginField& field) { return field.name && !std::strcmp(field.name, attribute); })
+                 : end;
+  };
+  char error[QM_ERROR_SIZE];
+  // op_version is the first: a file of an earlier one lacks the attributes that came later.
+  const auto later = [&](size_t i) { return i > 0 && qm_attribute_at(op_, i)->since > node->op_version; };
+  for (size_t i = 0; i < fields_.size(); ++i) {
+    if (later(i)) continue;
+    const PluginField* field = find(fields_[i].name);
+    if (field == end) return refuse(std::string("attribute ") + fields_[i].name + " is required");
+    if (!set(op_, node, values, fields_[i], *field, error)) return refuse(error);
+    if (i == 0 && qm_set_version(op_, node, node->op_version, error)) return refuse(error);
+  }
+  *workspace_bytes = 0;
+  for (const PluginField* field = given->fields; field != end; ++field) {
+    if (!field->name) return refuse("an attribute has no name");
+    if (runs && !std::strcmp(field->name, kWorkspaceBytes) && field->type == PluginFieldType::kINT64 && field->data &&
+        field->length == 1) {
+      std::memcpy(workspace_bytes, field->data, sizeof(*workspace_bytes));
+      continue;
+    }
+    size_t i = 0;
+    while (i < fields_.size() && std::strcmp(fields_[i].name, field->name)) ++i;
+    if (i == fields_.size() || later(i)) return refuse(std::string("unknown attribute ") + field->name);
+  }
+  return true;
+}
+
+IPluginV3* Creator::create(const char* name, const PluginFieldCollection* given, bool runs) const {
+  const std::string layer = std::string(op_) + " layer \"" + (name ? name : "") + "\":";
+  auto refuse = [&](const std::string& what) {
+    log_message(Severity::kERROR, layer + " " + what);
+    return nullptr;
+  };
+  Node node{};
+  std::vector<Value> values;
+  int64_t workspace_bytes;
+  if (std::string why; !read_fields(given, runs, &node, &values, &workspace_bytes, &why)) return refuse(why);
+  char error[QM_ERROR_SIZE];
+  const auto shared = std::make_shared<PluginLayer>(layer, std::move(values), runs, workspace_bytes);
+  IPluginV3* plugin = nullptr;
+#define QM_OP(op, name, version) \
+  if (op_ == std::string_view(#op)) plugin = make_plugin(shared, node.name, error);
+#include "op.def"
+  return plugin ? plugin : refuse(error);
+}
+
+}  // namespace
+
+// Never destroyed: TensorRT may ask for their names while the process exits.
+std::vector<IPluginCreatorInterface*>& creators() {
+  static auto& creators = *new std::vector<IPluginCreatorInterface*>{
+#define QM_OP(op, name, version) new Creator(#op),
+#include "op.def"
+  };
+  return creators;
+}
+
+static IPluginV3* refuse_ranks(char* error) {
+  fail(error, QM_INVALID, "the plug-ins have no sums over ranks: ONNX Runtime's CUDA provider runs slices of a model");
+  return nullptr;
+}
+IPluginV3* make_plugin(const SharedLayer&, const qm_reduce&, char* error) { return refuse_ranks(error); }
+IPluginV3* make_plugin(const SharedLayer&, const qm_gather&, char* error) { return refuse_ranks(error); }
+IPluginV3* make_plugin(const SharedLayer&, const qm_scatter&, char* error) { return refuse_ranks(error); }
+
+}  // namespace quantmoe

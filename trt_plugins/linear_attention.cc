@@ -1,0 +1,137 @@
+// CausalConv and GatedDelta: linear attention and its states.
+#include "planned.h"
+
+namespace quantmoe {
+namespace {
+
+// A state's shape, with the window's size in front where there is one.
+std::vector<int64_t> windowed(int32_t window, std::vector<int64_t> state) {
+  if (window > 1) state.insert(state.begin(), window);
+  return state;
+}
+
+// A state stays where it is as a cache does: past and present are bound to the same memory.
+class Conv final : public Plugin {
+ public:
+  Conv(SharedLayer layer, const qm_conv& conv)
+      : Plugin("CausalConv", std::move(layer)), problem_{conv, QM_F32, 0, 0}, bias_(false) {}
+
+ private:
+  IPluginV3* make_copy() const override { return new Conv(layer_, problem_.conv); }
+  bool set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
+    const int32_t rank = problem_.conv.state_window > 1 ? 4 : 3;
+    if (!check_rank(inputs, CausalConv_x, 3) || !check_rank(inputs, CausalConv_past_conv, rank)) return false;
+    outputs[0] = inputs[CausalConv_x];
+    outputs[0].d[2] = builder.constant(problem_.conv.channels);
+    outputs[1] = inputs[CausalConv_past_conv];
+    return true;
+  }
+  bool check_shapes(const Dims* in) const override {
+    const int64_t channels = problem_.conv.channels, width = problem_.conv.width;
+    const Dims &x = in[CausalConv_x], &bias = in[CausalConv_bias];
+    const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return check_shape(in, input, sizes); };
+    return check(CausalConv_x, {-1, -1, x_of(problem_.conv).size}) && check(CausalConv_weight, {channels, width}) &&
+           (is_none(bias) || check(CausalConv_bias, {channels})) &&
+           check(CausalConv_past_conv, windowed(problem_.conv.state_window, {x.d[0], channels, width - 1})) &&
+           check(CausalConv_rows, {x.d[0], 3});
+  }
+  bool read_shapes(const Inputs& in) {
+    const Dims& x = in.dims[CausalConv_x];
+    problem_.type = qm_type(in.types[CausalConv_x]);
+    problem_.batch = x.d[0];
+    problem_.tokens = x.d[1];
+    bias_ = in.dims[CausalConv_bias].d[0] > 0;
+    char error[QM_ERROR_SIZE];
+    return !qm_cuda_validate_conv(&problem_, error) || wrong(error);
+  }
+  bool configure(const Inputs& most) override { return read_shapes(most); }
+  bool prepare(const Inputs& in) override { return read_shapes(in); }
+  int launch(const void* const* inputs, void* const* outputs, void*, cudaStream_t stream, char* error) override {
+    const auto floats = [&](int32_t input) { return static_cast<const float*>(inputs[input]); };
+    qm_cuda_conv_tensors tensors{};
+    tensors.x = inputs[CausalConv_x];
+    tensors.weight = floats(CausalConv_weight);
+    tensors.bias = bias_ ? floats(CausalConv_bias) : nullptr;
+    tensors.past_conv = inputs[CausalConv_past_conv];
+    tensors.rows = static_cast<const int32_t*>(inputs[CausalConv_rows]);
+    tensors.y = outputs[0];
+    tensors.present_conv = outputs[1];
+    return qm_cuda_launch_conv(&problem_, &tensors, stream, error);
+  }
+
+  qm_cuda_conv_problem problem_;
+  bool bias_;
+};
+
+class Delta final : public Planned<qm_cuda_delta_problem, qm_cuda_delta_plan, qm_cuda_plan_delta> {
+ public:
+  Delta(SharedLayer layer, const qm_delta& delta) : Planned("GatedDelta", std::move(layer)), delta_(delta) {}
+
+ private:
+  IPluginV3* make_copy() const override { return new Delta(layer_, delta_); }
+  bool set_shapes(const DimsExprs* inputs, DimsExprs* outputs, IExprBuilder& builder) const override {
+    const int32_t rank = delta_.state_window > 1 ? 5 : 4;
+    if (!check_rank(inputs, GatedDelta_qkv, 3) || !check_rank(inputs, GatedDelta_past_state, rank)) return false;
+    outputs[0] = inputs[GatedDelta_qkv];
+    outputs[0].d[2] = builder.constant(int64_t{delta_.num_v_heads} * delta_.v_head_size);
+    outputs[1] = inputs[GatedDelta_past_state];
+    return true;
+  }
+  bool check_shapes(const Dims* in) const override {
+    const int64_t heads = delta_.num_v_heads, k = delta_.k_head_size, v = delta_.v_head_size;
+    const int64_t decays = heads * (delta_.decay_per_key ? k : 1);
+    const Dims& qkv = in[GatedDelta_qkv];
+    const auto check = [&](int32_t input, const std::vector<int64_t>& sizes) { return check_shape(in, input, sizes); };
+    return check(GatedDelta_qkv, {-1, -1, 2 * delta_.num_k_heads * k + heads * v}) &&
+           check(GatedDelta_a, {qkv.d[0], qkv.d[1], a_of(delta_).size}) &&
+           check(GatedDelta_b, {qkv.d[0], qkv.d[1], b_of(delta_).size}) &&
+           check(GatedDelta_z, {qkv.d[0], qkv.d[1], z_of(delta_).size}) && check(GatedDelta_a_log, {heads}) &&
+           check(GatedDelta_dt_bias, {decays}) && check(GatedDelta_norm, {v}) &&
+           check(GatedDelta_past_state, windowed(delta_.state_window, {qkv.d[0], heads, k, v})) &&
+           check(GatedDelta_rows, {qkv.d[0], 3});
+  }
+  qm_cuda_delta_problem problem_of(const Inputs& in) const override {
+    const Dims& qkv = in.dims[GatedDelta_qkv];
+    qm_cuda_delta_problem problem{};
+    problem.delta = delta_;
+    problem.type = qm_type(in.types[GatedDelta_qkv]);
+    problem.batch = qkv.d[0];
+    problem.tokens = qkv.d[1];
+    return problem;
+  }
+  int launch(const void* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream,
+             char* error) override {
+    const auto floats = [&](int32_t input) { return static_cast<const float*>(inputs[input]); };
+    qm_cuda_delta_tensors tensors{};
+    tensors.qkv = inputs[GatedDelta_qkv];
+    tensors.a = inputs[GatedDelta_a];
+    tensors.b = inputs[GatedDelta_b];
+    tensors.z = inputs[GatedDelta_z];
+    tensors.a_log = floats(GatedDelta_a_log);
+    tensors.dt_bias = floats(GatedDelta_dt_bias);
+    tensors.norm = floats(GatedDelta_norm);
+    tensors.past_state = floats(GatedDelta_past_state);
+    tensors.rows = static_cast<const int32_t*>(inputs[GatedDelta_rows]);
+    tensors.y = outputs[0];
+    tensors.present_state = static_cast<float*>(outputs[1]);
+    tensors.workspace = workspace;
+    return qm_cuda_launch_delta(&problem_, &plan_, &tensors, stream, error);
+  }
+
+  qm_delta delta_;
+};
+
+}  // namespace
+
+IPluginV3* make_plugin(const SharedLayer& layer, const qm_conv& node, char* error) {
+  const qm_cuda_conv_problem problem{node, QM_F16, 1, 1};
+  return qm_cuda_validate_conv(&problem, error) ? nullptr : new Conv(layer, node);
+}
+
+IPluginV3* make_plugin(const SharedLayer& layer, const qm_delta& node, char* error) {
+  const qm_cuda_delta_problem problem{node, QM_F16, 1, 1};
+  qm_cuda_delta_plan plan;
+  return qm_cuda_plan_delta(&problem, &kDevices[0], &plan, error) ? nullptr : new Delta(layer, node);
+}
+
+}  // namespace quantmoe
